@@ -1,0 +1,136 @@
+//! The rows of our own calls: each figure beside what it is fairly compared with, and the bars that were set.
+
+use anyhow::{Context, Result};
+
+use super::idle;
+use crate::floors::{PING_PONG, PING_PONG_ONE_LINE, ping_pong_one_line_p50, ping_pong_p50};
+use crate::papers::ANT;
+use crate::report::{Kind, Row};
+use crate::rounds::Samples;
+
+/// All our rows.
+pub fn rows(samples: &Samples) -> Result<Vec<Row>> {
+    let mut rows = spinning(samples)?;
+    rows.extend(sleeping(samples)?);
+    rows.push(pipelined(samples)?);
+    rows.extend(detached(samples)?);
+    rows.extend(idle_rows(samples)?);
+    Ok(rows)
+}
+
+/// The rows of case `name`; `compare` adds to the one with the median what it is compared with.
+fn round_trip(samples: &Samples, name: &str, compare: impl FnOnce(Row) -> Result<Row>) -> Result<Vec<Row>> {
+    let mut rows = Row::round_trip(name, samples.of(name)?);
+    let median = compare(rows.remove(0))?;
+    rows.insert(0, median);
+    Ok(rows)
+}
+
+fn spinning(samples: &Samples) -> Result<Vec<Row>> {
+    let floor = ping_pong_p50(samples)?;
+    let ant = ANT.best_ns("call").context("the paper has a whole call")?;
+    let mut rows = round_trip(samples, "spin-inline", |row| {
+        row.against(PING_PONG, Kind::Floor, floor)
+            .against(PING_PONG_ONE_LINE, Kind::Floor, ping_pong_one_line_p50(samples)?)
+            .against("iceoryx2", Kind::Peer, samples.p50("iceoryx2")?)
+            .against("iceoryx2-topics", Kind::Peer, samples.p50("iceoryx2-topics")?)
+            .against("ant", Kind::Paper, ant)
+            .bar(1.3, PING_PONG)?
+            .bar(1.0 / 3.0, "iceoryx2")
+    })?;
+    rows.extend(round_trip(samples, "spin-slot", |row| {
+        row.against(PING_PONG, Kind::Floor, floor)
+            .against("iceoryx2", Kind::Peer, samples.p50("iceoryx2-4k")?)
+            .against("ant", Kind::Paper, ant)
+            .bar(3.0, PING_PONG)
+    })?);
+    rows.extend(round_trip(samples, "async", |row| {
+        row.against("spin-inline", Kind::Floor, samples.p50("spin-inline")?).bar(1.2, "spin-inline")
+    })?);
+    Ok(rows)
+}
+
+fn sleeping(samples: &Samples) -> Result<Vec<Row>> {
+    let ant = ANT.best_ns("call").context("the paper has a whole call")?;
+    let mut rows = round_trip(samples, "same-core", |row| {
+        row.against("futex", Kind::Floor, samples.p50("futex-same-core")?)
+            .against("eventfd", Kind::Floor, samples.p50("eventfd-same-core")?)
+            .against("seqpacket", Kind::Peer, samples.p50("seqpacket-same-core")?)
+            .against("pipe", Kind::Peer, samples.p50("pipe-same-core")?)
+            .against("ant", Kind::Paper, ant)
+            .bar(1.2, "futex")
+    })?;
+    rows.extend(round_trip(samples, "parked", |row| {
+        row.against("eventfd", Kind::Floor, samples.p50("eventfd-other-core")?)
+            .against("futex", Kind::Floor, samples.p50("futex-other-core")?)
+            .against("seqpacket", Kind::Peer, samples.p50("seqpacket-other-core")?)
+            .against("pipe", Kind::Peer, samples.p50("pipe-other-core")?)
+            .against("ant", Kind::Paper, ant)
+            .bar(1.15, "eventfd")
+    })?);
+    Ok(rows)
+}
+
+fn pipelined(samples: &Samples) -> Result<Row> {
+    let rate = median(samples.of("pipelined")?.numbers("rate")).context("the case notes its rate")?;
+    Ok(Row::higher("pipelined", "rate", "calls/s", rate).bar_at(8_000_000.0))
+}
+
+/// Each level of detach, compared with moving and with copying as many bytes.
+fn detached(samples: &Samples) -> Result<Vec<Row>> {
+    let mut rows = Vec::new();
+    for size in ["4k", "64k", "2m"] {
+        for level in ["detach-move", "detach-guard", "detach-enforced", "copy"] {
+            let others = ["detach-move", "copy"].into_iter().filter(|other| *other != level);
+            rows.extend(round_trip(samples, &format!("{level}-{size}"), |row| {
+                others
+                    .map(|other| Ok((other, samples.p50(&format!("{other}-{size}"))?)))
+                    .try_fold(row, |row, other: Result<_>| {
+                        other.map(|(other, value)| row.against(other, Kind::Floor, value))
+                    })
+            })?);
+        }
+    }
+    Ok(rows)
+}
+
+fn idle_rows(samples: &Samples) -> Result<Vec<Row>> {
+    let of = |what| median(samples.of("idle-1000")?.numbers(what)).with_context(|| format!("the case notes {what}"));
+    let mut resident = Row::lower("idle-1000", "resident_per_client", "B", of("resident")?).bar_at(65_536.0);
+    resident.note = Some(format!("server process, {} clients, page tables included", idle::CLIENTS));
+    Ok(vec![
+        Row::lower("idle-1000", "cpu", "cores", of("cpu")?).bar_at(0.005),
+        resident,
+        Row::lower("idle-1000", "resident_per_client_client", "B", of("resident-client")?),
+    ])
+}
+
+/// Our figures under the names of the paper's, in ns.
+pub fn paper(samples: &Samples) -> Result<Vec<(&'static str, f64)>> {
+    let half = |which| median(samples.of("stamped")?.numbers(which)).with_context(|| format!("the case notes {which}"));
+    let (spin, same, parked) = (samples.p50("spin-inline")?, samples.p50("same-core")?, samples.p50("parked")?);
+    Ok(vec![
+        ("request", half("request")?),
+        ("return", half("return")?),
+        ("call", spin),
+        ("async", samples.p50("async")? - spin),
+        ("other-core", parked - same),
+    ])
+}
+
+fn median(values: &[f64]) -> Option<f64> {
+    let mut sorted = values.to_vec();
+    sorted.sort_unstable_by(f64::total_cmp);
+    sorted.get(sorted.len() / 2).copied()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_median_is_a_value_of_the_middle() {
+        assert_eq!(median(&[3.0, 1.0, 2.0]), Some(2.0));
+        assert_eq!(median(&[]), None);
+    }
+}

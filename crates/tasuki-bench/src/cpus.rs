@@ -1,0 +1,87 @@
+//! Which CPUs the two measured processes run on.
+
+use anyhow::{Context, Result, bail};
+use rustix::thread::CpuSet;
+
+/// Where the two roles of a case run.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Cores {
+    /// Both on one CPU: every hand-over is a context switch.
+    Same,
+    /// On two CPUs that share no execution units: every hand-over crosses cores.
+    Other,
+}
+
+/// The two CPUs of a bench.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Cpus {
+    /// Where measuring roles run, and serving ones of [`Cores::Same`] too.
+    pub client: usize,
+    /// Where serving roles of [`Cores::Other`] run.
+    pub server: usize,
+}
+
+impl Cpus {
+    /// Chooses among the CPUs that this process may use.
+    ///
+    /// The highest numbers come first, because CPU 0 does most of a machine's housekeeping.
+    pub fn choose() -> Result<Self> {
+        let allowed = rustix::thread::sched_getaffinity(None).context("the allowed CPUs could not be asked for")?;
+        let mut cpus = (0..CpuSet::MAX_CPU).rev().filter(|&cpu| allowed.is_set(cpu));
+        let client = cpus.next().context("this process may use no CPU")?;
+        let siblings = siblings(client);
+        match cpus.find(|cpu| !siblings.contains(cpu)) {
+            Some(server) => Ok(Cpus { client, server }),
+            None => bail!("a bench needs two cores, but this process may use only CPU {client} and its siblings"),
+        }
+    }
+
+    /// (server, client)
+    pub fn of(self, cores: Cores) -> (usize, usize) {
+        match cores {
+            Cores::Same => (self.client, self.client),
+            Cores::Other => (self.server, self.client),
+        }
+    }
+}
+
+/// Keeps this process on `cpu`.
+pub fn pin(cpu: usize) -> Result<()> {
+    let mut set = CpuSet::new();
+    set.set(cpu);
+    rustix::thread::sched_setaffinity(None, &set).with_context(|| format!("CPU {cpu} cannot be used"))
+}
+
+/// The hyperthreads of `cpu`'s core, itself included. Empty when the kernel does not say.
+fn siblings(cpu: usize) -> Vec<usize> {
+    let path = format!("/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list");
+    std::fs::read_to_string(path).map(|list| cpu_list(&list)).unwrap_or_default()
+}
+
+/// Reads the kernel's notation for CPUs: `0,4-6`.
+fn cpu_list(list: &str) -> Vec<usize> {
+    let range = |part: &str| -> Option<std::ops::RangeInclusive<usize>> {
+        let (first, last) = part.split_once('-').unwrap_or((part, part));
+        Some(first.parse().ok()?..=last.parse().ok()?)
+    };
+    list.trim().split(',').filter_map(range).flatten().collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_kernels_lists_are_read() {
+        assert_eq!(cpu_list("3\n"), [3]);
+        assert_eq!(cpu_list("0,4-6\n"), [0, 4, 5, 6]);
+        assert!(cpu_list("\n").is_empty());
+    }
+
+    #[test]
+    fn one_core_serves_and_measures_when_they_share_it() {
+        let cpus = Cpus { client: 7, server: 2 };
+        assert_eq!(cpus.of(Cores::Same), (7, 7));
+        assert_eq!(cpus.of(Cores::Other), (2, 7));
+    }
+}

@@ -1,0 +1,322 @@
+//! The demo: what Tasuki does, on one screen. For now that is calls between processes, and servers that are replaced or die
+//! under them.
+
+use std::io::{Read, Write};
+use std::path::Path;
+use std::process::{Child, ChildStdout, Command, Stdio};
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result, anyhow, bail, ensure};
+use rustix::process::Signal;
+use tasuki_shm::call::{
+    Ask, CallError, Client, ClientOptions, Deadline, Request, Server, ServerOptions, State, Successor,
+};
+use tasuki_shm::sync::Relaxed;
+
+use crate::case;
+use crate::cpus::{self, Cpus};
+use crate::interrupt::Interrupt;
+use crate::papers::ANT;
+use crate::rounds::{self, Effort, Samples};
+use crate::table::number;
+use crate::workplace::{self, Workplace};
+
+/// Cases whose figures the demo shows.
+const SHOWN: &[&str] =
+    &["ping-pong-tight", "spin-inline", "spin-slot", "same-core", "pipelined", "iceoryx2", "seqpacket-same-core"];
+
+/// Replacements of each kind.
+const REPLACEMENTS: u32 = 10;
+
+/// Calls between two replacements.
+const CALLS_BETWEEN: u64 = 20_000;
+
+/// The ledger's size: one word a call, in the state that the servers hand on.
+const LEDGER: u64 = 1 << 20;
+
+/// Counts in the ledger that the call of this number ran.
+const COUNT: u16 = 1;
+
+/// Says how often the call of this number ran.
+const RAN: u16 = 2;
+
+/// Says how many of the calls below this number did not run exactly once.
+const AUDIT: u16 = 3;
+
+/// What a server says when it is where it is to be.
+const READY: &str = "ready";
+
+const DEADLINE: Duration = Duration::from_secs(10);
+
+/// How a demo server comes to its office.
+#[derive(Debug, Clone, Copy, clap::ValueEnum)]
+pub enum Office {
+    /// It is the first.
+    First,
+    /// It has the one before it finish and let go.
+    Upgrade,
+    /// It waits for the one before it to die.
+    StandBy,
+}
+
+/// One server of the demo, in a process of its own, until a successor takes over or somebody kills it.
+pub fn serve(office: Office, cpu: usize, path: &Path) -> Result<()> {
+    cpus::pin(cpu)?;
+    rustix::process::set_parent_process_death_signal(Some(Signal::KILL))
+        .context("the server could not be tied to the demo")?;
+    let options = ServerOptions::default();
+    let mut server = match office {
+        Office::First => {
+            let state = State::create(usize::try_from(LEDGER * 8)?)?;
+            Server::bind(path, ServerOptions { state: Some(state), ..options })?
+        }
+        Office::Upgrade => {
+            let successor = Successor::approach(path)?;
+            println!("{READY}");
+            std::io::stdin().read_line(&mut String::new()).context("the demo did not say when")?;
+            successor.take_over(options, DEADLINE)?
+        }
+        Office::StandBy => {
+            let successor = Successor::approach(path)?;
+            // Said before its wait, since it has all that it needs.
+            println!("{READY}");
+            successor.stand_by(options)?
+        }
+    };
+    println!("{READY}");
+    let ledger = server.state().context("every server of the demo has a state")?.words();
+    server.serve(move |request: Request<'_>| {
+        let number = request.inline().and_then(|bytes| bytes.try_into().ok()).map_or(0, u64::from_ne_bytes);
+        let times = |number: u64| &ledger[usize::try_from(number % LEDGER).expect("fits memory")];
+        let answer = match request.method() {
+            // One writer at a time, which the lease sees to.
+            COUNT => {
+                times(number).store(times(number).load(Relaxed) + 1, Relaxed);
+                number
+            }
+            RAN => times(number).load(Relaxed),
+            AUDIT => (0..number).filter(|number| times(*number).load(Relaxed) != 1).count() as u64,
+            _ => return request.refuse(1_u16, "the demo knows no such method"),
+        };
+        request.reply(&answer.to_ne_bytes()).expect("so few bytes need no slot");
+    })?;
+    Ok(())
+}
+
+/// A running demo server, killed when dropped.
+struct Running {
+    process: Child,
+    says: ChildStdout,
+}
+
+impl Running {
+    fn start(office: &str, path: &Path, cpu: usize) -> Result<Self> {
+        let this = std::env::current_exe().context("the demo could not find its own executable")?;
+        let mut process = Command::new(this)
+            .args(["demo-server", office, &cpu.to_string()])
+            .arg(path)
+            .stdin(Stdio::piped())
+            .stdout(Stdio::piped())
+            .spawn()
+            .context("the demo could not start a server")?;
+        let says = process.stdout.take().context("its output was asked for")?;
+        Ok(Running { process, says })
+    }
+
+    /// Waits until it serves, or stands by.
+    fn await_ready(&mut self) -> Result<()> {
+        let mut word = [0; READY.len() + 1];
+        self.says.read_exact(&mut word).context("a server of the demo ended before it was ready")
+    }
+
+    /// Has a server that was started as an upgrade begin.
+    fn take_over(&mut self) -> Result<()> {
+        let stdin = self.process.stdin.as_mut().context("its input was asked for")?;
+        writeln!(stdin, "now").context("a server of the demo ended before it took over")
+    }
+
+    fn kill(&mut self) -> Result<()> {
+        self.process.kill().context("a server of the demo could not be killed")
+    }
+}
+
+impl Drop for Running {
+    fn drop(&mut self) {
+        // Both fail only for a process that has been waited for already.
+        let _ = self.process.kill();
+        let _ = self.process.wait();
+    }
+}
+
+/// What calls went through while servers came and went.
+#[derive(Debug, Default)]
+struct Story {
+    calls: u64,
+    retries: u64,
+    /// The longest wait of a call since the last replacement.
+    longest: Duration,
+    /// The longest wait of a call in each replacement.
+    gaps: Vec<Duration>,
+}
+
+impl Story {
+    fn end_of_replacement(&mut self) {
+        self.gaps.push(std::mem::take(&mut self.longest));
+    }
+}
+
+/// Runs the demo.
+pub fn run() -> Result<()> {
+    workplace::sweep();
+    let cpus = Cpus::choose()?;
+    println!("Tasuki: calls between processes, through memory alone\n");
+    figures(cpus)?;
+    let place = Workplace::new()?;
+    let path = place.directory().join("call");
+    let (server_cpu, client_cpu) = cpus.of(cpus::Cores::Other);
+    cpus::pin(client_cpu)?;
+    let start = |office| Running::start(office, &path, server_cpu);
+    let mut server = start("first")?;
+    server.await_ready()?;
+    let options = ClientOptions::default();
+    let mut client = Client::connect(&path, &options)?;
+
+    let mut story = Story::default();
+    for _ in 0..REPLACEMENTS {
+        // A child dies with the thread that started it, so that is this one; another only waits.
+        let mut next = start("upgrade")?;
+        next.await_ready()?;
+        calls(&mut client, &mut story, CALLS_BETWEEN / 2, |_| Ok(()))?;
+        next.take_over()?;
+        std::thread::scope(|scope| -> Result<()> {
+            let ready = scope.spawn(|| next.await_ready());
+            while !ready.is_finished() {
+                calls(&mut client, &mut story, CALLS_BETWEEN / 20, |_| Ok(()))?;
+            }
+            ready.join().map_err(|_| anyhow!("the thread that waits for a server panicked"))?
+        })?;
+        server = next;
+        story.end_of_replacement();
+    }
+    tell("replaced under load (upgrade)", &mut client, &story)?;
+
+    story.gaps.clear();
+    story.retries = 0;
+    for _ in 0..REPLACEMENTS {
+        let mut next = start("stand-by")?;
+        next.await_ready()?;
+        calls(
+            &mut client,
+            &mut story,
+            CALLS_BETWEEN,
+            |done| {
+                if done == CALLS_BETWEEN / 2 { server.kill() } else { Ok(()) }
+            },
+        )?;
+        server = next;
+        story.end_of_replacement();
+    }
+    tell("killed under load (SIGKILL), a stand-by takes over", &mut client, &story)?;
+    end(server, client)
+}
+
+/// Measures and prints what a call costs here.
+fn figures(cpus: Cpus) -> Result<()> {
+    let cases: Vec<_> = SHOWN.iter().map(|name| case::find(name)).collect::<Result<_>>()?;
+    let effort = Effort { rounds: 1, factor: 1 };
+    let samples: Samples = rounds::run(&cases, effort, cpus, &Interrupt::catch()?)?;
+    let ant = ANT.best_ns("call").context("the paper has a whole call")?;
+    let line = |what: &str, ns: f64, beside: &str| println!("  {what:<58} {:>7} ns   {beside}", number(ns));
+    println!("round trips between two processes (median; AnT's paper: at most {} ns)", number(ant));
+    let inline = samples.p50("spin-inline")?;
+    line("48 bytes and back, both processes awake", inline, &format!("{:.0} × faster than AnT", ant / inline));
+    line("  … what the CPUs need to exchange two cache lines", samples.p50("ping-pong-tight")?, "the floor");
+    line("  … the same call with iceoryx2", samples.p50("iceoryx2")?, "");
+    line("4 KiB written by the client, all read by the server", samples.p50("spin-slot")?, "no copy");
+    line("48 bytes and back on one CPU, each sleeping in turn", samples.p50("same-core")?, "");
+    line("  … the same through a unix socket", samples.p50("seqpacket-same-core")?, "");
+    let rate = samples.of("pipelined")?.numbers("rate").first().copied().context("the case notes its rate")?;
+    println!("  {:<58} {:>7.1} million a second\n", "calls with 64 in flight", rate / 1e6);
+    Ok(())
+}
+
+/// Makes `count` calls one after the other. `meanwhile` is told how many are done.
+///
+/// A call whose server was replaced while it ran comes back as `Retry`; the ledger, which the successor has, says whether it
+/// took effect.
+fn calls(
+    client: &mut Client,
+    story: &mut Story,
+    count: u64,
+    mut meanwhile: impl FnMut(u64) -> Result<()>,
+) -> Result<()> {
+    let mut longest = Duration::ZERO;
+    for done in 0..count {
+        meanwhile(done)?;
+        let start = Instant::now();
+        loop {
+            match ask(client, COUNT, story.calls) {
+                Ok(_) => break,
+                Err(CallError::Retry { .. }) => {
+                    story.retries += 1;
+                    if ask(client, RAN, story.calls)? > 0 {
+                        break;
+                    }
+                }
+                Err(why) => bail!("call {} failed: {why}", story.calls),
+            }
+        }
+        longest = longest.max(start.elapsed());
+        story.calls += 1;
+    }
+    story.longest = story.longest.max(longest);
+    Ok(())
+}
+
+/// One call with a number to and fro.
+fn ask(client: &mut Client, method: u16, number: u64) -> std::result::Result<u64, CallError> {
+    let reply = client
+        .call(Ask::new(method, &number.to_ne_bytes()), Deadline::within(DEADLINE))
+        .map_err(|failure| failure.why)?;
+    Ok(reply.inline().and_then(|bytes| bytes.try_into().ok()).map_or(u64::MAX, u64::from_ne_bytes))
+}
+
+fn tell(what: &str, client: &mut Client, story: &Story) -> Result<()> {
+    let wrong = ask(client, AUDIT, story.calls)?;
+    let mut gaps = story.gaps.clone();
+    gaps.sort_unstable();
+    let micros = |gap: Option<&Duration>| number(gap.map_or(0.0, |gap| gap.as_secs_f64() * 1e6).round());
+    println!("a server {what}, {REPLACEMENTS} times; the client keeps its connection");
+    println!(
+        "  {} calls, {} of them lost or run twice, {} caught in the middle; longest wait: median {} µs, worst {} µs\n",
+        number(story.calls as f64),
+        wrong,
+        story.retries,
+        micros(gaps.get(gaps.len() / 2)),
+        micros(gaps.last())
+    );
+    ensure!(wrong == 0, "{wrong} calls were lost or ran twice: that is a bug");
+    Ok(())
+}
+
+/// The last server is killed and nobody follows.
+fn end(mut server: Running, mut client: Client) -> Result<()> {
+    let pid = server.process.id();
+    let killer = std::thread::spawn(move || {
+        std::thread::sleep(Duration::from_millis(20));
+        let killed = Instant::now();
+        server.kill().map(|()| (killed, server))
+    });
+    let outcome = loop {
+        match client.call(Ask::new(COUNT, &0_u64.to_ne_bytes()), Deadline::within(DEADLINE)) {
+            Ok(_) => {}
+            Err(failure) => break failure,
+        }
+    };
+    let learnt = Instant::now();
+    let (killed, _server) = killer.join().map_err(|_| anyhow!("the killer of server {pid} panicked"))??;
+    println!("the last server is killed and nobody follows");
+    println!("  the client learnt it after {} µs: \"{outcome}\"", number((learnt - killed).as_secs_f64() * 1e6));
+    println!("  its slots: {:?}", client.census());
+    Ok(())
+}

@@ -1,0 +1,260 @@
+//! Physical floors: the least that any call through shared memory or through the kernel costs here.
+//!
+//! None of them carries a payload. A floor is the fastest honest way we know: where two ways
+//! compete (spinning with and without the CPU's hint), both are measured and the better one counts.
+//!
+//! Spinning has two floors. `ping-pong` has a line for each direction, as memory needs that only one
+//! process writes. `ping-pong-one-line` puts both words on one line, which two processes then write:
+//! faster (one line moves per message, where else the answer's line must be won back from its reader),
+//! and out of reach for whoever maps a peer's memory read-only.
+
+use std::os::fd::{AsFd, OwnedFd};
+use std::sync::atomic::Ordering::{Acquire, Release};
+use std::sync::atomic::{AtomicU32, AtomicU64};
+
+use anyhow::{Context, Result};
+use rustix::event::{EventfdFlags, eventfd};
+use rustix::io::{Errno, read, write};
+use rustix::thread::futex;
+use tasuki_shm::line::{LINE_LEN, Line};
+use tasuki_shm::region::{Pages, Region, Span};
+
+use crate::case::{Case, Ends};
+use crate::cpus::Cores;
+use crate::orders::Orders;
+use crate::report::{Kind, Row};
+use crate::rounds::Samples;
+use crate::sample::Sample;
+
+/// The floors, in the order in which a round runs them.
+pub const CASES: &[Case] = &[
+    ping_pong_case("ping-pong-tight", serve_ping_pong::<TIGHT, TWO_LINES>, measure_ping_pong::<TIGHT, TWO_LINES>),
+    ping_pong_case("ping-pong-hinted", serve_ping_pong::<HINTED, TWO_LINES>, measure_ping_pong::<HINTED, TWO_LINES>),
+    ping_pong_case("one-line-tight", serve_ping_pong::<TIGHT, ONE_LINE>, measure_ping_pong::<TIGHT, ONE_LINE>),
+    ping_pong_case("one-line-hinted", serve_ping_pong::<HINTED, ONE_LINE>, measure_ping_pong::<HINTED, ONE_LINE>),
+    futex_case("futex-same-core", Cores::Same),
+    futex_case("futex-other-core", Cores::Other),
+    eventfd_case("eventfd-same-core", Cores::Same),
+    eventfd_case("eventfd-other-core", Cores::Other),
+];
+
+/// The floor of everything that spins and keeps each direction's memory for one writer.
+pub const PING_PONG: &str = "ping-pong";
+
+/// The floor of everything that spins and lets both processes write the same line.
+pub const PING_PONG_ONE_LINE: &str = "ping-pong-one-line";
+
+/// Whether a waiting process gives the CPU the spin-loop hint.
+const HINTED: bool = true;
+const TIGHT: bool = false;
+
+/// Whether both directions share a cache line.
+const ONE_LINE: bool = true;
+const TWO_LINES: bool = false;
+
+/// Round trips of a sleeping case per round of a quick run. Waking another core is many times dearer
+/// than a context switch, above all in a virtual machine, where the core has to be got back from the host.
+pub const fn sleeping_calls(cores: Cores) -> u64 {
+    match cores {
+        Cores::Same => 40_000,
+        Cores::Other => 5_000,
+    }
+}
+
+const fn ping_pong_case(
+    name: &'static str,
+    serve: fn(Orders) -> Result<()>,
+    measure: fn(Orders) -> Result<Sample>,
+) -> Case {
+    Case { name, cores: Cores::Other, calls: 500_000, prepare: two_lines, serve, measure }
+}
+
+const fn futex_case(name: &'static str, cores: Cores) -> Case {
+    let calls = sleeping_calls(cores);
+    Case { name, cores, calls, prepare: two_lines, serve: serve_futex, measure: measure_futex }
+}
+
+const fn eventfd_case(name: &'static str, cores: Cores) -> Case {
+    let calls = sleeping_calls(cores);
+    Case { name, cores, calls, prepare: two_eventfds, serve: serve_eventfd, measure: measure_eventfd }
+}
+
+/// The median of the cache-line ping-pong in ns: the floor of everything that spins.
+pub fn ping_pong_p50(samples: &Samples) -> Result<f64> {
+    Ok(ping_pong(samples, "ping-pong-tight", "ping-pong-hinted")?.0.summary().p50 as f64)
+}
+
+/// The median of the ping-pong on one line that both write, in ns.
+pub fn ping_pong_one_line_p50(samples: &Samples) -> Result<f64> {
+    Ok(ping_pong(samples, "one-line-tight", "one-line-hinted")?.0.summary().p50 as f64)
+}
+
+/// The faster of two ways to spin, and which it was.
+fn ping_pong<'s>(samples: &'s Samples, tight: &str, hinted: &str) -> Result<(&'s Sample, &'static str)> {
+    let (tight, hinted) = (samples.of(tight)?, samples.of(hinted)?);
+    Ok(if tight.summary().p50 <= hinted.summary().p50 {
+        (tight, "without spin hint")
+    } else {
+        (hinted, "with spin hint")
+    })
+}
+
+/// The rows of all floors. What sleeps is compared with the futex of the same cores.
+pub fn rows(samples: &Samples) -> Result<Vec<Row>> {
+    let mut rows = Vec::new();
+    for (name, tight, hinted) in
+        [(PING_PONG, "ping-pong-tight", "ping-pong-hinted"), (PING_PONG_ONE_LINE, "one-line-tight", "one-line-hinted")]
+    {
+        let (fastest, how) = ping_pong(samples, tight, hinted)?;
+        let mut of_floor = Row::round_trip(name, fastest);
+        of_floor[0].note = Some(how.to_owned());
+        rows.extend(of_floor);
+    }
+    for name in ["futex-same-core", "futex-other-core"] {
+        rows.extend(Row::round_trip(name, samples.of(name)?));
+    }
+    for (name, floor) in [("eventfd-same-core", "futex-same-core"), ("eventfd-other-core", "futex-other-core")] {
+        rows.extend(rows_beside(samples, name, Kind::Floor, floor)?);
+    }
+    Ok(rows)
+}
+
+/// The rows of case `name`, the median of which is compared with that of case `other`.
+pub fn rows_beside(samples: &Samples, name: &str, kind: Kind, other: &str) -> Result<Vec<Row>> {
+    let mut rows = Row::round_trip(name, samples.of(name)?);
+    let median = rows.remove(0).against(other, kind, samples.p50(other)?);
+    rows.insert(0, median);
+    Ok(rows)
+}
+
+/// A region of two lines. Both roles write it.
+fn two_lines() -> Result<Ends> {
+    let region = Region::create("tasuki-bench floor", 2 * LINE_LEN, Pages::Small)?;
+    let fd = || region.fd().try_clone_to_owned().context("no descriptor is left for a region");
+    Ok(Ends { server: vec![fd()?], client: vec![fd()?] })
+}
+
+/// The two lines, as a role maps them.
+fn lines(orders: &mut Orders) -> Result<Span<Line>> {
+    Ok(Region::adopt(orders.next_fd()?)?.span(0, 2)?)
+}
+
+/// (the word that the client writes, the word that the server writes)
+fn words<const SHARED_LINE: bool>(lines: &[Line]) -> (&AtomicU64, &AtomicU64) {
+    (lines[0].word(0), lines[usize::from(!SHARED_LINE)].word(1))
+}
+
+fn serve_ping_pong<const HINT: bool, const SHARED_LINE: bool>(mut orders: Orders) -> Result<()> {
+    let lines = lines(&mut orders)?;
+    let (request, answer) = words::<SHARED_LINE>(&lines);
+    for number in 1..=orders.total() {
+        spin_until::<HINT>(request, number);
+        answer.store(number, Release);
+    }
+    Ok(())
+}
+
+fn measure_ping_pong<const HINT: bool, const SHARED_LINE: bool>(mut orders: Orders) -> Result<Sample> {
+    let lines = lines(&mut orders)?;
+    let (request, answer) = words::<SHARED_LINE>(&lines);
+    Sample::of_calls(&orders, |number| {
+        request.store(number, Release);
+        spin_until::<HINT>(answer, number);
+        Ok(())
+    })
+}
+
+fn spin_until<const HINT: bool>(word: &AtomicU64, number: u64) {
+    while word.load(Acquire) != number {
+        if HINT {
+            std::hint::spin_loop();
+        }
+    }
+}
+
+/// The futexes of the two directions, a line apart.
+fn futexes(orders: &mut Orders) -> Result<[Span<AtomicU32>; 2]> {
+    let region = Region::adopt(orders.next_fd()?)?;
+    Ok([region.span(0, 1)?, region.span(LINE_LEN, 1)?])
+}
+
+fn serve_futex(mut orders: Orders) -> Result<()> {
+    let [request, answer] = futexes(&mut orders)?;
+    let (request, answer) = (&request[0], &answer[0]);
+    for number in 1..=orders.total() {
+        sleep_until(request, number)?;
+        wake(answer, number)?;
+    }
+    Ok(())
+}
+
+fn measure_futex(mut orders: Orders) -> Result<Sample> {
+    let [request, answer] = futexes(&mut orders)?;
+    let (request, answer) = (&request[0], &answer[0]);
+    Sample::of_calls(&orders, |number| {
+        wake(request, number)?;
+        sleep_until(answer, number)
+    })
+}
+
+/// A call's number as a futex has it: it wraps, which is harmless between neighbours.
+#[allow(clippy::cast_possible_truncation, reason = "the wrapping is meant")]
+fn futex_value(number: u64) -> u32 {
+    number as u32
+}
+
+/// Stores `number` and wakes whoever sleeps on `word`.
+fn wake(word: &AtomicU32, number: u64) -> Result<()> {
+    word.store(futex_value(number), Release);
+    futex::wake(word, futex::Flags::empty(), 1).context("the kernel woke nobody")?;
+    Ok(())
+}
+
+/// Sleeps until `word` holds `number`. Looks first, as every user of a futex must.
+fn sleep_until(word: &AtomicU32, number: u64) -> Result<()> {
+    loop {
+        let found = word.load(Acquire);
+        if found == futex_value(number) {
+            return Ok(());
+        }
+        match futex::wait(word, futex::Flags::empty(), found, None) {
+            Ok(()) | Err(Errno::AGAIN | Errno::INTR) => {}
+            Err(errno) => return Err(errno).context("the kernel let nobody sleep"),
+        }
+    }
+}
+
+/// Two eventfds: one that the client rings, one that the server rings. Both roles hold both.
+fn two_eventfds() -> Result<Ends> {
+    let new = || eventfd(0, EventfdFlags::CLOEXEC).context("the kernel gave no eventfd");
+    let server = vec![new()?, new()?];
+    let client: std::io::Result<_> = server.iter().map(OwnedFd::try_clone).collect();
+    Ok(Ends { server, client: client.context("no descriptor is left for an eventfd")? })
+}
+
+fn serve_eventfd(mut orders: Orders) -> Result<()> {
+    let (request, answer) = (orders.next_fd()?, orders.next_fd()?);
+    for _ in 1..=orders.total() {
+        hear(&request)?;
+        ring(&answer)?;
+    }
+    Ok(())
+}
+
+fn measure_eventfd(mut orders: Orders) -> Result<Sample> {
+    let (request, answer) = (orders.next_fd()?, orders.next_fd()?);
+    Sample::of_calls(&orders, |_| {
+        ring(&request)?;
+        hear(&answer)
+    })
+}
+
+fn ring(eventfd: impl AsFd) -> Result<()> {
+    write(eventfd, &1u64.to_ne_bytes()).context("the eventfd could not be rung")?;
+    Ok(())
+}
+
+fn hear(eventfd: impl AsFd) -> Result<()> {
+    read(eventfd, &mut [0u8; 8]).context("the eventfd could not be read")?;
+    Ok(())
+}

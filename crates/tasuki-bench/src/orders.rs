@@ -1,0 +1,123 @@
+//! What a role is told, and how: one message on a socket pair that is the role's standard input.
+//!
+//! Descriptors come in the same message (SCM_RIGHTS). That needs no numbers on the command line,
+//! no descriptor left inheritable by chance, and no `unsafe` to believe in a number.
+
+use std::collections::VecDeque;
+use std::io::{IoSlice, IoSliceMut};
+use std::mem::MaybeUninit;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::path::PathBuf;
+
+use anyhow::{Context, Result, ensure};
+use rustix::net::{
+    RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendAncillaryBuffer, SendAncillaryMessage, SendFlags,
+};
+use serde::{Deserialize, Serialize};
+
+/// Most descriptors that one role can be given.
+const MOST_FDS: usize = 16;
+
+/// Longest message in bytes; the directory is the only part that varies much.
+const LONGEST_MESSAGE: usize = 16 * 1024;
+
+/// What a role is told.
+#[derive(Debug, Serialize, Deserialize)]
+pub struct Orders {
+    /// Calls to make before measuring.
+    pub warmup: u64,
+    /// Calls to measure.
+    pub calls: u64,
+    /// The CPU to stay on.
+    pub cpu: usize,
+    /// A fresh directory that both roles share. It goes when the pair has ended.
+    pub directory: PathBuf,
+    /// Names in `/dev/shm` that begin with this are removed when the pair has ended.
+    pub shm_prefix: String,
+    /// What the case prepared for this role, in order.
+    #[serde(skip)]
+    fds: VecDeque<OwnedFd>,
+}
+
+impl Orders {
+    /// Orders with the descriptors that the case prepared for the role.
+    pub fn new(warmup: u64, calls: u64, cpu: usize, directory: PathBuf, shm_prefix: String) -> Self {
+        Orders { warmup, calls, cpu, directory, shm_prefix, fds: VecDeque::new() }
+    }
+
+    /// Calls in all: what a server has to answer before it may leave.
+    pub fn total(&self) -> u64 {
+        self.warmup + self.calls
+    }
+
+    /// The next descriptor, in the order in which the case prepared them.
+    pub fn next_fd(&mut self) -> Result<OwnedFd> {
+        self.fds.pop_front().context("the case prepared fewer descriptors than its role takes")
+    }
+
+    /// Sends the orders and `fds` through `socket`.
+    pub fn send(&self, socket: BorrowedFd<'_>, fds: &[OwnedFd]) -> Result<()> {
+        let message = serde_json::to_vec(self).context("orders could not be written as JSON")?;
+        ensure!(fds.len() <= MOST_FDS, "{} descriptors were prepared, but a role can take {MOST_FDS}", fds.len());
+        let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(MOST_FDS))];
+        let mut control = SendAncillaryBuffer::new(&mut space);
+        let fds: Vec<_> = fds.iter().map(AsFd::as_fd).collect();
+        if !fds.is_empty() {
+            control.push(SendAncillaryMessage::ScmRights(&fds));
+        }
+        rustix::net::sendmsg(socket, &[IoSlice::new(&message)], &mut control, SendFlags::NOSIGNAL)
+            .context("the role ended before it took its orders")?;
+        Ok(())
+    }
+
+    /// Waits for the orders that come through `socket`.
+    pub fn receive(socket: BorrowedFd<'_>) -> Result<Self> {
+        let mut message = vec![0; LONGEST_MESSAGE];
+        let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(MOST_FDS))];
+        let mut control = RecvAncillaryBuffer::new(&mut space);
+        let got =
+            rustix::net::recvmsg(socket, &mut [IoSliceMut::new(&mut message)], &mut control, RecvFlags::CMSG_CLOEXEC)
+                .context("no orders on standard input; roles are started by a bench and not by hand")?;
+        let mut orders: Orders =
+            serde_json::from_slice(&message[..got.bytes]).context("the bench ended before it gave its orders")?;
+        for part in control.drain() {
+            if let RecvAncillaryMessage::ScmRights(fds) = part {
+                orders.fds.extend(fds);
+            }
+        }
+        Ok(orders)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use rustix::net::{AddressFamily, SocketFlags, SocketType, socketpair};
+
+    fn pair() -> (OwnedFd, OwnedFd) {
+        socketpair(AddressFamily::UNIX, SocketType::SEQPACKET, SocketFlags::CLOEXEC, None).unwrap()
+    }
+
+    #[test]
+    fn orders_arrive_with_their_descriptors_in_order() {
+        let (ours, theirs) = pair();
+        let (reader, writer) = std::io::pipe().unwrap();
+        Orders::new(10, 90, 1, "/tmp/x".into(), "x_".into())
+            .send(ours.as_fd(), &[reader.into(), writer.into()])
+            .unwrap();
+
+        let mut orders = Orders::receive(theirs.as_fd()).unwrap();
+        assert_eq!((orders.total(), orders.cpu), (100, 1));
+        let (reader, writer) = (orders.next_fd().unwrap(), orders.next_fd().unwrap());
+        rustix::io::write(&writer, b"!").unwrap();
+        assert_eq!(rustix::io::read(&reader, &mut [0; 8]), Ok(1));
+        assert!(orders.next_fd().is_err(), "there were two");
+    }
+
+    #[test]
+    fn a_bench_that_is_gone_gives_no_orders() {
+        let (ours, theirs) = pair();
+        drop(ours);
+        assert!(Orders::receive(theirs.as_fd()).is_err());
+    }
+}

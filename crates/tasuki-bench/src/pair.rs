@@ -1,0 +1,175 @@
+//! Two processes that are measured: how the bench starts them, waits for them and ends them.
+//!
+//! The bench executes itself twice and sleeps in `poll` until the measuring role has answered, so
+//! the two CPUs are left to the pair. A role dies with the bench (PR_SET_PDEATHSIG, set in
+//! [`play`]), and the bench kills both roles on every way out of [`run`].
+
+use std::io::{Read, Write};
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::process::{Child, ChildStdout, Command, ExitStatus, Stdio};
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result, anyhow, bail, ensure};
+use rustix::event::{PollFd, PollFlags, Timespec};
+use rustix::net::{AddressFamily, SocketFlags, SocketType};
+use rustix::process::{Pid, PidfdFlags, Signal};
+
+use crate::case::{self, Case};
+use crate::cpus::{self, Cpus};
+use crate::interrupt::Interrupt;
+use crate::orders::Orders;
+use crate::sample::Sample;
+use crate::workplace::Workplace;
+
+/// How long a pair may take. Many times what the slowest case needs on a slow machine.
+const TIMEOUT: Duration = Duration::from_secs(120);
+
+/// A tenth of the measured calls, but never fewer than this, warms up caches, page tables and predictors.
+const LEAST_WARMUP: u64 = 100;
+
+/// What a process of a pair does.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
+pub enum Side {
+    /// It answers calls.
+    Serve,
+    /// It makes and times them.
+    Measure,
+}
+
+impl Side {
+    /// As on the command line.
+    pub fn name(self) -> &'static str {
+        match self {
+            Side::Serve => "serve",
+            Side::Measure => "measure",
+        }
+    }
+}
+
+/// Runs `case` once, in two fresh processes: `calls` calls after a warm-up.
+pub fn run(case: &Case, calls: u64, cpus: Cpus, interrupt: &Interrupt) -> Result<Sample> {
+    run_once(case, calls, cpus, interrupt).with_context(|| format!("case {} failed", case.name))
+}
+
+fn run_once(case: &Case, calls: u64, cpus: Cpus, interrupt: &Interrupt) -> Result<Sample> {
+    // Declared before the roles, so that it is cleared after they have ended.
+    let place = Workplace::new()?;
+    let ends = (case.prepare)()?;
+    let (server_cpu, client_cpu) = cpus.of(case.cores);
+    let orders = |cpu| {
+        let warmup = (calls / 10).max(LEAST_WARMUP);
+        Orders::new(warmup, calls, cpu, place.directory().to_owned(), place.shm_prefix().to_owned())
+    };
+    let mut server = Role::start(case, Side::Serve, &orders(server_cpu), ends.server)?;
+    let mut client = Role::start(case, Side::Measure, &orders(client_cpu), ends.client)?;
+
+    let deadline = Instant::now() + TIMEOUT;
+    let answer = client.answer(&mut server, interrupt, deadline)?;
+    client.end_well(deadline)?;
+    server.end_well(deadline)?;
+    Sample::from_line(answer.lines().last().unwrap_or_default())
+}
+
+/// Plays one side of a case in this process, which [`Role::start`] started for it.
+pub fn play(side: Side, case: &str) -> Result<()> {
+    rustix::process::set_parent_process_death_signal(Some(Signal::KILL))
+        .context("the role could not be tied to the life of its bench")?;
+    // A bench that died before the line above has closed its end, which the next line reports.
+    let orders = Orders::receive(std::io::stdin().as_fd())?;
+    let case = case::find(case)?;
+    cpus::pin(orders.cpu)?;
+    match side {
+        Side::Serve => (case.serve)(orders),
+        Side::Measure => {
+            let line = (case.measure)(orders)?.to_line()?;
+            writeln!(std::io::stdout(), "{line}").context("the bench no longer listens")
+        }
+    }
+}
+
+/// A running role. Killed, if it still runs, when dropped.
+struct Role {
+    side: Side,
+    process: Child,
+    /// Becomes readable when the process ends.
+    pidfd: OwnedFd,
+}
+
+impl Role {
+    fn start(case: &Case, side: Side, orders: &Orders, fds: Vec<OwnedFd>) -> Result<Self> {
+        let (ours, theirs) =
+            rustix::net::socketpair(AddressFamily::UNIX, SocketType::SEQPACKET, SocketFlags::CLOEXEC, None)
+                .context("no socket pair could be made for a role's orders")?;
+        let this = std::env::current_exe().context("the bench could not find its own executable")?;
+        let stdout = match side {
+            Side::Serve => Stdio::null(),
+            Side::Measure => Stdio::piped(),
+        };
+        let process = Command::new(this)
+            .args(["role", side.name(), case.name])
+            .stdin(theirs)
+            .stdout(stdout)
+            .spawn()
+            .context("the bench could not start itself as a role")?;
+        let pidfd = rustix::process::pidfd_open(Pid::from_child(&process), PidfdFlags::empty());
+        let pidfd = pidfd.context("the role's process could not be watched")?;
+        let role = Role { side, process, pidfd };
+        orders.send(ours.as_fd(), &fds)?;
+        Ok(role)
+    }
+
+    /// Everything the measuring role prints, until it closes its output.
+    fn answer(&mut self, server: &mut Role, interrupt: &Interrupt, deadline: Instant) -> Result<String> {
+        let mut stdout: ChildStdout = self.process.stdout.take().context("only a measuring role answers")?;
+        let mut answer = Vec::new();
+        let mut server_runs = true;
+        loop {
+            let watched = [stdout.as_fd(), interrupt.as_fd(), server.pidfd.as_fd()];
+            let [heard, stop, ended] = wait_for(watched, server_runs, deadline)?;
+            ensure!(!stop, "interrupted");
+            if heard {
+                let mut chunk = [0; 16 * 1024];
+                match stdout.read(&mut chunk).context("the measuring role's answer could not be read")? {
+                    0 => return String::from_utf8(answer).context("the measuring role answered with no text"),
+                    count => answer.extend_from_slice(&chunk[..count]),
+                }
+            } else if ended {
+                // It may leave before the last answer is read, but only in good order.
+                server.end_well(deadline)?;
+                server_runs = false;
+            }
+        }
+    }
+
+    /// Waits until the process has ended, which must be with success.
+    fn end_well(&mut self, deadline: Instant) -> Result<()> {
+        wait_for([self.pidfd.as_fd()], true, deadline)?;
+        let status: ExitStatus = self.process.wait().context("a role's exit status could not be read")?;
+        ensure!(status.success(), "the {} role ended with {status}", self.side.name());
+        Ok(())
+    }
+}
+
+impl Drop for Role {
+    fn drop(&mut self) {
+        // Both fail only for a process that has been waited for already.
+        let _ = self.process.kill();
+        let _ = self.process.wait();
+    }
+}
+
+/// Sleeps until one of `fds` is readable, and says which. The last one counts only with `with_last`.
+fn wait_for<const N: usize>(fds: [BorrowedFd<'_>; N], with_last: bool, deadline: Instant) -> Result<[bool; N]> {
+    let mut polled = fds.map(|fd| PollFd::from_borrowed_fd(fd, PollFlags::IN));
+    let count = if with_last { N } else { N - 1 };
+    loop {
+        let left = deadline.saturating_duration_since(Instant::now());
+        let left = Timespec::try_from(left).map_err(|_| anyhow!("the time-out does not fit the kernel's clock"))?;
+        match rustix::event::poll(&mut polled[..count], Some(&left)) {
+            Ok(0) => bail!("no answer within {} s, so both roles were killed", TIMEOUT.as_secs()),
+            Ok(_) => return Ok(polled.map(|fd| !fd.revents().is_empty())),
+            Err(rustix::io::Errno::INTR) => {}
+            Err(errno) => return Err(errno).context("the roles could not be waited for"),
+        }
+    }
+}

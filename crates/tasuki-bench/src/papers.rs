@@ -1,0 +1,92 @@
+//! What the papers measured, as data. Quoted beside our figures, on other machines, and never scaled.
+
+use comfy_table::Table;
+
+use crate::table::{self, number};
+
+/// A paper's figures.
+#[derive(Debug)]
+pub struct Paper {
+    /// Short, stable name.
+    pub name: &'static str,
+    /// What it is about, and which of the seeds it is.
+    pub title: &'static str,
+    /// What it was measured on.
+    pub machine: &'static str,
+    /// The figures.
+    pub figures: &'static [Figure],
+}
+
+/// One figure of a paper. Durations in ns.
+#[derive(Debug)]
+pub struct Figure {
+    /// Short, stable name.
+    pub what: &'static str,
+    /// As the paper defines it.
+    pub meaning: &'static str,
+    /// The best that the paper reports, where it reports a range.
+    pub low_ns: Option<f64>,
+    /// The worst that the paper reports, or its one figure.
+    pub high_ns: f64,
+}
+
+/// Communication between servers in multi-core AnT, a mean of ten.
+pub const ANT: Paper = Paper {
+    name: "ant",
+    title: "AnT: communication between server programs (S4)",
+    machine: "Xeon E5-2630 v3, 2.4 GHz",
+    figures: &[
+        Figure { what: "request", meaning: "from asking until served", low_ns: Some(1_500.0), high_ns: 4_000.0 },
+        Figure { what: "return", meaning: "from served until returned", low_ns: Some(2_300.0), high_ns: 3_800.0 },
+        Figure { what: "call", meaning: "the whole call, at most", low_ns: None, high_ns: 7_800.0 },
+        Figure { what: "async", meaning: "asynchronous, on top of synchronous", low_ns: None, high_ns: 1_000.0 },
+        Figure { what: "other-core", meaning: "another core, on top of the same", low_ns: None, high_ns: 1_500.0 },
+    ],
+};
+
+impl Paper {
+    /// The figure of that name that is hardest to beat, in ns.
+    pub fn best_ns(&self, what: &str) -> Option<f64> {
+        let figure = self.figures.iter().find(|figure| figure.what == what)?;
+        Some(figure.low_ns.unwrap_or(figure.high_ns))
+    }
+
+    /// The paper's figures beside `measured`, which are ours: (figure's name, ns).
+    pub fn beside(&self, measured: &[(&str, f64)]) -> Table {
+        let mut table = table::empty();
+        let theirs = format!("{} (ns)", self.name);
+        table.set_header([self.title, &theirs, "here (ns)", "here ÷ their best"]);
+        for figure in self.figures {
+            let ours = measured.iter().find(|(what, _)| *what == figure.what).map(|(_, ns)| *ns);
+            let best = figure.low_ns.unwrap_or(figure.high_ns);
+            table.add_row([
+                format!("{}: {}", figure.what, figure.meaning),
+                figure.low_ns.map_or_else(String::new, |low| number(low) + " – ") + &number(figure.high_ns),
+                ours.map_or_else(|| "not measured".to_owned(), number),
+                ours.map_or_else(String::new, |ns| format!("{:.3}", ns / best)),
+            ]);
+        }
+        table.add_row(["machine", self.machine, "see host", ""]);
+        table
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn we_are_compared_with_the_best_of_a_range() {
+        assert_eq!(ANT.best_ns("request"), Some(1_500.0));
+        assert_eq!(ANT.best_ns("call"), Some(7_800.0));
+        assert_eq!(ANT.best_ns("send"), None);
+    }
+
+    #[test]
+    fn what_was_not_measured_says_so() {
+        let table = ANT.beside(&[("call", 780.0)]).to_string();
+        assert!(table.contains("1,500 – 4,000"), "{table}");
+        assert!(table.contains("0.100"), "{table}");
+        assert_eq!(table.matches("not measured").count(), 4, "{table}");
+    }
+}

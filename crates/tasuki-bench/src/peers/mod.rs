@@ -1,0 +1,34 @@
+//! Peers: other programs and mechanisms that make the same call, in the best set-up we know for each.
+
+mod iceoryx2;
+mod kernel;
+
+use anyhow::Result;
+
+use crate::case::Case;
+use crate::floors;
+use crate::report::{Kind, Row};
+use crate::rounds::Samples;
+
+/// Bytes of a call's message where nothing else is said, in both directions.
+const MESSAGE_LEN: usize = 48;
+
+/// All peers' cases, in the order in which a round runs them.
+pub fn cases() -> impl Iterator<Item = &'static Case> {
+    iceoryx2::CASES.iter().chain(kernel::CASES)
+}
+
+/// The rows of all peers, each compared with the floor that binds it.
+pub fn rows(samples: &Samples) -> Result<Vec<Row>> {
+    let mut rows = Vec::new();
+    for case in iceoryx2::CASES {
+        let mut of_case = Row::round_trip(case.name, samples.of(case.name)?);
+        let median = of_case.remove(0);
+        rows.push(median.against(floors::PING_PONG, Kind::Floor, floors::ping_pong_p50(samples)?));
+        rows.extend(of_case);
+    }
+    for (name, floor) in kernel::FLOORS {
+        rows.extend(floors::rows_beside(samples, name, Kind::Floor, floor)?);
+    }
+    Ok(rows)
+}

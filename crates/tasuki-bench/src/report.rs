@@ -1,0 +1,229 @@
+//! What every bench reports: rows of figures, each beside what it is measured against.
+//!
+//! The JSON form is meant to stay. Fields are only ever added:
+//!
+//! ```json
+//! {"bench": "call", "host": {…},
+//!  "rows": [{"case": "call", "metric": "rtt_p50", "unit": "ns", "value": 190.0, "better": "lower",
+//!            "against": [{"name": "ping-pong", "kind": "floor", "value": 150.0, "ratio": 1.27}],
+//!            "bars": [{"text": "≤ 1.3 × ping-pong", "holds": true}]}]}
+//! ```
+
+use anyhow::{Context, Result};
+use serde::Serialize;
+
+use crate::host::Host;
+use crate::sample::Sample;
+
+/// Everything one bench found out.
+#[derive(Debug, Serialize)]
+pub struct Report {
+    /// The subcommand that measured.
+    pub bench: &'static str,
+    /// The machine.
+    pub host: Host,
+    /// The figures.
+    pub rows: Vec<Row>,
+}
+
+/// One figure.
+#[derive(Debug, Clone, Serialize)]
+pub struct Row {
+    /// What was measured.
+    pub case: String,
+    /// Which of its figures this is.
+    pub metric: &'static str,
+    /// Of `value`, and of the values it is measured against.
+    pub unit: &'static str,
+    /// The figure.
+    pub value: f64,
+    /// Which way is good.
+    pub better: Better,
+    /// What the figure is compared with.
+    pub against: Vec<Against>,
+    /// What was promised of the figure.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub bars: Vec<Bar>,
+    /// What a reader must know to read the figure right.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub note: Option<String>,
+}
+
+/// Which way is good.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Better {
+    /// Less is better.
+    Lower,
+    /// More is better.
+    Higher,
+}
+
+/// One thing that a figure is compared with.
+#[derive(Debug, Clone, Serialize)]
+pub struct Against {
+    /// Short, stable name.
+    pub name: String,
+    /// What sort of thing it is.
+    pub kind: Kind,
+    /// Its figure, in the row's unit.
+    pub value: f64,
+    /// The row's value divided by this one; absent when this one is zero.
+    pub ratio: Option<f64>,
+}
+
+/// What a figure can be compared with.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Kind {
+    /// What the machine cannot do faster.
+    Floor,
+    /// Another program that does the same.
+    Peer,
+    /// What a paper measured, on its own machine; quoted and never scaled.
+    Paper,
+}
+
+/// A promise about a figure.
+#[derive(Debug, Clone, PartialEq, Serialize)]
+pub struct Bar {
+    /// The promise: `≤ 1.3 × ping-pong`.
+    pub text: String,
+    /// Whether it was kept.
+    pub holds: bool,
+}
+
+impl Row {
+    /// A figure of which less is better.
+    pub fn lower(case: &str, metric: &'static str, unit: &'static str, value: f64) -> Self {
+        Row {
+            case: case.to_owned(),
+            metric,
+            unit,
+            value,
+            better: Better::Lower,
+            against: vec![],
+            bars: vec![],
+            note: None,
+        }
+    }
+
+    /// A figure of which more is better.
+    pub fn higher(case: &str, metric: &'static str, unit: &'static str, value: f64) -> Self {
+        Row { better: Better::Higher, ..Row::lower(case, metric, unit, value) }
+    }
+
+    /// The rows of a round trip: median, 99th percentile and maximum, in ns.
+    pub fn round_trip(case: &str, sample: &Sample) -> Vec<Self> {
+        let summary = sample.summary();
+        let row = |metric, value: u64| Row::lower(case, metric, "ns", value as f64);
+        vec![row("rtt_p50", summary.p50), row("rtt_p99", summary.p99), row("rtt_max", summary.max)]
+    }
+
+    /// Compares the figure with `value`, which has the same unit.
+    pub fn against(mut self, name: &str, kind: Kind, value: f64) -> Self {
+        let ratio = (value != 0.0).then(|| self.value / value);
+        self.against.push(Against { name: name.to_owned(), kind, value, ratio });
+        self
+    }
+
+    /// Promises at most (or, when more is better, at least) `factor` times what `name` has.
+    ///
+    /// The figure must have been compared with `name` before.
+    pub fn bar(mut self, factor: f64, name: &str) -> Result<Self> {
+        let peer = self.against.iter().find(|against| against.name == name);
+        let peer = peer.with_context(|| format!("{} is not compared with {name}, so no bar can be set", self.case))?;
+        self.bars.push(self.promise(factor * peer.value, format!("{} × {name}", factor_text(factor))));
+        Ok(self)
+    }
+
+    /// Promises at most (or, when more is better, at least) `limit`, in the row's unit.
+    pub fn bar_at(mut self, limit: f64) -> Self {
+        self.bars.push(self.promise(limit, format!("{limit} {}", self.unit)));
+        self
+    }
+
+    fn promise(&self, limit: f64, limit_text: String) -> Bar {
+        match self.better {
+            Better::Lower => Bar { text: format!("≤ {limit_text}"), holds: self.value <= limit },
+            Better::Higher => Bar { text: format!("≥ {limit_text}"), holds: self.value >= limit },
+        }
+    }
+}
+
+/// A factor with as many decimals as tell something: `1.3`, `0.33`.
+fn factor_text(factor: f64) -> String {
+    let text = format!("{factor:.2}");
+    text.trim_end_matches('0').trim_end_matches('.').to_owned()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use serde_json::json;
+
+    #[test]
+    fn a_ratio_is_our_value_over_theirs() {
+        let row = Row::lower("call", "rtt_p50", "ns", 195.0).against("ping-pong", Kind::Floor, 150.0).against(
+            "iceoryx2",
+            Kind::Peer,
+            780.0,
+        );
+        assert_eq!((row.against[0].ratio, row.against[1].ratio), (Some(1.3), Some(0.25)));
+    }
+
+    #[test]
+    fn nothing_is_a_multiple_of_zero() {
+        let row = Row::lower("call", "rtt_p50", "ns", 195.0).against("ping-pong", Kind::Floor, 0.0);
+        assert_eq!(serde_json::to_value(&row.against[0]).unwrap()["ratio"], json!(null));
+    }
+
+    #[test]
+    fn a_bar_looks_the_way_that_is_good() {
+        let slow = Row::lower("call", "rtt_p50", "ns", 200.0).against("ping-pong", Kind::Floor, 150.0);
+        let bar = |row: Row, factor| row.bar(factor, "ping-pong").unwrap().bars.remove(0);
+        assert_eq!(bar(slow.clone(), 1.3), Bar { text: "≤ 1.3 × ping-pong".into(), holds: false });
+        assert!(bar(slow, 1.5).holds);
+
+        let fast = Row::higher("burst", "rate", "Mframe/s", 30.0);
+        assert_eq!(fast.clone().bar_at(25.0).bars[0], Bar { text: "≥ 25 Mframe/s".into(), holds: true });
+        assert!(!fast.bar_at(31.0).bars[0].holds);
+    }
+
+    #[test]
+    fn a_bar_needs_something_to_be_measured_by() {
+        let refusal = Row::lower("call", "rtt_p50", "ns", 200.0).bar(1.3, "ping-pong").unwrap_err();
+        assert!(refusal.to_string().contains("ping-pong"), "{refusal}");
+    }
+
+    #[test]
+    fn the_json_has_the_promised_shape() {
+        let row = Row::lower("call", "rtt_p50", "ns", 300.0)
+            .against("ping-pong", Kind::Floor, 150.0)
+            .against("ant", Kind::Paper, 600.0)
+            .bar(2.0, "ping-pong")
+            .unwrap();
+        let report = Report { bench: "call", host: Host::default(), rows: vec![row] };
+        let json = serde_json::to_value(&report).unwrap();
+        assert_eq!(json["bench"], "call");
+        assert!(json["host"].is_object());
+        assert_eq!(
+            json["rows"],
+            json!([{
+                "case": "call", "metric": "rtt_p50", "unit": "ns", "value": 300.0, "better": "lower",
+                "against": [
+                    {"name": "ping-pong", "kind": "floor", "value": 150.0, "ratio": 2.0},
+                    {"name": "ant", "kind": "paper", "value": 600.0, "ratio": 0.5},
+                ],
+                "bars": [{"text": "≤ 2 × ping-pong", "holds": true}],
+            }])
+        );
+    }
+
+    #[test]
+    fn what_is_not_said_is_not_in_the_json() {
+        let json = serde_json::to_value(Row::higher("burst", "rate", "Mframe/s", 1.0)).unwrap();
+        assert!(json.get("bars").is_none() && json.get("note").is_none());
+        assert_eq!((&json["better"], &json["against"]), (&json!("higher"), &json!([])));
+    }
+}

@@ -1,0 +1,17 @@
+//! The hidden half of the command line, as somebody meets it who tries it by hand.
+#![allow(clippy::tests_outside_test_module, reason = "a file in tests/ is a test module")]
+
+use std::process::{Command, Stdio};
+
+#[test]
+fn a_role_started_by_hand_says_that_a_bench_starts_it() {
+    let output = Command::new(env!("CARGO_BIN_EXE_tasuki-bench"))
+        .args(["role", "serve", "ping-pong-tight"])
+        .stdin(Stdio::null())
+        .output()
+        .unwrap();
+    let said = String::from_utf8(output.stderr).unwrap();
+    assert!(!output.status.success());
+    assert!(said.contains("roles are started by a bench and not by hand"), "{said}");
+    assert_eq!(said.lines().count(), 1, "{said}");
+}

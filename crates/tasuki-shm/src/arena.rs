@@ -1,0 +1,507 @@
+//! An arena: shared memory cut into slots of one size, written by its owner, read by one peer.
+//!
+//! [`Arena`] is the owner's end, [`PeerArena`] the reader's. A slot in hand is a [`Slot`] or a [`PeerSlot`]: a value that can be
+//! moved but not copied, so a slot that was sent cannot be touched any more (it does not compile).
+//!
+//! # Invariants
+//!
+//! - **A1** No other process can write an arena: its memory is sealed against further writers before anyone else gets it.
+//! - **A2** At most one [`Slot`] exists for a slot, and only while the slot's holder is the owner (rule S1 of [`crate::slots`]).
+//! - **A3** A withdrawn slot ([`Detach::Guard`]) has no `Slot`, so nobody in this process refers to its bytes.
+#![allow(unsafe_code, reason = "lends the bytes of a slot to the one who holds it")]
+
+use std::mem::ManuallyDrop;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering::Acquire, Ordering::Relaxed, Ordering::Release};
+
+use crate::line::Line;
+use crate::region::{HUGE_PAGE_LEN, PAGE_LEN, Pages, PeerRegion, Region, RegionError, Span};
+use crate::slots::{Census, SlotId, Slots, WrongSlot};
+
+/// How a slot is taken away from its sender while the peer has it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum Detach {
+    /// By Rust's ownership: the value is gone. Costs nothing; stops nothing but the compiler's users.
+    #[default]
+    Move,
+    /// By the sender itself: the pages are withdrawn from its address space, and any stray access faults (SIGSEGV) until
+    /// they come back. Finds bugs of the sender; the sender could undo it.
+    Guard,
+    /// By the receiver: it holds the sender's userfaultfd and write-protects the pages. A stray write faults (SIGBUS), in any
+    /// thread and through any pointer. Finds bugs; a sender that means to can undo it. See [`crate::enforce`].
+    Enforced,
+}
+
+/// The shape of an arena.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Geometry {
+    /// Bytes in a slot: a multiple of 4 KiB.
+    pub slot_len: u32,
+    /// Slots.
+    pub count: u32,
+}
+
+impl Geometry {
+    /// Bytes of the whole arena.
+    pub fn len(self) -> usize {
+        self.slot_len as usize * self.count as usize
+    }
+
+    /// Whether it has no slots.
+    pub fn is_empty(self) -> bool {
+        self.count == 0
+    }
+
+    /// Whether slots are whole pages.
+    pub fn is_sound(self) -> bool {
+        self.slot_len > 0 && (self.slot_len as usize).is_multiple_of(PAGE_LEN)
+    }
+
+    /// Huge pages where a slot fills them, if there are any.
+    pub fn pages(self) -> Pages {
+        match (self.slot_len as usize).is_multiple_of(HUGE_PAGE_LEN) && !self.is_empty() {
+            true => Pages::HugeIfAny,
+            false => Pages::Small,
+        }
+    }
+}
+
+/// The owner's end of an arena.
+#[derive(Debug, Clone)]
+pub struct Arena {
+    pool: Arc<Pool>,
+}
+
+#[derive(Debug)]
+struct Pool {
+    region: Region,
+    slots: Slots<Span<Line>>,
+    geometry: Geometry,
+    detach: Detach,
+}
+
+impl Pool {
+    fn offset(&self, id: SlotId) -> usize {
+        id.index as usize * self.geometry.slot_len as usize
+    }
+
+    fn slot_len(&self) -> usize {
+        self.geometry.slot_len as usize
+    }
+}
+
+impl Arena {
+    /// Makes an arena whose slot table stands in `table`, in other memory of the same owner.
+    pub fn create(name: &str, geometry: Geometry, table: Span<Line>, detach: Detach) -> Result<Self, RegionError> {
+        let region = Region::create(name, geometry.len(), geometry.pages())?;
+        region.seal_writers()?; // A1
+        let slots = Slots::new(table, geometry.count);
+        Ok(Arena { pool: Arc::new(Pool { region, slots, geometry, detach }) })
+    }
+
+    /// The memory, to hand to the peer.
+    pub fn region(&self) -> &Region {
+        &self.pool.region
+    }
+
+    /// The shape.
+    pub fn geometry(&self) -> Geometry {
+        self.pool.geometry
+    }
+
+    /// Takes a free slot. Its bytes are whatever its last user left there.
+    pub fn take(&self) -> Option<Slot> {
+        self.pool.slots.take().map(|id| Slot { pool: Arc::clone(&self.pool), id })
+    }
+
+    /// Chooses the slot that will be taken next and has its first lines fetched for writing: up to `len` bytes, at most a page.
+    ///
+    /// For a sender that waits anyway: it takes the lines back from the peer, who read them last, before they are needed.
+    pub fn warm_next(&self, len: usize) {
+        if let Some(index) = self.pool.slots.choose_next() {
+            let offset = index as usize * self.pool.slot_len();
+            self.pool.region.prefetch_to_write(offset, len.min(PAGE_LEN).min(self.pool.slot_len()));
+        }
+    }
+
+    /// The slot goes to the peer.
+    ///
+    /// # Errors
+    /// When the kernel refuses to withdraw the pages; the slot then comes back.
+    pub fn lend(&self, slot: Slot) -> Result<Lent, (Slot, RegionError)> {
+        debug_assert!(self.owns(&slot), "a slot is lent by its own arena");
+        if self.pool.detach == Detach::Guard {
+            // SAFETY: we consume the slot's only handle, so no reference into it lives (A2, A3).
+            if let Err(error) = unsafe { self.pool.region.withdraw(self.pool.offset(slot.id), self.pool.slot_len()) } {
+                return Err((slot, error));
+            }
+        }
+        self.pool.slots.lend(slot.id).expect("S3: a Slot's holder is the owner");
+        let slot = ManuallyDrop::new(slot);
+        // SAFETY: `slot` is never dropped, so this moves its one count of the pool, once (A2).
+        Ok(Lent { pool: unsafe { std::ptr::read(&slot.pool) }, id: slot.id })
+    }
+
+    /// A lent slot came back from the peer.
+    pub fn attach(&self, lent: Lent) -> Result<Slot, WrongSlot> {
+        self.pool.slots.attach(lent.id)?;
+        self.restore(lent.id);
+        Ok(Slot { pool: lent.pool, id: lent.id })
+    }
+
+    /// A slot came back from the peer, who names it.
+    pub fn attach_named(&self, id: SlotId) -> Result<Slot, WrongSlot> {
+        self.attach(Lent { pool: Arc::clone(&self.pool), id })
+    }
+
+    fn restore(&self, id: SlotId) {
+        if self.pool.detach == Detach::Guard {
+            let restored = self.pool.region.restore(self.pool.offset(id), self.pool.slot_len());
+            restored.expect("giving back access to our own mapping merges areas and cannot run out of them");
+        }
+    }
+
+    /// The peer is dead: takes back all it held, in time proportional to the number of slots; says how many there were.
+    pub fn reclaim(&self) -> u32 {
+        if self.pool.detach == Detach::Guard {
+            let restored = self.pool.region.restore(0, self.pool.region.len());
+            restored.expect("giving back access to our own mapping merges areas and cannot run out of them");
+        }
+        self.pool.slots.reclaim()
+    }
+
+    /// Where the slots are.
+    pub fn census(&self) -> Census {
+        self.pool.slots.census()
+    }
+
+    /// Whether `slot` is one of this arena's.
+    pub fn owns(&self, slot: &Slot) -> bool {
+        Arc::ptr_eq(&self.pool, &slot.pool)
+    }
+}
+
+/// A slot that we hold, to write and to send. Free again when dropped.
+#[derive(Debug)]
+pub struct Slot {
+    pool: Arc<Pool>,
+    id: SlotId,
+}
+
+impl Slot {
+    /// Which slot, in which of its lives.
+    pub fn id(&self) -> SlotId {
+        self.id
+    }
+
+    /// Bytes in it.
+    pub fn len(&self) -> usize {
+        self.pool.slot_len()
+    }
+
+    /// Whether it has no bytes: never.
+    pub fn is_empty(&self) -> bool {
+        self.len() == 0
+    }
+
+    /// All its bytes.
+    pub fn bytes(&self) -> &[u8] {
+        // SAFETY: nobody else can write them (A1) and ours is the only handle, borrowed shared (A2).
+        unsafe { self.pool.region.bytes(self.pool.offset(self.id), self.len()) }.expect("a slot lies in its arena")
+    }
+
+    /// All its bytes, to be written.
+    pub fn bytes_mut(&mut self) -> &mut [u8] {
+        // SAFETY: nobody else can write them (A1) and ours is the only handle, borrowed exclusively (A2).
+        unsafe { self.pool.region.bytes_mut(self.pool.offset(self.id), self.len()) }.expect("a slot lies in its arena")
+    }
+}
+
+impl Drop for Slot {
+    fn drop(&mut self) {
+        self.pool.slots.release(self.id).expect("S3: a Slot's holder is the owner");
+    }
+}
+
+/// A slot that the peer holds. It stays with the peer when this is dropped, until the peer names it or is dead.
+#[derive(Debug, Clone)]
+pub struct Lent {
+    pool: Arc<Pool>,
+    id: SlotId,
+}
+
+impl Lent {
+    /// Which slot, in which of its lives.
+    pub fn id(&self) -> SlotId {
+        self.id
+    }
+}
+
+/// What a peer said about a slot of its own is not possible.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
+pub enum WrongLoan {
+    /// There is no such slot.
+    #[error("the peer broke slot rule S1: it sent slot {index} of an arena of {count}")]
+    NoSuchSlot {
+        /// The index sent.
+        index: u32,
+        /// Slots there are.
+        count: u32,
+    },
+    /// It was sent already and we still hold it.
+    #[error("the peer broke slot rule S1: it sent slot {index}, which we still hold")]
+    Twice {
+        /// The index sent.
+        index: u32,
+    },
+    /// The length does not fit.
+    #[error("the peer broke slot rule S3: it sent {len} bytes in a slot of {slot_len}")]
+    TooLong {
+        /// Bytes announced.
+        len: u64,
+        /// Bytes in a slot.
+        slot_len: u32,
+    },
+}
+
+/// Bytes of a slot that are fetched while its message is still being looked at: as many lines as a CPU fetches at a time.
+const PREFETCHED: usize = 1024;
+
+/// The reader's end of an arena.
+#[derive(Debug)]
+pub struct PeerArena {
+    region: PeerRegion,
+    geometry: Geometry,
+    /// One bit a slot: we hold it. Changed only by the end that accepts slots and tells their owner, one thread at a time.
+    held: Box<[AtomicU64]>,
+    /// One bit a slot: it was dropped, by whatever thread, and its owner has not been told.
+    done: Box<[AtomicU64]>,
+    /// Slots dropped so far, so that nobody looks for one in vain.
+    dropped: AtomicU64,
+    /// Slots that their owner was told of.
+    told: AtomicU64,
+    /// The generation in which we got each slot.
+    generations: Box<[AtomicU64]>,
+}
+
+impl PeerArena {
+    /// Looks at the arena of a peer.
+    pub fn new(region: PeerRegion, geometry: Geometry) -> Result<Arc<Self>, RegionError> {
+        if region.len() < geometry.len() {
+            return Err(RegionError::Truncated { have: region.len(), need: geometry.len() });
+        }
+        let words = |count: u32| (0..count).map(|_| AtomicU64::new(0)).collect::<Box<[_]>>();
+        let bitmap = geometry.count.div_ceil(64);
+        let (held, done) = (words(bitmap), words(bitmap));
+        let generations = words(geometry.count);
+        let (dropped, told) = (AtomicU64::new(0), AtomicU64::new(0));
+        Ok(Arc::new(PeerArena { region, geometry, held, done, dropped, told, generations }))
+    }
+
+    /// The shape.
+    pub fn geometry(&self) -> Geometry {
+        self.geometry
+    }
+
+    /// Has the CPU fetch the beginning of what the peer says it sent. Believes nothing: a wrong claim fetches in vain.
+    #[inline]
+    pub(crate) fn prefetch(&self, id: SlotId, len: u64) {
+        let len = usize::try_from(len).unwrap_or(usize::MAX).min(PREFETCHED);
+        self.region.prefetch_to_read(id.index as usize * self.geometry.slot_len as usize, len);
+    }
+
+    /// The peer sent us a slot with `len` bytes in it.
+    pub fn accept(self: &Arc<Self>, id: SlotId, len: u64) -> Result<PeerSlot, WrongLoan> {
+        let Geometry { slot_len, count } = self.geometry;
+        if id.index >= count {
+            return Err(WrongLoan::NoSuchSlot { index: id.index, count });
+        }
+        let len = match usize::try_from(len) {
+            Ok(fits) if fits <= slot_len as usize => fits,
+            _ => return Err(WrongLoan::TooLong { len, slot_len }),
+        };
+        let (word, bit) = bit_of(&self.held, id.index);
+        let held = word.load(Relaxed);
+        if held & bit != 0 {
+            return Err(WrongLoan::Twice { index: id.index });
+        }
+        word.store(held | bit, Relaxed);
+        self.generations[id.index as usize].store(id.generation.into(), Relaxed);
+        Ok(PeerSlot { arena: Arc::clone(self), id, len })
+    }
+
+    /// The next slot that was dropped and must go back to its owner, if any.
+    #[inline]
+    pub fn next_return(&self) -> Option<SlotId> {
+        let told = self.told.load(Relaxed);
+        // Acquire: the bit of every drop that is counted is seen.
+        if self.dropped.load(Acquire) == told {
+            return None;
+        }
+        for (i, word) in (0_u32..).zip(&self.done) {
+            let bits = word.load(Relaxed);
+            if bits != 0 {
+                let index = i * 64 + bits.trailing_zeros();
+                word.fetch_and(!(bits & bits.wrapping_neg()), Relaxed);
+                let generation =
+                    u32::try_from(self.generations[index as usize].load(Relaxed)).expect("stored from u32");
+                self.no_longer_held(index);
+                self.told.store(told.wrapping_add(1), Relaxed);
+                return Some(SlotId { index, generation });
+            }
+        }
+        None
+    }
+
+    fn no_longer_held(&self, index: u32) {
+        let (word, bit) = bit_of(&self.held, index);
+        word.store(word.load(Relaxed) & !bit, Relaxed);
+    }
+
+    /// How many slots of the peer's we hold.
+    pub fn held(&self) -> u32 {
+        self.held.iter().map(|word| word.load(Relaxed).count_ones()).sum()
+    }
+}
+
+/// The word and the bit of a slot in a bitmap.
+fn bit_of(bits: &[AtomicU64], index: u32) -> (&AtomicU64, u64) {
+    (&bits[index as usize / 64], 1 << (index % 64))
+}
+
+/// A slot of a peer's that we hold, to read. Goes back to the peer some time after it is dropped.
+///
+/// A hostile peer can write it at any time, so it is copied or loaded word by word; [`bytes`](Self::bytes) is for peers that
+/// are trusted.
+#[derive(Debug)]
+pub struct PeerSlot {
+    arena: Arc<PeerArena>,
+    id: SlotId,
+    len: usize,
+}
+
+impl PeerSlot {
+    /// Which slot of the peer's, in which of its lives.
+    pub fn id(&self) -> SlotId {
+        self.id
+    }
+
+    /// Bytes that the peer sent in it.
+    pub fn len(&self) -> usize {
+        self.len
+    }
+
+    /// Whether it sent none.
+    pub fn is_empty(&self) -> bool {
+        self.len == 0
+    }
+
+    pub(crate) fn offset(&self) -> usize {
+        self.id.index as usize * self.arena.geometry.slot_len as usize
+    }
+
+    /// Copies its first bytes into `into`, as many as there are and fit; says how many.
+    pub fn copy_to(&self, into: &mut [u8]) -> usize {
+        let len = self.len.min(into.len());
+        self.arena.region.copy_to(self.offset(), &mut into[..len]).expect("a slot lies in its arena");
+        len
+    }
+
+    /// A private copy of its bytes.
+    pub fn to_vec(&self) -> Vec<u8> {
+        let mut copy = vec![0; self.len];
+        self.copy_to(&mut copy);
+        copy
+    }
+
+    /// Its bytes as 64-bit words in native order, each loaded once: reads in place, whatever the peer does meanwhile.
+    ///
+    /// The last word is filled up with bytes of the slot that the peer did not send.
+    pub fn words(&self) -> impl ExactSizeIterator<Item = u64> {
+        let words = self.arena.region.words(self.offset(), self.len.div_ceil(8));
+        words.expect("a slot lies in its arena").iter().map(|word| word.load(Relaxed))
+    }
+
+    /// Its bytes in place.
+    ///
+    /// # Safety
+    /// The peer does not write the slot while the result lives. That holds if the peer is trusted to keep to the protocol
+    /// (what it sent it does not touch); nothing on stock Linux makes it hold against a peer that means harm.
+    pub unsafe fn bytes(&self) -> &[u8] {
+        // SAFETY: the caller answers for the peer (A1 says that nobody but the peer could write).
+        unsafe { self.arena.region.bytes(self.offset(), self.len) }.expect("a slot lies in its arena")
+    }
+
+    /// Ends our hold without a message: the answer to the request that brought it tells the owner.
+    pub(crate) fn surrender(self) -> SlotId {
+        self.arena.no_longer_held(self.id.index);
+        let slot = ManuallyDrop::new(self);
+        // SAFETY: `slot` is never dropped, so this takes its one count of the arena, once (A2).
+        drop(unsafe { std::ptr::read(&slot.arena) });
+        slot.id
+    }
+}
+
+impl Drop for PeerSlot {
+    fn drop(&mut self) {
+        let (word, bit) = bit_of(&self.arena.done, self.id.index);
+        word.fetch_or(bit, Relaxed);
+        self.arena.dropped.fetch_add(1, Release);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const SMALL: Geometry = Geometry { slot_len: 4096, count: 4 };
+
+    fn pair(detach: Detach) -> (Arena, Arc<PeerArena>) {
+        let control = Region::create("test-table", 4096, Pages::Small).unwrap();
+        let arena = Arena::create("test-arena", SMALL, control.span(0, 1).unwrap(), detach).unwrap();
+        let theirs = PeerRegion::map(arena.region().fd(), SMALL.len()).unwrap();
+        (arena, PeerArena::new(theirs, SMALL).unwrap())
+    }
+
+    #[test]
+    fn a_slot_moves_to_the_peer_and_back() {
+        for detach in [Detach::Move, Detach::Guard] {
+            let (ours, theirs) = pair(detach);
+            let mut slot = ours.take().unwrap();
+            slot.bytes_mut()[..5].copy_from_slice(b"hello");
+            let lent = ours.lend(slot).unwrap();
+            let seen = theirs.accept(lent.id(), 5).unwrap();
+            assert_eq!(seen.to_vec(), b"hello");
+            assert_eq!(ours.census(), Census { free: 3, owner: 0, peer: 1 });
+            assert_eq!(seen.surrender(), lent.id());
+            let slot = ours.attach(lent).unwrap();
+            assert_eq!(&slot.bytes()[..5], b"hello", "whole again after the return ({detach:?})");
+            drop(slot);
+            assert_eq!(ours.census(), Census { free: 4, owner: 0, peer: 0 });
+        }
+    }
+
+    #[test]
+    fn what_a_liar_sends_is_refused() {
+        let (ours, theirs) = pair(Detach::Move);
+        let id = ours.lend(ours.take().unwrap()).unwrap().id();
+        let held = theirs.accept(id, 1).unwrap();
+        assert_eq!(theirs.accept(id, 1).unwrap_err(), WrongLoan::Twice { index: 0 });
+        assert!(theirs.accept(SlotId { index: 4, generation: 0 }, 1).is_err());
+        assert!(theirs.accept(SlotId { index: 1, generation: 0 }, 4097).is_err());
+        drop(held);
+        assert_eq!(theirs.next_return(), Some(id));
+        assert_eq!(theirs.next_return(), None);
+        assert_eq!(theirs.held(), 0);
+    }
+
+    #[test]
+    fn the_dead_give_back_what_was_withdrawn() {
+        let (ours, _theirs) = pair(Detach::Guard);
+        let lent: Vec<_> = (0..4).map(|_| ours.take().unwrap()).map(|slot| ours.lend(slot).unwrap()).collect();
+        assert_eq!(lent.len(), 4);
+        assert_eq!(ours.reclaim(), 4);
+        let mut slot = ours.take().unwrap();
+        slot.bytes_mut().fill(1);
+    }
+}

@@ -1,0 +1,117 @@
+//! What a server keeps for its successor: shared memory with a lease on it.
+
+use std::num::NonZeroU32;
+use std::os::fd::{BorrowedFd, OwnedFd};
+
+use super::wire::Service;
+use crate::lease::{Lease, Lost, Tenure};
+use crate::line::{LINE_LEN, Line};
+use crate::region::{PAGE_LEN, Pages, Region, RegionError, Span};
+use crate::sync::{AtomicU64, Relaxed};
+
+/// Says "state of a Tasuki server, layout 1".
+const MAGIC: u64 = u64::from_be_bytes(*b"TASUKIS\x01");
+
+/// The state of a service: memory that its servers, one after the other, map and write.
+///
+/// It holds atomics and nothing else, since a server may die between any two stores: keep in it what is right at every store.
+/// The library keeps in its first page which service this is, and the lease: who serves now, in which generation.
+#[derive(Debug)]
+pub struct State {
+    region: Region,
+}
+
+/// Why memory is no state.
+#[derive(Debug, thiserror::Error)]
+pub enum StateError {
+    /// It cannot be mapped.
+    #[error("{0}")]
+    Memory(#[from] RegionError),
+    /// It is something else.
+    #[error(
+        "the memory is no state of a Tasuki server (it begins with {found:#018x}); pass the descriptor that State::create made"
+    )]
+    Foreign {
+        /// Its first word.
+        found: u64,
+    },
+}
+
+impl State {
+    /// New state with room for `len` bytes, all zero.
+    pub fn create(len: usize) -> Result<Self, RegionError> {
+        let region = Region::create("tasuki-state", PAGE_LEN + len.max(1), Pages::Small)?;
+        let state = State { region };
+        let id = std::array::from_fn::<u64, 2, _>(|_| random_word());
+        state.header(0)[0].word(1).store(id[0], Relaxed);
+        state.header(0)[0].word(2).store(id[1], Relaxed);
+        state.header(0)[0].word(0).store(MAGIC, Relaxed);
+        Ok(state)
+    }
+
+    /// State that an earlier server kept.
+    pub fn adopt(memory: OwnedFd) -> Result<Self, StateError> {
+        let region = Region::adopt(memory)?;
+        if region.len() < 2 * PAGE_LEN {
+            return Err(RegionError::Truncated { have: region.len(), need: 2 * PAGE_LEN }.into());
+        }
+        let state = State { region };
+        match state.header(0)[0].word(0).load(Relaxed) {
+            MAGIC => Ok(state),
+            found => Err(StateError::Foreign { found }),
+        }
+    }
+
+    fn header(&self, line: usize) -> Span<Line> {
+        self.region.span(line * LINE_LEN, 1).expect("the first page was checked or made")
+    }
+
+    /// The descriptor to hand to a successor, or to a supervisor that keeps it for one.
+    pub fn fd(&self) -> BorrowedFd<'_> {
+        self.region.fd()
+    }
+
+    /// The server's own memory.
+    pub fn words(&self) -> Span<AtomicU64> {
+        let count = (self.region.len() - PAGE_LEN) / 8;
+        self.region.span(PAGE_LEN, count).expect("it lies behind the first page")
+    }
+
+    /// Which service this is the state of.
+    pub fn service(&self) -> Service {
+        let line = self.header(0);
+        let half = |word: usize| u128::from(line[0].word(word).load(Relaxed));
+        Service(half(1) << 64 | half(2))
+    }
+
+    fn lease(&self) -> Lease<Span<Line>> {
+        Lease::new(self.header(2))
+    }
+
+    /// Who serves now, by process id, and in which generation.
+    pub fn tenure(&self) -> Tenure {
+        self.lease().tenure()
+    }
+
+    /// Takes the lease from `from`, who has passed it or is dead.
+    pub(crate) fn take(&self, from: Tenure) -> Result<Tenure, Lost> {
+        self.lease().take(from, me())
+    }
+
+    pub(crate) fn pass(&self, ours: Tenure) -> Result<Tenure, Lost> {
+        self.lease().pass(ours)
+    }
+}
+
+fn me() -> NonZeroU32 {
+    NonZeroU32::new(std::process::id()).expect("no process has id 0")
+}
+
+/// Random bits for ids that must not be guessed right by accident.
+pub(crate) fn random_word() -> u64 {
+    use std::hash::{BuildHasher, Hasher, RandomState};
+    // Seeded by the kernel's random numbers for each thread, then counted up: unique is what an id must be.
+    let mut hasher = RandomState::new().build_hasher();
+    hasher.write_u32(std::process::id());
+    hasher.finish()
+}

@@ -1,0 +1,102 @@
+//! A lease: one shared word that says who owns something now, and how often it has changed hands.
+//!
+//! # Rules
+//!
+//! - **L1** The word decides, never a timeout: whoever wins the compare-and-swap is the holder.
+//! - **L2** The epoch grows by one whenever somebody takes the lease, so an old holder recognises that it was replaced even if
+//!   the same party holds it again.
+//!
+//! # Steps
+//!
+//! | from             | verb | to               | because                                                            |
+//! |------------------|------|------------------|--------------------------------------------------------------------|
+//! | held by us, e    | pass | nobody, e        | we have stopped; whoever is next may begin                         |
+//! | nobody, e        | take | held by us, e+1  | it was passed, or never taken                                      |
+//! | held by other, e | take | held by us, e+1  | the caller knows that the other is dead: only then may it try this |
+
+use std::num::NonZeroU32;
+use std::ops::Deref;
+
+use crate::line::Line;
+use crate::sync::{AcqRel, Acquire};
+
+/// What the word says.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Tenure {
+    /// Who holds it, by a number that its users agree upon (a process id, say). Nobody while it is passed on.
+    pub holder: Option<NonZeroU32>,
+    /// How often it was taken.
+    pub epoch: u32,
+}
+
+impl Tenure {
+    fn to_word(self) -> u64 {
+        u64::from(self.epoch) << 32 | u64::from(self.holder.map_or(0, NonZeroU32::get))
+    }
+
+    #[expect(clippy::cast_possible_truncation, reason = "the two halves of a word")]
+    fn from_word(word: u64) -> Self {
+        Tenure { holder: NonZeroU32::new(word as u32), epoch: (word >> 32) as u32 }
+    }
+}
+
+/// The lease is not what the caller took it for.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
+#[error("the lease changed hands: it is now in epoch {} with holder {:?}", now.epoch, now.holder)]
+pub struct Lost {
+    /// What the word says instead.
+    pub now: Tenure,
+}
+
+/// The word, in memory that all parties can write: word 0 of line 0 of `M`.
+#[derive(Debug)]
+pub struct Lease<M>(M);
+
+impl<M: Deref<Target = [Line]>> Lease<M> {
+    /// A lease in `line`. Zeroed memory is a lease that nobody ever held.
+    pub fn new(line: M) -> Self {
+        Lease(line)
+    }
+
+    /// Who holds it now.
+    pub fn tenure(&self) -> Tenure {
+        Tenure::from_word(self.0[0].word(0).load(Acquire))
+    }
+
+    fn swap(&self, from: Tenure, to: Tenure) -> Result<Tenure, Lost> {
+        // L1. Acquire: the taker sees all that the giver did; Release: and the next one what we do.
+        let swapped = self.0[0].word(0).compare_exchange(from.to_word(), to.to_word(), AcqRel, Acquire);
+        swapped.map(|_| to).map_err(|now| Lost { now: Tenure::from_word(now) })
+    }
+
+    /// Takes it from `from`, which is what [`tenure`](Self::tenure) said, once that holder has passed it or is dead.
+    pub fn take(&self, from: Tenure, us: NonZeroU32) -> Result<Tenure, Lost> {
+        self.swap(from, Tenure { holder: Some(us), epoch: from.epoch.wrapping_add(1) })
+    }
+
+    /// Passes on what we hold.
+    pub fn pass(&self, ours: Tenure) -> Result<Tenure, Lost> {
+        self.swap(ours, Tenure { holder: None, epoch: ours.epoch })
+    }
+}
+
+#[cfg(test)]
+#[cfg(not(loom))]
+mod tests {
+    use super::*;
+
+    const RED: NonZeroU32 = NonZeroU32::new(1).unwrap();
+    const BLUE: NonZeroU32 = NonZeroU32::new(2).unwrap();
+
+    #[test]
+    fn it_has_one_holder_and_a_growing_epoch() {
+        let lease = Lease::new(vec![Line::default()]);
+        let red = lease.take(lease.tenure(), RED).unwrap();
+        assert_eq!(red, Tenure { holder: Some(RED), epoch: 1 });
+        let passed = lease.pass(red).unwrap();
+        let blue = lease.take(passed, BLUE).unwrap();
+        assert_eq!(blue, Tenure { holder: Some(BLUE), epoch: 2 });
+        assert_eq!(lease.pass(red), Err(Lost { now: blue }), "an old holder learns that it was replaced");
+        assert_eq!(lease.take(passed, RED), Err(Lost { now: blue }), "who comes second loses");
+    }
+}

@@ -1,0 +1,599 @@
+//! Shared memory: sealed memfds, their mappings, and the only places where bytes of them become Rust values.
+//!
+//! A [`Region`] is ours to write. A [`PeerRegion`] is somebody else's and mapped read-only. Both keep their
+//! mapping alive for as long as any [`Span`] of it lives.
+//!
+//! # Invariants
+//!
+//! - **M1** A mapping's `base` is page-aligned and stays mapped for `len` bytes until `Mapping` is dropped.
+//! - **M2** No reference to plain data is made in memory that another process can write: what is lent out is atomics, or,
+//!   for memory that only we can write, bytes whose owner the arena knows.
+//! - **M3** The memory behind a mapping cannot shrink, nor have holes punched into it: the memfd carries `F_SEAL_SHRINK`, and a
+//!   peer's `F_SEAL_FUTURE_WRITE` too (a hole in huge pages is filled only while the pool lasts), checked before it is
+//!   mapped, so a load inside `len` never raises SIGBUS.
+#![allow(unsafe_code, reason = "mmap, mprotect, and the lending of atomics out of a mapping")]
+
+use std::io;
+use std::marker::PhantomData;
+use std::ops::Deref;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::ptr::NonNull;
+use std::sync::Arc;
+
+use rustix::fs::{MemfdFlags, SealFlags};
+use rustix::mm::{MapFlags, MprotectFlags, ProtFlags};
+
+use crate::line::{Claims, LINE_LEN, Line};
+use crate::sync::AtomicU64;
+
+/// Bytes in a small page.
+pub const PAGE_LEN: usize = 4096;
+
+/// Bytes in a huge page.
+pub const HUGE_PAGE_LEN: usize = 2 << 20;
+
+/// Which pages a region is made of.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Pages {
+    /// 4 KiB pages, allocated when first touched.
+    Small,
+    /// 2 MiB pages, reserved at once from the machine's pool (`vm.nr_hugepages`).
+    Huge,
+    /// 2 MiB pages when the pool has enough of them, else small ones.
+    HugeIfAny,
+}
+
+/// Why shared memory could not be made or mapped.
+#[derive(Debug, thiserror::Error)]
+pub enum RegionError {
+    /// Not enough memory or address space. Free some, raise the limit, or ask for less.
+    #[error("{doing} of {len} bytes was refused for lack of memory; free some, raise the limit, or ask for less")]
+    NoMemory {
+        /// The step that was refused.
+        doing: &'static str,
+        /// Bytes asked for.
+        len: usize,
+    },
+    /// No descriptor was left. Close some, or raise the limit.
+    #[error("{doing} was refused for lack of descriptors; close some, or raise RLIMIT_NOFILE")]
+    NoDescriptors {
+        /// The step that was refused.
+        doing: &'static str,
+    },
+    /// The pool of huge pages is too small.
+    #[error("{need} free huge pages are needed; raise vm.nr_hugepages by that many or use small pages")]
+    NoHugePages {
+        /// Huge pages needed.
+        need: usize,
+    },
+    /// The descriptor is no shared memory that can be sealed.
+    #[error("the descriptor is not a sealable memory file; the peer must pass a memfd")]
+    NotMemory,
+    /// The peer could shrink the memory under our mapping.
+    #[error("the memory handed over is not sealed against shrinking; the peer must seal it before it is passed on")]
+    Unsealed,
+    /// The peer could let others write the memory, or punch holes into it.
+    #[error(
+        "the memory handed over is not sealed against further writers; the peer must seal it before it is passed on"
+    )]
+    Unguarded,
+    /// There is less memory than the peer said.
+    #[error("the memory handed over holds {have} bytes where {need} were announced; the peer is broken or lies")]
+    Truncated {
+        /// Bytes there are.
+        have: usize,
+        /// Bytes announced.
+        need: usize,
+    },
+    /// A part was asked for that the region does not have.
+    #[error("bytes {offset} to {end} were asked of a region of {len}, or not on a whole line")]
+    OutOfBounds {
+        /// First byte asked for.
+        offset: usize,
+        /// One past the last byte asked for.
+        end: usize,
+        /// Bytes there are.
+        len: usize,
+    },
+    /// The kernel refused for a reason of its own.
+    #[error("the kernel refused while {doing}")]
+    Kernel {
+        /// The step that was refused.
+        doing: &'static str,
+        /// Its reason.
+        source: io::Error,
+    },
+}
+
+impl RegionError {
+    fn from_errno(doing: &'static str, len: usize, errno: rustix::io::Errno) -> Self {
+        use rustix::io::Errno;
+        match errno {
+            Errno::NOMEM | Errno::NOSPC | Errno::FBIG => Self::NoMemory { doing, len },
+            Errno::MFILE | Errno::NFILE => Self::NoDescriptors { doing },
+            other => Self::Kernel { doing, source: other.into() },
+        }
+    }
+}
+
+/// A mapping of `len` bytes, unmapped when dropped (M1).
+#[derive(Debug)]
+struct Mapping {
+    base: NonNull<u8>,
+    len: usize,
+}
+
+// SAFETY: a mapping belongs to the process, not to a thread; what is reached through it is atomics or
+// bytes guarded by the arena's ownership (M2).
+unsafe impl Send for Mapping {}
+// SAFETY: as above (M2); the struct itself is never changed after it is made.
+unsafe impl Sync for Mapping {}
+
+impl Mapping {
+    fn new(fd: BorrowedFd<'_>, len: usize, protection: ProtFlags) -> Result<Self, RegionError> {
+        // SAFETY: a new mapping at an address of the kernel's choice replaces nothing (M1).
+        let base = unsafe { rustix::mm::mmap(std::ptr::null_mut(), len, protection, MapFlags::SHARED, fd, 0) }
+            .map_err(|errno| RegionError::from_errno("mapping shared memory", len, errno))?;
+        let base = NonNull::new(base.cast::<u8>()).expect("the kernel maps nothing at address 0");
+        Ok(Mapping { base, len })
+    }
+
+    fn check(&self, offset: usize, len: usize) -> Result<NonNull<u8>, RegionError> {
+        let out = RegionError::OutOfBounds { offset, end: offset.saturating_add(len), len: self.len };
+        match offset.checked_add(len) {
+            // SAFETY: `offset <= len` of the mapping, just checked, so the sum stays inside it (M1).
+            Some(end) if end <= self.len => Ok(unsafe { self.base.add(offset) }),
+            _ => Err(out),
+        }
+    }
+}
+
+impl Drop for Mapping {
+    fn drop(&mut self) {
+        // SAFETY: `base` and `len` are what mmap gave, and nobody borrows them any more: every Span holds an Arc (M1).
+        let unmapped = unsafe { rustix::mm::munmap(self.base.as_ptr().cast(), self.len) };
+        debug_assert!(unmapped.is_ok(), "munmap of our own mapping failed: {unmapped:?}");
+    }
+}
+
+mod sealed {
+    /// What may be lent out of shared memory: all its bytes are atomics, and any bytes are a valid value.
+    ///
+    /// # Safety
+    /// The type consists of atomics alone and has no invalid bit pattern.
+    pub unsafe trait Shared: Sync {}
+    // SAFETY: an atomic, and every bit pattern is one (M2).
+    unsafe impl Shared for crate::sync::AtomicU64 {}
+    // SAFETY: an atomic, and every bit pattern is one (M2).
+    unsafe impl Shared for std::sync::atomic::AtomicU32 {}
+    // SAFETY: eight atomics (M2).
+    unsafe impl Shared for crate::line::Line {}
+}
+use sealed::Shared;
+
+/// Some atomics of a region. Keeps the mapping alive.
+#[derive(Debug)]
+pub struct Span<T> {
+    mapping: Arc<Mapping>,
+    first: NonNull<T>,
+    count: usize,
+    _lends: PhantomData<T>,
+}
+
+// SAFETY: it lends `&[T]` of atomics (M2) in memory that belongs to the whole process.
+unsafe impl<T: Shared> Send for Span<T> {}
+// SAFETY: as above (M2).
+unsafe impl<T: Shared> Sync for Span<T> {}
+
+impl<T> Clone for Span<T> {
+    fn clone(&self) -> Self {
+        Span { mapping: Arc::clone(&self.mapping), first: self.first, count: self.count, _lends: PhantomData }
+    }
+}
+
+impl<T: Shared> Span<T> {
+    fn new(mapping: &Arc<Mapping>, offset: usize, count: usize) -> Result<Self, RegionError> {
+        let len = count.saturating_mul(size_of::<T>());
+        let first = mapping.check(offset, len)?.cast::<T>();
+        if !first.is_aligned() {
+            return Err(RegionError::OutOfBounds { offset, end: offset + len, len: mapping.len });
+        }
+        Ok(Span { mapping: Arc::clone(mapping), first, count, _lends: PhantomData })
+    }
+}
+
+impl<T: Shared> Deref for Span<T> {
+    type Target = [T];
+
+    #[inline]
+    fn deref(&self) -> &[T] {
+        // SAFETY:
+        // - in bounds and aligned: checked by `new`, on top of a page-aligned base (M1);
+        // - initialised: the kernel zeroes fresh pages, and every bit pattern is a `T` (M2);
+        // - alive: `self.mapping` is held (M1), and cannot shrink (M3);
+        // - not aliased by plain data: M2.
+        unsafe { std::slice::from_raw_parts(self.first.as_ptr(), self.count) }
+    }
+}
+
+/// Shared memory that we write.
+#[derive(Debug)]
+pub struct Region {
+    mapping: Arc<Mapping>,
+    memory: OwnedFd,
+    huge: bool,
+}
+
+impl Region {
+    /// Makes `len` bytes of zeroed shared memory, rounded up to whole pages and sealed against resizing.
+    ///
+    /// `name` is what `/proc/PID/maps` shows. Peers that get the descriptor may map it writable until
+    /// [`seal_writers`](Self::seal_writers).
+    pub fn create(name: &str, len: usize, pages: Pages) -> Result<Self, RegionError> {
+        match pages {
+            Pages::Small => Self::create_of(name, len, false),
+            Pages::Huge => Self::create_of(name, len, true),
+            Pages::HugeIfAny => Self::create_of(name, len, true).or_else(|_| Self::create_of(name, len, false)),
+        }
+    }
+
+    fn create_of(name: &str, len: usize, huge: bool) -> Result<Self, RegionError> {
+        let mut flags = MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING;
+        let mut page = PAGE_LEN;
+        if huge {
+            flags |= MemfdFlags::HUGETLB | MemfdFlags::HUGE_2MB;
+            page = HUGE_PAGE_LEN;
+        }
+        let len = len.max(1).next_multiple_of(page);
+        let none_left = |doing, errno| match errno {
+            _ if huge => RegionError::NoHugePages { need: len / page },
+            errno => RegionError::from_errno(doing, len, errno),
+        };
+        let memory = rustix::fs::memfd_create(name, flags).map_err(|e| none_left("making shared memory", e))?;
+        rustix::fs::ftruncate(&memory, len as u64).map_err(|e| none_left("sizing shared memory", e))?;
+        rustix::fs::fcntl_add_seals(&memory, SealFlags::SHRINK | SealFlags::GROW)
+            .map_err(|e| RegionError::from_errno("sealing shared memory", len, e))?;
+        match Mapping::new(memory.as_fd(), len, ProtFlags::READ | ProtFlags::WRITE) {
+            Err(RegionError::NoMemory { .. }) if huge => Err(RegionError::NoHugePages { need: len / page }),
+            mapping => Ok(Region { mapping: Arc::new(mapping?), memory, huge }),
+        }
+    }
+
+    /// Maps writable a region that another process made and lets us write.
+    pub fn adopt(memory: OwnedFd) -> Result<Self, RegionError> {
+        let (len, _) = sealed_len(memory.as_fd(), SealFlags::empty())?;
+        let mapping = Mapping::new(memory.as_fd(), len, ProtFlags::READ | ProtFlags::WRITE)?;
+        Ok(Region { mapping: Arc::new(mapping), memory, huge: false })
+    }
+
+    /// Makes our mapping the last that can write: nobody, we included, can map this memory writable from now on.
+    pub fn seal_writers(&self) -> Result<(), RegionError> {
+        rustix::fs::fcntl_add_seals(&self.memory, SealFlags::FUTURE_WRITE | SealFlags::SEAL)
+            .map_err(|e| RegionError::from_errno("sealing shared memory against writers", self.len(), e))
+    }
+
+    /// The descriptor to hand to a peer (SCM_RIGHTS).
+    pub fn fd(&self) -> BorrowedFd<'_> {
+        self.memory.as_fd()
+    }
+
+    /// Bytes.
+    pub fn len(&self) -> usize {
+        self.mapping.len
+    }
+
+    /// Whether it has no bytes: never.
+    pub fn is_empty(&self) -> bool {
+        self.len() == 0
+    }
+
+    /// Whether it lies on 2 MiB pages.
+    pub fn is_huge(&self) -> bool {
+        self.huge
+    }
+
+    /// The address of the first byte, for the kernel's interfaces that want one. Stable while the region lives.
+    pub fn address(&self) -> usize {
+        self.mapping.base.as_ptr().addr()
+    }
+
+    /// Lends `count` atomics (`AtomicU64` or [`Line`]) from byte `offset` on.
+    #[allow(private_bounds, reason = "the sealed list of what may be lent")]
+    pub fn span<T: Shared>(&self, offset: usize, count: usize) -> Result<Span<T>, RegionError> {
+        Span::new(&self.mapping, offset, count)
+    }
+
+    /// The bytes from `offset` on, for their one owner.
+    ///
+    /// # Safety
+    /// No other process can write these bytes, and in this process nobody does while the result lives.
+    pub(crate) unsafe fn bytes(&self, offset: usize, len: usize) -> Result<&[u8], RegionError> {
+        let first = self.mapping.check(offset, len)?;
+        // SAFETY: in bounds (checked), alive (M1, M3); nobody writes, by the caller's word (M2).
+        Ok(unsafe { std::slice::from_raw_parts(first.as_ptr(), len) })
+    }
+
+    /// The bytes from `offset` on, for their one owner to write.
+    ///
+    /// # Safety
+    /// No other process can write these bytes (peers map them read-only), and in this process nobody else has a
+    /// reference to them while the result lives.
+    #[allow(
+        clippy::mut_from_ref,
+        reason = "who may write which bytes is the arena's knowledge, not the borrow checker's"
+    )]
+    pub(crate) unsafe fn bytes_mut(&self, offset: usize, len: usize) -> Result<&mut [u8], RegionError> {
+        let first = self.mapping.check(offset, len)?;
+        // SAFETY: in bounds (checked), alive (M1, M3), and exclusive by the caller's word, which the arena keeps (M2).
+        Ok(unsafe { std::slice::from_raw_parts_mut(first.as_ptr(), len) })
+    }
+
+    /// Has the CPU fetch the lines of these bytes for writing, while it has nothing better to do.
+    pub(crate) fn prefetch_to_write(&self, offset: usize, len: usize) {
+        if let Ok(first) = self.mapping.check(offset, len) {
+            prefetch_to_write(first, len);
+        }
+    }
+
+    /// Takes these pages away from this process: any access faults until [`restore`](Self::restore).
+    ///
+    /// # Safety
+    /// No reference into these bytes is alive.
+    pub(crate) unsafe fn withdraw(&self, offset: usize, len: usize) -> Result<(), RegionError> {
+        // SAFETY: no reference lives here, by the caller's word (M2).
+        unsafe { self.protect(offset, len, MprotectFlags::empty()) }
+    }
+
+    /// Gives back pages that [`withdraw`](Self::withdraw) took away.
+    pub(crate) fn restore(&self, offset: usize, len: usize) -> Result<(), RegionError> {
+        // SAFETY: widens access only, so no reference can be hurt (M1).
+        unsafe { self.protect(offset, len, MprotectFlags::READ | MprotectFlags::WRITE) }
+    }
+
+    unsafe fn protect(&self, offset: usize, len: usize, flags: MprotectFlags) -> Result<(), RegionError> {
+        let first = self.mapping.check(offset, len)?;
+        // SAFETY: the pages lie inside our own mapping, just checked (M1); the caller answers for references (M2).
+        unsafe { rustix::mm::mprotect(first.as_ptr().cast(), len, flags) }
+            .map_err(|errno| RegionError::from_errno("changing the protection of slots", len, errno))
+    }
+}
+
+impl AsFd for Region {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.fd()
+    }
+}
+
+/// Shared memory that a peer writes, mapped read-only.
+#[derive(Debug, Clone)]
+pub struct PeerRegion {
+    mapping: Arc<Mapping>,
+}
+
+impl PeerRegion {
+    /// Maps `len` bytes of what a peer handed over, after checking that they are there and stay there (M3).
+    pub fn map(memory: BorrowedFd<'_>, len: usize) -> Result<Self, RegionError> {
+        let (have, page) = sealed_len(memory, SealFlags::FUTURE_WRITE)?;
+        if have < len {
+            return Err(RegionError::Truncated { have, need: len });
+        }
+        // Not all there is, or a peer's empty terabytes would use up our address space. But whole pages: no less is unmapped.
+        let len = len.max(1).next_multiple_of(page).min(have);
+        Ok(PeerRegion { mapping: Arc::new(Mapping::new(memory, len, ProtFlags::READ)?) })
+    }
+
+    /// Bytes.
+    pub fn len(&self) -> usize {
+        self.mapping.len
+    }
+
+    /// Whether it has no bytes.
+    pub fn is_empty(&self) -> bool {
+        self.len() == 0
+    }
+
+    /// Looks at `count` lines from byte `offset` on.
+    pub fn claims(&self, offset: usize, count: usize) -> Result<Claims<Span<Line>>, RegionError> {
+        Ok(Claims::of(Span::new(&self.mapping, offset, count)?))
+    }
+
+    /// Copies bytes from `offset` on into `into`, whatever the peer does to them meanwhile: what is copied is a value of its
+    /// own, even if no moment ever saw it in the peer's memory.
+    pub fn copy_to(&self, offset: usize, into: &mut [u8]) -> Result<(), RegionError> {
+        let first = self.mapping.check(offset, into.len())?;
+        // SAFETY: the source lies in the mapping (checked; M1, M3), the destination is ours alone.
+        unsafe { copy_from_abroad(first.as_ptr(), into) };
+        Ok(())
+    }
+
+    /// Has the CPU fetch the lines of these bytes for reading, while it does something else.
+    #[inline]
+    pub(crate) fn prefetch_to_read(&self, offset: usize, len: usize) {
+        if let Ok(first) = self.mapping.check(offset, len) {
+            prefetch_to_read(first, len);
+        }
+    }
+
+    /// The 64-bit words from `offset` on, to be loaded (never stored: the mapping is read-only).
+    pub(crate) fn words(&self, offset: usize, count: usize) -> Result<&[AtomicU64], RegionError> {
+        let len = count.saturating_mul(8);
+        let first = self.mapping.check(offset, len)?.cast::<AtomicU64>();
+        if !first.is_aligned() {
+            return Err(RegionError::OutOfBounds { offset, end: offset + len, len: self.len() });
+        }
+        // SAFETY: in bounds and aligned (checked), alive while `self` is (M1, M3), atomics only (M2).
+        Ok(unsafe { std::slice::from_raw_parts(first.as_ptr(), count) })
+    }
+
+    /// The bytes from `offset` on as they lie.
+    ///
+    /// # Safety
+    /// The peer does not write them while the result lives: it is trusted, or its mapping is write-protected.
+    pub(crate) unsafe fn bytes(&self, offset: usize, len: usize) -> Result<&[u8], RegionError> {
+        let first = self.mapping.check(offset, len)?;
+        // SAFETY: in bounds (checked) and alive (M1, M3); nobody writes, by the caller's word (M2).
+        Ok(unsafe { std::slice::from_raw_parts(first.as_ptr(), len) })
+    }
+}
+
+/// Copies `into.len()` bytes that another process may be writing.
+///
+/// A copy in Rust would be a data race; a copy in assembly is what the CPU makes of it. Of all ways to fetch 4 KiB from another
+/// CPU's cache, `rep movsb` is also the fastest here (a fifth faster than 8-byte loads: docs/decisions/0004-slots-across-cores.md).
+///
+/// # Safety
+/// `from` is mapped for reading for `into.len()` bytes (M1).
+#[cfg(target_arch = "x86_64")]
+unsafe fn copy_from_abroad(from: *const u8, into: &mut [u8]) {
+    // SAFETY: reads what the caller vouches for (M1) and writes `into`; the direction flag is clear by the ABI.
+    unsafe {
+        std::arch::asm!(
+            "rep movsb",
+            inout("rcx") into.len() => _,
+            inout("rdi") into.as_mut_ptr() => _,
+            inout("rsi") from => _,
+            options(nostack, preserves_flags)
+        );
+    }
+}
+
+/// The same elsewhere: byte by byte, each an atomic load.
+///
+/// # Safety
+/// As above (M1).
+#[cfg(not(target_arch = "x86_64"))]
+unsafe fn copy_from_abroad(from: *const u8, into: &mut [u8]) {
+    // SAFETY: mapped for so many bytes by the caller's word (M1), and bytes are always aligned; atomics only (M2).
+    let bytes = unsafe { std::slice::from_raw_parts(from.cast::<std::sync::atomic::AtomicU8>(), into.len()) };
+    into.iter_mut().zip(bytes).for_each(|(to, from)| *to = from.load(crate::sync::Relaxed));
+}
+
+/// Asks the CPU for the lines of `len` bytes from `first` on, to be written soon. A hint: nothing is read or changed.
+fn prefetch_to_write(first: NonNull<u8>, len: usize) {
+    #[cfg(target_arch = "x86_64")]
+    for offset in (0..len).step_by(LINE_LEN) {
+        // In assembly, since for a plain x86-64 the compiler makes a prefetch for reading of the intrinsic; CPUs without
+        // the instruction take it for a NOP.
+        // SAFETY: a prefetch of any address has no effect that a program could see; this one is mapped besides (M1).
+        unsafe {
+            std::arch::asm!(
+                "prefetchw [{}]",
+                in(reg) first.as_ptr().wrapping_add(offset),
+                options(nostack, preserves_flags, readonly)
+            );
+        }
+    }
+    #[cfg(not(target_arch = "x86_64"))]
+    let _ = (first, len);
+}
+
+/// The same, to be read soon.
+#[inline]
+fn prefetch_to_read(first: NonNull<u8>, len: usize) {
+    #[cfg(target_arch = "x86_64")]
+    for offset in (0..len).step_by(LINE_LEN) {
+        use std::arch::x86_64::{_MM_HINT_T0, _mm_prefetch};
+        // SAFETY: a prefetch of any address has no effect that a program could see; this one is mapped besides (M1).
+        unsafe { _mm_prefetch::<_MM_HINT_T0>(first.as_ptr().wrapping_add(offset).cast()) };
+    }
+    #[cfg(not(target_arch = "x86_64"))]
+    let _ = (first, len);
+}
+
+/// The length of a memory file whose seals say that it cannot shrink, and of its pages. `more` is what must be sealed besides.
+fn sealed_len(memory: BorrowedFd<'_>, more: SealFlags) -> Result<(usize, usize), RegionError> {
+    let seals = rustix::fs::fcntl_get_seals(memory).map_err(|_| RegionError::NotMemory)?;
+    if !seals.contains(SealFlags::SHRINK) {
+        return Err(RegionError::Unsealed);
+    }
+    if !seals.contains(more) {
+        return Err(RegionError::Unguarded);
+    }
+    let stat =
+        rustix::fs::fstat(memory).map_err(|errno| RegionError::from_errno("measuring shared memory", 0, errno))?;
+    let number = |n: i64| usize::try_from(n).map_err(|_| RegionError::NotMemory);
+    Ok((number(stat.st_size)?, number(stat.st_blksize)?.max(PAGE_LEN)))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::sync::Relaxed;
+
+    #[test]
+    fn what_we_store_a_peer_loads() {
+        let ours = Region::create("test", 100, Pages::Small).unwrap();
+        ours.seal_writers().unwrap();
+        assert_eq!(ours.len(), PAGE_LEN, "rounded up to whole pages");
+        let theirs = PeerRegion::map(ours.fd(), 100).unwrap();
+        ours.span::<Line>(64, 1).unwrap()[0].word(3).store(7, Relaxed);
+        assert_eq!(theirs.claims(64, 1).unwrap().load(0, 3), 7);
+    }
+
+    #[test]
+    fn no_second_writer_after_the_seal() {
+        let ours = Region::create("test", 1, Pages::Small).unwrap();
+        ours.seal_writers().unwrap();
+        let copy = ours.fd().try_clone_to_owned().unwrap();
+        assert!(matches!(Region::adopt(copy), Err(RegionError::Kernel { .. })));
+        assert!(PeerRegion::map(ours.fd(), 1).is_ok(), "readers are still welcome");
+    }
+
+    #[test]
+    fn memory_that_may_shrink_is_refused() {
+        let memory = rustix::fs::memfd_create("test", MemfdFlags::ALLOW_SEALING).unwrap();
+        rustix::fs::ftruncate(&memory, 4096).unwrap();
+        assert!(matches!(PeerRegion::map(memory.as_fd(), 4096), Err(RegionError::Unsealed)));
+    }
+
+    #[test]
+    fn more_memory_than_announced_is_not_mapped() {
+        let ours = Region::create("test", 1 << 40, Pages::Small).unwrap();
+        ours.seal_writers().unwrap();
+        assert_eq!(PeerRegion::map(ours.fd(), 5000).unwrap().len(), 8192, "the whole pages that were announced");
+    }
+
+    #[test]
+    fn memory_that_others_may_come_to_write_is_refused() {
+        let ours = Region::create("test", 4096, Pages::Small).unwrap();
+        assert!(matches!(PeerRegion::map(ours.fd(), 4096), Err(RegionError::Unguarded)));
+    }
+
+    #[test]
+    fn less_memory_than_announced_is_refused() {
+        let ours = Region::create("test", 4096, Pages::Small).unwrap();
+        ours.seal_writers().unwrap();
+        let refusal = PeerRegion::map(ours.fd(), 8192).unwrap_err();
+        assert!(matches!(refusal, RegionError::Truncated { have: 4096, need: 8192 }), "{refusal}");
+    }
+
+    #[test]
+    fn a_plain_file_is_refused() {
+        let file = tempfile::tempfile().unwrap();
+        assert!(matches!(PeerRegion::map(file.as_fd(), 1), Err(RegionError::NotMemory)));
+    }
+
+    #[test]
+    fn spans_stay_inside() {
+        let ours = Region::create("test", 4096, Pages::Small).unwrap();
+        assert!(ours.span::<Line>(4096 - 64, 1).is_ok());
+        assert!(ours.span::<Line>(4096 - 64, 2).is_err());
+        assert!(ours.span::<Line>(8, 1).is_err(), "not on a whole line");
+        assert!(ours.span::<Line>(usize::MAX, 2).is_err());
+    }
+
+    #[test]
+    fn a_copy_takes_odd_lengths_whole() {
+        let ours = Region::create("test", 4096, Pages::Small).unwrap();
+        ours.seal_writers().unwrap();
+        // SAFETY: fresh memory of ours, referenced nowhere else (M2).
+        let bytes = unsafe { ours.bytes_mut(0, 4096) }.unwrap();
+        bytes.iter_mut().zip(0u8..=255).for_each(|(byte, i)| *byte = i);
+        let theirs = PeerRegion::map(ours.fd(), 4096).unwrap();
+        for len in [0, 1, 7, 8, 9, 63, 64, 65] {
+            let mut copy = vec![0; len];
+            theirs.copy_to(0, &mut copy).unwrap();
+            assert!(copy.iter().zip(0u8..).all(|(byte, i)| *byte == i), "{len} bytes");
+        }
+    }
+}

@@ -1,0 +1,381 @@
+//! Who owns which slot: the bookkeeping of an arena, kept by the arena's owner alone.
+//!
+//! The table stands in shared memory that only the owner writes, so that a successor of the owner can read it; what is
+//! free is private. No process but the owner's takes part in allocation.
+//!
+//! # Rules
+//!
+//! - **S1** A slot has one holder at any instant: nobody ([`Holder::Free`]), the owner ([`Holder::Owner`]), or a peer.
+//! - **S2** A slot's generation grows by one each time it becomes free, so a descriptor from an earlier use is recognised.
+//! - **S3** Only a slot that the owner holds can be lent, and only a lent slot can come back, with the generation it left with.
+//!
+//! # States
+//!
+//! | holder | event   | next   | because                                                     |
+//! |--------|---------|--------|-------------------------------------------------------------|
+//! | Free   | take    | Owner  | allocation                                                  |
+//! | Owner  | lend    | Peer   | the slot moves with its descriptor                          |
+//! | Peer   | attach  | Owner  | it came back, and names its generation                      |
+//! | Owner  | release | Free   | nobody needs it                                             |
+//! | Peer   | reclaim | Free   | the peer is dead, and the dead hold nothing                 |
+//!
+//! Everything else is refused.
+
+use std::ops::Deref;
+
+use crate::line::{LINE_WORDS, Line};
+use crate::sync::{AcqRel, AtomicU64, Relaxed};
+
+/// A slot in use: which, and in which of its lives.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub struct SlotId {
+    /// Which slot of its arena.
+    pub index: u32,
+    /// How often it had been freed when it was taken.
+    pub generation: u32,
+}
+
+impl SlotId {
+    /// Both halves in one word, as descriptors carry them.
+    pub fn to_word(self) -> u64 {
+        u64::from(self.generation) << 32 | u64::from(self.index)
+    }
+
+    /// The reverse of [`to_word`](Self::to_word).
+    #[expect(clippy::cast_possible_truncation, reason = "the two halves of a word")]
+    pub fn from_word(word: u64) -> Self {
+        SlotId { index: word as u32, generation: (word >> 32) as u32 }
+    }
+}
+
+/// Who holds a slot.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Holder {
+    /// Nobody: it can be taken.
+    Free,
+    /// The owner of the arena.
+    Owner,
+    /// The peer at the other end.
+    Peer,
+}
+
+impl Holder {
+    fn code(self) -> u64 {
+        match self {
+            Holder::Free => 0,
+            Holder::Owner => 1,
+            Holder::Peer => 2,
+        }
+    }
+
+    fn from_code(code: u64) -> Option<Self> {
+        [Holder::Free, Holder::Owner, Holder::Peer].into_iter().find(|holder| holder.code() == code)
+    }
+}
+
+/// A slot was not in the state that the step needs: the peer's claim about it is false, or ours is a bug.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
+pub enum WrongSlot {
+    /// There is no such slot.
+    #[error("slot rule S1 broken: slot {index} was named in an arena of {count}")]
+    S1 {
+        /// The index named.
+        index: u32,
+        /// Slots there are.
+        count: u32,
+    },
+    /// The generation is not the slot's.
+    #[error("slot rule S2 broken: slot {} was named with generation {}, but it is in generation {now}", id.index, id.generation)]
+    S2 {
+        /// What was named.
+        id: SlotId,
+        /// The slot's generation.
+        now: u32,
+    },
+    /// The slot is not in the state from which this step leads on.
+    #[error("slot rule S3 broken: slot {} is held by {held:?} where {needed:?} was needed", id.index)]
+    S3 {
+        /// What was named.
+        id: SlotId,
+        /// Who holds it.
+        held: Option<Holder>,
+        /// Who would have to.
+        needed: Holder,
+    },
+}
+
+/// The slots of one arena. `M` is the owner's shared memory for the table: one word a slot.
+///
+/// Threads of the owner's process may use it at the same time.
+#[derive(Debug)]
+pub struct Slots<M> {
+    table: M,
+    count: u32,
+    /// One bit a slot, set when it is free. Private to the owner's process.
+    free: Box<[AtomicU64]>,
+    /// The slot that is to be taken next if it is still free, or one that does not exist.
+    next: AtomicU64,
+}
+
+/// Lines that the table of `count` slots needs.
+pub fn table_lines(count: u32) -> usize {
+    (count as usize).div_ceil(LINE_WORDS)
+}
+
+impl<M: Deref<Target = [Line]>> Slots<M> {
+    /// The bookkeeping of `count` slots. A fresh (zeroed) table has all of them free.
+    ///
+    /// On a table that a dead owner left behind, what the owner held is freed and what a peer holds stays lent.
+    pub fn new(table: M, count: u32) -> Self {
+        assert!(table.len() >= table_lines(count), "a table of {} lines is too small for {count} slots", table.len());
+        let free = (0..count.div_ceil(64)).map(|_| AtomicU64::new(0)).collect();
+        let slots = Slots { table, count, free, next: AtomicU64::new(u64::MAX) };
+        for index in 0..count {
+            match slots.state(index) {
+                (_, Some(Holder::Peer)) => {}
+                (_, Some(Holder::Free)) => slots.mark_free(index),
+                (generation, _) => slots.free_again(SlotId { index, generation }),
+            }
+        }
+        slots
+    }
+
+    /// How many slots there are.
+    pub fn count(&self) -> u32 {
+        self.count
+    }
+
+    fn word(&self, index: u32) -> &AtomicU64 {
+        self.table[index as usize / LINE_WORDS].word(index as usize % LINE_WORDS)
+    }
+
+    fn state(&self, index: u32) -> (u32, Option<Holder>) {
+        let id = SlotId::from_word(self.word(index).load(Relaxed));
+        (id.generation, Holder::from_code(id.index.into()))
+    }
+
+    fn set(&self, id: SlotId, holder: Holder) {
+        self.word(id.index).store(u64::from(id.generation) << 32 | holder.code(), Relaxed);
+    }
+
+    fn mark_free(&self, index: u32) {
+        // Pairs with `take_bit`: whoever takes the slot next sees all that was done with it before.
+        self.free[index as usize / 64].fetch_or(1 << (index % 64), AcqRel);
+    }
+
+    fn free_again(&self, id: SlotId) {
+        self.set(SlotId { generation: id.generation.wrapping_add(1), ..id }, Holder::Free);
+        self.mark_free(id.index);
+    }
+
+    /// Takes a free slot: the one that [`choose_next`](Self::choose_next) chose, or else the one with the lowest index.
+    pub fn take(&self) -> Option<SlotId> {
+        let next = u32::try_from(self.next.load(Relaxed)).ok().filter(|&next| next < self.count);
+        next.and_then(|next| self.take_bit(next)).or_else(|| self.take_lowest())
+    }
+
+    /// Chooses a free slot that the next [`take`](Self::take) is to get, so that it can be prepared; says which.
+    pub fn choose_next(&self) -> Option<u32> {
+        let (i, bits) =
+            (0_u32..).zip(&self.free).map(|(i, word)| (i, word.load(Relaxed))).find(|(_, bits)| *bits != 0)?;
+        let index = i * 64 + bits.trailing_zeros();
+        self.next.store(index.into(), Relaxed);
+        Some(index)
+    }
+
+    fn take_lowest(&self) -> Option<SlotId> {
+        for (i, word) in (0_u32..).zip(&self.free) {
+            let mut bits = word.load(Relaxed);
+            while bits != 0 {
+                let index = i * 64 + bits.trailing_zeros();
+                if let Some(id) = self.take_bit(index) {
+                    return Some(id);
+                }
+                bits &= !(1 << (index % 64));
+            }
+        }
+        None
+    }
+
+    fn take_bit(&self, index: u32) -> Option<SlotId> {
+        let bit = 1 << (index % 64);
+        // Only takers clear a bit, so a bit that was still set is ours. Pairs with `mark_free`.
+        let before = self.free[index as usize / 64].fetch_and(!bit, AcqRel);
+        if before & bit == 0 {
+            return None;
+        }
+        let id = SlotId { index, generation: self.state(index).0 };
+        self.set(id, Holder::Owner);
+        Some(id)
+    }
+
+    fn expect(&self, id: SlotId, needed: Holder) -> Result<(), WrongSlot> {
+        if id.index >= self.count {
+            return Err(WrongSlot::S1 { index: id.index, count: self.count });
+        }
+        match self.state(id.index) {
+            (now, _) if now != id.generation => Err(WrongSlot::S2 { id, now }),
+            (_, Some(held)) if held == needed => Ok(()),
+            (_, held) => Err(WrongSlot::S3 { id, held, needed }),
+        }
+    }
+
+    /// The slot goes to the peer.
+    pub fn lend(&self, id: SlotId) -> Result<(), WrongSlot> {
+        self.expect(id, Holder::Owner)?;
+        self.set(id, Holder::Peer);
+        Ok(())
+    }
+
+    /// The slot came back from the peer.
+    pub fn attach(&self, id: SlotId) -> Result<(), WrongSlot> {
+        self.expect(id, Holder::Peer)?;
+        self.set(id, Holder::Owner);
+        Ok(())
+    }
+
+    /// The owner needs it no longer.
+    pub fn release(&self, id: SlotId) -> Result<(), WrongSlot> {
+        self.expect(id, Holder::Owner)?;
+        self.free_again(id);
+        Ok(())
+    }
+
+    /// The peer is dead: all it held is free. Looks at every slot once; says how many it got back.
+    pub fn reclaim(&self) -> u32 {
+        let held = (0..self.count).filter(|&index| self.state(index).1 == Some(Holder::Peer));
+        held.map(|index| self.free_again(SlotId { index, generation: self.state(index).0 })).map(|()| 1).sum()
+    }
+
+    /// How many slots are free, with the owner, and with the peer. They add up to [`count`](Self::count).
+    pub fn census(&self) -> Census {
+        let mut census = Census::default();
+        for index in 0..self.count {
+            match self.state(index).1 {
+                Some(Holder::Free) => census.free += 1,
+                Some(Holder::Peer) => census.peer += 1,
+                Some(Holder::Owner) | None => census.owner += 1,
+            }
+        }
+        census
+    }
+}
+
+/// Where the slots of an arena are.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct Census {
+    /// With nobody.
+    pub free: u32,
+    /// With the arena's owner.
+    pub owner: u32,
+    /// With the peer.
+    pub peer: u32,
+}
+
+#[cfg(test)]
+#[cfg(not(loom))]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    fn slots(count: u32) -> Slots<Box<[Line]>> {
+        Slots::new((0..table_lines(count)).map(|_| Line::default()).collect(), count)
+    }
+
+    #[test]
+    fn a_slot_goes_round_and_changes_its_generation() {
+        let slots = slots(1);
+        let id = slots.take().unwrap();
+        assert_eq!(slots.take(), None);
+        slots.lend(id).unwrap();
+        slots.attach(id).unwrap();
+        slots.release(id).unwrap();
+        assert_eq!(slots.take(), Some(SlotId { index: 0, generation: 1 }));
+    }
+
+    #[test]
+    fn the_dead_hold_nothing() {
+        let slots = slots(100);
+        let held: Vec<_> = (0..70).map(|_| slots.take().unwrap()).collect();
+        held[..50].iter().for_each(|&id| slots.lend(id).unwrap());
+        assert_eq!(slots.census(), Census { free: 30, owner: 20, peer: 50 });
+        assert_eq!(slots.reclaim(), 50);
+        assert_eq!(slots.census(), Census { free: 80, owner: 20, peer: 0 });
+        assert!(matches!(slots.attach(held[0]), Err(WrongSlot::S2 { .. })), "a dead peer's answer comes too late");
+    }
+
+    #[test]
+    fn a_successor_of_the_owner_finds_what_is_lent() {
+        let first = slots(10);
+        let lent = first.take().unwrap();
+        first.lend(lent).unwrap();
+        first.take().unwrap();
+        let successor = Slots::new(first.table, 10);
+        assert_eq!(successor.census(), Census { free: 9, owner: 0, peer: 1 });
+        successor.attach(lent).unwrap();
+    }
+
+    /// The table at the head of this file is the expected value: every pair of state and step.
+    #[test]
+    fn the_table_is_the_code() {
+        let rows: Vec<[String; 3]> = include_str!("slots.rs")
+            .lines()
+            .filter_map(|line| line.strip_prefix("//! | "))
+            .map(|row| row.split('|').map(|cell| cell.trim().to_owned()).collect::<Vec<_>>())
+            .filter(|cells| cells[0] != "holder")
+            .map(|cells| [cells[0].clone(), cells[1].clone(), cells[2].clone()])
+            .collect();
+        assert_eq!(rows.len(), 5, "the table was found");
+        for start in ["Free", "Owner", "Peer"] {
+            for event in ["take", "lend", "attach", "release", "reclaim"] {
+                let row = rows.iter().find(|row| row[0] == start && row[1] == event);
+                let expected = row.map_or(start, |row| &row[2]);
+                assert_eq!(after(start, event), expected, "{start} {event}");
+            }
+        }
+    }
+
+    fn after(start: &str, event: &str) -> String {
+        let slots = slots(1);
+        let mut id = SlotId { index: 0, generation: 0 };
+        if start != "Free" {
+            id = slots.take().unwrap();
+        }
+        if start == "Peer" {
+            slots.lend(id).unwrap();
+        }
+        match event {
+            "take" => _ = slots.take(),
+            "lend" => _ = slots.lend(id),
+            "attach" => _ = slots.attach(id),
+            "release" => _ = slots.release(id),
+            "reclaim" => _ = slots.reclaim(),
+            other => panic!("no such event: {other}"),
+        }
+        format!("{:?}", slots.state(0).1.unwrap())
+    }
+
+    proptest! {
+        #[test]
+        fn no_slot_is_lost_and_none_has_two_holders(steps in prop::collection::vec((0_u8..5, any::<prop::sample::Index>()), 1..300)) {
+            let slots = slots(67);
+            let (mut ours, mut lent) = (Vec::new(), Vec::new());
+            for (step, which) in steps {
+                match step {
+                    0 => if let Some(id) = slots.take() {
+                        prop_assert!(!ours.contains(&id) && !lent.contains(&id));
+                        ours.push(id);
+                    },
+                    1 if !ours.is_empty() => { let id = ours.swap_remove(which.index(ours.len())); slots.lend(id).unwrap(); lent.push(id); }
+                    2 if !lent.is_empty() => { let id = lent.swap_remove(which.index(lent.len())); slots.attach(id).unwrap(); ours.push(id); }
+                    3 if !ours.is_empty() => { let id = ours.swap_remove(which.index(ours.len())); slots.release(id).unwrap(); prop_assert!(slots.release(id).is_err()); }
+                    4 if which.index(20) == 0 => { prop_assert_eq!(slots.reclaim() as usize, lent.len()); lent.clear(); }
+                    _ => {}
+                }
+                let census = slots.census();
+                prop_assert_eq!((census.owner as usize, census.peer as usize), (ours.len(), lent.len()));
+                prop_assert_eq!(census.free + census.owner + census.peer, 67);
+            }
+        }
+    }
+}

@@ -1,0 +1,12 @@
+//! The atomics in use: those of the machine, or loom's when a model explores them.
+//!
+//! Loads from memory that is mapped read-only are always `Relaxed` and followed by a fence where
+//! an ordering is meant: the language promises no more for read-only memory
+//! (`std::sync::atomic`, "Atomic accesses to read-only memory"), and loom models fences exactly.
+
+#[cfg(loom)]
+pub use loom::sync::atomic::{AtomicU64, fence};
+#[cfg(not(loom))]
+pub use std::sync::atomic::{AtomicU64, fence};
+
+pub use std::sync::atomic::Ordering::{AcqRel, Acquire, Relaxed, Release, SeqCst};

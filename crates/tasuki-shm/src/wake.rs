@@ -1,0 +1,269 @@
+//! The part of a bell that the kernel keeps: a pipe to sleep in, and how long to spin before.
+//!
+//! A pipe and not an eventfd, for two reasons. Its two ends are separate open files, so a hostile holder of one end cannot
+//! make the other end's writes block (clearing `O_NONBLOCK` on an eventfd would do that to us); and the end of its only
+//! writer is an end of file, so a death wakes whoever waits. The price on one core is 4 % of a round trip
+//! (docs/decisions/0003-pipes-for-bells.md).
+
+use std::io::{self, IoSlice, IoSliceMut};
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
+use std::sync::OnceLock;
+use std::time::{Duration, Instant};
+
+use rustix::event::{Timespec, epoll};
+use rustix::fs::{Mode, OFlags};
+use rustix::io::{Errno, ReadWriteFlags};
+use rustix::pipe::PipeFlags;
+use rustix::thread::CpuSet;
+
+/// Naps between two drainings of the pipe. Each nap leaves one byte, and a pipe holds 65,536 of them.
+const NAPS_BEFORE_DRAIN: u32 = 4096;
+
+/// What ended a sleep.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Woken {
+    /// The bell was rung (or the kernel woke us for nothing; look at the rings).
+    Rung,
+    /// The peer is gone: nobody is left who could ring.
+    PeerGone,
+    /// The time is up.
+    TimedOut,
+}
+
+/// The two ends of a new bell pipe: where to sleep, and what to ring. Both close on exec and never block.
+pub fn bell_pipe() -> io::Result<(OwnedFd, OwnedFd)> {
+    Ok(rustix::pipe::pipe_with(PipeFlags::CLOEXEC | PipeFlags::NONBLOCK)?)
+}
+
+/// Where one waiter sleeps.
+#[derive(Debug)]
+pub struct Sleeper {
+    epoll: OwnedFd,
+    pipe: OwnedFd,
+    naps: u32,
+}
+
+impl Sleeper {
+    /// A sleeper in the read end of a bell pipe.
+    pub fn new(pipe: OwnedFd) -> io::Result<Self> {
+        let epoll = epoll::create(epoll::CreateFlags::CLOEXEC)?;
+        // Edge-triggered: a nap then costs one system call, since the byte that ended it need not be read.
+        epoll::add(&epoll, &pipe, epoll::EventData::new_u64(0), epoll::EventFlags::IN | epoll::EventFlags::ET)?;
+        Ok(Sleeper { epoll, pipe, naps: 0 })
+    }
+
+    /// Sleeps until the bell is rung, the peer is gone, or it is `until`.
+    pub fn sleep(&mut self, until: Option<Instant>) -> io::Result<Woken> {
+        let left = until.map(|at| timespec(at.saturating_duration_since(Instant::now())));
+        let mut events = [epoll::Event { flags: epoll::EventFlags::empty(), data: epoll::EventData::new_u64(0) }; 1];
+        let woken = match epoll::wait(&self.epoll, &mut events, left.as_ref()) {
+            Ok(0) => return Ok(Woken::TimedOut),
+            Err(Errno::INTR) => return Ok(Woken::Rung),
+            Err(errno) => return Err(errno.into()),
+            Ok(_) => match { events[0].flags }.contains(epoll::EventFlags::HUP) {
+                true => Woken::PeerGone,
+                false => Woken::Rung,
+            },
+        };
+        self.naps += 1;
+        if self.naps >= NAPS_BEFORE_DRAIN {
+            drain(self.pipe.as_fd());
+            self.naps = 0;
+        }
+        Ok(woken)
+    }
+
+    /// Whether the peer is gone, without sleeping. Forgets rings that were not yet noticed.
+    pub fn peer_is_gone(&mut self) -> io::Result<bool> {
+        Ok(self.sleep(Some(Instant::now()))? == Woken::PeerGone)
+    }
+
+    /// The end to put into another epoll. It becomes readable when the bell is rung; [`drain`] it then.
+    pub fn fd(&self) -> BorrowedFd<'_> {
+        self.pipe.as_fd()
+    }
+}
+
+pub(crate) fn timespec(left: Duration) -> Timespec {
+    Timespec { tv_sec: i64::try_from(left.as_secs()).unwrap_or(i64::MAX), tv_nsec: left.subsec_nanos().into() }
+}
+
+/// Reads what rings have left in a bell pipe. Never blocks, even if the peer has fiddled with our end's flags.
+pub fn drain(pipe: BorrowedFd<'_>) {
+    let mut bytes = [0; 4096];
+    loop {
+        let read = rustix::io::preadv2(pipe, &mut [IoSliceMut::new(&mut bytes)], u64::MAX, ReadWriteFlags::NOWAIT);
+        let read = match read {
+            Err(Errno::OPNOTSUPP) if !knows_nowait() => rustix::io::read(pipe, &mut bytes[..]),
+            other => other,
+        };
+        if !matches!(read, Ok(n) if n == bytes.len()) {
+            return;
+        }
+    }
+}
+
+/// Whether this kernel has per-call non-blocking pipes (Linux 6.4). If it has, a descriptor of a peer's that refuses to be
+/// one of them is no pipe, and it is not touched in a way that could block.
+fn knows_nowait() -> bool {
+    static KNOWS: OnceLock<bool> = OnceLock::new();
+    *KNOWS.get_or_init(|| {
+        let nothing = |pipe: OwnedFd| {
+            rustix::io::preadv2(pipe, &mut [IoSliceMut::new(&mut [0])], u64::MAX, ReadWriteFlags::NOWAIT)
+        };
+        bell_pipe().is_ok_and(|(read, _write)| nothing(read) != Err(Errno::OPNOTSUPP))
+    })
+}
+
+/// What rings a bell: the write end of its pipe.
+#[derive(Debug)]
+pub struct Clapper {
+    pipe: OwnedFd,
+    /// Whether somebody else may hold this very end and have made it blocking.
+    shared: bool,
+}
+
+impl Clapper {
+    /// An end that only we hold.
+    pub fn own(pipe: OwnedFd) -> Self {
+        Clapper { pipe, shared: false }
+    }
+
+    /// An end that a peer made and passed to us: opened anew where the pipe's mode lets us, so that it is ours alone.
+    pub fn from_peer(pipe: OwnedFd) -> Self {
+        let same = format!("/proc/self/fd/{}", pipe.as_raw_fd());
+        match rustix::fs::open(same, OFlags::WRONLY | OFlags::NONBLOCK | OFlags::CLOEXEC, Mode::empty()) {
+            Ok(own) => Clapper::own(own),
+            Err(_) => Clapper { pipe, shared: true },
+        }
+    }
+
+    /// Rings. A bell nobody listens to any more is rung for nothing: its owner's death is learnt elsewhere.
+    pub fn ring(&self) {
+        if self.shared {
+            let rung = rustix::io::pwritev2(&self.pipe, &[IoSlice::new(&[1])], u64::MAX, ReadWriteFlags::NOWAIT);
+            if rung != Err(Errno::OPNOTSUPP) || knows_nowait() {
+                return;
+            }
+        }
+        // A full pipe (EAGAIN) wakes as well as one more byte would; a closed one (EPIPE) has no sleeper.
+        let _ = rustix::io::write(&self.pipe, &[1]);
+    }
+}
+
+/// The CPU we run on.
+pub fn this_cpu() -> u32 {
+    u32::try_from(rustix::thread::sched_getcpu()).unwrap_or(crate::bell::NO_CPU)
+}
+
+/// Rounds of the measurement in [`nap_cost`]: 1 to 2 ms in all.
+const ROUNDS: usize = 21;
+
+/// Where [`nap_cost`] is cut off, so that one hiccup of the machine does not make every waiter spin for long.
+const NAP_COST_MAX: Duration = Duration::from_micros(200);
+
+/// What it costs to park here and be woken from another CPU: how long it pays to spin (twice the best choice at
+/// worst). Measured at the first call, in about 2 ms; zero where there is no second CPU, since spinning is then in the way.
+pub fn nap_cost() -> Duration {
+    static COST: OnceLock<Duration> = OnceLock::new();
+    *COST.get_or_init(|| measure_nap().unwrap_or(Duration::ZERO).min(NAP_COST_MAX))
+}
+
+/// Median of half a round trip between two threads on two CPUs, both sleeping in pipes.
+fn measure_nap() -> Option<Duration> {
+    let cpus = std::thread::available_parallelism().map_or(1, usize::from).max(online_cpus());
+    let here = this_cpu() as usize;
+    let (there_sleeps, here_rings) = bell_pipe().ok()?;
+    let (here_sleeps, there_rings) = bell_pipe().ok()?;
+    let (mut here_sleeps, mut there_sleeps) = (Sleeper::new(here_sleeps).ok()?, Sleeper::new(there_sleeps).ok()?);
+    let (here_rings, there_rings) = (Clapper::own(here_rings), Clapper::own(there_rings));
+    let echo = std::thread::spawn(move || {
+        let elsewhere = (0..cpus).filter(|&cpu| cpu != here).any(|cpu| {
+            let mut one = CpuSet::new();
+            one.set(cpu);
+            rustix::thread::sched_setaffinity(None, &one).is_ok()
+        });
+        while elsewhere && there_sleeps.sleep(None).is_ok_and(|woken| woken == Woken::Rung) {
+            there_rings.ring();
+        }
+    });
+    let mut trips = Vec::with_capacity(ROUNDS);
+    for _ in 0..ROUNDS {
+        let start = Instant::now();
+        here_rings.ring();
+        match here_sleeps.sleep(Some(start + Duration::from_millis(20))).ok()? {
+            Woken::PeerGone => break,
+            Woken::Rung | Woken::TimedOut => trips.push(start.elapsed()),
+        }
+    }
+    drop(here_rings);
+    let _ = echo.join();
+    trips.sort_unstable();
+    trips.get(trips.len() / 2).map(|trip| *trip / 2)
+}
+
+fn online_cpus() -> usize {
+    let list = std::fs::read_to_string("/sys/devices/system/cpu/online").unwrap_or_default();
+    let last = list.trim().rsplit([',', '-']).next().and_then(|last| last.parse::<usize>().ok());
+    last.map_or(1, |last| last + 1)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_ring_ends_a_sleep() {
+        let (read, write) = bell_pipe().unwrap();
+        let mut sleeper = Sleeper::new(read).unwrap();
+        let clapper = Clapper::own(write);
+        for _ in 0..3 {
+            clapper.ring();
+            assert_eq!(sleeper.sleep(None).unwrap(), Woken::Rung);
+        }
+        assert_eq!(sleeper.sleep(Some(Instant::now())).unwrap(), Woken::TimedOut);
+    }
+
+    #[test]
+    fn the_death_of_the_ringer_ends_a_sleep() {
+        let (read, write) = bell_pipe().unwrap();
+        let mut sleeper = Sleeper::new(read).unwrap();
+        assert!(!sleeper.peer_is_gone().unwrap());
+        drop(write);
+        assert_eq!(sleeper.sleep(None).unwrap(), Woken::PeerGone);
+    }
+
+    #[test]
+    fn more_naps_than_a_pipe_has_bytes() {
+        let (read, write) = bell_pipe().unwrap();
+        let mut sleeper = Sleeper::new(read).unwrap();
+        let clapper = Clapper { pipe: write, shared: true };
+        for _ in 0..200_000 {
+            clapper.ring();
+            assert_eq!(sleeper.sleep(Some(Instant::now() + Duration::from_secs(5))).unwrap(), Woken::Rung);
+        }
+    }
+
+    #[test]
+    fn a_bell_whose_pipe_a_hostile_peer_made_blocking_and_full_does_not_block_us() {
+        let (_read, write) = bell_pipe().unwrap();
+        while rustix::io::write(&write, &[0; 4096]).is_ok() {}
+        rustix::fs::fcntl_setfl(&write, rustix::fs::OFlags::empty()).unwrap();
+        if rustix::io::pwritev2(&write, &[IoSlice::new(&[1])], u64::MAX, ReadWriteFlags::NOWAIT)
+            == Err(Errno::OPNOTSUPP)
+        {
+            println!("skipped: this kernel (before 6.4) has no per-call non-blocking pipes");
+            return;
+        }
+        Clapper { pipe: write, shared: true }.ring();
+    }
+
+    #[test]
+    fn a_nap_costs_something_where_there_are_two_cpus() {
+        if online_cpus() < 2 {
+            println!("skipped: needs two CPUs");
+            return;
+        }
+        assert!(nap_cost() > Duration::ZERO && nap_cost() <= NAP_COST_MAX);
+    }
+}

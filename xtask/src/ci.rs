@@ -1,0 +1,65 @@
+//! `ci`: what a change must pass. `.ci/run` calls this and nothing else.
+
+use std::process::Command;
+
+use crate::checkout::Checkout;
+use crate::fuzz::{self, Sanitizer};
+use crate::{needs, stream, test, tidy};
+
+/// Runs every step, whether or not an earlier one failed. The suite comes last, so that its
+/// closing line is the last line of all.
+pub fn run(checkout: &Checkout) -> anyhow::Result<bool> {
+    needs::provide(&[needs::STRACE, needs::CXX]);
+    let components = components()?;
+    let steps = [
+        ("rustfmt and clippy", components),
+        ("fmt", fmt(checkout)?),
+        ("clippy", clippy(checkout)?),
+        ("tidy", tidy::run(checkout)?),
+        ("doc", doc(checkout)?),
+    ];
+    let report = test::run(checkout, None, fuzz::SHORT_RUN_SECONDS)?;
+    println!("\nsteps");
+    for (step, passed) in steps {
+        println!("  {step:<20} {}", if passed { "passed" } else { "FAILED" });
+    }
+    let tests_passed = report.close();
+    Ok(tests_passed && steps.iter().all(|(_, passed)| *passed))
+}
+
+/// A toolchain may come without the two; rustup can add them.
+fn components() -> anyhow::Result<bool> {
+    let present = |tool: &str| Command::new(tool).arg("--version").output().is_ok_and(|answer| answer.status.success());
+    if present("cargo-fmt") && present("cargo-clippy") {
+        return Ok(true);
+    }
+    if !present("rustup") {
+        println!("rustfmt or clippy is missing, and so is rustup, which could add them; install both");
+        return Ok(false);
+    }
+    stream::succeeds(Command::new("rustup").args(["component", "add", "rustfmt", "clippy"]))
+}
+
+fn fmt(checkout: &Checkout) -> anyhow::Result<bool> {
+    let ours = stream::succeeds(checkout.cargo("fmt").args(["--all", "--check"]))?;
+    let fuzz = stream::succeeds(checkout.cargo("fmt").args(["--manifest-path", "fuzz/Cargo.toml", "--check"]))?;
+    Ok(ours && fuzz)
+}
+
+fn clippy(checkout: &Checkout) -> anyhow::Result<bool> {
+    let mut ours = checkout.cargo("clippy");
+    ours.args(["--workspace", "--all-targets", "--all-features", "--", "-D", "warnings"]);
+    let ours = stream::succeeds(&mut ours)?;
+    if !needs::CXX.is_met() {
+        println!("clippy leaves out the fuzz targets: {}", needs::CXX.serves);
+        return Ok(ours);
+    }
+    let mut fuzz = fuzz::cargo(checkout, "clippy", Sanitizer::None)?;
+    Ok(stream::succeeds(fuzz.args(["--bins", "--", "-D", "warnings"]))? && ours)
+}
+
+fn doc(checkout: &Checkout) -> anyhow::Result<bool> {
+    let mut doc = checkout.cargo("doc");
+    doc.args(["--no-deps", "--workspace", "--all-features"]).env("RUSTDOCFLAGS", "-D warnings");
+    stream::succeeds(&mut doc)
+}

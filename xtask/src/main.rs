@@ -1,0 +1,103 @@
+//! The one door: everything a developer or CI runs is a verb of `cargo xtask`.
+
+mod bench;
+mod checkout;
+mod ci;
+mod fuzz;
+mod loom;
+mod needs;
+mod stream;
+mod tally;
+mod test;
+mod tidy;
+
+use std::ffi::OsString;
+use std::path::PathBuf;
+use std::process::ExitCode;
+
+use clap::{Parser, Subcommand};
+
+use crate::checkout::Checkout;
+
+#[derive(Parser)]
+#[command(name = "cargo xtask", about = "Everything a developer or CI runs", version)]
+struct Args {
+    #[command(subcommand)]
+    verb: Verb,
+}
+
+#[derive(Subcommand)]
+enum Verb {
+    /// Build in release and run the demonstration; further arguments go to `tasuki-bench demo`
+    #[command(disable_help_flag = true)]
+    Demo {
+        #[arg(trailing_var_arg = true, allow_hyphen_values = true)]
+        args: Vec<OsString>,
+    },
+    /// Run the whole suite: unit and process tests, loom models, short fuzz runs
+    Test {
+        /// Run one stage only
+        #[arg(long, value_enum)]
+        only: Option<test::Stage>,
+        /// How long each fuzz target runs, in seconds
+        #[arg(long, default_value_t = fuzz::SHORT_RUN_SECONDS)]
+        fuzz_seconds: u32,
+    },
+    /// Build in release and run a benchmark; the arguments go to `tasuki-bench`, e.g. `call --quick`
+    #[command(disable_help_flag = true)]
+    Bench {
+        #[arg(trailing_var_arg = true, allow_hyphen_values = true)]
+        args: Vec<OsString>,
+    },
+    /// What a change must pass: fmt, clippy, tidy, doc, test
+    Ci,
+    /// Check the house rules that the compiler does not know
+    Tidy,
+    /// Explore the loom models; a name selects the tests that contain it
+    Loom { filter: Vec<OsString> },
+    /// Fuzz one target, or each in turn
+    Fuzz {
+        target: Option<String>,
+        /// How long each target runs, in seconds
+        #[arg(long, default_value_t = fuzz::LONG_RUN_SECONDS)]
+        seconds: u32,
+        /// Run the target once on this file and stop
+        #[arg(long, requires = "target")]
+        input: Option<PathBuf>,
+        /// Add AddressSanitizer (needs a nightly toolchain)
+        #[arg(long)]
+        asan: bool,
+        /// Further arguments for libFuzzer, after `--`, e.g. `-- -seed=7`
+        #[arg(last = true)]
+        libfuzzer: Vec<OsString>,
+    },
+}
+
+fn main() -> ExitCode {
+    match run(Args::parse().verb) {
+        Ok(true) => ExitCode::SUCCESS,
+        Ok(false) => ExitCode::FAILURE,
+        Err(error) => {
+            eprintln!("xtask: {error:#}");
+            ExitCode::FAILURE
+        }
+    }
+}
+
+/// Whether what was asked for passed. An `Err` says that it could not even be tried.
+fn run(verb: Verb) -> anyhow::Result<bool> {
+    let checkout = Checkout::find()?;
+    match verb {
+        Verb::Demo { args } => Err(bench::demo(&checkout, &args)),
+        Verb::Bench { args } => Err(bench::bench(&checkout, &args)),
+        Verb::Test { only, fuzz_seconds } => test::run(&checkout, only, fuzz_seconds).map(|report| report.close()),
+        Verb::Ci => ci::run(&checkout),
+        Verb::Tidy => tidy::run(&checkout),
+        Verb::Loom { filter } => loom::run(&checkout, &filter),
+        Verb::Fuzz { target, seconds, input, asan, libfuzzer } => {
+            let sanitizer = if asan { fuzz::Sanitizer::Address } else { fuzz::Sanitizer::None };
+            let plan = fuzz::Plan { seconds, input, libfuzzer, sanitizer, chatty: true };
+            fuzz::run(&checkout, target.as_deref(), &plan)
+        }
+    }
+}

@@ -1,0 +1,132 @@
+//! Runs a command, shows what it prints as it comes, and lets somebody read along.
+
+use std::io::{self, BufRead, BufReader, IsTerminal, PipeReader};
+use std::process::{Command, ExitStatus, Stdio};
+use std::sync::mpsc::{self, Receiver, RecvTimeoutError};
+use std::thread;
+use std::time::Duration;
+
+use anyhow::Context;
+
+use crate::checkout::command_line;
+
+/// How often the command is asked whether it still runs while it prints nothing.
+const POLL: Duration = Duration::from_millis(100);
+
+/// How many silent polls after its end make us stop waiting for more output: 3 s. Only a process
+/// that outlived the command can hold the pipe open for so long.
+const SILENT_POLLS: u32 = 30;
+
+/// Runs `command` without input, repeats its output line by line, and hands each line to `read`
+/// (without colours). Standard output and standard error come through one pipe, in order.
+pub fn run(command: &mut Command, mut read: impl FnMut(&str)) -> anyhow::Result<ExitStatus> {
+    run_showing(command, |line| {
+        read(line);
+        true
+    })
+}
+
+/// Like [`run`], for a command whose output nobody parses.
+pub fn succeeds(command: &mut Command) -> anyhow::Result<bool> {
+    Ok(run(command, |_| {})?.success())
+}
+
+/// Like [`run`], but repeats only the lines for which `wanted` says so.
+pub fn run_showing(command: &mut Command, mut wanted: impl FnMut(&str) -> bool) -> anyhow::Result<ExitStatus> {
+    println!("$ {}", command_line(command));
+    let (reader, writer) = io::pipe().context("cannot make a pipe")?;
+    if io::stdout().is_terminal() {
+        command.env("CARGO_TERM_COLOR", "always");
+    }
+    command.stdin(Stdio::null()).stdout(writer.try_clone().context("cannot copy a pipe")?).stderr(writer);
+    let mut child = command.spawn().with_context(|| format!("cannot start `{}`", command_line(command)))?;
+    // The command object holds our copies of the pipe's writing end; they must go, or it never ends.
+    command.stdout(Stdio::null()).stderr(Stdio::null());
+
+    let lines = lines_of(reader);
+    let mut silent = 0;
+    loop {
+        match lines.recv_timeout(POLL) {
+            Ok(line) => {
+                silent = 0;
+                if wanted(&without_colours(&line)) {
+                    println!("{line}");
+                }
+            }
+            Err(RecvTimeoutError::Disconnected) => break,
+            Err(RecvTimeoutError::Timeout) if child.try_wait()?.is_none() => {}
+            Err(RecvTimeoutError::Timeout) if silent < SILENT_POLLS => silent += 1,
+            Err(RecvTimeoutError::Timeout) => {
+                println!("xtask: a process outlived its command and holds the output open; not waiting for it");
+                break;
+            }
+        }
+    }
+    child.wait().with_context(|| format!("cannot wait for `{}`", command_line(command)))
+}
+
+/// The lines of a pipe, read by a thread of its own so that the caller can look up in between.
+fn lines_of(pipe: PipeReader) -> Receiver<String> {
+    let (sender, receiver) = mpsc::channel();
+    thread::spawn(move || {
+        let mut pipe = BufReader::new(pipe);
+        let mut line = Vec::new();
+        while pipe.read_until(b'\n', &mut line).is_ok_and(|length| length > 0) {
+            let text = String::from_utf8_lossy(&line).trim_end_matches(['\n', '\r']).to_owned();
+            if sender.send(text).is_err() {
+                return;
+            }
+            line.clear();
+        }
+    });
+    receiver
+}
+
+/// Drops the escape sequences that colour a terminal: ESC `[` parameters letter.
+fn without_colours(line: &str) -> String {
+    let mut plain = String::with_capacity(line.len());
+    let mut rest = line;
+    while let Some((before, sequence)) = rest.split_once("\x1b[") {
+        plain.push_str(before);
+        rest = sequence.trim_start_matches(|c: char| !c.is_ascii_alphabetic());
+        rest = rest.get(1..).unwrap_or_default();
+    }
+    plain.push_str(rest);
+    plain
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn colours_do_not_hide_words() {
+        assert_eq!(without_colours("\x1b[1m\x1b[91merror\x1b[0m: test failed"), "error: test failed");
+        assert_eq!(without_colours("plain"), "plain");
+        assert_eq!(without_colours("cut off \x1b[1"), "cut off ");
+    }
+
+    #[test]
+    fn both_outputs_are_read_in_the_order_they_were_written() {
+        let mut lines = Vec::new();
+        let mut shell = Command::new("sh");
+        shell.args(["-c", "echo one; echo two >&2; echo three; exit 3"]);
+
+        let status = run(&mut shell, |line| lines.push(line.to_owned())).unwrap();
+
+        assert_eq!(lines, ["one", "two", "three"]);
+        assert_eq!(status.code(), Some(3));
+    }
+
+    #[test]
+    fn a_process_left_behind_does_not_hold_us_up() {
+        let mut shell = Command::new("sh");
+        shell.args(["-c", "sleep 600 & echo $!"]);
+        let mut left_behind = None;
+
+        let status = run(&mut shell, |line| left_behind = Some(line.to_owned())).unwrap();
+
+        assert!(status.success());
+        Command::new("kill").arg(left_behind.unwrap()).status().unwrap();
+    }
+}

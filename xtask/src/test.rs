@@ -1,0 +1,96 @@
+//! `test`: the whole suite, and one line at the end that says how it went.
+
+use crate::checkout::Checkout;
+use crate::fuzz::{self, Plan};
+use crate::tally::{Reader, Tally};
+use crate::{loom, needs, stream};
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
+pub enum Stage {
+    /// Unit tests, tests with real processes, and the code in the documentation
+    Unit,
+    /// Models of the protocols, every interleaving
+    Loom,
+    /// Each fuzz target for a short while, after the inputs that once broke it
+    Fuzz,
+}
+
+const STAGES: [Stage; 3] = [Stage::Unit, Stage::Loom, Stage::Fuzz];
+
+/// What the stages counted.
+#[must_use = "a report nobody closes has no closing line"]
+pub struct Report(Vec<(Stage, Tally)>);
+
+/// Runs `only` one stage, or all of them, whether or not an earlier one failed.
+pub fn run(checkout: &Checkout, only: Option<Stage>, fuzz_seconds: u32) -> anyhow::Result<Report> {
+    needs::provide(&[needs::STRACE, needs::CXX]);
+    let mut report = Report(Vec::new());
+    for stage in STAGES.into_iter().filter(|stage| only.is_none_or(|only| only == *stage)) {
+        let tally = match stage {
+            Stage::Unit => unit(checkout),
+            Stage::Loom => loom::explore(checkout, &[]),
+            Stage::Fuzz => fuzz::fuzz_all(checkout, &Plan::short(fuzz_seconds)),
+        };
+        let tally = tally.unwrap_or_else(|error| {
+            println!("xtask: the {} stage could not run: {error:#}", name(stage));
+            Tally::one(false)
+        });
+        report.0.push((stage, tally));
+    }
+    Ok(report)
+}
+
+impl Report {
+    /// Prints the sums: per stage, then the reasons of skipped tests, then one line for the whole.
+    /// Says whether nothing failed.
+    pub fn close(self) -> bool {
+        let mut sum = Tally::default();
+        println!("\nsummary");
+        for (stage, tally) in &self.0 {
+            println!("  {:<5} {tally}", name(*stage));
+            sum += tally;
+        }
+        for line in told(&sum.reasons) {
+            println!("  skipped: {line}");
+        }
+        println!("{sum}");
+        sum.failed == 0
+    }
+}
+
+/// Each reason once, with the number of tests that gave it.
+fn told(reasons: &[String]) -> Vec<String> {
+    let mut reasons = reasons.to_vec();
+    reasons.sort_unstable();
+    let alike = reasons.chunk_by(|one, next| one == next);
+    alike
+        .map(|alike| if alike.len() == 1 { alike[0].clone() } else { format!("{} ({} tests)", alike[0], alike.len()) })
+        .collect()
+}
+
+fn unit(checkout: &Checkout) -> anyhow::Result<Tally> {
+    let mut command = checkout.cargo("test");
+    command.args(["--workspace", "--all-features", "--no-fail-fast", "--", "--show-output"]);
+    let mut reader = Reader::default();
+    let status = stream::run(&mut command, |line| reader.line(line))?;
+    Ok(reader.finish(status.success()))
+}
+
+fn name(stage: Stage) -> &'static str {
+    match stage {
+        Stage::Unit => "unit",
+        Stage::Loom => "loom",
+        Stage::Fuzz => "fuzz",
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn each_reason_is_told_once() {
+        let reasons = ["needs strace", "needs two cores", "needs strace"].map(str::to_owned);
+        assert_eq!(told(&reasons), ["needs strace (2 tests)", "needs two cores"]);
+    }
+}

@@ -1,0 +1,90 @@
+//! `tidy`: the house rules that the compiler does not know.
+//!
+//! Each finding is one line, `file:line: what to do`. A warning is worth a look and fails nothing.
+
+mod arrows;
+mod leftovers;
+mod paths;
+mod size;
+mod source;
+mod unsafety;
+
+use std::fmt;
+use std::fs;
+use std::process::Command;
+
+use anyhow::Context;
+
+use crate::checkout::{Checkout, metadata, output};
+use crate::tidy::source::Source;
+
+/// A text file of the checkout.
+pub struct File {
+    /// Relative to the root, with `/`.
+    pub path: String,
+    pub text: String,
+}
+
+/// Something to repair, and where.
+#[derive(Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub struct Finding {
+    pub path: String,
+    /// Counted from 1.
+    pub line: usize,
+    /// What to do, as a sentence.
+    pub advice: String,
+}
+
+impl Finding {
+    pub fn new(path: &str, line: usize, advice: impl Into<String>) -> Finding {
+        Finding { path: path.to_owned(), line, advice: advice.into() }
+    }
+}
+
+impl fmt::Display for Finding {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}:{}: {}", self.path, self.line, self.advice)
+    }
+}
+
+pub fn run(checkout: &Checkout) -> anyhow::Result<bool> {
+    println!("$ cargo xtask tidy");
+    let files = files(checkout)?;
+    let sources = files.iter().filter(|file| file.path.ends_with(".rs")).map(Source::read).collect::<Vec<_>>();
+
+    let mut findings = unsafety::check(&sources, &files);
+    findings.extend(sources.iter().flat_map(leftovers::check));
+    findings.extend(files.iter().flat_map(paths::check));
+    findings.extend(arrows::check(&metadata(&checkout.root.join("Cargo.toml"))?, &files)?);
+    findings.sort_unstable();
+    for finding in &findings {
+        println!("{finding}");
+    }
+    let warnings = sources.iter().flat_map(size::check).collect::<Vec<_>>();
+    for warning in &warnings {
+        println!("{}:{}: warning: {}", warning.path, warning.line, warning.advice);
+    }
+    println!("tidy: {} files, {} findings, {} warnings", files.len(), findings.len(), warnings.len());
+    Ok(findings.is_empty())
+}
+
+/// Every text file that is in git, or would be after `git add --all`.
+fn files(checkout: &Checkout) -> anyhow::Result<Vec<File>> {
+    let mut list = Command::new("git");
+    // The checkout may belong to another user than CI's; reading a list of files harms nobody.
+    list.args(["-c", "safe.directory=*", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]);
+    let list = output(list.current_dir(&checkout.root)).context("tidy asks git which files are part of the project")?;
+    let mut files = Vec::new();
+    for path in list.split(|byte| *byte == 0).filter(|path| !path.is_empty()) {
+        let path = str::from_utf8(path).context("a file name is not UTF-8")?;
+        // In the index but deleted, or a folder with a repository of its own.
+        if !checkout.root.join(path).is_file() {
+            continue;
+        }
+        let bytes = fs::read(checkout.root.join(path)).with_context(|| format!("cannot read {path}"))?;
+        if let Ok(text) = String::from_utf8(bytes) {
+            files.push(File { path: path.to_owned(), text });
+        }
+    }
+    Ok(files)
+}
