@@ -136,7 +136,7 @@ pub enum ConnectError {
     Memory(#[from] RegionError),
     /// This process may have no more descriptors.
     #[error(
-        "this process has too few descriptors left for a connection, which takes seven; close some, or raise RLIMIT_NOFILE"
+        "this process has too few descriptors left for a connection, which takes eight; close some, or raise RLIMIT_NOFILE"
     )]
     NoDescriptors,
     /// The detach level is not to be had.
