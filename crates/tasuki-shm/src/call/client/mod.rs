@@ -1,32 +1,33 @@
 //! The client's end: calls, and what becomes of them when the server dies or is replaced.
 
-use std::io;
-use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
-use std::os::unix::fs::FileTypeExt;
+mod connect;
+mod gone;
+
+use std::os::fd::BorrowedFd;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 #[cfg(feature = "tokio")]
 use std::task::Waker;
 use std::time::{Duration, Instant};
 
-use rustix::io::Errno;
-use rustix::net::sockopt::Timeout;
-
 use super::message::{Cargo, FromClient, FromServer, Inline};
-use super::pending::{InFlight, Outcome, Pending};
-use super::segment::{Layout, PeerSegment, Segment, SegmentError};
-use super::wire::{self, Hello, Malformed, Packet, Refusal, Service, Welcome};
-use super::{Ask, Body, Breach, CallError, Deadline, Failure, Payload, Refused, Reply, Verdict};
-use crate::arena::{Arena, Detach, Geometry, Lent, PeerArena, Slot};
+use super::pending::{Outcome, Pending};
+use super::segment::{Layout, Segment};
+use super::wire::Service;
+use super::{Ask, Body, Breach, CallError, Deadline, Failure, Payload, Refused, Reply};
+use crate::arena::{Arena, Lent, PeerArena, Slot};
 use crate::bell::{Bell, Ringer};
 use crate::crash;
-use crate::enforce::{self, EnforceError, HandOver};
 use crate::line::{Claims, Line};
-use crate::region::{PeerRegion, RegionError, Span};
+use crate::region::Span;
 use crate::ring::{Consumer, Message, Producer, PushError};
 use crate::slots::Census;
 use crate::stats::{Counters, Histogram};
 use crate::wake::{Clapper, Sleeper, Woken, nap_cost, this_cpu};
+use connect::Greeting;
+pub use connect::{ClientOptions, ConnectError};
+pub(super) use connect::{DIALS_MAX, dial};
+use gone::Orphaned;
 
 /// Looks at the ring between two looks at the clock while spinning.
 const LOOKS_PER_CLOCK: u32 = 64;
@@ -39,128 +40,6 @@ const YIELDS: u32 = 2;
 
 /// How often a client that only polls finds out whether the server is still there.
 const POLL_LIVENESS: Duration = Duration::from_millis(1);
-
-/// Servers in a row that may leave or die during a handshake before it is given up.
-pub(super) const DIALS_MAX: u32 = 16;
-
-/// What a client asks of the server when it connects.
-#[derive(Debug, Clone)]
-pub struct ClientOptions {
-    /// Entries of the request ring and of the result ring, a power of two: as many calls can be in flight.
-    pub ring: u32,
-    /// The client's arena, for requests. No slots: all requests travel inside the ring.
-    pub arena: Geometry,
-    /// The arena that the server makes for replies to this client.
-    pub replies: Geometry,
-    /// How a slot is taken away from this process while the server has it.
-    pub detach: Detach,
-    /// How long to spin for an answer before parking; `None` measures what a nap costs and spins as long.
-    pub spin: Option<Duration>,
-    /// How long the handshake may take.
-    pub handshake: Duration,
-}
-
-impl Default for ClientOptions {
-    /// 256 calls in flight; 256 slots of 4 KiB in each direction (memory that is touched only when used).
-    fn default() -> Self {
-        let pool = Geometry { slot_len: 4096, count: 256 };
-        ClientOptions {
-            ring: 256,
-            arena: pool,
-            replies: pool,
-            detach: Detach::Move,
-            spin: None,
-            handshake: Duration::from_secs(5),
-        }
-    }
-}
-
-/// Why there is no connection.
-#[derive(Debug, thiserror::Error)]
-pub enum ConnectError {
-    /// Nothing is there.
-    #[error("there is no socket at {}; start the server, or correct the path", path.display())]
-    NoSocket {
-        /// Where.
-        path: PathBuf,
-    },
-    /// Something else is there.
-    #[error("{} is not a socket; correct the path", path.display())]
-    NotASocket {
-        /// Where.
-        path: PathBuf,
-    },
-    /// A socket of another kind is there.
-    #[error("{} is a socket of another program; correct the path", path.display())]
-    ForeignSocket {
-        /// Where.
-        path: PathBuf,
-    },
-    /// A server was there.
-    #[error("no server listens at {}; it has ended: start it again", path.display())]
-    NoServer {
-        /// Where.
-        path: PathBuf,
-    },
-    /// The file's mode forbids it.
-    #[error("{} may not be opened by this user; ask for the server's ServerOptions::mode to be widened, or run as its user", path.display())]
-    Forbidden {
-        /// Where.
-        path: PathBuf,
-    },
-    /// The path does not fit into a socket address.
-    #[error("{} is longer than the 107 bytes that a socket's path may have; use a shorter one", path.display())]
-    PathTooLong {
-        /// Where.
-        path: PathBuf,
-    },
-    /// The server did not answer the handshake in time.
-    #[error("the server at {} did not answer within {limit:.0?}; it hangs or is overloaded", path.display())]
-    Silent {
-        /// Where.
-        path: PathBuf,
-        /// How long we waited.
-        limit: Duration,
-    },
-    /// The server refused.
-    #[error("{0}")]
-    Refused(Refusal),
-    /// The server sent something else.
-    #[error("{0}")]
-    Malformed(Malformed),
-    /// What the server handed over is unusable.
-    #[error("{0}")]
-    Segment(SegmentError),
-    /// Our own memory could not be made.
-    #[error("{0}")]
-    Memory(#[from] RegionError),
-    /// This process may have no more descriptors.
-    #[error(
-        "this process has too few descriptors left for a connection, which takes eight; close some, or raise RLIMIT_NOFILE"
-    )]
-    NoDescriptors,
-    /// The detach level is not to be had.
-    #[error("{0}")]
-    Enforce(#[from] EnforceError),
-    /// A number in the options makes no sense.
-    #[error("ClientOptions::{field} is {value}; it must be {must}")]
-    Options {
-        /// Which.
-        field: &'static str,
-        /// What it is.
-        value: u64,
-        /// What it must be.
-        must: &'static str,
-    },
-    /// The kernel refused for a reason of its own.
-    #[error("the kernel refused while {doing}: {source}")]
-    Kernel {
-        /// The step.
-        doing: &'static str,
-        /// Its reason.
-        source: io::Error,
-    },
-}
 
 /// A call that was submitted. Give it to [`Client::poll`], [`Client::wait`] or [`Client::abandon`]: its place in the ring is
 /// taken until then.
@@ -188,25 +67,6 @@ struct Link {
     replies: Arc<PeerArena>,
     verdict: Claims<Span<Line>>,
     generation: u32,
-}
-
-/// A handshake whose first half is done.
-#[derive(Debug)]
-struct Greeting {
-    socket: OwnedFd,
-    /// Kept until the server has answered, if it is to enforce the detach.
-    _handing_over: Option<HandOver>,
-}
-
-/// What a server left behind, while its successor has not answered.
-#[derive(Debug)]
-struct Orphaned {
-    generation: u32,
-    /// What the dead server had begun ends here in the request ring.
-    begun: u32,
-    unbegun: Vec<Message>,
-    /// When it is given up.
-    until: Instant,
 }
 
 /// A client. It can be moved to another thread, and is used by one at a time.
@@ -241,7 +101,7 @@ pub struct Client {
 impl Client {
     /// Connects to the server at `path`.
     pub fn connect(path: impl AsRef<Path>, options: &ClientOptions) -> Result<Self, ConnectError> {
-        check(options)?;
+        connect::check(options)?;
         let layout = Layout { ring: options.ring, slots: options.arena.count };
         let segment = Segment::create("tasuki-client", layout)?;
         let arena = Arena::create("tasuki-requests", options.arena, segment.table(), options.detach)?;
@@ -703,213 +563,6 @@ impl Client {
         Ok(())
     }
 
-    /// The server broke a rule: the connection is over, and every call with it.
-    fn broken(&mut self, breach: Breach) -> CallError {
-        let why = CallError::Broken(breach);
-        self.end(&why);
-        why
-    }
-
-    /// There is no server any more: every call fails with `why`, and every slot is back.
-    fn end(&mut self, why: &CallError) {
-        self.link = Err(why.clone());
-        self.greeting = None;
-        for (call, in_flight) in self.pending.in_flight() {
-            let slot = in_flight.slot.and_then(|lent| self.arena.attach(lent).ok());
-            self.finish(call, Err(Failure { why: why.clone(), slot }));
-        }
-        self.arena.reclaim();
-    }
-
-    fn finish(&mut self, call: u64, outcome: Outcome) {
-        self.pending.finish(call, outcome).expect("a call that Pending listed is in flight");
-    }
-
-    /// The server is gone. What it has answered counts; then its successor, if there is one, gets the rest.
-    fn lost(&mut self, patience: Duration) {
-        if self.gather().is_err() {
-            return;
-        }
-        let Ok(link) = &mut self.link else { return };
-        let generation = link.generation;
-        if let verdict @ 1.. = link.verdict.load(0, 1) {
-            return self.end(&CallError::Expelled(Verdict(verdict)));
-        }
-        // What the server has retired it has begun; the rest it has never looked at.
-        let (begun, unbegun) = match link.requests.look() {
-            Ok(begun) => (begun, link.requests.unretired()),
-            Err(broken) => return self.end(&CallError::Broken(broken.into())),
-        };
-        self.link = Err(CallError::ServerGone { generation });
-        let until = Instant::now() + self.options.handshake;
-        self.orphaned = Some(Orphaned { generation, begun, unbegun, until });
-        self.find_successor(patience);
-    }
-
-    /// How long a handshake may take in a wait that ends at `until`.
-    fn patience(&self, until: Option<Instant>) -> Duration {
-        let left = until.map(|until| until.saturating_duration_since(Instant::now()));
-        left.map_or(self.options.handshake, |left| left.min(self.options.handshake))
-    }
-
-    /// Has the calls of a server that is gone go on with the one that follows it. If that one does not answer while the
-    /// caller's patience lasts, the next caller goes on asking.
-    pub(super) fn find_successor(&mut self, patience: Duration) {
-        let Some(orphaned) = self.orphaned.take() else { return };
-        let left = orphaned.until.saturating_duration_since(Instant::now());
-        match self.establish(Some(self.service), patience.min(left)) {
-            Ok(()) => {
-                self.counters.add(Count::Reconnects as usize, 1);
-                self.carry_over(orphaned.generation, orphaned.begun, &orphaned.unbegun);
-            }
-            Err(ConnectError::Silent { .. }) if Instant::now() < orphaned.until => self.orphaned = Some(orphaned),
-            Err(_) => self.end(&CallError::ServerGone { generation: orphaned.generation }),
-        }
-    }
-
-    /// Sends the successor what the server `generation` has not begun (all before `begun` it has), and what may run twice.
-    fn carry_over(&mut self, generation: u32, begun: u32, unbegun: &[Message]) {
-        let mut calls = self.pending.in_flight();
-        calls.sort_by_key(|(_, call)| call.index.wrapping_sub(begun).cast_signed());
-        for (call, InFlight { slot, index, again }) in calls {
-            let age = index.wrapping_sub(begun).cast_signed();
-            let message = match usize::try_from(age) {
-                Ok(position) => unbegun.get(position).copied(),
-                Err(_) => again,
-            };
-            match message {
-                Some(message) => {
-                    let index = self.put(&message);
-                    self.pending.moved(call, index);
-                }
-                None => {
-                    let slot = slot.and_then(|lent| self.arena.attach(lent).ok());
-                    self.finish(call, Err(Failure { why: CallError::Retry { generation }, slot }));
-                }
-            }
-        }
-        self.flush();
-    }
-
-    /// The handshake.
-    fn establish(&mut self, resumes: Option<Service>, patience: Duration) -> Result<(), ConnectError> {
-        let until = Instant::now() + patience;
-        for _ in 1..DIALS_MAX {
-            let patience = until.saturating_duration_since(Instant::now());
-            let greeting = match self.greeting.take() {
-                Some(greeting) => Ok(greeting),
-                None => self.greet(dial(&self.path, patience)?, resumes, patience),
-            };
-            match greeting.and_then(|greeting| self.be_welcomed(greeting, patience)) {
-                // It was leaving, or died: if there is a successor, it listens at the same socket.
-                Err(ConnectError::NoServer { .. }) => {}
-                other => return other,
-            }
-        }
-        Err(ConnectError::NoServer { path: self.path.clone() })
-    }
-
-    /// Our half of the handshake.
-    fn greet(&self, socket: OwnedFd, resumes: Option<Service>, patience: Duration) -> Result<Greeting, ConnectError> {
-        let (handing_over, uffd) = match self.options.detach {
-            Detach::Enforced => {
-                let silent = || ConnectError::Silent { path: self.path.clone(), limit: patience };
-                let handing_over = HandOver::begin(patience).ok_or_else(silent)?;
-                (Some(handing_over), Some(enforce::register(self.arena.region())?))
-            }
-            Detach::Move | Detach::Guard => (None, None),
-        };
-        let hello = Hello {
-            ring: self.options.ring,
-            arena: self.arena.geometry(),
-            replies: self.options.replies,
-            first: self.next_request,
-            resumes,
-            enforced_base: uffd.as_ref().map(|_| self.arena.region().address() as u64),
-        };
-        let mut fds = vec![self.segment.fd(), self.arena.region().fd()];
-        fds.extend(uffd.as_ref().map(AsFd::as_fd));
-        let say = |packet: &Packet, fds: &[BorrowedFd<'_>]| {
-            wire::send(socket.as_fd(), packet, fds)
-                .map_err(|error| self.silent_or(error, patience, "sending the handshake"))
-        };
-        say(&Packet::Hello(hello), &fds)?;
-        if uffd.is_some() {
-            // The server checks that we hold no userfaultfd any more, so it is closed before we say that it is.
-            drop(uffd);
-            say(&Packet::Detached, &[])?;
-        }
-        Ok(Greeting { socket, _handing_over: handing_over })
-    }
-
-    /// The server's half. If there is no answer in time, it can still be waited for.
-    fn be_welcomed(&mut self, greeting: Greeting, patience: Duration) -> Result<(), ConnectError> {
-        limit(&greeting.socket, patience)?;
-        let (welcome, fds) = match self.welcome(&greeting.socket, patience) {
-            Err(silent @ ConnectError::Silent { .. }) => {
-                self.greeting = Some(greeting);
-                return Err(silent);
-            }
-            answer => answer?,
-        };
-        let link = self.link_up(&welcome, fds)?;
-        (self.link, self.service) = (Ok(link), welcome.service);
-        crash::point("client.connected");
-        Ok(())
-    }
-
-    fn silent_or(&self, source: io::Error, limit: Duration, doing: &'static str) -> ConnectError {
-        match source.kind() {
-            io::ErrorKind::WouldBlock | io::ErrorKind::TimedOut => {
-                ConnectError::Silent { path: self.path.clone(), limit }
-            }
-            io::ErrorKind::BrokenPipe | io::ErrorKind::ConnectionReset => {
-                ConnectError::NoServer { path: self.path.clone() }
-            }
-            _ => ConnectError::Kernel { doing, source },
-        }
-    }
-
-    fn welcome(&self, socket: &OwnedFd, patience: Duration) -> Result<(Welcome, [OwnedFd; 4]), ConnectError> {
-        let answer = wire::receive(socket.as_fd());
-        let answer = answer.map_err(|error| self.silent_or(error, patience, "waiting for the server's welcome"))?;
-        let Some(answer) = answer else { return Err(ConnectError::NoServer { path: self.path.clone() }) };
-        match answer.packet {
-            Ok(Packet::Welcome(welcome)) => match <[OwnedFd; 4]>::try_from(answer.fds) {
-                Ok(fds) => Ok((welcome, fds)),
-                // The kernel leaves out descriptors for which we have no room.
-                Err(_) => Err(ConnectError::NoDescriptors),
-            },
-            Ok(Packet::Refused(refusal)) => Err(ConnectError::Refused(refusal)),
-            Ok(_) => Err(ConnectError::Malformed(Malformed::Body(0))),
-            Err(malformed) => Err(ConnectError::Malformed(malformed)),
-        }
-    }
-
-    fn link_up(&mut self, welcome: &Welcome, fds: [OwnedFd; 4]) -> Result<Link, ConnectError> {
-        let [segment, replies, ring_end, sleep_end] = fds;
-        if welcome.ring != self.options.ring || welcome.replies != self.options.replies {
-            return Err(ConnectError::Malformed(Malformed::Body(3)));
-        }
-        let layout = Layout { ring: welcome.ring, slots: welcome.replies.count };
-        let server = PeerSegment::map(segment.as_fd(), layout).map_err(ConnectError::Segment)?;
-        let replies = PeerRegion::map(replies.as_fd(), welcome.replies.len())?;
-        let kernel = |source: io::Error| match Errno::from_io_error(&source) {
-            Some(Errno::MFILE | Errno::NFILE) => ConnectError::NoDescriptors,
-            _ => ConnectError::Kernel { doing: "preparing to sleep in the server's bell", source },
-        };
-        Ok(Link {
-            requests: Producer::new(self.segment.ring(), server.head(), self.next_request),
-            results: Consumer::new(server.ring(), self.segment.head(), 0),
-            ringer: Ringer::new(server.bell()),
-            clapper: Clapper::from_peer(ring_end),
-            sleeper: Sleeper::new(sleep_end).map_err(kernel)?,
-            replies: PeerArena::new(replies, welcome.replies)?,
-            verdict: server.verdict(),
-            generation: welcome.generation,
-        })
-    }
-
     /// Says that this client is about to sleep elsewhere, and looks once more. See [`Armed`].
     pub fn arm(&mut self) -> Result<Armed, CallError> {
         if self.link.is_err() {
@@ -975,54 +628,4 @@ fn return_slots(link: &mut Link, mut room: u32) -> Result<u32, Breach> {
         }
     }
     Ok(room)
-}
-
-fn check(options: &ClientOptions) -> Result<(), ConnectError> {
-    let ring = options.ring;
-    if !ring.is_power_of_two() || ring < 2 {
-        return Err(ConnectError::Options { field: "ring", value: ring.into(), must: "a power of two, at least 2" });
-    }
-    for (field, geometry) in [("arena.slot_len", options.arena), ("replies.slot_len", options.replies)] {
-        if !geometry.is_sound() {
-            let value = geometry.slot_len.into();
-            return Err(ConnectError::Options { field, value, must: "a multiple of 4096 bytes" });
-        }
-    }
-    Ok(())
-}
-
-/// Whatever is done with the socket takes no longer than `patience` (or 1 ms).
-fn limit(socket: &OwnedFd, patience: Duration) -> Result<(), ConnectError> {
-    let timeout = Some(patience.max(Duration::from_millis(1)));
-    for which in [Timeout::Recv, Timeout::Send] {
-        rustix::net::sockopt::set_socket_timeout(socket, which, timeout)
-            .map_err(|errno| ConnectError::Kernel { doing: "setting a time limit", source: errno.into() })?;
-    }
-    Ok(())
-}
-
-/// A handshake socket that is connected to the server at `path`.
-pub(super) fn dial(path: &Path, patience: Duration) -> Result<OwnedFd, ConnectError> {
-    let at = path.to_owned();
-    let address = wire::address(path).map_err(|_| ConnectError::PathTooLong { path: at.clone() })?;
-    match std::fs::metadata(path) {
-        Ok(meta) if !meta.file_type().is_socket() => return Err(ConnectError::NotASocket { path: at }),
-        Err(error) if error.kind() == io::ErrorKind::NotFound => return Err(ConnectError::NoSocket { path: at }),
-        _ => {}
-    }
-    let kernel = |doing, errno: Errno| ConnectError::Kernel { doing, source: errno.into() };
-    let socket = wire::socket().map_err(|source| match Errno::from_io_error(&source) {
-        Some(Errno::MFILE | Errno::NFILE) => ConnectError::NoDescriptors,
-        _ => ConnectError::Kernel { doing: "making a socket", source },
-    })?;
-    limit(&socket, patience)?;
-    match rustix::net::connect(&socket, &address) {
-        Ok(()) => Ok(socket),
-        Err(Errno::CONNREFUSED) => Err(ConnectError::NoServer { path: at }),
-        Err(Errno::NOENT) => Err(ConnectError::NoSocket { path: at }),
-        Err(Errno::ACCESS | Errno::PERM) => Err(ConnectError::Forbidden { path: at }),
-        Err(Errno::PROTOTYPE) => Err(ConnectError::ForeignSocket { path: at }),
-        Err(Errno::AGAIN) => Err(ConnectError::Silent { path: at, limit: patience }),
-        Err(errno) => Err(kernel("connecting", errno)),
-    }
 }

@@ -1,0 +1,117 @@
+//! How a server gives way to its successor: the giver's table in [`crate::call::successor`].
+
+use std::io;
+use std::os::fd::{AsFd, OwnedFd};
+
+use rustix::event::epoll::{self, EventFlags};
+
+use super::{Server, Source};
+use crate::call::wire::{self, Packet, Refusal};
+use crate::crash;
+
+/// How far a replacement has gone: the giver's table in [`super::successor`].
+#[derive(Debug)]
+pub(super) enum Giving {
+    Serving,
+    Watched(OwnedFd),
+    Draining(OwnedFd),
+    Passed(OwnedFd),
+    Over,
+}
+
+impl Server {
+    /// Serving → Watched: gives a stand-by the listening socket and the state.
+    pub(super) fn show_estate(&mut self, socket: OwnedFd) {
+        let refuse = |refusal| drop(wire::send(socket.as_fd(), &Packet::Refused(refusal), &[]));
+        let (Some(state), Some(listener)) = (&self.options.state, &self.listener) else {
+            return refuse(Refusal::NoEstate);
+        };
+        let uid = rustix::net::sockopt::socket_peercred(&socket).map(|creds| creds.uid.as_raw());
+        if !uid.is_ok_and(|uid| uid == rustix::process::geteuid().as_raw() || uid == 0) {
+            return refuse(Refusal::NoEstate);
+        }
+        if !matches!(self.giving, Giving::Serving) {
+            return refuse(Refusal::Watched);
+        }
+        let estate = Packet::Estate { generation: self.tenure.epoch };
+        let sent = wire::send(socket.as_fd(), &estate, &[listener.as_fd(), state.fd()]);
+        // It was watched as a handshake.
+        let watched = epoll::modify(&self.epoll, &socket, Source::Successor.data(), EventFlags::IN);
+        if sent.is_ok() && watched.is_ok() {
+            self.giving = Giving::Watched(socket);
+        }
+    }
+
+    /// What the successor says, by the giver's table.
+    pub(super) fn hear_successor(&mut self) {
+        let (Giving::Watched(socket) | Giving::Draining(socket) | Giving::Passed(socket)) = &self.giving else {
+            return;
+        };
+        let heard = match wire::receive(socket.as_fd()) {
+            Ok(Some(received)) => received.packet.ok(),
+            Err(error) if error.kind() == io::ErrorKind::WouldBlock => return,
+            Ok(None) | Err(_) => None,
+        };
+        self.giving = match (std::mem::replace(&mut self.giving, Giving::Serving), heard) {
+            (Giving::Watched(socket), Some(Packet::Release)) => Giving::Draining(socket),
+            (Giving::Passed(_), Some(Packet::Taken)) => Giving::Over,
+            (Giving::Passed(_), None) => self.take_back(),
+            (Giving::Watched(_) | Giving::Draining(_), None) => Giving::Serving,
+            // Anything else is out of turn and says nothing.
+            (giving, _) => giving,
+        };
+        match self.giving {
+            Giving::Over => self.leave(),
+            _ => self.listen_again(),
+        }
+    }
+
+    /// Draining → Passed, once every request that was begun is answered.
+    pub(super) fn go_on_giving(&mut self) {
+        if !matches!(self.giving, Giving::Draining(_)) {
+            return;
+        }
+        if self.sessions.iter().flatten().any(|session| session.unanswered() > 0) {
+            return;
+        }
+        let Giving::Draining(socket) = std::mem::replace(&mut self.giving, Giving::Over) else {
+            unreachable!("just looked")
+        };
+        let state = self.options.state.as_ref().expect("only a server with state is watched");
+        if state.pass(self.tenure).is_err() {
+            // Somebody else took the lease by force: we are no longer the server.
+            return self.leave();
+        }
+        crash::point("giver.passed");
+        // Who is still shaking hands starts again with the successor.
+        self.stop_listening();
+        self.handshakes.clear();
+        let _ = wire::send(socket.as_fd(), &Packet::Released, &[]);
+        crash::point("giver.released");
+        self.giving = Giving::Passed(socket);
+    }
+
+    /// The successor died before it said that it had taken over: whatever the lease says, nobody else serves.
+    fn take_back(&mut self) -> Giving {
+        let state = self.options.state.as_ref().expect("only a server with state is watched");
+        match state.take(state.tenure()) {
+            Ok(tenure) => {
+                self.tenure = tenure;
+                Giving::Serving
+            }
+            Err(_) => Giving::Over,
+        }
+    }
+
+    /// The successor serves: our clients learn it by the end of their pipes.
+    fn leave(&mut self) {
+        self.hot.clear();
+        self.sessions.clear();
+        self.vacant.clear();
+        self.clients = 0;
+        self.handshakes.clear();
+        self.inode = None;
+        self.stop_listening();
+        self.listener = None;
+    }
+}
