@@ -115,16 +115,16 @@ impl Pending {
         }
     }
 
-    /// The call has its outcome, and whoever waits for it has that already.
-    #[inline]
-    pub fn complete(&mut self, call: u64) -> Result<(), NoSuchCall> {
-        match self.place(call)? {
-            (index, Place { stage: Stage::Waiting, .. }) => {
-                self.vacate(index);
-                Ok(())
-            }
-            _ => Err(NoSuchCall { call }),
+    /// The call is answered, and whoever waits for it has the answer: its place is free. Gives the slot that travelled with it.
+    #[inline(always)]
+    pub fn complete(&mut self, call: u64) -> Result<Option<Lent>, NoSuchCall> {
+        let (index, place) = self.place(call)?;
+        if !matches!(place.stage, Stage::Waiting) {
+            return Err(NoSuchCall { call });
         }
+        let lent = place.call.slot.take();
+        self.vacate(index);
+        Ok(lent)
     }
 
     /// The call has its outcome.

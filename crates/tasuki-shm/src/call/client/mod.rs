@@ -10,6 +10,8 @@ use std::sync::Arc;
 use std::task::Waker;
 use std::time::{Duration, Instant};
 
+use rustix::time::{ClockId, Timespec};
+
 use super::message::{Cargo, FromClient, FromServer, Inline};
 use super::pending::{Outcome, Pending};
 use super::segment::{Layout, Segment};
@@ -38,7 +40,8 @@ const LOOKS_BEFORE_CPU: u32 = 4;
 /// How often the server gets the CPU that we share with it before we park.
 const YIELDS: u32 = 2;
 
-/// How often a client that only polls finds out whether the server is still there.
+/// How long a client spins before it asks whether the server is still there, and how long one that only polls waits for the
+/// successor of a server that is not.
 const POLL_LIVENESS: Duration = Duration::from_millis(1);
 
 /// A call that was submitted. Give it to [`Client::poll`], [`Client::wait`] or [`Client::abandon`]: its place in the ring is
@@ -93,7 +96,8 @@ pub struct Client {
     unrung: bool,
     /// Whether the server was asleep when the last request was sent.
     rung: bool,
-    last_liveness: Instant,
+    /// The tick of the coarse clock at which the server was last asked whether it is there.
+    last_liveness: Timespec,
     /// Bytes of the last request if it went in a slot, and nobody has waited since.
     warm: usize,
 }
@@ -120,7 +124,7 @@ impl Client {
             next_request: 0,
             unrung: false,
             rung: false,
-            last_liveness: Instant::now(),
+            last_liveness: coarse_clock(),
             warm: 0,
             segment,
             arena,
@@ -311,38 +315,41 @@ impl Client {
 
     /// Fetches the result of a call if it is there.
     pub fn poll(&mut self, ticket: &Ticket) -> Result<Option<Reply>, Failure> {
+        let Ticket(call) = *ticket;
         self.flush();
         if self.link.is_err() {
             self.find_successor(POLL_LIVENESS);
         }
-        if let Err(why) = self.gather() {
-            return match self.pending.take(ticket.0) {
-                None if self.orphaned.is_some() => Ok(None),
-                outcome => outcome.unwrap_or(Err(why.into())).map(Some),
-            };
+        if let Some(outcome) = self.pending.take(call) {
+            return outcome.map(Some);
         }
-        match self.pending.take(ticket.0) {
-            Some(outcome) => outcome.map(Some),
-            None => {
-                self.check_liveness();
-                self.pending.take(ticket.0).transpose()
+        for _ in 0..self.options.ring {
+            match self.next_answer() {
+                Ok(Some(answer)) if answer.call == call => return self.conclude(&answer).map(Some),
+                Ok(Some(answer)) => self.book(&answer),
+                Ok(None) => break,
+                Err(breach) => drop(self.broken(breach)),
             }
+        }
+        self.check_liveness();
+        match (self.pending.take(call), &self.link) {
+            (Some(outcome), _) => outcome.map(Some),
+            (None, Err(why)) if self.orphaned.is_none() => Err(why.clone().into()),
+            (None, _) => Ok(None),
         }
     }
 
-    /// Finds out about the server's death even if nobody ever sleeps; says whether it is dead.
-    fn check_liveness(&mut self) -> bool {
-        let now = Instant::now();
-        if now.duration_since(self.last_liveness) < POLL_LIVENESS {
-            return false;
+    /// Finds out about the server's death even if nobody ever sleeps.
+    fn check_liveness(&mut self) {
+        let now = coarse_clock();
+        if now == self.last_liveness {
+            return;
         }
         self.last_liveness = now;
-        let Ok(link) = &mut self.link else { return false };
-        let gone = link.sleeper.peer_is_gone().unwrap_or(false);
-        if gone {
+        let Ok(link) = &mut self.link else { return };
+        if link.sleeper.peer_is_gone().unwrap_or(false) {
             self.lost(POLL_LIVENESS);
         }
-        gone
     }
 
     /// Waits for the result of a call.
@@ -352,9 +359,27 @@ impl Client {
     pub fn wait(&mut self, ticket: Ticket, deadline: Deadline) -> Result<Reply, Failure> {
         let Ticket(call) = ticket;
         self.flush();
+        if let Some(outcome) = self.pending.take(call) {
+            return outcome;
+        }
         let mut until = None;
-        let mut answer = None;
         loop {
+            if self.link.is_ok() && self.spin(deadline, &mut until) {
+                match self.next_answer() {
+                    Ok(Some(answer)) if answer.call == call => return self.conclude(&answer),
+                    Ok(Some(answer)) => self.book(&answer),
+                    Ok(None) => {}
+                    Err(breach) => drop(self.broken(breach)),
+                }
+            } else if self.link.is_ok()
+                && let Err(why) = self.nap(until)
+            {
+                // What ended the link has settled the call as well, and its slot is back.
+                return self.pending.take(call).unwrap_or_else(|| {
+                    self.pending.abandon(call);
+                    Err(why.into())
+                });
+            }
             if let Some(outcome) = self.pending.take(call) {
                 return outcome;
             }
@@ -370,20 +395,10 @@ impl Client {
                     self.pending.abandon(call);
                     return Err(CallError::DeadlinePassed.into());
                 }
-                continue;
-            }
-            if self.spin(call, deadline, &mut until, &mut answer) {
-                match answer.take() {
-                    Some(outcome) => return outcome,
-                    None => continue,
+                // The new server may have been given the call, or it is over.
+                if let Some(outcome) = self.pending.take(call) {
+                    return outcome;
                 }
-            }
-            if let Err(why) = self.nap(until) {
-                // What ended the link has settled the call as well, and its slot is back.
-                return self.pending.take(call).unwrap_or_else(|| {
-                    self.pending.abandon(call);
-                    Err(why.into())
-                });
             }
         }
     }
@@ -393,25 +408,18 @@ impl Client {
         self.pending.abandon(ticket.0);
     }
 
-    /// Looks for the result of `call` as long as a nap would cost; says whether it, another, or the end of the connection
-    /// came. Fixes the deadline.
-    fn spin(
-        &mut self,
-        call: u64,
-        deadline: Deadline,
-        until: &mut Option<Instant>,
-        answer: &mut Option<Outcome>,
-    ) -> bool {
-        if self.look_often(LOOKS_BEFORE_CPU, call, answer) {
+    /// Looks for results as long as a nap would cost; says whether there is one. Fixes the deadline.
+    fn spin(&mut self, deadline: Deadline, until: &mut Option<Instant>) -> bool {
+        if self.look_often(LOOKS_BEFORE_CPU) {
             return true;
         }
         for _ in 0..YIELDS {
             // It cannot answer while we spin on its CPU: let it run, then sleep.
             if !self.server_is_on(this_cpu()) {
-                return self.spin_apart(call, deadline, until, answer);
+                return self.spin_apart(deadline, until);
             }
             rustix::thread::sched_yield();
-            if self.look(call, answer) {
+            if self.look_often(1) {
                 return true;
             }
         }
@@ -420,14 +428,8 @@ impl Client {
     }
 
     /// The same, where the server runs on another CPU.
-    fn spin_apart(
-        &mut self,
-        call: u64,
-        deadline: Deadline,
-        until: &mut Option<Instant>,
-        answer: &mut Option<Outcome>,
-    ) -> bool {
-        if self.look_often(LOOKS_PER_CLOCK, call, answer) {
+    fn spin_apart(&mut self, deadline: Deadline, until: &mut Option<Instant>) -> bool {
+        if self.look_often(LOOKS_PER_CLOCK) {
             return true;
         }
         if let len @ 1.. = std::mem::take(&mut self.warm) {
@@ -440,7 +442,7 @@ impl Client {
         let budget = if std::mem::take(&mut self.rung) { self.spin * 2 } else { self.spin };
         let limit = until.map_or(start + budget, |until| until.min(start + budget));
         loop {
-            if self.look_often(LOOKS_PER_CLOCK, call, answer) {
+            if self.look_often(LOOKS_PER_CLOCK) {
                 return true;
             }
             let now = Instant::now();
@@ -448,15 +450,20 @@ impl Client {
                 return false;
             }
             // Only who spins for longer than any nap takes pays for a system call now and then.
-            if now.duration_since(start) >= POLL_LIVENESS && self.check_liveness() {
-                return true;
+            if now.duration_since(start) >= POLL_LIVENESS {
+                self.check_liveness();
+                if self.link.is_err() {
+                    return false;
+                }
             }
         }
     }
 
+    /// Whether a result is there (or a breach, which [`fetch`](Self::fetch) will report).
     #[inline]
-    fn look_often(&mut self, times: u32, call: u64, answer: &mut Option<Outcome>) -> bool {
-        (0..times).any(|_| self.look(call, answer))
+    fn look_often(&self, times: u32) -> bool {
+        let Ok(link) = &self.link else { return false };
+        (0..times).any(|_| link.results.is_ready())
     }
 
     fn server_is_on(&self, cpu: u32) -> bool {
@@ -496,71 +503,66 @@ impl Client {
         Ok(())
     }
 
-    /// Takes one result from the ring; says whether there was one (or the link broke). The one of `call` goes to `answer`.
+    /// Takes one answer from the ring.
     #[inline(always)]
-    fn look(&mut self, call: u64, answer: &mut Option<Outcome>) -> bool {
-        let Ok(link) = &mut self.link else { return true };
-        let settled = match link.results.pop() {
-            Ok(None) => return false,
-            Ok(Some(message)) => {
-                link.results.retire();
-                self.settle(&message, Some((call, answer)))
-            }
-            Err(broken) => Err(broken.into()),
-        };
-        if let Err(breach) = settled {
-            self.broken(breach);
-        }
-        true
+    fn next_answer(&mut self) -> Result<Option<FromServer>, Breach> {
+        let Ok(link) = &mut self.link else { return Ok(None) };
+        let Some(message) = link.results.pop()? else { return Ok(None) };
+        link.results.retire();
+        Ok(Some(FromServer::decode(&message)?))
     }
 
     /// Takes all results from the ring, at most a ring full; says how many.
     pub(crate) fn gather(&mut self) -> Result<u32, CallError> {
         let mut count = 0;
         while count < self.options.ring {
-            let link = self.link.as_mut().map_err(|why| why.clone())?;
-            let settled = match link.results.pop() {
+            match self.next_answer() {
+                Ok(Some(answer)) => self.book(&answer),
                 Ok(None) => break,
-                Ok(Some(message)) => {
-                    link.results.retire();
-                    self.settle(&message, None)
-                }
-                Err(broken) => Err(broken.into()),
-            };
-            if let Err(breach) = settled {
-                return Err(self.broken(breach));
+                Err(breach) => drop(self.broken(breach)),
             }
             count += 1;
         }
-        Ok(count)
+        self.link.as_ref().map(|_| count).map_err(|why| why.clone())
     }
 
-    /// Books a result, or puts it where the call that is `wanted` wants it.
+    /// Books an answer, for whoever asks for it later.
+    fn book(&mut self, answer: &FromServer) {
+        let booked = self.pending.take_slot(answer.call).map_err(Breach::from).and_then(|lent| {
+            let (body, returned) = self.unpack(answer, lent)?;
+            Ok(self.pending.finish(answer.call, outcome(answer.status, body, returned))?)
+        });
+        if let Err(breach) = booked {
+            self.broken(breach);
+        }
+    }
+
+    /// Ends a call with its answer.
     #[inline(always)]
-    fn settle(&mut self, message: &Message, wanted: Option<(u64, &mut Option<Outcome>)>) -> Result<(), Breach> {
-        let FromServer { call, status, cargo } = FromServer::decode(message)?;
-        let link = self.link.as_ref().expect("the message came over it");
-        let returned = match self.pending.take_slot(call)? {
+    fn conclude(&mut self, answer: &FromServer) -> Outcome {
+        let lent = self.pending.complete(answer.call).map_err(Breach::from);
+        match lent.and_then(|lent| self.unpack(answer, lent)) {
+            Ok((body, returned)) => outcome(answer.status, body, returned),
+            Err(breach) => Err(self.broken(breach).into()),
+        }
+    }
+
+    /// What came with an answer, and the slot that went with the request.
+    #[inline(always)]
+    fn unpack(&self, answer: &FromServer, lent: Option<Lent>) -> Result<(Body, Option<Slot>), Breach> {
+        let returned = match lent {
             Some(lent) => Some(self.arena.attach(lent)?),
             None => None,
         };
         crash::point("client.return.attached");
-        let body = match cargo {
+        let body = match answer.cargo {
             Cargo::Bytes(inline) => Body::Inline(inline),
-            Cargo::Slot { id, len } => Body::Slot(link.replies.accept(id, len)?),
-        };
-        let outcome = match status {
-            0 => Ok(Reply { body, returned }),
-            status => Err(refused(status, &body, returned)),
-        };
-        match wanted {
-            Some((wanted, answer)) if wanted == call => {
-                self.pending.complete(call)?;
-                *answer = Some(outcome);
+            Cargo::Slot { id, len } => {
+                let link = self.link.as_ref().expect("the message came over it");
+                Body::Slot(link.replies.accept(id, len)?)
             }
-            _ => self.pending.finish(call, outcome)?,
-        }
-        Ok(())
+        };
+        Ok((body, returned))
     }
 
     /// Says that this client is about to sleep elsewhere, and looks once more. See [`Armed`].
@@ -601,6 +603,21 @@ impl Client {
     }
 }
 
+/// A clock that ticks some hundred times a second and costs next to nothing to read.
+fn coarse_clock() -> Timespec {
+    rustix::time::clock_gettime(ClockId::MonotonicCoarse)
+}
+
+/// What an answer means to the caller.
+#[inline(always)]
+fn outcome(status: u16, body: Body, returned: Option<Slot>) -> Outcome {
+    match status {
+        0 => Ok(Reply { body, returned }),
+        status => Err(refused(status, &body, returned)),
+    }
+}
+
+#[cold]
 fn refused(status: u16, body: &Body, slot: Option<Slot>) -> Failure {
     let note = body.inline().and_then(Inline::new).unwrap_or(Inline::EMPTY);
     Failure { why: CallError::Refused(Refused { status, note }), slot }

@@ -32,8 +32,9 @@ const LOOKS_PER_ROUND: u32 = 8;
 /// Rounds of looks at the rings between two looks at the clock.
 const ROUNDS_PER_CLOCK: u32 = 16;
 
-/// Rounds without fruit after which a client on our own CPU is let run.
-const FRUITLESS_ROUNDS: u32 = 1;
+/// How often the clients on our own CPU are let run, one round of looks each time, before they must ring: as long as they
+/// call, two context switches carry each call, and neither side sleeps.
+const YIELDS: u32 = 2;
 
 /// How long a server that spins leaves its descriptors unlooked at: new clients, first rings, deaths.
 const DOORBELLS_EVERY: Duration = Duration::from_micros(100);
@@ -126,6 +127,8 @@ pub struct Server {
     looks: u32,
     /// Looks since one bore fruit.
     fruitless: u32,
+    /// Whether a client whose ring is looked at was on our CPU when a look first bore none.
+    crowded: bool,
     last_doorbells: Instant,
     tally: Tally,
     /// Whether clients came or left since a turn said so.
@@ -216,6 +219,7 @@ impl Server {
             hot: Vec::new(),
             looks: 0,
             fruitless: 0,
+            crowded: false,
             last_doorbells: Instant::now(),
             tally: Tally::default(),
             changed: false,
@@ -341,8 +345,7 @@ impl Server {
     /// Whether a hot session has a request, after a few looks at each.
     #[inline]
     fn any_ready(&self) -> bool {
-        let ready = |index: &u32| self.sessions[*index as usize].as_ref().is_some_and(|session| session.is_ready());
-        (0..LOOKS_PER_ROUND).any(|_| self.hot.iter().any(ready))
+        (0..LOOKS_PER_ROUND).any(|_| self.hot_sessions().any(Session::is_ready))
     }
 
     /// Now and then, looks at the clock (and says so): parks sessions that have been idle for long, and looks at the
@@ -350,10 +353,13 @@ impl Server {
     fn look_around(&mut self, served: u32) -> Result<Option<Instant>, ServerError> {
         self.looks = self.looks.wrapping_add(1);
         self.fruitless = if served > 0 { 0 } else { self.fruitless.saturating_add(1) };
-        if self.fruitless == FRUITLESS_ROUNDS {
-            // Who shares our CPU cannot ask while we look.
+        if self.fruitless == 1 {
             let here = this_cpu();
-            self.cool(|session| session.is_on(here));
+            let crowded = self.hot_sessions().any(|session| session.is_on(here));
+            self.crowded = crowded;
+        }
+        if self.crowded {
+            self.give_way();
         }
         if !self.looks.is_multiple_of(ROUNDS_PER_CLOCK) {
             return Ok(None);
@@ -365,6 +371,23 @@ impl Server {
             self.doorbells(Some(now))?;
         }
         Ok(Some(now))
+    }
+
+    /// Lets the clients on our own CPU run, who cannot ask while we look; when that was in vain, they must ring from now on.
+    fn give_way(&mut self) {
+        match self.fruitless {
+            0 => {}
+            1..=YIELDS => rustix::thread::sched_yield(),
+            _ => {
+                let here = this_cpu();
+                self.cool(|session| session.is_on(here));
+                self.crowded = false;
+            }
+        }
+    }
+
+    fn hot_sessions(&self) -> impl Iterator<Item = &Session> {
+        self.hot.iter().filter_map(|&index| self.sessions[index as usize].as_deref())
     }
 
     /// Parks the hot sessions that `idle` names and that have nothing to be served.
