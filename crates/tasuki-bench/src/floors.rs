@@ -3,11 +3,14 @@
 //! None of them carries a payload. A floor is the fastest honest way we know: where two ways
 //! compete (spinning with and without the CPU's hint), both are measured and the better one counts.
 //!
-//! Spinning has two floors. `ping-pong` has a line for each direction, as memory needs that only one
-//! process writes. `ping-pong-one-line` puts both words on one line, which two processes then write:
-//! faster (one line moves per message, where else the answer's line must be won back from its reader),
-//! and out of reach for whoever maps a peer's memory read-only.
+//! Spinning has three floors. `ping-pong` has a line for each direction, as memory needs that only one
+//! process writes. `ping-pong-read-only` is the same with each process mapping the other's line read-only,
+//! as we do: some CPUs give a line away more cheaply to whoever may write it (docs/decisions/0007).
+//! `ping-pong-one-line` puts both words on one line, which two processes then write: faster (one line moves per
+//! message, where else the answer's line must be won back from its reader), and out of reach for us.
 
+use std::io::{IoSlice, IoSliceMut};
+use std::mem::MaybeUninit;
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::atomic::Ordering::{Acquire, Release};
 use std::sync::atomic::{AtomicU32, AtomicU64};
@@ -15,9 +18,13 @@ use std::sync::atomic::{AtomicU32, AtomicU64};
 use anyhow::{Context, Result};
 use rustix::event::{EventfdFlags, eventfd};
 use rustix::io::{Errno, read, write};
+use rustix::net::{
+    AddressFamily, RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendAncillaryBuffer, SendAncillaryMessage,
+    SendFlags, SocketFlags, SocketType, recvmsg, sendmsg, socketpair,
+};
 use rustix::thread::futex;
-use tasuki_shm::line::{LINE_LEN, Line};
-use tasuki_shm::region::{Pages, Region, Span};
+use tasuki_shm::line::{Claims, LINE_LEN, Line};
+use tasuki_shm::region::{Pages, PeerRegion, Region, Span};
 
 use crate::case::{Case, Ends};
 use crate::cpus::Cores;
@@ -32,6 +39,8 @@ pub const CASES: &[Case] = &[
     ping_pong_case("ping-pong-hinted", serve_ping_pong::<HINTED, TWO_LINES>, measure_ping_pong::<HINTED, TWO_LINES>),
     ping_pong_case("one-line-tight", serve_ping_pong::<TIGHT, ONE_LINE>, measure_ping_pong::<TIGHT, ONE_LINE>),
     ping_pong_case("one-line-hinted", serve_ping_pong::<HINTED, ONE_LINE>, measure_ping_pong::<HINTED, ONE_LINE>),
+    read_only_case("read-only-tight", serve_read_only::<TIGHT>, measure_read_only::<TIGHT>),
+    read_only_case("read-only-hinted", serve_read_only::<HINTED>, measure_read_only::<HINTED>),
     futex_case("futex-same-core", Cores::Same),
     futex_case("futex-other-core", Cores::Other),
     eventfd_case("eventfd-same-core", Cores::Same),
@@ -40,6 +49,9 @@ pub const CASES: &[Case] = &[
 
 /// The floor of everything that spins and keeps each direction's memory for one writer.
 pub const PING_PONG: &str = "ping-pong";
+
+/// The floor of everything that spins and maps a peer's memory read-only.
+pub const PING_PONG_READ_ONLY: &str = "ping-pong-read-only";
 
 /// The floor of everything that spins and lets both processes write the same line.
 pub const PING_PONG_ONE_LINE: &str = "ping-pong-one-line";
@@ -69,6 +81,14 @@ const fn ping_pong_case(
     Case { name, cores: Cores::Other, calls: 500_000, prepare: two_lines, serve, measure }
 }
 
+const fn read_only_case(
+    name: &'static str,
+    serve: fn(Orders) -> Result<()>,
+    measure: fn(Orders) -> Result<Sample>,
+) -> Case {
+    Case { name, cores: Cores::Other, calls: 500_000, prepare: connected, serve, measure }
+}
+
 const fn futex_case(name: &'static str, cores: Cores) -> Case {
     let calls = sleeping_calls(cores);
     Case { name, cores, calls, prepare: two_lines, serve: serve_futex, measure: measure_futex }
@@ -89,6 +109,11 @@ pub fn ping_pong_one_line_p50(samples: &Samples) -> Result<f64> {
     Ok(ping_pong(samples, "one-line-tight", "one-line-hinted")?.0.summary().p50 as f64)
 }
 
+/// The median of the ping-pong on lines that the other maps read-only, in ns.
+pub fn ping_pong_read_only_p50(samples: &Samples) -> Result<f64> {
+    Ok(ping_pong(samples, "read-only-tight", "read-only-hinted")?.0.summary().p50 as f64)
+}
+
 /// The faster of two ways to spin, and which it was.
 fn ping_pong<'s>(samples: &'s Samples, tight: &str, hinted: &str) -> Result<(&'s Sample, &'static str)> {
     let (tight, hinted) = (samples.of(tight)?, samples.of(hinted)?);
@@ -102,9 +127,11 @@ fn ping_pong<'s>(samples: &'s Samples, tight: &str, hinted: &str) -> Result<(&'s
 /// The rows of all floors. What sleeps is compared with the futex of the same cores.
 pub fn rows(samples: &Samples) -> Result<Vec<Row>> {
     let mut rows = Vec::new();
-    for (name, tight, hinted) in
-        [(PING_PONG, "ping-pong-tight", "ping-pong-hinted"), (PING_PONG_ONE_LINE, "one-line-tight", "one-line-hinted")]
-    {
+    for (name, tight, hinted) in [
+        (PING_PONG, "ping-pong-tight", "ping-pong-hinted"),
+        (PING_PONG_READ_ONLY, "read-only-tight", "read-only-hinted"),
+        (PING_PONG_ONE_LINE, "one-line-tight", "one-line-hinted"),
+    ] {
         let (fastest, how) = ping_pong(samples, tight, hinted)?;
         let mut of_floor = Row::round_trip(name, fastest);
         of_floor[0].note = Some(how.to_owned());
@@ -162,6 +189,62 @@ fn measure_ping_pong<const HINT: bool, const SHARED_LINE: bool>(mut orders: Orde
         spin_until::<HINT>(answer, number);
         Ok(())
     })
+}
+
+/// A connection over which each role hands the other the line that it writes.
+fn connected() -> Result<Ends> {
+    let pair = socketpair(AddressFamily::UNIX, SocketType::SEQPACKET, SocketFlags::CLOEXEC, None);
+    let (client, server) = pair.context("the kernel gave no sockets")?;
+    Ok(Ends { server: vec![server], client: vec![client] })
+}
+
+/// The line that the role writes, and the one that it reads.
+fn own_and_peers(orders: &mut Orders) -> Result<(Span<Line>, Claims<Span<Line>>)> {
+    let peer = orders.next_fd()?;
+    let own = Region::create("tasuki-bench floor", LINE_LEN, Pages::Small)?;
+    own.seal_writers()?;
+    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
+    let mut control = SendAncillaryBuffer::new(&mut space);
+    let fds = [own.fd()];
+    control.push(SendAncillaryMessage::ScmRights(&fds));
+    sendmsg(&peer, &[IoSlice::new(b"line")], &mut control, SendFlags::empty()).context("the other role is gone")?;
+
+    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
+    let mut control = RecvAncillaryBuffer::new(&mut space);
+    recvmsg(&peer, &mut [IoSliceMut::new(&mut [0; 4])], &mut control, RecvFlags::CMSG_CLOEXEC)
+        .context("the other role is gone")?;
+    let theirs = control.drain().find_map(|message| match message {
+        RecvAncillaryMessage::ScmRights(mut fds) => fds.next(),
+        _ => None,
+    });
+    let theirs = PeerRegion::map(theirs.context("the other role sent no memory")?.as_fd(), LINE_LEN)?;
+    Ok((own.span(0, 1)?, theirs.claims(0, 1)?))
+}
+
+fn serve_read_only<const HINT: bool>(mut orders: Orders) -> Result<()> {
+    let (answer, request) = own_and_peers(&mut orders)?;
+    for number in 1..=orders.total() {
+        spin_on::<HINT>(&request, number);
+        answer[0].word(0).store(number, Release);
+    }
+    Ok(())
+}
+
+fn measure_read_only<const HINT: bool>(mut orders: Orders) -> Result<Sample> {
+    let (request, answer) = own_and_peers(&mut orders)?;
+    Sample::of_calls(&orders, |number| {
+        request[0].word(0).store(number, Release);
+        spin_on::<HINT>(&answer, number);
+        Ok(())
+    })
+}
+
+fn spin_on<const HINT: bool>(line: &Claims<Span<Line>>, number: u64) {
+    while line.load(0, 0) != number {
+        if HINT {
+            std::hint::spin_loop();
+        }
+    }
 }
 
 fn spin_until<const HINT: bool>(word: &AtomicU64, number: u64) {

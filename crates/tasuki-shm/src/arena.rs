@@ -265,7 +265,7 @@ pub enum WrongLoan {
 }
 
 /// Bytes of a slot that are fetched while its message is still being looked at: as many lines as a CPU fetches at a time.
-const PREFETCHED: usize = 4096;
+const PREFETCHED: usize = 1024;
 
 /// The reader's end of an arena.
 #[derive(Debug)]

@@ -3,7 +3,9 @@
 use anyhow::{Context, Result};
 
 use super::idle;
-use crate::floors::{PING_PONG, PING_PONG_ONE_LINE, ping_pong_one_line_p50, ping_pong_p50};
+use crate::floors::{
+    PING_PONG, PING_PONG_ONE_LINE, PING_PONG_READ_ONLY, ping_pong_one_line_p50, ping_pong_p50, ping_pong_read_only_p50,
+};
 use crate::papers::ANT;
 use crate::report::{Kind, Row};
 use crate::rounds::Samples;
@@ -27,10 +29,11 @@ fn round_trip(samples: &Samples, name: &str, compare: impl FnOnce(Row) -> Result
 }
 
 fn spinning(samples: &Samples) -> Result<Vec<Row>> {
-    let floor = ping_pong_p50(samples)?;
+    let (floor, read_only) = (ping_pong_p50(samples)?, ping_pong_read_only_p50(samples)?);
     let ant = ANT.best_ns("call").context("the paper has a whole call")?;
     let mut rows = round_trip(samples, "spin-inline", |row| {
         row.against(PING_PONG, Kind::Floor, floor)
+            .against(PING_PONG_READ_ONLY, Kind::Floor, read_only)
             .against(PING_PONG_ONE_LINE, Kind::Floor, ping_pong_one_line_p50(samples)?)
             .against("iceoryx2", Kind::Peer, samples.p50("iceoryx2")?)
             .against("iceoryx2-topics", Kind::Peer, samples.p50("iceoryx2-topics")?)
@@ -40,6 +43,7 @@ fn spinning(samples: &Samples) -> Result<Vec<Row>> {
     })?;
     rows.extend(round_trip(samples, "spin-slot", |row| {
         row.against(PING_PONG, Kind::Floor, floor)
+            .against(PING_PONG_READ_ONLY, Kind::Floor, read_only)
             .against("iceoryx2", Kind::Peer, samples.p50("iceoryx2-4k")?)
             .against("ant", Kind::Paper, ant)
             .bar(3.0, PING_PONG)
