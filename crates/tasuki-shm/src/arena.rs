@@ -5,7 +5,8 @@
 //!
 //! # Invariants
 //!
-//! - **A1** No other process can write an arena: its memory is sealed against further writers before anyone else gets it.
+//! - **A1** No other process can write an arena: its memory is sealed against further writers before anyone else gets it. The
+//!   peer of an arena made [for a device](Arena::for_device) can, and writes only slots that are lent to it.
 //! - **A2** At most one [`Slot`] exists for a slot, and only while the slot's holder is the owner (rule S1 of [`crate::slots`]).
 //! - **A3** A withdrawn slot ([`Detach::Guard`]) has no `Slot`, so nobody in this process refers to its bytes.
 #![allow(unsafe_code, reason = "lends the bytes of a slot to the one who holds it")]
@@ -97,6 +98,16 @@ impl Arena {
         region.seal_writers()?; // A1
         let slots = Slots::new(table, geometry.count);
         Ok(Arena { pool: Arc::new(Pool { region, slots, geometry, detach }) })
+    }
+
+    /// Makes an arena whose peer is a device, which writes the slots that are lent to it.
+    ///
+    /// # Safety
+    /// The device, and whoever else gets the memory, writes a slot only while it is lent.
+    pub unsafe fn for_device(name: &str, geometry: Geometry, table: Span<Line>) -> Result<Self, RegionError> {
+        let region = Region::create(name, geometry.len(), geometry.pages())?;
+        let slots = Slots::new(table, geometry.count);
+        Ok(Arena { pool: Arc::new(Pool { region, slots, geometry, detach: Detach::Move }) })
     }
 
     /// The memory, to hand to the peer.

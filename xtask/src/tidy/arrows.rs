@@ -13,9 +13,11 @@ enum May {
     Only(&'static [&'static str]),
 }
 
-const ARROWS: [(&str, May); 3] = [
+const ARROWS: [(&str, May); 4] = [
     // Compiled and checked alone, under loom too.
     ("tasuki-shm", May::Only(&[])),
+    // Everything that touches devices, guests and the kernel's network.
+    ("tasuki-net", May::Only(&["tasuki-shm", "tasuki-sim"])),
     // Measures everything.
     ("tasuki-bench", May::All),
     // Must build when nothing else does.

@@ -1,0 +1,11 @@
+//! Frames: where they enter, leave and cross.
+//!
+//! | module   | what it is                                                    |
+//! |----------|---------------------------------------------------------------|
+//! | [`port`] | where frames enter or leave: the trait of the data path       |
+//! | [`nic`]  | drivers of network cards, and the buses over which they reach them |
+//!
+//! docs/design/nic.md says what a driver is, and what is promised of it.
+
+pub mod nic;
+pub mod port;

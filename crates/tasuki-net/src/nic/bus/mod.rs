@@ -1,0 +1,124 @@
+//! How a driver reaches its card: configuration space, registers, DMA, interrupts.
+
+pub mod pci;
+
+use std::io;
+use std::os::fd::OwnedFd;
+
+pub use pci::{BarKind, Capability, Header, PciError};
+use tasuki_shm::region::Region;
+
+/// An address as the device sees it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct Iova(pub u64);
+
+impl std::ops::Add<u64> for Iova {
+    type Output = Iova;
+
+    fn add(self, bytes: u64) -> Iova {
+        Iova(self.0 + bytes)
+    }
+}
+
+impl std::fmt::Display for Iova {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "{:#x}", self.0)
+    }
+}
+
+/// Why a device cannot be reached.
+#[derive(Debug, thiserror::Error)]
+pub enum BusError {
+    /// It was there and is not any more.
+    #[error("the device is gone (while {doing}): it was removed, or its server has ended; connect again")]
+    Gone {
+        /// The step.
+        doing: &'static str,
+    },
+    /// The device has no such BAR, or one of another kind.
+    #[error("the device has no memory at BAR {index}; it is not the card that it says it is")]
+    NoBar {
+        /// Which.
+        index: u8,
+    },
+    /// The device has fewer interrupts than the driver needs.
+    #[error("the device has {have} MSI-X interrupts and the driver needs {need}")]
+    FewInterrupts {
+        /// Vectors there are.
+        have: u16,
+        /// Vectors needed.
+        need: u16,
+    },
+    /// The device cannot be made to see memory there.
+    #[error("the device cannot be given memory at {at} ({len} bytes): {why}")]
+    Dma {
+        /// Where.
+        at: Iova,
+        /// Bytes.
+        len: usize,
+        /// What stands against it, and what to do.
+        why: String,
+    },
+    /// The kernel, or the device's server, refused.
+    #[error("{doing} was refused: {source}")]
+    Refused {
+        /// The step.
+        doing: &'static str,
+        /// The reason.
+        source: io::Error,
+    },
+    /// Whoever is at the other end does not keep to the bus's protocol.
+    #[error("what serves the device broke its protocol: {what}")]
+    Protocol {
+        /// The rule.
+        what: String,
+    },
+    /// The configuration space makes no sense.
+    #[error("{0}")]
+    Pci(#[from] PciError),
+}
+
+/// The way to one PCI device.
+pub trait Bus {
+    /// How its registers are reached.
+    type Registers: Registers;
+
+    /// The 32-bit word at `offset` (a multiple of 4) of the configuration space.
+    fn read_config(&mut self, offset: u16) -> Result<u32, BusError>;
+
+    /// Writes the 32-bit word at `offset` (a multiple of 4) of the configuration space.
+    fn write_config(&mut self, offset: u16, value: u32) -> Result<(), BusError>;
+
+    /// The registers behind BAR `index`. Memory decoding is on afterwards.
+    fn registers(&mut self, index: u8) -> Result<Self::Registers, BusError>;
+
+    /// Lets the device read and write all of `memory` at `at` and after. Both are multiples of the page size.
+    fn map_dma(&mut self, memory: &Region, at: Iova) -> Result<(), BusError>;
+
+    /// Takes back what [`map_dma`](Self::map_dma) gave at `at`.
+    fn unmap_dma(&mut self, at: Iova, len: usize) -> Result<(), BusError>;
+
+    /// An eventfd for each of the first `count` MSI-X vectors, which are enabled. They stay the same for as long as the bus lives.
+    fn interrupts(&mut self, count: u16) -> Result<Vec<OwnedFd>, BusError>;
+
+    /// Resets the whole device as its bus can, if it can.
+    fn reset(&mut self) -> Result<(), BusError>;
+}
+
+/// The registers behind a BAR. Accesses do not fail: as on a real bus, who is gone reads as all ones, and what is written is lost.
+///
+/// Offsets are in bytes and below the BAR's length; whoever reaches beyond it reads ones as well.
+pub trait Registers {
+    /// Reads 8 bits.
+    fn read8(&self, offset: u32) -> u8;
+    /// Reads 16 bits at an even offset.
+    fn read16(&self, offset: u32) -> u16;
+    /// Reads 32 bits at a multiple of 4.
+    fn read32(&self, offset: u32) -> u32;
+    /// Writes 8 bits.
+    fn write8(&self, offset: u32, value: u8);
+    /// Writes 16 bits at an even offset.
+    fn write16(&self, offset: u32, value: u16);
+    /// Writes 32 bits at a multiple of 4. What was stored to memory before is there when the device sees it.
+    fn write32(&self, offset: u32, value: u32);
+}

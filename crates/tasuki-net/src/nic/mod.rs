@@ -1,0 +1,188 @@
+//! Drivers of network cards.
+//!
+//! A driver is a value that owns its [`Bus`](bus::Bus) and its [`NicMemory`] and is a [`Port`]. What it must remember while it
+//! runs is a plain struct, its *sash*: a parked NIC's sash is all that a successor needs to go on where this one stopped.
+//!
+//! ```text
+//!            start (reset, initialise, wait for nothing)
+//!   bus, memory ──────────────────────────────► running ──── park ───► sash (+ the bus and memory, back)
+//!                                                  ▲                      │
+//!                                                  └─────── resume ◄──────┘   no reset, no PHY, no link change
+//! ```
+//!
+//! A parked NIC touches no memory: its receive and transmit units are off and what they had begun is finished.
+
+pub mod bus;
+mod memory;
+
+use bus::{Bus, BusError};
+pub use memory::NicMemory;
+
+use crate::port::Port;
+
+/// Who a card is, as its configuration space says.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub struct PciId {
+    /// Of the maker.
+    pub vendor: u16,
+    /// Of the card.
+    pub device: u16,
+}
+
+impl std::fmt::Display for PciId {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "{:04x}:{:04x}", self.vendor, self.device)
+    }
+}
+
+/// An Ethernet address.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub struct Mac(pub [u8; 6]);
+
+impl std::fmt::Display for Mac {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        let [a, b, c, d, e, g] = self.0;
+        write!(f, "{a:02x}:{b:02x}:{c:02x}:{d:02x}:{e:02x}:{g:02x}")
+    }
+}
+
+/// The state of the wire.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Link {
+    /// No partner, or still negotiating.
+    Down,
+    /// Frames can pass.
+    Up {
+        /// In Mb/s; 0 if the card does not say.
+        speed: u32,
+        /// Whether both directions carry frames at the same time.
+        full_duplex: bool,
+    },
+}
+
+/// Which frames a card lets in, besides broadcasts and those for its own address.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct Filter {
+    /// Every frame there is.
+    pub promiscuous: bool,
+    /// Every multicast.
+    pub all_multicast: bool,
+    /// These multicasts.
+    pub multicast: Vec<Mac>,
+}
+
+/// What somebody who starts a card asks for.
+#[derive(Debug, Clone)]
+pub struct NicOptions {
+    /// Descriptors in each receive ring and each transmit ring: a power of two, within the card's limits.
+    pub ring: u16,
+    /// Receive queues.
+    pub queues: u8,
+    /// Longest payload of a frame, in bytes, without Ethernet header and check sequence.
+    pub mtu: u16,
+    /// What is let in.
+    pub filter: Filter,
+}
+
+impl Default for NicOptions {
+    /// One queue of 256 descriptors, frames of up to 1,500 bytes, and only what is addressed to the card.
+    fn default() -> Self {
+        NicOptions { ring: 256, queues: 1, mtu: 1500, filter: Filter::default() }
+    }
+}
+
+/// Why a card could not be started or does not work any more.
+#[derive(Debug, thiserror::Error)]
+pub enum NicError {
+    /// The bus does not carry us to the device.
+    #[error("{0}")]
+    Bus(#[from] BusError),
+    /// It is another card.
+    #[error("the device is {found}, and this driver drives {driver}; `tasuki nic probe` says which driver fits, if any")]
+    OtherCard {
+        /// Who it is.
+        found: PciId,
+        /// What the driver drives.
+        driver: &'static str,
+    },
+    /// The card cannot do what was asked for.
+    #[error("the card cannot have {field} = {value}; {must}")]
+    Options {
+        /// Which option.
+        field: &'static str,
+        /// What was asked for.
+        value: u64,
+        /// What it can do.
+        must: &'static str,
+    },
+    /// The memory is too small for the rings or the frames.
+    #[error("the card's {what} needs {need} bytes, and there are {have}; make the NIC's memory larger")]
+    Memory {
+        /// Which part.
+        what: &'static str,
+        /// Bytes needed.
+        need: usize,
+        /// Bytes there.
+        have: usize,
+    },
+    /// The card did not do in time what it must.
+    #[error("the card did not finish {step} within {limit_ms} ms; it is stuck: reset it")]
+    Stuck {
+        /// The step.
+        step: &'static str,
+        /// How long we waited, in milliseconds.
+        limit_ms: u32,
+    },
+    /// The card is gone: every register reads as ones.
+    #[error("the card is gone from its bus: it was removed, or whoever models it has ended")]
+    Gone,
+    /// The card wrote what no such card writes. Nothing it says can be believed any more.
+    #[error("the card wrote what it must not: {what} ({value:#x}); reset it")]
+    Absurd {
+        /// Where, and what is wrong with it.
+        what: &'static str,
+        /// What it wrote.
+        value: u64,
+    },
+    /// The sash is not one that this driver understands.
+    #[error("the sash is of {kind} version {version}, and this driver understands {ours}; hand the NIC over by the store, or upgrade")]
+    OtherSash {
+        /// The driver it names.
+        kind: u32,
+        /// Its version.
+        version: u32,
+        /// What we understand.
+        ours: u32,
+    },
+}
+
+/// A card that runs.
+pub trait Nic: Port<Fault = NicError> + Sized {
+    /// How the driver reaches the card.
+    type Bus: Bus;
+
+    /// All that a successor must know: plain data, with a version.
+    type Sash;
+
+    /// Resets the card and sets it up, with slots posted to every receive ring. The link comes up when it comes up.
+    fn start(bus: Self::Bus, memory: NicMemory, options: &NicOptions) -> Result<Self, NicError>;
+
+    /// Goes on with a card that another driver has parked. Touches neither the link nor the filters.
+    fn resume(bus: Self::Bus, memory: NicMemory, sash: &Self::Sash) -> Result<Self, NicError>;
+
+    /// Has the card finish what it has begun and touch no memory any more. Frames that have come and were not received, and
+    /// frames that were not sent, stay in the rings, and the sash says where.
+    fn park(self) -> Result<(Self::Bus, NicMemory, Self::Sash), NicError>;
+
+    /// The card's own address.
+    fn mac(&self) -> Mac;
+
+    /// The state of the wire.
+    fn link(&mut self) -> Link;
+
+    /// What is let in from now on.
+    fn set_filter(&mut self, filter: &Filter) -> Result<(), NicError>;
+
+    /// What the card and the driver have counted since they started, by the names that `ethtool -S` shows.
+    fn statistics(&mut self) -> Vec<(&'static str, u64)>;
+}
