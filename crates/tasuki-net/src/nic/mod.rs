@@ -1,6 +1,6 @@
 //! Drivers of network cards.
 //!
-//! A driver is a value that owns its [`Bus`](bus::Bus) and its [`NicMemory`] and is a [`Port`]. What it must remember while it
+//! A driver is a value that owns its [`Bus`] and its [`NicMemory`] and is a [`Port`]. What it must remember while it
 //! runs is a plain struct, its *sash*: a parked NIC's sash is all that a successor needs to go on where this one stopped.
 //!
 //! ```text
@@ -98,7 +98,9 @@ pub enum NicError {
     #[error("{0}")]
     Bus(#[from] BusError),
     /// It is another card.
-    #[error("the device is {found}, and this driver drives {driver}; `tasuki nic probe` says which driver fits, if any")]
+    #[error(
+        "the device is {found}, and this driver drives {driver}; `tasuki nic probe` says which driver fits, if any"
+    )]
     OtherCard {
         /// Who it is.
         found: PciId,
@@ -145,7 +147,9 @@ pub enum NicError {
         value: u64,
     },
     /// The sash is not one that this driver understands.
-    #[error("the sash is of {kind} version {version}, and this driver understands {ours}; hand the NIC over by the store, or upgrade")]
+    #[error(
+        "the sash is of {kind} version {version}, and this driver understands {ours}; hand the NIC over by the store, or upgrade"
+    )]
     OtherSash {
         /// The driver it names.
         kind: u32,
