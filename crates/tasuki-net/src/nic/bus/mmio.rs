@@ -47,7 +47,8 @@ impl Mmio {
         let Ok(seals) = rustix::fs::fcntl_get_seals(memory) else { return Ok(None) };
         let stat = rustix::fs::fstat(memory)?;
         let small = usize::try_from(stat.st_blksize).is_ok_and(|page| page <= PAGE_LEN);
-        let there = offset.checked_add(len.into()).is_some_and(|end| u64::try_from(stat.st_size).is_ok_and(|n| end <= n));
+        let there =
+            offset.checked_add(len.into()).is_some_and(|end| u64::try_from(stat.st_size).is_ok_and(|n| end <= n));
         if !(seals.contains(SealFlags::SHRINK) && small && there) {
             return Ok(None);
         }

@@ -125,9 +125,7 @@ impl Link {
                 self.breach(format!("{} descriptors came with an answer to {command:?}", fds.len()))
             }
             Ok(Answer::Reply(len, fds)) => Ok((len, fds)),
-            Ok(Answer::Refusal(errno)) => {
-                Err(BusError::Refused { doing, source: io::Error::from_raw_os_error(errno) })
-            }
+            Ok(Answer::Refusal(errno)) => Err(BusError::Refused { doing, source: io::Error::from_raw_os_error(errno) }),
             Err(fault) => self.fail(doing, fault),
         }
     }

@@ -154,7 +154,8 @@ impl VfioUser {
             let fds = fds.iter().map(AsFd::as_fd).collect::<Vec<_>>();
             let count = u32::try_from(fds.len()).expect("at most 16");
             let flags = wire::IRQ_DATA_EVENTFD | wire::IRQ_TRIGGER;
-            let ask = |message: &mut wire::Message| _ = message.u32(20).u32(flags).u32(wire::MSIX).u32(start).u32(count);
+            let ask =
+                |message: &mut wire::Message| _ = message.u32(20).u32(flags).u32(wire::MSIX).u32(start).u32(count);
             link.call("setting up interrupts", Command::DeviceSetIrqs, ask, &fds, &mut [], 0)?;
             start += count;
         }
@@ -164,7 +165,10 @@ impl VfioUser {
     /// Switches MSI-X on in the device, with every vector unmasked.
     fn enable_vectors(&mut self) -> Result<(), BusError> {
         let Some(msix) = Header::read(self)?.capability(Capability::MSI_X) else {
-            return Err(BusError::FewInterrupts { have: 0, need: u16::try_from(self.vectors.len()).unwrap_or(u16::MAX) });
+            return Err(BusError::FewInterrupts {
+                have: 0,
+                need: u16::try_from(self.vectors.len()).unwrap_or(u16::MAX),
+            });
         };
         let table = self.read_config(msix.offset + MSIX_TABLE)?;
         for vector in 0..self.vectors.len() as u64 {
@@ -219,7 +223,8 @@ fn read(link: &mut Link, doing: &'static str, region: u32, offset: u64, into: &m
     let (len, _) = link.call(doing, Command::RegionRead, ask, &[], answer, 0)?;
     let mut from = Reader(&answer[..len]);
     if (from.u64(), from.u32(), from.u32()) != (Some(offset), Some(region), Some(count)) || from.0.len() != into.len() {
-        return link.breach(format!("it answers another read than that of {count} bytes at {offset:#x} of region {region}"));
+        return link
+            .breach(format!("it answers another read than that of {count} bytes at {offset:#x} of region {region}"));
     }
     into.copy_from_slice(from.0);
     Ok(())
@@ -233,7 +238,9 @@ fn write(link: &mut Link, doing: &'static str, region: u32, offset: u64, value: 
     let mut from = Reader(&answer[..len]);
     match (from.u64(), from.u32(), from.u32()) == (Some(offset), Some(region), Some(4)) {
         true => Ok(()),
-        false => link.breach(format!("it answers another write than that of 4 bytes at {offset:#x} of region {region}")),
+        false => {
+            link.breach(format!("it answers another write than that of 4 bytes at {offset:#x} of region {region}"))
+        }
     }
 }
 
@@ -282,7 +289,9 @@ impl Bus for VfioUser {
         let len = memory.len();
         let dma = |why: String| BusError::Dma { at, len, why };
         if !at.0.is_multiple_of(PAGE_LEN as u64) || at.0.checked_add(len as u64).is_none() {
-            return Err(dma("the address is not on a whole page, or the end is beyond the last; choose another".to_owned()));
+            return Err(dma(
+                "the address is not on a whole page, or the end is beyond the last; choose another".to_owned()
+            ));
         }
         let flags = wire::DMA_READ | wire::DMA_WRITE;
         let ask = |message: &mut wire::Message| _ = message.u32(32).u32(flags).u64(0).u64(at.0).u64(len as u64);

@@ -229,9 +229,8 @@ pub struct RegionInfo {
 impl RegionInfo {
     /// Understands the answer to a question about region `index`.
     pub fn parse(payload: &[u8], index: u32) -> Result<Self, Breach> {
-        let fields = |mut from: Reader<'_>| {
-            Some((from.u32()?, from.u32()?, from.u32()?, from.u32()?, from.u64()?, from.u64()?))
-        };
+        let fields =
+            |mut from: Reader<'_>| Some((from.u32()?, from.u32()?, from.u32()?, from.u32()?, from.u64()?, from.u64()?));
         let Some((argsz, flags, its_index, cap_offset, len, offset)) = fields(Reader(payload)) else {
             return Err(format!("it describes region {index} in {} bytes", payload.len()));
         };
@@ -311,7 +310,10 @@ mod tests {
     #[test]
     fn a_header_is_a_reply_a_refusal_or_a_question() {
         assert_eq!(Incoming::parse(&header(7, 9, 36, 1, 0)), Ok(Incoming::Reply { id: 7, command: 9, len: 20 }));
-        assert_eq!(Incoming::parse(&header(7, 9, 16, 0x21, 17)), Ok(Incoming::Refusal { id: 7, command: 9, errno: 17 }));
+        assert_eq!(
+            Incoming::parse(&header(7, 9, 16, 0x21, 17)),
+            Ok(Incoming::Refusal { id: 7, command: 9, errno: 17 })
+        );
         assert_eq!(
             Incoming::parse(&header(7, 11, 32, 0x10, 0)),
             Ok(Incoming::Command { id: 7, command: 11, len: 16, posted: true })
@@ -360,7 +362,10 @@ mod tests {
         assert_eq!(small.unwrap_err(), "it takes only 3 bytes at a time, and a register has four");
         assert_eq!(parse_version(&[0; 3]).unwrap_err(), "its version has 3 bytes");
         let deep = format!("{}\0", "[".repeat(4000));
-        assert!(version(0, 1, &deep).unwrap_err().starts_with("its version data is no JSON"), "and not a stack that overflows");
+        assert!(
+            version(0, 1, &deep).unwrap_err().starts_with("its version data is no JSON"),
+            "and not a stack that overflows"
+        );
     }
 
     #[test]
