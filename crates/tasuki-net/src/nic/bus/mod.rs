@@ -1,12 +1,15 @@
 //! How a driver reaches its card: configuration space, registers, DMA, interrupts.
 
+mod mmio;
 pub mod pci;
+pub mod vfio_user;
 
 use std::io;
 use std::os::fd::OwnedFd;
 
 pub use pci::{BarKind, Capability, Header, PciError};
 use tasuki_shm::region::Region;
+pub use vfio_user::VfioUser;
 
 /// An address as the device sees it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
