@@ -98,7 +98,9 @@ pub enum NicError {
     #[error("{0}")]
     Bus(#[from] BusError),
     /// It is another card.
-    #[error("the device is {found}, and this driver drives {driver}; `tasuki nic probe` says which driver fits, if any")]
+    #[error(
+        "the device is {found}, and this driver drives {driver}; `tasuki nic probe` says which driver fits, if any"
+    )]
     OtherCard {
         /// Who it is.
         found: PciId,
@@ -145,7 +147,9 @@ pub enum NicError {
         value: u64,
     },
     /// The sash is not one that this driver understands.
-    #[error("the sash is of {kind} version {version}, and this driver understands {ours}; hand the NIC over by the store, or upgrade")]
+    #[error(
+        "the sash is of {kind} version {version}, and this driver understands {ours}; hand the NIC over by the store, or upgrade"
+    )]
     OtherSash {
         /// The driver it names.
         kind: u32,
