@@ -260,3 +260,89 @@ impl TxRing {
 }
 
 const _: () = assert!(BURST_MAX <= DESCRIPTORS_MAX);
+
+#[cfg(test)]
+mod tests {
+    use tasuki_shm::arena::Geometry;
+
+    use super::*;
+    use crate::nic::loan;
+
+    const COUNT: usize = 4;
+
+    /// A receive ring, and the words that the card writes.
+    fn ring() -> (NicMemory, RxRing, Span<AtomicU64>) {
+        let memory = NicMemory::create(Geometry { slot_len: 4096, count: 16 }, 4096, Iova(1 << 32)).unwrap();
+        let words = || memory.rings().span(0, 2 * COUNT).unwrap();
+        let slots = loan::stock(&memory, COUNT).unwrap();
+        let ring = RxRing::new(&memory, words(), &slots);
+        let card = words();
+        (memory, ring, card)
+    }
+
+    fn receive(memory: &NicMemory, ring: &mut RxRing) -> Result<(Vec<u16>, Counts), NicError> {
+        let (mut burst, mut counts) = (Burst::new(), Counts::default());
+        ring.receive(memory, &mut burst, &mut counts)?;
+        Ok((burst.iter().map(|frame| frame.len).collect(), counts))
+    }
+
+    const WHOLE: u32 = descriptor::FS | descriptor::LS;
+
+    #[test]
+    fn lengths_that_no_frame_has_are_errors() {
+        for len in [0, 3, 4, 17, BUFFER_LEN + 1, received::LENGTH] {
+            let (memory, mut ring, card) = ring();
+            card[0].store((WHOLE | len).into(), Relaxed);
+            let error = receive(&memory, &mut ring).unwrap_err();
+            assert!(matches!(error, NicError::Absurd { value, .. } if value == u64::from(len)), "{error}");
+        }
+        for len in [18, BUFFER_LEN] {
+            let (memory, mut ring, card) = ring();
+            card[0].store((WHOLE | len).into(), Relaxed);
+            let (lens, _) = receive(&memory, &mut ring).unwrap();
+            assert_eq!(lens, [u16::try_from(len - 4).unwrap()]);
+        }
+    }
+
+    #[test]
+    fn ones_everywhere_are_no_frame() {
+        let (memory, mut ring, card) = ring();
+        card.iter().for_each(|word| word.store(u64::MAX, Relaxed));
+        assert_eq!(receive(&memory, &mut ring).unwrap().0, []);
+    }
+
+    #[test]
+    fn pieces_and_broken_frames_are_counted_and_their_slots_used_again() {
+        let (memory, mut ring, card) = ring();
+        card[0].store(descriptor::FS.into(), Relaxed);
+        card[2].store(0, Relaxed);
+        card[4].store((WHOLE | received::RES | 64).into(), Relaxed);
+        card[6].store((WHOLE | 64).into(), Relaxed);
+        let (lens, counts) = receive(&memory, &mut ring).unwrap();
+        assert_eq!(lens, [60]);
+        assert_eq!((counts.rx_frags, counts.rx_errors, counts.rx_packets), (2, 3, 1));
+        assert_eq!(memory.arena().census().peer, 4);
+        assert_eq!(card[6].load(Relaxed), (descriptor::OWN | descriptor::EOR | BUFFER_LEN).into());
+    }
+
+    /// A descriptor that the card writes back once more, when it is ours no longer, is the next one's news, or none.
+    #[test]
+    fn a_descriptor_written_back_twice_brings_no_frame_twice() {
+        let (memory, mut ring, card) = ring();
+        card[0].store((WHOLE | 64).into(), Relaxed);
+        assert_eq!(receive(&memory, &mut ring).unwrap().0, [60]);
+        card[0].store((WHOLE | 64).into(), Relaxed);
+        assert_eq!(receive(&memory, &mut ring).unwrap().0, []);
+    }
+
+    #[test]
+    fn without_a_slot_to_replace_it_a_frame_waits() {
+        let (memory, mut ring, card) = ring();
+        let slots: Vec<_> = std::iter::from_fn(|| memory.arena().take()).collect();
+        card[0].store((WHOLE | 64).into(), Relaxed);
+        let (lens, counts) = receive(&memory, &mut ring).unwrap();
+        assert_eq!((lens, counts.rx_no_slot), (vec![], 1));
+        drop(slots);
+        assert_eq!(receive(&memory, &mut ring).unwrap().0, [60]);
+    }
+}

@@ -136,3 +136,38 @@ impl Sash {
         &self.tx[..self.unsent.into()]
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use zerocopy::FromZeros;
+
+    use super::*;
+
+    fn sash() -> Sash {
+        Sash { kind: KIND, version: VERSION, rings_at: 0x1000, ring: 8, frame_max: 1518, ..Sash::new_zeroed() }
+    }
+
+    #[test]
+    fn a_sash_that_cannot_be_true_is_refused() {
+        sash().check(0x1000).unwrap();
+        let unsent = |status| {
+            let mut sash = Sash { unsent: 1, ..sash() };
+            sash.tx[0].status = status;
+            sash
+        };
+        unsent(1518).check(0x1000).unwrap();
+        for (wrong, why) in [
+            (Sash { version: 2, ..sash() }, "version 2"),
+            (Sash { kind: 0x8086_10d3, ..sash() }, "the sash is of"),
+            (Sash { ring: 128, ..sash() }, "the number of descriptors (0x80)"),
+            (Sash { ring: 0, ..sash() }, "the number of descriptors (0x0)"),
+            (Sash { unsent: 9, ..sash() }, "unsent frames (0x9)"),
+            (Sash { frame_max: 9000, ..sash() }, "the longest frame"),
+            (Sash { rings_at: 0, ..sash() }, "at another address"),
+            (unsent(1519), "length of an unsent frame"),
+        ] {
+            let error = wrong.check(0x1000).unwrap_err().to_string();
+            assert!(error.contains(why), "{error}");
+        }
+    }
+}
