@@ -14,7 +14,10 @@
 
 pub mod bus;
 pub mod e1000e;
+mod loan;
 mod memory;
+mod register;
+pub mod rtl8139;
 
 use bus::{Bus, BusError};
 pub use memory::NicMemory;
@@ -158,6 +161,14 @@ pub enum NicError {
         version: u32,
         /// What we understand.
         ours: u32,
+    },
+    /// The sash cannot be true.
+    #[error("the sash contradicts itself or the NIC's memory: {what} ({value:#x}); start the card anew")]
+    BrokenSash {
+        /// What is wrong with it.
+        what: &'static str,
+        /// What stands there.
+        value: u64,
     },
 }
 
