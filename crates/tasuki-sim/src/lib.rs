@@ -1,0 +1,17 @@
+//! Models of network cards, written from their data sheets, that forgive a driver nothing; and wires to plug into them.
+//!
+//! | module      | what it is                                                                  |
+//! |-------------|-----------------------------------------------------------------------------|
+//! | [`e1000e`]  | the Intel 82574L, a state machine without threads, clocks or memory         |
+//! | [`journal`] | what a driver did that it must not do                                       |
+//! | [`memory`]  | the memory that a model reaches, and the eventfds that it rings             |
+//! | [`wire`]    | what a model is plugged into: a source and checker, a socket, a TAP, a file |
+//! | [`card`]    | model, memory and wire put together, for a driver in the same process       |
+//!
+//! Nothing here shares a constant with a driver: an offset that a driver's author misread is not misread here in the same way.
+
+pub mod card;
+pub mod e1000e;
+pub mod journal;
+pub mod memory;
+pub mod wire;
