@@ -16,8 +16,6 @@ enum May {
 const ARROWS: [(&str, May); 7] = [
     // Compiled and checked alone, under loom too.
     ("tasuki-shm", May::Only(&[])),
-    // What drivers are proved against: it knows nothing of them.
-    ("tasuki-sim", May::Only(&["tasuki-shm"])),
     // Everything that touches devices, guests and the kernel's network.
     ("tasuki-net", May::Only(&["tasuki-shm", "tasuki-sim"])),
     // A model of a device knows nothing of the drivers that it is to catch.

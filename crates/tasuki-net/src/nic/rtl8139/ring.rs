@@ -308,7 +308,7 @@ mod tests {
     fn ones_everywhere_are_no_frame() {
         let (memory, mut ring, card) = ring();
         card.iter().for_each(|word| word.store(u64::MAX, Relaxed));
-        assert_eq!(receive(&memory, &mut ring).unwrap().0, []);
+        assert!(receive(&memory, &mut ring).unwrap().0.is_empty());
     }
 
     #[test]

@@ -1,0 +1,270 @@
+//! A model, the memory that it reaches and the wire it is plugged into, for a driver in the same process.
+//!
+//! A [`Card`] is shared: one thread lets it [`step`](Card::step) or has it [run](Card::run), others reach its registers. As on a
+//! real bus, a write does not wait for the card: it is on its way, and there when anything is read or the card moves on.
+
+use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering::Relaxed};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::thread::{JoinHandle, Thread};
+use std::time::{Duration, Instant};
+
+use tasuki_shm::region::Region;
+
+use crate::e1000e::{Bar, Device};
+use crate::memory::{MapError, Memory};
+use crate::wire::Wire;
+
+/// What a read over the bus takes, in nanoseconds: so much does a clock move that nobody else moves.
+const READ_NS: u64 = 500;
+
+/// Writes that are on their way at most.
+const POSTED: usize = 256;
+
+/// Rounds without work after which a card that runs sleeps, and how long it sleeps unless a write wakes it.
+const IDLE_ROUNDS: u32 = 200;
+const NAP: Duration = Duration::from_micros(100);
+
+/// Where the model's time comes from.
+#[derive(Debug)]
+pub enum Clock {
+    /// The machine's.
+    Real(Instant),
+    /// A number of nanoseconds, which [`Card::advance`] and reads of registers move on.
+    Manual(AtomicU64),
+}
+
+impl Clock {
+    /// The machine's time from now on.
+    pub fn real() -> Self {
+        Clock::Real(Instant::now())
+    }
+
+    /// Stands at 0.
+    pub fn manual() -> Self {
+        Clock::Manual(AtomicU64::new(0))
+    }
+
+    fn now(&self) -> u64 {
+        match self {
+            Clock::Real(start) => u64::try_from(start.elapsed().as_nanos()).unwrap_or(u64::MAX),
+            Clock::Manual(now) => now.load(Relaxed),
+        }
+    }
+
+    fn advance(&self, ns: u64) {
+        if let Clock::Manual(now) = self {
+            now.fetch_add(ns, Relaxed);
+        }
+    }
+}
+
+/// The parts of a card.
+#[derive(Debug)]
+pub struct Parts<W> {
+    /// The model.
+    pub device: Device,
+    /// What it reaches.
+    pub memory: Memory,
+    /// What it is plugged into.
+    pub wire: W,
+    /// Writes that are being done.
+    taken: Vec<Posted>,
+}
+
+#[derive(Debug, Clone, Copy)]
+struct Posted {
+    bar: Bar,
+    offset: u32,
+    width: u8,
+    value: u32,
+}
+
+#[derive(Debug)]
+struct Shared<W> {
+    parts: Mutex<Parts<W>>,
+    /// Taken after `parts` where both are needed.
+    posted: Mutex<Vec<Posted>>,
+    /// Who wants the card now: the thread that runs it lets them go first.
+    waiting: AtomicU32,
+    clock: Clock,
+    /// The thread that runs it, while there is one.
+    runner: Mutex<Option<Thread>>,
+    asleep: AtomicBool,
+}
+
+/// A card in the same process.
+#[derive(Debug)]
+pub struct Card<W>(Arc<Shared<W>>);
+
+impl<W> Clone for Card<W> {
+    fn clone(&self) -> Self {
+        Card(Arc::clone(&self.0))
+    }
+}
+
+/// A model that panicked (because a test told it to) can still be looked at.
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+impl<W: Wire> Card<W> {
+    /// Puts a card together.
+    pub fn new(device: Device, wire: W, clock: Clock) -> Self {
+        let parts = Parts { device, memory: Memory::default(), wire, taken: Vec::with_capacity(POSTED) };
+        Card(Arc::new(Shared {
+            parts: Mutex::new(parts),
+            posted: Mutex::new(Vec::with_capacity(POSTED)),
+            waiting: AtomicU32::new(0),
+            clock,
+            runner: Mutex::new(None),
+            asleep: AtomicBool::new(false),
+        }))
+    }
+
+    /// The time as the card has it, in nanoseconds.
+    pub fn now(&self) -> u64 {
+        self.0.clock.now()
+    }
+
+    /// Moves a manual clock on.
+    pub fn advance(&self, ns: u64) {
+        self.0.clock.advance(ns);
+    }
+
+    /// Looks into the card, or changes something in it. What was written before is there.
+    pub fn with<T>(&self, look: impl FnOnce(&mut Parts<W>) -> T) -> T {
+        self.0.waiting.fetch_add(1, Relaxed);
+        let mut parts = lock(&self.0.parts);
+        self.0.waiting.fetch_sub(1, Relaxed);
+        self.arrive(&mut parts);
+        look(&mut parts)
+    }
+
+    /// What was written is there now.
+    fn arrive(&self, parts: &mut Parts<W>) {
+        std::mem::swap(&mut parts.taken, &mut lock(&self.0.posted));
+        if parts.taken.is_empty() {
+            return;
+        }
+        let now = self.now();
+        for i in 0..parts.taken.len() {
+            let Posted { bar, offset, width, value } = parts.taken[i];
+            parts.device.write(bar, offset, width, value, now);
+        }
+        parts.taken.clear();
+    }
+
+    /// Reads `width` (1, 2 or 4) bytes behind a BAR.
+    pub fn read(&self, bar: Bar, offset: u32, width: u8) -> u32 {
+        self.0.clock.advance(READ_NS);
+        self.with(|parts| parts.device.read(bar, offset, width, self.now()))
+    }
+
+    /// Writes `width` (1, 2 or 4) bytes behind a BAR.
+    pub fn write(&self, bar: Bar, offset: u32, width: u8, value: u32) {
+        let posted = Posted { bar, offset, width, value };
+        let mut on_their_way = lock(&self.0.posted);
+        // With a clock that others move, a write arrives before the clock is moved.
+        if on_their_way.len() < POSTED && matches!(self.0.clock, Clock::Real(_)) {
+            on_their_way.push(posted);
+            drop(on_their_way);
+        } else {
+            drop(on_their_way);
+            self.with(|parts| parts.device.write(bar, offset, width, value, self.now()));
+        }
+        if self.0.asleep.load(Relaxed)
+            && let Some(runner) = &*lock(&self.0.runner)
+        {
+            runner.unpark();
+        }
+    }
+
+    /// Reads `width` bytes of the configuration space.
+    pub fn read_config(&self, offset: u32, width: u8) -> u32 {
+        self.with(|parts| parts.device.read_config(offset, width))
+    }
+
+    /// Writes `width` bytes of the configuration space.
+    pub fn write_config(&self, offset: u32, width: u8, value: u32) {
+        self.with(|parts| parts.device.write_config(offset, width, value, self.now()));
+    }
+
+    /// Lets the card see `region` at `at`.
+    pub fn map(&self, at: u64, region: &Region) -> Result<(), MapError> {
+        self.with(|parts| parts.memory.map(at, region))
+    }
+
+    /// The card sees it no longer.
+    pub fn unmap(&self, at: u64, len: u64) {
+        self.with(|parts| parts.memory.unmap(at, len));
+    }
+
+    /// Has the card do what is to be done now; says whether there was anything.
+    pub fn step(&self) -> bool {
+        while self.0.waiting.load(Relaxed) > 0 {
+            std::thread::yield_now();
+        }
+        let mut parts = lock(&self.0.parts);
+        self.arrive(&mut parts);
+        let Parts { device, memory, wire, .. } = &mut *parts;
+        device.step(memory, wire, self.now())
+    }
+
+    /// Steps until nothing is left to do: at most `limit` times.
+    pub fn settle(&self, limit: usize) {
+        for _ in 0..limit {
+            if !self.step() {
+                return;
+            }
+        }
+    }
+}
+
+impl<W: Wire + Send + 'static> Card<W> {
+    /// Has a thread of its own step the card until the result is dropped.
+    pub fn run(&self) -> Running {
+        let stop = Arc::new(AtomicBool::new(false));
+        let (card, stopped) = (self.clone(), Arc::clone(&stop));
+        let thread = std::thread::spawn(move || card.run_until(&stopped));
+        Running { stop, thread: Some(thread) }
+    }
+
+    fn run_until(&self, stop: &AtomicBool) {
+        *lock(&self.0.runner) = Some(std::thread::current());
+        let mut idle = 0;
+        while !stop.load(Relaxed) {
+            if self.step() {
+                idle = 0;
+            } else if idle < IDLE_ROUNDS {
+                idle += 1;
+                std::hint::spin_loop();
+            } else {
+                // A write that comes in between waits for the nap's end: so does one that a real bus holds up.
+                self.0.asleep.store(true, Relaxed);
+                std::thread::park_timeout(NAP);
+                self.0.asleep.store(false, Relaxed);
+            }
+        }
+        *lock(&self.0.runner) = None;
+    }
+}
+
+/// A thread that runs a card. Ends with this.
+#[derive(Debug)]
+pub struct Running {
+    stop: Arc<AtomicBool>,
+    thread: Option<JoinHandle<()>>,
+}
+
+impl Drop for Running {
+    fn drop(&mut self) {
+        self.stop.store(true, Relaxed);
+        let panicked = self.thread.take().is_some_and(|thread| {
+            thread.thread().unpark();
+            thread.join().is_err()
+        });
+        if panicked && !std::thread::panicking() {
+            panic!("the model stopped because the driver did what it must not; see the message above");
+        }
+    }
+}
