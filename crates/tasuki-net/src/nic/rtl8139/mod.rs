@@ -262,7 +262,14 @@ impl<B: Bus> Port for Rtl8139<B> {
     type Fault = NicError;
 
     fn receive(&mut self, burst: &mut Burst) -> Result<usize, NicError> {
-        self.rx.receive(&self.memory, burst, &mut self.counts)
+        let starved = self.counts.rx_no_slot;
+        let mut received = self.rx.receive(&self.memory, burst, &mut self.counts)?;
+        if self.counts.rx_no_slot != starved {
+            // The slots that frames left in may be what they can come in by.
+            self.tx.reap(&self.memory, &mut self.counts)?;
+            received += self.rx.receive(&self.memory, burst, &mut self.counts)?;
+        }
+        Ok(received)
     }
 
     fn transmit(&mut self, burst: &mut Burst) -> Result<usize, NicError> {
