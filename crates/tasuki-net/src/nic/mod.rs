@@ -13,6 +13,7 @@
 //! A parked NIC touches no memory: its receive and transmit units are off and what they had begun is finished.
 
 pub mod bus;
+pub mod e1000e;
 mod loan;
 mod memory;
 mod register;

@@ -4,6 +4,9 @@ use std::os::unix::net::UnixDatagram;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
+use rustix::io::Errno;
+use rustix::net::{SendFlags, SocketAddrUnix};
+
 use super::PATIENCE;
 
 /// Longest frame that any model sends.
@@ -23,6 +26,11 @@ impl Wire {
         Wire { socket, card: card.into() }
     }
 
+    /// The same wire, for another thread.
+    pub fn try_clone(&self) -> Wire {
+        Wire { socket: self.socket.try_clone().expect("a descriptor is free"), card: self.card.clone() }
+    }
+
     /// Puts a frame on the wire, without its check sequence. Waits for room.
     pub fn send_frame(&self, frame: &[u8]) {
         let sent =
@@ -32,13 +40,11 @@ impl Wire {
 
     /// The same if there is room: says whether there was.
     pub fn try_send_frame(&self, frame: &[u8]) -> bool {
-        self.socket.set_nonblocking(true).expect("a socket of ours");
-        let sent = self.socket.send_to(frame, &self.card);
-        self.socket.set_nonblocking(false).expect("a socket of ours");
-        match sent {
+        let card = SocketAddrUnix::new(&self.card).expect("a path that QEMU could bind");
+        match rustix::net::sendto(&self.socket, frame, SendFlags::DONTWAIT, &card) {
             Ok(_) => true,
-            Err(error) if error.kind() == std::io::ErrorKind::WouldBlock => false,
-            Err(error) => panic!("the wire: {error}"),
+            Err(Errno::AGAIN) => false,
+            Err(errno) => panic!("the wire: {errno}"),
         }
     }
 
