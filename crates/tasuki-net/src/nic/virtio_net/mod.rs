@@ -343,15 +343,15 @@ impl<B: Bus> Nic for VirtioNet<B> {
     fn start(mut bus: B, memory: NicMemory, options: &NicOptions) -> Result<Self, NicError> {
         check_options(options)?;
         let header = check_card(&mut bus)?;
-        memory.map(&mut bus)?;
         let transport = Transport::find(&mut bus, &header)?;
         // Reset before it may be master: a device that somebody left running would write to addresses that are ours now.
         transport.reset()?;
-        pci::enable(&mut bus, true)?;
         let terms = Self::agree(&transport, &memory, options)?;
         Layout::new(&memory, terms.ring)?;
         let chains = usize::from(terms.ring / 2);
         let empty = loan::stock(&memory, chains)?;
+        memory.map(&mut bus)?;
+        pci::enable(&mut bus, true)?;
         let none = || (0..chains).map(|_| None).collect();
         let contents = Contents {
             cursors: Cursors::default(),
