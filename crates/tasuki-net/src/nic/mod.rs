@@ -18,6 +18,7 @@ mod loan;
 mod memory;
 mod register;
 pub mod rtl8139;
+pub mod virtio_net;
 
 use bus::{Bus, BusError};
 pub use memory::NicMemory;

@@ -262,7 +262,14 @@ impl<B: Bus> Port for Rtl8139<B> {
     type Fault = NicError;
 
     fn receive(&mut self, burst: &mut Burst) -> Result<usize, NicError> {
-        self.rx.receive(&self.memory, burst, &mut self.counts)
+        let starved = self.counts.rx_no_slot;
+        let mut received = self.rx.receive(&self.memory, burst, &mut self.counts)?;
+        if self.counts.rx_no_slot != starved {
+            // The slots that frames left in may be what they can come in by.
+            self.tx.reap(&self.memory, &mut self.counts)?;
+            received += self.rx.receive(&self.memory, burst, &mut self.counts)?;
+        }
+        Ok(received)
     }
 
     fn transmit(&mut self, burst: &mut Burst) -> Result<usize, NicError> {
@@ -295,13 +302,13 @@ impl<B: Bus> Nic for Rtl8139<B> {
     fn start(mut bus: B, memory: NicMemory, options: &NicOptions) -> Result<Self, NicError> {
         check_options(options)?;
         check_card(&mut bus, &memory)?;
-        memory.map(&mut bus)?;
+        let count = usize::from(options.ring);
+        let slots = loan::stock(&memory, count)?;
         let registers = bus.registers(REGISTERS)?;
         // Reset before it may be master: a card that somebody left running would write to addresses that are ours now.
         Self::reset(&registers)?;
+        memory.map(&mut bus)?;
         pci::enable(&mut bus, true)?;
-        let count = usize::from(options.ring);
-        let slots = loan::stock(&memory, count)?;
         let rx = RxRing::new(&memory, words(&memory, RX_AT, 2 * count), &slots);
         let tx = TxRing::new(&memory, words(&memory, TX_AT, 2 * count), count, &[]);
         regs::CR9346.write(&registers, cr9346::UNLOCK);
