@@ -14,6 +14,7 @@
 pub mod cases;
 pub mod frames;
 pub mod on_qemu;
+pub mod on_sim;
 
 use std::time::{Duration, Instant};
 
