@@ -18,7 +18,7 @@ pub mod on_qemu;
 use std::time::{Duration, Instant};
 
 use tasuki_net::nic::bus::{Bus, Iova};
-use tasuki_net::nic::{Filter, Link, Mac, Nic, NicMemory, NicOptions};
+use tasuki_net::nic::{Filter, Link, Mac, Nic, NicError, NicMemory, NicOptions};
 use tasuki_net::port::{Armed, Burst, Frame, Port};
 use tasuki_shm::arena::{Arena, Geometry};
 
@@ -199,6 +199,12 @@ impl<W: World> Bench<W> {
     }
 }
 
+/// Parks a card that is gone.
+pub fn park_fails<W: World>(mut bench: Bench<W>) -> (NicError, W) {
+    let nic = bench.nic.take().expect("a bench whose card is parked is not used");
+    (nic.park().err().expect("a card that is not there"), bench.world)
+}
+
 /// Makes tests of the suite's cases, one each, for a [`World`].
 #[macro_export]
 macro_rules! suite {
@@ -207,6 +213,21 @@ macro_rules! suite {
             frames_arrive_whole_and_in_order
             frames_leave_whole_and_in_order
             a_full_port_leaves_the_rest_to_the_caller
+            a_burst_is_not_filled_beyond_its_end
+            a_frame_that_arrives_while_arming_is_not_slept_through
+            the_link_goes_down_and_up
+            only_what_is_let_in_arrives
+            a_new_filter_replaces_the_old_one
+            long_frames_pass_as_far_as_the_mtu_says
+            what_cannot_be_sent_is_dropped_and_counted
+            flows_stay_in_order_over_all_queues
+            counters_add_up
+            a_parked_nic_touches_no_memory
+            a_successor_goes_on_exactly
+            a_hundred_successors_lose_nothing_under_traffic
+            a_card_that_is_pulled_out_is_gone
+            options_that_the_card_cannot_do_are_refused
+            memory_that_is_too_small_is_refused
         );
     };
     ($name:ident, $world:ty: $($case:ident)*) => {

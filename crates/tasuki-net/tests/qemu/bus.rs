@@ -154,7 +154,11 @@ impl Bus for QtestBus {
     fn registers(&mut self, index: u8) -> Result<QtestRegisters, BusError> {
         let (at, len) = self.bars.get(usize::from(index)).copied().flatten().ok_or(BusError::NoBar { index })?;
         let command = self.read_config(0x04)? & 0xffff;
-        self.write_config(0x04, command | 1 << 1)?;
+        // Only if need be: a write to this register has QEMU's e1000e try the frames that wait for it, and lose one if it is
+        // switched off.
+        if command & 1 << 1 == 0 {
+            self.write_config(0x04, command | 1 << 1)?;
+        }
         Ok(QtestRegisters { bus: self.clone(), at, len })
     }
 
