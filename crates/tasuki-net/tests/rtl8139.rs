@@ -3,6 +3,7 @@
 
 mod qemu;
 
+use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 use std::time::{Duration, Instant};
 
 use qemu::{MEMORY_AT, Machine, PATIENCE, QtestBus, regions};
@@ -11,6 +12,7 @@ use tasuki_net::nic::rtl8139::{Rtl8139, sash::Sash};
 use tasuki_net::nic::{Filter, Link, Mac, Nic, NicError, NicMemory, NicOptions};
 use tasuki_net::port::{Armed, Burst, Frame, Port};
 use tasuki_shm::arena::{Arena, Geometry};
+use tasuki_shm::region::Region;
 use zerocopy::{FromBytes, IntoBytes};
 
 type Card = Rtl8139<QtestBus>;
@@ -153,14 +155,18 @@ fn a_parked_card_touches_no_memory() {
     // A ring with room for all that the wire can hold.
     let Some((machine, card, arena)) = start(&NicOptions { ring: 32, ..options() }) else { return };
     let (bus, memory, sash) = card.park().expect("the card parks");
-    let rings = memory.rings().span::<std::sync::atomic::AtomicU64>(0, 512).expect("a page");
-    let all = || rings.iter().map(|word| word.load(std::sync::atomic::Ordering::Relaxed)).collect::<Vec<_>>();
+    let words = [memory.rings(), memory.arena().region()].map(|region| {
+        // A mapping of our own, of what the card can reach.
+        let copy = region.fd().try_clone_to_owned().expect("a descriptor is free");
+        Region::adopt(copy).expect("memory of ours").span::<AtomicU64>(0, region.len() / 8).expect("all of it")
+    });
+    let all = || words.iter().flat_map(|words| words.iter().map(|word| word.load(Relaxed))).collect::<Vec<_>>();
     let before = all();
     // More than fit into the wire's socket, so QEMU has taken some of them.
     for i in 0..1000 {
         machine.wire().send_frame(&frame(MAC, i, 60));
     }
-    assert_eq!(all(), before);
+    assert!(all() == before, "its memory has changed");
     assert_eq!(arena.census().peer, 32);
     // What came meanwhile is lost, and what comes after is not.
     let mut card = Card::resume(bus, memory, &sash).expect("the card goes on");
@@ -227,6 +233,9 @@ fn what_the_card_cannot_do_is_refused_by_name() {
         let error = Card::start(machine.bus(), self::memory(), &options).expect_err(field);
         assert!(matches!(error, NicError::Options { field: named, .. } if named == field), "{error}");
     }
+    let few = NicMemory::create(Geometry { slot_len: 4096, count: 7 }, 4096, MEMORY_AT).expect("memory");
+    let error = Card::start(machine.bus(), few, &options()).expect_err("eight slots for a ring of eight");
+    assert!(matches!(error, NicError::Memory { need: 0x8000, have: 0x7000, .. }), "{error}");
     let elsewhere = NicMemory::create(Geometry { slot_len: 4096, count: 64 }, 4096, Iova(1 << 33)).expect("memory");
     assert!(matches!(Card::start(machine.bus(), elsewhere, &options()), Err(NicError::Bus(_))));
 }
