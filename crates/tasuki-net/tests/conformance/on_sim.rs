@@ -1,13 +1,12 @@
 //! Our own model of the 82574L as a world: strict where QEMU's forgives, and served by vfio-user.
 
-use std::cell::RefCell;
 use std::collections::VecDeque;
+use std::path::PathBuf;
 use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 use std::sync::{Arc, Condvar, Mutex, PoisonError};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-use rustix::net::{AddressFamily, SocketFlags, SocketType};
 use tasuki_net::nic::bus::Iova;
 use tasuki_net::nic::bus::vfio_user::{TIMEOUT, VfioUser};
 use tasuki_net::nic::e1000e::E1000e;
@@ -16,8 +15,9 @@ use tasuki_sim::e1000e::{Device, Options};
 use tasuki_sim::served::Served;
 use tasuki_sim::vfio_user::Server;
 use tasuki_sim::wire::Wire;
+use tempfile::TempDir;
 
-use super::World;
+use super::{Sender, World};
 
 /// Frames on their way to the card at most: a sender must not outrun a receiver that verifies each.
 const ON_THEIR_WAY: usize = 64;
@@ -73,6 +73,17 @@ struct Cable {
     current: Vec<u8>,
     /// Bytes that may be given before the next look.
     allowed: usize,
+    /// The card has asked for silence and has not taken that back.
+    paused: bool,
+}
+
+/// Whether a PAUSE frame asks for silence, or ends it (IEEE 802.3, annex 31B).
+///
+/// How long it asks for, 33 ms at most, is not heeded: a loaded machine puts a thread off for longer than that.
+fn pause_of(frame: &[u8]) -> Option<bool> {
+    let rest = frame.strip_prefix(&[0x01, 0x80, 0xc2, 0x00, 0x00, 0x01])?.get(6..)?;
+    let quanta = rest.strip_prefix(&[0x88, 0x08, 0x00, 0x01])?.first_chunk()?;
+    Some(u16::from_be_bytes(*quanta) > 0)
 }
 
 impl Cable {
@@ -83,7 +94,7 @@ impl Cable {
 
 impl Wire for Cable {
     fn receive(&mut self, _: u64) -> Option<&[u8]> {
-        if self.allowed == 0 {
+        if self.allowed == 0 || self.paused {
             return None;
         }
         self.current = self.to_card.take(Duration::ZERO)?;
@@ -92,7 +103,10 @@ impl Wire for Cable {
     }
 
     fn send(&mut self, frame: &[u8], _: u64) {
-        self.from_card.try_put(frame, usize::MAX);
+        match pause_of(frame) {
+            Some(pause) => self.paused = pause,
+            None => _ = self.from_card.try_put(frame, usize::MAX),
+        }
     }
 }
 
@@ -102,15 +116,18 @@ struct Outside {
     stop: AtomicBool,
     plugged: AtomicBool,
     pulled: AtomicBool,
+    /// The card has noticed that.
+    gone: AtomicBool,
 }
 
 /// A card that a thread of its own serves.
 pub struct OnSim {
-    bus: RefCell<Option<VfioUser>>,
+    socket: PathBuf,
     to_card: Arc<Lane>,
     from_card: Arc<Lane>,
     outside: Arc<Outside>,
     thread: Option<JoinHandle<()>>,
+    _folder: TempDir,
 }
 
 impl World for OnSim {
@@ -125,43 +142,49 @@ impl World for OnSim {
     const HOLDS_WHILE_PARKED: bool = false;
 
     fn new(_: &NicMemory) -> Option<Self> {
-        let (ours, cards) =
-            rustix::net::socketpair(AddressFamily::UNIX, SocketType::STREAM, SocketFlags::CLOEXEC, None).unwrap();
+        let folder = tempfile::tempdir().unwrap();
+        let socket = folder.path().join("nic");
+        let mut server = Server::bind(&socket).unwrap();
         let (to_card, from_card) = (Arc::new(Lane::default()), Arc::new(Lane::default()));
         let outside = Arc::new(Outside {
             stop: AtomicBool::new(false),
             plugged: AtomicBool::new(true),
             pulled: AtomicBool::new(false),
+            gone: AtomicBool::new(false),
         });
-        let cable =
-            Cable { to_card: Arc::clone(&to_card), from_card: Arc::clone(&from_card), current: Vec::new(), allowed: 0 };
+        let cable = Cable {
+            to_card: Arc::clone(&to_card),
+            from_card: Arc::clone(&from_card),
+            current: Vec::new(),
+            allowed: 0,
+            paused: false,
+        };
         let told = Arc::clone(&outside);
         let thread = std::thread::spawn(move || {
             let options = Options { mac: Self::MAC.0, link_up_ns: LINK_UP_NS, poison: true, ..Options::default() };
             let mut served = Served::new(Device::new(options), cable);
-            let mut server = Server::over(cards).unwrap();
             let served = served.serve(&mut server, |served| {
                 let (waiting, _) = served.card().waiting();
                 served.wire().look(waiting);
                 served.card().set_partner(told.plugged.load(Relaxed));
                 served.card().faults.removed = told.pulled.load(Relaxed);
+                told.gone.store(served.card().faults.removed, Relaxed);
                 !told.stop.load(Relaxed)
             });
             served.unwrap();
         });
-        let bus = VfioUser::meet(ours, TIMEOUT).unwrap();
-        Some(OnSim { bus: RefCell::new(Some(bus)), to_card, from_card, outside, thread: Some(thread) })
+        Some(OnSim { socket, _folder: folder, to_card, from_card, outside, thread: Some(thread) })
     }
 
     fn bus(&self) -> VfioUser {
-        self.bus.take().expect("there is one way to the card")
+        VfioUser::connect(&self.socket, TIMEOUT).unwrap()
     }
 
     fn try_send(&self, frame: &[u8]) -> bool {
         self.to_card.try_put(frame, ON_THEIR_WAY)
     }
 
-    fn sender(&self) -> Box<dyn Fn(&[u8]) + Send> {
+    fn sender(&self) -> Sender {
         let lane = Arc::clone(&self.to_card);
         Box::new(move |frame| {
             while !lane.try_put(frame, ON_THEIR_WAY) {
@@ -180,6 +203,7 @@ impl World for OnSim {
 
     fn pull(&mut self) {
         self.outside.pulled.store(true, Relaxed);
+        super::until("the card's end", || self.outside.gone.load(Relaxed).then_some(()));
     }
 }
 

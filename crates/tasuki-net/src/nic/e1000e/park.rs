@@ -44,16 +44,19 @@ fn pause<R: Registers>(mmio: &Mmio<R>, time: u32) {
     mmio.change(regs::TCTL, 0, tctl::SWXOFF);
 }
 
-/// Whether `heads` stay the same for `time`, asked for at most `limit`.
+/// Whether `heads` stay the same for `time`, and through a few looks at them, asked for at most `limit`.
 fn settles(limit: Duration, time: Duration, mut heads: impl FnMut() -> [u32; 2]) -> bool {
+    const SAME_AT_LEAST: u32 = 4;
     let mut last = heads();
     let mut since = Instant::now();
+    let mut same = 0;
     within(limit, || {
         let now = heads();
+        same += 1;
         if now != last {
-            (last, since) = (now, Instant::now());
+            (last, since, same) = (now, Instant::now(), 0);
         }
-        since.elapsed() >= time
+        same >= SAME_AT_LEAST && since.elapsed() >= time
     })
 }
 

@@ -80,16 +80,21 @@ impl Shape {
 }
 
 /// Asks until `done`, for at most `limit`; says whether it came to that.
+///
+/// Asks a few times however long each takes: whoever answers for a modelled card may have been asleep meanwhile.
 pub fn within(limit: Duration, mut done: impl FnMut() -> bool) -> bool {
     /// Spins so long; then others may run, too.
     const SPIN: Duration = Duration::from_micros(100);
+    const ASKED_AT_LEAST: u32 = 16;
     let began = Instant::now();
+    let mut asked = 0;
     loop {
         if done() {
             return true;
         }
+        asked += 1;
         match began.elapsed() {
-            elapsed if elapsed > limit => return done(),
+            elapsed if elapsed > limit && asked >= ASKED_AT_LEAST => return false,
             elapsed if elapsed > SPIN => std::thread::yield_now(),
             _ => std::hint::spin_loop(),
         }

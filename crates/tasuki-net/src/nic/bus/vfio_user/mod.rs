@@ -25,11 +25,13 @@ use rustix::event::EventfdFlags;
 use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType};
 use tasuki_shm::region::{PAGE_LEN, Region};
 
-use super::mmio::{Mmio, Register};
+use super::bar::{Bar, Far};
+use super::mmio::Mmio;
 use super::pci::{self, Capability, Header};
-use super::{Bus, BusError, Iova, Registers};
+use super::{Bus, BusError, Iova};
 use link::Link;
-use wire::{Command, FDS_MAX, Limits, Reader, RegionInfo};
+pub(super) use wire::RegionInfo;
+use wire::{Command, FDS_MAX, Limits, Reader};
 
 /// How long a server may take for an answer, unless it is said otherwise.
 pub const TIMEOUT: Duration = Duration::from_secs(10);
@@ -270,19 +272,11 @@ impl Bus for VfioUser {
             return Err(BusError::NoBar { index });
         }
         pci::decode(self)?;
-        let mut windows = Vec::new();
-        if let Some(memory) = memory {
-            for &(start, len) in &info.areas {
-                let (Ok(start), Ok(len)) = (u32::try_from(start), u32::try_from(len)) else { continue };
-                let Some(offset) = info.offset.checked_add(start.into()) else { continue };
-                // What cannot be mapped is reached by messages.
-                if let Ok(Some(mmio)) = Mmio::of_process(memory.as_fd(), offset, len) {
-                    windows.push(Window { start, mmio });
-                }
-            }
-        }
-        let len = u32::try_from(info.len).unwrap_or(u32::MAX);
-        Ok(UserRegisters { link: self.link.clone(), region: index.into(), len, windows: windows.into() })
+        let far = Messages { link: self.link.clone(), region: index.into() };
+        // What cannot be mapped, or could be taken away, is reached by messages.
+        Ok(Bar::new(far, info.len, &info.areas, |start, len| {
+            Mmio::of_process(memory.as_ref()?.as_fd(), info.offset.checked_add(start)?, len).ok()?
+        }))
     }
 
     fn map_dma(&mut self, memory: &Region, at: Iova) -> Result<(), BusError> {
@@ -361,103 +355,26 @@ impl Shared {
     }
 }
 
-/// A part of a BAR that is mapped.
-#[derive(Debug)]
-struct Window {
-    start: u32,
-    mmio: Mmio,
-}
-
 /// The registers of a device that a vfio-user server serves.
+pub type UserRegisters = Bar<Messages>;
+
+/// Registers that are reached by messages.
 #[derive(Debug)]
-pub struct UserRegisters {
+pub struct Messages {
     link: Shared,
     region: u32,
-    len: u32,
-    windows: Box<[Window]>,
 }
 
-impl UserRegisters {
-    /// Whether an access of `size` bytes at `offset` is loads and stores.
-    pub fn is_mapped(&self, offset: u32, size: u32) -> bool {
-        self.window(offset, size).is_some()
+impl Far for Messages {
+    /// Who refuses or is gone does not answer; the link remembers why.
+    fn read(&self, offset: u32, into: &mut [u8]) -> bool {
+        read(&mut self.link.lock(), "reading a register", self.region, offset.into(), into).is_ok()
     }
 
-    #[inline]
-    fn window(&self, offset: u32, size: u32) -> Option<(&Mmio, u32)> {
-        self.windows.iter().find_map(|window| {
-            let at = offset.checked_sub(window.start)?;
-            (at.checked_add(size)? <= window.mmio.len()).then_some((&window.mmio, at))
-        })
-    }
-
-    fn is_register(&self, offset: u32, size: u32) -> bool {
-        offset.is_multiple_of(size) && offset.checked_add(size).is_some_and(|end| end <= self.len)
-    }
-
-    #[inline]
-    fn load<T: Register>(&self, offset: u32) -> T {
-        match self.window(offset, T::SIZE) {
-            Some((mmio, at)) => mmio.load(at).unwrap_or(T::ONES),
-            None => self.ask(offset),
-        }
-    }
-
-    #[cold]
-    fn ask<T: Register>(&self, offset: u32) -> T {
-        let mut bytes = [0; 4];
-        let bytes = &mut bytes[..T::SIZE as usize];
-        if !self.is_register(offset, T::SIZE) {
-            return T::ONES;
-        }
-        // As on a real bus, who refuses or is gone reads as ones; the link remembers why.
-        match read(&mut self.link.lock(), "reading a register", self.region, offset.into(), bytes) {
-            Ok(()) => T::from_le(bytes),
-            Err(_) => T::ONES,
-        }
-    }
-
-    #[inline]
-    fn store<T: Register>(&self, offset: u32, value: T) {
-        match self.window(offset, T::SIZE) {
-            Some((mmio, at)) => mmio.store(at, value),
-            None => self.tell(offset, value),
-        }
-    }
-
-    #[cold]
-    fn tell<T: Register>(&self, offset: u32, value: T) {
-        if self.is_register(offset, T::SIZE) {
-            self.link.lock().post(Command::RegionWrite, |message| {
-                let bytes = value.to_le();
-                message.u64(offset.into()).u32(self.region).u32(T::SIZE).bytes(&bytes[..T::SIZE as usize]);
-            });
-        }
-    }
-}
-
-impl Registers for UserRegisters {
-    fn read8(&self, offset: u32) -> u8 {
-        self.load(offset)
-    }
-
-    fn read16(&self, offset: u32) -> u16 {
-        self.load(offset)
-    }
-
-    fn read32(&self, offset: u32) -> u32 {
-        self.load(offset)
-    }
-
-    fn write8(&self, offset: u32, value: u8) {
-        self.store(offset, value);
-    }
-
-    fn write16(&self, offset: u32, value: u16) {
-        self.store(offset, value);
-    }
-
-    fn write32(&self, offset: u32, value: u32) {
-        self.store(offset, value);
+    fn write(&self, offset: u32, bytes: &[u8]) {
+        let count = u32::try_from(bytes.len()).expect("a register has a few bytes");
+        self.link.lock().post(Command::RegionWrite, |message| {
+            message.u64(offset.into()).u32(self.region).u32(count).bytes(bytes);
+        });
     }
 }
