@@ -173,6 +173,8 @@ pub struct Device {
     receive_until: u64,
     /// From then on the next frame may leave.
     send_at: u64,
+    /// When the step before this one was.
+    stepped_at: u64,
     io_address: u32,
 }
 
@@ -199,6 +201,7 @@ impl Device {
             reset_until: 0,
             receive_until: 0,
             send_at: 0,
+            stepped_at: 0,
             io_address: 0,
         };
         device.reset_mac(20 | 20 << 16);
@@ -342,6 +345,7 @@ impl Device {
         busy |= self.transmit(host, wire);
         self.stray(host);
         self.signal(host);
+        self.stepped_at = self.now;
         busy
     }
 
