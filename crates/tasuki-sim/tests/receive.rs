@@ -437,3 +437,28 @@ fn a_stray_write_is_a_fault_and_nothing_else() {
     let faults = rig.card.with(|parts| parts.memory.faults().to_vec());
     assert_eq!(faults.iter().map(|fault| (fault.at, fault.write)).collect::<Vec<_>>(), [(0x40, true)]);
 }
+
+#[test]
+fn a_card_gone_mad_tells_lengths_that_no_buffer_has_and_writes_back_twice() {
+    let rig = Rig::running(8);
+    rig.card.with(|parts| parts.device.faults.receive_length = Some(0xffff));
+    rig.come(&frame(60, 0));
+    rig.pass(1000);
+    assert_eq!(rig.received(0, 0).unwrap().len, 0xffff);
+    rig.post(0, 0);
+    assert_eq!(rig.received(0, 0), None);
+    rig.card.with(|parts| parts.device.faults.repeat_write_back = Some(0));
+    rig.pass(1000);
+    assert_eq!(rig.received(0, 0).unwrap().len, 0xffff);
+    assert_eq!(rig.received(0, 1), None);
+}
+
+#[test]
+fn rnbc_counts_from_the_first_frame_that_has_no_descriptor() {
+    let rig = Rig::running(8);
+    for number in 0..20 {
+        rig.come(&frame(60, number));
+    }
+    rig.pass(1000);
+    assert_eq!((rig.read(RNBC), rig.read(MPC)), (13, 0));
+}

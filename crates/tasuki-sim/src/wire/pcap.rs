@@ -77,7 +77,7 @@ mod tests {
     fn what_passes_stands_in_the_file_with_its_time() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("wire.pcap");
-        let options = SourceOptions { to: [2; 6], from: [4; 6], size: 64, rate: None, count: 1 };
+        let options = SourceOptions { to: [2; 6], from: [4; 6], size: 64, rate: None, count: 1, honours_pause: false };
         let mut wire = Recorded::create(Source::new(options), &path).unwrap();
         let came = wire.receive(3_000_000_007).unwrap().to_vec();
         wire.send(&[9; 61], 4_000_000_000);
