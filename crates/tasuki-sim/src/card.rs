@@ -3,11 +3,14 @@
 //! A [`Card`] is shared: one thread lets it [`step`](Card::step) or has it [run](Card::run), others reach its registers. As on a
 //! real bus, a write does not wait for the card: it is on its way, and there when anything is read or the card moves on.
 
+use std::io;
+use std::os::fd::OwnedFd;
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering::Relaxed};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread::{JoinHandle, Thread};
 use std::time::{Duration, Instant};
 
+use rustix::event::{EventfdFlags, eventfd};
 use tasuki_shm::region::Region;
 
 use crate::e1000e::{Bar, Device};
@@ -187,6 +190,23 @@ impl<W: Wire> Card<W> {
     /// Writes `width` bytes of the configuration space.
     pub fn write_config(&self, offset: u32, width: u8, value: u32) {
         self.with(|parts| parts.device.write_config(offset, width, value, self.now()));
+    }
+
+    /// Enables MSI-X, as a system does for a driver: an eventfd for each of the first `count` vectors.
+    pub fn interrupts(&self, count: u16) -> io::Result<Vec<OwnedFd>> {
+        let flags = EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK;
+        let ours: Vec<OwnedFd> = (0..count).map(|_| eventfd(0, flags)).collect::<Result<_, _>>()?;
+        let theirs = ours.iter().map(OwnedFd::try_clone).collect::<io::Result<Vec<_>>>()?;
+        self.with(|parts| {
+            (0..count).zip(ours).for_each(|(vector, bell)| parts.memory.set_bell(vector, Some(bell)));
+            parts.device.enable_msix(true);
+        });
+        Ok(theirs)
+    }
+
+    /// Resets the card as its bus does.
+    pub fn reset(&self) {
+        self.with(|parts| parts.device.reset(self.now()));
     }
 
     /// Lets the card see `region` at `at`.

@@ -44,6 +44,8 @@ pub struct Fifo {
     /// Where the next frame is stored.
     next: usize,
     waiting: VecDeque<Waiting>,
+    /// How many of them go to each queue.
+    of_queue: [u32; 2],
     used: usize,
     capacity: usize,
 }
@@ -52,12 +54,13 @@ impl Fifo {
     pub fn new(capacity: usize) -> Self {
         // 64 KB is the most that the register can say; the shortest frame takes five units.
         let waiting = VecDeque::with_capacity((64 << 10) / (4 * UNIT));
-        Fifo { store: vec![0; STORE_LEN].into_boxed_slice(), next: 0, waiting, used: 0, capacity }
+        Fifo { store: vec![0; STORE_LEN].into_boxed_slice(), next: 0, waiting, of_queue: [0; 2], used: 0, capacity }
     }
 
     /// Empties it; it holds `capacity` bytes from now on.
     pub fn reset(&mut self, capacity: usize) {
         self.waiting.clear();
+        self.of_queue = [0; 2];
         self.next = 0;
         self.used = 0;
         self.capacity = capacity.min(64 << 10);
@@ -85,6 +88,11 @@ impl Fifo {
         self.waiting.len()
     }
 
+    /// Frames that wait for descriptors of a queue.
+    pub fn of_queue(&self, queue: usize) -> u32 {
+        self.of_queue[queue]
+    }
+
     /// Stores a frame that [fits](Self::fits): `parts` one after the other, padded with zeroes to `len` bytes.
     #[inline]
     pub fn push(&mut self, parts: [&[u8]; 3], len: usize, wire_len: usize, found: Found) {
@@ -101,6 +109,7 @@ impl Fifo {
         let Found { queue, rss, status, vlan } = found;
         let cost = Self::cost(wire_len);
         self.waiting.push_back(Waiting { at: self.next, len, cost, done: 0, queue, rss, status, vlan });
+        self.of_queue[usize::from(queue)] += 1;
         self.used += cost;
         self.next += len;
     }
@@ -125,6 +134,7 @@ impl Fifo {
             front.done += len;
             if front.done >= front.len {
                 self.used -= front.cost;
+                self.of_queue[usize::from(front.queue)] -= 1;
                 self.waiting.pop_front();
             }
         }

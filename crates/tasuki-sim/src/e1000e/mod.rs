@@ -3,7 +3,7 @@
 //! Whoever has a [`Device`] gives it register accesses, frames and the time, and lets it [`step`](Device::step). Only in a step
 //! does it reach the host's memory, raise interrupts and put frames on the wire; a register access changes its state at once.
 //!
-//! Where the data sheet leaves something open, the model does what is harder on a driver; docs/design/nic.md lists these places.
+//! Where the data sheet leaves something open, the model does what is harder on a driver; docs/design/sim.md lists these places.
 #![allow(clippy::cast_possible_truncation, reason = "registers and descriptors are cut into their fields everywhere")]
 
 mod fifo;
@@ -121,6 +121,10 @@ pub struct Faults {
     pub stuck_transmit: [bool; 2],
     /// So many interrupts get lost.
     pub lost_interrupts: u32,
+    /// It says that every frame has so many bytes.
+    pub receive_length: Option<u16>,
+    /// It writes the receive descriptor of this queue that it wrote back last once more, whoever has that now.
+    pub repeat_write_back: Option<usize>,
     /// It writes there, once, where it has no business.
     pub stray_write: Option<u64>,
 }
@@ -173,6 +177,8 @@ pub struct Device {
     receive_until: u64,
     /// From then on the next frame may leave.
     send_at: u64,
+    /// When the step before this one was.
+    stepped_at: u64,
     io_address: u32,
 }
 
@@ -199,6 +205,7 @@ impl Device {
             reset_until: 0,
             receive_until: 0,
             send_at: 0,
+            stepped_at: 0,
             io_address: 0,
         };
         device.reset_mac(20 | 20 << 16);
@@ -342,6 +349,7 @@ impl Device {
         busy |= self.transmit(host, wire);
         self.stray(host);
         self.signal(host);
+        self.stepped_at = self.now;
         busy
     }
 
@@ -349,6 +357,10 @@ impl Device {
         if let Some(at) = self.faults.stray_write.take() {
             // A posted write: the card does not learn what became of it.
             let _ = host.write(at, &[0xa5; 64]);
+        }
+        let ring = self.faults.repeat_write_back.take().and_then(|queue| self.receive.get(queue));
+        if let Some((at, descriptor)) = ring.and_then(|ring| ring.last) {
+            let _ = host.write(at, &descriptor);
         }
     }
 

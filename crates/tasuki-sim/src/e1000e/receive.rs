@@ -61,6 +61,8 @@ pub(super) struct ReceiveRing {
     end: usize,
     /// What is to be written back, and of how many descriptors before the head.
     written: WriteBack,
+    /// What was written back last, and where.
+    pub last: Option<(u64, [u8; DESCRIPTOR_LEN])>,
     /// Nothing is fetched any more: a descriptor could not be read.
     hung: bool,
 }
@@ -164,7 +166,7 @@ impl Device {
             self.journal.note(Class::NoQueue, self.now, queue.into(), frame.len() as u64);
             return Fate::NoQueue;
         }
-        if ring.available() == 0 {
+        if ring.available() <= self.fifo.of_queue(usize::from(queue)) {
             // Counted whether the frame still finds room in the packet buffer or not.
             self.count(regs::RNBC, 1);
         }
@@ -329,9 +331,10 @@ impl Device {
         let last = frame.done + len == frame.len;
         let extended = self.get(regs::RFCTL) & rfctl::EXSTEN != 0;
         let hash = self.get(regs::RXCSUM) & rxcsum::PCSD != 0 && self.get(regs::MRQC) & 3 == mrqc::RSS;
+        let said = self.faults.receive_length.unwrap_or(len as u16);
         let descriptor = match extended {
-            true => extended_descriptor(&frame, len as u16, last, hash),
-            false => legacy_descriptor(buffer, &frame, len as u16, last),
+            true => extended_descriptor(&frame, said, last, hash),
+            false => legacy_descriptor(buffer, &frame, said, last),
         };
         let ring = &mut self.receive[queue];
         let at = ring.written.count * DESCRIPTOR_LEN;
@@ -361,7 +364,11 @@ impl Device {
             return;
         }
         let at = ring.base + u64::from(ring.head.wrapping_sub(count as u32)) * DESCRIPTOR_LEN as u64;
-        let failed = host.write(at, &ring.written.bytes[..count * DESCRIPTOR_LEN]).is_err();
+        let bytes = &ring.written.bytes[..count * DESCRIPTOR_LEN];
+        let failed = host.write(at, bytes).is_err();
+        if let Some(last) = bytes.last_chunk() {
+            ring.last = Some((at + (count as u64 - 1) * DESCRIPTOR_LEN as u64, *last));
+        }
         if failed {
             self.unreachable(at, false);
         }

@@ -316,7 +316,8 @@ impl Device {
         }
         if let Some(rate) = self.options.transmit_rate {
             let bits = (wire_len as u64 + OVERHEAD - 4) * 8;
-            self.send_at = self.send_at.max(self.now.saturating_sub(1_000_000)) + bits * 1_000_000_000 / rate.max(1);
+            // A frame could have begun at the step before, but not earlier: nobody had looked for it.
+            self.send_at = self.send_at.max(self.stepped_at) + bits * 1_000_000_000 / rate.max(1);
         }
     }
 

@@ -1,8 +1,14 @@
 //! What a card is plugged into.
 
+mod datagram;
+mod pcap;
 mod source;
+mod tap;
 
+pub use datagram::Datagram;
+pub use pcap::Recorded;
 pub use source::{Counts, Source, SourceOptions};
+pub use tap::{Tap, TapError};
 
 /// The other end of a card's cable. Frames are without their check sequence.
 pub trait Wire {

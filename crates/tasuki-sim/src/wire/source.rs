@@ -39,6 +39,8 @@ pub struct SourceOptions {
     pub rate: Option<u64>,
     /// Frames in all.
     pub count: u64,
+    /// Whether it sends nothing for as long as a PAUSE frame says.
+    pub honours_pause: bool,
 }
 
 impl SourceOptions {
@@ -67,6 +69,8 @@ pub struct Counts {
     pub longest_gap: u64,
     /// The longest time between a frame's leaving and its coming back, in nanoseconds.
     pub longest_trip: u64,
+    /// PAUSE frames that came.
+    pub pauses: u64,
     /// Times that it was asked so late that it let frames be instead of sending them at once.
     pub slipped: u64,
 }
@@ -94,7 +98,14 @@ pub struct Source {
     came: Box<[u64]>,
     last_at: Option<u64>,
     paused: bool,
+    /// Until then the partner wants nothing.
+    paused_until: u64,
 }
+
+/// Where PAUSE frames go, what they are, and the time that they count in (IEEE 802.3, annex 31B), at 1 Gb/s.
+const PAUSE_TO: [u8; 6] = [0x01, 0x80, 0xc2, 0x00, 0x00, 0x01];
+const PAUSE: [u8; 4] = [0x88, 0x08, 0x00, 0x01];
+const QUANTUM_NS: u64 = 512;
 
 const PARTS: u32 = 20;
 
@@ -122,6 +133,7 @@ impl Source {
             came,
             last_at: None,
             paused: false,
+            paused_until: 0,
         }
     }
 
@@ -205,7 +217,7 @@ impl Source {
 impl Wire for Source {
     #[inline]
     fn receive(&mut self, now: u64) -> Option<&[u8]> {
-        if self.paused || self.counts.sent >= self.options.count {
+        if self.paused || now < self.paused_until || self.counts.sent >= self.options.count {
             return None;
         }
         if self.between != 0 {
@@ -228,7 +240,104 @@ impl Wire for Source {
     fn send(&mut self, frame: &[u8], now: u64) {
         match Self::number_of(frame) {
             Some(number) => self.judge(number, frame, now),
+            None if frame.len() >= 18 && frame[..6] == PAUSE_TO && frame[12..16] == PAUSE => {
+                self.counts.pauses += 1;
+                if self.options.honours_pause {
+                    let quanta = u64::from(u16::from_be_bytes([frame[16], frame[17]]));
+                    self.paused_until = now + quanta * QUANTUM_NS;
+                    // What was not sent meanwhile is not made up for.
+                    self.due = None;
+                }
+            }
             None => self.counts.foreign += 1,
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const OPTIONS: SourceOptions =
+        SourceOptions { to: [2; 6], from: [4; 6], size: 64, rate: None, count: 1 << 40, honours_pause: true };
+
+    fn sent(source: &mut Source, count: usize) -> Vec<Vec<u8>> {
+        (0..count).map(|_| source.receive(0).unwrap().to_vec()).collect()
+    }
+
+    #[test]
+    fn frames_are_numbered() {
+        let mut source = Source::new(OPTIONS);
+        let frames = sent(&mut source, 3);
+        assert_eq!(
+            frames.iter().map(|frame| Source::number_of(frame)).collect::<Vec<_>>(),
+            [Some(0), Some(1), Some(2)]
+        );
+        assert_eq!((frames[0].len(), &frames[0][..6]), (60, &[2; 6][..]));
+        assert_eq!(Source::number_of(&[0; 60]), None);
+    }
+
+    #[test]
+    fn what_came_back_is_counted_once_and_in_its_order() {
+        let mut source = Source::new(OPTIONS);
+        let frames = sent(&mut source, 6);
+        let mut damaged = frames[5].clone();
+        damaged[50] ^= 1;
+        for (now, frame) in
+            (0..).step_by(100).zip([&frames[0], &frames[3], &frames[1], &frames[3], &frames[1], &damaged, &vec![0; 60]])
+        {
+            source.send(frame, now);
+        }
+        source.send(&frames[4], 5000);
+        let counts = source.counts();
+        assert_eq!((counts.received, counts.lost()), (4, 2), "2 and 5");
+        assert_eq!((counts.reordered, counts.duplicated, counts.damaged, counts.foreign), (1, 2, 1, 1));
+        assert_eq!((counts.longest_gap, counts.longest_trip), (5000 - 400, 5000));
+    }
+
+    #[test]
+    fn a_number_from_far_behind_is_not_taken_for_a_new_one() {
+        let mut source = Source::new(OPTIONS);
+        let frames = sent(&mut source, 1);
+        source.send(&frames[0], 0);
+        let last = sent(&mut source, 3 << 16).pop().unwrap();
+        source.send(&last, 0);
+        source.send(&frames[0], 0);
+        let near = Source::number_of(&last).unwrap() - 5;
+        let mut frame = last.clone();
+        frame[18..26].copy_from_slice(&near.to_le_bytes());
+        source.send(&frame, 0);
+        let counts = source.counts();
+        assert_eq!((counts.received, counts.duplicated, counts.reordered), (3, 1, 1));
+    }
+
+    #[test]
+    fn a_rate_is_kept_and_lateness_is_not_made_up_for_beyond_64_frames() {
+        let mut source =
+            Source::new(SourceOptions { rate: Some(SourceOptions::line_rate(1_000_000_000, 64)), ..OPTIONS });
+        let mut until = |now| std::iter::from_fn(|| source.receive(now).map(|_| ())).count();
+        assert_eq!(until(0), 1);
+        // 1,488,095 a second: one in 672 ns.
+        assert_eq!((1..=10_000).map(|step| until(step * 67)).sum::<usize>(), 10_000 * 67 / 672);
+        assert_eq!(until(1_000_000_000), 65);
+        assert_eq!(source.counts().slipped, 1);
+    }
+
+    #[test]
+    fn a_pause_frame_is_kept() {
+        let mut source = Source::new(OPTIONS);
+        let mut pause = vec![0; 60];
+        pause[..6].copy_from_slice(&PAUSE_TO);
+        pause[12..16].copy_from_slice(&PAUSE);
+        pause[17] = 10;
+        source.send(&pause, 1000);
+        assert!(source.receive(1000 + 5119).is_none());
+        assert!(source.receive(1000 + 5120).is_some());
+        pause[17] = 0xff;
+        source.send(&pause, 10_000);
+        pause[17] = 0;
+        source.send(&pause, 10_001);
+        assert!(source.receive(10_002).is_some());
+        assert_eq!(source.counts().pauses, 3);
     }
 }

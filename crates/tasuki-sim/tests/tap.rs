@@ -1,0 +1,89 @@
+//! A TAP device as a wire, with the kernel's own network at the other end, in a network namespace of its own.
+#![allow(clippy::tests_outside_test_module, reason = "a file in tests/ is a test module")]
+
+use std::net::UdpSocket;
+use std::process::Command;
+use std::time::{Duration, Instant};
+
+use tasuki_sim::wire::{Tap, TapError, Wire};
+
+/// Set in the process that is inside of the namespace.
+const INSIDE: &str = "TASUKI_SIM_TEST_TAP";
+const NAME: &str = "tasuki0";
+const ARP: [u8; 2] = [0x08, 0x06];
+
+#[test]
+fn the_kernel_asks_and_answers_over_a_tap() {
+    if std::env::var_os(INSIDE).is_some() {
+        return inside();
+    }
+    let test = std::env::current_exe().unwrap();
+    let child = Command::new("unshare")
+        .args(["--user", "--map-root-user", "--net"])
+        .arg(test)
+        .args(["--exact", "the_kernel_asks_and_answers_over_a_tap", "--nocapture"])
+        .env(INSIDE, "1")
+        .output();
+    match child {
+        Err(error) => println!("skipped: needs unshare ({error})"),
+        Ok(child) => {
+            let said = String::from_utf8_lossy(&child.stdout).into_owned() + &String::from_utf8_lossy(&child.stderr);
+            match said.lines().find(|line| line.starts_with("skipped: ")) {
+                Some(line) => println!("{line}"),
+                None if said.starts_with("unshare: ") => {
+                    println!("skipped: needs a network namespace ({})", said.trim())
+                }
+                None => assert!(child.status.success(), "{said}"),
+            }
+        }
+    }
+}
+
+/// The first frame for which `want` says yes, if one comes in time.
+fn wait_for(tap: &mut Tap, want: impl Fn(&[u8]) -> bool) -> Vec<u8> {
+    let start = Instant::now();
+    while start.elapsed() < Duration::from_secs(20) {
+        match tap.receive(0) {
+            Some(frame) if want(frame) => return frame.to_vec(),
+            Some(_) => {}
+            None => std::thread::yield_now(),
+        }
+    }
+    panic!("no such frame in 20 s");
+}
+
+fn inside() {
+    let mut tap = match Tap::open(NAME) {
+        Ok(tap) => tap,
+        // libtest writes the beginning of this line before us.
+        Err(TapError::NotAllowed | TapError::Refused(_)) => return println!("\nskipped: no TAP device to be had here"),
+        Err(error) => panic!("{error}"),
+    };
+    for arguments in [["addr", "add", "10.99.0.1/24", "dev", NAME].as_slice(), &["link", "set", NAME, "up"]] {
+        match Command::new("ip").args(arguments).status() {
+            Ok(status) => assert!(status.success(), "ip {arguments:?}"),
+            Err(error) => return println!("\nskipped: needs ip ({error})"),
+        }
+    }
+    UdpSocket::bind("10.99.0.1:0").unwrap().send_to(b"hello", "10.99.0.2:9").unwrap();
+    let asked = wait_for(&mut tap, |frame| frame[12..14] == ARP && frame[38..42] == [10, 99, 0, 2]);
+    assert_eq!(asked[..6], [0xff; 6], "who has 10.99.0.2?");
+    // The same question the other way round.
+    let mut ask = asked;
+    let us = [0x02, 0, 0, 0, 0, 0x42];
+    ask[6..12].copy_from_slice(&us);
+    ask[22..28].copy_from_slice(&us);
+    ask[28..32].copy_from_slice(&[10, 99, 0, 2]);
+    ask[38..42].copy_from_slice(&[10, 99, 0, 1]);
+    tap.send(&ask, 0);
+    let answer = wait_for(&mut tap, |frame| frame[12..14] == ARP && frame[20..22] == [0, 2]);
+    assert_eq!((&answer[..6], &answer[28..32]), (&us[..], &[10, 99, 0, 1][..]));
+    assert_eq!(tap.lost(), 0);
+}
+
+#[test]
+fn an_interface_needs_a_name_that_fits() {
+    for name in ["", "sixteen-letters!"] {
+        assert!(matches!(Tap::open(name), Err(TapError::Name(_))), "{name:?}");
+    }
+}
