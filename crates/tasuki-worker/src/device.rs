@@ -86,10 +86,10 @@ pub struct Setup {
     pub options: NicOptions,
 }
 
-/// Finds the way to the card, starts it and does `job`. `header` is shown what the card says it is.
-pub fn open(device: &Device, setup: &Setup, header: impl FnOnce(&Header), job: impl Job) -> Result<()> {
+/// Finds the way to the card, starts it and does `job`. `show` is told what the card says it is, and which BARs have memory.
+pub fn open(device: &Device, setup: &Setup, show: impl FnOnce(&Header, &[u8]), job: impl Job) -> Result<()> {
     match device {
-        Device::Vfio(address) => start(Vfio::open(*address)?, setup, header, job),
+        Device::Vfio(address) => start(Vfio::open(*address)?, setup, show, job),
         Device::VfioUser(path) => {
             ensure!(
                 path.exists(),
@@ -98,18 +98,20 @@ pub fn open(device: &Device, setup: &Setup, header: impl FnOnce(&Header), job: i
             );
             let bus =
                 VfioUser::connect(path, TIMEOUT).with_context(|| format!("no device is served at {}", path.display()));
-            start(bus?, setup, header, job)
+            start(bus?, setup, show, job)
         }
         Device::Sim => {
             let model = Model::start()?;
-            start(VfioUser::connect(model.socket(), TIMEOUT)?, setup, header, job)
+            start(VfioUser::connect(model.socket(), TIMEOUT)?, setup, show, job)
         }
     }
 }
 
-fn start<B: Bus>(mut bus: B, setup: &Setup, header: impl FnOnce(&Header), job: impl Job) -> Result<()> {
+fn start<B: Bus>(mut bus: B, setup: &Setup, show: impl FnOnce(&Header, &[u8]), job: impl Job) -> Result<()> {
     let found = Header::read(&mut bus)?;
-    header(&found);
+    // A BAR that reads as 0 may be one that nobody has given an address, or none.
+    let bars: Vec<u8> = (0..6).filter(|&index| bus.registers(index).is_ok()).collect();
+    show(&found, &bars);
     let Some((driver, _)) = driver_of(found.id) else {
         let known: Vec<_> = DRIVERS.iter().map(|(id, _, name)| format!("{id} ({name})")).collect();
         bail!("no driver here drives a {}; those that are driven: {}", found.id, known.join("; "));
@@ -121,9 +123,8 @@ fn start<B: Bus>(mut bus: B, setup: &Setup, header: impl FnOnce(&Header), job: i
     }
 }
 
-fn go<N: Nic>(mut bus: N::Bus, setup: &Setup, job: impl Job) -> Result<()> {
+fn go<N: Nic>(bus: N::Bus, setup: &Setup, job: impl Job) -> Result<()> {
     let memory = NicMemory::create(setup.slots, RINGS_LEN, MEMORY_AT).context("there is no memory for the card")?;
-    memory.map(&mut bus)?;
     let arena = memory.arena().clone();
     job.with(N::start(bus, memory, &setup.options)?, arena)
 }

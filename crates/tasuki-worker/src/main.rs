@@ -127,17 +127,12 @@ impl Job for Probe {
     }
 }
 
-fn show(header: &Header) {
+fn show(header: &Header, bars: &[u8]) {
     let driver = device::driver_of(header.id).map_or("no driver here", |(_, name)| name);
     println!("card      {} ({driver}), class {:06x}", header.id, header.class);
-    for (index, kind) in header.bars.iter().enumerate() {
-        let what = match kind {
-            BarKind::None => continue,
-            BarKind::Io => "ports",
-            BarKind::Memory32 => "memory, 32-bit",
-            BarKind::Memory64 => "memory, 64-bit",
-        };
-        println!("BAR {index}     {what}");
+    for &index in bars {
+        let width = if header.bars[usize::from(index)] == BarKind::Memory64 { 64 } else { 32 };
+        println!("BAR {index}     memory, {width}-bit");
     }
 }
 
@@ -172,7 +167,7 @@ fn drive(arguments: RunArguments) -> Result<()> {
     let options = NicOptions { ring, filter: Filter { promiscuous, ..Filter::default() }, ..NicOptions::default() };
     let setup = Setup { slots: slots(ring), options };
     let orders = Orders { work, count, rate, size, to, pcap, poll };
-    device::open(&device, &setup, |_| {}, Drive { orders, stop })
+    device::open(&device, &setup, |_, _| {}, Drive { orders, stop })
 }
 
 /// What went wrong, with those of its causes that it does not name itself.

@@ -38,6 +38,12 @@ impl<W: Wire> Recorded<W> {
         &mut self.wire
     }
 
+    /// The wire, with the recording at its end.
+    pub fn into_wire(mut self) -> io::Result<W> {
+        self.flush()?;
+        Ok(self.wire)
+    }
+
     /// Writes what is not in the file yet; says what went wrong since the beginning, once.
     pub fn flush(&mut self) -> io::Result<()> {
         self.failed.take().map_or(Ok(()), Err)?;

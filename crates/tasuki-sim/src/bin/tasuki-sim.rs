@@ -1,0 +1,161 @@
+//! A model of a network card as a process of its own: a vfio-user device.
+
+use std::path::PathBuf;
+use std::process::ExitCode;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
+
+use anyhow::{Context, Result, bail, ensure};
+use clap::{Args, Parser, Subcommand};
+use tasuki_sim::e1000e;
+use tasuki_sim::served::Served;
+use tasuki_sim::vfio_user::Server;
+use tasuki_sim::wire::{Counts, Datagram, Nowhere, Recorded, Source, SourceOptions, Tap, Wire};
+
+/// Models of devices that forgive a driver nothing.
+#[derive(Debug, Parser)]
+#[command(name = "tasuki", bin_name = "tasuki", version)]
+struct Arguments {
+    #[command(subcommand)]
+    what: What,
+}
+
+#[derive(Debug, Subcommand)]
+enum What {
+    /// Models of devices.
+    #[command(subcommand)]
+    Sim(SimCommand),
+}
+
+#[derive(Debug, Subcommand)]
+enum SimCommand {
+    /// An Intel 82574L, served by vfio-user to one driver after the other.
+    Nic(NicArguments),
+}
+
+#[derive(Debug, Args)]
+struct NicArguments {
+    /// Where drivers connect. Nothing may be there.
+    #[arg(long, value_name = "PATH")]
+    socket: PathBuf,
+    /// What the card is plugged into.
+    #[command(flatten)]
+    wire: WireArguments,
+    /// Milliseconds from a reset to the link.
+    #[arg(long, default_value_t = 2200, value_name = "MS")]
+    link_up: u64,
+    /// Write every frame that the card sends or is sent to FILE.
+    #[arg(long, value_name = "FILE")]
+    pcap: Option<PathBuf>,
+}
+
+#[derive(Debug, Args)]
+struct WireArguments {
+    /// A source of numbered frames that checks what comes back: so many in all. Ends the model when the driver leaves.
+    #[arg(long, value_name = "COUNT")]
+    source: Option<u64>,
+    /// Frames a second of the source; without, the line rate of 1 Gb/s.
+    #[arg(long, requires = "source")]
+    rate: Option<u64>,
+    /// Bytes of the source's frames, with check sequence.
+    #[arg(long, default_value_t = 64, requires = "source")]
+    size: u32,
+    /// Two datagram sockets, ours and the other end's, one frame a datagram, as QEMU's `-netdev dgram` has them.
+    #[arg(long, num_args = 2, value_names = ["OURS", "THEIRS"], conflicts_with = "source")]
+    dgram: Option<Vec<PathBuf>>,
+    /// A TAP interface of this machine, made if there is none. Needs the right to make one.
+    #[arg(long, value_name = "NAME", conflicts_with_all = ["source", "dgram"])]
+    tap: Option<String>,
+}
+
+/// Serves until it is told to stop or, for a source, until all was sent and the driver has left. Gives the wire back.
+fn serve<W: Wire>(arguments: &NicArguments, wire: W, is_done: impl Fn(&mut W) -> bool) -> Result<W> {
+    let stop = Arc::new(AtomicBool::new(false));
+    for signal in [signal_hook::consts::SIGINT, signal_hook::consts::SIGTERM] {
+        signal_hook::flag::register(signal, Arc::clone(&stop)).context("the kernel took no signal handler")?;
+    }
+    let path = &arguments.socket;
+    ensure!(!path.exists(), "{} is there already; remove it, or choose another path", path.display());
+    let mut server = Server::bind(path).with_context(|| format!("{} cannot be served at", path.display()))?;
+    let options = e1000e::Options { link_up_ns: arguments.link_up.saturating_mul(1_000_000), ..Default::default() };
+    let mut served = Served::new(e1000e::Device::new(options), wire);
+    println!("an 82574L at {}", path.display());
+    let mut had_driver = false;
+    while !stop.load(Relaxed) {
+        let mut rounds = 0_u32;
+        // Back here now and then, for what need not be asked in every round.
+        served.serve(&mut server, |_| {
+            rounds += 1;
+            rounds < 10_000 && !stop.load(Relaxed)
+        })?;
+        had_driver |= server.has_client();
+        if had_driver && !server.has_client() && is_done(served.wire()) {
+            break;
+        }
+    }
+    for line in served.card().journal.entries() {
+        println!("the driver must not: {line:?}");
+    }
+    if served.faults() > 0 {
+        println!("{} times the card was sent to memory that it was not given", served.faults());
+    }
+    Ok(served.into_wire())
+}
+
+/// The same, with everything that passes written to a file if one was asked for.
+fn serve_recorded<W: Wire>(arguments: &NicArguments, wire: W, is_done: impl Fn(&mut W) -> bool) -> Result<W> {
+    let Some(path) = &arguments.pcap else { return serve(arguments, wire, is_done) };
+    let recorded = Recorded::create(wire, path).with_context(|| format!("{} cannot be written", path.display()))?;
+    let recorded = serve(arguments, recorded, |recorded| is_done(recorded.wire()))?;
+    recorded.into_wire().with_context(|| format!("{} cannot be written to its end", path.display()))
+}
+
+fn nic(arguments: &NicArguments) -> Result<()> {
+    let WireArguments { source, rate, size, dgram, tap } = &arguments.wire;
+    ensure!((64..=16384).contains(size), "--size {size} is no length of a frame; it goes from 64 to 16384");
+    if let Some(count) = *source {
+        let rate = rate.unwrap_or_else(|| SourceOptions::line_rate(1_000_000_000, *size));
+        ensure!(rate > 0, "--rate 0 would send nothing");
+        let options = SourceOptions {
+            to: [0xff; 6],
+            from: [0x02, 0, 0, 0, 0, 0x51],
+            size: *size,
+            rate: Some(rate),
+            count,
+            honours_pause: true,
+        };
+        let source = serve_recorded(arguments, Source::new(options), |source| source.is_done())?;
+        report(&source.counts());
+    } else if let Some(paths) = dgram {
+        let [ours, theirs] = &paths[..] else { bail!("--dgram takes two paths") };
+        let wire = Datagram::bind(ours, theirs).with_context(|| format!("{} cannot be bound", ours.display()))?;
+        serve_recorded(arguments, wire, |_| false)?;
+    } else if let Some(name) = tap {
+        serve_recorded(arguments, Tap::open(name)?, |_| false)?;
+    } else {
+        let wire = serve_recorded(arguments, Nowhere::default(), |_| false)?;
+        println!("the card sent {} frames to nowhere", wire.sent);
+    }
+    Ok(())
+}
+
+fn report(counts: &Counts) {
+    let Counts { sent, received, duplicated, reordered, foreign, damaged, longest_gap, longest_trip, slipped, pauses } =
+        *counts;
+    println!("sent {sent}, came back {received}, lost {}", counts.lost());
+    println!(
+        "twice {duplicated}, out of order {reordered}, damaged {damaged}, from others {foreign}, not sent in time {slipped}"
+    );
+    println!("longest gap {longest_gap} ns, longest trip {longest_trip} ns, asked to pause {pauses} times");
+}
+
+fn main() -> ExitCode {
+    let What::Sim(SimCommand::Nic(arguments)) = Arguments::parse().what;
+    match nic(&arguments) {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => {
+            eprintln!("tasuki: {error:#}");
+            ExitCode::FAILURE
+        }
+    }
+}
