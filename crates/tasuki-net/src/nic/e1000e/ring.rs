@@ -17,9 +17,9 @@
 use std::sync::atomic::AtomicU64;
 use std::sync::atomic::Ordering::{Acquire, Relaxed};
 
-use tasuki_shm::arena::{Arena, Lent, Slot};
+use tasuki_shm::arena::{Arena, Slot};
 use tasuki_shm::region::{RegionError, Span};
-use tasuki_shm::slots::SlotId;
+use tasuki_shm::slots::{SlotId, WrongSlot};
 
 use super::sash::{NO_SLOT, ReceiveSash};
 use crate::nic::bus::Iova;
@@ -66,7 +66,8 @@ mod send {
 #[derive(Debug)]
 struct Descriptors {
     words: Span<AtomicU64>,
-    slots: Box<[Option<Lent>]>,
+    /// The slot in each descriptor (`SlotId::to_word`).
+    slots: Box<[u64]>,
     mask: u32,
 }
 
@@ -74,7 +75,7 @@ impl Descriptors {
     /// The ring with number `index` of rings of `count` descriptors (a power of two) each.
     fn new(memory: &NicMemory, index: usize, count: u16) -> Result<Self, RegionError> {
         let words = memory.rings().span(index * usize::from(count) * DESCRIPTOR_LEN, usize::from(count) * WORDS)?;
-        let slots = (0..count).map(|_| None).collect();
+        let slots = vec![NO_SLOT; count.into()].into();
         Ok(Descriptors { words, slots, mask: u32::from(count) - 1 })
     }
 
@@ -83,6 +84,14 @@ impl Descriptors {
         self.words.iter().for_each(|word| word.store(0, Relaxed));
     }
 
+    /// The two words of the descriptor at `place`.
+    #[inline]
+    fn descriptor(&self, place: usize) -> [&AtomicU64; 2] {
+        let words = &self.words[place * WORDS..];
+        [&words[0], &words[1]]
+    }
+
+    #[inline]
     fn place(&self, cursor: u32) -> usize {
         (cursor & self.mask) as usize
     }
@@ -99,9 +108,7 @@ impl Descriptors {
 
     fn to_sash(&self, words: &mut [u64; RING_MAX]) {
         words.fill(NO_SLOT);
-        for (word, lent) in words.iter_mut().zip(&self.slots) {
-            *word = lent.as_ref().map_or(NO_SLOT, |lent| lent.id().to_word());
-        }
+        words[..self.slots.len()].copy_from_slice(&self.slots);
     }
 
     /// Takes over the slots that the descriptors `from..to` hold, and only those. A slot that is refused stays lent.
@@ -113,7 +120,8 @@ impl Descriptors {
         }
         for cursor in (0..held).map(|i| from.wrapping_add(i)) {
             let place = self.place(cursor);
-            self.slots[place] = Some(named.lent(words[place])?);
+            named.check(words[place])?;
+            self.slots[place] = words[place];
         }
         Ok(())
     }
@@ -132,8 +140,8 @@ impl<'m> Named<'m> {
         Named { arena, seen: vec![false; arena.geometry().count as usize].into() }
     }
 
-    /// The slot that `word` names, which the card holds.
-    fn lent(&mut self, word: u64) -> Result<Lent, NicError> {
+    /// The slot that `word` names is one that the card holds.
+    fn check(&mut self, word: u64) -> Result<(), NicError> {
         let absurd = |what| NicError::Absurd { what, value: word };
         let id = SlotId::from_word(word);
         let seen = self.seen.get_mut(id.index as usize);
@@ -142,15 +150,33 @@ impl<'m> Named<'m> {
             return Err(absurd("the sash names a slot twice"));
         }
         // There and back, which only works with a slot that is lent.
-        let slot = self.arena.attach_named(id);
-        Ok(lend(self.arena, slot.map_err(|_| absurd("the sash names a slot that the card does not hold"))?))
+        let slot =
+            self.arena.attach_named(id).map_err(|_| absurd("the sash names a slot that the card does not hold"))?;
+        lend(self.arena, slot);
+        Ok(())
     }
 }
 
 /// The slot goes to the card.
 #[inline]
-fn lend(arena: &Arena, slot: Slot) -> Lent {
-    arena.lend(slot).expect("lending by move asks nothing of the kernel")
+fn lend(arena: &Arena, slot: Slot) -> u64 {
+    let lent = arena.lend(slot).expect("lending by move asks nothing of the kernel");
+    lent.id().to_word()
+}
+
+/// The slot in a descriptor that the card is done with.
+#[inline(always)]
+fn take_back(arena: &Arena, word: u64) -> Slot {
+    match arena.attach_named(SlotId::from_word(word)) {
+        Ok(slot) => slot,
+        Err(wrong) => not_lent(wrong),
+    }
+}
+
+/// Apart, since it never happens.
+#[cold]
+fn not_lent(wrong: WrongSlot) -> ! {
+    panic!("D2: a slot that is lent stands in each of the card's descriptors, but {wrong}");
 }
 
 /// What was wrong with frames, each counted by us because the card does not.
@@ -214,7 +240,7 @@ impl ReceiveRing {
 
     /// Whether a frame, or what is left of one, has come.
     pub fn is_ready(&self) -> bool {
-        self.next != self.tail && self.ring.words[self.ring.place(self.next) * WORDS + 1].load(Acquire) & done::DD != 0
+        self.next != self.tail && self.ring.descriptor(self.ring.place(self.next))[1].load(Acquire) & done::DD != 0
     }
 
     /// Appends frames to `burst` until it is full or no more are there; says how many.
@@ -231,33 +257,34 @@ impl ReceiveRing {
         let before = burst.len();
         while !burst.is_full() && self.next != self.tail {
             let place = self.ring.place(self.next);
+            let (words, _) = self.ring.words.as_chunks::<WORDS>();
+            let status = &words[place][1];
             // DONE
-            let word = self.ring.words[place * WORDS + 1].load(Acquire);
-            if word & done::DD == 0 {
-                break;
-            }
+            let word = status.load(Acquire);
             let len = done::len(word);
-            let whole = word & (done::EOP | done::ERRORS) == done::EOP && !self.skipping;
-            if len > lengths.buffer || len < if whole { HEADER_LEN } else { 1 } {
-                return absurd_after(burst.len() - before, "the length of a received frame", word);
-            }
-            let lent = self.ring.slots[place].take().expect("D2: a slot stands in each of the card's descriptors");
-            let slot = arena.attach(lent).expect("D2: that slot is lent");
-            // D4
-            self.ring.words[place * WORDS + 1].store(0, Relaxed);
-            self.next = self.next.wrapping_add(1);
-            if whole && len <= lengths.frame {
-                burst.push(Frame { slot, len });
+            let is_good = word & (done::DD | done::EOP | done::ERRORS) == done::DD | done::EOP;
+            if !is_good || len.wrapping_sub(HEADER_LEN) > lengths.frame - HEADER_LEN || self.skipping {
+                if !self.is_acceptable(word, lengths, burst.len() - before)? {
+                    break;
+                }
+                self.refuse(arena, word, dropped);
             } else {
-                self.refuse(word, dropped);
+                burst.push(Frame { slot: take_back(arena, self.ring.slots[place]), len });
+                // D4
+                status.store(0, Relaxed);
             }
+            self.next = self.next.wrapping_add(1);
         }
         Ok(burst.len() - before)
     }
 
     /// Counts a frame that is not delivered, once. Its slot is free again.
     #[cold]
-    fn refuse(&mut self, word: u64, dropped: &mut Dropped) {
+    fn refuse(&mut self, arena: &Arena, word: u64, dropped: &mut Dropped) {
+        let place = self.ring.place(self.next);
+        drop(take_back(arena, self.ring.slots[place]));
+        // D4
+        self.ring.descriptor(place)[1].store(0, Relaxed);
         if !self.skipping {
             match word & done::ERRORS {
                 0 => dropped.too_long += 1,
@@ -267,27 +294,47 @@ impl ReceiveRing {
         self.skipping = word & done::EOP == 0;
     }
 
+    /// Whether the card is done with a descriptor in which no good frame stands, and does no wrong.
+    ///
+    /// # Errors
+    /// When it does wrong. But frames from before that (`delivered`) come first; then the same is found again, first thing next time.
+    #[cold]
+    fn is_acceptable(&self, word: u64, lengths: Lengths, delivered: usize) -> Result<bool, NicError> {
+        if word & done::DD == 0 {
+            return Ok(false);
+        }
+        let whole = word & (done::EOP | done::ERRORS) == done::EOP && !self.skipping;
+        let shortest = if whole { HEADER_LEN } else { 1 };
+        match (shortest..=lengths.buffer).contains(&done::len(word)) {
+            true => Ok(true),
+            false if delivered > 0 => Ok(false),
+            false => Err(NicError::Absurd { what: "the length of a received frame", value: word }),
+        }
+    }
+
     /// Gives the card free slots until its ring is full or none are left; says whether the tail has changed.
     pub fn refill(&mut self, memory: &NicMemory) -> Result<bool, NicError> {
-        let before = self.tail;
-        while self.tail.wrapping_sub(self.next) < self.ring.most() {
-            let Some(slot) = memory.arena().take() else { break };
-            let place = self.ring.place(self.tail);
-            let word = self.ring.words[place * WORDS + 1].load(Relaxed);
-            if word != 0 {
-                return Err(NicError::Absurd { what: "a receive descriptor that it did not own", value: word });
-            }
-            self.ring.words[place * WORDS].store(memory.slot_at(&slot).0, Relaxed);
-            self.ring.slots[place] = Some(lend(memory.arena(), slot));
-            self.tail = self.tail.wrapping_add(1);
+        let room = (self.ring.most() - self.tail.wrapping_sub(self.next)) as usize;
+        let Descriptors { words, slots, mask } = &mut self.ring;
+        let (words, _) = words.as_chunks::<WORDS>();
+        let (first, slot_len) = (memory.arena_at(), memory.arena().geometry().slot_len);
+        let mut tail = self.tail;
+        let mut written = 0;
+        let count = memory.arena().supply(room, |id| {
+            let place = (tail & *mask) as usize;
+            let [address, status] = &words[place];
+            written |= status.load(Relaxed);
+            address.store(first.0 + u64::from(id.index) * u64::from(slot_len), Relaxed);
+            slots[place] = id.to_word();
+            tail = tail.wrapping_add(1);
+        });
+        self.tail = tail;
+        // D4
+        match written {
+            0 => Ok(count > 0),
+            value => Err(NicError::Absurd { what: "a receive descriptor that it did not own", value }),
         }
-        Ok(self.tail != before)
     }
-}
-
-/// A fault, or the frames before it: then the same fault is found again, first thing next time.
-fn absurd_after(delivered: usize, what: &'static str, value: u64) -> Result<usize, NicError> {
-    if delivered > 0 { Ok(delivered) } else { Err(NicError::Absurd { what, value }) }
 }
 
 /// The ring does not lie in the memory.
@@ -344,11 +391,10 @@ impl TransmitRing {
         while self.sent != self.filled {
             let place = self.ring.place(self.sent);
             // DONE
-            if self.ring.words[place * WORDS + 1].load(Acquire) & send::DD == 0 {
+            if self.ring.descriptor(place)[1].load(Acquire) & send::DD == 0 {
                 break;
             }
-            let lent = self.ring.slots[place].take().expect("D2: a slot stands in each of the card's descriptors");
-            drop(arena.attach(lent).expect("D2: that slot is lent"));
+            drop(take_back(arena, self.ring.slots[place]));
             self.sent = self.sent.wrapping_add(1);
         }
     }
@@ -368,9 +414,10 @@ impl TransmitRing {
                 continue;
             }
             let place = self.ring.place(self.filled);
-            self.ring.words[place * WORDS].store(memory.slot_at(&slot).0, Relaxed);
-            self.ring.words[place * WORDS + 1].store(send::COMMAND | u64::from(len), Relaxed);
-            self.ring.slots[place] = Some(lend(memory.arena(), slot));
+            let [address, command] = self.ring.descriptor(place);
+            address.store(memory.slot_at(&slot).0, Relaxed);
+            command.store(send::COMMAND | u64::from(len), Relaxed);
+            self.ring.slots[place] = lend(memory.arena(), slot);
             self.filled = self.filled.wrapping_add(1);
         }
         taken
