@@ -436,6 +436,7 @@ mod tests {
                 all.skip(at).next().unwrap().store(value, Relaxed);
                 let mut burst = Burst::new();
                 let received = receiver.receive(&memory, &mut burst, &mut Counts::default());
+                receiver.chains.publish();
                 held.extend(burst.into_iter().map(|frame| frame.slot));
                 let census = memory.arena().census();
                 prop_assert_eq!(census.owner as usize, held.len());
