@@ -18,7 +18,7 @@ use rustix::io::Errno;
 
 use self::counters::Counters;
 use self::regs::{Mmio, cause, rctl};
-use self::ring::{Lengths, RING_MAX, ReceiveRing, TransmitRing, ring_at};
+use self::ring::{Lengths, Named, RING_MAX, ReceiveRing, TransmitRing, ring_at};
 pub use self::sash::{KIND, Sash, VERSION};
 use self::sash::{MTA_WORDS, NO_SLOT, QUEUES_MAX, ReceiveSash};
 use self::setup::Shape;
@@ -248,13 +248,19 @@ impl<B: Bus> Nic for E1000e<B> {
         {
             return Err(NicError::Absurd { what: "the sash is of other memory", value: sash.rings_at });
         }
+        let mut named = Named::of(memory.arena());
         let mut receive = ArrayVec::new();
         for queue in 0..usize::from(shape.queues) {
             let (cursors, posted) = (&sash.receive[queue], &sash.posted[queue]);
-            receive.push(ReceiveRing::resume(&memory, queue, shape.ring, cursors, posted)?);
+            receive.push(ReceiveRing::resume(&memory, &mut named, (queue, shape.ring), cursors, posted)?);
         }
-        let transmit =
-            TransmitRing::resume(&memory, receive.len(), shape.ring, (sash.sent, sash.filled), &sash.sending)?;
+        let transmit = TransmitRing::resume(
+            &memory,
+            &mut named,
+            (receive.len(), shape.ring),
+            (sash.sent, sash.filled),
+            &sash.sending,
+        )?;
         let mmio = Mmio(bus.registers(BAR)?);
         let bell = bell(&mut bus)?;
         let [a, b, c, d, e, f, ..] = sash.mac;

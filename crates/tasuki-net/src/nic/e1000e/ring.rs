@@ -104,21 +104,46 @@ impl Descriptors {
         }
     }
 
-    /// Takes over the slots that `from..to` hold, and only those.
-    fn take_over(&mut self, arena: &Arena, words: &[u64; RING_MAX], from: u32, to: u32) -> Result<(), NicError> {
-        let absurd = |what, value| NicError::Absurd { what, value };
+    /// Takes over the slots that the descriptors `from..to` hold, and only those. A slot that is refused stays lent.
+    fn take_over(&mut self, named: &mut Named, words: &[u64; RING_MAX], from: u32, to: u32) -> Result<(), NicError> {
         let held = to.wrapping_sub(from);
         if held > self.most() {
-            return Err(absurd("the sash's cursors are further apart than the ring is long", held.into()));
+            let what = "the sash's cursors are further apart than the ring is long";
+            return Err(NicError::Absurd { what, value: held.into() });
         }
         for cursor in (0..held).map(|i| from.wrapping_add(i)) {
             let place = self.place(cursor);
-            // Only a slot that is lent comes back, so each is named once.
-            let slot = arena.attach_named(SlotId::from_word(words[place]));
-            let slot = slot.map_err(|_| absurd("the sash names a slot that the card does not hold", words[place]))?;
-            self.slots[place] = Some(lend(arena, slot));
+            self.slots[place] = Some(named.lent(words[place])?);
         }
         Ok(())
+    }
+}
+
+/// The slots that a sash names, each of them once.
+#[derive(Debug)]
+pub struct Named<'m> {
+    arena: &'m Arena,
+    seen: Box<[bool]>,
+}
+
+impl<'m> Named<'m> {
+    /// None yet.
+    pub fn of(arena: &'m Arena) -> Self {
+        Named { arena, seen: vec![false; arena.geometry().count as usize].into() }
+    }
+
+    /// The slot that `word` names, which the card holds.
+    fn lent(&mut self, word: u64) -> Result<Lent, NicError> {
+        let absurd = |what| NicError::Absurd { what, value: word };
+        let id = SlotId::from_word(word);
+        let seen = self.seen.get_mut(id.index as usize);
+        let seen = seen.ok_or(absurd("the sash names a slot that the arena does not have"))?;
+        if std::mem::replace(seen, true) {
+            return Err(absurd("the sash names a slot twice"));
+        }
+        // There and back, which only works with a slot that is lent.
+        let slot = self.arena.attach_named(id);
+        Ok(lend(self.arena, slot.map_err(|_| absurd("the sash names a slot that the card does not hold"))?))
     }
 }
 
@@ -166,13 +191,13 @@ impl ReceiveRing {
     /// The ring that a predecessor left.
     pub fn resume(
         memory: &NicMemory,
-        index: usize,
-        count: u16,
+        named: &mut Named,
+        (index, count): (usize, u16),
         sash: &ReceiveSash,
         posted: &[u64; RING_MAX],
     ) -> Result<Self, NicError> {
         let mut ring = Descriptors::new(memory, index, count).map_err(too_small)?;
-        ring.take_over(memory.arena(), posted, sash.next, sash.tail)?;
+        ring.take_over(named, posted, sash.next, sash.tail)?;
         Ok(ReceiveRing { ring, next: sash.next, tail: sash.tail, skipping: sash.skipping == 1 })
     }
 
@@ -293,13 +318,13 @@ impl TransmitRing {
     /// The ring that a predecessor left.
     pub fn resume(
         memory: &NicMemory,
-        index: usize,
-        count: u16,
+        named: &mut Named,
+        (index, count): (usize, u16),
         (sent, filled): (u32, u32),
         sending: &[u64; RING_MAX],
     ) -> Result<Self, NicError> {
         let mut ring = Descriptors::new(memory, index, count).map_err(too_small)?;
-        ring.take_over(memory.arena(), sending, sent, filled)?;
+        ring.take_over(named, sending, sent, filled)?;
         Ok(TransmitRing { ring, sent, filled })
     }
 
