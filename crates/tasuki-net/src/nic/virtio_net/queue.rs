@@ -432,8 +432,8 @@ mod tests {
             let (memory, mut receiver, device) = receiver();
             let mut held = Vec::new();
             for (at, value) in writes {
-                let all = device.available.iter().chain(device.used.iter());
-                all.skip(at).next().unwrap().store(value, Relaxed);
+                let mut all = device.available.iter().chain(device.used.iter());
+                all.nth(at).unwrap().store(value, Relaxed);
                 let mut burst = Burst::new();
                 let received = receiver.receive(&memory, &mut burst, &mut Counts::default());
                 receiver.chains.publish();
