@@ -199,11 +199,14 @@ impl<B: Bus> VirtioNet<B> {
         let tx = Chains::new(split(layout.tx, cursors.tx), ring, header(layout.tx_header), false, tx_held);
         let rx = Receiver::new(&memory, rx, sash::room(frame_max), empty, come);
         let tx = Transmitter::new(&memory, tx, frame_max.into(), unsent);
-        let control = (features & feature::CTRL_RX != 0).then(|| {
-            let bell = transport.doorbell(queues::CONTROL);
-            Control::new(&memory, layout.control, layout.command, event_index, cursors.control, bell)
-        });
-        let (rx_bell, tx_bell) = (transport.doorbell(queues::RECEIVE), transport.doorbell(queues::TRANSMIT));
+        let control = match features & feature::CTRL_RX {
+            0 => None,
+            _ => {
+                let bell = transport.doorbell(queues::CONTROL)?;
+                Some(Control::new(&memory, layout.control, layout.command, event_index, cursors.control, bell))
+            }
+        };
+        let (rx_bell, tx_bell) = (transport.doorbell(queues::RECEIVE)?, transport.doorbell(queues::TRANSMIT)?);
         let interrupt = interrupt(&mut bus)?;
         let mac = transport.mac()?;
         let counts = Counts::default();

@@ -58,7 +58,9 @@ impl Chains {
         for k in 0..chains {
             ring.describe(2 * k, header, HEADER_LEN, NEXT | write, 2 * k + 1);
         }
-        let free = (0..chains).rev().filter(|&k| held[usize::from(k)].is_none()).collect();
+        // All the room it can need, so that the data path does not allocate.
+        let mut free = Vec::with_capacity(chains.into());
+        free.extend((0..chains).rev().filter(|&k| held[usize::from(k)].is_none()));
         Chains { ring, write, held, free }
     }
 
@@ -75,7 +77,8 @@ impl Chains {
         let Some(Used { head, len }) = self.ring.peek()? else { return Ok(None) };
         let k = u16::try_from(head / 2).ok().filter(|_| head % 2 == 0);
         let held = k.and_then(|k| Some((k, self.held.get(usize::from(k)).copied().flatten()?)));
-        match held {
+        // One that was used twice may be posted again by now, but the device has not been shown that yet.
+        match held.filter(|(_, held)| self.ring.was_shown(held.turn)) {
             Some((k, Held { id, len: room, .. })) => Ok(Some((k, id, room, len))),
             None => Err(NicError::Absurd { what: "a used buffer that it does not have", value: head.into() }),
         }
@@ -249,5 +252,199 @@ impl Transmitter {
     pub fn harvest(mut self, memory: &NicMemory) -> Result<Vec<Loan>, NicError> {
         self.reap(memory)?;
         Ok(self.chains.loans())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::atomic::AtomicU32;
+    use std::sync::atomic::Ordering::Relaxed;
+
+    use proptest::prelude::*;
+    use tasuki_shm::arena::Geometry;
+    use tasuki_shm::region::Span;
+
+    use super::super::ring::Place;
+    use super::*;
+    use crate::nic::loan;
+
+    const SIZE: u16 = 8;
+    const ROOM: u32 = 1518;
+
+    /// The device's end of a queue: it can write what it likes.
+    struct Device {
+        available: Span<AtomicU32>,
+        used: Span<AtomicU32>,
+        index: u16,
+    }
+
+    impl Device {
+        fn of(memory: &NicMemory, place: Place) -> Self {
+            let [_, available, used] =
+                place.addresses(memory).map(|at| (at.0 - memory.rings_at().0).try_into().unwrap());
+            let span = |at, words| memory.rings().span(at, words).unwrap();
+            Device { available: span(available, 6), used: span(used, 18), index: 0 }
+        }
+
+        /// The first descriptors of all chains that were ever made available.
+        fn heads(&self) -> Vec<u32> {
+            let count = self.available[0].load(Relaxed) >> 16;
+            (0..count)
+                .map(|i| i % u32::from(SIZE))
+                .map(|i| self.available[1 + i as usize / 2].load(Relaxed) >> (16 * (i % 2)) & 0xffff)
+                .collect()
+        }
+
+        /// Says that the chain from `head` on is used, with `len` bytes written.
+        fn use_chain(&mut self, head: u32, len: u32) {
+            let entry = 1 + 2 * usize::from(self.index % SIZE);
+            self.used[entry].store(head, Relaxed);
+            self.used[entry + 1].store(len, Relaxed);
+            self.index = self.index.wrapping_add(1);
+            self.used[0].store(u32::from(self.index) << 16, Relaxed);
+        }
+    }
+
+    fn receiver() -> (NicMemory, Receiver, Device) {
+        let memory = NicMemory::create(Geometry { slot_len: 4096, count: 16 }, 4096, Iova(1 << 32)).unwrap();
+        let place = Place::new(0, SIZE);
+        let ring = SplitRing::new(&memory, place, SIZE, true, Cursor::default());
+        let chains = Chains::new(ring, SIZE, memory.rings_at() + 2048, true, vec![None; 4].into());
+        let empty = loan::stock(&memory, 4).unwrap();
+        let mut receiver = Receiver::new(&memory, chains, ROOM, &empty, &[]);
+        receiver.chains.publish();
+        let device = Device::of(&memory, place);
+        (memory, receiver, device)
+    }
+
+    fn receive(memory: &NicMemory, receiver: &mut Receiver) -> Result<Vec<u16>, NicError> {
+        let mut burst = Burst::new();
+        receiver.receive(memory, &mut burst, &mut Counts::default())?;
+        receiver.chains.publish();
+        Ok(burst.iter().map(|frame| frame.len).collect())
+    }
+
+    #[test]
+    fn chains_come_back_in_any_order_and_go_out_again() {
+        let (memory, mut receiver, mut device) = receiver();
+        assert_eq!(device.heads(), [0, 2, 4, 6]);
+        for (head, len) in [(4, 100), (0, 200), (6, 300)] {
+            device.use_chain(head, len + HEADER_LEN);
+        }
+        assert_eq!(receive(&memory, &mut receiver).unwrap(), [100, 200, 300]);
+        assert_eq!(device.heads(), [0, 2, 4, 6, 4, 0, 6]);
+        assert_eq!(memory.arena().census().peer, 4);
+    }
+
+    #[test]
+    fn a_chain_that_the_device_does_not_have_is_an_error() {
+        for head in [1, 3, 8, 9, 0xffff, 0x1_0000, u32::MAX] {
+            let (memory, mut receiver, mut device) = receiver();
+            device.use_chain(head, 100);
+            let error = receive(&memory, &mut receiver).unwrap_err();
+            assert!(matches!(error, NicError::Absurd { value, .. } if value == u64::from(head)), "{error}");
+        }
+    }
+
+    #[test]
+    fn a_chain_given_back_twice_is_an_error() {
+        let (memory, mut receiver, mut device) = receiver();
+        device.use_chain(2, 100);
+        device.use_chain(2, 100);
+        assert!(matches!(receive(&memory, &mut receiver), Err(NicError::Absurd { value: 2, .. })));
+        let (memory, mut transmitter, mut device) = transmitter();
+        device.use_chain(0, 0);
+        device.use_chain(0, 0);
+        assert!(matches!(transmitter.reap(&memory), Err(NicError::Absurd { value: 0, .. })));
+    }
+
+    fn transmitter() -> (NicMemory, Transmitter, Device) {
+        let memory = NicMemory::create(Geometry { slot_len: 4096, count: 16 }, 4096, Iova(1 << 32)).unwrap();
+        let place = Place::new(0, SIZE);
+        let ring = SplitRing::new(&memory, place, SIZE, false, Cursor::default());
+        let chains = Chains::new(ring, SIZE, memory.rings_at() + 2048, false, vec![None; 4].into());
+        let loans: Vec<_> = loan::stock(&memory, 2).unwrap().into_iter().map(|id| Loan::new(id, 60, 0)).collect();
+        let mut transmitter = Transmitter::new(&memory, chains, ROOM, &loans);
+        transmitter.chains.publish();
+        let device = Device::of(&memory, place);
+        (memory, transmitter, device)
+    }
+
+    #[test]
+    fn an_index_that_runs_ahead_is_an_error() {
+        for index in [5, 0x8000, u16::MAX] {
+            let (memory, mut receiver, device) = receiver();
+            device.used[0].store(u32::from(index) << 16, Relaxed);
+            let error = receive(&memory, &mut receiver).unwrap_err();
+            assert!(matches!(error, NicError::Absurd { value, .. } if value == u64::from(index)), "{error}");
+        }
+    }
+
+    #[test]
+    fn lengths_that_no_frame_has_are_errors() {
+        let longest = ROOM + HEADER_LEN;
+        for len in [0, 11, 12, 25, longest + 1, u32::MAX] {
+            let (memory, mut receiver, mut device) = receiver();
+            device.use_chain(0, len);
+            let error = receive(&memory, &mut receiver).unwrap_err();
+            assert!(matches!(error, NicError::Absurd { value, .. } if value == u64::from(len)), "{error}");
+        }
+        for len in [26, longest] {
+            let (memory, mut receiver, mut device) = receiver();
+            device.use_chain(0, len);
+            assert_eq!(receive(&memory, &mut receiver).unwrap(), [u16::try_from(len - 12).unwrap()]);
+        }
+    }
+
+    #[test]
+    fn without_a_slot_to_replace_it_a_frame_waits() {
+        let (memory, mut receiver, mut device) = receiver();
+        let slots: Vec<_> = std::iter::from_fn(|| memory.arena().take()).collect();
+        device.use_chain(6, 100);
+        assert_eq!(receive(&memory, &mut receiver).unwrap(), []);
+        drop(slots);
+        assert_eq!(receive(&memory, &mut receiver).unwrap(), [88]);
+    }
+
+    #[test]
+    fn unsent_frames_are_listed_in_their_order() {
+        let (memory, mut transmitter, mut device) = transmitter();
+        let mut burst = Burst::new();
+        let frames = |count| (0..count).map(|i| Frame { slot: memory.arena().take().unwrap(), len: 100 + i });
+        burst.extend(frames(2));
+        transmitter.transmit(&memory, &mut burst, &mut Counts::default());
+        // The first two are sent, and their chains used again by the last.
+        device.use_chain(2, 0);
+        device.use_chain(0, 0);
+        transmitter.reap(&memory).unwrap();
+        burst.extend(frames(2).map(|frame| Frame { len: frame.len + 100, ..frame }));
+        transmitter.transmit(&memory, &mut burst, &mut Counts::default());
+        let unsent = transmitter.harvest(&memory).unwrap();
+        assert_eq!(unsent.iter().map(|loan| loan.len).collect::<Vec<_>>(), [100, 101, 200, 201]);
+    }
+
+    proptest! {
+        /// Whatever a device writes where it can write, the driver neither panics nor loops, and no slot is held twice or lost.
+        #[test]
+        fn a_device_can_write_what_it_likes(
+            writes in proptest::collection::vec((0_usize..24, prop_oneof![any::<u32>(), 0_u32..16, (0_u32..16).prop_map(|i| i << 16)]), 0..64),
+        ) {
+            let (memory, mut receiver, device) = receiver();
+            let mut held = Vec::new();
+            for (at, value) in writes {
+                let mut all = device.available.iter().chain(device.used.iter());
+                all.nth(at).unwrap().store(value, Relaxed);
+                let mut burst = Burst::new();
+                let received = receiver.receive(&memory, &mut burst, &mut Counts::default());
+                receiver.chains.publish();
+                held.extend(burst.into_iter().map(|frame| frame.slot));
+                let census = memory.arena().census();
+                prop_assert_eq!(census.owner as usize, held.len());
+                prop_assert_eq!(census.peer, 4);
+                if received.is_err() {
+                    break;
+                }
+            }
+        }
     }
 }

@@ -83,6 +83,8 @@ pub struct SplitRing {
     flags: u16,
     /// Our index: chains made available so far.
     available_index: u16,
+    /// Our index as the device was last shown it.
+    shown: u16,
     /// Our index when the device was last notified or did not want to be.
     notified: u16,
     /// Chains of the device's that we have taken back.
@@ -104,6 +106,7 @@ impl SplitRing {
             event_index,
             flags: if event_index { 0 } else { NO_INTERRUPT },
             available_index: cursor.available,
+            shown: cursor.available,
             notified: cursor.available,
             used_index: cursor.used,
             claimed: cursor.used,
@@ -120,9 +123,9 @@ impl SplitRing {
         Cursor { available: self.available_index, used: self.used_index }
     }
 
-    /// Chains that the device has, or has used and we have not taken.
-    fn out(&self) -> u16 {
-        self.available_index.wrapping_sub(self.used_index)
+    /// Whether the device was shown what was pushed when our index was `turn`.
+    pub fn was_shown(&self, turn: u16) -> bool {
+        turn.wrapping_sub(self.shown) >= self.available_index.wrapping_sub(self.shown)
     }
 
     /// Writes descriptor `index`.
@@ -146,6 +149,7 @@ impl SplitRing {
 
     /// Shows the device what was pushed.
     pub fn publish(&mut self) {
+        self.shown = self.available_index;
         // AVAILABLE.
         self.available[0].store(u32::from(self.flags) | u32::from(self.available_index) << 16, Release);
     }
@@ -171,7 +175,7 @@ impl SplitRing {
         if self.claimed == self.used_index {
             // USED.
             let [_, claimed] = halves(self.used[0].load(Acquire));
-            if claimed.wrapping_sub(self.used_index) > self.out() {
+            if claimed.wrapping_sub(self.used_index) > self.shown.wrapping_sub(self.used_index) {
                 return Err(NicError::Absurd { what: "more buffers used than it had", value: claimed.into() });
             }
             self.claimed = claimed;

@@ -187,6 +187,12 @@ impl Sash {
                 return Err(NicError::BrokenSash { what: "the number of slots in a queue", value: held as u64 });
             }
         }
+        if self.rx_at.available.wrapping_sub(self.rx_at.used) != self.ring / 2 {
+            return Err(NicError::BrokenSash {
+                what: "chains are missing in the receive queue",
+                value: self.ring.into(),
+            });
+        }
         self.check_lens(self.by_chain().into_iter().flatten())
     }
 
@@ -205,6 +211,64 @@ impl Sash {
         match loans.find(|loan| loan.len > room(self.frame_max)) {
             Some(long) => Err(NicError::BrokenSash { what: "the length of a frame", value: long.len.into() }),
             None => Ok(()),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use zerocopy::FromZeros;
+
+    use super::*;
+
+    /// Of queues of four chains, that were reset.
+    fn sash() -> Sash {
+        let features = feature::VERSION_1 | feature::RING_RESET;
+        let sash = Sash { kind: KIND, version: VERSION, rings_at: 0x1000, features, ring: 8, ..Sash::new_zeroed() };
+        Sash { frame_max: 1518, come: 1, empty: 3, ..sash }
+    }
+
+    /// Of queues that are kept.
+    fn kept() -> Sash {
+        let features = feature::VERSION_1;
+        let mut sash = Sash { features, rx_at: Cursor { available: 2, used: 0xfffe }, ..sash() };
+        sash.tx[..4].fill(Loan::NONE);
+        sash
+    }
+
+    #[test]
+    fn a_sash_that_cannot_be_true_is_refused() {
+        sash().check(0x1000, 4096).unwrap();
+        kept().check(0x1000, 4096).unwrap();
+        let long = |mut sash: Sash| {
+            sash.rx[3].len = 1519;
+            sash
+        };
+        let fewer = |mut sash: Sash| {
+            sash.rx[3] = Loan::NONE;
+            sash
+        };
+        for (wrong, why) in [
+            (Sash { version: 2, ..sash() }, "version 2"),
+            (Sash { kind: 0x8086_10d3, ..sash() }, "the sash is of"),
+            (Sash { rings_at: 0, ..sash() }, "at another address"),
+            (Sash { features: 0, ..sash() }, "the features"),
+            (Sash { features: u64::MAX, ..sash() }, "the features"),
+            (Sash { ring: 1024, ..sash() }, "the number of descriptors"),
+            (Sash { ring: 12, ..sash() }, "the number of descriptors"),
+            (Sash { ring: 0, ..sash() }, "the number of descriptors"),
+            (Sash { frame_max: 4097, ..sash() }, "the longest frame"),
+            (Sash { control_at: Cursor { available: 1, used: 0 }, ..sash() }, "a command"),
+            (Sash { empty: 4, ..sash() }, "slots in the receive queue"),
+            (Sash { come: 0xffff, empty: 0xffff, ..sash() }, "slots in the receive queue"),
+            (Sash { unsent: 5, ..sash() }, "unsent"),
+            (long(sash()), "the length of a frame"),
+            (long(kept()), "the length of a frame"),
+            (fewer(kept()), "the number of slots in a queue"),
+            (Sash { tx_at: Cursor { available: 1, used: 0 }, ..kept() }, "the number of slots in a queue"),
+        ] {
+            let error = wrong.check(0x1000, 4096).unwrap_err().to_string();
+            assert!(error.contains(why), "{error}");
         }
     }
 }

@@ -28,6 +28,10 @@ impl<R: Registers> Window<R> {
             }
             let [bar, ..] = word(bus, 1)?.to_le_bytes();
             let (base, len, more) = (word(bus, 2)?, word(bus, 3)?, word(bus, 4)?);
+            // §4.1.4.1 asks for more of some; registers of 32 bits need this.
+            if !base.is_multiple_of(4) || base.checked_add(len).is_none() {
+                return Err(NicError::Absurd { what: "a structure of virtio at", value: base.into() });
+            }
             return Ok((Window { registers: bus.registers(bar)?, base, len }, more));
         }
         Err(NicError::Absurd { what: "it lacks a structure that virtio 1 has, of type", value: kind.into() })
@@ -182,10 +186,15 @@ impl<R: Registers> Transport<R> {
     }
 
     /// Where one says that queue `queue` has something new (§4.1.4.4).
-    pub fn doorbell(&self, queue: u16) -> Doorbell {
+    pub fn doorbell(&self, queue: u16) -> Result<Doorbell, NicError> {
         self.write(common::QUEUE_SELECT, queue);
-        let offset = u32::from(self.read(common::QUEUE_NOTIFY_OFF)).wrapping_mul(self.notify_multiplier);
-        Doorbell { register: Register::at(self.notify.base.wrapping_add(offset)), queue }
+        let offset = u64::from(self.read(common::QUEUE_NOTIFY_OFF)) * u64::from(self.notify_multiplier);
+        match u32::try_from(offset) {
+            Ok(offset) if offset.is_multiple_of(2) && offset < self.notify.len => {
+                Ok(Doorbell { register: self.notify.at(Register::at(offset)), queue })
+            }
+            _ => Err(NicError::Absurd { what: "notifications of a queue go beyond their place, to", value: offset }),
+        }
     }
 
     /// Says so.

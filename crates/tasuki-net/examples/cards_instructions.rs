@@ -1,0 +1,219 @@
+//! How many instructions the drivers of virtio network devices and of the RTL8139C+ need for a packet: to be run under callgrind.
+//!
+//! ```text
+//! cargo build --release -p tasuki-net --example cards_instructions
+//! valgrind --tool=callgrind --callgrind-out-file=/dev/null --toggle-collect='cards_instructions::receive_and_release*' \
+//!     target/release/examples/cards_instructions virtio
+//! ```
+//!
+//! `Collected`, by the number of packets that this program prints, is the figure. The same for `transmit_and_reclaim`, and with `rtl8139`
+//! for the other card. The card is memory that this program writes, whose work is not counted; its registers hold what is written.
+
+use std::cell::RefCell;
+use std::collections::HashMap;
+use std::hint::black_box;
+use std::os::fd::OwnedFd;
+use std::rc::Rc;
+use std::sync::atomic::Ordering::{Acquire, Release};
+use std::sync::atomic::{AtomicU32, AtomicU64};
+
+use rustix::event::EventfdFlags;
+use tasuki_net::nic::bus::{Bus, BusError, Iova, Registers};
+use tasuki_net::nic::rtl8139::Rtl8139;
+use tasuki_net::nic::virtio_net::VirtioNet;
+use tasuki_net::nic::{Nic, NicMemory, NicOptions};
+use tasuki_net::port::{BURST_MAX, Burst, Frame};
+use tasuki_shm::arena::{Arena, Geometry};
+use tasuki_shm::region::{Region, Span};
+
+const BURSTS: usize = 1000;
+const RING: u16 = 64;
+
+/// What is counted: a burst is received, and its slots go back.
+#[inline(never)]
+fn receive_and_release<N: Nic>(nic: &mut N, burst: &mut Burst) -> usize {
+    let count = nic.receive(burst).expect("the stub behaves");
+    burst.clear();
+    count
+}
+
+/// What is counted: what was sent comes back, and a burst is sent.
+#[inline(never)]
+fn transmit_and_reclaim<N: Nic>(nic: &mut N, burst: &mut Burst) -> usize {
+    nic.transmit(burst).expect("the stub behaves")
+}
+
+/// Configuration space, and registers by BAR offset. Some bits always read as zero: what takes no time.
+#[derive(Clone)]
+struct Stub(Rc<Config>);
+
+struct Config {
+    config: HashMap<u16, u32>,
+    registers: RefCell<HashMap<u32, u32>>,
+    zero: fn(u32) -> u32,
+}
+
+impl Stub {
+    fn new(config: &[(u16, u32)], registers: &[(u32, u32)], zero: fn(u32) -> u32) -> Self {
+        let registers = RefCell::new(registers.iter().copied().collect());
+        Stub(Rc::new(Config { config: config.iter().copied().collect(), registers, zero }))
+    }
+}
+
+impl Bus for Stub {
+    type Registers = Stub;
+
+    fn read_config(&mut self, offset: u16) -> Result<u32, BusError> {
+        Ok(self.0.config.get(&offset).copied().unwrap_or(0))
+    }
+    fn write_config(&mut self, _: u16, _: u32) -> Result<(), BusError> {
+        Ok(())
+    }
+    fn registers(&mut self, _: u8) -> Result<Stub, BusError> {
+        Ok(self.clone())
+    }
+    fn map_dma(&mut self, _: &Region, _: Iova) -> Result<(), BusError> {
+        Ok(())
+    }
+    fn unmap_dma(&mut self, _: Iova, _: usize) -> Result<(), BusError> {
+        Ok(())
+    }
+    fn interrupts(&mut self, count: u16) -> Result<Vec<OwnedFd>, BusError> {
+        Ok((0..count).map(|_| rustix::event::eventfd(0, EventfdFlags::CLOEXEC).expect("an eventfd")).collect())
+    }
+    fn reset(&mut self) -> Result<(), BusError> {
+        Ok(())
+    }
+}
+
+#[expect(clippy::cast_possible_truncation, reason = "the low bits are what was asked for")]
+impl Registers for Stub {
+    fn read8(&self, offset: u32) -> u8 {
+        self.read32(offset) as u8
+    }
+    fn read16(&self, offset: u32) -> u16 {
+        self.read32(offset) as u16
+    }
+    fn read32(&self, offset: u32) -> u32 {
+        self.0.registers.borrow().get(&offset).copied().unwrap_or(0) & !(self.0.zero)(offset)
+    }
+    fn write8(&self, offset: u32, value: u8) {
+        self.write32(offset, value.into());
+    }
+    fn write16(&self, offset: u32, value: u16) {
+        self.write32(offset, value.into());
+    }
+    #[inline(never)]
+    fn write32(&self, offset: u32, value: u32) {
+        // A notification is one store on a real bus, and no table.
+        if offset < 0x2000 && offset != 0xd9 {
+            self.0.registers.borrow_mut().insert(offset, value);
+        }
+    }
+}
+
+/// The card's end of the rings.
+trait Card {
+    /// Fills a burst of receive descriptors.
+    fn fill(&mut self);
+    /// Sends all there is.
+    fn send(&mut self);
+}
+
+fn measure<N: Nic>(mut nic: N, mut card: impl Card, arena: &Arena) -> [usize; 2] {
+    let mut packets = [0; 2];
+    let mut burst = Burst::new();
+    for _ in 0..BURSTS {
+        card.fill();
+        packets[0] += receive_and_release(&mut nic, black_box(&mut burst));
+        burst.extend((0..BURST_MAX).map(|_| Frame { slot: arena.take().expect("a free slot"), len: 60 }));
+        packets[1] += transmit_and_reclaim(&mut nic, black_box(&mut burst));
+        card.send();
+    }
+    packets
+}
+
+/// Two rings of 64 descriptors of two words, 1,024 bytes apart.
+struct Rtl(Span<AtomicU64>, usize);
+
+impl Card for Rtl {
+    fn fill(&mut self) {
+        for i in (0..BURST_MAX).map(|i| (self.1 + i) % usize::from(RING)) {
+            // First and last segment, 64 bytes; the end of the ring stays.
+            let end = self.0[2 * i].load(Acquire) & 1 << 30;
+            self.0[2 * i].store(end | 0x3000_0040, Release);
+        }
+        self.1 += BURST_MAX;
+    }
+    fn send(&mut self) {
+        for word in self.0[128..256].iter().step_by(2) {
+            word.store(word.load(Acquire) & !(1 << 31), Release);
+        }
+    }
+}
+
+/// The available and used rings of two queues of 64 descriptors.
+struct Virtio([(Span<AtomicU32>, Span<AtomicU32>, u32); 2]);
+
+impl Virtio {
+    fn use_chains(&mut self, queue: usize, len: u32) {
+        let (available, used, index) = &mut self.0[queue];
+        let shown = available[0].load(Acquire) >> 16;
+        for _ in 0..BURST_MAX {
+            if *index & 0xffff == shown {
+                break;
+            }
+            let entry = *index as usize % usize::from(RING);
+            let head = available[1 + entry / 2].load(Acquire) >> (16 * (entry % 2)) & 0xffff;
+            used[1 + 2 * entry].store(head, Release);
+            used[2 + 2 * entry].store(len, Release);
+            *index += 1;
+        }
+        used[0].store(*index << 16, Release);
+    }
+}
+
+impl Card for Virtio {
+    fn fill(&mut self) {
+        self.use_chains(0, 72);
+    }
+    fn send(&mut self) {
+        self.use_chains(1, 0);
+    }
+}
+
+fn main() {
+    let memory = NicMemory::create(Geometry { slot_len: 4096, count: 512 }, 16384, Iova(1 << 32)).expect("memory");
+    let arena = memory.arena().clone();
+    let options = NicOptions { ring: RING, ..NicOptions::default() };
+    let [received, sent] = if std::env::args().nth(1).is_some_and(|card| card == "rtl8139") {
+        let words = memory.rings().span(0, 256).expect("both rings");
+        let bus = Stub::new(&[(0, 0x8139_10ec), (8, 0x20)], &[(0, 2)], |offset| if offset == 0x37 { 0x10 } else { 0 });
+        measure(Rtl8139::start(bus, memory, &options).expect("the stub behaves"), Rtl(words, 0), &arena)
+    } else {
+        // One queue: 1,024 bytes of descriptors, an available ring, and from the next line on a used ring.
+        let queue = |at: usize| {
+            let span = |at, words| memory.rings().span::<AtomicU32>(at, words).expect("both rings");
+            (span(at + 1024, 34), span(at + 1024 + 192, 130), 0)
+        };
+        let queues = [queue(0), queue(1024 + 192 + 576)];
+        let config = [
+            (0x00, 0x1041_1af4),
+            (0x04, 1 << 20),
+            (0x34, 0x40),
+            (0x40, 0x0110_5009),
+            (0x4c, 0x800),
+            (0x50, 0x0214_6409),
+            (0x58, 0x2000),
+            (0x5c, 0x1000),
+            (0x64, 0x0410_0009),
+            (0x6c, 0x1000),
+            (0x70, 0x1000),
+        ];
+        // Features that are both VERSION_1 and MAC, whichever half is asked for; three queues of 256; an address.
+        let registers = [(0x04, 0x21), (0x12, 3), (0x18, 256), (0x1000, 2)];
+        let bus = Stub::new(&config, &registers, |_| 0);
+        measure(VirtioNet::start(bus, memory, &options).expect("the stub behaves"), Virtio(queues), &arena)
+    };
+    println!("{received} packets received, {sent} sent");
+}

@@ -1,0 +1,265 @@
+//! Cards that answer whatever they like, and write whatever they like to the memory of the rings: the drivers end with an error or go on,
+//! they do not panic, and they do not wait for ever.
+#![allow(clippy::tests_outside_test_module, reason = "the whole file is tests")]
+
+use std::cell::RefCell;
+use std::collections::HashMap;
+use std::os::fd::OwnedFd;
+use std::rc::Rc;
+use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
+
+use rustix::event::EventfdFlags;
+use tasuki_net::nic::bus::{Bus, BusError, Iova, Registers};
+use tasuki_net::nic::rtl8139::Rtl8139;
+use tasuki_net::nic::virtio_net::VirtioNet;
+use tasuki_net::nic::{Filter, Mac, Nic, NicMemory, NicOptions};
+use tasuki_net::port::{Armed, Burst, Frame};
+use tasuki_shm::arena::Geometry;
+use tasuki_shm::region::{Region, Span};
+
+/// A card that has lost its mind.
+struct Mad {
+    /// Of a xorshift generator.
+    state: u64,
+    /// What was written to its registers, by BAR and offset.
+    written: HashMap<u32, u32>,
+    config: HashMap<u16, u32>,
+    rings: Span<AtomicU64>,
+    /// Of 16 reads, how many answer what was written.
+    sane: u64,
+    /// Bits that its registers never have.
+    never: fn(offset: u32) -> u32,
+}
+
+impl Mad {
+    fn random(&mut self) -> u64 {
+        self.state ^= self.state << 13;
+        self.state ^= self.state >> 7;
+        self.state ^= self.state << 17;
+        self.state
+    }
+
+    fn is_sane(&mut self) -> bool {
+        self.random() % 16 < self.sane
+    }
+
+    /// Something, more often something small.
+    fn word(&mut self) -> u32 {
+        let (value, kind) = (self.random(), self.random() % 4);
+        #[expect(clippy::cast_possible_truncation, reason = "random bits")]
+        let word = value as u32;
+        match kind {
+            0 => word,
+            1 => word & 0xf,
+            2 => word & 0xff,
+            _ => u32::MAX,
+        }
+    }
+
+    /// Writes somewhere into the rings, now and then.
+    fn scribble(&mut self) {
+        if self.is_sane() {
+            return;
+        }
+        let at = usize::try_from(self.random()).expect("64 bits") % self.rings.len();
+        let word = u64::from(self.word()) | u64::from(self.word()) << 32;
+        self.rings[at].store(word, Relaxed);
+    }
+
+    fn read(&mut self, offset: u32) -> u32 {
+        self.scribble();
+        match self.is_sane() {
+            true => self.written.get(&offset).copied().unwrap_or(u32::MAX) & !(self.never)(offset),
+            false => self.word() & !(self.never)(offset),
+        }
+    }
+}
+
+impl Mad {
+    fn write(&mut self, offset: u32, value: u32) {
+        self.scribble();
+        self.written.insert(offset, value);
+    }
+}
+
+#[derive(Clone)]
+struct MadBus(Rc<RefCell<Mad>>);
+
+impl MadBus {
+    fn new(memory: &NicMemory, seed: u64, config: &[(u16, u32)], never: fn(u32) -> u32) -> Self {
+        let copy = memory.rings().fd().try_clone_to_owned().expect("a descriptor is free");
+        let rings = Region::adopt(copy).expect("memory of ours").span(0, memory.rings().len() / 8).expect("all of it");
+        let config = config.iter().copied().collect();
+        let sane = seed % 17;
+        MadBus(Rc::new(RefCell::new(Mad {
+            state: seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1,
+            written: HashMap::new(),
+            config,
+            rings,
+            sane,
+            never,
+        })))
+    }
+}
+
+impl Bus for MadBus {
+    type Registers = MadBus;
+
+    fn read_config(&mut self, offset: u16) -> Result<u32, BusError> {
+        Ok(self.0.borrow().config.get(&offset).copied().unwrap_or(0))
+    }
+    fn write_config(&mut self, _offset: u16, _value: u32) -> Result<(), BusError> {
+        Ok(())
+    }
+    fn registers(&mut self, _index: u8) -> Result<MadBus, BusError> {
+        Ok(self.clone())
+    }
+    fn map_dma(&mut self, _memory: &Region, _at: Iova) -> Result<(), BusError> {
+        Ok(())
+    }
+    fn unmap_dma(&mut self, _at: Iova, _len: usize) -> Result<(), BusError> {
+        Ok(())
+    }
+    fn interrupts(&mut self, count: u16) -> Result<Vec<OwnedFd>, BusError> {
+        Ok((0..count).map(|_| rustix::event::eventfd(0, EventfdFlags::CLOEXEC).expect("an eventfd")).collect())
+    }
+    fn reset(&mut self) -> Result<(), BusError> {
+        Ok(())
+    }
+}
+
+#[expect(clippy::cast_possible_truncation, reason = "the low bits are what was asked for")]
+impl Registers for MadBus {
+    fn read8(&self, offset: u32) -> u8 {
+        self.0.borrow_mut().read(offset) as u8
+    }
+    fn read16(&self, offset: u32) -> u16 {
+        assert!(offset.is_multiple_of(2), "16 bits at {offset:#x}");
+        self.0.borrow_mut().read(offset) as u16
+    }
+    fn read32(&self, offset: u32) -> u32 {
+        assert!(offset.is_multiple_of(4), "32 bits at {offset:#x}");
+        self.0.borrow_mut().read(offset)
+    }
+    fn write8(&self, offset: u32, value: u8) {
+        self.0.borrow_mut().write(offset, value.into());
+    }
+    fn write16(&self, offset: u32, value: u16) {
+        assert!(offset.is_multiple_of(2), "16 bits at {offset:#x}");
+        self.0.borrow_mut().write(offset, value.into());
+    }
+    fn write32(&self, offset: u32, value: u32) {
+        assert!(offset.is_multiple_of(4), "32 bits at {offset:#x}");
+        self.0.borrow_mut().write(offset, value);
+    }
+}
+
+/// Rounds of use, each by another driver.
+const ROUNDS: u32 = 8;
+
+/// Drives the card until something is an error; how far that was.
+fn drive<N: Nic<Bus = MadBus>>(seed: u64, config: &[(u16, u32)], never: fn(u32) -> u32) -> u32 {
+    let memory =
+        NicMemory::create(Geometry { slot_len: 4096, count: 64 }, 8192, Iova(1 << 32)).expect("a little memory");
+    let arena = memory.arena().clone();
+    let bus = MadBus::new(&memory, seed, config, never);
+    let options = NicOptions { ring: 8, ..NicOptions::default() };
+    let Ok(mut nic) = N::start(bus, memory, &options) else { return 0 };
+    for step in 1.. {
+        let mut burst = Burst::new();
+        let received = nic.receive(&mut burst);
+        // Every frame is a slot of its own, and lies in it.
+        assert!(burst.iter().all(|frame| usize::from(frame.len) <= frame.slot.len()));
+        burst.clear();
+        burst.extend((0..4).map_while(|_| arena.take()).map(|slot| Frame { slot, len: 60 }));
+        let sent = nic.transmit(&mut burst);
+        let armed = nic.arm();
+        nic.link();
+        nic.mac();
+        let filtered = nic.set_filter(&Filter { multicast: vec![Mac([1; 6])], ..Filter::default() });
+        if received.is_err() || sent.is_err() || armed.is_err() || filtered.is_err() || step == ROUNDS {
+            return step;
+        }
+        assert!(armed.is_ok_and(|armed| matches!(armed, Armed::Idle | Armed::Busy)));
+        let Ok((bus, memory, sash)) = nic.park() else { return step };
+        let Ok(successor) = N::resume(bus, memory, &sash) else { return step };
+        nic = successor;
+    }
+    0
+}
+
+/// An RTL8139C+: identity, revision, BAR 1.
+const RTL8139: [(u16, u32); 3] = [(0x00, 0x8139_10ec), (0x08, 0x20), (0x14, 0xf000_0000)];
+
+/// A virtio network device: identity, capabilities, BAR 0, and the structures one behind the other.
+const VIRTIO: [(u16, u32); 19] = [
+    (0x00, 0x1041_1af4),
+    (0x04, 1 << 20),
+    (0x34, 0x40),
+    (0x40, 0x0110_5009),
+    (0x44, 0),
+    (0x48, 0),
+    (0x4c, 0x800),
+    (0x50, 0x0214_6409),
+    (0x54, 0),
+    (0x58, 0x2000),
+    (0x5c, 0x0100_0000),
+    (0x60, 4),
+    (0x64, 0x0410_0009),
+    (0x68, 0),
+    (0x6c, 0x1000),
+    (0x70, 0x1000),
+    (0x10, 0xf000_0000),
+    (0x74, 0),
+    (0x78, 0),
+];
+
+/// Bits that a sane RTL8139C+ does not show for long: a reset, running units, a dump of counters.
+fn never_of_rtl8139(offset: u32) -> u32 {
+    match offset {
+        0x37 => 0x1c,
+        0x10 => 1 << 3,
+        // An address that is not all ones.
+        0x00 => 1,
+        _ => 0,
+    }
+}
+
+/// Likewise. And no command queue: a card that answers no command costs five seconds, which is as it should be, and too long here.
+fn never_of_virtio(offset: u32) -> u32 {
+    match offset {
+        0x04 => 1 << 17 | 1 << 18,
+        // Queues that are enabled or being reset; notifications beyond their place.
+        0x1c | 0x1e | 0x3a => 0xffff,
+        0x1000 => 1,
+        _ => 0,
+    }
+}
+
+/// How many of the seeds got how far: not started, went on for some rounds, survived all rounds.
+fn tally<N: Nic<Bus = MadBus>>(seeds: u64, config: &[(u16, u32)], never: fn(u32) -> u32) -> [usize; 3] {
+    let mut tally = [0; 3];
+    for seed in 0..seeds {
+        // Shown if the test fails.
+        println!("seed {seed}");
+        match drive::<N>(seed, config, never) {
+            0 => tally[0] += 1,
+            ROUNDS => tally[2] += 1,
+            _ => tally[1] += 1,
+        }
+    }
+    tally
+}
+
+#[test]
+fn a_mad_rtl8139_is_an_error_and_no_panic() {
+    let tally = tally::<Rtl8139<MadBus>>(170, &RTL8139, never_of_rtl8139);
+    // None of these keeps the driver from starting.
+    assert!(tally[1] > 0 && tally[2] > 0, "cards of every degree of madness: {tally:?}");
+}
+
+#[test]
+fn a_mad_virtio_device_is_an_error_and_no_panic() {
+    let tally = tally::<VirtioNet<MadBus>>(340, &VIRTIO, never_of_virtio);
+    assert!(tally.iter().all(|&count| count > 0), "devices of every degree of madness: {tally:?}");
+}

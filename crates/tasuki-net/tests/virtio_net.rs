@@ -1,0 +1,144 @@
+//! The driver of virtio network devices on QEMU's model: what is this device's own. What every card must do is in the conformance suite.
+#![allow(clippy::tests_outside_test_module, reason = "the whole file is tests")]
+
+mod qemu;
+
+use std::time::Instant;
+
+use qemu::{MEMORY_AT, Machine, PATIENCE, QtestBus, regions};
+use tasuki_net::nic::bus::{Bus, Registers};
+use tasuki_net::nic::virtio_net::{VirtioNet, sash::Sash};
+use tasuki_net::nic::{Link, Nic, NicError, NicMemory, NicOptions};
+use tasuki_net::port::{Burst, Frame, Port};
+use tasuki_shm::arena::{Arena, Geometry};
+use zerocopy::{FromBytes, IntoBytes};
+
+type Card = VirtioNet<QtestBus>;
+
+const MAC: [u8; 6] = [0x52, 0x54, 0, 0x12, 0x34, 0x57];
+/// Without the reset of single queues.
+const KEPT: &str = "queue_reset=off";
+
+fn options() -> NicOptions {
+    NicOptions { ring: 16, ..NicOptions::default() }
+}
+
+/// A started card, with the arena for its frames.
+fn start(properties: &str) -> Option<(Machine, Card, Arena)> {
+    let memory = NicMemory::create(Geometry { slot_len: 4096, count: 64 }, 8192, MEMORY_AT).expect("a little memory");
+    let arena = memory.arena().clone();
+    let comma = if properties.is_empty() { "" } else { "," };
+    let properties = format!("mac=52:54:00:12:34:57,disable-legacy=on{comma}{properties}");
+    let machine = Machine::start("virtio-net-pci", &properties, &regions(&memory))?;
+    let card = Card::start(machine.bus(), memory, &options()).expect("QEMU's card starts");
+    Some((machine, card, arena))
+}
+
+fn frame(number: u8) -> Vec<u8> {
+    [&MAC[..], &[2, 0, 0, 0, 0, 9], &[0x88, 0xb5], &[number; 50]].concat()
+}
+
+fn receive(card: &mut Card, count: usize) -> Vec<Vec<u8>> {
+    let deadline = Instant::now() + PATIENCE;
+    let mut frames = Vec::new();
+    while frames.len() < count {
+        assert!(Instant::now() < deadline, "{} of {count} frames came", frames.len());
+        let mut burst = Burst::new();
+        card.receive(&mut burst).expect("the card works");
+        frames.extend(burst.iter().map(|frame| frame.bytes().to_vec()));
+        std::thread::yield_now();
+    }
+    frames
+}
+
+/// What says that it cannot be stopped is true: what comes meanwhile lies in the slots when the successor comes.
+#[test]
+fn a_kept_device_goes_on_while_it_is_parked_and_its_successor_finds_what_came() {
+    let Some((machine, card, arena)) = start(KEPT) else { return };
+    let (bus, memory, sash) = card.park().expect("the card parks");
+    assert!(sash.is_kept());
+    let frames: Vec<_> = (0..5).map(frame).collect();
+    frames.iter().for_each(|frame| machine.wire().send_frame(frame));
+    // The device's index in the used ring of the receive queue: behind 16 descriptors and the available ring.
+    let used = memory.rings().span::<std::sync::atomic::AtomicU32>(320, 1).expect("a word");
+    let deadline = Instant::now() + PATIENCE;
+    while used[0].load(std::sync::atomic::Ordering::Acquire) >> 16 != 5 {
+        assert!(Instant::now() < deadline, "the device goes on");
+    }
+    let sash = Sash::read_from_bytes(sash.as_bytes()).expect("a sash is plain bytes");
+    let mut card = Card::resume(bus, memory, &sash).expect("the card goes on");
+    assert_eq!(receive(&mut card, 5), frames);
+    assert_eq!(arena.census().peer, 8);
+}
+
+#[test]
+fn frames_that_had_come_are_the_successors_first_again_and_again() {
+    let Some((machine, mut card, arena)) = start("") else { return };
+    let frames: Vec<_> = (0..20).map(frame).collect();
+    // Six lie in the rings all the time, of eight that have room.
+    frames[..6].iter().for_each(|frame| machine.wire().send_frame(frame));
+    for (round, next) in frames[6..].iter().enumerate() {
+        let (bus, memory, sash) = card.park().expect("the card parks");
+        assert!(!sash.is_kept() && sash.come <= 6 && sash.come + sash.empty == 8);
+        let sash = Sash::read_from_bytes(sash.as_bytes()).expect("a sash is plain bytes");
+        card = Card::resume(bus, memory, &sash).expect("the card goes on");
+        machine.wire().send_frame(next);
+        let mut burst = Burst::new();
+        // One place.
+        (0..burst.capacity() - 1).for_each(|_| burst.push(Frame { slot: arena.take().expect("a slot"), len: 0 }));
+        let deadline = Instant::now() + PATIENCE;
+        while card.receive(&mut burst).expect("the card works") == 0 {
+            assert!(Instant::now() < deadline, "a frame is there");
+        }
+        assert_eq!(burst[burst.len() - 1].bytes(), frames[round], "the oldest");
+    }
+    assert_eq!(receive(&mut card, 6), frames[14..]);
+    assert_eq!(arena.census().peer, 8);
+}
+
+#[test]
+fn a_device_that_was_reset_meanwhile_is_noticed() {
+    for properties in ["", KEPT] {
+        let Some((machine, card, _arena)) = start(properties) else { return };
+        let (bus, memory, sash) = card.park().expect("the card parks");
+        // The device's status, in the common configuration that QEMU has at the beginning of BAR 4.
+        let registers = machine.bus().registers(4).expect("BAR 4");
+        assert_eq!(registers.read8(0x14), 0xf);
+        registers.write8(0x14, 0);
+        let error = Card::resume(bus, memory, &sash).expect_err("nothing is as it was");
+        assert!(matches!(error, NicError::BrokenSash { value: 0, .. }), "{error}");
+    }
+}
+
+#[test]
+fn a_slot_that_stands_twice_in_a_sash_is_refused() {
+    for properties in ["", KEPT] {
+        let Some((_machine, card, arena)) = start(properties) else { return };
+        let (bus, memory, mut sash) = card.park().expect("the card parks");
+        sash.rx[1] = sash.rx[0];
+        let error = Card::resume(bus, memory, &sash).expect_err("one slot cannot take two frames");
+        assert!(matches!(error, NicError::BrokenSash { .. }), "{error}");
+        assert_eq!(arena.census().peer, 8, "the card has what it had");
+    }
+}
+
+#[test]
+fn the_link_says_its_speed_where_the_device_does() {
+    let Some((_machine, mut card, _arena)) = start("speed=2500,duplex=half") else { return };
+    assert_eq!(card.link(), Link::Up { speed: 2500, full_duplex: false });
+    let Some((_machine, mut card, _arena)) = start("") else { return };
+    assert_eq!(card.link(), Link::Up { speed: 0, full_duplex: true });
+}
+
+#[test]
+fn a_mtu_that_the_devices_network_does_not_take_is_refused() {
+    let memory =
+        || NicMemory::create(Geometry { slot_len: 4096, count: 64 }, 8192, MEMORY_AT).expect("a little memory");
+    let first = memory();
+    let Some(machine) = Machine::start("virtio-net-pci", "disable-legacy=on,host_mtu=1400", &regions(&first)) else {
+        return;
+    };
+    let error = Card::start(machine.bus(), memory(), &options()).expect_err("1,500 of 1,400");
+    assert!(matches!(error, NicError::Options { field: "mtu", value: 1500, .. }), "{error}");
+    Card::start(machine.bus(), first, &NicOptions { mtu: 1400, ..options() }).expect("1,400 of 1,400");
+}
