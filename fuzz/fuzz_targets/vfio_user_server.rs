@@ -94,9 +94,9 @@ fn command(choices: &mut Choices<'_>) -> Vec<u8> {
     let posted = choices.below(4) == 0;
     let mut word = || choices.word() as u32;
     match word() % 12 {
-        0 => message(2, posted, &[32, 3, 4096 * (word() & 3), 0, 4096 * word(), 0, 4096 * (word() & 7), 0], &[]),
+        0 => message(2, posted, &[32, 3, 4096 * (word() & 3), 0, word() << 12, 0, 4096 * (word() & 7), 0], &[]),
         1 => message(2, posted, &[32, word(), word(), word(), word(), word(), word(), word()], &[]),
-        2 => message(3, posted, &[24, word() & 3, 4096 * word(), 0, 4096 * (word() & 7), 0], &[]),
+        2 => message(3, posted, &[24, word() & 3, word() << 12, 0, 4096 * (word() & 7), 0], &[]),
         3 => message(4, posted, &[word(), 0, 0, 0], &[]),
         4 => message(5, posted, &[word(), 0, word(), 0, 0, 0, 0, 0], &[]),
         5 => message(7, posted, &[word(), 0, word(), 0], &[]),
