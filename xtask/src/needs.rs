@@ -22,6 +22,13 @@ pub const STRACE: Need =
 /// A compiler for libFuzzer, which is written in C++.
 pub const CXX: Need = Need { program: "c++", package: "g++", serves: "the fuzz targets cannot be built" };
 
+/// Network cards that nobody here wrote.
+pub const QEMU: Need = Need {
+    program: "qemu-system-x86_64",
+    package: "qemu-system-x86",
+    serves: "tests of the drivers on QEMU's cards will skip themselves",
+};
+
 impl Need {
     pub fn is_met(self) -> bool {
         env::var_os("PATH").is_some_and(|path| env::split_paths(&path).any(|dir| dir.join(self.program).is_file()))

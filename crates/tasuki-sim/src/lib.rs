@@ -6,6 +6,8 @@
 //! | [`journal`] | what a driver did that it must not do                                       |
 //! | [`memory`]  | the memory that a model reaches, and the eventfds that it rings             |
 //! | [`wire`]    | what a model is plugged into: a source and checker, a socket, a TAP, a file |
+//! | [`served`]  | a model as a vfio-user device, with its wire                               |
+//! | [`vfio_user`] | serves a device to a driver in another process                               |
 //! | [`card`]    | model, memory and wire put together, for a driver in the same process       |
 //!
 //! Nothing here shares a constant with a driver: an offset that a driver's author misread is not misread here in the same way.
@@ -14,4 +16,6 @@ pub mod card;
 pub mod e1000e;
 pub mod journal;
 pub mod memory;
+pub mod served;
+pub mod vfio_user;
 pub mod wire;

@@ -13,13 +13,17 @@ enum May {
     Only(&'static [&'static str]),
 }
 
-const ARROWS: [(&str, May); 5] = [
+const ARROWS: [(&str, May); 7] = [
     // Compiled and checked alone, under loom too.
     ("tasuki-shm", May::Only(&[])),
     // Everything that touches devices, guests and the kernel's network.
     ("tasuki-net", May::Only(&["tasuki-shm", "tasuki-sim"])),
-    // Models of devices: must know nothing of the drivers that they try.
+    // A model of a device knows nothing of the drivers that it is to catch.
     ("tasuki-sim", May::Only(&["tasuki-shm"])),
+    // Drives a node's ports: what can be replaced while it runs.
+    ("tasuki-worker", May::Only(&["tasuki-shm", "tasuki-net"])),
+    // Talks to people. Starts workers by path and never links the data path.
+    ("tasuki-control", May::Only(&["tasuki-shm"])),
     // Measures everything.
     ("tasuki-bench", May::All),
     // Must build when nothing else does.

@@ -1,6 +1,6 @@
 //! Drivers of network cards.
 //!
-//! A driver is a value that owns its [`Bus`](bus::Bus) and its [`NicMemory`] and is a [`Port`]. What it must remember while it
+//! A driver is a value that owns its [`Bus`] and its [`NicMemory`] and is a [`Port`]. What it must remember while it
 //! runs is a plain struct, its *sash*: a parked NIC's sash is all that a successor needs to go on where this one stopped.
 //!
 //! ```text
@@ -13,7 +13,12 @@
 //! A parked NIC touches no memory: its receive and transmit units are off and what they had begun is finished.
 
 pub mod bus;
+pub mod e1000e;
+mod loan;
 mod memory;
+mod register;
+pub mod rtl8139;
+pub mod virtio_net;
 
 use bus::{Bus, BusError};
 pub use memory::NicMemory;
@@ -98,7 +103,9 @@ pub enum NicError {
     #[error("{0}")]
     Bus(#[from] BusError),
     /// It is another card.
-    #[error("the device is {found}, and this driver drives {driver}; `tasuki nic probe` says which driver fits, if any")]
+    #[error(
+        "the device is {found}, and this driver drives {driver}; `tasuki nic probe` says which driver fits, if any"
+    )]
     OtherCard {
         /// Who it is.
         found: PciId,
@@ -145,7 +152,9 @@ pub enum NicError {
         value: u64,
     },
     /// The sash is not one that this driver understands.
-    #[error("the sash is of {kind} version {version}, and this driver understands {ours}; hand the NIC over by the store, or upgrade")]
+    #[error(
+        "the sash is of {kind} version {version}, and this driver understands {ours}; hand the NIC over by the store, or upgrade"
+    )]
     OtherSash {
         /// The driver it names.
         kind: u32,
@@ -153,6 +162,14 @@ pub enum NicError {
         version: u32,
         /// What we understand.
         ours: u32,
+    },
+    /// The sash cannot be true.
+    #[error("the sash contradicts itself or the NIC's memory: {what} ({value:#x}); start the card anew")]
+    BrokenSash {
+        /// What is wrong with it.
+        what: &'static str,
+        /// What stands there.
+        value: u64,
     },
 }
 

@@ -1,12 +1,19 @@
 //! How a driver reaches its card: configuration space, registers, DMA, interrupts.
 
+mod bar;
+mod mmio;
 pub mod pci;
+pub mod vfio;
+pub mod vfio_user;
 
 use std::io;
 use std::os::fd::OwnedFd;
 
+pub use bar::{Bar, Far};
 pub use pci::{BarKind, Capability, Header, PciError};
 use tasuki_shm::region::Region;
+pub use vfio::Vfio;
+pub use vfio_user::VfioUser;
 
 /// An address as the device sees it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
@@ -58,6 +65,17 @@ pub enum BusError {
         len: usize,
         /// What stands against it, and what to do.
         why: String,
+    },
+    /// The memory that the device is to reach cannot be locked.
+    #[error(
+        "the device is to reach {need} bytes of memory, which must be locked, and this process may lock {limit}; raise the limit \
+         to {} KiB (`ulimit -l`, or LimitMEMLOCK= of its service), or give it CAP_IPC_LOCK", need.div_ceil(1024)
+    )]
+    Memlock {
+        /// Bytes to be locked, with those that are.
+        need: u64,
+        /// Bytes that may be.
+        limit: u64,
     },
     /// The kernel, or the device's server, refused.
     #[error("{doing} was refused: {source}")]

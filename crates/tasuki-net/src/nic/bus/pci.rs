@@ -143,3 +143,9 @@ pub fn enable(bus: &mut impl Bus, master: bool) -> Result<(), BusError> {
     let command = if master { command | COMMAND_MASTER } else { command & !COMMAND_MASTER };
     bus.write_config(COMMAND, command | COMMAND_MEMORY)
 }
+
+/// Lets the device decode its memory.
+pub fn decode(bus: &mut impl Bus) -> Result<(), BusError> {
+    let command = bus.read_config(COMMAND)? & 0xffff;
+    bus.write_config(COMMAND, command | COMMAND_MEMORY)
+}

@@ -1,0 +1,110 @@
+//! The registers behind a BAR, of which some parts are mapped and the rest is far away.
+
+use super::Registers;
+use super::mmio::{Mmio, Register};
+
+/// How the parts of a BAR are reached that are not mapped. Whole registers inside of the BAR only.
+pub trait Far {
+    /// Reads `into.len()` bytes; says whether somebody answered.
+    fn read(&self, offset: u32, into: &mut [u8]) -> bool;
+
+    /// Writes. Nobody learns here whether it arrived.
+    fn write(&self, offset: u32, bytes: &[u8]);
+}
+
+/// A part of a BAR that is mapped.
+#[derive(Debug)]
+struct Window {
+    start: u32,
+    mmio: Mmio,
+}
+
+/// The registers behind a BAR.
+#[derive(Debug)]
+pub struct Bar<F> {
+    far: F,
+    len: u32,
+    windows: Box<[Window]>,
+}
+
+impl<F: Far> Bar<F> {
+    /// A BAR of `len` bytes. `map` is asked for each of the `areas` that could be mapped; those that it declines are far away.
+    pub(super) fn new(far: F, len: u64, areas: &[(u64, u64)], mut map: impl FnMut(u64, u32) -> Option<Mmio>) -> Self {
+        let windows = areas.iter().filter_map(|&(start, len)| {
+            let mmio = map(start, u32::try_from(len).ok()?)?;
+            Some(Window { start: u32::try_from(start).ok()?, mmio })
+        });
+        let windows = windows.collect();
+        // Registers are named by 32 bits; what is beyond has no name.
+        Bar { far, len: u32::try_from(len).unwrap_or(u32::MAX), windows }
+    }
+
+    /// Whether an access of `size` bytes at `offset` is a load or a store.
+    pub fn is_mapped(&self, offset: u32, size: u32) -> bool {
+        self.window(offset, size).is_some()
+    }
+
+    #[inline]
+    fn window(&self, offset: u32, size: u32) -> Option<(&Mmio, u32)> {
+        self.windows.iter().find_map(|window| {
+            let at = offset.checked_sub(window.start)?;
+            (at.checked_add(size)? <= window.mmio.len()).then_some((&window.mmio, at))
+        })
+    }
+
+    fn is_register(&self, offset: u32, size: u32) -> bool {
+        offset.is_multiple_of(size) && offset.checked_add(size).is_some_and(|end| end <= self.len)
+    }
+
+    #[inline]
+    fn load<T: Register>(&self, offset: u32) -> T {
+        if let Some((mmio, at)) = self.window(offset, T::SIZE) {
+            return mmio.load(at).unwrap_or(T::ONES);
+        }
+        let mut bytes = [0; 4];
+        let bytes = &mut bytes[..T::SIZE as usize];
+        // As on a real bus, where nobody answers reads as ones.
+        if self.is_register(offset, T::SIZE) && self.far.read(offset, bytes) { T::from_le(bytes) } else { T::ONES }
+    }
+
+    #[inline]
+    fn store<T: Register>(&self, offset: u32, value: T) {
+        match self.window(offset, T::SIZE) {
+            Some((mmio, at)) => mmio.store(at, value),
+            None if self.is_register(offset, T::SIZE) => self.far.write(offset, &value.to_le()[..T::SIZE as usize]),
+            None => {}
+        }
+    }
+}
+
+impl<F: Far> Registers for Bar<F> {
+    #[inline]
+    fn read8(&self, offset: u32) -> u8 {
+        self.load(offset)
+    }
+
+    #[inline]
+    fn read16(&self, offset: u32) -> u16 {
+        self.load(offset)
+    }
+
+    #[inline]
+    fn read32(&self, offset: u32) -> u32 {
+        self.load(offset)
+    }
+
+    #[inline]
+    fn write8(&self, offset: u32, value: u8) {
+        self.store(offset, value);
+    }
+
+    #[inline]
+    fn write16(&self, offset: u32, value: u16) {
+        self.store(offset, value);
+    }
+
+    #[inline]
+    fn write32(&self, offset: u32, value: u32) {
+        self.store(offset, value);
+    }
+}

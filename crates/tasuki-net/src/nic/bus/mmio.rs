@@ -1,0 +1,190 @@
+//! Registers in memory that is mapped: one load or store of the CPU each.
+//!
+//! # Invariants
+//!
+//! - **I1** A mapping's `base` is page-aligned and stays mapped for `len` bytes until the value is dropped.
+//! - **I2** What is behind a mapping does not vanish: it is a device's own memory, which the kernel answers for, or a memfd of small pages
+//!   that is sealed against shrinking, so that no load or store inside `len` raises SIGBUS.
+//! - **I3** Nothing refers to these bytes: they are only loaded and stored, at multiples of the access's size below `len`, volatile, since
+//!   each access means something to the device.
+#![allow(unsafe_code, reason = "maps registers, loads and stores them")]
+
+use std::io;
+use std::os::fd::BorrowedFd;
+use std::ptr::NonNull;
+use std::sync::atomic::{Ordering, fence};
+
+use rustix::fs::SealFlags;
+use rustix::mm::{MapFlags, ProtFlags};
+use tasuki_shm::region::PAGE_LEN;
+
+/// A mapped piece of a BAR.
+#[derive(Debug)]
+pub(super) struct Mmio {
+    base: NonNull<u8>,
+    len: u32,
+}
+
+// SAFETY: a mapping belongs to the process, not to a thread (I1); accesses are volatile and of one machine word (I3).
+unsafe impl Send for Mmio {}
+// SAFETY: as above (I1, I3).
+unsafe impl Sync for Mmio {}
+
+impl Mmio {
+    /// Maps `len` bytes of a device's own memory from `offset` of its descriptor on.
+    pub fn of_device(device: BorrowedFd<'_>, offset: u64, len: u32) -> io::Result<Self> {
+        // SAFETY: a new mapping at an address of the kernel's choice replaces nothing (I1).
+        let base = unsafe {
+            let protection = ProtFlags::READ | ProtFlags::WRITE;
+            rustix::mm::mmap(std::ptr::null_mut(), len as usize, protection, MapFlags::SHARED, device, offset)
+        }?;
+        let base = NonNull::new(base.cast::<u8>()).expect("the kernel maps nothing at address 0");
+        Ok(Mmio { base, len })
+    }
+
+    /// Maps `len` bytes of what another process handed over, if they are there and cannot go away (I2). Says `None` if they could.
+    pub fn of_process(memory: BorrowedFd<'_>, offset: u64, len: u32) -> io::Result<Option<Self>> {
+        let Ok(seals) = rustix::fs::fcntl_get_seals(memory) else { return Ok(None) };
+        let stat = rustix::fs::fstat(memory)?;
+        let small = usize::try_from(stat.st_blksize).is_ok_and(|page| page <= PAGE_LEN);
+        let there =
+            offset.checked_add(len.into()).is_some_and(|end| u64::try_from(stat.st_size).is_ok_and(|n| end <= n));
+        if !(seals.contains(SealFlags::SHRINK) && small && there) {
+            return Ok(None);
+        }
+        Self::of_device(memory, offset, len).map(Some)
+    }
+
+    /// Bytes.
+    pub fn len(&self) -> u32 {
+        self.len
+    }
+
+    /// Where `N` bytes at `offset` lie, if they do.
+    #[inline]
+    fn at<T: Register>(&self, offset: u32) -> Option<NonNull<T>> {
+        if !offset.is_multiple_of(T::SIZE) || self.len < T::SIZE || offset > self.len - T::SIZE {
+            return None;
+        }
+        // SAFETY: below `len`, just checked (I1).
+        Some(unsafe { self.base.add(offset as usize) }.cast())
+    }
+
+    /// Loads a register; `None` beyond the end or between two.
+    #[inline]
+    pub fn load<T: Register>(&self, offset: u32) -> Option<T> {
+        let at = self.at::<T>(offset)?;
+        // SAFETY: mapped (I1, I2), in bounds and aligned (`at`), and any bits are an integer (I3).
+        let value = unsafe { at.read_volatile() };
+        // What the device wrote to memory before it changed the register is read after it.
+        fence(Ordering::Acquire);
+        Some(value)
+    }
+
+    /// Stores a register; does nothing beyond the end or between two.
+    #[inline]
+    pub fn store<T: Register>(&self, offset: u32, value: T) {
+        let Some(at) = self.at::<T>(offset) else { return };
+        publish();
+        // SAFETY: mapped (I1, I2), in bounds and aligned (`at`) (I3).
+        unsafe { at.write_volatile(value) };
+    }
+}
+
+/// What was stored to memory before is there for a device that sees what is stored to a register after.
+#[inline]
+fn publish() {
+    // The CPU of a PC keeps stores in order, and uncached ones behind cached ones; so does the compiler from here on.
+    #[cfg(not(target_arch = "aarch64"))]
+    fence(Ordering::Release);
+    // A device is in the outer shareable domain, which no fence of Rust's reaches.
+    #[cfg(target_arch = "aarch64")]
+    // SAFETY: a barrier changes nothing but order (I3).
+    unsafe {
+        std::arch::asm!("dmb oshst", options(nostack, preserves_flags))
+    }
+}
+
+impl Drop for Mmio {
+    fn drop(&mut self) {
+        // SAFETY: `base` and `len` are what mmap gave, and nobody refers to them (I1, I3).
+        let unmapped = unsafe { rustix::mm::munmap(self.base.as_ptr().cast(), self.len as usize) };
+        debug_assert!(unmapped.is_ok(), "munmap of our own mapping failed: {unmapped:?}");
+    }
+}
+
+/// The sizes that registers have.
+pub(super) trait Register: Copy {
+    /// Bytes.
+    const SIZE: u32;
+    /// What is read where nobody answers.
+    const ONES: Self;
+
+    /// From the bytes as they stand in the device.
+    fn from_le(bytes: &[u8]) -> Self;
+
+    /// The bytes as they stand in the device, and zeros.
+    fn to_le(self) -> [u8; 4];
+}
+
+macro_rules! register {
+    ($($int:ty),*) => {$(
+        impl Register for $int {
+            const SIZE: u32 = <$int>::BITS / 8;
+            const ONES: $int = <$int>::MAX;
+
+            fn from_le(bytes: &[u8]) -> Self {
+                bytes.try_into().map_or(Self::ONES, <$int>::from_le_bytes)
+            }
+
+            fn to_le(self) -> [u8; 4] {
+                u32::from(self).to_le_bytes()
+            }
+        }
+    )*};
+}
+register!(u8, u16, u32);
+
+#[cfg(test)]
+mod tests {
+    use std::os::fd::AsFd;
+
+    use tasuki_shm::region::{Pages, Region};
+
+    use super::*;
+
+    #[test]
+    fn every_size_is_loaded_and_stored_where_it_lies() {
+        let memory = Region::create("registers", PAGE_LEN, Pages::Small).unwrap();
+        let mmio = Mmio::of_process(memory.fd(), 0, 4096).unwrap().unwrap();
+        mmio.store(8, 0x1122_3344_u32);
+        mmio.store(12, 0x5566_u16);
+        mmio.store(14, 0x77_u8);
+        assert_eq!(mmio.load::<u32>(8), Some(0x1122_3344));
+        assert_eq!(mmio.load::<u32>(12), Some(0x0077_5566));
+        assert_eq!(mmio.load::<u16>(14), Some(0x77));
+        assert_eq!(mmio.load::<u8>(11), Some(0x11));
+    }
+
+    #[test]
+    fn beyond_the_end_and_between_registers_is_nothing() {
+        let memory = Region::create("registers", PAGE_LEN, Pages::Small).unwrap();
+        let mmio = Mmio::of_process(memory.fd(), 0, 4096).unwrap().unwrap();
+        for offset in [2, 4093, 4096, u32::MAX, u32::MAX - 3] {
+            assert_eq!(mmio.load::<u32>(offset), None, "{offset:#x}");
+            mmio.store(offset, 7_u32);
+        }
+        assert_eq!(mmio.load::<u32>(4092), Some(0));
+    }
+
+    #[test]
+    fn memory_that_could_go_away_is_not_mapped() {
+        let sealed = Region::create("registers", 2 * PAGE_LEN, Pages::Small).unwrap();
+        assert!(Mmio::of_process(sealed.fd(), 4096, 4096).unwrap().is_some());
+        assert!(Mmio::of_process(sealed.fd(), 4096, 8192).unwrap().is_none(), "beyond its end");
+        assert!(Mmio::of_process(sealed.fd(), u64::MAX - 4095, 4096).unwrap().is_none());
+        let file = tempfile::tempfile().unwrap();
+        file.set_len(4096).unwrap();
+        assert!(Mmio::of_process(file.as_fd(), 0, 4096).unwrap().is_none(), "a file can be cut");
+    }
+}

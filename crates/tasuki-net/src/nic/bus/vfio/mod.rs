@@ -1,0 +1,356 @@
+//! A device that the kernel hands to user space through VFIO: groups and type 1 IOMMUs (the kernel's Documentation/driver-api/vfio.rst).
+//!
+//! Three descriptors are all that there is: the container holds what the device may reach, the group is the IOMMU's unit, the device is
+//! the device. Whoever has them can go on with it, so they can be handed in and handed out.
+
+mod ioctls;
+mod sysfs;
+
+use std::ffi::CString;
+use std::fs::OpenOptions;
+use std::io;
+use std::os::fd::{AsFd, OwnedFd};
+use std::path::Path;
+use std::sync::Arc;
+
+use rustix::event::EventfdFlags;
+use rustix::io::Errno;
+use rustix::process::Resource;
+use rustix::thread::CapabilitySet;
+use tasuki_shm::region::{PAGE_LEN, Region};
+use vfio_bindings::bindings::vfio::{
+    VFIO_API_VERSION, VFIO_DEVICE_FLAGS_PCI, VFIO_DEVICE_FLAGS_RESET, VFIO_PCI_CONFIG_REGION_INDEX,
+    VFIO_PCI_MSIX_IRQ_INDEX, VFIO_REGION_INFO_FLAG_READ, VFIO_REGION_INFO_FLAG_WRITE,
+};
+
+use super::bar::{Bar, Far};
+use super::mmio::Mmio;
+use super::vfio_user::RegionInfo;
+use super::{Bus, BusError, Iova, pci};
+pub use sysfs::{Address, BadAddress, OpenError, Places};
+
+/// The descriptors of a device, ready for use.
+#[derive(Debug)]
+pub struct Descriptors {
+    /// What the device may reach.
+    pub container: OwnedFd,
+    /// The group that it is in. It stays open for as long as the device is.
+    pub group: OwnedFd,
+    /// The device.
+    pub device: OwnedFd,
+}
+
+impl Descriptors {
+    /// Opens the device at `address`, alone in a container of its own.
+    pub fn open(address: Address, places: &Places) -> Result<Self, OpenError> {
+        let kernel = |doing| move |source| OpenError::Kernel { doing, source };
+        let group_file = places.group(address)?;
+        let container = open(&places.container())?;
+        let version = ioctls::api_version(container.as_fd()).map_err(kernel("asking for VFIO's version"))?;
+        let type1 = ioctls::has_type1(container.as_fd()).map_err(kernel("asking for type 1 IOMMUs"))?;
+        if version.cast_unsigned() != VFIO_API_VERSION || !type1 {
+            return Err(OpenError::Kernel {
+                doing: "asking for type 1 IOMMUs",
+                source: io::ErrorKind::Unsupported.into(),
+            });
+        }
+        let group = open(&group_file)?;
+        if !ioctls::is_viable(group.as_fd()).map_err(kernel("asking for the group"))? {
+            return Err(OpenError::Kernel { doing: "asking for a whole group", source: Errno::BUSY.into() });
+        }
+        ioctls::set_container(group.as_fd(), container.as_fd()).map_err(kernel("joining group and container"))?;
+        ioctls::set_type1(container.as_fd()).map_err(|source| match source.kind() {
+            io::ErrorKind::PermissionDenied => OpenError::NoRemapping(address),
+            _ => OpenError::Kernel { doing: "switching the IOMMU on", source },
+        })?;
+        let name = CString::new(address.to_string()).expect("an address has no zero in it");
+        let device = ioctls::open_device(group.as_fd(), &name).map_err(kernel("opening the device"))?;
+        Ok(Descriptors { container, group, device })
+    }
+}
+
+fn open(path: &Path) -> Result<OwnedFd, OpenError> {
+    match OpenOptions::new().read(true).write(true).open(path) {
+        Ok(file) => Ok(file.into()),
+        Err(error) => Err(sysfs::cannot_open(path, error)),
+    }
+}
+
+/// A device behind VFIO.
+#[derive(Debug)]
+pub struct Vfio {
+    container: OwnedFd,
+    group: OwnedFd,
+    device: Arc<OwnedFd>,
+    config_at: u64,
+    config_len: u64,
+    can_reset: bool,
+    /// One for each vector that is enabled.
+    vectors: Vec<OwnedFd>,
+}
+
+impl Vfio {
+    /// Opens the device at `address`.
+    pub fn open(address: Address) -> Result<Self, OpenError> {
+        Ok(Self::from_descriptors(Descriptors::open(address, &Places::default())?)?)
+    }
+
+    /// Goes on with a device that somebody has opened. What that somebody mapped is still mapped, and its interrupts arrive where
+    /// they did until [`interrupts`](Bus::interrupts) is called.
+    pub fn from_descriptors(descriptors: Descriptors) -> Result<Self, BusError> {
+        let Descriptors { container, group, device } = descriptors;
+        let (flags, _, irqs) = ioctls::device_info(device.as_fd()).map_err(refused("asking for the device"))?;
+        if flags & VFIO_DEVICE_FLAGS_PCI == 0 || irqs <= VFIO_PCI_MSIX_IRQ_INDEX {
+            return Err(BusError::Protocol {
+                what: format!("its device has flags {flags:#x}, which is no PCI device"),
+            });
+        }
+        let config = region_info(&device, VFIO_PCI_CONFIG_REGION_INDEX)?;
+        Ok(Vfio {
+            container,
+            group,
+            device: Arc::new(device),
+            config_at: config.offset,
+            config_len: config.len,
+            can_reset: flags & VFIO_DEVICE_FLAGS_RESET != 0,
+            vectors: Vec::new(),
+        })
+    }
+
+    /// Hands out the descriptors, for a successor. Registers that are still there keep the device open and work on.
+    pub fn into_descriptors(self) -> Result<Descriptors, BusError> {
+        let device = match Arc::try_unwrap(self.device) {
+            Ok(device) => device,
+            Err(shared) => shared.try_clone().map_err(refused("handing out the device"))?,
+        };
+        Ok(Descriptors { container: self.container, group: self.group, device })
+    }
+
+    fn config_offset(&self, offset: u16) -> Result<u64, BusError> {
+        match offset.is_multiple_of(4) && u64::from(offset) + 4 <= self.config_len {
+            true => Ok(self.config_at + u64::from(offset)),
+            false => Err(refused("an access outside of the configuration space")(io::ErrorKind::InvalidInput.into())),
+        }
+    }
+}
+
+/// What a refusal means at a step: a device that was removed is gone.
+fn refused(doing: &'static str) -> impl Fn(io::Error) -> BusError {
+    move |source| match source.raw_os_error().map(Errno::from_raw_os_error) {
+        Some(Errno::NODEV | Errno::NXIO) => BusError::Gone { doing },
+        _ => BusError::Refused { doing, source },
+    }
+}
+
+/// The kernel describes regions as vfio-user does, which took it from there.
+fn region_info(device: &OwnedFd, index: u32) -> Result<RegionInfo, BusError> {
+    let bytes = ioctls::region_info(device.as_fd(), index).map_err(refused("asking for a region"))?;
+    RegionInfo::parse(&bytes, index).map_err(|what| BusError::Protocol { what })
+}
+
+impl Bus for Vfio {
+    type Registers = VfioRegisters;
+
+    fn read_config(&mut self, offset: u16) -> Result<u32, BusError> {
+        let mut bytes = [0; 4];
+        let doing = "reading the configuration space";
+        let at = self.config_offset(offset)?;
+        match rustix::io::pread(&*self.device, &mut bytes, at) {
+            Ok(4) => Ok(u32::from_le_bytes(bytes)),
+            Ok(_) => Err(BusError::Gone { doing }),
+            Err(errno) => Err(refused(doing)(errno.into())),
+        }
+    }
+
+    fn write_config(&mut self, offset: u16, value: u32) -> Result<(), BusError> {
+        let doing = "writing the configuration space";
+        let at = self.config_offset(offset)?;
+        match rustix::io::pwrite(&*self.device, &value.to_le_bytes(), at) {
+            Ok(4) => Ok(()),
+            Ok(_) => Err(BusError::Gone { doing }),
+            Err(errno) => Err(refused(doing)(errno.into())),
+        }
+    }
+
+    fn registers(&mut self, index: u8) -> Result<VfioRegisters, BusError> {
+        if index > 5 {
+            return Err(BusError::NoBar { index });
+        }
+        let info = region_info(&self.device, index.into())?;
+        let both = VFIO_REGION_INFO_FLAG_READ | VFIO_REGION_INFO_FLAG_WRITE;
+        if info.len == 0 || info.flags & both != both {
+            return Err(BusError::NoBar { index });
+        }
+        // The kernel kills whoever touches the memory of a device that does not decode it.
+        pci::decode(self)?;
+        let far = File { device: Arc::clone(&self.device), at: info.offset };
+        Ok(Bar::new(far, info.len, &info.areas, |start, len| {
+            Mmio::of_device(self.device.as_fd(), info.offset.checked_add(start)?, len).ok()
+        }))
+    }
+
+    fn map_dma(&mut self, memory: &Region, at: Iova) -> Result<(), BusError> {
+        let len = memory.len();
+        let dma = |why: String| BusError::Dma { at, len, why };
+        if !at.0.is_multiple_of(PAGE_LEN as u64) || at.0.checked_add(len as u64).is_none() {
+            return Err(dma(
+                "the address is not on a whole page, or the end is beyond the last; choose another".to_owned()
+            ));
+        }
+        let lock = Lock::of_this_process(len);
+        lock.check()?;
+        ioctls::map_dma(self.container.as_fd(), memory, at.0).map_err(|source| {
+            match source.raw_os_error().map(Errno::from_raw_os_error) {
+                // In a user namespace, a capability there does not count.
+                Some(Errno::NOMEM) if lock.limit.is_some_and(|limit| lock.need > limit) => lock.error(),
+                Some(Errno::EXIST) => {
+                    dma("the device has memory there already; unmap it, or choose another address".to_owned())
+                }
+                Some(Errno::INVAL | Errno::FAULT) => {
+                    dma(format!("the IOMMU does not reach that address ({source}); choose a lower one"))
+                }
+                _ => dma(source.to_string()),
+            }
+        })
+    }
+
+    fn unmap_dma(&mut self, at: Iova, len: usize) -> Result<(), BusError> {
+        let dma = |why: String| BusError::Dma { at, len, why };
+        match ioctls::unmap_dma(self.container.as_fd(), at.0, len as u64) {
+            Ok(gone) if gone == len as u64 => Ok(()),
+            Ok(gone) => Err(dma(format!("{gone} bytes were mapped there"))),
+            Err(source) => Err(dma(format!("the kernel refused to let go of it: {source}"))),
+        }
+    }
+
+    /// All vectors are switched on at once, as the kernel wants it. To ask for more later switches them off for a moment.
+    fn interrupts(&mut self, count: u16) -> Result<Vec<OwnedFd>, BusError> {
+        let have = ioctls::count_vectors(self.device.as_fd()).map_err(refused("asking for interrupts"))?;
+        if have < count.into() {
+            return Err(BusError::FewInterrupts { have: u16::try_from(have).unwrap_or(u16::MAX), need: count });
+        }
+        if self.vectors.len() < count.into() {
+            let doing = "setting up interrupts";
+            for _ in self.vectors.len()..count.into() {
+                let vector = rustix::event::eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK);
+                self.vectors.push(vector.map_err(|errno| refused("making an eventfd")(errno.into()))?);
+            }
+            // Somebody before us may have switched fewer on.
+            let _ = ioctls::set_vectors(self.device.as_fd(), &[]);
+            let vectors = self.vectors.iter().map(AsFd::as_fd).collect::<Vec<_>>();
+            ioctls::set_vectors(self.device.as_fd(), &vectors).map_err(refused(doing))?;
+        }
+        let copy = |vector: &OwnedFd| vector.try_clone().map_err(refused("making an eventfd"));
+        self.vectors.iter().take(count.into()).map(copy).collect()
+    }
+
+    fn reset(&mut self) -> Result<(), BusError> {
+        if !self.can_reset {
+            return Err(refused("a reset")(io::ErrorKind::Unsupported.into()));
+        }
+        ioctls::reset(self.device.as_fd()).map_err(refused("a reset"))
+    }
+}
+
+/// The registers of a device behind VFIO.
+pub type VfioRegisters = Bar<File>;
+
+/// Registers that are reached by reading and writing the device's file.
+#[derive(Debug)]
+pub struct File {
+    device: Arc<OwnedFd>,
+    at: u64,
+}
+
+impl Far for File {
+    fn read(&self, offset: u32, into: &mut [u8]) -> bool {
+        let len = into.len();
+        rustix::io::pread(&*self.device, into, self.at + u64::from(offset)) == Ok(len)
+    }
+
+    fn write(&self, offset: u32, bytes: &[u8]) {
+        // As on a real bus, nobody learns that a write is lost.
+        let _ = rustix::io::pwrite(&*self.device, bytes, self.at + u64::from(offset));
+    }
+}
+
+/// What a process may lock, before it asks for more. What a device can reach cannot be moved or swapped out, so it counts as locked.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+struct Lock {
+    /// Bytes that would be locked afterwards.
+    need: u64,
+    /// Bytes that may be. `None`: any number.
+    limit: Option<u64>,
+    /// Whether the limit is no matter.
+    privileged: bool,
+}
+
+impl Lock {
+    fn of_this_process(more: usize) -> Self {
+        let status = std::fs::read_to_string("/proc/self/status").unwrap_or_default();
+        let capabilities = rustix::thread::capabilities(None);
+        Lock {
+            need: locked(&status) + more as u64,
+            limit: rustix::process::getrlimit(Resource::Memlock).current,
+            privileged: capabilities.is_ok_and(|sets| sets.effective.contains(CapabilitySet::IPC_LOCK)),
+        }
+    }
+
+    fn check(self) -> Result<(), BusError> {
+        match self.limit {
+            Some(limit) if self.need > limit && !self.privileged => Err(self.error()),
+            _ => Ok(()),
+        }
+    }
+
+    fn error(self) -> BusError {
+        BusError::Memlock { need: self.need, limit: self.limit.unwrap_or(u64::MAX) }
+    }
+}
+
+/// Bytes that are locked now, by what `/proc/self/status` says.
+fn locked(status: &str) -> u64 {
+    let line = status.lines().find_map(|line| line.strip_prefix("VmLck:"));
+    let kilobytes = line.and_then(|line| line.trim().strip_suffix("kB")?.trim().parse::<u64>().ok());
+    kilobytes.unwrap_or(0) * 1024
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn too_little_that_may_be_locked_is_said_with_both_numbers() {
+        let lock = Lock { need: 64 << 20, limit: Some(8 << 20), privileged: false };
+        assert_eq!(
+            lock.check().unwrap_err().to_string(),
+            "the device is to reach 67108864 bytes of memory, which must be locked, and this process may lock 8388608; raise the limit to \
+             65536 KiB (`ulimit -l`, or LimitMEMLOCK= of its service), or give it CAP_IPC_LOCK"
+        );
+        assert!(Lock { privileged: true, ..lock }.check().is_ok());
+        assert!(Lock { limit: None, ..lock }.check().is_ok());
+        assert!(Lock { limit: Some(64 << 20), ..lock }.check().is_ok());
+    }
+
+    #[test]
+    fn what_is_locked_is_read_from_the_kernel() {
+        assert_eq!(locked("VmPeak:\t  100 kB\nVmLck:\t     12 kB\nVmPin:\t 5 kB\n"), 12 << 10);
+        assert_eq!(locked("VmLck: many"), 0);
+        let status = std::fs::read_to_string("/proc/self/status").unwrap();
+        assert!(status.contains("VmLck:"), "the kernel says it in these words");
+    }
+
+    #[test]
+    fn descriptors_of_something_else_are_refused() {
+        let file = || OwnedFd::from(tempfile::tempfile().unwrap());
+        let refused = Vfio::from_descriptors(Descriptors { container: file(), group: file(), device: file() });
+        let sentence = refused.unwrap_err().to_string();
+        assert_eq!(sentence, "asking for the device was refused: Inappropriate ioctl for device (os error 25)");
+    }
+
+    #[test]
+    fn a_device_that_was_removed_is_gone() {
+        assert!(matches!(refused("x")(Errno::NODEV.into()), BusError::Gone { doing: "x" }));
+        assert!(matches!(refused("x")(Errno::INVAL.into()), BusError::Refused { .. }));
+    }
+}

@@ -1,0 +1,381 @@
+//! What stands in the way of driving a device through VFIO, as far as the file system shows it.
+
+use std::fs;
+use std::io;
+use std::path::{Path, PathBuf};
+use std::str::FromStr;
+
+use super::BusError;
+
+/// Where a device is on the PCI buses of a machine.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct Address {
+    /// Which tree of buses. Mostly 0.
+    pub domain: u32,
+    /// Bus.
+    pub bus: u8,
+    /// Device, below 32.
+    pub device: u8,
+    /// Function, below 8.
+    pub function: u8,
+}
+
+impl std::fmt::Display for Address {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "{:04x}:{:02x}:{:02x}.{:x}", self.domain, self.bus, self.device, self.function)
+    }
+}
+
+/// What was given is no address.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[error("{0:?} is no PCI address; it looks like 0000:03:00.0, and `lspci -D` lists those that there are")]
+pub struct BadAddress(pub String);
+
+impl FromStr for Address {
+    type Err = BadAddress;
+
+    /// Reads `0000:03:00.0`, or `03:00.0` in domain 0.
+    fn from_str(text: &str) -> Result<Self, BadAddress> {
+        parse(text).ok_or_else(|| BadAddress(text.to_owned()))
+    }
+}
+
+fn parse(text: &str) -> Option<Address> {
+    let hex = |text: &str, digits: std::ops::RangeInclusive<usize>| {
+        let is_hex = text.bytes().all(|byte| byte.is_ascii_hexdigit()) && digits.contains(&text.len());
+        is_hex.then(|| u32::from_str_radix(text, 16).ok())?
+    };
+    let (rest, function) = text.rsplit_once('.')?;
+    let (rest, device) = rest.rsplit_once(':')?;
+    let (domain, bus) = rest.rsplit_once(':').unwrap_or(("0000", rest));
+    let address = Address {
+        domain: hex(domain, 4..=8)?,
+        bus: u8::try_from(hex(bus, 2..=2)?).ok()?,
+        device: u8::try_from(hex(device, 2..=2)?).ok()?,
+        function: u8::try_from(hex(function, 1..=1)?).ok()?,
+    };
+    (address.device < 32 && address.function < 8).then_some(address)
+}
+
+/// Why a device cannot be driven through VFIO. One variant per thing that can be done about it.
+#[derive(Debug, thiserror::Error)]
+pub enum OpenError {
+    /// There is none.
+    #[error("there is no PCI device {0}; `lspci -D` lists those that there are")]
+    NoDevice(Address),
+    /// Nothing stands between the device and all memory.
+    #[error(
+        "{0} is behind no IOMMU, so it cannot be kept to the memory that it is given; switch the IOMMU on in the firmware (VT-d, AMD-Vi), \
+         and on Intel boot with intel_iommu=on"
+    )]
+    NoIommu(Address),
+    /// A driver of the kernel has it.
+    #[error(
+        "{address} is held by the kernel driver {driver}; take it away from there as root: echo vfio-pci > \
+         /sys/bus/pci/devices/{address}/driver_override; echo {address} > /sys/bus/pci/drivers/{driver}/unbind; echo {address} > \
+         /sys/bus/pci/drivers_probe"
+    )]
+    HeldByKernel {
+        /// The device.
+        address: Address,
+        /// The driver.
+        driver: String,
+    },
+    /// No driver has it, VFIO's neither.
+    #[error(
+        "{0} has no driver; give it to VFIO as root: modprobe vfio-pci; echo vfio-pci > /sys/bus/pci/devices/{0}/driver_override; echo {0} > \
+         /sys/bus/pci/drivers_probe"
+    )]
+    NoDriver(Address),
+    /// The IOMMU cannot tell it from another device, which a driver of the kernel has.
+    #[error(
+        "{address} is in IOMMU group {group} together with {other}, which the kernel driver {driver} holds; unbind that one too, or move the \
+         card to another slot"
+    )]
+    GroupShared {
+        /// The device.
+        address: Address,
+        /// The group.
+        group: u32,
+        /// The other.
+        other: String,
+        /// Its driver.
+        driver: String,
+    },
+    /// The kernel has no VFIO.
+    #[error("{0} does not exist, so the kernel's VFIO is not there; modprobe vfio-pci")]
+    NoVfio(PathBuf),
+    /// We may not.
+    #[error("this user may not open {0}; as root, give it to them: chown USER {0}")]
+    NoPermission(PathBuf),
+    /// Somebody else has it.
+    #[error("another process has {0} open; end it (`fuser -v {0}` names it)")]
+    Busy(PathBuf),
+    /// The platform cannot keep the device from forging interrupts.
+    #[error(
+        "the IOMMU of {0} does not remap interrupts, so the kernel does not let go of it; switch interrupt remapping on in the firmware, or, if \
+         you trust the device, modprobe vfio_iommu_type1 allow_unsafe_interrupts=1"
+    )]
+    NoRemapping(Address),
+    /// The kernel refused for a reason of its own.
+    #[error("the kernel refused while {doing}: {source}")]
+    Kernel {
+        /// The step.
+        doing: &'static str,
+        /// Its reason.
+        source: io::Error,
+    },
+    /// It was opened and is no use.
+    #[error("{0}")]
+    Bus(#[from] BusError),
+}
+
+/// Where the kernel shows its devices, and where it lets them be opened: `/sys` and `/dev`, but for tests.
+#[derive(Debug, Clone)]
+pub struct Places {
+    /// `/sys`
+    pub sys: PathBuf,
+    /// `/dev`
+    pub dev: PathBuf,
+}
+
+impl Default for Places {
+    fn default() -> Self {
+        Places { sys: "/sys".into(), dev: "/dev".into() }
+    }
+}
+
+impl Places {
+    /// The file of the IOMMU group that the device is in, if nothing stands in the way that can be seen.
+    pub fn group(&self, address: Address) -> Result<PathBuf, OpenError> {
+        let device = self.sys.join("bus/pci/devices").join(address.to_string());
+        if !device.exists() {
+            return Err(OpenError::NoDevice(address));
+        }
+        let group = target_name(&device.join("iommu_group")).and_then(|name| name.parse::<u32>().ok());
+        let group = group.ok_or(OpenError::NoIommu(address))?;
+        match target_name(&device.join("driver")) {
+            None => return Err(OpenError::NoDriver(address)),
+            Some(driver) if !is_vfio(&driver) => return Err(OpenError::HeldByKernel { address, driver }),
+            Some(_) => {}
+        }
+        if let Some((other, driver)) = self.held_neighbour(group) {
+            return Err(OpenError::GroupShared { address, group, other, driver });
+        }
+        let file = self.dev.join("vfio").join(group.to_string());
+        if file.exists() { Ok(file) } else { Err(OpenError::NoVfio(file)) }
+    }
+
+    /// A device of the group that a driver of the kernel has, and the driver.
+    fn held_neighbour(&self, group: u32) -> Option<(String, String)> {
+        let devices = self.sys.join(format!("kernel/iommu_groups/{group}/devices"));
+        let mut devices = fs::read_dir(devices).ok()?.flatten();
+        devices.find_map(|device| {
+            let driver = target_name(&device.path().join("driver"))?;
+            // The kernel keeps bridges for itself, and pci-stub drives nothing: kernel, vfio_dev_driver_allowed().
+            let allowed = is_vfio(&driver) || ["pci-stub", "pcieport"].contains(&driver.as_str());
+            (!allowed).then(|| (device.file_name().to_string_lossy().into_owned(), driver))
+        })
+    }
+
+    /// The file that containers come from.
+    pub fn container(&self) -> PathBuf {
+        self.dev.join("vfio/vfio")
+    }
+}
+
+/// `vfio-pci`, or what a maker has put in its place, like `mlx5_vfio_pci`.
+fn is_vfio(driver: &str) -> bool {
+    driver.contains("vfio")
+}
+
+/// The last name of what a link points to.
+fn target_name(link: &Path) -> Option<String> {
+    Some(fs::read_link(link).ok()?.file_name()?.to_string_lossy().into_owned())
+}
+
+/// What a file that cannot be opened means.
+pub fn cannot_open(path: &Path, source: io::Error) -> OpenError {
+    use rustix::io::Errno;
+    let path = path.to_owned();
+    match source.raw_os_error().map(Errno::from_raw_os_error) {
+        Some(Errno::NOENT | Errno::NODEV | Errno::NXIO) => OpenError::NoVfio(path),
+        Some(Errno::ACCESS | Errno::PERM) => OpenError::NoPermission(path),
+        Some(Errno::BUSY) => OpenError::Busy(path),
+        _ => OpenError::Kernel { doing: "opening VFIO", source },
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::unix::fs::symlink;
+
+    use proptest::prelude::*;
+
+    use super::*;
+
+    const CARD: &str = "0000:03:00.0";
+
+    /// A machine with one card in group 7, as a test wants it.
+    struct Machine {
+        folder: tempfile::TempDir,
+    }
+
+    impl Machine {
+        fn new() -> Self {
+            let machine = Machine { folder: tempfile::tempdir().unwrap() };
+            machine.device(CARD);
+            machine
+        }
+
+        fn path(&self, path: &str) -> PathBuf {
+            let path = self.folder.path().join(path);
+            fs::create_dir_all(path.parent().unwrap()).unwrap();
+            path
+        }
+
+        fn device(&self, address: &str) {
+            fs::create_dir_all(self.path(&format!("sys/bus/pci/devices/{address}"))).unwrap();
+        }
+
+        fn driver(self, address: &str, driver: &str) -> Self {
+            let link = self.path(&format!("sys/bus/pci/devices/{address}/driver"));
+            symlink(format!("../../../../bus/pci/drivers/{driver}"), link).unwrap();
+            self
+        }
+
+        fn in_group(self, address: &str) -> Self {
+            let link = self.path(&format!("sys/bus/pci/devices/{address}/iommu_group"));
+            symlink("../../../kernel/iommu_groups/7", link).unwrap();
+            let device = self.path(&format!("sys/bus/pci/devices/{address}"));
+            symlink(device, self.path(&format!("sys/kernel/iommu_groups/7/devices/{address}"))).unwrap();
+            self
+        }
+
+        fn vfio(self) -> Self {
+            fs::write(self.path("dev/vfio/7"), "").unwrap();
+            self
+        }
+
+        fn group(&self, address: &str) -> Result<PathBuf, String> {
+            let places = Places { sys: self.path("sys"), dev: self.path("dev") };
+            places.group(address.parse().unwrap()).map_err(|error| error.to_string())
+        }
+    }
+
+    #[test]
+    fn a_card_that_is_ready_has_its_group() {
+        for driver in ["vfio-pci", "mlx5_vfio_pci"] {
+            let machine = Machine::new().in_group(CARD).driver(CARD, driver).vfio();
+            assert_eq!(machine.group(CARD), Ok(machine.path("dev/vfio/7")));
+        }
+    }
+
+    #[test]
+    fn a_card_that_is_not_there() {
+        let refused = Machine::new().group("0000:04:00.0").unwrap_err();
+        assert_eq!(refused, "there is no PCI device 0000:04:00.0; `lspci -D` lists those that there are");
+    }
+
+    #[test]
+    fn a_card_behind_no_iommu() {
+        let refused = Machine::new().driver(CARD, "e1000e").group(CARD).unwrap_err();
+        assert_eq!(
+            refused,
+            "0000:03:00.0 is behind no IOMMU, so it cannot be kept to the memory that it is given; switch the IOMMU on in the \
+             firmware (VT-d, AMD-Vi), and on Intel boot with intel_iommu=on"
+        );
+    }
+
+    #[test]
+    fn a_card_that_the_kernel_drives() {
+        let refused = Machine::new().in_group(CARD).driver(CARD, "e1000e").vfio().group(CARD).unwrap_err();
+        assert_eq!(
+            refused,
+            "0000:03:00.0 is held by the kernel driver e1000e; take it away from there as root: \
+             echo vfio-pci > /sys/bus/pci/devices/0000:03:00.0/driver_override; \
+             echo 0000:03:00.0 > /sys/bus/pci/drivers/e1000e/unbind; echo 0000:03:00.0 > /sys/bus/pci/drivers_probe"
+        );
+    }
+
+    #[test]
+    fn a_card_that_nobody_drives() {
+        let refused = Machine::new().in_group(CARD).vfio().group(CARD).unwrap_err();
+        assert_eq!(
+            refused,
+            "0000:03:00.0 has no driver; give it to VFIO as root: modprobe vfio-pci; \
+             echo vfio-pci > /sys/bus/pci/devices/0000:03:00.0/driver_override; \
+             echo 0000:03:00.0 > /sys/bus/pci/drivers_probe"
+        );
+    }
+
+    #[test]
+    fn a_card_whose_neighbour_the_kernel_drives() {
+        let neighbour = "0000:03:00.1";
+        let machine = Machine::new().in_group(CARD).driver(CARD, "vfio-pci").vfio();
+        machine.device(neighbour);
+        let machine = machine.in_group(neighbour);
+        assert!(machine.group(CARD).is_ok(), "one that nobody drives is in nobody's way");
+        let refused = machine.driver(neighbour, "snd_hda_intel").group(CARD).unwrap_err();
+        assert_eq!(
+            refused,
+            "0000:03:00.0 is in IOMMU group 7 together with 0000:03:00.1, which the kernel driver snd_hda_intel holds; \
+             unbind that one too, or move the card to another slot"
+        );
+        let machine = Machine::new().in_group(CARD).driver(CARD, "vfio-pci").vfio();
+        machine.device(neighbour);
+        assert!(machine.in_group(neighbour).driver(neighbour, "pcieport").group(CARD).is_ok(), "a bridge is neither");
+    }
+
+    #[test]
+    fn a_kernel_without_vfio() {
+        let machine = Machine::new().in_group(CARD).driver(CARD, "vfio-pci");
+        let file = machine.path("dev/vfio/7");
+        let refused = machine.group(CARD).unwrap_err();
+        let sentence =
+            format!("{} does not exist, so the kernel's VFIO is not there; modprobe vfio-pci", file.display());
+        assert_eq!(refused, sentence);
+    }
+
+    #[test]
+    fn a_file_that_cannot_be_opened() {
+        let path = Path::new("/dev/vfio/7");
+        let refused = |errno: i32| cannot_open(path, io::Error::from_raw_os_error(errno)).to_string();
+        assert_eq!(refused(13), "this user may not open /dev/vfio/7; as root, give it to them: chown USER /dev/vfio/7");
+        assert_eq!(refused(1), refused(13));
+        assert_eq!(refused(16), "another process has /dev/vfio/7 open; end it (`fuser -v /dev/vfio/7` names it)");
+        assert!(refused(19).starts_with("/dev/vfio/7 does not exist"));
+        assert_eq!(refused(24), "the kernel refused while opening VFIO: Too many open files (os error 24)");
+    }
+
+    #[test]
+    fn addresses() {
+        let card = Address { domain: 0, bus: 3, device: 0x1f, function: 7 };
+        assert_eq!("0000:03:1f.7".parse(), Ok(card));
+        assert_eq!("03:1f.7".parse(), Ok(card));
+        assert_eq!("10000:03:1F.7".parse(), Ok(Address { domain: 0x10000, ..card }));
+        for bad in ["", ".", "3", "03:00", "0000:03:00", "03:20.0", "03:00.8", "3:0.0", "000:03:00.0", "+003:03:00.0"] {
+            assert!(bad.parse::<Address>().is_err(), "{bad}");
+        }
+        for bad in ["03:00.0 ", "0000:03:00.0/../..", "03:00.0\0", "a:b:c.d", "0:0000:03:00.0", "03:0é.0"] {
+            assert!(bad.parse::<Address>().is_err(), "{bad}");
+        }
+        assert_eq!(
+            "eth0".parse::<Address>().unwrap_err().to_string(),
+            "\"eth0\" is no PCI address; it looks like 0000:03:00.0, and `lspci -D` lists those that there are"
+        );
+    }
+
+    proptest! {
+        #[test]
+        fn an_address_is_read_as_it_is_written(domain: u32, bus: u8, device in 0_u8..32, function in 0_u8..8) {
+            let address = Address { domain, bus, device, function };
+            prop_assert_eq!(address.to_string().parse(), Ok(address));
+        }
+
+        #[test]
+        fn any_text_is_an_address_or_none(text: String) {
+            let _ = text.parse::<Address>();
+        }
+    }
+}

@@ -1,0 +1,259 @@
+//! The connection to a server: one command at a time, its answer checked, and silence once the server has failed.
+
+use std::io::{self, IoSlice, IoSliceMut};
+use std::mem::MaybeUninit;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::time::{Duration, Instant};
+
+use arrayvec::ArrayVec;
+use rustix::io::Errno;
+use rustix::net::sockopt::{Timeout, set_socket_timeout};
+use rustix::net::{
+    RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, ReturnFlags, SendAncillaryBuffer, SendAncillaryMessage,
+    SendFlags,
+};
+
+use super::super::BusError;
+use super::wire::{Breach, Command, FDS_MAX, HEADER_LEN, Incoming, Limits, Message};
+
+/// A server that asks this often before it answers does not mean to answer.
+const QUESTIONS_MAX: u32 = 64;
+
+/// Why the server cannot be talked to any more.
+#[derive(Debug, Clone)]
+enum Fault {
+    /// It closed the connection, or said nothing for too long.
+    Gone,
+    /// It broke a rule.
+    Breach(Breach),
+}
+
+impl Fault {
+    fn to_error(&self, doing: &'static str) -> BusError {
+        match self {
+            Fault::Gone => BusError::Gone { doing },
+            Fault::Breach(what) => BusError::Protocol { what: what.clone() },
+        }
+    }
+}
+
+impl From<Errno> for Fault {
+    /// A socket that fails, or a timeout: either way nobody answers.
+    fn from(_: Errno) -> Self {
+        Fault::Gone
+    }
+}
+
+/// What came with an answer.
+pub type Fds = ArrayVec<OwnedFd, FDS_MAX>;
+
+/// One end of a connection, with what both sides agreed on.
+#[derive(Debug)]
+pub struct Link {
+    socket: Option<OwnedFd>,
+    pub limits: Limits,
+    timeout: Duration,
+    next: u16,
+    fault: Option<Fault>,
+}
+
+impl Link {
+    /// Talks over `socket`, and waits for no answer longer than `timeout`.
+    pub fn new(socket: OwnedFd, limits: Limits, timeout: Duration) -> io::Result<Self> {
+        // We wait in the socket itself: a reply costs a system call less than with poll.
+        rustix::io::ioctl_fionbio(&socket, false)?;
+        set_socket_timeout(&socket, Timeout::Recv, Some(timeout))?;
+        set_socket_timeout(&socket, Timeout::Send, Some(timeout))?;
+        Ok(Link { socket: Some(socket), limits, timeout, next: 0, fault: None })
+    }
+
+    /// Takes the connection away. Everybody else who has the link finds the device gone.
+    pub fn take(&mut self, doing: &'static str) -> Result<OwnedFd, BusError> {
+        if let Some(fault) = &self.fault {
+            return Err(fault.to_error(doing));
+        }
+        self.socket.take().ok_or(BusError::Gone { doing })
+    }
+
+    fn fail<T>(&mut self, doing: &'static str, fault: Fault) -> Result<T, BusError> {
+        let error = fault.to_error(doing);
+        self.fault.get_or_insert(fault);
+        // The server learns that we are gone as well.
+        self.socket = None;
+        Err(error)
+    }
+
+    /// Says that the server broke a rule; nothing is believed from now on.
+    pub fn breach<T>(&mut self, what: Breach) -> Result<T, BusError> {
+        self.fail("", Fault::Breach(what))
+    }
+
+    /// The connection, unless it has failed before.
+    fn socket(&self, doing: &'static str) -> Result<BorrowedFd<'_>, BusError> {
+        match (&self.fault, &self.socket) {
+            (Some(fault), _) => Err(fault.to_error(doing)),
+            (None, Some(socket)) => Ok(socket.as_fd()),
+            (None, None) => Err(BusError::Gone { doing }),
+        }
+    }
+
+    fn next_id(&mut self) -> u16 {
+        self.next = self.next.wrapping_add(1);
+        self.next
+    }
+
+    /// Asks `command` with the body that `fill` writes, and puts the body of the answer into `answer`: says how long it is,
+    /// and hands out the descriptors that came with it, of which `fds_max` are allowed.
+    pub fn call(
+        &mut self,
+        doing: &'static str,
+        command: Command,
+        fill: impl FnOnce(&mut Message),
+        fds: &[BorrowedFd<'_>],
+        answer: &mut [u8],
+        fds_max: usize,
+    ) -> Result<(usize, Fds), BusError> {
+        let id = self.next_id();
+        let mut message = Message::command(id, command, false);
+        fill(&mut message);
+        let socket = self.socket(doing)?;
+        let outcome = send(socket, message.finish(), fds)
+            .map_err(Fault::from)
+            .and_then(|()| await_answer(socket, id, command, Instant::now() + self.timeout, answer));
+        match outcome {
+            Ok(Answer::Reply(_, fds)) if fds.len() > fds_max => {
+                self.breach(format!("{} descriptors came with an answer to {command:?}", fds.len()))
+            }
+            Ok(Answer::Reply(len, fds)) => Ok((len, fds)),
+            Ok(Answer::Refusal(errno)) => Err(BusError::Refused { doing, source: io::Error::from_raw_os_error(errno) }),
+            Err(fault) => self.fail(doing, fault),
+        }
+    }
+
+    /// Sends `command` and wants no answer. Whether it arrives is learnt from what is asked next.
+    pub fn post(&mut self, command: Command, fill: impl FnOnce(&mut Message)) {
+        let id = self.next_id();
+        let mut message = Message::command(id, command, true);
+        fill(&mut message);
+        let Ok(socket) = self.socket("") else { return };
+        if let Err(errno) = send(socket, message.finish(), &[]) {
+            let _ = self.fail::<()>("", errno.into());
+        }
+    }
+}
+
+fn send(socket: BorrowedFd<'_>, bytes: &[u8], fds: &[BorrowedFd<'_>]) -> Result<(), Errno> {
+    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(FDS_MAX))];
+    let mut control = SendAncillaryBuffer::new(&mut space);
+    if !fds.is_empty() {
+        let fits = control.push(SendAncillaryMessage::ScmRights(fds));
+        assert!(fits, "a message carries at most {FDS_MAX} descriptors");
+    }
+    let mut sent = loop {
+        match rustix::net::sendmsg(socket, &[IoSlice::new(bytes)], &mut control, SendFlags::NOSIGNAL) {
+            Err(Errno::INTR) => {}
+            other => break other?,
+        }
+    };
+    while sent < bytes.len() {
+        match rustix::net::send(socket, &bytes[sent..], SendFlags::NOSIGNAL) {
+            Err(Errno::INTR) => {}
+            other => sent += other?,
+        }
+    }
+    Ok(())
+}
+
+enum Answer {
+    Reply(usize, Fds),
+    Refusal(i32),
+}
+
+/// Receives until the answer to `id` is there. A server may ask us something meanwhile: it is told that we do not do that.
+fn await_answer(
+    socket: BorrowedFd<'_>,
+    id: u16,
+    command: Command,
+    deadline: Instant,
+    answer: &mut [u8],
+) -> Result<Answer, Fault> {
+    for _ in 0..QUESTIONS_MAX {
+        let mut header = [0; HEADER_LEN];
+        let mut fds = Fds::new();
+        receive(socket, &mut header, Some(&mut fds), deadline)?;
+        let incoming = Incoming::parse(&header).map_err(Fault::Breach)?;
+        match incoming {
+            Incoming::Reply { id: its, command: its_command, .. }
+            | Incoming::Refusal { id: its, command: its_command, .. }
+                if its != id || its_command != command as u16 =>
+            {
+                let number = command as u16;
+                let what = format!("it answers message {its} ({its_command}) where {id} ({number}) was asked");
+                return Err(Fault::Breach(what));
+            }
+            Incoming::Refusal { errno, .. } => return Ok(Answer::Refusal(errno)),
+            Incoming::Reply { len, .. } => {
+                let Some(into) = answer.get_mut(..len as usize) else {
+                    return Err(Fault::Breach(format!("its answer to {command:?} has {len} bytes")));
+                };
+                receive(socket, into, None, deadline)?;
+                return Ok(Answer::Reply(len as usize, fds));
+            }
+            Incoming::Command { id, command, len, posted } => {
+                skip(socket, len, deadline)?;
+                if !posted {
+                    send(socket, Message::unsupported(id, command).finish(), &[])?;
+                }
+            }
+        }
+    }
+    Err(Fault::Breach(format!("it asks {QUESTIONS_MAX} times and does not answer")))
+}
+
+/// Receives exactly `into`. Whoever sends byte by byte has until `deadline` as well, and one timeout more at most.
+fn receive(socket: BorrowedFd<'_>, into: &mut [u8], mut fds: Option<&mut Fds>, deadline: Instant) -> Result<(), Fault> {
+    let mut have = 0;
+    while have < into.len() {
+        let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(FDS_MAX))];
+        let mut control = match fds {
+            // What comes without being asked for, the kernel closes.
+            None => RecvAncillaryBuffer::default(),
+            Some(_) => RecvAncillaryBuffer::new(&mut space),
+        };
+        let rest = &mut [IoSliceMut::new(&mut into[have..])];
+        let got = match rustix::net::recvmsg(socket, rest, &mut control, RecvFlags::CMSG_CLOEXEC) {
+            Err(Errno::INTR) => continue,
+            other => other?,
+        };
+        if got.bytes == 0 {
+            return Err(Fault::Gone);
+        }
+        if let Some(fds) = fds.as_deref_mut() {
+            for message in control.drain() {
+                let RecvAncillaryMessage::ScmRights(rights) = message else { continue };
+                for fd in rights {
+                    fds.try_push(fd).map_err(|_| Fault::Breach(format!("more than {FDS_MAX} descriptors came")))?;
+                }
+            }
+            if got.flags.contains(ReturnFlags::CTRUNC) {
+                return Err(Fault::Breach(format!("more than {FDS_MAX} descriptors came, or more than we may open")));
+            }
+        }
+        have += got.bytes;
+        if have < into.len() && Instant::now() > deadline {
+            return Err(Fault::Gone);
+        }
+    }
+    Ok(())
+}
+
+fn skip(socket: BorrowedFd<'_>, len: u32, deadline: Instant) -> Result<(), Fault> {
+    let mut rubbish = [0; 4096];
+    let mut left = len as usize;
+    while left > 0 {
+        let part = left.min(rubbish.len());
+        receive(socket, &mut rubbish[..part], None, deadline)?;
+        left -= part;
+    }
+    Ok(())
+}

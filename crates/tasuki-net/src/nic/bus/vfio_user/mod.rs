@@ -1,0 +1,380 @@
+//! A device that another process serves by the vfio-user protocol (QEMU's docs/interop/vfio-user.rst).
+//!
+//! The server is not trusted: whatever it says is checked, a rule that it breaks ends the connection, and it has a bounded time for
+//! each answer. After that every register reads as ones, what is written is lost, and the next step that can fail says why.
+//!
+//! A BAR, or the parts of it, that the server lets us map is accessed by plain loads and stores. That needs memory which the server
+//! cannot take away under us: a memfd of small pages, sealed against shrinking. Everything else goes by messages. Writes want no answer, so
+//! they cost one system call, and arrive in order with what is asked after.
+//!
+//! What a kernel does for a VFIO device, this does for the server: it enables MSI-X in the configuration space and unmasks the vectors
+//! in their table, and after a reset it puts back the command register and the interrupts.
+//!
+//! docs/decisions/0008-vfio-user.md says why the client is our own.
+
+mod link;
+mod wire;
+
+use std::io;
+use std::os::fd::{AsFd, OwnedFd};
+use std::path::Path;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+
+use rustix::event::EventfdFlags;
+use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType};
+use tasuki_shm::region::{PAGE_LEN, Region};
+
+use super::bar::{Bar, Far};
+use super::mmio::Mmio;
+use super::pci::{self, Capability, Header};
+use super::{Bus, BusError, Iova};
+use link::Link;
+pub(super) use wire::RegionInfo;
+use wire::{Command, FDS_MAX, Limits, Reader};
+
+/// How long a server may take for an answer, unless it is said otherwise.
+pub const TIMEOUT: Duration = Duration::from_secs(10);
+
+/// Bytes of a PCI Express configuration space.
+const CONFIG_MAX: u64 = 4096;
+/// Offset and value bits of the command register: PCI Local Bus Specification 3.0, 6.2.2.
+const COMMAND: u16 = 0x04;
+/// MSI-X capability: PCI Local Bus Specification 3.0, 6.8.2.
+const MSIX_CONTROL_ENABLE: u32 = 1 << 31;
+const MSIX_CONTROL_MASK_ALL: u32 = 1 << 30;
+const MSIX_TABLE: u16 = 4;
+const MSIX_ENTRY_LEN: u64 = 16;
+const MSIX_ENTRY_CONTROL: u64 = 12;
+
+/// A connection on which client and server have met. Another client can go on with it: the server does not notice.
+#[derive(Debug)]
+pub struct Connection {
+    /// The socket.
+    pub socket: OwnedFd,
+    /// Descriptors that the server takes in a message.
+    pub fds_max: u32,
+    /// Bytes of a region that it takes in a message.
+    pub transfer_max: u32,
+}
+
+/// A device that a vfio-user server serves.
+#[derive(Debug)]
+pub struct VfioUser {
+    link: Shared,
+    config_len: u64,
+    can_reset: bool,
+    /// One for each vector that is enabled.
+    vectors: Vec<OwnedFd>,
+}
+
+impl VfioUser {
+    /// Connects to the server at `path`.
+    pub fn connect(path: &Path, timeout: Duration) -> Result<Self, BusError> {
+        let refused = |source: rustix::io::Errno| BusError::Refused {
+            doing: "connecting to the device's server",
+            source: source.into(),
+        };
+        let address = SocketAddrUnix::new(path).map_err(refused)?;
+        let socket = rustix::net::socket_with(AddressFamily::UNIX, SocketType::STREAM, SocketFlags::CLOEXEC, None);
+        let socket = socket.map_err(refused)?;
+        rustix::net::connect(&socket, &address).map_err(refused)?;
+        Self::meet(socket, timeout)
+    }
+
+    /// Meets the server at the other end of a socket on which nothing was said yet.
+    pub fn meet(socket: OwnedFd, timeout: Duration) -> Result<Self, BusError> {
+        let mut link = open(socket, Limits { fds: 1, transfer: 1 << 20 }, timeout)?;
+        let mut answer = [0; wire::VERSION_MAX];
+        let say = |message: &mut wire::Message| {
+            message.u16(wire::MAJOR).u16(wire::MINOR).bytes(wire::OUR_VERSION);
+        };
+        let (len, _) = link.call("agreeing on a version", Command::Version, say, &[], &mut answer, 0)?;
+        match wire::parse_version(&answer[..len]) {
+            Ok(limits) => link.limits = limits,
+            Err(breach) => return link.breach(breach),
+        }
+        Self::over(link)
+    }
+
+    /// Goes on with a connection on which somebody has met the server before. What that somebody mapped is still mapped, and
+    /// its interrupts arrive where they did until [`interrupts`](Bus::interrupts) is called.
+    pub fn from_connection(connection: Connection, timeout: Duration) -> Result<Self, BusError> {
+        let limits = Limits { fds: connection.fds_max, transfer: connection.transfer_max };
+        Self::over(open(connection.socket, limits, timeout)?)
+    }
+
+    fn over(mut link: Link) -> Result<Self, BusError> {
+        let mut answer = [0; 16];
+        let ask = |message: &mut wire::Message| _ = message.u32(16).u32(0).u32(0).u32(0);
+        let (len, _) = link.call("asking for the device", Command::DeviceGetInfo, ask, &[], &mut answer, 0)?;
+        let mut from = Reader(&answer[..len]);
+        let mut fields = || Some((from.u32()?, from.u32()?, from.u32()?, from.u32()?));
+        let Some((_, flags, regions, irqs)) = fields() else {
+            return link.breach(format!("it describes the device in {len} bytes"));
+        };
+        if flags & wire::DEVICE_PCI == 0 || regions <= wire::CONFIG_REGION || irqs <= wire::MSIX {
+            return link.breach(format!(
+                "its device has flags {flags:#x}, {regions} regions and {irqs} kinds of interrupt, which is no PCI device"
+            ));
+        }
+        let (config, _) = region_info(&mut link, wire::CONFIG_REGION)?;
+        if config.len < 64 {
+            return link.breach(format!("its configuration space has {} bytes", config.len));
+        }
+        Ok(VfioUser {
+            link: Shared(Arc::new(Mutex::new(link))),
+            config_len: config.len.min(CONFIG_MAX),
+            can_reset: flags & wire::DEVICE_RESET != 0,
+            vectors: Vec::new(),
+        })
+    }
+
+    /// Ends our part and hands out the connection, for a successor. Registers that are still there read as ones.
+    pub fn into_connection(self) -> Result<Connection, BusError> {
+        let mut link = self.link.lock();
+        let socket = link.take("handing out the connection")?;
+        Ok(Connection { socket, fds_max: link.limits.fds, transfer_max: link.limits.transfer })
+    }
+
+    fn config_offset(&self, offset: u16) -> Result<u64, BusError> {
+        match offset.is_multiple_of(4) && u64::from(offset) + 4 <= self.config_len {
+            true => Ok(offset.into()),
+            false => Err(BusError::Refused {
+                doing: "an access outside of the configuration space",
+                source: io::ErrorKind::InvalidInput.into(),
+            }),
+        }
+    }
+
+    /// Tells the server which eventfd each vector rings, in as many messages as it needs.
+    fn send_vectors(&mut self) -> Result<(), BusError> {
+        let mut link = self.link.lock();
+        let chunk = (link.limits.fds as usize).clamp(1, FDS_MAX);
+        let mut start = 0;
+        for fds in self.vectors.chunks(chunk) {
+            let fds = fds.iter().map(AsFd::as_fd).collect::<Vec<_>>();
+            let count = u32::try_from(fds.len()).expect("at most 16");
+            let flags = wire::IRQ_DATA_EVENTFD | wire::IRQ_TRIGGER;
+            let ask =
+                |message: &mut wire::Message| _ = message.u32(20).u32(flags).u32(wire::MSIX).u32(start).u32(count);
+            link.call("setting up interrupts", Command::DeviceSetIrqs, ask, &fds, &mut [], 0)?;
+            start += count;
+        }
+        Ok(())
+    }
+
+    /// Switches MSI-X on in the device, with every vector unmasked.
+    fn enable_vectors(&mut self) -> Result<(), BusError> {
+        let Some(msix) = Header::read(self)?.capability(Capability::MSI_X) else {
+            return Err(BusError::FewInterrupts {
+                have: 0,
+                need: u16::try_from(self.vectors.len()).unwrap_or(u16::MAX),
+            });
+        };
+        let table = self.read_config(msix.offset + MSIX_TABLE)?;
+        for vector in 0..self.vectors.len() as u64 {
+            let at = u64::from(table & !7) + vector * MSIX_ENTRY_LEN + MSIX_ENTRY_CONTROL;
+            match write(&mut self.link.lock(), "unmasking an interrupt", table & 7, at, 0) {
+                // A server that keeps the table to itself has nothing masked in it.
+                Err(BusError::Refused { .. }) | Ok(()) => {}
+                Err(other) => return Err(other),
+            }
+        }
+        let control = self.read_config(msix.offset)?;
+        self.write_config(msix.offset, (control | MSIX_CONTROL_ENABLE) & !MSIX_CONTROL_MASK_ALL)
+    }
+
+    fn count_vectors(&mut self) -> Result<u32, BusError> {
+        let mut link = self.link.lock();
+        let mut answer = [0; 16];
+        let ask = |message: &mut wire::Message| _ = message.u32(16).u32(0).u32(wire::MSIX).u32(0);
+        let (len, _) = link.call("asking for interrupts", Command::DeviceGetIrqInfo, ask, &[], &mut answer, 0)?;
+        let mut from = Reader(&answer[..len]);
+        let mut fields = || Some((from.u32()?, from.u32()?, from.u32()?, from.u32()?));
+        match fields() {
+            Some((_, flags, wire::MSIX, count)) => Ok(if flags & wire::IRQ_EVENTFD == 0 { 0 } else { count }),
+            _ => link.breach(format!("it describes the MSI-X interrupts in {len} bytes, or others")),
+        }
+    }
+}
+
+fn open(socket: OwnedFd, limits: Limits, timeout: Duration) -> Result<Link, BusError> {
+    Link::new(socket, limits, timeout)
+        .map_err(|source| BusError::Refused { doing: "setting up the connection to the device's server", source })
+}
+
+/// What the server says of a region, and the memory that it lies in.
+fn region_info(link: &mut Link, index: u32) -> Result<(RegionInfo, Option<OwnedFd>), BusError> {
+    let mut answer = [0; wire::REGION_INFO_MAX];
+    let argsz = u32::try_from(answer.len()).expect("4096");
+    let ask = |message: &mut wire::Message| _ = message.u32(argsz).u32(0).u32(index).u32(0).u64(0).u64(0);
+    let (len, mut fds) = link.call("asking for a region", Command::DeviceGetRegionInfo, ask, &[], &mut answer, 1)?;
+    match RegionInfo::parse(&answer[..len], index) {
+        Ok(info) => Ok((info, fds.pop())),
+        Err(breach) => link.breach(breach),
+    }
+}
+
+/// Reads `into` from a region.
+fn read(link: &mut Link, doing: &'static str, region: u32, offset: u64, into: &mut [u8]) -> Result<(), BusError> {
+    let mut answer = [0; 16 + 4];
+    let count = u32::try_from(into.len()).expect("a register has a few bytes");
+    let ask = |message: &mut wire::Message| _ = message.u64(offset).u32(region).u32(count);
+    let answer = &mut answer[..16 + into.len()];
+    let (len, _) = link.call(doing, Command::RegionRead, ask, &[], answer, 0)?;
+    let mut from = Reader(&answer[..len]);
+    if (from.u64(), from.u32(), from.u32()) != (Some(offset), Some(region), Some(count)) || from.0.len() != into.len() {
+        return link
+            .breach(format!("it answers another read than that of {count} bytes at {offset:#x} of region {region}"));
+    }
+    into.copy_from_slice(from.0);
+    Ok(())
+}
+
+/// Writes a 32-bit word to a region and waits until the server has it.
+fn write(link: &mut Link, doing: &'static str, region: u32, offset: u64, value: u32) -> Result<(), BusError> {
+    let mut answer = [0; 16];
+    let ask = |message: &mut wire::Message| _ = message.u64(offset).u32(region).u32(4).u32(value);
+    let (len, _) = link.call(doing, Command::RegionWrite, ask, &[], &mut answer, 0)?;
+    let mut from = Reader(&answer[..len]);
+    match (from.u64(), from.u32(), from.u32()) == (Some(offset), Some(region), Some(4)) {
+        true => Ok(()),
+        false => {
+            link.breach(format!("it answers another write than that of 4 bytes at {offset:#x} of region {region}"))
+        }
+    }
+}
+
+impl Bus for VfioUser {
+    type Registers = UserRegisters;
+
+    fn read_config(&mut self, offset: u16) -> Result<u32, BusError> {
+        let offset = self.config_offset(offset)?;
+        let mut bytes = [0; 4];
+        read(&mut self.link.lock(), "reading the configuration space", wire::CONFIG_REGION, offset, &mut bytes)?;
+        Ok(u32::from_le_bytes(bytes))
+    }
+
+    fn write_config(&mut self, offset: u16, value: u32) -> Result<(), BusError> {
+        let offset = self.config_offset(offset)?;
+        let value = u32::from_ne_bytes(value.to_le_bytes());
+        write(&mut self.link.lock(), "writing the configuration space", wire::CONFIG_REGION, offset, value)
+    }
+
+    fn registers(&mut self, index: u8) -> Result<UserRegisters, BusError> {
+        if index > 5 {
+            return Err(BusError::NoBar { index });
+        }
+        let (info, memory) = region_info(&mut self.link.lock(), index.into())?;
+        let both = wire::REGION_READ | wire::REGION_WRITE;
+        if info.len == 0 || info.flags & both != both {
+            return Err(BusError::NoBar { index });
+        }
+        pci::decode(self)?;
+        let far = Messages { link: self.link.clone(), region: index.into() };
+        // What cannot be mapped, or could be taken away, is reached by messages.
+        Ok(Bar::new(far, info.len, &info.areas, |start, len| {
+            Mmio::of_process(memory.as_ref()?.as_fd(), info.offset.checked_add(start)?, len).ok()?
+        }))
+    }
+
+    fn map_dma(&mut self, memory: &Region, at: Iova) -> Result<(), BusError> {
+        let len = memory.len();
+        let dma = |why: String| BusError::Dma { at, len, why };
+        if !at.0.is_multiple_of(PAGE_LEN as u64) || at.0.checked_add(len as u64).is_none() {
+            return Err(dma(
+                "the address is not on a whole page, or the end is beyond the last; choose another".to_owned()
+            ));
+        }
+        let flags = wire::DMA_READ | wire::DMA_WRITE;
+        let ask = |message: &mut wire::Message| _ = message.u32(32).u32(flags).u64(0).u64(at.0).u64(len as u64);
+        let mut link = self.link.lock();
+        match link.call("mapping memory", Command::DmaMap, ask, &[memory.fd()], &mut [], 0) {
+            Ok(_) => Ok(()),
+            Err(BusError::Refused { source, .. }) if source.kind() == io::ErrorKind::AlreadyExists => {
+                Err(dma("the device has memory there already; unmap it, or choose another address".to_owned()))
+            }
+            Err(BusError::Refused { source, .. }) => Err(dma(format!("its server refused: {source}"))),
+            Err(other) => Err(other),
+        }
+    }
+
+    fn unmap_dma(&mut self, at: Iova, len: usize) -> Result<(), BusError> {
+        let mut answer = [0; 24];
+        let ask = |message: &mut wire::Message| _ = message.u32(24).u32(0).u64(at.0).u64(len as u64);
+        let mut link = self.link.lock();
+        match link.call("unmapping memory", Command::DmaUnmap, ask, &[], &mut answer, 0) {
+            Ok(_) => Ok(()),
+            Err(BusError::Refused { source, .. }) => {
+                Err(BusError::Dma { at, len, why: format!("its server refused to let go of it: {source}") })
+            }
+            Err(other) => Err(other),
+        }
+    }
+
+    fn interrupts(&mut self, count: u16) -> Result<Vec<OwnedFd>, BusError> {
+        let have = self.count_vectors()?;
+        if have < count.into() {
+            return Err(BusError::FewInterrupts { have: u16::try_from(have).unwrap_or(u16::MAX), need: count });
+        }
+        let refused = |source: io::Error| BusError::Refused { doing: "making an eventfd", source };
+        if self.vectors.len() < count.into() {
+            for _ in self.vectors.len()..count.into() {
+                let vector = rustix::event::eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK);
+                self.vectors.push(vector.map_err(|errno| refused(errno.into()))?);
+            }
+            self.send_vectors()?;
+            self.enable_vectors()?;
+        }
+        self.vectors.iter().take(count.into()).map(|vector| vector.try_clone().map_err(refused)).collect()
+    }
+
+    fn reset(&mut self) -> Result<(), BusError> {
+        if !self.can_reset {
+            return Err(BusError::Refused { doing: "a reset", source: io::ErrorKind::Unsupported.into() });
+        }
+        let command = self.read_config(COMMAND)? & 0xffff;
+        self.link.lock().call("a reset", Command::DeviceReset, |_| {}, &[], &mut [], 0)?;
+        self.write_config(COMMAND, command)?;
+        if !self.vectors.is_empty() {
+            self.send_vectors()?;
+            self.enable_vectors()?;
+        }
+        Ok(())
+    }
+}
+
+/// The link, for the bus and all registers. A driver is one thread, so nobody ever waits for it.
+#[derive(Debug, Clone)]
+struct Shared(Arc<Mutex<Link>>);
+
+impl Shared {
+    fn lock(&self) -> MutexGuard<'_, Link> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// The registers of a device that a vfio-user server serves.
+pub type UserRegisters = Bar<Messages>;
+
+/// Registers that are reached by messages.
+#[derive(Debug)]
+pub struct Messages {
+    link: Shared,
+    region: u32,
+}
+
+impl Far for Messages {
+    /// Who refuses or is gone does not answer; the link remembers why.
+    fn read(&self, offset: u32, into: &mut [u8]) -> bool {
+        read(&mut self.link.lock(), "reading a register", self.region, offset.into(), into).is_ok()
+    }
+
+    fn write(&self, offset: u32, bytes: &[u8]) {
+        let count = u32::try_from(bytes.len()).expect("a register has a few bytes");
+        self.link.lock().post(Command::RegionWrite, |message| {
+            message.u64(offset.into()).u32(self.region).u32(count).bytes(bytes);
+        });
+    }
+}

@@ -1,0 +1,119 @@
+//! What the card counts, by the names that `ethtool -S` shows for it.
+
+use super::regs::{self, Cleared, Mmio, Reg, Ro};
+use super::ring::Dropped;
+use super::sash::COUNTERS;
+use crate::nic::bus::Registers;
+
+/// Where a counter of the card stands.
+enum Source {
+    Word(Reg<Cleared>),
+    /// Low, and high: reading the latter clears both.
+    Pair(Reg<Ro>, Reg<Cleared>),
+}
+use Source::{Pair, Word};
+
+/// In the order of the sash, which is part of its version.
+const SOURCES: [(&str, Source); 26] = [
+    ("rx_packets", Word(regs::GPRC)),
+    ("tx_packets", Word(regs::GPTC)),
+    ("rx_bytes", Pair(regs::GORCL, regs::GORCH)),
+    ("tx_bytes", Pair(regs::GOTCL, regs::GOTCH)),
+    ("rx_broadcast", Word(regs::BPRC)),
+    ("tx_broadcast", Word(regs::BPTC)),
+    ("rx_multicast", Word(regs::MPRC)),
+    ("tx_multicast", Word(regs::MPTC)),
+    ("collisions", Word(regs::COLC)),
+    ("rx_crc_errors", Word(regs::CRCERRS)),
+    ("rx_no_buffer_count", Word(regs::RNBC)),
+    ("rx_missed_errors", Word(regs::MPC)),
+    ("tx_aborted_errors", Word(regs::ECOL)),
+    ("tx_window_errors", Word(regs::LATECOL)),
+    ("tx_deferred_ok", Word(regs::DC)),
+    ("tx_single_coll_ok", Word(regs::SCC)),
+    ("tx_multi_coll_ok", Word(regs::MCC)),
+    ("rx_long_length_errors", Word(regs::ROC)),
+    ("rx_short_length_errors", Word(regs::RUC)),
+    ("rx_align_errors", Word(regs::ALGNERRC)),
+    ("rx_flow_control_xon", Word(regs::XONRXC)),
+    ("rx_flow_control_xoff", Word(regs::XOFFRXC)),
+    ("tx_flow_control_xon", Word(regs::XONTXC)),
+    ("tx_flow_control_xoff", Word(regs::XOFFTXC)),
+    ("rx_frame_errors", Word(regs::RXERRC)),
+    ("rx_fragment_errors", Word(regs::RFC)),
+];
+
+const LONG: usize = 17;
+const SHORT: usize = 18;
+/// Those that together are `rx_errors`: check sequence, length, alignment, the PHY's.
+const ERRORS: [usize; 5] = [9, LONG, SHORT, 19, 24];
+pub(super) const XOFF_SENT: usize = 23;
+
+/// Counted by the driver, behind the card's own.
+const OURS: usize = SOURCES.len();
+const _: () = assert!(OURS + 3 <= COUNTERS);
+
+/// What was counted since the card was started, by whichever driver.
+#[derive(Debug, Clone)]
+pub struct Counters {
+    accumulated: Box<[u64; COUNTERS]>,
+    pub dropped: Dropped,
+    /// Frames that were to be sent and could not be.
+    pub refused: u64,
+}
+
+impl Counters {
+    /// All at zero, the card's too.
+    pub fn start(mmio: &Mmio<impl Registers>) -> Self {
+        let mut counters = Counters { accumulated: Box::new([0; COUNTERS]), dropped: Dropped::default(), refused: 0 };
+        counters.collect(mmio);
+        counters.accumulated.fill(0);
+        counters
+    }
+
+    /// What a predecessor counted.
+    pub fn resume(accumulated: &[u64; COUNTERS]) -> Self {
+        let dropped = Dropped { errors: accumulated[OURS], too_long: accumulated[OURS + 1] };
+        Counters { accumulated: Box::new(*accumulated), dropped, refused: accumulated[OURS + 2] }
+    }
+
+    /// What a successor goes on from.
+    pub fn to_sash(&self) -> [u64; COUNTERS] {
+        let mut words = *self.accumulated;
+        words[OURS..OURS + 3].copy_from_slice(&[self.dropped.errors, self.dropped.too_long, self.refused]);
+        words
+    }
+
+    /// Adds what the card has counted since. Needed before any of its counters is full: an hour, at a gigabit.
+    pub fn collect(&mut self, mmio: &Mmio<impl Registers>) {
+        for ((_, source), sum) in SOURCES.iter().zip(self.accumulated.iter_mut()) {
+            *sum += match *source {
+                Word(reg) => u64::from(mmio.take(reg)),
+                Pair(low, high) => u64::from(mmio.read(low)) | u64::from(mmio.take(high)) << 32,
+            };
+        }
+        // The totals that include bad frames are of no use to us. But QEMU's model copies them into those of good frames with
+        // each frame, so they have to be cleared at the same time.
+        for reg in [regs::TPR, regs::TPT, regs::TORH, regs::TOTH] {
+            mmio.take(reg);
+        }
+    }
+
+    /// What the card says of PAUSE frames sent since it was last asked, which is collected, too.
+    pub fn collect_xoff_sent(&mut self, mmio: &Mmio<impl Registers>) -> u64 {
+        let sent = u64::from(mmio.take(regs::XOFFTXC));
+        self.accumulated[XOFF_SENT] += sent;
+        sent
+    }
+
+    /// All of them, by name.
+    pub fn list(&self) -> Vec<(&'static str, u64)> {
+        let sums = &self.accumulated;
+        let mut list: Vec<_> = SOURCES.iter().zip(sums.iter()).map(|((name, _), sum)| (*name, *sum)).collect();
+        let errors = ERRORS.iter().map(|&i| sums[i]).sum::<u64>();
+        list.push(("rx_errors", errors + self.dropped.errors + self.dropped.too_long));
+        list.push(("rx_length_errors", sums[LONG] + sums[SHORT] + self.dropped.too_long));
+        list.push(("tx_dropped", self.refused));
+        list
+    }
+}

@@ -1,0 +1,106 @@
+//! Stopping a card so that it touches no memory, and going on, without a reset and without the PHY.
+//!
+//! The card loses what comes while its receive side is off, without counting it. So the other end of the wire is asked to pause
+//! first (IEEE 802.3 annex 31B), if there is one in full duplex: a partner that honours that sends nothing while the card is parked,
+//! for as long as a pause can be, and nothing is lost. One that does not is no worse off.
+
+use std::time::{Duration, Instant};
+
+use super::counters::Counters;
+use super::regs::{self, Mmio, rctl, status, tctl};
+use super::setup::within;
+use crate::nic::bus::Registers;
+use crate::nic::{Link, NicError};
+
+/// How long the card may take to send what it was given. What is left then stays in its ring.
+const DRAIN_LIMIT: Duration = Duration::from_millis(5);
+/// How long the card may take to send a PAUSE frame: the frame before it, and itself.
+const XOFF_LIMIT: Duration = Duration::from_micros(200);
+/// How long the wire may take to fall silent after that. Whoever sends on then does not honour pauses.
+const SILENCE_LIMIT: Duration = Duration::from_millis(1);
+/// How long the card may go on after it was switched off.
+const STOP_LIMIT: Duration = Duration::from_millis(50);
+/// A round trip over the bus, many times over.
+const BUS_TIME: Duration = Duration::from_micros(20);
+/// The longest pause there is: 65,535 times 512 bits, 33 ms at a gigabit.
+const PAUSE_MAX: u32 = 0xffff;
+
+/// What the status register says of the wire.
+pub fn link(status: u32) -> Link {
+    if status & status::LU == 0 {
+        return Link::Down;
+    }
+    let speed = match status >> status::SPEED_SHIFT & 3 {
+        0 => 10,
+        1 => 100,
+        _ => 1000,
+    };
+    Link::Up { speed, full_duplex: status & status::FD != 0 }
+}
+
+/// Has the partner pause, or go on.
+fn pause<R: Registers>(mmio: &Mmio<R>, time: u32) {
+    mmio.write(regs::FCTTV, time);
+    mmio.change(regs::TCTL, 0, tctl::SWXOFF);
+}
+
+/// Whether `heads` stay the same for `time`, and through a few looks at them, asked for at most `limit`.
+fn settles(limit: Duration, time: Duration, mut heads: impl FnMut() -> [u32; 2]) -> bool {
+    const SAME_AT_LEAST: u32 = 4;
+    let mut last = heads();
+    let mut since = Instant::now();
+    let mut same = 0;
+    within(limit, || {
+        let now = heads();
+        same += 1;
+        if now != last {
+            (last, since, same) = (now, Instant::now(), 0);
+        }
+        same >= SAME_AT_LEAST && since.elapsed() >= time
+    })
+}
+
+/// Has the card finish what it has begun. Afterwards it touches no memory.
+pub fn stop<R: Registers>(mmio: &Mmio<R>, frame: u16, counters: &mut Counters) -> Result<(), NicError> {
+    let status = mmio.read(regs::STATUS);
+    if status == u32::MAX {
+        return Err(NicError::Gone);
+    }
+    mmio.write(regs::IMC, u32::MAX);
+    let link = link(status);
+    let speed = match link {
+        Link::Down => 10,
+        Link::Up { speed, .. } => speed,
+    };
+    // A frame that had begun to come when the receive side was switched off is still written. Bits by Mb/s are microseconds.
+    let quiet = Duration::from_micros(u64::from(frame) * 8 / u64::from(speed)) + BUS_TIME;
+    let received = || [mmio.read(regs::RDH.of(0)), mmio.read(regs::RDH.of(1))];
+    if let Link::Up { full_duplex, .. } = link {
+        if full_duplex {
+            pause(mmio, PAUSE_MAX);
+            within(XOFF_LIMIT, || counters.collect_xoff_sent(mmio) > 0);
+        }
+        within(DRAIN_LIMIT, || mmio.read(regs::TDH) == mmio.read(regs::TDT));
+        if full_duplex {
+            settles(SILENCE_LIMIT, quiet, received);
+        }
+    }
+    let stopped = |step, settled| match settled {
+        true => Ok(()),
+        false => Err(NicError::Stuck { step, limit_ms: u32::try_from(STOP_LIMIT.as_millis()).unwrap_or(u32::MAX) }),
+    };
+    mmio.change(regs::RCTL, rctl::EN, 0);
+    stopped("receiving", settles(STOP_LIMIT, quiet, received))?;
+    mmio.change(regs::TCTL, tctl::EN | tctl::SWXOFF, 0);
+    stopped("sending", settles(STOP_LIMIT, quiet, || [mmio.read(regs::TDH), 0]))?;
+    if mmio.read(regs::STATUS) == u32::MAX { Err(NicError::Gone) } else { Ok(()) }
+}
+
+/// Switches a card on again that [`stop`] has stopped.
+pub fn go_on<R: Registers>(mmio: &Mmio<R>) {
+    mmio.change(regs::TCTL, 0, tctl::EN);
+    mmio.change(regs::RCTL, 0, rctl::EN);
+    if let Link::Up { full_duplex: true, .. } = link(mmio.read(regs::STATUS)) {
+        pause(mmio, 0);
+    }
+}

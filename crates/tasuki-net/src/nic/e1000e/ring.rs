@@ -1,0 +1,383 @@
+//! The descriptor rings: what moves slots between us and the card.
+//!
+//! # Rules
+//!
+//! - **D1** The card owns the descriptors from its head up to, not including, its tail. We write the others only.
+//! - **D2** A slot that stands in a descriptor is lent; it comes back only when the card has said DD there, in order.
+//! - **D3** What the card writes is loaded once. The cursors are ours and never read from the card.
+//! - **D4** A descriptor that is not the card's reads as we left it: a receive descriptor's second word is 0.
+//!
+//! # Orderings
+//!
+//! - **DONE** the card writes a frame, then DD; we load DD with Acquire, then read the frame.
+//! - **POST** we write a frame and its descriptor, then the tail; `Registers::write32` promises that order.
+//!
+//! Formats: the data sheet's 7.1.5 (extended receive descriptors) and 7.2.10 (legacy transmit descriptors).
+
+use std::sync::atomic::AtomicU64;
+use std::sync::atomic::Ordering::{Acquire, Relaxed};
+
+use tasuki_shm::arena::{Arena, Lent, Slot};
+use tasuki_shm::region::{RegionError, Span};
+use tasuki_shm::slots::SlotId;
+
+use super::sash::{NO_SLOT, ReceiveSash};
+use crate::nic::bus::Iova;
+use crate::nic::{NicError, NicMemory};
+use crate::port::{Burst, Frame};
+
+/// Most descriptors in a ring.
+pub const RING_MAX: usize = 1024;
+/// Fewest: the card takes rings of whole 128 bytes.
+pub const RING_MIN: usize = 8;
+/// Bytes in a descriptor.
+pub const DESCRIPTOR_LEN: usize = 16;
+/// 64-bit words in a descriptor.
+const WORDS: usize = 2;
+
+/// Ethernet header.
+const HEADER_LEN: u16 = 14;
+
+/// The second word of a receive descriptor that the card has written back.
+mod done {
+    /// Descriptor Done.
+    pub const DD: u64 = 1 << 0;
+    /// End Of Packet.
+    pub const EOP: u64 = 1 << 1;
+    /// CRC, symbol, sequence, carrier extension or data error. Checksums are not our business.
+    pub const ERRORS: u64 = 1 << 24 | 1 << 25 | 1 << 26 | 1 << 28 | 1 << 31;
+
+    /// Bytes of the frame in this descriptor's buffer.
+    #[expect(clippy::cast_possible_truncation, reason = "these are the 16 bits")]
+    pub fn len(word: u64) -> u16 {
+        (word >> 32) as u16
+    }
+}
+
+/// The second word of a transmit descriptor.
+mod send {
+    /// End Of Packet, insert the check sequence, Report Status.
+    pub const COMMAND: u64 = (1 << 0 | 1 << 1 | 1 << 3) << 24;
+    /// Descriptor Done.
+    pub const DD: u64 = 1 << 32;
+}
+
+/// A ring of descriptors and the slots that stand in them.
+#[derive(Debug)]
+struct Descriptors {
+    words: Span<AtomicU64>,
+    slots: Box<[Option<Lent>]>,
+    mask: u32,
+}
+
+impl Descriptors {
+    /// The ring with number `index` of rings of `count` descriptors (a power of two) each.
+    fn new(memory: &NicMemory, index: usize, count: u16) -> Result<Self, RegionError> {
+        let words = memory.rings().span(index * usize::from(count) * DESCRIPTOR_LEN, usize::from(count) * WORDS)?;
+        let slots = (0..count).map(|_| None).collect();
+        Ok(Descriptors { words, slots, mask: u32::from(count) - 1 })
+    }
+
+    /// The ring as the card sees it.
+    fn clear(&self) {
+        self.words.iter().for_each(|word| word.store(0, Relaxed));
+    }
+
+    fn place(&self, cursor: u32) -> usize {
+        (cursor & self.mask) as usize
+    }
+
+    /// What the tail register is to be when `cursor` is the first descriptor that is not the card's.
+    fn register(&self, cursor: u32) -> u32 {
+        cursor & self.mask
+    }
+
+    /// Descriptors in the ring, less one: a full ring would look empty to the card.
+    fn most(&self) -> u32 {
+        self.mask
+    }
+
+    fn to_sash(&self, words: &mut [u64; RING_MAX]) {
+        words.fill(NO_SLOT);
+        for (word, lent) in words.iter_mut().zip(&self.slots) {
+            *word = lent.as_ref().map_or(NO_SLOT, |lent| lent.id().to_word());
+        }
+    }
+
+    /// Takes over the slots that the descriptors `from..to` hold, and only those. A slot that is refused stays lent.
+    fn take_over(&mut self, named: &mut Named, words: &[u64; RING_MAX], from: u32, to: u32) -> Result<(), NicError> {
+        let held = to.wrapping_sub(from);
+        if held > self.most() {
+            let what = "the sash's cursors are further apart than the ring is long";
+            return Err(NicError::Absurd { what, value: held.into() });
+        }
+        for cursor in (0..held).map(|i| from.wrapping_add(i)) {
+            let place = self.place(cursor);
+            self.slots[place] = Some(named.lent(words[place])?);
+        }
+        Ok(())
+    }
+}
+
+/// The slots that a sash names, each of them once.
+#[derive(Debug)]
+pub struct Named<'m> {
+    arena: &'m Arena,
+    seen: Box<[bool]>,
+}
+
+impl<'m> Named<'m> {
+    /// None yet.
+    pub fn of(arena: &'m Arena) -> Self {
+        Named { arena, seen: vec![false; arena.geometry().count as usize].into() }
+    }
+
+    /// The slot that `word` names, which the card holds.
+    fn lent(&mut self, word: u64) -> Result<Lent, NicError> {
+        let absurd = |what| NicError::Absurd { what, value: word };
+        let id = SlotId::from_word(word);
+        let seen = self.seen.get_mut(id.index as usize);
+        let seen = seen.ok_or(absurd("the sash names a slot that the arena does not have"))?;
+        if std::mem::replace(seen, true) {
+            return Err(absurd("the sash names a slot twice"));
+        }
+        // There and back, which only works with a slot that is lent.
+        let slot = self.arena.attach_named(id);
+        Ok(lend(self.arena, slot.map_err(|_| absurd("the sash names a slot that the card does not hold"))?))
+    }
+}
+
+/// The slot goes to the card.
+#[inline]
+fn lend(arena: &Arena, slot: Slot) -> Lent {
+    arena.lend(slot).expect("lending by move asks nothing of the kernel")
+}
+
+/// What was wrong with frames, each counted by us because the card does not.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct Dropped {
+    /// The card found errors in the frame.
+    pub errors: u64,
+    /// The frame was longer than the MTU allows.
+    pub too_long: u64,
+}
+
+/// What every receive ring must know about frames.
+#[derive(Debug, Clone, Copy)]
+pub struct Lengths {
+    /// Bytes of a slot that the card writes at most.
+    pub buffer: u16,
+    /// Longest frame that is let through.
+    pub frame: u16,
+}
+
+/// A receive ring.
+#[derive(Debug)]
+pub struct ReceiveRing {
+    ring: Descriptors,
+    next: u32,
+    tail: u32,
+    skipping: bool,
+}
+
+impl ReceiveRing {
+    /// An empty ring.
+    pub fn new(memory: &NicMemory, index: usize, count: u16) -> Result<Self, RegionError> {
+        let ring = Descriptors::new(memory, index, count)?;
+        ring.clear();
+        Ok(ReceiveRing { ring, next: 0, tail: 0, skipping: false })
+    }
+
+    /// The ring that a predecessor left.
+    pub fn resume(
+        memory: &NicMemory,
+        named: &mut Named,
+        (index, count): (usize, u16),
+        sash: &ReceiveSash,
+        posted: &[u64; RING_MAX],
+    ) -> Result<Self, NicError> {
+        let mut ring = Descriptors::new(memory, index, count).map_err(too_small)?;
+        ring.take_over(named, posted, sash.next, sash.tail)?;
+        Ok(ReceiveRing { ring, next: sash.next, tail: sash.tail, skipping: sash.skipping == 1 })
+    }
+
+    /// What a successor must know.
+    pub fn to_sash(&self, posted: &mut [u64; RING_MAX]) -> ReceiveSash {
+        self.ring.to_sash(posted);
+        ReceiveSash { next: self.next, tail: self.tail, skipping: self.skipping.into(), reserved: 0 }
+    }
+
+    /// What the tail register is to be.
+    pub fn tail(&self) -> u32 {
+        self.ring.register(self.tail)
+    }
+
+    /// Whether a frame, or what is left of one, has come.
+    pub fn is_ready(&self) -> bool {
+        self.next != self.tail && self.ring.words[self.ring.place(self.next) * WORDS + 1].load(Acquire) & done::DD != 0
+    }
+
+    /// Appends frames to `burst` until it is full or no more are there; says how many.
+    ///
+    /// # Errors
+    /// When the card wrote what it must not. Frames from before that are delivered first.
+    pub fn receive(
+        &mut self,
+        arena: &Arena,
+        lengths: Lengths,
+        dropped: &mut Dropped,
+        burst: &mut Burst,
+    ) -> Result<usize, NicError> {
+        let before = burst.len();
+        while !burst.is_full() && self.next != self.tail {
+            let place = self.ring.place(self.next);
+            // DONE
+            let word = self.ring.words[place * WORDS + 1].load(Acquire);
+            if word & done::DD == 0 {
+                break;
+            }
+            let len = done::len(word);
+            let whole = word & (done::EOP | done::ERRORS) == done::EOP && !self.skipping;
+            if len > lengths.buffer || len < if whole { HEADER_LEN } else { 1 } {
+                return absurd_after(burst.len() - before, "the length of a received frame", word);
+            }
+            let lent = self.ring.slots[place].take().expect("D2: a slot stands in each of the card's descriptors");
+            let slot = arena.attach(lent).expect("D2: that slot is lent");
+            // D4
+            self.ring.words[place * WORDS + 1].store(0, Relaxed);
+            self.next = self.next.wrapping_add(1);
+            if whole && len <= lengths.frame {
+                burst.push(Frame { slot, len });
+            } else {
+                self.refuse(word, dropped);
+            }
+        }
+        Ok(burst.len() - before)
+    }
+
+    /// Counts a frame that is not delivered, once. Its slot is free again.
+    #[cold]
+    fn refuse(&mut self, word: u64, dropped: &mut Dropped) {
+        if !self.skipping {
+            match word & done::ERRORS {
+                0 => dropped.too_long += 1,
+                _ => dropped.errors += 1,
+            }
+        }
+        self.skipping = word & done::EOP == 0;
+    }
+
+    /// Gives the card free slots until its ring is full or none are left; says whether the tail has changed.
+    pub fn refill(&mut self, memory: &NicMemory) -> Result<bool, NicError> {
+        let before = self.tail;
+        while self.tail.wrapping_sub(self.next) < self.ring.most() {
+            let Some(slot) = memory.arena().take() else { break };
+            let place = self.ring.place(self.tail);
+            let word = self.ring.words[place * WORDS + 1].load(Relaxed);
+            if word != 0 {
+                return Err(NicError::Absurd { what: "a receive descriptor that it did not own", value: word });
+            }
+            self.ring.words[place * WORDS].store(memory.slot_at(&slot).0, Relaxed);
+            self.ring.slots[place] = Some(lend(memory.arena(), slot));
+            self.tail = self.tail.wrapping_add(1);
+        }
+        Ok(self.tail != before)
+    }
+}
+
+/// A fault, or the frames before it: then the same fault is found again, first thing next time.
+fn absurd_after(delivered: usize, what: &'static str, value: u64) -> Result<usize, NicError> {
+    if delivered > 0 { Ok(delivered) } else { Err(NicError::Absurd { what, value }) }
+}
+
+/// The ring does not lie in the memory.
+pub fn too_small(error: RegionError) -> NicError {
+    match error {
+        RegionError::OutOfBounds { end, len, .. } => NicError::Memory { what: "rings", need: end, have: len },
+        // Nothing else can go wrong with a part of a region.
+        _ => NicError::Memory { what: "rings", need: 0, have: 0 },
+    }
+}
+
+/// The transmit ring.
+#[derive(Debug)]
+pub struct TransmitRing {
+    ring: Descriptors,
+    sent: u32,
+    filled: u32,
+}
+
+impl TransmitRing {
+    /// An empty ring.
+    pub fn new(memory: &NicMemory, index: usize, count: u16) -> Result<Self, RegionError> {
+        let ring = Descriptors::new(memory, index, count)?;
+        ring.clear();
+        Ok(TransmitRing { ring, sent: 0, filled: 0 })
+    }
+
+    /// The ring that a predecessor left.
+    pub fn resume(
+        memory: &NicMemory,
+        named: &mut Named,
+        (index, count): (usize, u16),
+        (sent, filled): (u32, u32),
+        sending: &[u64; RING_MAX],
+    ) -> Result<Self, NicError> {
+        let mut ring = Descriptors::new(memory, index, count).map_err(too_small)?;
+        ring.take_over(named, sending, sent, filled)?;
+        Ok(TransmitRing { ring, sent, filled })
+    }
+
+    /// What a successor must know: the cursors, and the slots.
+    pub fn to_sash(&self, sending: &mut [u64; RING_MAX]) -> (u32, u32) {
+        self.ring.to_sash(sending);
+        (self.sent, self.filled)
+    }
+
+    /// What the tail register is to be.
+    pub fn tail(&self) -> u32 {
+        self.ring.register(self.filled)
+    }
+
+    /// Takes back the slots of frames that the card has sent.
+    pub fn reclaim(&mut self, arena: &Arena) {
+        while self.sent != self.filled {
+            let place = self.ring.place(self.sent);
+            // DONE
+            if self.ring.words[place * WORDS + 1].load(Acquire) & send::DD == 0 {
+                break;
+            }
+            let lent = self.ring.slots[place].take().expect("D2: a slot stands in each of the card's descriptors");
+            drop(arena.attach(lent).expect("D2: that slot is lent"));
+            self.sent = self.sent.wrapping_add(1);
+        }
+    }
+
+    /// Frames that the ring has room for.
+    fn room(&self) -> usize {
+        (self.ring.most() - self.filled.wrapping_sub(self.sent)) as usize
+    }
+
+    /// Takes frames from the front of `burst`, as many as there is room for; says how many. Such as cannot be sent are
+    /// `refused`, and counted among them.
+    pub fn transmit(&mut self, memory: &NicMemory, longest: u16, refused: &mut u64, burst: &mut Burst) -> usize {
+        let taken = self.room().min(burst.len());
+        for Frame { slot, len } in burst.drain(..taken) {
+            if len < HEADER_LEN || len > longest || !memory.arena().owns(&slot) {
+                *refused += 1;
+                continue;
+            }
+            let place = self.ring.place(self.filled);
+            self.ring.words[place * WORDS].store(memory.slot_at(&slot).0, Relaxed);
+            self.ring.words[place * WORDS + 1].store(send::COMMAND | u64::from(len), Relaxed);
+            self.ring.slots[place] = Some(lend(memory.arena(), slot));
+            self.filled = self.filled.wrapping_add(1);
+        }
+        taken
+    }
+}
+
+/// Where the card sees the ring with number `index` of rings of `count` descriptors.
+pub fn ring_at(rings_at: Iova, index: usize, count: u16) -> Iova {
+    rings_at + (index * usize::from(count) * DESCRIPTOR_LEN) as u64
+}

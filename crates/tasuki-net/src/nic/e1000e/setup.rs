@@ -1,0 +1,227 @@
+//! From a card in whatever state to one that is ready: the data sheet's chapter 4.6.
+
+use std::time::{Duration, Instant};
+
+use super::regs::{self, Mmio, ctrl, ctrl_ext, dctl, eecd, gcr, mrqc, rah, rctl, rfctl, rxcsum, status, tarc, tctl};
+use super::ring::{RING_MAX, RING_MIN, ReceiveRing, ring_at};
+use super::sash::QUEUES_MAX;
+use crate::nic::bus::{Iova, Registers};
+use crate::nic::{Mac, NicError, NicMemory, NicOptions};
+
+/// Ethernet header and a VLAN tag: what the longest frame has besides its payload.
+pub const HEADERS_LEN: u16 = 14 + 4;
+/// Longest payload that the card's packet buffer is made for.
+const MTU_MAX: u16 = 9000;
+/// Shortest that IPv4 allows.
+const MTU_MIN: u16 = 68;
+/// Frames longer than this (with check sequence) are let in only if asked for.
+const LONG_FROM: u16 = 1522;
+
+/// How long the card may take for what the data sheet gives no time for. The maker's drivers wait 10 to 100 ms.
+const RESET_LIMIT: Duration = Duration::from_millis(100);
+
+/// The key of the receive-side hash, from its specification ("RSS Hashing Functions", the verification suite's key).
+const RSS_KEY: [u32; 10] = [
+    0xda56_5a6d,
+    0xc20e_5b25,
+    0x3d25_6741,
+    0xb08f_a343,
+    0xcb2b_cad0,
+    0xb430_7bae,
+    0xa32d_cb77,
+    0x0cf2_3080,
+    0x3bb7_426a,
+    0xfa01_acbe,
+];
+
+/// Which shape the rings and frames have.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Shape {
+    pub ring: u16,
+    pub queues: u8,
+    pub mtu: u16,
+    /// Bytes of each slot that the card writes.
+    pub buffer: u16,
+}
+
+impl Shape {
+    /// What `options` ask for, if the card can do it and the memory suffices.
+    pub fn new(options: &NicOptions, memory: &NicMemory) -> Result<Shape, NicError> {
+        let &NicOptions { ring, queues, mtu, .. } = options;
+        let refuse = |field, value, must| Err(NicError::Options { field, value, must });
+        if !ring.is_power_of_two() || !(RING_MIN..=RING_MAX).contains(&ring.into()) {
+            return refuse("ring", ring.into(), "it must be a power of two from 8 to 1024");
+        }
+        if !(1..=QUEUES_MAX).contains(&queues.into()) {
+            return refuse("queues", queues.into(), "it must be 1 or 2");
+        }
+        if !(MTU_MIN..=MTU_MAX).contains(&mtu) {
+            return refuse("mtu", mtu.into(), "it must be from 68 to 9000");
+        }
+        let slots = memory.arena().geometry();
+        // Without the check sequence, which is stripped, but the buffer must have room for it.
+        let frame = mtu + HEADERS_LEN;
+        let buffer = [2048_u16, 4096, 8192, 16384].into_iter().find(|&buffer| buffer >= frame + 4);
+        let buffer = buffer.expect("an MTU of at most 9,000 fits 16 KiB");
+        if slots.slot_len < buffer.into() {
+            return Err(NicError::Memory { what: "slots", need: buffer.into(), have: slots.slot_len as usize });
+        }
+        let need = usize::from(queues) * usize::from(ring) * slots.slot_len as usize;
+        if slots.len() < need {
+            return Err(NicError::Memory { what: "frames", need, have: slots.len() });
+        }
+        Ok(Shape { ring, queues, mtu, buffer })
+    }
+
+    /// Longest frame, without its check sequence.
+    pub fn frame(self) -> u16 {
+        self.mtu + HEADERS_LEN
+    }
+}
+
+/// Asks until `done`, for at most `limit`; says whether it came to that.
+///
+/// Asks a few times however long each takes: whoever answers for a modelled card may have been asleep meanwhile.
+pub fn within(limit: Duration, mut done: impl FnMut() -> bool) -> bool {
+    /// Spins so long; then others may run, too.
+    const SPIN: Duration = Duration::from_micros(100);
+    const ASKED_AT_LEAST: u32 = 16;
+    let began = Instant::now();
+    let mut asked = 0;
+    loop {
+        if done() {
+            return true;
+        }
+        asked += 1;
+        match began.elapsed() {
+            elapsed if elapsed > limit && asked >= ASKED_AT_LEAST => return false,
+            elapsed if elapsed > SPIN => std::thread::yield_now(),
+            _ => std::hint::spin_loop(),
+        }
+    }
+}
+
+fn wait(step: &'static str, done: impl FnMut() -> bool) -> Result<(), NicError> {
+    match within(RESET_LIMIT, done) {
+        true => Ok(()),
+        false => {
+            let limit_ms = u32::try_from(RESET_LIMIT.as_millis()).unwrap_or(u32::MAX);
+            Err(NicError::Stuck { step, limit_ms })
+        }
+    }
+}
+
+/// Stops whatever a predecessor left running, and resets the card, but not its PHY: section 4.6.1 and 5.2.
+pub fn reset<R: Registers>(mmio: &Mmio<R>) -> Result<(), NicError> {
+    if mmio.read(regs::STATUS) == u32::MAX {
+        return Err(NicError::Gone);
+    }
+    mmio.write(regs::IMC, u32::MAX);
+    mmio.write(regs::RCTL, 0);
+    mmio.write(regs::TCTL, tctl::PSP);
+    mmio.change(regs::CTRL, 0, ctrl::GIO_MASTER_DISABLE);
+    // If it does not come to that, a bus transaction is stuck, and the reset ends it.
+    within(RESET_LIMIT, || mmio.read(regs::STATUS) & status::GIO_MASTER_ENABLE == 0);
+    mmio.change(regs::CTRL, ctrl::PHY_RST, ctrl::RST);
+    wait("its reset", || mmio.read(regs::CTRL) & ctrl::RST == 0)?;
+    wait("reading its EEPROM", || mmio.read(regs::EECD) & eecd::AUTO_RD != 0)?;
+    mmio.write(regs::IMC, u32::MAX);
+    mmio.take(regs::ICR);
+    Ok(())
+}
+
+/// The general part: section 4.6.3 and 4.6.4, and what the maker's drivers set besides.
+pub fn general<R: Registers>(mmio: &Mmio<R>) {
+    // The link is negotiated by the PHY alone.
+    mmio.change(
+        regs::CTRL,
+        ctrl::GIO_MASTER_DISABLE | ctrl::FRCSPD | ctrl::FRCDPLX | ctrl::VME | ctrl::PHY_RST,
+        ctrl::SLU,
+    );
+    mmio.change(
+        regs::CTRL_EXT,
+        ctrl_ext::RESERVED_ZERO | ctrl_ext::EIAME | ctrl_ext::IAME,
+        ctrl_ext::RESERVED_ONE | ctrl_ext::DRV_LOAD | ctrl_ext::PBA_CLR,
+    );
+    mmio.change(regs::GCR, 0, gcr::COMPLETIONS);
+    mmio.change(regs::GCR2, 0, gcr::COMPLETIONS_2);
+    // Interrupts: one vector for all that receives, which masks itself when it fires, and fires at once.
+    mmio.write(regs::IVAR, regs::ivar::RXQ_TO_0);
+    mmio.write(regs::EIAC, regs::cause::RXQ);
+    mmio.write(regs::EITR.of(0), 0);
+    mmio.write(regs::RDTR, 0);
+    mmio.write(regs::RADV, 0);
+    mmio.write(regs::TIDV, 0);
+    mmio.write(regs::TADV, 0);
+}
+
+/// The receive side, still off: section 4.6.5.
+pub fn receive<R: Registers>(mmio: &Mmio<R>, shape: Shape, rings_at: Iova, rings: &[ReceiveRing]) {
+    for queue in 0..QUEUES_MAX {
+        let index = u32::try_from(queue).expect("there are two");
+        let used = queue < rings.len();
+        let at = if used { ring_at(rings_at, queue, shape.ring) } else { Iova(0) };
+        let len = if used { u32::from(shape.ring) * 16 } else { 0 };
+        let (low, high) = halves(at);
+        mmio.write(regs::RDLEN.of(index), len);
+        mmio.write(regs::RDBAH.of(index), high);
+        mmio.write(regs::RDBAL.of(index), low);
+        // Allowed between a reset and the first enabling only.
+        mmio.write(regs::RDH.of(index), 0);
+        mmio.write(regs::RDT.of(index), 0);
+        mmio.write(regs::RXDCTL.of(index), dctl::EACH);
+    }
+    mmio.write(regs::RFCTL, rfctl::EXSTEN);
+    if shape.queues == 1 {
+        mmio.write(regs::MRQC, 0);
+        mmio.write(regs::RXCSUM, 0);
+        return;
+    }
+    for (index, word) in (0..).zip(RSS_KEY) {
+        mmio.write(regs::RSSRK.of(index), word);
+    }
+    for index in 0..32 {
+        // Bit 7 of each byte is the queue.
+        mmio.write(regs::RETA.of(index), 0x8000_8000);
+    }
+    mmio.write(regs::RXCSUM, rxcsum::PCSD);
+    mmio.write(regs::MRQC, mrqc::RSS | mrqc::FIELDS);
+}
+
+/// The transmit side, still off: section 4.6.6.
+pub fn transmit<R: Registers>(mmio: &Mmio<R>, shape: Shape, at: Iova) {
+    let (low, high) = halves(at);
+    mmio.write(regs::TDLEN, u32::from(shape.ring) * 16);
+    mmio.write(regs::TDBAH, high);
+    mmio.write(regs::TDBAL, low);
+    mmio.write(regs::TDH, 0);
+    mmio.write(regs::TDT, 0);
+    mmio.write(regs::TXDCTL, dctl::EACH | dctl::TX_RESERVED_ONE);
+    mmio.change(regs::TARC0, tarc::RESERVED_ZERO, tarc::RESERVED_ONE);
+    mmio.write(regs::TIPG, regs::TIPG_COPPER);
+}
+
+/// Both sides on, the transmit side first: an answer may follow a frame at once.
+pub fn enable<R: Registers>(mmio: &Mmio<R>, shape: Shape, filter: u32) {
+    mmio.write(regs::TCTL, tctl::EN | tctl::PSP | tctl::COLLISIONS);
+    let buffer = rctl::buffer(shape.buffer.into()).expect("a shape's buffers are of a length that the card knows");
+    let long = if shape.frame() + 4 > LONG_FROM { rctl::LPE } else { 0 };
+    mmio.write(regs::RCTL, rctl::EN | rctl::BAM | rctl::SECRC | buffer | long | filter);
+}
+
+/// The address that the card read from its EEPROM.
+pub fn mac<R: Registers>(mmio: &Mmio<R>) -> Result<Mac, NicError> {
+    let (low, high) = (mmio.read(regs::RAL.of(0)), mmio.read(regs::RAH.of(0)));
+    let ([a, b, c, d], [e, f, ..]) = (low.to_le_bytes(), high.to_le_bytes());
+    let value = u64::from(high) << 32 | u64::from(low);
+    if high & rah::AV == 0 || a & 1 == 1 || value << 16 == 0 {
+        return Err(NicError::Absurd { what: "its own address", value });
+    }
+    Ok(Mac([a, b, c, d, e, f]))
+}
+
+/// The two halves of an address, low and high.
+pub fn halves(at: Iova) -> (u32, u32) {
+    let [a, b, c, d, e, f, g, h] = at.0.to_le_bytes();
+    (u32::from_le_bytes([a, b, c, d]), u32::from_le_bytes([e, f, g, h]))
+}

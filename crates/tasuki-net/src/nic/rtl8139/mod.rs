@@ -1,0 +1,422 @@
+//! The RTL8139C+, a card for 100 Mb/s, in its C+ mode: two rings of descriptors instead of one buffer for all.
+//!
+//! The card has no register that says where it stands in a ring, and none that sets it: enabling a unit takes it to descriptor 0.
+//! So whoever resumes it writes the rings anew, turned such that descriptor 0 is where the card is to go on ([`ring`]).
+//!
+//! It has no MSI-X, and a [`Bus`] carries no other interrupts, so it is polled: [`arm`](Port::arm) always answers
+//! [`Armed::Busy`], and its descriptor never becomes readable (docs/decisions/0009-parking-virtio-and-rtl8139.md).
+
+mod regs;
+mod ring;
+pub mod sash;
+
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::sync::atomic::AtomicU64;
+use std::sync::atomic::Ordering::Relaxed;
+use std::time::{Duration, Instant};
+
+use rustix::event::EventfdFlags;
+use tasuki_shm::region::Span;
+
+use self::regs::{DESCRIPTORS_MAX, RING_ALIGN, ability, bmcr, cpcr, cr, cr9346, dtccr, msr, rcr, tcr, tppoll};
+use self::ring::{RxRing, TxRing};
+use self::sash::{Counts, Loan, Sash};
+use super::bus::{Bus, BusError, Header, pci};
+use super::register::wait;
+use super::{Filter, Link, Mac, Nic, NicError, NicMemory, NicOptions, PciId, loan};
+use crate::port::{Armed, Burst, Port};
+
+/// What this driver drives.
+const CARD: PciId = PciId { vendor: 0x10ec, device: 0x8139 };
+/// The first revision with a C+ mode.
+const REVISION_MIN: u8 = 0x20;
+/// What it is called.
+const DRIVER: &str = "the RTL8139C+ (10ec:8139 from revision 0x20 on)";
+/// The BAR with the registers in memory; BAR 0 has the same in the I/O space.
+const REGISTERS: u8 = 1;
+
+/// Address, addresses and type before the payload, and room for a VLAN tag.
+const AROUND_PAYLOAD: u16 = 18;
+/// Longest payload.
+const MTU_MAX: u16 = 1500;
+/// Shortest: what IPv4 asks of a link (RFC 791, section 3.2).
+const MTU_MIN: u16 = 68;
+
+/// Where in the rings' region what lies: both rings, and 64 bytes for counters.
+const RX_AT: usize = 0;
+const TX_AT: usize = RX_AT + DESCRIPTORS_MAX * 16;
+const TALLY_AT: usize = TX_AT + DESCRIPTORS_MAX * 16;
+const RINGS_LEN: usize = TALLY_AT + 64;
+const _: () = assert!(RX_AT.is_multiple_of(RING_ALIGN) && TX_AT.is_multiple_of(RING_ALIGN));
+const _: () = assert!(TALLY_AT.is_multiple_of(dtccr::ALIGN));
+
+/// How long the card may take for a reset, or to finish the frames in its hands when a unit is switched off: 64 frames of the
+/// longest at 10 Mb/s take 79 ms.
+const STEP_MS: u32 = 1000;
+/// How long we wait, when the card is parked, for it to send what is in its ring: a full ring at 100 Mb/s takes 8 ms.
+const DRAIN: Duration = Duration::from_millis(10);
+
+/// A running RTL8139C+.
+pub struct Rtl8139<B: Bus> {
+    bus: B,
+    memory: NicMemory,
+    registers: B::Registers,
+    rx: RxRing,
+    tx: TxRing,
+    mac: Mac,
+    /// Longest frame that is sent.
+    frame_max: u16,
+    counts: Counts,
+    /// Never readable: see the head of the module.
+    silent: OwnedFd,
+}
+
+impl<B: Bus> std::fmt::Debug for Rtl8139<B> {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Rtl8139")
+            .field("mac", &self.mac)
+            .field("rx", &self.rx)
+            .field("tx", &self.tx)
+            .finish_non_exhaustive()
+    }
+}
+
+fn check_options(options: &NicOptions) -> Result<(), NicError> {
+    let wrong = |field, value, must| Err(NicError::Options { field, value, must });
+    if !options.ring.is_power_of_two() || !(2..=DESCRIPTORS_MAX).contains(&options.ring.into()) {
+        return wrong("ring", options.ring.into(), "its rings have a power of two of descriptors, from 2 to 64");
+    }
+    if options.queues != 1 {
+        return wrong("queues", options.queues.into(), "it has one receive queue");
+    }
+    if !(MTU_MIN..=MTU_MAX).contains(&options.mtu) {
+        return wrong("mtu", options.mtu.into(), "its payloads have 68 to 1,500 bytes");
+    }
+    Ok(())
+}
+
+/// Whether the card behind `bus` is ours, and the memory large enough.
+fn check_card(bus: &mut impl Bus, memory: &NicMemory) -> Result<(), NicError> {
+    let header = Header::read(bus)?;
+    // The class word has the revision in its low byte (PCI Local Bus Specification 3.0, section 6.2.1).
+    let [revision, ..] = bus.read_config(0x08)?.to_le_bytes();
+    if header.id != CARD || revision < REVISION_MIN {
+        return Err(NicError::OtherCard { found: header.id, driver: DRIVER });
+    }
+    if memory.rings().len() < RINGS_LEN {
+        return Err(NicError::Memory { what: "rings", need: RINGS_LEN, have: memory.rings().len() });
+    }
+    Ok(())
+}
+
+fn words(memory: &NicMemory, at: usize, count: usize) -> Span<AtomicU64> {
+    memory.rings().span(at, count).expect("check_card saw that the region is large enough")
+}
+
+/// Bits that a reset card must not have: who reads them as ones is gone.
+fn gone(command: u8) -> bool {
+    command == u8::MAX
+}
+
+/// The bit of MAR that lets a multicast in: the six highest bits of the CRC of its address.
+fn hash_bit(mac: Mac) -> u32 {
+    let mut crc = u32::MAX;
+    for byte in mac.0 {
+        for i in 0..8 {
+            let carry = ((crc >> 31) ^ u32::from(byte >> i)) & 1;
+            crc = (crc << 1) ^ (carry * 0x04c1_1db7);
+        }
+    }
+    crc >> 26
+}
+
+impl<B: Bus> Rtl8139<B> {
+    fn reset(registers: &B::Registers) -> Result<(), NicError> {
+        regs::CR.write(registers, cr::RST);
+        wait("a reset", STEP_MS, || {
+            let command = regs::CR.read(registers);
+            gone(command) || command & cr::RST == 0
+        })?;
+        if gone(regs::CR.read(registers)) { Err(NicError::Gone) } else { Ok(()) }
+    }
+
+    /// Tells the card where its rings are and switches it on. It begins with descriptor 0 of each.
+    ///
+    /// The bases are set when C+ mode is on, since some cards forget them when it is switched on (§6.33); the high half first,
+    /// since writing the low half is what takes over both.
+    fn enable(registers: &B::Registers, memory: &NicMemory) {
+        regs::CPCR.write(registers, cpcr::CPTX | cpcr::CPRX | cpcr::MULRW | cpcr::DAC);
+        regs::THPDS_HI.write(registers, 0);
+        regs::THPDS.write(registers, 0);
+        let base = |at: usize| {
+            let at = (memory.rings_at() + at as u64).0;
+            (u32::try_from(at >> 32).expect("32 bits"), u32::try_from(at & 0xffff_ffff).expect("32 bits"))
+        };
+        let (high, low) = base(RX_AT);
+        regs::RDSAR_HI.write(registers, high);
+        regs::RDSAR.write(registers, low);
+        let (high, low) = base(TX_AT);
+        regs::TNPDS_HI.write(registers, high);
+        regs::TNPDS.write(registers, low);
+        regs::CR.write(registers, cr::RE | cr::TE);
+    }
+
+    /// What a reset has forgotten. The transmitter is on: before, TCR cannot be written.
+    fn configure(registers: &B::Registers, filter: &Filter) {
+        regs::IMR.write(registers, 0);
+        regs::ISR.write(registers, u16::MAX);
+        regs::MULINT.write(registers, 0);
+        regs::ETTHR.write(registers, ETTHR_192);
+        regs::TCR.write(registers, tcr::IFG | tcr::MXDMA_1024);
+        Self::write_filter(registers, filter);
+    }
+
+    fn write_filter(registers: &B::Registers, filter: &Filter) {
+        let all = filter.promiscuous || filter.all_multicast;
+        let hash = filter.multicast.iter().fold(0, |hash, &mac| hash | 1_u64 << hash_bit(mac));
+        let [a, b, c, d, e, f, g, h] = if all { u64::MAX } else { hash }.to_le_bytes();
+        regs::MAR0.write(registers, u32::from_le_bytes([a, b, c, d]));
+        regs::MAR4.write(registers, u32::from_le_bytes([e, f, g, h]));
+        let mut accept = rcr::AB | rcr::APM | rcr::MXDMA_1024 | rcr::RXFTH_WHOLE;
+        if all || hash != 0 {
+            accept |= rcr::AM;
+        }
+        if filter.promiscuous {
+            accept |= rcr::AAP;
+        }
+        regs::RCR.write(registers, accept);
+    }
+
+    fn read_mac(registers: &B::Registers) -> Result<Mac, NicError> {
+        let [a, b, c, d] = regs::IDR0.read(registers).to_le_bytes();
+        let [e, f, ..] = regs::IDR4.read(registers).to_le_bytes();
+        let mac = [a, b, c, d, e, f];
+        if mac == [0xff; 6] { Err(NicError::Gone) } else { Ok(Mac(mac)) }
+    }
+
+    fn new(bus: B, memory: NicMemory, registers: B::Registers, rings: (RxRing, TxRing)) -> Result<Self, NicError> {
+        let silent = rustix::event::eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK);
+        let refused = |errno: rustix::io::Errno| BusError::Refused { doing: "making an eventfd", source: errno.into() };
+        let silent = silent.map_err(refused)?;
+        let (rx, tx) = rings;
+        let mac = Self::read_mac(&registers)?;
+        let (frame_max, counts) = (MTU_MAX + AROUND_PAYLOAD, Counts::default());
+        Ok(Rtl8139 { bus, memory, registers, rx, tx, mac, frame_max, counts, silent })
+    }
+
+    /// Tells the card that there is something to send.
+    fn poll(&self) {
+        regs::TPPOLL.write(&self.registers, tppoll::NPQ);
+    }
+
+    /// Gives the card time to send what it has. What it does not send, for want of a link or time, stays where it is.
+    fn drain(&mut self) -> Result<(), NicError> {
+        let end = Instant::now() + DRAIN;
+        self.poll();
+        loop {
+            let late = Instant::now() >= end;
+            self.tx.reap(&self.memory, &mut self.counts)?;
+            if self.tx.is_empty() || late {
+                return Ok(());
+            }
+            std::thread::yield_now();
+        }
+    }
+
+    fn sash(&self) -> Sash {
+        let (mut rx, mut tx) = ([Loan::default(); DESCRIPTORS_MAX], [Loan::default(); DESCRIPTORS_MAX]);
+        let ring = rx.iter_mut().zip(self.rx.loans()).map(|(to, loan)| *to = loan).count();
+        let unsent = tx.iter_mut().zip(self.tx.loans()).map(|(to, loan)| *to = loan).count();
+        let fits = |count| u16::try_from(count).expect("at most 64");
+        Sash {
+            kind: sash::KIND,
+            version: sash::VERSION,
+            rings_at: self.memory.rings_at().0,
+            mac: self.mac.0,
+            ring: fits(ring),
+            frame_max: self.frame_max,
+            unsent: fits(unsent),
+            reserved: 0,
+            rx,
+            tx,
+            counts: self.counts,
+        }
+    }
+
+    /// Has the card write its counters to memory; none if it does not.
+    fn tally(&self) -> Option<[u64; 8]> {
+        let at = (self.memory.rings_at() + TALLY_AT as u64).0;
+        regs::DTCCR_HI.write(&self.registers, u32::try_from(at >> 32).expect("32 bits"));
+        let low = u32::try_from(at & 0xffff_ffff).expect("32 bits");
+        regs::DTCCR.write(&self.registers, low | dtccr::CMD);
+        wait("a dump of its counters", STEP_MS, || regs::DTCCR.read(&self.registers) & dtccr::CMD == 0).ok()?;
+        let words = words(&self.memory, TALLY_AT, 8);
+        Some(std::array::from_fn(|i| words[i].load(Relaxed)))
+    }
+}
+
+/// Bytes of a frame that are in the FIFO before the card begins to send it, in units of 32: 192, as 8139cp has it.
+const ETTHR_192: u8 = 6;
+
+impl<B: Bus> Port for Rtl8139<B> {
+    type Fault = NicError;
+
+    fn receive(&mut self, burst: &mut Burst) -> Result<usize, NicError> {
+        let starved = self.counts.rx_no_slot;
+        let mut received = self.rx.receive(&self.memory, burst, &mut self.counts)?;
+        if self.counts.rx_no_slot != starved {
+            // The slots that frames left in may be what they can come in by.
+            self.tx.reap(&self.memory, &mut self.counts)?;
+            received += self.rx.receive(&self.memory, burst, &mut self.counts)?;
+        }
+        Ok(received)
+    }
+
+    fn transmit(&mut self, burst: &mut Burst) -> Result<usize, NicError> {
+        self.tx.reap(&self.memory, &mut self.counts)?;
+        let taken = self.tx.transmit(&self.memory, burst, self.frame_max, &mut self.counts);
+        if taken > 0 {
+            self.poll();
+        }
+        Ok(taken)
+    }
+
+    /// Always [`Armed::Busy`]: nothing would wake whoever sleeps. An idle poller comes by here, so here a card that was removed
+    /// is noticed.
+    fn arm(&mut self) -> Result<Armed, NicError> {
+        match gone(regs::CR.read(&self.registers)) {
+            true => Err(NicError::Gone),
+            false => Ok(Armed::Busy),
+        }
+    }
+
+    fn fd(&self) -> BorrowedFd<'_> {
+        self.silent.as_fd()
+    }
+}
+
+impl<B: Bus> Nic for Rtl8139<B> {
+    type Bus = B;
+    type Sash = Sash;
+
+    fn start(mut bus: B, memory: NicMemory, options: &NicOptions) -> Result<Self, NicError> {
+        check_options(options)?;
+        check_card(&mut bus, &memory)?;
+        let count = usize::from(options.ring);
+        let slots = loan::stock(&memory, count)?;
+        let registers = bus.registers(REGISTERS)?;
+        // Reset before it may be master: a card that somebody left running would write to addresses that are ours now.
+        Self::reset(&registers)?;
+        memory.map(&mut bus)?;
+        pci::enable(&mut bus, true)?;
+        let rx = RxRing::new(&memory, words(&memory, RX_AT, 2 * count), &slots);
+        let tx = TxRing::new(&memory, words(&memory, TX_AT, 2 * count), count, &[]);
+        regs::CR9346.write(&registers, cr9346::UNLOCK);
+        Self::enable(&registers, &memory);
+        Self::configure(&registers, &options.filter);
+        regs::CR9346.write(&registers, cr9346::LOCK);
+        let mut nic = Self::new(bus, memory, registers, (rx, tx))?;
+        nic.frame_max = options.mtu + AROUND_PAYLOAD;
+        Ok(nic)
+    }
+
+    fn resume(mut bus: B, memory: NicMemory, sash: &Sash) -> Result<Self, NicError> {
+        check_card(&mut bus, &memory)?;
+        sash.check(memory.rings_at().0)?;
+        loan::check(&memory, sash.slots())?;
+        let registers = bus.registers(REGISTERS)?;
+        if Self::read_mac(&registers)? != Mac(sash.mac) {
+            return Err(NicError::BrokenSash {
+                what: "it is of a card with another address",
+                value: sash.mac[5].into(),
+            });
+        }
+        let count = usize::from(sash.ring);
+        let rx = RxRing::resume(&memory, words(&memory, RX_AT, 2 * count), sash.received());
+        let tx = TxRing::new(&memory, words(&memory, TX_AT, 2 * count), count, sash.unsent());
+        Self::enable(&registers, &memory);
+        let mut nic = Self::new(bus, memory, registers, (rx, tx))?;
+        (nic.frame_max, nic.counts) = (sash.frame_max, sash.counts);
+        nic.poll();
+        Ok(nic)
+    }
+
+    /// Switches both units off. The card answers that one is off when it has finished the frame it is at; what comes from then
+    /// on until it is resumed is lost, as on any card without a place for it.
+    fn park(mut self) -> Result<(B, NicMemory, Sash), NicError> {
+        self.drain()?;
+        regs::CR.write(&self.registers, 0);
+        wait("the frames in its hands", STEP_MS, || {
+            let command = regs::CR.read(&self.registers);
+            gone(command) || command & (cr::RE | cr::TE) == 0
+        })?;
+        if gone(regs::CR.read(&self.registers)) {
+            return Err(NicError::Gone);
+        }
+        self.tx.reap(&self.memory, &mut self.counts)?;
+        let sash = self.sash();
+        Ok((self.bus, self.memory, sash))
+    }
+
+    fn mac(&self) -> Mac {
+        self.mac
+    }
+
+    fn link(&mut self) -> Link {
+        let media = regs::MSR.read(&self.registers);
+        if media == u8::MAX || media & msr::LINKB != 0 {
+            return Link::Down;
+        }
+        let speed = if media & msr::SPEED_10 != 0 { 10 } else { 100 };
+        let control = regs::BMCR.read(&self.registers);
+        let full_duplex = if control & bmcr::ANE == 0 {
+            control & bmcr::DUPLEX != 0
+        } else {
+            let common = regs::ANAR.read(&self.registers) & regs::ANLPAR.read(&self.registers);
+            // The best that both can do is what was agreed on (IEEE 802.3, annex 28B.3).
+            common & ability::TX_FULL != 0 || common & (ability::TX | ability::T10_FULL) == ability::T10_FULL
+        };
+        Link::Up { speed, full_duplex }
+    }
+
+    fn set_filter(&mut self, filter: &Filter) -> Result<(), NicError> {
+        Self::write_filter(&self.registers, filter);
+        match gone(regs::CR.read(&self.registers)) {
+            true => Err(NicError::Gone),
+            false => Ok(()),
+        }
+    }
+
+    fn statistics(&mut self) -> Vec<(&'static str, u64)> {
+        let counts = &self.counts;
+        let mut all = vec![
+            ("rx_packets", counts.rx_packets),
+            ("tx_packets", counts.tx_packets),
+            ("rx_bytes", counts.rx_bytes),
+            ("tx_bytes", counts.tx_bytes),
+            ("rx_errors", counts.rx_errors),
+            ("tx_errors", counts.tx_errors),
+            ("rx_no_slot", counts.rx_no_slot),
+            ("tx_dropped", counts.tx_dropped),
+            ("rx_frags", counts.rx_frags),
+        ];
+        let Some(tally) = self.tally() else { return all };
+        let part = |word: usize, shift: u32, bits: u32| tally[word] >> shift & (u64::MAX >> (64 - bits));
+        all.extend([
+            ("tx_ok", tally[0]),
+            ("rx_ok", tally[1]),
+            ("tx_err", tally[2]),
+            ("rx_err", part(3, 0, 32)),
+            ("rx_fifo", part(3, 32, 16)),
+            ("frame_align", part(3, 48, 16)),
+            ("tx_ok_1col", part(4, 0, 32)),
+            ("tx_ok_mcol", part(4, 32, 32)),
+            ("rx_ok_phys", tally[5]),
+            ("rx_ok_bcast", tally[6]),
+            ("rx_ok_mcast", part(7, 0, 32)),
+            ("tx_abort", part(7, 32, 16)),
+            ("tx_underrun", part(7, 48, 16)),
+        ]);
+        all
+    }
+}

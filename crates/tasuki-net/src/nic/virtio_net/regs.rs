@@ -1,0 +1,131 @@
+//! Virtio over PCI and its network device: *Virtual I/O Device (VIRTIO) Version 1.2*; the § after each is the section that defines it.
+
+use crate::nic::register::{Register, Ro, Rw, Wo};
+
+/// The common configuration, §4.1.4.3.
+pub mod common {
+    use super::{Register, Ro, Rw, Wo};
+
+    pub const DEVICE_FEATURE_SELECT: Register<u32, Wo> = Register::at(0x00);
+    pub const DEVICE_FEATURE: Register<u32, Ro> = Register::at(0x04);
+    pub const DRIVER_FEATURE_SELECT: Register<u32, Wo> = Register::at(0x08);
+    pub const DRIVER_FEATURE: Register<u32, Wo> = Register::at(0x0c);
+    pub const CONFIG_MSIX_VECTOR: Register<u16, Rw> = Register::at(0x10);
+    pub const NUM_QUEUES: Register<u16, Ro> = Register::at(0x12);
+    pub const DEVICE_STATUS: Register<u8, Rw> = Register::at(0x14);
+    pub const CONFIG_GENERATION: Register<u8, Ro> = Register::at(0x15);
+    pub const QUEUE_SELECT: Register<u16, Wo> = Register::at(0x16);
+    pub const QUEUE_SIZE: Register<u16, Rw> = Register::at(0x18);
+    pub const QUEUE_MSIX_VECTOR: Register<u16, Rw> = Register::at(0x1a);
+    pub const QUEUE_ENABLE: Register<u16, Rw> = Register::at(0x1c);
+    pub const QUEUE_NOTIFY_OFF: Register<u16, Ro> = Register::at(0x1e);
+    pub const QUEUE_DESC: [Register<u32, Wo>; 2] = [Register::at(0x20), Register::at(0x24)];
+    pub const QUEUE_DRIVER: [Register<u32, Wo>; 2] = [Register::at(0x28), Register::at(0x2c)];
+    pub const QUEUE_DEVICE: [Register<u32, Wo>; 2] = [Register::at(0x30), Register::at(0x34)];
+    pub const QUEUE_RESET: Register<u16, Rw> = Register::at(0x3a);
+
+    /// Bytes without the registers that features add.
+    pub const LEN: u32 = 0x38;
+    /// Bytes with QUEUE_RESET.
+    pub const LEN_WITH_RESET: u32 = 0x3c;
+    /// No interrupt, in either of the vector registers (§4.1.5.1.2).
+    pub const NO_VECTOR: u16 = 0xffff;
+}
+
+/// The network device's own configuration, §5.1.4.
+pub mod net {
+    use super::{Register, Ro};
+
+    pub const MAC: [Register<u16, Ro>; 3] = [Register::at(0), Register::at(2), Register::at(4)];
+    pub const STATUS: Register<u16, Ro> = Register::at(6);
+    pub const MTU: Register<u16, Ro> = Register::at(10);
+    pub const SPEED: Register<u32, Ro> = Register::at(12);
+    pub const DUPLEX: Register<u8, Ro> = Register::at(16);
+
+    /// Bytes up to and with STATUS.
+    pub const LEN: u32 = 8;
+    /// In STATUS: the link is up.
+    pub const LINK_UP: u16 = 1;
+    /// In SPEED: not known.
+    pub const SPEED_UNKNOWN: u32 = 0xffff_ffff;
+    /// In DUPLEX: full.
+    pub const DUPLEX_FULL: u8 = 1;
+}
+
+/// Vendor capabilities by which a device says where its structures are, §4.1.4.
+pub mod capability {
+    /// `cfg_type`, in the highest byte of the first word.
+    pub const COMMON: u8 = 1;
+    pub const NOTIFY: u8 = 2;
+    pub const DEVICE: u8 = 4;
+}
+
+/// Device status bits, §2.1.
+pub mod status {
+    pub const ACKNOWLEDGE: u8 = 1;
+    pub const DRIVER: u8 = 2;
+    pub const DRIVER_OK: u8 = 4;
+    pub const FEATURES_OK: u8 = 8;
+    pub const NEEDS_RESET: u8 = 64;
+    /// A device that runs.
+    pub const RUNNING: u8 = ACKNOWLEDGE | DRIVER | FEATURES_OK | DRIVER_OK;
+}
+
+/// Feature bits, §5.1.3 and §6.
+pub mod feature {
+    /// The device says what MTU it wants.
+    pub const MTU: u64 = 1 << 3;
+    /// The device has an address.
+    pub const MAC: u64 = 1 << 5;
+    /// The state of the link is in the configuration.
+    pub const STATUS: u64 = 1 << 16;
+    /// There is a queue for commands.
+    pub const CTRL_VQ: u64 = 1 << 17;
+    /// Commands for the receive filter.
+    pub const CTRL_RX: u64 = 1 << 18;
+    /// Each side says at which index it wants to hear of the other.
+    pub const EVENT_IDX: u64 = 1 << 29;
+    /// The interface of virtio 1.
+    pub const VERSION_1: u64 = 1 << 32;
+    /// The device's accesses go through an IOMMU.
+    pub const ACCESS_PLATFORM: u64 = 1 << 33;
+    /// Memory must be ordered as for real hardware, which we always do.
+    pub const ORDER_PLATFORM: u64 = 1 << 36;
+    /// Queues can be reset one by one.
+    pub const RING_RESET: u64 = 1 << 40;
+    /// Speed and duplex are in the configuration.
+    pub const SPEED_DUPLEX: u64 = 1 << 63;
+
+    /// All that we understand.
+    pub const OURS: u64 = MTU
+        | MAC
+        | STATUS
+        | CTRL_VQ
+        | CTRL_RX
+        | EVENT_IDX
+        | VERSION_1
+        | ACCESS_PLATFORM
+        | ORDER_PLATFORM
+        | RING_RESET
+        | SPEED_DUPLEX;
+}
+
+/// Queues, §5.1.2. Without several pairs, the one for commands is the third.
+pub mod queue {
+    pub const RECEIVE: u16 = 0;
+    pub const TRANSMIT: u16 = 1;
+    pub const CONTROL: u16 = 2;
+}
+
+/// Commands of the control queue, §5.1.6.5.
+pub mod control {
+    pub const RX: u8 = 0;
+    pub const RX_PROMISC: u8 = 0;
+    pub const RX_ALLMULTI: u8 = 1;
+    pub const MAC: u8 = 1;
+    pub const MAC_TABLE_SET: u8 = 0;
+    pub const OK: u8 = 0;
+}
+
+/// Bytes of the header before each frame, §5.1.6.
+pub const HEADER_LEN: u32 = 12;

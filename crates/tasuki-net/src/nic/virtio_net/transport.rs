@@ -1,0 +1,246 @@
+//! Virtio's way over PCI (virtio 1.2, §4.1): where the structures are, the handshake, and the setting up of queues.
+
+use super::regs::{capability, common, feature, net, status};
+use crate::nic::bus::{Bus, Capability, Header, Iova, Registers};
+use crate::nic::register::{Register, wait};
+use crate::nic::{Link, Mac, NicError};
+
+/// How long the device may take for one step of the handshake.
+const STEP_MS: u32 = 1000;
+/// How often the configuration may change while it is read.
+const CHANGES_MAX: usize = 100;
+
+/// A structure of registers in some BAR.
+struct Window<R> {
+    registers: R,
+    base: u32,
+    len: u32,
+}
+
+impl<R: Registers> Window<R> {
+    /// The first capability of `kind`, with the word that follows it.
+    fn find<B: Bus<Registers = R>>(bus: &mut B, header: &Header, kind: u8) -> Result<(Self, u32), NicError> {
+        for &Capability { id, offset } in &header.capabilities {
+            let word = |bus: &mut B, i: u16| bus.read_config(offset.saturating_add(4 * i));
+            let [_, _, _, found] = word(bus, 0)?.to_le_bytes();
+            if id != Capability::VENDOR || found != kind {
+                continue;
+            }
+            let [bar, ..] = word(bus, 1)?.to_le_bytes();
+            let (base, len, more) = (word(bus, 2)?, word(bus, 3)?, word(bus, 4)?);
+            return Ok((Window { registers: bus.registers(bar)?, base, len }, more));
+        }
+        Err(NicError::Absurd { what: "it lacks a structure that virtio 1 has, of type", value: kind.into() })
+    }
+
+    fn at_least(&self, len: u32) -> Result<(), NicError> {
+        match self.len >= len {
+            true => Ok(()),
+            false => Err(NicError::Absurd { what: "a structure of virtio is too short", value: self.len.into() }),
+        }
+    }
+
+    /// Register `register` of this structure.
+    fn at<W, A>(&self, register: Register<W, A>) -> Register<W, A> {
+        register.after(self.base)
+    }
+}
+
+/// Where a queue's notifications go.
+#[derive(Debug, Clone, Copy)]
+pub struct Doorbell {
+    register: Register<u16, crate::nic::register::Wo>,
+    queue: u16,
+}
+
+/// The way to a virtio network device.
+pub struct Transport<R> {
+    common: Window<R>,
+    notify: Window<R>,
+    net: Window<R>,
+    notify_multiplier: u32,
+}
+
+impl<R: Registers> Transport<R> {
+    /// Finds the structures of the device.
+    pub fn find<B: Bus<Registers = R>>(bus: &mut B, header: &Header) -> Result<Self, NicError> {
+        let (common, _) = Window::find(bus, header, capability::COMMON)?;
+        let (notify, notify_multiplier) = Window::find(bus, header, capability::NOTIFY)?;
+        let (net, _) = Window::find(bus, header, capability::DEVICE)?;
+        common.at_least(common::LEN)?;
+        net.at_least(net::LEN)?;
+        Ok(Transport { common, notify, net, notify_multiplier })
+    }
+
+    fn read<W: crate::nic::register::Width, A: crate::nic::register::Readable>(&self, register: Register<W, A>) -> W {
+        self.common.at(register).read(&self.common.registers)
+    }
+
+    fn write<W: crate::nic::register::Width, A: crate::nic::register::Writable>(
+        &self,
+        register: Register<W, A>,
+        value: W,
+    ) {
+        self.common.at(register).write(&self.common.registers, value);
+    }
+
+    /// What the device says of itself; an error if it is gone or asks for a reset.
+    pub fn status(&self) -> Result<u8, NicError> {
+        match self.read(common::DEVICE_STATUS) {
+            u8::MAX => Err(NicError::Gone),
+            status if status & status::NEEDS_RESET != 0 => {
+                Err(NicError::Absurd { what: "it needs a reset, says its status", value: status.into() })
+            }
+            status => Ok(status),
+        }
+    }
+
+    /// Resets the device (§2.4) and tells it that there is a driver.
+    pub fn reset(&self) -> Result<(), NicError> {
+        self.write(common::DEVICE_STATUS, 0);
+        wait("a reset", STEP_MS, || matches!(self.read(common::DEVICE_STATUS), 0 | u8::MAX))?;
+        self.status()?;
+        self.write(common::DEVICE_STATUS, status::ACKNOWLEDGE | status::DRIVER);
+        Ok(())
+    }
+
+    /// Agrees on features (§3.1.1).
+    pub fn negotiate(&self) -> Result<u64, NicError> {
+        let half = |select| {
+            self.write(common::DEVICE_FEATURE_SELECT, select);
+            u64::from(self.read(common::DEVICE_FEATURE))
+        };
+        let offered = half(0) | half(1) << 32;
+        let mut features = offered & feature::OURS;
+        if features & feature::VERSION_1 == 0 || features & feature::MAC == 0 {
+            return Err(NicError::Absurd { what: "it lacks VERSION_1 or MAC among its features", value: offered });
+        }
+        // A feature without the one that it rests on must not be accepted (§5.1.3.1).
+        if features & feature::CTRL_VQ == 0 {
+            features &= !feature::CTRL_RX;
+        }
+        if self.common.len < common::LEN_WITH_RESET {
+            features &= !feature::RING_RESET;
+        }
+        for (select, shift) in [(0, 0), (1, 32)] {
+            self.write(common::DRIVER_FEATURE_SELECT, select);
+            self.write(common::DRIVER_FEATURE, u32::try_from(features >> shift & 0xffff_ffff).expect("32 bits"));
+        }
+        self.write(common::DEVICE_STATUS, status::ACKNOWLEDGE | status::DRIVER | status::FEATURES_OK);
+        match self.status()? & status::FEATURES_OK {
+            0 => Err(NicError::Absurd { what: "it refuses a subset of the features it offers", value: features }),
+            _ => Ok(features),
+        }
+    }
+
+    /// The device may begin.
+    pub fn run(&self) {
+        self.write(common::DEVICE_STATUS, status::RUNNING);
+    }
+
+    /// Most descriptors that queue `queue` can have; 0 if there is no such queue.
+    pub fn queue_size_max(&self, queue: u16) -> u16 {
+        if queue >= self.read(common::NUM_QUEUES) {
+            return 0;
+        }
+        self.write(common::QUEUE_SELECT, queue);
+        self.read(common::QUEUE_SIZE)
+    }
+
+    /// No interrupt when the configuration changes: whoever wants to know asks.
+    pub fn silence_configuration(&self) {
+        self.write(common::CONFIG_MSIX_VECTOR, common::NO_VECTOR);
+    }
+
+    /// Tells the device where queue `queue` is (§4.1.5.1.3), and that it may use it.
+    pub fn enable_queue(&self, queue: u16, size: u16, at: [Iova; 3], vector: u16) -> Result<(), NicError> {
+        self.write(common::QUEUE_SELECT, queue);
+        self.write(common::QUEUE_SIZE, size);
+        let parts = [common::QUEUE_DESC, common::QUEUE_DRIVER, common::QUEUE_DEVICE];
+        for ([low, high], at) in parts.into_iter().zip(at) {
+            self.write(low, u32::try_from(at.0 & 0xffff_ffff).expect("32 bits"));
+            self.write(high, u32::try_from(at.0 >> 32).expect("32 bits"));
+        }
+        self.write(common::QUEUE_MSIX_VECTOR, vector);
+        // A device that has no room for it says so here.
+        let have = self.read(common::QUEUE_MSIX_VECTOR);
+        if have != vector {
+            return Err(NicError::Absurd { what: "it does not take an interrupt vector, but has", value: have.into() });
+        }
+        self.write(common::QUEUE_ENABLE, 1);
+        Ok(())
+    }
+
+    /// Resets queue `queue` (§2.6.1): afterwards the device touches neither its ring nor its buffers.
+    pub fn reset_queue(&self, queue: u16) -> Result<(), NicError> {
+        self.write(common::QUEUE_SELECT, queue);
+        self.write(common::QUEUE_RESET, 1);
+        let limit = "the reset of a queue";
+        wait(limit, STEP_MS, || matches!(self.read(common::QUEUE_RESET), 0 | u16::MAX))?;
+        wait(limit, STEP_MS, || matches!(self.read(common::QUEUE_ENABLE), 0 | u16::MAX))?;
+        self.status().map(drop)
+    }
+
+    /// Where one says that queue `queue` has something new (§4.1.4.4).
+    pub fn doorbell(&self, queue: u16) -> Doorbell {
+        self.write(common::QUEUE_SELECT, queue);
+        let offset = u32::from(self.read(common::QUEUE_NOTIFY_OFF)).wrapping_mul(self.notify_multiplier);
+        Doorbell { register: Register::at(self.notify.base.wrapping_add(offset)), queue }
+    }
+
+    /// Says so.
+    pub fn ring(&self, bell: Doorbell) {
+        bell.register.write(&self.notify.registers, bell.queue);
+    }
+
+    /// Reads from the network device's configuration what did not change meanwhile (§2.5.1).
+    fn steady<T>(&self, read: impl Fn(&Window<R>) -> T) -> Result<T, NicError> {
+        for _ in 0..CHANGES_MAX {
+            let before = self.read(common::CONFIG_GENERATION);
+            let value = read(&self.net);
+            if self.read(common::CONFIG_GENERATION) == before {
+                return Ok(value);
+            }
+        }
+        Err(NicError::Stuck { step: "a change of its configuration", limit_ms: 0 })
+    }
+
+    /// The device's address.
+    pub fn mac(&self) -> Result<Mac, NicError> {
+        let parts = self.steady(|net| net::MAC.map(|part| net.at(part).read(&net.registers)))?;
+        let [[a, b], [c, d], [e, f]] = parts.map(u16::to_le_bytes);
+        let mac = [a, b, c, d, e, f];
+        if mac == [0xff; 6] { Err(NicError::Gone) } else { Ok(Mac(mac)) }
+    }
+
+    /// The MTU that the device wants, if it says.
+    pub fn mtu(&self, features: u64) -> Result<Option<u16>, NicError> {
+        if features & feature::MTU == 0 {
+            return Ok(None);
+        }
+        self.steady(|net| net.at(net::MTU).read(&net.registers)).map(Some)
+    }
+
+    /// The state of the link.
+    pub fn link(&self, features: u64) -> Link {
+        let up = self.steady(|net| net.at(net::STATUS).read(&net.registers));
+        let down = match up {
+            Ok(u16::MAX) | Err(_) => true,
+            // Without the feature it is always up.
+            Ok(status) => features & feature::STATUS != 0 && status & net::LINK_UP == 0,
+        };
+        if down {
+            return Link::Down;
+        }
+        let unknown = Link::Up { speed: 0, full_duplex: true };
+        if features & feature::SPEED_DUPLEX == 0 {
+            return unknown;
+        }
+        let read =
+            |net: &Window<R>| (net.at(net::SPEED).read(&net.registers), net.at(net::DUPLEX).read(&net.registers));
+        match self.steady(read) {
+            Err(_) | Ok((net::SPEED_UNKNOWN, _)) => unknown,
+            Ok((speed, duplex)) => Link::Up { speed, full_duplex: duplex == net::DUPLEX_FULL },
+        }
+    }
+}

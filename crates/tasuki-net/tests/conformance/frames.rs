@@ -1,0 +1,73 @@
+//! Frames that can be recognised: by a number, and by bytes that follow from it.
+
+use tasuki_net::nic::Mac;
+
+/// Shortest frame on a wire, without its check sequence.
+pub const SHORTEST: usize = 60;
+/// Longest with a payload of 1,500 bytes.
+pub const LONGEST: usize = 1514;
+
+/// Who sends: locally administered.
+const FROM: [u8; 6] = [0x02, 0, 0, 0, 0, 0x01];
+/// Everybody.
+pub const BROADCAST: Mac = Mac([0xff; 6]);
+/// For experiments (IEEE 802, local).
+const ETHERTYPE: [u8; 2] = [0x88, 0xb5];
+
+/// A step of an xorshift generator; never 0 for a `state` that is not 0.
+fn step(state: u64) -> u64 {
+    let state = state ^ state << 13;
+    let state = state ^ state >> 7;
+    state ^ state << 17
+}
+
+/// The frame with this number: `len` bytes, to `to`.
+pub fn frame(to: Mac, number: u32, len: usize) -> Vec<u8> {
+    assert!(len >= SHORTEST);
+    let mut bytes = [&to.0[..], &FROM, &ETHERTYPE, &number.to_le_bytes()].concat();
+    fill(&mut bytes, number, len);
+    bytes
+}
+
+/// A packet over IPv4 of flow `flow`, with this number.
+pub fn ipv4(to: Mac, flow: u8, number: u32) -> Vec<u8> {
+    // 80 bytes of packet, 64 hops, an experimental protocol; the check sum below.
+    let mut header = [0x45, 0, 0, 80, 0, 0, 0, 0, 64, 253, 0, 0, 10, 0, 0, flow, 10, 0, 1, 1];
+    let sum: u32 = header.chunks(2).map(|pair| u32::from(u16::from_be_bytes([pair[0], pair[1]]))).sum();
+    let folded = u16::try_from((sum & 0xffff) + (sum >> 16)).expect("ten words of small numbers carry once at most");
+    header[10..12].copy_from_slice(&(!folded).to_be_bytes());
+    let mut bytes = [&to.0[..], &FROM, &[0x08, 0x00], &header[..], &number.to_le_bytes()].concat();
+    fill(&mut bytes, number, 94);
+    bytes
+}
+
+fn fill(bytes: &mut Vec<u8>, number: u32, len: usize) {
+    let mut state = u64::from(number) << 1 | 1;
+    while bytes.len() < len {
+        state = step(state);
+        bytes.extend(&state.to_le_bytes()[..8.min(len - bytes.len())]);
+    }
+}
+
+/// Frames numbered from `first`, of lengths from `lens`.
+pub fn frames(to: Mac, first: u32, lens: impl IntoIterator<Item = usize>) -> Vec<Vec<u8>> {
+    (first..).zip(lens).map(|(number, len)| frame(to, number, len)).collect()
+}
+
+/// `count` lengths between the shortest and the longest, differing from one to the next.
+pub fn mixed(count: usize) -> impl Iterator<Item = usize> {
+    // 499 has no factor in common with the number of lengths, so that all come up.
+    (0..count).map(|i| SHORTEST + i * 499 % (LONGEST + 1 - SHORTEST))
+}
+
+/// Says where two lists of frames begin to differ, rather than show them.
+#[track_caller]
+pub fn assert_same(came: &[Vec<u8>], sent: &[Vec<u8>]) {
+    for (i, (came, sent)) in came.iter().zip(sent).enumerate() {
+        if came != sent {
+            let at = came.iter().zip(sent).position(|(a, b)| a != b);
+            panic!("frame {i}: {} bytes came for {}, differing from byte {at:?} on", came.len(), sent.len());
+        }
+    }
+    assert_eq!(came.len(), sent.len(), "as many frames");
+}

@@ -1,0 +1,216 @@
+//! Our own model of the 82574L as a world: strict where QEMU's forgives, and served by vfio-user.
+
+use std::collections::VecDeque;
+use std::path::PathBuf;
+use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
+use std::sync::{Arc, Condvar, Mutex, PoisonError};
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+use tasuki_net::nic::bus::Iova;
+use tasuki_net::nic::bus::vfio_user::{TIMEOUT, VfioUser};
+use tasuki_net::nic::e1000e::E1000e;
+use tasuki_net::nic::{Mac, NicMemory};
+use tasuki_sim::e1000e::{Device, Options};
+use tasuki_sim::served::Served;
+use tasuki_sim::vfio_user::Server;
+use tasuki_sim::wire::Wire;
+use tempfile::TempDir;
+
+use super::{Sender, World};
+
+/// Frames on their way to the card at most: a sender must not outrun a receiver that verifies each.
+const ON_THEIR_WAY: usize = 64;
+
+/// From a reset to the link: long enough to be waited for, short enough for a suite.
+const LINK_UP_NS: u64 = 20_000_000;
+
+/// Frames on their way in one direction.
+#[derive(Debug, Default)]
+struct Lane {
+    frames: Mutex<VecDeque<Vec<u8>>>,
+    changed: Condvar,
+}
+
+impl Lane {
+    fn try_put(&self, frame: &[u8], most: usize) -> bool {
+        let mut frames = self.frames.lock().unwrap_or_else(PoisonError::into_inner);
+        let room = frames.len() < most;
+        if room {
+            frames.push_back(frame.to_vec());
+            self.changed.notify_all();
+        }
+        room
+    }
+
+    fn take(&self, limit: Duration) -> Option<Vec<u8>> {
+        let until = Instant::now() + limit;
+        let mut frames = self.frames.lock().unwrap_or_else(PoisonError::into_inner);
+        loop {
+            if let Some(frame) = frames.pop_front() {
+                self.changed.notify_all();
+                return Some(frame);
+            }
+            let left = until.saturating_duration_since(Instant::now());
+            if left.is_zero() {
+                return None;
+            }
+            frames = self.changed.wait_timeout(frames, left).unwrap_or_else(PoisonError::into_inner).0;
+        }
+    }
+}
+
+/// Bytes that the card is given between two looks at its buffer of 20 KB.
+const AT_ONCE: usize = 8192;
+
+/// The card's end of the cable. It holds frames back while others wait in the card's buffer: what a card does whose driver is too
+/// slow is not what the suite asks.
+#[derive(Debug)]
+struct Cable {
+    to_card: Arc<Lane>,
+    from_card: Arc<Lane>,
+    /// The frame that the card is looking at.
+    current: Vec<u8>,
+    /// Bytes that may be given before the next look.
+    allowed: usize,
+    /// The card has asked for silence and has not taken that back.
+    paused: bool,
+}
+
+/// Whether a PAUSE frame asks for silence, or ends it (IEEE 802.3, annex 31B).
+///
+/// How long it asks for, 33 ms at most, is not heeded: a loaded machine puts a thread off for longer than that.
+fn pause_of(frame: &[u8]) -> Option<bool> {
+    let rest = frame.strip_prefix(&[0x01, 0x80, 0xc2, 0x00, 0x00, 0x01])?.get(6..)?;
+    let quanta = rest.strip_prefix(&[0x88, 0x08, 0x00, 0x01])?.first_chunk()?;
+    Some(u16::from_be_bytes(*quanta) > 0)
+}
+
+impl Cable {
+    fn look(&mut self, waiting: usize) {
+        self.allowed = if waiting == 0 { AT_ONCE } else { 0 };
+    }
+}
+
+impl Wire for Cable {
+    fn receive(&mut self, _: u64) -> Option<&[u8]> {
+        if self.allowed == 0 || self.paused {
+            return None;
+        }
+        self.current = self.to_card.take(Duration::ZERO)?;
+        self.allowed = self.allowed.saturating_sub(self.current.len());
+        Some(&self.current)
+    }
+
+    fn send(&mut self, frame: &[u8], _: u64) {
+        match pause_of(frame) {
+            Some(pause) => self.paused = pause,
+            None => _ = self.from_card.try_put(frame, usize::MAX),
+        }
+    }
+}
+
+/// What the test has done to the card from outside.
+#[derive(Debug)]
+struct Outside {
+    stop: AtomicBool,
+    plugged: AtomicBool,
+    pulled: AtomicBool,
+    /// The card has noticed that.
+    gone: AtomicBool,
+}
+
+/// A card that a thread of its own serves.
+pub struct OnSim {
+    socket: PathBuf,
+    to_card: Arc<Lane>,
+    from_card: Arc<Lane>,
+    outside: Arc<Outside>,
+    thread: Option<JoinHandle<()>>,
+    _folder: TempDir,
+}
+
+impl World for OnSim {
+    type Nic = E1000e<VfioUser>;
+    type Bus = VfioUser;
+
+    const MEMORY_AT: Iova = Iova(0x40_0000_0000);
+    const QUEUES: u8 = 2;
+    const MTU_MAX: u16 = 9000;
+    const MAC: Mac = Mac([0x02, 0x00, 0x00, 0x74, 0x00, 0x01]);
+    // Silicon drops what comes while receives are off.
+    const HOLDS_WHILE_PARKED: bool = false;
+
+    fn new(_: &NicMemory) -> Option<Self> {
+        let folder = tempfile::tempdir().unwrap();
+        let socket = folder.path().join("nic");
+        let mut server = Server::bind(&socket).unwrap();
+        let (to_card, from_card) = (Arc::new(Lane::default()), Arc::new(Lane::default()));
+        let outside = Arc::new(Outside {
+            stop: AtomicBool::new(false),
+            plugged: AtomicBool::new(true),
+            pulled: AtomicBool::new(false),
+            gone: AtomicBool::new(false),
+        });
+        let cable = Cable {
+            to_card: Arc::clone(&to_card),
+            from_card: Arc::clone(&from_card),
+            current: Vec::new(),
+            allowed: 0,
+            paused: false,
+        };
+        let told = Arc::clone(&outside);
+        let thread = std::thread::spawn(move || {
+            let options = Options { mac: Self::MAC.0, link_up_ns: LINK_UP_NS, poison: true, ..Options::default() };
+            let mut served = Served::new(Device::new(options), cable);
+            let served = served.serve(&mut server, |served| {
+                let (waiting, _) = served.card().waiting();
+                served.wire().look(waiting);
+                served.card().set_partner(told.plugged.load(Relaxed));
+                served.card().faults.removed = told.pulled.load(Relaxed);
+                told.gone.store(served.card().faults.removed, Relaxed);
+                !told.stop.load(Relaxed)
+            });
+            served.unwrap();
+        });
+        Some(OnSim { socket, _folder: folder, to_card, from_card, outside, thread: Some(thread) })
+    }
+
+    fn bus(&self) -> VfioUser {
+        VfioUser::connect(&self.socket, TIMEOUT).unwrap()
+    }
+
+    fn try_send(&self, frame: &[u8]) -> bool {
+        self.to_card.try_put(frame, ON_THEIR_WAY)
+    }
+
+    fn sender(&self) -> Sender {
+        let lane = Arc::clone(&self.to_card);
+        Box::new(move |frame| {
+            while !lane.try_put(frame, ON_THEIR_WAY) {
+                std::thread::yield_now();
+            }
+        })
+    }
+
+    fn take(&self, limit: Duration) -> Option<Vec<u8>> {
+        self.from_card.take(limit)
+    }
+
+    fn set_link(&mut self, up: bool) {
+        self.outside.plugged.store(up, Relaxed);
+    }
+
+    fn pull(&mut self) {
+        self.outside.pulled.store(true, Relaxed);
+        super::until("the card's end", || self.outside.gone.load(Relaxed).then_some(()));
+    }
+}
+
+impl Drop for OnSim {
+    fn drop(&mut self) {
+        self.outside.stop.store(true, Relaxed);
+        let served = self.thread.take().map(JoinHandle::join);
+        assert!(std::thread::panicking() || matches!(served, Some(Ok(()))), "the model failed");
+    }
+}

@@ -1,0 +1,111 @@
+//! The driver of virtio network devices on QEMU's model does what a driver promises: with all that the model offers, and with less.
+#![allow(clippy::tests_outside_test_module, reason = "a file in tests/ is a test module")]
+
+#[path = "conformance/mod.rs"]
+#[allow(dead_code, reason = "a suite's parts for other drivers")]
+mod conformance;
+mod qemu;
+
+use std::marker::PhantomData;
+use std::time::Duration;
+
+use conformance::World;
+use qemu::{MEMORY_AT, Machine, QtestBus, regions};
+use tasuki_net::nic::bus::Iova;
+use tasuki_net::nic::virtio_net::VirtioNet;
+use tasuki_net::nic::{Mac, NicMemory};
+
+/// What is said of a model.
+trait Properties {
+    const PROPERTIES: &'static str;
+}
+
+/// The modern device.
+struct Modern;
+impl Properties for Modern {
+    const PROPERTIES: &'static str = "disable-legacy=on,host_mtu=9000";
+}
+
+/// The transitional device, which has the modern interface as well.
+struct Transitional;
+impl Properties for Transitional {
+    const PROPERTIES: &'static str = "disable-legacy=off,disable-modern=off,host_mtu=9000";
+}
+
+/// Without indices of events: flags say who wants to be told.
+struct Flags;
+impl Properties for Flags {
+    const PROPERTIES: &'static str = "disable-legacy=on,host_mtu=9000,event_idx=off";
+}
+
+/// Without the reset of single queues: parking keeps them.
+struct Kept;
+impl Properties for Kept {
+    const PROPERTIES: &'static str = "disable-legacy=on,host_mtu=9000,queue_reset=off";
+}
+
+/// QEMU's model with some properties.
+struct OnQemu<P>(Machine, PhantomData<P>);
+
+impl<P: Properties> World for OnQemu<P> {
+    type Nic = VirtioNet<QtestBus>;
+    type Bus = QtestBus;
+
+    const MEMORY_AT: Iova = MEMORY_AT;
+    const QUEUES: u8 = 1;
+    const MTU_MAX: u16 = 9000;
+    const MAC: Mac = Mac([0x52, 0x54, 0x00, 0x12, 0x34, 0x57]);
+    const HOLDS_WHILE_PARKED: bool = true;
+
+    fn new(memory: &NicMemory) -> Option<Self> {
+        let properties = format!("mac={},{}", Self::MAC, P::PROPERTIES);
+        Some(OnQemu(Machine::start("virtio-net-pci", &properties, &regions(memory))?, PhantomData))
+    }
+
+    fn bus(&self) -> QtestBus {
+        self.0.bus()
+    }
+
+    fn try_send(&self, frame: &[u8]) -> bool {
+        self.0.wire().try_send_frame(frame)
+    }
+
+    fn sender(&self) -> Box<dyn Fn(&[u8]) + Send> {
+        let wire = self.0.wire().try_clone();
+        Box::new(move |frame| wire.send_frame(frame))
+    }
+
+    fn take(&self, limit: Duration) -> Option<Vec<u8>> {
+        self.0.wire().receive_frame(limit)
+    }
+
+    fn set_link(&mut self, up: bool) {
+        self.0.set_link(up);
+    }
+
+    fn pull(&mut self) {
+        self.0.end();
+    }
+}
+
+suite!(modern, super::OnQemu<super::Modern>);
+suite!(transitional, super::OnQemu<super::Transitional>);
+suite!(flags, super::OnQemu<super::Flags>);
+
+// All but `a_parked_nic_touches_no_memory`: a device that cannot be stopped goes on with what it has.
+suite!(kept, super::OnQemu<super::Kept>:
+    frames_arrive_whole_and_in_order
+    frames_leave_whole_and_in_order
+    a_full_port_leaves_the_rest_to_the_caller
+    a_burst_is_not_filled_beyond_its_end
+    a_frame_that_arrives_while_arming_is_not_slept_through
+    the_link_goes_down_and_up
+    only_what_is_let_in_arrives
+    a_new_filter_replaces_the_old_one
+    long_frames_pass_as_far_as_the_mtu_says
+    what_cannot_be_sent_is_dropped_and_counted
+    counters_add_up
+    a_successor_goes_on_exactly
+    a_hundred_successors_lose_nothing_under_traffic
+    a_card_that_is_pulled_out_is_gone
+);

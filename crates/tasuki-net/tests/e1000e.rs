@@ -1,0 +1,352 @@
+//! The 82574's driver with a card that answers badly, and what only this card does.
+#![allow(clippy::tests_outside_test_module, reason = "a file in tests/ is a test module")]
+
+mod qemu;
+mod stub;
+
+use std::sync::atomic::Ordering::{Acquire, Relaxed};
+use std::time::Duration;
+
+use stub::{Card, MEMORY_AT, Play, RDH, RDT, StubBus, TDT};
+use tasuki_net::nic::bus::{Bus, Iova, Registers};
+use tasuki_net::nic::e1000e::{E1000e, Sash};
+use tasuki_net::nic::{Filter, Link, Mac, Nic, NicError, NicMemory, NicOptions, PciId};
+use tasuki_net::port::{Armed, Burst, Frame, Port};
+use tasuki_shm::arena::Geometry;
+use zerocopy::{FromBytes, IntoBytes};
+
+const RING: usize = 8;
+
+fn options() -> NicOptions {
+    NicOptions { ring: 8, ..NicOptions::default() }
+}
+
+fn start() -> (Play, E1000e<StubBus>) {
+    let (play, memory) = Play::new(RING);
+    let nic = E1000e::start(play.bus(), memory, &options()).expect("a well-behaved card");
+    assert!(play.receives());
+    (play, nic)
+}
+
+/// What the driver says of a second word that the card wrote into the first descriptor.
+fn answer_to(word: u64) -> Result<usize, NicError> {
+    let (play, mut nic) = start();
+    play.write_back_word(0, word);
+    nic.receive(&mut Burst::new())
+}
+
+#[test]
+fn descriptors_are_posted_with_slots_of_the_arena() {
+    let (play, mut nic) = start();
+    assert_eq!(play.card.get(RDT), 7, "all but one");
+    let addresses: Vec<_> = (0..7).map(|place| play.received(place)[0].load(Relaxed)).collect();
+    let arena = MEMORY_AT.0 + (64 << 10);
+    assert!(addresses.iter().all(|at| at.is_multiple_of(4096) && *at >= arena), "{addresses:x?}");
+    (0..7).for_each(|place| play.write_back(place, 60));
+    let mut burst = Burst::new();
+    assert_eq!(nic.receive(&mut burst).expect("seven good frames"), 7);
+    assert_eq!(play.card.get(RDT), 6, "seven further, in one write");
+    assert_eq!(nic.receive(&mut burst).expect("nothing more"), 0);
+}
+
+#[test]
+fn absurd_lengths_are_faults() {
+    let done = |len: u64| len << 32 | 0b11;
+    assert!(matches!(answer_to(done(2048)), Ok(0)), "too long for the MTU, but not for the buffer: dropped");
+    for len in [0, 1, 13, 2049, 0xffff] {
+        let error = answer_to(done(len)).expect_err("no such frame");
+        assert!(matches!(error, NicError::Absurd { .. }), "{len}: {error}");
+    }
+    assert!(matches!(answer_to(done(14)), Ok(1)), "a header alone is a frame");
+    assert!(matches!(answer_to(u64::MAX), Err(NicError::Absurd { .. })), "all ones");
+}
+
+#[test]
+fn a_fault_is_said_after_the_frames_before_it_and_again() {
+    let (play, mut nic) = start();
+    play.write_back(0, 60);
+    play.write_back(1, 9999);
+    let mut burst = Burst::new();
+    assert_eq!(nic.receive(&mut burst).expect("one good frame"), 1);
+    for _ in 0..2 {
+        assert!(matches!(nic.receive(&mut burst), Err(NicError::Absurd { .. })));
+    }
+    assert_eq!(burst.len(), 1);
+}
+
+#[test]
+fn frames_with_errors_or_of_several_buffers_are_dropped_and_counted() {
+    let (play, mut nic) = start();
+    for (place, word) in [
+        // A CRC error; three buffers of one frame; a good one.
+        60 << 32 | 1 << 24 | 0b11,
+        2048 << 32 | 0b01,
+        2048 << 32 | 0b01,
+        5 << 32 | 0b11,
+        60 << 32 | 0b11,
+    ]
+    .into_iter()
+    .enumerate()
+    {
+        play.write_back_word(place, word);
+    }
+    let mut burst = Burst::new();
+    assert_eq!(nic.receive(&mut burst).expect("the card may do that"), 1);
+    let count = |name| nic.statistics().into_iter().find(|(known, _)| *known == name).map(|(_, count)| count);
+    let mut count = count;
+    assert_eq!((count("rx_errors"), count("rx_length_errors")), (Some(2), Some(1)));
+}
+
+#[test]
+fn a_descriptor_that_was_not_posted_is_not_believed() {
+    let (play, mut nic) = start();
+    // The eighth belongs to us. In order, so that it would be next.
+    (0..8).for_each(|place| play.write_back(place, 60));
+    let mut burst = Burst::new();
+    let error = nic.receive(&mut burst).expect_err("a descriptor of ours was written");
+    assert!(error.to_string().contains("did not own"), "{error}");
+    assert_eq!(burst.len(), 7, "the frames before are whole");
+}
+
+#[test]
+fn a_descriptor_that_is_written_back_twice_is_a_fault() {
+    let (play, mut nic) = start();
+    play.write_back(0, 60);
+    let mut burst = Burst::new();
+    assert_eq!(nic.receive(&mut burst).expect("one good frame"), 1);
+    // It is ours since, and is posted again after the next.
+    play.write_back(0, 60);
+    play.write_back(1, 60);
+    let error = nic.receive(&mut burst).expect_err("the first was written back twice");
+    assert!(matches!(error, NicError::Absurd { .. }), "{error}");
+}
+
+#[test]
+fn what_was_received_stays_as_it_was_while_it_is_held() {
+    let (play, mut nic) = start();
+    let mut held = Vec::new();
+    // Twice as many frames as slots would be needed if none came back.
+    for round in 0..40_usize {
+        (0..2).for_each(|i| play.write_back((round * 2 + i) % RING, 60));
+        let mut burst = Burst::new();
+        let count = nic.receive(&mut burst).expect("good frames");
+        held.extend(burst);
+        if count < 2 {
+            break;
+        }
+    }
+    let mut slots: Vec<_> = held.iter().map(|frame| frame.slot.id().index).collect();
+    slots.sort_unstable();
+    slots.dedup();
+    assert_eq!(slots.len(), held.len(), "each frame has a slot of its own");
+    // Slots that come back are posted again.
+    drop(held);
+    nic.receive(&mut Burst::new()).expect("nothing is wrong");
+    assert_eq!((play.card.get(RDT) as usize + 1) % RING, (slots.len()) % RING, "all but one are posted");
+}
+
+fn fill(arena: &tasuki_shm::arena::Arena, burst: &mut Burst, count: usize) {
+    (0..count).for_each(|_| burst.push(Frame { slot: arena.take().expect("a slot"), len: 60 }));
+}
+
+#[test]
+fn slots_of_sent_frames_come_back_once_and_in_order() {
+    let (play, memory) = Play::new(RING);
+    let arena = memory.arena().clone();
+    let mut nic = E1000e::start(play.bus(), memory, &options()).expect("a well-behaved card");
+    let before = arena.census();
+    let mut burst = Burst::new();
+    fill(&arena, &mut burst, 10);
+    assert_eq!(nic.transmit(&mut burst).expect("room for seven"), 7);
+    assert_eq!((burst.len(), play.card.get(TDT)), (3, 7));
+    let word = play.sent(0)[1].load(Acquire);
+    assert_eq!(word & 0xffff, 60);
+    assert_eq!(word >> 24 & 0xff, 0b1011, "end of packet, check sequence, report");
+    // Out of order: the second is done, the first is not. Nothing comes back.
+    play.complete(1);
+    assert_eq!(nic.transmit(&mut burst).expect("no room"), 0);
+    play.complete(0);
+    assert_eq!(nic.transmit(&mut burst).expect("room for two"), 2);
+    (2..8).chain(0..2).for_each(|place| play.complete(place));
+    assert_eq!(nic.transmit(&mut burst).expect("room"), 1);
+    play.complete(1);
+    nic.transmit(&mut burst).expect("nothing to send");
+    assert_eq!(arena.census(), before, "all slots are free again");
+}
+
+#[test]
+fn a_card_that_goes_is_noticed() {
+    let (play, mut nic) = start();
+    assert_eq!(nic.arm().expect("the card is there"), Armed::Idle);
+    play.card.pull();
+    assert!(matches!(nic.arm(), Err(NicError::Gone)));
+    assert_eq!(nic.link(), Link::Down);
+    assert!(matches!(nic.set_filter(&Filter::default()), Err(NicError::Gone)));
+    assert!(nic.statistics().iter().all(|(_, count)| *count == 0), "ones are not counts");
+    assert!(matches!(nic.park(), Err(NicError::Gone)));
+    let (play, memory) = Play::new(RING);
+    play.card.pull();
+    assert!(matches!(E1000e::start(play.bus(), memory, &options()), Err(NicError::Gone)));
+}
+
+#[test]
+fn a_card_that_does_not_do_what_it_must_is_stuck_or_absurd() {
+    // Never done with its reset; no address; a group's address.
+    let (play, memory) = Play::new(RING);
+    play.card.stick(0, 1 << 26);
+    assert!(matches!(E1000e::start(play.bus(), memory, &options()), Err(NicError::Stuck { step: "its reset", .. })));
+    for (low, high) in [(0, 0x8000_0000), (0x1200_5452, 0x5734), (0x1200_5453, 0x8000_5734)] {
+        let (play, memory) = Play::new(RING);
+        play.card.set(0x5400, low);
+        play.card.set(0x5404, high);
+        assert!(matches!(E1000e::start(play.bus(), memory, &options()), Err(NicError::Absurd { .. })));
+    }
+}
+
+#[test]
+fn another_card_is_refused_by_name() {
+    let (_, memory) = Play::new(RING);
+    let bus = StubBus(Card::new(PciId { vendor: 0x8086, device: 0x1533 }));
+    let error = E1000e::start(bus, memory, &options()).expect_err("that is an i210");
+    assert!(error.to_string().contains("8086:1533") && error.to_string().contains("82574"), "{error}");
+}
+
+/// A parked card whose ring was used, and its sash.
+fn parked() -> (Play, NicMemory, Sash) {
+    let (play, mut nic) = start();
+    play.write_back(0, 60);
+    assert_eq!(nic.receive(&mut Burst::new()).expect("one good frame"), 1);
+    // The card's heads follow, as a card's do.
+    play.card.set(RDH, 1);
+    let (_, memory, sash) = nic.park().expect("the card stops");
+    assert!(!play.receives());
+    (play, memory, sash)
+}
+
+#[test]
+fn a_sash_is_plain_bytes() {
+    let (play, memory, sash) = parked();
+    let bytes = sash.as_bytes().to_vec();
+    let copy = Sash::read_from_bytes(&bytes).expect("as many bytes");
+    assert_eq!(copy, sash);
+    let nic = E1000e::resume(play.bus(), memory, &copy).expect("the copy is as good");
+    assert_eq!(nic.mac(), Mac([0x52, 0x54, 0x00, 0x12, 0x34, 0x57]));
+    assert!(play.receives());
+}
+
+#[test]
+fn a_sash_that_does_not_fit_is_refused() {
+    type Change = (&'static str, fn(&mut Sash));
+    let changes: [Change; 12] = [
+        ("kind", |sash| sash.kind ^= 1),
+        ("version", |sash| sash.version += 1),
+        ("rings_at", |sash| sash.rings_at += 4096),
+        ("slots", |sash| sash.slots += 1),
+        ("ring", |sash| sash.ring = 16),
+        ("ring of none", |sash| sash.ring = 0),
+        ("queues", |sash| sash.queues = 3),
+        ("cursors", |sash| sash.receive[0].tail += 1),
+        ("cursors far apart", |sash| sash.receive[0].next = 1 << 31),
+        ("a slot that is free", |sash| sash.posted[0][1] ^= 1 << 32),
+        ("a slot twice", |sash| sash.posted[0][1] = sash.posted[0][2]),
+        ("a frame to send that is none", |sash| sash.filled += 1),
+    ];
+    for (what, change) in changes {
+        let (play, memory, mut sash) = parked();
+        change(&mut sash);
+        assert!(E1000e::resume(play.bus(), memory, &sash).is_err(), "{what}");
+        assert!(!play.receives(), "{what}: the card stays parked");
+    }
+}
+
+#[test]
+fn a_card_that_is_not_as_the_sash_says_is_refused() {
+    for (what, offset, value) in [
+        ("it receives", 0x100, 2),
+        ("it sends", 0x400, 2),
+        ("its ring is elsewhere", 0x2800, 0x5000_0000),
+        ("its tail is elsewhere", RDT, 3),
+        ("its transmit ring is elsewhere", 0x3800, 0x5000_0000),
+    ] {
+        let (play, memory, sash) = parked();
+        play.card.set(offset, value);
+        let error = E1000e::resume(play.bus(), memory, &sash).expect_err(what);
+        assert!(matches!(error, NicError::Absurd { .. }), "{what}: {error}");
+    }
+    let (play, memory, sash) = parked();
+    play.card.pull();
+    assert!(matches!(E1000e::resume(play.bus(), memory, &sash), Err(NicError::Gone)));
+}
+
+#[test]
+fn frames_left_in_the_rings_are_a_successors() {
+    let (play, memory) = Play::new(RING);
+    let arena = memory.arena().clone();
+    let mut nic = E1000e::start(play.bus(), memory, &options()).expect("a well-behaved card");
+    // Three frames came, and five are to be sent, of which the card has sent two when it is parked.
+    (0..3).for_each(|place| play.write_back(place, 60));
+    let mut burst = Burst::new();
+    fill(&arena, &mut burst, 5);
+    assert_eq!(nic.transmit(&mut burst).expect("room"), 5);
+    (0..2).for_each(|place| play.complete(place));
+    let (bus, memory, sash) = nic.park().expect("the card stops");
+    assert_eq!((sash.sent, sash.filled), (2, 5));
+    let mut nic = E1000e::resume(bus, memory, &sash).expect("another goes on");
+    assert_eq!(nic.receive(&mut burst).expect("three good frames"), 3);
+    let mut burst = Burst::new();
+    fill(&arena, &mut burst, 7);
+    assert_eq!(nic.transmit(&mut burst).expect("room for four"), 4, "three are still there");
+}
+
+/// QEMU's card, with a second look at its registers.
+fn on_qemu(options: &NicOptions) -> Option<(qemu::Machine, E1000e<qemu::QtestBus>)> {
+    let slots = Geometry { slot_len: 4096, count: 1024 };
+    let memory = NicMemory::create(slots, 64 << 10, qemu::MEMORY_AT).expect("a little memory");
+    let machine = qemu::Machine::start("e1000e", "mac=52:54:00:12:34:57", &qemu::regions(&memory))?;
+    let nic = E1000e::start(machine.bus(), memory, options).expect("the card starts");
+    Some((machine, nic))
+}
+
+#[test]
+fn two_queues_are_both_used() {
+    let options = NicOptions { queues: 2, ring: 64, ..NicOptions::default() };
+    let Some((machine, mut nic)) = on_qemu(&options) else { return };
+    // TCP over IPv4 from ports that differ; the check sums are none of RSS's business.
+    for port in 0..32_u8 {
+        let mut frame = vec![0x52, 0x54, 0x00, 0x12, 0x34, 0x57, 2, 0, 0, 0, 0, 1, 8, 0];
+        frame.extend([0x45, 0, 0, 46, 0, 0, 0, 0, 64, 6, 0, 0, 10, 0, 0, 1, 10, 0, 0, 2, 0x80, port, 0, 80]);
+        frame.resize(60, 0);
+        machine.wire().send_frame(&frame);
+    }
+    let mut burst = Burst::new();
+    let deadline = std::time::Instant::now() + qemu::PATIENCE;
+    while burst.len() < 32 {
+        nic.receive(&mut burst).expect("the card works");
+        assert!(std::time::Instant::now() < deadline, "{} frames came", burst.len());
+    }
+    let registers = machine.bus().registers(0).expect("BAR 0");
+    let heads = [registers.read32(0x2810), registers.read32(0x2910)];
+    assert_eq!(heads[0] + heads[1], 32, "{heads:?}");
+    assert!(heads.iter().all(|&head| head > 3), "{heads:?}");
+}
+
+#[test]
+fn parking_leaves_reset_phy_and_link_alone() {
+    let Some((machine, nic)) = on_qemu(&NicOptions::default()) else { return };
+    let mut bus = machine.bus();
+    let registers = bus.registers(0).expect("BAR 0");
+    // CTRL, STATUS, the ring's base, RFCTL, the multicast table's first word, IVAR.
+    let look = || [0x0, 0x8, 0x2800, 0x2804, 0x5008, 0x5200, 0xe4].map(|offset| registers.read32(offset));
+    let before = look();
+    let (bus, memory, sash) = nic.park().expect("the card stops");
+    assert_eq!(look(), before);
+    assert_eq!(registers.read32(0x100) & 2, 0, "receiving is off");
+    assert_eq!(registers.read32(0x400) & 2, 0, "sending is off");
+    let mut nic = E1000e::resume(bus, memory, &sash).expect("another goes on");
+    assert_eq!(look(), before);
+    assert!(matches!(nic.link(), Link::Up { speed: 1000, full_duplex: true }));
+    assert!(machine.wire().receive_frame(Duration::ZERO).is_none());
+    // The second look at memory that it was not given.
+    let other = NicMemory::create(Geometry { slot_len: 4096, count: 8 }, 4096, Iova(0)).expect("a little memory");
+    assert!(other.map(&mut machine.bus()).is_err());
+}

@@ -1,0 +1,281 @@
+//! QEMU's models of cards as devices that nobody here wrote: a machine whose processor is halted, its card driven over the
+//! qtest socket, its wire a datagram socket.
+//!
+//! ```text
+//!   the test                                                    qemu-system-x86_64
+//!   NicMemory ── memfds, opened by QEMU through /proc/PID/fd ──► memory of the machine, at the addresses we say
+//!   QtestBus ─── lines of text: configuration space, registers ► card
+//!   eventfds ◄── doorbell of an ivshmem device ◄── MSI-X message, a store to that doorbell's address
+//!   Wire ◄────── one frame a datagram ────────────────────────► netdev
+//! ```
+//!
+//! An interrupt is thus a store that QEMU makes, and turns into a write to our eventfd, without a thread of ours.
+#![allow(dead_code, reason = "each test binary uses another part of it")]
+
+mod bus;
+mod wire;
+
+use std::io::{BufRead, BufReader, Write};
+use std::os::fd::{AsFd, AsRawFd, OwnedFd};
+use std::os::unix::net::{UnixListener, UnixStream};
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Stdio};
+use std::sync::{Arc, Mutex};
+use std::time::{Duration, Instant};
+
+use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec};
+use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags};
+use tasuki_net::nic::NicMemory;
+use tasuki_net::nic::bus::Iova;
+use tasuki_shm::region::{PAGE_LEN, Pages, Region};
+use tempfile::TempDir;
+
+pub use bus::QtestBus;
+use bus::{Announced, Qtest};
+pub use wire::Wire;
+
+/// Where memory that is shared with a card may begin: above all that the machine has of its own.
+pub const MEMORY_AT: Iova = Iova(1 << 32);
+
+/// Bounds whatever waits for QEMU. Ends a test that hangs; decides nothing else.
+pub const PATIENCE: Duration = Duration::from_secs(30);
+
+/// Interrupts that a card of the machine can have.
+const VECTORS: usize = 8;
+
+/// Slot of the card on the machine's bus.
+const CARD: u8 = 3;
+/// Slot of the device whose doorbell the interrupts ring.
+const BELL: u8 = 4;
+
+/// A machine that runs, halted, with one card. Ended when dropped, and when the thread that started it ends.
+pub struct Machine {
+    process: Child,
+    monitor: Monitor,
+    bus: QtestBus,
+    wire: Wire,
+    // Outlives the process: it is dropped last.
+    _dir: TempDir,
+}
+
+/// The two regions of a NIC's memory, as [`Machine::start`] wants them.
+pub fn regions(memory: &NicMemory) -> [(&Region, Iova); 2] {
+    [(memory.rings(), memory.rings_at()), (memory.arena().region(), memory.arena_at())]
+}
+
+impl Machine {
+    /// Starts a machine with a card of QEMU's `model` (with `properties`, as `-device` takes them: `mac=…,…`), which is to
+    /// see each of `memory` at its address, from [`MEMORY_AT`] on. Later the bus maps these and nothing else.
+    ///
+    /// Says why on standard output and returns nothing where that cannot be done.
+    pub fn start(model: &str, properties: &str, memory: &[(&Region, Iova)]) -> Option<Machine> {
+        for program in ["qemu-system-x86_64", "setpriv"] {
+            if !installed(program) {
+                println!("skipped: {program} is not installed");
+                return None;
+            }
+        }
+        let dir = tempfile::tempdir().expect("a directory for sockets");
+        let at = |name: &str| dir.path().join(name);
+        let listen = |name: &str| UnixListener::bind(at(name)).expect("a socket in a directory of our own");
+        let (qtest, monitor, bell) = (listen("qtest"), listen("monitor"), listen("bell"));
+        std::fs::write(at("halt.bin"), halt()).expect("a file in a directory of our own");
+        let wire = Wire::bind(&at("ours"), &at("card"));
+        let mut process = command(dir.path(), model, properties, memory).spawn().expect("QEMU starts");
+        let mut accept = |listener: &UnixListener| accept(listener, &mut process, dir.path());
+        let vectors: Vec<_> = (0..VECTORS)
+            .map(|_| rustix::event::eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK).expect("an eventfd"))
+            .collect();
+        // In the order in which QEMU waits for answers: the doorbell before anything else runs.
+        let bell = Bell::serve(accept(&bell), &vectors);
+        let qtest = Arc::new(Mutex::new(Qtest::new(accept(&qtest))));
+        let monitor = Monitor::new(accept(&monitor), at("errors"));
+        let announced = memory.iter().map(|(region, at)| Announced::of(region, *at)).collect();
+        let bus = QtestBus::new(qtest, announced, vectors, bell);
+        Some(Machine { process, monitor, bus, wire, _dir: dir })
+    }
+
+    /// A way to the card. There may be several; a real card's users share it, too.
+    pub fn bus(&self) -> QtestBus {
+        self.bus.clone()
+    }
+
+    /// The other end of the card's wire.
+    pub fn wire(&self) -> &Wire {
+        &self.wire
+    }
+
+    /// Plugs the wire in, or out.
+    pub fn set_link(&mut self, up: bool) {
+        self.monitor.ask(&format!(r#"{{"execute":"set_link","arguments":{{"name":"n","up":{up}}}}}"#));
+    }
+
+    /// Ends the machine at once, as when a card is pulled.
+    pub fn end(&mut self) {
+        // Neither fails: the process is ours, and nobody else waits for it.
+        self.process.kill().expect("our own child can be killed");
+        self.process.wait().expect("our own child can be waited for");
+    }
+}
+
+impl Drop for Machine {
+    fn drop(&mut self) {
+        self.end();
+    }
+}
+
+/// 64 KiB of HLT. A processor starts 16 bytes from the end, and there it switches interrupts off first.
+fn halt() -> Vec<u8> {
+    let mut bios = vec![0xf4; 0x1_0000];
+    // cli; hlt; jmp to the hlt.
+    bios[0xfff0..0xfff4].copy_from_slice(&[0xfa, 0xf4, 0xeb, 0xfd]);
+    bios
+}
+
+fn installed(program: &str) -> bool {
+    std::env::var_os("PATH").is_some_and(|path| std::env::split_paths(&path).any(|dir| dir.join(program).is_file()))
+}
+
+fn command(dir: &Path, model: &str, properties: &str, memory: &[(&Region, Iova)]) -> Command {
+    let at = |name: &str| dir.join(name).display().to_string();
+    let mut qemu = Command::new("setpriv");
+    // Ends with us, even if we are killed.
+    qemu.args(["--pdeathsig", "KILL", "--", "qemu-system-x86_64"]);
+    qemu.args(["-machine", "q35", "-accel", "tcg", "-display", "none", "-nodefaults", "-qtest-log", "none"]);
+    qemu.args(["-m", &format!("16M,slots={},maxmem=8G", memory.len().max(1))]);
+    qemu.args(["-bios", &at("halt.bin"), "-qtest", &format!("unix:{}", at("qtest"))]);
+    qemu.args(["-qmp", &format!("unix:{}", at("monitor"))]);
+    for (i, (region, address)) in memory.iter().enumerate() {
+        let path = format!("/proc/{}/fd/{}", std::process::id(), region.fd().as_raw_fd());
+        let object = format!("memory-backend-file,id=m{i},size={},share=on,mem-path={path}", region.len());
+        qemu.args(["-object", &object, "-device", &format!("pc-dimm,memdev=m{i},addr={:#x}", address.0)]);
+    }
+    qemu.args(["-chardev", &format!("socket,id=bell,path={}", at("bell"))]);
+    qemu.args(["-device", &format!("ivshmem-doorbell,chardev=bell,vectors={VECTORS},ioeventfd=off,addr={BELL:#x}")]);
+    let (card, ours) = (at("card"), at("ours"));
+    qemu.args([
+        "-netdev",
+        &format!("dgram,id=n,local.type=unix,local.path={card},remote.type=unix,remote.path={ours}"),
+    ]);
+    let comma = if properties.is_empty() { "" } else { "," };
+    qemu.args(["-device", &format!("{model},netdev=n,addr={CARD:#x}{comma}{properties}")]);
+    let errors = std::fs::File::create(at("errors")).expect("a file in a directory of our own");
+    qemu.stdin(Stdio::null()).stdout(Stdio::null()).stderr(errors);
+    qemu
+}
+
+/// The connection that QEMU makes to `listener`.
+fn accept(listener: &UnixListener, process: &mut Child, dir: &Path) -> UnixStream {
+    let deadline = Instant::now() + PATIENCE;
+    let complaint = |what: &str| -> String {
+        let errors = std::fs::read_to_string(dir.join("errors")).unwrap_or_default();
+        format!("QEMU {what}; it said: {errors}")
+    };
+    loop {
+        if readable(listener, Duration::from_millis(100)) {
+            return listener.accept().expect("a connection is there").0;
+        }
+        let ended = process.try_wait().expect("our own child can be waited for");
+        assert!(ended.is_none(), "{}", complaint("ended at once"));
+        assert!(Instant::now() < deadline, "{}", complaint("did not connect"));
+    }
+}
+
+/// Whether `fd` becomes readable within `limit`.
+pub fn readable(fd: &impl AsFd, limit: Duration) -> bool {
+    let deadline = Instant::now() + limit;
+    loop {
+        let left = deadline.saturating_duration_since(Instant::now());
+        let left = Timespec::try_from(left).expect("a limit of less than centuries");
+        let mut fds = [PollFd::new(fd, PollFlags::IN)];
+        match rustix::event::poll(&mut fds, Some(&left)) {
+            Ok(ready) => return ready > 0,
+            Err(rustix::io::Errno::INTR) => {}
+            Err(errno) => panic!("poll: {errno}"),
+        }
+    }
+}
+
+/// The server that an ivshmem device asks for its memory and its peers: QEMU's docs/specs/ivshmem-spec.txt.
+struct Bell {
+    /// The device looks at neither again, but a closed connection would be news to it.
+    _connection: UnixStream,
+    _memory: Region,
+}
+
+impl Bell {
+    /// What one writes to the doorbell to ring `vector` of our eventfds.
+    const fn message(vector: u32) -> u32 {
+        Self::PEER << 16 | vector
+    }
+
+    /// The peer that has our eventfds.
+    const PEER: u32 = 1;
+
+    fn serve(connection: UnixStream, vectors: &[OwnedFd]) -> Self {
+        let memory = Region::create("tasuki-qemu-bell", PAGE_LEN, Pages::Small).expect("a page of memory");
+        let tell = |number: i64, fd: Option<&dyn AsFdDyn>| {
+            let fds: Vec<_> = fd.iter().map(|fd| fd.fd()).collect();
+            let mut space = [std::mem::MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
+            let mut control = SendAncillaryBuffer::new(&mut space);
+            assert!(fds.is_empty() || control.push(SendAncillaryMessage::ScmRights(&fds)), "one descriptor fits");
+            let bytes = number.to_le_bytes();
+            let slices = [std::io::IoSlice::new(&bytes)];
+            rustix::net::sendmsg(&connection, &slices, &mut control, SendFlags::NOSIGNAL).expect("QEMU listens");
+        };
+        // The version of the protocol, and the device's own number.
+        tell(0, None);
+        tell(0, None);
+        for vector in vectors {
+            tell(Self::PEER.into(), Some(vector));
+        }
+        // The memory, with which the device's start is complete.
+        tell(-1, Some(&memory));
+        Bell { _connection: connection, _memory: memory }
+    }
+}
+
+/// `AsFd` for a list of several kinds.
+trait AsFdDyn {
+    fn fd(&self) -> std::os::fd::BorrowedFd<'_>;
+}
+
+impl<T: AsFd> AsFdDyn for T {
+    fn fd(&self) -> std::os::fd::BorrowedFd<'_> {
+        self.as_fd()
+    }
+}
+
+/// QEMU's monitor, which speaks JSON: <https://www.qemu.org/docs/master/interop/qmp-spec.html>.
+struct Monitor {
+    stream: BufReader<UnixStream>,
+    /// What QEMU wrote to its standard error.
+    errors: PathBuf,
+}
+
+impl Monitor {
+    fn new(stream: UnixStream, errors: PathBuf) -> Self {
+        stream.set_read_timeout(Some(PATIENCE)).expect("a timeout above zero");
+        let mut monitor = Monitor { stream: BufReader::new(stream), errors };
+        monitor.ask(r#"{"execute":"qmp_capabilities"}"#);
+        monitor
+    }
+
+    /// Waits for the answer, past whatever the monitor says on its own.
+    fn ask(&mut self, command: &str) {
+        let mut line = String::new();
+        let sent = self.stream.get_mut().write_all(command.as_bytes());
+        loop {
+            line.clear();
+            let answered = sent.is_ok() && self.stream.read_line(&mut line).is_ok_and(|len| len > 0);
+            assert!(answered && !line.contains(r#""error""#), "{command} was answered {line:?}; {}", self.complaint());
+            if line.contains(r#""return""#) {
+                return;
+            }
+        }
+    }
+
+    fn complaint(&self) -> String {
+        format!("QEMU said: {}", std::fs::read_to_string(&self.errors).unwrap_or_default())
+    }
+}

@@ -1,0 +1,241 @@
+//! The driver of the RTL8139C+ on QEMU's model: what is this card's own. What every card must do is in the conformance suite.
+#![allow(clippy::tests_outside_test_module, reason = "the whole file is tests")]
+
+mod qemu;
+
+use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
+use std::time::{Duration, Instant};
+
+use qemu::{MEMORY_AT, Machine, PATIENCE, QtestBus, regions};
+use tasuki_net::nic::bus::{Bus, Iova, Registers};
+use tasuki_net::nic::rtl8139::{Rtl8139, sash::Sash};
+use tasuki_net::nic::{Filter, Link, Mac, Nic, NicError, NicMemory, NicOptions};
+use tasuki_net::port::{Armed, Burst, Frame, Port};
+use tasuki_shm::arena::{Arena, Geometry};
+use tasuki_shm::region::Region;
+use zerocopy::{FromBytes, IntoBytes};
+
+type Card = Rtl8139<QtestBus>;
+
+const MAC: [u8; 6] = [0x52, 0x54, 0, 0x12, 0x34, 0x57];
+/// Nobody's.
+const OTHER: [u8; 6] = [0x52, 0x54, 0, 0x12, 0x34, 0x99];
+
+fn options() -> NicOptions {
+    NicOptions { ring: 8, ..NicOptions::default() }
+}
+
+fn memory() -> NicMemory {
+    NicMemory::create(Geometry { slot_len: 4096, count: 64 }, 4096, MEMORY_AT).expect("a little memory")
+}
+
+/// A started card, with the arena for its frames.
+fn start(options: &NicOptions) -> Option<(Machine, Card, Arena)> {
+    let memory = memory();
+    let arena = memory.arena().clone();
+    let machine = Machine::start("rtl8139", "mac=52:54:00:12:34:57", &regions(&memory))?;
+    let card = Card::start(machine.bus(), memory, options).expect("QEMU's card starts");
+    Some((machine, card, arena))
+}
+
+/// A frame for `to` that can be told from others by `number`.
+fn frame(to: [u8; 6], number: u32, len: usize) -> Vec<u8> {
+    let mut frame = [&to[..], &[2, 0, 0, 0, 0, 9], &[0x88, 0xb5], &number.to_be_bytes()].concat();
+    frame.extend((frame.len()..len).map(|i| u8::try_from(i % 251).expect("below 251") ^ number.to_le_bytes()[0]));
+    frame
+}
+
+fn receive(card: &mut Card, count: usize) -> Vec<Vec<u8>> {
+    let deadline = Instant::now() + PATIENCE;
+    let mut frames = Vec::new();
+    while frames.len() < count {
+        assert!(Instant::now() < deadline, "{} of {count} frames came", frames.len());
+        let mut burst = Burst::new();
+        card.receive(&mut burst).expect("the card works");
+        frames.extend(burst.iter().map(|frame| frame.bytes().to_vec()));
+        std::thread::yield_now();
+    }
+    frames
+}
+
+/// Waits until the card has received `count` frames since its reset, as its own counters say.
+fn until_come(card: &mut Card, count: u64) {
+    let deadline = Instant::now() + PATIENCE;
+    while statistic(card, "rx_ok") < count {
+        assert!(Instant::now() < deadline, "the card's own counters say that {count} frames came");
+    }
+}
+
+fn statistic(card: &mut Card, name: &str) -> u64 {
+    let all = card.statistics();
+    all.iter().find(|(known, _)| *known == name).unwrap_or_else(|| panic!("no {name} in {all:?}")).1
+}
+
+fn outgoing(arena: &Arena, bytes: &[u8]) -> Frame {
+    let mut slot = arena.take().expect("a slot is free");
+    slot.bytes_mut()[..bytes.len()].copy_from_slice(bytes);
+    Frame { slot, len: bytes.len().try_into().expect("a frame") }
+}
+
+#[test]
+fn frames_pass_both_ways_round_and_round_the_rings() {
+    let Some((machine, mut card, arena)) = start(&options()) else { return };
+    assert_eq!(card.mac(), Mac(MAC));
+    assert_eq!(card.link(), Link::Up { speed: 100, full_duplex: true });
+    for round in 0..10 {
+        let frames: Vec<_> = (0..5).map(|i| frame(MAC, 5 * round + i, 60 + 280 * i as usize)).collect();
+        frames.iter().for_each(|frame| machine.wire().send_frame(frame));
+        assert_eq!(receive(&mut card, frames.len()), frames);
+        let mut burst: Burst = frames.iter().map(|frame| outgoing(&arena, frame)).collect();
+        assert_eq!(card.transmit(&mut burst).expect("the card works"), frames.len());
+        for frame in &frames {
+            assert_eq!(machine.wire().receive_frame(PATIENCE).as_ref(), Some(frame));
+        }
+    }
+    assert_eq!(card.arm().expect("the card works"), Armed::Busy);
+    for (name, count) in [("rx_packets", 50), ("rx_ok", 50), ("rx_ok_phys", 50), ("tx_packets", 50), ("tx_ok", 50)] {
+        assert_eq!(statistic(&mut card, name), count, "{name}");
+    }
+}
+
+/// The card forgets where it was in its rings when it is switched on again, so wherever it was, nothing may be lost or doubled.
+#[test]
+fn a_resumed_card_goes_on_wherever_it_stood_in_its_rings() {
+    let Some((machine, mut card, arena)) = start(&options()) else { return };
+    let mut number = 0;
+    let mut next = || {
+        number += 1;
+        frame(MAC, number, 60 + number as usize)
+    };
+    let mut come = 0;
+    for (before, waiting) in [(0, 0), (3, 0), (0, 4), (1, 7), (5, 3), (7, 2), (0, 6), (2, 5)] {
+        let earlier: Vec<_> = (0..before).map(|_| next()).collect();
+        earlier.iter().for_each(|frame| machine.wire().send_frame(frame));
+        assert_eq!(receive(&mut card, before), earlier);
+        let frames: Vec<_> = (0..waiting).map(|_| next()).collect();
+        frames.iter().for_each(|frame| machine.wire().send_frame(frame));
+        come += before as u64 + waiting as u64;
+        until_come(&mut card, come);
+        let (bus, memory, sash) = card.park().expect("the card parks");
+        let sash = Sash::read_from_bytes(sash.as_bytes()).expect("a sash is plain bytes");
+        card = Card::resume(bus, memory, &sash).expect("the card goes on");
+        let after = next();
+        machine.wire().send_frame(&after);
+        come += 1;
+        let expected: Vec<_> = frames.into_iter().chain([after.clone()]).collect();
+        assert_eq!(receive(&mut card, expected.len()), expected, "{before} frames before, {waiting} waiting");
+        let mut burst = Burst::from_iter([outgoing(&arena, &after)]);
+        assert_eq!(card.transmit(&mut burst).expect("the card works"), 1);
+        assert_eq!(machine.wire().receive_frame(PATIENCE), Some(after));
+    }
+    assert_eq!(arena.census().peer, 8 + 1, "a full receive ring, and the last frame sent");
+    assert_eq!(statistic(&mut card, "rx_packets"), come);
+}
+
+#[test]
+fn frames_that_were_not_sent_are_sent_by_the_successor() {
+    let Some((machine, mut card, arena)) = start(&options()) else { return };
+    // Behind the driver's back the transmitter is switched off, as when its partner holds it up by PAUSE.
+    let registers = machine.bus().registers(1).expect("BAR 1");
+    registers.write8(0x37, 1 << 3);
+    let frames: Vec<_> = (0..5).map(|i| frame(OTHER, i, 100)).collect();
+    let mut burst: Burst = frames.iter().map(|frame| outgoing(&arena, frame)).collect();
+    assert_eq!(card.transmit(&mut burst).expect("the card works"), 5);
+    let (bus, memory, sash) = card.park().expect("the card parks");
+    assert_eq!(sash.unsent, 5);
+    assert_eq!(machine.wire().receive_frame(Duration::ZERO), None);
+    let _card = Card::resume(bus, memory, &sash).expect("the card goes on");
+    for frame in frames {
+        assert_eq!(machine.wire().receive_frame(PATIENCE), Some(frame));
+    }
+}
+
+#[test]
+fn a_parked_card_touches_no_memory() {
+    // A ring with room for all that the wire can hold.
+    let Some((machine, card, arena)) = start(&NicOptions { ring: 32, ..options() }) else { return };
+    let (bus, memory, sash) = card.park().expect("the card parks");
+    let words = [memory.rings(), memory.arena().region()].map(|region| {
+        // A mapping of our own, of what the card can reach.
+        let copy = region.fd().try_clone_to_owned().expect("a descriptor is free");
+        Region::adopt(copy).expect("memory of ours").span::<AtomicU64>(0, region.len() / 8).expect("all of it")
+    });
+    let all = || words.iter().flat_map(|words| words.iter().map(|word| word.load(Relaxed))).collect::<Vec<_>>();
+    let before = all();
+    // More than fit into the wire's socket, so QEMU has taken some of them.
+    for i in 0..1000 {
+        machine.wire().send_frame(&frame(MAC, i, 60));
+    }
+    assert!(all() == before, "its memory has changed");
+    assert_eq!(arena.census().peer, 32);
+    // What came meanwhile is lost, and what comes after is not.
+    let mut card = Card::resume(bus, memory, &sash).expect("the card goes on");
+    let last = frame(MAC, 99, 60);
+    machine.wire().send_frame(&last);
+    while receive(&mut card, 1).last() != Some(&last) {}
+}
+
+#[test]
+fn the_filter_lets_in_what_it_says() {
+    let Some((machine, mut card, _arena)) = start(&options()) else { return };
+    let (one, another) = (Mac([1, 0, 0x5e, 0, 0, 1]), Mac([1, 0, 0x5e, 0, 0, 7]));
+    let mut passes = |filter: Filter, to: [u8; 6]| {
+        card.set_filter(&filter).expect("the card works");
+        machine.wire().send_frame(&frame(to, 0, 60));
+        // The wire keeps the order: when this one is there, the other would be.
+        machine.wire().send_frame(&frame(MAC, 1, 60));
+        let mut frames = receive(&mut card, 1);
+        while frames.last().is_none_or(|last| last[..6] != MAC) {
+            frames.extend(receive(&mut card, 1));
+        }
+        frames.len() == 2
+    };
+    let only = |mac| Filter { multicast: vec![mac], ..Filter::default() };
+    assert!(passes(Filter::default(), [0xff; 6]), "broadcasts always");
+    assert!(!passes(Filter::default(), OTHER));
+    assert!(passes(Filter { promiscuous: true, ..Filter::default() }, OTHER));
+    assert!(!passes(Filter::default(), one.0));
+    assert!(passes(only(one), one.0));
+    assert!(!passes(only(one), another.0));
+    assert!(passes(Filter { all_multicast: true, ..Filter::default() }, another.0));
+    assert!(!passes(Filter::default(), one.0), "and off again");
+}
+
+#[test]
+fn a_sash_with_a_slot_twice_is_refused() {
+    let Some((_machine, card, arena)) = start(&options()) else { return };
+    let (bus, memory, mut sash) = card.park().expect("the card parks");
+    sash.rx[1] = sash.rx[0];
+    let error = Card::resume(bus, memory, &sash).expect_err("one slot cannot take two frames");
+    assert!(matches!(error, NicError::BrokenSash { .. }), "{error}");
+    assert_eq!(arena.census().peer, 8, "the card has what it had");
+}
+
+#[test]
+fn a_card_that_is_gone_is_noticed() {
+    let Some((mut machine, mut card, _arena)) = start(&options()) else { return };
+    machine.end();
+    assert!(matches!(card.arm(), Err(NicError::Gone)));
+    assert_eq!(card.link(), Link::Down);
+    assert!(matches!(card.park(), Err(NicError::Gone)));
+}
+
+#[test]
+fn what_the_card_cannot_do_is_refused_by_name() {
+    let memory = memory();
+    let Some(machine) = Machine::start("rtl8139", "", &regions(&memory)) else { return };
+    for (options, field) in [
+        (NicOptions { ring: 128, ..options() }, "ring"),
+        (NicOptions { ring: 7, ..options() }, "ring"),
+        (NicOptions { queues: 2, ..options() }, "queues"),
+        (NicOptions { mtu: 1501, ..options() }, "mtu"),
+    ] {
+        let error = Card::start(machine.bus(), self::memory(), &options).expect_err(field);
+        assert!(matches!(error, NicError::Options { field: named, .. } if named == field), "{error}");
+    }
+    let few = NicMemory::create(Geometry { slot_len: 4096, count: 7 }, 4096, MEMORY_AT).expect("memory");
+    let error = Card::start(machine.bus(), few, &options()).expect_err("eight slots for a ring of eight");
+    assert!(matches!(error, NicError::Memory { need: 0x8000, have: 0x7000, .. }), "{error}");
+    let elsewhere = NicMemory::create(Geometry { slot_len: 4096, count: 64 }, 4096, Iova(1 << 33)).expect("memory");
+    assert!(matches!(Card::start(machine.bus(), elsewhere, &options()), Err(NicError::Bus(_))));
+}

@@ -1,0 +1,209 @@
+//! An 82574L in memory that does nothing by itself: whoever holds the other end plays the card, well or badly.
+//!
+//! Register offsets are written here as numbers from the data sheet, not taken from the driver.
+#![allow(dead_code, reason = "each user plays another part of the card")]
+
+use std::cell::{Cell, RefCell};
+use std::os::fd::OwnedFd;
+use std::rc::Rc;
+use std::sync::atomic::AtomicU64;
+use std::sync::atomic::Ordering::{Acquire, Release};
+
+use rustix::event::EventfdFlags;
+use tasuki_net::nic::bus::{Bus, BusError, Iova, Registers};
+use tasuki_net::nic::{NicMemory, PciId};
+use tasuki_shm::arena::Geometry;
+use tasuki_shm::region::{Region, Span};
+
+/// Where the card sees its memory.
+pub const MEMORY_AT: Iova = Iova(0x4000_0000);
+
+const CTRL: u32 = 0x0;
+const STATUS: u32 = 0x8;
+const EECD: u32 = 0x10;
+const RCTL: u32 = 0x100;
+const RAL: u32 = 0x5400;
+const RAH: u32 = 0x5404;
+/// Of receive queue 0.
+pub const RDH: u32 = 0x2810;
+pub const RDT: u32 = 0x2818;
+pub const TDT: u32 = 0x3818;
+
+/// The card, shared between the driver's bus and whoever plays it.
+#[derive(Debug)]
+pub struct Card {
+    id: PciId,
+    registers: Vec<Cell<u32>>,
+    gone: Cell<bool>,
+    /// Bits of registers that never come to what the driver waits for.
+    stuck: Cell<Option<(u32, u32)>>,
+    mapped: RefCell<Vec<(Iova, usize)>>,
+}
+
+/// The way to a [`Card`].
+#[derive(Debug, Clone)]
+pub struct StubBus(pub Rc<Card>);
+
+/// Its registers.
+#[derive(Debug)]
+pub struct StubRegisters(Rc<Card>);
+
+impl Card {
+    pub fn new(id: PciId) -> Rc<Card> {
+        let registers = (0..0x2_0000 / 4).map(|_| Cell::new(0)).collect();
+        let (gone, stuck, mapped) = (Cell::new(false), Cell::new(None), RefCell::default());
+        let card = Card { id, registers, gone, stuck, mapped };
+        // Link up at a gigabit in full duplex; bus master requests enabled; the EEPROM was read; an address.
+        card.set(STATUS, 0x0000_0083);
+        card.set(EECD, 1 << 9);
+        card.set(RAL, 0x1200_5452);
+        card.set(RAH, 0x8000_5734);
+        Rc::new(card)
+    }
+
+    /// An 82574L.
+    pub fn e1000e() -> Rc<Card> {
+        Card::new(PciId { vendor: 0x8086, device: 0x10d3 })
+    }
+
+    pub fn set(&self, offset: u32, value: u32) {
+        self.registers[offset as usize / 4].set(value);
+    }
+
+    pub fn get(&self, offset: u32) -> u32 {
+        self.registers[offset as usize / 4].get()
+    }
+
+    /// From now on nobody answers.
+    pub fn pull(&self) {
+        self.gone.set(true);
+    }
+
+    /// These bits of a register read as ones for ever.
+    pub fn stick(&self, offset: u32, bits: u32) {
+        self.stuck.set(Some((offset, bits)));
+    }
+}
+
+impl Bus for StubBus {
+    type Registers = StubRegisters;
+
+    fn read_config(&mut self, offset: u16) -> Result<u32, BusError> {
+        let PciId { vendor, device } = self.0.id;
+        Ok(if offset == 0 { u32::from(device) << 16 | u32::from(vendor) } else { 0 })
+    }
+
+    fn write_config(&mut self, _: u16, _: u32) -> Result<(), BusError> {
+        Ok(())
+    }
+
+    fn registers(&mut self, _: u8) -> Result<StubRegisters, BusError> {
+        Ok(StubRegisters(Rc::clone(&self.0)))
+    }
+
+    fn map_dma(&mut self, memory: &Region, at: Iova) -> Result<(), BusError> {
+        self.0.mapped.borrow_mut().push((at, memory.len()));
+        Ok(())
+    }
+
+    fn unmap_dma(&mut self, at: Iova, len: usize) -> Result<(), BusError> {
+        self.0.mapped.borrow_mut().retain(|mapped| *mapped != (at, len));
+        Ok(())
+    }
+
+    fn interrupts(&mut self, count: u16) -> Result<Vec<OwnedFd>, BusError> {
+        let eventfd = || rustix::event::eventfd(0, EventfdFlags::CLOEXEC).expect("an eventfd");
+        Ok((0..count).map(|_| eventfd()).collect())
+    }
+
+    fn reset(&mut self) -> Result<(), BusError> {
+        Ok(())
+    }
+}
+
+impl Registers for StubRegisters {
+    fn read8(&self, _: u32) -> u8 {
+        u8::MAX
+    }
+
+    fn read16(&self, _: u32) -> u16 {
+        u16::MAX
+    }
+
+    fn read32(&self, offset: u32) -> u32 {
+        if self.0.gone.get() {
+            return u32::MAX;
+        }
+        match self.0.stuck.get() {
+            Some((stuck, bits)) if stuck == offset => self.0.get(offset) | bits,
+            _ => self.0.get(offset),
+        }
+    }
+
+    fn write8(&self, _: u32, _: u8) {}
+
+    fn write16(&self, _: u32, _: u16) {}
+
+    fn write32(&self, offset: u32, value: u32) {
+        match offset {
+            // The reset is done at once.
+            CTRL => self.0.set(CTRL, value & !(1 << 26)),
+            STATUS => {}
+            _ => self.0.set(offset, value),
+        }
+    }
+}
+
+/// What the card does with its rings.
+pub struct Play {
+    pub card: Rc<Card>,
+    rings: Span<AtomicU64>,
+    ring: usize,
+}
+
+impl Play {
+    /// Memory for rings of `ring` descriptors, and the card that is to use it.
+    pub fn new(ring: usize) -> (Play, NicMemory) {
+        let slots = Geometry { slot_len: 4096, count: u32::try_from(ring).expect("a ring") * 2 + 64 };
+        let memory = NicMemory::create(slots, 64 << 10, MEMORY_AT).expect("a little memory");
+        let rings = memory.rings().span(0, memory.rings().len() / 8).expect("all of it");
+        (Play { card: Card::e1000e(), rings, ring }, memory)
+    }
+
+    pub fn bus(&self) -> StubBus {
+        StubBus(Rc::clone(&self.card))
+    }
+
+    /// The two words of a descriptor of receive queue 0.
+    pub fn received(&self, place: usize) -> [&AtomicU64; 2] {
+        [&self.rings[place * 2], &self.rings[place * 2 + 1]]
+    }
+
+    /// The two words of a transmit descriptor, behind one receive ring.
+    pub fn sent(&self, place: usize) -> [&AtomicU64; 2] {
+        [&self.rings[(self.ring + place) * 2], &self.rings[(self.ring + place) * 2 + 1]]
+    }
+
+    /// Writes a receive descriptor back: a frame of `len` bytes, done, at its end.
+    pub fn write_back(&self, place: usize, len: u16) {
+        self.write_back_word(place, u64::from(len) << 32 | 0b11);
+    }
+
+    /// Writes a receive descriptor back, with this for its second word.
+    pub fn write_back_word(&self, place: usize, word: u64) {
+        let [low, high] = self.received(place);
+        low.store(0, Release);
+        high.store(word, Release);
+    }
+
+    /// Whether receiving is on.
+    pub fn receives(&self) -> bool {
+        self.card.get(RCTL) & 2 != 0
+    }
+
+    /// Says of a transmit descriptor that it is done.
+    pub fn complete(&self, place: usize) {
+        let [_, word] = self.sent(place);
+        word.store(word.load(Acquire) | 1 << 32, Release);
+    }
+}

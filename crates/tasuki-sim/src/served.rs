@@ -1,0 +1,232 @@
+//! A model, served to a driver in another process: the card, the client's memory that it reaches, and its wire.
+
+use std::io;
+use std::os::fd::{AsFd, OwnedFd};
+use std::time::{Duration, Instant};
+
+use rustix::event::{PollFd, PollFlags, Timespec};
+use rustix::io::Errno;
+
+use crate::e1000e::{self, Bar, Host, Interrupt, Unmapped};
+use crate::vfio_user::{self, CONFIG, Dma, DmaMemory, MSIX, Region, Server, Turn};
+use crate::wire::Wire;
+
+/// Bytes of a configuration space of PCI Express.
+const CONFIG_LEN: u64 = 4096;
+
+/// Rounds without work after which the model sleeps, and how long it sleeps unless the driver says something.
+const IDLE_ROUNDS: u32 = 2000;
+const NAP: Duration = Duration::from_micros(100);
+
+/// The same while there is no driver: nothing can happen until one comes.
+const LONG_NAP: Duration = Duration::from_millis(50);
+
+/// What the card reaches over its bus: the client's memory, and its eventfds.
+#[derive(Debug, Default)]
+struct Reach {
+    dma: Dma,
+    bells: [Option<OwnedFd>; e1000e::VECTORS],
+    faults: u64,
+}
+
+impl Reach {
+    fn fault(&mut self, at: u64) -> Unmapped {
+        self.faults += 1;
+        Unmapped { at }
+    }
+}
+
+impl Host for Reach {
+    fn read(&mut self, at: u64, into: &mut [u8]) -> Result<(), Unmapped> {
+        self.dma.load(at, into).map_err(|_| self.fault(at))
+    }
+
+    fn write(&mut self, at: u64, bytes: &[u8]) -> Result<(), Unmapped> {
+        // A descriptor says in its last word that the rest of it stands: words, in order. What is longer is a frame, and its
+        // descriptor comes after it.
+        let (words, rest) = bytes.as_chunks::<8>();
+        let stored = if bytes.len() <= 64 && rest.is_empty() && at.is_multiple_of(8) {
+            (0_u64..).zip(words).try_for_each(|(i, word)| self.dma.store_word(at + 8 * i, u64::from_le_bytes(*word)))
+        } else {
+            self.dma.store(at, bytes)
+        };
+        stored.map_err(|_| self.fault(at))
+    }
+
+    fn interrupt(&mut self, interrupt: Interrupt) {
+        // By MSI-X only: a driver that comes by vfio-user has no other.
+        if let Interrupt::MsiX(vector) = interrupt
+            && let Some(Some(bell)) = self.bells.get(usize::from(vector))
+        {
+            // A full counter rings as well; a waiter that is gone is not the card's business.
+            let _ = rustix::io::write(bell, &1_u64.to_ne_bytes());
+        }
+    }
+}
+
+/// A card with its wire, as a vfio-user device.
+#[derive(Debug)]
+pub struct Served<W> {
+    card: e1000e::Device,
+    wire: W,
+    reach: Reach,
+    start: Instant,
+}
+
+impl<W: Wire> Served<W> {
+    /// A card that is plugged into `wire`.
+    pub fn new(card: e1000e::Device, wire: W) -> Self {
+        Served { card, wire, reach: Reach::default(), start: Instant::now() }
+    }
+
+    /// The card.
+    pub fn card(&mut self) -> &mut e1000e::Device {
+        &mut self.card
+    }
+
+    /// What it is plugged into.
+    pub fn wire(&mut self) -> &mut W {
+        &mut self.wire
+    }
+
+    /// What it was plugged into.
+    pub fn into_wire(self) -> W {
+        self.wire
+    }
+
+    /// How often the card was sent to memory that it was not given.
+    pub fn faults(&self) -> u64 {
+        self.reach.faults
+    }
+
+    fn now(&self) -> u64 {
+        u64::try_from(self.start.elapsed().as_nanos()).unwrap_or(u64::MAX)
+    }
+
+    /// Has the card do what is to be done now; says whether there was anything.
+    pub fn step(&mut self) -> bool {
+        let now = self.now();
+        self.card.step(&mut self.reach, &mut self.wire, now)
+    }
+
+    /// Serves drivers and moves frames until `go_on` says otherwise, which is asked in every round.
+    pub fn serve(&mut self, server: &mut Server, mut go_on: impl FnMut(&mut Self) -> bool) -> io::Result<()> {
+        let mut idle = 0;
+        while go_on(self) {
+            let busy = match server.turn(self)? {
+                Turn::Over => return Ok(()),
+                Turn::Idle => self.step(),
+                Turn::Busy | Turn::Gone(_) => {
+                    self.step();
+                    true
+                }
+            };
+            idle = if busy { 0 } else { idle + 1 };
+            if idle >= IDLE_ROUNDS {
+                idle = 0;
+                sleep(server, if server.has_client() { NAP } else { LONG_NAP })?;
+            }
+        }
+        Ok(())
+    }
+}
+
+/// Sleeps until a driver says something, at most so long.
+fn sleep(server: &Server, at_most: Duration) -> io::Result<()> {
+    let nap = Timespec { tv_sec: 0, tv_nsec: at_most.subsec_nanos().into() };
+    match rustix::event::poll(&mut [PollFd::from_borrowed_fd(server.as_fd(), PollFlags::IN)], Some(&nap)) {
+        Ok(_) | Err(Errno::INTR) => Ok(()),
+        Err(errno) => Err(errno.into()),
+    }
+}
+
+/// Accesses of any length, as the pieces of at most four bytes that a card's bus carries: each aligned to its width.
+fn pieces(offset: u64, len: usize) -> impl Iterator<Item = (u32, u8, usize)> {
+    let mut done = 0;
+    std::iter::from_fn(move || {
+        let at = offset + done as u64;
+        let width = [4, 2, 1].into_iter().find(|&width| len - done >= width && at.is_multiple_of(width as u64))?;
+        let piece = (u32::try_from(at).ok()?, u8::try_from(width).ok()?, done);
+        done += width;
+        Some(piece)
+    })
+}
+
+impl<W: Wire> vfio_user::Device for Served<W> {
+    fn region(&self, index: u32) -> Region<'_> {
+        let bar = u8::try_from(index).ok().and_then(Bar::at);
+        let len = match (index, bar) {
+            (CONFIG, _) => CONFIG_LEN,
+            // Nobody but a BIOS needs the ports.
+            (_, Some((Bar::Ports, _)) | None) => 0,
+            (_, Some((_, len))) => len.into(),
+        };
+        Region { len, ..Region::default() }
+    }
+
+    fn vectors(&self, index: u32) -> u32 {
+        if index == MSIX { u32::try_from(e1000e::VECTORS).expect("a handful") } else { 0 }
+    }
+
+    fn read(&mut self, region: u32, offset: u64, into: &mut [u8]) {
+        let now = self.now();
+        for (at, width, place) in pieces(offset, into.len()) {
+            let value = match u8::try_from(region).ok().and_then(Bar::at) {
+                _ if region == CONFIG => self.card.read_config(at, width),
+                Some((bar, _)) => self.card.read(bar, at, width, now),
+                None => u32::MAX,
+            };
+            let width = usize::from(width);
+            into[place..place + width].copy_from_slice(&value.to_le_bytes()[..width]);
+        }
+    }
+
+    fn write(&mut self, region: u32, offset: u64, bytes: &[u8]) {
+        let now = self.now();
+        for (at, width, place) in pieces(offset, bytes.len()) {
+            let mut value = [0; 4];
+            value[..width.into()].copy_from_slice(&bytes[place..place + usize::from(width)]);
+            let value = u32::from_le_bytes(value);
+            match u8::try_from(region).ok().and_then(Bar::at) {
+                _ if region == CONFIG => self.card.write_config(at, width, value, now),
+                Some((bar, _)) => self.card.write(bar, at, width, value, now),
+                None => {}
+            }
+        }
+    }
+
+    fn dma_map(&mut self, at: u64, memory: DmaMemory) {
+        self.reach.dma.map(at, memory);
+    }
+
+    fn dma_unmap(&mut self, at: u64) {
+        self.reach.dma.unmap(at);
+    }
+
+    fn set_irq(&mut self, index: u32, vector: u32, eventfd: Option<OwnedFd>) {
+        if index == MSIX
+            && let Some(place) = usize::try_from(vector).ok().and_then(|vector| self.reach.bells.get_mut(vector))
+        {
+            *place = eventfd;
+        }
+    }
+
+    fn reset(&mut self) {
+        let now = self.now();
+        self.card.reset(now);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_access_is_cut_into_what_a_bus_carries() {
+        let cut = |offset, len| pieces(offset, len).collect::<Vec<_>>();
+        assert_eq!(cut(0, 4), [(0, 4, 0)]);
+        assert_eq!(cut(8, 8), [(8, 4, 0), (12, 4, 4)]);
+        assert_eq!(cut(1, 7), [(1, 1, 0), (2, 2, 1), (4, 4, 3)]);
+        assert_eq!(cut(0, 0), []);
+    }
+}

@@ -1,0 +1,527 @@
+//! Serves a device to a driver in another process, by the vfio-user protocol.
+//!
+//! [`Server`] never waits: whoever drives it polls its descriptor, or turns it in a loop beside the device's own work, and each
+//! [`turn`](Server::turn) does what there is to do. One client at a time; others wait until it is gone. The device stays as it
+//! is then, without the client's memory and interrupts.
+//!
+//! The client is not trusted: what makes no sense is refused, and what makes the rest of the stream senseless ends its connection.
+//!
+//! A driver that comes over `tasuki_net`'s client does what a kernel does for it: it sets the MSI-X enable bit in the configuration
+//! space and writes 0 to the vector control of each vector that it uses, in the BAR that the capability names.
+
+mod memory;
+mod wire;
+
+use std::collections::VecDeque;
+use std::io::{self, IoSlice, IoSliceMut};
+use std::mem::MaybeUninit;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::path::{Path, PathBuf};
+
+use rustix::event::epoll;
+use rustix::io::Errno;
+use rustix::net::{
+    AddressFamily, RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, ReturnFlags, SendAncillaryBuffer,
+    SendAncillaryMessage, SendFlags, SocketAddrUnix, SocketFlags, SocketType,
+};
+
+pub use memory::{Dma, DmaFault, DmaMemory, Rights};
+pub use wire::Breach;
+use wire::{Ask, FDS_MAX, HEADER, Header, MESSAGE_MAX, TRANSFER_MAX};
+
+/// Regions of a PCI device, as `<linux/vfio.h>` numbers them: BARs 0 to 5, the expansion ROM, the configuration space, VGA.
+pub const REGIONS: u32 = 9;
+/// The configuration space among them.
+pub const CONFIG: u32 = 7;
+/// Kinds of interrupts: INTx, MSI, MSI-X, errors, requests to let go.
+pub const IRQS: u32 = 5;
+/// MSI-X among them.
+pub const MSIX: u32 = 2;
+
+/// Most windows of memory that a client may give a device.
+const WINDOWS_MAX: usize = 64;
+/// Commands in a turn, so that the device gets its turn as well.
+const TURN_MAX: u32 = 256;
+
+/// A region of a device.
+#[derive(Debug, Clone, Copy, Default)]
+pub struct Region<'a> {
+    /// Bytes. None: there is no such region.
+    pub len: u64,
+    /// The memory that it is, if a client may map it.
+    pub memory: Option<BorrowedFd<'a>>,
+    /// The parts that a client may map, as offsets and lengths in whole pages. None: all of it.
+    pub areas: &'a [(u64, u64)],
+}
+
+/// What is served. Accesses lie inside of their region; a device has no way to refuse one, as on a real bus.
+pub trait Device {
+    /// What region `index` is like.
+    fn region(&self, index: u32) -> Region<'_>;
+
+    /// How many vectors kind `index` of interrupt has.
+    fn vectors(&self, index: u32) -> u32;
+
+    /// The driver reads.
+    fn read(&mut self, region: u32, offset: u64, into: &mut [u8]);
+
+    /// The driver writes.
+    fn write(&mut self, region: u32, offset: u64, bytes: &[u8]);
+
+    /// The device can reach `memory` at `at` from now on. It overlaps nothing that was given before.
+    fn dma_map(&mut self, at: u64, memory: DmaMemory);
+
+    /// The device can reach it no longer, and has finished what it did there.
+    fn dma_unmap(&mut self, at: u64);
+
+    /// From now on, vector `vector` of kind `index` rings `eventfd`, or nothing.
+    fn set_irq(&mut self, index: u32, vector: u32, eventfd: Option<OwnedFd>);
+
+    /// The device is as it was when it was switched on.
+    fn reset(&mut self);
+}
+
+/// What a turn has come to.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Turn {
+    /// Nothing is left to do until the descriptor is readable.
+    Idle,
+    /// There is more to do.
+    Busy,
+    /// The client is gone: it closed the connection, or broke a rule without which nothing can be understood.
+    Gone(Option<Breach>),
+    /// The client is gone, and no other can come.
+    Over,
+}
+
+/// Serves one device.
+#[derive(Debug)]
+pub struct Server {
+    listener: Option<(OwnedFd, PathBuf)>,
+    client: Option<Client>,
+    poll: OwnedFd,
+}
+
+impl Drop for Server {
+    fn drop(&mut self) {
+        if let Some((_, path)) = &self.listener {
+            let _ = std::fs::remove_file(path);
+        }
+    }
+}
+
+impl AsFd for Server {
+    /// Readable when a turn has something to do.
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.poll.as_fd()
+    }
+}
+
+impl Server {
+    /// Serves whoever connects to `path`, one after the other. There must be nothing at `path`; the socket is removed in the end.
+    pub fn bind(path: &Path) -> io::Result<Self> {
+        let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
+        let listener = rustix::net::socket_with(AddressFamily::UNIX, SocketType::STREAM, flags, None)?;
+        rustix::net::bind(&listener, &SocketAddrUnix::new(path)?)?;
+        let server = Server { listener: Some((listener, path.to_owned())), client: None, poll: new_poll()? };
+        if let Some((listener, _)) = &server.listener {
+            rustix::net::listen(listener, 8)?;
+            watch(&server.poll, listener.as_fd(), epoll::EventFlags::IN)?;
+        }
+        Ok(server)
+    }
+
+    /// Serves the client at the other end of `connection`, and nobody after it.
+    pub fn over(connection: OwnedFd) -> io::Result<Self> {
+        let poll = new_poll()?;
+        let client = Client::new(connection, &poll)?;
+        Ok(Server { listener: None, client: Some(client), poll })
+    }
+
+    /// Whether a client is there.
+    pub fn has_client(&self) -> bool {
+        self.client.is_some()
+    }
+
+    /// Does what there is to do, up to a bound, and waits for nothing.
+    pub fn turn(&mut self, device: &mut impl Device) -> io::Result<Turn> {
+        let Some(client) = &mut self.client else {
+            let Some((listener, _)) = &self.listener else { return Ok(Turn::Over) };
+            return match rustix::net::accept_with(listener, SocketFlags::CLOEXEC) {
+                Err(Errno::AGAIN | Errno::INTR | Errno::CONNABORTED) => Ok(Turn::Idle),
+                connection => {
+                    let client = Client::new(connection?, &self.poll)?;
+                    // Whoever comes next waits in the queue.
+                    epoll::delete(&self.poll, listener)?;
+                    self.client = Some(client);
+                    Ok(Turn::Busy)
+                }
+            };
+        };
+        let end = match client.turn(device, &self.poll) {
+            Ok(turn) => return Ok(turn),
+            Err(end) => end,
+        };
+        client.forget(device);
+        // Closing would do, were nobody else holding the same socket.
+        epoll::delete(&self.poll, &client.socket)?;
+        self.client = None;
+        match &self.listener {
+            Some((listener, _)) => watch(&self.poll, listener.as_fd(), epoll::EventFlags::IN)?,
+            None if end == End::Closed => return Ok(Turn::Over),
+            None => {}
+        }
+        match end {
+            End::Closed => Ok(Turn::Gone(None)),
+            End::Breach(breach) => Ok(Turn::Gone(Some(breach))),
+        }
+    }
+}
+
+fn new_poll() -> io::Result<OwnedFd> {
+    Ok(epoll::create(epoll::CreateFlags::CLOEXEC)?)
+}
+
+fn watch(poll: &OwnedFd, fd: BorrowedFd<'_>, flags: epoll::EventFlags) -> io::Result<()> {
+    Ok(epoll::add(poll, fd, epoll::EventData::new_u64(0), flags)?)
+}
+
+/// Why a connection ends.
+#[derive(Debug, PartialEq, Eq)]
+enum End {
+    Closed,
+    Breach(Breach),
+}
+
+impl From<Breach> for End {
+    fn from(breach: Breach) -> Self {
+        End::Breach(breach)
+    }
+}
+
+/// A socket that fails has nobody at its other end.
+impl From<Errno> for End {
+    fn from(_: Errno) -> Self {
+        End::Closed
+    }
+}
+
+#[derive(Debug)]
+struct Client {
+    socket: OwnedFd,
+    /// Bytes that came and were not understood yet: `inbox[..have]`.
+    inbox: Box<[u8]>,
+    have: usize,
+    /// Descriptors that came with them, each with the end of the bytes that it came with.
+    fds: VecDeque<(usize, OwnedFd)>,
+    /// An answer, and how much of it was sent. Nothing else is done before it is gone.
+    reply: Vec<u8>,
+    sent: usize,
+    met: bool,
+    windows: Vec<(u64, u64)>,
+}
+
+impl Client {
+    fn new(socket: OwnedFd, poll: &OwnedFd) -> io::Result<Self> {
+        watch(poll, socket.as_fd(), epoll::EventFlags::IN)?;
+        Ok(Client {
+            socket,
+            inbox: vec![0; 2 * MESSAGE_MAX].into(),
+            have: 0,
+            fds: VecDeque::new(),
+            reply: Vec::with_capacity(MESSAGE_MAX),
+            sent: 0,
+            met: false,
+            windows: Vec::new(),
+        })
+    }
+
+    fn turn(&mut self, device: &mut impl Device, poll: &OwnedFd) -> Result<Turn, End> {
+        let waited = self.sent < self.reply.len();
+        if waited && !self.flush(None)? {
+            return Ok(Turn::Idle);
+        }
+        if waited {
+            self.await_event(poll, epoll::EventFlags::IN)?;
+        }
+        let mut left = TURN_MAX;
+        loop {
+            let mut at = 0;
+            let mut blocked = false;
+            while left > 0 && !blocked {
+                let Some(header) = self.message(at)? else { break };
+                let fds = self.fds_until(at + header.size)?;
+                blocked = !self.serve(device, header, at, fds)?;
+                at += header.size;
+                left -= 1;
+            }
+            self.consume(at);
+            if blocked {
+                self.await_event(poll, epoll::EventFlags::OUT)?;
+                return Ok(Turn::Idle);
+            }
+            if left == 0 {
+                return Ok(Turn::Busy);
+            }
+            if !self.receive()? {
+                return Ok(Turn::Idle);
+            }
+        }
+    }
+
+    fn await_event(&self, poll: &OwnedFd, flags: epoll::EventFlags) -> Result<(), End> {
+        Ok(epoll::modify(poll, &self.socket, epoll::EventData::new_u64(0), flags)?)
+    }
+
+    /// The header of the message at `at`, if all of it is there.
+    fn message(&self, at: usize) -> Result<Option<Header>, Breach> {
+        let there = &self.inbox[at..self.have];
+        let Some(header) = there.first_chunk::<HEADER>() else { return Ok(None) };
+        let header = Header::parse(header)?;
+        if !self.met && header.command != 1 {
+            return Err(Breach::NoVersion(header.command));
+        }
+        Ok((header.size <= there.len()).then_some(header))
+    }
+
+    /// The descriptors of the message that ends at `end`. The kernel hands out descriptors with the first bytes that they were sent
+    /// with and stops there, so what they came with ends inside of their message.
+    fn fds_until(&mut self, end: usize) -> Result<Vec<OwnedFd>, Breach> {
+        let count = self.fds.iter().take_while(|(came, _)| *came <= end).count();
+        if count > FDS_MAX {
+            return Err(Breach::Descriptors);
+        }
+        Ok(self.fds.drain(..count).map(|(_, fd)| fd).collect())
+    }
+
+    /// The first `len` bytes are done with.
+    fn consume(&mut self, len: usize) {
+        self.inbox.copy_within(len..self.have, 0);
+        self.have -= len;
+        self.fds.iter_mut().for_each(|(came, _)| *came -= len);
+    }
+
+    /// Receives what there is; says whether that was something.
+    fn receive(&mut self) -> Result<bool, End> {
+        let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(FDS_MAX))];
+        let mut control = RecvAncillaryBuffer::new(&mut space);
+        let room = &mut [IoSliceMut::new(&mut self.inbox[self.have..])];
+        let flags = RecvFlags::CMSG_CLOEXEC | RecvFlags::DONTWAIT;
+        let got = match rustix::net::recvmsg(&self.socket, room, &mut control, flags) {
+            Err(Errno::AGAIN | Errno::INTR) => return Ok(false),
+            other => other?,
+        };
+        self.have += got.bytes;
+        for message in control.drain() {
+            if let RecvAncillaryMessage::ScmRights(rights) = message {
+                self.fds.extend(rights.map(|fd| (self.have, fd)));
+            }
+        }
+        match got {
+            got if got.bytes == 0 => Err(End::Closed),
+            got if got.flags.contains(ReturnFlags::CTRUNC) || self.fds.len() > FDS_MAX => {
+                Err(Breach::Descriptors.into())
+            }
+            _ => Ok(true),
+        }
+    }
+
+    /// Sends what is left of the answer; says whether all of it is gone.
+    fn flush(&mut self, fd: Option<BorrowedFd<'_>>) -> Result<bool, End> {
+        let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
+        let fds = fd.as_slice();
+        while self.sent < self.reply.len() {
+            let mut control = SendAncillaryBuffer::new(&mut space);
+            if self.sent == 0 && !fds.is_empty() {
+                let fits = control.push(SendAncillaryMessage::ScmRights(fds));
+                assert!(fits, "there is room for one descriptor");
+            }
+            let rest = &[IoSlice::new(&self.reply[self.sent..])];
+            match rustix::net::sendmsg(&self.socket, rest, &mut control, SendFlags::NOSIGNAL | SendFlags::DONTWAIT) {
+                Err(Errno::INTR) => {}
+                Err(Errno::AGAIN) => return Ok(false),
+                other => self.sent += other?,
+            }
+        }
+        self.reply.clear();
+        self.sent = 0;
+        Ok(true)
+    }
+
+    /// Does what one message asks, and answers; says whether all of the answer is gone.
+    fn serve(&mut self, device: &mut impl Device, header: Header, at: usize, fds: Vec<OwnedFd>) -> Result<bool, End> {
+        let body = at + HEADER..at + header.size;
+        header.answer(&mut self.reply, None);
+        let memory = if header.command == 1 && !self.met {
+            let minor = wire::parse_version(&self.inbox[body])?;
+            self.reply.extend(0_u16.to_ne_bytes());
+            self.reply.extend(minor.to_ne_bytes());
+            self.reply.extend(wire::CAPABILITIES);
+            self.met = true;
+            None
+        } else {
+            let Client { inbox, reply, windows, .. } = self;
+            let ask = Ask::parse(header.command, &inbox[body]);
+            match ask.and_then(|ask| perform(device, ask, windows, fds, reply)) {
+                Ok(memory) => memory,
+                Err(errno) => {
+                    header.answer(&mut self.reply, Some(errno));
+                    None
+                }
+            }
+        };
+        if header.posted {
+            self.reply.clear();
+            return Ok(true);
+        }
+        wire::finish(&mut self.reply);
+        // A descriptor goes with the first byte. An answer that has one is short, and only a client that does not read its answers
+        // has no room for it.
+        self.flush(memory).and_then(|sent| if !sent && memory.is_some() { Err(End::Closed) } else { Ok(sent) })
+    }
+
+    /// Takes the client's memory and interrupts away from the device.
+    fn forget(&mut self, device: &mut impl Device) {
+        self.windows.drain(..).for_each(|(at, _)| device.dma_unmap(at));
+        for index in 0..IRQS {
+            (0..device.vectors(index)).for_each(|vector| device.set_irq(index, vector, None));
+        }
+    }
+}
+
+/// Does what is asked and puts the body of the answer into `reply`; gives the descriptor that goes with it.
+fn perform<'a>(
+    device: &'a mut impl Device,
+    ask: Ask<'_>,
+    windows: &mut Vec<(u64, u64)>,
+    fds: Vec<OwnedFd>,
+    reply: &mut Vec<u8>,
+) -> Result<Option<BorrowedFd<'a>>, Errno> {
+    let allowed = match &ask {
+        Ask::DmaMap { .. } => 1,
+        Ask::SetIrqs { count, eventfds: true, .. } => *count as usize,
+        _ => 0,
+    };
+    if fds.len() != allowed {
+        return Err(Errno::INVAL);
+    }
+    match ask {
+        Ask::DmaMap { rights, offset, at, len } => {
+            dma_map(device, windows, &fds[0], (rights, offset, at, len))?;
+        }
+        Ask::DmaUnmap { all: true, .. } => {
+            windows.drain(..).for_each(|(at, _)| device.dma_unmap(at));
+            reply_words(reply, &[24, 2, 0, 0, 0, 0]);
+        }
+        Ask::DmaUnmap { at, len, .. } => {
+            let index = windows.iter().position(|&window| window == (at, len)).ok_or(Errno::NOENT)?;
+            windows.swap_remove(index);
+            device.dma_unmap(at);
+            reply_words(reply, &[24, 0]);
+            reply.extend(at.to_ne_bytes());
+            reply.extend(len.to_ne_bytes());
+        }
+        // It is PCI and can be reset.
+        Ask::Info => reply_words(reply, &[16, 3, REGIONS, IRQS]),
+        Ask::RegionInfo { index, room } => return region_info(device, index, room, reply),
+        Ask::IrqInfo { index } if index < IRQS => {
+            // By eventfd, and not to be resized.
+            reply_words(reply, &[16, 1 | 8, index, device.vectors(index)]);
+        }
+        Ask::IrqInfo { .. } => return Err(Errno::INVAL),
+        Ask::SetIrqs { index, start, count, eventfds } => {
+            let vectors = if index < IRQS { device.vectors(index) } else { 0 };
+            if start.checked_add(count).is_none_or(|end| end > vectors) {
+                return Err(Errno::INVAL);
+            }
+            match eventfds {
+                true => (start..).zip(fds).for_each(|(vector, fd)| device.set_irq(index, vector, Some(fd))),
+                false => (0..vectors).for_each(|vector| device.set_irq(index, vector, None)),
+            }
+        }
+        Ask::Read { region, offset, count } => {
+            inside(device, region, offset, count as usize)?;
+            reply_access(reply, region, offset, count);
+            let begin = reply.len();
+            reply.resize(begin + count as usize, 0);
+            device.read(region, offset, &mut reply[begin..]);
+        }
+        Ask::Write { region, offset, bytes } => {
+            inside(device, region, offset, bytes.len())?;
+            reply_access(reply, region, offset, u32::try_from(bytes.len()).map_err(|_| Errno::INVAL)?);
+            device.write(region, offset, bytes);
+        }
+        Ask::Reset => device.reset(),
+    }
+    Ok(None)
+}
+
+fn reply_words(reply: &mut Vec<u8>, words: &[u32]) {
+    words.iter().for_each(|word| reply.extend(word.to_ne_bytes()));
+}
+
+fn reply_access(reply: &mut Vec<u8>, region: u32, offset: u64, count: u32) {
+    reply.extend(offset.to_ne_bytes());
+    reply_words(reply, &[region, count]);
+}
+
+/// Whether `len` bytes at `offset` lie in a region, and are no more than we said that we take.
+fn inside(device: &impl Device, region: u32, offset: u64, len: usize) -> Result<(), Errno> {
+    let limit = if region < REGIONS { device.region(region).len } else { 0 };
+    let fits = offset.checked_add(len as u64).is_some_and(|end| end <= limit);
+    if fits && (1..=TRANSFER_MAX).contains(&len) { Ok(()) } else { Err(Errno::INVAL) }
+}
+
+fn dma_map(
+    device: &mut impl Device,
+    windows: &mut Vec<(u64, u64)>,
+    memory: &OwnedFd,
+    (rights, offset, at, len): (u32, u64, u64, u64),
+) -> Result<(), Errno> {
+    let end = at.checked_add(len).ok_or(Errno::INVAL)?;
+    if windows.iter().any(|&(other, its_len)| at < other + its_len && other < end) {
+        return Err(Errno::EXIST);
+    }
+    if windows.len() == WINDOWS_MAX {
+        return Err(Errno::NOSPC);
+    }
+    let rights = Rights { read: rights & 1 != 0, write: rights & 2 != 0 };
+    let memory = DmaMemory::map(memory.as_fd(), offset, len, rights)?;
+    windows.push((at, len));
+    device.dma_map(at, memory);
+    Ok(())
+}
+
+fn region_info<'a>(
+    device: &'a impl Device,
+    index: u32,
+    room: usize,
+    reply: &mut Vec<u8>,
+) -> Result<Option<BorrowedFd<'a>>, Errno> {
+    if index >= REGIONS {
+        return Err(Errno::INVAL);
+    }
+    let Region { len, memory, areas } = device.region(index);
+    // Readable and writable; mappable; with a list of areas.
+    let mut flags = if len > 0 { 3 } else { 0 };
+    let mut argsz = 32;
+    if memory.is_some() {
+        flags |= 4;
+        argsz += if areas.is_empty() { 0 } else { 16 + 16 * areas.len() };
+    }
+    let listed = argsz > 32 && argsz <= room;
+    let size = u32::try_from(argsz).map_err(|_| Errno::OVERFLOW)?;
+    let first = if listed { 32 } else { 0 };
+    reply_words(reply, &[size, flags | if listed { 8 } else { 0 }, index, first]);
+    reply.extend(len.to_ne_bytes());
+    reply.extend(0_u64.to_ne_bytes());
+    if listed {
+        // The capability 1 (sparse mmap), version 1, is the only one.
+        reply_words(reply, &[1 | 1 << 16, 0, u32::try_from(areas.len()).map_err(|_| Errno::OVERFLOW)?, 0]);
+        areas.iter().for_each(|(start, len)| {
+            reply.extend(start.to_ne_bytes());
+            reply.extend(len.to_ne_bytes());
+        });
+    }
+    Ok(memory.filter(|_| listed || argsz == 32))
+}

@@ -1,0 +1,150 @@
+//! Which card: how the command line names it, and the way to it.
+
+use std::path::PathBuf;
+use std::str::FromStr;
+
+use anyhow::{Context, Result, bail, ensure};
+use tasuki_net::nic::bus::pci::Header;
+use tasuki_net::nic::bus::vfio::{Address, Vfio};
+use tasuki_net::nic::bus::vfio_user::{TIMEOUT, VfioUser};
+use tasuki_net::nic::bus::{Bus, Iova};
+use tasuki_net::nic::e1000e::E1000e;
+use tasuki_net::nic::rtl8139::Rtl8139;
+use tasuki_net::nic::virtio_net::VirtioNet;
+use tasuki_net::nic::{Nic, NicMemory, NicOptions, PciId};
+use tasuki_shm::arena::{Arena, Geometry};
+
+use crate::model::Model;
+
+/// Where the card sees its memory. Any address will do behind an IOMMU; this one is above what firmware reserves.
+const MEMORY_AT: Iova = Iova(1 << 32);
+
+/// Bytes for the rings of any card that we drive, with rings of the largest size.
+const RINGS_LEN: usize = 1 << 20;
+
+/// A card, as the command line names it.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Device {
+    /// A real one, by its PCI address.
+    Vfio(Address),
+    /// One that a vfio-user server serves at this socket.
+    VfioUser(PathBuf),
+    /// Our own model, started for us.
+    Sim,
+}
+
+impl FromStr for Device {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        match text.split_once(':') {
+            Some(("vfio", address)) => address.parse().map(Device::Vfio).map_err(|error| format!("{error}")),
+            Some(("vfio-user", path)) if !path.is_empty() => Ok(Device::VfioUser(path.into())),
+            _ if text == "sim" => Ok(Device::Sim),
+            _ => Err(format!(
+                "{text:?} names no card; write vfio:0000:03:00.0 (a PCI address), vfio-user:PATH (a socket), or sim"
+            )),
+        }
+    }
+}
+
+/// What is done with a card once the way to it, and its driver, are found.
+pub trait Job {
+    /// The card runs; `arena` is where its frames lie.
+    fn with<N: Nic>(self, nic: N, arena: Arena) -> Result<()>;
+}
+
+/// A driver, and the cards that it drives.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Driver {
+    /// Intel 82574L.
+    E1000e,
+    /// Realtek RTL8139C+.
+    Rtl8139,
+    /// virtio-net over PCI.
+    VirtioNet,
+}
+
+const DRIVERS: [(PciId, Driver, &str); 4] = [
+    (PciId { vendor: 0x8086, device: 0x10d3 }, Driver::E1000e, "Intel 82574L, e1000e"),
+    (PciId { vendor: 0x10ec, device: 0x8139 }, Driver::Rtl8139, "Realtek RTL8139C+, rtl8139"),
+    (PciId { vendor: 0x1af4, device: 0x1041 }, Driver::VirtioNet, "virtio network card, virtio_net"),
+    (PciId { vendor: 0x1af4, device: 0x1000 }, Driver::VirtioNet, "virtio network card (transitional), virtio_net"),
+];
+
+/// The driver of a card, and what the card and the driver are called.
+pub fn driver_of(id: PciId) -> Option<(Driver, &'static str)> {
+    DRIVERS.iter().find(|(known, ..)| *known == id).map(|&(_, driver, name)| (driver, name))
+}
+
+/// How much memory the card gets, and how it is started.
+#[derive(Debug)]
+pub struct Setup {
+    /// Where frames lie.
+    pub slots: Geometry,
+    /// What the driver is asked for.
+    pub options: NicOptions,
+}
+
+/// Finds the way to the card, starts it and does `job`. `header` is shown what the card says it is.
+pub fn open(device: &Device, setup: &Setup, header: impl FnOnce(&Header), job: impl Job) -> Result<()> {
+    match device {
+        Device::Vfio(address) => start(Vfio::open(*address)?, setup, header, job),
+        Device::VfioUser(path) => {
+            ensure!(
+                path.exists(),
+                "there is no socket at {}; start the device's server, or correct the path",
+                path.display()
+            );
+            let bus =
+                VfioUser::connect(path, TIMEOUT).with_context(|| format!("no device is served at {}", path.display()));
+            start(bus?, setup, header, job)
+        }
+        Device::Sim => {
+            let model = Model::start()?;
+            start(VfioUser::connect(model.socket(), TIMEOUT)?, setup, header, job)
+        }
+    }
+}
+
+fn start<B: Bus>(mut bus: B, setup: &Setup, header: impl FnOnce(&Header), job: impl Job) -> Result<()> {
+    let found = Header::read(&mut bus)?;
+    header(&found);
+    let Some((driver, _)) = driver_of(found.id) else {
+        let known: Vec<_> = DRIVERS.iter().map(|(id, _, name)| format!("{id} ({name})")).collect();
+        bail!("no driver here drives a {}; those that are driven: {}", found.id, known.join("; "));
+    };
+    match driver {
+        Driver::E1000e => go::<E1000e<B>>(bus, setup, job),
+        Driver::Rtl8139 => go::<Rtl8139<B>>(bus, setup, job),
+        Driver::VirtioNet => go::<VirtioNet<B>>(bus, setup, job),
+    }
+}
+
+fn go<N: Nic>(mut bus: N::Bus, setup: &Setup, job: impl Job) -> Result<()> {
+    let memory = NicMemory::create(setup.slots, RINGS_LEN, MEMORY_AT).context("there is no memory for the card")?;
+    memory.map(&mut bus)?;
+    let arena = memory.arena().clone();
+    job.with(N::start(bus, memory, &setup.options)?, arena)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn cards_are_named_in_three_ways() {
+        assert_eq!("vfio:0000:03:00.0".parse(), Ok(Device::Vfio("0000:03:00.0".parse().unwrap())));
+        assert_eq!("vfio-user:/run/nic:1".parse(), Ok(Device::VfioUser("/run/nic:1".into())));
+        assert_eq!("sim".parse(), Ok(Device::Sim));
+        for nonsense in ["", "eth0", "vfio:", "vfio-user:", "sim:1"] {
+            assert!(nonsense.parse::<Device>().unwrap_err().contains("vfio:0000:03:00.0"), "{nonsense}");
+        }
+    }
+
+    #[test]
+    fn a_card_has_one_driver() {
+        assert_eq!(driver_of(PciId { vendor: 0x8086, device: 0x10d3 }).unwrap().0, Driver::E1000e);
+        assert_eq!(driver_of(PciId { vendor: 0x8086, device: 0x100e }), None);
+    }
+}

@@ -1,0 +1,202 @@
+//! The process that drives a node's ports. Today: one NIC, as `tasuki nic` asks.
+
+mod device;
+mod model;
+mod numbered;
+mod pace;
+mod run;
+
+use std::path::PathBuf;
+use std::process::ExitCode;
+use std::sync::Arc;
+use std::sync::atomic::AtomicBool;
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result, ensure};
+use clap::{Args, Parser, Subcommand};
+use tasuki_net::nic::bus::pci::{BarKind, Header};
+use tasuki_net::nic::{Filter, Link, Mac, Nic, NicOptions};
+use tasuki_shm::arena::{Arena, Geometry};
+
+use crate::device::{Device, Job, Setup};
+use crate::run::{Orders, Work};
+
+/// How long a card that is only looked at may take to find its partner: negotiation takes two to three seconds.
+const NEGOTIATION: Duration = Duration::from_secs(4);
+
+/// Drives a node's ports.
+#[derive(Debug, Parser)]
+#[command(name = "tasuki", bin_name = "tasuki", version)]
+struct Arguments {
+    #[command(subcommand)]
+    what: What,
+}
+
+#[derive(Debug, Subcommand)]
+enum What {
+    /// One network card.
+    #[command(subcommand)]
+    Nic(NicCommand),
+}
+
+#[derive(Debug, Subcommand)]
+enum NicCommand {
+    /// Says what a card is, which driver drives it, its BARs, its link and its address. Resets the card.
+    Probe {
+        /// vfio:0000:03:00.0 (a PCI address), vfio-user:PATH (a socket), or sim.
+        device: Device,
+    },
+    /// Drives a card until the count is reached or it is interrupted, then says what happened.
+    Run(RunArguments),
+}
+
+#[derive(Debug, Args)]
+struct RunArguments {
+    /// vfio:0000:03:00.0 (a PCI address), vfio-user:PATH (a socket), or sim.
+    device: Device,
+    #[command(flatten)]
+    work: WorkArguments,
+    /// End after so many frames.
+    #[arg(long)]
+    count: Option<u64>,
+    /// Send so many frames per second; without, as many as go.
+    #[arg(long, requires = "source")]
+    rate: Option<u64>,
+    /// Bytes of a frame that is sent, without check sequence.
+    #[arg(long, default_value_t = numbered::SHORTEST, requires = "source")]
+    size: u16,
+    /// Whom frames that are sent are for: an address such as 52:54:00:12:34:56.
+    #[arg(long, default_value = "ff:ff:ff:ff:ff:ff", value_parser = mac, requires = "source")]
+    to: Mac,
+    /// Write what comes in to FILE.
+    #[arg(long, value_name = "FILE")]
+    pcap: Option<PathBuf>,
+    /// Never sleep: look at the card all the time.
+    #[arg(long)]
+    poll: bool,
+    /// Take in every frame, not only those for the card.
+    #[arg(long)]
+    promiscuous: bool,
+    /// Descriptors in each ring.
+    #[arg(long, default_value_t = 256)]
+    ring: u16,
+}
+
+#[derive(Debug, Args)]
+#[group(required = true, multiple = false)]
+struct WorkArguments {
+    /// Take frames in and count them.
+    #[arg(long)]
+    sink: bool,
+    /// Send numbered frames.
+    #[arg(long)]
+    source: bool,
+    /// Send every frame back to where it came from.
+    #[arg(long)]
+    echo: bool,
+}
+
+fn mac(text: &str) -> Result<Mac, String> {
+    let bytes: Option<Vec<u8>> = text.split(':').map(|byte| u8::from_str_radix(byte, 16).ok()).collect();
+    let bytes = bytes.and_then(|bytes| <[u8; 6]>::try_from(bytes).ok());
+    bytes.map(Mac).ok_or_else(|| format!("{text:?} is no Ethernet address; write six bytes, as 52:54:00:12:34:56"))
+}
+
+/// Slots for both rings, for a burst on the way, and some to spare.
+fn slots(ring: u16) -> Geometry {
+    Geometry { slot_len: 4096, count: 2 * u32::from(ring) + 128 }
+}
+
+struct Probe;
+
+impl Job for Probe {
+    fn with<N: Nic>(self, mut nic: N, _arena: Arena) -> Result<()> {
+        println!("address   {}", nic.mac());
+        let until = Instant::now() + NEGOTIATION;
+        while nic.link() == Link::Down && Instant::now() < until {
+            std::thread::sleep(Duration::from_millis(10));
+        }
+        match nic.link() {
+            Link::Down => println!("link      down"),
+            Link::Up { speed, full_duplex } => {
+                let duplex = if full_duplex { "full" } else { "half" };
+                println!("link      up, {speed} Mb/s, {duplex} duplex");
+            }
+        }
+        Ok(())
+    }
+}
+
+fn show(header: &Header) {
+    let driver = device::driver_of(header.id).map_or("no driver here", |(_, name)| name);
+    println!("card      {} ({driver}), class {:06x}", header.id, header.class);
+    for (index, kind) in header.bars.iter().enumerate() {
+        let what = match kind {
+            BarKind::None => continue,
+            BarKind::Io => "ports",
+            BarKind::Memory32 => "memory, 32-bit",
+            BarKind::Memory64 => "memory, 64-bit",
+        };
+        println!("BAR {index}     {what}");
+    }
+}
+
+struct Drive {
+    orders: Orders,
+    stop: Arc<AtomicBool>,
+}
+
+impl Job for Drive {
+    fn with<N: Nic>(self, mut nic: N, arena: Arena) -> Result<()> {
+        run::run(&mut nic, arena, &self.orders, &self.stop)
+    }
+}
+
+fn drive(arguments: RunArguments) -> Result<()> {
+    let RunArguments { device, work, count, rate, size, to, pcap, poll, promiscuous, ring } = arguments;
+    ensure!(
+        (numbered::SHORTEST..=1514).contains(&size),
+        "--size {size} is no length of a frame; it goes from {} to 1514",
+        numbered::SHORTEST
+    );
+    ensure!(rate != Some(0), "--rate 0 would send nothing; leave it out to send as much as goes");
+    let work = match work {
+        WorkArguments { sink: true, .. } => Work::Sink,
+        WorkArguments { source: true, .. } => Work::Source,
+        WorkArguments { .. } => Work::Echo,
+    };
+    let stop = Arc::new(AtomicBool::new(false));
+    for signal in [signal_hook::consts::SIGINT, signal_hook::consts::SIGTERM] {
+        signal_hook::flag::register(signal, Arc::clone(&stop)).context("the kernel took no signal handler")?;
+    }
+    let options = NicOptions { ring, filter: Filter { promiscuous, ..Filter::default() }, ..NicOptions::default() };
+    let setup = Setup { slots: slots(ring), options };
+    let orders = Orders { work, count, rate, size, to, pcap, poll };
+    device::open(&device, &setup, |_| {}, Drive { orders, stop })
+}
+
+/// What went wrong, with those of its causes that it does not name itself.
+fn sentence(error: &anyhow::Error) -> String {
+    error.chain().map(ToString::to_string).fold(String::new(), |said, cause| match said {
+        said if said.is_empty() => cause,
+        said if said.contains(&cause) => said,
+        said => format!("{said}: {cause}"),
+    })
+}
+
+fn main() -> ExitCode {
+    let done = match Arguments::parse().what {
+        What::Nic(NicCommand::Probe { device }) => {
+            let setup = Setup { slots: slots(256), options: NicOptions::default() };
+            device::open(&device, &setup, show, Probe)
+        }
+        What::Nic(NicCommand::Run(arguments)) => drive(arguments),
+    };
+    match done {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => {
+            eprintln!("tasuki: {}", sentence(&error));
+            ExitCode::FAILURE
+        }
+    }
+}

@@ -1,0 +1,175 @@
+//! A vfio-user client that says anything, with and without descriptors, cut anywhere.
+//!
+//! What must hold: the server does not panic or hang; the device sees only accesses inside of its regions, and memory that does not overlap;
+//! when the liar is gone the device has nothing of it, and an honest client is served.
+#![no_main]
+
+#[path = "../common/mod.rs"]
+mod common;
+
+use std::io::IoSlice;
+use std::mem::MaybeUninit;
+use std::os::fd::{BorrowedFd, OwnedFd};
+
+use common::Choices;
+use libfuzzer_sys::fuzz_target;
+use rustix::net::{
+    AddressFamily, RecvFlags, SendAncillaryBuffer, SendAncillaryMessage, SendFlags, SocketFlags, SocketType,
+};
+use tasuki_shm::region::{Pages, Region as Memory};
+use tasuki_sim::vfio_user::{Device, DmaMemory, IRQS, MSIX, REGIONS, Region, Server, Turn};
+
+const VECTORS: u32 = 3;
+
+#[derive(Default)]
+struct Strict {
+    windows: Vec<(u64, DmaMemory)>,
+    eventfds: [Option<OwnedFd>; VECTORS as usize],
+}
+
+fn len(region: u32) -> u64 {
+    [4096, 100, 0, 1 << 20].get(region as usize).copied().unwrap_or(0)
+}
+
+impl Device for Strict {
+    fn region(&self, index: u32) -> Region<'_> {
+        assert!(index < REGIONS);
+        Region { len: len(index), ..Region::default() }
+    }
+
+    fn vectors(&self, index: u32) -> u32 {
+        assert!(index < IRQS);
+        if index == MSIX { VECTORS } else { 0 }
+    }
+
+    fn read(&mut self, region: u32, offset: u64, into: &mut [u8]) {
+        assert!(offset + into.len() as u64 <= len(region));
+        into.fill(0x5a);
+    }
+
+    fn write(&mut self, region: u32, offset: u64, bytes: &[u8]) {
+        assert!(offset + bytes.len() as u64 <= len(region));
+    }
+
+    fn dma_map(&mut self, at: u64, memory: DmaMemory) {
+        let end = at + memory.len() as u64;
+        assert!(self.windows.iter().all(|(other, its)| end <= *other || other + its.len() as u64 <= at));
+        let _ = memory.store(memory.len() - 1, &[1]);
+        self.windows.push((at, memory));
+    }
+
+    fn dma_unmap(&mut self, at: u64) {
+        let index = self.windows.iter().position(|(window, _)| *window == at).expect("it was mapped");
+        self.windows.remove(index);
+    }
+
+    fn set_irq(&mut self, index: u32, vector: u32, eventfd: Option<OwnedFd>) {
+        assert_eq!(index, MSIX);
+        self.eventfds[vector as usize] = eventfd;
+    }
+
+    fn reset(&mut self) {}
+}
+
+fn say(socket: &OwnedFd, bytes: &[u8], fds: &[BorrowedFd<'_>]) {
+    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(20))];
+    let mut control = SendAncillaryBuffer::new(&mut space);
+    if !fds.is_empty() {
+        assert!(control.push(SendAncillaryMessage::ScmRights(fds)));
+    }
+    let flags = SendFlags::NOSIGNAL | SendFlags::DONTWAIT;
+    let _ = rustix::net::sendmsg(socket, &[IoSlice::new(bytes)], &mut control, flags);
+}
+
+fn message(command: u16, posted: bool, words: &[u32], rest: &[u8]) -> Vec<u8> {
+    let size = (16 + 4 * words.len() + rest.len()) as u32;
+    let mut bytes = [1_u16.to_ne_bytes(), command.to_ne_bytes()].concat();
+    [size, if posted { 0x10 } else { 0 }, 0].iter().chain(words).for_each(|word| bytes.extend(word.to_ne_bytes()));
+    bytes.extend(rest);
+    bytes
+}
+
+/// A command of the right shape with fields that may be anything.
+fn command(choices: &mut Choices<'_>) -> Vec<u8> {
+    let posted = choices.below(4) == 0;
+    let mut word = || choices.word() as u32;
+    match word() % 12 {
+        0 => message(2, posted, &[32, 3, 4096 * (word() & 3), 0, 4096 * word(), 0, 4096 * (word() & 7), 0], &[]),
+        1 => message(2, posted, &[32, word(), word(), word(), word(), word(), word(), word()], &[]),
+        2 => message(3, posted, &[24, word() & 3, 4096 * word(), 0, 4096 * (word() & 7), 0], &[]),
+        3 => message(4, posted, &[word(), 0, 0, 0], &[]),
+        4 => message(5, posted, &[word(), 0, word(), 0, 0, 0, 0, 0], &[]),
+        5 => message(7, posted, &[word(), 0, word(), 0], &[]),
+        6 => message(8, posted, &[20, if word() & 1 == 0 { 0x24 } else { word() }, 2, word() & 3, word() & 3], &[]),
+        7 => message(9, posted, &[word(), word() & 1, word() & 3, word()], &[]),
+        8 => {
+            let (offset, region) = (word(), word() & 3);
+            let bytes = choices.bytes(8);
+            message(10, posted, &[offset, 0, region, bytes.len() as u32], bytes)
+        }
+        9 => message(13, posted, &[], &[]),
+        10 => {
+            let (command, len) = (choices.short(), choices.byte());
+            message(command, posted, &[], choices.bytes(len.into()))
+        }
+        _ => {
+            let len = choices.byte();
+            choices.bytes(len.into()).to_vec()
+        }
+    }
+}
+
+fn turn(server: &mut Server, device: &mut Strict) -> Turn {
+    for _ in 0..1000 {
+        match server.turn(device).expect("the server goes on") {
+            Turn::Busy => {}
+            other => return other,
+        }
+    }
+    panic!("it is busy for ever");
+}
+
+fuzz_target!(|data: &[u8]| {
+    common::ignore_broken_pipes();
+    let mut choices = Choices(data);
+    let pair = || {
+        rustix::net::socketpair(AddressFamily::UNIX, SocketType::STREAM, SocketFlags::CLOEXEC, None)
+            .expect("a socket pair")
+    };
+    let (ours, client) = pair();
+    let mut server = Server::over(ours).expect("a server");
+    let mut device = Strict::default();
+    let memory = Memory::create("fuzz", 16384, Pages::Small).expect("memory");
+    if choices.below(16) > 0 {
+        say(&client, &message(1, false, &[1 << 16], b"{}\0"), &[]);
+    }
+    let mut over = false;
+    while choices.are_left() && !over {
+        let fds = match choices.byte() {
+            0..100 => 0,
+            100..220 => 1,
+            more => more % 20,
+        };
+        let bytes = command(&mut choices);
+        let cut = if choices.below(8) == 0 { choices.below(64).into() } else { bytes.len() };
+        let (first, second) = bytes.split_at(cut.min(bytes.len()));
+        say(&client, first, &vec![memory.fd(); fds.into()]);
+        if !second.is_empty() {
+            over |= matches!(turn(&mut server, &mut device), Turn::Over | Turn::Gone(_));
+            say(&client, second, &[]);
+        }
+        if choices.below(3) > 0 {
+            over |= matches!(turn(&mut server, &mut device), Turn::Over | Turn::Gone(_));
+        }
+        if choices.below(4) > 0 {
+            let _ = rustix::net::recv(&client, &mut [0; 8192], RecvFlags::DONTWAIT);
+        }
+    }
+    // What it said is answered before its end is seen, and what it does not read keeps the server from going on.
+    while !over {
+        over |= matches!(turn(&mut server, &mut device), Turn::Over | Turn::Gone(_));
+        while rustix::net::recv(&client, &mut [0; 8192], RecvFlags::DONTWAIT).is_ok_and(|(len, _)| len > 0) {}
+        let _ = rustix::net::shutdown(&client, rustix::net::Shutdown::Write);
+    }
+    assert!(device.windows.is_empty() && device.eventfds.iter().all(Option::is_none), "nothing is left of it");
+});
