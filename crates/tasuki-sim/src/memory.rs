@@ -14,6 +14,8 @@ const WORD: usize = size_of::<u64>();
 struct Mapped {
     at: u64,
     len: u64,
+    /// Where in `words` it begins, in bytes.
+    offset: u64,
     words: Span<AtomicU64>,
 }
 
@@ -27,6 +29,16 @@ pub enum MapError {
         at: u64,
         /// Bytes.
         len: u64,
+    },
+    /// The region has no such part.
+    #[error("bytes {offset} and {len} more were asked of a region of {have}")]
+    Beyond {
+        /// The first.
+        offset: u64,
+        /// How many.
+        len: u64,
+        /// Bytes there are.
+        have: u64,
     },
     /// The region does not lend its words.
     #[error("the region cannot be lent to the card: {0}")]
@@ -80,13 +92,20 @@ impl Default for Memory {
 impl Memory {
     /// The card sees all of `region` at `at` and after.
     pub fn map(&mut self, at: u64, region: &Region) -> Result<(), MapError> {
-        let len = region.len() as u64;
+        self.map_part(at, region, 0, region.len() as u64)
+    }
+
+    /// The card sees `len` bytes of `region`, from `offset` on, at `at` and after.
+    pub fn map_part(&mut self, at: u64, region: &Region, offset: u64, len: u64) -> Result<(), MapError> {
+        if offset.checked_add(len).is_none_or(|end| end > region.len() as u64) {
+            return Err(MapError::Beyond { offset, len, have: region.len() as u64 });
+        }
         let end = at.checked_add(len).ok_or(MapError::Overlap { at, len })?;
         if self.mapped.iter().any(|other| at < other.at + other.len && other.at < end) {
             return Err(MapError::Overlap { at, len });
         }
         let words = region.span(0, region.len() / WORD)?;
-        self.mapped.push(Mapped { at, len, words });
+        self.mapped.push(Mapped { at, len, offset, words });
         Ok(())
     }
 
@@ -129,11 +148,10 @@ impl Memory {
         self.fault_count = 0;
     }
 
-    /// The mapping in which all of the bytes lie, and the offset of the first in it.
+    /// The mapping in which `at` lies, the offset there, and how many of `len` bytes lie in it.
     #[inline]
-    fn find(&mut self, at: u64, len: usize, write: bool) -> Result<(&Span<AtomicU64>, usize), Unmapped> {
-        let inside =
-            |mapped: &Mapped| at >= mapped.at && len as u64 <= mapped.len && at - mapped.at <= mapped.len - len as u64;
+    fn find(&mut self, at: u64, len: usize, write: bool) -> Result<(&Span<AtomicU64>, usize, usize), Unmapped> {
+        let inside = |mapped: &Mapped| at >= mapped.at && at - mapped.at < mapped.len;
         if !self.mapped.get(self.last).is_some_and(inside) {
             match self.mapped.iter().position(inside) {
                 Some(index) => self.last = index,
@@ -146,9 +164,10 @@ impl Memory {
                 }
             }
         }
-        let mapped = &self.mapped[self.last];
-        let offset = usize::try_from(at - mapped.at).map_err(|_| Unmapped { at })?;
-        Ok((&mapped.words, offset))
+        let Mapped { at: first, len: whole, offset, words } = &self.mapped[self.last];
+        let within = at - first;
+        let fits = usize::try_from(whole - within).map_or(len, |left| left.min(len));
+        Ok((words, usize::try_from(offset + within).map_err(|_| Unmapped { at })?, fits))
     }
 
     fn ring(&mut self, vector: u16) {
@@ -166,47 +185,23 @@ impl Memory {
 /// Every load and store of the card is ordered as on a PCIe bus: what is written later is seen later. On x86-64 that costs nothing.
 impl Host for Memory {
     #[inline]
-    fn read(&mut self, at: u64, into: &mut [u8]) -> Result<(), Unmapped> {
-        let (words, offset) = self.find(at, into.len(), false)?;
-        let skip = offset % WORD;
-        let mut index = offset / WORD;
-        let mut into = into;
-        if skip != 0 {
-            let (head, rest) = into.split_at_mut((WORD - skip).min(into.len()));
-            let bytes = words[index].load(Acquire).to_le_bytes();
-            head.copy_from_slice(&bytes[skip..skip + head.len()]);
-            into = rest;
-            index += 1;
-        }
-        let (whole, rest) = into.as_chunks_mut::<WORD>();
-        for (to, word) in whole.iter_mut().zip(&words[index.min(words.len())..]) {
-            *to = word.load(Acquire).to_le_bytes();
-        }
-        if !rest.is_empty() {
-            let bytes = words[index + whole.len()].load(Acquire).to_le_bytes();
-            rest.copy_from_slice(&bytes[..rest.len()]);
+    fn read(&mut self, mut at: u64, mut into: &mut [u8]) -> Result<(), Unmapped> {
+        while !into.is_empty() {
+            let (words, offset, fits) = self.find(at, into.len(), false)?;
+            let (part, rest) = into.split_at_mut(fits);
+            load(words, offset, part);
+            (at, into) = (at.saturating_add(fits as u64), rest);
         }
         Ok(())
     }
 
     #[inline]
-    fn write(&mut self, at: u64, bytes: &[u8]) -> Result<(), Unmapped> {
-        let (words, offset) = self.find(at, bytes.len(), true)?;
-        let skip = offset % WORD;
-        let mut index = offset / WORD;
-        let mut bytes = bytes;
-        if skip != 0 {
-            let (head, rest) = bytes.split_at((WORD - skip).min(bytes.len()));
-            merge(&words[index], skip, head);
-            bytes = rest;
-            index += 1;
-        }
-        let (whole, rest) = bytes.as_chunks::<WORD>();
-        for (from, word) in whole.iter().zip(&words[index.min(words.len())..]) {
-            word.store(u64::from_le_bytes(*from), Release);
-        }
-        if !rest.is_empty() {
-            merge(&words[index + whole.len()], 0, rest);
+    fn write(&mut self, mut at: u64, mut bytes: &[u8]) -> Result<(), Unmapped> {
+        while !bytes.is_empty() {
+            let (words, offset, fits) = self.find(at, bytes.len(), true)?;
+            let (part, rest) = bytes.split_at(fits);
+            store(words, offset, part);
+            (at, bytes) = (at.saturating_add(fits as u64), rest);
         }
         Ok(())
     }
@@ -222,6 +217,40 @@ impl Host for Memory {
                 self.intx = level;
             }
         }
+    }
+}
+
+#[inline]
+fn load(words: &[AtomicU64], offset: usize, into: &mut [u8]) {
+    let skip = offset % WORD;
+    let (head, rest) = into.split_at_mut(if skip == 0 { 0 } else { (WORD - skip).min(into.len()) });
+    if let (Some(word), false) = (words.get(offset / WORD), head.is_empty()) {
+        head.copy_from_slice(&word.load(Acquire).to_le_bytes()[skip..skip + head.len()]);
+    }
+    let mut words = words[(offset + head.len()) / WORD..].iter();
+    let (whole, rest) = rest.as_chunks_mut::<WORD>();
+    for (to, word) in whole.iter_mut().zip(&mut words) {
+        *to = word.load(Acquire).to_le_bytes();
+    }
+    if let (Some(word), false) = (words.next(), rest.is_empty()) {
+        rest.copy_from_slice(&word.load(Acquire).to_le_bytes()[..rest.len()]);
+    }
+}
+
+#[inline]
+fn store(words: &[AtomicU64], offset: usize, bytes: &[u8]) {
+    let skip = offset % WORD;
+    let (head, rest) = bytes.split_at(if skip == 0 { 0 } else { (WORD - skip).min(bytes.len()) });
+    if let (Some(word), false) = (words.get(offset / WORD), head.is_empty()) {
+        merge(word, skip, head);
+    }
+    let (whole, rest) = rest.as_chunks::<WORD>();
+    let words = &words[(offset + head.len()) / WORD..];
+    for (from, word) in whole.iter().zip(words) {
+        word.store(u64::from_le_bytes(*from), Release);
+    }
+    if let (Some(word), false) = (words.get(whole.len()), rest.is_empty()) {
+        merge(word, 0, rest);
     }
 }
 
@@ -247,15 +276,39 @@ mod tests {
     }
 
     #[test]
-    fn what_does_not_lie_wholly_inside_is_a_fault() {
+    fn what_does_not_lie_inside_is_a_fault_where_it_begins() {
         let mut memory = memory();
-        for (at, len) in [(0xffff, 1), (0xffff, 2), (0x10fff, 2), (0x11000, 1), (u64::MAX, 1), (u64::MAX - 3, 8)] {
-            assert_eq!(memory.write(at, &vec![1; len]), Err(Unmapped { at }));
-            assert_eq!(memory.read(at, &mut vec![0; len]), Err(Unmapped { at }));
+        let cases = [
+            (0xffff, 1, 0xffff),
+            (0xffff, 2, 0xffff),
+            (0x10fff, 2, 0x11000),
+            (0x11000, 1, 0x11000),
+            (u64::MAX - 3, 8, u64::MAX - 3),
+        ];
+        for (at, len, fault) in cases {
+            assert_eq!(memory.write(at, &vec![1; len]), Err(Unmapped { at: fault }));
+            assert_eq!(memory.read(at, &mut vec![0; len]), Err(Unmapped { at: fault }));
         }
-        assert_eq!(memory.fault_count(), 12);
+        assert_eq!(memory.fault_count(), 10);
         assert_eq!(memory.faults()[0], Fault { at: 0xffff, len: 1, write: true });
         assert_eq!(memory.write(0x10fff, &[1]), Ok(()));
+    }
+
+    #[test]
+    fn neighbours_are_one_memory() {
+        let mut memory = memory();
+        let other = Region::create("test", 8192, Pages::Small).unwrap();
+        memory.map_part(0x11000, &other, 4096, 4096).unwrap();
+        let bytes: Vec<u8> = (0..200).collect();
+        memory.write(0x11000 - 101, &bytes).unwrap();
+        let mut back = vec![0; 200];
+        memory.read(0x11000 - 101, &mut back).unwrap();
+        assert_eq!(back, bytes);
+        assert_eq!(
+            other.span::<AtomicU64>(4096, 1).unwrap()[0].load(Acquire),
+            u64::from_le_bytes([101, 102, 103, 104, 105, 106, 107, 108])
+        );
+        assert!(matches!(memory.map_part(0x20000, &other, 8192, 1), Err(MapError::Beyond { .. })));
     }
 
     #[test]

@@ -5,7 +5,7 @@
 mod rig;
 
 use rig::*;
-use tasuki_sim::e1000e::Bar;
+use tasuki_sim::e1000e::{Bar, Options};
 
 /// RXQ0 to vector 0, RXQ1 to 1, TXQ0 to 2, OTHER to 4.
 const VECTORS: u32 = 8 | 9 << 4 | 10 << 8 | 12 << 16;
@@ -104,6 +104,18 @@ fn a_cause_in_eiac_is_cleared_as_its_message_leaves() {
     frame_comes(&rig);
     frame_comes(&rig);
     assert_eq!(rig.raised(0), 3, "nobody cleared it");
+}
+
+#[test]
+fn a_cause_in_eiac_is_masked_too_if_the_card_is_to_be_like_qemus() {
+    let rig = Rig::with_options(Options { mac: MAC, eiac_masks: true, ..Options::default() });
+    rig.card.with(|parts| parts.device.enable_msix(true));
+    rig.write(IVAR, VECTORS);
+    rig.write(EIAC, RXQ0);
+    rig.write(IMS, RXQ0);
+    rig.write(ICS, RXQ0);
+    rig.pass(1000);
+    assert_eq!((rig.raised(0), rig.read(IMS)), (1, 0));
 }
 
 #[test]

@@ -136,7 +136,11 @@ impl Device {
                 self.pci.fire(vector, host);
             }
             // Auto-clear and auto-mask, as the message leaves (§10.2.4.7, CTRL_EXT.EIAME).
-            self.clear_causes(due & self.get(regs::EIAC));
+            let cleared = due & self.get(regs::EIAC);
+            self.clear_causes(cleared);
+            if self.options.eiac_masks {
+                self.mask_causes(cleared);
+            }
             if self.get(regs::CTRL_EXT) & ctrl_ext::EIAME != 0 {
                 self.mask_causes(due & self.get(regs::IAM));
             }

@@ -93,9 +93,11 @@ pub struct Options {
     pub nvm_load_ns: u64,
     /// Bits per second at which frames leave; `None` for as fast as the model runs.
     pub transmit_rate: Option<u64>,
-    /// Overwrite receive buffers, and spent descriptors' reserved bytes, when the card takes them: what a driver reads there too
-    /// early is rubbish, as it may be on a real bus.
+    /// Overwrite receive buffers when the card fetches their descriptors: what a driver reads there too early is rubbish.
     pub poison: bool,
+    /// A message whose cause is in EIAC masks that cause as well, as QEMU's model has it. The data sheet says only that the
+    /// cause is cleared; a driver should be content with either.
+    pub eiac_masks: bool,
 }
 
 impl Default for Options {
@@ -106,6 +108,7 @@ impl Default for Options {
             nvm_load_ns: 2_000_000,
             transmit_rate: None,
             poison: false,
+            eiac_masks: false,
         }
     }
 }
