@@ -55,9 +55,9 @@ pub struct Sash {
     pub mta: [u32; MTA_WORDS],
     /// Accumulated, in the driver's order.
     pub counters: [u64; COUNTERS],
-    /// The slot (`SlotId::to_word`) in each receive descriptor, or [`NO_SLOT`].
+    /// The slot (`SlotId::to_word`) in each receive descriptor, or all ones where none stands.
     pub posted: [[u64; RING_MAX]; QUEUES_MAX],
-    /// The slot in each transmit descriptor, or [`NO_SLOT`].
+    /// The slot in each transmit descriptor, or all ones where none stands.
     pub sending: [u64; RING_MAX],
 }
 

@@ -401,7 +401,7 @@ mod tests {
         let (memory, mut receiver, mut device) = receiver();
         let slots: Vec<_> = std::iter::from_fn(|| memory.arena().take()).collect();
         device.use_chain(6, 100);
-        assert_eq!(receive(&memory, &mut receiver).unwrap(), []);
+        assert!(receive(&memory, &mut receiver).unwrap().is_empty());
         drop(slots);
         assert_eq!(receive(&memory, &mut receiver).unwrap(), [88]);
     }
