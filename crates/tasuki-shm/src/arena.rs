@@ -128,28 +128,13 @@ impl Arena {
     /// Takes free slots straight to the peer, who is to fill them: up to `most`, each handed to `each`; says how many.
     ///
     /// What [`take`](Self::take) and [`lend`](Self::lend) do, for many slots at a time.
+    ///
+    /// # Panics
+    /// When slots are taken away by [`Detach::Guard`]: nobody has a use for both.
     #[inline(always)]
-    pub fn supply(&self, most: usize, mut each: impl FnMut(SlotId)) -> usize {
-        let mut refused = 0;
-        let count = self.pool.slots.supply(most, |id| {
-            if self.pool.detach == Detach::Guard && !self.withdraw(id) {
-                refused += 1;
-            } else {
-                each(id);
-            }
-        });
-        count - refused
-    }
-
-    /// Withdraws the pages of a slot that was just supplied, or frees it again.
-    #[cold]
-    fn withdraw(&self, id: SlotId) -> bool {
-        // SAFETY: the slot was free, so no reference into it lives (A2, A3).
-        let withdrawn = unsafe { self.pool.region.withdraw(self.pool.offset(id), self.pool.slot_len()) };
-        if withdrawn.is_err() {
-            drop(self.attach_named(id));
-        }
-        withdrawn.is_ok()
+    pub fn supply(&self, most: usize, each: impl FnMut(SlotId)) -> usize {
+        assert!(self.pool.detach != Detach::Guard, "slots whose pages are withdrawn are lent one by one");
+        self.pool.slots.supply(most, each)
     }
 
     /// Chooses the slot that will be taken next and has its first lines fetched for writing: up to `len` bytes, at most a page.
