@@ -207,7 +207,7 @@ fn a_card_that_does_not_do_what_it_must_is_stuck_or_absurd() {
 fn another_card_is_refused_by_name() {
     let (_, memory) = Play::new(RING);
     let bus = StubBus(Card::new(PciId { vendor: 0x8086, device: 0x1533 }));
-    let error = E1000e::start(bus, memory, &options()).err().expect("that is an i210");
+    let error = E1000e::start(bus, memory, &options()).expect_err("that is an i210");
     assert!(error.to_string().contains("8086:1533") && error.to_string().contains("82574"), "{error}");
 }
 
@@ -270,7 +270,7 @@ fn a_card_that_is_not_as_the_sash_says_is_refused() {
     ] {
         let (play, memory, sash) = parked();
         play.card.set(offset, value);
-        let error = E1000e::resume(play.bus(), memory, &sash).err().expect(what);
+        let error = E1000e::resume(play.bus(), memory, &sash).expect_err(what);
         assert!(matches!(error, NicError::Absurd { .. }), "{what}: {error}");
     }
     let (play, memory, sash) = parked();

@@ -76,7 +76,7 @@ pub struct Arena {
 #[derive(Debug)]
 struct Pool {
     region: Region,
-    slots: Slots<Span<Line>>,
+    slots: Slots<Span<AtomicU64>>,
     geometry: Geometry,
     detach: Detach,
 }
@@ -96,7 +96,7 @@ impl Arena {
     pub fn create(name: &str, geometry: Geometry, table: Span<Line>, detach: Detach) -> Result<Self, RegionError> {
         let region = Region::create(name, geometry.len(), geometry.pages())?;
         region.seal_writers()?; // A1
-        let slots = Slots::new(table, geometry.count);
+        let slots = Slots::new(table.words(geometry.count as usize)?, geometry.count);
         Ok(Arena { pool: Arc::new(Pool { region, slots, geometry, detach }) })
     }
 
@@ -106,7 +106,7 @@ impl Arena {
     /// The device, and whoever else gets the memory, writes a slot only while it is lent.
     pub unsafe fn for_device(name: &str, geometry: Geometry, table: Span<Line>) -> Result<Self, RegionError> {
         let region = Region::create(name, geometry.len(), geometry.pages())?;
-        let slots = Slots::new(table, geometry.count);
+        let slots = Slots::new(table.words(geometry.count as usize)?, geometry.count);
         Ok(Arena { pool: Arc::new(Pool { region, slots, geometry, detach: Detach::Move }) })
     }
 

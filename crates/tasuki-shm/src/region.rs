@@ -202,6 +202,14 @@ impl<T: Shared> Span<T> {
     }
 }
 
+impl Span<Line> {
+    /// The first `count` words of these lines.
+    pub fn words(&self, count: usize) -> Result<Span<AtomicU64>, RegionError> {
+        let offset = self.first.addr().get() - self.mapping.base.addr().get();
+        Span::new(&self.mapping, offset, count.min(self.count * LINE_LEN / 8))
+    }
+}
+
 impl<T: Shared> Deref for Span<T> {
     type Target = [T];
 

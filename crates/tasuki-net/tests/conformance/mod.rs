@@ -27,6 +27,9 @@ use crate::qemu::readable;
 /// Bounds whatever is waited for. Ends a test that hangs; decides nothing else.
 pub const PATIENCE: Duration = Duration::from_secs(30);
 
+/// What puts frames on a wire, in any thread.
+pub type Sender = Box<dyn Fn(&[u8]) + Send>;
+
 /// A card, the wire that it is at, and the driver for it.
 pub trait World: Sized {
     /// The driver.
@@ -52,7 +55,7 @@ pub trait World: Sized {
     /// Puts a frame on the wire, if there is room; says whether there was.
     fn try_send(&self, frame: &[u8]) -> bool;
     /// What does the same in another thread, and waits for room.
-    fn sender(&self) -> Box<dyn Fn(&[u8]) + Send>;
+    fn sender(&self) -> Sender;
     /// The next frame that the card has put on the wire, if one comes within `limit`.
     fn take(&self, limit: Duration) -> Option<Vec<u8>>;
     /// Plugs the wire in or out.

@@ -6,7 +6,7 @@ use std::time::Duration;
 use tasuki_net::nic::bus::Iova;
 use tasuki_net::nic::{Mac, Nic, NicMemory};
 
-use super::World;
+use super::{Sender, World};
 use crate::qemu::{MEMORY_AT, Machine, QtestBus, regions};
 
 /// A driver for a card of which QEMU has a model.
@@ -49,7 +49,7 @@ impl<N: Model> World for OnQemu<N> {
         self.0.wire().try_send_frame(frame)
     }
 
-    fn sender(&self) -> Box<dyn Fn(&[u8]) + Send> {
+    fn sender(&self) -> Sender {
         let wire = self.0.wire().try_clone();
         Box::new(move |frame| wire.send_frame(frame))
     }

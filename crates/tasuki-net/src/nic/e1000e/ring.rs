@@ -280,7 +280,9 @@ impl ReceiveRing {
                 Verdict::Bad => self.refuse(arena, word, dropped),
                 // Frames from before it come first; then the same is found again, first thing next time.
                 Verdict::Absurd if burst.len() > before => break,
-                Verdict::Absurd => return Err(NicError::Absurd { what: "the length of a received frame", value: word }),
+                Verdict::Absurd => {
+                    return Err(NicError::Absurd { what: "the length of a received frame", value: word });
+                }
             }
         }
         Ok(burst.len() - before)
@@ -372,17 +374,15 @@ impl ReceiveRing {
         let (words, _) = self.ring.words.as_chunks::<WORDS>();
         let mut places = words[first..first + room].iter().zip(&mut self.ring.slots[first..first + room]);
         let (arena_at, slot_len) = (memory.arena_at().0, u64::from(memory.arena().geometry().slot_len));
-        let mut tail = self.tail;
         let mut written = 0;
-        memory.arena().supply(room, |id| {
+        let count = memory.arena().supply(room, |id| {
             if let Some(([address, status], slot)) = places.next() {
                 written |= status.load(Relaxed);
                 address.store(arena_at + u64::from(id.index) * slot_len, Relaxed);
                 *slot = id;
-                tail = tail.wrapping_add(1);
             }
         });
-        self.tail = tail;
+        self.tail = self.tail.wrapping_add(u32::try_from(count).expect("at most as many as there is room for"));
         written
     }
 }
