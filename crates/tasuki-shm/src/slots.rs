@@ -25,7 +25,6 @@
 use std::sync::Arc;
 
 use crate::line::{LINE_WORDS, Line};
-use crate::region::Span;
 use crate::sync::{AcqRel, AtomicU64, Relaxed};
 
 /// A slot in use: which, and in which of its lives.
@@ -124,18 +123,6 @@ pub trait Table {
 
     /// The word at `index`.
     fn word(&self, index: u32) -> Option<&AtomicU64>;
-}
-
-impl Table for Span<AtomicU64> {
-    #[inline(always)]
-    fn len(&self) -> usize {
-        (**self).len()
-    }
-
-    #[inline(always)]
-    fn word(&self, index: u32) -> Option<&AtomicU64> {
-        self.get(index as usize)
-    }
 }
 
 macro_rules! table_of_lines {
