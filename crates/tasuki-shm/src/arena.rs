@@ -76,7 +76,7 @@ pub struct Arena {
 #[derive(Debug)]
 struct Pool {
     region: Region,
-    slots: Slots<Span<Line>>,
+    slots: Slots<Span<AtomicU64>>,
     geometry: Geometry,
     detach: Detach,
 }
@@ -96,7 +96,7 @@ impl Arena {
     pub fn create(name: &str, geometry: Geometry, table: Span<Line>, detach: Detach) -> Result<Self, RegionError> {
         let region = Region::create(name, geometry.len(), geometry.pages())?;
         region.seal_writers()?; // A1
-        let slots = Slots::new(table, geometry.count);
+        let slots = Slots::new(table.words(geometry.count as usize)?, geometry.count);
         Ok(Arena { pool: Arc::new(Pool { region, slots, geometry, detach }) })
     }
 
@@ -106,7 +106,7 @@ impl Arena {
     /// The device, and whoever else gets the memory, writes a slot only while it is lent.
     pub unsafe fn for_device(name: &str, geometry: Geometry, table: Span<Line>) -> Result<Self, RegionError> {
         let region = Region::create(name, geometry.len(), geometry.pages())?;
-        let slots = Slots::new(table, geometry.count);
+        let slots = Slots::new(table.words(geometry.count as usize)?, geometry.count);
         Ok(Arena { pool: Arc::new(Pool { region, slots, geometry, detach: Detach::Move }) })
     }
 
@@ -128,28 +128,13 @@ impl Arena {
     /// Takes free slots straight to the peer, who is to fill them: up to `most`, each handed to `each`; says how many.
     ///
     /// What [`take`](Self::take) and [`lend`](Self::lend) do, for many slots at a time.
+    ///
+    /// # Panics
+    /// When slots are taken away by [`Detach::Guard`]: nobody has a use for both.
     #[inline(always)]
-    pub fn supply(&self, most: usize, mut each: impl FnMut(SlotId)) -> usize {
-        let mut refused = 0;
-        let count = self.pool.slots.supply(most, |id| {
-            if self.pool.detach == Detach::Guard && !self.withdraw(id) {
-                refused += 1;
-            } else {
-                each(id);
-            }
-        });
-        count - refused
-    }
-
-    /// Withdraws the pages of a slot that was just supplied, or frees it again.
-    #[cold]
-    fn withdraw(&self, id: SlotId) -> bool {
-        // SAFETY: the slot was free, so no reference into it lives (A2, A3).
-        let withdrawn = unsafe { self.pool.region.withdraw(self.pool.offset(id), self.pool.slot_len()) };
-        if withdrawn.is_err() {
-            drop(self.attach_named(id));
-        }
-        withdrawn.is_ok()
+    pub fn supply(&self, most: usize, each: impl FnMut(SlotId)) -> usize {
+        assert!(self.pool.detach != Detach::Guard, "slots whose pages are withdrawn are lent one by one");
+        self.pool.slots.supply(most, each)
     }
 
     /// Chooses the slot that will be taken next and has its first lines fetched for writing: up to `len` bytes, at most a page.

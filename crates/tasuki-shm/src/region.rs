@@ -24,6 +24,7 @@ use rustix::fs::{MemfdFlags, SealFlags};
 use rustix::mm::{MapFlags, MprotectFlags, ProtFlags};
 
 use crate::line::{Claims, LINE_LEN, Line};
+use crate::slots::Table;
 use crate::sync::AtomicU64;
 
 /// Bytes in a small page.
@@ -199,6 +200,26 @@ impl<T: Shared> Span<T> {
             return Err(RegionError::OutOfBounds { offset, end: offset + len, len: mapping.len });
         }
         Ok(Span { mapping: Arc::clone(mapping), first, count, _lends: PhantomData })
+    }
+}
+
+impl Span<Line> {
+    /// The first `count` words of these lines.
+    pub fn words(&self, count: usize) -> Result<Span<AtomicU64>, RegionError> {
+        let offset = self.first.addr().get() - self.mapping.base.addr().get();
+        Span::new(&self.mapping, offset, count.min(self.count * LINE_LEN / 8))
+    }
+}
+
+impl Table for Span<AtomicU64> {
+    #[inline(always)]
+    fn len(&self) -> usize {
+        (**self).len()
+    }
+
+    #[inline(always)]
+    fn word(&self, index: u32) -> Option<&AtomicU64> {
+        self.get(index as usize)
     }
 }
 

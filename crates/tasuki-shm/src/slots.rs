@@ -22,7 +22,7 @@
 //!
 //! Everything else is refused.
 
-use std::ops::Deref;
+use std::sync::Arc;
 
 use crate::line::{LINE_WORDS, Line};
 use crate::sync::{AcqRel, AtomicU64, Relaxed};
@@ -111,6 +111,35 @@ pub enum WrongSlot {
     },
 }
 
+/// Memory for a table: a word for each slot.
+pub trait Table {
+    /// Words there are.
+    fn len(&self) -> usize;
+
+    /// Whether there are none.
+    fn is_empty(&self) -> bool {
+        self.len() == 0
+    }
+
+    /// The word at `index`.
+    fn word(&self, index: u32) -> Option<&AtomicU64>;
+}
+
+macro_rules! table_of_lines {
+    ($($lines:ty)*) => {
+        $(impl Table for $lines {
+            fn len(&self) -> usize {
+                (**self).len() * LINE_WORDS
+            }
+
+            fn word(&self, index: u32) -> Option<&AtomicU64> {
+                self.get(index as usize / LINE_WORDS).map(|line| line.word(index as usize % LINE_WORDS))
+            }
+        })*
+    };
+}
+table_of_lines!(Box<[Line]> Arc<[Line]>);
+
 /// The slots of one arena. `M` is the owner's shared memory for the table: one word a slot.
 ///
 /// Threads of the owner's process may use it at the same time.
@@ -129,12 +158,12 @@ pub fn table_lines(count: u32) -> usize {
     (count as usize).div_ceil(LINE_WORDS)
 }
 
-impl<M: Deref<Target = [Line]>> Slots<M> {
+impl<M: Table> Slots<M> {
     /// The bookkeeping of `count` slots. A fresh (zeroed) table has all of them free.
     ///
     /// On a table that a dead owner left behind, what the owner held is freed and what a peer holds stays lent.
     pub fn new(table: M, count: u32) -> Self {
-        assert!(table.len() >= table_lines(count), "a table of {} lines is too small for {count} slots", table.len());
+        assert!(table.len() >= count as usize, "a table of {} words is too small for {count} slots", table.len());
         let free = (0..count.div_ceil(64)).map(|_| AtomicU64::new(0)).collect();
         let slots = Slots { table, count, free, next: AtomicU64::new(u64::MAX) };
         for index in 0..count {
@@ -154,7 +183,7 @@ impl<M: Deref<Target = [Line]>> Slots<M> {
 
     #[inline]
     fn word(&self, index: u32) -> &AtomicU64 {
-        self.table[index as usize / LINE_WORDS].word(index as usize % LINE_WORDS)
+        self.table.word(index).expect("every slot has a word")
     }
 
     #[inline]
@@ -168,15 +197,20 @@ impl<M: Deref<Target = [Line]>> Slots<M> {
         self.word(id.index).store(u64::from(id.generation) << 32 | holder.code(), Relaxed);
     }
 
-    #[inline]
+    #[inline(always)]
     fn mark_free(&self, index: u32) {
-        // Pairs with `take_bit`: whoever takes the slot next sees all that was done with it before.
-        self.free[index as usize / 64].fetch_or(1 << (index % 64), AcqRel);
+        // Every slot has a bit. Pairs with `take_bit`: whoever takes the slot next sees all that was done with it before.
+        if let Some(bits) = self.free.get(index as usize / 64) {
+            bits.fetch_or(1 << (index % 64), AcqRel);
+        }
     }
 
-    #[inline]
+    #[inline(always)]
     fn free_again(&self, id: SlotId) {
-        self.set(SlotId { generation: id.generation.wrapping_add(1), ..id }, Holder::Free);
+        // Every slot has a word.
+        if let Some(word) = self.table.word(id.index) {
+            word.store(u64::from(id.generation.wrapping_add(1)) << 32 | Holder::Free.code(), Relaxed);
+        }
         self.mark_free(id.index);
     }
 
@@ -240,10 +274,10 @@ impl<M: Deref<Target = [Line]>> Slots<M> {
                 let index = i * 64 + ours.trailing_zeros();
                 ours &= ours - 1;
                 left -= 1;
-                let word = self.word(index);
-                let id = SlotId { index, ..SlotId::from_word(word.load(Relaxed)) };
-                word.store(u64::from(id.generation) << 32 | Holder::Peer.code(), Relaxed);
-                each(id);
+                let Some(word) = self.table.word(index) else { continue };
+                let SlotId { generation, .. } = SlotId::from_word(word.load(Relaxed));
+                word.store(u64::from(generation) << 32 | Holder::Peer.code(), Relaxed);
+                each(SlotId { index, generation });
             }
         }
         most - left
@@ -252,14 +286,12 @@ impl<M: Deref<Target = [Line]>> Slots<M> {
     /// The word of a slot that `needed` holds.
     #[inline(always)]
     fn held(&self, id: SlotId, needed: Holder) -> Result<&AtomicU64, WrongSlot> {
-        let line = self.table.get(id.index as usize / LINE_WORDS).filter(|_| id.index < self.count);
-        if let Some(line) = line {
-            let word = line.word(id.index as usize % LINE_WORDS);
-            if word.load(Relaxed) == u64::from(id.generation) << 32 | needed.code() {
-                return Ok(word);
-            }
+        // Words beyond the slots', if a table has any, are 0: held by nobody.
+        let right = u64::from(id.generation) << 32 | needed.code();
+        match self.table.word(id.index) {
+            Some(word) if word.load(Relaxed) == right => Ok(word),
+            _ => Err(self.wrong(id, needed)),
         }
-        Err(self.wrong(id, needed))
     }
 
     /// What is wrong with a slot that is not as it should be.
@@ -377,6 +409,22 @@ mod tests {
     }
 
     #[test]
+    fn a_peer_is_supplied_with_the_lowest_free_slots() {
+        let slots = slots(150);
+        let kept = slots.take().unwrap();
+        let mut given = Vec::new();
+        assert_eq!(slots.supply(0, |_| unreachable!()), 0);
+        assert_eq!(slots.supply(100, |id| given.push(id)), 100);
+        assert!(given.iter().map(|id| id.index).eq(1..101));
+        assert_eq!(slots.supply(100, |id| given.push(id)), 49, "all there were");
+        assert_eq!(slots.census(), Census { free: 0, owner: 1, peer: 149 });
+        assert!(slots.attach(kept).is_err());
+        given.iter().for_each(|&id| slots.attach(id).unwrap());
+        given.iter().for_each(|&id| slots.release(id).unwrap());
+        slots.supply(1, |id| assert_eq!(id, SlotId { index: 1, generation: 1 }));
+    }
+
+    #[test]
     fn the_dead_hold_nothing() {
         let slots = slots(100);
         let held: Vec<_> = (0..70).map(|_| slots.take().unwrap()).collect();
@@ -408,9 +456,9 @@ mod tests {
             .filter(|cells| cells[0] != "holder")
             .map(|cells| [cells[0].clone(), cells[1].clone(), cells[2].clone()])
             .collect();
-        assert_eq!(rows.len(), 5, "the table was found");
+        assert_eq!(rows.len(), 6, "the table was found");
         for start in ["Free", "Owner", "Peer"] {
-            for event in ["take", "lend", "attach", "release", "reclaim"] {
+            for event in ["take", "supply", "lend", "attach", "release", "reclaim"] {
                 let row = rows.iter().find(|row| row[0] == start && row[1] == event);
                 let expected = row.map_or(start, |row| &row[2]);
                 assert_eq!(after(start, event), expected, "{start} {event}");
@@ -429,6 +477,7 @@ mod tests {
         }
         match event {
             "take" => _ = slots.take(),
+            "supply" => _ = slots.supply(1, |_| {}),
             "lend" => _ = slots.lend(id),
             "attach" => _ = slots.attach(id),
             "release" => _ = slots.release(id),

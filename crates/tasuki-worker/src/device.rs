@@ -38,7 +38,9 @@ impl FromStr for Device {
 
     fn from_str(text: &str) -> Result<Self, String> {
         match text.split_once(':') {
-            Some(("vfio", address)) => address.parse().map(Device::Vfio).map_err(|error| format!("{error}")),
+            Some(("vfio", address)) if !address.is_empty() => {
+                address.parse().map(Device::Vfio).map_err(|error| format!("{error}"))
+            }
             Some(("vfio-user", path)) if !path.is_empty() => Ok(Device::VfioUser(path.into())),
             _ if text == "sim" => Ok(Device::Sim),
             _ => Err(format!(

@@ -66,8 +66,8 @@ mod send {
 #[derive(Debug)]
 struct Descriptors {
     words: Span<AtomicU64>,
-    /// The slot in each descriptor (`SlotId::to_word`).
-    slots: Box<[u64]>,
+    /// The slot in each descriptor that the card owns. What stands in the others is stale.
+    slots: Box<[SlotId]>,
     mask: u32,
 }
 
@@ -75,7 +75,7 @@ impl Descriptors {
     /// The ring with number `index` of rings of `count` descriptors (a power of two) each.
     fn new(memory: &NicMemory, index: usize, count: u16) -> Result<Self, RegionError> {
         let words = memory.rings().span(index * usize::from(count) * DESCRIPTOR_LEN, usize::from(count) * WORDS)?;
-        let slots = vec![NO_SLOT; count.into()].into();
+        let slots = vec![SlotId::from_word(NO_SLOT); count.into()].into();
         Ok(Descriptors { words, slots, mask: u32::from(count) - 1 })
     }
 
@@ -106,9 +106,12 @@ impl Descriptors {
         self.mask
     }
 
-    fn to_sash(&self, words: &mut [u64; RING_MAX]) {
+    /// The slots that the descriptors `from..to` hold.
+    fn to_sash(&self, words: &mut [u64; RING_MAX], from: u32, to: u32) {
         words.fill(NO_SLOT);
-        words[..self.slots.len()].copy_from_slice(&self.slots);
+        for place in (0..to.wrapping_sub(from)).map(|i| self.place(from.wrapping_add(i))) {
+            words[place] = self.slots[place].to_word();
+        }
     }
 
     /// Takes over the slots that the descriptors `from..to` hold, and only those. A slot that is refused stays lent.
@@ -121,7 +124,7 @@ impl Descriptors {
         for cursor in (0..held).map(|i| from.wrapping_add(i)) {
             let place = self.place(cursor);
             named.check(words[place])?;
-            self.slots[place] = words[place];
+            self.slots[place] = SlotId::from_word(words[place]);
         }
         Ok(())
     }
@@ -159,15 +162,15 @@ impl<'m> Named<'m> {
 
 /// The slot goes to the card.
 #[inline]
-fn lend(arena: &Arena, slot: Slot) -> u64 {
+fn lend(arena: &Arena, slot: Slot) -> SlotId {
     let lent = arena.lend(slot).expect("lending by move asks nothing of the kernel");
-    lent.id().to_word()
+    lent.id()
 }
 
 /// The slot in a descriptor that the card is done with.
 #[inline(always)]
-fn take_back(arena: &Arena, word: u64) -> Slot {
-    match arena.attach_named(SlotId::from_word(word)) {
+fn take_back(arena: &Arena, id: SlotId) -> Slot {
+    match arena.attach_named(id) {
         Ok(slot) => slot,
         Err(wrong) => not_lent(wrong),
     }
@@ -186,6 +189,15 @@ pub struct Dropped {
     pub errors: u64,
     /// The frame was longer than the MTU allows.
     pub too_long: u64,
+}
+
+/// What stands in a receive descriptor.
+enum Verdict {
+    NotDone,
+    Good,
+    /// To be dropped and counted.
+    Bad,
+    Absurd,
 }
 
 /// What every receive ring must know about frames.
@@ -229,7 +241,7 @@ impl ReceiveRing {
 
     /// What a successor must know.
     pub fn to_sash(&self, posted: &mut [u64; RING_MAX]) -> ReceiveSash {
-        self.ring.to_sash(posted);
+        self.ring.to_sash(posted, self.next, self.tail);
         ReceiveSash { next: self.next, tail: self.tail, skipping: self.skipping.into(), reserved: 0 }
     }
 
@@ -255,27 +267,67 @@ impl ReceiveRing {
         burst: &mut Burst,
     ) -> Result<usize, NicError> {
         let before = burst.len();
-        while !burst.is_full() && self.next != self.tail {
-            let place = self.ring.place(self.next);
-            let (words, _) = self.ring.words.as_chunks::<WORDS>();
-            let status = &words[place][1];
+        loop {
+            self.receive_good(arena, lengths, burst);
+            if burst.is_full() || self.next == self.tail {
+                break;
+            }
+            // What stands here is no good frame, or begins anew at the ring's first descriptor.
+            let word = self.ring.descriptor(self.ring.place(self.next))[1].load(Acquire);
+            match self.judge(word, lengths) {
+                Verdict::NotDone => break,
+                Verdict::Good => {}
+                Verdict::Bad => self.refuse(arena, word, dropped),
+                // Frames from before it come first; then the same is found again, first thing next time.
+                Verdict::Absurd if burst.len() > before => break,
+                Verdict::Absurd => {
+                    return Err(NicError::Absurd { what: "the length of a received frame", value: word });
+                }
+            }
+        }
+        Ok(burst.len() - before)
+    }
+
+    /// Appends good frames until there is none, or the ring's last descriptor was looked at.
+    #[inline]
+    fn receive_good(&mut self, arena: &Arena, lengths: Lengths, burst: &mut Burst) {
+        if self.skipping {
+            return;
+        }
+        let first = self.ring.place(self.next);
+        let ready = self.tail.wrapping_sub(self.next) as usize;
+        let most = ready.min(burst.remaining_capacity()).min(self.ring.slots.len() - first);
+        let (words, _) = self.ring.words.as_chunks::<WORDS>();
+        let descriptors = words[first..first + most].iter().zip(&self.ring.slots[first..first + most]);
+        let mut next = self.next;
+        for ([_, status], slot) in descriptors {
             // DONE
             let word = status.load(Acquire);
             let len = done::len(word);
             let is_good = word & (done::DD | done::EOP | done::ERRORS) == done::DD | done::EOP;
-            if !is_good || len.wrapping_sub(HEADER_LEN) > lengths.frame - HEADER_LEN || self.skipping {
-                if !self.is_acceptable(word, lengths, burst.len() - before)? {
-                    break;
-                }
-                self.refuse(arena, word, dropped);
-            } else {
-                burst.push(Frame { slot: take_back(arena, self.ring.slots[place]), len });
-                // D4
-                status.store(0, Relaxed);
+            if !is_good || len.wrapping_sub(HEADER_LEN) > lengths.frame - HEADER_LEN {
+                break;
             }
-            self.next = self.next.wrapping_add(1);
+            burst.push(Frame { slot: take_back(arena, *slot), len });
+            // D4
+            status.store(0, Relaxed);
+            next = next.wrapping_add(1);
         }
-        Ok(burst.len() - before)
+        self.next = next;
+    }
+
+    /// What stands in the next descriptor.
+    #[cold]
+    fn judge(&self, word: u64, lengths: Lengths) -> Verdict {
+        let len = done::len(word);
+        let whole = word & (done::EOP | done::ERRORS) == done::EOP && !self.skipping;
+        let shortest = if whole { HEADER_LEN } else { 1 };
+        match (shortest..=lengths.buffer).contains(&len) {
+            _ if word & done::DD == 0 => Verdict::NotDone,
+            false => Verdict::Absurd,
+            true if whole && len <= lengths.frame => Verdict::Good,
+            true => Verdict::Bad,
+        }
     }
 
     /// Counts a frame that is not delivered, once. Its slot is free again.
@@ -292,48 +344,46 @@ impl ReceiveRing {
             }
         }
         self.skipping = word & done::EOP == 0;
-    }
-
-    /// Whether the card is done with a descriptor in which no good frame stands, and does no wrong.
-    ///
-    /// # Errors
-    /// When it does wrong. But frames from before that (`delivered`) come first; then the same is found again, first thing next time.
-    #[cold]
-    fn is_acceptable(&self, word: u64, lengths: Lengths, delivered: usize) -> Result<bool, NicError> {
-        if word & done::DD == 0 {
-            return Ok(false);
-        }
-        let whole = word & (done::EOP | done::ERRORS) == done::EOP && !self.skipping;
-        let shortest = if whole { HEADER_LEN } else { 1 };
-        match (shortest..=lengths.buffer).contains(&done::len(word)) {
-            true => Ok(true),
-            false if delivered > 0 => Ok(false),
-            false => Err(NicError::Absurd { what: "the length of a received frame", value: word }),
-        }
+        self.next = self.next.wrapping_add(1);
     }
 
     /// Gives the card free slots until its ring is full or none are left; says whether the tail has changed.
     pub fn refill(&mut self, memory: &NicMemory) -> Result<bool, NicError> {
-        let room = (self.ring.most() - self.tail.wrapping_sub(self.next)) as usize;
-        let Descriptors { words, slots, mask } = &mut self.ring;
-        let (words, _) = words.as_chunks::<WORDS>();
-        let (first, slot_len) = (memory.arena_at(), memory.arena().geometry().slot_len);
-        let mut tail = self.tail;
+        let before = self.tail;
+        // To the end of the ring, and from its beginning.
         let mut written = 0;
-        let count = memory.arena().supply(room, |id| {
-            let place = (tail & *mask) as usize;
-            let [address, status] = &words[place];
-            written |= status.load(Relaxed);
-            address.store(first.0 + u64::from(id.index) * u64::from(slot_len), Relaxed);
-            slots[place] = id.to_word();
-            tail = tail.wrapping_add(1);
-        });
-        self.tail = tail;
+        for _ in 0..2 {
+            let room = (self.ring.most() - self.tail.wrapping_sub(self.next)) as usize;
+            let first = self.ring.place(self.tail);
+            let room = room.min(self.ring.slots.len() - first);
+            if room == 0 {
+                break;
+            }
+            written |= self.refill_run(memory, first, room);
+        }
         // D4
         match written {
-            0 => Ok(count > 0),
+            0 => Ok(self.tail != before),
             value => Err(NicError::Absurd { what: "a receive descriptor that it did not own", value }),
         }
+    }
+
+    /// Gives the card up to `room` slots in the descriptors from `first` on; says what bits were set in their second words.
+    #[inline]
+    fn refill_run(&mut self, memory: &NicMemory, first: usize, room: usize) -> u64 {
+        let (words, _) = self.ring.words.as_chunks::<WORDS>();
+        let mut places = words[first..first + room].iter().zip(&mut self.ring.slots[first..first + room]);
+        let (arena_at, slot_len) = (memory.arena_at().0, u64::from(memory.arena().geometry().slot_len));
+        let mut written = 0;
+        let count = memory.arena().supply(room, |id| {
+            if let Some(([address, status], slot)) = places.next() {
+                written |= status.load(Relaxed);
+                address.store(arena_at + u64::from(id.index) * slot_len, Relaxed);
+                *slot = id;
+            }
+        });
+        self.tail = self.tail.wrapping_add(u32::try_from(count).expect("at most as many as there is room for"));
+        written
     }
 }
 
@@ -377,7 +427,7 @@ impl TransmitRing {
 
     /// What a successor must know: the cursors, and the slots.
     pub fn to_sash(&self, sending: &mut [u64; RING_MAX]) -> (u32, u32) {
-        self.ring.to_sash(sending);
+        self.ring.to_sash(sending, self.sent, self.filled);
         (self.sent, self.filled)
     }
 
