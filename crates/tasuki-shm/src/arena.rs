@@ -125,6 +125,18 @@ impl Arena {
         self.pool.slots.take().map(|id| Slot { pool: Arc::clone(&self.pool), id })
     }
 
+    /// Takes free slots straight to the peer, who is to fill them: up to `most`, each handed to `each`; says how many.
+    ///
+    /// What [`take`](Self::take) and [`lend`](Self::lend) do, for many slots at a time.
+    ///
+    /// # Panics
+    /// When slots are taken away by [`Detach::Guard`]: nobody has a use for both.
+    #[inline(always)]
+    pub fn supply(&self, most: usize, each: impl FnMut(SlotId)) -> usize {
+        assert!(self.pool.detach != Detach::Guard, "slots whose pages are withdrawn are lent one by one");
+        self.pool.slots.supply(most, each)
+    }
+
     /// Chooses the slot that will be taken next and has its first lines fetched for writing: up to `len` bytes, at most a page.
     ///
     /// For a sender that waits anyway: it takes the lines back from the peer, who read them last, before they are needed.
@@ -139,6 +151,7 @@ impl Arena {
     ///
     /// # Errors
     /// When the kernel refuses to withdraw the pages; the slot then comes back.
+    #[inline]
     pub fn lend(&self, slot: Slot) -> Result<Lent, (Slot, RegionError)> {
         debug_assert!(self.owns(&slot), "a slot is lent by its own arena");
         if self.pool.detach == Detach::Guard {
@@ -147,13 +160,14 @@ impl Arena {
                 return Err((slot, error));
             }
         }
-        self.pool.slots.lend(slot.id).expect("S3: a Slot's holder is the owner");
+        self.pool.slots.lend_own(slot.id);
         let slot = ManuallyDrop::new(slot);
         // SAFETY: `slot` is never dropped, so this moves its one count of the pool, once (A2).
         Ok(Lent { pool: unsafe { std::ptr::read(&slot.pool) }, id: slot.id })
     }
 
     /// A lent slot came back from the peer.
+    #[inline]
     pub fn attach(&self, lent: Lent) -> Result<Slot, WrongSlot> {
         self.pool.slots.attach(lent.id)?;
         self.restore(lent.id);
@@ -161,15 +175,24 @@ impl Arena {
     }
 
     /// A slot came back from the peer, who names it.
+    #[inline(always)]
     pub fn attach_named(&self, id: SlotId) -> Result<Slot, WrongSlot> {
-        self.attach(Lent { pool: Arc::clone(&self.pool), id })
+        self.pool.slots.attach(id)?;
+        self.restore(id);
+        Ok(Slot { pool: Arc::clone(&self.pool), id })
     }
 
+    #[inline(always)]
     fn restore(&self, id: SlotId) {
         if self.pool.detach == Detach::Guard {
-            let restored = self.pool.region.restore(self.pool.offset(id), self.pool.slot_len());
-            restored.expect("giving back access to our own mapping merges areas and cannot run out of them");
+            self.restore_pages(id);
         }
+    }
+
+    #[cold]
+    fn restore_pages(&self, id: SlotId) {
+        let restored = self.pool.region.restore(self.pool.offset(id), self.pool.slot_len());
+        restored.expect("giving back access to our own mapping merges areas and cannot run out of them");
     }
 
     /// The peer is dead: takes back all it held, in time proportional to the number of slots; says how many there were.
@@ -187,6 +210,7 @@ impl Arena {
     }
 
     /// Whether `slot` is one of this arena's.
+    #[inline]
     pub fn owns(&self, slot: &Slot) -> bool {
         Arc::ptr_eq(&self.pool, &slot.pool)
     }
@@ -229,8 +253,9 @@ impl Slot {
 }
 
 impl Drop for Slot {
+    #[inline(always)]
     fn drop(&mut self) {
-        self.pool.slots.release(self.id).expect("S3: a Slot's holder is the owner");
+        self.pool.slots.release_own(self.id);
     }
 }
 

@@ -14,6 +14,7 @@
 //! | holder | event   | next   | because                                                     |
 //! |--------|---------|--------|-------------------------------------------------------------|
 //! | Free   | take    | Owner  | allocation                                                  |
+//! | Free   | supply  | Peer   | the same and lending, in one: the peer is to fill it        |
 //! | Owner  | lend    | Peer   | the slot moves with its descriptor                          |
 //! | Peer   | attach  | Owner  | it came back, and names its generation                      |
 //! | Owner  | release | Free   | nobody needs it                                             |
@@ -60,6 +61,7 @@ pub enum Holder {
 }
 
 impl Holder {
+    #[inline(always)]
     fn code(self) -> u64 {
         match self {
             Holder::Free => 0,
@@ -69,7 +71,12 @@ impl Holder {
     }
 
     fn from_code(code: u64) -> Option<Self> {
-        [Holder::Free, Holder::Owner, Holder::Peer].into_iter().find(|holder| holder.code() == code)
+        match code {
+            0 => Some(Holder::Free),
+            1 => Some(Holder::Owner),
+            2 => Some(Holder::Peer),
+            _ => None,
+        }
     }
 }
 
@@ -145,26 +152,37 @@ impl<M: Deref<Target = [Line]>> Slots<M> {
         self.count
     }
 
+    #[inline]
     fn word(&self, index: u32) -> &AtomicU64 {
         self.table[index as usize / LINE_WORDS].word(index as usize % LINE_WORDS)
     }
 
+    #[inline]
     fn state(&self, index: u32) -> (u32, Option<Holder>) {
         let id = SlotId::from_word(self.word(index).load(Relaxed));
         (id.generation, Holder::from_code(id.index.into()))
     }
 
+    #[inline]
     fn set(&self, id: SlotId, holder: Holder) {
         self.word(id.index).store(u64::from(id.generation) << 32 | holder.code(), Relaxed);
     }
 
+    #[inline(always)]
     fn mark_free(&self, index: u32) {
-        // Pairs with `take_bit`: whoever takes the slot next sees all that was done with it before.
-        self.free[index as usize / 64].fetch_or(1 << (index % 64), AcqRel);
+        // Every slot has a bit. Pairs with `take_bit`: whoever takes the slot next sees all that was done with it before.
+        if let Some(bits) = self.free.get(index as usize / 64) {
+            bits.fetch_or(1 << (index % 64), AcqRel);
+        }
     }
 
+    #[inline(always)]
     fn free_again(&self, id: SlotId) {
-        self.set(SlotId { generation: id.generation.wrapping_add(1), ..id }, Holder::Free);
+        // Every slot has a word.
+        if let Some(line) = self.table.get(id.index as usize / LINE_WORDS) {
+            let word = u64::from(id.generation.wrapping_add(1)) << 32 | Holder::Free.code();
+            line.word(id.index as usize % LINE_WORDS).store(word, Relaxed);
+        }
         self.mark_free(id.index);
     }
 
@@ -209,36 +227,96 @@ impl<M: Deref<Target = [Line]>> Slots<M> {
         Some(id)
     }
 
-    fn expect(&self, id: SlotId, needed: Holder) -> Result<(), WrongSlot> {
+    /// Takes free slots straight to the peer, up to `most`, lowest first; hands each to `each`, and says how many there were.
+    #[inline(always)]
+    pub fn supply(&self, most: usize, mut each: impl FnMut(SlotId)) -> usize {
+        let mut left = most;
+        for (i, word) in (0_u32..).zip(&self.free) {
+            if left == 0 {
+                break;
+            }
+            let free = word.load(Relaxed);
+            if free == 0 {
+                continue;
+            }
+            let chosen = lowest(free, left);
+            // Only takers clear bits, so those that were still set are ours. Pairs with `mark_free`.
+            let mut ours = word.fetch_and(!chosen, AcqRel) & chosen;
+            while ours != 0 {
+                let index = i * 64 + ours.trailing_zeros();
+                ours &= ours - 1;
+                left -= 1;
+                let word = self.word(index);
+                let id = SlotId { index, ..SlotId::from_word(word.load(Relaxed)) };
+                word.store(u64::from(id.generation) << 32 | Holder::Peer.code(), Relaxed);
+                each(id);
+            }
+        }
+        most - left
+    }
+
+    /// The word of a slot that `needed` holds.
+    #[inline(always)]
+    fn held(&self, id: SlotId, needed: Holder) -> Result<&AtomicU64, WrongSlot> {
+        let line = self.table.get(id.index as usize / LINE_WORDS).filter(|_| id.index < self.count);
+        if let Some(line) = line {
+            let word = line.word(id.index as usize % LINE_WORDS);
+            if word.load(Relaxed) == u64::from(id.generation) << 32 | needed.code() {
+                return Ok(word);
+            }
+        }
+        Err(self.wrong(id, needed))
+    }
+
+    /// What is wrong with a slot that is not as it should be.
+    #[cold]
+    fn wrong(&self, id: SlotId, needed: Holder) -> WrongSlot {
         if id.index >= self.count {
-            return Err(WrongSlot::S1 { index: id.index, count: self.count });
+            return WrongSlot::S1 { index: id.index, count: self.count };
         }
         match self.state(id.index) {
-            (now, _) if now != id.generation => Err(WrongSlot::S2 { id, now }),
-            (_, Some(held)) if held == needed => Ok(()),
-            (_, held) => Err(WrongSlot::S3 { id, held, needed }),
+            (now, _) if now != id.generation => WrongSlot::S2 { id, now },
+            (_, held) => WrongSlot::S3 { id, held, needed },
         }
     }
 
     /// The slot goes to the peer.
+    #[inline(always)]
     pub fn lend(&self, id: SlotId) -> Result<(), WrongSlot> {
-        self.expect(id, Holder::Owner)?;
-        self.set(id, Holder::Peer);
+        let word = self.held(id, Holder::Owner)?;
+        word.store(u64::from(id.generation) << 32 | Holder::Peer.code(), Relaxed);
         Ok(())
     }
 
     /// The slot came back from the peer.
+    #[inline(always)]
     pub fn attach(&self, id: SlotId) -> Result<(), WrongSlot> {
-        self.expect(id, Holder::Peer)?;
-        self.set(id, Holder::Owner);
+        let word = self.held(id, Holder::Peer)?;
+        word.store(u64::from(id.generation) << 32 | Holder::Owner.code(), Relaxed);
         Ok(())
     }
 
     /// The owner needs it no longer.
+    #[inline(always)]
     pub fn release(&self, id: SlotId) -> Result<(), WrongSlot> {
-        self.expect(id, Holder::Owner)?;
-        self.free_again(id);
+        let word = self.held(id, Holder::Owner)?;
+        word.store(u64::from(id.generation.wrapping_add(1)) << 32 | Holder::Free.code(), Relaxed);
+        self.mark_free(id.index);
         Ok(())
+    }
+
+    /// [`release`](Self::release) of a slot that is known to be the owner's: whoever calls has its one handle.
+    #[inline(always)]
+    pub(crate) fn release_own(&self, id: SlotId) {
+        debug_assert!(self.held(id, Holder::Owner).is_ok(), "S3: a Slot's holder is the owner");
+        self.free_again(id);
+    }
+
+    /// [`lend`](Self::lend) of a slot that is known to be the owner's.
+    #[inline(always)]
+    pub(crate) fn lend_own(&self, id: SlotId) {
+        debug_assert!(self.held(id, Holder::Owner).is_ok(), "S3: a Slot's holder is the owner");
+        self.set(id, Holder::Peer);
     }
 
     /// The peer is dead: all it held is free. Looks at every slot once; says how many it got back.
@@ -259,6 +337,17 @@ impl<M: Deref<Target = [Line]>> Slots<M> {
         }
         census
     }
+}
+
+/// The `count` lowest bits that are set, or all of them.
+#[inline]
+fn lowest(bits: u64, count: usize) -> u64 {
+    let mut rest = bits;
+    if bits.count_ones() as usize <= count {
+        return bits;
+    }
+    (0..count).for_each(|_| rest &= rest - 1);
+    bits & !rest
 }
 
 /// Where the slots of an arena are.
@@ -325,9 +414,9 @@ mod tests {
             .filter(|cells| cells[0] != "holder")
             .map(|cells| [cells[0].clone(), cells[1].clone(), cells[2].clone()])
             .collect();
-        assert_eq!(rows.len(), 5, "the table was found");
+        assert_eq!(rows.len(), 6, "the table was found");
         for start in ["Free", "Owner", "Peer"] {
-            for event in ["take", "lend", "attach", "release", "reclaim"] {
+            for event in ["take", "supply", "lend", "attach", "release", "reclaim"] {
                 let row = rows.iter().find(|row| row[0] == start && row[1] == event);
                 let expected = row.map_or(start, |row| &row[2]);
                 assert_eq!(after(start, event), expected, "{start} {event}");
@@ -346,6 +435,7 @@ mod tests {
         }
         match event {
             "take" => _ = slots.take(),
+            "supply" => _ = slots.supply(1, |_| {}),
             "lend" => _ = slots.lend(id),
             "attach" => _ = slots.attach(id),
             "release" => _ = slots.release(id),

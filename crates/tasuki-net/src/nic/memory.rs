@@ -49,6 +49,7 @@ impl NicMemory {
     }
 
     /// Where the card sees the first byte of the arena.
+    #[inline]
     pub fn arena_at(&self) -> Iova {
         self.at + self.rings.len() as u64
     }
@@ -59,6 +60,7 @@ impl NicMemory {
     }
 
     /// The same of a slot that the card holds.
+    #[inline]
     pub fn at_of(&self, id: SlotId) -> Iova {
         self.arena_at() + u64::from(id.index) * u64::from(self.arena.geometry().slot_len)
     }

@@ -17,9 +17,9 @@
 use std::sync::atomic::AtomicU64;
 use std::sync::atomic::Ordering::{Acquire, Relaxed};
 
-use tasuki_shm::arena::{Arena, Lent, Slot};
+use tasuki_shm::arena::{Arena, Slot};
 use tasuki_shm::region::{RegionError, Span};
-use tasuki_shm::slots::SlotId;
+use tasuki_shm::slots::{SlotId, WrongSlot};
 
 use super::sash::{NO_SLOT, ReceiveSash};
 use crate::nic::bus::Iova;
@@ -66,7 +66,8 @@ mod send {
 #[derive(Debug)]
 struct Descriptors {
     words: Span<AtomicU64>,
-    slots: Box<[Option<Lent>]>,
+    /// The slot in each descriptor that the card owns. What stands in the others is stale.
+    slots: Box<[SlotId]>,
     mask: u32,
 }
 
@@ -74,7 +75,7 @@ impl Descriptors {
     /// The ring with number `index` of rings of `count` descriptors (a power of two) each.
     fn new(memory: &NicMemory, index: usize, count: u16) -> Result<Self, RegionError> {
         let words = memory.rings().span(index * usize::from(count) * DESCRIPTOR_LEN, usize::from(count) * WORDS)?;
-        let slots = (0..count).map(|_| None).collect();
+        let slots = vec![SlotId::from_word(NO_SLOT); count.into()].into();
         Ok(Descriptors { words, slots, mask: u32::from(count) - 1 })
     }
 
@@ -83,6 +84,14 @@ impl Descriptors {
         self.words.iter().for_each(|word| word.store(0, Relaxed));
     }
 
+    /// The two words of the descriptor at `place`.
+    #[inline]
+    fn descriptor(&self, place: usize) -> [&AtomicU64; 2] {
+        let words = &self.words[place * WORDS..];
+        [&words[0], &words[1]]
+    }
+
+    #[inline]
     fn place(&self, cursor: u32) -> usize {
         (cursor & self.mask) as usize
     }
@@ -97,10 +106,11 @@ impl Descriptors {
         self.mask
     }
 
-    fn to_sash(&self, words: &mut [u64; RING_MAX]) {
+    /// The slots that the descriptors `from..to` hold.
+    fn to_sash(&self, words: &mut [u64; RING_MAX], from: u32, to: u32) {
         words.fill(NO_SLOT);
-        for (word, lent) in words.iter_mut().zip(&self.slots) {
-            *word = lent.as_ref().map_or(NO_SLOT, |lent| lent.id().to_word());
+        for place in (0..to.wrapping_sub(from)).map(|i| self.place(from.wrapping_add(i))) {
+            words[place] = self.slots[place].to_word();
         }
     }
 
@@ -113,7 +123,8 @@ impl Descriptors {
         }
         for cursor in (0..held).map(|i| from.wrapping_add(i)) {
             let place = self.place(cursor);
-            self.slots[place] = Some(named.lent(words[place])?);
+            named.check(words[place])?;
+            self.slots[place] = SlotId::from_word(words[place]);
         }
         Ok(())
     }
@@ -132,8 +143,8 @@ impl<'m> Named<'m> {
         Named { arena, seen: vec![false; arena.geometry().count as usize].into() }
     }
 
-    /// The slot that `word` names, which the card holds.
-    fn lent(&mut self, word: u64) -> Result<Lent, NicError> {
+    /// The slot that `word` names is one that the card holds.
+    fn check(&mut self, word: u64) -> Result<(), NicError> {
         let absurd = |what| NicError::Absurd { what, value: word };
         let id = SlotId::from_word(word);
         let seen = self.seen.get_mut(id.index as usize);
@@ -142,15 +153,33 @@ impl<'m> Named<'m> {
             return Err(absurd("the sash names a slot twice"));
         }
         // There and back, which only works with a slot that is lent.
-        let slot = self.arena.attach_named(id);
-        Ok(lend(self.arena, slot.map_err(|_| absurd("the sash names a slot that the card does not hold"))?))
+        let slot =
+            self.arena.attach_named(id).map_err(|_| absurd("the sash names a slot that the card does not hold"))?;
+        lend(self.arena, slot);
+        Ok(())
     }
 }
 
 /// The slot goes to the card.
 #[inline]
-fn lend(arena: &Arena, slot: Slot) -> Lent {
-    arena.lend(slot).expect("lending by move asks nothing of the kernel")
+fn lend(arena: &Arena, slot: Slot) -> SlotId {
+    let lent = arena.lend(slot).expect("lending by move asks nothing of the kernel");
+    lent.id()
+}
+
+/// The slot in a descriptor that the card is done with.
+#[inline(always)]
+fn take_back(arena: &Arena, id: SlotId) -> Slot {
+    match arena.attach_named(id) {
+        Ok(slot) => slot,
+        Err(wrong) => not_lent(wrong),
+    }
+}
+
+/// Apart, since it never happens.
+#[cold]
+fn not_lent(wrong: WrongSlot) -> ! {
+    panic!("D2: a slot that is lent stands in each of the card's descriptors, but {wrong}");
 }
 
 /// What was wrong with frames, each counted by us because the card does not.
@@ -160,6 +189,15 @@ pub struct Dropped {
     pub errors: u64,
     /// The frame was longer than the MTU allows.
     pub too_long: u64,
+}
+
+/// What stands in a receive descriptor.
+enum Verdict {
+    NotDone,
+    Good,
+    /// To be dropped and counted.
+    Bad,
+    Absurd,
 }
 
 /// What every receive ring must know about frames.
@@ -203,7 +241,7 @@ impl ReceiveRing {
 
     /// What a successor must know.
     pub fn to_sash(&self, posted: &mut [u64; RING_MAX]) -> ReceiveSash {
-        self.ring.to_sash(posted);
+        self.ring.to_sash(posted, self.next, self.tail);
         ReceiveSash { next: self.next, tail: self.tail, skipping: self.skipping.into(), reserved: 0 }
     }
 
@@ -214,7 +252,7 @@ impl ReceiveRing {
 
     /// Whether a frame, or what is left of one, has come.
     pub fn is_ready(&self) -> bool {
-        self.next != self.tail && self.ring.words[self.ring.place(self.next) * WORDS + 1].load(Acquire) & done::DD != 0
+        self.next != self.tail && self.ring.descriptor(self.ring.place(self.next))[1].load(Acquire) & done::DD != 0
     }
 
     /// Appends frames to `burst` until it is full or no more are there; says how many.
@@ -229,35 +267,74 @@ impl ReceiveRing {
         burst: &mut Burst,
     ) -> Result<usize, NicError> {
         let before = burst.len();
-        while !burst.is_full() && self.next != self.tail {
-            let place = self.ring.place(self.next);
-            // DONE
-            let word = self.ring.words[place * WORDS + 1].load(Acquire);
-            if word & done::DD == 0 {
+        loop {
+            self.receive_good(arena, lengths, burst);
+            if burst.is_full() || self.next == self.tail {
                 break;
             }
-            let len = done::len(word);
-            let whole = word & (done::EOP | done::ERRORS) == done::EOP && !self.skipping;
-            if len > lengths.buffer || len < if whole { HEADER_LEN } else { 1 } {
-                return absurd_after(burst.len() - before, "the length of a received frame", word);
-            }
-            let lent = self.ring.slots[place].take().expect("D2: a slot stands in each of the card's descriptors");
-            let slot = arena.attach(lent).expect("D2: that slot is lent");
-            // D4
-            self.ring.words[place * WORDS + 1].store(0, Relaxed);
-            self.next = self.next.wrapping_add(1);
-            if whole && len <= lengths.frame {
-                burst.push(Frame { slot, len });
-            } else {
-                self.refuse(word, dropped);
+            // What stands here is no good frame, or begins anew at the ring's first descriptor.
+            let word = self.ring.descriptor(self.ring.place(self.next))[1].load(Acquire);
+            match self.judge(word, lengths) {
+                Verdict::NotDone => break,
+                Verdict::Good => {}
+                Verdict::Bad => self.refuse(arena, word, dropped),
+                // Frames from before it come first; then the same is found again, first thing next time.
+                Verdict::Absurd if burst.len() > before => break,
+                Verdict::Absurd => return Err(NicError::Absurd { what: "the length of a received frame", value: word }),
             }
         }
         Ok(burst.len() - before)
     }
 
+    /// Appends good frames until there is none, or the ring's last descriptor was looked at.
+    #[inline]
+    fn receive_good(&mut self, arena: &Arena, lengths: Lengths, burst: &mut Burst) {
+        if self.skipping {
+            return;
+        }
+        let first = self.ring.place(self.next);
+        let ready = self.tail.wrapping_sub(self.next) as usize;
+        let most = ready.min(burst.remaining_capacity()).min(self.ring.slots.len() - first);
+        let (words, _) = self.ring.words.as_chunks::<WORDS>();
+        let descriptors = words[first..first + most].iter().zip(&self.ring.slots[first..first + most]);
+        let mut next = self.next;
+        for ([_, status], slot) in descriptors {
+            // DONE
+            let word = status.load(Acquire);
+            let len = done::len(word);
+            let is_good = word & (done::DD | done::EOP | done::ERRORS) == done::DD | done::EOP;
+            if !is_good || len.wrapping_sub(HEADER_LEN) > lengths.frame - HEADER_LEN {
+                break;
+            }
+            burst.push(Frame { slot: take_back(arena, *slot), len });
+            // D4
+            status.store(0, Relaxed);
+            next = next.wrapping_add(1);
+        }
+        self.next = next;
+    }
+
+    /// What stands in the next descriptor.
+    #[cold]
+    fn judge(&self, word: u64, lengths: Lengths) -> Verdict {
+        let len = done::len(word);
+        let whole = word & (done::EOP | done::ERRORS) == done::EOP && !self.skipping;
+        let shortest = if whole { HEADER_LEN } else { 1 };
+        match (shortest..=lengths.buffer).contains(&len) {
+            _ if word & done::DD == 0 => Verdict::NotDone,
+            false => Verdict::Absurd,
+            true if whole && len <= lengths.frame => Verdict::Good,
+            true => Verdict::Bad,
+        }
+    }
+
     /// Counts a frame that is not delivered, once. Its slot is free again.
     #[cold]
-    fn refuse(&mut self, word: u64, dropped: &mut Dropped) {
+    fn refuse(&mut self, arena: &Arena, word: u64, dropped: &mut Dropped) {
+        let place = self.ring.place(self.next);
+        drop(take_back(arena, self.ring.slots[place]));
+        // D4
+        self.ring.descriptor(place)[1].store(0, Relaxed);
         if !self.skipping {
             match word & done::ERRORS {
                 0 => dropped.too_long += 1,
@@ -265,29 +342,49 @@ impl ReceiveRing {
             }
         }
         self.skipping = word & done::EOP == 0;
+        self.next = self.next.wrapping_add(1);
     }
 
     /// Gives the card free slots until its ring is full or none are left; says whether the tail has changed.
     pub fn refill(&mut self, memory: &NicMemory) -> Result<bool, NicError> {
         let before = self.tail;
-        while self.tail.wrapping_sub(self.next) < self.ring.most() {
-            let Some(slot) = memory.arena().take() else { break };
-            let place = self.ring.place(self.tail);
-            let word = self.ring.words[place * WORDS + 1].load(Relaxed);
-            if word != 0 {
-                return Err(NicError::Absurd { what: "a receive descriptor that it did not own", value: word });
+        // To the end of the ring, and from its beginning.
+        let mut written = 0;
+        for _ in 0..2 {
+            let room = (self.ring.most() - self.tail.wrapping_sub(self.next)) as usize;
+            let first = self.ring.place(self.tail);
+            let room = room.min(self.ring.slots.len() - first);
+            if room == 0 {
+                break;
             }
-            self.ring.words[place * WORDS].store(memory.slot_at(&slot).0, Relaxed);
-            self.ring.slots[place] = Some(lend(memory.arena(), slot));
-            self.tail = self.tail.wrapping_add(1);
+            written |= self.refill_run(memory, first, room);
         }
-        Ok(self.tail != before)
+        // D4
+        match written {
+            0 => Ok(self.tail != before),
+            value => Err(NicError::Absurd { what: "a receive descriptor that it did not own", value }),
+        }
     }
-}
 
-/// A fault, or the frames before it: then the same fault is found again, first thing next time.
-fn absurd_after(delivered: usize, what: &'static str, value: u64) -> Result<usize, NicError> {
-    if delivered > 0 { Ok(delivered) } else { Err(NicError::Absurd { what, value }) }
+    /// Gives the card up to `room` slots in the descriptors from `first` on; says what bits were set in their second words.
+    #[inline]
+    fn refill_run(&mut self, memory: &NicMemory, first: usize, room: usize) -> u64 {
+        let (words, _) = self.ring.words.as_chunks::<WORDS>();
+        let mut places = words[first..first + room].iter().zip(&mut self.ring.slots[first..first + room]);
+        let (arena_at, slot_len) = (memory.arena_at().0, u64::from(memory.arena().geometry().slot_len));
+        let mut tail = self.tail;
+        let mut written = 0;
+        memory.arena().supply(room, |id| {
+            if let Some(([address, status], slot)) = places.next() {
+                written |= status.load(Relaxed);
+                address.store(arena_at + u64::from(id.index) * slot_len, Relaxed);
+                *slot = id;
+                tail = tail.wrapping_add(1);
+            }
+        });
+        self.tail = tail;
+        written
+    }
 }
 
 /// The ring does not lie in the memory.
@@ -330,7 +427,7 @@ impl TransmitRing {
 
     /// What a successor must know: the cursors, and the slots.
     pub fn to_sash(&self, sending: &mut [u64; RING_MAX]) -> (u32, u32) {
-        self.ring.to_sash(sending);
+        self.ring.to_sash(sending, self.sent, self.filled);
         (self.sent, self.filled)
     }
 
@@ -344,11 +441,10 @@ impl TransmitRing {
         while self.sent != self.filled {
             let place = self.ring.place(self.sent);
             // DONE
-            if self.ring.words[place * WORDS + 1].load(Acquire) & send::DD == 0 {
+            if self.ring.descriptor(place)[1].load(Acquire) & send::DD == 0 {
                 break;
             }
-            let lent = self.ring.slots[place].take().expect("D2: a slot stands in each of the card's descriptors");
-            drop(arena.attach(lent).expect("D2: that slot is lent"));
+            drop(take_back(arena, self.ring.slots[place]));
             self.sent = self.sent.wrapping_add(1);
         }
     }
@@ -368,9 +464,10 @@ impl TransmitRing {
                 continue;
             }
             let place = self.ring.place(self.filled);
-            self.ring.words[place * WORDS].store(memory.slot_at(&slot).0, Relaxed);
-            self.ring.words[place * WORDS + 1].store(send::COMMAND | u64::from(len), Relaxed);
-            self.ring.slots[place] = Some(lend(memory.arena(), slot));
+            let [address, command] = self.ring.descriptor(place);
+            address.store(memory.slot_at(&slot).0, Relaxed);
+            command.store(send::COMMAND | u64::from(len), Relaxed);
+            self.ring.slots[place] = lend(memory.arena(), slot);
             self.filled = self.filled.wrapping_add(1);
         }
         taken
