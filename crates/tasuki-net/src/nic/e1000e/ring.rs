@@ -280,7 +280,9 @@ impl ReceiveRing {
                 Verdict::Bad => self.refuse(arena, word, dropped),
                 // Frames from before it come first; then the same is found again, first thing next time.
                 Verdict::Absurd if burst.len() > before => break,
-                Verdict::Absurd => return Err(NicError::Absurd { what: "the length of a received frame", value: word }),
+                Verdict::Absurd => {
+                    return Err(NicError::Absurd { what: "the length of a received frame", value: word });
+                }
             }
         }
         Ok(burst.len() - before)
