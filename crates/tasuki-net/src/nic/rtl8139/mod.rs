@@ -1,7 +1,7 @@
 //! The RTL8139C+, a card for 100 Mb/s, in its C+ mode: two rings of descriptors instead of one buffer for all.
 //!
 //! The card has no register that says where it stands in a ring, and none that sets it: enabling a unit takes it to descriptor 0.
-//! So whoever resumes it writes the rings anew, turned such that descriptor 0 is where the card is to go on (see `ring.rs`).
+//! So whoever resumes it writes the rings anew, turned such that descriptor 0 is where the card is to go on (`ring.rs`).
 //!
 //! It has no MSI-X, and a [`Bus`] carries no other interrupts, so it is polled: [`arm`](Port::arm) always answers
 //! [`Armed::Busy`], and its descriptor never becomes readable (docs/decisions/0009-parking-virtio-and-rtl8139.md).

@@ -1,5 +1,5 @@
-//! The RTL8139C+ as its data sheet has it: *Realtek RTL8139C(L)+*, rev. 1.6, section 6 (registers, by offset) and section 9.2
-//! (descriptors of C+ mode).
+//! The RTL8139C+ as its data sheet has it: *Realtek RTL8139C(L)+*, rev. 1.6. Its registers stand in the order of their offsets, and so
+//! they do here; the descriptors are those of its C+ mode. Bits were held against Linux's 8139cp and QEMU's model.
 
 use crate::nic::register::{Register, Ro, Rw, Wo};
 

@@ -45,7 +45,8 @@ const MTU_MIN: u16 = 68;
 
 /// Vector of the receive queue's interrupt, the only one.
 const RECEIVE_VECTOR: u16 = 0;
-/// How long we wait, when the NIC is parked, for the device to send what it has.
+/// How long we wait, when the NIC is parked, for the device to send what it has. QEMU throws away, when a queue is reset, the frame
+/// that its wire has not taken yet, and says that it was sent.
 const DRAIN: Duration = Duration::from_millis(10);
 
 /// Where in the rings' region what lies.
@@ -427,7 +428,7 @@ impl<B: Bus> Nic for VirtioNet<B> {
             list(&mut sash.tx, 0, self.tx.chains.by_chain());
             return Ok((self.bus, self.memory, sash));
         }
-        // Transmission first: QEMU throws away what waits for the receive queue when it resets the other.
+        // Transmission first, so that receiving pauses as briefly as it can.
         self.transport.reset_queue(queues::TRANSMIT)?;
         self.transport.reset_queue(queues::RECEIVE)?;
         (sash.rx_at, sash.tx_at) = (Cursor::default(), Cursor::default());

@@ -406,6 +406,49 @@ mod tests {
         assert_eq!(receive(&memory, &mut receiver).unwrap(), [88]);
     }
 
+    /// The two halves of EVENT: the index at which we want to be woken is there for the device, and a frame from before is seen.
+    #[test]
+    fn arming_asks_for_the_next_frame_and_sees_one_that_came_before() {
+        let (memory, mut receiver, mut device) = receiver();
+        for round in 0..20 {
+            assert!(!receiver.arm().unwrap(), "nothing has come");
+            assert_eq!(device.available[1 + 4].load(Relaxed) & 0xffff, round, "an interrupt at the next one");
+            let head = device.heads()[round as usize];
+            device.use_chain(head, 100);
+            assert!(receiver.arm().unwrap(), "one has come");
+            assert_eq!(receive(&memory, &mut receiver).unwrap(), [88]);
+        }
+        let come = [Loan::new(loan::stock(&memory, 1).unwrap()[0], 60, 0)];
+        receiver = Receiver::new(&memory, receiver.chains, ROOM, &[], &come);
+        assert!(receiver.arm().unwrap(), "one has come before the device was parked");
+    }
+
+    #[test]
+    fn a_device_is_notified_where_it_asks_to_be() {
+        // Where it asks, our index before, our index now (§2.7.10): between the two, around the end of the numbers too.
+        for (event, old, new, wanted) in [
+            (0, 0, 1, true),
+            (1, 0, 1, false),
+            (3, 1, 4, true),
+            (4, 1, 4, false),
+            (0, 1, 4, false),
+            (0xffff, 0xfffe, 1, true),
+            (0, 0xfffe, 1, true),
+            (1, 0xfffe, 1, false),
+            (0xfffd, 0xfffe, 1, false),
+        ] {
+            let memory = NicMemory::create(Geometry { slot_len: 4096, count: 1 }, 4096, Iova(1 << 32)).unwrap();
+            let place = Place::new(0, SIZE);
+            let mut ring = SplitRing::new(&memory, place, SIZE, true, Cursor { available: old, used: old });
+            let device = Device::of(&memory, place);
+            device.used[1 + 16].store(event, Relaxed);
+            (0..u16::wrapping_sub(new, old)).for_each(|_| ring.push(0));
+            ring.publish();
+            assert_eq!(ring.wants_notification(), wanted, "{event:#x} asked for, {old:#x} to {new:#x}");
+            assert!(!ring.wants_notification(), "not twice");
+        }
+    }
+
     #[test]
     fn unsent_frames_are_listed_in_their_order() {
         let (memory, mut transmitter, mut device) = transmitter();
