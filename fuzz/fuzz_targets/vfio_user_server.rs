@@ -9,7 +9,7 @@ mod common;
 
 use std::io::IoSlice;
 use std::mem::MaybeUninit;
-use std::os::fd::{BorrowedFd, OwnedFd};
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 
 use common::Choices;
 use libfuzzer_sys::fuzz_target;
@@ -140,6 +140,7 @@ fuzz_target!(|data: &[u8]| {
     let mut server = Server::over(ours).expect("a server");
     let mut device = Strict::default();
     let memory = Memory::create("fuzz", 16384, Pages::Small).expect("memory");
+    let eventfd = rustix::event::eventfd(0, rustix::event::EventfdFlags::CLOEXEC).expect("an eventfd");
     if choices.below(16) > 0 {
         say(&client, &message(1, false, &[1 << 16], b"{}\0"), &[]);
     }
@@ -153,7 +154,8 @@ fuzz_target!(|data: &[u8]| {
         let bytes = command(&mut choices);
         let cut = if choices.below(8) == 0 { choices.below(64).into() } else { bytes.len() };
         let (first, second) = bytes.split_at(cut.min(bytes.len()));
-        say(&client, first, &vec![memory.fd(); fds.into()]);
+        let fd = if choices.below(2) == 0 { memory.fd() } else { eventfd.as_fd() };
+        say(&client, first, &vec![fd; fds.into()]);
         if !second.is_empty() {
             over |= matches!(turn(&mut server, &mut device), Turn::Over | Turn::Gone(_));
             say(&client, second, &[]);

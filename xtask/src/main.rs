@@ -4,6 +4,7 @@ mod bench;
 mod checkout;
 mod ci;
 mod fuzz;
+mod guest;
 mod loom;
 mod needs;
 mod stream;
@@ -55,6 +56,8 @@ enum Verb {
     Tidy,
     /// Explore the loom models; a name selects the tests that contain it
     Loom { filter: Vec<OsString> },
+    /// Run the tests that need VFIO and an IOMMU, in a guest that has both
+    Guest,
     /// Fuzz one target, or each in turn
     Fuzz {
         target: Option<String>,
@@ -94,6 +97,12 @@ fn run(verb: Verb) -> anyhow::Result<bool> {
         Verb::Ci => ci::run(&checkout),
         Verb::Tidy => tidy::run(&checkout),
         Verb::Loom { filter } => loom::run(&checkout, &filter),
+        Verb::Guest => {
+            needs::provide(&[needs::QEMU]);
+            let tally = guest::run(&checkout)?;
+            println!("{tally}");
+            Ok(tally.failed == 0)
+        }
         Verb::Fuzz { target, seconds, input, asan, libfuzzer } => {
             let sanitizer = if asan { fuzz::Sanitizer::Address } else { fuzz::Sanitizer::None };
             let plan = fuzz::Plan { seconds, input, libfuzzer, sanitizer, chatty: true };

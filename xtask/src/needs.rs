@@ -26,7 +26,7 @@ pub const CXX: Need = Need { program: "c++", package: "g++", serves: "the fuzz t
 pub const QEMU: Need = Need {
     program: "qemu-system-x86_64",
     package: "qemu-system-x86",
-    serves: "tests of the drivers on QEMU's cards will skip themselves",
+    serves: "tests of the drivers on QEMU's cards, and through VFIO in a guest, will skip themselves",
 };
 
 impl Need {

@@ -3,7 +3,7 @@
 use crate::checkout::Checkout;
 use crate::fuzz::{self, Plan};
 use crate::tally::{Reader, Tally};
-use crate::{loom, needs, stream};
+use crate::{guest, loom, needs, stream};
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
 pub enum Stage {
@@ -11,11 +11,13 @@ pub enum Stage {
     Unit,
     /// Models of the protocols, every interleaving
     Loom,
+    /// Tests through VFIO and an IOMMU, in a guest of QEMU's
+    Guest,
     /// Each fuzz target for a short while, after the inputs that once broke it
     Fuzz,
 }
 
-const STAGES: [Stage; 3] = [Stage::Unit, Stage::Loom, Stage::Fuzz];
+const STAGES: [Stage; 4] = [Stage::Unit, Stage::Loom, Stage::Guest, Stage::Fuzz];
 
 /// What the stages counted.
 #[must_use = "a report nobody closes has no closing line"]
@@ -29,6 +31,7 @@ pub fn run(checkout: &Checkout, only: Option<Stage>, fuzz_seconds: u32) -> anyho
         let tally = match stage {
             Stage::Unit => unit(checkout),
             Stage::Loom => loom::explore(checkout, &[]),
+            Stage::Guest => guest::run(checkout),
             Stage::Fuzz => fuzz::fuzz_all(checkout, &Plan::short(fuzz_seconds)),
         };
         let tally = tally.unwrap_or_else(|error| {
@@ -80,6 +83,7 @@ fn name(stage: Stage) -> &'static str {
     match stage {
         Stage::Unit => "unit",
         Stage::Loom => "loom",
+        Stage::Guest => "guest",
         Stage::Fuzz => "fuzz",
     }
 }

@@ -362,6 +362,11 @@ fn interrupts_are_checked_before_they_are_set() {
     ] {
         assert_eq!(bench.refusal(8, &words(&body), fds), EINVAL, "{body:?}");
     }
+    let (pipe, _) = rustix::pipe::pipe().unwrap();
+    let given = memory(1);
+    for other in [pipe.as_fd(), given.fd()] {
+        assert_eq!(bench.refusal(8, &words(&[20, 0x24, 2, 0, 2]), &[first.as_fd(), other]), EINVAL, "no eventfd");
+    }
     assert!(bench.device.eventfds.iter().all(Option::is_none));
     assert_eq!(bench.ask_with(8, &words(&[20, 0x24, 2, 1, 1]), &both[..1]).0, 0);
     assert!(bench.device.eventfds[0].is_none() && bench.device.eventfds[1].is_some());

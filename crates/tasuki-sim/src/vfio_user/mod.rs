@@ -15,7 +15,7 @@ mod wire;
 use std::collections::VecDeque;
 use std::io::{self, IoSlice, IoSliceMut};
 use std::mem::MaybeUninit;
-use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::path::{Path, PathBuf};
 
 use rustix::event::epoll;
@@ -431,7 +431,8 @@ fn perform<'a>(
         Ask::IrqInfo { .. } => return Err(Errno::INVAL),
         Ask::SetIrqs { index, start, count, eventfds } => {
             let vectors = if index < IRQS { device.vectors(index) } else { 0 };
-            if start.checked_add(count).is_none_or(|end| end > vectors) {
+            let inside = start.checked_add(count).is_some_and(|end| end <= vectors);
+            if !(inside && fds.iter().all(is_eventfd)) {
                 return Err(Errno::INVAL);
             }
             match eventfds {
@@ -454,6 +455,12 @@ fn perform<'a>(
         Ask::Reset => device.reset(),
     }
     Ok(None)
+}
+
+/// Whether the device can ring it: a full pipe, say, would have the device wait for its client.
+fn is_eventfd(fd: &OwnedFd) -> bool {
+    let name = rustix::fs::readlink(format!("/proc/self/fd/{}", fd.as_raw_fd()), Vec::new());
+    name.is_ok_and(|name| name.as_bytes().starts_with(b"anon_inode:[eventfd"))
 }
 
 fn reply_words(reply: &mut Vec<u8>, words: &[u32]) {

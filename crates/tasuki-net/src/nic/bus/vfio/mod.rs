@@ -223,14 +223,15 @@ impl Bus for Vfio {
         }
     }
 
-    /// All vectors are switched on at once, as the kernel wants it. To ask for more later switches them off for a moment.
+    /// All vectors are switched on at once, as the kernel wants it. To ask for more later, or as a successor, switches them off for a moment:
+    /// whoever does so looks at its rings afterwards.
     fn interrupts(&mut self, count: u16) -> Result<Vec<OwnedFd>, BusError> {
         let have = ioctls::count_vectors(self.device.as_fd()).map_err(refused("asking for interrupts"))?;
         if have < count.into() {
             return Err(BusError::FewInterrupts { have: u16::try_from(have).unwrap_or(u16::MAX), need: count });
         }
-        if self.vectors.len() < count.into() {
-            let doing = "setting up interrupts";
+        let before = self.vectors.len();
+        if before < count.into() {
             for _ in self.vectors.len()..count.into() {
                 let vector = rustix::event::eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK);
                 self.vectors.push(vector.map_err(|errno| refused("making an eventfd")(errno.into()))?);
@@ -238,7 +239,10 @@ impl Bus for Vfio {
             // Somebody before us may have switched fewer on.
             let _ = ioctls::set_vectors(self.device.as_fd(), &[]);
             let vectors = self.vectors.iter().map(AsFd::as_fd).collect::<Vec<_>>();
-            ioctls::set_vectors(self.device.as_fd(), &vectors).map_err(refused(doing))?;
+            if let Err(error) = ioctls::set_vectors(self.device.as_fd(), &vectors) {
+                self.vectors.truncate(before);
+                return Err(refused("setting up interrupts")(error));
+            }
         }
         let copy = |vector: &OwnedFd| vector.try_clone().map_err(refused("making an eventfd"));
         self.vectors.iter().take(count.into()).map(copy).collect()

@@ -319,13 +319,16 @@ impl Bus for VfioUser {
             return Err(BusError::FewInterrupts { have: u16::try_from(have).unwrap_or(u16::MAX), need: count });
         }
         let refused = |source: io::Error| BusError::Refused { doing: "making an eventfd", source };
-        if self.vectors.len() < count.into() {
+        let before = self.vectors.len();
+        if before < count.into() {
             for _ in self.vectors.len()..count.into() {
                 let vector = rustix::event::eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK);
                 self.vectors.push(vector.map_err(|errno| refused(errno.into()))?);
             }
-            self.send_vectors()?;
-            self.enable_vectors()?;
+            if let Err(error) = self.send_vectors().and_then(|()| self.enable_vectors()) {
+                self.vectors.truncate(before);
+                return Err(error);
+            }
         }
         self.vectors.iter().take(count.into()).map(|vector| vector.try_clone().map_err(refused)).collect()
     }
