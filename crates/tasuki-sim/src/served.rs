@@ -11,6 +11,9 @@ use crate::e1000e::{self, Bar, Host, Interrupt, Unmapped};
 use crate::vfio_user::{self, CONFIG, Dma, DmaMemory, MSIX, Region, Server, Turn};
 use crate::wire::Wire;
 
+/// Bytes of descriptors that the card writes back at once, at most.
+const DESCRIPTORS_LEN: usize = 32 * 16;
+
 /// Bytes of a configuration space of PCI Express.
 const CONFIG_LEN: u64 = 4096;
 
@@ -42,10 +45,10 @@ impl Host for Reach {
     }
 
     fn write(&mut self, at: u64, bytes: &[u8]) -> Result<(), Unmapped> {
-        // A descriptor says in its last word that the rest of it stands: words, in order. What is longer is a frame, and its
-        // descriptor comes after it.
+        // A descriptor says in its last word that the rest of it stands: words, in order. Up to 32 of them are written at once.
+        // What is longer is a frame, and its descriptor comes after it.
         let (words, rest) = bytes.as_chunks::<8>();
-        let stored = if bytes.len() <= 64 && rest.is_empty() && at.is_multiple_of(8) {
+        let stored = if bytes.len() <= DESCRIPTORS_LEN && rest.is_empty() && at.is_multiple_of(8) {
             (0_u64..).zip(words).try_for_each(|(i, word)| self.dma.store_word(at + 8 * i, u64::from_le_bytes(*word)))
         } else {
             self.dma.store(at, bytes)

@@ -12,6 +12,7 @@ use tasuki_net::nic::bus::vfio_user::{TIMEOUT, VfioUser};
 use tasuki_net::nic::e1000e::E1000e;
 use tasuki_net::nic::{Mac, NicMemory};
 use tasuki_sim::e1000e::{Device, Options};
+use tasuki_sim::journal::Class;
 use tasuki_sim::served::Served;
 use tasuki_sim::vfio_user::Server;
 use tasuki_sim::wire::Wire;
@@ -110,6 +111,14 @@ impl Wire for Cable {
     }
 }
 
+/// How often a card may suffer, in all the time that it is there, what makes its link go down.
+fn allowed(class: Class) -> u64 {
+    match class {
+        Class::Reset | Class::LinkWrite => 1,
+        _ => 0,
+    }
+}
+
 /// What the test has done to the card from outside.
 #[derive(Debug)]
 struct Outside {
@@ -163,7 +172,7 @@ impl World for OnSim {
         let thread = std::thread::spawn(move || {
             let options = Options { mac: Self::MAC.0, link_up_ns: LINK_UP_NS, poison: true, ..Options::default() };
             let mut served = Served::new(Device::new(options), cable);
-            let served = served.serve(&mut server, |served| {
+            let ended = served.serve(&mut server, |served| {
                 let (waiting, _) = served.card().waiting();
                 served.wire().look(waiting);
                 served.card().set_partner(told.plugged.load(Relaxed));
@@ -171,7 +180,16 @@ impl World for OnSim {
                 told.gone.store(served.card().faults.removed, Relaxed);
                 !told.stop.load(Relaxed)
             });
-            served.unwrap();
+            ended.unwrap();
+            let journal = &served.card().journal;
+            journal.demand_none(&Class::ALWAYS).unwrap();
+            // Whoever starts the card resets it and lets the link come up; no successor does.
+            let cold = Class::COLD.map(|class| (class, journal.count(class)));
+            assert!(
+                cold.iter().all(|(class, count)| *count <= allowed(*class)),
+                "a successor was not content: {cold:?}"
+            );
+            assert_eq!(served.faults(), 0, "the card was sent to memory that it does not have");
         });
         Some(OnSim { socket, _folder: folder, to_card, from_card, outside, thread: Some(thread) })
     }
