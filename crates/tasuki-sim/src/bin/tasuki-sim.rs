@@ -68,8 +68,14 @@ struct WireArguments {
     tap: Option<String>,
 }
 
-/// Serves until it is told to stop or, for a source, until all was sent and the driver has left. Gives the wire back.
-fn serve<W: Wire>(arguments: &NicArguments, wire: W, is_done: impl Fn(&mut W) -> bool) -> Result<W> {
+/// Serves until it is told to stop or, once `is_done`, until the driver has left. Has the wire `begin` when the first driver receives. Gives
+/// the wire back.
+fn serve<W: Wire>(
+    arguments: &NicArguments,
+    wire: W,
+    begin: impl Fn(&mut W),
+    is_done: impl Fn(&mut W) -> bool,
+) -> Result<W> {
     let stop = Arc::new(AtomicBool::new(false));
     for signal in [signal_hook::consts::SIGINT, signal_hook::consts::SIGTERM] {
         signal_hook::flag::register(signal, Arc::clone(&stop)).context("the kernel took no signal handler")?;
@@ -80,11 +86,15 @@ fn serve<W: Wire>(arguments: &NicArguments, wire: W, is_done: impl Fn(&mut W) ->
     let options = e1000e::Options { link_up_ns: arguments.link_up.saturating_mul(1_000_000), ..Default::default() };
     let mut served = Served::new(e1000e::Device::new(options), wire);
     println!("an 82574L at {}", path.display());
-    let mut had_driver = false;
+    let (mut had_driver, mut has_begun) = (false, false);
     while !stop.load(Relaxed) {
         let mut rounds = 0_u32;
         // Back here now and then, for what need not be asked in every round.
-        served.serve(&mut server, |_| {
+        served.serve(&mut server, |served| {
+            if !has_begun && served.card().receives() {
+                has_begun = true;
+                begin(served.wire());
+            }
             rounds += 1;
             rounds < 10_000 && !stop.load(Relaxed)
         })?;
@@ -103,10 +113,15 @@ fn serve<W: Wire>(arguments: &NicArguments, wire: W, is_done: impl Fn(&mut W) ->
 }
 
 /// The same, with everything that passes written to a file if one was asked for.
-fn serve_recorded<W: Wire>(arguments: &NicArguments, wire: W, is_done: impl Fn(&mut W) -> bool) -> Result<W> {
-    let Some(path) = &arguments.pcap else { return serve(arguments, wire, is_done) };
+fn serve_recorded<W: Wire>(
+    arguments: &NicArguments,
+    wire: W,
+    begin: impl Fn(&mut W),
+    is_done: impl Fn(&mut W) -> bool,
+) -> Result<W> {
+    let Some(path) = &arguments.pcap else { return serve(arguments, wire, begin, is_done) };
     let recorded = Recorded::create(wire, path).with_context(|| format!("{} cannot be written", path.display()))?;
-    let recorded = serve(arguments, recorded, |recorded| is_done(recorded.wire()))?;
+    let recorded = serve(arguments, recorded, |recorded| begin(recorded.wire()), |recorded| is_done(recorded.wire()))?;
     recorded.into_wire().with_context(|| format!("{} cannot be written to its end", path.display()))
 }
 
@@ -124,16 +139,19 @@ fn nic(arguments: &NicArguments) -> Result<()> {
             count,
             honours_pause: true,
         };
-        let source = serve_recorded(arguments, Source::new(options), |source| source.is_done())?;
+        let mut source = Source::new(options);
+        // What nobody receives yet is nobody's loss.
+        source.pause(true);
+        let source = serve_recorded(arguments, source, |source| source.pause(false), |source| source.is_done())?;
         report(&source.counts());
     } else if let Some(paths) = dgram {
         let [ours, theirs] = &paths[..] else { bail!("--dgram takes two paths") };
         let wire = Datagram::bind(ours, theirs).with_context(|| format!("{} cannot be bound", ours.display()))?;
-        serve_recorded(arguments, wire, |_| false)?;
+        serve_recorded(arguments, wire, |_| (), |_| false)?;
     } else if let Some(name) = tap {
-        serve_recorded(arguments, Tap::open(name)?, |_| false)?;
+        serve_recorded(arguments, Tap::open(name)?, |_| (), |_| false)?;
     } else {
-        let wire = serve_recorded(arguments, Nowhere::default(), |_| false)?;
+        let wire = serve_recorded(arguments, Nowhere::default(), |_| (), |_| false)?;
         println!("the card sent {} frames to nowhere", wire.sent);
     }
     Ok(())

@@ -233,6 +233,11 @@ impl Device {
         self.link.up
     }
 
+    /// Whether frames can pass and the driver has switched the receive unit on.
+    pub fn receives(&self) -> bool {
+        self.link.up && self.get(regs::RCTL) & rctl::EN != 0
+    }
+
     /// What no register counts.
     pub fn unseen(&self) -> Unseen {
         self.unseen
