@@ -78,7 +78,9 @@ fn region(pages: usize) -> Region {
 /// Whether an eventfd rings within 20 s.
 fn rings(eventfd: &OwnedFd) -> bool {
     let limit = Timespec { tv_sec: 20, tv_nsec: 0 };
-    rustix::event::poll(&mut [PollFd::new(eventfd, PollFlags::IN)], Some(&limit)).unwrap() == 1
+    let rang = rustix::event::poll(&mut [PollFd::new(eventfd, PollFlags::IN)], Some(&limit)).unwrap() == 1;
+    calm();
+    rang
 }
 
 /// The first test, by its name: afterwards the kernel's driver holds nothing any more.
@@ -158,6 +160,12 @@ fn a_reset_resets_and_leaves_the_device_reachable() {
     assert_eq!(bus.read_config(4).unwrap() & 0xffff, command);
 }
 
+/// Has the card's throttle run out: QEMU 7.2 ends itself if MSI-X is switched off, by new vectors, a reset or the last close, before the
+/// timer that follows each interrupt (128 us) has been seen to by its main loop, which nothing here can observe.
+fn calm() {
+    std::thread::sleep(Duration::from_millis(500));
+}
+
 /// Has the card ring a vector: nothing is pending, the cause "other" goes to the vector (10.2.4.9), is let through (10.2.4.5), and is
 /// set by hand (10.2.4.4).
 fn provoke(registers: &impl Registers, vector: u32) {
@@ -182,6 +190,7 @@ fn interrupts_arrive_and_more_can_be_had() {
         let last = u32::from(count) - 1;
         provoke(&registers, last);
         assert!(rings(&vectors[last as usize]), "vector {last} of {count}");
+        calm();
     }
     bus.reset().unwrap();
     let vectors = bus.interrupts(5).unwrap();

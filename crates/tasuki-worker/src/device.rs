@@ -11,7 +11,7 @@ use tasuki_net::nic::bus::{Bus, Iova};
 use tasuki_net::nic::e1000e::E1000e;
 use tasuki_net::nic::rtl8139::Rtl8139;
 use tasuki_net::nic::virtio_net::VirtioNet;
-use tasuki_net::nic::{Nic, NicMemory, NicOptions, PciId};
+use tasuki_net::nic::{Filter, Nic, NicMemory, NicOptions, PciId};
 use tasuki_shm::arena::{Arena, Geometry};
 
 use crate::model::Model;
@@ -79,13 +79,29 @@ pub fn driver_of(id: PciId) -> Option<(Driver, &'static str)> {
     DRIVERS.iter().find(|(known, ..)| *known == id).map(|&(_, driver, name)| (driver, name))
 }
 
-/// How much memory the card gets, and how it is started.
-#[derive(Debug)]
+impl Driver {
+    /// Descriptors in a ring of a card for which nobody asked for another number.
+    fn ring(self) -> u16 {
+        match self {
+            Driver::E1000e | Driver::VirtioNet => 256,
+            // The most that the card has.
+            Driver::Rtl8139 => 64,
+        }
+    }
+}
+
+/// How the card is started.
+#[derive(Debug, Default)]
 pub struct Setup {
-    /// Where frames lie.
-    pub slots: Geometry,
-    /// What the driver is asked for.
-    pub options: NicOptions,
+    /// Descriptors in each ring, if it matters.
+    pub ring: Option<u16>,
+    /// What is let in.
+    pub filter: Filter,
+}
+
+/// Slots for both rings, for a burst on the way, and some to spare.
+fn slots(ring: u16) -> Geometry {
+    Geometry { slot_len: 4096, count: 2 * u32::from(ring) + 128 }
 }
 
 /// Finds the way to the card, starts it and does `job`. `show` is told what the card says it is, and which BARs have memory.
@@ -118,17 +134,19 @@ fn start<B: Bus>(mut bus: B, setup: &Setup, show: impl FnOnce(&Header, &[u8]), j
         let known: Vec<_> = DRIVERS.iter().map(|(id, _, name)| format!("{id} ({name})")).collect();
         bail!("no driver here drives a {}; those that are driven: {}", found.id, known.join("; "));
     };
+    let ring = setup.ring.unwrap_or(driver.ring());
     match driver {
-        Driver::E1000e => go::<E1000e<B>>(bus, setup, job),
-        Driver::Rtl8139 => go::<Rtl8139<B>>(bus, setup, job),
-        Driver::VirtioNet => go::<VirtioNet<B>>(bus, setup, job),
+        Driver::E1000e => go::<E1000e<B>>(bus, ring, &setup.filter, job),
+        Driver::Rtl8139 => go::<Rtl8139<B>>(bus, ring, &setup.filter, job),
+        Driver::VirtioNet => go::<VirtioNet<B>>(bus, ring, &setup.filter, job),
     }
 }
 
-fn go<N: Nic>(bus: N::Bus, setup: &Setup, job: impl Job) -> Result<()> {
-    let memory = NicMemory::create(setup.slots, RINGS_LEN, MEMORY_AT).context("there is no memory for the card")?;
+fn go<N: Nic>(bus: N::Bus, ring: u16, filter: &Filter, job: impl Job) -> Result<()> {
+    let options = NicOptions { ring, filter: filter.clone(), ..NicOptions::default() };
+    let memory = NicMemory::create(slots(ring), RINGS_LEN, MEMORY_AT).context("there is no memory for the card")?;
     let arena = memory.arena().clone();
-    job.with(N::start(bus, memory, &setup.options)?, arena)
+    job.with(N::start(bus, memory, &options)?, arena)
 }
 
 #[cfg(test)]

@@ -15,8 +15,8 @@ use std::time::{Duration, Instant};
 use anyhow::{Context, Result, ensure};
 use clap::{Args, Parser, Subcommand};
 use tasuki_net::nic::bus::pci::{BarKind, Header};
-use tasuki_net::nic::{Filter, Link, Mac, Nic, NicOptions};
-use tasuki_shm::arena::{Arena, Geometry};
+use tasuki_net::nic::{Filter, Link, Mac, Nic};
+use tasuki_shm::arena::Arena;
 
 use crate::device::{Device, Job, Setup};
 use crate::run::{Orders, Work};
@@ -77,9 +77,9 @@ struct RunArguments {
     /// Take in every frame, not only those for the card.
     #[arg(long)]
     promiscuous: bool,
-    /// Descriptors in each ring.
-    #[arg(long, default_value_t = 256)]
-    ring: u16,
+    /// Descriptors in each ring; without, 256, or as many as the card can have.
+    #[arg(long)]
+    ring: Option<u16>,
 }
 
 #[derive(Debug, Args)]
@@ -100,11 +100,6 @@ fn mac(text: &str) -> Result<Mac, String> {
     let bytes: Option<Vec<u8>> = text.split(':').map(|byte| u8::from_str_radix(byte, 16).ok()).collect();
     let bytes = bytes.and_then(|bytes| <[u8; 6]>::try_from(bytes).ok());
     bytes.map(Mac).ok_or_else(|| format!("{text:?} is no Ethernet address; write six bytes, as 52:54:00:12:34:56"))
-}
-
-/// Slots for both rings, for a burst on the way, and some to spare.
-fn slots(ring: u16) -> Geometry {
-    Geometry { slot_len: 4096, count: 2 * u32::from(ring) + 128 }
 }
 
 struct Probe;
@@ -164,8 +159,7 @@ fn drive(arguments: RunArguments) -> Result<()> {
     for signal in [signal_hook::consts::SIGINT, signal_hook::consts::SIGTERM] {
         signal_hook::flag::register(signal, Arc::clone(&stop)).context("the kernel took no signal handler")?;
     }
-    let options = NicOptions { ring, filter: Filter { promiscuous, ..Filter::default() }, ..NicOptions::default() };
-    let setup = Setup { slots: slots(ring), options };
+    let setup = Setup { ring, filter: Filter { promiscuous, ..Filter::default() } };
     let orders = Orders { work, count, rate, size, to, pcap, poll };
     device::open(&device, &setup, |_, _| {}, Drive { orders, stop })
 }
@@ -181,10 +175,7 @@ fn sentence(error: &anyhow::Error) -> String {
 
 fn main() -> ExitCode {
     let done = match Arguments::parse().what {
-        What::Nic(NicCommand::Probe { device }) => {
-            let setup = Setup { slots: slots(256), options: NicOptions::default() };
-            device::open(&device, &setup, show, Probe)
-        }
+        What::Nic(NicCommand::Probe { device }) => device::open(&device, &Setup::default(), show, Probe),
         What::Nic(NicCommand::Run(arguments)) => drive(arguments),
     };
     match done {
