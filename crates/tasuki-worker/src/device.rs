@@ -1,5 +1,6 @@
 //! Which card: how the command line names it, and the way to it.
 
+use std::os::unix::fs::FileTypeExt;
 use std::path::PathBuf;
 use std::str::FromStr;
 
@@ -114,6 +115,8 @@ pub fn open(device: &Device, setup: &Setup, show: impl FnOnce(&Header, &[u8]), j
                 "there is no socket at {}; start the device's server, or correct the path",
                 path.display()
             );
+            let is_socket = path.metadata().is_ok_and(|meta| meta.file_type().is_socket());
+            ensure!(is_socket, "{} is not a socket; correct the path", path.display());
             let bus =
                 VfioUser::connect(path, TIMEOUT).with_context(|| format!("no device is served at {}", path.display()));
             start(bus?, setup, show, job)

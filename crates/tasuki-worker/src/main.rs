@@ -60,13 +60,13 @@ struct RunArguments {
     #[arg(long)]
     count: Option<u64>,
     /// Send so many frames per second; without, as many as go.
-    #[arg(long, requires = "source")]
+    #[arg(long, conflicts_with_all = ["sink", "echo"])]
     rate: Option<u64>,
     /// Bytes of a frame that is sent, without check sequence.
-    #[arg(long, default_value_t = numbered::SHORTEST, requires = "source")]
+    #[arg(long, default_value_t = numbered::SHORTEST, conflicts_with_all = ["sink", "echo"])]
     size: u16,
     /// Whom frames that are sent are for: an address such as 52:54:00:12:34:56.
-    #[arg(long, default_value = "ff:ff:ff:ff:ff:ff", value_parser = mac, requires = "source")]
+    #[arg(long, default_value = "ff:ff:ff:ff:ff:ff", value_parser = mac, conflicts_with_all = ["sink", "echo"])]
     to: Mac,
     /// Write what comes in to FILE.
     #[arg(long, value_name = "FILE")]
@@ -118,6 +118,8 @@ impl Job for Probe {
                 println!("link      up, {speed} Mb/s, {duplex} duplex");
             }
         }
+        // It must not go on with memory that is about to be gone.
+        nic.park()?;
         Ok(())
     }
 }
@@ -138,7 +140,10 @@ struct Drive {
 
 impl Job for Drive {
     fn with<N: Nic>(self, mut nic: N, arena: Arena) -> Result<()> {
-        run::run(&mut nic, arena, &self.orders, &self.stop)
+        let done = run::run(&mut nic, arena, &self.orders, &self.stop);
+        // It must not go on with memory that is about to be gone.
+        let parked = nic.park();
+        done.and(parked.map(drop).map_err(Into::into))
     }
 }
 

@@ -1,6 +1,7 @@
 //! Our own model of a card, as a process of ours.
 
 use std::io::{BufRead, BufReader};
+use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 
@@ -27,6 +28,8 @@ impl Model {
         let mut command = Command::new(&program);
         let socket = folder.join("nic");
         command.args(["sim", "nic", "--socket"]).arg(&socket).stdin(Stdio::null()).stdout(Stdio::piped());
+        // Ctrl-C in a terminal is for us: the card outlives its driver.
+        command.process_group(0);
         let child = command.spawn().with_context(|| format!("{} does not start", program.display()));
         let mut model = match child {
             Ok(child) => Model { child, folder, socket },

@@ -1,6 +1,7 @@
 //! A model of a network card as a process of its own: a vfio-user device.
 
-use std::path::PathBuf;
+use std::os::unix::fs::FileTypeExt;
+use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
@@ -55,10 +56,10 @@ struct WireArguments {
     #[arg(long, value_name = "COUNT")]
     source: Option<u64>,
     /// Frames a second of the source; without, the line rate of 1 Gb/s.
-    #[arg(long, requires = "source")]
+    #[arg(long, requires = "source", conflicts_with_all = ["dgram", "tap"])]
     rate: Option<u64>,
     /// Bytes of the source's frames, with check sequence.
-    #[arg(long, default_value_t = 64, requires = "source")]
+    #[arg(long, default_value_t = 64, requires = "source", conflicts_with_all = ["dgram", "tap"])]
     size: u32,
     /// Two datagram sockets, ours and the other end's, one frame a datagram, as QEMU's `-netdev dgram` has them.
     #[arg(long, num_args = 2, value_names = ["OURS", "THEIRS"], conflicts_with = "source")]
@@ -66,6 +67,19 @@ struct WireArguments {
     /// A TAP interface of this machine, made if there is none. Needs the right to make one.
     #[arg(long, value_name = "NAME", conflicts_with_all = ["source", "dgram"])]
     tap: Option<String>,
+}
+
+/// Whether a socket can be made at `path`.
+fn free_place(path: &Path) -> Result<()> {
+    let folder = path.parent().filter(|folder| !folder.as_os_str().is_empty()).unwrap_or(Path::new("."));
+    ensure!(folder.is_dir(), "the folder of {} does not exist; create it, or choose another path", path.display());
+    match path.symlink_metadata() {
+        Ok(meta) if meta.file_type().is_socket() => {
+            bail!("a socket is at {} already; stop what serves there, or remove it if nothing does", path.display())
+        }
+        Ok(_) => bail!("{} exists and is not a socket; choose another path", path.display()),
+        Err(_) => Ok(()),
+    }
 }
 
 /// Serves until it is told to stop or, once `is_done`, until the driver has left. Has the wire `begin` when the first driver receives. Gives
@@ -81,7 +95,7 @@ fn serve<W: Wire>(
         signal_hook::flag::register(signal, Arc::clone(&stop)).context("the kernel took no signal handler")?;
     }
     let path = &arguments.socket;
-    ensure!(!path.exists(), "{} is there already; remove it, or choose another path", path.display());
+    free_place(path)?;
     let mut server = Server::bind(path).with_context(|| format!("{} cannot be served at", path.display()))?;
     let options = e1000e::Options { link_up_ns: arguments.link_up.saturating_mul(1_000_000), ..Default::default() };
     let mut served = Served::new(e1000e::Device::new(options), wire);

@@ -86,16 +86,18 @@ impl Counters {
 
     /// Adds what the card has counted since. Needed before any of its counters is full: an hour, at a gigabit.
     pub fn collect(&mut self, mmio: &Mmio<impl Registers>) {
-        for ((_, source), sum) in SOURCES.iter().zip(self.accumulated.iter_mut()) {
-            *sum += match *source {
-                Word(reg) => u64::from(mmio.take(reg)),
-                Pair(low, high) => u64::from(mmio.read(low)) | u64::from(mmio.take(high)) << 32,
-            };
-        }
+        let counted: [u64; SOURCES.len()] = std::array::from_fn(|i| match SOURCES[i].1 {
+            Word(reg) => u64::from(mmio.take(reg)),
+            Pair(low, high) => u64::from(mmio.read(low)) | u64::from(mmio.take(high)) << 32,
+        });
         // The totals that include bad frames are of no use to us. But QEMU's model copies them into those of good frames with
         // each frame, so they have to be cleared at the same time.
         for reg in [regs::TPR, regs::TPT, regs::TORH, regs::TOTH] {
             mmio.take(reg);
+        }
+        // What a card says that was pulled out meanwhile is ones, and no counts.
+        if mmio.read(regs::STATUS) != u32::MAX {
+            self.accumulated.iter_mut().zip(counted).for_each(|(sum, counted)| *sum += counted);
         }
     }
 

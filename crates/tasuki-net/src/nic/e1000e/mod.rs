@@ -332,9 +332,7 @@ impl<B: Bus> Nic for E1000e<B> {
     }
 
     fn statistics(&mut self) -> Vec<(&'static str, u64)> {
-        if self.mmio.read(regs::STATUS) != u32::MAX {
-            self.counters.collect(&self.mmio);
-        }
+        self.counters.collect(&self.mmio);
         self.counters.list()
     }
 }
