@@ -233,7 +233,7 @@ fn figures(cpus: Cpus) -> Result<()> {
     line("  … what the CPUs need to exchange two cache lines", samples.p50("ping-pong-tight")?, "the floor");
     line("  … the same call with iceoryx2", samples.p50("iceoryx2")?, "");
     line("4 KiB written by the client, all read by the server", samples.p50("spin-slot")?, "no copy");
-    line("48 bytes and back on one CPU, each sleeping in turn", samples.p50("same-core")?, "");
+    line("48 bytes and back on one CPU, each giving way to the other", samples.p50("same-core")?, "");
     line("  … the same through a unix socket", samples.p50("seqpacket-same-core")?, "");
     let rate = samples.of("pipelined")?.numbers("rate").first().copied().context("the case notes its rate")?;
     println!("  {:<58} {:>7.1} million a second\n", "calls with 64 in flight", rate / 1e6);
