@@ -14,6 +14,7 @@ mod offload;
 mod pci;
 mod receive;
 mod regs;
+mod ring;
 mod rss;
 mod transmit;
 
@@ -480,10 +481,10 @@ impl Device {
             regs::IMS => self.irq.mask,
             // Write-only.
             regs::ICS | regs::IMC => 0,
-            regs::RDH => self.receive[0].head,
-            regs::RDH1 => self.receive[1].head,
-            regs::TDH => self.transmit[0].head,
-            regs::TDH1 => self.transmit[1].head,
+            regs::RDH => self.receive[0].cursors.head,
+            regs::RDH1 => self.receive[1].cursors.head,
+            regs::TDH => self.transmit[0].cursors.head,
+            regs::TDH1 => self.transmit[1].cursors.head,
             regs::SWSM => {
                 // Reading the semaphore takes it, if it was free.
                 let value = self.get(reg);

@@ -2,6 +2,7 @@
 
 use super::fifo::{Found, Waiting};
 use super::regs::{self, Reg, ctrl, icr, mrqc, rctl, rfctl, rxcsum, rxd};
+use super::ring::Cursors;
 use super::{Device, Host, interrupt::DELAY_NS, offload};
 use crate::journal::Class;
 
@@ -16,9 +17,6 @@ const MAX_LEN: usize = 1522;
 const MAX_LONG_LEN: usize = 16384;
 const CRC_LEN: usize = 4;
 const VLAN_TAG_LEN: usize = 4;
-
-/// The largest RDLEN and TDLEN: bits 19 to 7.
-pub(super) const RING_LEN_MAX: u32 = 0x000f_ff80;
 
 /// How long the card goes on with what it has in its packet buffer after RCTL.EN was cleared, in nanoseconds. The data sheet
 /// says only that what had begun is finished; drivers wait for 10 ms and more. A frame of full length takes 12 µs on the wire.
@@ -49,22 +47,13 @@ pub enum Fate {
 /// A receive ring as the card sees it.
 #[derive(Debug, Default)]
 pub(super) struct ReceiveRing {
-    base: u64,
-    /// In descriptors.
-    len: u32,
-    pub head: u32,
-    tail: u32,
+    pub cursors: Cursors,
     /// Buffers of descriptors that were fetched, from the head on.
     fetched: [u64; BATCH],
-    /// The first of them that is not used yet, and one past the last.
-    next: usize,
-    end: usize,
     /// What is to be written back, and of how many descriptors before the head.
     written: WriteBack,
     /// What was written back last, and where.
     pub last: Option<(u64, [u8; DESCRIPTOR_LEN])>,
-    /// Nothing is fetched any more: a descriptor could not be read.
-    hung: bool,
 }
 
 #[derive(Debug)]
@@ -76,24 +65,6 @@ struct WriteBack {
 impl Default for WriteBack {
     fn default() -> Self {
         WriteBack { bytes: [0; BATCH * DESCRIPTOR_LEN], count: 0 }
-    }
-}
-
-impl ReceiveRing {
-    /// Descriptors from `head` to the tail, without wrapping round.
-    fn run(&self, head: u32) -> u32 {
-        if head <= self.tail { self.tail - head } else { self.len - head }
-    }
-
-    /// Descriptors that the card has.
-    fn available(&self) -> u32 {
-        if self.head <= self.tail { self.tail - self.head } else { self.len - self.head + self.tail }
-    }
-
-    fn forget(&mut self) {
-        self.next = 0;
-        self.end = 0;
-        self.hung = false;
     }
 }
 
@@ -161,12 +132,12 @@ impl Device {
     fn accept(&mut self, frame: &[u8], wire_len: usize, control: u32) -> Fate {
         let (queue, rss) = self.scale(frame);
         let ring = &self.receive[usize::from(queue)];
-        if ring.len == 0 {
+        if ring.cursors.len == 0 {
             self.unseen.no_queue += 1;
             self.journal.note(Class::NoQueue, self.now, queue.into(), frame.len() as u64);
             return Fate::NoQueue;
         }
-        if ring.available() <= self.fifo.of_queue(usize::from(queue)) {
+        if ring.cursors.available() <= self.fifo.of_queue(usize::from(queue)) {
             // Counted whether the frame still finds room in the packet buffer or not.
             self.count(regs::RNBC, 1);
         }
@@ -268,21 +239,21 @@ impl Device {
     #[inline]
     fn fetch(&mut self, queue: usize, host: &mut impl Host) -> bool {
         let ring = &mut self.receive[queue];
-        if ring.next < ring.end {
+        if ring.cursors.next < ring.cursors.end {
             return true;
         }
-        if ring.hung || ring.len == 0 || ring.head == ring.tail {
+        if ring.cursors.hung || ring.cursors.len == 0 || ring.cursors.head == ring.cursors.tail {
             return false;
         }
         if ring.written.count == BATCH {
             self.write_back(queue, host);
         }
         let ring = &mut self.receive[queue];
-        let count = (ring.run(ring.head) as usize).min(BATCH);
+        let count = (ring.cursors.run(ring.cursors.head) as usize).min(BATCH);
         let mut bytes = [0; BATCH * DESCRIPTOR_LEN];
-        let at = ring.base + u64::from(ring.head) * DESCRIPTOR_LEN as u64;
+        let at = ring.cursors.base + u64::from(ring.cursors.head) * DESCRIPTOR_LEN as u64;
         if host.read(at, &mut bytes[..count * DESCRIPTOR_LEN]).is_err() {
-            ring.hung = true;
+            ring.cursors.hung = true;
             self.unreachable(at, true);
             return false;
         }
@@ -291,8 +262,8 @@ impl Device {
         {
             *buffer = u64::from_le_bytes(*descriptor.first_chunk().expect("16 bytes"));
         }
-        ring.next = 0;
-        ring.end = count;
+        ring.cursors.next = 0;
+        ring.cursors.end = count;
         if self.options.poison {
             self.poison(queue, host);
         }
@@ -303,7 +274,7 @@ impl Device {
     fn poison(&mut self, queue: usize, host: &mut impl Host) {
         let len = self.buffer_len();
         let ring = &self.receive[queue];
-        for buffer in &ring.fetched[..ring.end] {
+        for buffer in &ring.fetched[..ring.cursors.end] {
             for at in (0..len).step_by(POISON.len()) {
                 // Whether the buffer is reachable shows when a frame comes.
                 let _ = host.write(buffer.wrapping_add(at as u64), &POISON);
@@ -324,8 +295,8 @@ impl Device {
     #[inline]
     fn fill(&mut self, frame: Waiting, queue: usize, buffer_len: usize, host: &mut impl Host) {
         let ring = &mut self.receive[queue];
-        let buffer = ring.fetched[ring.next];
-        ring.next += 1;
+        let buffer = ring.fetched[ring.cursors.next];
+        ring.cursors.next += 1;
         let bytes = self.fifo.bytes(&frame, buffer_len);
         let (len, failed) = (bytes.len(), host.write(buffer, bytes).is_err());
         let last = frame.done + len == frame.len;
@@ -340,12 +311,12 @@ impl Device {
         let at = ring.written.count * DESCRIPTOR_LEN;
         ring.written.bytes[at..at + DESCRIPTOR_LEN].copy_from_slice(&descriptor);
         ring.written.count += 1;
-        ring.head += 1;
-        let wraps = ring.head == ring.len;
+        ring.cursors.head += 1;
+        let wraps = ring.cursors.head == ring.cursors.len;
         if wraps {
             // `write_back` reckons backwards from the head: before it wraps.
             self.write_back(queue, host);
-            self.receive[queue].head = 0;
+            self.receive[queue].cursors.head = 0;
         } else if ring.written.count == BATCH {
             self.write_back(queue, host);
         }
@@ -363,7 +334,7 @@ impl Device {
         if count == 0 {
             return;
         }
-        let at = ring.base + u64::from(ring.head.wrapping_sub(count as u32)) * DESCRIPTOR_LEN as u64;
+        let at = ring.cursors.base + u64::from(ring.cursors.head.wrapping_sub(count as u32)) * DESCRIPTOR_LEN as u64;
         let bytes = &ring.written.bytes[..count * DESCRIPTOR_LEN];
         let failed = host.write(at, bytes).is_err();
         if let Some(last) = bytes.last_chunk() {
@@ -386,8 +357,8 @@ impl Device {
         }
         let ring = &self.receive[queue];
         // RCTL.RDMTS: few descriptors are left.
-        let threshold = ring.len >> ((self.get(regs::RCTL) >> 8 & 3) + 1);
-        if ring.available() <= threshold {
+        let threshold = ring.cursors.len >> ((self.get(regs::RCTL) >> 8 & 3) + 1);
+        if ring.cursors.available() <= threshold {
             self.count(regs::ICRXDMTC, 1);
             self.raise(icr::RXDMT0 | self.of_queue(icr::RXQ0, queue));
         }
@@ -401,7 +372,7 @@ impl Device {
         }
         if before & rctl::EN == 0 && value & rctl::EN != 0 {
             // Descriptors are fetched anew.
-            self.receive.iter_mut().for_each(ReceiveRing::forget);
+            self.receive.iter_mut().for_each(|ring| ring.cursors.forget());
             if !self.pci.master() {
                 self.journal.note(Class::NoBusMaster, self.now, regs::RCTL.0.into(), value.into());
             }
@@ -414,86 +385,9 @@ impl Device {
 
     /// RDBAL to RDT of either queue.
     pub(super) fn write_receive_ring(&mut self, reg: Reg, value: u32) {
-        let queue = (reg.0 >> 8 & 1) as usize;
         let enabled = self.get(regs::RCTL) & rctl::EN != 0;
-        let stored = self.ring_rule(reg, [regs::RDBAL, regs::RDBAH, regs::RDLEN, regs::RDH], enabled, value);
-        self.set(reg, stored);
-        let base = u64::from(self.get(regs::RDBAH.of(queue))) << 32 | u64::from(self.get(regs::RDBAL.of(queue)));
-        let len = self.get(regs::RDLEN.of(queue)) / DESCRIPTOR_LEN as u32;
-        let ring = &mut self.receive[queue];
-        (ring.base, ring.len) = (base, len);
-        match Reg(reg.0 & !0x100) {
-            regs::RDH => {
-                ring.head = stored;
-                // What was fetched is not what is at the head now.
-                ring.forget();
-                self.inside(reg, stored, len);
-            }
-            regs::RDT => {
-                let (before, head) = (ring.tail, ring.head);
-                ring.tail = stored;
-                self.tail_rule(reg, [head, before, stored, len], enabled);
-            }
-            // On the chip there is still what was fetched before; only a unit that is off fetches anew.
-            _ if !enabled => ring.forget(),
-            _ => {}
-        }
-        let ring = &mut self.receive[queue];
-        // Whatever was written: head and tail stay inside, or nothing is done.
-        if ring.head >= ring.len || ring.tail >= ring.len {
-            ring.head = ring.head.min(ring.len.saturating_sub(1));
-            ring.tail = ring.head;
-            ring.forget();
-        }
-    }
-
-    /// What holds of both kinds of rings. `regs` are base, upper base, length and head of queue 0; says what is stored.
-    pub(super) fn ring_rule(&mut self, reg: Reg, regs: [Reg; 4], enabled: bool, value: u32) -> u32 {
-        let [base, base_high, len, head] = regs;
-        let (at, value64) = (u64::from(reg.0), u64::from(value));
-        match Reg(reg.0 & !0x100) {
-            reg if reg == base || reg == base_high || reg == len => {
-                if enabled {
-                    self.journal.note(Class::RingWhileEnabled, self.now, at, value64);
-                }
-                if reg == base && value & 0xf != 0 {
-                    self.journal.note(Class::RingAlignment, self.now, at, value64);
-                }
-                if reg == len && value & !RING_LEN_MAX != 0 {
-                    self.journal.note(Class::RingLength, self.now, at, value64);
-                }
-                match reg {
-                    reg if reg == base => value & !0xf,
-                    reg if reg == len => value & RING_LEN_MAX,
-                    _ => value,
-                }
-            }
-            reg if reg == head && enabled => {
-                self.journal.note(Class::HeadWhileEnabled, self.now, at, value64);
-                value & 0xffff
-            }
-            _ => value & 0xffff,
-        }
-    }
-
-    /// Whether a head or tail lies inside of its ring. A ring of no length may have it at 0.
-    pub(super) fn inside(&mut self, reg: Reg, place: u32, len: u32) -> bool {
-        let inside = place < len.max(1);
-        if !inside {
-            self.journal.note(Class::TailOutside, self.now, reg.0.into(), place.into());
-        }
-        inside
-    }
-
-    /// A tail was written, while the unit was on or off.
-    pub(super) fn tail_rule(&mut self, reg: Reg, [head, before, tail, len]: [u32; 4], enabled: bool) {
-        let ahead = |tail: u32| if tail >= head { tail - head } else { tail + len - head };
-        if self.inside(reg, tail, len) && enabled && before < len && ahead(tail) < ahead(before) {
-            self.journal.note(Class::TailBackwards, self.now, reg.0.into(), tail.into());
-        }
-        if enabled && !self.pci.master() {
-            self.journal.note(Class::NoBusMaster, self.now, reg.0.into(), tail.into());
-        }
+        let regs = [regs::RDBAL, regs::RDBAH, regs::RDLEN, regs::RDH, regs::RDT];
+        self.write_ring(reg, regs, enabled, value, |device, queue| &mut device.receive[queue].cursors);
     }
 }
 

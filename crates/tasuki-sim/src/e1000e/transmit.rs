@@ -2,6 +2,7 @@
 
 use super::receive::{BATCH, DESCRIPTOR_LEN, size_class};
 use super::regs::{self, Reg, ctrl, icr, tarc, tctl, txd};
+use super::ring::Cursors;
 use super::{Device, Host, interrupt::DELAY_NS, offload};
 use crate::journal::Class;
 use crate::wire::Wire;
@@ -24,15 +25,9 @@ const FRAMES: usize = 64;
 /// A transmit ring as the card sees it.
 #[derive(Debug, Default)]
 pub(super) struct TransmitRing {
-    base: u64,
-    len: u32,
-    pub head: u32,
-    tail: u32,
+    pub cursors: Cursors,
     /// What the card fetched, from the head on.
     fetched: [[u64; 2]; BATCH],
-    next: usize,
-    end: usize,
-    hung: bool,
     /// The last context descriptor.
     context: Context,
 }
@@ -86,16 +81,10 @@ impl Packet {
     }
 }
 
-impl TransmitRing {
-    fn forget(&mut self) {
-        (self.next, self.end, self.hung) = (0, 0, false);
-    }
-}
-
 impl Device {
     /// Sends what the driver wants sent, a bounded number of frames; says whether there was anything.
     pub(super) fn transmit(&mut self, host: &mut impl Host, wire: &mut impl Wire) -> bool {
-        let busy = (0..2).any(|queue| self.transmit[queue].head != self.transmit[queue].tail);
+        let busy = (0..2).any(|queue| self.transmit[queue].cursors.head != self.transmit[queue].cursors.tail);
         if !busy || self.get(regs::TCTL) & tctl::EN == 0 || !self.link.up || !self.may_dma() {
             return false;
         }
@@ -118,9 +107,9 @@ impl Device {
         let mut moved = false;
         while frames < FRAMES && !self.paused() && self.now >= self.send_at && self.fetch_transmit(queue, host) {
             let ring = &mut self.transmit[queue];
-            let descriptor = ring.fetched[ring.next];
-            let place = ring.head;
-            ring.next += 1;
+            let descriptor = ring.fetched[ring.cursors.next];
+            let place = ring.cursors.head;
+            ring.cursors.next += 1;
             let end = self.take_descriptor(queue, descriptor, host, wire);
             frames += usize::from(end);
             moved = true;
@@ -135,10 +124,10 @@ impl Device {
                 }
             }
             let ring = &mut self.transmit[queue];
-            ring.head = if ring.head + 1 >= ring.len { 0 } else { ring.head + 1 };
+            ring.cursors.head = if ring.cursors.head + 1 >= ring.cursors.len { 0 } else { ring.cursors.head + 1 };
         }
         let ring = &self.transmit[queue];
-        if moved && ring.head == ring.tail {
+        if moved && ring.cursors.head == ring.cursors.tail {
             causes |= icr::TXQE;
         }
         if causes != 0 {
@@ -155,18 +144,18 @@ impl Device {
     /// Has a descriptor at hand, if the driver left one.
     fn fetch_transmit(&mut self, queue: usize, host: &mut impl Host) -> bool {
         let ring = &mut self.transmit[queue];
-        if ring.next < ring.end {
+        if ring.cursors.next < ring.cursors.end {
             return true;
         }
-        if ring.hung || ring.len == 0 || ring.head == ring.tail {
+        if ring.cursors.hung || ring.cursors.len == 0 || ring.cursors.head == ring.cursors.tail {
             return false;
         }
-        let run = if ring.head < ring.tail { ring.tail - ring.head } else { ring.len - ring.head };
+        let run = ring.cursors.run(ring.cursors.head);
         let count = (run as usize).min(BATCH);
         let mut bytes = [0; BATCH * DESCRIPTOR_LEN];
-        let at = ring.base + u64::from(ring.head) * DESCRIPTOR_LEN as u64;
+        let at = ring.cursors.base + u64::from(ring.cursors.head) * DESCRIPTOR_LEN as u64;
         if host.read(at, &mut bytes[..count * DESCRIPTOR_LEN]).is_err() {
-            ring.hung = true;
+            ring.cursors.hung = true;
             self.unreachable(at, true);
             return false;
         }
@@ -175,14 +164,14 @@ impl Device {
         {
             *to = words.map(u64::from_le_bytes);
         }
-        (ring.next, ring.end) = (0, count);
+        (ring.cursors.next, ring.cursors.end) = (0, count);
         true
     }
 
     /// Writes a descriptor's status back: DD.
     fn report(&mut self, queue: usize, place: u32, second: u64, host: &mut impl Host) {
         let ring = &self.transmit[queue];
-        let at = ring.base + u64::from(place) * DESCRIPTOR_LEN as u64 + 8;
+        let at = ring.cursors.base + u64::from(place) * DESCRIPTOR_LEN as u64 + 8;
         if host.write(at, &(second | txd::DD).to_le_bytes()).is_err() {
             self.unreachable(at, false);
         }
@@ -370,34 +359,9 @@ impl Device {
 
     /// TDBAL to TDT of either queue.
     pub(super) fn write_transmit_ring(&mut self, reg: Reg, value: u32) {
-        let queue = (reg.0 >> 8 & 1) as usize;
         let enabled = self.get(regs::TCTL) & tctl::EN != 0;
-        let stored = self.ring_rule(reg, [regs::TDBAL, regs::TDBAH, regs::TDLEN, regs::TDH], enabled, value);
-        self.set(reg, stored);
-        let base = u64::from(self.get(regs::TDBAH.of(queue))) << 32 | u64::from(self.get(regs::TDBAL.of(queue)));
-        let len = self.get(regs::TDLEN.of(queue)) / DESCRIPTOR_LEN as u32;
-        let ring = &mut self.transmit[queue];
-        (ring.base, ring.len) = (base, len);
-        match Reg(reg.0 & !0x100) {
-            regs::TDH => {
-                ring.head = stored;
-                ring.forget();
-                self.inside(reg, stored, len);
-            }
-            regs::TDT => {
-                let (before, head) = (ring.tail, ring.head);
-                ring.tail = stored;
-                self.tail_rule(reg, [head, before, stored, len], enabled);
-            }
-            _ if !enabled => ring.forget(),
-            _ => {}
-        }
-        let ring = &mut self.transmit[queue];
-        if ring.head >= ring.len || ring.tail >= ring.len {
-            ring.head = ring.head.min(ring.len.saturating_sub(1));
-            ring.tail = ring.head;
-            ring.forget();
-        }
+        let regs = [regs::TDBAL, regs::TDBAH, regs::TDLEN, regs::TDH, regs::TDT];
+        self.write_ring(reg, regs, enabled, value, |device, queue| &mut device.transmit[queue].cursors);
     }
 }
 

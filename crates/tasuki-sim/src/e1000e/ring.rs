@@ -1,0 +1,135 @@
+//! What receive and transmit rings have in common: where they lie, how far driver and card are, and what a driver may write there.
+
+use super::Device;
+use super::regs::Reg;
+use crate::journal::Class;
+
+/// A ring as the driver has described it, and how far the card is in it.
+#[derive(Debug, Default)]
+pub(super) struct Cursors {
+    pub base: u64,
+    /// In descriptors.
+    pub len: u32,
+    pub head: u32,
+    pub tail: u32,
+    /// The first descriptor among those fetched that is not used yet, and one past the last.
+    pub next: usize,
+    pub end: usize,
+    /// Nothing is fetched any more: a descriptor could not be read.
+    pub hung: bool,
+}
+
+impl Cursors {
+    /// Descriptors from `head` to the tail, without wrapping round.
+    pub fn run(&self, head: u32) -> u32 {
+        if head <= self.tail { self.tail - head } else { self.len - head }
+    }
+
+    /// Descriptors that the card has.
+    pub fn available(&self) -> u32 {
+        if self.head <= self.tail { self.tail - self.head } else { self.len - self.head + self.tail }
+    }
+
+    /// What was fetched is not what is at the head now.
+    pub fn forget(&mut self) {
+        (self.next, self.end, self.hung) = (0, 0, false);
+    }
+}
+
+/// The largest RDLEN and TDLEN: bits 19 to 7.
+const RING_LEN_MAX: u32 = 0x000f_ff80;
+
+/// Bytes of a descriptor of either kind.
+const DESCRIPTOR_LEN: u32 = 16;
+
+impl Device {
+    /// The driver writes one of a ring's registers: those of queue 0 are `regs`, base, upper base, length, head and tail.
+    pub(super) fn write_ring(
+        &mut self,
+        reg: Reg,
+        regs: [Reg; 5],
+        enabled: bool,
+        value: u32,
+        cursors: fn(&mut Device, usize) -> &mut Cursors,
+    ) {
+        let [low, high, length, head, tail] = regs;
+        let queue = (reg.0 >> 8 & 1) as usize;
+        let stored = self.ring_rule(reg, [low, high, length, head], enabled, value);
+        self.set(reg, stored);
+        let base = u64::from(self.get(high.of(queue))) << 32 | u64::from(self.get(low.of(queue)));
+        let len = self.get(length.of(queue)) / DESCRIPTOR_LEN;
+        let ring = cursors(self, queue);
+        (ring.base, ring.len) = (base, len);
+        match Reg(reg.0 & !0x100) {
+            written if written == head => {
+                ring.head = stored;
+                ring.forget();
+                self.inside(reg, stored, len);
+            }
+            written if written == tail => {
+                let (before, head) = (ring.tail, ring.head);
+                ring.tail = stored;
+                self.tail_rule(reg, [head, before, stored, len], enabled);
+            }
+            // On the chip there is still what was fetched before; only a unit that is off fetches anew.
+            _ if !enabled => ring.forget(),
+            _ => {}
+        }
+        let ring = cursors(self, queue);
+        // Whatever was written: head and tail stay inside, or nothing is done.
+        if ring.head >= ring.len || ring.tail >= ring.len {
+            ring.head = ring.head.min(ring.len.saturating_sub(1));
+            ring.tail = ring.head;
+            ring.forget();
+        }
+    }
+
+    /// What holds of both kinds of rings. `regs` are base, upper base, length and head of queue 0; says what is stored.
+    pub(super) fn ring_rule(&mut self, reg: Reg, regs: [Reg; 4], enabled: bool, value: u32) -> u32 {
+        let [base, base_high, len, head] = regs;
+        let (at, value64) = (u64::from(reg.0), u64::from(value));
+        match Reg(reg.0 & !0x100) {
+            reg if reg == base || reg == base_high || reg == len => {
+                if enabled {
+                    self.journal.note(Class::RingWhileEnabled, self.now, at, value64);
+                }
+                if reg == base && value & 0xf != 0 {
+                    self.journal.note(Class::RingAlignment, self.now, at, value64);
+                }
+                if reg == len && value & !RING_LEN_MAX != 0 {
+                    self.journal.note(Class::RingLength, self.now, at, value64);
+                }
+                match reg {
+                    reg if reg == base => value & !0xf,
+                    reg if reg == len => value & RING_LEN_MAX,
+                    _ => value,
+                }
+            }
+            reg if reg == head && enabled => {
+                self.journal.note(Class::HeadWhileEnabled, self.now, at, value64);
+                value & 0xffff
+            }
+            _ => value & 0xffff,
+        }
+    }
+
+    /// Whether a head or tail lies inside of its ring. A ring of no length may have it at 0.
+    pub(super) fn inside(&mut self, reg: Reg, place: u32, len: u32) -> bool {
+        let inside = place < len.max(1);
+        if !inside {
+            self.journal.note(Class::TailOutside, self.now, reg.0.into(), place.into());
+        }
+        inside
+    }
+
+    /// A tail was written, while the unit was on or off.
+    pub(super) fn tail_rule(&mut self, reg: Reg, [head, before, tail, len]: [u32; 4], enabled: bool) {
+        let ahead = |tail: u32| if tail >= head { tail - head } else { tail + len - head };
+        if self.inside(reg, tail, len) && enabled && before < len && ahead(tail) < ahead(before) {
+            self.journal.note(Class::TailBackwards, self.now, reg.0.into(), tail.into());
+        }
+        if enabled && !self.pci.master() {
+            self.journal.note(Class::NoBusMaster, self.now, reg.0.into(), tail.into());
+        }
+    }
+}
