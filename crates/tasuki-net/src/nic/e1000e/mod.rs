@@ -5,6 +5,7 @@
 //! more to send.
 
 mod counters;
+mod flow;
 mod park;
 mod regs;
 mod ring;
@@ -48,6 +49,9 @@ pub struct E1000e<B: Bus> {
     shape: Shape,
     mac: Mac,
     filter: u16,
+    /// Whether the card is to control the flow, and whether it knows what was agreed on since the link came up.
+    flow_control: bool,
+    agreed: bool,
     /// What stands in the multicast table.
     mta: Box<[u32; MTA_WORDS]>,
     counters: Counters,
@@ -226,8 +230,26 @@ impl<B: Bus> Nic for E1000e<B> {
         (0..128).for_each(|index| mmio.write(regs::MTA.of(index), 0));
         let counters = Counters::start(&mmio);
         let mta = Box::new([0; MTA_WORDS]);
-        let mut nic =
-            E1000e { bus, memory, mmio, bell, receive, first: 0, transmit, shape, mac, filter: 0, mta, counters };
+        let flow_control = options.flow_control;
+        if flow_control {
+            flow::prepare(&mmio, shape.frame());
+        }
+        let mut nic = E1000e {
+            bus,
+            memory,
+            mmio,
+            bell,
+            receive,
+            first: 0,
+            transmit,
+            shape,
+            mac,
+            filter: 0,
+            flow_control,
+            agreed: false,
+            mta,
+            counters,
+        };
         nic.apply_filter(&options.filter);
         setup::enable(&nic.mmio, shape, nic.filter_bits());
         nic.refill()?;
@@ -240,7 +262,7 @@ impl<B: Bus> Nic for E1000e<B> {
         }
         recognise(&mut bus)?;
         let queues = u8::try_from(sash.queues).unwrap_or(u8::MAX);
-        let options = NicOptions { ring: sash.ring, queues, mtu: sash.mtu, filter: Filter::default() };
+        let options = NicOptions { ring: sash.ring, queues, mtu: sash.mtu, ..NicOptions::default() };
         let shape = Shape::new(&options, &memory)?;
         let slots = memory.arena().geometry();
         if (sash.rings_at, sash.arena_at) != (memory.rings_at().0, memory.arena_at().0)
@@ -266,10 +288,26 @@ impl<B: Bus> Nic for E1000e<B> {
         let [a, b, c, d, e, f, ..] = sash.mac;
         let mac = Mac([a, b, c, d, e, f]);
         let (filter, mta, counters) = (sash.filter, Box::new(sash.mta), Counters::resume(&sash.counters));
-        let mut nic =
-            E1000e { bus, memory, mmio, bell, receive, first: 0, transmit, shape, mac, filter, mta, counters };
+        let flow_control = flow::is_prepared(&mmio);
+        let mut nic = E1000e {
+            bus,
+            memory,
+            mmio,
+            bell,
+            receive,
+            first: 0,
+            transmit,
+            shape,
+            mac,
+            filter,
+            flow_control,
+            // The link may have gone and come meanwhile.
+            agreed: false,
+            mta,
+            counters,
+        };
         nic.check_parked(sash)?;
-        park::go_on(&nic.mmio);
+        park::go_on(&nic.mmio, &mut nic.counters);
         nic.refill()?;
         Ok(nic)
     }
@@ -315,11 +353,16 @@ impl<B: Bus> Nic for E1000e<B> {
     }
 
     fn link(&mut self) -> Link {
-        match self.mmio.read(regs::STATUS) {
+        let link = match self.mmio.read(regs::STATUS) {
             // Gone, which the next `arm` says.
             u32::MAX => Link::Down,
             status => park::link(status),
+        };
+        if let (Link::Up { full_duplex: true, .. }, false, true) = (link, self.agreed, self.flow_control) {
+            flow::agree(&self.mmio);
         }
+        self.agreed = link != Link::Down;
+        link
     }
 
     fn set_filter(&mut self, filter: &Filter) -> Result<(), NicError> {
