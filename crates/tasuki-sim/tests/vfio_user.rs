@@ -272,9 +272,8 @@ fn doorbells_are_listed_where_there_are_some() {
     let mut bench = Bench::met();
     let ask = |room: u32, region: u32| words(&[room, 0, region, 0]);
     assert_eq!(bench.ask(6, &ask(16, 1)), (0, words(&[16, 0, 1, 0])), "none");
-    let entry = |offset, place| {
-        words(&[&long(offset)[..], &long(4), &[u32::MAX, 2, 0, 0], &long(place), &long(0)].concat())
-    };
+    let entry =
+        |offset, place| words(&[&long(offset)[..], &long(4), &[u32::MAX, 2, 0, 0], &long(place), &long(0)].concat());
     assert_eq!(bench.ask(6, &ask(111, 0)), (0, words(&[112, 0, 0, 2])), "no room for the list");
     let listed = [words(&[112, 0, 0, 2]), entry(0x10, 0), entry(0x20, 64)].concat();
     assert_eq!(bench.ask(6, &ask(112, 0)), (0, listed));
