@@ -1,5 +1,5 @@
-//! The demo: what Tasuki does, on one screen. For now that is calls between processes, and servers that are replaced or die
-//! under them.
+//! The demo: what Tasuki does, on one screen. For now that is calls between processes, servers that are replaced or die
+//! under them, and a network card whose driver is replaced at line rate.
 
 use std::io::{Read, Write};
 use std::path::Path;
@@ -16,6 +16,7 @@ use tasuki_shm::sync::Relaxed;
 use crate::case;
 use crate::cpus::{self, Cpus};
 use crate::interrupt::Interrupt;
+use crate::nic;
 use crate::papers::ANT;
 use crate::rounds::{self, Effort, Samples};
 use crate::table::number;
@@ -169,7 +170,7 @@ impl Story {
 pub fn run() -> Result<()> {
     workplace::sweep();
     let cpus = Cpus::choose()?;
-    println!("Tasuki: calls between processes, through memory alone\n");
+    println!("Tasuki: calls between processes, through memory alone; network cards whose drivers are replaced\n");
     figures(cpus)?;
     let place = Workplace::new()?;
     let path = place.directory().join("call");
@@ -217,7 +218,30 @@ pub fn run() -> Result<()> {
         story.end_of_replacement();
     }
     tell("killed under load (SIGKILL), a stand-by takes over", &mut client, &story)?;
-    end(server, client)
+    end(server, client)?;
+    cards(cpus)
+}
+
+/// A NIC at line rate whose driver is replaced, in two processes.
+fn cards(cpus: Cpus) -> Result<()> {
+    let case = case::find(nic::PARK)?;
+    let samples = rounds::run(&[case], Effort { rounds: 1, factor: 1 }, cpus, &Interrupt::catch()?)?;
+    let sample = samples.of(case.name)?;
+    let noted = |name: &str| sample.numbers(name).first().copied().context("the case notes it");
+    let (summary, lost) = (sample.summary(), noted("lost")? + noted("wrong")?);
+    println!("\na network card (a model of Intel's 82574L) at gigabit line rate, 64-byte frames, each sent back");
+    println!(
+        "  the driver parks the card and another goes on with it, {} times: {} frames lost, twice or out of order",
+        summary.count,
+        number(lost)
+    );
+    println!(
+        "  nobody drives it for {} µs (median), {} µs (worst)",
+        number((summary.p50 / 1000) as f64),
+        number((summary.max / 1000) as f64)
+    );
+    ensure!(lost == 0.0, "{lost} frames were lost, came twice or out of order: that is a bug");
+    Ok(())
 }
 
 /// Measures and prints what a call costs here.

@@ -19,6 +19,9 @@ use crate::sample::Sample;
 /// The most that the driver takes: rides out 0.7 ms without a CPU at gigabit line rate.
 const RING: u16 = 1024;
 
+/// From one replacement of the driver to the next.
+const BETWEEN_PARKS: Duration = Duration::from_millis(5);
+
 /// Frames of a warm-up trial.
 const WARM_UP: u64 = 20_000;
 
@@ -81,7 +84,8 @@ impl Seen {
 }
 
 struct Trials {
-    nic: Card,
+    /// `None` only while another driver takes it over.
+    nic: Option<Card>,
     control: Control,
     work: Work,
     size: u32,
@@ -89,10 +93,8 @@ struct Trials {
 
 /// Runs the trials of a case.
 pub fn trials(mut orders: Orders, work: Work) -> Result<Sample> {
-    let nic = start(orders.next_fd()?)?;
-    let control = Control::new(orders.next_fd()?);
-    let Say::Size(size) = control.hear()? else { bail!("the card did not begin with the size of its frames") };
-    let mut trials = Trials { nic, control, work, size };
+    let mut trials = Trials::new(&mut orders, work)?;
+    let size = trials.size;
     let mut sample = Sample::new();
     trials.run(WARM_UP, None, true)?;
 
@@ -119,17 +121,64 @@ pub fn trials(mut orders: Orders, work: Work) -> Result<Sample> {
         }
         sample.note("deaf-rate", trials.search(rate)? as f64);
     }
-    trials.nic.park()?;
+    trials.end()?;
+    Ok(sample)
+}
+
+/// Sends back what comes at line rate, and has another driver go on with the card again and again: times each parking and going on.
+pub fn parks(mut orders: Orders) -> Result<Sample> {
+    let mut trials = Trials::new(&mut orders, Work::Echo)?;
+    let mut sample = Sample::new();
+    trials.run(WARM_UP, None, true)?;
+    let count = orders.calls;
+    let (seen, outcome, lost) = trials.run_with(count, Some(LINE_RATE_64), true, Some(&mut sample))?;
+    sample.note("lost", lost as f64);
+    sample.note("wrong", outcome.wrong as f64);
+    sample.note("rate", seen.rate() as f64);
+    sample.note("wire-gap", outcome.longest_gap as f64);
+    trials.end()?;
     Ok(sample)
 }
 
 impl Trials {
+    fn new(orders: &mut Orders, work: Work) -> Result<Self> {
+        let nic = start(orders.next_fd()?)?;
+        let control = Control::new(orders.next_fd()?);
+        let Say::Size(size) = control.hear()? else { bail!("the card did not begin with the size of its frames") };
+        Ok(Trials { nic: Some(nic), control, work, size })
+    }
+
+    fn end(self) -> Result<()> {
+        self.nic.map_or(Ok(()), |nic| nic.park().map(drop))?;
+        Ok(())
+    }
+
+    /// Has another driver go on with the card.
+    fn replace(&mut self) -> Result<()> {
+        if let Some(nic) = self.nic.take() {
+            let (bus, memory, sash) = nic.park()?;
+            self.nic = Some(Card::resume(bus, memory, &sash)?);
+        }
+        Ok(())
+    }
+
     /// One trial: what the driver saw, what the wire saw, and what is missing.
     fn run(&mut self, count: u64, rate: Option<u64>, pauses: bool) -> Result<(Seen, Outcome, u64)> {
+        self.run_with(count, rate, pauses, None)
+    }
+
+    /// The same, with drivers that are replaced meanwhile if somebody wants to know how long that takes.
+    fn run_with(
+        &mut self,
+        count: u64,
+        rate: Option<u64>,
+        pauses: bool,
+        parks: Option<&mut Sample>,
+    ) -> Result<(Seen, Outcome, u64)> {
         self.control.say(&Ask::Begin(Trial { count, size: self.size, rate, pauses }))?;
         let seen = match self.work {
-            Work::Sink => self.receive(count, Burst::clear),
-            Work::Echo => self.receive(count, |_| ()),
+            Work::Sink => self.receive(count, Burst::clear, parks),
+            Work::Echo => self.receive(count, |_| (), parks),
         }?;
         self.control.say(&Ask::End)?;
         loop {
@@ -141,13 +190,23 @@ impl Trials {
     }
 
     /// Receives until `count` frames have come or no more come.
-    fn receive(&mut self, count: u64, release: impl Fn(&mut Burst)) -> Result<Seen> {
+    fn receive(&mut self, count: u64, release: impl Fn(&mut Burst), mut parks: Option<&mut Sample>) -> Result<Seen> {
         let mut seen = Seen::default();
         let mut burst = Burst::new();
         let (mut first, mut last) = (None, Instant::now());
         let (mut sent, mut idle) = (false, 0_u32);
+        let mut parked = Instant::now();
         while seen.received < count {
-            let came = self.nic.receive(&mut burst)?;
+            if let Some(sample) = &mut parks
+                && parked.elapsed() > BETWEEN_PARKS
+            {
+                let began = Instant::now();
+                self.replace()?;
+                parked = Instant::now();
+                sample.record(parked - began);
+            }
+            let nic = self.nic.as_mut().context("a card that nobody drives is not received from")?;
+            let came = nic.receive(&mut burst)?;
             if came == 0 {
                 idle += 1;
                 if idle.is_multiple_of(1024) {
@@ -169,7 +228,7 @@ impl Trials {
             burst.iter_mut().for_each(turn_round);
             release(&mut burst);
             while !burst.is_empty() {
-                self.nic.transmit(&mut burst)?;
+                nic.transmit(&mut burst)?;
             }
         }
         seen.took = first.map_or(Duration::ZERO, |first| last - first);

@@ -29,11 +29,15 @@ pub const CASES: &[Case] = &[
         |orders| card::serve_trials(orders, 1518),
         |orders| driver::trials(orders, Work::Sink),
     ),
+    case(PARK, 750_000, |orders| card::serve_trials(orders, 64), driver::parks),
     case("rtt-polling", 50_000, card::serve_pings, |orders| driver::pings(orders, false)),
     case("rtt-interrupt", floors::sleeping_calls(Cores::Other), card::serve_pings, |orders| {
         driver::pings(orders, true)
     }),
 ];
+
+/// The case in which drivers are replaced under traffic.
+pub const PARK: &str = "sim-park-64";
 
 /// What else is measured in the same rounds: the floors of what spins, and of what sleeps.
 pub fn floors() -> impl Iterator<Item = &'static Case> {

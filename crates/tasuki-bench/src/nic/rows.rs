@@ -16,6 +16,7 @@ pub fn rows(samples: &Samples) -> Result<Vec<Row>> {
     rows.extend(throughput(samples, "sim-rx-64", 64, Some(4_000_000.0))?);
     rows.extend(throughput(samples, "sim-echo-64", 64, Some(LINE_RATE_64))?);
     rows.extend(throughput(samples, "sim-rx-1518", 1518, None)?);
+    rows.extend(parks(samples)?);
     rows.extend(round_trips(samples)?);
     rows.extend(driver_instructions());
     Ok(rows)
@@ -77,6 +78,20 @@ fn throughput(samples: &Samples, case: &'static str, size: u32, bar: Option<f64>
     searched.note =
         Some("highest rate at which such a wire lost nothing in two of three tenths of a second".to_owned());
     rows.push(searched);
+    Ok(rows)
+}
+
+/// How long nobody drives a card that is parked and gone on with, in the same process, and what is lost.
+fn parks(samples: &Samples) -> Result<Vec<Row>> {
+    let case = super::PARK;
+    let of = Numbers { samples, case };
+    let summary = samples.of(case)?.summary();
+    let row = |metric, nanos: u64| Row::lower(case, metric, "µs", nanos as f64 / 1e3);
+    let mut rows = vec![row("pause_p50", summary.p50), row("pause_p99", summary.p99), row("pause_max", summary.max)];
+    rows[0].note = Some(format!("{} times parked and gone on with, at line rate, in one process", summary.count));
+    let mut lost = Row::lower(case, "lost", "frames", of.sum("lost")? + of.sum("wrong")?).bar_at(0.0);
+    lost.note = Some(format!("longest gap on the wire: {:.1} ms", of.most("wire-gap")? / 1e6));
+    rows.push(lost);
     Ok(rows)
 }
 

@@ -275,7 +275,8 @@ impl Client {
                 let fds = self.fds_until(at + header.size)?;
                 blocked = !self.serve(device, header, at, fds)?;
                 at += header.size;
-                left -= 1;
+                // While an answer is on its way the device goes on: a client that asks and asks again is to see that.
+                left = if header.posted { left - 1 } else { 0 };
             }
             self.consume(at);
             if blocked {

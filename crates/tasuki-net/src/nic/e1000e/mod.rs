@@ -52,6 +52,8 @@ pub struct E1000e<B: Bus> {
     /// Whether the card is to control the flow, and whether it knows what was agreed on since the link came up.
     flow_control: bool,
     agreed: bool,
+    /// The partner pauses since the card was parked, until what had come before is received.
+    held: bool,
     /// What stands in the multicast table.
     mta: Box<[u32; MTA_WORDS]>,
     counters: Counters,
@@ -87,6 +89,13 @@ impl<B: Bus> E1000e<B> {
         }
         self.first ^= 1;
         Ok(frames)
+    }
+
+    /// Everything that had come before the card was parked has been received.
+    #[cold]
+    fn let_go(&mut self) {
+        self.held = false;
+        park::let_go(&self.mmio, &mut self.counters);
     }
 
     fn apply_filter(&mut self, filter: &Filter) {
@@ -162,6 +171,9 @@ impl<B: Bus> Port for E1000e<B> {
     fn receive(&mut self, burst: &mut Burst) -> Result<usize, NicError> {
         let frames = self.collect(burst)?;
         self.refill()?;
+        if frames == 0 && self.held {
+            self.let_go();
+        }
         Ok(frames)
     }
 
@@ -196,7 +208,11 @@ impl<B: Bus> Port for E1000e<B> {
         if self.mmio.read(regs::STATUS) == u32::MAX {
             return Err(NicError::Gone);
         }
-        match self.receive.iter().any(ReceiveRing::is_ready) {
+        let ready = self.receive.iter().any(ReceiveRing::is_ready);
+        if !ready && self.held {
+            self.let_go();
+        }
+        match ready {
             true => Ok(Armed::Busy),
             false => Ok(Armed::Idle),
         }
@@ -247,6 +263,7 @@ impl<B: Bus> Nic for E1000e<B> {
             filter: 0,
             flow_control,
             agreed: false,
+            held: false,
             mta,
             counters,
         };
@@ -303,11 +320,12 @@ impl<B: Bus> Nic for E1000e<B> {
             flow_control,
             // The link may have gone and come meanwhile.
             agreed: false,
+            held: true,
             mta,
             counters,
         };
         nic.check_parked(sash)?;
-        park::go_on(&nic.mmio, &mut nic.counters);
+        park::go_on(&nic.mmio);
         nic.refill()?;
         Ok(nic)
     }
