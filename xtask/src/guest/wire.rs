@@ -32,7 +32,8 @@ impl Wire {
     /// A wire whose sockets are in `folder`.
     pub fn lay(folder: &Path, name: &'static str) -> anyhow::Result<Wire> {
         let at = |end: &str| folder.join(format!("{name}.{end}"));
-        let listener = UnixListener::bind(at("port")).with_context(|| format!("cannot bind {}", at("port").display()))?;
+        let listener =
+            UnixListener::bind(at("port")).with_context(|| format!("cannot bind {}", at("port").display()))?;
         let ours = UnixDatagram::bind(at("ours")).with_context(|| format!("cannot bind {}", at("ours").display()))?;
         let card = at("card");
         let thread = thread::spawn(move || {

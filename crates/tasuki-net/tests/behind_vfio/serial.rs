@@ -178,29 +178,32 @@ impl Wire {
     }
 }
 
-/// QEMU's monitor, which speaks JSON: <https://www.qemu.org/docs/master/interop/qmp-spec.html>.
-pub struct Monitor(Option<BufReader<&'static Port>>);
+/// QEMU's monitor, once somebody has asked it.
+static MONITOR: Mutex<Option<BufReader<&Port>>> = Mutex::new(None);
 
-/// The one that there is.
-pub static MONITOR: Mutex<Monitor> = Mutex::new(Monitor(None));
-
-impl Monitor {
-    /// Waits for the answer, past whatever the monitor says on its own.
-    pub fn ask(&mut self, command: &str) {
-        if self.0.is_none() {
-            self.0 = Some(BufReader::new(Box::leak(Box::new(Port::open("monitor")))));
-            self.ask(r#"{"execute":"qmp_capabilities"}"#);
+/// Asks QEMU's monitor, which speaks JSON: <https://www.qemu.org/docs/master/interop/qmp-spec.html>. Waits for the answer.
+pub fn ask(command: &str) {
+    let mut monitor = MONITOR.lock().unwrap_or_else(PoisonError::into_inner);
+    match &mut *monitor {
+        Some(monitor) => talk(monitor, command),
+        none => {
+            let monitor = none.insert(BufReader::new(Box::leak(Box::new(Port::open("monitor")))));
+            talk(monitor, r#"{"execute":"qmp_capabilities"}"#);
+            talk(monitor, command);
         }
-        let monitor = self.0.as_mut().expect("just opened");
-        monitor.get_mut().write_all(format!("{command}\n").as_bytes()).expect("the monitor listens");
-        let mut line = String::new();
-        loop {
-            line.clear();
-            let len = monitor.read_line(&mut line).expect("the monitor answers");
-            assert!(len > 0 && !line.contains(r#""error""#), "{command} was answered {line:?}");
-            if line.contains(r#""return""#) {
-                return;
-            }
+    }
+}
+
+/// Waits for the answer, past whatever the monitor says on its own.
+fn talk(monitor: &mut BufReader<&Port>, command: &str) {
+    monitor.get_mut().write_all(format!("{command}\n").as_bytes()).expect("the monitor listens");
+    let mut line = String::new();
+    loop {
+        line.clear();
+        let len = monitor.read_line(&mut line).expect("the monitor answers");
+        assert!(len > 0 && !line.contains(r#""error""#), "{command} was answered {line:?}");
+        if line.contains(r#""return""#) {
+            return;
         }
     }
 }

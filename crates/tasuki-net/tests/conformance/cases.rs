@@ -162,7 +162,9 @@ pub fn long_frames_pass_as_far_as_the_mtu_says<W: World>() {
         let most = usize::from(mtu) + 14;
         let whole = frames(W::MAC, 0, [SHORTEST, most - 1, most]);
         assert_same(&bench.bring_in(&whole), &whole);
-        assert_same(&bench.bring_out(&whole), &whole);
+        let sendable = usize::from(W::MTU_SENT) + 14;
+        let out: Vec<_> = whole.iter().filter(|frame| frame.len() <= sendable).cloned().collect();
+        assert_same(&bench.bring_out(&out), &out);
         // Longer ones, also of several buffers, leave no trace, and what follows them is whole.
         let mut sent = frames(W::MAC, 10, [most + 100, SHORTEST, most + 3000, most + 100, most]);
         let came = bench.bring_in(&sent);
@@ -351,6 +353,10 @@ pub fn a_hundred_successors_lose_nothing_under_traffic<W: World>() {
 }
 
 pub fn a_card_that_is_pulled_out_is_gone<W: World>() {
+    if let Some(why) = W::CANNOT_PULL {
+        println!("skipped: {why}");
+        return;
+    }
     let Some(mut bench) = Bench::<W>::start(&small()) else { return };
     bench.world.pull();
     let error = bench.nic().arm().expect_err("a card that is not there");
