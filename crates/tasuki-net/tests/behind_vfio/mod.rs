@@ -7,7 +7,7 @@ use std::marker::PhantomData;
 use std::os::fd::OwnedFd;
 use std::os::unix::fs::FileExt;
 use std::path::PathBuf;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use serial::Wire;
 use tasuki_net::nic::bus::vfio::{Address, OpenError};
@@ -93,10 +93,19 @@ impl Drop for Powerless {
     }
 }
 
-/// Has an 82574L's throttle run out: QEMU 7.2 ends itself if MSI-X is switched off, by new vectors, a reset or the last close, before the
-/// timer that follows each interrupt (128 us) has been seen to by its main loop, which nothing here can observe.
+/// Has an 82574L's throttle run out: QEMU 7.2 ends itself if MSI-X is switched off, by new vectors, a reset or the last close, before its
+/// main loop has seen to the timer that follows each interrupt by 128 us.
 pub fn calm() {
-    std::thread::sleep(Duration::from_millis(500));
+    let begin = Instant::now();
+    while begin.elapsed() < Duration::from_millis(2) {
+        std::thread::yield_now();
+    }
+    turn_main_loop();
+}
+
+/// Has QEMU's main loop, which moves frames and sees to timers, come round a few times: it answers the monitor, too.
+fn turn_main_loop() {
+    (0..4).for_each(|_| serial::ask(r#"{"execute":"query-status"}"#));
 }
 
 /// A driver of a card that the guest has.
@@ -167,9 +176,9 @@ impl<N: Card> World for BehindVfio<N> {
     }
 
     fn let_frames_move(&self, _: &mut Vfio, sent: usize) {
-        // The first of them has come to QEMU, whose main loop moves frames and answers its monitor.
+        // Until the first of them has come to QEMU.
         self.0.wait_until_taken(sent.saturating_sub(1) as u64);
-        (0..50).for_each(|_| serial::ask(r#"{"execute":"query-status"}"#));
+        turn_main_loop();
     }
 
     fn pull(&mut self) {
@@ -197,7 +206,7 @@ pub fn a_successor_goes_on_by_descriptors<N: Card>() {
         let (waiting, last) = rest.split_at(50);
         assert_same(&bench.bring_in(before), before);
         // Frames that the successor finds: in the rings, or on the wire.
-        let send = |world: &BehindVfio<N>| assert!(waiting.iter().all(|frame| world.try_send(frame)), "no room");
+        let send = |world: &BehindVfio<N>| waiting.iter().for_each(|frame| world.0.send(frame));
         if N::IS_TOUCHY {
             send(&bench.world);
             let all = u64::from(101 * round + 100);
@@ -217,9 +226,9 @@ pub fn a_successor_goes_on_by_descriptors<N: Card>() {
         assert_same(&came, waiting);
         // Now nothing is there, and what comes is announced where this one listens.
         assert_eq!(bench.nic().arm().unwrap(), Armed::Idle);
-        bench.world.sender()(&last[0]);
+        bench.world.0.send(&last[0]);
         assert!(readable(&bench.nic().fd(), PATIENCE), "no interrupt came to the successor");
-        assert_same(&bench.poll(), last);
+        assert_same(&bench.receive(), last);
         let out = frames(mac, 101 * round, mixed(100));
         assert_same(&bench.bring_out(&out), &out);
     }
