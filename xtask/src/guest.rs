@@ -2,7 +2,7 @@
 //!
 //! The kernel comes from Debian's archive and is unpacked, never installed. The guest has no disk: an archive in memory holds a
 //! shell, the kernel's modules and the test program, which is linked statically. What the program prints on the serial line is counted
-//! like any other test's output.
+//! like any other test's output. The other ends of its cards' wires are ports of the guest (see `wire`), and so is QEMU's monitor.
 //!
 //! `target/guest/` holds what was fetched and built.
 

@@ -1,4 +1,6 @@
 //! Cards behind VFIO in the guest that `cargo xtask guest` boots, as worlds for the suite of all drivers.
+//!
+//! Another card is a line of `CARDS` in xtask/src/guest.rs, and here, in tests/guest.rs, a [`Card`] and a `card!`.
 
 mod serial;
 
