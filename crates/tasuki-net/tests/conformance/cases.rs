@@ -2,7 +2,6 @@
 
 use std::time::{Duration, Instant};
 
-use tasuki_net::nic::bus::Bus;
 use tasuki_net::nic::{Filter, Mac, Nic, NicError, NicMemory, NicOptions};
 use tasuki_net::port::{Armed, BURST_MAX, Burst, Port};
 use tasuki_shm::arena::Geometry;
@@ -163,7 +162,9 @@ pub fn long_frames_pass_as_far_as_the_mtu_says<W: World>() {
         let most = usize::from(mtu) + 14;
         let whole = frames(W::MAC, 0, [SHORTEST, most - 1, most]);
         assert_same(&bench.bring_in(&whole), &whole);
-        assert_same(&bench.bring_out(&whole), &whole);
+        let sendable = usize::from(W::MTU_SENT) + 14;
+        let out: Vec<_> = whole.iter().filter(|frame| frame.len() <= sendable).cloned().collect();
+        assert_same(&bench.bring_out(&out), &out);
         // Longer ones, also of several buffers, leave no trace, and what follows them is whole.
         let mut sent = frames(W::MAC, 10, [most + 100, SHORTEST, most + 3000, most + 100, most]);
         let came = bench.bring_in(&sent);
@@ -267,10 +268,7 @@ pub fn a_parked_nic_touches_no_memory<W: World>() {
         words.0[1].iter().for_each(|word| word.store(0x5a5a_a5a5_5a5a_a5a5, SeqCst));
         let seen: Vec<_> = words.all().map(|word| word.load(SeqCst)).collect();
         sent = meanwhile.iter().take_while(|frame| world.try_send(frame)).count();
-        // Each of these is answered by whoever would move the frames, after it had the chance to.
-        for _ in 0..200 {
-            bus.read_config(0).expect("the card is there");
-        }
+        world.let_frames_move(bus, sent);
         assert!(words.all().zip(&seen).all(|(word, seen)| word.load(SeqCst) == *seen), "its memory has changed");
     });
     let after = frames(W::MAC, 200, mixed(100));
@@ -355,6 +353,10 @@ pub fn a_hundred_successors_lose_nothing_under_traffic<W: World>() {
 }
 
 pub fn a_card_that_is_pulled_out_is_gone<W: World>() {
+    if let Some(why) = W::CANNOT_PULL {
+        println!("skipped: {why}");
+        return;
+    }
     let Some(mut bench) = Bench::<W>::start(&small()) else { return };
     bench.world.pull();
     let error = bench.nic().arm().expect_err("a card that is not there");

@@ -44,10 +44,14 @@ pub trait World: Sized {
     const QUEUES: u8;
     /// Longest payload that the card can do.
     const MTU_MAX: u16;
+    /// Longest payload that can be sent here, where that is less.
+    const MTU_SENT: u16 = Self::MTU_MAX;
     /// The card's own address.
     const MAC: Mac;
     /// Whether what is sent to a parked card waits, without the card's asking for that.
     const HOLDS_WHILE_PARKED: bool;
+    /// Why the card cannot be pulled out here, if it cannot.
+    const CANNOT_PULL: Option<&'static str> = None;
 
     /// A fresh card, which can be made to see `memory`. Says on standard output why there is none.
     fn new(memory: &NicMemory) -> Option<Self>;
@@ -59,6 +63,13 @@ pub trait World: Sized {
     fn sender(&self) -> Sender;
     /// The next frame that the card has put on the wire, if one comes within `limit`.
     fn take(&self, limit: Duration) -> Option<Vec<u8>>;
+    /// Gives whoever moves frames the chance to bring the `_sent` that are under way to the card.
+    fn let_frames_move(&self, bus: &mut Self::Bus, _sent: usize) {
+        // Each of these is answered by whoever would move them, after it had the chance to.
+        for _ in 0..200 {
+            bus.read_config(0).expect("the card is there");
+        }
+    }
     /// Plugs the wire in or out.
     fn set_link(&mut self, up: bool);
     /// Pulls the card out.
@@ -114,9 +125,17 @@ impl<W: World> Bench<W> {
 
     /// Has another driver go on with the card, after `meanwhile`.
     pub fn replace(&mut self, meanwhile: impl FnOnce(&W, &mut W::Bus, &NicMemory)) {
+        self.hand_over(|world, mut bus, memory| {
+            meanwhile(world, &mut bus, memory);
+            bus
+        });
+    }
+
+    /// The same, for a successor that reaches the card by what `way` makes of its predecessor's bus.
+    pub fn hand_over(&mut self, way: impl FnOnce(&W, W::Bus, &NicMemory) -> W::Bus) {
         let nic = self.nic.take().expect("a bench whose card is parked is not used");
-        let (mut bus, memory, sash) = nic.park().expect("the card can be parked");
-        meanwhile(&self.world, &mut bus, &memory);
+        let (bus, memory, sash) = nic.park().expect("the card can be parked");
+        let bus = way(&self.world, bus, &memory);
         self.nic = Some(W::Nic::resume(bus, memory, &sash).expect("another goes on"));
     }
 
