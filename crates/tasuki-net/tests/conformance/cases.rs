@@ -375,7 +375,7 @@ pub fn options_that_the_card_cannot_do_are_refused<W: World>() {
         (NicOptions { mtu: W::MTU_MAX + 1, ..small() }, "mtu"),
     ] {
         let memory = self::memory::<W>(&NicOptions::default());
-        let error = W::Nic::start(world.bus(), memory, &options).err().expect("the card cannot do that");
+        let error = W::Nic::start(world.bus(), memory, &options).err().expect("the card cannot do that").error;
         assert!(matches!(error, NicError::Options { field, .. } if field == name), "{options:?}: {error}");
     }
 }
@@ -388,7 +388,7 @@ pub fn memory_that_is_too_small_is_refused<W: World>() {
     for (slots, rings_len, ring) in [(few, 256 << 10, 256), (enough, 4096, 256)] {
         let memory = NicMemory::create(slots, rings_len, W::MEMORY_AT).expect("a little memory");
         let options = NicOptions { ring, ..NicOptions::default() };
-        let error = W::Nic::start(world.bus(), memory, &options).err().expect("that does not suffice");
+        let error = W::Nic::start(world.bus(), memory, &options).err().expect("that does not suffice").error;
         assert!(matches!(error, NicError::Memory { need, have, .. } if need > have), "{error}");
     }
 }

@@ -206,7 +206,7 @@ impl<W: World> Bench<W> {
 /// Parks a card that is gone.
 pub fn park_fails<W: World>(mut bench: Bench<W>) -> (NicError, W) {
     let nic = bench.nic.take().expect("a bench whose card is parked is not used");
-    (nic.park().err().expect("a card that is not there"), bench.world)
+    (nic.park().err().expect("a card that is not there").error, bench.world)
 }
 
 /// Makes tests of the suite's cases, one each, for a [`World`].
