@@ -13,7 +13,7 @@ use super::{Bench, PATIENCE, World, memory};
 use crate::qemu::readable;
 
 /// Small rings: they go round often.
-fn small() -> NicOptions {
+pub fn small() -> NicOptions {
     NicOptions { ring: 64, ..NicOptions::default() }
 }
 
@@ -237,10 +237,10 @@ pub fn counters_add_up<W: World>() {
 }
 
 /// All words of a NIC's memory, through a mapping of our own.
-struct Words(Vec<Span<std::sync::atomic::AtomicU64>>);
+pub struct Words(Vec<Span<std::sync::atomic::AtomicU64>>);
 
 impl Words {
-    fn of(memory: &NicMemory) -> Words {
+    pub fn of(memory: &NicMemory) -> Words {
         let words = |region: &Region| {
             let copy = region.fd().try_clone_to_owned().expect("a descriptor is free");
             let region = Region::adopt(copy).expect("memory of ours");
@@ -249,7 +249,7 @@ impl Words {
         Words(vec![words(memory.rings()), words(memory.arena().region())])
     }
 
-    fn all(&self) -> impl Iterator<Item = &std::sync::atomic::AtomicU64> {
+    pub fn all(&self) -> impl Iterator<Item = &std::sync::atomic::AtomicU64> {
         self.0.iter().flat_map(|span| span.iter())
     }
 }

@@ -2,7 +2,7 @@
 
 use std::collections::VecDeque;
 use std::path::PathBuf;
-use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::Relaxed};
 use std::sync::{Arc, Condvar, Mutex, PoisonError};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
@@ -112,9 +112,9 @@ impl Wire for Cable {
 }
 
 /// How often a card may suffer, in all the time that it is there, what makes its link go down.
-fn allowed(class: Class) -> u64 {
+fn allowed(class: Class, starts: u64) -> u64 {
     match class {
-        Class::Reset | Class::LinkWrite => 1,
+        Class::Reset | Class::LinkWrite => starts,
         _ => 0,
     }
 }
@@ -127,6 +127,8 @@ struct Outside {
     pulled: AtomicBool,
     /// The card has noticed that.
     gone: AtomicBool,
+    /// How often the card may be started.
+    starts: AtomicU64,
 }
 
 /// A card that a thread of its own serves.
@@ -160,6 +162,7 @@ impl World for OnSim {
             plugged: AtomicBool::new(true),
             pulled: AtomicBool::new(false),
             gone: AtomicBool::new(false),
+            starts: AtomicU64::new(1),
         });
         let cable = Cable {
             to_card: Arc::clone(&to_card),
@@ -172,7 +175,12 @@ impl World for OnSim {
         let thread = std::thread::spawn(move || {
             let options = Options { mac: Self::MAC.0, link_up_ns: LINK_UP_NS, poison: true, ..Options::default() };
             let mut served = Served::new(Device::new(options), cable);
+            let mut starts = told.starts.load(Relaxed);
             let ended = served.serve(&mut server, |served| {
+                // Whoever starts a card anew does not take back what was asked for before. It runs out, on real cables.
+                if std::mem::replace(&mut starts, told.starts.load(Relaxed)) != starts {
+                    served.wire().paused = false;
+                }
                 let (waiting, _) = served.card().waiting();
                 served.wire().look(waiting);
                 served.card().set_partner(told.plugged.load(Relaxed));
@@ -186,7 +194,7 @@ impl World for OnSim {
             // Whoever starts the card resets it and lets the link come up; no successor does.
             let cold = Class::COLD.map(|class| (class, journal.count(class)));
             assert!(
-                cold.iter().all(|(class, count)| *count <= allowed(*class)),
+                cold.iter().all(|(class, count)| *count <= allowed(*class, told.starts.load(Relaxed))),
                 "a successor was not content: {cold:?}"
             );
             assert_eq!(served.faults(), 0, "the card was sent to memory that it does not have");
@@ -222,6 +230,10 @@ impl World for OnSim {
     fn pull(&mut self) {
         self.outside.pulled.store(true, Relaxed);
         super::until("the card's end", || self.outside.gone.load(Relaxed).then_some(()));
+    }
+
+    fn expect_start(&mut self) {
+        self.outside.starts.fetch_add(1, Relaxed);
     }
 }
 
