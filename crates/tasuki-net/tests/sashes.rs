@@ -288,7 +288,7 @@ fn flipped_bits_are_refused_or_harmless<N: Nic<Bus = EchoBus>>(kind: Kind) {
         let (bus, memory, sash) =
             parked.take().unwrap_or_else(|| started::<N>(EchoBus::new(kind), memory()).park().expect("the card stops"));
         let mut bytes = sash.bytes().to_vec();
-        let step = if bit < 8 * 128 { 1 } else { 19 };
+        let step = if bit < 8 * 128 { 1 } else { 83 };
         bytes[bit / 8] ^= 1 << (bit % 8);
         bit += step;
         let wrong = N::Sash::read_from_bytes(&bytes).expect("as many bytes");
