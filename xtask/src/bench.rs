@@ -5,6 +5,7 @@ use std::os::unix::process::CommandExt;
 use std::process::Command;
 
 use crate::checkout::{Checkout, cargo};
+use crate::{needs, stream};
 
 /// Returns only if tasuki-bench could not be started.
 pub fn demo(checkout: &Checkout, args: &[OsString]) -> anyhow::Error {
@@ -13,6 +14,17 @@ pub fn demo(checkout: &Checkout, args: &[OsString]) -> anyhow::Error {
 
 /// Returns only if tasuki-bench could not be started.
 pub fn bench(checkout: &Checkout, args: &[OsString]) -> anyhow::Error {
+    if args.first().is_some_and(|bench| bench == "nic") {
+        // It counts the instructions of these programs.
+        needs::provide(&[needs::VALGRIND]);
+        let mut command = Command::new(cargo());
+        command.args(["build", "--release", "--package", "tasuki-net", "--examples", "--manifest-path"]);
+        match stream::succeeds(command.arg(checkout.root.join("Cargo.toml"))) {
+            Ok(true) => {}
+            Ok(false) => return anyhow::anyhow!("the programs whose instructions are counted do not build"),
+            Err(error) => return error,
+        }
+    }
     become_tasuki_bench(checkout, args)
 }
 

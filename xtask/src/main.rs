@@ -44,7 +44,7 @@ enum Verb {
         #[arg(long, default_value_t = fuzz::SHORT_RUN_SECONDS)]
         fuzz_seconds: u32,
     },
-    /// Build in release and run a benchmark; the arguments go to `tasuki-bench`, e.g. `call --quick`
+    /// Build in release and run a benchmark; the arguments go to `tasuki-bench`, e.g. `call --quick`, `nic --quick`
     #[command(disable_help_flag = true)]
     Bench {
         #[arg(trailing_var_arg = true, allow_hyphen_values = true)]

@@ -29,6 +29,10 @@ pub const QEMU: Need = Need {
     serves: "tests of the drivers on QEMU's cards, and through VFIO in a guest, will skip themselves",
 };
 
+/// Counts instructions.
+pub const VALGRIND: Need =
+    Need { program: "valgrind", package: "valgrind", serves: "instructions per packet are not counted" };
+
 impl Need {
     pub fn is_met(self) -> bool {
         env::var_os("PATH").is_some_and(|path| env::split_paths(&path).any(|dir| dir.join(self.program).is_file()))

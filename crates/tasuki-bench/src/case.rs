@@ -7,7 +7,7 @@ use anyhow::{Context, Result};
 use crate::cpus::Cores;
 use crate::orders::Orders;
 use crate::sample::Sample;
-use crate::{call, floors, peers};
+use crate::{call, floors, nic, peers};
 
 /// One thing to measure: two processes, one of which serves calls that the other times.
 ///
@@ -45,14 +45,24 @@ impl Ends {
     }
 }
 
-/// Every case there is, in the order in which a round runs them.
-pub fn all() -> Vec<&'static Case> {
+/// The cases of the bench `call`, in the order in which a round runs them.
+pub fn of_call() -> Vec<&'static Case> {
     floors::CASES.iter().chain(call::CASES).chain(peers::cases()).collect()
+}
+
+/// The cases of the bench `nic`, in the order in which a round runs them.
+pub fn of_nic() -> Vec<&'static Case> {
+    nic::floors().chain(nic::CASES).collect()
+}
+
+/// Every case there is.
+fn all() -> impl Iterator<Item = &'static Case> {
+    of_call().into_iter().chain(nic::CASES)
 }
 
 /// The case of that name.
 pub fn find(name: &str) -> Result<&'static Case> {
-    all().into_iter().find(|case| case.name == name).with_context(|| format!("there is no case named {name}"))
+    all().find(|case| case.name == name).with_context(|| format!("there is no case named {name}"))
 }
 
 #[cfg(test)]
@@ -61,7 +71,7 @@ mod tests {
 
     #[test]
     fn a_name_means_one_case() {
-        let mut names: Vec<_> = all().iter().map(|case| case.name).collect();
+        let mut names: Vec<_> = all().map(|case| case.name).collect();
         let before = names.len();
         names.sort_unstable();
         names.dedup();

@@ -9,6 +9,7 @@ mod demo;
 mod floors;
 mod host;
 mod interrupt;
+mod nic;
 mod orders;
 mod pair;
 mod papers;
@@ -25,14 +26,15 @@ use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
 use anyhow::{Context, Result, ensure};
-use clap::{Parser, Subcommand};
+use clap::{Args, Parser, Subcommand};
 
+use crate::case::Case;
 use crate::cpus::Cpus;
 use crate::host::Host;
 use crate::interrupt::Interrupt;
 use crate::pair::Side;
-use crate::report::Report;
-use crate::rounds::Effort;
+use crate::report::{Report, Row};
+use crate::rounds::{Effort, Samples};
 
 /// Measures Tasuki beside its peers, its physical floors and the papers it comes from.
 #[derive(Debug, Parser)]
@@ -45,17 +47,9 @@ struct Arguments {
 #[derive(Debug, Subcommand)]
 enum Bench {
     /// Calls between two processes.
-    Call {
-        /// Measure for seconds instead of minutes: enough to see whether something broke.
-        #[arg(long)]
-        quick: bool,
-        /// Write the figures to FILE as JSON.
-        #[arg(long, value_name = "FILE")]
-        json: Option<PathBuf>,
-        /// Run only the cases whose names begin with PREFIX, without a report: to see what a change does.
-        #[arg(long, value_name = "PREFIX", conflicts_with = "json")]
-        only: Vec<String>,
-    },
+    Call(How),
+    /// A NIC and its driver: our model of a card in one process, the driver in another.
+    Nic(How),
     /// Shows what Tasuki does, with figures, in a few seconds.
     Demo,
     /// A server of the demo. The demo starts itself with this.
@@ -78,6 +72,26 @@ enum Bench {
     },
 }
 
+/// How much is measured, and where it goes.
+#[derive(Debug, Args)]
+struct How {
+    /// Measure for seconds instead of minutes: enough to see whether something broke.
+    #[arg(long)]
+    quick: bool,
+    /// Write the figures to FILE as JSON.
+    #[arg(long, value_name = "FILE")]
+    json: Option<PathBuf>,
+    /// Run only the cases whose names begin with PREFIX, without a report: to see what a change does.
+    #[arg(long, value_name = "PREFIX", conflicts_with = "json")]
+    only: Vec<String>,
+}
+
+impl How {
+    fn effort(&self) -> Effort {
+        if self.quick { Effort::QUICK } else { Effort::FULL }
+    }
+}
+
 fn main() -> ExitCode {
     match run() {
         Ok(()) => ExitCode::SUCCESS,
@@ -91,10 +105,13 @@ fn main() -> ExitCode {
 
 fn run() -> Result<()> {
     match Arguments::parse().bench {
-        Bench::Call { quick, json, only } => {
-            let effort = if quick { Effort::QUICK } else { Effort::FULL };
-            if only.is_empty() { bench_call(effort, json.as_deref()) } else { some(effort, &only) }
-        }
+        Bench::Call(how) => bench("call", &how, &case::of_call(), |samples| {
+            let mut rows = floors::rows(samples)?;
+            rows.extend(call::rows(samples)?);
+            rows.extend(peers::rows(samples)?);
+            Ok((rows, Some(papers::ANT.beside(&call::paper(samples)?).to_string())))
+        }),
+        Bench::Nic(how) => bench("nic", &how, &case::of_nic(), |samples| Ok((nic::rows(samples)?, None))),
         Bench::Demo => demo::run(),
         Bench::DemoServer { office, cpu, path } => demo::serve(office, cpu, &path),
         Bench::Role { side, case } => {
@@ -103,17 +120,17 @@ fn run() -> Result<()> {
     }
 }
 
-/// Runs the cases whose names begin with one of `prefixes`, and prints what each came to.
-fn some(effort: Effort, prefixes: &[String]) -> Result<()> {
+/// Runs the cases whose names begin with one of the prefixes asked for, and prints what each came to.
+fn some(how: &How, cases: &[&'static Case]) -> Result<()> {
     workplace::sweep();
-    let wanted = |case: &&case::Case| prefixes.iter().any(|prefix| case.name.starts_with(prefix.as_str()));
-    let cases: Vec<_> = case::all().into_iter().filter(wanted).collect();
+    let wanted = |case: &&&Case| how.only.iter().any(|prefix| case.name.starts_with(prefix.as_str()));
+    let cases: Vec<_> = cases.iter().filter(wanted).copied().collect();
     ensure!(
         !cases.is_empty(),
         "no case begins with {}; the cases are named in the table of a full run",
-        prefixes.join(" or ")
+        how.only.join(" or ")
     );
-    let samples = rounds::run(&cases, effort, Cpus::choose()?, &Interrupt::catch()?)?;
+    let samples = rounds::run(&cases, how.effort(), Cpus::choose()?, &Interrupt::catch()?)?;
     for case in cases {
         let sample = samples.of(case.name)?;
         println!("{:<22} {:?} {:?}", case.name, sample.summary(), sample.all_numbers());
@@ -121,21 +138,29 @@ fn some(effort: Effort, prefixes: &[String]) -> Result<()> {
     Ok(())
 }
 
-fn bench_call(effort: Effort, json: Option<&Path>) -> Result<()> {
+/// Runs `cases`, and prints the rows that `judge` makes of them, with what else it has to say.
+fn bench(
+    name: &'static str,
+    how: &How,
+    cases: &[&'static Case],
+    judge: impl FnOnce(&Samples) -> Result<(Vec<Row>, Option<String>)>,
+) -> Result<()> {
+    if !how.only.is_empty() {
+        return some(how, cases);
+    }
     // A file that cannot be written is better known before minutes of measuring than after.
-    let json = json.map(|file| create(file).map(|open| (file, open))).transpose()?;
+    let json = how.json.as_deref().map(|file| create(file).map(|open| (file, open))).transpose()?;
     workplace::sweep();
     let cpus = Cpus::choose()?;
     let host = Host::look(cpus);
     let interrupt = Interrupt::catch()?;
-    let samples = rounds::run(&case::all(), effort, cpus, &interrupt)?;
-
-    let mut rows = floors::rows(&samples)?;
-    rows.extend(call::rows(&samples)?);
-    rows.extend(peers::rows(&samples)?);
-    let report = Report { bench: "call", host, rows };
+    let samples = rounds::run(cases, how.effort(), cpus, &interrupt)?;
+    let (rows, more) = judge(&samples)?;
+    let report = Report { bench: name, host, rows };
     println!("{}", table::of(&report));
-    println!("{}", papers::ANT.beside(&call::paper(&samples)?));
+    if let Some(more) = more {
+        println!("{more}");
+    }
     match json {
         Some((path, file)) => write_json(&report, file, path),
         None => Ok(()),

@@ -35,14 +35,15 @@ type Card = E1000e<VfioUser>;
 /// Set in the other process.
 const ROLE: &str = "TASUKI_ANOTHER_PROCESS";
 
-/// What goes before the sash: two limits of the connection, and how many frames the sender has passed on.
-type Words = [u32; 3];
+/// What goes before the sash: what is agreed on the connection, and how many frames the sender has passed on.
+type Words = [u32; 4];
 
 /// Hands a parked card over: its connection and its memory as descriptors, its sash as bytes.
 fn give(socket: &mut UnixStream, (bus, memory, sash): Parked<Card>, passed: u32) {
-    let Connection { socket: way, fds_max, transfer_max } = bus.into_connection().expect("the connection stands");
+    let Connection { socket: way, fds_max, transfer_max, io_fds } =
+        bus.into_connection().expect("the connection stands");
     let Parts { rings, frames } = memory.parts().expect("descriptors are free");
-    let words: Words = [fds_max, transfer_max, passed];
+    let words: Words = [fds_max, transfer_max, io_fds.into(), passed];
     let bytes = words.map(u32::to_ne_bytes).concat();
     let fds = [way.as_fd(), rings.as_fd(), frames.as_fd()];
     let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(3))];
@@ -67,15 +68,15 @@ fn take(socket: &mut UnixStream) -> (Card, tasuki_shm::arena::Arena, u32) {
     });
     let mut fd = || fds.next().expect("three descriptors");
     let (way, rings, frames) = (fd(), fd(), fd());
-    let word = |i: usize| u32::from_ne_bytes(*bytes[4 * i..].first_chunk().expect("three words"));
+    let word = |i: usize| u32::from_ne_bytes(*bytes[4 * i..].first_chunk().expect("four words"));
     let mut sash = vec![0; E1000eSash::LEN];
     socket.read_exact(&mut sash).expect("a sash follows");
     let sash = E1000eSash::read(&sash).expect("the sash is one of ours");
-    let connection = Connection { socket: way, fds_max: word(0), transfer_max: word(1) };
+    let connection = Connection { socket: way, fds_max: word(0), transfer_max: word(1), io_fds: word(2) == 1 };
     let bus = VfioUser::from_connection(connection, TIMEOUT).expect("the device is there");
     let memory = NicMemory::adopt(Parts { rings, frames }, &sash).expect("the memory is what the sash says");
     let arena = memory.arena().clone();
-    (Card::resume(bus, memory, &sash).expect("the card goes on"), arena, word(2))
+    (Card::resume(bus, memory, &sash).expect("the card goes on"), arena, word(3))
 }
 
 /// The other process: sends back what comes, until it is told to give the card back.

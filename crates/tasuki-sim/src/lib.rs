@@ -13,6 +13,8 @@
 //! Nothing here shares a constant with a driver: an offset that a driver's author misread is not misread here in the same way.
 
 pub mod card;
+pub mod clock;
+mod doorbells;
 pub mod e1000e;
 pub mod journal;
 pub mod memory;

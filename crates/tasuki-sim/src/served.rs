@@ -2,12 +2,14 @@
 
 use std::io;
 use std::os::fd::{AsFd, OwnedFd};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use rustix::event::{PollFd, PollFlags, Timespec};
 use rustix::io::Errno;
 
-use crate::e1000e::{self, Bar, Host, Interrupt, Unmapped};
+use crate::clock::{Clock, Stalls};
+use crate::doorbells::Doorbells;
+use crate::e1000e::{self, Bar, Host, Interrupt, TAILS, Unmapped};
 use crate::vfio_user::{self, CONFIG, Dma, DmaMemory, MSIX, Region, Server, Turn};
 use crate::wire::Wire;
 
@@ -20,6 +22,9 @@ const CONFIG_LEN: u64 = 4096;
 /// Rounds without work after which the model sleeps, and how long it sleeps unless the driver says something.
 const IDLE_ROUNDS: u32 = 2000;
 const NAP: Duration = Duration::from_micros(100);
+
+/// Rounds with work after which the driver is listened to.
+const UNHEARD_MAX: u32 = 8;
 
 /// The same while there is no driver: nothing can happen until one comes.
 const LONG_NAP: Duration = Duration::from_millis(50);
@@ -73,13 +78,14 @@ pub struct Served<W> {
     card: e1000e::Device,
     wire: W,
     reach: Reach,
-    start: Instant,
+    doorbells: Option<Doorbells>,
+    clock: Clock,
 }
 
 impl<W: Wire> Served<W> {
     /// A card that is plugged into `wire`.
     pub fn new(card: e1000e::Device, wire: W) -> Self {
-        Served { card, wire, reach: Reach::default(), start: Instant::now() }
+        Served { card, wire, reach: Reach::default(), doorbells: None, clock: Clock::default() }
     }
 
     /// The card.
@@ -102,32 +108,57 @@ impl<W: Wire> Served<W> {
         self.reach.faults
     }
 
-    fn now(&self) -> u64 {
-        u64::try_from(self.start.elapsed().as_nanos()).unwrap_or(u64::MAX)
+    /// How long the model was kept from running. Time stood still for card and wire meanwhile.
+    pub fn stalls(&self) -> Stalls {
+        self.clock.stalls()
     }
 
     /// Has the card do what is to be done now; says whether there was anything.
     pub fn step(&mut self) -> bool {
-        let now = self.now();
+        self.look();
+        let now = self.clock.now();
         self.card.step(&mut self.reach, &mut self.wire, now)
+    }
+
+    /// Tells the card of doorbells that were rung.
+    #[inline]
+    fn look(&mut self) {
+        let Some(doorbells) = &mut self.doorbells else { return };
+        for (index, value) in doorbells.rung() {
+            let now = self.clock.now();
+            self.card.write(Bar::Registers, TAILS[index], 4, value, now);
+        }
+    }
+
+    /// What the card made of a message holds for the doorbells as well.
+    fn settle(&mut self) {
+        if let Some(doorbells) = &mut self.doorbells {
+            doorbells.settle(self.card.tails());
+        }
     }
 
     /// Serves drivers and moves frames until `go_on` says otherwise, which is asked in every round.
     pub fn serve(&mut self, server: &mut Server, mut go_on: impl FnMut(&mut Self) -> bool) -> io::Result<()> {
         let mut idle = 0;
+        let mut unheard = 0;
         while go_on(self) {
-            let busy = match server.turn(self)? {
-                Turn::Over => return Ok(()),
-                Turn::Idle => self.step(),
-                Turn::Busy | Turn::Gone(_) => {
-                    self.step();
-                    true
+            let mut busy = self.step();
+            unheard += 1;
+            // To ask whether the driver said something is dear, and while frames move it seldom does.
+            if !busy || unheard >= UNHEARD_MAX {
+                unheard = 0;
+                match server.turn(self)? {
+                    Turn::Over => return Ok(()),
+                    Turn::Idle => {}
+                    Turn::Busy | Turn::Gone(_) => busy = true,
                 }
-            };
+            }
             idle = if busy { 0 } else { idle + 1 };
             if idle >= IDLE_ROUNDS {
                 idle = 0;
-                sleep(server, if server.has_client() { NAP } else { LONG_NAP })?;
+                let nap = if server.has_client() { NAP } else { LONG_NAP };
+                self.clock.sleeps(nap);
+                sleep(server, nap)?;
             }
         }
         Ok(())
@@ -171,8 +202,27 @@ impl<W: Wire> vfio_user::Device for Served<W> {
         if index == MSIX { u32::try_from(e1000e::VECTORS).expect("a handful") } else { 0 }
     }
 
+    fn doorbells(&mut self, index: u32) -> Option<vfio_user::Doorbells<'_>> {
+        if u8::try_from(index).ok().and_then(Bar::at).is_none_or(|(bar, _)| bar != Bar::Registers) {
+            return None;
+        }
+        self.look();
+        // A machine without memory for it has it by messages.
+        self.doorbells = Doorbells::new().ok();
+        self.settle();
+        let doorbells = self.doorbells.as_ref()?;
+        Some(vfio_user::Doorbells { memory: doorbells.memory(), places: doorbells.places() })
+    }
+
+    fn forget_doorbells(&mut self) {
+        // What was rung before it went was said before.
+        self.look();
+        self.doorbells = None;
+    }
+
     fn read(&mut self, region: u32, offset: u64, into: &mut [u8]) {
-        let now = self.now();
+        self.look();
+        let now = self.clock.now();
         for (at, width, place) in pieces(offset, into.len()) {
             let value = match u8::try_from(region).ok().and_then(Bar::at) {
                 _ if region == CONFIG => self.card.read_config(at, width),
@@ -185,7 +235,8 @@ impl<W: Wire> vfio_user::Device for Served<W> {
     }
 
     fn write(&mut self, region: u32, offset: u64, bytes: &[u8]) {
-        let now = self.now();
+        self.look();
+        let now = self.clock.now();
         for (at, width, place) in pieces(offset, bytes.len()) {
             let mut value = [0; 4];
             value[..width.into()].copy_from_slice(&bytes[place..place + usize::from(width)]);
@@ -196,6 +247,7 @@ impl<W: Wire> vfio_user::Device for Served<W> {
                 None => {}
             }
         }
+        self.settle();
     }
 
     fn dma_map(&mut self, at: u64, memory: DmaMemory) {
@@ -215,8 +267,9 @@ impl<W: Wire> vfio_user::Device for Served<W> {
     }
 
     fn reset(&mut self) {
-        let now = self.now();
+        let now = self.clock.now();
         self.card.reset(now);
+        self.settle();
     }
 }
 

@@ -9,7 +9,7 @@ use rustix::net::{
     AddressFamily, RecvFlags, SendAncillaryBuffer, SendAncillaryMessage, SendFlags, SocketFlags, SocketType,
 };
 use tasuki_shm::region::{Pages, Region as Memory};
-use tasuki_sim::vfio_user::{Breach, Device, Dma, DmaMemory, MSIX, Region, Server, Turn};
+use tasuki_sim::vfio_user::{Breach, Device, Dma, DmaMemory, Doorbells, MSIX, Region, Server, Turn};
 
 /// A region of 256 bytes at every index below 2, and two vectors of MSI-X.
 #[derive(Default)]
@@ -31,6 +31,11 @@ impl Device for Drawer {
             }
             _ => Region::default(),
         }
+    }
+
+    fn doorbells(&mut self, index: u32) -> Option<Doorbells<'_>> {
+        let memory = self.bar.as_ref().map(Memory::fd).filter(|_| index == 0)?;
+        Some(Doorbells { memory, places: &[(0x10, 0), (0x20, 64)] })
     }
 
     fn vectors(&self, index: u32) -> u32 {
@@ -244,6 +249,11 @@ fn commands_of_the_wrong_shape_are_refused() {
         (5, words(&[31, 0, 0, 0, 0, 0, 0, 0])),
         (5, words(&[32, 0, 9, 0, 0, 0, 0, 0])),
         (5, words(&[32, 0, u32::MAX, 0, 0, 0, 0, 0])),
+        (6, words(&[16, 0, 0])),
+        (6, words(&[15, 0, 0, 0])),
+        (6, words(&[16, 1, 0, 0])),
+        (6, words(&[16, 0, 0, 1])),
+        (6, words(&[16, 0, 9, 0])),
         (7, words(&[16, 0, 5, 0])),
         (7, words(&[16, 0, u32::MAX, 0])),
         (8, words(&[20, 0x24, 2, 0])),
@@ -251,10 +261,22 @@ fn commands_of_the_wrong_shape_are_refused() {
     ] {
         assert_eq!(bench.refusal(command, &body, &[]), EINVAL, "{command} {body:?}");
     }
-    for command in [0, 6, 11, 12, 14, 15, 16, u16::MAX] {
+    for command in [0, 11, 12, 14, 15, 16, u16::MAX] {
         assert_eq!(bench.refusal(command, &[], &[]), ENOTSUP, "{command}");
     }
     assert_eq!(bench.device.resets, 0);
+}
+
+#[test]
+fn doorbells_are_listed_where_there_are_some() {
+    let mut bench = Bench::met();
+    let ask = |room: u32, region: u32| words(&[room, 0, region, 0]);
+    assert_eq!(bench.ask(6, &ask(16, 1)), (0, words(&[16, 0, 1, 0])), "none");
+    let entry =
+        |offset, place| words(&[&long(offset)[..], &long(4), &[u32::MAX, 2, 0, 0], &long(place), &long(0)].concat());
+    assert_eq!(bench.ask(6, &ask(111, 0)), (0, words(&[112, 0, 0, 2])), "no room for the list");
+    let listed = [words(&[112, 0, 0, 2]), entry(0x10, 0), entry(0x20, 64)].concat();
+    assert_eq!(bench.ask(6, &ask(112, 0)), (0, listed));
 }
 
 #[test]

@@ -91,12 +91,15 @@ pub struct NicOptions {
     pub mtu: u16,
     /// What is let in.
     pub filter: Filter,
+    /// Whether card and partner have each other pause instead of losing frames (IEEE 802.3, annex 31B), if the card can and the partner
+    /// agrees. What was agreed on is learnt by [`Nic::link`].
+    pub flow_control: bool,
 }
 
 impl Default for NicOptions {
-    /// One queue of 256 descriptors, frames of up to 1,500 bytes, and only what is addressed to the card.
+    /// One queue of 256 descriptors, frames of up to 1,500 bytes, only what is addressed to the card, and flow control.
     fn default() -> Self {
-        NicOptions { ring: 256, queues: 1, mtu: 1500, filter: Filter::default() }
+        NicOptions { ring: 256, queues: 1, mtu: 1500, filter: Filter::default(), flow_control: true }
     }
 }
 
@@ -250,7 +253,7 @@ pub trait Nic: Port<Fault = NicError> + Sized {
     /// The card's own address.
     fn mac(&self) -> Mac;
 
-    /// The state of the wire.
+    /// The state of the wire. Ask when it may have changed: a card whose link came up controls the flow from then on.
     fn link(&mut self) -> Link;
 
     /// What is let in from now on.

@@ -123,6 +123,16 @@ fn serve<W: Wire>(
     if served.faults() > 0 {
         println!("{} times the card was sent to memory that it was not given", served.faults());
     }
+    let stalls = served.stalls();
+    if stalls.count > 0 {
+        let ms = |nanos: u64| nanos as f64 / 1e6;
+        println!(
+            "the machine held the model up {} times, {:.1} ms in all, {:.1} ms at most; card and wire stood still meanwhile",
+            stalls.count,
+            ms(stalls.sum),
+            ms(stalls.longest)
+        );
+    }
     Ok(served.into_wire())
 }
 

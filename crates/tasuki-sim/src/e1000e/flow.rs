@@ -52,6 +52,15 @@ impl Device {
         self.now < self.flow.paused_until
     }
 
+    /// Tells the partner to stop as soon as the buffer is so full: many frames may come in one step of the model, and the partner stops
+    /// between two of them.
+    #[inline]
+    pub(super) fn pause_at_once(&mut self, wire: &mut impl Wire) {
+        if self.flow.stopped.is_none() && self.fifo.used() > self.fifo.capacity() / 4 {
+            self.send_pause(wire);
+        }
+    }
+
     /// Tells the partner to stop or to go on, if it is time. PAUSE frames are not themselves paused.
     pub(super) fn send_pause(&mut self, wire: &mut impl Wire) -> bool {
         if !self.link.up || self.get(regs::TCTL) & tctl::EN == 0 {

@@ -30,6 +30,9 @@ use crate::wire::Wire;
 pub use pci::VECTORS;
 pub use receive::Fate;
 
+/// The registers that a driver writes for every burst: the tails of both receive and both transmit rings.
+pub const TAILS: [u32; 4] = [regs::RDT.0, regs::RDT.of(1).0, regs::TDT.0, regs::TDT.of(1).0];
+
 /// The card was sent to memory that it cannot reach.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Unmapped {
@@ -239,6 +242,11 @@ impl Device {
         self.link.up && self.get(regs::RCTL) & rctl::EN != 0
     }
 
+    /// What the registers of [`TAILS`] hold.
+    pub fn tails(&self) -> [u32; TAILS.len()] {
+        TAILS.map(|offset| self.get(Reg(offset)))
+    }
+
     /// What no register counts.
     pub fn unseen(&self) -> Unseen {
         self.unseen
@@ -339,6 +347,7 @@ impl Device {
             while pulled < PULLED && self.fifo.used() <= self.fifo.capacity() / 2 {
                 let Some(frame) = wire.receive(self.now) else { break };
                 self.receive_from_wire(frame, now);
+                self.pause_at_once(wire);
                 pulled += 1;
             }
             busy |= self.deliver(host) || pulled > 0;
@@ -351,6 +360,7 @@ impl Device {
             for _ in 0..PULLED {
                 let Some(frame) = wire.receive(self.now) else { break };
                 self.receive_from_wire(frame, now);
+                self.pause_at_once(wire);
                 busy = true;
             }
         }

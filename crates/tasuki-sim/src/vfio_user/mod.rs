@@ -54,10 +54,32 @@ pub struct Region<'a> {
     pub areas: &'a [(u64, u64)],
 }
 
+/// Registers that a client may write by storing them to shared memory, of four bytes each. The device looks there by itself.
+#[derive(Debug, Clone, Copy)]
+pub struct Doorbells<'a> {
+    /// The memory: a sealed memfd of small pages.
+    pub memory: BorrowedFd<'a>,
+    /// Offsets of the registers in their region, and of where they are stored in the memory.
+    pub places: &'a [(u64, u64)],
+}
+
 /// What is served. Accesses lie inside of their region; a device has no way to refuse one, as on a real bus.
 pub trait Device {
     /// What region `index` is like.
     fn region(&self, index: u32) -> Region<'_>;
+
+    /// What of region `index` can be written without a message.
+    ///
+    /// Before each message the device looks there, so that what was stored before is done before; and after it, it has stored what the
+    /// registers hold then. A client stores there only once everything that it sent before was answered.
+    ///
+    /// Whenever it is asked for, the memory is another: who has an older one rings in vain.
+    fn doorbells(&mut self, _index: u32) -> Option<Doorbells<'_>> {
+        None
+    }
+
+    /// The client is gone: what is stored at its doorbells means nothing any more.
+    fn forget_doorbells(&mut self) {}
 
     /// How many vectors kind `index` of interrupt has.
     fn vectors(&self, index: u32) -> u32;
@@ -382,6 +404,7 @@ impl Client {
 
     /// Takes the client's memory and interrupts away from the device.
     fn forget(&mut self, device: &mut impl Device) {
+        device.forget_doorbells();
         self.windows.drain(..).for_each(|(at, _)| device.dma_unmap(at));
         for index in 0..IRQS {
             (0..device.vectors(index)).for_each(|vector| device.set_irq(index, vector, None));
@@ -424,6 +447,7 @@ fn perform<'a>(
         // It is PCI and can be reset.
         Ask::Info => reply_words(reply, &[16, 3, REGIONS, IRQS]),
         Ask::RegionInfo { index, room } => return region_info(device, index, room, reply),
+        Ask::RegionIoFds { index, room } => return region_io_fds(device, index, room, reply),
         Ask::IrqInfo { index } if index < IRQS => {
             // By eventfd, and not to be resized.
             reply_words(reply, &[16, 1 | 8, index, device.vectors(index)]);
@@ -531,4 +555,37 @@ fn region_info<'a>(
         });
     }
     Ok(memory.filter(|_| listed || argsz == 32))
+}
+
+/// The doorbells of a region, as what libvfio-user calls shadow ioeventfds: `vfio_user_sub_region_ioeventfd` of its vfio-user.h. There is
+/// no eventfd, since the device looks at the memory by itself.
+fn region_io_fds<'a>(
+    device: &'a mut impl Device,
+    index: u32,
+    room: usize,
+    reply: &mut Vec<u8>,
+) -> Result<Option<BorrowedFd<'a>>, Errno> {
+    const ENTRY_LEN: usize = 48;
+    const SHADOW: u32 = 2;
+    const NO_EVENTFD: u32 = u32::MAX;
+    if index >= REGIONS {
+        return Err(Errno::INVAL);
+    }
+    let doorbells = device.doorbells(index);
+    let places = doorbells.map_or(&[][..], |doorbells| doorbells.places);
+    let len = 16 + ENTRY_LEN * places.len();
+    let size = u32::try_from(len).map_err(|_| Errno::OVERFLOW)?;
+    reply_words(reply, &[size, 0, index, u32::try_from(places.len()).map_err(|_| Errno::OVERFLOW)?]);
+    if len > room {
+        return Ok(None);
+    }
+    for (offset, place) in places {
+        reply.extend(offset.to_ne_bytes());
+        reply.extend(4_u64.to_ne_bytes());
+        // The memory is the first descriptor of the answer.
+        reply_words(reply, &[NO_EVENTFD, SHADOW, 0, 0]);
+        reply.extend(place.to_ne_bytes());
+        reply.extend(0_u64.to_ne_bytes());
+    }
+    Ok(doorbells.filter(|_| !places.is_empty()).map(|doorbells| doorbells.memory))
 }

@@ -14,7 +14,7 @@ pub const MESSAGE_MAX: usize = HEADER + 16 + TRANSFER_MAX;
 pub const FDS_MAX: usize = 16;
 /// What is said of us to a client.
 pub const CAPABILITIES: &[u8] =
-    b"{\"capabilities\":{\"max_msg_fds\":16,\"max_data_xfer_size\":65536,\"max_dma_maps\":64}}\0";
+    b"{\"capabilities\":{\"max_msg_fds\":16,\"max_data_xfer_size\":65536,\"max_dma_maps\":64,\"region_io_fds\":true}}\0";
 
 /// A rule without which the rest of the stream makes no sense either.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
@@ -129,6 +129,10 @@ pub enum Ask<'a> {
         index: u32,
         room: usize,
     },
+    RegionIoFds {
+        index: u32,
+        room: usize,
+    },
     IrqInfo {
         index: u32,
     },
@@ -155,7 +159,7 @@ pub enum Ask<'a> {
 impl<'a> Ask<'a> {
     /// Understands the body of a command.
     pub fn parse(command: u16, body: &'a [u8]) -> Result<Self, Errno> {
-        let known = matches!(command, 2..=5 | 7..=10 | 13);
+        let known = matches!(command, 2..=10 | 13);
         if !known {
             return Err(Errno::OPNOTSUPP);
         }
@@ -185,6 +189,11 @@ impl<'a> Ask<'a> {
                 let (argsz, _, index) = (body.u32()?, body.u32()?, body.u32()?);
                 let _ = (body.u32()?, body.u64()?, body.u64()?);
                 (argsz >= 32).then_some(Ask::RegionInfo { index, room: argsz as usize })?
+            }
+            6 => {
+                let (argsz, flags, index, count) = (body.u32()?, body.u32()?, body.u32()?, body.u32()?);
+                let sound = argsz >= 16 && flags == 0 && count == 0;
+                sound.then_some(Ask::RegionIoFds { index, room: argsz as usize })?
             }
             7 => {
                 let (argsz, _, index, _) = (body.u32()?, body.u32()?, body.u32()?, body.u32()?);

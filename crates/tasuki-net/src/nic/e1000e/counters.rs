@@ -48,6 +48,7 @@ const SHORT: usize = 18;
 /// Those that together are `rx_errors`: check sequence, length, alignment, the PHY's.
 const ERRORS: [usize; 5] = [9, LONG, SHORT, 19, 24];
 pub(super) const XOFF_SENT: usize = 23;
+const XON_SENT: usize = 22;
 
 /// Counted by the driver, behind the card's own.
 const OURS: usize = SOURCES.len();
@@ -105,6 +106,13 @@ impl Counters {
     pub fn collect_xoff_sent(&mut self, mmio: &Mmio<impl Registers>) -> u64 {
         let sent = u64::from(mmio.take(regs::XOFFTXC));
         self.accumulated[XOFF_SENT] += sent;
+        sent
+    }
+
+    /// The same of those that let the partner go on.
+    pub fn collect_xon_sent(&mut self, mmio: &Mmio<impl Registers>) -> u64 {
+        let sent = u64::from(mmio.take(regs::XONTXC));
+        self.accumulated[XON_SENT] += sent;
         sent
     }
 

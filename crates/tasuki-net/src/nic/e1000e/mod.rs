@@ -5,6 +5,7 @@
 //! more to send.
 
 mod counters;
+mod flow;
 mod park;
 mod regs;
 mod ring;
@@ -49,6 +50,9 @@ pub struct E1000e<B: Bus> {
     shape: Shape,
     mac: Mac,
     filter: u16,
+    /// Whether the card is to control the flow, and whether it knows what was agreed on since the link came up.
+    flow_control: bool,
+    agreed: bool,
     /// What stands in the multicast table.
     mta: Box<[u32; MTA_WORDS]>,
     counters: Counters,
@@ -111,12 +115,33 @@ impl<B: Bus> E1000e<B> {
 
     /// Puts the driver together.
     fn assemble(bus: B, memory: NicMemory, parts: Assembly<B::Registers>) -> Self {
-        let Assembly { mmio, bell, receive, transmit, shape, mac, filter, mta, counters } = parts;
-        E1000e { bus, memory, mmio, bell, receive, first: 0, transmit, shape, mac, filter, mta, counters }
+        let Assembly { mmio, bell, receive, transmit, shape, mac, filter, flow_control, mta, counters } = parts;
+        // A successor's link may have gone and come meanwhile.
+        let (first, agreed) = (0, false);
+        E1000e {
+            bus,
+            memory,
+            mmio,
+            bell,
+            receive,
+            first,
+            transmit,
+            shape,
+            mac,
+            filter,
+            flow_control,
+            agreed,
+            mta,
+            counters,
+        }
     }
 
     /// The last steps of a start.
     fn go(&mut self, options: &NicOptions) -> Result<(), NicError> {
+        if options.flow_control {
+            flow::prepare(&self.mmio, self.shape.frame());
+        }
+        self.flow_control = options.flow_control;
         self.apply_filter(&options.filter);
         setup::enable(&self.mmio, self.shape, self.filter_bits());
         self.refill()
@@ -164,6 +189,7 @@ struct Assembly<R> {
     shape: Shape,
     mac: Mac,
     filter: u16,
+    flow_control: bool,
     mta: Box<[u32; MTA_WORDS]>,
     counters: Counters,
 }
@@ -188,7 +214,7 @@ impl<R: Registers> Assembly<R> {
         (0..128).for_each(|index| mmio.write(regs::MTA.of(index), 0));
         let counters = Counters::start(&mmio);
         let mta = Box::new([0; MTA_WORDS]);
-        Ok(Assembly { mmio, bell, receive, transmit, shape, mac, filter: 0, mta, counters })
+        Ok(Assembly { mmio, bell, receive, transmit, shape, mac, filter: 0, flow_control: false, mta, counters })
     }
 
     /// Where a predecessor stopped. Up to the interrupts, nothing is changed, neither in the card nor in memory.
@@ -205,7 +231,8 @@ impl<R: Registers> Assembly<R> {
         let bell = bell(bus)?;
         let (mac, filter) = (Mac(sash.head.mac), sash.filter);
         let (mta, counters) = (Box::new(sash.mta), Counters::resume(&sash.counters));
-        Ok(Assembly { mmio, bell, receive, transmit, shape, mac, filter, mta, counters })
+        let flow_control = flow::is_prepared(&mmio);
+        Ok(Assembly { mmio, bell, receive, transmit, shape, mac, filter, flow_control, mta, counters })
     }
 }
 
@@ -333,7 +360,7 @@ impl<B: Bus> Nic for E1000e<B> {
             Ok(parts) => Self::assemble(bus, memory, parts),
             Err(error) => return Err(Failed { error, bus, memory }),
         };
-        park::go_on(&nic.mmio);
+        park::go_on(&nic.mmio, &mut nic.counters);
         match nic.refill() {
             Ok(()) => Ok(nic),
             Err(error) => Err(nic.failed(error)),
@@ -352,20 +379,26 @@ impl<B: Bus> Nic for E1000e<B> {
     }
 
     fn link(&mut self) -> Link {
-        match self.mmio.read(regs::STATUS) {
+        let link = match self.mmio.read(regs::STATUS) {
             // Gone, which the next `arm` says.
             u32::MAX => Link::Down,
             status => park::link(status),
+        };
+        if let (Link::Up { full_duplex: true, .. }, false, true) = (link, self.agreed, self.flow_control) {
+            flow::agree(&self.mmio);
         }
+        self.agreed = link != Link::Down;
+        link
     }
 
     fn set_filter(&mut self, filter: &Filter) -> Result<(), NicError> {
         self.apply_filter(filter);
-        if self.mmio.read(regs::STATUS) == u32::MAX {
-            return Err(NicError::Gone);
-        }
         self.mmio.change(regs::RCTL, rctl::UPE | rctl::MPE, self.filter_bits());
-        Ok(())
+        // Writes are on their way until something is read: what comes from now on meets the new filter.
+        match self.mmio.read(regs::STATUS) {
+            u32::MAX => Err(NicError::Gone),
+            _ => Ok(()),
+        }
     }
 
     fn statistics(&mut self) -> Vec<(&'static str, u64)> {

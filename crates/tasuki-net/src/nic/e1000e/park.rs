@@ -7,6 +7,7 @@
 use std::time::{Duration, Instant};
 
 use super::counters::Counters;
+use super::flow::{self, PAUSE_MAX};
 use super::regs::{self, Mmio, rctl, status, tctl};
 use super::setup::within;
 use crate::nic::bus::Registers;
@@ -22,8 +23,6 @@ const SILENCE_LIMIT: Duration = Duration::from_millis(1);
 const STOP_LIMIT: Duration = Duration::from_millis(50);
 /// A round trip over the bus, many times over.
 const BUS_TIME: Duration = Duration::from_micros(20);
-/// The longest pause there is: 65,535 times 512 bits, 33 ms at a gigabit.
-const PAUSE_MAX: u32 = 0xffff;
 
 /// What the status register says of the wire.
 pub fn link(status: u32) -> Link {
@@ -77,6 +76,8 @@ pub fn stop<R: Registers>(mmio: &Mmio<R>, frame: u16, counters: &mut Counters) -
     let received = || [mmio.read(regs::RDH.of(0)), mmio.read(regs::RDH.of(1))];
     if let Link::Up { full_duplex, .. } = link {
         if full_duplex {
+            // The buffer is about to become empty, and the card must not take that for a reason to let the partner go on.
+            flow::go_on_by_itself(mmio, false);
             pause(mmio, PAUSE_MAX);
             within(XOFF_LIMIT, || counters.collect_xoff_sent(mmio) > 0);
         }
@@ -97,10 +98,16 @@ pub fn stop<R: Registers>(mmio: &Mmio<R>, frame: u16, counters: &mut Counters) -
 }
 
 /// Switches a card on again that [`stop`] has stopped.
-pub fn go_on<R: Registers>(mmio: &Mmio<R>) {
+pub fn go_on<R: Registers>(mmio: &Mmio<R>, counters: &mut Counters) {
     mmio.change(regs::TCTL, 0, tctl::EN);
     mmio.change(regs::RCTL, 0, rctl::EN);
     if let Link::Up { full_duplex: true, .. } = link(mmio.read(regs::STATUS)) {
         pause(mmio, 0);
+        if flow::is_prepared(mmio) {
+            // Not before the frame that says so has left: it takes its time from the register.
+            within(XOFF_LIMIT, || counters.collect_xon_sent(mmio) > 0);
+            mmio.write(regs::FCTTV, PAUSE_MAX);
+            flow::go_on_by_itself(mmio, true);
+        }
     }
 }

@@ -65,7 +65,10 @@ pub const CTRL: Reg<Rw> = Reg::at(0x0000); //      Device Control
 pub const STATUS: Reg<Ro> = Reg::at(0x0008); //    Device Status
 pub const EECD: Reg<Rw> = Reg::at(0x0010); //      EEPROM/Flash Control
 pub const CTRL_EXT: Reg<Rw> = Reg::at(0x0018); //  Extended Device Control
+pub const MDIC: Reg<Rw> = Reg::at(0x0020); //      MDI Control
 pub const FCTTV: Reg<Rw> = Reg::at(0x0170); //     Flow Control Transmit Timer Value
+pub const PBA: Reg<Rw> = Reg::at(0x1000); //       Packet Buffer Allocation
+pub const FCRTV: Reg<Rw> = Reg::at(0x5f40); //     Flow Control Refresh Threshold Value
 
 // PCIe: 10.2.3.
 pub const GCR: Reg<Rw> = Reg::at(0x5b00); //       PCIe Control
@@ -81,6 +84,8 @@ pub const EITR: Regs<Rw, 5, 4> = Regs::at(0x00e8); // Extended Interrupt Throttl
 
 // Receive: 10.2.5.
 pub const RCTL: Reg<Rw> = Reg::at(0x0100); //      Receive Control
+pub const FCRTL: Reg<Rw> = Reg::at(0x2160); //     Flow Control Receive Threshold Low
+pub const FCRTH: Reg<Rw> = Reg::at(0x2168); //     Flow Control Receive Threshold High
 pub const RDBAL: Regs<Rw, 2, 0x100> = Regs::at(0x2800); // Descriptor Base Address Low
 pub const RDBAH: Regs<Rw, 2, 0x100> = Regs::at(0x2804); // Descriptor Base Address High
 pub const RDLEN: Regs<Rw, 2, 0x100> = Regs::at(0x2808); // Descriptor Length
@@ -157,6 +162,10 @@ pub mod ctrl {
     pub const FRCDPLX: u32 = 1 << 12;
     /// Software reset. Clears itself when the device is done.
     pub const RST: u32 = 1 << 26;
+    /// Receive Flow Control Enable: pause when the partner says so.
+    pub const RFCE: u32 = 1 << 27;
+    /// Transmit Flow Control Enable: have the partner pause.
+    pub const TFCE: u32 = 1 << 28;
     /// Take VLAN tags off.
     pub const VME: u32 = 1 << 30;
     /// Resets the PHY as well: the link goes down for seconds.
@@ -173,6 +182,38 @@ pub mod status {
     pub const SPEED_SHIFT: u32 = 6;
     /// Requests of the device are under way on the bus, or may be begun.
     pub const GIO_MASTER_ENABLE: u32 = 1 << 19;
+}
+
+/// MDI Control: the way to the PHY.
+pub mod mdic {
+    /// Where the register's number stands.
+    pub const REGISTER_SHIFT: u32 = 16;
+    /// The PHY, which has address 1.
+    pub const PHY: u32 = 1 << 21;
+    /// Read.
+    pub const READ: u32 = 2 << 26;
+    /// Ready: the value is there.
+    pub const R: u32 = 1 << 28;
+    /// Error: it is not.
+    pub const E: u32 = 1 << 30;
+}
+
+/// Registers of the PHY (IEEE 802.3, clauses 22.2.4 and 28.2.4).
+pub mod phy {
+    /// What our side offers.
+    pub const ADVERTISED: u32 = 4;
+    /// What the partner offers.
+    pub const PARTNER: u32 = 5;
+    /// Pauses, and may ask for it.
+    pub const PAUSE: u16 = 1 << 10;
+    /// One of the two only.
+    pub const ASYMMETRIC: u16 = 1 << 11;
+}
+
+/// Flow Control Receive Threshold Low.
+pub mod fcrtl {
+    /// XON Enable: the partner is told when it may go on.
+    pub const XONE: u32 = 1 << 31;
 }
 
 /// EEPROM/Flash Control.

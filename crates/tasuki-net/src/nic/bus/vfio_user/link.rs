@@ -3,6 +3,8 @@
 use std::io::{self, IoSlice, IoSliceMut};
 use std::mem::MaybeUninit;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use arrayvec::ArrayVec;
@@ -55,6 +57,8 @@ pub struct Link {
     timeout: Duration,
     next: u16,
     fault: Option<Fault>,
+    /// Set while something was sent that the server may not have done yet.
+    behind: Arc<AtomicBool>,
 }
 
 impl Link {
@@ -64,7 +68,12 @@ impl Link {
         rustix::io::ioctl_fionbio(&socket, false)?;
         set_socket_timeout(&socket, Timeout::Recv, Some(timeout))?;
         set_socket_timeout(&socket, Timeout::Send, Some(timeout))?;
-        Ok(Link { socket: Some(socket), limits, timeout, next: 0, fault: None })
+        Ok(Link { socket: Some(socket), limits, timeout, next: 0, fault: None, behind: Arc::default() })
+    }
+
+    /// True while something was sent that the server may not have done yet: what it learns without a message would overtake that.
+    pub fn behind(&self) -> Arc<AtomicBool> {
+        Arc::clone(&self.behind)
     }
 
     /// Takes the connection away. Everybody else who has the link finds the device gone.
@@ -120,6 +129,10 @@ impl Link {
         let outcome = send(socket, message.finish(), fds)
             .map_err(Fault::from)
             .and_then(|()| await_answer(socket, id, command, Instant::now() + self.timeout, answer));
+        if outcome.is_ok() {
+            // What was sent before was done before.
+            self.behind.store(false, Ordering::Relaxed);
+        }
         match outcome {
             Ok(Answer::Reply(_, fds)) if fds.len() > fds_max => {
                 self.breach(format!("{} descriptors came with an answer to {command:?}", fds.len()))
@@ -135,6 +148,7 @@ impl Link {
         let id = self.next_id();
         let mut message = Message::command(id, command, true);
         fill(&mut message);
+        self.behind.store(true, Ordering::Relaxed);
         let Ok(socket) = self.socket("") else { return };
         if let Err(errno) = send(socket, message.finish(), &[]) {
             let _ = self.fail::<()>("", errno.into());

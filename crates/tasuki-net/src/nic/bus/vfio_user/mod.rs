@@ -7,6 +7,9 @@
 //! cannot take away under us: a memfd of small pages, sealed against shrinking. Everything else goes by messages. Writes want no answer, so
 //! they cost one system call, and arrive in order with what is asked after.
 //!
+//! Registers that are doorbells, a server may have us store to such memory as well, where it looks by itself: then a burst costs no system
+//! call at all. A store must not overtake what was sent before it, so while that may be under way, doorbells go by messages, too.
+//!
 //! What a kernel does for a VFIO device, this does for the server: it enables MSI-X in the configuration space and unmasks the vectors
 //! in their table, and after a reset it puts back the command register and the interrupts.
 //!
@@ -18,6 +21,7 @@ mod wire;
 use std::io;
 use std::os::fd::{AsFd, OwnedFd};
 use std::path::Path;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
@@ -56,6 +60,8 @@ pub struct Connection {
     pub fds_max: u32,
     /// Bytes of a region that it takes in a message.
     pub transfer_max: u32,
+    /// Whether it can be asked for doorbells.
+    pub io_fds: bool,
 }
 
 /// A device that a vfio-user server serves.
@@ -66,6 +72,8 @@ pub struct VfioUser {
     can_reset: bool,
     /// One for each vector that is enabled.
     vectors: Vec<OwnedFd>,
+    /// By region. Asked for once: the server forgets the older ones when it is asked again.
+    doorbells: [Option<Arc<Doorbells>>; 6],
 }
 
 impl VfioUser {
@@ -84,7 +92,7 @@ impl VfioUser {
 
     /// Meets the server at the other end of a socket on which nothing was said yet.
     pub fn meet(socket: OwnedFd, timeout: Duration) -> Result<Self, BusError> {
-        let mut link = open(socket, Limits { fds: 1, transfer: 1 << 20 }, timeout)?;
+        let mut link = open(socket, Limits::default(), timeout)?;
         let mut answer = [0; wire::VERSION_MAX];
         let say = |message: &mut wire::Message| {
             message.u16(wire::MAJOR).u16(wire::MINOR).bytes(wire::OUR_VERSION);
@@ -100,7 +108,7 @@ impl VfioUser {
     /// Goes on with a connection on which somebody has met the server before. What that somebody mapped is still mapped, and
     /// its interrupts arrive where they did until [`interrupts`](Bus::interrupts) is called.
     pub fn from_connection(connection: Connection, timeout: Duration) -> Result<Self, BusError> {
-        let limits = Limits { fds: connection.fds_max, transfer: connection.transfer_max };
+        let limits = Limits { fds: connection.fds_max, transfer: connection.transfer_max, io_fds: connection.io_fds };
         Self::over(open(connection.socket, limits, timeout)?)
     }
 
@@ -127,6 +135,7 @@ impl VfioUser {
             config_len: config.len.min(CONFIG_MAX),
             can_reset: flags & wire::DEVICE_RESET != 0,
             vectors: Vec::new(),
+            doorbells: Default::default(),
         })
     }
 
@@ -134,7 +143,8 @@ impl VfioUser {
     pub fn into_connection(self) -> Result<Connection, BusError> {
         let mut link = self.link.lock();
         let socket = link.take("handing out the connection")?;
-        Ok(Connection { socket, fds_max: link.limits.fds, transfer_max: link.limits.transfer })
+        let Limits { fds, transfer, io_fds } = link.limits;
+        Ok(Connection { socket, fds_max: fds, transfer_max: transfer, io_fds })
     }
 
     fn config_offset(&self, offset: u16) -> Result<u64, BusError> {
@@ -216,6 +226,32 @@ fn region_info(link: &mut Link, index: u32) -> Result<(RegionInfo, Option<OwnedF
     }
 }
 
+/// The doorbells of a region of `len` bytes.
+fn doorbells(link: &mut Link, index: u32, len: u64) -> Result<Option<Doorbells>, BusError> {
+    if !link.limits.io_fds {
+        return Ok(None);
+    }
+    let mut answer = [0; wire::IO_FDS_MAX];
+    let argsz = u32::try_from(answer.len()).expect("a few thousand");
+    let ask = |message: &mut wire::Message| _ = message.u32(argsz).u32(0).u32(index).u32(0);
+    let (answered, mut fds) =
+        match link.call("asking for doorbells", Command::DeviceGetRegionIoFds, ask, &[], &mut answer, 1) {
+            // It has none.
+            Err(BusError::Refused { .. }) => return Ok(None),
+            other => other?,
+        };
+    let places = match wire::parse_doorbells(&answer[..answered], index, len) {
+        Ok(places) => places,
+        Err(breach) => return link.breach(breach),
+    };
+    let (Some(last), Some(memory)) = (places.iter().map(|doorbell| doorbell.place).max(), fds.pop()) else {
+        return Ok(None);
+    };
+    // What could be taken away is not used.
+    let mmio = Mmio::of_process(memory.as_fd(), 0, last + 4).ok().flatten();
+    Ok(mmio.map(|mmio| Doorbells { behind: link.behind(), mmio, places: places.into() }))
+}
+
 /// Reads `into` from a region.
 fn read(link: &mut Link, doing: &'static str, region: u32, offset: u64, into: &mut [u8]) -> Result<(), BusError> {
     let mut answer = [0; 16 + 4];
@@ -272,7 +308,11 @@ impl Bus for VfioUser {
             return Err(BusError::NoBar { index });
         }
         pci::decode(self)?;
-        let far = Messages { link: self.link.clone(), region: index.into() };
+        let ours = &mut self.doorbells[usize::from(index)];
+        if ours.is_none() {
+            *ours = doorbells(&mut self.link.lock(), index.into(), info.len)?.map(Arc::new);
+        }
+        let far = Messages { link: self.link.clone(), region: index.into(), doorbells: ours.clone() };
         // What cannot be mapped, or could be taken away, is reached by messages.
         Ok(Bar::new(far, info.len, &info.areas, |start, len| {
             Mmio::of_process(memory.as_ref()?.as_fd(), info.offset.checked_add(start)?, len).ok()?
@@ -361,11 +401,34 @@ impl Shared {
 /// The registers of a device that a vfio-user server serves.
 pub type UserRegisters = Bar<Messages>;
 
-/// Registers that are reached by messages.
+/// Registers that are written by storing them where the server looks.
+#[derive(Debug)]
+struct Doorbells {
+    behind: Arc<AtomicBool>,
+    mmio: Mmio,
+    places: Box<[wire::Doorbell]>,
+}
+
+impl Doorbells {
+    /// Whether `bytes` were stored for the register at `offset`.
+    #[inline]
+    fn store(&self, offset: u32, bytes: &[u8]) -> bool {
+        let Some(doorbell) = self.places.iter().find(|doorbell| doorbell.offset == offset) else { return false };
+        let &[a, b, c, d] = bytes else { return false };
+        if self.behind.load(Ordering::Relaxed) {
+            return false;
+        }
+        self.mmio.store(doorbell.place, u32::from_ne_bytes([a, b, c, d]));
+        true
+    }
+}
+
+/// Registers that are reached by messages, and some by doorbells.
 #[derive(Debug)]
 pub struct Messages {
     link: Shared,
     region: u32,
+    doorbells: Option<Arc<Doorbells>>,
 }
 
 impl Far for Messages {
@@ -375,6 +438,9 @@ impl Far for Messages {
     }
 
     fn write(&self, offset: u32, bytes: &[u8]) {
+        if self.doorbells.as_ref().is_some_and(|doorbells| doorbells.store(offset, bytes)) {
+            return;
+        }
         let count = u32::try_from(bytes.len()).expect("a register has a few bytes");
         self.link.lock().post(Command::RegionWrite, |message| {
             message.u64(offset.into()).u32(self.region).u32(count).bytes(bytes);

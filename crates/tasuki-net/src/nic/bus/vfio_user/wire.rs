@@ -39,6 +39,7 @@ pub enum Command {
     DmaUnmap = 3,
     DeviceGetInfo = 4,
     DeviceGetRegionInfo = 5,
+    DeviceGetRegionIoFds = 6,
     DeviceGetIrqInfo = 7,
     DeviceSetIrqs = 8,
     RegionRead = 9,
@@ -181,6 +182,15 @@ pub struct Limits {
     pub fds: u32,
     /// Bytes of a region in a message.
     pub transfer: u32,
+    /// It understands [`Command::DeviceGetRegionIoFds`]. Not every server that does not says so in an answer.
+    pub io_fds: bool,
+}
+
+impl Default for Limits {
+    /// What a server can take that says nothing of it.
+    fn default() -> Self {
+        Limits { fds: 1, transfer: 1 << 20, io_fds: false }
+    }
 }
 
 /// What we say of ourselves.
@@ -195,7 +205,7 @@ pub fn parse_version(payload: &[u8]) -> Result<Limits, Breach> {
     if major != MAJOR || minor > MINOR {
         return Err(format!("it speaks version {major}.{minor} where {MAJOR}.{MINOR} was proposed"));
     }
-    let mut limits = Limits { fds: 1, transfer: 1 << 20 };
+    let mut limits = Limits::default();
     let Some((0, json)) = from.0.split_last().map(|(last, json)| (*last, json)) else {
         return if from.0.is_empty() { Ok(limits) } else { Err("its version data has no end".to_owned()) };
     };
@@ -209,6 +219,7 @@ pub fn parse_version(payload: &[u8]) -> Result<Limits, Breach> {
     };
     limits.fds = number("max_msg_fds", limits.fds)?;
     limits.transfer = number("max_data_xfer_size", limits.transfer)?;
+    limits.io_fds = data["capabilities"]["region_io_fds"] == Value::Bool(true);
     if limits.transfer < 4 {
         return Err(format!("it takes only {} bytes at a time, and a register has four", limits.transfer));
     }
@@ -261,6 +272,62 @@ impl RegionInfo {
         Ok(info)
     }
 }
+
+/// Where a store to memory is as good as a message that writes a register of four bytes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Doorbell {
+    /// The register, in bytes from the beginning of its region.
+    pub offset: u32,
+    /// The place in the memory.
+    pub place: u32,
+}
+
+/// Understands what the server says of the doorbells of region `index`, which has `len` bytes. Sub-regions of kinds that we have no use for
+/// are passed over: those that want a write to an eventfd, which could block for ever.
+///
+/// The layout is that of libvfio-user's `vfio_user_sub_region_ioeventfd`, for shadow memory: offset, size, eventfd, kind, flags,
+/// memory, place, value.
+pub fn parse_doorbells(payload: &[u8], index: u32, len: u64) -> Result<Vec<Doorbell>, Breach> {
+    let mut from = Reader(payload);
+    let mut fields = || Some((from.u32()?, from.u32()?, from.u32()?, from.u32()?));
+    let Some((_, 0, its_index, count)) = fields() else {
+        return Err(format!("it describes the doorbells of region {index} in {} bytes, or with flags", payload.len()));
+    };
+    if its_index != index || from.0.len() as u64 != u64::from(count) * IO_FD_LEN as u64 {
+        return Err(format!("it describes {count} doorbells of region {its_index} in {} bytes", payload.len()));
+    }
+    let mut doorbells = Vec::new();
+    for _ in 0..count {
+        let mut fields = || Some((from.u64()?, from.u64()?, from.u32()?, from.u32()?, from.u32()?, from.u32()?));
+        let (Some((offset, size, eventfd, kind, flags, memory)), Some(place), Some(_)) =
+            (fields(), from.u64(), from.u64())
+        else {
+            return Err("a doorbell does not fit".to_owned());
+        };
+        if (size, eventfd, kind, flags) != (4, NO_EVENTFD, IO_FD_SHADOW, 0) {
+            continue;
+        }
+        let inside = offset.checked_add(4).is_some_and(|end| end <= len);
+        let (Ok(offset), Ok(place)) = (u32::try_from(offset), u32::try_from(place)) else {
+            return Err(format!("it has a doorbell for {offset:#x} at {place:#x}"));
+        };
+        if !inside || !offset.is_multiple_of(4) || !place.is_multiple_of(4) || place >= SHADOW_MAX || memory != 0 {
+            return Err(format!(
+                "it has a doorbell for {offset:#x} of {len} bytes at {place:#x} of descriptor {memory}"
+            ));
+        }
+        doorbells.push(Doorbell { offset, place });
+    }
+    Ok(doorbells)
+}
+
+/// Longest reply to a question about doorbells.
+pub const IO_FDS_MAX: usize = 16 + 64 * IO_FD_LEN;
+const IO_FD_LEN: usize = 48;
+const IO_FD_SHADOW: u32 = 2;
+const NO_EVENTFD: u32 = u32::MAX;
+/// Most bytes of memory for doorbells that we map.
+const SHADOW_MAX: u32 = 1 << 20;
 
 const PAGE: u64 = 4096;
 const REGION_INFO_LEN: u32 = 32;
@@ -346,7 +413,7 @@ mod tests {
         let version = |major: u16, minor: u16, data: &str| {
             parse_version(&[&major.to_ne_bytes(), &minor.to_ne_bytes(), data.as_bytes()].concat())
         };
-        let defaults = Limits { fds: 1, transfer: 1 << 20 };
+        let defaults = Limits::default();
         assert_eq!(version(0, 0, ""), Ok(defaults));
         assert_eq!(version(0, 1, "{}\0"), Ok(defaults));
         assert_eq!(version(0, 1, "{\"capabilities\":{\"max_msg_fds\":8}}\0"), Ok(Limits { fds: 8, ..defaults }));
@@ -401,11 +468,54 @@ mod tests {
         assert!(area(0xffff_f000, 0xffff_f000, u32::MAX).starts_with("in region 0 of 16384 bytes"), "no overflow");
     }
 
+    fn doorbells(count: u32, entries: &[[u64; 6]]) -> Vec<u8> {
+        let mut message = Message(ArrayVec::new());
+        message.u32(0).u32(0).u32(3).u32(count);
+        for &[offset, size, eventfd_and_kind, flags_and_memory, place, value] in entries {
+            message.u64(offset).u64(size).u64(eventfd_and_kind).u64(flags_and_memory).u64(place).u64(value);
+        }
+        message.0.to_vec()
+    }
+
+    #[test]
+    fn doorbells_are_understood_passed_over_or_refused() {
+        const SHADOW: u64 = 2 << 32 | 0xffff_ffff;
+        let parse = |entry: [u64; 6]| parse_doorbells(&doorbells(1, &[entry]), 3, 0x4000);
+        assert_eq!(parse_doorbells(&doorbells(0, &[]), 3, 0x4000), Ok(vec![]));
+        assert_eq!(parse([0x3ffc, 4, SHADOW, 0, 64, 0]), Ok(vec![Doorbell { offset: 0x3ffc, place: 64 }]));
+        for other in
+            [[0, 4, 2 << 32, 0, 0, 0], [0, 4, 0xffff_ffff, 0, 0, 0], [0, 8, SHADOW, 0, 0, 0], [0, 4, SHADOW, 1, 0, 7]]
+        {
+            assert_eq!(parse(other), Ok(vec![]), "{other:x?}");
+        }
+        for wrong in [
+            [0x4000, 4, SHADOW, 0, 0, 0],
+            [2, 4, SHADOW, 0, 0, 0],
+            [0, 4, SHADOW, 0, 2, 0],
+            [0, 4, SHADOW, 0, 1 << 20, 0],
+            [0, 4, SHADOW, 0, 1 << 32, 0],
+            [u64::MAX - 3, 4, SHADOW, 0, 0, 0],
+            [0, 4, SHADOW, 1 << 32, 0, 0],
+        ] {
+            assert!(parse(wrong).unwrap_err().starts_with("it has a doorbell for "), "{wrong:x?}");
+        }
+        let lies =
+            |count, index| parse_doorbells(&doorbells(count, &[[0, 4, SHADOW, 0, 0, 0]]), index, 0x4000).unwrap_err();
+        assert_eq!(lies(2, 3), "it describes 2 doorbells of region 3 in 64 bytes");
+        assert_eq!(lies(u32::MAX, 3), "it describes 4294967295 doorbells of region 3 in 64 bytes");
+        assert_eq!(lies(1, 4), "it describes 1 doorbells of region 3 in 64 bytes");
+        assert_eq!(
+            parse_doorbells(&[0; 15], 3, 64).unwrap_err(),
+            "it describes the doorbells of region 3 in 15 bytes, or with flags"
+        );
+    }
+
     proptest! {
         #[test]
         fn any_bytes_are_understood_or_refused(mut bytes in prop::collection::vec(any::<u8>(), 0..200), index: u32) {
             let _ = parse_version(&bytes);
             let _ = RegionInfo::parse(&bytes, index);
+            let _ = parse_doorbells(&bytes, index, 4096);
             bytes.resize(HEADER_LEN, 0);
             let _ = Incoming::parse(bytes[..HEADER_LEN].try_into().unwrap());
         }

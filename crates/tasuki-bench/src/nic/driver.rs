@@ -1,0 +1,247 @@
+//! The driver's process: what a node does with its NIC.
+
+use std::os::fd::{AsFd, OwnedFd};
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result, bail, ensure};
+use rustix::event::{PollFd, PollFlags, Timespec};
+use tasuki_net::nic::bus::Iova;
+use tasuki_net::nic::bus::vfio_user::{TIMEOUT, VfioUser};
+use tasuki_net::nic::e1000e::E1000e;
+use tasuki_net::nic::{Filter, Link, Nic, NicMemory, NicOptions};
+use tasuki_net::port::{Armed, Burst, Frame, Port};
+use tasuki_shm::arena::Geometry;
+
+use super::trial::{Ask, Control, Outcome, Say, Trial};
+use crate::orders::Orders;
+use crate::sample::Sample;
+
+/// The most that the driver takes: rides out 0.7 ms without a CPU at gigabit line rate.
+const RING: u16 = 1024;
+
+/// Frames of a warm-up trial.
+const WARM_UP: u64 = 20_000;
+
+/// How long a search offers each rate, and by what it goes down from one to the next.
+const SEARCH: Duration = Duration::from_millis(100);
+const STEP: (u64, u64) = (4, 5);
+/// Rates below this, in frames a second, are not tried.
+const LEAST_RATE: u64 = 300_000;
+/// How often, and how often nothing may be lost, for the rate to count.
+const TRIES: u32 = 3;
+const CLEAN_TRIES: u32 = 2;
+
+/// Frames that have not come so long after the last one are lost.
+const PATIENCE: Duration = Duration::from_millis(100);
+
+/// The line rate of a gigabit, in frames of 64 bytes a second.
+const LINE_RATE_64: u64 = 1_488_095;
+
+type Card = E1000e<VfioUser>;
+
+/// What the driver does with frames.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Work {
+    /// Looks at each and lets it go.
+    Sink,
+    /// Sends each back to where it came from.
+    Echo,
+}
+
+fn start(socket: OwnedFd) -> Result<Card> {
+    let memory =
+        NicMemory::create(Geometry { slot_len: 4096, count: 2 * u32::from(RING) + 128 }, 1 << 20, Iova(1 << 32))?;
+    let filter = Filter { promiscuous: true, ..Filter::default() };
+    let options = NicOptions { ring: RING, filter, ..NicOptions::default() };
+    let mut nic = Card::start(VfioUser::meet(socket, TIMEOUT)?, memory, &options)?;
+    let began = Instant::now();
+    while nic.link() == Link::Down {
+        ensure!(began.elapsed() < Duration::from_secs(10), "the link of the model did not come up");
+        std::thread::yield_now();
+    }
+    Ok(nic)
+}
+
+/// What the driver has seen of a trial.
+#[derive(Debug, Clone, Copy, Default)]
+struct Seen {
+    received: u64,
+    /// From the first to the last.
+    took: Duration,
+    /// The longest time in which it was not run, or found nothing.
+    longest_gap: Duration,
+}
+
+impl Seen {
+    /// Frames a second.
+    fn rate(&self) -> u64 {
+        let took = self.took.as_nanos().max(1);
+        u64::try_from(u128::from(self.received) * 1_000_000_000 / took).unwrap_or(u64::MAX)
+    }
+}
+
+struct Trials {
+    nic: Card,
+    control: Control,
+    work: Work,
+    size: u32,
+}
+
+/// Runs the trials of a case.
+pub fn trials(mut orders: Orders, work: Work) -> Result<Sample> {
+    let nic = start(orders.next_fd()?)?;
+    let control = Control::new(orders.next_fd()?);
+    let Say::Size(size) = control.hear()? else { bail!("the card did not begin with the size of its frames") };
+    let mut trials = Trials { nic, control, work, size };
+    let mut sample = Sample::new();
+    trials.run(WARM_UP, None, true)?;
+
+    // As fast as both go, the wire pausing when the card says so.
+    let (seen, outcome, lost) = trials.run(orders.calls, None, true)?;
+    let rate = seen.rate();
+    sample.note("rate", rate as f64);
+    sample.note("lost", lost as f64);
+    sample.note("wrong", outcome.wrong as f64);
+    sample.note("pauses", outcome.pauses as f64);
+    sample.note("stalled", outcome.stalled as f64);
+    sample.record(seen.took / u32::try_from(seen.received.max(1)).context("so many frames take too long")?);
+
+    if size == 64 {
+        // At line rate: with pauses, and without.
+        for (pauses, lost_as, gap_as) in [(true, "line-lost", "line-gap"), (false, "deaf-lost", "deaf-gap")] {
+            let (seen, outcome, lost) = trials.run(orders.calls.min(LINE_RATE_64), Some(LINE_RATE_64), pauses)?;
+            sample.note(lost_as, lost as f64);
+            sample.note(gap_as, seen.longest_gap.as_nanos() as f64);
+            if pauses {
+                sample.note("line-rate", seen.rate() as f64);
+                sample.note("line-stalled", outcome.stalled as f64 / seen.took.as_nanos() as f64);
+            }
+        }
+        sample.note("deaf-rate", trials.search(rate)? as f64);
+    }
+    trials.nic.park()?;
+    Ok(sample)
+}
+
+impl Trials {
+    /// One trial: what the driver saw, what the wire saw, and what is missing.
+    fn run(&mut self, count: u64, rate: Option<u64>, pauses: bool) -> Result<(Seen, Outcome, u64)> {
+        self.control.say(&Ask::Begin(Trial { count, size: self.size, rate, pauses }))?;
+        let seen = match self.work {
+            Work::Sink => self.receive(count, Burst::clear),
+            Work::Echo => self.receive(count, |_| ()),
+        }?;
+        self.control.say(&Ask::End)?;
+        loop {
+            if let Say::Outcome(outcome) = self.control.hear()? {
+                let arrived = if self.work == Work::Echo { outcome.back } else { seen.received };
+                return Ok((seen, outcome, count - arrived));
+            }
+        }
+    }
+
+    /// Receives until `count` frames have come or no more come.
+    fn receive(&mut self, count: u64, release: impl Fn(&mut Burst)) -> Result<Seen> {
+        let mut seen = Seen::default();
+        let mut burst = Burst::new();
+        let (mut first, mut last) = (None, Instant::now());
+        let (mut sent, mut idle) = (false, 0_u32);
+        while seen.received < count {
+            let came = self.nic.receive(&mut burst)?;
+            if came == 0 {
+                idle += 1;
+                if idle.is_multiple_of(1024) {
+                    sent = sent || matches!(self.control.heard()?, Some(Say::Sent));
+                    if sent && last.elapsed() > PATIENCE {
+                        break;
+                    }
+                }
+                continue;
+            }
+            let now = Instant::now();
+            if first.is_some() {
+                seen.longest_gap = seen.longest_gap.max(now - last);
+            }
+            first.get_or_insert(now);
+            last = now;
+            seen.received += came as u64;
+            // Every frame is looked at, as whoever receives them would.
+            burst.iter_mut().for_each(turn_round);
+            release(&mut burst);
+            while !burst.is_empty() {
+                self.nic.transmit(&mut burst)?;
+            }
+        }
+        seen.took = first.map_or(Duration::ZERO, |first| last - first);
+        Ok(seen)
+    }
+
+    /// The highest rate, downwards from `from`, at which a wire that does not pause loses nothing; 0 if there is none.
+    fn search(&mut self, from: u64) -> Result<u64> {
+        let mut rate = from;
+        while rate > LEAST_RATE {
+            let count = rate * u64::from(SEARCH.subsec_millis()) / 1000;
+            let mut clean = 0;
+            for left in (0..TRIES).rev() {
+                let (_, _, lost) = self.run(count, Some(rate), false)?;
+                clean += u32::from(lost == 0);
+                if clean + left < CLEAN_TRIES {
+                    break;
+                }
+            }
+            if clean >= CLEAN_TRIES {
+                return Ok(rate);
+            }
+            rate = rate * STEP.0 / STEP.1;
+        }
+        Ok(0)
+    }
+}
+
+/// Swaps the two addresses at the head of a frame.
+fn turn_round(frame: &mut Frame) {
+    let (to, rest) = frame.slot.bytes_mut().split_at_mut(6);
+    to.swap_with_slice(&mut rest[..6]);
+}
+
+/// Sends back what comes, one frame at a time, and asks the wire how long each was away.
+pub fn pings(mut orders: Orders, sleeps: bool) -> Result<Sample> {
+    let mut nic = start(orders.next_fd()?)?;
+    let control = Control::new(orders.next_fd()?);
+    control.say(&Ask::Begin(Trial { count: orders.total(), size: 64, rate: None, pauses: true }))?;
+    let mut burst = Burst::new();
+    let mut back = 0;
+    while back < orders.total() {
+        if nic.receive(&mut burst)? == 0 {
+            if sleeps && nic.arm()? == Armed::Idle {
+                sleep(&nic)?;
+            }
+            continue;
+        }
+        burst.iter_mut().for_each(turn_round);
+        while !burst.is_empty() {
+            back += nic.transmit(&mut burst)? as u64;
+        }
+    }
+    let mut sample = Sample::new();
+    let mut number = 0;
+    while number < orders.total() {
+        for trip in control.hear::<Vec<u64>>()? {
+            number += 1;
+            if number > orders.warmup {
+                sample.record(Duration::from_nanos(trip));
+            }
+        }
+    }
+    nic.park()?;
+    Ok(sample)
+}
+
+fn sleep(nic: &Card) -> Result<()> {
+    let fd = nic.fd();
+    let limit = Timespec { tv_sec: 10, tv_nsec: 0 };
+    let woken = rustix::event::poll(&mut [PollFd::from_borrowed_fd(fd.as_fd(), PollFlags::IN)], Some(&limit))
+        .context("the kernel refused to wait for the card")?;
+    ensure!(woken > 0, "no frame came within 10 s, though the card was armed");
+    Ok(())
+}

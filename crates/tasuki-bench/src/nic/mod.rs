@@ -1,0 +1,61 @@
+//! A NIC and its driver: our model of the 82574L in one process, its driver in another, over vfio-user.
+
+mod card;
+mod driver;
+mod instructions;
+mod rows;
+mod trial;
+
+use anyhow::{Context, Result};
+use rustix::net::{AddressFamily, SocketFlags, SocketType, socketpair};
+
+use crate::case::{Case, Ends};
+use crate::cpus::Cores;
+use crate::floors;
+use crate::orders::Orders;
+use crate::sample::Sample;
+
+use driver::Work;
+
+pub use rows::rows;
+
+/// The cases, in the order in which a round runs them. `calls` are frames of a trial.
+pub const CASES: &[Case] = &[
+    case("sim-rx-64", 2_000_000, |orders| card::serve_trials(orders, 64), |orders| driver::trials(orders, Work::Sink)),
+    case("sim-echo-64", 750_000, |orders| card::serve_trials(orders, 64), |orders| driver::trials(orders, Work::Echo)),
+    case(
+        "sim-rx-1518",
+        300_000,
+        |orders| card::serve_trials(orders, 1518),
+        |orders| driver::trials(orders, Work::Sink),
+    ),
+    case("rtt-polling", 50_000, card::serve_pings, |orders| driver::pings(orders, false)),
+    case("rtt-interrupt", floors::sleeping_calls(Cores::Other), card::serve_pings, |orders| {
+        driver::pings(orders, true)
+    }),
+];
+
+/// What else is measured in the same rounds: the floors of what spins, and of what sleeps.
+pub fn floors() -> impl Iterator<Item = &'static Case> {
+    const NAMES: [&str; 3] = ["ping-pong-tight", "ping-pong-hinted", "eventfd-other-core"];
+    floors::CASES.iter().filter(|case| NAMES.contains(&case.name))
+}
+
+const fn case(
+    name: &'static str,
+    frames: u64,
+    serve: fn(Orders) -> Result<()>,
+    measure: fn(Orders) -> Result<Sample>,
+) -> Case {
+    Case { name, cores: Cores::Other, calls: frames, prepare: sockets, serve, measure }
+}
+
+/// One connection for vfio-user, and one on which the driver says what the wire is to do.
+fn sockets() -> Result<Ends> {
+    let pair = |kind| {
+        socketpair(AddressFamily::UNIX, kind, SocketFlags::CLOEXEC, None).context("the kernel gave no pair of sockets")
+    };
+    let (card, driver) = pair(SocketType::STREAM)?;
+    let (card_side, driver_side) = pair(SocketType::SEQPACKET)?;
+    Ok(Ends { server: vec![card, card_side], client: vec![driver, driver_side] })
+}

@@ -1,0 +1,102 @@
+//! Flow control: the card has its partner pause before its packet buffer is full, and pauses when the partner says so (IEEE 802.3,
+//! annexes 28B and 31B; data sheet sections 3.5.5 and 10.2.2).
+//!
+//! The card does it all by itself once it knows what the two partners agreed on. That stands in the PHY, which is read and never
+//! written: our side offers what the card offers by itself.
+
+use std::time::Duration;
+
+use super::regs::{self, Mmio, ctrl, fcrtl, mdic, phy};
+use super::setup::within;
+use crate::nic::bus::Registers;
+
+/// The longest pause there is: 65,535 times 512 bits, 33 ms at a gigabit.
+pub const PAUSE_MAX: u32 = 0xffff;
+
+/// When so much of a pause is left, the partner is told again.
+const REFRESH_AT: u32 = PAUSE_MAX / 2;
+
+/// Bytes that come while a partner reacts: two quanta, and 200 m of cable (IEEE 802.3, 31B.3.7).
+const REACTION_LEN: u32 = 128 + 256;
+
+/// The check sequence, which lies in the buffer as well.
+const CRC_LEN: u32 = 4;
+
+/// How long a register of the PHY may take: 64 bits at 2.5 MHz, and a bus.
+const PHY_LIMIT: Duration = Duration::from_millis(1);
+
+/// When the partner is to pause, and when to go on. Nothing is asked of it before the two have agreed.
+pub fn prepare<R: Registers>(mmio: &Mmio<R>, frame: u16) {
+    let buffer = (mmio.read(regs::PBA) & 0xffff) << 10;
+    // A frame of ours that is being sent, and one of the partner's, before it can react. Very long frames leave no room for that.
+    let high = buffer.saturating_sub(2 * (u32::from(frame) + CRC_LEN) + REACTION_LEN).max(buffer / 4) & 0xfff8;
+    mmio.write(regs::FCTTV, PAUSE_MAX);
+    mmio.write(regs::FCRTV, REFRESH_AT);
+    mmio.write(regs::FCRTL, fcrtl::XONE | (high / 2) & 0xfff8);
+    mmio.write(regs::FCRTH, high);
+}
+
+/// Whether a driver has the card control the flow, a predecessor perhaps.
+pub fn is_prepared<R: Registers>(mmio: &Mmio<R>) -> bool {
+    mmio.read(regs::FCRTH) != 0
+}
+
+/// Keeps the card from telling the partner to go on by itself, or lets it.
+pub fn go_on_by_itself<R: Registers>(mmio: &Mmio<R>, may: bool) {
+    mmio.change(regs::FCRTL, fcrtl::XONE, if may { fcrtl::XONE } else { 0 });
+}
+
+/// Has the card do what the partners agreed on when the link came up, if that can be learnt.
+pub fn agree<R: Registers>(mmio: &Mmio<R>) {
+    let (Some(ours), Some(theirs)) = (read_phy(mmio, phy::ADVERTISED), read_phy(mmio, phy::PARTNER)) else { return };
+    let (obeys, asks) = resolve(ours, theirs);
+    let bit = |is: bool, bit: u32| if is { bit } else { 0 };
+    mmio.change(regs::CTRL, ctrl::RFCE | ctrl::TFCE, bit(obeys, ctrl::RFCE) | bit(asks, ctrl::TFCE));
+}
+
+/// Whether we pause for the partner, and it for us: IEEE 802.3, table 28B-3.
+fn resolve(ours: u16, theirs: u16) -> (bool, bool) {
+    let of = |abilities: u16| (abilities & phy::PAUSE != 0, abilities & phy::ASYMMETRIC != 0);
+    match (of(ours), of(theirs)) {
+        ((true, _), (true, _)) => (true, true),
+        ((true, true), (false, true)) => (true, false),
+        ((false, true), (true, true)) => (false, true),
+        _ => (false, false),
+    }
+}
+
+/// What a register of the PHY holds; nothing if it cannot be learnt.
+fn read_phy<R: Registers>(mmio: &Mmio<R>, register: u32) -> Option<u16> {
+    mmio.write(regs::MDIC, mdic::READ | mdic::PHY | register << mdic::REGISTER_SHIFT);
+    let mut found = 0;
+    let done = within(PHY_LIMIT, || {
+        found = mmio.read(regs::MDIC);
+        found & mdic::R != 0
+    });
+    (done && found & mdic::E == 0).then(|| u16::try_from(found & 0xffff).expect("16 bits"))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn partners_agree_as_the_standard_has_it() {
+        const NONE: u16 = 0;
+        const BOTH: u16 = phy::PAUSE | phy::ASYMMETRIC;
+        for (ours, theirs, agreed) in [
+            (NONE, BOTH, (false, false)),
+            (BOTH, NONE, (false, false)),
+            (phy::PAUSE, phy::PAUSE, (true, true)),
+            (phy::PAUSE, BOTH, (true, true)),
+            (BOTH, BOTH, (true, true)),
+            (BOTH, phy::ASYMMETRIC, (true, false)),
+            (phy::ASYMMETRIC, BOTH, (false, true)),
+            (phy::ASYMMETRIC, phy::PAUSE, (false, false)),
+            (phy::ASYMMETRIC, phy::ASYMMETRIC, (false, false)),
+            (phy::PAUSE, phy::ASYMMETRIC, (false, false)),
+        ] {
+            assert_eq!(resolve(ours, theirs), agreed, "{ours:#x} and {theirs:#x}");
+        }
+    }
+}

@@ -1,0 +1,102 @@
+//! The time that a model and its wire live by.
+
+use std::time::{Duration, Instant};
+
+/// What a model takes at most from one look at the clock to the next while it works. What is longer, the machine took.
+const STEP_MAX: Duration = Duration::from_micros(50);
+
+/// Time that stands still while the machine runs something else.
+///
+/// Silicon is never held up. A model is: its CPU goes to another process, or the host of a virtual machine takes it for milliseconds. Were
+/// time to go on, the wire would bring all at once what was due meanwhile, and timers would have run out unseen: faults that no driver can
+/// be blamed for. So both stand still. What the *driver* is held up for, they do see.
+#[derive(Debug)]
+pub struct Clock {
+    last: Instant,
+    now: u64,
+    /// What it may advance by at the next look.
+    step_max: Duration,
+    stalls: Stalls,
+}
+
+/// How often and how long time stood still.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct Stalls {
+    /// Times.
+    pub count: u64,
+    /// In all, in nanoseconds.
+    pub sum: u64,
+    /// At most, in nanoseconds.
+    pub longest: u64,
+}
+
+impl Default for Clock {
+    /// Time, from 0 on.
+    fn default() -> Self {
+        Clock { last: Instant::now(), now: 0, step_max: STEP_MAX, stalls: Stalls::default() }
+    }
+}
+
+impl Clock {
+    /// Nanoseconds since the beginning.
+    #[inline]
+    pub fn now(&mut self) -> u64 {
+        self.at(Instant::now())
+    }
+
+    #[inline]
+    fn at(&mut self, instant: Instant) -> u64 {
+        let passed = instant.saturating_duration_since(self.last);
+        self.last = instant;
+        let nanos = |time: Duration| u64::try_from(time.as_nanos()).unwrap_or(u64::MAX);
+        self.now += nanos(passed.min(self.step_max));
+        if passed > self.step_max {
+            let stall = nanos(passed - self.step_max);
+            self.stalls.count += 1;
+            self.stalls.sum += stall;
+            self.stalls.longest = self.stalls.longest.max(stall);
+        }
+        self.step_max = STEP_MAX;
+        self.now
+    }
+
+    /// The model is about to sleep for so long at most, and time goes on meanwhile.
+    pub fn sleeps(&mut self, at_most: Duration) {
+        self.now();
+        self.step_max = at_most + STEP_MAX;
+    }
+
+    /// What was taken from the model until now.
+    pub fn stalls(&self) -> Stalls {
+        self.stalls
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn time_stands_still_while_the_model_does_not_run() {
+        let mut clock = Clock::default();
+        let start = clock.last;
+        let after = |micros| start + Duration::from_micros(micros);
+        assert_eq!(clock.at(after(50)), 50_000);
+        assert_eq!(clock.stalls(), Stalls::default());
+        assert_eq!(clock.at(after(10_000)), 100_000);
+        assert_eq!(clock.at(after(10_010)), 110_000);
+        assert_eq!(clock.at(after(10_000)), 110_000, "and never goes back");
+        assert_eq!(clock.at(after(10_160)), 160_000);
+        assert_eq!(clock.stalls(), Stalls { count: 2, sum: 9_900_000 + 110_000, longest: 9_900_000 });
+    }
+
+    #[test]
+    fn time_goes_on_while_the_model_sleeps() {
+        let mut clock = Clock::default();
+        clock.sleeps(Duration::from_secs(1));
+        let asleep = clock.last;
+        let before = clock.now;
+        assert_eq!(clock.at(asleep + Duration::from_millis(900)) - before, 900_000_000);
+        assert_eq!(clock.at(asleep + Duration::from_millis(901)) - before, 900_050_000, "once");
+    }
+}
