@@ -79,7 +79,9 @@ impl Bus for Stub {
         Ok(())
     }
     fn interrupts(&mut self, count: u16) -> Result<Vec<OwnedFd>, BusError> {
-        Ok((0..count).map(|_| rustix::event::eventfd(0, EventfdFlags::CLOEXEC).expect("an eventfd")).collect())
+        Ok((0..count)
+            .map(|_| rustix::event::eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK).expect("an eventfd"))
+            .collect())
     }
     fn reset(&mut self) -> Result<(), BusError> {
         Ok(())

@@ -2,6 +2,7 @@
 #![allow(clippy::tests_outside_test_module, reason = "a file in tests/ is a test module")]
 
 #[path = "conformance/mod.rs"]
+#[allow(dead_code, reason = "a suite's parts for other tests")]
 mod conformance;
 mod qemu;
 

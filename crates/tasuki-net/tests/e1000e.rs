@@ -10,7 +10,7 @@ use std::time::Duration;
 use stub::{Card, MEMORY_AT, Play, RDH, RDT, StubBus, TDT};
 use tasuki_net::nic::bus::{Bus, Iova, Registers};
 use tasuki_net::nic::e1000e::{E1000e, Sash};
-use tasuki_net::nic::{Filter, Link, Mac, Nic, NicError, NicMemory, NicOptions, PciId};
+use tasuki_net::nic::{Failed, Filter, Link, Mac, Nic, NicError, NicMemory, NicOptions, PciId};
 use tasuki_net::port::{Armed, Burst, Frame, Port};
 use tasuki_shm::arena::Geometry;
 use zerocopy::{FromBytes, IntoBytes};
@@ -183,10 +183,10 @@ fn a_card_that_goes_is_noticed() {
     assert_eq!(nic.link(), Link::Down);
     assert!(matches!(nic.set_filter(&Filter::default()), Err(NicError::Gone)));
     assert!(nic.statistics().iter().all(|(_, count)| *count == 0), "ones are not counts");
-    assert!(matches!(nic.park(), Err(NicError::Gone)));
+    assert!(matches!(nic.park(), Err(Failed { error: NicError::Gone, .. })));
     let (play, memory) = Play::new(RING);
     play.card.pull();
-    assert!(matches!(E1000e::start(play.bus(), memory, &options()), Err(NicError::Gone)));
+    assert!(matches!(E1000e::start(play.bus(), memory, &options()), Err(Failed { error: NicError::Gone, .. })));
 }
 
 #[test]
@@ -194,12 +194,18 @@ fn a_card_that_does_not_do_what_it_must_is_stuck_or_absurd() {
     // Never done with its reset; no address; a group's address.
     let (play, memory) = Play::new(RING);
     play.card.stick(0, 1 << 26);
-    assert!(matches!(E1000e::start(play.bus(), memory, &options()), Err(NicError::Stuck { step: "its reset", .. })));
+    assert!(matches!(
+        E1000e::start(play.bus(), memory, &options()),
+        Err(Failed { error: NicError::Stuck { step: "its reset", .. }, .. })
+    ));
     for (low, high) in [(0, 0x8000_0000), (0x1200_5452, 0x5734), (0x1200_5453, 0x8000_5734)] {
         let (play, memory) = Play::new(RING);
         play.card.set(0x5400, low);
         play.card.set(0x5404, high);
-        assert!(matches!(E1000e::start(play.bus(), memory, &options()), Err(NicError::Absurd { .. })));
+        assert!(matches!(
+            E1000e::start(play.bus(), memory, &options()),
+            Err(Failed { error: NicError::Absurd { .. }, .. })
+        ));
     }
 }
 
@@ -238,12 +244,12 @@ fn a_sash_is_plain_bytes() {
 fn a_sash_that_does_not_fit_is_refused() {
     type Change = (&'static str, fn(&mut Sash));
     let changes: [Change; 12] = [
-        ("kind", |sash| sash.kind ^= 1),
-        ("version", |sash| sash.version += 1),
-        ("rings_at", |sash| sash.rings_at += 4096),
-        ("slots", |sash| sash.slots += 1),
-        ("ring", |sash| sash.ring = 16),
-        ("ring of none", |sash| sash.ring = 0),
+        ("kind", |sash| sash.head.kind ^= 1),
+        ("version", |sash| sash.head.version += 1),
+        ("rings_at", |sash| sash.head.rings_at += 4096),
+        ("slots", |sash| sash.head.slots += 1),
+        ("ring", |sash| sash.head.ring = 16),
+        ("ring of none", |sash| sash.head.ring = 0),
         ("queues", |sash| sash.queues = 3),
         ("cursors", |sash| sash.receive[0].tail += 1),
         ("cursors far apart", |sash| sash.receive[0].next = 1 << 31),
@@ -271,11 +277,11 @@ fn a_card_that_is_not_as_the_sash_says_is_refused() {
         let (play, memory, sash) = parked();
         play.card.set(offset, value);
         let error = E1000e::resume(play.bus(), memory, &sash).expect_err(what);
-        assert!(matches!(error, NicError::Absurd { .. }), "{what}: {error}");
+        assert!(matches!(error.error, NicError::BrokenSash { .. }), "{what}: {error}");
     }
     let (play, memory, sash) = parked();
     play.card.pull();
-    assert!(matches!(E1000e::resume(play.bus(), memory, &sash), Err(NicError::Gone)));
+    assert!(matches!(E1000e::resume(play.bus(), memory, &sash), Err(Failed { error: NicError::Gone, .. })));
 }
 
 #[test]

@@ -190,6 +190,8 @@ fn interrupts_arrive_and_more_can_be_had() {
     for count in [1, 5] {
         let vectors = bus.interrupts(count).unwrap();
         assert_eq!(vectors.len(), usize::from(count));
+        let flags = vectors.iter().map(|vector| rustix::fs::fcntl_getfl(vector).unwrap());
+        assert!(flags.into_iter().all(|flags| flags.contains(rustix::fs::OFlags::NONBLOCK)), "nobody waits for one");
         let last = u32::from(count) - 1;
         provoke(&registers, last);
         assert!(rings(&vectors[last as usize]), "vector {last} of {count}");

@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 use qemu::{MEMORY_AT, Machine, PATIENCE, QtestBus, regions};
 use tasuki_net::nic::bus::{Bus, Iova, Registers};
 use tasuki_net::nic::rtl8139::{Rtl8139, sash::Sash};
-use tasuki_net::nic::{Filter, Link, Mac, Nic, NicError, NicMemory, NicOptions};
+use tasuki_net::nic::{Failed, Filter, Link, Mac, Nic, NicError, NicMemory, NicOptions};
 use tasuki_net::port::{Armed, Burst, Frame, Port};
 use tasuki_shm::arena::{Arena, Geometry};
 use tasuki_shm::region::Region;
@@ -207,7 +207,7 @@ fn a_sash_with_a_slot_twice_is_refused() {
     let (bus, memory, mut sash) = card.park().expect("the card parks");
     sash.rx[1] = sash.rx[0];
     let error = Card::resume(bus, memory, &sash).expect_err("one slot cannot take two frames");
-    assert!(matches!(error, NicError::BrokenSash { .. }), "{error}");
+    assert!(matches!(error.error, NicError::BrokenSash { .. }), "{error}");
     assert_eq!(arena.census().peer, 8, "the card has what it had");
 }
 
@@ -217,7 +217,7 @@ fn a_card_that_is_gone_is_noticed() {
     machine.end();
     assert!(matches!(card.arm(), Err(NicError::Gone)));
     assert_eq!(card.link(), Link::Down);
-    assert!(matches!(card.park(), Err(NicError::Gone)));
+    assert!(matches!(card.park(), Err(Failed { error: NicError::Gone, .. })));
 }
 
 #[test]
@@ -231,11 +231,11 @@ fn what_the_card_cannot_do_is_refused_by_name() {
         (NicOptions { mtu: 1501, ..options() }, "mtu"),
     ] {
         let error = Card::start(machine.bus(), self::memory(), &options).expect_err(field);
-        assert!(matches!(error, NicError::Options { field: named, .. } if named == field), "{error}");
+        assert!(matches!(error.error, NicError::Options { field: named, .. } if named == field), "{error}");
     }
     let few = NicMemory::create(Geometry { slot_len: 4096, count: 7 }, 4096, MEMORY_AT).expect("memory");
     let error = Card::start(machine.bus(), few, &options()).expect_err("eight slots for a ring of eight");
-    assert!(matches!(error, NicError::Memory { need: 0x8000, have: 0x7000, .. }), "{error}");
+    assert!(matches!(error.error, NicError::Memory { need: 0x8000, have: 0x7000, .. }), "{error}");
     let elsewhere = NicMemory::create(Geometry { slot_len: 4096, count: 64 }, 4096, Iova(1 << 33)).expect("memory");
-    assert!(matches!(Card::start(machine.bus(), elsewhere, &options()), Err(NicError::Bus(_))));
+    assert!(matches!(Card::start(machine.bus(), elsewhere, &options()), Err(Failed { error: NicError::Bus(_), .. })));
 }

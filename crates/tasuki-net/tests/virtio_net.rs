@@ -106,7 +106,7 @@ fn a_device_that_was_reset_meanwhile_is_noticed() {
         assert_eq!(registers.read8(0x14), 0xf);
         registers.write8(0x14, 0);
         let error = Card::resume(bus, memory, &sash).expect_err("nothing is as it was");
-        assert!(matches!(error, NicError::BrokenSash { value: 0, .. }), "{error}");
+        assert!(matches!(error.error, NicError::BrokenSash { value: 0, .. }), "{error}");
     }
 }
 
@@ -117,7 +117,7 @@ fn a_slot_that_stands_twice_in_a_sash_is_refused() {
         let (bus, memory, mut sash) = card.park().expect("the card parks");
         sash.rx[1] = sash.rx[0];
         let error = Card::resume(bus, memory, &sash).expect_err("one slot cannot take two frames");
-        assert!(matches!(error, NicError::BrokenSash { .. }), "{error}");
+        assert!(matches!(error.error, NicError::BrokenSash { .. }), "{error}");
         assert_eq!(arena.census().peer, 8, "the card has what it had");
     }
 }
@@ -139,6 +139,6 @@ fn a_mtu_that_the_devices_network_does_not_take_is_refused() {
         return;
     };
     let error = Card::start(machine.bus(), memory(), &options()).expect_err("1,500 of 1,400");
-    assert!(matches!(error, NicError::Options { field: "mtu", value: 1500, .. }), "{error}");
+    assert!(matches!(error.error, NicError::Options { field: "mtu", value: 1500, .. }), "{error}");
     Card::start(machine.bus(), first, &NicOptions { mtu: 1400, ..options() }).expect("1,400 of 1,400");
 }

@@ -67,6 +67,17 @@ impl Geometry {
     }
 }
 
+/// Why somebody else's arena cannot be gone on with.
+#[derive(Debug, thiserror::Error)]
+pub enum AdoptError {
+    /// The memory is not what it was said to be.
+    #[error(transparent)]
+    Region(#[from] RegionError),
+    /// The device cannot have such a slot.
+    #[error(transparent)]
+    Slot(#[from] WrongSlot),
+}
+
 /// The owner's end of an arena.
 #[derive(Debug, Clone)]
 pub struct Arena {
@@ -107,6 +118,28 @@ impl Arena {
     pub unsafe fn for_device(name: &str, geometry: Geometry, table: Span<Line>) -> Result<Self, RegionError> {
         let region = Region::create(name, geometry.len(), geometry.pages())?;
         let slots = Slots::new(table.words(geometry.count as usize)?, geometry.count);
+        Ok(Arena { pool: Arc::new(Pool { region, slots, geometry, detach: Detach::Move }) })
+    }
+
+    /// Goes on with an arena for a device that another process made and no longer uses: the device still has the slots `lent`, with the
+    /// generations that they had; all others are free. `table` is fresh.
+    ///
+    /// # Errors
+    /// When the memory is too small for its shape, or a slot in `lent` cannot be one, or stands there twice.
+    ///
+    /// # Safety
+    /// The device, and whoever else has the memory, the one who handed it over included, writes a slot only while it is lent.
+    pub unsafe fn adopt_for_device(
+        region: Region,
+        geometry: Geometry,
+        table: Span<Line>,
+        lent: impl IntoIterator<Item = SlotId>,
+    ) -> Result<Self, AdoptError> {
+        if region.len() < geometry.len() {
+            return Err(RegionError::Truncated { have: region.len(), need: geometry.len() }.into());
+        }
+        let slots = Slots::new(table.words(geometry.count as usize)?, geometry.count);
+        lent.into_iter().try_for_each(|id| slots.adopt(id))?;
         Ok(Arena { pool: Arc::new(Pool { region, slots, geometry, detach: Detach::Move }) })
     }
 
@@ -180,6 +213,11 @@ impl Arena {
         self.pool.slots.attach(id)?;
         self.restore(id);
         Ok(Slot { pool: Arc::clone(&self.pool), id })
+    }
+
+    /// Whether the peer has this slot. Changes nothing.
+    pub fn is_lent(&self, id: SlotId) -> Result<(), WrongSlot> {
+        self.pool.slots.is_lent(id)
     }
 
     #[inline(always)]

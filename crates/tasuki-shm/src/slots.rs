@@ -15,6 +15,7 @@
 //! |--------|---------|--------|-------------------------------------------------------------|
 //! | Free   | take    | Owner  | allocation                                                  |
 //! | Free   | supply  | Peer   | the same and lending, in one: the peer is to fill it        |
+//! | Free   | adopt   | Peer   | a predecessor in another process lent it                    |
 //! | Owner  | lend    | Peer   | the slot moves with its descriptor                          |
 //! | Peer   | attach  | Owner  | it came back, and names its generation                      |
 //! | Owner  | release | Free   | nobody needs it                                             |
@@ -306,6 +307,23 @@ impl<M: Table> Slots<M> {
         }
     }
 
+    /// A predecessor, whose table we do not have, lent this slot to the peer.
+    pub fn adopt(&self, id: SlotId) -> Result<(), WrongSlot> {
+        if id.index >= self.count {
+            return Err(WrongSlot::S1 { index: id.index, count: self.count });
+        }
+        if self.take_bit(id.index).is_none() {
+            return Err(WrongSlot::S3 { id, held: self.state(id.index).1, needed: Holder::Free });
+        }
+        self.set(id, Holder::Peer);
+        Ok(())
+    }
+
+    /// Whether the peer has this slot.
+    pub fn is_lent(&self, id: SlotId) -> Result<(), WrongSlot> {
+        self.held(id, Holder::Peer).map(drop)
+    }
+
     /// The slot goes to the peer.
     #[inline(always)]
     pub fn lend(&self, id: SlotId) -> Result<(), WrongSlot> {
@@ -446,6 +464,24 @@ mod tests {
         successor.attach(lent).unwrap();
     }
 
+    #[test]
+    fn a_successor_elsewhere_has_it_from_its_predecessor_what_is_lent() {
+        let slots = slots(70);
+        let lent = [3, 69].map(|index| SlotId { index, generation: 7 + index });
+        lent.iter().for_each(|&id| slots.adopt(id).unwrap());
+        assert_eq!(slots.census(), Census { free: 68, owner: 0, peer: 2 });
+        assert!(matches!(slots.adopt(lent[0]), Err(WrongSlot::S3 { .. })), "twice");
+        assert!(matches!(slots.adopt(SlotId { index: 70, generation: 0 }), Err(WrongSlot::S1 { .. })));
+        slots.is_lent(lent[1]).unwrap();
+        assert!(slots.is_lent(SlotId { generation: 0, ..lent[1] }).is_err(), "of another generation");
+        assert!(slots.is_lent(SlotId { index: 4, generation: 0 }).is_err());
+        let taken: Vec<_> = std::iter::from_fn(|| slots.take()).collect();
+        assert!(taken.len() == 68 && taken.iter().all(|id| ![3, 69].contains(&id.index)));
+        slots.attach(lent[0]).unwrap();
+        slots.release(lent[0]).unwrap();
+        assert_eq!(slots.take(), Some(SlotId { index: 3, generation: 11 }));
+    }
+
     /// The table at the head of this file is the expected value: every pair of state and step.
     #[test]
     fn the_table_is_the_code() {
@@ -456,9 +492,9 @@ mod tests {
             .filter(|cells| cells[0] != "holder")
             .map(|cells| [cells[0].clone(), cells[1].clone(), cells[2].clone()])
             .collect();
-        assert_eq!(rows.len(), 6, "the table was found");
+        assert_eq!(rows.len(), 7, "the table was found");
         for start in ["Free", "Owner", "Peer"] {
-            for event in ["take", "supply", "lend", "attach", "release", "reclaim"] {
+            for event in ["take", "supply", "adopt", "lend", "attach", "release", "reclaim"] {
                 let row = rows.iter().find(|row| row[0] == start && row[1] == event);
                 let expected = row.map_or(start, |row| &row[2]);
                 assert_eq!(after(start, event), expected, "{start} {event}");
@@ -478,6 +514,7 @@ mod tests {
         match event {
             "take" => _ = slots.take(),
             "supply" => _ = slots.supply(1, |_| {}),
+            "adopt" => _ = slots.adopt(id),
             "lend" => _ = slots.lend(id),
             "attach" => _ = slots.attach(id),
             "release" => _ = slots.release(id),

@@ -517,6 +517,7 @@ fn clients_come_one_after_the_other() {
     assert!(!server.has_client() && readable(&server), "now it may come");
     assert_eq!(server.turn(&mut device).unwrap(), Turn::Busy);
     rustix::net::send(&second, &message(1, VERSION), SendFlags::NOSIGNAL).unwrap();
+    assert_eq!(server.turn(&mut device).unwrap(), Turn::Busy, "the device has its turn before the next question");
     assert_eq!(server.turn(&mut device).unwrap(), Turn::Idle);
     assert!(readable(&second));
     assert_eq!(std::io::ErrorKind::AddrInUse, Server::bind(&path).map(|_| ()).unwrap_err().kind());

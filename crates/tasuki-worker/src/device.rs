@@ -12,7 +12,7 @@ use tasuki_net::nic::bus::{Bus, Iova};
 use tasuki_net::nic::e1000e::E1000e;
 use tasuki_net::nic::rtl8139::Rtl8139;
 use tasuki_net::nic::virtio_net::VirtioNet;
-use tasuki_net::nic::{Filter, Nic, NicMemory, NicOptions, PciId};
+use tasuki_net::nic::{Filter, Nic, NicError, NicMemory, NicOptions, PciId};
 use tasuki_shm::arena::{Arena, Geometry};
 
 use crate::model::Model;
@@ -149,7 +149,7 @@ fn go<N: Nic>(bus: N::Bus, ring: u16, filter: &Filter, job: impl Job) -> Result<
     let options = NicOptions { ring, filter: filter.clone(), ..NicOptions::default() };
     let memory = NicMemory::create(slots(ring), RINGS_LEN, MEMORY_AT).context("there is no memory for the card")?;
     let arena = memory.arena().clone();
-    job.with(N::start(bus, memory, &options)?, arena)
+    job.with(N::start(bus, memory, &options).map_err(NicError::from)?, arena)
 }
 
 #[cfg(test)]

@@ -15,7 +15,7 @@ use std::time::{Duration, Instant};
 use anyhow::{Context, Result, ensure};
 use clap::{Args, Parser, Subcommand};
 use tasuki_net::nic::bus::pci::{BarKind, Header};
-use tasuki_net::nic::{Filter, Link, Mac, Nic};
+use tasuki_net::nic::{Filter, Link, Mac, Nic, NicError};
 use tasuki_shm::arena::Arena;
 
 use crate::device::{Device, Job, Setup};
@@ -119,7 +119,7 @@ impl Job for Probe {
             }
         }
         // It must not go on with memory that is about to be gone.
-        nic.park()?;
+        nic.park().map_err(NicError::from)?;
         Ok(())
     }
 }
@@ -143,7 +143,7 @@ impl Job for Drive {
         let done = run::run(&mut nic, arena, &self.orders, &self.stop);
         // It must not go on with memory that is about to be gone.
         let parked = nic.park();
-        done.and(parked.map(drop).map_err(Into::into))
+        done.and(parked.map(drop).map_err(|failed| failed.error.into()))
     }
 }
 

@@ -3,6 +3,7 @@
 use tasuki_shm::arena::Slot;
 use tasuki_shm::slots::SlotId;
 
+use super::sash::broken;
 use super::{NicError, NicMemory};
 
 /// Lends a slot to the card.
@@ -13,8 +14,7 @@ pub fn lend(memory: &NicMemory, slot: Slot) -> SlotId {
 
 /// Takes back a slot that the card has had. Fails only where our own book is wrong.
 pub fn back(memory: &NicMemory, id: SlotId) -> Result<Slot, NicError> {
-    let wrong = |_| NicError::BrokenSash { what: "a slot of it is not the card's", value: id.to_word() };
-    memory.arena().attach_named(id).map_err(wrong)
+    memory.arena().attach_named(id).map_err(|_| broken("a slot of it is not the card's", id.to_word()))
 }
 
 /// Lends the card `count` slots.
@@ -27,18 +27,27 @@ pub fn stock(memory: &NicMemory, count: usize) -> Result<Vec<SlotId>, NicError> 
     Err(NicError::Memory { what: "receive ring", need: count * slot_len, have: ids.len() * slot_len })
 }
 
-/// Whether the card has each of these slots, and each of them once. Changes nothing.
+/// Whether there will be `count` slots for the card once those that it has are taken back. Changes nothing.
+pub fn check_stock(memory: &NicMemory, count: usize) -> Result<(), NicError> {
+    let census = memory.arena().census();
+    let have = (census.free + census.peer) as usize;
+    let slot_len = memory.arena().geometry().slot_len as usize;
+    match have >= count {
+        true => Ok(()),
+        false => Err(NicError::Memory { what: "receive ring", need: count * slot_len, have: have * slot_len }),
+    }
+}
+
+/// Whether the card has each of these slots, which are all different, and no others. Changes nothing.
 pub fn check(memory: &NicMemory, ids: impl Iterator<Item = SlotId>) -> Result<(), NicError> {
-    // Held all at once, so that a slot that stands there twice is missing the second time.
-    let (mut held, mut wrong) = (Vec::new(), None);
+    let mut named = 0;
     for id in ids {
-        match back(memory, id) {
-            Ok(slot) => held.push(slot),
-            Err(error) => wrong = Some(error),
-        }
+        let wrong = |_| broken("it names a slot that the card does not have", id.to_word());
+        memory.arena().is_lent(id).map_err(wrong)?;
+        named += 1;
     }
-    for slot in held {
-        lend(memory, slot);
+    match memory.arena().census().peer {
+        has if has == named => Ok(()),
+        has => Err(broken("the card has slots that it does not name, all in all", has.into())),
     }
-    wrong.map_or(Ok(()), Err)
 }

@@ -5,13 +5,23 @@
 //! - **N1** The card writes slots of the arena only while it holds them (they are lent), and of the rings what its data sheet says.
 //!   No software can enforce that on a card; behind an IOMMU it holds for everything outside of this memory. A card that is
 //!   not trusted so far must have its frames copied out of memory that we never lend references into.
-#![allow(unsafe_code, reason = "answers for the card towards the arena (N1)")]
+//! - **N2** Whoever has handed memory over touches it no longer. As with the card, that is a promise: a giver that is not trusted
+//!   so far must be dead, or fenced, before its memory is adopted.
+#![allow(unsafe_code, reason = "answers for the card and for a giver towards the arena (N1, N2)")]
 
-use tasuki_shm::arena::{Arena, Geometry, Slot};
-use tasuki_shm::region::{PAGE_LEN, Pages, Region, RegionError};
+use std::io;
+use std::os::fd::OwnedFd;
+
+use tasuki_shm::arena::{AdoptError, Arena, Geometry, Slot};
+use tasuki_shm::line::Line;
+use tasuki_shm::region::{PAGE_LEN, Pages, Region, RegionError, Span};
 use tasuki_shm::slots::{SlotId, table_lines};
 
-use super::bus::{Bus, BusError, Iova};
+use super::bus::{Bus, BusError, Iova, pci};
+use super::{NicError, Sash};
+
+/// Most slots of memory that is adopted: whoever says that there are more wants us to run out of memory for their table.
+const ADOPTED_MAX: u32 = 1 << 22;
 
 /// The memory that a card reaches, with the addresses at which the card sees it.
 #[derive(Debug)]
@@ -22,15 +32,117 @@ pub struct NicMemory {
     at: Iova,
 }
 
+/// Where a NIC's memory lies and how it is cut: what a sash is held against.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct MemoryLayout {
+    /// Where the card sees the rings.
+    pub rings_at: Iova,
+    /// Bytes for the rings.
+    pub rings_len: usize,
+    /// The slots that follow them.
+    pub slots: Geometry,
+}
+
+impl MemoryLayout {
+    /// Where the card sees the first byte of the arena.
+    pub fn arena_at(&self) -> Iova {
+        Iova(self.rings_at.0.wrapping_add(self.rings_len as u64))
+    }
+}
+
+/// What another process needs to go on with a NIC's memory, beside the sash.
+#[derive(Debug)]
+pub struct Parts {
+    /// The memory of the rings.
+    pub rings: OwnedFd,
+    /// The memory of the frames.
+    pub frames: OwnedFd,
+}
+
+/// Why memory that was handed over is of no use.
+#[derive(Debug, thiserror::Error)]
+pub enum PartsError {
+    /// It is no memory, or can be taken away under us.
+    #[error("{0}")]
+    Region(#[from] RegionError),
+    /// It cannot be a NIC's.
+    #[error("the memory handed over cannot be a NIC's: {what} ({value:#x}); start the card with memory of its own")]
+    Impossible {
+        /// What is wrong with it.
+        what: &'static str,
+        /// What stands there.
+        value: u64,
+    },
+    /// It is not the memory that the sash is of.
+    #[error("{0}")]
+    Sash(#[from] NicError),
+}
+
+impl From<AdoptError> for PartsError {
+    fn from(error: AdoptError) -> Self {
+        match error {
+            AdoptError::Region(error) => PartsError::Region(error),
+            AdoptError::Slot(_) => PartsError::Impossible { what: "the slots that the card has", value: 0 },
+        }
+    }
+}
+
+fn slot_table(slots: Geometry) -> Result<Span<Line>, RegionError> {
+    let table = Region::create("tasuki-nic-slots", table_lines(slots.count) * 64, Pages::Small)?;
+    table.span(0, table_lines(slots.count))
+}
+
 impl NicMemory {
     /// New memory: `slots` for frames and `rings_len` bytes for the rings, which the card sees at `at` (a multiple of a page).
     pub fn create(slots: Geometry, rings_len: usize, at: Iova) -> Result<Self, RegionError> {
         let rings = Region::create("tasuki-nic-rings", rings_len.next_multiple_of(PAGE_LEN), Pages::Small)?;
-        let table = Region::create("tasuki-nic-slots", table_lines(slots.count) * 64, Pages::Small)?;
-        let table = table.span(0, table_lines(slots.count))?;
         // SAFETY: N1.
-        let arena = unsafe { Arena::for_device("tasuki-nic-frames", slots, table) }?;
+        let arena = unsafe { Arena::for_device("tasuki-nic-frames", slots, slot_table(slots)?) }?;
         Ok(NicMemory { arena, rings, at })
+    }
+
+    /// What another process needs, beside the sash, to [adopt](Self::adopt) this memory. It stays ours until then, so that a giver whose
+    /// taker fails goes on; afterwards it must not be touched, nor any slot that is still in hand (N2).
+    pub fn parts(&self) -> io::Result<Parts> {
+        let copy = |region: &Region| region.fd().try_clone_to_owned();
+        Ok(Parts { rings: copy(&self.rings)?, frames: copy(self.arena.region())? })
+    }
+
+    /// Memory that another process has handed over with the sash of its card: the card has the slots that the sash names, and all
+    /// others are free.
+    ///
+    /// # Errors
+    /// When the parts are no sealed memory, not two, not whole, or not those that the sash is of; and when the sash is broken.
+    pub fn adopt(parts: Parts, sash: &impl Sash) -> Result<Self, PartsError> {
+        let head = sash.head();
+        let (rings, frames) = (Region::adopt(parts.rings)?, Region::adopt(parts.frames)?);
+        let impossible = |what, value| Err(PartsError::Impossible { what, value });
+        let file = |region: &Region| rustix::fs::fstat(region).map(|stat| (stat.st_dev, stat.st_ino));
+        if file(&rings).is_err() || file(&rings) == file(&frames) {
+            return impossible("rings and frames are the same", rings.len() as u64);
+        }
+        let slots = Geometry { slot_len: head.slot_len, count: head.slots };
+        if !slots.is_sound() || slots.count > ADOPTED_MAX {
+            return impossible("the shape of its slots", u64::from(slots.count) << 32 | u64::from(slots.slot_len));
+        }
+        // Larger it can be only where slots fill no whole huge pages, which such slots do.
+        if frames.len() != slots.len() {
+            return impossible("the bytes of its frames", frames.len() as u64);
+        }
+        let at = Iova(head.rings_at);
+        let len = rings.len() as u64 + frames.len() as u64;
+        if !at.0.is_multiple_of(PAGE_LEN as u64) || at.0.checked_add(len).is_none() {
+            return impossible("the address at which the card sees it", at.0);
+        }
+        sash.check(&MemoryLayout { rings_at: at, rings_len: rings.len(), slots })?;
+        // SAFETY: N1 for the card, N2 for the giver.
+        let arena = unsafe { Arena::adopt_for_device(frames, slots, slot_table(slots)?, sash.slots()) }?;
+        Ok(NicMemory { arena, rings, at })
+    }
+
+    /// Where it lies and how it is cut.
+    pub fn layout(&self) -> MemoryLayout {
+        MemoryLayout { rings_at: self.at, rings_len: self.rings.len(), slots: self.arena.geometry() }
     }
 
     /// Where frames lie.
@@ -65,15 +177,46 @@ impl NicMemory {
         self.arena_at() + u64::from(id.index) * u64::from(self.arena.geometry().slot_len)
     }
 
-    /// Lets the device of `bus` reach it.
+    /// Lets the device of `bus` reach it, all of it or nothing.
     pub fn map(&self, bus: &mut impl Bus) -> Result<(), BusError> {
         bus.map_dma(&self.rings, self.rings_at())?;
-        bus.map_dma(self.arena.region(), self.arena_at())
+        let mapped = bus.map_dma(self.arena.region(), self.arena_at());
+        if mapped.is_err() {
+            // That it could not be mapped is what is to be told.
+            let _ = bus.unmap_dma(self.rings_at(), self.rings.len());
+        }
+        mapped
+    }
+
+    /// Lets the device of `bus` reach it, whether a predecessor did so or not.
+    pub(super) fn map_anew(&self, bus: &mut impl Bus) -> Result<(), BusError> {
+        match self.map(bus) {
+            // What lies there may be this memory, as a predecessor mapped it. If it is something else, the second refusal says so.
+            Err(BusError::Dma { .. }) => {
+                let _ = bus.unmap_dma(self.arena_at(), self.arena.region().len());
+                let _ = bus.unmap_dma(self.rings_at(), self.rings.len());
+                self.map(bus)
+            }
+            other => other,
+        }
     }
 
     /// The device of `bus` can reach it no longer.
     pub fn unmap(&self, bus: &mut impl Bus) -> Result<(), BusError> {
         bus.unmap_dma(self.arena_at(), self.arena.region().len())?;
         bus.unmap_dma(self.rings_at(), self.rings.len())
+    }
+
+    /// The card was reset: it holds no slot any more.
+    pub(super) fn take_back(&self) {
+        self.arena.reclaim();
+    }
+
+    /// A card that could not be started is kept from this memory, by whatever means still work: nobody is left to be told of those that do not.
+    /// Its slots are not taken back: that needs a reset that is known to have worked.
+    pub(super) fn withdraw(&self, bus: &mut impl Bus) {
+        let _ = pci::enable(bus, false);
+        let _ = bus.unmap_dma(self.arena_at(), self.arena.region().len());
+        let _ = bus.unmap_dma(self.rings_at(), self.rings.len());
     }
 }

@@ -11,6 +11,8 @@
 //! ```
 //!
 //! A parked NIC touches no memory: its receive and transmit units are off and what they had begun is finished.
+//!
+//! Each of these steps, if it fails, gives bus and memory back ([`Failed`]), and says in [`Nic`] what can be done with them.
 
 pub mod bus;
 pub mod e1000e;
@@ -18,10 +20,12 @@ mod loan;
 mod memory;
 mod register;
 pub mod rtl8139;
+pub mod sash;
 pub mod virtio_net;
 
 use bus::{Bus, BusError};
-pub use memory::NicMemory;
+pub use memory::{MemoryLayout, NicMemory, Parts, PartsError};
+pub use sash::Sash;
 
 use crate::port::Port;
 
@@ -167,7 +171,7 @@ pub enum NicError {
         ours: u32,
     },
     /// The sash cannot be true.
-    #[error("the sash contradicts itself or the NIC's memory: {what} ({value:#x}); start the card anew")]
+    #[error("the sash contradicts itself, the NIC's memory or the card: {what} ({value:#x}); start the card anew")]
     BrokenSash {
         /// What is wrong with it.
         what: &'static str,
@@ -176,23 +180,75 @@ pub enum NicError {
     },
 }
 
+/// A parked NIC: the way to its card, its memory, and what a successor must know.
+pub type Parked<N> = (<N as Nic>::Bus, NicMemory, <N as Nic>::Sash);
+
+/// A step that failed, and what it was to be done with.
+pub struct Failed<B> {
+    /// Why.
+    pub error: NicError,
+    /// The way to the card.
+    pub bus: B,
+    /// The card's memory, whose every slot is free, in somebody's hands, or counted as the card's.
+    pub memory: NicMemory,
+}
+
+impl<B> std::fmt::Debug for Failed<B> {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Failed").field("error", &self.error).finish_non_exhaustive()
+    }
+}
+
+impl<B> std::fmt::Display for Failed<B> {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        self.error.fmt(f)
+    }
+}
+
+impl<B> std::error::Error for Failed<B> {
+    /// The error's own: it speaks for itself already.
+    fn source(&self) -> Option<&(dyn std::error::Error + 'static)> {
+        self.error.source()
+    }
+}
+
+impl<B> From<Failed<B>> for NicError {
+    fn from(failed: Failed<B>) -> Self {
+        failed.error
+    }
+}
+
 /// A card that runs.
 pub trait Nic: Port<Fault = NicError> + Sized {
     /// How the driver reaches the card.
     type Bus: Bus;
 
-    /// All that a successor must know: plain data, with a version.
-    type Sash;
+    /// All that a successor must know.
+    type Sash: Sash;
 
     /// Resets the card and sets it up, with slots posted to every receive ring. The link comes up when it comes up.
-    fn start(bus: Self::Bus, memory: NicMemory, options: &NicOptions) -> Result<Self, NicError>;
+    ///
+    /// Slots that the card had before are free when it has been reset, whatever a predecessor did or failed to do.
+    ///
+    /// # Errors
+    /// Options that the driver does not know, memory that is too small and a card that is another are found before the card is
+    /// touched: it goes on with what it did. After any other error it can no longer reach the memory, as far as we could bring that about.
+    /// Either way another `start` is possible with the same bus and memory.
+    fn start(bus: Self::Bus, memory: NicMemory, options: &NicOptions) -> Result<Self, Failed<Self::Bus>>;
 
     /// Goes on with a card that another driver has parked. Touches neither the link nor the filters.
-    fn resume(bus: Self::Bus, memory: NicMemory, sash: &Self::Sash) -> Result<Self, NicError>;
+    ///
+    /// # Errors
+    /// [`NicError::OtherSash`] and [`NicError::BrokenSash`] are found before card and memory are touched, so that whoever has the right
+    /// sash can still resume. After any other error the card must be [started](Self::start), with the same memory if one likes.
+    fn resume(bus: Self::Bus, memory: NicMemory, sash: &Self::Sash) -> Result<Self, Failed<Self::Bus>>;
 
     /// Has the card finish what it has begun and touch no memory any more. Frames that have come and were not received, and
     /// frames that were not sent, stay in the rings, and the sash says where.
-    fn park(self) -> Result<(Self::Bus, NicMemory, Self::Sash), NicError>;
+    ///
+    /// # Errors
+    /// The card is gone or does not stop. It may still use the slots that it had; [`start`](Self::start) resets it and takes them back.
+    fn park(self) -> Result<Parked<Self>, Failed<Self::Bus>>;
 
     /// The card's own address.
     fn mac(&self) -> Mac;

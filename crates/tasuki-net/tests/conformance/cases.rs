@@ -12,7 +12,7 @@ use super::{Bench, PATIENCE, World, memory};
 use crate::qemu::readable;
 
 /// Small rings: they go round often.
-fn small() -> NicOptions {
+pub fn small() -> NicOptions {
     NicOptions { ring: 64, ..NicOptions::default() }
 }
 
@@ -238,10 +238,10 @@ pub fn counters_add_up<W: World>() {
 }
 
 /// All words of a NIC's memory, through a mapping of our own.
-struct Words(Vec<Span<std::sync::atomic::AtomicU64>>);
+pub struct Words(Vec<Span<std::sync::atomic::AtomicU64>>);
 
 impl Words {
-    fn of(memory: &NicMemory) -> Words {
+    pub fn of(memory: &NicMemory) -> Words {
         let words = |region: &Region| {
             let copy = region.fd().try_clone_to_owned().expect("a descriptor is free");
             let region = Region::adopt(copy).expect("memory of ours");
@@ -250,7 +250,7 @@ impl Words {
         Words(vec![words(memory.rings()), words(memory.arena().region())])
     }
 
-    fn all(&self) -> impl Iterator<Item = &std::sync::atomic::AtomicU64> {
+    pub fn all(&self) -> impl Iterator<Item = &std::sync::atomic::AtomicU64> {
         self.0.iter().flat_map(|span| span.iter())
     }
 }
@@ -377,7 +377,7 @@ pub fn options_that_the_card_cannot_do_are_refused<W: World>() {
         (NicOptions { mtu: W::MTU_MAX + 1, ..small() }, "mtu"),
     ] {
         let memory = self::memory::<W>(&NicOptions::default());
-        let error = W::Nic::start(world.bus(), memory, &options).err().expect("the card cannot do that");
+        let error = W::Nic::start(world.bus(), memory, &options).err().expect("the card cannot do that").error;
         assert!(matches!(error, NicError::Options { field, .. } if field == name), "{options:?}: {error}");
     }
 }
@@ -390,7 +390,7 @@ pub fn memory_that_is_too_small_is_refused<W: World>() {
     for (slots, rings_len, ring) in [(few, 256 << 10, 256), (enough, 4096, 256)] {
         let memory = NicMemory::create(slots, rings_len, W::MEMORY_AT).expect("a little memory");
         let options = NicOptions { ring, ..NicOptions::default() };
-        let error = W::Nic::start(world.bus(), memory, &options).err().expect("that does not suffice");
+        let error = W::Nic::start(world.bus(), memory, &options).err().expect("that does not suffice").error;
         assert!(matches!(error, NicError::Memory { need, have, .. } if need > have), "{error}");
     }
 }

@@ -112,7 +112,7 @@ impl Bus for StubBus {
     }
 
     fn interrupts(&mut self, count: u16) -> Result<Vec<OwnedFd>, BusError> {
-        let eventfd = || rustix::event::eventfd(0, EventfdFlags::CLOEXEC).expect("an eventfd");
+        let eventfd = || rustix::event::eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK).expect("an eventfd");
         Ok((0..count).map(|_| eventfd()).collect())
     }
 

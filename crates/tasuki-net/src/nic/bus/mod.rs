@@ -117,6 +117,8 @@ pub trait Bus {
     fn unmap_dma(&mut self, at: Iova, len: usize) -> Result<(), BusError>;
 
     /// An eventfd for each of the first `count` MSI-X vectors, which are enabled. They stay the same for as long as the bus lives.
+    ///
+    /// They are non-blocking: reading one that has not rung fails with `EAGAIN`, and a driver that clears its bell never waits.
     fn interrupts(&mut self, count: u16) -> Result<Vec<OwnedFd>, BusError>;
 
     /// Resets the whole device as its bus can, if it can.

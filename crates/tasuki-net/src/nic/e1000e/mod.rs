@@ -19,13 +19,14 @@ use rustix::io::Errno;
 
 use self::counters::Counters;
 use self::regs::{Mmio, cause, rctl};
-use self::ring::{Lengths, Named, RING_MAX, ReceiveRing, TransmitRing, ring_at};
-pub use self::sash::{KIND, Sash, VERSION};
+use self::ring::{Lengths, RING_MAX, ReceiveRing, TransmitRing, ring_at};
+pub use self::sash::Sash;
 use self::sash::{MTA_WORDS, NO_SLOT, QUEUES_MAX, ReceiveSash};
 use self::setup::Shape;
 use super::bus::pci::{self, Header};
-use super::bus::{Bus, BusError};
-use super::{Filter, Link, Mac, Nic, NicError, NicMemory, NicOptions, PciId};
+use super::bus::{Bus, BusError, Registers};
+use super::sash::{Head, Sash as _, broken};
+use super::{Failed, Filter, Link, Mac, Nic, NicError, NicMemory, NicOptions, PciId, loan};
 use crate::port::{Armed, Burst, Port};
 
 /// The cards that this driver drives: the 82574L, and its variant without management.
@@ -121,38 +122,160 @@ impl<B: Bus> E1000e<B> {
         everything | multicast
     }
 
-    /// Whether the card is where the sash says.
-    fn check_parked(&self, sash: &Sash) -> Result<(), NicError> {
-        let is = |what, found: u32, said: u32| match found == said {
-            true => Ok(()),
-            false => Err(NicError::Absurd { what, value: found.into() }),
-        };
-        if self.mmio.read(regs::STATUS) == u32::MAX {
-            return Err(NicError::Gone);
+    /// Puts the driver together.
+    fn assemble(bus: B, memory: NicMemory, parts: Assembly<B::Registers>) -> Self {
+        let Assembly { mmio, bell, receive, transmit, shape, mac, filter, flow_control, mta, counters } = parts;
+        // A successor's link may have gone and come meanwhile.
+        let (first, agreed, held) = (0, false, false);
+        E1000e {
+            bus,
+            memory,
+            mmio,
+            bell,
+            receive,
+            first,
+            transmit,
+            shape,
+            mac,
+            filter,
+            flow_control,
+            agreed,
+            held,
+            mta,
+            counters,
         }
-        is("it receives, though parked", self.mmio.read(regs::RCTL) & rctl::EN, 0)?;
-        is("it sends, though parked", self.mmio.read(regs::TCTL) & regs::tctl::EN, 0)?;
-        for (index, ring) in (0_u8..).zip(&self.receive) {
-            let (low, high) = setup::halves(ring_at(self.memory.rings_at(), index.into(), sash.ring));
-            let index = index.into();
-            is("a receive ring is not where the sash says", self.mmio.read(regs::RDBAL.of(index)), low)?;
-            is("a receive ring is not where the sash says", self.mmio.read(regs::RDBAH.of(index)), high)?;
-            is("a receive ring's tail is not what the sash says", self.mmio.read(regs::RDT.of(index)), ring.tail())?;
+    }
+
+    /// The last steps of a start.
+    fn go(&mut self, options: &NicOptions) -> Result<(), NicError> {
+        if options.flow_control {
+            flow::prepare(&self.mmio, self.shape.frame());
         }
-        let (low, high) = setup::halves(ring_at(self.memory.rings_at(), self.receive.len(), sash.ring));
-        is("the transmit ring is not where the sash says", self.mmio.read(regs::TDBAL), low)?;
-        is("the transmit ring is not where the sash says", self.mmio.read(regs::TDBAH), high)?;
-        is("the transmit ring's tail is not what the sash says", self.mmio.read(regs::TDT), self.transmit.tail())
+        self.flow_control = options.flow_control;
+        self.apply_filter(&options.filter);
+        setup::enable(&self.mmio, self.shape, self.filter_bits());
+        self.refill()
+    }
+
+    fn failed(self, error: NicError) -> Failed<B> {
+        Failed { error, bus: self.bus, memory: self.memory }
+    }
+
+    /// Has the card stop; what a successor must know.
+    fn stop(&mut self) -> Result<Sash, NicError> {
+        park::stop(&self.mmio, self.shape.frame(), &mut self.counters)?;
+        self.transmit.reclaim(self.memory.arena());
+        self.counters.collect(&self.mmio);
+        let mut posted = [[NO_SLOT; RING_MAX]; QUEUES_MAX];
+        let mut receive = [ReceiveSash::default(); QUEUES_MAX];
+        for (ring, (cursors, posted)) in self.receive.iter().zip(receive.iter_mut().zip(&mut posted)) {
+            *cursors = ring.to_sash(posted);
+        }
+        let mut sending = [NO_SLOT; RING_MAX];
+        let (sent, filled) = self.transmit.to_sash(&mut sending);
+        Ok(Sash {
+            head: Head::of::<Sash>(&self.memory.layout(), self.mac, self.shape.ring),
+            queues: self.shape.queues.into(),
+            mtu: self.shape.mtu,
+            filter: self.filter,
+            reserved: 0,
+            receive,
+            sent,
+            filled,
+            mta: *self.mta,
+            counters: self.counters.to_sash(),
+            posted,
+            sending,
+        })
     }
 }
 
-/// The eventfd of vector 0, which does not block whoever reads it.
+/// All of a driver but the way to its card and its memory.
+struct Assembly<R> {
+    mmio: Mmio<R>,
+    bell: OwnedFd,
+    receive: ArrayVec<ReceiveRing, QUEUES_MAX>,
+    transmit: TransmitRing,
+    shape: Shape,
+    mac: Mac,
+    filter: u16,
+    flow_control: bool,
+    mta: Box<[u32; MTA_WORDS]>,
+    counters: Counters,
+}
+
+impl<R: Registers> Assembly<R> {
+    /// Resets a card and sets it up, all but the filter and with both units off.
+    fn cold<B: Bus<Registers = R>>(bus: &mut B, memory: &NicMemory, shape: Shape) -> Result<Self, NicError> {
+        let mmio = Mmio(bus.registers(BAR)?);
+        setup::reset(&mmio)?;
+        memory.take_back();
+        // Not before: what a predecessor had it do would go on in our memory.
+        memory.map_anew(bus)?;
+        pci::enable(bus, true)?;
+        let bell = bell(bus)?;
+        let rings = |index| ReceiveRing::new(memory, index, shape.ring);
+        let receive: ArrayVec<_, QUEUES_MAX> = (0..usize::from(shape.queues)).map(rings).collect();
+        let transmit = TransmitRing::new(memory, receive.len(), shape.ring);
+        setup::general(&mmio);
+        let mac = setup::mac(&mmio)?;
+        setup::receive(&mmio, shape, memory.rings_at(), &receive);
+        setup::transmit(&mmio, shape, ring_at(memory.rings_at(), receive.len(), shape.ring));
+        (0..128).for_each(|index| mmio.write(regs::MTA.of(index), 0));
+        let counters = Counters::start(&mmio);
+        let mta = Box::new([0; MTA_WORDS]);
+        Ok(Assembly { mmio, bell, receive, transmit, shape, mac, filter: 0, flow_control: false, mta, counters })
+    }
+
+    /// Where a predecessor stopped. Up to the interrupts, nothing is changed, neither in the card nor in memory.
+    fn warm<B: Bus<Registers = R>>(bus: &mut B, memory: &NicMemory, sash: &Sash) -> Result<Self, NicError> {
+        let layout = memory.layout();
+        sash.check(&layout)?;
+        loan::check(memory, sash.slots())?;
+        let shape = sash.shape(&layout)?;
+        recognise(bus)?;
+        let receive = (0..usize::from(shape.queues)).map(|queue| ReceiveRing::resume(memory, queue, sash)).collect();
+        let transmit = TransmitRing::resume(memory, sash);
+        let mmio = Mmio(bus.registers(BAR)?);
+        check_parked(&mmio, memory, sash, (&receive, &transmit))?;
+        let bell = bell(bus)?;
+        let (mac, filter) = (Mac(sash.head.mac), sash.filter);
+        let (mta, counters) = (Box::new(sash.mta), Counters::resume(&sash.counters));
+        let flow_control = flow::is_prepared(&mmio);
+        Ok(Assembly { mmio, bell, receive, transmit, shape, mac, filter, flow_control, mta, counters })
+    }
+}
+
+/// Whether the card is where the sash says.
+fn check_parked(
+    mmio: &Mmio<impl Registers>,
+    memory: &NicMemory,
+    sash: &Sash,
+    (receive, transmit): (&ArrayVec<ReceiveRing, QUEUES_MAX>, &TransmitRing),
+) -> Result<(), NicError> {
+    let is = |what, found: u32, said: u32| if found == said { Ok(()) } else { Err(broken(what, found.into())) };
+    if mmio.read(regs::STATUS) == u32::MAX {
+        return Err(NicError::Gone);
+    }
+    sash.head.check_mac(setup::mac(mmio)?)?;
+    is("the card receives, though parked", mmio.read(regs::RCTL) & rctl::EN, 0)?;
+    is("the card sends, though parked", mmio.read(regs::TCTL) & regs::tctl::EN, 0)?;
+    let at = |index| setup::halves(ring_at(memory.rings_at(), index, sash.head.ring));
+    for (index, ring) in (0_u8..).zip(receive) {
+        let ((low, high), index) = (at(index.into()), index.into());
+        is("the card has a receive ring elsewhere, at", mmio.read(regs::RDBAL.of(index)), low)?;
+        is("the card has a receive ring elsewhere, at", mmio.read(regs::RDBAH.of(index)), high)?;
+        is("the card has another tail of a receive ring", mmio.read(regs::RDT.of(index)), ring.tail())?;
+    }
+    let (low, high) = at(receive.len());
+    is("the card has its transmit ring elsewhere, at", mmio.read(regs::TDBAL), low)?;
+    is("the card has its transmit ring elsewhere, at", mmio.read(regs::TDBAH), high)?;
+    is("the card has another tail of its transmit ring", mmio.read(regs::TDT), transmit.tail())
+}
+
+/// The eventfd of vector 0.
 fn bell(bus: &mut impl Bus) -> Result<OwnedFd, BusError> {
-    let refused = |errno: Errno| BusError::Refused { doing: "making an eventfd non-blocking", source: errno.into() };
-    let bell = bus.interrupts(1)?.pop().ok_or(BusError::FewInterrupts { have: 0, need: 1 })?;
-    let flags = rustix::fs::fcntl_getfl(&bell).map_err(refused)?;
-    rustix::fs::fcntl_setfl(&bell, flags | rustix::fs::OFlags::NONBLOCK).map_err(refused)?;
-    Ok(bell)
+    bus.interrupts(1)?.pop().ok_or(BusError::FewInterrupts { have: 0, need: 1 })
 }
 
 /// The card must be one of ours.
@@ -227,143 +350,46 @@ impl<B: Bus> Nic for E1000e<B> {
     type Bus = B;
     type Sash = Sash;
 
-    fn start(mut bus: B, memory: NicMemory, options: &NicOptions) -> Result<Self, NicError> {
-        recognise(&mut bus)?;
-        let shape = Shape::new(options, &memory)?;
-        let rings = |index| ReceiveRing::new(&memory, index, shape.ring).map_err(ring::too_small);
-        let receive = (0..usize::from(shape.queues)).map(rings).collect::<Result<ArrayVec<_, QUEUES_MAX>, _>>()?;
-        let transmit = TransmitRing::new(&memory, receive.len(), shape.ring).map_err(ring::too_small)?;
-        let mmio = Mmio(bus.registers(BAR)?);
-        setup::reset(&mmio)?;
-        // Not before: what a predecessor had it do would go on in our memory.
-        memory.map(&mut bus)?;
-        pci::enable(&mut bus, true)?;
-        let bell = bell(&mut bus)?;
-        setup::general(&mmio);
-        let mac = setup::mac(&mmio)?;
-        setup::receive(&mmio, shape, memory.rings_at(), &receive);
-        setup::transmit(&mmio, shape, ring_at(memory.rings_at(), receive.len(), shape.ring));
-        (0..128).for_each(|index| mmio.write(regs::MTA.of(index), 0));
-        let counters = Counters::start(&mmio);
-        let mta = Box::new([0; MTA_WORDS]);
-        let flow_control = options.flow_control;
-        if flow_control {
-            flow::prepare(&mmio, shape.frame());
-        }
-        let mut nic = E1000e {
-            bus,
-            memory,
-            mmio,
-            bell,
-            receive,
-            first: 0,
-            transmit,
-            shape,
-            mac,
-            filter: 0,
-            flow_control,
-            agreed: false,
-            held: false,
-            mta,
-            counters,
+    fn start(mut bus: B, memory: NicMemory, options: &NicOptions) -> Result<Self, Failed<B>> {
+        let shape = Shape::new(options.ring, options.queues, options.mtu, &memory.layout());
+        let shape = match shape.and_then(|shape| recognise(&mut bus).map(|()| shape)) {
+            Ok(shape) => shape,
+            Err(error) => return Err(Failed { error, bus, memory }),
         };
-        nic.apply_filter(&options.filter);
-        setup::enable(&nic.mmio, shape, nic.filter_bits());
-        nic.refill()?;
-        Ok(nic)
+        let mut nic = match Assembly::cold(&mut bus, &memory, shape) {
+            Ok(parts) => Self::assemble(bus, memory, parts),
+            Err(error) => {
+                memory.withdraw(&mut bus);
+                return Err(Failed { error, bus, memory });
+            }
+        };
+        match nic.go(options) {
+            Ok(()) => Ok(nic),
+            Err(error) => {
+                nic.memory.withdraw(&mut nic.bus);
+                Err(nic.failed(error))
+            }
+        }
     }
 
-    fn resume(mut bus: B, memory: NicMemory, sash: &Sash) -> Result<Self, NicError> {
-        if (sash.kind, sash.version) != (KIND, VERSION) {
-            return Err(NicError::OtherSash { kind: sash.kind, version: sash.version, ours: VERSION });
-        }
-        recognise(&mut bus)?;
-        let queues = u8::try_from(sash.queues).unwrap_or(u8::MAX);
-        let options = NicOptions { ring: sash.ring, queues, mtu: sash.mtu, ..NicOptions::default() };
-        let shape = Shape::new(&options, &memory)?;
-        let slots = memory.arena().geometry();
-        if (sash.rings_at, sash.arena_at) != (memory.rings_at().0, memory.arena_at().0)
-            || (sash.slot_len, sash.slots) != (slots.slot_len, slots.count)
-        {
-            return Err(NicError::Absurd { what: "the sash is of other memory", value: sash.rings_at });
-        }
-        let mut named = Named::of(memory.arena());
-        let mut receive = ArrayVec::new();
-        for queue in 0..usize::from(shape.queues) {
-            let (cursors, posted) = (&sash.receive[queue], &sash.posted[queue]);
-            receive.push(ReceiveRing::resume(&memory, &mut named, (queue, shape.ring), cursors, posted)?);
-        }
-        let transmit = TransmitRing::resume(
-            &memory,
-            &mut named,
-            (receive.len(), shape.ring),
-            (sash.sent, sash.filled),
-            &sash.sending,
-        )?;
-        let mmio = Mmio(bus.registers(BAR)?);
-        let bell = bell(&mut bus)?;
-        let [a, b, c, d, e, f, ..] = sash.mac;
-        let mac = Mac([a, b, c, d, e, f]);
-        let (filter, mta, counters) = (sash.filter, Box::new(sash.mta), Counters::resume(&sash.counters));
-        let flow_control = flow::is_prepared(&mmio);
-        let mut nic = E1000e {
-            bus,
-            memory,
-            mmio,
-            bell,
-            receive,
-            first: 0,
-            transmit,
-            shape,
-            mac,
-            filter,
-            flow_control,
-            // The link may have gone and come meanwhile.
-            agreed: false,
-            held: true,
-            mta,
-            counters,
+    fn resume(mut bus: B, memory: NicMemory, sash: &Sash) -> Result<Self, Failed<B>> {
+        let mut nic = match Assembly::warm(&mut bus, &memory, sash) {
+            Ok(parts) => Self::assemble(bus, memory, parts),
+            Err(error) => return Err(Failed { error, bus, memory }),
         };
-        nic.check_parked(sash)?;
         park::go_on(&nic.mmio);
-        nic.refill()?;
-        Ok(nic)
+        nic.held = true;
+        match nic.refill() {
+            Ok(()) => Ok(nic),
+            Err(error) => Err(nic.failed(error)),
+        }
     }
 
-    fn park(mut self) -> Result<(B, NicMemory, Sash), NicError> {
-        park::stop(&self.mmio, self.shape.frame(), &mut self.counters)?;
-        self.transmit.reclaim(self.memory.arena());
-        self.counters.collect(&self.mmio);
-        let mut posted = [[NO_SLOT; RING_MAX]; QUEUES_MAX];
-        let mut receive = [ReceiveSash { next: 0, tail: 0, skipping: 0, reserved: 0 }; QUEUES_MAX];
-        for (ring, (cursors, posted)) in self.receive.iter().zip(receive.iter_mut().zip(&mut posted)) {
-            *cursors = ring.to_sash(posted);
+    fn park(mut self) -> Result<(B, NicMemory, Sash), Failed<B>> {
+        match self.stop() {
+            Ok(sash) => Ok((self.bus, self.memory, sash)),
+            Err(error) => Err(self.failed(error)),
         }
-        let mut sending = [NO_SLOT; RING_MAX];
-        let (sent, filled) = self.transmit.to_sash(&mut sending);
-        let [a, b, c, d, e, f] = self.mac.0;
-        let slots = self.memory.arena().geometry();
-        let sash = Sash {
-            kind: KIND,
-            version: VERSION,
-            rings_at: self.memory.rings_at().0,
-            arena_at: self.memory.arena_at().0,
-            slot_len: slots.slot_len,
-            slots: slots.count,
-            ring: self.shape.ring,
-            queues: self.shape.queues.into(),
-            mtu: self.shape.mtu,
-            filter: self.filter,
-            mac: [a, b, c, d, e, f, 0, 0],
-            receive,
-            sent,
-            filled,
-            mta: *self.mta,
-            counters: self.counters.to_sash(),
-            posted,
-            sending,
-        };
-        Ok((self.bus, self.memory, sash))
     }
 
     fn mac(&self) -> Mac {
@@ -385,11 +411,12 @@ impl<B: Bus> Nic for E1000e<B> {
 
     fn set_filter(&mut self, filter: &Filter) -> Result<(), NicError> {
         self.apply_filter(filter);
-        if self.mmio.read(regs::STATUS) == u32::MAX {
-            return Err(NicError::Gone);
-        }
         self.mmio.change(regs::RCTL, rctl::UPE | rctl::MPE, self.filter_bits());
-        Ok(())
+        // Writes are on their way until something is read: what comes from now on meets the new filter.
+        match self.mmio.read(regs::STATUS) {
+            u32::MAX => Err(NicError::Gone),
+            _ => Ok(()),
+        }
     }
 
     fn statistics(&mut self) -> Vec<(&'static str, u64)> {

@@ -18,10 +18,10 @@ use std::sync::atomic::AtomicU64;
 use std::sync::atomic::Ordering::{Acquire, Relaxed};
 
 use tasuki_shm::arena::{Arena, Slot};
-use tasuki_shm::region::{RegionError, Span};
+use tasuki_shm::region::Span;
 use tasuki_shm::slots::{SlotId, WrongSlot};
 
-use super::sash::{NO_SLOT, ReceiveSash};
+use super::sash::{NO_SLOT, ReceiveSash, Sash};
 use crate::nic::bus::Iova;
 use crate::nic::{NicError, NicMemory};
 use crate::port::{Burst, Frame};
@@ -72,11 +72,12 @@ struct Descriptors {
 }
 
 impl Descriptors {
-    /// The ring with number `index` of rings of `count` descriptors (a power of two) each.
-    fn new(memory: &NicMemory, index: usize, count: u16) -> Result<Self, RegionError> {
-        let words = memory.rings().span(index * usize::from(count) * DESCRIPTOR_LEN, usize::from(count) * WORDS)?;
+    /// The ring with number `index` of rings of `count` descriptors (a power of two) each, for which the memory suffices.
+    fn new(memory: &NicMemory, index: usize, count: u16) -> Self {
+        let words = memory.rings().span(index * usize::from(count) * DESCRIPTOR_LEN, usize::from(count) * WORDS);
+        let words = words.expect("a Shape saw that the rings fit");
         let slots = vec![SlotId::from_word(NO_SLOT); count.into()].into();
-        Ok(Descriptors { words, slots, mask: u32::from(count) - 1 })
+        Descriptors { words, slots, mask: u32::from(count) - 1 }
     }
 
     /// The ring as the card sees it.
@@ -114,49 +115,9 @@ impl Descriptors {
         }
     }
 
-    /// Takes over the slots that the descriptors `from..to` hold, and only those. A slot that is refused stays lent.
-    fn take_over(&mut self, named: &mut Named, words: &[u64; RING_MAX], from: u32, to: u32) -> Result<(), NicError> {
-        let held = to.wrapping_sub(from);
-        if held > self.most() {
-            let what = "the sash's cursors are further apart than the ring is long";
-            return Err(NicError::Absurd { what, value: held.into() });
-        }
-        for cursor in (0..held).map(|i| from.wrapping_add(i)) {
-            let place = self.place(cursor);
-            named.check(words[place])?;
-            self.slots[place] = SlotId::from_word(words[place]);
-        }
-        Ok(())
-    }
-}
-
-/// The slots that a sash names, each of them once.
-#[derive(Debug)]
-pub struct Named<'m> {
-    arena: &'m Arena,
-    seen: Box<[bool]>,
-}
-
-impl<'m> Named<'m> {
-    /// None yet.
-    pub fn of(arena: &'m Arena) -> Self {
-        Named { arena, seen: vec![false; arena.geometry().count as usize].into() }
-    }
-
-    /// The slot that `word` names is one that the card holds.
-    fn check(&mut self, word: u64) -> Result<(), NicError> {
-        let absurd = |what| NicError::Absurd { what, value: word };
-        let id = SlotId::from_word(word);
-        let seen = self.seen.get_mut(id.index as usize);
-        let seen = seen.ok_or(absurd("the sash names a slot that the arena does not have"))?;
-        if std::mem::replace(seen, true) {
-            return Err(absurd("the sash names a slot twice"));
-        }
-        // There and back, which only works with a slot that is lent.
-        let slot =
-            self.arena.attach_named(id).map_err(|_| absurd("the sash names a slot that the card does not hold"))?;
-        lend(self.arena, slot);
-        Ok(())
+    /// Takes over the slots that stand in a sash that was checked.
+    fn take_over(&mut self, words: &[u64; RING_MAX]) {
+        self.slots.iter_mut().zip(words).for_each(|(slot, word)| *slot = SlotId::from_word(*word));
     }
 }
 
@@ -220,23 +181,18 @@ pub struct ReceiveRing {
 
 impl ReceiveRing {
     /// An empty ring.
-    pub fn new(memory: &NicMemory, index: usize, count: u16) -> Result<Self, RegionError> {
-        let ring = Descriptors::new(memory, index, count)?;
+    pub fn new(memory: &NicMemory, index: usize, count: u16) -> Self {
+        let ring = Descriptors::new(memory, index, count);
         ring.clear();
-        Ok(ReceiveRing { ring, next: 0, tail: 0, skipping: false })
+        ReceiveRing { ring, next: 0, tail: 0, skipping: false }
     }
 
-    /// The ring that a predecessor left.
-    pub fn resume(
-        memory: &NicMemory,
-        named: &mut Named,
-        (index, count): (usize, u16),
-        sash: &ReceiveSash,
-        posted: &[u64; RING_MAX],
-    ) -> Result<Self, NicError> {
-        let mut ring = Descriptors::new(memory, index, count).map_err(too_small)?;
-        ring.take_over(named, posted, sash.next, sash.tail)?;
-        Ok(ReceiveRing { ring, next: sash.next, tail: sash.tail, skipping: sash.skipping == 1 })
+    /// The ring that a predecessor left. Changes nothing in it.
+    pub fn resume(memory: &NicMemory, index: usize, sash: &Sash) -> Self {
+        let mut ring = Descriptors::new(memory, index, sash.head.ring);
+        ring.take_over(&sash.posted[index]);
+        let cursors = &sash.receive[index];
+        ReceiveRing { ring, next: cursors.next, tail: cursors.tail, skipping: cursors.skipping == 1 }
     }
 
     /// What a successor must know.
@@ -387,15 +343,6 @@ impl ReceiveRing {
     }
 }
 
-/// The ring does not lie in the memory.
-pub fn too_small(error: RegionError) -> NicError {
-    match error {
-        RegionError::OutOfBounds { end, len, .. } => NicError::Memory { what: "rings", need: end, have: len },
-        // Nothing else can go wrong with a part of a region.
-        _ => NicError::Memory { what: "rings", need: 0, have: 0 },
-    }
-}
-
 /// The transmit ring.
 #[derive(Debug)]
 pub struct TransmitRing {
@@ -406,23 +353,17 @@ pub struct TransmitRing {
 
 impl TransmitRing {
     /// An empty ring.
-    pub fn new(memory: &NicMemory, index: usize, count: u16) -> Result<Self, RegionError> {
-        let ring = Descriptors::new(memory, index, count)?;
+    pub fn new(memory: &NicMemory, index: usize, count: u16) -> Self {
+        let ring = Descriptors::new(memory, index, count);
         ring.clear();
-        Ok(TransmitRing { ring, sent: 0, filled: 0 })
+        TransmitRing { ring, sent: 0, filled: 0 }
     }
 
-    /// The ring that a predecessor left.
-    pub fn resume(
-        memory: &NicMemory,
-        named: &mut Named,
-        (index, count): (usize, u16),
-        (sent, filled): (u32, u32),
-        sending: &[u64; RING_MAX],
-    ) -> Result<Self, NicError> {
-        let mut ring = Descriptors::new(memory, index, count).map_err(too_small)?;
-        ring.take_over(named, sending, sent, filled)?;
-        Ok(TransmitRing { ring, sent, filled })
+    /// The ring that a predecessor left, behind those of its receive queues. Changes nothing in it.
+    pub fn resume(memory: &NicMemory, sash: &Sash) -> Self {
+        let mut ring = Descriptors::new(memory, sash.queues.into(), sash.head.ring);
+        ring.take_over(&sash.sending);
+        TransmitRing { ring, sent: sash.sent, filled: sash.filled }
     }
 
     /// What a successor must know: the cursors, and the slots.

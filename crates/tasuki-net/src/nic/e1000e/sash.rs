@@ -1,13 +1,12 @@
-//! All that a successor must know of a parked 82574: plain data, with a version.
+//! All that a successor must know of a parked 82574. The rings stay as they are; what is in them, and where, stands here.
 
+use tasuki_shm::slots::SlotId;
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout};
 
-use super::ring::RING_MAX;
-
-/// What the sash's first word says: it is one of this driver's.
-pub const KIND: u32 = 0x8086_10d3;
-/// Changes with every change of [`Sash`].
-pub const VERSION: u32 = 1;
+use super::ring::{self, RING_MAX};
+use super::setup::Shape;
+use crate::nic::sash::{self, Head, broken};
+use crate::nic::{MemoryLayout, NicError};
 
 /// Receive queues that the card has.
 pub const QUEUES_MAX: usize = 2;
@@ -23,28 +22,15 @@ pub const NO_SLOT: u64 = u64::MAX;
 #[repr(C)]
 #[derive(Debug, Clone, PartialEq, Eq, FromBytes, IntoBytes, Immutable, KnownLayout)]
 pub struct Sash {
-    /// [`KIND`].
-    pub kind: u32,
-    /// [`VERSION`].
-    pub version: u32,
-    /// Where the card sees the rings: the receive rings, one after the other, then the transmit ring.
-    pub rings_at: u64,
-    /// Where the card sees the frames.
-    pub arena_at: u64,
-    /// Bytes in a slot.
-    pub slot_len: u32,
-    /// Slots.
-    pub slots: u32,
-    /// Descriptors in a ring.
-    pub ring: u16,
+    /// What every sash begins with.
+    pub head: Head,
     /// Receive queues.
     pub queues: u16,
     /// Longest payload of a frame.
     pub mtu: u16,
     /// 1 for every frame, 2 for every multicast.
     pub filter: u16,
-    /// The card's own address, and two bytes of nothing.
-    pub mac: [u8; 8],
+    pub(super) reserved: u16,
     /// The receive rings' cursors.
     pub receive: [ReceiveSash; QUEUES_MAX],
     /// Transmit: the next descriptor that the card will be done with, in the running count.
@@ -61,9 +47,11 @@ pub struct Sash {
     pub sending: [u64; RING_MAX],
 }
 
+const _: () = assert!(size_of::<Sash>() == 25_432);
+
 /// The cursors of a receive ring. They count descriptors without end; their low bits are the place in the ring.
 #[repr(C)]
-#[derive(Debug, Clone, Copy, PartialEq, Eq, FromBytes, IntoBytes, Immutable, KnownLayout)]
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, FromBytes, IntoBytes, Immutable, KnownLayout)]
 pub struct ReceiveSash {
     /// The next descriptor to be received from.
     pub next: u32,
@@ -73,4 +61,138 @@ pub struct ReceiveSash {
     pub skipping: u32,
     /// Nothing.
     pub reserved: u32,
+}
+
+impl Sash {
+    /// The shape of rings and frames.
+    pub(super) fn shape(&self, memory: &MemoryLayout) -> Result<Shape, NicError> {
+        let queues = u8::try_from(self.queues).unwrap_or(u8::MAX);
+        Shape::new(self.head.ring, queues, self.mtu, memory).map_err(|error| match error {
+            NicError::Options { field, value, .. } => broken(field, value),
+            NicError::Memory { what, need, .. } => broken(what, need as u64),
+            other => other,
+        })
+    }
+}
+
+impl sash::Sash for Sash {
+    const KIND: u32 = 0x8086_10d3;
+    const VERSION: u32 = 2;
+
+    fn head(&self) -> &Head {
+        &self.head
+    }
+
+    fn check_body(&self, memory: &MemoryLayout) -> Result<(), NicError> {
+        let shape = self.shape(memory)?;
+        if self.filter > 3 {
+            return Err(broken("the filter", self.filter.into()));
+        }
+        if self.reserved != 0 {
+            return Err(broken("what is reserved", self.reserved.into()));
+        }
+        for (queue, (cursors, posted)) in self.receive.iter().zip(&self.posted).enumerate() {
+            if cursors.skipping > 1 || cursors.reserved != 0 {
+                return Err(broken("the state of a receive ring", cursors.skipping.into()));
+            }
+            if queue >= shape.queues.into() && *cursors != ReceiveSash::default() {
+                return Err(broken("the cursors of a queue that is not used", cursors.next.into()));
+            }
+            check_ring(posted, shape.ring, cursors.next, cursors.tail)?;
+        }
+        check_ring(&self.sending, shape.ring, self.sent, self.filled)
+    }
+
+    fn slots(&self) -> impl Iterator<Item = SlotId> {
+        let words = self.posted.as_flattened().iter().chain(&self.sending);
+        words.filter(|&&word| word != NO_SLOT).map(|&word| SlotId::from_word(word))
+    }
+}
+
+/// A ring holds slots in the descriptors `from..to`, of which there are fewer than in the ring, and nowhere else.
+fn check_ring(words: &[u64; RING_MAX], ring: u16, from: u32, to: u32) -> Result<(), NicError> {
+    let (held, mask) = (to.wrapping_sub(from), u32::from(ring) - 1);
+    if held > mask {
+        return Err(broken("cursors are further apart than their ring is long", held.into()));
+    }
+    for (place, &word) in (0_u32..).zip(words) {
+        let is_held = place <= mask && place.wrapping_sub(from) & mask < held;
+        if is_held != (word != NO_SLOT) {
+            return Err(broken("a slot where none is, or none where one is, in descriptor", place.into()));
+        }
+    }
+    Ok(())
+}
+
+/// Bytes of the rings' region that rings of this shape need.
+pub fn rings_len(queues: u8, ring: u16) -> usize {
+    (usize::from(queues) + 1) * usize::from(ring) * ring::DESCRIPTOR_LEN
+}
+
+#[cfg(test)]
+mod tests {
+    use tasuki_shm::arena::Geometry;
+    use zerocopy::FromZeros;
+
+    use super::*;
+    use crate::nic::Mac;
+    use crate::nic::bus::Iova;
+    use crate::nic::sash::{Sash as _, tests};
+
+    const MEMORY: MemoryLayout =
+        MemoryLayout { rings_at: Iova(0x1000), rings_len: 4096, slots: Geometry { slot_len: 4096, count: 64 } };
+
+    fn word(index: u32) -> u64 {
+        SlotId { index, generation: 3 }.to_word()
+    }
+
+    /// Of a ring of 8 that has gone round the numbers, with a frame on its way out.
+    fn sash() -> Sash {
+        let head = Head::of::<Sash>(&MEMORY, Mac([2, 0, 0, 0, 0, 1]), 8);
+        let mut sash = Sash { head, queues: 1, mtu: 1500, sent: 9, filled: 10, ..Sash::new_zeroed() };
+        sash.receive[0] = ReceiveSash { next: u32::MAX - 1, tail: 5, ..ReceiveSash::default() };
+        sash.posted = [[NO_SLOT; RING_MAX]; QUEUES_MAX];
+        sash.sending = [NO_SLOT; RING_MAX];
+        (0..7).zip([6, 7, 0, 1, 2, 3, 4]).for_each(|(slot, place)| sash.posted[0][place] = word(slot));
+        sash.sending[1] = word(63);
+        sash
+    }
+
+    #[test]
+    fn a_sash_that_cannot_be_true_is_refused() {
+        sash().check(&MEMORY).unwrap();
+        type Change = (&'static str, fn(&mut Sash));
+        let changes: [Change; 19] = [
+            ("version 3", |sash| sash.head.version += 1),
+            ("the sash is of", |sash| sash.head.kind ^= 1),
+            ("rings are at another address", |sash| sash.head.rings_at += 4096),
+            ("frames are at another address", |sash| sash.head.arena_at += 4096),
+            ("the length of its slots", |sash| sash.head.slot_len *= 2),
+            ("the number of its slots", |sash| sash.head.slots += 1),
+            ("ring (0x0)", |sash| sash.head.ring = 0),
+            ("ring (0x800)", |sash| sash.head.ring = 2048),
+            ("frames (0x80000)", |sash| sash.head.ring = 128),
+            ("queues (0x3)", |sash| sash.queues = 3),
+            ("mtu (0x2329)", |sash| sash.mtu = 9001),
+            ("slots (0x4000)", |sash| sash.mtu = 9000),
+            ("further apart", |sash| sash.receive[0].next = 0x1000),
+            ("in descriptor (0x4)", |sash| sash.receive[0].tail -= 1),
+            ("in descriptor (0x6)", |sash| sash.receive[0].next += 1),
+            ("not used", |sash| sash.receive[1].next = 1),
+            ("a slot twice", |sash| sash.sending[1] = sash.posted[0][0]),
+            ("does not have", |sash| sash.sending[1] = word(64)),
+            ("the filter", |sash| sash.filter = 4),
+        ];
+        for (why, change) in changes {
+            let mut wrong = sash();
+            change(&mut wrong);
+            let error = wrong.check(&MEMORY).unwrap_err().to_string();
+            assert!(error.contains(why), "{why}: {error}");
+        }
+    }
+
+    #[test]
+    fn bytes_of_all_kinds_are_refused_or_harmless() {
+        tests::bytes_of_all_kinds(&sash(), &MEMORY);
+    }
 }

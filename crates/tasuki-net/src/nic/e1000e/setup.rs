@@ -4,9 +4,9 @@ use std::time::{Duration, Instant};
 
 use super::regs::{self, Mmio, ctrl, ctrl_ext, dctl, eecd, gcr, mrqc, rah, rctl, rfctl, rxcsum, status, tarc, tctl};
 use super::ring::{RING_MAX, RING_MIN, ReceiveRing, ring_at};
-use super::sash::QUEUES_MAX;
+use super::sash::{QUEUES_MAX, rings_len};
 use crate::nic::bus::{Iova, Registers};
-use crate::nic::{Mac, NicError, NicMemory, NicOptions};
+use crate::nic::{Mac, MemoryLayout, NicError};
 
 /// Ethernet header and a VLAN tag: what the longest frame has besides its payload.
 pub const HEADERS_LEN: u16 = 14 + 4;
@@ -45,9 +45,8 @@ pub struct Shape {
 }
 
 impl Shape {
-    /// What `options` ask for, if the card can do it and the memory suffices.
-    pub fn new(options: &NicOptions, memory: &NicMemory) -> Result<Shape, NicError> {
-        let &NicOptions { ring, queues, mtu, .. } = options;
+    /// What is asked for, if the card can do it and the memory suffices.
+    pub fn new(ring: u16, queues: u8, mtu: u16, memory: &MemoryLayout) -> Result<Shape, NicError> {
         let refuse = |field, value, must| Err(NicError::Options { field, value, must });
         if !ring.is_power_of_two() || !(RING_MIN..=RING_MAX).contains(&ring.into()) {
             return refuse("ring", ring.into(), "it must be a power of two from 8 to 1024");
@@ -58,17 +57,22 @@ impl Shape {
         if !(MTU_MIN..=MTU_MAX).contains(&mtu) {
             return refuse("mtu", mtu.into(), "it must be from 68 to 9000");
         }
-        let slots = memory.arena().geometry();
+        let lacks = |what, need, have| Err(NicError::Memory { what, need, have });
         // Without the check sequence, which is stripped, but the buffer must have room for it.
         let frame = mtu + HEADERS_LEN;
         let buffer = [2048_u16, 4096, 8192, 16384].into_iter().find(|&buffer| buffer >= frame + 4);
         let buffer = buffer.expect("an MTU of at most 9,000 fits 16 KiB");
+        let slots = memory.slots;
         if slots.slot_len < buffer.into() {
-            return Err(NicError::Memory { what: "slots", need: buffer.into(), have: slots.slot_len as usize });
+            return lacks("slots", buffer.into(), slots.slot_len as usize);
         }
         let need = usize::from(queues) * usize::from(ring) * slots.slot_len as usize;
         if slots.len() < need {
-            return Err(NicError::Memory { what: "frames", need, have: slots.len() });
+            return lacks("frames", need, slots.len());
+        }
+        let need = rings_len(queues, ring);
+        if memory.rings_len < need {
+            return lacks("rings", need, memory.rings_len);
         }
         Ok(Shape { ring, queues, mtu, buffer })
     }

@@ -23,8 +23,20 @@ use self::ring::{RxRing, TxRing};
 use self::sash::{Counts, Loan, Sash};
 use super::bus::{Bus, BusError, Header, pci};
 use super::register::wait;
-use super::{Filter, Link, Mac, Nic, NicError, NicMemory, NicOptions, PciId, loan};
+use super::sash::{Head, Sash as _, broken};
+use super::{Failed, Filter, Link, Mac, Nic, NicError, NicMemory, NicOptions, PciId, loan};
 use crate::port::{Armed, Burst, Port};
+
+/// All of a driver but the way to its card and its memory.
+struct Assembly<R> {
+    registers: R,
+    rx: RxRing,
+    tx: TxRing,
+    mac: Mac,
+    frame_max: u16,
+    counts: Counts,
+    silent: OwnedFd,
+}
 
 /// What this driver drives.
 const CARD: PciId = PciId { vendor: 0x10ec, device: 0x8139 };
@@ -95,22 +107,34 @@ fn check_options(options: &NicOptions) -> Result<(), NicError> {
     Ok(())
 }
 
-/// Whether the card behind `bus` is ours, and the memory large enough.
-fn check_card(bus: &mut impl Bus, memory: &NicMemory) -> Result<(), NicError> {
+/// Whether the card behind `bus` is ours.
+fn check_card(bus: &mut impl Bus) -> Result<(), NicError> {
     let header = Header::read(bus)?;
     // The class word has the revision in its low byte (PCI Local Bus Specification 3.0, section 6.2.1).
     let [revision, ..] = bus.read_config(0x08)?.to_le_bytes();
     if header.id != CARD || revision < REVISION_MIN {
         return Err(NicError::OtherCard { found: header.id, driver: DRIVER });
     }
-    if memory.rings().len() < RINGS_LEN {
-        return Err(NicError::Memory { what: "rings", need: RINGS_LEN, have: memory.rings().len() });
-    }
     Ok(())
 }
 
+/// Whether the memory is large enough.
+fn check_memory(memory: &NicMemory, ring: u16) -> Result<(), NicError> {
+    let have = memory.rings().len();
+    match have < RINGS_LEN {
+        true => Err(NicError::Memory { what: "rings", need: RINGS_LEN, have }),
+        false => loan::check_stock(memory, ring.into()),
+    }
+}
+
 fn words(memory: &NicMemory, at: usize, count: usize) -> Span<AtomicU64> {
-    memory.rings().span(at, count).expect("check_card saw that the region is large enough")
+    memory.rings().span(at, count).expect("the region was seen to be large enough")
+}
+
+/// A descriptor that is never readable.
+fn silent() -> Result<OwnedFd, BusError> {
+    let refused = |errno: rustix::io::Errno| BusError::Refused { doing: "making an eventfd", source: errno.into() };
+    rustix::event::eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK).map_err(refused)
 }
 
 /// Bits that a reset card must not have: who reads them as ones is gone.
@@ -194,14 +218,68 @@ impl<B: Bus> Rtl8139<B> {
         if mac == [0xff; 6] { Err(NicError::Gone) } else { Ok(Mac(mac)) }
     }
 
-    fn new(bus: B, memory: NicMemory, registers: B::Registers, rings: (RxRing, TxRing)) -> Result<Self, NicError> {
-        let silent = rustix::event::eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK);
-        let refused = |errno: rustix::io::Errno| BusError::Refused { doing: "making an eventfd", source: errno.into() };
-        let silent = silent.map_err(refused)?;
-        let (rx, tx) = rings;
+    fn new(bus: B, memory: NicMemory, parts: Assembly<B::Registers>) -> Self {
+        let Assembly { registers, rx, tx, mac, frame_max, counts, silent } = parts;
+        Rtl8139 { bus, memory, registers, rx, tx, mac, frame_max, counts, silent }
+    }
+
+    /// Resets the card and sets it up.
+    fn cold(bus: &mut B, memory: &NicMemory, options: &NicOptions) -> Result<Assembly<B::Registers>, NicError> {
+        let silent = silent()?;
+        let registers = bus.registers(REGISTERS)?;
+        // Reset before it may be master: a card that somebody left running would write to addresses that are ours now.
+        Self::reset(&registers)?;
+        memory.take_back();
+        memory.map_anew(bus)?;
+        pci::enable(bus, true)?;
         let mac = Self::read_mac(&registers)?;
-        let (frame_max, counts) = (MTU_MAX + AROUND_PAYLOAD, Counts::default());
-        Ok(Rtl8139 { bus, memory, registers, rx, tx, mac, frame_max, counts, silent })
+        let count = usize::from(options.ring);
+        let rx = RxRing::new(memory, words(memory, RX_AT, 2 * count), &loan::stock(memory, count)?);
+        let tx = TxRing::new(memory, words(memory, TX_AT, 2 * count), count, &[]);
+        regs::CR9346.write(&registers, cr9346::UNLOCK);
+        Self::enable(&registers, memory);
+        Self::configure(&registers, &options.filter);
+        regs::CR9346.write(&registers, cr9346::LOCK);
+        let (frame_max, counts) = (options.mtu + AROUND_PAYLOAD, Counts::default());
+        Ok(Assembly { registers, rx, tx, mac, frame_max, counts, silent })
+    }
+
+    /// Goes on from a sash. Up to where the rings are written, nothing is changed, neither in the card nor in memory.
+    fn warm(bus: &mut B, memory: &NicMemory, sash: &Sash) -> Result<Assembly<B::Registers>, NicError> {
+        sash.check(&memory.layout())?;
+        loan::check(memory, sash.slots())?;
+        check_card(bus)?;
+        let silent = silent()?;
+        let registers = bus.registers(REGISTERS)?;
+        let mac = Self::read_mac(&registers)?;
+        sash.head.check_mac(mac)?;
+        let command = regs::CR.read(&registers);
+        if gone(command) {
+            return Err(NicError::Gone);
+        }
+        if command & (cr::RE | cr::TE) != 0 {
+            return Err(broken("the card runs, though parked", command.into()));
+        }
+        let count = usize::from(sash.head.ring);
+        let rx = RxRing::resume(memory, words(memory, RX_AT, 2 * count), sash.received());
+        let tx = TxRing::new(memory, words(memory, TX_AT, 2 * count), count, sash.unsent());
+        Self::enable(&registers, memory);
+        Ok(Assembly { registers, rx, tx, mac, frame_max: sash.frame_max, counts: sash.counts, silent })
+    }
+
+    /// Switches both units off; what a successor must know.
+    fn stop(&mut self) -> Result<Sash, NicError> {
+        self.drain()?;
+        regs::CR.write(&self.registers, 0);
+        wait("the frames in its hands", STEP_MS, || {
+            let command = regs::CR.read(&self.registers);
+            gone(command) || command & (cr::RE | cr::TE) == 0
+        })?;
+        if gone(regs::CR.read(&self.registers)) {
+            return Err(NicError::Gone);
+        }
+        self.tx.reap(&self.memory, &mut self.counts)?;
+        Ok(self.sash())
     }
 
     /// Tells the card that there is something to send.
@@ -229,11 +307,7 @@ impl<B: Bus> Rtl8139<B> {
         let unsent = tx.iter_mut().zip(self.tx.loans()).map(|(to, loan)| *to = loan).count();
         let fits = |count| u16::try_from(count).expect("at most 64");
         Sash {
-            kind: sash::KIND,
-            version: sash::VERSION,
-            rings_at: self.memory.rings_at().0,
-            mac: self.mac.0,
-            ring: fits(ring),
+            head: Head::of::<Sash>(&self.memory.layout(), self.mac, fits(ring)),
             frame_max: self.frame_max,
             unsent: fits(unsent),
             reserved: 0,
@@ -299,63 +373,38 @@ impl<B: Bus> Nic for Rtl8139<B> {
     type Bus = B;
     type Sash = Sash;
 
-    fn start(mut bus: B, memory: NicMemory, options: &NicOptions) -> Result<Self, NicError> {
-        check_options(options)?;
-        check_card(&mut bus, &memory)?;
-        let count = usize::from(options.ring);
-        let slots = loan::stock(&memory, count)?;
-        let registers = bus.registers(REGISTERS)?;
-        // Reset before it may be master: a card that somebody left running would write to addresses that are ours now.
-        Self::reset(&registers)?;
-        memory.map(&mut bus)?;
-        pci::enable(&mut bus, true)?;
-        let rx = RxRing::new(&memory, words(&memory, RX_AT, 2 * count), &slots);
-        let tx = TxRing::new(&memory, words(&memory, TX_AT, 2 * count), count, &[]);
-        regs::CR9346.write(&registers, cr9346::UNLOCK);
-        Self::enable(&registers, &memory);
-        Self::configure(&registers, &options.filter);
-        regs::CR9346.write(&registers, cr9346::LOCK);
-        let mut nic = Self::new(bus, memory, registers, (rx, tx))?;
-        nic.frame_max = options.mtu + AROUND_PAYLOAD;
-        Ok(nic)
+    fn start(mut bus: B, memory: NicMemory, options: &NicOptions) -> Result<Self, Failed<B>> {
+        let checked = check_options(options).and_then(|()| check_memory(&memory, options.ring));
+        if let Err(error) = checked.and_then(|()| check_card(&mut bus)) {
+            return Err(Failed { error, bus, memory });
+        }
+        match Self::cold(&mut bus, &memory, options) {
+            Ok(parts) => Ok(Self::new(bus, memory, parts)),
+            Err(error) => {
+                memory.withdraw(&mut bus);
+                Err(Failed { error, bus, memory })
+            }
+        }
     }
 
-    fn resume(mut bus: B, memory: NicMemory, sash: &Sash) -> Result<Self, NicError> {
-        check_card(&mut bus, &memory)?;
-        sash.check(memory.rings_at().0)?;
-        loan::check(&memory, sash.slots())?;
-        let registers = bus.registers(REGISTERS)?;
-        if Self::read_mac(&registers)? != Mac(sash.mac) {
-            return Err(NicError::BrokenSash {
-                what: "it is of a card with another address",
-                value: sash.mac[5].into(),
-            });
+    fn resume(mut bus: B, memory: NicMemory, sash: &Sash) -> Result<Self, Failed<B>> {
+        match Self::warm(&mut bus, &memory, sash) {
+            Ok(parts) => {
+                let nic = Self::new(bus, memory, parts);
+                nic.poll();
+                Ok(nic)
+            }
+            Err(error) => Err(Failed { error, bus, memory }),
         }
-        let count = usize::from(sash.ring);
-        let rx = RxRing::resume(&memory, words(&memory, RX_AT, 2 * count), sash.received());
-        let tx = TxRing::new(&memory, words(&memory, TX_AT, 2 * count), count, sash.unsent());
-        Self::enable(&registers, &memory);
-        let mut nic = Self::new(bus, memory, registers, (rx, tx))?;
-        (nic.frame_max, nic.counts) = (sash.frame_max, sash.counts);
-        nic.poll();
-        Ok(nic)
     }
 
     /// Switches both units off. The card answers that one is off when it has finished the frame it is at; what comes from then
     /// on until it is resumed is lost, as on any card without a place for it.
-    fn park(mut self) -> Result<(B, NicMemory, Sash), NicError> {
-        self.drain()?;
-        regs::CR.write(&self.registers, 0);
-        wait("the frames in its hands", STEP_MS, || {
-            let command = regs::CR.read(&self.registers);
-            gone(command) || command & (cr::RE | cr::TE) == 0
-        })?;
-        if gone(regs::CR.read(&self.registers)) {
-            return Err(NicError::Gone);
+    fn park(mut self) -> Result<(B, NicMemory, Sash), Failed<B>> {
+        match self.stop() {
+            Ok(sash) => Ok((self.bus, self.memory, sash)),
+            Err(error) => Err(Failed { error, bus: self.bus, memory: self.memory }),
         }
-        self.tx.reap(&self.memory, &mut self.counts)?;
-        let sash = self.sash();
-        Ok((self.bus, self.memory, sash))
     }
 
     fn mac(&self) -> Mac {

@@ -8,12 +8,9 @@ use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout};
 
 use super::regs::DESCRIPTORS_MAX;
 use super::ring::BUFFER_LEN;
-use crate::nic::NicError;
-
-/// Whose sash it is: the card's vendor and device.
-pub const KIND: u32 = 0x10ec_8139;
-/// Of the layout below.
-pub const VERSION: u32 = 1;
+use super::{MTU_MIN, RINGS_LEN};
+use crate::nic::sash::{self, Head, broken};
+use crate::nic::{MemoryLayout, NicError};
 
 /// A slot that is in a ring.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, FromBytes, IntoBytes, Immutable, KnownLayout)]
@@ -71,16 +68,8 @@ pub struct Counts {
 #[derive(Debug, Clone, PartialEq, Eq, FromBytes, IntoBytes, Immutable, KnownLayout)]
 #[repr(C)]
 pub struct Sash {
-    /// [`KIND`].
-    pub kind: u32,
-    /// [`VERSION`].
-    pub version: u32,
-    /// Where the card sees the rings.
-    pub rings_at: u64,
-    /// The card's address.
-    pub mac: [u8; 6],
-    /// Descriptors in each ring.
-    pub ring: u16,
+    /// What every sash begins with.
+    pub head: Head,
     /// Longest frame that is sent, in bytes.
     pub frame_max: u16,
     /// Entries of `tx` that count.
@@ -94,41 +83,12 @@ pub struct Sash {
     pub counts: Counts,
 }
 
+const _: () = assert!(size_of::<Sash>() == 2168);
+
 impl Sash {
-    /// Whether we understand it, and it makes sense for rings at `rings_at`.
-    pub fn check(&self, rings_at: u64) -> Result<(), NicError> {
-        let Sash { kind, version, .. } = *self;
-        if (kind, version) != (KIND, VERSION) {
-            return Err(NicError::OtherSash { kind, version, ours: VERSION });
-        }
-        let wrong = |what, value| Err(NicError::BrokenSash { what, value });
-        if self.rings_at != rings_at {
-            return wrong("its rings are at another address", self.rings_at);
-        }
-        let ring = usize::from(self.ring);
-        if !ring.is_power_of_two() || ring > DESCRIPTORS_MAX {
-            return wrong("the number of descriptors", self.ring.into());
-        }
-        if self.unsent > self.ring {
-            return wrong("the number of unsent frames", self.unsent.into());
-        }
-        if u32::from(self.frame_max) > BUFFER_LEN {
-            return wrong("the longest frame", self.frame_max.into());
-        }
-        if let Some(long) = self.unsent().iter().find(|loan| loan.status > self.frame_max.into()) {
-            return wrong("the length of an unsent frame", long.status.into());
-        }
-        Ok(())
-    }
-
-    /// Every slot that is in a ring.
-    pub fn slots(&self) -> impl Iterator<Item = SlotId> {
-        self.received().iter().chain(self.unsent()).map(Loan::slot)
-    }
-
     /// The receive ring.
     pub fn received(&self) -> &[Loan] {
-        &self.rx[..self.ring.into()]
+        &self.rx[..self.head.ring.into()]
     }
 
     /// The frames that were not sent.
@@ -137,37 +97,111 @@ impl Sash {
     }
 }
 
+impl sash::Sash for Sash {
+    const KIND: u32 = 0x10ec_8139;
+    const VERSION: u32 = 2;
+
+    fn head(&self) -> &Head {
+        &self.head
+    }
+
+    fn check_body(&self, memory: &MemoryLayout) -> Result<(), NicError> {
+        let ring = self.head.ring;
+        if !ring.is_power_of_two() || !(2..=DESCRIPTORS_MAX).contains(&ring.into()) {
+            return Err(broken("the number of descriptors", ring.into()));
+        }
+        if memory.rings_len < RINGS_LEN {
+            return Err(broken("the bytes for rings", memory.rings_len as u64));
+        }
+        if self.unsent > ring {
+            return Err(broken("the number of unsent frames", self.unsent.into()));
+        }
+        if !(u32::from(MTU_MIN)..=BUFFER_LEN).contains(&self.frame_max.into()) {
+            return Err(broken("the longest frame", self.frame_max.into()));
+        }
+        if let Some(long) = self.unsent().iter().find(|loan| loan.status > self.frame_max.into()) {
+            return Err(broken("the length of an unsent frame", long.status.into()));
+        }
+        // Frames that have come are the first.
+        if !self.received().is_sorted_by_key(|loan| loan.status == 0) {
+            return Err(broken("frames that have come behind slots that are empty, in a ring of", ring.into()));
+        }
+        let rest = self.rx[ring.into()..].iter().chain(&self.tx[self.unsent.into()..]);
+        if rest.clone().any(|loan| *loan != Loan::default()) {
+            return Err(broken("slots beyond the end of a ring of", ring.into()));
+        }
+        match self.reserved == 0 && self.rx.iter().chain(&self.tx).all(|loan| loan.reserved == 0) {
+            true => Ok(()),
+            false => Err(broken("what is reserved", self.reserved.into())),
+        }
+    }
+
+    fn slots(&self) -> impl Iterator<Item = SlotId> {
+        self.received().iter().chain(self.unsent()).map(Loan::slot)
+    }
+}
+
 #[cfg(test)]
 mod tests {
+    use tasuki_shm::arena::Geometry;
     use zerocopy::FromZeros;
 
     use super::*;
+    use crate::nic::Mac;
+    use crate::nic::bus::Iova;
+    use crate::nic::sash::{Sash as _, tests};
 
+    const MEMORY: MemoryLayout =
+        MemoryLayout { rings_at: Iova(0x1000), rings_len: 4096, slots: Geometry { slot_len: 4096, count: 64 } };
+
+    fn loan(index: u32, status: u32) -> Loan {
+        Loan::new(SlotId { index, generation: 2 }, status)
+    }
+
+    /// Of a ring of eight, with two frames that have come and one that was not sent.
     fn sash() -> Sash {
-        Sash { kind: KIND, version: VERSION, rings_at: 0x1000, ring: 8, frame_max: 1518, ..Sash::new_zeroed() }
+        let head = Head::of::<Sash>(&MEMORY, Mac([2, 0, 0, 0, 0, 1]), 8);
+        let mut sash = Sash { head, frame_max: 1518, unsent: 1, ..Sash::new_zeroed() };
+        (0..8).for_each(|i| sash.rx[i as usize] = loan(i, if i < 2 { 0x3000_0040 } else { 0 }));
+        sash.tx[0] = loan(63, 1518);
+        sash
     }
 
     #[test]
     fn a_sash_that_cannot_be_true_is_refused() {
-        sash().check(0x1000).unwrap();
-        let unsent = |status| {
-            let mut sash = Sash { unsent: 1, ..sash() };
-            sash.tx[0].status = status;
-            sash
-        };
-        unsent(1518).check(0x1000).unwrap();
-        for (wrong, why) in [
-            (Sash { version: 2, ..sash() }, "version 2"),
-            (Sash { kind: 0x8086_10d3, ..sash() }, "the sash is of"),
-            (Sash { ring: 128, ..sash() }, "the number of descriptors (0x80)"),
-            (Sash { ring: 0, ..sash() }, "the number of descriptors (0x0)"),
-            (Sash { unsent: 9, ..sash() }, "unsent frames (0x9)"),
-            (Sash { frame_max: 9000, ..sash() }, "the longest frame"),
-            (Sash { rings_at: 0, ..sash() }, "at another address"),
-            (unsent(1519), "length of an unsent frame"),
-        ] {
-            let error = wrong.check(0x1000).unwrap_err().to_string();
-            assert!(error.contains(why), "{error}");
+        sash().check(&MEMORY).unwrap();
+        type Change = (&'static str, fn(&mut Sash));
+        let changes: [Change; 17] = [
+            ("version 3", |sash| sash.head.version += 1),
+            ("the sash is of", |sash| sash.head.kind = 0x8086_10d3),
+            ("rings are at another address", |sash| sash.head.rings_at = 0),
+            ("frames are at another address", |sash| sash.head.arena_at = 0),
+            ("the number of its slots", |sash| sash.head.slots = 32),
+            ("the number of descriptors (0x80)", |sash| sash.head.ring = 128),
+            ("the number of descriptors (0x0)", |sash| sash.head.ring = 0),
+            ("the number of descriptors (0x9)", |sash| sash.head.ring = 9),
+            ("beyond the end", |sash| sash.head.ring = 4),
+            ("unsent frames (0x9)", |sash| sash.unsent = 9),
+            ("beyond the end", |sash| sash.unsent = 0),
+            ("the longest frame", |sash| sash.frame_max = 9000),
+            ("length of an unsent frame", |sash| sash.tx[0].status += 1),
+            ("behind slots that are empty", |sash| sash.rx[0].status = 0),
+            ("a slot twice", |sash| sash.rx[1] = sash.rx[0]),
+            ("does not have", |sash| sash.rx[1] = loan(64, 64)),
+            ("what is reserved", |sash| sash.rx[7].reserved = 1),
+        ];
+        for (why, change) in changes {
+            let mut wrong = sash();
+            change(&mut wrong);
+            let error = wrong.check(&MEMORY).unwrap_err().to_string();
+            assert!(error.contains(why), "{why}: {error}");
         }
+        let error = sash().check(&MemoryLayout { rings_len: 2048, ..MEMORY }).unwrap_err();
+        assert!(error.to_string().contains("at another address"), "{error}");
+    }
+
+    #[test]
+    fn bytes_of_all_kinds_are_refused_or_harmless() {
+        tests::bytes_of_all_kinds(&sash(), &MEMORY);
     }
 }

@@ -20,7 +20,6 @@ mod transport;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::time::{Duration, Instant};
 
-use rustix::fs::OFlags;
 use tasuki_shm::slots::SlotId;
 
 use self::control::Control;
@@ -30,7 +29,8 @@ use self::ring::{Place, SplitRing};
 use self::sash::{CHAINS_MAX, Counts, Cursor, DESCRIPTORS_MAX, Loan, Sash};
 use self::transport::{Doorbell, Transport};
 use super::bus::{Bus, BusError, Header, Iova, pci};
-use super::{Filter, Link, Mac, Nic, NicError, NicMemory, NicOptions, PciId, loan};
+use super::sash::{Head, Sash as _, broken};
+use super::{Failed, Filter, Link, Mac, Nic, NicError, NicMemory, NicOptions, PciId, loan};
 use crate::port::{Armed, Burst, Port};
 
 /// What this driver drives: the modern device, and the transitional one by its modern interface.
@@ -62,15 +62,15 @@ struct Layout {
 }
 
 impl Layout {
-    /// For queues of `size` descriptors.
-    fn new(memory: &NicMemory, size: u16) -> Result<Self, NicError> {
+    /// For queues of `size` descriptors, in so many bytes.
+    fn new(have: usize, size: u16) -> Result<Self, NicError> {
         let rx = Place::new(0, size);
         let tx = Place::new(rx.end, size);
         let control = Place::new(tx.end, control::SIZE);
         let rx_header = control.end;
         let tx_header = rx_header + 64;
         let command = tx_header + 64;
-        let (need, have) = (command + control::MEMORY_LEN, memory.rings().len());
+        let need = command + control::MEMORY_LEN;
         match need <= have {
             true => Ok(Layout { rx, tx, control, rx_header, tx_header, command }),
             false => Err(NicError::Memory { what: "rings", need, have }),
@@ -132,6 +132,7 @@ struct Contents<'a> {
     unsent: &'a [Loan],
 }
 
+/// Whether the device behind `bus` is ours.
 fn check_card(bus: &mut impl Bus) -> Result<Header, NicError> {
     let header = Header::read(bus)?;
     match CARDS.contains(&header.id) {
@@ -154,64 +155,85 @@ fn check_options(options: &NicOptions) -> Result<(), NicError> {
     Ok(())
 }
 
-/// What one vector of the bus gives: an eventfd that can be read without waiting.
-fn interrupt(bus: &mut impl Bus) -> Result<OwnedFd, NicError> {
-    let fd = bus.interrupts(1)?.pop().ok_or(BusError::FewInterrupts { have: 0, need: 1 })?;
-    let refused = |errno: rustix::io::Errno| BusError::Refused { doing: "reading an eventfd", source: errno.into() };
-    let flags = rustix::fs::fcntl_getfl(&fd).map_err(refused)?;
-    rustix::fs::fcntl_setfl(&fd, flags | OFlags::NONBLOCK).map_err(refused)?;
-    Ok(fd)
+/// Whether the memory suffices.
+fn check_memory(memory: &NicMemory, options: &NicOptions) -> Result<(), NicError> {
+    let room = u16::try_from(memory.arena().geometry().slot_len).unwrap_or(u16::MAX);
+    if options.mtu.checked_add(AROUND_PAYLOAD).is_none_or(|frame| frame > room) {
+        let must = "a frame of it must fit into a slot";
+        return Err(NicError::Options { field: "mtu", value: options.mtu.into(), must });
+    }
+    Layout::new(memory.rings().len(), options.ring)?;
+    loan::check_stock(memory, usize::from(options.ring / 2))
+}
+
+/// The eventfd of the receive queue's vector.
+fn interrupt(bus: &mut impl Bus) -> Result<OwnedFd, BusError> {
+    bus.interrupts(1)?.pop().ok_or(BusError::FewInterrupts { have: 0, need: 1 })
+}
+
+/// All of a driver but the way to its card and its memory.
+struct Assembly<R> {
+    transport: Transport<R>,
+    rx: Receiver,
+    tx: Transmitter,
+    control: Option<Control>,
+    rx_bell: Doorbell,
+    tx_bell: Doorbell,
+    interrupt: OwnedFd,
+    layout: Layout,
+    terms: Terms,
+    mac: Mac,
 }
 
 impl<B: Bus> VirtioNet<B> {
     /// What the device allows of what is asked for.
-    fn agree(transport: &Transport<B::Registers>, memory: &NicMemory, options: &NicOptions) -> Result<Terms, NicError> {
+    fn agree(transport: &Transport<B::Registers>, options: &NicOptions) -> Result<Terms, NicError> {
         let features = transport.negotiate()?;
         let wrong = |field, value, must| Err(NicError::Options { field, value, must });
         let (rx, tx) = (transport.queue_size_max(queues::RECEIVE), transport.queue_size_max(queues::TRANSMIT));
         if options.ring > rx.min(tx) {
             return wrong("ring", options.ring.into(), "the device's queues are shorter");
         }
-        let room = u16::try_from(memory.arena().geometry().slot_len).unwrap_or(u16::MAX);
-        let Some(frame_max) = options.mtu.checked_add(AROUND_PAYLOAD).filter(|&frame| frame <= room) else {
-            return wrong("mtu", options.mtu.into(), "a frame of it must fit into a slot");
-        };
         if transport.mtu(features)?.is_some_and(|mtu| options.mtu > mtu) {
             return wrong("mtu", options.mtu.into(), "the device's network takes no more than it says");
         }
-        Ok(Terms { features, ring: options.ring, frame_max })
+        Ok(Terms { features, ring: options.ring, frame_max: options.mtu + AROUND_PAYLOAD })
     }
 
-    /// The driver's ends of the queues. Tells the device nothing.
+    /// The driver's ends of the queues. Tells the device nothing, and writes no memory before all that can fail is done.
     fn assemble(
-        mut bus: B,
-        memory: NicMemory,
+        bus: &mut B,
+        memory: &NicMemory,
         transport: Transport<B::Registers>,
         terms: Terms,
         contents: Contents<'_>,
-    ) -> Result<Self, NicError> {
+    ) -> Result<Assembly<B::Registers>, NicError> {
         let Terms { features, ring, frame_max } = terms;
-        let layout = Layout::new(&memory, ring)?;
+        let layout = Layout::new(memory.rings().len(), ring)?;
+        let mac = transport.mac()?;
+        let (rx_bell, tx_bell) = (transport.doorbell(queues::RECEIVE)?, transport.doorbell(queues::TRANSMIT)?);
+        let control_bell = match features & feature::CTRL_RX {
+            0 => None,
+            _ => Some(transport.doorbell(queues::CONTROL)?),
+        };
+        let interrupt = interrupt(bus)?;
         let event_index = features & feature::EVENT_IDX != 0;
         let Contents { cursors, rx_held, tx_held, empty, come, unsent } = contents;
-        let split = |place, cursor| SplitRing::new(&memory, place, ring, event_index, cursor);
+        let split = |place, cursor| SplitRing::new(memory, place, ring, event_index, cursor);
         let header = |at: usize| -> Iova { memory.rings_at() + at as u64 };
         let rx = Chains::new(split(layout.rx, cursors.rx), ring, header(layout.rx_header), true, rx_held);
         let tx = Chains::new(split(layout.tx, cursors.tx), ring, header(layout.tx_header), false, tx_held);
-        let rx = Receiver::new(&memory, rx, sash::room(frame_max), empty, come);
-        let tx = Transmitter::new(&memory, tx, frame_max.into(), unsent);
-        let control = match features & feature::CTRL_RX {
-            0 => None,
-            _ => {
-                let bell = transport.doorbell(queues::CONTROL)?;
-                Some(Control::new(&memory, layout.control, layout.command, event_index, cursors.control, bell))
-            }
-        };
-        let (rx_bell, tx_bell) = (transport.doorbell(queues::RECEIVE)?, transport.doorbell(queues::TRANSMIT)?);
-        let interrupt = interrupt(&mut bus)?;
-        let mac = transport.mac()?;
-        let counts = Counts::default();
-        Ok(VirtioNet {
+        let rx = Receiver::new(memory, rx, sash::room(frame_max), empty, come);
+        let tx = Transmitter::new(memory, tx, frame_max.into(), unsent);
+        let control = control_bell
+            .map(|bell| Control::new(memory, layout.control, layout.command, event_index, cursors.control, bell));
+        Ok(Assembly { transport, rx, tx, control, rx_bell, tx_bell, interrupt, layout, terms, mac })
+    }
+
+    fn new(bus: B, memory: NicMemory, parts: Assembly<B::Registers>, counts: Counts) -> Self {
+        let Assembly { transport, rx, tx, control, rx_bell, tx_bell, interrupt, layout, terms, mac } = parts;
+        let Terms { features, ring, frame_max } = terms;
+        VirtioNet {
             bus,
             memory,
             transport,
@@ -227,7 +249,112 @@ impl<B: Bus> VirtioNet<B> {
             frame_max,
             mac,
             counts,
-        })
+        }
+    }
+
+    /// Resets a device and agrees with it on what it does; its queues are empty and it does not know of them.
+    fn cold(
+        bus: &mut B,
+        memory: &NicMemory,
+        header: &Header,
+        options: &NicOptions,
+    ) -> Result<Assembly<B::Registers>, NicError> {
+        let transport = Transport::find(bus, header)?;
+        // Reset before it may be master: a device that somebody left running would write to addresses that are ours now.
+        transport.reset()?;
+        memory.take_back();
+        let terms = Self::agree(&transport, options)?;
+        let chains = usize::from(terms.ring / 2);
+        let empty = loan::stock(memory, chains)?;
+        memory.map_anew(bus)?;
+        pci::enable(bus, true)?;
+        let none = || (0..chains).map(|_| None).collect();
+        let contents = Contents {
+            cursors: Cursors::default(),
+            rx_held: none(),
+            tx_held: none(),
+            empty: &empty,
+            come: &[],
+            unsent: &[],
+        };
+        Self::assemble(bus, memory, transport, terms, contents)
+    }
+
+    /// The last steps of a start.
+    fn go(&mut self, options: &NicOptions) -> Result<(), NicError> {
+        self.transport.silence_configuration();
+        self.enable_queues()?;
+        if self.control.is_some() {
+            let at = self.layout.control.addresses(&self.memory);
+            self.transport.enable_queue(queues::CONTROL, control::SIZE, at, common::NO_VECTOR)?;
+        }
+        self.transport.run();
+        self.filter(&options.filter)?;
+        // Only now, so that nothing has come in before it was filtered.
+        self.ring_both();
+        Ok(())
+    }
+
+    /// Where a predecessor stopped. Up to the interrupts, nothing is changed, neither in the device nor in memory.
+    fn warm(bus: &mut B, memory: &NicMemory, sash: &Sash) -> Result<Assembly<B::Registers>, NicError> {
+        sash.check(&memory.layout())?;
+        loan::check(memory, sash.slots())?;
+        let header = check_card(bus)?;
+        let transport = Transport::find(bus, &header)?;
+        let found = transport.status()?;
+        if found != status::RUNNING {
+            return Err(broken("the device was reset after it was parked", found.into()));
+        }
+        sash.head.check_mac(transport.mac()?)?;
+        let terms = Terms { features: sash.features, ring: sash.head.ring, frame_max: sash.frame_max };
+        let [come, empty, unsent] = if sash.is_kept() { [&[][..]; 3] } else { sash.in_order() };
+        let empty: Vec<_> = empty.iter().map(Loan::slot).collect();
+        let [rx_held, tx_held] = sash.by_chain().map(|loans| {
+            let kept = |loan| if sash.is_kept() { Held::of(loan) } else { None };
+            loans.iter().map(kept).collect()
+        });
+        let cursors = match sash.is_kept() {
+            true => Cursors { rx: sash.rx_at, tx: sash.tx_at, control: sash.control_at },
+            false => Cursors { control: sash.control_at, ..Cursors::default() },
+        };
+        let contents = Contents { cursors, rx_held, tx_held, empty: &empty, come, unsent };
+        Self::assemble(bus, memory, transport, terms, contents)
+    }
+
+    /// Has a parked device go on.
+    fn go_on(&mut self, sash: &Sash) -> Result<(), NicError> {
+        if !sash.is_kept() {
+            self.rx.chains.publish();
+            self.tx.chains.publish();
+            self.enable_queues()?;
+        }
+        self.ring_both();
+        Ok(())
+    }
+
+    /// Resets the queues, or keeps them; what a successor must know.
+    fn stop(&mut self) -> Result<Sash, NicError> {
+        self.drain()?;
+        let mut sash = self.bare_sash();
+        if sash.is_kept() {
+            self.transport.status()?;
+            list(&mut sash.rx, 0, self.rx.chains.by_chain());
+            list(&mut sash.tx, 0, self.tx.chains.by_chain());
+            return Ok(sash);
+        }
+        // Transmission first, so that receiving pauses as briefly as it can.
+        self.transport.reset_queue(queues::TRANSMIT)?;
+        self.transport.reset_queue(queues::RECEIVE)?;
+        (sash.rx_at, sash.tx_at) = (Cursor::default(), Cursor::default());
+        let (come, empty) = self.rx.harvest()?;
+        sash.come = list(&mut sash.rx, 0, come);
+        sash.empty = list(&mut sash.rx, sash.come, empty);
+        sash.unsent = list(&mut sash.tx, 0, self.tx.harvest(&self.memory)?);
+        Ok(sash)
+    }
+
+    fn failed(self, error: NicError) -> Failed<B> {
+        Failed { error, bus: self.bus, memory: self.memory }
     }
 
     /// Tells the device where the queues for frames are.
@@ -269,12 +396,8 @@ impl<B: Bus> VirtioNet<B> {
     /// A sash without the queues.
     fn bare_sash(&self) -> Sash {
         Sash {
-            kind: sash::KIND,
-            version: sash::VERSION,
-            rings_at: self.memory.rings_at().0,
+            head: Head::of::<Sash>(&self.memory.layout(), self.mac, self.ring),
             features: self.features,
-            mac: self.mac.0,
-            ring: self.ring,
             frame_max: self.frame_max,
             come: 0,
             empty: 0,
@@ -344,99 +467,45 @@ impl<B: Bus> Nic for VirtioNet<B> {
     type Bus = B;
     type Sash = Sash;
 
-    fn start(mut bus: B, memory: NicMemory, options: &NicOptions) -> Result<Self, NicError> {
-        check_options(options)?;
-        let header = check_card(&mut bus)?;
-        let transport = Transport::find(&mut bus, &header)?;
-        // Reset before it may be master: a device that somebody left running would write to addresses that are ours now.
-        transport.reset()?;
-        let terms = Self::agree(&transport, &memory, options)?;
-        Layout::new(&memory, terms.ring)?;
-        let chains = usize::from(terms.ring / 2);
-        let empty = loan::stock(&memory, chains)?;
-        memory.map(&mut bus)?;
-        pci::enable(&mut bus, true)?;
-        let none = || (0..chains).map(|_| None).collect();
-        let contents = Contents {
-            cursors: Cursors::default(),
-            rx_held: none(),
-            tx_held: none(),
-            empty: &empty,
-            come: &[],
-            unsent: &[],
+    fn start(mut bus: B, memory: NicMemory, options: &NicOptions) -> Result<Self, Failed<B>> {
+        let checked = check_options(options).and_then(|()| check_memory(&memory, options));
+        let header = match checked.and_then(|()| check_card(&mut bus)) {
+            Ok(header) => header,
+            Err(error) => return Err(Failed { error, bus, memory }),
         };
-        let mut nic = Self::assemble(bus, memory, transport, terms, contents)?;
-        nic.transport.silence_configuration();
-        nic.enable_queues()?;
-        if nic.control.is_some() {
-            let at = nic.layout.control.addresses(&nic.memory);
-            nic.transport.enable_queue(queues::CONTROL, control::SIZE, at, common::NO_VECTOR)?;
+        let mut nic = match Self::cold(&mut bus, &memory, &header, options) {
+            Ok(parts) => Self::new(bus, memory, parts, Counts::default()),
+            Err(error) => {
+                memory.withdraw(&mut bus);
+                return Err(Failed { error, bus, memory });
+            }
+        };
+        match nic.go(options) {
+            Ok(()) => Ok(nic),
+            Err(error) => {
+                nic.memory.withdraw(&mut nic.bus);
+                Err(nic.failed(error))
+            }
         }
-        nic.transport.run();
-        nic.filter(&options.filter)?;
-        // Only now, so that nothing has come in before it was filtered.
-        nic.ring_both();
-        Ok(nic)
     }
 
-    fn resume(mut bus: B, memory: NicMemory, sash: &Sash) -> Result<Self, NicError> {
-        let header = check_card(&mut bus)?;
-        sash.check(memory.rings_at().0, memory.arena().geometry().slot_len)?;
-        Layout::new(&memory, sash.ring)?;
-        loan::check(&memory, sash.slots())?;
-        let transport = Transport::find(&mut bus, &header)?;
-        let found = transport.status()?;
-        if found != status::RUNNING {
-            return Err(NicError::BrokenSash { what: "the device was reset after it was parked", value: found.into() });
-        }
-        if transport.mac()? != Mac(sash.mac) {
-            return Err(NicError::BrokenSash {
-                what: "it is of a card with another address",
-                value: sash.mac[5].into(),
-            });
-        }
-        let terms = Terms { features: sash.features, ring: sash.ring, frame_max: sash.frame_max };
-        let [come, empty, unsent] = if sash.is_kept() { [&[][..]; 3] } else { sash.in_order() };
-        let empty: Vec<_> = empty.iter().map(Loan::slot).collect();
-        let [rx_held, tx_held] = sash.by_chain().map(|loans| {
-            let kept = |loan| if sash.is_kept() { Held::of(loan) } else { None };
-            loans.iter().map(kept).collect()
-        });
-        let cursors = match sash.is_kept() {
-            true => Cursors { rx: sash.rx_at, tx: sash.tx_at, control: sash.control_at },
-            false => Cursors { control: sash.control_at, ..Cursors::default() },
+    fn resume(mut bus: B, memory: NicMemory, sash: &Sash) -> Result<Self, Failed<B>> {
+        let mut nic = match Self::warm(&mut bus, &memory, sash) {
+            Ok(parts) => Self::new(bus, memory, parts, sash.counts),
+            Err(error) => return Err(Failed { error, bus, memory }),
         };
-        let contents = Contents { cursors, rx_held, tx_held, empty: &empty, come, unsent };
-        let mut nic = Self::assemble(bus, memory, transport, terms, contents)?;
-        nic.counts = sash.counts;
-        if !sash.is_kept() {
-            nic.rx.chains.publish();
-            nic.tx.chains.publish();
-            nic.enable_queues()?;
+        match nic.go_on(sash) {
+            Ok(()) => Ok(nic),
+            Err(error) => Err(nic.failed(error)),
         }
-        nic.ring_both();
-        Ok(nic)
     }
 
     /// Resets the queues, or keeps them: see the head of the module.
-    fn park(mut self) -> Result<(B, NicMemory, Sash), NicError> {
-        self.drain()?;
-        let mut sash = self.bare_sash();
-        if sash.is_kept() {
-            self.transport.status()?;
-            list(&mut sash.rx, 0, self.rx.chains.by_chain());
-            list(&mut sash.tx, 0, self.tx.chains.by_chain());
-            return Ok((self.bus, self.memory, sash));
+    fn park(mut self) -> Result<(B, NicMemory, Sash), Failed<B>> {
+        match self.stop() {
+            Ok(sash) => Ok((self.bus, self.memory, sash)),
+            Err(error) => Err(self.failed(error)),
         }
-        // Transmission first, so that receiving pauses as briefly as it can.
-        self.transport.reset_queue(queues::TRANSMIT)?;
-        self.transport.reset_queue(queues::RECEIVE)?;
-        (sash.rx_at, sash.tx_at) = (Cursor::default(), Cursor::default());
-        let (come, empty) = self.rx.harvest()?;
-        sash.come = list(&mut sash.rx, 0, come);
-        sash.empty = list(&mut sash.rx, sash.come, empty);
-        sash.unsent = list(&mut sash.tx, 0, self.tx.harvest(&self.memory)?);
-        Ok((self.bus, self.memory, sash))
     }
 
     fn mac(&self) -> Mac {

@@ -15,7 +15,7 @@ use crate::nic::{NicError, NicMemory};
 use crate::port::{Burst, Frame};
 
 /// Bytes of the shortest frame that makes sense: two addresses and a type.
-const FRAME_MIN: u32 = 14;
+pub const FRAME_MIN: u32 = 14;
 
 /// What is in a chain that the device has.
 #[derive(Debug, Clone, Copy)]
@@ -184,7 +184,7 @@ impl Receiver {
     }
 
     /// Frames that have come and were not received, the oldest first, and the slots that are empty. The queue was reset.
-    pub fn harvest(mut self) -> Result<(Vec<Loan>, Vec<Loan>), NicError> {
+    pub fn harvest(&mut self) -> Result<(Vec<Loan>, Vec<Loan>), NicError> {
         let mut come = self.come.split_off(self.received);
         while let Some((k, id, room, written)) = self.chains.peek()? {
             come.push(Loan::new(id, frame_len(written, room)?, 0));
@@ -249,7 +249,7 @@ impl Transmitter {
     }
 
     /// The frames that were not sent. The queue was reset.
-    pub fn harvest(mut self, memory: &NicMemory) -> Result<Vec<Loan>, NicError> {
+    pub fn harvest(&mut self, memory: &NicMemory) -> Result<Vec<Loan>, NicError> {
         self.reap(memory)?;
         Ok(self.chains.loans())
     }

@@ -1,0 +1,203 @@
+//! The cases of the suite in which a step fails, and what is left goes on.
+
+use std::sync::Arc;
+use std::sync::atomic::AtomicBool;
+use std::sync::atomic::Ordering::{Relaxed, SeqCst};
+
+use tasuki_net::nic::bus::{Bus, Iova};
+use tasuki_net::nic::{Failed, Nic, NicError, NicMemory, NicOptions, Sash};
+use tasuki_net::port::Armed;
+use tasuki_net::port::Port;
+use tasuki_shm::arena::Geometry;
+
+use super::cases::{Words, small};
+use super::frames::{LONGEST, SHORTEST, assert_same, frame, frames, mixed};
+use super::{Bench, World, memory, until};
+
+/// A change of a byte in the part that all sashes begin with, and what it is.
+const WRONG: [(usize, &str); 9] = [
+    (0, "kind"),
+    (4, "version"),
+    (9, "where the rings are"),
+    (17, "where the frames are"),
+    (25, "the length of slots"),
+    (28, "the number of slots"),
+    (37, "the card's address"),
+    (38, "no power of two of descriptors"),
+    (39, "more descriptors than the memory has"),
+];
+
+/// The sash with that change.
+fn wrong<S: Sash>(sash: &S, at: usize) -> Result<S, NicError> {
+    let mut bytes = sash.bytes().to_vec();
+    bytes[at] ^= 0x11;
+    S::read(&bytes)
+}
+
+/// Has another driver go on with the card, after one that was given a wrong sash.
+fn refuse_then_replace<W: World>(bench: &mut Bench<W>, (at, what): (usize, &str)) {
+    bench.replace_by(|bus, memory, sash| {
+        let before = memory.arena().census();
+        let (bus, memory) = match wrong(sash, at) {
+            // It does not come as far as to a driver.
+            Err(error) => {
+                assert!(at < 8 && matches!(error, NicError::OtherSash { .. }), "{what}: {error}");
+                // Nor does it if it comes by another way: a driver looks for itself.
+                refused::<W>(bus, memory, &foreign(sash, at), what)
+            }
+            Ok(wrong) => refused::<W>(bus, memory, &wrong, what),
+        };
+        assert_eq!(memory.arena().census(), before, "{what}");
+        (bus, memory)
+    });
+}
+
+/// What [`wrong`] refuses to read.
+fn foreign<S: Sash>(sash: &S, at: usize) -> S {
+    let mut bytes = sash.bytes().to_vec();
+    bytes[at] ^= 0x11;
+    S::read_from_bytes(&bytes).expect("as many bytes")
+}
+
+fn refused<W: World>(bus: W::Bus, memory: NicMemory, sash: &<W::Nic as Nic>::Sash, what: &str) -> (W::Bus, NicMemory) {
+    let Failed { error, bus, memory } = W::Nic::resume(bus, memory, sash).err().expect(what);
+    assert!(matches!(error, NicError::OtherSash { .. } | NicError::BrokenSash { .. }), "{what}: {error}");
+    (bus, memory)
+}
+
+pub fn a_wrong_sash_is_refused_and_the_right_one_goes_on<W: World>() {
+    let Some(mut bench) = Bench::<W>::start(&small()) else { return };
+    for (round, wrong) in (0..).zip(WRONG) {
+        // Frames that have come and were not received wait for who goes on.
+        let sent = frames(W::MAC, 100 * round, mixed(20));
+        for frame in &sent {
+            until("room on the wire", || bench.world.try_send(frame).then_some(()));
+        }
+        refuse_then_replace(&mut bench, wrong);
+        let mut came = Vec::new();
+        while came.len() < sent.len() {
+            came.extend(bench.receive());
+        }
+        assert_same(&came, &sent);
+        assert_same(&bench.bring_out(&sent), &sent);
+    }
+    assert!(bench.poll().is_empty(), "nothing comes twice");
+}
+
+pub fn a_refused_sash_changes_no_memory<W: World>() {
+    let Some(mut bench) = Bench::<W>::start(&small()) else { return };
+    bench.replace_by(|mut bus, mut memory, sash| {
+        let words = Words::of(&memory);
+        let all = || words.all().map(|word| word.load(SeqCst)).collect::<Vec<_>>();
+        let (before, census) = (all(), memory.arena().census());
+        for (at, what) in WRONG {
+            (bus, memory) = refused::<W>(bus, memory, &foreign(sash, at), what);
+        }
+        // The right sash, of other memory: elsewhere, and of another shape.
+        let layout = memory.layout();
+        let Iova(at) = layout.rings_at;
+        let few = Geometry { count: layout.slots.count / 2, ..layout.slots };
+        for (what, slots, rings_len, at) in [
+            ("rings elsewhere", layout.slots, layout.rings_len, at + (1 << 30)),
+            ("fewer slots", few, layout.rings_len, at),
+            ("shorter rings", layout.slots, 4096, at),
+            ("none of its slots lent", layout.slots, layout.rings_len, at),
+        ] {
+            let other = NicMemory::create(slots, rings_len, Iova(at)).expect("a little memory");
+            let (back, other) = refused::<W>(bus, other, sash, what);
+            assert_eq!(other.arena().census().free, slots.count, "{what}");
+            bus = back;
+        }
+        assert!(all() == before && memory.arena().census() == census, "the memory has changed");
+        (bus, memory)
+    });
+    let sent = frames(W::MAC, 0, mixed(100));
+    assert_same(&bench.bring_in(&sent), &sent);
+}
+
+pub fn wrong_sashes_under_traffic_lose_nothing<W: World>() {
+    let Some(mut bench) = Bench::<W>::start(&small()) else { return };
+    let send = bench.world.sender();
+    let stop = Arc::new(AtomicBool::new(false));
+    let stopped = Arc::clone(&stop);
+    let of = |number: u32| frame(W::MAC, number, SHORTEST + number as usize % 1000);
+    let sender = std::thread::spawn(move || {
+        (0..).take_while(|_| !stopped.load(Relaxed)).map(|number| send(&of(number))).count()
+    });
+    let mut came = 0;
+    let mut check = |received: Vec<Vec<u8>>| {
+        for received in received {
+            assert_same(&[received], &[of(came)]);
+            came += 1;
+        }
+    };
+    for wrong in WRONG.into_iter().cycle().take(3 * WRONG.len()) {
+        check(bench.receive());
+        refuse_then_replace(&mut bench, wrong);
+    }
+    stop.store(true, Relaxed);
+    while !sender.is_finished() {
+        check(bench.poll());
+    }
+    let sent = u32::try_from(sender.join().expect("the sender sends")).expect("a few");
+    check(bench.bring_in(&[of(sent)]));
+    assert_eq!(came, sent + 1, "each frame came, once");
+}
+
+pub fn after_a_start_that_failed_a_good_one_works<W: World>() {
+    // As few slots as will do for the smallest rings.
+    let slots = Geometry { slot_len: 4096, count: 24 };
+    let memory = NicMemory::create(slots, 256 << 10, W::MEMORY_AT).expect("a little memory");
+    let Some(world) = W::new(&memory) else { return };
+    let good = NicOptions { ring: 8, ..NicOptions::default() };
+    let (mut bus, mut memory) = (world.bus(), memory);
+    for (options, too_little) in [
+        (NicOptions { ring: 48, ..good.clone() }, false),
+        (NicOptions { queues: 0, ..good.clone() }, false),
+        (NicOptions { mtu: 20, ..good.clone() }, false),
+        (NicOptions { mtu: W::MTU_MAX + 1, ..good.clone() }, false),
+        (NicOptions { ring: 64, ..good.clone() }, true),
+    ] {
+        let Failed { error, bus: way, memory: back } = W::Nic::start(bus, memory, &options).err().expect("no good");
+        assert!(matches!(error, NicError::Memory { .. }) == too_little, "{options:?}: {error}");
+        assert!(matches!(error, NicError::Options { .. }) != too_little, "{options:?}: {error}");
+        assert_eq!(back.arena().census().free, slots.count, "{options:?}");
+        (bus, memory) = (way, back);
+    }
+    let arena = memory.arena().clone();
+    let nic = W::Nic::start(bus, memory, &good).expect("good options, and memory that suffices");
+    let mut bench = Bench::over(world, nic, arena);
+    let sent = frames(W::MAC, 0, [SHORTEST, 700, LONGEST]);
+    assert_same(&bench.bring_in(&sent), &sent);
+    assert_same(&bench.bring_out(&sent), &sent);
+}
+
+/// Whatever a driver leaves behind, another can begin anew with the same way to the card and the same memory.
+pub fn a_parked_card_can_be_started_anew<W: World>() {
+    let options = small();
+    let Some(mut bench) = Bench::<W>::start(&options) else { return };
+    for round in 0..3 {
+        bench.start_anew(&options);
+        let sent = frames(W::MAC, 100 * round, mixed(100));
+        assert_same(&bench.bring_in(&sent), &sent);
+        assert_same(&bench.bring_out(&sent), &sent);
+        let census = bench.arena().census();
+        // What was in rings before is free again: at most two full rings are lent, and we hold nothing.
+        assert!(census.peer <= 2 * 64 && census.owner == 0, "{census:?}");
+    }
+}
+
+pub fn interrupts_do_not_block<W: World>() {
+    let memory = memory::<W>(&NicOptions::default());
+    let Some(world) = W::new(&memory) else { return };
+    let mut bus = world.bus();
+    for vector in bus.interrupts(2).expect("every card of these has two") {
+        let read = rustix::io::read(&vector, &mut [0; 8]);
+        assert_eq!(read, Err(rustix::io::Errno::AGAIN), "who reads one that has not rung does not wait");
+    }
+    // So whoever arms twice does not hang.
+    let Some(mut bench) = Bench::<W>::start(&small()) else { return };
+    for _ in 0..2 {
+        assert_eq!(bench.nic().arm().expect("the card works"), Armed::Idle);
+    }
+}
