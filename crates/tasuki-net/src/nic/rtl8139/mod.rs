@@ -3,25 +3,26 @@
 //! The card has no register that says where it stands in a ring, and none that sets it: enabling a unit takes it to descriptor 0.
 //! So whoever resumes it writes the rings anew, turned such that descriptor 0 is where the card is to go on (`ring.rs`).
 //!
-//! It has no MSI-X, and a [`Bus`] carries no other interrupts, so it is polled: [`arm`](Port::arm) always answers
-//! [`Armed::Busy`], and its descriptor never becomes readable (docs/decisions/0009-parking-virtio-and-rtl8139.md).
+//! It has no MSI-X, so it interrupts by wire (`bell.rs`). Where its [`Bus`] cannot carry that ([`BusError::NoIntX`]) it is polled: then
+//! [`arm`](Port::arm) always answers [`Armed::Busy`], and its descriptor never becomes readable.
 
+mod bell;
 mod regs;
 mod ring;
 pub mod sash;
 
-use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::os::fd::BorrowedFd;
 use std::sync::atomic::AtomicU64;
 use std::sync::atomic::Ordering::Relaxed;
 use std::time::{Duration, Instant};
 
-use rustix::event::EventfdFlags;
 use tasuki_shm::region::Span;
 
-use self::regs::{DESCRIPTORS_MAX, RING_ALIGN, ability, bmcr, cpcr, cr, cr9346, dtccr, msr, rcr, tcr, tppoll};
+use self::bell::Bell;
+use self::regs::{DESCRIPTORS_MAX, RING_ALIGN, ability, bmcr, cpcr, cr, cr9346, dtccr, isr, msr, rcr, tcr, tppoll};
 use self::ring::{RxRing, TxRing};
 use self::sash::{Counts, Loan, Sash};
-use super::bus::{Bus, BusError, Header, pci};
+use super::bus::{Bus, Header, pci};
 use super::register::wait;
 use super::{Filter, Link, Mac, Nic, NicError, NicMemory, NicOptions, PciId, loan};
 use crate::port::{Armed, Burst, Port};
@@ -67,8 +68,7 @@ pub struct Rtl8139<B: Bus> {
     /// Longest frame that is sent.
     frame_max: u16,
     counts: Counts,
-    /// Never readable: see the head of the module.
-    silent: OwnedFd,
+    bell: Bell,
 }
 
 impl<B: Bus> std::fmt::Debug for Rtl8139<B> {
@@ -163,12 +163,17 @@ impl<B: Bus> Rtl8139<B> {
 
     /// What a reset has forgotten. The transmitter is on: before, TCR cannot be written.
     fn configure(registers: &B::Registers, filter: &Filter) {
-        regs::IMR.write(registers, 0);
-        regs::ISR.write(registers, u16::MAX);
+        Self::silence(registers);
         regs::MULINT.write(registers, 0);
         regs::ETTHR.write(registers, ETTHR_192);
         regs::TCR.write(registers, tcr::IFG | tcr::MXDMA_1024);
         Self::write_filter(registers, filter);
+    }
+
+    /// Has the card interrupt no more, and forget why it would have.
+    fn silence(registers: &B::Registers) {
+        regs::IMR.write(registers, 0);
+        regs::ISR.write(registers, isr::ALL);
     }
 
     fn write_filter(registers: &B::Registers, filter: &Filter) {
@@ -194,14 +199,12 @@ impl<B: Bus> Rtl8139<B> {
         if mac == [0xff; 6] { Err(NicError::Gone) } else { Ok(Mac(mac)) }
     }
 
-    fn new(bus: B, memory: NicMemory, registers: B::Registers, rings: (RxRing, TxRing)) -> Result<Self, NicError> {
-        let silent = rustix::event::eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK);
-        let refused = |errno: rustix::io::Errno| BusError::Refused { doing: "making an eventfd", source: errno.into() };
-        let silent = silent.map_err(refused)?;
+    fn new(mut bus: B, memory: NicMemory, registers: B::Registers, rings: (RxRing, TxRing)) -> Result<Self, NicError> {
+        let bell = Bell::new(&mut bus)?;
         let (rx, tx) = rings;
         let mac = Self::read_mac(&registers)?;
         let (frame_max, counts) = (MTU_MAX + AROUND_PAYLOAD, Counts::default());
-        Ok(Rtl8139 { bus, memory, registers, rx, tx, mac, frame_max, counts, silent })
+        Ok(Rtl8139 { bus, memory, registers, rx, tx, mac, frame_max, counts, bell })
     }
 
     /// Tells the card that there is something to send.
@@ -281,17 +284,26 @@ impl<B: Bus> Port for Rtl8139<B> {
         Ok(taken)
     }
 
-    /// Always [`Armed::Busy`]: nothing would wake whoever sleeps. An idle poller comes by here, so here a card that was removed
-    /// is noticed.
+    /// An idle poller comes by here, so here a card that was removed is noticed.
     fn arm(&mut self) -> Result<Armed, NicError> {
-        match gone(regs::CR.read(&self.registers)) {
-            true => Err(NicError::Gone),
-            false => Ok(Armed::Busy),
+        // In this order: a frame that came before its cause was cleared is seen by the look at the ring, since the card has answered in
+        // between; one that comes later sets its cause again, and the card asserts its wire when that is let through.
+        Self::silence(&self.registers);
+        if gone(regs::CR.read(&self.registers)) {
+            return Err(NicError::Gone);
+        }
+        if !self.bell.unmask() {
+            return Ok(Armed::Busy);
+        }
+        regs::IMR.write(&self.registers, isr::RECEIVED);
+        match self.rx.is_ready() {
+            true => Ok(Armed::Busy),
+            false => Ok(Armed::Idle),
         }
     }
 
     fn fd(&self) -> BorrowedFd<'_> {
-        self.silent.as_fd()
+        self.bell.fd()
     }
 }
 
@@ -353,6 +365,8 @@ impl<B: Bus> Nic for Rtl8139<B> {
         if gone(regs::CR.read(&self.registers)) {
             return Err(NicError::Gone);
         }
+        // The successor connects the wire anew, and must not find it asserted for us.
+        Self::silence(&self.registers);
         self.tx.reap(&self.memory, &mut self.counts)?;
         let sash = self.sash();
         Ok((self.bus, self.memory, sash))
