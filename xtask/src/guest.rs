@@ -75,6 +75,8 @@ fn machine(kernel: &Path, archive: &Path) -> Command {
     // Behind a port it is PCI Express, which can be reset by its function; and the port is in its group.
     command.args(["-device", "pcie-root-port,id=express,chassis=1"]);
     command.args(["-device", "virtio-net-pci,netdev=b,bus=express,disable-legacy=on,iommu_platform=on"]);
+    // At a wire where nobody else is.
+    command.args(["-netdev", "hubport,id=c,hubid=2", "-device", "rtl8139,netdev=c"]);
     command
 }
 

@@ -1,6 +1,7 @@
 //! The bus over QEMU's qtest socket, on which the drivers are tested, does itself what a bus promises.
 #![allow(clippy::tests_outside_test_module, reason = "the whole file is tests")]
 
+mod intx;
 mod qemu;
 
 use qemu::{MEMORY_AT, Machine, regions};
@@ -64,35 +65,7 @@ fn an_interrupt_arrives_at_its_own_eventfd() {
 fn an_interrupt_by_wire_rings_once_until_it_is_unmasked() {
     let memory = memory();
     let Some(machine) = Machine::start("rtl8139", "", &regions(&memory)) else { return };
-    let mut bus = machine.bus();
-    let registers = bus.registers(1).expect("BAR 1");
-    let intx = bus.intx().expect("the card has INTA#");
-    let rang = |limit| qemu::readable(&intx.rings, limit) && rustix::io::read(&intx.rings, &mut [0; 8]).is_ok();
-    let unmask = || rustix::io::write(&intx.unmasks, &1_u64.to_ne_bytes()).expect("an eventfd");
-    // The RTL8139's timer (TCTR, TimerInt) sets the cause TimeOut, bit 14 of ISR, which IMR lets through.
-    let (imr, isr, tctr, timer) = (0x3c, 0x3e, 0x48, 0x54);
-    let time_out = || {
-        registers.write32(timer, 1000);
-        registers.write32(tctr, 0);
-    };
-    registers.write16(imr, 1 << 14);
-    time_out();
-    assert!(rang(qemu::PATIENCE), "the wire is asserted");
-    for _ in 0..2 {
-        unmask();
-        assert!(rang(qemu::PATIENCE), "it still is");
-    }
-    registers.write16(isr, u16::MAX);
-    time_out();
-    // The timer has run out when its cause is there, and the line that tells of the wire precedes this answer.
-    let deadline = std::time::Instant::now() + qemu::PATIENCE;
-    while registers.read16(isr) & 1 << 14 == 0 {
-        assert!(std::time::Instant::now() < deadline, "the timer has not run out");
-    }
-    assert!(!rang(std::time::Duration::ZERO), "it was asserted again, and is masked");
-    unmask();
-    assert!(rang(qemu::PATIENCE), "it is asserted");
-    assert!(rustix::io::read(&bus.intx().expect("the same").rings, &mut [0; 8]).is_err(), "and empty");
+    intx::rings_once_until_it_is_unmasked(&mut machine.bus());
 }
 
 #[test]
