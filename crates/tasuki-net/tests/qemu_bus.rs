@@ -62,7 +62,7 @@ fn an_interrupt_arrives_at_its_own_eventfd() {
 }
 
 #[test]
-fn an_interrupt_by_wire_rings_once_until_it_is_unmasked() {
+fn an_interrupt_pin_rings_once_until_it_is_unmasked() {
     let memory = memory();
     let Some(machine) = Machine::start("rtl8139", "", &regions(&memory)) else { return };
     intx::rings_once_until_it_is_unmasked(&mut machine.bus());

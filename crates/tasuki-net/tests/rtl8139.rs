@@ -99,7 +99,7 @@ fn frames_pass_both_ways_round_and_round_the_rings() {
     }
 }
 
-/// The wire rings for the first frame and is masked then: each time that somebody sleeps it must have been unmasked, the successor's too.
+/// The pin rings for the first frame and is masked then: each time that somebody sleeps it must have been unmasked, the successor's too.
 #[test]
 fn each_frame_wakes_who_sleeps_for_it_whoever_drives_the_card() {
     let Some((machine, mut card, _arena)) = start(&options()) else { return };
@@ -124,10 +124,10 @@ fn each_frame_wakes_who_sleeps_for_it_whoever_drives_the_card() {
     }
 }
 
-/// A way to the card that its wire does not come along, as where the kernel cannot share it with another device's.
-struct Wireless(QtestBus);
+/// A way to the card that its interrupt pin does not come along, as where the kernel cannot share it with another device's.
+struct Pinless(QtestBus);
 
-impl Bus for Wireless {
+impl Bus for Pinless {
     type Registers = <QtestBus as Bus>::Registers;
 
     fn read_config(&mut self, offset: u16) -> Result<u32, BusError> {
@@ -157,10 +157,10 @@ impl Bus for Wireless {
 }
 
 #[test]
-fn a_card_whose_wire_does_not_reach_us_is_polled() {
+fn a_card_whose_pin_does_not_reach_us_is_polled() {
     let memory = memory();
     let Some(machine) = Machine::start("rtl8139", "mac=52:54:00:12:34:57", &regions(&memory)) else { return };
-    let mut card = Rtl8139::start(Wireless(machine.bus()), memory, &options()).expect("QEMU's card starts");
+    let mut card = Rtl8139::start(Pinless(machine.bus()), memory, &options()).expect("QEMU's card starts");
     for number in 0..3 {
         assert_eq!(card.arm().expect("the card works"), Armed::Busy, "nothing would wake us");
         let sent = frame(MAC, number, 60);

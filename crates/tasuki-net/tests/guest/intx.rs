@@ -1,4 +1,4 @@
-//! Interrupts by wire through VFIO: those of an RTL8139, which has no others.
+//! INTx through VFIO: the interrupts of an RTL8139, which has no others.
 
 use std::time::{Duration, Instant};
 
@@ -19,7 +19,7 @@ const TCR: u32 = 0x40;
 const TCR_LOOPBACK: u32 = 3 << 17;
 
 #[test]
-fn a_wire_rings_once_until_it_is_unmasked() {
+fn a_pin_rings_once_until_it_is_unmasked() {
     crate::intx_case::rings_once_until_it_is_unmasked(&mut open(RTL8139));
 }
 

@@ -1,4 +1,4 @@
-//! What a bus promises of an interrupt by wire, tried on an RTL8139.
+//! What a bus promises of an interrupt pin, tried on an RTL8139.
 
 use std::time::{Duration, Instant};
 
@@ -15,7 +15,7 @@ const TCTR: u32 = 0x48;
 const TIMER_INT: u32 = 0x54;
 const TIME_OUT: u16 = 1 << 14;
 
-/// The wire rings when it is asserted, whoever unmasks it while it is learns so again, and what happens while it is masked is not lost.
+/// The pin rings when it is asserted, whoever unmasks it while it is learns so again, and what happens while it is masked is not lost.
 pub fn rings_once_until_it_is_unmasked(bus: &mut impl Bus) {
     let registers = bus.registers(1).expect("BAR 1");
     registers.write16(IMR, 0);
@@ -39,7 +39,7 @@ pub fn rings_once_until_it_is_unmasked(bus: &mut impl Bus) {
     time_out();
     assert!(!rang(Duration::ZERO), "the card lets nothing through");
     registers.write16(IMR, TIME_OUT);
-    assert!(rang(PATIENCE), "the wire is asserted");
+    assert!(rang(PATIENCE), "the pin is asserted");
     for _ in 0..2 {
         unmask();
         assert!(rang(PATIENCE), "it still is");

@@ -9,7 +9,7 @@
 //!   Wire ◄────── one frame a datagram ────────────────────────► netdev
 //! ```
 //!
-//! An interrupt is thus a store that QEMU makes, and turns into a write to our eventfd, without a thread of ours. Only the wire of a
+//! An interrupt is thus a store that QEMU makes, and turns into a write to our eventfd, without a thread of ours. Only the pin of a
 //! card that has no MSI-X needs one, since QEMU tells of it over the qtest socket (`qtest.rs`).
 #![allow(dead_code, reason = "each test binary uses another part of it")]
 

@@ -1,7 +1,7 @@
-//! The qtest socket: a line for each question and one for its answer, and between them lines that say what an interrupt's wire does.
+//! The qtest socket: a line for each question and one for its answer, and between them lines that say what an interrupt pin does.
 //!
 //! INTA# of the card ends at an input of the machine's I/O APIC. QEMU is asked to tell us of its inputs, instead of the APIC; what it
-//! tells becomes an eventfd as the kernel makes one of a wire: it rings, and then it is masked until somebody unmasks it. Whoever asks
+//! tells becomes an eventfd as the kernel makes one of a pin: it rings, and then it is masked until somebody unmasks it. Whoever asks
 //! reads what is told before the answer; while nobody asks, a thread does, which also sees to whoever unmasks.
 
 use std::io::{self, BufRead, BufReader, Write};
@@ -14,25 +14,25 @@ use tasuki_net::nic::bus::IntX;
 
 use super::{CARD, PATIENCE, readable};
 
-/// The input of the I/O APIC that the card's INTA# is wired to: the ICH9's first PCI interrupt is its input 16, its reset connects INTA# of the
+/// The input of the I/O APIC that the card's INTA# leads to: the ICH9's first PCI interrupt is its input 16, its reset connects INTA# of the
 /// device in slot n to PIRQ E to H in turn (QEMU's hw/isa/lpc_ich9.c; Intel's I/O Controller Hub 9 data sheet, 5.9.2 and 10.1.44).
 const INPUT: u8 = 16 + 4 + CARD % 4;
 
 /// The connection to QEMU.
 pub struct Qtest {
     stream: BufReader<UnixStream>,
-    /// The card's wire, once somebody wants to know of it.
-    wire: Option<Wire>,
+    /// The card's interrupt pin, once somebody wants to know of it.
+    pin: Option<Pin>,
 }
 
-/// A wire and what the kernel would make of it.
-struct Wire {
+/// A pin and what the kernel would make of it.
+struct Pin {
     asserted: bool,
     masked: bool,
     intx: IntX,
 }
 
-impl Wire {
+impl Pin {
     fn set(&mut self, asserted: bool, masked: bool) {
         (self.asserted, self.masked) = (asserted, masked);
         if asserted && !masked {
@@ -45,7 +45,7 @@ impl Wire {
 impl Qtest {
     pub fn new(stream: UnixStream) -> Self {
         stream.set_read_timeout(Some(PATIENCE)).expect("a timeout above zero");
-        Qtest { stream: BufReader::new(stream), wire: None }
+        Qtest { stream: BufReader::new(stream), pin: None }
     }
 
     /// The number in the answer to `command`, or 0 if there is none.
@@ -74,12 +74,12 @@ impl Qtest {
         self.stream.read_line(&mut line).map(|_| line)
     }
 
-    /// Takes note of a line that says what a wire does; says whether it is one.
+    /// Takes note of a line that says what a pin does; says whether it is one.
     fn hear(&mut self, line: &str) -> bool {
         let Some(news) = line.strip_prefix("IRQ ") else { return false };
-        let Some(wire) = &mut self.wire else { return true };
+        let Some(pin) = &mut self.pin else { return true };
         match news.trim_end().split_once(' ') {
-            Some((verb, input)) if input.parse() == Ok(INPUT) => wire.set(verb == "raise", wire.masked),
+            Some((verb, input)) if input.parse() == Ok(INPUT) => pin.set(verb == "raise", pin.masked),
             _ => {}
         }
         true
@@ -96,15 +96,15 @@ impl Qtest {
         Ok(())
     }
 
-    /// The card's wire, which from now on rings and is masked as the kernel does it.
+    /// The card's interrupt pin, which from now on rings and is masked as the kernel does it.
     pub fn listen(qtest: &Arc<Mutex<Qtest>>) -> io::Result<IntX> {
         let mut this = qtest.lock().expect("nobody panics while asking");
-        if let Some(wire) = &this.wire {
-            return wire.intx.try_clone();
+        if let Some(pin) = &this.pin {
+            return pin.intx.try_clone();
         }
         let (intx, ours) = (IntX::create()?, this.stream.get_ref().try_clone()?);
         let copy = intx.try_clone()?;
-        this.wire = Some(Wire { asserted: false, masked: false, intx: intx.try_clone()? });
+        this.pin = Some(Pin { asserted: false, masked: false, intx: intx.try_clone()? });
         this.ask("irq_intercept_in ioapic")?;
         let qtest = Arc::clone(qtest);
         // Ends with QEMU.
@@ -122,8 +122,8 @@ impl Qtest {
         let mut this = qtest.lock().map_err(|_| io::Error::other("whoever asked has panicked"))?;
         // What answers somebody was read by them, who had the lock.
         this.hear_all(|stream| readable(stream.get_ref(), Duration::ZERO))?;
-        if let (Some(wire), Ok(_)) = (&mut this.wire, rustix::io::read(&intx.unmasks, &mut [0; 8])) {
-            wire.set(wire.asserted, false);
+        if let (Some(pin), Ok(_)) = (&mut this.pin, rustix::io::read(&intx.unmasks, &mut [0; 8])) {
+            pin.set(pin.asserted, false);
         }
         Ok(())
     }

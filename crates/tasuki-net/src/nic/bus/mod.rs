@@ -57,7 +57,7 @@ pub enum BusError {
         /// Vectors needed.
         need: u16,
     },
-    /// The device's interrupt by wire does not reach us.
+    /// The device's INTx interrupt does not reach us.
     #[error("the device cannot interrupt by INTx: {why}; a driver that can poll does so")]
     NoIntX {
         /// What stands against it.
@@ -103,17 +103,17 @@ pub enum BusError {
     Pci(#[from] PciError),
 }
 
-/// A device's interrupt by wire (INTA# to INTD#), for those that have no MSI-X. Neither eventfd blocks.
+/// A device's interrupt pin (INTA# to INTD#), for those that have no MSI-X. Neither eventfd blocks.
 ///
-/// The wire has a level: the device asserts it for as long as it has a cause that it may interrupt for. Some buses therefore mask it
+/// The pin has a level: the device asserts it for as long as it has a cause that it may interrupt for. Some buses therefore mask it
 /// when it rings (the kernel does), and some ring each time it is asserted anew. A driver does right by both which takes the device
 /// all its causes, empties `rings`, unmasks if it had rung, and then looks whether there is something to do: what comes later
-/// asserts the wire again.
+/// asserts the pin again.
 #[derive(Debug)]
 pub struct IntX {
-    /// Becomes readable when the device asserts the wire. The bus may have masked it then.
+    /// Becomes readable when the device asserts the pin. The bus may have masked it then.
     pub rings: OwnedFd,
-    /// Unmasks: whoever has silenced the device writes to it. Where the wire is asserted still, it rings again.
+    /// Unmasks: whoever has silenced the device writes to it. Where the pin is asserted still, it rings again.
     pub unmasks: OwnedFd,
 }
 
@@ -153,7 +153,7 @@ pub trait Bus {
     /// An eventfd for each of the first `count` MSI-X vectors, which are enabled. They stay the same for as long as the bus lives.
     fn interrupts(&mut self, count: u16) -> Result<Vec<OwnedFd>, BusError>;
 
-    /// The device's interrupt by wire, which is switched on and unmasked. A device has either this or [MSI-X](Self::interrupts): nobody
+    /// The device's interrupt pin, which is switched on and unmasked. A device has either this or [MSI-X](Self::interrupts): nobody
     /// asks for both. It stays the same for as long as the bus lives.
     fn intx(&mut self) -> Result<IntX, BusError>;
 

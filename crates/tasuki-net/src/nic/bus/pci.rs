@@ -152,7 +152,7 @@ pub fn decode(bus: &mut impl Bus) -> Result<(), BusError> {
     if command & COMMAND_MEMORY != 0 { Ok(()) } else { bus.write_config(COMMAND, command | COMMAND_MEMORY) }
 }
 
-/// Lets the device assert its interrupt's wire.
+/// Lets the device assert its interrupt pin.
 pub fn allow_intx(bus: &mut impl Bus) -> Result<(), BusError> {
     let command = bus.read_config(COMMAND)? & 0xffff;
     let forbidden = command & COMMAND_INTX_DISABLE != 0;

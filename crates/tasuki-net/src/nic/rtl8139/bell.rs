@@ -1,8 +1,8 @@
-//! How the card wakes who sleeps: its wire, and the masks on the way.
+//! How the card wakes who sleeps: its interrupt pin, and the masks on the way.
 //!
-//! The card asserts the wire while a cause that IMR lets through stands in ISR; the bus may mask the wire once it has rung. So while frames
+//! The card asserts the pin while a cause that IMR lets through stands in ISR; the bus may mask the pin once it has rung. So while frames
 //! keep coming and nobody sleeps, it rings once and no more, and polling costs no register. Whoever is about to sleep silences the
-//! card, has the wire unmasked, and lets the causes through again.
+//! card, has the pin unmasked, and lets the causes through again.
 
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 

@@ -3,7 +3,7 @@
 //! The card has no register that says where it stands in a ring, and none that sets it: enabling a unit takes it to descriptor 0.
 //! So whoever resumes it writes the rings anew, turned such that descriptor 0 is where the card is to go on (`ring.rs`).
 //!
-//! It has no MSI-X, so it interrupts by wire (`bell.rs`). Where its [`Bus`] cannot carry that ([`BusError::NoIntX`]) it is polled: then
+//! It has no MSI-X, so it interrupts by its pin (`bell.rs`). Where its [`Bus`] cannot carry that ([`BusError::NoIntX`]) it is polled: then
 //! [`arm`](Port::arm) always answers [`Armed::Busy`], and its descriptor never becomes readable.
 
 mod bell;
@@ -287,7 +287,7 @@ impl<B: Bus> Port for Rtl8139<B> {
     /// An idle poller comes by here, so here a card that was removed is noticed.
     fn arm(&mut self) -> Result<Armed, NicError> {
         // In this order: a frame that came before its cause was cleared is seen by the look at the ring, since the card has answered in
-        // between; one that comes later sets its cause again, and the card asserts its wire when that is let through.
+        // between; one that comes later sets its cause again, and the card asserts its pin when that is let through.
         Self::silence(&self.registers);
         if gone(regs::CR.read(&self.registers)) {
             return Err(NicError::Gone);
@@ -365,7 +365,7 @@ impl<B: Bus> Nic for Rtl8139<B> {
         if gone(regs::CR.read(&self.registers)) {
             return Err(NicError::Gone);
         }
-        // The successor connects the wire anew, and must not find it asserted for us.
+        // The successor connects the pin anew, and must not find it asserted for us.
         Self::silence(&self.registers);
         self.tx.reap(&self.memory, &mut self.counts)?;
         let sash = self.sash();

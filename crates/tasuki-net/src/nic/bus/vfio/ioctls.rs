@@ -155,7 +155,7 @@ pub fn count_vectors(device: BorrowedFd<'_>) -> io::Result<u32> {
     count_interrupts(device, VFIO_PCI_MSIX_IRQ_INDEX)
 }
 
-/// Whether the device has an interrupt by wire.
+/// Whether the device has an interrupt pin.
 pub fn has_intx(device: BorrowedFd<'_>) -> io::Result<bool> {
     Ok(count_interrupts(device, VFIO_PCI_INTX_IRQ_INDEX)? > 0)
 }
@@ -172,7 +172,7 @@ pub fn set_vectors(device: BorrowedFd<'_>, eventfds: &[BorrowedFd<'_>]) -> io::R
     set_interrupts(device, VFIO_PCI_MSIX_IRQ_INDEX, VFIO_IRQ_SET_ACTION_TRIGGER, eventfds)
 }
 
-/// Switches the interrupt by wire on, with an eventfd that it rings and one that unmasks it; off if there are none.
+/// Switches the interrupt pin on, with an eventfd that it rings and one that unmasks it; off if there are none.
 pub fn set_intx(device: BorrowedFd<'_>, eventfds: Option<(BorrowedFd<'_>, BorrowedFd<'_>)>) -> io::Result<()> {
     let Some((rings, unmasks)) = eventfds else {
         return set_interrupts(device, VFIO_PCI_INTX_IRQ_INDEX, VFIO_IRQ_SET_ACTION_TRIGGER, &[]);

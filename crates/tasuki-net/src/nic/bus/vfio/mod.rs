@@ -252,7 +252,7 @@ impl Bus for Vfio {
     }
 
     /// What somebody before us had set up is switched off first, so that its mask is gone with it. A device that cannot say whether it
-    /// asserts its wire (before PCI 2.3) cannot share it, and then the kernel refuses.
+    /// asserts its pin (before PCI 2.3) cannot share it, and then the kernel refuses.
     fn intx(&mut self) -> Result<IntX, BusError> {
         let copy = |intx: &IntX| intx.try_clone().map_err(refused("making an eventfd"));
         if let Some(intx) = &self.intx {

@@ -163,7 +163,7 @@ impl VfioUser {
         Ok(())
     }
 
-    /// Tells the server which eventfd its wire rings, and which unmasks it, where it masks it at all.
+    /// Tells the server which eventfd the device's pin rings, and which unmasks it, where it masks it at all.
     fn send_intx(&mut self) -> Result<(), BusError> {
         let (flags, _) = self.count_interrupts(wire::INTX)?;
         let Some(intx) = &self.intx else { return Ok(()) };
@@ -364,7 +364,7 @@ impl Bus for VfioUser {
         self.vectors.iter().take(count.into()).map(|vector| vector.try_clone().map_err(refused)).collect()
     }
 
-    /// The server must ring an eventfd for its interrupt of kind 0. If it says that it masks the wire when it has rung, it must take
+    /// The server must ring an eventfd for its interrupt of kind 0. If it says that it masks the pin when it has rung, it must take
     /// an eventfd that unmasks it, too (`VFIO_IRQ_SET_ACTION_UNMASK` with `VFIO_IRQ_SET_DATA_EVENTFD`).
     fn intx(&mut self) -> Result<IntX, BusError> {
         let refused = |source: io::Error| BusError::Refused { doing: "making an eventfd", source };
