@@ -59,7 +59,7 @@ impl Qtest {
             }
         };
         // Whoever waits for the socket does not see what we have of it.
-        self.hear_all(|stream| !stream.buffer().is_empty())?;
+        self.hear_all(false)?;
         let mut words = line.split_ascii_whitespace();
         if words.next() != Some("OK") {
             return Err(io::Error::other(format!("{command} was answered {line:?}")));
@@ -85,9 +85,9 @@ impl Qtest {
         true
     }
 
-    /// Hears what is there, for as long as `more` says so.
-    fn hear_all(&mut self, more: impl Fn(&BufReader<UnixStream>) -> bool) -> io::Result<()> {
-        while more(&self.stream) {
+    /// Hears what we have of the socket, and with `all`, what is in it.
+    fn hear_all(&mut self, all: bool) -> io::Result<()> {
+        while !self.stream.buffer().is_empty() || all && readable(self.stream.get_ref(), Duration::ZERO) {
             let line = self.line()?;
             if !self.hear(&line) {
                 return Err(io::Error::other(format!("{line:?} answers nothing")));
@@ -121,7 +121,7 @@ impl Qtest {
         }
         let mut this = qtest.lock().map_err(|_| io::Error::other("whoever asked has panicked"))?;
         // What answers somebody was read by them, who had the lock.
-        this.hear_all(|stream| readable(stream.get_ref(), Duration::ZERO))?;
+        this.hear_all(true)?;
         if let (Some(pin), Ok(_)) = (&mut this.pin, rustix::io::read(&intx.unmasks, &mut [0; 8])) {
             pin.set(pin.asserted, false);
         }
