@@ -14,8 +14,8 @@ use tasuki_net::nic::bus::IntX;
 
 use super::{CARD, PATIENCE, readable};
 
-/// The input of the I/O APIC that the card's INTA# leads to: the ICH9's first PCI interrupt is its input 16, its reset connects INTA# of the
-/// device in slot n to PIRQ E to H in turn (QEMU's hw/isa/lpc_ich9.c; Intel's I/O Controller Hub 9 data sheet, 5.9.2 and 10.1.44).
+/// The input of the I/O APIC that the card's INTA# leads to: PIRQ A to H are its inputs from 16 on, and INTA# of the devices in slot 0, 1, 2
+/// and so on go to PIRQ E to H in turn (QEMU's hw/isa/lpc_ich9.c).
 const INPUT: u8 = 16 + 4 + CARD % 4;
 
 /// The connection to QEMU.
