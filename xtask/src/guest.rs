@@ -108,6 +108,8 @@ fn machine(kernel: &Path, archive: &Path, folder: &Path, wires: &[Wire]) -> Comm
         command.args(["-device", &format!("pcie-root-port,id=port-{name},chassis={}", number + 1)]);
         command.args(["-device", &format!("{device},bus=port-{name},netdev={name},mac={MAC}")]);
     }
+    // At a wire where nobody else is.
+    command.args(["-netdev", "hubport,id=c,hubid=2", "-device", "rtl8139,netdev=c"]);
     command
 }
 

@@ -18,7 +18,7 @@ use std::sync::atomic::Ordering::{Acquire, Release};
 use std::sync::atomic::{AtomicU32, AtomicU64};
 
 use rustix::event::EventfdFlags;
-use tasuki_net::nic::bus::{Bus, BusError, Iova, Registers};
+use tasuki_net::nic::bus::{Bus, BusError, IntX, Iova, Registers};
 use tasuki_net::nic::rtl8139::Rtl8139;
 use tasuki_net::nic::virtio_net::VirtioNet;
 use tasuki_net::nic::{Nic, NicMemory, NicOptions};
@@ -82,6 +82,9 @@ impl Bus for Stub {
         Ok((0..count)
             .map(|_| rustix::event::eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK).expect("an eventfd"))
             .collect())
+    }
+    fn intx(&mut self) -> Result<IntX, BusError> {
+        Ok(IntX::create().expect("two eventfds"))
     }
     fn reset(&mut self) -> Result<(), BusError> {
         Ok(())

@@ -8,7 +8,11 @@ mod qemu;
 
 use conformance::on_qemu::{Model, OnQemu};
 use conformance::on_sim::OnSim;
+use conformance::{PATIENCE, World, memory};
 use qemu::QtestBus;
+use tasuki_net::nic::NicOptions;
+use tasuki_net::nic::bus::vfio_user::{TIMEOUT, VfioUser};
+use tasuki_net::nic::bus::{Bus, Registers};
 use tasuki_net::nic::e1000e::E1000e;
 
 impl Model for E1000e<QtestBus> {
@@ -18,3 +22,30 @@ impl Model for E1000e<QtestBus> {
 }
 suite!(e1000e_on_qemu, super::OnQemu<super::E1000e<super::QtestBus>>);
 suite!(e1000e_on_our_model, super::OnSim);
+
+/// Of our model, over vfio-user: a server that does not mask INTA#, and rings each time that it is asserted anew.
+#[test]
+fn a_pin_that_nobody_masks_rings_each_time_that_it_is_asserted() {
+    let Some(world) = OnSim::new(&memory::<OnSim>(&NicOptions::default())) else { return };
+    let mut bus = world.bus();
+    let registers = bus.registers(0).expect("BAR 0");
+    // The 82574L's ICR, ICS, IMS, IMC, and its cause LSC.
+    let (icr, ics, ims, imc, cause) = (0xc0, 0xc8, 0xd0, 0xd8, 1 << 2);
+    let intx = bus.intx().expect("the card has INTA#");
+    registers.write32(ims, cause);
+    for _ in 0..3 {
+        registers.write32(ics, cause);
+        assert!(qemu::readable(&intx.rings, PATIENCE), "the card asserts it");
+        rustix::io::read(&intx.rings, &mut [0; 8]).expect("it rang");
+        rustix::io::write(&intx.unmasks, &1_u64.to_ne_bytes()).expect("an eventfd");
+        assert_ne!(registers.read32(icr) & cause, 0, "and not, once its cause was read");
+    }
+    // Whoever comes while it is asserted learns so.
+    registers.write32(ics, cause);
+    assert!(qemu::readable(&intx.rings, PATIENCE), "the card asserts it");
+    let connection = bus.into_connection().expect("the connection works");
+    let mut bus = VfioUser::from_connection(connection, TIMEOUT).expect("the connection works");
+    let intx = bus.intx().expect("the card has INTA#");
+    assert!(qemu::readable(&intx.rings, PATIENCE), "it is asserted still");
+    bus.registers(0).expect("BAR 0").write32(imc, cause);
+}

@@ -1,12 +1,16 @@
 //! Cards behind VFIO and an IOMMU. Runs in the guest that `cargo xtask guest` boots, and nowhere else.
 //!
-//! The guest has an 82574L (QEMU's e1000e) that the kernel's driver holds at first, and a virtio-net that nobody drives.
+//! The guest has an 82574L (QEMU's e1000e) that the kernel's driver holds at first, and a virtio-net and an RTL8139 that nobody drives.
 #![allow(clippy::tests_outside_test_module, reason = "an integration test")]
 
 mod behind_vfio;
 #[path = "conformance/mod.rs"]
 #[allow(dead_code, reason = "a suite's parts for other worlds")]
 mod conformance;
+#[path = "guest/intx.rs"]
+mod intx;
+#[path = "intx/mod.rs"]
+mod intx_case;
 mod qemu;
 
 use std::fs;

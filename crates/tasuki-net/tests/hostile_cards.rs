@@ -9,7 +9,7 @@ use std::rc::Rc;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 
 use rustix::event::EventfdFlags;
-use tasuki_net::nic::bus::{Bus, BusError, Iova, Registers};
+use tasuki_net::nic::bus::{Bus, BusError, IntX, Iova, Registers};
 use tasuki_net::nic::rtl8139::Rtl8139;
 use tasuki_net::nic::virtio_net::VirtioNet;
 use tasuki_net::nic::{Filter, Mac, Nic, NicMemory, NicOptions};
@@ -124,6 +124,9 @@ impl Bus for MadBus {
         Ok((0..count)
             .map(|_| rustix::event::eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK).expect("an eventfd"))
             .collect())
+    }
+    fn intx(&mut self) -> Result<IntX, BusError> {
+        Ok(IntX::create().expect("two eventfds"))
     }
     fn reset(&mut self) -> Result<(), BusError> {
         Ok(())

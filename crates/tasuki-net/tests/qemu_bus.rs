@@ -1,6 +1,7 @@
 //! The bus over QEMU's qtest socket, on which the drivers are tested, does itself what a bus promises.
 #![allow(clippy::tests_outside_test_module, reason = "the whole file is tests")]
 
+mod intx;
 mod qemu;
 
 use qemu::{MEMORY_AT, Machine, regions};
@@ -58,6 +59,13 @@ fn an_interrupt_arrives_at_its_own_eventfd() {
     for (vector, fd) in fds.iter().take(2).enumerate() {
         assert!(!qemu::readable(fd, std::time::Duration::ZERO), "no interrupt of vector {vector}");
     }
+}
+
+#[test]
+fn an_interrupt_pin_rings_once_until_it_is_unmasked() {
+    let memory = memory();
+    let Some(machine) = Machine::start("rtl8139", "", &regions(&memory)) else { return };
+    intx::rings_once_until_it_is_unmasked(&mut machine.bus());
 }
 
 #[test]

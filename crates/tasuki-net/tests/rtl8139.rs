@@ -3,11 +3,12 @@
 
 mod qemu;
 
+use std::os::fd::OwnedFd;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 use std::time::{Duration, Instant};
 
 use qemu::{MEMORY_AT, Machine, PATIENCE, QtestBus, regions};
-use tasuki_net::nic::bus::{Bus, Iova, Registers};
+use tasuki_net::nic::bus::{Bus, BusError, IntX, Iova, Registers};
 use tasuki_net::nic::rtl8139::{Rtl8139, sash::Sash};
 use tasuki_net::nic::{Failed, Filter, Link, Mac, Nic, NicError, NicMemory, NicOptions};
 use tasuki_net::port::{Armed, Burst, Frame, Port};
@@ -45,7 +46,7 @@ fn frame(to: [u8; 6], number: u32, len: usize) -> Vec<u8> {
     frame
 }
 
-fn receive(card: &mut Card, count: usize) -> Vec<Vec<u8>> {
+fn receive(card: &mut impl Port<Fault = NicError>, count: usize) -> Vec<Vec<u8>> {
     let deadline = Instant::now() + PATIENCE;
     let mut frames = Vec::new();
     while frames.len() < count {
@@ -92,9 +93,81 @@ fn frames_pass_both_ways_round_and_round_the_rings() {
             assert_eq!(machine.wire().receive_frame(PATIENCE).as_ref(), Some(frame));
         }
     }
-    assert_eq!(card.arm().expect("the card works"), Armed::Busy);
+    assert_eq!(card.arm().expect("the card works"), Armed::Idle);
     for (name, count) in [("rx_packets", 50), ("rx_ok", 50), ("rx_ok_phys", 50), ("tx_packets", 50), ("tx_ok", 50)] {
         assert_eq!(statistic(&mut card, name), count, "{name}");
+    }
+}
+
+/// The pin rings for the first frame and is masked then: each time that somebody sleeps it must have been unmasked, the successor's too.
+#[test]
+fn each_frame_wakes_who_sleeps_for_it_whoever_drives_the_card() {
+    let Some((machine, mut card, _arena)) = start(&options()) else { return };
+    for round in 0..20 {
+        assert_eq!(card.arm().expect("the card works"), Armed::Idle, "nothing has come");
+        assert!(!qemu::readable(&card.fd(), Duration::ZERO), "and nothing rings");
+        let frames = [frame(MAC, 2 * round, 60), frame(MAC, 2 * round + 1, 60)];
+        frames.iter().for_each(|frame| machine.wire().send_frame(frame));
+        assert!(qemu::readable(&card.fd(), PATIENCE), "frames have come");
+        // In some rounds parked as it is woken, in others while nothing is asserted.
+        if round % 3 == 0 {
+            until_come(&mut card, 2 * u64::from(round) + 2);
+            let (bus, memory, sash) = card.park().expect("the card parks");
+            card = Card::resume(bus, memory, &sash).expect("the card goes on");
+            assert_eq!(card.arm().expect("the card works"), Armed::Busy, "they are there");
+        }
+        assert_eq!(receive(&mut card, 2), frames);
+        if round % 3 == 1 {
+            let (bus, memory, sash) = card.park().expect("the card parks");
+            card = Card::resume(bus, memory, &sash).expect("the card goes on");
+        }
+    }
+}
+
+/// A way to the card that its interrupt pin does not come along, as where the kernel cannot share it with another device's.
+struct Pinless(QtestBus);
+
+impl Bus for Pinless {
+    type Registers = <QtestBus as Bus>::Registers;
+
+    fn read_config(&mut self, offset: u16) -> Result<u32, BusError> {
+        self.0.read_config(offset)
+    }
+    fn write_config(&mut self, offset: u16, value: u32) -> Result<(), BusError> {
+        self.0.write_config(offset, value)
+    }
+    fn registers(&mut self, index: u8) -> Result<Self::Registers, BusError> {
+        self.0.registers(index)
+    }
+    fn map_dma(&mut self, memory: &Region, at: Iova) -> Result<(), BusError> {
+        self.0.map_dma(memory, at)
+    }
+    fn unmap_dma(&mut self, at: Iova, len: usize) -> Result<(), BusError> {
+        self.0.unmap_dma(at, len)
+    }
+    fn interrupts(&mut self, count: u16) -> Result<Vec<OwnedFd>, BusError> {
+        self.0.interrupts(count)
+    }
+    fn intx(&mut self) -> Result<IntX, BusError> {
+        Err(BusError::NoIntX { why: "the kernel refuses it (Device or resource busy)".to_owned() })
+    }
+    fn reset(&mut self) -> Result<(), BusError> {
+        self.0.reset()
+    }
+}
+
+#[test]
+fn a_card_whose_pin_does_not_reach_us_is_polled() {
+    let memory = memory();
+    let Some(machine) = Machine::start("rtl8139", "mac=52:54:00:12:34:57", &regions(&memory)) else { return };
+    let mut card = Rtl8139::start(Pinless(machine.bus()), memory, &options()).expect("QEMU's card starts");
+    for number in 0..3 {
+        assert_eq!(card.arm().expect("the card works"), Armed::Busy, "nothing would wake us");
+        let sent = frame(MAC, number, 60);
+        machine.wire().send_frame(&sent);
+        assert_eq!(receive(&mut card, 1), [sent]);
+        let (bus, memory, sash) = card.park().expect("the card parks");
+        card = Rtl8139::resume(bus, memory, &sash).expect("the card goes on");
     }
 }
 

@@ -10,7 +10,7 @@ use std::sync::atomic::AtomicU64;
 use std::sync::atomic::Ordering::Relaxed;
 
 use rustix::event::EventfdFlags;
-use tasuki_net::nic::bus::{Bus, BusError, Iova, Registers};
+use tasuki_net::nic::bus::{Bus, BusError, IntX, Iova, Registers};
 use tasuki_net::nic::e1000e::E1000e;
 use tasuki_net::nic::rtl8139::Rtl8139;
 use tasuki_net::nic::virtio_net::VirtioNet;
@@ -124,6 +124,10 @@ impl Bus for EchoBus {
         self.0.borrow_mut().touched += 1;
         let eventfd = || rustix::event::eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK).expect("an eventfd");
         Ok((0..count).map(|_| eventfd()).collect())
+    }
+    fn intx(&mut self) -> Result<IntX, BusError> {
+        self.0.borrow_mut().touched += 1;
+        Ok(IntX::create().expect("two eventfds"))
     }
     fn reset(&mut self) -> Result<(), BusError> {
         Ok(())

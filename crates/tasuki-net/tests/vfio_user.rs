@@ -8,7 +8,10 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use cabinet::{ADDRESS, DOORBELL, FAULTS, Served, rings, rings_now};
-use rustix::net::{AddressFamily, SendAncillaryBuffer, SendAncillaryMessage, SendFlags, SocketFlags, SocketType};
+use rustix::net::{
+    AddressFamily, RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendAncillaryBuffer, SendAncillaryMessage,
+    SendFlags, SocketFlags, SocketType,
+};
 use tasuki_net::nic::PciId;
 use tasuki_net::nic::bus::vfio_user::{Connection, TIMEOUT};
 use tasuki_net::nic::bus::{Bus, BusError, Capability, Header, Iova, Registers, VfioUser};
@@ -309,6 +312,33 @@ impl Liar {
         VfioUser::meet(self.client.take().unwrap(), TIMEOUT)
     }
 
+    /// What the client has asked so far: command, body, descriptors.
+    fn asked(&self) -> Vec<(u16, Vec<u8>, Vec<OwnedFd>)> {
+        let receive = |len: usize| {
+            let mut bytes = vec![0; len];
+            let mut space = [std::mem::MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(16))];
+            let mut control = RecvAncillaryBuffer::new(&mut space);
+            let mut slices = [std::io::IoSliceMut::new(&mut bytes)];
+            let flags = RecvFlags::CMSG_CLOEXEC | RecvFlags::DONTWAIT;
+            let came = rustix::net::recvmsg(&self.socket, &mut slices, &mut control, flags).ok()?;
+            assert_eq!(came.bytes, len, "messages are sent whole");
+            let rights = control.drain().filter_map(|message| match message {
+                RecvAncillaryMessage::ScmRights(fds) => Some(fds),
+                _ => None,
+            });
+            let fds: Vec<OwnedFd> = rights.flatten().collect();
+            Some((bytes, fds))
+        };
+        let next = || {
+            // Descriptors come with the first byte.
+            let (header, fds) = receive(16)?;
+            let size = u32::from_ne_bytes(header[4..8].try_into().unwrap()) as usize;
+            let body = if size > 16 { receive(size - 16)?.0 } else { Vec::new() };
+            Some((u16::from_ne_bytes([header[2], header[3]]), body, fds))
+        };
+        std::iter::from_fn(next).collect()
+    }
+
     /// What the client says of this server, when its fourth question is `ask`.
     fn verdict<T>(&mut self, ask: impl FnOnce(&mut VfioUser) -> Result<T, BusError>) -> String {
         let mut bus = self.meet().unwrap();
@@ -554,4 +584,42 @@ fn interrupts_of_another_kind_are_a_breach() {
     assert_eq!(answer(&words(&[16, 1, 1, 20])), breach(16));
     assert_eq!(answer(&words(&[16, 1, 2])), breach(12));
     assert!(answer(&words(&[16, 0, 2, 20])).starts_with("the device has 0 MSI-X interrupts"), "not by eventfd");
+}
+
+#[test]
+fn a_server_that_has_no_pin_or_refuses_it_is_polled() {
+    let served = Served::new();
+    let error = connect(&served).intx().unwrap_err();
+    assert!(matches!(&error, BusError::NoIntX { why } if why == "its server offers none"), "{error}");
+    let mut liar = has_pin(1);
+    liar.say(&message(7, 8, 0x21, 22, &[]));
+    let error = liar.meet().unwrap().intx().unwrap_err();
+    assert!(matches!(&error, BusError::NoIntX { why } if why.starts_with("its server refuses it (")), "{error}");
+}
+
+/// A server whose device has a pin with these flags, and may assert it: up to here message 6.
+fn has_pin(flags: u32) -> Liar {
+    let liar = Liar::honest();
+    liar.say(&message(4, 7, 1, 0, &words(&[16, flags, 0, 1])));
+    liar.say(&message(5, 9, 1, 0, &words(&[4, 0, 7, 4, 2])));
+    liar.say(&message(6, 7, 1, 0, &words(&[16, flags, 0, 1])));
+    liar
+}
+
+#[test]
+fn a_server_that_masks_its_pin_is_told_what_unmasks_it() {
+    // Of these flags, 4 says that it does.
+    for (flags, actions) in [(1, &[0x24][..]), (1 | 4, &[0x24, 0x14])] {
+        let mut liar = has_pin(flags);
+        (7..).zip(actions).for_each(|(id, _)| liar.say(&message(id, 8, 1, 0, &[])));
+        let mut bus = liar.meet().unwrap();
+        let intx = bus.intx().unwrap();
+        let asked: Vec<_> = liar.asked().into_iter().filter(|(command, ..)| *command == 8).collect();
+        let bodies: Vec<_> = actions.iter().map(|&action| words(&[20, action, 0, 0, 1])).collect();
+        assert_eq!(asked.iter().map(|(_, body, _)| body.clone()).collect::<Vec<_>>(), bodies);
+        rustix::io::write(&asked[0].2[0], &1_u64.to_ne_bytes()).unwrap();
+        assert_eq!(rings_now(&intx.rings), 1);
+        rustix::io::write(&intx.unmasks, &1_u64.to_ne_bytes()).unwrap();
+        assert!(asked.get(1).is_none_or(|(_, _, fds)| rings_now(&fds[0]) == 1));
+    }
 }

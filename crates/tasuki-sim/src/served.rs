@@ -10,7 +10,7 @@ use rustix::io::Errno;
 use crate::clock::{Clock, Stalls};
 use crate::doorbells::Doorbells;
 use crate::e1000e::{self, Bar, Host, Interrupt, TAILS, Unmapped};
-use crate::vfio_user::{self, CONFIG, Dma, DmaMemory, MSIX, Region, Server, Turn};
+use crate::vfio_user::{self, CONFIG, Dma, DmaMemory, INTX, MSIX, Region, Server, Turn};
 use crate::wire::Wire;
 
 /// Bytes of descriptors that the card writes back at once, at most.
@@ -34,6 +34,8 @@ const LONG_NAP: Duration = Duration::from_millis(50);
 struct Reach {
     dma: Dma,
     bells: [Option<OwnedFd>; e1000e::VECTORS],
+    /// What INTA# rings, each time that the card asserts it anew; and whether it is asserted.
+    intx: (Option<OwnedFd>, bool),
     faults: u64,
 }
 
@@ -62,14 +64,21 @@ impl Host for Reach {
     }
 
     fn interrupt(&mut self, interrupt: Interrupt) {
-        // By MSI-X only: a driver that comes by vfio-user has no other.
-        if let Interrupt::MsiX(vector) = interrupt
-            && let Some(Some(bell)) = self.bells.get(usize::from(vector))
-        {
-            // A full counter rings as well; a waiter that is gone is not the card's business.
-            let _ = rustix::io::write(bell, &1_u64.to_ne_bytes());
+        match interrupt {
+            Interrupt::MsiX(vector) => self.bells.get(usize::from(vector)).into_iter().flatten().for_each(ring),
+            Interrupt::IntX(level) => {
+                let before = std::mem::replace(&mut self.intx.1, level);
+                self.intx.0.iter().filter(|_| level && !before).for_each(ring);
+            }
+            // A driver that comes by vfio-user has none.
+            Interrupt::Msi => {}
         }
     }
+}
+
+fn ring(bell: &OwnedFd) {
+    // A full counter rings as well; a waiter that is gone is not the card's business.
+    let _ = rustix::io::write(bell, &1_u64.to_ne_bytes());
 }
 
 /// A card with its wire, as a vfio-user device.
@@ -199,7 +208,11 @@ impl<W: Wire> vfio_user::Device for Served<W> {
     }
 
     fn vectors(&self, index: u32) -> u32 {
-        if index == MSIX { u32::try_from(e1000e::VECTORS).expect("a handful") } else { 0 }
+        match index {
+            INTX => 1,
+            MSIX => u32::try_from(e1000e::VECTORS).expect("a handful"),
+            _ => 0,
+        }
     }
 
     fn doorbells(&mut self, index: u32) -> Option<vfio_user::Doorbells<'_>> {
@@ -259,7 +272,11 @@ impl<W: Wire> vfio_user::Device for Served<W> {
     }
 
     fn set_irq(&mut self, index: u32, vector: u32, eventfd: Option<OwnedFd>) {
-        if index == MSIX
+        if index == INTX {
+            // Asserted already, for whoever was here before: the level is news to who comes.
+            eventfd.iter().filter(|_| self.reach.intx.1).for_each(ring);
+            self.reach.intx.0 = eventfd;
+        } else if index == MSIX
             && let Some(place) = usize::try_from(vector).ok().and_then(|vector| self.reach.bells.get_mut(vector))
         {
             *place = eventfd;

@@ -68,6 +68,26 @@ fn msi_sends_a_message_each_time_a_cause_is_set_anew() {
     assert_eq!(rig.raised(0), 2);
 }
 
+/// Whoever counts edges, as an eventfd does, would wait for the second for ever.
+#[test]
+fn intx_that_is_asserted_anew_at_once_has_two_edges() {
+    let rig = Rig::running(64);
+    rig.write(IMS, LSC);
+    rig.write(ICS, LSC);
+    rig.pass(1000);
+    assert_eq!(rig.raised(0), 1);
+    // Without a moment in which the card does anything else.
+    assert_ne!(rig.read(ICR) & LSC, 0);
+    rig.write(ICS, LSC);
+    rig.pass(1000);
+    assert_eq!(rig.raised(0), 2);
+    assert!(rig.card.with(|parts| parts.memory.intx()));
+    // A reset forgets the cause.
+    rig.card.reset();
+    rig.pass(1000);
+    assert!(!rig.card.with(|parts| parts.memory.intx()));
+}
+
 #[test]
 fn each_cause_goes_to_its_vector() {
     let rig = with_msix();

@@ -89,6 +89,27 @@ pub fn a_frame_that_arrives_while_arming_is_not_slept_through<W: World>() {
     sender.join().expect("the sender sends");
 }
 
+pub fn who_sleeps_is_woken_by_each_frame<W: World>() {
+    let Some(mut bench) = Bench::<W>::start(&small()) else { return };
+    for number in 0..100 {
+        let frame = frame(W::MAC, number, SHORTEST);
+        let mut sent = false;
+        let came = loop {
+            if bench.nic().arm().expect("the card works") == Armed::Idle {
+                if !std::mem::replace(&mut sent, true) {
+                    super::until("room on the wire", || bench.world.try_send(&frame).then_some(()));
+                }
+                assert!(readable(&bench.nic().fd(), PATIENCE), "frame {number} was slept through");
+            }
+            let came = bench.poll();
+            if !came.is_empty() {
+                break came;
+            }
+        };
+        assert_same(&came, &[frame]);
+    }
+}
+
 pub fn the_link_goes_down_and_up<W: World>() {
     let Some(mut bench) = Bench::<W>::start(&small()) else { return };
     for round in 0..3 {

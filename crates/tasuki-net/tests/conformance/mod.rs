@@ -287,6 +287,7 @@ macro_rules! suite {
             a_full_port_leaves_the_rest_to_the_caller
             a_burst_is_not_filled_beyond_its_end
             a_frame_that_arrives_while_arming_is_not_slept_through
+            who_sleeps_is_woken_by_each_frame
             the_link_goes_down_and_up
             only_what_is_let_in_arrives
             a_new_filter_replaces_the_old_one

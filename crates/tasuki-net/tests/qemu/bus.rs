@@ -2,16 +2,16 @@
 //!
 //! The protocol: the comment at the head of QEMU's softmmu/qtest.c.
 
-use std::io::{self, BufRead, BufReader, Write};
+use std::io;
 use std::os::fd::OwnedFd;
-use std::os::unix::net::UnixStream;
 use std::sync::{Arc, Mutex};
 
 use tasuki_net::nic::bus::pci::{self, Capability, Header};
-use tasuki_net::nic::bus::{BarKind, Bus, BusError, Iova, Registers};
+use tasuki_net::nic::bus::{BarKind, Bus, BusError, IntX, Iova, Registers};
 use tasuki_shm::region::Region;
 
-use super::{BELL, Bell, CARD, PATIENCE};
+use super::qtest::Qtest;
+use super::{BELL, Bell, CARD};
 
 /// Where BARs are put: in the hole below 4 GiB that the machine leaves to PCI.
 const BARS_AT: u64 = 0xe000_0000;
@@ -19,31 +19,6 @@ const BARS_AT: u64 = 0xe000_0000;
 const BELL_AT: u32 = 0xd000_0000;
 /// The doorbell among the registers of an ivshmem device.
 const DOORBELL: u32 = 12;
-
-/// The connection to QEMU.
-pub struct Qtest(BufReader<UnixStream>);
-
-impl Qtest {
-    pub fn new(stream: UnixStream) -> Self {
-        stream.set_read_timeout(Some(PATIENCE)).expect("a timeout above zero");
-        Qtest(BufReader::new(stream))
-    }
-
-    /// The number in the answer to `command`, or 0 if there is none.
-    fn ask(&mut self, command: &str) -> io::Result<u64> {
-        self.0.get_mut().write_all(command.as_bytes())?;
-        self.0.get_mut().write_all(b"\n")?;
-        let mut line = String::new();
-        self.0.read_line(&mut line)?;
-        let mut words = line.split_ascii_whitespace();
-        if words.next() != Some("OK") {
-            return Err(io::Error::other(format!("{command} was answered {line:?}")));
-        }
-        let Some(number) = words.next() else { return Ok(0) };
-        let digits = number.trim_start_matches("0x");
-        u64::from_str_radix(digits, 16).map_err(|_| io::Error::other(format!("{number} is no number")))
-    }
-}
 
 /// Memory that QEMU was told of when it was started.
 #[derive(Clone)]
@@ -211,6 +186,15 @@ impl Bus for QtestBus {
         let fds = self.vectors.iter().take(count.into()).map(OwnedFd::try_clone);
         fds.collect::<io::Result<_>>()
             .map_err(|source| BusError::Refused { doing: "duplicating the descriptor of an interrupt", source })
+    }
+
+    fn intx(&mut self) -> Result<IntX, BusError> {
+        let [_, pin, ..] = self.read_config(0x3c)?.to_le_bytes();
+        if pin != 1 {
+            return Err(BusError::NoIntX { why: format!("its pin is {pin}, and this machine listens to INTA# only") });
+        }
+        pci::allow_intx(self)?;
+        Qtest::listen(&self.qtest).map_err(|source| BusError::Refused { doing: "listening to an interrupt", source })
     }
 
     /// By the reset of its function, if it has one (PCI Express Base Specification 5.0, section 6.6.2).

@@ -9,10 +9,12 @@
 //!   Wire ◄────── one frame a datagram ────────────────────────► netdev
 //! ```
 //!
-//! An interrupt is thus a store that QEMU makes, and turns into a write to our eventfd, without a thread of ours.
+//! An interrupt is thus a store that QEMU makes, and turns into a write to our eventfd, without a thread of ours. Only the pin of a
+//! card that has no MSI-X needs one, since QEMU tells of it over the qtest socket (`qtest.rs`).
 #![allow(dead_code, reason = "each test binary uses another part of it")]
 
 mod bus;
+mod qtest;
 mod wire;
 
 use std::io::{BufRead, BufReader, Write};
@@ -30,8 +32,9 @@ use tasuki_net::nic::bus::Iova;
 use tasuki_shm::region::{PAGE_LEN, Pages, Region};
 use tempfile::TempDir;
 
+use bus::Announced;
 pub use bus::QtestBus;
-use bus::{Announced, Qtest};
+use qtest::Qtest;
 pub use wire::Wire;
 
 /// Where memory that is shared with a card may begin: above all that the machine has of its own.

@@ -10,7 +10,7 @@ use std::sync::atomic::AtomicU64;
 use std::sync::atomic::Ordering::{Acquire, Release};
 
 use rustix::event::EventfdFlags;
-use tasuki_net::nic::bus::{Bus, BusError, Iova, Registers};
+use tasuki_net::nic::bus::{Bus, BusError, IntX, Iova, Registers};
 use tasuki_net::nic::{NicMemory, PciId};
 use tasuki_shm::arena::Geometry;
 use tasuki_shm::region::{Region, Span};
@@ -114,6 +114,10 @@ impl Bus for StubBus {
     fn interrupts(&mut self, count: u16) -> Result<Vec<OwnedFd>, BusError> {
         let eventfd = || rustix::event::eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK).expect("an eventfd");
         Ok((0..count).map(|_| eventfd()).collect())
+    }
+
+    fn intx(&mut self) -> Result<IntX, BusError> {
+        Ok(IntX::create().expect("two eventfds"))
     }
 
     fn reset(&mut self) -> Result<(), BusError> {

@@ -21,9 +21,18 @@ pub(super) struct Interrupts {
     /// When each vector may fire again; MSI and INTx use the first.
     next_at: [u64; VECTORS],
     intx: bool,
+    /// Whether INTx was deasserted since the host was told of it, if only for a moment.
+    released: bool,
     /// When the causes of frames received or sent, which wait to be joined by others, are raised: causes, timer, last moment.
     pub receive_delay: Delay,
     pub transmit_delay: Delay,
+}
+
+impl Interrupts {
+    /// All is forgotten, but the host has yet to learn that INTx is asserted no more.
+    pub fn reset(&mut self) {
+        *self = Interrupts { intx: self.intx, released: true, ..Interrupts::default() };
+    }
 }
 
 /// Causes that are raised a while after what caused them.
@@ -79,11 +88,13 @@ impl Device {
     pub(super) fn clear_causes(&mut self, causes: u32) {
         self.irq.cause &= !causes;
         self.irq.signalled &= self.irq.cause;
+        self.irq.released |= self.irq.signalled == 0;
     }
 
     pub(super) fn mask_causes(&mut self, causes: u32) {
         self.irq.mask &= !causes;
         self.irq.signalled &= self.irq.mask;
+        self.irq.released |= self.irq.signalled == 0;
     }
 
     /// The causes that IVAR gives to a vector.
@@ -117,6 +128,7 @@ impl Device {
     }
 
     fn signal_msix(&mut self, host: &mut impl Host) {
+        self.set_intx(false, host);
         if self.lose(self.pci.pending() != 0) {
             self.pci.clear_pending(u32::MAX);
         }
@@ -158,7 +170,14 @@ impl Device {
                 host.interrupt(Interrupt::Msi);
             }
         }
-        let level = !msi && self.irq.signalled != 0 && self.pci.intx_allowed();
+        // Both edges, where it was asserted anew since: whoever counts edges would wait for ever for the second.
+        if std::mem::take(&mut self.irq.released) {
+            self.set_intx(false, host);
+        }
+        self.set_intx(!msi && self.irq.signalled != 0 && self.pci.intx_allowed(), host);
+    }
+
+    fn set_intx(&mut self, level: bool, host: &mut impl Host) {
         if level != self.irq.intx {
             self.irq.intx = level;
             self.pci.set_intx(level);

@@ -435,7 +435,7 @@ impl Device {
             self.set(reg, value);
         }
         self.addresses = [u64::MAX; regs::RA_COUNT];
-        self.irq = interrupt::Interrupts::default();
+        self.irq.reset();
         self.flow = flow::Flow::default();
         self.fifo.reset((pba as usize & 0xffff) << 10);
         self.receive = Default::default();

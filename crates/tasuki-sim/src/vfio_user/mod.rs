@@ -35,6 +35,8 @@ pub const REGIONS: u32 = 9;
 pub const CONFIG: u32 = 7;
 /// Kinds of interrupts: INTx, MSI, MSI-X, errors, requests to let go.
 pub const IRQS: u32 = 5;
+/// INTx among them.
+pub const INTX: u32 = 0;
 /// MSI-X among them.
 pub const MSIX: u32 = 2;
 

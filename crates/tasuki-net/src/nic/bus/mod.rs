@@ -11,6 +11,7 @@ use std::os::fd::OwnedFd;
 
 pub use bar::{Bar, Far};
 pub use pci::{BarKind, Capability, Header, PciError};
+use rustix::event::EventfdFlags;
 use tasuki_shm::region::Region;
 pub use vfio::Vfio;
 pub use vfio_user::VfioUser;
@@ -56,6 +57,12 @@ pub enum BusError {
         /// Vectors needed.
         need: u16,
     },
+    /// The device's INTx interrupt does not reach us.
+    #[error("the device cannot interrupt by INTx: {why}; a driver that can poll does so")]
+    NoIntX {
+        /// What stands against it.
+        why: String,
+    },
     /// The device cannot be made to see memory there.
     #[error("the device cannot be given memory at {at} ({len} bytes): {why}")]
     Dma {
@@ -96,6 +103,33 @@ pub enum BusError {
     Pci(#[from] PciError),
 }
 
+/// A device's interrupt pin (INTA# to INTD#), for those that have no MSI-X. Neither eventfd blocks.
+///
+/// The pin has a level: the device asserts it for as long as it has a cause that it may interrupt for. Some buses therefore mask it
+/// when it rings (the kernel does), and some ring each time it is asserted anew. A driver does right by both which takes the device
+/// all its causes, empties `rings`, unmasks if it had rung, and then looks whether there is something to do: what comes later
+/// asserts the pin again.
+#[derive(Debug)]
+pub struct IntX {
+    /// Becomes readable when the device asserts the pin. The bus may have masked it then.
+    pub rings: OwnedFd,
+    /// Unmasks: whoever has silenced the device writes to it. Where the pin is asserted still, it rings again.
+    pub unmasks: OwnedFd,
+}
+
+impl IntX {
+    /// A pair, which a bus then connects to the device.
+    pub fn create() -> io::Result<IntX> {
+        let eventfd = || rustix::event::eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK);
+        Ok(IntX { rings: eventfd()?, unmasks: eventfd()? })
+    }
+
+    /// The same pair, by descriptors of its own.
+    pub fn try_clone(&self) -> io::Result<IntX> {
+        Ok(IntX { rings: self.rings.try_clone()?, unmasks: self.unmasks.try_clone()? })
+    }
+}
+
 /// The way to one PCI device.
 pub trait Bus {
     /// How its registers are reached.
@@ -120,6 +154,10 @@ pub trait Bus {
     ///
     /// They are non-blocking: reading one that has not rung fails with `EAGAIN`, and a driver that clears its bell never waits.
     fn interrupts(&mut self, count: u16) -> Result<Vec<OwnedFd>, BusError>;
+
+    /// The device's interrupt pin, which is switched on and unmasked. A device has either this or [MSI-X](Self::interrupts): nobody
+    /// asks for both. It stays the same for as long as the bus lives.
+    fn intx(&mut self) -> Result<IntX, BusError>;
 
     /// Resets the whole device as its bus can, if it can.
     fn reset(&mut self) -> Result<(), BusError>;

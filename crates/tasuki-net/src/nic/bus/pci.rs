@@ -10,6 +10,7 @@ const ID: u16 = 0x00;
 const COMMAND: u16 = 0x04;
 const COMMAND_MEMORY: u32 = 1 << 1;
 const COMMAND_MASTER: u32 = 1 << 2;
+const COMMAND_INTX_DISABLE: u32 = 1 << 10;
 const STATUS_CAPABILITIES: u32 = 1 << 20;
 /// Revision in the low byte, class code above.
 const CLASS: u16 = 0x08;
@@ -149,4 +150,11 @@ pub fn decode(bus: &mut impl Bus) -> Result<(), BusError> {
     let command = bus.read_config(COMMAND)? & 0xffff;
     // A card that decodes already is left alone: QEMU's e1000e drops a frame when the register is written.
     if command & COMMAND_MEMORY != 0 { Ok(()) } else { bus.write_config(COMMAND, command | COMMAND_MEMORY) }
+}
+
+/// Lets the device assert its interrupt pin.
+pub fn allow_intx(bus: &mut impl Bus) -> Result<(), BusError> {
+    let command = bus.read_config(COMMAND)? & 0xffff;
+    let forbidden = command & COMMAND_INTX_DISABLE != 0;
+    if forbidden { bus.write_config(COMMAND, command & !COMMAND_INTX_DISABLE) } else { Ok(()) }
 }

@@ -3,25 +3,26 @@
 //! The card has no register that says where it stands in a ring, and none that sets it: enabling a unit takes it to descriptor 0.
 //! So whoever resumes it writes the rings anew, turned such that descriptor 0 is where the card is to go on (`ring.rs`).
 //!
-//! It has no MSI-X, and a [`Bus`] carries no other interrupts, so it is polled: [`arm`](Port::arm) always answers
-//! [`Armed::Busy`], and its descriptor never becomes readable (docs/decisions/0009-parking-virtio-and-rtl8139.md).
+//! It has no MSI-X, so it interrupts by its pin (`bell.rs`). Where its [`Bus`] cannot carry that ([`BusError::NoIntX`]) it is polled: then
+//! [`arm`](Port::arm) always answers [`Armed::Busy`], and its descriptor never becomes readable.
 
+mod bell;
 mod regs;
 mod ring;
 pub mod sash;
 
-use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::os::fd::BorrowedFd;
 use std::sync::atomic::AtomicU64;
 use std::sync::atomic::Ordering::Relaxed;
 use std::time::{Duration, Instant};
 
-use rustix::event::EventfdFlags;
 use tasuki_shm::region::Span;
 
-use self::regs::{DESCRIPTORS_MAX, RING_ALIGN, ability, bmcr, cpcr, cr, cr9346, dtccr, msr, rcr, tcr, tppoll};
+use self::bell::Bell;
+use self::regs::{DESCRIPTORS_MAX, RING_ALIGN, ability, bmcr, cpcr, cr, cr9346, dtccr, isr, msr, rcr, tcr, tppoll};
 use self::ring::{RxRing, TxRing};
 use self::sash::{Counts, Loan, Sash};
-use super::bus::{Bus, BusError, Header, pci};
+use super::bus::{Bus, Header, pci};
 use super::register::wait;
 use super::sash::{Head, Sash as _, broken};
 use super::{Failed, Filter, Link, Mac, Nic, NicError, NicMemory, NicOptions, PciId, loan};
@@ -35,7 +36,7 @@ struct Assembly<R> {
     mac: Mac,
     frame_max: u16,
     counts: Counts,
-    silent: OwnedFd,
+    bell: Bell,
 }
 
 /// What this driver drives.
@@ -79,8 +80,7 @@ pub struct Rtl8139<B: Bus> {
     /// Longest frame that is sent.
     frame_max: u16,
     counts: Counts,
-    /// Never readable: see the head of the module.
-    silent: OwnedFd,
+    bell: Bell,
 }
 
 impl<B: Bus> std::fmt::Debug for Rtl8139<B> {
@@ -129,12 +129,6 @@ fn check_memory(memory: &NicMemory, ring: u16) -> Result<(), NicError> {
 
 fn words(memory: &NicMemory, at: usize, count: usize) -> Span<AtomicU64> {
     memory.rings().span(at, count).expect("the region was seen to be large enough")
-}
-
-/// A descriptor that is never readable.
-fn silent() -> Result<OwnedFd, BusError> {
-    let refused = |errno: rustix::io::Errno| BusError::Refused { doing: "making an eventfd", source: errno.into() };
-    rustix::event::eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK).map_err(refused)
 }
 
 /// Bits that a reset card must not have: who reads them as ones is gone.
@@ -187,12 +181,17 @@ impl<B: Bus> Rtl8139<B> {
 
     /// What a reset has forgotten. The transmitter is on: before, TCR cannot be written.
     fn configure(registers: &B::Registers, filter: &Filter) {
-        regs::IMR.write(registers, 0);
-        regs::ISR.write(registers, u16::MAX);
+        Self::silence(registers);
         regs::MULINT.write(registers, 0);
         regs::ETTHR.write(registers, ETTHR_192);
         regs::TCR.write(registers, tcr::IFG | tcr::MXDMA_1024);
         Self::write_filter(registers, filter);
+    }
+
+    /// Has the card interrupt no more, and forget why it would have.
+    fn silence(registers: &B::Registers) {
+        regs::IMR.write(registers, 0);
+        regs::ISR.write(registers, isr::ALL);
     }
 
     fn write_filter(registers: &B::Registers, filter: &Filter) {
@@ -219,19 +218,19 @@ impl<B: Bus> Rtl8139<B> {
     }
 
     fn new(bus: B, memory: NicMemory, parts: Assembly<B::Registers>) -> Self {
-        let Assembly { registers, rx, tx, mac, frame_max, counts, silent } = parts;
-        Rtl8139 { bus, memory, registers, rx, tx, mac, frame_max, counts, silent }
+        let Assembly { registers, rx, tx, mac, frame_max, counts, bell } = parts;
+        Rtl8139 { bus, memory, registers, rx, tx, mac, frame_max, counts, bell }
     }
 
     /// Resets the card and sets it up.
     fn cold(bus: &mut B, memory: &NicMemory, options: &NicOptions) -> Result<Assembly<B::Registers>, NicError> {
-        let silent = silent()?;
         let registers = bus.registers(REGISTERS)?;
         // Reset before it may be master: a card that somebody left running would write to addresses that are ours now.
         Self::reset(&registers)?;
         memory.take_back();
         memory.map_anew(bus)?;
         pci::enable(bus, true)?;
+        let bell = Bell::new(bus)?;
         let mac = Self::read_mac(&registers)?;
         let count = usize::from(options.ring);
         let rx = RxRing::new(memory, words(memory, RX_AT, 2 * count), &loan::stock(memory, count)?);
@@ -241,7 +240,7 @@ impl<B: Bus> Rtl8139<B> {
         Self::configure(&registers, &options.filter);
         regs::CR9346.write(&registers, cr9346::LOCK);
         let (frame_max, counts) = (options.mtu + AROUND_PAYLOAD, Counts::default());
-        Ok(Assembly { registers, rx, tx, mac, frame_max, counts, silent })
+        Ok(Assembly { registers, rx, tx, mac, frame_max, counts, bell })
     }
 
     /// Goes on from a sash. Up to where the rings are written, nothing is changed, neither in the card nor in memory.
@@ -249,7 +248,6 @@ impl<B: Bus> Rtl8139<B> {
         sash.check(&memory.layout())?;
         loan::check(memory, sash.slots())?;
         check_card(bus)?;
-        let silent = silent()?;
         let registers = bus.registers(REGISTERS)?;
         let mac = Self::read_mac(&registers)?;
         sash.head.check_mac(mac)?;
@@ -260,11 +258,12 @@ impl<B: Bus> Rtl8139<B> {
         if command & (cr::RE | cr::TE) != 0 {
             return Err(broken("the card runs, though parked", command.into()));
         }
+        let bell = Bell::new(bus)?;
         let count = usize::from(sash.head.ring);
         let rx = RxRing::resume(memory, words(memory, RX_AT, 2 * count), sash.received());
         let tx = TxRing::new(memory, words(memory, TX_AT, 2 * count), count, sash.unsent());
         Self::enable(&registers, memory);
-        Ok(Assembly { registers, rx, tx, mac, frame_max: sash.frame_max, counts: sash.counts, silent })
+        Ok(Assembly { registers, rx, tx, mac, frame_max: sash.frame_max, counts: sash.counts, bell })
     }
 
     /// Switches both units off; what a successor must know.
@@ -278,6 +277,8 @@ impl<B: Bus> Rtl8139<B> {
         if gone(regs::CR.read(&self.registers)) {
             return Err(NicError::Gone);
         }
+        // The successor connects the pin anew, and must not find it asserted for us.
+        Self::silence(&self.registers);
         self.tx.reap(&self.memory, &mut self.counts)?;
         Ok(self.sash())
     }
@@ -355,17 +356,26 @@ impl<B: Bus> Port for Rtl8139<B> {
         Ok(taken)
     }
 
-    /// Always [`Armed::Busy`]: nothing would wake whoever sleeps. An idle poller comes by here, so here a card that was removed
-    /// is noticed.
+    /// An idle poller comes by here, so here a card that was removed is noticed.
     fn arm(&mut self) -> Result<Armed, NicError> {
-        match gone(regs::CR.read(&self.registers)) {
-            true => Err(NicError::Gone),
-            false => Ok(Armed::Busy),
+        // In this order: a frame that came before its cause was cleared is seen by the look at the ring, since the card has answered in
+        // between; one that comes later sets its cause again, and the card asserts its pin when that is let through.
+        Self::silence(&self.registers);
+        if gone(regs::CR.read(&self.registers)) {
+            return Err(NicError::Gone);
+        }
+        if !self.bell.unmask() {
+            return Ok(Armed::Busy);
+        }
+        regs::IMR.write(&self.registers, isr::RECEIVED);
+        match self.rx.is_ready() {
+            true => Ok(Armed::Busy),
+            false => Ok(Armed::Idle),
         }
     }
 
     fn fd(&self) -> BorrowedFd<'_> {
-        self.silent.as_fd()
+        self.bell.fd()
     }
 }
 

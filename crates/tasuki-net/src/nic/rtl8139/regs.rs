@@ -39,6 +39,22 @@ pub mod cr {
     pub const TE: u8 = 1 << 2;
 }
 
+/// Causes, in [`IMR`] and [`ISR`].
+pub mod isr {
+    /// Receive OK: a frame has come.
+    pub const ROK: u16 = 1 << 0;
+    /// Receive error: a frame with one has come, and took a descriptor, too.
+    pub const RER: u16 = 1 << 1;
+    /// Receive descriptor unavailable: a frame came and found none.
+    pub const RDU: u16 = 1 << 4;
+    /// Receive FIFO overflow.
+    pub const FOVW: u16 = 1 << 6;
+    /// Whatever leaves something to be received, or room to be made.
+    pub const RECEIVED: u16 = ROK | RER | RDU | FOVW;
+    /// Every cause there is.
+    pub const ALL: u16 = u16::MAX;
+}
+
 pub mod tcr {
     /// Interframe gap: the standard one of 9.6 µs (at 10 Mb/s).
     pub const IFG: u32 = 3 << 24;

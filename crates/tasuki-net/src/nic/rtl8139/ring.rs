@@ -142,6 +142,11 @@ impl RxRing {
         })
     }
 
+    /// Whether the card has left something in the next descriptor.
+    pub fn is_ready(&self) -> bool {
+        self.descriptors.done(self.next).is_some()
+    }
+
     fn post(&mut self, memory: &NicMemory, i: usize, id: SlotId) {
         self.slots[i] = id;
         self.descriptors.give(i, memory.at_of(id), BUFFER_LEN);

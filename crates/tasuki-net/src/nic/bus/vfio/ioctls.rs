@@ -14,8 +14,9 @@ use rustix::ioctl::{Ioctl, IoctlOutput, Opcode, opcode};
 use tasuki_shm::region::Region;
 use vfio_bindings::bindings::vfio::{
     VFIO_DMA_MAP_FLAG_READ, VFIO_DMA_MAP_FLAG_WRITE, VFIO_GROUP_FLAGS_VIABLE, VFIO_IRQ_INFO_EVENTFD,
-    VFIO_IRQ_SET_ACTION_TRIGGER, VFIO_IRQ_SET_DATA_EVENTFD, VFIO_IRQ_SET_DATA_NONE, VFIO_PCI_MSIX_IRQ_INDEX,
-    VFIO_TYPE1v2_IOMMU, vfio_device_info, vfio_group_status, vfio_iommu_type1_dma_map, vfio_irq_info,
+    VFIO_IRQ_SET_ACTION_TRIGGER, VFIO_IRQ_SET_ACTION_UNMASK, VFIO_IRQ_SET_DATA_EVENTFD, VFIO_IRQ_SET_DATA_NONE,
+    VFIO_PCI_INTX_IRQ_INDEX, VFIO_PCI_MSIX_IRQ_INDEX, VFIO_TYPE1v2_IOMMU, vfio_device_info, vfio_group_status,
+    vfio_iommu_type1_dma_map, vfio_irq_info,
 };
 
 /// The number of an ioctl in VFIO's range. They all are `_IO(';', n)`, whatever they take.
@@ -151,18 +152,42 @@ fn word(first: u32, second: u32) -> u64 {
 
 /// How many MSI-X vectors can ring an eventfd.
 pub fn count_vectors(device: BorrowedFd<'_>) -> io::Result<u32> {
-    let mut info =
-        vfio_irq_info { argsz: argsz::<vfio_irq_info>(), index: VFIO_PCI_MSIX_IRQ_INDEX, ..Default::default() };
+    count_interrupts(device, VFIO_PCI_MSIX_IRQ_INDEX)
+}
+
+/// Whether the device has an interrupt pin.
+pub fn has_intx(device: BorrowedFd<'_>) -> io::Result<bool> {
+    Ok(count_interrupts(device, VFIO_PCI_INTX_IRQ_INDEX)? > 0)
+}
+
+/// How many interrupts of a kind can ring an eventfd.
+fn count_interrupts(device: BorrowedFd<'_>, index: u32) -> io::Result<u32> {
+    let mut info = vfio_irq_info { argsz: argsz::<vfio_irq_info>(), index, ..Default::default() };
     with(device, DEVICE_GET_IRQ_INFO, &mut info)?;
     Ok(if info.flags & VFIO_IRQ_INFO_EVENTFD == 0 { 0 } else { info.count })
 }
 
 /// Switches MSI-X on, with an eventfd for each of the first vectors; off if there are none.
 pub fn set_vectors(device: BorrowedFd<'_>, eventfds: &[BorrowedFd<'_>]) -> io::Result<()> {
+    set_interrupts(device, VFIO_PCI_MSIX_IRQ_INDEX, VFIO_IRQ_SET_ACTION_TRIGGER, eventfds)
+}
+
+/// Switches the interrupt pin on, with an eventfd that it rings and one that unmasks it; off if there are none.
+pub fn set_intx(device: BorrowedFd<'_>, eventfds: Option<(BorrowedFd<'_>, BorrowedFd<'_>)>) -> io::Result<()> {
+    let Some((rings, unmasks)) = eventfds else {
+        return set_interrupts(device, VFIO_PCI_INTX_IRQ_INDEX, VFIO_IRQ_SET_ACTION_TRIGGER, &[]);
+    };
+    // In this order: what is not switched on has no mask.
+    set_interrupts(device, VFIO_PCI_INTX_IRQ_INDEX, VFIO_IRQ_SET_ACTION_TRIGGER, &[rings])?;
+    set_interrupts(device, VFIO_PCI_INTX_IRQ_INDEX, VFIO_IRQ_SET_ACTION_UNMASK, &[unmasks])
+}
+
+/// Connects the first interrupts of a kind to eventfds, for what `action` says; to none, and switches them off, if there are none.
+fn set_interrupts(device: BorrowedFd<'_>, index: u32, action: u32, eventfds: &[BorrowedFd<'_>]) -> io::Result<()> {
     let data = if eventfds.is_empty() { VFIO_IRQ_SET_DATA_NONE } else { VFIO_IRQ_SET_DATA_EVENTFD };
     let count = u32::try_from(eventfds.len()).expect("at most 2048 vectors");
     // `struct vfio_irq_set`: argsz, flags, index, start, count; then the descriptors.
-    let mut fields = vec![20 + 4 * count, data | VFIO_IRQ_SET_ACTION_TRIGGER, VFIO_PCI_MSIX_IRQ_INDEX, 0, count];
+    let mut fields = vec![20 + 4 * count, data | action, index, 0, count];
     fields.extend(eventfds.iter().map(|eventfd| eventfd.as_raw_fd().cast_unsigned()));
     let mut words = fields.chunks(2).map(|pair| word(pair[0], pair.get(1).copied().unwrap_or(0))).collect::<Vec<_>>();
     with_words(device, DEVICE_SET_IRQS, &mut words).map(|_| ())
@@ -223,6 +248,9 @@ mod tests {
             count_vectors(fd).map(|_| ()),
             set_vectors(fd, &[fd, fd, fd]),
             set_vectors(fd, &[]),
+            has_intx(fd).map(|_| ()),
+            set_intx(fd, Some((fd, fd))),
+            set_intx(fd, None),
             reset(fd),
             map_dma(fd, &memory, 0),
             unmap_dma(fd, 0, 4096).map(|_| ()),

@@ -26,7 +26,7 @@ use vfio_bindings::bindings::vfio::{
 use super::bar::{Bar, Far};
 use super::mmio::Mmio;
 use super::vfio_user::RegionInfo;
-use super::{Bus, BusError, Iova, pci};
+use super::{Bus, BusError, IntX, Iova, pci};
 pub use sysfs::{Address, BadAddress, OpenError, Places};
 
 /// The descriptors of a device, ready for use.
@@ -87,6 +87,8 @@ pub struct Vfio {
     can_reset: bool,
     /// One for each vector that is enabled.
     vectors: Vec<OwnedFd>,
+    /// If it is enabled.
+    intx: Option<IntX>,
 }
 
 impl Vfio {
@@ -114,6 +116,7 @@ impl Vfio {
             config_len: config.len,
             can_reset: flags & VFIO_DEVICE_FLAGS_RESET != 0,
             vectors: Vec::new(),
+            intx: None,
         })
     }
 
@@ -246,6 +249,32 @@ impl Bus for Vfio {
         }
         let copy = |vector: &OwnedFd| vector.try_clone().map_err(refused("making an eventfd"));
         self.vectors.iter().take(count.into()).map(copy).collect()
+    }
+
+    /// What somebody before us had set up is switched off first, so that its mask is gone with it. A device that cannot say whether it
+    /// asserts its pin (before PCI 2.3) cannot share it, and then the kernel refuses.
+    fn intx(&mut self) -> Result<IntX, BusError> {
+        let copy = |intx: &IntX| intx.try_clone().map_err(refused("making an eventfd"));
+        if let Some(intx) = &self.intx {
+            return copy(intx);
+        }
+        let device = Arc::clone(&self.device);
+        if !ioctls::has_intx(device.as_fd()).map_err(refused("asking for its interrupt"))? {
+            return Err(BusError::NoIntX { why: "it has none, or it is not connected".to_owned() });
+        }
+        pci::allow_intx(self)?;
+        let intx = IntX::create().map_err(refused("making an eventfd"))?;
+        let _ = ioctls::set_intx(device.as_fd(), None);
+        let eventfds = Some((intx.rings.as_fd(), intx.unmasks.as_fd()));
+        ioctls::set_intx(device.as_fd(), eventfds).map_err(|source| {
+            match refused("setting up its interrupt")(source) {
+                BusError::Refused { source, .. } => {
+                    BusError::NoIntX { why: format!("the kernel refuses it ({source})") }
+                }
+                other => other,
+            }
+        })?;
+        copy(self.intx.insert(intx))
     }
 
     fn reset(&mut self) -> Result<(), BusError> {

@@ -19,7 +19,7 @@ mod link;
 mod wire;
 
 use std::io;
-use std::os::fd::{AsFd, OwnedFd};
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::path::Path;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -32,7 +32,7 @@ use tasuki_shm::region::{PAGE_LEN, Region};
 use super::bar::{Bar, Far};
 use super::mmio::Mmio;
 use super::pci::{self, Capability, Header};
-use super::{Bus, BusError, Iova};
+use super::{Bus, BusError, IntX, Iova};
 use link::Link;
 pub(super) use wire::RegionInfo;
 use wire::{Command, FDS_MAX, Limits, Reader};
@@ -74,6 +74,8 @@ pub struct VfioUser {
     vectors: Vec<OwnedFd>,
     /// By region. Asked for once: the server forgets the older ones when it is asked again.
     doorbells: [Option<Arc<Doorbells>>; 6],
+    /// If it is enabled.
+    intx: Option<IntX>,
 }
 
 impl VfioUser {
@@ -136,6 +138,7 @@ impl VfioUser {
             can_reset: flags & wire::DEVICE_RESET != 0,
             vectors: Vec::new(),
             doorbells: Default::default(),
+            intx: None,
         })
     }
 
@@ -164,12 +167,23 @@ impl VfioUser {
         let mut start = 0;
         for fds in self.vectors.chunks(chunk) {
             let fds = fds.iter().map(AsFd::as_fd).collect::<Vec<_>>();
-            let count = u32::try_from(fds.len()).expect("at most 16");
-            let flags = wire::IRQ_DATA_EVENTFD | wire::IRQ_TRIGGER;
-            let ask =
-                |message: &mut wire::Message| _ = message.u32(20).u32(flags).u32(wire::MSIX).u32(start).u32(count);
-            link.call("setting up interrupts", Command::DeviceSetIrqs, ask, &fds, &mut [], 0)?;
-            start += count;
+            set_interrupts(&mut link, wire::MSIX, wire::IRQ_TRIGGER, start, &fds)?;
+            start += u32::try_from(fds.len()).expect("at most 16");
+        }
+        Ok(())
+    }
+
+    /// Tells the server which eventfd the device's pin rings, and which unmasks it, where it masks it at all.
+    fn send_intx(&mut self) -> Result<(), BusError> {
+        if self.intx.is_none() {
+            return Ok(());
+        }
+        let (flags, _) = self.count_interrupts(wire::INTX)?;
+        let Some(intx) = &self.intx else { return Ok(()) };
+        let mut link = self.link.lock();
+        set_interrupts(&mut link, wire::INTX, wire::IRQ_TRIGGER, 0, &[intx.rings.as_fd()])?;
+        if flags & wire::IRQ_AUTOMASKED != 0 {
+            set_interrupts(&mut link, wire::INTX, wire::IRQ_UNMASK, 0, &[intx.unmasks.as_fd()])?;
         }
         Ok(())
     }
@@ -195,16 +209,22 @@ impl VfioUser {
         self.write_config(msix.offset, (control | MSIX_CONTROL_ENABLE) & !MSIX_CONTROL_MASK_ALL)
     }
 
-    fn count_vectors(&mut self) -> Result<u32, BusError> {
+    /// The flags of a kind of interrupt, and how many there are that can ring an eventfd.
+    fn count_interrupts(&mut self, index: u32) -> Result<(u32, u32), BusError> {
         let mut link = self.link.lock();
         let mut answer = [0; 16];
-        let ask = |message: &mut wire::Message| _ = message.u32(16).u32(0).u32(wire::MSIX).u32(0);
+        let ask = |message: &mut wire::Message| _ = message.u32(16).u32(0).u32(index).u32(0);
         let (len, _) = link.call("asking for interrupts", Command::DeviceGetIrqInfo, ask, &[], &mut answer, 0)?;
         let mut from = Reader(&answer[..len]);
         let mut fields = || Some((from.u32()?, from.u32()?, from.u32()?, from.u32()?));
         match fields() {
-            Some((_, flags, wire::MSIX, count)) => Ok(if flags & wire::IRQ_EVENTFD == 0 { 0 } else { count }),
-            _ => link.breach(format!("it describes the MSI-X interrupts in {len} bytes, or others")),
+            Some((_, flags, its, count)) if its == index => {
+                Ok((flags, if flags & wire::IRQ_EVENTFD == 0 { 0 } else { count }))
+            }
+            _ => {
+                let kind = if index == wire::INTX { "INTx" } else { "MSI-X" };
+                link.breach(format!("it describes the {kind} interrupts in {len} bytes, or others"))
+            }
         }
     }
 }
@@ -212,6 +232,20 @@ impl VfioUser {
 fn open(socket: OwnedFd, limits: Limits, timeout: Duration) -> Result<Link, BusError> {
     Link::new(socket, limits, timeout)
         .map_err(|source| BusError::Refused { doing: "setting up the connection to the device's server", source })
+}
+
+/// Connects interrupts of a kind, from `start` on, to eventfds, for what `action` says.
+fn set_interrupts(
+    link: &mut Link,
+    index: u32,
+    action: u32,
+    start: u32,
+    fds: &[BorrowedFd<'_>],
+) -> Result<(), BusError> {
+    let count = u32::try_from(fds.len()).expect("at most 16");
+    let flags = wire::IRQ_DATA_EVENTFD | action;
+    let ask = |message: &mut wire::Message| _ = message.u32(20).u32(flags).u32(index).u32(start).u32(count);
+    link.call("setting up interrupts", Command::DeviceSetIrqs, ask, fds, &mut [], 0).map(|_| ())
 }
 
 /// What the server says of a region, and the memory that it lies in.
@@ -354,7 +388,7 @@ impl Bus for VfioUser {
     }
 
     fn interrupts(&mut self, count: u16) -> Result<Vec<OwnedFd>, BusError> {
-        let have = self.count_vectors()?;
+        let (_, have) = self.count_interrupts(wire::MSIX)?;
         if have < count.into() {
             return Err(BusError::FewInterrupts { have: u16::try_from(have).unwrap_or(u16::MAX), need: count });
         }
@@ -373,6 +407,34 @@ impl Bus for VfioUser {
         self.vectors.iter().take(count.into()).map(|vector| vector.try_clone().map_err(refused)).collect()
     }
 
+    /// The server must ring an eventfd for its interrupt of kind 0. If it says that it masks the pin when it has rung, it must take
+    /// an eventfd that unmasks it, too (`VFIO_IRQ_SET_ACTION_UNMASK` with `VFIO_IRQ_SET_DATA_EVENTFD`).
+    fn intx(&mut self) -> Result<IntX, BusError> {
+        let refused = |source: io::Error| BusError::Refused { doing: "making an eventfd", source };
+        if let Some(intx) = &self.intx {
+            return intx.try_clone().map_err(refused);
+        }
+        if let (_, 0) = self.count_interrupts(wire::INTX)? {
+            return Err(BusError::NoIntX { why: "its server offers none".to_owned() });
+        }
+        pci::allow_intx(self)?;
+        let intx = IntX::create().map_err(refused)?;
+        let copy = intx.try_clone().map_err(refused)?;
+        self.intx = Some(intx);
+        match self.send_intx() {
+            Ok(()) => Ok(copy),
+            Err(error) => {
+                self.intx = None;
+                Err(match error {
+                    BusError::Refused { source, .. } => {
+                        BusError::NoIntX { why: format!("its server refuses it ({source})") }
+                    }
+                    other => other,
+                })
+            }
+        }
+    }
+
     fn reset(&mut self) -> Result<(), BusError> {
         if !self.can_reset {
             return Err(BusError::Refused { doing: "a reset", source: io::ErrorKind::Unsupported.into() });
@@ -380,6 +442,7 @@ impl Bus for VfioUser {
         let command = self.read_config(COMMAND)? & 0xffff;
         self.link.lock().call("a reset", Command::DeviceReset, |_| {}, &[], &mut [], 0)?;
         self.write_config(COMMAND, command)?;
+        self.send_intx()?;
         if !self.vectors.is_empty() {
             self.send_vectors()?;
             self.enable_vectors()?;

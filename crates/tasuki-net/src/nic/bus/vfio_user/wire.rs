@@ -51,6 +51,8 @@ pub enum Command {
 pub const CONFIG_REGION: u32 = 7;
 /// The kind of interrupt that is MSI-X.
 pub const MSIX: u32 = 2;
+/// The kind of interrupt that is INTx.
+pub const INTX: u32 = 0;
 
 pub const DEVICE_RESET: u32 = 1 << 0;
 pub const DEVICE_PCI: u32 = 1 << 1;
@@ -61,8 +63,10 @@ pub const REGION_CAPS: u32 = 1 << 3;
 pub const DMA_READ: u32 = 1 << 0;
 pub const DMA_WRITE: u32 = 1 << 1;
 pub const IRQ_EVENTFD: u32 = 1 << 0;
+pub const IRQ_AUTOMASKED: u32 = 1 << 2;
 pub const IRQ_DATA_EVENTFD: u32 = 1 << 2;
 pub const IRQ_TRIGGER: u32 = 1 << 5;
+pub const IRQ_UNMASK: u32 = 1 << 4;
 const CAP_SPARSE_MMAP: u16 = 1;
 
 /// A rule that the server broke.
