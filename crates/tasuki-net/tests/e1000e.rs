@@ -7,6 +7,7 @@ mod stub;
 use std::sync::atomic::Ordering::{Acquire, Relaxed};
 use std::time::Duration;
 
+use stub::bus::Stub;
 use stub::{Card, MEMORY_AT, Play, RDH, RDT, StubBus, TDT};
 use tasuki_net::nic::bus::{Bus, Iova, Registers};
 use tasuki_net::nic::e1000e::{E1000e, Sash};
@@ -206,7 +207,7 @@ fn a_card_that_does_not_do_what_it_must_is_stuck_or_absurd() {
 #[test]
 fn another_card_is_refused_by_name() {
     let (_, memory) = Play::new(RING);
-    let bus = StubBus(Card::new(PciId { vendor: 0x8086, device: 0x1533 }));
+    let bus = Stub(Card::new(PciId { vendor: 0x8086, device: 0x1533 }));
     let error = E1000e::start(bus, memory, &options()).expect_err("that is an i210");
     assert!(error.to_string().contains("8086:1533") && error.to_string().contains("82574"), "{error}");
 }
