@@ -157,8 +157,11 @@ impl<B: Bus> Port for E1000e<B> {
     #[inline]
     fn receive(&mut self, burst: &mut Burst) -> Result<usize, NicError> {
         let frames = self.collect(burst)?;
-        self.refill()?;
-        Ok(frames)
+        match self.refill() {
+            // What was received is delivered before. The fault is found again.
+            Err(error) if frames == 0 => Err(error),
+            _ => Ok(frames),
+        }
     }
 
     #[inline]
@@ -265,7 +268,7 @@ impl<B: Bus> Nic for E1000e<B> {
         let bell = bell(&mut bus)?;
         let [a, b, c, d, e, f, ..] = sash.mac;
         let mac = Mac([a, b, c, d, e, f]);
-        let (filter, mta, counters) = (sash.filter, Box::new(sash.mta), Counters::resume(&sash.counters));
+        let (filter, mta, counters) = (sash.filter, Box::new(sash.mta), Counters::resume(&sash.counters)?);
         let mut nic =
             E1000e { bus, memory, mmio, bell, receive, first: 0, transmit, shape, mac, filter, mta, counters };
         nic.check_parked(sash)?;

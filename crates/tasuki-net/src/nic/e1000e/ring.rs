@@ -216,6 +216,8 @@ pub struct ReceiveRing {
     next: u32,
     tail: u32,
     skipping: bool,
+    /// What the card wrote where it owned nothing: there is no going on after that.
+    astray: u64,
 }
 
 impl ReceiveRing {
@@ -223,7 +225,7 @@ impl ReceiveRing {
     pub fn new(memory: &NicMemory, index: usize, count: u16) -> Result<Self, RegionError> {
         let ring = Descriptors::new(memory, index, count)?;
         ring.clear();
-        Ok(ReceiveRing { ring, next: 0, tail: 0, skipping: false })
+        Ok(ReceiveRing { ring, next: 0, tail: 0, skipping: false, astray: 0 })
     }
 
     /// The ring that a predecessor left.
@@ -236,7 +238,7 @@ impl ReceiveRing {
     ) -> Result<Self, NicError> {
         let mut ring = Descriptors::new(memory, index, count).map_err(too_small)?;
         ring.take_over(named, posted, sash.next, sash.tail)?;
-        Ok(ReceiveRing { ring, next: sash.next, tail: sash.tail, skipping: sash.skipping == 1 })
+        Ok(ReceiveRing { ring, next: sash.next, tail: sash.tail, skipping: sash.skipping == 1, astray: 0 })
     }
 
     /// What a successor must know.
@@ -267,6 +269,7 @@ impl ReceiveRing {
         burst: &mut Burst,
     ) -> Result<usize, NicError> {
         let before = burst.len();
+        self.check_astray()?;
         loop {
             self.receive_good(arena, lengths, burst);
             if burst.is_full() || self.next == self.tail {
@@ -347,11 +350,19 @@ impl ReceiveRing {
         self.next = self.next.wrapping_add(1);
     }
 
+    #[inline]
+    fn check_astray(&self) -> Result<(), NicError> {
+        match self.astray {
+            0 => Ok(()),
+            value => Err(NicError::Absurd { what: "a receive descriptor that it did not own", value }),
+        }
+    }
+
     /// Gives the card free slots until its ring is full or none are left; says whether the tail has changed.
     pub fn refill(&mut self, memory: &NicMemory) -> Result<bool, NicError> {
         let before = self.tail;
         // To the end of the ring, and from its beginning.
-        let mut written = 0;
+        let mut written = self.astray;
         for _ in 0..2 {
             let room = (self.ring.most() - self.tail.wrapping_sub(self.next)) as usize;
             let first = self.ring.place(self.tail);
@@ -362,10 +373,9 @@ impl ReceiveRing {
             written |= self.refill_run(memory, first, room);
         }
         // D4
-        match written {
-            0 => Ok(self.tail != before),
-            value => Err(NicError::Absurd { what: "a receive descriptor that it did not own", value }),
-        }
+        self.astray = written;
+        self.check_astray()?;
+        Ok(self.tail != before)
     }
 
     /// Gives the card up to `room` slots in the descriptors from `first` on; says what bits were set in their second words.

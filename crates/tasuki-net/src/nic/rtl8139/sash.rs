@@ -8,7 +8,7 @@ use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout};
 
 use super::regs::DESCRIPTORS_MAX;
 use super::ring::BUFFER_LEN;
-use crate::nic::NicError;
+use crate::nic::{COUNT_MAX, NicError};
 
 /// Whose sash it is: the card's vendor and device.
 pub const KIND: u32 = 0x10ec_8139;
@@ -67,6 +67,14 @@ pub struct Counts {
     pub tx_dropped: u64,
 }
 
+impl Counts {
+    /// The first count that is more than `most`.
+    fn beyond(&self, most: u64) -> Option<u64> {
+        let counts: [u64; size_of::<Counts>() / 8] = zerocopy::transmute!(*self);
+        counts.into_iter().find(|&count| count > most)
+    }
+}
+
 /// The sash.
 #[derive(Debug, Clone, PartialEq, Eq, FromBytes, IntoBytes, Immutable, KnownLayout)]
 #[repr(C)]
@@ -102,6 +110,9 @@ impl Sash {
             return Err(NicError::OtherSash { kind, version, ours: VERSION });
         }
         let wrong = |what, value| Err(NicError::BrokenSash { what, value });
+        if let Some(count) = self.counts.beyond(COUNT_MAX) {
+            return wrong("what was counted", count);
+        }
         if self.rings_at != rings_at {
             return wrong("its rings are at another address", self.rings_at);
         }
@@ -165,6 +176,7 @@ mod tests {
             (Sash { frame_max: 9000, ..sash() }, "the longest frame"),
             (Sash { rings_at: 0, ..sash() }, "at another address"),
             (unsent(1519), "length of an unsent frame"),
+            (Sash { counts: Counts { tx_dropped: u64::MAX, ..sash().counts }, ..sash() }, "what was counted"),
         ] {
             let error = wrong.check(0x1000).unwrap_err().to_string();
             assert!(error.contains(why), "{error}");

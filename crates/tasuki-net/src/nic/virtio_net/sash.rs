@@ -7,7 +7,7 @@ use tasuki_shm::slots::SlotId;
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout};
 
 use super::regs::feature;
-use crate::nic::NicError;
+use crate::nic::{COUNT_MAX, NicError};
 
 /// Whose sash it is: the device's vendor and identity.
 pub const KIND: u32 = 0x1af4_1041;
@@ -76,6 +76,14 @@ pub struct Counts {
     pub tx_dropped: u64,
     /// Notifications that the transmit queue has new frames.
     pub tx_kicks: u64,
+}
+
+impl Counts {
+    /// The first count that is more than `most`.
+    fn beyond(&self, most: u64) -> Option<u64> {
+        let counts: [u64; size_of::<Counts>() / 8] = zerocopy::transmute!(*self);
+        counts.into_iter().find(|&count| count > most)
+    }
 }
 
 /// The sash.
@@ -162,6 +170,9 @@ impl Sash {
             return Err(NicError::OtherSash { kind, version, ours: VERSION });
         }
         let wrong = |what, value| Err(NicError::BrokenSash { what, value });
+        if let Some(count) = self.counts.beyond(COUNT_MAX) {
+            return wrong("what was counted", count);
+        }
         if self.rings_at != rings_at {
             return wrong("its rings are at another address", self.rings_at);
         }
@@ -263,6 +274,7 @@ mod tests {
             (Sash { come: 0xffff, empty: 0xffff, ..sash() }, "slots in the receive queue"),
             (Sash { unsent: 5, ..sash() }, "unsent"),
             (long(sash()), "the length of a frame"),
+            (Sash { counts: Counts { tx_kicks: u64::MAX, ..sash().counts }, ..sash() }, "what was counted"),
             (long(kept()), "the length of a frame"),
             (fewer(kept()), "the number of slots in a queue"),
             (Sash { tx_at: Cursor { available: 1, used: 0 }, ..kept() }, "the number of slots in a queue"),
