@@ -68,10 +68,11 @@ struct WireArguments {
     #[arg(long, value_name = "COUNT")]
     source: Option<u64>,
     /// Frames a second of the source; without, the line rate of 1 Gb/s.
-    #[arg(long, requires = "source", conflicts_with_all = ["dgram", "tap"])]
+    #[arg(long, value_parser = clap::value_parser!(u64).range(1..), requires = "source", conflicts_with_all = ["dgram", "tap"])]
     rate: Option<u64>,
     /// Bytes of the source's frames, with check sequence.
-    #[arg(long, default_value_t = 64, requires = "source", conflicts_with_all = ["dgram", "tap"])]
+    #[arg(long, default_value_t = 64, value_parser = clap::value_parser!(u32).range(64..=16384))]
+    #[arg(requires = "source", conflicts_with_all = ["dgram", "tap"])]
     size: u32,
     /// Two datagram sockets, ours and the other end's, one frame a datagram, as QEMU's `-netdev dgram` has them.
     #[arg(long, num_args = 2, value_names = ["OURS", "THEIRS"], conflicts_with = "source")]
@@ -127,7 +128,7 @@ fn serve<W: Wire>(
     let mut server = server(&arguments.place)?;
     let options = e1000e::Options { link_up_ns: arguments.link_up.saturating_mul(1_000_000), ..Default::default() };
     let mut served = Served::new(e1000e::Device::new(options), wire);
-    let (mut had_driver, mut has_begun) = (false, false);
+    let (mut had_driver, mut has_begun) = (server.has_client(), false);
     while !stop.load(Relaxed) {
         let mut rounds = 0_u32;
         // Back here now and then, for what need not be asked in every round.
@@ -167,10 +168,8 @@ fn serve_recorded<W: Wire>(
 
 fn nic(arguments: &NicArguments) -> Result<()> {
     let WireArguments { source, rate, size, dgram, tap } = &arguments.wire;
-    ensure!((64..=16384).contains(size), "--size {size} is no length of a frame; it goes from 64 to 16384");
     if let Some(count) = *source {
         let rate = rate.unwrap_or_else(|| SourceOptions::line_rate(1_000_000_000, *size));
-        ensure!(rate > 0, "--rate 0 would send nothing");
         let options = SourceOptions {
             to: [0xff; 6],
             from: [0x02, 0, 0, 0, 0, 0x51],
