@@ -133,6 +133,12 @@ impl<B: Bus> E1000e<B> {
     }
 }
 
+/// What was received is delivered before a fault, which is found again.
+#[cold]
+fn after(frames: usize, error: NicError) -> Result<usize, NicError> {
+    if frames > 0 { Ok(frames) } else { Err(error) }
+}
+
 /// The eventfd of vector 0, which does not block whoever reads it.
 fn bell(bus: &mut impl Bus) -> Result<OwnedFd, BusError> {
     let refused = |errno: Errno| BusError::Refused { doing: "making an eventfd non-blocking", source: errno.into() };
@@ -158,9 +164,8 @@ impl<B: Bus> Port for E1000e<B> {
     fn receive(&mut self, burst: &mut Burst) -> Result<usize, NicError> {
         let frames = self.collect(burst)?;
         match self.refill() {
-            // What was received is delivered before. The fault is found again.
-            Err(error) if frames == 0 => Err(error),
-            _ => Ok(frames),
+            Ok(()) => Ok(frames),
+            Err(error) => after(frames, error),
         }
     }
 

@@ -269,7 +269,6 @@ impl ReceiveRing {
         burst: &mut Burst,
     ) -> Result<usize, NicError> {
         let before = burst.len();
-        self.check_astray()?;
         loop {
             self.receive_good(arena, lengths, burst);
             if burst.is_full() || self.next == self.tail {
@@ -326,6 +325,8 @@ impl ReceiveRing {
         let whole = word & (done::EOP | done::ERRORS) == done::EOP && !self.skipping;
         let shortest = if whole { HEADER_LEN } else { 1 };
         match (shortest..=lengths.buffer).contains(&len) {
+            // Said by `refill`.
+            _ if self.astray != 0 => Verdict::NotDone,
             _ if word & done::DD == 0 => Verdict::NotDone,
             false => Verdict::Absurd,
             true if whole && len <= lengths.frame => Verdict::Good,
@@ -350,12 +351,13 @@ impl ReceiveRing {
         self.next = self.next.wrapping_add(1);
     }
 
-    #[inline]
-    fn check_astray(&self) -> Result<(), NicError> {
-        match self.astray {
-            0 => Ok(()),
-            value => Err(NicError::Absurd { what: "a receive descriptor that it did not own", value }),
-        }
+    /// From here on nothing is received, and refilling fails.
+    #[cold]
+    fn go_astray(&mut self, value: u64) -> NicError {
+        self.astray = value;
+        // Whoever skips looks at what comes one by one, off the fast path, where there is time to ask for the reason.
+        self.skipping = true;
+        NicError::Absurd { what: "a receive descriptor that it did not own", value }
     }
 
     /// Gives the card free slots until its ring is full or none are left; says whether the tail has changed.
@@ -373,9 +375,10 @@ impl ReceiveRing {
             written |= self.refill_run(memory, first, room);
         }
         // D4
-        self.astray = written;
-        self.check_astray()?;
-        Ok(self.tail != before)
+        match written {
+            0 => Ok(self.tail != before),
+            value => Err(self.go_astray(value)),
+        }
     }
 
     /// Gives the card up to `room` slots in the descriptors from `first` on; says what bits were set in their second words.
