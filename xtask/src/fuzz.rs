@@ -6,7 +6,7 @@
 //! faults is seen, one that lands in mapped memory is not. `--asan` adds it where a nightly
 //! toolchain is present.
 //!
-//! - `fuzz/regressions/TARGET/` holds inputs that once broke a target. In git; run first.
+//! - `fuzz/regressions/TARGET/` holds inputs that once broke a target, and a few that get far at once. In git; run first.
 //! - `fuzz/corpus/TARGET/` holds what libFuzzer found worth keeping. Not in git.
 //! - `fuzz/artifacts/TARGET/` holds inputs that broke a target just now. Not in git.
 

@@ -9,22 +9,24 @@
 //! `Collected`, by the number of packets that this program prints, is the figure. The same for `transmit_and_reclaim`, and with `rtl8139`
 //! for the other card. The card is memory that this program writes, whose work is not counted; its registers hold what is written.
 
+#[path = "../tests/stub/bus.rs"]
+mod bus;
+
 use std::cell::RefCell;
 use std::collections::HashMap;
 use std::hint::black_box;
-use std::os::fd::OwnedFd;
 use std::rc::Rc;
 use std::sync::atomic::Ordering::{Acquire, Release};
 use std::sync::atomic::{AtomicU32, AtomicU64};
 
-use rustix::event::EventfdFlags;
-use tasuki_net::nic::bus::{Bus, BusError, IntX, Iova, Registers};
+use bus::{Answers, Stub};
+use tasuki_net::nic::bus::Iova;
 use tasuki_net::nic::rtl8139::Rtl8139;
 use tasuki_net::nic::virtio_net::VirtioNet;
 use tasuki_net::nic::{Nic, NicMemory, NicOptions};
 use tasuki_net::port::{BURST_MAX, Burst, Frame};
 use tasuki_shm::arena::{Arena, Geometry};
-use tasuki_shm::region::{Region, Span};
+use tasuki_shm::region::Span;
 
 const BURSTS: usize = 1000;
 const RING: u16 = 64;
@@ -44,75 +46,31 @@ fn transmit_and_reclaim<N: Nic>(nic: &mut N, burst: &mut Burst) -> usize {
 }
 
 /// Configuration space, and registers by BAR offset. Some bits always read as zero: what takes no time.
-#[derive(Clone)]
-struct Stub(Rc<Config>);
-
 struct Config {
     config: HashMap<u16, u32>,
     registers: RefCell<HashMap<u32, u32>>,
     zero: fn(u32) -> u32,
 }
 
-impl Stub {
-    fn new(config: &[(u16, u32)], registers: &[(u32, u32)], zero: fn(u32) -> u32) -> Self {
-        let registers = RefCell::new(registers.iter().copied().collect());
-        Stub(Rc::new(Config { config: config.iter().copied().collect(), registers, zero }))
-    }
+fn stub(config: &[(u16, u32)], registers: &[(u32, u32)], zero: fn(u32) -> u32) -> Stub<Config> {
+    let registers = RefCell::new(registers.iter().copied().collect());
+    Stub(Rc::new(Config { config: config.iter().copied().collect(), registers, zero }))
 }
 
-impl Bus for Stub {
-    type Registers = Stub;
+impl Answers for Config {
+    fn config(&self, offset: u16) -> u32 {
+        self.config.get(&offset).copied().unwrap_or(0)
+    }
 
-    fn read_config(&mut self, offset: u16) -> Result<u32, BusError> {
-        Ok(self.0.config.get(&offset).copied().unwrap_or(0))
+    fn read(&self, offset: u32) -> u32 {
+        self.registers.borrow().get(&offset).copied().unwrap_or(0) & !(self.zero)(offset)
     }
-    fn write_config(&mut self, _: u16, _: u32) -> Result<(), BusError> {
-        Ok(())
-    }
-    fn registers(&mut self, _: u8) -> Result<Stub, BusError> {
-        Ok(self.clone())
-    }
-    fn map_dma(&mut self, _: &Region, _: Iova) -> Result<(), BusError> {
-        Ok(())
-    }
-    fn unmap_dma(&mut self, _: Iova, _: usize) -> Result<(), BusError> {
-        Ok(())
-    }
-    fn interrupts(&mut self, count: u16) -> Result<Vec<OwnedFd>, BusError> {
-        Ok((0..count)
-            .map(|_| rustix::event::eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK).expect("an eventfd"))
-            .collect())
-    }
-    fn intx(&mut self) -> Result<IntX, BusError> {
-        Ok(IntX::create().expect("two eventfds"))
-    }
-    fn reset(&mut self) -> Result<(), BusError> {
-        Ok(())
-    }
-}
 
-#[expect(clippy::cast_possible_truncation, reason = "the low bits are what was asked for")]
-impl Registers for Stub {
-    fn read8(&self, offset: u32) -> u8 {
-        self.read32(offset) as u8
-    }
-    fn read16(&self, offset: u32) -> u16 {
-        self.read32(offset) as u16
-    }
-    fn read32(&self, offset: u32) -> u32 {
-        self.0.registers.borrow().get(&offset).copied().unwrap_or(0) & !(self.0.zero)(offset)
-    }
-    fn write8(&self, offset: u32, value: u8) {
-        self.write32(offset, value.into());
-    }
-    fn write16(&self, offset: u32, value: u16) {
-        self.write32(offset, value.into());
-    }
     #[inline(never)]
-    fn write32(&self, offset: u32, value: u32) {
+    fn write(&self, offset: u32, value: u32) {
         // A notification is one store on a real bus, and no table.
         if offset < 0x2000 && offset != 0xd9 {
-            self.0.registers.borrow_mut().insert(offset, value);
+            self.registers.borrow_mut().insert(offset, value);
         }
     }
 }
@@ -193,7 +151,7 @@ fn main() {
     let options = NicOptions { ring: RING, ..NicOptions::default() };
     let [received, sent] = if std::env::args().nth(1).is_some_and(|card| card == "rtl8139") {
         let words = memory.rings().span(0, 256).expect("both rings");
-        let bus = Stub::new(&[(0, 0x8139_10ec), (8, 0x20)], &[(0, 2)], |offset| if offset == 0x37 { 0x10 } else { 0 });
+        let bus = stub(&[(0, 0x8139_10ec), (8, 0x20)], &[(0, 2)], |offset| if offset == 0x37 { 0x10 } else { 0 });
         measure(Rtl8139::start(bus, memory, &options).expect("the stub behaves"), Rtl(words, 0), &arena)
     } else {
         // One queue: 1,024 bytes of descriptors, an available ring, and from the next line on a used ring.
@@ -217,7 +175,7 @@ fn main() {
         ];
         // Features that are both VERSION_1 and MAC, whichever half is asked for; three queues of 256; an address.
         let registers = [(0x04, 0x21), (0x12, 3), (0x18, 256), (0x1000, 2)];
-        let bus = Stub::new(&config, &registers, |_| 0);
+        let bus = stub(&config, &registers, |_| 0);
         measure(VirtioNet::start(bus, memory, &options).expect("the stub behaves"), Virtio(queues), &arena)
     };
     println!("{received} packets received, {sent} sent");

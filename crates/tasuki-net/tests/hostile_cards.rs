@@ -2,14 +2,16 @@
 //! they do not panic, and they do not wait for ever.
 #![allow(clippy::tests_outside_test_module, reason = "the whole file is tests")]
 
+#[path = "stub/bus.rs"]
+mod bus;
+
 use std::cell::RefCell;
 use std::collections::HashMap;
-use std::os::fd::OwnedFd;
 use std::rc::Rc;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 
-use rustix::event::EventfdFlags;
-use tasuki_net::nic::bus::{Bus, BusError, IntX, Iova, Registers};
+use bus::{Answers, Stub};
+use tasuki_net::nic::bus::Iova;
 use tasuki_net::nic::rtl8139::Rtl8139;
 use tasuki_net::nic::virtio_net::VirtioNet;
 use tasuki_net::nic::{Filter, Mac, Nic, NicMemory, NicOptions};
@@ -82,81 +84,35 @@ impl Mad {
     }
 }
 
-#[derive(Clone)]
-struct MadBus(Rc<RefCell<Mad>>);
+impl Answers for RefCell<Mad> {
+    fn config(&self, offset: u16) -> u32 {
+        self.borrow().config.get(&offset).copied().unwrap_or(0)
+    }
 
-impl MadBus {
-    fn new(memory: &NicMemory, seed: u64, config: &[(u16, u32)], never: fn(u32) -> u32) -> Self {
-        let copy = memory.rings().fd().try_clone_to_owned().expect("a descriptor is free");
-        let rings = Region::adopt(copy).expect("memory of ours").span(0, memory.rings().len() / 8).expect("all of it");
-        let config = config.iter().copied().collect();
-        let sane = seed % 17;
-        MadBus(Rc::new(RefCell::new(Mad {
-            state: seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1,
-            written: HashMap::new(),
-            config,
-            rings,
-            sane,
-            never,
-        })))
+    fn read(&self, offset: u32) -> u32 {
+        self.borrow_mut().read(offset)
+    }
+
+    fn write(&self, offset: u32, value: u32) {
+        self.borrow_mut().write(offset, value);
     }
 }
 
-impl Bus for MadBus {
-    type Registers = MadBus;
+/// The way to such a card.
+type MadBus = Stub<RefCell<Mad>>;
 
-    fn read_config(&mut self, offset: u16) -> Result<u32, BusError> {
-        Ok(self.0.borrow().config.get(&offset).copied().unwrap_or(0))
-    }
-    fn write_config(&mut self, _offset: u16, _value: u32) -> Result<(), BusError> {
-        Ok(())
-    }
-    fn registers(&mut self, _index: u8) -> Result<MadBus, BusError> {
-        Ok(self.clone())
-    }
-    fn map_dma(&mut self, _memory: &Region, _at: Iova) -> Result<(), BusError> {
-        Ok(())
-    }
-    fn unmap_dma(&mut self, _at: Iova, _len: usize) -> Result<(), BusError> {
-        Ok(())
-    }
-    fn interrupts(&mut self, count: u16) -> Result<Vec<OwnedFd>, BusError> {
-        Ok((0..count)
-            .map(|_| rustix::event::eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK).expect("an eventfd"))
-            .collect())
-    }
-    fn intx(&mut self) -> Result<IntX, BusError> {
-        Ok(IntX::create().expect("two eventfds"))
-    }
-    fn reset(&mut self) -> Result<(), BusError> {
-        Ok(())
-    }
-}
-
-#[expect(clippy::cast_possible_truncation, reason = "the low bits are what was asked for")]
-impl Registers for MadBus {
-    fn read8(&self, offset: u32) -> u8 {
-        self.0.borrow_mut().read(offset) as u8
-    }
-    fn read16(&self, offset: u32) -> u16 {
-        assert!(offset.is_multiple_of(2), "16 bits at {offset:#x}");
-        self.0.borrow_mut().read(offset) as u16
-    }
-    fn read32(&self, offset: u32) -> u32 {
-        assert!(offset.is_multiple_of(4), "32 bits at {offset:#x}");
-        self.0.borrow_mut().read(offset)
-    }
-    fn write8(&self, offset: u32, value: u8) {
-        self.0.borrow_mut().write(offset, value.into());
-    }
-    fn write16(&self, offset: u32, value: u16) {
-        assert!(offset.is_multiple_of(2), "16 bits at {offset:#x}");
-        self.0.borrow_mut().write(offset, value.into());
-    }
-    fn write32(&self, offset: u32, value: u32) {
-        assert!(offset.is_multiple_of(4), "32 bits at {offset:#x}");
-        self.0.borrow_mut().write(offset, value);
-    }
+fn mad(memory: &NicMemory, seed: u64, config: &[(u16, u32)], never: fn(u32) -> u32) -> MadBus {
+    let copy = memory.rings().fd().try_clone_to_owned().expect("a descriptor is free");
+    let rings = Region::adopt(copy).expect("memory of ours").span(0, memory.rings().len() / 8).expect("all of it");
+    let config = config.iter().copied().collect();
+    Stub(Rc::new(RefCell::new(Mad {
+        state: seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1,
+        written: HashMap::new(),
+        config,
+        rings,
+        sane: seed % 17,
+        never,
+    })))
 }
 
 /// Rounds of use, each by another driver.
@@ -167,7 +123,7 @@ fn drive<N: Nic<Bus = MadBus>>(seed: u64, config: &[(u16, u32)], never: fn(u32) 
     let memory =
         NicMemory::create(Geometry { slot_len: 4096, count: 64 }, 8192, Iova(1 << 32)).expect("a little memory");
     let arena = memory.arena().clone();
-    let bus = MadBus::new(&memory, seed, config, never);
+    let bus = mad(&memory, seed, config, never);
     let options = NicOptions { ring: 8, ..NicOptions::default() };
     let Ok(mut nic) = N::start(bus, memory, &options) else { return 0 };
     for step in 1.. {

@@ -69,6 +69,31 @@ impl Class {
     ];
 }
 
+impl fmt::Display for Class {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Class::Reset => "reset the card",
+            Class::PhyReset => "reset the PHY, or began its negotiation anew",
+            Class::PhyWrite => "wrote a register of the PHY",
+            Class::LinkWrite => "changed bits of CTRL that make or force the link",
+            Class::HeadWhileEnabled => "wrote RDH or TDH while the unit was on",
+            Class::RingWhileEnabled => "wrote the base or the length of a ring while the unit was on",
+            Class::RingLength => "gave a ring a length that is no multiple of 128 bytes, or is too large",
+            Class::RingAlignment => "gave a ring a base that is no multiple of 16",
+            Class::TailOutside => "set a head or tail outside of its ring",
+            Class::TailBackwards => "moved a tail back, behind descriptors that the card may have fetched",
+            Class::UnmappedDma => "sent the card to memory that it cannot reach",
+            Class::BadDescriptor => "wrote a descriptor that makes no sense",
+            Class::UnknownRegister => "used a register that there is not",
+            Class::OddAccess => "used a register not by 32 bits at a multiple of 4",
+            Class::DuringReset => "used a register within a microsecond of a reset",
+            Class::SetupWhileEnabled => "changed what may be changed only while the unit is off",
+            Class::NoBusMaster => "gave work to a card that is not allowed to be master of the bus",
+            Class::NoQueue => "had frames sent to a queue that has no ring",
+        })
+    }
+}
+
 /// One time that a rule was broken.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Entry {
@@ -85,7 +110,7 @@ pub struct Entry {
 impl fmt::Display for Entry {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let Entry { class, at, place, value } = self;
-        write!(f, "{class:?} at {at} ns: {value:#x} at {place:#x}")
+        write!(f, "it {class} ({class:?}: {value:#x} at {place:#x}, {at} ns after it was switched on)")
     }
 }
 
@@ -140,6 +165,12 @@ impl Journal {
     /// What was done, oldest first: the first thousand times or so.
     pub fn entries(&self) -> &[Entry] {
         &self.entries
+    }
+
+    /// The first time of each rule that was broken among `classes`, with how often it was.
+    pub fn broken(&self, classes: &[Class]) -> Vec<Offence> {
+        let broken = classes.iter().filter_map(|&class| self.demand_none(&[class]).err());
+        broken.collect()
     }
 
     /// None of these rules was broken since the journal was last cleared.

@@ -122,8 +122,9 @@ pub fn open(device: &Device, setup: &Setup, show: impl FnOnce(&Header, &[u8]), j
             start(bus?, setup, show, job)
         }
         Device::Sim => {
-            let model = Model::start()?;
-            start(VfioUser::connect(model.socket(), TIMEOUT)?, setup, show, job)
+            let (_model, connection) = Model::start()?;
+            let bus = VfioUser::meet(connection, TIMEOUT).context("the model did not answer; it says above why");
+            start(bus?, setup, show, job)
         }
     }
 }

@@ -12,7 +12,7 @@ use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 use std::time::{Duration, Instant};
 
-use anyhow::{Context, Result, ensure};
+use anyhow::{Context, Result};
 use clap::{Args, Parser, Subcommand};
 use tasuki_net::nic::bus::pci::{BarKind, Header};
 use tasuki_net::nic::{Filter, Link, Mac, Nic, NicError};
@@ -60,10 +60,10 @@ struct RunArguments {
     #[arg(long)]
     count: Option<u64>,
     /// Send so many frames per second; without, as many as go.
-    #[arg(long, conflicts_with_all = ["sink", "echo"])]
+    #[arg(long, value_parser = clap::value_parser!(u64).range(1..), conflicts_with_all = ["sink", "echo"])]
     rate: Option<u64>,
     /// Bytes of a frame that is sent, without check sequence.
-    #[arg(long, default_value_t = numbered::SHORTEST, conflicts_with_all = ["sink", "echo"])]
+    #[arg(long, default_value_t = numbered::SHORTEST, value_parser = sizes(), conflicts_with_all = ["sink", "echo"])]
     size: u16,
     /// Whom frames that are sent are for: an address such as 52:54:00:12:34:56.
     #[arg(long, default_value = "ff:ff:ff:ff:ff:ff", value_parser = mac, conflicts_with_all = ["sink", "echo"])]
@@ -94,6 +94,11 @@ struct WorkArguments {
     /// Send every frame back to where it came from.
     #[arg(long)]
     echo: bool,
+}
+
+/// Lengths of frames, without check sequence.
+fn sizes() -> clap::builder::RangedI64ValueParser<u16> {
+    clap::value_parser!(u16).range(i64::from(numbered::SHORTEST)..=1514)
 }
 
 fn mac(text: &str) -> Result<Mac, String> {
@@ -149,12 +154,6 @@ impl Job for Drive {
 
 fn drive(arguments: RunArguments) -> Result<()> {
     let RunArguments { device, work, count, rate, size, to, pcap, poll, promiscuous, ring } = arguments;
-    ensure!(
-        (numbered::SHORTEST..=1514).contains(&size),
-        "--size {size} is no length of a frame; it goes from {} to 1514",
-        numbered::SHORTEST
-    );
-    ensure!(rate != Some(0), "--rate 0 would send nothing; leave it out to send as much as goes");
     let work = match work {
         WorkArguments { sink: true, .. } => Work::Sink,
         WorkArguments { source: true, .. } => Work::Source,

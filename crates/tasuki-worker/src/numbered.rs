@@ -1,17 +1,13 @@
-//! Frames that carry their number, and what became of them.
-//!
-//! | bytes   | what                                                    |
-//! |---------|---------------------------------------------------------|
-//! | 0 to 5  | whom it is for                                          |
-//! | 6 to 11 | who sent it                                             |
-//! | 12, 13  | 88 b5: local experimental EtherType 1 (IEEE 802, 9.2.4) |
-//! | 14 – 17 | "tsuk"                                                  |
-//! | 18 – 25 | number, from 0, little endian                           |
+//! Frames that carry their number, and what became of them. Their layout is that of docs/design/sim.md, so that the model's source and
+//! we understand each other's.
 
 use tasuki_net::nic::Mac;
 
 const ETHERTYPE: [u8; 2] = [0x88, 0xb5];
-const MAGIC: [u8; 4] = *b"tsuk";
+/// "tsk", and the version of the layout.
+const MARK: [u8; 4] = *b"tsk\x01";
+/// Bytes up to and with the number and the time.
+const NUMBERED_LEN: usize = 34;
 
 /// Bytes that a frame needs at least, without check sequence (IEEE 802.3, 3.2.8).
 pub const SHORTEST: u16 = 60;
@@ -21,15 +17,17 @@ pub fn write(bytes: &mut [u8], to: Mac, from: Mac, number: u64) {
     bytes[0..6].copy_from_slice(&to.0);
     bytes[6..12].copy_from_slice(&from.0);
     bytes[12..14].copy_from_slice(&ETHERTYPE);
-    bytes[14..18].copy_from_slice(&MAGIC);
+    bytes[14..18].copy_from_slice(&MARK);
     bytes[18..26].copy_from_slice(&number.to_le_bytes());
+    // No time: nobody here asks how long it took.
     bytes[26..].fill(0);
 }
 
-/// The number of a frame that we numbered.
+/// The number of a frame that was numbered, by whomever.
 pub fn number(bytes: &[u8]) -> Option<u64> {
-    let ours = bytes.get(12..18).is_some_and(|head| head[..2] == ETHERTYPE && head[2..] == MAGIC);
-    ours.then(|| bytes.get(18..26)?.try_into().ok().map(u64::from_le_bytes))?
+    let (kind, rest) = bytes.get(12..NUMBERED_LEN)?.split_first_chunk::<2>()?;
+    let (mark, rest) = rest.split_first_chunk::<4>()?;
+    (*kind == ETHERTYPE && *mark == MARK).then(|| rest.first_chunk().copied().map(u64::from_le_bytes))?
 }
 
 /// What became of numbered frames.
@@ -71,8 +69,17 @@ mod tests {
         let mut bytes = [0xff; 60];
         write(&mut bytes, Mac([1; 6]), Mac([2; 6]), 77);
         assert_eq!(number(&bytes), Some(77));
-        assert_eq!(number(&bytes[..20]), None);
+        assert_eq!(number(&bytes[..33]), None);
         assert_eq!(number(&[0; 60]), None);
+    }
+
+    #[test]
+    fn a_frame_is_laid_out_as_the_document_says() {
+        let mut bytes = [0xff; 60];
+        write(&mut bytes, Mac([1; 6]), Mac([2; 6]), 0x0102);
+        let head = [&[1; 6][..], &[2; 6], &[0x88, 0xb5], &[0x74, 0x73, 0x6b, 0x01], &[2, 1, 0, 0, 0, 0, 0, 0]].concat();
+        assert_eq!(bytes[..26], head);
+        assert_eq!(bytes[26..], [0; 34]);
     }
 
     #[test]

@@ -149,7 +149,9 @@ impl Trials {
     }
 
     fn end(self) -> Result<()> {
-        self.nic.map_or(Ok(()), |nic| nic.park().map(drop))?;
+        if let Some(nic) = self.nic {
+            nic.park()?;
+        }
         Ok(())
     }
 

@@ -3,17 +3,19 @@
 //! Register offsets are written here as numbers from the data sheet, not taken from the driver.
 #![allow(dead_code, reason = "each user plays another part of the card")]
 
-use std::cell::{Cell, RefCell};
-use std::os::fd::OwnedFd;
+pub mod bus;
+
+use std::cell::Cell;
 use std::rc::Rc;
 use std::sync::atomic::AtomicU64;
 use std::sync::atomic::Ordering::{Acquire, Release};
 
-use rustix::event::EventfdFlags;
-use tasuki_net::nic::bus::{Bus, BusError, IntX, Iova, Registers};
+use tasuki_net::nic::bus::Iova;
 use tasuki_net::nic::{NicMemory, PciId};
 use tasuki_shm::arena::Geometry;
-use tasuki_shm::region::{Region, Span};
+use tasuki_shm::region::Span;
+
+use bus::{Answers, Stub};
 
 /// Where the card sees its memory.
 pub const MEMORY_AT: Iova = Iova(0x4000_0000);
@@ -37,22 +39,15 @@ pub struct Card {
     gone: Cell<bool>,
     /// Bits of registers that never come to what the driver waits for.
     stuck: Cell<Option<(u32, u32)>>,
-    mapped: RefCell<Vec<(Iova, usize)>>,
 }
 
 /// The way to a [`Card`].
-#[derive(Debug, Clone)]
-pub struct StubBus(pub Rc<Card>);
-
-/// Its registers.
-#[derive(Debug)]
-pub struct StubRegisters(Rc<Card>);
+pub type StubBus = Stub<Card>;
 
 impl Card {
     pub fn new(id: PciId) -> Rc<Card> {
         let registers = (0..0x2_0000 / 4).map(|_| Cell::new(0)).collect();
-        let (gone, stuck, mapped) = (Cell::new(false), Cell::new(None), RefCell::default());
-        let card = Card { id, registers, gone, stuck, mapped };
+        let card = Card { id, registers, gone: Cell::new(false), stuck: Cell::new(None) };
         // Link up at a gigabit in full duplex; bus master requests enabled; the EEPROM was read; an address.
         card.set(STATUS, 0x0000_0083);
         card.set(EECD, 1 << 9);
@@ -85,75 +80,28 @@ impl Card {
     }
 }
 
-impl Bus for StubBus {
-    type Registers = StubRegisters;
-
-    fn read_config(&mut self, offset: u16) -> Result<u32, BusError> {
-        let PciId { vendor, device } = self.0.id;
-        Ok(if offset == 0 { u32::from(device) << 16 | u32::from(vendor) } else { 0 })
+impl Answers for Card {
+    fn config(&self, offset: u16) -> u32 {
+        let PciId { vendor, device } = self.id;
+        if offset == 0 { u32::from(device) << 16 | u32::from(vendor) } else { 0 }
     }
 
-    fn write_config(&mut self, _: u16, _: u32) -> Result<(), BusError> {
-        Ok(())
-    }
-
-    fn registers(&mut self, _: u8) -> Result<StubRegisters, BusError> {
-        Ok(StubRegisters(Rc::clone(&self.0)))
-    }
-
-    fn map_dma(&mut self, memory: &Region, at: Iova) -> Result<(), BusError> {
-        self.0.mapped.borrow_mut().push((at, memory.len()));
-        Ok(())
-    }
-
-    fn unmap_dma(&mut self, at: Iova, len: usize) -> Result<(), BusError> {
-        self.0.mapped.borrow_mut().retain(|mapped| *mapped != (at, len));
-        Ok(())
-    }
-
-    fn interrupts(&mut self, count: u16) -> Result<Vec<OwnedFd>, BusError> {
-        let eventfd = || rustix::event::eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK).expect("an eventfd");
-        Ok((0..count).map(|_| eventfd()).collect())
-    }
-
-    fn intx(&mut self) -> Result<IntX, BusError> {
-        Ok(IntX::create().expect("two eventfds"))
-    }
-
-    fn reset(&mut self) -> Result<(), BusError> {
-        Ok(())
-    }
-}
-
-impl Registers for StubRegisters {
-    fn read8(&self, _: u32) -> u8 {
-        u8::MAX
-    }
-
-    fn read16(&self, _: u32) -> u16 {
-        u16::MAX
-    }
-
-    fn read32(&self, offset: u32) -> u32 {
-        if self.0.gone.get() {
+    fn read(&self, offset: u32) -> u32 {
+        if self.gone.get() {
             return u32::MAX;
         }
-        match self.0.stuck.get() {
-            Some((stuck, bits)) if stuck == offset => self.0.get(offset) | bits,
-            _ => self.0.get(offset),
+        match self.stuck.get() {
+            Some((stuck, bits)) if stuck == offset => self.get(offset) | bits,
+            _ => self.get(offset),
         }
     }
 
-    fn write8(&self, _: u32, _: u8) {}
-
-    fn write16(&self, _: u32, _: u16) {}
-
-    fn write32(&self, offset: u32, value: u32) {
+    fn write(&self, offset: u32, value: u32) {
         match offset {
             // The reset is done at once.
-            CTRL => self.0.set(CTRL, value & !(1 << 26)),
+            CTRL => self.set(CTRL, value & !(1 << 26)),
             STATUS => {}
-            _ => self.0.set(offset, value),
+            _ => self.set(offset, value),
         }
     }
 }
@@ -175,7 +123,7 @@ impl Play {
     }
 
     pub fn bus(&self) -> StubBus {
-        StubBus(Rc::clone(&self.card))
+        Stub(Rc::clone(&self.card))
     }
 
     /// The two words of a descriptor of receive queue 0.

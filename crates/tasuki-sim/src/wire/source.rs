@@ -1,7 +1,8 @@
 //! A source of numbered frames, and what becomes of them: lost, duplicated, reordered, and for how long nothing came.
 //!
-//! Each frame carries, behind its Ethernet header, a mark, its number and when it left. Whatever comes back with the mark is
-//! judged by its number; who only receives the frames judges them by [`number_of`](Source::number_of).
+//! Each frame carries, behind its Ethernet header, a mark, its number and when it left, as docs/design/sim.md has it. Whatever comes
+//! back with the mark and the source's address, as sender's or receiver's, is judged by its number; who only receives the frames judges
+//! them by [`number_of`](Source::number_of).
 
 use super::Wire;
 
@@ -167,6 +168,11 @@ impl Source {
         (*kind == KIND && *mark == MARK).then(|| u64::from_le_bytes(*number))
     }
 
+    /// Whether this source sent it, whoever has turned it round: others number frames likewise.
+    fn is_ours(&self, frame: &[u8]) -> bool {
+        frame[..6] == self.options.from || frame[6..12] == self.options.from
+    }
+
     fn judge(&mut self, number: u64, frame: &[u8], now: u64) {
         if number >= self.counts.sent
             || frame.len() != self.frame.len()
@@ -239,8 +245,8 @@ impl Wire for Source {
     #[inline]
     fn send(&mut self, frame: &[u8], now: u64) {
         match Self::number_of(frame) {
-            Some(number) => self.judge(number, frame, now),
-            None if frame.len() >= 18 && frame[..6] == PAUSE_TO && frame[12..16] == PAUSE => {
+            Some(number) if self.is_ours(frame) => self.judge(number, frame, now),
+            _ if frame.len() >= 18 && frame[..6] == PAUSE_TO && frame[12..16] == PAUSE => {
                 self.counts.pauses += 1;
                 if self.options.honours_pause {
                     let quanta = u64::from(u16::from_be_bytes([frame[16], frame[17]]));
@@ -249,7 +255,7 @@ impl Wire for Source {
                     self.due = None;
                 }
             }
-            None => self.counts.foreign += 1,
+            _ => self.counts.foreign += 1,
         }
     }
 }
@@ -274,6 +280,22 @@ mod tests {
             [Some(0), Some(1), Some(2)]
         );
         assert_eq!((frames[0].len(), &frames[0][..6]), (60, &[2; 6][..]));
+        // docs/design/sim.md, byte by byte.
+        source.receive(0);
+        let frame = source.receive(0x0102).unwrap();
+        assert_eq!(
+            frame[..40],
+            [
+                &[2; 6][..],
+                &[4; 6],
+                &[0x88, 0xb5],
+                b"tsk\x01",
+                &[4, 0, 0, 0, 0, 0, 0, 0],
+                &[2, 1, 0, 0, 0, 0, 0, 0],
+                &[0, 1, 2, 3, 4, 5]
+            ]
+            .concat()
+        );
         assert_eq!(Source::number_of(&[0; 60]), None);
     }
 
@@ -293,6 +315,18 @@ mod tests {
         assert_eq!((counts.received, counts.lost()), (4, 2), "2 and 5");
         assert_eq!((counts.reordered, counts.duplicated, counts.damaged, counts.foreign), (1, 2, 1, 1));
         assert_eq!((counts.longest_gap, counts.longest_trip), (5000 - 400, 5000));
+    }
+
+    #[test]
+    fn what_another_source_numbered_is_not_ours() {
+        let mut source = Source::new(OPTIONS);
+        let mut frame = sent(&mut source, 1).pop().unwrap();
+        frame[6..12].fill(6);
+        source.send(&frame, 0);
+        // Sent back to us it is ours.
+        frame[..6].fill(4);
+        source.send(&frame, 0);
+        assert_eq!((source.counts().foreign, source.counts().received, source.counts().damaged), (1, 1, 0));
     }
 
     #[test]

@@ -4,6 +4,8 @@ use super::regs::{self, Cleared, Mmio, Reg, Ro};
 use super::ring::Dropped;
 use super::sash::COUNTERS;
 use crate::nic::bus::Registers;
+use crate::nic::sash::broken;
+use crate::nic::{COUNT_MAX, NicError};
 
 /// Where a counter of the card stands.
 enum Source {
@@ -71,7 +73,15 @@ impl Counters {
         counters
     }
 
-    /// What a predecessor counted.
+    /// Whether a predecessor can have counted that.
+    pub fn check(accumulated: &[u64; COUNTERS]) -> Result<(), NicError> {
+        match accumulated[OURS..OURS + 3].iter().find(|&&count| count > COUNT_MAX) {
+            Some(&count) => Err(broken("frames dropped, more than a driver can have counted", count)),
+            None => Ok(()),
+        }
+    }
+
+    /// What a predecessor counted, [checked](Self::check).
     pub fn resume(accumulated: &[u64; COUNTERS]) -> Self {
         let dropped = Dropped { errors: accumulated[OURS], too_long: accumulated[OURS + 1] };
         Counters { accumulated: Box::new(*accumulated), dropped, refused: accumulated[OURS + 2] }
@@ -97,24 +107,26 @@ impl Counters {
         }
         // What a card says that was pulled out meanwhile is ones, and no counts.
         if mmio.read(regs::STATUS) != u32::MAX {
-            self.accumulated.iter_mut().zip(counted).for_each(|(sum, counted)| *sum += counted);
+            self.accumulated.iter_mut().zip(counted).for_each(|(sum, counted)| *sum = sum.saturating_add(counted));
         }
     }
 
     /// What the card says of PAUSE frames sent since it was last asked, which is collected, too.
     pub fn collect_xoff_sent(&mut self, mmio: &Mmio<impl Registers>) -> u64 {
         let sent = u64::from(mmio.take(regs::XOFFTXC));
-        self.accumulated[XOFF_SENT] += sent;
+        let sum = &mut self.accumulated[XOFF_SENT];
+        *sum = sum.saturating_add(sent);
         sent
     }
 
-    /// All of them, by name.
+    /// All of them, by name. What the card says may be anything, so nothing is added without a limit.
     pub fn list(&self) -> Vec<(&'static str, u64)> {
         let sums = &self.accumulated;
         let mut list: Vec<_> = SOURCES.iter().zip(sums.iter()).map(|((name, _), sum)| (*name, *sum)).collect();
-        let errors = ERRORS.iter().map(|&i| sums[i]).sum::<u64>();
-        list.push(("rx_errors", errors + self.dropped.errors + self.dropped.too_long));
-        list.push(("rx_length_errors", sums[LONG] + sums[SHORT] + self.dropped.too_long));
+        let sum = |counts: &[u64]| counts.iter().fold(0, |sum: u64, count| sum.saturating_add(*count));
+        let Dropped { errors, too_long } = self.dropped;
+        list.push(("rx_errors", sum(&[sum(&ERRORS.map(|i| sums[i])), errors, too_long])));
+        list.push(("rx_length_errors", sum(&[sums[LONG], sums[SHORT], too_long])));
         list.push(("tx_dropped", self.refused));
         list
     }

@@ -273,6 +273,12 @@ fn check_parked(
     is("the card has another tail of its transmit ring", mmio.read(regs::TDT), transmit.tail())
 }
 
+/// What was received is delivered before a fault, which is found again.
+#[cold]
+fn after(frames: usize, error: NicError) -> Result<usize, NicError> {
+    if frames > 0 { Ok(frames) } else { Err(error) }
+}
+
 /// The eventfd of vector 0.
 fn bell(bus: &mut impl Bus) -> Result<OwnedFd, BusError> {
     bus.interrupts(1)?.pop().ok_or(BusError::FewInterrupts { have: 0, need: 1 })
@@ -293,9 +299,10 @@ impl<B: Bus> Port for E1000e<B> {
     #[inline]
     fn receive(&mut self, burst: &mut Burst) -> Result<usize, NicError> {
         let frames = self.collect(burst)?;
-        self.refill()?;
-        if frames == 0 && self.held {
-            self.let_go();
+        match self.refill() {
+            Ok(()) if frames == 0 && self.held => self.let_go(),
+            Ok(()) => {}
+            Err(error) => return after(frames, error),
         }
         Ok(frames)
     }

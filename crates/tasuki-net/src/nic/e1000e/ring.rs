@@ -177,6 +177,8 @@ pub struct ReceiveRing {
     next: u32,
     tail: u32,
     skipping: bool,
+    /// What the card wrote where it owned nothing: there is no going on after that.
+    astray: u64,
 }
 
 impl ReceiveRing {
@@ -184,7 +186,7 @@ impl ReceiveRing {
     pub fn new(memory: &NicMemory, index: usize, count: u16) -> Self {
         let ring = Descriptors::new(memory, index, count);
         ring.clear();
-        ReceiveRing { ring, next: 0, tail: 0, skipping: false }
+        ReceiveRing { ring, next: 0, tail: 0, skipping: false, astray: 0 }
     }
 
     /// The ring that a predecessor left. Changes nothing in it.
@@ -192,7 +194,7 @@ impl ReceiveRing {
         let mut ring = Descriptors::new(memory, index, sash.head.ring);
         ring.take_over(&sash.posted[index]);
         let cursors = &sash.receive[index];
-        ReceiveRing { ring, next: cursors.next, tail: cursors.tail, skipping: cursors.skipping == 1 }
+        ReceiveRing { ring, next: cursors.next, tail: cursors.tail, skipping: cursors.skipping == 1, astray: 0 }
     }
 
     /// What a successor must know.
@@ -279,6 +281,8 @@ impl ReceiveRing {
         let whole = word & (done::EOP | done::ERRORS) == done::EOP && !self.skipping;
         let shortest = if whole { HEADER_LEN } else { 1 };
         match (shortest..=lengths.buffer).contains(&len) {
+            // Said by `refill`.
+            _ if self.astray != 0 => Verdict::NotDone,
             _ if word & done::DD == 0 => Verdict::NotDone,
             false => Verdict::Absurd,
             true if whole && len <= lengths.frame => Verdict::Good,
@@ -303,11 +307,20 @@ impl ReceiveRing {
         self.next = self.next.wrapping_add(1);
     }
 
+    /// From here on nothing is received, and refilling fails.
+    #[cold]
+    fn go_astray(&mut self, value: u64) -> NicError {
+        self.astray = value;
+        // Whoever skips looks at what comes one by one, off the fast path, where there is time to ask for the reason.
+        self.skipping = true;
+        NicError::Absurd { what: "a receive descriptor that it did not own", value }
+    }
+
     /// Gives the card free slots until its ring is full or none are left; says whether the tail has changed.
     pub fn refill(&mut self, memory: &NicMemory) -> Result<bool, NicError> {
         let before = self.tail;
         // To the end of the ring, and from its beginning.
-        let mut written = 0;
+        let mut written = self.astray;
         for _ in 0..2 {
             let room = (self.ring.most() - self.tail.wrapping_sub(self.next)) as usize;
             let first = self.ring.place(self.tail);
@@ -320,7 +333,7 @@ impl ReceiveRing {
         // D4
         match written {
             0 => Ok(self.tail != before),
-            value => Err(NicError::Absurd { what: "a receive descriptor that it did not own", value }),
+            value => Err(self.go_astray(value)),
         }
     }
 

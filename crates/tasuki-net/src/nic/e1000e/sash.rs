@@ -3,6 +3,7 @@
 use tasuki_shm::slots::SlotId;
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout};
 
+use super::counters::Counters;
 use super::ring::{self, RING_MAX};
 use super::setup::Shape;
 use crate::nic::sash::{self, Head, broken};
@@ -91,6 +92,7 @@ impl sash::Sash for Sash {
         if self.reserved != 0 {
             return Err(broken("what is reserved", self.reserved.into()));
         }
+        Counters::check(&self.counters)?;
         for (queue, (cursors, posted)) in self.receive.iter().zip(&self.posted).enumerate() {
             if cursors.skipping > 1 || cursors.reserved != 0 {
                 return Err(broken("the state of a receive ring", cursors.skipping.into()));

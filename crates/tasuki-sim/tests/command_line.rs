@@ -1,0 +1,119 @@
+//! `sim nic` as a user has it: what it refuses, and how it ends.
+#![allow(clippy::tests_outside_test_module, reason = "the whole file is tests")]
+
+use std::io::Read;
+use std::os::fd::OwnedFd;
+use std::os::unix::net::{UnixListener, UnixStream};
+use std::process::{Child, Command, Stdio};
+use std::time::{Duration, Instant};
+
+use rustix::process::{Pid, Signal};
+
+/// What takes longer than this has gone wrong.
+const PATIENCE: Duration = Duration::from_secs(60);
+
+/// A model that runs for as long as this lives.
+struct Model(Child);
+
+impl Drop for Model {
+    fn drop(&mut self) {
+        let _ = self.0.kill();
+        let _ = self.0.wait();
+    }
+}
+
+impl Model {
+    fn start(words: &[&str], stdin: Stdio) -> Self {
+        let mut command = Command::new(env!("CARGO_BIN_EXE_tasuki-sim"));
+        command.args(["sim", "nic"]).args(words).stdin(stdin).stdout(Stdio::piped()).stderr(Stdio::piped());
+        Model(command.spawn().expect("a program that was built"))
+    }
+
+    /// Waits until it has ended: its code, what it said, and what it complained of. None of it fills a pipe.
+    fn end(mut self) -> (Option<i32>, String, String) {
+        let end = Instant::now() + PATIENCE;
+        let status = loop {
+            if let Some(status) = self.0.try_wait().expect("a child of ours") {
+                break status;
+            }
+            assert!(Instant::now() < end, "it does not end");
+            std::thread::sleep(Duration::from_millis(1));
+        };
+        let (mut said, mut errors) = (String::new(), String::new());
+        self.0.stdout.take().expect("a pipe").read_to_string(&mut said).expect("text");
+        self.0.stderr.take().expect("a pipe").read_to_string(&mut errors).expect("text");
+        (status.code(), said, errors)
+    }
+
+    fn signal(&self, signal: Signal) {
+        let id = Pid::from_raw(self.0.id().try_into().expect("a number of a process")).expect("not 0");
+        rustix::process::kill_process(id, signal).expect("a child of ours");
+    }
+}
+
+#[test]
+fn what_cannot_be_is_one_sentence() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let path = |name: &str| folder.path().join(name).to_str().expect("UTF-8").to_owned();
+    std::fs::write(path("file"), "no socket").expect("a file");
+    let _listener = UnixListener::bind(path("taken")).expect("a socket");
+    let long = "x".repeat(120);
+    for (words, code, what) in [
+        (vec!["--socket", &path("file")], 1, "exists and is not a socket; choose another path"),
+        (vec!["--socket", &path("taken")], 1, "a socket is at"),
+        (vec!["--socket", &path("no/nic")], 1, "does not exist; create it"),
+        (vec!["--socket", &path(&long)], 1, "cannot be served at"),
+        (vec!["--socket", &path("s"), "--pcap", &path("no/file")], 1, "no/file cannot be written"),
+        (vec!["--socket", &path("s"), "--dgram", &path("no/ours"), &path("theirs")], 1, "cannot be bound"),
+        (vec!["--stdin"], 1, "standard input is not a socket"),
+        (vec![], 2, "--socket <PATH>|--stdin"),
+        (vec!["--socket", &path("s"), "--stdin"], 2, "cannot be used with"),
+        (vec!["--stdin", "--rate", "5"], 2, "--source <COUNT>"),
+        (vec!["--stdin", "--source", "5", "--rate", "0"], 2, "0 is not in 1.."),
+        (vec!["--stdin", "--source", "5", "--size", "63"], 2, "63 is not in 64..=16384"),
+        (vec!["--stdin", "--source", "5", "--tap", "t"], 2, "cannot be used with"),
+    ] {
+        let (ended, said, errors) = Model::start(&words, Stdio::null()).end();
+        assert_eq!((ended, said.as_str()), (Some(code), ""), "{words:?}: {errors}");
+        assert!(errors.contains(what), "{what:?} is not in {errors}");
+        if code == 1 {
+            assert_eq!(errors.lines().count(), 1, "one sentence: {errors}");
+            assert!(errors.starts_with("tasuki: "), "{errors}");
+        }
+        assert!(!folder.path().join("s").exists(), "{words:?} leaves nothing behind");
+    }
+}
+
+#[test]
+fn it_serves_until_it_is_told_to_end_and_takes_its_socket_away() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let path = folder.path().join("nic");
+    for signal in [Signal::INT, Signal::TERM] {
+        let mut model = Model::start(&["--socket", path.to_str().expect("UTF-8")], Stdio::null());
+        let out = model.0.stdout.as_mut().expect("a pipe");
+        let mut line = [0; 64];
+        let len = out.read(&mut line).expect("a pipe");
+        assert!(line[..len].starts_with(b"an 82574L at /"), "{line:?}");
+        // Somebody comes, and goes without a word.
+        drop(UnixStream::connect(&path).expect("it listens"));
+        model.signal(signal);
+        let (ended, said, errors) = model.end();
+        assert_eq!((ended, said.as_str(), errors.as_str()), (Some(0), "the card sent 0 frames to nowhere\n", ""));
+        assert!(!path.exists());
+    }
+}
+
+#[test]
+fn on_standard_input_it_ends_with_its_driver() {
+    let (ours, its) = UnixStream::pair().expect("a pair of sockets");
+    let mut model = Model::start(&["--stdin"], OwnedFd::from(its).into());
+    assert!(model.0.try_wait().expect("a child of ours").is_none());
+    drop(ours);
+    let (ended, said, errors) = model.end();
+    assert_eq!((ended, said.as_str(), errors.as_str()), (Some(0), "the card sent 0 frames to nowhere\n", ""));
+    // Nor does one stay that talks nonsense.
+    let (mut ours, its) = UnixStream::pair().expect("a pair of sockets");
+    let model = Model::start(&["--stdin"], OwnedFd::from(its).into());
+    std::io::Write::write_all(&mut ours, &[0xff; 64]).expect("it is there");
+    assert_eq!(model.end().0, Some(0));
+}

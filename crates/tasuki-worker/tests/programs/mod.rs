@@ -1,0 +1,185 @@
+//! Programs that are started, waited for, and ended whatever becomes of the test.
+
+use std::io::{BufRead, BufReader, Read};
+use std::os::unix::process::ExitStatusExt;
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Stdio};
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+use rustix::process::{Pid, Signal};
+
+/// What takes longer than this has gone wrong.
+pub const PATIENCE: Duration = Duration::from_secs(60);
+
+/// Waits until `done`.
+pub fn until(what: &str, mut done: impl FnMut() -> bool) {
+    let end = Instant::now() + PATIENCE;
+    while !done() {
+        assert!(Instant::now() < end, "waited in vain for {what}");
+        std::thread::sleep(Duration::from_millis(1));
+    }
+}
+
+/// The worker, about to be asked something of a NIC.
+pub fn worker() -> Command {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_tasuki-worker"));
+    command.arg("nic");
+    command
+}
+
+/// The model, which the whole workspace's tests have built beside the worker. Cargo builds it for its own package's tests, and whoever
+/// tests this package alone has built it before, or not.
+pub fn model_program() -> Option<PathBuf> {
+    let path = Path::new(env!("CARGO_BIN_EXE_tasuki-worker")).with_file_name("tasuki-sim");
+    path.exists().then_some(path)
+}
+
+/// A program that runs for as long as this lives.
+pub struct Program {
+    child: Child,
+    said: Option<JoinHandle<String>>,
+    errors: Option<JoinHandle<String>>,
+}
+
+/// How one has ended.
+#[derive(Debug)]
+pub struct Ended {
+    /// None: by a signal.
+    pub code: Option<i32>,
+    pub said: String,
+    pub errors: String,
+}
+
+impl Ended {
+    /// What it said on standard error: one line, by its name.
+    pub fn sentence(&self) -> &str {
+        assert_eq!(self.errors.lines().count(), 1, "one sentence: {}", self.errors);
+        assert!(self.errors.starts_with("tasuki: "), "{}", self.errors);
+        self.errors.trim_end()
+    }
+
+    /// It was refused for this reason, and nothing else was said.
+    pub fn is_refused(&self, code: i32, why: &str) {
+        assert_eq!((self.code, self.said.is_empty()), (Some(code), code == 2 || self.said.is_empty()), "{self:?}");
+        assert!(self.errors.contains(why), "{why:?} is not in {}", self.errors);
+        assert!(!self.errors.contains("panicked"), "{}", self.errors);
+        // What is wrong with the command line itself is said by what reads it, with the usage.
+        if code == 1 {
+            self.sentence();
+        }
+    }
+}
+
+fn read_all(mut from: impl Read + Send + 'static) -> JoinHandle<String> {
+    std::thread::spawn(move || {
+        let mut text = String::new();
+        from.read_to_string(&mut text).expect("a program that writes UTF-8");
+        text
+    })
+}
+
+impl Program {
+    pub fn start(command: &mut Command) -> Self {
+        let mut program = Self::start_with(command);
+        program.said = program.child.stdout.take().map(read_all);
+        program
+    }
+
+    /// Its standard output is not read yet.
+    fn start_with(command: &mut Command) -> Self {
+        command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped());
+        let mut child = command.spawn().expect("a program that was built");
+        let errors = child.stderr.take().map(read_all);
+        Program { child, said: None, errors }
+    }
+
+    pub fn id(&self) -> u32 {
+        self.child.id()
+    }
+
+    pub fn is_running(&mut self) -> bool {
+        self.child.try_wait().expect("a child of ours").is_none()
+    }
+
+    pub fn signal(&mut self, signal: Signal) {
+        assert!(self.is_running(), "it has ended already");
+        let id = Pid::from_raw(self.id().try_into().expect("a number of a process")).expect("not 0");
+        rustix::process::kill_process(id, signal).expect("a child of ours");
+    }
+
+    /// Whether it has a handler of its own for `signal`.
+    pub fn handles(&mut self, signal: Signal) -> bool {
+        assert!(self.is_running(), "it has ended already");
+        let status = std::fs::read_to_string(format!("/proc/{}/status", self.id())).unwrap_or_default();
+        let caught = status.lines().find_map(|line| line.strip_prefix("SigCgt:"));
+        let bits = caught.and_then(|bits| u64::from_str_radix(bits.trim(), 16).ok()).unwrap_or(0);
+        bits >> (signal.as_raw() - 1) & 1 == 1
+    }
+
+    /// Waits until it has ended.
+    pub fn end(mut self) -> Ended {
+        until("the end of a program", || !self.is_running());
+        let status = self.child.wait().expect("a child of ours");
+        // What it started may have its pipes, and must not outlive it either.
+        let is_read = |thread: &Option<JoinHandle<String>>| thread.as_ref().is_none_or(JoinHandle::is_finished);
+        until("the end of what it started", || is_read(&self.said) && is_read(&self.errors));
+        let text =
+            |thread: Option<JoinHandle<String>>| thread.map_or(String::new(), |thread| thread.join().expect("text"));
+        let (said, errors) = (text(self.said.take()), text(self.errors.take()));
+        assert!(status.code().is_some() || status.signal().is_some());
+        Ended { code: status.code(), said, errors }
+    }
+}
+
+impl Drop for Program {
+    fn drop(&mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+/// A model that listens.
+pub struct Model {
+    pub program: Program,
+    pub socket: PathBuf,
+}
+
+impl Model {
+    pub fn start(folder: &Path, words: &[&str]) -> Self {
+        let socket = folder.join("nic");
+        let mut command = Command::new(model_program().expect("looked for before"));
+        let mut program = Program::start_with(command.args(["sim", "nic", "--socket"]).arg(&socket).args(words));
+        let mut out = BufReader::new(program.child.stdout.take().expect("it was asked for"));
+        let mut line = String::new();
+        // It listens when it says where, or it ends.
+        out.read_line(&mut line).expect("a pipe");
+        program.said = Some(read_all(out));
+        assert!(line.contains("an 82574L at"), "{:?}", program.end());
+        Model { program, socket }
+    }
+}
+
+/// The children of a process, and what they are called.
+pub fn children_of(id: u32) -> Vec<(u32, String)> {
+    let all = Path::new("/proc").read_dir().expect("/proc").flatten();
+    let ids = all.filter_map(|entry| entry.file_name().to_str()?.parse().ok());
+    ids.filter_map(|child: u32| {
+        let (name, state) = stat(child)?;
+        let parent: u32 = state.get(1)?.parse().ok()?;
+        (parent == id).then_some((child, name))
+    })
+    .collect()
+}
+
+/// Whether a process is there and not only waiting for somebody to ask how it ended.
+pub fn is_running(id: u32) -> bool {
+    stat(id).is_some_and(|(name, state)| name == "tasuki-sim" && state[0] != "Z" && state[0] != "X")
+}
+
+/// What a process is called, and what the kernel says after that: its state, its parent, and more.
+fn stat(id: u32) -> Option<(String, Vec<String>)> {
+    let text = std::fs::read_to_string(format!("/proc/{id}/stat")).ok()?;
+    let (name, state) = text.rsplit_once(')')?;
+    Some((name.split_once('(')?.1.to_owned(), state.split_whitespace().map(str::to_owned).collect()))
+}
