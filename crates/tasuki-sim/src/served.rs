@@ -23,7 +23,7 @@ const CONFIG_LEN: u64 = 4096;
 const IDLE_ROUNDS: u32 = 2000;
 const NAP: Duration = Duration::from_micros(100);
 
-/// Rounds with work after which the driver is listened to.
+/// Rounds after which the driver is listened to.
 const UNHEARD_MAX: u32 = 8;
 
 /// The same while there is no driver: nothing can happen until one comes.
@@ -153,8 +153,8 @@ impl<W: Wire> Served<W> {
         while go_on(self) {
             let mut busy = self.step();
             unheard += 1;
-            // To ask whether the driver said something is dear, and while frames move it seldom does.
-            if !busy || unheard >= UNHEARD_MAX {
+            // To ask whether the driver said something is dear, and it seldom does.
+            if unheard >= UNHEARD_MAX {
                 unheard = 0;
                 match server.turn(self)? {
                     Turn::Over => return Ok(()),

@@ -18,6 +18,9 @@ use rustix::net::{
 use super::super::BusError;
 use super::wire::{Breach, Command, FDS_MAX, HEADER_LEN, Incoming, Limits, Message};
 
+/// How long an answer is looked for before the process sleeps until it comes: a wake-up costs more than most answers.
+const SPIN: Duration = Duration::from_micros(50);
+
 /// A server that asks this often before it answers does not mean to answer.
 const QUESTIONS_MAX: u32 = 64;
 
@@ -194,6 +197,7 @@ fn await_answer(
     for _ in 0..QUESTIONS_MAX {
         let mut header = [0; HEADER_LEN];
         let mut fds = Fds::new();
+        spin(socket);
         receive(socket, &mut header, Some(&mut fds), deadline)?;
         let incoming = Incoming::parse(&header).map_err(Fault::Breach)?;
         match incoming {
@@ -222,6 +226,17 @@ fn await_answer(
         }
     }
     Err(Fault::Breach(format!("it asks {QUESTIONS_MAX} times and does not answer")))
+}
+
+/// Waits for a while until there is something to receive, or nothing ever will be. Others may run meanwhile, the server on this CPU, say.
+fn spin(socket: BorrowedFd<'_>) {
+    let end = Instant::now() + SPIN;
+    let flags = RecvFlags::PEEK | RecvFlags::DONTWAIT;
+    while rustix::net::recv(socket, &mut [0_u8; 1][..], flags).is_err_and(|errno| errno == Errno::AGAIN)
+        && Instant::now() < end
+    {
+        std::thread::yield_now();
+    }
 }
 
 /// Receives exactly `into`. Whoever sends byte by byte has until `deadline` as well, and one timeout more at most.
