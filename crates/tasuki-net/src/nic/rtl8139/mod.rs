@@ -3,7 +3,7 @@
 //! The card has no register that says where it stands in a ring, and none that sets it: enabling a unit takes it to descriptor 0.
 //! So whoever resumes it writes the rings anew, turned such that descriptor 0 is where the card is to go on (`ring.rs`).
 //!
-//! It has no MSI-X, so it interrupts by its pin (`bell.rs`). Where its [`Bus`] cannot carry that ([`BusError::NoIntX`]) it is polled: then
+//! It has no MSI-X, so it interrupts by its pin (`bell.rs`). Where its [`Bus`] cannot carry that ([`NoIntX`](super::bus::BusError::NoIntX)) it is polled: then
 //! [`arm`](Port::arm) always answers [`Armed::Busy`], and its descriptor never becomes readable.
 
 mod bell;
