@@ -6,6 +6,7 @@ use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
+use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail, ensure};
 use clap::{Args, Parser, Subcommand};
@@ -113,7 +114,10 @@ fn server(place: &PlaceArguments) -> Result<Server> {
     }
 }
 
-/// Serves until it is told to stop or, once `is_done`, until the driver has left. Has the wire `begin` when the first driver receives. Gives
+/// How long a partner leaves a driver alone whose link has just come up: it still has to set up what the two have agreed on.
+const SETTLED: Duration = Duration::from_millis(20);
+
+/// Serves until it is told to stop or, once `is_done`, until the driver has left. Has the wire `begin` soon after the first driver receives. Gives
 /// the wire back.
 fn serve<W: Wire>(
     arguments: &NicArguments,
@@ -129,13 +133,16 @@ fn serve<W: Wire>(
     let options = e1000e::Options { link_up_ns: arguments.link_up.saturating_mul(1_000_000), ..Default::default() };
     let mut served = Served::new(e1000e::Device::new(options), wire);
     let (mut had_driver, mut has_begun) = (server.has_client(), false);
+    let mut receives_since = None;
     while !stop.load(Relaxed) {
         let mut rounds = 0_u32;
         // Back here now and then, for what need not be asked in every round.
         served.serve(&mut server, |served| {
             if !has_begun && served.card().receives() {
-                has_begun = true;
-                begin(served.wire());
+                has_begun = receives_since.get_or_insert_with(Instant::now).elapsed() > SETTLED;
+                if has_begun {
+                    begin(served.wire());
+                }
             }
             rounds += 1;
             rounds < 10_000 && !stop.load(Relaxed)
