@@ -215,6 +215,11 @@ impl Arena {
         Ok(Slot { pool: Arc::clone(&self.pool), id })
     }
 
+    /// A predecessor in another process lent this slot, which is free in our table, to the device: the device has it.
+    pub fn adopt(&self, id: SlotId) -> Result<(), WrongSlot> {
+        self.pool.slots.adopt(id)
+    }
+
     /// Whether the peer has this slot. Changes nothing.
     pub fn is_lent(&self, id: SlotId) -> Result<(), WrongSlot> {
         self.pool.slots.is_lent(id)

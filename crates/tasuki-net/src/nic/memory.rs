@@ -15,7 +15,7 @@ use std::os::fd::OwnedFd;
 use tasuki_shm::arena::{AdoptError, Arena, Geometry, Slot};
 use tasuki_shm::line::Line;
 use tasuki_shm::region::{PAGE_LEN, Pages, Region, RegionError, Span};
-use tasuki_shm::slots::{SlotId, table_lines};
+use tasuki_shm::slots::{SlotId, WrongSlot, table_lines};
 
 use super::bus::{Bus, BusError, Iova, pci};
 use super::{NicError, Sash};
@@ -115,13 +115,38 @@ impl NicMemory {
     /// When the parts are no sealed memory, not two, not whole, or not those that the sash is of; and when the sash is broken.
     pub fn adopt(parts: Parts, sash: &impl Sash) -> Result<Self, PartsError> {
         let head = sash.head();
+        let slots = Geometry { slot_len: head.slot_len, count: head.slots };
+        let memory = Self::of_parts(parts, slots, Iova(head.rings_at))?;
+        sash.check(&memory.layout())?;
+        memory.lend(sash.slots()).map_err(AdoptError::Slot)?;
+        Ok(memory)
+    }
+
+    /// The memory of a NIC that another process still drives, of which nothing may be used before it [hands the card
+    /// over](super::InPlace::go_on) (N2). It is mapped as a whole, so that nothing of it costs a page fault later.
+    pub fn prepare(parts: Parts, layout: &MemoryLayout) -> Result<Self, PartsError> {
+        let memory = Self::of_parts(parts, layout.slots, layout.rings_at)?;
+        if memory.layout() != *layout {
+            return Err(PartsError::Impossible { what: "the bytes of its rings", value: memory.rings.len() as u64 });
+        }
+        memory.rings.populate();
+        memory.arena.region().populate();
+        Ok(memory)
+    }
+
+    /// The card has these slots, which are free in our table.
+    pub(super) fn lend(&self, slots: impl Iterator<Item = SlotId>) -> Result<(), WrongSlot> {
+        slots.into_iter().try_for_each(|id| self.arena.adopt(id))
+    }
+
+    /// Maps the parts. No slot is lent yet.
+    fn of_parts(parts: Parts, slots: Geometry, at: Iova) -> Result<Self, PartsError> {
         let (rings, frames) = (Region::adopt(parts.rings)?, Region::adopt(parts.frames)?);
         let impossible = |what, value| Err(PartsError::Impossible { what, value });
         let file = |region: &Region| rustix::fs::fstat(region).map(|stat| (stat.st_dev, stat.st_ino));
         if file(&rings).is_err() || file(&rings) == file(&frames) {
             return impossible("rings and frames are the same", rings.len() as u64);
         }
-        let slots = Geometry { slot_len: head.slot_len, count: head.slots };
         if !slots.is_sound() || slots.count > ADOPTED_MAX {
             return impossible("the shape of its slots", u64::from(slots.count) << 32 | u64::from(slots.slot_len));
         }
@@ -129,14 +154,12 @@ impl NicMemory {
         if frames.len() != slots.len() {
             return impossible("the bytes of its frames", frames.len() as u64);
         }
-        let at = Iova(head.rings_at);
         let len = rings.len() as u64 + frames.len() as u64;
         if !at.0.is_multiple_of(PAGE_LEN as u64) || at.0.checked_add(len).is_none() {
             return impossible("the address at which the card sees it", at.0);
         }
-        sash.check(&MemoryLayout { rings_at: at, rings_len: rings.len(), slots })?;
         // SAFETY: N1 for the card, N2 for the giver.
-        let arena = unsafe { Arena::adopt_for_device(frames, slots, slot_table(slots)?, sash.slots()) }?;
+        let arena = unsafe { Arena::adopt_for_device(frames, slots, slot_table(slots)?, []) }?;
         Ok(NicMemory { arena, rings, at })
     }
 

@@ -265,3 +265,34 @@ pub trait Nic: Port<Fault = NicError> + Sized {
     /// What the card and the driver have counted since they started, by the names that `ethtool -S` shows.
     fn statistics(&mut self) -> Vec<(&'static str, u64)>;
 }
+
+/// A driver that hands a card on while it runs: no register is touched, nobody is asked, and frames go on coming into the rings.
+///
+/// ```text
+///   giver    sash ─────────────────────► (stands still, and could go on) ───► dropped
+///              │  written to shared memory                          ▲ no taker came
+///   taker    prepare ............ waits ............ go_on ───► running
+/// ```
+///
+/// What came before `sash` and was received is the giver's, what came later the taker's. Who calls sees to it that only one of the two drives.
+pub trait InPlace: Nic {
+    /// A successor that has everything but the sash.
+    type Prepared;
+
+    /// What a successor must know now. Up to the next call of anything else the card may be [gone on with](Self::go_on) by a successor, and once one has,
+    /// nothing may be called any more. Whoever has frames in hand loses them to the successor's ring.
+    fn sash(&mut self, into: &mut Self::Sash);
+
+    /// A successor has gone on: what the giver is left with, for the next time. Nothing is touched.
+    fn stand_down(self) -> (Self::Bus, NicMemory);
+
+    /// Gets ready all that needs no sash, touching neither card nor bus: `bus` is one that needs no word with the device to be used, and `memory` was
+    /// [prepared](NicMemory::prepare), or was used for this card before.
+    fn prepare(bus: Self::Bus, memory: NicMemory) -> Result<Self::Prepared, Failed<Self::Bus>>;
+
+    /// Goes on where the giver stopped.
+    ///
+    /// # Errors
+    /// A sash that is broken, or of another version, is found before anything is touched: the giver can go on.
+    fn go_on(prepared: Self::Prepared, sash: &Self::Sash) -> Result<Self, Failed<Self::Bus>>;
+}

@@ -126,6 +126,12 @@ pub trait Sash: FromBytes + IntoBytes + Immutable + KnownLayout + Clone + Send +
         each_once(self.slots(), memory.slots.count)
     }
 
+    /// The same, but for slots that are named twice, which whoever adopts them finds out.
+    fn check_alone(&self, memory: &MemoryLayout) -> Result<(), NicError> {
+        self.head().check::<Self>(memory)?;
+        self.check_body(memory)
+    }
+
     /// The sash as bytes, to be stored or sent.
     fn bytes(&self) -> &[u8] {
         self.as_bytes()

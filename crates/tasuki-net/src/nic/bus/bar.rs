@@ -10,6 +10,11 @@ pub trait Far {
 
     /// Writes. Nobody learns here whether it arrived.
     fn write(&self, offset: u32, bytes: &[u8]);
+
+    /// Whether something was written that may not have arrived yet.
+    fn is_behind(&self) -> bool {
+        true
+    }
 }
 
 /// A part of a BAR that is mapped.
@@ -78,6 +83,10 @@ impl<F: Far> Bar<F> {
 }
 
 impl<F: Far> Registers for Bar<F> {
+    fn is_behind(&self) -> bool {
+        !self.windows.is_empty() || self.far.is_behind()
+    }
+
     #[inline]
     fn read8(&self, offset: u32) -> u8 {
         self.load(offset)

@@ -179,4 +179,9 @@ pub trait Registers {
     fn write16(&self, offset: u32, value: u16);
     /// Writes 32 bits at a multiple of 4. What was stored to memory before is there when the device sees it.
     fn write32(&self, offset: u32, value: u32);
+
+    /// Whether something was written that may not have reached the device yet. Reading any register waits for it.
+    fn is_behind(&self) -> bool {
+        true
+    }
 }

@@ -6,6 +6,7 @@
 
 mod counters;
 mod flow;
+mod in_place;
 mod park;
 mod regs;
 mod ring;
@@ -16,16 +17,17 @@ use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 
 use arrayvec::ArrayVec;
 use rustix::io::Errno;
+use zerocopy::FromZeros;
 
 use self::counters::Counters;
 use self::regs::{Mmio, cause, rctl};
-use self::ring::{Lengths, RING_MAX, ReceiveRing, TransmitRing, ring_at};
+use self::ring::{Lengths, ReceiveRing, TransmitRing, ring_at};
 pub use self::sash::Sash;
-use self::sash::{MTA_WORDS, NO_SLOT, QUEUES_MAX, ReceiveSash};
+use self::sash::{MTA_WORDS, QUEUES_MAX};
 use self::setup::Shape;
 use super::bus::pci::{self, Header};
 use super::bus::{Bus, BusError, Registers};
-use super::sash::{Head, Sash as _, broken};
+use super::sash::{Sash as _, broken};
 use super::{Failed, Filter, Link, Mac, Nic, NicError, NicMemory, NicOptions, PciId, loan};
 use crate::port::{Armed, Burst, Port};
 
@@ -166,27 +168,9 @@ impl<B: Bus> E1000e<B> {
         park::stop(&self.mmio, self.shape.frame(), &mut self.counters)?;
         self.transmit.reclaim(self.memory.arena());
         self.counters.collect(&self.mmio);
-        let mut posted = [[NO_SLOT; RING_MAX]; QUEUES_MAX];
-        let mut receive = [ReceiveSash::default(); QUEUES_MAX];
-        for (ring, (cursors, posted)) in self.receive.iter().zip(receive.iter_mut().zip(&mut posted)) {
-            *cursors = ring.to_sash(posted);
-        }
-        let mut sending = [NO_SLOT; RING_MAX];
-        let (sent, filled) = self.transmit.to_sash(&mut sending);
-        Ok(Sash {
-            head: Head::of::<Sash>(&self.memory.layout(), self.mac, self.shape.ring),
-            queues: self.shape.queues.into(),
-            mtu: self.shape.mtu,
-            filter: self.filter,
-            reserved: 0,
-            receive,
-            sent,
-            filled,
-            mta: *self.mta,
-            counters: self.counters.to_sash(),
-            posted,
-            sending,
-        })
+        let mut sash = Sash::new_zeroed();
+        self.write_sash(&mut sash);
+        Ok(sash)
     }
 }
 
@@ -241,7 +225,7 @@ impl<R: Registers> Assembly<R> {
         let bell = bell(bus)?;
         let (mac, filter) = (Mac(sash.head.mac), sash.filter);
         let (mta, counters) = (Box::new(sash.mta), Counters::resume(&sash.counters));
-        let flow_control = flow::is_prepared(&mmio);
+        let flow_control = sash.flow_control == 1;
         Ok(Assembly { mmio, bell, receive, transmit, shape, mac, filter, flow_control, mta, counters })
     }
 }

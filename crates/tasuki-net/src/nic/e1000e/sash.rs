@@ -31,7 +31,8 @@ pub struct Sash {
     pub mtu: u16,
     /// 1 for every frame, 2 for every multicast.
     pub filter: u16,
-    pub(super) reserved: u16,
+    /// 1 if the card controls the flow.
+    pub flow_control: u16,
     /// The receive rings' cursors.
     pub receive: [ReceiveSash; QUEUES_MAX],
     /// Transmit: the next descriptor that the card will be done with, in the running count.
@@ -78,7 +79,7 @@ impl Sash {
 
 impl sash::Sash for Sash {
     const KIND: u32 = 0x8086_10d3;
-    const VERSION: u32 = 2;
+    const VERSION: u32 = 3;
 
     fn head(&self) -> &Head {
         &self.head
@@ -89,8 +90,8 @@ impl sash::Sash for Sash {
         if self.filter > 3 {
             return Err(broken("the filter", self.filter.into()));
         }
-        if self.reserved != 0 {
-            return Err(broken("what is reserved", self.reserved.into()));
+        if self.flow_control > 1 {
+            return Err(broken("flow control", self.flow_control.into()));
         }
         Counters::check(&self.counters)?;
         for (queue, (cursors, posted)) in self.receive.iter().zip(&self.posted).enumerate() {
@@ -165,7 +166,7 @@ mod tests {
         sash().check(&MEMORY).unwrap();
         type Change = (&'static str, fn(&mut Sash));
         let changes: [Change; 19] = [
-            ("version 3", |sash| sash.head.version += 1),
+            ("version 4", |sash| sash.head.version += 1),
             ("the sash is of", |sash| sash.head.kind ^= 1),
             ("rings are at another address", |sash| sash.head.rings_at += 4096),
             ("frames are at another address", |sash| sash.head.arena_at += 4096),

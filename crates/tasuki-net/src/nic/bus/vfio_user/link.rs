@@ -87,6 +87,12 @@ impl Link {
         self.socket.take().ok_or(BusError::Gone { doing })
     }
 
+    /// Another descriptor of the connection.
+    pub fn copy(&self, doing: &'static str) -> Result<OwnedFd, BusError> {
+        let copy = self.socket(doing)?.try_clone_to_owned();
+        copy.map_err(|source| BusError::Refused { doing, source })
+    }
+
     fn fail<T>(&mut self, doing: &'static str, fault: Fault) -> Result<T, BusError> {
         let error = fault.to_error(doing);
         self.fault.get_or_insert(fault);

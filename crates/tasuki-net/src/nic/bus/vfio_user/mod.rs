@@ -16,6 +16,7 @@
 //! docs/decisions/0008-vfio-user.md says why the client is our own.
 
 mod link;
+mod twin;
 mod wire;
 
 use std::io;
@@ -34,6 +35,7 @@ use super::mmio::Mmio;
 use super::pci::{self, Capability, Header};
 use super::{Bus, BusError, IntX, Iova};
 use link::Link;
+pub use twin::{BarTwin, Twin};
 pub(super) use wire::RegionInfo;
 use wire::{Command, FDS_MAX, Limits, Reader};
 
@@ -72,8 +74,8 @@ pub struct VfioUser {
     can_reset: bool,
     /// One for each vector that is enabled.
     vectors: Vec<OwnedFd>,
-    /// By region. Asked for once: the server forgets the older ones when it is asked again.
-    doorbells: [Option<Arc<Doorbells>>; 6],
+    /// What is known of each BAR. Asked for once: the server forgets older doorbells when it is asked again.
+    bars: [Option<Known>; 6],
     /// If it is enabled.
     intx: Option<IntX>,
 }
@@ -137,7 +139,7 @@ impl VfioUser {
             config_len: config.len.min(CONFIG_MAX),
             can_reset: flags & wire::DEVICE_RESET != 0,
             vectors: Vec::new(),
-            doorbells: Default::default(),
+            bars: Default::default(),
             intx: None,
         })
     }
@@ -148,6 +150,17 @@ impl VfioUser {
         let socket = link.take("handing out the connection")?;
         let Limits { fds, transfer, io_fds } = link.limits;
         Ok(Connection { socket, fds_max: fds, transfer_max: transfer, io_fds })
+    }
+
+    fn ask_for_bar(&self, index: u8) -> Result<Known, BusError> {
+        let mut link = self.link.lock();
+        let (info, memory) = region_info(&mut link, index.into())?;
+        let both = wire::REGION_READ | wire::REGION_WRITE;
+        if info.len == 0 || info.flags & both != both {
+            return Err(BusError::NoBar { index });
+        }
+        let doorbells = doorbells(&mut link, index.into(), info.len)?.map(Arc::new);
+        Ok(Known { info, memory, doorbells })
     }
 
     fn config_offset(&self, offset: u16) -> Result<u64, BusError> {
@@ -278,12 +291,8 @@ fn doorbells(link: &mut Link, index: u32, len: u64) -> Result<Option<Doorbells>,
         Ok(places) => places,
         Err(breach) => return link.breach(breach),
     };
-    let (Some(last), Some(memory)) = (places.iter().map(|doorbell| doorbell.place).max(), fds.pop()) else {
-        return Ok(None);
-    };
-    // What could be taken away is not used.
-    let mmio = Mmio::of_process(memory.as_fd(), 0, last + 4).ok().flatten();
-    Ok(mmio.map(|mmio| Doorbells { behind: link.behind(), mmio, places: places.into() }))
+    let Some(memory) = fds.pop() else { return Ok(None) };
+    Ok(Doorbells::map(link.behind(), memory, places))
 }
 
 /// Reads `into` from a region.
@@ -336,17 +345,16 @@ impl Bus for VfioUser {
         if index > 5 {
             return Err(BusError::NoBar { index });
         }
-        let (info, memory) = region_info(&mut self.link.lock(), index.into())?;
-        let both = wire::REGION_READ | wire::REGION_WRITE;
-        if info.len == 0 || info.flags & both != both {
+        if self.bars[usize::from(index)].is_none() {
+            let known = self.ask_for_bar(index)?;
+            pci::decode(self)?;
+            self.bars[usize::from(index)] = Some(known);
+        }
+        let Some(Known { info, memory, doorbells }) = &self.bars[usize::from(index)] else {
             return Err(BusError::NoBar { index });
-        }
-        pci::decode(self)?;
-        let ours = &mut self.doorbells[usize::from(index)];
-        if ours.is_none() {
-            *ours = doorbells(&mut self.link.lock(), index.into(), info.len)?.map(Arc::new);
-        }
-        let far = Messages { link: self.link.clone(), region: index.into(), doorbells: ours.clone() };
+        };
+        let behind = self.link.lock().behind();
+        let far = Messages { link: self.link.clone(), behind, region: index.into(), doorbells: doorbells.clone() };
         // What cannot be mapped, or could be taken away, is reached by messages.
         Ok(Bar::new(far, info.len, &info.areas, |start, len| {
             Mmio::of_process(memory.as_ref()?.as_fd(), info.offset.checked_add(start)?, len).ok()?
@@ -388,13 +396,13 @@ impl Bus for VfioUser {
     }
 
     fn interrupts(&mut self, count: u16) -> Result<Vec<OwnedFd>, BusError> {
-        let (_, have) = self.count_interrupts(wire::MSIX)?;
-        if have < count.into() {
-            return Err(BusError::FewInterrupts { have: u16::try_from(have).unwrap_or(u16::MAX), need: count });
-        }
         let refused = |source: io::Error| BusError::Refused { doing: "making an eventfd", source };
         let before = self.vectors.len();
         if before < count.into() {
+            let (_, have) = self.count_interrupts(wire::MSIX)?;
+            if have < count.into() {
+                return Err(BusError::FewInterrupts { have: u16::try_from(have).unwrap_or(u16::MAX), need: count });
+            }
             for _ in self.vectors.len()..count.into() {
                 let vector = rustix::event::eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK);
                 self.vectors.push(vector.map_err(|errno| refused(errno.into()))?);
@@ -464,15 +472,31 @@ impl Shared {
 /// The registers of a device that a vfio-user server serves.
 pub type UserRegisters = Bar<Messages>;
 
+/// What the server has said of a BAR.
+#[derive(Debug)]
+struct Known {
+    info: RegionInfo,
+    memory: Option<OwnedFd>,
+    doorbells: Option<Arc<Doorbells>>,
+}
+
 /// Registers that are written by storing them where the server looks.
 #[derive(Debug)]
 struct Doorbells {
     behind: Arc<AtomicBool>,
+    memory: OwnedFd,
     mmio: Mmio,
     places: Box<[wire::Doorbell]>,
 }
 
 impl Doorbells {
+    /// Nothing if there are none, or if their memory could be taken away under us.
+    fn map(behind: Arc<AtomicBool>, memory: OwnedFd, places: Vec<wire::Doorbell>) -> Option<Self> {
+        let last = places.iter().map(|doorbell| doorbell.place).max()?;
+        let mmio = Mmio::of_process(memory.as_fd(), 0, last.checked_add(4)?).ok()??;
+        Some(Doorbells { behind, memory, mmio, places: places.into() })
+    }
+
     /// Whether `bytes` were stored for the register at `offset`.
     #[inline]
     fn store(&self, offset: u32, bytes: &[u8]) -> bool {
@@ -490,6 +514,7 @@ impl Doorbells {
 #[derive(Debug)]
 pub struct Messages {
     link: Shared,
+    behind: Arc<AtomicBool>,
     region: u32,
     doorbells: Option<Arc<Doorbells>>,
 }
@@ -498,6 +523,10 @@ impl Far for Messages {
     /// Who refuses or is gone does not answer; the link remembers why.
     fn read(&self, offset: u32, into: &mut [u8]) -> bool {
         read(&mut self.link.lock(), "reading a register", self.region, offset.into(), into).is_ok()
+    }
+
+    fn is_behind(&self) -> bool {
+        self.behind.load(Ordering::Relaxed)
     }
 
     fn write(&self, offset: u32, bytes: &[u8]) {

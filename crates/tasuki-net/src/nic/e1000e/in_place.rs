@@ -1,0 +1,109 @@
+//! A card that goes on running while its driver is replaced.
+
+use tasuki_shm::slots::{SlotId, WrongSlot};
+
+use super::regs::{self, Mmio};
+use super::ring::{ReceiveRing, TransmitRing};
+use super::sash::{NO_SLOT, ReceiveSash, Sash};
+use super::{Assembly, BAR, Counters, E1000e, bell};
+use crate::nic::bus::{Bus, Registers};
+use crate::nic::sash::{Head, Sash as _, broken};
+use crate::nic::{Failed, InPlace, Mac, NicError, NicMemory};
+
+/// Everything but the sash.
+#[derive(Debug)]
+pub struct Prepared<B: Bus> {
+    bus: B,
+    memory: NicMemory,
+    mmio: Mmio<B::Registers>,
+    bell: std::os::fd::OwnedFd,
+}
+
+impl<B: Bus> E1000e<B> {
+    /// The way to the card, for what a bus can do beside the driver. Not for its registers.
+    pub fn bus(&self) -> &B {
+        &self.bus
+    }
+
+    /// What a successor must know: where the driver stands, whether the card runs or not.
+    pub(super) fn write_sash(&self, sash: &mut Sash) {
+        sash.head = Head::of::<Sash>(&self.memory.layout(), self.mac, self.shape.ring);
+        (sash.queues, sash.mtu, sash.filter) = (self.shape.queues.into(), self.shape.mtu, self.filter);
+        sash.flow_control = self.flow_control.into();
+        sash.receive.fill(ReceiveSash::default());
+        for (queue, posted) in sash.posted.iter_mut().enumerate() {
+            match self.receive.get(queue) {
+                Some(ring) => sash.receive[queue] = ring.to_sash(posted),
+                None => posted.fill(NO_SLOT),
+            }
+        }
+        (sash.sent, sash.filled) = self.transmit.to_sash(&mut sash.sending);
+        sash.mta = *self.mta;
+        sash.counters = self.counters.to_sash();
+    }
+}
+
+/// The sash names a slot that there is not, or one twice.
+fn refused(wrong: WrongSlot) -> NicError {
+    let (WrongSlot::S1 { index, .. }
+    | WrongSlot::S2 { id: SlotId { index, .. }, .. }
+    | WrongSlot::S3 { id: SlotId { index, .. }, .. }) = wrong;
+    broken("it names a slot twice, or one that is not there", index.into())
+}
+
+impl<B: Bus> InPlace for E1000e<B> {
+    type Prepared = Prepared<B>;
+
+    fn sash(&mut self, into: &mut Sash) {
+        self.transmit.reclaim(self.memory.arena());
+        if self.held {
+            // The successor does not know that the partner still pauses.
+            self.let_go();
+        }
+        if self.mmio.0.is_behind() {
+            self.mmio.read(regs::STATUS);
+        }
+        self.write_sash(into);
+    }
+
+    fn stand_down(self) -> (B, NicMemory) {
+        (self.bus, self.memory)
+    }
+
+    fn prepare(mut bus: B, memory: NicMemory) -> Result<Prepared<B>, Failed<B>> {
+        memory.take_back();
+        let ready = bus.registers(BAR).map(Mmio).and_then(|mmio| Ok((mmio, bell(&mut bus)?)));
+        match ready {
+            Ok((mmio, bell)) => Ok(Prepared { bus, memory, mmio, bell }),
+            Err(error) => Err(Failed { error: error.into(), bus, memory }),
+        }
+    }
+
+    fn go_on(prepared: Prepared<B>, sash: &Sash) -> Result<Self, Failed<B>> {
+        let Prepared { bus, memory, mmio, bell } = prepared;
+        let layout = memory.layout();
+        let shape = match sash.check_alone(&layout).and_then(|()| sash.shape(&layout)) {
+            Ok(shape) => shape,
+            Err(error) => return Err(Failed { error, bus, memory }),
+        };
+        if let Err(wrong) = memory.lend(sash.slots()) {
+            // What was lent so far is free again: nothing was touched.
+            memory.take_back();
+            return Err(Failed { error: refused(wrong), bus, memory });
+        }
+        let receive = (0..usize::from(shape.queues)).map(|queue| ReceiveRing::resume(&memory, queue, sash)).collect();
+        let parts = Assembly {
+            mmio,
+            bell,
+            receive,
+            transmit: TransmitRing::resume(&memory, sash),
+            shape,
+            mac: Mac(sash.head.mac),
+            filter: sash.filter,
+            flow_control: sash.flow_control == 1,
+            mta: Box::new(sash.mta),
+            counters: Counters::resume(&sash.counters),
+        };
+        Ok(Self::assemble(bus, memory, parts))
+    }
+}
