@@ -7,7 +7,7 @@ use anyhow::{Context, Result};
 use crate::cpus::Cores;
 use crate::orders::Orders;
 use crate::sample::Sample;
-use crate::{call, floors, nic, peers};
+use crate::{call, floors, nic, peers, relay};
 
 /// One thing to measure: two processes, one of which serves calls that the other times.
 ///
@@ -55,9 +55,14 @@ pub fn of_nic() -> Vec<&'static Case> {
     nic::floors().chain(nic::CASES).collect()
 }
 
+/// The cases of the bench `relay`, in the order in which a round runs them.
+pub fn of_relay() -> Vec<&'static Case> {
+    relay::floors().chain(relay::CASES).collect()
+}
+
 /// Every case there is.
 fn all() -> impl Iterator<Item = &'static Case> {
-    of_call().into_iter().chain(nic::CASES)
+    of_call().into_iter().chain(nic::CASES).chain(relay::CASES)
 }
 
 /// The case of that name.

@@ -14,6 +14,7 @@ mod orders;
 mod pair;
 mod papers;
 mod peers;
+mod relay;
 mod report;
 mod rounds;
 mod sample;
@@ -50,6 +51,11 @@ enum Bench {
     Call(How),
     /// A NIC and its driver: our model of a card in one process, the driver in another.
     Nic(How),
+    /// A NIC that changes hands while packets flow.
+    Relay(How),
+    /// The second worker of a relay. The bench starts itself with this.
+    #[command(hide = true)]
+    TakeTurns,
     /// Shows what Tasuki does, with figures, in a few seconds.
     Demo,
     /// A server of the demo. The demo starts itself with this.
@@ -112,6 +118,8 @@ fn run() -> Result<()> {
             Ok((rows, Some(papers::ANT.beside(&call::paper(samples)?).to_string())))
         }),
         Bench::Nic(how) => bench("nic", &how, &case::of_nic(), |samples| Ok((nic::rows(samples)?, None))),
+        Bench::Relay(how) => bench("relay", &how, &case::of_relay(), |samples| Ok((relay::rows(samples)?, None))),
+        Bench::TakeTurns => relay::take_turns(),
         Bench::Demo => demo::run(),
         Bench::DemoServer { office, cpu, path } => demo::serve(office, cpu, &path),
         Bench::Role { side, case } => {

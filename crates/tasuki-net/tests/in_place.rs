@@ -9,7 +9,7 @@ use rustix::net::{AddressFamily, SocketFlags, SocketType};
 use tasuki_net::nic::bus::Iova;
 use tasuki_net::nic::bus::vfio_user::{TIMEOUT, VfioUser};
 use tasuki_net::nic::e1000e::{E1000e, Sash};
-use tasuki_net::nic::{Filter, InPlace, Link, Nic, NicError, NicMemory, NicOptions};
+use tasuki_net::nic::{Filter, InPlace, Link, Nic, NicError, NicMemory, NicOptions, Sash as _};
 use tasuki_net::port::{Burst, Port};
 use tasuki_shm::arena::Geometry;
 use tasuki_sim::e1000e::{Device, Options};
@@ -17,7 +17,6 @@ use tasuki_sim::journal::Class;
 use tasuki_sim::served::Served;
 use tasuki_sim::vfio_user::Server;
 use tasuki_sim::wire::{Counts, Source, SourceOptions};
-use zerocopy::FromZeros;
 
 type Card = E1000e<VfioUser>;
 
@@ -101,7 +100,7 @@ fn drivers_that_take_turns_lose_nothing_and_touch_nothing() {
         let (mut nic, memory) = start(socket);
         // The twin, once the card's BAR is known.
         let mut next = Card::prepare(VfioUser::from_twin(nic.bus().twin().unwrap(), TIMEOUT).unwrap(), memory).unwrap();
-        let mut sash = Sash::new_zeroed();
+        let mut sash = Sash::blank();
         go.store(true, Ordering::Relaxed);
         let (mut frames, mut turns) = (0, 0);
         while frames < FRAMES {
@@ -126,7 +125,7 @@ fn a_giver_whose_taker_refuses_goes_on() {
         let (mut nic, memory) = start(socket);
         let mut next = Card::prepare(VfioUser::from_twin(nic.bus().twin().unwrap(), TIMEOUT).unwrap(), memory).unwrap();
         go.store(true, Ordering::Relaxed);
-        let mut sash = Sash::new_zeroed();
+        let mut sash = Sash::blank();
         let spoilers: [fn(&mut Sash); 4] = [
             |sash| sash.head.version += 1,
             |sash| sash.receive[0].tail += 1,

@@ -8,7 +8,7 @@ use rustix::event::{PollFd, PollFlags, Timespec};
 use tasuki_net::nic::bus::Iova;
 use tasuki_net::nic::bus::vfio_user::{TIMEOUT, VfioUser};
 use tasuki_net::nic::e1000e::E1000e;
-use tasuki_net::nic::{Filter, Link, Nic, NicMemory, NicOptions};
+use tasuki_net::nic::{Filter, Link, MemoryLayout, Nic, NicMemory, NicOptions, Parts};
 use tasuki_net::port::{Armed, Burst, Frame, Port};
 use tasuki_shm::arena::Geometry;
 
@@ -52,17 +52,28 @@ pub enum Work {
 }
 
 fn start(socket: OwnedFd) -> Result<Card> {
+    Ok(start_shared(socket, RING)?.0)
+}
+
+/// Starts the card, and says what another process needs of its memory.
+pub fn start_shared(socket: OwnedFd, ring: u16) -> Result<(Card, Parts, MemoryLayout)> {
     let memory =
-        NicMemory::create(Geometry { slot_len: 4096, count: 2 * u32::from(RING) + 128 }, 1 << 20, Iova(1 << 32))?;
+        NicMemory::create(Geometry { slot_len: 4096, count: 2 * u32::from(ring) + 128 }, 1 << 20, Iova(1 << 32))?;
+    let (parts, layout) = (memory.parts()?, memory.layout());
     let filter = Filter { promiscuous: true, ..Filter::default() };
-    let options = NicOptions { ring: RING, filter, ..NicOptions::default() };
+    let options = NicOptions { ring, filter, ..NicOptions::default() };
     let mut nic = Card::start(VfioUser::meet(socket, TIMEOUT)?, memory, &options)?;
     let began = Instant::now();
     while nic.link() == Link::Down {
         ensure!(began.elapsed() < Duration::from_secs(10), "the link of the model did not come up");
         std::thread::yield_now();
     }
-    Ok(nic)
+    Ok((nic, parts, layout))
+}
+
+/// Frames of `size` bytes a second that fill a gigabit.
+pub fn line_rate(size: u32) -> u64 {
+    1_000_000_000 / (8 * (u64::from(size) + 20))
 }
 
 /// What the driver has seen of a trial.
@@ -260,7 +271,7 @@ impl Trials {
 }
 
 /// Swaps the two addresses at the head of a frame.
-fn turn_round(frame: &mut Frame) {
+pub fn turn_round(frame: &mut Frame) {
     let (to, rest) = frame.slot.bytes_mut().split_at_mut(6);
     to.swap_with_slice(&mut rest[..6]);
 }

@@ -1,10 +1,10 @@
 //! A NIC and its driver: our model of the 82574L in one process, its driver in another, over vfio-user.
 
-mod card;
-mod driver;
+pub mod card;
+pub mod driver;
 mod instructions;
 mod rows;
-mod trial;
+pub mod trial;
 
 use anyhow::{Context, Result};
 use rustix::net::{AddressFamily, SocketFlags, SocketType, socketpair};
@@ -55,7 +55,7 @@ const fn case(
 }
 
 /// One connection for vfio-user, and one on which the driver says what the wire is to do.
-fn sockets() -> Result<Ends> {
+pub fn sockets() -> Result<Ends> {
     let pair = |kind| {
         socketpair(AddressFamily::UNIX, kind, SocketFlags::CLOEXEC, None).context("the kernel gave no pair of sockets")
     };

@@ -4,7 +4,7 @@ use tasuki_shm::slots::{SlotId, WrongSlot};
 
 use super::regs::{self, Mmio};
 use super::ring::{ReceiveRing, TransmitRing};
-use super::sash::{NO_SLOT, ReceiveSash, Sash};
+use super::sash::{ReceiveSash, Sash};
 use super::{Assembly, BAR, Counters, E1000e, bell};
 use crate::nic::bus::{Bus, Registers};
 use crate::nic::sash::{Head, Sash as _, broken};
@@ -25,17 +25,14 @@ impl<B: Bus> E1000e<B> {
         &self.bus
     }
 
-    /// What a successor must know: where the driver stands, whether the card runs or not.
+    /// What a successor must know: where the driver stands, whether the card runs or not. The sash was blank, or was written by this driver before.
     pub(super) fn write_sash(&self, sash: &mut Sash) {
         sash.head = Head::of::<Sash>(&self.memory.layout(), self.mac, self.shape.ring);
         (sash.queues, sash.mtu, sash.filter) = (self.shape.queues.into(), self.shape.mtu, self.filter);
         sash.flow_control = self.flow_control.into();
         sash.receive.fill(ReceiveSash::default());
-        for (queue, posted) in sash.posted.iter_mut().enumerate() {
-            match self.receive.get(queue) {
-                Some(ring) => sash.receive[queue] = ring.to_sash(posted),
-                None => posted.fill(NO_SLOT),
-            }
+        for (ring, (cursors, posted)) in self.receive.iter().zip(sash.receive.iter_mut().zip(&mut sash.posted)) {
+            *cursors = ring.to_sash(posted);
         }
         (sash.sent, sash.filled) = self.transmit.to_sash(&mut sash.sending);
         sash.mta = *self.mta;

@@ -17,7 +17,6 @@ use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 
 use arrayvec::ArrayVec;
 use rustix::io::Errno;
-use zerocopy::FromZeros;
 
 use self::counters::Counters;
 use self::regs::{Mmio, cause, rctl};
@@ -168,9 +167,9 @@ impl<B: Bus> E1000e<B> {
         park::stop(&self.mmio, self.shape.frame(), &mut self.counters)?;
         self.transmit.reclaim(self.memory.arena());
         self.counters.collect(&self.mmio);
-        let mut sash = Sash::new_zeroed();
+        let mut sash = Sash::blank();
         self.write_sash(&mut sash);
-        Ok(sash)
+        Ok(*sash)
     }
 }
 

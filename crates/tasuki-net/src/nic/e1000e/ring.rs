@@ -107,9 +107,9 @@ impl Descriptors {
         self.mask
     }
 
-    /// The slots that the descriptors `from..to` hold.
+    /// The slots that the descriptors `from..to` hold. What lies beyond the ring is as in a blank sash.
     fn to_sash(&self, words: &mut [u64; RING_MAX], from: u32, to: u32) {
-        words.fill(NO_SLOT);
+        words[..self.slots.len()].fill(NO_SLOT);
         for place in (0..to.wrapping_sub(from)).map(|i| self.place(from.wrapping_add(i))) {
             words[place] = self.slots[place].to_word();
         }

@@ -1,7 +1,10 @@
 //! All that a successor must know of a parked 82574. The rings stay as they are; what is in them, and where, stands here.
 
+use std::mem::offset_of;
+use std::ops::Range;
+
 use tasuki_shm::slots::SlotId;
-use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout};
+use zerocopy::{FromBytes, FromZeros, Immutable, IntoBytes, KnownLayout};
 
 use super::counters::Counters;
 use super::ring::{self, RING_MAX};
@@ -50,6 +53,9 @@ pub struct Sash {
 }
 
 const _: () = assert!(size_of::<Sash>() == 25_432);
+const _: () = assert!(offset_of!(Sash, posted).is_multiple_of(8));
+const _: () =
+    assert!(offset_of!(Sash, sending) == offset_of!(Sash, posted) + QUEUES_MAX * size_of::<[u64; RING_MAX]>());
 
 /// The cursors of a receive ring. They count descriptors without end; their low bits are the place in the ring.
 #[repr(C)]
@@ -104,6 +110,20 @@ impl sash::Sash for Sash {
             check_ring(posted, shape.ring, cursors.next, cursors.tail)?;
         }
         check_ring(&self.sending, shape.ring, self.sent, self.filled)
+    }
+
+    fn blank() -> Box<Self> {
+        let mut blank = Box::new(Sash::new_zeroed());
+        blank.posted.as_flattened_mut().fill(NO_SLOT);
+        blank.sending.fill(NO_SLOT);
+        blank
+    }
+
+    fn live(ring: u16) -> impl Iterator<Item = Range<usize>> {
+        let len = usize::from(ring).min(RING_MAX) * 8;
+        let table = |index: usize| offset_of!(Sash, posted) + index * size_of::<[u64; RING_MAX]>();
+        // The tables of both receive queues, and behind them that of the transmit ring.
+        std::iter::once(0..table(0)).chain((0..=QUEUES_MAX).map(move |index| table(index)..table(index) + len))
     }
 
     fn slots(&self) -> impl Iterator<Item = SlotId> {

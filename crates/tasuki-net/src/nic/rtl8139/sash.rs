@@ -4,7 +4,7 @@
 //! from the lists that stand here; until it does, nothing has changed, and the giver can go on instead.
 
 use tasuki_shm::slots::SlotId;
-use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout};
+use zerocopy::{FromBytes, FromZeros, Immutable, IntoBytes, KnownLayout};
 
 use super::regs::DESCRIPTORS_MAX;
 use super::ring::BUFFER_LEN;
@@ -111,6 +111,10 @@ impl sash::Sash for Sash {
 
     fn head(&self) -> &Head {
         &self.head
+    }
+
+    fn blank() -> Box<Self> {
+        Box::new(FromZeros::new_zeroed())
     }
 
     fn check_body(&self, memory: &MemoryLayout) -> Result<(), NicError> {

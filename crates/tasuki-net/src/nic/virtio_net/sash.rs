@@ -4,7 +4,7 @@
 //! Where they cannot, they are kept as they stand in memory: the sash has the driver's indices, and what is in each chain.
 
 use tasuki_shm::slots::SlotId;
-use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout};
+use zerocopy::{FromBytes, FromZeros, Immutable, IntoBytes, KnownLayout};
 
 use super::Layout;
 use super::queue::FRAME_MIN;
@@ -207,6 +207,10 @@ impl sash::Sash for Sash {
 
     fn head(&self) -> &Head {
         &self.head
+    }
+
+    fn blank() -> Box<Self> {
+        Box::new(FromZeros::new_zeroed())
     }
 
     fn check_body(&self, memory: &MemoryLayout) -> Result<(), NicError> {

@@ -1,0 +1,414 @@
+//! Two workers that take turns at driving a NIC which runs on: each hands it over in place, and takes it over again.
+//!
+//! Both are on one CPU, the card and its wire on the other: who waits sleeps, and who hands over wakes it.
+
+use std::num::NonZeroU32;
+use std::os::fd::{AsFd, OwnedFd};
+use std::process::{Child, Command, Stdio};
+use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result, bail, ensure};
+use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec};
+use rustix::net::{AddressFamily, SocketFlags, SocketType, socketpair};
+use serde::{Deserialize, Serialize};
+use tasuki_net::nic::bus::Iova;
+use tasuki_net::nic::bus::vfio_user::{BarTwin, Connection, TIMEOUT, Twin, VfioUser};
+use tasuki_net::nic::e1000e::{E1000e, Sash};
+use tasuki_net::nic::{InPlace, MemoryLayout, Nic, NicMemory, Parts, Sash as _};
+use tasuki_net::port::{Burst, Port};
+use tasuki_shm::arena::Geometry;
+use tasuki_shm::lease::Lease;
+use tasuki_shm::line::Line;
+use tasuki_shm::region::{PAGE_LEN, Pages, Region, Span};
+use zerocopy::IntoBytes;
+
+use crate::cpus;
+use crate::nic::driver::{self, turn_round};
+use crate::nic::trial::{Ask, Control, Say, Trial};
+use crate::orders::Orders;
+use crate::sample::Sample;
+
+type Card = E1000e<VfioUser>;
+
+/// Descriptors in a ring: what a driver has that nobody asked for another number. Each is a word of the sash.
+const RING: u16 = 256;
+
+/// From one relay to the next.
+const BETWEEN: Duration = Duration::from_millis(5);
+
+/// Frames that have not come so long after the last one are lost.
+const PATIENCE: Duration = Duration::from_millis(200);
+
+/// How long a worker waits for its turn.
+const TURN: Duration = Duration::from_secs(20);
+
+/// What is on the wire.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Traffic {
+    /// As many frames as a gigabit carries.
+    Line,
+    /// One a millisecond, as in the paper of S1.
+    Paper,
+}
+
+/// The memory that the workers share: the lease, a few words, and the sash.
+struct Board {
+    lease: Lease<Span<Line>>,
+    words: Span<AtomicU64>,
+    sash: Span<AtomicU64>,
+    region: Region,
+}
+
+/// Words of the board.
+const RECEIVED: usize = 8;
+const RELEASED_AT: usize = 16;
+const STOP: usize = 24;
+/// How long each relay took, in ns, in the order in which they happened; and how many there were.
+const RELAYS: usize = 32;
+const PAUSES: usize = 40;
+const PAUSES_MAX: usize = 4096;
+const WORDS: usize = PAUSES + PAUSES_MAX;
+const SASH_AT: usize = (8 * WORDS).next_multiple_of(PAGE_LEN);
+
+impl Board {
+    fn over(region: Region) -> Result<Self> {
+        Ok(Board {
+            lease: Lease::new(region.span(0, 1)?),
+            words: region.span(0, WORDS)?,
+            sash: region.span(SASH_AT, Sash::LEN / 8)?,
+            region,
+        })
+    }
+
+    fn new() -> Result<Self> {
+        Self::over(Region::create("tasuki-bench board", SASH_AT + Sash::LEN, Pages::Small)?)
+    }
+
+    fn write(&self, sash: &Sash) {
+        let bytes = sash.bytes();
+        for live in Sash::live(RING) {
+            let (words, _) = bytes[live.clone()].as_chunks::<8>();
+            let place = &self.sash[live.start / 8..live.end / 8];
+            place.iter().zip(words).for_each(|(to, from)| to.store(u64::from_ne_bytes(*from), Relaxed));
+        }
+    }
+
+    fn read(&self, bytes: &mut [u8]) {
+        for live in Sash::live(RING) {
+            let place = &self.sash[live.start / 8..live.end / 8];
+            let (words, _) = bytes[live].as_chunks_mut::<8>();
+            place.iter().zip(words).for_each(|(from, to)| *to = from.load(Relaxed).to_ne_bytes());
+        }
+    }
+}
+
+fn now_ns() -> u64 {
+    let now = rustix::time::clock_gettime(rustix::time::ClockId::Monotonic);
+    now.tv_sec.unsigned_abs() * 1_000_000_000 + now.tv_nsec.unsigned_abs()
+}
+
+/// A worker: what it needs to take its turn, and to wait for it.
+struct Worker {
+    us: NonZeroU32,
+    board: Board,
+    ours: OwnedFd,
+    theirs: OwnedFd,
+    /// Ready for the next turn, but for the sash.
+    next: Option<<Card as InPlace>::Prepared>,
+    /// Left over from the last turn.
+    retired: Option<(VfioUser, NicMemory)>,
+    sash: Box<Sash>,
+}
+
+impl Worker {
+    /// Waits for our turn and takes the card over; nothing if there is no further turn.
+    fn take(&mut self) -> Result<Option<Card>> {
+        wait(&self.ours)?;
+        if self.board.words[STOP].load(Relaxed) == 1 {
+            return Ok(None);
+        }
+        let tenure = self.board.lease.tenure();
+        ensure!(tenure.holder.is_none(), "a worker was woken, and nobody has passed the lease");
+        self.board.lease.take(tenure, self.us)?;
+        self.board.read(self.sash.as_mut_bytes());
+        let prepared = self.next.take().context("a worker takes over only when it is ready")?;
+        let mut nic = Card::go_on(prepared, &self.sash)?;
+        // Whatever has come meanwhile is taken with the first look.
+        self.echo(&mut nic)?;
+        let took = now_ns().saturating_sub(self.board.words[RELEASED_AT].load(Relaxed));
+        let relay = self.board.words[RELAYS].load(Relaxed);
+        let place = PAUSES + usize::try_from(relay)? % PAUSES_MAX;
+        self.board.words[place].store(took, Relaxed);
+        self.board.words[RELAYS].store(relay + 1, Relaxed);
+        if let Some((bus, memory)) = self.retired.take() {
+            self.next = Some(Card::prepare(bus, memory)?);
+        }
+        Ok(Some(nic))
+    }
+
+    /// Hands the card over.
+    fn give(&mut self, mut nic: Card) -> Result<()> {
+        self.board.words[RELEASED_AT].store(now_ns(), Relaxed);
+        nic.sash(&mut self.sash);
+        self.board.write(&self.sash);
+        self.board.lease.pass(self.board.lease.tenure())?;
+        rustix::io::write(&self.theirs, &1_u64.to_ne_bytes()).context("the other worker cannot be woken")?;
+        self.retired = Some(nic.stand_down());
+        Ok(())
+    }
+
+    /// Sends back what has come; says how many frames that were.
+    fn echo(&self, nic: &mut Card) -> Result<u64> {
+        let mut burst = Burst::new();
+        let came = nic.receive(&mut burst)? as u64;
+        burst.iter_mut().for_each(turn_round);
+        while !burst.is_empty() {
+            nic.transmit(&mut burst)?;
+        }
+        if came > 0 {
+            let received = &self.board.words[RECEIVED];
+            received.store(received.load(Relaxed) + came, Relaxed);
+        }
+        Ok(came)
+    }
+
+    /// Drives the card until it is time for the other one, or until `done`.
+    fn drive(&self, nic: &mut Card, mut done: impl FnMut(bool) -> Result<bool>) -> Result<bool> {
+        let since = Instant::now();
+        let mut looks = 0_u32;
+        loop {
+            let idle = self.echo(nic)? == 0;
+            looks += 1;
+            if idle && done(looks.is_multiple_of(64))? {
+                return Ok(true);
+            }
+            if looks.is_multiple_of(16) && since.elapsed() > BETWEEN {
+                return Ok(false);
+            }
+        }
+    }
+}
+
+fn wait(eventfd: &OwnedFd) -> Result<()> {
+    let limit = Timespec::try_from(TURN).context("seconds")?;
+    match rustix::io::read(eventfd, &mut [0; 8]) {
+        Ok(_) => return Ok(()),
+        Err(rustix::io::Errno::AGAIN) => {}
+        Err(errno) => return Err(errno).context("an eventfd cannot be read"),
+    }
+    let woken = rustix::event::poll(&mut [PollFd::new(eventfd, PollFlags::IN)], Some(&limit))?;
+    ensure!(woken > 0, "the other worker did not hand over within {} s", TURN.as_secs());
+    rustix::io::read(eventfd, &mut [0; 8]).context("an eventfd cannot be read")?;
+    Ok(())
+}
+
+/// What is said to the second worker beside descriptors, which come in the order in which they are listed in [`Hand::fds`].
+#[derive(Serialize, Deserialize)]
+struct Hand {
+    fds_max: u32,
+    transfer_max: u32,
+    io_fds: bool,
+    config_len: u64,
+    can_reset: bool,
+    /// Index, length, places; its doorbells are a descriptor if there are places.
+    bars: Vec<(u8, u64, Vec<(u32, u32)>)>,
+    vectors: usize,
+    rings_at: u64,
+    rings_len: usize,
+    slots: (u32, u32),
+}
+
+impl Hand {
+    fn of(twin: &Twin, layout: &MemoryLayout) -> Self {
+        let Connection { fds_max, transfer_max, io_fds, .. } = twin.connection;
+        Hand {
+            fds_max,
+            transfer_max,
+            io_fds,
+            config_len: twin.config_len,
+            can_reset: twin.can_reset,
+            bars: twin.bars.iter().map(|bar| (bar.index, bar.len, bar.places.clone())).collect(),
+            vectors: twin.vectors.len(),
+            rings_at: layout.rings_at.0,
+            rings_len: layout.rings_len,
+            slots: (layout.slots.slot_len, layout.slots.count),
+        }
+    }
+
+    /// Connection, doorbells, vectors, rings, frames.
+    fn fds(twin: Twin, parts: Parts) -> Vec<OwnedFd> {
+        let doorbells = twin.bars.into_iter().filter_map(|bar| bar.doorbells);
+        [twin.connection.socket]
+            .into_iter()
+            .chain(doorbells)
+            .chain(twin.vectors)
+            .chain([parts.rings, parts.frames])
+            .collect()
+    }
+
+    fn layout(&self) -> MemoryLayout {
+        let slots = Geometry { slot_len: self.slots.0, count: self.slots.1 };
+        MemoryLayout { rings_at: Iova(self.rings_at), rings_len: self.rings_len, slots }
+    }
+
+    /// The reverse of [`of`](Self::of) and [`fds`](Self::fds).
+    fn open(&self, mut fd: impl FnMut() -> Result<OwnedFd>) -> Result<(VfioUser, NicMemory)> {
+        let socket = fd()?;
+        let connection =
+            Connection { socket, fds_max: self.fds_max, transfer_max: self.transfer_max, io_fds: self.io_fds };
+        let bars = self.bars.iter().map(|(index, len, places)| {
+            let doorbells = if places.is_empty() { None } else { Some(fd()?) };
+            Ok(BarTwin { index: *index, len: *len, doorbells, places: places.clone() })
+        });
+        let bars = bars.collect::<Result<Vec<_>>>()?;
+        let vectors = (0..self.vectors).map(|_| fd()).collect::<Result<Vec<_>>>()?;
+        let twin = Twin { connection, config_len: self.config_len, can_reset: self.can_reset, bars, vectors };
+        let parts = Parts { rings: fd()?, frames: fd()? };
+        Ok((VfioUser::from_twin(twin, TIMEOUT)?, NicMemory::prepare(parts, &self.layout())?))
+    }
+}
+
+/// A way to the card and its memory, twice: one to drive with, and one to be ready with meanwhile.
+struct Ways {
+    hand: Hand,
+    fds: Vec<OwnedFd>,
+}
+
+impl Ways {
+    fn of(nic: &Card, memory: (Parts, MemoryLayout)) -> Result<Self> {
+        let twin = nic.bus().twin()?;
+        Ok(Ways { hand: Hand::of(&twin, &memory.1), fds: Hand::fds(twin, memory.0) })
+    }
+
+    fn open(&self) -> Result<(VfioUser, NicMemory)> {
+        let mut fds = self.fds.iter();
+        self.hand.open(|| Ok(fds.next().context("a descriptor is missing")?.try_clone()?))
+    }
+}
+
+/// The second worker, ended with the first.
+struct Other(Child);
+
+impl Drop for Other {
+    fn drop(&mut self) {
+        let _ = self.0.kill();
+        let _ = self.0.wait();
+    }
+}
+
+fn start_other(ways: &Ways, board: &Board, eventfds: [&OwnedFd; 2], cpu: usize) -> Result<Other> {
+    let (ours, theirs) = socketpair(AddressFamily::UNIX, SocketType::SEQPACKET, SocketFlags::CLOEXEC, None)?;
+    let program = std::env::current_exe().context("the bench could not find its own executable")?;
+    let other = Command::new(program).arg("take-turns").stdin(Stdio::from(theirs)).spawn();
+    let other = Other(other.context("the second worker could not be started")?);
+    let mut fds = ways.fds.iter().map(OwnedFd::try_clone).collect::<std::io::Result<Vec<_>>>()?;
+    fds.push(board.region.fd().try_clone_to_owned()?);
+    fds.extend(eventfds.into_iter().map(OwnedFd::try_clone).collect::<std::io::Result<Vec<_>>>()?);
+    Orders::new(0, 0, cpu, std::path::PathBuf::new(), String::new()).send(ours.as_fd(), &fds)?;
+    let control = Control::new(ours);
+    control.say(&ways.hand)?;
+    // It is ready once it says so.
+    control.hear::<()>()?;
+    Ok(other)
+}
+
+/// The second worker: takes its turns until the first one says that there are no more.
+pub fn take_turns() -> Result<()> {
+    rustix::process::set_parent_process_death_signal(Some(rustix::process::Signal::KILL))?;
+    let stdin = std::io::stdin().as_fd().try_clone_to_owned()?;
+    let mut orders = Orders::receive(stdin.as_fd())?;
+    cpus::pin(orders.cpu)?;
+    let control = Control::new(stdin);
+    let hand: Hand = control.hear()?;
+    let fds = std::iter::from_fn(|| orders.next_fd().ok()).collect::<Vec<_>>();
+    let [fds @ .., board, ours, theirs] = &fds[..] else { bail!("descriptors are missing") };
+    let ways = Ways { hand, fds: fds.iter().map(OwnedFd::try_clone).collect::<std::io::Result<_>>()? };
+    let board = Board::over(Region::adopt(board.try_clone()?)?)?;
+    let mut worker = worker(NonZeroU32::MIN.saturating_add(1), board, [ours.try_clone()?, theirs.try_clone()?], &ways)?;
+    control.say(&())?;
+    while let Some(mut nic) = worker.take()? {
+        worker.drive(&mut nic, |_| Ok(false))?;
+        worker.give(nic)?;
+    }
+    Ok(())
+}
+
+fn worker(us: NonZeroU32, board: Board, [ours, theirs]: [OwnedFd; 2], ways: &Ways) -> Result<Worker> {
+    let (bus, memory) = ways.open()?;
+    let sash = Sash::blank();
+    let mut worker = Worker { us, board, ours, theirs, next: None, retired: None, sash };
+    worker.next = Some(Card::prepare(bus, memory)?);
+    // For the turn after the next.
+    if us.get() > 1 {
+        worker.retired = Some(ways.open()?);
+    }
+    Ok(worker)
+}
+
+/// Has the card change hands `orders.calls` times under traffic; times each.
+pub fn upgrades(mut orders: Orders, traffic: Traffic) -> Result<Sample> {
+    let (mut nic, parts, layout) = driver::start_shared(orders.next_fd()?, RING)?;
+    let control = Control::new(orders.next_fd()?);
+    let Say::Size(size) = control.hear()? else { bail!("the card did not begin with the size of its frames") };
+    let ways = Ways::of(&nic, (parts, layout))?;
+    let eventfd = || rustix::event::eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK);
+    let (ours, theirs) = (eventfd()?, eventfd()?);
+    let board = Board::new()?;
+    let _other = start_other(&ways, &board, [&theirs, &ours], orders.cpu)?;
+    let us = NonZeroU32::MIN;
+    let mut worker = worker(us, board, [ours, theirs], &ways)?;
+    worker.board.lease.take(worker.board.lease.tenure(), us)?;
+
+    let rate = match traffic {
+        Traffic::Line => driver::line_rate(size),
+        Traffic::Paper => 1000,
+    };
+    // As long as so many relays take, and a little.
+    let millis = orders.calls * u64::try_from(BETWEEN.as_millis())? * 11 / 10 + 50;
+    let count = rate * millis / 1000;
+    control.say(&Ask::Begin(Trial { count, size, rate: Some(rate), pauses: true }))?;
+    let (mut sent, mut last, mut before) = (false, Instant::now(), 0);
+    loop {
+        let received = |worker: &Worker| worker.board.words[RECEIVED].load(Relaxed);
+        let over = worker.drive(&mut nic, |look| {
+            if look {
+                sent = sent || matches!(control.heard()?, Some(Say::Sent));
+            }
+            Ok(sent)
+        })?;
+        if over {
+            // What is still under way comes to us.
+            if received(&worker) > before {
+                (before, last) = (received(&worker), Instant::now());
+            }
+            if before >= count || last.elapsed() > PATIENCE {
+                break;
+            }
+            continue;
+        }
+        worker.give(nic)?;
+        nic = worker.take()?.context("the second worker does not end the turns")?;
+    }
+    worker.board.words[STOP].store(1, Relaxed);
+    rustix::io::write(&worker.theirs, &1_u64.to_ne_bytes())?;
+    control.say(&Ask::End)?;
+    let outcome = loop {
+        if let Say::Outcome(outcome) = control.hear()? {
+            break outcome;
+        }
+    };
+    let mut sample = Sample::new();
+    let relays = usize::try_from(worker.board.words[RELAYS].load(Relaxed))?;
+    ensure!(relays > 0, "the card never changed hands");
+    for pause in &worker.board.words[PAUSES..PAUSES + relays.min(PAUSES_MAX)] {
+        sample.record(Duration::from_nanos(pause.load(Relaxed)));
+    }
+    sample.note("relays", relays as f64);
+    sample.note("lost", (count - outcome.back) as f64);
+    sample.note("wrong", outcome.wrong as f64);
+    sample.note("gap", outcome.longest_gap as f64);
+    sample.note("pauses", outcome.pauses as f64);
+    nic.park()?;
+    Ok(sample)
+}
