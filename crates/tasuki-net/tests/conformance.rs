@@ -6,6 +6,7 @@
 mod conformance;
 mod qemu;
 
+use conformance::in_place::Twinned;
 use conformance::on_qemu::{Model, OnQemu};
 use conformance::on_sim::OnSim;
 use conformance::{PATIENCE, World, memory};
@@ -22,6 +23,20 @@ impl Model for E1000e<QtestBus> {
 }
 suite!(e1000e_on_qemu, super::OnQemu<super::E1000e<super::QtestBus>>);
 suite!(e1000e_on_our_model, super::OnSim);
+
+impl Twinned for OnQemu<E1000e<QtestBus>> {
+    fn twin(bus: &QtestBus) -> QtestBus {
+        bus.clone()
+    }
+}
+suite_in_place!(e1000e_in_place_on_qemu, super::OnQemu<super::E1000e<super::QtestBus>>);
+
+impl Twinned for OnSim {
+    fn twin(bus: &VfioUser) -> VfioUser {
+        VfioUser::from_twin(bus.twin().expect("descriptors are free"), TIMEOUT).expect("a socket")
+    }
+}
+suite_in_place!(e1000e_in_place_on_our_model, super::OnSim);
 
 /// Of our model, over vfio-user: a server that does not mask INTA#, and rings each time that it is asserted anew.
 #[test]

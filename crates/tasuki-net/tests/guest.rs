@@ -62,6 +62,13 @@ impl Card for E1000e<Vfio> {
 }
 card!(e1000e, crate::E1000e<crate::Vfio>);
 
+impl conformance::in_place::Twinned for behind_vfio::BehindVfio<E1000e<Vfio>> {
+    fn twin(bus: &Vfio) -> Vfio {
+        Vfio::from_twin(bus.twin().unwrap()).unwrap()
+    }
+}
+suite_in_place!(e1000e_in_place, crate::behind_vfio::BehindVfio<crate::E1000e<crate::Vfio>>);
+
 impl Card for VirtioNet<Vfio> {
     const NAME: &'static str = "virtio_net";
     const ID: PciId = VIRTIO_NET;

@@ -203,6 +203,9 @@ fn wait(eventfd: &OwnedFd) -> Result<()> {
     Ok(())
 }
 
+/// Index, length, places of doorbells: the doorbells are a descriptor if there are places.
+type Bar = (u8, u64, Vec<(u32, u32)>);
+
 /// What is said to the second worker beside descriptors, which come in the order in which they are listed in [`Hand::fds`].
 #[derive(Serialize, Deserialize)]
 struct Hand {
@@ -211,8 +214,7 @@ struct Hand {
     io_fds: bool,
     config_len: u64,
     can_reset: bool,
-    /// Index, length, places; its doorbells are a descriptor if there are places.
-    bars: Vec<(u8, u64, Vec<(u32, u32)>)>,
+    bars: Vec<Bar>,
     vectors: usize,
     rings_at: u64,
     rings_len: usize,

@@ -279,6 +279,9 @@ pub trait InPlace: Nic {
     /// A successor that has everything but the sash.
     type Prepared;
 
+    /// The way to the card, of which a successor needs a second one. Not for the card's registers.
+    fn bus(&self) -> &Self::Bus;
+
     /// What a successor must know now, into a sash that was [blank](Sash::blank) or written by a driver of this card before. Up to the next call of anything else the card may be [gone on with](Self::go_on) by a successor, and once one has,
     /// nothing may be called any more. Whoever has frames in hand loses them to the successor's ring.
     fn sash(&mut self, into: &mut Self::Sash);

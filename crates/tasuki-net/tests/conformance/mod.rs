@@ -14,6 +14,7 @@
 pub mod cases;
 pub mod failing;
 pub mod frames;
+pub mod in_place;
 pub mod on_qemu;
 pub mod on_sim;
 
@@ -109,7 +110,11 @@ pub fn memory<W: World>(options: &NicOptions) -> NicMemory {
 impl<W: World> Bench<W> {
     /// A started card with its link up, or nothing if there is no such world here.
     pub fn start(options: &NicOptions) -> Option<Bench<W>> {
-        let memory = memory::<W>(options);
+        Self::start_with(memory::<W>(options), options)
+    }
+
+    /// The same, with this memory.
+    pub fn start_with(memory: NicMemory, options: &NicOptions) -> Option<Bench<W>> {
         let world = W::new(&memory)?;
         let arena = memory.arena().clone();
         let nic = W::Nic::start(world.bus(), memory, options).expect("the card starts");
@@ -314,9 +319,21 @@ macro_rules! suite {
             $(#[test]
             fn $case() {
                 #[allow(unused_imports, reason = "not every list has cases of both kinds")]
-                use $crate::conformance::{cases::*, failing::*};
+                use $crate::conformance::{cases::*, failing::*, in_place::*};
                 $case::<$world>();
             })*
         }
+    };
+}
+
+/// The cases of drivers that hand running cards on.
+#[macro_export]
+macro_rules! suite_in_place {
+    ($name:ident, $world:ty) => {
+        $crate::suite!($name, $world:
+            drivers_take_turns_under_traffic_without_a_loss
+            who_goes_on_is_woken
+            a_driver_that_went_on_can_be_parked
+        );
     };
 }

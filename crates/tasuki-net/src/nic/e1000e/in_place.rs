@@ -20,11 +20,6 @@ pub struct Prepared<B: Bus> {
 }
 
 impl<B: Bus> E1000e<B> {
-    /// The way to the card, for what a bus can do beside the driver. Not for its registers.
-    pub fn bus(&self) -> &B {
-        &self.bus
-    }
-
     /// What a successor must know: where the driver stands, whether the card runs or not. The sash was blank, or was written by this driver before.
     pub(super) fn write_sash(&self, sash: &mut Sash) {
         sash.head = Head::of::<Sash>(&self.memory.layout(), self.mac, self.shape.ring);
@@ -50,6 +45,10 @@ fn refused(wrong: WrongSlot) -> NicError {
 
 impl<B: Bus> InPlace for E1000e<B> {
     type Prepared = Prepared<B>;
+
+    fn bus(&self) -> &B {
+        &self.bus
+    }
 
     fn sash(&mut self, into: &mut Sash) {
         self.transmit.reclaim(self.memory.arena());

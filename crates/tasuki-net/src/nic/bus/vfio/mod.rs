@@ -76,6 +76,15 @@ fn open(path: &Path) -> Result<OwnedFd, OpenError> {
     }
 }
 
+/// What a second way to a device is made of: its descriptors, and the eventfds that ring.
+#[derive(Debug)]
+pub struct Twin {
+    /// The device's.
+    pub descriptors: Descriptors,
+    /// One for each vector that is enabled.
+    pub vectors: Vec<OwnedFd>,
+}
+
 /// A device behind VFIO.
 #[derive(Debug)]
 pub struct Vfio {
@@ -127,6 +136,19 @@ impl Vfio {
             Err(shared) => shared.try_clone().map_err(refused("handing out the device"))?,
         };
         Ok(Descriptors { container: self.container, group: self.group, device })
+    }
+
+    /// What a twin of this bus needs: a second way to the device, for a successor that gets ready while its predecessor drives.
+    pub fn twin(&self) -> Result<Twin, BusError> {
+        let copy = |descriptor: &OwnedFd| descriptor.try_clone().map_err(refused("copying a descriptor"));
+        let (container, group, device) = (copy(&self.container)?, copy(&self.group)?, copy(&self.device)?);
+        let vectors = self.vectors.iter().map(copy).collect::<Result<_, _>>()?;
+        Ok(Twin { descriptors: Descriptors { container, group, device }, vectors })
+    }
+
+    /// A twin. Interrupts ring where they rang for its predecessor, and are not touched.
+    pub fn from_twin(twin: Twin) -> Result<Self, BusError> {
+        Ok(Vfio { vectors: twin.vectors, ..Self::from_descriptors(twin.descriptors)? })
     }
 
     fn config_offset(&self, offset: u16) -> Result<u64, BusError> {
@@ -229,12 +251,12 @@ impl Bus for Vfio {
     /// All vectors are switched on at once, as the kernel wants it. To ask for more later, or as a successor, switches them off for a moment:
     /// whoever does so looks at its rings afterwards.
     fn interrupts(&mut self, count: u16) -> Result<Vec<OwnedFd>, BusError> {
-        let have = ioctls::count_vectors(self.device.as_fd()).map_err(refused("asking for interrupts"))?;
-        if have < count.into() {
-            return Err(BusError::FewInterrupts { have: u16::try_from(have).unwrap_or(u16::MAX), need: count });
-        }
         let before = self.vectors.len();
         if before < count.into() {
+            let have = ioctls::count_vectors(self.device.as_fd()).map_err(refused("asking for interrupts"))?;
+            if have < count.into() {
+                return Err(BusError::FewInterrupts { have: u16::try_from(have).unwrap_or(u16::MAX), need: count });
+            }
             for _ in self.vectors.len()..count.into() {
                 let vector = rustix::event::eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK);
                 self.vectors.push(vector.map_err(|errno| refused("making an eventfd")(errno.into()))?);

@@ -1,0 +1,120 @@
+//! What a driver promises that hands a running card on.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
+
+use tasuki_net::nic::{InPlace, Nic, NicMemory, NicOptions, Sash};
+use tasuki_net::port::{Armed, Port};
+use tasuki_shm::arena::Arena;
+
+use super::frames::{SHORTEST, assert_same, frame};
+use super::{Bench, PATIENCE, World};
+use crate::qemu::readable;
+
+/// A world whose driver can be replaced while its card runs.
+pub trait Twinned: World<Nic: InPlace> {
+    /// A second way to the card, of no use while the first is used.
+    fn twin(bus: &Self::Bus) -> Self::Bus;
+}
+
+/// A driver that is ready for its turn, and the memory that it will have.
+pub struct Spare<W: Twinned> {
+    prepared: <W::Nic as InPlace>::Prepared,
+    arena: Arena,
+    sash: Box<<W::Nic as Nic>::Sash>,
+}
+
+impl<W: Twinned> Bench<W> {
+    /// A second driver, with a bus and a mapping of the memory of its own.
+    pub fn spare(&mut self, memory: NicMemory) -> Spare<W> {
+        let arena = memory.arena().clone();
+        let prepared = W::Nic::prepare(W::twin(self.nic().bus()), memory).expect("a second driver gets ready");
+        Spare { prepared, arena, sash: <W::Nic as Nic>::Sash::blank() }
+    }
+
+    /// Has the spare driver go on, and makes the other one the spare.
+    pub fn take_turns(&mut self, mut spare: Spare<W>) -> Spare<W> {
+        let mut nic = self.take();
+        nic.sash(&mut spare.sash);
+        let next = W::Nic::go_on(spare.prepared, &spare.sash).expect("the sash of the one before");
+        let arena = self.arena().clone();
+        self.put(next, spare.arena);
+        let (bus, memory) = nic.stand_down();
+        let prepared = W::Nic::prepare(bus, memory).expect("it was ready before");
+        Spare { prepared, arena, sash: spare.sash }
+    }
+}
+
+fn options() -> NicOptions {
+    NicOptions { ring: 64, ..NicOptions::default() }
+}
+
+/// A card that runs, and a second driver for it.
+fn start<W: Twinned>() -> Option<(Bench<W>, Spare<W>)> {
+    let memory = super::memory::<W>(&options());
+    let again = NicMemory::prepare(memory.parts().expect("descriptors are free"), &memory.layout());
+    let mut bench = Bench::start_with(memory, &options())?;
+    let spare = bench.spare(again.expect("the same memory"));
+    Some((bench, spare))
+}
+
+pub fn drivers_take_turns_under_traffic_without_a_loss<W: Twinned>() {
+    let Some((mut bench, mut spare)) = start::<W>() else { return };
+    let send = bench.world.sender();
+    let stop = Arc::new(AtomicBool::new(false));
+    let stopped = Arc::clone(&stop);
+    let numbered = |number: u32| frame(W::MAC, number, SHORTEST + number as usize % 1000);
+    let sender = std::thread::spawn(move || {
+        (0..).take_while(|_| !stopped.load(Relaxed)).map(|number| send(&numbered(number))).count()
+    });
+    let mut came = 0;
+    let mut check = |frames: Vec<Vec<u8>>| {
+        for received in frames {
+            assert_same(&[received], &[numbered(came)]);
+            came += 1;
+        }
+    };
+    for round in 0..100 {
+        (0..1 + round % 5).for_each(|_| check(bench.receive()));
+        spare = bench.take_turns(spare);
+        // What the next one sends leaves, in whatever state the one before left the ring.
+        let out = numbered(round);
+        assert_same(&bench.bring_out(std::slice::from_ref(&out)), &[out]);
+    }
+    stop.store(true, Relaxed);
+    while !sender.is_finished() {
+        check(bench.poll());
+    }
+    let sent = u32::try_from(sender.join().expect("the sender sends")).expect("some thousands");
+    let last = numbered(sent);
+    check(bench.bring_in(&[last]));
+    assert_eq!(came, sent + 1, "each frame came, once");
+}
+
+pub fn who_goes_on_is_woken<W: Twinned>() {
+    let Some((mut bench, mut spare)) = start::<W>() else { return };
+    for number in 0..10 {
+        assert_eq!(bench.nic().arm().expect("the card works"), Armed::Idle);
+        spare = bench.take_turns(spare);
+        // One that comes between two drivers, and one that comes to a driver that sleeps.
+        for number in [2 * number, 2 * number + 1] {
+            let sent = frame(W::MAC, number, SHORTEST);
+            while !bench.world.try_send(&sent) {}
+            assert!(readable(&bench.nic().fd(), PATIENCE), "nobody was woken by frame {number}");
+            assert_same(&bench.receive(), &[sent]);
+            while bench.nic().arm().expect("the card works") == Armed::Busy {}
+        }
+    }
+}
+
+pub fn a_driver_that_went_on_can_be_parked<W: Twinned>() {
+    let Some((mut bench, spare)) = start::<W>() else { return };
+    let sent: Vec<_> = (0..90).map(|number| frame(W::MAC, number, SHORTEST)).collect();
+    assert_same(&bench.bring_in(&sent[..30]), &sent[..30]);
+    // It may never have a turn again.
+    drop(bench.take_turns(spare));
+    assert_same(&bench.bring_in(&sent[30..60]), &sent[30..60]);
+    bench.replace(|_, _, _| {});
+    assert_same(&bench.bring_in(&sent[60..]), &sent[60..]);
+    assert_same(&bench.bring_out(&sent), &sent);
+}
