@@ -166,7 +166,7 @@ impl<W: Wire> Served<W> {
             if idle >= IDLE_ROUNDS {
                 idle = 0;
                 let nap = if server.has_client() { NAP } else { LONG_NAP };
-                self.clock.sleeps(nap);
+                self.clock.sleeps();
                 sleep(server, nap)?;
             }
         }

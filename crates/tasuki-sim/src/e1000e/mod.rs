@@ -340,7 +340,8 @@ impl Device {
             return false;
         }
         self.pass_time();
-        let mut busy = false;
+        // Before anything is taken from the wire: who is to pause longer is told so before its pause is over, however late this step is.
+        let mut busy = self.send_pause(wire);
         for _ in 0..PULLS {
             let mut pulled = 0;
             // Not more at once than the buffer holds anyway: how often the model is stepped is not the wire's business.
