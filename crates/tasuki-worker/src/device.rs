@@ -117,8 +117,8 @@ pub fn open(device: &Device, setup: &Setup, show: impl FnOnce(&Header, &[u8]), j
             );
             let is_socket = path.metadata().is_ok_and(|meta| meta.file_type().is_socket());
             ensure!(is_socket, "{} is not a socket; correct the path", path.display());
-            let bus =
-                VfioUser::connect(path, TIMEOUT).with_context(|| format!("no device is served at {}", path.display()));
+            let bus = VfioUser::connect(path, TIMEOUT)
+                .with_context(|| format!("no device is served at {}; start its server", path.display()));
             start(bus?, setup, show, job)
         }
         Device::Sim => {

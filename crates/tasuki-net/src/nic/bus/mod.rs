@@ -43,6 +43,14 @@ pub enum BusError {
         /// The step.
         doing: &'static str,
     },
+    /// Its server is there and does not answer.
+    #[error(
+        "what serves the device does not answer (while {doing}): another driver may have it, or it is stuck; end the one or the other"
+    )]
+    Silent {
+        /// The step.
+        doing: &'static str,
+    },
     /// The device has no such BAR, or one of another kind.
     #[error("the device has no memory at BAR {index}; it is not the card that it says it is")]
     NoBar {

@@ -94,11 +94,18 @@ impl<B: Bus> E1000e<B> {
         Ok(frames)
     }
 
-    /// Everything that had come before the card was parked has been received.
+    /// Lets the partner go on once everything that had come before the card was parked has been received. What waits in the card's buffer
+    /// while a ring has no slots has not been.
     #[cold]
+    fn let_go_if_empty(&mut self) {
+        if self.receive.iter().all(|ring| ring.has_slots() && !ring.is_ready()) {
+            self.let_go();
+        }
+    }
+
     fn let_go(&mut self) {
         self.held = false;
-        park::let_go(&self.mmio, &mut self.counters);
+        park::let_go(&self.mmio, self.shape.frame(), &mut self.counters);
     }
 
     fn apply_filter(&mut self, filter: &Filter) {
@@ -284,7 +291,7 @@ impl<B: Bus> Port for E1000e<B> {
     fn receive(&mut self, burst: &mut Burst) -> Result<usize, NicError> {
         let frames = self.collect(burst)?;
         match self.refill() {
-            Ok(()) if frames == 0 && self.held => self.let_go(),
+            Ok(()) if frames == 0 && self.held => self.let_go_if_empty(),
             Ok(()) => {}
             Err(error) => return after(frames, error),
         }
@@ -324,7 +331,7 @@ impl<B: Bus> Port for E1000e<B> {
         }
         let ready = self.receive.iter().any(ReceiveRing::is_ready);
         if !ready && self.held {
-            self.let_go();
+            self.let_go_if_empty();
         }
         match ready {
             true => Ok(Armed::Busy),
@@ -393,8 +400,11 @@ impl<B: Bus> Nic for E1000e<B> {
             u32::MAX => Link::Down,
             status => park::link(status),
         };
-        if let (Link::Up { full_duplex: true, .. }, false, true) = (link, self.agreed, self.flow_control) {
-            flow::agree(&self.mmio);
+        match (link, self.agreed, self.flow_control) {
+            (Link::Up { full_duplex: true, .. }, false, true) => flow::agree(&self.mmio),
+            // What another partner had agreed to.
+            (Link::Up { full_duplex: false, .. }, false, true) => flow::disagree(&self.mmio),
+            _ => {}
         }
         self.agreed = link != Link::Down;
         link
