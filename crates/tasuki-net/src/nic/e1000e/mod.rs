@@ -16,7 +16,6 @@ mod setup;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 
 use arrayvec::ArrayVec;
-use rustix::io::Errno;
 use zerocopy::FromZeros;
 
 use self::counters::Counters;
@@ -26,7 +25,7 @@ pub use self::sash::Sash;
 use self::sash::{MTA_WORDS, QUEUES_MAX};
 use self::setup::Shape;
 use super::bus::pci::{self, Header};
-use super::bus::{Bus, BusError, Registers};
+use super::bus::{self, Bus, BusError, Registers};
 use super::sash::{Sash as _, broken};
 use super::{Failed, Filter, Link, Mac, Nic, NicError, NicMemory, NicOptions, PciId, loan};
 use crate::port::{Armed, Burst, Port};
@@ -314,14 +313,7 @@ impl<B: Bus> Port for E1000e<B> {
         // What was sent is of use to receive into.
         self.transmit.reclaim(self.memory.arena());
         self.refill()?;
-        let mut count = [0; 8];
-        match rustix::io::read(&self.bell, &mut count) {
-            Ok(_) | Err(Errno::AGAIN | Errno::INTR) => {}
-            Err(errno) => {
-                let refused = BusError::Refused { doing: "reading an eventfd", source: errno.into() };
-                return Err(refused.into());
-            }
-        }
+        bus::hush(&self.bell)?;
         // In this order: a frame that came before the causes were cleared is seen by the look at the rings, which is not before the
         // card has answered; one that comes later sets its cause again, and that cause is not masked.
         self.mmio.clear(regs::ICR, cause::RXQ);
