@@ -68,8 +68,9 @@ pub enum Driver {
     VirtioNet,
 }
 
-const DRIVERS: [(PciId, Driver, &str); 4] = [
+const DRIVERS: [(PciId, Driver, &str); 5] = [
     (PciId { vendor: 0x8086, device: 0x10d3 }, Driver::E1000e, "Intel 82574L, e1000e"),
+    (PciId { vendor: 0x8086, device: 0x10f6 }, Driver::E1000e, "Intel 82574L without management, e1000e"),
     (PciId { vendor: 0x10ec, device: 0x8139 }, Driver::Rtl8139, "Realtek RTL8139C+, rtl8139"),
     (PciId { vendor: 0x1af4, device: 0x1041 }, Driver::VirtioNet, "virtio network card, virtio_net"),
     (PciId { vendor: 0x1af4, device: 0x1000 }, Driver::VirtioNet, "virtio network card (transitional), virtio_net"),
