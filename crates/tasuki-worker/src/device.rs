@@ -8,7 +8,7 @@ use anyhow::{Context, Result, bail, ensure};
 use tasuki_net::nic::bus::pci::Header;
 use tasuki_net::nic::bus::vfio::{Address, Vfio};
 use tasuki_net::nic::bus::vfio_user::{TIMEOUT, VfioUser};
-use tasuki_net::nic::bus::{Bus, Iova};
+use tasuki_net::nic::bus::{Bus, BusError, Iova};
 use tasuki_net::nic::e1000e::E1000e;
 use tasuki_net::nic::rtl8139::Rtl8139;
 use tasuki_net::nic::virtio_net::VirtioNet;
@@ -118,8 +118,11 @@ pub fn open(device: &Device, setup: &Setup, show: impl FnOnce(&Header, &[u8]), j
             );
             let is_socket = path.metadata().is_ok_and(|meta| meta.file_type().is_socket());
             ensure!(is_socket, "{} is not a socket; correct the path", path.display());
-            let bus = VfioUser::connect(path, TIMEOUT)
-                .with_context(|| format!("no device is served at {}; start its server", path.display()));
+            let bus = VfioUser::connect(path, TIMEOUT).map_err(|error| match error {
+                nobody @ BusError::Refused { .. } => anyhow::Error::new(nobody)
+                    .context(format!("no device is served at {}; start its server", path.display())),
+                other => other.into(),
+            });
             start(bus?, setup, show, job)
         }
         Device::Sim => {
