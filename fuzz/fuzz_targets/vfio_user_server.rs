@@ -1,28 +1,65 @@
-//! A vfio-user client that says anything, with and without descriptors, cut anywhere.
+//! A vfio-user client that says anything, with and without descriptors, cut anywhere, and stores anything at the doorbells that it gets.
 //!
 //! What must hold: the server does not panic or hang; the device sees only accesses inside of its regions, and memory that does not overlap;
-//! when the liar is gone the device has nothing of it, and an honest client is served.
+//! when the liar is gone the device has nothing of it. Half of the inputs meet a device that checks this, half the model of a card, which
+//! looks at its doorbells between messages.
 #![no_main]
 
 #[path = "../common/mod.rs"]
 mod common;
 
-use std::io::IoSlice;
+use std::io::{IoSlice, IoSliceMut};
 use std::mem::MaybeUninit;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::sync::atomic::{AtomicU32, Ordering};
 
 use common::Choices;
 use libfuzzer_sys::fuzz_target;
 use rustix::net::{
-    AddressFamily, RecvFlags, SendAncillaryBuffer, SendAncillaryMessage, SendFlags, SocketFlags, SocketType,
+    AddressFamily, RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendAncillaryBuffer, SendAncillaryMessage,
+    SendFlags, SocketFlags, SocketType,
 };
 use tasuki_shm::region::{Pages, Region as Memory};
-use tasuki_sim::vfio_user::{Device, DmaMemory, IRQS, MSIX, REGIONS, Region, Server, Turn};
+use tasuki_sim::e1000e;
+use tasuki_sim::served::Served;
+use tasuki_sim::vfio_user::{Device, DmaMemory, Doorbells, IRQS, MSIX, REGIONS, Region, Server, Turn};
+use tasuki_sim::wire::Nowhere;
 
 const VECTORS: u32 = 3;
 
+/// Bytes of the memory that doorbells lie in, and what the strict device has there.
+const BELLS_LEN: usize = 4096;
+const BELLS: [(u64, u64); 2] = [(0x100, 0), (0x5000, 128)];
+
+/// A device, and what it does between messages.
+trait Fuzzed: Device {
+    fn between(&mut self);
+
+    /// Nothing is left of its client.
+    fn is_bare(&self) -> bool;
+}
+
+impl Fuzzed for Served<Nowhere> {
+    fn between(&mut self) {
+        self.step();
+    }
+
+    fn is_bare(&self) -> bool {
+        self.reaches_nothing()
+    }
+}
+
+impl Fuzzed for Strict {
+    fn between(&mut self) {}
+
+    fn is_bare(&self) -> bool {
+        self.windows.is_empty() && self.eventfds.iter().all(Option::is_none) && self.bells.is_none()
+    }
+}
+
 #[derive(Default)]
 struct Strict {
+    bells: Option<Memory>,
     windows: Vec<(u64, DmaMemory)>,
     eventfds: [Option<OwnedFd>; VECTORS as usize],
 }
@@ -68,6 +105,20 @@ impl Device for Strict {
         self.eventfds[vector as usize] = eventfd;
     }
 
+    fn doorbells(&mut self, index: u32) -> Option<Doorbells<'_>> {
+        assert!(index < REGIONS);
+        if index != 3 {
+            return None;
+        }
+        self.bells = Some(Memory::create("bells", BELLS_LEN, Pages::Small).expect("memory"));
+        let memory = self.bells.as_ref()?.fd();
+        Some(Doorbells { memory, places: &BELLS })
+    }
+
+    fn forget_doorbells(&mut self) {
+        self.bells = None;
+    }
+
     fn reset(&mut self) {}
 }
 
@@ -93,7 +144,7 @@ fn message(command: u16, posted: bool, words: &[u32], rest: &[u8]) -> Vec<u8> {
 fn command(choices: &mut Choices<'_>) -> Vec<u8> {
     let posted = choices.below(4) == 0;
     let mut word = || choices.word() as u32;
-    match word() % 12 {
+    match word() % 15 {
         0 => message(2, posted, &[32, 3, 4096 * (word() & 3), 0, word() << 12, 0, 4096 * (word() & 7), 0], &[]),
         1 => message(2, posted, &[32, word(), word(), word(), word(), word(), word(), word()], &[]),
         2 => message(3, posted, &[24, word() & 3, word() << 12, 0, 4096 * (word() & 7), 0], &[]),
@@ -108,6 +159,15 @@ fn command(choices: &mut Choices<'_>) -> Vec<u8> {
             message(10, posted, &[offset, 0, region, bytes.len() as u32], bytes)
         }
         9 => message(13, posted, &[], &[]),
+        // The doorbells of a region, mostly of one that has some.
+        11 => message(6, posted, &[if word() & 7 == 0 { word() } else { 4096 }, 0, word() & 3, 0], &[]),
+        // The card's memory space and bus master, without which it hears nothing.
+        12 => message(10, posted, &[4, 0, 7, 4], &[6, 0, 0, 0]),
+        // A register of the card's: most are below 0x6000.
+        13 => {
+            let (offset, value) = (word() & 0x5ffc, word().to_ne_bytes());
+            message(10, posted, &[offset, 0, 0, 4], &value)
+        }
         10 => {
             let (command, len) = (choices.short(), choices.byte());
             message(command, posted, &[], choices.bytes(len.into()))
@@ -119,31 +179,50 @@ fn command(choices: &mut Choices<'_>) -> Vec<u8> {
     }
 }
 
-fn turn(server: &mut Server, device: &mut Strict) -> Turn {
+/// Takes in what was answered; doorbells that came along replace older ones.
+fn hear(socket: &OwnedFd, bells: &mut Option<Memory>) -> bool {
+    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(4))];
+    let mut control = RecvAncillaryBuffer::new(&mut space);
+    let mut bytes = [0; 8192];
+    let flags = RecvFlags::DONTWAIT | RecvFlags::CMSG_CLOEXEC;
+    let came = rustix::net::recvmsg(socket, &mut [IoSliceMut::new(&mut bytes)], &mut control, flags);
+    for message in control.drain() {
+        if let RecvAncillaryMessage::ScmRights(fds) = message {
+            fds.for_each(|fd| *bells = Some(Memory::adopt(fd).expect("sealed memory")));
+        }
+    }
+    came.is_ok_and(|came| came.bytes > 0)
+}
+
+/// Stores something at a doorbell, or beside one.
+fn store(bells: &Memory, choices: &mut Choices<'_>) {
+    let place = if choices.below(8) == 0 { choices.below(255) } else { 32 * choices.below(4) };
+    let words = bells.span::<AtomicU32>(0, BELLS_LEN / 4).expect("a page");
+    words[usize::from(place)].store(choices.word() as u32, Ordering::Release);
+}
+
+fn turn(server: &mut Server, device: &mut impl Fuzzed) -> bool {
     for _ in 0..1000 {
+        device.between();
         match server.turn(device).expect("the server goes on") {
             Turn::Busy => {}
-            other => return other,
+            Turn::Idle => return false,
+            Turn::Over | Turn::Gone(_) => return true,
         }
     }
     panic!("it is busy for ever");
 }
 
-fuzz_target!(|data: &[u8]| {
-    common::ignore_broken_pipes();
-    let mut choices = Choices(data);
-    let pair = || {
-        rustix::net::socketpair(AddressFamily::UNIX, SocketType::STREAM, SocketFlags::CLOEXEC, None)
-            .expect("a socket pair")
-    };
-    let (ours, client) = pair();
+fn lie(choices: &mut Choices<'_>, device: &mut impl Fuzzed) {
+    let (ours, client) = rustix::net::socketpair(AddressFamily::UNIX, SocketType::STREAM, SocketFlags::CLOEXEC, None)
+        .expect("a socket pair");
     let mut server = Server::over(ours).expect("a server");
-    let mut device = Strict::default();
     let memory = Memory::create("fuzz", 16384, Pages::Small).expect("memory");
     let eventfd = rustix::event::eventfd(0, rustix::event::EventfdFlags::CLOEXEC).expect("an eventfd");
     if choices.below(16) > 0 {
         say(&client, &message(1, false, &[1 << 16], b"{}\0"), &[]);
     }
+    let mut bells = None;
     let mut over = false;
     while choices.are_left() && !over {
         let fds = match choices.byte() {
@@ -151,27 +230,44 @@ fuzz_target!(|data: &[u8]| {
             100..220 => 1,
             more => more % 20,
         };
-        let bytes = command(&mut choices);
+        let bytes = command(choices);
         let cut = if choices.below(8) == 0 { choices.below(64).into() } else { bytes.len() };
         let (first, second) = bytes.split_at(cut.min(bytes.len()));
         let fd = if choices.below(2) == 0 { memory.fd() } else { eventfd.as_fd() };
         say(&client, first, &vec![fd; fds.into()]);
         if !second.is_empty() {
-            over |= matches!(turn(&mut server, &mut device), Turn::Over | Turn::Gone(_));
+            over |= turn(&mut server, device);
             say(&client, second, &[]);
         }
+        if let Some(bells) = &bells {
+            (0..choices.below(3)).for_each(|_| store(bells, choices));
+        }
         if choices.below(3) > 0 {
-            over |= matches!(turn(&mut server, &mut device), Turn::Over | Turn::Gone(_));
+            over |= turn(&mut server, device);
         }
         if choices.below(4) > 0 {
-            let _ = rustix::net::recv(&client, &mut [0; 8192], RecvFlags::DONTWAIT);
+            hear(&client, &mut bells);
         }
     }
     // What it said is answered before its end is seen, and what it does not read keeps the server from going on.
     while !over {
-        over |= matches!(turn(&mut server, &mut device), Turn::Over | Turn::Gone(_));
-        while rustix::net::recv(&client, &mut [0; 8192], RecvFlags::DONTWAIT).is_ok_and(|(len, _)| len > 0) {}
+        over |= turn(&mut server, device);
+        while hear(&client, &mut bells) {}
         let _ = rustix::net::shutdown(&client, rustix::net::Shutdown::Write);
     }
-    assert!(device.windows.is_empty() && device.eventfds.iter().all(Option::is_none), "nothing is left of it");
+    assert!(device.is_bare(), "nothing is left of it");
+    if let Some(bells) = &bells {
+        // Who is gone rings in vain.
+        store(bells, choices);
+        device.between();
+    }
+}
+
+fuzz_target!(|data: &[u8]| {
+    common::ignore_broken_pipes();
+    let mut choices = Choices(data);
+    match choices.below(2) {
+        0 => lie(&mut choices, &mut Strict::default()),
+        _ => lie(&mut choices, &mut Served::new(e1000e::Device::new(e1000e::Options::default()), Nowhere::default())),
+    }
 });

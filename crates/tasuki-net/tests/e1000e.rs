@@ -12,7 +12,7 @@ use stub::{Card, MEMORY_AT, Play, RDH, RDT, StubBus, TDT};
 use tasuki_net::nic::bus::{Bus, Iova, Registers};
 use tasuki_net::nic::e1000e::{E1000e, Sash};
 use tasuki_net::nic::{Failed, Filter, Link, Mac, Nic, NicError, NicMemory, NicOptions, PciId};
-use tasuki_net::port::{Armed, Burst, Frame, Port};
+use tasuki_net::port::{Armed, BURST_MAX, Burst, Frame, Port};
 use tasuki_shm::arena::Geometry;
 use zerocopy::{FromBytes, IntoBytes};
 
@@ -328,6 +328,62 @@ fn frames_left_in_the_rings_are_a_successors() {
     let mut burst = Burst::new();
     fill(&arena, &mut burst, 7);
     assert_eq!(nic.transmit(&mut burst).expect("room for four"), 4, "three are still there");
+}
+
+// Of the 82574L, by the names of its data sheet (sections 10.2.2.7 to 10.2.2.10 and 10.2.6).
+const STATUS: u32 = 0x8;
+const CTRL: u32 = 0x0;
+const FCRTL: u32 = 0x2160;
+const XONE: u32 = 1 << 31;
+const TCTL: u32 = 0x400;
+const SWXOFF: u32 = 1 << 22;
+
+#[test]
+fn a_card_whose_link_went_while_it_was_parked_lets_its_partner_go_on_by_itself_again() {
+    let (play, memory, sash) = parked();
+    assert_eq!(play.card.get(FCRTL) & XONE, 0, "a parked card keeps its partner waiting");
+    play.card.set(STATUS, 0x81);
+    let mut nic = E1000e::resume(play.bus(), memory, &sash).expect("the link is no matter");
+    assert_eq!(nic.receive(&mut Burst::new()).expect("nothing"), 0);
+    assert_ne!(play.card.get(FCRTL) & XONE, 0);
+    assert_eq!(play.card.get(TCTL) & SWXOFF, 0, "nobody is there to be told");
+}
+
+#[test]
+fn a_partner_waits_while_what_came_before_finds_no_place() {
+    let (play, memory, sash) = parked();
+    let arena = memory.arena().clone();
+    let mut nic = E1000e::resume(play.bus(), memory, &sash).expect("another goes on");
+    let waits = || play.card.get(FCRTL) & XONE == 0;
+    // A burst that is full takes nothing in.
+    play.write_back(1, 60);
+    let mut full = Burst::new();
+    fill(&arena, &mut full, BURST_MAX);
+    assert_eq!(nic.receive(&mut full).expect("no room"), 0);
+    assert!(waits(), "a frame is there");
+    // A ring without slots does not either: what else came is in the card's buffer.
+    let hoard: Vec<_> = std::iter::from_fn(|| arena.take()).collect();
+    let mut burst = Burst::new();
+    (2..8).for_each(|place| play.write_back(place, 60));
+    while nic.receive(&mut burst).expect("good frames") > 0 {}
+    assert!(waits(), "the ring is empty, and the buffer need not be");
+    assert_eq!(nic.arm().expect("it answers"), Armed::Idle);
+    assert!(waits());
+    drop((hoard, burst, full));
+    assert_eq!(nic.receive(&mut Burst::new()).expect("nothing more"), 0);
+    assert!(!waits());
+}
+
+#[test]
+fn in_half_duplex_nobody_is_asked_to_pause() {
+    const FLOW: u32 = 0b11 << 27;
+    let (play, mut nic) = start();
+    play.card.set(CTRL, play.card.get(CTRL) | FLOW);
+    play.card.set(STATUS, 0x80);
+    assert_eq!(nic.link(), Link::Down);
+    play.card.set(STATUS, 0x82);
+    assert_eq!(nic.link(), Link::Up { speed: 1000, full_duplex: false });
+    assert_eq!(play.card.get(CTRL) & FLOW, 0);
 }
 
 /// QEMU's card, with a second look at its registers.

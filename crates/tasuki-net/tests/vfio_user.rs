@@ -413,12 +413,32 @@ fn a_server_that_says_nothing_is_gone_after_the_timeout() {
     let mut liar = Liar::honest();
     let begin = Instant::now();
     let mut bus = VfioUser::meet(liar.client.take().unwrap(), Duration::from_millis(50)).unwrap();
-    assert!(matches!(bus.read_config(0), Err(BusError::Gone { .. })));
+    assert!(matches!(bus.read_config(0), Err(BusError::Silent { .. })));
     assert!(begin.elapsed() >= Duration::from_millis(50));
-    assert!(matches!(bus.read_config(0), Err(BusError::Gone { .. })), "and is not waited for again");
+    assert!(matches!(bus.read_config(0), Err(BusError::Silent { .. })), "and is not waited for again");
     // Even if it speaks now, it speaks to nobody.
     let late = rustix::net::send(&liar.socket, &[0; 16], SendFlags::NOSIGNAL);
     assert_eq!(late, Err(rustix::io::Errno::PIPE));
+}
+
+#[test]
+fn a_server_that_asks_slowly_has_no_more_time_than_another() {
+    const TIMEOUT: Duration = Duration::from_millis(400);
+    let mut liar = Liar::honest();
+    let mut bus = VfioUser::meet(liar.client.take().unwrap(), TIMEOUT).unwrap();
+    let asked = std::thread::scope(|scope| {
+        let asking = scope.spawn(|| {
+            // Each question comes within the time that an answer may take. Who is late is left even earlier.
+            let goes = |id: &u16| {
+                std::thread::sleep(TIMEOUT / 4);
+                rustix::net::send(&liar.socket, &message(*id, 11, 0x10, 0, &[0; 16]), SendFlags::NOSIGNAL).is_ok()
+            };
+            (0..60).take_while(goes).count()
+        });
+        assert!(matches!(bus.read_config(0), Err(BusError::Silent { .. })));
+        asking.join().unwrap()
+    });
+    assert!(asked < 20, "it was listened to {asked} times");
 }
 
 #[test]

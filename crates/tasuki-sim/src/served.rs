@@ -77,8 +77,13 @@ impl Host for Reach {
 }
 
 fn ring(bell: &OwnedFd) {
-    // A full counter rings as well; a waiter that is gone is not the card's business.
-    let _ = rustix::io::write(bell, &1_u64.to_ne_bytes());
+    // Its counter is its maker's, and so is whether a write to a full one waits. It has rung then; a waiter that is gone is not the card's
+    // business either.
+    let mut room = [PollFd::new(bell, PollFlags::OUT)];
+    if rustix::event::poll(&mut room, Some(&Timespec::default())) == Ok(1) && room[0].revents().contains(PollFlags::OUT)
+    {
+        let _ = rustix::io::write(bell, &1_u64.to_ne_bytes());
+    }
 }
 
 /// A card with its wire, as a vfio-user device.
@@ -110,6 +115,12 @@ impl<W: Wire> Served<W> {
     /// What it was plugged into.
     pub fn into_wire(self) -> W {
         self.wire
+    }
+
+    /// Whether the card has nothing of a client: no memory, no eventfd, no doorbells.
+    pub fn reaches_nothing(&self) -> bool {
+        let Reach { dma, bells, intx, .. } = &self.reach;
+        dma.is_empty() && bells.iter().all(Option::is_none) && intx.0.is_none() && self.doorbells.is_none()
     }
 
     /// How often the card was sent to memory that it was not given.
@@ -293,6 +304,22 @@ impl<W: Wire> vfio_user::Device for Served<W> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_bell_that_is_full_is_not_waited_for() {
+        // Blocking, and the client has filled it.
+        let bell = rustix::event::eventfd(0, rustix::event::EventfdFlags::CLOEXEC).unwrap();
+        let read = || {
+            let mut count = [0; 8];
+            rustix::io::read(&bell, &mut count).unwrap();
+            u64::from_ne_bytes(count)
+        };
+        rustix::io::write(&bell, &(u64::MAX - 1).to_ne_bytes()).unwrap();
+        ring(&bell);
+        assert_eq!(read(), u64::MAX - 1);
+        ring(&bell);
+        assert_eq!(read(), 1);
+    }
 
     #[test]
     fn an_access_is_cut_into_what_a_bus_carries() {

@@ -59,6 +59,7 @@ fn inside() {
         Err(TapError::NotAllowed | TapError::Refused(_)) => return println!("\nskipped: no TAP device to be had here"),
         Err(error) => panic!("{error}"),
     };
+    assert!(matches!(Tap::open("lo"), Err(TapError::Taken(_))), "an interface, and no TAP");
     for arguments in [["addr", "add", "10.99.0.1/24", "dev", NAME].as_slice(), &["link", "set", NAME, "up"]] {
         match Command::new("ip").args(arguments).status() {
             Ok(status) => assert!(status.success(), "ip {arguments:?}"),

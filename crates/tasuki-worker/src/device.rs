@@ -8,7 +8,7 @@ use anyhow::{Context, Result, bail, ensure};
 use tasuki_net::nic::bus::pci::Header;
 use tasuki_net::nic::bus::vfio::{Address, Vfio};
 use tasuki_net::nic::bus::vfio_user::{TIMEOUT, VfioUser};
-use tasuki_net::nic::bus::{Bus, Iova};
+use tasuki_net::nic::bus::{Bus, BusError, Iova};
 use tasuki_net::nic::e1000e::E1000e;
 use tasuki_net::nic::rtl8139::Rtl8139;
 use tasuki_net::nic::virtio_net::VirtioNet;
@@ -68,8 +68,9 @@ pub enum Driver {
     VirtioNet,
 }
 
-const DRIVERS: [(PciId, Driver, &str); 4] = [
+const DRIVERS: [(PciId, Driver, &str); 5] = [
     (PciId { vendor: 0x8086, device: 0x10d3 }, Driver::E1000e, "Intel 82574L, e1000e"),
+    (PciId { vendor: 0x8086, device: 0x10f6 }, Driver::E1000e, "Intel 82574L without management, e1000e"),
     (PciId { vendor: 0x10ec, device: 0x8139 }, Driver::Rtl8139, "Realtek RTL8139C+, rtl8139"),
     (PciId { vendor: 0x1af4, device: 0x1041 }, Driver::VirtioNet, "virtio network card, virtio_net"),
     (PciId { vendor: 0x1af4, device: 0x1000 }, Driver::VirtioNet, "virtio network card (transitional), virtio_net"),
@@ -117,8 +118,11 @@ pub fn open(device: &Device, setup: &Setup, show: impl FnOnce(&Header, &[u8]), j
             );
             let is_socket = path.metadata().is_ok_and(|meta| meta.file_type().is_socket());
             ensure!(is_socket, "{} is not a socket; correct the path", path.display());
-            let bus =
-                VfioUser::connect(path, TIMEOUT).with_context(|| format!("no device is served at {}", path.display()));
+            let bus = VfioUser::connect(path, TIMEOUT).map_err(|error| match error {
+                nobody @ BusError::Refused { .. } => anyhow::Error::new(nobody)
+                    .context(format!("no device is served at {}; start its server", path.display())),
+                other => other.into(),
+            });
             start(bus?, setup, show, job)
         }
         Device::Sim => {

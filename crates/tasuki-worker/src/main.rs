@@ -102,7 +102,11 @@ fn sizes() -> clap::builder::RangedI64ValueParser<u16> {
 }
 
 fn mac(text: &str) -> Result<Mac, String> {
-    let bytes: Option<Vec<u8>> = text.split(':').map(|byte| u8::from_str_radix(byte, 16).ok()).collect();
+    let byte = |digits: &str| {
+        let is_one = (1..=2).contains(&digits.len()) && digits.bytes().all(|digit| digit.is_ascii_hexdigit());
+        is_one.then(|| u8::from_str_radix(digits, 16).ok())?
+    };
+    let bytes: Option<Vec<u8>> = text.split(':').map(byte).collect();
     let bytes = bytes.and_then(|bytes| <[u8; 6]>::try_from(bytes).ok());
     bytes.map(Mac).ok_or_else(|| format!("{text:?} is no Ethernet address; write six bytes, as 52:54:00:12:34:56"))
 }

@@ -24,8 +24,9 @@ const LOOKS: u32 = 4096;
 /// How long the card is left alone by somebody who sleeps, at most: a signal is heard by then.
 const NAP: Duration = Duration::from_millis(100);
 
-/// How long the frames that are under way are waited for at the end.
+/// How long the frames that are under way are waited for at the end, and how long the card is left alone meanwhile.
 const DRAIN: Duration = Duration::from_millis(500);
+const DRAIN_NAP: Duration = Duration::from_micros(50);
 
 /// What is done with the card.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -75,6 +76,8 @@ struct Run<'a, N> {
     pace: Pace,
     tally: Tally,
     start: Instant,
+    /// Slots that the card had before anything was sent: those that it receives into.
+    posted: u32,
 }
 
 /// Does it until the count is reached or `stop` is set; then says on standard output what happened.
@@ -87,9 +90,10 @@ pub fn run<N: Nic>(nic: &mut N, arena: Arena, orders: &Orders, stop: &Arc<Atomic
         None => None,
     };
     wait_for_link(nic, stop)?;
+    let posted = arena.census().peer;
     let start = Instant::now();
     let pace = Pace::new(orders.rate, start);
-    let mut run = Run { nic, orders, arena, pcap, pace, tally: Tally::default(), start };
+    let mut run = Run { nic, orders, arena, pcap, pace, tally: Tally::default(), start, posted };
     run.work(stop)?;
     run.report();
     Ok(())
@@ -98,7 +102,10 @@ pub fn run<N: Nic>(nic: &mut N, arena: Arena, orders: &Orders, stop: &Arc<Atomic
 /// A card that negotiates carries nothing, however long that takes.
 fn wait_for_link<N: Nic>(nic: &mut N, stop: &AtomicBool) -> Result<()> {
     while nic.link() == Link::Down {
-        ensure!(!stop.load(Relaxed), "the link did not come up: is a cable plugged in, and the partner switched on?");
+        ensure!(
+            !stop.load(Relaxed),
+            "the link did not come up before you ended it: is a cable plugged in, and the partner switched on?"
+        );
         std::thread::sleep(Duration::from_millis(1));
     }
     Ok(())
@@ -214,11 +221,16 @@ impl<N: Nic> Run<'_, N> {
         }
     }
 
-    /// What is still in the burst goes out if it can.
+    /// What is still in the burst, or in the card's ring, goes out if it can.
     fn drain(&mut self, mut burst: Burst) -> Result<()> {
         let until = Instant::now() + DRAIN;
-        while self.orders.work != Work::Sink && !burst.is_empty() && Instant::now() < until {
+        while self.orders.work != Work::Sink && Instant::now() < until {
+            // Takes back the slots of what was sent, also when nothing is left to send.
             self.transmit(&mut burst)?;
+            if burst.is_empty() && self.arena.census().peer <= self.posted {
+                break;
+            }
+            std::thread::sleep(DRAIN_NAP);
         }
         if let Some(pcap) = self.pcap.take() {
             use std::io::Write;

@@ -45,6 +45,12 @@ fn number(frame: &[u8]) -> Option<u64> {
     number.then(|| u64::from_le_bytes(frame[18..26].try_into().expect("eight bytes")))
 }
 
+/// What a summary says that the card has counted.
+fn count(said: &str, name: &str) -> Option<u64> {
+    let words = said.lines().map(|line| line.split_whitespace().collect::<Vec<_>>());
+    words.into_iter().find(|words| words.first() == Some(&name))?.get(1)?.parse().ok()
+}
+
 /// Shown to be missing once, for all that need it.
 macro_rules! need_model {
     () => {
@@ -82,6 +88,7 @@ fn a_source_on_the_model_sends_as_many_as_it_was_told() {
     let ended = run(&["run", "sim", "--source", "--count", "300", "--size", "100"], own.path()).end();
     assert_eq!((ended.code, ended.errors.as_str()), (Some(0), ""));
     assert!(ended.said.contains("sent     300 frames, 30000 bytes"), "{}", ended.said);
+    assert_eq!(count(&ended.said, "tx_packets"), Some(300), "more than the ring holds, and the card has sent them all");
     assert!(is_empty(own.path()), "nothing is left behind");
     // And they were sent, says the model.
     let file = own.path().join("frames.pcap");
@@ -242,6 +249,7 @@ fn what_cannot_be_is_one_sentence_and_leaves_nothing() {
         (vec!["run", "sim", "--source", "--size", "1515"], 2, "1515 is not in 60..=1514"),
         (vec!["run", "sim", "--source", "--rate", "0"], 2, "0 is not in 1.."),
         (vec!["run", "sim", "--source", "--to", "52:54"], 2, "\"52:54\" is no Ethernet address"),
+        (vec!["run", "sim", "--source", "--to", "+1:2:3:4:5:6"], 2, "is no Ethernet address"),
         (vec!["run", "sim", "--sink", "--size", "100"], 2, "cannot be used with"),
     ];
     let served = [

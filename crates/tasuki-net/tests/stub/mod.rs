@@ -24,6 +24,7 @@ const CTRL: u32 = 0x0;
 const STATUS: u32 = 0x8;
 const EECD: u32 = 0x10;
 const RCTL: u32 = 0x100;
+const PBA: u32 = 0x1000;
 const RAL: u32 = 0x5400;
 const RAH: u32 = 0x5404;
 /// Of receive queue 0.
@@ -48,9 +49,11 @@ impl Card {
     pub fn new(id: PciId) -> Rc<Card> {
         let registers = (0..0x2_0000 / 4).map(|_| Cell::new(0)).collect();
         let card = Card { id, registers, gone: Cell::new(false), stuck: Cell::new(None) };
-        // Link up at a gigabit in full duplex; bus master requests enabled; the EEPROM was read; an address.
+        // Link up at a gigabit in full duplex; bus master requests enabled; the EEPROM was read; 20 KiB to receive
+        // into; an address.
         card.set(STATUS, 0x0000_0083);
         card.set(EECD, 1 << 9);
+        card.set(PBA, 20 << 16 | 20);
         card.set(RAL, 0x1200_5452);
         card.set(RAH, 0x8000_5734);
         Rc::new(card)

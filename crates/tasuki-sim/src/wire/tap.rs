@@ -9,6 +9,7 @@ use std::io;
 use std::os::fd::{AsFd, OwnedFd};
 
 use rustix::fs::{Mode, OFlags};
+use rustix::io::Errno;
 use rustix::ioctl::{Opcode, Updater, opcode};
 
 use super::Wire;
@@ -41,15 +42,18 @@ pub enum TapError {
     /// This process may not make one.
     #[error("a TAP device needs CAP_NET_ADMIN; run as root, or in a user and network namespace of your own")]
     NotAllowed,
+    /// There is such an interface, and it is no TAP that is free.
+    #[error("{0} is an interface already, and no TAP that could be taken; choose another name")]
+    Taken(String),
     /// The kernel has none, or refused for another reason.
     #[error("/dev/net/tun gives us no TAP device: {0}")]
     Refused(io::Error),
 }
 
 impl TapError {
-    fn of(errno: rustix::io::Errno) -> Self {
+    fn of(errno: Errno) -> Self {
         match errno {
-            rustix::io::Errno::PERM | rustix::io::Errno::ACCESS => TapError::NotAllowed,
+            Errno::PERM | Errno::ACCESS => TapError::NotAllowed,
             errno => TapError::Refused(errno.into()),
         }
     }
@@ -76,7 +80,10 @@ impl Tap {
         // SAFETY: the structure is the one that this request is made with (T1).
         let updater = unsafe { Updater::<{ TUNSETIFF }, Request>::new(&mut request) };
         // SAFETY: the descriptor is that of /dev/net/tun, just opened; the request outlives the call (T1).
-        unsafe { rustix::ioctl::ioctl(device.as_fd(), updater) }.map_err(TapError::of)?;
+        unsafe { rustix::ioctl::ioctl(device.as_fd(), updater) }.map_err(|errno| match errno {
+            Errno::INVAL | Errno::BUSY => TapError::Taken(name.to_owned()),
+            other => TapError::of(other),
+        })?;
         Ok(Tap { device, frame: vec![0; LONGEST].into_boxed_slice(), lost: 0 })
     }
 

@@ -6,12 +6,13 @@ pub mod pci;
 pub mod vfio;
 pub mod vfio_user;
 
-use std::io;
-use std::os::fd::OwnedFd;
+use std::io::{self, IoSliceMut};
+use std::os::fd::{AsFd, OwnedFd};
 
 pub use bar::{Bar, Far};
 pub use pci::{BarKind, Capability, Header, PciError};
-use rustix::event::EventfdFlags;
+use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec};
+use rustix::io::{Errno, ReadWriteFlags};
 use tasuki_shm::region::Region;
 pub use vfio::Vfio;
 pub use vfio_user::VfioUser;
@@ -40,6 +41,14 @@ pub enum BusError {
     /// It was there and is not any more.
     #[error("the device is gone (while {doing}): it was removed, or its server has ended; connect again")]
     Gone {
+        /// The step.
+        doing: &'static str,
+    },
+    /// Its server is there and does not answer.
+    #[error(
+        "what serves the device does not answer (while {doing}): another driver may have it, or it is stuck; end the one or the other"
+    )]
+    Silent {
         /// The step.
         doing: &'static str,
     },
@@ -130,6 +139,29 @@ impl IntX {
     }
 }
 
+/// Forgets that an eventfd rang; says whether it had. Never waits: whoever serves the device has the same eventfd, and can have made reading
+/// it wait.
+pub(super) fn hush(eventfd: impl AsFd) -> Result<bool, BusError> {
+    let mut count = [0; 8];
+    let into = &mut [IoSliceMut::new(&mut count)];
+    // From where it is.
+    const HERE: u64 = u64::MAX;
+    match rustix::io::preadv2(&eventfd, into, HERE, ReadWriteFlags::NOWAIT) {
+        Ok(_) => Ok(true),
+        Err(Errno::AGAIN | Errno::INTR) => Ok(false),
+        Err(errno) => Err(BusError::Refused { doing: "reading an eventfd", source: errno.into() }),
+    }
+}
+
+/// Rings an eventfd, unless that would wait because it is full.
+pub(super) fn ring(eventfd: impl AsFd) {
+    let mut room = [PollFd::new(&eventfd, PollFlags::OUT)];
+    if rustix::event::poll(&mut room, Some(&Timespec::default())) == Ok(1) && room[0].revents().contains(PollFlags::OUT)
+    {
+        let _ = rustix::io::write(&eventfd, &1_u64.to_ne_bytes());
+    }
+}
+
 /// The way to one PCI device.
 pub trait Bus {
     /// How its registers are reached.
@@ -183,5 +215,24 @@ pub trait Registers {
     /// Whether something was written that may not have reached the device yet. Reading any register waits for it.
     fn is_behind(&self) -> bool {
         true
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_eventfd_that_somebody_else_has_made_wait_is_not_waited_for() {
+        // Blocking, as its other holder may make it at any time.
+        let eventfd = rustix::event::eventfd(0, EventfdFlags::CLOEXEC).unwrap();
+        assert!(!hush(&eventfd).unwrap());
+        ring(&eventfd);
+        ring(&eventfd);
+        assert!(hush(&eventfd).unwrap());
+        assert!(!hush(&eventfd).unwrap());
+        rustix::io::write(&eventfd, &(u64::MAX - 1).to_ne_bytes()).unwrap();
+        ring(&eventfd);
+        assert!(hush(&eventfd).unwrap());
     }
 }

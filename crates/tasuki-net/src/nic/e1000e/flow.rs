@@ -54,6 +54,11 @@ pub fn agree<R: Registers>(mmio: &Mmio<R>) {
     mmio.change(regs::CTRL, ctrl::RFCE | ctrl::TFCE, bit(obeys, ctrl::RFCE) | bit(asks, ctrl::TFCE));
 }
 
+/// Nobody pauses for anybody: there are no pauses in half duplex.
+pub fn disagree<R: Registers>(mmio: &Mmio<R>) {
+    mmio.change(regs::CTRL, ctrl::RFCE | ctrl::TFCE, 0);
+}
+
 /// Whether we pause for the partner, and it for us: IEEE 802.3, table 28B-3.
 fn resolve(ours: u16, theirs: u16) -> (bool, bool) {
     let of = |abilities: u16| (abilities & phy::PAUSE != 0, abilities & phy::ASYMMETRIC != 0);

@@ -24,7 +24,7 @@ impl<B: Bus> E1000e<B> {
     pub(super) fn write_sash(&self, sash: &mut Sash) {
         sash.head = Head::of::<Sash>(&self.memory.layout(), self.mac, self.shape.ring);
         (sash.queues, sash.mtu, sash.filter) = (self.shape.queues.into(), self.shape.mtu, self.filter);
-        sash.flow_control = self.flow_control.into();
+        sash.flow_control = u16::from(self.flow_control) | u16::from(self.held) << 1;
         sash.receive.fill(ReceiveSash::default());
         for (ring, (cursors, posted)) in self.receive.iter().zip(sash.receive.iter_mut().zip(&mut sash.posted)) {
             *cursors = ring.to_sash(posted);
@@ -52,10 +52,6 @@ impl<B: Bus> InPlace for E1000e<B> {
 
     fn sash(&mut self, into: &mut Sash) {
         self.transmit.reclaim(self.memory.arena());
-        if self.held {
-            // The successor does not know that the partner still pauses.
-            self.let_go();
-        }
         if self.mmio.0.is_behind() {
             self.mmio.read(regs::STATUS);
         }
@@ -96,10 +92,11 @@ impl<B: Bus> InPlace for E1000e<B> {
             shape,
             mac: Mac(sash.head.mac),
             filter: sash.filter,
-            flow_control: sash.flow_control == 1,
+            flow_control: sash.flow_control & 1 == 1,
             mta: Box::new(sash.mta),
             counters: Counters::resume(&sash.counters),
         };
-        Ok(Self::assemble(bus, memory, parts))
+        let held = sash.flow_control & 2 == 2;
+        Ok(E1000e { held, ..Self::assemble(bus, memory, parts) })
     }
 }

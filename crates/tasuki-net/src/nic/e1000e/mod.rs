@@ -16,7 +16,6 @@ mod setup;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 
 use arrayvec::ArrayVec;
-use rustix::io::Errno;
 
 use self::counters::Counters;
 use self::regs::{Mmio, cause, rctl};
@@ -25,7 +24,7 @@ pub use self::sash::Sash;
 use self::sash::{MTA_WORDS, QUEUES_MAX};
 use self::setup::Shape;
 use super::bus::pci::{self, Header};
-use super::bus::{Bus, BusError, Registers};
+use super::bus::{self, Bus, BusError, Registers};
 use super::sash::{Sash as _, broken};
 use super::{Failed, Filter, Link, Mac, Nic, NicError, NicMemory, NicOptions, PciId, loan};
 use crate::port::{Armed, Burst, Port};
@@ -93,11 +92,18 @@ impl<B: Bus> E1000e<B> {
         Ok(frames)
     }
 
-    /// Everything that had come before the card was parked has been received.
+    /// Lets the partner go on once everything that had come before the card was parked has been received. What waits in the card's buffer
+    /// while a ring has no slots has not been.
     #[cold]
+    fn let_go_if_empty(&mut self) {
+        if self.receive.iter().all(|ring| ring.has_slots() && !ring.is_ready()) {
+            self.let_go();
+        }
+    }
+
     fn let_go(&mut self) {
         self.held = false;
-        park::let_go(&self.mmio, &mut self.counters);
+        park::let_go(&self.mmio, self.shape.frame(), &mut self.counters);
     }
 
     fn apply_filter(&mut self, filter: &Filter) {
@@ -224,7 +230,7 @@ impl<R: Registers> Assembly<R> {
         let bell = bell(bus)?;
         let (mac, filter) = (Mac(sash.head.mac), sash.filter);
         let (mta, counters) = (Box::new(sash.mta), Counters::resume(&sash.counters));
-        let flow_control = sash.flow_control == 1;
+        let flow_control = sash.flow_control & 1 == 1;
         Ok(Assembly { mmio, bell, receive, transmit, shape, mac, filter, flow_control, mta, counters })
     }
 }
@@ -283,7 +289,7 @@ impl<B: Bus> Port for E1000e<B> {
     fn receive(&mut self, burst: &mut Burst) -> Result<usize, NicError> {
         let frames = self.collect(burst)?;
         match self.refill() {
-            Ok(()) if frames == 0 && self.held => self.let_go(),
+            Ok(()) if frames == 0 && self.held => self.let_go_if_empty(),
             Ok(()) => {}
             Err(error) => return after(frames, error),
         }
@@ -306,14 +312,7 @@ impl<B: Bus> Port for E1000e<B> {
         // What was sent is of use to receive into.
         self.transmit.reclaim(self.memory.arena());
         self.refill()?;
-        let mut count = [0; 8];
-        match rustix::io::read(&self.bell, &mut count) {
-            Ok(_) | Err(Errno::AGAIN | Errno::INTR) => {}
-            Err(errno) => {
-                let refused = BusError::Refused { doing: "reading an eventfd", source: errno.into() };
-                return Err(refused.into());
-            }
-        }
+        bus::hush(&self.bell)?;
         // In this order: a frame that came before the causes were cleared is seen by the look at the rings, which is not before the
         // card has answered; one that comes later sets its cause again, and that cause is not masked.
         self.mmio.clear(regs::ICR, cause::RXQ);
@@ -323,7 +322,7 @@ impl<B: Bus> Port for E1000e<B> {
         }
         let ready = self.receive.iter().any(ReceiveRing::is_ready);
         if !ready && self.held {
-            self.let_go();
+            self.let_go_if_empty();
         }
         match ready {
             true => Ok(Armed::Busy),
@@ -392,8 +391,11 @@ impl<B: Bus> Nic for E1000e<B> {
             u32::MAX => Link::Down,
             status => park::link(status),
         };
-        if let (Link::Up { full_duplex: true, .. }, false, true) = (link, self.agreed, self.flow_control) {
-            flow::agree(&self.mmio);
+        match (link, self.agreed, self.flow_control) {
+            (Link::Up { full_duplex: true, .. }, false, true) => flow::agree(&self.mmio),
+            // What another partner had agreed to.
+            (Link::Up { full_duplex: false, .. }, false, true) => flow::disagree(&self.mmio),
+            _ => {}
         }
         self.agreed = link != Link::Down;
         link

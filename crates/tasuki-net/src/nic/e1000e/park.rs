@@ -15,8 +15,11 @@ use crate::nic::{Link, NicError};
 
 /// How long the card may take to send what it was given. What is left then stays in its ring.
 const DRAIN_LIMIT: Duration = Duration::from_millis(5);
-/// How long the card may take to send a PAUSE frame: the frame before it, and itself.
+/// How long the card may take to send a PAUSE frame, besides the time on the wire.
 const XOFF_LIMIT: Duration = Duration::from_micros(200);
+/// Bytes of a PAUSE frame, with preamble and gap, and those that a frame has besides its own.
+const PAUSE_LEN: u32 = 84;
+const AROUND_LEN: u32 = 24;
 /// How long the wire may take to fall silent after that. Whoever sends on then does not honour pauses.
 const SILENCE_LIMIT: Duration = Duration::from_millis(1);
 /// How long the card may go on after it was switched off.
@@ -39,6 +42,11 @@ pub fn link(status: u32) -> Link {
         _ => 1000,
     };
     Link::Up { speed, full_duplex: status & status::FD != 0 }
+}
+
+/// How long the card may take to send a PAUSE frame: the frame of `frame` bytes before it, and itself. Bits by Mb/s are microseconds.
+fn xoff_limit(frame: u16, speed: u32) -> Duration {
+    XOFF_LIMIT + Duration::from_micros(u64::from((u32::from(frame) + AROUND_LEN + PAUSE_LEN) * 8 / speed))
 }
 
 /// Has the partner pause, or go on.
@@ -85,7 +93,7 @@ pub fn stop<R: Registers>(mmio: &Mmio<R>, frame: u16, counters: &mut Counters) -
             // What it has sent until now, for want of room, is not what is waited for.
             counters.collect_xoff_sent(mmio);
             pause(mmio, PAUSE_MAX);
-            within(XOFF_LIMIT, || counters.collect_xoff_sent(mmio) > 0);
+            within(xoff_limit(frame, speed), || counters.collect_xoff_sent(mmio) > 0);
         }
         within(DRAIN_LIMIT, || mmio.read(regs::TDH) == mmio.read(regs::TDT));
         if full_duplex {
@@ -111,16 +119,33 @@ pub fn go_on<R: Registers>(mmio: &Mmio<R>) {
 
 /// Lets the partner go on. Not before the card's buffer is empty: had the card itself stopped the partner before it was parked, it would
 /// not do so again while it believes that the partner is still stopped, and the buffer would overflow.
-pub fn let_go<R: Registers>(mmio: &Mmio<R>, counters: &mut Counters) {
-    let Link::Up { full_duplex: true, .. } = link(mmio.read(regs::STATUS)) else { return };
-    if flow::is_prepared(mmio) {
-        counters.collect_xoff_sent(mmio);
-        pause(mmio, PAUSE_MIN);
-        // Not before the frame that says so has left: it takes its time from the register.
-        within(XOFF_LIMIT, || counters.collect_xoff_sent(mmio) > 0);
-        mmio.write(regs::FCTTV, PAUSE_MAX);
+pub fn let_go<R: Registers>(mmio: &Mmio<R>, frame: u16, counters: &mut Counters) {
+    let prepared = flow::is_prepared(mmio);
+    match link(mmio.read(regs::STATUS)) {
+        Link::Up { full_duplex: true, speed } if prepared => {
+            counters.collect_xoff_sent(mmio);
+            pause(mmio, PAUSE_MIN);
+            // Not before the frame that says so has left: it takes its time from the register.
+            within(xoff_limit(frame, speed), || counters.collect_xoff_sent(mmio) > 0);
+            mmio.write(regs::FCTTV, PAUSE_MAX);
+        }
+        Link::Up { full_duplex: true, .. } => pause(mmio, 0),
+        // Nobody is there who pauses, and whoever comes next has not been told to.
+        Link::Down | Link::Up { .. } => {}
+    }
+    if prepared {
         flow::go_on_by_itself(mmio, true);
-    } else {
-        pause(mmio, 0);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_pause_frame_may_take_as_long_as_the_frame_before_it() {
+        assert_eq!(xoff_limit(1518, 1000), Duration::from_micros(200 + 13));
+        assert_eq!(xoff_limit(1518, 10), Duration::from_micros(200 + 1300));
+        assert_eq!(xoff_limit(9018, 100), Duration::from_micros(200 + 730));
     }
 }

@@ -208,6 +208,11 @@ impl ReceiveRing {
         self.ring.register(self.tail)
     }
 
+    /// Whether the card has a slot for the next frame, or has filled it.
+    pub fn has_slots(&self) -> bool {
+        self.next != self.tail
+    }
+
     /// Whether a frame, or what is left of one, has come.
     pub fn is_ready(&self) -> bool {
         self.next != self.tail && self.ring.descriptor(self.ring.place(self.next))[1].load(Acquire) & done::DD != 0

@@ -34,7 +34,7 @@ pub struct Sash {
     pub mtu: u16,
     /// 1 for every frame, 2 for every multicast.
     pub filter: u16,
-    /// 1 if the card controls the flow.
+    /// 1 if the card controls the flow, 2 if its partner still pauses since a predecessor parked it.
     pub flow_control: u16,
     /// The receive rings' cursors.
     pub receive: [ReceiveSash; QUEUES_MAX],
@@ -96,7 +96,7 @@ impl sash::Sash for Sash {
         if self.filter > 3 {
             return Err(broken("the filter", self.filter.into()));
         }
-        if self.flow_control > 1 {
+        if self.flow_control > 3 {
             return Err(broken("flow control", self.flow_control.into()));
         }
         Counters::check(&self.counters)?;

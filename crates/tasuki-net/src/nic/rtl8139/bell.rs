@@ -8,7 +8,7 @@ use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 
 use rustix::event::EventfdFlags;
 
-use crate::nic::bus::{Bus, BusError, IntX};
+use crate::nic::bus::{self, Bus, BusError, IntX};
 
 /// What the card rings, if its bus can carry that.
 #[derive(Debug)]
@@ -36,14 +36,13 @@ impl Bell {
     }
 
     /// Forgets that it rang and lets it ring again; the card is silent. Says whether it can ring at all.
-    pub fn unmask(&self) -> bool {
-        let Some(unmasks) = &self.unmasks else { return false };
-        // That it has not rung is no error: then it is not masked, or is about to ring and to be seen.
-        if rustix::io::read(&self.rings, &mut [0; 8]).is_ok() {
-            // It takes more writes than there will ever be to have it refuse one.
-            let _ = rustix::io::write(unmasks, &1_u64.to_ne_bytes());
+    pub fn unmask(&self) -> Result<bool, BusError> {
+        let Some(unmasks) = &self.unmasks else { return Ok(false) };
+        // If it has not rung, it is not masked, or is about to ring and to be seen.
+        if bus::hush(&self.rings)? {
+            bus::ring(unmasks);
         }
-        true
+        Ok(true)
     }
 
     /// What becomes readable.

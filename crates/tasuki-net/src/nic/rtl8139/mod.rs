@@ -364,7 +364,7 @@ impl<B: Bus> Port for Rtl8139<B> {
         if gone(regs::CR.read(&self.registers)) {
             return Err(NicError::Gone);
         }
-        if !self.bell.unmask() {
+        if !self.bell.unmask()? {
             return Ok(Armed::Busy);
         }
         regs::IMR.write(&self.registers, isr::RECEIVED);

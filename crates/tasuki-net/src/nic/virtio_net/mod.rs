@@ -28,7 +28,7 @@ use self::regs::{HEADER_LEN, common, feature, queue as queues, status};
 use self::ring::{Place, SplitRing};
 use self::sash::{CHAINS_MAX, Counts, Cursor, DESCRIPTORS_MAX, Loan, Sash};
 use self::transport::{Doorbell, Transport};
-use super::bus::{Bus, BusError, Header, Iova, pci};
+use super::bus::{self, Bus, BusError, Header, Iova, pci};
 use super::sash::{Head, Sash as _, broken};
 use super::{Failed, Filter, Link, Mac, Nic, NicError, NicMemory, NicOptions, PciId, loan};
 use crate::port::{Armed, Burst, Port};
@@ -448,8 +448,8 @@ impl<B: Bus> Port for VirtioNet<B> {
     }
 
     fn arm(&mut self) -> Result<Armed, NicError> {
-        // Emptied first: what rings from here on stays in it. That it is empty already is no error.
-        let _ = rustix::io::read(&self.interrupt, &mut [0; 8]);
+        // Emptied first: what rings from here on stays in it.
+        bus::hush(&self.interrupt)?;
         if self.rx.arm()? {
             return Ok(Armed::Busy);
         }

@@ -27,8 +27,10 @@ const QUESTIONS_MAX: u32 = 64;
 /// Why the server cannot be talked to any more.
 #[derive(Debug, Clone)]
 enum Fault {
-    /// It closed the connection, or said nothing for too long.
+    /// It closed the connection.
     Gone,
+    /// It said nothing for too long.
+    Silent,
     /// It broke a rule.
     Breach(Breach),
 }
@@ -37,15 +39,16 @@ impl Fault {
     fn to_error(&self, doing: &'static str) -> BusError {
         match self {
             Fault::Gone => BusError::Gone { doing },
+            Fault::Silent => BusError::Silent { doing },
             Fault::Breach(what) => BusError::Protocol { what: what.clone() },
         }
     }
 }
 
 impl From<Errno> for Fault {
-    /// A socket that fails, or a timeout: either way nobody answers.
-    fn from(_: Errno) -> Self {
-        Fault::Gone
+    /// A timeout, or a socket that fails: either way nobody answers.
+    fn from(errno: Errno) -> Self {
+        if errno == Errno::AGAIN { Fault::Silent } else { Fault::Gone }
     }
 }
 
@@ -228,6 +231,7 @@ fn await_answer(
                 if !posted {
                     send(socket, Message::unsupported(id, command).finish(), &[])?;
                 }
+                in_time(deadline)?;
             }
         }
     }
@@ -243,6 +247,11 @@ fn spin(socket: BorrowedFd<'_>) {
     {
         std::thread::yield_now();
     }
+}
+
+/// Who talks and talks and does not answer says nothing.
+fn in_time(deadline: Instant) -> Result<(), Fault> {
+    if Instant::now() > deadline { Err(Fault::Silent) } else { Ok(()) }
 }
 
 /// Receives exactly `into`. Whoever sends byte by byte has until `deadline` as well, and one timeout more at most.
@@ -275,8 +284,8 @@ fn receive(socket: BorrowedFd<'_>, into: &mut [u8], mut fds: Option<&mut Fds>, d
             }
         }
         have += got.bytes;
-        if have < into.len() && Instant::now() > deadline {
-            return Err(Fault::Gone);
+        if have < into.len() {
+            in_time(deadline)?;
         }
     }
     Ok(())
@@ -288,6 +297,7 @@ fn skip(socket: BorrowedFd<'_>, len: u32, deadline: Instant) -> Result<(), Fault
     while left > 0 {
         let part = left.min(rubbish.len());
         receive(socket, &mut rubbish[..part], None, deadline)?;
+        in_time(deadline)?;
         left -= part;
     }
     Ok(())
