@@ -103,7 +103,6 @@ pub struct World {
     pub handled: u8,
     /// What the sash says, and of which epoch it is.
     sash: (u8, u32),
-    pub asked: bool,
     pub faults: u8,
     /// What should not have happened.
     pub wrong: Option<&'static str>,
@@ -153,17 +152,33 @@ impl Relay {
     fn worker_hears(&self, world: &mut World, i: usize, input: worker::Input) -> bool {
         let process = &mut world.processes[i];
         let Ok(doing) = process.worker.hear(&self.workers, input) else { return false };
-        let silently = |doing: &worker::Do| {
-            matches!(doing, worker::Do::Look | worker::Do::Resume | worker::Do::LookOnce | worker::Do::Yield)
-        };
-        process.todo.extend(doing.into_iter().filter(|doing| !silently(doing)));
+        for doing in doing {
+            match doing {
+                // Said at once where nothing is to be done before. Who dies or hangs before it can say so loses what was not heard.
+                worker::Do::Say(report) if process.todo.is_empty() => {
+                    process.outbox.extend(world.daemon.is_some().then_some(report));
+                }
+                worker::Do::Look | worker::Do::Resume | worker::Do::LookOnce | worker::Do::Yield => {}
+                doing => process.todo.push_back(doing),
+            }
+        }
         true
     }
 
     fn daemon_hears(&self, world: &mut World, input: arbiter::Input) {
         let Some(daemon) = &mut world.daemon else { return };
         if let Ok(doing) = daemon.arbiter.hear(&self.arbiter, input) {
-            daemon.todo.extend(doing.into_iter().filter(|doing| !matches!(doing, arbiter::Do::Say(_))));
+            for doing in doing {
+                match doing {
+                    arbiter::Do::Tell(to, order) if daemon.todo.is_empty() => {
+                        let process = &mut world.processes[index(to)];
+                        process.inbox.extend((process.life == Life::Alive).then_some(order));
+                    }
+                    arbiter::Do::Watch(number) if daemon.todo.is_empty() => daemon.deadline = Some(number),
+                    arbiter::Do::Say(_) => {}
+                    doing => daemon.todo.push_back(doing),
+                }
+            }
         }
     }
 
@@ -223,9 +238,7 @@ impl Relay {
             Do::Look => self.daemon_hears(world, Input::Word(world.word)),
             Do::Tell(to, order) => {
                 let process = &mut world.processes[index(to)];
-                if process.life != Life::Dead {
-                    process.inbox.push_back(order);
-                }
+                process.inbox.extend((process.life == Life::Alive).then_some(order));
             }
             Do::Watch(number) => daemon.deadline = Some(number),
             Do::Fence(whom) if !world.record[index(whom)] => {
@@ -291,8 +304,8 @@ impl Relay {
         });
         let (processes, sash) = (processes.collect(), (0, 0));
         let record = [false; WORKERS];
-        let (handled, asked, wrong) = (0, true, None);
-        let mut world = World { word, processes, daemon: None, record, handled, sash, asked, faults: 0, wrong };
+        let (handled, wrong) = (0, None);
+        let mut world = World { word, processes, daemon: None, record, handled, sash, faults: 0, wrong };
         let honest = Relay::new(None, 0);
         Relay::restart(&mut world);
         let order = Order::Prepare {
@@ -312,8 +325,10 @@ impl Relay {
         }
         assert_eq!(world.daemon.as_ref().unwrap().arbiter.driver(), Some(party(GIVER)));
         assert!(world.processes[SPARE].candidate());
-        world.asked = self.ask.is_none();
         world.faults = self.faults;
+        if self.ask.is_some() {
+            self.apply(&mut world, Act::Ask);
+        }
         world
     }
 
@@ -358,9 +373,6 @@ impl Relay {
                 acts.push(Act::FenceUp(i));
             }
         }
-        if !world.asked && daemon.arbiter.driver().is_some() {
-            acts.push(Act::Ask);
-        }
     }
 
     fn faults(world: &World, acts: &mut Vec<Act>) {
@@ -369,7 +381,7 @@ impl Relay {
         }
         for (i, process) in world.processes.iter().enumerate().filter(|(_, process)| process.life == Life::Alive) {
             acts.extend([Act::Die(i), Act::Hang(i)]);
-            if world.daemon.is_some() && !process.silent_told {
+            if world.daemon.as_ref().is_some_and(|daemon| daemon.todo.is_empty()) && !process.silent_told {
                 acts.push(Act::Slow(i));
             }
             if matches!(process.todo.front(), Some(worker::Do::Map | worker::Do::Stop | worker::Do::Read { .. })) {
@@ -422,7 +434,6 @@ impl Relay {
                 self.daemon_hears(world, Input::Fenced(party(i)));
             }
             Act::Ask => {
-                world.asked = true;
                 let (purpose, fence_first) = self.ask.expect("only where something is asked for");
                 let (to, method, carries) = (party(TAKER), Method::Keep, Positions::default());
                 let ask = Ask { purpose, to, method, fence_first, kind: 0, version: 0, carries };
@@ -438,8 +449,14 @@ impl Relay {
                 process.life = Life::Dead;
                 process.todo.clear();
                 process.inbox.clear();
+                process.outbox.clear();
             }
-            Act::Hang(i) => world.processes[i].life = Life::Hung,
+            Act::Hang(i) => {
+                let process = &mut world.processes[i];
+                process.life = Life::Hung;
+                process.inbox.clear();
+                process.outbox.clear();
+            }
             Act::DaemonDies => Relay::daemon_dies(world),
         }
     }
