@@ -91,7 +91,9 @@ pub enum NotPossible {
     )]
     NotWithdrawable,
     /// One queue.
-    #[error("mbb needs a card with a receive queue to spare to which traffic can be steered, and this one has none; take keep or repoint")]
+    #[error(
+        "mbb needs a card with a receive queue to spare to which traffic can be steered, and this one has none; take keep or repoint"
+    )]
     NoSpareQueue,
     /// All queues reach the same memory.
     #[error(
@@ -99,7 +101,9 @@ pub enum NotPossible {
     )]
     SharedReach,
     /// Its bases are fixed once it runs.
-    #[error("repoint needs a card whose ring bases can be written while its link stays up, and this one's cannot; take keep or cold")]
+    #[error(
+        "repoint needs a card whose ring bases can be written while its link stays up, and this one's cannot; take keep or cold"
+    )]
     FixedBases,
 }
 
@@ -114,12 +118,14 @@ pub fn possible(card: &Card, trust: Trust, method: Method) -> Result<&'static st
         (Method::Mbb, Trust::Full) => Ok("its new queue runs before traffic is steered to it"),
         (Method::Repoint, _) => match card.repointing {
             Repointing::Paused => Ok("its partner pauses while the ring bases are written, and the link stays up"),
-            Repointing::Unpaused => {
-                Ok("the link stays up; frames that come while the ring bases are written are lost, for the card cannot ask for a pause")
-            }
+            Repointing::Unpaused => Ok(
+                "the link stays up; frames that come while the ring bases are written are lost, for the card cannot ask for a pause",
+            ),
             Repointing::Never => Err(NotPossible::FixedBases),
         },
-        (Method::Cold, _) => Ok("it is reset and waits for its link: frames are lost until then, and any card can do it"),
+        (Method::Cold, _) => {
+            Ok("it is reset and waits for its link: frames are lost until then, and any card can do it")
+        }
     }
 }
 
@@ -128,7 +134,8 @@ pub fn choose(card: &Card, trust: Trust, asked: Option<Method>) -> Result<Choice
     if let Some(method) = asked {
         return possible(card, trust, method).map(|because| Choice { method, because });
     }
-    let best = Method::ALL.iter().find_map(|&method| Some(Choice { method, because: possible(card, trust, method).ok()? }));
+    let best =
+        Method::ALL.iter().find_map(|&method| Some(Choice { method, because: possible(card, trust, method).ok()? }));
     Ok(best.unwrap_or(Choice { method: Method::Cold, because: "nothing else is possible" }))
 }
 
@@ -143,7 +150,9 @@ pub enum State {
 
 /// A sash's layout that nobody here can turn into one that the successor reads.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
-#[error("the giver writes sashes of version {writes}, and the successor reads {reads_from} to {reads_to}; go by a version between them, or hand the NIC over cold")]
+#[error(
+    "the giver writes sashes of version {writes}, and the successor reads {reads_from} to {reads_to}; go by a version between them, or hand the NIC over cold"
+)]
 pub struct Apart {
     /// What the giver writes.
     pub writes: u32,
@@ -166,7 +175,8 @@ pub fn state(writes: u32, reads_from: u32, reads_to: u32, asked_for_store: bool)
 mod tests {
     use super::*;
 
-    const E1000E: Card = Card { own_memory: true, withdrawable: true, spare_queue: true, repointing: Repointing::Paused };
+    const E1000E: Card =
+        Card { own_memory: true, withdrawable: true, spare_queue: true, repointing: Repointing::Paused };
 
     fn cards() -> impl Iterator<Item = Card> {
         let repointings = [Repointing::Paused, Repointing::Unpaused, Repointing::Never];

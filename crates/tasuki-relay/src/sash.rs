@@ -57,7 +57,9 @@ pub struct Sash<'b> {
 
 /// Why a sash could not be written.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
-#[error("a sash of {len} bytes needs {need} with its envelope, and there are {have} (a driver's sash has at most {LEN_MAX}); make the NIC's sash memory larger")]
+#[error(
+    "a sash of {len} bytes needs {need} with its envelope, and there are {have} (a driver's sash has at most {LEN_MAX}); make the NIC's sash memory larger"
+)]
 pub struct NoRoom {
     /// Bytes of the driver's.
     pub len: usize,
@@ -71,7 +73,9 @@ pub struct NoRoom {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 pub enum NotASash {
     /// Nothing was written, or not to its end.
-    #[error("no sash stands there ({have} bytes, mark {mark:#010x}): nobody wrote one to its end; let the giver go on, or start the card anew")]
+    #[error(
+        "no sash stands there ({have} bytes, mark {mark:#010x}): nobody wrote one to its end; let the giver go on, or start the card anew"
+    )]
     Absent {
         /// Bytes there.
         have: usize,
@@ -79,7 +83,9 @@ pub enum NotASash {
         mark: u32,
     },
     /// Shorter than it says.
-    #[error("the sash says that it has {says} bytes, and {have} are there; it was cut, or is damaged: let the giver go on, or start the card anew")]
+    #[error(
+        "the sash says that it has {says} bytes, and {have} are there; it was cut, or is damaged: let the giver go on, or start the card anew"
+    )]
     Cut {
         /// What it says.
         says: u32,
@@ -87,7 +93,9 @@ pub enum NotASash {
         have: usize,
     },
     /// Not what was written.
-    #[error("the sash is damaged: its checksum is {is:#010x} and should be {should:#010x}; let the giver go on, or start the card anew")]
+    #[error(
+        "the sash is damaged: its checksum is {is:#010x} and should be {should:#010x}; let the giver go on, or start the card anew"
+    )]
     Damaged {
         /// Of what stands there.
         is: u32,
@@ -95,13 +103,17 @@ pub enum NotASash {
         should: u32,
     },
     /// Of a later version, undamaged.
-    #[error("the sash has an envelope of version {version}, and this program opens {VERSION}; upgrade, or hand the NIC over by the store")]
+    #[error(
+        "the sash has an envelope of version {version}, and this program opens {VERSION}; upgrade, or hand the NIC over by the store"
+    )]
     Envelope {
         /// Which.
         version: u32,
     },
     /// Of another driver or another version of it.
-    #[error("the sash is of {kind:#010x} version {version}, and {want_kind:#010x} version {want_version} is wanted; hand the NIC over by the store, or cold")]
+    #[error(
+        "the sash is of {kind:#010x} version {version}, and {want_kind:#010x} version {want_version} is wanted; hand the NIC over by the store, or cold"
+    )]
     Other {
         /// Whose it is.
         kind: u32,
@@ -113,7 +125,9 @@ pub enum NotASash {
         want_version: u32,
     },
     /// Written in another tenure: an older one stands there.
-    #[error("the sash was written in epoch {epoch}, and the lease was passed in epoch {want}; its giver did not write one: let it go on, or start the card anew")]
+    #[error(
+        "the sash was written in epoch {epoch}, and the lease was passed in epoch {want}; its giver did not write one: let it go on, or start the card anew"
+    )]
     Stale {
         /// When it was written.
         epoch: u32,

@@ -41,11 +41,7 @@ pub struct Refused {
 }
 
 /// What the table says of a state and an event.
-pub fn step<S: All, E: All, A: Copy>(
-    rows: &[Row<S, E, A>],
-    state: S,
-    event: E,
-) -> Result<(S, &'static [A]), Refused> {
+pub fn step<S: All, E: All, A: Copy>(rows: &[Row<S, E, A>], state: S, event: E) -> Result<(S, &'static [A]), Refused> {
     let row = rows.iter().find(|row| row.on == event && row.from.contains(&state));
     match row.map(|row| (row.then, row.because)) {
         Some((Then::Go(next, actions), _)) => Ok((next, actions)),

@@ -98,13 +98,17 @@ pub enum Reason {
         needs: u64,
     },
     /// A descriptor did not come.
-    #[error("the worker did not get descriptor {position} of the device; daemon and worker do not fit together: rebuild the older")]
+    #[error(
+        "the worker did not get descriptor {position} of the device; daemon and worker do not fit together: rebuild the older"
+    )]
     Missing {
         /// Its [`Position`].
         position: u64,
     },
     /// It does not read this sash.
-    #[error("the worker does not read sashes of kind {kind:#x} version {version}; hand the NIC over by the store, or cold")]
+    #[error(
+        "the worker does not read sashes of kind {kind:#x} version {version}; hand the NIC over by the store, or cold"
+    )]
     OtherSash {
         /// Whose it is.
         kind: u64,
@@ -297,6 +301,8 @@ pub enum Report {
     Lost {
         /// Which.
         epoch: u32,
+        /// Whether I could take another.
+        ready: bool,
     },
     /// I held the lease in this epoch, and passed it back unused.
     Failed {
@@ -337,7 +343,9 @@ pub enum Malformed {
     #[error("a packet without the relay's mark came in; whoever sent it is no part of Tasuki")]
     Foreign,
     /// Another version.
-    #[error("a packet of relay version {version} came in, and this program speaks {VERSION}; rebuild the older of the two")]
+    #[error(
+        "a packet of relay version {version} came in, and this program speaks {VERSION}; rebuild the older of the two"
+    )]
     Version {
         /// Which.
         version: u16,
@@ -376,7 +384,7 @@ struct Packet {
 const _: () = assert!(size_of::<Packet>() == LEN);
 
 impl Packet {
-    fn new(kind: u16, epoch: u32, code: u16, detail: u16, a: u64, b: u64) -> [u8; LEN] {
+    fn bytes(kind: u16, epoch: u32, code: u16, detail: u16, a: u64, b: u64) -> [u8; LEN] {
         let version = VERSION.into();
         let (epoch, code, detail) = (epoch.into(), code.into(), detail.into());
         let packet = Packet { magic: MAGIC, version, kind: kind.into(), epoch, code, detail, a: a.into(), b: b.into() };
@@ -420,6 +428,10 @@ impl All for Use {
     const ALL: &'static [Self] = &[Use::Upgrade, Use::Takeover, Use::Handover];
 }
 
+impl All for bool {
+    const ALL: &'static [Self] = &[false, true];
+}
+
 impl All for After {
     const ALL: &'static [Self] = &[After::Passed, After::Lost];
 }
@@ -427,19 +439,19 @@ impl All for After {
 impl Order {
     /// As bytes.
     pub fn to_bytes(self) -> [u8; LEN] {
-        let plain = |kind, epoch| Packet::new(kind, epoch, 0, 0, 0, 0);
+        let plain = |kind, epoch| Packet::bytes(kind, epoch, 0, 0, 0, 0);
         match self {
             Order::Who => plain(1, 0),
             Order::Prepare { purpose, method, kind, version, carries } => {
                 let sash = u64::from(kind) << 32 | u64::from(version);
-                Packet::new(2, 0, purpose as u16, method as u16, sash, carries.0.into())
+                Packet::bytes(2, 0, purpose as u16, method as u16, sash, carries.0.into())
             }
             Order::Release { epoch } => plain(3, epoch),
             Order::Recall { epoch } => plain(4, epoch),
-            Order::Take { epoch, after, wrote } => Packet::new(5, epoch, after as u16, 0, wrote.into(), 0),
+            Order::Take { epoch, after, wrote } => Packet::bytes(5, epoch, after as u16, 0, wrote.into(), 0),
             Order::StandDown => plain(6, 0),
             Order::Leave => plain(7, 0),
-            Order::Fence { party, epoch } => Packet::new(8, epoch, 0, 0, party.0.get().into(), 0),
+            Order::Fence { party, epoch } => Packet::bytes(8, epoch, 0, 0, party.0.get().into(), 0),
         }
     }
 
@@ -454,7 +466,9 @@ impl Order {
                 method: packet.one_of("method", packet.detail.get())?,
                 kind: high(packet.a.get()),
                 version: low(packet.a.get()),
-                carries: Positions(u8::try_from(packet.b.get()).map_err(|_| packet.wrong("positions", packet.b.get()))?),
+                carries: Positions(
+                    u8::try_from(packet.b.get()).map_err(|_| packet.wrong("positions", packet.b.get()))?,
+                ),
             },
             3 => Order::Release { epoch },
             4 => Order::Recall { epoch },
@@ -471,23 +485,23 @@ impl Order {
 impl Report {
     /// As bytes.
     pub fn to_bytes(self) -> [u8; LEN] {
-        let plain = |kind, epoch| Packet::new(kind, epoch, 0, 0, 0, 0);
+        let plain = |kind, epoch| Packet::bytes(kind, epoch, 0, 0, 0, 0);
         let why = |kind, epoch, reason: Reason| {
             let (code, a, b) = reason.to_parts();
-            Packet::new(kind, epoch, code, 0, a, b)
+            Packet::bytes(kind, epoch, code, 0, a, b)
         };
         match self {
-            Report::Hello { standing, epoch } => Packet::new(101, epoch, standing as u16, 0, 0, 0),
+            Report::Hello { standing, epoch } => Packet::bytes(101, epoch, standing as u16, 0, 0, 0),
             Report::Ready => plain(102, 0),
             Report::Unfit(reason) => why(103, 0, reason),
             Report::Released { epoch } => plain(104, epoch),
             Report::Kept { epoch, reason } => why(105, epoch, reason),
             Report::Taken { epoch } => plain(106, epoch),
-            Report::Lost { epoch } => plain(107, epoch),
+            Report::Lost { epoch, ready } => Packet::bytes(107, epoch, ready.into(), 0, 0, 0),
             Report::Failed { epoch, reason } => why(108, epoch, reason),
             Report::Replaced { epoch } => plain(109, epoch),
-            Report::Fenced { party, epoch } => Packet::new(110, epoch, 0, 0, party.0.get().into(), 0),
-            Report::Beat { bursts } => Packet::new(111, 0, 0, 0, bursts, 0),
+            Report::Fenced { party, epoch } => Packet::bytes(110, epoch, 0, 0, party.0.get().into(), 0),
+            Report::Beat { bursts } => Packet::bytes(111, 0, 0, 0, bursts, 0),
         }
     }
 
@@ -502,7 +516,7 @@ impl Report {
             104 => Report::Released { epoch },
             105 => Report::Kept { epoch, reason: packet.reason()? },
             106 => Report::Taken { epoch },
-            107 => Report::Lost { epoch },
+            107 => Report::Lost { epoch, ready: packet.one_of("ready", packet.code.get())? },
             108 => Report::Failed { epoch, reason: packet.reason()? },
             109 => Report::Replaced { epoch },
             110 => Report::Fenced { party: packet.party()?, epoch },
@@ -557,8 +571,11 @@ mod tests {
             }),
             any::<u32>().prop_map(|epoch| Order::Release { epoch }),
             any::<u32>().prop_map(|epoch| Order::Recall { epoch }),
-            (any::<[u32; 2]>(), 0..2_usize)
-                .prop_map(|([epoch, wrote], after)| Order::Take { epoch, after: After::ALL[after], wrote }),
+            (any::<[u32; 2]>(), 0..2_usize).prop_map(|([epoch, wrote], after)| Order::Take {
+                epoch,
+                after: After::ALL[after],
+                wrote
+            }),
             (party, any::<u32>()).prop_map(|(party, epoch)| Order::Fence { party, epoch }),
         ]
     }
@@ -573,7 +590,7 @@ mod tests {
             any::<u32>().prop_map(|epoch| Report::Released { epoch }),
             (any::<u32>(), reason()).prop_map(|(epoch, reason)| Report::Kept { epoch, reason }),
             any::<u32>().prop_map(|epoch| Report::Taken { epoch }),
-            any::<u32>().prop_map(|epoch| Report::Lost { epoch }),
+            any::<(u32, bool)>().prop_map(|(epoch, ready)| Report::Lost { epoch, ready }),
             (any::<u32>(), reason()).prop_map(|(epoch, reason)| Report::Failed { epoch, reason }),
             any::<u32>().prop_map(|epoch| Report::Replaced { epoch }),
             (party, any::<u32>()).prop_map(|(party, epoch)| Report::Fenced { party, epoch }),

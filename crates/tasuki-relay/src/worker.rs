@@ -275,7 +275,7 @@ impl Worker {
             Action::SayReady => Do::Say(Report::Ready),
             Action::SayUnfit => Do::Say(Report::Unfit(reason)),
             Action::SayTaken => Do::Say(Report::Taken { epoch }),
-            Action::SayLost => Do::Say(Report::Lost { epoch }),
+            Action::SayLost => Do::Say(Report::Lost { epoch, ready: next == taker::State::Ready }),
             Action::SayFailed => Do::Say(Report::Failed { epoch, reason }),
         };
         Ok(actions.iter().map(act).collect())

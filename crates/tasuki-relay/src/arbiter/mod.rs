@@ -342,7 +342,9 @@ impl Arbiter {
                 self.set(party, Is::Dead);
                 self.absent(party, Event::GiverGone)
             }
-            Input::Silent(party) if self.is(party).is_some_and(|is| !matches!(is, Is::Dead | Is::Fenced | Is::Condemned)) => {
+            Input::Silent(party)
+                if self.is(party).is_some_and(|is| !matches!(is, Is::Dead | Is::Fenced | Is::Condemned)) =>
+            {
                 self.set(party, Is::Silent);
                 self.absent(party, Event::GiverSilent)
             }
@@ -374,7 +376,9 @@ impl Arbiter {
     fn absent(&mut self, party: Party, if_giver: Event) -> Option<Event> {
         match self.state {
             State::Finding => self.all_heard(),
-            State::Fencing if self.fencing == Some(party) => (self.is(party) == Some(Is::Dead)).then_some(Event::Fenced),
+            State::Fencing if self.fencing == Some(party) => {
+                (self.is(party) == Some(Is::Dead)).then_some(Event::Fenced)
+            }
             _ if self.next == Some(party) => Some(Event::NextGone),
             _ if self.giver == Some(party) => Some(if_giver),
             _ => None,
@@ -473,15 +477,18 @@ impl Arbiter {
             }
             Report::Taken { epoch } => {
                 self.set(party, Is::Holding);
-                if is_next && epoch == self.seen.epoch.wrapping_add(1) {
+                // While somebody else is being fenced the word itself will say so: what is seized after the fence is what was fenced.
+                if is_next && epoch == self.seen.epoch.wrapping_add(1) && self.state != State::Fencing {
                     self.seen = Tenure { holder: Some(party), epoch };
                     return Some(Event::Taken);
                 }
                 self.all_heard()
             }
-            Report::Lost { epoch } => {
-                if matches!(self.is(party), Some(Is::Waiting | Is::Late | Is::Holding)) {
-                    self.set(party, Is::Ready);
+            Report::Lost { epoch, ready } => {
+                match self.is(party) {
+                    Some(Is::Unfit) => {}
+                    _ if ready => self.set(party, Is::Ready),
+                    _ => self.set(party, Is::Idle),
                 }
                 let now = is_next && (epoch == self.seen.epoch || self.state == State::Clearing);
                 let ready = self.is(party) == Some(Is::Ready) && self.state != State::Finding;
@@ -490,7 +497,7 @@ impl Arbiter {
             Report::Failed { epoch, reason } => {
                 self.set(party, Is::Unfit);
                 self.why = Some(reason);
-                if is_next && epoch == self.seen.epoch.wrapping_add(1) {
+                if is_next && epoch == self.seen.epoch.wrapping_add(1) && self.state != State::Fencing {
                     self.seen = Tenure::free(epoch);
                     return Some(Event::Failed);
                 }

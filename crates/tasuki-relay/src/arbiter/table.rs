@@ -131,9 +131,31 @@ impl All for Event {
     const ALL: &'static [Self] = {
         use Event::*;
         &[
-            Heard, Asked, Ready, ReadyBehindFence, Unfit, Released, Kept, KeptAlone, Taken, Lost, Failed, GiverGone,
-            GiverSilent, NextGone, SpareReady, Deadline, Fenced, Seized, FreeNow, HeldByGiver, HeldByNext, HeldBySilent,
-            Chosen, NobodyLeft, PassedOn,
+            Heard,
+            Asked,
+            Ready,
+            ReadyBehindFence,
+            Unfit,
+            Released,
+            Kept,
+            KeptAlone,
+            Taken,
+            Lost,
+            Failed,
+            GiverGone,
+            GiverSilent,
+            NextGone,
+            SpareReady,
+            Deadline,
+            Fenced,
+            Seized,
+            FreeNow,
+            HeldByGiver,
+            HeldByNext,
+            HeldBySilent,
+            Chosen,
+            NobodyLeft,
+            PassedOn,
         ]
     };
 }

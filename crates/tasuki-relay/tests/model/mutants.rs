@@ -51,7 +51,10 @@ fn a_giver_that_does_not_keep_to_its_table_is_caught() {
     let on = Then::Go(State::Driving, &[Action::SayReleased]);
     caught("goes on after it has passed the lease", mutant(State::Passing, Event::Won, on));
     caught("deaf to a release", mutant(State::Driving, Event::Release, Then::Stay(&[])));
-    caught("silent about what it keeps", mutant(State::Stopping, Event::Stuck, Then::Go(State::Driving, &[Action::Resume])));
+    caught(
+        "silent about what it keeps",
+        mutant(State::Stopping, Event::Stuck, Then::Go(State::Driving, &[Action::Resume])),
+    );
 }
 
 #[test]
@@ -63,10 +66,19 @@ fn a_taker_that_does_not_keep_to_its_table_is_caught() {
         relay
     };
     caught("takes without a swap", mutant(State::Ready, Event::Take, Then::Go(State::Reading, &[Action::Read])));
-    caught("goes on after it lost the swap", mutant(State::Taking, Event::Lost, Then::Go(State::Reading, &[Action::Read])));
-    caught("keeps what it cannot use", mutant(State::Reading, Event::Broken, Then::Go(State::Failed, &[Action::SayFailed])));
+    caught(
+        "goes on after it lost the swap",
+        mutant(State::Taking, Event::Lost, Then::Go(State::Reading, &[Action::Read])),
+    );
+    caught(
+        "keeps what it cannot use",
+        mutant(State::Reading, Event::Broken, Then::Go(State::Failed, &[Action::SayFailed])),
+    );
     caught("waits for ever", mutant(State::Waiting, Event::Moved, Then::Stay(&[])));
-    caught("drives without saying so", mutant(State::Reading, Event::Sound, Then::Go(State::Driving, &[Action::LookOnce])));
+    caught(
+        "drives without saying so",
+        mutant(State::Reading, Event::Sound, Then::Go(State::Driving, &[Action::LookOnce])),
+    );
     caught("prepares for ever", mutant(State::Preparing, Event::Prepared, Then::Go(State::Ready, &[])));
 }
 
@@ -81,8 +93,8 @@ fn an_arbiter_that_does_not_keep_to_its_table_is_caught() {
     caught("takeover without a fence", mutant(takeover(), State::Steady, Event::GiverSilent, seize));
     let unfenced = Then::Go(State::Seizing, &[Action::Seize]);
     caught("seizes from a silent one", mutant(upgrade(), State::Seizing, Event::HeldBySilent, unfenced));
-    let grant = Then::Go(State::Granting, &[Action::Take, Action::Watch]);
-    caught("a deadline without a swap", mutant(upgrade(), State::Passing, Event::Deadline, grant));
+    let decide = Then::Go(State::Choosing, &[Action::Choose]);
+    caught("a deadline that decides", mutant(upgrade(), State::Passing, Event::Deadline, decide));
     caught("deaf to a death", mutant(takeover(), State::Steady, Event::GiverGone, Then::Stay(&[])));
     caught("deaf to a fence", mutant(takeover(), State::Fencing, Event::Fenced, Then::Stay(&[])));
     caught("deaf to a taker's death", mutant(upgrade(), State::Passing, Event::NextGone, Then::Stay(&[])));
@@ -90,6 +102,9 @@ fn an_arbiter_that_does_not_keep_to_its_table_is_caught() {
     caught("nobody told to take", mutant(takeover(), State::Granting, Event::PassedOn, Then::Stay(&[Action::Watch])));
     let settled = Then::Go(State::Steady, &[Action::Say]);
     caught("a taker left waiting", mutant(upgrade(), State::Passing, Event::Kept, settled));
-    caught("parked though somebody is left", mutant(takeover(), State::Seizing, Event::Seized, Then::Go(State::Parked, &[Action::Say])));
+    caught(
+        "parked though somebody is left",
+        mutant(takeover(), State::Seizing, Event::Seized, Then::Go(State::Parked, &[Action::Say])),
+    );
     caught("released, and nothing done", mutant(behind_a_fence(), State::Letting, Event::Released, Then::Stay(&[])));
 }
