@@ -72,6 +72,7 @@ impl All for Event {
 }
 
 /// The table.
+#[rustfmt::skip]
 pub const TABLE: &[Row<State, Event, Action>] = {
     use Action::*;
     use Event::*;
@@ -81,72 +82,27 @@ pub const TABLE: &[Row<State, Event, Action>] = {
     const FIRST: &str = "what a row says is done before anything else is heard (Y5)";
     const NO_SWAP: &str = "it has tried none";
     &[
-        Row {
-            from: &[Driving],
-            on: Release,
-            then: Go(Stopping, &[Stop]),
-            because: "nobody else may begin while a burst is under way",
-        },
+        Row { from: &[Driving], on: Release, then: Go(Stopping, &[Stop]), because: "nobody else may begin while a burst is under way" },
         Row { from: &[Stopping], on: Release, then: Stay(&[]), because: "it is about to" },
         Row { from: &[Passing], on: Release, then: Refuse, because: FIRST },
         Row { from: ENDED, on: Release, then: Refuse, because: OVER },
-        Row {
-            from: &[Driving],
-            on: Recall,
-            then: Stay(&[SayKept]),
-            because: "the order never came, or the card did not stop; the arbiter waits for a word",
-        },
-        Row {
-            from: &[Stopping],
-            on: Recall,
-            then: Go(Driving, &[Resume, SayKept]),
-            because: "nobody else has begun: it still holds the lease",
-        },
+        Row { from: &[Driving], on: Recall, then: Stay(&[SayKept]), because: "the order never came, or the card did not stop; the arbiter waits for a word" },
+        Row { from: &[Stopping], on: Recall, then: Go(Driving, &[Resume, SayKept]), because: "nobody else has begun: it still holds the lease" },
         Row { from: &[Passing], on: Recall, then: Refuse, because: FIRST },
-        Row {
-            from: ENDED,
-            on: Recall,
-            then: Refuse,
-            because: "passed is final; an order to take, as any taker gets it, is the way back",
-        },
-        Row {
-            from: &[Stopping],
-            on: Stopped,
-            then: Go(Passing, &[WriteSash, Pass]),
-            because: "the sash must be true before anybody can win the lease (Y4)",
-        },
+        Row { from: ENDED, on: Recall, then: Refuse, because: "passed is final; an order to take, as any taker gets it, is the way back" },
+        Row { from: &[Stopping], on: Stopped, then: Go(Passing, &[WriteSash, Pass]), because: "the sash must be true before anybody can win the lease (Y4)" },
         Row { from: &[Driving, Passing], on: Stopped, then: Refuse, because: "it was not stopping" },
         Row { from: ENDED, on: Stopped, then: Refuse, because: OVER },
-        Row {
-            from: &[Stopping],
-            on: Stuck,
-            then: Go(Driving, &[Resume, SayKept]),
-            because: "a card that will not stop stays where it is",
-        },
+        Row { from: &[Stopping], on: Stuck, then: Go(Driving, &[Resume, SayKept]), because: "a card that will not stop stays where it is" },
         Row { from: &[Driving, Passing], on: Stuck, then: Refuse, because: "it was not stopping" },
         Row { from: ENDED, on: Stuck, then: Refuse, because: OVER },
-        Row {
-            from: &[Passing],
-            on: Won,
-            then: Go(Passed, &[SayReleased]),
-            because: "from now on only the word says who drives (Y1)",
-        },
+        Row { from: &[Passing], on: Won, then: Go(Passed, &[SayReleased]), because: "from now on only the word says who drives (Y1)" },
         Row { from: &[Driving, Stopping], on: Won, then: Refuse, because: NO_SWAP },
         Row { from: ENDED, on: Won, then: Refuse, because: OVER },
-        Row {
-            from: &[Passing],
-            on: Lost,
-            then: Go(Out, &[Yield, SayReplaced]),
-            because: "it was fenced and replaced while it stopped",
-        },
+        Row { from: &[Passing], on: Lost, then: Go(Out, &[Yield, SayReplaced]), because: "it was fenced and replaced while it stopped" },
         Row { from: &[Driving, Stopping], on: Lost, then: Refuse, because: NO_SWAP },
         Row { from: ENDED, on: Lost, then: Refuse, because: OVER },
-        Row {
-            from: &[Driving, Stopping],
-            on: Replaced,
-            then: Go(Out, &[Yield, SayReplaced]),
-            because: "it was silent for too long: fenced, and another has the lease",
-        },
+        Row { from: &[Driving, Stopping], on: Replaced, then: Go(Out, &[Yield, SayReplaced]), because: "it was silent for too long: fenced, and another has the lease" },
         Row { from: &[Passing], on: Replaced, then: Refuse, because: FIRST },
         Row { from: ENDED, on: Replaced, then: Refuse, because: OVER },
     ]

@@ -1,4 +1,5 @@
 //! Giver, taker, stand-by, arbiter and lease word together, with everything that can go wrong, explored to the end.
+#![allow(clippy::tests_outside_test_module, reason = "a file in tests/ is a test module")]
 
 mod mutants;
 mod world;
