@@ -13,11 +13,13 @@ enum May {
     Only(&'static [&'static str]),
 }
 
-const ARROWS: [(&str, May); 7] = [
+const ARROWS: [(&str, May); 8] = [
     // Compiled and checked alone, under loom too.
     ("tasuki-shm", May::Only(&[])),
     // Everything that touches devices, guests and the kernel's network.
     ("tasuki-net", May::Only(&["tasuki-shm", "tasuki-sim"])),
+    // A contract between versions: pure, and nothing of ours in it.
+    ("tasuki-relay", May::Only(&[])),
     // A model of a device knows nothing of the drivers that it is to catch.
     ("tasuki-sim", May::Only(&["tasuki-shm"])),
     // Drives a node's ports: what can be replaced while it runs. Tested against models.

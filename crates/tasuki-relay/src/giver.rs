@@ -1,0 +1,109 @@
+//! The side that holds the lease: a worker that drives a device until it is told to let go.
+//!
+//! Its data path looks once a burst whether a release was ordered: one load of a word that names the epoch to be released, beside
+//! the lease. What follows in place is [`Action::WriteSash`] (the cursors) and [`Action::Pass`] (one compare-and-swap).
+
+use crate::table::{All, Row, Then::*};
+
+/// Where a giver stands.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum State {
+    /// It holds the lease and drives the device.
+    Driving,
+    /// It ends its burst, and has the card stop where the method wants that.
+    Stopping,
+    /// It has stopped, and passes the lease.
+    Passing,
+    /// The lease is passed. From here on it is a taker that is ready.
+    Passed,
+    /// It was replaced, and touches the device no more.
+    Out,
+}
+
+/// What happens to a giver.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum Event {
+    /// The arbiter orders it to let go of the epoch that it holds.
+    Release,
+    /// The arbiter takes that order back.
+    Recall,
+    /// The burst has ended and the card is as the method wants it.
+    Stopped,
+    /// The card does not stop.
+    Stuck,
+    /// Its compare-and-swap succeeded.
+    Won,
+    /// Its compare-and-swap failed.
+    Lost,
+    /// The word names another epoch than its own.
+    Replaced,
+}
+
+/// What a giver does.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum Action {
+    /// End the burst; have the card stop where the method wants that.
+    Stop,
+    /// Go on driving, from what it has in hand.
+    Resume,
+    /// Write the cursors to the sash.
+    WriteSash,
+    /// Compare-and-swap: from its own tenure to nobody's.
+    Pass,
+    /// Let go of the device without touching it.
+    Yield,
+    /// Tell the arbiter that it has passed the lease.
+    SayReleased,
+    /// Tell the arbiter that it keeps it, and why.
+    SayKept,
+    /// Tell the arbiter that it was replaced.
+    SayReplaced,
+}
+
+impl All for State {
+    const ALL: &'static [Self] = &[State::Driving, State::Stopping, State::Passing, State::Passed, State::Out];
+}
+
+impl All for Event {
+    const ALL: &'static [Self] = {
+        use Event::*;
+        &[Release, Recall, Stopped, Stuck, Won, Lost, Replaced]
+    };
+}
+
+/// The table.
+#[rustfmt::skip]
+pub const TABLE: &[Row<State, Event, Action>] = {
+    use Action::*;
+    use Event::*;
+    use State::*;
+    const ENDED: &[State] = &[Passed, Out];
+    const OVER: &str = "who has let go is a taker or nothing, and has another table";
+    const FIRST: &str = "what a row says is done before anything else is heard (Y5)";
+    const NO_SWAP: &str = "it has tried none";
+    &[
+        Row { from: &[Driving], on: Release, then: Go(Stopping, &[Stop]), because: "nobody else may begin while a burst is under way" },
+        Row { from: &[Stopping], on: Release, then: Stay(&[]), because: "it is about to" },
+        Row { from: &[Passing], on: Release, then: Refuse, because: FIRST },
+        Row { from: ENDED, on: Release, then: Refuse, because: OVER },
+        Row { from: &[Driving], on: Recall, then: Stay(&[SayKept]), because: "the order never came, or the card did not stop; the arbiter waits for a word" },
+        Row { from: &[Stopping], on: Recall, then: Go(Driving, &[Resume, SayKept]), because: "nobody else has begun: it still holds the lease" },
+        Row { from: &[Passing], on: Recall, then: Refuse, because: FIRST },
+        Row { from: ENDED, on: Recall, then: Refuse, because: "passed is final; an order to take, as any taker gets it, is the way back" },
+        Row { from: &[Stopping], on: Stopped, then: Go(Passing, &[WriteSash, Pass]), because: "the sash must be true before anybody can win the lease (Y4)" },
+        Row { from: &[Driving, Passing], on: Stopped, then: Refuse, because: "it was not stopping" },
+        Row { from: ENDED, on: Stopped, then: Refuse, because: OVER },
+        Row { from: &[Stopping], on: Stuck, then: Go(Driving, &[Resume, SayKept]), because: "a card that will not stop stays where it is" },
+        Row { from: &[Driving, Passing], on: Stuck, then: Refuse, because: "it was not stopping" },
+        Row { from: ENDED, on: Stuck, then: Refuse, because: OVER },
+        Row { from: &[Passing], on: Won, then: Go(Passed, &[SayReleased]), because: "from now on only the word says who drives (Y1)" },
+        Row { from: &[Driving, Stopping], on: Won, then: Refuse, because: NO_SWAP },
+        Row { from: ENDED, on: Won, then: Refuse, because: OVER },
+        Row { from: &[Passing], on: Lost, then: Go(Out, &[Yield, SayReplaced]), because: "it was fenced and replaced while it stopped" },
+        Row { from: &[Driving, Stopping], on: Lost, then: Refuse, because: NO_SWAP },
+        Row { from: ENDED, on: Lost, then: Refuse, because: OVER },
+        Row { from: &[Driving, Stopping], on: Replaced, then: Go(Out, &[Yield, SayReplaced]), because: "it was silent for too long: fenced, and another has the lease" },
+        Row { from: &[Passing], on: Replaced, then: Refuse, because: FIRST },
+        Row { from: ENDED, on: Replaced, then: Refuse, because: OVER },
+    ]
+};

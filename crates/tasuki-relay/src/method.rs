@@ -1,0 +1,237 @@
+//! Which way a NIC goes to another node: a pure function of what the card can do, whom one trusts, and what was asked for.
+//!
+//! | method  | what changes                                         | what it needs                                                          |
+//! |---------|------------------------------------------------------|------------------------------------------------------------------------|
+//! | keep    | the right to drive                                   | rings in the NIC's own memory, which can be taken from the old node    |
+//! | mbb     | steering, to a queue that runs already               | a queue to spare, and trust: all queues of a card reach the same memory |
+//! | repoint | the eight values of S0                               | a card whose ring bases can be written without a reset of its link     |
+//! | cold    | everything: reset, initialise, wait for the link     | nothing                                                                |
+
+use crate::table::All;
+
+/// A way for a NIC to change hands.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum Method {
+    /// Only the right to drive moves.
+    Keep,
+    /// Make before break: the new owner's queue is up before traffic is steered to it.
+    Mbb,
+    /// The ring bases, the cursors and the interrupt are written anew, and nothing else.
+    Repoint,
+    /// Reset and start.
+    Cold,
+}
+
+impl All for Method {
+    const ALL: &'static [Self] = &[Method::Keep, Method::Mbb, Method::Repoint, Method::Cold];
+}
+
+impl std::fmt::Display for Method {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str(match self {
+            Method::Keep => "keep",
+            Method::Mbb => "mbb",
+            Method::Repoint => "repoint",
+            Method::Cold => "cold",
+        })
+    }
+}
+
+/// How a card takes other ring bases while its link stays up.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum Repointing {
+    /// Base and cursor registers are written while its units are off, and the partner is asked to pause (82574).
+    Paused,
+    /// The same, with a card that cannot ask for a pause: what comes meanwhile is lost (RTL8139).
+    Unpaused,
+    /// It cannot.
+    Never,
+}
+
+/// What a card and its bus can do.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub struct Card {
+    /// Its rings and frames are in memory of its own, which another process can map as it is.
+    pub own_memory: bool,
+    /// The old node's mapping of memory and registers can be taken away while it runs.
+    pub withdrawable: bool,
+    /// It has a queue to spare, and traffic can be steered to it.
+    pub spare_queue: bool,
+    /// Whether its rings can be elsewhere from now on.
+    pub repointing: Repointing,
+}
+
+/// What two nodes think of each other.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum Trust {
+    /// Each may break the other.
+    Full,
+    /// Neither may read what is the other's, nor harm it.
+    None,
+}
+
+/// A method, and why this one.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Choice {
+    /// How.
+    pub method: Method,
+    /// Why, as the end of the sentence "the NIC goes by METHOD: ".
+    pub because: &'static str,
+}
+
+/// Why the method that was asked for is not to be had.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
+pub enum NotPossible {
+    /// The rings are in the old node's memory.
+    #[error("keep needs a NIC whose rings are in memory of its own; take repoint or cold")]
+    ForeignMemory,
+    /// Nothing keeps the old node from writing to the card.
+    #[error(
+        "keep between nodes that do not trust each other needs a bus that can take the old node's mapping away, and this one cannot; take cold, or declare the nodes trusted"
+    )]
+    NotWithdrawable,
+    /// One queue.
+    #[error(
+        "mbb needs a card with a receive queue to spare to which traffic can be steered, and this one has none; take keep or repoint"
+    )]
+    NoSpareQueue,
+    /// All queues reach the same memory.
+    #[error(
+        "mbb between nodes that do not trust each other is not safe: while both queues run, each node's queue reaches the other's memory; take keep or cold"
+    )]
+    SharedReach,
+    /// Its bases are fixed once it runs.
+    #[error(
+        "repoint needs a card whose ring bases can be written while its link stays up, and this one's cannot; take keep or cold"
+    )]
+    FixedBases,
+}
+
+/// Whether `card` can go by `method` from one node to another.
+pub fn possible(card: &Card, trust: Trust, method: Method) -> Result<&'static str, NotPossible> {
+    match (method, trust) {
+        (Method::Keep, _) if !card.own_memory => Err(NotPossible::ForeignMemory),
+        (Method::Keep, Trust::None) if !card.withdrawable => Err(NotPossible::NotWithdrawable),
+        (Method::Keep, _) => Ok("its rings stay where they are, and nothing that the card knows changes"),
+        (Method::Mbb, _) if !card.spare_queue => Err(NotPossible::NoSpareQueue),
+        (Method::Mbb, Trust::None) => Err(NotPossible::SharedReach),
+        (Method::Mbb, Trust::Full) => Ok("its new queue runs before traffic is steered to it"),
+        (Method::Repoint, _) => match card.repointing {
+            Repointing::Paused => Ok("its partner pauses while the ring bases are written, and the link stays up"),
+            Repointing::Unpaused => Ok(
+                "the link stays up; frames that come while the ring bases are written are lost, for the card cannot ask for a pause",
+            ),
+            Repointing::Never => Err(NotPossible::FixedBases),
+        },
+        (Method::Cold, _) => {
+            Ok("it is reset and waits for its link: frames are lost until then, and any card can do it")
+        }
+    }
+}
+
+/// The method that was asked for, or the best that card and trust allow: what loses nothing first, and of these what changes least.
+pub fn choose(card: &Card, trust: Trust, asked: Option<Method>) -> Result<Choice, NotPossible> {
+    if let Some(method) = asked {
+        return possible(card, trust, method).map(|because| Choice { method, because });
+    }
+    let best =
+        Method::ALL.iter().find_map(|&method| Some(Choice { method, because: possible(card, trust, method).ok()? }));
+    Ok(best.unwrap_or(Choice { method: Method::Cold, because: "nothing else is possible" }))
+}
+
+/// How a successor gets at the state of its predecessor.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum State {
+    /// It reads the sash where it is.
+    InPlace,
+    /// The giver writes it to the daemon's store, in the form of another version.
+    Store,
+}
+
+/// A sash's layout that nobody here can turn into one that the successor reads.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
+#[error(
+    "the giver writes sashes of version {writes}, and the successor reads {reads_from} to {reads_to}; go by a version between them, or hand the NIC over cold"
+)]
+pub struct Apart {
+    /// What the giver writes.
+    pub writes: u32,
+    /// What the successor reads, from this one
+    pub reads_from: u32,
+    /// to this one.
+    pub reads_to: u32,
+}
+
+/// Which way the state goes. In place only where both have one layout: another is read at leisure, from the store.
+pub fn state(writes: u32, reads_from: u32, reads_to: u32, asked_for_store: bool) -> Result<State, Apart> {
+    match (reads_from..=reads_to).contains(&writes) {
+        false => Err(Apart { writes, reads_from, reads_to }),
+        true if asked_for_store || writes != reads_to => Ok(State::Store),
+        true => Ok(State::InPlace),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const E1000E: Card =
+        Card { own_memory: true, withdrawable: true, spare_queue: true, repointing: Repointing::Paused };
+
+    fn cards() -> impl Iterator<Item = Card> {
+        let repointings = [Repointing::Paused, Repointing::Unpaused, Repointing::Never];
+        (0..8).flat_map(move |bits: u8| {
+            repointings.map(|repointing| Card {
+                own_memory: bits & 1 != 0,
+                withdrawable: bits & 2 != 0,
+                spare_queue: bits & 4 != 0,
+                repointing,
+            })
+        })
+    }
+
+    #[test]
+    fn what_changes_least_is_chosen() {
+        let method = |card, trust| choose(&card, trust, None).unwrap().method;
+        assert_eq!(method(E1000E, Trust::Full), Method::Keep);
+        assert_eq!(method(E1000E, Trust::None), Method::Keep);
+        assert_eq!(method(Card { own_memory: false, ..E1000E }, Trust::Full), Method::Mbb);
+        assert_eq!(method(Card { own_memory: false, ..E1000E }, Trust::None), Method::Repoint);
+        let plain = Card { own_memory: false, spare_queue: false, withdrawable: false, repointing: Repointing::Never };
+        assert_eq!(method(plain, Trust::Full), Method::Cold);
+    }
+
+    #[test]
+    fn what_is_asked_for_is_had_or_refused_with_a_way_out() {
+        for card in cards() {
+            for trust in [Trust::Full, Trust::None] {
+                assert!(choose(&card, trust, None).is_ok(), "any card goes somehow");
+                for &method in Method::ALL {
+                    match choose(&card, trust, Some(method)) {
+                        Ok(choice) => assert_eq!(choice.method, method, "nothing else than what was asked for"),
+                        Err(error) => assert!(error.to_string().contains("; take "), "{error}"),
+                    }
+                }
+                assert!(choose(&card, trust, Some(Method::Cold)).is_ok());
+            }
+        }
+    }
+
+    #[test]
+    fn without_trust_nobody_keeps_a_way_to_what_is_the_others() {
+        for card in cards() {
+            let choice = choose(&card, Trust::None, None).unwrap();
+            assert!(choice.method != Method::Mbb);
+            assert!(choice.method != Method::Keep || card.withdrawable);
+        }
+    }
+
+    #[test]
+    fn another_layout_goes_by_the_store_and_an_unknown_one_nowhere() {
+        assert_eq!(state(3, 3, 3, false), Ok(State::InPlace));
+        assert_eq!(state(3, 3, 3, true), Ok(State::Store));
+        assert_eq!(state(2, 2, 3, false), Ok(State::Store), "an upgrade");
+        let error = state(3, 1, 2, false).unwrap_err();
+        assert!(error.to_string().contains("version 3") && error.to_string().contains("1 to 2"), "{error}");
+    }
+}

@@ -1,0 +1,287 @@
+//! The envelope of a sash: what stands around a driver's bytes, so that whoever opens it knows that they are those that were written.
+//!
+//! | bytes   | what                                                                                  |
+//! |---------|---------------------------------------------------------------------------------------|
+//! | 0..4    | `SASH`                                                                                |
+//! | 4..8    | CRC-32C of all that follows, the envelope's own fields included                       |
+//! | 8..12   | version of the envelope, 1                                                            |
+//! | 12..16  | kind: whose sash it is (vendor and device of the card that the driver is named for)   |
+//! | 16..20  | version of the driver's layout                                                        |
+//! | 20..24  | epoch of the lease in which it was written                                            |
+//! | 24..28  | length of what follows                                                                |
+//! | 28..32  | zero                                                                                  |
+//! | 32..    | the driver's bytes                                                                    |
+//!
+//! In the machine's byte order, which a sash never leaves. The mark is written last: an envelope that a writer died over has none.
+
+use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout};
+
+/// Of the envelope.
+pub const VERSION: u32 = 1;
+/// Bytes of it, before the driver's.
+pub const HEAD: usize = size_of::<Head>();
+/// More than any driver writes, in bytes: a length beyond it is no length.
+pub const LEN_MAX: usize = 1 << 20;
+
+const MAGIC: u32 = u32::from_ne_bytes(*b"SASH");
+
+#[repr(C)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, FromBytes, IntoBytes, Immutable, KnownLayout)]
+struct Head {
+    magic: u32,
+    checksum: u32,
+    envelope: u32,
+    kind: u32,
+    version: u32,
+    epoch: u32,
+    len: u32,
+    zero: u32,
+}
+
+const _: () = assert!(HEAD == 32);
+/// The checksum covers all from here on.
+const COVERED: usize = 8;
+
+/// A sash in its envelope.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Sash<'b> {
+    /// Whose it is.
+    pub kind: u32,
+    /// Of the driver's layout.
+    pub version: u32,
+    /// In which it was written.
+    pub epoch: u32,
+    /// The driver's.
+    pub bytes: &'b [u8],
+}
+
+/// Why a sash could not be written.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
+#[error(
+    "a sash of {len} bytes needs {need} with its envelope, and there are {have} (a driver's sash has at most {LEN_MAX}); make the NIC's sash memory larger"
+)]
+pub struct NoRoom {
+    /// Bytes of the driver's.
+    pub len: usize,
+    /// With the envelope.
+    pub need: usize,
+    /// There are.
+    pub have: usize,
+}
+
+/// Why a sash is not to be used. The giver still has what it wrote, and can go on.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
+pub enum NotASash {
+    /// Nothing was written, or not to its end.
+    #[error(
+        "no sash stands there ({have} bytes, mark {mark:#010x}): nobody wrote one to its end; let the giver go on, or start the card anew"
+    )]
+    Absent {
+        /// Bytes there.
+        have: usize,
+        /// What stands for a mark.
+        mark: u32,
+    },
+    /// Shorter than it says.
+    #[error(
+        "the sash says that it has {says} bytes, and {have} are there; it was cut, or is damaged: let the giver go on, or start the card anew"
+    )]
+    Cut {
+        /// What it says.
+        says: u32,
+        /// What is there.
+        have: usize,
+    },
+    /// Not what was written.
+    #[error(
+        "the sash is damaged: its checksum is {is:#010x} and should be {should:#010x}; let the giver go on, or start the card anew"
+    )]
+    Damaged {
+        /// Of what stands there.
+        is: u32,
+        /// As the envelope says.
+        should: u32,
+    },
+    /// Of a later version, undamaged.
+    #[error(
+        "the sash has an envelope of version {version}, and this program opens {VERSION}; upgrade, or hand the NIC over by the store"
+    )]
+    Envelope {
+        /// Which.
+        version: u32,
+    },
+    /// Of another driver or another version of it.
+    #[error(
+        "the sash is of {kind:#010x} version {version}, and {want_kind:#010x} version {want_version} is wanted; hand the NIC over by the store, or cold"
+    )]
+    Other {
+        /// Whose it is.
+        kind: u32,
+        /// Of which version.
+        version: u32,
+        /// Whose it should be.
+        want_kind: u32,
+        /// And of which.
+        want_version: u32,
+    },
+    /// Written in another tenure: an older one stands there.
+    #[error(
+        "the sash was written in epoch {epoch}, and the lease was passed in epoch {want}; its giver did not write one: let it go on, or start the card anew"
+    )]
+    Stale {
+        /// When it was written.
+        epoch: u32,
+        /// When it should have been.
+        want: u32,
+    },
+}
+
+impl<'b> Sash<'b> {
+    /// Writes it to `memory`, the mark last; says how many bytes it takes.
+    pub fn write(&self, memory: &mut [u8]) -> Result<usize, NoRoom> {
+        let (len, have) = (self.bytes.len(), memory.len());
+        let need = HEAD.saturating_add(len);
+        let room = NoRoom { len, need, have };
+        let bytes = u32::try_from(len).ok().filter(|_| len <= LEN_MAX).ok_or(room)?;
+        let memory = memory.get_mut(..need).ok_or(room)?;
+        let Sash { kind, version, epoch, .. } = *self;
+        let head = Head { magic: 0, checksum: 0, envelope: VERSION, kind, version, epoch, len: bytes, zero: 0 };
+        let checksum = crc32c::crc32c_append(crc32c::crc32c(&head.as_bytes()[COVERED..]), self.bytes);
+        memory[..HEAD].copy_from_slice(Head { checksum, ..head }.as_bytes());
+        memory[HEAD..].copy_from_slice(self.bytes);
+        memory[..4].copy_from_slice(&MAGIC.to_ne_bytes());
+        Ok(need)
+    }
+
+    /// What stands in `memory`, which may be longer. It must be a copy that nobody else can write.
+    pub fn read(memory: &'b [u8]) -> Result<Self, NotASash> {
+        let absent = |mark| NotASash::Absent { have: memory.len(), mark };
+        let (head, rest) = Head::read_from_prefix(memory).map_err(|_| absent(0))?;
+        if head.magic != MAGIC {
+            return Err(absent(head.magic));
+        }
+        let cut = NotASash::Cut { says: head.len, have: rest.len() };
+        let len = usize::try_from(head.len).ok().filter(|&len| len <= LEN_MAX).ok_or(cut)?;
+        let bytes = rest.get(..len).ok_or(cut)?;
+        let is = crc32c::crc32c_append(crc32c::crc32c(&head.as_bytes()[COVERED..]), bytes);
+        if is != head.checksum {
+            return Err(NotASash::Damaged { is, should: head.checksum });
+        }
+        if head.envelope != VERSION || head.zero != 0 {
+            return Err(NotASash::Envelope { version: head.envelope });
+        }
+        Ok(Sash { kind: head.kind, version: head.version, epoch: head.epoch, bytes })
+    }
+
+    /// [`read`](Self::read) by a driver that wants this kind and version, of the tenure in which the lease was passed.
+    pub fn read_as(memory: &'b [u8], kind: u32, version: u32, epoch: u32) -> Result<&'b [u8], NotASash> {
+        let sash = Sash::read(memory)?;
+        if (sash.kind, sash.version) != (kind, version) {
+            let (want_kind, want_version) = (kind, version);
+            return Err(NotASash::Other { kind: sash.kind, version: sash.version, want_kind, want_version });
+        }
+        match sash.epoch == epoch {
+            true => Ok(sash.bytes),
+            false => Err(NotASash::Stale { epoch: sash.epoch, want: epoch }),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    fn written(kind: u32, version: u32, epoch: u32, bytes: &[u8], beyond: usize) -> Vec<u8> {
+        let mut memory = vec![0xa5; HEAD + bytes.len() + beyond];
+        assert_eq!(Sash { kind, version, epoch, bytes }.write(&mut memory), Ok(HEAD + bytes.len()));
+        memory
+    }
+
+    proptest! {
+        #![proptest_config(ProptestConfig { failure_persistence: None, ..ProptestConfig::default() })]
+
+        #[test]
+        fn what_was_written_is_read(
+            numbers in any::<[u32; 3]>(),
+            bytes in proptest::collection::vec(any::<u8>(), 0..300),
+            beyond in 0..9_usize,
+        ) {
+            let [kind, version, epoch] = numbers;
+            let memory = written(kind, version, epoch, &bytes, beyond);
+            prop_assert_eq!(Sash::read(&memory), Ok(Sash { kind, version, epoch, bytes: &bytes }));
+            prop_assert_eq!(Sash::read_as(&memory, kind, version, epoch), Ok(&bytes[..]));
+            let stale = Sash::read_as(&memory, kind, version, epoch ^ 1);
+            prop_assert_eq!(stale, Err(NotASash::Stale { epoch, want: epoch ^ 1 }));
+            let other = matches!(Sash::read_as(&memory, kind, version ^ 1, epoch), Err(NotASash::Other { .. }));
+            prop_assert!(other);
+        }
+
+        #[test]
+        fn any_bytes_are_refused_or_honest(
+            marked in any::<bool>(),
+            len in prop_oneof![0..64_u32, any::<u32>()],
+            bytes in proptest::collection::vec(any::<u8>(), 0..100),
+        ) {
+            let mut bytes = bytes;
+            if marked && bytes.len() >= HEAD {
+                bytes[..4].copy_from_slice(b"SASH");
+                bytes[24..28].copy_from_slice(&len.to_ne_bytes());
+            }
+            if let Ok(sash) = Sash::read(&bytes) {
+                let again = written(sash.kind, sash.version, sash.epoch, sash.bytes, 0);
+                prop_assert_eq!(&again[..], &bytes[..again.len()], "the same as if it had been written");
+            }
+        }
+    }
+
+    #[test]
+    fn any_bit_flipped_is_noticed() {
+        let memory = written(0x8086_10d3, 7, 3, &[0x11, 0, 0xff, 4, 5, 6, 7, 8, 9, 10, 11], 0);
+        for bit in 0..memory.len() * 8 {
+            let mut flipped = memory.clone();
+            flipped[bit / 8] ^= 1 << (bit % 8);
+            let error = Sash::read(&flipped).expect_err("a flipped bit");
+            assert!(error.to_string().contains("; "), "what to do is said: {error}");
+        }
+    }
+
+    #[test]
+    fn two_bits_flipped_are_noticed_too() {
+        // CRC-32C has a Hamming distance of 4 or more up to 2³¹ bits; a short one can be tried out.
+        let memory = written(1, 2, 3, &[0x5a; 16], 0);
+        let bits = memory.len() * 8;
+        for (first, second) in (0..bits).flat_map(|first| (first + 1..bits).map(move |second| (first, second))) {
+            let mut flipped = memory.clone();
+            [first, second].iter().for_each(|bit| flipped[bit / 8] ^= 1 << (bit % 8));
+            assert!(Sash::read(&flipped).is_err(), "bits {first} and {second}");
+        }
+    }
+
+    #[test]
+    fn what_a_writer_died_over_is_no_sash() {
+        let whole = written(1, 2, 3, b"cursors", 0);
+        for end in 0..whole.len() {
+            assert!(Sash::read(&whole[..end]).is_err());
+        }
+        let mut unmarked = whole;
+        unmarked[..4].fill(0);
+        assert_eq!(Sash::read(&unmarked), Err(NotASash::Absent { have: 39, mark: 0 }));
+    }
+
+    #[test]
+    fn room_is_needed_for_all_of_it() {
+        let sash = Sash { kind: 1, version: 1, epoch: 1, bytes: &[1, 2, 3] };
+        assert_eq!(sash.write(&mut [0; 34]), Err(NoRoom { len: 3, need: 35, have: 34 }));
+        assert_eq!(sash.write(&mut [0; 35]), Ok(35));
+        let long = vec![0; LEN_MAX + 1];
+        assert!(Sash { bytes: &long, ..sash }.write(&mut vec![0; LEN_MAX + HEAD + 1]).is_err());
+    }
+
+    #[test]
+    fn the_checksum_is_crc_32c() {
+        // RFC 3720, appendix B.4: 32 bytes of zeroes.
+        assert_eq!(crc32c::crc32c(&[0; 32]), 0x8a91_36aa);
+    }
+}

@@ -1,0 +1,151 @@
+//! The side that is to hold the lease: a new worker, a stand-by, another node's worker, or a giver that is to take it back.
+//!
+//! While it waits it looks at one word, the lease: spinning on a core of its own, parked on the giver's.
+
+use crate::table::{All, Row, Then::*};
+
+/// Where a taker stands.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum State {
+    /// It has begun and nothing was asked of it.
+    Idle,
+    /// It maps the memory and the registers, and checks that it understands the sash's kind and version.
+    Preparing,
+    /// It could go on at once.
+    Ready,
+    /// It was told to take, and waits until the word is the one that the order named.
+    Waiting,
+    /// It has tried the compare-and-swap.
+    Taking,
+    /// It holds the lease, and reads the sash.
+    Reading,
+    /// It drives. From here on it is a giver.
+    Driving,
+    /// It cannot go on from the sash, and passes the lease back.
+    Returning,
+    /// It cannot take this device.
+    Failed,
+    /// It was told to leave.
+    Left,
+}
+
+/// What happens to a taker.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum Event {
+    /// The arbiter orders it to prepare.
+    Prepare,
+    /// All is mapped and understood.
+    Prepared,
+    /// Something is missing or not understood.
+    Unfit,
+    /// The arbiter orders it to take the lease from a certain word.
+    Take,
+    /// The word is that one.
+    Free,
+    /// The word is neither that one nor the one before it.
+    Moved,
+    /// Its compare-and-swap succeeded.
+    Won,
+    /// Its compare-and-swap failed.
+    Lost,
+    /// The sash is whole and the card is as it says.
+    Sound,
+    /// It is not.
+    Broken,
+    /// The arbiter orders it to wait no longer.
+    StandDown,
+    /// The arbiter needs it no more.
+    Leave,
+}
+
+/// What a taker does.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum Action {
+    /// Map everything, and look at kind and version of the sash.
+    Map,
+    /// Look at the word until it is the one that the order named, or has moved on.
+    Look,
+    /// Compare-and-swap: from the word that the order named to its own tenure.
+    Take,
+    /// Read and check the sash, or the rings if the last driver was lost.
+    Read,
+    /// Look at the rings once, whether something rang or not.
+    LookOnce,
+    /// Compare-and-swap: from its own tenure to nobody's.
+    Pass,
+    /// End.
+    Go,
+    /// Tell the arbiter that it could go on at once.
+    SayReady,
+    /// Tell the arbiter that it cannot take this device, and why.
+    SayUnfit,
+    /// Tell the arbiter that it drives.
+    SayTaken,
+    /// Tell the arbiter that it waits for nothing any more.
+    SayLost,
+    /// Tell the arbiter that it has held the lease and given it back, and why.
+    SayFailed,
+}
+
+impl All for State {
+    const ALL: &'static [Self] = {
+        use State::*;
+        &[Idle, Preparing, Ready, Waiting, Taking, Reading, Driving, Returning, Failed, Left]
+    };
+}
+
+impl All for Event {
+    const ALL: &'static [Self] = {
+        use Event::*;
+        &[Prepare, Prepared, Unfit, Take, Free, Moved, Won, Lost, Sound, Broken, StandDown, Leave]
+    };
+}
+
+/// The table.
+#[rustfmt::skip]
+pub const TABLE: &[Row<State, Event, Action>] = {
+    use Action as A;
+    use Event as E;
+    use State::*;
+    const OVER: &str = "its part is over";
+    const FIRST: &str = "what a row says is done before anything else is heard (Y5)";
+    const BUSY: &[State] = &[Taking, Reading, Returning];
+    &[
+        Row { from: &[Idle], on: E::Prepare, then: Go(Preparing, &[A::Map]), because: "all that takes time is done while the giver drives" },
+        Row { from: &[Preparing, Waiting], on: E::Prepare, then: Stay(&[]), because: "it is at it, or past it" },
+        Row { from: &[Ready], on: E::Prepare, then: Stay(&[A::SayReady]), because: "it is prepared already" },
+        Row { from: BUSY, on: E::Prepare, then: Refuse, because: FIRST },
+        Row { from: &[Driving, Left], on: E::Prepare, then: Refuse, because: OVER },
+        Row { from: &[Failed], on: E::Prepare, then: Stay(&[A::SayUnfit]), because: "what it could not do it cannot do now; a fresh worker may" },
+        Row { from: &[Preparing], on: E::Prepared, then: Go(Ready, &[A::SayReady]), because: "the arbiter begins nothing before it has heard this" },
+        Row { from: &[Idle, Ready, Waiting, Taking, Reading, Returning, Driving, Failed, Left], on: E::Prepared, then: Refuse, because: "it was not preparing" },
+        Row { from: &[Preparing], on: E::Unfit, then: Go(Failed, &[A::SayUnfit]), because: "it costs nothing to find out while the giver drives" },
+        Row { from: &[Idle, Ready, Waiting, Taking, Reading, Returning, Driving, Failed, Left], on: E::Unfit, then: Refuse, because: "it was not preparing" },
+        Row { from: &[Ready], on: E::Take, then: Go(Waiting, &[A::Look]), because: "the word says when" },
+        Row { from: &[Waiting], on: E::Take, then: Stay(&[A::Look]), because: "the arbiter seized the lease and grants it anew: the older order is void (Y2)" },
+        Row { from: &[Idle, Preparing, Failed], on: E::Take, then: Stay(&[A::SayLost]), because: "it cannot, and the arbiter must not wait for it" },
+        Row { from: BUSY, on: E::Take, then: Refuse, because: FIRST },
+        Row { from: &[Driving, Left], on: E::Take, then: Refuse, because: OVER },
+        Row { from: &[Waiting], on: E::Free, then: Go(Taking, &[A::Take]), because: "whoever wins the swap drives (Y1)" },
+        Row { from: &[Idle, Preparing, Ready, Failed, Taking, Reading, Returning, Driving, Left], on: E::Free, then: Refuse, because: "nobody told it to take" },
+        Row { from: &[Waiting], on: E::Moved, then: Go(Ready, &[A::SayLost]), because: "the order is void: the lease is in another epoch (Y2)" },
+        Row { from: &[Idle, Preparing, Ready, Failed, Taking, Reading, Returning, Driving, Left], on: E::Moved, then: Refuse, because: "it was not looking" },
+        Row { from: &[Taking], on: E::Won, then: Go(Reading, &[A::Read]), because: "the sash stays as it is while we hold the lease (Y4)" },
+        Row { from: &[Returning], on: E::Won, then: Go(Failed, &[A::SayFailed]), because: "the giver, or another stand-by, can have it" },
+        Row { from: &[Taking], on: E::Lost, then: Go(Ready, &[A::SayLost]), because: "somebody else was quicker" },
+        Row { from: &[Returning], on: E::Lost, then: Go(Failed, &[A::SayFailed]), because: "it was fenced and replaced meanwhile" },
+        Row { from: &[Idle, Preparing, Ready, Waiting, Reading, Driving, Failed, Left], on: E::Won, then: Refuse, because: "it has tried no swap" },
+        Row { from: &[Idle, Preparing, Ready, Waiting, Reading, Driving, Failed, Left], on: E::Lost, then: Refuse, because: "it has tried no swap" },
+        Row { from: &[Reading], on: E::Sound, then: Go(Driving, &[A::LookOnce, A::SayTaken]), because: "what came in the gap may have rung for nobody: one look, always" },
+        Row { from: &[Idle, Preparing, Ready, Waiting, Taking, Returning, Driving, Failed, Left], on: E::Sound, then: Refuse, because: "it was not reading" },
+        Row { from: &[Reading], on: E::Broken, then: Go(Returning, &[A::Pass]), because: "nothing was touched yet: whoever wrote it can still go on" },
+        Row { from: &[Idle, Preparing, Ready, Waiting, Taking, Returning, Driving, Failed, Left], on: E::Broken, then: Refuse, because: "it was not reading" },
+        Row { from: &[Waiting], on: E::StandDown, then: Go(Ready, &[A::SayLost]), because: "the lease stays where it is, and the next to be told may be another" },
+        Row { from: &[Idle, Preparing, Ready, Failed], on: E::StandDown, then: Stay(&[A::SayLost]), because: "it waits for nothing; the arbiter wants to hear that" },
+        Row { from: BUSY, on: E::StandDown, then: Refuse, because: FIRST },
+        Row { from: &[Driving, Left], on: E::StandDown, then: Refuse, because: OVER },
+        Row { from: &[Idle, Preparing, Ready, Waiting, Failed], on: E::Leave, then: Go(Left, &[A::Go]), because: "another drives, and is believed to go on doing so" },
+        Row { from: BUSY, on: E::Leave, then: Refuse, because: "it holds the lease, or may: who leaves then strands it" },
+        Row { from: &[Driving, Left], on: E::Leave, then: Refuse, because: OVER },
+    ]
+};

@@ -1,0 +1,652 @@
+//! What daemon and workers say to each other: packets of 32 bytes, little-endian, on a unix socket that keeps their bounds.
+//!
+//! | bytes   | what                                                                                        |
+//! |---------|---------------------------------------------------------------------------------------------|
+//! | 0..4    | `TRL` and a zero byte                                                                       |
+//! | 4..6    | version                                                                                     |
+//! | 6..8    | kind                                                                                        |
+//! | 8..12   | epoch: of the lease as the sender means it                                                  |
+//! | 12..16  | two small numbers: a use and a method, how the last driver ended, a standing, a reason      |
+//! | 16..32  | two numbers that the kind explains                                                          |
+//!
+//! The first eight bytes will never change their meaning. What a kind does not use is zero, or the packet is refused.
+//! Descriptors travel beside a packet; it says by [`Position`] which they are, in the order of their positions.
+
+use zerocopy::little_endian::{U16, U32, U64};
+use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout};
+
+use crate::method::Method;
+use crate::table::All;
+use crate::{After, Party};
+
+/// Of the packets.
+pub const VERSION: u16 = 1;
+/// Bytes in a packet.
+pub const LEN: usize = 32;
+
+const MAGIC: [u8; 4] = *b"TRL\0";
+
+/// What a relay is for.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum Use {
+    /// The same node, a new worker.
+    Upgrade,
+    /// The same node, whose holder is no more.
+    Takeover,
+    /// Another node.
+    Handover,
+}
+
+/// What a descriptor is. Those of a packet come in this order, each once.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum Position {
+    /// The line with the lease word and the word of orders.
+    Lease,
+    /// The memory of the sash.
+    Sash,
+    /// The device, or the connection to whoever serves it.
+    Device,
+    /// What gives the device its view of memory.
+    Iommu,
+    /// The rings.
+    Rings,
+    /// The arena of frames.
+    Arena,
+    /// The eventfd that rings for received frames.
+    Bell,
+    /// The end of a pipe that closes with the daemon.
+    Life,
+}
+
+impl All for Position {
+    const ALL: &'static [Self] = {
+        use Position::*;
+        &[Lease, Sash, Device, Iommu, Rings, Arena, Bell, Life]
+    };
+}
+
+/// Which descriptors come along.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Hash)]
+pub struct Positions(u8);
+
+impl Positions {
+    /// These.
+    pub fn of(positions: &[Position]) -> Self {
+        Positions(positions.iter().fold(0, |bits, &position| bits | 1 << position as u8))
+    }
+
+    /// In the order in which the descriptors come.
+    pub fn iter(self) -> impl Iterator<Item = Position> {
+        Position::ALL.iter().copied().filter(move |&position| self.0 & 1 << position as u8 != 0)
+    }
+
+    /// The first that is needed and did not come.
+    pub fn lacks(self, needed: &[Position]) -> Option<Position> {
+        needed.iter().copied().find(|&position| self.0 & 1 << position as u8 == 0)
+    }
+}
+
+/// Why a worker cannot do, or did not do, what it was told.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, thiserror::Error)]
+pub enum Reason {
+    /// Memory may not be locked.
+    #[error("the worker may lock {may} bytes and needs {needs}; raise RLIMIT_MEMLOCK")]
+    MemLock {
+        /// Its limit.
+        may: u64,
+        /// What the device's memory takes.
+        needs: u64,
+    },
+    /// A descriptor did not come.
+    #[error(
+        "the worker did not get descriptor {position} of the device; daemon and worker do not fit together: rebuild the older"
+    )]
+    Missing {
+        /// Its [`Position`].
+        position: u64,
+    },
+    /// It does not read this sash.
+    #[error(
+        "the worker does not read sashes of kind {kind:#x} version {version}; hand the NIC over by the store, or cold"
+    )]
+    OtherSash {
+        /// Whose it is.
+        kind: u64,
+        /// Of which version.
+        version: u64,
+    },
+    /// What it read is not what was written.
+    #[error("the sash is damaged: its checksum is {is:#x} and should be {should:#x}; the giver goes on")]
+    DamagedSash {
+        /// What the bytes have.
+        is: u64,
+        /// What the envelope says.
+        should: u64,
+    },
+    /// The sash is not true of the device.
+    #[error("the sash is not true of the device ({value:#x}); the giver goes on")]
+    WrongSash {
+        /// What stands there.
+        value: u64,
+    },
+    /// The card does not stop.
+    #[error("the card did not stop within {limit_ms} ms; it stays with its owner")]
+    CardStuck {
+        /// How long the worker waited.
+        limit_ms: u64,
+    },
+    /// The card is gone.
+    #[error("the card is gone from its bus; put it back, or give up its lease")]
+    CardGone,
+    /// The arbiter took its order back.
+    #[error("the order was taken back before the lease was passed")]
+    Recalled,
+    /// It did not answer by the deadline.
+    #[error("the worker did not answer by the deadline; look at what it does, or raise the limit")]
+    Late,
+    /// It died.
+    #[error("the worker died; its log says of what")]
+    Died,
+    /// Nobody is left.
+    #[error("nobody is left who could drive the device: it is parked; start a worker for its node")]
+    NobodyLeft,
+    /// A code that this version does not know.
+    #[error("the worker has a reason that this version does not know (code {code}); rebuild the older of the two")]
+    Unknown {
+        /// The code.
+        code: u16,
+    },
+}
+
+impl Reason {
+    fn to_parts(self) -> (u16, u64, u64) {
+        match self {
+            Reason::MemLock { may, needs } => (1, may, needs),
+            Reason::Missing { position } => (2, position, 0),
+            Reason::OtherSash { kind, version } => (3, kind, version),
+            Reason::DamagedSash { is, should } => (4, is, should),
+            Reason::WrongSash { value } => (5, value, 0),
+            Reason::CardStuck { limit_ms } => (6, limit_ms, 0),
+            Reason::CardGone => (7, 0, 0),
+            Reason::Recalled => (8, 0, 0),
+            Reason::Late => (9, 0, 0),
+            Reason::Died => (10, 0, 0),
+            Reason::NobodyLeft => (11, 0, 0),
+            Reason::Unknown { code } => (code, 0, 0),
+        }
+    }
+
+    fn from_parts(code: u16, a: u64, b: u64) -> Self {
+        match code {
+            1 => Reason::MemLock { may: a, needs: b },
+            2 => Reason::Missing { position: a },
+            3 => Reason::OtherSash { kind: a, version: b },
+            4 => Reason::DamagedSash { is: a, should: b },
+            5 => Reason::WrongSash { value: a },
+            6 => Reason::CardStuck { limit_ms: a },
+            7 => Reason::CardGone,
+            8 => Reason::Recalled,
+            9 => Reason::Late,
+            10 => Reason::Died,
+            11 => Reason::NobodyLeft,
+            code => Reason::Unknown { code },
+        }
+    }
+}
+
+/// What a worker says of itself to a daemon that does not know it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum Standing {
+    /// Nothing was asked of it.
+    Idle,
+    /// It could go on at once.
+    Ready,
+    /// It waits for the lease.
+    Waiting,
+    /// It holds it.
+    Holding,
+    /// It cannot take this device.
+    Unfit,
+}
+
+impl All for Standing {
+    const ALL: &'static [Self] = {
+        use Standing::*;
+        &[Idle, Ready, Waiting, Holding, Unfit]
+    };
+}
+
+/// From the daemon to a worker.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum Order {
+    /// Say who you are.
+    Who,
+    /// Map all this, and see whether you understand such a sash.
+    Prepare {
+        /// What for.
+        purpose: Use,
+        /// How.
+        method: Method,
+        /// Whose sash.
+        kind: u32,
+        /// Of which version.
+        version: u32,
+        /// What comes along.
+        carries: Positions,
+    },
+    /// Let go of the lease that you hold in this epoch.
+    Release {
+        /// Which.
+        epoch: u32,
+    },
+    /// That order is taken back.
+    Recall {
+        /// Which.
+        epoch: u32,
+    },
+    /// Take the lease from nobody, in this epoch and no other.
+    Take {
+        /// Which.
+        epoch: u32,
+        /// How the last driver ended.
+        after: After,
+        /// The epoch in which the sash was written, where that driver passed the lease.
+        wrote: u32,
+    },
+    /// Wait for nothing any more.
+    StandDown,
+    /// You are not needed any more.
+    Leave,
+    /// To whoever holds a mapping for another (the server of a device): take it away.
+    Fence {
+        /// Whose.
+        party: Party,
+        /// The epoch that ends.
+        epoch: u32,
+    },
+}
+
+/// From a worker to the daemon.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum Report {
+    /// Who I am.
+    Hello {
+        /// Where I stand.
+        standing: Standing,
+        /// In which epoch.
+        epoch: u32,
+    },
+    /// I could go on at once.
+    Ready,
+    /// I cannot take this device.
+    Unfit(Reason),
+    /// I have passed the lease that I held in this epoch.
+    Released {
+        /// Which.
+        epoch: u32,
+    },
+    /// I keep it.
+    Kept {
+        /// In which epoch.
+        epoch: u32,
+        /// Why.
+        reason: Reason,
+    },
+    /// I hold the lease and drive, in this epoch.
+    Taken {
+        /// Which.
+        epoch: u32,
+    },
+    /// I wait for no lease any more: the one of this epoch is not to be had.
+    Lost {
+        /// Which.
+        epoch: u32,
+        /// Whether I could take another.
+        ready: bool,
+    },
+    /// I held the lease in this epoch, and passed it back unused.
+    Failed {
+        /// Which.
+        epoch: u32,
+        /// Why.
+        reason: Reason,
+    },
+    /// I was replaced, and touch nothing any more.
+    Replaced {
+        /// The epoch that I held.
+        epoch: u32,
+    },
+    /// The mapping is taken away; no store of that party reaches the device any more.
+    Fenced {
+        /// Whose.
+        party: Party,
+        /// The epoch that ended.
+        epoch: u32,
+    },
+    /// I live, and have looked for work this often.
+    Beat {
+        /// How often.
+        bursts: u64,
+    },
+}
+
+/// Bytes that are no packet of ours.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
+pub enum Malformed {
+    /// Not so many.
+    #[error("a packet of the relay has {LEN} bytes, and this one {have}; whoever sent it is no part of Tasuki")]
+    Length {
+        /// How many there are.
+        have: usize,
+    },
+    /// Not of ours.
+    #[error("a packet without the relay's mark came in; whoever sent it is no part of Tasuki")]
+    Foreign,
+    /// Another version.
+    #[error(
+        "a packet of relay version {version} came in, and this program speaks {VERSION}; rebuild the older of the two"
+    )]
+    Version {
+        /// Which.
+        version: u16,
+    },
+    /// A kind that this direction does not have.
+    #[error("a packet of kind {kind} came in, which nobody sends this way in version {VERSION}")]
+    Kind {
+        /// Which.
+        kind: u16,
+    },
+    /// A number that means nothing there.
+    #[error("a packet of kind {kind} came in whose {field} is {value:#x}, which means nothing")]
+    Field {
+        /// Of this kind.
+        kind: u16,
+        /// Which number.
+        field: &'static str,
+        /// What it is.
+        value: u64,
+    },
+}
+
+#[repr(C)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, FromBytes, IntoBytes, Immutable, KnownLayout)]
+struct Packet {
+    magic: [u8; 4],
+    version: U16,
+    kind: U16,
+    epoch: U32,
+    code: U16,
+    detail: U16,
+    a: U64,
+    b: U64,
+}
+
+const _: () = assert!(size_of::<Packet>() == LEN);
+
+impl Packet {
+    fn bytes(kind: u16, epoch: u32, code: u16, detail: u16, a: u64, b: u64) -> [u8; LEN] {
+        let version = VERSION.into();
+        let (epoch, code, detail) = (epoch.into(), code.into(), detail.into());
+        let packet = Packet { magic: MAGIC, version, kind: kind.into(), epoch, code, detail, a: a.into(), b: b.into() };
+        zerocopy::transmute!(packet)
+    }
+
+    fn read(bytes: &[u8]) -> Result<Self, Malformed> {
+        let packet = Packet::read_from_bytes(bytes).map_err(|_| Malformed::Length { have: bytes.len() })?;
+        match (packet.magic, packet.version.get()) {
+            (MAGIC, VERSION) => Ok(packet),
+            (MAGIC, version) => Err(Malformed::Version { version }),
+            _ => Err(Malformed::Foreign),
+        }
+    }
+
+    fn wrong(&self, field: &'static str, value: u64) -> Malformed {
+        Malformed::Field { kind: self.kind.get(), field, value }
+    }
+
+    /// One of `all`, by its place.
+    fn one_of<T: All>(&self, field: &'static str, value: u16) -> Result<T, Malformed> {
+        T::ALL.get(usize::from(value)).copied().ok_or_else(|| self.wrong(field, value.into()))
+    }
+
+    fn party(&self) -> Result<Party, Malformed> {
+        let number = u32::try_from(self.a.get()).ok().and_then(std::num::NonZeroU32::new);
+        number.map(Party).ok_or_else(|| self.wrong("party", self.a.get()))
+    }
+
+    /// Its reason, which must be written as we would write it.
+    fn reason(&self) -> Result<Reason, Malformed> {
+        let reason = Reason::from_parts(self.code.get(), self.a.get(), self.b.get());
+        match reason.to_parts() == (self.code.get(), self.a.get(), self.b.get()) {
+            true => Ok(reason),
+            false => Err(self.wrong("reason", self.a.get())),
+        }
+    }
+}
+
+impl All for Use {
+    const ALL: &'static [Self] = &[Use::Upgrade, Use::Takeover, Use::Handover];
+}
+
+impl All for bool {
+    const ALL: &'static [Self] = &[false, true];
+}
+
+impl All for After {
+    const ALL: &'static [Self] = &[After::Passed, After::Lost];
+}
+
+impl Order {
+    /// As bytes.
+    pub fn to_bytes(self) -> [u8; LEN] {
+        let plain = |kind, epoch| Packet::bytes(kind, epoch, 0, 0, 0, 0);
+        match self {
+            Order::Who => plain(1, 0),
+            Order::Prepare { purpose, method, kind, version, carries } => {
+                let sash = u64::from(kind) << 32 | u64::from(version);
+                Packet::bytes(2, 0, purpose as u16, method as u16, sash, carries.0.into())
+            }
+            Order::Release { epoch } => plain(3, epoch),
+            Order::Recall { epoch } => plain(4, epoch),
+            Order::Take { epoch, after, wrote } => Packet::bytes(5, epoch, after as u16, 0, wrote.into(), 0),
+            Order::StandDown => plain(6, 0),
+            Order::Leave => plain(7, 0),
+            Order::Fence { party, epoch } => Packet::bytes(8, epoch, 0, 0, party.0.get().into(), 0),
+        }
+    }
+
+    /// What stands in `bytes`.
+    pub fn parse(bytes: &[u8]) -> Result<Self, Malformed> {
+        let packet = Packet::read(bytes)?;
+        let epoch = packet.epoch.get();
+        let order = match packet.kind.get() {
+            1 => Order::Who,
+            2 => Order::Prepare {
+                purpose: packet.one_of("use", packet.code.get())?,
+                method: packet.one_of("method", packet.detail.get())?,
+                kind: high(packet.a.get()),
+                version: low(packet.a.get()),
+                carries: Positions(
+                    u8::try_from(packet.b.get()).map_err(|_| packet.wrong("positions", packet.b.get()))?,
+                ),
+            },
+            3 => Order::Release { epoch },
+            4 => Order::Recall { epoch },
+            5 => Order::Take { epoch, after: packet.one_of("after", packet.code.get())?, wrote: low(packet.a.get()) },
+            6 => Order::StandDown,
+            7 => Order::Leave,
+            8 => Order::Fence { party: packet.party()?, epoch },
+            kind => return Err(Malformed::Kind { kind }),
+        };
+        exactly(order, &packet, order.to_bytes())
+    }
+}
+
+impl Report {
+    /// As bytes.
+    pub fn to_bytes(self) -> [u8; LEN] {
+        let plain = |kind, epoch| Packet::bytes(kind, epoch, 0, 0, 0, 0);
+        let why = |kind, epoch, reason: Reason| {
+            let (code, a, b) = reason.to_parts();
+            Packet::bytes(kind, epoch, code, 0, a, b)
+        };
+        match self {
+            Report::Hello { standing, epoch } => Packet::bytes(101, epoch, standing as u16, 0, 0, 0),
+            Report::Ready => plain(102, 0),
+            Report::Unfit(reason) => why(103, 0, reason),
+            Report::Released { epoch } => plain(104, epoch),
+            Report::Kept { epoch, reason } => why(105, epoch, reason),
+            Report::Taken { epoch } => plain(106, epoch),
+            Report::Lost { epoch, ready } => Packet::bytes(107, epoch, ready.into(), 0, 0, 0),
+            Report::Failed { epoch, reason } => why(108, epoch, reason),
+            Report::Replaced { epoch } => plain(109, epoch),
+            Report::Fenced { party, epoch } => Packet::bytes(110, epoch, 0, 0, party.0.get().into(), 0),
+            Report::Beat { bursts } => Packet::bytes(111, 0, 0, 0, bursts, 0),
+        }
+    }
+
+    /// What stands in `bytes`.
+    pub fn parse(bytes: &[u8]) -> Result<Self, Malformed> {
+        let packet = Packet::read(bytes)?;
+        let epoch = packet.epoch.get();
+        let report = match packet.kind.get() {
+            101 => Report::Hello { standing: packet.one_of("standing", packet.code.get())?, epoch },
+            102 => Report::Ready,
+            103 => Report::Unfit(packet.reason()?),
+            104 => Report::Released { epoch },
+            105 => Report::Kept { epoch, reason: packet.reason()? },
+            106 => Report::Taken { epoch },
+            107 => Report::Lost { epoch, ready: packet.one_of("ready", packet.code.get())? },
+            108 => Report::Failed { epoch, reason: packet.reason()? },
+            109 => Report::Replaced { epoch },
+            110 => Report::Fenced { party: packet.party()?, epoch },
+            111 => Report::Beat { bursts: packet.a.get() },
+            kind => return Err(Malformed::Kind { kind }),
+        };
+        exactly(report, &packet, report.to_bytes())
+    }
+}
+
+#[expect(clippy::cast_possible_truncation, reason = "one half of it")]
+fn low(word: u64) -> u32 {
+    word as u32
+}
+
+fn high(word: u64) -> u32 {
+    low(word >> 32)
+}
+
+/// What a kind does not use must be zero: there is one way to say a thing.
+fn exactly<M>(message: M, packet: &Packet, again: [u8; LEN]) -> Result<M, Malformed> {
+    match again == *packet.as_bytes() {
+        true => Ok(message),
+        false => Err(packet.wrong("unused part", packet.b.get())),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    fn reason() -> impl Strategy<Value = Reason> {
+        (0..20_u16, any::<u64>(), any::<u64>()).prop_filter_map("written as we write it", |(code, a, b)| {
+            let reason = Reason::from_parts(code, a, b);
+            Some(Reason::from_parts(reason.to_parts().0, reason.to_parts().1, reason.to_parts().2))
+        })
+    }
+
+    fn order() -> impl Strategy<Value = Order> {
+        let party = (1..u32::MAX).prop_map(|number| Party(number.try_into().unwrap()));
+        let prepare = (0..3_usize, 0..4_usize, any::<u32>(), any::<u32>(), any::<u8>());
+        prop_oneof![
+            prop_oneof![Just(Order::Who), Just(Order::StandDown), Just(Order::Leave)],
+            prepare.prop_map(|(purpose, method, kind, version, carries)| Order::Prepare {
+                purpose: Use::ALL[purpose],
+                method: Method::ALL[method],
+                kind,
+                version,
+                carries: Positions(carries),
+            }),
+            any::<u32>().prop_map(|epoch| Order::Release { epoch }),
+            any::<u32>().prop_map(|epoch| Order::Recall { epoch }),
+            (any::<[u32; 2]>(), 0..2_usize).prop_map(|([epoch, wrote], after)| Order::Take {
+                epoch,
+                after: After::ALL[after],
+                wrote
+            }),
+            (party, any::<u32>()).prop_map(|(party, epoch)| Order::Fence { party, epoch }),
+        ]
+    }
+
+    fn report() -> impl Strategy<Value = Report> {
+        let party = (1..u32::MAX).prop_map(|number| Party(number.try_into().unwrap()));
+        prop_oneof![
+            (0..5_usize, any::<u32>())
+                .prop_map(|(standing, epoch)| Report::Hello { standing: Standing::ALL[standing], epoch }),
+            Just(Report::Ready),
+            reason().prop_map(Report::Unfit),
+            any::<u32>().prop_map(|epoch| Report::Released { epoch }),
+            (any::<u32>(), reason()).prop_map(|(epoch, reason)| Report::Kept { epoch, reason }),
+            any::<u32>().prop_map(|epoch| Report::Taken { epoch }),
+            any::<(u32, bool)>().prop_map(|(epoch, ready)| Report::Lost { epoch, ready }),
+            (any::<u32>(), reason()).prop_map(|(epoch, reason)| Report::Failed { epoch, reason }),
+            any::<u32>().prop_map(|epoch| Report::Replaced { epoch }),
+            (party, any::<u32>()).prop_map(|(party, epoch)| Report::Fenced { party, epoch }),
+            any::<u64>().prop_map(|bursts| Report::Beat { bursts }),
+        ]
+    }
+
+    proptest! {
+        #![proptest_config(ProptestConfig { failure_persistence: None, ..ProptestConfig::default() })]
+
+        #[test]
+        fn what_is_said_is_heard(order in order(), report in report()) {
+            prop_assert_eq!(Order::parse(&order.to_bytes()), Ok(order));
+            prop_assert_eq!(Report::parse(&report.to_bytes()), Ok(report));
+            let kind = |bytes: [u8; LEN]| u16::from_le_bytes([bytes[6], bytes[7]]);
+            prop_assert_eq!(Report::parse(&order.to_bytes()), Err(Malformed::Kind { kind: kind(order.to_bytes()) }));
+            prop_assert_eq!(Order::parse(&report.to_bytes()), Err(Malformed::Kind { kind: kind(report.to_bytes()) }));
+        }
+
+        #[test]
+        fn any_bytes_are_refused_or_mean_one_thing(
+            kind in prop_oneof![0..12_u16, 98..115_u16, any::<u16>()],
+            rest in proptest::collection::vec(prop_oneof![Just(0_u8), any::<u8>()], 24),
+            marked in any::<bool>(),
+        ) {
+            let head: &[u8] = if marked { b"TRL\0\x01\0" } else { b"TRL\0\x02\0" };
+            let bytes = [head, &kind.to_le_bytes(), &rest].concat();
+            if let Ok(order) = Order::parse(&bytes) {
+                prop_assert_eq!(&order.to_bytes()[..], &bytes);
+            }
+            if let Ok(report) = Report::parse(&bytes) {
+                prop_assert_eq!(&report.to_bytes()[..], &bytes);
+            }
+            let refused = Report::parse(&bytes) == Err(Malformed::Version { version: 2 });
+            prop_assert!(marked || refused);
+        }
+
+        #[test]
+        fn other_lengths_are_refused(bytes in proptest::collection::vec(any::<u8>(), 0..80)) {
+            let expected = if bytes.len() == LEN { Malformed::Foreign } else { Malformed::Length { have: bytes.len() } };
+            prop_assert_eq!(Order::parse(&bytes), Err(expected));
+            prop_assert_eq!(Report::parse(&bytes), Err(expected));
+        }
+    }
+
+    #[test]
+    fn the_layout_is_the_documented_one() {
+        let bytes = Order::Take { epoch: 0x0102_0304, after: After::Lost, wrote: 0 }.to_bytes();
+        assert_eq!(bytes[..16], *b"TRL\0\x01\0\x05\0\x04\x03\x02\x01\x01\0\0\0");
+        assert_eq!(bytes[16..], [0; 16]);
+    }
+
+    #[test]
+    fn descriptors_are_named_by_what_they_are() {
+        let came = Positions::of(&[Position::Arena, Position::Lease]);
+        assert!(came.iter().eq([Position::Lease, Position::Arena]), "in the order of positions");
+        assert_eq!(came.lacks(&[Position::Lease, Position::Sash]), Some(Position::Sash));
+    }
+}

@@ -1,0 +1,76 @@
+//! Giver, taker, stand-by, arbiter and lease word together, with everything that can go wrong, explored to the end.
+#![allow(clippy::tests_outside_test_module, reason = "a file in tests/ is a test module")]
+
+mod mutants;
+mod world;
+
+use std::collections::{HashMap, HashSet};
+use std::hash::{BuildHasher, BuildHasherDefault, DefaultHasher};
+
+use stateright::{Checker, Model};
+use tasuki_relay::ARBITER;
+use tasuki_relay::wire::Use;
+use world::{GIVER, Relay, SPARE, TAKER, party};
+
+/// Explores all that can happen; how many states there are.
+fn explored(relay: Relay) -> usize {
+    let begun = std::time::Instant::now();
+    let checker = relay.checker().spawn_dfs().join();
+    if let Some((name, path)) = checker.discoveries().into_iter().next() {
+        let last = path.last_state().clone();
+        panic!("{name}: {:?}\n{:?} {:?}", path.into_actions(), last.word, last.daemon);
+    }
+    println!("{} states in {:?}", checker.unique_state_count(), begun.elapsed());
+    checker.unique_state_count()
+}
+
+#[test]
+fn an_upgrade_settles_whatever_two_faults_there_are() {
+    explored(Relay::new(Some((Use::Upgrade, false)), 2));
+}
+
+#[test]
+fn a_handover_behind_a_fence_settles_whatever_two_faults_there_are() {
+    explored(Relay::new(Some((Use::Handover, true)), 2));
+}
+
+#[test]
+fn a_takeover_settles_whatever_two_faults_there_are() {
+    explored(Relay::new(None, 2));
+}
+
+/// Whatever happens, there is an end to it: no run comes back to where it was.
+#[test]
+fn nothing_goes_round() {
+    for relay in
+        [Relay::new(Some((Use::Upgrade, false)), 1), Relay::new(Some((Use::Handover, true)), 1), Relay::new(None, 2)]
+    {
+        let hasher = BuildHasherDefault::<DefaultHasher>::default();
+        // Whether a state is still on the way from the first one to where we are.
+        let mut on_the_way = HashMap::new();
+        let mut ends = HashSet::new();
+        let mut stack: Vec<_> = relay.init_states().into_iter().map(|world| (world, false)).collect();
+        while let Some((world, left)) = stack.pop() {
+            let mark = hasher.hash_one(&world);
+            if left {
+                on_the_way.insert(mark, false);
+                continue;
+            }
+            match on_the_way.get(&mark) {
+                Some(true) => panic!("it comes back to {world:#?}"),
+                Some(false) => continue,
+                None => _ = on_the_way.insert(mark, true),
+            }
+            ends.extend(Relay::settled(&world).then_some(world.word.holder));
+            let next = relay.next_states(&world);
+            stack.push((world, true));
+            stack.extend(next.into_iter().map(|world| (world, false)));
+        }
+        // It is not quiet because nothing happens: each can end up with the lease, and so can nobody.
+        for holder in [party(GIVER), party(SPARE)] {
+            assert!(ends.contains(&Some(holder)), "{holder:?}: {:?}", relay.ask);
+        }
+        assert_eq!(ends.contains(&Some(party(TAKER))), relay.ask.is_some());
+        assert!(ends.contains(&Some(ARBITER)) || relay.faults < 2);
+    }
+}
