@@ -9,7 +9,7 @@ use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail, ensure};
-use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec};
+use rustix::event::EventfdFlags;
 use rustix::net::{AddressFamily, SocketFlags, SocketType, socketpair};
 use serde::{Deserialize, Serialize};
 use tasuki_net::nic::bus::Iova;
@@ -39,9 +39,6 @@ const BETWEEN: Duration = Duration::from_millis(5);
 
 /// Frames that have not come so long after the last one are lost.
 const PATIENCE: Duration = Duration::from_millis(200);
-
-/// How long a worker waits for its turn.
-const TURN: Duration = Duration::from_secs(20);
 
 /// What is on the wire.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -116,7 +113,8 @@ struct Worker {
     theirs: OwnedFd,
     /// Ready for the next turn, but for the sash.
     next: Option<<Card as InPlace>::Prepared>,
-    /// Left over from the last turn.
+    /// Left over from the last turn: a driver that was replaced, or what it was made of.
+    replaced: Option<Card>,
     retired: Option<(VfioUser, NicMemory)>,
     sash: Box<Sash>,
 }
@@ -135,13 +133,16 @@ impl Worker {
         let prepared = self.next.take().context("a worker takes over only when it is ready")?;
         let mut nic = Card::go_on(prepared, &self.sash)?;
         // Whatever has come meanwhile is taken with the first look.
-        self.echo(&mut nic)?;
+        let mut burst = Burst::new();
+        nic.receive(&mut burst)?;
         let took = now_ns().saturating_sub(self.board.words[RELEASED_AT].load(Relaxed));
+        self.send_back(&mut nic, &mut burst)?;
         let relay = self.board.words[RELAYS].load(Relaxed);
         let place = PAUSES + usize::try_from(relay)? % PAUSES_MAX;
         self.board.words[place].store(took, Relaxed);
         self.board.words[RELAYS].store(relay + 1, Relaxed);
-        if let Some((bus, memory)) = self.retired.take() {
+        let replaced = self.replaced.take().map(Card::stand_down);
+        if let Some((bus, memory)) = replaced.or_else(|| self.retired.take()) {
             self.next = Some(Card::prepare(bus, memory)?);
         }
         Ok(Some(nic))
@@ -154,17 +155,23 @@ impl Worker {
         self.board.write(&self.sash);
         self.board.lease.pass(self.board.lease.tenure())?;
         rustix::io::write(&self.theirs, &1_u64.to_ne_bytes()).context("the other worker cannot be woken")?;
-        self.retired = Some(nic.stand_down());
+        // Taken apart when there is time.
+        self.replaced = Some(nic);
         Ok(())
     }
 
     /// Sends back what has come; says how many frames that were.
     fn echo(&self, nic: &mut Card) -> Result<u64> {
         let mut burst = Burst::new();
-        let came = nic.receive(&mut burst)? as u64;
+        nic.receive(&mut burst)?;
+        self.send_back(nic, &mut burst)
+    }
+
+    fn send_back(&self, nic: &mut Card, burst: &mut Burst) -> Result<u64> {
+        let came = burst.len() as u64;
         burst.iter_mut().for_each(turn_round);
         while !burst.is_empty() {
-            nic.transmit(&mut burst)?;
+            nic.transmit(burst)?;
         }
         if came > 0 {
             let received = &self.board.words[RECEIVED];
@@ -190,17 +197,15 @@ impl Worker {
     }
 }
 
+/// Who waits in vain is ended by the bench.
 fn wait(eventfd: &OwnedFd) -> Result<()> {
-    let limit = Timespec::try_from(TURN).context("seconds")?;
-    match rustix::io::read(eventfd, &mut [0; 8]) {
-        Ok(_) => return Ok(()),
-        Err(rustix::io::Errno::AGAIN) => {}
-        Err(errno) => return Err(errno).context("an eventfd cannot be read"),
+    loop {
+        match rustix::io::read(eventfd, &mut [0; 8]) {
+            Ok(_) => return Ok(()),
+            Err(rustix::io::Errno::INTR) => {}
+            Err(errno) => return Err(errno).context("an eventfd cannot be read"),
+        }
     }
-    let woken = rustix::event::poll(&mut [PollFd::new(eventfd, PollFlags::IN)], Some(&limit))?;
-    ensure!(woken > 0, "the other worker did not hand over within {} s", TURN.as_secs());
-    rustix::io::read(eventfd, &mut [0; 8]).context("an eventfd cannot be read")?;
-    Ok(())
 }
 
 /// Index, length, places of doorbells: the doorbells are a descriptor if there are places.
@@ -339,7 +344,7 @@ pub fn take_turns() -> Result<()> {
 fn worker(us: NonZeroU32, board: Board, [ours, theirs]: [OwnedFd; 2], ways: &Ways) -> Result<Worker> {
     let (bus, memory) = ways.open()?;
     let sash = Sash::blank();
-    let mut worker = Worker { us, board, ours, theirs, next: None, retired: None, sash };
+    let mut worker = Worker { us, board, ours, theirs, next: None, replaced: None, retired: None, sash };
     worker.next = Some(Card::prepare(bus, memory)?);
     // For the turn after the next.
     if us.get() > 1 {
@@ -354,7 +359,7 @@ pub fn upgrades(mut orders: Orders, traffic: Traffic) -> Result<Sample> {
     let control = Control::new(orders.next_fd()?);
     let Say::Size(size) = control.hear()? else { bail!("the card did not begin with the size of its frames") };
     let ways = Ways::of(&nic, (parts, layout))?;
-    let eventfd = || rustix::event::eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK);
+    let eventfd = || rustix::event::eventfd(0, EventfdFlags::CLOEXEC);
     let (ours, theirs) = (eventfd()?, eventfd()?);
     let board = Board::new()?;
     let _other = start_other(&ways, &board, [&theirs, &ours], orders.cpu)?;
