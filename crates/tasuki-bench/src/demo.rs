@@ -18,6 +18,7 @@ use crate::cpus::{self, Cpus};
 use crate::interrupt::Interrupt;
 use crate::nic;
 use crate::papers::ANT;
+use crate::relay;
 use crate::rounds::{self, Effort, Samples};
 use crate::table::number;
 use crate::workplace::{self, Workplace};
@@ -222,25 +223,28 @@ pub fn run() -> Result<()> {
     cards(cpus)
 }
 
-/// A NIC at line rate whose driver is replaced, in two processes.
+/// A NIC at line rate whose driver is replaced: in one process by parking it, and by another process while it runs on.
 fn cards(cpus: Cpus) -> Result<()> {
-    let case = case::find(nic::PARK)?;
-    let samples = rounds::run(&[case], Effort { rounds: 1, factor: 1 }, cpus, &Interrupt::catch()?)?;
-    let sample = samples.of(case.name)?;
-    let noted = |name: &str| sample.numbers(name).first().copied().context("the case notes it");
-    let (summary, lost) = (sample.summary(), noted("lost")? + noted("wrong")?);
+    let shown = [
+        (nic::PARK, "the driver parks it and another goes on"),
+        (relay::UPGRADE, "it runs on, and another process drives it"),
+    ];
+    let cases = shown.map(|(name, _)| case::find(name)).into_iter().collect::<Result<Vec<_>>>()?;
+    let samples = rounds::run(&cases, Effort { rounds: 1, factor: 1 }, cpus, &Interrupt::catch()?)?;
     println!("\na network card (a model of Intel's 82574L) at gigabit line rate, 64-byte frames, each sent back");
-    println!(
-        "  the driver parks the card and another goes on with it, {} times: {} frames lost, twice or out of order",
-        summary.count,
-        number(lost)
-    );
-    println!(
-        "  nobody drives it for {} µs (median), {} µs (worst)",
-        number((summary.p50 / 1000) as f64),
-        number((summary.max / 1000) as f64)
-    );
-    ensure!(lost == 0.0, "{lost} frames were lost, came twice or out of order: that is a bug");
+    for (name, what) in shown {
+        let sample = samples.of(name)?;
+        let noted = |name: &str| sample.numbers(name).first().copied().context("the case notes it");
+        let (summary, lost) = (sample.summary(), noted("lost")? + noted("wrong")?);
+        println!(
+            "  {what}, {} times: {} frames lost, twice or out of order; nobody drives it for {} µs (median), {} µs (worst)",
+            summary.count,
+            number(lost),
+            number((summary.p50 / 1000) as f64),
+            number((summary.max / 1000) as f64)
+        );
+        ensure!(lost == 0.0, "{lost} frames were lost, came twice or out of order: that is a bug");
+    }
     Ok(())
 }
 

@@ -19,11 +19,7 @@ use worker::Traffic;
 
 /// The cases, in the order in which a round runs them. `calls` are relays.
 pub const CASES: &[Case] = &[
-    case(
-        "upgrade-inplace-line64",
-        |orders| card::serve_trials(orders, 64),
-        |orders| worker::upgrades(orders, Traffic::Line),
-    ),
+    case(UPGRADE, |orders| card::serve_trials(orders, 64), |orders| worker::upgrades(orders, Traffic::Line)),
     case(
         "upgrade-inplace-line1518",
         |orders| card::serve_trials(orders, 1518),
@@ -35,6 +31,9 @@ pub const CASES: &[Case] = &[
         |orders| worker::upgrades(orders, Traffic::Paper),
     ),
 ];
+
+/// The case in which the wire is busiest.
+pub const UPGRADE: &str = "upgrade-inplace-line64";
 
 /// What else is measured in the same rounds: what it costs to wake another process.
 pub fn floors() -> impl Iterator<Item = &'static Case> {
