@@ -132,12 +132,9 @@ fn run() -> Result<()> {
 fn some(how: &How, cases: &[&'static Case]) -> Result<()> {
     workplace::sweep();
     let wanted = |case: &&&Case| how.only.iter().any(|prefix| case.name.starts_with(prefix.as_str()));
+    let names: Vec<_> = cases.iter().map(|case| case.name).collect();
     let cases: Vec<_> = cases.iter().filter(wanted).copied().collect();
-    ensure!(
-        !cases.is_empty(),
-        "no case begins with {}; the cases are named in the table of a full run",
-        how.only.join(" or ")
-    );
+    ensure!(!cases.is_empty(), "no case begins with {}; the cases are {}", how.only.join(" or "), names.join(", "));
     let samples = rounds::run(&cases, how.effort(), Cpus::choose()?, &Interrupt::catch()?)?;
     for case in cases {
         let sample = samples.of(case.name)?;

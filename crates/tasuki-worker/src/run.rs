@@ -84,7 +84,8 @@ struct Run<'a, N> {
 pub fn run<N: Nic>(nic: &mut N, arena: Arena, orders: &Orders, stop: &Arc<AtomicBool>) -> Result<()> {
     let pcap = match &orders.pcap {
         Some(path) => {
-            let file = File::create(path).with_context(|| format!("{} cannot be written", path.display()))?;
+            let file = File::create(path)
+                .with_context(|| format!("{} cannot be written; choose another file", path.display()))?;
             Some(PcapWriter::new(BufWriter::new(file))?)
         }
         None => None,

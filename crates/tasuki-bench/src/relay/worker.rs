@@ -18,7 +18,7 @@ use tasuki_net::nic::e1000e::{E1000e, Sash};
 use tasuki_net::nic::{InPlace, MemoryLayout, Nic, NicMemory, Parts, Sash as _};
 use tasuki_net::port::{Burst, Port};
 use tasuki_shm::arena::Geometry;
-use tasuki_shm::lease::Lease;
+use tasuki_shm::lease::{Lease, Tenure};
 use tasuki_shm::line::Line;
 use tasuki_shm::region::{PAGE_LEN, Pages, Region, Span};
 use zerocopy::IntoBytes;
@@ -108,6 +108,8 @@ fn now_ns() -> u64 {
 /// A worker: what it needs to take its turn, and to wait for it.
 struct Worker {
     us: NonZeroU32,
+    /// What we hold the lease by, while we do.
+    tenure: Option<Tenure>,
     board: Board,
     ours: OwnedFd,
     theirs: OwnedFd,
@@ -128,7 +130,7 @@ impl Worker {
         }
         let tenure = self.board.lease.tenure();
         ensure!(tenure.holder.is_none(), "a worker was woken, and nobody has passed the lease");
-        self.board.lease.take(tenure, self.us)?;
+        self.tenure = Some(self.board.lease.take(tenure, self.us)?);
         self.board.read(self.sash.as_mut_bytes());
         let prepared = self.next.take().context("a worker takes over only when it is ready")?;
         let mut nic = Card::go_on(prepared, &self.sash)?;
@@ -153,7 +155,8 @@ impl Worker {
         self.board.words[RELEASED_AT].store(now_ns(), Relaxed);
         nic.sash(&mut self.sash);
         self.board.write(&self.sash);
-        self.board.lease.pass(self.board.lease.tenure())?;
+        let ours = self.tenure.take().context("only who holds the lease passes it")?;
+        self.board.lease.pass(ours)?;
         rustix::io::write(&self.theirs, &1_u64.to_ne_bytes()).context("the other worker cannot be woken")?;
         // Taken apart when there is time.
         self.replaced = Some(nic);
@@ -344,7 +347,7 @@ pub fn take_turns() -> Result<()> {
 fn worker(us: NonZeroU32, board: Board, [ours, theirs]: [OwnedFd; 2], ways: &Ways) -> Result<Worker> {
     let (bus, memory) = ways.open()?;
     let sash = Sash::blank();
-    let mut worker = Worker { us, board, ours, theirs, next: None, replaced: None, retired: None, sash };
+    let mut worker = Worker { us, tenure: None, board, ours, theirs, next: None, replaced: None, retired: None, sash };
     worker.next = Some(Card::prepare(bus, memory)?);
     // For the turn after the next.
     if us.get() > 1 {
@@ -365,7 +368,7 @@ pub fn upgrades(mut orders: Orders, traffic: Traffic) -> Result<Sample> {
     let _other = start_other(&ways, &board, [&theirs, &ours], orders.cpu)?;
     let us = NonZeroU32::MIN;
     let mut worker = worker(us, board, [ours, theirs], &ways)?;
-    worker.board.lease.take(worker.board.lease.tenure(), us)?;
+    worker.tenure = Some(worker.board.lease.take(worker.board.lease.tenure(), us)?);
 
     let rate = match traffic {
         Traffic::Line => driver::line_rate(size),

@@ -29,9 +29,6 @@ pub use sash::Sash;
 
 use crate::port::Port;
 
-/// More than any driver counts: bytes at a gigabit come to it in two thousand years. A sash that says more is not true.
-const COUNT_MAX: u64 = u64::MAX / 2;
-
 /// Who a card is, as its configuration space says.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct PciId {

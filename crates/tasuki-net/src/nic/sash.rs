@@ -90,6 +90,18 @@ pub(super) fn broken(what: &'static str, value: u64) -> NicError {
     NicError::BrokenSash { what, value }
 }
 
+/// More than any driver counts: bytes at a gigabit come to it in two thousand years. A sash that says more is not true.
+const COUNT_MAX: u64 = u64::MAX / 2;
+
+/// What a predecessor counted must be what a driver can have counted: more could overflow.
+pub(super) fn check_counts(counts: &(impl IntoBytes + Immutable)) -> Result<(), NicError> {
+    let (counts, _) = counts.as_bytes().as_chunks::<8>();
+    match counts.iter().map(|count| u64::from_ne_bytes(*count)).find(|&count| count > COUNT_MAX) {
+        Some(count) => Err(broken("what was counted", count)),
+        None => Ok(()),
+    }
+}
+
 /// Each of these is a slot of the arena, and none stands there twice.
 fn each_once(slots: impl Iterator<Item = SlotId>, count: u32) -> Result<(), NicError> {
     let mut named: Vec<_> = slots.collect();

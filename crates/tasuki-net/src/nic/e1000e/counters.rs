@@ -3,9 +3,9 @@
 use super::regs::{self, Cleared, Mmio, Reg, Ro};
 use super::ring::Dropped;
 use super::sash::COUNTERS;
+use crate::nic::NicError;
 use crate::nic::bus::Registers;
-use crate::nic::sash::broken;
-use crate::nic::{COUNT_MAX, NicError};
+use crate::nic::sash::check_counts;
 
 /// Where a counter of the card stands.
 enum Source {
@@ -75,10 +75,7 @@ impl Counters {
 
     /// Whether a predecessor can have counted that.
     pub fn check(accumulated: &[u64; COUNTERS]) -> Result<(), NicError> {
-        match accumulated[OURS..OURS + 3].iter().find(|&&count| count > COUNT_MAX) {
-            Some(&count) => Err(broken("frames dropped, more than a driver can have counted", count)),
-            None => Ok(()),
-        }
+        check_counts(&[accumulated[OURS], accumulated[OURS + 1], accumulated[OURS + 2]])
     }
 
     /// What a predecessor counted, [checked](Self::check).

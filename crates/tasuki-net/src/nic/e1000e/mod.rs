@@ -1,7 +1,7 @@
 //! The Intel 82574L: gigabit, two receive queues, MSI-X.
 //!
-//! `regs.rs` is the data sheet, `ring.rs` moves slots, `setup.rs` gets a card ready, `park.rs` stops it and has it go on, and
-//! `sash.rs` is what a successor needs. One vector signals all that is received; what was sent is looked at when there is
+//! `regs.rs` is the data sheet, `ring.rs` moves slots, `setup.rs` gets a card ready, `park.rs` stops it and has it go on, `in_place.rs`
+//! has it run on while its driver is replaced, `flow.rs` has card and partner pause for each other, and `sash.rs` is what a successor needs. One vector signals all that is received; what was sent is looked at when there is
 //! more to send.
 
 mod counters;

@@ -9,8 +9,8 @@ use zerocopy::{FromBytes, FromZeros, Immutable, IntoBytes, KnownLayout};
 use super::regs::DESCRIPTORS_MAX;
 use super::ring::BUFFER_LEN;
 use super::{MTU_MIN, RINGS_LEN};
-use crate::nic::sash::{self, Head, broken};
-use crate::nic::{COUNT_MAX, MemoryLayout, NicError};
+use crate::nic::sash::{self, Head, broken, check_counts};
+use crate::nic::{MemoryLayout, NicError};
 
 /// A slot that is in a ring.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, FromBytes, IntoBytes, Immutable, KnownLayout)]
@@ -64,14 +64,6 @@ pub struct Counts {
     pub tx_dropped: u64,
 }
 
-impl Counts {
-    /// The first count that is more than `most`.
-    fn beyond(&self, most: u64) -> Option<u64> {
-        let counts: [u64; size_of::<Counts>() / 8] = zerocopy::transmute!(*self);
-        counts.into_iter().find(|&count| count > most)
-    }
-}
-
 /// The sash.
 #[derive(Debug, Clone, PartialEq, Eq, FromBytes, IntoBytes, Immutable, KnownLayout)]
 #[repr(C)]
@@ -118,9 +110,7 @@ impl sash::Sash for Sash {
     }
 
     fn check_body(&self, memory: &MemoryLayout) -> Result<(), NicError> {
-        if let Some(count) = self.counts.beyond(COUNT_MAX) {
-            return Err(broken("what was counted", count));
-        }
+        check_counts(&self.counts)?;
         let ring = self.head.ring;
         if !ring.is_power_of_two() || !(2..=DESCRIPTORS_MAX).contains(&ring.into()) {
             return Err(broken("the number of descriptors", ring.into()));

@@ -9,8 +9,8 @@ use zerocopy::{FromBytes, FromZeros, Immutable, IntoBytes, KnownLayout};
 use super::Layout;
 use super::queue::FRAME_MIN;
 use super::regs::feature;
-use crate::nic::sash::{self, Head, broken};
-use crate::nic::{COUNT_MAX, MemoryLayout, NicError};
+use crate::nic::sash::{self, Head, broken, check_counts};
+use crate::nic::{MemoryLayout, NicError};
 
 /// Most descriptors in a queue.
 pub const DESCRIPTORS_MAX: usize = 512;
@@ -74,14 +74,6 @@ pub struct Counts {
     pub tx_dropped: u64,
     /// Notifications that the transmit queue has new frames.
     pub tx_kicks: u64,
-}
-
-impl Counts {
-    /// The first count that is more than `most`.
-    fn beyond(&self, most: u64) -> Option<u64> {
-        let counts: [u64; size_of::<Counts>() / 8] = zerocopy::transmute!(*self);
-        counts.into_iter().find(|&count| count > most)
-    }
 }
 
 /// The sash.
@@ -214,9 +206,7 @@ impl sash::Sash for Sash {
     }
 
     fn check_body(&self, memory: &MemoryLayout) -> Result<(), NicError> {
-        if let Some(count) = self.counts.beyond(COUNT_MAX) {
-            return Err(broken("what was counted", count));
-        }
+        check_counts(&self.counts)?;
         let ring = self.head.ring;
         if self.features & !feature::OURS != 0 || self.features & feature::VERSION_1 == 0 {
             return Err(broken("the features", self.features));

@@ -1,0 +1,105 @@
+//! Our model of the 82574L, plugged into a source of numbered frames, for a driver in another thread.
+#![allow(dead_code, reason = "each test needs another part of it")]
+
+use std::os::fd::OwnedFd;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::Relaxed};
+use std::time::{Duration, Instant};
+
+use rustix::net::{AddressFamily, SocketFlags, SocketType};
+use tasuki_net::nic::bus::vfio_user::{TIMEOUT, VfioUser};
+use tasuki_net::nic::e1000e::E1000e;
+use tasuki_net::nic::{Filter, Link, Nic, NicMemory, NicOptions};
+use tasuki_sim::e1000e::{Device, Options};
+use tasuki_sim::journal::Entry;
+use tasuki_sim::served::Served;
+use tasuki_sim::vfio_user::Server;
+use tasuki_sim::wire::{Counts, Source, SourceOptions};
+
+pub type Card = E1000e<VfioUser>;
+
+/// Bounds whatever is waited for. Ends a test that hangs; decides nothing else.
+pub const PATIENCE: Duration = Duration::from_secs(60);
+
+/// What a driver may know of the wire, and say to it.
+#[derive(Default)]
+pub struct Wire {
+    /// The source may begin.
+    go: AtomicBool,
+    sent: AtomicU64,
+    back: AtomicU64,
+    pauses: AtomicU64,
+}
+
+impl Wire {
+    /// Lets the source begin.
+    pub fn begin(&self) {
+        self.go.store(true, Relaxed);
+    }
+
+    /// Waits until so many frames have come back.
+    pub fn await_back(&self, count: u64) {
+        until("the frames to come back", || self.back.load(Relaxed) >= count);
+    }
+
+    /// Waits until `count` frames were sent, or the source was asked to pause.
+    pub fn await_end_or_pause(&self, count: u64) {
+        until("the source", || self.sent.load(Relaxed) >= count || self.pauses.load(Relaxed) > 0);
+    }
+
+    fn tell(&self, counts: Counts) {
+        self.sent.store(counts.sent, Relaxed);
+        self.back.store(counts.received, Relaxed);
+        self.pauses.store(counts.pauses, Relaxed);
+    }
+}
+
+fn until(what: &str, mut done: impl FnMut() -> bool) {
+    let began = Instant::now();
+    while !done() {
+        assert!(began.elapsed() < PATIENCE, "{what}: not within {PATIENCE:?}");
+        std::thread::yield_now();
+    }
+}
+
+/// Has `drive` drive the card, with `count` frames of 64 bytes to come at `rate` a second. Gives what it says, what the source has counted, and
+/// what the card's journal has since the source began.
+pub fn with_card<T: Send>(
+    rate: u64,
+    count: u64,
+    drive: impl FnOnce(OwnedFd, &Wire) -> T + Send,
+) -> (T, Counts, Vec<Entry>) {
+    let (ours, theirs) =
+        rustix::net::socketpair(AddressFamily::UNIX, SocketType::STREAM, SocketFlags::CLOEXEC, None).unwrap();
+    let (to, from) = ([0xff; 6], [0x02, 0, 0, 0, 0, 0x51]);
+    let mut source = Source::new(SourceOptions { to, from, size: 64, rate: Some(rate), count, honours_pause: true });
+    source.pause(true);
+    let options = Options { link_up_ns: 1_000_000, ..Options::default() };
+    let mut served = Served::new(Device::new(options), source);
+    let wire = Wire::default();
+    std::thread::scope(|scope| {
+        let driver = scope.spawn(|| drive(theirs, &wire));
+        let mut server = Server::over(ours).unwrap();
+        let mut before = None;
+        let well = served.serve(&mut server, |served| {
+            if before.is_none() && wire.go.load(Relaxed) {
+                before = Some(served.card().journal.entries().len());
+                served.wire().pause(false);
+            }
+            wire.tell(served.wire().counts());
+            !driver.is_finished()
+        });
+        well.unwrap();
+        let said = driver.join().unwrap();
+        let journal = served.card().journal.entries().iter().skip(before.unwrap_or(0)).cloned().collect();
+        (said, served.wire().counts(), journal)
+    })
+}
+
+/// The card, with its link up and all that comes let in.
+pub fn start(socket: OwnedFd, memory: NicMemory, flow_control: bool) -> Card {
+    let filter = Filter { promiscuous: true, ..Filter::default() };
+    let options = NicOptions { flow_control, filter, ..NicOptions::default() };
+    let mut nic = Card::start(VfioUser::meet(socket, TIMEOUT).unwrap(), memory, &options).unwrap();
+    until("the link", || nic.link() != Link::Down);
+    nic
+}
