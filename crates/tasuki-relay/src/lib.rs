@@ -21,6 +21,7 @@ use std::num::NonZeroU32;
 
 pub mod arbiter;
 pub mod giver;
+pub mod letter;
 pub mod method;
 pub mod pulse;
 pub mod sash;

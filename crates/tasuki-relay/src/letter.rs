@@ -1,0 +1,260 @@
+//! What daemon and workers tell each other besides the packets of [`crate::wire`]: what a worker is, and what a NIC is made of.
+//!
+//! All travels on one unix socket that keeps bounds, the worker's standard input. A message is one of two:
+//!
+//! - 36 bytes, the number of a NIC (little-endian, as the daemon gave it in [`ToWorker::Nic`]) and a packet: [`frame`], [`unframe`];
+//! - a letter: JSON, which begins with `{`. The descriptors that it speaks of travel beside it, in the order in which it names them.
+//!
+//! A letter with a field that the reader does not know is read without it; a letter of a kind that it does not know is refused with a
+//! sentence. [`SPEECH`] stands in the first one each way.
+
+use serde::{Deserialize, Serialize};
+
+use crate::wire;
+
+/// Of the letters. Grows when one of them changes what it means.
+pub const SPEECH: u32 = 1;
+
+/// Most bytes of a letter.
+pub const LETTER_MAX: usize = 64 * 1024;
+
+/// Most descriptors beside one.
+pub const FDS_MAX: usize = 32;
+
+/// A packet as it travels: with the number of the NIC that it is about.
+pub fn frame(nic: u32, packet: [u8; wire::LEN]) -> [u8; wire::LEN + 4] {
+    let mut bytes = [0; wire::LEN + 4];
+    bytes[..4].copy_from_slice(&nic.to_le_bytes());
+    bytes[4..].copy_from_slice(&packet);
+    bytes
+}
+
+/// The reverse of [`frame`]; nothing if this is a letter.
+pub fn unframe(bytes: &[u8]) -> Option<(u32, &[u8])> {
+    let (nic, packet) = bytes.split_first_chunk::<4>()?;
+    let is_packet = bytes.len() == wire::LEN + 4 && bytes[0] != b'{';
+    is_packet.then(|| (u32::from_le_bytes(*nic), packet))
+}
+
+/// What a node does with the frames of its NICs, while it has no guests.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Work {
+    /// Sends each frame back to where it came from.
+    Echo,
+    /// Takes frames in, and accounts for the numbers of those that are numbered.
+    Sink,
+    /// Sends numbered frames.
+    Source {
+        /// A second; 0 for as many as go.
+        rate: u64,
+        /// Bytes of each, without check sequence.
+        size: u16,
+    },
+}
+
+/// The first letter to a worker: what it is.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Begin {
+    /// [`SPEECH`] of the daemon.
+    pub speech: u32,
+    /// Its number in lease words.
+    pub party: u32,
+    /// Its node's name.
+    pub node: String,
+    /// What it does with frames.
+    pub work: Work,
+    /// The CPU that it runs on, if it is to stay on one.
+    pub cpu: Option<u32>,
+    /// It never sleeps while it drives a NIC.
+    pub poll: bool,
+    /// Bytes of memory that it may lock, for devices that need that.
+    pub memlock: u64,
+}
+
+/// A NIC as a worker can take it: text that only workers read, and descriptors.
+///
+/// Whoever opened the device wrote the text, and a worker that has moved a NIC to other memory writes it anew.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Kit {
+    /// Whose sash its driver writes: vendor and device.
+    pub kind: u32,
+    /// Of which version.
+    pub version: u32,
+    /// What the card and its bus can do: for the choice of a method.
+    pub can: Can,
+    /// Bus, memory and driver, as JSON.
+    pub text: String,
+    /// Descriptors that belong to it.
+    pub fds: usize,
+}
+
+/// [`crate::method::Card`], as it travels.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[expect(clippy::struct_excessive_bools, reason = "independent facts about a card")]
+pub struct Can {
+    /// It runs on while its driver is replaced, and a successor finds its place in the rings if its predecessor is dead.
+    pub in_place: bool,
+    /// A queue to spare.
+    pub spare_queue: bool,
+    /// Its rings can be elsewhere from now on, while the link stays up,
+    pub repoint: bool,
+    /// and the partner pauses meanwhile.
+    pub pauses: bool,
+}
+
+/// What becomes of frames that the old owner has not handled when a NIC goes to another node.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Inflight {
+    /// The old owner handles them before it lets go.
+    Deliver,
+    /// They are counted, wiped out, and never seen again.
+    Drop,
+}
+
+/// How a giver is to let go, told before it is ordered to.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Plan {
+    /// `keep`, `mbb`, `repoint` or `cold`; an upgrade is a `keep` within the node.
+    pub method: String,
+    /// Whether it goes to another node.
+    pub handover: bool,
+    /// What becomes of frames in flight.
+    pub inflight: Inflight,
+    /// The sash goes by the store: the giver writes it as bytes, to [`ToDaemon::Sash`], before it passes the lease.
+    pub store: bool,
+}
+
+/// From the daemon to a worker.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(tag = "letter", rename_all = "kebab-case")]
+pub enum ToWorker {
+    /// Who it is. Beside it: the worker's pulse (see [`pulse`](mod@crate::letter::pulse)), the node's book (memory for what its work must
+    /// remember), and a listening socket on which a daemon that comes later finds it.
+    Begin(Begin),
+    /// A NIC that it may be ordered to prepare. Beside it: the NIC's board (see [`board`]), and the kit's descriptors.
+    Nic {
+        /// Its number from now on.
+        nic: u32,
+        /// Its name.
+        name: String,
+        /// Where the card may see memory that this worker makes itself: an address, page-aligned, with 256 MiB for it.
+        iova: u64,
+        /// It was taken out of its box and runs, and nobody drives it: it starts with [`crate::worker::Worker::first`] if it is this worker's.
+        kit: Kit,
+    },
+    /// How the next order to release is meant.
+    Plan {
+        /// The NIC.
+        nic: u32,
+        /// How.
+        plan: Plan,
+    },
+    /// The sash that the giver stored, for the next order to take. Beside it: a memfd with its bytes, in an envelope.
+    Sash {
+        /// The NIC.
+        nic: u32,
+    },
+    /// Say again what you have: a [`ToDaemon::Kit`] for each NIC. From a daemon that has just begun.
+    Again,
+    /// Say what you have counted.
+    Counts,
+    /// Park what you drive, and end.
+    End,
+}
+
+/// From a worker to the daemon.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(tag = "letter", rename_all = "kebab-case")]
+pub enum ToDaemon {
+    /// It has read its [`Begin`], has given up what it does not need, and hears orders.
+    Begun {
+        /// [`SPEECH`] of the worker.
+        speech: u32,
+        /// Kind of the sashes that it reads, and the versions from and to.
+        reads: Vec<(u32, u32, u32)>,
+        /// What it could not confine itself with, as sentences.
+        unconfined: Vec<String>,
+    },
+    /// What a NIC is made of now. Beside it: the board, if this answers [`ToWorker::Again`], and the kit's descriptors.
+    Kit {
+        /// The NIC; of an opener, 0.
+        nic: u32,
+        /// Its name.
+        name: String,
+        /// Whether the board comes first.
+        board: bool,
+        /// Of it.
+        kit: Kit,
+    },
+    /// A sash for the store. Beside it: a memfd with its bytes, in an envelope.
+    Sash {
+        /// The NIC.
+        nic: u32,
+    },
+    /// What it has counted: name and number, as `ethtool -S` names them.
+    Counts {
+        /// The NIC.
+        nic: u32,
+        /// In the driver's order.
+        counts: Vec<(String, u64)>,
+    },
+    /// Something that a person must know, in a sentence.
+    Told {
+        /// The NIC, if it is about one.
+        nic: Option<u32>,
+        /// What.
+        sentence: String,
+    },
+}
+
+/// A NIC's board: a memfd of one page that the daemon and all who may drive the NIC write. Words are 8 bytes, lines 64.
+pub mod board {
+    /// Bytes.
+    pub const LEN: usize = 4096;
+    /// The line of the lease: `tasuki_shm::lease`.
+    pub const LEASE_LINE: usize = 0;
+    /// Word: when the last giver ended its last burst, in ns of `CLOCK_MONOTONIC`. Of a giver that died, the daemon writes when it learnt of that.
+    pub const STOPPED_AT: usize = 8;
+    /// Word: when the last taker had looked at the rings once and drove.
+    pub const DRIVING_AT: usize = 9;
+    /// Word: how often the NIC was taken and driven.
+    pub const RELAYS: usize = 10;
+}
+
+/// A worker's pulse: a memfd of one page, one for each worker, shared with the daemon. Words are 8 bytes.
+pub mod pulse {
+    /// Bytes.
+    pub const LEN: usize = 4096;
+    /// Word, the daemon's: how many messages it has put into the worker's socket. A worker that drives looks at this one word once a burst.
+    pub const POSTS: usize = 0;
+    /// Word, the worker's, as all that follow: how often it has looked for work; moves at least every millisecond while it lives and is awake.
+    pub const LOOKS: usize = 8;
+    /// Word: 1 while it sleeps on purpose: then it is not missed.
+    pub const ASLEEP: usize = 9;
+    /// Word: frames that it has received.
+    pub const RECEIVED: usize = 10;
+    /// Word: frames that it has sent.
+    pub const SENT: usize = 11;
+    /// Word: of numbered frames, those that are missing.
+    pub const MISSING: usize = 12;
+    /// Word: of numbered frames, those that came twice or late.
+    pub const LATE: usize = 13;
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::wire::Order;
+
+    #[test]
+    fn packets_and_letters_are_told_apart() {
+        let packet = Order::Release { epoch: 7 }.to_bytes();
+        let bytes = frame(3, packet);
+        assert_eq!(unframe(&bytes), Some((3, &packet[..])));
+        assert_eq!(unframe(&bytes[..35]), None);
+        // A NIC of this number would look like a letter: the daemon counts from 0.
+        assert_eq!(unframe(&frame(u32::from(b'{'), packet)), None);
+    }
+}
