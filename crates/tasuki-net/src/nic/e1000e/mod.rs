@@ -116,8 +116,10 @@ impl<B: Bus> E1000e<B> {
     }
 
     /// Gives the card all that was committed as handled; what is in hand stays that.
+    #[inline]
     fn rest(&mut self) {
         self.refill();
+        crash::point("nic.posted");
         let mut handled = [0; QUEUES_MAX];
         handled.iter_mut().zip(&self.receive).for_each(|(handled, ring)| *handled = ring.handled());
         self.commit_up_to(handled);
@@ -362,9 +364,9 @@ impl<B: Bus> Port for E1000e<B> {
 
     #[inline]
     fn receive(&mut self, burst: &mut Burst) -> Result<usize, NicError> {
-        self.refill();
-        crash::point("nic.posted");
+        // What was handled is committed, and posted anew, and that is committed.
         self.commit(burst);
+        self.rest();
         let frames = self.collect(burst)?;
         crash::point("nic.collected");
         if frames == 0 && self.held {
