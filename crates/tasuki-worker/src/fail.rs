@@ -17,7 +17,7 @@ pub fn point(name: &'static str) {
 
     use rustix::process::Signal;
 
-    struct Plan(&'static str, Signal, Option<(String, u64)>, AtomicU64);
+    struct Plan(Signal, Option<(String, u64)>, AtomicU64);
 
     static PLANS: OnceLock<[Plan; 2]> = OnceLock::new();
     let plans = PLANS.get_or_init(|| {
@@ -27,18 +27,20 @@ pub fn point(name: &'static str) {
                 let (name, nth) = plan.rsplit_once(':')?;
                 Some((name.to_owned(), nth.parse().ok()?))
             });
-            Plan(variable, signal, plan, AtomicU64::new(0))
+            Plan(signal, plan, AtomicU64::new(0))
         })
     });
-    for Plan(_, signal, plan, passes) in plans {
+    for Plan(signal, plan, passes) in plans {
         let Some((_, nth)) = plan.as_ref().filter(|(place, _)| place == name) else { continue };
         if passes.fetch_add(1, Relaxed) + 1 != *nth {
             continue;
         }
         let _ = rustix::process::kill_process(rustix::process::getpid(), *signal);
-        while *signal == Signal::KILL {
+        if *signal == Signal::KILL {
             // It is on its way; nothing more may happen here.
-            std::hint::spin_loop();
+            loop {
+                std::hint::spin_loop();
+            }
         }
     }
 }
@@ -51,9 +53,11 @@ pub const POINTS: &[&str] = &[
     "map.done",
     "take.waiting",
     "take.won",
+    "take.salvaged",
     "take.read",
     "take.looked",
     "burst.received",
+    "frame.saved",
     "burst.turned",
     "burst.sent",
     "give.stopped",

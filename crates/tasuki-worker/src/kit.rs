@@ -1,22 +1,21 @@
 //! What a NIC is made of, as one worker tells another through the daemon: text that only workers read, and descriptors.
 //!
-//! Descriptors, in order: the eventfd that a giver rings after it has passed the lease; the memory of the sash; those of the way to the
-//! card and of its memory, as `tasuki_net::nic::kit` has them.
+//! Descriptors, in order: the eventfd that a giver rings after it has passed the lease; those of the way to the card and of its memory, as
+//! `tasuki_net::nic::kit` has them.
 
-use std::os::fd::{AsFd, OwnedFd};
-use std::sync::atomic::AtomicU64;
-use std::sync::atomic::Ordering::Relaxed;
+use std::os::fd::OwnedFd;
 
 use rustix::event::EventfdFlags;
 use serde::{Deserialize, Serialize};
 use tasuki_net::nic::kit::{self, BusText, Fds, KitBus, KitError, What};
+use tasuki_net::nic::ledger::Ledger;
 use tasuki_net::nic::{InPlace, MemoryLayout, NicMemory, Parts, Sash};
 use tasuki_relay::letter;
 use tasuki_relay::wire::{Position, Reason};
-use tasuki_shm::region::{PAGE_LEN, Pages, Region, Span};
+use tasuki_shm::region::Region;
 
 /// Where, among the descriptors, the way to the card begins.
-pub const DEVICE: usize = 2;
+pub const DEVICE: usize = 1;
 
 /// Of the text.
 const VERSION: u32 = 1;
@@ -53,6 +52,7 @@ impl From<KitError> for Refused {
                 What::Vector => Position::Bell,
                 What::Rings => Position::Rings,
                 What::Frames => Position::Arena,
+                What::Ledger => Position::Sash,
             };
             position as u64
         };
@@ -73,8 +73,8 @@ impl From<KitError> for Refused {
 pub struct Opened<B> {
     /// Rung by a giver that has passed the lease.
     pub wake: OwnedFd,
-    /// The memory of the sash.
-    pub sash: Region,
+    /// Where its driver stands, for us to read.
+    pub ledger: Ledger,
     /// The way to the card.
     pub bus: B,
     /// Its memory.
@@ -86,7 +86,7 @@ pub fn pack<N: InPlace>(
     nic: &N,
     driver: &str,
     (parts, layout): (Parts, MemoryLayout),
-    (wake, sash): (&OwnedFd, &Region),
+    wake: &OwnedFd,
     can: letter::Can,
 ) -> anyhow::Result<(letter::Kit, Vec<OwnedFd>)>
 where
@@ -94,7 +94,7 @@ where
 {
     let (text, fds) = kit::pack(nic.bus(), parts, &layout)?;
     let text = serde_json::to_string(&Text { version: VERSION, driver: driver.to_owned(), nic: text })?;
-    let mut all = vec![wake.try_clone()?, sash.as_fd().try_clone_to_owned()?];
+    let mut all = vec![wake.try_clone()?];
     all.extend(fds);
     let kit = letter::Kit { kind: N::Sash::KIND, version: N::Sash::VERSION, can, text, fds: all.len() };
     Ok((kit, all))
@@ -122,22 +122,15 @@ pub fn read(kit: &letter::Kit) -> Result<Text, Refused> {
 }
 
 /// The way to the card and its memory, ready for a successor. Nothing is touched, and not one of `fds` is left over.
-pub fn open<B: KitBus>(text: &Text, fds: Vec<OwnedFd>, sash_len: usize) -> Result<Opened<B>, Refused> {
+pub fn open<B: KitBus>(text: &Text, fds: Vec<OwnedFd>) -> Result<Opened<B>, Refused> {
+    let ledger = fds.last().map(OwnedFd::try_clone);
     let mut fds = Fds::new(fds);
-    let missing = |position: Position| {
-        move |_| {
-            let reason = Reason::Missing { position: position as u64 };
-            Refused { reason, sentence: reason.to_string() }
-        }
-    };
-    let wake = fds.take(What::Vector).map_err(missing(Position::Bell))?;
-    let memory = fds.take(What::Rings).map_err(missing(Position::Sash))?;
-    let sash = Region::adopt(memory).ok().filter(|region| region.len() >= sash_len).ok_or_else(|| {
-        let reason = Reason::Odd { position: Position::Sash as u64 };
-        Refused { reason, sentence: reason.to_string() }
-    })?;
+    let wake = fds.take(What::Vector)?;
     let (bus, memory) = kit::unpack(&text.nic, fds)?;
-    Ok(Opened { wake, sash, bus, memory })
+    // The last one, and memory of the right length: it was just mapped.
+    let ledger = ledger.and_then(|memory| Ledger::over(&Region::adopt(memory.ok()?).ok()?).ok());
+    let ledger = ledger.ok_or_else(|| Refused::from(KitError::Missing(What::Ledger)))?;
+    Ok(Opened { wake, ledger, bus, memory })
 }
 
 /// Whether the way to the card is the kernel's.
@@ -145,17 +138,7 @@ pub fn is_vfio(text: &Text) -> bool {
     matches!(text.nic.bus, BusText::Vfio { .. })
 }
 
-/// What a kit has besides the card and its memory.
-pub fn extras(sash_len: usize) -> anyhow::Result<(OwnedFd, Region)> {
-    let wake = rustix::event::eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?;
-    let sash = Region::create("tasuki-nic-sash", sash_len.next_multiple_of(PAGE_LEN), Pages::Small)?;
-    Ok((wake, sash))
-}
-
-/// Writes a sash to its memory.
-pub fn write_words(memory: &Region, bytes: &[u8]) -> anyhow::Result<()> {
-    let (words, _) = bytes.as_chunks::<8>();
-    let place: Span<AtomicU64> = memory.span(0, words.len())?;
-    place.iter().zip(words).for_each(|(to, from)| to.store(u64::from_ne_bytes(*from), Relaxed));
-    Ok(())
+/// What rings when the lease is passed.
+pub fn wake() -> anyhow::Result<OwnedFd> {
+    Ok(rustix::event::eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?)
 }

@@ -11,7 +11,7 @@ use tasuki_net::nic::bus::pci::Header;
 use tasuki_net::nic::bus::vfio::Vfio;
 use tasuki_net::nic::e1000e::E1000e;
 use tasuki_net::nic::kit::KitBus;
-use tasuki_net::nic::{Filter, InPlace, Link, NicError, NicOptions, Sash};
+use tasuki_net::nic::{Filter, InPlace, Link, NicError, NicOptions};
 use tasuki_relay::letter::{Can, ToDaemon};
 
 use crate::device::{self, Device, Driver};
@@ -76,11 +76,7 @@ where
     while nic.link() == Link::Down && Instant::now() < until {
         std::thread::sleep(Duration::from_millis(1));
     }
-    let mut sash = N::Sash::blank();
-    nic.sash(&mut sash);
-    let (wake, memory) = kit::extras(N::Sash::LEN)?;
-    kit::write_words(&memory, sash.bytes())?;
     let can = Can { in_place: true, spare_queue: false, repoint: false, pauses: true };
-    let (kit, fds) = kit::pack(&nic, name, (parts, layout), (&wake, &memory), can)?;
+    let (kit, fds) = kit::pack(&nic, name, (parts, layout), &kit::wake()?, can)?;
     Ok((ToDaemon::Kit { nic: 0, name: String::new(), board: false, kit }, fds))
 }

@@ -2,12 +2,11 @@
 
 use std::collections::VecDeque;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
-use std::sync::atomic::AtomicU64;
-use std::sync::atomic::Ordering::Relaxed;
 use std::time::{Duration, Instant};
 
 use rustix::event::{PollFd, PollFlags, Timespec};
 use tasuki_net::nic::kit::KitBus;
+use tasuki_net::nic::ledger::Ledger;
 use tasuki_net::nic::{InPlace, Link, NicError, Sash};
 use tasuki_net::port::{Armed, Burst};
 use tasuki_relay::letter::{self, Plan, ToDaemon};
@@ -15,17 +14,18 @@ use tasuki_relay::wire::{Order, Reason, Report};
 use tasuki_relay::worker::{Do, Input, Side, Tables, Worker};
 use tasuki_relay::{After, Party, Tenure, taker};
 use tasuki_shm::arena::Arena;
-use tasuki_shm::region::Span;
 
-use crate::board::{Board, Book, Pulse};
-use crate::fail;
+use crate::board::{Board, Book, COPY, Pulse};
 use crate::kit::{self, Opened, Refused, Text};
 use crate::post::Post;
-use crate::store;
-use crate::work::Job;
+use crate::work::{self, Job};
+use crate::{fail, store};
 
-/// How long a giver waits for its card to take the frames that it has in hand.
-const LAST_BURST: Duration = Duration::from_millis(100);
+/// How long a giver waits for its card to take the frames that it has in hand: where a successor can have them,
+const LAST_BURST: Duration = Duration::from_millis(1);
+
+/// and where it cannot.
+const EMPTY_HANDS: Duration = Duration::from_millis(100);
 
 /// What all NICs of a worker share.
 #[derive(Debug)]
@@ -87,8 +87,9 @@ pub struct Seat<N: InPlace> {
     arena: Option<Arena>,
     /// Rung by a giver after it has passed the lease.
     wake: Option<OwnedFd>,
-    /// Where the sash lies, and a copy that nobody else writes.
-    place: Option<Span<AtomicU64>>,
+    /// Where its driver stands, whoever that is.
+    ledger: Option<Ledger>,
+    /// For the store.
     sash: Box<N::Sash>,
     /// How the next order to release is meant, and the sash that the next order to take is to go by.
     plan: Option<Plan>,
@@ -110,7 +111,8 @@ where
 {
     /// Of a NIC that nothing was asked of yet.
     pub fn new(given: Given, common: &Common) -> Self {
-        let job = Job::new(common.work, common.book.read(given.number, 0));
+        // What a predecessor remembered is read when it is over.
+        let job = Job::new(common.work, [0; COPY]);
         Seat {
             given,
             worker: Worker::new(common.party),
@@ -120,7 +122,7 @@ where
             burst: Burst::new(),
             arena: None,
             wake: None,
-            place: None,
+            ledger: None,
             sash: N::Sash::blank(),
             plan: None,
             stored: None,
@@ -276,11 +278,10 @@ where
             reason: Reason::Missing { position: 0 },
             sentence: format!("the NIC's descriptors cannot be copied ({error}); raise RLIMIT_NOFILE"),
         })?;
-        let Opened { wake, sash, bus, memory } = kit::open::<N::Bus>(text, copies, N::Sash::LEN)?;
-        let broken = |sentence| Refused { reason: Reason::CardGone, sentence };
-        self.place = Some(sash.span(0, N::Sash::LEN / 8).map_err(|error| broken(error.to_string()))?);
-        (self.wake, self.arena) = (Some(wake), Some(memory.arena().clone()));
-        self.card = Card::Ready(N::prepare(bus, memory).map_err(|failed| broken(failed.error.to_string()))?);
+        let Opened { wake, ledger, bus, memory } = kit::open::<N::Bus>(text, copies)?;
+        (self.wake, self.ledger, self.arena) = (Some(wake), Some(ledger), Some(memory.arena().clone()));
+        let prepared = N::prepare(bus, memory).map_err(|failed| store::refused(&failed.error))?;
+        self.card = Card::Ready(prepared);
         Ok(())
     }
 
@@ -292,19 +293,24 @@ where
         rustix::event::poll(&mut poll, Some(&AT_ONCE)) == Ok(1) && poll[0].revents().contains(PollFlags::HUP)
     }
 
-    /// Ends the burst.
+    /// Ends the burst. What the card does not take in time stays in hand, and comes to the successor as it came to us; but a sash that is
+    /// stored speaks of none.
     fn stop(&mut self, pulse: &Pulse) -> Input {
         let Card::Driven(nic) = &mut self.card else { return Input::Stuck(Reason::CardGone) };
         if self.gone {
             return Input::Stuck(Reason::CardGone);
         }
-        let end = Instant::now() + LAST_BURST;
+        let stores = self.plan.as_ref().is_some_and(|plan| plan.store);
+        let patience = if stores { EMPTY_HANDS } else { LAST_BURST };
+        let end = Instant::now() + patience;
         while !self.burst.is_empty() {
-            match self.job.finish(nic, &mut self.burst, pulse) {
+            match work::transmit(nic, &mut self.burst, pulse) {
                 Err(_) => return Input::Stuck(Reason::CardGone),
-                Ok(0) if Instant::now() > end => {
-                    return Input::Stuck(Reason::CardStuck { limit_ms: LAST_BURST.as_millis() as u64 });
+                Ok(0) if Instant::now() > end && stores => {
+                    let limit_ms = u64::try_from(patience.as_millis()).unwrap_or(u64::MAX);
+                    return Input::Stuck(Reason::CardStuck { limit_ms });
                 }
+                Ok(0) if Instant::now() > end => break,
                 Ok(_) => {}
             }
         }
@@ -312,22 +318,32 @@ where
         Input::Stopped
     }
 
-    /// Writes the sash where the successor looks, and to the store if it goes that way.
+    /// Commits what is handled: that is what a successor reads in place. For the store, writes the sash.
     fn write_sash(&mut self, common: &mut Common, epoch: u32) {
+        let stores = self.plan.take().is_some_and(|plan| plan.store);
+        self.remember(&common.book);
         let Card::Driven(nic) = &mut self.card else { return };
-        nic.sash(&mut self.sash);
-        if let Some(place) = &self.place {
-            let (words, _) = self.sash.bytes().as_chunks::<8>();
-            place.iter().zip(words).for_each(|(to, from)| to.store(u64::from_ne_bytes(*from), Relaxed));
+        if self.burst.is_empty() {
+            nic.sash(&mut self.sash);
+        } else {
+            // Commits as well, all but what stays in hand. A card that is gone is found by whoever comes next.
+            let _ = nic.transmit(&mut self.burst);
         }
-        common.book.write(self.given.number, 0, self.job.remember());
-        if self.plan.take().is_some_and(|plan| plan.store) {
+        if stores {
             match store::write(&*self.sash, epoch) {
                 Ok(memory) => common.post.write(&ToDaemon::Sash { nic: self.given.number }, vec![memory]),
                 Err(error) => common.post.tell(Some(self.given.number), error.to_string()),
             }
         }
         fail::point("give.written");
+    }
+
+    /// What must be remembered exactly is true with the next commit.
+    #[inline]
+    fn remember(&self, book: &Book) {
+        if let (Card::Driven(nic), Some(words)) = (&self.card, self.job.remember()) {
+            book.write(self.given.number, nic.commits().wrapping_add(1), words);
+        }
     }
 
     /// Compare-and-swap of the lease.
@@ -392,30 +408,24 @@ where
         if self.is_hung_up() {
             return Err(gone(NicError::Gone.to_string()));
         }
-        match self.stored.take().filter(|_| after == After::Passed) {
-            Some(stored) => self.sash = store::read(stored, wrote)?,
-            None => self.copy_sash()?,
-        }
         let prepared = match std::mem::replace(&mut self.card, Card::Unknown) {
             Card::Ready(prepared) => prepared,
             _ => return Err(gone("the worker has no way to the card any more; start another".to_owned())),
         };
-        let nic = N::go_on(prepared, &self.sash).map_err(|failed| store::refused(&failed.error))?;
+        let sash = match self.stored.take().filter(|_| after == After::Passed) {
+            Some(stored) => store::read(stored, wrote)?,
+            // Whether its last driver passed it or died, what it left says the same in both cases.
+            None => N::salvage(&prepared).map_err(|error| store::refused(&error))?,
+        };
+        // To go on commits once: what a predecessor remembered is true before and after.
+        let commits = self.ledger.as_ref().map_or(0, Ledger::commits);
+        let book = common.book.read(self.given.number, commits);
+        common.book.write(self.given.number, commits.wrapping_add(1), book);
+        fail::point("take.salvaged");
+        let nic = N::go_on(prepared, &sash).map_err(|failed| store::refused(&failed.error))?;
         self.card = Card::Driven(nic);
         (self.gone, self.link_is_up) = (false, false);
-        self.job = Job::new(common.work, common.book.read(self.given.number, 0));
-        Ok(())
-    }
-
-    /// What lies where the giver wrote it.
-    fn copy_sash(&mut self) -> Result<(), Refused> {
-        use zerocopy::IntoBytes;
-        let place = self.place.as_ref().ok_or_else(|| Refused {
-            reason: Reason::Missing { position: 1 },
-            sentence: Reason::Missing { position: 1 }.to_string(),
-        })?;
-        let (words, _) = self.sash.as_mut_bytes().as_chunks_mut::<8>();
-        place.iter().zip(words).for_each(|(from, to)| *to = from.load(Relaxed).to_ne_bytes());
+        self.job = Job::new(common.work, book);
         Ok(())
     }
 
@@ -457,6 +467,9 @@ where
     #[inline]
     pub fn turn(&mut self, common: &mut Common) -> usize {
         let (Card::Driven(nic), Some(arena), false) = (&mut self.card, &self.arena, self.gone) else { return 0 };
+        if let Some(words) = self.job.remember() {
+            common.book.write(self.given.number, nic.commits().wrapping_add(1), words);
+        }
         match self.job.turn(nic, arena, &mut self.burst, &common.pulse) {
             Ok(moved) => moved,
             Err(error) => {
@@ -481,6 +494,7 @@ where
 
     /// Whether it may be slept on.
     pub fn arm(&mut self, common: &mut Common) -> bool {
+        self.remember(&common.book);
         let Card::Driven(nic) = &mut self.card else { return true };
         if self.gone {
             return true;

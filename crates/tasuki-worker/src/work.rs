@@ -2,7 +2,7 @@
 
 use std::time::{Duration, Instant};
 
-use tasuki_net::nic::{Mac, Nic, NicError};
+use tasuki_net::nic::{InPlace, Mac, NicError};
 use tasuki_net::port::{BURST_MAX, Burst, Frame};
 use tasuki_relay::letter::{self, pulse};
 use tasuki_shm::arena::Arena;
@@ -20,8 +20,6 @@ const TO: Mac = Mac([0xff; 6]);
 pub struct Job {
     work: letter::Work,
     pace: Pace,
-    /// Of a source: the number of the next frame.
-    next: u64,
     account: Account,
     /// Received by a source, and nobody's business.
     came: Burst,
@@ -34,20 +32,21 @@ impl Job {
             letter::Work::Source { rate, .. } if rate > 0 => Some(rate),
             _ => None,
         };
-        let [next, seen, missing, late, expected, ..] = book;
-        let account = Account { seen, missing, late, next: expected };
-        Job { work, pace: Pace::new(rate, Instant::now()), next, account, came: Burst::new() }
+        let [seen, missing, late, next, ..] = book;
+        let account = Account { seen, missing, late, next };
+        Job { work, pace: Pace::new(rate, Instant::now()), account, came: Burst::new() }
     }
 
-    /// For the book.
-    pub fn remember(&self) -> [u64; COPY] {
+    /// What must be remembered exactly, if anything: it goes into the book before any call of the driver that commits.
+    #[inline]
+    pub fn remember(&self) -> Option<[u64; COPY]> {
         let Account { seen, missing, late, next } = self.account;
-        [self.next, seen, missing, late, next, 0, 0, 0]
+        (self.work == letter::Work::Sink).then_some([seen, missing, late, next, 0, 0, 0, 0])
     }
 
     /// One burst in and one out; says how many frames moved. What stands in `burst` afterwards is in hand.
     #[inline]
-    pub fn turn<N: Nic>(
+    pub fn turn<N: InPlace>(
         &mut self,
         nic: &mut N,
         arena: &Arena,
@@ -61,25 +60,25 @@ impl Job {
         }
     }
 
-    fn sink<N: Nic>(&mut self, nic: &mut N, burst: &mut Burst, pulse: &Pulse) -> Result<usize, NicError> {
+    fn sink<N: InPlace>(&mut self, nic: &mut N, burst: &mut Burst, pulse: &Pulse) -> Result<usize, NicError> {
         let came = nic.receive(burst)?;
-        if came > 0 {
-            fail::point("burst.received");
+        if came == 0 {
+            return Ok(0);
         }
+        fail::point("burst.received");
         for frame in burst.drain(..) {
             if let Some(number) = numbered::number(frame.bytes()) {
                 self.account.book(number);
             }
         }
-        if came > 0 {
-            pulse.add(pulse::RECEIVED, came as u64);
-            pulse.set(pulse::MISSING, self.account.missing);
-            pulse.set(pulse::LATE, self.account.late);
-        }
+        fail::point("burst.turned");
+        pulse.add(pulse::RECEIVED, came as u64);
+        pulse.set(pulse::MISSING, self.account.missing);
+        pulse.set(pulse::LATE, self.account.late);
         Ok(came)
     }
 
-    fn source<N: Nic>(
+    fn source<N: InPlace>(
         &mut self,
         nic: &mut N,
         arena: &Arena,
@@ -91,12 +90,11 @@ impl Job {
         let due = self.pace.due(Instant::now(), BURST_MAX as u64);
         while (burst.len() as u64) < due {
             let Some(mut slot) = arena.take() else { break };
-            let number = self.next + burst.len() as u64;
+            let number = nic.given() + burst.len() as u64;
             numbered::write(&mut slot.bytes_mut()[..size.into()], TO, nic.mac(), number);
             burst.push(Frame { slot, len: size });
         }
         let went = transmit(nic, burst, pulse)?;
-        self.next += went as u64;
         self.pace.sent(went as u64);
         // Whatever comes is none of a source's business, but must not fill the card's buffer.
         let came = nic.receive(&mut self.came)?;
@@ -105,7 +103,7 @@ impl Job {
     }
 
     /// The first look at the rings of a card that was taken over: nothing is sent yet.
-    pub fn look<N: Nic>(&mut self, nic: &mut N, burst: &mut Burst, pulse: &Pulse) -> Result<(), NicError> {
+    pub fn look<N: InPlace>(&mut self, nic: &mut N, burst: &mut Burst, pulse: &Pulse) -> Result<(), NicError> {
         match self.work {
             letter::Work::Echo => receive_and_turn(nic, burst, pulse).map(drop),
             letter::Work::Sink => self.sink(nic, burst, pulse).map(drop),
@@ -117,13 +115,6 @@ impl Job {
         }
     }
 
-    /// Sends what is in hand, and takes nothing in; says how many frames went.
-    pub fn finish<N: Nic>(&mut self, nic: &mut N, burst: &mut Burst, pulse: &Pulse) -> Result<usize, NicError> {
-        let went = transmit(nic, burst, pulse)?;
-        self.next += if matches!(self.work, letter::Work::Source { .. }) { went as u64 } else { 0 };
-        Ok(went)
-    }
-
     /// How long until there is something to do though nothing comes.
     pub fn rest(&self) -> Option<Duration> {
         matches!(self.work, letter::Work::Source { .. }).then(|| self.pace.rest(Instant::now()))
@@ -131,26 +122,32 @@ impl Job {
 }
 
 #[inline]
-fn echo<N: Nic>(nic: &mut N, burst: &mut Burst, pulse: &Pulse) -> Result<usize, NicError> {
+fn echo<N: InPlace>(nic: &mut N, burst: &mut Burst, pulse: &Pulse) -> Result<usize, NicError> {
     // What found no room in the last turn goes first, and nothing new is taken until it is gone.
     let came = if burst.is_empty() { receive_and_turn(nic, burst, pulse)? } else { 0 };
     if burst.is_empty() { Ok(came) } else { Ok(came + transmit(nic, burst, pulse)?) }
 }
 
 #[inline]
-fn receive_and_turn<N: Nic>(nic: &mut N, burst: &mut Burst, pulse: &Pulse) -> Result<usize, NicError> {
+fn receive_and_turn<N: InPlace>(nic: &mut N, burst: &mut Burst, pulse: &Pulse) -> Result<usize, NicError> {
     let came = nic.receive(burst)?;
-    if came > 0 {
-        fail::point("burst.received");
-        burst.iter_mut().for_each(run::turn_round);
-        pulse.add(pulse::RECEIVED, came as u64);
-        fail::point("burst.turned");
+    if came == 0 {
+        return Ok(0);
     }
+    fail::point("burst.received");
+    for frame in burst.iter_mut() {
+        nic.save(frame);
+        fail::point("frame.saved");
+        run::turn_round(frame);
+    }
+    pulse.add(pulse::RECEIVED, came as u64);
+    fail::point("burst.turned");
     Ok(came)
 }
 
+/// Sends what is in hand, and takes nothing in; says how many frames went.
 #[inline]
-fn transmit<N: Nic>(nic: &mut N, burst: &mut Burst, pulse: &Pulse) -> Result<usize, NicError> {
+pub fn transmit<N: InPlace>(nic: &mut N, burst: &mut Burst, pulse: &Pulse) -> Result<usize, NicError> {
     let went = nic.transmit(burst)?;
     pulse.add(pulse::SENT, went as u64);
     if went > 0 {

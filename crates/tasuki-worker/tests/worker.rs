@@ -32,7 +32,7 @@ fn a_worker_takes_a_card_from_a_kit_and_echoes() {
     println!("unconfined: {:?}", worker.unconfined);
     assert_eq!(taken(worker.grant(&nic)), nic.tenure().epoch);
     assert_eq!((nic.tenure().holder, nic.relays()), (Some(worker.party), 1));
-    until("all frames", || worker.pulse(pulse::SENT) >= 2000);
+    worker.until_sent(2000);
     drop((worker, nic));
     nothing_is_lost(&model.report(), 2000);
 }
@@ -45,7 +45,8 @@ fn a_card_changes_hands_under_traffic() {
     let nic = Nic::open(&model.socket, &["--promiscuous"]);
     let mut node = Node::new(folder.path(), Work::Echo);
     let (mut red, mut blue) = (node.ready(&nic, &[]), node.ready(&nic, &[]));
-    taken(red.grant(&nic));
+    let granted = red.grant(&nic);
+    assert!(matches!(granted, Report::Taken { .. }), "{granted:?}: {:?}", red.told);
     let mut pauses = Vec::new();
     for _ in 0..50 {
         let epoch = nic.tenure().epoch;
@@ -61,7 +62,29 @@ fn a_card_changes_hands_under_traffic() {
     }
     pauses.sort_unstable();
     println!("pauses: {:?} in the middle, {:?} at most", pauses[25], pauses[49]);
-    until("all frames", || red.pulse(pulse::SENT) + blue.pulse(pulse::SENT) >= 20000);
+    red.until_sent(20000);
     drop((red, blue, nic));
+    nothing_is_lost(&model.report(), 20000);
+}
+
+#[test]
+fn a_worker_that_is_killed_is_taken_over_from_and_no_frame_is_lost() {
+    need_model!();
+    let folder = folder();
+    let model = Model::start(folder.path(), &["--source", "20000", "--rate", "8000"]);
+    let nic = Nic::open(&model.socket, &["--promiscuous"]);
+    let mut node = Node::new(folder.path(), Work::Echo);
+    let mut driver = node.ready(&nic, &[]);
+    taken(driver.grant(&nic));
+    for _ in 0..20 {
+        let mut next = node.ready(&nic, &[]);
+        let before = driver.pulse(pulse::SENT);
+        until("some frames", || driver.pulse(pulse::SENT) > before);
+        driver.process.kill();
+        taken(next.grant(&nic));
+        driver = next;
+    }
+    driver.until_sent(20000);
+    drop((driver, nic));
     nothing_is_lost(&model.report(), 20000);
 }

@@ -32,6 +32,8 @@ pub enum What {
     Rings,
     /// The memory of the frames.
     Frames,
+    /// The memory of the ledger.
+    Ledger,
 }
 
 /// Why a kit is of no use. Nothing was touched.
@@ -84,7 +86,7 @@ impl Fds {
             (What::Iommu, kind) => kind == FileType::CharacterDevice,
             // An eventfd is a file of no kind.
             (What::Vector, kind) => kind == FileType::Unknown,
-            (What::Doorbells | What::Rings | What::Frames, kind) => kind == FileType::RegularFile,
+            (What::Doorbells | What::Rings | What::Frames | What::Ledger, kind) => kind == FileType::RegularFile,
         });
         if is_right { Ok(fd) } else { Err(KitError::Odd(what)) }
     }
@@ -135,7 +137,7 @@ pub enum BusText {
     },
 }
 
-/// What is said of a NIC's memory. Descriptors: rings, frames.
+/// What is said of a NIC's memory. Descriptors: rings, frames, ledger.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub struct MemoryText {
     rings_at: u64,
@@ -178,15 +180,16 @@ pub trait KitBus: Bus + Sized {
 /// What another process needs to go on with a card: `bus` is the way to it, `parts` are of the memory that lies so.
 pub fn pack(bus: &impl KitBus, parts: Parts, layout: &MemoryLayout) -> Result<(Text, Vec<OwnedFd>), BusError> {
     let (bus, mut fds) = bus.pack()?;
-    let Parts { rings, frames } = parts;
-    fds.extend([rings, frames]);
+    let Parts { rings, frames, ledger } = parts;
+    fds.extend([rings, frames, ledger]);
     Ok((Text { bus, memory: MemoryText::of(layout) }, fds))
 }
 
 /// The reverse: a way to the card that must not be used yet, and its memory, [prepared](NicMemory::prepare). All of `fds` are used up.
 pub fn unpack<B: KitBus>(text: &Text, mut fds: Fds) -> Result<(B, NicMemory), KitError> {
     let bus = B::unpack(&text.bus, &mut fds)?;
-    let parts = Parts { rings: fds.take(What::Rings)?, frames: fds.take(What::Frames)? };
+    let (rings, frames) = (fds.take(What::Rings)?, fds.take(What::Frames)?);
+    let parts = Parts { rings, frames, ledger: fds.take(What::Ledger)? };
     fds.end()?;
     Ok((bus, NicMemory::prepare(parts, &text.memory.layout())?))
 }

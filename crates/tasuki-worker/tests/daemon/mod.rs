@@ -457,3 +457,30 @@ pub fn unfit(report: Report) -> Reason {
     let Report::Unfit(reason) = report else { panic!("{report:?}") };
     reason
 }
+
+impl Worker {
+    /// Frames that the card has sent, PAUSE frames not counted.
+    pub fn sent_on_the_wire(&mut self) -> u64 {
+        self.letter(&ToWorker::Counts, &[]);
+        let counts = loop {
+            if let (ToDaemon::Counts { counts, .. }, _) = self.hear_letter() {
+                break counts;
+            }
+        };
+        let count = |name| counts.iter().find(|(known, _)| known == name).map_or(0, |&(_, count)| count);
+        count("tx_packets") - count("tx_multicast")
+    }
+
+    /// Waits until the card has sent so many.
+    pub fn until_sent(&mut self, count: u64) {
+        let end = Instant::now() + PATIENCE;
+        loop {
+            let sent = self.sent_on_the_wire();
+            if sent >= count {
+                return;
+            }
+            assert!(Instant::now() < end, "{sent} of {count} frames were sent; {:?}", self.told);
+            std::thread::sleep(Duration::from_millis(5));
+        }
+    }
+}
