@@ -20,6 +20,7 @@
 //! | 32..288   | two copies of what seldom changes                                                                |
 //! | 288..416  | undo: for each of two queues 64 places, by the low bits of a position in the ring: position + 1  |
 //! | 416..1440 | undo: the first 64 bytes of the frame there                                                      |
+//! | 1536..3584| for each of two receive queues the slots that stand in its descriptors, where the card overwrites their addresses |
 //!
 //! # Rules
 //!
@@ -32,14 +33,16 @@ use std::sync::atomic::AtomicU64;
 use std::sync::atomic::Ordering::{Acquire, Relaxed, Release};
 
 use tasuki_shm::arena::Slot;
+use tasuki_shm::crash;
 use tasuki_shm::region::{Region, RegionError, Span};
 use zerocopy::{FromBytes, IntoBytes};
 
 /// Bytes of a ledger.
-pub const LEDGER_LEN: usize = 16 * 1024;
+pub const LEDGER_LEN: usize = 32 * 1024;
 
-/// Words of cursors.
-pub const CURSORS: usize = 8;
+/// Words of cursors, and of the line that they have to themselves.
+pub const CURSORS: usize = 5;
+const LINE: usize = 8;
 /// Words of what seldom changes.
 pub const SELDOM: usize = 128;
 /// Queues whose frames can be saved.
@@ -60,7 +63,11 @@ const SELDOM_AT: usize = 32;
 const KEYS_AT: usize = SELDOM_AT + 2 * SELDOM;
 const UNDO_AT: usize = KEYS_AT + QUEUES * UNDO;
 const WORDS: usize = UNDO_AT + QUEUES * UNDO * SAVED;
-const _: () = assert!(WORDS * 8 <= LEDGER_LEN && KEYS_AT == 288 && UNDO_AT == 416 && WORDS == 1440);
+const TABLES_AT: usize = 1536;
+/// Most descriptors in a ring whose slots are listed.
+pub const TABLE: usize = 1024;
+const _: () = assert!(KEYS_AT == 288 && UNDO_AT == 416 && WORDS == 1440 && WORDS <= TABLES_AT);
+const _: () = assert!((TABLES_AT + QUEUES * TABLE) * 8 <= LEDGER_LEN);
 
 /// A driver's ledger.
 #[derive(Debug)]
@@ -70,6 +77,12 @@ impl Ledger {
     /// That of the NIC whose memory this is part of.
     pub fn over(region: &Region) -> Result<Self, RegionError> {
         region.span(0, WORDS).map(Ledger)
+    }
+
+    /// Of the slots in the descriptors of receive queue number `queue`, of which there are two.
+    pub(super) fn table(region: &Region, queue: usize) -> Span<AtomicU64> {
+        let table = region.span(8 * (TABLES_AT + queue % QUEUES * TABLE), TABLE);
+        table.expect("a ledger's region is as long as a ledger")
     }
 
     /// Kind and version of the sashes of the driver that runs, if one does.
@@ -104,16 +117,17 @@ impl Ledger {
     /// These cursors are true from here on, and `commits` counts so many commits.
     #[inline]
     pub fn commit(&self, commits: u64, cursors: &[u64; CURSORS]) {
-        let copy = &self.0[CURSORS_AT..CURSORS_AT + 2 * CURSORS];
-        let half = if commits & 1 == 0 { &copy[..CURSORS] } else { &copy[CURSORS..] };
-        half.iter().zip(cursors).for_each(|(place, word)| place.store(*word, Relaxed));
+        let copies = &self.0[CURSORS_AT..CURSORS_AT + 2 * LINE];
+        let copy = if commits & 1 == 0 { &copies[..CURSORS] } else { &copies[LINE..LINE + CURSORS] };
+        copy.iter().zip(cursors).for_each(|(place, word)| place.store(*word, Relaxed));
+        crash::point("nic.written");
         // E3
         self.0[COMMITS].store(commits, Release);
     }
 
     /// The cursors of the last commit.
     pub fn cursors(&self) -> [u64; CURSORS] {
-        let at = CURSORS_AT + if self.commits() & 1 == 0 { 0 } else { CURSORS };
+        let at = CURSORS_AT + if self.commits() & 1 == 0 { 0 } else { LINE };
         std::array::from_fn(|i| self.0[at + i].load(Relaxed))
     }
 
@@ -141,6 +155,7 @@ impl Ledger {
         let Ok((head, _)) = <[u64; SAVED]>::read_from_prefix(slot.bytes()) else { return };
         let saved = &self.0[UNDO_AT + place * SAVED..][..SAVED];
         saved.iter().zip(head).for_each(|(place, word)| place.store(word, Relaxed));
+        crash::point("nic.saving");
         // E3. What stood there before was of a frame that has been handled.
         self.0[KEYS_AT + place].store(u64::from(position) + 1, Release);
     }
@@ -187,7 +202,7 @@ mod tests {
         ledger.commit(1, &[1; CURSORS]);
         ledger.commit(2, &[2; CURSORS]);
         // As one who is killed leaves it: the other copy written, the count not.
-        ledger.0[CURSORS_AT + CURSORS..CURSORS_AT + 2 * CURSORS].iter().for_each(|word| word.store(3, Relaxed));
+        ledger.0[CURSORS_AT + LINE..CURSORS_AT + 2 * LINE].iter().for_each(|word| word.store(3, Relaxed));
         assert_eq!((ledger.commits(), ledger.cursors()), (2, [2; CURSORS]));
         ledger.commit(3, &[4; CURSORS]);
         assert_eq!(ledger.cursors(), [4; CURSORS]);

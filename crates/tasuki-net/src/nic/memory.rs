@@ -11,6 +11,7 @@
 
 use std::io;
 use std::os::fd::OwnedFd;
+use std::sync::atomic::AtomicU64;
 
 use tasuki_shm::arena::{AdoptError, Arena, Geometry, Slot};
 use tasuki_shm::line::Line;
@@ -191,6 +192,11 @@ impl NicMemory {
     /// Where the rings lie.
     pub fn rings(&self) -> &Region {
         &self.rings
+    }
+
+    /// The slots in the descriptors of a receive queue, as the ledger lists them.
+    pub(super) fn slot_list(&self, queue: usize) -> Span<AtomicU64> {
+        Ledger::table(&self.book, queue)
     }
 
     /// Where the driver stands.

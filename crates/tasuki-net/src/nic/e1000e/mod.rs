@@ -29,6 +29,7 @@ use super::ledger::CURSORS;
 use super::sash::{Sash as _, broken};
 use super::{Failed, Filter, Link, Mac, Nic, NicError, NicMemory, NicOptions, PciId, loan};
 use crate::port::{Armed, Burst, Port};
+use tasuki_shm::crash;
 
 /// The cards that this driver drives: the 82574L, and its variant without management.
 pub const IDS: [PciId; 2] = [PciId { vendor: 0x8086, device: 0x10d3 }, PciId { vendor: 0x8086, device: 0x10f6 }];
@@ -72,8 +73,8 @@ const GIVEN: usize = 4;
 impl<B: Bus> E1000e<B> {
     /// Gives the card's receive rings what free slots there are, up to what was committed as handled.
     #[inline]
-    fn refill(&mut self) -> Result<(), NicError> {
-        self.receive.iter_mut().try_for_each(|ring| ring.refill(&self.memory))
+    fn refill(&mut self) {
+        self.receive.iter_mut().for_each(|ring| ring.refill(&self.memory));
     }
 
     /// Commits that all frames are handled but those in `burst`, with what has been given to the card since; then tells the card (D5).
@@ -100,12 +101,14 @@ impl<B: Bus> E1000e<B> {
         self.committed = cursors;
         self.commits = self.commits.wrapping_add(1);
         self.memory.ledger().commit(self.commits, &cursors);
+        crash::point("nic.committed");
         for (queue, ring) in (0_u8..).zip(&mut self.receive) {
             if let Some(tail) = ring.committed(handled[usize::from(queue)]) {
                 // POST
                 self.mmio.write(regs::RDT.of(queue.into()), tail);
             }
         }
+        crash::point("nic.rung");
         if let Some(tail) = self.transmit.committed() {
             // POST
             self.mmio.write(regs::TDT, tail);
@@ -113,12 +116,11 @@ impl<B: Bus> E1000e<B> {
     }
 
     /// Gives the card all that was committed as handled; what is in hand stays that.
-    fn rest(&mut self) -> Result<(), NicError> {
-        let refilled = self.refill();
+    fn rest(&mut self) {
+        self.refill();
         let mut handled = [0; QUEUES_MAX];
         handled.iter_mut().zip(&self.receive).for_each(|(handled, ring)| *handled = ring.handled());
         self.commit_up_to(handled);
-        refilled
     }
 
     /// The ledger is ours, and says how things are.
@@ -227,16 +229,15 @@ impl<B: Bus> E1000e<B> {
     }
 
     /// The last steps of a start.
-    fn go(&mut self, options: &NicOptions) -> Result<(), NicError> {
+    fn go(&mut self, options: &NicOptions) {
         if options.flow_control {
             flow::prepare(&self.mmio, self.shape.frame());
         }
         self.flow_control = options.flow_control;
         self.apply_filter(&options.filter);
         setup::enable(&self.mmio, self.shape, self.filter_bits());
-        let refilled = self.refill();
+        self.refill();
         self.open_ledger();
-        refilled
     }
 
     fn failed(self, error: NicError) -> Failed<B> {
@@ -361,10 +362,11 @@ impl<B: Bus> Port for E1000e<B> {
 
     #[inline]
     fn receive(&mut self, burst: &mut Burst) -> Result<usize, NicError> {
-        let refilled = self.refill();
+        self.refill();
+        crash::point("nic.posted");
         self.commit(burst);
-        refilled?;
         let frames = self.collect(burst)?;
+        crash::point("nic.collected");
         if frames == 0 && self.held {
             self.let_go_if_empty();
         }
@@ -378,6 +380,7 @@ impl<B: Bus> Port for E1000e<B> {
             self.commit(burst);
         }
         let taken = self.transmit.transmit(&self.memory, self.shape.frame(), &mut self.counters.refused, burst);
+        crash::point("nic.filled");
         self.commit(burst);
         Ok(taken)
     }
@@ -385,7 +388,7 @@ impl<B: Bus> Port for E1000e<B> {
     fn arm(&mut self) -> Result<Armed, NicError> {
         // What was sent is of use to receive into.
         self.transmit.reclaim(self.memory.arena());
-        self.rest()?;
+        self.rest();
         bus::hush(&self.bell)?;
         // In this order: a frame that came before the causes were cleared is seen by the look at the rings, which is not before the
         // card has answered; one that comes later sets its cause again, and that cause is not masked.
@@ -426,13 +429,8 @@ impl<B: Bus> Nic for E1000e<B> {
                 return Err(Failed { error, bus, memory });
             }
         };
-        match nic.go(options) {
-            Ok(()) => Ok(nic),
-            Err(error) => {
-                nic.memory.withdraw(&mut nic.bus);
-                Err(nic.failed(error))
-            }
-        }
+        nic.go(options);
+        Ok(nic)
     }
 
     fn resume(mut bus: B, memory: NicMemory, sash: &Sash) -> Result<Self, Failed<B>> {
@@ -445,10 +443,8 @@ impl<B: Bus> Nic for E1000e<B> {
         nic.held = true;
         nic.open_ledger();
         nic.memory.ledger().halted(false);
-        match nic.rest() {
-            Ok(()) => Ok(nic),
-            Err(error) => Err(nic.failed(error)),
-        }
+        nic.rest();
+        Ok(nic)
     }
 
     fn park(mut self) -> Result<(B, NicMemory, Sash), Failed<B>> {

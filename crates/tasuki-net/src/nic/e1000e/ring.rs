@@ -5,7 +5,7 @@
 //! - **D1** The card owns the descriptors from its head up to, not including, its tail. We write the others only.
 //! - **D2** A slot that stands in a descriptor is lent; it comes back only when the card has said DD there, in order.
 //! - **D3** What the card writes is loaded once. The cursors are ours and never read from the card.
-//! - **D4** A descriptor that is not the card's reads as we left it: once the frame there was handled, a receive descriptor's second word is 0.
+//! - **D4** A descriptor is written whole when it is posted: what a card wrote where it owned nothing is gone by then, and was never looked at.
 //! - **D5** What was received counts as handled, and what was filled as given to the card, with the commit that says so, and not before. Up to
 //!   then the descriptors stay as a successor needs them: neither is a receive descriptor given another slot, nor a transmit descriptor used again.
 //!
@@ -118,14 +118,6 @@ impl Descriptors {
         }
     }
 
-    /// The slots that stand in the descriptors `from..to`, found by their addresses, as a successor has to whose predecessor died.
-    fn salvage(&self, memory: &NicMemory, from: u32, to: u32, words: &mut [u64; RING_MAX]) -> Result<(), NicError> {
-        for place in (0..to.wrapping_sub(from)).map(|i| self.place(from.wrapping_add(i))) {
-            words[place] = self.slot_at(memory, place)?.to_word();
-        }
-        Ok(())
-    }
-
     /// The slot whose address stands in a descriptor.
     fn slot_at(&self, memory: &NicMemory, place: usize) -> Result<SlotId, NicError> {
         let (at, slots) = (self.descriptor(place)[0].load(Relaxed), memory.arena().geometry());
@@ -196,6 +188,8 @@ pub struct Lengths {
 #[derive(Debug)]
 pub struct ReceiveRing {
     ring: Descriptors,
+    /// The slots once more, in the ledger: the card writes where their addresses stood.
+    listed: Span<AtomicU64>,
     next: u32,
     tail: u32,
     /// The first descriptor whose frame was not handled by the last commit (D5).
@@ -205,8 +199,6 @@ pub struct ReceiveRing {
     /// Where the next frame that is saved is looked for first.
     hint: u32,
     skipping: bool,
-    /// What the card wrote where it owned nothing: there is no going on after that.
-    astray: u64,
 }
 
 impl ReceiveRing {
@@ -214,7 +206,8 @@ impl ReceiveRing {
     pub fn new(memory: &NicMemory, index: usize, count: u16) -> Self {
         let ring = Descriptors::new(memory, index, count);
         ring.clear();
-        ReceiveRing { ring, next: 0, tail: 0, handled: 0, rung: 0, hint: 0, skipping: false, astray: 0 }
+        let listed = memory.slot_list(index);
+        ReceiveRing { ring, listed, next: 0, tail: 0, handled: 0, rung: 0, hint: 0, skipping: false }
     }
 
     /// The ring that a predecessor left. Changes nothing in it.
@@ -223,7 +216,9 @@ impl ReceiveRing {
         ring.take_over(&sash.posted[index]);
         let cursors = &sash.receive[index];
         let ReceiveSash { next, tail, skipping, .. } = *cursors;
-        ReceiveRing { ring, next, tail, handled: next, rung: tail, hint: next, skipping: skipping == 1, astray: 0 }
+        let listed = memory.slot_list(index);
+        ring.slots.iter().zip(listed.iter()).for_each(|(slot, place)| place.store(slot.to_word(), Relaxed));
+        ReceiveRing { ring, listed, next, tail, handled: next, rung: tail, hint: next, skipping: skipping == 1 }
     }
 
     /// What a successor must know.
@@ -313,8 +308,6 @@ impl ReceiveRing {
         let whole = word & (done::EOP | done::ERRORS) == done::EOP && !self.skipping;
         let shortest = if whole { HEADER_LEN } else { 1 };
         match (shortest..=lengths.buffer).contains(&len) {
-            // Said by `refill`.
-            _ if self.astray != 0 => Verdict::NotDone,
             _ if word & done::DD == 0 => Verdict::NotDone,
             false => Verdict::Absurd,
             true if whole && len <= lengths.frame => Verdict::Good,
@@ -335,15 +328,6 @@ impl ReceiveRing {
         }
         self.skipping = word & done::EOP == 0;
         self.next = self.next.wrapping_add(1);
-    }
-
-    /// From here on nothing is received, and refilling fails.
-    #[cold]
-    fn go_astray(&mut self, value: u64) -> NicError {
-        self.astray = value;
-        // Whoever skips looks at what comes one by one, off the fast path, where there is time to ask for the reason.
-        self.skipping = true;
-        NicError::Absurd { what: "a receive descriptor that it did not own", value }
     }
 
     /// The first descriptor whose frame is not handled yet, if those in `burst` are all that are in hand.
@@ -398,43 +382,36 @@ impl ReceiveRing {
     /// It is committed that everything before `handled` was handled: says what the tail register is to be, if that has changed.
     #[inline]
     pub fn committed(&mut self, handled: u32) -> Option<u32> {
-        while self.handled != handled {
-            // D4
-            self.ring.descriptor(self.ring.place(self.handled))[1].store(0, Relaxed);
-            self.handled = self.handled.wrapping_add(1);
-        }
         let changed = self.rung != self.tail;
-        self.rung = self.tail;
+        (self.handled, self.rung) = (handled, self.tail);
         changed.then(|| self.tail())
     }
 
     /// What a driver left behind that died: the slots that the card has, into `posted`; heads of frames that were in hand as they came.
-    /// Whatever else stands in the ring was being written (D4).
+    /// Whatever else stands in the ring was being written.
     pub fn salvage(memory: &NicMemory, index: usize, sash: &mut Sash) -> Result<(), NicError> {
         let ring = Descriptors::new(memory, index, sash.head.ring);
         let ReceiveSash { next, tail, .. } = sash.receive[index];
-        ring.salvage(memory, next, tail, &mut sash.posted[index])?;
-        let held = tail.wrapping_sub(next);
+        let (listed, held) = (memory.slot_list(index), tail.wrapping_sub(next));
+        for place in (0..held).map(|i| ring.place(next.wrapping_add(i))) {
+            sash.posted[index][place] = listed[place].load(Relaxed);
+        }
         for position in (0..held).map(|i| next.wrapping_add(i)).filter(|&at| memory.ledger().has_saved(index, at)) {
             let place = ring.place(position);
             if ring.descriptor(place)[1].load(Acquire) & done::DD == 0 {
                 continue;
             }
-            let id = ring.slot_at(memory, place)?;
+            let id = SlotId::from_word(sash.posted[index][place]);
             // Ours for as long as it takes.
             memory.lend(std::iter::once(id)).map_err(|_| broken("a slot stands in two descriptors", id.to_word()))?;
             memory.ledger().undo(index, position, &mut take_back(memory.arena(), id));
-        }
-        for position in (held..=ring.mask).map(|i| next.wrapping_add(i)) {
-            ring.descriptor(ring.place(position))[1].store(0, Relaxed);
         }
         Ok(())
     }
 
     /// Gives the card free slots until its ring is full or none are left.
-    pub fn refill(&mut self, memory: &NicMemory) -> Result<(), NicError> {
+    pub fn refill(&mut self, memory: &NicMemory) {
         // To the end of the ring, and from its beginning.
-        let mut written = self.astray;
         for _ in 0..2 {
             let room = (self.ring.most() - self.tail.wrapping_sub(self.handled)) as usize;
             let first = self.ring.place(self.tail);
@@ -442,31 +419,27 @@ impl ReceiveRing {
             if room == 0 {
                 break;
             }
-            written |= self.refill_run(memory, first, room);
-        }
-        // D4
-        match written {
-            0 => Ok(()),
-            value => Err(self.go_astray(value)),
+            self.refill_run(memory, first, room);
         }
     }
 
-    /// Gives the card up to `room` slots in the descriptors from `first` on; says what bits were set in their second words.
+    /// Gives the card up to `room` slots in the descriptors from `first` on.
     #[inline]
-    fn refill_run(&mut self, memory: &NicMemory, first: usize, room: usize) -> u64 {
+    fn refill_run(&mut self, memory: &NicMemory, first: usize, room: usize) {
         let (words, _) = self.ring.words.as_chunks::<WORDS>();
-        let mut places = words[first..first + room].iter().zip(&mut self.ring.slots[first..first + room]);
+        let slots = self.ring.slots[first..first + room].iter_mut().zip(&self.listed[first..first + room]);
+        let mut places = words[first..first + room].iter().zip(slots);
         let (arena_at, slot_len) = (memory.arena_at().0, u64::from(memory.arena().geometry().slot_len));
-        let mut written = 0;
         let count = memory.arena().supply(room, |id| {
-            if let Some(([address, status], slot)) = places.next() {
-                written |= status.load(Relaxed);
+            if let Some(([address, status], (slot, listed))) = places.next() {
                 address.store(arena_at + u64::from(id.index) * slot_len, Relaxed);
+                // D4
+                status.store(0, Relaxed);
                 *slot = id;
+                listed.store(id.to_word(), Relaxed);
             }
         });
         self.tail = self.tail.wrapping_add(u32::try_from(count).expect("at most as many as there is room for"));
-        written
     }
 }
 
@@ -499,10 +472,13 @@ impl TransmitRing {
         TransmitRing { ring, sent, filled, reusable: sent, rung: filled, given: 0 }
     }
 
-    /// The slots that a driver left in the ring that died.
+    /// The slots that a driver left in the ring that died: the card leaves their addresses where they are.
     pub fn salvage(memory: &NicMemory, sash: &mut Sash) -> Result<(), NicError> {
         let ring = Descriptors::new(memory, sash.queues.into(), sash.head.ring);
-        ring.salvage(memory, sash.sent, sash.filled, &mut sash.sending)
+        for place in (0..sash.filled.wrapping_sub(sash.sent)).map(|i| ring.place(sash.sent.wrapping_add(i))) {
+            sash.sending[place] = ring.slot_at(memory, place)?.to_word();
+        }
+        Ok(())
     }
 
     /// Frames that were ever given to the card.
