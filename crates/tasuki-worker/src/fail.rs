@@ -1,8 +1,8 @@
 //! Places where a test may have the worker killed, or stopped: between any two steps of a relay, and of a burst.
 //!
-//! As in `tasuki_shm::crash`: `TASUKI_CRASH=name:n` in the environment kills the process (SIGKILL, by its own hand) when it passes the place
-//! `name` for the n-th time; `TASUKI_STOP=name:n` stops it there (SIGSTOP), as a hung one. Without the feature `crash-points`, which no
-//! shipped build has, a place is nothing.
+//! `TASUKI_CRASH=name:n` in the environment kills the process when it passes the place `name` for the n-th time, as
+//! [`tasuki_shm::crash`] has it, whose places in a driver a worker passes as well. `TASUKI_STOP=name:n` stops it there (SIGSTOP), as a hung
+//! one. Without the feature `crash-points`, which no shipped build has, a place is nothing.
 
 /// A place with a name.
 #[cfg(not(feature = "crash-points"))]
@@ -15,53 +15,17 @@ pub fn point(name: &'static str) {
     use std::sync::OnceLock;
     use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 
-    use rustix::process::Signal;
-
-    struct Plan(Signal, Option<(String, u64)>, AtomicU64);
-
-    static PLANS: OnceLock<[Plan; 2]> = OnceLock::new();
-    let plans = PLANS.get_or_init(|| {
-        [("TASUKI_CRASH", Signal::KILL), ("TASUKI_STOP", Signal::STOP)].map(|(variable, signal)| {
-            let plan = std::env::var(variable).ok();
-            let plan = plan.and_then(|plan| {
-                let (name, nth) = plan.rsplit_once(':')?;
-                Some((name.to_owned(), nth.parse().ok()?))
-            });
-            Plan(signal, plan, AtomicU64::new(0))
-        })
+    static PLAN: OnceLock<Option<(String, u64)>> = OnceLock::new();
+    static PASSES: AtomicU64 = AtomicU64::new(0);
+    tasuki_shm::crash::point(name);
+    let plan = PLAN.get_or_init(|| {
+        let plan = std::env::var("TASUKI_STOP").ok()?;
+        let (name, nth) = plan.rsplit_once(':')?;
+        Some((name.to_owned(), nth.parse().ok()?))
     });
-    for Plan(signal, plan, passes) in plans {
-        let Some((_, nth)) = plan.as_ref().filter(|(place, _)| place == name) else { continue };
-        if passes.fetch_add(1, Relaxed) + 1 != *nth {
-            continue;
-        }
-        let _ = rustix::process::kill_process(rustix::process::getpid(), *signal);
-        if *signal == Signal::KILL {
-            // It is on its way; nothing more may happen here.
-            loop {
-                std::hint::spin_loop();
-            }
-        }
+    if let Some((_, nth)) = plan.as_ref().filter(|(place, _)| place == name)
+        && PASSES.fetch_add(1, Relaxed) + 1 == *nth
+    {
+        let _ = rustix::process::kill_process(rustix::process::getpid(), rustix::process::Signal::STOP);
     }
 }
-
-/// Every place, in the order in which a worker's life passes them.
-#[cfg(feature = "crash-points")]
-#[allow(dead_code, reason = "for those who read what there is; tests name them")]
-pub const POINTS: &[&str] = &[
-    "map.begun",
-    "map.done",
-    "take.waiting",
-    "take.won",
-    "take.salvaged",
-    "take.read",
-    "take.looked",
-    "burst.received",
-    "frame.saved",
-    "burst.turned",
-    "burst.sent",
-    "give.stopped",
-    "give.written",
-    "give.passed",
-    "give.said",
-];

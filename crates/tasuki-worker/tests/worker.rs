@@ -76,10 +76,11 @@ fn a_worker_that_is_killed_is_taken_over_from_and_no_frame_is_lost() {
     let mut node = Node::new(folder.path(), Work::Echo);
     let mut driver = node.ready(&nic, &[]);
     taken(driver.grant(&nic));
-    for _ in 0..20 {
+    for round in 0..20 {
         let mut next = node.ready(&nic, &[]);
         let before = driver.pulse(pulse::SENT);
-        until("some frames", || driver.pulse(pulse::SENT) > before);
+        until("some frames", || driver.pulse(pulse::SENT) > before || driver.hears_trouble());
+        assert_eq!(driver.told, [""; 0], "in round {round}");
         driver.process.kill();
         taken(next.grant(&nic));
         driver = next;

@@ -459,6 +459,18 @@ pub fn unfit(report: Report) -> Reason {
 }
 
 impl Worker {
+    /// Whether it has told something to a person.
+    pub fn hears_trouble(&mut self) -> bool {
+        while let Some(said) = self.talk.hear_within(Duration::ZERO) {
+            match said {
+                Said::Letter(ToDaemon::Told { sentence, .. }, _) => self.told.push(sentence),
+                Said::End => self.told.push("it has ended".to_owned()),
+                _ => {}
+            }
+        }
+        !self.told.is_empty()
+    }
+
     /// Frames that the card has sent, PAUSE frames not counted.
     pub fn sent_on_the_wire(&mut self) -> u64 {
         self.letter(&ToWorker::Counts, &[]);
