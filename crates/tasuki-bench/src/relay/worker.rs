@@ -246,10 +246,10 @@ impl Hand {
         }
     }
 
-    /// Connection, doorbells, vectors, rings, frames.
+    /// Connection, lock, doorbells, vectors, rings, frames.
     fn fds(twin: Twin, parts: Parts) -> Vec<OwnedFd> {
         let doorbells = twin.bars.into_iter().filter_map(|bar| bar.doorbells);
-        [twin.connection.socket]
+        [twin.connection.socket, twin.lock]
             .into_iter()
             .chain(doorbells)
             .chain(twin.vectors)
@@ -267,13 +267,14 @@ impl Hand {
         let socket = fd()?;
         let connection =
             Connection { socket, fds_max: self.fds_max, transfer_max: self.transfer_max, io_fds: self.io_fds };
+        let lock = fd()?;
         let bars = self.bars.iter().map(|(index, len, places)| {
             let doorbells = if places.is_empty() { None } else { Some(fd()?) };
             Ok(BarTwin { index: *index, len: *len, doorbells, places: places.clone() })
         });
         let bars = bars.collect::<Result<Vec<_>>>()?;
         let vectors = (0..self.vectors).map(|_| fd()).collect::<Result<Vec<_>>>()?;
-        let twin = Twin { connection, config_len: self.config_len, can_reset: self.can_reset, bars, vectors };
+        let twin = Twin { connection, lock, config_len: self.config_len, can_reset: self.can_reset, bars, vectors };
         let parts = Parts { rings: fd()?, frames: fd()? };
         Ok((VfioUser::from_twin(twin, TIMEOUT)?, NicMemory::prepare(parts, &self.layout())?))
     }
