@@ -122,15 +122,13 @@ pub fn pin(cpu: u32) -> Result<()> {
 /// What must be given up and could not: privileges.
 pub fn confine(memlock: u64) -> Result<Unconfined> {
     let mut without = Unconfined::default();
-    let raise = |resource, bytes| {
-        let hard = rustix::process::getrlimit(resource).maximum;
-        // Who is not root has what it has.
-        let bytes =
-            if rustix::process::geteuid().is_root() { bytes } else { hard.map_or(bytes, |hard| hard.min(bytes)) };
-        rustix::process::setrlimit(resource, Rlimit { current: Some(bytes), maximum: Some(bytes) })
-    };
-    without.note(raise(Resource::Memlock, memlock), "how much memory the worker locks is not limited");
-    without.note(raise(Resource::Core, 0), "a dump of the worker's memory is possible");
+    if let Err(error) = may_lock(memlock) {
+        without
+            .0
+            .push(format!("the worker may lock less than {memlock} bytes ({error}); raise LimitMEMLOCK= of tasukid"));
+    }
+    let no_dump = rustix::process::setrlimit(Resource::Core, Rlimit { current: Some(0), maximum: Some(0) });
+    without.note(no_dump, "a dump of the worker's memory is possible");
     become_nobody()
         .context("the worker could not give up its privileges; start tasukid as root, or as a user without any")?;
     let none = CapabilitySets {
@@ -145,6 +143,15 @@ pub fn confine(memlock: u64) -> Result<Unconfined> {
     without.note(no_files(), "files are not barred");
     without.note(only_calls(), "system calls are not barred");
     Ok(without)
+}
+
+/// The worker may lock this much, and no more.
+fn may_lock(bytes: u64) -> rustix::io::Result<()> {
+    let limit = |bytes| rustix::process::setrlimit(Resource::Memlock, Rlimit { current: bytes, maximum: bytes });
+    limit(Some(bytes)).inspect_err(|_| {
+        // What there is has to do.
+        let _ = limit(rustix::process::getrlimit(Resource::Memlock).maximum);
+    })
 }
 
 fn become_nobody() -> Result<()> {

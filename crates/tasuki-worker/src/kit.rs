@@ -47,7 +47,7 @@ impl From<KitError> for Refused {
     fn from(error: KitError) -> Self {
         let at = |what| {
             let position = match what {
-                What::Device | What::Doorbells => Position::Device,
+                What::Device | What::Turns | What::Doorbells => Position::Device,
                 What::Iommu => Position::Iommu,
                 What::Vector => Position::Bell,
                 What::Rings => Position::Rings,

@@ -22,6 +22,8 @@ const VECTORS_MAX: usize = 16;
 pub enum What {
     /// The connection to whoever serves the device; of VFIO, the device.
     Device,
+    /// Memory by which those that share a connection take turns at asking.
+    Turns,
     /// Where a BAR's doorbells are stored.
     Doorbells,
     /// What the device may reach: VFIO's container, or its group.
@@ -86,7 +88,9 @@ impl Fds {
             (What::Iommu, kind) => kind == FileType::CharacterDevice,
             // An eventfd is a file of no kind.
             (What::Vector, kind) => kind == FileType::Unknown,
-            (What::Doorbells | What::Rings | What::Frames | What::Ledger, kind) => kind == FileType::RegularFile,
+            (What::Turns | What::Doorbells | What::Rings | What::Frames | What::Ledger, kind) => {
+                kind == FileType::RegularFile
+            }
         });
         if is_right { Ok(fd) } else { Err(KitError::Odd(what)) }
     }
@@ -113,7 +117,7 @@ pub struct BarText {
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(tag = "way", rename_all = "kebab-case")]
 pub enum BusText {
-    /// Somebody serves it. Descriptors: the connection, doorbells of the BARs that have some, vectors.
+    /// Somebody serves it. Descriptors: the connection, the memory for taking turns at it, doorbells of the BARs that have some, vectors.
     VfioUser {
         /// Descriptors that the server takes in a message.
         fds_max: u32,
@@ -203,12 +207,12 @@ fn count(vectors: usize) -> Result<usize, KitError> {
 
 impl KitBus for VfioUser {
     fn pack(&self) -> Result<(BusText, Vec<OwnedFd>), BusError> {
-        let Twin { connection, config_len, can_reset, bars, vectors } = self.twin()?;
+        let Twin { connection, lock, config_len, can_reset, bars, vectors } = self.twin()?;
         let Connection { socket, fds_max, transfer_max, io_fds } = connection;
         let says = |bar: &BarTwin| BarText { index: bar.index, len: bar.len, places: bar.places.clone() };
         let (bar_texts, count) = (bars.iter().map(says).collect(), vectors.len());
         let doorbells = bars.into_iter().filter_map(|bar| bar.doorbells);
-        let fds = [socket].into_iter().chain(doorbells).chain(vectors).collect();
+        let fds = [socket, lock].into_iter().chain(doorbells).chain(vectors).collect();
         let text =
             BusText::VfioUser { fds_max, transfer_max, io_fds, config_len, can_reset, bars: bar_texts, vectors: count };
         Ok((text, fds))
@@ -221,13 +225,14 @@ impl KitBus for VfioUser {
         };
         let vectors = count(vectors)?;
         let connection = Connection { socket: fds.take(What::Device)?, fds_max, transfer_max, io_fds };
+        let lock = fds.take(What::Turns)?;
         let bars = bars.iter().map(|BarText { index, len, places }| {
             let doorbells = if places.is_empty() { None } else { Some(fds.take(What::Doorbells)?) };
             Ok(BarTwin { index: *index, len: *len, doorbells, places: places.clone() })
         });
         let bars = bars.collect::<Result<Vec<_>, KitError>>()?;
         let vectors = (0..vectors).map(|_| fds.take(What::Vector)).collect::<Result<Vec<_>, _>>()?;
-        Ok(VfioUser::from_twin(Twin { connection, config_len, can_reset, bars, vectors }, TIMEOUT)?)
+        Ok(VfioUser::from_twin(Twin { connection, lock, config_len, can_reset, bars, vectors }, TIMEOUT)?)
     }
 }
 
