@@ -412,6 +412,9 @@ where
             Card::Ready(prepared) => prepared,
             _ => return Err(gone("the worker has no way to the card any more; start another".to_owned())),
         };
+        if after == After::Lost {
+            N::settle(&prepared).map_err(|error| store::refused(&error))?;
+        }
         let sash = match self.stored.take().filter(|_| after == After::Passed) {
             Some(stored) => store::read(stored, wrote)?,
             // Whether its last driver passed it or died, what it left says the same in both cases.
@@ -489,6 +492,8 @@ where
         }
         if let (Card::Driven(nic), false) = (&mut self.card, self.link_is_up) {
             self.link_is_up = nic.link() != Link::Down;
+            // Asks once more: what the driver has told the card since has arrived then, and doorbells are stores again.
+            nic.link();
         }
     }
 
