@@ -9,7 +9,7 @@ use rustix::event::EventfdFlags;
 use serde::{Deserialize, Serialize};
 use tasuki_net::nic::kit::{self, BusText, Fds, KitBus, KitError, What};
 use tasuki_net::nic::ledger::Ledger;
-use tasuki_net::nic::{InPlace, MemoryLayout, NicMemory, Parts, Sash};
+use tasuki_net::nic::{Filter, InPlace, MemoryLayout, NicMemory, NicOptions, Parts, Sash};
 use tasuki_relay::letter;
 use tasuki_relay::wire::{Position, Reason};
 use tasuki_shm::region::Region;
@@ -30,6 +30,10 @@ pub struct Text {
     pub version: u32,
     /// Which driver drives it.
     pub driver: String,
+    /// How it was started, for whoever starts it anew: descriptors in each ring,
+    pub ring: u16,
+    /// and whether every frame is let in.
+    pub promiscuous: bool,
     /// The way to the card, and its memory.
     pub nic: kit::Text,
 }
@@ -85,6 +89,7 @@ pub struct Opened<B> {
 pub fn pack<N: InPlace>(
     nic: &N,
     driver: &str,
+    options: &NicOptions,
     (parts, layout): (Parts, MemoryLayout),
     wake: &OwnedFd,
     can: letter::Can,
@@ -93,7 +98,13 @@ where
     N::Bus: KitBus,
 {
     let (text, fds) = kit::pack(nic.bus(), parts, &layout)?;
-    let text = serde_json::to_string(&Text { version: VERSION, driver: driver.to_owned(), nic: text })?;
+    let text = serde_json::to_string(&Text {
+        version: VERSION,
+        driver: driver.to_owned(),
+        ring: options.ring,
+        promiscuous: options.filter.promiscuous,
+        nic: text,
+    })?;
     let mut all = vec![wake.try_clone()?];
     all.extend(fds);
     let kit = letter::Kit { kind: N::Sash::KIND, version: N::Sash::VERSION, can, text, fds: all.len() };
@@ -133,6 +144,28 @@ pub fn open<B: KitBus>(text: &Text, fds: Vec<OwnedFd>) -> Result<Opened<B>, Refu
     Ok(Opened { wake, ledger, bus, memory })
 }
 
+impl Text {
+    /// How the card is started anew.
+    pub fn options(&self) -> NicOptions {
+        let filter = Filter { promiscuous: self.promiscuous, ..Filter::default() };
+        NicOptions { ring: self.ring, filter, ..NicOptions::default() }
+    }
+
+    /// Bytes of memory that are locked when a card behind VFIO is started anew.
+    pub fn locks(&self) -> u64 {
+        let layout = self.nic.memory.layout();
+        if is_vfio(self) { (layout.rings_len as u64).saturating_add(layout.slots.len() as u64) } else { 0 }
+    }
+}
+
+/// Whether a worker that may lock `may` bytes can have a device reach `needs`.
+pub fn may_lock(needs: u64, may: Option<u64>) -> Result<(), Reason> {
+    match may {
+        Some(may) if may < needs => Err(Reason::MemLock { may, needs }),
+        _ => Ok(()),
+    }
+}
+
 /// Whether the way to the card is the kernel's.
 pub fn is_vfio(text: &Text) -> bool {
     matches!(text.nic.bus, BusText::Vfio { .. })
@@ -141,4 +174,18 @@ pub fn is_vfio(text: &Text) -> bool {
 /// What rings when the lease is passed.
 pub fn wake() -> anyhow::Result<OwnedFd> {
     Ok(rustix::event::eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_limit_that_is_too_low_is_said_with_both_numbers() {
+        assert_eq!(may_lock(4 << 20, None), Ok(()));
+        assert_eq!(may_lock(4 << 20, Some(4 << 20)), Ok(()));
+        assert_eq!(may_lock(0, Some(0)), Ok(()), "a card that a server serves needs none");
+        let reason = may_lock(4 << 20, Some(64 << 10)).unwrap_err();
+        assert_eq!(reason.to_string(), "the worker may lock 65536 bytes and needs 4194304; raise RLIMIT_MEMLOCK");
+    }
 }

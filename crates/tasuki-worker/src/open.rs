@@ -77,6 +77,6 @@ where
         std::thread::sleep(Duration::from_millis(1));
     }
     let can = Can { in_place: true, spare_queue: false, repoint: false, pauses: true };
-    let (kit, fds) = kit::pack(&nic, name, (parts, layout), &kit::wake()?, can)?;
+    let (kit, fds) = kit::pack(&nic, name, &options, (parts, layout), &kit::wake()?, can)?;
     Ok((ToDaemon::Kit { nic: 0, name: String::new(), board: false, kit }, fds))
 }

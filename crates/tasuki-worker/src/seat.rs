@@ -5,11 +5,13 @@ use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::time::{Duration, Instant};
 
 use rustix::event::{PollFd, PollFlags, Timespec};
+use rustix::process::Resource;
 use tasuki_net::nic::kit::KitBus;
 use tasuki_net::nic::ledger::Ledger;
-use tasuki_net::nic::{InPlace, Link, NicError, Sash};
+use tasuki_net::nic::{InPlace, Link, NicError, NicMemory, Sash};
 use tasuki_net::port::{Armed, Burst};
 use tasuki_relay::letter::{self, Plan, ToDaemon};
+use tasuki_relay::method::Method;
 use tasuki_relay::wire::{Order, Reason, Report};
 use tasuki_relay::worker::{Do, Input, Side, Tables, Worker};
 use tasuki_relay::{After, Party, Tenure, taker};
@@ -52,6 +54,8 @@ enum Card<N: InPlace> {
     Unknown,
     /// Everything but the sash.
     Ready(N::Prepared),
+    /// All that is needed to start it anew.
+    Cold(N::Bus, NicMemory),
     /// It is driven, or could be at once.
     Driven(N),
     /// A successor has gone on: not touched any more, and taken apart when there is time.
@@ -94,8 +98,9 @@ pub struct Seat<N: InPlace> {
     /// How the next order to release is meant, and the sash that the next order to take is to go by.
     plan: Option<Plan>,
     stored: Option<OwnedFd>,
-    /// The sash of which the order to prepare spoke.
+    /// The sash of which the order to prepare spoke, and the method.
     asked: (u32, u32),
+    method: Method,
     waits_since: Option<Instant>,
     link_is_up: bool,
     /// The card is gone, and was said to be.
@@ -127,6 +132,7 @@ where
             plan: None,
             stored: None,
             asked: (N::Sash::KIND, N::Sash::VERSION),
+            method: Method::Keep,
             waits_since: None,
             link_is_up: false,
             gone: false,
@@ -197,8 +203,8 @@ where
 
     /// Hears something, and does what follows from it.
     pub fn hear(&mut self, common: &mut Common, input: Input) {
-        if let Input::Order(Order::Prepare { kind, version, .. }) = input {
-            self.asked = (kind, version);
+        if let Input::Order(Order::Prepare { kind, version, method, .. }) = input {
+            (self.asked, self.method) = ((kind, version), method);
         }
         let mut inputs = VecDeque::from([input]);
         while let Some(input) = inputs.pop_front() {
@@ -260,7 +266,8 @@ where
 
     fn open(&mut self) -> Result<(), Refused> {
         let (kind, version) = self.asked;
-        if !store::reads::<N::Sash>(kind, version) {
+        let cold = self.method == Method::Cold;
+        if !cold && !store::reads::<N::Sash>(kind, version) {
             let reason = Reason::OtherSash { kind: kind.into(), version: version.into() };
             return Err(Refused { reason, sentence: reason.to_string() });
         }
@@ -273,6 +280,11 @@ where
         if self.is_hung_up() {
             return Err(Refused { reason: Reason::CardGone, sentence: NicError::Gone.to_string() });
         }
+        if cold {
+            let may = rustix::process::getrlimit(Resource::Memlock).current;
+            kit::may_lock(text.locks(), may)
+                .map_err(|reason| Refused { reason, sentence: reason.to_string() })?;
+        }
         let copies = self.given.fds.iter().map(OwnedFd::try_clone).collect::<std::io::Result<Vec<_>>>();
         let copies = copies.map_err(|error| Refused {
             reason: Reason::Missing { position: 0 },
@@ -280,8 +292,10 @@ where
         })?;
         let Opened { wake, ledger, bus, memory } = kit::open::<N::Bus>(text, copies)?;
         (self.wake, self.ledger, self.arena) = (Some(wake), Some(ledger), Some(memory.arena().clone()));
-        let prepared = N::prepare(bus, memory).map_err(|failed| store::refused(&failed.error))?;
-        self.card = Card::Ready(prepared);
+        self.card = match cold {
+            true => Card::Cold(bus, memory),
+            false => Card::Ready(N::prepare(bus, memory).map_err(|failed| store::refused(&failed.error))?),
+        };
         Ok(())
     }
 
@@ -410,6 +424,7 @@ where
         }
         let prepared = match std::mem::replace(&mut self.card, Card::Unknown) {
             Card::Ready(prepared) => prepared,
+            Card::Cold(bus, memory) => return self.start(common, bus, memory),
             _ => return Err(gone("the worker has no way to the card any more; start another".to_owned())),
         };
         if after == After::Lost {
@@ -426,6 +441,20 @@ where
         common.book.write(self.given.number, commits.wrapping_add(1), book);
         fail::point("take.salvaged");
         let nic = N::go_on(prepared, &sash).map_err(|failed| store::refused(&failed.error))?;
+        self.card = Card::Driven(nic);
+        (self.gone, self.link_is_up) = (false, false);
+        self.job = Job::new(common.work, book);
+        Ok(())
+    }
+
+    /// Starts the card anew. What its last driver had not handled is lost, and so is what comes before its link is up.
+    fn start(&mut self, common: &Common, bus: N::Bus, memory: NicMemory) -> Result<(), Refused> {
+        let options = self.given.text.as_ref().map(Text::options).unwrap_or_default();
+        // Of the ledger that the card's last driver kept: that of the next is counted on from there.
+        let commits = self.ledger.as_ref().map_or(0, Ledger::commits);
+        let book = common.book.read(self.given.number, commits);
+        (0..2).for_each(|copy| common.book.write(self.given.number, copy, book));
+        let nic = N::start(bus, memory, &options).map_err(|failed| store::refused(&failed.error))?;
         self.card = Card::Driven(nic);
         (self.gone, self.link_is_up) = (false, false);
         self.job = Job::new(common.work, book);
