@@ -282,8 +282,7 @@ where
         }
         if cold {
             let may = rustix::process::getrlimit(Resource::Memlock).current;
-            kit::may_lock(text.locks(), may)
-                .map_err(|reason| Refused { reason, sentence: reason.to_string() })?;
+            kit::may_lock(text.locks(), may).map_err(|reason| Refused { reason, sentence: reason.to_string() })?;
         }
         let copies = self.given.fds.iter().map(OwnedFd::try_clone).collect::<std::io::Result<Vec<_>>>();
         let copies = copies.map_err(|error| Refused {

@@ -135,7 +135,10 @@ fn killed_at_every_step(poll: bool) {
         kills += 1;
     }
     println!("{kills} workers were killed, {} relays", nic.relays());
-    assert!(kills >= PLACES.len(), "only {kills} kills: the machine is too slow for so few frames; raise TASUKI_KILL_FRAMES");
+    assert!(
+        kills >= PLACES.len(),
+        "only {kills} kills: the machine is too slow for so few frames; raise TASUKI_KILL_FRAMES"
+    );
     plain.until_sent(frames);
     while let Some(said) = plain.talk.hear_within(std::time::Duration::ZERO) {
         assert!(!matches!(said, Said::Letter(ToDaemon::Told { .. }, _)), "{said:?}");

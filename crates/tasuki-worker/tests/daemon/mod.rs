@@ -85,6 +85,12 @@ impl Process {
     }
 }
 
+impl From<Child> for Process {
+    fn from(child: Child) -> Self {
+        Process(child)
+    }
+}
+
 impl Drop for Process {
     fn drop(&mut self) {
         self.kill();
@@ -287,6 +293,12 @@ impl Node {
         Node { work, poll: false, cpu: None, book, folder, program, next: 1 }
     }
 
+    /// What the book says of numbered frames that were seen, in the later of its two copies.
+    pub fn booked(&self, nic: usize) -> u64 {
+        let words = words(&self.book);
+        words[nic * 16].load(Acquire).max(words[nic * 16 + 8].load(Acquire))
+    }
+
     /// A worker that has begun.
     pub fn worker(&mut self, environment: &[(&str, String)]) -> Worker {
         let party = self.next;
@@ -384,9 +396,13 @@ impl Worker {
     }
 
     pub fn prepare(&self, nic: &Nic, purpose: Use) {
+        self.prepare_by(nic, purpose, Method::Keep);
+    }
+
+    pub fn prepare_by(&self, nic: &Nic, purpose: Use, method: Method) {
         let Kit { kind, version, .. } = nic.kit;
         let carries = Positions::default();
-        self.order(nic, Order::Prepare { purpose, method: Method::Keep, kind, version, carries });
+        self.order(nic, Order::Prepare { purpose, method, kind, version, carries });
     }
 
     /// The next report about `nic`; what is said besides is noted.
@@ -495,4 +511,20 @@ impl Worker {
             std::thread::sleep(Duration::from_millis(5));
         }
     }
+}
+
+/// What a daemon that has just begun learns from a worker: who it is, and its one NIC.
+pub fn adopt(worker: &mut Worker) -> Nic {
+    worker.talk.send(&serde_json::to_vec(&ToWorker::Again).expect("JSON"), &[]);
+    let (letter, fds) = worker.hear_letter();
+    let ToDaemon::Mine { party, node } = letter else { panic!("{letter:?}") };
+    assert_eq!((party, node.as_str(), fds.len()), (worker.party.0.get(), "node", 2));
+    let pulse = Region::adopt(fds.into_iter().next().expect("the pulse")).expect("memory");
+    worker.words = words(&pulse);
+    worker.pulse = pulse;
+    let (letter, mut fds) = worker.hear_letter();
+    let ToDaemon::Kit { nic, board: true, kit, .. } = letter else { panic!("{letter:?}") };
+    let board = Region::adopt(fds.remove(0)).expect("the board");
+    assert_eq!(kit.fds, fds.len());
+    Nic::of(nic, kit, fds, board)
 }
