@@ -138,7 +138,8 @@ fn a_worker_outlives_its_daemon_and_the_next_one_finds_it() {
         until("frames without a daemon", || red.pulse(pulse::SENT) > before);
         let nic = daemon::adopt(&mut red);
         let its = daemon::adopt(&mut blue);
-        assert_eq!((nic.kit.clone(), nic.fds.len()), (its.kit, its.fds.len()));
+        assert_eq!((&nic.kit, nic.fds.len()), (&its.kit, its.fds.len()));
+        drop(its);
         for (worker, standing, epoch) in [(&mut red, Standing::Holding, epoch), (&mut blue, Standing::Ready, 0)] {
             worker.order(&nic, Order::Who);
             assert_eq!(worker.report(&nic), Report::Hello { standing, epoch });

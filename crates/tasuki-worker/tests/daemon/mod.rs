@@ -200,8 +200,11 @@ impl Model {
         Model { process, socket, out }
     }
 
-    /// What it says at its end, which comes when everybody has left the card.
+    /// What it says at its end, which comes when all frames have come back and everybody has left the card.
     pub fn report(mut self) -> String {
+        until("the end of the model: frames are missing, or somebody has the card still", || {
+            !self.process.is_running()
+        });
         let mut text = String::new();
         self.out.read_to_string(&mut text).expect("text");
         assert_eq!(self.process.end(), Some(0), "{text}");
