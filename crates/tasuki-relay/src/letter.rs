@@ -206,6 +206,8 @@ pub enum ToDaemon {
         party: u32,
         /// Its node's name.
         node: String,
+        /// Kits that follow, one for each NIC that it has.
+        nics: u32,
     },
     /// Something that a person must know, in a sentence.
     Told {

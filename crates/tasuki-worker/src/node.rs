@@ -279,7 +279,8 @@ impl Node {
     fn again(&mut self) {
         let Common { post, pulse, book, party, .. } = &mut self.common;
         let fds = pulse.fd().and_then(|pulse| Ok(vec![pulse, book.fd()?]));
-        let mine = ToDaemon::Mine { party: party.0.get(), node: self.name.clone() };
+        let nics = u32::try_from(self.seats.len()).unwrap_or(u32::MAX);
+        let mine = ToDaemon::Mine { party: party.0.get(), node: self.name.clone(), nics };
         post.write(&mine, fds.unwrap_or_default());
         for seat in &self.seats {
             each!(seat, seat => seat.tell_kit(post));

@@ -8,22 +8,51 @@ use tasuki_net::nic::{NicError, Sash};
 use tasuki_relay::sash::{HEAD, LEN_MAX, NotASash, Sash as Envelope};
 use tasuki_relay::wire::Reason;
 
+use crate::board::now_ns;
 use crate::kit::Refused;
+
+/// Layouts beyond the driver's own that are read, and the last of which is written. A later one has a field more at its end.
+const LATER: u32 = cfg!(feature = "next-sash") as u32;
+
+/// Bytes of the field that a later layout has: when the sash was stored, on the machine's clock.
+const STORED_AT: usize = 8;
 
 /// Whether a sash of this kind and version can be gone on with.
 pub fn reads<S: Sash>(kind: u32, version: u32) -> bool {
-    (kind, version) == (S::KIND, S::VERSION)
+    kind == S::KIND && (S::VERSION..=S::VERSION + LATER).contains(&version)
 }
 
 /// Versions of the sashes of `S` that are read, from and to.
 pub fn versions<S: Sash>() -> (u32, u32, u32) {
-    (S::KIND, S::VERSION, S::VERSION)
+    (S::KIND, S::VERSION, S::VERSION + LATER)
+}
+
+/// The driver's bytes in the layout that is stored.
+fn to_stored<S: Sash>(bytes: &[u8]) -> (u32, Vec<u8>) {
+    let mut bytes = bytes.to_vec();
+    let version = S::VERSION + LATER;
+    if LATER > 0 {
+        bytes[4..8].copy_from_slice(&version.to_ne_bytes());
+        bytes.extend(now_ns().to_ne_bytes());
+    }
+    (version, bytes)
+}
+
+/// The reverse, of a version that is read.
+fn from_stored<S: Sash>(version: u32, bytes: &[u8]) -> Vec<u8> {
+    let mut bytes = bytes.to_vec();
+    if version > S::VERSION && bytes.len() >= STORED_AT + 8 {
+        bytes.truncate(bytes.len() - STORED_AT);
+        bytes[4..8].copy_from_slice(&S::VERSION.to_ne_bytes());
+    }
+    bytes
 }
 
 /// Memory with the sash in an envelope, which nobody can change any more.
 pub fn write<S: Sash>(sash: &S, epoch: u32) -> Result<OwnedFd> {
-    let mut bytes = vec![0; HEAD + S::LEN];
-    let envelope = Envelope { kind: S::KIND, version: S::VERSION, epoch, bytes: sash.bytes() };
+    let (version, driver) = to_stored::<S>(sash.bytes());
+    let mut bytes = vec![0; HEAD + driver.len()];
+    let envelope = Envelope { kind: S::KIND, version, epoch, bytes: &driver };
     let len = envelope.write(&mut bytes)?;
     let what = "the sash could not be stored: the kernel has no memory for it";
     let memory =
@@ -52,7 +81,7 @@ pub fn read<S: Sash>(memory: OwnedFd, wrote: u32) -> Result<Box<S>, Refused> {
             return Err(Refused { reason, sentence: reason.to_string() });
         }
     };
-    S::read(whole).map(Box::new).map_err(|error| refused(&error))
+    S::read(&from_stored::<S>(envelope.version, whole)).map(Box::new).map_err(|error| refused(&error))
 }
 
 /// A copy that nobody else can write, of as many bytes as a sash can have.

@@ -190,3 +190,42 @@ fn a_card_that_is_gone_is_said_to_be_once_and_nobody_takes_it() {
         assert!(late.process.is_running() && blue.process.is_running());
     }
 }
+
+/// Two real workers, of this version and as the next may be: `TASUKI_NEXT_WORKER` names one that was built with the feature `next-sash`.
+#[test]
+fn a_worker_of_the_next_version_reads_what_this_one_stored_and_not_the_other_way_round() {
+    need_model!();
+    let Some(next) = std::env::var_os("TASUKI_NEXT_WORKER") else {
+        return println!("skipped: needs TASUKI_NEXT_WORKER, a worker built with --features next-sash");
+    };
+    let folder = folder();
+    let model = Model::start(folder.path(), &["--source", "8000", "--rate", "8000"]);
+    let nic = Nic::open(&model.socket, &["--promiscuous"]);
+    let mut node = Node::new(folder.path(), Work::Echo);
+    let mut old = node.ready(&nic, &[]);
+    taken(old.grant(&nic));
+    node.program = next.into();
+    let (mut new, mut newer) = (node.ready(&nic, &[]), node.ready(&nic, &[]));
+    // This version's, read by the next.
+    let (epoch, bytes) = store(&mut old, &nic);
+    assert_eq!(Sash::read(&bytes).map(|sash| sash.version), Ok(nic.kit.version));
+    new.letter(&ToWorker::Sash { nic: 0 }, &[memfd(&bytes)]);
+    new.order(&nic, Order::Take { epoch, after: After::Passed, wrote: epoch });
+    taken(new.report(&nic));
+    // The next version's, read by the next.
+    let (epoch, bytes) = store(&mut new, &nic);
+    assert_eq!(Sash::read(&bytes).map(|sash| sash.version), Ok(nic.kit.version + 1));
+    newer.letter(&ToWorker::Sash { nic: 0 }, &[memfd(&bytes)]);
+    newer.order(&nic, Order::Take { epoch, after: After::Passed, wrote: epoch });
+    taken(newer.report(&nic));
+    // The next version's, not read by this one: the giver goes on.
+    let (epoch, bytes) = store(&mut newer, &nic);
+    old.letter(&ToWorker::Sash { nic: 0 }, &[memfd(&bytes)]);
+    old.order(&nic, Order::Take { epoch, after: After::Passed, wrote: epoch });
+    let failed = old.report(&nic);
+    assert!(matches!(failed, Report::Failed { reason: Reason::OtherSash { .. }, .. }), "{failed:?}");
+    taken(newer.grant(&nic));
+    newer.until_sent(8000);
+    drop((old, new, newer, nic));
+    nothing_is_lost(&model.report(), 8000);
+}
