@@ -270,3 +270,29 @@ fn a_card_is_started_anew_by_its_next_worker() {
     assert_eq!(blue.told, [""; 0]);
     drop((red, blue, nic, model));
 }
+
+#[test]
+fn a_taker_on_another_cpu_looks_without_a_rest_and_takes() {
+    need_model!();
+    if std::thread::available_parallelism().map_or(1, usize::from) < 2 {
+        return println!("skipped: needs two CPUs");
+    }
+    let folder = folder();
+    let model = Model::start(folder.path(), &["--source", "6000", "--rate", "8000"]);
+    let nic = Nic::open(&model.socket, &["--promiscuous"]);
+    let mut node = Node::new(folder.path(), Work::Echo);
+    node.cpu = Some(0);
+    let mut red = node.ready(&nic, &[]);
+    node.cpu = Some(1);
+    let mut blue = node.ready(&nic, &[]);
+    taken(red.grant(&nic));
+    for _ in 0..20 {
+        let epoch = nic.tenure().epoch;
+        let said = red.pass_to(&mut blue, &nic);
+        assert_eq!(said, (Report::Released { epoch }, Report::Taken { epoch: epoch + 1 }), "{:?}", blue.told);
+        std::mem::swap(&mut red, &mut blue);
+    }
+    red.until_sent(6000);
+    drop((red, blue, nic));
+    nothing_is_lost(&model.report(), 6000);
+}
