@@ -17,8 +17,8 @@ pub const IDENTITY: &str = "TASUKI_WORKER_ID";
 
 const NOBODY: (u32, u32) = (65534, 65534);
 
-/// System calls that a worker makes, learnt with strace from workers that took over, drove, slept, handed over, were left by their daemon and
-/// ended. Whatever is called besides kills it.
+/// System calls that a worker makes, by what it and its libraries are written to do; every test of a worker runs under this list. Whatever is
+/// called besides kills it.
 const CALLS: &[i64] = &[
     // The daemon's socket, and that of a device's server.
     libc::SYS_sendmsg,
