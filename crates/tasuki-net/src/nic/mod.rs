@@ -16,6 +16,7 @@
 
 pub mod bus;
 pub mod e1000e;
+pub mod kit;
 pub mod ledger;
 mod loan;
 mod memory;
@@ -297,6 +298,12 @@ pub trait InPlace: Nic {
     /// Gets ready all that needs no sash, touching neither card nor bus: `bus` is one that needs no word with the device to be used, and `memory` was
     /// [prepared](NicMemory::prepare), or was used for this card before.
     fn prepare(bus: Self::Bus, memory: NicMemory) -> Result<Self::Prepared, Failed<Self::Bus>>;
+
+    /// Waits until all that a driver that died had sent to the card has arrived there: what is stored later must not be overtaken by it.
+    ///
+    /// # Errors
+    /// The card is gone.
+    fn settle(prepared: &Self::Prepared) -> Result<(), NicError>;
 
     /// What a driver left behind that is no more, as a sash: from the ledger, and from the rings, in which what it had begun is undone. May
     /// be called again.

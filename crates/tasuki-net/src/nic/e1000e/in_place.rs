@@ -127,6 +127,14 @@ impl<B: Bus> InPlace for E1000e<B> {
         Ok(nic)
     }
 
+    fn settle(prepared: &Prepared<B>) -> Result<(), NicError> {
+        // Reading any register waits for what was written before, by whomever.
+        match prepared.mmio.read(regs::STATUS) {
+            u32::MAX => Err(NicError::Gone),
+            _ => Ok(()),
+        }
+    }
+
     fn salvage(prepared: &Prepared<B>) -> Result<Box<Sash>, NicError> {
         let (memory, ledger) = (&prepared.memory, prepared.memory.ledger());
         match ledger.whose() {

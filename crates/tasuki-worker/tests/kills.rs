@@ -1,0 +1,158 @@
+//! Workers that are killed at every step of a relay and of a burst, under traffic: the wire sees each frame once, in order, as it came.
+#![allow(clippy::tests_outside_test_module, reason = "the whole file is tests")]
+
+mod daemon;
+
+use std::time::Instant;
+
+use daemon::{Model, Nic, Node, PATIENCE, Said, Worker, model_program, nothing_is_lost};
+use tasuki_relay::After;
+use tasuki_relay::letter::{ToDaemon, Work, pulse};
+use tasuki_relay::wire::{Order, Report, Use};
+
+/// Frames of the source, and how many it sends in a second.
+const FRAMES: u64 = 12_000;
+const RATE: u64 = 6_000;
+
+/// What happens to a worker on its way to the place where it dies.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Way {
+    /// It is told to prepare.
+    Prepares,
+    /// And to take.
+    Takes,
+    /// And it drives.
+    Drives,
+    /// And it is told to let go.
+    Gives,
+}
+
+const PLACES: &[(&str, Way)] = &[
+    ("map.begun", Way::Prepares),
+    ("map.done", Way::Prepares),
+    ("take.waiting", Way::Takes),
+    ("take.won", Way::Takes),
+    ("take.salvaged", Way::Takes),
+    ("take.read", Way::Takes),
+    ("take.looked", Way::Takes),
+    ("burst.received", Way::Drives),
+    ("frame.saved", Way::Drives),
+    ("burst.turned", Way::Drives),
+    ("burst.sent", Way::Drives),
+    ("nic.committed", Way::Drives),
+    ("nic.rung", Way::Drives),
+    ("nic.posted", Way::Drives),
+    ("nic.collected", Way::Drives),
+    ("nic.filled", Way::Drives),
+    ("give.stopped", Way::Gives),
+    ("give.written", Way::Gives),
+    ("give.passed", Way::Gives),
+    ("give.said", Way::Gives),
+];
+
+/// What a worker reports next about `nic`; nothing if it dies instead.
+fn next(worker: &mut Worker, nic: &Nic) -> Option<Report> {
+    worker.report_or_end(nic)
+}
+
+/// The plain worker drives again, whatever became of the other, which is dead.
+fn take_back(plain: &mut Worker, nic: &Nic) {
+    // It may have been told before, and have taken.
+    let holder = nic.tenure().holder;
+    if holder == Some(plain.party) {
+        return;
+    }
+    let passed = nic.seize();
+    plain.order(nic, Order::Take { epoch: passed.epoch, after: After::Lost, wrote: 0 });
+    let end = Instant::now() + PATIENCE;
+    loop {
+        match next(plain, nic) {
+            Some(Report::Taken { epoch }) if epoch == passed.epoch.wrapping_add(1) => return,
+            Some(Report::Taken { .. } | Report::Lost { .. } | Report::Released { .. }) => {}
+            other => panic!("{other:?}: {:?}", plain.told),
+        }
+        assert!(Instant::now() < end, "the lease is not taken back");
+    }
+}
+
+/// Sends a worker on its way until it dies at `place` when it passes it for the `nth` time.
+fn kill(node: &mut Node, nic: &Nic, plain: &mut Worker, (place, way): (&str, Way), nth: u64) -> u64 {
+    let mut victim = node.worker(&[("TASUKI_CRASH", format!("{place}:{nth}"))]);
+    victim.give(nic);
+    victim.prepare(nic, Use::Upgrade);
+    match next(&mut victim, nic) {
+        None => {
+            assert_eq!((way, victim.process.end()), (Way::Prepares, None), "{place}");
+            return 0;
+        }
+        Some(report) => assert_eq!((report, way != Way::Prepares), (Report::Ready, true), "{place}"),
+    }
+    let epoch = nic.tenure().epoch;
+    victim.order(nic, Order::Take { epoch, after: After::Passed, wrote: epoch });
+    plain.order(nic, Order::Release { epoch });
+    assert_eq!(next(plain, nic), Some(Report::Released { epoch }), "{place}");
+    if way != Way::Gives {
+        // Taken or not, it dies by itself; what it says meanwhile is heard.
+        while next(&mut victim, nic).is_some() {}
+    } else {
+        assert_eq!(next(&mut victim, nic), Some(Report::Taken { epoch: epoch + 1 }), "{place}: {:?}", victim.told);
+        plain.order(nic, Order::Take { epoch: epoch + 1, after: After::Passed, wrote: epoch + 1 });
+        victim.order(nic, Order::Release { epoch: epoch + 1 });
+        while next(&mut victim, nic).is_some() {}
+        if place == "give.passed" || place == "give.said" {
+            assert_eq!(next(plain, nic), Some(Report::Taken { epoch: epoch + 2 }), "{:?}", plain.told);
+        }
+    }
+    assert_eq!(victim.process.end(), None, "{place}: killed");
+    let sent = victim.pulse(pulse::SENT);
+    take_back(plain, nic);
+    sent
+}
+
+fn killed_at_every_step(poll: bool) {
+    if model_program().is_none() {
+        return println!("skipped: needs tasuki-sim beside the worker: cargo build --package tasuki-sim");
+    }
+    if !cfg!(feature = "crash-points") {
+        return println!("skipped: needs the feature crash-points");
+    }
+    let folder = tempfile::tempdir().expect("a place for sockets");
+    let frames = std::env::var("TASUKI_KILL_FRAMES").ok().and_then(|text| text.parse().ok()).unwrap_or(FRAMES);
+    let (count, rate) = (frames.to_string(), RATE.to_string());
+    let model = Model::start(folder.path(), &["--source", &count, "--rate", &rate]);
+    let nic = Nic::open(&model.socket, &["--promiscuous"]);
+    let mut node = Node::new(folder.path(), Work::Echo);
+    node.poll = poll;
+    let mut plain = node.ready(&nic, &[]);
+    daemon::taken(plain.grant(&nic));
+    let (mut kills, mut sent) = (0_usize, 0);
+    while sent + plain.pulse(pulse::SENT) < frames * 9 / 10 {
+        let place = PLACES[kills % PLACES.len()];
+        let nth = 1 + (kills / PLACES.len()) as u64 % 7 * 3;
+        // Places of a relay are passed once.
+        let nth = if place.1 == Way::Drives { nth } else { 1 };
+        sent += kill(&mut node, &nic, &mut plain, place, nth);
+        kills += 1;
+    }
+    println!("{kills} workers were killed, {} relays", nic.relays());
+    assert!(
+        kills >= PLACES.len(),
+        "only {kills} kills: the machine is too slow for so few frames; raise TASUKI_KILL_FRAMES"
+    );
+    plain.until_sent(frames);
+    while let Some(said) = plain.talk.hear_within(std::time::Duration::ZERO) {
+        assert!(!matches!(said, Said::Letter(ToDaemon::Told { .. }, _)), "{said:?}");
+    }
+    drop((plain, nic));
+    nothing_is_lost(&model.report(), frames);
+}
+
+#[test]
+fn killed_at_every_step_while_they_sleep_when_idle() {
+    killed_at_every_step(false);
+}
+
+#[test]
+fn killed_at_every_step_while_they_poll() {
+    killed_at_every_step(true);
+}

@@ -1,0 +1,231 @@
+//! What a worker refuses, and what it says then: kits that are not whole, sashes that are damaged, cards that are gone.
+#![allow(clippy::tests_outside_test_module, reason = "the whole file is tests")]
+
+mod daemon;
+
+use std::os::fd::OwnedFd;
+
+use daemon::{Model, Nic, Node, Worker, model_program, nothing_is_lost, taken, unfit, until};
+use rustix::fs::MemfdFlags;
+use tasuki_relay::After;
+use tasuki_relay::letter::{ToDaemon, ToWorker, Work, pulse};
+use tasuki_relay::sash::{HEAD, Sash};
+use tasuki_relay::wire::{Order, Reason, Report, Use};
+use tempfile::TempDir;
+
+fn folder() -> TempDir {
+    tempfile::tempdir().expect("a place for sockets")
+}
+
+macro_rules! need_model {
+    () => {
+        let Some(_) = model_program() else {
+            println!("skipped: needs tasuki-sim beside the worker: cargo build --package tasuki-sim");
+            return;
+        };
+    };
+}
+
+fn memfd(bytes: &[u8]) -> OwnedFd {
+    let memory = rustix::fs::memfd_create("sash", MemfdFlags::CLOEXEC).expect("memory");
+    assert_eq!(rustix::io::pwrite(&memory, bytes, 0), Ok(bytes.len()));
+    memory
+}
+
+fn copy(nic: &Nic, kit: impl FnOnce(&mut tasuki_relay::letter::Kit, &mut Vec<OwnedFd>)) -> Nic {
+    let mut changed = nic.kit.clone();
+    let mut fds = nic.copies();
+    let board = fds.remove(0);
+    kit(&mut changed, &mut fds);
+    Nic::of(0, changed, fds, tasuki_shm::region::Region::adopt(board).expect("the board"))
+}
+
+#[test]
+fn a_kit_that_is_not_whole_is_refused_before_anything_is_touched() {
+    need_model!();
+    let folder = folder();
+    let model = Model::start(folder.path(), &["--source", "500", "--rate", "5000"]);
+    let nic = Nic::open(&model.socket, &["--promiscuous"]);
+    let mut node = Node::new(folder.path(), Work::Echo);
+    type Change = fn(&mut tasuki_relay::letter::Kit, &mut Vec<OwnedFd>);
+    let changes: [(Change, &str); 10] = [
+        (|_, fds| fds.truncate(fds.len() - 1), "did not get descriptor"),
+        (|_, fds| fds.clear(), "did not get descriptor 6"),
+        (|_, fds| drop(fds.remove(0)), "descriptor 6 of the device is not what it should be"),
+        (|_, fds| fds.swap(0, 1), "descriptor 6 of the device is not what it should be"),
+        (|_, fds| fds.swap(1, 2), "descriptor 2 of the device is not what it should be"),
+        (|_, fds| fds.push(fds[0].try_clone().unwrap()), "descriptor"),
+        (|_, fds| *fds.last_mut().unwrap() = memfd(&[0; 4096]), "descriptor 5 of the device"),
+        (|kit, _| kit.text = kit.text.replace("e1000e", "ne2000"), "descriptor 2 of the device"),
+        (|kit, _| kit.text = "{".to_owned(), "descriptor 2 of the device"),
+        (|kit, _| kit.version = 77, "does not read sashes of kind 0x808610d3 version 77"),
+    ];
+    for (index, (change, why)) in changes.into_iter().enumerate() {
+        let broken = copy(&nic, change);
+        let mut worker = node.worker(&[]);
+        worker.give(&broken);
+        worker.prepare(&broken, Use::Upgrade);
+        let reason = unfit(worker.report(&broken)).to_string();
+        assert!(reason.contains(why), "change {index}: {why:?} is not in {reason}: {:?}", worker.told);
+        assert_eq!(worker.told.len(), 1, "one sentence: {:?}", worker.told);
+        assert!(worker.told[0].contains("; "), "what to do is said: {:?}", worker.told);
+    }
+    // And it can still be driven.
+    let mut worker = node.ready(&nic, &[]);
+    taken(worker.grant(&nic));
+    worker.until_sent(500);
+    drop((worker, nic));
+    nothing_is_lost(&model.report(), 500);
+}
+
+/// The giver stores its sash; somebody has changed it when it comes to the successor.
+fn stored_and_changed(change: impl Fn(&mut Vec<u8>), why: fn(Reason) -> bool) {
+    let folder = folder();
+    let model = Model::start(folder.path(), &["--source", "4000", "--rate", "8000"]);
+    let nic = Nic::open(&model.socket, &["--promiscuous"]);
+    let mut node = Node::new(folder.path(), Work::Echo);
+    let (mut red, mut blue) = (node.ready(&nic, &[]), node.ready(&nic, &[]));
+    taken(red.grant(&nic));
+    let (epoch, bytes) = store(&mut red, &nic);
+    let mut changed = bytes;
+    change(&mut changed);
+    blue.letter(&ToWorker::Sash { nic: 0 }, &[memfd(&changed)]);
+    blue.order(&nic, Order::Take { epoch, after: After::Passed, wrote: epoch });
+    match blue.report(&nic) {
+        Report::Failed { reason, .. } if why(reason) => {}
+        other => panic!("{other:?}: {:?}", blue.told),
+    }
+    assert_eq!(blue.told.len(), 1, "{:?}", blue.told);
+    // Nothing was touched: the giver goes on.
+    taken(red.grant(&nic));
+    red.until_sent(4000);
+    drop((red, blue, nic));
+    nothing_is_lost(&model.report(), 4000);
+}
+
+/// Has the giver let go by the store: the epoch, and the bytes of the sash.
+fn store(giver: &mut Worker, nic: &Nic) -> (u32, Vec<u8>) {
+    let epoch = nic.tenure().epoch;
+    giver.plan(nic, true);
+    giver.order(nic, Order::Release { epoch });
+    let (letter, fds) = giver.hear_letter();
+    assert!(matches!(letter, ToDaemon::Sash { nic: 0 }), "{letter:?}");
+    assert_eq!(giver.report(nic), Report::Released { epoch });
+    let mut bytes = vec![0; 1 << 20];
+    let len = rustix::io::pread(&fds[0], &mut bytes, 0).expect("memory");
+    bytes.truncate(len);
+    (epoch, bytes)
+}
+
+#[test]
+fn a_damaged_sash_is_refused_and_the_giver_goes_on() {
+    need_model!();
+    stored_and_changed(|bytes| bytes[HEAD + 100] ^= 4, |reason| matches!(reason, Reason::DamagedSash { .. }));
+    stored_and_changed(|bytes| bytes.truncate(HEAD + 5), |reason| matches!(reason, Reason::WrongSash { .. }));
+    stored_and_changed(Vec::clear, |reason| matches!(reason, Reason::WrongSash { .. }));
+}
+
+#[test]
+fn a_sash_of_an_unknown_version_or_another_epoch_is_refused_and_the_giver_goes_on() {
+    need_model!();
+    let written_as = |change: fn(&mut Sash<'_>)| {
+        move |bytes: &mut Vec<u8>| {
+            let old = bytes.clone();
+            let mut sash = Sash::read(&old).expect("a sash");
+            change(&mut sash);
+            sash.write(bytes).expect("room");
+        }
+    };
+    stored_and_changed(written_as(|sash| sash.version += 7), |reason| matches!(reason, Reason::OtherSash { .. }));
+    stored_and_changed(written_as(|sash| sash.epoch += 1), |reason| matches!(reason, Reason::WrongSash { .. }));
+}
+
+#[test]
+fn an_upgrade_goes_by_the_store() {
+    need_model!();
+    let folder = folder();
+    let model = Model::start(folder.path(), &["--source", "8000", "--rate", "8000"]);
+    let nic = Nic::open(&model.socket, &["--promiscuous"]);
+    let mut node = Node::new(folder.path(), Work::Echo);
+    let (mut red, mut blue) = (node.ready(&nic, &[]), node.ready(&nic, &[]));
+    taken(red.grant(&nic));
+    for _ in 0..10 {
+        let (epoch, bytes) = store(&mut red, &nic);
+        blue.letter(&ToWorker::Sash { nic: 0 }, &[memfd(&bytes)]);
+        blue.order(&nic, Order::Take { epoch, after: After::Passed, wrote: epoch });
+        assert_eq!(blue.report(&nic), Report::Taken { epoch: epoch + 1 }, "{:?}", blue.told);
+        std::mem::swap(&mut red, &mut blue);
+    }
+    red.until_sent(8000);
+    drop((red, blue, nic));
+    nothing_is_lost(&model.report(), 8000);
+}
+
+#[test]
+fn a_card_that_is_gone_is_said_to_be_once_and_nobody_takes_it() {
+    need_model!();
+    for poll in [false, true] {
+        let folder = folder();
+        let mut model = Model::start(folder.path(), &["--source", "100000000", "--rate", "8000"]);
+        let nic = Nic::open(&model.socket, &["--promiscuous"]);
+        let mut node = Node::new(folder.path(), Work::Echo);
+        node.poll = poll;
+        let (mut red, mut blue) = (node.ready(&nic, &[]), node.ready(&nic, &[]));
+        taken(red.grant(&nic));
+        until("some frames", || red.pulse(pulse::SENT) > 100);
+        model.process.kill();
+        until("a sentence", || red.hears_trouble());
+        assert!(red.told[0].contains("the card is gone from its bus"), "{:?}", red.told);
+        let epoch = nic.tenure().epoch;
+        red.order(&nic, Order::Release { epoch });
+        assert_eq!(red.report(&nic), Report::Kept { epoch, reason: Reason::CardGone });
+        let mut late = node.worker(&[]);
+        late.give(&nic);
+        late.prepare(&nic, Use::Upgrade);
+        assert_eq!(unfit(late.report(&nic)), Reason::CardGone);
+        red.process.kill();
+        let failed = blue.grant(&nic);
+        assert!(matches!(failed, Report::Failed { reason: Reason::CardGone, .. }), "{failed:?}");
+        assert_eq!((red.told.len(), blue.told.len(), late.told.len()), (1, 1, 1), "{:?}", (red.told, blue.told));
+        assert!(late.process.is_running() && blue.process.is_running());
+    }
+}
+
+/// Two real workers, of this version and as the next may be: `TASUKI_NEXT_WORKER` names one that was built with the feature `next-sash`.
+#[test]
+fn a_worker_of_the_next_version_reads_what_this_one_stored_and_not_the_other_way_round() {
+    need_model!();
+    let Some(next) = std::env::var_os("TASUKI_NEXT_WORKER") else {
+        return println!("skipped: needs TASUKI_NEXT_WORKER, a worker built with --features next-sash");
+    };
+    let folder = folder();
+    let model = Model::start(folder.path(), &["--source", "8000", "--rate", "8000"]);
+    let nic = Nic::open(&model.socket, &["--promiscuous"]);
+    let mut node = Node::new(folder.path(), Work::Echo);
+    let mut old = node.ready(&nic, &[]);
+    taken(old.grant(&nic));
+    node.program = next.into();
+    let (mut new, mut newer) = (node.ready(&nic, &[]), node.ready(&nic, &[]));
+    // This version's, read by the next.
+    let (epoch, bytes) = store(&mut old, &nic);
+    assert_eq!(Sash::read(&bytes).map(|sash| sash.version), Ok(nic.kit.version));
+    new.letter(&ToWorker::Sash { nic: 0 }, &[memfd(&bytes)]);
+    new.order(&nic, Order::Take { epoch, after: After::Passed, wrote: epoch });
+    taken(new.report(&nic));
+    // The next version's, read by the next.
+    let (epoch, bytes) = store(&mut new, &nic);
+    assert_eq!(Sash::read(&bytes).map(|sash| sash.version), Ok(nic.kit.version + 1));
+    newer.letter(&ToWorker::Sash { nic: 0 }, &[memfd(&bytes)]);
+    newer.order(&nic, Order::Take { epoch, after: After::Passed, wrote: epoch });
+    taken(newer.report(&nic));
+    // The next version's, not read by this one: the giver goes on.
+    let (epoch, bytes) = store(&mut newer, &nic);
+    old.letter(&ToWorker::Sash { nic: 0 }, &[memfd(&bytes)]);
+    old.order(&nic, Order::Take { epoch, after: After::Passed, wrote: epoch });
+    let failed = old.report(&nic);
+    assert!(matches!(failed, Report::Failed { reason: Reason::OtherSash { .. }, .. }), "{failed:?}");
+    taken(newer.grant(&nic));
+    newer.until_sent(8000);
+    drop((old, new, newer, nic));
+    nothing_is_lost(&model.report(), 8000);
+}

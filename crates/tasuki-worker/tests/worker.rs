@@ -1,0 +1,298 @@
+//! A worker as a daemon has it: real processes, real letters and packets, and our model of a card with a source on its wire.
+#![allow(clippy::tests_outside_test_module, reason = "the whole file is tests")]
+
+mod daemon;
+
+use daemon::{Model, Nic, Node, model_program, nothing_is_lost, taken, until};
+use rustix::process::Signal;
+use tasuki_relay::letter::{ToWorker, Work, pulse};
+use tasuki_relay::method::Method;
+use tasuki_relay::wire::{Order, Report, Standing, Use};
+use tempfile::TempDir;
+
+fn folder() -> TempDir {
+    tempfile::tempdir().expect("a place for sockets")
+}
+
+macro_rules! need_model {
+    () => {
+        let Some(_) = model_program() else {
+            println!("skipped: needs tasuki-sim beside the worker: cargo build --package tasuki-sim");
+            return;
+        };
+    };
+}
+
+#[test]
+fn a_worker_takes_a_card_from_a_kit_and_echoes() {
+    need_model!();
+    let folder = folder();
+    let model = Model::start(folder.path(), &["--source", "2000", "--rate", "20000"]);
+    let nic = Nic::open(&model.socket, &["--promiscuous"]);
+    let mut node = Node::new(folder.path(), Work::Echo);
+    let mut worker = node.ready(&nic, &[]);
+    println!("unconfined: {:?}", worker.unconfined);
+    assert_eq!(taken(worker.grant(&nic)), nic.tenure().epoch);
+    assert_eq!((nic.tenure().holder, nic.relays()), (Some(worker.party), 1));
+    worker.until_sent(2000);
+    drop((worker, nic));
+    nothing_is_lost(&model.report(), 2000);
+}
+
+#[test]
+fn a_card_changes_hands_under_traffic() {
+    need_model!();
+    let folder = folder();
+    let model = Model::start(folder.path(), &["--source", "20000", "--rate", "20000"]);
+    let nic = Nic::open(&model.socket, &["--promiscuous"]);
+    let mut node = Node::new(folder.path(), Work::Echo);
+    let (mut red, mut blue) = (node.ready(&nic, &[]), node.ready(&nic, &[]));
+    let granted = red.grant(&nic);
+    assert!(matches!(granted, Report::Taken { .. }), "{granted:?}: {:?}", red.told);
+    let mut pauses = Vec::new();
+    for _ in 0..50 {
+        let epoch = nic.tenure().epoch;
+        let (released, took) = red.pass_to(&mut blue, &nic);
+        assert_eq!(
+            (released, took),
+            (Report::Released { epoch }, Report::Taken { epoch: epoch + 1 }),
+            "{:?}",
+            blue.told
+        );
+        pauses.push(nic.pause());
+        std::mem::swap(&mut red, &mut blue);
+    }
+    pauses.sort_unstable();
+    println!("pauses: {:?} in the middle, {:?} at most", pauses[25], pauses[49]);
+    red.until_sent(20000);
+    drop((red, blue, nic));
+    nothing_is_lost(&model.report(), 20000);
+}
+
+#[test]
+fn a_worker_that_is_killed_is_taken_over_from_and_no_frame_is_lost() {
+    need_model!();
+    let folder = folder();
+    let model = Model::start(folder.path(), &["--source", "20000", "--rate", "8000"]);
+    let nic = Nic::open(&model.socket, &["--promiscuous"]);
+    let mut node = Node::new(folder.path(), Work::Echo);
+    let mut driver = node.ready(&nic, &[]);
+    taken(driver.grant(&nic));
+    for round in 0..20 {
+        let mut next = node.ready(&nic, &[]);
+        let before = driver.pulse(pulse::SENT);
+        until("some frames", || driver.pulse(pulse::SENT) > before || driver.hears_trouble());
+        assert_eq!(driver.told, [""; 0], "in round {round}");
+        driver.process.kill();
+        taken(next.grant(&nic));
+        driver = next;
+    }
+    driver.until_sent(20000);
+    drop((driver, nic));
+    nothing_is_lost(&model.report(), 20000);
+}
+
+#[test]
+fn a_worker_gives_up_what_it_does_not_need() {
+    need_model!();
+    let folder = folder();
+    let mut node = Node::new(folder.path(), Work::Echo);
+    let worker = node.worker(&[]);
+    let process = &worker.process;
+    assert_eq!((process.status("NoNewPrivs"), process.status("Seccomp")), ("1".to_owned(), "2".to_owned()));
+    for sets in ["CapInh", "CapPrm", "CapEff", "CapAmb"] {
+        assert_eq!(u64::from_str_radix(&process.status(sets), 16), Ok(0), "{sets}");
+    }
+    if rustix::process::getuid().is_root() {
+        assert_eq!(process.status("Uid"), "65534 65534 65534 65534");
+        assert_eq!(
+            (process.status("Gid"), process.status("Groups")),
+            ("65534 65534 65534 65534".to_owned(), String::new())
+        );
+        let worker = node.worker(&[("TASUKI_WORKER_ID", "12345:12346".to_owned())]);
+        assert_eq!(worker.process.status("Uid"), "12345 12345 12345 12345");
+        assert_eq!(worker.process.status("Gid"), "12346 12346 12346 12346");
+    } else {
+        println!("skipped in part: only who is root gives up being it");
+    }
+}
+
+#[test]
+fn a_worker_outlives_its_daemon_and_the_next_one_finds_it() {
+    need_model!();
+    for poll in [false, true] {
+        let folder = folder();
+        let model = Model::start(folder.path(), &["--source", "20000", "--rate", "8000"]);
+        let nic = Nic::open(&model.socket, &["--promiscuous"]);
+        let mut node = Node::new(folder.path(), Work::Echo);
+        node.poll = poll;
+        let (mut red, mut blue) = (node.ready(&nic, &[]), node.ready(&nic, &[]));
+        let epoch = taken(red.grant(&nic));
+        drop(nic);
+        for worker in [&mut red, &mut blue] {
+            // The daemon dies: its sockets close, and what it had of the card is gone with it.
+            worker.talk = daemon::Talk::pair().0;
+            worker.talk = daemon::Talk::call(&worker.path);
+        }
+        let before = red.pulse(pulse::SENT);
+        until("frames without a daemon", || red.pulse(pulse::SENT) > before);
+        let nic = daemon::adopt(&mut red);
+        let its = daemon::adopt(&mut blue);
+        assert_eq!((&nic.kit, nic.fds.len()), (&its.kit, its.fds.len()));
+        drop(its);
+        for (worker, standing, epoch) in [(&mut red, Standing::Holding, epoch), (&mut blue, Standing::Ready, 0)] {
+            worker.order(&nic, Order::Who);
+            assert_eq!(worker.report(&nic), Report::Hello { standing, epoch });
+        }
+        let (released, took) = red.pass_to(&mut blue, &nic);
+        assert_eq!((released, took), (Report::Released { epoch }, Report::Taken { epoch: epoch + 1 }));
+        blue.until_sent(20000);
+        drop((red, blue, nic));
+        nothing_is_lost(&model.report(), 20000);
+    }
+}
+
+#[test]
+fn a_sink_knows_what_it_has_received_though_its_workers_are_killed() {
+    need_model!();
+    let folder = folder();
+    let model = Model::start(folder.path(), &["--source", "12000", "--rate", "8000"]);
+    let nic = Nic::open(&model.socket, &["--promiscuous"]);
+    let mut node = Node::new(folder.path(), Work::Sink);
+    let mut driver = node.ready(&nic, &[]);
+    taken(driver.grant(&nic));
+    for _ in 0..15 {
+        let mut next = node.ready(&nic, &[]);
+        driver.process.kill();
+        taken(next.grant(&nic));
+        driver = next;
+    }
+    let seen = || node.booked(0);
+    until("all frames", || seen() >= 12000);
+    assert_eq!((seen(), driver.pulse(pulse::MISSING), driver.pulse(pulse::LATE)), (12000, 0, 0));
+    drop((driver, nic));
+    model.report();
+}
+
+#[test]
+fn a_source_sends_each_number_once_though_its_workers_are_killed() {
+    need_model!();
+    let folder = folder();
+    let capture = folder.path().join("wire.pcap");
+    let model = Model::start(folder.path(), &["--pcap", capture.to_str().expect("a path")]);
+    let nic = Nic::open(&model.socket, &[]);
+    let mut node = Node::new(folder.path(), Work::Source { rate: 8000, size: 60 });
+    let mut driver = node.ready(&nic, &[]);
+    taken(driver.grant(&nic));
+    for _ in 0..15 {
+        let mut next = node.ready(&nic, &[]);
+        let before = driver.pulse(pulse::SENT);
+        until("some frames", || driver.pulse(pulse::SENT) > before);
+        driver.process.kill();
+        taken(next.grant(&nic));
+        driver = next;
+    }
+    // What is given to the card is sent before it is parked.
+    driver.letter(&ToWorker::End, &[]);
+    assert_eq!(driver.process.end(), Some(0), "{:?}", driver.told);
+    drop((driver, nic));
+    model.process.signal(Signal::TERM);
+    model.report();
+    let file = std::fs::File::open(&capture).expect("the capture");
+    let mut reader = pcap_file::pcap::PcapReader::new(file).expect("a capture");
+    let mut due = 0_u64;
+    while let Some(packet) = reader.next_packet() {
+        let packet = packet.expect("a whole packet");
+        if packet.data[12..18] == *b"\x88\xb5tsk\x01" {
+            assert_eq!(u64::from_le_bytes(packet.data[18..26].try_into().expect("eight bytes")), due);
+            due += 1;
+        }
+    }
+    assert!(due > 100, "only {due} frames were sent");
+}
+
+#[test]
+fn a_worker_that_drives_and_polls_asks_the_kernel_for_nothing() {
+    need_model!();
+    let folder = folder();
+    let model = Model::start(folder.path(), &["--source", "100000000", "--rate", "8000"]);
+    let nic = Nic::open(&model.socket, &["--promiscuous"]);
+    let mut node = Node::new(folder.path(), Work::Echo);
+    node.poll = true;
+    let mut worker = node.ready(&nic, &[]);
+    taken(worker.grant(&nic));
+    // Its link is known to be up by then.
+    until("a while", || worker.pulse(pulse::LOOKS) > 200_000 && worker.pulse(pulse::SENT) > 1000);
+    let calls = folder.path().join("calls");
+    let id = worker.process.id().as_raw_nonzero().to_string();
+    let mut strace = std::process::Command::new("strace");
+    strace.args(["-qq", "-o"]).arg(&calls).args(["-p", &id]).stderr(std::process::Stdio::null());
+    let Ok(child) = strace.spawn() else {
+        return println!("skipped: needs strace");
+    };
+    let mut strace = daemon::Process::from(child);
+    until("strace", || worker.process.status("TracerPid") != "0" || !strace.is_running());
+    if !strace.is_running() {
+        return println!("skipped: strace may not attach to a process here");
+    }
+    let (looks, sent) = (worker.pulse(pulse::LOOKS), worker.pulse(pulse::SENT));
+    until("frames", || worker.pulse(pulse::SENT) > sent + 4000 && worker.pulse(pulse::LOOKS) > looks + 200_000);
+    let looked = worker.pulse(pulse::LOOKS) - looks;
+    strace.signal(Signal::INT);
+    strace.end();
+    let calls = std::fs::read_to_string(&calls).expect("what strace wrote");
+    let count = calls.lines().filter(|line| !line.starts_with("---")).count() as u64;
+    println!("{count} system calls in {looked} looks");
+    assert!(count <= 4 * (looked / 65_536 + 2), "{calls}");
+    drop((worker, nic, model));
+}
+
+#[test]
+fn a_card_is_started_anew_by_its_next_worker() {
+    need_model!();
+    let folder = folder();
+    let model = Model::start(folder.path(), &["--source", "100000000", "--rate", "2000"]);
+    let nic = Nic::open(&model.socket, &["--promiscuous"]);
+    let mut node = Node::new(folder.path(), Work::Echo);
+    let (mut red, mut blue) = (node.ready(&nic, &[]), node.worker(&[]));
+    taken(red.grant(&nic));
+    blue.give(&nic);
+    blue.prepare_by(&nic, Use::Handover, Method::Cold);
+    assert_eq!(blue.report(&nic), Report::Ready, "{:?}", blue.told);
+    let epoch = nic.tenure().epoch;
+    assert_eq!(
+        red.pass_to(&mut blue, &nic),
+        (Report::Released { epoch }, Report::Taken { epoch: epoch + 1 }),
+        "{:?}",
+        blue.told
+    );
+    until("frames of the new owner", || blue.pulse(pulse::SENT) > 100);
+    assert_eq!(blue.told, [""; 0]);
+    drop((red, blue, nic, model));
+}
+
+#[test]
+fn a_taker_on_another_cpu_looks_without_a_rest_and_takes() {
+    need_model!();
+    if std::thread::available_parallelism().map_or(1, usize::from) < 2 {
+        return println!("skipped: needs two CPUs");
+    }
+    let folder = folder();
+    let model = Model::start(folder.path(), &["--source", "6000", "--rate", "8000"]);
+    let nic = Nic::open(&model.socket, &["--promiscuous"]);
+    let mut node = Node::new(folder.path(), Work::Echo);
+    node.cpu = Some(0);
+    let mut red = node.ready(&nic, &[]);
+    node.cpu = Some(1);
+    let mut blue = node.ready(&nic, &[]);
+    taken(red.grant(&nic));
+    for _ in 0..20 {
+        let epoch = nic.tenure().epoch;
+        let said = red.pass_to(&mut blue, &nic);
+        assert_eq!(said, (Report::Released { epoch }, Report::Taken { epoch: epoch + 1 }), "{:?}", blue.told);
+        std::mem::swap(&mut red, &mut blue);
+    }
+    red.until_sent(6000);
+    drop((red, blue, nic));
+    nothing_is_lost(&model.report(), 6000);
+}
