@@ -156,7 +156,7 @@ pub enum ToWorker {
         /// The NIC.
         nic: u32,
     },
-    /// Say again what you have: a [`ToDaemon::Kit`] for each NIC. From a daemon that has just begun.
+    /// Say again what you have: a [`ToDaemon::Kit`] for each NIC, and then [`ToDaemon::Begun`]. From a daemon that has just begun.
     Again,
     /// Say what you have counted.
     Counts,
@@ -168,7 +168,8 @@ pub enum ToWorker {
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(tag = "letter", rename_all = "kebab-case")]
 pub enum ToDaemon {
-    /// It has read its [`Begin`], has given up what it does not need, and hears orders.
+    /// It has read its [`Begin`], has given up what it does not need, and hears orders. If this answers [`ToWorker::Again`]: beside it the
+    /// worker's pulse and the node's book.
     Begun {
         /// [`SPEECH`] of the worker.
         speech: u32,
