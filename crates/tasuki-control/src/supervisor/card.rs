@@ -5,7 +5,7 @@ use std::num::NonZeroU32;
 use std::os::fd::{AsFd, OwnedFd};
 use std::time::Duration;
 
-use tasuki_relay::arbiter::{Arbiter, Told};
+use tasuki_relay::arbiter::{Arbiter, State, Told};
 use tasuki_relay::letter::{Kit, board};
 use tasuki_relay::{ARBITER, Tenure, method};
 use tasuki_shm::lease::{Lease, Lost};
@@ -173,6 +173,12 @@ impl Card {
     /// Its name.
     pub fn name(&self) -> &str {
         &self.config.name
+    }
+
+    /// Whether no relay is under way.
+    pub fn is_settled(&self) -> bool {
+        let state = self.arbiter.as_ref().map(Arbiter::state);
+        matches!(state, Some(State::Steady | State::Parked))
     }
 
     /// What the choice of a method wants to know.

@@ -247,10 +247,14 @@ impl Supervisor {
     fn step(&mut self, at: usize) -> Step {
         let job = &self.jobs[at];
         let (target, purpose) = (job.target, job.purpose);
-        let Some(worker) = self.workers.get(&target).filter(|worker| worker.counts()) else {
-            return Step::Fail(self.why_gone(target));
-        };
         let limits = &self.config.daemon;
+        let worker = self.workers.get(&target);
+        // Who is dying is waited for, and whoever gets the NIC then too: the answer says who that is.
+        let settles = job.asked().and_then(|nic| self.cards.get(&nic)).is_some_and(|card| !card.is_settled());
+        if worker.is_some_and(|worker| !worker.counts()) || worker.is_none() && settles {
+            return Step::Wait;
+        }
+        let Some(worker) = worker else { return Step::Fail(self.why_gone(target)) };
         if now().saturating_sub(job.since) > limits.prepare() * 2 + limits.deadline() * 8 + GRACE {
             return Step::Fail("it has not settled in all the time that it may take".to_owned());
         }
@@ -338,9 +342,7 @@ impl Supervisor {
 
     fn wait_for_outcome(&mut self, at: usize, nic: u32, driver: Option<u32>) -> Step {
         let Some(card) = self.cards.get_mut(&nic) else { return Step::Wait };
-        let is_settled =
-            card.arbiter.as_ref().is_some_and(|arbiter| matches!(arbiter.state(), State::Steady | State::Parked));
-        if !is_settled {
+        if !card.is_settled() {
             return Step::Wait;
         }
         let why = card.said.take().and_then(|told| told.why);
