@@ -98,6 +98,7 @@ impl Supervisor {
             nics: Default::default(),
             unconfined: Vec::new(),
             deaf: None,
+            kits_due: None,
             wanted: false,
         };
         let sent = worker.write(&ToWorker::Again, &[]);

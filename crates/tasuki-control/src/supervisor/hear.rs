@@ -97,7 +97,8 @@ impl Supervisor {
 
     fn wrote(&mut self, number: u32, letter: ToDaemon, fds: Vec<OwnedFd>) {
         match letter {
-            ToDaemon::Begun { speech, unconfined, .. } => self.has_begun(number, speech, unconfined, fds),
+            ToDaemon::Begun { speech, unconfined, .. } => self.has_begun(number, speech, unconfined),
+            ToDaemon::Mine { party, nics, .. } => self.gave_back(number, party, nics, fds),
             ToDaemon::Kit { nic, name, board, kit } => self.has_kit(number, nic, &name, board, kit, fds),
             ToDaemon::Sash { nic } => self.forward_sash(nic, &fds),
             ToDaemon::Counts { nic, counts } => self.counted(number, nic, &counts),
@@ -111,54 +112,74 @@ impl Supervisor {
         }
     }
 
-    fn has_begun(&mut self, number: u32, speech: u32, unconfined: Vec<String>, fds: Vec<OwnedFd>) {
+    fn has_begun(&mut self, number: u32, speech: u32, unconfined: Vec<String>) {
         let Some(worker) = self.workers.get_mut(&number) else { return };
         if speech != SPEECH {
-            return self.condemn(number, format!(
+            let sentence = format!(
                 "speaks version {speech} of the letters, and this tasukid {SPEECH}; rebuild the older of the two"
-            ));
+            );
+            return self.condemn(number, sentence);
         }
-        let was = worker.stage;
-        if !matches!(was, Stage::Starting(_) | Stage::Asked(_)) {
+        if !matches!(worker.stage, Stage::Starting(_)) {
             return;
         }
-        if let Stage::Asked(_) = was {
-            let mut fds = fds.into_iter();
-            let (pulse, book) = (fds.next(), fds.next());
-            let pulse = pulse.and_then(|memory| Words::adopt(memory, pulse::LEN).ok());
-            let book = book.and_then(|memory| Words::adopt(memory, BOOK_LEN).ok());
-            let (Some(pulse), Some(book)) = (pulse, book) else {
-                return self.condemn(number, "did not give its pulse and its book back; rebuild the older of the two".to_owned());
-            };
-            worker.pulse = Some(pulse);
-            if let Some(node) = self.nodes.get_mut(&worker.record.node) {
-                node.book = book;
-            }
-            self.adopted += 1;
-        }
+        worker.unconfined = unconfined;
+        let (node, binary) = (worker.record.node.clone(), worker.record.binary.display().to_string());
+        self.hears_orders(number);
+        self.note(About::worker(&node, number), format!("worker {number} of node {node} has begun ({binary})"));
+    }
+
+    /// From here on it gets orders.
+    fn hears_orders(&mut self, number: u32) {
+        let Some(worker) = self.workers.get_mut(&number) else { return };
         worker.stage = Stage::Begun;
         worker.heart = Pulse::new(now());
         worker.record.uid = worker.process.uid();
-        worker.unconfined = unconfined;
         self.changes.push(Change::Worker(worker.record.clone()));
-        let (node, binary) = (worker.record.node.clone(), worker.record.binary.display().to_string());
-        let about = About::worker(&node, number);
-        match was {
-            Stage::Asked(_) => self.note(about, format!("worker {number} of node {node} ran on while no tasukid did, and is adopted")),
-            _ => self.note(about, format!("worker {number} of node {node} has begun ({binary})")),
+    }
+
+    /// What a worker of another daemon has besides NICs.
+    fn gave_back(&mut self, number: u32, party: u32, kits: u32, fds: Vec<OwnedFd>) {
+        let Some(worker) = self.workers.get_mut(&number) else { return };
+        let mut fds = fds.into_iter();
+        let pulse = fds.next().and_then(|memory| Words::adopt(memory, pulse::LEN).ok());
+        let book = fds.next().and_then(|memory| Words::adopt(memory, BOOK_LEN).ok());
+        let (Stage::Asked(_), Some(pulse), Some(book), true) = (worker.stage, pulse, book, party == number) else {
+            let sentence = "did not give its pulse and its book back; rebuild the older of the two".to_owned();
+            return self.condemn(number, sentence);
+        };
+        (worker.pulse, worker.kits_due) = (Some(pulse), Some(kits));
+        if let Some(node) = self.nodes.get_mut(&worker.record.node) {
+            node.book = book;
         }
+        self.adopt_if_whole(number);
+    }
+
+    /// A worker of another daemon that has given everything back is ours.
+    fn adopt_if_whole(&mut self, number: u32) {
+        let Some(worker) = self.workers.get(&number) else { return };
+        if worker.kits_due != Some(0) || !matches!(worker.stage, Stage::Asked(_)) {
+            return;
+        }
+        let node = worker.record.node.clone();
+        self.adopted += 1;
+        self.hears_orders(number);
+        let sentence = format!("worker {number} of node {node} ran on while no tasukid did, and is adopted");
+        self.note(About::worker(&node, number), sentence);
     }
 
     /// What a NIC is made of now, from a worker.
     fn has_kit(&mut self, number: u32, nic: u32, name: &str, has_board: bool, kit: Kit, mut fds: Vec<OwnedFd>) {
         let Some(worker) = self.workers.get_mut(&number) else { return };
         let is_asked = matches!(worker.stage, Stage::Asked(_));
+        worker.kits_due = worker.kits_due.map(|due| due.saturating_sub(1));
         let Some(card) = self.cards.get_mut(&nic).filter(|card| card.name() == name) else {
             let node = worker.record.node.clone();
-            return self.note(
-                About::worker(&node, number),
-                format!("worker {number} has a NIC {name:?} that is not in the configuration any more; it keeps it until it ends"),
+            let sentence = format!(
+                "worker {number} has a NIC {name:?} that is not in the configuration any more; it keeps it until it ends"
             );
+            self.note(About::worker(&node, number), sentence);
+            return self.adopt_if_whole(number);
         };
         let board = (has_board && !fds.is_empty()).then(|| fds.remove(0));
         if fds.len() != kit.fds {
@@ -179,9 +200,11 @@ impl Supervisor {
             card.kept = Some(Kept { kit, fds, made_by });
         }
         if is_asked {
+            // As far as it goes; who it is it says when the arbiter asks.
             worker.nics.insert(nic, Fit::Ready);
         }
         self.record_nic(nic);
+        self.adopt_if_whole(number);
     }
 
     /// The sash that a giver stored, to whoever is to take.

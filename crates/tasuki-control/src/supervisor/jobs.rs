@@ -346,6 +346,11 @@ impl Supervisor {
             return Step::Wait;
         }
         let why = card.said.take().and_then(|told| told.why);
+        if let Some(driver) = driver.filter(|_| self.jobs[at].store) {
+            // What the giver stored it sent before it let go, but the taker may have been heard first.
+            self.worker_says(driver);
+        }
+        let Some(card) = self.cards.get(&nic) else { return Step::Wait };
         if card.board.holder() == Some(self.jobs[at].target) {
             self.note_outcome(at, nic, driver);
             return Step::Again;

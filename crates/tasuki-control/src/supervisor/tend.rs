@@ -210,6 +210,7 @@ impl Supervisor {
             nics: Default::default(),
             unconfined: Vec::new(),
             deaf: None,
+            kits_due: None,
             wanted,
         };
         let begin = Begin {

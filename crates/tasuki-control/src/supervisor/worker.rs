@@ -117,6 +117,8 @@ pub struct Worker {
     pub unconfined: Vec<String>,
     /// Since when it has closed its end: it is ending, or does not want to hear us.
     pub deaf: Option<Duration>,
+    /// Of one that was asked what it has: kits that are still to come, once it has said how many.
+    pub kits_due: Option<u32>,
     /// Somebody asked for it, by name of an upgrade or a handover.
     pub wanted: bool,
 }

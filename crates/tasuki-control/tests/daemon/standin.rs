@@ -49,6 +49,7 @@ struct Nic {
 struct Standin {
     fault: String,
     party: u32,
+    node: String,
     socket: OwnedFd,
     pulse: Words,
     book: OwnedFd,
@@ -133,6 +134,7 @@ fn work(orders: &Orders, socket: OwnedFd) -> ! {
     let mut standin = Standin {
         fault: orders.fault.clone(),
         party: begin.party,
+        node: begin.node,
         socket,
         pulse,
         book,
@@ -220,6 +222,9 @@ impl Standin {
                 }
             }
             ToWorker::Again => {
+                let nics = u32::try_from(self.nics.len()).expect("a few");
+                let mine = ToDaemon::Mine { party: self.party, node: self.node.clone(), nics };
+                write(&self.socket, &mine, &[self.pulse.region().fd(), self.book.as_fd()]);
                 for (number, nic) in &self.nics {
                     let letter =
                         ToDaemon::Kit { nic: *number, name: nic.name.clone(), board: true, kit: nic.kit.clone() };
@@ -227,8 +232,6 @@ impl Standin {
                     fds.extend(channel::lend(&nic.fds));
                     write(&self.socket, &letter, &fds);
                 }
-                let begun = ToDaemon::Begun { speech: SPEECH, reads: Vec::new(), unconfined: Vec::new() };
-                write(&self.socket, &begun, &[self.pulse.region().fd(), self.book.as_fd()]);
             }
             ToWorker::Counts => {
                 for (number, nic) in self.nics.iter().filter(|(_, nic)| nic.machine.drives()) {
