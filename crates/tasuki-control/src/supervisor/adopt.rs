@@ -147,5 +147,6 @@ impl Supervisor {
             }
             self.record_nic(nic);
         }
+        self.answer_requests();
     }
 }

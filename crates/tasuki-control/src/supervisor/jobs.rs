@@ -72,6 +72,10 @@ impl Supervisor {
     pub(super) fn answer_requests(&mut self) {
         let mut count = [0; 8];
         let _ = rustix::io::read(self.door.bell(), &mut count);
+        // What cannot be answered truly is not answered yet.
+        if self.adopting {
+            return;
+        }
         while let Ok(request) = self.requests.try_recv() {
             self.answer_request(request);
         }
@@ -129,8 +133,8 @@ impl Supervisor {
 
     /// One relay of a node, or of a NIC, at a time.
     fn is_free(&self, node: &str, nics: &[u32]) -> Result<(), No> {
-        if self.adopting || self.stopping.is_some() {
-            return Err(No::now("tasukid is still finding its workers, or ending them; ask again in a moment"));
+        if self.stopping.is_some() {
+            return Err(No::Ending);
         }
         let busy = self.jobs.iter().find(|job| job.node == node || job.todo.iter().any(|nic| nics.contains(nic)));
         match busy {

@@ -35,7 +35,10 @@ impl Supervisor {
         for name in &names {
             self.attach_to_nics(name);
             self.retire_surplus(name);
-            self.staff(name);
+        }
+        // Starting a process takes this loop longer than all else that it does: not while a NIC waits for a driver.
+        if self.cards.values().all(|card| card.arbiter.is_none() || card.is_settled() || card.is_not_urgent()) {
+            names.iter().for_each(|name| self.staff(name));
         }
         self.end_the_slow();
     }
@@ -350,6 +353,12 @@ impl Supervisor {
 }
 
 impl super::card::Card {
+    /// Whether somebody drives, whatever else is under way.
+    fn is_not_urgent(&self) -> bool {
+        let state = self.arbiter.as_ref().map(Arbiter::state);
+        matches!(state, Some(State::Finding | State::Preparing | State::Clearing))
+    }
+
     /// Whether a relay is under way after which this worker may drive.
     fn is_under_way_for(&self, number: u32) -> bool {
         use tasuki_relay::arbiter::Is;
