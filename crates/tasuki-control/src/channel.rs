@@ -30,7 +30,9 @@ pub enum Nothing {
     #[error("the other end is closed")]
     Closed,
     /// More than any message of ours has.
-    #[error("a message is longer than {LETTER_MAX} bytes or brings more than {FDS_MAX} descriptors; whoever sent it is no part of Tasuki")]
+    #[error(
+        "a message is longer than {LETTER_MAX} bytes or brings more than {FDS_MAX} descriptors; whoever sent it is no part of Tasuki"
+    )]
     TooLong,
     /// The kernel's reason.
     #[error("the kernel refused to receive: {0}")]
@@ -84,9 +86,8 @@ pub fn receive(socket: BorrowedFd<'_>, room: &mut Vec<u8>) -> Result<Message, No
     let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(FDS_MAX))];
     let mut beside = RecvAncillaryBuffer::new(&mut space);
     let flags = RecvFlags::DONTWAIT | RecvFlags::CMSG_CLOEXEC;
-    let got = rustix::io::retry_on_intr(|| {
-        rustix::net::recvmsg(socket, &mut [IoSliceMut::new(room)], &mut beside, flags)
-    });
+    let got =
+        rustix::io::retry_on_intr(|| rustix::net::recvmsg(socket, &mut [IoSliceMut::new(room)], &mut beside, flags));
     let got = match got {
         Err(Errno::WOULDBLOCK) => return Err(Nothing::Yet),
         Err(Errno::CONNRESET) => return Err(Nothing::Closed),

@@ -196,7 +196,9 @@ impl TryFrom<String> for Device {
         match text.split_once(':') {
             None if text == "sim" => Ok(Device::Sim),
             Some(("vfio-user", path)) if path.starts_with('/') => Ok(Device::VfioUser(path.into())),
-            Some(("vfio-user", _)) => Err(format!("{text:?}: the socket of a vfio-user server is named by a path from /")),
+            Some(("vfio-user", _)) => {
+                Err(format!("{text:?}: the socket of a vfio-user server is named by a path from /"))
+            }
             Some(("vfio", address)) if !address.is_empty() => Ok(Device::Vfio(address.to_owned())),
             _ => Err(format!("{text:?} names no card; write sim, vfio-user:PATH or vfio:0000:03:00.0 (a PCI address)")),
         }
@@ -259,17 +261,23 @@ impl Config {
         };
         let nodes: Vec<_> = self.node.iter().map(|node| &node.name).collect();
         let known = nodes.iter().map(|name| name.as_str()).collect::<Vec<_>>().join(", ");
-        let stranger = |name: &String| (!nodes.contains(&name)).then(|| format!("there is no node {name:?}, but {known}"));
-        let of_nodes = || self.node.iter().find_map(|node| {
-            let trusted = node.trusts.iter().find_map(stranger).map(|what| format!("node {:?}, trusts: {what}", node.name));
-            trusted.or_else(|| size_of_frames(node))
-        });
-        let of_nics = || self.nic.iter().find_map(|nic| {
-            let named = |what| format!("nic {:?}: {what}", nic.name);
-            let wire = (!nic.wire.is_empty() && nic.device != Device::Sim)
-                .then(|| named("only the model (device = \"sim\") has a wire to configure".to_owned()));
-            stranger(&nic.node).map(named).or(wire)
-        });
+        let stranger =
+            |name: &String| (!nodes.contains(&name)).then(|| format!("there is no node {name:?}, but {known}"));
+        let of_nodes = || {
+            self.node.iter().find_map(|node| {
+                let trusted =
+                    node.trusts.iter().find_map(stranger).map(|what| format!("node {:?}, trusts: {what}", node.name));
+                trusted.or_else(|| size_of_frames(node))
+            })
+        };
+        let of_nics = || {
+            self.nic.iter().find_map(|nic| {
+                let named = |what| format!("nic {:?}: {what}", nic.name);
+                let wire = (!nic.wire.is_empty() && nic.device != Device::Sim)
+                    .then(|| named("only the model (device = \"sim\") has a wire to configure".to_owned()));
+                stranger(&nic.node).map(named).or(wire)
+            })
+        };
         let limits = [self.daemon.hang_after_ms, self.daemon.deadline_ms, self.daemon.prepare_ms];
         let limit = limits.contains(&0).then(|| "[daemon]: a limit of 0 ms cannot be kept; name more".to_owned());
         names("node", nodes.clone())
@@ -282,7 +290,9 @@ impl Config {
 
 fn is_name(name: &str) -> bool {
     let plain = |c: char| c.is_ascii_lowercase() || c.is_ascii_digit() || c == '-' || c == '_';
-    (1..=NAME_MAX).contains(&name.len()) && name.starts_with(|c: char| c.is_ascii_lowercase()) && name.chars().all(plain)
+    (1..=NAME_MAX).contains(&name.len())
+        && name.starts_with(|c: char| c.is_ascii_lowercase())
+        && name.chars().all(plain)
 }
 
 fn size_of_frames(node: &Node) -> Option<String> {
@@ -349,15 +359,27 @@ ring = 512
         let cases: &[(String, &[&str])] = &[
             (format!("{node}colour = 3\n"), &["t.toml:4: unknown field `colour`", "`trusts`"]),
             ("[deamon]\n".to_owned(), &["t.toml:1: unknown field `deamon`", "`daemon`"]),
-            ("[[node]]\nname = \"red\"\nwork = \"dig\"\n".to_owned(), &["t.toml:3:", "unknown variant `dig`", "`echo`"]),
+            (
+                "[[node]]\nname = \"red\"\nwork = \"dig\"\n".to_owned(),
+                &["t.toml:3:", "unknown variant `dig`", "`echo`"],
+            ),
             ("[[node]]\nname = \"red\"\n".to_owned(), &["t.toml:1: missing field `work`"]),
-            ("[[node]]\nname = \"red\"\nwork = { source = { speed = 1 } }\n".to_owned(), &["t.toml:3: unknown field `speed`", "`rate`"]),
+            (
+                "[[node]]\nname = \"red\"\nwork = { source = { speed = 1 } }\n".to_owned(),
+                &["t.toml:3: unknown field `speed`", "`rate`"],
+            ),
             ("[[node]]\nname = 5\n".to_owned(), &["t.toml:2: invalid type"]),
             ("[[node\n".to_owned(), &["t.toml:1:"]),
             (format!("{node}{node}"), &["two nodes are called \"red\""]),
             (format!("{node}trusts = [\"pink\"]\n"), &["node \"red\", trusts: there is no node \"pink\", but red"]),
-            (format!("{node}[[nic]]\nname = \"e\"\ndevice = \"eth0\"\nnode = \"red\"\n"), &["t.toml:6: \"eth0\" names no card"]),
-            (format!("{node}[[nic]]\nname = \"e\"\ndevice = \"sim\"\nnode = \"pink\"\n"), &["nic \"e\": there is no node \"pink\""]),
+            (
+                format!("{node}[[nic]]\nname = \"e\"\ndevice = \"eth0\"\nnode = \"red\"\n"),
+                &["t.toml:6: \"eth0\" names no card"],
+            ),
+            (
+                format!("{node}[[nic]]\nname = \"e\"\ndevice = \"sim\"\nnode = \"pink\"\n"),
+                &["nic \"e\": there is no node \"pink\""],
+            ),
             (format!("{node}[[nic]]\nname = \"a/b\"\ndevice = \"sim\"\nnode = \"red\"\n"), &["nic \"a/b\": a name is"]),
             (
                 "[[node]]\nname = \"red\"\nwork = { source = { size = 9000 } }\n".to_owned(),

@@ -70,7 +70,8 @@ impl Place {
                 holder.trim()
             );
         }
-        let noted = lock.set_len(0).and_then(|()| lock.rewind()).and_then(|()| writeln!(lock, "{}", std::process::id()));
+        let noted =
+            lock.set_len(0).and_then(|()| lock.rewind()).and_then(|()| writeln!(lock, "{}", std::process::id()));
         noted.with_context(|| format!("{named} cannot be written to"))?;
         Ok(Place { folder, _lock: lock })
     }

@@ -19,7 +19,10 @@ use crate::supervisor::door::{Door, No, Request};
 /// The description of all this.
 #[derive(Debug, OpenApi)]
 #[openapi(
-    info(title = "tasukid", description = "Nodes, workers and NICs of this machine. Spoken over the unix socket api.sock in the runtime directory."),
+    info(
+        title = "tasukid",
+        description = "Nodes, workers and NICs of this machine. Spoken over the unix socket api.sock in the runtime directory."
+    ),
     paths(status, nodes, workers, nics, events, upgrade, give, counts, stop)
 )]
 struct Description;
@@ -160,11 +163,40 @@ fn router(door: Door) -> Router {
 }
 
 /// Serves until `over`, and what has begun then to its end.
-pub fn serve(listener: UnixListener, door: Door, over: impl Future<Output = ()> + Send + 'static) -> std::io::Result<()> {
+pub fn serve(
+    listener: UnixListener,
+    door: Door,
+    over: impl Future<Output = ()> + Send + 'static,
+) -> std::io::Result<()> {
     listener.set_nonblocking(true)?;
     let runtime = tokio::runtime::Builder::new_current_thread().enable_io().enable_time().build()?;
     runtime.block_on(async {
         let listener = tokio::net::UnixListener::from_std(listener)?;
         axum::serve(listener, router(door)).with_graceful_shutdown(over).await
     })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_description_names_every_address_and_what_is_said_there() {
+        let description: serde_json::Value = serde_json::from_str(&description()).unwrap();
+        let paths: Vec<_> = description["paths"].as_object().unwrap().keys().cloned().collect();
+        let expected = [
+            "/v1/events",
+            "/v1/nics",
+            "/v1/nics/{name}/counts",
+            "/v1/nics/{name}/give",
+            "/v1/nodes",
+            "/v1/nodes/{name}/upgrade",
+            "/v1/status",
+            "/v1/stop",
+            "/v1/workers",
+        ];
+        assert_eq!(paths, expected);
+        let schemas = description["components"]["schemas"].as_object().unwrap();
+        assert!(["Status", "Relayed", "Refused", "Give"].iter().all(|name| schemas.contains_key(*name)), "{schemas:?}");
+    }
 }

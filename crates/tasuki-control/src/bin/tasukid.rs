@@ -40,7 +40,9 @@ fn program(name: &str) -> Result<PathBuf> {
         return Ok(beside);
     }
     let on_path = std::env::var_os("PATH").and_then(|path| {
-        std::env::split_paths(&path).map(|folder| folder.join(name)).find(|program| program.is_absolute() && program.is_file())
+        std::env::split_paths(&path)
+            .map(|folder| folder.join(name))
+            .find(|program| program.is_absolute() && program.is_file())
     });
     // Said when it is to be started, and it may be there by then.
     Ok(on_path.unwrap_or(beside))
@@ -49,7 +51,9 @@ fn program(name: &str) -> Result<PathBuf> {
 fn programs(config: &Config, file: &Path) -> Result<Programs> {
     let worker = match &config.daemon.worker {
         Some(named) if named.is_absolute() => named.clone(),
-        Some(named) => bail!("{}: [daemon], worker: {} must be named by its path from /", file.display(), named.display()),
+        Some(named) => {
+            bail!("{}: [daemon], worker: {} must be named by its path from /", file.display(), named.display())
+        }
         None => program("tasuki-worker")?,
     };
     Ok(Programs { worker, model: program("tasuki-sim")? })
@@ -78,8 +82,7 @@ fn serve(arguments: &Arguments, folder: &Path) -> Result<()> {
     }
     let (sender, requests) = std::sync::mpsc::channel();
     let door = Door::new(sender).context("the kernel has no eventfd left")?;
-    let mut supervisor =
-        Supervisor::begin(Parts { config, programs, place, door: door.clone(), requests, signals })?;
+    let mut supervisor = Supervisor::begin(Parts { config, programs, place, door: door.clone(), requests, signals })?;
     let listener = listen(&folder)?;
     let (over, is_over) = tokio::sync::oneshot::channel::<()>();
     let http = std::thread::Builder::new().name("http".to_owned()).spawn(move || {
@@ -98,7 +101,10 @@ fn serve(arguments: &Arguments, folder: &Path) -> Result<()> {
     let _ = http.join();
     let _ = std::fs::remove_file(place::api_socket(&folder));
     match ended? {
-        Ended::Alone => tracing::info!("tasukid goes, and its workers go on; the next tasukid in {} takes them over", folder.display()),
+        Ended::Alone => tracing::info!(
+            "tasukid goes, and its workers go on; the next tasukid in {} takes them over",
+            folder.display()
+        ),
         Ended::Everything => {
             let _ = std::fs::remove_file(folder.join("registry.redb"));
             tracing::info!("all has ended");
@@ -137,11 +143,22 @@ fn go_into_background(folder: &Path) -> Result<()> {
         }
         if std::time::Instant::now() > until {
             let _ = child.kill();
-            break Err(anyhow::anyhow!("tasukid did not begin to serve within {} s; {} says why", BEGINS_WITHIN.as_secs(), log_path.display()));
+            break Err(anyhow::anyhow!(
+                "tasukid did not begin to serve within {} s; {} says why",
+                BEGINS_WITHIN.as_secs(),
+                log_path.display()
+            ));
         }
     };
     let _ = std::fs::remove_file(&notices);
-    outcome.inspect(|()| println!("tasukid is at work in {} (process {}); its log is {}", folder.display(), child.id(), log_path.display()))
+    outcome.inspect(|()| {
+        println!(
+            "tasukid is at work in {} (process {}); its log is {}",
+            folder.display(),
+            child.id(),
+            log_path.display()
+        )
+    })
 }
 
 fn main() -> ExitCode {
@@ -150,7 +167,12 @@ fn main() -> ExitCode {
     let folder = arguments.dir.clone().unwrap_or_else(place::usual);
     let filter = tracing_subscriber::EnvFilter::try_from_default_env().unwrap_or_else(|_| "info".into());
     let colour = std::io::IsTerminal::is_terminal(&std::io::stderr());
-    tracing_subscriber::fmt().with_env_filter(filter).with_ansi(colour).with_target(false).with_writer(std::io::stderr).init();
+    tracing_subscriber::fmt()
+        .with_env_filter(filter)
+        .with_ansi(colour)
+        .with_target(false)
+        .with_writer(std::io::stderr)
+        .init();
     let done = if stays {
         serve(&arguments, &folder)
     } else {

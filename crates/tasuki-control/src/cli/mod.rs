@@ -118,10 +118,12 @@ fn word(value: Option<impl ValueEnum>) -> Value {
 
 /// A name as a part of an address.
 fn part(name: &str) -> String {
-    name.bytes().map(|byte| match byte {
-        b'a'..=b'z' | b'A'..=b'Z' | b'0'..=b'9' | b'-' | b'_' => char::from(byte).to_string(),
-        other => format!("%{other:02X}"),
-    }).collect()
+    name.bytes()
+        .map(|byte| match byte {
+            b'a'..=b'z' | b'A'..=b'Z' | b'0'..=b'9' | b'-' | b'_' => char::from(byte).to_string(),
+            other => format!("%{other:02X}"),
+        })
+        .collect()
 }
 
 /// Asks, and prints the answer.

@@ -12,7 +12,8 @@ use crate::api::types::{Counts, Event, NicView, Relayed, Status, Stopped, Worker
 use crate::supervisor::deeds::time;
 
 fn read<T: DeserializeOwned>(value: Value) -> Result<T> {
-    serde_json::from_value(value).context("tasukid answers with what this tasuki does not know; rebuild the older of the two")
+    serde_json::from_value(value)
+        .context("tasukid answers with what this tasuki does not know; rebuild the older of the two")
 }
 
 /// Text for a terminal.

@@ -14,7 +14,7 @@ use tasuki_relay::pulse::Pulse;
 
 use super::card::Card;
 use super::deeds::party;
-use super::worker::{Stage, Worker, Words};
+use super::worker::{Stage, Words, Worker};
 use super::{About, BOOK_LEN, Node, Supervisor, Token, now, watch};
 use crate::channel;
 use crate::process::Process;
@@ -109,7 +109,9 @@ impl Supervisor {
             () if is_fenced => self.condemn(number, "was fenced by the tasukid before this one".to_owned()),
             () if !is_ours => self.condemn(number, "is not whose it was".to_owned()),
             () if !reached || sent.is_err() => self.condemn(number, "is not to be reached by this tasukid".to_owned()),
-            () if !is_known => self.condemn(number, format!("is of node {node}, which is not in the configuration any more")),
+            () if !is_known => {
+                self.condemn(number, format!("is of node {node}, which is not in the configuration any more"))
+            }
             () => {}
         }
         Ok(())

@@ -111,7 +111,8 @@ impl Supervisor {
         card.watch = None;
         let holder = card.board.holder();
         card.trouble = told.why.map(|why| why.to_string());
-        if let Some(node) = holder.and_then(|holder| self.workers.get(&holder)).map(|worker| worker.record.node.clone()) {
+        if let Some(node) = holder.and_then(|holder| self.workers.get(&holder)).map(|worker| worker.record.node.clone())
+        {
             card.node = node;
         }
         let (name, node) = (card.name().to_owned(), card.node.clone());

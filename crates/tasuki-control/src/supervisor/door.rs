@@ -6,7 +6,9 @@ use std::sync::mpsc::Sender;
 use rustix::event::EventfdFlags;
 use tokio::sync::oneshot;
 
-use crate::api::types::{Counts, Event, Give, NicView, NodeView, Refused, Relayed, Settled, Status, Stopped, Upgrade, WorkerView};
+use crate::api::types::{
+    Counts, Event, Give, NicView, NodeView, Refused, Relayed, Settled, Status, Stopped, Upgrade, WorkerView,
+};
 
 /// Where the answer to a request goes.
 pub type Answer<T> = oneshot::Sender<Result<T, No>>;
@@ -41,7 +43,9 @@ impl From<No> for Refused {
         match no {
             No::Unknown(error) | No::Wrong(error) => Refused { error, relays: Vec::new() },
             No::Failed { sentence, relays } => Refused { error: sentence, relays },
-            No::Ending => Refused { error: "tasukid is ending; start it again and ask then".to_owned(), relays: Vec::new() },
+            No::Ending => {
+                Refused { error: "tasukid is ending; start it again and ask then".to_owned(), relays: Vec::new() }
+            }
         }
     }
 }

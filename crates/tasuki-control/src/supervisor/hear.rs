@@ -54,7 +54,9 @@ impl Supervisor {
         }
         match serde_json::from_slice::<ToDaemon>(&message.bytes) {
             Ok(letter) => self.wrote(number, letter, message.fds),
-            Err(broken) => self.condemn(number, format!("sent what is no letter ({broken}); rebuild the older of the two")),
+            Err(broken) => {
+                self.condemn(number, format!("sent what is no letter ({broken}); rebuild the older of the two"))
+            }
         }
     }
 
@@ -74,7 +76,8 @@ impl Supervisor {
         let ahead = matches!(report, Report::Taken { epoch } if epoch > tenure.epoch);
         if lies || ahead {
             let name = card.name().to_owned();
-            return self.condemn(number, format!("says of {name} what its lease denies ({report:?}, and it is {tenure:?})"));
+            return self
+                .condemn(number, format!("says of {name} what its lease denies ({report:?}, and it is {tenure:?})"));
         }
         match report {
             // Whoever was told to leave may have been ready before it heard so.
@@ -183,13 +186,15 @@ impl Supervisor {
         };
         let board = (has_board && !fds.is_empty()).then(|| fds.remove(0));
         if fds.len() != kit.fds {
-            return self.condemn(number, format!("sent {} descriptors of {name} where it announced {}", fds.len(), kit.fds));
+            return self
+                .condemn(number, format!("sent {} descriptors of {name} where it announced {}", fds.len(), kit.fds));
         }
         // Of a NIC that runs only who drives it may say something new.
         let is_driver = card.board.holder() == Some(number);
         if is_asked && card.kept.is_none() {
             let Some(Ok(board)) = board.map(Board::adopt) else {
-                return self.condemn(number, format!("did not give the board of {name} back; rebuild the older of the two"));
+                return self
+                    .condemn(number, format!("did not give the board of {name} back; rebuild the older of the two"));
             };
             card.board = board;
             let made_by = card.adopted_maker.unwrap_or(number);
@@ -246,7 +251,8 @@ impl Supervisor {
         let node_name = worker.record.node.clone();
         let _ = std::fs::remove_file(&worker.record.socket);
         self.changes.push(Change::NoWorker(number));
-        let had_no_part = matches!(worker.stage, Stage::Leaving(_)) || worker.stage == Stage::Begun && worker.nics.is_empty();
+        let had_no_part =
+            matches!(worker.stage, Stage::Leaving(_)) || worker.stage == Stage::Begun && worker.nics.is_empty();
         let was_meant = had_no_part && how == "ended" || self.stopping.is_some();
         // Who was fenced for a relay's sake has done nothing wrong.
         let for_relay = worker.stage == Stage::Condemned && self.jobs.iter().any(|job| job.fences(&node_name));

@@ -120,9 +120,12 @@ impl Supervisor {
     fn ask_for_counts(&mut self, nic: &str, answer: Answer<crate::api::types::Counts>) {
         let asked = self.nic_by_name(nic).and_then(|number| {
             let holder = self.cards[&number].board.holder().and_then(|holder| self.workers.get(&holder));
-            let worker = holder.ok_or_else(|| No::now(format!("nobody drives {nic}, so nobody counts; tasuki nic list says why")))?;
+            let worker = holder
+                .ok_or_else(|| No::now(format!("nobody drives {nic}, so nobody counts; tasuki nic list says why")))?;
             let sent = worker.write(&ToWorker::Counts, &[]);
-            sent.map_err(|errno| No::now(format!("the worker that drives {nic} is not to be asked ({errno}); ask again")))?;
+            sent.map_err(|errno| {
+                No::now(format!("the worker that drives {nic} is not to be asked ({errno}); ask again"))
+            })?;
             Ok(number)
         });
         match asked {
@@ -139,7 +142,8 @@ impl Supervisor {
         let busy = self.jobs.iter().find(|job| job.node == node || job.todo.iter().any(|nic| nics.contains(nic)));
         match busy {
             Some(job) => Err(No::now(format!(
-                "an upgrade or a handover of node {} is under way; ask again when that has settled", job.node
+                "an upgrade or a handover of node {} is under way; ask again when that has settled",
+                job.node
             ))),
             None => Ok(()),
         }
@@ -150,8 +154,12 @@ impl Supervisor {
         if !self.nodes.contains_key(node) {
             return Err(self.no_node(node));
         }
-        let nics: VecDeque<u32> =
-            self.cards.values().filter(|card| card.node == node && card.kept.is_some()).map(|card| card.number).collect();
+        let nics: VecDeque<u32> = self
+            .cards
+            .values()
+            .filter(|card| card.node == node && card.kept.is_some())
+            .map(|card| card.number)
+            .collect();
         self.is_free(node, nics.as_slices().0)?;
         if let Some(path) = &with {
             let is_program = path.is_absolute() && path.is_file();
@@ -192,7 +200,9 @@ impl Supervisor {
         let card = &self.cards[&number];
         let from = card.node.clone();
         if from == give.to {
-            return Err(No::now(format!("{nic} is node {from}'s already; a fresh worker for it: tasuki worker upgrade {from}")));
+            return Err(No::now(format!(
+                "{nic} is node {from}'s already; a fresh worker for it: tasuki worker upgrade {from}"
+            )));
         }
         let Some(can) = card.can() else {
             let why = card.trouble.clone().unwrap_or_else(|| "it is being opened".to_owned());
@@ -374,7 +384,8 @@ impl Supervisor {
     fn outcome(&self, at: usize, nic: u32, from: Option<u32>, failed: Option<&str>) -> Settled {
         let (job, card) = (&self.jobs[at], &self.cards[&nic]);
         let choice = self.choice(at, nic);
-        let (method, because) = choice.map_or((card.method, String::new()), |choice| (choice.method, choice.because.to_owned()));
+        let (method, because) =
+            choice.map_or((card.method, String::new()), |choice| (choice.method, choice.because.to_owned()));
         let holder = card.board.holder().and_then(|holder| self.workers.get(&holder));
         let pause_ns = card.board.pause_ns().filter(|_| failed.is_none());
         let name = card.name();
@@ -385,7 +396,12 @@ impl Supervisor {
         let sentence = match (failed, from, pause_ns) {
             (Some(why), ..) => format!("{why}; {drives}"),
             (None, Some(from), Some(pause)) => {
-                format!("{name} went from worker {from} to worker {} of node {} in {}, by {method}: {because}", job.target, job.node, time(pause))
+                format!(
+                    "{name} went from worker {from} to worker {} of node {} in {}, by {method}: {because}",
+                    job.target,
+                    job.node,
+                    time(pause)
+                )
             }
             (None, ..) => drives,
         };
@@ -415,7 +431,10 @@ impl Supervisor {
             // Givers are done. Who stood by does so until somebody of the new program can.
             let generation = self.nodes[&name].record.generation;
             let over = self.workers.values().filter(|worker| {
-                worker.record.node == name && worker.record.generation != generation && worker.serves() && worker.nics.is_empty()
+                worker.record.node == name
+                    && worker.record.generation != generation
+                    && worker.serves()
+                    && worker.nics.is_empty()
             });
             for number in over.map(super::worker::Worker::party).collect::<Vec<_>>() {
                 self.retire(number);
@@ -442,7 +461,9 @@ impl Supervisor {
         let failed = nic.filter(|nic| self.cards.contains_key(nic)).map(|nic| self.outcome(at, nic, from, Some(why)));
         let mut relays = self.jobs.pop().map(|job| job.done).unwrap_or_default();
         let (what, said) = match purpose {
-            Use::Upgrade => (format!("node {name} was not upgraded"), failed.as_ref().map(|settled| settled.sentence.clone())),
+            Use::Upgrade => {
+                (format!("node {name} was not upgraded"), failed.as_ref().map(|settled| settled.sentence.clone()))
+            }
             _ => ("the NIC was not given".to_owned(), failed.as_ref().map(|settled| settled.sentence.clone())),
         };
         relays.extend(failed);

@@ -42,7 +42,7 @@ use card::Card;
 use door::{Answer, Door, Request};
 use jobs::Job;
 use policy::Death;
-use worker::{Worker, Words};
+use worker::{Words, Worker};
 
 /// Bytes of a node's book.
 const BOOK_LEN: usize = 64 << 10;
@@ -228,13 +228,15 @@ impl Supervisor {
                 return Ok(ended);
             }
             let wait = self.next_due().saturating_sub(now());
-            let limit = Timespec { tv_sec: i64::try_from(wait.as_secs()).unwrap_or(3600), tv_nsec: wait.subsec_nanos().into() };
+            let limit =
+                Timespec { tv_sec: i64::try_from(wait.as_secs()).unwrap_or(3600), tv_nsec: wait.subsec_nanos().into() };
             events.clear();
             match epoll::wait(&self.epoll, rustix::buffer::spare_capacity(&mut events), Some(&limit)) {
                 Err(rustix::io::Errno::INTR) | Ok(_) => {}
                 Err(errno) => return Err(errno).context("the kernel no longer tells us what happens"),
             }
-            let mut tokens: Vec<_> = events.iter().filter_map(|event: &epoll::Event| Token::from_data(event.data)).collect();
+            let mut tokens: Vec<_> =
+                events.iter().filter_map(|event: &epoll::Event| Token::from_data(event.data)).collect();
             tokens.sort_unstable();
             for token in tokens {
                 self.handle(token);
@@ -273,7 +275,9 @@ impl Supervisor {
     fn flush(&mut self) {
         let changes = std::mem::take(&mut self.changes);
         if let Err(why) = self.registry.write(&changes) {
-            tracing::error!("the registry could not be written ({why}); a daemon that comes after this one may not find its workers");
+            tracing::error!(
+                "the registry could not be written ({why}); a daemon that comes after this one may not find its workers"
+            );
         }
     }
 
@@ -300,7 +304,12 @@ impl Supervisor {
 
     /// A number that no worker ever had, and whose addresses nobody of NIC memory uses now.
     fn next_party(&mut self) -> u32 {
-        let taken: Vec<u32> = self.workers.keys().copied().chain(self.cards.values().filter_map(|card| Some(card.kept.as_ref()?.made_by))).collect();
+        let taken: Vec<u32> = self
+            .workers
+            .keys()
+            .copied()
+            .chain(self.cards.values().filter_map(|card| Some(card.kept.as_ref()?.made_by)))
+            .collect();
         let free = |party: u32| taken.iter().all(|other| iova_of(*other) != iova_of(party));
         let next = (1..=SLOTS).map(|ahead| self.last_party + ahead).find(|party| free(*party));
         self.last_party = next.unwrap_or(self.last_party + 1);
@@ -342,7 +351,8 @@ impl<'a> About<'a> {
 }
 
 fn watch(epoll: &rustix::fd::OwnedFd, fd: BorrowedFd<'_>, token: Token) -> Result<()> {
-    epoll::add(epoll, fd, token.to_data(), epoll::EventFlags::IN).context("the kernel will not tell us what happens there")
+    epoll::add(epoll, fd, token.to_data(), epoll::EventFlags::IN)
+        .context("the kernel will not tell us what happens there")
 }
 
 #[cfg(test)]

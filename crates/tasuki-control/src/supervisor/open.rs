@@ -60,7 +60,8 @@ impl Supervisor {
         command.args(["sim", "nic", "--socket"]).arg(&socket).args(&card.config.wire);
         command.stdin(Stdio::null()).stdout(Stdio::null());
         let program = self.programs.model.display();
-        let model = Process::spawn(&mut command).with_context(|| format!("{program} does not start; build it: cargo build --package tasuki-sim"))?;
+        let model = Process::spawn(&mut command)
+            .with_context(|| format!("{program} does not start; build it: cargo build --package tasuki-sim"))?;
         watch(&self.epoll, model.pidfd(), Token::ModelEnd(nic))?;
         (card.model, card.opening) = (Some(model), Opening::Model(now()));
         self.record_nic(nic);
@@ -116,7 +117,9 @@ impl Supervisor {
                 }
             };
             match serde_json::from_slice(&message.bytes) {
-                Ok(ToDaemon::Kit { kit, .. }) if kit.fds == message.fds.len() => self.opened(nic, kit, message.fds, made_by),
+                Ok(ToDaemon::Kit { kit, .. }) if kit.fds == message.fds.len() => {
+                    self.opened(nic, kit, message.fds, made_by)
+                }
                 Ok(ToDaemon::Told { sentence, .. }) => {
                     let name = card.config.name.clone();
                     self.note(About::nic(&name), sentence);
@@ -195,7 +198,8 @@ impl Supervisor {
         if matches!(self.cards[&nic].opening, Opening::Model(_)) {
             return self.not_opened(nic, &format!("its model {how}; tasukid's log says why"));
         }
-        let trouble = format!("the model of {name} {how}: the card is gone. Stop all (tasuki stop) and start tasukid anew");
+        let trouble =
+            format!("the model of {name} {how}: the card is gone. Stop all (tasuki stop) and start tasukid anew");
         if let Some(card) = self.cards.get_mut(&nic) {
             card.trouble = Some(trouble.clone());
         }

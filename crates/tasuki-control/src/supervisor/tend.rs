@@ -16,7 +16,7 @@ use tasuki_relay::wire::{Order, Positions, Use};
 
 use super::deeds::party;
 use super::policy::{self, Verdict};
-use super::worker::{Fit, Stage, Worker, Words};
+use super::worker::{Fit, Stage, Words, Worker};
 use super::{About, PATIENCE, Supervisor, Token, iova_of, now, watch};
 use crate::channel;
 use crate::config::Device;
@@ -62,13 +62,15 @@ impl Supervisor {
     /// Whether it holds a lease, or is about to.
     pub(super) fn is_needed(&self, number: u32) -> bool {
         let is_about_to = self.jobs.iter().any(|job| job.target == number);
-        is_about_to || self.cards.values().any(|card| card.board.holder() == Some(number) || card.is_under_way_for(number))
+        is_about_to
+            || self.cards.values().any(|card| card.board.holder() == Some(number) || card.is_under_way_for(number))
     }
 
     fn ready_on_all(&self, number: u32) -> bool {
         let Some(worker) = self.workers.get(&number).filter(|worker| worker.serves()) else { return false };
         let of_node = self.cards.values().filter(|card| card.node == worker.record.node && card.kept.is_some());
-        { of_node }.all(|card| worker.nics.get(&card.number) == Some(&Fit::Ready) || card.board.holder() == Some(number))
+        { of_node }
+            .all(|card| worker.nics.get(&card.number) == Some(&Fit::Ready) || card.board.holder() == Some(number))
     }
 
     /// Who is of an older program goes when enough of the present one are ready; who is too many goes.
@@ -79,7 +81,8 @@ impl Supervisor {
         let old = |worker: &&Worker| {
             worker.record.node == node && worker.serves() && !worker.wanted && worker.record.generation != generation
         };
-        let mut leave: Vec<u32> = self.workers.values().filter(old).filter(|_| ready >= wanted).map(Worker::party).collect();
+        let mut leave: Vec<u32> =
+            self.workers.values().filter(old).filter(|_| ready >= wanted).map(Worker::party).collect();
         let too_many = staff.len().saturating_sub(wanted);
         // Who cannot take a NIC goes first, then who came last.
         let mut surplus: Vec<u32> = staff.into_iter().filter(|number| !self.is_needed(*number)).collect();
@@ -173,7 +176,8 @@ impl Supervisor {
         let binary = binary.or_else(|| node.record.binary.clone()).unwrap_or_else(|| self.programs.worker.clone());
         let (book, number) = (node.book.region().fd().try_clone_to_owned()?, self.next_party());
         let socket = self.place.worker_socket(number);
-        let listener = channel::listen(&socket).with_context(|| format!("{} cannot be listened at", socket.display()))?;
+        let listener =
+            channel::listen(&socket).with_context(|| format!("{} cannot be listened at", socket.display()))?;
         let (ours, theirs) = channel::pair().context("the kernel has no sockets left")?;
         let pulse = Words::create("tasuki pulse", pulse::LEN)?;
         let mut command = Command::new(&binary);
@@ -271,12 +275,8 @@ impl Supervisor {
     pub(super) fn attach(&mut self, nic: u32, number: u32, purpose: Use, method: Method) {
         let (Some(card), Some(worker)) = (self.cards.get_mut(&nic), self.workers.get_mut(&number)) else { return };
         let (Some(kept), Some(party)) = (&card.kept, party(number)) else { return };
-        let letter = ToWorker::Nic {
-            nic,
-            name: card.config.name.clone(),
-            iova: iova_of(number),
-            kit: kept.kit.clone(),
-        };
+        let letter =
+            ToWorker::Nic { nic, name: card.config.name.clone(), iova: iova_of(number), kit: kept.kit.clone() };
         worker.nics.insert(nic, Fit::Preparing(now()));
         let (kind, version) = (kept.kit.kind, kept.kit.version);
         let prepare = Order::Prepare { purpose, method, kind, version, carries: Positions::default() };
@@ -307,7 +307,10 @@ impl Supervisor {
                 Stage::Leaving(since) if late(since, PATIENCE) => "was told to end and does not",
                 Stage::Begun
                     if !self.is_needed(*number)
-                        && worker.nics.values().any(|fit| matches!(fit, Fit::Preparing(since) if late(*since, prepare))) =>
+                        && worker
+                            .nics
+                            .values()
+                            .any(|fit| matches!(fit, Fit::Preparing(since) if late(*since, prepare))) =>
                 {
                     "has not prepared in time"
                 }
@@ -325,7 +328,8 @@ impl Supervisor {
         let hearts = self.workers.values().any(Worker::serves).then(|| now() + self.config.daemon.hang_after() / 4);
         let watches = self.cards.values().filter_map(|card| card.watch.map(|(_, at)| at));
         let waits = self.nodes.values().map(|node| node.not_before).filter(|at| *at > now());
-        let busy = self.workers.values().any(|worker| !worker.serves()) || !self.jobs.is_empty() || self.stopping.is_some();
+        let busy =
+            self.workers.values().any(|worker| !worker.serves()) || !self.jobs.is_empty() || self.stopping.is_some();
         let soon = (busy || self.is_opening()).then(|| now() + Duration::from_millis(20));
         let all = watches.chain(waits).chain(hearts).chain(soon);
         all.min().unwrap_or_else(|| now() + Duration::from_secs(3600))
@@ -347,7 +351,9 @@ impl Supervisor {
         let (over, rest) = std::mem::take(&mut self.counting).into_iter().partition(|(_, since, _)| late(*since));
         self.counting = rest;
         for (_, _, answer) in over {
-            let _ = answer.send(Err(super::door::No::now("the worker that drives the NIC did not say what it has counted; ask again")));
+            let _ = answer.send(Err(super::door::No::now(
+                "the worker that drives the NIC did not say what it has counted; ask again",
+            )));
         }
     }
 }
@@ -363,7 +369,8 @@ impl super::card::Card {
     fn is_under_way_for(&self, number: u32) -> bool {
         use tasuki_relay::arbiter::Is;
         let Some(arbiter) = &self.arbiter else { return false };
-        let waits = |party| arbiter.members().iter().any(|member| member.party == party && matches!(member.is, Is::Waiting));
+        let waits =
+            |party| arbiter.members().iter().any(|member| member.party == party && matches!(member.is, Is::Waiting));
         !matches!(arbiter.state(), State::Steady | State::Parked) && party(number).is_some_and(waits)
     }
 }

@@ -172,7 +172,10 @@ fn what_there_is_not_is_said_with_what_there_is() {
         (&["nic", "give", "eth9", "--to", "blue"], &["there is no NIC \"eth9\"; there are: eth0"]),
         (&["nic", "give", "eth0", "--to", "pink"], &["there is no node \"pink\""]),
         (&["nic", "give", "eth0", "--to", "red"], &["eth0 is node red's already", "tasuki worker upgrade red"]),
-        (&["nic", "give", "eth0", "--to", "blue", "--method", "mbb"], &["eth0 cannot go that way: mbb needs a card with a receive queue to spare"]),
+        (
+            &["nic", "give", "eth0", "--to", "blue", "--method", "mbb"],
+            &["eth0 cannot go that way: mbb needs a card with a receive queue to spare"],
+        ),
         (&["nic", "counts", "a/../b"], &["there is no NIC \"a/../b\""]),
     ] {
         let said = rig.refused(words);

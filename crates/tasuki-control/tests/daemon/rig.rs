@@ -67,7 +67,8 @@ impl Rig {
         fs::write(rig.path("alive"), "").expect("a file");
         let worker = rig.program("worker", fault);
         // A machine that is busy is no worker that hangs.
-        let limits = format!("[daemon]\nhang_after_ms = 5000\ndeadline_ms = 20000\nprepare_ms = 20000\nworker = {worker:?}\n");
+        let limits =
+            format!("[daemon]\nhang_after_ms = 5000\ndeadline_ms = 20000\nprepare_ms = 20000\nworker = {worker:?}\n");
         fs::write(rig.path("tasuki.toml"), limits + nodes).expect("a file");
         rig
     }
@@ -107,10 +108,19 @@ impl Rig {
         fs::write(&path, change(text)).expect("a file");
     }
 
-    /// What runs the daemon.
+    /// What runs the daemon in the foreground.
     pub fn tasukid(&self) -> Command {
+        let mut command = self.tasukid_in(&self.dir());
+        command.arg("--foreground");
+        command
+    }
+
+    /// What runs the daemon, in the background.
+    pub fn tasukid_in(&self, dir: &Path) -> Command {
         let mut command = Command::new(TASUKID);
-        command.arg("--config").arg(self.path("tasuki.toml")).arg("--dir").arg(self.dir()).arg("--foreground");
+        command.arg("--config").arg(self.path("tasuki.toml")).arg("--dir").arg(dir);
+        // So that whoever it starts is known to be ours.
+        command.env("TASUKI_ALIVE", self.path("alive"));
         command.env_remove("NOTIFY_SOCKET").env_remove("RUST_LOG").stdin(Stdio::null());
         command
     }
@@ -225,7 +235,8 @@ pub fn signal(pid: u32, signal: Signal) {
 
 /// Whether there is such a process, and it is not only waiting to be reaped.
 pub fn lives(pid: u32) -> bool {
-    fs::read_to_string(format!("/proc/{pid}/stat")).is_ok_and(|stat| !stat.rsplit(')').next().is_some_and(|rest| rest.trim().starts_with('Z')))
+    fs::read_to_string(format!("/proc/{pid}/stat"))
+        .is_ok_and(|stat| !stat.rsplit(')').next().is_some_and(|rest| rest.trim().starts_with('Z')))
 }
 
 /// Waits until something is so.
@@ -250,6 +261,9 @@ fn is_ours(pid: u32, folder: &Path) -> bool {
 
 impl Drop for Rig {
     fn drop(&mut self) {
+        if std::thread::panicking() {
+            let _ = self.tasuki(&["stop"]);
+        }
         if let Some(mut daemon) = self.daemon.take() {
             let _ = daemon.kill();
             let _ = daemon.wait();

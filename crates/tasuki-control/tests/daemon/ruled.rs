@@ -102,9 +102,7 @@ fn when_a_standby_is_killed_there_is_another() {
     let rig = Rig::new();
     let (driver, standby) = rig.await_pair("red");
     signal(pid(&standby), Signal::KILL);
-    until(&rig, "another stands by", || {
-        rig.worker("red", "stands by").is_some_and(|now| now["pid"] != standby["pid"])
-    });
+    until(&rig, "another stands by", || rig.worker("red", "stands by").is_some_and(|now| now["pid"] != standby["pid"]));
     assert_eq!(rig.await_worker("red", "drives")["pid"], driver["pid"], "nobody else noticed");
 }
 
@@ -183,4 +181,22 @@ fn a_daemon_that_is_told_to_go_leaves_its_workers_running() {
     rig.ask(&["stop"]);
     rig.daemon_ends();
     assert!(!lives(pid(&driver)));
+}
+
+#[test]
+fn it_goes_into_the_background_once_it_serves_or_says_why_it_does_not() {
+    let rig = Rig::without_daemon(NODES, "");
+    let tasukid = |dir: &std::path::Path| {
+        let mut command = rig.tasukid_in(dir);
+        command.stderr(std::process::Stdio::piped()).output().expect("a program")
+    };
+    let output = tasukid(&rig.dir());
+    let said = String::from_utf8_lossy(&output.stdout).into_owned();
+    assert!(output.status.success() && said.contains("tasukid is at work in"), "{output:?}");
+    rig.await_pair("red");
+    let again = tasukid(&rig.dir());
+    let said = String::from_utf8_lossy(&again.stderr).into_owned();
+    assert!(!again.status.success() && said.contains("is at work in") && said.lines().count() == 1, "{again:?}");
+    rig.ask(&["stop"]);
+    until(&rig, "it ends", || !rig.tasuki(&["status"]).status.success());
 }

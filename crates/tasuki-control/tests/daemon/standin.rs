@@ -127,7 +127,11 @@ fn work(orders: &Orders, socket: OwnedFd) -> ! {
     let [pulse, book, listener] = <[OwnedFd; 3]>::try_from(message.fds).expect("three descriptors");
     let pulse = Words::adopt(pulse, pulse::LEN).expect("a pulse");
     let speech = if orders.fault == "speech" { SPEECH + 1 } else { SPEECH };
-    write(&socket, &ToDaemon::Begun { speech, reads: Vec::new(), unconfined: vec!["it is a stand-in".to_owned()] }, &[]);
+    write(
+        &socket,
+        &ToDaemon::Begun { speech, reads: Vec::new(), unconfined: vec!["it is a stand-in".to_owned()] },
+        &[],
+    );
     if orders.fault == "nonsense" {
         let _ = channel::send(socket.as_fd(), b"{\"letter\":\"ransom\"}", &[]);
     }
@@ -267,7 +271,11 @@ impl Standin {
 
     fn act(&mut self, number: u32, what: Do) -> Option<Input> {
         let stamp = || u64::try_from(now().as_nanos()).expect("not so long");
-        let dies = |at: &str| if self.fault == at { std::process::exit(7) };
+        let dies = |at: &str| {
+            if self.fault == at {
+                std::process::exit(7)
+            }
+        };
         let nic = self.nics.get_mut(&number)?;
         match what {
             Do::Map if self.fault == "unfit" => return Some(Input::Unfit(Reason::MemLock { may: 1, needs: 2 })),

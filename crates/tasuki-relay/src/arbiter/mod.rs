@@ -240,9 +240,8 @@ impl Arbiter {
             None => {
                 // The dead make room, but for those of whom something is still to be decided.
                 let kept = [self.giver, self.next, self.fencing, self.seen.holder];
-                let over = |member: &Member| {
-                    matches!(member.is, Is::Dead | Is::Fenced) && !kept.contains(&Some(member.party))
-                };
+                let over =
+                    |member: &Member| matches!(member.is, Is::Dead | Is::Fenced) && !kept.contains(&Some(member.party));
                 if let Some(at) = self.members.iter().position(over) {
                     self.members[at] = Member { party, is };
                 }
