@@ -36,8 +36,10 @@ impl Supervisor {
             self.attach_to_nics(name);
             self.retire_surplus(name);
         }
-        // Starting a process takes this loop longer than all else that it does: not while a NIC waits for a driver.
-        if self.cards.values().all(|card| card.arbiter.is_none() || card.is_settled() || card.is_not_urgent()) {
+        // Starting a process takes this loop longer than all else that it does: not while a NIC waits for a driver, nor when a worker has
+        // closed its end, for a dying process does that a moment before its pidfd says that it is dead.
+        let is_calm = |card: &super::card::Card| card.arbiter.is_none() || card.is_settled() || card.is_not_urgent();
+        if self.cards.values().all(is_calm) && self.workers.values().all(|worker| worker.deaf.is_none()) {
             names.iter().for_each(|name| self.staff(name));
         }
         self.end_the_slow();
