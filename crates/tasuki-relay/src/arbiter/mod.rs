@@ -542,3 +542,47 @@ impl Arbiter {
         Event::Released
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use std::num::NonZeroU32;
+
+    use super::*;
+
+    fn party(number: u32) -> Party {
+        Party(NonZeroU32::new(number).unwrap())
+    }
+
+    fn steady() -> (Arbiter, Table) {
+        let table = TABLE.to_vec();
+        let (mut arbiter, _) = Arbiter::begin(&[party(1)], &[]);
+        let hello = Report::Hello { standing: Standing::Holding, epoch: 1 };
+        assert_eq!(arbiter.hear(&table, Input::Report(party(1), hello)), Ok(vec![Do::Look]));
+        arbiter.hear(&table, Input::Word(Tenure { holder: Some(party(1)), epoch: 1 })).unwrap();
+        assert_eq!(arbiter.driver(), Some(party(1)));
+        (arbiter, table)
+    }
+
+    #[test]
+    fn who_is_dismissed_is_told_so_and_not_chosen_any_more() {
+        let (mut arbiter, table) = steady();
+        arbiter.hear(&table, Input::Report(party(2), Report::Ready)).unwrap();
+        assert_eq!(arbiter.dismiss(party(2)), [Do::Tell(party(2), Order::Leave)]);
+        assert_eq!(arbiter.dismiss(party(1)), [], "who drives cannot be spared");
+        let doing = arbiter.hear(&table, Input::Gone(party(1))).unwrap();
+        assert!(matches!(doing[..], [Do::Swap { .. }]), "{doing:?}");
+        let doing = arbiter.hear(&table, Input::Swapped(Ok(()))).unwrap();
+        assert_eq!(doing, [Do::Say(Told { driver: None, why: Some(Reason::NobodyLeft) })]);
+    }
+
+    #[test]
+    fn however_many_have_died_there_is_room_for_a_fresh_one() {
+        let (mut arbiter, table) = steady();
+        for number in 2..50 {
+            arbiter.hear(&table, Input::Report(party(number), Report::Ready)).unwrap();
+            assert_eq!(arbiter.is(party(number)), Some(Is::Ready));
+            arbiter.hear(&table, Input::Gone(party(number))).unwrap();
+        }
+        assert!(arbiter.members().len() <= MEMBERS_MAX && arbiter.driver() == Some(party(1)));
+    }
+}
