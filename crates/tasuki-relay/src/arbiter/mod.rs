@@ -198,6 +198,16 @@ impl Arbiter {
         self.why
     }
 
+    /// Has `party` let go of what it has of the device, unless it drives or is to drive: it has no part in it any more.
+    pub fn dismiss(&mut self, party: Party) -> Vec<Do> {
+        let has_part = [self.giver, self.next, self.fencing].contains(&Some(party));
+        if has_part || !self.live(Some(party)) {
+            return Vec::new();
+        }
+        self.set(party, Is::Idle);
+        vec![Do::Tell(party, Order::Leave)]
+    }
+
     /// What follows. What is refused changes nothing but what is known of who said it.
     pub fn hear(&mut self, table: &Table, input: Input) -> Result<Vec<Do>, Refused> {
         let mut doing = Vec::new();
@@ -227,6 +237,15 @@ impl Arbiter {
         match self.members.iter().position(|member| member.party == party) {
             Some(at) if rank(is) >= rank(self.members[at].is) => self.members[at].is = is,
             None if self.members.len() < MEMBERS_MAX => self.members.push(Member { party, is }),
+            None => {
+                // The dead make room, but for those of whom something is still to be decided.
+                let kept = [self.giver, self.next, self.fencing, self.seen.holder];
+                let over =
+                    |member: &Member| matches!(member.is, Is::Dead | Is::Fenced) && !kept.contains(&Some(member.party));
+                if let Some(at) = self.members.iter().position(over) {
+                    self.members[at] = Member { party, is };
+                }
+            }
             _ => {}
         }
     }
@@ -313,7 +332,11 @@ impl Arbiter {
         let old = self.giver.filter(|_| self.ask.is_some()).filter(|old| Some(*old) != new);
         let unfit = self.ask.map(|ask| ask.to).filter(|to| Some(*to) != new && self.is(*to) == Some(Is::Unfit));
         let leaves = old.into_iter().chain(unfit).filter(|party| self.live(Some(*party)));
-        doing.extend(leaves.map(|party| Do::Tell(party, Order::Leave)));
+        for party in leaves.collect::<Vec<_>>() {
+            // Who has left can take nothing, so nobody may choose it.
+            self.set(party, Is::Idle);
+            doing.push(Do::Tell(party, Order::Leave));
+        }
         if new == self.ask.map(|ask| ask.to) {
             self.why = None;
         }
@@ -517,5 +540,49 @@ impl Arbiter {
     fn passed(&mut self, epoch: u32) -> Event {
         self.seen = Tenure::free(epoch);
         Event::Released
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::num::NonZeroU32;
+
+    use super::*;
+
+    fn party(number: u32) -> Party {
+        Party(NonZeroU32::new(number).unwrap())
+    }
+
+    fn steady() -> (Arbiter, Table) {
+        let table = TABLE.to_vec();
+        let (mut arbiter, _) = Arbiter::begin(&[party(1)], &[]);
+        let hello = Report::Hello { standing: Standing::Holding, epoch: 1 };
+        assert_eq!(arbiter.hear(&table, Input::Report(party(1), hello)), Ok(vec![Do::Look]));
+        arbiter.hear(&table, Input::Word(Tenure { holder: Some(party(1)), epoch: 1 })).unwrap();
+        assert_eq!(arbiter.driver(), Some(party(1)));
+        (arbiter, table)
+    }
+
+    #[test]
+    fn who_is_dismissed_is_told_so_and_not_chosen_any_more() {
+        let (mut arbiter, table) = steady();
+        arbiter.hear(&table, Input::Report(party(2), Report::Ready)).unwrap();
+        assert_eq!(arbiter.dismiss(party(2)), [Do::Tell(party(2), Order::Leave)]);
+        assert_eq!(arbiter.dismiss(party(1)), [], "who drives cannot be spared");
+        let doing = arbiter.hear(&table, Input::Gone(party(1))).unwrap();
+        assert!(matches!(doing[..], [Do::Swap { .. }]), "{doing:?}");
+        let doing = arbiter.hear(&table, Input::Swapped(Ok(()))).unwrap();
+        assert_eq!(doing, [Do::Say(Told { driver: None, why: Some(Reason::NobodyLeft) })]);
+    }
+
+    #[test]
+    fn however_many_have_died_there_is_room_for_a_fresh_one() {
+        let (mut arbiter, table) = steady();
+        for number in 2..50 {
+            arbiter.hear(&table, Input::Report(party(number), Report::Ready)).unwrap();
+            assert_eq!(arbiter.is(party(number)), Some(Is::Ready));
+            arbiter.hear(&table, Input::Gone(party(number))).unwrap();
+        }
+        assert!(arbiter.members().len() <= MEMBERS_MAX && arbiter.driver() == Some(party(1)));
     }
 }
