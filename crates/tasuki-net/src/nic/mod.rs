@@ -19,12 +19,14 @@ pub mod e1000e;
 mod loan;
 mod memory;
 mod register;
+mod repoint;
 pub mod rtl8139;
 pub mod sash;
 pub mod virtio_net;
 
 use bus::{Bus, BusError};
 pub use memory::{MemoryLayout, NicMemory, Parts, PartsError};
+pub use repoint::Repoint;
 pub use sash::Sash;
 
 use crate::port::Port;

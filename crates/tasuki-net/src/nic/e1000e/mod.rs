@@ -1,7 +1,7 @@
 //! The Intel 82574L: gigabit, two receive queues, MSI-X.
 //!
 //! `regs.rs` is the data sheet, `ring.rs` moves slots, `setup.rs` gets a card ready, `park.rs` stops it and has it go on, `in_place.rs`
-//! has it run on while its driver is replaced, `flow.rs` has card and partner pause for each other, and `sash.rs` is what a successor needs. One vector signals all that is received; what was sent is looked at when there is
+//! has it run on while its driver is replaced, `repoint.rs` points it at another owner's rings, `flow.rs` has card and partner pause for each other, and `sash.rs` is what a successor needs. One vector signals all that is received; what was sent is looked at when there is
 //! more to send.
 
 mod counters;
@@ -9,6 +9,7 @@ mod flow;
 mod in_place;
 mod park;
 mod regs;
+mod repoint;
 mod ring;
 mod sash;
 mod setup;
@@ -19,6 +20,8 @@ use arrayvec::ArrayVec;
 
 use self::counters::Counters;
 use self::regs::{Mmio, cause, rctl};
+pub use self::repoint::Ready;
+use self::repoint::Hush;
 use self::ring::{Lengths, ReceiveRing, TransmitRing, ring_at};
 pub use self::sash::Sash;
 use self::sash::{MTA_WORDS, QUEUES_MAX};
@@ -55,6 +58,8 @@ pub struct E1000e<B: Bus> {
     agreed: bool,
     /// The partner pauses since the card was parked, until what had come before is received.
     held: bool,
+    /// On the way to another owner's rings.
+    hush: Hush,
     /// What stands in the multicast table.
     mta: Box<[u32; MTA_WORDS]>,
     counters: Counters,
@@ -64,6 +69,9 @@ impl<B: Bus> E1000e<B> {
     /// Gives the card's receive rings what free slots there are.
     #[inline]
     fn refill(&mut self) -> Result<(), NicError> {
+        if self.hush.is_off() {
+            return Ok(());
+        }
         for (queue, ring) in (0..).zip(&mut self.receive) {
             if ring.refill(&self.memory)? {
                 // POST
@@ -133,7 +141,7 @@ impl<B: Bus> E1000e<B> {
     fn assemble(bus: B, memory: NicMemory, parts: Assembly<B::Registers>) -> Self {
         let Assembly { mmio, bell, receive, transmit, shape, mac, filter, flow_control, mta, counters } = parts;
         // A successor's link may have gone and come meanwhile.
-        let (first, agreed, held) = (0, false, false);
+        let (first, agreed, held, hush) = (0, false, false, Hush::default());
         E1000e {
             bus,
             memory,
@@ -148,6 +156,7 @@ impl<B: Bus> E1000e<B> {
             flow_control,
             agreed,
             held,
+            hush,
             mta,
             counters,
         }

@@ -208,6 +208,11 @@ impl ReceiveRing {
         self.ring.register(self.tail)
     }
 
+    /// What the head register is once all that came was received.
+    pub fn head(&self) -> u32 {
+        self.ring.register(self.next)
+    }
+
     /// Whether the card has a slot for the next frame, or has filled it.
     pub fn has_slots(&self) -> bool {
         self.next != self.tail
@@ -393,6 +398,16 @@ impl TransmitRing {
     /// What the tail register is to be.
     pub fn tail(&self) -> u32 {
         self.ring.register(self.filled)
+    }
+
+    /// What the head register is to be of a card that goes on with what is not sent yet.
+    pub fn head(&self) -> u32 {
+        self.ring.register(self.sent)
+    }
+
+    /// Frames that the card has not said it has sent.
+    pub fn unsent(&self) -> u32 {
+        self.filled.wrapping_sub(self.sent)
     }
 
     /// Takes back the slots of frames that the card has sent.

@@ -1,0 +1,315 @@
+//! A card that is pointed at another owner's rings (the data sheet's sections 4.6.5, 4.6.6 and 10.2.5 to 10.2.6).
+//!
+//! Base and head of a ring may be written while its unit is off, and at no other time. While the receive unit is off the card loses what comes, and does
+//! not count it. So the partner is asked to pause first, the giver goes on until nothing comes any more, and only then the units are switched off. What is
+//! written in between are eight values: base (two halves), head and tail of the receive ring, and of the transmit ring; four more for a second receive
+//! queue. All of it is posted: that messages arrive in order is all that is needed. Address and data of the MSI-X message stay as they are, and so does
+//! the eventfd that it becomes: the taker's twin has the same.
+//!
+//! What is waited for while nobody drives is one answer for the giver (has the card really stopped where we are?) and one for the taker (is it really off?).
+
+use std::os::fd::OwnedFd;
+use std::time::Instant;
+
+use arrayvec::ArrayVec;
+
+use super::counters::Counters;
+use super::flow::{self, PAUSE_MAX};
+use super::park::{self, DRAIN_LIMIT, SILENCE_LIMIT, STOP_LIMIT};
+use super::regs::{self, Mmio, rctl, tctl};
+use super::ring::{DESCRIPTOR_LEN, ReceiveRing, TransmitRing, ring_at};
+use super::sash::{COUNTERS, QUEUES_MAX};
+use super::setup::{self, Shape};
+use super::{Assembly, BAR, E1000e, MTA_WORDS, bell, recognise};
+use crate::nic::bus::{Bus, Registers};
+use crate::nic::sash::broken;
+use crate::nic::{Failed, Link, Mac, NicError, NicMemory, NicOptions, Repoint};
+
+/// How far a giver is.
+#[derive(Debug, Clone, Copy, Default)]
+pub struct Hush {
+    /// Since the partner was asked to pause, or was found not to be there.
+    asked: Option<Asked>,
+    /// The receive unit is off: no slots are posted.
+    off: bool,
+}
+
+impl Hush {
+    #[inline]
+    pub fn is_off(self) -> bool {
+        self.off
+    }
+}
+
+#[derive(Debug, Clone, Copy)]
+struct Asked {
+    at: Instant,
+    link: Link,
+    /// What the receive and the transmit control register held.
+    control: [u32; 2],
+    /// The partner has been told.
+    told: bool,
+    /// When something came last, as far as was seen, and how far the rings were.
+    still_since: Instant,
+    heads: [u32; QUEUES_MAX],
+}
+
+/// A taker with rings of its own.
+#[derive(Debug)]
+pub struct Ready<B: Bus> {
+    bus: B,
+    memory: NicMemory,
+    mmio: Mmio<B::Registers>,
+    bell: OwnedFd,
+    shape: Shape,
+    mac: Mac,
+    flow_control: bool,
+    receive: ArrayVec<ReceiveRing, QUEUES_MAX>,
+    transmit: TransmitRing,
+    mta: Box<[u32; MTA_WORDS]>,
+}
+
+/// Where rings are, and how far their owner is in them.
+fn point<R: Registers>(
+    mmio: &Mmio<R>,
+    memory: &NicMemory,
+    ring: u16,
+    (receive, transmit): (&[ReceiveRing], &TransmitRing),
+) {
+    for ((queue, index), its) in (0_usize..).zip(0_u32..).zip(receive) {
+        let (low, high) = setup::halves(ring_at(memory.rings_at(), queue, ring));
+        mmio.write(regs::RDBAL.of(index), low);
+        mmio.write(regs::RDBAH.of(index), high);
+        mmio.write(regs::RDH.of(index), its.head());
+        mmio.write(regs::RDT.of(index), its.tail());
+    }
+    let (low, high) = setup::halves(ring_at(memory.rings_at(), receive.len(), ring));
+    mmio.write(regs::TDBAL, low);
+    mmio.write(regs::TDBAH, high);
+    mmio.write(regs::TDH, transmit.head());
+    mmio.write(regs::TDT, transmit.tail());
+}
+
+/// Both units on, the transmit side first: an answer may follow a frame at once.
+fn switch_on<R: Registers>(mmio: &Mmio<R>, [receive, transmit]: [u32; 2]) {
+    mmio.write(regs::TCTL, transmit & !tctl::SWXOFF | tctl::EN);
+    mmio.write(regs::RCTL, receive | rctl::EN);
+}
+
+/// What the units are set up for, if they are off.
+fn controls_of_stopped<R: Registers>(mmio: &Mmio<R>) -> Result<[u32; 2], NicError> {
+    let controls = [mmio.read(regs::RCTL), mmio.read(regs::TCTL)];
+    match controls {
+        [u32::MAX, _] | [_, u32::MAX] => Err(NicError::Gone),
+        [receive, _] if receive & rctl::EN != 0 => Err(broken("the card receives, though stopped", receive.into())),
+        [_, transmit] if transmit & tctl::EN != 0 => Err(broken("the card sends, though stopped", transmit.into())),
+        controls => Ok(controls),
+    }
+}
+
+/// Whether the card was started with these rings and frames. They stay as they are.
+fn check_shape<R: Registers>(mmio: &Mmio<R>, shape: Shape) -> Result<(), NicError> {
+    let len = u32::from(shape.ring) * u32::try_from(DESCRIPTOR_LEN).expect("16");
+    let of_second = if shape.queues > 1 { len } else { 0 };
+    let refuse = |field, value: u16, must| Err(NicError::Options { field, value: value.into(), must });
+    let control = mmio.read(regs::RCTL);
+    if control == u32::MAX {
+        return Err(NicError::Gone);
+    }
+    let lens = [mmio.read(regs::RDLEN.of(0)), mmio.read(regs::TDLEN)];
+    if lens != [len, len] {
+        return refuse("ring", shape.ring, "it must be what the card runs with, for the length of its rings stays as it is");
+    }
+    if mmio.read(regs::RDLEN.of(1)) != of_second {
+        return refuse("queues", shape.queues.into(), "it must be as many as the card runs with");
+    }
+    let buffer = rctl::buffer(shape.buffer.into()).expect("a shape's buffers are of a length that the card knows");
+    match control & rctl::BUFFER == buffer {
+        true => Ok(()),
+        false => refuse("mtu", shape.mtu, "it must be what the card runs with, for the length of its buffers stays as it is"),
+    }
+}
+
+impl<B: Bus> Ready<B> {
+    /// Gets all ready that the card does not notice.
+    fn new(mut bus: B, memory: NicMemory, options: &NicOptions) -> Result<Self, Failed<B>> {
+        memory.take_back();
+        let asked = Self::ask(&mut bus, &memory, options);
+        let (mmio, bell, shape, mac) = match asked {
+            Ok(asked) => asked,
+            Err(error) => return Err(Failed { error, bus, memory }),
+        };
+        let flow_control = flow::is_prepared(&mmio);
+        let mut mta = Box::new([0; MTA_WORDS]);
+        (0_u32..).zip(mta.iter_mut()).for_each(|(index, word)| *word = mmio.read(regs::MTA.of(index)));
+        if let Err(error) = memory.map_anew(&mut bus) {
+            return Err(Failed { error: error.into(), bus, memory });
+        }
+        let rings = |index| ReceiveRing::new(&memory, index, shape.ring);
+        let mut receive: ArrayVec<_, QUEUES_MAX> = (0..usize::from(shape.queues)).map(rings).collect();
+        let transmit = TransmitRing::new(&memory, receive.len(), shape.ring);
+        if let Err(error) = receive.iter_mut().try_for_each(|ring| ring.refill(&memory).map(|_| ())) {
+            let _ = memory.unmap(&mut bus);
+            return Err(Failed { error, bus, memory });
+        }
+        Ok(Ready { bus, memory, mmio, bell, shape, mac, flow_control, receive, transmit, mta })
+    }
+
+    #[expect(clippy::type_complexity, reason = "what the card says, once")]
+    fn ask(
+        bus: &mut B,
+        memory: &NicMemory,
+        options: &NicOptions,
+    ) -> Result<(Mmio<B::Registers>, OwnedFd, Shape, Mac), NicError> {
+        let shape = Shape::new(options.ring, options.queues, options.mtu, &memory.layout())?;
+        recognise(bus)?;
+        let mmio = Mmio(bus.registers(BAR)?);
+        check_shape(&mmio, shape)?;
+        let mac = setup::mac(&mmio)?;
+        Ok((mmio, bell(bus)?, shape, mac))
+    }
+}
+
+impl<B: Bus> E1000e<B> {
+    fn heads(&self) -> [u32; QUEUES_MAX] {
+        std::array::from_fn(|queue| self.receive.get(queue).map_or(0, ReceiveRing::head))
+    }
+
+    /// Whether the partner was told to pause. Asks the card until it was, and not for too long.
+    fn is_told(&mut self, asked: &mut Asked) -> bool {
+        let Link::Up { full_duplex: true, speed } = asked.link else { return true };
+        if !asked.told {
+            let late = asked.at.elapsed() > park::xoff_limit(self.shape.frame(), speed);
+            asked.told = self.counters.collect_xoff_sent(&self.mmio) > 0 || late;
+            asked.still_since = Instant::now();
+        }
+        asked.told
+    }
+}
+
+impl<B: Bus> Repoint for E1000e<B> {
+    type Ready = Ready<B>;
+
+    fn prepare_rings(bus: B, memory: NicMemory, options: &NicOptions) -> Result<Ready<B>, Failed<B>> {
+        Ready::new(bus, memory, options)
+    }
+
+    fn give_up(ready: Ready<B>) -> (B, NicMemory) {
+        let Ready { mut bus, memory, .. } = ready;
+        // Nobody has to be told that it was gone already.
+        let _ = memory.unmap(&mut bus);
+        memory.take_back();
+        (bus, memory)
+    }
+
+    fn hush(&mut self) {
+        let link = match self.mmio.read(regs::STATUS) {
+            u32::MAX => Link::Down,
+            status => park::link(status),
+        };
+        if let Link::Up { full_duplex: true, .. } = link {
+            // The buffer is about to become empty, and the card must not take that for a reason to let the partner go on.
+            flow::go_on_by_itself(&self.mmio, false);
+            // What it has sent until now, for want of room, is not what is waited for.
+            self.counters.collect_xoff_sent(&self.mmio);
+        }
+        let control = [self.mmio.read(regs::RCTL), self.mmio.read(regs::TCTL)];
+        if let Link::Up { full_duplex: true, .. } = link {
+            self.mmio.write(regs::FCTTV, PAUSE_MAX);
+            self.mmio.write(regs::TCTL, control[1] | tctl::SWXOFF);
+        }
+        let now = Instant::now();
+        let heads = self.heads();
+        self.held = false;
+        self.hush = Hush { asked: Some(Asked { at: now, link, control, told: false, still_since: now, heads }), off: false };
+    }
+
+    fn is_quiet(&mut self) -> bool {
+        let Some(mut asked) = self.hush.asked else { return false };
+        self.transmit.reclaim(self.memory.arena());
+        let heads = self.heads();
+        if heads != asked.heads {
+            (asked.heads, asked.still_since) = (heads, Instant::now());
+        }
+        let told = self.is_told(&mut asked);
+        self.hush.asked = Some(asked);
+        let Link::Up { speed, .. } = asked.link else { return true };
+        let (since, still) = (asked.at.elapsed(), asked.still_since.elapsed());
+        let silent = still >= park::quiet(self.shape.frame(), speed) && !self.receive.iter().any(ReceiveRing::is_ready);
+        let gone = self.transmit.unsent() == 0 || since > DRAIN_LIMIT;
+        told && gone && (silent || since > park::xoff_limit(self.shape.frame(), speed) + SILENCE_LIMIT)
+    }
+
+    fn stop(&mut self) -> Result<bool, NicError> {
+        let Some(Asked { link, control: [receive, transmit], .. }) = self.hush.asked else {
+            return Err(broken("it was not hushed before it was to stop", 0));
+        };
+        let queues = self.receive.len();
+        let mmio = &self.mmio;
+        let heads = || std::array::from_fn(|queue| if queue < queues { mmio.read(regs::RDH.of(u32::from(queue > 0))) } else { 0 });
+        if !self.hush.off {
+            mmio.write(regs::RCTL, receive & !rctl::EN);
+            self.hush.off = true;
+        }
+        let mut found: [u32; QUEUES_MAX] = heads();
+        if found[0] == u32::MAX {
+            return Err(NicError::Gone);
+        }
+        if found != self.heads() {
+            // Something came at the last moment. What had begun is finished, and handled.
+            let speed = if let Link::Up { speed, .. } = link { speed } else { 10 };
+            if !park::settles(STOP_LIMIT, park::quiet(self.shape.frame(), speed), heads) {
+                return Err(NicError::Stuck {
+                    step: "receiving",
+                    limit_ms: u32::try_from(STOP_LIMIT.as_millis()).unwrap_or(u32::MAX),
+                });
+            }
+            found = heads();
+            if found != self.heads() {
+                return Ok(false);
+            }
+        }
+        mmio.write(regs::TCTL, transmit & !(tctl::EN | tctl::SWXOFF));
+        Ok(true)
+    }
+
+    fn go_back(&mut self) -> Result<(), NicError> {
+        let Some(Asked { control, .. }) = self.hush.asked else { return Ok(()) };
+        if self.hush.off {
+            // A taker that got so far is gone by now.
+            self.mmio.write(regs::RCTL, control[0] & !rctl::EN);
+            self.mmio.write(regs::TCTL, control[1] & !(tctl::EN | tctl::SWXOFF));
+            controls_of_stopped(&self.mmio)?;
+            let mmio = &self.mmio;
+            let heads = || [mmio.read(regs::RDH.of(0)), mmio.read(regs::TDH)];
+            park::settles(STOP_LIMIT, park::quiet(self.shape.frame(), 1000), heads);
+            point(&self.mmio, &self.memory, self.shape.ring, (&self.receive, &self.transmit));
+            switch_on(&self.mmio, control);
+        }
+        self.hush = Hush::default();
+        self.held = true;
+        match self.mmio.read(regs::STATUS) {
+            u32::MAX => Err(NicError::Gone),
+            _ => Ok(()),
+        }
+    }
+
+    fn repoint(ready: Ready<B>) -> Result<Self, Failed<B>> {
+        let controls = match controls_of_stopped(&ready.mmio) {
+            Ok(controls) => controls,
+            Err(error) => return Err(Failed { error, bus: ready.bus, memory: ready.memory }),
+        };
+        let Ready { bus, memory, mmio, bell, shape, mac, flow_control, receive, transmit, mta } = ready;
+        point(&mmio, &memory, shape.ring, (&receive, &transmit));
+        switch_on(&mmio, controls);
+        let filter = match controls[0] {
+            control if control & rctl::UPE != 0 => 1,
+            control if control & rctl::MPE != 0 => 2,
+            _ => 0,
+        };
+        // What the card has counted since its last owner asked is ours.
+        let counters = Counters::resume(&[0; COUNTERS]);
+        let parts = Assembly { mmio, bell, receive, transmit, shape, mac, filter, flow_control, mta, counters };
+        Ok(E1000e { held: true, ..Self::assemble(bus, memory, parts) })
+    }
+}
