@@ -29,16 +29,16 @@ use crate::nic::trial::{Ask, Control, Say, Trial};
 use crate::orders::Orders;
 use crate::sample::Sample;
 
-type Card = E1000e<VfioUser>;
+pub(super) type Card = E1000e<VfioUser>;
 
 /// Descriptors in a ring: what a driver has that nobody asked for another number. Each is a word of the sash.
-const RING: u16 = 256;
+pub(super) const RING: u16 = 256;
 
 /// From one relay to the next.
-const BETWEEN: Duration = Duration::from_millis(5);
+pub(super) const BETWEEN: Duration = Duration::from_millis(5);
 
 /// Frames that have not come so long after the last one are lost.
-const PATIENCE: Duration = Duration::from_millis(200);
+pub(super) const PATIENCE: Duration = Duration::from_millis(200);
 
 /// What is on the wire.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -50,26 +50,26 @@ pub enum Traffic {
 }
 
 /// The memory that the workers share: the lease, a few words, and the sash.
-struct Board {
-    lease: Lease<Span<Line>>,
-    words: Span<AtomicU64>,
+pub(super) struct Board {
+    pub(super) lease: Lease<Span<Line>>,
+    pub(super) words: Span<AtomicU64>,
     sash: Span<AtomicU64>,
     region: Region,
 }
 
 /// Words of the board.
-const RECEIVED: usize = 8;
-const RELEASED_AT: usize = 16;
-const STOP: usize = 24;
+pub(super) const RECEIVED: usize = 8;
+pub(super) const RELEASED_AT: usize = 16;
+pub(super) const STOP: usize = 24;
 /// How long each relay took, in ns, in the order in which they happened; and how many there were.
-const RELAYS: usize = 32;
-const PAUSES: usize = 40;
-const PAUSES_MAX: usize = 4096;
+pub(super) const RELAYS: usize = 32;
+pub(super) const PAUSES: usize = 40;
+pub(super) const PAUSES_MAX: usize = 4096;
 const WORDS: usize = PAUSES + PAUSES_MAX;
 const SASH_AT: usize = (8 * WORDS).next_multiple_of(PAGE_LEN);
 
 impl Board {
-    fn over(region: Region) -> Result<Self> {
+    pub(super) fn over(region: Region) -> Result<Self> {
         Ok(Board {
             lease: Lease::new(region.span(0, 1)?),
             words: region.span(0, WORDS)?,
@@ -78,7 +78,7 @@ impl Board {
         })
     }
 
-    fn new() -> Result<Self> {
+    pub(super) fn new() -> Result<Self> {
         Self::over(Region::create("tasuki-bench board", SASH_AT + Sash::LEN, Pages::Small)?)
     }
 
@@ -100,7 +100,7 @@ impl Board {
     }
 }
 
-fn now_ns() -> u64 {
+pub(super) fn now_ns() -> u64 {
     let now = rustix::time::clock_gettime(rustix::time::ClockId::Monotonic);
     now.tv_sec.unsigned_abs() * 1_000_000_000 + now.tv_nsec.unsigned_abs()
 }
@@ -201,7 +201,7 @@ impl Worker {
 }
 
 /// Who waits in vain is ended by the bench.
-fn wait(eventfd: &OwnedFd) -> Result<()> {
+pub(super) fn wait(eventfd: &OwnedFd) -> Result<()> {
     loop {
         match rustix::io::read(eventfd, &mut [0; 8]) {
             Ok(_) => return Ok(()),
@@ -217,6 +217,8 @@ type Bar = (u8, u64, Vec<(u32, u32)>);
 /// What is said to the second worker beside descriptors, which come in the order in which they are listed in [`Hand::fds`].
 #[derive(Serialize, Deserialize)]
 struct Hand {
+    /// Each worker has memory of its own, and the card is pointed at it.
+    repoint: bool,
     fds_max: u32,
     transfer_max: u32,
     io_fds: bool,
@@ -230,9 +232,10 @@ struct Hand {
 }
 
 impl Hand {
-    fn of(twin: &Twin, layout: &MemoryLayout) -> Self {
+    fn of(twin: &Twin, layout: &MemoryLayout, repoint: bool) -> Self {
         let Connection { fds_max, transfer_max, io_fds, .. } = twin.connection;
         Hand {
+            repoint,
             fds_max,
             transfer_max,
             io_fds,
@@ -281,25 +284,25 @@ impl Hand {
 }
 
 /// A way to the card and its memory, twice: one to drive with, and one to be ready with meanwhile.
-struct Ways {
+pub(super) struct Ways {
     hand: Hand,
     fds: Vec<OwnedFd>,
 }
 
 impl Ways {
-    fn of(nic: &Card, memory: (Parts, MemoryLayout)) -> Result<Self> {
+    pub(super) fn of(nic: &Card, memory: (Parts, MemoryLayout), repoint: bool) -> Result<Self> {
         let twin = nic.bus().twin()?;
-        Ok(Ways { hand: Hand::of(&twin, &memory.1), fds: Hand::fds(twin, memory.0) })
+        Ok(Ways { hand: Hand::of(&twin, &memory.1, repoint), fds: Hand::fds(twin, memory.0) })
     }
 
-    fn open(&self) -> Result<(VfioUser, NicMemory)> {
+    pub(super) fn open(&self) -> Result<(VfioUser, NicMemory)> {
         let mut fds = self.fds.iter();
         self.hand.open(|| Ok(fds.next().context("a descriptor is missing")?.try_clone()?))
     }
 }
 
 /// The second worker, ended with the first.
-struct Other(Child);
+pub(super) struct Other(Child);
 
 impl Drop for Other {
     fn drop(&mut self) {
@@ -308,7 +311,7 @@ impl Drop for Other {
     }
 }
 
-fn start_other(ways: &Ways, board: &Board, eventfds: [&OwnedFd; 2], cpu: usize) -> Result<Other> {
+pub(super) fn start_other(ways: &Ways, board: &Board, eventfds: [&OwnedFd; 2], cpu: usize) -> Result<Other> {
     let (ours, theirs) = socketpair(AddressFamily::UNIX, SocketType::SEQPACKET, SocketFlags::CLOEXEC, None)?;
     let program = std::env::current_exe().context("the bench could not find its own executable")?;
     let other = Command::new(program).arg("take-turns").stdin(Stdio::from(theirs)).spawn();
@@ -336,7 +339,11 @@ pub fn take_turns() -> Result<()> {
     let [fds @ .., board, ours, theirs] = &fds[..] else { bail!("descriptors are missing") };
     let ways = Ways { hand, fds: fds.iter().map(OwnedFd::try_clone).collect::<std::io::Result<_>>()? };
     let board = Board::over(Region::adopt(board.try_clone()?)?)?;
-    let mut worker = worker(NonZeroU32::MIN.saturating_add(1), board, [ours.try_clone()?, theirs.try_clone()?], &ways)?;
+    let eventfds = [ours.try_clone()?, theirs.try_clone()?];
+    if ways.hand.repoint {
+        return super::repoint::take_turns(&ways, board, eventfds, &control);
+    }
+    let mut worker = worker(NonZeroU32::MIN.saturating_add(1), board, eventfds, &ways)?;
     control.say(&())?;
     while let Some(mut nic) = worker.take()? {
         worker.drive(&mut nic, |_| Ok(false))?;
@@ -362,7 +369,7 @@ pub fn upgrades(mut orders: Orders, traffic: Traffic) -> Result<Sample> {
     let (mut nic, parts, layout) = driver::start_shared(orders.next_fd()?, RING)?;
     let control = Control::new(orders.next_fd()?);
     let Say::Size(size) = control.hear()? else { bail!("the card did not begin with the size of its frames") };
-    let ways = Ways::of(&nic, (parts, layout))?;
+    let ways = Ways::of(&nic, (parts, layout), false)?;
     let eventfd = || rustix::event::eventfd(0, EventfdFlags::CLOEXEC);
     let (ours, theirs) = (eventfd()?, eventfd()?);
     let board = Board::new()?;

@@ -110,6 +110,9 @@ impl<B: Bus> E1000e<B> {
     }
 
     fn let_go(&mut self) {
+        if let Some(since) = self.hush.let_go_at() {
+            return self.finish_letting_go(since);
+        }
         self.held = false;
         park::let_go(&self.mmio, self.shape.frame(), &mut self.counters);
     }

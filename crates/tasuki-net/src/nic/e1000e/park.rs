@@ -29,7 +29,7 @@ const BUS_TIME: Duration = Duration::from_micros(20);
 
 /// What a pause is cut down to when the card goes on, in times of 512 bits: 10 µs at a gigabit. Not none: should the card have to stop the
 /// partner at that very moment, because the driver is not run, then with the same time, again and again.
-const PAUSE_MIN: u32 = 20;
+pub(super) const PAUSE_MIN: u32 = 20;
 
 /// What the status register says of the wire.
 pub fn link(status: u32) -> Link {

@@ -15,7 +15,7 @@ use arrayvec::ArrayVec;
 
 use super::counters::Counters;
 use super::flow::{self, PAUSE_MAX};
-use super::park::{self, DRAIN_LIMIT, SILENCE_LIMIT, STOP_LIMIT};
+use super::park::{self, DRAIN_LIMIT, PAUSE_MIN, SILENCE_LIMIT, STOP_LIMIT};
 use super::regs::{self, Mmio, rctl, tctl};
 use super::ring::{DESCRIPTOR_LEN, ReceiveRing, TransmitRing, ring_at};
 use super::sash::{COUNTERS, QUEUES_MAX};
@@ -32,12 +32,18 @@ pub struct Hush {
     asked: Option<Asked>,
     /// The receive unit is off: no slots are posted.
     off: bool,
+    /// When the partner was let go, as long as not everything is put back that was changed for that.
+    let_go_at: Option<Instant>,
 }
 
 impl Hush {
     #[inline]
     pub fn is_off(self) -> bool {
         self.off
+    }
+
+    pub fn let_go_at(self) -> Option<Instant> {
+        self.let_go_at
     }
 }
 
@@ -90,9 +96,9 @@ fn point<R: Registers>(
     mmio.write(regs::TDT, transmit.tail());
 }
 
-/// Both units on, the transmit side first: an answer may follow a frame at once.
+/// Both units on, the transmit side first: an answer may follow a frame at once, and a PAUSE frame is sent.
 fn switch_on<R: Registers>(mmio: &Mmio<R>, [receive, transmit]: [u32; 2]) {
-    mmio.write(regs::TCTL, transmit & !tctl::SWXOFF | tctl::EN);
+    mmio.write(regs::TCTL, transmit | tctl::EN);
     mmio.write(regs::RCTL, receive | rctl::EN);
 }
 
@@ -171,6 +177,19 @@ impl<B: Bus> Ready<B> {
 }
 
 impl<B: Bus> E1000e<B> {
+    /// Has the card use the longest pause again, and let its partner go on by itself, once the frame that lets the partner go has left. Asks for that
+    /// at most once.
+    #[cold]
+    pub(super) fn finish_letting_go(&mut self, since: Instant) {
+        let late = since.elapsed() > park::xoff_limit(self.shape.frame(), 10);
+        if self.counters.collect_xoff_sent(&self.mmio) == 0 && !late {
+            return;
+        }
+        self.mmio.write(regs::FCTTV, PAUSE_MAX);
+        flow::go_on_by_itself(&self.mmio, true);
+        (self.held, self.hush.let_go_at) = (false, None);
+    }
+
     fn heads(&self) -> [u32; QUEUES_MAX] {
         std::array::from_fn(|queue| self.receive.get(queue).map_or(0, ReceiveRing::head))
     }
@@ -221,7 +240,8 @@ impl<B: Bus> Repoint for E1000e<B> {
         let now = Instant::now();
         let heads = self.heads();
         self.held = false;
-        self.hush = Hush { asked: Some(Asked { at: now, link, control, told: false, still_since: now, heads }), off: false };
+        let asked = Asked { at: now, link, control, told: false, still_since: now, heads };
+        self.hush = Hush { asked: Some(asked), ..Hush::default() };
     }
 
     fn is_quiet(&mut self) -> bool {
@@ -284,7 +304,7 @@ impl<B: Bus> Repoint for E1000e<B> {
             let heads = || [mmio.read(regs::RDH.of(0)), mmio.read(regs::TDH)];
             park::settles(STOP_LIMIT, park::quiet(self.shape.frame(), 1000), heads);
             point(&self.mmio, &self.memory, self.shape.ring, (&self.receive, &self.transmit));
-            switch_on(&self.mmio, control);
+            switch_on(&self.mmio, [control[0], control[1] & !tctl::SWXOFF]);
         }
         self.hush = Hush::default();
         self.held = true;
@@ -301,7 +321,9 @@ impl<B: Bus> Repoint for E1000e<B> {
         };
         let Ready { bus, memory, mmio, bell, shape, mac, flow_control, receive, transmit, mta } = ready;
         point(&mmio, &memory, shape.ring, (&receive, &transmit));
-        switch_on(&mmio, controls);
+        // The giver has received all that had come: the partner can go on. In so few words that the card says so itself, with the next frame that it sends.
+        mmio.write(regs::FCTTV, if flow_control { PAUSE_MIN } else { 0 });
+        switch_on(&mmio, [controls[0], controls[1] | tctl::SWXOFF]);
         let filter = match controls[0] {
             control if control & rctl::UPE != 0 => 1,
             control if control & rctl::MPE != 0 => 2,
@@ -310,6 +332,7 @@ impl<B: Bus> Repoint for E1000e<B> {
         // What the card has counted since its last owner asked is ours.
         let counters = Counters::resume(&[0; COUNTERS]);
         let parts = Assembly { mmio, bell, receive, transmit, shape, mac, filter, flow_control, mta, counters };
-        Ok(E1000e { held: true, ..Self::assemble(bus, memory, parts) })
+        let hush = Hush { let_go_at: flow_control.then(Instant::now), ..Hush::default() };
+        Ok(E1000e { held: flow_control, hush, ..Self::assemble(bus, memory, parts) })
     }
 }
