@@ -42,13 +42,13 @@ type Words = [u32; 4];
 fn give(socket: &mut UnixStream, (bus, memory, sash): Parked<Card>, passed: u32) {
     let Connection { socket: way, fds_max, transfer_max, io_fds } =
         bus.into_connection().expect("the connection stands");
-    let Parts { rings, frames } = memory.parts().expect("descriptors are free");
+    let Parts { rings, frames, ledger } = memory.parts().expect("descriptors are free");
     let words: Words = [fds_max, transfer_max, io_fds.into(), passed];
     let bytes = words.map(u32::to_ne_bytes).concat();
-    let fds = [way.as_fd(), rings.as_fd(), frames.as_fd()];
-    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(3))];
+    let fds = [way.as_fd(), rings.as_fd(), frames.as_fd(), ledger.as_fd()];
+    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(4))];
     let mut control = SendAncillaryBuffer::new(&mut space);
-    assert!(control.push(SendAncillaryMessage::ScmRights(&fds)), "three descriptors fit");
+    assert!(control.push(SendAncillaryMessage::ScmRights(&fds)), "four descriptors fit");
     let sent = rustix::net::sendmsg(&*socket, &[IoSlice::new(&bytes)], &mut control, SendFlags::NOSIGNAL);
     assert_eq!(sent, Ok(bytes.len()));
     socket.write_all(sash.bytes()).expect("the other process reads");
@@ -57,7 +57,7 @@ fn give(socket: &mut UnixStream, (bus, memory, sash): Parked<Card>, passed: u32)
 /// Takes a card over and goes on with it; says how many frames the giver has passed on.
 fn take(socket: &mut UnixStream) -> (Card, tasuki_shm::arena::Arena, u32) {
     let mut bytes = [0; size_of::<Words>()];
-    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(3))];
+    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(4))];
     let mut control = RecvAncillaryBuffer::new(&mut space);
     let into = &mut [IoSliceMut::new(&mut bytes)];
     let got = rustix::net::recvmsg(&*socket, into, &mut control, RecvFlags::CMSG_CLOEXEC).expect("a message");
@@ -66,15 +66,15 @@ fn take(socket: &mut UnixStream) -> (Card, tasuki_shm::arena::Arena, u32) {
         RecvAncillaryMessage::ScmRights(fds) => fds.collect::<Vec<OwnedFd>>(),
         _ => Vec::new(),
     });
-    let mut fd = || fds.next().expect("three descriptors");
-    let (way, rings, frames) = (fd(), fd(), fd());
+    let mut fd = || fds.next().expect("four descriptors");
+    let (way, rings, frames, ledger) = (fd(), fd(), fd(), fd());
     let word = |i: usize| u32::from_ne_bytes(*bytes[4 * i..].first_chunk().expect("four words"));
     let mut sash = vec![0; E1000eSash::LEN];
     socket.read_exact(&mut sash).expect("a sash follows");
     let sash = E1000eSash::read(&sash).expect("the sash is one of ours");
     let connection = Connection { socket: way, fds_max: word(0), transfer_max: word(1), io_fds: word(2) == 1 };
     let bus = VfioUser::from_connection(connection, TIMEOUT).expect("the device is there");
-    let memory = NicMemory::adopt(Parts { rings, frames }, &sash).expect("the memory is what the sash says");
+    let memory = NicMemory::adopt(Parts { rings, frames, ledger }, &sash).expect("the memory is what the sash says");
     let arena = memory.arena().clone();
     (Card::resume(bus, memory, &sash).expect("the card goes on"), arena, word(3))
 }
@@ -218,6 +218,8 @@ fn memory_that_is_not_what_the_sash_says_is_refused() {
         matches!(error, PartsError::Region(RegionError::Unsealed))
     });
     refused("frames that are the rings", Parts { rings: parts().frames, ..parts() }, &sash, &impossible);
+    refused("frames that are the ledger", Parts { ledger: parts().frames, ..parts() }, &sash, &impossible);
+    refused("a shorter ledger", Parts { ledger: other(4096), ..parts() }, &sash, &impossible);
     refused("fewer frames", Parts { frames: other(frames_len - 4096), ..parts() }, &sash, &impossible);
     refused("more frames", Parts { frames: other(frames_len + 4096), ..parts() }, &sash, &impossible);
     refused("shorter rings", Parts { rings: other(rings_len - 4096), ..parts() }, &sash, &of_sash);

@@ -46,8 +46,15 @@ fn descriptors_are_posted_with_slots_of_the_arena() {
     (0..7).for_each(|place| play.write_back(place, 60));
     let mut burst = Burst::new();
     assert_eq!(nic.receive(&mut burst).expect("seven good frames"), 7);
-    assert_eq!(play.card.get(RDT), 6, "seven further, in one write");
+    for _ in 0..3 {
+        assert_eq!(nic.receive(&mut burst).expect("nothing more"), 0);
+        assert_eq!(play.card.get(RDT), 7, "what is in hand is not handled");
+    }
+    burst.clear();
     assert_eq!(nic.receive(&mut burst).expect("nothing more"), 0);
+    assert_eq!(play.card.get(RDT), 7, "it is handled now, and its descriptors are used again when that is committed");
+    assert_eq!(nic.receive(&mut burst).expect("nothing more"), 0);
+    assert_eq!(play.card.get(RDT), 6, "seven further, in one write");
 }
 
 #[test]
@@ -105,27 +112,32 @@ fn a_descriptor_that_was_not_posted_is_not_believed() {
     (0..8).for_each(|place| play.write_back(place, 60));
     let mut burst = Burst::new();
     assert_eq!(nic.receive(&mut burst).expect("the frames before are whole"), 7);
+    burst.clear();
     for _ in 0..3 {
-        let error = nic.receive(&mut burst).expect_err("a descriptor of ours was written");
-        assert!(error.to_string().contains("did not own"), "{error}");
+        assert_eq!(nic.receive(&mut burst).expect("nothing has come since it was posted"), 0);
     }
+    play.write_back(7, 60);
+    assert_eq!(nic.receive(&mut burst).expect("now it has"), 1);
 }
 
 #[test]
-fn a_descriptor_that_is_written_back_twice_is_a_fault() {
+fn a_descriptor_that_is_written_back_twice_is_believed_once() {
     let (play, mut nic) = start();
     play.write_back(0, 60);
     let mut burst = Burst::new();
     assert_eq!(nic.receive(&mut burst).expect("one good frame"), 1);
     // It is ours since, and is posted again after the next.
-    play.write_back(0, 60);
-    play.write_back(1, 60);
-    assert_eq!(nic.receive(&mut burst).expect("the second is a good frame"), 1);
     for _ in 0..3 {
-        let error = nic.receive(&mut burst).expect_err("the first was written back twice");
-        assert!(matches!(error, NicError::Absurd { .. }), "{error}");
+        play.write_back(0, 60);
+        assert_eq!(nic.receive(&mut burst).expect("nothing more"), 0);
     }
-    assert!(matches!(nic.arm(), Err(NicError::Absurd { .. })), "whoever only sleeps hears of it too");
+    burst.clear();
+    (1..7).for_each(|place| play.write_back(place, 60));
+    assert_eq!(nic.receive(&mut burst).expect("six good frames"), 6);
+    burst.clear();
+    for _ in 0..3 {
+        assert_eq!(nic.receive(&mut burst).expect("the first was posted anew"), 0);
+    }
 }
 
 #[test]
@@ -148,7 +160,9 @@ fn what_was_received_stays_as_it_was_while_it_is_held() {
     assert_eq!(slots.len(), held.len(), "each frame has a slot of its own");
     // Slots that come back are posted again.
     drop(held);
-    nic.receive(&mut Burst::new()).expect("nothing is wrong");
+    for _ in 0..2 {
+        nic.receive(&mut Burst::new()).expect("nothing is wrong");
+    }
     assert_eq!((play.card.get(RDT) as usize + 1) % RING, (slots.len()) % RING, "all but one are posted");
 }
 
@@ -370,7 +384,9 @@ fn a_partner_waits_while_what_came_before_finds_no_place() {
     assert_eq!(nic.arm().expect("it answers"), Armed::Idle);
     assert!(waits());
     drop((hoard, burst, full));
-    assert_eq!(nic.receive(&mut Burst::new()).expect("nothing more"), 0);
+    for _ in 0..2 {
+        assert_eq!(nic.receive(&mut Burst::new()).expect("nothing more"), 0);
+    }
     assert!(!waits());
 }
 

@@ -77,7 +77,11 @@ fn a_giver_whose_taker_refuses_goes_on() {
         let spoilers: [fn(&mut Sash); 4] = [
             |sash| sash.head.version += 1,
             |sash| sash.receive[0].tail += 1,
-            |sash| sash.posted[0][0] = sash.posted[0][1],
+            |sash| {
+                let place = |at: u32| at as usize % usize::from(sash.head.ring);
+                let [one, other] = [0, 1].map(|i| place(sash.receive[0].next.wrapping_add(i)));
+                sash.posted[0][one] = sash.posted[0][other];
+            },
             |sash| sash.head.slots += 1,
         ];
         let mut frames = 0;

@@ -55,3 +55,16 @@ pub const POINTS: &[&str] = &[
     "taker.taken",
     "taker.told",
 ];
+
+/// The same of a NIC's driver, in the order in which a burst passes them.
+pub const NIC_POINTS: &[&str] = &[
+    "nic.posted",
+    "nic.written",
+    "nic.committed",
+    "nic.rung",
+    "nic.collected",
+    "nic.saving",
+    "nic.saved",
+    "nic.changed",
+    "nic.filled",
+];

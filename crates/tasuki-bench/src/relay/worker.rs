@@ -249,14 +249,14 @@ impl Hand {
         }
     }
 
-    /// Connection, lock, doorbells, vectors, rings, frames.
+    /// Connection, lock, doorbells, vectors, rings, frames, ledger.
     fn fds(twin: Twin, parts: Parts) -> Vec<OwnedFd> {
         let doorbells = twin.bars.into_iter().filter_map(|bar| bar.doorbells);
         [twin.connection.socket, twin.lock]
             .into_iter()
             .chain(doorbells)
             .chain(twin.vectors)
-            .chain([parts.rings, parts.frames])
+            .chain([parts.rings, parts.frames, parts.ledger])
             .collect()
     }
 
@@ -278,7 +278,7 @@ impl Hand {
         let bars = bars.collect::<Result<Vec<_>>>()?;
         let vectors = (0..self.vectors).map(|_| fd()).collect::<Result<Vec<_>>>()?;
         let twin = Twin { connection, lock, config_len: self.config_len, can_reset: self.can_reset, bars, vectors };
-        let parts = Parts { rings: fd()?, frames: fd()? };
+        let parts = Parts { rings: fd()?, frames: fd()?, ledger: fd()? };
         Ok((VfioUser::from_twin(twin, TIMEOUT)?, NicMemory::prepare(parts, &self.layout())?))
     }
 }

@@ -11,6 +11,7 @@
 
 use std::io;
 use std::os::fd::OwnedFd;
+use std::sync::atomic::AtomicU64;
 
 use tasuki_shm::arena::{AdoptError, Arena, Geometry, Slot};
 use tasuki_shm::line::Line;
@@ -18,6 +19,7 @@ use tasuki_shm::region::{PAGE_LEN, Pages, Region, RegionError, Span};
 use tasuki_shm::slots::{SlotId, WrongSlot, table_lines};
 
 use super::bus::{Bus, BusError, Iova, pci};
+use super::ledger::{LEDGER_LEN, Ledger};
 use super::{NicError, Sash};
 
 /// Most slots of memory that is adopted: whoever says that there are more wants us to run out of memory for their table.
@@ -30,6 +32,9 @@ pub struct NicMemory {
     rings: Region,
     /// The rings come first, the arena follows.
     at: Iova,
+    /// Where the driver stands. Not for the card.
+    book: Region,
+    ledger: Ledger,
 }
 
 /// Where a NIC's memory lies and how it is cut: what a sash is held against.
@@ -57,6 +62,8 @@ pub struct Parts {
     pub rings: OwnedFd,
     /// The memory of the frames.
     pub frames: OwnedFd,
+    /// The memory of the [ledger](super::ledger), which the card does not reach.
+    pub ledger: OwnedFd,
 }
 
 /// Why memory that was handed over is of no use.
@@ -98,14 +105,16 @@ impl NicMemory {
         let rings = Region::create("tasuki-nic-rings", rings_len.next_multiple_of(PAGE_LEN), Pages::Small)?;
         // SAFETY: N1.
         let arena = unsafe { Arena::for_device("tasuki-nic-frames", slots, slot_table(slots)?) }?;
-        Ok(NicMemory { arena, rings, at })
+        let book = Region::create("tasuki-nic-ledger", LEDGER_LEN, Pages::Small)?;
+        let ledger = Ledger::over(&book)?;
+        Ok(NicMemory { arena, rings, at, book, ledger })
     }
 
     /// What another process needs, beside the sash, to [adopt](Self::adopt) this memory. It stays ours until then, so that a giver whose
     /// taker fails goes on; afterwards it must not be touched, nor any slot that is still in hand (N2).
     pub fn parts(&self) -> io::Result<Parts> {
         let copy = |region: &Region| region.fd().try_clone_to_owned();
-        Ok(Parts { rings: copy(&self.rings)?, frames: copy(self.arena.region())? })
+        Ok(Parts { rings: copy(&self.rings)?, frames: copy(self.arena.region())?, ledger: copy(&self.book)? })
     }
 
     /// Memory that another process has handed over with the sash of its card: the card has the slots that the sash names, and all
@@ -131,6 +140,7 @@ impl NicMemory {
         }
         memory.rings.populate();
         memory.arena.region().populate();
+        memory.book.populate();
         Ok(memory)
     }
 
@@ -142,10 +152,15 @@ impl NicMemory {
     /// Maps the parts. No slot is lent yet.
     fn of_parts(parts: Parts, slots: Geometry, at: Iova) -> Result<Self, PartsError> {
         let (rings, frames) = (Region::adopt(parts.rings)?, Region::adopt(parts.frames)?);
+        let book = Region::adopt(parts.ledger)?;
         let impossible = |what, value| Err(PartsError::Impossible { what, value });
         let file = |region: &Region| rustix::fs::fstat(region).map(|stat| (stat.st_dev, stat.st_ino));
-        if file(&rings).is_err() || file(&rings) == file(&frames) {
-            return impossible("rings and frames are the same", rings.len() as u64);
+        let files = [file(&rings), file(&frames), file(&book)];
+        if files[0].is_err() || files[0] == files[1] || files[..2].contains(&files[2]) {
+            return impossible("two of rings, frames and ledger are the same", rings.len() as u64);
+        }
+        if book.len() != LEDGER_LEN {
+            return impossible("the bytes of its ledger", book.len() as u64);
         }
         if !slots.is_sound() || slots.count > ADOPTED_MAX {
             return impossible("the shape of its slots", u64::from(slots.count) << 32 | u64::from(slots.slot_len));
@@ -160,7 +175,8 @@ impl NicMemory {
         }
         // SAFETY: N1 for the card, N2 for the giver.
         let arena = unsafe { Arena::adopt_for_device(frames, slots, slot_table(slots)?, []) }?;
-        Ok(NicMemory { arena, rings, at })
+        let ledger = Ledger::over(&book)?;
+        Ok(NicMemory { arena, rings, at, book, ledger })
     }
 
     /// Where it lies and how it is cut.
@@ -176,6 +192,16 @@ impl NicMemory {
     /// Where the rings lie.
     pub fn rings(&self) -> &Region {
         &self.rings
+    }
+
+    /// The slots in the descriptors of a receive queue, as the ledger lists them.
+    pub(super) fn slot_list(&self, queue: usize) -> Span<AtomicU64> {
+        Ledger::table(&self.book, queue)
+    }
+
+    /// Where the driver stands.
+    pub fn ledger(&self) -> &Ledger {
+        &self.ledger
     }
 
     /// Where the card sees the first byte of the rings.

@@ -16,6 +16,7 @@
 
 pub mod bus;
 pub mod e1000e;
+pub mod ledger;
 mod loan;
 mod memory;
 mod register;
@@ -29,7 +30,7 @@ pub use memory::{MemoryLayout, NicMemory, Parts, PartsError};
 pub use repoint::Repoint;
 pub use sash::Sash;
 
-use crate::port::Port;
+use crate::port::{Frame, Port};
 
 /// Who a card is, as its configuration space says.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -265,15 +266,22 @@ pub trait Nic: Port<Fault = NicError> + Sized {
     fn statistics(&mut self) -> Vec<(&'static str, u64)>;
 }
 
-/// A driver that hands a card on while it runs: no register is touched, nobody is asked, and frames go on coming into the rings.
+/// A driver that hands a card on while it runs: nobody is asked, and frames go on coming into the rings.
 ///
 /// ```text
 ///   giver    sash ─────────────────────► (stands still, and could go on) ───► dropped
 ///              │  written to shared memory                          ▲ no taker came
 ///   taker    prepare ............ waits ............ go_on ───► running
+///                                                      ▲
+///   dead     ledger, rings ───────────────────────► salvage
 /// ```
 ///
 /// What came before `sash` and was received is the giver's, what came later the taker's. Who calls sees to it that only one of the two drives.
+///
+/// A giver that is killed writes no sash. Its [ledger] says what it had handled, by this rule: *a received frame is in hand as long as it
+/// stands in the burst that is passed to [`receive`](Port::receive) or [`transmit`](Port::transmit); at the beginning of the one and at the end of
+/// the other, all others that were received count as handled*, and that is committed together with what was given to the card. Up to then
+/// nobody writes to the slot of a frame that was received and let go, and who changes a frame [saves](Self::save) it before.
 pub trait InPlace: Nic {
     /// A successor that has everything but the sash.
     type Prepared;
@@ -292,9 +300,27 @@ pub trait InPlace: Nic {
     /// [prepared](NicMemory::prepare), or was used for this card before.
     fn prepare(bus: Self::Bus, memory: NicMemory) -> Result<Self::Prepared, Failed<Self::Bus>>;
 
-    /// Goes on where the giver stopped.
+    /// What a driver left behind that is no more, as a sash: from the ledger, and from the rings, in which what it had begun is undone. May
+    /// be called again.
+    ///
+    /// # Errors
+    /// No driver of this kind and version ran, or what stands there contradicts itself: the card must be started anew.
+    fn salvage(prepared: &Self::Prepared) -> Result<Box<Self::Sash>, NicError>;
+
+    /// Goes on where the giver stopped. Rings the doorbells once more, since one that died may have been about to.
     ///
     /// # Errors
     /// A sash that is broken, or of another version, is found before anything is touched: the giver can go on.
     fn go_on(prepared: Self::Prepared, sash: &Self::Sash) -> Result<Self, Failed<Self::Bus>>;
+
+    /// Keeps the first [`SAVED_LEN`](ledger::SAVED_LEN) bytes of a frame that was received and is about to be changed in place: should we die before it is
+    /// handled, a successor receives what had come.
+    fn save(&mut self, frame: &Frame);
+
+    /// How often was committed what is handled and given. Somebody who must remember exactly what it has done keeps two copies, and writes the one of
+    /// the next number's parity before the call that commits: a successor finds that of this number valid.
+    fn commits(&self) -> u64;
+
+    /// Frames that were given to the card, by all its drivers since it was started.
+    fn given(&self) -> u64;
 }

@@ -53,7 +53,7 @@ impl Head {
         }
     }
 
-    fn check<S: Sash>(&self, memory: &MemoryLayout) -> Result<(), NicError> {
+    pub(super) fn check<S: Sash>(&self, memory: &MemoryLayout) -> Result<(), NicError> {
         is_of::<S>(self.kind, self.version)?;
         let ours = Head::of::<S>(memory, Mac(self.mac), self.ring);
         let same = [

@@ -5,10 +5,11 @@ use tasuki_shm::slots::{SlotId, WrongSlot};
 use super::regs::{self, Mmio};
 use super::ring::{ReceiveRing, TransmitRing};
 use super::sash::{ReceiveSash, Sash};
-use super::{Assembly, BAR, Counters, E1000e, bell};
+use super::{Assembly, BAR, Counters, E1000e, SENT, SKIPPING, bell, park};
 use crate::nic::bus::{Bus, Registers};
 use crate::nic::sash::{Head, Sash as _, broken};
 use crate::nic::{Failed, InPlace, Mac, NicError, NicMemory};
+use crate::port::{Burst, Frame};
 
 /// Everything but the sash.
 #[derive(Debug)]
@@ -33,6 +34,29 @@ impl<B: Bus> E1000e<B> {
         sash.mta = *self.mta;
         sash.counters = self.counters.to_sash();
     }
+
+    /// The ledger is ours. A predecessor that died may have committed what it did not tell the card, so the doorbells are rung again; and it
+    /// may have been about to halt the card.
+    fn take_over_ledger(&mut self) {
+        self.open_ledger();
+        if self.memory.ledger().is_halted() {
+            park::go_on(&self.mmio);
+            self.held = true;
+            self.memory.ledger().halted(false);
+        }
+        for (queue, ring) in (0..).zip(&self.receive) {
+            // POST
+            self.mmio.write(regs::RDT.of(queue), ring.tail());
+        }
+        // POST
+        self.mmio.write(regs::TDT, self.transmit.tail());
+    }
+}
+
+/// The two cursors of a word.
+#[expect(clippy::cast_possible_truncation, reason = "the two halves of a word")]
+fn halves(word: u64) -> (u32, u32) {
+    (word as u32, (word >> 32) as u32)
 }
 
 /// The sash names a slot that there is not, or one twice.
@@ -52,6 +76,7 @@ impl<B: Bus> InPlace for E1000e<B> {
 
     fn sash(&mut self, into: &mut Sash) {
         self.transmit.reclaim(self.memory.arena());
+        self.commit(&Burst::new());
         if self.mmio.0.is_behind() {
             self.mmio.read(regs::STATUS);
         }
@@ -97,6 +122,49 @@ impl<B: Bus> InPlace for E1000e<B> {
             counters: Counters::resume(&sash.counters),
         };
         let held = sash.flow_control & 2 == 2;
-        Ok(E1000e { held, ..Self::assemble(bus, memory, parts) })
+        let mut nic = E1000e { held, ..Self::assemble(bus, memory, parts) };
+        nic.take_over_ledger();
+        Ok(nic)
+    }
+
+    fn salvage(prepared: &Prepared<B>) -> Result<Box<Sash>, NicError> {
+        let (memory, ledger) = (&prepared.memory, prepared.memory.ledger());
+        match ledger.whose() {
+            None => return Err(broken("nobody drove the card", 0)),
+            Some((Sash::KIND, Sash::VERSION)) => {}
+            Some((kind, version)) => return Err(NicError::OtherSash { kind, version, ours: Sash::VERSION }),
+        }
+        let mut sash = Sash::blank();
+        sash.set_seldom(&ledger.read_seldom());
+        let cursors = ledger.cursors();
+        // The rings are found by what the sash says of them.
+        sash.head_of(&memory.layout())?;
+        for (queue, (receive, word)) in sash.receive.iter_mut().zip(cursors).enumerate() {
+            let (next, tail) = halves(word);
+            let skipping = u32::from(cursors[SKIPPING] >> queue & 1 == 1);
+            *receive = ReceiveSash { next, tail, skipping, reserved: 0 };
+        }
+        (sash.sent, sash.filled) = halves(cursors[SENT]);
+        sash.check_cursors()?;
+        (0..usize::from(sash.queues)).try_for_each(|queue| ReceiveRing::salvage(memory, queue, &mut sash))?;
+        TransmitRing::salvage(memory, &mut sash)?;
+        Ok(sash)
+    }
+
+    #[inline]
+    fn save(&mut self, frame: &Frame) {
+        for (queue, ring) in self.receive.iter_mut().enumerate() {
+            if let Some(position) = ring.position_of(frame.slot.id()) {
+                self.memory.ledger().save(queue, position, &frame.slot);
+            }
+        }
+    }
+
+    fn commits(&self) -> u64 {
+        self.commits
+    }
+
+    fn given(&self) -> u64 {
+        self.transmit.given()
     }
 }

@@ -28,9 +28,11 @@ use self::sash::{MTA_WORDS, QUEUES_MAX};
 use self::setup::Shape;
 use super::bus::pci::{self, Header};
 use super::bus::{self, Bus, BusError, Registers};
+use super::ledger::CURSORS;
 use super::sash::{Sash as _, broken};
 use super::{Failed, Filter, Link, Mac, Nic, NicError, NicMemory, NicOptions, PciId, loan};
 use crate::port::{Armed, Burst, Port};
+use tasuki_shm::crash;
 
 /// The cards that this driver drives: the 82574L, and its variant without management.
 pub const IDS: [PciId; 2] = [PciId { vendor: 0x8086, device: 0x10d3 }, PciId { vendor: 0x8086, device: 0x10f6 }];
@@ -63,22 +65,92 @@ pub struct E1000e<B: Bus> {
     /// What stands in the multicast table.
     mta: Box<[u32; MTA_WORDS]>,
     counters: Counters,
+    /// How often was committed, and what.
+    commits: u64,
+    committed: [u64; CURSORS],
 }
 
+/// Words of the ledger's cursors, behind those of the receive queues.
+const SKIPPING: usize = QUEUES_MAX;
+const SENT: usize = 3;
+const GIVEN: usize = 4;
+
 impl<B: Bus> E1000e<B> {
-    /// Gives the card's receive rings what free slots there are.
+    /// Gives the card's receive rings what free slots there are, up to what was committed as handled.
     #[inline]
-    fn refill(&mut self) -> Result<(), NicError> {
+    fn refill(&mut self) {
         if self.hush.is_off() {
-            return Ok(());
+            return;
         }
-        for (queue, ring) in (0..).zip(&mut self.receive) {
-            if ring.refill(&self.memory)? {
+        self.receive.iter_mut().for_each(|ring| ring.refill(&self.memory));
+    }
+
+    /// Commits that all frames are handled but those in `burst`, with what has been given to the card since; then tells the card (D5).
+    #[inline]
+    fn commit(&mut self, burst: &Burst) {
+        let mut handled = [0; QUEUES_MAX];
+        handled.iter_mut().zip(&self.receive).for_each(|(handled, ring)| *handled = ring.handled_but(burst));
+        self.commit_up_to(handled);
+    }
+
+    /// Commits that of each receive queue the frames before these positions are handled.
+    #[inline]
+    fn commit_up_to(&mut self, handled: [u32; QUEUES_MAX]) {
+        let mut cursors = [0; CURSORS];
+        for (queue, ring) in self.receive.iter().enumerate() {
+            let (word, skipping) = ring.cursors(handled[queue]);
+            cursors[queue] = word;
+            cursors[SKIPPING] |= u64::from(skipping) << queue;
+        }
+        (cursors[SENT], cursors[GIVEN]) = (self.transmit.cursors(), self.transmit.given());
+        if cursors == self.committed {
+            return;
+        }
+        self.committed = cursors;
+        self.commits = self.commits.wrapping_add(1);
+        self.memory.ledger().commit(self.commits, &cursors);
+        crash::point("nic.committed");
+        for (queue, ring) in (0_u8..).zip(&mut self.receive) {
+            if let Some(tail) = ring.committed(handled[usize::from(queue)]) {
                 // POST
-                self.mmio.write(regs::RDT.of(queue), ring.tail());
+                self.mmio.write(regs::RDT.of(queue.into()), tail);
             }
         }
-        Ok(())
+        crash::point("nic.rung");
+        if let Some(tail) = self.transmit.committed() {
+            // POST
+            self.mmio.write(regs::TDT, tail);
+        }
+    }
+
+    /// Gives the card all that was committed as handled; what is in hand stays that.
+    fn rest(&mut self) {
+        self.refill();
+        let mut handled = [0; QUEUES_MAX];
+        handled.iter_mut().zip(&self.receive).for_each(|(handled, ring)| *handled = ring.handled());
+        self.commit_up_to(handled);
+    }
+
+    /// The ledger is ours, and says how things are.
+    fn open_ledger(&mut self) {
+        let ledger = self.memory.ledger();
+        if ledger.whose() == Some((Sash::KIND, Sash::VERSION)) {
+            self.transmit.set_given(ledger.cursors()[GIVEN]);
+        }
+        self.write_seldom();
+        self.commits = self.memory.ledger().commits();
+        // Whatever was committed before: this is another.
+        self.committed = [u64::MAX; CURSORS];
+        self.commit(&Burst::new());
+        self.memory.ledger().belongs(Some((Sash::KIND, Sash::VERSION)));
+    }
+
+    /// What seldom changes has changed.
+    #[cold]
+    fn write_seldom(&self) {
+        let mut sash = Sash::blank();
+        self.write_sash(&mut sash);
+        self.memory.ledger().write_seldom(sash.seldom());
     }
 
     /// The frames of each queue, in turn.
@@ -114,6 +186,7 @@ impl<B: Bus> E1000e<B> {
             return self.finish_letting_go(since);
         }
         self.held = false;
+        self.write_seldom();
         park::let_go(&self.mmio, self.shape.frame(), &mut self.counters);
     }
 
@@ -162,18 +235,21 @@ impl<B: Bus> E1000e<B> {
             hush,
             mta,
             counters,
+            commits: 0,
+            committed: [0; CURSORS],
         }
     }
 
     /// The last steps of a start.
-    fn go(&mut self, options: &NicOptions) -> Result<(), NicError> {
+    fn go(&mut self, options: &NicOptions) {
         if options.flow_control {
             flow::prepare(&self.mmio, self.shape.frame());
         }
         self.flow_control = options.flow_control;
         self.apply_filter(&options.filter);
         setup::enable(&self.mmio, self.shape, self.filter_bits());
-        self.refill()
+        self.refill();
+        self.open_ledger();
     }
 
     fn failed(self, error: NicError) -> Failed<B> {
@@ -182,8 +258,10 @@ impl<B: Bus> E1000e<B> {
 
     /// Has the card stop; what a successor must know.
     fn stop(&mut self) -> Result<Sash, NicError> {
+        self.memory.ledger().halted(true);
         park::stop(&self.mmio, self.shape.frame(), &mut self.counters)?;
         self.transmit.reclaim(self.memory.arena());
+        self.commit(&Burst::new());
         self.counters.collect(&self.mmio);
         let mut sash = Sash::blank();
         self.write_sash(&mut sash);
@@ -208,6 +286,9 @@ struct Assembly<R> {
 impl<R: Registers> Assembly<R> {
     /// Resets a card and sets it up, all but the filter and with both units off.
     fn cold<B: Bus<Registers = R>>(bus: &mut B, memory: &NicMemory, shape: Shape) -> Result<Self, NicError> {
+        memory.ledger().belongs(None);
+        memory.ledger().forget();
+        memory.ledger().halted(false);
         let mmio = Mmio(bus.registers(BAR)?);
         setup::reset(&mmio)?;
         memory.take_back();
@@ -274,12 +355,6 @@ fn check_parked(
     is("the card has another tail of its transmit ring", mmio.read(regs::TDT), transmit.tail())
 }
 
-/// What was received is delivered before a fault, which is found again.
-#[cold]
-fn after(frames: usize, error: NicError) -> Result<usize, NicError> {
-    if frames > 0 { Ok(frames) } else { Err(error) }
-}
-
 /// The eventfd of vector 0.
 fn bell(bus: &mut impl Bus) -> Result<OwnedFd, BusError> {
     bus.interrupts(1)?.pop().ok_or(BusError::FewInterrupts { have: 0, need: 1 })
@@ -299,11 +374,13 @@ impl<B: Bus> Port for E1000e<B> {
 
     #[inline]
     fn receive(&mut self, burst: &mut Burst) -> Result<usize, NicError> {
+        self.refill();
+        crash::point("nic.posted");
+        self.commit(burst);
         let frames = self.collect(burst)?;
-        match self.refill() {
-            Ok(()) if frames == 0 && self.held => self.let_go_if_empty(),
-            Ok(()) => {}
-            Err(error) => return after(frames, error),
+        crash::point("nic.collected");
+        if frames == 0 && self.held {
+            self.let_go_if_empty();
         }
         Ok(frames)
     }
@@ -311,19 +388,19 @@ impl<B: Bus> Port for E1000e<B> {
     #[inline]
     fn transmit(&mut self, burst: &mut Burst) -> Result<usize, NicError> {
         self.transmit.reclaim(self.memory.arena());
-        let before = self.transmit.tail();
-        let taken = self.transmit.transmit(&self.memory, self.shape.frame(), &mut self.counters.refused, burst);
-        if self.transmit.tail() != before {
-            // POST
-            self.mmio.write(regs::TDT, self.transmit.tail());
+        if self.transmit.can_make_room(burst.len()) {
+            self.commit(burst);
         }
+        let taken = self.transmit.transmit(&self.memory, self.shape.frame(), &mut self.counters.refused, burst);
+        crash::point("nic.filled");
+        self.commit(burst);
         Ok(taken)
     }
 
     fn arm(&mut self) -> Result<Armed, NicError> {
         // What was sent is of use to receive into.
         self.transmit.reclaim(self.memory.arena());
-        self.refill()?;
+        self.rest();
         bus::hush(&self.bell)?;
         // In this order: a frame that came before the causes were cleared is seen by the look at the rings, which is not before the
         // card has answered; one that comes later sets its cause again, and that cause is not masked.
@@ -364,13 +441,8 @@ impl<B: Bus> Nic for E1000e<B> {
                 return Err(Failed { error, bus, memory });
             }
         };
-        match nic.go(options) {
-            Ok(()) => Ok(nic),
-            Err(error) => {
-                nic.memory.withdraw(&mut nic.bus);
-                Err(nic.failed(error))
-            }
-        }
+        nic.go(options);
+        Ok(nic)
     }
 
     fn resume(mut bus: B, memory: NicMemory, sash: &Sash) -> Result<Self, Failed<B>> {
@@ -378,12 +450,13 @@ impl<B: Bus> Nic for E1000e<B> {
             Ok(parts) => Self::assemble(bus, memory, parts),
             Err(error) => return Err(Failed { error, bus, memory }),
         };
+        nic.memory.ledger().halted(true);
         park::go_on(&nic.mmio);
         nic.held = true;
-        match nic.refill() {
-            Ok(()) => Ok(nic),
-            Err(error) => Err(nic.failed(error)),
-        }
+        nic.open_ledger();
+        nic.memory.ledger().halted(false);
+        nic.rest();
+        Ok(nic)
     }
 
     fn park(mut self) -> Result<(B, NicMemory, Sash), Failed<B>> {
@@ -415,6 +488,7 @@ impl<B: Bus> Nic for E1000e<B> {
 
     fn set_filter(&mut self, filter: &Filter) -> Result<(), NicError> {
         self.apply_filter(filter);
+        self.write_seldom();
         self.mmio.change(regs::RCTL, rctl::UPE | rctl::MPE, self.filter_bits());
         // Writes are on their way until something is read: what comes from now on meets the new filter.
         match self.mmio.read(regs::STATUS) {
@@ -425,6 +499,7 @@ impl<B: Bus> Nic for E1000e<B> {
 
     fn statistics(&mut self) -> Vec<(&'static str, u64)> {
         self.counters.collect(&self.mmio);
+        self.write_seldom();
         self.counters.list()
     }
 }

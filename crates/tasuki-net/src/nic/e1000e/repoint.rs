@@ -18,12 +18,13 @@ use super::flow::{self, PAUSE_MAX};
 use super::park::{self, DRAIN_LIMIT, PAUSE_MIN, SILENCE_LIMIT, STOP_LIMIT};
 use super::regs::{self, Mmio, rctl, tctl};
 use super::ring::{DESCRIPTOR_LEN, ReceiveRing, TransmitRing, ring_at};
-use super::sash::{COUNTERS, QUEUES_MAX};
+use super::sash::{COUNTERS, QUEUES_MAX, Sash};
 use super::setup::{self, Shape};
 use super::{Assembly, BAR, E1000e, MTA_WORDS, bell, recognise};
 use crate::nic::bus::{Bus, Registers};
-use crate::nic::sash::broken;
+use crate::nic::sash::{Sash as _, broken};
 use crate::nic::{Failed, Link, Mac, NicError, NicMemory, NicOptions, Repoint};
+use crate::port::Burst;
 
 /// How far a giver is.
 #[derive(Debug, Clone, Copy, Default)]
@@ -60,19 +61,13 @@ struct Asked {
     heads: [u32; QUEUES_MAX],
 }
 
-/// A taker with rings of its own.
-#[derive(Debug)]
-pub struct Ready<B: Bus> {
-    bus: B,
-    memory: NicMemory,
-    mmio: Mmio<B::Registers>,
-    bell: OwnedFd,
-    shape: Shape,
-    mac: Mac,
-    flow_control: bool,
-    receive: ArrayVec<ReceiveRing, QUEUES_MAX>,
-    transmit: TransmitRing,
-    mta: Box<[u32; MTA_WORDS]>,
+/// A taker with rings of its own: a driver that has everything but the card.
+pub struct Ready<B: Bus>(E1000e<B>);
+
+impl<B: Bus> std::fmt::Debug for Ready<B> {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Ready").finish_non_exhaustive()
+    }
 }
 
 /// Where rings are, and how far their owner is in them.
@@ -140,6 +135,10 @@ impl<B: Bus> Ready<B> {
     /// Gets all ready that the card does not notice.
     fn new(mut bus: B, memory: NicMemory, options: &NicOptions) -> Result<Self, Failed<B>> {
         memory.take_back();
+        let ledger = memory.ledger();
+        ledger.belongs(None);
+        ledger.forget();
+        ledger.halted(false);
         let asked = Self::ask(&mut bus, &memory, options);
         let (mmio, bell, shape, mac) = match asked {
             Ok(asked) => asked,
@@ -148,17 +147,29 @@ impl<B: Bus> Ready<B> {
         let flow_control = flow::is_prepared(&mmio);
         let mut mta = Box::new([0; MTA_WORDS]);
         (0_u32..).zip(mta.iter_mut()).for_each(|(index, word)| *word = mmio.read(regs::MTA.of(index)));
+        let filter = match mmio.read(regs::RCTL) {
+            control if control & rctl::UPE != 0 => 1,
+            control if control & rctl::MPE != 0 => 2,
+            _ => 0,
+        };
         if let Err(error) = memory.map_anew(&mut bus) {
             return Err(Failed { error: error.into(), bus, memory });
         }
         let rings = |index| ReceiveRing::new(&memory, index, shape.ring);
         let mut receive: ArrayVec<_, QUEUES_MAX> = (0..usize::from(shape.queues)).map(rings).collect();
-        let transmit = TransmitRing::new(&memory, receive.len(), shape.ring);
-        if let Err(error) = receive.iter_mut().try_for_each(|ring| ring.refill(&memory).map(|_| ())) {
-            let _ = memory.unmap(&mut bus);
-            return Err(Failed { error, bus, memory });
+        for ring in &mut receive {
+            ring.refill(&memory);
+            // The card is told together with all the rest.
+            ring.committed(0);
         }
-        Ok(Ready { bus, memory, mmio, bell, shape, mac, flow_control, receive, transmit, mta })
+        let transmit = TransmitRing::new(&memory, receive.len(), shape.ring);
+        // What the card has counted since its last owner asked will be ours.
+        let counters = Counters::resume(&[0; COUNTERS]);
+        let parts = Assembly { mmio, bell, receive, transmit, shape, mac, filter, flow_control, mta, counters };
+        let mut nic = E1000e { held: flow_control, ..E1000e::assemble(bus, memory, parts) };
+        nic.open_ledger();
+        nic.memory.ledger().belongs(None);
+        Ok(Ready(nic))
     }
 
     #[expect(clippy::type_complexity, reason = "what the card says, once")]
@@ -188,6 +199,7 @@ impl<B: Bus> E1000e<B> {
         self.mmio.write(regs::FCTTV, PAUSE_MAX);
         flow::go_on_by_itself(&self.mmio, true);
         (self.held, self.hush.let_go_at) = (false, None);
+        self.write_seldom();
     }
 
     fn heads(&self) -> [u32; QUEUES_MAX] {
@@ -214,7 +226,7 @@ impl<B: Bus> Repoint for E1000e<B> {
     }
 
     fn give_up(ready: Ready<B>) -> (B, NicMemory) {
-        let Ready { mut bus, memory, .. } = ready;
+        let E1000e { mut bus, memory, .. } = ready.0;
         // Nobody has to be told that it was gone already.
         let _ = memory.unmap(&mut bus);
         memory.take_back();
@@ -222,6 +234,7 @@ impl<B: Bus> Repoint for E1000e<B> {
     }
 
     fn hush(&mut self) {
+        self.memory.ledger().halted(true);
         let link = match self.mmio.read(regs::STATUS) {
             u32::MAX => Link::Down,
             status => park::link(status),
@@ -264,6 +277,9 @@ impl<B: Bus> Repoint for E1000e<B> {
         let Some(Asked { link, control: [receive, transmit], .. }) = self.hush.asked else {
             return Err(broken("it was not hushed before it was to stop", 0));
         };
+        if !self.hush.off {
+            self.commit(&Burst::new());
+        }
         let queues = self.receive.len();
         let mmio = &self.mmio;
         let heads = || std::array::from_fn(|queue| if queue < queues { mmio.read(regs::RDH.of(u32::from(queue > 0))) } else { 0 });
@@ -308,6 +324,8 @@ impl<B: Bus> Repoint for E1000e<B> {
         }
         self.hush = Hush::default();
         self.held = true;
+        self.write_seldom();
+        self.memory.ledger().halted(false);
         match self.mmio.read(regs::STATUS) {
             u32::MAX => Err(NicError::Gone),
             _ => Ok(()),
@@ -315,24 +333,20 @@ impl<B: Bus> Repoint for E1000e<B> {
     }
 
     fn repoint(ready: Ready<B>) -> Result<Self, Failed<B>> {
-        let controls = match controls_of_stopped(&ready.mmio) {
+        let Ready(mut nic) = ready;
+        let controls = match controls_of_stopped(&nic.mmio) {
             Ok(controls) => controls,
-            Err(error) => return Err(Failed { error, bus: ready.bus, memory: ready.memory }),
+            Err(error) => return Err(nic.failed(error)),
         };
-        let Ready { bus, memory, mmio, bell, shape, mac, flow_control, receive, transmit, mta } = ready;
-        point(&mmio, &memory, shape.ring, (&receive, &transmit));
+        // Should we die in the middle of it, who comes next has the card go on, or points it elsewhere.
+        nic.memory.ledger().halted(true);
+        nic.memory.ledger().belongs(Some((Sash::KIND, Sash::VERSION)));
+        point(&nic.mmio, &nic.memory, nic.shape.ring, (&nic.receive, &nic.transmit));
         // The giver has received all that had come: the partner can go on. In so few words that the card says so itself, with the next frame that it sends.
-        mmio.write(regs::FCTTV, if flow_control { PAUSE_MIN } else { 0 });
-        switch_on(&mmio, [controls[0], controls[1] | tctl::SWXOFF]);
-        let filter = match controls[0] {
-            control if control & rctl::UPE != 0 => 1,
-            control if control & rctl::MPE != 0 => 2,
-            _ => 0,
-        };
-        // What the card has counted since its last owner asked is ours.
-        let counters = Counters::resume(&[0; COUNTERS]);
-        let parts = Assembly { mmio, bell, receive, transmit, shape, mac, filter, flow_control, mta, counters };
-        let hush = Hush { let_go_at: flow_control.then(Instant::now), ..Hush::default() };
-        Ok(E1000e { held: flow_control, hush, ..Self::assemble(bus, memory, parts) })
+        nic.mmio.write(regs::FCTTV, if nic.flow_control { PAUSE_MIN } else { 0 });
+        switch_on(&nic.mmio, [controls[0], controls[1] | tctl::SWXOFF]);
+        nic.memory.ledger().halted(false);
+        nic.hush.let_go_at = nic.flow_control.then(Instant::now);
+        Ok(nic)
     }
 }

@@ -5,7 +5,9 @@
 //! - **D1** The card owns the descriptors from its head up to, not including, its tail. We write the others only.
 //! - **D2** A slot that stands in a descriptor is lent; it comes back only when the card has said DD there, in order.
 //! - **D3** What the card writes is loaded once. The cursors are ours and never read from the card.
-//! - **D4** A descriptor that is not the card's reads as we left it: a receive descriptor's second word is 0.
+//! - **D4** A descriptor is written whole when it is posted: what a card wrote where it owned nothing is gone by then, and was never looked at.
+//! - **D5** What was received counts as handled, and what was filled as given to the card, with the commit that says so, and not before. Up to
+//!   then the descriptors stay as a successor needs them: neither is a receive descriptor given another slot, nor a transmit descriptor used again.
 //!
 //! # Orderings
 //!
@@ -23,6 +25,7 @@ use tasuki_shm::slots::{SlotId, WrongSlot};
 
 use super::sash::{NO_SLOT, ReceiveSash, Sash};
 use crate::nic::bus::Iova;
+use crate::nic::sash::broken;
 use crate::nic::{NicError, NicMemory};
 use crate::port::{Burst, Frame};
 
@@ -115,6 +118,17 @@ impl Descriptors {
         }
     }
 
+    /// The slot whose address stands in a descriptor.
+    fn slot_at(&self, memory: &NicMemory, place: usize) -> Result<SlotId, NicError> {
+        let (at, slots) = (self.descriptor(place)[0].load(Relaxed), memory.arena().geometry());
+        let offset = at.wrapping_sub(memory.arena_at().0);
+        let index = u32::try_from(offset / u64::from(slots.slot_len)).ok().filter(|index| *index < slots.count);
+        match index {
+            Some(index) if offset.is_multiple_of(slots.slot_len.into()) => Ok(SlotId { index, generation: 0 }),
+            _ => Err(broken("a descriptor holds what is no slot's address", at)),
+        }
+    }
+
     /// Takes over the slots that stand in a sash that was checked.
     fn take_over(&mut self, words: &[u64; RING_MAX]) {
         self.slots.iter_mut().zip(words).for_each(|(slot, word)| *slot = SlotId::from_word(*word));
@@ -174,11 +188,17 @@ pub struct Lengths {
 #[derive(Debug)]
 pub struct ReceiveRing {
     ring: Descriptors,
+    /// The slots once more, in the ledger: the card writes where their addresses stood.
+    listed: Span<AtomicU64>,
     next: u32,
     tail: u32,
+    /// The first descriptor whose frame was not handled by the last commit (D5).
+    handled: u32,
+    /// The tail that the card was last told.
+    rung: u32,
+    /// Where the next frame that is saved is looked for first.
+    hint: u32,
     skipping: bool,
-    /// What the card wrote where it owned nothing: there is no going on after that.
-    astray: u64,
 }
 
 impl ReceiveRing {
@@ -186,7 +206,8 @@ impl ReceiveRing {
     pub fn new(memory: &NicMemory, index: usize, count: u16) -> Self {
         let ring = Descriptors::new(memory, index, count);
         ring.clear();
-        ReceiveRing { ring, next: 0, tail: 0, skipping: false, astray: 0 }
+        let listed = memory.slot_list(index);
+        ReceiveRing { ring, listed, next: 0, tail: 0, handled: 0, rung: 0, hint: 0, skipping: false }
     }
 
     /// The ring that a predecessor left. Changes nothing in it.
@@ -194,7 +215,10 @@ impl ReceiveRing {
         let mut ring = Descriptors::new(memory, index, sash.head.ring);
         ring.take_over(&sash.posted[index]);
         let cursors = &sash.receive[index];
-        ReceiveRing { ring, next: cursors.next, tail: cursors.tail, skipping: cursors.skipping == 1, astray: 0 }
+        let ReceiveSash { next, tail, skipping, .. } = *cursors;
+        let listed = memory.slot_list(index);
+        ring.slots.iter().zip(listed.iter()).for_each(|(slot, place)| place.store(slot.to_word(), Relaxed));
+        ReceiveRing { ring, listed, next, tail, handled: next, rung: tail, hint: next, skipping: skipping == 1 }
     }
 
     /// What a successor must know.
@@ -277,8 +301,6 @@ impl ReceiveRing {
                 break;
             }
             burst.push(Frame { slot: take_back(arena, *slot), len });
-            // D4
-            status.store(0, Relaxed);
             next = next.wrapping_add(1);
         }
         self.next = next;
@@ -291,8 +313,6 @@ impl ReceiveRing {
         let whole = word & (done::EOP | done::ERRORS) == done::EOP && !self.skipping;
         let shortest = if whole { HEADER_LEN } else { 1 };
         match (shortest..=lengths.buffer).contains(&len) {
-            // Said by `refill`.
-            _ if self.astray != 0 => Verdict::NotDone,
             _ if word & done::DD == 0 => Verdict::NotDone,
             false => Verdict::Absurd,
             true if whole && len <= lengths.frame => Verdict::Good,
@@ -305,8 +325,6 @@ impl ReceiveRing {
     fn refuse(&mut self, arena: &Arena, word: u64, dropped: &mut Dropped) {
         let place = self.ring.place(self.next);
         drop(take_back(arena, self.ring.slots[place]));
-        // D4
-        self.ring.descriptor(place)[1].store(0, Relaxed);
         if !self.skipping {
             match word & done::ERRORS {
                 0 => dropped.too_long += 1,
@@ -317,52 +335,116 @@ impl ReceiveRing {
         self.next = self.next.wrapping_add(1);
     }
 
-    /// From here on nothing is received, and refilling fails.
-    #[cold]
-    fn go_astray(&mut self, value: u64) -> NicError {
-        self.astray = value;
-        // Whoever skips looks at what comes one by one, off the fast path, where there is time to ask for the reason.
-        self.skipping = true;
-        NicError::Absurd { what: "a receive descriptor that it did not own", value }
+    /// The first descriptor whose frame is not handled yet, if those in `burst` are all that are in hand.
+    #[inline]
+    pub fn handled_but(&self, burst: &Burst) -> u32 {
+        match burst.is_empty() {
+            true => self.next,
+            false => self.first_of(burst),
+        }
     }
 
-    /// Gives the card free slots until its ring is full or none are left; says whether the tail has changed.
-    pub fn refill(&mut self, memory: &NicMemory) -> Result<bool, NicError> {
-        let before = self.tail;
+    #[cold]
+    fn first_of(&self, burst: &Burst) -> u32 {
+        let in_hand = |position: u32| {
+            let id = self.ring.slots[self.ring.place(position)];
+            burst.iter().any(|frame| frame.slot.id() == id)
+        };
+        let received = (0..self.next.wrapping_sub(self.handled)).map(|i| self.handled.wrapping_add(i));
+        { received }.find(|&position| in_hand(position)).unwrap_or(self.next)
+    }
+
+    /// The first descriptor whose frame was not handled by the last commit.
+    pub fn handled(&self) -> u32 {
+        self.handled
+    }
+
+    /// Where a frame stands that is in hand.
+    #[inline]
+    pub fn position_of(&mut self, id: SlotId) -> Option<u32> {
+        let is_there = |ring: &Self, position: u32| {
+            let received = ring.next.wrapping_sub(ring.handled);
+            position.wrapping_sub(ring.handled) < received && ring.ring.slots[ring.ring.place(position)] == id
+        };
+        let position = match is_there(self, self.hint) {
+            true => self.hint,
+            false => {
+                let received = self.next.wrapping_sub(self.handled);
+                let mut received = (0..received).map(|i| self.handled.wrapping_add(i));
+                received.find(|&position| is_there(self, position))?
+            }
+        };
+        self.hint = position.wrapping_add(1);
+        Some(position)
+    }
+
+    /// The cursors as they are in the ledger, with everything before `handled` handled; and whether a frame is skipped there.
+    #[inline]
+    pub fn cursors(&self, handled: u32) -> (u64, bool) {
+        (u64::from(handled) | u64::from(self.tail) << 32, self.skipping && handled == self.next)
+    }
+
+    /// It is committed that everything before `handled` was handled: says what the tail register is to be, if that has changed.
+    #[inline]
+    pub fn committed(&mut self, handled: u32) -> Option<u32> {
+        let changed = self.rung != self.tail;
+        (self.handled, self.rung) = (handled, self.tail);
+        changed.then(|| self.tail())
+    }
+
+    /// What a driver left behind that died: the slots that the card has, into `posted`; heads of frames that were in hand as they came.
+    /// Whatever else stands in the ring was being written.
+    pub fn salvage(memory: &NicMemory, index: usize, sash: &mut Sash) -> Result<(), NicError> {
+        let ring = Descriptors::new(memory, index, sash.head.ring);
+        let ReceiveSash { next, tail, .. } = sash.receive[index];
+        let (listed, held) = (memory.slot_list(index), tail.wrapping_sub(next));
+        for place in (0..held).map(|i| ring.place(next.wrapping_add(i))) {
+            sash.posted[index][place] = listed[place].load(Relaxed);
+        }
+        for position in (0..held).map(|i| next.wrapping_add(i)).filter(|&at| memory.ledger().has_saved(index, at)) {
+            let place = ring.place(position);
+            if ring.descriptor(place)[1].load(Acquire) & done::DD == 0 {
+                continue;
+            }
+            let id = SlotId::from_word(sash.posted[index][place]);
+            // Ours for as long as it takes.
+            memory.lend(std::iter::once(id)).map_err(|_| broken("a slot stands in two descriptors", id.to_word()))?;
+            memory.ledger().undo(index, position, &mut take_back(memory.arena(), id));
+        }
+        Ok(())
+    }
+
+    /// Gives the card free slots until its ring is full or none are left.
+    pub fn refill(&mut self, memory: &NicMemory) {
         // To the end of the ring, and from its beginning.
-        let mut written = self.astray;
         for _ in 0..2 {
-            let room = (self.ring.most() - self.tail.wrapping_sub(self.next)) as usize;
+            let room = (self.ring.most() - self.tail.wrapping_sub(self.handled)) as usize;
             let first = self.ring.place(self.tail);
             let room = room.min(self.ring.slots.len() - first);
             if room == 0 {
                 break;
             }
-            written |= self.refill_run(memory, first, room);
-        }
-        // D4
-        match written {
-            0 => Ok(self.tail != before),
-            value => Err(self.go_astray(value)),
+            self.refill_run(memory, first, room);
         }
     }
 
-    /// Gives the card up to `room` slots in the descriptors from `first` on; says what bits were set in their second words.
+    /// Gives the card up to `room` slots in the descriptors from `first` on.
     #[inline]
-    fn refill_run(&mut self, memory: &NicMemory, first: usize, room: usize) -> u64 {
+    fn refill_run(&mut self, memory: &NicMemory, first: usize, room: usize) {
         let (words, _) = self.ring.words.as_chunks::<WORDS>();
-        let mut places = words[first..first + room].iter().zip(&mut self.ring.slots[first..first + room]);
+        let slots = self.ring.slots[first..first + room].iter_mut().zip(&self.listed[first..first + room]);
+        let mut places = words[first..first + room].iter().zip(slots);
         let (arena_at, slot_len) = (memory.arena_at().0, u64::from(memory.arena().geometry().slot_len));
-        let mut written = 0;
         let count = memory.arena().supply(room, |id| {
-            if let Some(([address, status], slot)) = places.next() {
-                written |= status.load(Relaxed);
+            if let Some(([address, status], (slot, listed))) = places.next() {
                 address.store(arena_at + u64::from(id.index) * slot_len, Relaxed);
+                // D4
+                status.store(0, Relaxed);
                 *slot = id;
+                listed.store(id.to_word(), Relaxed);
             }
         });
         self.tail = self.tail.wrapping_add(u32::try_from(count).expect("at most as many as there is room for"));
-        written
     }
 }
 
@@ -372,6 +454,11 @@ pub struct TransmitRing {
     ring: Descriptors,
     sent: u32,
     filled: u32,
+    /// The first descriptor that was not known to be sent by the last commit (D5), and the tail that the card was last told.
+    reusable: u32,
+    rung: u32,
+    /// Frames that were ever filled in.
+    given: u64,
 }
 
 impl TransmitRing {
@@ -379,14 +466,54 @@ impl TransmitRing {
     pub fn new(memory: &NicMemory, index: usize, count: u16) -> Self {
         let ring = Descriptors::new(memory, index, count);
         ring.clear();
-        TransmitRing { ring, sent: 0, filled: 0 }
+        TransmitRing { ring, sent: 0, filled: 0, reusable: 0, rung: 0, given: 0 }
     }
 
     /// The ring that a predecessor left, behind those of its receive queues. Changes nothing in it.
     pub fn resume(memory: &NicMemory, sash: &Sash) -> Self {
         let mut ring = Descriptors::new(memory, sash.queues.into(), sash.head.ring);
         ring.take_over(&sash.sending);
-        TransmitRing { ring, sent: sash.sent, filled: sash.filled }
+        let Sash { sent, filled, .. } = *sash;
+        TransmitRing { ring, sent, filled, reusable: sent, rung: filled, given: 0 }
+    }
+
+    /// The slots that a driver left in the ring that died: the card leaves their addresses where they are.
+    pub fn salvage(memory: &NicMemory, sash: &mut Sash) -> Result<(), NicError> {
+        let ring = Descriptors::new(memory, sash.queues.into(), sash.head.ring);
+        for place in (0..sash.filled.wrapping_sub(sash.sent)).map(|i| ring.place(sash.sent.wrapping_add(i))) {
+            sash.sending[place] = ring.slot_at(memory, place)?.to_word();
+        }
+        Ok(())
+    }
+
+    /// Frames that were ever given to the card.
+    pub fn given(&self) -> u64 {
+        self.given
+    }
+
+    /// As predecessors have counted.
+    pub fn set_given(&mut self, given: u64) {
+        self.given = given;
+    }
+
+    /// The cursors as they are in the ledger.
+    #[inline]
+    pub fn cursors(&self) -> u64 {
+        u64::from(self.sent) | u64::from(self.filled) << 32
+    }
+
+    /// They are committed: says what the tail register is to be, if that has changed.
+    #[inline]
+    pub fn committed(&mut self) -> Option<u32> {
+        let changed = self.rung != self.filled;
+        (self.reusable, self.rung) = (self.sent, self.filled);
+        changed.then(|| self.tail())
+    }
+
+    /// Whether more frames fit once it is committed that others were sent.
+    #[inline]
+    pub fn can_make_room(&self, frames: usize) -> bool {
+        self.room() < frames && self.reusable != self.sent
     }
 
     /// What a successor must know: the cursors, and the slots.
@@ -425,7 +552,7 @@ impl TransmitRing {
 
     /// Frames that the ring has room for.
     fn room(&self) -> usize {
-        (self.ring.most() - self.filled.wrapping_sub(self.sent)) as usize
+        (self.ring.most() - self.filled.wrapping_sub(self.reusable)) as usize
     }
 
     /// Takes frames from the front of `burst`, as many as there is room for; says how many. Such as cannot be sent are
@@ -443,6 +570,7 @@ impl TransmitRing {
             command.store(send::COMMAND | u64::from(len), Relaxed);
             self.ring.slots[place] = lend(memory.arena(), slot);
             self.filled = self.filled.wrapping_add(1);
+            self.given = self.given.wrapping_add(1);
         }
         taken
     }

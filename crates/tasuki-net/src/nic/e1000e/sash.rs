@@ -9,6 +9,7 @@ use zerocopy::{FromBytes, FromZeros, Immutable, IntoBytes, KnownLayout};
 use super::counters::Counters;
 use super::ring::{self, RING_MAX};
 use super::setup::Shape;
+use crate::nic::ledger::SELDOM;
 use crate::nic::sash::{self, Head, broken};
 use crate::nic::{MemoryLayout, NicError};
 
@@ -71,7 +72,37 @@ pub struct ReceiveSash {
     pub reserved: u32,
 }
 
+/// Bytes of a sash before the rings' tables.
+const SELDOM_LEN: usize = offset_of!(Sash, posted);
+const _: () = assert!(SELDOM_LEN <= SELDOM * 8);
+
 impl Sash {
+    /// What of it the ledger keeps as what seldom changes: all but the tables, the cursors too, which count for nothing there.
+    pub(super) fn seldom(&self) -> &[u8] {
+        &self.as_bytes()[..SELDOM_LEN]
+    }
+
+    /// The reverse of [`seldom`](Self::seldom), on a blank sash.
+    pub(super) fn set_seldom(&mut self, words: &[u64; SELDOM]) {
+        self.as_mut_bytes()[..SELDOM_LEN].copy_from_slice(&words.as_bytes()[..SELDOM_LEN]);
+    }
+
+    /// Whether it is of this memory, and what it says of its rings' shape makes sense.
+    pub(super) fn head_of(&self, memory: &MemoryLayout) -> Result<(), NicError> {
+        self.head.check::<Sash>(memory)?;
+        self.shape(memory).map(drop)
+    }
+
+    /// Whether the cursors fit the rings.
+    pub(super) fn check_cursors(&self) -> Result<(), NicError> {
+        let rings = self.receive.iter().map(|ring| (ring.next, ring.tail)).chain([(self.sent, self.filled)]);
+        let held = rings.map(|(from, to)| to.wrapping_sub(from)).max().unwrap_or(0);
+        match held < u32::from(self.head.ring) {
+            true => Ok(()),
+            false => Err(broken("cursors are further apart than their ring is long", held.into())),
+        }
+    }
+
     /// The shape of rings and frames.
     pub(super) fn shape(&self, memory: &MemoryLayout) -> Result<Shape, NicError> {
         let queues = u8::try_from(self.queues).unwrap_or(u8::MAX);

@@ -1,0 +1,236 @@
+//! The ledger of a NIC's memory: where its driver stands, true at every store, for a successor whose predecessor died.
+//!
+//! A sash is written when a driver is told to let go; who is killed is told nothing. So a driver that runs keeps what a successor cannot
+//! read from the rings (its cursors) in shared memory, and changes it by *commits*: it writes the copy that is not valid, then adds one to
+//! the count of commits, whose parity says which copy is. A commit is made before what it speaks of is told to the card (the doorbell), so
+//! a successor rings both doorbells again: at worst the card hears the same twice.
+//!
+//! Frames that were received and not handled by the last commit are received again by the successor. Who changes such a frame in place
+//! keeps the bytes before ([`Ledger::save`]), so that the successor receives what had come.
+//!
+//! # Layout, in words of 8 bytes
+//!
+//! | words     | what                                                                                             |
+//! |-----------|--------------------------------------------------------------------------------------------------|
+//! | 0         | whose: kind and version of the driver's sash while it runs, 0 while nobody does                  |
+//! | 1         | commits                                                                                          |
+//! | 2         | which copy of what seldom changes is valid                                                       |
+//! | 3         | 1 while the driver may have its card halted: a successor has it go on                            |
+//! | 8..24     | two copies of the cursors, a cache line each                                                     |
+//! | 32..288   | two copies of what seldom changes                                                                |
+//! | 288..416  | undo: for each of two queues 64 places, by the low bits of a position in the ring: position + 1  |
+//! | 416..1440 | undo: the first 64 bytes of the frame there                                                      |
+//! | 1536..3584| for each of two receive queues the slots that stand in its descriptors, where the card overwrites their addresses |
+//!
+//! # Rules
+//!
+//! - **E1** One process writes it: whoever holds the lease of the NIC. A successor reads it when it has the lease.
+//! - **E2** What it says is a claim: a successor makes a sash of it, which is checked as any other.
+//! - **E3** Stores become visible in the order of the program, for a process that dies no less than for one that lives: a commit is
+//!   stored with Release, and the kernel ends a process between two instructions.
+
+use std::sync::atomic::AtomicU64;
+use std::sync::atomic::Ordering::{Acquire, Relaxed, Release};
+
+use tasuki_shm::arena::Slot;
+use tasuki_shm::crash;
+use tasuki_shm::region::{Region, RegionError, Span};
+use zerocopy::{FromBytes, IntoBytes};
+
+/// Bytes of a ledger.
+pub const LEDGER_LEN: usize = 32 * 1024;
+
+/// Words of cursors, and of the line that they have to themselves.
+pub const CURSORS: usize = 5;
+const LINE: usize = 8;
+/// Words of what seldom changes.
+pub const SELDOM: usize = 128;
+/// Queues whose frames can be saved.
+const QUEUES: usize = 2;
+/// Frames of a queue that can be in hand, twice the longest burst: a place is not used again before its frame was handled.
+const UNDO: usize = 64;
+/// Words of a frame that are saved.
+const SAVED: usize = 8;
+/// Bytes of a frame that are saved.
+pub const SAVED_LEN: usize = SAVED * 8;
+
+const WHOSE: usize = 0;
+const COMMITS: usize = 1;
+const VALID: usize = 2;
+const HALTED: usize = 3;
+const CURSORS_AT: usize = 8;
+const SELDOM_AT: usize = 32;
+const KEYS_AT: usize = SELDOM_AT + 2 * SELDOM;
+const UNDO_AT: usize = KEYS_AT + QUEUES * UNDO;
+const WORDS: usize = UNDO_AT + QUEUES * UNDO * SAVED;
+const TABLES_AT: usize = 1536;
+/// Most descriptors in a ring whose slots are listed.
+pub const TABLE: usize = 1024;
+const _: () = assert!(KEYS_AT == 288 && UNDO_AT == 416 && WORDS == 1440 && WORDS <= TABLES_AT);
+const _: () = assert!((TABLES_AT + QUEUES * TABLE) * 8 <= LEDGER_LEN);
+
+/// A driver's ledger.
+#[derive(Debug)]
+pub struct Ledger(Span<AtomicU64>);
+
+impl Ledger {
+    pub(super) fn over(region: &Region) -> Result<Self, RegionError> {
+        region.span(0, WORDS).map(Ledger)
+    }
+
+    /// Of the slots in the descriptors of receive queue number `queue`, of which there are two.
+    pub(super) fn table(region: &Region, queue: usize) -> Span<AtomicU64> {
+        let table = region.span(8 * (TABLES_AT + queue % QUEUES * TABLE), TABLE);
+        table.expect("a ledger's region is as long as a ledger")
+    }
+
+    /// Kind and version of the sashes of the driver that runs, if one does.
+    pub fn whose(&self) -> Option<(u32, u32)> {
+        let word = self.0[WHOSE].load(Acquire);
+        #[expect(clippy::cast_possible_truncation, reason = "the two halves of a word")]
+        let (kind, version) = ((word >> 32) as u32, word as u32);
+        (word != 0).then_some((kind, version))
+    }
+
+    /// A driver runs from here on, or none does.
+    pub fn belongs(&self, to: Option<(u32, u32)>) {
+        let word = to.map_or(0, |(kind, version)| u64::from(kind) << 32 | u64::from(version));
+        self.0[WHOSE].store(word, Release);
+    }
+
+    /// The driver has the card halted from here on, or may, or it has it run again.
+    pub fn halted(&self, is: bool) {
+        self.0[HALTED].store(is.into(), Release);
+    }
+
+    /// Whether the card may be halted.
+    pub fn is_halted(&self) -> bool {
+        self.0[HALTED].load(Acquire) != 0
+    }
+
+    /// How often was committed.
+    pub fn commits(&self) -> u64 {
+        self.0[COMMITS].load(Acquire)
+    }
+
+    /// These cursors are true from here on, and `commits` counts so many commits.
+    #[inline]
+    pub fn commit(&self, commits: u64, cursors: &[u64; CURSORS]) {
+        let copies = &self.0[CURSORS_AT..CURSORS_AT + 2 * LINE];
+        let copy = if commits & 1 == 0 { &copies[..CURSORS] } else { &copies[LINE..LINE + CURSORS] };
+        copy.iter().zip(cursors).for_each(|(place, word)| place.store(*word, Relaxed));
+        crash::point("nic.written");
+        // E3
+        self.0[COMMITS].store(commits, Release);
+    }
+
+    /// The cursors of the last commit.
+    pub fn cursors(&self) -> [u64; CURSORS] {
+        let at = CURSORS_AT + if self.commits() & 1 == 0 { 0 } else { LINE };
+        std::array::from_fn(|i| self.0[at + i].load(Relaxed))
+    }
+
+    /// This, at most as long as there is room, holds from here on.
+    pub fn write_seldom(&self, bytes: &[u8]) {
+        let next = (self.0[VALID].load(Relaxed) & 1) ^ 1;
+        let at = SELDOM_AT + if next == 0 { 0 } else { SELDOM };
+        let (words, _) = bytes.as_chunks::<8>();
+        let copy = self.0[at..at + SELDOM].iter().zip(words);
+        copy.for_each(|(place, word)| place.store(u64::from_ne_bytes(*word), Relaxed));
+        // E3
+        self.0[VALID].store(next, Release);
+    }
+
+    /// What was written last.
+    pub fn read_seldom(&self) -> [u64; SELDOM] {
+        let at = SELDOM_AT + if self.0[VALID].load(Acquire) & 1 == 0 { 0 } else { SELDOM };
+        std::array::from_fn(|i| self.0[at + i].load(Relaxed))
+    }
+
+    /// Keeps the head of the frame in `slot`, which stands at `position` of queue number `queue`, as it is now.
+    #[inline]
+    pub fn save(&self, queue: usize, position: u32, slot: &Slot) {
+        let place = queue % QUEUES * UNDO + position as usize % UNDO;
+        let Ok((head, _)) = <[u64; SAVED]>::read_from_prefix(slot.bytes()) else { return };
+        let saved = &self.0[UNDO_AT + place * SAVED..][..SAVED];
+        saved.iter().zip(head).for_each(|(place, word)| place.store(word, Relaxed));
+        crash::point("nic.saving");
+        // E3. What stood there before was of a frame that has been handled.
+        self.0[KEYS_AT + place].store(u64::from(position) + 1, Release);
+    }
+
+    /// Whether the head of the frame at `position` is saved.
+    #[inline]
+    pub fn has_saved(&self, queue: usize, position: u32) -> bool {
+        let place = queue % QUEUES * UNDO + position as usize % UNDO;
+        self.0[KEYS_AT + place].load(Acquire) == u64::from(position) + 1
+    }
+
+    /// Puts the head of a frame that was in hand at `position` back into its slot, if it was saved.
+    pub fn undo(&self, queue: usize, position: u32, slot: &mut Slot) {
+        if !self.has_saved(queue, position) {
+            return;
+        }
+        let place = queue % QUEUES * UNDO + position as usize % UNDO;
+        let saved = &self.0[UNDO_AT + place * SAVED..][..SAVED];
+        let head: [u64; SAVED] = std::array::from_fn(|i| saved[i].load(Relaxed));
+        let bytes = slot.bytes_mut();
+        let len = bytes.len().min(SAVED_LEN);
+        bytes[..len].copy_from_slice(&head.as_bytes()[..len]);
+    }
+
+    /// Nothing was saved: positions begin anew with a card that starts.
+    pub fn forget(&self) {
+        self.0[KEYS_AT..KEYS_AT + QUEUES * UNDO].iter().for_each(|key| key.store(0, Relaxed));
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use tasuki_shm::region::Pages;
+
+    use super::*;
+
+    fn ledger() -> Ledger {
+        Ledger::over(&Region::create("ledger", LEDGER_LEN, Pages::Small).unwrap()).unwrap()
+    }
+
+    #[test]
+    fn a_commit_is_one_store() {
+        let ledger = ledger();
+        ledger.commit(1, &[1; CURSORS]);
+        ledger.commit(2, &[2; CURSORS]);
+        // As one who is killed leaves it: the other copy written, the count not.
+        ledger.0[CURSORS_AT + LINE..CURSORS_AT + 2 * LINE].iter().for_each(|word| word.store(3, Relaxed));
+        assert_eq!((ledger.commits(), ledger.cursors()), (2, [2; CURSORS]));
+        ledger.commit(3, &[4; CURSORS]);
+        assert_eq!(ledger.cursors(), [4; CURSORS]);
+    }
+
+    #[test]
+    fn what_seldom_changes_is_whole() {
+        let ledger = ledger();
+        ledger.write_seldom(&[1; 16]);
+        ledger.write_seldom(&[2; 16]);
+        let there = ledger.read_seldom();
+        assert_eq!((there[1], there[2]), (u64::from_ne_bytes([2; 8]), 0));
+        // The next one, killed before its end.
+        ledger.0[SELDOM_AT..SELDOM_AT + 2 * SELDOM][..2 * SELDOM].iter().enumerate().for_each(|(i, word)| {
+            let valid = usize::try_from(ledger.0[VALID].load(Relaxed)).unwrap();
+            if i / SELDOM != valid {
+                word.store(9, Relaxed);
+            }
+        });
+        assert_eq!(ledger.read_seldom(), there);
+    }
+
+    #[test]
+    fn nobody_is_said_to_run_who_does_not() {
+        let ledger = ledger();
+        assert_eq!(ledger.whose(), None);
+        ledger.belongs(Some((0x8086_10d3, 3)));
+        assert_eq!(ledger.whose(), Some((0x8086_10d3, 3)));
+        ledger.belongs(None);
+        assert_eq!(ledger.whose(), None);
+    }
+}

@@ -1,0 +1,221 @@
+//! A driver that is killed, at every step and at any time, under traffic: whoever comes next finds in ledger and rings where it stood, and
+//! nothing is lost, comes twice or comes as the dead one had changed it.
+#![allow(clippy::tests_outside_test_module, reason = "an integration test")]
+
+mod plugged;
+
+use std::io::{IoSlice, IoSliceMut, Read, Write};
+use std::mem::MaybeUninit;
+use std::os::fd::{AsFd, OwnedFd};
+use std::os::unix::net::UnixStream;
+use std::os::unix::process::ExitStatusExt;
+use std::process::{Child, Command, Stdio};
+use std::time::Duration;
+
+use plugged::{Card, PATIENCE, Wire, with_card};
+use rustix::net::{
+    RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendAncillaryBuffer, SendAncillaryMessage, SendFlags,
+};
+use tasuki_net::nic::bus::Iova;
+use tasuki_net::nic::bus::vfio_user::{BarTwin, Connection, TIMEOUT, Twin, VfioUser};
+use tasuki_net::nic::{InPlace, NicMemory, Parts};
+use tasuki_net::port::{Burst, Port};
+use tasuki_shm::arena::Geometry;
+use tasuki_shm::crash;
+
+const RATE: u64 = 400_000;
+/// Set in the process that is killed.
+const ROLE: &str = "TASUKI_TAKEOVER";
+const SLOTS: Geometry = Geometry { slot_len: 4096, count: 640 };
+const RINGS_LEN: usize = 256 << 10;
+const AT: Iova = Iova(1 << 32);
+const SIGKILL: i32 = 9;
+
+/// All that a process needs to drive the card: of the twin only what the others do not know, and the descriptors in their order.
+struct Kit {
+    words: Vec<u32>,
+    fds: Vec<OwnedFd>,
+}
+
+impl Kit {
+    fn of(bus: &VfioUser, parts: Parts) -> Kit {
+        let Twin { connection, lock, config_len, bars, vectors, .. } = bus.twin().expect("descriptors are free");
+        let Connection { socket, fds_max, transfer_max, .. } = connection;
+        let [BarTwin { len, doorbells: Some(doorbells), places, .. }] = <[BarTwin; 1]>::try_from(bars).expect("BAR 0")
+        else {
+            panic!("our model has doorbells in memory")
+        };
+        let small = |number: u64| u32::try_from(number).expect("our model's spaces are small");
+        let mut words = vec![fds_max, transfer_max, small(config_len), small(len)];
+        words.extend(places.iter().flat_map(|(offset, place)| [*offset, *place]));
+        let [vector] = <[OwnedFd; 1]>::try_from(vectors).expect("one vector");
+        Kit { words, fds: vec![socket, lock, doorbells, vector, parts.rings, parts.frames, parts.ledger] }
+    }
+
+    fn send(&self, socket: &UnixStream) {
+        let bytes: Vec<u8> = self.words.iter().flat_map(|word| word.to_ne_bytes()).collect();
+        let fds: Vec<_> = self.fds.iter().map(OwnedFd::as_fd).collect();
+        let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(7))];
+        let mut control = SendAncillaryBuffer::new(&mut space);
+        assert!(control.push(SendAncillaryMessage::ScmRights(&fds)), "seven descriptors fit");
+        let sent = rustix::net::sendmsg(socket, &[IoSlice::new(&bytes)], &mut control, SendFlags::NOSIGNAL);
+        assert_eq!(sent, Ok(bytes.len()));
+    }
+
+    fn receive(socket: &UnixStream) -> (VfioUser, NicMemory) {
+        let mut bytes = [0; 4 * 64];
+        let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(7))];
+        let mut control = RecvAncillaryBuffer::new(&mut space);
+        let into = &mut [IoSliceMut::new(&mut bytes)];
+        let got = rustix::net::recvmsg(socket, into, &mut control, RecvFlags::CMSG_CLOEXEC).expect("a message");
+        let fds: Vec<OwnedFd> = control
+            .drain()
+            .flat_map(|message| match message {
+                RecvAncillaryMessage::ScmRights(fds) => fds.collect(),
+                _ => Vec::new(),
+            })
+            .collect();
+        let [socket, lock, doorbells, vector, rings, frames, ledger] =
+            <[OwnedFd; 7]>::try_from(fds).expect("seven descriptors");
+        let words: Vec<u32> = bytes[..got.bytes].as_chunks().0.iter().map(|word| u32::from_ne_bytes(*word)).collect();
+        let places = words[4..].as_chunks::<2>().0.iter().map(|[offset, place]| (*offset, *place)).collect();
+        let bar = BarTwin { index: 0, len: words[3].into(), doorbells: Some(doorbells), places };
+        let connection = Connection { socket, fds_max: words[0], transfer_max: words[1], io_fds: true };
+        let vectors = vec![vector];
+        let twin = Twin { connection, lock, config_len: words[2].into(), can_reset: true, bars: vec![bar], vectors };
+        let layout = tasuki_net::nic::MemoryLayout { rings_at: AT, rings_len: RINGS_LEN, slots: SLOTS };
+        let memory = NicMemory::prepare(Parts { rings, frames, ledger }, &layout).expect("the card's memory");
+        (VfioUser::from_twin(twin, TIMEOUT).expect("the card's connection"), memory)
+    }
+}
+
+/// The process that is killed: sends back what comes, turned round. It ends by itself only if something is wrong.
+fn drive() -> ! {
+    let mut socket = UnixStream::from(std::io::stdin().as_fd().try_clone_to_owned().expect("a descriptor is free"));
+    let (bus, memory) = Kit::receive(&socket);
+    let prepared = Card::prepare(bus, memory).expect("it is ready");
+    socket.write_all(&[1]).expect("somebody waits for that");
+    socket.read_exact(&mut [0]).expect("the one before is dead");
+    let sash = Card::salvage(&prepared).expect("what the one before left");
+    let mut nic = Card::go_on(prepared, &sash).expect("it goes on");
+    let mut burst = Burst::new();
+    loop {
+        let came = if burst.is_empty() { nic.receive(&mut burst).expect("the card works") } else { 0 };
+        for frame in burst.iter_mut().take(came) {
+            nic.save(frame);
+            crash::point("nic.saved");
+            let (to, rest) = frame.slot.bytes_mut().split_at_mut(6);
+            assert_eq!(*to, [0xff; 6], "a frame that the one before had changed");
+            to.swap_with_slice(&mut rest[..6]);
+            crash::point("nic.changed");
+        }
+        nic.transmit(&mut burst).expect("the card works");
+    }
+}
+
+/// A process that is ended with the test.
+struct Other(Child, UnixStream);
+
+impl Other {
+    /// Ready to go on, which takes all its time now. It ends itself where `crash` says.
+    fn ready(test: &str, kit: &Kit, crash: Option<&str>) -> Other {
+        let (ours, theirs) = UnixStream::pair().expect("a pair of sockets");
+        ours.set_read_timeout(Some(PATIENCE)).expect("a timeout above zero");
+        let mut command = Command::new(std::env::current_exe().expect("this test"));
+        command.args(["--exact", test, "--nocapture"]).env(ROLE, "1").envs(crash.map(|crash| ("TASUKI_CRASH", crash)));
+        command.stdin(Stdio::from(OwnedFd::from(theirs))).stdout(Stdio::null());
+        let mut other = Other(command.spawn().expect("this test can be started again"), ours);
+        kit.send(&other.1);
+        other.1.read_exact(&mut [0]).expect("it gets ready");
+        other
+    }
+
+    fn go(&mut self) {
+        self.1.write_all(&[1]).expect("it waits for that");
+    }
+
+    /// Kills it if it has not killed itself within `patience`; says whether it was killed, and not something wrong.
+    fn end(mut self, patience: Duration) -> bool {
+        let began = std::time::Instant::now();
+        while began.elapsed() < patience && self.0.try_wait().expect("a child").is_none() {
+            std::thread::yield_now();
+        }
+        let _ = self.0.kill();
+        let status = self.0.wait().expect("a child");
+        status.signal() == Some(SIGKILL)
+    }
+}
+
+impl Drop for Other {
+    fn drop(&mut self) {
+        let _ = self.0.kill();
+        let _ = self.0.wait();
+    }
+}
+
+/// The card, started by a driver that is gone at once; and what the others need.
+fn start(socket: OwnedFd) -> Kit {
+    let memory = NicMemory::create(SLOTS, RINGS_LEN, AT).expect("a little memory");
+    let parts = memory.parts().expect("descriptors are free");
+    let nic = plugged::start(socket, memory, true);
+    Kit::of(nic.bus(), parts)
+}
+
+/// Has drivers end one after the other as `ends` say, and a last one that stays until all frames are back. Says how many were killed.
+fn one_after_the_other(
+    test: &str,
+    kit: &Kit,
+    wire: &Wire,
+    frames: u64,
+    ends: impl Iterator<Item = (Option<String>, Duration)>,
+) -> u32 {
+    wire.begin();
+    let mut ends = ends.peekable();
+    let mut killed = 0;
+    let next = |end: Option<&(Option<String>, Duration)>| Other::ready(test, kit, end.and_then(|end| end.0.as_deref()));
+    let mut other = next(ends.peek());
+    while let Some((_, patience)) = ends.next() {
+        let spare = next(ends.peek());
+        other.go();
+        assert!(std::mem::replace(&mut other, spare).end(patience), "killed, not broken");
+        killed += 1;
+    }
+    other.go();
+    wire.await_back(frames);
+    assert!(other.end(Duration::ZERO), "killed, not broken");
+    killed
+}
+
+fn nothing_is_lost(test: &str, frames: u64, ends: impl Iterator<Item = (Option<String>, Duration)> + Send) {
+    let (killed, counts, _) = with_card(RATE, frames, |socket, wire| {
+        let kit = start(socket);
+        one_after_the_other(test, &kit, wire, frames, ends)
+    });
+    let got = (counts.received, counts.duplicated, counts.reordered, counts.damaged);
+    assert_eq!(got, (frames, 0, 0, 0), "after {killed} kills");
+}
+
+#[test]
+fn killed_at_any_time() {
+    if std::env::var_os(ROLE).is_some() {
+        drive();
+    }
+    let ends = (0..150_u64).map(|i| (None, Duration::from_micros(i * i * 7919 % 3000)));
+    nothing_is_lost("killed_at_any_time", 400_000, ends);
+}
+
+#[test]
+fn killed_at_every_step() {
+    if std::env::var_os(ROLE).is_some() {
+        drive();
+    }
+    if !cfg!(feature = "crash-points") {
+        println!(
+            "skipped: the places where a driver is killed need the feature crash-points, as `cargo xtask test` has it"
+        );
+        return;
+    }
+    let passes = [1, 2, 3, 5, 8, 33, 34, 100];
+    let ends = passes.into_iter().flat_map(|pass| crash::NIC_POINTS.iter().map(move |point| format!("{point}:{pass}")));
+    nothing_is_lost("killed_at_every_step", 300_000, ends.map(|end| (Some(end), Duration::from_millis(200))));
+}
