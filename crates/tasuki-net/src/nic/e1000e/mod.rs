@@ -1,7 +1,7 @@
 //! The Intel 82574L: gigabit, two receive queues, MSI-X.
 //!
 //! `regs.rs` is the data sheet, `ring.rs` moves slots, `setup.rs` gets a card ready, `park.rs` stops it and has it go on, `in_place.rs`
-//! has it run on while its driver is replaced, `repoint.rs` points it at another owner's rings, `flow.rs` has card and partner pause for each other, and `sash.rs` is what a successor needs. One vector signals all that is received; what was sent is looked at when there is
+//! has it run on while its driver is replaced, `repoint.rs` points it at another owner's rings, `scrub.rs` keeps its memory clean, `flow.rs` has card and partner pause for each other, and `sash.rs` is what a successor needs. One vector signals all that is received; what was sent is looked at when there is
 //! more to send.
 
 mod counters;
@@ -12,6 +12,7 @@ mod regs;
 mod repoint;
 mod ring;
 mod sash;
+mod scrub;
 mod setup;
 
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
@@ -30,7 +31,8 @@ use super::bus::pci::{self, Header};
 use super::bus::{self, Bus, BusError, Registers};
 use super::ledger::CURSORS;
 use super::sash::{Sash as _, broken};
-use super::{Failed, Filter, Link, Mac, Nic, NicError, NicMemory, NicOptions, PciId, loan};
+use super::scrub::Dirt;
+use super::{Failed, Filter, Link, Mac, Nic, NicError, NicMemory, NicOptions, PciId, Scrub, loan};
 use crate::port::{Armed, Burst, Port};
 use tasuki_shm::crash;
 
@@ -68,6 +70,8 @@ pub struct E1000e<B: Bus> {
     /// How often was committed, and what.
     commits: u64,
     committed: [u64; CURSORS],
+    /// If the memory is kept clean: what is not.
+    dirt: Option<Dirt>,
 }
 
 /// Words of the ledger's cursors, behind those of the receive queues.
@@ -81,6 +85,9 @@ impl<B: Bus> E1000e<B> {
     fn refill(&mut self) {
         if self.hush.is_off() {
             return;
+        }
+        if self.dirt.is_some() {
+            return self.refill_clean();
         }
         self.receive.iter_mut().for_each(|ring| ring.refill(&self.memory));
     }
@@ -237,6 +244,7 @@ impl<B: Bus> E1000e<B> {
             counters,
             commits: 0,
             committed: [0; CURSORS],
+            dirt: None,
         }
     }
 
@@ -248,6 +256,9 @@ impl<B: Bus> E1000e<B> {
         self.flow_control = options.flow_control;
         self.apply_filter(&options.filter);
         setup::enable(&self.mmio, self.shape, self.filter_bits());
+        if options.scrub {
+            self.keep_clean();
+        }
         self.refill();
         self.open_ledger();
     }
@@ -374,10 +385,18 @@ impl<B: Bus> Port for E1000e<B> {
 
     #[inline]
     fn receive(&mut self, burst: &mut Burst) -> Result<usize, NicError> {
+        if self.dirt.is_some() {
+            // What was let go may be wiped only when it is committed that it was handled.
+            self.commit(burst);
+        }
         self.refill();
         crash::point("nic.posted");
         self.commit(burst);
+        let before = burst.len();
         let frames = self.collect(burst)?;
+        if let Some(dirt) = &mut self.dirt {
+            dirt.mark(&burst[before..]);
+        }
         crash::point("nic.collected");
         if frames == 0 && self.held {
             self.let_go_if_empty();
@@ -390,6 +409,9 @@ impl<B: Bus> Port for E1000e<B> {
         self.transmit.reclaim(self.memory.arena());
         if self.transmit.can_make_room(burst.len()) {
             self.commit(burst);
+        }
+        if let Some(dirt) = &mut self.dirt {
+            dirt.mark(burst);
         }
         let taken = self.transmit.transmit(&self.memory, self.shape.frame(), &mut self.counters.refused, burst);
         crash::point("nic.filled");

@@ -324,7 +324,8 @@ impl ReceiveRing {
     #[cold]
     fn refuse(&mut self, arena: &Arena, word: u64, dropped: &mut Dropped) {
         let place = self.ring.place(self.next);
-        drop(take_back(arena, self.ring.slots[place]));
+        // How much of it the card has written, nobody remembers.
+        take_back(arena, self.ring.slots[place]).bytes_mut().fill(0);
         if !self.skipping {
             match word & done::ERRORS {
                 0 => dropped.too_long += 1,
@@ -415,17 +416,36 @@ impl ReceiveRing {
     }
 
     /// Gives the card free slots until its ring is full or none are left.
+    #[inline]
     pub fn refill(&mut self, memory: &NicMemory) {
+        self.refill_some(memory, usize::MAX);
+    }
+
+    /// The same, with `most` slots at most.
+    #[inline]
+    pub fn refill_some(&mut self, memory: &NicMemory, most: usize) {
+        let end = self.tail.wrapping_add(u32::try_from(self.room().min(most)).expect("a ring is short"));
         // To the end of the ring, and from its beginning.
         for _ in 0..2 {
-            let room = (self.ring.most() - self.tail.wrapping_sub(self.handled)) as usize;
             let first = self.ring.place(self.tail);
-            let room = room.min(self.ring.slots.len() - first);
+            let room = (end.wrapping_sub(self.tail) as usize).min(self.ring.slots.len() - first);
             if room == 0 {
                 break;
             }
             self.refill_run(memory, first, room);
         }
+    }
+
+    /// Slots that there is room for.
+    #[inline]
+    pub fn room(&self) -> usize {
+        (self.ring.most() - self.tail.wrapping_sub(self.handled)) as usize
+    }
+
+    /// Whether a frame that was received and not committed as handled lies in this slot.
+    pub fn is_unhandled(&self, id: SlotId) -> bool {
+        let received = (0..self.next.wrapping_sub(self.handled)).map(|i| self.handled.wrapping_add(i));
+        { received }.any(|position| self.ring.slots[self.ring.place(position)].index == id.index)
     }
 
     /// Gives the card up to `room` slots in the descriptors from `first` on.
