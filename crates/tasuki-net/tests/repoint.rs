@@ -10,7 +10,7 @@ use plugged::{Card, PATIENCE, with_card};
 use tasuki_net::nic::bus::Iova;
 use tasuki_net::nic::bus::vfio_user::{TIMEOUT, VfioUser};
 use tasuki_net::nic::e1000e::Ready;
-use tasuki_net::nic::{InPlace, Nic, NicMemory, NicOptions, Repoint};
+use tasuki_net::nic::{Failed, InPlace, Nic, NicError, NicMemory, NicOptions, Repoint};
 use tasuki_net::port::{Burst, Port};
 use tasuki_shm::arena::Geometry;
 use tasuki_sim::journal::{Class, Entry};
@@ -85,6 +85,83 @@ fn owners_that_take_turns_lose_nothing_and_break_no_rule() {
         wire.await_back(FRAMES);
         drop(Card::give_up(next));
         nic.park().unwrap();
+    });
+    assert_eq!(offences(&journal), Vec::<&Entry>::new());
+    assert_eq!((counts.received, counts.duplicated, counts.reordered, counts.damaged), (FRAMES, 0, 0, 0));
+}
+
+#[test]
+fn a_giver_takes_its_card_back_under_traffic_without_a_loss() {
+    let rate = SourceOptions::line_rate(1_000_000_000, 64);
+    let ((), counts, journal) = with_card(rate, FRAMES, |socket, wire| {
+        let (mut nic, next) = start(socket);
+        wire.begin();
+        let mut frames = 0;
+        for turn in 0..TURNS {
+            frames += echo(&mut nic, 500, |_| false);
+            if turn % 2 == 0 {
+                nic.hush();
+                frames += echo(&mut nic, 50, Card::is_quiet);
+            } else {
+                frames += stop(&mut nic);
+            }
+            nic.go_back().unwrap();
+        }
+        assert!(frames < FRAMES, "there was traffic at each turn");
+        echo(&mut nic, FRAMES - frames, |_| false);
+        wire.await_back(FRAMES);
+        drop(Card::give_up(next));
+        nic.park().unwrap();
+    });
+    assert_eq!(offences(&journal), Vec::<&Entry>::new());
+    assert_eq!((counts.received, counts.duplicated, counts.reordered, counts.damaged), (FRAMES, 0, 0, 0));
+}
+
+#[test]
+fn a_giver_takes_its_card_back_from_a_taker_that_is_no_more() {
+    let ((), counts, journal) = with_card(1_000_000, FRAMES, |socket, wire| {
+        let (mut nic, next) = start(socket);
+        stop(&mut nic);
+        // As one that is killed: its memory goes, and the card stays where it was pointed.
+        drop(Card::repoint(next).unwrap());
+        nic.go_back().unwrap();
+        wire.begin();
+        echo(&mut nic, FRAMES, |_| false);
+        wire.await_back(FRAMES);
+        nic.park().unwrap();
+    });
+    assert_eq!(offences(&journal), Vec::<&Entry>::new());
+    assert_eq!((counts.received, counts.duplicated, counts.reordered, counts.damaged), (FRAMES, 0, 0, 0));
+}
+
+#[test]
+fn what_the_card_is_not_is_refused_and_the_giver_drives_on() {
+    let ((), counts, journal) = with_card(1_000_000, FRAMES, |socket, wire| {
+        let (mut nic, next) = start(socket);
+        wire.begin();
+        let mut frames = echo(&mut nic, 1000, |_| false);
+        // While its owner drives.
+        let Failed { error, mut bus, mut memory } = Card::repoint(next).expect_err("the card runs");
+        assert!(matches!(error, NicError::BrokenSash { .. }), "{error}");
+        memory.unmap(&mut bus).unwrap();
+        let wrong = [
+            (NicOptions { ring: 512, ..NicOptions::default() }, "ring = 512"),
+            (NicOptions { queues: 2, ..NicOptions::default() }, "queues = 2"),
+            (NicOptions { mtu: 3000, ..NicOptions::default() }, "mtu = 3000"),
+        ];
+        for (options, why) in wrong {
+            frames += echo(&mut nic, 1000, |_| false);
+            let failed = Card::prepare_rings(bus, memory, &options).expect_err(why);
+            assert!(failed.error.to_string().contains(why), "{failed}");
+            (bus, memory) = (failed.bus, failed.memory);
+        }
+        let next = Card::prepare_rings(bus, memory, &NicOptions::default()).unwrap();
+        frames += stop(&mut nic);
+        let mut taker = Card::repoint(next).unwrap();
+        drop(nic.stand_down());
+        echo(&mut taker, FRAMES - frames, |_| false);
+        wire.await_back(FRAMES);
+        taker.park().unwrap();
     });
     assert_eq!(offences(&journal), Vec::<&Entry>::new());
     assert_eq!((counts.received, counts.duplicated, counts.reordered, counts.damaged), (FRAMES, 0, 0, 0));
