@@ -26,6 +26,10 @@ use crate::nic::sash::{Sash as _, broken};
 use crate::nic::{Failed, Link, Mac, NicError, NicMemory, NicOptions, Repoint};
 use crate::port::Burst;
 
+/// A card is asked so often however long each takes: whoever answers for a modelled one may have been asleep meanwhile.
+const ASKED_AT_LEAST: u32 = 16;
+const LOOKS_AT_LEAST: u32 = 4;
+
 /// How far a giver is.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct Hush {
@@ -54,8 +58,11 @@ struct Asked {
     link: Link,
     /// What the receive and the transmit control register held.
     control: [u32; 2],
-    /// The partner has been told.
+    /// The partner has been told, or does not seem to be there; and how often the card was asked since, or until then.
     told: bool,
+    asks: u32,
+    /// How often the card was asked, since something came last, whether anything had.
+    looks: u32,
     /// When something came last, as far as was seen, and how far the rings were.
     still_since: Instant,
     heads: [u32; QUEUES_MAX],
@@ -70,31 +77,38 @@ impl<B: Bus> std::fmt::Debug for Ready<B> {
     }
 }
 
-/// Where rings are, and how far their owner is in them.
-fn point<R: Registers>(
+/// Has a card that is off go on with these rings: where they are, and how far their owner is in them; then both units on, the transmit side first: an answer
+/// may follow a frame at once, and a PAUSE frame is sent.
+///
+/// A receive ring's tail is written last, as drivers do that start a card: QEMU's model drops what waits for it when a tail is written while it is off. Until
+/// then the card has the tail of the ring before. Where a ring is full that is inside of what is posted, wherever it is; else the tail goes first.
+fn go_on_with<R: Registers>(
     mmio: &Mmio<R>,
     memory: &NicMemory,
-    ring: u16,
     (receive, transmit): (&[ReceiveRing], &TransmitRing),
+    shape: Shape,
+    [receive_control, transmit_control]: [u32; 2],
 ) {
-    for ((queue, index), its) in (0_usize..).zip(0_u32..).zip(receive) {
-        let (low, high) = setup::halves(ring_at(memory.rings_at(), queue, ring));
+    let rings = || (0_usize..).zip(0_u32..).zip(receive);
+    for ((queue, index), its) in rings() {
+        let (low, high) = setup::halves(ring_at(memory.rings_at(), queue, shape.ring));
         mmio.write(regs::RDBAL.of(index), low);
         mmio.write(regs::RDBAH.of(index), high);
         mmio.write(regs::RDH.of(index), its.head());
-        mmio.write(regs::RDT.of(index), its.tail());
+        if !its.is_full() {
+            mmio.write(regs::RDT.of(index), its.tail());
+        }
     }
-    let (low, high) = setup::halves(ring_at(memory.rings_at(), receive.len(), ring));
+    let (low, high) = setup::halves(ring_at(memory.rings_at(), receive.len(), shape.ring));
     mmio.write(regs::TDBAL, low);
     mmio.write(regs::TDBAH, high);
     mmio.write(regs::TDH, transmit.head());
     mmio.write(regs::TDT, transmit.tail());
-}
-
-/// Both units on, the transmit side first: an answer may follow a frame at once, and a PAUSE frame is sent.
-fn switch_on<R: Registers>(mmio: &Mmio<R>, [receive, transmit]: [u32; 2]) {
-    mmio.write(regs::TCTL, transmit | tctl::EN);
-    mmio.write(regs::RCTL, receive | rctl::EN);
+    mmio.write(regs::TCTL, transmit_control | tctl::EN);
+    mmio.write(regs::RCTL, receive_control | rctl::EN);
+    for ((_, index), its) in rings().filter(|(_, its)| its.is_full()) {
+        mmio.write(regs::RDT.of(index), its.tail());
+    }
 }
 
 /// What the units are set up for, if they are off.
@@ -209,10 +223,14 @@ impl<B: Bus> E1000e<B> {
     /// Whether the partner was told to pause. Asks the card until it was, and not for too long.
     fn is_told(&mut self, asked: &mut Asked) -> bool {
         let Link::Up { full_duplex: true, speed } = asked.link else { return true };
+        asked.asks += 1;
         if !asked.told {
-            let late = asked.at.elapsed() > park::xoff_limit(self.shape.frame(), speed);
+            let late = asked.at.elapsed() > park::xoff_limit(self.shape.frame(), speed) && asked.asks >= ASKED_AT_LEAST;
             asked.told = self.counters.collect_xoff_sent(&self.mmio) > 0 || late;
-            asked.still_since = Instant::now();
+            (asked.still_since, asked.looks) = (Instant::now(), 0);
+            if asked.told {
+                asked.asks = 0;
+            }
         }
         asked.told
     }
@@ -253,24 +271,29 @@ impl<B: Bus> Repoint for E1000e<B> {
         let now = Instant::now();
         let heads = self.heads();
         self.held = false;
-        let asked = Asked { at: now, link, control, told: false, still_since: now, heads };
+        let asked = Asked { at: now, link, control, told: false, asks: 0, looks: 0, still_since: now, heads };
         self.hush = Hush { asked: Some(asked), ..Hush::default() };
     }
 
     fn is_quiet(&mut self) -> bool {
         let Some(mut asked) = self.hush.asked else { return false };
         self.transmit.reclaim(self.memory.arena());
-        let heads = self.heads();
-        if heads != asked.heads {
-            (asked.heads, asked.still_since) = (heads, Instant::now());
-        }
         let told = self.is_told(&mut asked);
+        let queues = (0_u32..).zip(&self.receive);
+        let still = told
+            && self.heads() == asked.heads
+            && queues.into_iter().all(|(queue, ring)| self.mmio.read(regs::RDH.of(queue)) == ring.head());
+        match still {
+            true => asked.looks += 1,
+            false => (asked.heads, asked.still_since, asked.looks) = (self.heads(), Instant::now(), 0),
+        }
         self.hush.asked = Some(asked);
         let Link::Up { speed, .. } = asked.link else { return true };
-        let (since, still) = (asked.at.elapsed(), asked.still_since.elapsed());
-        let silent = still >= park::quiet(self.shape.frame(), speed) && !self.receive.iter().any(ReceiveRing::is_ready);
+        let frame = self.shape.frame();
+        let silent = asked.looks >= LOOKS_AT_LEAST && asked.still_since.elapsed() >= park::quiet(frame, speed);
+        let since = asked.at.elapsed();
         let gone = self.transmit.unsent() == 0 || since > DRAIN_LIMIT;
-        told && gone && (silent || since > park::xoff_limit(self.shape.frame(), speed) + SILENCE_LIMIT)
+        told && gone && (silent || since > park::xoff_limit(frame, speed) + SILENCE_LIMIT && asked.asks >= ASKED_AT_LEAST)
     }
 
     fn stop(&mut self) -> Result<bool, NicError> {
@@ -319,8 +342,8 @@ impl<B: Bus> Repoint for E1000e<B> {
             let mmio = &self.mmio;
             let heads = || [mmio.read(regs::RDH.of(0)), mmio.read(regs::TDH)];
             park::settles(STOP_LIMIT, park::quiet(self.shape.frame(), 1000), heads);
-            point(&self.mmio, &self.memory, self.shape.ring, (&self.receive, &self.transmit));
-            switch_on(&self.mmio, [control[0], control[1] & !tctl::SWXOFF]);
+            let control = [control[0], control[1] & !tctl::SWXOFF];
+            go_on_with(&self.mmio, &self.memory, (&self.receive, &self.transmit), self.shape, control);
         }
         self.hush = Hush::default();
         self.held = true;
@@ -341,10 +364,10 @@ impl<B: Bus> Repoint for E1000e<B> {
         // Should we die in the middle of it, who comes next has the card go on, or points it elsewhere.
         nic.memory.ledger().halted(true);
         nic.memory.ledger().belongs(Some((Sash::KIND, Sash::VERSION)));
-        point(&nic.mmio, &nic.memory, nic.shape.ring, (&nic.receive, &nic.transmit));
         // The giver has received all that had come: the partner can go on. In so few words that the card says so itself, with the next frame that it sends.
         nic.mmio.write(regs::FCTTV, if nic.flow_control { PAUSE_MIN } else { 0 });
-        switch_on(&nic.mmio, [controls[0], controls[1] | tctl::SWXOFF]);
+        let controls = [controls[0], controls[1] | tctl::SWXOFF];
+        go_on_with(&nic.mmio, &nic.memory, (&nic.receive, &nic.transmit), nic.shape, controls);
         nic.memory.ledger().halted(false);
         nic.hush.let_go_at = nic.flow_control.then(Instant::now);
         Ok(nic)

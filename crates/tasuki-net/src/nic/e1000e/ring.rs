@@ -237,6 +237,11 @@ impl ReceiveRing {
         self.ring.register(self.next)
     }
 
+    /// Whether the card has a slot in each descriptor but the one that must stay free.
+    pub fn is_full(&self) -> bool {
+        self.tail.wrapping_sub(self.next) == self.ring.most()
+    }
+
     /// Whether the card has a slot for the next frame, or has filled it.
     pub fn has_slots(&self) -> bool {
         self.next != self.tail
