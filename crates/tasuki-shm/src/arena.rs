@@ -215,6 +215,14 @@ impl Arena {
         Ok(Slot { pool: Arc::clone(&self.pool), id })
     }
 
+    /// [`attach_named`](Self::attach_named) of the slot at `index`, for whoever lends each slot once and knows its place, and not its generation.
+    #[inline(always)]
+    pub fn attach_at(&self, index: u32) -> Result<Slot, WrongSlot> {
+        let id = self.pool.slots.attach_at(index)?;
+        self.restore(id);
+        Ok(Slot { pool: Arc::clone(&self.pool), id })
+    }
+
     /// A predecessor in another process lent this slot, which is free in our table, to the device: the device has it.
     pub fn adopt(&self, id: SlotId) -> Result<(), WrongSlot> {
         self.pool.slots.adopt(id)

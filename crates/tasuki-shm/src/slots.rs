@@ -7,7 +7,8 @@
 //!
 //! - **S1** A slot has one holder at any instant: nobody ([`Holder::Free`]), the owner ([`Holder::Owner`]), or a peer.
 //! - **S2** A slot's generation grows by one each time it becomes free, so a descriptor from an earlier use is recognised.
-//! - **S3** Only a slot that the owner holds can be lent, and only a lent slot can come back, with the generation it left with.
+//! - **S3** Only a slot that the owner holds can be lent, and only a lent slot can come back, with the generation it left with. (Where the
+//!   owner knows by itself which slots come back, the index alone names one.)
 //!
 //! # States
 //!
@@ -338,6 +339,26 @@ impl<M: Table> Slots<M> {
         let word = self.held(id, Holder::Peer)?;
         word.store(u64::from(id.generation) << 32 | Holder::Owner.code(), Relaxed);
         Ok(())
+    }
+
+    /// [`attach`](Self::attach) of the slot at `index`, in whatever generation it was lent: says in which.
+    #[inline(always)]
+    pub fn attach_at(&self, index: u32) -> Result<SlotId, WrongSlot> {
+        let lent = self.table.word(index).map(|place| (place, place.load(Relaxed)));
+        match lent {
+            #[expect(clippy::cast_possible_truncation, reason = "the low half says who holds it")]
+            Some((place, word)) if u64::from(word as u32) == Holder::Peer.code() => {
+                place.store(word ^ Holder::Peer.code() ^ Holder::Owner.code(), Relaxed);
+                Ok(SlotId { index, ..SlotId::from_word(word) })
+            }
+            _ => Err(self.wrong_at(index)),
+        }
+    }
+
+    #[cold]
+    fn wrong_at(&self, index: u32) -> WrongSlot {
+        let generation = if index < self.count { self.state(index).0 } else { 0 };
+        self.wrong(SlotId { index, generation }, Holder::Peer)
     }
 
     /// The owner needs it no longer.

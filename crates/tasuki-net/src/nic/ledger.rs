@@ -20,7 +20,7 @@
 //! | 32..288   | two copies of what seldom changes                                                                |
 //! | 288..416  | undo: for each of two queues 64 places, by the low bits of a position in the ring: position + 1  |
 //! | 416..1440 | undo: the first 64 bytes of the frame there                                                      |
-//! | 1536..3584| for each of two receive queues the slots that stand in its descriptors, where the card overwrites their addresses |
+//! | 1536..    | for each of three rings the slots that stand in its descriptors                                  |
 //!
 //! # Rules
 //!
@@ -38,7 +38,7 @@ use tasuki_shm::region::{Region, RegionError, Span};
 use zerocopy::{FromBytes, IntoBytes};
 
 /// Bytes of a ledger.
-pub const LEDGER_LEN: usize = 32 * 1024;
+pub const LEDGER_LEN: usize = 40 * 1024;
 
 /// Words of cursors, and of the line that they have to themselves.
 pub const CURSORS: usize = 5;
@@ -64,10 +64,12 @@ const KEYS_AT: usize = SELDOM_AT + 2 * SELDOM;
 const UNDO_AT: usize = KEYS_AT + QUEUES * UNDO;
 const WORDS: usize = UNDO_AT + QUEUES * UNDO * SAVED;
 const TABLES_AT: usize = 1536;
-/// Most descriptors in a ring whose slots are listed.
-pub const TABLE: usize = 1024;
+/// Rings whose slots are listed.
+const RINGS: usize = 3;
+/// Most descriptors in one.
+const TABLE: usize = 1024;
 const _: () = assert!(KEYS_AT == 288 && UNDO_AT == 416 && WORDS == 1440 && WORDS <= TABLES_AT);
-const _: () = assert!((TABLES_AT + QUEUES * TABLE) * 8 <= LEDGER_LEN);
+const _: () = assert!((TABLES_AT + RINGS * TABLE) * 8 <= LEDGER_LEN);
 
 /// A driver's ledger.
 #[derive(Debug)]
@@ -78,9 +80,9 @@ impl Ledger {
         region.span(0, WORDS).map(Ledger)
     }
 
-    /// Of the slots in the descriptors of receive queue number `queue`, of which there are two.
-    pub(super) fn table(region: &Region, queue: usize) -> Span<AtomicU64> {
-        let table = region.span(8 * (TABLES_AT + queue % QUEUES * TABLE), TABLE);
+    /// Of the slots in the descriptors of ring number `ring`, of which there are three.
+    pub(super) fn table(region: &Region, ring: usize, count: usize) -> Span<AtomicU64> {
+        let table = region.span(8 * (TABLES_AT + ring % RINGS * TABLE), count.min(TABLE));
         table.expect("a ledger's region is as long as a ledger")
     }
 
@@ -116,12 +118,13 @@ impl Ledger {
     /// These cursors are true from here on, and `commits` counts so many commits.
     #[inline]
     pub fn commit(&self, commits: u64, cursors: &[u64; CURSORS]) {
-        let copies = &self.0[CURSORS_AT..CURSORS_AT + 2 * LINE];
-        let copy = if commits & 1 == 0 { &copies[..CURSORS] } else { &copies[LINE..LINE + CURSORS] };
-        copy.iter().zip(cursors).for_each(|(place, word)| place.store(*word, Relaxed));
+        // One look at the length: there is a commit for every burst.
+        let Some(head) = self.0.first_chunk::<SELDOM_AT>() else { return };
+        let at = if commits & 1 == 0 { CURSORS_AT } else { CURSORS_AT + LINE };
+        (0..CURSORS).for_each(|i| head[at + i].store(cursors[i], Relaxed));
         crash::point("nic.written");
         // E3
-        self.0[COMMITS].store(commits, Release);
+        head[COMMITS].store(commits, Release);
     }
 
     /// The cursors of the last commit.

@@ -194,9 +194,9 @@ impl NicMemory {
         &self.rings
     }
 
-    /// The slots in the descriptors of a receive queue, as the ledger lists them.
-    pub(super) fn slot_list(&self, queue: usize) -> Span<AtomicU64> {
-        Ledger::table(&self.book, queue)
+    /// The slots in the descriptors of ring number `ring`, of so many, as the ledger lists them.
+    pub(super) fn slot_list(&self, ring: usize, count: usize) -> Span<AtomicU64> {
+        Ledger::table(&self.book, ring, count)
     }
 
     /// Where the driver stands.

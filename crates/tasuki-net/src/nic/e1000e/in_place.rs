@@ -147,7 +147,7 @@ impl<B: Bus> InPlace for E1000e<B> {
         (sash.sent, sash.filled) = halves(cursors[SENT]);
         sash.check_cursors()?;
         (0..usize::from(sash.queues)).try_for_each(|queue| ReceiveRing::salvage(memory, queue, &mut sash))?;
-        TransmitRing::salvage(memory, &mut sash)?;
+        TransmitRing::salvage(memory, &mut sash);
         Ok(sash)
     }
 

@@ -21,7 +21,7 @@ use std::sync::atomic::Ordering::{Acquire, Relaxed};
 
 use tasuki_shm::arena::{Arena, Slot};
 use tasuki_shm::region::Span;
-use tasuki_shm::slots::{SlotId, WrongSlot};
+use tasuki_shm::slots::SlotId;
 
 use super::sash::{NO_SLOT, ReceiveSash, Sash};
 use crate::nic::bus::Iova;
@@ -69,8 +69,8 @@ mod send {
 #[derive(Debug)]
 struct Descriptors {
     words: Span<AtomicU64>,
-    /// The slot in each descriptor that the card owns. What stands in the others is stale.
-    slots: Box<[SlotId]>,
+    /// The slot in each descriptor that the card owns, in the ledger (N2). What stands in the others is stale.
+    slots: Span<AtomicU64>,
     mask: u32,
 }
 
@@ -79,7 +79,7 @@ impl Descriptors {
     fn new(memory: &NicMemory, index: usize, count: u16) -> Self {
         let words = memory.rings().span(index * usize::from(count) * DESCRIPTOR_LEN, usize::from(count) * WORDS);
         let words = words.expect("a Shape saw that the rings fit");
-        let slots = vec![SlotId::from_word(NO_SLOT); count.into()].into();
+        let slots = memory.slot_list(index, count.into());
         Descriptors { words, slots, mask: u32::from(count) - 1 }
     }
 
@@ -114,24 +114,19 @@ impl Descriptors {
     fn to_sash(&self, words: &mut [u64; RING_MAX], from: u32, to: u32) {
         words[..self.slots.len()].fill(NO_SLOT);
         for place in (0..to.wrapping_sub(from)).map(|i| self.place(from.wrapping_add(i))) {
-            words[place] = self.slots[place].to_word();
+            words[place] = self.slots[place].load(Relaxed);
         }
     }
 
-    /// The slot whose address stands in a descriptor.
-    fn slot_at(&self, memory: &NicMemory, place: usize) -> Result<SlotId, NicError> {
-        let (at, slots) = (self.descriptor(place)[0].load(Relaxed), memory.arena().geometry());
-        let offset = at.wrapping_sub(memory.arena_at().0);
-        let index = u32::try_from(offset / u64::from(slots.slot_len)).ok().filter(|index| *index < slots.count);
-        match index {
-            Some(index) if offset.is_multiple_of(slots.slot_len.into()) => Ok(SlotId { index, generation: 0 }),
-            _ => Err(broken("a descriptor holds what is no slot's address", at)),
-        }
+    /// The slot in the descriptor at `place`.
+    #[inline]
+    fn slot(&self, place: usize) -> SlotId {
+        SlotId::from_word(self.slots[place].load(Relaxed))
     }
 
     /// Takes over the slots that stand in a sash that was checked.
-    fn take_over(&mut self, words: &[u64; RING_MAX]) {
-        self.slots.iter_mut().zip(words).for_each(|(slot, word)| *slot = SlotId::from_word(*word));
+    fn take_over(&self, words: &[u64; RING_MAX]) {
+        self.slots.iter().zip(words).for_each(|(slot, word)| slot.store(*word, Relaxed));
     }
 }
 
@@ -142,19 +137,17 @@ fn lend(arena: &Arena, slot: Slot) -> SlotId {
     lent.id()
 }
 
-/// The slot in a descriptor that the card is done with.
+/// The slot in a descriptor that the card is done with, from the word that stands for it there.
 #[inline(always)]
-fn take_back(arena: &Arena, id: SlotId) -> Slot {
-    match arena.attach_named(id) {
-        Ok(slot) => slot,
-        Err(wrong) => not_lent(wrong),
-    }
+#[expect(clippy::cast_possible_truncation, reason = "the low half of a word is the slot's index")]
+fn take_back(arena: &Arena, word: u64) -> Result<Slot, NicError> {
+    arena.attach_at(word as u32).map_err(|_| not_lent(word))
 }
 
-/// Apart, since it never happens.
+/// Apart, since it never happens while all who have the NIC's memory keep to N2.
 #[cold]
-fn not_lent(wrong: WrongSlot) -> ! {
-    panic!("D2: a slot that is lent stands in each of the card's descriptors, but {wrong}");
+fn not_lent(word: u64) -> NicError {
+    broken("a slot that is not the card's stands in one of its descriptors", word)
 }
 
 /// What was wrong with frames, each counted by us because the card does not.
@@ -188,8 +181,6 @@ pub struct Lengths {
 #[derive(Debug)]
 pub struct ReceiveRing {
     ring: Descriptors,
-    /// The slots once more, in the ledger: the card writes where their addresses stood.
-    listed: Span<AtomicU64>,
     next: u32,
     tail: u32,
     /// The first descriptor whose frame was not handled by the last commit (D5).
@@ -206,19 +197,16 @@ impl ReceiveRing {
     pub fn new(memory: &NicMemory, index: usize, count: u16) -> Self {
         let ring = Descriptors::new(memory, index, count);
         ring.clear();
-        let listed = memory.slot_list(index);
-        ReceiveRing { ring, listed, next: 0, tail: 0, handled: 0, rung: 0, hint: 0, skipping: false }
+        ReceiveRing { ring, next: 0, tail: 0, handled: 0, rung: 0, hint: 0, skipping: false }
     }
 
     /// The ring that a predecessor left. Changes nothing in it.
     pub fn resume(memory: &NicMemory, index: usize, sash: &Sash) -> Self {
-        let mut ring = Descriptors::new(memory, index, sash.head.ring);
+        let ring = Descriptors::new(memory, index, sash.head.ring);
         ring.take_over(&sash.posted[index]);
         let cursors = &sash.receive[index];
         let ReceiveSash { next, tail, skipping, .. } = *cursors;
-        let listed = memory.slot_list(index);
-        ring.slots.iter().zip(listed.iter()).for_each(|(slot, place)| place.store(slot.to_word(), Relaxed));
-        ReceiveRing { ring, listed, next, tail, handled: next, rung: tail, hint: next, skipping: skipping == 1 }
+        ReceiveRing { ring, next, tail, handled: next, rung: tail, hint: next, skipping: skipping == 1 }
     }
 
     /// What a successor must know.
@@ -265,7 +253,11 @@ impl ReceiveRing {
     ) -> Result<usize, NicError> {
         let before = burst.len();
         loop {
-            self.receive_good(arena, lengths, burst);
+            match self.receive_good(arena, lengths, burst) {
+                Err(error) if burst.len() == before => return Err(error),
+                Err(_) => break,
+                Ok(()) => {}
+            }
             if burst.is_full() || self.next == self.tail {
                 break;
             }
@@ -287,9 +279,9 @@ impl ReceiveRing {
 
     /// Appends good frames until there is none, or the ring's last descriptor was looked at.
     #[inline]
-    fn receive_good(&mut self, arena: &Arena, lengths: Lengths, burst: &mut Burst) {
+    fn receive_good(&mut self, arena: &Arena, lengths: Lengths, burst: &mut Burst) -> Result<(), NicError> {
         if self.skipping {
-            return;
+            return Ok(());
         }
         let first = self.ring.place(self.next);
         let ready = self.tail.wrapping_sub(self.next) as usize;
@@ -305,10 +297,17 @@ impl ReceiveRing {
             if !is_good || len.wrapping_sub(HEADER_LEN) > lengths.frame - HEADER_LEN {
                 break;
             }
-            burst.push(Frame { slot: take_back(arena, *slot), len });
+            match take_back(arena, slot.load(Relaxed)) {
+                Ok(slot) => burst.push(Frame { slot, len }),
+                Err(error) => {
+                    self.next = next;
+                    return Err(error);
+                }
+            }
             next = next.wrapping_add(1);
         }
         self.next = next;
+        Ok(())
     }
 
     /// What stands in the next descriptor.
@@ -329,8 +328,10 @@ impl ReceiveRing {
     #[cold]
     fn refuse(&mut self, arena: &Arena, word: u64, dropped: &mut Dropped) {
         let place = self.ring.place(self.next);
-        // How much of it the card has written, nobody remembers.
-        take_back(arena, self.ring.slots[place]).bytes_mut().fill(0);
+        // A slot that is not the card's is not freed either. How much of it the card has written, nobody remembers.
+        if let Ok(mut slot) = take_back(arena, self.ring.slots[place].load(Relaxed)) {
+            slot.bytes_mut().fill(0);
+        }
         if !self.skipping {
             match word & done::ERRORS {
                 0 => dropped.too_long += 1,
@@ -353,7 +354,7 @@ impl ReceiveRing {
     #[cold]
     fn first_of(&self, burst: &Burst) -> u32 {
         let in_hand = |position: u32| {
-            let id = self.ring.slots[self.ring.place(position)];
+            let id = self.ring.slot(self.ring.place(position));
             burst.iter().any(|frame| frame.slot.id() == id)
         };
         let received = (0..self.next.wrapping_sub(self.handled)).map(|i| self.handled.wrapping_add(i));
@@ -370,7 +371,7 @@ impl ReceiveRing {
     pub fn position_of(&mut self, id: SlotId) -> Option<u32> {
         let is_there = |ring: &Self, position: u32| {
             let received = ring.next.wrapping_sub(ring.handled);
-            position.wrapping_sub(ring.handled) < received && ring.ring.slots[ring.ring.place(position)] == id
+            position.wrapping_sub(ring.handled) < received && ring.ring.slot(ring.ring.place(position)) == id
         };
         let position = match is_there(self, self.hint) {
             true => self.hint,
@@ -403,19 +404,17 @@ impl ReceiveRing {
     pub fn salvage(memory: &NicMemory, index: usize, sash: &mut Sash) -> Result<(), NicError> {
         let ring = Descriptors::new(memory, index, sash.head.ring);
         let ReceiveSash { next, tail, .. } = sash.receive[index];
-        let (listed, held) = (memory.slot_list(index), tail.wrapping_sub(next));
-        for place in (0..held).map(|i| ring.place(next.wrapping_add(i))) {
-            sash.posted[index][place] = listed[place].load(Relaxed);
-        }
+        ring.to_sash(&mut sash.posted[index], next, tail);
+        let held = tail.wrapping_sub(next);
         for position in (0..held).map(|i| next.wrapping_add(i)).filter(|&at| memory.ledger().has_saved(index, at)) {
             let place = ring.place(position);
             if ring.descriptor(place)[1].load(Acquire) & done::DD == 0 {
                 continue;
             }
-            let id = SlotId::from_word(sash.posted[index][place]);
+            let id = ring.slot(place);
             // Ours for as long as it takes.
             memory.lend(std::iter::once(id)).map_err(|_| broken("a slot stands in two descriptors", id.to_word()))?;
-            memory.ledger().undo(index, position, &mut take_back(memory.arena(), id));
+            memory.ledger().undo(index, position, &mut take_back(memory.arena(), id.to_word())?);
         }
         Ok(())
     }
@@ -450,23 +449,21 @@ impl ReceiveRing {
     /// Whether a frame that was received and not committed as handled lies in this slot.
     pub fn is_unhandled(&self, id: SlotId) -> bool {
         let received = (0..self.next.wrapping_sub(self.handled)).map(|i| self.handled.wrapping_add(i));
-        { received }.any(|position| self.ring.slots[self.ring.place(position)].index == id.index)
+        { received }.any(|position| self.ring.slot(self.ring.place(position)).index == id.index)
     }
 
     /// Gives the card up to `room` slots in the descriptors from `first` on.
     #[inline]
     fn refill_run(&mut self, memory: &NicMemory, first: usize, room: usize) {
         let (words, _) = self.ring.words.as_chunks::<WORDS>();
-        let slots = self.ring.slots[first..first + room].iter_mut().zip(&self.listed[first..first + room]);
-        let mut places = words[first..first + room].iter().zip(slots);
+        let mut places = words[first..first + room].iter().zip(&self.ring.slots[first..first + room]);
         let (arena_at, slot_len) = (memory.arena_at().0, u64::from(memory.arena().geometry().slot_len));
         let count = memory.arena().supply(room, |id| {
-            if let Some(([address, status], (slot, listed))) = places.next() {
+            if let Some(([address, status], slot)) = places.next() {
                 address.store(arena_at + u64::from(id.index) * slot_len, Relaxed);
                 // D4
                 status.store(0, Relaxed);
-                *slot = id;
-                listed.store(id.to_word(), Relaxed);
+                slot.store(id.to_word(), Relaxed);
             }
         });
         self.tail = self.tail.wrapping_add(u32::try_from(count).expect("at most as many as there is room for"));
@@ -496,19 +493,16 @@ impl TransmitRing {
 
     /// The ring that a predecessor left, behind those of its receive queues. Changes nothing in it.
     pub fn resume(memory: &NicMemory, sash: &Sash) -> Self {
-        let mut ring = Descriptors::new(memory, sash.queues.into(), sash.head.ring);
+        let ring = Descriptors::new(memory, sash.queues.into(), sash.head.ring);
         ring.take_over(&sash.sending);
         let Sash { sent, filled, .. } = *sash;
         TransmitRing { ring, sent, filled, reusable: sent, rung: filled, given: 0 }
     }
 
-    /// The slots that a driver left in the ring that died: the card leaves their addresses where they are.
-    pub fn salvage(memory: &NicMemory, sash: &mut Sash) -> Result<(), NicError> {
+    /// The slots that a driver left in the ring that died.
+    pub fn salvage(memory: &NicMemory, sash: &mut Sash) {
         let ring = Descriptors::new(memory, sash.queues.into(), sash.head.ring);
-        for place in (0..sash.filled.wrapping_sub(sash.sent)).map(|i| ring.place(sash.sent.wrapping_add(i))) {
-            sash.sending[place] = ring.slot_at(memory, place)?.to_word();
-        }
-        Ok(())
+        ring.to_sash(&mut sash.sending, sash.sent, sash.filled);
     }
 
     /// Frames that were ever given to the card.
@@ -570,7 +564,7 @@ impl TransmitRing {
             if self.ring.descriptor(place)[1].load(Acquire) & send::DD == 0 {
                 break;
             }
-            drop(take_back(arena, self.ring.slots[place]));
+            drop(take_back(arena, self.ring.slots[place].load(Relaxed)));
             self.sent = self.sent.wrapping_add(1);
         }
     }
@@ -593,7 +587,7 @@ impl TransmitRing {
             let [address, command] = self.ring.descriptor(place);
             address.store(memory.slot_at(&slot).0, Relaxed);
             command.store(send::COMMAND | u64::from(len), Relaxed);
-            self.ring.slots[place] = lend(memory.arena(), slot);
+            self.ring.slots[place].store(lend(memory.arena(), slot).to_word(), Relaxed);
             self.filled = self.filled.wrapping_add(1);
             self.given = self.given.wrapping_add(1);
         }

@@ -1,0 +1,176 @@
+//! What a driver that is gone leaves in ledger and rings, and what its successor makes of it. What happens to whole cards under traffic is
+//! in `takeover.rs`.
+#![allow(clippy::tests_outside_test_module, reason = "a file in tests/ is a test module")]
+
+mod stub;
+
+use stub::{Play, RDT, StubBus, TDT};
+use tasuki_net::nic::e1000e::{E1000e, Sash};
+use tasuki_net::nic::{InPlace, Nic, NicError, NicMemory, NicOptions, Parts};
+use tasuki_net::port::{Burst, Port};
+
+type Card = E1000e<StubBus>;
+
+const RING: usize = 16;
+const RCTL: u32 = 0x100;
+const TCTL: u32 = 0x400;
+const EN: u32 = 1 << 1;
+
+/// A card that runs, and how to get a successor ready.
+struct Desk {
+    play: Play,
+    nic: Option<Card>,
+    parts: Box<dyn Fn() -> NicMemory>,
+}
+
+fn start() -> Desk {
+    let (play, memory) = Play::new(RING);
+    let (layout, again) = (memory.layout(), memory.parts().expect("descriptors are free"));
+    let copy = move || {
+        let copy = |fd: &std::os::fd::OwnedFd| fd.try_clone().expect("descriptors are free");
+        let Parts { rings, frames, ledger } = &again;
+        let parts = Parts { rings: copy(rings), frames: copy(frames), ledger: copy(ledger) };
+        NicMemory::prepare(parts, &layout).expect("the same memory")
+    };
+    let options = NicOptions { ring: 16, ..NicOptions::default() };
+    let nic = Card::start(play.bus(), memory, &options).expect("a well-behaved card");
+    Desk { play, nic: Some(nic), parts: Box::new(copy) }
+}
+
+impl Desk {
+    fn nic(&mut self) -> &mut Card {
+        self.nic.as_mut().expect("it runs")
+    }
+
+    fn prepared(&self) -> <Card as InPlace>::Prepared {
+        Card::prepare(self.play.bus(), (self.parts)()).expect("it is ready")
+    }
+
+    /// The driver is no more; its registers are as it left them. What its successor finds.
+    fn dies(&mut self) -> (<Card as InPlace>::Prepared, Box<Sash>) {
+        std::mem::forget(self.nic.take());
+        let prepared = self.prepared();
+        let sash = Card::salvage(&prepared).expect("it ran");
+        (prepared, sash)
+    }
+
+    fn takes_over(&mut self) {
+        let (prepared, sash) = self.dies();
+        self.nic = Some(Card::go_on(prepared, &sash).expect("the successor goes on"));
+    }
+
+    fn receive(&mut self, burst: &mut Burst) -> usize {
+        self.nic().receive(burst).expect("the card works")
+    }
+}
+
+#[test]
+fn what_is_in_hand_comes_again_and_what_is_not_does_not() {
+    let mut desk = start();
+    (0..4).for_each(|place| desk.play.write_back(place, 60));
+    let mut burst = Burst::new();
+    assert_eq!(desk.receive(&mut burst), 4);
+    // Two are handled, two stand in the burst.
+    burst.drain(..2);
+    assert_eq!(desk.receive(&mut burst), 0);
+    let slots: Vec<_> = burst.iter().map(|frame| frame.slot.id().index).collect();
+    desk.takes_over();
+    let mut again = Burst::new();
+    assert_eq!(desk.receive(&mut again), 2);
+    assert!(again.iter().map(|frame| frame.slot.id().index).eq(slots), "the same frames");
+    again.clear();
+    assert_eq!(desk.receive(&mut again), 0);
+    desk.takes_over();
+    assert_eq!(desk.receive(&mut again), 0, "all were handled");
+}
+
+#[test]
+fn a_frame_that_was_changed_in_hand_comes_as_it_came() {
+    let mut desk = start();
+    desk.play.write_back(0, 60);
+    let mut burst = Burst::new();
+    assert_eq!(desk.receive(&mut burst), 1);
+    burst[0].slot.bytes_mut()[..80].fill(1);
+    let [frame] = &mut burst[..] else { unreachable!() };
+    desk.nic.as_mut().expect("it runs").save(frame);
+    frame.slot.bytes_mut()[..60].fill(2);
+    desk.takes_over();
+    let mut again = Burst::new();
+    assert_eq!(desk.receive(&mut again), 1);
+    assert_eq!(again[0].slot.bytes()[..80], [1; 80]);
+}
+
+#[test]
+fn what_was_saved_of_an_earlier_frame_stays_where_it_is() {
+    let mut desk = start();
+    let mut burst = Burst::new();
+    // Round and round the ring: each position, and each place for what is saved, is used several times.
+    for round in 0..200_usize {
+        desk.play.write_back(round % RING, 60);
+        while desk.receive(&mut burst) == 0 {}
+        let [frame] = &mut burst[..] else { unreachable!() };
+        if round % 3 == 0 {
+            frame.slot.bytes_mut().fill(1);
+            desk.nic.as_mut().expect("it runs").save(frame);
+        }
+        frame.slot.bytes_mut().fill(7);
+        if round % 3 == 0 {
+            desk.takes_over();
+            // A handle of a dead process is nothing; here it lives, and must not free what the successor has.
+            std::mem::forget(std::mem::take(&mut burst));
+            assert_eq!(desk.receive(&mut burst), 1);
+            assert_eq!(burst[0].slot.bytes()[..60], [1; 60], "round {round}");
+        }
+        burst.clear();
+        assert_eq!(desk.receive(&mut burst), 0);
+        assert_eq!(desk.receive(&mut burst), 0);
+    }
+}
+
+#[test]
+fn a_successor_tells_the_card_what_the_dead_one_was_about_to() {
+    let mut desk = start();
+    let tails = [desk.play.card.get(RDT), desk.play.card.get(TDT)];
+    desk.play.card.set(RDT, 3);
+    desk.play.card.set(TDT, 5);
+    desk.takes_over();
+    assert_eq!([desk.play.card.get(RDT), desk.play.card.get(TDT)], tails);
+}
+
+#[test]
+fn a_card_that_the_dead_one_had_halted_runs_again() {
+    let mut desk = start();
+    let card = std::rc::Rc::clone(&desk.play.card);
+    // Parked, and whoever had the sash is gone with it.
+    let parked = desk.nic.take().expect("it runs").park().expect("it stops");
+    assert_eq!((card.get(RCTL) & EN, card.get(TCTL) & EN), (0, 0));
+    drop(parked);
+    desk.takes_over();
+    assert_eq!((card.get(RCTL) & EN, card.get(TCTL) & EN), (EN, EN));
+}
+
+#[test]
+fn nobody_goes_on_where_nobody_drove() {
+    let (play, memory) = Play::new(RING);
+    let prepared = Card::prepare(play.bus(), memory).expect("it is ready");
+    let error = Card::salvage(&prepared).expect_err("no driver ever ran");
+    assert!(matches!(error, NicError::BrokenSash { .. }), "{error}");
+}
+
+#[test]
+fn frames_given_are_counted_over_all_drivers() {
+    let mut desk = start();
+    for round in 1..=40_u64 {
+        let place = usize::try_from(round - 1).expect("small") % RING;
+        desk.play.write_back(place, 60);
+        let mut burst = Burst::new();
+        while desk.receive(&mut burst) == 0 {}
+        desk.nic().transmit(&mut burst).expect("the card works");
+        desk.play.complete(place);
+        desk.takes_over();
+        assert_eq!(desk.nic().given(), round);
+    }
+    let commits = desk.nic().commits();
+    desk.takes_over();
+    assert!(desk.nic().commits() > commits);
+}
