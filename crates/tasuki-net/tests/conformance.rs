@@ -12,10 +12,10 @@ use conformance::on_sim::OnSim;
 use conformance::repoint::Repointed;
 use conformance::{PATIENCE, World, memory};
 use qemu::QtestBus;
-use tasuki_net::nic::{NicMemory, NicOptions};
 use tasuki_net::nic::bus::vfio_user::{TIMEOUT, VfioUser};
 use tasuki_net::nic::bus::{Bus, Registers};
 use tasuki_net::nic::e1000e::E1000e;
+use tasuki_net::nic::{NicMemory, NicOptions};
 
 impl Model for E1000e<QtestBus> {
     const NAME: &'static str = "e1000e";

@@ -23,11 +23,8 @@ pub trait Repoint: InPlace {
     ///
     /// # Errors
     /// `options` are not what the card was started with (ring, queues, payload; others are the card's), or the memory cannot be mapped.
-    fn prepare_rings(
-        bus: Self::Bus,
-        memory: NicMemory,
-        options: &NicOptions,
-    ) -> Result<Self::Ready, Failed<Self::Bus>>;
+    fn prepare_rings(bus: Self::Bus, memory: NicMemory, options: &NicOptions)
+    -> Result<Self::Ready, Failed<Self::Bus>>;
 
     /// It comes to nothing: takes the memory away from the card.
     fn give_up(ready: Self::Ready) -> (Self::Bus, NicMemory);

@@ -21,8 +21,8 @@ use arrayvec::ArrayVec;
 
 use self::counters::Counters;
 use self::regs::{Mmio, cause, rctl};
-pub use self::repoint::Ready;
 use self::repoint::Hush;
+pub use self::repoint::Ready;
 use self::ring::{Lengths, ReceiveRing, TransmitRing, ring_at};
 pub use self::sash::Sash;
 use self::sash::{MTA_WORDS, QUEUES_MAX};

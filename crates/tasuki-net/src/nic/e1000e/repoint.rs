@@ -133,7 +133,11 @@ fn check_shape<R: Registers>(mmio: &Mmio<R>, shape: Shape) -> Result<(), NicErro
     }
     let lens = [mmio.read(regs::RDLEN.of(0)), mmio.read(regs::TDLEN)];
     if lens != [len, len] {
-        return refuse("ring", shape.ring, "it must be what the card runs with, for the length of its rings stays as it is");
+        return refuse(
+            "ring",
+            shape.ring,
+            "it must be what the card runs with, for the length of its rings stays as it is",
+        );
     }
     if mmio.read(regs::RDLEN.of(1)) != of_second {
         return refuse("queues", shape.queues.into(), "it must be as many as the card runs with");
@@ -141,7 +145,9 @@ fn check_shape<R: Registers>(mmio: &Mmio<R>, shape: Shape) -> Result<(), NicErro
     let buffer = rctl::buffer(shape.buffer.into()).expect("a shape's buffers are of a length that the card knows");
     match control & rctl::BUFFER == buffer {
         true => Ok(()),
-        false => refuse("mtu", shape.mtu, "it must be what the card runs with, for the length of its buffers stays as it is"),
+        false => {
+            refuse("mtu", shape.mtu, "it must be what the card runs with, for the length of its buffers stays as it is")
+        }
     }
 }
 
@@ -293,7 +299,8 @@ impl<B: Bus> Repoint for E1000e<B> {
         let silent = asked.looks >= LOOKS_AT_LEAST && asked.still_since.elapsed() >= park::quiet(frame, speed);
         let since = asked.at.elapsed();
         let gone = self.transmit.unsent() == 0 || since > DRAIN_LIMIT;
-        told && gone && (silent || since > park::xoff_limit(frame, speed) + SILENCE_LIMIT && asked.asks >= ASKED_AT_LEAST)
+        told && gone
+            && (silent || since > park::xoff_limit(frame, speed) + SILENCE_LIMIT && asked.asks >= ASKED_AT_LEAST)
     }
 
     fn stop(&mut self) -> Result<bool, NicError> {
@@ -305,7 +312,9 @@ impl<B: Bus> Repoint for E1000e<B> {
         }
         let queues = self.receive.len();
         let mmio = &self.mmio;
-        let heads = || std::array::from_fn(|queue| if queue < queues { mmio.read(regs::RDH.of(u32::from(queue > 0))) } else { 0 });
+        let heads = || {
+            std::array::from_fn(|queue| if queue < queues { mmio.read(regs::RDH.of(u32::from(queue > 0))) } else { 0 })
+        };
         if !self.hush.off {
             mmio.write(regs::RCTL, receive & !rctl::EN);
             self.hush.off = true;
