@@ -345,6 +345,7 @@ macro_rules! suite_repoint {
     ($name:ident, $world:ty) => {
         $crate::suite!($name, $world:
             owners_take_turns_under_traffic_without_a_loss
+            all_queues_go_to_another_owner
             an_owner_with_other_memory_is_woken
             a_card_goes_back_to_its_giver
         );

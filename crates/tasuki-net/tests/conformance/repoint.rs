@@ -8,7 +8,7 @@ use tasuki_net::nic::{InPlace, NicMemory, NicOptions, Repoint};
 use tasuki_net::port::{Armed, Port};
 use tasuki_shm::arena::{Arena, Geometry};
 
-use super::frames::{SHORTEST, assert_same, frame};
+use super::frames::{SHORTEST, assert_same, frame, ipv4};
 use super::in_place::Twinned;
 use super::{Bench, PATIENCE, until};
 use crate::qemu::readable;
@@ -26,16 +26,18 @@ pub trait Repointed: Twinned<Nic: Repoint> {
 pub struct Owner<W: Repointed> {
     ready: <W::Nic as Repoint>::Ready,
     arena: Arena,
+    options: NicOptions,
 }
 
-fn options() -> NicOptions {
-    NicOptions { ring: 64, ..NicOptions::default() }
+fn options(queues: u8) -> NicOptions {
+    NicOptions { ring: 64, queues, ..NicOptions::default() }
 }
 
 impl<W: Repointed> Bench<W> {
-    fn next_owner(&self, bus: W::Bus, memory: NicMemory) -> Owner<W> {
+    fn next_owner(&self, bus: W::Bus, memory: NicMemory, options: NicOptions) -> Owner<W> {
         let arena = memory.arena().clone();
-        Owner { ready: W::Nic::prepare_rings(bus, memory, &options()).expect("the card's shape, and memory"), arena }
+        let ready = W::Nic::prepare_rings(bus, memory, &options).expect("the card's shape, and memory");
+        Owner { ready, arena, options }
     }
 
     /// Goes on until nothing is left, and stops the card; says what came meanwhile.
@@ -57,27 +59,28 @@ impl<W: Repointed> Bench<W> {
         self.put(W::Nic::repoint(next.ready).expect("a card that has stopped"), next.arena);
         let (mut bus, memory) = giver.stand_down();
         memory.unmap(&mut bus).expect("it was mapped");
-        self.next_owner(bus, memory)
+        self.next_owner(bus, memory, next.options)
     }
 }
 
 /// A card that runs, and another owner that is ready for it.
-fn start<W: Repointed>() -> Option<(Bench<W>, Owner<W>)> {
-    let first = super::memory::<W>(&options());
+fn start<W: Repointed>(queues: u8) -> Option<(Bench<W>, Owner<W>)> {
+    let options = options(queues);
+    let first = super::memory::<W>(&options);
     let count = first.arena().geometry().count;
     let at = Iova(W::MEMORY_AT.0 + (1 << 30));
     let second = NicMemory::create(Geometry { slot_len: 4096, count }, 256 << 10, at).expect("a little memory");
     let world = W::with_two(&first, &second)?;
     let arena = first.arena().clone();
-    let nic = tasuki_net::nic::Nic::start(world.bus(), first, &options()).expect("the card starts");
+    let nic = tasuki_net::nic::Nic::start(world.bus(), first, &options).expect("the card starts");
     let mut bench = Bench::over(world, nic, arena);
     let bus = W::twin(bench.nic().bus());
-    let next = bench.next_owner(bus, second);
+    let next = bench.next_owner(bus, second, options);
     Some((bench, next))
 }
 
 pub fn owners_take_turns_under_traffic_without_a_loss<W: Repointed>() {
-    let Some((mut bench, mut next)) = start::<W>() else { return };
+    let Some((mut bench, mut next)) = start::<W>(1) else { return };
     let send = bench.world.sender();
     let stop = Arc::new(AtomicBool::new(false));
     let stopped = Arc::clone(&stop);
@@ -110,8 +113,34 @@ pub fn owners_take_turns_under_traffic_without_a_loss<W: Repointed>() {
     assert_eq!(came, sent + 1, "each frame came, once");
 }
 
+pub fn all_queues_go_to_another_owner<W: Repointed>() {
+    let Some((mut bench, mut next)) = start::<W>(W::QUEUES) else { return };
+    for turn in 0..6 {
+        // Of 16 flows, which are spread over the queues; sorted by flow, which is the last byte of the sender's address.
+        let mut sent: Vec<_> = (0..200).map(|number| ipv4(W::MAC, (number % 16) as u8, 200 * turn + number)).collect();
+        let mut came = Vec::new();
+        let mut rest = sent.iter().peekable();
+        until("the frames", || {
+            while rest.next_if(|frame| bench.world.try_send(frame)).is_some() {}
+            came.extend(bench.poll());
+            (came.len() >= 150).then_some(())
+        });
+        // The rest comes to the one or the other.
+        came.extend(bench.hush_and_stop());
+        next = bench.repoint(next);
+        until("the other frames", || {
+            while rest.next_if(|frame| bench.world.try_send(frame)).is_some() {}
+            came.extend(bench.poll());
+            (came.len() >= 200).then_some(())
+        });
+        sent.sort_by_key(|frame| frame[14 + 15]);
+        came.sort_by_key(|frame| frame[14 + 15]);
+        assert_same(&came, &sent);
+    }
+}
+
 pub fn an_owner_with_other_memory_is_woken<W: Repointed>() {
-    let Some((mut bench, mut next)) = start::<W>() else { return };
+    let Some((mut bench, mut next)) = start::<W>(1) else { return };
     for number in 0..6 {
         assert_eq!(bench.nic().arm().expect("the card works"), Armed::Idle);
         assert_same(&bench.hush_and_stop(), &[]);
@@ -126,7 +155,7 @@ pub fn an_owner_with_other_memory_is_woken<W: Repointed>() {
 }
 
 pub fn a_card_goes_back_to_its_giver<W: Repointed>() {
-    let Some((mut bench, next)) = start::<W>() else { return };
+    let Some((mut bench, next)) = start::<W>(1) else { return };
     let sent: Vec<_> = (0..120).map(|number| frame(W::MAC, number, SHORTEST)).collect();
     assert_same(&bench.bring_in(&sent[..40]), &sent[..40]);
     assert_same(&bench.hush_and_stop(), &[]);

@@ -338,6 +338,10 @@ impl<B: Bus> Repoint for E1000e<B> {
             }
         }
         mmio.write(regs::TCTL, transmit & !(tctl::EN | tctl::SWXOFF));
+        if self.transmit.unsent() > 0 {
+            // A partner that has us pause, or none at all. What had begun is finished; the rest goes with the memory, unless the card comes back.
+            park::settles(STOP_LIMIT, park::quiet(self.shape.frame(), 10), || [mmio.read(regs::TDH), 0]);
+        }
         Ok(true)
     }
 
