@@ -73,7 +73,8 @@ pub trait Scrub: Nic {
     /// was received, by a driver whose predecessor kept the memory clean, too.
     fn keep_clean(&mut self);
 
-    /// Wipes what lies in free slots: a megabyte, perhaps. To be called shortly before a handover, between two bursts.
+    /// Wipes what lies in free slots: a megabyte, perhaps, which takes up to a millisecond if nobody did before. To be called shortly before a handover, between two
+    /// bursts, and best twice: what is left after the second time is what came during the first.
     fn wipe_free(&mut self);
 
     /// Wipes what is left once nothing that was received is in hand any more: the slots of frames that were sent or let go since

@@ -258,6 +258,8 @@ impl<B: Bus> E1000e<B> {
         setup::enable(&self.mmio, self.shape, self.filter_bits());
         if options.scrub {
             self.keep_clean();
+            // There is time now: later only what was used is left to do.
+            self.dirt.iter_mut().for_each(|dirt| dirt.wipe_free(self.memory.arena()));
         }
         self.refill();
         self.open_ledger();
