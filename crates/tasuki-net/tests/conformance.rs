@@ -9,12 +9,13 @@ mod qemu;
 use conformance::in_place::Twinned;
 use conformance::on_qemu::{Model, OnQemu};
 use conformance::on_sim::OnSim;
+use conformance::repoint::Repointed;
 use conformance::{PATIENCE, World, memory};
 use qemu::QtestBus;
-use tasuki_net::nic::NicOptions;
 use tasuki_net::nic::bus::vfio_user::{TIMEOUT, VfioUser};
 use tasuki_net::nic::bus::{Bus, Registers};
 use tasuki_net::nic::e1000e::E1000e;
+use tasuki_net::nic::{NicMemory, NicOptions};
 
 impl Model for E1000e<QtestBus> {
     const NAME: &'static str = "e1000e";
@@ -37,6 +38,20 @@ impl Twinned for OnSim {
     }
 }
 suite_in_place!(e1000e_in_place_on_our_model, super::OnSim);
+
+impl Repointed for OnQemu<E1000e<QtestBus>> {
+    fn with_two(first: &NicMemory, second: &NicMemory) -> Option<Self> {
+        OnQemu::with(&[first, second])
+    }
+}
+suite_repoint!(e1000e_repointed_on_qemu, super::OnQemu<super::E1000e<super::QtestBus>>);
+
+impl Repointed for OnSim {
+    fn with_two(first: &NicMemory, _: &NicMemory) -> Option<Self> {
+        OnSim::new(first)
+    }
+}
+suite_repoint!(e1000e_repointed_on_our_model, super::OnSim);
 
 /// Of our model, over vfio-user: a server that does not mask INTA#, and rings each time that it is asserted anew.
 #[test]

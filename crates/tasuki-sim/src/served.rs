@@ -23,8 +23,9 @@ const CONFIG_LEN: u64 = 4096;
 const IDLE_ROUNDS: u32 = 2000;
 const NAP: Duration = Duration::from_micros(100);
 
-/// Rounds after which the driver is listened to.
+/// Rounds after which the driver is listened to, and time: a round with many frames is long, and a driver that has asked something waits.
 const UNHEARD_MAX: u32 = 8;
+const UNHEARD_NS: u64 = 5_000;
 
 /// The same while there is no driver: nothing can happen until one comes.
 const LONG_NAP: Duration = Duration::from_millis(50);
@@ -161,12 +162,14 @@ impl<W: Wire> Served<W> {
     pub fn serve(&mut self, server: &mut Server, mut go_on: impl FnMut(&mut Self) -> bool) -> io::Result<()> {
         let mut idle = 0;
         let mut unheard = 0;
+        let mut heard_at = 0;
         while go_on(self) {
             let mut busy = self.step();
             unheard += 1;
             // To ask whether the driver said something is dear, and it seldom does.
-            if unheard >= UNHEARD_MAX {
-                unheard = 0;
+            let now = if busy { self.clock.now() } else { heard_at };
+            if unheard >= UNHEARD_MAX || now >= heard_at + UNHEARD_NS {
+                (unheard, heard_at) = (0, now);
                 match server.turn(self)? {
                     Turn::Over => return Ok(()),
                     Turn::Idle => {}

@@ -1,5 +1,6 @@
 //! A NIC that changes hands while packets flow: our model of the 82574L in one process, and two workers that take turns in two others.
 
+mod repoint;
 mod rows;
 mod worker;
 
@@ -30,10 +31,14 @@ pub const CASES: &[Case] = &[
         |orders| card::serve_trials(orders, 1024),
         |orders| worker::upgrades(orders, Traffic::Paper),
     ),
+    case(REPOINT, |orders| card::serve_trials(orders, 64), repoint::handovers),
 ];
 
 /// The case in which the wire is busiest.
 pub const UPGRADE: &str = "upgrade-inplace-line64";
+
+/// The case in which the card is pointed at another node's memory.
+pub const REPOINT: &str = "handover-repoint-line64";
 
 /// What else is measured in the same rounds: what it costs to wake another process.
 pub fn floors() -> impl Iterator<Item = &'static Case> {

@@ -13,12 +13,14 @@ const ANT: f64 = 568.0;
 pub fn rows(samples: &Samples) -> Result<Vec<Row>> {
     let mut rows = Vec::new();
     for case in super::CASES {
-        rows.extend(upgrade(samples, case.name)?);
+        rows.extend(relay(samples, case.name)?);
     }
     Ok(rows)
 }
 
-fn upgrade(samples: &Samples, case: &'static str) -> Result<Vec<Row>> {
+fn relay(samples: &Samples, case: &'static str) -> Result<Vec<Row>> {
+    // What the packet buffer of the card holds at line rate is what a pause must not exceed, were the partner not to pause; in place less is done.
+    let (p50, p99) = if case == super::REPOINT { (80.0, 160.0) } else { (20.0, 150.0) };
     let sample = samples.of(case)?;
     let noted = |name: &str| {
         let numbers = sample.numbers(name);
@@ -33,14 +35,14 @@ fn upgrade(samples: &Samples, case: &'static str) -> Result<Vec<Row>> {
         .against("wake-up", Kind::Floor, wake)
         .against("minix3", Kind::Paper, MINIX)
         .against("ant", Kind::Paper, ANT)
-        .bar_at(20.0);
+        .bar_at(p50);
     let mut lost = Row::lower(case, "lost", "frames", sum("lost")?).bar_at(0.0);
     lost.note = Some(format!("{} relays; the wire was asked to pause {} times", sum("relays")?, sum("pauses")?));
     Ok(vec![
         lost,
         Row::lower(case, "duplicated_or_reordered", "frames", sum("wrong")?).bar_at(0.0),
         median,
-        row("pause_p99", summary.p99).bar_at(150.0),
+        row("pause_p99", summary.p99).bar_at(p99),
         row("pause_max", summary.max),
         Row::lower(case, "gap_max", "µs", most("gap")? / 1e3),
     ])

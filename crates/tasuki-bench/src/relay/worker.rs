@@ -27,16 +27,16 @@ use crate::nic::trial::{Ask, Control, Say, Trial};
 use crate::orders::Orders;
 use crate::sample::Sample;
 
-type Card = E1000e<VfioUser>;
+pub(super) type Card = E1000e<VfioUser>;
 
 /// Descriptors in a ring: what a driver has that nobody asked for another number. Each is a word of the sash.
-const RING: u16 = 256;
+pub(super) const RING: u16 = 256;
 
 /// From one relay to the next.
-const BETWEEN: Duration = Duration::from_millis(5);
+pub(super) const BETWEEN: Duration = Duration::from_millis(5);
 
 /// Frames that have not come so long after the last one are lost.
-const PATIENCE: Duration = Duration::from_millis(200);
+pub(super) const PATIENCE: Duration = Duration::from_millis(200);
 
 /// What is on the wire.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -48,26 +48,26 @@ pub enum Traffic {
 }
 
 /// The memory that the workers share: the lease, a few words, and the sash.
-struct Board {
-    lease: Lease<Span<Line>>,
-    words: Span<AtomicU64>,
+pub(super) struct Board {
+    pub(super) lease: Lease<Span<Line>>,
+    pub(super) words: Span<AtomicU64>,
     sash: Span<AtomicU64>,
     region: Region,
 }
 
 /// Words of the board.
-const RECEIVED: usize = 8;
-const RELEASED_AT: usize = 16;
-const STOP: usize = 24;
+pub(super) const RECEIVED: usize = 8;
+pub(super) const RELEASED_AT: usize = 16;
+pub(super) const STOP: usize = 24;
 /// How long each relay took, in ns, in the order in which they happened; and how many there were.
-const RELAYS: usize = 32;
-const PAUSES: usize = 40;
-const PAUSES_MAX: usize = 4096;
+pub(super) const RELAYS: usize = 32;
+pub(super) const PAUSES: usize = 40;
+pub(super) const PAUSES_MAX: usize = 4096;
 const WORDS: usize = PAUSES + PAUSES_MAX;
 const SASH_AT: usize = (8 * WORDS).next_multiple_of(PAGE_LEN);
 
 impl Board {
-    fn over(region: Region) -> Result<Self> {
+    pub(super) fn over(region: Region) -> Result<Self> {
         Ok(Board {
             lease: Lease::new(region.span(0, 1)?),
             words: region.span(0, WORDS)?,
@@ -76,7 +76,7 @@ impl Board {
         })
     }
 
-    fn new() -> Result<Self> {
+    pub(super) fn new() -> Result<Self> {
         Self::over(Region::create("tasuki-bench board", SASH_AT + Sash::LEN, Pages::Small)?)
     }
 
@@ -98,7 +98,7 @@ impl Board {
     }
 }
 
-fn now_ns() -> u64 {
+pub(super) fn now_ns() -> u64 {
     let now = rustix::time::clock_gettime(rustix::time::ClockId::Monotonic);
     now.tv_sec.unsigned_abs() * 1_000_000_000 + now.tv_nsec.unsigned_abs()
 }
@@ -199,7 +199,7 @@ impl Worker {
 }
 
 /// Who waits in vain is ended by the bench.
-fn wait(eventfd: &OwnedFd) -> Result<()> {
+pub(super) fn wait(eventfd: &OwnedFd) -> Result<()> {
     loop {
         match rustix::io::read(eventfd, &mut [0; 8]) {
             Ok(_) => return Ok(()),
@@ -210,25 +210,27 @@ fn wait(eventfd: &OwnedFd) -> Result<()> {
 }
 
 /// A way to the card and its memory, twice: one to drive with, and one to be ready with meanwhile.
-struct Ways {
+pub(super) struct Ways {
     text: kit::Text,
+    /// Each worker has memory of its own, and the card is pointed at it.
+    repoint: bool,
     fds: Vec<OwnedFd>,
 }
 
 impl Ways {
-    fn of(nic: &Card, (parts, layout): (Parts, MemoryLayout)) -> Result<Self> {
+    pub(super) fn of(nic: &Card, (parts, layout): (Parts, MemoryLayout), repoint: bool) -> Result<Self> {
         let (text, fds) = kit::pack(nic.bus(), parts, &layout)?;
-        Ok(Ways { text, fds })
+        Ok(Ways { text, repoint, fds })
     }
 
-    fn open(&self) -> Result<(VfioUser, NicMemory)> {
+    pub(super) fn open(&self) -> Result<(VfioUser, NicMemory)> {
         let fds = self.fds.iter().map(OwnedFd::try_clone).collect::<std::io::Result<Vec<_>>>()?;
         Ok(kit::unpack(&self.text, Fds::new(fds))?)
     }
 }
 
 /// The second worker, ended with the first.
-struct Other(Child);
+pub(super) struct Other(Child);
 
 impl Drop for Other {
     fn drop(&mut self) {
@@ -237,7 +239,7 @@ impl Drop for Other {
     }
 }
 
-fn start_other(ways: &Ways, board: &Board, eventfds: [&OwnedFd; 2], cpu: usize) -> Result<Other> {
+pub(super) fn start_other(ways: &Ways, board: &Board, eventfds: [&OwnedFd; 2], cpu: usize) -> Result<Other> {
     let (ours, theirs) = socketpair(AddressFamily::UNIX, SocketType::SEQPACKET, SocketFlags::CLOEXEC, None)?;
     let program = std::env::current_exe().context("the bench could not find its own executable")?;
     let other = Command::new(program).arg("take-turns").stdin(Stdio::from(theirs)).spawn();
@@ -247,7 +249,7 @@ fn start_other(ways: &Ways, board: &Board, eventfds: [&OwnedFd; 2], cpu: usize) 
     fds.extend(eventfds.into_iter().map(OwnedFd::try_clone).collect::<std::io::Result<Vec<_>>>()?);
     Orders::new(0, 0, cpu, std::path::PathBuf::new(), String::new()).send(ours.as_fd(), &fds)?;
     let control = Control::new(ours);
-    control.say(&ways.text)?;
+    control.say(&(&ways.text, ways.repoint))?;
     // It is ready once it says so.
     control.hear::<()>()?;
     Ok(other)
@@ -260,12 +262,16 @@ pub fn take_turns() -> Result<()> {
     let mut orders = Orders::receive(stdin.as_fd())?;
     cpus::pin(orders.cpu)?;
     let control = Control::new(stdin);
-    let text: kit::Text = control.hear()?;
+    let (text, repoint): (kit::Text, bool) = control.hear()?;
     let fds = std::iter::from_fn(|| orders.next_fd().ok()).collect::<Vec<_>>();
     let [fds @ .., board, ours, theirs] = &fds[..] else { bail!("descriptors are missing") };
-    let ways = Ways { text, fds: fds.iter().map(OwnedFd::try_clone).collect::<std::io::Result<_>>()? };
+    let ways = Ways { text, repoint, fds: fds.iter().map(OwnedFd::try_clone).collect::<std::io::Result<_>>()? };
     let board = Board::over(Region::adopt(board.try_clone()?)?)?;
-    let mut worker = worker(NonZeroU32::MIN.saturating_add(1), board, [ours.try_clone()?, theirs.try_clone()?], &ways)?;
+    let eventfds = [ours.try_clone()?, theirs.try_clone()?];
+    if ways.repoint {
+        return super::repoint::take_turns(&ways, board, eventfds, &control);
+    }
+    let mut worker = worker(NonZeroU32::MIN.saturating_add(1), board, eventfds, &ways)?;
     control.say(&())?;
     while let Some(mut nic) = worker.take()? {
         worker.drive(&mut nic, |_| Ok(false))?;
@@ -291,7 +297,7 @@ pub fn upgrades(mut orders: Orders, traffic: Traffic) -> Result<Sample> {
     let (mut nic, parts, layout) = driver::start_shared(orders.next_fd()?, RING)?;
     let control = Control::new(orders.next_fd()?);
     let Say::Size(size) = control.hear()? else { bail!("the card did not begin with the size of its frames") };
-    let ways = Ways::of(&nic, (parts, layout))?;
+    let ways = Ways::of(&nic, (parts, layout), false)?;
     let eventfd = || rustix::event::eventfd(0, EventfdFlags::CLOEXEC);
     let (ours, theirs) = (eventfd()?, eventfd()?);
     let board = Board::new()?;

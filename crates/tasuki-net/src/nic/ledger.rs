@@ -183,6 +183,12 @@ impl Ledger {
         bytes[..len].copy_from_slice(&head.as_bytes()[..len]);
     }
 
+    /// Nothing of what was saved is left, of frames that were all handled.
+    pub fn wipe_saved(&self) {
+        self.forget();
+        self.0[UNDO_AT..].iter().for_each(|word| word.store(0, Relaxed));
+    }
+
     /// Nothing was saved: positions begin anew with a card that starts.
     pub fn forget(&self) {
         self.0[KEYS_AT..KEYS_AT + QUEUES * UNDO].iter().for_each(|key| key.store(0, Relaxed));

@@ -21,13 +21,17 @@ pub mod ledger;
 mod loan;
 mod memory;
 mod register;
+mod repoint;
 pub mod rtl8139;
 pub mod sash;
+pub mod scrub;
 pub mod virtio_net;
 
 use bus::{Bus, BusError};
 pub use memory::{MemoryLayout, NicMemory, Parts, PartsError};
+pub use repoint::Repoint;
 pub use sash::Sash;
+pub use scrub::Scrub;
 
 use crate::port::{Frame, Port};
 
@@ -96,12 +100,14 @@ pub struct NicOptions {
     /// Whether card and partner have each other pause instead of losing frames (IEEE 802.3, annex 31B), if the card can and the partner
     /// agrees. What was agreed on is learnt by [`Nic::link`].
     pub flow_control: bool,
+    /// Whether the memory is kept clean of frames that were handled ([`Scrub`]), so that it can go to another owner with the card.
+    pub scrub: bool,
 }
 
 impl Default for NicOptions {
     /// One queue of 256 descriptors, frames of up to 1,500 bytes, only what is addressed to the card, and flow control.
     fn default() -> Self {
-        NicOptions { ring: 256, queues: 1, mtu: 1500, filter: Filter::default(), flow_control: true }
+        NicOptions { ring: 256, queues: 1, mtu: 1500, filter: Filter::default(), flow_control: true, scrub: false }
     }
 }
 

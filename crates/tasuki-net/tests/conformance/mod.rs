@@ -17,6 +17,7 @@ pub mod frames;
 pub mod in_place;
 pub mod on_qemu;
 pub mod on_sim;
+pub mod repoint;
 
 use std::time::{Duration, Instant};
 
@@ -319,7 +320,7 @@ macro_rules! suite {
             $(#[test]
             fn $case() {
                 #[allow(unused_imports, reason = "not every list has cases of both kinds")]
-                use $crate::conformance::{cases::*, failing::*, in_place::*};
+                use $crate::conformance::{cases::*, failing::*, in_place::*, repoint::*};
                 $case::<$world>();
             })*
         }
@@ -334,6 +335,19 @@ macro_rules! suite_in_place {
             drivers_take_turns_under_traffic_without_a_loss
             who_goes_on_is_woken
             a_driver_that_went_on_can_be_parked
+        );
+    };
+}
+
+/// The cases of drivers that point a card at another owner's memory.
+#[macro_export]
+macro_rules! suite_repoint {
+    ($name:ident, $world:ty) => {
+        $crate::suite!($name, $world:
+            owners_take_turns_under_traffic_without_a_loss
+            all_queues_go_to_another_owner
+            an_owner_with_other_memory_is_woken
+            a_card_goes_back_to_its_giver
         );
     };
 }

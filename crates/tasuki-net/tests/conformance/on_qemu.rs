@@ -24,6 +24,16 @@ pub trait Model: Nic<Bus = QtestBus> {
 /// QEMU's model of the card that `N` drives.
 pub struct OnQemu<N>(Machine, PhantomData<N>);
 
+impl<N: Model> OnQemu<N> {
+    /// A fresh card, which can be made to see any of these.
+    pub fn with(memories: &[&NicMemory]) -> Option<Self> {
+        let comma = if N::PROPERTIES.is_empty() { "" } else { "," };
+        let properties = format!("mac={}{comma}{}", Self::MAC, N::PROPERTIES);
+        let regions: Vec<_> = memories.iter().flat_map(|memory| regions(memory)).collect();
+        Some(OnQemu(Machine::start(N::NAME, &properties, &regions)?, PhantomData))
+    }
+}
+
 impl<N: Model> World for OnQemu<N> {
     type Nic = N;
     type Bus = QtestBus;
@@ -36,9 +46,7 @@ impl<N: Model> World for OnQemu<N> {
     const HOLDS_WHILE_PARKED: bool = true;
 
     fn new(memory: &NicMemory) -> Option<Self> {
-        let comma = if N::PROPERTIES.is_empty() { "" } else { "," };
-        let properties = format!("mac={}{comma}{}", Self::MAC, N::PROPERTIES);
-        Some(OnQemu(Machine::start(N::NAME, &properties, &regions(memory))?, PhantomData))
+        Self::with(&[memory])
     }
 
     fn bus(&self) -> QtestBus {

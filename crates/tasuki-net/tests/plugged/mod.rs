@@ -73,6 +73,7 @@ pub fn with_card<T: Send>(
     let (to, from) = ([0xff; 6], [0x02, 0, 0, 0, 0, 0x51]);
     let mut source = Source::new(SourceOptions { to, from, size: 64, rate: Some(rate), count, honours_pause: true });
     source.pause(true);
+    source.be_patient();
     let options = Options { link_up_ns: 1_000_000, ..Options::default() };
     let mut served = Served::new(Device::new(options), source);
     let wire = Wire::default();

@@ -99,6 +99,8 @@ pub struct Source {
     came: Box<[u64]>,
     last_at: Option<u64>,
     paused: bool,
+    /// Pauses that are not short last until they are ended.
+    patient: bool,
     /// Until then the partner wants nothing.
     paused_until: u64,
 }
@@ -107,6 +109,8 @@ pub struct Source {
 const PAUSE_TO: [u8; 6] = [0x01, 0x80, 0xc2, 0x00, 0x00, 0x01];
 const PAUSE: [u8; 4] = [0x88, 0x08, 0x00, 0x01];
 const QUANTUM_NS: u64 = 512;
+/// A pause that is short, to whoever is patient.
+const PATIENT_NS: u64 = 1_000_000;
 
 const PARTS: u32 = 20;
 
@@ -134,6 +138,7 @@ impl Source {
             came,
             last_at: None,
             paused: false,
+            patient: false,
             paused_until: 0,
         }
     }
@@ -152,6 +157,12 @@ impl Source {
     pub fn pause(&mut self, paused: bool) {
         self.paused = paused;
         self.due = None;
+    }
+
+    /// From now on a pause of more than a millisecond lasts until another PAUSE frame says otherwise: on a machine with much to do, a driver that is not run for
+    /// 33 ms has done nothing wrong.
+    pub fn be_patient(&mut self) {
+        self.patient = true;
     }
 
     /// So many more frames are to be sent.
@@ -250,7 +261,8 @@ impl Wire for Source {
                 self.counts.pauses += 1;
                 if self.options.honours_pause {
                     let quanta = u64::from(u16::from_be_bytes([frame[16], frame[17]]));
-                    self.paused_until = now + quanta * QUANTUM_NS;
+                    let time = quanta * QUANTUM_NS;
+                    self.paused_until = if self.patient && time > PATIENT_NS { u64::MAX } else { now + time };
                     // What was not sent meanwhile is not made up for.
                     self.due = None;
                 }

@@ -1,7 +1,7 @@
 //! The Intel 82574L: gigabit, two receive queues, MSI-X.
 //!
 //! `regs.rs` is the data sheet, `ring.rs` moves slots, `setup.rs` gets a card ready, `park.rs` stops it and has it go on, `in_place.rs`
-//! has it run on while its driver is replaced, `flow.rs` has card and partner pause for each other, and `sash.rs` is what a successor needs. One vector signals all that is received; what was sent is looked at when there is
+//! has it run on while its driver is replaced, `repoint.rs` points it at another owner's rings, `scrub.rs` keeps its memory clean, `flow.rs` has card and partner pause for each other, and `sash.rs` is what a successor needs. One vector signals all that is received; what was sent is looked at when there is
 //! more to send.
 
 mod counters;
@@ -9,8 +9,10 @@ mod flow;
 mod in_place;
 mod park;
 mod regs;
+mod repoint;
 mod ring;
 mod sash;
+mod scrub;
 mod setup;
 
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
@@ -19,6 +21,8 @@ use arrayvec::ArrayVec;
 
 use self::counters::Counters;
 use self::regs::{Mmio, cause, rctl};
+use self::repoint::Hush;
+pub use self::repoint::Ready;
 use self::ring::{Lengths, ReceiveRing, TransmitRing, ring_at};
 pub use self::sash::Sash;
 use self::sash::{MTA_WORDS, QUEUES_MAX};
@@ -27,7 +31,8 @@ use super::bus::pci::{self, Header};
 use super::bus::{self, Bus, BusError, Registers};
 use super::ledger::CURSORS;
 use super::sash::{Sash as _, broken};
-use super::{Failed, Filter, Link, Mac, Nic, NicError, NicMemory, NicOptions, PciId, loan};
+use super::scrub::Dirt;
+use super::{Failed, Filter, Link, Mac, Nic, NicError, NicMemory, NicOptions, PciId, Scrub, loan};
 use crate::port::{Armed, Burst, Port};
 use tasuki_shm::crash;
 
@@ -57,12 +62,16 @@ pub struct E1000e<B: Bus> {
     agreed: bool,
     /// The partner pauses since the card was parked, until what had come before is received.
     held: bool,
+    /// On the way to another owner's rings.
+    hush: Hush,
     /// What stands in the multicast table.
     mta: Box<[u32; MTA_WORDS]>,
     counters: Counters,
     /// How often was committed, and what.
     commits: u64,
     committed: [u64; CURSORS],
+    /// If the memory is kept clean: what is not.
+    dirt: Option<Dirt>,
 }
 
 /// Words of the ledger's cursors, behind those of the receive queues.
@@ -71,9 +80,16 @@ const SENT: usize = 3;
 const GIVEN: usize = 4;
 
 impl<B: Bus> E1000e<B> {
-    /// Gives the card's receive rings what free slots there are, up to what was committed as handled.
+    /// Gives the card's receive rings what free slots there are, once all that was received is committed as handled: up to then a slot that was let go
+    /// may be one that a successor needs (D5).
     #[inline]
     fn refill(&mut self) {
+        if self.hush.is_off() || self.receive.iter().any(ReceiveRing::has_unhandled) {
+            return;
+        }
+        if self.dirt.is_some() {
+            return self.refill_clean();
+        }
         self.receive.iter_mut().for_each(|ring| ring.refill(&self.memory));
     }
 
@@ -176,6 +192,9 @@ impl<B: Bus> E1000e<B> {
     }
 
     fn let_go(&mut self) {
+        if let Some(since) = self.hush.let_go_at() {
+            return self.finish_letting_go(since);
+        }
         self.held = false;
         self.write_seldom();
         park::let_go(&self.mmio, self.shape.frame(), &mut self.counters);
@@ -208,7 +227,7 @@ impl<B: Bus> E1000e<B> {
     fn assemble(bus: B, memory: NicMemory, parts: Assembly<B::Registers>) -> Self {
         let Assembly { mmio, bell, receive, transmit, shape, mac, filter, flow_control, mta, counters } = parts;
         // A successor's link may have gone and come meanwhile.
-        let (first, agreed, held) = (0, false, false);
+        let (first, agreed, held, hush) = (0, false, false, Hush::default());
         E1000e {
             bus,
             memory,
@@ -223,10 +242,12 @@ impl<B: Bus> E1000e<B> {
             flow_control,
             agreed,
             held,
+            hush,
             mta,
             counters,
             commits: 0,
             committed: [0; CURSORS],
+            dirt: None,
         }
     }
 
@@ -238,6 +259,11 @@ impl<B: Bus> E1000e<B> {
         self.flow_control = options.flow_control;
         self.apply_filter(&options.filter);
         setup::enable(&self.mmio, self.shape, self.filter_bits());
+        if options.scrub {
+            self.keep_clean();
+            // There is time now: later only what was used is left to do.
+            self.dirt.iter_mut().for_each(|dirt| dirt.wipe_free(self.memory.arena()));
+        }
         self.refill();
         self.open_ledger();
     }
@@ -367,7 +393,11 @@ impl<B: Bus> Port for E1000e<B> {
         // What was handled is committed, and posted anew, and that is committed.
         self.commit(burst);
         self.rest();
+        let before = burst.len();
         let frames = self.collect(burst)?;
+        if let Some(dirt) = &mut self.dirt {
+            dirt.mark(&burst[before..]);
+        }
         crash::point("nic.collected");
         if frames == 0 && self.held {
             self.let_go_if_empty();
@@ -380,6 +410,9 @@ impl<B: Bus> Port for E1000e<B> {
         self.transmit.reclaim(self.memory.arena());
         if self.transmit.can_make_room(burst.len()) {
             self.commit(burst);
+        }
+        if let Some(dirt) = &mut self.dirt {
+            dirt.mark(burst);
         }
         let taken = self.transmit.transmit(&self.memory, self.shape.frame(), &mut self.counters.refused, burst);
         crash::point("nic.filled");

@@ -14,22 +14,22 @@ use crate::nic::bus::Registers;
 use crate::nic::{Link, NicError};
 
 /// How long the card may take to send what it was given. What is left then stays in its ring.
-const DRAIN_LIMIT: Duration = Duration::from_millis(5);
+pub(super) const DRAIN_LIMIT: Duration = Duration::from_millis(5);
 /// How long the card may take to send a PAUSE frame, besides the time on the wire.
 const XOFF_LIMIT: Duration = Duration::from_micros(200);
 /// Bytes of a PAUSE frame, with preamble and gap, and those that a frame has besides its own.
 const PAUSE_LEN: u32 = 84;
 const AROUND_LEN: u32 = 24;
 /// How long the wire may take to fall silent after that. Whoever sends on then does not honour pauses.
-const SILENCE_LIMIT: Duration = Duration::from_millis(1);
+pub(super) const SILENCE_LIMIT: Duration = Duration::from_millis(1);
 /// How long the card may go on after it was switched off.
-const STOP_LIMIT: Duration = Duration::from_millis(50);
+pub(super) const STOP_LIMIT: Duration = Duration::from_millis(50);
 /// A round trip over the bus, many times over.
 const BUS_TIME: Duration = Duration::from_micros(20);
 
 /// What a pause is cut down to when the card goes on, in times of 512 bits: 10 µs at a gigabit. Not none: should the card have to stop the
 /// partner at that very moment, because the driver is not run, then with the same time, again and again.
-const PAUSE_MIN: u32 = 20;
+pub(super) const PAUSE_MIN: u32 = 20;
 
 /// What the status register says of the wire.
 pub fn link(status: u32) -> Link {
@@ -45,18 +45,24 @@ pub fn link(status: u32) -> Link {
 }
 
 /// How long the card may take to send a PAUSE frame: the frame of `frame` bytes before it, and itself. Bits by Mb/s are microseconds.
-fn xoff_limit(frame: u16, speed: u32) -> Duration {
+pub(super) fn xoff_limit(frame: u16, speed: u32) -> Duration {
     XOFF_LIMIT + Duration::from_micros(u64::from((u32::from(frame) + AROUND_LEN + PAUSE_LEN) * 8 / speed))
 }
 
+/// How long nothing must have come until nothing is under way: a frame that had begun to come when the receive side was switched off is still
+/// written. Bits by Mb/s are microseconds.
+pub(super) fn quiet(frame: u16, speed: u32) -> Duration {
+    Duration::from_micros(u64::from(frame) * 8 / u64::from(speed)) + BUS_TIME
+}
+
 /// Has the partner pause, or go on.
-fn pause<R: Registers>(mmio: &Mmio<R>, time: u32) {
+pub(super) fn pause<R: Registers>(mmio: &Mmio<R>, time: u32) {
     mmio.write(regs::FCTTV, time);
     mmio.change(regs::TCTL, 0, tctl::SWXOFF);
 }
 
 /// Whether `heads` stay the same for `time`, and through a few looks at them, asked for at most `limit`.
-fn settles(limit: Duration, time: Duration, mut heads: impl FnMut() -> [u32; 2]) -> bool {
+pub(super) fn settles(limit: Duration, time: Duration, mut heads: impl FnMut() -> [u32; 2]) -> bool {
     const SAME_AT_LEAST: u32 = 4;
     let mut last = heads();
     let mut since = Instant::now();
@@ -83,8 +89,7 @@ pub fn stop<R: Registers>(mmio: &Mmio<R>, frame: u16, counters: &mut Counters) -
         Link::Down => 10,
         Link::Up { speed, .. } => speed,
     };
-    // A frame that had begun to come when the receive side was switched off is still written. Bits by Mb/s are microseconds.
-    let quiet = Duration::from_micros(u64::from(frame) * 8 / u64::from(speed)) + BUS_TIME;
+    let quiet = quiet(frame, speed);
     let received = || [mmio.read(regs::RDH.of(0)), mmio.read(regs::RDH.of(1))];
     if let Link::Up { full_duplex, .. } = link {
         if full_duplex {

@@ -273,6 +273,9 @@ pub mod rctl {
     /// Strip the check sequence.
     pub const SECRC: u32 = 1 << 26;
 
+    /// The bits that say how long buffers are: BSIZE, BSEX.
+    pub const BUFFER: u32 = 3 << 16 | 1 << 25;
+
     /// The bits that set the length of buffers, if the card knows it.
     pub const fn buffer(bytes: u32) -> Option<u32> {
         // BSIZE, and BSEX, which makes 16 times as much of it.

@@ -220,6 +220,16 @@ impl ReceiveRing {
         self.ring.register(self.tail)
     }
 
+    /// What the head register is once all that came was received.
+    pub fn head(&self) -> u32 {
+        self.ring.register(self.next)
+    }
+
+    /// Whether the card has a slot in each descriptor but the one that must stay free.
+    pub fn is_full(&self) -> bool {
+        self.tail.wrapping_sub(self.next) == self.ring.most()
+    }
+
     /// Whether the card has a slot for the next frame, or has filled it.
     pub fn has_slots(&self) -> bool {
         self.next != self.tail
@@ -318,8 +328,10 @@ impl ReceiveRing {
     #[cold]
     fn refuse(&mut self, arena: &Arena, word: u64, dropped: &mut Dropped) {
         let place = self.ring.place(self.next);
-        // A slot that is not the card's is not freed either.
-        drop(take_back(arena, self.ring.slots[place].load(Relaxed)));
+        // A slot that is not the card's is not freed either. How much of it the card has written, nobody remembers.
+        if let Ok(mut slot) = take_back(arena, self.ring.slots[place].load(Relaxed)) {
+            slot.bytes_mut().fill(0);
+        }
         if !self.skipping {
             match word & done::ERRORS {
                 0 => dropped.too_long += 1,
@@ -408,17 +420,36 @@ impl ReceiveRing {
     }
 
     /// Gives the card free slots until its ring is full or none are left.
+    #[inline]
     pub fn refill(&mut self, memory: &NicMemory) {
+        self.refill_some(memory, usize::MAX);
+    }
+
+    /// The same, with `most` slots at most.
+    #[inline]
+    pub fn refill_some(&mut self, memory: &NicMemory, most: usize) {
+        let end = self.tail.wrapping_add(u32::try_from(self.room().min(most)).expect("a ring is short"));
         // To the end of the ring, and from its beginning.
         for _ in 0..2 {
-            let room = (self.ring.most() - self.tail.wrapping_sub(self.handled)) as usize;
             let first = self.ring.place(self.tail);
-            let room = room.min(self.ring.slots.len() - first);
+            let room = (end.wrapping_sub(self.tail) as usize).min(self.ring.slots.len() - first);
             if room == 0 {
                 break;
             }
             self.refill_run(memory, first, room);
         }
+    }
+
+    /// Slots that there is room for.
+    #[inline]
+    pub fn room(&self) -> usize {
+        (self.ring.most() - self.tail.wrapping_sub(self.handled)) as usize
+    }
+
+    /// Whether frames were received that are not committed as handled.
+    #[inline]
+    pub fn has_unhandled(&self) -> bool {
+        self.next != self.handled
     }
 
     /// Gives the card up to `room` slots in the descriptors from `first` on.
@@ -513,6 +544,16 @@ impl TransmitRing {
     /// What the tail register is to be.
     pub fn tail(&self) -> u32 {
         self.ring.register(self.filled)
+    }
+
+    /// What the head register is to be of a card that goes on with what is not sent yet.
+    pub fn head(&self) -> u32 {
+        self.ring.register(self.sent)
+    }
+
+    /// Frames that the card has not said it has sent.
+    pub fn unsent(&self) -> u32 {
+        self.filled.wrapping_sub(self.sent)
     }
 
     /// Takes back the slots of frames that the card has sent.

@@ -146,6 +146,9 @@ fn check_options(options: &NicOptions) -> Result<(), NicError> {
     if !options.ring.is_power_of_two() || !(2..=DESCRIPTORS_MAX).contains(&options.ring.into()) {
         return wrong("ring", options.ring.into(), "it must be a power of two from 2 to 512 (two descriptors a frame)");
     }
+    if options.scrub {
+        return wrong("scrub", 1, "its driver does not keep its memory clean; hand it over by repoint or cold");
+    }
     if options.queues != 1 {
         return wrong("queues", options.queues.into(), "this driver uses one receive queue");
     }

@@ -12,6 +12,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use arrayvec::ArrayVec;
+use rustix::event::{PollFd, PollFlags, Timespec};
 use rustix::io::Errno;
 use rustix::net::sockopt::{Timeout, set_socket_timeout};
 use rustix::net::{
@@ -33,7 +34,7 @@ const QUESTIONS_MAX: u32 = 64;
 const SKIPPED_MAX: usize = 4096;
 
 /// How long is waited for the rest of a header. Servers send it as a whole.
-const DRIBBLE: Duration = Duration::from_micros(50);
+const DRIBBLE: Timespec = Timespec { tv_sec: 0, tv_nsec: 50_000 };
 
 /// Why the server cannot be talked to any more.
 #[derive(Debug, Clone)]
@@ -306,14 +307,16 @@ fn await_answer(
 /// Looks at the header of what comes next, and leaves it there.
 fn peek(socket: BorrowedFd<'_>, deadline: Instant) -> Result<[u8; HEADER_LEN], Fault> {
     let mut header = [0; HEADER_LEN];
+    let mut closed = false;
     loop {
         match rustix::net::recv(socket, &mut header[..], RecvFlags::PEEK) {
             Err(Errno::INTR) => {}
-            Ok((0, _)) => return Err(Fault::Gone),
             Ok((HEADER_LEN.., _)) => return Ok(header),
+            Ok((len, _)) if len == 0 || closed => return Err(Fault::Gone),
             Ok(_) => {
                 in_time(deadline)?;
-                std::thread::sleep(DRIBBLE);
+                let mut hangs_up = [PollFd::from_borrowed_fd(socket, PollFlags::RDHUP)];
+                closed = rustix::event::poll(&mut hangs_up, Some(&DRIBBLE)).is_ok_and(|count| count > 0);
             }
             Err(errno) => return Err(errno.into()),
         }

@@ -1,0 +1,388 @@
+//! A card that is pointed at another owner's rings (the data sheet's sections 4.6.5, 4.6.6 and 10.2.5 to 10.2.6).
+//!
+//! Base and head of a ring may be written while its unit is off, and at no other time. While the receive unit is off the card loses what comes, and does
+//! not count it. So the partner is asked to pause first, the giver goes on until nothing comes any more, and only then the units are switched off. What is
+//! written in between are eight values: base (two halves), head and tail of the receive ring, and of the transmit ring; four more for a second receive
+//! queue. All of it is posted: that messages arrive in order is all that is needed. Address and data of the MSI-X message stay as they are, and so does
+//! the eventfd that it becomes: the taker's twin has the same.
+//!
+//! What is waited for while nobody drives is one answer for the giver (has the card really stopped where we are?) and one for the taker (is it really off?).
+
+use std::os::fd::OwnedFd;
+use std::time::Instant;
+
+use arrayvec::ArrayVec;
+
+use super::counters::Counters;
+use super::flow::{self, PAUSE_MAX};
+use super::park::{self, DRAIN_LIMIT, PAUSE_MIN, SILENCE_LIMIT, STOP_LIMIT};
+use super::regs::{self, Mmio, rctl, tctl};
+use super::ring::{DESCRIPTOR_LEN, ReceiveRing, TransmitRing, ring_at};
+use super::sash::{COUNTERS, QUEUES_MAX, Sash};
+use super::setup::{self, Shape};
+use super::{Assembly, BAR, E1000e, MTA_WORDS, bell, recognise};
+use crate::nic::bus::{Bus, Registers};
+use crate::nic::sash::{Sash as _, broken};
+use crate::nic::{Failed, Link, Mac, NicError, NicMemory, NicOptions, Repoint};
+use crate::port::Burst;
+
+/// A card is asked so often however long each takes: whoever answers for a modelled one may have been asleep meanwhile.
+const ASKED_AT_LEAST: u32 = 16;
+const LOOKS_AT_LEAST: u32 = 4;
+
+/// How far a giver is.
+#[derive(Debug, Clone, Copy, Default)]
+pub struct Hush {
+    /// Since the partner was asked to pause, or was found not to be there.
+    asked: Option<Asked>,
+    /// The receive unit is off: no slots are posted.
+    off: bool,
+    /// When the partner was let go, as long as not everything is put back that was changed for that.
+    let_go_at: Option<Instant>,
+}
+
+impl Hush {
+    #[inline]
+    pub fn is_off(self) -> bool {
+        self.off
+    }
+
+    pub fn let_go_at(self) -> Option<Instant> {
+        self.let_go_at
+    }
+}
+
+#[derive(Debug, Clone, Copy)]
+struct Asked {
+    at: Instant,
+    link: Link,
+    /// What the receive and the transmit control register held.
+    control: [u32; 2],
+    /// The partner has been told, or does not seem to be there; and how often the card was asked since, or until then.
+    told: bool,
+    asks: u32,
+    /// How often the card was asked, since something came last, whether anything had.
+    looks: u32,
+    /// When something came last, as far as was seen, and how far the rings were.
+    still_since: Instant,
+    heads: [u32; QUEUES_MAX],
+}
+
+/// A taker with rings of its own: a driver that has everything but the card.
+pub struct Ready<B: Bus>(E1000e<B>);
+
+impl<B: Bus> std::fmt::Debug for Ready<B> {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Ready").finish_non_exhaustive()
+    }
+}
+
+/// Has a card that is off go on with these rings: where they are, and how far their owner is in them; then both units on, the transmit side first: an answer
+/// may follow a frame at once, and a PAUSE frame is sent.
+///
+/// A receive ring's tail is written last, as drivers do that start a card: QEMU's model drops what waits for it when a tail is written while it is off. Until
+/// then the card has the tail of the ring before. Where a ring is full that is inside of what is posted, wherever it is; else the tail goes first.
+fn go_on_with<R: Registers>(
+    mmio: &Mmio<R>,
+    memory: &NicMemory,
+    (receive, transmit): (&[ReceiveRing], &TransmitRing),
+    shape: Shape,
+    [receive_control, transmit_control]: [u32; 2],
+) {
+    let rings = || (0_usize..).zip(0_u32..).zip(receive);
+    for ((queue, index), its) in rings() {
+        let (low, high) = setup::halves(ring_at(memory.rings_at(), queue, shape.ring));
+        mmio.write(regs::RDBAL.of(index), low);
+        mmio.write(regs::RDBAH.of(index), high);
+        mmio.write(regs::RDH.of(index), its.head());
+        if !its.is_full() {
+            mmio.write(regs::RDT.of(index), its.tail());
+        }
+    }
+    let (low, high) = setup::halves(ring_at(memory.rings_at(), receive.len(), shape.ring));
+    mmio.write(regs::TDBAL, low);
+    mmio.write(regs::TDBAH, high);
+    mmio.write(regs::TDH, transmit.head());
+    mmio.write(regs::TDT, transmit.tail());
+    mmio.write(regs::TCTL, transmit_control | tctl::EN);
+    mmio.write(regs::RCTL, receive_control | rctl::EN);
+    for ((_, index), its) in rings().filter(|(_, its)| its.is_full()) {
+        mmio.write(regs::RDT.of(index), its.tail());
+    }
+}
+
+/// What the units are set up for, if they are off.
+fn controls_of_stopped<R: Registers>(mmio: &Mmio<R>) -> Result<[u32; 2], NicError> {
+    let controls = [mmio.read(regs::RCTL), mmio.read(regs::TCTL)];
+    match controls {
+        [u32::MAX, _] | [_, u32::MAX] => Err(NicError::Gone),
+        [receive, _] if receive & rctl::EN != 0 => Err(broken("the card receives, though stopped", receive.into())),
+        [_, transmit] if transmit & tctl::EN != 0 => Err(broken("the card sends, though stopped", transmit.into())),
+        controls => Ok(controls),
+    }
+}
+
+/// Whether the card was started with these rings and frames. They stay as they are.
+fn check_shape<R: Registers>(mmio: &Mmio<R>, shape: Shape) -> Result<(), NicError> {
+    let len = u32::from(shape.ring) * u32::try_from(DESCRIPTOR_LEN).expect("16");
+    let of_second = if shape.queues > 1 { len } else { 0 };
+    let refuse = |field, value: u16, must| Err(NicError::Options { field, value: value.into(), must });
+    let control = mmio.read(regs::RCTL);
+    if control == u32::MAX {
+        return Err(NicError::Gone);
+    }
+    let lens = [mmio.read(regs::RDLEN.of(0)), mmio.read(regs::TDLEN)];
+    if lens != [len, len] {
+        return refuse(
+            "ring",
+            shape.ring,
+            "it must be what the card runs with, for the length of its rings stays as it is",
+        );
+    }
+    if mmio.read(regs::RDLEN.of(1)) != of_second {
+        return refuse("queues", shape.queues.into(), "it must be as many as the card runs with");
+    }
+    let buffer = rctl::buffer(shape.buffer.into()).expect("a shape's buffers are of a length that the card knows");
+    match control & rctl::BUFFER == buffer {
+        true => Ok(()),
+        false => {
+            refuse("mtu", shape.mtu, "it must be what the card runs with, for the length of its buffers stays as it is")
+        }
+    }
+}
+
+impl<B: Bus> Ready<B> {
+    /// Gets all ready that the card does not notice.
+    fn new(mut bus: B, memory: NicMemory, options: &NicOptions) -> Result<Self, Failed<B>> {
+        memory.take_back();
+        let ledger = memory.ledger();
+        ledger.belongs(None);
+        ledger.forget();
+        ledger.halted(false);
+        let asked = Self::ask(&mut bus, &memory, options);
+        let (mmio, bell, shape, mac) = match asked {
+            Ok(asked) => asked,
+            Err(error) => return Err(Failed { error, bus, memory }),
+        };
+        let flow_control = flow::is_prepared(&mmio);
+        let mut mta = Box::new([0; MTA_WORDS]);
+        (0_u32..).zip(mta.iter_mut()).for_each(|(index, word)| *word = mmio.read(regs::MTA.of(index)));
+        let filter = match mmio.read(regs::RCTL) {
+            control if control & rctl::UPE != 0 => 1,
+            control if control & rctl::MPE != 0 => 2,
+            _ => 0,
+        };
+        if let Err(error) = memory.map_anew(&mut bus) {
+            return Err(Failed { error: error.into(), bus, memory });
+        }
+        let rings = |index| ReceiveRing::new(&memory, index, shape.ring);
+        let mut receive: ArrayVec<_, QUEUES_MAX> = (0..usize::from(shape.queues)).map(rings).collect();
+        for ring in &mut receive {
+            ring.refill(&memory);
+            // The card is told together with all the rest.
+            ring.committed(0);
+        }
+        let transmit = TransmitRing::new(&memory, receive.len(), shape.ring);
+        // What the card has counted since its last owner asked will be ours.
+        let counters = Counters::resume(&[0; COUNTERS]);
+        let parts = Assembly { mmio, bell, receive, transmit, shape, mac, filter, flow_control, mta, counters };
+        let mut nic = E1000e { held: flow_control, ..E1000e::assemble(bus, memory, parts) };
+        nic.open_ledger();
+        nic.memory.ledger().belongs(None);
+        Ok(Ready(nic))
+    }
+
+    #[expect(clippy::type_complexity, reason = "what the card says, once")]
+    fn ask(
+        bus: &mut B,
+        memory: &NicMemory,
+        options: &NicOptions,
+    ) -> Result<(Mmio<B::Registers>, OwnedFd, Shape, Mac), NicError> {
+        let shape = Shape::new(options.ring, options.queues, options.mtu, &memory.layout())?;
+        recognise(bus)?;
+        let mmio = Mmio(bus.registers(BAR)?);
+        check_shape(&mmio, shape)?;
+        let mac = setup::mac(&mmio)?;
+        Ok((mmio, bell(bus)?, shape, mac))
+    }
+}
+
+impl<B: Bus> E1000e<B> {
+    /// Has the card use the longest pause again, and let its partner go on by itself, once the frame that lets the partner go has left. Asks for that
+    /// at most once.
+    #[cold]
+    pub(super) fn finish_letting_go(&mut self, since: Instant) {
+        let late = since.elapsed() > park::xoff_limit(self.shape.frame(), 10);
+        if self.counters.collect_xoff_sent(&self.mmio) == 0 && !late {
+            return;
+        }
+        self.mmio.write(regs::FCTTV, PAUSE_MAX);
+        flow::go_on_by_itself(&self.mmio, true);
+        (self.held, self.hush.let_go_at) = (false, None);
+        self.write_seldom();
+    }
+
+    fn heads(&self) -> [u32; QUEUES_MAX] {
+        std::array::from_fn(|queue| self.receive.get(queue).map_or(0, ReceiveRing::head))
+    }
+
+    /// Whether the partner was told to pause. Asks the card until it was, and not for too long.
+    fn is_told(&mut self, asked: &mut Asked) -> bool {
+        let Link::Up { full_duplex: true, speed } = asked.link else { return true };
+        asked.asks += 1;
+        if !asked.told {
+            let late = asked.at.elapsed() > park::xoff_limit(self.shape.frame(), speed) && asked.asks >= ASKED_AT_LEAST;
+            asked.told = self.counters.collect_xoff_sent(&self.mmio) > 0 || late;
+            (asked.still_since, asked.looks) = (Instant::now(), 0);
+            if asked.told {
+                asked.asks = 0;
+            }
+        }
+        asked.told
+    }
+}
+
+impl<B: Bus> Repoint for E1000e<B> {
+    type Ready = Ready<B>;
+
+    fn prepare_rings(bus: B, memory: NicMemory, options: &NicOptions) -> Result<Ready<B>, Failed<B>> {
+        Ready::new(bus, memory, options)
+    }
+
+    fn give_up(ready: Ready<B>) -> (B, NicMemory) {
+        let E1000e { mut bus, memory, .. } = ready.0;
+        // Nobody has to be told that it was gone already.
+        let _ = memory.unmap(&mut bus);
+        memory.take_back();
+        (bus, memory)
+    }
+
+    fn hush(&mut self) {
+        self.memory.ledger().halted(true);
+        let link = match self.mmio.read(regs::STATUS) {
+            u32::MAX => Link::Down,
+            status => park::link(status),
+        };
+        if let Link::Up { full_duplex: true, .. } = link {
+            // The buffer is about to become empty, and the card must not take that for a reason to let the partner go on.
+            flow::go_on_by_itself(&self.mmio, false);
+            // What it has sent until now, for want of room, is not what is waited for.
+            self.counters.collect_xoff_sent(&self.mmio);
+        }
+        let control = [self.mmio.read(regs::RCTL), self.mmio.read(regs::TCTL)];
+        if let Link::Up { full_duplex: true, .. } = link {
+            self.mmio.write(regs::FCTTV, PAUSE_MAX);
+            self.mmio.write(regs::TCTL, control[1] | tctl::SWXOFF);
+        }
+        let now = Instant::now();
+        let heads = self.heads();
+        self.held = false;
+        let asked = Asked { at: now, link, control, told: false, asks: 0, looks: 0, still_since: now, heads };
+        self.hush = Hush { asked: Some(asked), ..Hush::default() };
+    }
+
+    fn is_quiet(&mut self) -> bool {
+        let Some(mut asked) = self.hush.asked else { return false };
+        self.transmit.reclaim(self.memory.arena());
+        let told = self.is_told(&mut asked);
+        let queues = (0_u32..).zip(&self.receive);
+        let still = told
+            && self.heads() == asked.heads
+            && queues.into_iter().all(|(queue, ring)| self.mmio.read(regs::RDH.of(queue)) == ring.head());
+        match still {
+            true => asked.looks += 1,
+            false => (asked.heads, asked.still_since, asked.looks) = (self.heads(), Instant::now(), 0),
+        }
+        self.hush.asked = Some(asked);
+        let Link::Up { speed, .. } = asked.link else { return true };
+        let frame = self.shape.frame();
+        let silent = asked.looks >= LOOKS_AT_LEAST && asked.still_since.elapsed() >= park::quiet(frame, speed);
+        let since = asked.at.elapsed();
+        let gone = self.transmit.unsent() == 0 || since > DRAIN_LIMIT;
+        told && gone
+            && (silent || since > park::xoff_limit(frame, speed) + SILENCE_LIMIT && asked.asks >= ASKED_AT_LEAST)
+    }
+
+    fn stop(&mut self) -> Result<bool, NicError> {
+        let Some(Asked { link, control: [receive, transmit], .. }) = self.hush.asked else {
+            return Err(broken("it was not hushed before it was to stop", 0));
+        };
+        if !self.hush.off {
+            self.commit(&Burst::new());
+        }
+        let queues = self.receive.len();
+        let mmio = &self.mmio;
+        let heads = || {
+            std::array::from_fn(|queue| if queue < queues { mmio.read(regs::RDH.of(u32::from(queue > 0))) } else { 0 })
+        };
+        if !self.hush.off {
+            mmio.write(regs::RCTL, receive & !rctl::EN);
+            self.hush.off = true;
+        }
+        let mut found: [u32; QUEUES_MAX] = heads();
+        if found[0] == u32::MAX {
+            return Err(NicError::Gone);
+        }
+        if found != self.heads() {
+            // Something came at the last moment. What had begun is finished, and handled.
+            let speed = if let Link::Up { speed, .. } = link { speed } else { 10 };
+            if !park::settles(STOP_LIMIT, park::quiet(self.shape.frame(), speed), heads) {
+                return Err(NicError::Stuck {
+                    step: "receiving",
+                    limit_ms: u32::try_from(STOP_LIMIT.as_millis()).unwrap_or(u32::MAX),
+                });
+            }
+            found = heads();
+            if found != self.heads() {
+                return Ok(false);
+            }
+        }
+        mmio.write(regs::TCTL, transmit & !(tctl::EN | tctl::SWXOFF));
+        if self.transmit.unsent() > 0 {
+            // A partner that has us pause, or none at all. What had begun is finished; the rest goes with the memory, unless the card comes back.
+            park::settles(STOP_LIMIT, park::quiet(self.shape.frame(), 10), || [mmio.read(regs::TDH), 0]);
+        }
+        Ok(true)
+    }
+
+    fn go_back(&mut self) -> Result<(), NicError> {
+        let Some(Asked { control, .. }) = self.hush.asked else { return Ok(()) };
+        if self.hush.off {
+            // A taker that got so far is gone by now.
+            self.mmio.write(regs::RCTL, control[0] & !rctl::EN);
+            self.mmio.write(regs::TCTL, control[1] & !(tctl::EN | tctl::SWXOFF));
+            controls_of_stopped(&self.mmio)?;
+            let mmio = &self.mmio;
+            let heads = || [mmio.read(regs::RDH.of(0)), mmio.read(regs::TDH)];
+            park::settles(STOP_LIMIT, park::quiet(self.shape.frame(), 1000), heads);
+            let control = [control[0], control[1] & !tctl::SWXOFF];
+            go_on_with(&self.mmio, &self.memory, (&self.receive, &self.transmit), self.shape, control);
+        }
+        self.hush = Hush::default();
+        self.held = true;
+        self.write_seldom();
+        self.memory.ledger().halted(false);
+        match self.mmio.read(regs::STATUS) {
+            u32::MAX => Err(NicError::Gone),
+            _ => Ok(()),
+        }
+    }
+
+    fn repoint(ready: Ready<B>) -> Result<Self, Failed<B>> {
+        let Ready(mut nic) = ready;
+        let controls = match controls_of_stopped(&nic.mmio) {
+            Ok(controls) => controls,
+            Err(error) => return Err(nic.failed(error)),
+        };
+        // Should we die in the middle of it, who comes next has the card go on, or points it elsewhere.
+        nic.memory.ledger().halted(true);
+        nic.memory.ledger().belongs(Some((Sash::KIND, Sash::VERSION)));
+        // The giver has received all that had come: the partner can go on. In so few words that the card says so itself, with the next frame that it sends.
+        nic.mmio.write(regs::FCTTV, if nic.flow_control { PAUSE_MIN } else { 0 });
+        let controls = [controls[0], controls[1] | tctl::SWXOFF];
+        go_on_with(&nic.mmio, &nic.memory, (&nic.receive, &nic.transmit), nic.shape, controls);
+        nic.memory.ledger().halted(false);
+        nic.hush.let_go_at = nic.flow_control.then(Instant::now);
+        Ok(nic)
+    }
+}

@@ -1,0 +1,51 @@
+//! A card whose rings are elsewhere from now on, in another owner's memory, while its link stays up.
+
+use super::{Failed, InPlace, NicError, NicMemory, NicOptions};
+
+/// A driver that can point its card at the rings of a successor which has memory of its own, or take it back.
+///
+/// ```text
+///   giver    hush ─► receive, handle, transmit … is_quiet ─► stop ──► (could go back) ───► stand_down
+///                                                              │  the word that it has stopped; nothing else is handed over
+///   taker    prepare_rings .......... waits .................. repoint ───► running
+/// ```
+///
+/// The partner is asked to pause, if the card can do that, from `hush` until the taker has gone on. The giver handles what had come before. Nothing
+/// of the card is initialised but where its rings are; interrupts ring the same eventfds. As the memory is another, what the giver had in its frames the taker cannot see.
+///
+/// Whoever calls sees to it that only one of the two drives; both have a way to the card, one the twin of the other.
+pub trait Repoint: InPlace {
+    /// A taker whose rings are posted, and which the card does not know yet.
+    type Ready;
+
+    /// Maps `memory`, which the card does not reach so far and which nobody else uses, and puts free slots into rings there. The card is asked for what it
+    /// is set up for, and nothing of it is changed: the giver drives meanwhile, and must not change its filter from now on.
+    ///
+    /// # Errors
+    /// `options` are not what the card was started with (ring, queues, payload; others are the card's), or the memory cannot be mapped.
+    fn prepare_rings(bus: Self::Bus, memory: NicMemory, options: &NicOptions)
+    -> Result<Self::Ready, Failed<Self::Bus>>;
+
+    /// It comes to nothing: takes the memory away from the card.
+    fn give_up(ready: Self::Ready) -> (Self::Bus, NicMemory);
+
+    /// Has the partner pause, if that is possible. Frames go on coming for a while, and are received and sent as before.
+    fn hush(&mut self);
+
+    /// Whether nothing is left to be done by a giver that goes on receiving and sending: to be asked whenever a call of `receive` gave nothing. True, too, when
+    /// the partner does not pause, or does not take what is to be sent, for too long.
+    fn is_quiet(&mut self) -> bool;
+
+    /// Has a card that is [quiet](Self::is_quiet) stop receiving and sending. Afterwards it touches no memory. If it says no, frames have come at the last
+    /// moment: they are to be received and handled, and this is to be called again.
+    fn stop(&mut self) -> Result<bool, NicError>;
+
+    /// Points the card back at our rings after `stop`, whatever a taker has done that is no more: its memory may be gone.
+    fn go_back(&mut self) -> Result<(), NicError>;
+
+    /// Points the card, which the giver has stopped, at the prepared rings, and drives it.
+    ///
+    /// # Errors
+    /// The card is not stopped, or gone. Nothing was changed then.
+    fn repoint(ready: Self::Ready) -> Result<Self, Failed<Self::Bus>>;
+}

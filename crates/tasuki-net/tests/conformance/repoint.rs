@@ -1,0 +1,172 @@
+//! What a driver promises whose card can be pointed at another owner's rings.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
+
+use tasuki_net::nic::bus::Iova;
+use tasuki_net::nic::{InPlace, NicMemory, NicOptions, Repoint};
+use tasuki_net::port::{Armed, Port};
+use tasuki_shm::arena::{Arena, Geometry};
+
+use super::frames::{SHORTEST, assert_same, frame, ipv4};
+use super::in_place::Twinned;
+use super::{Bench, PATIENCE, until};
+use crate::qemu::readable;
+
+/// Turns of two owners.
+const TURNS: u32 = 12;
+
+/// A world in which a card can have the memory of two owners.
+pub trait Repointed: Twinned<Nic: Repoint> {
+    /// A fresh card, which can be made to see each of these.
+    fn with_two(first: &NicMemory, second: &NicMemory) -> Option<Self>;
+}
+
+/// An owner that is ready for its turn, and its memory.
+pub struct Owner<W: Repointed> {
+    ready: <W::Nic as Repoint>::Ready,
+    arena: Arena,
+    options: NicOptions,
+}
+
+fn options(queues: u8) -> NicOptions {
+    NicOptions { ring: 64, queues, ..NicOptions::default() }
+}
+
+impl<W: Repointed> Bench<W> {
+    fn next_owner(&self, bus: W::Bus, memory: NicMemory, options: NicOptions) -> Owner<W> {
+        let arena = memory.arena().clone();
+        let ready = W::Nic::prepare_rings(bus, memory, &options).expect("the card's shape, and memory");
+        Owner { ready, arena, options }
+    }
+
+    /// Goes on until nothing is left, and stops the card; says what came meanwhile.
+    fn hush_and_stop(&mut self) -> Vec<Vec<u8>> {
+        let mut came = Vec::new();
+        self.nic().hush();
+        until("the card stops", || {
+            let frames = self.poll();
+            let none = frames.is_empty();
+            came.extend(frames);
+            (none && self.nic().is_quiet() && self.nic().stop().expect("the card works")).then_some(())
+        });
+        came
+    }
+
+    /// Points the card, which has stopped, at the next owner's rings, and makes the other one the next.
+    fn repoint(&mut self, next: Owner<W>) -> Owner<W> {
+        let giver = self.take();
+        self.put(W::Nic::repoint(next.ready).expect("a card that has stopped"), next.arena);
+        let (mut bus, memory) = giver.stand_down();
+        memory.unmap(&mut bus).expect("it was mapped");
+        self.next_owner(bus, memory, next.options)
+    }
+}
+
+/// A card that runs, and another owner that is ready for it.
+fn start<W: Repointed>(queues: u8) -> Option<(Bench<W>, Owner<W>)> {
+    let options = options(queues);
+    let first = super::memory::<W>(&options);
+    let count = first.arena().geometry().count;
+    let at = Iova(W::MEMORY_AT.0 + (1 << 30));
+    let second = NicMemory::create(Geometry { slot_len: 4096, count }, 256 << 10, at).expect("a little memory");
+    let world = W::with_two(&first, &second)?;
+    let arena = first.arena().clone();
+    let nic = tasuki_net::nic::Nic::start(world.bus(), first, &options).expect("the card starts");
+    let mut bench = Bench::over(world, nic, arena);
+    let bus = W::twin(bench.nic().bus());
+    let next = bench.next_owner(bus, second, options);
+    Some((bench, next))
+}
+
+pub fn owners_take_turns_under_traffic_without_a_loss<W: Repointed>() {
+    let Some((mut bench, mut next)) = start::<W>(1) else { return };
+    let send = bench.world.sender();
+    let stop = Arc::new(AtomicBool::new(false));
+    let stopped = Arc::clone(&stop);
+    let numbered = |number: u32| frame(W::MAC, number, SHORTEST + number as usize % 1000);
+    let sender = std::thread::spawn(move || {
+        (0..).take_while(|_| !stopped.load(Relaxed)).map(|number| send(&numbered(number))).count()
+    });
+    let mut came = 0;
+    let mut check = |frames: Vec<Vec<u8>>| {
+        for received in frames {
+            assert_same(&[received], &[numbered(came)]);
+            came += 1;
+        }
+    };
+    for turn in 0..TURNS {
+        (0..1 + turn % 5).for_each(|_| check(bench.receive()));
+        check(bench.hush_and_stop());
+        next = bench.repoint(next);
+        // What the next one sends leaves.
+        let out = numbered(turn);
+        assert_same(&bench.bring_out(std::slice::from_ref(&out)), &[out]);
+    }
+    stop.store(true, Relaxed);
+    while !sender.is_finished() {
+        check(bench.poll());
+    }
+    let sent = u32::try_from(sender.join().expect("the sender sends")).expect("some thousands");
+    let last = numbered(sent);
+    check(bench.bring_in(&[last]));
+    assert_eq!(came, sent + 1, "each frame came, once");
+}
+
+pub fn all_queues_go_to_another_owner<W: Repointed>() {
+    let Some((mut bench, mut next)) = start::<W>(W::QUEUES) else { return };
+    for turn in 0..6 {
+        // Of 16 flows, which are spread over the queues; sorted by flow, which is the last byte of the sender's address.
+        let mut sent: Vec<_> = (0..200).map(|number| ipv4(W::MAC, (number % 16) as u8, 200 * turn + number)).collect();
+        let mut came = Vec::new();
+        let mut rest = sent.iter().peekable();
+        until("the frames", || {
+            while rest.next_if(|frame| bench.world.try_send(frame)).is_some() {}
+            came.extend(bench.poll());
+            (came.len() >= 150).then_some(())
+        });
+        // The rest comes to the one or the other.
+        came.extend(bench.hush_and_stop());
+        next = bench.repoint(next);
+        until("the other frames", || {
+            while rest.next_if(|frame| bench.world.try_send(frame)).is_some() {}
+            came.extend(bench.poll());
+            (came.len() >= 200).then_some(())
+        });
+        sent.sort_by_key(|frame| frame[14 + 15]);
+        came.sort_by_key(|frame| frame[14 + 15]);
+        assert_same(&came, &sent);
+    }
+}
+
+pub fn an_owner_with_other_memory_is_woken<W: Repointed>() {
+    let Some((mut bench, mut next)) = start::<W>(1) else { return };
+    for number in 0..6 {
+        assert_eq!(bench.nic().arm().expect("the card works"), Armed::Idle);
+        assert_same(&bench.hush_and_stop(), &[]);
+        next = bench.repoint(next);
+        while bench.nic().arm().expect("the card works") == Armed::Busy {}
+        let sent = frame(W::MAC, number, SHORTEST);
+        while !bench.world.try_send(&sent) {}
+        assert!(readable(&bench.nic().fd(), PATIENCE), "nobody was woken by frame {number}");
+        assert_same(&bench.receive(), &[sent]);
+        while bench.nic().arm().expect("the card works") == Armed::Busy {}
+    }
+}
+
+pub fn a_card_goes_back_to_its_giver<W: Repointed>() {
+    let Some((mut bench, next)) = start::<W>(1) else { return };
+    let sent: Vec<_> = (0..120).map(|number| frame(W::MAC, number, SHORTEST)).collect();
+    assert_same(&bench.bring_in(&sent[..40]), &sent[..40]);
+    assert_same(&bench.hush_and_stop(), &[]);
+    // Nobody came.
+    bench.nic().go_back().expect("the card works");
+    assert_same(&bench.bring_in(&sent[40..80]), &sent[40..80]);
+    assert_same(&bench.bring_out(&sent[..40]), &sent[..40]);
+    assert_same(&bench.hush_and_stop(), &[]);
+    // Somebody came, and is no more.
+    drop(W::Nic::repoint(next.ready).expect("a card that has stopped"));
+    bench.nic().go_back().expect("the card works");
+    assert_same(&bench.bring_in(&sent[80..]), &sent[80..]);
+    assert_same(&bench.bring_out(&sent), &sent);
+}

@@ -1,0 +1,168 @@
+//! A card that is pointed at the rings of another owner, under traffic, and back.
+#![allow(clippy::tests_outside_test_module, reason = "an integration test")]
+
+mod plugged;
+
+use std::os::fd::OwnedFd;
+use std::time::Instant;
+
+use plugged::{Card, PATIENCE, with_card};
+use tasuki_net::nic::bus::Iova;
+use tasuki_net::nic::bus::vfio_user::{TIMEOUT, VfioUser};
+use tasuki_net::nic::e1000e::Ready;
+use tasuki_net::nic::{Failed, InPlace, Nic, NicError, NicMemory, NicOptions, Repoint};
+use tasuki_net::port::{Burst, Port};
+use tasuki_shm::arena::Geometry;
+use tasuki_sim::journal::{Class, Entry};
+use tasuki_sim::wire::SourceOptions;
+
+const FRAMES: u64 = 40_000;
+const TURNS: u32 = 20;
+
+fn memory(index: u64) -> NicMemory {
+    NicMemory::create(Geometry { slot_len: 4096, count: 1024 }, 256 << 10, Iova((1 + index) << 32)).unwrap()
+}
+
+/// A card that runs, and an owner with memory of its own that is ready for it.
+fn start(socket: OwnedFd) -> (Card, Ready<VfioUser>) {
+    let nic = plugged::start(socket, memory(0), true);
+    let bus = VfioUser::from_twin(nic.bus().twin().unwrap(), TIMEOUT).unwrap();
+    (nic, Card::prepare_rings(bus, memory(1), &NicOptions::default()).unwrap())
+}
+
+/// Sends back what comes, until `done` after a look that found nothing, or `left` frames have come and gone; says how many frames that were.
+fn echo(nic: &mut Card, left: u64, mut done: impl FnMut(&mut Card) -> bool) -> u64 {
+    let began = Instant::now();
+    let mut frames = 0;
+    while frames < left {
+        assert!(began.elapsed() < PATIENCE, "no more frames come");
+        let mut burst = Burst::new();
+        frames += nic.receive(&mut burst).unwrap() as u64;
+        if burst.is_empty() && done(nic) {
+            break;
+        }
+        while !burst.is_empty() {
+            nic.transmit(&mut burst).unwrap();
+        }
+    }
+    frames
+}
+
+/// Goes on until nothing is left to do, and stops the card; says how many frames came meanwhile.
+fn stop(nic: &mut Card) -> u64 {
+    nic.hush();
+    let mut frames = 0;
+    loop {
+        frames += echo(nic, u64::MAX, Card::is_quiet);
+        if nic.stop().unwrap() {
+            return frames;
+        }
+    }
+}
+
+/// What a driver must not do that takes over a card which runs.
+fn offences(journal: &[Entry]) -> Vec<&Entry> {
+    journal.iter().filter(|entry| Class::COLD.contains(&entry.class) || Class::ALWAYS.contains(&entry.class)).collect()
+}
+
+#[test]
+fn owners_that_take_turns_lose_nothing_and_break_no_rule() {
+    let rate = SourceOptions::line_rate(1_000_000_000, 64);
+    let ((), counts, journal) = with_card(rate, FRAMES, |socket, wire| {
+        let (mut nic, mut next) = start(socket);
+        wire.begin();
+        let mut frames = 0;
+        for _ in 0..TURNS {
+            frames += echo(&mut nic, 500, |_| false);
+            frames += stop(&mut nic);
+            let taker = Card::repoint(next).unwrap();
+            let (mut bus, memory) = std::mem::replace(&mut nic, taker).stand_down();
+            memory.unmap(&mut bus).unwrap();
+            next = Card::prepare_rings(bus, memory, &NicOptions::default()).unwrap();
+        }
+        assert!(frames < FRAMES, "there was traffic at each turn");
+        echo(&mut nic, FRAMES - frames, |_| false);
+        wire.await_back(FRAMES);
+        drop(Card::give_up(next));
+        nic.park().unwrap();
+    });
+    assert_eq!(offences(&journal), Vec::<&Entry>::new());
+    assert_eq!((counts.received, counts.duplicated, counts.reordered, counts.damaged), (FRAMES, 0, 0, 0));
+}
+
+#[test]
+fn a_giver_takes_its_card_back_under_traffic_without_a_loss() {
+    let rate = SourceOptions::line_rate(1_000_000_000, 64);
+    let ((), counts, journal) = with_card(rate, FRAMES, |socket, wire| {
+        let (mut nic, next) = start(socket);
+        wire.begin();
+        let mut frames = 0;
+        for turn in 0..TURNS {
+            frames += echo(&mut nic, 500, |_| false);
+            if turn % 2 == 0 {
+                nic.hush();
+                frames += echo(&mut nic, 50, Card::is_quiet);
+            } else {
+                frames += stop(&mut nic);
+            }
+            nic.go_back().unwrap();
+        }
+        assert!(frames < FRAMES, "there was traffic at each turn");
+        echo(&mut nic, FRAMES - frames, |_| false);
+        wire.await_back(FRAMES);
+        drop(Card::give_up(next));
+        nic.park().unwrap();
+    });
+    assert_eq!(offences(&journal), Vec::<&Entry>::new());
+    assert_eq!((counts.received, counts.duplicated, counts.reordered, counts.damaged), (FRAMES, 0, 0, 0));
+}
+
+#[test]
+fn a_giver_takes_its_card_back_from_a_taker_that_is_no_more() {
+    let ((), counts, journal) = with_card(1_000_000, FRAMES, |socket, wire| {
+        let (mut nic, next) = start(socket);
+        stop(&mut nic);
+        // As one that is killed: its memory goes, and the card stays where it was pointed.
+        drop(Card::repoint(next).unwrap());
+        nic.go_back().unwrap();
+        wire.begin();
+        echo(&mut nic, FRAMES, |_| false);
+        wire.await_back(FRAMES);
+        nic.park().unwrap();
+    });
+    assert_eq!(offences(&journal), Vec::<&Entry>::new());
+    assert_eq!((counts.received, counts.duplicated, counts.reordered, counts.damaged), (FRAMES, 0, 0, 0));
+}
+
+#[test]
+fn what_the_card_is_not_is_refused_and_the_giver_drives_on() {
+    let ((), counts, journal) = with_card(1_000_000, FRAMES, |socket, wire| {
+        let (mut nic, next) = start(socket);
+        wire.begin();
+        let mut frames = echo(&mut nic, 1000, |_| false);
+        // While its owner drives.
+        let Failed { error, mut bus, mut memory } = Card::repoint(next).expect_err("the card runs");
+        assert!(matches!(error, NicError::BrokenSash { .. }), "{error}");
+        memory.unmap(&mut bus).unwrap();
+        let wrong = [
+            (NicOptions { ring: 512, ..NicOptions::default() }, "ring = 512"),
+            (NicOptions { queues: 2, ..NicOptions::default() }, "queues = 2"),
+            (NicOptions { mtu: 3000, ..NicOptions::default() }, "mtu = 3000"),
+        ];
+        for (options, why) in wrong {
+            frames += echo(&mut nic, 1000, |_| false);
+            let failed = Card::prepare_rings(bus, memory, &options).expect_err(why);
+            assert!(failed.error.to_string().contains(why), "{failed}");
+            (bus, memory) = (failed.bus, failed.memory);
+        }
+        let next = Card::prepare_rings(bus, memory, &NicOptions::default()).unwrap();
+        frames += stop(&mut nic);
+        let mut taker = Card::repoint(next).unwrap();
+        drop(nic.stand_down());
+        echo(&mut taker, FRAMES - frames, |_| false);
+        wire.await_back(FRAMES);
+        taker.park().unwrap();
+    });
+    assert_eq!(offences(&journal), Vec::<&Entry>::new());
+    assert_eq!((counts.received, counts.duplicated, counts.reordered, counts.damaged), (FRAMES, 0, 0, 0));
+}
