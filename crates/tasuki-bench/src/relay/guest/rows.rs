@@ -105,7 +105,7 @@ mod tests {
         assert_eq!(of(LKM, "lost_per_relay").value, 300.0);
         assert_eq!(of(LKM, "link_p50").value, 4.0);
         assert_eq!((of(HANDOVER, "gap_max").value, of(HANDOVER, "pause_max").value), (9.0, 8.0));
-        assert_eq!(of(HANDOVER, "gap_p50").against[0].ratio, Some(9.0));
+        assert_eq!(of(HANDOVER, "gap_p50").against[0].ratio, Some(5.0));
     }
 
     #[test]
