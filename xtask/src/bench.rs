@@ -5,7 +5,7 @@ use std::os::unix::process::CommandExt;
 use std::process::Command;
 
 use crate::checkout::{Checkout, cargo};
-use crate::{needs, stream};
+use crate::{guest, needs, stream};
 
 /// Returns only if tasuki-bench could not be started.
 pub fn demo(checkout: &Checkout, args: &[OsString]) -> anyhow::Error {
@@ -25,7 +25,23 @@ pub fn bench(checkout: &Checkout, args: &[OsString]) -> anyhow::Error {
             Err(error) => return error,
         }
     }
+    if args.first().is_some_and(|bench| bench == "relay") && wants_guest(args) {
+        needs::provide(&[needs::QEMU]);
+        match guest::prepare_relay(checkout) {
+            Ok(machine) => {
+                let more = ["--guest".into(), machine.into_os_string()];
+                return become_tasuki_bench(checkout, &[args, &more].concat());
+            }
+            Err(error) => println!("xtask: the guest's cases are left out: {error:#}"),
+        }
+    }
     become_tasuki_bench(checkout, args)
+}
+
+/// Whether a bench of relays runs the cases that need a guest: minutes of a full run, or somebody's wish.
+fn wants_guest(args: &[OsString]) -> bool {
+    let has = |part: &str| args.iter().any(|word| word.to_string_lossy().contains(part));
+    has("guest") || !(has("--quick") || has("--only"))
 }
 
 /// Replaces this process, so that signals and the exit code are tasuki-bench's own.
@@ -36,4 +52,16 @@ fn become_tasuki_bench(checkout: &Checkout, args: &[OsString]) -> anyhow::Error 
     command.args(["run", "--release", "--package", "tasuki-bench", "--manifest-path"]);
     command.arg(checkout.root.join("Cargo.toml")).arg("--").args(args);
     anyhow::Error::new(command.exec()).context("cannot start cargo")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_guest_is_for_full_runs_and_for_who_asks() {
+        let wants = |words: &str| wants_guest(&words.split(' ').map(OsString::from).collect::<Vec<_>>());
+        assert!(wants("relay") && wants("relay --json x") && wants("relay --quick --only guest-lkm"));
+        assert!(!wants("relay --quick") && !wants("relay --only upgrade"));
+    }
 }

@@ -1,5 +1,5 @@
 #!/bin/busybox sh
-# The first process of the guest (xtask/src/guest.rs).
+# The first process of the guest (xtask/src/guest/system.rs).
 /bin/busybox --install -s /bin
 export PATH=/bin
 mount -t proc none /proc
@@ -15,6 +15,6 @@ done
 for module in /modules/*.ko; do
     insmod "$module" || echo "guest: $module was not loaded"
 done
-/tests --test-threads=1 --show-output
-echo "guest: the tests ended with $?"
+. /commands
+echo "guest: ended with $?"
 poweroff -f

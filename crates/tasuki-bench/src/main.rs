@@ -34,6 +34,7 @@ use crate::cpus::Cpus;
 use crate::host::Host;
 use crate::interrupt::Interrupt;
 use crate::pair::Side;
+use crate::relay::guest::Relays;
 use crate::report::{Report, Row};
 use crate::rounds::{Effort, Samples};
 
@@ -52,7 +53,13 @@ enum Bench {
     /// A NIC and its driver: our model of a card in one process, the driver in another.
     Nic(How),
     /// A NIC that changes hands while packets flow.
-    Relay(How),
+    Relay {
+        #[command(flatten)]
+        how: How,
+        /// The guest for the cases that need one. `cargo xtask bench relay` makes it.
+        #[arg(long, value_name = "FILE", hide = true)]
+        guest: Option<PathBuf>,
+    },
     /// The second worker of a relay. The bench starts itself with this.
     #[command(hide = true)]
     TakeTurns,
@@ -111,14 +118,14 @@ fn main() -> ExitCode {
 
 fn run() -> Result<()> {
     match Arguments::parse().bench {
-        Bench::Call(how) => bench("call", &how, &case::of_call(), |samples| {
+        Bench::Call(how) => bench("call", &how, &case::of_call(), |samples, _| {
             let mut rows = floors::rows(samples)?;
             rows.extend(call::rows(samples)?);
             rows.extend(peers::rows(samples)?);
             Ok((rows, Some(papers::ANT.beside(&call::paper(samples)?).to_string())))
         }),
-        Bench::Nic(how) => bench("nic", &how, &case::of_nic(), |samples| Ok((nic::rows(samples)?, None))),
-        Bench::Relay(how) => bench("relay", &how, &case::of_relay(), |samples| Ok((relay::rows(samples)?, None))),
+        Bench::Nic(how) => bench("nic", &how, &case::of_nic(), |samples, _| Ok((nic::rows(samples)?, None))),
+        Bench::Relay { how, guest } => relay(&how, guest.as_deref()),
         Bench::TakeTurns => relay::take_turns(),
         Bench::Demo => demo::run(),
         Bench::DemoServer { office, cpu, path } => demo::serve(office, cpu, &path),
@@ -126,6 +133,31 @@ fn run() -> Result<()> {
             pair::play(side, &case).with_context(|| format!("case {case}: the {} role gave up", side.name()))
         }
     }
+}
+
+/// The bench of relays: between two processes, and, where there is one, in a guest.
+fn relay(how: &How, guest: Option<&Path>) -> Result<()> {
+    let relays = if how.quick { Relays::QUICK } else { Relays::FULL };
+    let in_guest = |interrupt: &Interrupt| match guest {
+        Some(guest) => relay::guest::run(guest, relays, interrupt).map(|(rows, paper)| (rows, Some(paper))),
+        None => {
+            eprintln!(
+                "guest-lkm and guest-handover were left out: `cargo xtask bench relay` makes their guest, if not --quick"
+            );
+            Ok((Vec::new(), None))
+        }
+    };
+    if guest.is_some() && !how.only.is_empty() && how.only.iter().all(|prefix| prefix.starts_with("guest")) {
+        let (rows, paper) = in_guest(&Interrupt::catch()?)?;
+        print(&Report { bench: "relay", host: Host::look(Cpus::choose()?), rows }, paper.as_deref());
+        return Ok(());
+    }
+    bench("relay", how, &case::of_relay(), |samples, interrupt| {
+        let (more, paper) = in_guest(interrupt)?;
+        let mut rows = relay::rows(samples)?;
+        rows.extend(more);
+        Ok((rows, paper))
+    })
 }
 
 /// Runs the cases whose names begin with one of the prefixes asked for, and prints what each came to.
@@ -148,7 +180,7 @@ fn bench(
     name: &'static str,
     how: &How,
     cases: &[&'static Case],
-    judge: impl FnOnce(&Samples) -> Result<(Vec<Row>, Option<String>)>,
+    judge: impl FnOnce(&Samples, &Interrupt) -> Result<(Vec<Row>, Option<String>)>,
 ) -> Result<()> {
     if !how.only.is_empty() {
         return some(how, cases);
@@ -160,15 +192,19 @@ fn bench(
     let host = Host::look(cpus);
     let interrupt = Interrupt::catch()?;
     let samples = rounds::run(cases, how.effort(), cpus, &interrupt)?;
-    let (rows, more) = judge(&samples)?;
+    let (rows, more) = judge(&samples, &interrupt)?;
     let report = Report { bench: name, host, rows };
-    println!("{}", table::of(&report));
-    if let Some(more) = more {
-        println!("{more}");
-    }
+    print(&report, more.as_deref());
     match json {
         Some((path, file)) => write_json(&report, file, path),
         None => Ok(()),
+    }
+}
+
+fn print(report: &Report, more: Option<&str>) {
+    println!("{}", table::of(report));
+    if let Some(more) = more {
+        println!("{more}");
     }
 }
 

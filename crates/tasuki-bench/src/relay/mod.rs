@@ -1,5 +1,6 @@
 //! A NIC that changes hands while packets flow: our model of the 82574L in one process, and two workers that take turns in two others.
 
+pub mod guest;
 mod repoint;
 mod rows;
 mod worker;

@@ -1,0 +1,122 @@
+//! What the guest's relays come to, beside each other and the paper.
+
+use comfy_table::Table;
+
+use super::stream::Seen;
+use super::{HANDOVER, LKM, Outcome, RATE};
+use crate::papers::MINT;
+use crate::report::{Kind, Row};
+
+/// What the kernel's way has to be read with.
+const FORGIVING: &str =
+    "QEMU's card keeps what comes while it takes nothing, as no silicon does, and the wire has room for 1 MB of it";
+
+/// The steps of the kernel's way, by the paper's names, in the order in which the guest says them.
+const STEPS: [(&str, &str); 4] =
+    [("unload", "unload_p50"), ("load", "load_p50"), ("up", "up_p50"), ("link", "link_p50")];
+
+/// The value beyond which no more than all but `part` in a hundred lie, in µs; 0 where there are none.
+fn micros(values: &[u64], part: usize) -> f64 {
+    let mut sorted = values.to_vec();
+    sorted.sort_unstable();
+    let at = (sorted.len() * part).div_ceil(100).saturating_sub(1);
+    sorted.get(at).map_or(0.0, |&value| value as f64 / 1e3)
+}
+
+/// The median of each step of the kernel's way, in µs.
+fn step(lkm: &Outcome, step: usize) -> f64 {
+    micros(&lkm.said.iter().filter_map(|line| line.get(step).copied()).collect::<Vec<_>>(), 50)
+}
+
+/// A figure of the paper in µs.
+fn mint(what: &str) -> f64 {
+    MINT.best_ns(what).map_or(0.0, |ns| ns / 1e3)
+}
+
+/// Loss, order and outage of one case, whose outage is `what` in the paper.
+fn common(case: &'static str, what: &str, outcome: &Outcome) -> Vec<Row> {
+    let Outcome { relays, seen, .. } = outcome;
+    let Seen { counts, gaps, rests, lost, .. } = seen;
+    let frames = |metric, count: u64| Row::lower(case, metric, "frames", count as f64);
+    let gap = |metric, part| {
+        let rest = micros(rests, part);
+        Row::lower(case, metric, "µs", micros(gaps, part)).against("at rest", Kind::Floor, rest)
+    };
+    vec![
+        frames("lost", counts.lost()),
+        Row::lower(case, "lost_per_relay", "frames", counts.lost() as f64 / f64::from(*relays)),
+        frames("lost_at_rest", lost.first().copied().unwrap_or(0)).bar_at(0.0),
+        frames("duplicated", counts.duplicated + counts.damaged).bar_at(0.0),
+        frames("reordered", counts.reordered).bar_at(0.0),
+        gap("gap_p50", 50).against(MINT.name, Kind::Paper, mint(what)),
+        gap("gap_p99", 99),
+        gap("gap_max", 100),
+    ]
+}
+
+/// The rows of both cases.
+pub fn rows(lkm: &Outcome, handover: &Outcome) -> Vec<Row> {
+    let mut rows = common(LKM, "outage", lkm);
+    rows[0].note = Some(format!("{} relays at {RATE} frames a second; {FORGIVING}", lkm.relays));
+    for (number, (what, metric)) in STEPS.into_iter().enumerate() {
+        rows.push(Row::lower(LKM, metric, "µs", step(lkm, number)).against(MINT.name, Kind::Paper, mint(what)));
+    }
+    let mut ours = common(HANDOVER, "repoint", handover);
+    ours[0] = ours[0].clone().bar_at(0.0);
+    let held = handover.seen.held;
+    ours[0].note = Some(format!("{} relays, same stream; {held} frames under way at most", handover.relays));
+    let pauses = handover.said.concat();
+    let pause = |metric, part| Row::lower(HANDOVER, metric, "µs", micros(&pauses, part));
+    ours.extend([pause("pause_p50", 50), pause("pause_p99", 99), pause("pause_max", 100)]);
+    rows.extend(ours);
+    rows
+}
+
+/// The paper's table of the kernel's way, with ours beside it.
+pub fn paper(lkm: &Outcome) -> Table {
+    let mut measured: Vec<_> =
+        STEPS.iter().enumerate().map(|(number, (what, _))| (*what, step(lkm, number) * 1e3)).collect();
+    measured.push(("calls", measured[..3].iter().map(|(_, ns)| ns).sum()));
+    measured.push(("outage", micros(&lkm.seen.gaps, 50) * 1e3));
+    MINT.beside(&measured)
+}
+
+#[cfg(test)]
+mod tests {
+    use tasuki_sim::wire::Counts;
+
+    use super::*;
+
+    fn outcome(said: Vec<Vec<u64>>, received: u64) -> Outcome {
+        let counts = Counts { sent: 1000, received, ..Counts::default() };
+        let mut seen = Seen::default();
+        (seen.counts, seen.gaps) = (counts, vec![5_000, 9_000]);
+        (seen.rests, seen.lost) = (vec![1_000; 3], vec![0, 1, 2]);
+        Outcome { relays: 2, seen, said }
+    }
+
+    #[test]
+    fn what_we_lose_is_a_missed_bar_and_what_the_kernel_loses_is_not() {
+        let lkm = outcome(vec![vec![1_000, 2_000, 3_000, 4_000]; 2], 400);
+        let rows = rows(&lkm, &outcome(vec![vec![7_000], vec![8_000]], 999));
+        let of = |case: &str, metric: &str| rows.iter().find(|row| row.case == case && row.metric == metric).unwrap();
+        assert_eq!((of(LKM, "lost").value, of(LKM, "lost").bars.len()), (600.0, 0));
+        assert_eq!((of(HANDOVER, "lost").value, of(HANDOVER, "lost").bars[0].holds), (1.0, false));
+        assert_eq!(of(LKM, "lost_per_relay").value, 300.0);
+        assert_eq!(of(LKM, "link_p50").value, 4.0);
+        assert_eq!((of(HANDOVER, "gap_max").value, of(HANDOVER, "pause_max").value), (9.0, 8.0));
+        assert_eq!(of(HANDOVER, "gap_p50").against[0].ratio, Some(5.0));
+    }
+
+    #[test]
+    fn every_figure_of_the_paper_but_its_own_way_has_one_of_ours_beside_it() {
+        let table = paper(&outcome(vec![vec![1, 2, 3, 4]], 0)).to_string();
+        assert_eq!(table.matches("not measured").count(), 1, "{table}");
+    }
+
+    #[test]
+    fn percentiles_are_values_that_there_were() {
+        assert_eq!([0, 50, 99, 100].map(|part| micros(&[4_000, 1_000, 3_000, 2_000], part)), [1.0, 2.0, 4.0, 4.0]);
+        assert_eq!(micros(&[], 50), 0.0);
+    }
+}

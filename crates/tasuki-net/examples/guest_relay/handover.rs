@@ -1,0 +1,316 @@
+//! Our way: two processes that take turns at a card behind VFIO which runs on.
+//!
+//! Each has a way to the card of its own (a twin), made from the descriptors that the first passes to the other. Who drives is decided by a
+//! lease in memory that both share; where the giver stopped, the taker reads from the ledger in the card's memory.
+
+use std::fs;
+use std::io::{IoSlice, IoSliceMut, Read, Write};
+use std::mem::MaybeUninit;
+use std::num::NonZeroU32;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::os::unix::net::UnixStream;
+use std::process::{Child, Command, Stdio};
+use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
+use std::time::{Duration, Instant};
+
+use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec};
+use rustix::net::{
+    RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendAncillaryBuffer, SendAncillaryMessage, SendFlags,
+};
+use tasuki_net::nic::bus::vfio::{Address, Descriptors, Twin};
+use tasuki_net::nic::bus::{Iova, Vfio};
+use tasuki_net::nic::e1000e::E1000e;
+use tasuki_net::nic::{InPlace, Link, MemoryLayout, Nic, NicMemory, NicOptions, Parts};
+use tasuki_net::port::{Armed, Burst, Port};
+use tasuki_shm::arena::Geometry;
+use tasuki_shm::lease::{Lease, Tenure};
+use tasuki_shm::line::Line;
+use tasuki_shm::region::{PAGE_LEN, Pages, Region, Span};
+
+use crate::{AT_REST, Fallible, PATIENCE, SAYS, SILENCE, of_the_card, turn_round, wait};
+
+type Card = E1000e<Vfio>;
+
+const RING: u16 = 256;
+
+/// Frames, of which rings and bursts have some each.
+const SLOTS: Geometry = Geometry { slot_len: 4096, count: 2 * RING as u32 + 128 };
+
+/// Above 4 GiB, where the guest's own memory is not.
+const MEMORY: MemoryLayout = MemoryLayout { rings_at: Iova(0x2_0000_0000), rings_len: 1 << 20, slots: SLOTS };
+
+/// From one relay to the next.
+const BETWEEN: Duration = Duration::from_millis(25);
+
+/// A driver that nobody wakes looks at the time this often.
+const NAP: Duration = Duration::from_millis(5);
+
+/// Descriptors that the other process is passed: three of VFIO, three of the NIC's memory, the board, two eventfds,
+/// and the card's vectors.
+const PASSED: usize = 9;
+const VECTORS_MAX: usize = 8;
+
+/// Memory that both share: the lease, and a few words.
+struct Board {
+    lease: Lease<Span<Line>>,
+    words: Span<AtomicU64>,
+    region: Region,
+}
+
+/// Words of the board, on lines of their own: when the giver stopped, whether there are no more turns, frames that went back, relays, and how
+/// long each took in ns.
+const STOPPED_AT: usize = 8;
+const OVER: usize = 16;
+const BACK: usize = 24;
+const RELAYS: usize = 32;
+const PAUSES: usize = 40;
+const PAUSES_MAX: usize = 1 << 16;
+const BOARD_LEN: usize = (8 * (PAUSES + PAUSES_MAX)).next_multiple_of(PAGE_LEN);
+
+impl Board {
+    fn over(region: Region) -> Fallible<Self> {
+        let words = region.span(0, PAUSES + PAUSES_MAX)?;
+        Ok(Board { lease: Lease::new(region.span(0, 1)?), words, region })
+    }
+
+    fn word(&self, word: usize) -> u64 {
+        self.words[word].load(Relaxed)
+    }
+}
+
+fn now_ns() -> u64 {
+    let now = rustix::time::clock_gettime(rustix::time::ClockId::Monotonic);
+    now.tv_sec.unsigned_abs() * 1_000_000_000 + now.tv_nsec.unsigned_abs()
+}
+
+/// Whether it becomes readable in time.
+fn readable(fd: BorrowedFd<'_>, limit: Duration) -> Fallible<bool> {
+    let limit = Timespec::try_from(limit)?;
+    match rustix::event::poll(&mut [PollFd::from_borrowed_fd(fd, PollFlags::IN)], Some(&limit)) {
+        Ok(ready) => Ok(ready > 0),
+        Err(rustix::io::Errno::INTR) => Ok(false),
+        Err(errno) => Err(errno.into()),
+    }
+}
+
+/// One of the two processes.
+struct Worker {
+    us: NonZeroU32,
+    /// What we hold the lease by, while we do.
+    tenure: Option<Tenure>,
+    board: Board,
+    ours: OwnedFd,
+    theirs: OwnedFd,
+    /// Ready for the next turn, but for where the giver stopped.
+    next: Option<<Card as InPlace>::Prepared>,
+    /// What the turn after that is made of: a driver that was replaced, or a way that was never used.
+    replaced: Option<Card>,
+    unused: Option<(Vfio, NicMemory)>,
+}
+
+impl Worker {
+    /// Waits for our turn and takes the card over; nothing if there are no more turns.
+    fn take(&mut self) -> Fallible<Option<Card>> {
+        if !readable(self.ours.as_fd(), PATIENCE)? {
+            return Err("the other process does not hand the card over".into());
+        }
+        rustix::io::read(&self.ours, &mut [0; 8])?;
+        if self.board.word(OVER) == 1 {
+            return Ok(None);
+        }
+        self.tenure = Some(self.board.lease.take(self.board.lease.tenure(), self.us)?);
+        let prepared = self.next.take().ok_or("a process takes over only when it is ready")?;
+        let sash = Card::salvage(&prepared)?;
+        let mut nic = Card::go_on(prepared, &sash)?;
+        let mut burst = Burst::new();
+        nic.receive(&mut burst)?;
+        let pause = now_ns().saturating_sub(self.board.word(STOPPED_AT));
+        let relay = self.board.word(RELAYS);
+        self.board.words[RELAYS].store(relay + 1, Relaxed);
+        self.send_back(&mut nic, &mut burst)?;
+        self.board.words[PAUSES + usize::try_from(relay)? % PAUSES_MAX].store(pause, Relaxed);
+        let replaced = self.replaced.take().map(Card::stand_down);
+        if let Some((bus, memory)) = replaced.or_else(|| self.unused.take()) {
+            self.next = Some(Card::prepare(bus, memory)?);
+        }
+        Ok(Some(nic))
+    }
+
+    /// Hands the card over, no frame of which is in hand.
+    fn give(&mut self, nic: Card) -> Fallible<()> {
+        self.board.words[STOPPED_AT].store(now_ns(), Relaxed);
+        let ours = self.tenure.take().ok_or("only who holds the lease passes it")?;
+        self.board.lease.pass(ours)?;
+        rustix::io::write(&self.theirs, &1_u64.to_ne_bytes())?;
+        self.replaced = Some(nic);
+        Ok(())
+    }
+
+    fn send_back(&self, nic: &mut Card, burst: &mut Burst) -> Fallible<()> {
+        let relays = u32::try_from(self.board.word(RELAYS))?;
+        let came = burst.len() as u64;
+        for frame in burst.iter_mut() {
+            turn_round(frame.slot.bytes_mut(), relays);
+        }
+        while !burst.is_empty() {
+            nic.transmit(burst)?;
+        }
+        self.board.words[BACK].store(self.board.word(BACK) + came, Relaxed);
+        Ok(())
+    }
+
+    /// Drives the card for so long, asleep while nothing comes.
+    fn drive(&self, nic: &mut Card, time: Duration) -> Fallible<()> {
+        let began = Instant::now();
+        let mut burst = Burst::new();
+        while began.elapsed() < time {
+            if nic.receive(&mut burst)? > 0 {
+                self.send_back(nic, &mut burst)?;
+            } else if nic.arm()? == Armed::Idle {
+                readable(nic.fd(), NAP)?;
+            }
+        }
+        Ok(())
+    }
+}
+
+/// Takes the card from the kernel's driver.
+fn open() -> Fallible<Vfio> {
+    let device = of_the_card("/sys/bus/pci/devices", "device")?.ok_or("the guest has no 82574L")?;
+    let address = device.file_name().and_then(|name| name.to_str()).ok_or("the card has no address")?.to_owned();
+    fs::write(device.join("driver_override"), "vfio-pci")?;
+    if device.join("driver").exists() {
+        fs::write(device.join("driver/unbind"), &address)?;
+    }
+    fs::write("/sys/bus/pci/drivers_probe", &address)?;
+    Ok(Vfio::open(address.parse::<Address>()?)?)
+}
+
+/// A way to the card and its memory, as descriptors.
+struct Way(Vec<OwnedFd>);
+
+impl Way {
+    fn of(nic: &Card, memory: Parts) -> Fallible<Self> {
+        let Twin { descriptors: Descriptors { container, group, device }, vectors } = nic.bus().twin()?;
+        let Parts { rings, frames, ledger } = memory;
+        Ok(Way([container, group, device, rings, frames, ledger].into_iter().chain(vectors).collect()))
+    }
+
+    fn open(&self) -> Fallible<(Vfio, NicMemory)> {
+        let mut fds = self.0.iter().map(OwnedFd::try_clone);
+        let mut next =
+            || fds.next().ok_or("a descriptor is missing")?.map_err(Box::<dyn std::error::Error + Send + Sync>::from);
+        let descriptors = Descriptors { container: next()?, group: next()?, device: next()? };
+        let parts = Parts { rings: next()?, frames: next()?, ledger: next()? };
+        let memory = NicMemory::prepare(parts, &MEMORY)?;
+        let vectors = fds.collect::<Result<_, _>>()?;
+        Ok((Vfio::from_twin(Twin { descriptors, vectors })?, memory))
+    }
+}
+
+fn worker(us: NonZeroU32, way: &Way, board: Board, [ours, theirs]: [OwnedFd; 2]) -> Fallible<Worker> {
+    let (bus, memory) = way.open()?;
+    let next = Some(Card::prepare(bus, memory)?);
+    let unused = Some(way.open()?);
+    Ok(Worker { us, tenure: None, board, ours, theirs, next, replaced: None, unused })
+}
+
+/// The other process, which ends with this one.
+struct Other(Child);
+
+impl Drop for Other {
+    fn drop(&mut self) {
+        // It may have ended already.
+        let _ = self.0.kill();
+        let _ = self.0.wait();
+    }
+}
+
+/// Starts the other process and waits until it is ready.
+fn start_other(way: &Way, board: &Board, eventfds: [&OwnedFd; 2]) -> Fallible<Other> {
+    let (mut ours, theirs) = UnixStream::pair()?;
+    let program = std::env::current_exe()?;
+    let other = Other(Command::new(program).arg("other").stdin(Stdio::from(OwnedFd::from(theirs))).spawn()?);
+    let fds = [board.region.fd(), eventfds[0].as_fd(), eventfds[1].as_fd()];
+    let fds: Vec<_> = fds.into_iter().chain(way.0.iter().map(AsFd::as_fd)).collect();
+    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(PASSED + VECTORS_MAX))];
+    let mut control = SendAncillaryBuffer::new(&mut space);
+    if !control.push(SendAncillaryMessage::ScmRights(&fds)) {
+        return Err("the card has more vectors than were thought of".into());
+    }
+    rustix::net::sendmsg(&ours, &[IoSlice::new(b"!")], &mut control, SendFlags::empty())?;
+    ours.set_read_timeout(Some(PATIENCE))?;
+    ours.read_exact(&mut [0]).map_err(|error| format!("the other process does not get ready: {error}"))?;
+    Ok(other)
+}
+
+/// The other process: takes its turns until there are no more.
+pub fn other() -> Fallible<()> {
+    rustix::process::set_parent_process_death_signal(Some(rustix::process::Signal::KILL))?;
+    let mut stdin = UnixStream::from(std::io::stdin().as_fd().try_clone_to_owned()?);
+    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(PASSED + VECTORS_MAX))];
+    let mut control = RecvAncillaryBuffer::new(&mut space);
+    rustix::net::recvmsg(&stdin, &mut [IoSliceMut::new(&mut [0])], &mut control, RecvFlags::CMSG_CLOEXEC)?;
+    let messages = control.drain().filter_map(|message| match message {
+        RecvAncillaryMessage::ScmRights(fds) => Some(fds),
+        _ => None,
+    });
+    let mut fds = messages.flatten();
+    let mut next = || fds.next().ok_or("a descriptor is missing");
+    let (board, ours, theirs) = (Board::over(Region::adopt(next()?)?)?, next()?, next()?);
+    let mut worker = worker(NonZeroU32::MIN.saturating_add(1), &Way(fds.collect()), board, [ours, theirs])?;
+    stdin.write_all(b"!")?;
+    while let Some(mut nic) = worker.take()? {
+        worker.drive(&mut nic, BETWEEN)?;
+        worker.give(nic)?;
+    }
+    Ok(())
+}
+
+/// Has the card change hands `count` times under the bench's stream.
+pub fn relays(count: u32) -> Fallible<()> {
+    let memory = NicMemory::create(SLOTS, MEMORY.rings_len, MEMORY.rings_at)?;
+    let parts = memory.parts()?;
+    let mut nic = Card::start(open()?, memory, &NicOptions { ring: RING, ..NicOptions::default() })?;
+    wait("the link", || Ok(nic.link() != Link::Down))?;
+    let way = Way::of(&nic, parts)?;
+    let eventfd = || rustix::event::eventfd(0, EventfdFlags::CLOEXEC);
+    let (ours, theirs) = (eventfd()?, eventfd()?);
+    let board = Board::over(Region::create("guest-relay-board", BOARD_LEN, Pages::Small)?)?;
+    let other = start_other(&way, &board, [&theirs, &ours])?;
+    let us = NonZeroU32::MIN;
+    let mut worker = worker(us, &way, board, [ours, theirs])?;
+    worker.tenure = Some(worker.board.lease.take(worker.board.lease.tenure(), us)?);
+    println!("{SAYS}ready");
+    let began = Instant::now();
+    while worker.board.word(BACK) == 0 {
+        if began.elapsed() > PATIENCE {
+            return Err("no stream came".into());
+        }
+        worker.drive(&mut nic, NAP)?;
+    }
+    worker.drive(&mut nic, AT_REST)?;
+    while worker.board.word(RELAYS) < u64::from(count) {
+        worker.give(nic)?;
+        nic = worker.take()?.ok_or("the other process does not end the turns")?;
+        worker.drive(&mut nic, BETWEEN)?;
+    }
+    worker.board.words[OVER].store(1, Relaxed);
+    rustix::io::write(&worker.theirs, &1_u64.to_ne_bytes())?;
+    println!("{SAYS}done");
+    // Until the stream ends.
+    let mut before = 0;
+    while std::mem::replace(&mut before, worker.board.word(BACK)) != worker.board.word(BACK) {
+        worker.drive(&mut nic, SILENCE)?;
+    }
+    let relays = usize::try_from(worker.board.word(RELAYS))?;
+    for pauses in worker.board.words[PAUSES..PAUSES + relays.min(PAUSES_MAX)].chunks(16) {
+        let pauses: Vec<_> = pauses.iter().map(|pause| pause.load(Relaxed).to_string()).collect();
+        println!("{SAYS}pauses {}", pauses.join(" "));
+    }
+    nic.park()?;
+    drop(other);
+    // QEMU 7.2 ends itself if vectors are switched off within 128 µs of an interrupt.
+    std::thread::sleep(Duration::from_millis(5));
+    Ok(())
+}

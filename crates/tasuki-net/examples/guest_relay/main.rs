@@ -1,0 +1,93 @@
+//! What runs in the guest of `cargo xtask bench relay`: sends back what comes to the guest's 82574L while the card changes hands again and
+//! again, by the kernel's driver that is unloaded and loaded, or between two processes of ours. The bench is at the other end of the wire.
+//!
+//! ```text
+//! guest_relay lkm N          the kernel's driver, N times
+//! guest_relay handover N     two processes, N times
+//! ```
+//!
+//! What goes back has the number of the relays so far in the last four bytes of its sender's address: the bench sees on the wire who sent it.
+//! What comes has there how many relays the bench has seen. What is said on standard output the bench reads, line by line, after [`SAYS`].
+
+mod handover;
+mod kernel;
+
+use std::error::Error;
+use std::path::PathBuf;
+use std::process::ExitCode;
+use std::time::{Duration, Instant};
+
+/// What went wrong, in a sentence.
+type Fallible<T> = Result<T, Box<dyn Error + Send + Sync>>;
+
+/// Before each line that is for the bench.
+const SAYS: &str = "relay: ";
+
+/// How long the first owner drives before the first relay: the stream at rest.
+const AT_REST: Duration = Duration::from_secs(3);
+
+/// So long after the last frame the stream has ended.
+const SILENCE: Duration = Duration::from_secs(2);
+
+/// Whoever waits for longer than this waits in vain.
+const PATIENCE: Duration = Duration::from_secs(30);
+
+/// The EtherType for experiments, which the bench's frames have.
+const KIND: u16 = 0x88b5;
+
+/// Where frames have it.
+const KIND_AT: usize = 12;
+
+fn main() -> ExitCode {
+    let words: Vec<_> = std::env::args().skip(1).collect();
+    let words: Vec<_> = words.iter().map(String::as_str).collect();
+    let count = |word: &str| word.parse::<u32>().map_err(|_| format!("{word} is no number of relays").into());
+    let done = match words[..] {
+        ["lkm", number] => count(number).and_then(kernel::relays),
+        ["handover", number] => count(number).and_then(handover::relays),
+        ["other"] => handover::other(),
+        _ => Err("say `lkm N` or `handover N`; cargo xtask bench relay does".into()),
+    };
+    match done {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => {
+            println!("{SAYS}failed: {error}");
+            ExitCode::FAILURE
+        }
+    }
+}
+
+/// Turns a frame of the bench's round, and writes into it after how many relays that was; returns how many the bench has seen.
+fn turn_round(frame: &mut [u8], relays: u32) -> Option<u32> {
+    if frame.get(KIND_AT..KIND_AT + 2) != Some(&KIND.to_be_bytes()[..]) {
+        return None;
+    }
+    let seen = frame[8..12].first_chunk().map(|bytes| u32::from_be_bytes(*bytes));
+    frame.copy_within(6..12, 0);
+    frame[6..8].copy_from_slice(&[2, 0]);
+    frame[8..12].copy_from_slice(&relays.to_be_bytes());
+    seen
+}
+
+/// Waits until `met` says so.
+fn wait(what: &str, mut met: impl FnMut() -> Fallible<bool>) -> Fallible<()> {
+    let began = Instant::now();
+    while !met()? {
+        if began.elapsed() > PATIENCE {
+            return Err(format!("{what} did not happen within {} s", PATIENCE.as_secs()).into());
+        }
+        std::thread::sleep(Duration::from_millis(1));
+    }
+    Ok(())
+}
+
+/// The folder below `all` that is of the 82574L, if there is one; `device` leads from there to the device.
+fn of_the_card(all: &str, device: &str) -> Fallible<Option<PathBuf>> {
+    for folder in std::fs::read_dir(all)? {
+        let folder = folder?.path();
+        if std::fs::read_to_string(folder.join(device)).is_ok_and(|id| id.trim() == "0x10d3") {
+            return Ok(Some(folder));
+        }
+    }
+    Ok(None)
+}

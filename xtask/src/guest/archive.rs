@@ -1,0 +1,57 @@
+//! What the guest finds in its memory.
+
+/// A cpio archive in the format that kernels unpack, `newc` (the kernel's Documentation/driver-api/early-userspace/buffer-format.rst).
+#[derive(Default)]
+pub struct Archive {
+    bytes: Vec<u8>,
+    count: usize,
+}
+
+impl Archive {
+    /// Adds a file, or a folder.
+    pub fn add(&mut self, name: &str, mode: u32, content: &[u8]) {
+        self.count += 1;
+        let (inode, len, name_len) = (self.count, content.len(), name.len() + 1);
+        // Magic, inode, mode, user, group, links, time, length, four numbers of devices, length of the name, checksum.
+        let header = format!(
+            "070701{inode:08x}{mode:08x}{:08x}{:08x}{:08x}{:08x}{len:08x}{:08x}{:08x}{:08x}{:08x}{name_len:08x}{:08x}",
+            0, 0, 1, 0, 0, 0, 0, 0, 0
+        );
+        self.bytes.extend(header.as_bytes());
+        self.bytes.extend(name.as_bytes());
+        self.bytes.push(0);
+        self.align();
+        self.bytes.extend(content);
+        self.align();
+    }
+
+    fn align(&mut self) {
+        self.bytes.resize(self.bytes.len().next_multiple_of(4), 0);
+    }
+
+    /// The bytes of the whole.
+    pub fn finish(mut self) -> Vec<u8> {
+        self.add("TRAILER!!!", 0, &[]);
+        self.bytes
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_archive_is_what_kernels_unpack() {
+        let mut archive = Archive::default();
+        archive.add("a", 0o100_644, b"hello");
+        let bytes = archive.finish();
+        assert_eq!(
+            &bytes[..110],
+            b"07070100000001000081a4000000000000000000000001000000000000000500000000000000000000000000000000000000020000\
+              0000"
+        );
+        assert_eq!(&bytes[110..120], b"a\0hello\0\0\0", "name and content each end on a multiple of four");
+        assert_eq!(&bytes[120..126], b"070701");
+        assert_eq!(bytes.len() % 4, 0);
+    }
+}

@@ -1,0 +1,177 @@
+//! What every guest is made of: Debian's kernel and shell, a program of ours, and a machine with an IOMMU.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+use anyhow::{Context, bail, ensure};
+use serde_json::Value;
+
+use super::archive::Archive;
+use crate::checkout::{Checkout, host, output};
+use crate::stream;
+
+/// Runs before the program, as the first process of the guest.
+const INIT: &str = include_str!("../guest-init.sh");
+
+/// The kernel's modules that the guest loads, in this order.
+const MODULES: [&str; 15] = [
+    "irqbypass",
+    "vfio_virqfd",
+    "vfio",
+    "vfio_iommu_type1",
+    "vfio-pci-core",
+    "vfio-pci",
+    "pps_core",
+    "ptp",
+    "e1000e",
+    "virtio_ring",
+    "virtio",
+    "virtio_pci_modern_dev",
+    "virtio_pci_legacy_dev",
+    "virtio_pci",
+    "virtio_console",
+];
+
+/// What the guest prints in the end, before the status of what it ran.
+pub const ENDED: &str = "guest: ended with ";
+
+/// What the kernel is told. On a host with much to do, timers come too late for the kernel's check of them, which ends the guest.
+pub const KERNEL_LINE: &str = "console=ttyS0 quiet intel_iommu=on iommu=pt no_timer_check panic=-1";
+
+/// The folder in which guests are made.
+pub fn place(checkout: &Checkout) -> anyhow::Result<PathBuf> {
+    let place = checkout.target.join("guest");
+    fs::create_dir_all(&place).with_context(|| format!("cannot make {}", place.display()))?;
+    Ok(place)
+}
+
+/// A machine with an IOMMU that remaps interrupts, as words for QEMU: it has no card, no console and no command line for its kernel yet.
+pub fn machine(kernel: &Path, archive: &Path) -> Vec<String> {
+    let words = [
+        ["-machine", "q35,kernel-irqchip=split"],
+        ["-accel", "tcg"],
+        ["-cpu", "max"],
+        ["-m", "1G"],
+        ["-smp", "2"],
+        ["-display", "none"],
+        ["-device", "intel-iommu,intremap=on"],
+        ["-kernel", &kernel.to_string_lossy()],
+        ["-initrd", &archive.to_string_lossy()],
+    ];
+    words.as_flattened().iter().chain(&["-no-reboot", "-nodefaults"]).map(|&word| word.to_owned()).collect()
+}
+
+/// What comes from Debian.
+pub struct System {
+    /// The kernel.
+    pub kernel: PathBuf,
+    modules: PathBuf,
+    busybox: PathBuf,
+}
+
+/// Fetches kernel and shell, unless they are there.
+pub fn fetch(place: &Path) -> anyhow::Result<System> {
+    let root = place.join("debian");
+    if !root.join("complete").exists() {
+        fs::create_dir_all(&root).with_context(|| format!("cannot make {}", root.display()))?;
+        let kernel = match kernel_package()? {
+            Some(kernel) => kernel,
+            None => {
+                // A machine that nobody has used yet has no list of packages.
+                stream::succeeds(Command::new("apt-get").arg("update"))?;
+                kernel_package()?.context("apt-cache knows no linux-image-amd64")?
+            }
+        };
+        let mut download = Command::new("apt-get");
+        download.args(["download", &kernel, "busybox-static"]).current_dir(&root);
+        ensure!(stream::succeeds(&mut download)?, "apt-get did not download {kernel} and busybox-static");
+        for entry in fs::read_dir(&root)? {
+            let package = entry?.path();
+            if package.extension().is_some_and(|end| end == "deb") {
+                output(Command::new("dpkg").arg("-x").arg(&package).arg(&root))?;
+                fs::remove_file(package)?;
+            }
+        }
+        fs::write(root.join("complete"), "")?;
+    }
+    let kernel = files_under(&root.join("boot"))?.into_iter().find(|file| has_prefix(file, "vmlinuz-"));
+    let kernel = kernel.context("the package of the kernel has no vmlinuz")?;
+    Ok(System { kernel, modules: root.join("lib/modules"), busybox: root.join("bin/busybox") })
+}
+
+/// The package of the kernel that Debian has now.
+fn kernel_package() -> anyhow::Result<Option<String>> {
+    let depends = output(Command::new("apt-cache").args(["depends", "linux-image-amd64"]))?;
+    let depends = String::from_utf8_lossy(&depends);
+    let kernel = depends.lines().find_map(|line| line.trim().strip_prefix("Depends: linux-image-"));
+    Ok(kernel.map(|version| format!("linux-image-{version}")))
+}
+
+fn has_prefix(file: &Path, prefix: &str) -> bool {
+    file.file_name().is_some_and(|name| name.to_string_lossy().starts_with(prefix))
+}
+
+/// All files below `folder`.
+fn files_under(folder: &Path) -> anyhow::Result<Vec<PathBuf>> {
+    let mut files = Vec::new();
+    let mut folders = vec![folder.to_owned()];
+    while let Some(folder) = folders.pop() {
+        for entry in fs::read_dir(&folder).with_context(|| format!("cannot read {}", folder.display()))? {
+            let entry = entry?;
+            match entry.file_type()? {
+                kind if kind.is_dir() => folders.push(entry.path()),
+                kind if kind.is_file() => files.push(entry.path()),
+                _ => {}
+            }
+        }
+    }
+    Ok(files)
+}
+
+/// Builds a program so that it needs nothing of the guest but the kernel: `verb` and `words` say to cargo which.
+pub fn build(checkout: &Checkout, place: &Path, verb: &str, words: &[&str]) -> anyhow::Result<PathBuf> {
+    let mut command = checkout.cargo(verb);
+    command.args(words).args(["--message-format=json", "--target", &host()?]);
+    command.env("CARGO_TARGET_DIR", place.join("build")).env_remove("CARGO_ENCODED_RUSTFLAGS");
+    command.env("RUSTFLAGS", "-Ctarget-feature=+crt-static -Cstrip=symbols");
+    let messages = output(&mut command).context("the guest's program does not build")?;
+    let messages = messages.split(|&byte| byte == b'\n').filter_map(|line| serde_json::from_slice::<Value>(line).ok());
+    let programs = messages.filter_map(|message| Some(PathBuf::from(message["executable"].as_str()?)));
+    match programs.collect::<Vec<_>>().as_slice() {
+        [program] => Ok(program.clone()),
+        others => bail!("the guest's program was built into {} programs", others.len()),
+    }
+}
+
+/// The archive that the guest finds in its memory: it runs `commands` of the shell, to which `program` is `/program`.
+pub fn pack(system: &System, program: &Path, commands: &str) -> anyhow::Result<Vec<u8>> {
+    let read = |path: &Path| fs::read(path).with_context(|| format!("cannot read {}", path.display()));
+    let mut archive = Archive::default();
+    for folder in ["bin", "dev", "proc", "sys", "tmp", "modules"] {
+        archive.add(folder, 0o040_755, &[]);
+    }
+    archive.add("init", 0o100_755, INIT.as_bytes());
+    archive.add("commands", 0o100_644, commands.as_bytes());
+    archive.add("program", 0o100_755, &read(program)?);
+    archive.add("bin/busybox", 0o100_755, &read(&system.busybox)?);
+    let modules = files_under(&system.modules)?;
+    for (number, name) in MODULES.iter().enumerate() {
+        // A kernel that has it built in has no file of it.
+        let file = modules.iter().find(|file| file.file_name().is_some_and(|its| its == format!("{name}.ko").as_str()));
+        if let Some(file) = file {
+            archive.add(&format!("modules/{number:02}-{name}.ko"), 0o100_644, &read(file)?);
+        }
+    }
+    Ok(archive.finish())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_init_says_how_it_ended() {
+        assert!(INIT.contains(ENDED));
+    }
+}
