@@ -39,7 +39,7 @@ struct Kit {
 
 impl Kit {
     fn of(bus: &VfioUser, parts: Parts) -> Kit {
-        let Twin { connection, config_len, bars, vectors, .. } = bus.twin().expect("descriptors are free");
+        let Twin { connection, lock, config_len, bars, vectors, .. } = bus.twin().expect("descriptors are free");
         let Connection { socket, fds_max, transfer_max, .. } = connection;
         let [BarTwin { len, doorbells: Some(doorbells), places, .. }] = <[BarTwin; 1]>::try_from(bars).expect("BAR 0")
         else {
@@ -49,22 +49,22 @@ impl Kit {
         let mut words = vec![fds_max, transfer_max, small(config_len), small(len)];
         words.extend(places.iter().flat_map(|(offset, place)| [*offset, *place]));
         let [vector] = <[OwnedFd; 1]>::try_from(vectors).expect("one vector");
-        Kit { words, fds: vec![socket, doorbells, vector, parts.rings, parts.frames, parts.ledger] }
+        Kit { words, fds: vec![socket, lock, doorbells, vector, parts.rings, parts.frames, parts.ledger] }
     }
 
     fn send(&self, socket: &UnixStream) {
         let bytes: Vec<u8> = self.words.iter().flat_map(|word| word.to_ne_bytes()).collect();
         let fds: Vec<_> = self.fds.iter().map(OwnedFd::as_fd).collect();
-        let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(6))];
+        let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(7))];
         let mut control = SendAncillaryBuffer::new(&mut space);
-        assert!(control.push(SendAncillaryMessage::ScmRights(&fds)), "six descriptors fit");
+        assert!(control.push(SendAncillaryMessage::ScmRights(&fds)), "seven descriptors fit");
         let sent = rustix::net::sendmsg(socket, &[IoSlice::new(&bytes)], &mut control, SendFlags::NOSIGNAL);
         assert_eq!(sent, Ok(bytes.len()));
     }
 
     fn receive(socket: &UnixStream) -> (VfioUser, NicMemory) {
         let mut bytes = [0; 4 * 64];
-        let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(6))];
+        let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(7))];
         let mut control = RecvAncillaryBuffer::new(&mut space);
         let into = &mut [IoSliceMut::new(&mut bytes)];
         let got = rustix::net::recvmsg(socket, into, &mut control, RecvFlags::CMSG_CLOEXEC).expect("a message");
@@ -75,14 +75,14 @@ impl Kit {
                 _ => Vec::new(),
             })
             .collect();
-        let [socket, doorbells, vector, rings, frames, ledger] =
-            <[OwnedFd; 6]>::try_from(fds).expect("six descriptors");
+        let [socket, lock, doorbells, vector, rings, frames, ledger] =
+            <[OwnedFd; 7]>::try_from(fds).expect("seven descriptors");
         let words: Vec<u32> = bytes[..got.bytes].as_chunks().0.iter().map(|word| u32::from_ne_bytes(*word)).collect();
         let places = words[4..].as_chunks::<2>().0.iter().map(|[offset, place]| (*offset, *place)).collect();
         let bar = BarTwin { index: 0, len: words[3].into(), doorbells: Some(doorbells), places };
         let connection = Connection { socket, fds_max: words[0], transfer_max: words[1], io_fds: true };
         let vectors = vec![vector];
-        let twin = Twin { connection, config_len: words[2].into(), can_reset: true, bars: vec![bar], vectors };
+        let twin = Twin { connection, lock, config_len: words[2].into(), can_reset: true, bars: vec![bar], vectors };
         let layout = tasuki_net::nic::MemoryLayout { rings_at: AT, rings_len: RINGS_LEN, slots: SLOTS };
         let memory = NicMemory::prepare(Parts { rings, frames, ledger }, &layout).expect("the card's memory");
         (VfioUser::from_twin(twin, TIMEOUT).expect("the card's connection"), memory)

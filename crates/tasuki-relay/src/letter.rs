@@ -156,7 +156,7 @@ pub enum ToWorker {
         /// The NIC.
         nic: u32,
     },
-    /// Say again what you have: a [`ToDaemon::Kit`] for each NIC. From a daemon that has just begun.
+    /// Say again what you have: [`ToDaemon::Mine`], and a [`ToDaemon::Kit`] for each NIC. From a daemon that has just begun.
     Again,
     /// Say what you have counted.
     Counts,
@@ -200,6 +200,15 @@ pub enum ToDaemon {
         /// In the driver's order.
         counts: Vec<(String, u64)>,
     },
+    /// Who it is: first in answer to [`ToWorker::Again`]. Beside it: its pulse, and its node's book.
+    Mine {
+        /// Its number in lease words.
+        party: u32,
+        /// Its node's name.
+        node: String,
+        /// Kits that follow, one for each NIC that it has.
+        nics: u32,
+    },
     /// Something that a person must know, in a sentence.
     Told {
         /// The NIC, if it is about one.
@@ -221,6 +230,8 @@ pub mod board {
     pub const DRIVING_AT: usize = 9;
     /// Word: how often the NIC was taken and driven.
     pub const RELAYS: usize = 10;
+    /// Word: the CPU on which whoever drives stays, and 1; 0 if it stays on none. A taker that waits looks here whether it may spin.
+    pub const CPU: usize = 11;
 }
 
 /// A worker's pulse: a memfd of one page, one for each worker, shared with the daemon. Words are 8 bytes.

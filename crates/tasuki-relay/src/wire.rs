@@ -150,6 +150,14 @@ pub enum Reason {
     /// Nobody is left.
     #[error("nobody is left who could drive the device: it is parked; start a worker for its node")]
     NobodyLeft,
+    /// A descriptor is of another kind or size.
+    #[error(
+        "descriptor {position} of the device is not what it should be; daemon and worker do not fit together: rebuild the older"
+    )]
+    Odd {
+        /// Its [`Position`].
+        position: u64,
+    },
     /// A code that this version does not know.
     #[error("the worker has a reason that this version does not know (code {code}); rebuild the older of the two")]
     Unknown {
@@ -172,6 +180,7 @@ impl Reason {
             Reason::Late => (9, 0, 0),
             Reason::Died => (10, 0, 0),
             Reason::NobodyLeft => (11, 0, 0),
+            Reason::Odd { position } => (12, position, 0),
             Reason::Unknown { code } => (code, 0, 0),
         }
     }
@@ -189,6 +198,7 @@ impl Reason {
             9 => Reason::Late,
             10 => Reason::Died,
             11 => Reason::NobodyLeft,
+            12 => Reason::Odd { position: a },
             code => Reason::Unknown { code },
         }
     }

@@ -1,7 +1,7 @@
 //! Which card: how the command line names it, and the way to it.
 
 use std::os::unix::fs::FileTypeExt;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::str::FromStr;
 
 use anyhow::{Context, Result, bail, ensure};
@@ -14,11 +14,12 @@ use tasuki_net::nic::rtl8139::Rtl8139;
 use tasuki_net::nic::virtio_net::VirtioNet;
 use tasuki_net::nic::{Filter, Nic, NicError, NicMemory, NicOptions, PciId};
 use tasuki_shm::arena::{Arena, Geometry};
+use tasuki_shm::region::RegionError;
 
 use crate::model::Model;
 
 /// Where the card sees its memory. Any address will do behind an IOMMU; this one is above what firmware reserves.
-const MEMORY_AT: Iova = Iova(1 << 32);
+pub const MEMORY_AT: Iova = Iova(1 << 32);
 
 /// Bytes for the rings of any card that we drive, with rings of the largest size.
 const RINGS_LEN: usize = 1 << 20;
@@ -83,7 +84,7 @@ pub fn driver_of(id: PciId) -> Option<(Driver, &'static str)> {
 
 impl Driver {
     /// Descriptors in a ring of a card for which nobody asked for another number.
-    fn ring(self) -> u16 {
+    pub fn ring(self) -> u16 {
         match self {
             Driver::E1000e | Driver::VirtioNet => 256,
             // The most that the card has.
@@ -106,25 +107,29 @@ fn slots(ring: u16) -> Geometry {
     Geometry { slot_len: 4096, count: 2 * u32::from(ring) + 128 }
 }
 
+/// The way to a card that a server serves at `path`.
+pub fn connect(path: &Path) -> Result<VfioUser> {
+    ensure!(path.exists(), "there is no socket at {}; start the device's server, or correct the path", path.display());
+    let is_socket = path.metadata().is_ok_and(|meta| meta.file_type().is_socket());
+    ensure!(is_socket, "{} is not a socket; correct the path", path.display());
+    VfioUser::connect(path, TIMEOUT).map_err(|error| match error {
+        nobody @ BusError::Refused { .. } => {
+            anyhow::Error::new(nobody).context(format!("no device is served at {}; start its server", path.display()))
+        }
+        other => other.into(),
+    })
+}
+
+/// Memory for a card with such rings.
+pub fn memory(ring: u16, at: Iova) -> Result<NicMemory, RegionError> {
+    NicMemory::create(slots(ring), RINGS_LEN, at)
+}
+
 /// Finds the way to the card, starts it and does `job`. `show` is told what the card says it is, and which BARs have memory.
 pub fn open(device: &Device, setup: &Setup, show: impl FnOnce(&Header, &[u8]), job: impl Job) -> Result<()> {
     match device {
         Device::Vfio(address) => start(Vfio::open(*address)?, setup, show, job),
-        Device::VfioUser(path) => {
-            ensure!(
-                path.exists(),
-                "there is no socket at {}; start the device's server, or correct the path",
-                path.display()
-            );
-            let is_socket = path.metadata().is_ok_and(|meta| meta.file_type().is_socket());
-            ensure!(is_socket, "{} is not a socket; correct the path", path.display());
-            let bus = VfioUser::connect(path, TIMEOUT).map_err(|error| match error {
-                nobody @ BusError::Refused { .. } => anyhow::Error::new(nobody)
-                    .context(format!("no device is served at {}; start its server", path.display())),
-                other => other.into(),
-            });
-            start(bus?, setup, show, job)
-        }
+        Device::VfioUser(path) => start(connect(path)?, setup, show, job),
         Device::Sim => {
             let (_model, connection) = Model::start()?;
             let bus = VfioUser::meet(connection, TIMEOUT).context("the model did not answer; it says above why");
@@ -152,7 +157,7 @@ fn start<B: Bus>(mut bus: B, setup: &Setup, show: impl FnOnce(&Header, &[u8]), j
 
 fn go<N: Nic>(bus: N::Bus, ring: u16, filter: &Filter, job: impl Job) -> Result<()> {
     let options = NicOptions { ring, filter: filter.clone(), ..NicOptions::default() };
-    let memory = NicMemory::create(slots(ring), RINGS_LEN, MEMORY_AT).context("there is no memory for the card")?;
+    let memory = memory(ring, MEMORY_AT).context("there is no memory for the card")?;
     let arena = memory.arena().clone();
     job.with(N::start(bus, memory, &options).map_err(NicError::from)?, arena)
 }

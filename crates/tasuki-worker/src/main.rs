@@ -1,10 +1,21 @@
-//! The process that drives a node's ports. Today: one NIC, as `tasuki nic` asks.
+//! The process that drives a node's ports, as tasukid starts it; the opener, which takes a card out of its box for it; and one NIC by hand,
+//! as `tasuki nic` asks.
 
+mod board;
+mod confine;
 mod device;
+mod fail;
+mod kit;
 mod model;
+mod node;
 mod numbered;
+mod open;
 mod pace;
+mod post;
 mod run;
+mod seat;
+mod store;
+mod work;
 
 use std::path::PathBuf;
 use std::process::ExitCode;
@@ -19,6 +30,7 @@ use tasuki_net::nic::{Filter, Link, Mac, Nic, NicError};
 use tasuki_shm::arena::Arena;
 
 use crate::device::{Device, Job, Setup};
+use crate::open::How;
 use crate::run::{Orders, Work};
 
 /// How long a card that is only looked at may take to find its partner: negotiation takes two to three seconds.
@@ -37,6 +49,36 @@ enum What {
     /// One network card.
     #[command(subcommand)]
     Nic(NicCommand),
+    /// Drives a node's NICs for the daemon, whose socket is standard input. tasukid starts it.
+    #[command(hide = true)]
+    Worker,
+    /// Starts a card for the daemon, whose socket is standard input, and ends. tasukid starts it.
+    #[command(hide = true)]
+    Open(OpenArguments),
+}
+
+#[derive(Debug, Args)]
+struct OpenArguments {
+    /// vfio:0000:03:00.0 (a PCI address), or vfio-user:PATH (a socket).
+    device: Device,
+    /// Descriptors in each ring; without, 256, or as many as the card can have.
+    #[arg(long)]
+    ring: Option<u16>,
+    /// Where the card sees its memory: an address on a whole page.
+    #[arg(long, value_parser = address, default_value_t = device::MEMORY_AT.0)]
+    iova: u64,
+    /// Take in every frame, not only those for the card.
+    #[arg(long)]
+    promiscuous: bool,
+}
+
+/// A number, in hexadecimal if it begins with 0x.
+fn address(text: &str) -> Result<u64, String> {
+    let number = match text.strip_prefix("0x") {
+        Some(digits) => u64::from_str_radix(digits, 16),
+        None => text.parse(),
+    };
+    number.map_err(|_| format!("{text:?} is no address; write one as 0x100000000"))
 }
 
 #[derive(Debug, Subcommand)]
@@ -185,6 +227,10 @@ fn main() -> ExitCode {
     let done = match Arguments::parse().what {
         What::Nic(NicCommand::Probe { device }) => device::open(&device, &Setup::default(), show, Probe),
         What::Nic(NicCommand::Run(arguments)) => drive(arguments),
+        What::Worker => node::run(),
+        What::Open(OpenArguments { device, ring, iova, promiscuous }) => {
+            open::open(&How { device, ring, iova, promiscuous })
+        }
     };
     match done {
         Ok(()) => ExitCode::SUCCESS,

@@ -39,7 +39,8 @@ pub struct Account {
     pub missing: u64,
     /// Frames whose number is below one seen before.
     pub late: u64,
-    next: u64,
+    /// The number that is due.
+    pub next: u64,
 }
 
 impl Account {

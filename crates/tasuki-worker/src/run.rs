@@ -266,7 +266,7 @@ impl<N: Nic> Run<'_, N> {
 }
 
 /// Swaps the two addresses at the head of a frame.
-fn turn_round(frame: &mut Frame) {
+pub fn turn_round(frame: &mut Frame) {
     if frame.len >= 12 {
         let (to, rest) = frame.slot.bytes_mut().split_at_mut(6);
         to.swap_with_slice(&mut rest[..6]);

@@ -23,9 +23,9 @@ const ARROWS: [(&str, May); 8] = [
     // A model of a device knows nothing of the drivers that it is to catch.
     ("tasuki-sim", May::Only(&["tasuki-shm"])),
     // Drives a node's ports: what can be replaced while it runs. Tested against models.
-    ("tasuki-worker", May::Only(&["tasuki-shm", "tasuki-net", "tasuki-sim"])),
+    ("tasuki-worker", May::Only(&["tasuki-shm", "tasuki-net", "tasuki-relay", "tasuki-sim"])),
     // Talks to people. Starts workers by path and never links the data path.
-    ("tasuki-control", May::Only(&["tasuki-shm"])),
+    ("tasuki-control", May::Only(&["tasuki-shm", "tasuki-relay"])),
     // Measures everything.
     ("tasuki-bench", May::All),
     // Must build when nothing else does.

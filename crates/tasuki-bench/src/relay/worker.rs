@@ -11,13 +11,11 @@ use std::time::{Duration, Instant};
 use anyhow::{Context, Result, bail, ensure};
 use rustix::event::EventfdFlags;
 use rustix::net::{AddressFamily, SocketFlags, SocketType, socketpair};
-use serde::{Deserialize, Serialize};
-use tasuki_net::nic::bus::Iova;
-use tasuki_net::nic::bus::vfio_user::{BarTwin, Connection, TIMEOUT, Twin, VfioUser};
+use tasuki_net::nic::bus::VfioUser;
 use tasuki_net::nic::e1000e::{E1000e, Sash};
+use tasuki_net::nic::kit::{self, Fds};
 use tasuki_net::nic::{InPlace, MemoryLayout, Nic, NicMemory, Parts, Sash as _};
 use tasuki_net::port::{Burst, Port};
-use tasuki_shm::arena::Geometry;
 use tasuki_shm::lease::{Lease, Tenure};
 use tasuki_shm::line::Line;
 use tasuki_shm::region::{PAGE_LEN, Pages, Region, Span};
@@ -211,89 +209,21 @@ fn wait(eventfd: &OwnedFd) -> Result<()> {
     }
 }
 
-/// Index, length, places of doorbells: the doorbells are a descriptor if there are places.
-type Bar = (u8, u64, Vec<(u32, u32)>);
-
-/// What is said to the second worker beside descriptors, which come in the order in which they are listed in [`Hand::fds`].
-#[derive(Serialize, Deserialize)]
-struct Hand {
-    fds_max: u32,
-    transfer_max: u32,
-    io_fds: bool,
-    config_len: u64,
-    can_reset: bool,
-    bars: Vec<Bar>,
-    vectors: usize,
-    rings_at: u64,
-    rings_len: usize,
-    slots: (u32, u32),
-}
-
-impl Hand {
-    fn of(twin: &Twin, layout: &MemoryLayout) -> Self {
-        let Connection { fds_max, transfer_max, io_fds, .. } = twin.connection;
-        Hand {
-            fds_max,
-            transfer_max,
-            io_fds,
-            config_len: twin.config_len,
-            can_reset: twin.can_reset,
-            bars: twin.bars.iter().map(|bar| (bar.index, bar.len, bar.places.clone())).collect(),
-            vectors: twin.vectors.len(),
-            rings_at: layout.rings_at.0,
-            rings_len: layout.rings_len,
-            slots: (layout.slots.slot_len, layout.slots.count),
-        }
-    }
-
-    /// Connection, doorbells, vectors, rings, frames, ledger.
-    fn fds(twin: Twin, parts: Parts) -> Vec<OwnedFd> {
-        let doorbells = twin.bars.into_iter().filter_map(|bar| bar.doorbells);
-        [twin.connection.socket]
-            .into_iter()
-            .chain(doorbells)
-            .chain(twin.vectors)
-            .chain([parts.rings, parts.frames, parts.ledger])
-            .collect()
-    }
-
-    fn layout(&self) -> MemoryLayout {
-        let slots = Geometry { slot_len: self.slots.0, count: self.slots.1 };
-        MemoryLayout { rings_at: Iova(self.rings_at), rings_len: self.rings_len, slots }
-    }
-
-    /// The reverse of [`of`](Self::of) and [`fds`](Self::fds).
-    fn open(&self, mut fd: impl FnMut() -> Result<OwnedFd>) -> Result<(VfioUser, NicMemory)> {
-        let socket = fd()?;
-        let connection =
-            Connection { socket, fds_max: self.fds_max, transfer_max: self.transfer_max, io_fds: self.io_fds };
-        let bars = self.bars.iter().map(|(index, len, places)| {
-            let doorbells = if places.is_empty() { None } else { Some(fd()?) };
-            Ok(BarTwin { index: *index, len: *len, doorbells, places: places.clone() })
-        });
-        let bars = bars.collect::<Result<Vec<_>>>()?;
-        let vectors = (0..self.vectors).map(|_| fd()).collect::<Result<Vec<_>>>()?;
-        let twin = Twin { connection, config_len: self.config_len, can_reset: self.can_reset, bars, vectors };
-        let parts = Parts { rings: fd()?, frames: fd()?, ledger: fd()? };
-        Ok((VfioUser::from_twin(twin, TIMEOUT)?, NicMemory::prepare(parts, &self.layout())?))
-    }
-}
-
 /// A way to the card and its memory, twice: one to drive with, and one to be ready with meanwhile.
 struct Ways {
-    hand: Hand,
+    text: kit::Text,
     fds: Vec<OwnedFd>,
 }
 
 impl Ways {
-    fn of(nic: &Card, memory: (Parts, MemoryLayout)) -> Result<Self> {
-        let twin = nic.bus().twin()?;
-        Ok(Ways { hand: Hand::of(&twin, &memory.1), fds: Hand::fds(twin, memory.0) })
+    fn of(nic: &Card, (parts, layout): (Parts, MemoryLayout)) -> Result<Self> {
+        let (text, fds) = kit::pack(nic.bus(), parts, &layout)?;
+        Ok(Ways { text, fds })
     }
 
     fn open(&self) -> Result<(VfioUser, NicMemory)> {
-        let mut fds = self.fds.iter();
-        self.hand.open(|| Ok(fds.next().context("a descriptor is missing")?.try_clone()?))
+        let fds = self.fds.iter().map(OwnedFd::try_clone).collect::<std::io::Result<Vec<_>>>()?;
+        Ok(kit::unpack(&self.text, Fds::new(fds))?)
     }
 }
 
@@ -317,7 +247,7 @@ fn start_other(ways: &Ways, board: &Board, eventfds: [&OwnedFd; 2], cpu: usize) 
     fds.extend(eventfds.into_iter().map(OwnedFd::try_clone).collect::<std::io::Result<Vec<_>>>()?);
     Orders::new(0, 0, cpu, std::path::PathBuf::new(), String::new()).send(ours.as_fd(), &fds)?;
     let control = Control::new(ours);
-    control.say(&ways.hand)?;
+    control.say(&ways.text)?;
     // It is ready once it says so.
     control.hear::<()>()?;
     Ok(other)
@@ -330,10 +260,10 @@ pub fn take_turns() -> Result<()> {
     let mut orders = Orders::receive(stdin.as_fd())?;
     cpus::pin(orders.cpu)?;
     let control = Control::new(stdin);
-    let hand: Hand = control.hear()?;
+    let text: kit::Text = control.hear()?;
     let fds = std::iter::from_fn(|| orders.next_fd().ok()).collect::<Vec<_>>();
     let [fds @ .., board, ours, theirs] = &fds[..] else { bail!("descriptors are missing") };
-    let ways = Ways { hand, fds: fds.iter().map(OwnedFd::try_clone).collect::<std::io::Result<_>>()? };
+    let ways = Ways { text, fds: fds.iter().map(OwnedFd::try_clone).collect::<std::io::Result<_>>()? };
     let board = Board::over(Region::adopt(board.try_clone()?)?)?;
     let mut worker = worker(NonZeroU32::MIN.saturating_add(1), board, [ours.try_clone()?, theirs.try_clone()?], &ways)?;
     control.say(&())?;

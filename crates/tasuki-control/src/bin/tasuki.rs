@@ -1,4 +1,4 @@
-//! The command line. It drives nothing itself: it becomes the program that does.
+//! The command line. It drives nothing itself: it asks the daemon, or becomes the program that does.
 
 use std::convert::Infallible;
 use std::ffi::OsString;
@@ -7,27 +7,65 @@ use std::process::{Command, ExitCode};
 
 use anyhow::{Context, Result, ensure};
 use clap::{Parser, Subcommand};
+use tasuki_control::cli::{self, Asked, Give, Reach, Workers};
 
 /// Network cards that change hands while packets flow.
 #[derive(Debug, Parser)]
 #[command(name = "tasuki", version)]
 struct Arguments {
+    #[command(flatten)]
+    reach: Reach,
     #[command(subcommand)]
     what: What,
 }
 
 #[derive(Debug, Subcommand)]
 enum What {
-    /// One network card: what it is (probe), or frames in and out of it (run).
-    #[command(disable_help_flag = true)]
-    Nic {
-        #[arg(trailing_var_arg = true, allow_hyphen_values = true, value_name = "probe|run …")]
-        words: Vec<OsString>,
+    /// Daemon, nodes and NICs, all at once.
+    Status,
+    /// Workers: the processes that drive NICs.
+    #[command(subcommand)]
+    Worker(Workers),
+    /// Network cards: those of the daemon, or one without it.
+    #[command(subcommand)]
+    Nic(NicCommand),
+    /// What has happened, oldest first.
+    Events {
+        /// Only after the event of this number.
+        #[arg(long, default_value_t = 0, value_name = "NUMBER")]
+        since: u64,
     },
+    /// Ends all workers, parks their NICs, and ends the daemon.
+    Stop,
     /// A model of a network card, as a vfio-user device.
     #[command(disable_help_flag = true)]
     Sim {
         #[arg(trailing_var_arg = true, allow_hyphen_values = true, value_name = "nic …")]
+        words: Vec<OsString>,
+    },
+}
+
+#[derive(Debug, Subcommand)]
+enum NicCommand {
+    /// All NICs: whose each is, and how long nobody drove it when it last changed hands.
+    List,
+    /// Gives a NIC to another node while packets flow.
+    Give(Give),
+    /// What a NIC's driver has counted.
+    Counts {
+        /// The NIC.
+        nic: String,
+    },
+    /// Says what a card is, without the daemon.
+    #[command(disable_help_flag = true)]
+    Probe {
+        #[arg(trailing_var_arg = true, allow_hyphen_values = true, value_name = "DEVICE")]
+        words: Vec<OsString>,
+    },
+    /// Frames in and out of a card, without the daemon.
+    #[command(disable_help_flag = true)]
+    Run {
+        #[arg(trailing_var_arg = true, allow_hyphen_values = true, value_name = "DEVICE …")]
         words: Vec<OsString>,
     },
 }
@@ -41,15 +79,29 @@ fn become_program(program: &str, words: Vec<OsString>) -> Result<Infallible> {
     Err(error).with_context(|| format!("{} does not start", path.display()))
 }
 
+fn nic(verb: &str, words: Vec<OsString>) -> Result<()> {
+    let first = ["nic", verb].into_iter().map(OsString::from);
+    become_program("tasuki-worker", first.chain(words).collect()).map(|never| match never {})
+}
+
 fn main() -> ExitCode {
-    let done = match Arguments::parse().what {
-        What::Nic { words } => {
-            become_program("tasuki-worker", [OsString::from("nic")].into_iter().chain(words).collect())
-        }
-        What::Sim { words } => become_program("tasuki-sim", [OsString::from("sim")].into_iter().chain(words).collect()),
+    let Arguments { reach, what } = Arguments::parse();
+    let ask = |asked| cli::run(&reach, &asked);
+    let done = match what {
+        What::Status => ask(Asked::Status),
+        What::Worker(workers) => ask(Asked::Workers(workers)),
+        What::Nic(NicCommand::List) => ask(Asked::NicList),
+        What::Nic(NicCommand::Give(give)) => ask(Asked::Give(give)),
+        What::Nic(NicCommand::Counts { nic }) => ask(Asked::Counts(nic)),
+        What::Nic(NicCommand::Probe { words }) => nic("probe", words),
+        What::Nic(NicCommand::Run { words }) => nic("run", words),
+        What::Events { since } => ask(Asked::Events { since }),
+        What::Stop => ask(Asked::Stop),
+        What::Sim { words } => become_program("tasuki-sim", [OsString::from("sim")].into_iter().chain(words).collect())
+            .map(|never| match never {}),
     };
     match done {
-        Ok(never) => match never {},
+        Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
             eprintln!("tasuki: {error:#}");
             ExitCode::FAILURE

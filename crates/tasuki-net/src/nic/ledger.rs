@@ -76,7 +76,8 @@ const _: () = assert!((TABLES_AT + RINGS * TABLE) * 8 <= LEDGER_LEN);
 pub struct Ledger(Span<AtomicU64>);
 
 impl Ledger {
-    pub(super) fn over(region: &Region) -> Result<Self, RegionError> {
+    /// That of the NIC whose memory this is part of.
+    pub fn over(region: &Region) -> Result<Self, RegionError> {
         region.span(0, WORDS).map(Ledger)
     }
 

@@ -16,6 +16,7 @@
 
 pub mod bus;
 pub mod e1000e;
+pub mod kit;
 pub mod ledger;
 mod loan;
 mod memory;

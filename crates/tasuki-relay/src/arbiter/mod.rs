@@ -198,6 +198,16 @@ impl Arbiter {
         self.why
     }
 
+    /// Has `party` let go of what it has of the device, unless it drives or is to drive: it has no part in it any more.
+    pub fn dismiss(&mut self, party: Party) -> Vec<Do> {
+        let has_part = [self.giver, self.next, self.fencing].contains(&Some(party));
+        if has_part || !self.live(Some(party)) {
+            return Vec::new();
+        }
+        self.set(party, Is::Idle);
+        vec![Do::Tell(party, Order::Leave)]
+    }
+
     /// What follows. What is refused changes nothing but what is known of who said it.
     pub fn hear(&mut self, table: &Table, input: Input) -> Result<Vec<Do>, Refused> {
         let mut doing = Vec::new();
@@ -227,6 +237,16 @@ impl Arbiter {
         match self.members.iter().position(|member| member.party == party) {
             Some(at) if rank(is) >= rank(self.members[at].is) => self.members[at].is = is,
             None if self.members.len() < MEMBERS_MAX => self.members.push(Member { party, is }),
+            None => {
+                // The dead make room, but for those of whom something is still to be decided.
+                let kept = [self.giver, self.next, self.fencing, self.seen.holder];
+                let over = |member: &Member| {
+                    matches!(member.is, Is::Dead | Is::Fenced) && !kept.contains(&Some(member.party))
+                };
+                if let Some(at) = self.members.iter().position(over) {
+                    self.members[at] = Member { party, is };
+                }
+            }
             _ => {}
         }
     }
@@ -313,7 +333,11 @@ impl Arbiter {
         let old = self.giver.filter(|_| self.ask.is_some()).filter(|old| Some(*old) != new);
         let unfit = self.ask.map(|ask| ask.to).filter(|to| Some(*to) != new && self.is(*to) == Some(Is::Unfit));
         let leaves = old.into_iter().chain(unfit).filter(|party| self.live(Some(*party)));
-        doing.extend(leaves.map(|party| Do::Tell(party, Order::Leave)));
+        for party in leaves.collect::<Vec<_>>() {
+            // Who has left can take nothing, so nobody may choose it.
+            self.set(party, Is::Idle);
+            doing.push(Do::Tell(party, Order::Leave));
+        }
         if new == self.ask.map(|ask| ask.to) {
             self.why = None;
         }

@@ -1,4 +1,8 @@
 //! The connection to a server: one command at a time, its answer checked, and silence once the server has failed.
+//!
+//! An answer leaves the socket in one piece: its header is looked at first, then all of it is received by one call. So whoever is killed, whenever
+//! that is, leaves the stream whole to those that it shared the connection with (`turns.rs`). That holds for servers that send an answer in one
+//! piece, as those that we know do; and for questions of a server, which none that we know asks, it does not hold.
 
 use std::io::{self, IoSlice, IoSliceMut};
 use std::mem::MaybeUninit;
@@ -16,6 +20,7 @@ use rustix::net::{
 };
 
 use super::super::BusError;
+use super::turns::Turns;
 use super::wire::{Breach, Command, FDS_MAX, HEADER_LEN, Incoming, Limits, Message};
 
 /// How long an answer is looked for before the process sleeps until it comes: a wake-up costs more than most answers.
@@ -23,6 +28,12 @@ const SPIN: Duration = Duration::from_micros(50);
 
 /// A server that asks this often before it answers does not mean to answer.
 const QUESTIONS_MAX: u32 = 64;
+
+/// Bytes of an answer that is skipped, received at once: the longest that there is to what we ask.
+const SKIPPED_MAX: usize = 4096;
+
+/// How long is waited for the rest of a header. Servers send it as a whole.
+const DRIBBLE: Duration = Duration::from_micros(50);
 
 /// Why the server cannot be talked to any more.
 #[derive(Debug, Clone)]
@@ -65,6 +76,9 @@ pub struct Link {
     fault: Option<Fault>,
     /// Set while something was sent that the server may not have done yet.
     behind: Arc<AtomicBool>,
+    /// Once others have the connection, too.
+    turns: Option<Turns>,
+    strays: u64,
 }
 
 impl Link {
@@ -74,12 +88,33 @@ impl Link {
         rustix::io::ioctl_fionbio(&socket, false)?;
         set_socket_timeout(&socket, Timeout::Recv, Some(timeout))?;
         set_socket_timeout(&socket, Timeout::Send, Some(timeout))?;
-        Ok(Link { socket: Some(socket), limits, timeout, next: 0, fault: None, behind: Arc::default() })
+        let (fault, behind, turns) = (None, Arc::default(), None);
+        Ok(Link { socket: Some(socket), limits, timeout, next: 0, fault, behind, turns, strays: 0 })
     }
 
     /// True while something was sent that the server may not have done yet: what it learns without a message would overtake that.
     pub fn behind(&self) -> Arc<AtomicBool> {
         Arc::clone(&self.behind)
+    }
+
+    /// From now on, others ask on this connection as well.
+    pub fn share(&mut self, turns: Turns) {
+        self.turns = Some(turns);
+    }
+
+    /// What those need who ask, too: the same for all of them.
+    pub fn turns(&mut self, doing: &'static str) -> Result<OwnedFd, BusError> {
+        let refused = |source| BusError::Refused { doing, source };
+        if self.turns.is_none() {
+            let turns = Turns::create(self.next);
+            self.turns = Some(turns.map_err(|error| refused(io::Error::other(error)))?);
+        }
+        self.turns.as_ref().expect("just made").copy().map_err(refused)
+    }
+
+    /// Answers that were found and skipped, since those that had asked were gone.
+    pub fn strays(&self) -> u64 {
+        self.strays
     }
 
     /// Takes the connection away. Everybody else who has the link finds the device gone.
@@ -134,13 +169,9 @@ impl Link {
         answer: &mut [u8],
         fds_max: usize,
     ) -> Result<(usize, Fds), BusError> {
-        let id = self.next_id();
-        let mut message = Message::command(id, command, false);
-        fill(&mut message);
-        let socket = self.socket(doing)?;
-        let outcome = send(socket, message.finish(), fds)
-            .map_err(Fault::from)
-            .and_then(|()| await_answer(socket, id, command, Instant::now() + self.timeout, answer));
+        let mut strays = 0;
+        let outcome = self.exchange(doing, command, fill, fds, answer, &mut strays)?;
+        self.strays += strays;
         if outcome.is_ok() {
             // What was sent before was done before.
             self.behind.store(false, Ordering::Relaxed);
@@ -153,6 +184,32 @@ impl Link {
             Ok(Answer::Refusal(errno)) => Err(BusError::Refused { doing, source: io::Error::from_raw_os_error(errno) }),
             Err(fault) => self.fail(doing, fault),
         }
+    }
+
+    /// Asks, when it is our turn, and waits for the answer.
+    fn exchange(
+        &mut self,
+        doing: &'static str,
+        command: Command,
+        fill: impl FnOnce(&mut Message),
+        fds: &[BorrowedFd<'_>],
+        answer: &mut [u8],
+        strays: &mut u64,
+    ) -> Result<Result<Answer, Fault>, BusError> {
+        let next = self.next_id();
+        let turn = match self.turns.as_ref().map(Turns::take).transpose() {
+            Ok(turn) => turn,
+            Err(errno) => return Err(BusError::Refused { doing, source: errno.into() }),
+        };
+        let id = turn.as_ref().map_or(next, super::turns::Turn::number);
+        let mut message = Message::command(id, command, false);
+        fill(&mut message);
+        let socket = self.socket(doing)?;
+        let deadline = Instant::now() + self.timeout;
+        let may_be_others = turn.is_some().then_some(strays);
+        Ok(send(socket, message.finish(), fds)
+            .map_err(Fault::from)
+            .and_then(|()| await_answer(socket, (id, command), may_be_others, deadline, answer)))
     }
 
     /// Sends `command` and wants no answer. Whether it arrives is learnt from what is asked next.
@@ -195,35 +252,43 @@ enum Answer {
     Refusal(i32),
 }
 
-/// Receives until the answer to `id` is there. A server may ask us something meanwhile: it is told that we do not do that.
+/// Receives until the answer to `id` is there. A server may ask us something meanwhile: it is told that we do not do that. Answers to others are
+/// skipped where there `may_be_others`, and counted.
 fn await_answer(
     socket: BorrowedFd<'_>,
-    id: u16,
-    command: Command,
+    (id, command): (u16, Command),
+    mut may_be_others: Option<&mut u64>,
     deadline: Instant,
     answer: &mut [u8],
 ) -> Result<Answer, Fault> {
     for _ in 0..QUESTIONS_MAX {
-        let mut header = [0; HEADER_LEN];
-        let mut fds = Fds::new();
-        spin(socket);
-        receive(socket, &mut header, Some(&mut fds), deadline)?;
+        let header = spin(socket).map_or_else(|| peek(socket, deadline), Ok)?;
         let incoming = Incoming::parse(&header).map_err(Fault::Breach)?;
         match incoming {
             Incoming::Reply { id: its, command: its_command, .. }
             | Incoming::Refusal { id: its, command: its_command, .. }
                 if its != id || its_command != command as u16 =>
             {
+                if let Some(strays) = &mut may_be_others {
+                    **strays += 1;
+                    let len = if let Incoming::Reply { len, .. } = incoming { len } else { 0 };
+                    skip(socket, len, deadline)?;
+                    continue;
+                }
                 let number = command as u16;
                 let what = format!("it answers message {its} ({its_command}) where {id} ({number}) was asked");
                 return Err(Fault::Breach(what));
             }
-            Incoming::Refusal { errno, .. } => return Ok(Answer::Refusal(errno)),
+            Incoming::Refusal { errno, .. } => {
+                skip(socket, 0, deadline)?;
+                return Ok(Answer::Refusal(errno));
+            }
             Incoming::Reply { len, .. } => {
                 let Some(into) = answer.get_mut(..len as usize) else {
                     return Err(Fault::Breach(format!("its answer to {command:?} has {len} bytes")));
                 };
-                receive(socket, into, None, deadline)?;
+                let mut fds = Fds::new();
+                receive(socket, into, Some(&mut fds), deadline)?;
                 return Ok(Answer::Reply(len as usize, fds));
             }
             Incoming::Command { id, command, len, posted } => {
@@ -238,14 +303,34 @@ fn await_answer(
     Err(Fault::Breach(format!("it asks {QUESTIONS_MAX} times and does not answer")))
 }
 
-/// Waits for a while until there is something to receive, or nothing ever will be. Others may run meanwhile, the server on this CPU, say.
-fn spin(socket: BorrowedFd<'_>) {
+/// Looks at the header of what comes next, and leaves it there.
+fn peek(socket: BorrowedFd<'_>, deadline: Instant) -> Result<[u8; HEADER_LEN], Fault> {
+    let mut header = [0; HEADER_LEN];
+    loop {
+        match rustix::net::recv(socket, &mut header[..], RecvFlags::PEEK) {
+            Err(Errno::INTR) => {}
+            Ok((0, _)) => return Err(Fault::Gone),
+            Ok((HEADER_LEN.., _)) => return Ok(header),
+            Ok(_) => {
+                in_time(deadline)?;
+                std::thread::sleep(DRIBBLE);
+            }
+            Err(errno) => return Err(errno.into()),
+        }
+    }
+}
+
+/// Waits for a while until there is a header to look at, or nothing ever will be. Others may run meanwhile, the server on this CPU, say.
+fn spin(socket: BorrowedFd<'_>) -> Option<[u8; HEADER_LEN]> {
     let end = Instant::now() + SPIN;
-    let flags = RecvFlags::PEEK | RecvFlags::DONTWAIT;
-    while rustix::net::recv(socket, &mut [0_u8; 1][..], flags).is_err_and(|errno| errno == Errno::AGAIN)
-        && Instant::now() < end
-    {
-        std::thread::yield_now();
+    let mut header = [0; HEADER_LEN];
+    loop {
+        match rustix::net::recv(socket, &mut header[..], RecvFlags::PEEK | RecvFlags::DONTWAIT) {
+            Ok((HEADER_LEN.., _)) => return Some(header),
+            Err(Errno::AGAIN) if Instant::now() < end => std::thread::yield_now(),
+            // Whatever it is, who waits for it finds it again.
+            _ => return None,
+        }
     }
 }
 
@@ -254,17 +339,21 @@ fn in_time(deadline: Instant) -> Result<(), Fault> {
     if Instant::now() > deadline { Err(Fault::Silent) } else { Ok(()) }
 }
 
-/// Receives exactly `into`. Whoever sends byte by byte has until `deadline` as well, and one timeout more at most.
+/// Receives a message that was [looked at](peek): its header, and exactly `into`. Whoever sends byte by byte has until `deadline` as well, and one
+/// timeout more at most.
 fn receive(socket: BorrowedFd<'_>, into: &mut [u8], mut fds: Option<&mut Fds>, deadline: Instant) -> Result<(), Fault> {
+    let mut header = [0; HEADER_LEN];
+    let whole = HEADER_LEN + into.len();
     let mut have = 0;
-    while have < into.len() {
+    while have < whole {
         let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(FDS_MAX))];
         let mut control = match fds {
             // What comes without being asked for, the kernel closes.
             None => RecvAncillaryBuffer::default(),
             Some(_) => RecvAncillaryBuffer::new(&mut space),
         };
-        let rest = &mut [IoSliceMut::new(&mut into[have..])];
+        let (of_header, of_body) = (have.min(HEADER_LEN), have.saturating_sub(HEADER_LEN));
+        let rest = &mut [IoSliceMut::new(&mut header[of_header..]), IoSliceMut::new(&mut into[of_body..])];
         let got = match rustix::net::recvmsg(socket, rest, &mut control, RecvFlags::CMSG_CLOEXEC) {
             Err(Errno::INTR) => continue,
             other => other?,
@@ -284,21 +373,29 @@ fn receive(socket: BorrowedFd<'_>, into: &mut [u8], mut fds: Option<&mut Fds>, d
             }
         }
         have += got.bytes;
-        if have < into.len() {
+        if have < whole {
             in_time(deadline)?;
         }
     }
     Ok(())
 }
 
+/// Receives a message that was [looked at](peek), with `len` bytes behind its header, and forgets it.
 fn skip(socket: BorrowedFd<'_>, len: u32, deadline: Instant) -> Result<(), Fault> {
-    let mut rubbish = [0; 4096];
+    let mut rubbish = [0; SKIPPED_MAX];
     let mut left = len as usize;
+    let first = left.min(SKIPPED_MAX);
+    receive(socket, &mut rubbish[..first], None, deadline)?;
+    left -= first;
     while left > 0 {
-        let part = left.min(rubbish.len());
-        receive(socket, &mut rubbish[..part], None, deadline)?;
+        let part = left.min(SKIPPED_MAX);
+        match rustix::net::recv(socket, &mut rubbish[..part], RecvFlags::empty()) {
+            Err(Errno::INTR) => {}
+            Ok((0, _)) => return Err(Fault::Gone),
+            Ok((got, _)) => left -= got,
+            Err(errno) => return Err(errno.into()),
+        }
         in_time(deadline)?;
-        left -= part;
     }
     Ok(())
 }

@@ -16,6 +16,7 @@
 //! docs/decisions/0008-vfio-user.md says why the client is our own.
 
 mod link;
+mod turns;
 mod twin;
 mod wire;
 
@@ -150,6 +151,11 @@ impl VfioUser {
         let socket = link.take("handing out the connection")?;
         let Limits { fds, transfer, io_fds } = link.limits;
         Ok(Connection { socket, fds_max: fds, transfer_max: transfer, io_fds })
+    }
+
+    /// Answers that were skipped because those that had asked, over twins, did not live to read them.
+    pub fn strays(&self) -> u64 {
+        self.link.lock().strays()
     }
 
     fn ask_for_bar(&self, index: u8) -> Result<Known, BusError> {

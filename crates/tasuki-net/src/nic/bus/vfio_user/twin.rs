@@ -1,13 +1,14 @@
 //! A second way to a device, for a successor that gets ready while its predecessor drives.
 //!
-//! Both have the same connection, and an answer goes to whoever reads first: so a twin is made without a word to the server, and says none
-//! before its owner drives the card. What it needs to know, its predecessor has been told.
+//! Both have the same connection, and an answer goes to whoever reads first: so those that ask take turns (`turns.rs`). A twin is made without a
+//! word to the server: what it needs to know, its predecessor has been told.
 
 use std::io;
 use std::os::fd::OwnedFd;
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
+use super::turns::Turns;
 use super::wire::{Doorbell, Limits, RegionInfo};
 use super::{Connection, Doorbells, Known, Shared, VfioUser, open};
 use crate::nic::bus::BusError;
@@ -17,6 +18,8 @@ use crate::nic::bus::BusError;
 pub struct Twin {
     /// The connection.
     pub connection: Connection,
+    /// Whose turn it is to ask: one memfd for all that share the connection.
+    pub lock: OwnedFd,
     /// Bytes of the configuration space.
     pub config_len: u64,
     /// Whether the device can be reset.
@@ -44,9 +47,9 @@ impl VfioUser {
     /// What a twin of this bus needs. BARs that are mapped as a whole are reached by messages there.
     pub fn twin(&self) -> Result<Twin, BusError> {
         let refused = |source: io::Error| BusError::Refused { doing: "copying a descriptor", source };
-        let (socket, limits) = {
-            let link = self.link.lock();
-            (link.copy("making a twin")?, link.limits)
+        let (socket, lock, limits) = {
+            let mut link = self.link.lock();
+            (link.copy("making a twin")?, link.turns("making a twin")?, link.limits)
         };
         let Limits { fds, transfer, io_fds } = limits;
         let known = (0..).zip(&self.bars).filter_map(|(index, known)| Some((index, known.as_ref()?)));
@@ -62,6 +65,7 @@ impl VfioUser {
         });
         let vectors = self.vectors.iter().map(OwnedFd::try_clone);
         Ok(Twin {
+            lock,
             connection: Connection { socket, fds_max: fds, transfer_max: transfer, io_fds },
             config_len: self.config_len,
             can_reset: self.can_reset,
@@ -70,10 +74,15 @@ impl VfioUser {
         })
     }
 
-    /// A twin. It must not be used while its predecessor is.
+    /// A twin. It may ask, map and write while its predecessor drives, but what belongs to who drives (doorbells, above all) it must leave alone.
     pub fn from_twin(twin: Twin, timeout: Duration) -> Result<Self, BusError> {
         let Connection { socket, fds_max, transfer_max, io_fds } = twin.connection;
-        let link = open(socket, Limits { fds: fds_max, transfer: transfer_max, io_fds }, timeout)?;
+        let mut link = open(socket, Limits { fds: fds_max, transfer: transfer_max, io_fds }, timeout)?;
+        let turns = Turns::adopt(twin.lock).map_err(|error| BusError::Refused {
+            doing: "sharing the connection to the device's server",
+            source: io::Error::other(error),
+        })?;
+        link.share(turns);
         let behind = link.behind();
         let mut bars: [Option<Known>; 6] = Default::default();
         for bar in twin.bars {

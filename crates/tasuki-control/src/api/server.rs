@@ -1,0 +1,170 @@
+//! The server's end. Each request is put into the daemon's loop, and answered when that has answered.
+
+use std::future::Future;
+use std::os::unix::net::UnixListener;
+
+use axum::extract::rejection::{JsonRejection, QueryRejection};
+use axum::extract::{Path, Query, State};
+use axum::http::StatusCode;
+use axum::response::{IntoResponse, Response};
+use axum::routing::{get, post};
+use axum::{Json, Router};
+use serde::{Deserialize, Serialize};
+use tokio::sync::oneshot;
+use utoipa::OpenApi;
+
+use super::types::{Counts, Event, Give, NicView, NodeView, Refused, Relayed, Status, Stopped, Upgrade, WorkerView};
+use crate::supervisor::door::{Door, No, Request};
+
+/// The description of all this.
+#[derive(Debug, OpenApi)]
+#[openapi(
+    info(title = "tasukid", description = "Nodes, workers and NICs of this machine. Spoken over the unix socket api.sock in the runtime directory."),
+    paths(status, nodes, workers, nics, events, upgrade, give, counts, stop)
+)]
+struct Description;
+
+/// The description, as text.
+pub fn description() -> String {
+    Description::openapi().to_pretty_json().expect("a description is plain data")
+}
+
+/// An answer, as the loop gives it.
+struct Answered<T>(Result<T, No>);
+
+impl<T: Serialize> IntoResponse for Answered<T> {
+    fn into_response(self) -> Response {
+        match self.0 {
+            Ok(value) => Json(value).into_response(),
+            Err(no) => {
+                let status = match no {
+                    No::Unknown(_) => StatusCode::NOT_FOUND,
+                    No::Wrong(_) => StatusCode::UNPROCESSABLE_ENTITY,
+                    No::Failed { .. } => StatusCode::CONFLICT,
+                    No::Ending => StatusCode::SERVICE_UNAVAILABLE,
+                };
+                (status, Json(Refused::from(no))).into_response()
+            }
+        }
+    }
+}
+
+async fn ask<T>(door: &Door, request: impl FnOnce(oneshot::Sender<Result<T, No>>) -> Request) -> Answered<T> {
+    let (answer, answered) = oneshot::channel();
+    door.put(request(answer));
+    Answered(answered.await.unwrap_or(Err(No::Ending)))
+}
+
+fn words<T>(body: Result<Json<T>, JsonRejection>) -> Result<T, No> {
+    body.map(|Json(body)| body).map_err(|rejection| No::Wrong(rejection.body_text()))
+}
+
+#[utoipa::path(get, path = "/v1/status", responses((status = 200, body = Status)))]
+async fn status(State(door): State<Door>) -> Answered<Status> {
+    ask(&door, Request::Status).await
+}
+
+#[utoipa::path(get, path = "/v1/nodes", responses((status = 200, body = [NodeView])))]
+async fn nodes(State(door): State<Door>) -> Answered<Vec<NodeView>> {
+    ask(&door, Request::Nodes).await
+}
+
+#[utoipa::path(get, path = "/v1/workers", responses((status = 200, body = [WorkerView])))]
+async fn workers(State(door): State<Door>) -> Answered<Vec<WorkerView>> {
+    ask(&door, Request::Workers).await
+}
+
+#[utoipa::path(get, path = "/v1/nics", responses((status = 200, body = [NicView])))]
+async fn nics(State(door): State<Door>) -> Answered<Vec<NicView>> {
+    ask(&door, Request::Nics).await
+}
+
+/// From which event on.
+#[derive(Debug, Deserialize)]
+#[serde(deny_unknown_fields)]
+struct Since {
+    #[serde(default)]
+    since: u64,
+}
+
+#[utoipa::path(get, path = "/v1/events", params(("since" = Option<u64>, Query, description = "events after this number")),
+    responses((status = 200, body = [Event])))]
+async fn events(State(door): State<Door>, since: Result<Query<Since>, QueryRejection>) -> Answered<Vec<Event>> {
+    match since {
+        Ok(Query(Since { since })) => ask(&door, |answer| Request::Events { since, answer }).await,
+        Err(rejection) => Answered(Err(No::Wrong(rejection.body_text()))),
+    }
+}
+
+#[utoipa::path(post, path = "/v1/nodes/{name}/upgrade", params(("name" = String, Path, description = "a node")), request_body = Upgrade,
+    responses((status = 200, body = Relayed), (status = 404, body = Refused), (status = 409, body = Refused), (status = 422, body = Refused)))]
+async fn upgrade(
+    State(door): State<Door>,
+    Path(node): Path<String>,
+    body: Result<Json<Upgrade>, JsonRejection>,
+) -> Answered<Relayed> {
+    match words(body) {
+        Ok(upgrade) => ask(&door, |answer| Request::Upgrade { node, upgrade, answer }).await,
+        Err(no) => Answered(Err(no)),
+    }
+}
+
+#[utoipa::path(post, path = "/v1/nics/{name}/give", params(("name" = String, Path, description = "a NIC")), request_body = Give,
+    responses((status = 200, body = Relayed), (status = 404, body = Refused), (status = 409, body = Refused), (status = 422, body = Refused)))]
+async fn give(
+    State(door): State<Door>,
+    Path(nic): Path<String>,
+    body: Result<Json<Give>, JsonRejection>,
+) -> Answered<Relayed> {
+    match words(body) {
+        Ok(give) => ask(&door, |answer| Request::Give { nic, give, answer }).await,
+        Err(no) => Answered(Err(no)),
+    }
+}
+
+#[utoipa::path(get, path = "/v1/nics/{name}/counts", params(("name" = String, Path, description = "a NIC")),
+    responses((status = 200, body = Counts), (status = 404, body = Refused), (status = 409, body = Refused)))]
+async fn counts(State(door): State<Door>, Path(nic): Path<String>) -> Answered<Counts> {
+    ask(&door, |answer| Request::Counts { nic, answer }).await
+}
+
+#[utoipa::path(post, path = "/v1/stop", responses((status = 200, body = Stopped)))]
+async fn stop(State(door): State<Door>) -> Answered<Stopped> {
+    ask(&door, Request::Stop).await
+}
+
+async fn nothing_there() -> Answered<()> {
+    Answered(Err(No::Unknown("nothing is at this address; /openapi.json says what there is".to_owned())))
+}
+
+async fn not_so() -> Response {
+    let error = "this address is not asked in this way; /openapi.json says how".to_owned();
+    (StatusCode::METHOD_NOT_ALLOWED, Json(Refused { error, relays: Vec::new() })).into_response()
+}
+
+fn router(door: Door) -> Router {
+    Router::new()
+        .route("/v1/status", get(status))
+        .route("/v1/nodes", get(nodes))
+        .route("/v1/workers", get(workers))
+        .route("/v1/nics", get(nics))
+        .route("/v1/events", get(events))
+        .route("/v1/nodes/{name}/upgrade", post(upgrade))
+        .route("/v1/nics/{name}/give", post(give))
+        .route("/v1/nics/{name}/counts", get(counts))
+        .route("/v1/stop", post(stop))
+        .route("/openapi.json", get(async || ([("content-type", "application/json")], description())))
+        .fallback(nothing_there)
+        .method_not_allowed_fallback(not_so)
+        .with_state(door)
+}
+
+/// Serves until `over`, and what has begun then to its end.
+pub fn serve(listener: UnixListener, door: Door, over: impl Future<Output = ()> + Send + 'static) -> std::io::Result<()> {
+    listener.set_nonblocking(true)?;
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_io().enable_time().build()?;
+    runtime.block_on(async {
+        let listener = tokio::net::UnixListener::from_std(listener)?;
+        axum::serve(listener, router(door)).with_graceful_shutdown(over).await
+    })
+}

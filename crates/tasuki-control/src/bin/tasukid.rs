@@ -1,0 +1,166 @@
+//! The daemon.
+
+use std::fs::OpenOptions;
+use std::os::unix::fs::{OpenOptionsExt, PermissionsExt};
+use std::os::unix::net::{UnixDatagram, UnixListener, UnixStream};
+use std::path::{Path, PathBuf};
+use std::process::{Command, ExitCode, Stdio};
+use std::time::Duration;
+
+use anyhow::{Context, Result, bail};
+use clap::Parser;
+use tasuki_control::api::server;
+use tasuki_control::config::Config;
+use tasuki_control::place::{self, Place};
+use tasuki_control::supervisor::door::Door;
+use tasuki_control::supervisor::{Ended, Parts, Programs, Supervisor};
+
+/// How long the daemon may take until it serves, where it goes into the background.
+const BEGINS_WITHIN: Duration = Duration::from_secs(30);
+
+/// Starts and watches workers, and has NICs change hands. Told to go (SIGTERM, Ctrl-C), it leaves its workers running; `tasuki stop` ends all.
+#[derive(Debug, Parser)]
+#[command(name = "tasukid", version)]
+struct Arguments {
+    /// Nodes and NICs.
+    #[arg(long, value_name = "FILE")]
+    config: PathBuf,
+    /// Where its sockets and its memory of itself are [default: TASUKI_DIR, or /run/tasuki; not as root $XDG_RUNTIME_DIR/tasuki].
+    #[arg(long, value_name = "DIR")]
+    dir: Option<PathBuf>,
+    /// Stay in the terminal, and log to it. Without, the log is tasukid.log in DIR.
+    #[arg(long)]
+    foreground: bool,
+}
+
+/// A program beside this one, or on the PATH.
+fn program(name: &str) -> Result<PathBuf> {
+    let beside = std::env::current_exe().context("the kernel does not say where this program is")?.with_file_name(name);
+    if beside.is_file() {
+        return Ok(beside);
+    }
+    let on_path = std::env::var_os("PATH").and_then(|path| {
+        std::env::split_paths(&path).map(|folder| folder.join(name)).find(|program| program.is_absolute() && program.is_file())
+    });
+    // Said when it is to be started, and it may be there by then.
+    Ok(on_path.unwrap_or(beside))
+}
+
+fn programs(config: &Config, file: &Path) -> Result<Programs> {
+    let worker = match &config.daemon.worker {
+        Some(named) if named.is_absolute() => named.clone(),
+        Some(named) => bail!("{}: [daemon], worker: {} must be named by its path from /", file.display(), named.display()),
+        None => program("tasuki-worker")?,
+    };
+    Ok(Programs { worker, model: program("tasuki-sim")? })
+}
+
+/// Where HTTP is spoken: for this user alone.
+fn listen(folder: &Path) -> Result<UnixListener> {
+    let path = place::api_socket(folder);
+    // The lock is ours, so what is there is a dead daemon's.
+    let _ = std::fs::remove_file(&path);
+    let listener = UnixListener::bind(&path).with_context(|| format!("{} cannot be served at", path.display()))?;
+    std::fs::set_permissions(&path, std::fs::Permissions::from_mode(0o600))?;
+    Ok(listener)
+}
+
+fn serve(arguments: &Arguments, folder: &Path) -> Result<()> {
+    rustix::process::umask(rustix::fs::Mode::from_raw_mode(0o077));
+    let config = Config::read(&arguments.config)?;
+    let programs = programs(&config, &arguments.config)?;
+    let place = Place::take(folder)?;
+    let folder = place.folder().to_owned();
+    let (told, signals) = UnixStream::pair().context("the kernel has no sockets left")?;
+    for signal in [signal_hook::consts::SIGINT, signal_hook::consts::SIGTERM, signal_hook::consts::SIGHUP] {
+        let end = told.try_clone().context("the kernel has no descriptors left")?;
+        signal_hook::low_level::pipe::register(signal, end).context("the kernel took no signal handler")?;
+    }
+    let (sender, requests) = std::sync::mpsc::channel();
+    let door = Door::new(sender).context("the kernel has no eventfd left")?;
+    let mut supervisor =
+        Supervisor::begin(Parts { config, programs, place, door: door.clone(), requests, signals })?;
+    let listener = listen(&folder)?;
+    let (over, is_over) = tokio::sync::oneshot::channel::<()>();
+    let http = std::thread::Builder::new().name("http".to_owned()).spawn(move || {
+        server::serve(listener, door, async {
+            let _ = is_over.await;
+        })
+    });
+    let http = http.context("the kernel has no thread left")?;
+    let _ = sd_notify::notify(true, &[sd_notify::NotifyState::Ready]);
+    tracing::info!("tasukid serves at {}", place::api_socket(&folder).display());
+    let ended = supervisor.run();
+    let _ = sd_notify::notify(true, &[sd_notify::NotifyState::Stopping]);
+    let _ = over.send(());
+    // What waits for an answer hears that nobody will give one.
+    drop(supervisor);
+    let _ = http.join();
+    let _ = std::fs::remove_file(place::api_socket(&folder));
+    match ended? {
+        Ended::Alone => tracing::info!("tasukid goes, and its workers go on; the next tasukid in {} takes them over", folder.display()),
+        Ended::Everything => {
+            let _ = std::fs::remove_file(folder.join("registry.redb"));
+            tracing::info!("all has ended");
+        }
+    }
+    Ok(())
+}
+
+/// Starts itself anew in the background, and waits until that serves.
+fn go_into_background(folder: &Path) -> Result<()> {
+    let log_path = folder.join("tasukid.log");
+    // Its directory is made, and its configuration refused, where somebody sees it.
+    drop(Place::take(folder)?);
+    let log = OpenOptions::new().append(true).create(true).mode(0o600).open(&log_path);
+    let log = log.with_context(|| format!("{} cannot be written to", log_path.display()))?;
+    let begins_at = log.metadata().map_or(0, |meta| meta.len());
+    let notices = folder.join("begun.sock");
+    let _ = std::fs::remove_file(&notices);
+    let begun = UnixDatagram::bind(&notices).with_context(|| format!("{} cannot be listened at", notices.display()))?;
+    begun.set_read_timeout(Some(Duration::from_millis(50)))?;
+    let mut command = Command::new(std::env::current_exe()?);
+    command.args(std::env::args_os().skip(1)).arg("--foreground").env("NOTIFY_SOCKET", &notices);
+    command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::from(log));
+    std::os::unix::process::CommandExt::process_group(&mut command, 0);
+    let mut child = command.spawn().context("tasukid does not start a second time")?;
+    let until = std::time::Instant::now() + BEGINS_WITHIN;
+    let outcome = loop {
+        if begun.recv(&mut [0; 256]).is_ok() {
+            break Ok(());
+        }
+        if child.try_wait()?.is_some() {
+            let log = std::fs::read(&log_path).unwrap_or_default();
+            let said = String::from_utf8_lossy(log.get(usize::try_from(begins_at)?..).unwrap_or_default()).into_owned();
+            let last = said.lines().rev().find(|line| !line.trim().is_empty()).unwrap_or("it did not say why");
+            break Err(anyhow::anyhow!("{}", last.strip_prefix("tasukid: ").unwrap_or(last)));
+        }
+        if std::time::Instant::now() > until {
+            let _ = child.kill();
+            break Err(anyhow::anyhow!("tasukid did not begin to serve within {} s; {} says why", BEGINS_WITHIN.as_secs(), log_path.display()));
+        }
+    };
+    let _ = std::fs::remove_file(&notices);
+    outcome.inspect(|()| println!("tasukid is at work in {} (process {}); its log is {}", folder.display(), child.id(), log_path.display()))
+}
+
+fn main() -> ExitCode {
+    let arguments = Arguments::parse();
+    let stays = arguments.foreground || std::env::var_os("NOTIFY_SOCKET").is_some();
+    let folder = arguments.dir.clone().unwrap_or_else(place::usual);
+    let filter = tracing_subscriber::EnvFilter::try_from_default_env().unwrap_or_else(|_| "info".into());
+    let colour = std::io::IsTerminal::is_terminal(&std::io::stderr());
+    tracing_subscriber::fmt().with_env_filter(filter).with_ansi(colour).with_target(false).with_writer(std::io::stderr).init();
+    let done = if stays {
+        serve(&arguments, &folder)
+    } else {
+        Config::read(&arguments.config).map_err(Into::into).and_then(|_| go_into_background(&folder))
+    };
+    match done {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => {
+            eprintln!("tasukid: {error:#}");
+            ExitCode::FAILURE
+        }
+    }
+}

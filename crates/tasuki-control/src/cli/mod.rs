@@ -1,0 +1,154 @@
+//! The command line's verbs that talk to the daemon.
+
+mod show;
+
+use std::path::PathBuf;
+
+use anyhow::{Context, Result};
+use clap::{Args, Subcommand, ValueEnum};
+use hyper::Method as Verb;
+use serde_json::{Value, json};
+
+use crate::api::client;
+use crate::place;
+
+/// How to reach the daemon, and how to show what it says.
+#[derive(Debug, Clone, Args)]
+pub struct Reach {
+    /// The daemon's runtime directory [default: TASUKI_DIR, or /run/tasuki; not as root $XDG_RUNTIME_DIR/tasuki].
+    #[arg(long, value_name = "DIR", global = true)]
+    pub dir: Option<PathBuf>,
+    /// Print JSON, for scripts.
+    #[arg(long, global = true)]
+    pub json: bool,
+}
+
+/// What can be asked of the daemon besides workers and NICs.
+#[derive(Debug, Subcommand)]
+pub enum Workers {
+    /// All workers: what each drives, and what it has counted.
+    List,
+    /// Replaces a node's worker by a fresh one while packets flow.
+    Upgrade(Upgrade),
+}
+
+/// An upgrade.
+#[derive(Debug, Args)]
+pub struct Upgrade {
+    /// The node.
+    pub node: String,
+    /// Another program than the one that its workers are now.
+    #[arg(long, value_name = "BINARY")]
+    pub with: Option<PathBuf>,
+    /// How what the successor must know travels: read in place, or by the daemon's store.
+    #[arg(long, value_enum)]
+    pub state: Option<State>,
+}
+
+/// See [`crate::api::types::SashBy`].
+#[derive(Debug, Clone, Copy, ValueEnum)]
+#[expect(missing_docs, reason = "said there")]
+pub enum State {
+    Place,
+    Store,
+}
+
+/// See [`crate::api::types::Method`].
+#[derive(Debug, Clone, Copy, ValueEnum)]
+#[expect(missing_docs, reason = "said there")]
+pub enum How {
+    Keep,
+    Repoint,
+    Mbb,
+    Cold,
+}
+
+/// See [`crate::api::types::Inflight`].
+#[derive(Debug, Clone, Copy, ValueEnum)]
+#[expect(missing_docs, reason = "said there")]
+pub enum Inflight {
+    Deliver,
+    Drop,
+}
+
+/// A handover.
+#[derive(Debug, Args)]
+pub struct Give {
+    /// The NIC.
+    pub nic: String,
+    /// The node that is to have it.
+    #[arg(long, value_name = "NODE")]
+    pub to: String,
+    /// How; without, the best that card and trust allow.
+    #[arg(long, value_enum)]
+    pub method: Option<How>,
+    /// What becomes of frames that the old owner has not handled.
+    #[arg(long, value_enum)]
+    pub inflight: Option<Inflight>,
+    /// How what the new owner must know travels: read in place, or by the daemon's store.
+    #[arg(long, value_enum)]
+    pub state: Option<State>,
+}
+
+/// What is asked of the daemon.
+#[derive(Debug)]
+pub enum Asked {
+    /// All of it.
+    Status,
+    /// Workers.
+    Workers(Workers),
+    /// NICs.
+    NicList,
+    /// A handover.
+    Give(Give),
+    /// What a NIC's driver has counted.
+    Counts(String),
+    /// What has happened since event `since`.
+    Events {
+        /// Which.
+        since: u64,
+    },
+    /// The end of everything.
+    Stop,
+}
+
+fn word(value: Option<impl ValueEnum>) -> Value {
+    value.and_then(|value| value.to_possible_value()).map_or(Value::Null, |value| json!(value.get_name()))
+}
+
+/// A name as a part of an address.
+fn part(name: &str) -> String {
+    name.bytes().map(|byte| match byte {
+        b'a'..=b'z' | b'A'..=b'Z' | b'0'..=b'9' | b'-' | b'_' => char::from(byte).to_string(),
+        other => format!("%{other:02X}"),
+    }).collect()
+}
+
+/// Asks, and prints the answer.
+pub fn run(reach: &Reach, asked: &Asked) -> Result<()> {
+    let folder = reach.dir.clone().unwrap_or_else(place::usual);
+    let get = |address: &str| client::ask(&folder, Verb::GET, address, None);
+    let post = |address: &str, body: Value| client::ask(&folder, Verb::POST, address, Some(&body));
+    let value = match asked {
+        Asked::Status => get("/v1/status")?,
+        Asked::Workers(Workers::List) => get("/v1/workers")?,
+        Asked::Workers(Workers::Upgrade(Upgrade { node, with, state })) => {
+            let with = with.as_ref().map(std::path::absolute).transpose().context("that program has no path")?;
+            post(&format!("/v1/nodes/{}/upgrade", part(node)), json!({ "with": with, "state": word(*state) }))?
+        }
+        Asked::NicList => get("/v1/nics")?,
+        Asked::Give(Give { nic, to, method, inflight, state }) => {
+            let body = json!({ "to": to, "method": word(*method), "inflight": word(*inflight), "state": word(*state) });
+            post(&format!("/v1/nics/{}/give", part(nic)), body)?
+        }
+        Asked::Counts(nic) => get(&format!("/v1/nics/{}/counts", part(nic)))?,
+        Asked::Events { since } => get(&format!("/v1/events?since={since}"))?,
+        Asked::Stop => post("/v1/stop", json!({}))?,
+    };
+    if reach.json {
+        println!("{}", serde_json::to_string_pretty(&value)?);
+        return Ok(());
+    }
+    print!("{}", show::show(asked, value)?);
+    Ok(())
+}

@@ -1,0 +1,121 @@
+//! What the daemon says, for people.
+
+use std::fmt::Write;
+
+use anyhow::{Context, Result};
+use comfy_table::{CellAlignment, Table, presets};
+use serde::de::DeserializeOwned;
+use serde_json::Value;
+
+use super::{Asked, Workers};
+use crate::api::types::{Counts, Event, NicView, Relayed, Status, Stopped, WorkerView};
+use crate::supervisor::deeds::time;
+
+fn read<T: DeserializeOwned>(value: Value) -> Result<T> {
+    serde_json::from_value(value).context("tasukid answers with what this tasuki does not know; rebuild the older of the two")
+}
+
+/// Text for a terminal.
+pub fn show(asked: &Asked, value: Value) -> Result<String> {
+    Ok(match asked {
+        Asked::Status => status(&read(value)?),
+        Asked::Workers(Workers::List) => workers(&read::<Vec<WorkerView>>(value)?),
+        Asked::NicList => nics(&read::<Vec<NicView>>(value)?),
+        Asked::Workers(Workers::Upgrade(_)) | Asked::Give(_) => format!("{}\n", read::<Relayed>(value)?.sentence),
+        Asked::Counts(_) => counts(&read(value)?),
+        Asked::Events { .. } => read::<Vec<Event>>(value)?.iter().map(event).collect(),
+        Asked::Stop => format!("{}\n", read::<Stopped>(value)?.sentence),
+    })
+}
+
+fn table(header: &[&str]) -> Table {
+    let mut table = Table::new();
+    table.load_preset(presets::NOTHING).set_header(header);
+    table
+}
+
+fn text(mut table: Table, right: &[usize]) -> String {
+    for column in table.column_iter_mut() {
+        column.set_padding((0, 2));
+        if right.contains(&column.index) {
+            column.set_cell_alignment(CellAlignment::Right);
+        }
+    }
+    format!("{}\n", table.trim_fmt())
+}
+
+fn status(status: &Status) -> String {
+    let up = humans(status.up_ms);
+    let mut said = format!("tasukid {} (process {}), up {up}", status.version, status.pid);
+    if status.adopted > 0 {
+        let _ = write!(said, ", took over {} workers", status.adopted);
+    }
+    said.push_str("\n\n");
+    let mut nodes = table(&["node", "work", "workers", "nics", "upgrades"]);
+    for node in &status.nodes {
+        let workers = node.workers.iter().map(u32::to_string).collect::<Vec<_>>().join(" ");
+        nodes.add_row([&node.name, &node.work, &workers, &node.nics.join(" "), &node.generation.to_string()]);
+    }
+    said.push_str(&text(nodes, &[4]));
+    said.push('\n');
+    said.push_str(&nics(&status.nics));
+    let troubles = status.nodes.iter().filter_map(|node| node.trouble.as_ref());
+    for trouble in troubles {
+        let _ = writeln!(said, "\n{trouble}");
+    }
+    said
+}
+
+fn humans(ms: u64) -> String {
+    match ms / 1000 {
+        seconds @ 0..120 => format!("{seconds} s"),
+        seconds @ 120..7200 => format!("{} min", seconds / 60),
+        seconds => format!("{} h", seconds / 3600),
+    }
+}
+
+fn workers(workers: &[WorkerView]) -> String {
+    let mut rows = table(&["worker", "node", "is", "nics", "process", "received", "sent", "program"]);
+    for worker in workers {
+        rows.add_row([
+            &worker.worker.to_string(),
+            &worker.node,
+            &worker.is,
+            &worker.drives.join(" "),
+            &worker.pid.to_string(),
+            &worker.received.to_string(),
+            &worker.sent.to_string(),
+            &worker.binary,
+        ]);
+    }
+    text(rows, &[0, 4, 5, 6])
+}
+
+fn nics(nics: &[NicView]) -> String {
+    let mut rows = table(&["nic", "device", "node", "is", "worker", "relays", "last pause"]);
+    for nic in nics {
+        let worker = nic.worker.map(|worker| worker.to_string()).unwrap_or_default();
+        let pause = nic.pause_ns.map(time).unwrap_or_default();
+        rows.add_row([&nic.name, &nic.device, &nic.node, &nic.is, &worker, &nic.relays.to_string(), &pause]);
+    }
+    let mut said = text(rows, &[4, 5, 6]);
+    for (name, trouble) in nics.iter().filter_map(|nic| Some((&nic.name, nic.trouble.as_ref()?))) {
+        let _ = writeln!(said, "\n{name}: {trouble}");
+    }
+    said
+}
+
+fn counts(counts: &Counts) -> String {
+    let width = counts.counts.iter().map(|(name, _)| name.len()).max().unwrap_or(0);
+    let mut said = format!("{}, as worker {} has counted\n", counts.nic, counts.worker);
+    for (name, number) in &counts.counts {
+        let _ = writeln!(said, "  {name:width$}  {number}");
+    }
+    said
+}
+
+fn event(event: &Event) -> String {
+    let seconds = event.at_ms / 1000;
+    let (hour, minute, second) = (seconds / 3600 % 24, seconds / 60 % 60, seconds % 60);
+    format!("{:>5}  {hour:02}:{minute:02}:{second:02}.{:03}Z  {}\n", event.number, event.at_ms % 1000, event.sentence)
+}

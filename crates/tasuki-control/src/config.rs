@@ -1,0 +1,380 @@
+//! The configuration: which nodes and NICs there are. One TOML file, in which every word must mean something.
+
+use std::collections::BTreeSet;
+use std::fmt;
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use serde::Deserialize;
+use tasuki_relay::letter;
+
+/// Bytes of a frame that a source may send, without check sequence.
+const SIZES: std::ops::RangeInclusive<u16> = 60..=1514;
+/// Longest name of a node or a NIC.
+const NAME_MAX: usize = 24;
+
+/// Why a configuration is none.
+#[derive(Debug, thiserror::Error)]
+pub enum ConfigError {
+    /// It cannot be read.
+    #[error("the configuration {} cannot be read: {source}; name one with --config", path.display())]
+    Unreadable {
+        /// Which.
+        path: PathBuf,
+        /// Why.
+        source: std::io::Error,
+    },
+    /// It is no TOML, or has keys that mean nothing.
+    #[error("{}:{line}: {what}", path.display())]
+    Wrong {
+        /// Which file.
+        path: PathBuf,
+        /// Where, from 1.
+        line: usize,
+        /// What is wrong there, and what is allowed.
+        what: String,
+    },
+    /// It contradicts itself.
+    #[error("{}: {what}", path.display())]
+    Senseless {
+        /// Which file.
+        path: PathBuf,
+        /// What is wrong, and what to do.
+        what: String,
+    },
+}
+
+/// All of it.
+#[derive(Debug, Clone, Default, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Config {
+    /// Of the daemon.
+    #[serde(default)]
+    pub daemon: Daemon,
+    /// Nodes.
+    #[serde(default)]
+    pub node: Vec<Node>,
+    /// NICs.
+    #[serde(default)]
+    pub nic: Vec<Nic>,
+}
+
+/// Of the daemon.
+#[derive(Debug, Clone, Deserialize)]
+#[serde(deny_unknown_fields, default)]
+pub struct Daemon {
+    /// A worker that drives and has not looked for work for so long is hung.
+    pub hang_after_ms: u64,
+    /// How long a giver or a taker may take for its part of a relay.
+    pub deadline_ms: u64,
+    /// How long a worker may take to map a NIC and to check that it understands it.
+    pub prepare_ms: u64,
+    /// The program that is the worker; without, `tasuki-worker` beside the daemon, or on the PATH.
+    pub worker: Option<PathBuf>,
+}
+
+impl Default for Daemon {
+    fn default() -> Self {
+        Daemon { hang_after_ms: 200, deadline_ms: 1000, prepare_ms: 10_000, worker: None }
+    }
+}
+
+impl Daemon {
+    /// As a duration.
+    pub fn hang_after(&self) -> Duration {
+        Duration::from_millis(self.hang_after_ms)
+    }
+
+    /// As a duration.
+    pub fn deadline(&self) -> Duration {
+        Duration::from_millis(self.deadline_ms)
+    }
+
+    /// As a duration.
+    pub fn prepare(&self) -> Duration {
+        Duration::from_millis(self.prepare_ms)
+    }
+}
+
+/// A system that owns NICs.
+#[derive(Debug, Clone, PartialEq, Eq, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Node {
+    /// How it is called.
+    pub name: String,
+    /// What its workers do with frames.
+    pub work: Work,
+    /// The CPU that its workers run on.
+    pub cpu: Option<u32>,
+    /// Its workers never sleep while they drive a NIC.
+    #[serde(default)]
+    pub poll: bool,
+    /// Whether a second worker stands by while it has a NIC.
+    #[serde(default = "yes")]
+    pub standby: bool,
+    /// The nodes that it trusts: a NIC moves between nodes that trust each other without anybody being ended.
+    #[serde(default)]
+    pub trusts: Vec<String>,
+}
+
+fn yes() -> bool {
+    true
+}
+
+/// What a node does with frames: [`letter::Work`], as it is written by people.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Deserialize)]
+#[serde(deny_unknown_fields, rename_all = "kebab-case")]
+pub enum Work {
+    /// Sends each back.
+    Echo,
+    /// Takes them in.
+    Sink,
+    /// Sends numbered ones.
+    #[serde(rename_all = "kebab-case")]
+    Source(Source),
+}
+
+/// Of a source.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Source {
+    /// A second; 0 for as many as go.
+    #[serde(default)]
+    pub rate: u64,
+    /// Bytes of each, without check sequence.
+    #[serde(default = "shortest")]
+    pub size: u16,
+}
+
+fn shortest() -> u16 {
+    *SIZES.start()
+}
+
+impl From<Work> for letter::Work {
+    fn from(work: Work) -> Self {
+        match work {
+            Work::Echo => letter::Work::Echo,
+            Work::Sink => letter::Work::Sink,
+            Work::Source(Source { rate, size }) => letter::Work::Source { rate, size },
+        }
+    }
+}
+
+/// A network card.
+#[derive(Debug, Clone, PartialEq, Eq, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Nic {
+    /// How it is called.
+    pub name: String,
+    /// Where it is.
+    pub device: Device,
+    /// Whose it is at first.
+    pub node: String,
+    /// Descriptors in each of its rings; without, 256, or as many as the card can have.
+    pub ring: Option<u16>,
+    /// For the model: what it is plugged into, as `tasuki sim nic` takes it.
+    #[serde(default)]
+    pub wire: Vec<String>,
+}
+
+/// Where a card is.
+#[derive(Debug, Clone, PartialEq, Eq, Deserialize)]
+#[serde(try_from = "String")]
+pub enum Device {
+    /// Our own model, which the daemon starts.
+    Sim,
+    /// Whoever serves a card at this socket.
+    VfioUser(PathBuf),
+    /// A real one, by its PCI address.
+    Vfio(String),
+}
+
+impl TryFrom<String> for Device {
+    type Error = String;
+
+    fn try_from(text: String) -> Result<Self, String> {
+        match text.split_once(':') {
+            None if text == "sim" => Ok(Device::Sim),
+            Some(("vfio-user", path)) if path.starts_with('/') => Ok(Device::VfioUser(path.into())),
+            Some(("vfio-user", _)) => Err(format!("{text:?}: the socket of a vfio-user server is named by a path from /")),
+            Some(("vfio", address)) if !address.is_empty() => Ok(Device::Vfio(address.to_owned())),
+            _ => Err(format!("{text:?} names no card; write sim, vfio-user:PATH or vfio:0000:03:00.0 (a PCI address)")),
+        }
+    }
+}
+
+impl fmt::Display for Device {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Device::Sim => f.write_str("sim"),
+            Device::VfioUser(path) => write!(f, "vfio-user:{}", path.display()),
+            Device::Vfio(address) => write!(f, "vfio:{address}"),
+        }
+    }
+}
+
+impl Config {
+    /// Reads and checks it.
+    pub fn read(path: &Path) -> Result<Self, ConfigError> {
+        let text = std::fs::read_to_string(path)
+            .map_err(|source| ConfigError::Unreadable { path: path.to_owned(), source })?;
+        Self::parse(path, &text)
+    }
+
+    /// Checks what stands in the file at `path`.
+    pub fn parse(path: &Path, text: &str) -> Result<Self, ConfigError> {
+        let config: Config = toml::from_str(text).map_err(|error| {
+            let before = error.span().and_then(|span| text.get(..span.start)).unwrap_or_default();
+            let line = before.matches('\n').count() + 1;
+            ConfigError::Wrong { path: path.to_owned(), line, what: error.message().trim().replace('\n', "; ") }
+        })?;
+        match config.senseless() {
+            Some(what) => Err(ConfigError::Senseless { path: path.to_owned(), what }),
+            None => Ok(config),
+        }
+    }
+
+    /// The node of this name.
+    pub fn node(&self, name: &str) -> Option<&Node> {
+        self.node.iter().find(|node| node.name == name)
+    }
+
+    /// Whether both trust each other.
+    pub fn trust(&self, one: &str, other: &str) -> bool {
+        let trusts = |a, b: &str| self.node(a).is_some_and(|node| node.trusts.iter().any(|name| name == b));
+        one == other || (trusts(one, other) && trusts(other, one))
+    }
+
+    /// What contradicts itself.
+    fn senseless(&self) -> Option<String> {
+        let names = |kind: &'static str, all: Vec<&String>| {
+            let mut seen = BTreeSet::new();
+            all.into_iter().find_map(|name| match () {
+                () if !is_name(name) => Some(format!(
+                    "{kind} {name:?}: a name is 1 to {NAME_MAX} of the characters a-z, 0-9, - and _, and begins with a letter"
+                )),
+                () if !seen.insert(name) => Some(format!("two {kind}s are called {name:?}; give one another name")),
+                () => None,
+            })
+        };
+        let nodes: Vec<_> = self.node.iter().map(|node| &node.name).collect();
+        let known = nodes.iter().map(|name| name.as_str()).collect::<Vec<_>>().join(", ");
+        let stranger = |name: &String| (!nodes.contains(&name)).then(|| format!("there is no node {name:?}, but {known}"));
+        let of_nodes = || self.node.iter().find_map(|node| {
+            let trusted = node.trusts.iter().find_map(stranger).map(|what| format!("node {:?}, trusts: {what}", node.name));
+            trusted.or_else(|| size_of_frames(node))
+        });
+        let of_nics = || self.nic.iter().find_map(|nic| {
+            let named = |what| format!("nic {:?}: {what}", nic.name);
+            let wire = (!nic.wire.is_empty() && nic.device != Device::Sim)
+                .then(|| named("only the model (device = \"sim\") has a wire to configure".to_owned()));
+            stranger(&nic.node).map(named).or(wire)
+        });
+        let limits = [self.daemon.hang_after_ms, self.daemon.deadline_ms, self.daemon.prepare_ms];
+        let limit = limits.contains(&0).then(|| "[daemon]: a limit of 0 ms cannot be kept; name more".to_owned());
+        names("node", nodes.clone())
+            .or_else(|| names("nic", self.nic.iter().map(|nic| &nic.name).collect()))
+            .or_else(of_nodes)
+            .or_else(of_nics)
+            .or(limit)
+    }
+}
+
+fn is_name(name: &str) -> bool {
+    let plain = |c: char| c.is_ascii_lowercase() || c.is_ascii_digit() || c == '-' || c == '_';
+    (1..=NAME_MAX).contains(&name.len()) && name.starts_with(|c: char| c.is_ascii_lowercase()) && name.chars().all(plain)
+}
+
+fn size_of_frames(node: &Node) -> Option<String> {
+    let Work::Source(Source { size, .. }) = node.work else { return None };
+    let (least, most) = (SIZES.start(), SIZES.end());
+    (!SIZES.contains(&size)).then(|| {
+        format!("node {:?}: a frame has {least} to {most} bytes without its check sequence, not {size}", node.name)
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn parse(text: &str) -> Result<Config, String> {
+        Config::parse(Path::new("t.toml"), text).map_err(|error| error.to_string())
+    }
+
+    const WHOLE: &str = r#"
+[daemon]
+hang_after_ms = 100
+
+[[node]]
+name = "red"
+work = "echo"
+trusts = ["blue"]
+
+[[node]]
+name = "blue"
+work = { source = { rate = 1000, size = 64 } }
+cpu = 1
+poll = true
+standby = false
+trusts = ["red"]
+
+[[node]]
+name = "green"
+work = "sink"
+trusts = ["red"]
+
+[[nic]]
+name = "eth0"
+device = "vfio:0000:03:00.0"
+node = "red"
+ring = 512
+"#;
+
+    #[test]
+    fn a_whole_configuration_is_read() {
+        let config = parse(WHOLE).unwrap();
+        assert_eq!(config.daemon.hang_after(), Duration::from_millis(100));
+        assert_eq!(config.daemon.deadline(), Duration::from_secs(1), "what is not named has a usual value");
+        assert_eq!(config.node[1].work, Work::Source(Source { rate: 1000, size: 64 }));
+        assert!(config.node[0].standby && !config.node[1].standby);
+        assert_eq!(config.nic[0].device, Device::Vfio("0000:03:00.0".to_owned()));
+        assert!(config.trust("red", "blue") && config.trust("green", "green"));
+        assert!(!config.trust("green", "red"), "trust is mutual or none");
+    }
+
+    /// Each of these is refused with a sentence that names the place and what is allowed.
+    #[test]
+    fn what_means_nothing_is_refused_by_line() {
+        let node = "[[node]]\nname = \"red\"\nwork = \"sink\"\n";
+        let cases: &[(String, &[&str])] = &[
+            (format!("{node}colour = 3\n"), &["t.toml:4: unknown field `colour`", "`trusts`"]),
+            ("[deamon]\n".to_owned(), &["t.toml:1: unknown field `deamon`", "`daemon`"]),
+            ("[[node]]\nname = \"red\"\nwork = \"dig\"\n".to_owned(), &["t.toml:3:", "unknown variant `dig`", "`echo`"]),
+            ("[[node]]\nname = \"red\"\n".to_owned(), &["t.toml:1: missing field `work`"]),
+            ("[[node]]\nname = \"red\"\nwork = { source = { speed = 1 } }\n".to_owned(), &["t.toml:3: unknown field `speed`", "`rate`"]),
+            ("[[node]]\nname = 5\n".to_owned(), &["t.toml:2: invalid type"]),
+            ("[[node\n".to_owned(), &["t.toml:1:"]),
+            (format!("{node}{node}"), &["two nodes are called \"red\""]),
+            (format!("{node}trusts = [\"pink\"]\n"), &["node \"red\", trusts: there is no node \"pink\", but red"]),
+            (format!("{node}[[nic]]\nname = \"e\"\ndevice = \"eth0\"\nnode = \"red\"\n"), &["t.toml:6: \"eth0\" names no card"]),
+            (format!("{node}[[nic]]\nname = \"e\"\ndevice = \"sim\"\nnode = \"pink\"\n"), &["nic \"e\": there is no node \"pink\""]),
+            (format!("{node}[[nic]]\nname = \"a/b\"\ndevice = \"sim\"\nnode = \"red\"\n"), &["nic \"a/b\": a name is"]),
+            (
+                "[[node]]\nname = \"red\"\nwork = { source = { size = 9000 } }\n".to_owned(),
+                &["a frame has 60 to 1514 bytes"],
+            ),
+            ("[daemon]\ndeadline_ms = 0\n".to_owned(), &["a limit of 0 ms"]),
+        ];
+        for (text, parts) in cases {
+            let said = parse(text).expect_err(text);
+            assert!(parts.iter().all(|part| said.contains(part)), "{text}\n{said}");
+            assert_eq!(said.lines().count(), 1, "one sentence: {said}");
+        }
+    }
+
+    #[test]
+    fn a_file_that_is_not_there_is_named() {
+        let said = Config::read(Path::new("/nowhere/tasuki.toml")).unwrap_err().to_string();
+        assert!(said.contains("/nowhere/tasuki.toml cannot be read"), "{said}");
+    }
+}

@@ -1,0 +1,14 @@
+//! The daemon: it starts workers, orders relays, and keeps what must outlive a worker. No packet passes through it, and its death stops none.
+//!
+//! [`supervisor`] is one thread and one loop; [`api`] is another thread that talks HTTP and puts requests into that loop.
+
+#![forbid(unsafe_code)]
+
+pub mod api;
+pub mod channel;
+pub mod cli;
+pub mod config;
+pub mod place;
+pub mod process;
+pub mod registry;
+pub mod supervisor;

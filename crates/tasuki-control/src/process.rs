@@ -1,0 +1,137 @@
+//! Processes by pidfd: ours, and those of a daemon before us. A process is named by its number and the time of its start, which together
+//! are never given twice.
+
+use std::io;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::os::unix::fs::MetadataExt;
+use std::os::unix::process::{CommandExt, ExitStatusExt};
+use std::process::{Child, Command};
+
+use rustix::process::{Pid, PidfdFlags, Signal};
+use serde::{Deserialize, Serialize};
+
+/// Which process.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Name {
+    /// Its number.
+    pub pid: u32,
+    /// When it started, in ticks since the machine did.
+    pub start: u64,
+}
+
+/// A process, dead or alive.
+#[derive(Debug)]
+pub struct Process {
+    name: Name,
+    pidfd: OwnedFd,
+    /// Ours to reap; those of a daemon before us are init's.
+    child: Option<Child>,
+}
+
+impl Process {
+    /// Starts a program.
+    pub fn spawn(command: &mut Command) -> io::Result<Self> {
+        // What is typed into our terminal is for us: workers and cards outlive the daemon.
+        command.process_group(0).env_remove("NOTIFY_SOCKET");
+        let mut child = command.spawn()?;
+        let opened = Self::open(child.id());
+        match opened {
+            Ok((name, pidfd)) => Ok(Process { name, pidfd, child: Some(child) }),
+            Err(error) => {
+                let _ = child.kill();
+                let _ = child.wait();
+                Err(error)
+            }
+        }
+    }
+
+    /// One that somebody else started; nothing if it is no more.
+    pub fn find(name: Name) -> Option<Self> {
+        let (found, pidfd) = Self::open(name.pid).ok()?;
+        (found == name).then_some(Process { name, pidfd, child: None })
+    }
+
+    fn open(pid: u32) -> io::Result<(Name, OwnedFd)> {
+        let number = i32::try_from(pid).ok().and_then(Pid::from_raw).ok_or(io::ErrorKind::NotFound)?;
+        let pidfd = rustix::process::pidfd_open(number, PidfdFlags::NONBLOCK)?;
+        // Read after the pidfd is open: if the start is the one that we look for, so is whom the pidfd means.
+        Ok((Name { pid, start: start_of(pid)? }, pidfd))
+    }
+
+    /// Which it is.
+    pub fn name(&self) -> Name {
+        self.name
+    }
+
+    /// Whose it is, while it lives.
+    pub fn uid(&self) -> Option<u32> {
+        std::fs::metadata(format!("/proc/{}", self.name.pid)).ok().map(|meta| meta.uid())
+    }
+
+    /// Readable once it is dead.
+    pub fn pidfd(&self) -> BorrowedFd<'_> {
+        self.pidfd.as_fd()
+    }
+
+    /// Ends it, whatever it does.
+    pub fn kill(&self) {
+        let _ = rustix::process::pidfd_send_signal(&self.pidfd, Signal::KILL);
+    }
+
+    /// Asks it to end.
+    pub fn ask_to_end(&self) {
+        let _ = rustix::process::pidfd_send_signal(&self.pidfd, Signal::TERM);
+    }
+
+    /// Of one that is dead: how it ended, as the end of the sentence "it …".
+    pub fn ended(&mut self) -> String {
+        let Some(child) = &mut self.child else { return "ended".to_owned() };
+        match child.wait() {
+            Ok(status) => match (status.code(), status.signal()) {
+                (Some(0), _) => "ended".to_owned(),
+                (Some(code), _) => format!("ended with code {code}"),
+                (_, Some(signal)) => format!("was killed by signal {signal}"),
+                _ => "ended".to_owned(),
+            },
+            Err(_) => "ended".to_owned(),
+        }
+    }
+}
+
+/// When a process started, in ticks since the machine did.
+fn start_of(pid: u32) -> io::Result<u64> {
+    let line = std::fs::read_to_string(format!("/proc/{pid}/stat"))?;
+    let strange = || io::Error::other(format!("/proc/{pid}/stat has another form than we know"));
+    // The name of a program can hold anything, but what follows its last parenthesis cannot.
+    let (_, fields) = line.rsplit_once(')').ok_or_else(strange)?;
+    let state = fields.split_whitespace().next().unwrap_or_default();
+    if matches!(state, "Z" | "X") {
+        return Err(io::ErrorKind::NotFound.into());
+    }
+    fields.split_whitespace().nth(19).and_then(|field| field.parse().ok()).ok_or_else(strange)
+}
+
+#[cfg(test)]
+mod tests {
+    use std::process::Stdio;
+
+    use rustix::event::{PollFd, PollFlags, Timespec, poll};
+
+    use super::*;
+
+    #[test]
+    fn a_process_is_found_by_its_name_and_by_no_other() {
+        let (keep, stdin) = std::io::pipe().unwrap();
+        let mut process = Process::spawn(Command::new("cat").stdin(Stdio::from(keep))).unwrap();
+        let name = process.name();
+        assert!(Process::find(name).is_some());
+        assert!(Process::find(Name { start: name.start + 1, ..name }).is_none(), "a number that was given again");
+        process.kill();
+        let mut fds = [PollFd::from_borrowed_fd(process.pidfd(), PollFlags::IN)];
+        let limit = Timespec { tv_sec: 60, tv_nsec: 0 };
+        assert_eq!(poll(&mut fds, Some(&limit)).unwrap(), 1);
+        assert_eq!(process.ended(), "was killed by signal 9");
+        assert!(Process::find(name).is_none());
+        drop(stdin);
+    }
+}

@@ -1,0 +1,151 @@
+//! Workers of the daemon before this one: they drive on, and are taken over without noticing.
+//!
+//! The registry says who they were; pid and start time say whether they still are. Each listens on a socket, and gives back what this daemon
+//! needs: boards and kits, its pulse, its node's book. Who does not is ended, for it may drive and would hear no order.
+
+use std::collections::BTreeSet;
+use std::os::fd::AsFd;
+
+use anyhow::{Context, Result};
+use tasuki_relay::Party;
+use tasuki_relay::arbiter::Arbiter;
+use tasuki_relay::letter::ToWorker;
+use tasuki_relay::pulse::Pulse;
+
+use super::card::Card;
+use super::deeds::party;
+use super::worker::{Stage, Worker, Words};
+use super::{About, BOOK_LEN, Node, Supervisor, Token, now, watch};
+use crate::channel;
+use crate::process::Process;
+use crate::registry::{Change, Known, WorkerRecord};
+
+impl Supervisor {
+    /// Makes nodes and cards as the configuration has them, and asks those who are still there.
+    pub(super) fn adopt(&mut self, known: Known) -> Result<()> {
+        let Known { workers, nics, nodes, fenced, events, .. } = known;
+        self.events = events;
+        let alive: Vec<(WorkerRecord, Process)> =
+            workers.iter().filter_map(|record| Some((record.clone(), Process::find(record.process)?))).collect();
+        for node in self.config.node.clone() {
+            let record = nodes.iter().find(|(name, _)| *name == node.name).map(|(_, record)| record.clone());
+            let book = Words::create("tasuki book", BOOK_LEN).context("no memory for a node's book")?;
+            let record = record.filter(|_| !alive.is_empty()).unwrap_or_default();
+            let made = Node { record, book, deaths: Vec::new(), not_before: std::time::Duration::ZERO, trouble: None };
+            self.nodes.insert(node.name, made);
+        }
+        let mut numbers: BTreeSet<u32> = nics.iter().map(|record| record.number).collect();
+        for config in self.config.nic.clone() {
+            let record = nics.iter().find(|record| record.name == config.name);
+            let unused = (0..).find(|number| !numbers.contains(number) && number & 0xFF != u32::from(b'{'));
+            let number = record.map(|record| record.number).or(unused).context("too many NICs")?;
+            numbers.insert(number);
+            let mut card = Card::new(number, config).context("no memory for a NIC's board")?;
+            if let Some(record) = record {
+                self.remember(&mut card, record, !alive.is_empty())?;
+            }
+            self.cards.insert(number, card);
+        }
+        let living: Vec<u32> = alive.iter().map(|(record, _)| record.party).collect();
+        for record in workers.iter().filter(|record| !living.contains(&record.party)) {
+            let _ = std::fs::remove_file(&record.socket);
+            self.changes.push(Change::NoWorker(record.party));
+        }
+        for (record, process) in alive {
+            let is_fenced = fenced.contains(&record.party);
+            self.adopt_worker(record, process, is_fenced)?;
+        }
+        self.adopting = true;
+        Ok(())
+    }
+
+    /// What the registry says of a NIC, as far as that is still true.
+    fn remember(&self, card: &mut Card, record: &crate::registry::NicRecord, is_driven: bool) -> Result<()> {
+        card.model = record.model.and_then(Process::find);
+        if let Some(model) = &card.model {
+            watch(&self.epoll, model.pidfd(), Token::ModelEnd(card.number))?;
+        }
+        if is_driven {
+            card.adopted_maker = Some(record.made_by);
+            // Where it was given to counts more than where it began, as long as that node is still there.
+            if self.config.node(&record.node).is_some() {
+                card.node = record.node.clone();
+            }
+        }
+        Ok(())
+    }
+
+    fn adopt_worker(&mut self, record: WorkerRecord, process: Process, is_fenced: bool) -> Result<()> {
+        let number = record.party;
+        let socket = channel::connect(&record.socket);
+        let is_ours = record.uid.is_none_or(|uid| process.uid() == Some(uid));
+        let is_known = self.config.node(&record.node).is_some();
+        watch(&self.epoll, process.pidfd(), Token::WorkerEnd(number))?;
+        let (ours, theirs) = channel::pair().context("the kernel has no sockets left")?;
+        let reached = socket.is_ok();
+        let socket = socket.unwrap_or(ours);
+        watch(&self.epoll, socket.as_fd(), Token::WorkerSays(number))?;
+        let asked = now();
+        let worker = Worker {
+            record,
+            process,
+            socket,
+            pulse: None,
+            heart: Pulse::new(asked),
+            probe: None,
+            heard: asked,
+            stage: Stage::Asked(asked),
+            nics: Default::default(),
+            unconfined: Vec::new(),
+            deaf: None,
+            kits_due: None,
+            wanted: false,
+        };
+        let sent = worker.write(&ToWorker::Again, &[]);
+        drop(theirs);
+        let node = worker.record.node.clone();
+        self.workers.insert(number, worker);
+        match () {
+            () if is_fenced => self.condemn(number, "was fenced by the tasukid before this one".to_owned()),
+            () if !is_ours => self.condemn(number, "is not whose it was".to_owned()),
+            () if !reached || sent.is_err() => self.condemn(number, "is not to be reached by this tasukid".to_owned()),
+            () if !is_known => self.condemn(number, format!("is of node {node}, which is not in the configuration any more")),
+            () => {}
+        }
+        Ok(())
+    }
+
+    /// When all have answered, or are dead: the arbiters begin.
+    pub(super) fn go_on_adopting(&mut self) {
+        if !self.adopting {
+            return;
+        }
+        self.end_the_slow();
+        let is_open = |worker: &Worker| matches!(worker.stage, Stage::Asked(_) | Stage::Condemned);
+        if self.workers.values().any(is_open) {
+            return;
+        }
+        self.adopting = false;
+        let numbers: Vec<u32> = self.cards.keys().copied().collect();
+        for nic in numbers {
+            let have = self.workers.values().filter(|worker| worker.nics.contains_key(&nic));
+            let members: Vec<Party> = have.filter_map(|worker| party(worker.party())).collect();
+            let Some(card) = self.cards.get_mut(&nic).filter(|_| !members.is_empty()) else { continue };
+            let (arbiter, doing) = Arbiter::begin(&members, &[]);
+            card.arbiter = Some(arbiter);
+            let name = card.name().to_owned();
+            let inputs = self.do_all(nic, doing);
+            inputs.into_iter().for_each(|input| self.tell_arbiter(nic, input));
+            let holder = self.cards[&nic].board.holder();
+            if let Some(holder) = holder.and_then(|holder| self.workers.get(&holder)) {
+                let (holder, node) = (holder.party(), holder.record.node.clone());
+                if let Some(card) = self.cards.get_mut(&nic) {
+                    card.node = node.clone();
+                }
+                let about = About { node: Some(&node), nic: Some(&name), worker: Some(holder) };
+                self.note(about, format!("{name} was driven by worker {holder} all the time"));
+            }
+            self.record_nic(nic);
+        }
+    }
+}

@@ -1,0 +1,201 @@
+//! A NIC, as the daemon sees it.
+
+use std::collections::BTreeSet;
+use std::num::NonZeroU32;
+use std::os::fd::{AsFd, OwnedFd};
+use std::time::Duration;
+
+use tasuki_relay::arbiter::{Arbiter, State, Told};
+use tasuki_relay::letter::{Kit, board};
+use tasuki_relay::{ARBITER, Tenure, method};
+use tasuki_shm::lease::{Lease, Lost};
+use tasuki_shm::line::Line;
+use tasuki_shm::region::{RegionError, Span};
+
+use super::worker::Words;
+use crate::config;
+use crate::process::Process;
+
+/// The lease word and the stamps beside it.
+#[derive(Debug)]
+pub struct Board {
+    /// All words.
+    pub words: Words,
+    lease: Lease<Span<Line>>,
+}
+
+impl Board {
+    /// A new one: a lease that nobody ever had.
+    pub fn create() -> Result<Self, RegionError> {
+        Self::of(Words::create("tasuki board", board::LEN)?)
+    }
+
+    /// One that a worker kept.
+    pub fn adopt(memory: OwnedFd) -> Result<Self, RegionError> {
+        Self::of(Words::adopt(memory, board::LEN)?)
+    }
+
+    fn of(words: Words) -> Result<Self, RegionError> {
+        let line = words.region().span(board::LEASE_LINE, 1)?;
+        Ok(Board { words, lease: Lease::new(line) })
+    }
+
+    /// What the lease word says.
+    pub fn tenure(&self) -> Tenure {
+        of_shm(self.lease.tenure())
+    }
+
+    /// Who holds it, if that is a worker.
+    pub fn holder(&self) -> Option<u32> {
+        self.tenure().holder.filter(|party| *party != ARBITER).map(|party| party.0.get())
+    }
+
+    /// The arbiter's compare-and-swap: it takes, or passes what it has taken.
+    pub fn swap(&self, from: Tenure, to: Tenure) -> Result<(), Tenure> {
+        let swapped = match to.holder {
+            Some(taker) => self.lease.take(to_shm(from), taker.0),
+            None => self.lease.pass(to_shm(from)),
+        };
+        swapped.map(|_| ()).map_err(|Lost { now }| of_shm(now))
+    }
+
+    /// How long nobody drove when it last changed hands.
+    pub fn pause_ns(&self) -> Option<u64> {
+        let (stopped, driving) = (self.words.load(board::STOPPED_AT), self.words.load(board::DRIVING_AT));
+        (stopped != 0).then(|| driving.checked_sub(stopped)).flatten()
+    }
+}
+
+fn of_shm(tenure: tasuki_shm::lease::Tenure) -> Tenure {
+    Tenure { holder: tenure.holder.map(tasuki_relay::Party), epoch: tenure.epoch }
+}
+
+fn to_shm(tenure: Tenure) -> tasuki_shm::lease::Tenure {
+    tasuki_shm::lease::Tenure { holder: tenure.holder.map(|party| -> NonZeroU32 { party.0 }), epoch: tenure.epoch }
+}
+
+/// How far the daemon has come with opening it.
+#[derive(Debug)]
+pub enum Opening {
+    /// Not begun; not before this time.
+    NotBefore(Duration),
+    /// Its model was started, then, and does not serve yet.
+    Model(Duration),
+    /// Somebody opens it.
+    Opener(Opener),
+    /// Its kit is here.
+    Open,
+}
+
+/// The process that opens a device.
+#[derive(Debug)]
+pub struct Opener {
+    /// It.
+    pub process: Process,
+    /// The way to it.
+    pub socket: OwnedFd,
+    /// What it says to people.
+    pub says: std::io::PipeReader,
+    /// The number that its addresses come from.
+    pub party: u32,
+    /// When it began.
+    pub since: Duration,
+}
+
+/// A kit and its descriptors.
+#[derive(Debug)]
+pub struct Kept {
+    /// What it is.
+    pub kit: Kit,
+    /// Of it.
+    pub fds: Vec<OwnedFd>,
+    /// Who made its memory.
+    pub made_by: u32,
+}
+
+/// A NIC.
+#[derive(Debug)]
+pub struct Card {
+    /// In messages.
+    pub number: u32,
+    /// What the configuration says.
+    pub config: config::Nic,
+    /// Whose it is now.
+    pub node: String,
+    /// The lease and the stamps.
+    pub board: Board,
+    /// What it is made of.
+    pub kept: Option<Kept>,
+    /// How far it is open.
+    pub opening: Opening,
+    /// Openers that failed.
+    pub failures: Vec<super::policy::Death>,
+    /// Its model, if it is ours.
+    pub model: Option<Process>,
+    /// Its arbiter, once there is a worker to ask.
+    pub arbiter: Option<Arbiter>,
+    /// The deadline that is set: its number and when it is over.
+    pub watch: Option<(u32, Duration)>,
+    /// Who is to be kept from it.
+    pub condemned: BTreeSet<u32>,
+    /// What the arbiter has said last, if nobody has heard it yet.
+    pub said: Option<Told>,
+    /// The method of the relay that is under way.
+    pub method: method::Method,
+    /// Who made the memory of its kit, as a daemon before us has noted.
+    pub adopted_maker: Option<u32>,
+    /// Why nobody drives it, or why the last relay failed.
+    pub trouble: Option<String>,
+}
+
+impl Card {
+    /// One that is not open.
+    pub fn new(number: u32, config: config::Nic) -> Result<Self, RegionError> {
+        Ok(Card {
+            number,
+            node: config.node.clone(),
+            config,
+            board: Board::create()?,
+            kept: None,
+            opening: Opening::NotBefore(Duration::ZERO),
+            failures: Vec::new(),
+            model: None,
+            arbiter: None,
+            watch: None,
+            condemned: BTreeSet::new(),
+            said: None,
+            method: method::Method::Keep,
+            adopted_maker: None,
+            trouble: None,
+        })
+    }
+
+    /// Its name.
+    pub fn name(&self) -> &str {
+        &self.config.name
+    }
+
+    /// Whether no relay is under way.
+    pub fn is_settled(&self) -> bool {
+        let state = self.arbiter.as_ref().map(Arbiter::state);
+        matches!(state, Some(State::Steady | State::Parked))
+    }
+
+    /// What the choice of a method wants to know.
+    pub fn can(&self) -> Option<method::Card> {
+        let can = self.kept.as_ref()?.kit.can;
+        let repointing = match (can.repoint, can.pauses) {
+            (true, true) => method::Repointing::Paused,
+            (true, false) => method::Repointing::Unpaused,
+            (false, _) => method::Repointing::Never,
+        };
+        // The old node's mapping goes with its process, which the daemon can end.
+        Some(method::Card { own_memory: can.in_place, withdrawable: true, spare_queue: can.spare_queue, repointing })
+    }
+
+    /// Descriptors of the board and the kit, as they travel.
+    pub fn lend(&self) -> Vec<std::os::fd::BorrowedFd<'_>> {
+        let kit = self.kept.iter().flat_map(|kept| &kept.fds);
+        std::iter::once(self.board.words.region().fd()).chain(kit.map(AsFd::as_fd)).collect()
+    }
+}

@@ -1,0 +1,180 @@
+//! What an arbiter says, done.
+
+use std::collections::VecDeque;
+use std::num::NonZeroU32;
+
+use tasuki_relay::arbiter::{Do, Input, State, Told};
+use tasuki_relay::letter::board;
+use tasuki_relay::method::Method;
+use tasuki_relay::wire::Order;
+use tasuki_relay::{ARBITER, Party};
+
+use super::worker::Stage;
+use super::{About, Supervisor, now};
+use crate::registry::Change;
+
+/// How much longer than usual a card may take that starts anew: it negotiates its link.
+const COLD: std::time::Duration = std::time::Duration::from_secs(10);
+
+/// A worker as the arbiter names it.
+pub(super) fn party(number: u32) -> Option<Party> {
+    NonZeroU32::new(number).map(Party)
+}
+
+impl Supervisor {
+    /// Tells the arbiter of a NIC, and does all that follows before anything else (Y5).
+    pub(super) fn tell_arbiter(&mut self, nic: u32, input: Input) {
+        let mut inputs = VecDeque::from([input]);
+        while let Some(input) = inputs.pop_front() {
+            let Some(arbiter) = self.cards.get_mut(&nic).and_then(|card| card.arbiter.as_mut()) else { return };
+            match arbiter.hear(&self.table, input) {
+                Ok(doing) => inputs.extend(self.do_all(nic, doing)),
+                Err(refused) => {
+                    let name = self.cards[&nic].name().to_owned();
+                    self.note(About::nic(&name), format!("{input:?} was refused: {refused}"));
+                }
+            }
+        }
+    }
+
+    /// Does what an arbiter says, in its order; what the arbiter is to hear of it.
+    pub(super) fn do_all(&mut self, nic: u32, doing: Vec<Do>) -> Vec<Input> {
+        doing.into_iter().filter_map(|what| self.do_one(nic, what)).collect()
+    }
+
+    fn do_one(&mut self, nic: u32, what: Do) -> Option<Input> {
+        let card = self.cards.get_mut(&nic)?;
+        match what {
+            Do::Look => return Some(Input::Word(card.board.tenure())),
+            Do::Swap { from, to } => return Some(Input::Swapped(card.board.swap(from, to))),
+            Do::Tell(party, order) => self.order(nic, party.0.get(), order),
+            Do::Watch(number) => {
+                let limits = &self.config.daemon;
+                let preparing = card.arbiter.as_ref().is_some_and(|arbiter| arbiter.state() == State::Preparing);
+                let limit = if preparing { limits.prepare() } else { limits.deadline() };
+                let slow = if matches!(card.method, Method::Cold) { COLD } else { std::time::Duration::ZERO };
+                card.watch = Some((number, now() + limit + slow));
+            }
+            Do::Fence(party) => return self.fence(nic, party),
+            Do::Say(told) => self.settled(nic, told),
+        }
+        None
+    }
+
+    fn order(&mut self, nic: u32, party: u32, order: Order) {
+        let Some(worker) = self.workers.get_mut(&party) else { return };
+        if order == Order::Leave {
+            worker.nics.remove(&nic);
+        }
+        match worker.order(nic, order) {
+            Ok(()) => {}
+            // It is dead or dying, and its pidfd will say so.
+            Err(rustix::io::Errno::PIPE | rustix::io::Errno::CONNRESET) => {}
+            Err(errno) => self.condemn(party, format!("does not take orders ({errno})")),
+        }
+    }
+
+    /// Records that it is fenced, then kills it. The dead need no fence.
+    fn fence(&mut self, nic: u32, party: Party) -> Option<Input> {
+        let number = party.0.get();
+        if party == ARBITER || !self.workers.contains_key(&number) {
+            return Some(Input::Fenced(party));
+        }
+        if let Some(card) = self.cards.get_mut(&nic) {
+            card.condemned.insert(number);
+        }
+        let name = self.cards[&nic].name().to_owned();
+        self.condemn(number, format!("is kept from {name} for good"));
+        None
+    }
+
+    /// Kills a worker that must not go on, after that is recorded (Y6).
+    pub(super) fn condemn(&mut self, number: u32, because: String) {
+        let Some(worker) = self.workers.get_mut(&number) else { return };
+        if worker.stage == Stage::Condemned {
+            return;
+        }
+        worker.stage = Stage::Condemned;
+        if let Err(why) = self.registry.write(&[Change::Fence(number)]) {
+            // Whoever is killed is fenced, recorded or not; only a daemon that dies before the worker does would not know.
+            tracing::error!("a fence could not be recorded ({why})");
+        }
+        worker.process.kill();
+        let node = worker.record.node.clone();
+        self.note(About::worker(&node, number), format!("worker {number} {because}: it is ended"));
+    }
+
+    /// A relay has settled.
+    fn settled(&mut self, nic: u32, told: Told) {
+        let Some(card) = self.cards.get_mut(&nic) else { return };
+        card.said = Some(told);
+        card.watch = None;
+        let holder = card.board.holder();
+        card.trouble = told.why.map(|why| why.to_string());
+        if let Some(node) = holder.and_then(|holder| self.workers.get(&holder)).map(|worker| worker.record.node.clone()) {
+            card.node = node;
+        }
+        let (name, node) = (card.name().to_owned(), card.node.clone());
+        let tenure = card.board.tenure();
+        let pause = card.board.pause_ns().filter(|_| card.board.words.load(board::RELAYS) > 1);
+        // At the very beginning nobody is ready yet, which is no news.
+        let is_news = tenure.epoch > 1 || holder.is_some();
+        let sentence = match (holder, told.why) {
+            (Some(holder), None) => match pause {
+                Some(pause) => format!("{name} is driven by worker {holder} of node {node}, after {}", time(pause)),
+                None => format!("{name} is driven by worker {holder} of node {node}"),
+            },
+            (Some(holder), Some(why)) => format!("{name} stays with worker {holder} of node {node}: {why}"),
+            (None, Some(why)) => format!("nobody drives {name}: {why}"),
+            (None, None) => format!("nobody drives {name}"),
+        };
+        if is_news {
+            self.note(About { node: Some(&node), nic: Some(&name), worker: holder }, sentence);
+        }
+        self.record_nic(nic);
+    }
+
+    /// Has the registry know a NIC as it is.
+    pub(super) fn record_nic(&mut self, nic: u32) {
+        let Some(card) = self.cards.get(&nic) else { return };
+        let tenure = card.board.tenure();
+        self.changes.push(Change::Nic(crate::registry::NicRecord {
+            number: nic,
+            name: card.name().to_owned(),
+            device: card.config.device.to_string(),
+            node: card.node.clone(),
+            model: card.model.as_ref().map(|model| model.name()),
+            made_by: card.kept.as_ref().map_or(0, |kept| kept.made_by),
+            epoch: tenure.epoch,
+            holder: tenure.holder.map(|party| party.0.get()),
+        }));
+    }
+
+    /// The stamp of when a driver that died let go: now that it is known.
+    pub(super) fn stamp_death(&self, nic: u32, number: u32) {
+        let Some(card) = self.cards.get(&nic) else { return };
+        if card.board.holder() == Some(number) {
+            card.board.words.store(board::STOPPED_AT, u64::try_from(now().as_nanos()).unwrap_or(u64::MAX));
+        }
+    }
+}
+
+/// Nanoseconds, as people read them.
+pub fn time(ns: u64) -> String {
+    let (whole, unit) = match ns {
+        0..10_000 => return format!("{ns} ns"),
+        10_000..10_000_000 => (ns / 100, "µs"),
+        10_000_000.. => (ns / 100_000, "ms"),
+    };
+    format!("{}.{} {unit}", whole / 10, whole % 10)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn times_are_read_by_people() {
+        assert_eq!([time(12), time(12_345), time(12_345_678)], ["12 ns", "12.3 µs", "12.3 ms"]);
+    }
+}

@@ -1,0 +1,89 @@
+//! How requests from other threads come into the daemon's loop.
+
+use std::sync::Arc;
+use std::sync::mpsc::Sender;
+
+use rustix::event::EventfdFlags;
+use tokio::sync::oneshot;
+
+use crate::api::types::{Counts, Event, Give, NicView, NodeView, Refused, Relayed, Settled, Status, Stopped, Upgrade, WorkerView};
+
+/// Where the answer to a request goes.
+pub type Answer<T> = oneshot::Sender<Result<T, No>>;
+
+/// Why a request is not, or was not, done. Each has its sentence.
+#[derive(Debug)]
+pub enum No {
+    /// There is no such thing.
+    Unknown(String),
+    /// It is not asked rightly.
+    Wrong(String),
+    /// It was tried, or cannot be tried now.
+    Failed {
+        /// Why.
+        sentence: String,
+        /// How far it came.
+        relays: Vec<Settled>,
+    },
+    /// The daemon ends.
+    Ending,
+}
+
+impl No {
+    /// That it cannot be done now.
+    pub fn now(sentence: impl Into<String>) -> Self {
+        No::Failed { sentence: sentence.into(), relays: Vec::new() }
+    }
+}
+
+impl From<No> for Refused {
+    fn from(no: No) -> Self {
+        match no {
+            No::Unknown(error) | No::Wrong(error) => Refused { error, relays: Vec::new() },
+            No::Failed { sentence, relays } => Refused { error: sentence, relays },
+            No::Ending => Refused { error: "tasukid is ending; start it again and ask then".to_owned(), relays: Vec::new() },
+        }
+    }
+}
+
+/// What may be asked.
+#[derive(Debug)]
+#[expect(missing_docs, reason = "each is the route of the same name")]
+pub enum Request {
+    Status(Answer<Status>),
+    Nodes(Answer<Vec<NodeView>>),
+    Workers(Answer<Vec<WorkerView>>),
+    Nics(Answer<Vec<NicView>>),
+    Events { since: u64, answer: Answer<Vec<Event>> },
+    Upgrade { node: String, upgrade: Upgrade, answer: Answer<Relayed> },
+    Give { nic: String, give: Give, answer: Answer<Relayed> },
+    Counts { nic: String, answer: Answer<Counts> },
+    Stop(Answer<Stopped>),
+}
+
+/// The way in.
+#[derive(Debug, Clone)]
+pub struct Door {
+    requests: Sender<Request>,
+    bell: Arc<rustix::fd::OwnedFd>,
+}
+
+impl Door {
+    /// One whose requests come out at `requests`, and whose bell rings when they do.
+    pub fn new(requests: Sender<Request>) -> std::io::Result<Self> {
+        let bell = rustix::event::eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?;
+        Ok(Door { requests, bell: Arc::new(bell) })
+    }
+
+    /// Puts a request in.
+    pub fn put(&self, request: Request) {
+        // If the loop has ended, whoever waits for the answer hears so: its sender is gone.
+        let _ = self.requests.send(request);
+        let _ = rustix::io::write(&*self.bell, &1_u64.to_ne_bytes());
+    }
+
+    /// What rings.
+    pub fn bell(&self) -> &rustix::fd::OwnedFd {
+        &self.bell
+    }
+}

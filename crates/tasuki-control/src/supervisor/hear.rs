@@ -1,0 +1,321 @@
+//! What workers say, and that they say nothing any more.
+//!
+//! A worker is no friend: what it says is checked against what the daemon can see itself, and whoever breaks the protocol is ended.
+
+use std::os::fd::{AsFd, OwnedFd};
+use std::time::Duration;
+
+use tasuki_relay::arbiter::Input;
+use tasuki_relay::letter::{self, Kit, SPEECH, ToDaemon, ToWorker, pulse};
+use tasuki_relay::pulse::Pulse;
+use tasuki_relay::wire::{Order, Report};
+
+use super::card::{Board, Kept};
+use super::deeds::party;
+use super::policy::Death;
+use super::worker::{Fit, Stage, Words};
+use super::{About, BOOK_LEN, PATIENCE, PROBE, Supervisor, now};
+use crate::api::types::Counts;
+use crate::channel::{self, Message, Nothing};
+use crate::registry::Change;
+
+/// Messages of one worker that are heard before anybody else is.
+const AT_ONCE: usize = 64;
+
+impl Supervisor {
+    pub(super) fn worker_says(&mut self, number: u32) {
+        for _ in 0..AT_ONCE {
+            let Some(worker) = self.workers.get(&number) else { return };
+            match channel::receive(worker.socket.as_fd(), &mut self.room) {
+                Ok(message) => self.worker_said(number, message),
+                Err(Nothing::Yet) => return,
+                Err(Nothing::Closed) => return self.deaf(number),
+                Err(broken) => return self.condemn(number, format!("cannot be heard ({broken})")),
+            }
+        }
+    }
+
+    /// It has closed its end: it is ending, or it does not want to hear us.
+    fn deaf(&mut self, number: u32) {
+        let Some(worker) = self.workers.get_mut(&number) else { return };
+        let _ = rustix::event::epoll::delete(&self.epoll, &worker.socket);
+        worker.deaf = Some(now());
+    }
+
+    fn worker_said(&mut self, number: u32, message: Message) {
+        let Some(worker) = self.workers.get_mut(&number) else { return };
+        worker.heard = now();
+        worker.probe = None;
+        if let Some((nic, packet)) = letter::unframe(&message.bytes) {
+            return match Report::parse(packet) {
+                Ok(report) => self.reported(number, nic, report),
+                Err(broken) => self.condemn(number, format!("breaks the protocol ({broken})")),
+            };
+        }
+        match serde_json::from_slice::<ToDaemon>(&message.bytes) {
+            Ok(letter) => self.wrote(number, letter, message.fds),
+            Err(broken) => self.condemn(number, format!("sent what is no letter ({broken}); rebuild the older of the two")),
+        }
+    }
+
+    fn reported(&mut self, number: u32, nic: u32, report: Report) {
+        let Some(worker) = self.workers.get_mut(&number) else { return };
+        let Some(card) = self.cards.get(&nic) else {
+            return self.condemn(number, format!("speaks of NIC {nic}, which there is not"));
+        };
+        let tenure = card.board.tenure();
+        let is_holder = card.board.holder() == Some(number);
+        // What the word denies is a lie: it was the worker's own swap that it speaks of.
+        let lies = match report {
+            Report::Taken { epoch } => tenure.epoch == epoch && !is_holder,
+            Report::Released { epoch } => is_holder && tenure.epoch == epoch,
+            _ => false,
+        };
+        let ahead = matches!(report, Report::Taken { epoch } if epoch > tenure.epoch);
+        if lies || ahead {
+            let name = card.name().to_owned();
+            return self.condemn(number, format!("says of {name} what its lease denies ({report:?}, and it is {tenure:?})"));
+        }
+        match report {
+            // Whoever was told to leave may have been ready before it heard so.
+            Report::Ready if worker.nics.contains_key(&nic) => {
+                worker.nics.insert(nic, Fit::Ready);
+            }
+            Report::Unfit(reason) | Report::Failed { reason, .. } => {
+                worker.nics.insert(nic, Fit::Unfit(reason));
+                let (node, name) = (worker.record.node.clone(), card.name().to_owned());
+                let about = About { node: Some(&node), nic: Some(&name), worker: Some(number) };
+                self.note(about, format!("worker {number} cannot take {name}: {reason}"));
+            }
+            Report::Ready => return,
+            _ => {}
+        }
+        if let Some(party) = party(number) {
+            self.tell_arbiter(nic, Input::Report(party, report));
+        }
+    }
+
+    fn wrote(&mut self, number: u32, letter: ToDaemon, fds: Vec<OwnedFd>) {
+        match letter {
+            ToDaemon::Begun { speech, unconfined, .. } => self.has_begun(number, speech, unconfined),
+            ToDaemon::Mine { party, nics, .. } => self.gave_back(number, party, nics, fds),
+            ToDaemon::Kit { nic, name, board, kit } => self.has_kit(number, nic, &name, board, kit, fds),
+            ToDaemon::Sash { nic } => self.forward_sash(nic, &fds),
+            ToDaemon::Counts { nic, counts } => self.counted(number, nic, &counts),
+            ToDaemon::Told { nic, sentence } => {
+                let node = self.workers.get(&number).map(|worker| worker.record.node.clone());
+                let name = nic.and_then(|nic| self.cards.get(&nic)).map(|card| card.name().to_owned());
+                let sentence: String = sentence.chars().filter(|c| !c.is_control()).take(1000).collect();
+                let about = About { node: node.as_deref(), nic: name.as_deref(), worker: Some(number) };
+                self.note(about, format!("worker {number} says: {sentence}"));
+            }
+        }
+    }
+
+    fn has_begun(&mut self, number: u32, speech: u32, unconfined: Vec<String>) {
+        let Some(worker) = self.workers.get_mut(&number) else { return };
+        if speech != SPEECH {
+            let sentence = format!(
+                "speaks version {speech} of the letters, and this tasukid {SPEECH}; rebuild the older of the two"
+            );
+            return self.condemn(number, sentence);
+        }
+        if !matches!(worker.stage, Stage::Starting(_)) {
+            return;
+        }
+        worker.unconfined = unconfined;
+        let (node, binary) = (worker.record.node.clone(), worker.record.binary.display().to_string());
+        self.hears_orders(number);
+        self.note(About::worker(&node, number), format!("worker {number} of node {node} has begun ({binary})"));
+    }
+
+    /// From here on it gets orders.
+    fn hears_orders(&mut self, number: u32) {
+        let Some(worker) = self.workers.get_mut(&number) else { return };
+        worker.stage = Stage::Begun;
+        worker.heart = Pulse::new(now());
+        worker.record.uid = worker.process.uid();
+        self.changes.push(Change::Worker(worker.record.clone()));
+    }
+
+    /// What a worker of another daemon has besides NICs.
+    fn gave_back(&mut self, number: u32, party: u32, kits: u32, fds: Vec<OwnedFd>) {
+        let Some(worker) = self.workers.get_mut(&number) else { return };
+        let mut fds = fds.into_iter();
+        let pulse = fds.next().and_then(|memory| Words::adopt(memory, pulse::LEN).ok());
+        let book = fds.next().and_then(|memory| Words::adopt(memory, BOOK_LEN).ok());
+        let (Stage::Asked(_), Some(pulse), Some(book), true) = (worker.stage, pulse, book, party == number) else {
+            let sentence = "did not give its pulse and its book back; rebuild the older of the two".to_owned();
+            return self.condemn(number, sentence);
+        };
+        (worker.pulse, worker.kits_due) = (Some(pulse), Some(kits));
+        if let Some(node) = self.nodes.get_mut(&worker.record.node) {
+            node.book = book;
+        }
+        self.adopt_if_whole(number);
+    }
+
+    /// A worker of another daemon that has given everything back is ours.
+    fn adopt_if_whole(&mut self, number: u32) {
+        let Some(worker) = self.workers.get(&number) else { return };
+        if worker.kits_due != Some(0) || !matches!(worker.stage, Stage::Asked(_)) {
+            return;
+        }
+        let node = worker.record.node.clone();
+        self.adopted += 1;
+        self.hears_orders(number);
+        let sentence = format!("worker {number} of node {node} ran on while no tasukid did, and is adopted");
+        self.note(About::worker(&node, number), sentence);
+    }
+
+    /// What a NIC is made of now, from a worker.
+    fn has_kit(&mut self, number: u32, nic: u32, name: &str, has_board: bool, kit: Kit, mut fds: Vec<OwnedFd>) {
+        let Some(worker) = self.workers.get_mut(&number) else { return };
+        let is_asked = matches!(worker.stage, Stage::Asked(_));
+        worker.kits_due = worker.kits_due.map(|due| due.saturating_sub(1));
+        let Some(card) = self.cards.get_mut(&nic).filter(|card| card.name() == name) else {
+            let node = worker.record.node.clone();
+            let sentence = format!(
+                "worker {number} has a NIC {name:?} that is not in the configuration any more; it keeps it until it ends"
+            );
+            self.note(About::worker(&node, number), sentence);
+            return self.adopt_if_whole(number);
+        };
+        let board = (has_board && !fds.is_empty()).then(|| fds.remove(0));
+        if fds.len() != kit.fds {
+            return self.condemn(number, format!("sent {} descriptors of {name} where it announced {}", fds.len(), kit.fds));
+        }
+        // Of a NIC that runs only who drives it may say something new.
+        let is_driver = card.board.holder() == Some(number);
+        if is_asked && card.kept.is_none() {
+            let Some(Ok(board)) = board.map(Board::adopt) else {
+                return self.condemn(number, format!("did not give the board of {name} back; rebuild the older of the two"));
+            };
+            card.board = board;
+            let made_by = card.adopted_maker.unwrap_or(number);
+            card.kept = Some(Kept { kit, fds, made_by });
+            card.opening = super::card::Opening::Open;
+        } else if is_driver {
+            let made_by = if is_asked { card.adopted_maker.unwrap_or(number) } else { number };
+            card.kept = Some(Kept { kit, fds, made_by });
+        }
+        if is_asked {
+            // As far as it goes; who it is it says when the arbiter asks.
+            worker.nics.insert(nic, Fit::Ready);
+        }
+        self.record_nic(nic);
+        self.adopt_if_whole(number);
+    }
+
+    /// The sash that a giver stored, to whoever is to take.
+    fn forward_sash(&mut self, nic: u32, fds: &[OwnedFd]) {
+        let Some(target) = self.jobs.iter().find(|job| job.asked() == Some(nic)).map(|job| job.target) else { return };
+        let Some(worker) = self.workers.get(&target) else { return };
+        if let Err(errno) = worker.write(&ToWorker::Sash { nic }, &channel::lend(fds)) {
+            self.condemn(target, format!("does not take letters ({errno})"));
+        }
+    }
+
+    fn counted(&mut self, number: u32, nic: u32, counts: &[(String, u64)]) {
+        let Some(name) = self.cards.get(&nic).map(|card| card.name().to_owned()) else { return };
+        let (asked, rest) = std::mem::take(&mut self.counting).into_iter().partition(|(of, ..)| *of == nic);
+        self.counting = rest;
+        for (_, _, answer) in asked {
+            let _ = answer.send(Ok(Counts { nic: name.clone(), worker: number, counts: counts.to_vec() }));
+        }
+    }
+
+    /// Its process is dead.
+    pub(super) fn worker_ended(&mut self, number: u32) {
+        // What it said last is heard before its death is.
+        self.worker_says(number);
+        let Some(mut worker) = self.workers.remove(&number) else { return };
+        let nics: Vec<u32> = self.cards.keys().copied().collect();
+        if let (None, Some(party)) = (&self.stopping, party(number)) {
+            nics.iter().for_each(|nic| self.stamp_death(*nic, number));
+            for nic in nics {
+                let condemned = self.cards.get_mut(&nic).is_some_and(|card| card.condemned.remove(&number));
+                if condemned {
+                    self.tell_arbiter(nic, Input::Fenced(party));
+                }
+                self.tell_arbiter(nic, Input::Gone(party));
+            }
+        }
+        // From here on nothing is urgent.
+        let how = worker.process.ended();
+        let node_name = worker.record.node.clone();
+        let _ = std::fs::remove_file(&worker.record.socket);
+        self.changes.push(Change::NoWorker(number));
+        let had_no_part = matches!(worker.stage, Stage::Leaving(_)) || worker.stage == Stage::Begun && worker.nics.is_empty();
+        let was_meant = had_no_part && how == "ended" || self.stopping.is_some();
+        // Who was fenced for a relay's sake has done nothing wrong.
+        let for_relay = worker.stage == Stage::Condemned && self.jobs.iter().any(|job| job.fences(&node_name));
+        let is_candidate = self.jobs.iter().any(|job| job.target == number);
+        if !was_meant && !for_relay && !is_candidate {
+            let had_begun = !matches!(worker.stage, Stage::Starting(_));
+            if let Some(node) = self.nodes.get_mut(&node_name) {
+                node.deaths.push(Death { at: now(), had_begun });
+                let extra = node.deaths.len().saturating_sub(32);
+                node.deaths.drain(..extra);
+            }
+        }
+        self.note(About::worker(&node_name, number), format!("worker {number} of node {node_name} {how}"));
+    }
+
+    /// Looks at the hearts of those who drive, and asks those who sleep.
+    pub(super) fn look_at_hearts(&mut self) {
+        let (now, limit) = (now(), self.config.daemon.hang_after());
+        let mut silent = Vec::new();
+        let mut ask = Vec::new();
+        for (number, worker) in &mut self.workers {
+            let Some(words) = worker.pulse.as_ref().filter(|_| worker.stage == Stage::Begun) else { continue };
+            let drives = self.cards.values().any(|card| card.board.holder() == Some(*number));
+            let sleeps = words.load(pulse::ASLEEP) != 0;
+            worker.heart.beat(now, words.load(pulse::LOOKS));
+            let patience = if drives { limit } else { PATIENCE.max(limit) };
+            match worker.probe {
+                Some(asked) if now.saturating_sub(asked) >= patience => silent.push(*number),
+                Some(_) => {}
+                None if drives && !sleeps && worker.heart.silent(now, limit) => silent.push(*number),
+                None if (sleeps || !drives) && now.saturating_sub(worker.heard) >= PROBE => {
+                    // Any NIC does: what counts is that an answer comes.
+                    ask.extend(worker.nics.keys().next().map(|nic| (*number, *nic)));
+                    worker.heard = now;
+                }
+                None => {}
+            }
+            // While it slept nothing moved, and that was right.
+            if sleeps || !drives {
+                worker.heart = Pulse::new(now);
+            }
+        }
+        for (number, nic) in ask {
+            if let Some(worker) = self.workers.get_mut(&number) {
+                worker.probe = Some(now);
+                let _ = worker.order(nic, Order::Who);
+            }
+        }
+        silent.into_iter().for_each(|number| self.hangs(number, limit));
+    }
+
+    fn hangs(&mut self, number: u32, limit: Duration) {
+        let Some(worker) = self.workers.get_mut(&number) else { return };
+        worker.probe = None;
+        worker.heard = now();
+        worker.heart = Pulse::new(now());
+        let node = worker.record.node.clone();
+        let driven: Vec<u32> =
+            self.cards.iter().filter(|(_, card)| card.board.holder() == Some(number)).map(|(nic, _)| *nic).collect();
+        self.note(
+            About::worker(&node, number),
+            format!("worker {number} of node {node} has not looked for work for {} ms: it hangs", limit.as_millis()),
+        );
+        let all: Vec<u32> = self.cards.keys().copied().collect();
+        if let Some(party) = party(number) {
+            all.into_iter().for_each(|nic| self.tell_arbiter(nic, Input::Silent(party)));
+        }
+        if driven.is_empty() {
+            self.condemn(number, "is of no use as it is".to_owned());
+        }
+    }
+}

@@ -1,0 +1,505 @@
+//! Upgrades and handovers that somebody asked for: from the request to the answer.
+//!
+//! An upgrade starts a fresh worker, has it prepare every NIC that the node has, and then relays one NIC after the other. A handover has a worker
+//! of the other node prepare one NIC. Until the taker has said that it is ready the giver is told nothing, so whatever goes wrong before that
+//! costs nothing.
+
+use std::collections::VecDeque;
+use std::path::PathBuf;
+use std::time::Duration;
+
+use tasuki_relay::arbiter::{Ask, Input, State};
+use tasuki_relay::letter::{self, Plan, ToWorker};
+use tasuki_relay::method::{self, Method, Trust};
+use tasuki_relay::wire::{Positions, Use};
+
+use super::deeds::{party, time};
+use super::door::{Answer, No, Request};
+use super::worker::Fit;
+use super::{About, Supervisor, now};
+use crate::api::types::{Give, Inflight, Relayed, SashBy, Settled, Stopped, Upgrade};
+use crate::registry::Change;
+
+/// How much longer than all its limits together a job may take.
+const GRACE: Duration = Duration::from_secs(30);
+
+/// What is asked for.
+#[derive(Debug)]
+pub struct Job {
+    purpose: Use,
+    /// The node that is to have the NICs.
+    node: String,
+    /// The node that loses its NIC's driver to a fence.
+    fenced_node: Option<String>,
+    /// The worker that is to have them.
+    pub target: u32,
+    /// Of an upgrade: another program.
+    with: Option<PathBuf>,
+    /// NICs that are still to go there.
+    todo: VecDeque<u32>,
+    /// Whether the arbiter of the first of them was asked, and who drove then.
+    asked: Option<Option<u32>>,
+    asked_for: Option<Method>,
+    fence_first: bool,
+    inflight: letter::Inflight,
+    store: bool,
+    done: Vec<Settled>,
+    since: Duration,
+    answer: Option<Answer<Relayed>>,
+}
+
+impl Job {
+    /// The NIC whose relay is under way.
+    pub fn asked(&self) -> Option<u32> {
+        self.asked.and(self.todo.front().copied())
+    }
+
+    /// Whether it has a worker of this node fenced, as a part of the plan.
+    pub fn fences(&self, node: &str) -> bool {
+        self.fenced_node.as_deref() == Some(node)
+    }
+}
+
+/// What a step of a job has led to.
+enum Step {
+    Wait,
+    Again,
+    Over,
+    Fail(String),
+}
+
+impl Supervisor {
+    pub(super) fn answer_requests(&mut self) {
+        let mut count = [0; 8];
+        let _ = rustix::io::read(self.door.bell(), &mut count);
+        while let Ok(request) = self.requests.try_recv() {
+            self.answer_request(request);
+        }
+    }
+
+    fn answer_request(&mut self, request: Request) {
+        match request {
+            Request::Status(answer) => drop(answer.send(Ok(self.status_view()))),
+            Request::Nodes(answer) => drop(answer.send(Ok(self.node_views()))),
+            Request::Workers(answer) => drop(answer.send(Ok(self.worker_views()))),
+            Request::Nics(answer) => drop(answer.send(Ok(self.nic_views()))),
+            Request::Events { since, answer } => {
+                let events = self.events.iter().filter(|event| event.number > since).cloned().collect();
+                drop(answer.send(Ok(events)));
+            }
+            Request::Counts { nic, answer } => self.ask_for_counts(&nic, answer),
+            Request::Upgrade { node, upgrade, answer } => match self.begin_upgrade(&node, upgrade) {
+                Ok(job) => self.jobs.push(Job { answer: Some(answer), ..job }),
+                Err(no) => drop(answer.send(Err(no))),
+            },
+            Request::Give { nic, give, answer } => match self.begin_give(&nic, &give) {
+                Ok(job) => self.jobs.push(Job { answer: Some(answer), ..job }),
+                Err(no) => drop(answer.send(Err(no))),
+            },
+            Request::Stop(answer) => self.begin_stopping(answer),
+        }
+    }
+
+    fn no_node(&self, name: &str) -> No {
+        let known = self.nodes.keys().cloned().collect::<Vec<_>>().join(", ");
+        No::Unknown(format!("there is no node {name:?}; there are: {known}"))
+    }
+
+    fn nic_by_name(&self, name: &str) -> Result<u32, No> {
+        let found = self.cards.values().find(|card| card.name() == name).map(|card| card.number);
+        found.ok_or_else(|| {
+            let known = self.cards.values().map(|card| card.name()).collect::<Vec<_>>().join(", ");
+            No::Unknown(format!("there is no NIC {name:?}; there are: {known}"))
+        })
+    }
+
+    fn ask_for_counts(&mut self, nic: &str, answer: Answer<crate::api::types::Counts>) {
+        let asked = self.nic_by_name(nic).and_then(|number| {
+            let holder = self.cards[&number].board.holder().and_then(|holder| self.workers.get(&holder));
+            let worker = holder.ok_or_else(|| No::now(format!("nobody drives {nic}, so nobody counts; tasuki nic list says why")))?;
+            let sent = worker.write(&ToWorker::Counts, &[]);
+            sent.map_err(|errno| No::now(format!("the worker that drives {nic} is not to be asked ({errno}); ask again")))?;
+            Ok(number)
+        });
+        match asked {
+            Ok(number) => self.counting.push((number, now(), answer)),
+            Err(no) => drop(answer.send(Err(no))),
+        }
+    }
+
+    /// One relay of a node, or of a NIC, at a time.
+    fn is_free(&self, node: &str, nics: &[u32]) -> Result<(), No> {
+        if self.adopting || self.stopping.is_some() {
+            return Err(No::now("tasukid is still finding its workers, or ending them; ask again in a moment"));
+        }
+        let busy = self.jobs.iter().find(|job| job.node == node || job.todo.iter().any(|nic| nics.contains(nic)));
+        match busy {
+            Some(job) => Err(No::now(format!(
+                "an upgrade or a handover of node {} is under way; ask again when that has settled", job.node
+            ))),
+            None => Ok(()),
+        }
+    }
+
+    fn begin_upgrade(&mut self, node: &str, upgrade: Upgrade) -> Result<Job, No> {
+        let Upgrade { with, state } = upgrade;
+        if !self.nodes.contains_key(node) {
+            return Err(self.no_node(node));
+        }
+        let nics: VecDeque<u32> =
+            self.cards.values().filter(|card| card.node == node && card.kept.is_some()).map(|card| card.number).collect();
+        self.is_free(node, nics.as_slices().0)?;
+        if let Some(path) = &with {
+            let is_program = path.is_absolute() && path.is_file();
+            if !is_program {
+                return Err(No::Wrong(format!("{} is no program; name one by its path from /", path.display())));
+            }
+        }
+        if let Some(node) = self.nodes.get_mut(node) {
+            // Somebody has looked at what they died of.
+            (node.deaths, node.not_before, node.trouble) = (Vec::new(), Duration::ZERO, None);
+        }
+        let started = self.start_worker(node, with.clone(), true);
+        let target = started.map_err(|error| No::now(format!("no fresh worker for node {node}: {error:#}")))?;
+        Ok(Job {
+            purpose: Use::Upgrade,
+            node: node.to_owned(),
+            fenced_node: None,
+            target,
+            with,
+            todo: nics,
+            asked: None,
+            asked_for: None,
+            fence_first: false,
+            inflight: letter::Inflight::Deliver,
+            store: state == Some(SashBy::Store),
+            done: Vec::new(),
+            since: now(),
+            answer: None,
+        })
+    }
+
+    fn begin_give(&mut self, nic: &str, give: &Give) -> Result<Job, No> {
+        let number = self.nic_by_name(nic)?;
+        if !self.nodes.contains_key(&give.to) {
+            return Err(self.no_node(&give.to));
+        }
+        self.is_free(&give.to, &[number])?;
+        let card = &self.cards[&number];
+        let from = card.node.clone();
+        if from == give.to {
+            return Err(No::now(format!("{nic} is node {from}'s already; a fresh worker for it: tasuki worker upgrade {from}")));
+        }
+        let Some(can) = card.can() else {
+            let why = card.trouble.clone().unwrap_or_else(|| "it is being opened".to_owned());
+            return Err(No::now(format!("{nic} is not open, so it cannot be given: {why}")));
+        };
+        let is_trusted = self.config.trust(&from, &give.to);
+        let trust = if is_trusted { Trust::Full } else { Trust::None };
+        let asked_for = give.method.map(Method::from);
+        method::choose(&can, trust, asked_for).map_err(|not| No::now(format!("{nic} cannot go that way: {not}")))?;
+        let serves = |number: &&u32| self.workers[number].serves();
+        let staff = self.staff_of(&give.to);
+        let target = staff.iter().filter(serves).max_by_key(|number| self.is_needed(**number)).copied();
+        let Some(target) = target else {
+            let why = self.nodes[&give.to].trouble.clone().unwrap_or_else(|| "ask again in a moment".to_owned());
+            return Err(No::now(format!("node {} has no worker now: {why}", give.to)));
+        };
+        Ok(Job {
+            purpose: Use::Handover,
+            node: give.to.clone(),
+            fenced_node: (!is_trusted).then_some(from),
+            target,
+            with: None,
+            todo: VecDeque::from([number]),
+            asked: None,
+            asked_for,
+            fence_first: !is_trusted,
+            inflight: match give.inflight {
+                Some(Inflight::Drop) => letter::Inflight::Drop,
+                _ => letter::Inflight::Deliver,
+            },
+            store: give.state == Some(SashBy::Store),
+            done: Vec::new(),
+            since: now(),
+            answer: None,
+        })
+    }
+
+    pub(super) fn go_on_with_jobs(&mut self) {
+        let mut at = 0;
+        while at < self.jobs.len() {
+            match self.step(at) {
+                Step::Again => {}
+                Step::Wait => at += 1,
+                Step::Over => {
+                    let job = self.jobs.remove(at);
+                    self.finish(job);
+                }
+                Step::Fail(why) => {
+                    let job = self.jobs.remove(at);
+                    self.fail(job, &why);
+                }
+            }
+        }
+    }
+
+    fn step(&mut self, at: usize) -> Step {
+        let job = &self.jobs[at];
+        let (target, purpose) = (job.target, job.purpose);
+        let limits = &self.config.daemon;
+        let worker = self.workers.get(&target);
+        // Who is dying is waited for, and whoever gets the NIC then too: the answer says who that is.
+        let settles = job.asked().and_then(|nic| self.cards.get(&nic)).is_some_and(|card| !card.is_settled());
+        if worker.is_some_and(|worker| !worker.counts()) || worker.is_none() && settles {
+            return Step::Wait;
+        }
+        let Some(worker) = worker else { return Step::Fail(self.why_gone(target)) };
+        if now().saturating_sub(job.since) > limits.prepare() * 2 + limits.deadline() * 8 + GRACE {
+            return Step::Fail("it has not settled in all the time that it may take".to_owned());
+        }
+        if !worker.serves() {
+            return Step::Wait;
+        }
+        let Some(nic) = job.todo.front().copied() else { return Step::Over };
+        let Some(card) = self.cards.get(&nic).filter(|card| card.kept.is_some()) else {
+            self.jobs[at].todo.pop_front();
+            return Step::Again;
+        };
+        if let Some(driver) = job.asked {
+            return self.wait_for_outcome(at, nic, driver);
+        }
+        let choice = match self.choice(at, nic) {
+            Ok(choice) => choice,
+            Err(not) => return Step::Fail(format!("{} cannot go that way: {not}", card.name())),
+        };
+        match worker.nics.get(&nic) {
+            None => {
+                self.attach(nic, target, purpose, choice.method);
+                Step::Again
+            }
+            Some(Fit::Preparing(since)) if now().saturating_sub(*since) > limits.prepare() => {
+                Step::Fail(format!("worker {target} has not prepared within {} ms", limits.prepare_ms))
+            }
+            Some(Fit::Preparing(_)) => Step::Wait,
+            Some(Fit::Unfit(reason)) => Step::Fail(reason.to_string()),
+            Some(Fit::Ready) if card.board.holder() == Some(target) => {
+                // Its driver died in the middle of this, and it was there.
+                self.note_outcome(at, nic, None);
+                Step::Again
+            }
+            Some(Fit::Ready) => match card.arbiter.as_ref().map(|arbiter| arbiter.state()) {
+                Some(State::Steady) => {
+                    self.ask_arbiter(at, nic, choice.method);
+                    Step::Again
+                }
+                // Something else is under way; of a NIC that nobody drives it gets the lease without being asked.
+                _ => Step::Wait,
+            },
+        }
+    }
+
+    fn choice(&self, at: usize, nic: u32) -> Result<method::Choice, method::NotPossible> {
+        let job = &self.jobs[at];
+        let trust = if job.fence_first { Trust::None } else { Trust::Full };
+        match self.cards.get(&nic).and_then(|card| card.can()) {
+            Some(can) => method::choose(&can, trust, job.asked_for),
+            None => Ok(method::Choice { method: Method::Cold, because: "nothing is known of the card" }),
+        }
+    }
+
+    fn ask_arbiter(&mut self, at: usize, nic: u32, method: Method) {
+        let Some(card) = self.cards.get_mut(&nic) else { return };
+        let (job, kit) = (&mut self.jobs[at], card.kept.as_ref().map(|kept| (kept.kit.kind, kept.kit.version)));
+        let driver = card.board.holder();
+        let (kind, version) = kit.unwrap_or_default();
+        let Some(to) = party(job.target) else { return };
+        let plan = Plan {
+            method: method.to_string(),
+            handover: job.purpose == Use::Handover,
+            inflight: job.inflight,
+            store: job.store,
+        };
+        let ask = Ask {
+            purpose: job.purpose,
+            to,
+            method,
+            fence_first: job.fence_first,
+            kind,
+            version,
+            carries: Positions::default(),
+        };
+        job.asked = Some(driver);
+        (card.said, card.method) = (None, method);
+        // Both sides must know how it is meant before either is ordered to do it.
+        for side in [driver, Some(job.target)].into_iter().flatten() {
+            if let Some(worker) = self.workers.get(&side) {
+                let _ = worker.write(&ToWorker::Plan { nic, plan: plan.clone() }, &[]);
+            }
+        }
+        self.tell_arbiter(nic, Input::Asked(ask));
+    }
+
+    fn wait_for_outcome(&mut self, at: usize, nic: u32, driver: Option<u32>) -> Step {
+        let Some(card) = self.cards.get_mut(&nic) else { return Step::Wait };
+        if !card.is_settled() {
+            return Step::Wait;
+        }
+        let why = card.said.take().and_then(|told| told.why);
+        if let Some(driver) = driver.filter(|_| self.jobs[at].store) {
+            // What the giver stored it sent before it let go, but the taker may have been heard first.
+            self.worker_says(driver);
+        }
+        let Some(card) = self.cards.get(&nic) else { return Step::Wait };
+        if card.board.holder() == Some(self.jobs[at].target) {
+            self.note_outcome(at, nic, driver);
+            return Step::Again;
+        }
+        Step::Fail(why.map_or_else(|| "it was refused; tasuki events says by whom".to_owned(), |why| why.to_string()))
+    }
+
+    /// A NIC has gone where it was to go.
+    fn note_outcome(&mut self, at: usize, nic: u32, from: Option<u32>) {
+        let settled = self.outcome(at, nic, from, None);
+        let job = &mut self.jobs[at];
+        job.done.push(settled);
+        job.todo.pop_front();
+        job.asked = None;
+    }
+
+    fn outcome(&self, at: usize, nic: u32, from: Option<u32>, failed: Option<&str>) -> Settled {
+        let (job, card) = (&self.jobs[at], &self.cards[&nic]);
+        let choice = self.choice(at, nic);
+        let (method, because) = choice.map_or((card.method, String::new()), |choice| (choice.method, choice.because.to_owned()));
+        let holder = card.board.holder().and_then(|holder| self.workers.get(&holder));
+        let pause_ns = card.board.pause_ns().filter(|_| failed.is_none());
+        let name = card.name();
+        let drives = holder.map_or_else(
+            || format!("nobody drives {name}"),
+            |holder| format!("{name} is driven by worker {} of node {}", holder.party(), holder.record.node),
+        );
+        let sentence = match (failed, from, pause_ns) {
+            (Some(why), ..) => format!("{why}; {drives}"),
+            (None, Some(from), Some(pause)) => {
+                format!("{name} went from worker {from} to worker {} of node {} in {}, by {method}: {because}", job.target, job.node, time(pause))
+            }
+            (None, ..) => drives,
+        };
+        Settled {
+            nic: name.to_owned(),
+            done: failed.is_none(),
+            worker: holder.map(super::worker::Worker::party),
+            pid: holder.map(|holder| holder.process.name().pid),
+            node: holder.map(|holder| holder.record.node.clone()),
+            method: method.into(),
+            because,
+            pause_ns,
+            sentence,
+        }
+    }
+
+    fn finish(&mut self, job: Job) {
+        let Job { purpose, node: name, target, with, done, answer, .. } = job;
+        if let Some(worker) = self.workers.get_mut(&target) {
+            worker.wanted = false;
+        }
+        if let (Use::Upgrade, Some(node)) = (purpose, self.nodes.get_mut(&name)) {
+            node.record.generation += 1;
+            node.record.binary = with.or(node.record.binary.take());
+            let record = node.record.clone();
+            self.changes.push(Change::Node(name.clone(), record));
+            // Givers are done. Who stood by does so until somebody of the new program can.
+            let generation = self.nodes[&name].record.generation;
+            let over = self.workers.values().filter(|worker| {
+                worker.record.node == name && worker.record.generation != generation && worker.serves() && worker.nics.is_empty()
+            });
+            for number in over.map(super::worker::Worker::party).collect::<Vec<_>>() {
+                self.retire(number);
+            }
+        }
+        let said: Vec<_> = done.iter().map(|settled| settled.sentence.clone()).collect();
+        let sentence = match (purpose, said.is_empty()) {
+            (Use::Upgrade, true) => format!("node {name} is now worker {target}; it has no NIC"),
+            (Use::Upgrade, false) => format!("node {name} is now worker {target}; {}", said.join("; ")),
+            _ => said.join("; "),
+        };
+        self.note(About::node(&name), sentence.clone());
+        if let Some(answer) = answer {
+            let _ = answer.send(Ok(Relayed { relays: done, sentence }));
+        }
+    }
+
+    fn fail(&mut self, mut job: Job, why: &str) {
+        let (nic, answer, name, target) = (job.todo.front().copied(), job.answer.take(), job.node.clone(), job.target);
+        let (purpose, from) = (job.purpose, job.asked.flatten());
+        // What it looks like now, by the job that is to be forgotten.
+        self.jobs.push(job);
+        let at = self.jobs.len() - 1;
+        let failed = nic.filter(|nic| self.cards.contains_key(nic)).map(|nic| self.outcome(at, nic, from, Some(why)));
+        let mut relays = self.jobs.pop().map(|job| job.done).unwrap_or_default();
+        let (what, said) = match purpose {
+            Use::Upgrade => (format!("node {name} was not upgraded"), failed.as_ref().map(|settled| settled.sentence.clone())),
+            _ => ("the NIC was not given".to_owned(), failed.as_ref().map(|settled| settled.sentence.clone())),
+        };
+        relays.extend(failed);
+        let sentence = format!("{what}: {}", said.unwrap_or_else(|| why.to_owned()));
+        self.note(About::node(&name), sentence.clone());
+        if let Some(worker) = self.workers.get_mut(&target) {
+            worker.wanted = false;
+        }
+        if purpose == Use::Upgrade && !self.is_needed(target) {
+            self.retire(target);
+        }
+        if let Some(answer) = answer {
+            let _ = answer.send(Err(No::Failed { sentence, relays }));
+        }
+    }
+
+    /// What happened to a worker that is no more: the first that was noted of it after it began.
+    fn why_gone(&self, number: u32) -> String {
+        let of_it = self.events.iter().filter(|event| event.worker == Some(number));
+        let told = of_it.map(|event| &event.sentence).find(|sentence| !sentence.contains("has begun"));
+        told.cloned().unwrap_or_else(|| format!("worker {number} is gone"))
+    }
+
+    fn begin_stopping(&mut self, answer: Answer<Stopped>) {
+        if self.stopping.is_some() {
+            drop(answer.send(Err(No::Ending)));
+            return;
+        }
+        self.note(About::default(), "everything is to stop");
+        for job in std::mem::take(&mut self.jobs) {
+            job.answer.into_iter().for_each(|answer| drop(answer.send(Err(No::Ending))));
+        }
+        let workers: Vec<u32> = self.workers.keys().copied().collect();
+        let count = u32::try_from(workers.len()).unwrap_or(u32::MAX);
+        self.stopping = Some((now(), count, Some(answer)));
+        for number in workers {
+            if let Some(worker) = self.workers.get_mut(&number) {
+                worker.stage = super::worker::Stage::Leaving(now());
+                let _ = worker.write(&ToWorker::End, &[]);
+            }
+        }
+    }
+
+    pub(super) fn go_on_stopping(&mut self) {
+        let Some((since, count, _)) = self.stopping else { return };
+        let is_late = now().saturating_sub(since) >= super::PATIENCE / 2;
+        if !self.workers.is_empty() {
+            if is_late {
+                self.workers.values().for_each(|worker| worker.process.kill());
+            }
+            return;
+        }
+        // Cards are switched off when nobody drives them any more.
+        self.end_cards(is_late);
+        if self.cards.values().any(|card| card.model.is_some()) {
+            return;
+        }
+        let sentence = format!("{count} workers have ended, and so does tasukid");
+        if let Some((.., Some(answer))) = self.stopping.take() {
+            let _ = answer.send(Ok(Stopped { workers: count, sentence }));
+        }
+        self.ended = Some(super::Ended::Everything);
+    }
+}

@@ -1,0 +1,374 @@
+//! The daemon's loop: one thread, one epoll, and all that the daemon decides. It keeps every descriptor that must outlive a worker.
+//!
+//! - [`policy`] when a dead worker is replaced (pure)
+//! - [`deeds`] what an arbiter says, done: orders, swaps, fences
+//! - [`hear`] what workers say
+//! - [`tend`] nodes get the workers that they should have
+//! - [`jobs`] upgrades and handovers that somebody asked for
+//! - [`open`] cards out of their boxes, and models
+//! - [`adopt`] workers of the daemon before this one
+//! - [`view`] what people see of all that
+//!
+//! The way from a death to the order to take touches no file and starts nothing: what is to be written and tended comes after it.
+
+pub mod adopt;
+pub mod card;
+pub mod deeds;
+pub mod door;
+pub mod hear;
+pub mod jobs;
+pub mod open;
+pub mod policy;
+pub mod tend;
+pub mod view;
+pub mod worker;
+
+use std::collections::BTreeMap;
+use std::os::fd::{AsFd, BorrowedFd};
+use std::os::unix::net::UnixStream;
+use std::path::PathBuf;
+use std::sync::mpsc::Receiver;
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
+
+use anyhow::{Context, Result};
+use rustix::event::{Timespec, epoll};
+use rustix::time::{ClockId, clock_gettime};
+use tasuki_relay::arbiter;
+
+use crate::config::Config;
+use crate::place::Place;
+use crate::registry::{Change, Event, NodeRecord, Registry};
+use card::Card;
+use door::{Answer, Door, Request};
+use jobs::Job;
+use policy::Death;
+use worker::{Worker, Words};
+
+/// Bytes of a node's book.
+const BOOK_LEN: usize = 64 << 10;
+/// Events that are kept at hand.
+const EVENTS_MAX: usize = 1000;
+/// How often a worker that sleeps is asked whether it lives.
+const PROBE: Duration = Duration::from_secs(1);
+/// How long a worker may take to begin, to answer a new daemon, or to end.
+const PATIENCE: Duration = Duration::from_secs(10);
+
+/// Now, on the clock that all stamps are of.
+pub fn now() -> Duration {
+    let time = clock_gettime(ClockId::Monotonic);
+    Duration::new(time.tv_sec.unsigned_abs(), u32::try_from(time.tv_nsec).unwrap_or(0))
+}
+
+/// What an event of epoll is about.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+enum Token {
+    /// First of all: whoever waits for a dead driver's lease waits no longer than it must.
+    WorkerEnd(u32),
+    WorkerSays(u32),
+    OpenerSays(u32),
+    OpenerEnd(u32),
+    ModelEnd(u32),
+    Requests,
+    Signal,
+}
+
+impl Token {
+    fn to_data(self) -> epoll::EventData {
+        let (kind, id) = match self {
+            Token::WorkerEnd(id) => (0_u64, id),
+            Token::WorkerSays(id) => (1, id),
+            Token::OpenerSays(id) => (2, id),
+            Token::OpenerEnd(id) => (3, id),
+            Token::ModelEnd(id) => (4, id),
+            Token::Requests => (5, 0),
+            Token::Signal => (6, 0),
+        };
+        epoll::EventData::new_u64(kind << 32 | u64::from(id))
+    }
+
+    #[expect(clippy::cast_possible_truncation, reason = "the two halves of a word")]
+    fn from_data(data: epoll::EventData) -> Option<Self> {
+        let (kind, id) = (data.u64() >> 32, data.u64() as u32);
+        Some(match kind {
+            0 => Token::WorkerEnd(id),
+            1 => Token::WorkerSays(id),
+            2 => Token::OpenerSays(id),
+            3 => Token::OpenerEnd(id),
+            4 => Token::ModelEnd(id),
+            5 => Token::Requests,
+            6 => Token::Signal,
+            _ => return None,
+        })
+    }
+}
+
+/// A node, as the daemon sees it.
+#[derive(Debug)]
+struct Node {
+    record: NodeRecord,
+    book: Words,
+    deaths: Vec<Death>,
+    /// When there may be a fresh worker.
+    not_before: Duration,
+    trouble: Option<String>,
+}
+
+/// Programs that the daemon starts.
+#[derive(Debug, Clone)]
+pub struct Programs {
+    /// The usual worker, which is also who opens devices.
+    pub worker: PathBuf,
+    /// The model of a card.
+    pub model: PathBuf,
+}
+
+/// How the loop ended.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Ended {
+    /// The daemon was told to go; its workers go on.
+    Alone,
+    /// Everything was stopped.
+    Everything,
+}
+
+/// The daemon.
+#[derive(Debug)]
+pub struct Supervisor {
+    config: Config,
+    programs: Programs,
+    place: Place,
+    registry: Registry,
+    /// What is to be written when nothing is more urgent.
+    changes: Vec<Change>,
+    table: arbiter::Table,
+    epoll: rustix::fd::OwnedFd,
+    requests: Receiver<Request>,
+    door: Door,
+    signals: UnixStream,
+    workers: BTreeMap<u32, Worker>,
+    cards: BTreeMap<u32, Card>,
+    nodes: BTreeMap<String, Node>,
+    jobs: Vec<Job>,
+    counting: Vec<(u32, Duration, Answer<crate::api::types::Counts>)>,
+    stopping: Option<(Duration, u32, Option<Answer<crate::api::types::Stopped>>)>,
+    events: Vec<Event>,
+    last_event: u64,
+    last_party: u32,
+    since: Duration,
+    adopted: u32,
+    /// Whether workers of another daemon are still to be heard.
+    adopting: bool,
+    room: Vec<u8>,
+    ended: Option<Ended>,
+}
+
+/// What a supervisor is made of.
+#[derive(Debug)]
+pub struct Parts {
+    /// Nodes and NICs.
+    pub config: Config,
+    /// What is started.
+    pub programs: Programs,
+    /// The runtime directory.
+    pub place: Place,
+    /// Where requests come in.
+    pub door: Door,
+    /// Where they come out.
+    pub requests: Receiver<Request>,
+    /// A byte comes in when the daemon is told to go.
+    pub signals: UnixStream,
+}
+
+impl Supervisor {
+    /// Begins: takes over what a daemon before it has left running.
+    pub fn begin(parts: Parts) -> Result<Self> {
+        let Parts { config, programs, place, door, requests, signals } = parts;
+        let (registry, known) = Registry::open(place.folder())?;
+        let epoll = epoll::create(epoll::CreateFlags::CLOEXEC).context("the kernel has no epoll for us")?;
+        let mut supervisor = Supervisor {
+            config,
+            programs,
+            place,
+            registry,
+            changes: Vec::new(),
+            table: arbiter::TABLE.to_vec(),
+            epoll,
+            requests,
+            door,
+            signals,
+            workers: BTreeMap::new(),
+            cards: BTreeMap::new(),
+            nodes: BTreeMap::new(),
+            jobs: Vec::new(),
+            counting: Vec::new(),
+            stopping: None,
+            last_event: known.events.last().map_or(0, |event| event.number),
+            events: Vec::new(),
+            last_party: known.last_party,
+            since: now(),
+            adopted: 0,
+            adopting: false,
+            room: Vec::new(),
+            ended: None,
+        };
+        let bell = supervisor.door.clone();
+        watch(&supervisor.epoll, bell.bell().as_fd(), Token::Requests)?;
+        watch(&supervisor.epoll, supervisor.signals.as_fd(), Token::Signal)?;
+        supervisor.adopt(known)?;
+        Ok(supervisor)
+    }
+
+    /// Runs until it is told to go.
+    pub fn run(&mut self) -> Result<Ended> {
+        let mut events = Vec::with_capacity(64);
+        loop {
+            self.keep_house();
+            if let Some(ended) = self.ended {
+                self.flush();
+                return Ok(ended);
+            }
+            let wait = self.next_due().saturating_sub(now());
+            let limit = Timespec { tv_sec: i64::try_from(wait.as_secs()).unwrap_or(3600), tv_nsec: wait.subsec_nanos().into() };
+            events.clear();
+            match epoll::wait(&self.epoll, rustix::buffer::spare_capacity(&mut events), Some(&limit)) {
+                Err(rustix::io::Errno::INTR) | Ok(_) => {}
+                Err(errno) => return Err(errno).context("the kernel no longer tells us what happens"),
+            }
+            let mut tokens: Vec<_> = events.iter().filter_map(|event: &epoll::Event| Token::from_data(event.data)).collect();
+            tokens.sort_unstable();
+            for token in tokens {
+                self.handle(token);
+            }
+            self.due();
+        }
+    }
+
+    fn handle(&mut self, token: Token) {
+        match token {
+            Token::WorkerEnd(party) => self.worker_ended(party),
+            Token::WorkerSays(party) => self.worker_says(party),
+            Token::OpenerSays(nic) => self.opener_says(nic),
+            Token::OpenerEnd(nic) => self.opener_ended(nic),
+            Token::ModelEnd(nic) => self.model_ended(nic),
+            Token::Requests => self.answer_requests(),
+            Token::Signal => self.ended = Some(Ended::Alone),
+        }
+    }
+
+    /// What can wait until whatever was urgent is done.
+    fn keep_house(&mut self) {
+        if self.stopping.is_some() {
+            self.go_on_stopping();
+        } else {
+            self.go_on_adopting();
+            self.go_on_opening();
+            self.go_on_with_jobs();
+            self.tend();
+            self.go_on_with_jobs();
+        }
+        self.flush();
+    }
+
+    /// Writes what is to be written.
+    fn flush(&mut self) {
+        let changes = std::mem::take(&mut self.changes);
+        if let Err(why) = self.registry.write(&changes) {
+            tracing::error!("the registry could not be written ({why}); a daemon that comes after this one may not find its workers");
+        }
+    }
+
+    /// Notes that something happened.
+    fn note(&mut self, about: About<'_>, sentence: impl Into<String>) {
+        let sentence = sentence.into();
+        tracing::info!(node = about.node, nic = about.nic, worker = about.worker, "{sentence}");
+        self.last_event += 1;
+        let at = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
+        let event = Event {
+            number: self.last_event,
+            at_ms: u64::try_from(at.as_millis()).unwrap_or(u64::MAX),
+            node: about.node.map(str::to_owned),
+            nic: about.nic.map(str::to_owned),
+            worker: about.worker,
+            sentence,
+        };
+        self.changes.push(Change::Event(event.clone()));
+        if self.events.len() == EVENTS_MAX {
+            self.events.remove(0);
+        }
+        self.events.push(event);
+    }
+
+    /// A number that no worker ever had, and whose addresses nobody of NIC memory uses now.
+    fn next_party(&mut self) -> u32 {
+        let taken: Vec<u32> = self.workers.keys().copied().chain(self.cards.values().filter_map(|card| Some(card.kept.as_ref()?.made_by))).collect();
+        let free = |party: u32| taken.iter().all(|other| iova_of(*other) != iova_of(party));
+        let next = (1..=SLOTS).map(|ahead| self.last_party + ahead).find(|party| free(*party));
+        self.last_party = next.unwrap_or(self.last_party + 1);
+        self.changes.push(Change::Party(self.last_party));
+        self.last_party
+    }
+}
+
+/// How many stretches of addresses there are for memory that somebody makes for a card.
+const SLOTS: u32 = 13;
+/// Of each. The first ends, and the last begins, where a 32-bit card reaches and no machine has its interrupts.
+const SLOT_LEN: u64 = 256 << 20;
+
+/// Where a card may see memory that this party makes.
+fn iova_of(party: u32) -> u64 {
+    SLOT_LEN * u64::from(1 + party % SLOTS)
+}
+
+/// What an event is about.
+#[derive(Debug, Clone, Copy, Default)]
+struct About<'a> {
+    node: Option<&'a str>,
+    nic: Option<&'a str>,
+    worker: Option<u32>,
+}
+
+impl<'a> About<'a> {
+    fn node(node: &'a str) -> Self {
+        About { node: Some(node), ..About::default() }
+    }
+
+    fn nic(nic: &'a str) -> Self {
+        About { nic: Some(nic), ..About::default() }
+    }
+
+    fn worker(node: &'a str, worker: u32) -> Self {
+        About { node: Some(node), worker: Some(worker), ..About::default() }
+    }
+}
+
+fn watch(epoll: &rustix::fd::OwnedFd, fd: BorrowedFd<'_>, token: Token) -> Result<()> {
+    epoll::add(epoll, fd, token.to_data(), epoll::EventFlags::IN).context("the kernel will not tell us what happens there")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_token_comes_back_as_it_was_and_deaths_come_first() {
+        let all = [
+            Token::WorkerEnd(7),
+            Token::WorkerSays(1),
+            Token::OpenerSays(2),
+            Token::OpenerEnd(3),
+            Token::ModelEnd(u32::MAX),
+            Token::Requests,
+            Token::Signal,
+        ];
+        assert!(all.iter().all(|token| Token::from_data(token.to_data()) == Some(*token)));
+        assert!(all.is_sorted());
+    }
+
+    #[test]
+    fn addresses_are_where_a_card_of_32_bits_reaches() {
+        for party in 0..100 {
+            let iova = iova_of(party);
+            assert!(iova >= SLOT_LEN && iova + SLOT_LEN <= 0xF000_0000, "{iova:#x}");
+        }
+    }
+}

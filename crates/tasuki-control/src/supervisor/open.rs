@@ -1,0 +1,221 @@
+//! Cards out of their boxes. Who opens a device has privileges, and ends when the card runs; who drives it never has any.
+
+use std::io::Read;
+use std::os::fd::AsFd;
+use std::process::{Command, Stdio};
+use std::time::Duration;
+
+use anyhow::{Context, Result};
+use tasuki_relay::letter::{Kit, ToDaemon};
+
+use super::card::{Kept, Opener, Opening};
+use super::policy::{self, Death, Verdict};
+use super::{About, PATIENCE, Supervisor, Token, iova_of, now, watch};
+use crate::channel::{self, Nothing};
+use crate::config::Device;
+use crate::process::Process;
+
+/// Of what an opener says to people, so much is repeated.
+const SAYS_MAX: usize = 2000;
+
+impl Supervisor {
+    pub(super) fn is_opening(&self) -> bool {
+        self.cards.values().any(|card| match card.opening {
+            Opening::NotBefore(at) => at != Duration::MAX,
+            Opening::Model(_) | Opening::Opener(_) => true,
+            Opening::Open => false,
+        })
+    }
+
+    pub(super) fn go_on_opening(&mut self) {
+        if self.adopting {
+            return;
+        }
+        let numbers: Vec<u32> = self.cards.keys().copied().collect();
+        for nic in numbers {
+            let Some(card) = self.cards.get(&nic) else { continue };
+            let begun = match &card.opening {
+                Opening::NotBefore(at) if *at <= now() => self.begin_opening(nic),
+                Opening::Model(since) => self.look_for_model(nic, *since),
+                Opening::Opener(opener) if now().saturating_sub(opener.since) >= PATIENCE * 2 => {
+                    opener.process.kill();
+                    Ok(())
+                }
+                _ => Ok(()),
+            };
+            if let Err(error) = begun {
+                self.not_opened(nic, &format!("{error:#}"));
+            }
+        }
+    }
+
+    fn begin_opening(&mut self, nic: u32) -> Result<()> {
+        let Some(card) = self.cards.get_mut(&nic) else { return Ok(()) };
+        if card.config.device != Device::Sim || card.model.is_some() {
+            return self.start_opener(nic);
+        }
+        let socket = self.place.model_socket(&card.config.name);
+        let _ = std::fs::remove_file(&socket);
+        let mut command = Command::new(&self.programs.model);
+        command.args(["sim", "nic", "--socket"]).arg(&socket).args(&card.config.wire);
+        command.stdin(Stdio::null()).stdout(Stdio::null());
+        let program = self.programs.model.display();
+        let model = Process::spawn(&mut command).with_context(|| format!("{program} does not start; build it: cargo build --package tasuki-sim"))?;
+        watch(&self.epoll, model.pidfd(), Token::ModelEnd(nic))?;
+        (card.model, card.opening) = (Some(model), Opening::Model(now()));
+        self.record_nic(nic);
+        self.flush();
+        Ok(())
+    }
+
+    /// A model serves once its socket is there.
+    fn look_for_model(&mut self, nic: u32, since: Duration) -> Result<()> {
+        let Some(card) = self.cards.get(&nic) else { return Ok(()) };
+        let socket = self.place.model_socket(card.name());
+        if socket.exists() {
+            return self.start_opener(nic);
+        }
+        anyhow::ensure!(now().saturating_sub(since) < PATIENCE, "its model does not serve at {}", socket.display());
+        Ok(())
+    }
+
+    fn start_opener(&mut self, nic: u32) -> Result<()> {
+        let party = self.next_party();
+        let Some(card) = self.cards.get_mut(&nic) else { return Ok(()) };
+        let device = match &card.config.device {
+            Device::Sim => Device::VfioUser(self.place.model_socket(&card.config.name)),
+            other => other.clone(),
+        };
+        let (ours, theirs) = channel::pair().context("the kernel has no sockets left")?;
+        let (says, stderr) = std::io::pipe().context("the kernel has no pipes left")?;
+        let program = &self.programs.worker;
+        let mut command = Command::new(program);
+        command.arg("open").arg(device.to_string()).args(["--iova", &iova_of(party).to_string()]);
+        if let Some(ring) = card.config.ring {
+            command.args(["--ring", &ring.to_string()]);
+        }
+        command.stdin(Stdio::from(theirs)).stdout(Stdio::null()).stderr(Stdio::from(stderr));
+        let process = Process::spawn(&mut command).with_context(|| format!("{} does not start", program.display()))?;
+        watch(&self.epoll, process.pidfd(), Token::OpenerEnd(nic))?;
+        watch(&self.epoll, ours.as_fd(), Token::OpenerSays(nic))?;
+        card.opening = Opening::Opener(Opener { process, socket: ours, says, party, since: now() });
+        Ok(())
+    }
+
+    pub(super) fn opener_says(&mut self, nic: u32) {
+        loop {
+            let Some(card) = self.cards.get_mut(&nic) else { return };
+            let Opening::Opener(opener) = &card.opening else { return };
+            let made_by = opener.party;
+            let message = match channel::receive(opener.socket.as_fd(), &mut self.room) {
+                Ok(message) => message,
+                Err(Nothing::Yet) => return,
+                Err(_) => {
+                    let _ = rustix::event::epoll::delete(&self.epoll, &opener.socket);
+                    return;
+                }
+            };
+            match serde_json::from_slice(&message.bytes) {
+                Ok(ToDaemon::Kit { kit, .. }) if kit.fds == message.fds.len() => self.opened(nic, kit, message.fds, made_by),
+                Ok(ToDaemon::Told { sentence, .. }) => {
+                    let name = card.config.name.clone();
+                    self.note(About::nic(&name), sentence);
+                }
+                _ => opener.process.kill(),
+            }
+        }
+    }
+
+    fn opened(&mut self, nic: u32, kit: Kit, fds: Vec<std::os::fd::OwnedFd>, made_by: u32) {
+        let Some(card) = self.cards.get_mut(&nic) else { return };
+        card.kept = Some(Kept { kit, fds, made_by });
+        card.trouble = None;
+        card.failures.clear();
+        let (name, device) = (card.config.name.clone(), card.config.device.to_string());
+        self.note(About::nic(&name), format!("{name} ({device}) is open"));
+        self.record_nic(nic);
+    }
+
+    pub(super) fn opener_ended(&mut self, nic: u32) {
+        self.opener_says(nic);
+        let Some(card) = self.cards.get_mut(&nic) else { return };
+        let is_open = card.kept.is_some();
+        let next = if is_open { Opening::Open } else { Opening::NotBefore(now()) };
+        let was = std::mem::replace(&mut card.opening, next);
+        let Opening::Opener(Opener { mut process, mut says, .. }) = was else {
+            card.opening = was;
+            return;
+        };
+        let how = process.ended();
+        if is_open {
+            return;
+        }
+        // It is dead, so this ends.
+        let mut text = Vec::new();
+        let _ = says.by_ref().take(SAYS_MAX as u64).read_to_end(&mut text);
+        let text = String::from_utf8_lossy(&text);
+        let last = text.lines().rev().find(|line| !line.trim().is_empty()).map(str::trim);
+        let why = match last {
+            Some(line) => line.strip_prefix("tasuki: ").unwrap_or(line).to_owned(),
+            None => format!("the process that was to open it {how}, and did not say why"),
+        };
+        self.not_opened(nic, &why);
+    }
+
+    fn not_opened(&mut self, nic: u32, why: &str) {
+        let Some(card) = self.cards.get_mut(&nic) else { return };
+        card.failures.push(Death { at: now(), had_begun: true });
+        let name = card.config.name.clone();
+        let trouble = format!("{name} cannot be opened: {why}");
+        let decision = policy::decide(&card.failures, now());
+        card.opening = match decision.verdict {
+            Verdict::Now => Opening::NotBefore(now() + policy::PAUSE),
+            Verdict::At(at) => Opening::NotBefore(at),
+            Verdict::GiveUp => Opening::NotBefore(Duration::MAX),
+        };
+        let is_news = card.trouble.as_ref() != Some(&trouble);
+        card.trouble = Some(trouble.clone());
+        if is_news {
+            self.note(About::nic(&name), trouble);
+        }
+        if decision.verdict == Verdict::GiveUp {
+            self.note(About::nic(&name), format!("{name} is not tried again: six times within a minute it could not be opened. When that is mended, start tasukid anew"));
+        }
+    }
+
+    pub(super) fn model_ended(&mut self, nic: u32) {
+        let Some(card) = self.cards.get_mut(&nic) else { return };
+        let Some(mut model) = card.model.take() else { return };
+        let how = model.ended();
+        let name = card.config.name.clone();
+        let _ = std::fs::remove_file(self.place.model_socket(&name));
+        if self.stopping.is_some() {
+            return;
+        }
+        if matches!(self.cards[&nic].opening, Opening::Model(_)) {
+            return self.not_opened(nic, &format!("its model {how}; tasukid's log says why"));
+        }
+        let trouble = format!("the model of {name} {how}: the card is gone. Stop all (tasuki stop) and start tasukid anew");
+        if let Some(card) = self.cards.get_mut(&nic) {
+            card.trouble = Some(trouble.clone());
+        }
+        self.record_nic(nic);
+        self.note(About::nic(&name), trouble);
+    }
+
+    /// Ends models and openers.
+    pub(super) fn end_cards(&mut self, is_late: bool) {
+        for card in self.cards.values_mut() {
+            if let Opening::Opener(opener) = &card.opening {
+                opener.process.kill();
+            }
+            // Nobody holds a connection to it any more.
+            card.kept = None;
+            match &card.model {
+                Some(model) if is_late => model.kill(),
+                Some(model) => model.ask_to_end(),
+                None => {}
+            }
+        }
+    }
+}

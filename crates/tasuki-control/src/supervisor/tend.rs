@@ -1,0 +1,360 @@
+//! Nodes get the workers that they should have: one, and one that stands by while the node has a NIC. Which of the two drives is the arbiter's
+//! business.
+
+use std::os::fd::AsFd;
+use std::path::PathBuf;
+use std::process::{Command, Stdio};
+use std::time::Duration;
+
+use anyhow::{Context, Result};
+use rustix::process::{Pid, Resource, Rlimit};
+use tasuki_relay::arbiter::{Arbiter, Input, State};
+use tasuki_relay::letter::{Begin, SPEECH, ToWorker, pulse};
+use tasuki_relay::method::Method;
+use tasuki_relay::pulse::Pulse;
+use tasuki_relay::wire::{Order, Positions, Use};
+
+use super::deeds::party;
+use super::policy::{self, Verdict};
+use super::worker::{Fit, Stage, Worker, Words};
+use super::{About, PATIENCE, Supervisor, Token, iova_of, now, watch};
+use crate::channel;
+use crate::config::Device;
+use crate::process::Process;
+use crate::registry::{Change, WorkerRecord};
+
+/// What a worker may lock where there are devices that reach its memory by themselves.
+const MEMLOCK: u64 = 512 << 20;
+
+impl Supervisor {
+    pub(super) fn tend(&mut self) {
+        if self.adopting || self.stopping.is_some() {
+            return;
+        }
+        let names: Vec<String> = self.nodes.keys().cloned().collect();
+        for name in &names {
+            self.attach_to_nics(name);
+            self.retire_surplus(name);
+            self.staff(name);
+        }
+        self.end_the_slow();
+    }
+
+    /// How many workers a node should have.
+    fn should_have(&self, node: &str) -> usize {
+        let has_nic = self.cards.values().any(|card| card.node == node);
+        let stands_by = self.config.node(node).is_some_and(|node| node.standby);
+        1 + usize::from(has_nic && stands_by)
+    }
+
+    /// Workers of the node's present program that are to stay, by number.
+    pub(super) fn staff_of(&self, node: &str) -> Vec<u32> {
+        let generation = self.nodes.get(node).map_or(0, |node| node.record.generation);
+        let of_node = |worker: &&Worker| {
+            worker.record.node == node && worker.counts() && !worker.wanted && worker.record.generation == generation
+        };
+        self.workers.values().filter(of_node).map(Worker::party).collect()
+    }
+
+    /// Whether it holds a lease, or is about to.
+    pub(super) fn is_needed(&self, number: u32) -> bool {
+        let is_about_to = self.jobs.iter().any(|job| job.target == number);
+        is_about_to || self.cards.values().any(|card| card.board.holder() == Some(number) || card.is_under_way_for(number))
+    }
+
+    fn ready_on_all(&self, number: u32) -> bool {
+        let Some(worker) = self.workers.get(&number).filter(|worker| worker.serves()) else { return false };
+        let of_node = self.cards.values().filter(|card| card.node == worker.record.node && card.kept.is_some());
+        { of_node }.all(|card| worker.nics.get(&card.number) == Some(&Fit::Ready) || card.board.holder() == Some(number))
+    }
+
+    /// Who is of an older program goes when enough of the present one are ready; who is too many goes.
+    fn retire_surplus(&mut self, node: &str) {
+        let (wanted, staff) = (self.should_have(node), self.staff_of(node));
+        let ready = staff.iter().filter(|number| self.ready_on_all(**number)).count();
+        let generation = self.nodes.get(node).map_or(0, |node| node.record.generation);
+        let old = |worker: &&Worker| {
+            worker.record.node == node && worker.serves() && !worker.wanted && worker.record.generation != generation
+        };
+        let mut leave: Vec<u32> = self.workers.values().filter(old).filter(|_| ready >= wanted).map(Worker::party).collect();
+        let too_many = staff.len().saturating_sub(wanted);
+        // Who cannot take a NIC goes first, then who came last.
+        let mut surplus: Vec<u32> = staff.into_iter().filter(|number| !self.is_needed(*number)).collect();
+        surplus.sort_by_key(|number| (self.ready_on_all(*number), std::cmp::Reverse(*number)));
+        leave.extend(surplus.into_iter().take(too_many));
+        for number in leave {
+            if !self.is_needed(number) {
+                self.retire(number);
+            }
+        }
+    }
+
+    /// Has a worker that drives nothing end.
+    pub(super) fn retire(&mut self, number: u32) {
+        let Some(worker) = self.workers.get_mut(&number) else { return };
+        if !worker.counts() {
+            return;
+        }
+        worker.stage = Stage::Leaving(now());
+        let nics: Vec<u32> = worker.nics.keys().copied().collect();
+        for nic in nics {
+            self.dismiss(nic, number);
+        }
+        if let Some(worker) = self.workers.get(&number) {
+            let _ = worker.write(&ToWorker::End, &[]);
+        }
+    }
+
+    /// Has a worker let go of what it has of a NIC that it does not drive.
+    fn dismiss(&mut self, nic: u32, number: u32) {
+        let arbiter = self.cards.get_mut(&nic).and_then(|card| card.arbiter.as_mut());
+        let Some((arbiter, party)) = arbiter.zip(party(number)) else { return };
+        let doing = arbiter.dismiss(party);
+        self.do_all(nic, doing);
+        if let Some(worker) = self.workers.get_mut(&number) {
+            worker.nics.remove(&nic);
+        }
+    }
+
+    /// Starts who is missing.
+    fn staff(&mut self, name: &str) {
+        let missing = self.should_have(name).saturating_sub(self.staff_of(name).len());
+        let Some(node) = self.nodes.get_mut(name) else { return };
+        if missing == 0 || node.not_before > now() {
+            if missing == 0 && node.trouble.is_some() && !node.deaths.is_empty() {
+                node.trouble = None;
+            }
+            return;
+        }
+        let decision = policy::decide(&node.deaths, now());
+        match decision.verdict {
+            Verdict::Now => {
+                for _ in 0..missing {
+                    if let Err(error) = self.start_worker(name, None, false) {
+                        return self.did_not_start(name, &error);
+                    }
+                }
+            }
+            Verdict::At(at) => node.not_before = at,
+            Verdict::GiveUp => {
+                let sentence = format!(
+                    "node {name} gets no fresh worker: {}; its log says of what. When that is mended: tasuki worker upgrade {name}",
+                    decision.because
+                );
+                if node.trouble.as_ref() != Some(&sentence) {
+                    node.trouble = Some(sentence.clone());
+                    self.note(About::node(name), sentence);
+                }
+            }
+        }
+    }
+
+    fn did_not_start(&mut self, name: &str, error: &anyhow::Error) {
+        let sentence = format!("no worker for node {name}: {error:#}");
+        let Some(node) = self.nodes.get_mut(name) else { return };
+        node.deaths.push(policy::Death { at: now(), had_begun: false });
+        let is_news = node.trouble.as_ref() != Some(&sentence);
+        node.trouble = Some(sentence.clone());
+        // A program that is not there may be there soon: it is being built, or installed.
+        node.not_before = now() + Duration::from_secs(1);
+        if is_news {
+            self.note(About::node(name), sentence);
+        }
+    }
+
+    /// Starts a worker for a node, and tells it what it is.
+    pub(super) fn start_worker(&mut self, name: &str, binary: Option<PathBuf>, wanted: bool) -> Result<u32> {
+        let node = self.nodes.get(name).context("there is no such node")?;
+        let config = self.config.node(name).context("there is no such node")?.clone();
+        let generation = node.record.generation + u32::from(wanted);
+        let binary = binary.or_else(|| node.record.binary.clone()).unwrap_or_else(|| self.programs.worker.clone());
+        let (book, number) = (node.book.region().fd().try_clone_to_owned()?, self.next_party());
+        let socket = self.place.worker_socket(number);
+        let listener = channel::listen(&socket).with_context(|| format!("{} cannot be listened at", socket.display()))?;
+        let (ours, theirs) = channel::pair().context("the kernel has no sockets left")?;
+        let pulse = Words::create("tasuki pulse", pulse::LEN)?;
+        let mut command = Command::new(&binary);
+        command.arg("worker").stdin(Stdio::from(theirs)).stdout(Stdio::null());
+        let spawned = Process::spawn(&mut command).with_context(|| format!("{} does not start", binary.display()));
+        let process = match spawned {
+            Ok(process) => process,
+            Err(error) => {
+                let _ = std::fs::remove_file(&socket);
+                return Err(error);
+            }
+        };
+        let memlock = self.memlock(process.name().pid);
+        let record = WorkerRecord {
+            party: number,
+            process: process.name(),
+            uid: None,
+            node: name.to_owned(),
+            socket,
+            binary,
+            generation,
+        };
+        // Recorded before it is told anything: a daemon that comes later must find whoever can drive.
+        self.changes.push(Change::Worker(record.clone()));
+        self.flush();
+        watch(&self.epoll, process.pidfd(), Token::WorkerEnd(number))?;
+        watch(&self.epoll, ours.as_fd(), Token::WorkerSays(number))?;
+        let worker = Worker {
+            record,
+            process,
+            socket: ours,
+            pulse: Some(pulse),
+            heart: Pulse::new(now()),
+            probe: None,
+            heard: now(),
+            stage: Stage::Starting(now()),
+            nics: Default::default(),
+            unconfined: Vec::new(),
+            deaf: None,
+            kits_due: None,
+            wanted,
+        };
+        let begin = Begin {
+            speech: SPEECH,
+            party: number,
+            node: name.to_owned(),
+            work: config.work.into(),
+            cpu: config.cpu,
+            poll: config.poll,
+            memlock,
+        };
+        let words = worker.pulse.as_ref().expect("just made").region().fd();
+        // If it is dead already, its pidfd says so.
+        let _ = worker.write(&ToWorker::Begin(begin), &[words, book.as_fd(), listener.as_fd()]);
+        self.workers.insert(number, worker);
+        Ok(number)
+    }
+
+    /// What a worker may lock; raised for it, if we may.
+    fn memlock(&self, pid: u32) -> u64 {
+        let is_needed = self.config.nic.iter().any(|nic| matches!(nic.device, Device::Vfio(_)));
+        if !is_needed {
+            return 0;
+        }
+        if let Some(pid) = i32::try_from(pid).ok().and_then(Pid::from_raw) {
+            let limit = Rlimit { current: Some(MEMLOCK), maximum: Some(MEMLOCK) };
+            let _ = rustix::process::prlimit(Some(pid), Resource::Memlock, limit);
+        }
+        MEMLOCK
+    }
+
+    /// Every worker of a node gets every NIC of the node; whoever has another and does not drive it lets go of it.
+    fn attach_to_nics(&mut self, name: &str) {
+        let staff = self.staff_of(name).into_iter();
+        let serving: Vec<u32> = staff.filter(|number| self.workers[number].serves()).collect();
+        let cards: Vec<(u32, bool)> = self
+            .cards
+            .values()
+            .filter(|card| card.kept.is_some())
+            .map(|card| (card.number, card.node == name))
+            .collect();
+        for number in serving {
+            for (nic, is_its) in &cards {
+                let has = self.workers.get(&number).is_some_and(|worker| worker.nics.contains_key(nic));
+                match (is_its, has) {
+                    (true, false) => self.attach(*nic, number, Use::Takeover, Method::Keep),
+                    (false, true) if !self.is_needed(number) => self.dismiss(*nic, number),
+                    _ => {}
+                }
+            }
+        }
+    }
+
+    /// Gives a worker what it needs to drive a NIC, and has it prepare.
+    pub(super) fn attach(&mut self, nic: u32, number: u32, purpose: Use, method: Method) {
+        let (Some(card), Some(worker)) = (self.cards.get_mut(&nic), self.workers.get_mut(&number)) else { return };
+        let (Some(kept), Some(party)) = (&card.kept, party(number)) else { return };
+        let letter = ToWorker::Nic {
+            nic,
+            name: card.config.name.clone(),
+            iova: iova_of(number),
+            kit: kept.kit.clone(),
+        };
+        worker.nics.insert(nic, Fit::Preparing(now()));
+        let (kind, version) = (kept.kit.kind, kept.kit.version);
+        let prepare = Order::Prepare { purpose, method, kind, version, carries: Positions::default() };
+        let sent = worker.write(&letter, &card.lend()).and_then(|()| worker.order(nic, prepare));
+        let first = card.arbiter.is_none();
+        match sent {
+            // Its pidfd says that it is dead, or will.
+            Ok(()) | Err(rustix::io::Errno::PIPE | rustix::io::Errno::CONNRESET) => {}
+            Err(errno) => return self.condemn(number, format!("does not take what it needs ({errno})")),
+        }
+        if first {
+            let (arbiter, doing) = Arbiter::begin(&[party], &[]);
+            card.arbiter = Some(arbiter);
+            self.do_all(nic, doing);
+        }
+    }
+
+    /// Who does not begin, prepare or end in time is ended.
+    pub(super) fn end_the_slow(&mut self) {
+        let (now, prepare) = (now(), self.config.daemon.prepare());
+        let late = |since: Duration, limit: Duration| now.saturating_sub(since) >= limit;
+        let mut slow = Vec::new();
+        for (number, worker) in &self.workers {
+            let what = match worker.stage {
+                _ if worker.deaf.is_some_and(|since| late(since, PATIENCE)) => "has closed its end and does not end",
+                Stage::Starting(since) if late(since, PATIENCE) => "has not begun in time",
+                Stage::Asked(since) if late(since, PATIENCE) => "does not answer this tasukid",
+                Stage::Leaving(since) if late(since, PATIENCE) => "was told to end and does not",
+                Stage::Begun
+                    if !self.is_needed(*number)
+                        && worker.nics.values().any(|fit| matches!(fit, Fit::Preparing(since) if late(*since, prepare))) =>
+                {
+                    "has not prepared in time"
+                }
+                _ => continue,
+            };
+            slow.push((*number, what));
+        }
+        for (number, what) in slow {
+            self.condemn(number, what.to_owned());
+        }
+    }
+
+    /// When the loop must look again, though nothing happens.
+    pub(super) fn next_due(&self) -> Duration {
+        let hearts = self.workers.values().any(Worker::serves).then(|| now() + self.config.daemon.hang_after() / 4);
+        let watches = self.cards.values().filter_map(|card| card.watch.map(|(_, at)| at));
+        let waits = self.nodes.values().map(|node| node.not_before).filter(|at| *at > now());
+        let busy = self.workers.values().any(|worker| !worker.serves()) || !self.jobs.is_empty() || self.stopping.is_some();
+        let soon = (busy || self.is_opening()).then(|| now() + Duration::from_millis(20));
+        let all = watches.chain(waits).chain(hearts).chain(soon);
+        all.min().unwrap_or_else(|| now() + Duration::from_secs(3600))
+    }
+
+    /// What the clock says.
+    pub(super) fn due(&mut self) {
+        let now = now();
+        let over: Vec<(u32, u32)> = self
+            .cards
+            .values_mut()
+            .filter_map(|card| card.watch.take_if(|(_, at)| *at <= now).map(|(number, _)| (card.number, number)))
+            .collect();
+        for (nic, number) in over {
+            self.tell_arbiter(nic, Input::Deadline(number));
+        }
+        self.look_at_hearts();
+        let late = |since: Duration| now.saturating_sub(since) >= PATIENCE;
+        let (over, rest) = std::mem::take(&mut self.counting).into_iter().partition(|(_, since, _)| late(*since));
+        self.counting = rest;
+        for (_, _, answer) in over {
+            let _ = answer.send(Err(super::door::No::now("the worker that drives the NIC did not say what it has counted; ask again")));
+        }
+    }
+}
+
+impl super::card::Card {
+    /// Whether a relay is under way after which this worker may drive.
+    fn is_under_way_for(&self, number: u32) -> bool {
+        use tasuki_relay::arbiter::Is;
+        let Some(arbiter) = &self.arbiter else { return false };
+        let waits = |party| arbiter.members().iter().any(|member| member.party == party && matches!(member.is, Is::Waiting));
+        !matches!(arbiter.state(), State::Steady | State::Parked) && party(number).is_some_and(waits)
+    }
+}

@@ -1,0 +1,101 @@
+//! What people see.
+
+use tasuki_relay::arbiter::State;
+use tasuki_relay::letter::{board, pulse};
+
+use super::card::{Card, Opening};
+use super::worker::{Fit, Stage, Worker};
+use super::{Supervisor, now};
+use crate::api::types::{NicView, NodeView, Status, WorkerView};
+use crate::config::Work;
+
+impl Supervisor {
+    pub(super) fn status_view(&self) -> Status {
+        Status {
+            version: env!("CARGO_PKG_VERSION").to_owned(),
+            pid: std::process::id(),
+            up_ms: u64::try_from(now().saturating_sub(self.since).as_millis()).unwrap_or(u64::MAX),
+            adopted: self.adopted,
+            nodes: self.node_views(),
+            nics: self.nic_views(),
+        }
+    }
+
+    pub(super) fn node_views(&self) -> Vec<NodeView> {
+        let view = |(name, node): (&String, &super::Node)| NodeView {
+            name: name.clone(),
+            work: match self.config.node(name).map(|node| node.work) {
+                Some(Work::Echo) => "echo".to_owned(),
+                Some(Work::Sink) => "sink".to_owned(),
+                Some(Work::Source(source)) => format!("source of {} bytes, {} a second", source.size, source.rate),
+                None => String::new(),
+            },
+            workers: self.workers.values().filter(|worker| worker.record.node == *name).map(Worker::party).collect(),
+            nics: self.cards.values().filter(|card| card.node == *name).map(|card| card.name().to_owned()).collect(),
+            generation: node.record.generation,
+            trouble: node.trouble.clone(),
+        };
+        self.nodes.iter().map(view).collect()
+    }
+
+    pub(super) fn worker_views(&self) -> Vec<WorkerView> {
+        self.workers.values().map(|worker| self.worker_view(worker)).collect()
+    }
+
+    fn worker_view(&self, worker: &Worker) -> WorkerView {
+        let number = worker.party();
+        let held = self.cards.values().filter(|card| card.board.holder() == Some(number));
+        let drives: Vec<String> = held.map(|card| card.name().to_owned()).collect();
+        let is = match worker.stage {
+            _ if !drives.is_empty() => "drives",
+            Stage::Starting(_) | Stage::Asked(_) => "starting",
+            Stage::Leaving(_) | Stage::Condemned => "leaves",
+            Stage::Begun if worker.nics.values().any(|fit| matches!(fit, Fit::Preparing(_))) => "prepares",
+            Stage::Begun if worker.nics.values().any(|fit| *fit == Fit::Ready) => "stands by",
+            Stage::Begun => "idle",
+        };
+        let count = |word| worker.pulse.as_ref().map_or(0, |pulse| pulse.load(word));
+        WorkerView {
+            worker: number,
+            pid: worker.process.name().pid,
+            node: worker.record.node.clone(),
+            is: is.to_owned(),
+            drives,
+            binary: worker.binary().display().to_string(),
+            generation: worker.record.generation,
+            received: count(pulse::RECEIVED),
+            sent: count(pulse::SENT),
+            missing: count(pulse::MISSING),
+            late: count(pulse::LATE),
+            unconfined: worker.unconfined.clone(),
+        }
+    }
+
+    pub(super) fn nic_views(&self) -> Vec<NicView> {
+        self.cards.values().map(|card| self.nic_view(card)).collect()
+    }
+
+    fn nic_view(&self, card: &Card) -> NicView {
+        let holder = card.board.holder().filter(|holder| self.workers.contains_key(holder));
+        let state = card.arbiter.as_ref().map(|arbiter| arbiter.state());
+        let is = match (state, holder) {
+            _ if card.kept.is_none() || !matches!(card.opening, Opening::Open | Opening::Opener(_)) => "not open",
+            (Some(State::Steady), Some(_)) => "driven",
+            (Some(State::Parked), _) => "parked",
+            (None, _) => "waits for a worker",
+            _ => "changes hands",
+        };
+        let relays = card.board.words.load(board::RELAYS);
+        NicView {
+            name: card.name().to_owned(),
+            device: card.config.device.to_string(),
+            node: card.node.clone(),
+            worker: holder,
+            is: is.to_owned(),
+            epoch: card.board.tenure().epoch,
+            relays,
+            pause_ns: card.board.pause_ns().filter(|_| relays > 1),
+            trouble: card.trouble.clone(),
+        }
+    }
+}

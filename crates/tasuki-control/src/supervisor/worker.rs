@@ -1,0 +1,165 @@
+//! A worker, as the daemon sees it.
+
+use std::collections::BTreeMap;
+use std::os::fd::{AsFd, OwnedFd};
+use std::path::PathBuf;
+use std::sync::atomic::Ordering::{Relaxed, Release};
+use std::time::Duration;
+
+use rustix::io::Errno;
+use tasuki_relay::letter::{self, ToWorker, pulse};
+use tasuki_relay::pulse::Pulse;
+use tasuki_relay::wire::{Order, Reason};
+use tasuki_shm::region::{Region, RegionError, Span};
+use tasuki_shm::sync::AtomicU64;
+
+use crate::channel;
+use crate::process::Process;
+use crate::registry::WorkerRecord;
+
+/// A memory that daemon and worker share: its words.
+#[derive(Debug)]
+pub struct Words {
+    region: Region,
+    words: Span<AtomicU64>,
+}
+
+impl Words {
+    /// New ones.
+    pub fn create(name: &str, len: usize) -> Result<Self, RegionError> {
+        let region = Region::create(name, len, tasuki_shm::region::Pages::Small)?;
+        Self::of(region)
+    }
+
+    /// Those that another process kept.
+    pub fn adopt(memory: OwnedFd, len: usize) -> Result<Self, RegionError> {
+        let region = Region::adopt(memory)?;
+        if region.len() < len {
+            return Err(RegionError::Truncated { have: region.len(), need: len });
+        }
+        Self::of(region)
+    }
+
+    fn of(region: Region) -> Result<Self, RegionError> {
+        let words = region.span(0, region.len() / 8)?;
+        Ok(Words { region, words })
+    }
+
+    /// What stands in word `index`.
+    pub fn load(&self, index: usize) -> u64 {
+        self.words[index].load(Relaxed)
+    }
+
+    /// Writes it.
+    pub fn store(&self, index: usize, value: u64) {
+        self.words[index].store(value, Release);
+    }
+
+    /// Adds 1 to it.
+    pub fn count(&self, index: usize) {
+        self.words[index].fetch_add(1, Release);
+    }
+
+    /// The memory.
+    pub fn region(&self) -> &Region {
+        &self.region
+    }
+}
+
+/// How far it has come with a NIC.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Fit {
+    /// It maps and checks, since then.
+    Preparing(Duration),
+    /// It could go on at once.
+    Ready,
+    /// It cannot take this NIC.
+    Unfit(Reason),
+}
+
+/// How it stands with the daemon.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Stage {
+    /// It was started, then, and has not said that it hears orders.
+    Starting(Duration),
+    /// A daemon before us started it, and it was asked, then, what it has.
+    Asked(Duration),
+    /// It hears orders.
+    Begun,
+    /// It was told to end, then.
+    Leaving(Duration),
+    /// It was killed, and is not known to be dead.
+    Condemned,
+}
+
+/// A worker.
+#[derive(Debug)]
+pub struct Worker {
+    /// What the registry has of it.
+    pub record: WorkerRecord,
+    /// Its process.
+    pub process: Process,
+    /// The way to it.
+    pub socket: OwnedFd,
+    /// Nothing while it is asked for it.
+    pub pulse: Option<Words>,
+    /// Of it.
+    pub heart: Pulse,
+    /// Since when an answer is waited for that shows that it lives, and when it was last asked.
+    pub probe: Option<Duration>,
+    /// When it was last heard.
+    pub heard: Duration,
+    /// How it stands.
+    pub stage: Stage,
+    /// The NICs that it was given, by number.
+    pub nics: BTreeMap<u32, Fit>,
+    /// What it could not confine itself with.
+    pub unconfined: Vec<String>,
+    /// Since when it has closed its end: it is ending, or does not want to hear us.
+    pub deaf: Option<Duration>,
+    /// Of one that was asked what it has: kits that are still to come, once it has said how many.
+    pub kits_due: Option<u32>,
+    /// Somebody asked for it, by name of an upgrade or a handover.
+    pub wanted: bool,
+}
+
+impl Worker {
+    /// Its number.
+    pub fn party(&self) -> u32 {
+        self.record.party
+    }
+
+    /// Whether it hears orders and is to stay.
+    pub fn serves(&self) -> bool {
+        self.stage == Stage::Begun && self.deaf.is_none()
+    }
+
+    /// Whether it is meant to serve, now or soon.
+    pub fn counts(&self) -> bool {
+        self.deaf.is_none() && matches!(self.stage, Stage::Begun | Stage::Starting(_) | Stage::Asked(_))
+    }
+
+    /// Sends a letter.
+    pub fn write(&self, letter: &ToWorker, fds: &[std::os::fd::BorrowedFd<'_>]) -> Result<(), Errno> {
+        let bytes = serde_json::to_vec(letter).expect("a letter is plain data");
+        self.post(&bytes, fds)
+    }
+
+    /// Sends an order.
+    pub fn order(&self, nic: u32, order: Order) -> Result<(), Errno> {
+        self.post(&letter::frame(nic, order.to_bytes()), &[])
+    }
+
+    fn post(&self, bytes: &[u8], fds: &[std::os::fd::BorrowedFd<'_>]) -> Result<(), Errno> {
+        channel::send(self.socket.as_fd(), bytes, fds)?;
+        if let Some(pulse) = &self.pulse {
+            pulse.count(pulse::POSTS);
+        }
+        Ok(())
+    }
+
+    /// Its program.
+    pub fn binary(&self) -> &PathBuf {
+        &self.record.binary
+    }
+}

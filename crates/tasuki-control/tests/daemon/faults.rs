@@ -1,0 +1,210 @@
+//! What is wrong, and how it is said.
+
+use std::fs;
+use std::process::Stdio;
+
+use super::rig::{NODES, Rig, lives, pid, until};
+
+/// An upgrade to a program with this fault fails with this sentence, and the old worker drives on.
+fn upgrade_fails(fault: &str, parts: &[&str]) {
+    let rig = Rig::new();
+    let (driver, _) = rig.await_pair("red");
+    let bad = rig.program("bad", fault);
+    let said = rig.refused(&["worker", "upgrade", "red", "--with", bad.to_str().unwrap()]);
+    assert!(said.starts_with("tasuki: node red was not upgraded: "), "{said}");
+    assert!(parts.iter().all(|part| said.contains(part)), "{fault}: {said}\n{}", rig.log());
+    let drives = rig.await_worker("red", "drives");
+    assert_eq!(drives["pid"], driver["pid"], "{fault}: it drives on\n{}", rig.log());
+    until(&rig, "nobody is left of the bad program", || {
+        rig.workers().iter().all(|worker| !worker["binary"].as_str().unwrap().ends_with("bad"))
+    });
+    // And the next one is not in its way.
+    let said = rig.json(&["worker", "upgrade", "red"]);
+    assert_eq!(said["relays"][0]["done"], true, "{fault}: {said}");
+}
+
+#[test]
+fn a_worker_that_dies_at_its_start() {
+    upgrade_fails("dies-at-start", &["ended with code 3", "eth0 is driven by worker"]);
+}
+
+#[test]
+fn a_worker_that_speaks_another_version() {
+    upgrade_fails("speech", &["speaks version 2 of the letters, and this tasukid 1", "rebuild the older"]);
+}
+
+#[test]
+fn a_worker_that_writes_nonsense() {
+    upgrade_fails("nonsense", &["sent what is no letter", "ransom"]);
+}
+
+#[test]
+fn a_worker_that_cannot_take_the_nic() {
+    upgrade_fails("unfit", &["may lock 1 bytes and needs 2; raise RLIMIT_MEMLOCK"]);
+}
+
+#[test]
+fn a_worker_that_dies_while_it_prepares() {
+    upgrade_fails("dies-at-prepare", &["ended with code 7"]);
+}
+
+#[test]
+fn a_worker_that_says_that_it_drives_and_does_not() {
+    upgrade_fails("lies", &["says of eth0 what its lease denies"]);
+}
+
+/// A relay that goes wrong after the giver let go ends where somebody of the node drives.
+fn relay_goes_wrong(fault: &str, part: &str) {
+    let rig = Rig::new();
+    rig.await_pair("red");
+    let bad = rig.program("bad", fault);
+    let said = rig.refused(&["worker", "upgrade", "red", "--with", bad.to_str().unwrap()]);
+    assert!(said.contains(part), "{fault}: {said}\n{}", rig.log());
+    let driver = rig.await_worker("red", "drives");
+    assert!(!driver["binary"].as_str().unwrap().ends_with("bad"), "{driver}");
+    assert_eq!(rig.nic()["is"], "driven");
+}
+
+#[test]
+fn a_worker_that_dies_when_it_is_to_take() {
+    relay_goes_wrong("dies-at-take", "eth0 is driven by worker");
+}
+
+#[test]
+fn a_worker_that_dies_when_it_has_taken() {
+    relay_goes_wrong("dies-at-read", "eth0 is driven by worker");
+}
+
+#[test]
+fn a_worker_that_cannot_go_on_from_what_it_reads() {
+    relay_goes_wrong("broken", "the sash is not true of the device");
+}
+
+#[test]
+fn a_worker_that_does_not_take_by_the_deadline() {
+    let mut rig = Rig::without_daemon(NODES, "");
+    rig.configure(|text| text.replace("deadline_ms = 20000", "deadline_ms = 1000"));
+    rig.start();
+    rig.await_pair("red");
+    let bad = rig.program("bad", "late");
+    let said = rig.refused(&["worker", "upgrade", "red", "--with", bad.to_str().unwrap()]);
+    assert!(said.contains("did not answer by the deadline"), "{said}");
+    rig.await_worker("red", "drives");
+}
+
+#[test]
+fn a_worker_that_never_begins_is_ended() {
+    let rig = Rig::new();
+    rig.await_pair("red");
+    let bad = rig.program("bad", "never-begins");
+    let said = rig.refused(&["worker", "upgrade", "red", "--with", bad.to_str().unwrap()]);
+    assert!(said.contains("has not begun in time"), "{said}");
+    rig.await_worker("red", "drives");
+}
+
+#[test]
+fn a_giver_that_hangs_when_it_is_to_let_go_is_fenced() {
+    let mut rig = Rig::without_daemon(NODES, "hangs-at-release");
+    rig.configure(|text| text.replace("deadline_ms = 20000", "deadline_ms = 1000"));
+    rig.start();
+    let (driver, _) = rig.await_pair("red");
+    let good = rig.program("good", "");
+    let output = rig.tasuki(&["worker", "upgrade", "red", "--with", good.to_str().unwrap()]);
+    // Whether the relay or the takeover that follows is what gives it to the fresh one: somebody else drives.
+    drop(output);
+    until(&rig, "somebody else drives", || rig.worker("red", "drives").is_some_and(|now| now["pid"] != driver["pid"]));
+    until(&rig, "it is fenced", || !lives(pid(&driver)));
+}
+
+#[test]
+fn a_giver_that_dies_after_it_has_let_go_is_not_missed() {
+    let rig = Rig::with(NODES, "dies-after-pass");
+    rig.await_pair("red");
+    let good = rig.program("good", "");
+    let said = rig.json(&["worker", "upgrade", "red", "--with", good.to_str().unwrap()]);
+    assert_eq!(said["relays"][0]["done"], true, "{said}\n{}", rig.log());
+}
+
+#[test]
+fn a_program_that_always_dies_is_not_started_for_ever() {
+    let rig = Rig::with(NODES, "dies-at-start");
+    rig.await_event("node red gets no fresh worker: its program ended three times in a row before it heard an order");
+    let status = rig.ask(&["status"]);
+    assert!(status.contains("tasuki worker upgrade red"), "{status}");
+    // It is mended, and somebody says so.
+    rig.program("worker", "");
+    let said = rig.ask(&["worker", "upgrade", "red"]);
+    assert!(said.contains("node red is now worker"), "{said}");
+    rig.await_pair("red");
+}
+
+#[test]
+fn a_worker_program_that_is_missing_is_named_and_found_when_it_is_there() {
+    let mut rig = Rig::without_daemon(NODES, "");
+    fs::remove_file(rig.path("worker")).unwrap();
+    rig.start();
+    rig.await_event("no worker for node red");
+    let status = rig.ask(&["status"]);
+    assert!(status.contains(&format!("{} does not start", rig.path("worker").display())), "{status}");
+    let said = rig.refused(&["worker", "upgrade", "red", "--with", "/nowhere/worker"]);
+    assert!(said.contains("/nowhere/worker is no program"), "{said}");
+    rig.program("worker", "");
+    rig.ask(&["worker", "upgrade", "blue"]);
+    rig.ask(&["worker", "upgrade", "red"]);
+    rig.await_event("node red is now worker");
+}
+
+#[test]
+fn a_card_that_cannot_be_opened_is_said_to_be_that() {
+    let rig = Rig::with(NODES, "opener-fails");
+    rig.await_event("eth0 cannot be opened: the card is on fire; put it out");
+    let said = rig.refused(&["nic", "give", "eth0", "--to", "blue"]);
+    assert!(said.contains("eth0 is not open") && said.contains("on fire"), "{said}");
+    assert_eq!(rig.nic()["is"], "not open");
+}
+
+#[test]
+fn what_there_is_not_is_said_with_what_there_is() {
+    let rig = Rig::new();
+    rig.await_pair("red");
+    for (words, parts) in [
+        (&["worker", "upgrade", "pink"][..], &["there is no node \"pink\"; there are: blue, green, red"][..]),
+        (&["nic", "give", "eth9", "--to", "blue"], &["there is no NIC \"eth9\"; there are: eth0"]),
+        (&["nic", "give", "eth0", "--to", "pink"], &["there is no node \"pink\""]),
+        (&["nic", "give", "eth0", "--to", "red"], &["eth0 is node red's already", "tasuki worker upgrade red"]),
+        (&["nic", "give", "eth0", "--to", "blue", "--method", "mbb"], &["eth0 cannot go that way: mbb needs a card with a receive queue to spare"]),
+        (&["nic", "counts", "a/../b"], &["there is no NIC \"a/../b\""]),
+    ] {
+        let said = rig.refused(words);
+        assert!(parts.iter().all(|part| said.contains(part)), "{words:?}: {said}");
+    }
+    let output = rig.tasuki(&["nic", "give", "eth0", "--to", "blue", "--method", "magic"]);
+    let said = String::from_utf8_lossy(&output.stderr).into_owned();
+    assert!(output.status.code() == Some(2) && said.contains("[possible values: keep, repoint, mbb, cold]"), "{said}");
+    assert_eq!(rig.await_worker("red", "drives")["drives"][0], "eth0", "nothing has happened");
+}
+
+#[test]
+fn two_daemons_do_not_share_a_directory() {
+    let rig = Rig::new();
+    let output = rig.tasukid().stdout(Stdio::null()).output().unwrap();
+    let said = String::from_utf8_lossy(&output.stderr).into_owned();
+    let expected = format!("a tasukid is at work in {} already (process {})", rig.dir().display(), rig.daemon_pid());
+    assert!(output.status.code() == Some(1) && said.contains(&expected), "{said}");
+    rig.await_pair("red");
+}
+
+#[test]
+fn a_configuration_that_cannot_be_read_is_refused_before_anything_is_started() {
+    let rig = Rig::without_daemon("[[node]]\nname = \"red\"\nwork = \"echo\"\ncolour = 1\n", "");
+    let refused = |part: &str| {
+        let output = rig.tasukid().stdout(Stdio::null()).output().unwrap();
+        let said = String::from_utf8_lossy(&output.stderr).into_owned();
+        assert!(output.status.code() == Some(1) && said.contains(part), "{said}");
+        assert_eq!(said.lines().count(), 1, "{said}");
+    };
+    refused("tasuki.toml:9: unknown field `colour`");
+    fs::remove_file(rig.path("tasuki.toml")).unwrap();
+    refused("tasuki.toml cannot be read");
+    assert!(!rig.dir().exists(), "nothing was made");
+}

@@ -1,0 +1,15 @@
+//! The daemon with real processes: real sockets, real boards, and workers without a card whose faults are ordered.
+#![allow(clippy::tests_outside_test_module, reason = "the whole file is tests")]
+
+mod faults;
+mod rig;
+mod ruled;
+mod standin;
+
+/// What `standin` is started as; without its orders it is nothing.
+#[test]
+fn this_program_is_also_a_worker() {
+    if let Some(orders) = standin::orders() {
+        standin::run(&orders);
+    }
+}

@@ -1,0 +1,266 @@
+//! A daemon in a directory of its own, and the command line that talks to it.
+
+use std::collections::BTreeSet;
+use std::fs;
+use std::os::unix::fs::PermissionsExt;
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Output, Stdio};
+use std::sync::Mutex;
+use std::time::{Duration, Instant};
+
+use rustix::process::{Pid, Signal, kill_process};
+use serde_json::Value;
+use tempfile::TempDir;
+
+const TASUKID: &str = env!("CARGO_BIN_EXE_tasukid");
+const TASUKI: &str = env!("CARGO_BIN_EXE_tasuki");
+
+/// How long anything may take on a machine that is busy.
+const LIMIT: Duration = Duration::from_secs(60);
+
+/// Two nodes that trust each other, one that nobody trusts, and a NIC.
+pub const NODES: &str = r#"
+[[node]]
+name = "red"
+work = "echo"
+trusts = ["blue"]
+
+[[node]]
+name = "blue"
+work = "sink"
+trusts = ["red"]
+
+[[node]]
+name = "green"
+work = "sink"
+
+[[nic]]
+name = "eth0"
+device = "vfio-user:/nowhere/card.sock"
+node = "red"
+"#;
+
+/// A daemon, its directory, and every process that was seen.
+pub struct Rig {
+    folder: TempDir,
+    daemon: Option<Child>,
+    seen: Mutex<BTreeSet<u32>>,
+}
+
+impl Rig {
+    /// A daemon with these nodes, whose workers are honest stand-ins.
+    pub fn new() -> Self {
+        Self::with(NODES, "")
+    }
+
+    /// A daemon with these nodes and NICs, whose workers have this fault.
+    pub fn with(nodes: &str, fault: &str) -> Self {
+        let mut rig = Self::without_daemon(nodes, fault);
+        rig.start();
+        rig
+    }
+
+    /// The directory and what is in it, and no daemon.
+    pub fn without_daemon(nodes: &str, fault: &str) -> Self {
+        let folder = tempfile::Builder::new().prefix("tasuki-").tempdir().expect("a folder");
+        let rig = Rig { folder, daemon: None, seen: Mutex::default() };
+        fs::write(rig.path("alive"), "").expect("a file");
+        let worker = rig.program("worker", fault);
+        // A machine that is busy is no worker that hangs.
+        let limits = format!("[daemon]\nhang_after_ms = 5000\ndeadline_ms = 20000\nprepare_ms = 20000\nworker = {worker:?}\n");
+        fs::write(rig.path("tasuki.toml"), limits + nodes).expect("a file");
+        rig
+    }
+
+    /// In its directory.
+    pub fn path(&self, name: &str) -> PathBuf {
+        self.folder.path().join(name)
+    }
+
+    /// The runtime directory.
+    pub fn dir(&self) -> PathBuf {
+        self.path("run")
+    }
+
+    /// A program that is a stand-in with this fault.
+    pub fn program(&self, name: &str, fault: &str) -> PathBuf {
+        let path = self.path(name);
+        let us = std::env::current_exe().expect("a path");
+        let alive = self.path("alive");
+        let script = format!(
+            "#!/bin/sh\nTASUKI_STANDIN=\"$*\" TASUKI_FAULT={fault} TASUKI_ALIVE={} exec {} --exact this_program_is_also_a_worker --nocapture\n",
+            alive.display(),
+            us.display()
+        );
+        // Written aside: nobody starts what somebody has open to write.
+        let aside = self.path(&format!("{name}.new"));
+        fs::write(&aside, script).expect("a file");
+        fs::set_permissions(&aside, fs::Permissions::from_mode(0o755)).expect("a mode");
+        fs::rename(aside, &path).expect("a name");
+        path
+    }
+
+    /// Changes the configuration for the next daemon.
+    pub fn configure(&self, change: impl Fn(String) -> String) {
+        let path = self.path("tasuki.toml");
+        let text = fs::read_to_string(&path).expect("a file");
+        fs::write(&path, change(text)).expect("a file");
+    }
+
+    /// What runs the daemon.
+    pub fn tasukid(&self) -> Command {
+        let mut command = Command::new(TASUKID);
+        command.arg("--config").arg(self.path("tasuki.toml")).arg("--dir").arg(self.dir()).arg("--foreground");
+        command.env_remove("NOTIFY_SOCKET").env_remove("RUST_LOG").stdin(Stdio::null());
+        command
+    }
+
+    /// Starts the daemon, and waits until it serves.
+    pub fn start(&mut self) {
+        let log = fs::OpenOptions::new().create(true).append(true).open(self.path("log")).expect("a file");
+        let child = self.tasukid().stdout(Stdio::null()).stderr(log).spawn().expect("a daemon");
+        self.daemon = Some(child);
+        until(self, "tasukid serves", || self.tasuki(&["status"]).status.success());
+    }
+
+    /// The daemon's process.
+    pub fn daemon_pid(&self) -> u32 {
+        self.daemon.as_ref().expect("a daemon").id()
+    }
+
+    /// Kills the daemon where it stands.
+    pub fn kill_daemon(&mut self) {
+        let mut daemon = self.daemon.take().expect("a daemon");
+        daemon.kill().expect("a process");
+        daemon.wait().expect("its end");
+    }
+
+    /// Waits for the daemon's end.
+    pub fn daemon_ends(&mut self) {
+        let mut daemon = self.daemon.take().expect("a daemon");
+        let until = Instant::now() + LIMIT;
+        while daemon.try_wait().expect("a process").is_none() {
+            assert!(Instant::now() < until, "tasukid does not end\n{}", self.log());
+            std::thread::sleep(Duration::from_millis(10));
+        }
+    }
+
+    /// What the daemon has said.
+    pub fn log(&self) -> String {
+        fs::read_to_string(self.path("log")).unwrap_or_default()
+    }
+
+    /// Runs the command line.
+    pub fn tasuki(&self, words: &[&str]) -> Output {
+        Command::new(TASUKI).arg("--dir").arg(self.dir()).args(words).stdin(Stdio::null()).output().expect("a program")
+    }
+
+    /// The same; what it says if that works out.
+    pub fn ask(&self, words: &[&str]) -> String {
+        let output = self.tasuki(words);
+        assert!(output.status.success(), "{words:?}: {}\n{}", text(&output.stderr), self.log());
+        text(&output.stdout)
+    }
+
+    /// The same, for what is refused: the sentence.
+    pub fn refused(&self, words: &[&str]) -> String {
+        let output = self.tasuki(words);
+        assert_eq!(output.status.code(), Some(1), "{words:?}: {}\n{}", text(&output.stdout), self.log());
+        let said = text(&output.stderr);
+        assert_eq!(said.lines().count(), 1, "one sentence: {said}");
+        said
+    }
+
+    /// The same, as JSON.
+    pub fn json(&self, words: &[&str]) -> Value {
+        let mut words = words.to_vec();
+        words.push("--json");
+        serde_json::from_str(&self.ask(&words)).expect("JSON")
+    }
+
+    /// All workers.
+    pub fn workers(&self) -> Vec<Value> {
+        let Value::Array(workers) = self.json(&["worker", "list"]) else { panic!("a list") };
+        self.seen.lock().expect("a set").extend(workers.iter().map(pid));
+        workers
+    }
+
+    /// The worker of a node that is in this state.
+    pub fn worker(&self, node: &str, is: &str) -> Option<Value> {
+        self.workers().into_iter().find(|worker| worker["node"] == node && worker["is"] == is)
+    }
+
+    /// Waits for it.
+    pub fn await_worker(&self, node: &str, is: &str) -> Value {
+        until(self, &format!("a worker of {node} {is}"), || self.worker(node, is).is_some());
+        self.worker(node, is).unwrap_or_else(|| panic!("it was there\n{}", self.log()))
+    }
+
+    /// Waits until a node drives eth0 and another worker of it stands by.
+    pub fn await_pair(&self, node: &str) -> (Value, Value) {
+        (self.await_worker(node, "drives"), self.await_worker(node, "stands by"))
+    }
+
+    /// The only NIC.
+    pub fn nic(&self) -> Value {
+        self.json(&["nic", "list"])[0].clone()
+    }
+
+    /// Waits until an event says so.
+    pub fn await_event(&self, part: &str) {
+        until(self, part, || self.ask(&["events"]).contains(part));
+    }
+}
+
+/// Its process.
+pub fn pid(worker: &Value) -> u32 {
+    worker["pid"].as_u64().and_then(|pid| u32::try_from(pid).ok()).expect("a process")
+}
+
+/// Sends a signal to a process.
+pub fn signal(pid: u32, signal: Signal) {
+    let pid = i32::try_from(pid).ok().and_then(Pid::from_raw).expect("a process");
+    kill_process(pid, signal).expect("a process of ours");
+}
+
+/// Whether there is such a process, and it is not only waiting to be reaped.
+pub fn lives(pid: u32) -> bool {
+    fs::read_to_string(format!("/proc/{pid}/stat")).is_ok_and(|stat| !stat.rsplit(')').next().is_some_and(|rest| rest.trim().starts_with('Z')))
+}
+
+/// Waits until something is so.
+pub fn until(rig: &Rig, what: &str, is_so: impl Fn() -> bool) {
+    let until = Instant::now() + LIMIT;
+    while !is_so() {
+        assert!(Instant::now() < until, "not within {LIMIT:?}: {what}\n{}", rig.log());
+        std::thread::sleep(Duration::from_millis(10));
+    }
+}
+
+fn text(bytes: &[u8]) -> String {
+    String::from_utf8_lossy(bytes).into_owned()
+}
+
+/// Whether a process is one of this rig's.
+fn is_ours(pid: u32, folder: &Path) -> bool {
+    let environment = fs::read(format!("/proc/{pid}/environ")).unwrap_or_default();
+    let named = folder.as_os_str().as_encoded_bytes();
+    environment.windows(named.len()).any(|window| window == named)
+}
+
+impl Drop for Rig {
+    fn drop(&mut self) {
+        if let Some(mut daemon) = self.daemon.take() {
+            let _ = daemon.kill();
+            let _ = daemon.wait();
+        }
+        // Stand-ins end when this is gone; those that were stopped cannot look.
+        let _ = fs::remove_file(self.path("alive"));
+        let seen = std::mem::take(&mut *self.seen.lock().unwrap_or_else(std::sync::PoisonError::into_inner));
+        for pid in seen.into_iter().filter(|pid| is_ours(*pid, self.folder.path())) {
+            if let Some(pid) = i32::try_from(pid).ok().and_then(Pid::from_raw) {
+                let _ = kill_process(pid, Signal::KILL);
+            }
+        }
+    }
+}

@@ -1,0 +1,186 @@
+//! What the daemon does when all goes well, and when somebody dies.
+
+use rustix::process::Signal;
+
+use super::rig::{NODES, Rig, lives, pid, signal, until};
+
+#[test]
+fn it_starts_a_worker_for_each_node_and_one_that_stands_by_for_a_node_with_a_nic() {
+    let mut rig = Rig::new();
+    let (driver, standby) = rig.await_pair("red");
+    rig.await_worker("blue", "idle");
+    rig.await_worker("green", "idle");
+    assert_eq!(rig.workers().len(), 4, "{}", rig.log());
+    assert_eq!(driver["drives"][0], "eth0");
+    assert_ne!(driver["worker"], standby["worker"]);
+    let status = rig.ask(&["status"]);
+    assert!(status.contains("eth0") && status.contains("driven") && status.contains("green"), "{status}");
+    let counts = rig.ask(&["nic", "counts", "eth0"]);
+    assert!(counts.contains("rx_packets"), "{counts}");
+    let events = rig.ask(&["events"]);
+    assert!(events.contains("eth0 is driven by worker"), "{events}");
+    let said = rig.ask(&["stop"]);
+    assert!(said.contains("4 workers have ended"), "{said}");
+    rig.daemon_ends();
+    assert!(!lives(pid(&driver)) && !lives(pid(&standby)));
+    let said = rig.refused(&["status"]);
+    assert!(said.contains("no tasukid is at work in") && said.contains("start one"), "{said}");
+}
+
+#[test]
+fn an_upgrade_has_a_fresh_worker_drive_and_says_how_long_nobody_did() {
+    let rig = Rig::new();
+    let (old, old_standby) = rig.await_pair("red");
+    let said = rig.json(&["worker", "upgrade", "red"]);
+    let relay = &said["relays"][0];
+    assert!(relay["done"] == true && relay["node"] == "red" && relay["method"] == "keep", "{said}");
+    assert!(relay["pause_ns"].as_u64().is_some(), "{said}");
+    assert_ne!(relay["pid"], old["pid"]);
+    // Who stood by was of the old program: another does from now on.
+    until(&rig, "the old ones end", || !lives(pid(&old)) && !lives(pid(&old_standby)));
+    let (driver, _) = rig.await_pair("red");
+    assert_eq!(driver["pid"], relay["pid"]);
+    let other = rig.program("another", "");
+    let said = rig.ask(&["worker", "upgrade", "red", "--with", other.to_str().unwrap(), "--state", "store"]);
+    assert!(said.contains("node red is now worker") && said.contains("by keep"), "{said}");
+    rig.await_event("a sash came");
+    until(&rig, "all of the other program", || {
+        let (_, standby) = rig.await_pair("red");
+        standby["binary"].as_str().is_some_and(|binary| binary.ends_with("another"))
+    });
+    assert_eq!(rig.json(&["status"])["nodes"][2]["generation"], 2);
+}
+
+#[test]
+fn a_nic_goes_to_a_node_that_is_trusted_and_nobody_is_ended() {
+    let rig = Rig::new();
+    let (old, _) = rig.await_pair("red");
+    let said = rig.json(&["nic", "give", "eth0", "--to", "blue"]);
+    assert!(said["relays"][0]["done"] == true && said["relays"][0]["node"] == "blue", "{said}");
+    rig.await_pair("blue");
+    until(&rig, "red has one worker that has nothing", || {
+        let red: Vec<_> = rig.workers().into_iter().filter(|worker| worker["node"] == "red").collect();
+        red.len() == 1 && red[0]["is"] == "idle"
+    });
+    assert!(rig.ask(&["status"]).contains("blue"));
+    let events = rig.ask(&["events"]);
+    assert!(!events.contains("it is ended"), "{events}");
+    // And back: whoever has left can be asked again.
+    let said = rig.ask(&["nic", "give", "eth0", "--to", "red", "--method", "repoint", "--inflight", "drop"]);
+    assert!(said.contains("by repoint"), "{said}");
+    rig.await_pair("red");
+    drop(old);
+}
+
+#[test]
+fn a_giver_that_is_not_trusted_is_ended_after_it_has_let_go() {
+    let rig = Rig::new();
+    let (old, _) = rig.await_pair("red");
+    let said = rig.json(&["nic", "give", "eth0", "--to", "green"]);
+    assert!(said["relays"][0]["done"] == true && said["relays"][0]["node"] == "green", "{said}");
+    assert!(!lives(pid(&old)), "it is kept from the device before anybody else has it");
+    rig.await_pair("green");
+    rig.await_worker("red", "idle");
+    let status = rig.json(&["status"]);
+    assert!(status["nodes"].as_array().unwrap().iter().all(|node| node["trouble"].is_null()), "{status}");
+}
+
+#[test]
+fn when_a_worker_is_killed_its_standby_drives() {
+    let rig = Rig::new();
+    let (driver, standby) = rig.await_pair("red");
+    signal(pid(&driver), Signal::KILL);
+    until(&rig, "the stand-by drives", || rig.worker("red", "drives").is_some_and(|now| now["pid"] == standby["pid"]));
+    rig.await_worker("red", "stands by");
+    rig.await_event("was killed by signal 9");
+    let nic = rig.nic();
+    assert!(nic["is"] == "driven" && nic["pause_ns"].as_u64().is_some(), "{nic}");
+}
+
+#[test]
+fn when_a_standby_is_killed_there_is_another() {
+    let rig = Rig::new();
+    let (driver, standby) = rig.await_pair("red");
+    signal(pid(&standby), Signal::KILL);
+    until(&rig, "another stands by", || {
+        rig.worker("red", "stands by").is_some_and(|now| now["pid"] != standby["pid"])
+    });
+    assert_eq!(rig.await_worker("red", "drives")["pid"], driver["pid"], "nobody else noticed");
+}
+
+#[test]
+fn when_both_are_killed_a_fresh_one_drives() {
+    let rig = Rig::new();
+    let (driver, standby) = rig.await_pair("red");
+    signal(pid(&standby), Signal::KILL);
+    signal(pid(&driver), Signal::KILL);
+    let known = [pid(&driver), pid(&standby)];
+    until(&rig, "a fresh one drives", || rig.worker("red", "drives").is_some_and(|now| !known.contains(&pid(&now))));
+    assert_eq!(rig.nic()["is"], "driven");
+}
+
+#[test]
+fn a_worker_that_hangs_is_fenced_and_its_standby_drives() {
+    let rig = Rig::without_daemon(NODES, "");
+    rig.configure(|text| text.replace("hang_after_ms = 5000", "hang_after_ms = 1000"));
+    let mut rig = rig;
+    rig.start();
+    let (driver, standby) = rig.await_pair("red");
+    signal(pid(&driver), Signal::STOP);
+    until(&rig, "the stand-by drives", || rig.worker("red", "drives").is_some_and(|now| now["pid"] != driver["pid"]));
+    until(&rig, "it is no more", || !lives(pid(&driver)));
+    rig.await_event("it hangs");
+    rig.await_event("is kept from eth0 for good");
+    drop(standby);
+}
+
+#[test]
+fn workers_drive_on_while_no_daemon_lives_and_the_next_one_takes_them_over() {
+    let mut rig = Rig::new();
+    let (driver, standby) = rig.await_pair("red");
+    rig.kill_daemon();
+    rig.start();
+    let status = rig.json(&["status"]);
+    assert_eq!(status["adopted"], 4, "{status}\n{}", rig.log());
+    let (now, now_standby) = rig.await_pair("red");
+    assert_eq!((&now["pid"], &now_standby["pid"]), (&driver["pid"], &standby["pid"]));
+    assert!(now["received"].as_u64() > driver["received"].as_u64(), "it went on");
+    assert_eq!(rig.nic()["relays"], 1, "nobody else has driven");
+    // It obeys the new one.
+    let said = rig.json(&["nic", "give", "eth0", "--to", "blue"]);
+    assert_eq!(said["relays"][0]["node"], "blue", "{said}");
+    // Where it was given to is not forgotten, and numbers are not given twice.
+    let most = rig.workers().iter().map(|worker| worker["worker"].as_u64()).max();
+    rig.kill_daemon();
+    rig.start();
+    rig.await_pair("blue");
+    assert_eq!(rig.nic()["node"], "blue");
+    let said = rig.json(&["worker", "upgrade", "blue"]);
+    assert!(said["relays"][0]["worker"].as_u64() > most.flatten(), "{said}");
+}
+
+#[test]
+fn who_died_while_no_daemon_lived_is_replaced_by_the_next_one() {
+    let mut rig = Rig::new();
+    let (driver, standby) = rig.await_pair("red");
+    rig.kill_daemon();
+    signal(pid(&driver), Signal::KILL);
+    until(&rig, "it is dead", || !lives(pid(&driver)));
+    rig.start();
+    until(&rig, "the stand-by drives", || rig.worker("red", "drives").is_some_and(|now| now["pid"] == standby["pid"]));
+    rig.await_worker("red", "stands by");
+}
+
+#[test]
+fn a_daemon_that_is_told_to_go_leaves_its_workers_running() {
+    let mut rig = Rig::new();
+    let (driver, _) = rig.await_pair("red");
+    signal(rig.daemon_pid(), Signal::TERM);
+    rig.daemon_ends();
+    assert!(lives(pid(&driver)) && rig.log().contains("its workers go on"), "{}", rig.log());
+    rig.start();
+    assert_eq!(rig.await_worker("red", "drives")["pid"], driver["pid"]);
+    rig.ask(&["stop"]);
+    rig.daemon_ends();
+    assert!(!lives(pid(&driver)));
+}

@@ -1,0 +1,327 @@
+//! A worker without a card: the real machine of a worker, on the real socket and the real board. It drives nothing but its pulse.
+//!
+//! It is there for the faults that no honest worker has.
+
+use std::collections::BTreeMap;
+use std::os::fd::{AsFd, OwnedFd};
+use std::path::PathBuf;
+use std::time::{Duration, Instant};
+
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use tasuki_control::channel::{self, Nothing};
+use tasuki_control::supervisor::card::Board;
+use tasuki_control::supervisor::now;
+use tasuki_control::supervisor::worker::Words;
+use tasuki_relay::letter::{self, Can, Kit, Plan, SPEECH, ToDaemon, ToWorker, board, pulse};
+use tasuki_relay::wire::{Order, Reason, Report};
+use tasuki_relay::worker::{Do, Input, Tables, Worker};
+use tasuki_relay::{Party, Tenure};
+
+/// What it was started as, from the script that starts it.
+#[derive(Debug)]
+pub struct Orders {
+    /// As the daemon gave them.
+    words: Vec<String>,
+    /// What it is to do wrong.
+    fault: String,
+    /// Gone when the test is over, and so is it then.
+    alive: PathBuf,
+}
+
+/// Of this process.
+pub fn orders() -> Option<Orders> {
+    let words = std::env::var("TASUKI_STANDIN").ok()?;
+    let fault = std::env::var("TASUKI_FAULT").unwrap_or_default();
+    let alive = std::env::var_os("TASUKI_ALIVE")?.into();
+    Some(Orders { words: words.split_whitespace().map(str::to_owned).collect(), fault, alive })
+}
+
+struct Nic {
+    name: String,
+    machine: Worker,
+    board: Board,
+    kit: Kit,
+    fds: Vec<OwnedFd>,
+    looks: bool,
+    plan: Option<Plan>,
+}
+
+struct Standin {
+    fault: String,
+    party: u32,
+    node: String,
+    socket: OwnedFd,
+    pulse: Words,
+    book: OwnedFd,
+    listener: OwnedFd,
+    nics: BTreeMap<u32, Nic>,
+    tables: Tables,
+    /// Its daemon is gone.
+    alone: bool,
+}
+
+/// Whether its test is over.
+fn leave_if_over(alive: &std::path::Path) {
+    if !alive.exists() {
+        std::process::exit(0);
+    }
+}
+
+fn wait_for_ever(alive: &std::path::Path) -> ! {
+    loop {
+        leave_if_over(alive);
+        std::thread::sleep(Duration::from_millis(200));
+    }
+}
+
+/// Waits at most `limit` for something to come in.
+fn wait(fd: &OwnedFd, limit: Duration) {
+    let limit = Timespec { tv_sec: 0, tv_nsec: limit.subsec_nanos().into() };
+    let _ = poll(&mut [PollFd::new(fd, PollFlags::IN)], Some(&limit));
+}
+
+/// Does what it was started for, and never comes back.
+pub fn run(orders: &Orders) -> ! {
+    let socket = std::io::stdin().as_fd().try_clone_to_owned().expect("a descriptor");
+    match orders.words.first().map(String::as_str) {
+        Some("open") => open(orders, &socket),
+        Some("worker") => work(orders, socket),
+        _ => panic!("{orders:?}"),
+    }
+}
+
+fn open(orders: &Orders, socket: &OwnedFd) -> ! {
+    if orders.fault == "opener-fails" {
+        eprintln!("tasuki: the card is on fire; put it out");
+        std::process::exit(1);
+    }
+    assert!(orders.words.iter().any(|word| word == "--iova"), "{orders:?}");
+    let memory = Words::create("a card's memory", 4096).expect("memory");
+    let can = Can { in_place: true, spare_queue: false, repoint: true, pauses: true };
+    let kit = Kit { kind: 0x8086_10d3, version: 1, can, text: "{}".to_owned(), fds: 1 };
+    let letter = ToDaemon::Kit { nic: 0, name: String::new(), board: false, kit };
+    write(socket, &letter, &[memory.region().fd()]);
+    std::process::exit(0);
+}
+
+fn write(socket: &OwnedFd, letter: &ToDaemon, fds: &[std::os::fd::BorrowedFd<'_>]) {
+    let _ = channel::send(socket.as_fd(), &serde_json::to_vec(letter).expect("text"), fds);
+}
+
+fn work(orders: &Orders, socket: OwnedFd) -> ! {
+    match &orders.fault[..] {
+        "dies-at-start" => std::process::exit(3),
+        "never-begins" => wait_for_ever(&orders.alive),
+        _ => {}
+    }
+    let mut room = Vec::new();
+    let message = loop {
+        match channel::receive(socket.as_fd(), &mut room) {
+            Ok(message) => break message,
+            Err(Nothing::Yet) => wait(&socket, Duration::from_millis(100)),
+            Err(_) => std::process::exit(0),
+        }
+        leave_if_over(&orders.alive);
+    };
+    let Ok(ToWorker::Begin(begin)) = serde_json::from_slice(&message.bytes) else { panic!("{message:?}") };
+    let [pulse, book, listener] = <[OwnedFd; 3]>::try_from(message.fds).expect("three descriptors");
+    let pulse = Words::adopt(pulse, pulse::LEN).expect("a pulse");
+    let speech = if orders.fault == "speech" { SPEECH + 1 } else { SPEECH };
+    write(&socket, &ToDaemon::Begun { speech, reads: Vec::new(), unconfined: vec!["it is a stand-in".to_owned()] }, &[]);
+    if orders.fault == "nonsense" {
+        let _ = channel::send(socket.as_fd(), b"{\"letter\":\"ransom\"}", &[]);
+    }
+    let mut standin = Standin {
+        fault: orders.fault.clone(),
+        party: begin.party,
+        node: begin.node,
+        socket,
+        pulse,
+        book,
+        listener,
+        nics: BTreeMap::new(),
+        tables: Tables::default(),
+        alone: false,
+    };
+    let mut looked = Instant::now();
+    loop {
+        standin.turn();
+        if looked.elapsed() > Duration::from_millis(200) {
+            leave_if_over(&orders.alive);
+            looked = Instant::now();
+        }
+    }
+}
+
+impl Standin {
+    fn is(&self, fault: &str) -> bool {
+        self.fault == fault
+    }
+
+    /// One look at everything.
+    fn turn(&mut self) {
+        let drives = self.nics.values().any(|nic| nic.machine.drives());
+        let looks = self.nics.values().any(|nic| nic.looks);
+        let wait_for = if self.alone { &self.listener } else { &self.socket };
+        if drives || looks {
+            wait(wait_for, Duration::from_micros(500));
+        } else {
+            self.pulse.store(pulse::ASLEEP, 1);
+            wait(wait_for, Duration::from_millis(100));
+            self.pulse.store(pulse::ASLEEP, 0);
+        }
+        self.pulse.count(pulse::LOOKS);
+        if drives {
+            self.pulse.count(pulse::RECEIVED);
+        }
+        if self.alone {
+            self.let_in();
+        }
+        self.read_all();
+        let numbers: Vec<u32> = self.nics.keys().copied().collect();
+        for number in numbers {
+            let nic = &self.nics[&number];
+            if nic.looks {
+                let word = nic.board.tenure();
+                self.hear(number, Input::Word(word));
+            }
+        }
+    }
+
+    fn let_in(&mut self) {
+        if let Ok(socket) = rustix::net::accept_with(&self.listener, rustix::net::SocketFlags::CLOEXEC) {
+            (self.socket, self.alone) = (socket, false);
+        }
+    }
+
+    fn read_all(&mut self) {
+        let mut room = Vec::new();
+        while !self.alone {
+            match channel::receive(self.socket.as_fd(), &mut room) {
+                Ok(message) => match letter::unframe(&message.bytes) {
+                    Some((nic, packet)) => self.hear(nic, Input::Order(Order::parse(packet).expect("an order"))),
+                    None => self.read(serde_json::from_slice(&message.bytes).expect("a letter"), message.fds),
+                },
+                Err(Nothing::Yet) => return,
+                Err(_) => self.alone = true,
+            }
+        }
+    }
+
+    fn read(&mut self, letter: ToWorker, mut fds: Vec<OwnedFd>) {
+        match letter {
+            ToWorker::Nic { nic, name, kit, .. } => {
+                let board = Board::adopt(fds.remove(0)).expect("a board");
+                assert_eq!(fds.len(), kit.fds);
+                let machine = Worker::new(Party(self.party.try_into().expect("a party")));
+                self.nics.insert(nic, Nic { name, machine, board, kit, fds, looks: false, plan: None });
+            }
+            ToWorker::Plan { nic, plan } => {
+                if let Some(nic) = self.nics.get_mut(&nic) {
+                    nic.plan = Some(plan);
+                }
+            }
+            ToWorker::Again => {
+                let nics = u32::try_from(self.nics.len()).expect("a few");
+                let mine = ToDaemon::Mine { party: self.party, node: self.node.clone(), nics };
+                write(&self.socket, &mine, &[self.pulse.region().fd(), self.book.as_fd()]);
+                for (number, nic) in &self.nics {
+                    let letter =
+                        ToDaemon::Kit { nic: *number, name: nic.name.clone(), board: true, kit: nic.kit.clone() };
+                    let mut fds = vec![nic.board.words.region().fd()];
+                    fds.extend(channel::lend(&nic.fds));
+                    write(&self.socket, &letter, &fds);
+                }
+            }
+            ToWorker::Counts => {
+                for (number, nic) in self.nics.iter().filter(|(_, nic)| nic.machine.drives()) {
+                    let counts = vec![("rx_packets".to_owned(), self.pulse.load(pulse::RECEIVED))];
+                    assert!(!nic.name.is_empty());
+                    write(&self.socket, &ToDaemon::Counts { nic: *number, counts }, &[]);
+                }
+            }
+            ToWorker::Sash { .. } => write(
+                &self.socket,
+                &ToDaemon::Told { nic: None, sentence: format!("a sash came, with {} memory", fds.len()) },
+                &[],
+            ),
+            ToWorker::End => std::process::exit(0),
+            ToWorker::Begin(_) => panic!("it has begun"),
+        }
+    }
+
+    fn hear(&mut self, number: u32, input: Input) {
+        let mut inputs = vec![input];
+        while let Some(input) = inputs.pop() {
+            let Some(nic) = self.nics.get_mut(&number) else { return };
+            if matches!(input, Input::Word(_)) && self.fault == "late" {
+                return;
+            }
+            let Ok(doing) = nic.machine.hear(&self.tables, input) else { continue };
+            nic.looks = nic.looks && matches!(input, Input::Word(_)) && doing.is_empty();
+            for what in doing {
+                inputs.extend(self.act(number, what));
+            }
+        }
+    }
+
+    fn act(&mut self, number: u32, what: Do) -> Option<Input> {
+        let stamp = || u64::try_from(now().as_nanos()).expect("not so long");
+        let dies = |at: &str| if self.fault == at { std::process::exit(7) };
+        let nic = self.nics.get_mut(&number)?;
+        match what {
+            Do::Map if self.fault == "unfit" => return Some(Input::Unfit(Reason::MemLock { may: 1, needs: 2 })),
+            Do::Map => {
+                dies("dies-at-prepare");
+                return Some(Input::Prepared);
+            }
+            Do::Stop if self.fault == "hangs-at-release" => loop {
+                std::thread::park();
+            },
+            Do::Stop => return Some(Input::Stopped),
+            Do::WriteSash { .. } if nic.plan.as_ref().is_some_and(|plan| plan.store) => {
+                let memory = Words::create("a sash", 4096).expect("memory");
+                write(&self.socket, &ToDaemon::Sash { nic: number }, &[memory.region().fd()]);
+            }
+            Do::Swap { from, to } => return Some(self.swap(number, from, to)),
+            Do::Look => nic.looks = true,
+            Do::Read { .. } if self.fault == "broken" => return Some(Input::Broken(Reason::WrongSash { value: 9 })),
+            Do::Read { .. } => {
+                dies("dies-at-read");
+                return Some(Input::Sound);
+            }
+            Do::LookOnce => {
+                nic.board.words.store(board::DRIVING_AT, stamp());
+                nic.board.words.count(board::RELAYS);
+            }
+            Do::Go => {
+                self.nics.remove(&number);
+            }
+            Do::Say(report) => self.say(number, report),
+            Do::WriteSash { .. } | Do::Resume | Do::Yield => {}
+        }
+        None
+    }
+
+    fn swap(&mut self, number: u32, from: Tenure, to: Tenure) -> Input {
+        let board = &self.nics[&number].board;
+        if to.holder.is_none() {
+            board.words.store(board::STOPPED_AT, u64::try_from(now().as_nanos()).expect("not so long"));
+        } else if self.is("dies-at-take") {
+            std::process::exit(7);
+        }
+        let won = board.swap(from, to).is_ok();
+        if won && self.is("dies-after-pass") && to.holder.is_none() {
+            std::process::exit(7);
+        }
+        Input::Swapped { won }
+    }
+
+    fn say(&self, number: u32, report: Report) {
+        let said = match report {
+            Report::Ready if self.is("lies") => Report::Taken { epoch: self.nics[&number].board.tenure().epoch },
+            said => said,
+        };
+        let _ = channel::send(self.socket.as_fd(), &letter::frame(number, said.to_bytes()), &[]);
+    }
+}

@@ -1,0 +1,163 @@
+//! Several processes ask on one connection to a card's server, and are killed in the middle of it: those that are left go on.
+#![allow(clippy::tests_outside_test_module, reason = "an integration test")]
+
+use std::io::{IoSlice, IoSliceMut, Read, Write};
+use std::mem::MaybeUninit;
+use std::os::fd::{AsFd, OwnedFd};
+use std::os::unix::net::UnixStream;
+use std::os::unix::process::ExitStatusExt;
+use std::process::{Child, Command, Stdio};
+use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
+use std::time::{Duration, Instant};
+
+use rustix::net::{
+    AddressFamily, RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendAncillaryBuffer, SendAncillaryMessage,
+    SendFlags, SocketFlags, SocketType,
+};
+use tasuki_net::nic::bus::vfio_user::{BarTwin, Connection, TIMEOUT, Twin, VfioUser};
+use tasuki_net::nic::bus::{Bus, Iova, Registers};
+use tasuki_shm::region::{Pages, Region};
+use tasuki_sim::e1000e::{Device, Options};
+use tasuki_sim::served::Served;
+use tasuki_sim::vfio_user::Server;
+use tasuki_sim::wire::Nowhere;
+
+/// Set in the other processes: which of them it is.
+const ROLE: &str = "TASUKI_ASKS_ON_A_SHARED_CONNECTION";
+/// How often a process is killed, if not so often as usual.
+const KILLS: &str = "TASUKI_KILLS";
+
+const TEST: &str = "whoever_is_killed_while_it_asks_leaves_the_connection_whole";
+
+/// Registers of the multicast table, which hold what they are given: each process has one. The card's receive address is the same for all.
+const MTA: u32 = 0x5200;
+const RAL: u32 = 0x5400;
+const BAR_LEN: u64 = 128 << 10;
+/// Where the processes that are killed have memory mapped, and take it away again.
+const MAPPED_AT: Iova = Iova(1 << 40);
+
+/// Asks something of each kind, and whether the answers are the right ones.
+fn ask(bus: &mut VfioUser, registers: &impl Registers, own: u32, round: u32, expected: (u32, u32)) {
+    let at = MTA + 4 * own;
+    registers.write32(at, round);
+    assert_eq!(registers.read32(at), round, "what was written is there");
+    assert_eq!(registers.read32(RAL), expected.0, "the card's address");
+    assert_eq!(bus.read_config(0).expect("the server answers"), expected.1, "who it is");
+}
+
+/// One of the processes that are killed: asks without end.
+fn asker(own: u32) {
+    let mut socket = UnixStream::from(std::io::stdin().as_fd().try_clone_to_owned().expect("a descriptor is free"));
+    let mut bytes = [0; 8];
+    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(2))];
+    let mut control = RecvAncillaryBuffer::new(&mut space);
+    let into = &mut [IoSliceMut::new(&mut bytes)];
+    rustix::net::recvmsg(&socket, into, &mut control, RecvFlags::CMSG_CLOEXEC).expect("a message");
+    let mut fds = control.drain().flat_map(|message| match message {
+        RecvAncillaryMessage::ScmRights(fds) => fds.collect::<Vec<OwnedFd>>(),
+        _ => Vec::new(),
+    });
+    let mut fd = || fds.next().expect("two descriptors");
+    let connection = Connection { socket: fd(), fds_max: 16, transfer_max: 1 << 20, io_fds: true };
+    let bars = vec![BarTwin { index: 0, len: BAR_LEN, doorbells: None, places: Vec::new() }];
+    let twin = Twin { connection, lock: fd(), config_len: 4096, can_reset: true, bars, vectors: Vec::new() };
+    let mut bus = VfioUser::from_twin(twin, TIMEOUT).expect("a socket and a lock");
+    let registers = bus.registers(0).expect("the BAR is known");
+    let memory = Region::create("asker", 4096, Pages::Small).expect("a page");
+    let word = |i: usize| u32::from_ne_bytes(*bytes[4 * i..].first_chunk().expect("two words"));
+    let expected = (word(0), word(1));
+    socket.write_all(&[0]).expect("the first process lives");
+    for round in own.. {
+        ask(&mut bus, &registers, own, round, expected);
+        bus.map_dma(&memory, Iova(MAPPED_AT.0 + u64::from(own) * 4096)).expect("nothing is there");
+        bus.unmap_dma(Iova(MAPPED_AT.0 + u64::from(own) * 4096), 4096).expect("it is there");
+    }
+}
+
+/// A process that is killed in the end, whatever happens.
+struct Asker(Child);
+
+impl Drop for Asker {
+    fn drop(&mut self) {
+        let _ = self.0.kill();
+        let _ = self.0.wait();
+    }
+}
+
+fn start(own: u32, bus: &VfioUser, expected: (u32, u32)) -> (Asker, UnixStream) {
+    let (ours, theirs) = UnixStream::pair().expect("a pair of sockets");
+    ours.set_read_timeout(Some(Duration::from_secs(60))).expect("a timeout above zero");
+    let mut command = Command::new(std::env::current_exe().expect("this test"));
+    command.args(["--exact", TEST, "--nocapture"]).env(ROLE, own.to_string());
+    command.stdin(Stdio::from(OwnedFd::from(theirs))).stdout(Stdio::null());
+    let asker = Asker(command.spawn().expect("this test can be started again"));
+    let twin = bus.twin().expect("descriptors are free");
+    let bytes = [expected.0, expected.1].map(u32::to_ne_bytes).concat();
+    let fds = [twin.connection.socket.as_fd(), twin.lock.as_fd()];
+    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(2))];
+    let mut control = SendAncillaryBuffer::new(&mut space);
+    assert!(control.push(SendAncillaryMessage::ScmRights(&fds)), "two descriptors fit");
+    let sent = rustix::net::sendmsg(&ours, &[IoSlice::new(&bytes)], &mut control, SendFlags::NOSIGNAL);
+    assert_eq!(sent, Ok(bytes.len()));
+    (asker, ours)
+}
+
+/// Has two processes ask and kills one after the other, and asks itself all the time. Says how many answers nobody was left for.
+fn kill_askers(socket: OwnedFd, kills: u32) -> u64 {
+    let mut bus = VfioUser::meet(socket, TIMEOUT).expect("a server");
+    let registers = bus.registers(0).expect("BAR 0");
+    // Once its address is there.
+    let deadline = Instant::now() + Duration::from_secs(60);
+    while registers.read32(RAL + 4) >> 31 == 0 {
+        assert!(Instant::now() < deadline, "the card reads its address");
+    }
+    let expected = (registers.read32(RAL), bus.read_config(0).expect("the server answers"));
+    let mut askers = [1, 2].map(|own| start(own, &bus, expected));
+    let mut round = 0;
+    for kill in 0..kills {
+        let index = kill as usize % 2;
+        let own = 1 + kill % 2;
+        // It is there once it says so, and then it asks until it is killed, after a while that differs.
+        askers[index].1.read_exact(&mut [0]).expect("it gets ready");
+        for _ in 0..kill * 7 % 23 {
+            round += 1;
+            ask(&mut bus, &registers, 0, round, expected);
+        }
+        let status = {
+            askers[index].0.0.kill().expect("our own child");
+            askers[index].0.0.wait().expect("our own child")
+        };
+        assert_eq!(status.signal(), Some(9), "it asked until it was killed: {status}");
+        round += 1;
+        ask(&mut bus, &registers, 0, round, expected);
+        // If it had just mapped it.
+        let _ = bus.unmap_dma(Iova(MAPPED_AT.0 + u64::from(own) * 4096), 4096);
+        askers[index] = start(own, &bus, expected);
+    }
+    drop(askers);
+    ask(&mut bus, &registers, 0, 0, expected);
+    bus.strays()
+}
+
+#[test]
+fn whoever_is_killed_while_it_asks_leaves_the_connection_whole() {
+    if let Ok(own) = std::env::var(ROLE) {
+        return asker(own.parse().expect("a number"));
+    }
+    let kills = std::env::var(KILLS).ok().and_then(|kills| kills.parse().ok()).unwrap_or(200);
+    let (ours, theirs) =
+        rustix::net::socketpair(AddressFamily::UNIX, SocketType::STREAM, SocketFlags::CLOEXEC, None).expect("sockets");
+    let over = AtomicBool::new(false);
+    let strays = std::thread::scope(|scope| {
+        let driver = scope.spawn(|| {
+            let strays = kill_askers(theirs, kills);
+            over.store(true, Relaxed);
+            strays
+        });
+        let mut served = Served::new(Device::new(Options::default()), Nowhere::default());
+        let mut server = Server::over(ours).expect("a socket");
+        served.serve(&mut server, |_| !over.load(Relaxed) && !driver.is_finished()).expect("the server serves");
+        driver.join().expect("the connection stayed whole")
+    });
+    println!("{kills} were killed; {strays} answers were found that nobody waited for any more");
+}

@@ -1,0 +1,188 @@
+//! Memory that a worker shares with others: a NIC's board, its own pulse, its node's book. All of it can be written by others at any time:
+//! words are loaded once, and mean only what they may mean.
+
+use std::os::fd::{AsFd, OwnedFd};
+use std::sync::atomic::AtomicU64;
+use std::sync::atomic::Ordering::{Acquire, Relaxed, Release};
+
+use tasuki_relay::letter::{board, pulse};
+use tasuki_relay::{Party, Tenure};
+use tasuki_shm::lease::{self, Lease};
+use tasuki_shm::line::Line;
+use tasuki_shm::region::{Region, RegionError, Span};
+
+/// Words of a page.
+const WORDS: usize = board::LEN / 8;
+
+/// Now, on the clock that all processes of the machine share.
+pub fn now_ns() -> u64 {
+    let now = rustix::time::clock_gettime(rustix::time::ClockId::Monotonic);
+    now.tv_sec.unsigned_abs() * 1_000_000_000 + now.tv_nsec.unsigned_abs()
+}
+
+/// Shared memory of at least `len` bytes that nobody can take away.
+fn adopt(memory: OwnedFd, len: usize) -> Result<Region, RegionError> {
+    let region = Region::adopt(memory)?;
+    match region.len() {
+        have if have < len => Err(RegionError::Truncated { have, need: len }),
+        _ => Ok(region),
+    }
+}
+
+/// A NIC's board.
+#[derive(Debug)]
+pub struct Board {
+    lease: Lease<Span<Line>>,
+    words: Span<AtomicU64>,
+    region: Region,
+}
+
+impl Board {
+    /// What the daemon has made.
+    pub fn over(memory: OwnedFd) -> Result<Self, RegionError> {
+        let region = adopt(memory, board::LEN)?;
+        Ok(Board { lease: Lease::new(region.span(board::LEASE_LINE * 64, 1)?), words: region.span(0, WORDS)?, region })
+    }
+
+    /// Another descriptor of it.
+    pub fn fd(&self) -> std::io::Result<OwnedFd> {
+        self.region.as_fd().try_clone_to_owned()
+    }
+
+    /// What the lease word says.
+    #[inline]
+    pub fn tenure(&self) -> Tenure {
+        let lease::Tenure { holder, epoch } = self.lease.tenure();
+        Tenure { holder: holder.map(Party), epoch }
+    }
+
+    /// Compare-and-swap of the lease; says whether it won. `to` is what a relay has it become: somebody's who takes, or nobody's.
+    pub fn swap(&self, from: Tenure, to: Tenure) -> bool {
+        let word = |tenure: Tenure| lease::Tenure { holder: tenure.holder.map(|party| party.0), epoch: tenure.epoch };
+        match to.holder {
+            Some(us) => self.lease.take(word(from), us.0).is_ok(),
+            None => self.lease.pass(word(from)).is_ok(),
+        }
+    }
+
+    /// The giver has ended its last burst.
+    pub fn stopped(&self) {
+        self.words[board::STOPPED_AT].store(now_ns(), Relaxed);
+    }
+
+    /// The taker has looked at the rings and drives.
+    pub fn driving(&self, cpu: Option<u32>) {
+        self.words[board::DRIVING_AT].store(now_ns(), Relaxed);
+        self.words[board::CPU].store(cpu.map_or(0, |cpu| u64::from(cpu) + 1), Relaxed);
+        let relays = self.words[board::RELAYS].load(Relaxed);
+        self.words[board::RELAYS].store(relays.wrapping_add(1), Release);
+    }
+
+    /// The CPU on which the driver stays, if it does.
+    pub fn driver_cpu(&self) -> Option<u32> {
+        let word = self.words[board::CPU].load(Relaxed);
+        word.checked_sub(1).and_then(|cpu| u32::try_from(cpu).ok())
+    }
+}
+
+/// A worker's pulse.
+#[derive(Debug)]
+pub struct Pulse {
+    words: Span<AtomicU64>,
+    region: Region,
+    looks: u64,
+}
+
+impl Pulse {
+    /// What the daemon has made.
+    pub fn over(memory: OwnedFd) -> Result<Self, RegionError> {
+        let region = adopt(memory, pulse::LEN)?;
+        Ok(Pulse { words: region.span(0, WORDS)?, region, looks: 0 })
+    }
+
+    /// Another descriptor of it.
+    pub fn fd(&self) -> std::io::Result<OwnedFd> {
+        self.region.as_fd().try_clone_to_owned()
+    }
+
+    /// How many messages the daemon has put into the socket.
+    #[inline]
+    pub fn posts(&self) -> u64 {
+        self.words[pulse::POSTS].load(Acquire)
+    }
+
+    /// It has looked for work once more; says how often.
+    #[inline]
+    pub fn look(&mut self) -> u64 {
+        self.looks = self.looks.wrapping_add(1);
+        self.words[pulse::LOOKS].store(self.looks, Relaxed);
+        self.looks
+    }
+
+    /// Whether it sleeps on purpose.
+    pub fn asleep(&self, is: bool) {
+        self.words[pulse::ASLEEP].store(is.into(), Relaxed);
+    }
+
+    /// So many frames more.
+    #[inline]
+    pub fn add(&self, word: usize, count: u64) {
+        if count > 0 {
+            self.set(word, self.words[word].load(Relaxed).wrapping_add(count));
+        }
+    }
+
+    /// This is what a word says now.
+    #[inline]
+    pub fn set(&self, word: usize, value: u64) {
+        self.words[word].store(value, Relaxed);
+    }
+}
+
+/// A node's book: memory that outlives workers, for what its work must remember. A line and another for each NIC, by its number.
+#[derive(Debug)]
+pub struct Book {
+    words: Span<AtomicU64>,
+    region: Region,
+}
+
+/// Words of a page of the book that is one NIC's: two copies of [`COPY`] words.
+const PAGE: usize = 2 * COPY;
+
+/// Words that are remembered of a NIC.
+pub const COPY: usize = 8;
+
+/// Bytes of a book.
+const BOOK_LEN: usize = 64 * 1024;
+
+impl Book {
+    /// What the daemon has made.
+    pub fn over(memory: OwnedFd) -> Result<Self, RegionError> {
+        let region = adopt(memory, BOOK_LEN)?;
+        Ok(Book { words: region.span(0, BOOK_LEN / 8)?, region })
+    }
+
+    /// Another descriptor of it.
+    pub fn fd(&self) -> std::io::Result<OwnedFd> {
+        self.region.as_fd().try_clone_to_owned()
+    }
+
+    fn place(&self, nic: u32, copy: u64) -> Option<&[AtomicU64]> {
+        let start = usize::try_from(nic).ok()?.checked_mul(PAGE)? + usize::from(copy & 1 == 1) * COPY;
+        self.words.get(start..start + COPY)
+    }
+
+    /// What stands in a copy of a NIC's words; nothing where there is no room for so many NICs.
+    pub fn read(&self, nic: u32, copy: u64) -> [u64; COPY] {
+        let mut words = [0; COPY];
+        let place = self.place(nic, copy).unwrap_or_default();
+        words.iter_mut().zip(place).for_each(|(to, from)| *to = from.load(Acquire));
+        words
+    }
+
+    /// Writes a copy of a NIC's words.
+    pub fn write(&self, nic: u32, copy: u64, words: [u64; COPY]) {
+        let place = self.place(nic, copy).unwrap_or_default();
+        place.iter().zip(words).for_each(|(to, from)| to.store(from, Release));
+    }
+}

@@ -1,0 +1,225 @@
+//! What a worker gives up before it hears a first order: everything that it does not need to drive NICs whose descriptors it is given.
+//!
+//! Not `PR_SET_PDEATHSIG`: a worker outlives its daemon.
+
+use std::collections::BTreeMap;
+
+use anyhow::{Context, Result};
+use landlock::{ABI, Access, AccessFs, AccessNet, CompatLevel, Compatible, Ruleset, RulesetAttr, RulesetStatus, Scope};
+use rustix::process::{DumpableBehavior, Gid, Resource, Rlimit, Uid};
+use rustix::thread::{CapabilitySet, CapabilitySets, CpuSet};
+use seccompiler::{
+    BpfProgram, SeccompAction, SeccompCmpArgLen, SeccompCmpOp, SeccompCondition, SeccompFilter, SeccompRule,
+};
+
+/// Names who a worker is to be once it has given up being root: `UID:GID`. The daemon sets it; without, nobody.
+pub const IDENTITY: &str = "TASUKI_WORKER_ID";
+
+const NOBODY: (u32, u32) = (65534, 65534);
+
+/// System calls that a worker makes, learnt with strace from workers that took over, drove, slept, handed over, were left by their daemon and
+/// ended. Whatever is called besides kills it.
+const CALLS: &[i64] = &[
+    // The daemon's socket, and that of a device's server.
+    libc::SYS_sendmsg,
+    libc::SYS_sendto,
+    libc::SYS_recvmsg,
+    libc::SYS_recvfrom,
+    libc::SYS_accept4,
+    libc::SYS_getsockopt,
+    libc::SYS_setsockopt,
+    // Eventfds, and the registers of a device behind VFIO.
+    libc::SYS_read,
+    libc::SYS_write,
+    libc::SYS_preadv2,
+    libc::SYS_pread64,
+    libc::SYS_pwrite64,
+    libc::SYS_eventfd2,
+    libc::SYS_poll,
+    libc::SYS_ppoll,
+    libc::SYS_sched_yield,
+    libc::SYS_clock_gettime,
+    libc::SYS_clock_nanosleep,
+    libc::SYS_nanosleep,
+    // Descriptors.
+    libc::SYS_close,
+    libc::SYS_fcntl,
+    libc::SYS_fstat,
+    libc::SYS_newfstatat,
+    libc::SYS_statx,
+    libc::SYS_dup,
+    // Shared memory, and ours.
+    libc::SYS_memfd_create,
+    libc::SYS_ftruncate,
+    libc::SYS_fallocate,
+    libc::SYS_lseek,
+    libc::SYS_mmap,
+    libc::SYS_mremap,
+    libc::SYS_munmap,
+    libc::SYS_mprotect,
+    libc::SYS_madvise,
+    libc::SYS_brk,
+    // Of the language's runtime.
+    libc::SYS_getrandom,
+    libc::SYS_futex,
+    libc::SYS_rt_sigprocmask,
+    libc::SYS_rt_sigaction,
+    libc::SYS_rt_sigreturn,
+    libc::SYS_sigaltstack,
+    libc::SYS_restart_syscall,
+    libc::SYS_getpid,
+    libc::SYS_gettid,
+    libc::SYS_exit,
+    libc::SYS_exit_group,
+    // What may be locked, for a device behind VFIO.
+    libc::SYS_prlimit64,
+    libc::SYS_capget,
+];
+
+/// Requests of `ioctl`: whether a socket waits, and those of VFIO, which all have one letter.
+const FIONBIO: u64 = 0x5421;
+const VFIO_TYPE: u64 = (b';' as u64) << 8;
+
+/// What became of it: sentences about what could not be confined, for the daemon.
+#[derive(Debug, Default)]
+pub struct Unconfined(pub Vec<String>);
+
+impl Unconfined {
+    fn note<E: std::fmt::Display>(&mut self, outcome: Result<(), E>, what: &str) {
+        if let Err(error) = outcome {
+            self.0.push(format!("{what}: {error}"));
+        }
+    }
+}
+
+/// Who to be. Nonsense is no reason to stay root.
+fn identity(said: Option<&str>) -> (u32, u32) {
+    let ids = said.and_then(|said| {
+        let (user, group) = said.split_once(':')?;
+        Some((user.parse().ok()?, group.parse().ok()?))
+    });
+    // Root, and the number that means "leave it", are nobody to become.
+    ids.filter(|&(user, group)| ![0, u32::MAX].contains(&user) && ![0, u32::MAX].contains(&group)).unwrap_or(NOBODY)
+}
+
+/// Stays on `cpu`.
+pub fn pin(cpu: u32) -> Result<()> {
+    let mut only = CpuSet::new();
+    let cpu = usize::try_from(cpu)?;
+    anyhow::ensure!(
+        cpu < CpuSet::MAX_CPU,
+        "there is no CPU {cpu}; name one of this machine in the node's configuration"
+    );
+    only.set(cpu);
+    rustix::thread::sched_setaffinity(None, &only).with_context(|| {
+        format!("the worker cannot be kept on CPU {cpu}; name one of this machine in the node's configuration")
+    })
+}
+
+/// Gives up what the worker does not need. It may lock `memlock` bytes afterwards.
+///
+/// # Errors
+/// What must be given up and could not: privileges.
+pub fn confine(memlock: u64) -> Result<Unconfined> {
+    let mut without = Unconfined::default();
+    if let Err(error) = may_lock(memlock) {
+        without
+            .0
+            .push(format!("the worker may lock less than {memlock} bytes ({error}); raise LimitMEMLOCK= of tasukid"));
+    }
+    let no_dump = rustix::process::setrlimit(Resource::Core, Rlimit { current: Some(0), maximum: Some(0) });
+    without.note(no_dump, "a dump of the worker's memory is possible");
+    become_nobody()
+        .context("the worker could not give up its privileges; start tasukid as root, or as a user without any")?;
+    let none = CapabilitySets {
+        effective: CapabilitySet::empty(),
+        permitted: CapabilitySet::empty(),
+        inheritable: CapabilitySet::empty(),
+    };
+    rustix::thread::set_capabilities(None, none).context("the worker could not give up its capabilities")?;
+    rustix::thread::set_no_new_privs(true).context("the kernel does not bar the worker from new privileges")?;
+    let dumpable = rustix::process::set_dumpable_behavior(DumpableBehavior::NotDumpable);
+    without.note(dumpable, "other processes of the worker's user can look into it");
+    without.note(no_files(), "files are not barred");
+    without.note(only_calls(), "system calls are not barred");
+    Ok(without)
+}
+
+/// The worker may lock this much, and no more.
+fn may_lock(bytes: u64) -> rustix::io::Result<()> {
+    let limit = |bytes| rustix::process::setrlimit(Resource::Memlock, Rlimit { current: bytes, maximum: bytes });
+    limit(Some(bytes)).inspect_err(|_| {
+        // What there is has to do.
+        let _ = limit(rustix::process::getrlimit(Resource::Memlock).maximum);
+    })
+}
+
+fn become_nobody() -> Result<()> {
+    if !rustix::process::geteuid().is_root() {
+        return Ok(());
+    }
+    let (user, group) = identity(std::env::var(IDENTITY).ok().as_deref());
+    let (user, group) = (Uid::from_raw(user), Gid::from_raw(group));
+    rustix::thread::set_thread_groups(&[])?;
+    rustix::thread::set_thread_res_gid(group, group, group)?;
+    rustix::thread::set_thread_res_uid(user, user, user)?;
+    Ok(())
+}
+
+/// No file, no TCP port, no abstract socket and no signal to anybody outside: landlock.
+fn no_files() -> Result<()> {
+    const NEWEST: ABI = ABI::V6;
+    let ruleset = Ruleset::default()
+        .set_compatibility(CompatLevel::BestEffort)
+        .handle_access(AccessFs::from_all(NEWEST))?
+        .handle_access(AccessNet::from_all(NEWEST))?
+        .scope(Scope::from_all(NEWEST))?;
+    let status = ruleset.create()?.restrict_self()?;
+    match status.ruleset {
+        RulesetStatus::FullyEnforced | RulesetStatus::PartiallyEnforced => Ok(()),
+        RulesetStatus::NotEnforced => {
+            anyhow::bail!(
+                "this kernel has no landlock, or it is not switched on (CONFIG_SECURITY_LANDLOCK, lsm=landlock)"
+            )
+        }
+    }
+}
+
+/// A rule for one argument.
+fn only_if(argument: u8, mask: Option<u64>, value: u64) -> Result<SeccompRule> {
+    let op = mask.map_or(SeccompCmpOp::Eq, SeccompCmpOp::MaskedEq);
+    Ok(SeccompRule::new(vec![SeccompCondition::new(argument, SeccompCmpArgLen::Dword, op, value)?])?)
+}
+
+/// Only the system calls that a worker makes: seccomp.
+fn only_calls() -> Result<()> {
+    let mut rules: BTreeMap<i64, Vec<SeccompRule>> = CALLS.iter().map(|&call| (call, Vec::new())).collect();
+    rules.insert(libc::SYS_ioctl, vec![only_if(1, None, FIONBIO)?, only_if(1, Some(0xff00), VFIO_TYPE)?]);
+    let ourselves = std::process::id().into();
+    // For whoever aborts, and for a test that kills.
+    rules.insert(libc::SYS_kill, vec![only_if(0, None, ourselves)?]);
+    rules.insert(libc::SYS_tgkill, vec![only_if(0, None, ourselves)?]);
+    let filter = SeccompFilter::new(
+        rules,
+        SeccompAction::KillProcess,
+        SeccompAction::Allow,
+        std::env::consts::ARCH.try_into()?,
+    )?;
+    let program: BpfProgram = filter.try_into()?;
+    Ok(seccompiler::apply_filter(&program)?)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn nobody_becomes_root_by_a_name() {
+        assert_eq!(identity(Some("1000:1001")), (1000, 1001));
+        for nonsense in
+            [None, Some(""), Some("0:0"), Some("1000:0"), Some("root:root"), Some("4294967295:1"), Some("7")]
+        {
+            assert_eq!(identity(nonsense), NOBODY, "{nonsense:?}");
+        }
+    }
+}

@@ -1,0 +1,289 @@
+//! The worker: reads what it is, gives up everything else, and then does what it is told, for as long as it is.
+
+use std::os::fd::{AsFd, OwnedFd};
+use std::time::Duration;
+
+use anyhow::{Context, Result, bail, ensure};
+use rustix::event::{PollFd, PollFlags, Timespec};
+use tasuki_net::nic::bus::{Vfio, VfioUser};
+use tasuki_net::nic::e1000e::{self, E1000e};
+use tasuki_relay::Party;
+use tasuki_relay::letter::{self, Begin, SPEECH, ToDaemon, ToWorker};
+use tasuki_relay::worker::{Input, Tables};
+
+use crate::board::{Board, Book, Pulse};
+use crate::post::{Heard, Post};
+use crate::seat::{Common, Given, Seat};
+use crate::{confine, kit, store};
+
+/// Looks in vain before a worker that may sleep does.
+const IDLE_LOOKS: u32 = 4096;
+
+/// Looks from one time to the next at which a worker that polls asks the kernel for anything: whether its daemon is there, another calls, or
+/// a card is gone.
+const ROUND: u64 = 1 << 16;
+
+/// How long a taker looks at the lease word without a rest before it sleeps until it is rung for.
+const SPIN: Duration = Duration::from_millis(20);
+
+/// A NIC, by the way to it: its data path is compiled for it.
+enum AnySeat {
+    User(Box<Seat<E1000e<VfioUser>>>),
+    Vfio(Box<Seat<E1000e<Vfio>>>),
+}
+
+macro_rules! each {
+    ($any:expr, $seat:ident => $what:expr) => {
+        match $any {
+            AnySeat::User($seat) => $what,
+            AnySeat::Vfio($seat) => $what,
+        }
+    };
+}
+
+struct Node {
+    name: String,
+    common: Common,
+    seats: Vec<AnySeat>,
+    poll: bool,
+    /// Messages that were announced when it read last.
+    read: u64,
+    over: bool,
+}
+
+/// Runs a worker, with the daemon at the other end of standard input.
+pub fn run() -> Result<()> {
+    let socket = std::io::stdin().as_fd().try_clone_to_owned().context("the worker has no standard input")?;
+    let mut post = Post::new(socket)?;
+    let (begin, fds) = match post.wait()? {
+        Heard::Letter(letter, fds) => match *letter {
+            ToWorker::Begin(begin) => (begin, fds),
+            other => bail!(
+                "the daemon's first letter is {other:?}, and says nothing of what this worker is; rebuild the older of the two"
+            ),
+        },
+        Heard::Order(..) => {
+            bail!("the daemon gave an order before it said what this worker is; rebuild the older of the two")
+        }
+        Heard::Nonsense(sentence) => bail!(sentence),
+    };
+    ensure!(
+        begin.speech == SPEECH,
+        "the daemon speaks version {} of the letters, and this worker {SPEECH}; rebuild the older of the two",
+        begin.speech
+    );
+    let mut node = Node::begin(post, &begin, fds)?;
+    if let Some(cpu) = begin.cpu {
+        confine::pin(cpu)?;
+    }
+    let unconfined = confine::confine(begin.memlock)?.0;
+    let reads = vec![store::versions::<e1000e::Sash>()];
+    node.common.post.write(&ToDaemon::Begun { speech: SPEECH, reads, unconfined }, Vec::new());
+    node.serve()
+}
+
+impl Node {
+    fn begin(mut post: Post, begin: &Begin, fds: Vec<OwnedFd>) -> Result<Self> {
+        let count = fds.len();
+        let Ok([pulse, book, listening]) = <[OwnedFd; 3]>::try_from(fds) else {
+            bail!(
+                "the daemon sent {count} descriptors with its first letter, and 3 belong to it; rebuild the older of the two"
+            );
+        };
+        let party = std::num::NonZeroU32::new(begin.party)
+            .context("the daemon gave this worker the number 0, which is nobody's")?;
+        post.listen(listening)?;
+        let common = Common {
+            tables: Tables::default(),
+            post,
+            pulse: Pulse::over(pulse).context("the worker's pulse")?,
+            book: Book::over(book).context("the node's book")?,
+            party: Party(party),
+            work: begin.work,
+            cpu: begin.cpu,
+        };
+        let name = begin.node.clone();
+        Ok(Node { name, common, seats: Vec::new(), poll: begin.poll, read: 0, over: false })
+    }
+
+    fn serve(&mut self) -> Result<()> {
+        let mut idle = 0_u32;
+        while !self.over {
+            let look = self.common.pulse.look();
+            if self.common.pulse.posts() != self.read || look.is_multiple_of(ROUND) {
+                self.hear(look.is_multiple_of(ROUND));
+            }
+            let (moved, drives) = self.turn();
+            idle = if moved > 0 { 0 } else { idle.saturating_add(1) };
+            let may_sleep = !drives || (!self.poll && idle >= IDLE_LOOKS);
+            if may_sleep && !self.spins() {
+                self.sleep()?;
+                idle = 0;
+            }
+        }
+        Ok(())
+    }
+
+    /// One burst of each NIC that is driven, and one look at the word of each that is waited for; says how many frames moved, and whether
+    /// any is driven.
+    #[inline]
+    fn turn(&mut self) -> (usize, bool) {
+        let (mut moved, mut drives) = (0, false);
+        for seat in &mut self.seats {
+            each!(seat, seat => {
+                if (seat.drives() || seat.waits().is_some()) && let Some(word) = seat.word() {
+                    seat.hear(&mut self.common, word);
+                }
+                if seat.drives() {
+                    drives = true;
+                    moved += seat.turn(&mut self.common);
+                }
+            });
+        }
+        (moved, drives)
+    }
+
+    /// Whether a lease is waited for that is worth a core.
+    fn spins(&self) -> bool {
+        let cpu = self.common.cpu;
+        self.seats.iter().any(
+            |seat| each!(seat, seat => seat.waits().is_some_and(|since| seat.may_spin(cpu) && since.elapsed() < SPIN)),
+        )
+    }
+
+    /// Sleeps until somebody rings, says something, or calls.
+    fn sleep(&mut self) -> Result<()> {
+        self.hear(true);
+        let mut rest: Option<Duration> = None;
+        for seat in &mut self.seats {
+            each!(seat, seat => {
+                if let Some(word) = seat.waits().and_then(|_| seat.word()) {
+                    seat.hear(&mut self.common, word);
+                }
+                if !seat.arm(&mut self.common) {
+                    return Ok(());
+                }
+                rest = [rest, seat.rest()].into_iter().flatten().min();
+            });
+        }
+        if self.over {
+            return Ok(());
+        }
+        let out = if self.common.post.is_behind() { PollFlags::OUT } else { PollFlags::empty() };
+        let bells = self.seats.iter().filter_map(|seat| each!(seat, seat => seat.bell()));
+        let daemon = self.common.post.fd().map(|fd| PollFd::from_borrowed_fd(fd, PollFlags::IN | out));
+        let mut poll: Vec<_> =
+            daemon.into_iter().chain(bells.map(|bell| PollFd::from_borrowed_fd(bell, PollFlags::IN))).collect();
+        let rest = rest.map(|rest| Timespec::try_from(rest).expect("less than a second"));
+        self.common.pulse.asleep(true);
+        let woken = rustix::event::poll(&mut poll, rest.as_ref());
+        self.common.pulse.asleep(false);
+        match woken {
+            Ok(_) | Err(rustix::io::Errno::INTR) => {}
+            Err(errno) => return Err(errno).context("the kernel refused to wait"),
+        }
+        self.seats.iter().for_each(|seat| each!(seat, seat => seat.hush()));
+        Ok(())
+    }
+
+    /// Hears everything that was said, and now and then looks at what is not looked at once a burst.
+    #[cold]
+    fn hear(&mut self, round: bool) {
+        // In this order: what is announced was said before.
+        self.read = self.common.pulse.posts();
+        while let Some(heard) = self.common.post.next() {
+            match heard {
+                Heard::Order(nic, order) => self.order(nic, Input::Order(order)),
+                Heard::Letter(letter, fds) => self.letter(*letter, fds),
+                Heard::Nonsense(sentence) => self.common.post.tell(None, sentence),
+            }
+        }
+        if round {
+            self.common.post.flush();
+            for seat in &mut self.seats {
+                each!(seat, seat => if seat.drives() { seat.now_and_then(&mut self.common) });
+            }
+        }
+    }
+
+    fn order(&mut self, nic: u32, input: Input) {
+        let Some(index) = self.index(nic) else {
+            return self
+                .common
+                .post
+                .tell(Some(nic), format!("an order came for NIC {nic}, of which this worker has nothing"));
+        };
+        each!(&mut self.seats[index], seat => seat.hear(&mut self.common, input));
+        if each!(&self.seats[index], seat => seat.is_left()) {
+            self.seats.remove(index);
+            self.over = self.seats.is_empty();
+        }
+    }
+
+    fn index(&self, nic: u32) -> Option<usize> {
+        self.seats.iter().position(|seat| each!(seat, seat => seat.number()) == nic)
+    }
+
+    fn letter(&mut self, letter: ToWorker, fds: Vec<OwnedFd>) {
+        match letter {
+            ToWorker::Begin(_) => self.common.post.tell(None, "the daemon said twice what this worker is".to_owned()),
+            ToWorker::Nic { nic, name, kit, .. } => {
+                if let Err(error) = self.take_in(nic, name, kit, fds) {
+                    self.common.post.tell(Some(nic), format!("{error:#}"));
+                }
+            }
+            ToWorker::Plan { nic, plan } => self.of(nic, |seat| each!(seat, seat => seat.plan(plan))),
+            ToWorker::Sash { nic } => self.of(nic, |seat| each!(seat, seat => seat.stored(fds.into_iter().next()))),
+            ToWorker::Again => self.again(),
+            ToWorker::Counts => {
+                for seat in &mut self.seats {
+                    each!(seat, seat => seat.tell_counts(&mut self.common.post));
+                }
+            }
+            ToWorker::End => {
+                for seat in &mut self.seats {
+                    each!(seat, seat => seat.park(&mut self.common));
+                }
+                self.over = true;
+            }
+        }
+    }
+
+    fn of(&mut self, nic: u32, then: impl FnOnce(&mut AnySeat)) {
+        match self.index(nic) {
+            Some(index) => then(&mut self.seats[index]),
+            None => {
+                self.common
+                    .post
+                    .tell(Some(nic), format!("a letter came about NIC {nic}, of which this worker has nothing"));
+            }
+        }
+    }
+
+    fn take_in(&mut self, number: u32, name: String, kit: letter::Kit, fds: Vec<OwnedFd>) -> Result<()> {
+        ensure!(self.index(number).is_none(), "NIC {number} was given to this worker twice");
+        let mut fds = fds.into_iter();
+        let board = fds.next().context("the NIC's board did not come; rebuild the older of daemon and worker")?;
+        let board = Board::over(board).context("the NIC's board")?;
+        let text = kit::read(&kit);
+        let is_vfio = text.as_ref().is_ok_and(kit::is_vfio);
+        let given = Given { number, name, kit, fds: fds.collect(), board, text };
+        self.seats.push(match is_vfio {
+            true => AnySeat::Vfio(Box::new(Seat::new(given, &self.common))),
+            false => AnySeat::User(Box::new(Seat::new(given, &self.common))),
+        });
+        Ok(())
+    }
+
+    /// Says everything that a daemon must know which has just begun.
+    fn again(&mut self) {
+        let Common { post, pulse, book, party, .. } = &mut self.common;
+        let fds = pulse.fd().and_then(|pulse| Ok(vec![pulse, book.fd()?]));
+        let nics = u32::try_from(self.seats.len()).unwrap_or(u32::MAX);
+        let mine = ToDaemon::Mine { party: party.0.get(), node: self.name.clone(), nics };
+        post.write(&mine, fds.unwrap_or_default());
+        for seat in &self.seats {
+            each!(seat, seat => seat.tell_kit(post));
+        }
+    }
+}

@@ -1,0 +1,82 @@
+//! The opener: it has the rights that a worker has not. It takes a card out of its box, starts it, hands all that it is made of to the daemon,
+//! and ends; the card runs on, and nobody drives it yet.
+
+use std::os::fd::{AsFd, OwnedFd};
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result, bail, ensure};
+use rustix::net::{SendFlags, SocketType};
+use tasuki_net::nic::bus::Iova;
+use tasuki_net::nic::bus::pci::Header;
+use tasuki_net::nic::bus::vfio::Vfio;
+use tasuki_net::nic::e1000e::E1000e;
+use tasuki_net::nic::kit::KitBus;
+use tasuki_net::nic::{Filter, InPlace, Link, NicError, NicOptions};
+use tasuki_relay::letter::{Can, ToDaemon};
+
+use crate::device::{self, Device, Driver};
+use crate::{kit, post};
+
+/// How long the link is waited for: negotiation takes two to three seconds. Without, the card goes on all the same.
+const NEGOTIATION: Duration = Duration::from_secs(5);
+
+/// How a card is opened.
+#[derive(Debug)]
+pub struct How {
+    /// Which.
+    pub device: Device,
+    /// Descriptors in each ring.
+    pub ring: Option<u16>,
+    /// Where the card sees its memory.
+    pub iova: u64,
+    /// Every frame is taken in.
+    pub promiscuous: bool,
+}
+
+/// Opens a card for the daemon at the other end of standard input.
+pub fn open(how: &How) -> Result<()> {
+    let socket = std::io::stdin();
+    let kind = rustix::net::sockopt::socket_type(&socket);
+    ensure!(
+        kind == Ok(SocketType::SEQPACKET),
+        "standard input is not the daemon's socket; tasukid starts this, and `tasuki nic probe` looks at a card by hand"
+    );
+    let (letter, fds) = match &how.device {
+        Device::Vfio(address) => start(Vfio::open(*address)?, how)?,
+        Device::VfioUser(path) => start(device::connect(path)?, how)?,
+        Device::Sim => bail!("the opener starts no model: tasukid does, and names its socket as vfio-user:PATH"),
+    };
+    let letter = serde_json::to_vec(&letter)?;
+    post::send(socket.as_fd(), &letter, &fds, SendFlags::empty())
+        .context("the daemon did not take the card's descriptors")
+}
+
+fn start<B: KitBus>(mut bus: B, how: &How) -> Result<(ToDaemon, Vec<OwnedFd>)> {
+    let found = Header::read(&mut bus)?.id;
+    match device::driver_of(found) {
+        Some((driver @ Driver::E1000e, _)) => go::<E1000e<B>>(bus, driver, kit::E1000E, how),
+        Some((_, name)) => bail!(
+            "a {found} ({name}) cannot be gone on with while it runs, which tasukid needs; drive it by hand with `tasuki nic run`"
+        ),
+        None => bail!("no driver here drives a {found}; `tasuki nic probe` says which cards are driven"),
+    }
+}
+
+fn go<N: InPlace>(bus: N::Bus, driver: Driver, name: &str, how: &How) -> Result<(ToDaemon, Vec<OwnedFd>)>
+where
+    N::Bus: KitBus,
+{
+    let ring = how.ring.unwrap_or(driver.ring());
+    let filter = Filter { promiscuous: how.promiscuous, ..Filter::default() };
+    let options = NicOptions { ring, filter, ..NicOptions::default() };
+    let memory = device::memory(ring, Iova(how.iova)).context("there is no memory for the card")?;
+    let (parts, layout) = (memory.parts()?, memory.layout());
+    let mut nic = N::start(bus, memory, &options).map_err(NicError::from)?;
+    let until = Instant::now() + NEGOTIATION;
+    while nic.link() == Link::Down && Instant::now() < until {
+        std::thread::sleep(Duration::from_millis(1));
+    }
+    let can = Can { in_place: true, spare_queue: false, repoint: false, pauses: true };
+    let (kit, fds) = kit::pack(&nic, name, (parts, layout), &kit::wake()?, can)?;
+    Ok((ToDaemon::Kit { nic: 0, name: String::new(), board: false, kit }, fds))
+}

@@ -1,0 +1,212 @@
+//! The socket to the daemon: letters and packets, in and out. Nobody waits here for a daemon: what its socket does not take is kept until it
+//! does, and a daemon that is gone is waited for at the listening socket.
+
+use std::collections::VecDeque;
+use std::io::{IoSlice, IoSliceMut};
+use std::mem::MaybeUninit;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+
+use anyhow::{Context, Result, ensure};
+use rustix::io::Errno;
+use rustix::net::{
+    RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, ReturnFlags, SendAncillaryBuffer, SendAncillaryMessage,
+    SendFlags, SocketFlags, SocketType,
+};
+use rustix::process::Uid;
+use tasuki_relay::letter::{self, FDS_MAX, LETTER_MAX, ToDaemon, ToWorker};
+use tasuki_relay::wire::{Order, Report};
+
+/// Messages that a daemon leaves unread before it is taken for one that reads nothing any more.
+const UNREAD_MAX: usize = 1024;
+
+/// What came in.
+#[derive(Debug)]
+pub enum Heard {
+    /// An order about a NIC.
+    Order(u32, Order),
+    /// A letter, and what came beside it.
+    Letter(Box<ToWorker>, Vec<OwnedFd>),
+    /// What this is not, as a sentence.
+    Nonsense(String),
+}
+
+/// The socket, and where the next daemon calls.
+#[derive(Debug)]
+pub struct Post {
+    daemon: Option<OwnedFd>,
+    listening: Option<OwnedFd>,
+    /// Whose calls are answered.
+    trusted: Uid,
+    unsent: VecDeque<(Vec<u8>, Vec<OwnedFd>)>,
+    buffer: Box<[u8]>,
+}
+
+/// Sends a message; the socket need not have room.
+pub fn send(socket: BorrowedFd<'_>, bytes: &[u8], fds: &[OwnedFd], flags: SendFlags) -> Result<(), Errno> {
+    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(FDS_MAX))];
+    let mut control = SendAncillaryBuffer::new(&mut space);
+    let fds = fds.iter().map(AsFd::as_fd).collect::<Vec<_>>();
+    if !fds.is_empty() && !control.push(SendAncillaryMessage::ScmRights(&fds)) {
+        return Err(Errno::TOOBIG);
+    }
+    loop {
+        match rustix::net::sendmsg(socket, &[IoSlice::new(bytes)], &mut control, flags | SendFlags::NOSIGNAL) {
+            Err(Errno::INTR) => {}
+            other => return other.map(drop),
+        }
+    }
+}
+
+impl Post {
+    /// With the daemon that has started us at the other end of `socket`, which must keep the bounds of messages.
+    pub fn new(socket: OwnedFd) -> Result<Self> {
+        let kind = rustix::net::sockopt::socket_type(&socket);
+        ensure!(
+            kind == Ok(SocketType::SEQPACKET),
+            "standard input is not the daemon's socket; tasukid starts this, and `tasuki nic run` drives a card by hand"
+        );
+        let buffer = vec![0; LETTER_MAX].into_boxed_slice();
+        let trusted = rustix::process::getuid();
+        Ok(Post { daemon: Some(socket), listening: None, trusted, unsent: VecDeque::new(), buffer })
+    }
+
+    /// Where the next daemon calls.
+    pub fn listen(&mut self, listening: OwnedFd) -> Result<()> {
+        rustix::io::ioctl_fionbio(&listening, true).context("the listening socket cannot be used")?;
+        self.listening = Some(listening);
+        Ok(())
+    }
+
+    /// What becomes readable when there is something to hear, or somebody calls.
+    pub fn fd(&self) -> Option<BorrowedFd<'_>> {
+        self.daemon.as_ref().or(self.listening.as_ref()).map(AsFd::as_fd)
+    }
+
+    /// Whether something waits for room in the daemon's socket.
+    pub fn is_behind(&self) -> bool {
+        !self.unsent.is_empty()
+    }
+
+    /// Waits for a message: for the first one, before anything else is done.
+    pub fn wait(&mut self) -> Result<Heard> {
+        loop {
+            let socket = self.daemon.as_ref().context("the daemon was gone before it said what this worker is")?;
+            let mut poll = [rustix::event::PollFd::new(socket, rustix::event::PollFlags::IN)];
+            match rustix::event::poll(&mut poll, None) {
+                Ok(_) | Err(Errno::INTR) => {}
+                Err(errno) => return Err(errno).context("the daemon's socket cannot be waited for"),
+            }
+            if let Some(heard) = self.next() {
+                return Ok(heard);
+            }
+        }
+    }
+
+    /// The next message, if there is one. A daemon that is gone is noticed here, and one that calls is let in if it is root's, or of who
+    /// started us.
+    pub fn next(&mut self) -> Option<Heard> {
+        if self.daemon.is_none() {
+            self.daemon = self.let_in();
+        }
+        let socket = self.daemon.as_ref()?;
+        match receive(socket.as_fd(), &mut self.buffer) {
+            Ok(Some((len, fds, whole))) => return Some(understand(&self.buffer[..len], fds, whole)),
+            Err(Errno::AGAIN | Errno::INTR) => {}
+            // It has ended.
+            Ok(None) | Err(_) => {
+                self.daemon = None;
+                self.unsent.clear();
+            }
+        }
+        None
+    }
+
+    fn let_in(&mut self) -> Option<OwnedFd> {
+        let listening = self.listening.as_ref()?;
+        let caller = rustix::net::accept_with(listening, SocketFlags::CLOEXEC).ok()?;
+        let peer = rustix::net::sockopt::socket_peercred(&caller).ok()?;
+        (peer.uid == self.trusted || peer.uid.is_root()).then_some(caller)
+    }
+
+    /// Says something, and passes descriptors.
+    pub fn write(&mut self, letter: &ToDaemon, fds: Vec<OwnedFd>) {
+        let bytes = serde_json::to_vec(letter).expect("a letter of ours has a form as JSON");
+        self.put(bytes, fds);
+    }
+
+    /// Reports about a NIC.
+    pub fn report(&mut self, nic: u32, report: Report) {
+        let bytes = letter::frame(nic, report.to_bytes());
+        if self.unsent.is_empty()
+            && let Some(socket) = &self.daemon
+            && send(socket.as_fd(), &bytes, &[], SendFlags::DONTWAIT).is_ok()
+        {
+            return;
+        }
+        self.put(bytes.to_vec(), Vec::new());
+    }
+
+    /// A sentence for a person.
+    pub fn tell(&mut self, nic: Option<u32>, sentence: String) {
+        self.write(&ToDaemon::Told { nic, sentence }, Vec::new());
+    }
+
+    fn put(&mut self, bytes: Vec<u8>, fds: Vec<OwnedFd>) {
+        self.unsent.push_back((bytes, fds));
+        self.flush();
+    }
+
+    /// Sends what the daemon had no room for before.
+    pub fn flush(&mut self) {
+        let Some(socket) = &self.daemon else {
+            self.unsent.clear();
+            return;
+        };
+        while let Some((bytes, fds)) = self.unsent.front() {
+            match send(socket.as_fd(), bytes, fds, SendFlags::DONTWAIT) {
+                Err(Errno::AGAIN) if self.unsent.len() < UNREAD_MAX => return,
+                // Whatever else is wrong with it is found when it is read from.
+                _ => _ = self.unsent.pop_front(),
+            }
+        }
+    }
+}
+
+/// A message: its bytes, its descriptors, and whether that was all. Nothing at the end.
+fn receive(socket: BorrowedFd<'_>, into: &mut [u8]) -> Result<Option<(usize, Vec<OwnedFd>, bool)>, Errno> {
+    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(FDS_MAX))];
+    let mut control = RecvAncillaryBuffer::new(&mut space);
+    let flags = RecvFlags::CMSG_CLOEXEC | RecvFlags::DONTWAIT;
+    let got = rustix::net::recvmsg(socket, &mut [IoSliceMut::new(into)], &mut control, flags)?;
+    if got.bytes == 0 {
+        return Ok(None);
+    }
+    let mut fds = Vec::new();
+    for message in control.drain() {
+        if let RecvAncillaryMessage::ScmRights(rights) = message {
+            fds.extend(rights);
+        }
+    }
+    let whole = !got.flags.intersects(ReturnFlags::CTRUNC | ReturnFlags::TRUNC);
+    Ok(Some((got.bytes, fds, whole)))
+}
+
+fn understand(bytes: &[u8], fds: Vec<OwnedFd>, whole: bool) -> Heard {
+    if !whole {
+        return Heard::Nonsense(format!(
+            "a message of the daemon's is longer than {LETTER_MAX} bytes, or has more than {FDS_MAX} descriptors, or more than this worker may open; raise its RLIMIT_NOFILE"
+        ));
+    }
+    if let Some((nic, packet)) = letter::unframe(bytes) {
+        return match Order::parse(packet) {
+            Ok(order) => Heard::Order(nic, order),
+            Err(malformed) => Heard::Nonsense(malformed.to_string()),
+        };
+    }
+    match serde_json::from_slice(bytes) {
+        Ok(letter) => Heard::Letter(Box::new(letter), fds),
+        Err(error) => Heard::Nonsense(format!(
+            "a letter came that this worker does not read ({error}); rebuild the older of daemon and worker"
+        )),
+    }
+}

@@ -1,0 +1,542 @@
+//! One NIC of a worker: what the tables of the relay have it do, each thing in a function of its own, and its part of the data path.
+
+use std::collections::VecDeque;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::time::{Duration, Instant};
+
+use rustix::event::{PollFd, PollFlags, Timespec};
+use tasuki_net::nic::kit::KitBus;
+use tasuki_net::nic::ledger::Ledger;
+use tasuki_net::nic::{InPlace, Link, NicError, Sash};
+use tasuki_net::port::{Armed, Burst};
+use tasuki_relay::letter::{self, Plan, ToDaemon};
+use tasuki_relay::wire::{Order, Reason, Report};
+use tasuki_relay::worker::{Do, Input, Side, Tables, Worker};
+use tasuki_relay::{After, Party, Tenure, taker};
+use tasuki_shm::arena::Arena;
+
+use crate::board::{Board, Book, COPY, Pulse};
+use crate::kit::{self, Opened, Refused, Text};
+use crate::post::Post;
+use crate::work::{self, Job};
+use crate::{fail, store};
+
+/// How long a giver waits for its card to take the frames that it has in hand: where a successor can have them,
+const LAST_BURST: Duration = Duration::from_millis(1);
+
+/// and where it cannot.
+const EMPTY_HANDS: Duration = Duration::from_millis(100);
+
+/// What all NICs of a worker share.
+#[derive(Debug)]
+pub struct Common {
+    /// The relay's.
+    pub tables: Tables,
+    /// To the daemon.
+    pub post: Post,
+    /// The worker's.
+    pub pulse: Pulse,
+    /// The node's.
+    pub book: Book,
+    /// The worker's number.
+    pub party: Party,
+    /// What is done with frames.
+    pub work: letter::Work,
+    /// Where the worker stays.
+    pub cpu: Option<u32>,
+}
+
+/// What is left to do of a card.
+enum Card<N: InPlace> {
+    /// Nothing is known of it.
+    Unknown,
+    /// Everything but the sash.
+    Ready(N::Prepared),
+    /// It is driven, or could be at once.
+    Driven(N),
+    /// A successor has gone on: not touched any more, and taken apart when there is time.
+    Passed(N),
+}
+
+/// What the daemon gave us of a NIC.
+#[derive(Debug)]
+pub struct Given {
+    /// Its number.
+    pub number: u32,
+    /// Its name.
+    pub name: String,
+    /// What it is made of.
+    pub kit: letter::Kit,
+    /// The descriptors of it.
+    pub fds: Vec<OwnedFd>,
+    /// The board.
+    pub board: Board,
+    /// What the kit says, if it is one that we understand.
+    pub text: Result<Text, Refused>,
+}
+
+/// A NIC that this worker drives, or may be told to.
+pub struct Seat<N: InPlace> {
+    given: Given,
+    worker: Worker,
+    /// What we hold the lease by, or held last.
+    tenure: Tenure,
+    card: Card<N>,
+    job: Job,
+    burst: Burst,
+    arena: Option<Arena>,
+    /// Rung by a giver after it has passed the lease.
+    wake: Option<OwnedFd>,
+    /// Where its driver stands, whoever that is.
+    ledger: Option<Ledger>,
+    /// For the store.
+    sash: Box<N::Sash>,
+    /// How the next order to release is meant, and the sash that the next order to take is to go by.
+    plan: Option<Plan>,
+    stored: Option<OwnedFd>,
+    /// The sash of which the order to prepare spoke.
+    asked: (u32, u32),
+    waits_since: Option<Instant>,
+    link_is_up: bool,
+    /// The card is gone, and was said to be.
+    gone: bool,
+}
+
+/// A rest of no time.
+const AT_ONCE: Timespec = Timespec { tv_sec: 0, tv_nsec: 0 };
+
+impl<N: InPlace> Seat<N>
+where
+    N::Bus: KitBus,
+{
+    /// Of a NIC that nothing was asked of yet.
+    pub fn new(given: Given, common: &Common) -> Self {
+        // What a predecessor remembered is read when it is over.
+        let job = Job::new(common.work, [0; COPY]);
+        Seat {
+            given,
+            worker: Worker::new(common.party),
+            tenure: Tenure::free(0),
+            card: Card::Unknown,
+            job,
+            burst: Burst::new(),
+            arena: None,
+            wake: None,
+            ledger: None,
+            sash: N::Sash::blank(),
+            plan: None,
+            stored: None,
+            asked: (N::Sash::KIND, N::Sash::VERSION),
+            waits_since: None,
+            link_is_up: false,
+            gone: false,
+        }
+    }
+
+    /// Its number.
+    pub fn number(&self) -> u32 {
+        self.given.number
+    }
+
+    /// Whether it is driven.
+    #[inline]
+    pub fn drives(&self) -> bool {
+        self.worker.drives()
+    }
+
+    /// Whether the worker was told to leave it.
+    pub fn is_left(&self) -> bool {
+        matches!(self.worker.side(), Side::Taker(taker::State::Left))
+    }
+
+    /// Since when it waits for the lease, if it does.
+    pub fn waits(&self) -> Option<Instant> {
+        self.waits_since
+    }
+
+    /// Whether a taker may look at the lease word without a rest: whoever drives stays on another CPU than ours.
+    pub fn may_spin(&self, cpu: Option<u32>) -> bool {
+        matches!((self.given.board.driver_cpu(), cpu), (Some(its), Some(ours)) if its != ours)
+    }
+
+    /// How the next order to release is meant.
+    pub fn plan(&mut self, plan: Plan) {
+        self.plan = Some(plan);
+    }
+
+    /// The sash by which the next order to take is to go.
+    pub fn stored(&mut self, memory: Option<OwnedFd>) {
+        self.stored = memory;
+    }
+
+    /// What it is made of, for a daemon that has just begun.
+    pub fn tell_kit(&self, post: &mut Post) {
+        let copies = self.given.fds.iter().map(OwnedFd::try_clone).collect::<std::io::Result<Vec<_>>>();
+        let fds = self.given.board.fd().and_then(|board| Ok([board].into_iter().chain(copies?).collect()));
+        let Given { number, name, kit, .. } = &self.given;
+        match fds {
+            Ok(fds) => {
+                let (nic, name, kit) = (*number, name.clone(), kit.clone());
+                post.write(&ToDaemon::Kit { nic, name, board: true, kit }, fds);
+            }
+            Err(error) => {
+                post.tell(
+                    Some(*number),
+                    format!("the NIC's descriptors cannot be copied ({error}); raise RLIMIT_NOFILE"),
+                );
+            }
+        }
+    }
+
+    /// What it has counted, if it is driven.
+    pub fn tell_counts(&mut self, post: &mut Post) {
+        let Card::Driven(nic) = &mut self.card else { return };
+        let counts = nic.statistics().into_iter().map(|(name, count)| (name.to_owned(), count)).collect();
+        post.write(&ToDaemon::Counts { nic: self.given.number, counts }, Vec::new());
+    }
+
+    /// Hears something, and does what follows from it.
+    pub fn hear(&mut self, common: &mut Common, input: Input) {
+        if let Input::Order(Order::Prepare { kind, version, .. }) = input {
+            self.asked = (kind, version);
+        }
+        let mut inputs = VecDeque::from([input]);
+        while let Some(input) = inputs.pop_front() {
+            match self.worker.hear(&common.tables, input) {
+                Ok(todo) => inputs.extend(todo.into_iter().filter_map(|what| self.act(common, what))),
+                Err(refused) => common.post.tell(Some(self.given.number), format!("{input:?} was {refused}")),
+            }
+        }
+        let waits = matches!(self.worker.side(), Side::Taker(taker::State::Waiting));
+        self.waits_since = if waits { self.waits_since.or_else(|| Some(Instant::now())) } else { None };
+    }
+
+    fn act(&mut self, common: &mut Common, what: Do) -> Option<Input> {
+        match what {
+            Do::Map => Some(self.map(common)),
+            Do::Stop => Some(self.stop(&common.pulse)),
+            Do::Resume => None,
+            Do::WriteSash { epoch } => {
+                self.write_sash(common, epoch);
+                None
+            }
+            Do::Swap { from, to } => Some(self.swap(common.party, from, to)),
+            Do::Look => {
+                self.get_ready(common);
+                // The word may be the one already.
+                Some(Input::Word(self.given.board.tenure()))
+            }
+            Do::Read { after, wrote } => Some(self.read(common, after, wrote)),
+            Do::LookOnce => {
+                self.look_once(common);
+                None
+            }
+            Do::Yield => {
+                self.card = Card::Unknown;
+                self.burst.clear();
+                None
+            }
+            Do::Go => None,
+            Do::Say(report) => {
+                self.say(common, report);
+                None
+            }
+        }
+    }
+
+    /// Maps everything, and looks whether the sash is one that we read.
+    fn map(&mut self, common: &mut Common) -> Input {
+        fail::point("map.begun");
+        let mapped = self.open();
+        fail::point("map.done");
+        match mapped {
+            Ok(()) => Input::Prepared,
+            Err(Refused { reason, sentence }) => {
+                common.post.tell(Some(self.given.number), sentence);
+                Input::Unfit(reason)
+            }
+        }
+    }
+
+    fn open(&mut self) -> Result<(), Refused> {
+        let (kind, version) = self.asked;
+        if !store::reads::<N::Sash>(kind, version) {
+            let reason = Reason::OtherSash { kind: kind.into(), version: version.into() };
+            return Err(Refused { reason, sentence: reason.to_string() });
+        }
+        let text = match &self.given.text {
+            Ok(text) => text,
+            Err(Refused { reason, sentence }) => {
+                return Err(Refused { reason: *reason, sentence: sentence.clone() });
+            }
+        };
+        if self.is_hung_up() {
+            return Err(Refused { reason: Reason::CardGone, sentence: NicError::Gone.to_string() });
+        }
+        let copies = self.given.fds.iter().map(OwnedFd::try_clone).collect::<std::io::Result<Vec<_>>>();
+        let copies = copies.map_err(|error| Refused {
+            reason: Reason::Missing { position: 0 },
+            sentence: format!("the NIC's descriptors cannot be copied ({error}); raise RLIMIT_NOFILE"),
+        })?;
+        let Opened { wake, ledger, bus, memory } = kit::open::<N::Bus>(text, copies)?;
+        (self.wake, self.ledger, self.arena) = (Some(wake), Some(ledger), Some(memory.arena().clone()));
+        let prepared = N::prepare(bus, memory).map_err(|failed| store::refused(&failed.error))?;
+        self.card = Card::Ready(prepared);
+        Ok(())
+    }
+
+    /// Whether whoever serves the device has hung up.
+    fn is_hung_up(&self) -> bool {
+        // The way to the card comes after what is the relay's.
+        let Some(device) = self.given.fds.get(kit::DEVICE) else { return false };
+        let mut poll = [PollFd::new(device, PollFlags::empty())];
+        rustix::event::poll(&mut poll, Some(&AT_ONCE)) == Ok(1) && poll[0].revents().contains(PollFlags::HUP)
+    }
+
+    /// Ends the burst. What the card does not take in time stays in hand, and comes to the successor as it came to us; but a sash that is
+    /// stored speaks of none.
+    fn stop(&mut self, pulse: &Pulse) -> Input {
+        let Card::Driven(nic) = &mut self.card else { return Input::Stuck(Reason::CardGone) };
+        if self.gone {
+            return Input::Stuck(Reason::CardGone);
+        }
+        let stores = self.plan.as_ref().is_some_and(|plan| plan.store);
+        let patience = if stores { EMPTY_HANDS } else { LAST_BURST };
+        let end = Instant::now() + patience;
+        while !self.burst.is_empty() {
+            match work::transmit(nic, &mut self.burst, pulse) {
+                Err(_) => return Input::Stuck(Reason::CardGone),
+                Ok(0) if Instant::now() > end && stores => {
+                    let limit_ms = u64::try_from(patience.as_millis()).unwrap_or(u64::MAX);
+                    return Input::Stuck(Reason::CardStuck { limit_ms });
+                }
+                Ok(0) if Instant::now() > end => break,
+                Ok(_) => {}
+            }
+        }
+        fail::point("give.stopped");
+        Input::Stopped
+    }
+
+    /// Commits what is handled: that is what a successor reads in place. For the store, writes the sash.
+    fn write_sash(&mut self, common: &mut Common, epoch: u32) {
+        let stores = self.plan.take().is_some_and(|plan| plan.store);
+        self.remember(&common.book);
+        let Card::Driven(nic) = &mut self.card else { return };
+        if self.burst.is_empty() {
+            nic.sash(&mut self.sash);
+        } else {
+            // Commits as well, all but what stays in hand. A card that is gone is found by whoever comes next.
+            let _ = nic.transmit(&mut self.burst);
+        }
+        if stores {
+            match store::write(&*self.sash, epoch) {
+                Ok(memory) => common.post.write(&ToDaemon::Sash { nic: self.given.number }, vec![memory]),
+                Err(error) => common.post.tell(Some(self.given.number), error.to_string()),
+            }
+        }
+        fail::point("give.written");
+    }
+
+    /// What must be remembered exactly is true with the next commit.
+    #[inline]
+    fn remember(&self, book: &Book) {
+        if let (Card::Driven(nic), Some(words)) = (&self.card, self.job.remember()) {
+            book.write(self.given.number, nic.commits().wrapping_add(1), words);
+        }
+    }
+
+    /// Compare-and-swap of the lease.
+    fn swap(&mut self, us: Party, from: Tenure, to: Tenure) -> Input {
+        let gives = to.holder.is_none() && matches!(self.card, Card::Driven(_));
+        if gives {
+            self.given.board.stopped();
+        }
+        let won = self.given.board.swap(from, to);
+        if won && to.holder == Some(us) {
+            self.tenure = to;
+            fail::point("take.won");
+        }
+        if won && gives {
+            if let Some(wake) = &self.wake {
+                // Full it cannot be before it was rung as often as there are numbers.
+                let _ = rustix::io::write(wake, &1_u64.to_ne_bytes());
+            }
+            fail::point("give.passed");
+            self.card = match std::mem::replace(&mut self.card, Card::Unknown) {
+                Card::Driven(nic) => Card::Passed(nic),
+                other => other,
+            };
+        }
+        Input::Swapped { won }
+    }
+
+    /// Takes apart what a successor has gone on with, so that we could go on in our turn.
+    fn get_ready(&mut self, common: &mut Common) {
+        fail::point("take.waiting");
+        self.card = match std::mem::replace(&mut self.card, Card::Unknown) {
+            Card::Passed(nic) => {
+                self.burst.clear();
+                let (bus, memory) = nic.stand_down();
+                match N::prepare(bus, memory) {
+                    Ok(prepared) => Card::Ready(prepared),
+                    Err(failed) => {
+                        common.post.tell(Some(self.given.number), failed.error.to_string());
+                        Card::Unknown
+                    }
+                }
+            }
+            other => other,
+        };
+    }
+
+    /// Reads the sash and goes on.
+    fn read(&mut self, common: &mut Common, after: After, wrote: u32) -> Input {
+        let outcome = self.go_on(common, after, wrote);
+        fail::point("take.read");
+        match outcome {
+            Ok(()) => Input::Sound,
+            Err(Refused { reason, sentence }) => {
+                common.post.tell(Some(self.given.number), sentence);
+                Input::Broken(reason)
+            }
+        }
+    }
+
+    fn go_on(&mut self, common: &mut Common, after: After, wrote: u32) -> Result<(), Refused> {
+        let gone = |sentence| Refused { reason: Reason::CardGone, sentence };
+        if self.is_hung_up() {
+            return Err(gone(NicError::Gone.to_string()));
+        }
+        let prepared = match std::mem::replace(&mut self.card, Card::Unknown) {
+            Card::Ready(prepared) => prepared,
+            _ => return Err(gone("the worker has no way to the card any more; start another".to_owned())),
+        };
+        let sash = match self.stored.take().filter(|_| after == After::Passed) {
+            Some(stored) => store::read(stored, wrote)?,
+            // Whether its last driver passed it or died, what it left says the same in both cases.
+            None => N::salvage(&prepared).map_err(|error| store::refused(&error))?,
+        };
+        // To go on commits once: what a predecessor remembered is true before and after.
+        let commits = self.ledger.as_ref().map_or(0, Ledger::commits);
+        let book = common.book.read(self.given.number, commits);
+        common.book.write(self.given.number, commits.wrapping_add(1), book);
+        fail::point("take.salvaged");
+        let nic = N::go_on(prepared, &sash).map_err(|failed| store::refused(&failed.error))?;
+        self.card = Card::Driven(nic);
+        (self.gone, self.link_is_up) = (false, false);
+        self.job = Job::new(common.work, book);
+        Ok(())
+    }
+
+    /// Looks at the rings, whatever has rung, and says that it drives.
+    fn look_once(&mut self, common: &mut Common) {
+        let Card::Driven(nic) = &mut self.card else { return };
+        let looked = self.job.look(nic, &mut self.burst, &common.pulse);
+        self.given.board.driving(common.cpu);
+        fail::point("take.looked");
+        if let Err(error) = looked {
+            self.lose(common, &error);
+        }
+    }
+
+    fn say(&mut self, common: &mut Common, report: Report) {
+        common.post.report(self.given.number, report);
+        if matches!(report, Report::Released { .. }) {
+            fail::point("give.said");
+        }
+    }
+
+    /// The card does not work any more: nobody else can drive it either.
+    #[cold]
+    fn lose(&mut self, common: &mut Common, error: &NicError) {
+        if !self.gone {
+            self.gone = true;
+            common.post.tell(Some(self.given.number), error.to_string());
+        }
+    }
+
+    /// What the lease word says, if that is not what we believe.
+    #[inline]
+    pub fn word(&self) -> Option<Input> {
+        let now = self.given.board.tenure();
+        (self.waits_since.is_some() || now != self.tenure).then_some(Input::Word(now))
+    }
+
+    /// One burst; says how many frames moved.
+    #[inline]
+    pub fn turn(&mut self, common: &mut Common) -> usize {
+        let (Card::Driven(nic), Some(arena), false) = (&mut self.card, &self.arena, self.gone) else { return 0 };
+        if let Some(words) = self.job.remember() {
+            common.book.write(self.given.number, nic.commits().wrapping_add(1), words);
+        }
+        match self.job.turn(nic, arena, &mut self.burst, &common.pulse) {
+            Ok(moved) => moved,
+            Err(error) => {
+                self.lose(common, &error);
+                0
+            }
+        }
+    }
+
+    /// What need not be looked at once a burst: whether the card is there still, and whether its link has come up.
+    pub fn now_and_then(&mut self, common: &mut Common) {
+        if self.gone {
+            return;
+        }
+        if self.is_hung_up() {
+            return self.lose(common, &NicError::Gone);
+        }
+        if let (Card::Driven(nic), false) = (&mut self.card, self.link_is_up) {
+            self.link_is_up = nic.link() != Link::Down;
+        }
+    }
+
+    /// Whether it may be slept on.
+    pub fn arm(&mut self, common: &mut Common) -> bool {
+        self.remember(&common.book);
+        let Card::Driven(nic) = &mut self.card else { return true };
+        if self.gone {
+            return true;
+        }
+        match nic.arm() {
+            Ok(Armed::Idle) => self.burst.is_empty(),
+            Ok(Armed::Busy) => false,
+            Err(error) => {
+                self.lose(common, &error);
+                true
+            }
+        }
+    }
+
+    /// How long until there is something to do though nothing rings.
+    pub fn rest(&self) -> Option<Duration> {
+        if self.drives() && !self.gone { self.job.rest() } else { None }
+    }
+
+    /// What rings for it: the card's bell while it is driven, and whoever passes the lease while it is waited for.
+    pub fn bell(&self) -> Option<BorrowedFd<'_>> {
+        match &self.card {
+            Card::Driven(nic) if self.drives() && !self.gone => Some(nic.fd()),
+            _ if self.waits_since.is_some() => self.wake.as_ref().map(AsFd::as_fd),
+            _ => None,
+        }
+    }
+
+    /// Forgets that somebody rang who has passed the lease.
+    pub fn hush(&self) {
+        if let (Some(_), Some(wake)) = (self.waits_since, &self.wake) {
+            let _ = rustix::io::read(wake, &mut [0; 8]);
+        }
+    }
+
+    /// Parks the card, if it is driven.
+    pub fn park(&mut self, common: &mut Common) {
+        self.burst.clear();
+        if let Card::Driven(nic) = std::mem::replace(&mut self.card, Card::Unknown)
+            && let Err(failed) = nic.park()
+        {
+            common.post.tell(Some(self.given.number), failed.error.to_string());
+        }
+    }
+}

@@ -1,0 +1,157 @@
+//! What a node does with frames, while it has no guests.
+
+use std::time::{Duration, Instant};
+
+use tasuki_net::nic::{InPlace, Mac, NicError};
+use tasuki_net::port::{BURST_MAX, Burst, Frame};
+use tasuki_relay::letter::{self, pulse};
+use tasuki_shm::arena::Arena;
+
+use crate::board::{COPY, Pulse};
+use crate::numbered::{self, Account};
+use crate::pace::Pace;
+use crate::{fail, run};
+
+/// Whom a source's frames are for: everybody.
+const TO: Mac = Mac([0xff; 6]);
+
+/// Work on one NIC.
+#[derive(Debug)]
+pub struct Job {
+    work: letter::Work,
+    pace: Pace,
+    account: Account,
+    /// Received by a source, and nobody's business.
+    came: Burst,
+}
+
+impl Job {
+    /// Where a predecessor stopped, as the book says.
+    pub fn new(work: letter::Work, book: [u64; COPY]) -> Self {
+        let rate = match work {
+            letter::Work::Source { rate, .. } if rate > 0 => Some(rate),
+            _ => None,
+        };
+        let [seen, missing, late, next, ..] = book;
+        let account = Account { seen, missing, late, next };
+        Job { work, pace: Pace::new(rate, Instant::now()), account, came: Burst::new() }
+    }
+
+    /// What must be remembered exactly, if anything: it goes into the book before any call of the driver that commits.
+    #[inline]
+    pub fn remember(&self) -> Option<[u64; COPY]> {
+        let Account { seen, missing, late, next } = self.account;
+        (self.work == letter::Work::Sink).then_some([seen, missing, late, next, 0, 0, 0, 0])
+    }
+
+    /// One burst in and one out; says how many frames moved. What stands in `burst` afterwards is in hand.
+    #[inline]
+    pub fn turn<N: InPlace>(
+        &mut self,
+        nic: &mut N,
+        arena: &Arena,
+        burst: &mut Burst,
+        pulse: &Pulse,
+    ) -> Result<usize, NicError> {
+        match self.work {
+            letter::Work::Echo => echo(nic, burst, pulse),
+            letter::Work::Sink => self.sink(nic, burst, pulse),
+            letter::Work::Source { size, .. } => self.source(nic, arena, burst, size, pulse),
+        }
+    }
+
+    fn sink<N: InPlace>(&mut self, nic: &mut N, burst: &mut Burst, pulse: &Pulse) -> Result<usize, NicError> {
+        let came = nic.receive(burst)?;
+        if came == 0 {
+            return Ok(0);
+        }
+        fail::point("burst.received");
+        for frame in burst.drain(..) {
+            if let Some(number) = numbered::number(frame.bytes()) {
+                self.account.book(number);
+            }
+        }
+        fail::point("burst.turned");
+        pulse.add(pulse::RECEIVED, came as u64);
+        pulse.set(pulse::MISSING, self.account.missing);
+        pulse.set(pulse::LATE, self.account.late);
+        Ok(came)
+    }
+
+    fn source<N: InPlace>(
+        &mut self,
+        nic: &mut N,
+        arena: &Arena,
+        burst: &mut Burst,
+        size: u16,
+        pulse: &Pulse,
+    ) -> Result<usize, NicError> {
+        let size = size.clamp(numbered::SHORTEST, 1514);
+        let due = self.pace.due(Instant::now(), BURST_MAX as u64);
+        while (burst.len() as u64) < due {
+            let Some(mut slot) = arena.take() else { break };
+            let number = nic.given() + burst.len() as u64;
+            numbered::write(&mut slot.bytes_mut()[..size.into()], TO, nic.mac(), number);
+            burst.push(Frame { slot, len: size });
+        }
+        let went = transmit(nic, burst, pulse)?;
+        self.pace.sent(went as u64);
+        // Whatever comes is none of a source's business, but must not fill the card's buffer.
+        let came = nic.receive(&mut self.came)?;
+        self.came.clear();
+        Ok(went + came)
+    }
+
+    /// The first look at the rings of a card that was taken over: nothing is sent yet.
+    pub fn look<N: InPlace>(&mut self, nic: &mut N, burst: &mut Burst, pulse: &Pulse) -> Result<(), NicError> {
+        match self.work {
+            letter::Work::Echo => receive_and_turn(nic, burst, pulse).map(drop),
+            letter::Work::Sink => self.sink(nic, burst, pulse).map(drop),
+            letter::Work::Source { .. } => {
+                nic.receive(&mut self.came)?;
+                self.came.clear();
+                Ok(())
+            }
+        }
+    }
+
+    /// How long until there is something to do though nothing comes.
+    pub fn rest(&self) -> Option<Duration> {
+        matches!(self.work, letter::Work::Source { .. }).then(|| self.pace.rest(Instant::now()))
+    }
+}
+
+#[inline]
+fn echo<N: InPlace>(nic: &mut N, burst: &mut Burst, pulse: &Pulse) -> Result<usize, NicError> {
+    // What found no room in the last turn goes first, and nothing new is taken until it is gone.
+    let came = if burst.is_empty() { receive_and_turn(nic, burst, pulse)? } else { 0 };
+    if burst.is_empty() { Ok(came) } else { Ok(came + transmit(nic, burst, pulse)?) }
+}
+
+#[inline]
+fn receive_and_turn<N: InPlace>(nic: &mut N, burst: &mut Burst, pulse: &Pulse) -> Result<usize, NicError> {
+    let came = nic.receive(burst)?;
+    if came == 0 {
+        return Ok(0);
+    }
+    fail::point("burst.received");
+    for frame in burst.iter_mut() {
+        nic.save(frame);
+        fail::point("frame.saved");
+        run::turn_round(frame);
+    }
+    pulse.add(pulse::RECEIVED, came as u64);
+    fail::point("burst.turned");
+    Ok(came)
+}
+
+/// Sends what is in hand, and takes nothing in; says how many frames went.
+#[inline]
+pub fn transmit<N: InPlace>(nic: &mut N, burst: &mut Burst, pulse: &Pulse) -> Result<usize, NicError> {
+    let went = nic.transmit(burst)?;
+    pulse.add(pulse::SENT, went as u64);
+    if went > 0 {
+        fail::point("burst.sent");
+    }
+    Ok(went)
+}

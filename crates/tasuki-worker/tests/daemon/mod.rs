@@ -1,0 +1,498 @@
+//! A small daemon of the tests' own: it speaks the real letters and packets with real workers, which drive our model of a card.
+
+#![allow(dead_code, reason = "each test file uses a part of it")]
+
+use std::collections::VecDeque;
+use std::io::{BufRead, BufReader, IoSlice, IoSliceMut, Read};
+use std::mem::MaybeUninit;
+use std::num::NonZeroU32;
+use std::os::fd::{AsFd, OwnedFd};
+use std::path::{Path, PathBuf};
+use std::process::{Child, ChildStdout, Command, Stdio};
+use std::sync::atomic::AtomicU64;
+use std::sync::atomic::Ordering::{Acquire, Relaxed, Release};
+use std::time::{Duration, Instant};
+
+use rustix::event::{PollFd, PollFlags, Timespec};
+use rustix::net::{
+    AddressFamily, RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendAncillaryBuffer, SendAncillaryMessage,
+    SendFlags, SocketAddrUnix, SocketFlags, SocketType,
+};
+use rustix::process::{Pid, Signal};
+use tasuki_relay::letter::{
+    Begin, FDS_MAX, Inflight, Kit, LETTER_MAX, Plan, SPEECH, ToDaemon, ToWorker, Work, board, frame, pulse, unframe,
+};
+use tasuki_relay::method::Method;
+use tasuki_relay::wire::{Order, Positions, Reason, Report, Use};
+use tasuki_relay::{ARBITER, After, Party, Tenure};
+use tasuki_shm::region::{Pages, Region, Span};
+
+/// What takes longer than this has gone wrong.
+pub const PATIENCE: Duration = Duration::from_secs(60);
+
+/// Waits until `done`.
+pub fn until(what: &str, mut done: impl FnMut() -> bool) {
+    let end = Instant::now() + PATIENCE;
+    while !done() {
+        assert!(Instant::now() < end, "waited in vain for {what}");
+        std::thread::sleep(Duration::from_micros(200));
+    }
+}
+
+/// The model, if it was built beside the worker.
+pub fn model_program() -> Option<PathBuf> {
+    let path = Path::new(env!("CARGO_BIN_EXE_tasuki-worker")).with_file_name("tasuki-sim");
+    path.exists().then_some(path)
+}
+
+/// A process that is ended and waited for whatever becomes of the test.
+#[derive(Debug)]
+pub struct Process(Child);
+
+impl Process {
+    pub fn start(command: &mut Command) -> Self {
+        Process(command.spawn().expect("a program that was built"))
+    }
+
+    pub fn id(&self) -> Pid {
+        Pid::from_child(&self.0)
+    }
+
+    pub fn signal(&self, signal: Signal) {
+        rustix::process::kill_process(self.id(), signal).expect("a child of ours");
+    }
+
+    pub fn kill(&mut self) {
+        let _ = self.0.kill();
+        let _ = self.0.wait();
+    }
+
+    /// Waits for its end: its code, or none if a signal ended it.
+    pub fn end(&mut self) -> Option<i32> {
+        until("the end of a process", || self.0.try_wait().expect("a child of ours").is_some());
+        self.0.wait().expect("a child of ours").code()
+    }
+
+    pub fn is_running(&mut self) -> bool {
+        self.0.try_wait().expect("a child of ours").is_none()
+    }
+
+    /// What the kernel says of it.
+    pub fn status(&self, field: &str) -> String {
+        let status = std::fs::read_to_string(format!("/proc/{}/status", self.0.id())).unwrap_or_default();
+        let line = status.lines().find_map(|line| line.strip_prefix(field)?.strip_prefix(':'));
+        line.unwrap_or_default().split_whitespace().collect::<Vec<_>>().join(" ")
+    }
+}
+
+impl Drop for Process {
+    fn drop(&mut self) {
+        self.kill();
+    }
+}
+
+/// One end of a socket that keeps bounds.
+#[derive(Debug)]
+pub struct Talk(OwnedFd);
+
+/// What a worker said.
+#[derive(Debug)]
+pub enum Said {
+    Letter(ToDaemon, Vec<OwnedFd>),
+    Report(u32, Report),
+    /// It hung up.
+    End,
+}
+
+impl Talk {
+    pub fn pair() -> (Self, OwnedFd) {
+        let (ours, its) =
+            rustix::net::socketpair(AddressFamily::UNIX, SocketType::SEQPACKET, SocketFlags::CLOEXEC, None)
+                .expect("a pair of sockets");
+        (Talk(ours), its)
+    }
+
+    pub fn call(path: &Path) -> Self {
+        let socket =
+            rustix::net::socket_with(AddressFamily::UNIX, SocketType::SEQPACKET, SocketFlags::CLOEXEC, None).unwrap();
+        rustix::net::connect(&socket, &SocketAddrUnix::new(path).unwrap()).expect("a worker that listens");
+        Talk(socket)
+    }
+
+    pub fn send(&self, bytes: &[u8], fds: &[OwnedFd]) {
+        let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(FDS_MAX))];
+        let mut control = SendAncillaryBuffer::new(&mut space);
+        let fds = fds.iter().map(AsFd::as_fd).collect::<Vec<_>>();
+        assert!(fds.is_empty() || control.push(SendAncillaryMessage::ScmRights(&fds)));
+        // A worker that is dead is what some tests are about.
+        let _ = rustix::net::sendmsg(&self.0, &[IoSlice::new(bytes)], &mut control, SendFlags::NOSIGNAL);
+    }
+
+    /// The next thing that is said, or nothing within `patience`.
+    pub fn hear_within(&self, patience: Duration) -> Option<Said> {
+        let mut poll = [PollFd::new(&self.0, PollFlags::IN)];
+        let patience = Timespec::try_from(patience).unwrap();
+        if rustix::event::poll(&mut poll, Some(&patience)).expect("poll") == 0 {
+            return None;
+        }
+        let mut bytes = vec![0; LETTER_MAX];
+        let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(FDS_MAX))];
+        let mut control = RecvAncillaryBuffer::new(&mut space);
+        let into = &mut [IoSliceMut::new(&mut bytes)];
+        let got = match rustix::net::recvmsg(&self.0, into, &mut control, RecvFlags::CMSG_CLOEXEC) {
+            Ok(got) if got.bytes > 0 => got,
+            _ => return Some(Said::End),
+        };
+        let mut fds = Vec::new();
+        for message in control.drain() {
+            if let RecvAncillaryMessage::ScmRights(rights) = message {
+                fds.extend(rights);
+            }
+        }
+        let bytes = &bytes[..got.bytes];
+        Some(match unframe(bytes) {
+            Some((nic, packet)) => Said::Report(nic, Report::parse(packet).expect("a report")),
+            None => Said::Letter(serde_json::from_slice(bytes).expect("a letter"), fds),
+        })
+    }
+
+    pub fn hear(&self) -> Said {
+        self.hear_within(PATIENCE).expect("a worker that says something")
+    }
+}
+
+fn words(region: &Region) -> Span<AtomicU64> {
+    region.span(0, region.len() / 8).expect("whole words")
+}
+
+fn region(name: &str, len: usize) -> Region {
+    Region::create(name, len, Pages::Small).expect("memory")
+}
+
+fn fd_of(region: &Region) -> OwnedFd {
+    region.fd().try_clone_to_owned().expect("a descriptor")
+}
+
+/// The model of a card, and its wire.
+#[derive(Debug)]
+pub struct Model {
+    pub process: Process,
+    pub socket: PathBuf,
+    out: BufReader<ChildStdout>,
+}
+
+impl Model {
+    pub fn start(folder: &Path, arguments: &[&str]) -> Self {
+        let socket = folder.join("card");
+        let mut command = Command::new(model_program().expect("looked for before"));
+        command.args(["sim", "nic", "--link-up", "20", "--socket"]).arg(&socket).args(arguments);
+        let mut process = Process::start(command.stdin(Stdio::null()).stdout(Stdio::piped()));
+        let mut out = BufReader::new(process.0.stdout.take().expect("it was asked for"));
+        let mut line = String::new();
+        out.read_line(&mut line).expect("a pipe");
+        assert!(line.contains("an 82574L at"), "{line}");
+        Model { process, socket, out }
+    }
+
+    /// What it says at its end, which comes when everybody has left the card.
+    pub fn report(mut self) -> String {
+        let mut text = String::new();
+        self.out.read_to_string(&mut text).expect("text");
+        assert_eq!(self.process.end(), Some(0), "{text}");
+        text
+    }
+}
+
+/// A NIC as the daemon has it: what the opener made of it, and its board.
+#[derive(Debug)]
+pub struct Nic {
+    pub number: u32,
+    pub kit: Kit,
+    pub fds: Vec<OwnedFd>,
+    board: Region,
+    words: Span<AtomicU64>,
+}
+
+impl Nic {
+    /// Has it opened.
+    pub fn open(socket: &Path, arguments: &[&str]) -> Self {
+        let (talk, its) = Talk::pair();
+        let mut command = Command::new(env!("CARGO_BIN_EXE_tasuki-worker"));
+        command.arg("open").arg(format!("vfio-user:{}", socket.display())).args(arguments).stdin(Stdio::from(its));
+        let mut opener = Process::start(&mut command);
+        drop(command);
+        let said = talk.hear();
+        let Said::Letter(ToDaemon::Kit { nic: 0, board: false, kit, .. }, fds) = said else { panic!("{said:?}") };
+        assert_eq!(kit.fds, fds.len());
+        assert_eq!(opener.end(), Some(0));
+        Nic::of(0, kit, fds, region("board", board::LEN))
+    }
+
+    pub fn of(number: u32, kit: Kit, fds: Vec<OwnedFd>, board: Region) -> Self {
+        let words = words(&board);
+        Nic { number, kit, fds, board, words }
+    }
+
+    pub fn tenure(&self) -> Tenure {
+        Tenure::from_word(self.words[0].load(Acquire))
+    }
+
+    /// Compare-and-swap, as the arbiter has it.
+    pub fn swap(&self, from: Tenure, to: Tenure) -> bool {
+        self.words[0].compare_exchange(from.to_word(), to.to_word(), Release, Relaxed).is_ok()
+    }
+
+    /// Seizes the lease from whoever is no more, or from nobody, and passes it on: from this word it can be taken.
+    pub fn seize(&self) -> Tenure {
+        let now = self.tenure();
+        let ours = now.taken_by(ARBITER);
+        assert!(self.swap(now, ours) && self.swap(ours, ours.passed()), "nobody else swaps");
+        ours.passed()
+    }
+
+    pub fn pause(&self) -> Duration {
+        let (stopped, driving) =
+            (self.words[board::STOPPED_AT].load(Acquire), self.words[board::DRIVING_AT].load(Acquire));
+        Duration::from_nanos(driving.saturating_sub(stopped))
+    }
+
+    pub fn relays(&self) -> u64 {
+        self.words[board::RELAYS].load(Acquire)
+    }
+
+    pub fn copies(&self) -> Vec<OwnedFd> {
+        [fd_of(&self.board)]
+            .into_iter()
+            .chain(self.fds.iter().map(|fd| fd.try_clone().expect("a descriptor")))
+            .collect()
+    }
+}
+
+/// A node: what its workers have in common.
+#[derive(Debug)]
+pub struct Node {
+    pub work: Work,
+    pub poll: bool,
+    pub cpu: Option<u32>,
+    pub book: Region,
+    pub folder: PathBuf,
+    pub program: PathBuf,
+    next: u32,
+}
+
+impl Node {
+    pub fn new(folder: &Path, work: Work) -> Self {
+        let (book, folder) = (region("book", 64 * 1024), folder.to_owned());
+        let program = PathBuf::from(env!("CARGO_BIN_EXE_tasuki-worker"));
+        Node { work, poll: false, cpu: None, book, folder, program, next: 1 }
+    }
+
+    /// A worker that has begun.
+    pub fn worker(&mut self, environment: &[(&str, String)]) -> Worker {
+        let party = self.next;
+        self.next += 1;
+        let path = self.folder.join(format!("worker-{party}"));
+        let listening =
+            rustix::net::socket_with(AddressFamily::UNIX, SocketType::SEQPACKET, SocketFlags::CLOEXEC, None).unwrap();
+        rustix::net::bind(&listening, &SocketAddrUnix::new(&path).unwrap()).expect("a free name");
+        rustix::net::listen(&listening, 4).unwrap();
+        let (talk, its) = Talk::pair();
+        let mut command = Command::new(&self.program);
+        command.arg("worker").stdin(Stdio::from(its)).stdout(Stdio::null());
+        command.envs(environment.iter().map(|(name, value)| (name, value)));
+        let process = Process::start(&mut command);
+        drop(command);
+        let pulse = region("pulse", pulse::LEN);
+        let words = words(&pulse);
+        let mut worker = Worker {
+            process,
+            talk,
+            party: Party(NonZeroU32::new(party).unwrap()),
+            path,
+            words,
+            pulse,
+            heard: VecDeque::new(),
+            told: Vec::new(),
+            unconfined: Vec::new(),
+        };
+        let begin = Begin {
+            speech: SPEECH,
+            party,
+            node: "node".to_owned(),
+            work: self.work,
+            cpu: self.cpu,
+            poll: self.poll,
+            memlock: 64 << 20,
+        };
+        let fds = [fd_of(&worker.pulse), fd_of(&self.book), listening];
+        worker.letter(&ToWorker::Begin(begin), &fds);
+        match worker.talk.hear() {
+            Said::Letter(ToDaemon::Begun { unconfined, .. }, _) => worker.unconfined = unconfined,
+            other => panic!("{other:?}"),
+        }
+        worker
+    }
+
+    /// A worker that is ready to take `nic`.
+    pub fn ready(&mut self, nic: &Nic, environment: &[(&str, String)]) -> Worker {
+        let mut worker = self.worker(environment);
+        worker.give(nic);
+        worker.prepare(nic, Use::Upgrade);
+        assert_eq!(worker.report(nic), Report::Ready, "{:?}", worker.told);
+        worker
+    }
+}
+
+/// A worker, and the daemon's end of its socket.
+#[derive(Debug)]
+pub struct Worker {
+    pub process: Process,
+    pub talk: Talk,
+    pub party: Party,
+    /// Where it listens.
+    pub path: PathBuf,
+    words: Span<AtomicU64>,
+    pulse: Region,
+    heard: VecDeque<(u32, Report)>,
+    /// What it told a person.
+    pub told: Vec<String>,
+    pub unconfined: Vec<String>,
+}
+
+impl Worker {
+    pub fn letter(&self, letter: &ToWorker, fds: &[OwnedFd]) {
+        self.talk.send(&serde_json::to_vec(letter).expect("JSON"), fds);
+        self.posted();
+    }
+
+    pub fn order(&self, nic: &Nic, order: Order) {
+        self.talk.send(&frame(nic.number, order.to_bytes()), &[]);
+        self.posted();
+    }
+
+    fn posted(&self) {
+        self.words[pulse::POSTS].fetch_add(1, Release);
+    }
+
+    pub fn pulse(&self, word: usize) -> u64 {
+        self.words[word].load(Acquire)
+    }
+
+    pub fn give(&self, nic: &Nic) {
+        let letter = ToWorker::Nic { nic: nic.number, name: "nic".to_owned(), iova: 1 << 33, kit: nic.kit.clone() };
+        self.letter(&letter, &nic.copies());
+    }
+
+    pub fn prepare(&self, nic: &Nic, purpose: Use) {
+        let Kit { kind, version, .. } = nic.kit;
+        let carries = Positions::default();
+        self.order(nic, Order::Prepare { purpose, method: Method::Keep, kind, version, carries });
+    }
+
+    /// The next report about `nic`; what is said besides is noted.
+    pub fn report(&mut self, nic: &Nic) -> Report {
+        self.report_or_end(nic).unwrap_or_else(|| panic!("the worker ended: {:?}", self.told))
+    }
+
+    /// The same, or nothing if it ends instead.
+    pub fn report_or_end(&mut self, nic: &Nic) -> Option<Report> {
+        loop {
+            match self.talk.hear() {
+                Said::Report(number, report) => {
+                    assert_eq!(number, nic.number);
+                    return Some(report);
+                }
+                Said::Letter(ToDaemon::Told { sentence, .. }, _) => self.told.push(sentence),
+                Said::Letter(..) => {}
+                Said::End => return None,
+            }
+        }
+    }
+
+    /// The next letter that is none for a person.
+    pub fn hear_letter(&mut self) -> (ToDaemon, Vec<OwnedFd>) {
+        loop {
+            match self.talk.hear() {
+                Said::Letter(ToDaemon::Told { sentence, .. }, _) => self.told.push(sentence),
+                Said::Letter(letter, fds) => return (letter, fds),
+                other => panic!("{other:?}"),
+            }
+        }
+    }
+
+    /// Grants it the lease of a NIC that nobody drives.
+    pub fn grant(&mut self, nic: &Nic) -> Report {
+        let passed = nic.seize();
+        self.order(nic, Order::Take { epoch: passed.epoch, after: After::Lost, wrote: 0 });
+        self.report(nic)
+    }
+
+    /// Has it pass the lease to `next`; what both said.
+    pub fn pass_to(&mut self, next: &mut Worker, nic: &Nic) -> (Report, Report) {
+        let epoch = nic.tenure().epoch;
+        next.order(nic, Order::Take { epoch, after: After::Passed, wrote: epoch });
+        self.order(nic, Order::Release { epoch });
+        let released = self.report(nic);
+        (released, next.report(nic))
+    }
+
+    pub fn plan(&self, nic: &Nic, store: bool) {
+        let plan = Plan { method: "keep".to_owned(), handover: false, inflight: Inflight::Deliver, store };
+        self.letter(&ToWorker::Plan { nic: nic.number, plan }, &[]);
+    }
+}
+
+/// What a report of the model says of its source's frames.
+pub fn nothing_is_lost(report: &str, count: u64) {
+    assert!(report.contains(&format!("sent {count}, came back {count}, lost 0\n")), "{report}");
+    assert!(report.contains("twice 0, out of order 0, damaged 0, from others 0"), "{report}");
+}
+
+pub fn taken(report: Report) -> u32 {
+    let Report::Taken { epoch } = report else { panic!("{report:?}") };
+    epoch
+}
+
+pub fn unfit(report: Report) -> Reason {
+    let Report::Unfit(reason) = report else { panic!("{report:?}") };
+    reason
+}
+
+impl Worker {
+    /// Whether it has told something to a person.
+    pub fn hears_trouble(&mut self) -> bool {
+        while let Some(said) = self.talk.hear_within(Duration::ZERO) {
+            match said {
+                Said::Letter(ToDaemon::Told { sentence, .. }, _) => self.told.push(sentence),
+                Said::End => self.told.push("it has ended".to_owned()),
+                _ => {}
+            }
+        }
+        !self.told.is_empty()
+    }
+
+    /// Frames that the card has sent, PAUSE frames not counted.
+    pub fn sent_on_the_wire(&mut self) -> u64 {
+        self.letter(&ToWorker::Counts, &[]);
+        let counts = loop {
+            if let (ToDaemon::Counts { counts, .. }, _) = self.hear_letter() {
+                break counts;
+            }
+        };
+        let count = |name| counts.iter().find(|(known, _)| known == name).map_or(0, |&(_, count)| count);
+        count("tx_packets") - count("tx_multicast")
+    }
+
+    /// Waits until the card has sent so many.
+    pub fn until_sent(&mut self, count: u64) {
+        let end = Instant::now() + PATIENCE;
+        loop {
+            let sent = self.sent_on_the_wire();
+            if sent >= count {
+                return;
+            }
+            assert!(Instant::now() < end, "{sent} of {count} frames were sent; {:?}", self.told);
+            std::thread::sleep(Duration::from_millis(5));
+        }
+    }
+}
