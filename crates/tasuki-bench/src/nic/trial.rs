@@ -44,6 +44,8 @@ pub enum Say {
 /// What the wire has seen of a trial.
 #[derive(Debug, Clone, Copy, Default, Serialize, Deserialize)]
 pub struct Outcome {
+    /// Frames that it sent.
+    pub sent: u64,
     /// Frames that came back, each counted once.
     pub back: u64,
     /// Frames that came back twice, out of order, or with other bytes.
