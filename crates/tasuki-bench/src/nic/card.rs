@@ -90,6 +90,10 @@ fn turn(served: &mut Served<Source>, control: &Control, stage: &mut Stage, stall
             *served.wire() = source(trial);
             *stage = Stage::Sending;
         }
+        Some(Ask::Window) => {
+            let (gap, trip) = served.wire().window();
+            control.say(&Say::Window(gap, trip))?;
+        }
         Some(Ask::End) => {
             // It may have frames left to send.
             served.wire().pause(true);

@@ -28,6 +28,9 @@ const PATIENCE: Duration = Duration::from_secs(30);
 /// Between two looks at what the daemon says.
 const LOOK: Duration = Duration::from_millis(2);
 
+/// How long nothing happens before a relay.
+const QUIET: Duration = Duration::from_millis(5);
+
 /// What happens to the NIC.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Relay {
@@ -127,8 +130,18 @@ impl System {
         }
     }
 
-    /// Has the NIC change hands; says how long nobody drove it, in ns.
-    pub fn relay(&self, relay: Relay) -> Result<u64> {
+    /// Waits until a node has a worker that could take a NIC.
+    fn await_worker(&self, node: &str) -> Result<()> {
+        let began = Instant::now();
+        while !self.workers()?.iter().any(|worker| worker.node == node && ["stands by", "idle"].contains(&worker.is.as_str())) {
+            ensure!(began.elapsed() < PATIENCE, "node {node} gets no worker");
+            std::thread::sleep(LOOK);
+        }
+        Ok(())
+    }
+
+    /// Has the NIC change hands; says how long nobody drove it, and of that how long until the daemon knew, in ns.
+    pub fn relay(&self, relay: Relay) -> Result<(u64, u64)> {
         let before = self.nic()?;
         let settled: Relayed = match relay {
             Relay::Takeover => return self.takeover(&before),
@@ -138,6 +151,7 @@ impl System {
             }
             Relay::Give(method) => {
                 let to = if before.node == "red" { "blue" } else { "red" };
+                self.await_worker(to)?;
                 let body = json!({"to": to, "method": method});
                 self.ask(Verb::POST, "/v1/nics/nic0/give", Some(&body))?
             }
@@ -145,16 +159,18 @@ impl System {
         ensure!(settled.relays.iter().all(|relay| relay.done), "{}", settled.sentence);
         let pause = settled.relays.first().and_then(|relay| relay.pause_ns);
         self.await_steady(before.worker)?;
-        pause.context("the relay has no pause")
+        Ok((pause.context("the relay has no pause")?, 0))
     }
 
-    fn takeover(&self, before: &NicView) -> Result<u64> {
+    fn takeover(&self, before: &NicView) -> Result<(u64, u64)> {
         let worker = self.workers()?.into_iter().find(|worker| Some(worker.worker) == before.worker);
         let pid = worker.context("nobody drives the NIC")?.pid;
         let at = now_ns();
         kill(pid);
         let after = self.await_steady(before.worker)?;
-        Ok(after.driving_at_ns.context("nobody drives the NIC")?.saturating_sub(at))
+        let (until, since) = (after.driving_at_ns, after.pause_ns);
+        let pause = until.context("nobody drives the NIC")?.saturating_sub(at);
+        Ok((pause, pause.saturating_sub(since.context("the takeover has no pause")?)))
     }
 }
 
@@ -177,8 +193,28 @@ pub fn relays(mut orders: Orders, relay: Relay, traffic: Traffic) -> Result<Samp
     };
     control.say(&Ask::Begin(Trial { count: u64::MAX, size, rate: Some(rate), pauses: true }))?;
     let mut sample = Sample::new();
+    let window = || -> Result<(f64, f64)> {
+        control.say(&Ask::Window)?;
+        loop {
+            if let Say::Window(gap, trip) = control.hear()? {
+                break Ok((gap as f64, trip as f64));
+            }
+        }
+    };
     for _ in 0..orders.calls {
-        sample.record(Duration::from_nanos(system.relay(relay)?));
+        // As long with nothing happening as it takes for a few frames at the paper's pace.
+        window()?;
+        std::thread::sleep(QUIET);
+        let (_, trip) = window()?;
+        sample.note("trip_quiet", trip);
+        let asked = Instant::now();
+        let (pause, until_known) = system.relay(relay)?;
+        sample.note("replaced", asked.elapsed().as_nanos() as f64);
+        sample.record(Duration::from_nanos(pause));
+        sample.note("until_known", until_known as f64);
+        let (gap, trip) = window()?;
+        sample.note("gap", gap);
+        sample.note("trip", trip);
     }
     control.say(&Ask::End)?;
     let outcome: Outcome = loop {
@@ -190,7 +226,6 @@ pub fn relays(mut orders: Orders, relay: Relay, traffic: Traffic) -> Result<Samp
     sample.note("lost", (outcome.sent - outcome.back) as f64);
     sample.note("sent", outcome.sent as f64);
     sample.note("wrong", outcome.wrong as f64);
-    sample.note("gap", outcome.longest_gap as f64);
     sample.note("pauses", outcome.pauses as f64);
     Ok(sample)
 }
