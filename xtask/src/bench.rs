@@ -44,10 +44,21 @@ fn wants_guest(args: &[OsString]) -> bool {
     has("guest") || !(has("--quick") || has("--only"))
 }
 
+/// The programs that the bench starts beside itself.
+const PROGRAMS: [&str; 3] = ["tasuki-control", "tasuki-worker", "tasuki-sim"];
+
 /// Replaces this process, so that signals and the exit code are tasuki-bench's own.
 ///
 /// The working folder stays the caller's: relative files in `args` are relative to it.
 fn become_tasuki_bench(checkout: &Checkout, args: &[OsString]) -> anyhow::Error {
+    let mut build = Command::new(cargo());
+    build.args(["build", "--release", "--bins", "--manifest-path"]).arg(checkout.root.join("Cargo.toml"));
+    PROGRAMS.iter().for_each(|program| _ = build.args(["--package", program]));
+    match stream::succeeds(&mut build) {
+        Ok(true) => {}
+        Ok(false) => return anyhow::anyhow!("the programs that are measured do not build"),
+        Err(error) => return error,
+    }
     let mut command = Command::new(cargo());
     command.args(["run", "--release", "--package", "tasuki-bench", "--manifest-path"]);
     command.arg(checkout.root.join("Cargo.toml")).arg("--").args(args);

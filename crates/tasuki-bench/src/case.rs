@@ -21,6 +21,8 @@ pub struct Case {
     pub cores: Cores,
     /// Calls measured per round of a `--quick` run. About a quarter of a second's worth.
     pub calls: u64,
+    /// So many times as many in a full run.
+    pub full: u64,
     /// Makes the descriptors that the roles are given. Runs in the bench's own process.
     pub prepare: fn() -> Result<Ends>,
     /// Answers [`Orders::total`] calls.

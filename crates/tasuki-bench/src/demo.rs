@@ -230,7 +230,7 @@ fn cards(cpus: Cpus) -> Result<()> {
         (relay::UPGRADE, "it runs on, and another process drives it"),
     ];
     let cases = shown.map(|(name, _)| case::find(name)).into_iter().collect::<Result<Vec<_>>>()?;
-    let samples = rounds::run(&cases, Effort { rounds: 1, factor: 1 }, cpus, &Interrupt::catch()?)?;
+    let samples = rounds::run(&cases, Effort { rounds: 1, full: false }, cpus, &Interrupt::catch()?)?;
     println!("\na network card (a model of Intel's 82574L) at gigabit line rate, 64-byte frames, each sent back");
     for (name, what) in shown {
         let sample = samples.of(name)?;
@@ -251,7 +251,7 @@ fn cards(cpus: Cpus) -> Result<()> {
 /// Measures and prints what a call costs here.
 fn figures(cpus: Cpus) -> Result<()> {
     let cases: Vec<_> = SHOWN.iter().map(|name| case::find(name)).collect::<Result<_>>()?;
-    let effort = Effort { rounds: 1, factor: 1 };
+    let effort = Effort { rounds: 1, full: false };
     let samples: Samples = rounds::run(&cases, effort, cpus, &Interrupt::catch()?)?;
     let ant = ANT.best_ns("call").context("the paper has a whole call")?;
     let line = |what: &str, ns: f64, beside: &str| println!("  {what:<58} {:>7} ns   {beside}", number(ns));

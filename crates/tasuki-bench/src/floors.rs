@@ -78,7 +78,7 @@ const fn ping_pong_case(
     serve: fn(Orders) -> Result<()>,
     measure: fn(Orders) -> Result<Sample>,
 ) -> Case {
-    Case { name, cores: Cores::Other, calls: 500_000, prepare: two_lines, serve, measure }
+    Case { name, cores: Cores::Other, calls: 500_000, full: 2, prepare: two_lines, serve, measure }
 }
 
 const fn read_only_case(
@@ -86,17 +86,17 @@ const fn read_only_case(
     serve: fn(Orders) -> Result<()>,
     measure: fn(Orders) -> Result<Sample>,
 ) -> Case {
-    Case { name, cores: Cores::Other, calls: 500_000, prepare: connected, serve, measure }
+    Case { name, cores: Cores::Other, calls: 500_000, full: 2, prepare: connected, serve, measure }
 }
 
 const fn futex_case(name: &'static str, cores: Cores) -> Case {
     let calls = sleeping_calls(cores);
-    Case { name, cores, calls, prepare: two_lines, serve: serve_futex, measure: measure_futex }
+    Case { name, cores, calls, full: 2, prepare: two_lines, serve: serve_futex, measure: measure_futex }
 }
 
 const fn eventfd_case(name: &'static str, cores: Cores) -> Case {
     let calls = sleeping_calls(cores);
-    Case { name, cores, calls, prepare: two_eventfds, serve: serve_eventfd, measure: measure_eventfd }
+    Case { name, cores, calls, full: 2, prepare: two_eventfds, serve: serve_eventfd, measure: measure_eventfd }
 }
 
 /// The median of the cache-line ping-pong in ns: the floor of everything that spins.

@@ -156,7 +156,8 @@ fn relay(how: &How, guest: Option<&Path>) -> Result<()> {
         let (more, paper) = in_guest(interrupt)?;
         let mut rows = relay::rows(samples)?;
         rows.extend(more);
-        Ok((rows, paper))
+        let tables = relay::tables(samples)?;
+        Ok((rows, Some(paper.map_or(tables.clone(), |paper| format!("{tables}\n\n{paper}")))))
     })
 }
 

@@ -16,15 +16,15 @@ use crate::sample::Sample;
 pub struct Effort {
     /// How often every case runs.
     pub rounds: u32,
-    /// Multiplies [`Case::calls`].
-    pub factor: u64,
+    /// Whether [`Case::calls`] are multiplied by [`Case::full`].
+    pub full: bool,
 }
 
 impl Effort {
     /// Enough to see whether something broke.
-    pub const QUICK: Effort = Effort { rounds: 3, factor: 1 };
+    pub const QUICK: Effort = Effort { rounds: 3, full: false };
     /// Enough for a record.
-    pub const FULL: Effort = Effort { rounds: 10, factor: 2 };
+    pub const FULL: Effort = Effort { rounds: 10, full: true };
 }
 
 /// What was measured, by case, over all rounds.
@@ -53,7 +53,7 @@ pub fn run(cases: &[&'static Case], effort: Effort, cpus: Cpus, interrupt: &Inte
     for round in 1..=effort.rounds {
         for case in cases {
             let start = Instant::now();
-            let sample = pair::run(case, case.calls * effort.factor, cpus, interrupt)?;
+            let sample = pair::run(case, case.calls * if effort.full { case.full } else { 1 }, cpus, interrupt)?;
             let (took, p50) = (start.elapsed().as_secs_f64(), sample.summary().p50);
             eprintln!("round {round}/{} · {:<22} p50 {p50:>7} ns · {took:.1} s", effort.rounds, case.name);
             samples.add(case.name, sample);

@@ -74,7 +74,7 @@ const fn case(
     serve: fn(Orders) -> Result<()>,
     measure: fn(Orders) -> Result<Sample>,
 ) -> Case {
-    Case { name, cores: Cores::Other, calls, prepare: ready_pipe, serve, measure }
+    Case { name, cores: Cores::Other, calls, full: 2, prepare: ready_pipe, serve, measure }
 }
 
 /// By which the server says that it listens.

@@ -46,7 +46,22 @@ enum Stage {
 
 /// Plays one trial after the other until the driver goes.
 pub fn serve_trials(mut orders: Orders, size: u32) -> Result<()> {
-    let mut server = Server::over(orders.next_fd()?)?;
+    let server = Server::over(orders.next_fd()?)?;
+    play(server, orders, size)
+}
+
+/// Where a card is served that a daemon finds by its path.
+pub const SOCKET: &str = "card.sock";
+
+/// The same, for a system that opens the card by its path.
+pub fn serve_system(mut orders: Orders, size: u32) -> Result<()> {
+    // The connection that other cases use.
+    drop(orders.next_fd()?);
+    let server = Server::bind(&orders.directory.join(SOCKET))?;
+    play(server, orders, size)
+}
+
+fn play(mut server: Server, mut orders: Orders, size: u32) -> Result<()> {
     let control = Control::new(orders.next_fd()?);
     control.say(&Say::Size(size))?;
     let mut served = Served::new(card(), source(Trial { count: 0, size, rate: None, pauses: true }));
@@ -56,9 +71,11 @@ pub fn serve_trials(mut orders: Orders, size: u32) -> Result<()> {
     let mut rounds = 0_u32;
     served.serve(&mut server, |served| {
         rounds = rounds.wrapping_add(1);
-        if !rounds.is_multiple_of(UNHEARD) || control.is_over() {
-            // Who is gone is noticed by the server.
+        if !rounds.is_multiple_of(UNHEARD) {
             return true;
+        }
+        if control.is_over() {
+            return false;
         }
         result = turn(served, &control, &mut stage, &mut stalled);
         result.is_ok()
@@ -73,7 +90,15 @@ fn turn(served: &mut Served<Source>, control: &Control, stage: &mut Stage, stall
             *served.wire() = source(trial);
             *stage = Stage::Sending;
         }
-        Some(Ask::End) => *stage = Stage::Ending(served.wire().counts().received, Instant::now()),
+        Some(Ask::Window) => {
+            let (gap, trip) = served.wire().window();
+            control.say(&Say::Window(gap, trip))?;
+        }
+        Some(Ask::End) => {
+            // It may have frames left to send.
+            served.wire().pause(true);
+            *stage = Stage::Ending(served.wire().counts().received, Instant::now());
+        }
         None => {}
     }
     match stage {
@@ -88,6 +113,7 @@ fn turn(served: &mut Served<Source>, control: &Control, stage: &mut Stage, stall
             }
             if counts.received == counts.sent || since.elapsed() > PATIENCE {
                 control.say(&Say::Outcome(Outcome {
+                    sent: counts.sent,
                     back: counts.received,
                     wrong: counts.duplicated + counts.reordered + counts.damaged,
                     longest_gap: counts.longest_gap,

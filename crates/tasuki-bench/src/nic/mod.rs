@@ -51,7 +51,7 @@ const fn case(
     serve: fn(Orders) -> Result<()>,
     measure: fn(Orders) -> Result<Sample>,
 ) -> Case {
-    Case { name, cores: Cores::Other, calls: frames, prepare: sockets, serve, measure }
+    Case { name, cores: Cores::Other, calls: frames, full: 2, prepare: sockets, serve, measure }
 }
 
 /// One connection for vfio-user, and one on which the driver says what the wire is to do.

@@ -13,6 +13,8 @@ use serde::{Deserialize, Serialize};
 pub enum Ask {
     /// The wire brings frames from now on.
     Begin(Trial),
+    /// The longest gap and trip since this was last asked?
+    Window,
     /// The driver has all that it expects, or has given up: what became of them?
     End,
 }
@@ -37,6 +39,8 @@ pub enum Say {
     Size(u32),
     /// The wire has brought everything.
     Sent,
+    /// The longest time between two frames that came back, and the longest that one was away, in ns.
+    Window(u64, u64),
     /// What became of it.
     Outcome(Outcome),
 }
@@ -44,6 +48,8 @@ pub enum Say {
 /// What the wire has seen of a trial.
 #[derive(Debug, Clone, Copy, Default, Serialize, Deserialize)]
 pub struct Outcome {
+    /// Frames that it sent.
+    pub sent: u64,
     /// Frames that came back, each counted once.
     pub back: u64,
     /// Frames that came back twice, out of order, or with other bytes.

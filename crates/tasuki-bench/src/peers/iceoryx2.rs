@@ -56,7 +56,7 @@ const fn case(
     serve: fn(Orders) -> Result<()>,
     measure: fn(Orders) -> Result<Sample>,
 ) -> Case {
-    Case { name, cores: Cores::Other, calls, prepare: Ends::none, serve, measure }
+    Case { name, cores: Cores::Other, calls, full: 2, prepare: Ends::none, serve, measure }
 }
 
 fn serve_calls<const WORDS: usize>(orders: Orders) -> Result<()> {

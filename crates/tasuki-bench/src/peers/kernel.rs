@@ -31,7 +31,7 @@ pub const FLOORS: [(&str, &str); 4] = [
 ];
 
 const fn case(name: &'static str, cores: Cores, prepare: fn() -> Result<Ends>) -> Case {
-    Case { name, cores, calls: sleeping_calls(cores), prepare, serve, measure }
+    Case { name, cores, calls: sleeping_calls(cores), full: 2, prepare, serve, measure }
 }
 
 /// Each role gets the descriptor it reads and the one it writes; here they are the same socket.

@@ -1,51 +1,84 @@
-//! A NIC that changes hands while packets flow: our model of the 82574L in one process, and two workers that take turns in two others.
+//! A NIC that changes hands while packets flow: our model of the 82574L on one CPU, and on the other the whole system (`system`), or two workers of
+//! the bench's own that take turns (`worker`, `repoint`); and in a guest the kernel's driver, and ours (`guest`).
 
 pub mod guest;
 mod repoint;
 mod rows;
+mod system;
 mod worker;
 
-use anyhow::Result;
-
-pub use rows::rows;
+pub use rows::{rows, tables};
 pub use worker::take_turns;
 
 use crate::case::Case;
 use crate::cpus::Cores;
 use crate::floors;
 use crate::nic::{card, sockets};
-use crate::orders::Orders;
-use crate::sample::Sample;
 
+use system::Relay;
+use tasuki_control::api::types::Method;
 use worker::Traffic;
+
+/// Two workers of the bench's own that take turns, without a daemon: what the relay of a driver costs by itself.
+macro_rules! turns {
+    ($name:literal, $size:expr, $traffic:expr) => {
+        Case {
+            name: $name,
+            cores: Cores::Other,
+            calls: 60,
+            full: 2,
+            prepare: sockets,
+            serve: |orders| card::serve_trials(orders, $size),
+            measure: |orders| worker::upgrades(orders, $traffic),
+        }
+    };
+}
+
+/// The whole system, in which processes are started and ended for every relay.
+macro_rules! system {
+    ($name:literal, $size:expr, $traffic:expr, $relay:expr) => {
+        Case {
+            name: $name,
+            cores: Cores::Other,
+            calls: 2,
+            full: 51,
+            prepare: sockets,
+            serve: |orders| card::serve_system(orders, $size),
+            measure: |orders| system::relays(orders, $relay, $traffic),
+        }
+    };
+}
 
 /// The cases, in the order in which a round runs them. `calls` are relays.
 pub const CASES: &[Case] = &[
-    case(UPGRADE, |orders| card::serve_trials(orders, 64), |orders| worker::upgrades(orders, Traffic::Line)),
-    case(
-        "upgrade-inplace-line1518",
-        |orders| card::serve_trials(orders, 1518),
-        |orders| worker::upgrades(orders, Traffic::Line),
-    ),
-    case(
-        "upgrade-inplace-paper",
-        |orders| card::serve_trials(orders, 1024),
-        |orders| worker::upgrades(orders, Traffic::Paper),
-    ),
-    case(REPOINT, |orders| card::serve_trials(orders, 64), repoint::handovers),
+    turns!("turns-line64", 64, Traffic::Line),
+    turns!("turns-line1518", 1518, Traffic::Line),
+    turns!("turns-paper", PAPER, Traffic::Paper),
+    Case { measure: repoint::handovers, ..turns!("turns-repoint-line64", 64, Traffic::Line) },
+    system!("upgrade-inplace-line64", 64, Traffic::Line, Relay::Upgrade { store: false }),
+    system!("upgrade-inplace-line1518", 1518, Traffic::Line, Relay::Upgrade { store: false }),
+    system!("upgrade-inplace-paper", PAPER, Traffic::Paper, Relay::Upgrade { store: false }),
+    system!("upgrade-store-line64", 64, Traffic::Line, Relay::Upgrade { store: true }),
+    system!("upgrade-store-line1518", 1518, Traffic::Line, Relay::Upgrade { store: true }),
+    system!("upgrade-store-paper", PAPER, Traffic::Paper, Relay::Upgrade { store: true }),
+    system!("takeover-line64", 64, Traffic::Line, Relay::Takeover),
+    system!("takeover-line1518", 1518, Traffic::Line, Relay::Takeover),
+    system!("takeover-paper", PAPER, Traffic::Paper, Relay::Takeover),
+    system!("handover-keep-line64", 64, Traffic::Line, Relay::Give(Method::Keep)),
+    system!("handover-keep-line1518", 1518, Traffic::Line, Relay::Give(Method::Keep)),
+    system!("handover-keep-paper", PAPER, Traffic::Paper, Relay::Give(Method::Keep)),
+    system!("handover-cold-line64", 64, Traffic::Line, Relay::Give(Method::Cold)),
+    system!("handover-cold-line1518", 1518, Traffic::Line, Relay::Give(Method::Cold)),
+    system!("handover-cold-paper", PAPER, Traffic::Paper, Relay::Give(Method::Cold)),
 ];
 
-/// The case in which the wire is busiest.
-pub const UPGRADE: &str = "upgrade-inplace-line64";
+/// Bytes of a frame of the papers.
+const PAPER: u32 = 1024;
 
-/// The case in which the card is pointed at another node's memory.
-pub const REPOINT: &str = "handover-repoint-line64";
+/// The case in which the wire is busiest.
+pub const UPGRADE: &str = "turns-line64";
 
 /// What else is measured in the same rounds: what it costs to wake another process.
 pub fn floors() -> impl Iterator<Item = &'static Case> {
     floors::CASES.iter().filter(|case| ["futex-same-core", "eventfd-same-core"].contains(&case.name))
-}
-
-const fn case(name: &'static str, serve: fn(Orders) -> Result<()>, measure: fn(Orders) -> Result<Sample>) -> Case {
-    Case { name, cores: Cores::Other, calls: 60, prepare: sockets, serve, measure }
 }

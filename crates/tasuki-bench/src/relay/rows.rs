@@ -1,13 +1,31 @@
 //! What the relays come to, beside floors, papers and bars.
 
 use anyhow::{Context, Result};
+use comfy_table::Table;
 
 use crate::report::{Kind, Row};
 use crate::rounds::Samples;
+use crate::sample::Sample;
+use crate::table::{self, number};
 
 /// What MINIX 3 and AnT need to replace a driver, the latter idle (S1), in µs.
 const MINIX: f64 = 316.0;
 const ANT: f64 = 568.0;
+/// How long nothing is received when Mint hands a NIC over by interrupt routing: less than this (S0), in µs.
+const MINT: f64 = 1000.0;
+
+/// What a pause is held against, in µs: its median and its 99th percentile.
+fn bars(case: &str) -> (Option<f64>, Option<f64>) {
+    match case {
+        _ if case.starts_with("turns-repoint") => (None, Some(160.0)),
+        _ if case.starts_with("turns") || case.starts_with("upgrade-inplace") => (Some(20.0), Some(150.0)),
+        _ if case.starts_with("takeover") => (Some(500.0), Some(2500.0)),
+        _ if case.starts_with("handover-keep") => (None, Some(150.0)),
+        _ if case.starts_with("handover-repoint") => (None, Some(160.0)),
+        _ if case.starts_with("handover-mbb") => (None, Some(50.0)),
+        _ => (None, None),
+    }
+}
 
 /// The rows of the bench.
 pub fn rows(samples: &Samples) -> Result<Vec<Row>> {
@@ -18,32 +36,158 @@ pub fn rows(samples: &Samples) -> Result<Vec<Row>> {
     Ok(rows)
 }
 
+fn noted<'s>(sample: &'s Sample, case: &str, name: &str) -> Result<&'s [f64]> {
+    let numbers = sample.numbers(name);
+    (!numbers.is_empty()).then_some(numbers).with_context(|| format!("{case} notes {name}"))
+}
+
+/// The number below which a share of `numbers` lies.
+fn quantile(numbers: &[f64], share: f64) -> f64 {
+    let mut sorted = numbers.to_vec();
+    sorted.sort_unstable_by(f64::total_cmp);
+    let last = sorted.len().saturating_sub(1);
+    // The share is between 0 and 1, and the list no longer than memory.
+    sorted.get((last as f64 * share).ceil() as usize).copied().unwrap_or(0.0)
+}
+
 fn relay(samples: &Samples, case: &'static str) -> Result<Vec<Row>> {
-    // What the packet buffer of the card holds at line rate is what a pause must not exceed, were the partner not to pause; in place less is done.
-    let (p50, p99) = if case == super::REPOINT { (80.0, 160.0) } else { (20.0, 150.0) };
     let sample = samples.of(case)?;
-    let noted = |name: &str| {
-        let numbers = sample.numbers(name);
-        (!numbers.is_empty()).then_some(numbers).with_context(|| format!("{case} notes {name}"))
-    };
-    let sum = |name: &str| Ok::<f64, anyhow::Error>(noted(name)?.iter().sum());
-    let most = |name: &str| Ok::<f64, anyhow::Error>(noted(name)?.iter().copied().fold(0.0, f64::max));
+    let sum = |name: &str| Ok::<f64, anyhow::Error>(noted(sample, case, name)?.iter().sum());
     let summary = sample.summary();
     let wake = samples.p50("eventfd-same-core")? / 2e3;
-    let row = |metric, nanos: u64| Row::lower(case, metric, "µs", nanos as f64 / 1e3);
-    let median = row("pause_p50", summary.p50)
-        .against("wake-up", Kind::Floor, wake)
-        .against("minix3", Kind::Paper, MINIX)
-        .against("ant", Kind::Paper, ANT)
-        .bar_at(p50);
-    let mut lost = Row::lower(case, "lost", "frames", sum("lost")?).bar_at(0.0);
+    let (median_bar, tail_bar) = bars(case);
+    let row = |metric, micros: f64, bar: Option<f64>| {
+        let row = Row::lower(case, metric, "µs", micros);
+        bar.map_or(Row::lower(case, metric, "µs", micros), |bar| row.bar_at(bar))
+    };
+    let mut median = row("pause_p50", summary.p50 as f64 / 1e3, median_bar).against("wake-up", Kind::Floor, wake);
+    median = match case {
+        _ if case.starts_with("handover") => median.against("mint", Kind::Paper, MINT),
+        _ => median.against("minix3", Kind::Paper, MINIX).against("ant", Kind::Paper, ANT),
+    };
+    let no_loss = (!case.starts_with("handover-cold")).then_some(0.0);
+    let frames = |metric, count| {
+        let row = Row::lower(case, metric, "frames", count);
+        no_loss.map_or(Row::lower(case, metric, "frames", count), |bar| row.bar_at(bar))
+    };
+    let mut lost = frames("lost", sum("lost")?);
     lost.note = Some(format!("{} relays; the wire was asked to pause {} times", sum("relays")?, sum("pauses")?));
-    Ok(vec![
+    let gaps = noted(sample, case, "gap")?;
+    let mut rows = vec![
         lost,
-        Row::lower(case, "duplicated_or_reordered", "frames", sum("wrong")?).bar_at(0.0),
+        frames("duplicated_or_reordered", sum("wrong")?),
         median,
-        row("pause_p99", summary.p99).bar_at(p99),
-        row("pause_max", summary.max),
-        Row::lower(case, "gap_max", "µs", most("gap")? / 1e3),
-    ])
+        row("pause_p99", summary.p99 as f64 / 1e3, tail_bar),
+        row("pause_max", summary.max as f64 / 1e3, None),
+    ];
+    if gaps.len() > 20 {
+        rows.push(row("gap_p50", quantile(gaps, 0.5) / 1e3, None));
+        rows.push(row("gap_p99", quantile(gaps, 0.99) / 1e3, None));
+    }
+    rows.push(row("gap_max", quantile(gaps, 1.0) / 1e3, None));
+    if case.starts_with("takeover") {
+        rows.push(row("until_known_p50", quantile(noted(sample, case, "until_known")?, 0.5) / 1e3, None));
+    }
+    Ok(rows)
+}
+
+/// The tables of S0 and S1, with the papers' figures beside.
+pub fn tables(samples: &Samples) -> Result<String> {
+    Ok(format!("{}\n\n{}", of_mint(samples)?, of_minix(samples)?))
+}
+
+/// S0: 1 KB every millisecond.
+fn of_mint(samples: &Samples) -> Result<Table> {
+    let mut table = table::empty();
+    table.set_header([
+        "a NIC goes to another owner (S0; 1 KB, one a ms)",
+        "asking to settled (ms)",
+        "outage (ms)",
+        "lost, of relays",
+    ]);
+    table.add_row(["Mint: kernel module unloaded and loaded", "57.69", "2,259", "all of the outage, 1"]);
+    table.add_row(["Mint: interrupt routing, eight values", "", "< 1", "0, 1"]);
+    let ours = [
+        ("handover-cold-paper", "here: cold (reset; the model's link needs 1 ms)"),
+        ("handover-repoint-paper", "here: repoint"),
+        ("handover-keep-paper", "here: keep"),
+        ("handover-mbb-paper", "here: mbb"),
+    ];
+    for (case, what) in ours {
+        let Ok(sample) = samples.of(case) else { continue };
+        let of = |name| noted(sample, case, name);
+        let outage = quantile(of("gap")?, 0.5) / 1e6;
+        let lost: f64 = of("lost")?.iter().sum();
+        let relays: f64 = of("relays")?.iter().sum();
+        let asked = quantile(of("replaced")?, 0.5) / 1e6;
+        table.add_row([
+            what.to_owned(),
+            format!("{asked:.2}"),
+            format!("{outage:.3}"),
+            format!("{}, {}", number(lost), number(relays)),
+        ]);
+    }
+    Ok(table)
+}
+
+/// S1: the driver's process is replaced; giver, taker and whoever asks on one core.
+fn of_minix(samples: &Samples) -> Result<Table> {
+    let mut table = table::empty();
+    let header = [
+        "a driver's process is replaced (S1), ms",
+        "replaced: max",
+        "mean",
+        "min",
+        "there and back: max",
+        "the same, while replaced: max",
+    ];
+    table.set_header(header);
+    table.add_row([
+        "MINIX 3, idle; sending",
+        "0.316; 0.336",
+        "0.313; 0.316",
+        "0.311; 0.311",
+        "0.024 (send)",
+        "0.025 (send)",
+    ]);
+    table.add_row([
+        "AnT, idle; sending",
+        "0.579; 10.331",
+        "0.568; 10.140",
+        "0.562; 9.993",
+        "0.018 (send)",
+        "0.114 (send)",
+    ]);
+    let ours = [
+        ("upgrade-inplace-paper", "here: a new process, in place"),
+        ("upgrade-store-paper", "here: the same, by the store"),
+        ("takeover-paper", "here: killed, until a stand-by drives and another stands by"),
+        ("upgrade-inplace-line64", "here: in place, 1.5 million frames a second"),
+    ];
+    for (case, what) in ours {
+        let Ok(sample) = samples.of(case) else { continue };
+        let millis = |name, share| {
+            Ok::<String, anyhow::Error>(format!("{:.3}", quantile(noted(sample, case, name)?, share) / 1e6))
+        };
+        let all = noted(sample, case, "replaced")?;
+        let mean = all.iter().sum::<f64>() / all.len().max(1) as f64 / 1e6;
+        table.add_row([
+            what.to_owned(),
+            millis("replaced", 1.0)?,
+            format!("{mean:.3}"),
+            millis("replaced", 0.0)?,
+            millis("trip_quiet", 1.0)?,
+            millis("trip", 1.0)?,
+        ]);
+        let pause = sample.summary();
+        table.add_row([
+            "  … of which nobody drives".to_owned(),
+            format!("{:.3}", pause.max as f64 / 1e6),
+            format!("{:.3}", pause.mean / 1e6),
+            format!("{:.3}", pause.min as f64 / 1e6),
+            String::new(),
+            String::new(),
+        ]);
+    }
+    Ok(table)
 }

@@ -87,6 +87,8 @@ pub struct NicView {
     pub relays: u64,
     /// How long nobody drove it when it last changed hands.
     pub pause_ns: Option<u64>,
+    /// When whoever drives it had begun to, in ns of `CLOCK_MONOTONIC`.
+    pub driving_at_ns: Option<u64>,
     /// Why nobody drives it, or why the last relay did not end as it was to.
     pub trouble: Option<String>,
 }

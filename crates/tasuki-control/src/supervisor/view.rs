@@ -94,6 +94,7 @@ impl Supervisor {
             is: is.to_owned(),
             epoch: card.board.tenure().epoch,
             relays,
+            driving_at_ns: holder.map(|_| card.board.words.load(board::DRIVING_AT)),
             pause_ns: card.board.pause_ns().filter(|_| relays > 1),
             trouble: card.trouble.clone(),
         }

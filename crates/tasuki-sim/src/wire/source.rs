@@ -89,6 +89,8 @@ pub struct Source {
     options: SourceOptions,
     frame: Box<[u8]>,
     counts: Counts,
+    /// The longest gap and trip since they were last asked for.
+    window: (u64, u64),
     /// When the next frame is due, in nanoseconds and 2^-20 parts of one.
     due: Option<u128>,
     /// What lies between two frames, likewise.
@@ -132,6 +134,7 @@ impl Source {
             options,
             frame,
             counts: Counts::default(),
+            window: (0, 0),
             due: None,
             between,
             next: 0,
@@ -151,6 +154,11 @@ impl Source {
     /// Whether all that it was to send was sent.
     pub fn is_done(&self) -> bool {
         self.counts.sent >= self.options.count
+    }
+
+    /// The longest gap and the longest trip of frames that came back since this was last asked, in nanoseconds.
+    pub fn window(&mut self) -> (u64, u64) {
+        std::mem::take(&mut self.window)
     }
 
     /// Sends nothing for a while, or goes on.
@@ -195,8 +203,11 @@ impl Source {
         let gap = self.last_at.map_or(0, |last| now.saturating_sub(last));
         self.last_at = Some(now);
         self.counts.longest_gap = self.counts.longest_gap.max(gap);
+        self.window.0 = self.window.0.max(gap);
         let left = frame[26..34].first_chunk::<8>().map_or(0, |bytes| u64::from_le_bytes(*bytes));
-        self.counts.longest_trip = self.counts.longest_trip.max(now.saturating_sub(left));
+        let trip = now.saturating_sub(left);
+        self.counts.longest_trip = self.counts.longest_trip.max(trip);
+        self.window.1 = self.window.1.max(trip);
         if number >= self.next {
             self.forget(self.next, number);
             self.next = number + 1;

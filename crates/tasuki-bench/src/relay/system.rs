@@ -1,0 +1,237 @@
+//! The whole system under traffic: tasukid, the workers that it starts, our model on the other CPU, and this process, which asks for relays and kills.
+//!
+//! What is measured is what a user has: processes that are started, confined, told by a daemon, and ended. A pause is from the giver's last
+//! burst (of one that is killed: from the kill) to the taker's first look at the rings, by the clock that all processes share.
+
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Stdio};
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result, bail, ensure};
+use hyper::Method as Verb;
+use rustix::process::{Pid, Signal};
+use serde::de::DeserializeOwned;
+use serde_json::{Value, json};
+use tasuki_control::api::client;
+use tasuki_control::api::types::{Method, NicView, Relayed, WorkerView};
+
+use super::worker::Traffic;
+use crate::nic::card::SOCKET;
+use crate::nic::driver;
+use crate::nic::trial::{Ask, Control, Outcome, Say, Trial};
+use crate::orders::Orders;
+use crate::sample::Sample;
+
+/// Bounds whatever is waited for.
+const PATIENCE: Duration = Duration::from_secs(30);
+
+/// Between two looks at what the daemon says.
+const LOOK: Duration = Duration::from_millis(2);
+
+/// How long nothing happens before a relay.
+const QUIET: Duration = Duration::from_millis(5);
+
+/// What happens to the NIC.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Relay {
+    /// The node gets a new worker.
+    Upgrade {
+        /// Whether the sash goes by the daemon's store.
+        store: bool,
+    },
+    /// The worker is killed.
+    Takeover,
+    /// The NIC goes to the other node.
+    Give(Method),
+}
+
+/// A daemon, which is ended with all its workers when dropped.
+#[derive(Debug)]
+pub struct System {
+    daemon: Child,
+    folder: PathBuf,
+}
+
+impl Drop for System {
+    fn drop(&mut self) {
+        if client::ask(&self.folder, Verb::POST, "/v1/stop", None).is_err() {
+            self.workers().into_iter().flatten().for_each(|worker| kill(worker.pid));
+        }
+        let _ = self.daemon.kill();
+        let _ = self.daemon.wait();
+    }
+}
+
+fn kill(pid: u32) {
+    let pid = i32::try_from(pid).ok().and_then(Pid::from_raw);
+    // Who is gone already is what was wanted.
+    let _ = pid.map(|pid| rustix::process::kill_process(pid, Signal::KILL));
+}
+
+/// In ns of the clock that the stamps of a relay are in.
+fn now_ns() -> u64 {
+    let now = rustix::time::clock_gettime(rustix::time::ClockId::Monotonic);
+    now.tv_sec.unsigned_abs() * 1_000_000_000 + now.tv_nsec.unsigned_abs()
+}
+
+impl System {
+    /// Two nodes that trust each other and send back what comes, on one CPU; the card is the first one's.
+    pub fn start(folder: &Path, card: &Path, cpu: usize) -> Result<Self> {
+        let node = |name: &str, other: &str| {
+            format!(
+                "[[node]]\nname = \"{name}\"\nwork = \"echo\"\ncpu = {cpu}\npoll = true\ntrusts = [\"{other}\"]\n\n"
+            )
+        };
+        let nic = format!("[[nic]]\nname = \"nic0\"\ndevice = \"vfio-user:{}\"\nnode = \"red\"\n", card.display());
+        let config = folder.join("tasuki.toml");
+        std::fs::write(&config, [node("red", "blue"), node("blue", "red"), nic].concat())?;
+        let this = std::env::current_exe().context("the bench could not find its own executable")?;
+        let program = this.with_file_name("tasukid");
+        let mut command = Command::new(&program);
+        command.arg("--foreground").arg("--config").arg(&config).arg("--dir").arg(folder);
+        let log = std::fs::File::create(folder.join("tasukid.log"))?;
+        command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(log);
+        let daemon = command.spawn().with_context(|| format!("{} cannot be started; build it", program.display()))?;
+        let system = System { daemon, folder: folder.to_owned() };
+        system.await_steady(None)?;
+        Ok(system)
+    }
+
+    fn ask<T: DeserializeOwned>(&self, verb: Verb, address: &str, body: Option<&Value>) -> Result<T> {
+        let answer = client::ask(&self.folder, verb, address, body)?;
+        serde_json::from_value(answer).with_context(|| format!("tasukid answers {address} with something else"))
+    }
+
+    fn workers(&self) -> Result<Vec<WorkerView>> {
+        self.ask(Verb::GET, "/v1/workers", None)
+    }
+
+    /// The NIC.
+    pub fn nic(&self) -> Result<NicView> {
+        let nics: Vec<NicView> = self.ask(Verb::GET, "/v1/nics", None)?;
+        nics.into_iter().next().context("the daemon has no NIC")
+    }
+
+    /// Waits until somebody else than `than` drives, and somebody stands by.
+    pub fn await_steady(&self, than: Option<u32>) -> Result<NicView> {
+        let began = Instant::now();
+        loop {
+            let nic = self.nic();
+            if let Ok(nic) = &nic
+                && nic.is == "driven"
+                && nic.worker != than
+                && self.workers()?.iter().any(|worker| worker.node == nic.node && worker.is == "stands by")
+            {
+                return Ok(nic.clone());
+            }
+            if began.elapsed() > PATIENCE {
+                let log = std::fs::read_to_string(self.folder.join("tasukid.log")).unwrap_or_default();
+                bail!("the NIC is not driven, or nobody stands by: {nic:?}, {:?}\n{log}", self.workers());
+            }
+            std::thread::sleep(LOOK);
+        }
+    }
+
+    /// Waits until a node has a worker that could take a NIC.
+    fn await_worker(&self, node: &str) -> Result<()> {
+        let began = Instant::now();
+        while !self
+            .workers()?
+            .iter()
+            .any(|worker| worker.node == node && ["stands by", "idle"].contains(&worker.is.as_str()))
+        {
+            ensure!(began.elapsed() < PATIENCE, "node {node} gets no worker");
+            std::thread::sleep(LOOK);
+        }
+        Ok(())
+    }
+
+    /// Has the NIC change hands; says how long nobody drove it, and of that how long until the daemon knew, in ns.
+    pub fn relay(&self, relay: Relay) -> Result<(u64, u64)> {
+        let before = self.nic()?;
+        let settled: Relayed = match relay {
+            Relay::Takeover => return self.takeover(&before),
+            Relay::Upgrade { store } => {
+                let body = if store { json!({"state": "store"}) } else { json!({}) };
+                self.ask(Verb::POST, &format!("/v1/nodes/{}/upgrade", before.node), Some(&body))?
+            }
+            Relay::Give(method) => {
+                let to = if before.node == "red" { "blue" } else { "red" };
+                self.await_worker(to)?;
+                let body = json!({"to": to, "method": method});
+                self.ask(Verb::POST, "/v1/nics/nic0/give", Some(&body))?
+            }
+        };
+        ensure!(settled.relays.iter().all(|relay| relay.done), "{}", settled.sentence);
+        let pause = settled.relays.first().and_then(|relay| relay.pause_ns);
+        self.await_steady(before.worker)?;
+        Ok((pause.context("the relay has no pause")?, 0))
+    }
+
+    fn takeover(&self, before: &NicView) -> Result<(u64, u64)> {
+        let worker = self.workers()?.into_iter().find(|worker| Some(worker.worker) == before.worker);
+        let pid = worker.context("nobody drives the NIC")?.pid;
+        let at = now_ns();
+        kill(pid);
+        let after = self.await_steady(before.worker)?;
+        let (until, since) = (after.driving_at_ns, after.pause_ns);
+        let pause = until.context("nobody drives the NIC")?.saturating_sub(at);
+        Ok((pause, pause.saturating_sub(since.context("the takeover has no pause")?)))
+    }
+}
+
+/// Has the NIC change hands `orders.calls` times under traffic; times each.
+pub fn relays(mut orders: Orders, relay: Relay, traffic: Traffic) -> Result<Sample> {
+    // The connection that other cases use.
+    drop(orders.next_fd()?);
+    let control = Control::new(orders.next_fd()?);
+    let Say::Size(size) = control.hear()? else { bail!("the card did not begin with the size of its frames") };
+    let began = Instant::now();
+    while !orders.directory.join(SOCKET).exists() {
+        ensure!(began.elapsed() < PATIENCE, "the card is not served");
+        std::thread::sleep(LOOK);
+    }
+    let system = System::start(&orders.directory, &orders.directory.join(SOCKET), orders.cpu)?;
+    // Whoever asks is on the card's CPU at no time: it sleeps while it matters.
+    let rate = match traffic {
+        Traffic::Line => driver::line_rate(size),
+        Traffic::Paper => 1000,
+    };
+    control.say(&Ask::Begin(Trial { count: u64::MAX, size, rate: Some(rate), pauses: true }))?;
+    let mut sample = Sample::new();
+    let window = || -> Result<(f64, f64)> {
+        control.say(&Ask::Window)?;
+        loop {
+            if let Say::Window(gap, trip) = control.hear()? {
+                break Ok((gap as f64, trip as f64));
+            }
+        }
+    };
+    for _ in 0..orders.calls {
+        // As long with nothing happening as it takes for a few frames at the paper's pace.
+        window()?;
+        std::thread::sleep(QUIET);
+        let (_, trip) = window()?;
+        sample.note("trip_quiet", trip);
+        let asked = Instant::now();
+        let (pause, until_known) = system.relay(relay)?;
+        sample.note("replaced", asked.elapsed().as_nanos() as f64);
+        sample.record(Duration::from_nanos(pause));
+        sample.note("until_known", until_known as f64);
+        let (gap, trip) = window()?;
+        sample.note("gap", gap);
+        sample.note("trip", trip);
+    }
+    control.say(&Ask::End)?;
+    let outcome: Outcome = loop {
+        if let Say::Outcome(outcome) = control.hear()? {
+            break outcome;
+        }
+    };
+    sample.note("relays", orders.calls as f64);
+    sample.note("lost", (outcome.sent - outcome.back) as f64);
+    sample.note("sent", outcome.sent as f64);
+    sample.note("wrong", outcome.wrong as f64);
+    sample.note("pauses", outcome.pauses as f64);
+    Ok(sample)
+}
