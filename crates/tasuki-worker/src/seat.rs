@@ -355,7 +355,7 @@ where
     #[inline]
     fn remember(&self, book: &Book) {
         if let (Card::Driven(nic), Some(words)) = (&self.card, self.job.remember()) {
-            book.write(self.given.number, nic.commits().wrapping_add(1), words);
+            book.write(self.given.number, nic.turns().wrapping_add(1), words);
         }
     }
 
@@ -434,10 +434,10 @@ where
             // Whether its last driver passed it or died, what it left says the same in both cases.
             None => N::salvage(&prepared).map_err(|error| store::refused(&error))?,
         };
-        // To go on commits once: what a predecessor remembered is true before and after.
-        let commits = self.ledger.as_ref().map_or(0, Ledger::commits);
-        let book = common.book.read(self.given.number, commits);
-        common.book.write(self.given.number, commits.wrapping_add(1), book);
+        // To go on is a turn: what a predecessor remembered is true before and after.
+        let turns = self.ledger.as_ref().map_or(0, Ledger::turns);
+        let book = common.book.read(self.given.number, turns);
+        common.book.write(self.given.number, turns.wrapping_add(1), book);
         fail::point("take.salvaged");
         let nic = N::go_on(prepared, &sash).map_err(|failed| store::refused(&failed.error))?;
         self.card = Card::Driven(nic);
@@ -450,8 +450,8 @@ where
     fn start(&mut self, common: &Common, bus: N::Bus, memory: NicMemory) -> Result<(), Refused> {
         let options = self.given.text.as_ref().map(Text::options).unwrap_or_default();
         // Of the ledger that the card's last driver kept: that of the next is counted on from there.
-        let commits = self.ledger.as_ref().map_or(0, Ledger::commits);
-        let book = common.book.read(self.given.number, commits);
+        let turns = self.ledger.as_ref().map_or(0, Ledger::turns);
+        let book = common.book.read(self.given.number, turns);
         (0..2).for_each(|copy| common.book.write(self.given.number, copy, book));
         let nic = N::start(bus, memory, &options).map_err(|failed| store::refused(&failed.error))?;
         self.card = Card::Driven(nic);
@@ -499,7 +499,7 @@ where
     pub fn turn(&mut self, common: &mut Common) -> usize {
         let (Card::Driven(nic), Some(arena), false) = (&mut self.card, &self.arena, self.gone) else { return 0 };
         if let Some(words) = self.job.remember() {
-            common.book.write(self.given.number, nic.commits().wrapping_add(1), words);
+            common.book.write(self.given.number, nic.turns().wrapping_add(1), words);
         }
         match self.job.turn(nic, arena, &mut self.burst, &common.pulse) {
             Ok(moved) => moved,

@@ -41,7 +41,9 @@ use zerocopy::{FromBytes, IntoBytes};
 pub const LEDGER_LEN: usize = 40 * 1024;
 
 /// Words of cursors, and of the line that they have to themselves.
-pub const CURSORS: usize = 5;
+pub const CURSORS: usize = 6;
+/// The last of them, of every driver: how often was committed what is handled or given.
+pub const TURNS: usize = CURSORS - 1;
 const LINE: usize = 8;
 /// Words of what seldom changes.
 pub const SELDOM: usize = 128;
@@ -143,6 +145,11 @@ impl Ledger {
         copy.for_each(|(place, word)| place.store(u64::from_ne_bytes(*word), Relaxed));
         // E3
         self.0[VALID].store(next, Release);
+    }
+
+    /// How often was committed what is handled or given: see [`InPlace::turns`](super::InPlace::turns).
+    pub fn turns(&self) -> u64 {
+        self.cursors()[TURNS]
     }
 
     /// What was written last.

@@ -328,9 +328,9 @@ pub trait InPlace: Nic {
     /// handled, a successor receives what had come.
     fn save(&mut self, frame: &Frame);
 
-    /// How often was committed what is handled and given. Somebody who must remember exactly what it has done keeps two copies, and writes the one of
-    /// the next number's parity before the call that commits: a successor finds that of this number valid.
-    fn commits(&self) -> u64;
+    /// How often was committed what is handled or given; one call does that at most once. Somebody who must remember exactly what it has done keeps two
+    /// copies, and writes the one of the next number's parity before the call that commits: a successor finds that of this number valid.
+    fn turns(&self) -> u64;
 
     /// Frames that were given to the card, by all its drivers since it was started.
     fn given(&self) -> u64;

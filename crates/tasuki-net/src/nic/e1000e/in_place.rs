@@ -7,6 +7,7 @@ use super::ring::{ReceiveRing, TransmitRing};
 use super::sash::{ReceiveSash, Sash};
 use super::{Assembly, BAR, Counters, E1000e, SENT, SKIPPING, bell, park};
 use crate::nic::bus::{Bus, Registers};
+use crate::nic::ledger::TURNS;
 use crate::nic::sash::{Head, Sash as _, broken};
 use crate::nic::{Failed, InPlace, Mac, NicError, NicMemory};
 use crate::port::{Burst, Frame};
@@ -168,8 +169,8 @@ impl<B: Bus> InPlace for E1000e<B> {
         }
     }
 
-    fn commits(&self) -> u64 {
-        self.commits
+    fn turns(&self) -> u64 {
+        self.committed[TURNS]
     }
 
     fn given(&self) -> u64 {

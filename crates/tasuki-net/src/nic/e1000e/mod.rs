@@ -29,7 +29,7 @@ use self::sash::{MTA_WORDS, QUEUES_MAX};
 use self::setup::Shape;
 use super::bus::pci::{self, Header};
 use super::bus::{self, Bus, BusError, Registers};
-use super::ledger::CURSORS;
+use super::ledger::{CURSORS, TURNS};
 use super::sash::{Sash as _, broken};
 use super::scrub::Dirt;
 use super::{Failed, Filter, Link, Mac, Nic, NicError, NicMemory, NicOptions, PciId, Scrub, loan};
@@ -78,6 +78,7 @@ pub struct E1000e<B: Bus> {
 const SKIPPING: usize = QUEUES_MAX;
 const SENT: usize = 3;
 const GIVEN: usize = 4;
+const _: () = assert!(GIVEN < TURNS);
 
 impl<B: Bus> E1000e<B> {
     /// Gives the card's receive rings what free slots there are, once all that was received is committed as handled: up to then a slot that was let go
@@ -93,17 +94,17 @@ impl<B: Bus> E1000e<B> {
         self.receive.iter_mut().for_each(|ring| ring.refill(&self.memory));
     }
 
-    /// Commits that all frames are handled but those in `burst`, with what has been given to the card since; then tells the card (D5).
+    /// Commits that all frames are handled but those in `burst`, with what has been given to the card since: that ends a turn.
     #[inline]
     fn commit(&mut self, burst: &Burst) {
         let mut handled = [0; QUEUES_MAX];
         handled.iter_mut().zip(&self.receive).for_each(|(handled, ring)| *handled = ring.handled_but(burst));
-        self.commit_up_to(handled);
+        self.commit_up_to(handled, 1);
     }
 
-    /// Commits that of each receive queue the frames before these positions are handled.
+    /// Commits that of each receive queue the frames before these positions are handled, and so many turns more; then tells the card (D5).
     #[inline]
-    fn commit_up_to(&mut self, handled: [u32; QUEUES_MAX]) {
+    fn commit_up_to(&mut self, handled: [u32; QUEUES_MAX], turns: u64) {
         let mut cursors = [0; CURSORS];
         for (queue, ring) in self.receive.iter().enumerate() {
             let (word, skipping) = ring.cursors(handled[queue]);
@@ -111,9 +112,12 @@ impl<B: Bus> E1000e<B> {
             cursors[SKIPPING] |= u64::from(skipping) << queue;
         }
         (cursors[SENT], cursors[GIVEN]) = (self.transmit.cursors(), self.transmit.given());
-        if cursors == self.committed {
+        // Nothing else changes without one of these.
+        let is_same = |word: usize| cursors[word] == self.committed[word];
+        if (0..QUEUES_MAX).all(is_same) && is_same(SENT) {
             return;
         }
+        cursors[TURNS] = self.committed[TURNS].wrapping_add(turns);
         self.committed = cursors;
         self.commits = self.commits.wrapping_add(1);
         self.memory.ledger().commit(self.commits, &cursors);
@@ -138,7 +142,7 @@ impl<B: Bus> E1000e<B> {
         crash::point("nic.posted");
         let mut handled = [0; QUEUES_MAX];
         handled.iter_mut().zip(&self.receive).for_each(|(handled, ring)| *handled = ring.handled());
-        self.commit_up_to(handled);
+        self.commit_up_to(handled, 0);
     }
 
     /// The ledger is ours, and says how things are.
@@ -149,8 +153,9 @@ impl<B: Bus> E1000e<B> {
         }
         self.write_seldom();
         self.commits = self.memory.ledger().commits();
-        // Whatever was committed before: this is another.
+        // Whatever was committed before: this is another, one turn later.
         self.committed = [u64::MAX; CURSORS];
+        self.committed[TURNS] = self.memory.ledger().turns();
         self.commit(&Burst::new());
         self.memory.ledger().belongs(Some((Sash::KIND, Sash::VERSION)));
     }
