@@ -6,7 +6,7 @@ mod stub;
 
 use stub::{Play, RDT, StubBus, TDT};
 use tasuki_net::nic::e1000e::{E1000e, Sash};
-use tasuki_net::nic::{InPlace, Nic, NicError, NicMemory, NicOptions, Parts};
+use tasuki_net::nic::{InPlace, Nic, NicError, NicMemory, NicOptions, Parts, Sash as _};
 use tasuki_net::port::{Burst, Port};
 
 type Card = E1000e<StubBus>;
@@ -50,7 +50,8 @@ impl Desk {
     fn dies(&mut self) -> (<Card as InPlace>::Prepared, Box<Sash>) {
         std::mem::forget(self.nic.take());
         let prepared = self.prepared();
-        let sash = Card::salvage(&prepared).expect("it ran");
+        let mut sash = Sash::blank();
+        Card::salvage(&prepared, &mut sash).expect("it ran");
         (prepared, sash)
     }
 
@@ -153,7 +154,7 @@ fn a_card_that_the_dead_one_had_halted_runs_again() {
 fn nobody_goes_on_where_nobody_drove() {
     let (play, memory) = Play::new(RING);
     let prepared = Card::prepare(play.bus(), memory).expect("it is ready");
-    let error = Card::salvage(&prepared).expect_err("no driver ever ran");
+    let error = Card::salvage(&prepared, &mut Sash::blank()).expect_err("no driver ever ran");
     assert!(matches!(error, NicError::BrokenSash { .. }), "{error}");
 }
 

@@ -252,6 +252,11 @@ pub mod pulse {
     pub const MISSING: usize = 12;
     /// Word: of numbered frames, those that came twice or late.
     pub const LATE: usize = 13;
+    /// Word, whose first four bytes are a robust futex of the worker's one thread (`set_robust_list`): the kernel sets [`ENDED`] there when it
+    /// begins to end the thread, long before it has taken its memory apart and a pidfd tells. 0 where the worker could not have it so.
+    pub const LIFE: usize = 14;
+    /// In that futex: its thread runs no more.
+    pub const ENDED: u32 = 0x4000_0000;
 }
 
 #[cfg(test)]

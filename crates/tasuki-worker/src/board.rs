@@ -11,6 +11,8 @@ use tasuki_shm::lease::{self, Lease};
 use tasuki_shm::line::Line;
 use tasuki_shm::region::{Region, RegionError, Span};
 
+use crate::tomb;
+
 /// Words of a page.
 const WORDS: usize = board::LEN / 8;
 
@@ -103,6 +105,11 @@ impl Pulse {
     /// Another descriptor of it.
     pub fn fd(&self) -> std::io::Result<OwnedFd> {
         self.region.as_fd().try_clone_to_owned()
+    }
+
+    /// Has the daemon learn early that this process ends.
+    pub fn mark_life(&self) -> std::io::Result<()> {
+        tomb::mark(self.region.span(8 * pulse::LIFE, 1).map_err(std::io::Error::other)?)
     }
 
     /// How many messages the daemon has put into the socket.

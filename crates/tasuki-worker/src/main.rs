@@ -15,6 +15,7 @@ mod post;
 mod run;
 mod seat;
 mod store;
+mod tomb;
 mod work;
 
 use std::path::PathBuf;

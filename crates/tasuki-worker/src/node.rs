@@ -76,7 +76,10 @@ pub fn run() -> Result<()> {
     if let Some(cpu) = begin.cpu {
         confine::pin(cpu)?;
     }
-    let unconfined = confine::confine(begin.memlock)?.0;
+    // Without, the daemon learns of our end by our pidfd, a little later.
+    let marked = node.common.pulse.mark_life().err();
+    let mut unconfined = confine::confine(begin.memlock)?.0;
+    unconfined.extend(marked.map(|error| format!("the end of this worker will be noticed late: {error}")));
     let reads = vec![store::versions::<e1000e::Sash>()];
     node.common.post.write(&ToDaemon::Begun { speech: SPEECH, reads, unconfined }, Vec::new());
     node.serve()

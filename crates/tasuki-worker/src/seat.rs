@@ -429,17 +429,17 @@ where
         if after == After::Lost {
             N::settle(&prepared).map_err(|error| store::refused(&error))?;
         }
-        let sash = match self.stored.take().filter(|_| after == After::Passed) {
-            Some(stored) => store::read(stored, wrote)?,
+        match self.stored.take().filter(|_| after == After::Passed) {
+            Some(stored) => self.sash = store::read(stored, wrote)?,
             // Whether its last driver passed it or died, what it left says the same in both cases.
-            None => N::salvage(&prepared).map_err(|error| store::refused(&error))?,
-        };
+            None => N::salvage(&prepared, &mut self.sash).map_err(|error| store::refused(&error))?,
+        }
         // To go on is a turn: what a predecessor remembered is true before and after.
         let turns = self.ledger.as_ref().map_or(0, Ledger::turns);
         let book = common.book.read(self.given.number, turns);
         common.book.write(self.given.number, turns.wrapping_add(1), book);
         fail::point("take.salvaged");
-        let nic = N::go_on(prepared, &sash).map_err(|failed| store::refused(&failed.error))?;
+        let nic = N::go_on(prepared, &self.sash).map_err(|failed| store::refused(&failed.error))?;
         self.card = Card::Driven(nic);
         (self.gone, self.link_is_up) = (false, false);
         self.job = Job::new(common.work, book);

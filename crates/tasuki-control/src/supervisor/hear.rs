@@ -151,6 +151,7 @@ impl Supervisor {
             let sentence = "did not give its pulse and its book back; rebuild the older of the two".to_owned();
             return self.condemn(number, sentence);
         };
+        self.tombs.watch(number, &pulse);
         (worker.pulse, worker.kits_due) = (Some(pulse), Some(kits));
         if let Some(node) = self.nodes.get_mut(&worker.record.node) {
             node.book = book;
@@ -230,11 +231,26 @@ impl Supervisor {
         }
     }
 
+    /// Its thread runs no more, and its process is about to be dead: whoever comes after it need not wait for that.
+    pub(super) fn driver_ended(&mut self, number: u32) {
+        // What it said last is heard before its death is.
+        self.worker_says(number);
+        let held = |card: &super::card::Card| card.board.holder() == Some(number) && !card.condemned.contains(&number);
+        let nics: Vec<u32> = self.cards.iter().filter(|(_, card)| held(card)).map(|(nic, _)| *nic).collect();
+        if let (None, Some(party)) = (&self.stopping, party(number)) {
+            for nic in nics {
+                self.stamp_death(nic, number);
+                self.tell_arbiter(nic, Input::Gone(party));
+            }
+        }
+    }
+
     /// Its process is dead.
     pub(super) fn worker_ended(&mut self, number: u32) {
         // What it said last is heard before its death is.
         self.worker_says(number);
         let Some(mut worker) = self.workers.remove(&number) else { return };
+        worker.pulse.iter().for_each(super::tombs::close);
         let nics: Vec<u32> = self.cards.keys().copied().collect();
         if let (None, Some(party)) = (&self.stopping, party(number)) {
             nics.iter().for_each(|nic| self.stamp_death(*nic, number));

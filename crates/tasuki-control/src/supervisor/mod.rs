@@ -20,6 +20,7 @@ pub mod jobs;
 pub mod open;
 pub mod policy;
 pub mod tend;
+mod tombs;
 pub mod view;
 pub mod worker;
 
@@ -42,6 +43,7 @@ use card::Card;
 use door::{Answer, Door, Request};
 use jobs::Job;
 use policy::Death;
+use tombs::Tombs;
 use worker::{Words, Worker};
 
 /// Bytes of a node's book.
@@ -63,6 +65,7 @@ pub fn now() -> Duration {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 enum Token {
     /// First of all: whoever waits for a dead driver's lease waits no longer than it must.
+    LivesEnd,
     WorkerEnd(u32),
     WorkerSays(u32),
     OpenerSays(u32),
@@ -82,6 +85,7 @@ impl Token {
             Token::ModelEnd(id) => (4, id),
             Token::Requests => (5, 0),
             Token::Signal => (6, 0),
+            Token::LivesEnd => (7, 0),
         };
         epoll::EventData::new_u64(kind << 32 | u64::from(id))
     }
@@ -97,6 +101,7 @@ impl Token {
             4 => Token::ModelEnd(id),
             5 => Token::Requests,
             6 => Token::Signal,
+            7 => Token::LivesEnd,
             _ => return None,
         })
     }
@@ -145,6 +150,7 @@ pub struct Supervisor {
     requests: Receiver<Request>,
     door: Door,
     signals: UnixStream,
+    tombs: Tombs,
     workers: BTreeMap<u32, Worker>,
     cards: BTreeMap<u32, Card>,
     nodes: BTreeMap<String, Node>,
@@ -196,6 +202,7 @@ impl Supervisor {
             requests,
             door,
             signals,
+            tombs: Tombs::new()?,
             workers: BTreeMap::new(),
             cards: BTreeMap::new(),
             nodes: BTreeMap::new(),
@@ -214,6 +221,7 @@ impl Supervisor {
         let bell = supervisor.door.clone();
         watch(&supervisor.epoll, bell.bell().as_fd(), Token::Requests)?;
         watch(&supervisor.epoll, supervisor.signals.as_fd(), Token::Signal)?;
+        watch(&supervisor.epoll, supervisor.tombs.fd(), Token::LivesEnd)?;
         supervisor.adopt(known)?;
         Ok(supervisor)
     }
@@ -247,6 +255,7 @@ impl Supervisor {
 
     fn handle(&mut self, token: Token) {
         match token {
+            Token::LivesEnd => self.lives_ended(),
             Token::WorkerEnd(party) => self.worker_ended(party),
             Token::WorkerSays(party) => self.worker_says(party),
             Token::OpenerSays(nic) => self.opener_says(nic),

@@ -234,6 +234,7 @@ impl Supervisor {
         let words = worker.pulse.as_ref().expect("just made").region().fd();
         // If it is dead already, its pidfd says so.
         let _ = worker.write(&ToWorker::Begin(begin), &[words, book.as_fd(), listener.as_fd()]);
+        worker.pulse.iter().for_each(|pulse| self.tombs.watch(number, pulse));
         self.workers.insert(number, worker);
         Ok(number)
     }

@@ -311,12 +311,12 @@ pub trait InPlace: Nic {
     /// The card is gone.
     fn settle(prepared: &Self::Prepared) -> Result<(), NicError>;
 
-    /// What a driver left behind that is no more, as a sash: from the ledger, and from the rings, in which what it had begun is undone. May
-    /// be called again.
+    /// What a driver left behind that is no more, into a sash that was [blank](Sash::blank) or written by a driver of this card before: from the ledger, and
+    /// from the rings, in which what it had begun is undone. May be called again.
     ///
     /// # Errors
     /// No driver of this kind and version ran, or what stands there contradicts itself: the card must be started anew.
-    fn salvage(prepared: &Self::Prepared) -> Result<Box<Self::Sash>, NicError>;
+    fn salvage(prepared: &Self::Prepared, into: &mut Self::Sash) -> Result<(), NicError>;
 
     /// Goes on where the giver stopped. Rings the doorbells once more, since one that died may have been about to.
     ///

@@ -15,6 +15,9 @@ pub trait Far {
     fn is_behind(&self) -> bool {
         true
     }
+
+    /// Whatever was written by others has arrived.
+    fn settled(&self) {}
 }
 
 /// A part of a BAR that is mapped.
@@ -85,6 +88,10 @@ impl<F: Far> Bar<F> {
 impl<F: Far> Registers for Bar<F> {
     fn is_behind(&self) -> bool {
         !self.windows.is_empty() || self.far.is_behind()
+    }
+
+    fn settled(&self) {
+        self.far.settled();
     }
 
     #[inline]

@@ -216,6 +216,9 @@ pub trait Registers {
     fn is_behind(&self) -> bool {
         true
     }
+
+    /// A register was read since we drive the device: what a predecessor wrote has reached it.
+    fn settled(&self) {}
 }
 
 #[cfg(test)]

@@ -129,22 +129,32 @@ impl<B: Bus> InPlace for E1000e<B> {
     }
 
     fn settle(prepared: &Prepared<B>) -> Result<(), NicError> {
+        if !prepared.mmio.0.is_behind() {
+            return Ok(());
+        }
         // Reading any register waits for what was written before, by whomever.
         match prepared.mmio.read(regs::STATUS) {
             u32::MAX => Err(NicError::Gone),
-            _ => Ok(()),
+            _ => {
+                prepared.mmio.0.settled();
+                Ok(())
+            }
         }
     }
 
-    fn salvage(prepared: &Prepared<B>) -> Result<Box<Sash>, NicError> {
+    fn salvage(prepared: &Prepared<B>, sash: &mut Sash) -> Result<(), NicError> {
         let (memory, ledger) = (&prepared.memory, prepared.memory.ledger());
         match ledger.whose() {
             None => return Err(broken("nobody drove the card", 0)),
             Some((Sash::KIND, Sash::VERSION)) => {}
             Some((kind, version)) => return Err(NicError::OtherSash { kind, version, ours: Sash::VERSION }),
         }
-        let mut sash = Sash::blank();
+        let before = (sash.head.ring, sash.queues);
         sash.set_seldom(&ledger.read_seldom());
+        if before != (0, 0) && before != (sash.head.ring, sash.queues) {
+            // Rings of another shape: what lies beyond these is blank.
+            sash.clear_tables();
+        }
         let cursors = ledger.cursors();
         // The rings are found by what the sash says of them.
         sash.head_of(&memory.layout())?;
@@ -155,9 +165,9 @@ impl<B: Bus> InPlace for E1000e<B> {
         }
         (sash.sent, sash.filled) = halves(cursors[SENT]);
         sash.check_cursors()?;
-        (0..usize::from(sash.queues)).try_for_each(|queue| ReceiveRing::salvage(memory, queue, &mut sash))?;
-        TransmitRing::salvage(memory, &mut sash);
-        Ok(sash)
+        (0..usize::from(sash.queues)).try_for_each(|queue| ReceiveRing::salvage(memory, queue, sash))?;
+        TransmitRing::salvage(memory, sash);
+        Ok(())
     }
 
     #[inline]

@@ -87,6 +87,12 @@ impl Sash {
         self.as_mut_bytes()[..SELDOM_LEN].copy_from_slice(&words.as_bytes()[..SELDOM_LEN]);
     }
 
+    /// No slot stands in any descriptor.
+    pub(super) fn clear_tables(&mut self) {
+        self.posted.as_flattened_mut().fill(NO_SLOT);
+        self.sending.fill(NO_SLOT);
+    }
+
     /// Whether it is of this memory, and what it says of its rings' shape makes sense.
     pub(super) fn head_of(&self, memory: &MemoryLayout) -> Result<(), NicError> {
         self.head.check::<Sash>(memory)?;
@@ -145,8 +151,7 @@ impl sash::Sash for Sash {
 
     fn blank() -> Box<Self> {
         let mut blank = Box::new(Sash::new_zeroed());
-        blank.posted.as_flattened_mut().fill(NO_SLOT);
-        blank.sending.fill(NO_SLOT);
+        blank.clear_tables();
         blank
     }
 

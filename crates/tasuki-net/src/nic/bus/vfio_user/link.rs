@@ -8,7 +8,6 @@ use std::io::{self, IoSlice, IoSliceMut};
 use std::mem::MaybeUninit;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use arrayvec::ArrayVec;
@@ -21,7 +20,7 @@ use rustix::net::{
 };
 
 use super::super::BusError;
-use super::turns::Turns;
+use super::turns::{Behind, Turns};
 use super::wire::{Breach, Command, FDS_MAX, HEADER_LEN, Incoming, Limits, Message};
 
 /// How long an answer is looked for before the process sleeps until it comes: a wake-up costs more than most answers.
@@ -75,8 +74,7 @@ pub struct Link {
     timeout: Duration,
     next: u16,
     fault: Option<Fault>,
-    /// Set while something was sent that the server may not have done yet.
-    behind: Arc<AtomicBool>,
+    behind: Arc<Behind>,
     /// Once others have the connection, too.
     turns: Option<Turns>,
     strays: u64,
@@ -93,13 +91,14 @@ impl Link {
         Ok(Link { socket: Some(socket), limits, timeout, next: 0, fault, behind, turns, strays: 0 })
     }
 
-    /// True while something was sent that the server may not have done yet: what it learns without a message would overtake that.
-    pub fn behind(&self) -> Arc<AtomicBool> {
+    /// Whether the server may have something to do yet.
+    pub fn behind(&self) -> Arc<Behind> {
         Arc::clone(&self.behind)
     }
 
     /// From now on, others ask on this connection as well.
     pub fn share(&mut self, turns: Turns) {
+        turns.tell(&self.behind);
         self.turns = Some(turns);
     }
 
@@ -108,7 +107,7 @@ impl Link {
         let refused = |source| BusError::Refused { doing, source };
         if self.turns.is_none() {
             let turns = Turns::create(self.next);
-            self.turns = Some(turns.map_err(|error| refused(io::Error::other(error)))?);
+            self.share(turns.map_err(|error| refused(io::Error::other(error)))?);
         }
         self.turns.as_ref().expect("just made").copy().map_err(refused)
     }
@@ -175,7 +174,7 @@ impl Link {
         self.strays += strays;
         if outcome.is_ok() {
             // What was sent before was done before.
-            self.behind.store(false, Ordering::Relaxed);
+            self.behind.answered();
         }
         match outcome {
             Ok(Answer::Reply(_, fds)) if fds.len() > fds_max => {
@@ -218,7 +217,7 @@ impl Link {
         let id = self.next_id();
         let mut message = Message::command(id, command, true);
         fill(&mut message);
-        self.behind.store(true, Ordering::Relaxed);
+        self.behind.posting();
         let Ok(socket) = self.socket("") else { return };
         if let Err(errno) = send(socket, message.finish(), &[]) {
             let _ = self.fail::<()>("", errno.into());

@@ -23,7 +23,6 @@ mod wire;
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::path::Path;
-use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
@@ -36,6 +35,7 @@ use super::mmio::Mmio;
 use super::pci::{self, Capability, Header};
 use super::{Bus, BusError, IntX, Iova};
 use link::Link;
+use turns::Behind;
 pub use twin::{BarTwin, Twin};
 pub(super) use wire::RegionInfo;
 use wire::{Command, FDS_MAX, Limits, Reader};
@@ -489,7 +489,7 @@ struct Known {
 /// Registers that are written by storing them where the server looks.
 #[derive(Debug)]
 struct Doorbells {
-    behind: Arc<AtomicBool>,
+    behind: Arc<Behind>,
     memory: OwnedFd,
     mmio: Mmio,
     places: Box<[wire::Doorbell]>,
@@ -497,7 +497,7 @@ struct Doorbells {
 
 impl Doorbells {
     /// Nothing if there are none, or if their memory could be taken away under us.
-    fn map(behind: Arc<AtomicBool>, memory: OwnedFd, places: Vec<wire::Doorbell>) -> Option<Self> {
+    fn map(behind: Arc<Behind>, memory: OwnedFd, places: Vec<wire::Doorbell>) -> Option<Self> {
         let last = places.iter().map(|doorbell| doorbell.place).max()?;
         let mmio = Mmio::of_process(memory.as_fd(), 0, last.checked_add(4)?).ok()??;
         Some(Doorbells { behind, memory, mmio, places: places.into() })
@@ -508,7 +508,7 @@ impl Doorbells {
     fn store(&self, offset: u32, bytes: &[u8]) -> bool {
         let Some(doorbell) = self.places.iter().find(|doorbell| doorbell.offset == offset) else { return false };
         let &[a, b, c, d] = bytes else { return false };
-        if self.behind.load(Ordering::Relaxed) {
+        if self.behind.is() {
             return false;
         }
         self.mmio.store(doorbell.place, u32::from_ne_bytes([a, b, c, d]));
@@ -520,7 +520,7 @@ impl Doorbells {
 #[derive(Debug)]
 pub struct Messages {
     link: Shared,
-    behind: Arc<AtomicBool>,
+    behind: Arc<Behind>,
     region: u32,
     doorbells: Option<Arc<Doorbells>>,
 }
@@ -532,7 +532,11 @@ impl Far for Messages {
     }
 
     fn is_behind(&self) -> bool {
-        self.behind.load(Ordering::Relaxed)
+        self.behind.is()
+    }
+
+    fn settled(&self) {
+        self.behind.settled();
     }
 
     fn write(&self, offset: u32, bytes: &[u8]) {

@@ -7,6 +7,9 @@
 //! Who dies between question and answer leaves the answer behind, for the next to find and skip. Questions are therefore numbered by one
 //! count, which lies in the locked memory.
 //!
+//! Beside that count stands whether something was posted that the server may not have done yet: who died after that has left it to a successor,
+//! whose doorbells by memory would overtake it.
+//!
 //! # What a dead asker has done
 //!
 //! Its question was sent or not, and if it was, the server does what it says, once, before anything that is said later. Nobody repeats it. What
@@ -30,9 +33,9 @@
 
 use std::io;
 use std::os::fd::OwnedFd;
-use std::sync::atomic::AtomicU32;
 use std::sync::atomic::Ordering::Relaxed;
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::sync::atomic::{AtomicBool, AtomicU32};
+use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError};
 
 use rustix::fs::{FlockOperation, fcntl_lock};
 use rustix::io::Errno;
@@ -50,15 +53,66 @@ fn here() -> MutexGuard<'static, ()> {
 pub struct Turns {
     /// `None` only while it is dropped.
     memory: Option<Region>,
-    /// The number of the last question.
-    last: Span<AtomicU32>,
+    /// The number of the last question; and 1 while whoever drives the device is [`Behind`].
+    words: Span<AtomicU32>,
+}
+
+const LAST: usize = 0;
+const BEHIND: usize = 1;
+
+/// Whether something was posted that the server may not have done yet: what it learns without a message would overtake that.
+#[derive(Debug, Default)]
+pub struct Behind {
+    /// By us.
+    here: AtomicBool,
+    /// By whoever drove the device.
+    shared: OnceLock<Span<AtomicU32>>,
+}
+
+impl Behind {
+    /// From now on others have the connection, too.
+    fn share(&self, words: Span<AtomicU32>) {
+        if self.here.load(Relaxed) {
+            words[BEHIND].store(1, Relaxed);
+        }
+        // Shared twice, it is the same memory.
+        let _ = self.shared.set(words);
+    }
+
+    /// Whether it is so.
+    #[inline]
+    pub fn is(&self) -> bool {
+        self.here.load(Relaxed) || self.shared.get().is_some_and(|words| words[BEHIND].load(Relaxed) != 0)
+    }
+
+    /// Something is about to be posted.
+    pub fn posting(&self) {
+        self.here.store(true, Relaxed);
+        if let Some(words) = self.shared.get() {
+            words[BEHIND].store(1, Relaxed);
+        }
+    }
+
+    /// A question was answered: what we posted before was done before. Of what others posted we know nothing.
+    pub fn answered(&self) {
+        if self.here.swap(false, Relaxed) {
+            self.settled();
+        }
+    }
+
+    /// A question was answered that was asked since we drive the device: nobody else posts.
+    pub fn settled(&self) {
+        if let Some(words) = self.shared.get() {
+            words[BEHIND].store(0, Relaxed);
+        }
+    }
 }
 
 impl Turns {
     /// For a connection that nobody shared so far, on which question number `last` was asked.
     pub fn create(last: u16) -> Result<Self, RegionError> {
         let turns = Self::over(Region::create("tasuki-vfio-user-turns", PAGE_LEN, Pages::Small)?)?;
-        turns.last[0].store(last.into(), Relaxed);
+        turns.words[LAST].store(last.into(), Relaxed);
         Ok(turns)
     }
 
@@ -68,11 +122,18 @@ impl Turns {
     }
 
     fn over(memory: Region) -> Result<Self, RegionError> {
-        Ok(Turns { last: memory.span(0, 1)?, memory: Some(memory) })
+        Ok(Turns { words: memory.span(0, 2)?, memory: Some(memory) })
     }
 
     fn memory(&self) -> &Region {
         self.memory.as_ref().expect("it is there until the end")
+    }
+
+    /// Has others know what `behind` knows.
+    pub fn tell(&self, behind: &Behind) {
+        if let Ok(words) = self.memory().span(0, 2) {
+            behind.share(words);
+        }
     }
 
     /// For another process.
@@ -90,9 +151,9 @@ impl Turns {
                 other => break other?,
             }
         }
-        let number = self.last[0].load(Relaxed).wrapping_add(1);
+        let number = self.words[LAST].load(Relaxed).wrapping_add(1);
         // Before it is asked: whoever finds our answer must not have the same number.
-        self.last[0].store(number, Relaxed);
+        self.words[LAST].store(number, Relaxed);
         Ok(Turn { turns: self, number, _here: here })
     }
 }

@@ -1,0 +1,94 @@
+//! Learning early that a worker is no more.
+//!
+//! A process that was killed takes itself apart before its pidfd tells: half a millisecond, in which nobody drives its NIC. But the kernel marks the
+//! robust futex in the worker's pulse (`letter::pulse::LIFE`) as soon as its thread begins to end. A thread of ours sleeps on each, and says so.
+
+use std::io::Read;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::sync::Arc;
+use std::sync::atomic::AtomicU32;
+use std::sync::atomic::Ordering::{AcqRel, Acquire};
+use std::time::Duration;
+
+use anyhow::{Context, Result};
+use rustix::thread::futex;
+use tasuki_relay::letter::pulse;
+use tasuki_shm::region::Span;
+
+use super::Supervisor;
+use super::worker::Words;
+
+/// How long a worker's futex is left alone that was not marked as its own yet.
+const YET: Duration = Duration::from_millis(50);
+
+/// Where it is told.
+#[derive(Debug)]
+pub struct Tombs {
+    told: std::io::PipeReader,
+    tell: Arc<OwnedFd>,
+}
+
+fn life(pulse: &Words) -> Option<Span<AtomicU32>> {
+    pulse.region().span(8 * pulse::LIFE, 1).ok()
+}
+
+impl Tombs {
+    pub fn new() -> Result<Self> {
+        let (told, tell) = std::io::pipe().context("the kernel has no pipes left")?;
+        rustix::io::ioctl_fionbio(&told, true)?;
+        Ok(Tombs { told, tell: Arc::new(tell.into()) })
+    }
+
+    pub fn fd(&self) -> BorrowedFd<'_> {
+        self.told.as_fd()
+    }
+
+    /// Has it told when worker `number`, whose pulse this is, ends.
+    pub fn watch(&self, number: u32, pulse: &Words) {
+        let (Some(life), tell) = (life(pulse), Arc::clone(&self.tell)) else { return };
+        // Without a thread its pidfd tells.
+        let _ = std::thread::Builder::new().name(format!("tomb of {number}")).spawn(move || {
+            await_end(&life[0]);
+            let _ = rustix::io::write(&*tell, &number.to_ne_bytes());
+        });
+    }
+
+    /// Those who have ended.
+    fn take(&mut self) -> Vec<u32> {
+        let mut bytes = [0; 4 * 64];
+        let len = self.told.read(&mut bytes).unwrap_or(0);
+        bytes[..len].as_chunks().0.iter().map(|number| u32::from_ne_bytes(*number)).collect()
+    }
+}
+
+/// Sleeps until the word says that its thread has ended.
+fn await_end(life: &AtomicU32) {
+    loop {
+        let word = life.load(Acquire);
+        if word & pulse::ENDED != 0 {
+            return;
+        }
+        let yet = (word == 0).then(|| YET.try_into().expect("50 ms"));
+        // Whatever it says: the word is looked at again.
+        let _ = futex::wait(life, futex::Flags::empty(), word, yet.as_ref());
+    }
+}
+
+/// Ends the thread that waits for a worker that is gone by now, whether the kernel has marked its futex or not.
+pub fn close(pulse: &Words) {
+    if let Some(life) = life(pulse) {
+        life[0].fetch_or(pulse::ENDED, AcqRel);
+        let _ = futex::wake(&life[0], futex::Flags::empty(), 1);
+    }
+}
+
+impl Supervisor {
+    /// Threads have ended, as the kernel says or as they do: who says so and lives is killed for it, before anybody acts on it.
+    pub(super) fn lives_ended(&mut self) {
+        for number in self.tombs.take() {
+            let Some(worker) = self.workers.get(&number) else { continue };
+            worker.process.kill();
+            self.driver_ended(number);
+        }
+    }
+}
