@@ -16,6 +16,7 @@ mod run;
 mod seat;
 mod store;
 mod tomb;
+mod warm;
 mod work;
 
 use std::path::PathBuf;

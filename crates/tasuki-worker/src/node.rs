@@ -14,7 +14,7 @@ use tasuki_relay::worker::{Input, Tables};
 use crate::board::{Board, Book, Pulse};
 use crate::post::{Heard, Post};
 use crate::seat::{Common, Given, Seat};
-use crate::{confine, kit, store};
+use crate::{confine, kit, store, warm};
 
 /// Looks in vain before a worker that may sleep does.
 const IDLE_LOOKS: u32 = 4096;
@@ -78,6 +78,7 @@ pub fn run() -> Result<()> {
     }
     // Without, the daemon learns of our end by our pidfd, a little later.
     let marked = node.common.pulse.mark_life().err();
+    warm::pages();
     let mut unconfined = confine::confine(begin.memlock)?.0;
     unconfined.extend(marked.map(|error| format!("the end of this worker will be noticed late: {error}")));
     let reads = vec![store::versions::<e1000e::Sash>()];
