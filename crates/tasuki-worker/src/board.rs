@@ -25,10 +25,12 @@ pub fn now_ns() -> u64 {
 /// Shared memory of at least `len` bytes that nobody can take away.
 fn adopt(memory: OwnedFd, len: usize) -> Result<Region, RegionError> {
     let region = Region::adopt(memory)?;
-    match region.len() {
-        have if have < len => Err(RegionError::Truncated { have, need: len }),
-        _ => Ok(region),
+    if region.len() < len {
+        return Err(RegionError::Truncated { have: region.len(), need: len });
     }
+    // A fault costs as much as a burst.
+    region.populate();
+    Ok(region)
 }
 
 /// A NIC's board.

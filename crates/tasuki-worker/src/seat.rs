@@ -436,8 +436,13 @@ where
         }
         // To go on is a turn: what a predecessor remembered is true before and after.
         let turns = self.ledger.as_ref().map_or(0, Ledger::turns);
-        let book = common.book.read(self.given.number, turns);
-        common.book.write(self.given.number, turns.wrapping_add(1), book);
+        let book = match work::remembers(common.work) {
+            true => common.book.read(self.given.number, turns),
+            false => Default::default(),
+        };
+        if work::remembers(common.work) {
+            common.book.write(self.given.number, turns.wrapping_add(1), book);
+        }
         fail::point("take.salvaged");
         let nic = N::go_on(prepared, &self.sash).map_err(|failed| store::refused(&failed.error))?;
         self.card = Card::Driven(nic);

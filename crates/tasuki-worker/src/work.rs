@@ -15,6 +15,11 @@ use crate::{fail, run};
 /// Whom a source's frames are for: everybody.
 const TO: Mac = Mac([0xff; 6]);
 
+/// Whether this work must remember anything exactly.
+pub fn remembers(work: letter::Work) -> bool {
+    work == letter::Work::Sink
+}
+
 /// Work on one NIC.
 #[derive(Debug)]
 pub struct Job {
@@ -41,7 +46,7 @@ impl Job {
     #[inline]
     pub fn remember(&self) -> Option<[u64; COPY]> {
         let Account { seen, missing, late, next } = self.account;
-        (self.work == letter::Work::Sink).then_some([seen, missing, late, next, 0, 0, 0, 0])
+        remembers(self.work).then_some([seen, missing, late, next, 0, 0, 0, 0])
     }
 
     /// One burst in and one out; says how many frames moved. What stands in `burst` afterwards is in hand.

@@ -96,6 +96,7 @@ impl From<AdoptError> for PartsError {
 
 fn slot_table(slots: Geometry) -> Result<Span<Line>, RegionError> {
     let table = Region::create("tasuki-nic-slots", table_lines(slots.count) * 64, Pages::Small)?;
+    table.populate();
     table.span(0, table_lines(slots.count))
 }
 

@@ -38,8 +38,10 @@ impl<B: Bus> E1000e<B> {
 
     /// The ledger is ours. A predecessor that died may have committed what it did not tell the card, so the doorbells are rung again; and it
     /// may have been about to halt the card.
-    fn take_over_ledger(&mut self) {
-        self.open_ledger();
+    fn take_over_ledger(&mut self, sash: &Sash) {
+        // Nothing of that is the driver's alone, and somebody waits.
+        self.memory.ledger().write_seldom(sash.seldom());
+        self.enter_ledger();
         if self.memory.ledger().is_halted() {
             park::go_on(&self.mmio);
             self.held = true;
@@ -124,7 +126,7 @@ impl<B: Bus> InPlace for E1000e<B> {
         };
         let held = sash.flow_control & 2 == 2;
         let mut nic = E1000e { held, ..Self::assemble(bus, memory, parts) };
-        nic.take_over_ledger();
+        nic.take_over_ledger(sash);
         Ok(nic)
     }
 

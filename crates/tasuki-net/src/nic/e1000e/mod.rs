@@ -147,11 +147,16 @@ impl<B: Bus> E1000e<B> {
 
     /// The ledger is ours, and says how things are.
     fn open_ledger(&mut self) {
+        self.write_seldom();
+        self.enter_ledger();
+    }
+
+    /// The same, where it says already how things are.
+    fn enter_ledger(&mut self) {
         let ledger = self.memory.ledger();
         if ledger.whose() == Some((Sash::KIND, Sash::VERSION)) {
             self.transmit.set_given(ledger.cursors()[GIVEN]);
         }
-        self.write_seldom();
         self.commits = self.memory.ledger().commits();
         // Whatever was committed before: this is another, one turn later.
         self.committed = [u64::MAX; CURSORS];
