@@ -69,13 +69,26 @@ pub struct Daemon {
     pub deadline_ms: u64,
     /// How long a worker may take to map a NIC and to check that it understands it.
     pub prepare_ms: u64,
+    /// Whether a node whose workers keep dying goes without after a while.
+    pub restart: Restart,
     /// The program that is the worker; without, `tasuki-worker` beside the daemon, or on the PATH.
     pub worker: Option<PathBuf>,
 }
 
+/// When a dead worker is replaced.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Restart {
+    /// After pauses that grow, and no more after six deaths in a minute: see `supervisor::policy`.
+    #[default]
+    Careful,
+    /// At once, always, for those who kill workers on purpose.
+    Always,
+}
+
 impl Default for Daemon {
     fn default() -> Self {
-        Daemon { hang_after_ms: 200, deadline_ms: 1000, prepare_ms: 10_000, worker: None }
+        Daemon { hang_after_ms: 200, deadline_ms: 1000, prepare_ms: 10_000, restart: Restart::Careful, worker: None }
     }
 }
 

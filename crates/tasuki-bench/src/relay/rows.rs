@@ -41,13 +41,12 @@ fn noted<'s>(sample: &'s Sample, case: &str, name: &str) -> Result<&'s [f64]> {
     (!numbers.is_empty()).then_some(numbers).with_context(|| format!("{case} notes {name}"))
 }
 
-/// The number below which a share of `numbers` lies.
-fn quantile(numbers: &[f64], share: f64) -> f64 {
+/// The number below which so many thousandths of `numbers` lie.
+fn quantile(numbers: &[f64], thousandths: usize) -> f64 {
     let mut sorted = numbers.to_vec();
     sorted.sort_unstable_by(f64::total_cmp);
     let last = sorted.len().saturating_sub(1);
-    // The share is between 0 and 1, and the list no longer than memory.
-    sorted.get((last as f64 * share).ceil() as usize).copied().unwrap_or(0.0)
+    sorted.get((last * thousandths).div_ceil(1000)).copied().unwrap_or(0.0)
 }
 
 fn relay(samples: &Samples, case: &'static str) -> Result<Vec<Row>> {
@@ -81,12 +80,12 @@ fn relay(samples: &Samples, case: &'static str) -> Result<Vec<Row>> {
         row("pause_max", summary.max as f64 / 1e3, None),
     ];
     if gaps.len() > 20 {
-        rows.push(row("gap_p50", quantile(gaps, 0.5) / 1e3, None));
-        rows.push(row("gap_p99", quantile(gaps, 0.99) / 1e3, None));
+        rows.push(row("gap_p50", quantile(gaps, 500) / 1e3, None));
+        rows.push(row("gap_p99", quantile(gaps, 990) / 1e3, None));
     }
-    rows.push(row("gap_max", quantile(gaps, 1.0) / 1e3, None));
+    rows.push(row("gap_max", quantile(gaps, 1000) / 1e3, None));
     if case.starts_with("takeover") {
-        rows.push(row("until_known_p50", quantile(noted(sample, case, "until_known")?, 0.5) / 1e3, None));
+        rows.push(row("until_known_p50", quantile(noted(sample, case, "until_known")?, 500) / 1e3, None));
     }
     Ok(rows)
 }
@@ -116,10 +115,10 @@ fn of_mint(samples: &Samples) -> Result<Table> {
     for (case, what) in ours {
         let Ok(sample) = samples.of(case) else { continue };
         let of = |name| noted(sample, case, name);
-        let outage = quantile(of("gap")?, 0.5) / 1e6;
+        let outage = quantile(of("gap")?, 500) / 1e6;
         let lost: f64 = of("lost")?.iter().sum();
         let relays: f64 = of("relays")?.iter().sum();
-        let asked = quantile(of("replaced")?, 0.5) / 1e6;
+        let asked = quantile(of("replaced")?, 500) / 1e6;
         table.add_row([
             what.to_owned(),
             format!("{asked:.2}"),
@@ -166,18 +165,18 @@ fn of_minix(samples: &Samples) -> Result<Table> {
     ];
     for (case, what) in ours {
         let Ok(sample) = samples.of(case) else { continue };
-        let millis = |name, share| {
-            Ok::<String, anyhow::Error>(format!("{:.3}", quantile(noted(sample, case, name)?, share) / 1e6))
+        let millis = |name, thousandths| {
+            Ok::<String, anyhow::Error>(format!("{:.3}", quantile(noted(sample, case, name)?, thousandths) / 1e6))
         };
         let all = noted(sample, case, "replaced")?;
         let mean = all.iter().sum::<f64>() / all.len().max(1) as f64 / 1e6;
         table.add_row([
             what.to_owned(),
-            millis("replaced", 1.0)?,
+            millis("replaced", 1000)?,
             format!("{mean:.3}"),
-            millis("replaced", 0.0)?,
-            millis("trip_quiet", 1.0)?,
-            millis("trip", 1.0)?,
+            millis("replaced", 0)?,
+            millis("trip_quiet", 1000)?,
+            millis("trip", 1000)?,
         ]);
         let pause = sample.summary();
         table.add_row([

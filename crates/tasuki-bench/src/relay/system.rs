@@ -84,7 +84,8 @@ impl System {
         };
         let nic = format!("[[nic]]\nname = \"nic0\"\ndevice = \"vfio-user:{}\"\nnode = \"red\"\n", card.display());
         let config = folder.join("tasuki.toml");
-        std::fs::write(&config, [node("red", "blue"), node("blue", "red"), nic].concat())?;
+        let daemon = "[daemon]\nrestart = \"always\"\n\n".to_owned();
+        std::fs::write(&config, [daemon, node("red", "blue"), node("blue", "red"), nic].concat())?;
         let this = std::env::current_exe().context("the bench could not find its own executable")?;
         let program = this.with_file_name("tasukid");
         let mut command = Command::new(&program);

@@ -13,6 +13,7 @@ use super::policy::{self, Death, Verdict};
 use super::{About, PATIENCE, Supervisor, Token, iova_of, now, watch};
 use crate::channel::{self, Nothing};
 use crate::config::Device;
+use crate::config::Restart;
 use crate::process::Process;
 
 /// Of what an opener says to people, so much is repeated.
@@ -170,7 +171,8 @@ impl Supervisor {
         card.failures.push(Death { at: now(), had_begun: true });
         let name = card.config.name.clone();
         let trouble = format!("{name} cannot be opened: {why}");
-        let decision = policy::decide(&card.failures, now());
+        // A device that does not open is no worker that somebody killed.
+        let decision = policy::decide(Restart::Careful, &card.failures, now());
         card.opening = match decision.verdict {
             Verdict::Now => Opening::NotBefore(now() + policy::PAUSE),
             Verdict::At(at) => Opening::NotBefore(at),

@@ -6,8 +6,11 @@
 //! | 2, 3, 4, 5                          | after 0.1 s · 4ⁿ  | it may be the same again: machine and log get time                |
 //! | 6                                   | never             | six deaths in a minute are no accident                            |
 //! | 3 in a row that never heard orders  | never             | the program does not even start                                   |
+//! | any number, with `restart = "always"`| at once           | somebody kills workers on purpose                                 |
 
 use std::time::Duration;
+
+use crate::config::Restart;
 
 /// How far back a death counts.
 pub const MEMORY: Duration = Duration::from_secs(60);
@@ -48,11 +51,14 @@ pub struct Decision {
 }
 
 /// Whether and when there is to be a fresh worker, after these deaths, oldest first.
-pub fn decide(deaths: &[Death], now: Duration) -> Decision {
+pub fn decide(restart: Restart, deaths: &[Death], now: Duration) -> Decision {
     let decision = |verdict, because| Decision { verdict, because };
     let in_a_row = deaths.iter().rev().take_while(|death| !death.had_begun).count();
     if in_a_row >= STILLBORN {
         return decision(Verdict::GiveUp, "its program ended three times in a row before it heard an order");
+    }
+    if restart == Restart::Always {
+        return decision(Verdict::Now, "the configuration says always");
     }
     let lately: Vec<_> = deaths.iter().filter(|death| now.saturating_sub(death.at) < MEMORY).collect();
     match (lately.len(), lately.last()) {
@@ -80,7 +86,7 @@ mod tests {
     #[test]
     fn the_table() {
         let ms = Duration::from_millis;
-        let after = |at: &[u64], now| decide(&deaths(at), ms(now)).verdict;
+        let after = |at: &[u64], now| decide(Restart::Careful, &deaths(at), ms(now)).verdict;
         assert_eq!(after(&[], 5), Verdict::Now);
         assert_eq!(after(&[1000], 1000), Verdict::Now);
         assert_eq!(after(&[1000, 2000], 2000), Verdict::At(ms(2100)));
@@ -97,13 +103,28 @@ mod tests {
         let still = |at| Death { at: Duration::from_secs(at), had_begun: false };
         let begun = Death { at: Duration::from_secs(200), had_begun: true };
         let now = Duration::from_secs(1000);
-        assert_eq!(decide(&[still(1), still(100)], now).verdict, Verdict::Now);
-        assert_eq!(decide(&[still(1), still(100), still(200)], now).verdict, Verdict::GiveUp, "however long it takes");
-        assert_eq!(decide(&[still(1), still(100), begun, still(300)], now).verdict, Verdict::Now);
+        assert_eq!(decide(Restart::Careful, &[still(1), still(100)], now).verdict, Verdict::Now);
+        assert_eq!(
+            decide(Restart::Careful, &[still(1), still(100), still(200)], now).verdict,
+            Verdict::GiveUp,
+            "however long it takes"
+        );
+        assert_eq!(decide(Restart::Careful, &[still(1), still(100), begun, still(300)], now).verdict, Verdict::Now);
+    }
+
+    #[test]
+    fn who_kills_workers_on_purpose_gets_fresh_ones() {
+        let always = |at: &[Death]| decide(Restart::Always, at, Duration::ZERO).verdict;
+        assert_eq!(always(&deaths(&[1; 100])), Verdict::Now);
+        let still = Death { at: Duration::ZERO, had_begun: false };
+        assert_eq!(always(&[still; 3]), Verdict::GiveUp, "a program that does not start is another matter");
     }
 
     #[test]
     fn a_clock_that_went_back_counts_every_death() {
-        assert_eq!(decide(&deaths(&[10, 20, 30, 40, 50, 60]), Duration::ZERO).verdict, Verdict::GiveUp);
+        assert_eq!(
+            decide(Restart::Careful, &deaths(&[10, 20, 30, 40, 50, 60]), Duration::ZERO).verdict,
+            Verdict::GiveUp
+        );
     }
 }

@@ -134,7 +134,7 @@ impl Supervisor {
             }
             return;
         }
-        let decision = policy::decide(&node.deaths, now());
+        let decision = policy::decide(self.config.daemon.restart, &node.deaths, now());
         match decision.verdict {
             Verdict::Now => {
                 for _ in 0..missing {
