@@ -3,6 +3,7 @@
 //! What is measured is what a user has: processes that are started, confined, told by a daemon, and ended. A pause is from the giver's last
 //! burst (of one that is killed: from the kill) to the taker's first look at the rings, by the clock that all processes share.
 
+use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
@@ -62,6 +63,14 @@ impl Drop for System {
     }
 }
 
+/// Ends the daemon of this directory with all its workers, if there is one: that of a role that was killed.
+pub fn stop(folder: &Path) {
+    if tasuki_control::place::api_socket(folder).exists() {
+        // Who does not answer is gone already.
+        let _ = client::ask(folder, Verb::POST, "/v1/stop", None);
+    }
+}
+
 fn kill(pid: u32) {
     let pid = i32::try_from(pid).ok().and_then(Pid::from_raw);
     // Who is gone already is what was wanted.
@@ -83,14 +92,20 @@ impl System {
             )
         };
         let nic = format!("[[nic]]\nname = \"nic0\"\ndevice = \"vfio-user:{}\"\nnode = \"red\"\n", card.display());
+        Self::configured(folder, &[node("red", "blue"), node("blue", "red"), nic].concat())
+    }
+
+    /// The same with another configuration, in which nodes and card have the same names.
+    pub fn configured(folder: &Path, configuration: &str) -> Result<Self> {
         let config = folder.join("tasuki.toml");
-        std::fs::write(&config, [node("red", "blue"), node("blue", "red"), nic].concat())?;
+        std::fs::write(&config, configuration)?;
         let this = std::env::current_exe().context("the bench could not find its own executable")?;
         let program = this.with_file_name("tasukid");
         let mut command = Command::new(&program);
         command.arg("--foreground").arg("--config").arg(&config).arg("--dir").arg(folder);
         let log = std::fs::File::create(folder.join("tasukid.log"))?;
-        command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(log);
+        // What is typed into the bench's terminal would end it alone, and its workers would go on.
+        command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(log).process_group(0);
         let daemon = command.spawn().with_context(|| format!("{} cannot be started; build it", program.display()))?;
         let system = System { daemon, folder: folder.to_owned() };
         system.await_steady(None)?;
