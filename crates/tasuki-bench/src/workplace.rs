@@ -30,7 +30,10 @@ impl Workplace {
         let name = format!("{PREFIX}{}-{number}", std::process::id());
         let directory = std::env::temp_dir().join(&name);
         // A daemon refuses one that others can write to.
-        DirBuilder::new().mode(0o700).create(&directory).with_context(|| format!("{} could not be made", directory.display()))?;
+        DirBuilder::new()
+            .mode(0o700)
+            .create(&directory)
+            .with_context(|| format!("{} could not be made", directory.display()))?;
         Ok(Workplace { directory, shm_prefix: format!("{name}_") })
     }
 

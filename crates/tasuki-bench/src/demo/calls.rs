@@ -25,10 +25,10 @@ const SHOWN: &[&str] =
     &["ping-pong-tight", "spin-inline", "spin-slot", "same-core", "pipelined", "iceoryx2", "seqpacket-same-core"];
 
 /// Replacements of each kind.
-const REPLACEMENTS: u32 = 10;
+const REPLACEMENTS: u32 = 5;
 
 /// Calls between two replacements.
-const CALLS_BETWEEN: u64 = 20_000;
+const CALLS_BETWEEN: u64 = 10_000;
 
 /// The ledger's size: one word a call, in the state that the servers hand on.
 const LEDGER: u64 = 1 << 20;

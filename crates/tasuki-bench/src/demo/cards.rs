@@ -2,7 +2,7 @@
 
 use std::time::{Duration, Instant};
 
-use anyhow::{Result, bail, ensure};
+use anyhow::{Context, Result, bail, ensure};
 use tasuki_control::api::types::Method;
 
 use crate::case::Case;
@@ -37,7 +37,7 @@ pub struct Act {
     pub what: &'static str,
     /// What is asked of the daemon.
     pub relay: Relay,
-    /// How often.
+    /// How often. A daemon that loses worker after worker waits longer each time before it starts another.
     pub times: u32,
     /// Whether frames may be lost.
     pub loses: bool,
@@ -45,21 +45,33 @@ pub struct Act {
     pub papers: &'static str,
 }
 
+impl Act {
+    /// What happens, and how often.
+    pub fn title(&self) -> String {
+        if self.times > 1 { format!("{}, {} ×", self.what, self.times) } else { self.what.to_owned() }
+    }
+}
+
+/// A line of the table.
+pub fn line(what: &str, [a, b, c, d, e]: [String; 5]) {
+    println!("  {what:<53}{a:>10}{b:>7}{c:>14}{d:>15}{e:>15}");
+}
+
 /// In the order in which they happen.
 pub const ACTS: [Act; 4] = [
     Act {
         name: "upgrade",
-        what: "the program that drives it is replaced by a fresh one",
+        what: "the driving program is replaced by a fresh one",
         relay: Relay::Upgrade { store: false },
-        times: 5,
+        times: 3,
         loses: false,
         papers: "to replace a driver MINIX 3 needs 316 µs, AnT 568 µs; while it sends, 316 µs and 10,140 µs (S1)",
     },
     Act {
         name: "takeover",
-        what: "that program is killed (SIGKILL); another stood by",
+        what: "the driving program is killed; another stood by",
         relay: Relay::Takeover,
-        times: 5,
+        times: 3,
         loses: false,
         papers: "",
     },
@@ -67,7 +79,7 @@ pub const ACTS: [Act; 4] = [
         name: "warm",
         what: "it goes to another owner as it is",
         relay: Relay::Give(Method::Keep),
-        times: 5,
+        times: 3,
         loses: false,
         papers: "Mint, by the interrupt's routing: nothing is received for less than 1,000 µs (S0)",
     },
@@ -113,7 +125,7 @@ fn play(mut orders: Orders) -> Result<Sample> {
             let (pause, _) = system.relay(act.relay)?;
             sample.note(&format!("{} pause", act.name), pause as f64);
         }
-        std::thread::sleep(QUIET);
+        await_frames(&control).with_context(|| format!("{}: {}", act.what, system.describe()))?;
         control.say(&Ask::End)?;
         let outcome: Outcome = loop {
             if let Say::Outcome(outcome) = control.hear()? {
@@ -131,14 +143,30 @@ fn play(mut orders: Orders) -> Result<Sample> {
     Ok(sample)
 }
 
+/// Waits until frames come back: after a reset that is when the link is up.
+fn await_frames(control: &Control) -> Result<()> {
+    let began = Instant::now();
+    // The first answer also speaks of the time before.
+    for round in 0_u32.. {
+        control.say(&Ask::Window)?;
+        let gap = loop {
+            if let Say::Window(gap, _) = control.hear()? {
+                break gap;
+            }
+        };
+        if gap > 0 && round > 0 {
+            break;
+        }
+        ensure!(began.elapsed() < PATIENCE, "no frame comes back");
+        std::thread::sleep(QUIET);
+    }
+    Ok(())
+}
+
 /// Runs it, and says what happened.
 pub fn show(cpus: Cpus, interrupt: &Interrupt) -> Result<()> {
     println!("a network card (a model of Intel's 82574L) at 1 Gb/s: 1,488,095 frames a second, each sent back");
-    let columns = ["lost", "twice", "disorder", "undriven", "longest gap"];
-    println!(
-        "  {:<54}{:>10}{:>7}{:>10}{:>14}{:>15}",
-        "", columns[0], columns[1], columns[2], columns[3], columns[4]
-    );
+    line("frames", ["lost", "twice", "out of order", "nobody drives", "longest gap"].map(str::to_owned));
     let sample = pair::run(&CASES[0], CASES[0].calls, cpus, interrupt)?;
     for act in &ACTS {
         row(act, &sample);
@@ -163,10 +191,8 @@ fn row(act: &Act, sample: &Sample) {
     let mut pauses = of("pause").to_vec();
     pauses.sort_unstable_by(f64::total_cmp);
     let pause = pauses.get(pauses.len() / 2).copied().unwrap_or(f64::NAN);
-    let times = if act.times > 1 { format!("{}, {} ×", act.what, act.times) } else { act.what.to_owned() };
     let gap = micros(of("gap").first().copied().unwrap_or(f64::NAN));
-    let (lost, twice, disorder) = (sum("lost"), sum("twice"), sum("disorder"));
-    println!("  {times:<54}{lost:>10}{twice:>7}{disorder:>10}{:>14}{gap:>15}", micros(pause));
+    line(&act.title(), [sum("lost"), sum("twice"), sum("disorder"), micros(pause), gap]);
     if !act.papers.is_empty() {
         println!("      {}", act.papers);
     }

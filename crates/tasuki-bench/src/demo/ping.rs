@@ -7,13 +7,12 @@ use std::path::Path;
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
-use anyhow::{Context, Result, bail, ensure};
+use anyhow::{Context, Result, anyhow, bail, ensure};
 use rustix::process::{Pid, Signal};
-use tasuki_control::api::types::Method;
 
-use super::cards::{ACTS, Act};
+use super::cards::{ACTS, Act, line};
 use crate::interrupt::Interrupt;
-use crate::relay::system::{Relay, System};
+use crate::relay::system::{System, now_ns};
 use crate::table::number;
 use crate::workplace::Workplace;
 
@@ -24,13 +23,16 @@ const INTERFACE: &str = "tasuki-wire";
 const OURS: &str = "192.0.2.1/24";
 const THEIRS: &str = "192.0.2.2";
 
-/// Questions while something happens, one a millisecond.
-const QUESTIONS: u32 = 3000;
+/// Questions while something happens once, one a millisecond.
+const QUESTIONS: u32 = 1500;
 
 /// Bounds whatever is waited for.
 const PATIENCE: Duration = Duration::from_secs(40);
 
 const LOOK: Duration = Duration::from_millis(5);
+
+/// `ping` asks for so long before anything happens.
+const QUIET: Duration = Duration::from_millis(100);
 
 /// Programs that are needed, and the Debian packages that they come in.
 const PROGRAMS: [(&str, &str); 3] = [("unshare", "util-linux"), ("ip", "iproute2"), ("ping", "iputils-ping")];
@@ -97,9 +99,8 @@ pub fn ping(folder: &Path) -> Result<()> {
             "[[node]]\nname = \"{name}\"\nwork = {{ answer = {{ address = \"{THEIRS}\" }} }}\ntrusts = [\"{other}\"]\n\n"
         )
     };
-    let nic = format!(
-        "[[nic]]\nname = \"nic0\"\ndevice = \"sim\"\nnode = \"red\"\nwire = [\"--tap\", \"{INTERFACE}\"]\n"
-    );
+    let nic =
+        format!("[[nic]]\nname = \"nic0\"\ndevice = \"sim\"\nnode = \"red\"\nwire = [\"--tap\", \"{INTERFACE}\"]\n");
     let system = System::configured(folder, &[node("red", "blue"), node("blue", "red"), nic].concat())?;
     ip(&["address", "add", OURS, "dev", INTERFACE])?;
     ip(&["link", "set", INTERFACE, "up"])?;
@@ -107,38 +108,47 @@ pub fn ping(folder: &Path) -> Result<()> {
     let first = Asking::begin(&["-c", "1", "-w", "30"])?.end(&interrupt)?;
     ensure!(first.came > 0, "no node answers ping at {THEIRS}; tasukid's log says more: {}", log(folder));
     println!("the same with this machine's own kernel on the wire: its ping asks the node once a millisecond");
-    println!("  {:<54}{:>10}{:>7}{:>10}{:>14}{:>15}", "", "lost", "twice", "asked", "undriven", "longest trip");
+    line("answers", ["lost", "twice", "asked", "nobody drives", "longest trip"].map(str::to_owned));
     for act in &ACTS {
-        interrupt.check()?;
-        // Several times in a row, as long as questions are asked.
-        let asking = Asking::begin(&["-i", "0.001", "-c", &QUESTIONS.to_string()])?;
-        let mut pauses = Vec::new();
+        let (mut pauses, mut all) = (Vec::new(), Said::default());
         for _ in 0..act.times {
-            std::thread::sleep(LOOK * 10);
-            interrupt.check()?;
-            pauses.push(system.relay(act.relay)?.0);
+            let (pause, said) = once(act, &system, &interrupt)?;
+            pauses.push(pause);
+            all.add(&said);
         }
-        let (mut asking, last) = (asking, act.relay == Relay::Give(Method::Cold));
-        ensure!(last || asking.goes_on()?, "ping had ended before all had happened: the machine is too busy to tell");
         pauses.sort_unstable();
-        row(act, &pauses, &asking.end(&interrupt)?)?;
+        row(act, &pauses, &all)?;
     }
     println!("  iperf3 is not run: it needs TCP, and no node of this version speaks it");
     Ok(())
 }
 
+/// Has something happen once while `ping` asks.
+fn once(act: &Act, system: &System, interrupt: &Interrupt) -> Result<(u64, Said)> {
+    // A link that comes up anew takes as long as all the questions of one that stays up.
+    let questions = if act.loses { QUESTIONS * 2 } else { QUESTIONS };
+    let asking = Asking::begin(&["-i", "0.001", "-c", &questions.to_string()])?;
+    std::thread::scope(|scope| {
+        let asked = scope.spawn(|| asking.end(interrupt).map(|said| (said, now_ns())));
+        std::thread::sleep(QUIET);
+        let pause = system.relay(act.relay)?.0;
+        let driving_at = system.nic()?.driving_at_ns.context("nobody drives the card")?;
+        let (said, ended_at) = asked.join().map_err(|_| anyhow!("the thread that waits for ping panicked"))??;
+        ensure!(
+            driving_at < ended_at,
+            "ping had ended before the card changed hands: this machine is too busy to tell"
+        );
+        Ok((pause, said))
+    })
+}
+
 fn row(act: &Act, pauses: &[u64], said: &Said) -> Result<()> {
     let lost = said.asked.saturating_sub(said.came);
     let pause = pauses.get(pauses.len() / 2).map_or(f64::NAN, |ns| *ns as f64 / 1e3);
-    let times = if act.times > 1 { format!("{}, {} ×", act.what, act.times) } else { act.what.to_owned() };
-    println!(
-        "  {times:<54}{:>10}{:>7}{:>10}{:>14}{:>15}",
-        number(f64::from(lost)),
-        said.twice,
-        number(f64::from(said.asked)),
-        number(pause.round()) + " µs",
-        number((said.longest_ms * 1e3).round()) + " µs"
-    );
+    let counts = [lost, said.twice, said.asked].map(|count| number(f64::from(count)));
+    let times = [pause, said.longest_ms * 1e3].map(|micros| number(micros.round()) + " µs");
+    let ([lost_text, twice, asked], [pause, longest]) = (counts, times);
+    line(&act.title(), [lost_text, twice, asked, pause, longest]);
     ensure!(
         said.twice == 0 && (act.loses || lost == 0),
         "{}: {lost} answers were lost and {} came twice, and none may: that is a bug",
@@ -196,7 +206,7 @@ impl Asking {
 }
 
 /// What `ping` said in the end.
-#[derive(Debug, PartialEq)]
+#[derive(Debug, Default, PartialEq)]
 struct Said {
     asked: u32,
     came: u32,
@@ -205,9 +215,18 @@ struct Said {
 }
 
 impl Said {
+    fn add(&mut self, other: &Said) {
+        self.asked += other.asked;
+        self.came += other.came;
+        self.twice += other.twice;
+        self.longest_ms = self.longest_ms.max(other.longest_ms);
+    }
+
     fn read(text: &str) -> Option<Self> {
         let counts = text.lines().find(|line| line.contains("packets transmitted"))?;
-        let of = |what: &str| counts.split(", ").find(|part| part.ends_with(what))?.trim_start_matches('+').split(' ').next();
+        let of = |what: &str| {
+            counts.split(", ").find(|part| part.ends_with(what))?.trim_start_matches('+').split(' ').next()
+        };
         let longest_ms = text
             .lines()
             .find_map(|line| line.strip_prefix("rtt min/avg/max/mdev = "))

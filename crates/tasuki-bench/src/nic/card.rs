@@ -17,8 +17,8 @@ const LINK_UP_NS: u64 = 1_000_000;
 /// Rounds of the model after which it looks for messages.
 const UNHEARD: u32 = 1024;
 
-/// A frame that has not come back so long after the last one is lost.
-const PATIENCE: Duration = Duration::from_millis(50);
+/// A frame that has not come back so long after the last one is lost. A driver that a busy machine does not run for a while has lost none.
+const PATIENCE: Duration = Duration::from_secs(2);
 
 fn card(link_up_ns: u64) -> Device {
     Device::new(Options { link_up_ns, ..Options::default() })

@@ -46,8 +46,12 @@ fn quantile(numbers: &[f64], share: f64) -> f64 {
     let mut sorted = numbers.to_vec();
     sorted.sort_unstable_by(f64::total_cmp);
     let last = sorted.len().saturating_sub(1);
-    // The share is between 0 and 1, and the list no longer than memory.
-    sorted.get((last as f64 * share).ceil() as usize).copied().unwrap_or(0.0)
+    #[expect(
+        clippy::cast_possible_truncation,
+        reason = "the share is between 0 and 1, and the list no longer than memory"
+    )]
+    let index = (last as f64 * share).ceil() as usize;
+    sorted.get(index).copied().unwrap_or(0.0)
 }
 
 fn relay(samples: &Samples, case: &'static str) -> Result<Vec<Row>> {

@@ -78,7 +78,7 @@ fn kill(pid: u32) {
 }
 
 /// In ns of the clock that the stamps of a relay are in.
-fn now_ns() -> u64 {
+pub fn now_ns() -> u64 {
     let now = rustix::time::clock_gettime(rustix::time::ClockId::Monotonic);
     now.tv_sec.unsigned_abs() * 1_000_000_000 + now.tv_nsec.unsigned_abs()
 }
@@ -98,7 +98,8 @@ impl System {
     /// The same with another configuration, in which nodes and card have the same names.
     pub fn configured(folder: &Path, configuration: &str) -> Result<Self> {
         let config = folder.join("tasuki.toml");
-        std::fs::write(&config, configuration)?;
+        // What is measured is no hang, and on a machine with much to do nobody has to run every 200 ms.
+        std::fs::write(&config, format!("[daemon]\nhang_after_ms = 5000\n\n{configuration}"))?;
         let this = std::env::current_exe().context("the bench could not find its own executable")?;
         let program = this.with_file_name("tasukid");
         let mut command = Command::new(&program);
@@ -140,11 +141,18 @@ impl System {
                 return Ok(nic.clone());
             }
             if began.elapsed() > PATIENCE {
-                let log = std::fs::read_to_string(self.folder.join("tasukid.log")).unwrap_or_default();
-                bail!("the NIC is not driven, or nobody stands by: {nic:?}, {:?}\n{log}", self.workers());
+                bail!("the NIC is not driven, or nobody stands by: {}", self.describe())
             }
             std::thread::sleep(LOOK);
         }
+    }
+
+    /// All that the daemon says, for whoever looks for a reason.
+    pub fn describe(&self) -> String {
+        let log = std::fs::read_to_string(self.folder.join("tasukid.log")).unwrap_or_default();
+        let counts: Result<Value> = self.ask(Verb::GET, "/v1/nics/nic0/counts", None);
+        let counts = counts.map_or_else(|error| format!("{error:#}"), |counts| counts.to_string());
+        format!("{:?}, {:?}, {counts}\n{log}", self.nic().ok(), self.workers().ok())
     }
 
     /// Waits until a node has a worker that could take a NIC.
