@@ -416,6 +416,12 @@ ring = 512
     }
 
     #[test]
+    fn the_example_is_read() {
+        let config = parse(include_str!("../../../docs/users/example.toml")).unwrap();
+        assert_eq!((config.node.len(), config.nic[0].device.clone()), (2, Device::Sim));
+    }
+
+    #[test]
     fn a_file_that_is_not_there_is_named() {
         let said = Config::read(Path::new("/nowhere/tasuki.toml")).unwrap_err().to_string();
         assert!(said.contains("/nowhere/tasuki.toml cannot be read"), "{said}");
