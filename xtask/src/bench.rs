@@ -9,6 +9,9 @@ use crate::{guest, needs, stream};
 
 /// Returns only if tasuki-bench could not be started.
 pub fn demo(checkout: &Checkout, args: &[OsString]) -> anyhow::Error {
+    if args.iter().any(|word| word.to_string_lossy().contains("tap")) {
+        needs::provide(&[needs::PING, needs::IP]);
+    }
     become_tasuki_bench(checkout, &[&["demo".into()], args].concat())
 }
 

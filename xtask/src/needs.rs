@@ -29,6 +29,13 @@ pub const QEMU: Need = Need {
     serves: "tests of the drivers on QEMU's cards, and through VFIO in a guest, will skip themselves",
 };
 
+/// Asks who is there, from this machine's own kernel.
+pub const PING: Need =
+    Need { program: "ping", package: "iputils-ping", serves: "the demo cannot ask over a TAP (--wire tap)" };
+
+/// Makes interfaces.
+pub const IP: Need = Need { program: "ip", package: "iproute2", serves: "the demo cannot set up a TAP (--wire tap)" };
+
 /// Counts instructions.
 pub const VALGRIND: Need =
     Need { program: "valgrind", package: "valgrind", serves: "instructions per packet are not counted" };

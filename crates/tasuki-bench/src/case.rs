@@ -7,7 +7,7 @@ use anyhow::{Context, Result};
 use crate::cpus::Cores;
 use crate::orders::Orders;
 use crate::sample::Sample;
-use crate::{call, floors, nic, peers, relay};
+use crate::{call, demo, floors, nic, peers, relay};
 
 /// One thing to measure: two processes, one of which serves calls that the other times.
 ///
@@ -64,7 +64,7 @@ pub fn of_relay() -> Vec<&'static Case> {
 
 /// Every case there is.
 fn all() -> impl Iterator<Item = &'static Case> {
-    of_call().into_iter().chain(nic::CASES).chain(relay::CASES)
+    of_call().into_iter().chain(nic::CASES).chain(relay::CASES).chain(demo::CASES)
 }
 
 /// The case of that name.

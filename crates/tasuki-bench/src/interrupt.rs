@@ -3,7 +3,8 @@
 use std::os::fd::{AsFd, BorrowedFd};
 use std::os::unix::net::UnixStream;
 
-use anyhow::{Context, Result};
+use anyhow::{Context, Result, ensure};
+use rustix::event::{PollFd, PollFlags, Timespec};
 use signal_hook::consts::{SIGINT, SIGTERM};
 
 /// Readable once the user or the system asked the bench to stop.
@@ -19,6 +20,15 @@ impl Interrupt {
             signal_hook::low_level::pipe::register(signal, writer).context("signals could not be caught")?;
         }
         Ok(Interrupt(reader))
+    }
+
+    /// Refuses to go on if somebody asked to stop.
+    pub fn check(&self) -> Result<()> {
+        let mut polled = [PollFd::new(&self.0, PollFlags::IN)];
+        // A wait that a signal cut short is asked again soon.
+        let came = rustix::event::poll(&mut polled, Some(&Timespec::default()));
+        ensure!(!came.is_ok_and(|count| count > 0), "interrupted");
+        Ok(())
     }
 }
 

@@ -63,8 +63,18 @@ enum Bench {
     /// The second worker of a relay. The bench starts itself with this.
     #[command(hide = true)]
     TakeTurns,
-    /// Shows what Tasuki does, with figures, in a few seconds.
-    Demo,
+    /// Shows what Tasuki does, with figures, in less than a minute.
+    Demo {
+        /// Also has this machine's own kernel on the wire of a network card that changes hands. Needs root.
+        #[arg(long, value_enum)]
+        wire: Option<demo::Cable>,
+    },
+    /// The part of the demo that runs in a network of its own. The demo starts itself with this.
+    #[command(hide = true)]
+    DemoPing {
+        /// Where files may be left.
+        folder: PathBuf,
+    },
     /// A server of the demo. The demo starts itself with this.
     #[command(hide = true)]
     DemoServer {
@@ -127,7 +137,8 @@ fn run() -> Result<()> {
         Bench::Nic(how) => bench("nic", &how, &case::of_nic(), |samples, _| Ok((nic::rows(samples)?, None))),
         Bench::Relay { how, guest } => relay(&how, guest.as_deref()),
         Bench::TakeTurns => relay::take_turns(),
-        Bench::Demo => demo::run(),
+        Bench::Demo { wire } => demo::run(wire),
+        Bench::DemoPing { folder } => demo::ping(&folder),
         Bench::DemoServer { office, cpu, path } => demo::serve(office, cpu, &path),
         Bench::Role { side, case } => {
             pair::play(side, &case).with_context(|| format!("case {case}: the {} role gave up", side.name()))

@@ -47,6 +47,15 @@ impl Samples {
     }
 }
 
+/// Runs all `cases` once, without a word.
+pub fn once(cases: &[&'static Case], cpus: Cpus, interrupt: &Interrupt) -> Result<Samples> {
+    let mut samples = Samples::default();
+    for case in cases {
+        samples.add(case.name, pair::run(case, case.calls, cpus, interrupt)?);
+    }
+    Ok(samples)
+}
+
 /// Runs all `cases` in turn, as often as `effort` says, with one line of progress per run.
 pub fn run(cases: &[&'static Case], effort: Effort, cpus: Cpus, interrupt: &Interrupt) -> Result<Samples> {
     let mut samples = Samples::default();

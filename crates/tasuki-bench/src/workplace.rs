@@ -1,10 +1,13 @@
 //! Where a pair of roles may leave files, and the promise that they are gone afterwards.
 
-use std::fs;
+use std::fs::{self, DirBuilder};
+use std::os::unix::fs::DirBuilderExt;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use anyhow::{Context, Result};
+
+use crate::relay::system::stop;
 
 /// How every name begins that a bench leaves anywhere. The process id of the bench follows.
 const PREFIX: &str = "tasuki-bench-";
@@ -26,7 +29,11 @@ impl Workplace {
         let number = NEXT.fetch_add(1, Ordering::Relaxed);
         let name = format!("{PREFIX}{}-{number}", std::process::id());
         let directory = std::env::temp_dir().join(&name);
-        fs::create_dir(&directory).with_context(|| format!("{} could not be made", directory.display()))?;
+        // A daemon refuses one that others can write to.
+        DirBuilder::new()
+            .mode(0o700)
+            .create(&directory)
+            .with_context(|| format!("{} could not be made", directory.display()))?;
         Ok(Workplace { directory, shm_prefix: format!("{name}_") })
     }
 
@@ -43,6 +50,7 @@ impl Workplace {
 
 impl Drop for Workplace {
     fn drop(&mut self) {
+        stop(&self.directory);
         // What cannot be removed now is tried again by the next bench (`sweep`).
         let _ = fs::remove_dir_all(&self.directory);
         remove_where(Path::new(SHM_DIRECTORY), |name| name.starts_with(&self.shm_prefix));
@@ -66,6 +74,7 @@ fn remove_where(directory: &Path, unwanted: impl Fn(&str) -> bool) {
     for entry in entries.flatten() {
         if entry.file_name().to_str().is_some_and(&unwanted) {
             let path = entry.path();
+            stop(&path);
             let _ = if path.is_dir() { fs::remove_dir_all(path) } else { fs::remove_file(path) };
         }
     }

@@ -2,6 +2,7 @@
 
 use std::collections::BTreeSet;
 use std::fmt;
+use std::net::Ipv4Addr;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
@@ -142,9 +143,19 @@ pub enum Work {
     Echo,
     /// Takes them in.
     Sink,
+    /// Answers `ping`.
+    Answer(Answer),
     /// Sends numbered ones.
     #[serde(rename_all = "kebab-case")]
     Source(Source),
+}
+
+/// Of who answers.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Answer {
+    /// Its address, without a length: it speaks to nobody first.
+    pub address: Ipv4Addr,
 }
 
 /// Of a source.
@@ -168,6 +179,7 @@ impl From<Work> for letter::Work {
         match work {
             Work::Echo => letter::Work::Echo,
             Work::Sink => letter::Work::Sink,
+            Work::Answer(Answer { address }) => letter::Work::Answer { address },
             Work::Source(Source { rate, size }) => letter::Work::Source { rate, size },
         }
     }
@@ -346,6 +358,10 @@ name = "green"
 work = "sink"
 trusts = ["red"]
 
+[[node]]
+name = "grey"
+work = { answer = { address = "192.0.2.2" } }
+
 [[nic]]
 name = "eth0"
 device = "vfio:0000:03:00.0"
@@ -359,6 +375,7 @@ ring = 512
         assert_eq!(config.daemon.hang_after(), Duration::from_millis(100));
         assert_eq!(config.daemon.deadline(), Duration::from_secs(1), "what is not named has a usual value");
         assert_eq!(config.node[1].work, Work::Source(Source { rate: 1000, size: 64 }));
+        assert_eq!(config.node[3].work, Work::Answer(Answer { address: Ipv4Addr::new(192, 0, 2, 2) }));
         assert!(config.node[0].standby && !config.node[1].standby);
         assert_eq!(config.nic[0].device, Device::Vfio("0000:03:00.0".to_owned()));
         assert!(config.trust("red", "blue") && config.trust("green", "green"));
@@ -380,6 +397,10 @@ ring = 512
             (
                 "[[node]]\nname = \"red\"\nwork = { source = { speed = 1 } }\n".to_owned(),
                 &["t.toml:3: unknown field `speed`", "`rate`"],
+            ),
+            (
+                "[[node]]\nname = \"red\"\nwork = { answer = { address = \"192.0.2\" } }\n".to_owned(),
+                &["t.toml:3: invalid IPv4 address"],
             ),
             ("[[node]]\nname = 5\n".to_owned(), &["t.toml:2: invalid type"]),
             ("[[node\n".to_owned(), &["t.toml:1:"]),
@@ -405,6 +426,12 @@ ring = 512
             assert!(parts.iter().all(|part| said.contains(part)), "{text}\n{said}");
             assert_eq!(said.lines().count(), 1, "one sentence: {said}");
         }
+    }
+
+    #[test]
+    fn the_example_is_read() {
+        let config = parse(include_str!("../../../docs/users/example.toml")).unwrap();
+        assert_eq!((config.node.len(), config.nic[0].device.clone()), (2, Device::Sim));
     }
 
     #[test]

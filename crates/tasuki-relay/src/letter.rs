@@ -8,6 +8,8 @@
 //! A letter with a field that the reader does not know is read without it; a letter of a kind that it does not know is refused with a
 //! sentence. [`SPEECH`] stands in the first one each way.
 
+use std::net::Ipv4Addr;
+
 use serde::{Deserialize, Serialize};
 
 use crate::wire;
@@ -44,6 +46,11 @@ pub enum Work {
     Echo,
     /// Takes frames in, and accounts for the numbers of those that are numbered.
     Sink,
+    /// Answers ARP and ICMP echo requests, and takes in what else comes.
+    Answer {
+        /// Whose it is.
+        address: Ipv4Addr,
+    },
     /// Sends numbered frames.
     Source {
         /// A second; 0 for as many as go.

@@ -1,6 +1,7 @@
 //! The process that drives a node's ports, as tasukid starts it; the opener, which takes a card out of its box for it; and one NIC by hand,
 //! as `tasuki nic` asks.
 
+mod answer;
 mod board;
 mod confine;
 mod device;

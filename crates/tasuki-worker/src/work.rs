@@ -1,5 +1,6 @@
 //! What a node does with frames, while it has no guests.
 
+use std::net::Ipv4Addr;
 use std::time::{Duration, Instant};
 
 use tasuki_net::nic::{InPlace, Mac, NicError};
@@ -7,6 +8,7 @@ use tasuki_net::port::{BURST_MAX, Burst, Frame};
 use tasuki_relay::letter::{self, pulse};
 use tasuki_shm::arena::Arena;
 
+use crate::answer::answer;
 use crate::board::{COPY, Pulse};
 use crate::numbered::{self, Account};
 use crate::pace::Pace;
@@ -59,7 +61,10 @@ impl Job {
         pulse: &Pulse,
     ) -> Result<usize, NicError> {
         match self.work {
-            letter::Work::Echo => echo(nic, burst, pulse),
+            letter::Work::Echo => send_back(nic, burst, pulse, receive_and_turn),
+            letter::Work::Answer { address } => {
+                send_back(nic, burst, pulse, |nic, burst, pulse| receive_and_answer(nic, burst, pulse, address))
+            }
             letter::Work::Sink => self.sink(nic, burst, pulse),
             letter::Work::Source { size, .. } => self.source(nic, arena, burst, size, pulse),
         }
@@ -111,6 +116,7 @@ impl Job {
     pub fn look<N: InPlace>(&mut self, nic: &mut N, burst: &mut Burst, pulse: &Pulse) -> Result<(), NicError> {
         match self.work {
             letter::Work::Echo => receive_and_turn(nic, burst, pulse).map(drop),
+            letter::Work::Answer { address } => receive_and_answer(nic, burst, pulse, address).map(drop),
             letter::Work::Sink => self.sink(nic, burst, pulse).map(drop),
             letter::Work::Source { .. } => {
                 nic.receive(&mut self.came)?;
@@ -127,9 +133,14 @@ impl Job {
 }
 
 #[inline]
-fn echo<N: InPlace>(nic: &mut N, burst: &mut Burst, pulse: &Pulse) -> Result<usize, NicError> {
+fn send_back<N: InPlace>(
+    nic: &mut N,
+    burst: &mut Burst,
+    pulse: &Pulse,
+    receive: impl FnOnce(&mut N, &mut Burst, &Pulse) -> Result<usize, NicError>,
+) -> Result<usize, NicError> {
     // What found no room in the last turn goes first, and nothing new is taken until it is gone.
-    let came = if burst.is_empty() { receive_and_turn(nic, burst, pulse)? } else { 0 };
+    let came = if burst.is_empty() { receive(nic, burst, pulse)? } else { 0 };
     if burst.is_empty() { Ok(came) } else { Ok(came + transmit(nic, burst, pulse)?) }
 }
 
@@ -145,6 +156,31 @@ fn receive_and_turn<N: InPlace>(nic: &mut N, burst: &mut Burst, pulse: &Pulse) -
         fail::point("frame.saved");
         run::turn_round(frame);
     }
+    pulse.add(pulse::RECEIVED, came as u64);
+    fail::point("burst.turned");
+    Ok(came)
+}
+
+/// The answers stay in `burst`; what asks nothing of us is dropped.
+#[inline]
+fn receive_and_answer<N: InPlace>(
+    nic: &mut N,
+    burst: &mut Burst,
+    pulse: &Pulse,
+    address: Ipv4Addr,
+) -> Result<usize, NicError> {
+    let came = nic.receive(burst)?;
+    if came == 0 {
+        return Ok(0);
+    }
+    fail::point("burst.received");
+    let mac = nic.mac();
+    burst.retain(|frame| {
+        nic.save(frame);
+        fail::point("frame.saved");
+        let len = frame.len.into();
+        answer(&mut frame.slot.bytes_mut()[..len], mac, address)
+    });
     pulse.add(pulse::RECEIVED, came as u64);
     fail::point("burst.turned");
     Ok(came)

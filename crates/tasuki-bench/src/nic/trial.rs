@@ -54,6 +54,10 @@ pub struct Outcome {
     pub back: u64,
     /// Frames that came back twice, out of order, or with other bytes.
     pub wrong: u64,
+    /// Of these, those that came back twice.
+    pub duplicated: u64,
+    /// Of these, those that came back out of order.
+    pub reordered: u64,
     /// The longest time between two that came back, in ns.
     pub longest_gap: u64,
     /// PAUSE frames that came.

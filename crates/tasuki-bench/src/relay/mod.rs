@@ -4,7 +4,7 @@
 pub mod guest;
 mod repoint;
 mod rows;
-mod system;
+pub mod system;
 mod worker;
 
 pub use rows::{rows, tables};
@@ -74,9 +74,6 @@ pub const CASES: &[Case] = &[
 
 /// Bytes of a frame of the papers.
 const PAPER: u32 = 1024;
-
-/// The case in which the wire is busiest.
-pub const UPGRADE: &str = "turns-line64";
 
 /// What else is measured in the same rounds: what it costs to wake another process.
 pub fn floors() -> impl Iterator<Item = &'static Case> {

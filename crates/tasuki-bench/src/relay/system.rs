@@ -3,6 +3,7 @@
 //! What is measured is what a user has: processes that are started, confined, told by a daemon, and ended. A pause is from the giver's last
 //! burst (of one that is killed: from the kill) to the taker's first look at the rings, by the clock that all processes share.
 
+use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
@@ -62,6 +63,14 @@ impl Drop for System {
     }
 }
 
+/// Ends the daemon of this directory with all its workers, if there is one: that of a role that was killed.
+pub fn stop(folder: &Path) {
+    if tasuki_control::place::api_socket(folder).exists() {
+        // Who does not answer is gone already.
+        let _ = client::ask(folder, Verb::POST, "/v1/stop", None);
+    }
+}
+
 fn kill(pid: u32) {
     let pid = i32::try_from(pid).ok().and_then(Pid::from_raw);
     // Who is gone already is what was wanted.
@@ -69,7 +78,7 @@ fn kill(pid: u32) {
 }
 
 /// In ns of the clock that the stamps of a relay are in.
-fn now_ns() -> u64 {
+pub fn now_ns() -> u64 {
     let now = rustix::time::clock_gettime(rustix::time::ClockId::Monotonic);
     now.tv_sec.unsigned_abs() * 1_000_000_000 + now.tv_nsec.unsigned_abs()
 }
@@ -83,15 +92,21 @@ impl System {
             )
         };
         let nic = format!("[[nic]]\nname = \"nic0\"\ndevice = \"vfio-user:{}\"\nnode = \"red\"\n", card.display());
+        Self::configured(folder, &[node("red", "blue"), node("blue", "red"), nic].concat())
+    }
+
+    /// The same with another configuration, in which nodes and card have the same names.
+    pub fn configured(folder: &Path, configuration: &str) -> Result<Self> {
         let config = folder.join("tasuki.toml");
-        let daemon = "[daemon]\nrestart = \"always\"\n\n".to_owned();
-        std::fs::write(&config, [daemon, node("red", "blue"), node("blue", "red"), nic].concat())?;
+        // What is measured is no hang, and on a machine with much to do nobody has to run every 200 ms.
+        std::fs::write(&config, format!("[daemon]\nhang_after_ms = 5000\nrestart = \"always\"\n\n{configuration}"))?;
         let this = std::env::current_exe().context("the bench could not find its own executable")?;
         let program = this.with_file_name("tasukid");
         let mut command = Command::new(&program);
         command.arg("--foreground").arg("--config").arg(&config).arg("--dir").arg(folder);
         let log = std::fs::File::create(folder.join("tasukid.log"))?;
-        command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(log);
+        // What is typed into the bench's terminal would end it alone, and its workers would go on.
+        command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(log).process_group(0);
         let daemon = command.spawn().with_context(|| format!("{} cannot be started; build it", program.display()))?;
         let system = System { daemon, folder: folder.to_owned() };
         system.await_steady(None)?;
@@ -126,11 +141,18 @@ impl System {
                 return Ok(nic.clone());
             }
             if began.elapsed() > PATIENCE {
-                let log = std::fs::read_to_string(self.folder.join("tasukid.log")).unwrap_or_default();
-                bail!("the NIC is not driven, or nobody stands by: {nic:?}, {:?}\n{log}", self.workers());
+                bail!("the NIC is not driven, or nobody stands by: {}", self.describe())
             }
             std::thread::sleep(LOOK);
         }
+    }
+
+    /// All that the daemon says, for whoever looks for a reason.
+    pub fn describe(&self) -> String {
+        let log = std::fs::read_to_string(self.folder.join("tasukid.log")).unwrap_or_default();
+        let counts: Result<Value> = self.ask(Verb::GET, "/v1/nics/nic0/counts", None);
+        let counts = counts.map_or_else(|error| format!("{error:#}"), |counts| counts.to_string());
+        format!("{:?}, {:?}, {counts}\n{log}", self.nic().ok(), self.workers().ok())
     }
 
     /// Waits until a node has a worker that could take a NIC.

@@ -27,6 +27,7 @@ impl Supervisor {
             work: match self.config.node(name).map(|node| node.work) {
                 Some(Work::Echo) => "echo".to_owned(),
                 Some(Work::Sink) => "sink".to_owned(),
+                Some(Work::Answer(answer)) => format!("answers ping at {}", answer.address),
                 Some(Work::Source(source)) => format!("source of {} bytes, {} a second", source.size, source.rate),
                 None => String::new(),
             },

@@ -1,5 +1,4 @@
-//! The demo: what Tasuki does, on one screen. For now that is calls between processes, servers that are replaced or die
-//! under them, and a network card whose driver is replaced at line rate.
+//! Calls between processes, and servers that are replaced or die under them.
 
 use std::io::{Read, Write};
 use std::path::Path;
@@ -16,22 +15,20 @@ use tasuki_shm::sync::Relaxed;
 use crate::case;
 use crate::cpus::{self, Cpus};
 use crate::interrupt::Interrupt;
-use crate::nic;
 use crate::papers::ANT;
-use crate::relay;
-use crate::rounds::{self, Effort, Samples};
+use crate::rounds;
 use crate::table::number;
-use crate::workplace::{self, Workplace};
+use crate::workplace::Workplace;
 
 /// Cases whose figures the demo shows.
 const SHOWN: &[&str] =
     &["ping-pong-tight", "spin-inline", "spin-slot", "same-core", "pipelined", "iceoryx2", "seqpacket-same-core"];
 
 /// Replacements of each kind.
-const REPLACEMENTS: u32 = 10;
+const REPLACEMENTS: u32 = 5;
 
 /// Calls between two replacements.
-const CALLS_BETWEEN: u64 = 20_000;
+const CALLS_BETWEEN: u64 = 10_000;
 
 /// The ledger's size: one word a call, in the state that the servers hand on.
 const LEDGER: u64 = 1 << 20;
@@ -167,12 +164,9 @@ impl Story {
     }
 }
 
-/// Runs the demo.
-pub fn run() -> Result<()> {
-    workplace::sweep();
-    let cpus = Cpus::choose()?;
-    println!("Tasuki: calls between processes, through memory alone; network cards whose drivers are replaced\n");
-    figures(cpus)?;
+/// Shows what calls cost, and that none is lost when servers come and go.
+pub fn show(cpus: Cpus, interrupt: &Interrupt) -> Result<()> {
+    figures(cpus, interrupt)?;
     let place = Workplace::new()?;
     let path = place.directory().join("call");
     let (server_cpu, client_cpu) = cpus.of(cpus::Cores::Other);
@@ -185,6 +179,7 @@ pub fn run() -> Result<()> {
 
     let mut story = Story::default();
     for _ in 0..REPLACEMENTS {
+        interrupt.check()?;
         // A child dies with the thread that started it, so that is this one; another only waits.
         let mut next = start("upgrade")?;
         next.await_ready()?;
@@ -205,6 +200,7 @@ pub fn run() -> Result<()> {
     story.gaps.clear();
     story.retries = 0;
     for _ in 0..REPLACEMENTS {
+        interrupt.check()?;
         let mut next = start("stand-by")?;
         next.await_ready()?;
         calls(
@@ -219,40 +215,13 @@ pub fn run() -> Result<()> {
         story.end_of_replacement();
     }
     tell("killed under load (SIGKILL), a stand-by takes over", &mut client, &story)?;
-    end(server, client)?;
-    cards(cpus)
-}
-
-/// A NIC at line rate whose driver is replaced: in one process by parking it, and by another process while it runs on.
-fn cards(cpus: Cpus) -> Result<()> {
-    let shown = [
-        (nic::PARK, "the driver parks it and another goes on"),
-        (relay::UPGRADE, "it runs on, and another process drives it"),
-    ];
-    let cases = shown.map(|(name, _)| case::find(name)).into_iter().collect::<Result<Vec<_>>>()?;
-    let samples = rounds::run(&cases, Effort { rounds: 1, full: false }, cpus, &Interrupt::catch()?)?;
-    println!("\na network card (a model of Intel's 82574L) at gigabit line rate, 64-byte frames, each sent back");
-    for (name, what) in shown {
-        let sample = samples.of(name)?;
-        let noted = |name: &str| sample.numbers(name).first().copied().context("the case notes it");
-        let (summary, lost) = (sample.summary(), noted("lost")? + noted("wrong")?);
-        println!(
-            "  {what}, {} times: {} frames lost, twice or out of order; nobody drives it for {} µs (median), {} µs (worst)",
-            summary.count,
-            number(lost),
-            number((summary.p50 / 1000) as f64),
-            number((summary.max / 1000) as f64)
-        );
-        ensure!(lost == 0.0, "{lost} frames were lost, came twice or out of order: that is a bug");
-    }
-    Ok(())
+    end(server, client)
 }
 
 /// Measures and prints what a call costs here.
-fn figures(cpus: Cpus) -> Result<()> {
+fn figures(cpus: Cpus, interrupt: &Interrupt) -> Result<()> {
     let cases: Vec<_> = SHOWN.iter().map(|name| case::find(name)).collect::<Result<_>>()?;
-    let effort = Effort { rounds: 1, full: false };
-    let samples: Samples = rounds::run(&cases, effort, cpus, &Interrupt::catch()?)?;
+    let samples = rounds::once(&cases, cpus, interrupt)?;
     let ant = ANT.best_ns("call").context("the paper has a whole call")?;
     let line = |what: &str, ns: f64, beside: &str| println!("  {what:<58} {:>7} ns   {beside}", number(ns));
     println!("round trips between two processes (median; AnT's paper: at most {} ns)", number(ant));
@@ -264,7 +233,7 @@ fn figures(cpus: Cpus) -> Result<()> {
     line("48 bytes and back on one CPU, each giving way to the other", samples.p50("same-core")?, "");
     line("  … the same through a unix socket", samples.p50("seqpacket-same-core")?, "");
     let rate = samples.of("pipelined")?.numbers("rate").first().copied().context("the case notes its rate")?;
-    println!("  {:<58} {:>7.1} million a second\n", "calls with 64 in flight", rate / 1e6);
+    println!("  {:<58} {:>7.1} million a second", "calls with 64 in flight", rate / 1e6);
     Ok(())
 }
 
@@ -316,7 +285,7 @@ fn tell(what: &str, client: &mut Client, story: &Story) -> Result<()> {
     let micros = |gap: Option<&Duration>| number(gap.map_or(0.0, |gap| gap.as_secs_f64() * 1e6).round());
     println!("a server {what}, {REPLACEMENTS} times; the client keeps its connection");
     println!(
-        "  {} calls, {} of them lost or run twice, {} caught in the middle; longest wait: median {} µs, worst {} µs\n",
+        "  {} calls, {} of them lost or run twice, {} caught in the middle; longest wait: median {} µs, worst {} µs",
         number(story.calls as f64),
         wrong,
         story.retries,
@@ -344,7 +313,9 @@ fn end(mut server: Running, mut client: Client) -> Result<()> {
     let learnt = Instant::now();
     let (killed, _server) = killer.join().map_err(|_| anyhow!("the killer of server {pid} panicked"))??;
     println!("the last server is killed and nobody follows");
-    println!("  the client learnt it after {} µs: \"{outcome}\"", number((learnt - killed).as_secs_f64() * 1e6));
-    println!("  its slots: {:?}", client.census());
+    println!(
+        "  the client learnt it after {} µs: \"{outcome}\"",
+        number(((learnt - killed).as_secs_f64() * 1e6).round())
+    );
     Ok(())
 }

@@ -1,0 +1,199 @@
+//! A network card at line rate: a daemon, two nodes, and everything that can happen to whoever drives the card.
+
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result, bail, ensure};
+use tasuki_control::api::types::Method;
+
+use crate::case::Case;
+use crate::cpus::{Cores, Cpus};
+use crate::interrupt::Interrupt;
+use crate::nic::card::{self, SOCKET};
+use crate::nic::trial::{Ask, Control, Outcome, Say, Trial};
+use crate::nic::{driver, sockets};
+use crate::orders::Orders;
+use crate::pair;
+use crate::relay::system::{Relay, System};
+use crate::sample::Sample;
+use crate::table::number;
+
+/// The link of the real card needs as long.
+const LINK_UP_NS: u64 = 2_200_000_000;
+
+/// Bytes of a frame, with the check sequence: the shortest that there are.
+const SIZE: u32 = 64;
+
+/// Between one relay and the next nothing happens for so long.
+const QUIET: Duration = Duration::from_millis(20);
+
+const PATIENCE: Duration = Duration::from_secs(30);
+
+/// Something that happens to the card.
+#[derive(Debug)]
+pub struct Act {
+    /// Short, unique.
+    pub name: &'static str,
+    /// In words, for somebody who has read nothing.
+    pub what: &'static str,
+    /// What is asked of the daemon.
+    pub relay: Relay,
+    /// How often. A daemon that loses worker after worker waits longer each time before it starts another.
+    pub times: u32,
+    /// Whether frames may be lost.
+    pub loses: bool,
+    /// What others need for the same.
+    pub papers: &'static str,
+}
+
+impl Act {
+    /// What happens, and how often.
+    pub fn title(&self) -> String {
+        if self.times > 1 { format!("{}, {} ×", self.what, self.times) } else { self.what.to_owned() }
+    }
+}
+
+/// A line of the table.
+pub fn line(what: &str, [a, b, c, d, e]: [String; 5]) {
+    println!("  {what:<53}{a:>10}{b:>7}{c:>14}{d:>15}{e:>15}");
+}
+
+/// In the order in which they happen.
+pub const ACTS: [Act; 4] = [
+    Act {
+        name: "upgrade",
+        what: "the driving program is replaced by a fresh one",
+        relay: Relay::Upgrade { store: false },
+        times: 3,
+        loses: false,
+        papers: "to replace a driver MINIX 3 needs 316 µs, AnT 568 µs; while it sends, 316 µs and 10,140 µs (S1)",
+    },
+    Act {
+        name: "takeover",
+        what: "the driving program is killed; another stood by",
+        relay: Relay::Takeover,
+        times: 3,
+        loses: false,
+        papers: "",
+    },
+    Act {
+        name: "warm",
+        what: "it goes to another owner as it is",
+        relay: Relay::Give(Method::Keep),
+        times: 3,
+        loses: false,
+        papers: "Mint, by the interrupt's routing: nothing is received for less than 1,000 µs (S0)",
+    },
+    Act {
+        name: "cold",
+        what: "it goes to another owner by a reset, for comparison",
+        relay: Relay::Give(Method::Cold),
+        times: 1,
+        loses: true,
+        papers: "Mint, by loading a kernel module: nothing is received for 2,259,000 µs (S0)",
+    },
+];
+
+/// The demo's case: the model on one CPU, the workers on the other.
+pub const CASES: &[Case] = &[Case {
+    name: "demo-cards",
+    cores: Cores::Other,
+    calls: 1,
+    full: 1,
+    prepare: sockets,
+    serve: |orders| card::serve_card(orders, SIZE, LINK_UP_NS),
+    measure: play,
+}];
+
+/// Has all of it happen, one after the other, under one daemon.
+fn play(mut orders: Orders) -> Result<Sample> {
+    // The connection that other cases use.
+    drop(orders.next_fd()?);
+    let control = Control::new(orders.next_fd()?);
+    let Say::Size(size) = control.hear()? else { bail!("the card did not begin with the size of its frames") };
+    let began = Instant::now();
+    while !orders.directory.join(SOCKET).exists() {
+        ensure!(began.elapsed() < PATIENCE, "the card is not served");
+        std::thread::sleep(Duration::from_millis(2));
+    }
+    let system = System::start(&orders.directory, &orders.directory.join(SOCKET), orders.cpu)?;
+    let mut sample = Sample::new();
+    for act in &ACTS {
+        let trial = Trial { count: u64::MAX, size, rate: Some(driver::line_rate(size)), pauses: true };
+        control.say(&Ask::Begin(trial))?;
+        for _ in 0..act.times {
+            std::thread::sleep(QUIET);
+            let (pause, _) = system.relay(act.relay)?;
+            sample.note(&format!("{} pause", act.name), pause as f64);
+        }
+        await_frames(&control).with_context(|| format!("{}: {}", act.what, system.describe()))?;
+        control.say(&Ask::End)?;
+        let outcome: Outcome = loop {
+            if let Say::Outcome(outcome) = control.hear()? {
+                break outcome;
+            }
+        };
+        let mut note = |what: &str, value: u64| sample.note(&format!("{} {what}", act.name), value as f64);
+        note("sent", outcome.sent);
+        note("lost", outcome.sent - outcome.back);
+        note("twice", outcome.duplicated);
+        note("disorder", outcome.reordered);
+        note("damaged", outcome.wrong - outcome.duplicated - outcome.reordered);
+        note("gap", outcome.longest_gap);
+    }
+    Ok(sample)
+}
+
+/// Waits until frames come back: after a reset that is when the link is up.
+fn await_frames(control: &Control) -> Result<()> {
+    let began = Instant::now();
+    // The first answer also speaks of the time before.
+    for round in 0_u32.. {
+        control.say(&Ask::Window)?;
+        let gap = loop {
+            if let Say::Window(gap, _) = control.hear()? {
+                break gap;
+            }
+        };
+        if gap > 0 && round > 0 {
+            break;
+        }
+        ensure!(began.elapsed() < PATIENCE, "no frame comes back");
+        std::thread::sleep(QUIET);
+    }
+    Ok(())
+}
+
+/// Runs it, and says what happened.
+pub fn show(cpus: Cpus, interrupt: &Interrupt) -> Result<()> {
+    println!("a network card (a model of Intel's 82574L) at 1 Gb/s: 1,488,095 frames a second, each sent back");
+    line("frames", ["lost", "twice", "out of order", "nobody drives", "longest gap"].map(str::to_owned));
+    let sample = pair::run(&CASES[0], CASES[0].calls, cpus, interrupt)?;
+    for act in &ACTS {
+        row(act, &sample);
+    }
+    for act in &ACTS {
+        let sum = |what: &str| sample.numbers(&format!("{} {what}", act.name)).iter().sum::<f64>();
+        let wrong = sum("twice") + sum("disorder") + sum("damaged") + if act.loses { 0.0 } else { sum("lost") };
+        ensure!(
+            wrong == 0.0,
+            "{}: {} frames were lost, came twice, out of order or damaged, and none may: that is a bug",
+            act.what,
+            number(wrong)
+        );
+    }
+    Ok(())
+}
+
+fn row(act: &Act, sample: &Sample) {
+    let of = |what: &str| sample.numbers(&format!("{} {what}", act.name));
+    let sum = |what: &str| number(of(what).iter().sum());
+    let micros = |ns: f64| number((ns / 1e3).round()) + " µs";
+    let mut pauses = of("pause").to_vec();
+    pauses.sort_unstable_by(f64::total_cmp);
+    let pause = pauses.get(pauses.len() / 2).copied().unwrap_or(f64::NAN);
+    let gap = micros(of("gap").first().copied().unwrap_or(f64::NAN));
+    line(&act.title(), [sum("lost"), sum("twice"), sum("disorder"), micros(pause), gap]);
+    if !act.papers.is_empty() {
+        println!("      {}", act.papers);
+    }
+}

@@ -1,0 +1,258 @@
+//! This machine's kernel on the wire: its `ping` asks a node one question a millisecond while the card changes hands.
+//!
+//! All of it runs in a network namespace of its own, so that nothing of this machine's network is touched.
+
+use std::io::Read;
+use std::path::Path;
+use std::process::{Child, Command, Stdio};
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result, anyhow, bail, ensure};
+use rustix::process::{Pid, Signal};
+
+use super::cards::{ACTS, Act, line};
+use crate::interrupt::Interrupt;
+use crate::relay::system::{System, now_ns};
+use crate::table::number;
+use crate::workplace::Workplace;
+
+/// The interface that is the other end of the card's cable.
+const INTERFACE: &str = "tasuki-wire";
+
+/// Addresses for documentation (RFC 5737): the kernel's, and the nodes'.
+const OURS: &str = "192.0.2.1/24";
+const THEIRS: &str = "192.0.2.2";
+
+/// Questions while something happens once, one a millisecond.
+const QUESTIONS: u32 = 1500;
+
+/// Bounds whatever is waited for.
+const PATIENCE: Duration = Duration::from_secs(40);
+
+const LOOK: Duration = Duration::from_millis(5);
+
+/// `ping` asks for so long before anything happens.
+const QUIET: Duration = Duration::from_millis(100);
+
+/// Programs that are needed, and the Debian packages that they come in.
+const PROGRAMS: [(&str, &str); 3] = [("unshare", "util-linux"), ("ip", "iproute2"), ("ping", "iputils-ping")];
+
+/// Refused with a sentence where it cannot work.
+pub fn is_possible() -> Result<()> {
+    ensure!(
+        rustix::process::geteuid().is_root(),
+        "--wire tap makes a network interface, which only root may: sudo cargo xtask demo --wire tap"
+    );
+    let path = std::env::var_os("PATH").unwrap_or_default();
+    let is_there = |program: &str| std::env::split_paths(&path).any(|folder| folder.join(program).is_file());
+    match PROGRAMS.iter().find(|(program, _)| !is_there(program)) {
+        Some((program, package)) => {
+            bail!("--wire tap needs the program {program}: sudo apt-get install -y {package}")
+        }
+        None => Ok(()),
+    }
+}
+
+/// Runs it in a network namespace of its own.
+pub fn show(interrupt: &Interrupt) -> Result<()> {
+    let place = Workplace::new()?;
+    let this = std::env::current_exe().context("the demo could not find its own executable")?;
+    let mut command = Command::new("unshare");
+    command.args(["--net", "--"]).arg(this).arg("demo-ping").arg(place.directory()).stdin(Stdio::null());
+    let mut part = Part(command.spawn().context("unshare could not be started")?);
+    loop {
+        if let Some(status) = part.0.try_wait().context("the demo's own part cannot be waited for")? {
+            ensure!(status.success(), "the part with ping ended with {status}");
+            return Ok(());
+        }
+        interrupt.check()?;
+        std::thread::sleep(LOOK * 10);
+    }
+}
+
+/// The part of the demo in the namespace. Asked to end, and waited for, when dropped.
+struct Part(Child);
+
+impl Drop for Part {
+    fn drop(&mut self) {
+        let pid = Pid::from_child(&self.0);
+        if matches!(self.0.try_wait(), Ok(None)) {
+            let _ = rustix::process::kill_process(pid, Signal::TERM);
+        }
+        let began = Instant::now();
+        while matches!(self.0.try_wait(), Ok(None)) && began.elapsed() < PATIENCE {
+            std::thread::sleep(LOOK);
+        }
+        // Both fail only for a process that has been waited for already.
+        let _ = self.0.kill();
+        let _ = self.0.wait();
+    }
+}
+
+/// In the namespace: a daemon, two nodes with one address, a card whose cable is a TAP, and the kernel's `ping`.
+pub fn ping(folder: &Path) -> Result<()> {
+    rustix::process::set_parent_process_death_signal(Some(Signal::KILL))
+        .context("this part could not be tied to the demo")?;
+    let interrupt = Interrupt::catch()?;
+    let node = |name: &str, other: &str| {
+        format!(
+            "[[node]]\nname = \"{name}\"\nwork = {{ answer = {{ address = \"{THEIRS}\" }} }}\ntrusts = [\"{other}\"]\n\n"
+        )
+    };
+    let nic =
+        format!("[[nic]]\nname = \"nic0\"\ndevice = \"sim\"\nnode = \"red\"\nwire = [\"--tap\", \"{INTERFACE}\"]\n");
+    let system = System::configured(folder, &[node("red", "blue"), node("blue", "red"), nic].concat())?;
+    ip(&["address", "add", OURS, "dev", INTERFACE])?;
+    ip(&["link", "set", INTERFACE, "up"])?;
+    // Who has the address is asked here once, and the link of a fresh card comes up.
+    let first = Asking::begin(&["-c", "1", "-w", "30"])?.end(&interrupt)?;
+    ensure!(first.came > 0, "no node answers ping at {THEIRS}; tasukid's log says more: {}", log(folder));
+    println!("the same with this machine's own kernel on the wire: its ping asks the node once a millisecond");
+    line("answers", ["lost", "twice", "asked", "nobody drives", "longest trip"].map(str::to_owned));
+    for act in &ACTS {
+        let (mut pauses, mut all) = (Vec::new(), Said::default());
+        for _ in 0..act.times {
+            let (pause, said) = once(act, &system, &interrupt)?;
+            pauses.push(pause);
+            all.add(&said);
+        }
+        pauses.sort_unstable();
+        row(act, &pauses, &all)?;
+    }
+    println!("  iperf3 is not run: it needs TCP, and no node of this version speaks it");
+    Ok(())
+}
+
+/// Has something happen once while `ping` asks.
+fn once(act: &Act, system: &System, interrupt: &Interrupt) -> Result<(u64, Said)> {
+    // A link that comes up anew takes as long as all the questions of one that stays up.
+    let questions = if act.loses { QUESTIONS * 2 } else { QUESTIONS };
+    let asking = Asking::begin(&["-i", "0.001", "-c", &questions.to_string()])?;
+    std::thread::scope(|scope| {
+        let asked = scope.spawn(|| asking.end(interrupt).map(|said| (said, now_ns())));
+        std::thread::sleep(QUIET);
+        let pause = system.relay(act.relay)?.0;
+        let driving_at = system.nic()?.driving_at_ns.context("nobody drives the card")?;
+        let (said, ended_at) = asked.join().map_err(|_| anyhow!("the thread that waits for ping panicked"))??;
+        ensure!(
+            driving_at < ended_at,
+            "ping had ended before the card changed hands: this machine is too busy to tell"
+        );
+        Ok((pause, said))
+    })
+}
+
+fn row(act: &Act, pauses: &[u64], said: &Said) -> Result<()> {
+    let lost = said.asked.saturating_sub(said.came);
+    let pause = pauses.get(pauses.len() / 2).map_or(f64::NAN, |ns| *ns as f64 / 1e3);
+    let counts = [lost, said.twice, said.asked].map(|count| number(f64::from(count)));
+    let times = [pause, said.longest_ms * 1e3].map(|micros| number(micros.round()) + " µs");
+    let ([lost_text, twice, asked], [pause, longest]) = (counts, times);
+    line(&act.title(), [lost_text, twice, asked, pause, longest]);
+    ensure!(
+        said.twice == 0 && (act.loses || lost == 0),
+        "{}: {lost} answers were lost and {} came twice, and none may: that is a bug",
+        act.what,
+        said.twice
+    );
+    Ok(())
+}
+
+fn ip(words: &[&str]) -> Result<()> {
+    let done = Command::new("ip").args(words).stdin(Stdio::null()).output().context("ip could not be started")?;
+    ensure!(done.status.success(), "ip {}: {}", words.join(" "), String::from_utf8_lossy(&done.stderr).trim());
+    Ok(())
+}
+
+fn log(folder: &Path) -> String {
+    std::fs::read_to_string(folder.join("tasukid.log")).unwrap_or_default()
+}
+
+/// A `ping` that runs. Killed, if it still does, when dropped.
+struct Asking(Child);
+
+impl Drop for Asking {
+    fn drop(&mut self) {
+        // Both fail only for a process that has been waited for already.
+        let _ = self.0.kill();
+        let _ = self.0.wait();
+    }
+}
+
+impl Asking {
+    fn begin(words: &[&str]) -> Result<Self> {
+        let mut command = Command::new("ping");
+        command.args(["-n", "-q"]).args(words).arg(THEIRS).env("LC_ALL", "C");
+        let child = command.stdin(Stdio::null()).stdout(Stdio::piped()).spawn().context("ping could not be started")?;
+        Ok(Asking(child))
+    }
+
+    fn goes_on(&mut self) -> Result<bool> {
+        Ok(self.0.try_wait().context("ping cannot be waited for")?.is_none())
+    }
+
+    fn end(mut self, interrupt: &Interrupt) -> Result<Said> {
+        let began = Instant::now();
+        while self.goes_on()? {
+            interrupt.check()?;
+            ensure!(began.elapsed() < PATIENCE, "ping does not end");
+            std::thread::sleep(LOOK);
+        }
+        let mut text = String::new();
+        // A few lines, which fit its pipe: nothing had to be read before.
+        self.0.stdout.take().context("its output was asked for")?.read_to_string(&mut text)?;
+        Said::read(&text).with_context(|| format!("ping said something else than it used to:\n{text}"))
+    }
+}
+
+/// What `ping` said in the end.
+#[derive(Debug, Default, PartialEq)]
+struct Said {
+    asked: u32,
+    came: u32,
+    twice: u32,
+    longest_ms: f64,
+}
+
+impl Said {
+    fn add(&mut self, other: &Said) {
+        self.asked += other.asked;
+        self.came += other.came;
+        self.twice += other.twice;
+        self.longest_ms = self.longest_ms.max(other.longest_ms);
+    }
+
+    fn read(text: &str) -> Option<Self> {
+        let counts = text.lines().find(|line| line.contains("packets transmitted"))?;
+        let of = |what: &str| {
+            counts.split(", ").find(|part| part.ends_with(what))?.trim_start_matches('+').split(' ').next()
+        };
+        let longest_ms = text
+            .lines()
+            .find_map(|line| line.strip_prefix("rtt min/avg/max/mdev = "))
+            .and_then(|times| times.split('/').nth(2)?.parse().ok());
+        Some(Said {
+            asked: of("packets transmitted")?.parse().ok()?,
+            came: of(" received")?.parse().ok()?,
+            twice: of(" duplicates").map_or(Some(0), |count| count.parse().ok())?,
+            // Nothing came: nothing took any time.
+            longest_ms: longest_ms.unwrap_or(f64::NAN),
+        })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_ping_says_is_read() {
+        let text = "PING 192.0.2.2 (192.0.2.2) 56(84) bytes of data.\n\n--- 192.0.2.2 ping statistics ---\n\
+            3000 packets transmitted, 2998 received, +3 duplicates, 0.0666667% packet loss, time 3456ms\n\
+            rtt min/avg/max/mdev = 0.021/0.055/1.250/0.030 ms, pipe 2\n";
+        assert_eq!(Said::read(text), Some(Said { asked: 3000, came: 2998, twice: 3, longest_ms: 1.25 }));
+        let none = Said::read("1 packets transmitted, 0 received, 100% packet loss, time 0ms\n").unwrap();
+        assert!(none.came == 0 && none.longest_ms.is_nan());
+        assert_eq!(Said::read("ping: usage error"), None);
+    }
+}

@@ -1,0 +1,161 @@
+//! Answers to ARP requests and to ICMP echo requests (`ping`), made of the frame that asks.
+//!
+//! All that changes lies in a frame's first 64 bytes, which is what can be undone if the worker dies with the frame in hand.
+
+use std::net::Ipv4Addr;
+
+use tasuki_net::nic::Mac;
+
+/// Where the parts of a frame begin: both protocols directly in Ethernet, IPv4 without options.
+const KIND: usize = 12;
+const BODY: usize = 14;
+const ARP_LEN: usize = 28;
+const ICMP: usize = BODY + 20;
+const ICMP_LEN: usize = 8;
+
+/// Ethernet, IPv4, addresses of 6 and 4 bytes (RFC 826).
+const ARP_HEAD: [u8; 6] = [0, 1, 8, 0, 6, 4];
+const ARP_REQUEST: [u8; 2] = [0, 1];
+const ARP_REPLY: [u8; 2] = [0, 2];
+const PROTOCOL_ICMP: u8 = 1;
+const ECHO_REQUEST: u8 = 8;
+
+/// Makes the answer of `frame`, if it asks something of who has these addresses; otherwise leaves it as it is, and says so.
+pub fn answer(frame: &mut [u8], mac: Mac, address: Ipv4Addr) -> bool {
+    match frame.get(KIND..BODY) {
+        Some([8, 6]) => arp(frame, mac, address.octets()),
+        Some([8, 0]) => echo(frame, mac, address.octets()),
+        _ => false,
+    }
+}
+
+fn arp(frame: &mut [u8], mac: Mac, address: [u8; 4]) -> bool {
+    let Some(body) = frame.get_mut(BODY..BODY + ARP_LEN) else { return false };
+    if body[..6] != ARP_HEAD || body[6..8] != ARP_REQUEST || body[24..28] != address {
+        return false;
+    }
+    // Who asks becomes the target, and we the sender.
+    body[6..8].copy_from_slice(&ARP_REPLY);
+    body.copy_within(8..18, 18);
+    body[8..14].copy_from_slice(&mac.0);
+    body[14..18].copy_from_slice(&address);
+    turn_round(frame, mac);
+    true
+}
+
+fn echo(frame: &mut [u8], mac: Mac, address: [u8; 4]) -> bool {
+    if frame.len() < ICMP + ICMP_LEN || frame[..6] != mac.0 {
+        return false;
+    }
+    let ip = &mut frame[BODY..];
+    // Version 4 and no options; no fragment, of which the kernel has put nothing together; for us; an echo request.
+    let whole = ip[6] & 0x3f == 0 && ip[7] == 0;
+    if ip[0] != 0x45 || !whole || ip[9] != PROTOCOL_ICMP || ip[16..20] != address || ip[20..22] != [ECHO_REQUEST, 0] {
+        return false;
+    }
+    // The same sum, since the same words are in it.
+    let from = [ip[12], ip[13], ip[14], ip[15]];
+    ip[12..16].copy_from_slice(&address);
+    ip[16..20].copy_from_slice(&from);
+    // The type is one word with the code; the sum changes by as much (RFC 1624), so that what was damaged on its way here stays so.
+    ip[20] = 0;
+    let sum = u32::from(u16::from_be_bytes([ip[22], ip[23]])) + (u32::from(ECHO_REQUEST) << 8);
+    let sum = u16::try_from((sum & 0xffff) + (sum >> 16)).expect("a sum of two words carries one bit");
+    ip[22..24].copy_from_slice(&sum.to_be_bytes());
+    turn_round(frame, mac);
+    true
+}
+
+fn turn_round(frame: &mut [u8], mac: Mac) {
+    frame.copy_within(6..12, 0);
+    frame[6..12].copy_from_slice(&mac.0);
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const MAC: Mac = Mac([2, 0, 0, 0, 0, 9]);
+    const ASKER: [u8; 6] = [2, 0, 0, 0, 0, 7];
+    const US: Ipv4Addr = Ipv4Addr::new(192, 0, 2, 2);
+    const THEM: [u8; 4] = [192, 0, 2, 1];
+
+    /// RFC 1071: 0 if the sum that stands in `bytes` is right.
+    fn sum(bytes: &[u8]) -> u16 {
+        let words = bytes.chunks(2).map(|word| u32::from(word[0]) << 8 | u32::from(*word.get(1).unwrap_or(&0)));
+        let sum: u32 = words.sum();
+        let folded = (sum & 0xffff) + (sum >> 16);
+        !u16::try_from((folded & 0xffff) + (folded >> 16)).unwrap()
+    }
+
+    fn echo_request(data: &[u8]) -> Vec<u8> {
+        let mut icmp = [&[8, 0, 0, 0, 0x12, 0x34, 0, 1], data].concat();
+        let of_icmp = sum(&icmp).to_be_bytes();
+        icmp[2..4].copy_from_slice(&of_icmp);
+        let len = u16::try_from(20 + icmp.len()).unwrap().to_be_bytes();
+        let mut ip = [&[0x45, 0, len[0], len[1], 0, 7, 0x40, 0, 64, 1, 0, 0][..], &THEM, &US.octets()].concat();
+        let of_ip = sum(&ip).to_be_bytes();
+        ip[10..12].copy_from_slice(&of_ip);
+        [&MAC.0[..], &ASKER, &[8, 0], &ip, &icmp].concat()
+    }
+
+    fn arp_request(of: Ipv4Addr) -> Vec<u8> {
+        [&[0xff; 6][..], &ASKER, &[8, 6], &ARP_HEAD, &[0, 1], &ASKER, &THEM, &[0; 6], &of.octets(), &[0; 18]].concat()
+    }
+
+    #[test]
+    fn an_echo_request_is_answered_with_right_sums() {
+        // The second one's sum carries when the type is taken out of it.
+        for data in [&b"one, two, three"[..], &[0xf7, 0xff, 0xed, 0xca], &[0; 1400]] {
+            let mut frame = echo_request(data);
+            assert!(answer(&mut frame, MAC, US));
+            assert_eq!((&frame[..6], &frame[6..12]), (&ASKER[..], &MAC.0[..]));
+            assert_eq!((&frame[26..30], &frame[30..34]), (&US.octets()[..], &THEM[..]));
+            assert_eq!((sum(&frame[14..34]), sum(&frame[34..])), (0, 0), "{data:?}");
+            assert_eq!((frame[34], &frame[42..]), (0, data));
+        }
+    }
+
+    #[test]
+    fn an_arp_request_is_answered_by_who_has_the_address() {
+        let mut frame = arp_request(US);
+        assert!(answer(&mut frame, MAC, US));
+        let reply =
+            [&ASKER[..], &MAC.0, &[8, 6], &ARP_HEAD, &[0, 2], &MAC.0, &US.octets(), &ASKER, &THEM, &[0; 18]].concat();
+        assert_eq!(frame, reply);
+    }
+
+    /// Each of these is left alone, to the last byte.
+    #[test]
+    fn what_is_not_for_us_is_not_answered() {
+        let spoilt = |at: usize, value: u8| {
+            let mut frame = echo_request(b"data");
+            frame[at] = value;
+            frame
+        };
+        let mut frames = vec![
+            arp_request(Ipv4Addr::new(192, 0, 2, 3)),
+            spoilt(0, 0xff),
+            spoilt(14, 0x46),
+            spoilt(20, 0x20),
+            spoilt(21, 1),
+            spoilt(23, 17),
+            spoilt(33, 9),
+            spoilt(34, 0),
+            spoilt(35, 1),
+        ];
+        // A reply, and whatever was cut off.
+        frames.push({
+            let mut reply = arp_request(US);
+            reply[21] = 2;
+            reply
+        });
+        frames.extend((0..42).map(|len| echo_request(b"data")[..len].to_vec()));
+        frames.extend((0..42).map(|len| arp_request(US)[..len].to_vec()));
+        for frame in frames {
+            let mut same = frame.clone();
+            assert!(!answer(&mut same, MAC, US), "{frame:?}");
+            assert_eq!(same, frame);
+        }
+    }
+}
