@@ -9,6 +9,7 @@ use tasuki_relay::arbiter::Input;
 use tasuki_relay::letter::{self, Kit, SPEECH, ToDaemon, ToWorker, pulse};
 use tasuki_relay::pulse::Pulse;
 use tasuki_relay::wire::{Order, Report};
+use tasuki_shm::crash;
 
 use super::card::{Board, Kept};
 use super::deeds::party;
@@ -139,6 +140,7 @@ impl Supervisor {
         worker.heart = Pulse::new(now());
         worker.record.uid = worker.process.uid();
         self.changes.push(Change::Worker(worker.record.clone()));
+        crash::point("daemon.begun");
     }
 
     /// What a worker of another daemon has besides NICs.
@@ -232,6 +234,7 @@ impl Supervisor {
 
     /// Its process is dead.
     pub(super) fn worker_ended(&mut self, number: u32) {
+        crash::point("daemon.death");
         // What it said last is heard before its death is.
         self.worker_says(number);
         let Some(mut worker) = self.workers.remove(&number) else { return };
@@ -246,6 +249,7 @@ impl Supervisor {
                 self.tell_arbiter(nic, Input::Gone(party));
             }
         }
+        crash::point("daemon.death-heard");
         // From here on nothing is urgent.
         let how = worker.process.ended();
         let node_name = worker.record.node.clone();

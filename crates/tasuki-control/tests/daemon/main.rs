@@ -2,10 +2,12 @@
 #![allow(clippy::tests_outside_test_module, reason = "the whole file is tests")]
 
 mod faults;
+mod kills;
 mod real;
 mod rig;
 mod ruled;
 mod standin;
+mod storm;
 
 /// What `standin` is started as; without its orders it is nothing.
 #[test]
