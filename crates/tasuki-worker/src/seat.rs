@@ -475,6 +475,21 @@ where
         common.post.report(self.given.number, report);
         if matches!(report, Report::Released { .. }) {
             fail::point("give.said");
+            #[cfg(feature = "crash-points")]
+            if fail::goes_on() {
+                self.drive_for_ever(common);
+            }
+        }
+    }
+
+    /// Passed the lease, and receives, sends and rings as before: what only a fence ends.
+    #[cfg(feature = "crash-points")]
+    fn drive_for_ever(&mut self, common: &mut Common) {
+        if let Card::Passed(nic) = std::mem::replace(&mut self.card, Card::Unknown) {
+            self.card = Card::Driven(nic);
+            while !self.gone {
+                self.turn(common);
+            }
         }
     }
 

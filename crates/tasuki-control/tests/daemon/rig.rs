@@ -134,6 +134,10 @@ impl Rig {
     /// Starts a daemon that dies when it passes a place so often.
     pub fn start_to_die(&mut self, plan: Option<String>) {
         let log = fs::OpenOptions::new().create(true).append(true).open(self.path("log")).expect("a file");
+        if let Some(mut dead) = self.daemon.take() {
+            let _ = dead.kill();
+            let _ = dead.wait();
+        }
         let mut command = self.tasukid();
         command.env_remove("TASUKI_CRASH").envs(plan.map(|plan| ("TASUKI_CRASH", plan)));
         self.daemon = Some(command.stdout(Stdio::null()).stderr(log).spawn().expect("a daemon"));
@@ -152,7 +156,7 @@ impl Rig {
     /// Kills the daemon where it stands.
     pub fn kill_daemon(&mut self) {
         let mut daemon = self.daemon.take().expect("a daemon");
-        daemon.kill().expect("a process");
+        let _ = daemon.kill();
         daemon.wait().expect("its end");
     }
 
