@@ -197,7 +197,11 @@ where
     /// What it has counted, if it is driven.
     pub fn tell_counts(&mut self, post: &mut Post) {
         let Card::Driven(nic) = &mut self.card else { return };
-        let counts = nic.statistics().into_iter().map(|(name, count)| (name.to_owned(), count)).collect();
+        let mut counts: Vec<_> =
+            nic.statistics().into_iter().map(|(name, count)| (name.to_owned(), count)).collect();
+        // Of the arena: what grows here is lost for good.
+        let slots = self.arena.as_ref().map(Arena::census);
+        counts.extend(slots.map(|slots| ("slots_with_card".to_owned(), slots.peer.into())));
         post.write(&ToDaemon::Counts { nic: self.given.number, counts }, Vec::new());
     }
 
@@ -498,7 +502,11 @@ where
     fn lose(&mut self, common: &mut Common, error: &NicError) {
         if !self.gone {
             self.gone = true;
-            common.post.tell(Some(self.given.number), error.to_string());
+            let help = match error {
+                NicError::Gone => "; when it is there again, stop all (tasuki stop) and start tasukid anew",
+                _ => "",
+            };
+            common.post.tell(Some(self.given.number), format!("{error}{help}"));
         }
     }
 

@@ -108,8 +108,15 @@ impl Supervisor {
             ToDaemon::Counts { nic, counts } => self.counted(number, nic, &counts),
             ToDaemon::Told { nic, sentence } => {
                 let node = self.workers.get(&number).map(|worker| worker.record.node.clone());
-                let name = nic.and_then(|nic| self.cards.get(&nic)).map(|card| card.name().to_owned());
                 let sentence: String = sentence.chars().filter(|c| !c.is_control()).take(1000).collect();
+                let card = nic.and_then(|nic| self.cards.get_mut(&nic));
+                let name = card.map(|card| {
+                    // What whoever drives it has to say of it stands with the NIC until it changes hands.
+                    if card.board.holder() == Some(number) {
+                        card.trouble = Some(sentence.clone());
+                    }
+                    card.name().to_owned()
+                });
                 let about = About { node: node.as_deref(), nic: name.as_deref(), worker: Some(number) };
                 self.note(about, format!("worker {number} says: {sentence}"));
             }

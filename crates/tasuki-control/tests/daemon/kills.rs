@@ -3,20 +3,12 @@
 
 use std::collections::BTreeSet;
 
-use super::storm::{Storm, missing};
+use super::storm::{Storm, need_storm};
 
 /// Frames a second.
 const RATE: u32 = 4000;
 /// The same where the daemon dies: until the next one is there nobody may drive, and the ring holds 1,024.
 const SLOWLY: u32 = 1000;
-
-macro_rules! need_storm {
-    () => {
-        if let Some(reason) = missing() {
-            return println!("skipped: {reason}");
-        }
-    };
-}
 
 /// Where a taker dies while it prepares or takes,
 const TAKER: &[&str] =
@@ -133,7 +125,8 @@ fn a_standby_that_dies_when_it_takes_over_and_those_who_stand_by() {
         let said = storm.upgrade("red", false);
         assert!(said.is_ok(), "{said:?}\n{}", storm.rig.log());
         let (driver, standby) = storm.settle();
-        if round % 2 == 0 {
+        // The next one stands by at once; then both go, one right after the other.
+        if round % 7 == 6 {
             storm.kill(&standby);
         }
         storm.kill(&driver);
@@ -141,7 +134,7 @@ fn a_standby_that_dies_when_it_takes_over_and_those_who_stand_by() {
         storm.forget_plans();
     }
     let (kills, _) = storm.nothing_is_lost();
-    assert!(kills >= 70, "{kills}");
+    assert!(kills >= 45, "{kills}");
 }
 
 #[test]
@@ -185,7 +178,7 @@ fn the_daemon_at_every_step_of_what_it_does() {
     need_storm!();
     let mut storm = Storm::new(SLOWLY, false, &[]);
     let mut missed: BTreeSet<&str> = DAEMON.iter().copied().collect();
-    for nth in 1..=3 {
+    for nth in 1..=2 {
         for place in DAEMON {
             for deed in [Deed::Upgrade, Deed::Takeover, Deed::Keep, Deed::Fence] {
                 storm.kill_daemon();
@@ -204,7 +197,7 @@ fn the_daemon_at_every_step_of_what_it_does() {
     }
     assert!(missed.is_empty(), "never there: {missed:?}");
     let (kills, _) = storm.nothing_is_lost();
-    assert!(kills >= 300, "{kills}");
+    assert!(kills >= 400, "{kills}");
 }
 
 fn do_it(storm: &mut Storm, deed: Deed) {

@@ -10,7 +10,7 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use hyper::Method;
-use rustix::process::Signal;
+use rustix::process::{Pid, Signal, kill_process};
 use serde_json::{Value, json};
 use tasuki_control::api::client;
 
@@ -59,6 +59,15 @@ pub fn missing() -> Option<&'static str> {
     (!cfg!(feature = "crash-points")).then_some("needs the feature crash-points")
 }
 
+macro_rules! need_storm {
+    () => {
+        if let Some(reason) = $crate::storm::missing() {
+            return println!("skipped: {reason}");
+        }
+    };
+}
+pub(crate) use need_storm;
+
 /// A model of ours, ended with this.
 pub struct Model {
     child: Child,
@@ -66,9 +75,9 @@ pub struct Model {
 }
 
 impl Model {
-    fn start(socket: &Path, rate: u32) -> Self {
+    fn start(socket: &Path, wire: &[&str]) -> Self {
         let mut command = Command::new(beside("tasuki-sim").expect("looked for before"));
-        command.args(["sim", "nic", "--link-up", "10", "--source", &u64::MAX.to_string(), "--rate", &rate.to_string()]);
+        command.args(["sim", "nic", "--link-up", "10"]).args(wire);
         command.arg("--socket").arg(socket).stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::null());
         let mut child = command.spawn().expect("a model");
         let out = BufReader::new(child.stdout.take().expect("it was asked for"));
@@ -112,17 +121,24 @@ pub struct Storm {
     killed: u32,
     /// The longest time until all was settled again.
     pub longest: Duration,
-    /// Whether to kill the model if nothing comes back; ends its reader too.
     _one: MutexGuard<'static, ()>,
 }
 
 impl Storm {
     /// With so many frames a second, nodes whose workers poll or not, and other limits of the daemon.
     pub fn new(rate: u32, poll: bool, limits: &[(&str, u32)]) -> Self {
+        let wire = ["--source", &u64::MAX.to_string(), "--rate", &rate.to_string()];
+        let storm = Self::on(&wire, poll, limits);
+        storm.flows();
+        storm
+    }
+
+    /// On this wire.
+    pub fn on(wire: &[&str], poll: bool, limits: &[(&str, u32)]) -> Self {
         let one = ONE.lock().unwrap_or_else(PoisonError::into_inner);
         let mut rig = Rig::without_daemon(NODES, "");
         let socket = rig.path("card.sock");
-        let model = Model::start(&socket, rate);
+        let model = Model::start(&socket, wire);
         let worker = rig.path("worker");
         fs::create_dir(rig.path("plans")).expect("a folder");
         let script = format!(
@@ -147,7 +163,6 @@ impl Storm {
         rig.start();
         let mut storm = Storm { rig, model, socket, plans: 0, killed: 0, longest: Duration::ZERO, _one: one };
         storm.settle();
-        storm.flows();
         storm
     }
 
@@ -185,7 +200,10 @@ impl Storm {
         let begun = Instant::now();
         loop {
             let is_calm = |worker: &Value| matches!(worker["is"].as_str(), Some("drives" | "stands by" | "idle"));
-            if let Some(pair) = self.pair().filter(|_| self.workers().iter().all(is_calm)) {
+            let workers = self.workers();
+            let is_staffed = |node: &&str| workers.iter().any(|worker| worker["node"] == **node);
+            let is_calm = workers.iter().all(is_calm) && ["red", "blue", "green"].iter().all(is_staffed);
+            if let Some(pair) = self.pair().filter(|_| is_calm) {
                 self.longest = self.longest.max(begun.elapsed());
                 return pair;
             }
@@ -250,8 +268,7 @@ impl Storm {
 
     /// Kills a worker.
     pub fn kill(&mut self, worker: &Value) {
-        self.killed += 1;
-        signal(pid(worker), Signal::KILL);
+        self.killed += u32::from(send(pid(worker), Signal::KILL));
     }
 
     /// Asks for an upgrade; what came of it.
@@ -295,7 +312,7 @@ impl Storm {
     /// Unplugs the card for good, and puts another one there.
     pub fn plug_another(&mut self, rate: u32) {
         let _ = fs::remove_file(&self.socket);
-        self.model = Model::start(&self.socket, rate);
+        self.model = Model::start(&self.socket, &["--source", &u64::MAX.to_string(), "--rate", &rate.to_string()]);
     }
 
     /// Has the source finish and waits until all is back; then everything ends, and nobody is left. Says how many were killed.
@@ -327,6 +344,14 @@ impl Storm {
         assert!(said.contains("twice 0, out of order 0, damaged 0"), "{said}\n{log}");
     }
 
+    /// The same of a wire that does not count.
+    pub fn ends(mut self) {
+        self.settle();
+        self.ask(Method::POST, "/v1/stop", None).expect("an end");
+        self.rig.daemon_ends();
+        until(&self.rig, "nobody is left", || self.ever().into_iter().all(|pid| !lives(pid)));
+    }
+
     /// Ends everything, after which nobody is left; what the model says.
     fn end(&mut self) -> String {
         self.ask(Method::POST, "/v1/stop", None).expect("an end");
@@ -342,6 +367,18 @@ impl Storm {
     }
 }
 
+/// Sends a signal to a process that may be dead already; whether it was there.
+pub fn send(pid: u32, signal: Signal) -> bool {
+    let pid = i32::try_from(pid).ok().and_then(Pid::from_raw).expect("a process");
+    kill_process(pid, signal).is_ok()
+}
+
+/// How a process is, as /proc says: `S` if it sleeps, `T` if it was stopped.
+pub fn state(pid: u32) -> Option<char> {
+    let stat = fs::read_to_string(format!("/proc/{pid}/stat")).ok()?;
+    stat.rsplit_once(')')?.1.trim_start().chars().next()
+}
+
 /// Ends a process that somebody waits for, unless it is over before.
 struct Watch {
     over: std::sync::mpsc::Sender<()>,
@@ -353,7 +390,7 @@ impl Watch {
         let (over, is_over) = std::sync::mpsc::channel();
         let thread = std::thread::spawn(move || {
             if is_over.recv_timeout(SETTLED_WITHIN) == Err(std::sync::mpsc::RecvTimeoutError::Timeout) {
-                signal(process, Signal::TERM);
+                send(process, Signal::TERM);
             }
         });
         Watch { over, thread }
