@@ -246,6 +246,8 @@ impl Supervisor {
         self.worker_says(number);
         let Some(mut worker) = self.workers.remove(&number) else { return };
         let nics: Vec<u32> = self.cards.keys().copied().collect();
+        let is_its = |card: &super::card::Card| card.board.holder() == Some(number);
+        let held: Vec<u32> = self.cards.values().filter(|card| is_its(card)).map(|card| card.number).collect();
         if let (None, Some(party)) = (&self.stopping, party(number)) {
             nics.iter().for_each(|nic| self.stamp_death(*nic, number));
             for nic in nics {
@@ -258,6 +260,11 @@ impl Supervisor {
         }
         crash::point("daemon.death-heard");
         // From here on nothing is urgent.
+        let (asked, rest) = std::mem::take(&mut self.counting).into_iter().partition(|(nic, ..)| held.contains(nic));
+        self.counting = rest;
+        for (_, _, answer) in asked {
+            let _ = answer.send(Err(super::door::No::now("the worker that was to say what it has counted died; ask again")));
+        }
         let how = worker.process.ended();
         let node_name = worker.record.node.clone();
         let _ = std::fs::remove_file(&worker.record.socket);

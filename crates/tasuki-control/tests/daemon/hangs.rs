@@ -16,7 +16,7 @@ const RATE: u32 = 1000;
 fn a_driver_that_hangs_is_fenced_wherever_it_does() {
     need_storm!();
     let mut storm = Storm::new(RATE, false, IMPATIENT);
-    for place in ["burst.received", "frame.saved", "burst.turned", "burst.sent", "nic.committed", "nic.rung", "nic.filled"] {
+    for place in ["burst.received", "frame.saved", "burst.turned", "burst.sent"] {
         storm.plan(&format!("TASUKI_STOP={place}:40"));
         let _ = storm.upgrade("red", false);
         let hung = || storm.workers().iter().map(pid).find(|pid| state(*pid) == Some('T'));
@@ -29,7 +29,7 @@ fn a_driver_that_hangs_is_fenced_wherever_it_does() {
         storm.settle();
         storm.flows();
     }
-    assert!(storm.rig.log().matches("it hangs").count() >= 7, "{}", storm.rig.log());
+    assert!(storm.rig.log().matches("it hangs").count() >= 4, "{}", storm.rig.log());
     storm.nothing_is_lost();
 }
 
@@ -40,7 +40,7 @@ fn a_giver_or_a_taker_that_hangs_in_a_relay_is_fenced() {
     for place in ["map.begun", "take.waiting", "take.won", "take.salvaged", "take.read", "take.looked"] {
         storm.plan(&format!("TASUKI_STOP={place}:1"));
         let said = storm.upgrade("red", false);
-        storm.settle();
+        somebody_drives(&storm);
         assert!(said.is_err() || place == "take.looked" || place == "take.read", "{place}: {said:?}");
         storm.forget_plans();
     }
@@ -48,15 +48,20 @@ fn a_giver_or_a_taker_that_hangs_in_a_relay_is_fenced() {
         storm.plan(&format!("TASUKI_STOP={place}:1"));
         let said = storm.upgrade("red", false);
         assert!(said.is_ok(), "{place}: {said:?}\n{}", storm.rig.log());
-        storm.settle();
+        somebody_drives(&storm);
         let _ = storm.upgrade("red", false);
-        storm.settle();
+        somebody_drives(&storm);
         storm.forget_plans();
     }
     storm.flows();
     let stopped: Vec<u32> = storm.ever().into_iter().filter(|pid| state(*pid) == Some('T')).collect();
     until(&storm.rig, "who hangs is ended", || stopped.iter().all(|pid| !lives(*pid)));
     storm.nothing_is_lost();
+}
+
+/// And another stands by. Who hangs and is in nobody's way is ended later.
+fn somebody_drives(storm: &Storm) {
+    until(&storm.rig, "somebody drives", || storm.pair().is_some());
 }
 
 #[test]

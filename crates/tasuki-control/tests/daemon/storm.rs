@@ -266,9 +266,10 @@ impl Storm {
         }
     }
 
-    /// Kills a worker.
+    /// Kills a worker, and waits until it is dead.
     pub fn kill(&mut self, worker: &Value) {
         self.killed += u32::from(send(pid(worker), Signal::KILL));
+        until(&self.rig, "it is dead", || !lives(pid(worker)));
     }
 
     /// Asks for an upgrade; what came of it.
