@@ -197,8 +197,7 @@ where
     /// What it has counted, if it is driven.
     pub fn tell_counts(&mut self, post: &mut Post) {
         let Card::Driven(nic) = &mut self.card else { return };
-        let mut counts: Vec<_> =
-            nic.statistics().into_iter().map(|(name, count)| (name.to_owned(), count)).collect();
+        let mut counts: Vec<_> = nic.statistics().into_iter().map(|(name, count)| (name.to_owned(), count)).collect();
         // Of the arena: what grows here is lost for good.
         let slots = self.arena.as_ref().map(Arena::census);
         counts.extend(slots.map(|slots| ("slots_with_card".to_owned(), slots.peer.into())));

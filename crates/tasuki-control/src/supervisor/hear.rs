@@ -263,7 +263,8 @@ impl Supervisor {
         let (asked, rest) = std::mem::take(&mut self.counting).into_iter().partition(|(nic, ..)| held.contains(nic));
         self.counting = rest;
         for (_, _, answer) in asked {
-            let _ = answer.send(Err(super::door::No::now("the worker that was to say what it has counted died; ask again")));
+            let _ = answer
+                .send(Err(super::door::No::now("the worker that was to say what it has counted died; ask again")));
         }
         let how = worker.process.ended();
         let node_name = worker.record.node.clone();

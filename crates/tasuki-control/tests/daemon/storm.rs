@@ -217,7 +217,8 @@ impl Storm {
         let sent = || self.pair().and_then(|(driver, _)| Some((pid(&driver), driver["sent"].as_u64()?)));
         let before = sent();
         until(&self.rig, "frames flow", || {
-            sent().is_some_and(|(who, now)| before.is_none_or(|(it, then)| if it == who { now > then } else { now > 0 }))
+            sent()
+                .is_some_and(|(who, now)| before.is_none_or(|(it, then)| if it == who { now > then } else { now > 0 }))
         });
     }
 
@@ -323,7 +324,7 @@ impl Storm {
         // If it never comes, whoever waits for this line is told so by the model's end.
         let watch = Watch::over(self.model.pid());
         let said = self.model.line();
-        watch.is_over();
+        watch.end();
         if said.trim() != "all came back" {
             let counts = self.ask(Method::GET, "/v1/nics/eth0/counts", None);
             let mut rest = String::new();
@@ -360,7 +361,7 @@ impl Storm {
         let mut said = String::new();
         let watch = Watch::over(self.model.pid());
         self.model.out.read_to_string(&mut said).expect("text");
-        watch.is_over();
+        watch.end();
         until(&self.rig, "nobody is left", || self.ever().into_iter().all(|pid| !lives(pid)));
         let (kills, longest) = (self.kills(), self.longest);
         println!("{kills} killed, {} workers in all; settled within {longest:?}; {}", self.ever().len(), said.trim());
@@ -397,7 +398,7 @@ impl Watch {
         Watch { over, thread }
     }
 
-    fn is_over(self) {
+    fn end(self) {
         drop(self.over);
         let _ = self.thread.join();
     }

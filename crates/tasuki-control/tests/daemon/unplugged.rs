@@ -9,7 +9,8 @@ use super::storm::{Storm, need_storm, send};
 /// Ticks of processor time that a process has used.
 fn ticks(pid: u32) -> u64 {
     let stat = fs::read_to_string(format!("/proc/{pid}/stat")).unwrap_or_default();
-    let fields: Vec<&str> = stat.rsplit_once(')').map(|(_, rest)| rest.split_whitespace().collect()).unwrap_or_default();
+    let fields: Vec<&str> =
+        stat.rsplit_once(')').map(|(_, rest)| rest.split_whitespace().collect()).unwrap_or_default();
     [11, 12].iter().filter_map(|at| fields.get(*at)?.parse::<u64>().ok()).sum()
 }
 
@@ -52,7 +53,10 @@ fn a_card_whose_server_is_gone_is_said_to_be_gone_and_comes_back_when_all_is_sta
 #[test]
 fn a_model_of_the_daemon_that_dies_is_named_and_started_with_the_next_daemon() {
     need_storm!();
-    let mut rig = Rig::without_daemon("[[node]]\nname = \"red\"\nwork = \"echo\"\n\n[[nic]]\nname = \"eth0\"\ndevice = \"sim\"\nnode = \"red\"\n", "");
+    let mut rig = Rig::without_daemon(
+        "[[node]]\nname = \"red\"\nwork = \"echo\"\n\n[[nic]]\nname = \"eth0\"\ndevice = \"sim\"\nnode = \"red\"\n",
+        "",
+    );
     let (stand_in, worker) = (rig.path("worker"), super::storm::beside("tasuki-worker").expect("looked for before"));
     rig.configure(|text| text.replace(&format!("{stand_in:?}"), &format!("{worker:?}")));
     rig.start();
@@ -62,7 +66,8 @@ fn a_model_of_the_daemon_that_dies_is_named_and_started_with_the_next_daemon() {
         let all = fs::read_dir("/proc").expect("a folder").flatten();
         let pids = all.filter_map(|entry| entry.file_name().to_str()?.parse::<u32>().ok());
         let socket = rig.dir().display().to_string();
-        let names = |pid: &u32| fs::read_to_string(format!("/proc/{pid}/cmdline")).unwrap_or_default().contains(&socket);
+        let names =
+            |pid: &u32| fs::read_to_string(format!("/proc/{pid}/cmdline")).unwrap_or_default().contains(&socket);
         pids.filter(names).find(|pid| of(*pid).starts_with("tasuki-sim"))
     };
     let model = children().expect("a model");
