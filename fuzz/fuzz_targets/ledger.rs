@@ -19,6 +19,7 @@ use stub::{Play, StubBus};
 use tasuki_net::nic::e1000e::E1000e;
 use tasuki_net::nic::{InPlace, Nic, NicMemory, NicOptions, Parts};
 use tasuki_net::port::{Burst, Frame, Port};
+use tasuki_shm::arena::Arena;
 use tasuki_shm::region::{Region, Span};
 
 type Card = E1000e<StubBus>;
@@ -53,8 +54,7 @@ fn work(play: &Play, nic: &mut Card, choices: &mut Choices<'_>) {
 }
 
 /// What a successor has in its hands, each slot once.
-fn look(play: &Play, nic: &mut Card, choices: &mut Choices<'_>) {
-    let arena = nic.arena().clone();
+fn look(play: &Play, arena: &Arena, nic: &mut Card, choices: &mut Choices<'_>) {
     let mut frames: Vec<Frame> = Vec::new();
     for _ in 0..4 {
         for place in 0..RING {
@@ -105,9 +105,10 @@ fuzz_target!(|data: &[u8]| {
         ledger[at].store(word, Release);
     }
     let again = NicMemory::prepare(copies(&parts), &layout).expect("the same memory");
+    let arena = again.arena().clone();
     let Ok(prepared) = Card::prepare(play.bus(), again) else { return };
     let Ok(sash) = Card::salvage(&prepared) else { return };
     let Ok(mut nic) = Card::go_on(prepared, &sash) else { return };
-    look(&play, &mut nic, &mut choices);
+    look(&play, &arena, &mut nic, &mut choices);
     drop(nic.stand_down());
 });

@@ -4,10 +4,10 @@
 #![no_main]
 
 use libfuzzer_sys::fuzz_target;
+use tasuki_relay::Tenure;
 use tasuki_relay::letter::{self, ToDaemon, ToWorker};
 use tasuki_relay::sash::Sash;
 use tasuki_relay::wire::{Order, Report};
-use tasuki_relay::Tenure;
 
 fn packet(bytes: &[u8]) {
     if let Ok(order) = Order::parse(bytes) {
@@ -28,7 +28,9 @@ fuzz_target!(|data: &[u8]| {
             let mut whole = [b"TRL\0".as_slice(), &1_u16.to_le_bytes(), bytes].concat();
             whole.resize(32, 0);
             packet(&whole);
-            if let Some((nic, inner)) = letter::unframe(&letter::frame(7, whole.as_slice().try_into().expect("32 bytes"))) {
+            if let Some((nic, inner)) =
+                letter::unframe(&letter::frame(7, whole.as_slice().try_into().expect("32 bytes")))
+            {
                 assert_eq!((nic, inner), (7, &whole[..]));
             }
         }
