@@ -49,12 +49,29 @@ fn look(storm: &mut Storm) -> (Has, u64) {
     (has, memory(daemon))
 }
 
+/// A handover. A node whose only worker is being replaced says that one is to ask again.
+fn give(storm: &mut Storm, to: &str) {
+    for _ in 0..100 {
+        match storm.give(to, Some("keep")) {
+            Ok(_) => return,
+            Err(said) => {
+                assert!(said.contains("ask again in a moment"), "{said}\n{}", storm.rig.log());
+                let log = storm.rig.log();
+                let last: Vec<&str> = log.lines().rev().take(12).collect();
+                println!("{said}: {last:#?}");
+                storm.settle();
+            }
+        }
+    }
+    panic!("{to} has no worker\n{}", storm.rig.log());
+}
+
 /// An upgrade, a handover there and back, and a takeover, in turn.
 fn relay(storm: &mut Storm, number: usize) {
     match number % 4 {
         0 => drop(storm.upgrade("red", false).expect("an upgrade")),
-        1 => drop(storm.give("blue", Some("keep")).expect("a handover")),
-        2 => drop(storm.give("red", Some("keep")).expect("a handover")),
+        1 => give(storm, "blue"),
+        2 => give(storm, "red"),
         _ => {
             let (driver, _) = storm.settle();
             storm.kill(&driver);
