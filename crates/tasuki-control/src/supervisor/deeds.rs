@@ -4,7 +4,7 @@ use std::collections::VecDeque;
 use std::num::NonZeroU32;
 
 use tasuki_relay::arbiter::{Do, Input, State, Told};
-use tasuki_relay::letter::board;
+use tasuki_relay::letter::{ToWorker, board};
 use tasuki_relay::method::Method;
 use tasuki_relay::wire::Order;
 use tasuki_relay::{ARBITER, Party};
@@ -71,7 +71,13 @@ impl Supervisor {
         if order == Order::Leave {
             worker.nics.remove(&nic);
         }
-        match worker.order(nic, order) {
+        let sent = worker.order(nic, order);
+        if order == Order::Leave && worker.nics.is_empty() && worker.stage == Stage::Begun {
+            // It ends with its last NIC: nobody may count on it from here on.
+            worker.stage = Stage::Leaving(now());
+            let _ = worker.write(&ToWorker::End, &[]);
+        }
+        match sent {
             Ok(()) => crash::point(match order {
                 Order::Prepare { .. } => "daemon.prepare",
                 Order::Take { .. } => "daemon.take",
