@@ -1,5 +1,9 @@
 //! `test`: the whole suite, and one line at the end that says how it went.
 
+use std::path::PathBuf;
+
+use anyhow::ensure;
+
 use crate::checkout::Checkout;
 use crate::fuzz::{self, Plan};
 use crate::tally::{Reader, Tally};
@@ -71,8 +75,20 @@ fn told(reasons: &[String]) -> Vec<String> {
         .collect()
 }
 
+/// With all its features the worker is what the next version may be. Tests of upgrades want this version's as well: in a folder of its own,
+/// for it has the same name.
+fn other_worker(checkout: &Checkout) -> anyhow::Result<PathBuf> {
+    let folder = checkout.target.join("other");
+    let mut command = checkout.cargo("build");
+    command.args(["--package", "tasuki-worker"]).env("CARGO_TARGET_DIR", &folder);
+    ensure!(stream::succeeds(&mut command)?, "the worker without features does not build");
+    Ok(folder.join("debug").join("tasuki-worker"))
+}
+
 fn unit(checkout: &Checkout) -> anyhow::Result<Tally> {
+    let other = other_worker(checkout)?;
     let mut command = checkout.cargo("test");
+    command.env("TASUKI_OTHER_WORKER", other);
     command.args(["--workspace", "--all-features", "--no-fail-fast", "--", "--show-output"]);
     let mut reader = Reader::default();
     let status = stream::run(&mut command, |line| reader.line(line))?;

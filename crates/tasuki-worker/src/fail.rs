@@ -4,6 +4,12 @@
 //! [`tasuki_shm::crash`] has it, whose places in a driver a worker passes as well. `TASUKI_STOP=name:n` stops it there (SIGSTOP), as a hung
 //! one. Without the feature `crash-points`, which no shipped build has, a place is nothing.
 
+/// Whether this worker is to go on driving after it has passed the lease and said so, as one that lies: `TASUKI_GOES_ON` is set.
+#[cfg(feature = "crash-points")]
+pub fn goes_on() -> bool {
+    std::env::var_os("TASUKI_GOES_ON").is_some()
+}
+
 /// A place with a name.
 #[cfg(not(feature = "crash-points"))]
 #[inline(always)]

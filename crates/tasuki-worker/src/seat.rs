@@ -197,7 +197,10 @@ where
     /// What it has counted, if it is driven.
     pub fn tell_counts(&mut self, post: &mut Post) {
         let Card::Driven(nic) = &mut self.card else { return };
-        let counts = nic.statistics().into_iter().map(|(name, count)| (name.to_owned(), count)).collect();
+        let mut counts: Vec<_> = nic.statistics().into_iter().map(|(name, count)| (name.to_owned(), count)).collect();
+        // Of the arena: what grows here is lost for good.
+        let slots = self.arena.as_ref().map(Arena::census);
+        counts.extend(slots.map(|slots| ("slots_with_card".to_owned(), slots.peer.into())));
         post.write(&ToDaemon::Counts { nic: self.given.number, counts }, Vec::new());
     }
 
@@ -480,6 +483,21 @@ where
         common.post.report(self.given.number, report);
         if matches!(report, Report::Released { .. }) {
             fail::point("give.said");
+            #[cfg(feature = "crash-points")]
+            if fail::goes_on() {
+                self.drive_for_ever(common);
+            }
+        }
+    }
+
+    /// Passed the lease, and receives, sends and rings as before: what only a fence ends.
+    #[cfg(feature = "crash-points")]
+    fn drive_for_ever(&mut self, common: &mut Common) {
+        if let Card::Passed(nic) = std::mem::replace(&mut self.card, Card::Unknown) {
+            self.card = Card::Driven(nic);
+            while !self.gone {
+                self.turn(common);
+            }
         }
     }
 
@@ -488,7 +506,11 @@ where
     fn lose(&mut self, common: &mut Common, error: &NicError) {
         if !self.gone {
             self.gone = true;
-            common.post.tell(Some(self.given.number), error.to_string());
+            let help = match error {
+                NicError::Gone => "; when it is there again, stop all (tasuki stop) and start tasukid anew",
+                _ => "",
+            };
+            common.post.tell(Some(self.given.number), format!("{error}{help}"));
         }
     }
 

@@ -11,6 +11,7 @@ use tasuki_relay::Party;
 use tasuki_relay::arbiter::Arbiter;
 use tasuki_relay::letter::ToWorker;
 use tasuki_relay::pulse::Pulse;
+use tasuki_shm::crash;
 
 use super::card::Card;
 use super::deeds::party;
@@ -102,6 +103,7 @@ impl Supervisor {
             wanted: false,
         };
         let sent = worker.write(&ToWorker::Again, &[]);
+        crash::point("daemon.again");
         drop(theirs);
         let node = worker.record.node.clone();
         self.workers.insert(number, worker);
@@ -128,6 +130,7 @@ impl Supervisor {
             return;
         }
         self.adopting = false;
+        crash::point("daemon.adopting");
         let numbers: Vec<u32> = self.cards.keys().copied().collect();
         for nic in numbers {
             let have = self.workers.values().filter(|worker| worker.nics.contains_key(&nic));
@@ -149,6 +152,7 @@ impl Supervisor {
             }
             self.record_nic(nic);
         }
+        crash::point("daemon.adopted");
         self.answer_requests();
     }
 }

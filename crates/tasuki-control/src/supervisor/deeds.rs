@@ -4,10 +4,11 @@ use std::collections::VecDeque;
 use std::num::NonZeroU32;
 
 use tasuki_relay::arbiter::{Do, Input, State, Told};
-use tasuki_relay::letter::board;
+use tasuki_relay::letter::{ToWorker, board};
 use tasuki_relay::method::Method;
 use tasuki_relay::wire::Order;
 use tasuki_relay::{ARBITER, Party};
+use tasuki_shm::crash;
 
 use super::worker::Stage;
 use super::{About, Supervisor, now};
@@ -46,7 +47,11 @@ impl Supervisor {
         let card = self.cards.get_mut(&nic)?;
         match what {
             Do::Look => return Some(Input::Word(card.board.tenure())),
-            Do::Swap { from, to } => return Some(Input::Swapped(card.board.swap(from, to))),
+            Do::Swap { from, to } => {
+                let swapped = card.board.swap(from, to);
+                crash::point(if to.holder.is_some() { "daemon.seized" } else { "daemon.passed" });
+                return Some(Input::Swapped(swapped));
+            }
             Do::Tell(party, order) => self.order(nic, party.0.get(), order),
             Do::Watch(number) => {
                 let limits = &self.config.daemon;
@@ -66,8 +71,19 @@ impl Supervisor {
         if order == Order::Leave {
             worker.nics.remove(&nic);
         }
-        match worker.order(nic, order) {
-            Ok(()) => {}
+        let sent = worker.order(nic, order);
+        if order == Order::Leave && worker.nics.is_empty() && worker.stage == Stage::Begun {
+            // It ends with its last NIC: nobody may count on it from here on.
+            worker.stage = Stage::Leaving(now());
+            let _ = worker.write(&ToWorker::End, &[]);
+        }
+        match sent {
+            Ok(()) => crash::point(match order {
+                Order::Prepare { .. } => "daemon.prepare",
+                Order::Take { .. } => "daemon.take",
+                Order::Release { .. } => "daemon.release",
+                _ => "daemon.order",
+            }),
             // It is dead or dying, and its pidfd will say so.
             Err(rustix::io::Errno::PIPE | rustix::io::Errno::CONNRESET) => {}
             Err(errno) => self.condemn(party, format!("does not take orders ({errno})")),
@@ -95,11 +111,14 @@ impl Supervisor {
             return;
         }
         worker.stage = Stage::Condemned;
+        crash::point("daemon.fencing");
         if let Err(why) = self.registry.write(&[Change::Fence(number)]) {
             // Whoever is killed is fenced, recorded or not; only a daemon that dies before the worker does would not know.
             tracing::error!("a fence could not be recorded ({why})");
         }
+        crash::point("daemon.fence-recorded");
         worker.process.kill();
+        crash::point("daemon.fence-killed");
         let node = worker.record.node.clone();
         self.note(About::worker(&node, number), format!("worker {number} {because}: it is ended"));
     }
@@ -133,6 +152,7 @@ impl Supervisor {
             self.note(About { node: Some(&node), nic: Some(&name), worker: holder }, sentence);
         }
         self.record_nic(nic);
+        crash::point("daemon.settled");
     }
 
     /// Has the registry know a NIC as it is.

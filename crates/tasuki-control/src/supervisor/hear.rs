@@ -9,6 +9,7 @@ use tasuki_relay::arbiter::Input;
 use tasuki_relay::letter::{self, Kit, SPEECH, ToDaemon, ToWorker, pulse};
 use tasuki_relay::pulse::Pulse;
 use tasuki_relay::wire::{Order, Report};
+use tasuki_shm::crash;
 
 use super::card::{Board, Kept};
 use super::deeds::party;
@@ -107,8 +108,15 @@ impl Supervisor {
             ToDaemon::Counts { nic, counts } => self.counted(number, nic, &counts),
             ToDaemon::Told { nic, sentence } => {
                 let node = self.workers.get(&number).map(|worker| worker.record.node.clone());
-                let name = nic.and_then(|nic| self.cards.get(&nic)).map(|card| card.name().to_owned());
                 let sentence: String = sentence.chars().filter(|c| !c.is_control()).take(1000).collect();
+                let card = nic.and_then(|nic| self.cards.get_mut(&nic));
+                let name = card.map(|card| {
+                    // What whoever drives it has to say of it stands with the NIC until it changes hands.
+                    if card.board.holder() == Some(number) {
+                        card.trouble = Some(sentence.clone());
+                    }
+                    card.name().to_owned()
+                });
                 let about = About { node: node.as_deref(), nic: name.as_deref(), worker: Some(number) };
                 self.note(about, format!("worker {number} says: {sentence}"));
             }
@@ -139,6 +147,7 @@ impl Supervisor {
         worker.heart = Pulse::new(now());
         worker.record.uid = worker.process.uid();
         self.changes.push(Change::Worker(worker.record.clone()));
+        crash::point("daemon.begun");
     }
 
     /// What a worker of another daemon has besides NICs.
@@ -247,11 +256,14 @@ impl Supervisor {
 
     /// Its process is dead.
     pub(super) fn worker_ended(&mut self, number: u32) {
+        crash::point("daemon.death");
         // What it said last is heard before its death is.
         self.worker_says(number);
         let Some(mut worker) = self.workers.remove(&number) else { return };
         worker.pulse.iter().for_each(super::tombs::close);
         let nics: Vec<u32> = self.cards.keys().copied().collect();
+        let is_its = |card: &super::card::Card| card.board.holder() == Some(number);
+        let held: Vec<u32> = self.cards.values().filter(|card| is_its(card)).map(|card| card.number).collect();
         if let (None, Some(party)) = (&self.stopping, party(number)) {
             nics.iter().for_each(|nic| self.stamp_death(*nic, number));
             for nic in nics {
@@ -262,7 +274,14 @@ impl Supervisor {
                 self.tell_arbiter(nic, Input::Gone(party));
             }
         }
+        crash::point("daemon.death-heard");
         // From here on nothing is urgent.
+        let (asked, rest) = std::mem::take(&mut self.counting).into_iter().partition(|(nic, ..)| held.contains(nic));
+        self.counting = rest;
+        for (_, _, answer) in asked {
+            let _ = answer
+                .send(Err(super::door::No::now("the worker that was to say what it has counted died; ask again")));
+        }
         let how = worker.process.ended();
         let node_name = worker.record.node.clone();
         let _ = std::fs::remove_file(&worker.record.socket);

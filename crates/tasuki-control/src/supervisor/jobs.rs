@@ -12,6 +12,7 @@ use tasuki_relay::arbiter::{Ask, Input, State};
 use tasuki_relay::letter::{self, Plan, ToWorker};
 use tasuki_relay::method::{self, Method, Trust};
 use tasuki_relay::wire::{Positions, Use};
+use tasuki_shm::crash;
 
 use super::deeds::{party, time};
 use super::door::{Answer, No, Request};
@@ -351,7 +352,9 @@ impl Supervisor {
                 let _ = worker.write(&ToWorker::Plan { nic, plan: plan.clone() }, &[]);
             }
         }
+        crash::point("daemon.planned");
         self.tell_arbiter(nic, Input::Asked(ask));
+        crash::point("daemon.asked");
     }
 
     fn wait_for_outcome(&mut self, at: usize, nic: u32, driver: Option<u32>) -> Step {
@@ -428,6 +431,7 @@ impl Supervisor {
             node.record.binary = with.or(node.record.binary.take());
             let record = node.record.clone();
             self.changes.push(Change::Node(name.clone(), record));
+            crash::point("daemon.upgraded");
             // Givers are done. Who stood by does so until somebody of the new program can.
             let generation = self.nodes[&name].record.generation;
             let over = self.workers.values().filter(|worker| {

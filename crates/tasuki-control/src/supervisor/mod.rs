@@ -35,6 +35,7 @@ use anyhow::{Context, Result};
 use rustix::event::{Timespec, epoll};
 use rustix::time::{ClockId, clock_gettime};
 use tasuki_relay::arbiter;
+use tasuki_shm::crash;
 
 use crate::config::Config;
 use crate::place::Place;
@@ -283,6 +284,9 @@ impl Supervisor {
     /// Writes what is to be written.
     fn flush(&mut self) {
         let changes = std::mem::take(&mut self.changes);
+        if !changes.is_empty() {
+            crash::point("daemon.writing");
+        }
         if let Err(why) = self.registry.write(&changes) {
             tracing::error!(
                 "the registry could not be written ({why}); a daemon that comes after this one may not find its workers"

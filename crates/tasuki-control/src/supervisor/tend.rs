@@ -13,6 +13,7 @@ use tasuki_relay::letter::{Begin, SPEECH, ToWorker, pulse};
 use tasuki_relay::method::Method;
 use tasuki_relay::pulse::Pulse;
 use tasuki_relay::wire::{Order, Positions, Use};
+use tasuki_shm::crash;
 
 use super::deeds::party;
 use super::policy::{self, Verdict};
@@ -111,6 +112,7 @@ impl Supervisor {
         if let Some(worker) = self.workers.get(&number) {
             let _ = worker.write(&ToWorker::End, &[]);
         }
+        crash::point("daemon.retired");
     }
 
     /// Has a worker let go of what it has of a NIC that it does not drive.
@@ -192,6 +194,7 @@ impl Supervisor {
                 return Err(error);
             }
         };
+        crash::point("daemon.worker-started");
         let memlock = self.memlock(process.name().pid);
         let record = WorkerRecord {
             party: number,
@@ -205,6 +208,7 @@ impl Supervisor {
         // Recorded before it is told anything: a daemon that comes later must find whoever can drive.
         self.changes.push(Change::Worker(record.clone()));
         self.flush();
+        crash::point("daemon.worker-recorded");
         watch(&self.epoll, process.pidfd(), Token::WorkerEnd(number))?;
         watch(&self.epoll, ours.as_fd(), Token::WorkerSays(number))?;
         let worker = Worker {
@@ -236,6 +240,7 @@ impl Supervisor {
         let _ = worker.write(&ToWorker::Begin(begin), &[words, book.as_fd(), listener.as_fd()]);
         worker.pulse.iter().for_each(|pulse| self.tombs.watch(number, pulse));
         self.workers.insert(number, worker);
+        crash::point("daemon.worker-told");
         Ok(number)
     }
 
@@ -283,7 +288,10 @@ impl Supervisor {
         worker.nics.insert(nic, Fit::Preparing(now()));
         let (kind, version) = (kept.kit.kind, kept.kit.version);
         let prepare = Order::Prepare { purpose, method, kind, version, carries: Positions::default() };
-        let sent = worker.write(&letter, &card.lend()).and_then(|()| worker.order(nic, prepare));
+        let sent = worker.write(&letter, &card.lend());
+        crash::point("daemon.kit");
+        let sent = sent.and_then(|()| worker.order(nic, prepare));
+        crash::point("daemon.attached");
         let first = card.arbiter.is_none();
         match sent {
             // Its pidfd says that it is dead, or will.

@@ -2,10 +2,15 @@
 #![allow(clippy::tests_outside_test_module, reason = "the whole file is tests")]
 
 mod faults;
+mod hangs;
+mod kills;
+mod leaks;
 mod real;
 mod rig;
 mod ruled;
 mod standin;
+mod storm;
+mod unplugged;
 
 /// What `standin` is started as; without its orders it is nothing.
 #[test]

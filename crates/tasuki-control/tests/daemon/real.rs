@@ -1,13 +1,13 @@
 //! The real worker and the model of a card, under traffic that the model numbers and checks.
 
 use std::io::Read;
-use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
 use rustix::process::Signal;
 
 use super::rig::{NODES, Rig, pid, signal, until};
+use super::storm::beside;
 
 const FRAMES: &str = "20000";
 
@@ -22,11 +22,6 @@ impl Drop for Model {
         let _ = self.0.kill();
         let _ = self.0.wait();
     }
-}
-
-fn beside(program: &str) -> Option<PathBuf> {
-    let path = Path::new(env!("CARGO_BIN_EXE_tasukid")).with_file_name(program);
-    path.exists().then_some(path)
 }
 
 #[test]

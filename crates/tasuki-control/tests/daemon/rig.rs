@@ -127,10 +127,25 @@ impl Rig {
 
     /// Starts the daemon, and waits until it serves.
     pub fn start(&mut self) {
-        let log = fs::OpenOptions::new().create(true).append(true).open(self.path("log")).expect("a file");
-        let child = self.tasukid().stdout(Stdio::null()).stderr(log).spawn().expect("a daemon");
-        self.daemon = Some(child);
+        self.start_to_die(None);
         until(self, "tasukid serves", || self.tasuki(&["status"]).status.success());
+    }
+
+    /// Starts a daemon that dies when it passes a place so often.
+    pub fn start_to_die(&mut self, plan: Option<String>) {
+        let log = fs::OpenOptions::new().create(true).append(true).open(self.path("log")).expect("a file");
+        if let Some(mut dead) = self.daemon.take() {
+            let _ = dead.kill();
+            let _ = dead.wait();
+        }
+        let mut command = self.tasukid();
+        command.env_remove("TASUKI_CRASH").envs(plan.map(|plan| ("TASUKI_CRASH", plan)));
+        self.daemon = Some(command.stdout(Stdio::null()).stderr(log).spawn().expect("a daemon"));
+    }
+
+    /// Whether the daemon is dead, by itself.
+    pub fn daemon_is_dead(&mut self) -> bool {
+        self.daemon.as_mut().is_none_or(|daemon| daemon.try_wait().expect("a process").is_some())
     }
 
     /// The daemon's process.
@@ -141,7 +156,7 @@ impl Rig {
     /// Kills the daemon where it stands.
     pub fn kill_daemon(&mut self) {
         let mut daemon = self.daemon.take().expect("a daemon");
-        daemon.kill().expect("a process");
+        let _ = daemon.kill();
         daemon.wait().expect("its end");
     }
 
@@ -262,6 +277,14 @@ fn is_ours(pid: u32, folder: &Path) -> bool {
 impl Drop for Rig {
     fn drop(&mut self) {
         if std::thread::panicking() {
+            if self.daemon_is_dead() {
+                // Real workers outlive their daemon: only another one ends them.
+                self.start_to_die(None);
+                let limit = Instant::now() + Duration::from_secs(10);
+                while Instant::now() < limit && !self.tasuki(&["status"]).status.success() {
+                    std::thread::sleep(Duration::from_millis(10));
+                }
+            }
             let _ = self.tasuki(&["stop"]);
         }
         if let Some(mut daemon) = self.daemon.take() {

@@ -117,22 +117,37 @@ fn server(place: &PlaceArguments) -> Result<Server> {
 /// How long a partner leaves a driver alone whose link has just come up: it still has to set up what the two have agreed on.
 const SETTLED: Duration = Duration::from_millis(20);
 
-/// Serves until it is told to stop or, once `is_done`, until the driver has left. Has the wire `begin` soon after the first driver receives. Gives
-/// the wire back.
-fn serve<W: Wire>(
-    arguments: &NicArguments,
-    wire: W,
-    begin: impl Fn(&mut W),
-    is_done: impl Fn(&mut W) -> bool,
-) -> Result<W> {
-    let stop = Arc::new(AtomicBool::new(false));
+/// What a wire is told, and asked.
+struct Course<W> {
+    /// Soon after the first driver receives.
+    begin: fn(&mut W),
+    /// When somebody wants no more of it (SIGUSR1).
+    finish: fn(&mut W),
+    /// Whether all is back that it ever sent, once it sends no more.
+    is_back: fn(&mut W) -> bool,
+    /// Whether the model may end once the driver has left.
+    is_done: fn(&mut W) -> bool,
+}
+
+impl<W> Course<W> {
+    /// Of a wire that does as it likes.
+    fn endless() -> Self {
+        Course { begin: |_| (), finish: |_| (), is_back: |_| false, is_done: |_| false }
+    }
+}
+
+/// Serves until it is told to stop or, once the wire is done, until the driver has left. Gives the wire back.
+fn serve<W: Wire>(arguments: &NicArguments, wire: W, course: &Course<W>) -> Result<W> {
+    let (stop, finish) = (Arc::new(AtomicBool::new(false)), Arc::new(AtomicBool::new(false)));
+    signal_hook::flag::register(signal_hook::consts::SIGUSR1, Arc::clone(&finish))
+        .context("the kernel took no signal handler")?;
     for signal in [signal_hook::consts::SIGINT, signal_hook::consts::SIGTERM] {
         signal_hook::flag::register(signal, Arc::clone(&stop)).context("the kernel took no signal handler")?;
     }
     let mut server = server(&arguments.place)?;
     let options = e1000e::Options { link_up_ns: arguments.link_up.saturating_mul(1_000_000), ..Default::default() };
     let mut served = Served::new(e1000e::Device::new(options), wire);
-    let (mut had_driver, mut has_begun) = (server.has_client(), false);
+    let (mut had_driver, mut has_begun, mut said_back) = (server.has_client(), false, false);
     let mut receives_since = None;
     while !stop.load(Relaxed) {
         let mut rounds = 0_u32;
@@ -141,15 +156,22 @@ fn serve<W: Wire>(
             if !has_begun && served.card().receives() {
                 has_begun = receives_since.get_or_insert_with(Instant::now).elapsed() > SETTLED;
                 if has_begun {
-                    begin(served.wire());
+                    (course.begin)(served.wire());
                 }
             }
             rounds += 1;
             rounds < 10_000 && !stop.load(Relaxed)
         })?;
+        if finish.load(Relaxed) {
+            (course.finish)(served.wire());
+            if !said_back && (course.is_back)(served.wire()) {
+                said_back = true;
+                println!("all came back");
+            }
+        }
         had_driver |= server.has_client();
         let left = had_driver && !server.has_client();
-        if left && (arguments.place.stdin || is_done(served.wire())) {
+        if left && (arguments.place.stdin || (course.is_done)(served.wire())) {
             break;
         }
     }
@@ -174,13 +196,13 @@ fn serve<W: Wire>(
 fn serve_recorded<W: Wire>(
     arguments: &NicArguments,
     wire: W,
-    begin: impl Fn(&mut W),
-    is_done: impl Fn(&mut W) -> bool,
+    plain: &Course<W>,
+    recorded: &Course<Recorded<W>>,
 ) -> Result<W> {
-    let Some(path) = &arguments.pcap else { return serve(arguments, wire, begin, is_done) };
-    let recorded = Recorded::create(wire, path).with_context(|| format!("{} cannot be written", path.display()))?;
-    let recorded = serve(arguments, recorded, |recorded| begin(recorded.wire()), |recorded| is_done(recorded.wire()))?;
-    recorded.into_wire().with_context(|| format!("{} cannot be written to its end", path.display()))
+    let Some(path) = &arguments.pcap else { return serve(arguments, wire, plain) };
+    let wire = Recorded::create(wire, path).with_context(|| format!("{} cannot be written", path.display()))?;
+    let wire = serve(arguments, wire, recorded)?;
+    wire.into_wire().with_context(|| format!("{} cannot be written to its end", path.display()))
 }
 
 fn nic(arguments: &NicArguments) -> Result<()> {
@@ -198,16 +220,31 @@ fn nic(arguments: &NicArguments) -> Result<()> {
         let mut source = Source::new(options);
         // What nobody receives yet is nobody's loss.
         source.pause(true);
-        let source = serve_recorded(arguments, source, |source| source.pause(false), |source| source.is_done())?;
+        let source = serve_recorded(
+            arguments,
+            source,
+            &Course {
+                begin: |source| source.pause(false),
+                finish: Source::finish,
+                is_back: |source| source.counts().lost() == 0,
+                is_done: |source| source.is_done(),
+            },
+            &Course {
+                begin: |recorded| recorded.wire().pause(false),
+                finish: |recorded| recorded.wire().finish(),
+                is_back: |recorded| recorded.wire().counts().lost() == 0,
+                is_done: |recorded| recorded.wire().is_done(),
+            },
+        )?;
         report(&source.counts());
     } else if let Some(paths) = dgram {
         let [ours, theirs] = &paths[..] else { bail!("--dgram takes two paths") };
         let wire = Datagram::bind(ours, theirs).with_context(|| format!("{} cannot be bound", ours.display()))?;
-        serve_recorded(arguments, wire, |_| (), |_| false)?;
+        serve_recorded(arguments, wire, &Course::endless(), &Course::endless())?;
     } else if let Some(name) = tap {
-        serve_recorded(arguments, Tap::open(name)?, |_| (), |_| false)?;
+        serve_recorded(arguments, Tap::open(name)?, &Course::endless(), &Course::endless())?;
     } else {
-        let wire = serve_recorded(arguments, Nowhere::default(), |_| (), |_| false)?;
+        let wire = serve_recorded(arguments, Nowhere::default(), &Course::endless(), &Course::endless())?;
         println!("the card sent {} frames to nowhere", wire.sent);
     }
     Ok(())

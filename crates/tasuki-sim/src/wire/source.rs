@@ -178,6 +178,11 @@ impl Source {
         self.options.count = self.options.count.saturating_add(count);
     }
 
+    /// No more frames are to be sent.
+    pub fn finish(&mut self) {
+        self.options.count = self.options.count.min(self.counts.sent);
+    }
+
     /// The number that a source gave to a frame, if it is one's.
     pub fn number_of(frame: &[u8]) -> Option<u64> {
         let numbered = frame.get(12..NUMBERED_LEN)?;

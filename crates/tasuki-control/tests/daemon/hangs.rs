@@ -1,0 +1,180 @@
+//! Who hangs, who sleeps, and who lies: nothing is lost by any of them.
+
+use std::os::unix::net::UnixDatagram;
+use std::time::Duration;
+
+use rustix::process::Signal;
+
+use super::rig::{lives, pid, signal, until};
+use super::storm::{Storm, need_storm, send, state};
+
+/// So that a hang is noticed soon; who is held up for longer by a machine that is busy is fenced, and nothing is lost by that either.
+const IMPATIENT: &[(&str, u32)] = &[("hang_after_ms", 200), ("deadline_ms", 300), ("prepare_ms", 1000)];
+const RATE: u32 = 1000;
+
+#[test]
+fn a_driver_that_hangs_is_fenced_wherever_it_does() {
+    need_storm!();
+    let mut storm = Storm::new(RATE, false, IMPATIENT);
+    for place in ["burst.received", "frame.saved", "burst.turned", "burst.sent"] {
+        storm.plan(&format!("TASUKI_STOP={place}:40"));
+        let _ = storm.upgrade("red", false);
+        let hung = || storm.workers().iter().map(pid).find(|pid| state(*pid) == Some('T'));
+        // It drives a while before it hangs, and is dead soon after.
+        let gone = storm.pair().map(|(driver, _)| pid(&driver));
+        until(&storm.rig, "it hangs and is fenced", || hung().is_some() || gone.is_none_or(|pid| !lives(pid)));
+        if let Some(pid) = hung() {
+            until(&storm.rig, "it is fenced", || !lives(pid));
+        }
+        storm.settle();
+        storm.flows();
+    }
+    assert!(storm.rig.log().matches("it hangs").count() >= 4, "{}", storm.rig.log());
+    storm.nothing_is_lost();
+}
+
+#[test]
+fn a_giver_or_a_taker_that_hangs_in_a_relay_is_fenced() {
+    need_storm!();
+    let mut storm = Storm::new(RATE, false, IMPATIENT);
+    for place in ["map.begun", "take.waiting", "take.won", "take.salvaged", "take.read", "take.looked"] {
+        storm.plan(&format!("TASUKI_STOP={place}:1"));
+        let said = storm.upgrade("red", false);
+        somebody_drives(&storm);
+        assert!(said.is_err() || place == "take.looked" || place == "take.read", "{place}: {said:?}");
+        storm.forget_plans();
+    }
+    for place in ["give.stopped", "give.written", "give.passed", "give.said"] {
+        storm.plan(&format!("TASUKI_STOP={place}:1"));
+        let said = storm.upgrade("red", false);
+        assert!(said.is_ok(), "{place}: {said:?}\n{}", storm.rig.log());
+        somebody_drives(&storm);
+        let _ = storm.upgrade("red", false);
+        somebody_drives(&storm);
+        storm.forget_plans();
+    }
+    storm.flows();
+    let stopped: Vec<u32> = storm.ever().into_iter().filter(|pid| state(*pid) == Some('T')).collect();
+    until(&storm.rig, "who hangs is ended", || stopped.iter().all(|pid| !lives(*pid)));
+    storm.nothing_is_lost();
+}
+
+/// And another stands by. Who hangs and is in nobody's way is ended later.
+fn somebody_drives(storm: &Storm) {
+    until(&storm.rig, "somebody drives", || storm.pair().is_some());
+}
+
+#[test]
+fn a_standby_that_is_stopped_does_not_keep_the_nic_from_somebody_else() {
+    need_storm!();
+    let mut storm = Storm::new(RATE, false, IMPATIENT);
+    let (driver, standby) = storm.settle();
+    signal(pid(&standby), Signal::STOP);
+    storm.kill(&driver);
+    let drives = || storm.pair().is_some_and(|(now, _)| pid(&now) != pid(&standby));
+    until(&storm.rig, "somebody else drives", drives);
+    // It would be ended in its turn: that is tried with the others who hang.
+    send(pid(&standby), Signal::KILL);
+    storm.settle();
+    storm.nothing_is_lost();
+}
+
+#[test]
+fn packets_flow_while_the_daemon_is_stopped() {
+    need_storm!();
+    let folder = tempfile::tempdir().expect("a folder");
+    let pcap = folder.path().join("wire.pcap");
+    let rate = RATE.to_string();
+    let wire = ["--source", &u64::MAX.to_string(), "--rate", &rate, "--pcap", pcap.to_str().expect("a path")];
+    let storm = Storm::on(&wire, false, &[]);
+    storm.flows();
+    let daemon = storm.rig.daemon_pid();
+    signal(daemon, Signal::STOP);
+    until(&storm.rig, "it is stopped", || state(daemon) == Some('T'));
+    let len = || std::fs::metadata(&pcap).map_or(0, |meta| meta.len());
+    // 500 frames there and back, 76 bytes each.
+    let before = len();
+    let begun = std::time::Instant::now();
+    while len() < before + 76_000 && begun.elapsed() < Duration::from_secs(60) {
+        std::thread::sleep(Duration::from_millis(5));
+    }
+    let is_stopped = state(daemon) == Some('T');
+    signal(daemon, Signal::CONT);
+    assert!(len() >= before + 76_000 && is_stopped);
+    storm.nothing_is_lost();
+}
+
+/// A frame, as it is on the wire.
+fn frame(number: u8) -> Vec<u8> {
+    [&[0xff; 6][..], &[2, 0, 0, 0, 0, 9], &[0x88, 0xb5, number], &[7; 50]].concat()
+}
+
+/// Everybody sleeps, a relay is stopped at a step, one frame comes, and the relay goes on: who drives then has to wake for that frame.
+#[test]
+fn an_interrupt_at_any_step_of_a_relay_wakes_whoever_drives_then() {
+    need_storm!();
+    let folder = tempfile::tempdir().expect("a folder");
+    let [ours, its] = ["ours", "its"].map(|name| folder.path().join(name));
+    let wire = UnixDatagram::bind(&ours).expect("a free name");
+    wire.set_read_timeout(Some(Duration::from_secs(30))).expect("a time");
+    let words = ["--dgram", its.to_str().expect("a path"), ours.to_str().expect("a path")];
+    let mut storm = Storm::on(&words, false, &[]);
+    let echoed = |number: u8, place: &str| {
+        let mut room = [0; 2048];
+        // What the card says to its partner by itself is no echo.
+        while let Ok(len) = wire.recv(&mut room) {
+            if len > 15 && room[14] == number && room[12..14] == [0x88, 0xb5] {
+                return;
+            }
+        }
+        panic!("frame {number} did not come back after a relay that was stopped at {place}");
+    };
+    until(&storm.rig, "the link is up", || wire.send_to(&frame(0), &its).is_ok());
+    echoed(0, "at rest");
+    let places = ["map.done", "take.waiting", "take.won", "take.salvaged", "take.read", "take.looked"];
+    let all = places.iter().chain(&["give.stopped", "give.written", "give.passed", "give.said"]);
+    for (number, place) in (1..).zip(all) {
+        storm.plan(&format!("TASUKI_STOP={place}:1"));
+        if place.starts_with("give") {
+            let said = storm.upgrade("red", false);
+            assert!(said.is_ok(), "{place}: {said:?}");
+            storm.settle();
+        }
+        until(&storm.rig, "everybody sleeps", || storm.workers().iter().all(|worker| state(pid(worker)) == Some('S')));
+        std::thread::scope(|scope| {
+            let relay = scope.spawn(|| storm.upgrade("red", false));
+            let stopped = || storm.ever().into_iter().find(|pid| state(*pid) == Some('T'));
+            until(&storm.rig, place, || stopped().is_some());
+            wire.send_to(&frame(number), &its).expect("a card");
+            send(stopped().expect("it is stopped"), Signal::CONT);
+            echoed(number, place);
+            let said = relay.join().expect("an answer");
+            assert!(said.is_ok(), "{place}: {said:?}\n{}", storm.rig.log());
+        });
+        storm.settle();
+    }
+    storm.ends();
+}
+
+/// A giver that nobody trusts lets go, says so, and drives on: it is dead before anybody else drives, and what it did until then was its own
+/// business: each frame is answered once.
+#[test]
+fn a_giver_that_drives_on_after_it_has_let_go_does_no_harm() {
+    need_storm!();
+    let mut storm = Storm::new(4 * RATE, false, &[]);
+    for round in 0..24 {
+        let from = storm.node();
+        let to = if from == "green" { "red" } else { "green" };
+        storm.plan("TASUKI_GOES_ON=1");
+        let said = storm.upgrade(&from, false);
+        assert!(said.is_ok(), "{said:?}\n{}", storm.rig.log());
+        let (liar, _) = storm.settle();
+        let given = storm.give(to, None);
+        assert!(given.is_ok(), "round {round}: {given:?}\n{}", storm.rig.log());
+        assert!(!lives(pid(&liar)), "it was killed before the lease passed");
+        let (driver, _) = storm.settle();
+        assert_eq!(driver["node"], to);
+        storm.flows();
+    }
+    storm.nothing_is_lost();
+}

@@ -1,0 +1,254 @@
+//! Giver, taker, stand-by and daemon are killed at every step, under traffic: nothing is lost, nothing comes twice or out of order, every
+//! relay settles, and somebody drives at the end.
+
+use std::collections::BTreeSet;
+
+use super::storm::{Storm, need_storm};
+
+/// Frames a second.
+const RATE: u32 = 4000;
+/// The same where the daemon dies: until the next one is there nobody may drive, and the ring holds 1,024.
+const SLOWLY: u32 = 1000;
+
+/// Where a taker dies while it prepares or takes,
+const TAKER: &[&str] =
+    &["map.begun", "map.done", "take.waiting", "take.won", "take.salvaged", "take.read", "take.looked"];
+/// where whoever drives does, sooner or later,
+const DRIVER: &[&str] = &[
+    "burst.received",
+    "frame.saved",
+    "burst.turned",
+    "burst.sent",
+    "nic.written",
+    "nic.committed",
+    "nic.rung",
+    "nic.posted",
+    "nic.collected",
+    "nic.saving",
+    "nic.filled",
+];
+/// and where a giver does.
+const GIVER: &[&str] = &["give.stopped", "give.written", "give.passed", "give.said"];
+
+/// Where the daemon dies.
+const DAEMON: &[&str] = &[
+    "daemon.writing",
+    "daemon.worker-started",
+    "daemon.worker-recorded",
+    "daemon.worker-told",
+    "daemon.begun",
+    "daemon.kit",
+    "daemon.attached",
+    "daemon.planned",
+    "daemon.asked",
+    "daemon.prepare",
+    "daemon.release",
+    "daemon.seized",
+    "daemon.passed",
+    "daemon.take",
+    "daemon.order",
+    "daemon.settled",
+    "daemon.upgraded",
+    "daemon.retired",
+    "daemon.fencing",
+    "daemon.fence-recorded",
+    "daemon.fence-killed",
+    "daemon.death",
+    "daemon.death-heard",
+    "daemon.again",
+    "daemon.adopting",
+    "daemon.adopted",
+];
+
+fn takers_and_drivers(poll: bool) -> u32 {
+    let mut storm = Storm::new(RATE, poll, &[]);
+    for round in 0..5 {
+        let driving = DRIVER.iter().map(|place| (place, 1 + 5 * round));
+        for (place, nth) in TAKER.iter().map(|place| (place, 1)).chain(driving) {
+            storm.plan_death(place, nth);
+            // Whether it was there before it died is a matter of moments.
+            let _ = storm.upgrade("red", round % 2 == 1);
+            let (driver, _) = storm.settle();
+            storm.kill(&driver);
+            storm.settle();
+        }
+    }
+    storm.nothing_is_lost().0
+}
+
+#[test]
+fn takers_and_drivers_that_sleep_when_idle() {
+    need_storm!();
+    assert!(takers_and_drivers(false) > 150);
+}
+
+#[test]
+fn takers_and_drivers_that_poll() {
+    need_storm!();
+    assert!(takers_and_drivers(true) > 150);
+}
+
+#[test]
+fn givers_of_upgrades_and_handovers() {
+    need_storm!();
+    let mut storm = Storm::new(RATE, false, &[]);
+    for round in 0..24 {
+        let place = GIVER[round % GIVER.len()];
+        storm.plan_death(place, 1);
+        let said = storm.upgrade("red", false);
+        assert!(said.is_ok() || round > 0, "{said:?}");
+        // It drives, and dies when it is to give: in the next upgrade, or now.
+        if round % 3 == 0 {
+            storm.settle();
+            let _ = storm.give("blue", Some("keep"));
+            let (driver, _) = storm.settle();
+            if driver["node"] == "blue" {
+                let back = storm.give("red", Some("keep"));
+                assert!(back.is_ok(), "{back:?}\n{}", storm.rig.log());
+            }
+        }
+        storm.settle();
+        storm.forget_plans();
+    }
+    let (kills, _) = storm.nothing_is_lost();
+    assert!(kills >= 16, "{kills}");
+}
+
+#[test]
+fn a_standby_that_dies_when_it_takes_over_and_those_who_stand_by() {
+    need_storm!();
+    let mut storm = Storm::new(SLOWLY, false, &[]);
+    for round in 0..28 {
+        // One that drives, and one that stands by and will die of that.
+        storm.plan("TASUKI_CRASH=nowhere:1");
+        storm.plan_death(TAKER[round % TAKER.len()], 1);
+        // Now and then it is the other way round, when the daemon was about to start a stand-by anyway: then this one dies.
+        let _ = storm.upgrade("red", false);
+        let (driver, standby) = storm.settle();
+        // The next one stands by at once; then both go, one right after the other.
+        if round % 7 == 6 {
+            storm.kill(&standby);
+        }
+        storm.kill(&driver);
+        storm.settle();
+        storm.forget_plans();
+    }
+    let (kills, _) = storm.nothing_is_lost();
+    assert!(kills >= 40, "{kills}");
+}
+
+#[test]
+fn givers_and_takers_of_handovers_without_trust() {
+    need_storm!();
+    let mut storm = Storm::new(RATE, false, &[]);
+    let places: Vec<&str> = TAKER.iter().chain(GIVER).copied().collect();
+    let mut driven_by = BTreeSet::new();
+    for round in 0..44 {
+        let from = storm.node();
+        let to = if from == "green" { "red" } else { "green" };
+        let place = places[round % places.len()];
+        // Of the node that dies: its next worker, which is there before the NIC moves.
+        let dies = if GIVER.contains(&place) { &from } else { to };
+        storm.plan_death(place, 1);
+        let said = storm.upgrade(dies, false);
+        storm.settle();
+        if said.is_ok() || dies == to {
+            let _ = storm.give(to, None);
+        }
+        let (driver, _) = storm.settle();
+        driven_by.insert(driver["node"].to_string());
+        storm.forget_plans();
+    }
+    assert_eq!(driven_by.len(), 2, "both had it\n{}", storm.rig.log());
+    let (kills, _) = storm.nothing_is_lost();
+    assert!(kills >= 30, "{kills}");
+}
+
+/// What a daemon is to do when it dies.
+#[derive(Debug, Clone, Copy)]
+enum Deed {
+    Upgrade,
+    Takeover,
+    Keep,
+    Fence,
+}
+
+#[test]
+fn the_daemon_at_every_step_of_what_it_does() {
+    need_storm!();
+    let mut storm = Storm::new(SLOWLY, false, &[]);
+    let mut missed: BTreeSet<&str> = DAEMON.iter().copied().collect();
+    for nth in 1..=2 {
+        for place in DAEMON {
+            for deed in [Deed::Upgrade, Deed::Takeover, Deed::Keep, Deed::Fence] {
+                storm.kill_daemon();
+                storm.start_daemon(Some(format!("{place}:{nth}")));
+                if !storm.settle_or_die() {
+                    do_it(&mut storm, deed);
+                }
+                if storm.settle_or_die() {
+                    missed.remove(place);
+                }
+                storm.kill_daemon();
+                storm.start_daemon(None);
+                storm.settle();
+            }
+        }
+    }
+    assert!(missed.is_empty(), "never there: {missed:?}");
+    let (kills, _) = storm.nothing_is_lost();
+    assert!(kills >= 400, "{kills}");
+}
+
+fn do_it(storm: &mut Storm, deed: Deed) {
+    let Some((driver, _)) = storm.pair() else { return };
+    let node = driver["node"].as_str().expect("a node").to_owned();
+    // The daemon may die over it.
+    let _ = match deed {
+        Deed::Upgrade => storm.upgrade(&node, false),
+        Deed::Takeover => {
+            storm.kill(&driver);
+            return;
+        }
+        Deed::Keep => storm.give(if node == "red" { "blue" } else { "red" }, None),
+        Deed::Fence => storm.give(if node == "green" { "red" } else { "green" }, None),
+    };
+}
+
+#[test]
+fn the_daemon_together_with_workers() {
+    need_storm!();
+    let mut storm = Storm::new(SLOWLY, true, &[]);
+    for round in 0..40 {
+        let (driver, standby) = storm.settle();
+        storm.kill_daemon();
+        if round % 2 == 0 {
+            storm.kill(&driver);
+        }
+        if round % 4 == 1 {
+            storm.kill(&standby);
+        }
+        storm.start_daemon(None);
+    }
+    let (kills, _) = storm.nothing_is_lost();
+    assert!(kills >= 70, "{kills}");
+}
+
+/// The way that loses frames: it loses nothing else.
+#[test]
+fn a_cold_handover_settles_whoever_is_killed() {
+    need_storm!();
+    let mut storm = Storm::new(SLOWLY, false, &[]);
+    for place in ["map.done", "take.waiting", "take.won", "take.read", "give.stopped", "give.passed", "burst.sent"] {
+        let from = storm.node();
+        let to = if from == "red" { "blue" } else { "red" };
+        storm.plan_death(place, 1);
+        let _ = storm.upgrade(if GIVER.contains(&place) { &from } else { to }, false);
+        storm.settle();
+        let _ = storm.give(to, Some("cold"));
+        storm.settle();
+        storm.flows();
+        storm.forget_plans();
+    }
+    storm.ends_with_losses();
+}

@@ -1,0 +1,405 @@
+//! The real daemon, the real worker and the model of a card, under traffic that the model numbers and checks until it is told to finish;
+//! and who is to die of them, and where.
+
+use std::fs;
+use std::io::{BufRead, BufReader, Read};
+use std::os::unix::fs::PermissionsExt;
+use std::path::{Path, PathBuf};
+use std::process::{Child, ChildStdout, Command, Stdio};
+use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
+
+use hyper::Method;
+use rustix::process::{Pid, Signal, kill_process};
+use serde_json::{Value, json};
+use tasuki_control::api::client;
+
+use super::rig::{Rig, lives, pid, signal, until};
+
+/// Nodes that send back what comes: two that trust each other, and one that nobody trusts.
+const NODES: &str = r#"
+[[node]]
+name = "red"
+work = "echo"
+trusts = ["blue"]
+
+[[node]]
+name = "blue"
+work = "echo"
+trusts = ["red"]
+
+[[node]]
+name = "green"
+work = "echo"
+
+[[nic]]
+name = "eth0"
+device = "vfio-user:CARD"
+node = "red"
+ring = 1024
+"#;
+
+/// Within this time whatever was killed, somebody drives and another stands by. On a quiet machine it is a tenth of a second.
+const SETTLED_WITHIN: Duration = Duration::from_secs(30);
+
+/// Each model keeps a processor busy: one at a time.
+static ONE: Mutex<()> = Mutex::new(());
+
+/// A program that was built beside the daemon.
+pub fn beside(program: &str) -> Option<PathBuf> {
+    let path = Path::new(env!("CARGO_BIN_EXE_tasukid")).with_file_name(program);
+    path.exists().then_some(path)
+}
+
+/// Why a storm cannot be had here.
+pub fn missing() -> Option<&'static str> {
+    if beside("tasuki-worker").is_none() || beside("tasuki-sim").is_none() {
+        return Some("needs tasuki-worker and tasuki-sim beside tasukid: cargo build --workspace --all-features");
+    }
+    (!cfg!(feature = "crash-points")).then_some("needs the feature crash-points")
+}
+
+macro_rules! need_storm {
+    () => {
+        if let Some(reason) = $crate::storm::missing() {
+            return println!("skipped: {reason}");
+        }
+    };
+}
+pub(crate) use need_storm;
+
+/// A model of ours, ended with this.
+pub struct Model {
+    child: Child,
+    out: BufReader<ChildStdout>,
+}
+
+impl Model {
+    fn start(socket: &Path, wire: &[&str]) -> Self {
+        let mut command = Command::new(beside("tasuki-sim").expect("looked for before"));
+        command.args(["sim", "nic", "--link-up", "10"]).args(wire);
+        command.arg("--socket").arg(socket).stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::null());
+        let mut child = command.spawn().expect("a model");
+        let out = BufReader::new(child.stdout.take().expect("it was asked for"));
+        let mut model = Model { child, out };
+        assert!(model.line().contains("an 82574L at"));
+        model
+    }
+
+    fn line(&mut self) -> String {
+        let mut line = String::new();
+        self.out.read_line(&mut line).expect("a pipe");
+        line
+    }
+
+    /// Its process.
+    pub fn pid(&self) -> u32 {
+        self.child.id()
+    }
+
+    /// Has it die, as a card that somebody pulls out.
+    pub fn unplug(&mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+impl Drop for Model {
+    fn drop(&mut self) {
+        self.unplug();
+    }
+}
+
+/// All of it.
+pub struct Storm {
+    pub rig: Rig,
+    pub model: Model,
+    socket: PathBuf,
+    /// Plans that were handed out until now.
+    plans: u32,
+    /// Those that we killed ourselves.
+    killed: u32,
+    /// The longest time until all was settled again.
+    pub longest: Duration,
+    _one: MutexGuard<'static, ()>,
+}
+
+impl Storm {
+    /// With so many frames a second, nodes whose workers poll or not, and other limits of the daemon.
+    pub fn new(rate: u32, poll: bool, limits: &[(&str, u32)]) -> Self {
+        let wire = ["--source", &u64::MAX.to_string(), "--rate", &rate.to_string()];
+        let storm = Self::on(&wire, poll, limits);
+        storm.flows();
+        storm
+    }
+
+    /// On this wire.
+    pub fn on(wire: &[&str], poll: bool, limits: &[(&str, u32)]) -> Self {
+        let one = ONE.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut rig = Rig::without_daemon(NODES, "");
+        let socket = rig.path("card.sock");
+        let model = Model::start(&socket, wire);
+        let worker = rig.path("worker");
+        fs::create_dir(rig.path("plans")).expect("a folder");
+        let script = format!(
+            "#!/bin/sh\necho $$ >> {0}/pids\nunset TASUKI_CRASH TASUKI_STOP\nif [ \"$1\" = worker ]; then for plan in {0}/plans/*; do\n\
+             if [ -e \"$plan\" ] && mv \"$plan\" {0}/plan.$$; then read -r line < {0}/plan.$$; export \"$line\"; break; fi; done; fi\nexec {1} \"$@\"\n",
+            rig.path("").display().to_string().trim_end_matches('/'),
+            beside("tasuki-worker").expect("looked for before").display()
+        );
+        let aside = rig.path("worker.new");
+        fs::write(&aside, script).expect("a file");
+        fs::set_permissions(&aside, fs::Permissions::from_mode(0o755)).expect("a mode");
+        fs::rename(aside, &worker).expect("a name");
+        rig.configure(|text| {
+            let text = text.replace("vfio-user:CARD", &format!("vfio-user:{}", socket.display()));
+            let text = limits.iter().fold(text, |text, (name, value)| {
+                let is_it = |line: &&str| line.starts_with(&format!("{name} = "));
+                let old = text.lines().find(is_it).expect("a limit").to_owned();
+                text.replace(&old, &format!("{name} = {value}"))
+            });
+            if poll { text.replace("work = \"echo\"", "work = \"echo\"\npoll = true") } else { text }
+        });
+        rig.start();
+        let mut storm = Storm { rig, model, socket, plans: 0, killed: 0, longest: Duration::ZERO, _one: one };
+        storm.settle();
+        storm
+    }
+
+    /// What the daemon answers, or why not.
+    pub fn ask(&self, method: Method, address: &str, body: Option<&Value>) -> Result<Value, String> {
+        client::ask(&self.rig.dir(), method, address, body).map_err(|error| format!("{error:#}"))
+    }
+
+    fn get(&self, address: &str) -> Option<Value> {
+        self.ask(Method::GET, address, None).ok()
+    }
+
+    /// All workers.
+    pub fn workers(&self) -> Vec<Value> {
+        self.get("/v1/workers").and_then(|workers| workers.as_array().cloned()).unwrap_or_default()
+    }
+
+    /// The NIC.
+    pub fn nic(&self) -> Value {
+        self.get("/v1/nics").map(|nics| nics[0].clone()).unwrap_or_default()
+    }
+
+    /// Who drives, and who stands by, of whichever node.
+    pub fn pair(&self) -> Option<(Value, Value)> {
+        let workers = self.workers();
+        let driver = workers.iter().find(|worker| worker["is"] == "drives")?;
+        let is_its = |worker: &&Value| worker["is"] == "stands by" && worker["node"] == driver["node"];
+        let standby = workers.iter().find(is_its)?;
+        let is_driven = self.nic()["is"] == "driven" && lives(pid(driver)) && lives(pid(standby));
+        is_driven.then(|| (driver.clone(), standby.clone()))
+    }
+
+    /// Waits until somebody drives, another stands by, and nobody else is on his way.
+    pub fn settle(&mut self) -> (Value, Value) {
+        let begun = Instant::now();
+        loop {
+            let is_calm = |worker: &Value| matches!(worker["is"].as_str(), Some("drives" | "stands by" | "idle"));
+            let workers = self.workers();
+            let is_staffed = |node: &&str| workers.iter().any(|worker| worker["node"] == **node);
+            let is_calm = workers.iter().all(is_calm) && ["red", "blue", "green"].iter().all(is_staffed);
+            if let Some(pair) = self.pair().filter(|_| is_calm) {
+                self.longest = self.longest.max(begun.elapsed());
+                return pair;
+            }
+            assert!(begun.elapsed() < SETTLED_WITHIN, "{}\n{:?}\n{}", self.nic(), self.workers(), self.rig.log());
+            std::thread::sleep(Duration::from_millis(2));
+        }
+    }
+
+    /// Waits until whoever drives has sent something back.
+    pub fn flows(&self) {
+        let sent = || self.pair().and_then(|(driver, _)| Some((pid(&driver), driver["sent"].as_u64()?)));
+        let before = sent();
+        until(&self.rig, "frames flow", || {
+            sent()
+                .is_some_and(|(who, now)| before.is_none_or(|(it, then)| if it == who { now > then } else { now > 0 }))
+        });
+    }
+
+    /// Of the workers that are started from now on, the next one that has no plan yet gets this one.
+    pub fn plan(&mut self, plan: &str) {
+        self.plans += 1;
+        let aside = self.rig.path("next.plan");
+        fs::write(&aside, format!("{plan}\n")).expect("a file");
+        fs::rename(aside, self.rig.path("plans").join(format!("{:06}", self.plans))).expect("a name");
+    }
+
+    /// The next one dies there, when it passes there for the `nth` time.
+    pub fn plan_death(&mut self, place: &str, nth: u32) {
+        self.plan(&format!("TASUKI_CRASH={place}:{nth}"));
+    }
+
+    /// Starts another daemon, which dies when it passes a place so often, and waits until it serves or is dead.
+    pub fn start_daemon(&mut self, plan: Option<String>) {
+        self.rig.start_to_die(plan);
+        let begun = Instant::now();
+        while !self.rig.daemon_is_dead() && self.get("/v1/status").is_none() {
+            assert!(begun.elapsed() < SETTLED_WITHIN, "{}", self.rig.log());
+            std::thread::sleep(Duration::from_millis(1));
+        }
+    }
+
+    /// Waits until the daemon is dead, or all is settled.
+    pub fn settle_or_die(&mut self) -> bool {
+        let begun = Instant::now();
+        loop {
+            if self.rig.daemon_is_dead() {
+                return true;
+            }
+            if self.pair().is_some() {
+                return false;
+            }
+            assert!(begun.elapsed() < SETTLED_WITHIN, "{}", self.rig.log());
+            std::thread::sleep(Duration::from_millis(1));
+        }
+    }
+
+    /// Forgets plans that nobody has taken.
+    pub fn forget_plans(&self) {
+        for plan in fs::read_dir(self.rig.path("plans")).expect("a folder").flatten() {
+            let _ = fs::remove_file(plan.path());
+        }
+    }
+
+    /// Kills a worker, and waits until it is dead.
+    pub fn kill(&mut self, worker: &Value) {
+        self.killed += u32::from(send(pid(worker), Signal::KILL));
+        until(&self.rig, "it is dead", || !lives(pid(worker)));
+    }
+
+    /// Asks for an upgrade; what came of it.
+    pub fn upgrade(&self, node: &str, by_store: bool) -> Result<Value, String> {
+        let body = if by_store { json!({ "state": "store" }) } else { json!({}) };
+        self.ask(Method::POST, &format!("/v1/nodes/{node}/upgrade"), Some(&body))
+    }
+
+    /// Asks for a handover; what came of it.
+    pub fn give(&self, to: &str, method: Option<&str>) -> Result<Value, String> {
+        self.ask(Method::POST, "/v1/nics/eth0/give", Some(&json!({ "to": to, "method": method })))
+    }
+
+    /// The node that has the NIC.
+    pub fn node(&self) -> String {
+        self.nic()["node"].as_str().expect("a node").to_owned()
+    }
+
+    /// Kills the daemon where it stands.
+    pub fn kill_daemon(&mut self) {
+        self.killed += 1;
+        self.rig.kill_daemon();
+    }
+
+    /// Processes that were killed until now: by us, and by their own hand at a place.
+    pub fn kills(&self) -> u32 {
+        let log = self.rig.log();
+        let by_own_hand = log.lines().filter(|line| line.contains("was killed by signal 9")).count();
+        // Whom the daemon killed is no fault of this test's, and whom we killed is counted already.
+        let by_daemon = log.lines().filter(|line| line.contains(": it is ended")).count();
+        let by_own_hand = u32::try_from(by_own_hand.saturating_sub(by_daemon)).expect("not so many");
+        by_own_hand.max(self.killed)
+    }
+
+    /// Every worker that was ever started.
+    pub fn ever(&self) -> Vec<u32> {
+        let pids = fs::read_to_string(self.rig.path("pids")).unwrap_or_default();
+        pids.lines().filter_map(|line| line.parse().ok()).collect()
+    }
+
+    /// Unplugs the card for good, and puts another one there.
+    pub fn plug_another(&mut self, rate: u32) {
+        let _ = fs::remove_file(&self.socket);
+        self.model = Model::start(&self.socket, &["--source", &u64::MAX.to_string(), "--rate", &rate.to_string()]);
+    }
+
+    /// Has the source finish and waits until all is back; then everything ends, and nobody is left. Says how many were killed.
+    pub fn nothing_is_lost(mut self) -> (u32, Duration) {
+        self.settle();
+        signal(self.model.pid(), Signal::USR1);
+        // If it never comes, whoever waits for this line is told so by the model's end.
+        let watch = Watch::over(self.model.pid());
+        let said = self.model.line();
+        watch.end();
+        if said.trim() != "all came back" {
+            let counts = self.ask(Method::GET, "/v1/nics/eth0/counts", None);
+            let mut rest = String::new();
+            let _ = self.model.out.read_to_string(&mut rest);
+            panic!("frames are missing: {said}{rest}\n{counts:?}\n{}\n{}", self.nic(), self.rig.log());
+        }
+        let (kills, longest, log) = (self.kills(), self.longest, self.rig.log());
+        let said = self.end();
+        assert!(said.contains("lost 0") && said.contains("twice 0, out of order 0, damaged 0"), "{said}\n{log}");
+        (kills, longest)
+    }
+
+    /// The same where frames may be lost: none comes twice, out of order, or changed.
+    pub fn ends_with_losses(mut self) {
+        self.settle();
+        let log = self.rig.log();
+        signal(self.model.pid(), Signal::USR1);
+        let said = self.end();
+        assert!(said.contains("twice 0, out of order 0, damaged 0"), "{said}\n{log}");
+    }
+
+    /// The same of a wire that does not count.
+    pub fn ends(mut self) {
+        self.settle();
+        self.ask(Method::POST, "/v1/stop", None).expect("an end");
+        self.rig.daemon_ends();
+        until(&self.rig, "nobody is left", || self.ever().into_iter().all(|pid| !lives(pid)));
+    }
+
+    /// Ends everything, after which nobody is left; what the model says.
+    fn end(&mut self) -> String {
+        self.ask(Method::POST, "/v1/stop", None).expect("an end");
+        self.rig.daemon_ends();
+        let mut said = String::new();
+        let watch = Watch::over(self.model.pid());
+        self.model.out.read_to_string(&mut said).expect("text");
+        watch.end();
+        until(&self.rig, "nobody is left", || self.ever().into_iter().all(|pid| !lives(pid)));
+        let (kills, longest) = (self.kills(), self.longest);
+        println!("{kills} killed, {} workers in all; settled within {longest:?}; {}", self.ever().len(), said.trim());
+        said
+    }
+}
+
+/// Sends a signal to a process that may be dead already; whether it was there.
+pub fn send(pid: u32, signal: Signal) -> bool {
+    let pid = i32::try_from(pid).ok().and_then(Pid::from_raw).expect("a process");
+    kill_process(pid, signal).is_ok()
+}
+
+/// How a process is, as /proc says: `S` if it sleeps, `T` if it was stopped.
+pub fn state(pid: u32) -> Option<char> {
+    let stat = fs::read_to_string(format!("/proc/{pid}/stat")).ok()?;
+    stat.rsplit_once(')')?.1.trim_start().chars().next()
+}
+
+/// Ends a process that somebody waits for, unless it is over before.
+struct Watch {
+    over: std::sync::mpsc::Sender<()>,
+    thread: std::thread::JoinHandle<()>,
+}
+
+impl Watch {
+    fn over(process: u32) -> Self {
+        let (over, is_over) = std::sync::mpsc::channel();
+        let thread = std::thread::spawn(move || {
+            if is_over.recv_timeout(SETTLED_WITHIN) == Err(std::sync::mpsc::RecvTimeoutError::Timeout) {
+                send(process, Signal::TERM);
+            }
+        });
+        Watch { over, thread }
+    }
+
+    fn end(self) {
+        drop(self.over);
+        let _ = self.thread.join();
+    }
+}
