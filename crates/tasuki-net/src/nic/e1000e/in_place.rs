@@ -5,7 +5,7 @@ use tasuki_shm::slots::{SlotId, WrongSlot};
 use super::regs::{self, Mmio};
 use super::ring::{ReceiveRing, TransmitRing};
 use super::sash::{ReceiveSash, Sash};
-use super::{Assembly, BAR, Counters, E1000e, SENT, SKIPPING, bell, park};
+use super::{Assembly, BAR, Counters, E1000e, SENT, SKIPPING, bell};
 use crate::nic::bus::{Bus, Registers};
 use crate::nic::sash::{Head, Sash as _, broken};
 use crate::nic::{Failed, InPlace, Mac, NicError, NicMemory};
@@ -40,7 +40,7 @@ impl<B: Bus> E1000e<B> {
     fn take_over_ledger(&mut self) {
         self.open_ledger();
         if self.memory.ledger().is_halted() {
-            park::go_on(&self.mmio);
+            self.go_on_halted();
             self.held = true;
             self.memory.ledger().halted(false);
         }
