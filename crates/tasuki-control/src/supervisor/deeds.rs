@@ -4,7 +4,7 @@ use std::collections::VecDeque;
 use std::num::NonZeroU32;
 
 use tasuki_relay::arbiter::{Do, Input, State, Told};
-use tasuki_relay::letter::board;
+use tasuki_relay::letter::{ToWorker, board};
 use tasuki_relay::method::Method;
 use tasuki_relay::wire::Order;
 use tasuki_relay::{ARBITER, Party};
@@ -67,7 +67,13 @@ impl Supervisor {
             worker.nics.remove(&nic);
             self.cards.get_mut(&nic).into_iter().for_each(|card| card.forget_memory_of(party));
         }
-        match worker.order(nic, order) {
+        let sent = worker.order(nic, order);
+        if order == Order::Leave && worker.nics.is_empty() && worker.counts() {
+            // It ends with its last NIC, and is not to be asked for anything until then.
+            worker.stage = Stage::Leaving(now());
+            let _ = worker.write(&ToWorker::End, &[]);
+        }
+        match sent {
             Ok(()) => {}
             // It is dead or dying, and its pidfd will say so.
             Err(rustix::io::Errno::PIPE | rustix::io::Errno::CONNRESET) => {}
