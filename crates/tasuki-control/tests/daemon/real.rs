@@ -141,3 +141,51 @@ fn a_nic_goes_back_and_forth_by_repoint_and_no_frame_is_lost() {
     let is_whole = said.contains(&format!("sent {FRAMES}, came back {FRAMES}, lost 0"));
     assert!(is_whole || longest > PAUSED, "{said}\nafter pauses of up to {longest} ms\n{}", rig.log());
 }
+
+/// What every frame of the model's source carries behind its addresses.
+const SECRET: [u8; 6] = [0x88, 0xb5, b't', b's', b'k', 1];
+
+/// How often the secret stands in memory that a process shares with others, as whoever is root can see; or why it cannot be seen.
+fn secrets(pid: u32) -> Result<usize, String> {
+    use std::os::unix::fs::FileExt;
+    let maps = std::fs::read_to_string(format!("/proc/{pid}/maps")).map_err(|error| error.to_string())?;
+    let memory = std::fs::File::open(format!("/proc/{pid}/mem")).map_err(|error| error.to_string())?;
+    let mut found = 0;
+    for line in maps.lines().filter(|line| line.contains("/memfd:")) {
+        let range = line.split_whitespace().next().unwrap_or_default();
+        let (from, to) = range.split_once('-').ok_or_else(|| line.to_owned())?;
+        let [from, to] = [from, to].map(|text| u64::from_str_radix(text, 16).expect("an address"));
+        let mut bytes = vec![0; usize::try_from(to - from).expect("what fits into memory")];
+        memory.read_exact_at(&mut bytes, from).map_err(|error| format!("{line}: {error}"))?;
+        found += bytes.windows(SECRET.len()).filter(|window| **window == SECRET).count();
+    }
+    Ok(found)
+}
+
+/// Red's secrets, in the memory of whoever drives after red: nothing comes any more.
+fn residue(to: &str, method: &str, looks: impl FnOnce(usize)) {
+    let Some((mut rig, model)) = with_model(NODES, "3000", "4000") else { return };
+    rig.start();
+    let (driver, _) = rig.await_pair("red");
+    until(&rig, "all frames have come", || moves(&rig) == 3000);
+    match secrets(pid(&driver)) {
+        Ok(found) => assert!(found > 0, "the search finds what is there"),
+        Err(why) => return println!("skipped: the memory of a worker cannot be looked into ({why}); be root"),
+    }
+    give(&rig, to, method);
+    let (driver, _) = rig.await_pair(to);
+    looks(secrets(pid(&driver)).expect("as before"));
+    stop(&mut rig, model);
+}
+
+#[test]
+fn what_red_has_handled_is_not_in_the_memory_of_the_node_that_a_nic_is_pointed_at() {
+    residue("blue", "repoint", |found| assert_eq!(found, 0));
+    residue("green", "repoint", |found| assert_eq!(found, 0, "nor behind a fence"));
+}
+
+#[test]
+fn what_red_has_handled_is_wiped_from_memory_that_goes_to_another_node() {
+    residue("blue", "keep", |found| assert_eq!(found, 0));
+    residue("green", "keep", |found| assert_eq!(found, 0, "nor behind a fence"));
+}
