@@ -260,13 +260,7 @@ impl Node {
         }
     }
 
-    fn take_in(
-        &mut self,
-        number: u32,
-        name: String,
-        (iova, kit): (u64, letter::Kit),
-        fds: Vec<OwnedFd>,
-    ) -> Result<()> {
+    fn take_in(&mut self, number: u32, name: String, (iova, kit): (u64, letter::Kit), fds: Vec<OwnedFd>) -> Result<()> {
         ensure!(self.index(number).is_none(), "NIC {number} was given to this worker twice");
         let mut fds = fds.into_iter();
         let board = fds.next().context("the NIC's board did not come; rebuild the older of daemon and worker")?;

@@ -147,7 +147,11 @@ fn killed(deaths: Deaths, at_most: u64) -> Driver {
         taker.order(&nic, Order::Take { epoch, after: After::Passed, wrote: epoch });
         giver.order(&nic, Order::Release { epoch });
         let released = giver.report_or_end(&nic);
-        assert!(released == Some(Report::Released { epoch }) || deaths.giver.is_some(), "{released:?}: {:?}", giver.told);
+        assert!(
+            released == Some(Report::Released { epoch }) || deaths.giver.is_some(),
+            "{released:?}: {:?}",
+            giver.told
+        );
         let passed = nic.tenure().holder != Some(giver.party);
         let took = if passed { taker.report_or_end(&nic) } else { None };
         match took {
@@ -155,8 +159,7 @@ fn killed(deaths: Deaths, at_most: u64) -> Driver {
             Some(other) => panic!("{deaths:?}: {other:?}: {:?}", taker.told),
             None => {
                 let dead = |worker: &mut Worker, place: Option<_>| place.is_some() && worker.process.end().is_none();
-                let (no_taker, no_giver) =
-                    (dead(&mut taker, deaths.taker), dead(&mut giver, deaths.giver));
+                let (no_taker, no_giver) = (dead(&mut taker, deaths.taker), dead(&mut giver, deaths.giver));
                 let living = |worker, is_dead| if is_dead { None } else { Some(worker) };
                 recover(&nic, living(&mut taker, no_taker), living(&mut giver, no_giver), &mut standby)
             }

@@ -290,7 +290,9 @@ where
     pub(super) fn tell_dropped(&mut self, post: &mut Post) {
         match std::mem::take(&mut self.dropped) {
             0 => {}
-            count => post.tell(Some(self.given.number), format!("{count} frames that had come were dropped, as was ordered")),
+            count => {
+                post.tell(Some(self.given.number), format!("{count} frames that had come were dropped, as was ordered"))
+            }
         }
     }
 }

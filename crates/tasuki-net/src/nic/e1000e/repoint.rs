@@ -229,7 +229,8 @@ impl<B: Bus> E1000e<B> {
             park::go_on(&self.mmio);
             return;
         }
-        let controls = [self.mmio.read(regs::RCTL) & !rctl::EN, self.mmio.read(regs::TCTL) & !(tctl::EN | tctl::SWXOFF)];
+        let controls =
+            [self.mmio.read(regs::RCTL) & !rctl::EN, self.mmio.read(regs::TCTL) & !(tctl::EN | tctl::SWXOFF)];
         self.mmio.write(regs::RCTL, controls[0]);
         self.mmio.write(regs::TCTL, controls[1]);
         let mmio = &self.mmio;
