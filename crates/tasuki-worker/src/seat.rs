@@ -115,6 +115,8 @@ pub struct Seat<N: Repoint> {
     gone: bool,
     /// The card is stopped, for a successor with memory of its own.
     halted: bool,
+    /// It is noted when the last burst ended, though the lease is not passed yet.
+    stamped: bool,
     /// What it is made of once its rings are in memory that we have made.
     own: Option<apart::Own>,
     /// Memory of a former owner's of which the card has not been told yet that it is over.
@@ -153,6 +155,7 @@ where
             link_is_up: false,
             gone: false,
             halted: false,
+            stamped: false,
             own: None,
             old: None,
             dropped: 0,
@@ -344,6 +347,7 @@ where
             _ => {}
         }
         let pulse = &common.pulse;
+        self.stamped = false;
         let Card::Driven(nic) = &mut self.card else { return Input::Stuck(Reason::CardGone) };
         if self.gone {
             return Input::Stuck(Reason::CardGone);
@@ -408,7 +412,7 @@ where
     /// Compare-and-swap of the lease.
     fn swap(&mut self, us: Party, from: Tenure, to: Tenure) -> Input {
         let gives = to.holder.is_none() && matches!(self.card, Card::Driven(_));
-        if gives && !self.halted {
+        if gives && !std::mem::take(&mut self.stamped) {
             self.given.board.stopped();
         }
         let won = self.given.board.swap(from, to);

@@ -35,11 +35,11 @@ fn nodes(folder: &tempfile::TempDir) -> [Node; 2] {
 }
 
 /// Has `giver` hand the NIC to a fresh worker of `node`, which has memory of its own.
-fn repoint(node: &mut Node, giver: &mut Worker, nic: &mut Nic) -> Worker {
+fn repoint(node: &mut Node, giver: &mut Worker, nic: &mut Nic, inflight: Inflight) -> Worker {
     let mut taker = node.worker(&[]);
     taker.give_apart(nic);
     let (kit, fds) = taker.ready_apart(nic).expect("a worker that lives");
-    giver.plan_handover(nic, Method::Repoint, Inflight::Deliver);
+    giver.plan_handover(nic, Method::Repoint, inflight);
     let epoch = nic.tenure().epoch;
     let (released, took) = giver.pass_to(&mut taker, nic);
     assert_eq!(released, Report::Released { epoch }, "{:?}", giver.told);
@@ -62,7 +62,7 @@ fn a_nic_is_pointed_at_the_memory_of_another_node_and_back_under_traffic() {
     let (mut pauses, mut sent) = (Vec::new(), 0);
     for turn in 0..20 {
         let node = if turn % 2 == 0 { &mut blue } else { &mut red };
-        let mut taker = repoint(node, &mut driver, &mut nic);
+        let mut taker = repoint(node, &mut driver, &mut nic, Inflight::Deliver);
         pauses.push(nic.pause());
         sent += driver.pulse(pulse::SENT);
         std::mem::swap(&mut driver, &mut taker);
@@ -122,6 +122,29 @@ fn recover(nic: &Nic, taker: Option<&mut Worker>, giver: Option<&mut Worker>, st
 /// A partner that was asked to pause does so for 33 ms. On a machine that is busy a relay with deaths may take longer, and what comes then is lost.
 const PAUSED: Duration = Duration::from_millis(25);
 
+/// Waits until nothing comes any more: all has, or is lost.
+fn until_quiet(model: &mut Model, driver: &Worker) {
+    let (mut seen, mut since) = (driver.pulse(pulse::SENT), Instant::now());
+    while model.process.is_running() && since.elapsed() < Duration::from_secs(3) {
+        std::thread::sleep(Duration::from_millis(20));
+        let now = driver.pulse(pulse::SENT);
+        if now != seen {
+            (seen, since) = (now, Instant::now());
+        }
+    }
+}
+
+/// Ends the model; how many frames did not come back to it. Those that did came once, in order, and whole.
+fn lost(mut model: Model) -> u64 {
+    if model.process.is_running() {
+        model.process.signal(Signal::TERM);
+    }
+    let report = model.report();
+    assert!(report.contains("twice 0, out of order 0, damaged 0, from others 0"), "{report}");
+    let lost = report.split("lost ").nth(1).and_then(|rest| rest.split_whitespace().next()?.parse().ok());
+    lost.unwrap_or_else(|| panic!("{report}"))
+}
+
 /// A handover in which these die, and which loses at most so many frames unless the machine kept everybody from running; who drives in the end.
 fn killed(deaths: Deaths, at_most: u64) -> Driver {
     let folder = tempfile::tempdir().expect("a place for sockets");
@@ -171,24 +194,10 @@ fn killed(deaths: Deaths, at_most: u64) -> Driver {
         Driver::Giver => &giver,
         Driver::Standby => &standby,
     };
-    // Until nothing comes any more: all has, or is lost.
-    let (mut seen, mut since) = (drives.pulse(pulse::SENT), Instant::now());
-    while model.process.is_running() && since.elapsed() < Duration::from_secs(3) {
-        std::thread::sleep(Duration::from_millis(20));
-        let now = drives.pulse(pulse::SENT);
-        if now != seen {
-            (seen, since) = (now, Instant::now());
-        }
-    }
-    assert!(seen > 100, "{deaths:?}: it drives");
+    until_quiet(&mut model, drives);
+    assert!(drives.pulse(pulse::SENT) > 100, "{deaths:?}: it drives");
     drop((giver, taker, standby, nic));
-    if model.process.is_running() {
-        model.process.signal(Signal::TERM);
-    }
-    let report = model.report();
-    assert!(report.contains("twice 0, out of order 0, damaged 0, from others 0"), "{deaths:?}: {report}");
-    let lost = report.split("lost ").nth(1).and_then(|rest| rest.split_whitespace().next()?.parse().ok());
-    let lost: u64 = lost.unwrap_or_else(|| panic!("{report}"));
+    let lost = lost(model);
     println!("{deaths:?}: {driver:?} drives after {took:?}, and {lost} frames are lost");
     let came = if took > PAUSED { u64::try_from(took.as_millis()).unwrap() * SLOW / 1000 } else { 0 };
     assert!(lost <= at_most + came, "{deaths:?}: {lost} frames are lost, after {took:?}");
@@ -240,4 +249,28 @@ fn when_both_die_the_standby_of_the_givers_node_points_the_card_back() {
     let giver = Some("give.said");
     assert_eq!(killed(Deaths { giver, taker: Some("take.won") }, 0), Driver::Standby, "the card was where it was");
     assert_eq!(killed(Deaths { giver, taker: Some("take.pointed") }, RING), Driver::Standby);
+}
+
+#[test]
+fn what_is_ordered_to_be_dropped_is_counted_and_nothing_else_is_lost() {
+    need_model!();
+    let folder = tempfile::tempdir().expect("a place for sockets");
+    let mut model = model(&folder);
+    let mut nic = Nic::open(&model.socket, &["--promiscuous"]);
+    let [mut red, mut blue] = nodes(&folder);
+    let mut driver = red.ready(&nic, &[]);
+    taken(driver.grant(&nic));
+    let (mut dropped, mut longest) = (0, Duration::ZERO);
+    for turn in 0..10 {
+        let node = if turn % 2 == 0 { &mut blue } else { &mut red };
+        let mut taker = repoint(node, &mut driver, &mut nic, Inflight::Drop);
+        dropped += driver.pulse(pulse::DROPPED);
+        longest = longest.max(nic.pause());
+        std::mem::swap(&mut driver, &mut taker);
+    }
+    until_quiet(&mut model, &driver);
+    drop((driver, nic));
+    let lost = lost(model);
+    println!("{dropped} frames were dropped, {lost} lost; the longest pause was {longest:?}");
+    assert!(lost == dropped || longest > PAUSED && lost > dropped, "{dropped} dropped, {lost} lost");
 }

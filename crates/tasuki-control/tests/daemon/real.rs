@@ -172,7 +172,7 @@ fn residue(to: &str, method: &str, looks: impl FnOnce(usize)) {
         Ok(found) => assert!(found > 0, "the search finds what is there"),
         Err(why) => return println!("skipped: the memory of a worker cannot be looked into ({why}); be root"),
     }
-    give(&rig, to, method);
+    println!("red to {to} by {method}: a pause of {} ms", give(&rig, to, method));
     let (driver, _) = rig.await_pair(to);
     looks(secrets(pid(&driver)).expect("as before"));
     stop(&mut rig, model);

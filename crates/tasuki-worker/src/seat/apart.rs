@@ -165,6 +165,7 @@ where
     /// Has the card stop, for a successor that has memory of its own.
     pub(super) fn halt(&mut self, common: &Common) -> Input {
         let drops = self.plan.as_ref().is_some_and(|plan| plan.inflight == Inflight::Drop);
+        self.stamped = false;
         let Card::Driven(nic) = &mut self.card else { return Input::Stuck(Reason::CardGone) };
         if self.gone {
             return Input::Stuck(Reason::CardGone);
@@ -193,6 +194,7 @@ where
             let still = moved == 0 || since.elapsed() > HUSH;
             if self.burst.is_empty() && still && nic.is_quiet() {
                 self.given.board.stopped();
+                self.stamped = true;
                 if nic.stop()? {
                     return Ok(true);
                 }
@@ -222,6 +224,7 @@ where
     /// is not to read what was, that is wiped.
     pub(super) fn stop_clean(&mut self, common: &Common) -> Input {
         let drops = self.plan.as_ref().is_some_and(|plan| plan.inflight == Inflight::Drop);
+        self.stamped = false;
         if self.gone || !matches!(self.card, Card::Driven(_)) {
             return Input::Stuck(Reason::CardGone);
         }
@@ -257,6 +260,8 @@ where
             return Ok(false);
         }
         let since = Instant::now();
+        self.given.board.stopped();
+        self.stamped = true;
         let Card::Driven(nic) = &mut self.card else { return Ok(false) };
         while scrubs && !nic.wipe_rest() {
             if since.elapsed() > EMPTY_HANDS {
