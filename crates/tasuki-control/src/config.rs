@@ -266,6 +266,12 @@ impl Config {
         self.node.iter().find(|node| node.name == name)
     }
 
+    /// Whether there are two nodes that do not trust each other.
+    pub fn has_strangers(&self) -> bool {
+        let names = || self.node.iter().map(|node| node.name.as_str());
+        names().any(|one| names().any(|other| !self.trust(one, other)))
+    }
+
     /// Whether both trust each other.
     pub fn trust(&self, one: &str, other: &str) -> bool {
         let trusts = |a, b: &str| self.node(a).is_some_and(|node| node.trusts.iter().any(|name| name == b));
@@ -379,6 +385,7 @@ ring = 512
         assert!(config.node[0].standby && !config.node[1].standby);
         assert_eq!(config.nic[0].device, Device::Vfio("0000:03:00.0".to_owned()));
         assert!(config.trust("red", "blue") && config.trust("green", "green"));
+        assert!(config.has_strangers(), "green is one to red");
         assert!(!config.trust("green", "red"), "trust is mutual or none");
     }
 

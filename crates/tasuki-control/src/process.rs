@@ -34,7 +34,8 @@ impl Process {
         // What is typed into our terminal is for us: workers and cards outlive the daemon.
         command.process_group(0).env_remove("NOTIFY_SOCKET");
         let mut child = command.spawn()?;
-        let opened = Self::open(child.id());
+        // It may be dead by now, and is ours to reap all the same.
+        let opened = Self::open(child.id(), true);
         match opened {
             Ok((name, pidfd)) => Ok(Process { name, pidfd, child: Some(child) }),
             Err(error) => {
@@ -47,15 +48,15 @@ impl Process {
 
     /// One that somebody else started; nothing if it is no more.
     pub fn find(name: Name) -> Option<Self> {
-        let (found, pidfd) = Self::open(name.pid).ok()?;
+        let (found, pidfd) = Self::open(name.pid, false).ok()?;
         (found == name).then_some(Process { name, pidfd, child: None })
     }
 
-    fn open(pid: u32) -> io::Result<(Name, OwnedFd)> {
+    fn open(pid: u32, or_dead: bool) -> io::Result<(Name, OwnedFd)> {
         let number = i32::try_from(pid).ok().and_then(Pid::from_raw).ok_or(io::ErrorKind::NotFound)?;
         let pidfd = rustix::process::pidfd_open(number, PidfdFlags::NONBLOCK)?;
         // Read after the pidfd is open: if the start is the one that we look for, so is whom the pidfd means.
-        Ok((Name { pid, start: start_of(pid)? }, pidfd))
+        Ok((Name { pid, start: start_of(pid, or_dead)? }, pidfd))
     }
 
     /// Which it is.
@@ -99,13 +100,13 @@ impl Process {
 }
 
 /// When a process started, in ticks since the machine did.
-fn start_of(pid: u32) -> io::Result<u64> {
+fn start_of(pid: u32, or_dead: bool) -> io::Result<u64> {
     let line = std::fs::read_to_string(format!("/proc/{pid}/stat"))?;
     let strange = || io::Error::other(format!("/proc/{pid}/stat has another form than we know"));
     // The name of a program can hold anything, but what follows its last parenthesis cannot.
     let (_, fields) = line.rsplit_once(')').ok_or_else(strange)?;
     let state = fields.split_whitespace().next().unwrap_or_default();
-    if matches!(state, "Z" | "X") {
+    if !or_dead && matches!(state, "Z" | "X") {
         return Err(io::ErrorKind::NotFound.into());
     }
     fields.split_whitespace().nth(19).and_then(|field| field.parse().ok()).ok_or_else(strange)

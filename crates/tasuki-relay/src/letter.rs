@@ -94,6 +94,15 @@ pub struct Kit {
     pub text: String,
     /// Descriptors that belong to it.
     pub fds: usize,
+    /// How many of them, the last ones, are the NIC's memory. Who is to drive it from memory of its own gets the others only.
+    #[serde(default)]
+    pub memory: usize,
+    /// The memory is not among the descriptors: this is what such a one has.
+    #[serde(default)]
+    pub partial: bool,
+    /// The worker that made the memory, if it was a worker.
+    #[serde(default)]
+    pub made_by: Option<u32>,
 }
 
 /// [`crate::method::Card`], as it travels.
@@ -185,6 +194,8 @@ pub enum ToDaemon {
         unconfined: Vec<String>,
     },
     /// What a NIC is made of now. Beside it: the board, if this answers [`ToWorker::Again`], and the kit's descriptors.
+    ///
+    /// A worker that was ordered to prepare for `repoint` says, before it says that it is ready, what the NIC will be made of once it drives it.
     Kit {
         /// The NIC; of an opener, 0.
         nic: u32,
@@ -264,6 +275,8 @@ pub mod pulse {
     pub const LIFE: usize = 14;
     /// In that futex: its thread runs no more.
     pub const ENDED: u32 = 0x4000_0000;
+    /// Word: frames that came and were dropped, because that was ordered.
+    pub const DROPPED: usize = 15;
 }
 
 #[cfg(test)]

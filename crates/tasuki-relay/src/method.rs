@@ -129,13 +129,18 @@ pub fn possible(card: &Card, trust: Trust, method: Method) -> Result<&'static st
     }
 }
 
-/// The method that was asked for, or the best that card and trust allow: what loses nothing first, and of these what changes least.
+/// The method that was asked for, or the best that card and trust allow: what loses nothing first, and of these what changes least. Between nodes
+/// that do not trust each other what shows nothing comes before that: by `keep` the taker has the old node's memory from when it prepares.
 pub fn choose(card: &Card, trust: Trust, asked: Option<Method>) -> Result<Choice, NotPossible> {
     if let Some(method) = asked {
         return possible(card, trust, method).map(|because| Choice { method, because });
     }
-    let best =
-        Method::ALL.iter().find_map(|&method| Some(Choice { method, because: possible(card, trust, method).ok()? }));
+    let unseen = trust == Trust::None && card.repointing == Repointing::Paused;
+    let first = unseen.then_some(&Method::Repoint);
+    let best = first
+        .into_iter()
+        .chain(Method::ALL)
+        .find_map(|&method| Some(Choice { method, because: possible(card, trust, method).ok()? }));
     Ok(best.unwrap_or(Choice { method: Method::Cold, because: "nothing else is possible" }))
 }
 
@@ -194,7 +199,9 @@ mod tests {
     fn what_changes_least_is_chosen() {
         let method = |card, trust| choose(&card, trust, None).unwrap().method;
         assert_eq!(method(E1000E, Trust::Full), Method::Keep);
-        assert_eq!(method(E1000E, Trust::None), Method::Keep);
+        assert_eq!(method(E1000E, Trust::None), Method::Repoint);
+        let unpaused = Card { repointing: Repointing::Unpaused, ..E1000E };
+        assert_eq!(method(unpaused, Trust::None), Method::Keep, "what loses frames comes last");
         assert_eq!(method(Card { own_memory: false, ..E1000E }, Trust::Full), Method::Mbb);
         assert_eq!(method(Card { own_memory: false, ..E1000E }, Trust::None), Method::Repoint);
         let plain = Card { own_memory: false, spare_queue: false, withdrawable: false, repointing: Repointing::Never };

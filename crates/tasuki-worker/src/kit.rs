@@ -17,6 +17,9 @@ use tasuki_shm::region::Region;
 /// Where, among the descriptors, the way to the card begins.
 pub const DEVICE: usize = 1;
 
+/// How many descriptors at the end are of its memory.
+const MEMORY: usize = 3;
+
 /// Of the text.
 const VERSION: u32 = 1;
 
@@ -32,8 +35,11 @@ pub struct Text {
     pub driver: String,
     /// How it was started, for whoever starts it anew: descriptors in each ring,
     pub ring: u16,
-    /// and whether every frame is let in.
+    /// whether every frame is let in,
     pub promiscuous: bool,
+    /// and whether its memory is kept clean of frames that were handled.
+    #[serde(default)]
+    pub scrub: bool,
     /// The way to the card, and its memory.
     pub nic: kit::Text,
 }
@@ -103,12 +109,67 @@ where
         driver: driver.to_owned(),
         ring: options.ring,
         promiscuous: options.filter.promiscuous,
+        scrub: options.scrub,
         nic: text,
     })?;
     let mut all = vec![wake.try_clone()?];
     all.extend(fds);
-    let kit = letter::Kit { kind: N::Sash::KIND, version: N::Sash::VERSION, can, text, fds: all.len() };
+    let (kind, version) = (N::Sash::KIND, N::Sash::VERSION);
+    let kit = letter::Kit { kind, version, can, text, fds: all.len(), memory: MEMORY, partial: false, made_by: None };
     Ok((kit, all))
+}
+
+/// What a NIC is made of once its rings are in other memory.
+#[derive(Debug)]
+pub struct Moved {
+    /// The letter,
+    pub kit: letter::Kit,
+    /// its descriptors,
+    pub fds: Vec<OwnedFd>,
+    /// and what the letter's text says.
+    pub text: Text,
+}
+
+/// Of a card whose rings will be in memory that `party` has made: the way to it stays as it is.
+pub fn moved(
+    (kit, text, fds): (&letter::Kit, &Text, &[OwnedFd]),
+    (parts, layout): (Parts, MemoryLayout),
+    wake: &OwnedFd,
+    party: u32,
+) -> anyhow::Result<Moved> {
+    let mut text = text.clone();
+    text.nic.memory = kit::MemoryText::of(&layout);
+    let mut all = vec![wake.try_clone()?];
+    for fd in way(kit, fds).get(DEVICE..).unwrap_or_default() {
+        all.push(fd.try_clone()?);
+    }
+    all.extend([parts.rings, parts.frames, parts.ledger]);
+    let kit = letter::Kit {
+        text: serde_json::to_string(&text)?,
+        fds: all.len(),
+        memory: MEMORY,
+        partial: false,
+        made_by: Some(party),
+        ..kit.clone()
+    };
+    Ok(Moved { kit, fds: all, text })
+}
+
+/// The descriptors of a kit without those of its memory.
+fn way<'a>(kit: &letter::Kit, fds: &'a [OwnedFd]) -> &'a [OwnedFd] {
+    let memory = if kit.partial { 0 } else { kit.memory };
+    &fds[..fds.len().saturating_sub(memory)]
+}
+
+/// What rings, and the way to the card, for who has memory of its own. Nothing is touched, and not one of `fds` is left over.
+pub fn open_way<B: KitBus>(text: &Text, kit: &letter::Kit, fds: Vec<OwnedFd>) -> Result<(OwnedFd, B), Refused> {
+    let mut fds = fds;
+    fds.truncate(way(kit, &fds).len());
+    let mut fds = Fds::new(fds);
+    let wake = fds.take(What::Vector)?;
+    let bus = B::unpack(&text.nic.bus, &mut fds)?;
+    fds.end()?;
+    Ok((wake, bus))
 }
 
 /// What a kit's text says, if it is one of a card that a worker of this version can go on with.
@@ -148,7 +209,7 @@ impl Text {
     /// How the card is started anew.
     pub fn options(&self) -> NicOptions {
         let filter = Filter { promiscuous: self.promiscuous, ..Filter::default() };
-        NicOptions { ring: self.ring, filter, ..NicOptions::default() }
+        NicOptions { ring: self.ring, filter, scrub: self.scrub, ..NicOptions::default() }
     }
 
     /// Bytes of memory that are locked when a card behind VFIO is started anew.

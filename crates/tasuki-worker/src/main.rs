@@ -73,6 +73,9 @@ struct OpenArguments {
     /// Take in every frame, not only those for the card.
     #[arg(long)]
     promiscuous: bool,
+    /// Keep its memory clean of frames that were handled, for an owner that must not read them.
+    #[arg(long)]
+    scrub: bool,
 }
 
 /// A number, in hexadecimal if it begins with 0x.
@@ -231,8 +234,8 @@ fn main() -> ExitCode {
         What::Nic(NicCommand::Probe { device }) => device::open(&device, &Setup::default(), show, Probe),
         What::Nic(NicCommand::Run(arguments)) => drive(arguments),
         What::Worker => node::run(),
-        What::Open(OpenArguments { device, ring, iova, promiscuous }) => {
-            open::open(&How { device, ring, iova, promiscuous })
+        What::Open(OpenArguments { device, ring, iova, promiscuous, scrub }) => {
+            open::open(&How { device, ring, iova, promiscuous, scrub })
         }
     };
     match done {

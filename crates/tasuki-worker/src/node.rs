@@ -231,8 +231,8 @@ impl Node {
     fn letter(&mut self, letter: ToWorker, fds: Vec<OwnedFd>) {
         match letter {
             ToWorker::Begin(_) => self.common.post.tell(None, "the daemon said twice what this worker is".to_owned()),
-            ToWorker::Nic { nic, name, kit, .. } => {
-                if let Err(error) = self.take_in(nic, name, kit, fds) {
+            ToWorker::Nic { nic, name, iova, kit } => {
+                if let Err(error) = self.take_in(nic, name, (iova, kit), fds) {
                     self.common.post.tell(Some(nic), format!("{error:#}"));
                 }
             }
@@ -264,14 +264,14 @@ impl Node {
         }
     }
 
-    fn take_in(&mut self, number: u32, name: String, kit: letter::Kit, fds: Vec<OwnedFd>) -> Result<()> {
+    fn take_in(&mut self, number: u32, name: String, (iova, kit): (u64, letter::Kit), fds: Vec<OwnedFd>) -> Result<()> {
         ensure!(self.index(number).is_none(), "NIC {number} was given to this worker twice");
         let mut fds = fds.into_iter();
         let board = fds.next().context("the NIC's board did not come; rebuild the older of daemon and worker")?;
         let board = Board::over(board).context("the NIC's board")?;
         let text = kit::read(&kit);
         let is_vfio = text.as_ref().is_ok_and(kit::is_vfio);
-        let given = Given { number, name, kit, fds: fds.collect(), board, text };
+        let given = Given { number, name, iova, kit, fds: fds.collect(), board, text };
         self.seats.push(match is_vfio {
             true => AnySeat::Vfio(Box::new(Seat::new(given, &self.common))),
             false => AnySeat::User(Box::new(Seat::new(given, &self.common))),

@@ -31,6 +31,8 @@ pub struct How {
     pub iova: u64,
     /// Every frame is taken in.
     pub promiscuous: bool,
+    /// Memory is kept clean, for nodes that do not trust each other.
+    pub scrub: bool,
 }
 
 /// Opens a card for the daemon at the other end of standard input.
@@ -68,7 +70,7 @@ where
 {
     let ring = how.ring.unwrap_or(driver.ring());
     let filter = Filter { promiscuous: how.promiscuous, ..Filter::default() };
-    let options = NicOptions { ring, filter, ..NicOptions::default() };
+    let options = NicOptions { ring, filter, scrub: how.scrub, ..NicOptions::default() };
     let memory = device::memory(ring, Iova(how.iova)).context("there is no memory for the card")?;
     let (parts, layout) = (memory.parts()?, memory.layout());
     let mut nic = N::start(bus, memory, &options).map_err(NicError::from)?;
@@ -76,7 +78,7 @@ where
     while nic.link() == Link::Down && Instant::now() < until {
         std::thread::sleep(Duration::from_millis(1));
     }
-    let can = Can { in_place: true, spare_queue: false, repoint: false, pauses: true };
+    let can = Can { in_place: true, spare_queue: false, repoint: true, pauses: true };
     let (kit, fds) = kit::pack(&nic, name, &options, (parts, layout), &kit::wake()?, can)?;
     Ok((ToDaemon::Kit { nic: 0, name: String::new(), board: false, kit }, fds))
 }

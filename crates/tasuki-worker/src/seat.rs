@@ -1,5 +1,7 @@
 //! One NIC of a worker: what the tables of the relay have it do, each thing in a function of its own, and its part of the data path.
 
+mod apart;
+
 use std::collections::VecDeque;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::time::{Duration, Instant};
@@ -8,7 +10,7 @@ use rustix::event::{PollFd, PollFlags, Timespec};
 use rustix::process::Resource;
 use tasuki_net::nic::kit::KitBus;
 use tasuki_net::nic::ledger::Ledger;
-use tasuki_net::nic::{InPlace, Link, NicError, NicMemory, Sash};
+use tasuki_net::nic::{Link, MemoryLayout, NicError, NicMemory, Repoint, Sash, Scrub};
 use tasuki_net::port::{Armed, Burst};
 use tasuki_relay::letter::{self, Plan, ToDaemon};
 use tasuki_relay::method::Method;
@@ -49,7 +51,7 @@ pub struct Common {
 }
 
 /// What is left to do of a card.
-enum Card<N: InPlace> {
+enum Card<N: Repoint> {
     /// Nothing is known of it.
     Unknown,
     /// Everything but the sash.
@@ -60,6 +62,10 @@ enum Card<N: InPlace> {
     Driven(N),
     /// A successor has gone on: not touched any more, and taken apart when there is time.
     Passed(N),
+    /// Rings in memory of our own, which the card does not know yet.
+    Apart(N::Ready),
+    /// Stopped for a successor that has memory of its own. It can be gone back to.
+    Halted(N),
 }
 
 /// What the daemon gave us of a NIC.
@@ -69,6 +75,8 @@ pub struct Given {
     pub number: u32,
     /// Its name.
     pub name: String,
+    /// Where its card may see memory that we make.
+    pub iova: u64,
     /// What it is made of.
     pub kit: letter::Kit,
     /// The descriptors of it.
@@ -80,7 +88,7 @@ pub struct Given {
 }
 
 /// A NIC that this worker drives, or may be told to.
-pub struct Seat<N: InPlace> {
+pub struct Seat<N: Repoint> {
     given: Given,
     worker: Worker,
     /// What we hold the lease by, or held last.
@@ -105,12 +113,22 @@ pub struct Seat<N: InPlace> {
     link_is_up: bool,
     /// The card is gone, and was said to be.
     gone: bool,
+    /// The card is stopped, for a successor with memory of its own.
+    halted: bool,
+    /// It is noted when the last burst ended, though the lease is not passed yet.
+    stamped: bool,
+    /// What it is made of once its rings are in memory that we have made.
+    own: Option<apart::Own>,
+    /// Memory of a former owner's of which the card has not been told yet that it is over.
+    old: Option<MemoryLayout>,
+    /// Frames that were dropped by order, and nobody has been told of.
+    dropped: u64,
 }
 
 /// A rest of no time.
 const AT_ONCE: Timespec = Timespec { tv_sec: 0, tv_nsec: 0 };
 
-impl<N: InPlace> Seat<N>
+impl<N: Repoint + Scrub> Seat<N>
 where
     N::Bus: KitBus,
 {
@@ -136,6 +154,11 @@ where
             waits_since: None,
             link_is_up: false,
             gone: false,
+            halted: false,
+            stamped: false,
+            own: None,
+            old: None,
+            dropped: 0,
         }
     }
 
@@ -223,7 +246,7 @@ where
     fn act(&mut self, common: &mut Common, what: Do) -> Option<Input> {
         match what {
             Do::Map => Some(self.map(common)),
-            Do::Stop => Some(self.stop(&common.pulse)),
+            Do::Stop => Some(self.stop(common)),
             Do::Resume => None,
             Do::WriteSash { epoch } => {
                 self.write_sash(common, epoch);
@@ -245,7 +268,10 @@ where
                 self.burst.clear();
                 None
             }
-            Do::Go => None,
+            Do::Go => {
+                self.give_up();
+                None
+            }
             Do::Say(report) => {
                 self.say(common, report);
                 None
@@ -256,10 +282,13 @@ where
     /// Maps everything, and looks whether the sash is one that we read.
     fn map(&mut self, common: &mut Common) -> Input {
         fail::point("map.begun");
-        let mapped = self.open();
+        let mapped = self.open(common.party);
         fail::point("map.done");
         match mapped {
-            Ok(()) => Input::Prepared,
+            Ok(()) => {
+                self.tell_own(&mut common.post);
+                Input::Prepared
+            }
             Err(Refused { reason, sentence }) => {
                 common.post.tell(Some(self.given.number), sentence);
                 Input::Unfit(reason)
@@ -267,7 +296,7 @@ where
         }
     }
 
-    fn open(&mut self) -> Result<(), Refused> {
+    fn open(&mut self, party: Party) -> Result<(), Refused> {
         let (kind, version) = self.asked;
         let cold = self.method == Method::Cold;
         if !cold && !store::reads::<N::Sash>(kind, version) {
@@ -283,7 +312,7 @@ where
         if self.is_hung_up() {
             return Err(Refused { reason: Reason::CardGone, sentence: NicError::Gone.to_string() });
         }
-        if cold {
+        if cold || self.method == Method::Repoint {
             let may = rustix::process::getrlimit(Resource::Memlock).current;
             kit::may_lock(text.locks(), may).map_err(|reason| Refused { reason, sentence: reason.to_string() })?;
         }
@@ -292,6 +321,9 @@ where
             reason: Reason::Missing { position: 0 },
             sentence: format!("the NIC's descriptors cannot be copied ({error}); raise RLIMIT_NOFILE"),
         })?;
+        if self.method == Method::Repoint {
+            return self.open_apart(party, copies);
+        }
         let Opened { wake, ledger, bus, memory } = kit::open::<N::Bus>(text, copies)?;
         (self.wake, self.ledger, self.arena) = (Some(wake), Some(ledger), Some(memory.arena().clone()));
         self.card = match cold {
@@ -311,7 +343,14 @@ where
 
     /// Ends the burst. What the card does not take in time stays in hand, and comes to the successor as it came to us; but a sash that is
     /// stored speaks of none.
-    fn stop(&mut self, pulse: &Pulse) -> Input {
+    fn stop(&mut self, common: &Common) -> Input {
+        match &self.plan {
+            Some(plan) if plan.handover && plan.method == Method::Repoint.to_string() => return self.halt(common),
+            Some(plan) if plan.handover && !plan.store => return self.stop_clean(common),
+            _ => {}
+        }
+        let pulse = &common.pulse;
+        self.stamped = false;
         let Card::Driven(nic) = &mut self.card else { return Input::Stuck(Reason::CardGone) };
         if self.gone {
             return Input::Stuck(Reason::CardGone);
@@ -336,7 +375,15 @@ where
 
     /// Commits what is handled: that is what a successor reads in place. For the store, writes the sash.
     fn write_sash(&mut self, common: &mut Common, epoch: u32) {
-        let stores = self.plan.take().is_some_and(|plan| plan.store);
+        let plan = self.plan.take();
+        let stores = plan.as_ref().is_some_and(|plan| plan.store);
+        let leaves = plan.is_some_and(|plan| plan.handover);
+        if self.halted {
+            // Where it stands was committed before the card was stopped, and nobody else reads it.
+            self.close_book(&common.book);
+            fail::point("give.written");
+            return;
+        }
         self.remember(&common.book);
         let Card::Driven(nic) = &mut self.card else { return };
         if self.burst.is_empty() {
@@ -344,6 +391,9 @@ where
         } else {
             // Commits as well, all but what stays in hand. A card that is gone is found by whoever comes next.
             let _ = nic.transmit(&mut self.burst);
+        }
+        if leaves {
+            self.close_book(&common.book);
         }
         if stores {
             match store::write(&*self.sash, epoch) {
@@ -365,7 +415,7 @@ where
     /// Compare-and-swap of the lease.
     fn swap(&mut self, us: Party, from: Tenure, to: Tenure) -> Input {
         let gives = to.holder.is_none() && matches!(self.card, Card::Driven(_));
-        if gives {
+        if gives && !std::mem::take(&mut self.stamped) {
             self.given.board.stopped();
         }
         let won = self.given.board.swap(from, to);
@@ -380,6 +430,7 @@ where
             }
             fail::point("give.passed");
             self.card = match std::mem::replace(&mut self.card, Card::Unknown) {
+                Card::Driven(nic) if self.halted => Card::Halted(nic),
                 Card::Driven(nic) => Card::Passed(nic),
                 other => other,
             };
@@ -427,6 +478,8 @@ where
         let prepared = match std::mem::replace(&mut self.card, Card::Unknown) {
             Card::Ready(prepared) => prepared,
             Card::Cold(bus, memory) => return self.start(common, bus, memory),
+            Card::Apart(ready) => return self.point(common, ready),
+            Card::Halted(nic) => return self.go_back(nic),
             _ => return Err(gone("the worker has no way to the card any more; start another".to_owned())),
         };
         if after == After::Lost {
@@ -447,7 +500,10 @@ where
             common.book.write(self.given.number, turns.wrapping_add(1), book);
         }
         fail::point("take.salvaged");
-        let nic = N::go_on(prepared, &self.sash).map_err(|failed| store::refused(&failed.error))?;
+        let mut nic = N::go_on(prepared, &self.sash).map_err(|failed| store::refused(&failed.error))?;
+        if self.scrubs() {
+            nic.keep_clean();
+        }
         self.card = Card::Driven(nic);
         (self.gone, self.link_is_up) = (false, false);
         self.job = Job::new(common.work, book);
@@ -483,6 +539,7 @@ where
         common.post.report(self.given.number, report);
         if matches!(report, Report::Released { .. }) {
             fail::point("give.said");
+            self.tell_dropped(&mut common.post);
             #[cfg(feature = "crash-points")]
             if fail::goes_on() {
                 self.drive_for_ever(common);
@@ -545,6 +602,7 @@ where
         if self.is_hung_up() {
             return self.lose(common, &NicError::Gone);
         }
+        self.forget_old(&mut common.post);
         if let (Card::Driven(nic), false) = (&mut self.card, self.link_is_up) {
             self.link_is_up = nic.link() != Link::Down;
             // Asks once more: what the driver has told the card since has arrived then, and doorbells are stores again.
@@ -593,6 +651,7 @@ where
     /// Parks the card, if it is driven.
     pub fn park(&mut self, common: &mut Common) {
         self.burst.clear();
+        self.give_up();
         if let Card::Driven(nic) = std::mem::replace(&mut self.card, Card::Unknown)
             && let Err(failed) = nic.park()
         {

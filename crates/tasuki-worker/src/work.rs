@@ -44,6 +44,12 @@ impl Job {
         Job { work, pace: Pace::new(rate, Instant::now()), account, came: Burst::new() }
     }
 
+    /// Of two copies the one that was written last: accounts only grow.
+    pub fn latest(copies: [[u64; COPY]; 2]) -> [u64; COPY] {
+        let [one, other] = copies;
+        one.max(other)
+    }
+
     /// What must be remembered exactly, if anything: it goes into the book before any call of the driver that commits.
     #[inline]
     pub fn remember(&self) -> Option<[u64; COPY]> {
@@ -68,6 +74,23 @@ impl Job {
             letter::Work::Sink => self.sink(nic, burst, pulse),
             letter::Work::Source { size, .. } => self.source(nic, arena, burst, size, pulse),
         }
+    }
+
+    /// The same, of who is to let go: nothing new is sent.
+    pub fn finish<N: InPlace>(
+        &mut self,
+        nic: &mut N,
+        arena: &Arena,
+        burst: &mut Burst,
+        pulse: &Pulse,
+    ) -> Result<usize, NicError> {
+        if !matches!(self.work, letter::Work::Source { .. }) {
+            return self.turn(nic, arena, burst, pulse);
+        }
+        let went = if burst.is_empty() { 0 } else { transmit(nic, burst, pulse)? };
+        let came = nic.receive(&mut self.came)?;
+        self.came.clear();
+        Ok(went + came)
     }
 
     fn sink<N: InPlace>(&mut self, nic: &mut N, burst: &mut Burst, pulse: &Pulse) -> Result<usize, NicError> {

@@ -113,6 +113,14 @@ pub struct Kept {
     pub made_by: u32,
 }
 
+impl Kept {
+    /// The same as somebody gets it who is to drive the NIC from memory of its own: the letter, and how many descriptors go with it.
+    pub fn apart(&self) -> Option<(Kit, usize)> {
+        let fds = self.fds.len().checked_sub(self.kit.memory).filter(|_| self.kit.memory > 0)?;
+        Some((Kit { fds, partial: true, ..self.kit.clone() }, fds))
+    }
+}
+
 /// A NIC.
 #[derive(Debug)]
 pub struct Card {
@@ -126,6 +134,8 @@ pub struct Card {
     pub board: Board,
     /// What it is made of.
     pub kept: Option<Kept>,
+    /// What it will be made of once this worker drives it.
+    pub coming: Option<(u32, Kept)>,
     /// How far it is open.
     pub opening: Opening,
     /// Openers that failed.
@@ -157,6 +167,7 @@ impl Card {
             config,
             board: Board::create()?,
             kept: None,
+            coming: None,
             opening: Opening::NotBefore(Duration::ZERO),
             failures: Vec::new(),
             model: None,
@@ -193,9 +204,22 @@ impl Card {
         Some(method::Card { own_memory: can.in_place, withdrawable: true, spare_queue: can.spare_queue, repointing })
     }
 
-    /// Descriptors of the board and the kit, as they travel.
-    pub fn lend(&self) -> Vec<std::os::fd::BorrowedFd<'_>> {
-        let kit = self.kept.iter().flat_map(|kept| &kept.fds);
+    /// Descriptors of the board and of the kit, as many as are to travel.
+    pub fn lend(&self, count: usize) -> Vec<std::os::fd::BorrowedFd<'_>> {
+        let kit = self.kept.iter().flat_map(|kept| &kept.fds).take(count);
         std::iter::once(self.board.words.region().fd()).chain(kit.map(AsFd::as_fd)).collect()
+    }
+
+    /// A relay has settled: if whoever has memory of its own drives now, the NIC is made of that.
+    pub fn settle_memory(&mut self) {
+        let holder = self.board.holder();
+        if let Some((_, kept)) = self.coming.take_if(|(party, _)| Some(*party) == holder) {
+            self.kept = Some(kept);
+        }
+    }
+
+    /// This worker will not drive it, or not again: nothing will come of its memory.
+    pub fn forget_memory_of(&mut self, party: u32) {
+        self.coming.take_if(|(of, _)| *of == party);
     }
 }

@@ -70,6 +70,7 @@ impl Supervisor {
         let Some(worker) = self.workers.get_mut(&party) else { return };
         if order == Order::Leave {
             worker.nics.remove(&nic);
+            self.cards.get_mut(&nic).into_iter().for_each(|card| card.forget_memory_of(party));
         }
         let sent = worker.order(nic, order);
         if order == Order::Leave && worker.nics.is_empty() && worker.stage == Stage::Begun {
@@ -128,6 +129,7 @@ impl Supervisor {
         let Some(card) = self.cards.get_mut(&nic) else { return };
         card.said = Some(told);
         card.watch = None;
+        card.settle_memory();
         let holder = card.board.holder();
         card.trouble = told.why.map(|why| why.to_string());
         if let Some(node) = holder.and_then(|holder| self.workers.get(&holder)).map(|worker| worker.record.node.clone())

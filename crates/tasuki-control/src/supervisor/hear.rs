@@ -199,19 +199,30 @@ impl Supervisor {
             return self
                 .condemn(number, format!("sent {} descriptors of {name} where it announced {}", fds.len(), kit.fds));
         }
-        // Of a NIC that runs only who drives it may say something new.
+        if is_asked && kit.partial {
+            // It has memory of its own to come, or none: who drives the NIC gives all of it back.
+            worker.nics.insert(nic, Fit::Ready);
+            return self.adopt_if_whole(number);
+        }
+        // Of a NIC that runs only who drives it may say something new, and who is to have it soon what it will be then.
         let is_driver = card.board.holder() == Some(number);
+        let is_target = self.jobs.iter().any(|job| job.target == number && job.is_about(nic));
+        if !is_asked && !is_driver && is_target {
+            card.coming = Some((number, Kept { kit, fds, made_by: number }));
+            return;
+        }
+        let maker = kit.made_by.or(card.adopted_maker);
         if is_asked && card.kept.is_none() {
             let Some(Ok(board)) = board.map(Board::adopt) else {
                 return self
                     .condemn(number, format!("did not give the board of {name} back; rebuild the older of the two"));
             };
             card.board = board;
-            let made_by = card.adopted_maker.unwrap_or(number);
+            let made_by = maker.unwrap_or(number);
             card.kept = Some(Kept { kit, fds, made_by });
             card.opening = super::card::Opening::Open;
         } else if is_driver {
-            let made_by = if is_asked { card.adopted_maker.unwrap_or(number) } else { number };
+            let made_by = if is_asked { maker.unwrap_or(number) } else { number };
             card.kept = Some(Kept { kit, fds, made_by });
         }
         if is_asked {
@@ -282,6 +293,7 @@ impl Supervisor {
             let _ = answer
                 .send(Err(super::door::No::now("the worker that was to say what it has counted died; ask again")));
         }
+        self.cards.values_mut().for_each(|card| card.forget_memory_of(number));
         let how = worker.process.ended();
         let node_name = worker.record.node.clone();
         let _ = std::fs::remove_file(&worker.record.socket);

@@ -24,6 +24,9 @@ use crate::registry::Change;
 /// How much longer than all its limits together a job may take.
 const GRACE: Duration = Duration::from_secs(30);
 
+/// Not a worker's number: the one that is to have the NIC is still waited for.
+const NOBODY: u32 = 0;
+
 /// What is asked for.
 #[derive(Debug)]
 pub struct Job {
@@ -50,6 +53,11 @@ pub struct Job {
 }
 
 impl Job {
+    /// Whether a NIC is still to go.
+    pub fn is_about(&self, nic: u32) -> bool {
+        self.todo.contains(&nic)
+    }
+
     /// The NIC whose relay is under way.
     pub fn asked(&self) -> Option<u32> {
         self.asked.and(self.todo.front().copied())
@@ -213,13 +221,8 @@ impl Supervisor {
         let trust = if is_trusted { Trust::Full } else { Trust::None };
         let asked_for = give.method.map(Method::from);
         method::choose(&can, trust, asked_for).map_err(|not| No::now(format!("{nic} cannot go that way: {not}")))?;
-        let serves = |number: &&u32| self.workers[number].serves();
-        let staff = self.staff_of(&give.to);
-        let target = staff.iter().filter(serves).max_by_key(|number| self.is_needed(**number)).copied();
-        let Some(target) = target else {
-            let why = self.nodes[&give.to].trouble.clone().unwrap_or_else(|| "ask again in a moment".to_owned());
-            return Err(No::now(format!("node {} has no worker now: {why}", give.to)));
-        };
+        // Who is not there yet is waited for.
+        let target = self.taker_of(&give.to).map_err(No::now)?.unwrap_or(NOBODY);
         Ok(Job {
             purpose: Use::Handover,
             node: give.to.clone(),
@@ -239,6 +242,35 @@ impl Supervisor {
             since: now(),
             answer: None,
         })
+    }
+
+    /// The worker of a node that can be given a NIC now, if there is one.
+    fn taker_of(&self, node: &str) -> Result<Option<u32>, String> {
+        let serves = |number: &&u32| self.workers[number].serves();
+        let staff = self.staff_of(node);
+        let target = staff.iter().filter(serves).max_by_key(|number| self.is_needed(**number)).copied();
+        match self.nodes.get(node).and_then(|node| node.trouble.as_ref()) {
+            Some(why) if target.is_none() => Err(format!("node {node} has no worker now: {why}")),
+            _ => Ok(target),
+        }
+    }
+
+    /// Looks for a worker to give the NIC to.
+    fn look_for_taker(&mut self, at: usize) -> Step {
+        let job = &self.jobs[at];
+        let limits = &self.config.daemon;
+        match self.taker_of(&job.node) {
+            Err(why) => Step::Fail(why),
+            Ok(Some(target)) => {
+                self.jobs[at].target = target;
+                Step::Again
+            }
+            Ok(None) if now().saturating_sub(job.since) > limits.prepare() => Step::Fail(format!(
+                "node {} has had no worker within {} ms; tasuki events says why",
+                job.node, limits.prepare_ms
+            )),
+            Ok(None) => Step::Wait,
+        }
     }
 
     pub(super) fn go_on_with_jobs(&mut self) {
@@ -262,6 +294,9 @@ impl Supervisor {
     fn step(&mut self, at: usize) -> Step {
         let job = &self.jobs[at];
         let (target, purpose) = (job.target, job.purpose);
+        if target == NOBODY {
+            return self.look_for_taker(at);
+        }
         let limits = &self.config.daemon;
         let worker = self.workers.get(&target);
         // Who is dying is waited for, and whoever gets the NIC then too: the answer says who that is.

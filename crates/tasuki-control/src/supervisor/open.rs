@@ -83,6 +83,7 @@ impl Supervisor {
 
     fn start_opener(&mut self, nic: u32) -> Result<()> {
         let party = self.next_party();
+        let scrub = self.config.has_strangers();
         let Some(card) = self.cards.get_mut(&nic) else { return Ok(()) };
         let device = match &card.config.device {
             Device::Sim => Device::VfioUser(self.place.model_socket(&card.config.name)),
@@ -95,6 +96,9 @@ impl Supervisor {
         command.arg("open").arg(device.to_string()).args(["--iova", &iova_of(party).to_string()]);
         if let Some(ring) = card.config.ring {
             command.args(["--ring", &ring.to_string()]);
+        }
+        if scrub {
+            command.arg("--scrub");
         }
         command.stdin(Stdio::from(theirs)).stdout(Stdio::null()).stderr(Stdio::from(stderr));
         let process = Process::spawn(&mut command).with_context(|| format!("{} does not start", program.display()))?;

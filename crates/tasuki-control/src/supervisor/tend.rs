@@ -283,12 +283,14 @@ impl Supervisor {
     pub(super) fn attach(&mut self, nic: u32, number: u32, purpose: Use, method: Method) {
         let (Some(card), Some(worker)) = (self.cards.get_mut(&nic), self.workers.get_mut(&number)) else { return };
         let (Some(kept), Some(party)) = (&card.kept, party(number)) else { return };
-        let letter =
-            ToWorker::Nic { nic, name: card.config.name.clone(), iova: iova_of(number), kit: kept.kit.clone() };
+        // Who has memory of its own sees nothing of the old owner's.
+        let apart = kept.apart().filter(|_| method == Method::Repoint);
+        let (kit, count) = apart.unwrap_or_else(|| (kept.kit.clone(), kept.fds.len()));
+        let letter = ToWorker::Nic { nic, name: card.config.name.clone(), iova: iova_of(number), kit };
         worker.nics.insert(nic, Fit::Preparing(now()));
         let (kind, version) = (kept.kit.kind, kept.kit.version);
         let prepare = Order::Prepare { purpose, method, kind, version, carries: Positions::default() };
-        let sent = worker.write(&letter, &card.lend());
+        let sent = worker.write(&letter, &card.lend(count));
         crash::point("daemon.kit");
         let sent = sent.and_then(|()| worker.order(nic, prepare));
         crash::point("daemon.attached");

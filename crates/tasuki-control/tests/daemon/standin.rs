@@ -98,7 +98,16 @@ fn open(orders: &Orders, socket: &OwnedFd) -> ! {
     assert!(orders.words.iter().any(|word| word == "--iova"), "{orders:?}");
     let memory = Words::create("a card's memory", 4096).expect("memory");
     let can = Can { in_place: true, spare_queue: false, repoint: true, pauses: true };
-    let kit = Kit { kind: 0x8086_10d3, version: 1, can, text: "{}".to_owned(), fds: 1 };
+    let kit = Kit {
+        kind: 0x8086_10d3,
+        version: 1,
+        can,
+        text: "{}".to_owned(),
+        fds: 1,
+        memory: 0,
+        partial: false,
+        made_by: None,
+    };
     let letter = ToDaemon::Kit { nic: 0, name: String::new(), board: false, kit };
     write(socket, &letter, &[memory.region().fd()]);
     std::process::exit(0);

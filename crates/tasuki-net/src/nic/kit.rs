@@ -151,7 +151,8 @@ pub struct MemoryText {
 }
 
 impl MemoryText {
-    fn of(layout: &MemoryLayout) -> Self {
+    /// What is said of memory that lies and is cut like this.
+    pub fn of(layout: &MemoryLayout) -> Self {
         let MemoryLayout { rings_at, rings_len, slots } = *layout;
         MemoryText { rings_at: rings_at.0, rings_len, slot_len: slots.slot_len, slots: slots.count }
     }

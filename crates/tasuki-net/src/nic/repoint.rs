@@ -1,6 +1,6 @@
 //! A card whose rings are elsewhere from now on, in another owner's memory, while its link stays up.
 
-use super::{Failed, InPlace, NicError, NicMemory, NicOptions};
+use super::{Failed, InPlace, MemoryLayout, NicError, NicMemory, NicOptions};
 
 /// A driver that can point its card at the rings of a successor which has memory of its own, or take it back.
 ///
@@ -48,4 +48,11 @@ pub trait Repoint: InPlace {
     /// # Errors
     /// The card is not stopped, or gone. Nothing was changed then.
     fn repoint(ready: Self::Ready) -> Result<Self, Failed<Self::Bus>>;
+
+    /// Keeps the card from memory of a former owner's that lies there, and that it uses no longer: whether that owner is alive or not. Asks the bus, and
+    /// waits for its answers.
+    ///
+    /// # Errors
+    /// Nothing is mapped there, or the bus refuses.
+    fn forget(&mut self, old: &MemoryLayout) -> Result<(), NicError>;
 }

@@ -296,6 +296,11 @@ impl Node {
         Node { work, poll: false, cpu: None, book, folder, program, next: 1 }
     }
 
+    /// Another node of the same machine: no two workers have one number.
+    pub fn beside(folder: &Path, work: Work, first: u32) -> Self {
+        Node { next: first, ..Node::new(folder, work) }
+    }
+
     /// What the book says of numbered frames that were seen, in the later of its two copies.
     pub fn booked(&self, nic: usize) -> u64 {
         let words = words(&self.book);
@@ -394,8 +399,45 @@ impl Worker {
     }
 
     pub fn give(&self, nic: &Nic) {
-        let letter = ToWorker::Nic { nic: nic.number, name: "nic".to_owned(), iova: 1 << 33, kit: nic.kit.clone() };
+        let letter = ToWorker::Nic { nic: nic.number, name: "nic".to_owned(), iova: self.iova(), kit: nic.kit.clone() };
         self.letter(&letter, &nic.copies());
+    }
+
+    /// Where the card may see what this worker makes.
+    fn iova(&self) -> u64 {
+        (1 << 33) + (u64::from(self.party.0.get()) << 28)
+    }
+
+    /// Gives it what it needs to drive `nic` from memory of its own, and nothing of the memory that is.
+    pub fn give_apart(&self, nic: &Nic) {
+        let mut fds = nic.copies();
+        fds.truncate(fds.len() - nic.kit.memory);
+        let kit = Kit { partial: true, fds: fds.len() - 1, ..nic.kit.clone() };
+        self.letter(&ToWorker::Nic { nic: nic.number, name: "nic".to_owned(), iova: self.iova(), kit }, &fds);
+        self.prepare_by(nic, Use::Handover, Method::Repoint);
+    }
+
+    /// What the NIC will be made of once this worker drives it from memory of its own; it is ready then. Nothing if it dies.
+    pub fn ready_apart(&mut self, nic: &Nic) -> Option<(Kit, Vec<OwnedFd>)> {
+        let mut own = None;
+        loop {
+            match self.talk.hear() {
+                Said::Letter(ToDaemon::Kit { board: false, kit, .. }, fds) => {
+                    assert_eq!((kit.fds, kit.memory, kit.partial), (fds.len(), nic.kit.memory, false));
+                    own = Some((kit, fds));
+                }
+                Said::Letter(ToDaemon::Told { sentence, .. }, _) => self.told.push(sentence),
+                Said::Report(_, Report::Ready) => return own,
+                Said::End => return None,
+                other => panic!("{other:?}: {:?}", self.told),
+            }
+        }
+    }
+
+    /// How it is to let go of `nic` to another node.
+    pub fn plan_handover(&self, nic: &Nic, method: Method, inflight: Inflight) {
+        let plan = Plan { method: method.to_string(), handover: true, inflight, store: false };
+        self.letter(&ToWorker::Plan { nic: nic.number, plan }, &[]);
     }
 
     pub fn prepare(&self, nic: &Nic, purpose: Use) {

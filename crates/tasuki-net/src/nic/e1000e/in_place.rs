@@ -5,7 +5,7 @@ use tasuki_shm::slots::{SlotId, WrongSlot};
 use super::regs::{self, Mmio};
 use super::ring::{ReceiveRing, TransmitRing};
 use super::sash::{ReceiveSash, Sash};
-use super::{Assembly, BAR, Counters, E1000e, SENT, SKIPPING, bell, park};
+use super::{Assembly, BAR, Counters, E1000e, SENT, SKIPPING, bell};
 use crate::nic::bus::{Bus, Registers};
 use crate::nic::ledger::TURNS;
 use crate::nic::sash::{Head, Sash as _, broken};
@@ -43,7 +43,7 @@ impl<B: Bus> E1000e<B> {
         self.memory.ledger().write_seldom(sash.seldom());
         self.enter_ledger();
         if self.memory.ledger().is_halted() {
-            park::go_on(&self.mmio);
+            self.go_on_halted();
             self.held = true;
             self.memory.ledger().halted(false);
         }

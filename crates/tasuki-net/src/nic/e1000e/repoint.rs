@@ -23,7 +23,7 @@ use super::setup::{self, Shape};
 use super::{Assembly, BAR, E1000e, MTA_WORDS, bell, recognise};
 use crate::nic::bus::{Bus, Registers};
 use crate::nic::sash::{Sash as _, broken};
-use crate::nic::{Failed, Link, Mac, NicError, NicMemory, NicOptions, Repoint};
+use crate::nic::{Failed, Link, Mac, MemoryLayout, NicError, NicMemory, NicOptions, Repoint};
 use crate::port::Burst;
 
 /// A card is asked so often however long each takes: whoever answers for a modelled one may have been asleep meanwhile.
@@ -222,6 +222,23 @@ impl<B: Bus> E1000e<B> {
         self.write_seldom();
     }
 
+    /// Has a card that a predecessor had halted go on, with our rings: it may have been pointed at those of a taker that is no more.
+    pub(super) fn go_on_halted(&mut self) {
+        let (low, high) = setup::halves(ring_at(self.memory.rings_at(), 0, self.shape.ring));
+        if [self.mmio.read(regs::RDBAL.of(0)), self.mmio.read(regs::RDBAH.of(0))] == [low, high] {
+            park::go_on(&self.mmio);
+            return;
+        }
+        let controls =
+            [self.mmio.read(regs::RCTL) & !rctl::EN, self.mmio.read(regs::TCTL) & !(tctl::EN | tctl::SWXOFF)];
+        self.mmio.write(regs::RCTL, controls[0]);
+        self.mmio.write(regs::TCTL, controls[1]);
+        let mmio = &self.mmio;
+        let heads = || [mmio.read(regs::RDH.of(0)), mmio.read(regs::TDH)];
+        park::settles(STOP_LIMIT, park::quiet(self.shape.frame(), 1000), heads);
+        go_on_with(&self.mmio, &self.memory, (&self.receive, &self.transmit), self.shape, controls);
+    }
+
     fn heads(&self) -> [u32; QUEUES_MAX] {
         std::array::from_fn(|queue| self.receive.get(queue).map_or(0, ReceiveRing::head))
     }
@@ -384,5 +401,10 @@ impl<B: Bus> Repoint for E1000e<B> {
         nic.memory.ledger().halted(false);
         nic.hush.let_go_at = nic.flow_control.then(Instant::now);
         Ok(nic)
+    }
+
+    fn forget(&mut self, old: &MemoryLayout) -> Result<(), NicError> {
+        self.bus.unmap_dma(old.arena_at(), old.slots.len())?;
+        Ok(self.bus.unmap_dma(old.rings_at, old.rings_len)?)
     }
 }

@@ -1,0 +1,303 @@
+//! A NIC that goes to another node: to an owner that has memory of its own (`repoint`), or with its memory, of which all that was handled is
+//! wiped (`keep`).
+
+use std::os::fd::OwnedFd;
+use std::time::{Duration, Instant};
+
+use tasuki_net::nic::bus::Iova;
+use tasuki_net::nic::kit::KitBus;
+use tasuki_net::nic::ledger::Ledger;
+use tasuki_net::nic::{Failed, MemoryLayout, NicError, Repoint, Scrub};
+use tasuki_relay::Party;
+use tasuki_relay::letter::{Inflight, ToDaemon, pulse};
+use tasuki_relay::wire::{Position, Reason};
+use tasuki_relay::worker::Input;
+use tasuki_shm::arena::Arena;
+use tasuki_shm::region::{Region, RegionError};
+
+use super::{Card, Common, EMPTY_HANDS, LAST_BURST, Seat};
+use crate::board::Book;
+use crate::kit::{self, Moved, Refused, Text};
+use crate::post::Post;
+use crate::work::{self, Job};
+use crate::{device, fail, store};
+
+/// Of the addresses that a worker has for its memory: while the NIC's memory lies in the one half, other memory can be made in the other.
+const HALF: u64 = 128 << 20;
+
+/// How long frames may go on coming after the partner was asked to pause, until the card is stopped all the same.
+const HUSH: Duration = Duration::from_millis(20);
+
+/// How long a giver tries to stop its card: less would be enough, were the machine not busy.
+const STOP: Duration = Duration::from_secs(1);
+
+/// What a NIC is made of once its rings are in memory that we have made.
+#[derive(Debug)]
+pub(super) struct Own {
+    moved: Moved,
+    /// Rung when the lease is passed, then.
+    wake: OwnedFd,
+    ledger: Ledger,
+    arena: Arena,
+}
+
+fn no_memory(error: &RegionError) -> Refused {
+    let reason = Reason::Missing { position: Position::Rings as u64 };
+    Refused { reason, sentence: format!("there is no memory for the NIC in this node: {error}") }
+}
+
+fn no_descriptors(error: &anyhow::Error) -> Refused {
+    let reason = Reason::Missing { position: Position::Arena as u64 };
+    Refused { reason, sentence: format!("the NIC's descriptors cannot be copied ({error:#}); raise RLIMIT_NOFILE") }
+}
+
+/// Where the card may see our memory, if it uses what lies as `now` says.
+fn place(iova: u64, now: &MemoryLayout) -> Iova {
+    let is_there = (iova..iova.saturating_add(HALF)).contains(&now.rings_at.0);
+    Iova(if is_there { iova.saturating_add(HALF) } else { iova })
+}
+
+impl<N: Repoint + Scrub> Seat<N>
+where
+    N::Bus: KitBus,
+{
+    fn text(&self) -> Option<&Text> {
+        self.given.text.as_ref().ok()
+    }
+
+    /// Whether the memory may go to somebody who must not read in it.
+    pub(super) fn scrubs(&self) -> bool {
+        self.text().is_some_and(|text| text.scrub)
+    }
+
+    /// Makes memory, has the card's bus know it, and posts rings there.
+    pub(super) fn open_apart(&mut self, party: Party, fds: Vec<OwnedFd>) -> Result<(), Refused> {
+        let Some(text) = self.text() else { return Ok(()) };
+        let (wake, bus) = kit::open_way::<N::Bus>(text, &self.given.kit, fds)?;
+        let at = place(self.given.iova, &text.nic.memory.layout());
+        let memory = device::memory(text.ring, at).map_err(|error| no_memory(&error))?;
+        // A page that is not there yet would be missed when the card is ours.
+        memory.rings().populate();
+        memory.arena().region().populate();
+        let parts = || memory.parts().map_err(|error| no_descriptors(&error.into()));
+        let book = Region::adopt(parts()?.ledger).map_err(|error| no_memory(&error))?;
+        let ledger = Ledger::over(&book).map_err(|error| no_memory(&error))?;
+        let next = kit::wake().map_err(|error| no_descriptors(&error))?;
+        let had = (&self.given.kit, text, &self.given.fds[..]);
+        let moved = kit::moved(had, (parts()?, memory.layout()), &next, party.0.get());
+        let moved = moved.map_err(|error| no_descriptors(&error))?;
+        let arena = memory.arena().clone();
+        let ready = N::prepare_rings(bus, memory, &text.options()).map_err(|failed| store::refused(&failed.error))?;
+        fail::point("map.posted");
+        (self.card, self.wake) = (Card::Apart(ready), Some(wake));
+        self.own = Some(Own { moved, wake: next, ledger, arena });
+        Ok(())
+    }
+
+    /// What the NIC will be made of once we drive it: the daemon must have it before, for whoever goes on should we die.
+    pub(super) fn tell_own(&self, post: &mut Post) {
+        let Some(Own { moved: Moved { kit, fds, .. }, .. }) = &self.own else { return };
+        let copies = fds.iter().map(OwnedFd::try_clone).collect::<std::io::Result<Vec<_>>>();
+        let (nic, name, kit) = (self.given.number, self.given.name.clone(), kit.clone());
+        match copies {
+            Ok(fds) => post.write(&ToDaemon::Kit { nic, name, board: false, kit }, fds),
+            Err(error) => post.tell(Some(nic), no_descriptors(&error.into()).sentence),
+        }
+        fail::point("map.told");
+    }
+
+    /// Points the card at our rings.
+    pub(super) fn point(&mut self, common: &Common, ready: N::Ready) -> Result<(), Refused> {
+        // What the node remembers of this NIC is from when it last had it, with another ledger.
+        let book = Job::latest([0, 1].map(|copy| common.book.read(self.given.number, copy)));
+        (0..2).for_each(|copy| common.book.write(self.given.number, copy, book));
+        let mut nic = match N::repoint(ready) {
+            Ok(nic) => nic,
+            Err(Failed { error, mut bus, memory }) => {
+                let _ = memory.unmap(&mut bus);
+                self.own = None;
+                return Err(store::refused(&error));
+            }
+        };
+        fail::point("take.pointed");
+        if self.scrubs() {
+            nic.keep_clean();
+        }
+        self.old = self.text().map(|text| text.nic.memory.layout());
+        if let Some(Own { moved, wake, ledger, arena }) = self.own.take() {
+            (self.given.kit, self.given.fds, self.given.text) = (moved.kit, moved.fds, Ok(moved.text));
+            (self.wake, self.ledger, self.arena) = (Some(wake), Some(ledger), Some(arena));
+        }
+        self.card = Card::Driven(nic);
+        (self.gone, self.link_is_up, self.halted) = (false, false, false);
+        self.job = Job::new(common.work, book);
+        Ok(())
+    }
+
+    /// Points the card back at our rings: who was to have it is no more, or could not.
+    pub(super) fn go_back(&mut self, mut nic: N) -> Result<(), Refused> {
+        let back = nic.go_back();
+        (self.card, self.halted) = (Card::Driven(nic), false);
+        (self.gone, self.link_is_up) = (false, false);
+        back.map_err(|error| store::refused(&error))
+    }
+
+    /// It comes to nothing: the card reaches our memory no longer.
+    pub(super) fn give_up(&mut self) {
+        self.own = None;
+        if matches!(self.card, Card::Apart(_))
+            && let Card::Apart(ready) = std::mem::replace(&mut self.card, Card::Unknown)
+        {
+            drop(N::give_up(ready));
+        }
+    }
+
+    /// Keeps the card from memory of the owner before us: it is somebody else's again.
+    pub(super) fn forget_old(&mut self, post: &mut Post) {
+        let Card::Driven(nic) = &mut self.card else { return };
+        if let Some(old) = self.old.take()
+            && let Err(error) = nic.forget(&old)
+        {
+            post.tell(Some(self.given.number), format!("the former owner's memory stays mapped for the card: {error}"));
+        }
+    }
+
+    /// Has the card stop, for a successor that has memory of its own.
+    pub(super) fn halt(&mut self, common: &Common) -> Input {
+        let drops = self.plan.as_ref().is_some_and(|plan| plan.inflight == Inflight::Drop);
+        self.stamped = false;
+        let Card::Driven(nic) = &mut self.card else { return Input::Stuck(Reason::CardGone) };
+        if self.gone {
+            return Input::Stuck(Reason::CardGone);
+        }
+        nic.hush();
+        fail::point("give.hushed");
+        let stopped = self.drain(common, drops);
+        if matches!(stopped, Ok(true)) {
+            self.halted = true;
+            fail::point("give.stopped");
+            return Input::Stopped;
+        }
+        let Card::Driven(nic) = &mut self.card else { return Input::Stuck(Reason::CardGone) };
+        match nic.go_back().and(stopped) {
+            Ok(_) => Input::Stuck(Reason::CardStuck { limit_ms: u64::try_from(STOP.as_millis()).unwrap_or(u64::MAX) }),
+            Err(_) => Input::Stuck(Reason::CardGone),
+        }
+    }
+
+    /// Handles what comes until nothing does, and stops the card; says whether it has.
+    fn drain(&mut self, common: &Common, drops: bool) -> Result<bool, NicError> {
+        let since = Instant::now();
+        while since.elapsed() < STOP {
+            let moved = self.last(common, drops)?;
+            let Card::Driven(nic) = &mut self.card else { break };
+            let still = moved == 0 || since.elapsed() > HUSH;
+            if self.burst.is_empty() && still && nic.is_quiet() {
+                self.given.board.stopped();
+                self.stamped = true;
+                if nic.stop()? {
+                    return Ok(true);
+                }
+            }
+        }
+        Ok(false)
+    }
+
+    /// One burst more of who is to let go; says how many frames moved.
+    fn last(&mut self, common: &Common, drops: bool) -> Result<usize, NicError> {
+        self.remember(&common.book);
+        let (Card::Driven(nic), Some(arena)) = (&mut self.card, &self.arena) else { return Ok(0) };
+        if !drops {
+            return self.job.finish(nic, arena, &mut self.burst, &common.pulse);
+        }
+        let had = self.burst.len();
+        self.burst.clear();
+        let came = nic.receive(&mut self.burst)?;
+        self.burst.clear();
+        let count = (had + came) as u64;
+        self.dropped += count;
+        common.pulse.add(pulse::DROPPED, count);
+        Ok(came)
+    }
+
+    /// Ends the last burst before the NIC's memory is another node's. What has come is handled, for a while, or dropped; and where the other
+    /// is not to read what was, that is wiped.
+    pub(super) fn stop_clean(&mut self, common: &Common) -> Input {
+        let drops = self.plan.as_ref().is_some_and(|plan| plan.inflight == Inflight::Drop);
+        self.stamped = false;
+        if self.gone || !matches!(self.card, Card::Driven(_)) {
+            return Input::Stuck(Reason::CardGone);
+        }
+        match self.wipe(common, drops) {
+            Ok(true) => {
+                fail::point("give.stopped");
+                Input::Stopped
+            }
+            Ok(false) => {
+                Input::Stuck(Reason::CardStuck { limit_ms: u64::try_from(EMPTY_HANDS.as_millis()).unwrap_or(u64::MAX) })
+            }
+            Err(_) => Input::Stuck(Reason::CardGone),
+        }
+    }
+
+    /// Whether nothing is in hand, and nothing of what was handled can be read.
+    fn wipe(&mut self, common: &Common, drops: bool) -> Result<bool, NicError> {
+        let scrubs = self.scrubs();
+        // The first takes long, so that the second has little to do, and the last next to nothing.
+        for _ in 0..2 {
+            if !self.empty_hands(common)? {
+                return Ok(false);
+            }
+            if let (Card::Driven(nic), true) = (&mut self.card, scrubs) {
+                nic.wipe_free();
+            }
+            fail::point("give.wiped");
+            self.last(common, drops)?;
+        }
+        let since = Instant::now();
+        while self.last(common, drops)? > 0 && since.elapsed() < LAST_BURST {}
+        if !self.empty_hands(common)? {
+            return Ok(false);
+        }
+        let since = Instant::now();
+        self.given.board.stopped();
+        self.stamped = true;
+        let Card::Driven(nic) = &mut self.card else { return Ok(false) };
+        while scrubs && !nic.wipe_rest() {
+            if since.elapsed() > EMPTY_HANDS {
+                return Ok(false);
+            }
+        }
+        Ok(true)
+    }
+
+    /// Sends what is in hand; says whether all of it went in time.
+    fn empty_hands(&mut self, common: &Common) -> Result<bool, NicError> {
+        let since = Instant::now();
+        while !self.burst.is_empty() {
+            self.remember(&common.book);
+            let Card::Driven(nic) = &mut self.card else { return Ok(false) };
+            if work::transmit(nic, &mut self.burst, &common.pulse)? == 0 && since.elapsed() > EMPTY_HANDS {
+                return Ok(false);
+            }
+        }
+        Ok(true)
+    }
+
+    /// The NIC goes to another node: what this one remembers of it does not depend on a ledger any more that others go on with.
+    pub(super) fn close_book(&self, book: &Book) {
+        if let Some(words) = self.job.remember() {
+            (0..2).for_each(|copy| book.write(self.given.number, copy, words));
+        }
+    }
+
+    /// How many frames were dropped by order.
+    pub(super) fn tell_dropped(&mut self, post: &mut Post) {
+        match std::mem::take(&mut self.dropped) {
+            0 => {}
+            count => {
+                post.tell(Some(self.given.number), format!("{count} frames that had come were dropped, as was ordered"))
+            }
+        }
+    }
+}

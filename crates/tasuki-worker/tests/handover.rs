@@ -1,0 +1,276 @@
+//! A NIC that goes to another node, whose worker has memory of its own: with real processes, under traffic, and with deaths at every step.
+#![allow(clippy::tests_outside_test_module, reason = "the whole file is tests")]
+
+mod daemon;
+
+use std::time::{Duration, Instant};
+
+use daemon::{Model, Nic, Node, Worker, model_program, nothing_is_lost, taken, until};
+use rustix::process::Signal;
+use tasuki_relay::After;
+use tasuki_relay::letter::{Inflight, Work, pulse};
+use tasuki_relay::method::Method;
+use tasuki_relay::wire::{Order, Report};
+
+const FRAMES: u64 = 20_000;
+const RATE: u64 = 10_000;
+/// Where somebody dies: what a relay takes on a machine that is busy is to be a small part of the whole.
+const SLOW: u64 = 2_500;
+
+macro_rules! need_model {
+    () => {
+        if model_program().is_none() {
+            return println!("skipped: needs tasuki-sim beside the worker: cargo build --package tasuki-sim");
+        }
+    };
+}
+
+fn model(folder: &tempfile::TempDir) -> Model {
+    Model::start(folder.path(), &["--source", &FRAMES.to_string(), "--rate", &RATE.to_string()])
+}
+
+/// Two nodes.
+fn nodes(folder: &tempfile::TempDir) -> [Node; 2] {
+    [Node::new(folder.path(), Work::Echo), Node::beside(folder.path(), Work::Echo, 1000)]
+}
+
+/// Has `giver` hand the NIC to a fresh worker of `node`, which has memory of its own.
+fn repoint(node: &mut Node, giver: &mut Worker, nic: &mut Nic, inflight: Inflight) -> Worker {
+    let mut taker = node.worker(&[]);
+    taker.give_apart(nic);
+    let (kit, fds) = taker.ready_apart(nic).expect("a worker that lives");
+    giver.plan_handover(nic, Method::Repoint, inflight);
+    let epoch = nic.tenure().epoch;
+    let (released, took) = giver.pass_to(&mut taker, nic);
+    assert_eq!(released, Report::Released { epoch }, "{:?}", giver.told);
+    assert_eq!(took, Report::Taken { epoch: epoch + 1 }, "{:?}", taker.told);
+    giver.order(nic, Order::Leave);
+    assert_eq!(giver.process.end(), Some(0));
+    (nic.kit, nic.fds) = (kit, fds);
+    taker
+}
+
+#[test]
+fn a_nic_is_pointed_at_the_memory_of_another_node_and_back_under_traffic() {
+    need_model!();
+    let folder = tempfile::tempdir().expect("a place for sockets");
+    let model = model(&folder);
+    let mut nic = Nic::open(&model.socket, &["--promiscuous"]);
+    let [mut red, mut blue] = nodes(&folder);
+    let mut driver = red.ready(&nic, &[]);
+    taken(driver.grant(&nic));
+    let (mut pauses, mut sent) = (Vec::new(), 0);
+    for turn in 0..20 {
+        let node = if turn % 2 == 0 { &mut blue } else { &mut red };
+        let mut taker = repoint(node, &mut driver, &mut nic, Inflight::Deliver);
+        pauses.push(nic.pause());
+        sent += driver.pulse(pulse::SENT);
+        std::mem::swap(&mut driver, &mut taker);
+    }
+    pauses.sort_unstable();
+    println!("pauses: {:?} in the middle, {:?} at most", pauses[10], pauses[19]);
+    if pauses[19] > PAUSED {
+        return println!("skipped: the machine kept everybody from running for longer than a partner pauses");
+    }
+    driver.until_sent(FRAMES - sent);
+    drop((driver, nic));
+    nothing_is_lost(&model.report(), FRAMES);
+}
+
+/// Who is killed where.
+#[derive(Debug, Clone, Copy, Default)]
+struct Deaths {
+    giver: Option<&'static str>,
+    taker: Option<&'static str>,
+}
+
+/// Who drives in the end.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Driver {
+    Taker,
+    Giver,
+    /// Of the giver's node.
+    Standby,
+}
+
+fn orders(place: Option<&'static str>) -> Vec<(&'static str, String)> {
+    place.map(|place| ("TASUKI_CRASH", format!("{place}:1"))).into_iter().collect()
+}
+
+/// Grants the lease, which nobody holds who lives, to whoever can take it: the taker first, then the giver, then the stand-by, as the arbiter
+/// chooses. Says who drives.
+fn recover(nic: &Nic, taker: Option<&mut Worker>, giver: Option<&mut Worker>, standby: &mut Worker) -> Driver {
+    let all = [(Driver::Taker, taker), (Driver::Giver, giver), (Driver::Standby, Some(standby))];
+    for (who, worker) in all {
+        let Some(worker) = worker else { continue };
+        let passed = nic.seize();
+        worker.order(nic, Order::Take { epoch: passed.epoch, after: After::Lost, wrote: 0 });
+        loop {
+            match worker.report_or_end(nic) {
+                Some(Report::Taken { epoch }) if epoch == passed.epoch + 1 => return who,
+                // A card that is not stopped is none to be pointed elsewhere.
+                Some(Report::Failed { .. }) => break,
+                Some(Report::Released { .. } | Report::Lost { .. }) => {}
+                None => break,
+                other => panic!("{who:?}: {other:?}: {:?}", worker.told),
+            }
+        }
+    }
+    panic!("nobody drives")
+}
+
+/// A partner that was asked to pause does so for 33 ms. On a machine that is busy a relay with deaths may take longer, and what comes then is lost.
+const PAUSED: Duration = Duration::from_millis(25);
+
+/// Waits until nothing comes any more: all has, or is lost.
+fn until_quiet(model: &mut Model, driver: &Worker) {
+    let (mut seen, mut since) = (driver.pulse(pulse::SENT), Instant::now());
+    while model.process.is_running() && since.elapsed() < Duration::from_secs(3) {
+        std::thread::sleep(Duration::from_millis(20));
+        let now = driver.pulse(pulse::SENT);
+        if now != seen {
+            (seen, since) = (now, Instant::now());
+        }
+    }
+}
+
+/// Ends the model; how many frames did not come back to it. Those that did came once, in order, and whole.
+fn lost(mut model: Model) -> u64 {
+    if model.process.is_running() {
+        model.process.signal(Signal::TERM);
+    }
+    let report = model.report();
+    assert!(report.contains("twice 0, out of order 0, damaged 0, from others 0"), "{report}");
+    let lost = report.split("lost ").nth(1).and_then(|rest| rest.split_whitespace().next()?.parse().ok());
+    lost.unwrap_or_else(|| panic!("{report}"))
+}
+
+/// A handover in which these die, and which loses at most so many frames unless the machine kept everybody from running; who drives in the end.
+fn killed(deaths: Deaths, at_most: u64) -> Driver {
+    let folder = tempfile::tempdir().expect("a place for sockets");
+    let count = 5000_u64;
+    let mut model = Model::start(folder.path(), &["--source", &count.to_string(), "--rate", &SLOW.to_string()]);
+    let nic = Nic::open(&model.socket, &["--promiscuous"]);
+    let [mut red, mut blue] = nodes(&folder);
+    let mut giver = red.ready(&nic, &orders(deaths.giver));
+    let mut standby = red.ready(&nic, &[]);
+    taken(giver.grant(&nic));
+    until("frames flow", || giver.pulse(pulse::SENT) > 300);
+    let mut taker = blue.worker(&orders(deaths.taker));
+    taker.give_apart(&nic);
+    let own = taker.ready_apart(&nic);
+    let began = Instant::now();
+    let driver = if own.is_none() {
+        assert_eq!(taker.process.end(), None, "{deaths:?}: killed");
+        // Nobody has told the giver anything.
+        Driver::Giver
+    } else {
+        giver.plan_handover(&nic, Method::Repoint, Inflight::Deliver);
+        let epoch = nic.tenure().epoch;
+        taker.order(&nic, Order::Take { epoch, after: After::Passed, wrote: epoch });
+        giver.order(&nic, Order::Release { epoch });
+        let released = giver.report_or_end(&nic);
+        assert!(
+            released == Some(Report::Released { epoch }) || deaths.giver.is_some(),
+            "{released:?}: {:?}",
+            giver.told
+        );
+        let passed = nic.tenure().holder != Some(giver.party);
+        let took = if passed { taker.report_or_end(&nic) } else { None };
+        match took {
+            Some(Report::Taken { .. }) => Driver::Taker,
+            Some(other) => panic!("{deaths:?}: {other:?}: {:?}", taker.told),
+            None => {
+                let dead = |worker: &mut Worker, place: Option<_>| place.is_some() && worker.process.end().is_none();
+                let (no_taker, no_giver) = (dead(&mut taker, deaths.taker), dead(&mut giver, deaths.giver));
+                let living = |worker, is_dead| if is_dead { None } else { Some(worker) };
+                recover(&nic, living(&mut taker, no_taker), living(&mut giver, no_giver), &mut standby)
+            }
+        }
+    };
+    let took = began.elapsed();
+    let drives = match driver {
+        Driver::Taker => &taker,
+        Driver::Giver => &giver,
+        Driver::Standby => &standby,
+    };
+    until_quiet(&mut model, drives);
+    assert!(drives.pulse(pulse::SENT) > 100, "{deaths:?}: it drives");
+    drop((giver, taker, standby, nic));
+    let lost = lost(model);
+    println!("{deaths:?}: {driver:?} drives after {took:?}, and {lost} frames are lost");
+    let came = if took > PAUSED { u64::try_from(took.as_millis()).unwrap() * SLOW / 1000 } else { 0 };
+    assert!(lost <= at_most + came, "{deaths:?}: {lost} frames are lost, after {took:?}");
+    driver
+}
+
+macro_rules! need_places {
+    () => {
+        need_model!();
+        if !cfg!(feature = "crash-points") {
+            return println!("skipped: needs the feature crash-points");
+        }
+    };
+}
+
+/// Frames that a ring has room for.
+const RING: u64 = 256;
+
+#[test]
+fn a_taker_that_dies_before_it_has_pointed_the_card_costs_nothing() {
+    need_places!();
+    for place in ["map.begun", "map.posted", "map.told", "take.waiting", "take.won"] {
+        assert_eq!(killed(Deaths { taker: Some(place), giver: None }, 0), Driver::Giver, "{place}");
+    }
+}
+
+#[test]
+fn a_taker_that_dies_after_it_has_pointed_the_card_costs_what_had_come_to_it() {
+    need_places!();
+    for place in ["take.pointed", "take.read", "take.looked"] {
+        let driver = killed(Deaths { taker: Some(place), giver: None }, RING);
+        assert_eq!(driver, Driver::Giver, "{place}: nobody has heard that the taker drives");
+    }
+}
+
+#[test]
+fn a_giver_that_dies_while_it_lets_go_costs_nothing() {
+    need_places!();
+    let hushed = Deaths { giver: Some("give.hushed"), taker: None };
+    assert_eq!(killed(hushed, 0), Driver::Standby, "the card was not stopped");
+    for place in ["give.stopped", "give.written", "give.passed", "give.said"] {
+        assert_eq!(killed(Deaths { giver: Some(place), taker: None }, 0), Driver::Taker, "{place}");
+    }
+}
+
+#[test]
+fn when_both_die_the_standby_of_the_givers_node_points_the_card_back() {
+    need_places!();
+    let giver = Some("give.said");
+    assert_eq!(killed(Deaths { giver, taker: Some("take.won") }, 0), Driver::Standby, "the card was where it was");
+    assert_eq!(killed(Deaths { giver, taker: Some("take.pointed") }, RING), Driver::Standby);
+}
+
+#[test]
+fn what_is_ordered_to_be_dropped_is_counted_and_nothing_else_is_lost() {
+    need_model!();
+    let folder = tempfile::tempdir().expect("a place for sockets");
+    let mut model = model(&folder);
+    let mut nic = Nic::open(&model.socket, &["--promiscuous"]);
+    let [mut red, mut blue] = nodes(&folder);
+    let mut driver = red.ready(&nic, &[]);
+    taken(driver.grant(&nic));
+    let (mut dropped, mut longest) = (0, Duration::ZERO);
+    for turn in 0..10 {
+        let node = if turn % 2 == 0 { &mut blue } else { &mut red };
+        let mut taker = repoint(node, &mut driver, &mut nic, Inflight::Drop);
+        dropped += driver.pulse(pulse::DROPPED);
+        longest = longest.max(nic.pause());
+        std::mem::swap(&mut driver, &mut taker);
+    }
+    until_quiet(&mut model, &driver);
+    drop((driver, nic));
+    let lost = lost(model);
+    println!("{dropped} frames were dropped, {lost} lost; the longest pause was {longest:?}");
+    assert!(lost == dropped || longest > PAUSED && lost > dropped, "{dropped} dropped, {lost} lost");
+}
