@@ -17,7 +17,7 @@ use common::Choices;
 use libfuzzer_sys::fuzz_target;
 use stub::{Play, StubBus};
 use tasuki_net::nic::e1000e::E1000e;
-use tasuki_net::nic::{InPlace, Nic, NicMemory, NicOptions, Parts};
+use tasuki_net::nic::{InPlace, Nic, NicMemory, NicOptions, Parts, Sash as _};
 use tasuki_net::port::{Burst, Frame, Port};
 use tasuki_shm::arena::Arena;
 use tasuki_shm::region::{Region, Span};
@@ -107,7 +107,8 @@ fuzz_target!(|data: &[u8]| {
     let again = NicMemory::prepare(copies(&parts), &layout).expect("the same memory");
     let arena = again.arena().clone();
     let Ok(prepared) = Card::prepare(play.bus(), again) else { return };
-    let Ok(sash) = Card::salvage(&prepared) else { return };
+    let mut sash = <Card as Nic>::Sash::blank();
+    let Ok(()) = Card::salvage(&prepared, &mut sash) else { return };
     let Ok(mut nic) = Card::go_on(prepared, &sash) else { return };
     look(&play, &arena, &mut nic, &mut choices);
     drop(nic.stand_down());
