@@ -7,7 +7,7 @@ mod stub;
 use stub::{Play, RDT, StubBus, TDT};
 use tasuki_net::nic::e1000e::{E1000e, Sash};
 use tasuki_net::nic::{InPlace, Nic, NicError, NicMemory, NicOptions, Parts, Sash as _};
-use tasuki_net::port::{Burst, Port};
+use tasuki_net::port::{Armed, Burst, Port};
 
 type Card = E1000e<StubBus>;
 
@@ -148,6 +148,19 @@ fn a_card_that_the_dead_one_had_halted_runs_again() {
     drop(parked);
     desk.takes_over();
     assert_eq!((card.get(RCTL) & EN, card.get(TCTL) & EN), (EN, EN));
+}
+
+#[test]
+fn who_sleeps_with_an_empty_ring_is_woken_all_the_same() {
+    let mut desk = start();
+    (0..15).for_each(|place| desk.play.write_back(place, 60));
+    let mut burst = Burst::new();
+    assert_eq!(desk.receive(&mut burst), 15);
+    burst.clear();
+    // Without another look.
+    let before = desk.play.card.get(RDT);
+    assert_eq!(desk.nic().arm().expect("the card works"), Armed::Idle);
+    assert_ne!(desk.play.card.get(RDT), before, "the card has slots again");
 }
 
 #[test]

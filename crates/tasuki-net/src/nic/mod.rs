@@ -285,7 +285,7 @@ pub trait Nic: Port<Fault = NicError> + Sized {
 ///
 /// A giver that is killed writes no sash. Its [ledger] says what it had handled, by this rule: *a received frame is in hand as long as it
 /// stands in the burst that is passed to [`receive`](Port::receive) or [`transmit`](Port::transmit); at the beginning of the one and at the end of
-/// the other, all others that were received count as handled*, and that is committed together with what was given to the card. Up to then
+/// the other, all others that were received count as handled* (and when a port is [armed](Port::arm) whose ring has no slots left, all of them), and that is committed together with what was given to the card. Up to then
 /// nobody writes to the slot of a frame that was received and let go, and who changes a frame [saves](Self::save) it before.
 pub trait InPlace: Nic {
     /// A successor that has everything but the sash.

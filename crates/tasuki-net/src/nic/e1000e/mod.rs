@@ -433,6 +433,10 @@ impl<B: Bus> Port for E1000e<B> {
     fn arm(&mut self) -> Result<Armed, NicError> {
         // What was sent is of use to receive into.
         self.transmit.reclaim(self.memory.arena());
+        if !self.receive.iter().all(ReceiveRing::has_slots) {
+            // A ring without slots wakes nobody: what was received counts as handled, also what is in hand.
+            self.commit(&Burst::new());
+        }
         self.rest();
         bus::hush(&self.bell)?;
         // In this order: a frame that came before the causes were cleared is seen by the look at the rings, which is not before the
