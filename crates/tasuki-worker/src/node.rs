@@ -176,8 +176,11 @@ impl Node {
         let out = if self.common.post.is_behind() { PollFlags::OUT } else { PollFlags::empty() };
         let bells = self.seats.iter().filter_map(|seat| each!(seat, seat => seat.bell()));
         let daemon = self.common.post.fd().map(|fd| PollFd::from_borrowed_fd(fd, PollFlags::IN | out));
-        let mut poll: Vec<_> =
-            daemon.into_iter().chain(bells.map(|bell| PollFd::from_borrowed_fd(bell, PollFlags::IN))).collect();
+        let bells = bells.map(|bell| PollFd::from_borrowed_fd(bell, PollFlags::IN));
+        // That the other end is gone is said unasked.
+        let lines = self.seats.iter().filter_map(|seat| each!(seat, seat => seat.line()));
+        let lines = lines.map(|line| PollFd::from_borrowed_fd(line, PollFlags::empty()));
+        let mut poll: Vec<_> = daemon.into_iter().chain(bells).chain(lines).collect();
         let rest = rest.map(|rest| Timespec::try_from(rest).expect("less than a second"));
         self.common.pulse.asleep(true);
         let woken = rustix::event::poll(&mut poll, rest.as_ref());

@@ -632,6 +632,12 @@ where
         if self.drives() && !self.gone { self.job.rest() } else { None }
     }
 
+    /// What hangs up when whoever serves the card is no more, while it is driven.
+    pub fn line(&self) -> Option<BorrowedFd<'_>> {
+        let is_used = self.drives() && !self.gone;
+        self.given.fds.get(kit::DEVICE).filter(|_| is_used).map(AsFd::as_fd)
+    }
+
     /// What rings for it: the card's bell while it is driven, and whoever passes the lease while it is waited for.
     pub fn bell(&self) -> Option<BorrowedFd<'_>> {
         match &self.card {
