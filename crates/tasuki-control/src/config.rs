@@ -89,7 +89,7 @@ pub enum Restart {
 
 impl Default for Daemon {
     fn default() -> Self {
-        Daemon { hang_after_ms: 200, deadline_ms: 1000, prepare_ms: 10_000, restart: Restart::Careful, worker: None }
+        Daemon { hang_after_ms: 1000, deadline_ms: 1000, prepare_ms: 10_000, restart: Restart::Careful, worker: None }
     }
 }
 
