@@ -260,6 +260,21 @@ impl Storm {
         }
     }
 
+    /// The same, and waits for what follows from what was asked: old workers leave, fresh ones begin. Says whether the daemon is dead.
+    pub fn quiet_or_dead(&mut self) -> bool {
+        let begun = Instant::now();
+        let is_quiet = |worker: &Value| ["drives", "stands by", "idle"].iter().any(|is| worker["is"] == *is);
+        while !self.rig.daemon_is_dead() && begun.elapsed() < SETTLED_WITHIN {
+            let workers = self.workers();
+            // One for each of the three nodes, and one that stands by.
+            if workers.len() == 4 && workers.iter().all(is_quiet) && self.pair().is_some() {
+                break;
+            }
+            std::thread::sleep(Duration::from_millis(1));
+        }
+        self.settle_or_die()
+    }
+
     /// Forgets plans that nobody has taken.
     pub fn forget_plans(&self) {
         for plan in fs::read_dir(self.rig.path("plans")).expect("a folder").flatten() {
