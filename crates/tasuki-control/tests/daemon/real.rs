@@ -2,12 +2,13 @@
 
 use std::io::Read;
 use std::process::{Child, Command, Stdio};
+use std::sync::MutexGuard;
 use std::time::{Duration, Instant};
 
 use rustix::process::Signal;
 
 use super::rig::{NODES, Rig, pid, signal, until};
-use super::storm::beside;
+use super::storm::{self, beside};
 
 const FRAMES: &str = "20000";
 
@@ -15,7 +16,7 @@ const FRAMES: &str = "20000";
 const QUIET: Duration = Duration::from_secs(5);
 
 /// A model of ours, ended with this.
-struct Model(Child);
+struct Model(Child, #[expect(dead_code, reason = "held until the end")] MutexGuard<'static, ()>);
 
 impl Drop for Model {
     fn drop(&mut self) {
@@ -35,7 +36,8 @@ fn with_model(nodes: &str, frames: &str, rate: &str) -> Option<(Rig, Model)> {
     let mut command = Command::new(sim);
     command.args(["sim", "nic", "--link-up", "10", "--source", frames, "--rate", rate, "--socket"]).arg(&socket);
     command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::null());
-    let model = Model(command.spawn().expect("a model"));
+    let one = storm::alone();
+    let model = Model(command.spawn().expect("a model"), one);
     until(&rig, "the model serves", || socket.exists());
     let stand_in = rig.path("worker");
     rig.configure(|text| {

@@ -45,6 +45,11 @@ const SETTLED_WITHIN: Duration = Duration::from_secs(30);
 /// Each model keeps a processor busy: one at a time.
 static ONE: Mutex<()> = Mutex::new(());
 
+/// One test at a time that counts frames: each fills the machine.
+pub fn alone() -> MutexGuard<'static, ()> {
+    ONE.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
 /// A program that was built beside the daemon.
 pub fn beside(program: &str) -> Option<PathBuf> {
     let path = Path::new(env!("CARGO_BIN_EXE_tasukid")).with_file_name(program);
@@ -135,7 +140,7 @@ impl Storm {
 
     /// On this wire.
     pub fn on(wire: &[&str], poll: bool, limits: &[(&str, u32)]) -> Self {
-        let one = ONE.lock().unwrap_or_else(PoisonError::into_inner);
+        let one = alone();
         let mut rig = Rig::without_daemon(NODES, "");
         let socket = rig.path("card.sock");
         let model = Model::start(&socket, wire);
