@@ -319,6 +319,14 @@ impl Config {
     }
 }
 
+/// The first node whose workers are to stay on a CPU of which `may_use` says that they cannot, as a sentence.
+pub fn stray_cpu(config: &Config, may_use: impl Fn(u32) -> bool) -> Option<String> {
+    let stray = config.node.iter().find_map(|node| Some((node, node.cpu.filter(|cpu| !may_use(*cpu))?)));
+    stray.map(|(node, cpu)| {
+        format!("node {:?}: cpu = {cpu}, and tasukid may not run anything there; name one of those that `taskset -p $$` shows, or none", node.name)
+    })
+}
+
 fn is_name(name: &str) -> bool {
     let plain = |c: char| c.is_ascii_lowercase() || c.is_ascii_digit() || c == '-' || c == '_';
     (1..=NAME_MAX).contains(&name.len())
@@ -439,6 +447,15 @@ ring = 512
     fn the_example_is_read() {
         let config = parse(include_str!("../../../docs/users/example.toml")).unwrap();
         assert_eq!((config.node.len(), config.nic[0].device.clone()), (2, Device::Sim));
+    }
+
+    #[test]
+    fn a_cpu_that_is_not_there_is_told_of() {
+        let node = |cpu: u32| format!("[[node]]\nname = \"red\"\nwork = \"echo\"\ncpu = {cpu}\n");
+        let config = |cpu| toml::from_str::<Config>(&node(cpu)).expect("a configuration");
+        assert_eq!(stray_cpu(&config(1), |cpu| cpu < 2), None);
+        let said = stray_cpu(&config(99), |cpu| cpu < 2).expect("there are two");
+        assert!(said.contains("\"red\"") && said.contains("cpu = 99"), "{said}");
     }
 
     #[test]

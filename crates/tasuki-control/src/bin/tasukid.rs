@@ -9,8 +9,9 @@ use std::time::Duration;
 
 use anyhow::{Context, Result, bail};
 use clap::Parser;
+use rustix::thread::CpuSet;
 use tasuki_control::api::server;
-use tasuki_control::config::Config;
+use tasuki_control::config::{self, Config};
 use tasuki_control::place::{self, Place};
 use tasuki_control::supervisor::door::Door;
 use tasuki_control::supervisor::{Ended, Parts, Programs, Supervisor};
@@ -72,6 +73,11 @@ fn listen(folder: &Path) -> Result<UnixListener> {
 fn serve(arguments: &Arguments, folder: &Path) -> Result<()> {
     rustix::process::umask(rustix::fs::Mode::from_raw_mode(0o077));
     let config = Config::read(&arguments.config)?;
+    let allowed = rustix::thread::sched_getaffinity(None).context("the kernel does not say where we may run")?;
+    let may_use = |cpu: u32| usize::try_from(cpu).is_ok_and(|cpu| cpu < CpuSet::MAX_CPU && allowed.is_set(cpu));
+    if let Some(stray) = config::stray_cpu(&config, may_use) {
+        bail!("{}: {stray}", arguments.config.display());
+    }
     let programs = programs(&config, &arguments.config)?;
     let place = Place::take(folder)?;
     let folder = place.folder().to_owned();
