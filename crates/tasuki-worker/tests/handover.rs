@@ -1,11 +1,12 @@
 //! A NIC that goes to another node, whose worker has memory of its own: with real processes, under traffic, and with deaths at every step.
 #![allow(clippy::tests_outside_test_module, reason = "the whole file is tests")]
 
+#[macro_use]
 mod daemon;
 
 use std::time::{Duration, Instant};
 
-use daemon::{Model, Nic, Node, Worker, model_program, nothing_is_lost, taken, until};
+use daemon::{Model, Nic, Node, Worker, nothing_is_lost, taken, until};
 use rustix::process::Signal;
 use tasuki_relay::After;
 use tasuki_relay::letter::{Inflight, Work, pulse};
@@ -16,14 +17,6 @@ const FRAMES: u64 = 20_000;
 const RATE: u64 = 10_000;
 /// Where somebody dies: what a relay takes on a machine that is busy is to be a small part of the whole.
 const SLOW: u64 = 2_500;
-
-macro_rules! need_model {
-    () => {
-        if model_program().is_none() {
-            return println!("skipped: needs tasuki-sim beside the worker: cargo build --package tasuki-sim");
-        }
-    };
-}
 
 fn model(folder: &tempfile::TempDir) -> Model {
     Model::start(folder.path(), &["--source", &FRAMES.to_string(), "--rate", &RATE.to_string()])

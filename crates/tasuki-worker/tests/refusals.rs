@@ -1,30 +1,17 @@
 //! What a worker refuses, and what it says then: kits that are not whole, sashes that are damaged, cards that are gone.
 #![allow(clippy::tests_outside_test_module, reason = "the whole file is tests")]
 
+#[macro_use]
 mod daemon;
 
 use std::os::fd::OwnedFd;
 
-use daemon::{Model, Nic, Node, Worker, model_program, nothing_is_lost, taken, unfit, until};
+use daemon::{Model, Nic, Node, Worker, folder, nothing_is_lost, taken, unfit, until};
 use rustix::fs::MemfdFlags;
 use tasuki_relay::After;
 use tasuki_relay::letter::{ToDaemon, ToWorker, Work, pulse};
 use tasuki_relay::sash::{HEAD, Sash};
 use tasuki_relay::wire::{Order, Reason, Report, Use};
-use tempfile::TempDir;
-
-fn folder() -> TempDir {
-    tempfile::tempdir().expect("a place for sockets")
-}
-
-macro_rules! need_model {
-    () => {
-        let Some(_) = model_program() else {
-            println!("skipped: needs tasuki-sim beside the worker: cargo build --package tasuki-sim");
-            return;
-        };
-    };
-}
 
 fn memfd(bytes: &[u8]) -> OwnedFd {
     let memory = rustix::fs::memfd_create("sash", MemfdFlags::CLOEXEC).expect("memory");

@@ -1,27 +1,14 @@
 //! A worker as a daemon has it: real processes, real letters and packets, and our model of a card with a source on its wire.
 #![allow(clippy::tests_outside_test_module, reason = "the whole file is tests")]
 
+#[macro_use]
 mod daemon;
 
-use daemon::{Model, Nic, Node, model_program, nothing_is_lost, taken, until};
+use daemon::{Model, Nic, Node, folder, nothing_is_lost, taken, until};
 use rustix::process::Signal;
 use tasuki_relay::letter::{ToWorker, Work, pulse};
 use tasuki_relay::method::Method;
 use tasuki_relay::wire::{Order, Report, Standing, Use};
-use tempfile::TempDir;
-
-fn folder() -> TempDir {
-    tempfile::tempdir().expect("a place for sockets")
-}
-
-macro_rules! need_model {
-    () => {
-        let Some(_) = model_program() else {
-            println!("skipped: needs tasuki-sim beside the worker: cargo build --package tasuki-sim");
-            return;
-        };
-    };
-}
 
 #[test]
 fn a_worker_takes_a_card_from_a_kit_and_echoes() {

@@ -2,6 +2,16 @@
 
 #![allow(dead_code, reason = "each test file uses a part of it")]
 
+/// Ends a test that cannot run without the model.
+#[allow(unused_macros, reason = "each test needs another part of it")]
+macro_rules! need_model {
+    () => {
+        if $crate::daemon::model_program().is_none() {
+            return println!("skipped: needs tasuki-sim beside the worker: cargo build --package tasuki-sim");
+        }
+    };
+}
+
 use std::collections::VecDeque;
 use std::io::{BufRead, BufReader, IoSlice, IoSliceMut, Read};
 use std::mem::MaybeUninit;
@@ -572,4 +582,9 @@ pub fn adopt(worker: &mut Worker) -> Nic {
     let board = Region::adopt(fds.remove(0)).expect("the board");
     assert_eq!(kit.fds, fds.len());
     Nic::of(nic, kit, fds, board)
+}
+
+/// A place for sockets.
+pub fn folder() -> tempfile::TempDir {
+    tempfile::tempdir().expect("a place for sockets")
 }
