@@ -386,11 +386,10 @@ where
         }
         self.remember(&common.book);
         let Card::Driven(nic) = &mut self.card else { return };
-        if self.burst.is_empty() {
-            nic.sash(&mut self.sash);
-        } else {
-            // Commits as well, all but what stays in hand. A card that is gone is found by whoever comes next.
-            let _ = nic.transmit(&mut self.burst);
+        match stores {
+            // For the store nothing is in hand any more.
+            true => nic.sash(&mut self.sash),
+            false => nic.conclude(&self.burst),
         }
         if leaves {
             self.close_book(&common.book);
@@ -472,9 +471,6 @@ where
 
     fn go_on(&mut self, common: &mut Common, after: After, wrote: u32) -> Result<(), Refused> {
         let gone = |sentence| Refused { reason: Reason::CardGone, sentence };
-        if self.is_hung_up() {
-            return Err(gone(NicError::Gone.to_string()));
-        }
         let prepared = match std::mem::replace(&mut self.card, Card::Unknown) {
             Card::Ready(prepared) => prepared,
             Card::Cold(bus, memory) => return self.start(common, bus, memory),
@@ -483,24 +479,31 @@ where
             _ => return Err(gone("the worker has no way to the card any more; start another".to_owned())),
         };
         if after == After::Lost {
+            if self.is_hung_up() {
+                return Err(gone(NicError::Gone.to_string()));
+            }
             N::settle(&prepared).map_err(|error| store::refused(&error))?;
         }
-        match self.stored.take().filter(|_| after == After::Passed) {
-            Some(stored) => self.sash = store::read(stored, wrote)?,
-            // Whether its last driver passed it or died, what it left says the same in both cases.
-            None => N::salvage(&prepared, &mut self.sash).map_err(|error| store::refused(&error))?,
-        }
         // To go on is a turn: what a predecessor remembered is true before and after.
-        let turns = self.ledger.as_ref().map_or(0, Ledger::turns);
         let book = match work::remembers(common.work) {
-            true => common.book.read(self.given.number, turns),
+            true => {
+                let turns = self.ledger.as_ref().map_or(0, Ledger::turns);
+                let book = common.book.read(self.given.number, turns);
+                common.book.write(self.given.number, turns.wrapping_add(1), book);
+                book
+            }
             false => Default::default(),
         };
-        if work::remembers(common.work) {
-            common.book.write(self.given.number, turns.wrapping_add(1), book);
-        }
-        fail::point("take.salvaged");
-        let mut nic = N::go_on(prepared, &self.sash).map_err(|failed| store::refused(&failed.error))?;
+        fail::point("take.booked");
+        let nic = match self.stored.take().filter(|_| after == After::Passed) {
+            Some(stored) => {
+                self.sash = store::read(stored, wrote)?;
+                N::go_on(prepared, &self.sash)
+            }
+            // Whether its last driver passed it or died, what it left says the same in both cases.
+            None => N::pick_up(prepared),
+        };
+        let mut nic = nic.map_err(|failed| store::refused(&failed.error))?;
         if self.scrubs() {
             nic.keep_clean();
         }
