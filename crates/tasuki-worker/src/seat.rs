@@ -328,7 +328,11 @@ where
         (self.wake, self.ledger, self.arena) = (Some(wake), Some(ledger), Some(memory.arena().clone()));
         self.card = match cold {
             true => Card::Cold(bus, memory),
-            false => Card::Ready(N::prepare(bus, memory).map_err(|failed| store::refused(&failed.error))?),
+            false => {
+                let mut prepared = N::prepare(bus, memory).map_err(|failed| store::refused(&failed.error))?;
+                N::rehearse(&mut prepared);
+                Card::Ready(prepared)
+            }
         };
         Ok(())
     }

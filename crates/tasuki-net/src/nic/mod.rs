@@ -315,6 +315,9 @@ pub trait InPlace: Nic {
     /// The card is gone.
     fn settle(prepared: &Self::Prepared) -> Result<(), NicError>;
 
+    /// Reads what [`pick_up`](Self::pick_up) will read, while somebody else drives, so that what it runs and reads is at hand then. Changes nothing.
+    fn rehearse(prepared: &mut Self::Prepared);
+
     /// Goes on where the last driver stopped, whether it let go or died, by what it left behind: its ledger, and its rings, in which what it had begun is
     /// undone. Rings the doorbells once more, since one that died may have been about to.
     ///

@@ -53,10 +53,10 @@ impl<B: Bus> Prepared<B> {
         sash.check_seldom(&layout)
     }
 
-    /// What stands in the rings at these cursors is the card's; what the predecessor had begun is undone.
+    /// What stands in the rings at these cursors is the card's.
     fn pick_up_rings(&self, shape: Shape) -> Result<Rings, NicError> {
         let (memory, sash) = (&self.memory, &*self.sash);
-        let mut receive = ArrayVec::new();
+        let mut receive: ArrayVec<_, QUEUES_MAX> = ArrayVec::new();
         for queue in 0..usize::from(shape.queues) {
             receive.push(ReceiveRing::pick_up(memory, queue, shape.ring, &sash.receive[queue])?);
         }
@@ -183,8 +183,19 @@ impl<B: Bus> InPlace for E1000e<B> {
         Ok(nic)
     }
 
+    fn rehearse(prepared: &mut Prepared<B>) {
+        // Whatever comes of it: somebody else writes there meanwhile.
+        let _ = prepared.read_ledger().and_then(|shape| prepared.pick_up_rings(shape));
+        prepared.memory.take_back();
+    }
+
     fn pick_up(mut prepared: Prepared<B>) -> Result<Self, Failed<B>> {
-        let picked = prepared.read_ledger().and_then(|shape| Ok((shape, prepared.pick_up_rings(shape)?)));
+        let picked = prepared.read_ledger().and_then(|shape| {
+            let rings = prepared.pick_up_rings(shape)?;
+            let mut receive = (0..).zip(&rings.receive);
+            receive.try_for_each(|(queue, ring)| ring.undo(&prepared.memory, queue))?;
+            Ok((shape, rings))
+        });
         match picked {
             Ok((shape, rings)) => {
                 let mut nic = prepared.drive(None, shape, rings);

@@ -417,24 +417,29 @@ impl ReceiveRing {
         changed.then(|| self.tail())
     }
 
-    /// The ring that a predecessor left without a word, at the cursors that its ledger says: the card has the slots there, and heads of frames that were in hand
-    /// are as they came. Whatever else stands in the ring was being written.
+    /// The ring that a predecessor left without a word, at the cursors that its ledger says: the card has the slots there. Whatever else stands in the
+    /// ring was being written.
     pub fn pick_up(memory: &NicMemory, index: usize, count: u16, cursors: &ReceiveSash) -> Result<Self, NicError> {
         let ring = Descriptors::new(memory, index, count);
         let ReceiveSash { next, tail, skipping, .. } = *cursors;
         memory.lend(ring.held(next, tail)).map_err(not_a_slot)?;
-        let held = tail.wrapping_sub(next);
-        for position in memory.ledger().saved(index).filter(|at| at.wrapping_sub(next) < held) {
-            let place = ring.place(position);
-            if ring.descriptor(place)[1].load(Acquire) & done::DD == 0 {
+        Ok(ReceiveRing { ring, next, tail, handled: next, rung: tail, hint: next, skipping: skipping == 1 })
+    }
+
+    /// Heads of frames that a predecessor had in hand are as they came.
+    pub fn undo(&self, memory: &NicMemory, index: usize) -> Result<(), NicError> {
+        let held = self.tail.wrapping_sub(self.next);
+        for position in memory.ledger().saved(index).filter(|at| at.wrapping_sub(self.next) < held) {
+            let place = self.ring.place(position);
+            if self.ring.descriptor(place)[1].load(Acquire) & done::DD == 0 {
                 continue;
             }
             // Ours for as long as it takes.
-            let mut slot = take_back(memory.arena(), ring.slot(place).to_word())?;
+            let mut slot = take_back(memory.arena(), self.ring.slot(place).to_word())?;
             memory.ledger().undo(index, position, &mut slot);
             lend(memory.arena(), slot);
         }
-        Ok(ReceiveRing { ring, next, tail, handled: next, rung: tail, hint: next, skipping: skipping == 1 })
+        Ok(())
     }
 
     /// Gives the card free slots until its ring is full or none are left.
