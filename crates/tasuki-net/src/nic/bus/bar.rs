@@ -11,6 +11,12 @@ pub trait Far {
     /// Writes. Nobody learns here whether it arrived.
     fn write(&self, offset: u32, bytes: &[u8]);
 
+    /// What is written from here on may wait until the next read, or until [`uncork`](Self::uncork).
+    fn cork(&self) {}
+
+    /// What was written is on its way.
+    fn uncork(&self) {}
+
     /// Whether something was written that may not have arrived yet.
     fn is_behind(&self) -> bool {
         true
@@ -86,6 +92,13 @@ impl<F: Far> Bar<F> {
 }
 
 impl<F: Far> Registers for Bar<F> {
+    fn together<T>(&self, access: impl FnOnce() -> T) -> T {
+        self.far.cork();
+        let outcome = access();
+        self.far.uncork();
+        outcome
+    }
+
     fn is_behind(&self) -> bool {
         !self.windows.is_empty() || self.far.is_behind()
     }

@@ -212,6 +212,11 @@ pub trait Registers {
     /// Writes 32 bits at a multiple of 4. What was stored to memory before is there when the device sees it.
     fn write32(&self, offset: u32, value: u32);
 
+    /// Does what `access` does; what that writes may reach the device all at once, and then no later than the next register that is read, or the end.
+    fn together<T>(&self, access: impl FnOnce() -> T) -> T {
+        access()
+    }
+
     /// Whether something was written that may not have reached the device yet. Reading any register waits for it.
     fn is_behind(&self) -> bool {
         true

@@ -9,7 +9,7 @@
 //! What is waited for while nobody drives is one answer for the giver (has the card really stopped where we are?) and one for the taker (is it really off?).
 
 use std::os::fd::OwnedFd;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use arrayvec::ArrayVec;
 
@@ -68,8 +68,15 @@ struct Asked {
     heads: [u32; QUEUES_MAX],
 }
 
+/// How long a frame that lets the partner go takes to leave, at least: to ask for it sooner is in vain, and in the way of what has come.
+const LEAVES_AFTER: Duration = Duration::from_micros(50);
+
 /// A taker with rings of its own: a driver that has everything but the card.
-pub struct Ready<B: Bus>(E1000e<B>);
+pub struct Ready<B: Bus> {
+    nic: E1000e<B>,
+    /// What the receive control register holds, but that its unit is on: the giver changes nothing of it from when we are ready.
+    receive_control: u32,
+}
 
 impl<B: Bus> std::fmt::Debug for Ready<B> {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
@@ -90,25 +97,27 @@ fn go_on_with<R: Registers>(
     [receive_control, transmit_control]: [u32; 2],
 ) {
     let rings = || (0_usize..).zip(0_u32..).zip(receive);
-    for ((queue, index), its) in rings() {
-        let (low, high) = setup::halves(ring_at(memory.rings_at(), queue, shape.ring));
-        mmio.write(regs::RDBAL.of(index), low);
-        mmio.write(regs::RDBAH.of(index), high);
-        mmio.write(regs::RDH.of(index), its.head());
-        if !its.is_full() {
+    mmio.0.together(|| {
+        for ((queue, index), its) in rings() {
+            let (low, high) = setup::halves(ring_at(memory.rings_at(), queue, shape.ring));
+            mmio.write(regs::RDBAL.of(index), low);
+            mmio.write(regs::RDBAH.of(index), high);
+            mmio.write(regs::RDH.of(index), its.head());
+            if !its.is_full() {
+                mmio.write(regs::RDT.of(index), its.tail());
+            }
+        }
+        let (low, high) = setup::halves(ring_at(memory.rings_at(), receive.len(), shape.ring));
+        mmio.write(regs::TDBAL, low);
+        mmio.write(regs::TDBAH, high);
+        mmio.write(regs::TDH, transmit.head());
+        mmio.write(regs::TDT, transmit.tail());
+        mmio.write(regs::TCTL, transmit_control | tctl::EN);
+        mmio.write(regs::RCTL, receive_control | rctl::EN);
+        for ((_, index), its) in rings().filter(|(_, its)| its.is_full()) {
             mmio.write(regs::RDT.of(index), its.tail());
         }
-    }
-    let (low, high) = setup::halves(ring_at(memory.rings_at(), receive.len(), shape.ring));
-    mmio.write(regs::TDBAL, low);
-    mmio.write(regs::TDBAH, high);
-    mmio.write(regs::TDH, transmit.head());
-    mmio.write(regs::TDT, transmit.tail());
-    mmio.write(regs::TCTL, transmit_control | tctl::EN);
-    mmio.write(regs::RCTL, receive_control | rctl::EN);
-    for ((_, index), its) in rings().filter(|(_, its)| its.is_full()) {
-        mmio.write(regs::RDT.of(index), its.tail());
-    }
+    });
 }
 
 /// What the units are set up for, if they are off.
@@ -167,7 +176,8 @@ impl<B: Bus> Ready<B> {
         let flow_control = flow::is_prepared(&mmio);
         let mut mta = Box::new([0; MTA_WORDS]);
         (0_u32..).zip(mta.iter_mut()).for_each(|(index, word)| *word = mmio.read(regs::MTA.of(index)));
-        let filter = match mmio.read(regs::RCTL) {
+        let receive_control = mmio.read(regs::RCTL);
+        let filter = match receive_control {
             control if control & rctl::UPE != 0 => 1,
             control if control & rctl::MPE != 0 => 2,
             _ => 0,
@@ -189,7 +199,7 @@ impl<B: Bus> Ready<B> {
         let mut nic = E1000e { held: flow_control, ..E1000e::assemble(bus, memory, parts) };
         nic.open_ledger();
         nic.memory.ledger().belongs(None);
-        Ok(Ready(nic))
+        Ok(Ready { nic, receive_control: receive_control & !rctl::EN })
     }
 
     #[expect(clippy::type_complexity, reason = "what the card says, once")]
@@ -212,7 +222,11 @@ impl<B: Bus> E1000e<B> {
     /// at most once.
     #[cold]
     pub(super) fn finish_letting_go(&mut self, since: Instant) {
-        let late = since.elapsed() > park::xoff_limit(self.shape.frame(), 10);
+        let waited = since.elapsed();
+        if waited < LEAVES_AFTER {
+            return;
+        }
+        let late = waited > park::xoff_limit(self.shape.frame(), 10);
         if self.counters.collect_xoff_sent(&self.mmio) == 0 && !late {
             return;
         }
@@ -267,7 +281,7 @@ impl<B: Bus> Repoint for E1000e<B> {
     }
 
     fn give_up(ready: Ready<B>) -> (B, NicMemory) {
-        let E1000e { mut bus, memory, .. } = ready.0;
+        let E1000e { mut bus, memory, .. } = ready.nic;
         // Nobody has to be told that it was gone already.
         let _ = memory.unmap(&mut bus);
         memory.take_back();
@@ -332,11 +346,13 @@ impl<B: Bus> Repoint for E1000e<B> {
         let heads = || {
             std::array::from_fn(|queue| if queue < queues { mmio.read(regs::RDH.of(u32::from(queue > 0))) } else { 0 })
         };
-        if !self.hush.off {
-            mmio.write(regs::RCTL, receive & !rctl::EN);
-            self.hush.off = true;
-        }
-        let mut found: [u32; QUEUES_MAX] = heads();
+        let was_off = std::mem::replace(&mut self.hush.off, true);
+        let mut found: [u32; QUEUES_MAX] = mmio.0.together(|| {
+            if !was_off {
+                mmio.write(regs::RCTL, receive & !rctl::EN);
+            }
+            heads()
+        });
         if found[0] == u32::MAX {
             return Err(NicError::Gone);
         }
@@ -386,18 +402,24 @@ impl<B: Bus> Repoint for E1000e<B> {
     }
 
     fn repoint(ready: Ready<B>) -> Result<Self, Failed<B>> {
-        let Ready(mut nic) = ready;
-        let controls = match controls_of_stopped(&nic.mmio) {
-            Ok(controls) => controls,
-            Err(error) => return Err(nic.failed(error)),
+        let Ready { mut nic, receive_control } = ready;
+        // Its giver switches the transmit side off last: where that is off, the receive side is.
+        let transmit_control = match nic.mmio.read(regs::TCTL) {
+            u32::MAX => return Err(nic.failed(NicError::Gone)),
+            control if control & tctl::EN != 0 => {
+                return Err(nic.failed(broken("the card sends, though stopped", control.into())));
+            }
+            control => control,
         };
         // Should we die in the middle of it, who comes next has the card go on, or points it elsewhere.
         nic.memory.ledger().halted(true);
         nic.memory.ledger().belongs(Some((Sash::KIND, Sash::VERSION)));
         // The giver has received all that had come: the partner can go on. In so few words that the card says so itself, with the next frame that it sends.
-        nic.mmio.write(regs::FCTTV, if nic.flow_control { PAUSE_MIN } else { 0 });
-        let controls = [controls[0], controls[1] | tctl::SWXOFF];
-        go_on_with(&nic.mmio, &nic.memory, (&nic.receive, &nic.transmit), nic.shape, controls);
+        let controls = [receive_control, transmit_control | tctl::SWXOFF];
+        nic.mmio.0.together(|| {
+            nic.mmio.write(regs::FCTTV, if nic.flow_control { PAUSE_MIN } else { 0 });
+            go_on_with(&nic.mmio, &nic.memory, (&nic.receive, &nic.transmit), nic.shape, controls);
+        });
         nic.memory.ledger().halted(false);
         nic.hush.let_go_at = nic.flow_control.then(Instant::now);
         Ok(nic)

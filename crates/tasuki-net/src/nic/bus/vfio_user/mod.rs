@@ -531,6 +531,14 @@ impl Far for Messages {
         read(&mut self.link.lock(), "reading a register", self.region, offset.into(), into).is_ok()
     }
 
+    fn cork(&self) {
+        self.link.lock().cork();
+    }
+
+    fn uncork(&self) {
+        self.link.lock().uncork();
+    }
+
     fn is_behind(&self) -> bool {
         self.behind.is()
     }
