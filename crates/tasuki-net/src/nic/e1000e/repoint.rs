@@ -175,7 +175,7 @@ impl<B: Bus> Ready<B> {
         };
         let flow_control = flow::is_prepared(&mmio);
         let mut mta = Box::new([0; MTA_WORDS]);
-        (0_u32..).zip(mta.iter_mut()).for_each(|(index, word)| *word = mmio.read(regs::MTA.of(index)));
+        mmio.read_block(regs::MTA.of(0), &mut *mta);
         let receive_control = mmio.read(regs::RCTL);
         let filter = match receive_control {
             control if control & rctl::UPE != 0 => 1,
