@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 use tasuki_net::nic::bus::Iova;
 use tasuki_net::nic::kit::KitBus;
 use tasuki_net::nic::ledger::Ledger;
-use tasuki_net::nic::{Failed, MemoryLayout, NicError, Repoint, Scrub};
+use tasuki_net::nic::{Failed, Left, MemoryLayout, NicError, Repoint, Scrub};
 use tasuki_relay::Party;
 use tasuki_relay::letter::{Inflight, ToDaemon, pulse};
 use tasuki_relay::wire::{Position, Reason};
@@ -111,7 +111,7 @@ where
         // What the node remembers of this NIC is from when it last had it, with another ledger.
         let book = Job::latest([0, 1].map(|copy| common.book.read(self.given.number, copy)));
         (0..2).for_each(|copy| common.book.write(self.given.number, copy, book));
-        let mut nic = match N::repoint(ready) {
+        let mut nic = match N::repoint(ready, self.given.board.left()) {
             Ok(nic) => nic,
             Err(Failed { error, mut bus, memory }) => {
                 let _ = memory.unmap(&mut bus);
@@ -170,6 +170,7 @@ where
         if self.gone {
             return Input::Stuck(Reason::CardGone);
         }
+        self.given.board.leaves(Left::STOPPED);
         nic.hush();
         fail::point("give.hushed");
         let stopped = self.drain(common, drops);
@@ -195,7 +196,8 @@ where
             if self.burst.is_empty() && still && nic.is_quiet() {
                 self.given.board.stopped();
                 self.stamped = true;
-                if nic.stop()? {
+                if nic.leave()? {
+                    self.given.board.leaves(nic.left());
                     return Ok(true);
                 }
             }
