@@ -158,6 +158,11 @@ pub enum Reason {
         /// Its [`Position`].
         position: u64,
     },
+    /// Between giver and taker the card went on receiving, into memory that the taker does not have.
+    #[error(
+        "frames came before the worker could point the card at its memory, and stay with the old owner; ask again, or see why the machine was so slow"
+    )]
+    FramesCame,
     /// A code that this version does not know.
     #[error("the worker has a reason that this version does not know (code {code}); rebuild the older of the two")]
     Unknown {
@@ -181,6 +186,7 @@ impl Reason {
             Reason::Died => (10, 0, 0),
             Reason::NobodyLeft => (11, 0, 0),
             Reason::Odd { position } => (12, position, 0),
+            Reason::FramesCame => (13, 0, 0),
             Reason::Unknown { code } => (code, 0, 0),
         }
     }
@@ -199,6 +205,7 @@ impl Reason {
             10 => Reason::Died,
             11 => Reason::NobodyLeft,
             12 => Reason::Odd { position: a },
+            13 => Reason::FramesCame,
             code => Reason::Unknown { code },
         }
     }

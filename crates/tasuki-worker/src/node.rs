@@ -9,6 +9,7 @@ use tasuki_net::nic::bus::{Vfio, VfioUser};
 use tasuki_net::nic::e1000e::{self, E1000e};
 use tasuki_relay::Party;
 use tasuki_relay::letter::{self, Begin, SPEECH, ToDaemon, ToWorker};
+use tasuki_relay::wire::Order;
 use tasuki_relay::worker::{Input, Tables};
 
 use crate::board::{Board, Book, Pulse};
@@ -282,8 +283,15 @@ impl Node {
         Ok(())
     }
 
-    /// Says everything that a daemon must know which has just begun.
+    /// Says everything that a daemon must know which has just begun. What we were to point at memory of our own stays with those who have its old
+    /// memory: of ours the new daemon knows nothing, nor whether the giver had to be fenced.
     fn again(&mut self) {
+        for seat in &mut self.seats {
+            each!(seat, seat => if seat.is_apart() {
+                seat.hear(&mut self.common, Input::Order(Order::Leave));
+            });
+        }
+        self.seats.retain(|seat| each!(seat, seat => !seat.is_left()));
         let Common { post, pulse, book, party, .. } = &mut self.common;
         let fds = pulse.fd().and_then(|pulse| Ok(vec![pulse, book.fd()?]));
         let nics = u32::try_from(self.seats.len()).unwrap_or(u32::MAX);

@@ -64,8 +64,6 @@ enum Card<N: Repoint> {
     Passed(N),
     /// Rings in memory of our own, which the card does not know yet.
     Apart(N::Ready),
-    /// Stopped for a successor that has memory of its own. It can be gone back to.
-    Halted(N),
 }
 
 /// What the daemon gave us of a NIC.
@@ -113,7 +111,7 @@ pub struct Seat<N: Repoint> {
     link_is_up: bool,
     /// The card is gone, and was said to be.
     gone: bool,
-    /// The card is stopped, for a successor with memory of its own.
+    /// The card is left to a successor with memory of its own.
     halted: bool,
     /// It is noted when the last burst ended, though the lease is not passed yet.
     stamped: bool,
@@ -176,6 +174,11 @@ where
     /// Whether the worker was told to leave it.
     pub fn is_left(&self) -> bool {
         matches!(self.worker.side(), Side::Taker(taker::State::Left))
+    }
+
+    /// Whether it is about to be driven from memory of our own: that the daemon which ordered it knows, and no other.
+    pub fn is_apart(&self) -> bool {
+        matches!(self.card, Card::Apart(_))
     }
 
     /// Since when it waits for the lease, if it does.
@@ -433,7 +436,6 @@ where
             }
             fail::point("give.passed");
             self.card = match std::mem::replace(&mut self.card, Card::Unknown) {
-                Card::Driven(nic) if self.halted => Card::Halted(nic),
                 Card::Driven(nic) => Card::Passed(nic),
                 other => other,
             };
@@ -479,7 +481,6 @@ where
             Card::Ready(prepared) => prepared,
             Card::Cold(bus, memory) => return self.start(common, bus, memory),
             Card::Apart(ready) => return self.point(common, ready),
-            Card::Halted(nic) => return self.go_back(nic),
             _ => return Err(gone("the worker has no way to the card any more; start another".to_owned())),
         };
         if after == After::Lost {
@@ -512,7 +513,7 @@ where
             nic.keep_clean();
         }
         self.card = Card::Driven(nic);
-        (self.gone, self.link_is_up) = (false, false);
+        (self.gone, self.link_is_up, self.halted) = (false, false, false);
         self.job = Job::new(common.work, book);
         Ok(())
     }

@@ -115,6 +115,7 @@ pub fn refused(error: &NicError) -> Refused {
     let reason = match *error {
         NicError::OtherSash { kind, version, .. } => Reason::OtherSash { kind: kind.into(), version: version.into() },
         NicError::BrokenSash { value, .. } | NicError::Absurd { value, .. } => Reason::WrongSash { value },
+        NicError::FramesCame { .. } => Reason::FramesCame,
         _ => Reason::CardGone,
     };
     Refused { reason, sentence: error.to_string() }

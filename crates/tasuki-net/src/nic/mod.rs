@@ -178,6 +178,14 @@ pub enum NicError {
         /// What we understand.
         ours: u32,
     },
+    /// A card that was left to somebody with memory of its own has gone on receiving.
+    #[error(
+        "frames have come since the card's owner left it, up to descriptor {head}: they are in that owner's memory, and so the card stays there; hand it over again"
+    )]
+    FramesCame {
+        /// Where its first receive ring is.
+        head: u32,
+    },
     /// The sash cannot be true.
     #[error("the sash contradicts itself, the NIC's memory or the card: {what} ({value:#x}); start the card anew")]
     BrokenSash {

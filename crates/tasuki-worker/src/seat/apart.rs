@@ -134,14 +134,6 @@ where
         Ok(())
     }
 
-    /// Points the card back at our rings: who was to have it is no more, or could not.
-    pub(super) fn go_back(&mut self, mut nic: N) -> Result<(), Refused> {
-        let back = nic.go_back();
-        (self.card, self.halted) = (Card::Driven(nic), false);
-        (self.gone, self.link_is_up) = (false, false);
-        back.map_err(|error| store::refused(&error))
-    }
-
     /// It comes to nothing: the card reaches our memory no longer.
     pub(super) fn give_up(&mut self) {
         self.own = None;
@@ -162,7 +154,7 @@ where
         }
     }
 
-    /// Has the card stop, for a successor that has memory of its own.
+    /// Leaves the card to a successor that has memory of its own.
     pub(super) fn halt(&mut self, common: &Common) -> Input {
         let drops = self.plan.as_ref().is_some_and(|plan| plan.inflight == Inflight::Drop);
         self.stamped = false;

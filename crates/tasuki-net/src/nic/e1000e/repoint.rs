@@ -152,7 +152,7 @@ fn stop_where<R: Registers>(mmio: &Mmio<R>, queues: usize, left: u64, controls: 
         return Ok(());
     }
     mmio.write(regs::RCTL, controls[0] | rctl::EN);
-    Err(broken("frames have come since its giver left the card, up to descriptor", found[0].into()))
+    Err(NicError::FramesCame { head: found[0] })
 }
 
 /// Where the card is in its receive rings.
