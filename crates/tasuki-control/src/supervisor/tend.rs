@@ -231,6 +231,7 @@ impl Supervisor {
             party: number,
             node: name.to_owned(),
             work: config.work.into(),
+            options: String::new(),
             cpu: config.cpu,
             poll: config.poll,
             memlock,

@@ -350,6 +350,7 @@ impl Node {
             party,
             node: "node".to_owned(),
             work: self.work,
+            options: String::new(),
             cpu: self.cpu,
             poll: self.poll,
             memlock: 64 << 20,
