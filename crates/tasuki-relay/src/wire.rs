@@ -158,6 +158,24 @@ pub enum Reason {
         /// Its [`Position`].
         position: u64,
     },
+    /// It does not go on from what its predecessor remembered.
+    #[error(
+        "the program does not read the state of kind {kind:#x} version {version} that the one before it keeps; have it convert that, or upgrade with another"
+    )]
+    OtherState {
+        /// Of which kind it is.
+        kind: u64,
+        /// Of which version.
+        version: u64,
+    },
+    /// The rings are too short for it.
+    #[error("the NIC's rings have {has} descriptors, and the program needs {needs}; raise the NIC's `ring`")]
+    ShortRing {
+        /// Descriptors in each.
+        has: u64,
+        /// Those that it needs at least.
+        needs: u64,
+    },
     /// A code that this version does not know.
     #[error("the worker has a reason that this version does not know (code {code}); rebuild the older of the two")]
     Unknown {
@@ -181,6 +199,8 @@ impl Reason {
             Reason::Died => (10, 0, 0),
             Reason::NobodyLeft => (11, 0, 0),
             Reason::Odd { position } => (12, position, 0),
+            Reason::OtherState { kind, version } => (13, kind, version),
+            Reason::ShortRing { has, needs } => (14, has, needs),
             Reason::Unknown { code } => (code, 0, 0),
         }
     }
@@ -199,6 +219,8 @@ impl Reason {
             10 => Reason::Died,
             11 => Reason::NobodyLeft,
             12 => Reason::Odd { position: a },
+            13 => Reason::OtherState { kind: a, version: b },
+            14 => Reason::ShortRing { has: a, needs: b },
             code => Reason::Unknown { code },
         }
     }

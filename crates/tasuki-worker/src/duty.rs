@@ -30,7 +30,7 @@ pub struct Desk<'a> {
 /// that this call ends. A successor reads the copy of the last turn.
 pub trait Duty: Sized {
     /// What the worker was told of it.
-    type Told: Clone;
+    type Told;
 
     /// What the first letter says of it.
     ///
@@ -41,17 +41,17 @@ pub trait Duty: Sized {
     /// Before anything is known of a predecessor.
     fn new(told: &Self::Told) -> Self;
 
-    /// Whether it can go on from what stands in the book, and with rings of so many descriptors. A predecessor may be writing there.
+    /// Whether it could [go on](Self::go_on), with rings of so many descriptors. A predecessor may be writing into the book.
     ///
     /// # Errors
     /// It cannot, and why.
-    fn may_go_on(told: &Self::Told, book: &Book, nic: u32, ring: u16) -> Result<(), Refused>;
+    fn may_go_on(book: &Book, nic: u32, turns: Option<u64>, ring: u16) -> Result<(), Refused>;
 
-    /// Where a predecessor stopped, of whom `turns` were committed; without, what was written last: another ledger counts from here on.
+    /// Goes on where a predecessor stopped, of whom `turns` were committed; without, from what was written last: another ledger counts from here on.
     ///
     /// # Errors
     /// What stands in the book is not read by this program.
-    fn go_on(told: &Self::Told, book: &Book, nic: u32, turns: Option<u64>) -> Result<Self, Refused>;
+    fn go_on(&mut self, book: &Book, nic: u32, turns: Option<u64>) -> Result<(), Refused>;
 
     /// Writes into the book what is true once turn number `turn` is committed.
     fn remember(&mut self, book: &Book, nic: u32, turn: u64);

@@ -6,6 +6,7 @@ mod confine;
 mod device;
 mod duty;
 mod fail;
+mod hosted;
 mod kit;
 mod model;
 mod node;
@@ -13,6 +14,7 @@ mod numbered;
 mod open;
 mod pace;
 mod post;
+mod program;
 mod run;
 mod seat;
 mod stock;
@@ -23,6 +25,9 @@ mod work;
 
 use std::process::ExitCode;
 
+pub use program::{Fate, InHand, Program, STATE_MAX, Turn};
+pub use tasuki_net::nic::{InPlace, Mac};
+
 /// What went wrong, with those of its causes that it does not name itself.
 fn sentence(error: &anyhow::Error) -> String {
     error.chain().map(ToString::to_string).fold(String::new(), |said, cause| match said {
@@ -30,6 +35,31 @@ fn sentence(error: &anyhow::Error) -> String {
         said if said.contains(&cause) => said,
         said => format!("{said}: {cause}"),
     })
+}
+
+/// All that a program of your own does in its `main`.
+///
+/// tasukid starts it with the word `worker`; it then gives up all that it does not need, drives the NICs of its node with a `P` for each, and ends when
+/// it is told to. It needs no privileges and gets no arguments: what `P` must know stands in the node's `options`.
+pub fn main<P: Program>() -> ExitCode {
+    let words: Vec<_> = std::env::args_os().skip(1).collect();
+    let done = match &words[..] {
+        [word] if word == "worker" => node::run::<hosted::Hosted<P>>(),
+        _ => Err(anyhow::anyhow!(
+            "this program drives a node's NICs, and is started by tasukid: write work = {{ program = {{ path = … }} }} for a node in its configuration, or tasuki worker upgrade NODE --with this program"
+        )),
+    };
+    finish(done)
+}
+
+fn finish(done: anyhow::Result<()>) -> ExitCode {
+    match done {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => {
+            eprintln!("tasuki: {}", sentence(&error));
+            ExitCode::FAILURE
+        }
+    }
 }
 
 /// The program `tasuki-worker`.

@@ -15,7 +15,7 @@ use crate::board::{Board, Book, Pulse};
 use crate::duty::Duty;
 use crate::post::{Heard, Post};
 use crate::seat::{Common, Given, Seat};
-use crate::{confine, kit, store, warm};
+use crate::{confine, kit, sentence, store, warm};
 
 /// Looks in vain before a worker that may sleep does.
 const IDLE_LOOKS: u32 = 4096;
@@ -75,7 +75,9 @@ pub fn run<D: Duty>() -> Result<()> {
         "the daemon speaks version {} of the letters, and this worker {SPEECH}; rebuild the older of the two",
         begin.speech
     );
-    let mut node = Node::<D>::begin(post, &begin, fds)?;
+    // Also to who has asked for this program, and does not see what it writes.
+    let told = D::told(&begin).inspect_err(|error| post.tell(None, sentence(error)))?;
+    let mut node = Node::<D>::begin(post, &begin, told, fds)?;
     if let Some(cpu) = begin.cpu {
         confine::pin(cpu)?;
     }
@@ -90,7 +92,7 @@ pub fn run<D: Duty>() -> Result<()> {
 }
 
 impl<D: Duty> Node<D> {
-    fn begin(mut post: Post, begin: &Begin, fds: Vec<OwnedFd>) -> Result<Self> {
+    fn begin(mut post: Post, begin: &Begin, told: D::Told, fds: Vec<OwnedFd>) -> Result<Self> {
         let count = fds.len();
         let Ok([pulse, book, listening]) = <[OwnedFd; 3]>::try_from(fds) else {
             bail!(
@@ -108,7 +110,7 @@ impl<D: Duty> Node<D> {
             party: Party(party),
             cpu: begin.cpu,
         };
-        let (name, told) = (begin.node.clone(), D::told(begin)?);
+        let name = begin.node.clone();
         Ok(Node { name, common, told, seats: Vec::new(), poll: begin.poll, read: 0, over: false })
     }
 
@@ -278,8 +280,8 @@ impl<D: Duty> Node<D> {
         let is_vfio = text.as_ref().is_ok_and(kit::is_vfio);
         let given = Given { number, name, iova, kit, fds: fds.collect(), board, text };
         self.seats.push(match is_vfio {
-            true => AnySeat::Vfio(Box::new(Seat::new(given, &self.common, self.told.clone()))),
-            false => AnySeat::User(Box::new(Seat::new(given, &self.common, self.told.clone()))),
+            true => AnySeat::Vfio(Box::new(Seat::new(given, &self.common, &self.told))),
+            false => AnySeat::User(Box::new(Seat::new(given, &self.common, &self.told))),
         });
         Ok(())
     }

@@ -100,9 +100,7 @@ pub struct Seat<N: Repoint, D: Duty> {
     /// What we hold the lease by, or held last.
     tenure: Tenure,
     card: Card<N>,
-    /// What is done with frames,
-    told: D::Told,
-    /// and by whom.
+    /// What is done with frames.
     duty: D,
     burst: Burst,
     arena: Option<Arena>,
@@ -142,16 +140,14 @@ where
     N::Bus: KitBus,
 {
     /// Of a NIC that nothing was asked of yet.
-    pub fn new(given: Given, common: &Common, told: D::Told) -> Self {
-        // What a predecessor remembered is read when it is over.
-        let duty = D::new(&told);
+    pub fn new(given: Given, common: &Common, told: &D::Told) -> Self {
         Seat {
             given,
             worker: Worker::new(common.party),
             tenure: Tenure::free(0),
             card: Card::Unknown,
-            told,
-            duty,
+            // What a predecessor remembered is read when it is over.
+            duty: D::new(told),
             burst: Burst::new(),
             arena: None,
             wake: None,
@@ -323,7 +319,6 @@ where
         if self.is_hung_up() {
             return Err(Refused { reason: Reason::CardGone, sentence: NicError::Gone.to_string() });
         }
-        D::may_go_on(&self.told, &common.book, self.given.number, text.ring)?;
         if cold || self.method == Method::Repoint {
             let may = rustix::process::getrlimit(Resource::Memlock).current;
             kit::may_lock(text.locks(), may).map_err(|reason| Refused { reason, sentence: reason.to_string() })?;
@@ -334,9 +329,11 @@ where
             sentence: format!("the NIC's descriptors cannot be copied ({error}); raise RLIMIT_NOFILE"),
         })?;
         if self.method == Method::Repoint {
+            D::may_go_on(&common.book, self.given.number, None, text.ring)?;
             return self.open_apart(common.party, copies);
         }
         let Opened { wake, ledger, bus, memory } = kit::open::<N::Bus>(text, copies)?;
+        D::may_go_on(&common.book, self.given.number, Some(ledger.turns()), text.ring)?;
         (self.wake, self.ledger, self.arena) = (Some(wake), Some(ledger), Some(memory.arena().clone()));
         self.card = match cold {
             true => Card::Cold(bus, memory),
@@ -506,8 +503,8 @@ where
         }
         // To go on is a turn: what a predecessor remembered is true before and after.
         let turns = self.ledger.as_ref().map_or(0, Ledger::turns);
-        let mut duty = D::go_on(&self.told, &common.book, self.given.number, Some(turns))?;
-        duty.remember(&common.book, self.given.number, turns.wrapping_add(1));
+        self.duty.go_on(&common.book, self.given.number, Some(turns))?;
+        self.duty.remember(&common.book, self.given.number, turns.wrapping_add(1));
         fail::point("take.salvaged");
         let mut nic = N::go_on(prepared, &self.sash).map_err(|failed| store::refused(&failed.error))?;
         if self.scrubs() {
@@ -515,7 +512,6 @@ where
         }
         self.card = Card::Driven(nic);
         (self.gone, self.link_is_up) = (false, false);
-        self.duty = duty;
         Ok(())
     }
 
@@ -524,12 +520,11 @@ where
         let options = self.given.text.as_ref().map(Text::options).unwrap_or_default();
         // Of the ledger that the card's last driver kept: that of the next is counted on from there.
         let turns = self.ledger.as_ref().map_or(0, Ledger::turns);
-        let duty = D::go_on(&self.told, &common.book, self.given.number, Some(turns))?;
-        duty.close(&common.book, self.given.number);
+        self.duty.go_on(&common.book, self.given.number, Some(turns))?;
+        self.duty.close(&common.book, self.given.number);
         let nic = N::start(bus, memory, &options).map_err(|failed| store::refused(&failed.error))?;
         self.card = Card::Driven(nic);
         (self.gone, self.link_is_up) = (false, false);
-        self.duty = duty;
         Ok(())
     }
 

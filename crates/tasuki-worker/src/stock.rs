@@ -16,7 +16,7 @@ use tasuki_shm::arena::Arena;
 use crate::device::{self, Device, Job, Setup};
 use crate::open::{self, How};
 use crate::run::{self, Orders, Work};
-use crate::{node, numbered, sentence, work};
+use crate::{finish, node, numbered, work};
 
 /// How long a card that is only looked at may take to find its partner: negotiation takes two to three seconds.
 const NEGOTIATION: Duration = Duration::from_secs(4);
@@ -212,11 +212,5 @@ pub fn run() -> ExitCode {
             open::open(&How { device, ring, iova, promiscuous, scrub })
         }
     };
-    match done {
-        Ok(()) => ExitCode::SUCCESS,
-        Err(error) => {
-            eprintln!("tasuki: {}", sentence(&error));
-            ExitCode::FAILURE
-        }
-    }
+    finish(done)
 }

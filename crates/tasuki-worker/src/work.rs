@@ -42,17 +42,18 @@ impl Duty for Job {
         Self::at(*told, [0; COPY])
     }
 
-    fn may_go_on(_: &letter::Work, _: &Book, _: u32, _: u16) -> Result<(), Refused> {
+    fn may_go_on(_: &Book, _: u32, _: Option<u64>, _: u16) -> Result<(), Refused> {
         Ok(())
     }
 
-    fn go_on(told: &letter::Work, book: &Book, nic: u32, turns: Option<u64>) -> Result<Self, Refused> {
+    fn go_on(&mut self, book: &Book, nic: u32, turns: Option<u64>) -> Result<(), Refused> {
         let words = match turns {
-            _ if !remembers(*told) => [0; COPY],
+            _ if !remembers(self.work) => [0; COPY],
             Some(turns) => book.read(nic, turns),
             None => Self::latest([0, 1].map(|copy| book.read(nic, copy))),
         };
-        Ok(Self::at(*told, words))
+        *self = Self::at(self.work, words);
+        Ok(())
     }
 
     #[inline]

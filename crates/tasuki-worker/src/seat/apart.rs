@@ -109,16 +109,12 @@ where
     /// Points the card at our rings.
     pub(super) fn point(&mut self, common: &Common, ready: N::Ready) -> Result<(), Refused> {
         // What the node remembers of this NIC is from when it last had it, with another ledger.
-        let duty = D::go_on(&self.told, &common.book, self.given.number, None);
-        let duty = match duty {
-            Ok(duty) => duty,
-            Err(refused) => {
-                drop(N::give_up(ready));
-                self.own = None;
-                return Err(refused);
-            }
-        };
-        duty.close(&common.book, self.given.number);
+        if let Err(refused) = self.duty.go_on(&common.book, self.given.number, None) {
+            drop(N::give_up(ready));
+            self.own = None;
+            return Err(refused);
+        }
+        self.duty.close(&common.book, self.given.number);
         let mut nic = match N::repoint(ready) {
             Ok(nic) => nic,
             Err(Failed { error, mut bus, memory }) => {
@@ -138,7 +134,6 @@ where
         }
         self.card = Card::Driven(nic);
         (self.gone, self.link_is_up, self.halted) = (false, false, false);
-        self.duty = duty;
         Ok(())
     }
 

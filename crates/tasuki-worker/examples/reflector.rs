@@ -1,0 +1,71 @@
+//! A data path of one's own: sends every frame back to where it came from, but those of unwanted kinds, and counts.
+//!
+//! Build it, and name it in the configuration of a node:
+//!
+//! ```toml
+//! work = { program = { path = "/opt/reflector", options = "drop=0x86dd" } }
+//! ```
+//!
+//! `options` are words: `drop=TYPE` has frames of an EtherType dropped (again for more).
+
+use std::process::ExitCode;
+
+use tasuki_worker::{Fate, InPlace, Program, Turn};
+use zerocopy::{FromBytes, Immutable, IntoBytes};
+
+/// What is exact whatever happens to the worker.
+#[derive(Clone, Copy, FromBytes, IntoBytes, Immutable)]
+#[repr(C)]
+struct Counts {
+    frames: u64,
+    bytes: u64,
+    dropped: u64,
+}
+
+struct Reflector {
+    unwanted: Vec<u16>,
+}
+
+impl Program for Reflector {
+    type State = Counts;
+    const STATE: (u32, u32) = (0x5ef1_ec70, 1);
+
+    fn new(options: &str) -> Result<Self, String> {
+        let one = |word: &str| {
+            let digits = word.strip_prefix("drop=0x")?;
+            u16::from_str_radix(digits, 16).ok()
+        };
+        let unwanted = options.split_whitespace().map(|word| {
+            one(word).ok_or_else(|| format!("{word:?} means nothing; write drop=0x86dd for an EtherType to drop"))
+        });
+        Ok(Reflector { unwanted: unwanted.collect::<Result<_, _>>()? })
+    }
+
+    fn turn<N: InPlace>(&mut self, counts: &mut Counts, turn: &mut Turn<'_, N>) {
+        turn.frames(|frame| {
+            let kind = frame.bytes().get(12..14).map_or(0, |kind| u16::from(kind[0]) << 8 | u16::from(kind[1]));
+            counts.frames += 1;
+            counts.bytes += frame.bytes().len() as u64;
+            if self.unwanted.contains(&kind) {
+                counts.dropped += 1;
+                return Fate::Dropped;
+            }
+            // From whom it came becomes whom it is for.
+            if let Some(addresses) = frame.head_mut().first_chunk_mut::<12>() {
+                addresses.rotate_left(6);
+            }
+            Fate::Sent
+        });
+    }
+
+    fn counts(counts: &Counts) -> Vec<(String, u64)> {
+        let Counts { frames, bytes, dropped } = *counts;
+        [("frames", frames), ("bytes", bytes), ("dropped", dropped)]
+            .map(|(name, count)| (name.to_owned(), count))
+            .into()
+    }
+}
+
+fn main() -> ExitCode {
+    tasuki_worker::main::<Reflector>()
+}
