@@ -11,7 +11,7 @@ const RATE: u32 = 3000;
 
 /// The example that is the nodes' program.
 const PROGRAM: &str = "examples/reflector";
-const WORK: &str = "{ program = { path = \"RIGown\", options = \"drop=0x86dd\" } }";
+const WORK: &str = "{ program = { path = \"RIG/own\", options = \"drop=0x86dd\" } }";
 
 /// Where whoever drives dies,
 const DRIVER: &[&str] = &[
@@ -44,7 +44,9 @@ macro_rules! need_program {
 
 fn storm(poll: bool) -> Storm {
     let wire = ["--source", &u64::MAX.to_string(), "--rate", &RATE.to_string()];
-    let storm = Storm::of(WORK, &[("own", PROGRAM), ("other", PROGRAM)], &wire, poll, &[]);
+    let work = if poll { format!("{WORK}\npoll = true") } else { WORK.to_owned() };
+    let mut storm = Storm::of(&work, &[("own", PROGRAM), ("other", PROGRAM)], &wire, &[]);
+    storm.settle();
     storm.flows();
     storm
 }
@@ -125,4 +127,86 @@ fn a_nic_goes_from_program_to_program_and_each_counts_what_it_had() {
     let kills = storm.kills();
     assert_eq!(here + there, sent(&mut storm), "{here} and {there}, after {kills} deaths");
     assert!(kills >= 6, "{kills}");
+}
+
+/// Has red's worker replaced by this program; what is said.
+fn upgrade(storm: &Storm, with: &str) -> Result<String, String> {
+    let said = storm.ask(Method::POST, "/v1/nodes/red/upgrade", Some(&json!({ "with": storm.rig.path(with) })));
+    said.map(|said| said["sentence"].as_str().unwrap_or_default().to_owned())
+}
+
+#[test]
+fn a_program_goes_on_from_the_state_that_it_converts_and_is_refused_where_it_cannot() {
+    need_program!();
+    let wire = ["--source", &u64::MAX.to_string(), "--rate", &RATE.to_string()];
+    let programs = [("own", PROGRAM), ("next", "examples/reflector_next")];
+    let mut storm = Storm::of(WORK, &programs, &wire, &[]);
+    storm.settle();
+    storm.flows();
+    upgrade(&storm, "next").expect("it converts");
+    storm.settle();
+    for place in ["take.salvaged", "take.looked"] {
+        // A taker of the next version that dies with the converted state written, and one that dies with it committed.
+        storm.plan_death(place, 1);
+        let _ = upgrade(&storm, "next");
+        storm.settle();
+        storm.forget_plans();
+    }
+    let (driver, _) = storm.settle();
+    let said = upgrade(&storm, "own").expect_err("there is no way back");
+    assert!(said.contains("does not read the state of kind 0x5ef1ec70 version 2"), "{said}");
+    assert_eq!(said.lines().count(), 1, "{said}");
+    let (now, _) = storm.settle();
+    assert_eq!(driver["pid"], now["pid"], "who drove drives on");
+    storm.kill(&driver);
+    storm.settle();
+    storm.all_come_back();
+    let (frames, short) = (counted(&storm, "frames"), counted(&storm, "up to 128"));
+    assert_eq!(frames, sent(&mut storm));
+    assert!(short > 0 && short < frames, "{short} of {frames}");
+}
+
+/// What is wrong is told in a sentence, and whoever drives drives on.
+#[test]
+fn a_program_that_cannot_is_refused_with_its_reason() {
+    need_program!();
+    let mut storm = storm(false);
+    let (driver, _) = storm.settle();
+    let plain = storm.rig.path("plain");
+    std::fs::write(&plain, "text").expect("a file");
+    std::os::unix::fs::symlink(beside("tasuki-worker").expect("looked for before"), storm.rig.path("stock"))
+        .expect("a link");
+    std::os::unix::fs::symlink("/bin/true", storm.rig.path("nothing")).expect("a link");
+    let cases = [
+        ("nowhere", "nowhere is not there; build it"),
+        ("plain", "plain may not be executed; chmod +x it"),
+        ("run", "run is no file; name a program"),
+        ("stock", "the work of node red is a program of its own, and this is the stock worker"),
+        ("nothing", "ended"),
+    ];
+    for (with, part) in cases {
+        let said = upgrade(&storm, with).expect_err(with);
+        assert!(said.contains(part), "{with}: {said}");
+        assert_eq!(said.lines().count(), 1, "{said}");
+    }
+    let (now, _) = storm.settle();
+    assert_eq!(driver["pid"], now["pid"], "who drove drives on");
+    storm.nothing_is_lost();
+}
+
+#[test]
+fn options_that_mean_nothing_and_rings_that_are_too_short_are_told_of() {
+    need_program!();
+    let (wire, programs) = (["--source", "1", "--rate", "1"], [("own", PROGRAM)]);
+    let storm = Storm::of(&WORK.replace("drop=0x86dd", "colour=red"), &programs, &wire, &[]);
+    storm.rig.await_event("says: the options of node red: \"colour=red\" means nothing; write drop=0x86dd");
+    end(storm);
+    let storm = Storm::of(WORK, &programs, &wire, &[("ring", 32)]);
+    storm.rig.await_event("the NIC's rings have 32 descriptors, and the program needs 64; raise the NIC's `ring`");
+    end(storm);
+}
+
+fn end(mut storm: Storm) {
+    storm.ask(Method::POST, "/v1/stop", None).expect("an end");
+    storm.rig.daemon_ends();
 }

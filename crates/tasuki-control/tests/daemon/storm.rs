@@ -140,33 +140,33 @@ impl Storm {
 
     /// On this wire.
     pub fn on(wire: &[&str], poll: bool, limits: &[(&str, u32)]) -> Self {
-        Self::of("\"echo\"", &[], wire, poll, limits)
+        let work = if poll { "\"echo\"\npoll = true" } else { "\"echo\"" };
+        let mut storm = Self::of(work, &[], wire, limits);
+        storm.settle();
+        storm
     }
 
-    /// Of nodes with this work; and programs that they may be upgraded to, by name, for which plans hold too.
-    pub fn of(work: &str, programs: &[(&str, &str)], wire: &[&str], poll: bool, limits: &[(&str, u32)]) -> Self {
+    /// Of nodes with this work, which names programs in the rig's directory as RIG: those by their names, for which plans hold too. Nobody need drive.
+    pub fn of(work: &str, programs: &[(&str, &str)], wire: &[&str], limits: &[(&str, u32)]) -> Self {
         let one = alone();
         let mut rig = Rig::without_daemon(NODES, "");
         let socket = rig.path("card.sock");
         let model = Model::start(&socket, wire);
         programs.iter().for_each(|(name, program)| as_planned(&rig, name, program));
-        let work = work.replace("RIG", &rig.path("").display().to_string());
+        let work = work.replace("RIG/", &rig.path("").display().to_string());
         fs::create_dir(rig.path("plans")).expect("a folder");
         as_planned(&rig, "worker", "tasuki-worker");
         rig.configure(|text| {
             let text = text.replace("work = \"echo\"", &format!("work = {work}"));
             let text = text.replace("vfio-user:CARD", &format!("vfio-user:{}", socket.display()));
-            let text = limits.iter().fold(text, |text, (name, value)| {
+            limits.iter().fold(text, |text, (name, value)| {
                 let is_it = |line: &&str| line.starts_with(&format!("{name} = "));
                 let old = text.lines().find(is_it).expect("a limit").to_owned();
                 text.replace(&old, &format!("{name} = {value}"))
-            });
-            if poll { text.replace(&format!("work = {work}"), &format!("work = {work}\npoll = true")) } else { text }
+            })
         });
         rig.start();
-        let mut storm = Storm { rig, model, socket, plans: 0, killed: 0, longest: Duration::ZERO, _one: one };
-        storm.settle();
-        storm
+        Storm { rig, model, socket, plans: 0, killed: 0, longest: Duration::ZERO, _one: one }
     }
 
     /// What the daemon answers, or why not.
