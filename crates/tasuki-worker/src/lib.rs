@@ -1,4 +1,7 @@
-//! The process that drives a node's ports.
+//! The process that drives a node's ports: the stock worker, and what a program of your own needs to be one.
+//!
+//! A [`Program`] handles frames in [turns](Turn) that happen wholly or not at all; [`main`] is all that its `main` does. docs/users/own-programs.md
+//! says what is promised and what is to be kept to, and docs/design/worker.md how it works. The examples are programs to copy from.
 
 mod answer;
 mod board;
@@ -22,6 +25,11 @@ mod store;
 mod tomb;
 mod warm;
 mod work;
+
+/// Its code is compiled with the tests.
+#[cfg(doctest)]
+#[doc = include_str!("../../../docs/users/own-programs.md")]
+struct OwnPrograms;
 
 use std::process::ExitCode;
 
