@@ -6,7 +6,8 @@
 //! work = { program = { path = "/opt/reflector", options = "drop=0x86dd" } }
 //! ```
 //!
-//! `options` are words: `drop=TYPE` has frames of an EtherType dropped (again for more).
+//! `options` are words: `drop=0x86dd` has frames of an EtherType dropped (again for more); `copy` has frames changed in a copy, as a program must
+//! that changes more than their heads.
 
 use std::process::ExitCode;
 
@@ -24,6 +25,7 @@ struct Counts {
 
 struct Reflector {
     unwanted: Vec<u16>,
+    copies: bool,
 }
 
 impl Program for Reflector {
@@ -35,10 +37,17 @@ impl Program for Reflector {
             let digits = word.strip_prefix("drop=0x")?;
             u16::from_str_radix(digits, 16).ok()
         };
-        let unwanted = options.split_whitespace().map(|word| {
-            one(word).ok_or_else(|| format!("{word:?} means nothing; write drop=0x86dd for an EtherType to drop"))
-        });
-        Ok(Reflector { unwanted: unwanted.collect::<Result<_, _>>()? })
+        let mut reflector = Reflector { unwanted: Vec::new(), copies: false };
+        for word in options.split_whitespace() {
+            match one(word) {
+                Some(kind) => reflector.unwanted.push(kind),
+                None if word == "copy" => reflector.copies = true,
+                None => {
+                    return Err(format!("{word:?} means nothing; write drop=0x86dd for an EtherType to drop, or copy"));
+                }
+            }
+        }
+        Ok(reflector)
     }
 
     fn turn<N: InPlace>(&mut self, counts: &mut Counts, turn: &mut Turn<'_, N>) {
@@ -50,8 +59,14 @@ impl Program for Reflector {
                 counts.dropped += 1;
                 return Fate::Dropped;
             }
+            let bytes = if self.copies { frame.bytes_mut() } else { Some(frame.head_mut()) };
+            let Some(bytes) = bytes else {
+                // No slot is free: as if it had never come.
+                counts.dropped += 1;
+                return Fate::Dropped;
+            };
             // From whom it came becomes whom it is for.
-            if let Some(addresses) = frame.head_mut().first_chunk_mut::<12>() {
+            if let Some(addresses) = bytes.first_chunk_mut::<12>() {
                 addresses.rotate_left(6);
             }
             Fate::Sent
