@@ -55,7 +55,9 @@ impl Program for Reflector {
             let kind = frame.bytes().get(12..14).map_or(0, |kind| u16::from(kind[0]) << 8 | u16::from(kind[1]));
             counts.frames += 1;
             counts.bytes += frame.bytes().len() as u64;
-            if self.unwanted.contains(&kind) {
+            // No frame comes from a group of stations.
+            let is_from_group = frame.bytes().get(6).is_some_and(|first| first & 1 == 1);
+            if is_from_group || self.unwanted.contains(&kind) {
                 counts.dropped += 1;
                 return Fate::Dropped;
             }
