@@ -107,9 +107,7 @@ fuzz_target!(|data: &[u8]| {
     let again = NicMemory::prepare(copies(&parts), &layout).expect("the same memory");
     let arena = again.arena().clone();
     let Ok(prepared) = Card::prepare(play.bus(), again) else { return };
-    let mut sash = <Card as Nic>::Sash::blank();
-    let Ok(()) = Card::salvage(&prepared, &mut sash) else { return };
-    let Ok(mut nic) = Card::go_on(prepared, &sash) else { return };
+    let Ok(mut nic) = Card::pick_up(prepared) else { return };
     look(&play, &arena, &mut nic, &mut choices);
     drop(nic.stand_down());
 });

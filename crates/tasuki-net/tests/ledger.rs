@@ -5,8 +5,8 @@
 mod stub;
 
 use stub::{Play, RDT, StubBus, TDT};
-use tasuki_net::nic::e1000e::{E1000e, Sash};
-use tasuki_net::nic::{InPlace, Nic, NicError, NicMemory, NicOptions, Parts, Sash as _};
+use tasuki_net::nic::e1000e::E1000e;
+use tasuki_net::nic::{InPlace, Nic, NicError, NicMemory, NicOptions, Parts};
 use tasuki_net::port::{Armed, Burst, Port};
 
 type Card = E1000e<StubBus>;
@@ -46,18 +46,10 @@ impl Desk {
         Card::prepare(self.play.bus(), (self.parts)()).expect("it is ready")
     }
 
-    /// The driver is no more; its registers are as it left them. What its successor finds.
-    fn dies(&mut self) -> (<Card as InPlace>::Prepared, Box<Sash>) {
-        std::mem::forget(self.nic.take());
-        let prepared = self.prepared();
-        let mut sash = Sash::blank();
-        Card::salvage(&prepared, &mut sash).expect("it ran");
-        (prepared, sash)
-    }
-
+    /// The driver is no more; its registers are as it left them.
     fn takes_over(&mut self) {
-        let (prepared, sash) = self.dies();
-        self.nic = Some(Card::go_on(prepared, &sash).expect("the successor goes on"));
+        std::mem::forget(self.nic.take());
+        self.nic = Some(Card::pick_up(self.prepared()).expect("the successor goes on"));
     }
 
     fn receive(&mut self, burst: &mut Burst) -> usize {
@@ -167,7 +159,7 @@ fn who_sleeps_with_an_empty_ring_is_woken_all_the_same() {
 fn nobody_goes_on_where_nobody_drove() {
     let (play, memory) = Play::new(RING);
     let prepared = Card::prepare(play.bus(), memory).expect("it is ready");
-    let error = Card::salvage(&prepared, &mut Sash::blank()).expect_err("no driver ever ran");
+    let error = Card::pick_up(prepared).expect_err("no driver ever ran").error;
     assert!(matches!(error, NicError::BrokenSash { .. }), "{error}");
 }
 

@@ -7,10 +7,10 @@ use std::os::fd::OwnedFd;
 use std::time::Instant;
 
 use plugged::{Card, PATIENCE, with_card};
-use tasuki_net::nic::bus::Iova;
 use tasuki_net::nic::bus::vfio_user::{TIMEOUT, VfioUser};
+use tasuki_net::nic::bus::{Bus, Iova, Registers};
 use tasuki_net::nic::e1000e::Ready;
-use tasuki_net::nic::{Failed, InPlace, Nic, NicError, NicMemory, NicOptions, Repoint};
+use tasuki_net::nic::{Failed, InPlace, Left, Nic, NicError, NicMemory, NicOptions, Repoint};
 use tasuki_net::port::{Burst, Port};
 use tasuki_shm::arena::Geometry;
 use tasuki_sim::journal::{Class, Entry};
@@ -54,7 +54,7 @@ fn stop(nic: &mut Card) -> u64 {
     let mut frames = 0;
     loop {
         frames += echo(nic, u64::MAX, Card::is_quiet);
-        if nic.stop().unwrap() {
+        if nic.leave().unwrap() {
             return frames;
         }
     }
@@ -75,7 +75,7 @@ fn owners_that_take_turns_lose_nothing_and_break_no_rule() {
         for _ in 0..TURNS {
             frames += echo(&mut nic, 500, |_| false);
             frames += stop(&mut nic);
-            let taker = Card::repoint(next).unwrap();
+            let taker = Card::repoint(next, nic.left()).unwrap();
             let (mut bus, memory) = std::mem::replace(&mut nic, taker).stand_down();
             memory.unmap(&mut bus).unwrap();
             next = Card::prepare_rings(bus, memory, &NicOptions::default()).unwrap();
@@ -123,11 +123,45 @@ fn a_giver_takes_its_card_back_from_a_taker_that_is_no_more() {
         let (mut nic, next) = start(socket);
         stop(&mut nic);
         // As one that is killed: its memory goes, and the card stays where it was pointed.
-        drop(Card::repoint(next).unwrap());
+        drop(Card::repoint(next, nic.left()).unwrap());
         nic.go_back().unwrap();
         wire.begin();
         echo(&mut nic, FRAMES, |_| false);
         wire.await_back(FRAMES);
+        nic.park().unwrap();
+    });
+    assert_eq!(offences(&journal), Vec::<&Entry>::new());
+    assert_eq!((counts.received, counts.duplicated, counts.reordered, counts.damaged), (FRAMES, 0, 0, 0));
+}
+
+#[test]
+fn a_taker_that_is_late_is_refused_and_nothing_is_lost() {
+    /// Receive descriptor head.
+    const RDH: u32 = 0x2810;
+    let rate = SourceOptions::line_rate(1_000_000_000, 64);
+    let ((), counts, journal) = with_card(rate, FRAMES, |socket, wire| {
+        let (mut nic, mut next) = start(socket);
+        let mut other = VfioUser::from_twin(nic.bus().twin().unwrap(), TIMEOUT).unwrap();
+        let registers = other.registers(0).unwrap();
+        wire.begin();
+        let mut frames = 0;
+        for _ in 0..3 {
+            frames += echo(&mut nic, 500, |_| false);
+            frames += stop(&mut nic);
+            let (head, began) = (registers.read32(RDH), Instant::now());
+            wire.end_pause();
+            while registers.read32(RDH) == head {
+                assert!(began.elapsed() < PATIENCE, "the partner pauses for ever");
+            }
+            let Failed { error, bus, memory } = Card::repoint(next, nic.left()).expect_err("frames have come");
+            assert!(error.to_string().contains("frames have come"), "{error}");
+            nic.go_back().unwrap();
+            next = Card::prepare_rings(bus, memory, &NicOptions::default()).unwrap();
+        }
+        assert!(frames < FRAMES, "there was traffic at each turn");
+        echo(&mut nic, FRAMES - frames, |_| false);
+        wire.await_back(FRAMES);
+        drop(Card::give_up(next));
         nic.park().unwrap();
     });
     assert_eq!(offences(&journal), Vec::<&Entry>::new());
@@ -141,7 +175,7 @@ fn what_the_card_is_not_is_refused_and_the_giver_drives_on() {
         wire.begin();
         let mut frames = echo(&mut nic, 1000, |_| false);
         // While its owner drives.
-        let Failed { error, mut bus, mut memory } = Card::repoint(next).expect_err("the card runs");
+        let Failed { error, mut bus, mut memory } = Card::repoint(next, Left::STOPPED).expect_err("the card runs");
         assert!(matches!(error, NicError::BrokenSash { .. }), "{error}");
         memory.unmap(&mut bus).unwrap();
         let wrong = [
@@ -157,7 +191,7 @@ fn what_the_card_is_not_is_refused_and_the_giver_drives_on() {
         }
         let next = Card::prepare_rings(bus, memory, &NicOptions::default()).unwrap();
         frames += stop(&mut nic);
-        let mut taker = Card::repoint(next).unwrap();
+        let mut taker = Card::repoint(next, nic.left()).unwrap();
         drop(nic.stand_down());
         echo(&mut taker, FRAMES - frames, |_| false);
         wire.await_back(FRAMES);

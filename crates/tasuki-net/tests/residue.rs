@@ -141,13 +141,13 @@ fn repoint(inflight: Inflight) -> usize {
         nic.hush();
         loop {
             came += handle(&mut nic, inflight, u64::MAX, Card::is_quiet);
-            if nic.stop().unwrap() {
+            if nic.leave().unwrap() {
                 break;
             }
         }
         assert!(came < FRAMES, "there is traffic");
         let found = secrets(theirs);
-        let mut taker = Card::repoint(next).unwrap();
+        let mut taker = Card::repoint(next, nic.left()).unwrap();
         drop(nic.stand_down());
         came += handle(&mut taker, inflight, FRAMES - came, |_| false);
         assert_eq!(came, FRAMES, "each came to one of the two");

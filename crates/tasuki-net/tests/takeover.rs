@@ -18,7 +18,7 @@ use rustix::net::{
 };
 use tasuki_net::nic::bus::Iova;
 use tasuki_net::nic::bus::vfio_user::{BarTwin, Connection, TIMEOUT, Twin, VfioUser};
-use tasuki_net::nic::{InPlace, Nic, NicMemory, Parts, Sash as _};
+use tasuki_net::nic::{InPlace, NicMemory, Parts};
 use tasuki_net::port::{Burst, Port};
 use tasuki_shm::arena::Geometry;
 use tasuki_shm::crash;
@@ -96,9 +96,7 @@ fn drive() -> ! {
     let prepared = Card::prepare(bus, memory).expect("it is ready");
     socket.write_all(&[1]).expect("somebody waits for that");
     socket.read_exact(&mut [0]).expect("the one before is dead");
-    let mut sash = <Card as Nic>::Sash::blank();
-    Card::salvage(&prepared, &mut sash).expect("what the one before left");
-    let mut nic = Card::go_on(prepared, &sash).expect("it goes on");
+    let mut nic = Card::pick_up(prepared).expect("what the one before left");
     let mut burst = Burst::new();
     loop {
         let came = if burst.is_empty() { nic.receive(&mut burst).expect("the card works") } else { 0 };

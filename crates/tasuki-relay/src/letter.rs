@@ -258,6 +258,8 @@ pub mod board {
     pub const RELAYS: usize = 10;
     /// Word: the CPU on which whoever drives stays, and 1; 0 if it stays on none. A taker that waits looks here whether it may spin.
     pub const CPU: usize = 11;
+    /// Word: how the card was left to who points it elsewhere, in its driver's words; 0 if it was not.
+    pub const LEFT: usize = 12;
 }
 
 /// A worker's pulse: a memfd of one page, one for each worker, shared with the daemon. Words are 8 bytes.

@@ -228,6 +228,14 @@ impl Arena {
         self.pool.slots.adopt(id)
     }
 
+    /// The same of many slots at a time.
+    ///
+    /// # Errors
+    /// The first that is wrong. Those before it are the device's by then.
+    pub fn adopt_all(&self, ids: impl IntoIterator<Item = SlotId>) -> Result<(), WrongSlot> {
+        self.pool.slots.adopt_all(ids)
+    }
+
     /// Whether the peer has this slot. Changes nothing.
     pub fn is_lent(&self, id: SlotId) -> Result<(), WrongSlot> {
         self.pool.slots.is_lent(id)

@@ -320,6 +320,48 @@ impl<M: Table> Slots<M> {
         Ok(())
     }
 
+    /// [`adopt`](Self::adopt) of many slots at a time: best in runs whose numbers are near to each other.
+    ///
+    /// # Errors
+    /// The first slot that cannot be one, or is not free, or is named twice. Those before it are lent by then.
+    pub fn adopt_all(&self, ids: impl IntoIterator<Item = SlotId>) -> Result<(), WrongSlot> {
+        let mut run = [SlotId { index: 0, generation: 0 }; 64];
+        let (mut len, mut place, mut bits) = (0, 0, 0_u64);
+        for id in ids {
+            if id.index >= self.count {
+                self.adopt_run(&run[..len], place, bits)?;
+                return Err(WrongSlot::S1 { index: id.index, count: self.count });
+            }
+            let bit = 1 << (id.index % 64);
+            if place != id.index / 64 || bits & bit != 0 {
+                self.adopt_run(&run[..len], place, bits)?;
+                (len, place, bits) = (0, id.index / 64, 0);
+            }
+            // Never beyond its end: each of them has a bit of its own.
+            run[len] = id;
+            (len, bits) = (len + 1, bits | bit);
+        }
+        self.adopt_run(&run[..len], place, bits)
+    }
+
+    /// Slots of one word of bits, each once.
+    fn adopt_run(&self, ids: &[SlotId], place: u32, bits: u64) -> Result<(), WrongSlot> {
+        if ids.is_empty() {
+            return Ok(());
+        }
+        // Only takers clear bits, so those that were still set are ours. Pairs with `mark_free`.
+        let ours = self.free[place as usize].fetch_and(!bits, AcqRel) & bits;
+        for &id in ids {
+            if ours >> (id.index % 64) & 1 == 1 {
+                self.set(id, Holder::Peer);
+            }
+        }
+        match ids.iter().find(|id| ours >> (id.index % 64) & 1 == 0) {
+            Some(&id) => Err(WrongSlot::S3 { id, held: self.state(id.index).1, needed: Holder::Free }),
+            None => Ok(()),
+        }
+    }
+
     /// Whether the peer has this slot.
     pub fn is_lent(&self, id: SlotId) -> Result<(), WrongSlot> {
         self.held(id, Holder::Peer).map(drop)
@@ -483,6 +525,43 @@ mod tests {
         let successor = Slots::new(first.table, 10);
         assert_eq!(successor.census(), Census { free: 9, owner: 0, peer: 1 });
         successor.attach(lent).unwrap();
+    }
+
+    #[test]
+    fn many_slots_are_adopted_as_each_of_them_is() {
+        let id = |index| SlotId { index, generation: index };
+        let orders: [Vec<u32>; 4] = [
+            (0..150).collect(),
+            (0..150).rev().collect(),
+            (0..150).map(|i| i * 7 % 150).collect(),
+            vec![64, 0, 149, 1],
+        ];
+        for order in orders {
+            let (one, many) = (slots(150), slots(150));
+            order.iter().for_each(|&index| one.adopt(id(index)).unwrap());
+            many.adopt_all(order.iter().map(|&index| id(index))).unwrap();
+            assert_eq!(one.census(), many.census());
+            order.iter().for_each(|&index| many.is_lent(id(index)).unwrap());
+            // All others can be taken, and none of these.
+            assert_eq!(std::iter::from_fn(|| many.take()).count(), 150 - order.len());
+        }
+    }
+
+    #[test]
+    fn of_many_slots_the_first_that_is_wrong_is_told() {
+        let id = |index| SlotId { index, generation: 0 };
+        let taken = slots(100);
+        let ours = taken.take().unwrap();
+        let error = taken.adopt_all([5, 0, 7].map(id)).unwrap_err();
+        assert_eq!(error, WrongSlot::S3 { id: ours, held: Some(Holder::Owner), needed: Holder::Free });
+        taken.release(ours).expect("what is held stays so");
+        for twice in [[5, 6, 5], [5, 70, 5]] {
+            let error = slots(100).adopt_all(twice.map(id)).unwrap_err();
+            assert_eq!(error, WrongSlot::S3 { id: id(5), held: Some(Holder::Peer), needed: Holder::Free });
+        }
+        let beyond = slots(100);
+        assert_eq!(beyond.adopt_all([3, 100].map(id)), Err(WrongSlot::S1 { index: 100, count: 100 }));
+        assert_eq!(beyond.reclaim(), 1, "those before it are lent");
     }
 
     #[test]

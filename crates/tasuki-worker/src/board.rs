@@ -5,6 +5,7 @@ use std::os::fd::{AsFd, OwnedFd};
 use std::sync::atomic::AtomicU64;
 use std::sync::atomic::Ordering::{Acquire, Relaxed, Release};
 
+use tasuki_net::nic::Left;
 use tasuki_relay::letter::{board, pulse};
 use tasuki_relay::{Party, Tenure};
 use tasuki_shm::lease::{self, Lease};
@@ -75,8 +76,19 @@ impl Board {
         self.words[board::STOPPED_AT].store(now_ns(), Relaxed);
     }
 
+    /// How the giver has left the card, to who points it elsewhere.
+    pub fn left(&self) -> Left {
+        Left(self.words[board::LEFT].load(Acquire))
+    }
+
+    /// The giver has left the card so.
+    pub fn leaves(&self, left: Left) {
+        self.words[board::LEFT].store(left.0, Release);
+    }
+
     /// The taker has looked at the rings and drives.
     pub fn driving(&self, cpu: Option<u32>) {
+        self.leaves(Left::STOPPED);
         self.words[board::DRIVING_AT].store(now_ns(), Relaxed);
         self.words[board::CPU].store(cpu.map_or(0, |cpu| u64::from(cpu) + 1), Relaxed);
         let relays = self.words[board::RELAYS].load(Relaxed);

@@ -71,6 +71,9 @@ pub trait Duty: Sized {
     /// Sends what is in hand, and takes nothing in; says how many frames went.
     fn send<N: InPlace>(&mut self, nic: &mut N, desk: &Desk<'_>, burst: &mut Burst) -> Result<usize, NicError>;
 
+    /// Ends the last turn, for a successor: what is in `burst` it receives again.
+    fn conclude<N: InPlace>(&mut self, nic: &mut N, burst: &Burst);
+
     /// What is in hand is dropped, by order.
     fn drop_hand(&mut self, burst: &mut Burst);
 

@@ -207,6 +207,15 @@ impl<P: Program> Duty for Hosted<P> {
         Ok(went)
     }
 
+    fn conclude<N: InPlace>(&mut self, nic: &mut N, burst: &Burst) {
+        if burst.is_empty() {
+            nic.conclude(burst);
+        } else {
+            // That turn does not happen, and what was before it is committed; but what the card was told must have arrived there.
+            nic.link();
+        }
+    }
+
     fn drop_hand(&mut self, burst: &mut Burst) {
         if burst.is_empty() {
             return;

@@ -200,7 +200,11 @@ pub fn open<B: KitBus>(text: &Text, fds: Vec<OwnedFd>) -> Result<Opened<B>, Refu
     let wake = fds.take(What::Vector)?;
     let (bus, memory) = kit::unpack(&text.nic, fds)?;
     // The last one, and memory of the right length: it was just mapped.
-    let ledger = ledger.and_then(|memory| Ledger::over(&Region::adopt(memory.ok()?).ok()?).ok());
+    let ledger = ledger.and_then(|memory| {
+        let region = Region::adopt(memory.ok()?).ok()?;
+        region.populate();
+        Ledger::over(&region).ok()
+    });
     let ledger = ledger.ok_or_else(|| Refused::from(KitError::Missing(What::Ledger)))?;
     Ok(Opened { wake, ledger, bus, memory })
 }

@@ -337,7 +337,11 @@ where
         (self.wake, self.ledger, self.arena) = (Some(wake), Some(ledger), Some(memory.arena().clone()));
         self.card = match cold {
             true => Card::Cold(bus, memory),
-            false => Card::Ready(N::prepare(bus, memory).map_err(|failed| store::refused(&failed.error))?),
+            false => {
+                let mut prepared = N::prepare(bus, memory).map_err(|failed| store::refused(&failed.error))?;
+                N::rehearse(&mut prepared);
+                Card::Ready(prepared)
+            }
         };
         Ok(())
     }
@@ -396,12 +400,11 @@ where
             return;
         }
         self.remember(&common.book);
-        let (Card::Driven(nic), Some(arena)) = (&mut self.card, &self.arena) else { return };
-        if self.burst.is_empty() {
-            nic.sash(&mut self.sash);
-        } else {
-            // Commits as well, all but what stays in hand. A card that is gone is found by whoever comes next.
-            let _ = self.duty.send(nic, &common.desk(arena, self.given.number), &mut self.burst);
+        let Card::Driven(nic) = &mut self.card else { return };
+        match stores {
+            // For the store nothing is in hand any more.
+            true => nic.sash(&mut self.sash),
+            false => self.duty.conclude(nic, &self.burst),
         }
         if leaves {
             self.close_book(&common.book);
@@ -483,9 +486,6 @@ where
 
     fn go_on(&mut self, common: &mut Common, after: After, wrote: u32) -> Result<(), Refused> {
         let gone = |sentence| Refused { reason: Reason::CardGone, sentence };
-        if self.is_hung_up() {
-            return Err(gone(NicError::Gone.to_string()));
-        }
         let prepared = match std::mem::replace(&mut self.card, Card::Unknown) {
             Card::Ready(prepared) => prepared,
             Card::Cold(bus, memory) => return self.start(common, bus, memory),
@@ -494,19 +494,25 @@ where
             _ => return Err(gone("the worker has no way to the card any more; start another".to_owned())),
         };
         if after == After::Lost {
+            if self.is_hung_up() {
+                return Err(gone(NicError::Gone.to_string()));
+            }
             N::settle(&prepared).map_err(|error| store::refused(&error))?;
-        }
-        match self.stored.take().filter(|_| after == After::Passed) {
-            Some(stored) => self.sash = store::read(stored, wrote)?,
-            // Whether its last driver passed it or died, what it left says the same in both cases.
-            None => N::salvage(&prepared, &mut self.sash).map_err(|error| store::refused(&error))?,
         }
         // To go on is a turn: what a predecessor remembered is true before and after.
         let turns = self.ledger.as_ref().map_or(0, Ledger::turns);
         self.duty.go_on(&common.book, self.given.number, Some(turns))?;
         self.duty.remember(&common.book, self.given.number, turns.wrapping_add(1));
-        fail::point("take.salvaged");
-        let mut nic = N::go_on(prepared, &self.sash).map_err(|failed| store::refused(&failed.error))?;
+        fail::point("take.booked");
+        let nic = match self.stored.take().filter(|_| after == After::Passed) {
+            Some(stored) => {
+                self.sash = store::read(stored, wrote)?;
+                N::go_on(prepared, &self.sash)
+            }
+            // Whether its last driver passed it or died, what it left says the same in both cases.
+            None => N::pick_up(prepared),
+        };
+        let mut nic = nic.map_err(|failed| store::refused(&failed.error))?;
         if self.scrubs() {
             nic.keep_clean();
         }

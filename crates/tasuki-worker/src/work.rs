@@ -87,6 +87,10 @@ impl Duty for Job {
         transmit(nic, burst, desk.pulse)
     }
 
+    fn conclude<N: InPlace>(&mut self, nic: &mut N, burst: &Burst) {
+        nic.conclude(burst);
+    }
+
     fn drop_hand(&mut self, burst: &mut Burst) {
         burst.clear();
     }

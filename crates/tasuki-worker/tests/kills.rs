@@ -32,7 +32,7 @@ const PLACES: &[(&str, Way)] = &[
     ("map.done", Way::Prepares),
     ("take.waiting", Way::Takes),
     ("take.won", Way::Takes),
-    ("take.salvaged", Way::Takes),
+    ("take.booked", Way::Takes),
     ("take.read", Way::Takes),
     ("take.looked", Way::Takes),
     ("burst.received", Way::Drives),

@@ -24,7 +24,7 @@ const PLACES: &[(&str, u32)] = &[
     ("nic.rung", 83),
     ("nic.posted", 44),
     ("burst.sent", 45),
-    ("take.salvaged", 1),
+    ("take.booked", 1),
     ("take.looked", 1),
 ];
 /// More than all who are to die can send before they do.
@@ -61,7 +61,7 @@ const SELDOM: &[(&str, u32)] = &[
     ("nic.rung", 7),
     ("nic.posted", 8),
     ("nic.collected", 9),
-    ("take.salvaged", 1),
+    ("take.booked", 1),
     ("take.looked", 1),
 ];
 /// More than all who are to die can have in hand.

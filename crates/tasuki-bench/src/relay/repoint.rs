@@ -12,7 +12,7 @@ use anyhow::{Context, Result, ensure};
 use rustix::event::EventfdFlags;
 use tasuki_net::nic::bus::{Iova, VfioUser};
 use tasuki_net::nic::e1000e::Ready;
-use tasuki_net::nic::{InPlace, Nic, NicMemory, NicOptions, Repoint};
+use tasuki_net::nic::{InPlace, Left, Nic, NicMemory, NicOptions, Repoint};
 use tasuki_net::port::{Burst, Port};
 use tasuki_shm::arena::Geometry;
 use tasuki_shm::lease::Tenure;
@@ -29,6 +29,8 @@ use crate::sample::Sample;
 /// Words of the board: the turns that each of the two is ready for, and for how long the card was hushed before it was stopped, in all.
 const READY: [usize; 3] = [0, 9, 10];
 const HUSHED: usize = 11;
+/// How the card was left.
+const LEFT: usize = 17;
 
 fn options() -> NicOptions {
     NicOptions { ring: RING, ..NicOptions::default() }
@@ -82,7 +84,10 @@ impl Owner {
         let tenure = self.board.lease.tenure();
         ensure!(tenure.holder.is_none(), "an owner was woken, and nobody has passed the lease");
         self.tenure = Some(self.board.lease.take(tenure, self.us)?);
-        let mut nic = Card::repoint(self.ready.take().context("an owner takes over only when it is ready")?)?;
+        let mut nic = {
+            let ready = self.ready.take().context("an owner takes over only when it is ready")?;
+            Card::repoint(ready, Left(self.board.words[LEFT].load(Relaxed)))?
+        };
         let mut burst = Burst::new();
         nic.receive(&mut burst)?;
         let took = now_ns().saturating_sub(self.board.words[RELEASED_AT].load(Relaxed));
@@ -101,10 +106,11 @@ impl Owner {
         loop {
             while !(self.echo(&mut nic)? == 0 && nic.is_quiet()) {}
             self.board.words[RELEASED_AT].store(now_ns(), Relaxed);
-            if nic.stop()? {
+            if nic.leave()? {
                 break;
             }
         }
+        self.board.words[LEFT].store(nic.left().0, Relaxed);
         let ours = self.tenure.take().context("only who holds the lease passes it")?;
         self.board.lease.pass(ours)?;
         rustix::io::write(&self.theirs, &1_u64.to_ne_bytes()).context("the other owner cannot be woken")?;

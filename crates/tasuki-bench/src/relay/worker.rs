@@ -12,14 +12,13 @@ use anyhow::{Context, Result, bail, ensure};
 use rustix::event::EventfdFlags;
 use rustix::net::{AddressFamily, SocketFlags, SocketType, socketpair};
 use tasuki_net::nic::bus::VfioUser;
-use tasuki_net::nic::e1000e::{E1000e, Sash};
+use tasuki_net::nic::e1000e::E1000e;
 use tasuki_net::nic::kit::{self, Fds};
-use tasuki_net::nic::{InPlace, MemoryLayout, Nic, NicMemory, Parts, Sash as _};
+use tasuki_net::nic::{InPlace, MemoryLayout, Nic, NicMemory, Parts};
 use tasuki_net::port::{Burst, Port};
 use tasuki_shm::lease::{Lease, Tenure};
 use tasuki_shm::line::Line;
 use tasuki_shm::region::{PAGE_LEN, Pages, Region, Span};
-use zerocopy::IntoBytes;
 
 use crate::cpus;
 use crate::nic::driver::{self, turn_round};
@@ -29,7 +28,7 @@ use crate::sample::Sample;
 
 pub(super) type Card = E1000e<VfioUser>;
 
-/// Descriptors in a ring: what a driver has that nobody asked for another number. Each is a word of the sash.
+/// Descriptors in a ring: what a driver has that nobody asked for another number. Each that is posted is looked at by a taker.
 pub(super) const RING: u16 = 256;
 
 /// From one relay to the next.
@@ -47,11 +46,10 @@ pub enum Traffic {
     Paper,
 }
 
-/// The memory that the workers share: the lease, a few words, and the sash.
+/// The memory that the workers share: the lease and a few words.
 pub(super) struct Board {
     pub(super) lease: Lease<Span<Line>>,
     pub(super) words: Span<AtomicU64>,
-    sash: Span<AtomicU64>,
     region: Region,
 }
 
@@ -64,37 +62,14 @@ pub(super) const RELAYS: usize = 32;
 pub(super) const PAUSES: usize = 40;
 pub(super) const PAUSES_MAX: usize = 4096;
 const WORDS: usize = PAUSES + PAUSES_MAX;
-const SASH_AT: usize = (8 * WORDS).next_multiple_of(PAGE_LEN);
 
 impl Board {
     pub(super) fn over(region: Region) -> Result<Self> {
-        Ok(Board {
-            lease: Lease::new(region.span(0, 1)?),
-            words: region.span(0, WORDS)?,
-            sash: region.span(SASH_AT, Sash::LEN / 8)?,
-            region,
-        })
+        Ok(Board { lease: Lease::new(region.span(0, 1)?), words: region.span(0, WORDS)?, region })
     }
 
     pub(super) fn new() -> Result<Self> {
-        Self::over(Region::create("tasuki-bench board", SASH_AT + Sash::LEN, Pages::Small)?)
-    }
-
-    fn write(&self, sash: &Sash) {
-        let bytes = sash.bytes();
-        for live in Sash::live(RING) {
-            let (words, _) = bytes[live.clone()].as_chunks::<8>();
-            let place = &self.sash[live.start / 8..live.end / 8];
-            place.iter().zip(words).for_each(|(to, from)| to.store(u64::from_ne_bytes(*from), Relaxed));
-        }
-    }
-
-    fn read(&self, bytes: &mut [u8]) {
-        for live in Sash::live(RING) {
-            let place = &self.sash[live.start / 8..live.end / 8];
-            let (words, _) = bytes[live].as_chunks_mut::<8>();
-            place.iter().zip(words).for_each(|(from, to)| *to = from.load(Relaxed).to_ne_bytes());
-        }
+        Self::over(Region::create("tasuki-bench board", (8 * WORDS).next_multiple_of(PAGE_LEN), Pages::Small)?)
     }
 }
 
@@ -111,12 +86,11 @@ struct Worker {
     board: Board,
     ours: OwnedFd,
     theirs: OwnedFd,
-    /// Ready for the next turn, but for the sash.
+    /// Ready for the next turn.
     next: Option<<Card as InPlace>::Prepared>,
     /// Left over from the last turn: a driver that was replaced, or what it was made of.
     replaced: Option<Card>,
     retired: Option<(VfioUser, NicMemory)>,
-    sash: Box<Sash>,
 }
 
 impl Worker {
@@ -129,9 +103,8 @@ impl Worker {
         let tenure = self.board.lease.tenure();
         ensure!(tenure.holder.is_none(), "a worker was woken, and nobody has passed the lease");
         self.tenure = Some(self.board.lease.take(tenure, self.us)?);
-        self.board.read(self.sash.as_mut_bytes());
         let prepared = self.next.take().context("a worker takes over only when it is ready")?;
-        let mut nic = Card::go_on(prepared, &self.sash)?;
+        let mut nic = Card::pick_up(prepared)?;
         // Whatever has come meanwhile is taken with the first look.
         let mut burst = Burst::new();
         nic.receive(&mut burst)?;
@@ -151,8 +124,7 @@ impl Worker {
     /// Hands the card over.
     fn give(&mut self, mut nic: Card) -> Result<()> {
         self.board.words[RELEASED_AT].store(now_ns(), Relaxed);
-        nic.sash(&mut self.sash);
-        self.board.write(&self.sash);
+        nic.conclude(&Burst::new());
         let ours = self.tenure.take().context("only who holds the lease passes it")?;
         self.board.lease.pass(ours)?;
         rustix::io::write(&self.theirs, &1_u64.to_ne_bytes()).context("the other worker cannot be woken")?;
@@ -282,8 +254,7 @@ pub fn take_turns() -> Result<()> {
 
 fn worker(us: NonZeroU32, board: Board, [ours, theirs]: [OwnedFd; 2], ways: &Ways) -> Result<Worker> {
     let (bus, memory) = ways.open()?;
-    let sash = Sash::blank();
-    let mut worker = Worker { us, tenure: None, board, ours, theirs, next: None, replaced: None, retired: None, sash };
+    let mut worker = Worker { us, tenure: None, board, ours, theirs, next: None, replaced: None, retired: None };
     worker.next = Some(Card::prepare(bus, memory)?);
     // For the turn after the next.
     if us.get() > 1 {

@@ -37,7 +37,7 @@ fn a_driver_that_hangs_is_fenced_wherever_it_does() {
 fn a_giver_or_a_taker_that_hangs_in_a_relay_is_fenced() {
     need_storm!();
     let mut storm = Storm::new(RATE, false, IMPATIENT);
-    for place in ["map.begun", "take.waiting", "take.won", "take.salvaged", "take.read", "take.looked"] {
+    for place in ["map.begun", "take.waiting", "take.won", "take.booked", "take.read", "take.looked"] {
         storm.plan(&format!("TASUKI_STOP={place}:1"));
         let said = storm.upgrade("red", false);
         somebody_drives(&storm);
@@ -131,7 +131,7 @@ fn an_interrupt_at_any_step_of_a_relay_wakes_whoever_drives_then() {
     };
     until(&storm.rig, "the link is up", || wire.send_to(&frame(0), &its).is_ok());
     echoed(0, "at rest");
-    let places = ["map.done", "take.waiting", "take.won", "take.salvaged", "take.read", "take.looked"];
+    let places = ["map.done", "take.waiting", "take.won", "take.booked", "take.read", "take.looked"];
     let all = places.iter().chain(&["give.stopped", "give.written", "give.passed", "give.said"]);
     for (number, place) in (1..).zip(all) {
         storm.plan(&format!("TASUKI_STOP={place}:1"));

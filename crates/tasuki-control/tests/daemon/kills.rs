@@ -12,7 +12,7 @@ const SLOWLY: u32 = 1000;
 
 /// Where a taker dies while it prepares or takes,
 const TAKER: &[&str] =
-    &["map.begun", "map.done", "take.waiting", "take.won", "take.salvaged", "take.read", "take.looked"];
+    &["map.begun", "map.done", "take.waiting", "take.won", "take.booked", "take.read", "take.looked"];
 /// where whoever drives does, sooner or later,
 const DRIVER: &[&str] = &[
     "burst.received",

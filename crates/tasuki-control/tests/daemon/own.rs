@@ -29,7 +29,7 @@ const DRIVER: &[&str] = &[
     "nic.filled",
 ];
 /// where a taker does,
-const TAKER: &[&str] = &["map.done", "take.waiting", "take.won", "take.salvaged", "take.read", "take.looked"];
+const TAKER: &[&str] = &["map.done", "take.waiting", "take.won", "take.booked", "take.read", "take.looked"];
 /// and where a giver does.
 const GIVER: &[&str] = &["give.stopped", "give.written", "give.passed", "give.said"];
 
@@ -145,7 +145,7 @@ fn a_program_goes_on_from_the_state_that_it_converts_and_is_refused_where_it_can
     storm.flows();
     upgrade(&storm, "next").expect("it converts");
     storm.settle();
-    for place in ["take.salvaged", "take.looked"] {
+    for place in ["take.booked", "take.looked"] {
         // A taker of the next version that dies with the converted state written, and one that dies with it committed.
         storm.plan_death(place, 1);
         let _ = upgrade(&storm, "next");

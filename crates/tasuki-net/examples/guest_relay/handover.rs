@@ -20,7 +20,7 @@ use rustix::net::{
 use tasuki_net::nic::bus::vfio::{Address, Descriptors, Twin};
 use tasuki_net::nic::bus::{Iova, Vfio};
 use tasuki_net::nic::e1000e::E1000e;
-use tasuki_net::nic::{InPlace, Link, MemoryLayout, Nic, NicMemory, NicOptions, Parts, Sash as _};
+use tasuki_net::nic::{InPlace, Link, MemoryLayout, Nic, NicMemory, NicOptions, Parts};
 use tasuki_net::port::{Armed, Burst, Port};
 use tasuki_shm::arena::Geometry;
 use tasuki_shm::lease::{Lease, Tenure};
@@ -120,9 +120,7 @@ impl Worker {
         }
         self.tenure = Some(self.board.lease.take(self.board.lease.tenure(), self.us)?);
         let prepared = self.next.take().ok_or("a process takes over only when it is ready")?;
-        let mut sash = <Card as Nic>::Sash::blank();
-        Card::salvage(&prepared, &mut sash)?;
-        let mut nic = Card::go_on(prepared, &sash)?;
+        let mut nic = Card::pick_up(prepared)?;
         let mut burst = Burst::new();
         nic.receive(&mut burst)?;
         let pause = now_ns().saturating_sub(self.board.word(STOPPED_AT));

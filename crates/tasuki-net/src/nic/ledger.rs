@@ -170,18 +170,14 @@ impl Ledger {
         self.0[KEYS_AT + place].store(u64::from(position) + 1, Release);
     }
 
-    /// Whether the head of the frame at `position` is saved.
-    #[inline]
-    pub fn has_saved(&self, queue: usize, position: u32) -> bool {
-        let place = queue % QUEUES * UNDO + position as usize % UNDO;
-        self.0[KEYS_AT + place].load(Acquire) == u64::from(position) + 1
+    /// The positions of `queue` whose frames' heads are saved, long handled ones among them.
+    pub fn saved(&self, queue: usize) -> impl Iterator<Item = u32> {
+        let keys = &self.0[KEYS_AT + queue % QUEUES * UNDO..][..UNDO];
+        keys.iter().filter_map(|key| u32::try_from(key.load(Acquire).checked_sub(1)?).ok())
     }
 
-    /// Puts the head of a frame that was in hand at `position` back into its slot, if it was saved.
+    /// Puts the head of a frame that was in hand at `position`, and is [saved](Self::saved), back into its slot.
     pub fn undo(&self, queue: usize, position: u32, slot: &mut Slot) {
-        if !self.has_saved(queue, position) {
-            return;
-        }
         let place = queue % QUEUES * UNDO + position as usize % UNDO;
         let saved = &self.0[UNDO_AT + place * SAVED..][..SAVED];
         let head: [u64; SAVED] = std::array::from_fn(|i| saved[i].load(Relaxed));

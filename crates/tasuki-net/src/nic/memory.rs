@@ -147,7 +147,7 @@ impl NicMemory {
 
     /// The card has these slots, which are free in our table.
     pub(super) fn lend(&self, slots: impl Iterator<Item = SlotId>) -> Result<(), WrongSlot> {
-        slots.into_iter().try_for_each(|id| self.arena.adopt(id))
+        self.arena.adopt_all(slots)
     }
 
     /// Maps the parts. No slot is lent yet.

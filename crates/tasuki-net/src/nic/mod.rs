@@ -29,11 +29,11 @@ pub mod virtio_net;
 
 use bus::{Bus, BusError};
 pub use memory::{MemoryLayout, NicMemory, Parts, PartsError};
-pub use repoint::Repoint;
+pub use repoint::{Left, Repoint};
 pub use sash::Sash;
 pub use scrub::Scrub;
 
-use crate::port::{Frame, Port};
+use crate::port::{Burst, Frame, Port};
 
 /// Who a card is, as its configuration space says.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -274,14 +274,14 @@ pub trait Nic: Port<Fault = NicError> + Sized {
 /// A driver that hands a card on while it runs: nobody is asked, and frames go on coming into the rings.
 ///
 /// ```text
-///   giver    sash ─────────────────────► (stands still, and could go on) ───► dropped
-///              │  written to shared memory                          ▲ no taker came
-///   taker    prepare ............ waits ............ go_on ───► running
+///   giver    conclude ─────────────► (stands still, and could go on) ───► stand_down
+///              │  ledger, rings                                    ▲ no taker came
+///   taker    prepare ........... waits ............ pick_up ───► running
 ///                                                      ▲
-///   dead     ledger, rings ───────────────────────► salvage
+///   dead     ledger, rings ────────────────────────────┘
 /// ```
 ///
-/// What came before `sash` and was received is the giver's, what came later the taker's. Who calls sees to it that only one of the two drives.
+/// What came before `conclude` and was received is the giver's, what came later the taker's. A `sash`, which goes by another way than the NIC's memory, is gone on with by `go_on`. Who calls sees to it that only one of the two drives.
 ///
 /// A giver that is killed writes no sash. Its [ledger] says what it had handled, by this rule: *a received frame is in hand as long as it
 /// stands in the burst that is passed to [`receive`](Port::receive) or [`transmit`](Port::transmit); at the beginning of the one and at the end of
@@ -294,8 +294,12 @@ pub trait InPlace: Nic {
     /// The way to the card, of which a successor needs a second one. Not for the card's registers.
     fn bus(&self) -> &Self::Bus;
 
-    /// What a successor must know now, into a sash that was [blank](Sash::blank) or written by a driver of this card before. Up to the next call of anything else the card may be [gone on with](Self::go_on) by a successor, and once one has,
-    /// nothing may be called any more. Whoever has frames in hand loses them to the successor's ring.
+    /// Ends the last turn: all that was received is handled but what is `in_hand`, which a successor receives again; and what the card was told has
+    /// arrived there. Up to the next call of anything else a successor may go on, and once one has, nothing may be called any more.
+    fn conclude(&mut self, in_hand: &Burst);
+
+    /// The same with nothing in hand, and what a successor elsewhere must know, into a sash that was [blank](Sash::blank) or written by a driver of this
+    /// card before.
     fn sash(&mut self, into: &mut Self::Sash);
 
     /// A successor has gone on: what the giver is left with, for the next time. Nothing is touched.
@@ -311,14 +315,17 @@ pub trait InPlace: Nic {
     /// The card is gone.
     fn settle(prepared: &Self::Prepared) -> Result<(), NicError>;
 
-    /// What a driver left behind that is no more, into a sash that was [blank](Sash::blank) or written by a driver of this card before: from the ledger, and
-    /// from the rings, in which what it had begun is undone. May be called again.
+    /// Reads what [`pick_up`](Self::pick_up) will read, while somebody else drives, so that what it runs and reads is at hand then. Changes nothing.
+    fn rehearse(prepared: &mut Self::Prepared);
+
+    /// Goes on where the last driver stopped, whether it let go or died, by what it left behind: its ledger, and its rings, in which what it had begun is
+    /// undone. Rings the doorbells once more, since one that died may have been about to.
     ///
     /// # Errors
     /// No driver of this kind and version ran, or what stands there contradicts itself: the card must be started anew.
-    fn salvage(prepared: &Self::Prepared, into: &mut Self::Sash) -> Result<(), NicError>;
+    fn pick_up(prepared: Self::Prepared) -> Result<Self, Failed<Self::Bus>>;
 
-    /// Goes on where the giver stopped. Rings the doorbells once more, since one that died may have been about to.
+    /// The same by a sash, which has come here by itself.
     ///
     /// # Errors
     /// A sash that is broken, or of another version, is found before anything is touched: the giver can go on.

@@ -2,11 +2,21 @@
 
 use super::{Failed, InPlace, MemoryLayout, NicError, NicMemory, NicOptions};
 
+/// How a giver has left its card to who is to point it elsewhere, in a word that travels beside the lease. Who reads it believes nothing that the card does not
+/// say, too.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Left(pub u64);
+
+impl Left {
+    /// It has stopped it, or has not said how it left it.
+    pub const STOPPED: Left = Left(0);
+}
+
 /// A driver that can point its card at the rings of a successor which has memory of its own, or take it back.
 ///
 /// ```text
-///   giver    hush ─► receive, handle, transmit … is_quiet ─► stop ──► (could go back) ───► stand_down
-///                                                              │  the word that it has stopped; nothing else is handed over
+///   giver    hush ─► receive, handle, transmit … is_quiet ─► leave ──► (could go back) ──► stand_down
+///                                                              │  how it left it: a word, and nothing else
 ///   taker    prepare_rings .......... waits .................. repoint ───► running
 /// ```
 ///
@@ -36,18 +46,22 @@ pub trait Repoint: InPlace {
     /// the partner does not pause, or does not take what is to be sent, for too long.
     fn is_quiet(&mut self) -> bool;
 
-    /// Has a card that is [quiet](Self::is_quiet) stop receiving and sending. Afterwards it touches no memory. If it says no, frames have come at the last
-    /// moment: they are to be received and handled, and this is to be called again.
-    fn stop(&mut self) -> Result<bool, NicError>;
+    /// Leaves a card that is [quiet](Self::is_quiet): how, [`left`](Self::left) says. If its partner pauses it runs on, and what comes once the pause is over comes into our
+    /// rings, for whoever drives it by then: a taker that is late has nothing lost. Else it is stopped, and touches no memory. If this says no, frames
+    /// have come at the last moment: they are to be received and handled, and this is to be called again.
+    fn leave(&mut self) -> Result<bool, NicError>;
 
-    /// Points the card back at our rings after `stop`, whatever a taker has done that is no more: its memory may be gone.
+    /// How the card was left.
+    fn left(&self) -> Left;
+
+    /// Drives the card again after `leave`, whatever a taker has done that is no more: its memory may be gone.
     fn go_back(&mut self) -> Result<(), NicError>;
 
-    /// Points the card, which the giver has stopped, at the prepared rings, and drives it.
+    /// Points the card, which its giver has `left` so, at the prepared rings, and drives it.
     ///
     /// # Errors
-    /// The card is not stopped, or gone. Nothing was changed then.
-    fn repoint(ready: Self::Ready) -> Result<Self, Failed<Self::Bus>>;
+    /// The card is not as it was left, because frames have come, or it is gone. It goes on as it was then.
+    fn repoint(ready: Self::Ready, left: Left) -> Result<Self, Failed<Self::Bus>>;
 
     /// Keeps the card from memory of a former owner's that lies there, and that it uses no longer: whether that owner is alive or not. Asks the bus, and
     /// waits for its answers.

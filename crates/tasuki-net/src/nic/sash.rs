@@ -7,8 +7,6 @@
 //! slots that it names are the card's, and whether the card is where it says, is looked at after that and still before anything is
 //! changed.
 
-use std::ops::Range;
-
 use tasuki_shm::slots::SlotId;
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout};
 
@@ -146,14 +144,8 @@ pub trait Sash: FromBytes + IntoBytes + Immutable + KnownLayout + Clone + Send +
         self.check_body(memory)
     }
 
-    /// One in which nothing stands: what lies outside of [`live`](Self::live) is as in this one, always.
+    /// One in which nothing stands.
     fn blank() -> Box<Self>;
-
-    /// The bytes, in multiples of 8, that can differ from those of a [blank](Self::blank) sash with rings of so many descriptors. Who hands over
-    /// a running card has no time for the rest.
-    fn live(_ring: u16) -> impl Iterator<Item = Range<usize>> {
-        std::iter::once(0..Self::LEN)
-    }
 
     /// The sash as bytes, to be stored or sent.
     fn bytes(&self) -> &[u8] {

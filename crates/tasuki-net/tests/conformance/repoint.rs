@@ -48,7 +48,7 @@ impl<W: Repointed> Bench<W> {
             let frames = self.poll();
             let none = frames.is_empty();
             came.extend(frames);
-            (none && self.nic().is_quiet() && self.nic().stop().expect("the card works")).then_some(())
+            (none && self.nic().is_quiet() && self.nic().leave().expect("the card works")).then_some(())
         });
         came
     }
@@ -56,7 +56,7 @@ impl<W: Repointed> Bench<W> {
     /// Points the card, which has stopped, at the next owner's rings, and makes the other one the next.
     fn repoint(&mut self, next: Owner<W>) -> Owner<W> {
         let giver = self.take();
-        self.put(W::Nic::repoint(next.ready).expect("a card that has stopped"), next.arena);
+        self.put(W::Nic::repoint(next.ready, giver.left()).expect("a card that has stopped"), next.arena);
         let (mut bus, memory) = giver.stand_down();
         memory.unmap(&mut bus).expect("it was mapped");
         self.next_owner(bus, memory, next.options)
@@ -165,7 +165,8 @@ pub fn a_card_goes_back_to_its_giver<W: Repointed>() {
     assert_same(&bench.bring_out(&sent[..40]), &sent[..40]);
     assert_same(&bench.hush_and_stop(), &[]);
     // Somebody came, and is no more.
-    drop(W::Nic::repoint(next.ready).expect("a card that has stopped"));
+    let left = bench.nic().left();
+    drop(W::Nic::repoint(next.ready, left).expect("a card that has stopped"));
     bench.nic().go_back().expect("the card works");
     assert_same(&bench.bring_in(&sent[80..]), &sent[80..]);
     assert_same(&bench.bring_out(&sent), &sent);

@@ -25,6 +25,7 @@ pub const PATIENCE: Duration = Duration::from_secs(60);
 pub struct Wire {
     /// The source may begin.
     go: AtomicBool,
+    end_pause: AtomicBool,
     sent: AtomicU64,
     back: AtomicU64,
     pauses: AtomicU64,
@@ -44,6 +45,11 @@ impl Wire {
     /// Waits until `count` frames were sent, or the source was asked to pause.
     pub fn await_end_or_pause(&self, count: u64) {
         until("the source", || self.sent.load(Relaxed) >= count || self.pauses.load(Relaxed) > 0);
+    }
+
+    /// The pause is over that the source was asked for last: it is patient, and would wait for ever.
+    pub fn end_pause(&self) {
+        self.end_pause.store(true, Relaxed);
     }
 
     fn tell(&self, counts: Counts) {
@@ -85,6 +91,9 @@ pub fn with_card<T: Send>(
             if before.is_none() && wire.go.load(Relaxed) {
                 before = Some(served.card().journal.entries().len());
                 served.wire().pause(false);
+            }
+            if wire.end_pause.swap(false, Relaxed) {
+                served.wire().end_pause();
             }
             wire.tell(served.wire().counts());
             !driver.is_finished()

@@ -173,6 +173,11 @@ impl Source {
         self.patient = true;
     }
 
+    /// The pause is over that it was asked for last.
+    pub fn end_pause(&mut self) {
+        self.paused_until = 0;
+    }
+
     /// So many more frames are to be sent.
     pub fn add(&mut self, count: u64) {
         self.options.count = self.options.count.saturating_add(count);

@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 use tasuki_net::nic::bus::Iova;
 use tasuki_net::nic::kit::KitBus;
 use tasuki_net::nic::ledger::Ledger;
-use tasuki_net::nic::{Failed, MemoryLayout, NicError, Repoint, Scrub};
+use tasuki_net::nic::{Failed, Left, MemoryLayout, NicError, Repoint, Scrub};
 use tasuki_relay::Party;
 use tasuki_relay::letter::{Inflight, ToDaemon, pulse};
 use tasuki_relay::wire::{Position, Reason};
@@ -115,7 +115,7 @@ where
             return Err(refused);
         }
         self.duty.close(&common.book, self.given.number);
-        let mut nic = match N::repoint(ready) {
+        let mut nic = match N::repoint(ready, self.given.board.left()) {
             Ok(nic) => nic,
             Err(Failed { error, mut bus, memory }) => {
                 let _ = memory.unmap(&mut bus);
@@ -173,6 +173,7 @@ where
         if self.gone {
             return Input::Stuck(Reason::CardGone);
         }
+        self.given.board.leaves(Left::STOPPED);
         nic.hush();
         fail::point("give.hushed");
         let stopped = self.drain(common, drops);
@@ -198,7 +199,8 @@ where
             if self.burst.is_empty() && still && nic.is_quiet() {
                 self.given.board.stopped();
                 self.stamped = true;
-                if nic.stop()? {
+                if nic.leave()? {
+                    self.given.board.leaves(nic.left());
                     return Ok(true);
                 }
             }

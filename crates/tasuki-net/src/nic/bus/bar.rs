@@ -5,11 +5,17 @@ use super::mmio::{Mmio, Register};
 
 /// How the parts of a BAR are reached that are not mapped. Whole registers inside of the BAR only.
 pub trait Far {
-    /// Reads `into.len()` bytes; says whether somebody answered.
+    /// Reads `into.len()` bytes, at most [`BLOCK_MAX`]; says whether somebody answered.
     fn read(&self, offset: u32, into: &mut [u8]) -> bool;
 
     /// Writes. Nobody learns here whether it arrived.
     fn write(&self, offset: u32, bytes: &[u8]);
+
+    /// What is written from here on may wait until the next read, or until [`uncork`](Self::uncork).
+    fn cork(&self) {}
+
+    /// What was written is on its way.
+    fn uncork(&self) {}
 
     /// Whether something was written that may not have arrived yet.
     fn is_behind(&self) -> bool {
@@ -19,6 +25,9 @@ pub trait Far {
     /// Whatever was written by others has arrived.
     fn settled(&self) {}
 }
+
+/// Bytes of registers that are read in one go at most.
+pub(super) const BLOCK_MAX: usize = 512;
 
 /// A part of a BAR that is mapped.
 #[derive(Debug)]
@@ -86,6 +95,25 @@ impl<F: Far> Bar<F> {
 }
 
 impl<F: Far> Registers for Bar<F> {
+    fn read_block(&self, offset: u32, into: &mut [u32]) {
+        let mut bytes = [0; BLOCK_MAX];
+        let len = 4 * into.len();
+        let fits = u32::try_from(len).is_ok_and(|len| offset.checked_add(len).is_some_and(|end| end <= self.len));
+        if fits && len <= BLOCK_MAX && self.window(offset, 4).is_none() && self.far.read(offset, &mut bytes[..len]) {
+            let (words, _) = bytes.as_chunks();
+            return into.iter_mut().zip(words).for_each(|(value, word)| *value = u32::from_le_bytes(*word));
+        }
+        // Mapped, or behind somebody who answers for one register at a time.
+        (0..).zip(into).for_each(|(index, value)| *value = self.read32(offset + 4 * index));
+    }
+
+    fn together<T>(&self, access: impl FnOnce() -> T) -> T {
+        self.far.cork();
+        let outcome = access();
+        self.far.uncork();
+        outcome
+    }
+
     fn is_behind(&self) -> bool {
         !self.windows.is_empty() || self.far.is_behind()
     }

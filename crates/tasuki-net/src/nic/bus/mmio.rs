@@ -33,10 +33,14 @@ unsafe impl Sync for Mmio {}
 impl Mmio {
     /// Maps `len` bytes of a device's own memory from `offset` of its descriptor on.
     pub fn of_device(device: BorrowedFd<'_>, offset: u64, len: u32) -> io::Result<Self> {
+        Self::map(device, offset, len, MapFlags::SHARED)
+    }
+
+    fn map(device: BorrowedFd<'_>, offset: u64, len: u32, flags: MapFlags) -> io::Result<Self> {
         // SAFETY: a new mapping at an address of the kernel's choice replaces nothing (I1).
         let base = unsafe {
             let protection = ProtFlags::READ | ProtFlags::WRITE;
-            rustix::mm::mmap(std::ptr::null_mut(), len as usize, protection, MapFlags::SHARED, device, offset)
+            rustix::mm::mmap(std::ptr::null_mut(), len as usize, protection, flags, device, offset)
         }?;
         let base = NonNull::new(base.cast::<u8>()).expect("the kernel maps nothing at address 0");
         Ok(Mmio { base, len })
@@ -52,7 +56,8 @@ impl Mmio {
         if !(seals.contains(SealFlags::SHRINK) && small && there) {
             return Ok(None);
         }
-        Self::of_device(memory, offset, len).map(Some)
+        // A page that is not there yet would be missed when the card is taken over.
+        Self::map(memory, offset, len, MapFlags::SHARED | MapFlags::POPULATE).map(Some)
     }
 
     /// Bytes.

@@ -1,11 +1,12 @@
 //! A card that goes on running while its driver is replaced.
 
-use tasuki_shm::slots::{SlotId, WrongSlot};
+use arrayvec::ArrayVec;
 
 use super::regs::{self, Mmio};
-use super::ring::{ReceiveRing, TransmitRing};
-use super::sash::{ReceiveSash, Sash};
-use super::{Assembly, BAR, Counters, E1000e, SENT, SKIPPING, bell};
+use super::ring::{ReceiveRing, TransmitRing, not_a_slot};
+use super::sash::{MTA_WORDS, ReceiveSash, Sash};
+use super::setup::Shape;
+use super::{Assembly, BAR, Counters, E1000e, QUEUES_MAX, SENT, SKIPPING, bell};
 use crate::nic::bus::{Bus, Registers};
 use crate::nic::ledger::TURNS;
 use crate::nic::sash::{Head, Sash as _, broken};
@@ -19,6 +20,75 @@ pub struct Prepared<B: Bus> {
     memory: NicMemory,
     mmio: Mmio<B::Registers>,
     bell: std::os::fd::OwnedFd,
+    /// Room for what the ledger says, and for the multicast table: whoever takes over has no time to ask for memory.
+    sash: Box<Sash>,
+    mta: Box<[u32; MTA_WORDS]>,
+}
+
+/// Both kinds of rings.
+struct Rings {
+    receive: ArrayVec<ReceiveRing, QUEUES_MAX>,
+    transmit: TransmitRing,
+}
+
+impl<B: Bus> Prepared<B> {
+    /// Reads what seldom changes, and the cursors. Nothing is touched.
+    fn read_ledger(&mut self) -> Result<Shape, NicError> {
+        let (ledger, sash) = (self.memory.ledger(), &mut *self.sash);
+        match ledger.whose() {
+            None => return Err(broken("nobody drove the card", 0)),
+            Some((Sash::KIND, Sash::VERSION)) => {}
+            Some((kind, version)) => return Err(NicError::OtherSash { kind, version, ours: Sash::VERSION }),
+        }
+        sash.set_seldom(&ledger.read_seldom());
+        let cursors = ledger.cursors();
+        for (queue, (receive, word)) in sash.receive.iter_mut().zip(cursors).enumerate() {
+            let (next, tail) = halves(word);
+            let skipping = u32::from(cursors[SKIPPING] >> queue & 1 == 1);
+            *receive = ReceiveSash { next, tail, skipping, reserved: 0 };
+        }
+        (sash.sent, sash.filled) = halves(cursors[SENT]);
+        let layout = self.memory.layout();
+        sash.head.check::<Sash>(&layout)?;
+        sash.check_seldom(&layout)
+    }
+
+    /// What stands in the rings at these cursors is the card's.
+    fn pick_up_rings(&self, shape: Shape) -> Result<Rings, NicError> {
+        let (memory, sash) = (&self.memory, &*self.sash);
+        let mut receive: ArrayVec<_, QUEUES_MAX> = ArrayVec::new();
+        for queue in 0..usize::from(shape.queues) {
+            receive.push(ReceiveRing::pick_up(memory, queue, shape.ring, &sash.receive[queue])?);
+        }
+        let transmit = TransmitRing::pick_up(memory, shape.queues.into(), shape.ring, [sash.sent, sash.filled])?;
+        Ok(Rings { receive, transmit })
+    }
+
+    /// What was lent so far is free again: nothing was touched.
+    fn refused(self, error: NicError) -> Failed<B> {
+        self.memory.take_back();
+        Failed { error, bus: self.bus, memory: self.memory }
+    }
+
+    /// The driver that goes on with these rings, as `sash` says, or what the ledger said.
+    fn drive(self, sash: Option<&Sash>, shape: Shape, Rings { receive, transmit }: Rings) -> E1000e<B> {
+        let Prepared { bus, memory, mmio, bell, sash: said, mut mta } = self;
+        let sash = sash.unwrap_or(&said);
+        *mta = sash.mta;
+        let parts = Assembly {
+            mmio,
+            bell,
+            receive,
+            transmit,
+            shape,
+            mac: Mac(sash.head.mac),
+            filter: sash.filter,
+            flow_control: sash.flow_control & 1 == 1,
+            mta,
+            counters: Counters::resume(&sash.counters),
+        };
+        E1000e { held: sash.flow_control & 2 == 2, ..E1000e::assemble(bus, memory, parts) }
+    }
 }
 
 impl<B: Bus> E1000e<B> {
@@ -38,9 +108,7 @@ impl<B: Bus> E1000e<B> {
 
     /// The ledger is ours. A predecessor that died may have committed what it did not tell the card, so the doorbells are rung again; and it
     /// may have been about to halt the card.
-    fn take_over_ledger(&mut self, sash: &Sash) {
-        // Nothing of that is the driver's alone, and somebody waits.
-        self.memory.ledger().write_seldom(sash.seldom());
+    fn take_over_ledger(&mut self) {
         self.enter_ledger();
         if self.memory.ledger().is_halted() {
             self.go_on_halted();
@@ -62,14 +130,6 @@ fn halves(word: u64) -> (u32, u32) {
     (word as u32, (word >> 32) as u32)
 }
 
-/// The sash names a slot that there is not, or one twice.
-fn refused(wrong: WrongSlot) -> NicError {
-    let (WrongSlot::S1 { index, .. }
-    | WrongSlot::S2 { id: SlotId { index, .. }, .. }
-    | WrongSlot::S3 { id: SlotId { index, .. }, .. }) = wrong;
-    broken("it names a slot twice, or one that is not there", index.into())
-}
-
 impl<B: Bus> InPlace for E1000e<B> {
     type Prepared = Prepared<B>;
 
@@ -77,12 +137,16 @@ impl<B: Bus> InPlace for E1000e<B> {
         &self.bus
     }
 
-    fn sash(&mut self, into: &mut Sash) {
+    fn conclude(&mut self, in_hand: &Burst) {
         self.transmit.reclaim(self.memory.arena());
-        self.commit(&Burst::new());
+        self.commit(in_hand);
         if self.mmio.0.is_behind() {
             self.mmio.read(regs::STATUS);
         }
+    }
+
+    fn sash(&mut self, into: &mut Sash) {
+        self.conclude(&Burst::new());
         self.write_sash(into);
     }
 
@@ -94,40 +158,52 @@ impl<B: Bus> InPlace for E1000e<B> {
         memory.take_back();
         let ready = bus.registers(BAR).map(Mmio).and_then(|mmio| Ok((mmio, bell(&mut bus)?)));
         match ready {
-            Ok((mmio, bell)) => Ok(Prepared { bus, memory, mmio, bell }),
+            Ok((mmio, bell)) => {
+                Ok(Prepared { bus, memory, mmio, bell, sash: Sash::blank(), mta: Box::new([0; MTA_WORDS]) })
+            }
             Err(error) => Err(Failed { error: error.into(), bus, memory }),
         }
     }
 
     fn go_on(prepared: Prepared<B>, sash: &Sash) -> Result<Self, Failed<B>> {
-        let Prepared { bus, memory, mmio, bell } = prepared;
+        let memory = &prepared.memory;
         let layout = memory.layout();
-        let shape = match sash.check_alone(&layout).and_then(|()| sash.shape(&layout)) {
+        let fits = sash.check_alone(&layout).and_then(|()| sash.shape(&layout));
+        let lent = fits.and_then(|shape| memory.lend(sash.slots()).map_err(not_a_slot).map(|()| shape));
+        let shape = match lent {
             Ok(shape) => shape,
-            Err(error) => return Err(Failed { error, bus, memory }),
+            Err(error) => return Err(prepared.refused(error)),
         };
-        if let Err(wrong) = memory.lend(sash.slots()) {
-            // What was lent so far is free again: nothing was touched.
-            memory.take_back();
-            return Err(Failed { error: refused(wrong), bus, memory });
-        }
-        let receive = (0..usize::from(shape.queues)).map(|queue| ReceiveRing::resume(&memory, queue, sash)).collect();
-        let parts = Assembly {
-            mmio,
-            bell,
-            receive,
-            transmit: TransmitRing::resume(&memory, sash),
-            shape,
-            mac: Mac(sash.head.mac),
-            filter: sash.filter,
-            flow_control: sash.flow_control & 1 == 1,
-            mta: Box::new(sash.mta),
-            counters: Counters::resume(&sash.counters),
-        };
-        let held = sash.flow_control & 2 == 2;
-        let mut nic = E1000e { held, ..Self::assemble(bus, memory, parts) };
-        nic.take_over_ledger(sash);
+        let receive = (0..usize::from(shape.queues)).map(|queue| ReceiveRing::resume(memory, queue, sash)).collect();
+        let rings = Rings { receive, transmit: TransmitRing::resume(memory, sash) };
+        // Nothing of that is the driver's alone, and somebody waits.
+        memory.ledger().write_seldom(sash.seldom());
+        let mut nic = prepared.drive(Some(sash), shape, rings);
+        nic.take_over_ledger();
         Ok(nic)
+    }
+
+    fn rehearse(prepared: &mut Prepared<B>) {
+        // Whatever comes of it: somebody else writes there meanwhile.
+        let _ = prepared.read_ledger().and_then(|shape| prepared.pick_up_rings(shape));
+        prepared.memory.take_back();
+    }
+
+    fn pick_up(mut prepared: Prepared<B>) -> Result<Self, Failed<B>> {
+        let picked = prepared.read_ledger().and_then(|shape| {
+            let rings = prepared.pick_up_rings(shape)?;
+            let mut receive = (0..).zip(&rings.receive);
+            receive.try_for_each(|(queue, ring)| ring.undo(&prepared.memory, queue))?;
+            Ok((shape, rings))
+        });
+        match picked {
+            Ok((shape, rings)) => {
+                let mut nic = prepared.drive(None, shape, rings);
+                nic.take_over_ledger();
+                Ok(nic)
+            }
+            Err(error) => Err(prepared.refused(error)),
+        }
     }
 
     fn settle(prepared: &Prepared<B>) -> Result<(), NicError> {
@@ -142,34 +218,6 @@ impl<B: Bus> InPlace for E1000e<B> {
                 Ok(())
             }
         }
-    }
-
-    fn salvage(prepared: &Prepared<B>, sash: &mut Sash) -> Result<(), NicError> {
-        let (memory, ledger) = (&prepared.memory, prepared.memory.ledger());
-        match ledger.whose() {
-            None => return Err(broken("nobody drove the card", 0)),
-            Some((Sash::KIND, Sash::VERSION)) => {}
-            Some((kind, version)) => return Err(NicError::OtherSash { kind, version, ours: Sash::VERSION }),
-        }
-        let before = (sash.head.ring, sash.queues);
-        sash.set_seldom(&ledger.read_seldom());
-        if before != (0, 0) && before != (sash.head.ring, sash.queues) {
-            // Rings of another shape: what lies beyond these is blank.
-            sash.clear_tables();
-        }
-        let cursors = ledger.cursors();
-        // The rings are found by what the sash says of them.
-        sash.head_of(&memory.layout())?;
-        for (queue, (receive, word)) in sash.receive.iter_mut().zip(cursors).enumerate() {
-            let (next, tail) = halves(word);
-            let skipping = u32::from(cursors[SKIPPING] >> queue & 1 == 1);
-            *receive = ReceiveSash { next, tail, skipping, reserved: 0 };
-        }
-        (sash.sent, sash.filled) = halves(cursors[SENT]);
-        sash.check_cursors()?;
-        (0..usize::from(sash.queues)).try_for_each(|queue| ReceiveRing::salvage(memory, queue, sash))?;
-        TransmitRing::salvage(memory, sash);
-        Ok(())
     }
 
     #[inline]

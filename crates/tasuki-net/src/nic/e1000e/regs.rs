@@ -362,6 +362,11 @@ impl<R: Registers> Mmio<R> {
         self.0.write32(reg.offset, value);
     }
 
+    /// Reads registers that lie one behind the other, from this one on.
+    pub fn read_block(&self, first: Reg<impl Readable>, into: &mut [u32]) {
+        self.0.read_block(first.offset, into);
+    }
+
     /// Reads a register that reading clears. A separate verb, so that nobody does it in passing.
     pub fn take(&self, reg: Reg<Cleared>) -> u32 {
         self.0.read32(reg.offset)

@@ -1,15 +1,18 @@
 //! A card that is pointed at another owner's rings (the data sheet's sections 4.6.5, 4.6.6 and 10.2.5 to 10.2.6).
 //!
 //! Base and head of a ring may be written while its unit is off, and at no other time. While the receive unit is off the card loses what comes, and does
-//! not count it. So the partner is asked to pause first, the giver goes on until nothing comes any more, and only then the units are switched off. What is
-//! written in between are eight values: base (two halves), head and tail of the receive ring, and of the transmit ring; four more for a second receive
+//! not count it. So the partner is asked to pause first, the giver goes on until nothing comes any more, and only then the units are switched off: by the
+//! taker, and for no longer than it takes to write where its rings are. Between the two the card runs, however long that is: the giver is ended, or a daemon
+//! dies. The partner's pause is over after 33 ms, and what comes then comes into the giver's ring, or makes the card ask for another pause; a taker finds
+//! that its head has moved on, and leaves the card to those who have that ring. A giver whose partner does not pause switches the units off itself. What is
+//! written are eight values: base (two halves), head and tail of the receive ring, and of the transmit ring; four more for a second receive
 //! queue. All of it is posted: that messages arrive in order is all that is needed. Address and data of the MSI-X message stay as they are, and so does
 //! the eventfd that it becomes: the taker's twin has the same.
 //!
-//! What is waited for while nobody drives is one answer for the giver (has the card really stopped where we are?) and one for the taker (is it really off?).
+//! What is waited for while nobody drives is one answer: has the card stopped where its giver was?
 
 use std::os::fd::OwnedFd;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use arrayvec::ArrayVec;
 
@@ -23,7 +26,7 @@ use super::setup::{self, Shape};
 use super::{Assembly, BAR, E1000e, MTA_WORDS, bell, recognise};
 use crate::nic::bus::{Bus, Registers};
 use crate::nic::sash::{Sash as _, broken};
-use crate::nic::{Failed, Link, Mac, MemoryLayout, NicError, NicMemory, NicOptions, Repoint};
+use crate::nic::{Failed, Left, Link, Mac, MemoryLayout, NicError, NicMemory, NicOptions, Repoint};
 use crate::port::Burst;
 
 /// A card is asked so often however long each takes: whoever answers for a modelled one may have been asleep meanwhile.
@@ -37,6 +40,10 @@ pub struct Hush {
     asked: Option<Asked>,
     /// The receive unit is off: no slots are posted.
     off: bool,
+    /// How the card was left.
+    left: u64,
+    /// Frames that have the partner pause, and have not left: the last of them lets it go.
+    unsent: u64,
     /// When the partner was let go, as long as not everything is put back that was changed for that.
     let_go_at: Option<Instant>,
 }
@@ -60,6 +67,8 @@ struct Asked {
     control: [u32; 2],
     /// The partner has been told, or does not seem to be there; and how often the card was asked since, or until then.
     told: bool,
+    /// The card has really asked it.
+    paused: bool,
     asks: u32,
     /// How often the card was asked, since something came last, whether anything had.
     looks: u32,
@@ -68,8 +77,23 @@ struct Asked {
     heads: [u32; QUEUES_MAX],
 }
 
+/// How long a frame that lets the partner go takes to leave, at least: to ask for it sooner is in vain, and in the way of what has come.
+const LEAVES_AFTER: Duration = Duration::from_micros(50);
+
 /// A taker with rings of its own: a driver that has everything but the card.
-pub struct Ready<B: Bus>(E1000e<B>);
+pub struct Ready<B: Bus> {
+    nic: E1000e<B>,
+    /// What the receive and the transmit control register hold, but that their units are on: the giver changes nothing else of them from when we are ready.
+    controls: [u32; 2],
+}
+
+/// Of how a card was left: it runs, and the receive rings' heads are where the halves of the low word say.
+const RUNS: u64 = 1 << 63;
+
+/// How a card was left that runs with these heads of its receive rings.
+fn runs(heads: [u32; QUEUES_MAX]) -> u64 {
+    RUNS | u64::from(heads[0] & 0xffff) | u64::from(heads[1] & 0xffff) << 16
+}
 
 impl<B: Bus> std::fmt::Debug for Ready<B> {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
@@ -90,36 +114,50 @@ fn go_on_with<R: Registers>(
     [receive_control, transmit_control]: [u32; 2],
 ) {
     let rings = || (0_usize..).zip(0_u32..).zip(receive);
-    for ((queue, index), its) in rings() {
-        let (low, high) = setup::halves(ring_at(memory.rings_at(), queue, shape.ring));
-        mmio.write(regs::RDBAL.of(index), low);
-        mmio.write(regs::RDBAH.of(index), high);
-        mmio.write(regs::RDH.of(index), its.head());
-        if !its.is_full() {
+    mmio.0.together(|| {
+        for ((queue, index), its) in rings() {
+            let (low, high) = setup::halves(ring_at(memory.rings_at(), queue, shape.ring));
+            mmio.write(regs::RDBAL.of(index), low);
+            mmio.write(regs::RDBAH.of(index), high);
+            mmio.write(regs::RDH.of(index), its.head());
+            if !its.is_full() {
+                mmio.write(regs::RDT.of(index), its.tail());
+            }
+        }
+        let (low, high) = setup::halves(ring_at(memory.rings_at(), receive.len(), shape.ring));
+        mmio.write(regs::TDBAL, low);
+        mmio.write(regs::TDBAH, high);
+        mmio.write(regs::TDH, transmit.head());
+        mmio.write(regs::TDT, transmit.tail());
+        mmio.write(regs::TCTL, transmit_control | tctl::EN);
+        mmio.write(regs::RCTL, receive_control | rctl::EN);
+        for ((_, index), its) in rings().filter(|(_, its)| its.is_full()) {
             mmio.write(regs::RDT.of(index), its.tail());
         }
-    }
-    let (low, high) = setup::halves(ring_at(memory.rings_at(), receive.len(), shape.ring));
-    mmio.write(regs::TDBAL, low);
-    mmio.write(regs::TDBAH, high);
-    mmio.write(regs::TDH, transmit.head());
-    mmio.write(regs::TDT, transmit.tail());
-    mmio.write(regs::TCTL, transmit_control | tctl::EN);
-    mmio.write(regs::RCTL, receive_control | rctl::EN);
-    for ((_, index), its) in rings().filter(|(_, its)| its.is_full()) {
-        mmio.write(regs::RDT.of(index), its.tail());
-    }
+    });
 }
 
-/// What the units are set up for, if they are off.
-fn controls_of_stopped<R: Registers>(mmio: &Mmio<R>) -> Result<[u32; 2], NicError> {
-    let controls = [mmio.read(regs::RCTL), mmio.read(regs::TCTL)];
-    match controls {
-        [u32::MAX, _] | [_, u32::MAX] => Err(NicError::Gone),
-        [receive, _] if receive & rctl::EN != 0 => Err(broken("the card receives, though stopped", receive.into())),
-        [_, transmit] if transmit & tctl::EN != 0 => Err(broken("the card sends, though stopped", transmit.into())),
-        controls => Ok(controls),
+/// Switches off a card that runs, and was left with these heads of its receive rings, if they are there still; else it runs on.
+fn stop_where<R: Registers>(mmio: &Mmio<R>, queues: usize, left: u64, controls: [u32; 2]) -> Result<(), NicError> {
+    let found = mmio.0.together(|| {
+        // The partner's pause may be as good as over.
+        mmio.write(regs::TCTL, controls[1] | tctl::EN | tctl::SWXOFF);
+        mmio.write(regs::RCTL, controls[0]);
+        heads_of(mmio, queues)
+    });
+    if found[0] == u32::MAX {
+        return Err(NicError::Gone);
     }
+    if runs(found) == left {
+        return Ok(());
+    }
+    mmio.write(regs::RCTL, controls[0] | rctl::EN);
+    Err(broken("frames have come since its giver left the card, up to descriptor", found[0].into()))
+}
+
+/// Where the card is in its receive rings.
+fn heads_of<R: Registers>(mmio: &Mmio<R>, queues: usize) -> [u32; QUEUES_MAX] {
+    std::array::from_fn(|queue| if queue < queues { mmio.read(regs::RDH.of(u32::from(queue > 0))) } else { 0 })
 }
 
 /// Whether the card was started with these rings and frames. They stay as they are.
@@ -166,8 +204,9 @@ impl<B: Bus> Ready<B> {
         };
         let flow_control = flow::is_prepared(&mmio);
         let mut mta = Box::new([0; MTA_WORDS]);
-        (0_u32..).zip(mta.iter_mut()).for_each(|(index, word)| *word = mmio.read(regs::MTA.of(index)));
-        let filter = match mmio.read(regs::RCTL) {
+        mmio.read_block(regs::MTA.of(0), &mut *mta);
+        let controls = [mmio.read(regs::RCTL), mmio.read(regs::TCTL)];
+        let filter = match controls[0] {
             control if control & rctl::UPE != 0 => 1,
             control if control & rctl::MPE != 0 => 2,
             _ => 0,
@@ -189,7 +228,7 @@ impl<B: Bus> Ready<B> {
         let mut nic = E1000e { held: flow_control, ..E1000e::assemble(bus, memory, parts) };
         nic.open_ledger();
         nic.memory.ledger().belongs(None);
-        Ok(Ready(nic))
+        Ok(Ready { nic, controls: [controls[0] & !rctl::EN, controls[1] & !(tctl::EN | tctl::SWXOFF)] })
     }
 
     #[expect(clippy::type_complexity, reason = "what the card says, once")]
@@ -212,8 +251,14 @@ impl<B: Bus> E1000e<B> {
     /// at most once.
     #[cold]
     pub(super) fn finish_letting_go(&mut self, since: Instant) {
-        let late = since.elapsed() > park::xoff_limit(self.shape.frame(), 10);
-        if self.counters.collect_xoff_sent(&self.mmio) == 0 && !late {
+        let waited = since.elapsed();
+        if waited < LEAVES_AFTER {
+            return;
+        }
+        let late = waited > park::xoff_limit(self.shape.frame(), 10);
+        let sent = self.counters.collect_xoff_sent(&self.mmio);
+        self.hush.unsent = self.hush.unsent.saturating_sub(sent);
+        if self.hush.unsent > 0 && !late {
             return;
         }
         self.mmio.write(regs::FCTTV, PAUSE_MAX);
@@ -243,13 +288,19 @@ impl<B: Bus> E1000e<B> {
         std::array::from_fn(|queue| self.receive.get(queue).map_or(0, ReceiveRing::head))
     }
 
+    /// Whether nothing has come for as long as a frame takes that was under way.
+    fn is_silent(&self, asked: &Asked, speed: u32) -> bool {
+        asked.looks >= LOOKS_AT_LEAST && asked.still_since.elapsed() >= park::quiet(self.shape.frame(), speed)
+    }
+
     /// Whether the partner was told to pause. Asks the card until it was, and not for too long.
     fn is_told(&mut self, asked: &mut Asked) -> bool {
         let Link::Up { full_duplex: true, speed } = asked.link else { return true };
         asked.asks += 1;
         if !asked.told {
             let late = asked.at.elapsed() > park::xoff_limit(self.shape.frame(), speed) && asked.asks >= ASKED_AT_LEAST;
-            asked.told = self.counters.collect_xoff_sent(&self.mmio) > 0 || late;
+            asked.paused = self.counters.collect_xoff_sent(&self.mmio) > 0;
+            asked.told = asked.paused || late;
             (asked.still_since, asked.looks) = (Instant::now(), 0);
             if asked.told {
                 asked.asks = 0;
@@ -267,7 +318,7 @@ impl<B: Bus> Repoint for E1000e<B> {
     }
 
     fn give_up(ready: Ready<B>) -> (B, NicMemory) {
-        let E1000e { mut bus, memory, .. } = ready.0;
+        let E1000e { mut bus, memory, .. } = ready.nic;
         // Nobody has to be told that it was gone already.
         let _ = memory.unmap(&mut bus);
         memory.take_back();
@@ -294,7 +345,8 @@ impl<B: Bus> Repoint for E1000e<B> {
         let now = Instant::now();
         let heads = self.heads();
         self.held = false;
-        let asked = Asked { at: now, link, control, told: false, asks: 0, looks: 0, still_since: now, heads };
+        let asked =
+            Asked { at: now, link, control, told: false, paused: false, asks: 0, looks: 0, still_since: now, heads };
         self.hush = Hush { asked: Some(asked), ..Hush::default() };
     }
 
@@ -313,30 +365,39 @@ impl<B: Bus> Repoint for E1000e<B> {
         self.hush.asked = Some(asked);
         let Link::Up { speed, .. } = asked.link else { return true };
         let frame = self.shape.frame();
-        let silent = asked.looks >= LOOKS_AT_LEAST && asked.still_since.elapsed() >= park::quiet(frame, speed);
+        let silent = self.is_silent(&asked, speed);
         let since = asked.at.elapsed();
         let gone = self.transmit.unsent() == 0 || since > DRAIN_LIMIT;
         told && gone
             && (silent || since > park::xoff_limit(frame, speed) + SILENCE_LIMIT && asked.asks >= ASKED_AT_LEAST)
     }
 
-    fn stop(&mut self) -> Result<bool, NicError> {
-        let Some(Asked { link, control: [receive, transmit], .. }) = self.hush.asked else {
-            return Err(broken("it was not hushed before it was to stop", 0));
+    fn leave(&mut self) -> Result<bool, NicError> {
+        let Some(asked) = self.hush.asked else {
+            return Err(broken("it was not hushed before it was to be left", 0));
         };
+        let Asked { link, control: [receive, transmit], .. } = asked;
         if !self.hush.off {
             self.commit(&Burst::new());
+            if let Link::Up { speed, full_duplex: true } = link
+                && asked.paused
+                && self.is_silent(&asked, speed)
+                && self.transmit.unsent() == 0
+            {
+                self.hush.left = runs(self.heads());
+                return Ok(true);
+            }
         }
         let queues = self.receive.len();
         let mmio = &self.mmio;
-        let heads = || {
-            std::array::from_fn(|queue| if queue < queues { mmio.read(regs::RDH.of(u32::from(queue > 0))) } else { 0 })
-        };
-        if !self.hush.off {
-            mmio.write(regs::RCTL, receive & !rctl::EN);
-            self.hush.off = true;
-        }
-        let mut found: [u32; QUEUES_MAX] = heads();
+        let heads = || heads_of(mmio, queues);
+        let was_off = std::mem::replace(&mut self.hush.off, true);
+        let mut found: [u32; QUEUES_MAX] = mmio.0.together(|| {
+            if !was_off {
+                mmio.write(regs::RCTL, receive & !rctl::EN);
+            }
+            heads()
+        });
         if found[0] == u32::MAX {
             return Err(NicError::Gone);
         }
@@ -359,21 +420,21 @@ impl<B: Bus> Repoint for E1000e<B> {
             // A partner that has us pause, or none at all. What had begun is finished; the rest goes with the memory, unless the card comes back.
             park::settles(STOP_LIMIT, park::quiet(self.shape.frame(), 10), || [mmio.read(regs::TDH), 0]);
         }
+        self.hush.left = Left::STOPPED.0;
         Ok(true)
     }
 
+    fn left(&self) -> Left {
+        Left(self.hush.left)
+    }
+
     fn go_back(&mut self) -> Result<(), NicError> {
-        let Some(Asked { control, .. }) = self.hush.asked else { return Ok(()) };
-        if self.hush.off {
-            // A taker that got so far is gone by now.
-            self.mmio.write(regs::RCTL, control[0] & !rctl::EN);
-            self.mmio.write(regs::TCTL, control[1] & !(tctl::EN | tctl::SWXOFF));
-            controls_of_stopped(&self.mmio)?;
-            let mmio = &self.mmio;
-            let heads = || [mmio.read(regs::RDH.of(0)), mmio.read(regs::TDH)];
-            park::settles(STOP_LIMIT, park::quiet(self.shape.frame(), 1000), heads);
-            let control = [control[0], control[1] & !tctl::SWXOFF];
-            go_on_with(&self.mmio, &self.memory, (&self.receive, &self.transmit), self.shape, control);
+        if self.hush.asked.is_none() {
+            return Ok(());
+        }
+        if self.hush.off || self.hush.left != 0 {
+            // A taker that got so far as to point it elsewhere is gone by now.
+            self.go_on_halted();
         }
         self.hush = Hush::default();
         self.held = true;
@@ -385,21 +446,33 @@ impl<B: Bus> Repoint for E1000e<B> {
         }
     }
 
-    fn repoint(ready: Ready<B>) -> Result<Self, Failed<B>> {
-        let Ready(mut nic) = ready;
-        let controls = match controls_of_stopped(&nic.mmio) {
-            Ok(controls) => controls,
-            Err(error) => return Err(nic.failed(error)),
+    fn repoint(ready: Ready<B>, left: Left) -> Result<Self, Failed<B>> {
+        let Ready { mut nic, controls } = ready;
+        let stopped = match left.0 & RUNS {
+            // Its giver switches the transmit side off last: where that is off, the receive side is.
+            0 => match nic.mmio.read(regs::TCTL) {
+                u32::MAX => Err(NicError::Gone),
+                control if control & tctl::EN != 0 => Err(broken("the card sends, though stopped", control.into())),
+                _ => Ok(()),
+            },
+            _ => stop_where(&nic.mmio, nic.receive.len(), left.0, controls),
         };
+        if let Err(error) = stopped {
+            return Err(nic.failed(error));
+        }
         // Should we die in the middle of it, who comes next has the card go on, or points it elsewhere.
         nic.memory.ledger().halted(true);
         nic.memory.ledger().belongs(Some((Sash::KIND, Sash::VERSION)));
         // The giver has received all that had come: the partner can go on. In so few words that the card says so itself, with the next frame that it sends.
-        nic.mmio.write(regs::FCTTV, if nic.flow_control { PAUSE_MIN } else { 0 });
-        let controls = [controls[0], controls[1] | tctl::SWXOFF];
-        go_on_with(&nic.mmio, &nic.memory, (&nic.receive, &nic.transmit), nic.shape, controls);
+        let go_on = [controls[0], controls[1] | tctl::SWXOFF];
+        nic.mmio.0.together(|| {
+            nic.mmio.write(regs::TCTL, controls[1]);
+            nic.mmio.write(regs::FCTTV, if nic.flow_control { PAUSE_MIN } else { 0 });
+            go_on_with(&nic.mmio, &nic.memory, (&nic.receive, &nic.transmit), nic.shape, go_on);
+        });
         nic.memory.ledger().halted(false);
         nic.hush.let_go_at = nic.flow_control.then(Instant::now);
+        nic.hush.unsent = if left.0 & RUNS == 0 { 1 } else { 2 };
         Ok(nic)
     }
 

@@ -21,7 +21,7 @@ use std::sync::atomic::Ordering::{Acquire, Relaxed};
 
 use tasuki_shm::arena::{Arena, Slot};
 use tasuki_shm::region::Span;
-use tasuki_shm::slots::SlotId;
+use tasuki_shm::slots::{SlotId, WrongSlot};
 
 use super::sash::{NO_SLOT, ReceiveSash, Sash};
 use crate::nic::bus::Iova;
@@ -118,6 +118,15 @@ impl Descriptors {
         }
     }
 
+    /// The slots that the descriptors `from..to` hold, of which there are fewer than in the ring, as the ledger lists them.
+    fn held(&self, from: u32, to: u32) -> impl Iterator<Item = SlotId> {
+        // To the end of the ring, and from its beginning.
+        let (first, len) = (self.place(from), to.wrapping_sub(from) as usize);
+        let (before, after) = self.slots.split_at(first);
+        let words = after.iter().chain(before).take(len);
+        words.map(|word| SlotId::from_word(word.load(Relaxed)))
+    }
+
     /// The slot in the descriptor at `place`.
     #[inline]
     fn slot(&self, place: usize) -> SlotId {
@@ -148,6 +157,15 @@ fn take_back(arena: &Arena, word: u64) -> Result<Slot, NicError> {
 #[cold]
 fn not_lent(word: u64) -> NicError {
     broken("a slot that is not the card's stands in one of its descriptors", word)
+}
+
+/// A slot is named that there is not, or one twice.
+#[cold]
+pub fn not_a_slot(wrong: WrongSlot) -> NicError {
+    let (WrongSlot::S1 { index, .. }
+    | WrongSlot::S2 { id: SlotId { index, .. }, .. }
+    | WrongSlot::S3 { id: SlotId { index, .. }, .. }) = wrong;
+    broken("it names a slot twice, or one that is not there", index.into())
 }
 
 /// What was wrong with frames, each counted by us because the card does not.
@@ -399,22 +417,27 @@ impl ReceiveRing {
         changed.then(|| self.tail())
     }
 
-    /// What a driver left behind that died: the slots that the card has, into `posted`; heads of frames that were in hand as they came.
-    /// Whatever else stands in the ring was being written.
-    pub fn salvage(memory: &NicMemory, index: usize, sash: &mut Sash) -> Result<(), NicError> {
-        let ring = Descriptors::new(memory, index, sash.head.ring);
-        let ReceiveSash { next, tail, .. } = sash.receive[index];
-        ring.to_sash(&mut sash.posted[index], next, tail);
-        let held = tail.wrapping_sub(next);
-        for position in (0..held).map(|i| next.wrapping_add(i)).filter(|&at| memory.ledger().has_saved(index, at)) {
-            let place = ring.place(position);
-            if ring.descriptor(place)[1].load(Acquire) & done::DD == 0 {
+    /// The ring that a predecessor left without a word, at the cursors that its ledger says: the card has the slots there. Whatever else stands in the
+    /// ring was being written.
+    pub fn pick_up(memory: &NicMemory, index: usize, count: u16, cursors: &ReceiveSash) -> Result<Self, NicError> {
+        let ring = Descriptors::new(memory, index, count);
+        let ReceiveSash { next, tail, skipping, .. } = *cursors;
+        memory.lend(ring.held(next, tail)).map_err(not_a_slot)?;
+        Ok(ReceiveRing { ring, next, tail, handled: next, rung: tail, hint: next, skipping: skipping == 1 })
+    }
+
+    /// Heads of frames that a predecessor had in hand are as they came.
+    pub fn undo(&self, memory: &NicMemory, index: usize) -> Result<(), NicError> {
+        let held = self.tail.wrapping_sub(self.next);
+        for position in memory.ledger().saved(index).filter(|at| at.wrapping_sub(self.next) < held) {
+            let place = self.ring.place(position);
+            if self.ring.descriptor(place)[1].load(Acquire) & done::DD == 0 {
                 continue;
             }
-            let id = ring.slot(place);
             // Ours for as long as it takes.
-            memory.lend(std::iter::once(id)).map_err(|_| broken("a slot stands in two descriptors", id.to_word()))?;
-            memory.ledger().undo(index, position, &mut take_back(memory.arena(), id.to_word())?);
+            let mut slot = take_back(memory.arena(), self.ring.slot(place).to_word())?;
+            memory.ledger().undo(index, position, &mut slot);
+            lend(memory.arena(), slot);
         }
         Ok(())
     }
@@ -499,10 +522,11 @@ impl TransmitRing {
         TransmitRing { ring, sent, filled, reusable: sent, rung: filled, given: 0 }
     }
 
-    /// The slots that a driver left in the ring that died.
-    pub fn salvage(memory: &NicMemory, sash: &mut Sash) {
-        let ring = Descriptors::new(memory, sash.queues.into(), sash.head.ring);
-        ring.to_sash(&mut sash.sending, sash.sent, sash.filled);
+    /// The ring that a predecessor left without a word, at these cursors.
+    pub fn pick_up(memory: &NicMemory, index: usize, count: u16, [sent, filled]: [u32; 2]) -> Result<Self, NicError> {
+        let ring = Descriptors::new(memory, index, count);
+        memory.lend(ring.held(sent, filled)).map_err(not_a_slot)?;
+        Ok(TransmitRing { ring, sent, filled, reusable: sent, rung: filled, given: 0 })
     }
 
     /// Frames that were ever given to the card.

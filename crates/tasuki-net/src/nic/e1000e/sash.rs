@@ -1,7 +1,6 @@
 //! All that a successor must know of a parked 82574. The rings stay as they are; what is in them, and where, stands here.
 
 use std::mem::offset_of;
-use std::ops::Range;
 
 use tasuki_shm::slots::SlotId;
 use zerocopy::{FromBytes, FromZeros, Immutable, IntoBytes, KnownLayout};
@@ -87,26 +86,27 @@ impl Sash {
         self.as_mut_bytes()[..SELDOM_LEN].copy_from_slice(&words.as_bytes()[..SELDOM_LEN]);
     }
 
-    /// No slot stands in any descriptor.
-    pub(super) fn clear_tables(&mut self) {
-        self.posted.as_flattened_mut().fill(NO_SLOT);
-        self.sending.fill(NO_SLOT);
-    }
-
-    /// Whether it is of this memory, and what it says of its rings' shape makes sense.
-    pub(super) fn head_of(&self, memory: &MemoryLayout) -> Result<(), NicError> {
-        self.head.check::<Sash>(memory)?;
-        self.shape(memory).map(drop)
-    }
-
-    /// Whether the cursors fit the rings.
-    pub(super) fn check_cursors(&self) -> Result<(), NicError> {
-        let rings = self.receive.iter().map(|ring| (ring.next, ring.tail)).chain([(self.sent, self.filled)]);
-        let held = rings.map(|(from, to)| to.wrapping_sub(from)).max().unwrap_or(0);
-        match held < u32::from(self.head.ring) {
-            true => Ok(()),
-            false => Err(broken("cursors are further apart than their ring is long", held.into())),
+    /// Whether all but the tables of slots makes sense in this memory: the shape.
+    pub(super) fn check_seldom(&self, memory: &MemoryLayout) -> Result<Shape, NicError> {
+        let shape = self.shape(memory)?;
+        if self.filter > 3 {
+            return Err(broken("the filter", self.filter.into()));
         }
+        if self.flow_control > 3 {
+            return Err(broken("flow control", self.flow_control.into()));
+        }
+        Counters::check(&self.counters)?;
+        for (queue, cursors) in self.receive.iter().enumerate() {
+            if cursors.skipping > 1 || cursors.reserved != 0 {
+                return Err(broken("the state of a receive ring", cursors.skipping.into()));
+            }
+            if queue >= shape.queues.into() && *cursors != ReceiveSash::default() {
+                return Err(broken("the cursors of a queue that is not used", cursors.next.into()));
+            }
+            held(shape.ring, cursors.next, cursors.tail)?;
+        }
+        held(shape.ring, self.sent, self.filled)?;
+        Ok(shape)
     }
 
     /// The shape of rings and frames.
@@ -129,21 +129,8 @@ impl sash::Sash for Sash {
     }
 
     fn check_body(&self, memory: &MemoryLayout) -> Result<(), NicError> {
-        let shape = self.shape(memory)?;
-        if self.filter > 3 {
-            return Err(broken("the filter", self.filter.into()));
-        }
-        if self.flow_control > 3 {
-            return Err(broken("flow control", self.flow_control.into()));
-        }
-        Counters::check(&self.counters)?;
-        for (queue, (cursors, posted)) in self.receive.iter().zip(&self.posted).enumerate() {
-            if cursors.skipping > 1 || cursors.reserved != 0 {
-                return Err(broken("the state of a receive ring", cursors.skipping.into()));
-            }
-            if queue >= shape.queues.into() && *cursors != ReceiveSash::default() {
-                return Err(broken("the cursors of a queue that is not used", cursors.next.into()));
-            }
+        let shape = self.check_seldom(memory)?;
+        for (cursors, posted) in self.receive.iter().zip(&self.posted) {
             check_ring(posted, shape.ring, cursors.next, cursors.tail)?;
         }
         check_ring(&self.sending, shape.ring, self.sent, self.filled)
@@ -151,15 +138,9 @@ impl sash::Sash for Sash {
 
     fn blank() -> Box<Self> {
         let mut blank = Box::new(Sash::new_zeroed());
-        blank.clear_tables();
+        blank.posted.as_flattened_mut().fill(NO_SLOT);
+        blank.sending.fill(NO_SLOT);
         blank
-    }
-
-    fn live(ring: u16) -> impl Iterator<Item = Range<usize>> {
-        let len = usize::from(ring).min(RING_MAX) * 8;
-        let table = |index: usize| offset_of!(Sash, posted) + index * size_of::<[u64; RING_MAX]>();
-        // The tables of both receive queues, and behind them that of the transmit ring.
-        std::iter::once(0..table(0)).chain((0..=QUEUES_MAX).map(move |index| table(index)..table(index) + len))
     }
 
     fn slots(&self) -> impl Iterator<Item = SlotId> {
@@ -169,12 +150,17 @@ impl sash::Sash for Sash {
     }
 }
 
+/// How many slots a ring holds, which are fewer than it has descriptors.
+fn held(ring: u16, from: u32, to: u32) -> Result<u32, NicError> {
+    match to.wrapping_sub(from) {
+        held if held < u32::from(ring) => Ok(held),
+        held => Err(broken("cursors are further apart than their ring is long", held.into())),
+    }
+}
+
 /// A ring holds slots in the descriptors `from..to`, of which there are fewer than in the ring, and nowhere else.
 fn check_ring(words: &[u64; RING_MAX], ring: u16, from: u32, to: u32) -> Result<(), NicError> {
-    let (held, mask) = (to.wrapping_sub(from), u32::from(ring) - 1);
-    if held > mask {
-        return Err(broken("cursors are further apart than their ring is long", held.into()));
-    }
+    let (held, mask) = (held(ring, from, to)?, u32::from(ring) - 1);
     let wrong = |place: u64| Err(broken("a slot where none is, or none where one is, in descriptor", place));
     let (inside, beyond) = words.split_at(usize::from(ring));
     for (place, &word) in (0_u32..).zip(inside) {

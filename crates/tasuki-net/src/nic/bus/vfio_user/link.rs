@@ -4,6 +4,7 @@
 //! that is, leaves the stream whole to those that it shared the connection with (`turns.rs`). That holds for servers that send an answer in one
 //! piece, as those that we know do; and for questions of a server, which none that we know asks, it does not hold.
 
+use std::cell::RefCell;
 use std::io::{self, IoSlice, IoSliceMut};
 use std::mem::MaybeUninit;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
@@ -31,6 +32,9 @@ const QUESTIONS_MAX: u32 = 64;
 
 /// Bytes of an answer that is skipped, received at once: the longest that there is to what we ask.
 const SKIPPED_MAX: usize = 4096;
+
+/// Bytes of messages that are collected at most.
+const COLLECTED_MAX: usize = 2048;
 
 /// How long is waited for the rest of a header. Servers send it as a whole.
 const DRIBBLE: Timespec = Timespec { tv_sec: 0, tv_nsec: 50_000 };
@@ -75,6 +79,9 @@ pub struct Link {
     next: u16,
     fault: Option<Fault>,
     behind: Arc<Behind>,
+    /// Messages that want no answer, while they are collected: a system call for each costs more than what it says.
+    corked: bool,
+    collected: RefCell<Vec<u8>>,
     /// Once others have the connection, too.
     turns: Option<Turns>,
     strays: u64,
@@ -88,7 +95,8 @@ impl Link {
         set_socket_timeout(&socket, Timeout::Recv, Some(timeout))?;
         set_socket_timeout(&socket, Timeout::Send, Some(timeout))?;
         let (fault, behind, turns) = (None, Arc::default(), None);
-        Ok(Link { socket: Some(socket), limits, timeout, next: 0, fault, behind, turns, strays: 0 })
+        let (corked, collected) = (false, RefCell::new(Vec::with_capacity(COLLECTED_MAX)));
+        Ok(Link { socket: Some(socket), limits, timeout, next: 0, fault, behind, corked, collected, turns, strays: 0 })
     }
 
     /// Whether the server may have something to do yet.
@@ -204,12 +212,53 @@ impl Link {
         let id = turn.as_ref().map_or(next, super::turns::Turn::number);
         let mut message = Message::command(id, command, false);
         fill(&mut message);
-        let socket = self.socket(doing)?;
         let deadline = Instant::now() + self.timeout;
         let may_be_others = turn.is_some().then_some(strays);
-        Ok(send(socket, message.finish(), fds)
+        let socket = self.socket(doing)?;
+        let mut collected = self.collected.borrow_mut();
+        let sent = match (collected.is_empty(), fds.is_empty()) {
+            (true, _) => send(socket, message.finish(), fds),
+            (false, true) => {
+                collected.extend_from_slice(message.finish());
+                send(socket, &collected, &[])
+            }
+            // Descriptors go with the message that speaks of them.
+            (false, false) => send(socket, &collected, &[]).and_then(|()| send(socket, message.finish(), fds)),
+        };
+        collected.clear();
+        Ok(sent
             .map_err(Fault::from)
             .and_then(|()| await_answer(socket, (id, command), may_be_others, deadline, answer)))
+    }
+
+    /// Collects what is [posted](Self::post), until somebody asks something.
+    pub fn cork(&mut self) {
+        self.corked = true;
+    }
+
+    /// Sends what was collected; from now on, nothing is.
+    pub fn uncork(&mut self) {
+        self.corked = false;
+        self.flush();
+    }
+
+    fn flush(&mut self) {
+        let collected = self.collected.get_mut();
+        if collected.is_empty() {
+            return;
+        }
+        let collected = std::mem::take(collected);
+        self.send_all(&collected);
+        // Its room is used again.
+        self.collected = RefCell::new(collected);
+        self.collected.get_mut().clear();
+    }
+
+    fn send_all(&mut self, bytes: &[u8]) {
+        let Ok(socket) = self.socket("") else { return };
+        if let Err(errno) = send(socket, bytes, &[]) {
+            let _ = self.fail::<()>("", errno.into());
+        }
     }
 
     /// Sends `command` and wants no answer. Whether it arrives is learnt from what is asked next.
@@ -218,10 +267,14 @@ impl Link {
         let mut message = Message::command(id, command, true);
         fill(&mut message);
         self.behind.posting();
-        let Ok(socket) = self.socket("") else { return };
-        if let Err(errno) = send(socket, message.finish(), &[]) {
-            let _ = self.fail::<()>("", errno.into());
+        let bytes = message.finish();
+        if self.corked {
+            if self.collected.get_mut().len() + bytes.len() > COLLECTED_MAX {
+                self.flush();
+            }
+            return self.collected.get_mut().extend_from_slice(bytes);
         }
+        self.send_all(bytes);
     }
 }
 

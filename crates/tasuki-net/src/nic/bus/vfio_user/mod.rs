@@ -30,7 +30,7 @@ use rustix::event::EventfdFlags;
 use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType};
 use tasuki_shm::region::{PAGE_LEN, Region};
 
-use super::bar::{Bar, Far};
+use super::bar::{BLOCK_MAX, Bar, Far};
 use super::mmio::Mmio;
 use super::pci::{self, Capability, Header};
 use super::{Bus, BusError, IntX, Iova};
@@ -303,8 +303,8 @@ fn doorbells(link: &mut Link, index: u32, len: u64) -> Result<Option<Doorbells>,
 
 /// Reads `into` from a region.
 fn read(link: &mut Link, doing: &'static str, region: u32, offset: u64, into: &mut [u8]) -> Result<(), BusError> {
-    let mut answer = [0; 16 + 4];
-    let count = u32::try_from(into.len()).expect("a register has a few bytes");
+    let mut answer = [0; 16 + BLOCK_MAX];
+    let count = u32::try_from(into.len()).expect("a block has a few bytes");
     let ask = |message: &mut wire::Message| _ = message.u64(offset).u32(region).u32(count);
     let answer = &mut answer[..16 + into.len()];
     let (len, _) = link.call(doing, Command::RegionRead, ask, &[], answer, 0)?;
@@ -529,6 +529,14 @@ impl Far for Messages {
     /// Who refuses or is gone does not answer; the link remembers why.
     fn read(&self, offset: u32, into: &mut [u8]) -> bool {
         read(&mut self.link.lock(), "reading a register", self.region, offset.into(), into).is_ok()
+    }
+
+    fn cork(&self) {
+        self.link.lock().cork();
+    }
+
+    fn uncork(&self) {
+        self.link.lock().uncork();
     }
 
     fn is_behind(&self) -> bool {

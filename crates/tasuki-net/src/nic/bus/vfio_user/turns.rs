@@ -122,6 +122,7 @@ impl Turns {
     }
 
     fn over(memory: Region) -> Result<Self, RegionError> {
+        memory.populate();
         Ok(Turns { words: memory.span(0, 2)?, memory: Some(memory) })
     }
 
