@@ -3,6 +3,7 @@
 use std::collections::BTreeSet;
 use std::fmt;
 use std::net::Ipv4Addr;
+use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
@@ -136,7 +137,7 @@ fn yes() -> bool {
 }
 
 /// What a node does with frames: [`letter::Work`], as it is written by people.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Deserialize)]
+#[derive(Debug, Clone, PartialEq, Eq, Deserialize)]
 #[serde(deny_unknown_fields, rename_all = "kebab-case")]
 pub enum Work {
     /// Sends each back.
@@ -148,6 +149,19 @@ pub enum Work {
     /// Sends numbered ones.
     #[serde(rename_all = "kebab-case")]
     Source(Source),
+    /// What a program of the user's own does.
+    Program(Program),
+}
+
+/// Of a program of the user's own: see docs/users/own-programs.md.
+#[derive(Debug, Clone, PartialEq, Eq, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Program {
+    /// Where it is, from `/`.
+    pub path: PathBuf,
+    /// What only it understands.
+    #[serde(default)]
+    pub options: String,
 }
 
 /// Of who answers.
@@ -174,13 +188,24 @@ fn shortest() -> u16 {
     *SIZES.start()
 }
 
-impl From<Work> for letter::Work {
-    fn from(work: Work) -> Self {
-        match work {
+impl From<&Work> for letter::Work {
+    fn from(work: &Work) -> Self {
+        match *work {
             Work::Echo => letter::Work::Echo,
             Work::Sink => letter::Work::Sink,
             Work::Answer(Answer { address }) => letter::Work::Answer { address },
             Work::Source(Source { rate, size }) => letter::Work::Source { rate, size },
+            Work::Program(_) => letter::Work::Program,
+        }
+    }
+}
+
+impl Node {
+    /// Its own program, if its workers are not the usual one.
+    pub fn program(&self) -> Option<&Program> {
+        match &self.work {
+            Work::Program(program) => Some(program),
+            _ => None,
         }
     }
 }
@@ -298,7 +323,7 @@ impl Config {
             self.node.iter().find_map(|node| {
                 let trusted =
                     node.trusts.iter().find_map(stranger).map(|what| format!("node {:?}, trusts: {what}", node.name));
-                trusted.or_else(|| size_of_frames(node))
+                trusted.or_else(|| size_of_frames(node)).or_else(|| program_of(node))
             })
         };
         let of_nics = || {
@@ -342,6 +367,36 @@ fn size_of_frames(node: &Node) -> Option<String> {
     })
 }
 
+fn program_of(node: &Node) -> Option<String> {
+    let Program { path, options } = node.program()?;
+    let most = letter::OPTIONS_MAX;
+    match () {
+        () if !path.is_absolute() => {
+            Some(format!("node {:?}: its program is named by a path from /, not {}", node.name, path.display()))
+        }
+        () if options.len() > most => Some(format!(
+            "node {:?}: its program's options have {} bytes, and may have {most}; shorten them",
+            node.name,
+            options.len()
+        )),
+        () => None,
+    }
+}
+
+/// Why what is at `path` cannot be started, as the end of a sentence that begins with the path.
+pub fn not_startable(path: &Path) -> Option<&'static str> {
+    let found = std::fs::metadata(path);
+    match found.map(|found| (found.is_file(), found.permissions().mode() & 0o111 != 0)) {
+        Err(error) if error.kind() == std::io::ErrorKind::NotFound => {
+            Some("is not there; build it, or name another program by its path from /")
+        }
+        Err(_) => Some("cannot be looked at; let tasukid's user read the folders above it"),
+        Ok((false, _)) => Some("is no file; name a program by its path from /"),
+        Ok((true, false)) => Some("may not be executed; chmod +x it"),
+        Ok((true, true)) => None,
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -376,6 +431,10 @@ trusts = ["red"]
 name = "grey"
 work = { answer = { address = "192.0.2.2" } }
 
+[[node]]
+name = "pink"
+work = { program = { path = "/opt/mine", options = "fast" } }
+
 [[nic]]
 name = "eth0"
 device = "vfio:0000:03:00.0"
@@ -391,6 +450,9 @@ ring = 512
         assert_eq!(config.node[1].work, Work::Source(Source { rate: 1000, size: 64 }));
         assert_eq!(config.node[3].work, Work::Answer(Answer { address: Ipv4Addr::new(192, 0, 2, 2) }));
         assert!(config.node[0].standby && !config.node[1].standby);
+        let (path, options) = ("/opt/mine".into(), "fast".to_owned());
+        assert_eq!(config.node[4].program(), Some(&Program { path, options }));
+        assert_eq!(config.node[0].program(), None);
         assert_eq!(config.nic[0].device, Device::Vfio("0000:03:00.0".to_owned()));
         assert!(config.trust("red", "blue") && config.trust("green", "green"));
         assert!(config.has_strangers(), "green is one to red");
@@ -435,6 +497,21 @@ ring = 512
                 &["a frame has 60 to 1514 bytes"],
             ),
             ("[daemon]\ndeadline_ms = 0\n".to_owned(), &["a limit of 0 ms"]),
+            (
+                "[[node]]\nname = \"red\"\nwork = { program = { path = \"mine\" } }\n".to_owned(),
+                &["node \"red\": its program is named by a path from /, not mine"],
+            ),
+            (
+                "[[node]]\nname = \"red\"\nwork = { program = { options = \"a\" } }\n".to_owned(),
+                &["t.toml:3: missing field `path`"],
+            ),
+            (
+                format!(
+                    "[[node]]\nname = \"red\"\nwork = {{ program = {{ path = \"/a\", options = \"{}\" }} }}\n",
+                    "x".repeat(4097)
+                ),
+                &["node \"red\": its program's options have 4097 bytes, and may have 4096"],
+            ),
         ];
         for (text, parts) in cases {
             let said = parse(text).expect_err(text);

@@ -20,6 +20,9 @@ pub const SPEECH: u32 = 1;
 /// Most bytes of a letter.
 pub const LETTER_MAX: usize = 64 * 1024;
 
+/// Most bytes of a program's options.
+pub const OPTIONS_MAX: usize = 4096;
+
 /// Most descriptors beside one.
 pub const FDS_MAX: usize = 32;
 
@@ -58,6 +61,8 @@ pub enum Work {
         /// Bytes of each, without check sequence.
         size: u16,
     },
+    /// What the program does that the worker is: a user's own.
+    Program,
 }
 
 /// The first letter to a worker: what it is.
@@ -71,6 +76,9 @@ pub struct Begin {
     pub node: String,
     /// What it does with frames.
     pub work: Work,
+    /// For a program of the user's own, which alone knows what it means; at most [`OPTIONS_MAX`] bytes.
+    #[serde(default)]
+    pub options: String,
     /// The CPU that it runs on, if it is to stay on one.
     pub cpu: Option<u32>,
     /// It never sleeps while it drives a NIC.

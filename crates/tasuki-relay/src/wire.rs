@@ -163,6 +163,24 @@ pub enum Reason {
         "frames came before the worker could point the card at its memory, and stay with the old owner; ask again, or see why the machine was so slow"
     )]
     FramesCame,
+    /// It does not go on from what its predecessor remembered.
+    #[error(
+        "the program does not read the state of kind {kind:#x} version {version} that the one before it keeps; have it convert that, or upgrade with another"
+    )]
+    OtherState {
+        /// Of which kind it is.
+        kind: u64,
+        /// Of which version.
+        version: u64,
+    },
+    /// The rings are too short for it.
+    #[error("the NIC's rings have {has} descriptors, and the program needs {needs}; raise the NIC's `ring`")]
+    ShortRing {
+        /// Descriptors in each.
+        has: u64,
+        /// Those that it needs at least.
+        needs: u64,
+    },
     /// A code that this version does not know.
     #[error("the worker has a reason that this version does not know (code {code}); rebuild the older of the two")]
     Unknown {
@@ -186,7 +204,9 @@ impl Reason {
             Reason::Died => (10, 0, 0),
             Reason::NobodyLeft => (11, 0, 0),
             Reason::Odd { position } => (12, position, 0),
-            Reason::FramesCame => (13, 0, 0),
+            Reason::FramesCame => (15, 0, 0),
+            Reason::OtherState { kind, version } => (13, kind, version),
+            Reason::ShortRing { has, needs } => (14, has, needs),
             Reason::Unknown { code } => (code, 0, 0),
         }
     }
@@ -205,7 +225,9 @@ impl Reason {
             10 => Reason::Died,
             11 => Reason::NobodyLeft,
             12 => Reason::Odd { position: a },
-            13 => Reason::FramesCame,
+            15 => Reason::FramesCame,
+            13 => Reason::OtherState { kind: a, version: b },
+            14 => Reason::ShortRing { has: a, needs: b },
             code => Reason::Unknown { code },
         }
     }

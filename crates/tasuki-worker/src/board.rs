@@ -12,6 +12,7 @@ use tasuki_shm::lease::{self, Lease};
 use tasuki_shm::line::Line;
 use tasuki_shm::region::{Region, RegionError, Span};
 
+use crate::program::STATE_MAX;
 use crate::tomb;
 
 /// Words of a page.
@@ -160,7 +161,8 @@ impl Pulse {
     }
 }
 
-/// A node's book: memory that outlives workers, for what its work must remember. A line and another for each NIC, by its number.
+/// A node's book: memory that outlives workers, for what its work must remember. Of the stock worker's works a line and another for each NIC, by
+/// its number; of a program of the user's own, behind those, [`STATE_PAGE`] words for each.
 #[derive(Debug)]
 pub struct Book {
     words: Span<AtomicU64>,
@@ -172,6 +174,33 @@ const PAGE: usize = 2 * COPY;
 
 /// Words that are remembered of a NIC.
 pub const COPY: usize = 8;
+
+/// Where what programs remember begins, in words.
+const STATES_AT: usize = 2048;
+/// Words of what a program remembers of a NIC: two copies, each of a head and a state.
+const STATE_PAGE: usize = 2 * (STATE_HEAD + STATE_WORDS);
+const STATE_HEAD: usize = 4;
+/// Words of a program's state.
+pub const STATE_WORDS: usize = STATE_MAX / 8;
+
+/// A copy of what a program remembers.
+#[derive(Debug, Clone, Copy)]
+pub struct Written {
+    /// Kind and version of the state; zeros where nothing was written.
+    pub state: (u32, u32),
+    /// Of two copies that which was written later has more.
+    pub count: u64,
+    /// Bytes of the state.
+    pub len: usize,
+    /// It.
+    pub words: [u64; STATE_WORDS],
+}
+
+impl Default for Written {
+    fn default() -> Self {
+        Written { state: (0, 0), count: 0, len: 0, words: [0; STATE_WORDS] }
+    }
+}
 
 /// Bytes of a book.
 const BOOK_LEN: usize = 64 * 1024;
@@ -188,9 +217,36 @@ impl Book {
         self.region.as_fd().try_clone_to_owned()
     }
 
+    /// What stands in a copy of what a program remembers of a NIC; nothing where there is no room for so many NICs.
+    pub fn state(&self, nic: u32, copy: u64) -> Option<Written> {
+        let place = self.state_place(nic, copy)?;
+        let word = |index: usize| place[index].load(Acquire);
+        #[expect(clippy::cast_possible_truncation, reason = "the two halves of a word")]
+        let state = ((word(0) >> 32) as u32, word(0) as u32);
+        let len = usize::try_from(word(2)).unwrap_or(usize::MAX).min(8 * STATE_WORDS);
+        let words = std::array::from_fn(|index| word(STATE_HEAD + index));
+        Some(Written { state, count: word(1), len, words })
+    }
+
+    /// Writes a copy of what a program remembers of a NIC.
+    #[inline]
+    pub fn note(&self, nic: u32, copy: u64, written: &Written) {
+        let Some(place) = self.state_place(nic, copy) else { return };
+        let (kind, version) = written.state;
+        let head = [u64::from(kind) << 32 | u64::from(version), written.count, written.len as u64, 0];
+        let words = head.iter().chain(&written.words[..written.len.div_ceil(8)]);
+        place.iter().zip(words).for_each(|(to, from)| to.store(*from, Release));
+    }
+
+    fn state_place(&self, nic: u32, copy: u64) -> Option<&[AtomicU64]> {
+        let page = usize::try_from(nic).ok()?.checked_mul(STATE_PAGE)?.checked_add(STATES_AT)?;
+        let start = page + usize::from(copy & 1 == 1) * (STATE_PAGE / 2);
+        self.words.get(start..start + STATE_PAGE / 2)
+    }
+
     fn place(&self, nic: u32, copy: u64) -> Option<&[AtomicU64]> {
         let start = usize::try_from(nic).ok()?.checked_mul(PAGE)? + usize::from(copy & 1 == 1) * COPY;
-        self.words.get(start..start + COPY)
+        self.words[..STATES_AT].get(start..start + COPY)
     }
 
     /// What stands in a copy of a NIC's words; nothing where there is no room for so many NICs.

@@ -13,9 +13,10 @@ use tasuki_relay::wire::Order;
 use tasuki_relay::worker::{Input, Tables};
 
 use crate::board::{Board, Book, Pulse};
+use crate::duty::Duty;
 use crate::post::{Heard, Post};
 use crate::seat::{Common, Given, Seat};
-use crate::{confine, kit, store, warm};
+use crate::{confine, kit, sentence, store, warm};
 
 /// Looks in vain before a worker that may sleep does.
 const IDLE_LOOKS: u32 = 4096;
@@ -28,9 +29,9 @@ const ROUND: u64 = 1 << 16;
 const SPIN: Duration = Duration::from_millis(20);
 
 /// A NIC, by the way to it: its data path is compiled for it.
-enum AnySeat {
-    User(Box<Seat<E1000e<VfioUser>>>),
-    Vfio(Box<Seat<E1000e<Vfio>>>),
+enum AnySeat<D: Duty> {
+    User(Box<Seat<E1000e<VfioUser>, D>>),
+    Vfio(Box<Seat<E1000e<Vfio>, D>>),
 }
 
 macro_rules! each {
@@ -42,10 +43,12 @@ macro_rules! each {
     };
 }
 
-struct Node {
+struct Node<D: Duty> {
     name: String,
     common: Common,
-    seats: Vec<AnySeat>,
+    /// What is done with frames.
+    told: D::Told,
+    seats: Vec<AnySeat<D>>,
     poll: bool,
     /// Messages that were announced when it read last.
     read: u64,
@@ -53,7 +56,7 @@ struct Node {
 }
 
 /// Runs a worker, with the daemon at the other end of standard input.
-pub fn run() -> Result<()> {
+pub fn run<D: Duty>() -> Result<()> {
     let socket = std::io::stdin().as_fd().try_clone_to_owned().context("the worker has no standard input")?;
     let mut post = Post::new(socket)?;
     let (begin, fds) = match post.wait()? {
@@ -73,7 +76,9 @@ pub fn run() -> Result<()> {
         "the daemon speaks version {} of the letters, and this worker {SPEECH}; rebuild the older of the two",
         begin.speech
     );
-    let mut node = Node::begin(post, &begin, fds)?;
+    // Also to who has asked for this program, and does not see what it writes.
+    let told = D::told(&begin).inspect_err(|error| post.tell(None, sentence(error)))?;
+    let mut node = Node::<D>::begin(post, &begin, told, fds)?;
     if let Some(cpu) = begin.cpu {
         confine::pin(cpu)?;
     }
@@ -87,8 +92,8 @@ pub fn run() -> Result<()> {
     node.serve()
 }
 
-impl Node {
-    fn begin(mut post: Post, begin: &Begin, fds: Vec<OwnedFd>) -> Result<Self> {
+impl<D: Duty> Node<D> {
+    fn begin(mut post: Post, begin: &Begin, told: D::Told, fds: Vec<OwnedFd>) -> Result<Self> {
         let count = fds.len();
         let Ok([pulse, book, listening]) = <[OwnedFd; 3]>::try_from(fds) else {
             bail!(
@@ -104,11 +109,10 @@ impl Node {
             pulse: Pulse::over(pulse).context("the worker's pulse")?,
             book: Book::over(book).context("the node's book")?,
             party: Party(party),
-            work: begin.work,
             cpu: begin.cpu,
         };
         let name = begin.node.clone();
-        Ok(Node { name, common, seats: Vec::new(), poll: begin.poll, read: 0, over: false })
+        Ok(Node { name, common, told, seats: Vec::new(), poll: begin.poll, read: 0, over: false })
     }
 
     fn serve(&mut self) -> Result<()> {
@@ -257,7 +261,7 @@ impl Node {
         }
     }
 
-    fn of(&mut self, nic: u32, then: impl FnOnce(&mut AnySeat)) {
+    fn of(&mut self, nic: u32, then: impl FnOnce(&mut AnySeat<D>)) {
         match self.index(nic) {
             Some(index) => then(&mut self.seats[index]),
             None => {
@@ -277,8 +281,8 @@ impl Node {
         let is_vfio = text.as_ref().is_ok_and(kit::is_vfio);
         let given = Given { number, name, iova, kit, fds: fds.collect(), board, text };
         self.seats.push(match is_vfio {
-            true => AnySeat::Vfio(Box::new(Seat::new(given, &self.common))),
-            false => AnySeat::User(Box::new(Seat::new(given, &self.common))),
+            true => AnySeat::Vfio(Box::new(Seat::new(given, &self.common, &self.told))),
+            false => AnySeat::User(Box::new(Seat::new(given, &self.common, &self.told))),
         });
         Ok(())
     }

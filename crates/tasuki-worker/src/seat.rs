@@ -19,10 +19,10 @@ use tasuki_relay::worker::{Do, Input, Side, Tables, Worker};
 use tasuki_relay::{After, Party, Tenure, taker};
 use tasuki_shm::arena::Arena;
 
-use crate::board::{Board, Book, COPY, Pulse};
+use crate::board::{Board, Book, Pulse};
+use crate::duty::{Desk, Duty};
 use crate::kit::{self, Opened, Refused, Text};
 use crate::post::Post;
-use crate::work::{self, Job};
 use crate::{fail, store};
 
 /// How long a giver waits for its card to take the frames that it has in hand: where a successor can have them,
@@ -44,10 +44,16 @@ pub struct Common {
     pub book: Book,
     /// The worker's number.
     pub party: Party,
-    /// What is done with frames.
-    pub work: letter::Work,
     /// Where the worker stays.
     pub cpu: Option<u32>,
+}
+
+impl Common {
+    /// For whoever handles frames of this NIC, which lie there.
+    #[inline]
+    pub fn desk<'a>(&'a self, arena: &'a Arena, nic: u32) -> Desk<'a> {
+        Desk { arena, pulse: &self.pulse, book: &self.book, nic }
+    }
 }
 
 /// What is left to do of a card.
@@ -86,13 +92,14 @@ pub struct Given {
 }
 
 /// A NIC that this worker drives, or may be told to.
-pub struct Seat<N: Repoint> {
+pub struct Seat<N: Repoint, D: Duty> {
     given: Given,
     worker: Worker,
     /// What we hold the lease by, or held last.
     tenure: Tenure,
     card: Card<N>,
-    job: Job,
+    /// What is done with frames.
+    duty: D,
     burst: Burst,
     arena: Option<Arena>,
     /// Rung by a giver after it has passed the lease.
@@ -126,20 +133,19 @@ pub struct Seat<N: Repoint> {
 /// A rest of no time.
 const AT_ONCE: Timespec = Timespec { tv_sec: 0, tv_nsec: 0 };
 
-impl<N: Repoint + Scrub> Seat<N>
+impl<N: Repoint + Scrub, D: Duty> Seat<N, D>
 where
     N::Bus: KitBus,
 {
     /// Of a NIC that nothing was asked of yet.
-    pub fn new(given: Given, common: &Common) -> Self {
-        // What a predecessor remembered is read when it is over.
-        let job = Job::new(common.work, [0; COPY]);
+    pub fn new(given: Given, common: &Common, told: &D::Told) -> Self {
         Seat {
             given,
             worker: Worker::new(common.party),
             tenure: Tenure::free(0),
             card: Card::Unknown,
-            job,
+            // What a predecessor remembered is read when it is over.
+            duty: D::new(told),
             burst: Burst::new(),
             arena: None,
             wake: None,
@@ -227,6 +233,7 @@ where
         // Of the arena: what grows here is lost for good.
         let slots = self.arena.as_ref().map(Arena::census);
         counts.extend(slots.map(|slots| ("slots_with_card".to_owned(), slots.peer.into())));
+        counts.extend(self.duty.counts());
         post.write(&ToDaemon::Counts { nic: self.given.number, counts }, Vec::new());
     }
 
@@ -285,7 +292,7 @@ where
     /// Maps everything, and looks whether the sash is one that we read.
     fn map(&mut self, common: &mut Common) -> Input {
         fail::point("map.begun");
-        let mapped = self.open(common.party);
+        let mapped = self.open(common);
         fail::point("map.done");
         match mapped {
             Ok(()) => {
@@ -299,7 +306,7 @@ where
         }
     }
 
-    fn open(&mut self, party: Party) -> Result<(), Refused> {
+    fn open(&mut self, common: &Common) -> Result<(), Refused> {
         let (kind, version) = self.asked;
         let cold = self.method == Method::Cold;
         if !cold && !store::reads::<N::Sash>(kind, version) {
@@ -325,9 +332,11 @@ where
             sentence: format!("the NIC's descriptors cannot be copied ({error}); raise RLIMIT_NOFILE"),
         })?;
         if self.method == Method::Repoint {
-            return self.open_apart(party, copies);
+            D::may_go_on(&common.book, self.given.number, None, text.ring)?;
+            return self.open_apart(common.party, copies);
         }
         let Opened { wake, ledger, bus, memory } = kit::open::<N::Bus>(text, copies)?;
+        D::may_go_on(&common.book, self.given.number, Some(ledger.turns()), text.ring)?;
         (self.wake, self.ledger, self.arena) = (Some(wake), Some(ledger), Some(memory.arena().clone()));
         self.card = match cold {
             true => Card::Cold(bus, memory),
@@ -356,9 +365,11 @@ where
             Some(plan) if plan.handover && !plan.store => return self.stop_clean(common),
             _ => {}
         }
-        let pulse = &common.pulse;
         self.stamped = false;
-        let Card::Driven(nic) = &mut self.card else { return Input::Stuck(Reason::CardGone) };
+        let (Card::Driven(nic), Some(arena)) = (&mut self.card, &self.arena) else {
+            return Input::Stuck(Reason::CardGone);
+        };
+        let desk = common.desk(arena, self.given.number);
         if self.gone {
             return Input::Stuck(Reason::CardGone);
         }
@@ -366,7 +377,7 @@ where
         let patience = if stores { EMPTY_HANDS } else { LAST_BURST };
         let end = Instant::now() + patience;
         while !self.burst.is_empty() {
-            match work::transmit(nic, &mut self.burst, pulse) {
+            match self.duty.send(nic, &desk, &mut self.burst) {
                 Err(_) => return Input::Stuck(Reason::CardGone),
                 Ok(0) if Instant::now() > end && stores => {
                     let limit_ms = u64::try_from(patience.as_millis()).unwrap_or(u64::MAX);
@@ -396,7 +407,7 @@ where
         match stores {
             // For the store nothing is in hand any more.
             true => nic.sash(&mut self.sash),
-            false => nic.conclude(&self.burst),
+            false => self.duty.conclude(nic, &self.burst),
         }
         if leaves {
             self.close_book(&common.book);
@@ -412,9 +423,9 @@ where
 
     /// What must be remembered exactly is true with the next commit.
     #[inline]
-    fn remember(&self, book: &Book) {
-        if let (Card::Driven(nic), Some(words)) = (&self.card, self.job.remember()) {
-            book.write(self.given.number, nic.turns().wrapping_add(1), words);
+    fn remember(&mut self, book: &Book) {
+        if let Card::Driven(nic) = &self.card {
+            self.duty.remember(book, self.given.number, nic.turns().wrapping_add(1));
         }
     }
 
@@ -490,15 +501,9 @@ where
             N::settle(&prepared).map_err(|error| store::refused(&error))?;
         }
         // To go on is a turn: what a predecessor remembered is true before and after.
-        let book = match work::remembers(common.work) {
-            true => {
-                let turns = self.ledger.as_ref().map_or(0, Ledger::turns);
-                let book = common.book.read(self.given.number, turns);
-                common.book.write(self.given.number, turns.wrapping_add(1), book);
-                book
-            }
-            false => Default::default(),
-        };
+        let turns = self.ledger.as_ref().map_or(0, Ledger::turns);
+        self.duty.go_on(&common.book, self.given.number, Some(turns))?;
+        self.duty.remember(&common.book, self.given.number, turns.wrapping_add(1));
         fail::point("take.booked");
         let nic = match self.stored.take().filter(|_| after == After::Passed) {
             Some(stored) => {
@@ -514,7 +519,6 @@ where
         }
         self.card = Card::Driven(nic);
         (self.gone, self.link_is_up, self.halted) = (false, false, false);
-        self.job = Job::new(common.work, book);
         Ok(())
     }
 
@@ -523,19 +527,18 @@ where
         let options = self.given.text.as_ref().map(Text::options).unwrap_or_default();
         // Of the ledger that the card's last driver kept: that of the next is counted on from there.
         let turns = self.ledger.as_ref().map_or(0, Ledger::turns);
-        let book = common.book.read(self.given.number, turns);
-        (0..2).for_each(|copy| common.book.write(self.given.number, copy, book));
+        self.duty.go_on(&common.book, self.given.number, Some(turns))?;
+        self.duty.close(&common.book, self.given.number);
         let nic = N::start(bus, memory, &options).map_err(|failed| store::refused(&failed.error))?;
         self.card = Card::Driven(nic);
         (self.gone, self.link_is_up) = (false, false);
-        self.job = Job::new(common.work, book);
         Ok(())
     }
 
     /// Looks at the rings, whatever has rung, and says that it drives.
     fn look_once(&mut self, common: &mut Common) {
-        let Card::Driven(nic) = &mut self.card else { return };
-        let looked = self.job.look(nic, &mut self.burst, &common.pulse);
+        let (Card::Driven(nic), Some(arena)) = (&mut self.card, &self.arena) else { return };
+        let looked = self.duty.look(nic, &common.desk(arena, self.given.number), &mut self.burst);
         self.given.board.driving(common.cpu);
         fail::point("take.looked");
         if let Err(error) = looked {
@@ -590,10 +593,7 @@ where
     #[inline]
     pub fn turn(&mut self, common: &mut Common) -> usize {
         let (Card::Driven(nic), Some(arena), false) = (&mut self.card, &self.arena, self.gone) else { return 0 };
-        if let Some(words) = self.job.remember() {
-            common.book.write(self.given.number, nic.turns().wrapping_add(1), words);
-        }
-        match self.job.turn(nic, arena, &mut self.burst, &common.pulse) {
+        match self.duty.turn(nic, &common.desk(arena, self.given.number), &mut self.burst) {
             Ok(moved) => moved,
             Err(error) => {
                 self.lose(common, &error);
@@ -620,13 +620,17 @@ where
 
     /// Whether it may be slept on.
     pub fn arm(&mut self, common: &mut Common) -> bool {
+        if self.drives() && !self.gone && !self.burst.is_empty() {
+            // Armed, a ring without slots counts what is in hand as handled.
+            return false;
+        }
         self.remember(&common.book);
         let Card::Driven(nic) = &mut self.card else { return true };
         if self.gone {
             return true;
         }
         match nic.arm() {
-            Ok(Armed::Idle) => self.burst.is_empty(),
+            Ok(Armed::Idle) => true,
             Ok(Armed::Busy) => false,
             Err(error) => {
                 self.lose(common, &error);
@@ -637,7 +641,7 @@ where
 
     /// How long until there is something to do though nothing rings.
     pub fn rest(&self) -> Option<Duration> {
-        if self.drives() && !self.gone { self.job.rest() } else { None }
+        if self.drives() && !self.gone { self.duty.rest() } else { None }
     }
 
     /// What hangs up when whoever serves the card is no more, while it is driven.

@@ -1,15 +1,18 @@
-//! What a node does with frames, while it has no guests.
+//! What a node does with frames, while it has no guests: the works of the stock worker.
 
 use std::net::Ipv4Addr;
 use std::time::{Duration, Instant};
 
+use anyhow::{Result, bail};
 use tasuki_net::nic::{InPlace, Mac, NicError};
 use tasuki_net::port::{BURST_MAX, Burst, Frame};
-use tasuki_relay::letter::{self, pulse};
+use tasuki_relay::letter::{self, Begin, pulse};
 use tasuki_shm::arena::Arena;
 
 use crate::answer::answer;
-use crate::board::{COPY, Pulse};
+use crate::board::{Book, COPY, Pulse};
+use crate::duty::{Desk, Duty};
+use crate::kit::Refused;
 use crate::numbered::{self, Account};
 use crate::pace::Pace;
 use crate::{fail, run};
@@ -18,8 +21,87 @@ use crate::{fail, run};
 const TO: Mac = Mac([0xff; 6]);
 
 /// Whether this work must remember anything exactly.
-pub fn remembers(work: letter::Work) -> bool {
+fn remembers(work: letter::Work) -> bool {
     work == letter::Work::Sink
+}
+
+impl Duty for Job {
+    type Told = letter::Work;
+
+    fn told(begin: &Begin) -> Result<letter::Work> {
+        match begin.work {
+            letter::Work::Program => bail!(
+                "the work of node {} is a program of its own, and this is the stock worker; upgrade with that program",
+                begin.node
+            ),
+            work => Ok(work),
+        }
+    }
+
+    fn new(told: &letter::Work) -> Self {
+        Self::at(*told, [0; COPY])
+    }
+
+    fn may_go_on(_: &Book, _: u32, _: Option<u64>, _: u16) -> Result<(), Refused> {
+        Ok(())
+    }
+
+    fn go_on(&mut self, book: &Book, nic: u32, turns: Option<u64>) -> Result<(), Refused> {
+        let words = match turns {
+            _ if !remembers(self.work) => [0; COPY],
+            Some(turns) => book.read(nic, turns),
+            None => Self::latest([0, 1].map(|copy| book.read(nic, copy))),
+        };
+        *self = Self::at(self.work, words);
+        Ok(())
+    }
+
+    #[inline]
+    fn remember(&mut self, book: &Book, nic: u32, turn: u64) {
+        if let Some(words) = self.words() {
+            book.write(nic, turn, words);
+        }
+    }
+
+    fn close(&self, book: &Book, nic: u32) {
+        if let Some(words) = self.words() {
+            (0..2).for_each(|copy| book.write(nic, copy, words));
+        }
+    }
+
+    #[inline]
+    fn turn<N: InPlace>(&mut self, nic: &mut N, desk: &Desk<'_>, burst: &mut Burst) -> Result<usize, NicError> {
+        self.remember(desk.book, desk.nic, nic.turns().wrapping_add(1));
+        self.turn(nic, desk.arena, burst, desk.pulse)
+    }
+
+    fn finish<N: InPlace>(&mut self, nic: &mut N, desk: &Desk<'_>, burst: &mut Burst) -> Result<usize, NicError> {
+        self.finish(nic, desk.arena, burst, desk.pulse)
+    }
+
+    fn look<N: InPlace>(&mut self, nic: &mut N, desk: &Desk<'_>, burst: &mut Burst) -> Result<(), NicError> {
+        self.look(nic, burst, desk.pulse)
+    }
+
+    fn send<N: InPlace>(&mut self, nic: &mut N, desk: &Desk<'_>, burst: &mut Burst) -> Result<usize, NicError> {
+        transmit(nic, burst, desk.pulse)
+    }
+
+    fn conclude<N: InPlace>(&mut self, nic: &mut N, burst: &Burst) {
+        nic.conclude(burst);
+    }
+
+    fn drop_hand(&mut self, burst: &mut Burst) {
+        burst.clear();
+    }
+
+    fn rest(&self) -> Option<Duration> {
+        self.rest()
+    }
+
+    fn counts(&self) -> Vec<(String, u64)> {
+        Vec::new()
+    }
 }
 
 /// Work on one NIC.
@@ -34,7 +116,7 @@ pub struct Job {
 
 impl Job {
     /// Where a predecessor stopped, as the book says.
-    pub fn new(work: letter::Work, book: [u64; COPY]) -> Self {
+    fn at(work: letter::Work, book: [u64; COPY]) -> Self {
         let rate = match work {
             letter::Work::Source { rate, .. } if rate > 0 => Some(rate),
             _ => None,
@@ -45,21 +127,21 @@ impl Job {
     }
 
     /// Of two copies the one that was written last: accounts only grow.
-    pub fn latest(copies: [[u64; COPY]; 2]) -> [u64; COPY] {
+    fn latest(copies: [[u64; COPY]; 2]) -> [u64; COPY] {
         let [one, other] = copies;
         one.max(other)
     }
 
     /// What must be remembered exactly, if anything: it goes into the book before any call of the driver that commits.
     #[inline]
-    pub fn remember(&self) -> Option<[u64; COPY]> {
+    fn words(&self) -> Option<[u64; COPY]> {
         let Account { seen, missing, late, next } = self.account;
         remembers(self.work).then_some([seen, missing, late, next, 0, 0, 0, 0])
     }
 
     /// One burst in and one out; says how many frames moved. What stands in `burst` afterwards is in hand.
     #[inline]
-    pub fn turn<N: InPlace>(
+    fn turn<N: InPlace>(
         &mut self,
         nic: &mut N,
         arena: &Arena,
@@ -72,12 +154,14 @@ impl Job {
                 send_back(nic, burst, pulse, |nic, burst, pulse| receive_and_answer(nic, burst, pulse, address))
             }
             letter::Work::Sink => self.sink(nic, burst, pulse),
+            // Refused before anything was driven.
+            letter::Work::Program => Ok(0),
             letter::Work::Source { size, .. } => self.source(nic, arena, burst, size, pulse),
         }
     }
 
     /// The same, of who is to let go: nothing new is sent.
-    pub fn finish<N: InPlace>(
+    fn finish<N: InPlace>(
         &mut self,
         nic: &mut N,
         arena: &Arena,
@@ -136,11 +220,12 @@ impl Job {
     }
 
     /// The first look at the rings of a card that was taken over: nothing is sent yet.
-    pub fn look<N: InPlace>(&mut self, nic: &mut N, burst: &mut Burst, pulse: &Pulse) -> Result<(), NicError> {
+    fn look<N: InPlace>(&mut self, nic: &mut N, burst: &mut Burst, pulse: &Pulse) -> Result<(), NicError> {
         match self.work {
             letter::Work::Echo => receive_and_turn(nic, burst, pulse).map(drop),
             letter::Work::Answer { address } => receive_and_answer(nic, burst, pulse, address).map(drop),
             letter::Work::Sink => self.sink(nic, burst, pulse).map(drop),
+            letter::Work::Program => Ok(()),
             letter::Work::Source { .. } => {
                 nic.receive(&mut self.came)?;
                 self.came.clear();
@@ -150,7 +235,7 @@ impl Job {
     }
 
     /// How long until there is something to do though nothing comes.
-    pub fn rest(&self) -> Option<Duration> {
+    fn rest(&self) -> Option<Duration> {
         matches!(self.work, letter::Work::Source { .. }).then(|| self.pace.rest(Instant::now()))
     }
 }
@@ -211,7 +296,7 @@ fn receive_and_answer<N: InPlace>(
 
 /// Sends what is in hand, and takes nothing in; says how many frames went.
 #[inline]
-pub fn transmit<N: InPlace>(nic: &mut N, burst: &mut Burst, pulse: &Pulse) -> Result<usize, NicError> {
+fn transmit<N: InPlace>(nic: &mut N, burst: &mut Burst, pulse: &Pulse) -> Result<usize, NicError> {
     let went = nic.transmit(burst)?;
     pulse.add(pulse::SENT, went as u64);
     if went > 0 {

@@ -19,6 +19,7 @@ use super::door::{Answer, No, Request};
 use super::worker::Fit;
 use super::{About, Supervisor, now};
 use crate::api::types::{Give, Inflight, Relayed, SashBy, Settled, Stopped, Upgrade};
+use crate::config::not_startable;
 use crate::registry::Change;
 
 /// How much longer than all its limits together a job may take.
@@ -171,9 +172,9 @@ impl Supervisor {
             .collect();
         self.is_free(node, nics.as_slices().0)?;
         if let Some(path) = &with {
-            let is_program = path.is_absolute() && path.is_file();
-            if !is_program {
-                return Err(No::Wrong(format!("{} is no program; name one by its path from /", path.display())));
+            let why = if path.is_absolute() { not_startable(path) } else { Some("is no path from /; name one") };
+            if let Some(why) = why {
+                return Err(No::Wrong(format!("{} {why}", path.display())));
             }
         }
         if let Some(node) = self.nodes.get_mut(node) {

@@ -20,7 +20,7 @@ use super::policy::{self, Verdict};
 use super::worker::{Fit, Stage, Words, Worker};
 use super::{About, PATIENCE, Supervisor, Token, iova_of, now, watch};
 use crate::channel;
-use crate::config::Device;
+use crate::config::{Device, not_startable};
 use crate::process::Process;
 use crate::registry::{Change, WorkerRecord};
 
@@ -177,7 +177,12 @@ impl Supervisor {
         let node = self.nodes.get(name).context("there is no such node")?;
         let config = self.config.node(name).context("there is no such node")?.clone();
         let generation = node.record.generation + u32::from(wanted);
-        let binary = binary.or_else(|| node.record.binary.clone()).unwrap_or_else(|| self.programs.worker.clone());
+        let own = config.program().map(|program| program.path.clone());
+        let binary = binary.or_else(|| node.record.binary.clone()).or(own).unwrap_or(self.programs.worker.clone());
+        // Without a path it is looked for where programs are.
+        if let Some(why) = not_startable(&binary).filter(|_| binary.is_absolute()) {
+            anyhow::bail!("{} {why}", binary.display());
+        }
         let (book, number) = (node.book.region().fd().try_clone_to_owned()?, self.next_party());
         let socket = self.place.worker_socket(number);
         let listener =
@@ -230,7 +235,8 @@ impl Supervisor {
             speech: SPEECH,
             party: number,
             node: name.to_owned(),
-            work: config.work.into(),
+            work: (&config.work).into(),
+            options: config.program().map(|program| program.options.clone()).unwrap_or_default(),
             cpu: config.cpu,
             poll: config.poll,
             memlock,

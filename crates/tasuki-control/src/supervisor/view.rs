@@ -24,11 +24,12 @@ impl Supervisor {
     pub(super) fn node_views(&self) -> Vec<NodeView> {
         let view = |(name, node): (&String, &super::Node)| NodeView {
             name: name.clone(),
-            work: match self.config.node(name).map(|node| node.work) {
+            work: match self.config.node(name).map(|node| &node.work) {
                 Some(Work::Echo) => "echo".to_owned(),
                 Some(Work::Sink) => "sink".to_owned(),
                 Some(Work::Answer(answer)) => format!("answers ping at {}", answer.address),
                 Some(Work::Source(source)) => format!("source of {} bytes, {} a second", source.size, source.rate),
+                Some(Work::Program(program)) => program.path.display().to_string(),
                 None => String::new(),
             },
             workers: self.workers.values().filter(|worker| worker.record.node == *name).map(Worker::party).collect(),

@@ -147,7 +147,7 @@ fn a_worker_program_that_is_missing_is_named_and_found_when_it_is_there() {
     let status = rig.ask(&["status"]);
     assert!(status.contains(&format!("{} does not start", rig.path("worker").display())), "{status}");
     let said = rig.refused(&["worker", "upgrade", "red", "--with", "/nowhere/worker"]);
-    assert!(said.contains("/nowhere/worker is no program"), "{said}");
+    assert!(said.contains("/nowhere/worker is not there"), "{said}");
     rig.program("worker", "");
     rig.ask(&["worker", "upgrade", "blue"]);
     rig.ask(&["worker", "upgrade", "red"]);

@@ -140,35 +140,33 @@ impl Storm {
 
     /// On this wire.
     pub fn on(wire: &[&str], poll: bool, limits: &[(&str, u32)]) -> Self {
+        let work = if poll { "\"echo\"\npoll = true" } else { "\"echo\"" };
+        let mut storm = Self::of(work, &[], wire, limits);
+        storm.settle();
+        storm
+    }
+
+    /// Of nodes with this work, which names programs in the rig's directory as RIG: those by their names, for which plans hold too. Nobody need drive.
+    pub fn of(work: &str, programs: &[(&str, &str)], wire: &[&str], limits: &[(&str, u32)]) -> Self {
         let one = alone();
         let mut rig = Rig::without_daemon(NODES, "");
         let socket = rig.path("card.sock");
         let model = Model::start(&socket, wire);
-        let worker = rig.path("worker");
+        programs.iter().for_each(|(name, program)| as_planned(&rig, name, program));
+        let work = work.replace("RIG/", &rig.path("").display().to_string());
         fs::create_dir(rig.path("plans")).expect("a folder");
-        let script = format!(
-            "#!/bin/sh\necho $$ >> {0}/pids\nunset TASUKI_CRASH TASUKI_STOP\nif [ \"$1\" = worker ]; then for plan in {0}/plans/*; do\n\
-             if [ -e \"$plan\" ] && mv \"$plan\" {0}/plan.$$; then read -r line < {0}/plan.$$; export \"$line\"; break; fi; done; fi\nexec {1} \"$@\"\n",
-            rig.path("").display().to_string().trim_end_matches('/'),
-            beside("tasuki-worker").expect("looked for before").display()
-        );
-        let aside = rig.path("worker.new");
-        fs::write(&aside, script).expect("a file");
-        fs::set_permissions(&aside, fs::Permissions::from_mode(0o755)).expect("a mode");
-        fs::rename(aside, &worker).expect("a name");
+        as_planned(&rig, "worker", "tasuki-worker");
         rig.configure(|text| {
+            let text = text.replace("work = \"echo\"", &format!("work = {work}"));
             let text = text.replace("vfio-user:CARD", &format!("vfio-user:{}", socket.display()));
-            let text = limits.iter().fold(text, |text, (name, value)| {
+            limits.iter().fold(text, |text, (name, value)| {
                 let is_it = |line: &&str| line.starts_with(&format!("{name} = "));
                 let old = text.lines().find(is_it).expect("a limit").to_owned();
                 text.replace(&old, &format!("{name} = {value}"))
-            });
-            if poll { text.replace("work = \"echo\"", "work = \"echo\"\npoll = true") } else { text }
+            })
         });
         rig.start();
-        let mut storm = Storm { rig, model, socket, plans: 0, killed: 0, longest: Duration::ZERO, _one: one };
-        storm.settle();
-        storm
+        Storm { rig, model, socket, plans: 0, killed: 0, longest: Duration::ZERO, _one: one }
     }
 
     /// What the daemon answers, or why not.
@@ -339,6 +337,15 @@ impl Storm {
 
     /// Has the source finish and waits until all is back; then everything ends, and nobody is left. Says how many were killed.
     pub fn nothing_is_lost(mut self) -> (u32, Duration) {
+        self.all_come_back();
+        let (kills, longest, log) = (self.kills(), self.longest, self.rig.log());
+        let said = self.end();
+        assert!(said.contains("lost 0") && said.contains("twice 0, out of order 0, damaged 0"), "{said}\n{log}");
+        (kills, longest)
+    }
+
+    /// Has the source finish, and waits until all is back.
+    pub fn all_come_back(&mut self) {
         self.settle();
         signal(self.model.pid(), Signal::USR1);
         // If it never comes, whoever waits for this line is told so by the model's end.
@@ -351,10 +358,6 @@ impl Storm {
             let _ = self.model.out.read_to_string(&mut rest);
             panic!("frames are missing: {said}{rest}\n{counts:?}\n{}\n{}", self.nic(), self.rig.log());
         }
-        let (kills, longest, log) = (self.kills(), self.longest, self.rig.log());
-        let said = self.end();
-        assert!(said.contains("lost 0") && said.contains("twice 0, out of order 0, damaged 0"), "{said}\n{log}");
-        (kills, longest)
     }
 
     /// The same where frames may be lost: none comes twice, out of order, or changed.
@@ -375,7 +378,7 @@ impl Storm {
     }
 
     /// Ends everything, after which nobody is left; what the model says.
-    fn end(&mut self) -> String {
+    pub fn end(&mut self) -> String {
         self.ask(Method::POST, "/v1/stop", None).expect("an end");
         self.rig.daemon_ends();
         let mut said = String::new();
@@ -387,6 +390,20 @@ impl Storm {
         println!("{kills} killed, {} workers in all; settled within {longest:?}; {}", self.ever().len(), said.trim());
         said
     }
+}
+
+/// A program in the rig's directory that takes the next plan, and is this one, which was built beside the daemon.
+fn as_planned(rig: &Rig, name: &str, program: &str) {
+    let script = format!(
+        "#!/bin/sh\necho $$ >> {0}/pids\nunset TASUKI_CRASH TASUKI_STOP\nif [ \"$1\" = worker ]; then for plan in {0}/plans/*; do\n\
+         if [ -e \"$plan\" ] && mv \"$plan\" {0}/plan.$$; then read -r line < {0}/plan.$$; export \"$line\"; break; fi; done; fi\nexec {1} \"$@\"\n",
+        rig.path("").display().to_string().trim_end_matches('/'),
+        beside(program).expect("looked for before").display()
+    );
+    let aside = rig.path(&format!("{name}.new"));
+    fs::write(&aside, script).expect("a file");
+    fs::set_permissions(&aside, fs::Permissions::from_mode(0o755)).expect("a mode");
+    fs::rename(aside, rig.path(name)).expect("a name");
 }
 
 /// Sends a signal to a process that may be dead already; whether it was there.

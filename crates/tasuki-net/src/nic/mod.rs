@@ -343,6 +343,10 @@ pub trait InPlace: Nic {
     /// handled, a successor receives what had come.
     fn save(&mut self, frame: &Frame);
 
+    /// Frames that the card would take now: a burst of no more is taken whole by the next [`transmit`](Port::transmit), and committed by it in one.
+    /// Commits nothing as handled or given.
+    fn room(&mut self) -> usize;
+
     /// How often was committed what is handled or given; one call does that at most once. Somebody who must remember exactly what it has done keeps two
     /// copies, and writes the one of the next number's parity before the call that commits: a successor finds that of this number valid.
     fn turns(&self) -> u64;

@@ -17,9 +17,9 @@ use tasuki_shm::region::{Region, RegionError};
 
 use super::{Card, Common, EMPTY_HANDS, LAST_BURST, Seat};
 use crate::board::Book;
+use crate::duty::Duty;
 use crate::kit::{self, Moved, Refused, Text};
 use crate::post::Post;
-use crate::work::{self, Job};
 use crate::{device, fail, store};
 
 /// Of the addresses that a worker has for its memory: while the NIC's memory lies in the one half, other memory can be made in the other.
@@ -57,7 +57,7 @@ fn place(iova: u64, now: &MemoryLayout) -> Iova {
     Iova(if is_there { iova.saturating_add(HALF) } else { iova })
 }
 
-impl<N: Repoint + Scrub> Seat<N>
+impl<N: Repoint + Scrub, D: Duty> Seat<N, D>
 where
     N::Bus: KitBus,
 {
@@ -109,8 +109,12 @@ where
     /// Points the card at our rings.
     pub(super) fn point(&mut self, common: &Common, ready: N::Ready) -> Result<(), Refused> {
         // What the node remembers of this NIC is from when it last had it, with another ledger.
-        let book = Job::latest([0, 1].map(|copy| common.book.read(self.given.number, copy)));
-        (0..2).for_each(|copy| common.book.write(self.given.number, copy, book));
+        if let Err(refused) = self.duty.go_on(&common.book, self.given.number, None) {
+            drop(N::give_up(ready));
+            self.own = None;
+            return Err(refused);
+        }
+        self.duty.close(&common.book, self.given.number);
         let mut nic = match N::repoint(ready, self.given.board.left()) {
             Ok(nic) => nic,
             Err(Failed { error, mut bus, memory }) => {
@@ -130,7 +134,6 @@ where
         }
         self.card = Card::Driven(nic);
         (self.gone, self.link_is_up, self.halted) = (false, false, false);
-        self.job = Job::new(common.work, book);
         Ok(())
     }
 
@@ -199,13 +202,15 @@ where
 
     /// One burst more of who is to let go; says how many frames moved.
     fn last(&mut self, common: &Common, drops: bool) -> Result<usize, NicError> {
+        let had = self.burst.len();
+        if drops {
+            self.duty.drop_hand(&mut self.burst);
+        }
         self.remember(&common.book);
         let (Card::Driven(nic), Some(arena)) = (&mut self.card, &self.arena) else { return Ok(0) };
         if !drops {
-            return self.job.finish(nic, arena, &mut self.burst, &common.pulse);
+            return self.duty.finish(nic, &common.desk(arena, self.given.number), &mut self.burst);
         }
-        let had = self.burst.len();
-        self.burst.clear();
         let came = nic.receive(&mut self.burst)?;
         self.burst.clear();
         let count = (had + came) as u64;
@@ -270,8 +275,9 @@ where
         let since = Instant::now();
         while !self.burst.is_empty() {
             self.remember(&common.book);
-            let Card::Driven(nic) = &mut self.card else { return Ok(false) };
-            if work::transmit(nic, &mut self.burst, &common.pulse)? == 0 && since.elapsed() > EMPTY_HANDS {
+            let (Card::Driven(nic), Some(arena)) = (&mut self.card, &self.arena) else { return Ok(false) };
+            let desk = common.desk(arena, self.given.number);
+            if self.duty.send(nic, &desk, &mut self.burst)? == 0 && since.elapsed() > EMPTY_HANDS {
                 return Ok(false);
             }
         }
@@ -280,9 +286,7 @@ where
 
     /// The NIC goes to another node: what this one remembers of it does not depend on a ledger any more that others go on with.
     pub(super) fn close_book(&self, book: &Book) {
-        if let Some(words) = self.job.remember() {
-            (0..2).for_each(|copy| book.write(self.given.number, copy, words));
-        }
+        self.duty.close(book, self.given.number);
     }
 
     /// How many frames were dropped by order.

@@ -291,6 +291,7 @@ impl Nic {
 #[derive(Debug)]
 pub struct Node {
     pub work: Work,
+    pub options: String,
     pub poll: bool,
     pub cpu: Option<u32>,
     pub book: Region,
@@ -303,7 +304,7 @@ impl Node {
     pub fn new(folder: &Path, work: Work) -> Self {
         let (book, folder) = (region("book", 64 * 1024), folder.to_owned());
         let program = PathBuf::from(env!("CARGO_BIN_EXE_tasuki-worker"));
-        Node { work, poll: false, cpu: None, book, folder, program, next: 1 }
+        Node { work, options: String::new(), poll: false, cpu: None, book, folder, program, next: 1 }
     }
 
     /// Another node of the same machine: no two workers have one number.
@@ -315,6 +316,13 @@ impl Node {
     pub fn booked(&self, nic: usize) -> u64 {
         let words = words(&self.book);
         words[nic * 16].load(Acquire).max(words[nic * 16 + 8].load(Acquire))
+    }
+
+    /// The first word of what the node's program remembers, in the later of its two copies.
+    pub fn remembered(&self, nic: usize) -> u64 {
+        let words = words(&self.book);
+        let copy = |copy: usize| words[2048 + nic * 128 + copy * 64 + 4].load(Acquire);
+        copy(0).max(copy(1))
     }
 
     /// A worker that has begun.
@@ -350,6 +358,7 @@ impl Node {
             party,
             node: "node".to_owned(),
             work: self.work,
+            options: self.options.clone(),
             cpu: self.cpu,
             poll: self.poll,
             memlock: 64 << 20,
@@ -493,9 +502,14 @@ impl Worker {
 
     /// Grants it the lease of a NIC that nobody drives.
     pub fn grant(&mut self, nic: &Nic) -> Report {
+        self.grant_or_end(nic).unwrap_or_else(|| panic!("it has ended: {:?}", self.told))
+    }
+
+    /// The same, or nothing if it ends instead.
+    pub fn grant_or_end(&mut self, nic: &Nic) -> Option<Report> {
         let passed = nic.seize();
         self.order(nic, Order::Take { epoch: passed.epoch, after: After::Lost, wrote: 0 });
-        self.report(nic)
+        self.report_or_end(nic)
     }
 
     /// Has it pass the lease to `next`; what both said.

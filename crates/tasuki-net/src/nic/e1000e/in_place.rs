@@ -11,7 +11,7 @@ use crate::nic::bus::{Bus, Registers};
 use crate::nic::ledger::TURNS;
 use crate::nic::sash::{Head, Sash as _, broken};
 use crate::nic::{Failed, InPlace, Mac, NicError, NicMemory};
-use crate::port::{Burst, Frame};
+use crate::port::{BURST_MAX, Burst, Frame};
 
 /// Everything but the sash.
 #[derive(Debug)]
@@ -227,6 +227,14 @@ impl<B: Bus> InPlace for E1000e<B> {
                 self.memory.ledger().save(queue, position, &frame.slot);
             }
         }
+    }
+
+    fn room(&mut self) -> usize {
+        self.transmit.reclaim(self.memory.arena());
+        if self.transmit.can_make_room(BURST_MAX) {
+            self.commit_sent();
+        }
+        self.transmit.room()
     }
 
     fn turns(&self) -> u64 {

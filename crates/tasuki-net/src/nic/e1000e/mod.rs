@@ -140,6 +140,12 @@ impl<B: Bus> E1000e<B> {
     fn rest(&mut self) {
         self.refill();
         crash::point("nic.posted");
+        self.commit_sent();
+    }
+
+    /// Commits what the card has taken or sent, and nothing as handled or given: that ends no turn.
+    #[inline]
+    fn commit_sent(&mut self) {
         let mut handled = [0; QUEUES_MAX];
         handled.iter_mut().zip(&self.receive).for_each(|(handled, ring)| *handled = ring.handled());
         self.commit_up_to(handled, 0);
@@ -419,7 +425,7 @@ impl<B: Bus> Port for E1000e<B> {
     fn transmit(&mut self, burst: &mut Burst) -> Result<usize, NicError> {
         self.transmit.reclaim(self.memory.arena());
         if self.transmit.can_make_room(burst.len()) {
-            self.commit(burst);
+            self.commit_sent();
         }
         if let Some(dirt) = &mut self.dirt {
             dirt.mark(burst);

@@ -594,7 +594,7 @@ impl TransmitRing {
     }
 
     /// Frames that the ring has room for.
-    fn room(&self) -> usize {
+    pub fn room(&self) -> usize {
         (self.ring.most() - self.filled.wrapping_sub(self.reusable)) as usize
     }
 

@@ -1,0 +1,85 @@
+//! What a seat asks of whatever handles its NIC's frames: the works of the stock worker, or a program of the user's own.
+
+use std::time::Duration;
+
+use anyhow::Result;
+use tasuki_net::nic::{InPlace, NicError};
+use tasuki_net::port::Burst;
+use tasuki_relay::letter::Begin;
+use tasuki_shm::arena::Arena;
+
+use crate::board::{Book, Pulse};
+use crate::kit::Refused;
+
+/// What there is on a worker's desk while it handles frames of a NIC.
+#[derive(Debug, Clone, Copy)]
+pub struct Desk<'a> {
+    /// Where frames lie.
+    pub arena: &'a Arena,
+    /// Of the worker.
+    pub pulse: &'a Pulse,
+    /// Of the node.
+    pub book: &'a Book,
+    /// The NIC's number.
+    pub nic: u32,
+}
+
+/// Handling the frames of one NIC.
+///
+/// What must be remembered exactly stands in the book in two copies: one is written before each call of the driver that commits, for the turn
+/// that this call ends. A successor reads the copy of the last turn.
+pub trait Duty: Sized {
+    /// What the worker was told of it.
+    type Told;
+
+    /// What the first letter says of it.
+    ///
+    /// # Errors
+    /// A sentence: it is not what this program does.
+    fn told(begin: &Begin) -> Result<Self::Told>;
+
+    /// Before anything is known of a predecessor.
+    fn new(told: &Self::Told) -> Self;
+
+    /// Whether it could [go on](Self::go_on), with rings of so many descriptors. A predecessor may be writing into the book.
+    ///
+    /// # Errors
+    /// It cannot, and why.
+    fn may_go_on(book: &Book, nic: u32, turns: Option<u64>, ring: u16) -> Result<(), Refused>;
+
+    /// Goes on where a predecessor stopped, of whom `turns` were committed; without, from what was written last: another ledger counts from here on.
+    ///
+    /// # Errors
+    /// What stands in the book is not read by this program.
+    fn go_on(&mut self, book: &Book, nic: u32, turns: Option<u64>) -> Result<(), Refused>;
+
+    /// Writes into the book what is true once turn number `turn` is committed.
+    fn remember(&mut self, book: &Book, nic: u32, turn: u64);
+
+    /// Writes what is committed into both copies: another ledger will count when the NIC comes back.
+    fn close(&self, book: &Book, nic: u32);
+
+    /// One burst in and one out; says how many frames moved. What stands in `burst` afterwards is in hand.
+    fn turn<N: InPlace>(&mut self, nic: &mut N, desk: &Desk<'_>, burst: &mut Burst) -> Result<usize, NicError>;
+
+    /// The same, of who is to let go: nothing new is sent.
+    fn finish<N: InPlace>(&mut self, nic: &mut N, desk: &Desk<'_>, burst: &mut Burst) -> Result<usize, NicError>;
+
+    /// The first look at the rings of a card that was taken over: nothing is sent yet.
+    fn look<N: InPlace>(&mut self, nic: &mut N, desk: &Desk<'_>, burst: &mut Burst) -> Result<(), NicError>;
+
+    /// Sends what is in hand, and takes nothing in; says how many frames went.
+    fn send<N: InPlace>(&mut self, nic: &mut N, desk: &Desk<'_>, burst: &mut Burst) -> Result<usize, NicError>;
+
+    /// Ends the last turn, for a successor: what is in `burst` it receives again.
+    fn conclude<N: InPlace>(&mut self, nic: &mut N, burst: &Burst);
+
+    /// What is in hand is dropped, by order.
+    fn drop_hand(&mut self, burst: &mut Burst);
+
+    /// How long until there is something to do though nothing comes.
+    fn rest(&self) -> Option<Duration>;
+
+    /// What it has counted itself, by name.
+    fn counts(&self) -> Vec<(String, u64)>;
+}

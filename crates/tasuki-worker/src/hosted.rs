@@ -1,0 +1,240 @@
+//! A user's own program at work on one NIC: turns that happen wholly or not at all.
+//!
+//! The driver commits what is handled at the end of `transmit` and at the beginning of `receive`. So a turn is receive, handle, transmit, with nothing
+//! in between that commits, and frames go only when the card takes all of them: then one commit says that all frames of the turn are handled, that
+//! those that go are given, and which copy of the state in the book is valid. Until then all of it is in hand.
+
+use std::time::Duration;
+
+use anyhow::Result;
+use tasuki_net::nic::{InPlace, NicError};
+use tasuki_net::port::{BURST_MAX, Burst};
+use tasuki_relay::letter::{Begin, pulse};
+use tasuki_relay::wire::Reason;
+use zerocopy::{FromBytes, FromZeros, IntoBytes};
+
+use crate::board::{Book, STATE_WORDS, Written};
+use crate::duty::{Desk, Duty};
+use crate::fail;
+use crate::kit::Refused;
+use crate::program::{Program, STATE_MAX, Turn};
+
+/// Longest rest: the node's loop has other things to look at.
+const REST_MAX: Duration = Duration::from_secs(1);
+
+/// Descriptors that a ring must have, so that it takes a whole burst: one stays free.
+const RING_MIN: u16 = 64;
+const _: () = assert!(RING_MIN as usize > BURST_MAX);
+
+/// A program and what it remembers of a NIC.
+pub struct Hosted<P: Program> {
+    program: P,
+    state: P::State,
+    /// The state before the turn that is not over yet.
+    before: P::State,
+    /// Slots that came in the turn that is not over yet, and do not go.
+    kept: Burst,
+    /// Of the frames that go in that turn, by their place: they are in slots of ours.
+    ours: u32,
+    /// Counts what is written into the book.
+    count: u64,
+    /// The turn for which the state stands in the book, as it is.
+    noted: Option<u64>,
+}
+
+/// What stands in a copy, if this program reads it.
+fn read<P: Program>(written: &Written) -> Result<P::State, Refused> {
+    let (kind, version) = written.state;
+    if (kind, version) == (0, 0) {
+        return Ok(P::State::new_zeroed());
+    }
+    let bytes = written.words.as_bytes();
+    let bytes = bytes.get(..written.len).unwrap_or(bytes);
+    let known = (P::STATE == (kind, version)).then(|| P::State::read_from_bytes(bytes).ok()).flatten();
+    known.or_else(|| P::convert(kind, version, bytes)).ok_or_else(|| {
+        let reason = Reason::OtherState { kind: kind.into(), version: version.into() };
+        Refused { reason, sentence: reason.to_string() }
+    })
+}
+
+/// What stands in the copy that is true after so many turns, or was written last; and how often was written.
+fn last(book: &Book, nic: u32, turns: Option<u64>) -> Option<(Written, u64)> {
+    let [one, other] = [book.state(nic, 0)?, book.state(nic, 1)?];
+    let is_one = turns.map_or(one.count >= other.count, |turns| turns & 1 == 0);
+    Some((if is_one { one } else { other }, one.count.max(other.count)))
+}
+
+fn no_room<P: Program>(nic: u32) -> Refused {
+    Refused {
+        reason: Reason::OtherState { kind: P::STATE.0.into(), version: P::STATE.1.into() },
+        sentence: format!("the node's book has no room for the state of NIC {nic}; configure fewer NICs"),
+    }
+}
+
+impl<P: Program> Hosted<P> {
+    fn written(&self) -> Written {
+        let mut words = [0_u64; STATE_WORDS];
+        let bytes = self.state.as_bytes();
+        words.as_mut_bytes()[..bytes.len()].copy_from_slice(bytes);
+        Written { state: P::STATE, count: self.count, len: bytes.len(), words }
+    }
+
+    /// What came is handled; nothing goes yet.
+    #[inline]
+    fn handle<N: InPlace>(&mut self, nic: &mut N, desk: &Desk<'_>, burst: &mut Burst) {
+        let mut turn = Turn::new(nic, desk.arena, burst, &mut self.kept);
+        (self.before, self.noted) = (self.state, None);
+        self.program.turn(&mut self.state, &mut turn);
+        self.ours = turn.end();
+        fail::point("burst.turned");
+    }
+
+    /// Ends the turn before, and takes in what has come.
+    #[inline]
+    fn receive<N: InPlace>(&mut self, nic: &mut N, desk: &Desk<'_>, burst: &mut Burst) -> Result<usize, NicError> {
+        self.remember(desk.book, desk.nic, nic.turns().wrapping_add(1));
+        let came = nic.receive(burst)?;
+        if came > 0 {
+            desk.pulse.add(pulse::RECEIVED, came as u64);
+            fail::point("burst.received");
+        }
+        Ok(came)
+    }
+
+    fn work<N: InPlace>(
+        &mut self,
+        nic: &mut N,
+        desk: &Desk<'_>,
+        burst: &mut Burst,
+        is_due: impl FnOnce(&Self) -> bool,
+    ) -> Result<usize, NicError> {
+        // What found no room goes first: its turn is not over.
+        if !burst.is_empty() {
+            return self.send(nic, desk, burst);
+        }
+        let came = self.receive(nic, desk, burst)?;
+        if came == 0 && !is_due(self) {
+            return Ok(0);
+        }
+        self.handle(nic, desk, burst);
+        Ok(came + if burst.is_empty() { 0 } else { self.send(nic, desk, burst)? })
+    }
+}
+
+impl<P: Program> Duty for Hosted<P> {
+    type Told = String;
+
+    fn told(begin: &Begin) -> Result<String> {
+        anyhow::ensure!(
+            begin.work == tasuki_relay::letter::Work::Program,
+            "node {} has a work that tasuki-worker does by itself; for a program of your own write work = {{ program = {{ path = … }} }} in its configuration",
+            begin.node
+        );
+        if let Err(sentence) = P::new(&begin.options) {
+            anyhow::bail!("the options of node {}: {sentence}", begin.node);
+        }
+        Ok(begin.options.clone())
+    }
+
+    fn new(options: &String) -> Self {
+        const { assert!(size_of::<P::State>() <= STATE_MAX, "a program's state is longer than STATE_MAX") };
+        const { assert!(P::STATE.0 != 0, "a program's state needs a number other than 0") };
+        let program = P::new(options)
+            .unwrap_or_else(|sentence| panic!("the program took its options once, and does not now: {sentence}"));
+        let (state, before) = (P::State::new_zeroed(), P::State::new_zeroed());
+        Hosted { program, state, before, kept: Burst::new(), ours: 0, count: 0, noted: None }
+    }
+
+    fn may_go_on(book: &Book, nic: u32, turns: Option<u64>, ring: u16) -> Result<(), Refused> {
+        if ring < RING_MIN {
+            let reason = Reason::ShortRing { has: ring.into(), needs: RING_MIN.into() };
+            return Err(Refused { reason, sentence: reason.to_string() });
+        }
+        // While somebody writes there its words may be of two turns, but they are of one layout.
+        let (written, _) = last(book, nic, turns).ok_or_else(|| no_room::<P>(nic))?;
+        read::<P>(&written).map(drop)
+    }
+
+    fn go_on(&mut self, book: &Book, nic: u32, turns: Option<u64>) -> Result<(), Refused> {
+        let (written, count) = last(book, nic, turns).ok_or_else(|| no_room::<P>(nic))?;
+        self.state = read::<P>(&written)?;
+        (self.before, self.count, self.noted) = (self.state, count, None);
+        self.kept.clear();
+        Ok(())
+    }
+
+    #[inline]
+    fn remember(&mut self, book: &Book, nic: u32, turn: u64) {
+        if self.noted != Some(turn) {
+            self.count = self.count.wrapping_add(1);
+            book.note(nic, turn, &self.written());
+            self.noted = Some(turn);
+            fail::point("state.written");
+        }
+        // Only what commits follows this, and nothing is made before it has.
+        self.kept.clear();
+    }
+
+    fn close(&self, book: &Book, nic: u32) {
+        (0..2).for_each(|copy| book.note(nic, copy, &self.written()));
+    }
+
+    #[inline]
+    fn turn<N: InPlace>(&mut self, nic: &mut N, desk: &Desk<'_>, burst: &mut Burst) -> Result<usize, NicError> {
+        self.work(nic, desk, burst, |ours| ours.rest().is_some_and(|rest| rest.is_zero()))
+    }
+
+    fn finish<N: InPlace>(&mut self, nic: &mut N, desk: &Desk<'_>, burst: &mut Burst) -> Result<usize, NicError> {
+        self.work(nic, desk, burst, |_| false)
+    }
+
+    fn look<N: InPlace>(&mut self, nic: &mut N, desk: &Desk<'_>, burst: &mut Burst) -> Result<(), NicError> {
+        if burst.is_empty() && self.receive(nic, desk, burst)? > 0 {
+            self.handle(nic, desk, burst);
+        }
+        Ok(())
+    }
+
+    #[inline]
+    fn send<N: InPlace>(&mut self, nic: &mut N, desk: &Desk<'_>, burst: &mut Burst) -> Result<usize, NicError> {
+        if nic.room() < burst.len() {
+            return Ok(0);
+        }
+        self.remember(desk.book, desk.nic, nic.turns().wrapping_add(1));
+        let went = nic.transmit(burst)?;
+        desk.pulse.add(pulse::SENT, went as u64);
+        fail::point("burst.sent");
+        Ok(went)
+    }
+
+    fn conclude<N: InPlace>(&mut self, nic: &mut N, burst: &Burst) {
+        if burst.is_empty() {
+            nic.conclude(burst);
+        } else {
+            // That turn does not happen, and what was before it is committed; but what the card was told must have arrived there.
+            nic.link();
+        }
+    }
+
+    fn drop_hand(&mut self, burst: &mut Burst) {
+        if burst.is_empty() {
+            return;
+        }
+        // The turn does not happen. No driver knows of what stands in slots of ours.
+        (self.state, self.noted) = (self.before, None);
+        for (at, frame) in burst.iter_mut().enumerate() {
+            if self.ours >> at & 1 == 1 {
+                frame.slot.bytes_mut().fill(0);
+            }
+        }
+        burst.clear();
+    }
+
+    fn rest(&self) -> Option<Duration> {
+        self.program.rest(&self.state).map(|rest| rest.min(REST_MAX))
+    }
+
+    fn counts(&self) -> Vec<(String, u64)> {
+        P::counts(&self.state)
+    }
+}

@@ -1,0 +1,148 @@
+//! Programs of the user's own, killed at the steps of a turn: one that fills the card's ring as fast as it goes, one that changes frames in copies,
+//! and one that sends nothing. Each number is on the wire once, in order, and what they count is exact.
+#![allow(clippy::tests_outside_test_module, reason = "the whole file is tests")]
+
+mod daemon;
+
+use std::path::{Path, PathBuf};
+
+use daemon::{Model, Nic, Node, Worker, model_program, nothing_is_lost, until};
+use rustix::process::Signal;
+use tasuki_relay::letter::{ToWorker, Work, pulse};
+use tasuki_relay::wire::Report;
+
+/// Where a driver dies, and how often it passes there before.
+const PLACES: &[(&str, u32)] = &[
+    ("burst.turned", 40),
+    ("state.written", 41),
+    ("nic.filled", 42),
+    ("nic.written", 80),
+    ("nic.written", 81),
+    ("nic.committed", 80),
+    ("nic.committed", 81),
+    ("nic.committed", 82),
+    ("nic.rung", 83),
+    ("nic.posted", 44),
+    ("burst.sent", 45),
+    ("take.booked", 1),
+    ("take.looked", 1),
+];
+/// More than all who are to die can send before they do.
+const COUNT: u64 = 100_000;
+
+/// An example of this crate, where such a test can run.
+fn program(name: &str) -> Option<PathBuf> {
+    if cfg!(not(feature = "crash-points")) {
+        println!("skipped: needs the feature crash-points");
+        return None;
+    }
+    if model_program().is_none() {
+        println!("skipped: needs tasuki-sim beside the worker: cargo build --package tasuki-sim");
+        return None;
+    }
+    let path = Path::new(env!("CARGO_BIN_EXE_tasuki-worker")).with_file_name("examples").join(name);
+    if !path.exists() {
+        println!("skipped: needs the examples: cargo build --package tasuki-worker --examples --all-features");
+        return None;
+    }
+    Some(path)
+}
+
+/// Where a driver dies that gets a few thousand frames a second.
+const SELDOM: &[(&str, u32)] = &[
+    ("burst.received", 6),
+    ("burst.turned", 7),
+    ("state.written", 8),
+    ("state.written", 9),
+    ("nic.written", 3),
+    ("nic.written", 4),
+    ("nic.committed", 5),
+    ("nic.committed", 6),
+    ("nic.rung", 7),
+    ("nic.posted", 8),
+    ("nic.collected", 9),
+    ("take.booked", 1),
+    ("take.looked", 1),
+];
+/// More than all who are to die can have in hand.
+const FRAMES: u64 = 12_000;
+
+/// Has a node with the example `reflector` get so many frames, while its workers die one after the other; what the model says at the end.
+fn reflected(options: &str) -> Option<String> {
+    let program = program("reflector")?;
+    let folder = tempfile::tempdir().expect("a folder");
+    let model = Model::start(folder.path(), &["--source", &FRAMES.to_string(), "--rate", "8000"]);
+    let nic = Nic::open(&model.socket, &["--promiscuous"]);
+    let mut node = Node::new(folder.path(), Work::Program);
+    (node.program, node.options) = (program, options.to_owned());
+    let driver = one_after_the_other(&mut node, &nic, SELDOM);
+    until("all frames", || node.remembered(0) >= FRAMES);
+    // All are booked, but the last of them may be on their way out.
+    if !options.contains("drop") {
+        let driver = &driver;
+        until("the last of them", || {
+            driver.pulse(pulse::SENT) > 0 && driver.pulse(pulse::SENT) == driver.pulse(pulse::RECEIVED)
+        });
+    }
+    assert_eq!(node.remembered(0), FRAMES, "{options}");
+    drop((driver, nic));
+    Some(model.report())
+}
+
+#[test]
+fn frames_that_are_dropped_are_counted_once_whoever_dies() {
+    let Some(report) = reflected("drop=0x88b5") else { return };
+    assert!(report.contains(&format!("sent {FRAMES}, and none came back")), "{report}");
+}
+
+#[test]
+fn frames_that_are_changed_in_copies_go_once_whoever_dies() {
+    let Some(report) = reflected("copy") else { return };
+    nothing_is_lost(&report, FRAMES);
+}
+
+/// Each worker dies at its place; the last one drives.
+fn one_after_the_other(node: &mut Node, nic: &Nic, places: &[(&str, u32)]) -> Worker {
+    let mut driver: Option<Worker> = None;
+    for plan in places.iter().chain(places).map(Some).chain([None]) {
+        let plan = plan.map(|(place, nth)| ("TASUKI_CRASH", format!("{place}:{nth}")));
+        let mut next = node.ready(nic, plan.as_slice());
+        if let Some(mut dead) = driver.take() {
+            assert_eq!(dead.process.end(), None, "{:?}", dead.told);
+        }
+        let report = next.grant_or_end(nic);
+        assert!(matches!(report, None | Some(Report::Taken { .. })), "{report:?} {:?}", next.told);
+        driver = Some(next);
+    }
+    driver.expect("the last one")
+}
+
+#[test]
+fn what_finds_no_room_is_sent_once_whoever_dies() {
+    let Some(program) = program("generator") else { return };
+    let folder = tempfile::tempdir().expect("a folder");
+    let capture = folder.path().join("wire.pcap");
+    let model = Model::start(folder.path(), &["--pcap", capture.to_str().expect("a path")]);
+    let nic = Nic::open(&model.socket, &["--ring", "64"]);
+    let mut node = Node::new(folder.path(), Work::Program);
+    (node.program, node.options) = (program, format!("count={COUNT} size=200"));
+    let mut driver = one_after_the_other(&mut node, &nic, PLACES);
+    until("all that is to be sent", || node.remembered(0) >= COUNT);
+    // What is given to the card is sent before it is parked.
+    driver.letter(&ToWorker::End, &[]);
+    assert_eq!(driver.process.end(), Some(0), "{:?}", driver.told);
+    drop((driver, nic));
+    model.process.signal(Signal::TERM);
+    model.report();
+    let file = std::fs::File::open(&capture).expect("the capture");
+    let mut reader = pcap_file::pcap::PcapReader::new(file).expect("a capture");
+    let mut due = 0_u64;
+    while let Some(packet) = reader.next_packet() {
+        let packet = packet.expect("a whole packet");
+        if packet.data[12..18] == *b"\x88\xb5tsk\x01" {
+            assert_eq!(u64::from_le_bytes(packet.data[18..26].try_into().expect("eight bytes")), due);
+            due += 1;
+        }
+    }
+    assert_eq!(due, COUNT);
+}
