@@ -115,7 +115,17 @@ where
     let mut all = vec![wake.try_clone()?];
     all.extend(fds);
     let (kind, version) = (N::Sash::KIND, N::Sash::VERSION);
-    let kit = letter::Kit { kind, version, can, text, fds: all.len(), memory: MEMORY, partial: false, made_by: None };
+    let kit = letter::Kit {
+        kind,
+        version,
+        can,
+        text,
+        fds: all.len(),
+        memory: MEMORY,
+        partial: false,
+        made_by: None,
+        mac: Some(nic.mac().0),
+    };
     Ok((kit, all))
 }
 

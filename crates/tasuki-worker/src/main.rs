@@ -16,6 +16,7 @@ mod post;
 mod run;
 mod seat;
 mod store;
+mod tap;
 mod tomb;
 mod warm;
 mod work;

@@ -14,6 +14,8 @@ use tasuki_relay::worker::{Input, Tables};
 use crate::board::{Board, Book, Pulse};
 use crate::post::{Heard, Post};
 use crate::seat::{Common, Given, Seat};
+use crate::tap::Tap;
+use crate::work::Work;
 use crate::{confine, kit, store, warm};
 
 /// Looks in vain before a worker that may sleep does.
@@ -87,13 +89,16 @@ pub fn run() -> Result<()> {
 }
 
 impl Node {
-    fn begin(mut post: Post, begin: &Begin, fds: Vec<OwnedFd>) -> Result<Self> {
+    fn begin(mut post: Post, begin: &Begin, mut fds: Vec<OwnedFd>) -> Result<Self> {
         let count = fds.len();
+        let device = if begin.work == letter::Work::Tap { fds.pop() } else { None };
+        let wanted = 3 + usize::from(begin.work == letter::Work::Tap);
         let Ok([pulse, book, listening]) = <[OwnedFd; 3]>::try_from(fds) else {
             bail!(
-                "the daemon sent {count} descriptors with its first letter, and 3 belong to it; rebuild the older of the two"
+                "the daemon sent {count} descriptors with its first letter, and {wanted} belong to it; rebuild the older of the two"
             );
         };
+        let tap = device.map(|device| Tap::over(device, begin.tap.clone().unwrap_or_default())).transpose()?;
         let party = std::num::NonZeroU32::new(begin.party)
             .context("the daemon gave this worker the number 0, which is nobody's")?;
         post.listen(listening)?;
@@ -103,7 +108,8 @@ impl Node {
             pulse: Pulse::over(pulse).context("the worker's pulse")?,
             book: Book::over(book).context("the node's book")?,
             party: Party(party),
-            work: begin.work,
+            // Whatever it does with its NICs, it does it to its end.
+            work: Work { kind: begin.work, tap: tap.map(|tap| &*Box::leak(Box::new(tap))) },
             cpu: begin.cpu,
         };
         let name = begin.node.clone();
@@ -180,7 +186,11 @@ impl Node {
         // That the other end is gone is said unasked.
         let lines = self.seats.iter().filter_map(|seat| each!(seat, seat => seat.line()));
         let lines = lines.map(|line| PollFd::from_borrowed_fd(line, PollFlags::empty()));
-        let mut poll: Vec<_> = daemon.into_iter().chain(bells).chain(lines).collect();
+        // What the namespace sends is for whoever drives.
+        let drives = self.seats.iter().any(|seat| each!(seat, seat => seat.drives()));
+        let tap = self.common.work.tap.filter(|_| drives).and_then(Tap::bell);
+        let tap = tap.map(|tap| PollFd::from_borrowed_fd(tap, PollFlags::IN));
+        let mut poll: Vec<_> = daemon.into_iter().chain(bells).chain(lines).chain(tap).collect();
         let rest = rest.map(|rest| Timespec::try_from(rest).expect("less than a second"));
         self.common.pulse.asleep(true);
         let woken = rustix::event::poll(&mut poll, rest.as_ref());
@@ -207,6 +217,9 @@ impl Node {
         }
         if round {
             self.common.post.flush();
+            if let Some(trouble) = self.common.work.tap.and_then(Tap::trouble) {
+                self.common.post.tell(None, trouble);
+            }
             for seat in &mut self.seats {
                 each!(seat, seat => if seat.drives() { seat.now_and_then(&mut self.common) });
             }
@@ -284,10 +297,12 @@ impl Node {
 
     /// Says everything that a daemon must know which has just begun.
     fn again(&mut self) {
-        let Common { post, pulse, book, party, .. } = &mut self.common;
-        let fds = pulse.fd().and_then(|pulse| Ok(vec![pulse, book.fd()?]));
+        let Common { post, pulse, book, party, work, .. } = &mut self.common;
+        let tap = work.tap.map(Tap::fd).transpose();
+        let fds = tap.and_then(|tap| Ok([pulse.fd()?, book.fd()?].into_iter().chain(tap).collect::<Vec<_>>()));
         let nics = u32::try_from(self.seats.len()).unwrap_or(u32::MAX);
-        let mine = ToDaemon::Mine { party: party.0.get(), node: self.name.clone(), nics };
+        let tap = work.tap.map(|tap| tap.name().to_owned());
+        let mine = ToDaemon::Mine { party: party.0.get(), node: self.name.clone(), nics, tap };
         post.write(&mine, fds.unwrap_or_default());
         for seat in &self.seats {
             each!(seat, seat => seat.tell_kit(post));

@@ -45,7 +45,7 @@ pub struct Common {
     /// The worker's number.
     pub party: Party,
     /// What is done with frames.
-    pub work: letter::Work,
+    pub work: work::Work,
     /// Where the worker stays.
     pub cpu: Option<u32>,
 }
@@ -356,12 +356,13 @@ where
             return Input::Stuck(Reason::CardGone);
         }
         let stores = self.plan.as_ref().is_some_and(|plan| plan.store);
-        let patience = if stores { EMPTY_HANDS } else { LAST_BURST };
+        let must_send = stores || self.job.holds_its_own();
+        let patience = if must_send { EMPTY_HANDS } else { LAST_BURST };
         let end = Instant::now() + patience;
         while !self.burst.is_empty() {
             match work::transmit(nic, &mut self.burst, pulse) {
                 Err(_) => return Input::Stuck(Reason::CardGone),
-                Ok(0) if Instant::now() > end && stores => {
+                Ok(0) if Instant::now() > end && must_send => {
                     let limit_ms = u64::try_from(patience.as_millis()).unwrap_or(u64::MAX);
                     return Input::Stuck(Reason::CardStuck { limit_ms });
                 }

@@ -12,30 +12,40 @@ use crate::answer::answer;
 use crate::board::{COPY, Pulse};
 use crate::numbered::{self, Account};
 use crate::pace::Pace;
+use crate::tap::Tap;
 use crate::{fail, run};
 
 /// Whom a source's frames are for: everybody.
 const TO: Mac = Mac([0xff; 6]);
 
+/// What a worker does for its whole life, and with what.
+#[derive(Debug, Clone, Copy)]
+pub struct Work {
+    /// What.
+    pub kind: letter::Work,
+    /// The node's TAP, which is the worker's to its end.
+    pub tap: Option<&'static Tap>,
+}
+
 /// Whether this work must remember anything exactly.
-pub fn remembers(work: letter::Work) -> bool {
-    work == letter::Work::Sink
+pub fn remembers(work: Work) -> bool {
+    work.kind == letter::Work::Sink
 }
 
 /// Work on one NIC.
 #[derive(Debug)]
 pub struct Job {
-    work: letter::Work,
+    work: Work,
     pace: Pace,
     account: Account,
-    /// Received by a source, and nobody's business.
+    /// Received by a source, and nobody's business; or what the TAP gets.
     came: Burst,
 }
 
 impl Job {
     /// Where a predecessor stopped, as the book says.
-    pub fn new(work: letter::Work, book: [u64; COPY]) -> Self {
-        let rate = match work {
+    pub fn new(work: Work, book: [u64; COPY]) -> Self {
+        let rate = match work.kind {
             letter::Work::Source { rate, .. } if rate > 0 => Some(rate),
             _ => None,
         };
@@ -66,13 +76,23 @@ impl Job {
         burst: &mut Burst,
         pulse: &Pulse,
     ) -> Result<usize, NicError> {
-        match self.work {
+        match self.work.kind {
             letter::Work::Echo => send_back(nic, burst, pulse, receive_and_turn),
             letter::Work::Answer { address } => {
                 send_back(nic, burst, pulse, |nic, burst, pulse| receive_and_answer(nic, burst, pulse, address))
             }
             letter::Work::Sink => self.sink(nic, burst, pulse),
             letter::Work::Source { size, .. } => self.source(nic, arena, burst, size, pulse),
+            letter::Work::Tap => {
+                let came = self.feed_tap(nic, pulse)?;
+                // What found no room in the last turn goes first.
+                if let (Some(tap), true) = (self.work.tap, burst.is_empty()) {
+                    tap.take(arena, burst, pulse);
+                }
+                // Also where nothing is to be sent: what the TAP has got must not be given to it by a successor again.
+                let went = if came > 0 || !burst.is_empty() { transmit(nic, burst, pulse)? } else { 0 };
+                Ok(came + went)
+            }
         }
     }
 
@@ -84,13 +104,39 @@ impl Job {
         burst: &mut Burst,
         pulse: &Pulse,
     ) -> Result<usize, NicError> {
-        if !matches!(self.work, letter::Work::Source { .. }) {
-            return self.turn(nic, arena, burst, pulse);
+        match self.work.kind {
+            letter::Work::Source { .. } => {
+                let went = if burst.is_empty() { 0 } else { transmit(nic, burst, pulse)? };
+                let came = nic.receive(&mut self.came)?;
+                self.came.clear();
+                Ok(went + came)
+            }
+            letter::Work::Tap => {
+                let came = self.feed_tap(nic, pulse)?;
+                Ok(came + if came > 0 || !burst.is_empty() { transmit(nic, burst, pulse)? } else { 0 })
+            }
+            _ => self.turn(nic, arena, burst, pulse),
         }
-        let went = if burst.is_empty() { 0 } else { transmit(nic, burst, pulse)? };
+    }
+
+    /// Whether what is in hand was made here: a successor finds it nowhere, and whoever lets go has to send it before.
+    pub fn holds_its_own(&self) -> bool {
+        self.work.kind == letter::Work::Tap
+    }
+
+    fn feed_tap<N: InPlace>(&mut self, nic: &mut N, pulse: &Pulse) -> Result<usize, NicError> {
         let came = nic.receive(&mut self.came)?;
+        if came == 0 {
+            return Ok(0);
+        }
+        fail::point("burst.received");
+        if let Some(tap) = self.work.tap {
+            tap.give(&self.came, pulse);
+        }
         self.came.clear();
-        Ok(went + came)
+        pulse.add(pulse::RECEIVED, came as u64);
+        fail::point("burst.turned");
+        Ok(came)
     }
 
     fn sink<N: InPlace>(&mut self, nic: &mut N, burst: &mut Burst, pulse: &Pulse) -> Result<usize, NicError> {
@@ -137,10 +183,11 @@ impl Job {
 
     /// The first look at the rings of a card that was taken over: nothing is sent yet.
     pub fn look<N: InPlace>(&mut self, nic: &mut N, burst: &mut Burst, pulse: &Pulse) -> Result<(), NicError> {
-        match self.work {
+        match self.work.kind {
             letter::Work::Echo => receive_and_turn(nic, burst, pulse).map(drop),
             letter::Work::Answer { address } => receive_and_answer(nic, burst, pulse, address).map(drop),
             letter::Work::Sink => self.sink(nic, burst, pulse).map(drop),
+            letter::Work::Tap => self.feed_tap(nic, pulse).map(drop),
             letter::Work::Source { .. } => {
                 nic.receive(&mut self.came)?;
                 self.came.clear();
@@ -151,7 +198,7 @@ impl Job {
 
     /// How long until there is something to do though nothing comes.
     pub fn rest(&self) -> Option<Duration> {
-        matches!(self.work, letter::Work::Source { .. }).then(|| self.pace.rest(Instant::now()))
+        matches!(self.work.kind, letter::Work::Source { .. }).then(|| self.pace.rest(Instant::now()))
     }
 }
 

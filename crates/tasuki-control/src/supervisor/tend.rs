@@ -177,6 +177,8 @@ impl Supervisor {
         let node = self.nodes.get(name).context("there is no such node")?;
         let config = self.config.node(name).context("there is no such node")?.clone();
         let generation = node.record.generation + u32::from(wanted);
+        let tap = self.tap_for(name)?;
+        let node = self.nodes.get(name).context("there is no such node")?;
         let binary = binary.or_else(|| node.record.binary.clone()).unwrap_or_else(|| self.programs.worker.clone());
         let (book, number) = (node.book.region().fd().try_clone_to_owned()?, self.next_party());
         let socket = self.place.worker_socket(number);
@@ -230,14 +232,17 @@ impl Supervisor {
             speech: SPEECH,
             party: number,
             node: name.to_owned(),
-            work: config.work.into(),
+            work: (&config.work).into(),
             cpu: config.cpu,
             poll: config.poll,
             memlock,
+            tap: tap.as_ref().map(|(label, _)| label.clone()),
         };
         let words = worker.pulse.as_ref().expect("just made").region().fd();
         // If it is dead already, its pidfd says so.
-        let _ = worker.write(&ToWorker::Begin(begin), &[words, book.as_fd(), listener.as_fd()]);
+        let tap = tap.iter().map(|(_, device)| device.as_fd());
+        let fds: Vec<_> = [words, book.as_fd(), listener.as_fd()].into_iter().chain(tap).collect();
+        let _ = worker.write(&ToWorker::Begin(begin), &fds);
         worker.pulse.iter().for_each(|pulse| self.tombs.watch(number, pulse));
         self.workers.insert(number, worker);
         crash::point("daemon.worker-told");

@@ -24,10 +24,11 @@ impl Supervisor {
     pub(super) fn node_views(&self) -> Vec<NodeView> {
         let view = |(name, node): (&String, &super::Node)| NodeView {
             name: name.clone(),
-            work: match self.config.node(name).map(|node| node.work) {
+            work: match self.config.node(name).map(|node| &node.work) {
                 Some(Work::Echo) => "echo".to_owned(),
                 Some(Work::Sink) => "sink".to_owned(),
                 Some(Work::Answer(answer)) => format!("answers ping at {}", answer.address),
+                Some(Work::Tap(tap)) => format!("the NIC of {}", tap.label()),
                 Some(Work::Source(source)) => format!("source of {} bytes, {} a second", source.size, source.rate),
                 None => String::new(),
             },
@@ -68,6 +69,7 @@ impl Supervisor {
             sent: count(pulse::SENT),
             missing: count(pulse::MISSING),
             late: count(pulse::LATE),
+            refused: count(pulse::REFUSED),
             unconfined: worker.unconfined.clone(),
         }
     }

@@ -107,6 +107,7 @@ fn open(orders: &Orders, socket: &OwnedFd) -> ! {
         memory: 0,
         partial: false,
         made_by: None,
+        mac: None,
     };
     let letter = ToDaemon::Kit { nic: 0, name: String::new(), board: false, kit };
     write(socket, &letter, &[memory.region().fd()]);
@@ -236,7 +237,7 @@ impl Standin {
             }
             ToWorker::Again => {
                 let nics = u32::try_from(self.nics.len()).expect("a few");
-                let mine = ToDaemon::Mine { party: self.party, node: self.node.clone(), nics };
+                let mine = ToDaemon::Mine { party: self.party, node: self.node.clone(), nics, tap: None };
                 write(&self.socket, &mine, &[self.pulse.region().fd(), self.book.as_fd()]);
                 for (number, nic) in &self.nics {
                     let letter =
