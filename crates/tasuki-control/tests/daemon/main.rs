@@ -10,6 +10,7 @@ mod rig;
 mod ruled;
 mod standin;
 mod storm;
+mod taps;
 mod unplugged;
 
 /// What `standin` is started as; without its orders it is nothing.
