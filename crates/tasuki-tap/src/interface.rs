@@ -99,7 +99,9 @@ impl Interface {
         let mut room = [0; 1024];
         let kernel = SocketAddrNetlink::new(0, 0);
         let done = rustix::net::sendto(&self.netlink, &message.finish(), SendFlags::empty(), &kernel)
-            .and_then(|_| rustix::io::retry_on_intr(|| rustix::net::recv(&self.netlink, &mut room[..], RecvFlags::empty())))
+            .and_then(|_| {
+                rustix::io::retry_on_intr(|| rustix::net::recv(&self.netlink, &mut room[..], RecvFlags::empty()))
+            })
             .and_then(|(_, len)| answer(room.get(..len).unwrap_or_default()));
         done.map_err(|errno| match errno {
             Errno::PERM | Errno::ACCESS => TapError::NotAllowed,

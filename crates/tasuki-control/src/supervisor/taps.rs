@@ -112,7 +112,9 @@ impl Supervisor {
         let other = self.cards.values().find(|card| card.number != nic && label(&card.node).as_ref() == Some(&tap));
         other.map_or(Ok(()), |other| {
             let (has, other) = (&other.node, other.name());
-            Err(No::now(format!("{tap} of node {node} stands for {other} already; give that to another node than {has} first")))
+            Err(No::now(format!(
+                "{tap} of node {node} stands for {other} already; give that to another node than {has} first"
+            )))
         })
     }
 }
