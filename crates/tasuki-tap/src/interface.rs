@@ -29,6 +29,9 @@ const IFA_LOCAL: u16 = 2;
 
 const IFF_UP: u32 = 1;
 
+/// IFA_F_NODAD. Of IPv4 it means nothing.
+const NO_DAD: u8 = 0x02;
+
 /// Bytes of `struct nlmsghdr`.
 const HEADER: usize = 16;
 
@@ -136,8 +139,8 @@ impl Interface {
             IpAddr::V6(ip) => (AddressFamily::INET6, ip.octets().to_vec()),
         };
         let family = u8::try_from(family.as_raw()).expect("a small number");
-        // `struct ifaddrmsg`.
-        let mut fixed = vec![family, address.prefix, 0, 0];
+        // `struct ifaddrmsg`. Nobody is asked whether he has it already: no card is behind the interface yet.
+        let mut fixed = vec![family, address.prefix, NO_DAD, 0];
         fixed.extend_from_slice(&self.index.to_ne_bytes());
         let message = Message::new(NEW_ADDRESS, CREATE_OR_REPLACE, &fixed);
         self.ask(|| format!("the address {address}"), message.with(IFA_LOCAL, &bytes).with(IFA_ADDRESS, &bytes))

@@ -37,6 +37,9 @@ pub struct Text {
     pub ring: u16,
     /// whether every frame is let in,
     pub promiscuous: bool,
+    /// or every multicast,
+    #[serde(default)]
+    pub all_multicast: bool,
     /// and whether its memory is kept clean of frames that were handled.
     #[serde(default)]
     pub scrub: bool,
@@ -109,6 +112,7 @@ where
         driver: driver.to_owned(),
         ring: options.ring,
         promiscuous: options.filter.promiscuous,
+        all_multicast: options.filter.all_multicast,
         scrub: options.scrub,
         nic: text,
     })?;
@@ -218,7 +222,8 @@ pub fn open<B: KitBus>(text: &Text, fds: Vec<OwnedFd>) -> Result<Opened<B>, Refu
 impl Text {
     /// How the card is started anew.
     pub fn options(&self) -> NicOptions {
-        let filter = Filter { promiscuous: self.promiscuous, ..Filter::default() };
+        let (promiscuous, all_multicast) = (self.promiscuous, self.all_multicast);
+        let filter = Filter { promiscuous, all_multicast, ..Filter::default() };
         NicOptions { ring: self.ring, filter, scrub: self.scrub, ..NicOptions::default() }
     }
 

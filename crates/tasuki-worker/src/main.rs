@@ -74,6 +74,9 @@ struct OpenArguments {
     /// Take in every frame, not only those for the card.
     #[arg(long)]
     promiscuous: bool,
+    /// Take in every multicast.
+    #[arg(long)]
+    all_multicast: bool,
     /// Keep its memory clean of frames that were handled, for an owner that must not read them.
     #[arg(long)]
     scrub: bool,
@@ -235,8 +238,8 @@ fn main() -> ExitCode {
         What::Nic(NicCommand::Probe { device }) => device::open(&device, &Setup::default(), show, Probe),
         What::Nic(NicCommand::Run(arguments)) => drive(arguments),
         What::Worker => node::run(),
-        What::Open(OpenArguments { device, ring, iova, promiscuous, scrub }) => {
-            open::open(&How { device, ring, iova, promiscuous, scrub })
+        What::Open(OpenArguments { device, ring, iova, promiscuous, all_multicast, scrub }) => {
+            open::open(&How { device, ring, iova, promiscuous, all_multicast, scrub })
         }
     };
     match done {

@@ -187,10 +187,9 @@ impl Node {
         let lines = self.seats.iter().filter_map(|seat| each!(seat, seat => seat.line()));
         let lines = lines.map(|line| PollFd::from_borrowed_fd(line, PollFlags::empty()));
         // What the namespace sends is for whoever drives.
-        let drives = self.seats.iter().any(|seat| each!(seat, seat => seat.drives()));
-        let tap = self.common.work.tap.filter(|_| drives).and_then(Tap::bell);
-        let tap = tap.map(|tap| PollFd::from_borrowed_fd(tap, PollFlags::IN));
-        let mut poll: Vec<_> = daemon.into_iter().chain(bells).chain(lines).chain(tap).collect();
+        let taps = self.seats.iter().filter_map(|seat| each!(seat, seat => seat.tap()));
+        let taps = taps.map(|tap| PollFd::from_borrowed_fd(tap, PollFlags::IN));
+        let mut poll: Vec<_> = daemon.into_iter().chain(bells).chain(lines).chain(taps).collect();
         let rest = rest.map(|rest| Timespec::try_from(rest).expect("less than a second"));
         self.common.pulse.asleep(true);
         let woken = rustix::event::poll(&mut poll, rest.as_ref());

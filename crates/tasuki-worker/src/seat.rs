@@ -12,7 +12,7 @@ use tasuki_net::nic::kit::KitBus;
 use tasuki_net::nic::ledger::Ledger;
 use tasuki_net::nic::{Link, MemoryLayout, NicError, NicMemory, Repoint, Sash, Scrub};
 use tasuki_net::port::{Armed, Burst};
-use tasuki_relay::letter::{self, Plan, ToDaemon};
+use tasuki_relay::letter::{self, Plan, ToDaemon, pulse};
 use tasuki_relay::method::Method;
 use tasuki_relay::wire::{Order, Reason, Report};
 use tasuki_relay::worker::{Do, Input, Side, Tables, Worker};
@@ -349,22 +349,26 @@ where
             Some(plan) if plan.handover && !plan.store => return self.stop_clean(common),
             _ => {}
         }
-        let pulse = &common.pulse;
         self.stamped = false;
         let Card::Driven(nic) = &mut self.card else { return Input::Stuck(Reason::CardGone) };
         if self.gone {
             return Input::Stuck(Reason::CardGone);
         }
         let stores = self.plan.as_ref().is_some_and(|plan| plan.store);
-        let must_send = stores || self.job.holds_its_own();
-        let patience = if must_send { EMPTY_HANDS } else { LAST_BURST };
+        let is_own = self.job.holds_its_own();
+        let patience = if stores || is_own { EMPTY_HANDS } else { LAST_BURST };
         let end = Instant::now() + patience;
         while !self.burst.is_empty() {
-            match work::transmit(nic, &mut self.burst, pulse) {
+            match work::transmit(nic, &mut self.burst, &common.pulse) {
                 Err(_) => return Input::Stuck(Reason::CardGone),
-                Ok(0) if Instant::now() > end && must_send => {
+                Ok(0) if Instant::now() > end && stores => {
                     let limit_ms = u64::try_from(patience.as_millis()).unwrap_or(u64::MAX);
                     return Input::Stuck(Reason::CardStuck { limit_ms });
+                }
+                Ok(0) if Instant::now() > end && is_own => {
+                    // The link is down, or the partner pauses for good: no successor finds them.
+                    common.pulse.add(pulse::REFUSED, self.burst.len() as u64);
+                    self.burst.clear();
                 }
                 Ok(0) if Instant::now() > end => break,
                 Ok(_) => {}
@@ -619,7 +623,8 @@ where
             return true;
         }
         match nic.arm() {
-            Ok(Armed::Idle) => self.burst.is_empty(),
+            // Where a namespace goes on sending and the card takes nothing, its link is down.
+            Ok(Armed::Idle) => self.burst.is_empty() || self.job.holds_its_own(),
             Ok(Armed::Busy) => false,
             Err(error) => {
                 self.lose(common, &error);
@@ -630,7 +635,14 @@ where
 
     /// How long until there is something to do though nothing rings.
     pub fn rest(&self) -> Option<Duration> {
-        if self.drives() && !self.gone { self.job.rest() } else { None }
+        let is_stuck = self.job.holds_its_own() && !self.burst.is_empty();
+        if self.drives() && !self.gone { self.job.rest().or(is_stuck.then_some(LAST_BURST)) } else { None }
+    }
+
+    /// What becomes readable when the node's programs send, while it is driven and all that they sent before is sent.
+    pub fn tap(&self) -> Option<BorrowedFd<'_>> {
+        let takes = self.drives() && !self.gone && self.burst.is_empty();
+        self.job.bell().filter(|_| takes)
     }
 
     /// What hangs up when whoever serves the card is no more, while it is driven.

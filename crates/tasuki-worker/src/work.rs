@@ -1,6 +1,7 @@
 //! What a node does with frames, while it has no guests.
 
 use std::net::Ipv4Addr;
+use std::os::fd::BorrowedFd;
 use std::time::{Duration, Instant};
 
 use tasuki_net::nic::{InPlace, Mac, NicError};
@@ -117,6 +118,11 @@ impl Job {
             }
             _ => self.turn(nic, arena, burst, pulse),
         }
+    }
+
+    /// What becomes readable when there is something to send.
+    pub fn bell(&self) -> Option<BorrowedFd<'static>> {
+        self.work.tap.and_then(Tap::bell)
     }
 
     /// Whether what is in hand was made here: a successor finds it nowhere, and whoever lets go has to send it before.

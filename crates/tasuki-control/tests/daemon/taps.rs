@@ -97,13 +97,18 @@ fn nodes(tap: &str) -> String {
 impl World {
     /// Nothing, with the reason said, where it cannot be.
     fn new(plan: Option<&str>) -> Option<Self> {
+        Self::with(plan, [&format!("{NEAR}/24"), &format!("{FAR}/24")])
+    }
+
+    /// The same with these addresses at the cable, and of the TAP.
+    fn with(plan: Option<&str>, addresses: [&str; 2]) -> Option<Self> {
         if let Some(why) = is_impossible() {
             println!("skipped: {why}");
             return None;
         }
         let one = storm::alone();
         let (near, far) = (Room::new(), Room::new());
-        let tap = format!("netns = \"{}\", name = \"nic0\", address = \"{FAR}/24\"", far.path());
+        let tap = format!("netns = \"{}\", name = \"nic0\", address = \"{}\"", far.path(), addresses[1]);
         let nic = "[[nic]]\nname = \"eth0\"\ndevice = \"vfio-user:/nowhere/card.sock\"\nnode = \"red\"\n";
         let rig = Rig::without_daemon(&[&nodes(&tap), nic].concat(), "");
         let socket = rig.path("card.sock");
@@ -114,7 +119,7 @@ impl World {
         until(&rig, "the model serves", || socket.exists());
         near.within(|| {
             let wire = Interface::find("wire0").expect("the model's wire");
-            wire.add_address(format!("{NEAR}/24").parse().expect("an address")).expect("an address");
+            wire.add_address(addresses[0].parse().expect("an address")).expect("an address");
             wire.up().expect("a link");
         });
         let (stand_in, worker) = (rig.path("worker"), beside("tasuki-worker").expect("looked for before"));
@@ -230,7 +235,7 @@ fn ask(socket: &UdpSocket, over: &AtomicBool, moved: &AtomicU64) -> Tally {
     let mut missing = 0_u64;
     loop {
         let ends = over.load(Relaxed);
-        if (ends && missing == 0) || (ends && since.elapsed() > PATIENCE * 2) {
+        if ends && (missing == 0 || since.elapsed() > PATIENCE * 2) {
             break;
         }
         if since.elapsed() > PATIENCE && !ends {
@@ -408,6 +413,28 @@ fn a_connection_outlives_every_relay() {
     over.store(true, Relaxed);
     let (sent, came) = (near.join().expect("who sends"), far.join().expect("who receives"));
     assert_eq!(sent, came);
+    world.end();
+}
+
+#[test]
+fn neighbours_are_found_by_multicast() {
+    let Some(world) = World::with(None, ["2001:db8::1/64", "2001:db8::2/64"]) else { return };
+    let listener = world.far.within(|| TcpListener::bind(("2001:db8::2", 7008)).expect("an address"));
+    let far = std::thread::spawn(move || {
+        let (mut stream, _) = listener.accept().expect("a connection");
+        std::io::copy(&mut stream.try_clone().expect("another"), &mut stream).expect("an end")
+    });
+    let mut stream = world.near.within(|| TcpStream::connect(("2001:db8::2", 7008)).expect("a connection"));
+    for round in 0..3_u8 {
+        stream.write_all(&[round; 100]).expect("a connection that stays");
+        let mut bytes = [0xff; 100];
+        stream.read_exact(&mut bytes).expect("what was sent");
+        assert_eq!(bytes, [round; 100]);
+        world.rig.ask(&["worker", "upgrade", "red"]);
+        world.rig.await_pair("red");
+    }
+    stream.shutdown(std::net::Shutdown::Write).expect("a connection that stays");
+    assert_eq!(far.join().expect("who answers"), 300);
     world.end();
 }
 
