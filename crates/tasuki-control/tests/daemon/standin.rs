@@ -134,7 +134,10 @@ fn work(orders: &Orders, socket: OwnedFd) -> ! {
         leave_if_over(&orders.alive);
     };
     let Ok(ToWorker::Begin(begin)) = serde_json::from_slice(&message.bytes) else { panic!("{message:?}") };
-    let [pulse, book, listener] = <[OwnedFd; 3]>::try_from(message.fds).expect("three descriptors");
+    let mut fds = message.fds;
+    // The TAP of a node that has one is of no use to a worker without a card.
+    fds.truncate(3);
+    let [pulse, book, listener] = <[OwnedFd; 3]>::try_from(fds).expect("three descriptors");
     let pulse = Words::adopt(pulse, pulse::LEN).expect("a pulse");
     let speech = if orders.fault == "speech" { SPEECH + 1 } else { SPEECH };
     write(

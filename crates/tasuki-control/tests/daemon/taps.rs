@@ -438,6 +438,31 @@ fn neighbours_are_found_by_multicast() {
     world.end();
 }
 
+#[test]
+fn a_tap_stands_for_one_nic() {
+    if let Some(why) = is_impossible() {
+        return println!("skipped: {why}");
+    }
+    let room = Room::new();
+    let tap = format!("netns = \"{}\", name = \"nic0\"", room.path());
+    let nic = |name: &str, node: &str| {
+        format!("[[nic]]\nname = \"{name}\"\ndevice = \"vfio-user:/nowhere/{name}.sock\"\nnode = \"{node}\"\n\n")
+    };
+    let green = "[[node]]\nname = \"green\"\nwork = \"echo\"\n\n".to_owned();
+    let mut rig = Rig::with(&[nodes(&tap), green, nic("eth0", "red"), nic("eth1", "green")].concat(), "");
+    rig.await_worker("blue", "idle");
+    for node in ["red", "blue"] {
+        let said = rig.refused(&["nic", "give", "eth1", "--to", node]);
+        assert!(said.contains("stands for eth0 already; give that to another node than red first"), "{said}");
+    }
+    let status = rig.ask(&["status"]);
+    assert!(status.contains("the NIC of /proc/") && status.contains(":nic0"), "{status}");
+    rig.ask(&["stop"]);
+    rig.daemon_ends();
+    let is_there = room.within(|| Interface::find("nic0").is_ok());
+    assert!(!is_there, "it ends with the last who has it");
+}
+
 /// Starts a daemon that cannot begin; what it says.
 fn refusal(tap: &str, wrap: &[&str]) -> String {
     let rig = Rig::without_daemon(&nodes(tap), "");
