@@ -284,6 +284,7 @@ impl Wire for Source {
 
 #[cfg(test)]
 mod tests {
+    use super::super::{PAUSE, PAUSE_TO};
     use super::*;
 
     const OPTIONS: SourceOptions =
