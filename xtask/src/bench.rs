@@ -10,7 +10,7 @@ use crate::{guest, needs, stream};
 /// Returns only if tasuki-bench could not be started.
 pub fn demo(checkout: &Checkout, args: &[OsString]) -> anyhow::Error {
     if args.iter().any(|word| word.to_string_lossy().contains("tap")) {
-        needs::provide(&[needs::PING, needs::IP]);
+        needs::provide(&[needs::PING, needs::IP, needs::IPERF3]);
     }
     become_tasuki_bench(checkout, &[&["demo".into()], args].concat())
 }

@@ -36,6 +36,10 @@ pub const PING: Need =
 /// Makes interfaces.
 pub const IP: Need = Need { program: "ip", package: "iproute2", serves: "the demo cannot set up a TAP (--wire tap)" };
 
+/// Sends by TCP, from this machine's own kernel.
+pub const IPERF3: Need =
+    Need { program: "iperf3", package: "iperf3", serves: "the demo cannot send over a TAP (--wire tap)" };
+
 /// Counts instructions.
 pub const VALGRIND: Need =
     Need { program: "valgrind", package: "valgrind", serves: "instructions per packet are not counted" };

@@ -9,6 +9,7 @@ use std::time::Duration;
 
 use serde::Deserialize;
 use tasuki_relay::letter;
+use tasuki_tap::Address;
 
 /// Bytes of a frame that a source may send, without check sequence.
 const SIZES: std::ops::RangeInclusive<u16> = 60..=1514;
@@ -132,6 +133,13 @@ pub struct Node {
     pub trusts: Vec<String>,
 }
 
+impl Node {
+    /// Its TAP, if it has one.
+    pub fn tap(&self) -> Option<&Tap> {
+        if let Work::Tap(tap) = &self.work { Some(tap) } else { None }
+    }
+}
+
 fn yes() -> bool {
     true
 }
@@ -146,6 +154,8 @@ pub enum Work {
     Sink,
     /// Answers `ping`.
     Answer(Answer),
+    /// Is the NIC of the programs of a network namespace.
+    Tap(Tap),
     /// Sends numbered ones.
     #[serde(rename_all = "kebab-case")]
     Source(Source),
@@ -172,6 +182,31 @@ pub struct Answer {
     pub address: Ipv4Addr,
 }
 
+/// The interface that a network namespace has instead of the node's NIC. Nodes that name the same one share it: then the NIC can go from one to
+/// the other, and the namespace's programs notice nothing.
+#[derive(Debug, Clone, PartialEq, Eq, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Tap {
+    /// What the interface is called.
+    pub name: String,
+    /// The namespace: as `ip netns` calls it, or a path from /; without, the daemon's own.
+    pub netns: Option<String>,
+    /// What the interface is given when it is made; without, it is somebody else's business.
+    #[serde(default, deserialize_with = "address")]
+    pub address: Option<Address>,
+}
+
+impl Tap {
+    /// Which one it is.
+    pub fn label(&self) -> String {
+        self.netns.iter().map(|netns| format!("{netns}:")).chain([self.name.clone()]).collect()
+    }
+}
+
+fn address<'de, D: serde::Deserializer<'de>>(from: D) -> Result<Option<Address>, D::Error> {
+    String::deserialize(from)?.parse().map(Some).map_err(serde::de::Error::custom)
+}
+
 /// Of a source.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Deserialize)]
 #[serde(deny_unknown_fields)]
@@ -194,6 +229,7 @@ impl From<&Work> for letter::Work {
             Work::Echo => letter::Work::Echo,
             Work::Sink => letter::Work::Sink,
             Work::Answer(Answer { address }) => letter::Work::Answer { address },
+            Work::Tap(_) => letter::Work::Tap,
             Work::Source(Source { rate, size }) => letter::Work::Source { rate, size },
             Work::Program(_) => letter::Work::Program,
         }
@@ -291,6 +327,11 @@ impl Config {
         self.node.iter().find(|node| node.name == name)
     }
 
+    /// The TAP of the node of this name, if it has one.
+    pub fn tap(&self, node: &str) -> Option<&Tap> {
+        self.node(node).and_then(Node::tap)
+    }
+
     /// Whether there are two nodes that do not trust each other.
     pub fn has_strangers(&self) -> bool {
         let names = || self.node.iter().map(|node| node.name.as_str());
@@ -323,7 +364,7 @@ impl Config {
             self.node.iter().find_map(|node| {
                 let trusted =
                     node.trusts.iter().find_map(stranger).map(|what| format!("node {:?}, trusts: {what}", node.name));
-                trusted.or_else(|| size_of_frames(node)).or_else(|| program_of(node))
+                trusted.or_else(|| size_of_frames(node)).or_else(|| program_of(node)).or_else(|| self.odd_tap(node))
             })
         };
         let of_nics = || {
@@ -341,6 +382,34 @@ impl Config {
             .or_else(of_nodes)
             .or_else(of_nics)
             .or(limit)
+    }
+}
+
+impl Config {
+    /// What is wrong with a node's TAP: its name, or what others say of the same.
+    fn odd_tap(&self, node: &Node) -> Option<String> {
+        let tap = node.tap()?;
+        let named = |what: String| Some(format!("node {:?}, tap: {what}", node.name));
+        if !tasuki_tap::is_name(&tap.name) {
+            return named(tasuki_tap::TapError::Name(tap.name.clone()).to_string());
+        }
+        if tap.netns.as_ref().is_some_and(|netns| netns.is_empty() || netns.contains('/') && !netns.starts_with('/')) {
+            return named("netns is what `ip netns` calls it, or a path from /".to_owned());
+        }
+        let same = |other: &&Node| other.tap().is_some_and(|other| other.label() == tap.label());
+        if let Some(other) = self.node.iter().filter(same).find(|other| other.tap() != Some(tap)) {
+            return named(format!("node {:?} gives {} another address; name one", other.name, tap.label()));
+        }
+        let nics: Vec<_> = self.nic.iter().filter(|nic| self.node(&nic.node).as_ref().is_some_and(same)).collect();
+        match &nics[..] {
+            [one, other, ..] => named(format!(
+                "{} stands for one NIC, and {:?} and {:?} are both meant for it; give one of them to another node",
+                tap.label(),
+                one.name,
+                other.name
+            )),
+            _ => None,
+        }
     }
 }
 
@@ -435,6 +504,10 @@ work = { answer = { address = "192.0.2.2" } }
 name = "pink"
 work = { program = { path = "/opt/mine", options = "fast" } }
 
+[[node]]
+name = "shop"
+work = { tap = { netns = "shop", name = "nic0", address = "192.0.2.3/24" } }
+
 [[nic]]
 name = "eth0"
 device = "vfio:0000:03:00.0"
@@ -453,6 +526,9 @@ ring = 512
         let (path, options) = ("/opt/mine".into(), "fast".to_owned());
         assert_eq!(config.node[4].program(), Some(&Program { path, options }));
         assert_eq!(config.node[0].program(), None);
+        let tap = config.tap("shop").expect("it has one");
+        assert_eq!((tap.label(), tap.address), ("shop:nic0".to_owned(), "192.0.2.3/24".parse().ok()));
+        assert_eq!(config.tap("red"), None);
         assert_eq!(config.nic[0].device, Device::Vfio("0000:03:00.0".to_owned()));
         assert!(config.trust("red", "blue") && config.trust("green", "green"));
         assert!(config.has_strangers(), "green is one to red");
@@ -463,6 +539,8 @@ ring = 512
     #[test]
     fn what_means_nothing_is_refused_by_line() {
         let node = "[[node]]\nname = \"red\"\nwork = \"sink\"\n";
+        let tap = |node: &str, tap: &str| format!("[[node]]\nname = \"{node}\"\nwork = {{ tap = {{ {tap} }} }}\n");
+        let nic = |name: &str, node: &str| format!("[[nic]]\nname = \"{name}\"\ndevice = \"sim\"\nnode = \"{node}\"\n");
         let cases: &[(String, &[&str])] = &[
             (format!("{node}colour = 3\n"), &["t.toml:4: unknown field `colour`", "`trusts`"]),
             ("[deamon]\n".to_owned(), &["t.toml:1: unknown field `deamon`", "`daemon`"]),
@@ -511,6 +589,19 @@ ring = 512
                     "x".repeat(4097)
                 ),
                 &["node \"red\": its program's options have 4097 bytes, and may have 4096"],
+            ),
+            (tap("red", "name = \"a-name-that-is-too-long\""), &["node \"red\", tap", "1 to 15 bytes"]),
+            (tap("red", "name = \"t\", address = \"192.0.2.2\""), &["t.toml:3: ", "192.0.2.2/24"]),
+            (tap("red", "name = \"t\", address = \"192.0.2.2/40\""), &["t.toml:3: ", "192.0.2.2/24"]),
+            (tap("red", "name = \"t\", netns = \"a/b\""), &["node \"red\", tap: netns is what `ip netns` calls it"]),
+            (tap("red", "netns = \"a\""), &["t.toml:3: missing field `name`"]),
+            (
+                tap("red", "name = \"t\"") + &tap("blue", "name = \"t\", address = \"192.0.2.2/24\""),
+                &["node \"red\", tap: node \"blue\" gives t another address"],
+            ),
+            (
+                tap("red", "name = \"t\"") + &tap("blue", "name = \"t\"") + &nic("e", "red") + &nic("f", "blue"),
+                &["t stands for one NIC, and \"e\" and \"f\" are both meant for it"],
             ),
         ];
         for (text, parts) in cases {

@@ -54,6 +54,9 @@ pub enum Work {
         /// Whose it is.
         address: Ipv4Addr,
     },
+    /// Passes frames on between its NIC and a TAP, so that the programs of a network namespace have the NIC. The TAP's descriptor comes with
+    /// [`ToWorker::Begin`].
+    Tap,
     /// Sends numbered frames.
     Source {
         /// A second; 0 for as many as go.
@@ -85,6 +88,9 @@ pub struct Begin {
     pub poll: bool,
     /// Bytes of memory that it may lock, for devices that need that.
     pub memlock: u64,
+    /// Of [`Work::Tap`]: what the daemon calls the TAP. The worker says it to a daemon that comes later.
+    #[serde(default)]
+    pub tap: Option<String>,
 }
 
 /// A NIC as a worker can take it: text that only workers read, and descriptors.
@@ -111,6 +117,9 @@ pub struct Kit {
     /// The worker that made the memory, if it was a worker.
     #[serde(default)]
     pub made_by: Option<u32>,
+    /// The card's station address: a TAP that stands for it has the same.
+    #[serde(default)]
+    pub mac: Option<[u8; 6]>,
 }
 
 /// [`crate::method::Card`], as it travels.
@@ -155,7 +164,7 @@ pub struct Plan {
 #[serde(tag = "letter", rename_all = "kebab-case")]
 pub enum ToWorker {
     /// Who it is. Beside it: the worker's pulse (see [`pulse`](mod@crate::letter::pulse)), the node's book (memory for what its work must
-    /// remember), and a listening socket on which a daemon that comes later finds it.
+    /// remember), and a listening socket on which a daemon that comes later finds it; of [`Work::Tap`] the TAP's descriptor, last.
     Begin(Begin),
     /// A NIC that it may be ordered to prepare. Beside it: the NIC's board (see [`board`]), and the kit's descriptors.
     Nic {
@@ -226,7 +235,7 @@ pub enum ToDaemon {
         /// In the driver's order.
         counts: Vec<(String, u64)>,
     },
-    /// Who it is: first in answer to [`ToWorker::Again`]. Beside it: its pulse, and its node's book.
+    /// Who it is: first in answer to [`ToWorker::Again`]. Beside it: its pulse, its node's book, and its TAP if it has one.
     Mine {
         /// Its number in lease words.
         party: u32,
@@ -234,6 +243,9 @@ pub enum ToDaemon {
         node: String,
         /// Kits that follow, one for each NIC that it has.
         nics: u32,
+        /// What its TAP is called, if it has one.
+        #[serde(default)]
+        tap: Option<String>,
     },
     /// Something that a person must know, in a sentence.
     Told {
@@ -287,6 +299,8 @@ pub mod pulse {
     pub const ENDED: u32 = 0x4000_0000;
     /// Word: frames that came and were dropped, because that was ordered.
     pub const DROPPED: usize = 15;
+    /// Word: frames that came and that the node's TAP did not take, or that it gave and that fit into no frame of the card's.
+    pub const REFUSED: usize = 16;
 }
 
 #[cfg(test)]

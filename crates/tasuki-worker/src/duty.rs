@@ -1,5 +1,6 @@
 //! What a seat asks of whatever handles its NIC's frames: the works of the stock worker, or a program of the user's own.
 
+use std::os::fd::BorrowedFd;
 use std::time::Duration;
 
 use anyhow::Result;
@@ -10,6 +11,7 @@ use tasuki_shm::arena::Arena;
 
 use crate::board::{Book, Pulse};
 use crate::kit::Refused;
+use crate::tap::Tap;
 
 /// What there is on a worker's desk while it handles frames of a NIC.
 #[derive(Debug, Clone, Copy)]
@@ -32,11 +34,11 @@ pub trait Duty: Sized {
     /// What the worker was told of it.
     type Told;
 
-    /// What the first letter says of it.
+    /// What the first letter says of it, and the node's TAP, if it has one.
     ///
     /// # Errors
     /// A sentence: it is not what this program does.
-    fn told(begin: &Begin) -> Result<Self::Told>;
+    fn told(begin: &Begin, tap: Option<&'static Tap>) -> Result<Self::Told>;
 
     /// Before anything is known of a predecessor.
     fn new(told: &Self::Told) -> Self;
@@ -79,6 +81,16 @@ pub trait Duty: Sized {
 
     /// How long until there is something to do though nothing comes.
     fn rest(&self) -> Option<Duration>;
+
+    /// What becomes readable when there is something to send.
+    fn bell(&self) -> Option<BorrowedFd<'static>> {
+        None
+    }
+
+    /// Whether what is in hand was made here: a successor finds it nowhere, and whoever lets go has to send it before.
+    fn holds_its_own(&self) -> bool {
+        false
+    }
 
     /// What it has counted itself, by name.
     fn counts(&self) -> Vec<(String, u64)>;

@@ -18,6 +18,7 @@ use crate::duty::{Desk, Duty};
 use crate::fail;
 use crate::kit::Refused;
 use crate::program::{Program, STATE_MAX, Turn};
+use crate::tap::Tap;
 
 /// Longest rest: the node's loop has other things to look at.
 const REST_MAX: Duration = Duration::from_secs(1);
@@ -124,7 +125,7 @@ impl<P: Program> Hosted<P> {
 impl<P: Program> Duty for Hosted<P> {
     type Told = String;
 
-    fn told(begin: &Begin) -> Result<String> {
+    fn told(begin: &Begin, _: Option<&'static Tap>) -> Result<String> {
         anyhow::ensure!(
             begin.work == tasuki_relay::letter::Work::Program,
             "node {} has a work that tasuki-worker does by itself; for a program of your own write work = {{ program = {{ path = … }} }} in its configuration",

@@ -37,6 +37,9 @@ pub struct Text {
     pub ring: u16,
     /// whether every frame is let in,
     pub promiscuous: bool,
+    /// or every multicast,
+    #[serde(default)]
+    pub all_multicast: bool,
     /// and whether its memory is kept clean of frames that were handled.
     #[serde(default)]
     pub scrub: bool,
@@ -109,13 +112,24 @@ where
         driver: driver.to_owned(),
         ring: options.ring,
         promiscuous: options.filter.promiscuous,
+        all_multicast: options.filter.all_multicast,
         scrub: options.scrub,
         nic: text,
     })?;
     let mut all = vec![wake.try_clone()?];
     all.extend(fds);
     let (kind, version) = (N::Sash::KIND, N::Sash::VERSION);
-    let kit = letter::Kit { kind, version, can, text, fds: all.len(), memory: MEMORY, partial: false, made_by: None };
+    let kit = letter::Kit {
+        kind,
+        version,
+        can,
+        text,
+        fds: all.len(),
+        memory: MEMORY,
+        partial: false,
+        made_by: None,
+        mac: Some(nic.mac().0),
+    };
     Ok((kit, all))
 }
 
@@ -212,7 +226,8 @@ pub fn open<B: KitBus>(text: &Text, fds: Vec<OwnedFd>) -> Result<Opened<B>, Refu
 impl Text {
     /// How the card is started anew.
     pub fn options(&self) -> NicOptions {
-        let filter = Filter { promiscuous: self.promiscuous, ..Filter::default() };
+        let (promiscuous, all_multicast) = (self.promiscuous, self.all_multicast);
+        let filter = Filter { promiscuous, all_multicast, ..Filter::default() };
         NicOptions { ring: self.ring, filter, scrub: self.scrub, ..NicOptions::default() }
     }
 

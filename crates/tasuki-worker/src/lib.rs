@@ -22,6 +22,7 @@ mod run;
 mod seat;
 mod stock;
 mod store;
+mod tap;
 mod tomb;
 mod warm;
 mod work;

@@ -16,6 +16,7 @@ use crate::board::{Board, Book, Pulse};
 use crate::duty::Duty;
 use crate::post::{Heard, Post};
 use crate::seat::{Common, Given, Seat};
+use crate::tap::Tap;
 use crate::{confine, kit, sentence, store, warm};
 
 /// Looks in vain before a worker that may sleep does.
@@ -59,7 +60,7 @@ struct Node<D: Duty> {
 pub fn run<D: Duty>() -> Result<()> {
     let socket = std::io::stdin().as_fd().try_clone_to_owned().context("the worker has no standard input")?;
     let mut post = Post::new(socket)?;
-    let (begin, fds) = match post.wait()? {
+    let (begin, mut fds) = match post.wait()? {
         Heard::Letter(letter, fds) => match *letter {
             ToWorker::Begin(begin) => (begin, fds),
             other => bail!(
@@ -77,8 +78,9 @@ pub fn run<D: Duty>() -> Result<()> {
         begin.speech
     );
     // Also to who has asked for this program, and does not see what it writes.
-    let told = D::told(&begin).inspect_err(|error| post.tell(None, sentence(error)))?;
-    let mut node = Node::<D>::begin(post, &begin, told, fds)?;
+    let tap = take_tap(&begin, &mut fds)?;
+    let told = D::told(&begin, tap).inspect_err(|error| post.tell(None, sentence(error)))?;
+    let mut node = Node::<D>::begin(post, &begin, (told, tap), fds)?;
     if let Some(cpu) = begin.cpu {
         confine::pin(cpu)?;
     }
@@ -92,8 +94,26 @@ pub fn run<D: Duty>() -> Result<()> {
     node.serve()
 }
 
+/// The last descriptor of the first letter, if the node has a TAP: whatever is done with its NICs, it is the worker's to its end.
+fn take_tap(begin: &Begin, fds: &mut Vec<OwnedFd>) -> Result<Option<&'static Tap>> {
+    let count = fds.len();
+    let has_tap = begin.work == letter::Work::Tap;
+    ensure!(
+        count == 4 || !has_tap,
+        "the daemon sent {count} descriptors with its first letter, and 4 belong to it; rebuild the older of the two"
+    );
+    let device = if has_tap { fds.pop() } else { None };
+    let tap = device.map(|device| Tap::over(device, begin.tap.clone().unwrap_or_default())).transpose()?;
+    Ok(tap.map(|tap| &*Box::leak(Box::new(tap))))
+}
+
 impl<D: Duty> Node<D> {
-    fn begin(mut post: Post, begin: &Begin, told: D::Told, fds: Vec<OwnedFd>) -> Result<Self> {
+    fn begin(
+        mut post: Post,
+        begin: &Begin,
+        (told, tap): (D::Told, Option<&'static Tap>),
+        fds: Vec<OwnedFd>,
+    ) -> Result<Self> {
         let count = fds.len();
         let Ok([pulse, book, listening]) = <[OwnedFd; 3]>::try_from(fds) else {
             bail!(
@@ -109,6 +129,7 @@ impl<D: Duty> Node<D> {
             pulse: Pulse::over(pulse).context("the worker's pulse")?,
             book: Book::over(book).context("the node's book")?,
             party: Party(party),
+            tap,
             cpu: begin.cpu,
         };
         let name = begin.node.clone();
@@ -185,7 +206,10 @@ impl<D: Duty> Node<D> {
         // That the other end is gone is said unasked.
         let lines = self.seats.iter().filter_map(|seat| each!(seat, seat => seat.line()));
         let lines = lines.map(|line| PollFd::from_borrowed_fd(line, PollFlags::empty()));
-        let mut poll: Vec<_> = daemon.into_iter().chain(bells).chain(lines).collect();
+        // What the namespace sends is for whoever drives.
+        let taps = self.seats.iter().filter_map(|seat| each!(seat, seat => seat.tap()));
+        let taps = taps.map(|tap| PollFd::from_borrowed_fd(tap, PollFlags::IN));
+        let mut poll: Vec<_> = daemon.into_iter().chain(bells).chain(lines).chain(taps).collect();
         let rest = rest.map(|rest| Timespec::try_from(rest).expect("less than a second"));
         self.common.pulse.asleep(true);
         let woken = rustix::event::poll(&mut poll, rest.as_ref());
@@ -212,6 +236,9 @@ impl<D: Duty> Node<D> {
         }
         if round {
             self.common.post.flush();
+            if let Some(trouble) = self.common.tap.and_then(Tap::trouble) {
+                self.common.post.tell(None, trouble);
+            }
             for seat in &mut self.seats {
                 each!(seat, seat => if seat.drives() { seat.now_and_then(&mut self.common) });
             }
@@ -296,10 +323,12 @@ impl<D: Duty> Node<D> {
             });
         }
         self.seats.retain(|seat| each!(seat, seat => !seat.is_left()));
-        let Common { post, pulse, book, party, .. } = &mut self.common;
-        let fds = pulse.fd().and_then(|pulse| Ok(vec![pulse, book.fd()?]));
+        let Common { post, pulse, book, party, tap, .. } = &mut self.common;
+        let copy = tap.map(Tap::fd).transpose();
+        let fds = copy.and_then(|tap| Ok([pulse.fd()?, book.fd()?].into_iter().chain(tap).collect::<Vec<_>>()));
         let nics = u32::try_from(self.seats.len()).unwrap_or(u32::MAX);
-        let mine = ToDaemon::Mine { party: party.0.get(), node: self.name.clone(), nics };
+        let tap = tap.map(|tap| tap.name().to_owned());
+        let mine = ToDaemon::Mine { party: party.0.get(), node: self.name.clone(), nics, tap };
         post.write(&mine, fds.unwrap_or_default());
         for seat in &self.seats {
             each!(seat, seat => seat.tell_kit(post));

@@ -29,8 +29,10 @@ pub struct How {
     pub ring: Option<u16>,
     /// Where the card sees its memory.
     pub iova: u64,
-    /// Every frame is taken in.
+    /// Every frame is taken in,
     pub promiscuous: bool,
+    /// or every multicast.
+    pub all_multicast: bool,
     /// Memory is kept clean, for nodes that do not trust each other.
     pub scrub: bool,
 }
@@ -69,7 +71,7 @@ where
     N::Bus: KitBus,
 {
     let ring = how.ring.unwrap_or(driver.ring());
-    let filter = Filter { promiscuous: how.promiscuous, ..Filter::default() };
+    let filter = Filter { promiscuous: how.promiscuous, all_multicast: how.all_multicast, ..Filter::default() };
     let options = NicOptions { ring, filter, scrub: how.scrub, ..NicOptions::default() };
     let memory = device::memory(ring, Iova(how.iova)).context("there is no memory for the card")?;
     let (parts, layout) = (memory.parts()?, memory.layout());

@@ -12,7 +12,7 @@ use tasuki_net::nic::kit::KitBus;
 use tasuki_net::nic::ledger::Ledger;
 use tasuki_net::nic::{Link, MemoryLayout, NicError, NicMemory, Repoint, Sash, Scrub};
 use tasuki_net::port::{Armed, Burst};
-use tasuki_relay::letter::{self, Plan, ToDaemon};
+use tasuki_relay::letter::{self, Plan, ToDaemon, pulse};
 use tasuki_relay::method::Method;
 use tasuki_relay::wire::{Order, Reason, Report};
 use tasuki_relay::worker::{Do, Input, Side, Tables, Worker};
@@ -23,6 +23,7 @@ use crate::board::{Board, Book, Pulse};
 use crate::duty::{Desk, Duty};
 use crate::kit::{self, Opened, Refused, Text};
 use crate::post::Post;
+use crate::tap::Tap;
 use crate::{fail, store};
 
 /// How long a giver waits for its card to take the frames that it has in hand: where a successor can have them,
@@ -44,6 +45,8 @@ pub struct Common {
     pub book: Book,
     /// The worker's number.
     pub party: Party,
+    /// The node's TAP, if it has one.
+    pub tap: Option<&'static Tap>,
     /// Where the worker stays.
     pub cpu: Option<u32>,
 }
@@ -374,7 +377,8 @@ where
             return Input::Stuck(Reason::CardGone);
         }
         let stores = self.plan.as_ref().is_some_and(|plan| plan.store);
-        let patience = if stores { EMPTY_HANDS } else { LAST_BURST };
+        let is_own = self.duty.holds_its_own();
+        let patience = if stores || is_own { EMPTY_HANDS } else { LAST_BURST };
         let end = Instant::now() + patience;
         while !self.burst.is_empty() {
             match self.duty.send(nic, &desk, &mut self.burst) {
@@ -382,6 +386,11 @@ where
                 Ok(0) if Instant::now() > end && stores => {
                     let limit_ms = u64::try_from(patience.as_millis()).unwrap_or(u64::MAX);
                     return Input::Stuck(Reason::CardStuck { limit_ms });
+                }
+                Ok(0) if Instant::now() > end && is_own => {
+                    // The link is down, or the partner pauses for good: no successor finds them.
+                    common.pulse.add(pulse::REFUSED, self.burst.len() as u64);
+                    self.burst.clear();
                 }
                 Ok(0) if Instant::now() > end => break,
                 Ok(_) => {}
@@ -620,7 +629,8 @@ where
 
     /// Whether it may be slept on.
     pub fn arm(&mut self, common: &mut Common) -> bool {
-        if self.drives() && !self.gone && !self.burst.is_empty() {
+        // Where a namespace goes on sending and the card takes nothing, its link is down: that is slept on. What is in hand then has not come from the card.
+        if self.drives() && !self.gone && !self.burst.is_empty() && !self.duty.holds_its_own() {
             // Armed, a ring without slots counts what is in hand as handled.
             return false;
         }
@@ -641,7 +651,14 @@ where
 
     /// How long until there is something to do though nothing rings.
     pub fn rest(&self) -> Option<Duration> {
-        if self.drives() && !self.gone { self.duty.rest() } else { None }
+        let is_stuck = self.duty.holds_its_own() && !self.burst.is_empty();
+        if self.drives() && !self.gone { self.duty.rest().or(is_stuck.then_some(LAST_BURST)) } else { None }
+    }
+
+    /// What becomes readable when the node's programs send, while it is driven and all that they sent before is sent.
+    pub fn tap(&self) -> Option<BorrowedFd<'_>> {
+        let takes = self.drives() && !self.gone && self.burst.is_empty();
+        self.duty.bell().filter(|_| takes)
     }
 
     /// What hangs up when whoever serves the card is no more, while it is driven.

@@ -55,6 +55,9 @@ struct OpenArguments {
     /// Take in every frame, not only those for the card.
     #[arg(long)]
     promiscuous: bool,
+    /// Take in every multicast.
+    #[arg(long)]
+    all_multicast: bool,
     /// Keep its memory clean of frames that were handled, for an owner that must not read them.
     #[arg(long)]
     scrub: bool,
@@ -208,8 +211,8 @@ pub fn run() -> ExitCode {
         What::Nic(NicCommand::Probe { device }) => device::open(&device, &Setup::default(), show, Probe),
         What::Nic(NicCommand::Run(arguments)) => drive(arguments),
         What::Worker => node::run::<work::Job>(),
-        What::Open(OpenArguments { device, ring, iova, promiscuous, scrub }) => {
-            open::open(&How { device, ring, iova, promiscuous, scrub })
+        What::Open(OpenArguments { device, ring, iova, promiscuous, all_multicast, scrub }) => {
+            open::open(&How { device, ring, iova, promiscuous, all_multicast, scrub })
         }
     };
     finish(done)

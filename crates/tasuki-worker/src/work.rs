@@ -1,6 +1,7 @@
 //! What a node does with frames, while it has no guests: the works of the stock worker.
 
 use std::net::Ipv4Addr;
+use std::os::fd::BorrowedFd;
 use std::time::{Duration, Instant};
 
 use anyhow::{Result, bail};
@@ -15,30 +16,40 @@ use crate::duty::{Desk, Duty};
 use crate::kit::Refused;
 use crate::numbered::{self, Account};
 use crate::pace::Pace;
+use crate::tap::Tap;
 use crate::{fail, run};
 
 /// Whom a source's frames are for: everybody.
 const TO: Mac = Mac([0xff; 6]);
 
+/// What a worker does for its whole life, and with what.
+#[derive(Debug, Clone, Copy)]
+pub struct Work {
+    /// What.
+    pub kind: letter::Work,
+    /// The node's TAP, which is the worker's to its end.
+    pub tap: Option<&'static Tap>,
+}
+
 /// Whether this work must remember anything exactly.
-fn remembers(work: letter::Work) -> bool {
-    work == letter::Work::Sink
+fn remembers(work: Work) -> bool {
+    work.kind == letter::Work::Sink
 }
 
 impl Duty for Job {
-    type Told = letter::Work;
+    type Told = Work;
 
-    fn told(begin: &Begin) -> Result<letter::Work> {
+    fn told(begin: &Begin, tap: Option<&'static Tap>) -> Result<Work> {
         match begin.work {
             letter::Work::Program => bail!(
                 "the work of node {} is a program of its own, and this is the stock worker; upgrade with that program",
                 begin.node
             ),
-            work => Ok(work),
+            kind => Ok(Work { kind, tap }),
         }
     }
 
-    fn new(told: &letter::Work) -> Self {
+    fn new(told: &Work) -> Self {
         Self::at(*told, [0; COPY])
     }
 
@@ -99,6 +110,14 @@ impl Duty for Job {
         self.rest()
     }
 
+    fn bell(&self) -> Option<BorrowedFd<'static>> {
+        self.work.tap.and_then(Tap::bell)
+    }
+
+    fn holds_its_own(&self) -> bool {
+        self.work.kind == letter::Work::Tap
+    }
+
     fn counts(&self) -> Vec<(String, u64)> {
         Vec::new()
     }
@@ -107,17 +126,17 @@ impl Duty for Job {
 /// Work on one NIC.
 #[derive(Debug)]
 pub struct Job {
-    work: letter::Work,
+    work: Work,
     pace: Pace,
     account: Account,
-    /// Received by a source, and nobody's business.
+    /// Received by a source, and nobody's business; or what the TAP gets.
     came: Burst,
 }
 
 impl Job {
     /// Where a predecessor stopped, as the book says.
-    fn at(work: letter::Work, book: [u64; COPY]) -> Self {
-        let rate = match work {
+    fn at(work: Work, book: [u64; COPY]) -> Self {
+        let rate = match work.kind {
             letter::Work::Source { rate, .. } if rate > 0 => Some(rate),
             _ => None,
         };
@@ -148,7 +167,7 @@ impl Job {
         burst: &mut Burst,
         pulse: &Pulse,
     ) -> Result<usize, NicError> {
-        match self.work {
+        match self.work.kind {
             letter::Work::Echo => send_back(nic, burst, pulse, receive_and_turn),
             letter::Work::Answer { address } => {
                 send_back(nic, burst, pulse, |nic, burst, pulse| receive_and_answer(nic, burst, pulse, address))
@@ -157,6 +176,16 @@ impl Job {
             // Refused before anything was driven.
             letter::Work::Program => Ok(0),
             letter::Work::Source { size, .. } => self.source(nic, arena, burst, size, pulse),
+            letter::Work::Tap => {
+                let came = self.feed_tap(nic, pulse)?;
+                // What found no room in the last turn goes first.
+                if let (Some(tap), true) = (self.work.tap, burst.is_empty()) {
+                    tap.take(arena, burst, pulse);
+                }
+                // Also where nothing is to be sent: what the TAP has got must not be given to it by a successor again.
+                let went = if came > 0 || !burst.is_empty() { transmit(nic, burst, pulse)? } else { 0 };
+                Ok(came + went)
+            }
         }
     }
 
@@ -168,13 +197,34 @@ impl Job {
         burst: &mut Burst,
         pulse: &Pulse,
     ) -> Result<usize, NicError> {
-        if !matches!(self.work, letter::Work::Source { .. }) {
-            return self.turn(nic, arena, burst, pulse);
+        match self.work.kind {
+            letter::Work::Source { .. } => {
+                let went = if burst.is_empty() { 0 } else { transmit(nic, burst, pulse)? };
+                let came = nic.receive(&mut self.came)?;
+                self.came.clear();
+                Ok(went + came)
+            }
+            letter::Work::Tap => {
+                let came = self.feed_tap(nic, pulse)?;
+                Ok(came + if came > 0 || !burst.is_empty() { transmit(nic, burst, pulse)? } else { 0 })
+            }
+            _ => self.turn(nic, arena, burst, pulse),
         }
-        let went = if burst.is_empty() { 0 } else { transmit(nic, burst, pulse)? };
+    }
+
+    fn feed_tap<N: InPlace>(&mut self, nic: &mut N, pulse: &Pulse) -> Result<usize, NicError> {
         let came = nic.receive(&mut self.came)?;
+        if came == 0 {
+            return Ok(0);
+        }
+        fail::point("burst.received");
+        if let Some(tap) = self.work.tap {
+            tap.give(&self.came, pulse);
+        }
         self.came.clear();
-        Ok(went + came)
+        pulse.add(pulse::RECEIVED, came as u64);
+        fail::point("burst.turned");
+        Ok(came)
     }
 
     fn sink<N: InPlace>(&mut self, nic: &mut N, burst: &mut Burst, pulse: &Pulse) -> Result<usize, NicError> {
@@ -221,10 +271,11 @@ impl Job {
 
     /// The first look at the rings of a card that was taken over: nothing is sent yet.
     fn look<N: InPlace>(&mut self, nic: &mut N, burst: &mut Burst, pulse: &Pulse) -> Result<(), NicError> {
-        match self.work {
+        match self.work.kind {
             letter::Work::Echo => receive_and_turn(nic, burst, pulse).map(drop),
             letter::Work::Answer { address } => receive_and_answer(nic, burst, pulse, address).map(drop),
             letter::Work::Sink => self.sink(nic, burst, pulse).map(drop),
+            letter::Work::Tap => self.feed_tap(nic, pulse).map(drop),
             letter::Work::Program => Ok(()),
             letter::Work::Source { .. } => {
                 nic.receive(&mut self.came)?;
@@ -236,7 +287,7 @@ impl Job {
 
     /// How long until there is something to do though nothing comes.
     fn rest(&self) -> Option<Duration> {
-        matches!(self.work, letter::Work::Source { .. }).then(|| self.pace.rest(Instant::now()))
+        matches!(self.work.kind, letter::Work::Source { .. }).then(|| self.pace.rest(Instant::now()))
     }
 }
 

@@ -5,11 +5,12 @@
 mod daemon;
 
 use std::os::fd::OwnedFd;
+use std::process::{Command, Stdio};
 
-use daemon::{Model, Nic, Node, Worker, folder, nothing_is_lost, taken, unfit, until};
+use daemon::{Model, Nic, Node, Talk, Worker, folder, nothing_is_lost, taken, unfit, until};
 use rustix::fs::MemfdFlags;
 use tasuki_relay::After;
-use tasuki_relay::letter::{ToDaemon, ToWorker, Work, pulse};
+use tasuki_relay::letter::{Begin, SPEECH, ToDaemon, ToWorker, Work, pulse};
 use tasuki_relay::sash::{HEAD, Sash};
 use tasuki_relay::wire::{Order, Reason, Report, Use};
 
@@ -220,4 +221,34 @@ fn a_worker_of_the_next_version_reads_what_this_one_stored_and_not_the_other_way
     newer.until_sent(8000);
     drop((old, new, newer, nic));
     nothing_is_lost(&model.report(), 8000);
+}
+
+/// What a worker of a node with a TAP says that is given this in its place, and ends.
+fn refused_tap(tap: Option<OwnedFd>) -> String {
+    let (talk, its) = Talk::pair();
+    let begin = Begin {
+        speech: SPEECH,
+        party: 1,
+        node: "node".to_owned(),
+        work: Work::Tap,
+        options: String::new(),
+        cpu: None,
+        poll: false,
+        memlock: 0,
+        tap: Some("room:nic0".to_owned()),
+    };
+    let fds: Vec<OwnedFd> = [memfd(&[0; 4096]), memfd(&[0; 65536]), memfd(&[])].into_iter().chain(tap).collect();
+    talk.send(&serde_json::to_vec(&ToWorker::Begin(begin)).expect("text"), &fds);
+    let mut command = Command::new(env!("CARGO_BIN_EXE_tasuki-worker"));
+    let output = command.arg("worker").stdin(Stdio::from(its)).output().expect("a program that was built");
+    assert_eq!(output.status.code(), Some(1));
+    String::from_utf8_lossy(&output.stderr).into_owned()
+}
+
+#[test]
+fn what_is_no_tap_is_refused_before_anything_is_done_with_it() {
+    let said = refused_tap(None);
+    assert!(said.contains("sent 3 descriptors") && said.contains("4 belong to it; rebuild"), "{said}");
+    let said = refused_tap(Some(memfd(&[0; 64])));
+    assert!(said.contains("sent as the node's TAP is none; rebuild"), "{said}");
 }

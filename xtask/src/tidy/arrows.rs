@@ -13,7 +13,7 @@ enum May {
     Only(&'static [&'static str]),
 }
 
-const ARROWS: [(&str, May); 8] = [
+const ARROWS: [(&str, May); 9] = [
     // Compiled and checked alone, under loom too.
     ("tasuki-shm", May::Only(&[])),
     // Everything that touches devices, guests and the kernel's network.
@@ -21,11 +21,13 @@ const ARROWS: [(&str, May); 8] = [
     // A contract between versions: pure, and nothing of ours in it.
     ("tasuki-relay", May::Only(&[])),
     // A model of a device knows nothing of the drivers that it is to catch.
-    ("tasuki-sim", May::Only(&["tasuki-shm"])),
+    ("tasuki-sim", May::Only(&["tasuki-shm", "tasuki-tap"])),
+    // A descriptor becomes a network interface: for those who know nothing of each other.
+    ("tasuki-tap", May::Only(&[])),
     // Drives a node's ports: what can be replaced while it runs. Tested against models.
     ("tasuki-worker", May::Only(&["tasuki-shm", "tasuki-net", "tasuki-relay", "tasuki-sim"])),
     // Talks to people. Starts workers by path and never links the data path.
-    ("tasuki-control", May::Only(&["tasuki-shm", "tasuki-relay"])),
+    ("tasuki-control", May::Only(&["tasuki-shm", "tasuki-relay", "tasuki-tap"])),
     // Measures everything.
     ("tasuki-bench", May::All),
     // Must build when nothing else does.

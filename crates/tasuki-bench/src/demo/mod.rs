@@ -3,6 +3,7 @@
 
 mod calls;
 mod cards;
+mod iperf;
 mod ping;
 
 use anyhow::Result;

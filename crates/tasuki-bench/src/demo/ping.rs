@@ -11,20 +11,21 @@ use anyhow::{Context, Result, anyhow, bail, ensure};
 use rustix::process::{Pid, Signal};
 
 use super::cards::{ACTS, Act, line};
+use super::iperf;
 use crate::interrupt::Interrupt;
 use crate::relay::system::{System, now_ns};
 use crate::table::number;
 use crate::workplace::Workplace;
 
 /// The interface that is the other end of the card's cable.
-const INTERFACE: &str = "tasuki-wire";
+pub const INTERFACE: &str = "tasuki-wire";
 
 /// Addresses for documentation (RFC 5737): the kernel's, and the nodes'.
-const OURS: &str = "192.0.2.1/24";
-const THEIRS: &str = "192.0.2.2";
+pub const OURS: &str = "192.0.2.1/24";
+pub const THEIRS: &str = "192.0.2.2";
 
 /// Questions while something happens once, one a millisecond.
-const QUESTIONS: u32 = 1500;
+const QUESTIONS: u32 = 1000;
 
 /// Bounds whatever is waited for.
 const PATIENCE: Duration = Duration::from_secs(40);
@@ -35,7 +36,8 @@ const LOOK: Duration = Duration::from_millis(5);
 const QUIET: Duration = Duration::from_millis(100);
 
 /// Programs that are needed, and the Debian packages that they come in.
-const PROGRAMS: [(&str, &str); 3] = [("unshare", "util-linux"), ("ip", "iproute2"), ("ping", "iputils-ping")];
+const PROGRAMS: [(&str, &str); 4] =
+    [("unshare", "util-linux"), ("ip", "iproute2"), ("ping", "iputils-ping"), ("iperf3", "iperf3")];
 
 /// Refused with a sentence where it cannot work.
 pub fn is_possible() -> Result<()> {
@@ -102,8 +104,7 @@ pub fn ping(folder: &Path) -> Result<()> {
     let nic =
         format!("[[nic]]\nname = \"nic0\"\ndevice = \"sim\"\nnode = \"red\"\nwire = [\"--tap\", \"{INTERFACE}\"]\n");
     let system = System::configured(folder, &[node("red", "blue"), node("blue", "red"), nic].concat())?;
-    ip(&["address", "add", OURS, "dev", INTERFACE])?;
-    ip(&["link", "set", INTERFACE, "up"])?;
+    set_up(INTERFACE, OURS)?;
     // Who has the address is asked here once, and the link of a fresh card comes up.
     let first = Asking::begin(&["-c", "1", "-w", "30"])?.end(&interrupt)?;
     ensure!(first.came > 0, "no node answers ping at {THEIRS}; tasukid's log says more: {}", log(folder));
@@ -119,14 +120,15 @@ pub fn ping(folder: &Path) -> Result<()> {
         pauses.sort_unstable();
         row(act, &pauses, &all)?;
     }
-    println!("  iperf3 is not run: it needs TCP, and no node of this version speaks it");
-    Ok(())
+    // Its model takes the interface along.
+    drop(system);
+    iperf::show(&folder.join("iperf3"), &interrupt)
 }
 
 /// Has something happen once while `ping` asks.
 fn once(act: &Act, system: &System, interrupt: &Interrupt) -> Result<(u64, Said)> {
     // A link that comes up anew takes as long as all the questions of one that stays up.
-    let questions = if act.loses { QUESTIONS * 2 } else { QUESTIONS };
+    let questions = if act.loses { QUESTIONS * 3 } else { QUESTIONS };
     let asking = Asking::begin(&["-i", "0.001", "-c", &questions.to_string()])?;
     std::thread::scope(|scope| {
         let asked = scope.spawn(|| asking.end(interrupt).map(|said| (said, now_ns())));
@@ -156,6 +158,12 @@ fn row(act: &Act, pauses: &[u64], said: &Said) -> Result<()> {
         said.twice
     );
     Ok(())
+}
+
+/// The other end of the card's cable: an address for it, and its link up.
+pub fn set_up(interface: &str, address: &str) -> Result<()> {
+    ip(&["address", "add", address, "dev", interface])?;
+    ip(&["link", "set", interface, "up"])
 }
 
 fn ip(words: &[&str]) -> Result<()> {

@@ -64,6 +64,8 @@ pub struct WorkerView {
     pub missing: u64,
     /// Of numbered frames, those that came twice or late.
     pub late: u64,
+    /// Frames that the node's TAP did not take, or that came from it and no card could send.
+    pub refused: u64,
     /// What it could not confine itself with.
     pub unconfined: Vec<String>,
 }

@@ -192,6 +192,11 @@ impl Card {
         matches!(state, Some(State::Steady | State::Parked))
     }
 
+    /// Whether it was a model of ours that is no more: then the daemon knows better than its worker what that means.
+    pub fn has_lost_its_model(&self) -> bool {
+        self.config.device == config::Device::Sim && self.model.is_none()
+    }
+
     /// What the choice of a method wants to know.
     pub fn can(&self) -> Option<method::Card> {
         let can = self.kept.as_ref()?.kit.can;

@@ -102,7 +102,7 @@ impl Supervisor {
     fn wrote(&mut self, number: u32, letter: ToDaemon, fds: Vec<OwnedFd>) {
         match letter {
             ToDaemon::Begun { speech, unconfined, .. } => self.has_begun(number, speech, unconfined),
-            ToDaemon::Mine { party, nics, .. } => self.gave_back(number, party, nics, fds),
+            ToDaemon::Mine { party, nics, tap, .. } => self.gave_back(number, party, nics, tap, fds),
             ToDaemon::Kit { nic, name, board, kit } => self.has_kit(number, nic, &name, board, kit, fds),
             ToDaemon::Sash { nic } => self.forward_sash(nic, &fds),
             ToDaemon::Counts { nic, counts } => self.counted(number, nic, &counts),
@@ -112,7 +112,7 @@ impl Supervisor {
                 let card = nic.and_then(|nic| self.cards.get_mut(&nic));
                 let name = card.map(|card| {
                     // What whoever drives it has to say of it stands with the NIC until it changes hands.
-                    if card.board.holder() == Some(number) {
+                    if card.board.holder() == Some(number) && !card.has_lost_its_model() {
                         card.trouble = Some(sentence.clone());
                     }
                     card.name().to_owned()
@@ -151,7 +151,7 @@ impl Supervisor {
     }
 
     /// What a worker of another daemon has besides NICs.
-    fn gave_back(&mut self, number: u32, party: u32, kits: u32, fds: Vec<OwnedFd>) {
+    fn gave_back(&mut self, number: u32, party: u32, kits: u32, tap: Option<String>, fds: Vec<OwnedFd>) {
         let Some(worker) = self.workers.get_mut(&number) else { return };
         let mut fds = fds.into_iter();
         let pulse = fds.next().and_then(|memory| Words::adopt(memory, pulse::LEN).ok());
@@ -164,6 +164,9 @@ impl Supervisor {
         (worker.pulse, worker.kits_due) = (Some(pulse), Some(kits));
         if let Some(node) = self.nodes.get_mut(&worker.record.node) {
             node.book = book;
+        }
+        if let Some((label, device)) = tap.zip(fds.next()) {
+            self.adopt_tap(&label, device);
         }
         self.adopt_if_whole(number);
     }

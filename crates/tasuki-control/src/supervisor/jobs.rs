@@ -54,6 +54,11 @@ pub struct Job {
 }
 
 impl Job {
+    /// The node that is to have the NICs.
+    pub fn node(&self) -> &str {
+        &self.node
+    }
+
     /// Whether a NIC is still to go.
     pub fn is_about(&self, nic: u32) -> bool {
         self.todo.contains(&nic)
@@ -214,6 +219,7 @@ impl Supervisor {
                 "{nic} is node {from}'s already; a fresh worker for it: tasuki worker upgrade {from}"
             )));
         }
+        self.may_have(&give.to, number)?;
         let Some(can) = card.can() else {
             let why = card.trouble.clone().unwrap_or_else(|| "it is being opened".to_owned());
             return Err(No::now(format!("{nic} is not open, so it cannot be given: {why}")));

@@ -6,6 +6,7 @@
 //! - [`tend`] nodes get the workers that they should have
 //! - [`jobs`] upgrades and handovers that somebody asked for
 //! - [`open`] cards out of their boxes, and models
+//! - [`taps`] what network namespaces have instead of NICs
 //! - [`adopt`] workers of the daemon before this one
 //! - [`view`] what people see of all that
 //!
@@ -19,6 +20,7 @@ pub mod hear;
 pub mod jobs;
 pub mod open;
 pub mod policy;
+pub mod taps;
 pub mod tend;
 mod tombs;
 pub mod view;
@@ -155,6 +157,7 @@ pub struct Supervisor {
     workers: BTreeMap<u32, Worker>,
     cards: BTreeMap<u32, Card>,
     nodes: BTreeMap<String, Node>,
+    taps: BTreeMap<String, taps::TapEnd>,
     jobs: Vec<Job>,
     counting: Vec<(u32, Duration, Answer<crate::api::types::Counts>)>,
     stopping: Option<(Duration, u32, Option<Answer<crate::api::types::Stopped>>)>,
@@ -207,6 +210,7 @@ impl Supervisor {
             workers: BTreeMap::new(),
             cards: BTreeMap::new(),
             nodes: BTreeMap::new(),
+            taps: BTreeMap::new(),
             jobs: Vec::new(),
             counting: Vec::new(),
             stopping: None,
@@ -277,6 +281,7 @@ impl Supervisor {
             self.go_on_with_jobs();
             self.tend();
             self.go_on_with_jobs();
+            self.fit_taps();
         }
         self.flush();
     }

@@ -83,7 +83,7 @@ impl Supervisor {
 
     fn start_opener(&mut self, nic: u32) -> Result<()> {
         let party = self.next_party();
-        let scrub = self.config.has_strangers();
+        let (scrub, has_taps) = (self.config.has_strangers(), !self.taps.is_empty());
         let Some(card) = self.cards.get_mut(&nic) else { return Ok(()) };
         let device = match &card.config.device {
             Device::Sim => Device::VfioUser(self.place.model_socket(&card.config.name)),
@@ -96,6 +96,10 @@ impl Supervisor {
         command.arg("open").arg(device.to_string()).args(["--iova", &iova_of(party).to_string()]);
         if let Some(ring) = card.config.ring {
             command.args(["--ring", &ring.to_string()]);
+        }
+        if has_taps {
+            // A kernel asks for its neighbours by multicast.
+            command.arg("--all-multicast");
         }
         if scrub {
             command.arg("--scrub");

@@ -1,7 +1,7 @@
 //! Nodes get the workers that they should have: one, and one that stands by while the node has a NIC. Which of the two drives is the arbiter's
 //! business.
 
-use std::os::fd::AsFd;
+use std::os::fd::{AsFd, OwnedFd};
 use std::path::PathBuf;
 use std::process::{Command, Stdio};
 use std::time::Duration;
@@ -26,6 +26,15 @@ use crate::registry::{Change, WorkerRecord};
 
 /// What a worker may lock where there are devices that reach its memory by themselves.
 const MEMLOCK: u64 = 512 << 20;
+
+/// The first letter, and what belongs to it.
+fn tell_what_it_is(worker: &Worker, begin: Begin, [book, listener]: [&OwnedFd; 2], tap: Option<(String, OwnedFd)>) {
+    let pulse = worker.pulse.as_ref().expect("just made").region().fd();
+    let (label, device) = tap.unzip();
+    let fds = [pulse, book.as_fd(), listener.as_fd()].into_iter().chain(device.iter().map(OwnedFd::as_fd));
+    // If it is dead already, its pidfd says so.
+    let _ = worker.write(&ToWorker::Begin(Begin { tap: label, ..begin }), &fds.collect::<Vec<_>>());
+}
 
 impl Supervisor {
     pub(super) fn tend(&mut self) {
@@ -177,6 +186,8 @@ impl Supervisor {
         let node = self.nodes.get(name).context("there is no such node")?;
         let config = self.config.node(name).context("there is no such node")?.clone();
         let generation = node.record.generation + u32::from(wanted);
+        let tap = self.tap_for(name)?;
+        let node = self.nodes.get(name).context("there is no such node")?;
         let own = config.program().map(|program| program.path.clone());
         let binary = binary.or_else(|| node.record.binary.clone()).or(own).unwrap_or(self.programs.worker.clone());
         // Without a path it is looked for where programs are.
@@ -240,10 +251,9 @@ impl Supervisor {
             cpu: config.cpu,
             poll: config.poll,
             memlock,
+            tap: None,
         };
-        let words = worker.pulse.as_ref().expect("just made").region().fd();
-        // If it is dead already, its pidfd says so.
-        let _ = worker.write(&ToWorker::Begin(begin), &[words, book.as_fd(), listener.as_fd()]);
+        tell_what_it_is(&worker, begin, [&book, &listener], tap);
         worker.pulse.iter().for_each(|pulse| self.tombs.watch(number, pulse));
         self.workers.insert(number, worker);
         crash::point("daemon.worker-told");

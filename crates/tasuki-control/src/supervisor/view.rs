@@ -28,6 +28,7 @@ impl Supervisor {
                 Some(Work::Echo) => "echo".to_owned(),
                 Some(Work::Sink) => "sink".to_owned(),
                 Some(Work::Answer(answer)) => format!("answers ping at {}", answer.address),
+                Some(Work::Tap(tap)) => format!("the NIC of {}", tap.label()),
                 Some(Work::Source(source)) => format!("source of {} bytes, {} a second", source.size, source.rate),
                 Some(Work::Program(program)) => program.path.display().to_string(),
                 None => String::new(),
@@ -69,6 +70,7 @@ impl Supervisor {
             sent: count(pulse::SENT),
             missing: count(pulse::MISSING),
             late: count(pulse::LATE),
+            refused: count(pulse::REFUSED),
             unconfined: worker.unconfined.clone(),
         }
     }

@@ -11,6 +11,7 @@ mod rig;
 mod ruled;
 mod standin;
 mod storm;
+mod taps;
 mod unplugged;
 
 /// What `standin` is started as; without its orders it is nothing.

@@ -107,6 +107,7 @@ fn open(orders: &Orders, socket: &OwnedFd) -> ! {
         memory: 0,
         partial: false,
         made_by: None,
+        mac: None,
     };
     let letter = ToDaemon::Kit { nic: 0, name: String::new(), board: false, kit };
     write(socket, &letter, &[memory.region().fd()]);
@@ -133,7 +134,10 @@ fn work(orders: &Orders, socket: OwnedFd) -> ! {
         leave_if_over(&orders.alive);
     };
     let Ok(ToWorker::Begin(begin)) = serde_json::from_slice(&message.bytes) else { panic!("{message:?}") };
-    let [pulse, book, listener] = <[OwnedFd; 3]>::try_from(message.fds).expect("three descriptors");
+    let mut fds = message.fds;
+    // The TAP of a node that has one is of no use to a worker without a card.
+    fds.truncate(3);
+    let [pulse, book, listener] = <[OwnedFd; 3]>::try_from(fds).expect("three descriptors");
     let pulse = Words::adopt(pulse, pulse::LEN).expect("a pulse");
     let speech = if orders.fault == "speech" { SPEECH + 1 } else { SPEECH };
     write(
@@ -236,7 +240,7 @@ impl Standin {
             }
             ToWorker::Again => {
                 let nics = u32::try_from(self.nics.len()).expect("a few");
-                let mine = ToDaemon::Mine { party: self.party, node: self.node.clone(), nics };
+                let mine = ToDaemon::Mine { party: self.party, node: self.node.clone(), nics, tap: None };
                 write(&self.socket, &mine, &[self.pulse.region().fd(), self.book.as_fd()]);
                 for (number, nic) in &self.nics {
                     let letter =

@@ -10,6 +10,18 @@ pub use pcap::Recorded;
 pub use source::{Counts, Source, SourceOptions};
 pub use tap::{Tap, TapError};
 
+/// Where PAUSE frames go, what they are, and the time that they count in (IEEE 802.3, annex 31B), at 1 Gb/s.
+const PAUSE_TO: [u8; 6] = [0x01, 0x80, 0xc2, 0x00, 0x00, 0x01];
+const PAUSE: [u8; 4] = [0x88, 0x08, 0x00, 0x01];
+const QUANTUM_NS: u64 = 512;
+
+/// How long a frame asks its receiver to send nothing, if it asks for that.
+#[inline]
+fn pause_ns(frame: &[u8]) -> Option<u64> {
+    let is_pause = frame.len() >= 18 && frame[..6] == PAUSE_TO && frame[12..16] == PAUSE;
+    is_pause.then(|| u64::from(u16::from_be_bytes([frame[16], frame[17]])) * QUANTUM_NS)
+}
+
 /// The other end of a card's cable. Frames are without their check sequence.
 pub trait Wire {
     /// The next frame that has come until `now`, in nanoseconds, if there is one.

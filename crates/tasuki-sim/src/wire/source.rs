@@ -4,7 +4,7 @@
 //! back with the mark and the source's address, as sender's or receiver's, is judged by its number; who only receives the frames judges
 //! them by [`number_of`](Source::number_of).
 
-use super::Wire;
+use super::{Wire, pause_ns};
 
 const ETHERNET_LEN: usize = 14;
 
@@ -107,10 +107,6 @@ pub struct Source {
     paused_until: u64,
 }
 
-/// Where PAUSE frames go, what they are, and the time that they count in (IEEE 802.3, annex 31B), at 1 Gb/s.
-const PAUSE_TO: [u8; 6] = [0x01, 0x80, 0xc2, 0x00, 0x00, 0x01];
-const PAUSE: [u8; 4] = [0x88, 0x08, 0x00, 0x01];
-const QUANTUM_NS: u64 = 512;
 /// A pause that is short, to whoever is patient.
 const PATIENT_NS: u64 = 1_000_000;
 
@@ -276,13 +272,11 @@ impl Wire for Source {
 
     #[inline]
     fn send(&mut self, frame: &[u8], now: u64) {
-        match Self::number_of(frame) {
-            Some(number) if self.is_ours(frame) => self.judge(number, frame, now),
-            _ if frame.len() >= 18 && frame[..6] == PAUSE_TO && frame[12..16] == PAUSE => {
+        match (Self::number_of(frame), pause_ns(frame)) {
+            (Some(number), _) if self.is_ours(frame) => self.judge(number, frame, now),
+            (_, Some(time)) => {
                 self.counts.pauses += 1;
                 if self.options.honours_pause {
-                    let quanta = u64::from(u16::from_be_bytes([frame[16], frame[17]]));
-                    let time = quanta * QUANTUM_NS;
                     self.paused_until = if self.patient && time > PATIENT_NS { u64::MAX } else { now + time };
                     // What was not sent meanwhile is not made up for.
                     self.due = None;
@@ -295,6 +289,7 @@ impl Wire for Source {
 
 #[cfg(test)]
 mod tests {
+    use super::super::{PAUSE, PAUSE_TO};
     use super::*;
 
     const OPTIONS: SourceOptions =

@@ -362,6 +362,7 @@ impl Node {
             cpu: self.cpu,
             poll: self.poll,
             memlock: 64 << 20,
+            tap: None,
         };
         let fds = [fd_of(&worker.pulse), fd_of(&self.book), listening];
         worker.letter(&ToWorker::Begin(begin), &fds);
@@ -586,7 +587,7 @@ impl Worker {
 pub fn adopt(worker: &mut Worker) -> Nic {
     worker.talk.send(&serde_json::to_vec(&ToWorker::Again).expect("JSON"), &[]);
     let (letter, fds) = worker.hear_letter();
-    let ToDaemon::Mine { party, node, nics: 1 } = letter else { panic!("{letter:?}") };
+    let ToDaemon::Mine { party, node, nics: 1, .. } = letter else { panic!("{letter:?}") };
     assert_eq!((party, node.as_str(), fds.len()), (worker.party.0.get(), "node", 2));
     let pulse = Region::adopt(fds.into_iter().next().expect("the pulse")).expect("memory");
     worker.words = words(&pulse);

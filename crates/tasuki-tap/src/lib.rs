@@ -1,0 +1,160 @@
+//! TAP devices: network interfaces whose cable is a descriptor. Frames that a kernel sends are read from it, and what is written to it the
+//! kernel receives, both without a header before them.
+//!
+//! | module        | what it is                                                |
+//! |---------------|-----------------------------------------------------------|
+//! | [`device`]    | a descriptor becomes a TAP device                         |
+//! | [`interface`] | its other side: address, station address, up; by netlink  |
+//! | [`namespace`] | the same in another network namespace                     |
+//!
+//! A crate of its own, for the models' wire and the daemon need it, and must know nothing of each other nor of a driver.
+
+pub mod device;
+pub mod interface;
+pub mod namespace;
+
+use std::io;
+use std::net::IpAddr;
+use std::os::fd::OwnedFd;
+use std::path::PathBuf;
+
+use rustix::io::Errno;
+
+use interface::Interface;
+use namespace::Namespace;
+
+/// Bytes of an interface's name and the zero after it.
+pub const NAME_LEN: usize = 16;
+
+/// Why there is no TAP device.
+#[derive(Debug, thiserror::Error)]
+pub enum TapError {
+    /// No interface can be called so.
+    #[error("{0:?} cannot be the name of an interface; it must have 1 to 15 bytes, without blanks, slashes and colons")]
+    Name(String),
+    /// This process may not make one.
+    #[error("a TAP device needs CAP_NET_ADMIN; run as root, or in a user and network namespace of your own")]
+    NotAllowed,
+    /// There is such an interface, and it is no TAP that is free.
+    #[error("{0} is an interface already, and no TAP that could be taken; choose another name")]
+    Taken(String),
+    /// The kernel has none.
+    #[error("there is no /dev/net/tun; load its module: modprobe tun")]
+    Missing,
+    /// The kernel refused for another reason.
+    #[error("/dev/net/tun gives us no TAP device: {0}")]
+    Refused(io::Error),
+    /// The network namespace is not there.
+    #[error("there is no network namespace at {}; make it (ip netns add NAME), or name another", .0.display())]
+    NoNamespace(PathBuf),
+    /// What is there is none, or may not be used.
+    #[error("{} is no network namespace that could be used ({why}); name another, or run as root", path.display())]
+    Namespace {
+        /// Where.
+        path: PathBuf,
+        /// Why.
+        why: io::Error,
+    },
+    /// It is there, and could not be set up.
+    #[error("the interface {name} cannot have {what}: {why}")]
+    SetUp {
+        /// Its name.
+        name: String,
+        /// What it was to have.
+        what: String,
+        /// Why.
+        why: io::Error,
+    },
+}
+
+impl TapError {
+    fn of(errno: Errno) -> Self {
+        match errno {
+            Errno::PERM | Errno::ACCESS => TapError::NotAllowed,
+            Errno::NOENT | Errno::NODEV | Errno::NXIO => TapError::Missing,
+            errno => TapError::Refused(errno.into()),
+        }
+    }
+}
+
+/// Whether an interface can be called so, as the kernel has it.
+pub fn is_name(name: &str) -> bool {
+    let is_odd = |byte: u8| byte == b'/' || byte == b':' || byte == 0 || byte.is_ascii_whitespace() || byte == 0x0b;
+    (1..NAME_LEN).contains(&name.len()) && name != "." && name != ".." && !name.bytes().any(is_odd)
+}
+
+/// An address and how many of its bits are the network's.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Address {
+    /// The address.
+    pub ip: IpAddr,
+    /// Bits of the network.
+    pub prefix: u8,
+}
+
+impl std::str::FromStr for Address {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        let parsed = text.split_once('/').and_then(|(ip, prefix)| {
+            let (ip, prefix): (IpAddr, u8) = (ip.parse().ok()?, prefix.parse().ok()?);
+            let most = if ip.is_ipv4() { 32 } else { 128 };
+            (prefix <= most).then_some(Address { ip, prefix })
+        });
+        parsed.ok_or_else(|| {
+            format!("{text:?} is no address of an interface; write it with its network's length: 192.0.2.2/24")
+        })
+    }
+}
+
+impl std::fmt::Display for Address {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "{}/{}", self.ip, self.prefix)
+    }
+}
+
+/// A TAP device that is up, and its other side. Gone when all descriptors of it are closed.
+#[derive(Debug)]
+pub struct Tap {
+    /// What frames are read from and written to.
+    pub device: OwnedFd,
+    /// Its other side.
+    pub interface: Interface,
+}
+
+impl Tap {
+    /// Makes it in `place`, gives it its address and switches it on.
+    pub fn create(place: &Namespace, name: &str, address: Option<Address>) -> Result<Self, TapError> {
+        place.within(|| {
+            let device = device::open(name)?;
+            let interface = Interface::find(name)?;
+            if let Some(address) = address {
+                interface.add_address(address)?;
+            }
+            interface.up()?;
+            Ok(Tap { device, interface })
+        })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn names_are_those_that_the_kernel_takes() {
+        assert!(["tap0", "a", "tasuki-wire", "fifteen-bytes-x"].iter().all(|name| is_name(name)));
+        assert!(!["", ".", "..", "sixteen-bytes-xx", "a b", "a/b", "a:b", "a\u{b}b"].iter().any(|name| is_name(name)));
+    }
+
+    #[test]
+    fn an_address_has_the_length_of_its_network() {
+        let address: Address = "192.0.2.2/24".parse().expect("an address");
+        assert_eq!((address.prefix, address.to_string()), (24, "192.0.2.2/24".to_owned()));
+        assert_eq!("2001:db8::2/64".parse::<Address>().expect("an address").prefix, 64);
+        for nonsense in ["192.0.2.2", "192.0.2/24", "192.0.2.2/33", "2001:db8::/129", "/24", "192.0.2.2/-1", ""] {
+            let said = nonsense.parse::<Address>().expect_err(nonsense);
+            assert!(said.contains("192.0.2.2/24"), "{said}");
+        }
+    }
+}
