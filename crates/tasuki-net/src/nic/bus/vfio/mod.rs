@@ -83,6 +83,8 @@ pub struct Twin {
     pub descriptors: Descriptors,
     /// One for each vector that is enabled.
     pub vectors: Vec<OwnedFd>,
+    /// What the pin rings, if it is enabled.
+    pub intx: Option<IntX>,
 }
 
 /// A device behind VFIO.
@@ -143,12 +145,13 @@ impl Vfio {
         let copy = |descriptor: &OwnedFd| descriptor.try_clone().map_err(refused("copying a descriptor"));
         let (container, group, device) = (copy(&self.container)?, copy(&self.group)?, copy(&self.device)?);
         let vectors = self.vectors.iter().map(copy).collect::<Result<_, _>>()?;
-        Ok(Twin { descriptors: Descriptors { container, group, device }, vectors })
+        let intx = self.intx.as_ref().map(IntX::try_clone).transpose().map_err(refused("copying a descriptor"))?;
+        Ok(Twin { descriptors: Descriptors { container, group, device }, vectors, intx })
     }
 
     /// A twin. Interrupts ring where they rang for its predecessor, and are not touched.
     pub fn from_twin(twin: Twin) -> Result<Self, BusError> {
-        Ok(Vfio { vectors: twin.vectors, ..Self::from_descriptors(twin.descriptors)? })
+        Ok(Vfio { vectors: twin.vectors, intx: twin.intx, ..Self::from_descriptors(twin.descriptors)? })
     }
 
     fn config_offset(&self, offset: u16) -> Result<u64, BusError> {
