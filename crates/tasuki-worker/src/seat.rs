@@ -10,7 +10,7 @@ use rustix::event::{PollFd, PollFlags, Timespec};
 use rustix::process::Resource;
 use tasuki_net::nic::kit::KitBus;
 use tasuki_net::nic::ledger::Ledger;
-use tasuki_net::nic::{Link, MemoryLayout, NicError, NicMemory, Repoint, Sash, Scrub};
+use tasuki_net::nic::{InPlace, Link, MemoryLayout, NicError, NicMemory, Repoint, Sash, Scrub};
 use tasuki_net::port::{Armed, Burst};
 use tasuki_relay::letter::{self, Plan, ToDaemon};
 use tasuki_relay::method::Method;
@@ -51,7 +51,7 @@ pub struct Common {
 }
 
 /// What is left to do of a card.
-enum Card<N: Repoint> {
+enum Card<N: InPlace + Repoint> {
     /// Nothing is known of it.
     Unknown,
     /// Everything but the sash.
@@ -88,7 +88,7 @@ pub struct Given {
 }
 
 /// A NIC that this worker drives, or may be told to.
-pub struct Seat<N: Repoint> {
+pub struct Seat<N: InPlace + Repoint> {
     given: Given,
     worker: Worker,
     /// What we hold the lease by, or held last.
@@ -128,7 +128,7 @@ pub struct Seat<N: Repoint> {
 /// A rest of no time.
 const AT_ONCE: Timespec = Timespec { tv_sec: 0, tv_nsec: 0 };
 
-impl<N: Repoint + Scrub> Seat<N>
+impl<N: InPlace + Repoint + Scrub> Seat<N>
 where
     N::Bus: KitBus,
 {

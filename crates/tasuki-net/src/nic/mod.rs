@@ -258,6 +258,9 @@ pub trait Nic: Port<Fault = NicError> + Sized {
     /// The card is gone or does not stop. It may still use the slots that it had; [`start`](Self::start) resets it and takes them back.
     fn park(self) -> Result<Parked<Self>, Failed<Self::Bus>>;
 
+    /// A successor has gone on: what the giver is left with, for the next time. Nothing is touched.
+    fn stand_down(self) -> (Self::Bus, NicMemory);
+
     /// The card's own address.
     fn mac(&self) -> Mac;
 
@@ -297,9 +300,6 @@ pub trait InPlace: Nic {
     /// What a successor must know now, into a sash that was [blank](Sash::blank) or written by a driver of this card before. Up to the next call of anything else the card may be [gone on with](Self::go_on) by a successor, and once one has,
     /// nothing may be called any more. Whoever has frames in hand loses them to the successor's ring.
     fn sash(&mut self, into: &mut Self::Sash);
-
-    /// A successor has gone on: what the giver is left with, for the next time. Nothing is touched.
-    fn stand_down(self) -> (Self::Bus, NicMemory);
 
     /// Gets ready all that needs no sash, touching neither card nor bus: `bus` is one that needs no word with the device to be used, and `memory` was
     /// [prepared](NicMemory::prepare), or was used for this card before.
