@@ -17,7 +17,7 @@ use common::Choices;
 use libfuzzer_sys::fuzz_target;
 use stub::{Play, StubBus};
 use tasuki_net::nic::e1000e::E1000e;
-use tasuki_net::nic::{InPlace, Nic, NicMemory, NicOptions, Parts, Sash as _};
+use tasuki_net::nic::{InPlace, Nic, NicMemory, NicOptions, Parts};
 use tasuki_net::port::{Burst, Frame, Port};
 use tasuki_shm::arena::Arena;
 use tasuki_shm::region::{Region, Span};

@@ -153,7 +153,7 @@ fn relay(how: &How, guest: Option<&Path>) -> Result<()> {
         Some(guest) => relay::guest::run(guest, relays, interrupt).map(|(rows, paper)| (rows, Some(paper))),
         None => {
             eprintln!(
-                "guest-lkm and guest-handover were left out: `cargo xtask bench relay` makes their guest, if not --quick"
+                "guest-lkm, guest-handover and guest-repoint were left out: `cargo xtask bench relay` makes their guest, if not --quick"
             );
             Ok((Vec::new(), None))
         }

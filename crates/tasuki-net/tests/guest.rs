@@ -12,6 +12,8 @@ mod intx;
 #[path = "intx/mod.rs"]
 mod intx_case;
 mod qemu;
+#[path = "guest/repoint.rs"]
+mod repoint;
 
 use std::fs;
 use std::os::fd::OwnedFd;
@@ -22,11 +24,11 @@ use behind_vfio::{BehindVfio, Card, calm, devices, find, obey, open};
 use rustix::event::{PollFd, PollFlags, Timespec};
 use rustix::process::{Resource, Rlimit};
 use rustix::thread::CapabilitySet;
-use tasuki_net::nic::PciId;
 use tasuki_net::nic::bus::vfio::{Descriptors, OpenError, Places};
 use tasuki_net::nic::bus::{Bus, BusError, Capability, Header, Iova, Registers, Vfio, pci};
 use tasuki_net::nic::e1000e::E1000e;
 use tasuki_net::nic::virtio_net::VirtioNet;
+use tasuki_net::nic::{NicMemory, PciId};
 use tasuki_shm::region::{Pages, Region};
 
 const E1000E: PciId = PciId { vendor: 0x8086, device: 0x10d3 };
@@ -68,6 +70,13 @@ impl conformance::in_place::Twinned for behind_vfio::BehindVfio<E1000e<Vfio>> {
     }
 }
 suite_in_place!(e1000e_in_place, crate::behind_vfio::BehindVfio<crate::E1000e<crate::Vfio>>);
+
+impl conformance::repoint::Repointed for behind_vfio::BehindVfio<E1000e<Vfio>> {
+    fn with_two(first: &NicMemory, _: &NicMemory) -> Option<Self> {
+        conformance::World::new(first)
+    }
+}
+suite_repoint!(e1000e_repointed, crate::behind_vfio::BehindVfio<crate::E1000e<crate::Vfio>>);
 
 impl Card for VirtioNet<Vfio> {
     const NAME: &'static str = "virtio_net";

@@ -10,7 +10,7 @@ use rustix::event::{PollFd, PollFlags, Timespec};
 use rustix::process::Resource;
 use tasuki_net::nic::kit::KitBus;
 use tasuki_net::nic::ledger::Ledger;
-use tasuki_net::nic::{Link, MemoryLayout, NicError, NicMemory, Repoint, Sash, Scrub};
+use tasuki_net::nic::{InPlace, Link, MemoryLayout, NicError, NicMemory, Repoint, Sash, Scrub};
 use tasuki_net::port::{Armed, Burst};
 use tasuki_relay::letter::{self, Plan, ToDaemon, pulse};
 use tasuki_relay::method::Method;
@@ -60,7 +60,7 @@ impl Common {
 }
 
 /// What is left to do of a card.
-enum Card<N: Repoint> {
+enum Card<N: InPlace + Repoint> {
     /// Nothing is known of it.
     Unknown,
     /// Everything but the sash.
@@ -95,7 +95,7 @@ pub struct Given {
 }
 
 /// A NIC that this worker drives, or may be told to.
-pub struct Seat<N: Repoint, D: Duty> {
+pub struct Seat<N: InPlace + Repoint, D: Duty> {
     given: Given,
     worker: Worker,
     /// What we hold the lease by, or held last.
@@ -136,7 +136,7 @@ pub struct Seat<N: Repoint, D: Duty> {
 /// A rest of no time.
 const AT_ONCE: Timespec = Timespec { tv_sec: 0, tv_nsec: 0 };
 
-impl<N: Repoint + Scrub, D: Duty> Seat<N, D>
+impl<N: InPlace + Repoint + Scrub, D: Duty> Seat<N, D>
 where
     N::Bus: KitBus,
 {

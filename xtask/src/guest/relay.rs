@@ -13,7 +13,7 @@ use crate::checkout::Checkout;
 use crate::needs::QEMU;
 
 /// The numbers are the bench's, by way of the kernel's command line, which the shell finds in its environment.
-const RELAYS: &str = "/program lkm $LKM && /program handover $HANDOVERS";
+const RELAYS: &str = "/program lkm $LKM && /program handover $HANDOVERS && /program repoint $REPOINTS";
 
 /// Makes the guest; returns the file that tells the bench of it.
 pub fn prepare(checkout: &Checkout) -> anyhow::Result<PathBuf> {

@@ -12,7 +12,7 @@ use anyhow::{Context, Result, ensure};
 use rustix::event::EventfdFlags;
 use tasuki_net::nic::bus::{Iova, VfioUser};
 use tasuki_net::nic::e1000e::Ready;
-use tasuki_net::nic::{InPlace, Left, Nic, NicMemory, NicOptions, Repoint};
+use tasuki_net::nic::{Left, Nic, NicMemory, NicOptions, Repoint};
 use tasuki_net::port::{Burst, Port};
 use tasuki_shm::arena::Geometry;
 use tasuki_shm::lease::Tenure;

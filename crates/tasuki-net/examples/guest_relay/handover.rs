@@ -1,7 +1,8 @@
 //! Our way: two processes that take turns at a card behind VFIO which runs on.
 //!
 //! Each has a way to the card of its own (a twin), made from the descriptors that the first passes to the other. Who drives is decided by a
-//! lease in memory that both share; where the giver stopped, the taker reads from the ledger in the card's memory.
+//! lease in memory that both share. By `keep` both have the card's memory, and where the giver stopped, the taker reads from the ledger there; by
+//! `repoint` each has memory of its own, at which it points the card when the other has stopped it.
 
 use std::fs;
 use std::io::{IoSlice, IoSliceMut, Read, Write};
@@ -19,8 +20,8 @@ use rustix::net::{
 };
 use tasuki_net::nic::bus::vfio::{Address, Descriptors, Twin};
 use tasuki_net::nic::bus::{Iova, Vfio};
-use tasuki_net::nic::e1000e::E1000e;
-use tasuki_net::nic::{InPlace, Link, MemoryLayout, Nic, NicMemory, NicOptions, Parts};
+use tasuki_net::nic::e1000e::{E1000e, Ready};
+use tasuki_net::nic::{InPlace, Left, Link, MemoryLayout, Nic, NicMemory, NicOptions, Parts, Repoint};
 use tasuki_net::port::{Armed, Burst, Port};
 use tasuki_shm::arena::Geometry;
 use tasuki_shm::lease::{Lease, Tenure};
@@ -45,8 +46,18 @@ const BETWEEN: Duration = Duration::from_millis(25);
 /// A driver that nobody wakes looks at the time this often.
 const NAP: Duration = Duration::from_millis(5);
 
-/// Descriptors that the other process is passed: three of VFIO, three of the NIC's memory, the board, two eventfds,
-/// and the card's vectors.
+/// How the card changes hands.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Method {
+    Keep,
+    Repoint,
+}
+
+/// What goes before the card's vectors: the descriptors of VFIO, and by `keep` those of the NIC's memory.
+const OF_VFIO: usize = 3;
+const OF_MEMORY: usize = 3;
+
+/// Descriptors that the other process is passed at most: those of VFIO and of the NIC's memory, the board, two eventfds, and the card's vectors.
 const PASSED: usize = 9;
 const VECTORS_MAX: usize = 8;
 
@@ -57,9 +68,10 @@ struct Board {
     region: Region,
 }
 
-/// Words of the board, on lines of their own: when the giver stopped, whether there are no more turns, frames that went back, relays, and how
+/// Words of the board, on lines of their own: when the giver stopped, how it left the card, whether there are no more turns, frames that went back, relays, and how
 /// long each took in ns.
 const STOPPED_AT: usize = 8;
+const LEFT: usize = 9;
 const OVER: usize = 16;
 const BACK: usize = 24;
 const RELAYS: usize = 32;
@@ -93,8 +105,34 @@ fn readable(fd: BorrowedFd<'_>, limit: Duration) -> Fallible<bool> {
     }
 }
 
+/// Who is ready for a turn.
+enum Next {
+    InPlace(<Card as InPlace>::Prepared),
+    Apart(Box<Ready<Vfio>>),
+}
+
+impl Next {
+    /// Ready with memory of its own.
+    fn apart(bus: Vfio, memory: NicMemory) -> Fallible<Self> {
+        let ready = Card::prepare_rings(bus, memory, &options()).map_err(|failed| failed.error)?;
+        Ok(Next::Apart(Box::new(ready)))
+    }
+
+    fn go_on(self, left: Left) -> Fallible<Card> {
+        match self {
+            Next::InPlace(prepared) => Ok(Card::pick_up(prepared)?),
+            Next::Apart(ready) => Ok(Card::repoint(*ready, left).map_err(|failed| failed.error)?),
+        }
+    }
+}
+
+fn options() -> NicOptions {
+    NicOptions { ring: RING, ..NicOptions::default() }
+}
+
 /// One of the two processes.
 struct Worker {
+    method: Method,
     us: NonZeroU32,
     /// What we hold the lease by, while we do.
     tenure: Option<Tenure>,
@@ -102,8 +140,8 @@ struct Worker {
     ours: OwnedFd,
     theirs: OwnedFd,
     /// Ready for the next turn, but for where the giver stopped.
-    next: Option<<Card as InPlace>::Prepared>,
-    /// What the turn after that is made of: a driver that was replaced, or a way that was never used.
+    next: Option<Next>,
+    /// What the turn after that is made of, by `keep`: a driver that was replaced, or a way that was never used.
     replaced: Option<Card>,
     unused: Option<(Vfio, NicMemory)>,
 }
@@ -119,8 +157,8 @@ impl Worker {
             return Ok(None);
         }
         self.tenure = Some(self.board.lease.take(self.board.lease.tenure(), self.us)?);
-        let prepared = self.next.take().ok_or("a process takes over only when it is ready")?;
-        let mut nic = Card::pick_up(prepared)?;
+        let next = self.next.take().ok_or("a process takes over only when it is ready")?;
+        let mut nic = next.go_on(Left(self.board.word(LEFT)))?;
         let mut burst = Burst::new();
         nic.receive(&mut burst)?;
         let pause = now_ns().saturating_sub(self.board.word(STOPPED_AT));
@@ -130,19 +168,47 @@ impl Worker {
         self.board.words[PAUSES + usize::try_from(relay)? % PAUSES_MAX].store(pause, Relaxed);
         let replaced = self.replaced.take().map(Card::stand_down);
         if let Some((bus, memory)) = replaced.or_else(|| self.unused.take()) {
-            self.next = Some(Card::prepare(bus, memory)?);
+            self.next = Some(Next::InPlace(Card::prepare(bus, memory)?));
         }
         Ok(Some(nic))
     }
 
     /// Hands the card over, no frame of which is in hand.
-    fn give(&mut self, nic: Card) -> Fallible<()> {
-        self.board.words[STOPPED_AT].store(now_ns(), Relaxed);
+    fn give(&mut self, mut nic: Card) -> Fallible<()> {
+        match self.method {
+            Method::Keep => self.board.words[STOPPED_AT].store(now_ns(), Relaxed),
+            Method::Repoint => self.leave(&mut nic)?,
+        }
         let ours = self.tenure.take().ok_or("only who holds the lease passes it")?;
         self.board.lease.pass(ours)?;
         rustix::io::write(&self.theirs, &1_u64.to_ne_bytes())?;
-        self.replaced = Some(nic);
+        match self.method {
+            Method::Keep => self.replaced = Some(nic),
+            Method::Repoint => {
+                let (mut bus, memory) = nic.stand_down();
+                memory.unmap(&mut bus)?;
+                self.next = Some(Next::apart(bus, memory)?);
+            }
+        }
         Ok(())
+    }
+
+    /// Goes on until nothing is left to do, and leaves the card.
+    fn leave(&self, nic: &mut Card) -> Fallible<()> {
+        nic.hush();
+        let (began, mut burst) = (Instant::now(), Burst::new());
+        while began.elapsed() < PATIENCE {
+            if nic.receive(&mut burst)? > 0 {
+                self.send_back(nic, &mut burst)?;
+            } else if nic.is_quiet() {
+                self.board.words[STOPPED_AT].store(now_ns(), Relaxed);
+                if nic.leave()? {
+                    self.board.words[LEFT].store(nic.left().0, Relaxed);
+                    return Ok(());
+                }
+            }
+        }
+        Err("the card does not stop".into())
     }
 
     fn send_back(&self, nic: &mut Card, burst: &mut Burst) -> Fallible<()> {
@@ -185,33 +251,55 @@ fn open() -> Fallible<Vfio> {
     Ok(Vfio::open(address.parse::<Address>()?)?)
 }
 
-/// A way to the card and its memory, as descriptors.
+/// A way to the card, as descriptors; by `keep`, also to its memory.
 struct Way(Vec<OwnedFd>);
 
 impl Way {
-    fn of(nic: &Card, memory: Parts) -> Fallible<Self> {
-        let Twin { descriptors: Descriptors { container, group, device }, vectors } = nic.bus().twin()?;
-        let Parts { rings, frames, ledger } = memory;
-        Ok(Way([container, group, device, rings, frames, ledger].into_iter().chain(vectors).collect()))
+    fn of(nic: &Card, memory: Option<Parts>) -> Fallible<Self> {
+        let Twin { descriptors: Descriptors { container, group, device }, vectors, .. } = nic.bus().twin()?;
+        let memory = memory.into_iter().flat_map(|Parts { rings, frames, ledger }| [rings, frames, ledger]);
+        Ok(Way([container, group, device].into_iter().chain(memory).chain(vectors).collect()))
     }
 
-    fn open(&self) -> Fallible<(Vfio, NicMemory)> {
+    /// The bus alone, past so many descriptors of memory.
+    fn bus(&self, memory: usize) -> Fallible<Vfio> {
         let mut fds = self.0.iter().map(OwnedFd::try_clone);
         let mut next =
             || fds.next().ok_or("a descriptor is missing")?.map_err(Box::<dyn std::error::Error + Send + Sync>::from);
         let descriptors = Descriptors { container: next()?, group: next()?, device: next()? };
+        let vectors = fds.skip(memory).collect::<Result<_, _>>()?;
+        Ok(Vfio::from_twin(Twin { descriptors, vectors, intx: None })?)
+    }
+
+    fn open(&self) -> Fallible<(Vfio, NicMemory)> {
+        let mut fds = self.0.iter().skip(OF_VFIO).map(OwnedFd::try_clone);
+        let mut next =
+            || fds.next().ok_or("a descriptor is missing")?.map_err(Box::<dyn std::error::Error + Send + Sync>::from);
         let parts = Parts { rings: next()?, frames: next()?, ledger: next()? };
-        let memory = NicMemory::prepare(parts, &MEMORY)?;
-        let vectors = fds.collect::<Result<_, _>>()?;
-        Ok((Vfio::from_twin(Twin { descriptors, vectors })?, memory))
+        Ok((self.bus(OF_MEMORY)?, NicMemory::prepare(parts, &MEMORY)?))
     }
 }
 
-fn worker(us: NonZeroU32, way: &Way, board: Board, [ours, theirs]: [OwnedFd; 2]) -> Fallible<Worker> {
-    let (bus, memory) = way.open()?;
-    let next = Some(Card::prepare(bus, memory)?);
-    let unused = Some(way.open()?);
-    Ok(Worker { us, tenure: None, board, ours, theirs, next, replaced: None, unused })
+/// A process; who drives already is ready for its next turn only when it has had this one, if it has but one memory.
+fn worker(
+    (us, method, drives): (NonZeroU32, Method, bool),
+    way: &Way,
+    board: Board,
+    [ours, theirs]: [OwnedFd; 2],
+) -> Fallible<Worker> {
+    let (next, unused) = match method {
+        Method::Keep => {
+            let (bus, memory) = way.open()?;
+            (Some(Next::InPlace(Card::prepare(bus, memory)?)), Some(way.open()?))
+        }
+        Method::Repoint if drives => (None, None),
+        Method::Repoint => {
+            let at = MEMORY.arena_at() + SLOTS.len() as u64;
+            let memory = NicMemory::create(SLOTS, MEMORY.rings_len, at)?;
+            (Some(Next::apart(way.bus(0)?, memory)?), None)
+        }
+    };
+    Ok(Worker { method, us, tenure: None, board, ours, theirs, next, replaced: None, unused })
 }
 
 /// The other process, which ends with this one.
@@ -226,10 +314,12 @@ impl Drop for Other {
 }
 
 /// Starts the other process and waits until it is ready.
-fn start_other(way: &Way, board: &Board, eventfds: [&OwnedFd; 2]) -> Fallible<Other> {
+fn start_other(method: Method, way: &Way, board: &Board, eventfds: [&OwnedFd; 2]) -> Fallible<Other> {
     let (mut ours, theirs) = UnixStream::pair()?;
     let program = std::env::current_exe()?;
-    let other = Other(Command::new(program).arg("other").stdin(Stdio::from(OwnedFd::from(theirs))).spawn()?);
+    let mut command = Command::new(program);
+    command.args(["other", if method == Method::Keep { "handover" } else { "repoint" }]);
+    let other = Other(command.stdin(Stdio::from(OwnedFd::from(theirs))).spawn()?);
     let fds = [board.region.fd(), eventfds[0].as_fd(), eventfds[1].as_fd()];
     let fds: Vec<_> = fds.into_iter().chain(way.0.iter().map(AsFd::as_fd)).collect();
     let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(PASSED + VECTORS_MAX))];
@@ -244,7 +334,7 @@ fn start_other(way: &Way, board: &Board, eventfds: [&OwnedFd; 2]) -> Fallible<Ot
 }
 
 /// The other process: takes its turns until there are no more.
-pub fn other() -> Fallible<()> {
+pub fn other(method: Method) -> Fallible<()> {
     rustix::process::set_parent_process_death_signal(Some(rustix::process::Signal::KILL))?;
     let mut stdin = UnixStream::from(std::io::stdin().as_fd().try_clone_to_owned()?);
     let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(PASSED + VECTORS_MAX))];
@@ -257,7 +347,8 @@ pub fn other() -> Fallible<()> {
     let mut fds = messages.flatten();
     let mut next = || fds.next().ok_or("a descriptor is missing");
     let (board, ours, theirs) = (Board::over(Region::adopt(next()?)?)?, next()?, next()?);
-    let mut worker = worker(NonZeroU32::MIN.saturating_add(1), &Way(fds.collect()), board, [ours, theirs])?;
+    let who = (NonZeroU32::MIN.saturating_add(1), method, false);
+    let mut worker = worker(who, &Way(fds.collect()), board, [ours, theirs])?;
     stdin.write_all(b"!")?;
     while let Some(mut nic) = worker.take()? {
         worker.drive(&mut nic, BETWEEN)?;
@@ -267,18 +358,18 @@ pub fn other() -> Fallible<()> {
 }
 
 /// Has the card change hands `count` times under the bench's stream.
-pub fn relays(count: u32) -> Fallible<()> {
+pub fn relays(method: Method, count: u32) -> Fallible<()> {
     let memory = NicMemory::create(SLOTS, MEMORY.rings_len, MEMORY.rings_at)?;
-    let parts = memory.parts()?;
-    let mut nic = Card::start(open()?, memory, &NicOptions { ring: RING, ..NicOptions::default() })?;
+    let parts = if method == Method::Keep { Some(memory.parts()?) } else { None };
+    let mut nic = Card::start(open()?, memory, &options())?;
     wait("the link", || Ok(nic.link() != Link::Down))?;
     let way = Way::of(&nic, parts)?;
     let eventfd = || rustix::event::eventfd(0, EventfdFlags::CLOEXEC);
     let (ours, theirs) = (eventfd()?, eventfd()?);
     let board = Board::over(Region::create("guest-relay-board", BOARD_LEN, Pages::Small)?)?;
-    let other = start_other(&way, &board, [&theirs, &ours])?;
+    let other = start_other(method, &way, &board, [&theirs, &ours])?;
     let us = NonZeroU32::MIN;
-    let mut worker = worker(us, &way, board, [ours, theirs])?;
+    let mut worker = worker((us, method, true), &way, board, [ours, theirs])?;
     worker.tenure = Some(worker.board.lease.take(worker.board.lease.tenure(), us)?);
     println!("{SAYS}ready");
     let began = Instant::now();

@@ -3,7 +3,8 @@
 //!
 //! ```text
 //! guest_relay lkm N          the kernel's driver, N times
-//! guest_relay handover N     two processes, N times
+//! guest_relay handover N     two processes, N times, that share the card's memory
+//! guest_relay repoint N      the same, each with memory of its own
 //! ```
 //!
 //! What goes back has the number of the relays so far in the last four bytes of its sender's address: the bench sees on the wire who sent it.
@@ -16,6 +17,8 @@ use std::error::Error;
 use std::path::PathBuf;
 use std::process::ExitCode;
 use std::time::{Duration, Instant};
+
+use handover::Method;
 
 /// What went wrong, in a sentence.
 type Fallible<T> = Result<T, Box<dyn Error + Send + Sync>>;
@@ -44,9 +47,11 @@ fn main() -> ExitCode {
     let count = |word: &str| word.parse::<u32>().map_err(|_| format!("{word} is no number of relays").into());
     let done = match words[..] {
         ["lkm", number] => count(number).and_then(kernel::relays),
-        ["handover", number] => count(number).and_then(handover::relays),
-        ["other"] => handover::other(),
-        _ => Err("say `lkm N` or `handover N`; cargo xtask bench relay does".into()),
+        ["handover", number] => count(number).and_then(|count| handover::relays(Method::Keep, count)),
+        ["repoint", number] => count(number).and_then(|count| handover::relays(Method::Repoint, count)),
+        ["other", "handover"] => handover::other(Method::Keep),
+        ["other", "repoint"] => handover::other(Method::Repoint),
+        _ => Err("say `lkm N`, `handover N` or `repoint N`; cargo xtask bench relay does".into()),
     };
     match done {
         Ok(()) => ExitCode::SUCCESS,

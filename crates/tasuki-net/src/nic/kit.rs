@@ -11,7 +11,7 @@ use tasuki_shm::arena::Geometry;
 
 use super::bus::vfio::{self, Descriptors};
 use super::bus::vfio_user::{BarTwin, Connection, TIMEOUT, Twin};
-use super::bus::{Bus, BusError, Iova, Vfio, VfioUser};
+use super::bus::{Bus, BusError, IntX, Iova, Vfio, VfioUser};
 use super::{MemoryLayout, NicMemory, Parts, PartsError};
 
 /// Vectors of a device that a kit carries, at most.
@@ -134,10 +134,13 @@ pub enum BusText {
         /// Those that are enabled.
         vectors: usize,
     },
-    /// The kernel hands it out. Descriptors: container, group, device, vectors.
+    /// The kernel hands it out. Descriptors: container, group, device, vectors, and for the pin what it rings and what unmasks it.
     Vfio {
         /// Those that are enabled.
         vectors: usize,
+        /// Whether the pin is.
+        #[serde(default)]
+        intx: bool,
     },
 }
 
@@ -239,19 +242,24 @@ impl KitBus for VfioUser {
 
 impl KitBus for Vfio {
     fn pack(&self) -> Result<(BusText, Vec<OwnedFd>), BusError> {
-        let vfio::Twin { descriptors: Descriptors { container, group, device }, vectors } = self.twin()?;
-        let text = BusText::Vfio { vectors: vectors.len() };
-        Ok((text, [container, group, device].into_iter().chain(vectors).collect()))
+        let vfio::Twin { descriptors: Descriptors { container, group, device }, vectors, intx } = self.twin()?;
+        let text = BusText::Vfio { vectors: vectors.len(), intx: intx.is_some() };
+        let pin = intx.into_iter().flat_map(|IntX { rings, unmasks }| [rings, unmasks]);
+        Ok((text, [container, group, device].into_iter().chain(vectors).chain(pin).collect()))
     }
 
     fn unpack(text: &BusText, fds: &mut Fds) -> Result<Self, KitError> {
-        let &BusText::Vfio { vectors } = text else {
+        let &BusText::Vfio { vectors, intx } = text else {
             return Err(KitError::Text { what: "the way is not VFIO", value: 0 });
         };
         let vectors = count(vectors)?;
         let (container, group) = (fds.take(What::Iommu)?, fds.take(What::Iommu)?);
         let descriptors = Descriptors { container, group, device: fds.take(What::Device)? };
         let vectors = (0..vectors).map(|_| fds.take(What::Vector)).collect::<Result<Vec<_>, _>>()?;
-        Ok(Vfio::from_twin(vfio::Twin { descriptors, vectors })?)
+        let intx = match intx {
+            true => Some(IntX { rings: fds.take(What::Vector)?, unmasks: fds.take(What::Vector)? }),
+            false => None,
+        };
+        Ok(Vfio::from_twin(vfio::Twin { descriptors, vectors, intx })?)
     }
 }

@@ -266,6 +266,9 @@ pub trait Nic: Port<Fault = NicError> + Sized {
     /// The card is gone or does not stop. It may still use the slots that it had; [`start`](Self::start) resets it and takes them back.
     fn park(self) -> Result<Parked<Self>, Failed<Self::Bus>>;
 
+    /// A successor has gone on: what the giver is left with, for the next time. Nothing is touched.
+    fn stand_down(self) -> (Self::Bus, NicMemory);
+
     /// The card's own address.
     fn mac(&self) -> Mac;
 
@@ -309,9 +312,6 @@ pub trait InPlace: Nic {
     /// The same with nothing in hand, and what a successor elsewhere must know, into a sash that was [blank](Sash::blank) or written by a driver of this
     /// card before.
     fn sash(&mut self, into: &mut Self::Sash);
-
-    /// A successor has gone on: what the giver is left with, for the next time. Nothing is touched.
-    fn stand_down(self) -> (Self::Bus, NicMemory);
 
     /// Gets ready all that needs no sash, touching neither card nor bus: `bus` is one that needs no word with the device to be used, and `memory` was
     /// [prepared](NicMemory::prepare), or was used for this card before.

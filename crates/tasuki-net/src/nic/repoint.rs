@@ -1,6 +1,6 @@
 //! A card whose rings are elsewhere from now on, in another owner's memory, while its link stays up.
 
-use super::{Failed, InPlace, MemoryLayout, NicError, NicMemory, NicOptions};
+use super::{Failed, MemoryLayout, Nic, NicError, NicMemory, NicOptions};
 
 /// How a giver has left its card to who is to point it elsewhere, in a word that travels beside the lease. Who reads it believes nothing that the card does not
 /// say, too.
@@ -23,8 +23,10 @@ impl Left {
 /// The partner is asked to pause, if the card can do that, from `hush` until the taker has gone on. The giver handles what had come before. Nothing
 /// of the card is initialised but where its rings are; interrupts ring the same eventfds. As the memory is another, what the giver had in its frames the taker cannot see.
 ///
+/// A card that can have nobody pause loses what comes from the first call of `stop` on.
+///
 /// Whoever calls sees to it that only one of the two drives; both have a way to the card, one the twin of the other.
-pub trait Repoint: InPlace {
+pub trait Repoint: Nic {
     /// A taker whose rings are posted, and which the card does not know yet.
     type Ready;
 

@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 
 use tasuki_net::nic::bus::Iova;
-use tasuki_net::nic::{InPlace, NicMemory, NicOptions, Repoint};
+use tasuki_net::nic::{InPlace, Nic, NicMemory, NicOptions, Repoint};
 use tasuki_net::port::{Armed, Port};
 use tasuki_shm::arena::{Arena, Geometry};
 
@@ -72,7 +72,7 @@ fn start<W: Repointed>(queues: u8) -> Option<(Bench<W>, Owner<W>)> {
     let second = NicMemory::create(Geometry { slot_len: 4096, count }, 256 << 10, at).expect("a little memory");
     let world = W::with_two(&first, &second)?;
     let arena = first.arena().clone();
-    let nic = tasuki_net::nic::Nic::start(world.bus(), first, &options).expect("the card starts");
+    let nic = Nic::start(world.bus(), first, &options).expect("the card starts");
     let mut bench = Bench::over(world, nic, arena);
     let bus = W::twin(bench.nic().bus());
     let next = bench.next_owner(bus, second, options);

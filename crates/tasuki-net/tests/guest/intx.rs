@@ -3,11 +3,12 @@
 use std::time::{Duration, Instant};
 
 use rustix::event::{PollFd, PollFlags, Timespec};
-use tasuki_net::nic::bus::{Iova, Registers, Vfio};
+use tasuki_net::nic::bus::{Bus, Iova, Registers, Vfio};
+use tasuki_net::nic::kit::{Fds, KitBus};
 use tasuki_net::nic::rtl8139::Rtl8139;
-use tasuki_net::nic::{Mac, Nic, NicMemory, NicOptions, PciId};
+use tasuki_net::nic::{Left, Mac, Nic, NicMemory, NicOptions, PciId, Repoint};
 use tasuki_net::port::{Armed, Burst, Frame, Port};
-use tasuki_shm::arena::Geometry;
+use tasuki_shm::arena::{Arena, Geometry};
 
 use super::open;
 
@@ -24,7 +25,7 @@ fn a_pin_rings_once_until_it_is_unmasked() {
 }
 
 /// Sends a frame to the card's own address, which comes back.
-fn send(nic: &mut Rtl8139<Vfio>, arena: &tasuki_shm::arena::Arena, number: u32) -> Vec<u8> {
+fn send(nic: &mut Rtl8139<Vfio>, arena: &Arena, number: u32) -> Vec<u8> {
     let Mac(mac) = nic.mac();
     let mut bytes = [&mac[..], &mac, &[0x88, 0xb5], &number.to_be_bytes()].concat();
     bytes.resize(60, 0x5a);
@@ -38,7 +39,7 @@ fn send(nic: &mut Rtl8139<Vfio>, arena: &tasuki_shm::arena::Arena, number: u32) 
 #[test]
 fn each_frame_wakes_who_sleeps_for_it_whoever_drives_the_card() {
     let bus = open(RTL8139);
-    let memory = NicMemory::create(Geometry { slot_len: 4096, count: 64 }, 4096, Iova(1 << 32)).unwrap();
+    let memory = memory(Iova(1 << 32));
     let arena = memory.arena().clone();
     let options = NicOptions { ring: 8, ..NicOptions::default() };
     let mut nic = Rtl8139::start(bus, memory, &options).unwrap();
@@ -50,20 +51,67 @@ fn each_frame_wakes_who_sleeps_for_it_whoever_drives_the_card() {
             // As another process would go on with it.
             _ => Vfio::from_descriptors(bus.into_descriptors().unwrap()).unwrap(),
         };
-        let registers = tasuki_net::nic::bus::Bus::registers(&mut bus, 1).unwrap();
+        let registers = bus.registers(1).unwrap();
         nic = Rtl8139::resume(bus, memory, &sash).unwrap();
-        registers.write32(TCR, registers.read32(TCR) | TCR_LOOPBACK);
-        assert_eq!(nic.arm().unwrap(), Armed::Idle, "nothing has come");
-        let sent = [send(&mut nic, &arena, 2 * number), send(&mut nic, &arena, 2 * number + 1)];
-        let limit = Timespec::try_from(PATIENCE).unwrap();
-        let rang = rustix::event::poll(&mut [PollFd::new(&nic.fd(), PollFlags::IN)], Some(&limit)).unwrap();
-        assert_eq!(rang, 1, "frame {number} was slept through");
-        let (mut came, begin) = (Burst::new(), Instant::now());
-        while came.len() < 2 {
-            nic.receive(&mut came).unwrap();
-            assert!(begin.elapsed() < PATIENCE, "{} frames came", came.len());
-            std::thread::yield_now();
-        }
-        assert_eq!([came[0].bytes(), came[1].bytes()], [&sent[0][..], &sent[1]]);
+        come_back_and_wake(&mut nic, &registers, &arena, number);
+    }
+}
+
+fn memory(at: Iova) -> NicMemory {
+    NicMemory::create(Geometry { slot_len: 4096, count: 64 }, 4096, at).unwrap()
+}
+
+/// Two frames are sent, come back, and wake who sleeps for them.
+fn come_back_and_wake(nic: &mut Rtl8139<Vfio>, registers: &impl Registers, arena: &Arena, number: u32) {
+    registers.write32(TCR, registers.read32(TCR) | TCR_LOOPBACK);
+    assert_eq!(nic.arm().unwrap(), Armed::Idle, "nothing has come");
+    let sent = [send(nic, arena, 2 * number), send(nic, arena, 2 * number + 1)];
+    let limit = Timespec::try_from(PATIENCE).unwrap();
+    let rang = rustix::event::poll(&mut [PollFd::new(&nic.fd(), PollFlags::IN)], Some(&limit)).unwrap();
+    assert_eq!(rang, 1, "frame {number} was slept through");
+    let (mut came, begin) = (Burst::new(), Instant::now());
+    while came.len() < 2 {
+        nic.receive(&mut came).unwrap();
+        assert!(begin.elapsed() < PATIENCE, "{} frames came", came.len());
+        std::thread::yield_now();
+    }
+    assert_eq!([came[0].bytes(), came[1].bytes()], [&sent[0][..], &sent[1]]);
+}
+
+#[test]
+fn the_pin_rings_for_an_owner_with_other_memory_and_for_one_that_takes_the_card_back() {
+    let memories = [1, 2].map(|half| memory(Iova(half << 32)));
+    let arenas = memories.each_ref().map(|memory| memory.arena().clone());
+    let [first, second] = memories;
+    let options = NicOptions { ring: 8, ..NicOptions::default() };
+    let started = Rtl8139::start(open(RTL8139), first, &options).unwrap();
+    // A way of which the pin is part, once it is connected.
+    let (bus, first, sash) = started.park().unwrap();
+    let (text, fds) = bus.pack().unwrap();
+    let mut other = Vfio::unpack(&text, &mut Fds::new(fds)).unwrap();
+    let registers = other.registers(1).unwrap();
+    let mut nic = Rtl8139::resume(bus, first, &sash).unwrap();
+    let mut next = Rtl8139::prepare_rings(other, second, &options).unwrap();
+    for number in 0..8 {
+        let [ours, theirs] = [0, 1].map(|i| &arenas[(number as usize + i) % 2]);
+        come_back_and_wake(&mut nic, &registers, ours, 3 * number);
+        stop(&mut nic);
+        nic.go_back().unwrap();
+        come_back_and_wake(&mut nic, &registers, ours, 3 * number + 1);
+        stop(&mut nic);
+        let taker = Rtl8139::repoint(next, Left::STOPPED).unwrap();
+        let (mut bus, memory) = std::mem::replace(&mut nic, taker).stand_down();
+        memory.unmap(&mut bus).unwrap();
+        come_back_and_wake(&mut nic, &registers, theirs, 3 * number + 2);
+        next = Rtl8139::prepare_rings(bus, memory, &options).unwrap();
+    }
+}
+
+fn stop(nic: &mut Rtl8139<Vfio>) {
+    let begin = Instant::now();
+    nic.hush();
+    while !(nic.is_quiet() && nic.leave().unwrap()) {
+        assert_eq!(nic.receive(&mut Burst::new()).unwrap(), 0, "nothing has come");
+        assert!(begin.elapsed() < PATIENCE, "the card does not stop");
     }
 }

@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 use tasuki_net::nic::bus::Iova;
 use tasuki_net::nic::kit::KitBus;
 use tasuki_net::nic::ledger::Ledger;
-use tasuki_net::nic::{Failed, Left, MemoryLayout, NicError, Repoint, Scrub};
+use tasuki_net::nic::{Failed, InPlace, Left, MemoryLayout, NicError, Repoint, Scrub};
 use tasuki_relay::Party;
 use tasuki_relay::letter::{Inflight, ToDaemon, pulse};
 use tasuki_relay::wire::{Position, Reason};
@@ -57,7 +57,7 @@ fn place(iova: u64, now: &MemoryLayout) -> Iova {
     Iova(if is_there { iova.saturating_add(HALF) } else { iova })
 }
 
-impl<N: Repoint + Scrub, D: Duty> Seat<N, D>
+impl<N: InPlace + Repoint + Scrub, D: Duty> Seat<N, D>
 where
     N::Bus: KitBus,
 {

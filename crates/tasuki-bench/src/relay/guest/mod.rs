@@ -1,4 +1,5 @@
-//! A NIC that changes hands in a guest: the kernel's driver unloaded and loaded, and our two processes through VFIO, under the same stream.
+//! A NIC that changes hands in a guest: the kernel's driver unloaded and loaded, and our two processes through VFIO, that share the card's memory or have
+//! some each, under the same stream.
 //!
 //! The guest is QEMU's, with Debian's kernel, an IOMMU and QEMU's 82574L; `cargo xtask bench relay` makes it ready. In it runs
 //! `crates/tasuki-net/examples/guest_relay`, which sends back what comes and has the card change hands. Out here is the wire's other end.
@@ -20,9 +21,10 @@ use crate::report::Row;
 use machine::{Machine, Recipe};
 use stream::{Seen, Stream};
 
-/// The kernel's way, and ours.
+/// The kernel's way, and ours: `keep` and `repoint`.
 const LKM: &str = "guest-lkm";
 const HANDOVER: &str = "guest-handover";
+const REPOINT: &str = "guest-repoint";
 
 /// Frames a second. Translated by QEMU, the guest carries four times as many both ways on an idle host, with nothing lost while nobody
 /// touches the card; on one that is busy with something else not quite twice as many.
@@ -48,6 +50,7 @@ const LINES_TOLD: usize = 5;
 #[derive(Debug, Clone, Copy)]
 pub struct Relays {
     lkm: u32,
+    /// Of each of our two ways.
     handovers: u32,
 }
 
@@ -67,16 +70,17 @@ struct Outcome {
     said: Vec<Vec<u64>>,
 }
 
-/// Runs both cases in the guest that `recipe` describes: rows, and the paper's figures beside them.
+/// Runs all cases in the guest that `recipe` describes: rows, and the paper's figures beside them.
 pub fn run(recipe: &Path, relays: Relays, interrupt: &Interrupt) -> Result<(Vec<Row>, String)> {
     let recipe = Recipe::read(recipe)?;
-    let environment = [("LKM", relays.lkm), ("HANDOVERS", relays.handovers)];
+    let environment = [("LKM", relays.lkm), ("HANDOVERS", relays.handovers), ("REPOINTS", relays.handovers)];
     let mut guest =
         Guest { machine: Machine::boot(&recipe, &environment)?, told: VecDeque::with_capacity(LINES_TOLD), interrupt };
     guest.hear_numbers()?;
     let lkm = guest.case(LKM, relays.lkm)?;
     let handover = guest.case(HANDOVER, relays.handovers)?;
-    Ok((rows::rows(&lkm, &handover), rows::paper(&lkm).to_string()))
+    let repoint = guest.case(REPOINT, relays.handovers)?;
+    Ok((rows::rows(&lkm, &handover, &repoint), rows::paper(&lkm).to_string()))
 }
 
 /// What the guest has to say.

@@ -3,7 +3,7 @@
 use comfy_table::Table;
 
 use super::stream::Seen;
-use super::{HANDOVER, LKM, Outcome, RATE};
+use super::{HANDOVER, LKM, Outcome, RATE, REPOINT};
 use crate::papers::MINT;
 use crate::report::{Kind, Row};
 
@@ -54,21 +54,27 @@ fn common(case: &'static str, what: &str, outcome: &Outcome) -> Vec<Row> {
     ]
 }
 
-/// The rows of both cases.
-pub fn rows(lkm: &Outcome, handover: &Outcome) -> Vec<Row> {
+/// The rows of one of our ways.
+fn ours(case: &'static str, outcome: &Outcome) -> Vec<Row> {
+    let mut rows = common(case, "repoint", outcome);
+    rows[0] = rows[0].clone().bar_at(0.0);
+    let held = outcome.seen.held;
+    rows[0].note = Some(format!("{} relays, same stream; {held} frames under way at most", outcome.relays));
+    let pauses = outcome.said.concat();
+    let pause = |metric, part| Row::lower(case, metric, "µs", micros(&pauses, part));
+    rows.extend([pause("pause_p50", 50), pause("pause_p99", 99), pause("pause_max", 100)]);
+    rows
+}
+
+/// The rows of all cases.
+pub fn rows(lkm: &Outcome, handover: &Outcome, repoint: &Outcome) -> Vec<Row> {
     let mut rows = common(LKM, "outage", lkm);
     rows[0].note = Some(format!("{} relays at {RATE} frames a second; {FORGIVING}", lkm.relays));
     for (number, (what, metric)) in STEPS.into_iter().enumerate() {
         rows.push(Row::lower(LKM, metric, "µs", step(lkm, number)).against(MINT.name, Kind::Paper, mint(what)));
     }
-    let mut ours = common(HANDOVER, "repoint", handover);
-    ours[0] = ours[0].clone().bar_at(0.0);
-    let held = handover.seen.held;
-    ours[0].note = Some(format!("{} relays, same stream; {held} frames under way at most", handover.relays));
-    let pauses = handover.said.concat();
-    let pause = |metric, part| Row::lower(HANDOVER, metric, "µs", micros(&pauses, part));
-    ours.extend([pause("pause_p50", 50), pause("pause_p99", 99), pause("pause_max", 100)]);
-    rows.extend(ours);
+    rows.extend(ours(HANDOVER, handover));
+    rows.extend(ours(REPOINT, repoint));
     rows
 }
 
@@ -98,10 +104,13 @@ mod tests {
     #[test]
     fn what_we_lose_is_a_missed_bar_and_what_the_kernel_loses_is_not() {
         let lkm = outcome(vec![vec![1_000, 2_000, 3_000, 4_000]; 2], 400);
-        let rows = rows(&lkm, &outcome(vec![vec![7_000], vec![8_000]], 999));
+        let kept = outcome(vec![vec![7_000], vec![8_000]], 999);
+        let rows = rows(&lkm, &kept, &outcome(vec![vec![9_000]], 1000));
         let of = |case: &str, metric: &str| rows.iter().find(|row| row.case == case && row.metric == metric).unwrap();
         assert_eq!((of(LKM, "lost").value, of(LKM, "lost").bars.len()), (600.0, 0));
         assert_eq!((of(HANDOVER, "lost").value, of(HANDOVER, "lost").bars[0].holds), (1.0, false));
+        assert_eq!((of(REPOINT, "lost").value, of(REPOINT, "lost").bars[0].holds), (0.0, true));
+        assert_eq!((of(REPOINT, "pause_p50").value, of(HANDOVER, "pause_p50").value), (9.0, 7.0));
         assert_eq!(of(LKM, "lost_per_relay").value, 300.0);
         assert_eq!(of(LKM, "link_p50").value, 4.0);
         assert_eq!((of(HANDOVER, "gap_max").value, of(HANDOVER, "pause_max").value), (9.0, 8.0));

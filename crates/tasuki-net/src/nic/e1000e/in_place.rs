@@ -150,10 +150,6 @@ impl<B: Bus> InPlace for E1000e<B> {
         self.write_sash(into);
     }
 
-    fn stand_down(self) -> (B, NicMemory) {
-        (self.bus, self.memory)
-    }
-
     fn prepare(mut bus: B, memory: NicMemory) -> Result<Prepared<B>, Failed<B>> {
         memory.take_back();
         let ready = bus.registers(BAR).map(Mmio).and_then(|mmio| Ok((mmio, bell(&mut bus)?)));

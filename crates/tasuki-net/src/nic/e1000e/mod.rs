@@ -509,6 +509,10 @@ impl<B: Bus> Nic for E1000e<B> {
         }
     }
 
+    fn stand_down(self) -> (B, NicMemory) {
+        (self.bus, self.memory)
+    }
+
     fn mac(&self) -> Mac {
         self.mac
     }

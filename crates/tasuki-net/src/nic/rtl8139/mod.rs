@@ -8,6 +8,7 @@
 
 mod bell;
 mod regs;
+mod repoint;
 mod ring;
 pub mod sash;
 
@@ -20,6 +21,7 @@ use tasuki_shm::region::Span;
 
 use self::bell::Bell;
 use self::regs::{DESCRIPTORS_MAX, RING_ALIGN, ability, bmcr, cpcr, cr, cr9346, dtccr, isr, msr, rcr, tcr, tppoll};
+use self::repoint::Hush;
 use self::ring::{RxRing, TxRing};
 use self::sash::{Counts, Loan, Sash};
 use super::bus::{Bus, Header, pci};
@@ -81,6 +83,7 @@ pub struct Rtl8139<B: Bus> {
     frame_max: u16,
     counts: Counts,
     bell: Bell,
+    hush: Hush,
 }
 
 impl<B: Bus> std::fmt::Debug for Rtl8139<B> {
@@ -183,12 +186,11 @@ impl<B: Bus> Rtl8139<B> {
     }
 
     /// What a reset has forgotten. The transmitter is on: before, TCR cannot be written.
-    fn configure(registers: &B::Registers, filter: &Filter) {
+    fn configure(registers: &B::Registers) {
         Self::silence(registers);
         regs::MULINT.write(registers, 0);
         regs::ETTHR.write(registers, ETTHR_192);
         regs::TCR.write(registers, tcr::IFG | tcr::MXDMA_1024);
-        Self::write_filter(registers, filter);
     }
 
     /// Has the card interrupt no more, and forget why it would have.
@@ -222,7 +224,7 @@ impl<B: Bus> Rtl8139<B> {
 
     fn new(bus: B, memory: NicMemory, parts: Assembly<B::Registers>) -> Self {
         let Assembly { registers, rx, tx, mac, frame_max, counts, bell } = parts;
-        Rtl8139 { bus, memory, registers, rx, tx, mac, frame_max, counts, bell }
+        Rtl8139 { bus, memory, registers, rx, tx, mac, frame_max, counts, bell, hush: Hush::default() }
     }
 
     /// Resets the card and sets it up.
@@ -240,7 +242,8 @@ impl<B: Bus> Rtl8139<B> {
         let tx = TxRing::new(memory, words(memory, TX_AT, 2 * count), count, &[]);
         regs::CR9346.write(&registers, cr9346::UNLOCK);
         Self::enable(&registers, memory);
-        Self::configure(&registers, &options.filter);
+        Self::configure(&registers);
+        Self::write_filter(&registers, &options.filter);
         regs::CR9346.write(&registers, cr9346::LOCK);
         let (frame_max, counts) = (options.mtu + AROUND_PAYLOAD, Counts::default());
         Ok(Assembly { registers, rx, tx, mac, frame_max, counts, bell })
@@ -272,18 +275,21 @@ impl<B: Bus> Rtl8139<B> {
     /// Switches both units off; what a successor must know.
     fn stop(&mut self) -> Result<Sash, NicError> {
         self.drain()?;
+        self.switch_off()?;
+        // The successor connects the pin anew, and must not find it asserted for us.
+        Self::silence(&self.registers);
+        self.tx.reap(&self.memory, &mut self.counts)?;
+        Ok(self.sash())
+    }
+
+    /// Switches both units off, and waits until they are.
+    fn switch_off(&self) -> Result<(), NicError> {
         regs::CR.write(&self.registers, 0);
         wait("the frames in its hands", STEP_MS, || {
             let command = regs::CR.read(&self.registers);
             gone(command) || command & (cr::RE | cr::TE) == 0
         })?;
-        if gone(regs::CR.read(&self.registers)) {
-            return Err(NicError::Gone);
-        }
-        // The successor connects the pin anew, and must not find it asserted for us.
-        Self::silence(&self.registers);
-        self.tx.reap(&self.memory, &mut self.counts)?;
-        Ok(self.sash())
+        if gone(regs::CR.read(&self.registers)) { Err(NicError::Gone) } else { Ok(()) }
     }
 
     /// Tells the card that there is something to send.
@@ -418,6 +424,10 @@ impl<B: Bus> Nic for Rtl8139<B> {
             Ok(sash) => Ok((self.bus, self.memory, sash)),
             Err(error) => Err(Failed { error, bus: self.bus, memory: self.memory }),
         }
+    }
+
+    fn stand_down(self) -> (B, NicMemory) {
+        (self.bus, self.memory)
     }
 
     fn mac(&self) -> Mac {

@@ -71,6 +71,8 @@ pub mod rcr {
     pub const AM: u32 = 1 << 2;
     /// Accept broadcasts.
     pub const AB: u32 = 1 << 3;
+    /// Whatever lets a frame in: these, runts and those with errors.
+    pub const ANY: u32 = 0x3f;
     /// Bytes in a DMA burst: 1,024.
     pub const MXDMA_1024: u32 = 6 << 8;
     /// Bytes in the FIFO before they are transferred: the whole frame.

@@ -511,6 +511,10 @@ impl<B: Bus> Nic for VirtioNet<B> {
         }
     }
 
+    fn stand_down(self) -> (B, NicMemory) {
+        (self.bus, self.memory)
+    }
+
     fn mac(&self) -> Mac {
         self.mac
     }

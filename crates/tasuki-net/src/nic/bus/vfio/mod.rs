@@ -83,6 +83,8 @@ pub struct Twin {
     pub descriptors: Descriptors,
     /// One for each vector that is enabled.
     pub vectors: Vec<OwnedFd>,
+    /// What the pin rings, if it is enabled.
+    pub intx: Option<IntX>,
 }
 
 /// A device behind VFIO.
@@ -143,12 +145,13 @@ impl Vfio {
         let copy = |descriptor: &OwnedFd| descriptor.try_clone().map_err(refused("copying a descriptor"));
         let (container, group, device) = (copy(&self.container)?, copy(&self.group)?, copy(&self.device)?);
         let vectors = self.vectors.iter().map(copy).collect::<Result<_, _>>()?;
-        Ok(Twin { descriptors: Descriptors { container, group, device }, vectors })
+        let intx = self.intx.as_ref().map(IntX::try_clone).transpose().map_err(refused("copying a descriptor"))?;
+        Ok(Twin { descriptors: Descriptors { container, group, device }, vectors, intx })
     }
 
     /// A twin. Interrupts ring where they rang for its predecessor, and are not touched.
     pub fn from_twin(twin: Twin) -> Result<Self, BusError> {
-        Ok(Vfio { vectors: twin.vectors, ..Self::from_descriptors(twin.descriptors)? })
+        Ok(Vfio { vectors: twin.vectors, intx: twin.intx, ..Self::from_descriptors(twin.descriptors)? })
     }
 
     fn config_offset(&self, offset: u16) -> Result<u64, BusError> {
@@ -228,6 +231,8 @@ impl Bus for Vfio {
             match source.raw_os_error().map(Errno::from_raw_os_error) {
                 // In a user namespace, a capability there does not count.
                 Some(Errno::NOMEM) if lock.limit.is_some_and(|limit| lock.need > limit) => lock.error(),
+                // A process that is confined does not see what it has locked already.
+                Some(Errno::NOMEM) => dma(lock.refused()),
                 Some(Errno::EXIST) => {
                     dma("the device has memory there already; unmap it, or choose another address".to_owned())
                 }
@@ -243,6 +248,7 @@ impl Bus for Vfio {
         let dma = |why: String| BusError::Dma { at, len, why };
         match ioctls::unmap_dma(self.container.as_fd(), at.0, len as u64) {
             Ok(gone) if gone == len as u64 => Ok(()),
+            Ok(0) => Err(dma(NOTHING_THERE.to_owned())),
             Ok(gone) => Err(dma(format!("{gone} bytes were mapped there"))),
             Err(source) => Err(dma(format!("the kernel refused to let go of it: {source}"))),
         }
@@ -329,6 +335,10 @@ impl Far for File {
     }
 }
 
+/// The kernel says the same in both cases. (It was Linux 6.0 that began to let whoever has the container unmap anything: until then only the process that
+/// had mapped it could, so that no taker could have it forget its giver's memory, and nobody that of a process that is no more.)
+const NOTHING_THERE: &str = "nothing is mapped there, or another process has mapped it and this kernel is older than Linux 6.0; use a newer one";
+
 /// What a process may lock, before it asks for more. What a device can reach cannot be moved or swapped out, so it counts as locked.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 struct Lock {
@@ -358,6 +368,15 @@ impl Lock {
         }
     }
 
+    /// What to say when the kernel refuses though there seems to be enough.
+    fn refused(self) -> String {
+        let limit = self.limit.map_or("any number of".to_owned(), |limit| limit.to_string());
+        format!(
+            "the kernel cannot lock it, or this process, which may lock {limit} bytes, has locked too much already; raise the limit (`ulimit -l`, or \
+             LimitMEMLOCK= of its service), or free memory"
+        )
+    }
+
     fn error(self) -> BusError {
         BusError::Memlock { need: self.need, limit: self.limit.unwrap_or(u64::MAX) }
     }
@@ -381,6 +400,11 @@ mod tests {
             lock.check().unwrap_err().to_string(),
             "the device is to reach 67108864 bytes of memory, which must be locked, and this process may lock 8388608; raise the limit to \
              65536 KiB (`ulimit -l`, or LimitMEMLOCK= of its service), or give it CAP_IPC_LOCK"
+        );
+        assert_eq!(
+            lock.refused(),
+            "the kernel cannot lock it, or this process, which may lock 8388608 bytes, has locked too much already; raise the limit \
+             (`ulimit -l`, or LimitMEMLOCK= of its service), or free memory"
         );
         assert!(Lock { privileged: true, ..lock }.check().is_ok());
         assert!(Lock { limit: None, ..lock }.check().is_ok());

@@ -1,0 +1,222 @@
+//! A card that is pointed at another owner's rings by a soft reset (the data sheet's 6.6, Command Register: RST).
+//!
+//! The card has no register for its place in a ring, so a new owner's rings begin at their first descriptor, and a reset takes the card there: it
+//! empties the FIFO and leaves the card's address, its multicast table, its configuration space and the link as they are. It forgets what is let in
+//! ([`Accept`]) and how the units work, which whoever comes writes anew.
+//!
+//! It has no PAUSE that software could send. What comes from when the giver lets nothing in any more until the taker lets it in again is lost: some of it
+//! because the giver is to have handled all that came before, the rest as on any card whose receive unit is off.
+
+use std::time::{Duration, Instant};
+
+use super::bell::Bell;
+use super::regs::{self, cr, cr9346, rcr};
+use super::ring::{RxRing, TxRing};
+use super::sash::Counts;
+use super::{
+    AROUND_PAYLOAD, Assembly, DRAIN, REGISTERS, RX_AT, Rtl8139, TX_AT, check_card, check_memory, check_options, gone,
+    words,
+};
+use crate::nic::bus::{Bus, Registers};
+use crate::nic::sash::broken;
+use crate::nic::{Failed, Left, Mac, MemoryLayout, NicError, NicMemory, NicOptions, Repoint, loan};
+
+/// How long a frame may take from the wire to the ring, once no other is let in: the longest at 10 Mb/s takes 1.3 ms.
+const LAST: Duration = Duration::from_millis(2);
+
+/// How far a giver is.
+#[derive(Debug, Clone, Copy, Default)]
+pub struct Hush {
+    /// Since it was told to stop.
+    since: Option<Instant>,
+    /// Since nothing is let in, and what was.
+    shut: Option<(Instant, Accept)>,
+    /// Both units are off.
+    off: bool,
+}
+
+/// What the card lets in.
+#[derive(Debug, Clone, Copy)]
+struct Accept {
+    rcr: u32,
+    mar: [u32; 2],
+}
+
+impl Accept {
+    fn read(registers: &impl Registers) -> Self {
+        Accept { rcr: regs::RCR.read(registers), mar: [regs::MAR0.read(registers), regs::MAR4.read(registers)] }
+    }
+
+    fn write(self, registers: &impl Registers) {
+        regs::MAR0.write(registers, self.mar[0]);
+        regs::MAR4.write(registers, self.mar[1]);
+        regs::RCR.write(registers, self.rcr);
+    }
+}
+
+/// A taker with rings of its own: all but the card.
+pub struct Ready<B: Bus> {
+    bus: B,
+    memory: NicMemory,
+    parts: Parts<B::Registers>,
+}
+
+/// What a taker has got ready.
+struct Parts<R> {
+    registers: R,
+    rx: RxRing,
+    tx: TxRing,
+    mac: Mac,
+    frame_max: u16,
+    accept: Accept,
+}
+
+impl<B: Bus> std::fmt::Debug for Ready<B> {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Ready").finish_non_exhaustive()
+    }
+}
+
+impl<B: Bus> Rtl8139<B> {
+    /// Gets all ready that the card does not notice.
+    fn ready(bus: &mut B, memory: &NicMemory, options: &NicOptions) -> Result<Parts<B::Registers>, NicError> {
+        check_options(options)?;
+        check_memory(memory, options.ring)?;
+        check_card(bus)?;
+        let registers = bus.registers(REGISTERS)?;
+        let mac = Self::read_mac(&registers)?;
+        let accept = Accept::read(&registers);
+        if accept.rcr & rcr::ANY == 0 {
+            // What it is to let in is known to nobody but the owner that has shut it.
+            return Err(broken("the card lets nothing in, as if its owner had begun to stop it", accept.rcr.into()));
+        }
+        memory.take_back();
+        let count = usize::from(options.ring);
+        let rx = RxRing::new(memory, words(memory, RX_AT, 2 * count), &loan::stock(memory, count)?);
+        let tx = TxRing::new(memory, words(memory, TX_AT, 2 * count), count, &[]);
+        memory.map_anew(bus)?;
+        Ok(Parts { registers, rx, tx, mac, frame_max: options.mtu + AROUND_PAYLOAD, accept })
+    }
+
+    /// Resets a card and has it begin with the first descriptors of the rings in `memory`.
+    fn begin(registers: &B::Registers, memory: &NicMemory, accept: Accept) -> Result<(), NicError> {
+        Self::reset(registers)?;
+        regs::CR9346.write(registers, cr9346::UNLOCK);
+        Self::enable(registers, memory);
+        Self::configure(registers);
+        accept.write(registers);
+        regs::CR9346.write(registers, cr9346::LOCK);
+        Ok(())
+    }
+
+    /// Whether both units are off, as whoever points the card elsewhere must find them.
+    fn check_off(registers: &B::Registers) -> Result<(), NicError> {
+        match regs::CR.read(registers) {
+            command if gone(command) => Err(NicError::Gone),
+            command if command & (cr::RE | cr::TE) != 0 => Err(broken("the card runs, though stopped", command.into())),
+            _ => Ok(()),
+        }
+    }
+}
+
+impl<B: Bus> Repoint for Rtl8139<B> {
+    type Ready = Ready<B>;
+
+    fn prepare_rings(mut bus: B, memory: NicMemory, options: &NicOptions) -> Result<Ready<B>, Failed<B>> {
+        match Self::ready(&mut bus, &memory, options) {
+            Ok(parts) => Ok(Ready { bus, memory, parts }),
+            Err(error) => Err(Failed { error, bus, memory }),
+        }
+    }
+
+    fn give_up(ready: Ready<B>) -> (B, NicMemory) {
+        let Ready { mut bus, memory, .. } = ready;
+        // Nobody has to be told that it was gone already.
+        let _ = memory.unmap(&mut bus);
+        memory.take_back();
+        (bus, memory)
+    }
+
+    /// Nobody can be asked to pause.
+    fn hush(&mut self) {
+        self.hush = Hush { since: Some(Instant::now()), ..Hush::default() };
+    }
+
+    fn is_quiet(&mut self) -> bool {
+        let late = self.hush.since.is_none_or(|since| since.elapsed() > DRAIN);
+        // What cannot be reaped is found by whoever sends next.
+        late || self.tx.reap(&self.memory, &mut self.counts).is_err() || self.tx.is_empty()
+    }
+
+    /// At first lets nothing in, so that what had come can be handled while it can be answered; then switches both units off.
+    fn leave(&mut self) -> Result<bool, NicError> {
+        if self.hush.since.is_none() {
+            return Err(broken("it was not hushed before it was to be left", 0));
+        }
+        if self.hush.off {
+            return Ok(!self.rx.is_ready());
+        }
+        let Some((since, _)) = self.hush.shut else {
+            let accept = Accept::read(&self.registers);
+            if gone(regs::CR.read(&self.registers)) {
+                return Err(NicError::Gone);
+            }
+            regs::RCR.write(&self.registers, accept.rcr & !rcr::ANY);
+            self.hush.shut = Some((Instant::now(), accept));
+            return Ok(false);
+        };
+        if since.elapsed() < LAST || self.rx.is_ready() {
+            return Ok(false);
+        }
+        self.switch_off()?;
+        self.hush.off = true;
+        Ok(!self.rx.is_ready())
+    }
+
+    fn left(&self) -> Left {
+        Left::STOPPED
+    }
+
+    /// What it had not sent is sent, and what had come is still there.
+    fn go_back(&mut self) -> Result<(), NicError> {
+        let Hush { shut, off, .. } = std::mem::take(&mut self.hush);
+        let Some((_, accept)) = shut else { return Ok(()) };
+        if !off {
+            accept.write(&self.registers);
+            return if gone(regs::CR.read(&self.registers)) { Err(NicError::Gone) } else { Ok(()) };
+        }
+        // A taker may have the card run in memory of its own, and its pin ring for itself.
+        self.switch_off()?;
+        self.bell = Bell::new(&mut self.bus)?;
+        self.tx.reap(&self.memory, &mut self.counts)?;
+        let sash = self.sash();
+        let count = usize::from(sash.head.ring);
+        self.rx = RxRing::resume(&self.memory, words(&self.memory, RX_AT, 2 * count), sash.received());
+        self.tx = TxRing::new(&self.memory, words(&self.memory, TX_AT, 2 * count), count, sash.unsent());
+        Self::begin(&self.registers, &self.memory, accept)?;
+        self.poll();
+        Ok(())
+    }
+
+    /// It is always stopped.
+    fn repoint(ready: Ready<B>, _: Left) -> Result<Self, Failed<B>> {
+        let Ready { mut bus, memory, parts } = ready;
+        let begun = Self::check_off(&parts.registers).and_then(|()| {
+            // By a bus that is not told of the pin's eventfds this takes it away from the giver, which sleeps no more.
+            let bell = Bell::new(&mut bus)?;
+            Self::begin(&parts.registers, &memory, parts.accept)?;
+            Ok(bell)
+        });
+        let bell = match begun {
+            Ok(bell) => bell,
+            Err(error) => return Err(Failed { error, bus, memory }),
+        };
+        let Parts { registers, rx, tx, mac, frame_max, .. } = parts;
+        Ok(Self::new(bus, memory, Assembly { registers, rx, tx, mac, frame_max, counts: Counts::default(), bell }))
+    }
+
+    fn forget(&mut self, old: &MemoryLayout) -> Result<(), NicError> {
+        self.bus.unmap_dma(old.arena_at(), old.slots.len())?;
+        Ok(self.bus.unmap_dma(old.rings_at, old.rings_len)?)
+    }
+}

@@ -1,0 +1,504 @@
+//! A card behind VFIO that goes from process to process by `repoint`: each maps memory of its own by the descriptors that it was passed, and has
+//! the kernel forget that of the one before, whether that one lives or not.
+//!
+//! The test is what a daemon is: it opens the card, holds the descriptors, says whose turn it is, and is at the other end of the wire. What comes is sent
+//! back by whoever drives, so that the wire shows what was lost, came twice or out of order.
+
+use std::io::{IoSlice, IoSliceMut};
+use std::mem::MaybeUninit;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::process::{Child, Command, Stdio};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU32, Ordering::Relaxed};
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+use rustix::event::{PollFd, PollFlags, Timespec};
+use rustix::net::{
+    AddressFamily, RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendAncillaryBuffer, SendAncillaryMessage,
+    SendFlags, SocketFlags, SocketType,
+};
+use rustix::process::{Resource, Rlimit};
+use rustix::thread::CapabilitySet;
+use tasuki_net::nic::bus::{Bus, BusError, Vfio};
+use tasuki_net::nic::e1000e::{E1000e, Ready};
+use tasuki_net::nic::kit::{Fds, KitBus};
+use tasuki_net::nic::{InPlace, Left, Link, Nic, NicMemory, NicOptions, Parts, Repoint};
+use tasuki_net::port::{Armed, Burst, Port};
+use tasuki_shm::arena::Geometry;
+use tasuki_shm::region::Region;
+
+use super::behind_vfio::{BehindVfio, calm};
+use super::conformance::frames::{SHORTEST, assert_same, frame};
+use super::conformance::{PATIENCE, World, until};
+
+type Card = E1000e<Vfio>;
+type Behind = BehindVfio<Card>;
+
+/// Set in the other processes.
+const ROLE: &str = "TASUKI_ANOTHER_PROCESS";
+/// Descriptors that a message has at most: VFIO's three and the card's vectors.
+const FDS_MAX: usize = 16;
+const WORDS_MAX: usize = 4096;
+/// Handovers of the test of many.
+const TURNS: u64 = 24;
+/// Frames that come between two of them.
+const BETWEEN: u32 = 100;
+
+fn options() -> NicOptions {
+    NicOptions { ring: 64, ..NicOptions::default() }
+}
+
+/// Memory of an owner, each at addresses of its own.
+fn memory(owner: u64) -> NicMemory {
+    let slots = Geometry { slot_len: 4096, count: 256 };
+    NicMemory::create(slots, 256 << 10, Behind::MEMORY_AT + (owner << 30)).expect("a little memory")
+}
+
+fn say(socket: &OwnedFd, words: &str, fds: &[BorrowedFd<'_>]) {
+    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(FDS_MAX))];
+    let mut control = SendAncillaryBuffer::new(&mut space);
+    assert!(fds.is_empty() || control.push(SendAncillaryMessage::ScmRights(fds)), "as many descriptors fit");
+    let sent = rustix::net::sendmsg(socket, &[IoSlice::new(words.as_bytes())], &mut control, SendFlags::NOSIGNAL);
+    assert_eq!(sent, Ok(words.len()));
+}
+
+/// A message; nothing if nobody is left to send one.
+fn hear(socket: &OwnedFd) -> Option<(String, Vec<OwnedFd>)> {
+    let mut words = [0; WORDS_MAX];
+    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(FDS_MAX))];
+    let mut control = RecvAncillaryBuffer::new(&mut space);
+    let into = &mut [IoSliceMut::new(&mut words)];
+    let got = rustix::net::recvmsg(socket, into, &mut control, RecvFlags::CMSG_CLOEXEC).expect("a message").bytes;
+    let fds = control.drain().flat_map(|message| match message {
+        RecvAncillaryMessage::ScmRights(fds) => fds.collect::<Vec<OwnedFd>>(),
+        _ => Vec::new(),
+    });
+    let fds = fds.collect();
+    (got > 0).then(|| (String::from_utf8(words[..got].to_vec()).expect("text"), fds))
+}
+
+/// Whether any of these is readable within so many seconds.
+fn ready<const N: usize>(fds: [BorrowedFd<'_>; N], seconds: u64) -> bool {
+    let mut fds = fds.map(|fd| PollFd::from_borrowed_fd(fd, PollFlags::IN));
+    let limit = Timespec { tv_sec: seconds.try_into().expect("seconds"), tv_nsec: 0 };
+    rustix::event::poll(&mut fds, Some(&limit)).is_ok_and(|ready| ready > 0)
+}
+
+/// Sends back what has come; says whether anything had.
+fn echo(nic: &mut Card) -> bool {
+    let mut burst = Burst::new();
+    let came = nic.receive(&mut burst).expect("the card works");
+    let began = Instant::now();
+    while !burst.is_empty() {
+        nic.transmit(&mut burst).expect("the card works");
+        assert!(began.elapsed() < PATIENCE, "the card sends nothing");
+    }
+    came > 0
+}
+
+/// Goes on until nothing is left to do, and stops the card.
+fn stop(nic: &mut Card) {
+    nic.hush();
+    until("the card stops", || (!echo(nic) && nic.is_quiet() && nic.leave().expect("the card works")).then_some(()));
+}
+
+/// An owner in a process of its own, as far as it has come.
+enum Owner {
+    Idle(Vfio),
+    Ready(Ready<Vfio>),
+    Driving(Card),
+    Stopped(Card),
+    Nobody,
+}
+
+impl Owner {
+    /// Does what it is told; says what came of it, and passes its memory on where that is new.
+    fn obey(&mut self, words: &str) -> Result<Vec<OwnedFd>, String> {
+        let (verb, number) = words.split_once(' ').unwrap_or((words, "0"));
+        let number = number.parse().expect("the number of an owner");
+        *self = match (verb, std::mem::replace(self, Owner::Nobody)) {
+            ("prepare", Owner::Idle(bus)) => {
+                let memory = memory(number);
+                let Parts { rings, frames, ledger } = memory.parts().expect("descriptors are free");
+                match Card::prepare_rings(bus, memory, &options()) {
+                    Ok(ready) => {
+                        *self = Owner::Ready(ready);
+                        return Ok(vec![rings, frames, ledger]);
+                    }
+                    Err(failed) => {
+                        *self = Owner::Idle(failed.bus);
+                        return Err(failed.error.to_string());
+                    }
+                }
+            }
+            ("take", Owner::Ready(ready)) => {
+                Owner::Driving(Card::repoint(ready, Left::STOPPED).map_err(|failed| failed.to_string())?)
+            }
+            ("stop", Owner::Driving(mut nic)) => {
+                stop(&mut nic);
+                Owner::Stopped(nic)
+            }
+            ("resume", Owner::Stopped(mut nic)) => {
+                nic.go_back().map_err(|error| error.to_string())?;
+                Owner::Driving(nic)
+            }
+            ("forget", Owner::Driving(mut nic)) => {
+                let forgotten = nic.forget(&memory(number).layout());
+                *self = Owner::Driving(nic);
+                return forgotten.map(|()| Vec::new()).map_err(|error| error.to_string());
+            }
+            ("leave", Owner::Stopped(nic)) => Owner::Idle(nic.stand_down().0),
+            ("park", Owner::Driving(nic)) => Owner::Idle(nic.park().map_err(|failed| failed.to_string())?.0),
+            ("economise", owner) => {
+                become_poor();
+                owner
+            }
+            (verb, _) => return Err(format!("this is not the time to {verb}")),
+        };
+        Ok(Vec::new())
+    }
+}
+
+/// May lock next to nothing from now on, as a worker that was confined with too low a limit.
+fn become_poor() {
+    let small = Rlimit { current: Some(64 << 10), maximum: Some(64 << 10) };
+    rustix::process::setrlimit(Resource::Memlock, small).expect("less may always be had");
+    let mut sets = rustix::thread::capabilities(None).expect("this thread");
+    sets.effective.remove(CapabilitySet::IPC_LOCK);
+    rustix::thread::set_capabilities(None, sets).expect("less may always be had");
+}
+
+/// Another process: gets its way to the card, and then does what it is told.
+fn other_process() {
+    let socket = std::io::stdin().as_fd().try_clone_to_owned().expect("a descriptor is free");
+    let (text, fds) = hear(&socket).expect("a way to the card");
+    let text = serde_json::from_str(&text).expect("the text of a bus");
+    let bus = Vfio::unpack(&text, &mut Fds::new(fds)).expect("the descriptors of a card");
+    let mut owner = Owner::Idle(bus);
+    loop {
+        match &mut owner {
+            Owner::Driving(nic) => {
+                if !echo(nic) && nic.arm().expect("the card works") == Armed::Idle {
+                    ready([nic.fd(), socket.as_fd()], PATIENCE.as_secs());
+                }
+            }
+            _ => _ = ready([socket.as_fd()], PATIENCE.as_secs()),
+        }
+        if !ready([socket.as_fd()], 0) {
+            continue;
+        }
+        let Some((words, _)) = hear(&socket) else { return };
+        match owner.obey(&words) {
+            Ok(fds) => say(&socket, "done", &fds.iter().map(AsFd::as_fd).collect::<Vec<_>>()),
+            Err(sentence) => say(&socket, &sentence, &[]),
+        }
+    }
+}
+
+/// A process that is ended with the test.
+struct Process {
+    child: Child,
+    socket: OwnedFd,
+}
+
+impl Process {
+    /// Starts one, which has the same way to the card as `bus`.
+    fn start(test: &str, bus: &Vfio) -> Process {
+        let pair = rustix::net::socketpair(AddressFamily::UNIX, SocketType::SEQPACKET, SocketFlags::CLOEXEC, None);
+        let (socket, theirs) = pair.expect("a pair of sockets");
+        let mut command = Command::new(std::env::current_exe().expect("this test"));
+        command.args(["--exact", test, "--nocapture"]).env(ROLE, "1").stdin(Stdio::from(theirs)).stdout(Stdio::null());
+        let child = command.spawn().expect("this test can be started again");
+        let (text, fds) = bus.pack().expect("descriptors are free");
+        let text = serde_json::to_string(&text).expect("text");
+        say(&socket, &text, &fds.iter().map(AsFd::as_fd).collect::<Vec<_>>());
+        Process { child, socket }
+    }
+
+    fn kill(mut self) {
+        self.child.kill().expect("our own child");
+        self.child.wait().expect("our own child");
+    }
+}
+
+impl Drop for Process {
+    fn drop(&mut self) {
+        // It has ended already, unless the test failed.
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+fn numbered(number: u32) -> Vec<u8> {
+    frame(Behind::MAC, number, SHORTEST + number as usize % 1000)
+}
+
+/// Numbered frames that are on their way as long as it lives, and those that came back.
+struct Stream<'a> {
+    world: &'a Behind,
+    stop: Arc<AtomicBool>,
+    sender: Option<JoinHandle<()>>,
+    sent: Arc<AtomicU32>,
+    back: u32,
+}
+
+impl<'a> Stream<'a> {
+    fn over(world: &'a Behind) -> Self {
+        let mut stream = Stream { world, stop: Arc::default(), sender: None, sent: Arc::default(), back: 0 };
+        stream.begin();
+        stream
+    }
+
+    fn begin(&mut self) {
+        let (send, sent) = (self.world.sender(), Arc::clone(&self.sent));
+        self.stop = Arc::default();
+        let stop = Arc::clone(&self.stop);
+        self.sender = Some(std::thread::spawn(move || {
+            while !stop.load(Relaxed) {
+                send(&numbered(sent.load(Relaxed)));
+                sent.fetch_add(1, Relaxed);
+            }
+        }));
+    }
+
+    fn take(&mut self, limit: Duration) {
+        if let Some(came) = self.world.take(limit) {
+            assert_same(&[came], &[numbered(self.back)]);
+            self.back += 1;
+        }
+    }
+
+    /// Has some frames come back that nobody has sent yet.
+    fn flow(&mut self) {
+        let wanted = self.sent.load(Relaxed) + BETWEEN;
+        until("frames come back", || {
+            self.take(Duration::from_millis(1));
+            (self.back >= wanted).then_some(())
+        });
+    }
+
+    /// No more frames are sent, and those that were have come back.
+    fn end(&mut self) {
+        self.stop.store(true, Relaxed);
+        if let Some(sender) = self.sender.take() {
+            until("the sender ends", || {
+                self.take(Duration::from_millis(1));
+                sender.is_finished().then_some(())
+            });
+            sender.join().expect("the sender sends");
+        }
+        until("the last frame comes back", || {
+            self.take(Duration::from_millis(1));
+            (self.back == self.sent.load(Relaxed)).then_some(())
+        });
+        assert_eq!(self.world.take(Duration::ZERO), None, "and none twice");
+    }
+
+    /// Has a process do something, while frames flow.
+    fn ask(&mut self, process: &Process, words: &str) -> Result<Vec<OwnedFd>, String> {
+        say(&process.socket, words, &[]);
+        until(words, || {
+            self.take(Duration::from_millis(1));
+            ready([process.socket.as_fd()], 0).then_some(())
+        });
+        let (answer, fds) = hear(&process.socket).expect("the process lives");
+        if answer == "done" { Ok(fds) } else { Err(answer) }
+    }
+
+    fn tell(&mut self, process: &Process, words: &str) -> Vec<OwnedFd> {
+        self.ask(process, words).unwrap_or_else(|sentence| panic!("{words}: {sentence}"))
+    }
+}
+
+impl Drop for Stream<'_> {
+    fn drop(&mut self) {
+        self.stop.store(true, Relaxed);
+    }
+}
+
+/// What a daemon has: a way to the card.
+struct Daemon {
+    test: &'static str,
+    bus: Vfio,
+}
+
+impl Daemon {
+    fn start(&self) -> Process {
+        Process::start(self.test, &self.bus)
+    }
+
+    /// Whether the card reaches nothing at the first address of this owner's memory.
+    fn is_free(&mut self, owner: u64) -> bool {
+        let (page, at) = (super::region(1), memory(owner).layout().rings_at);
+        match self.bus.map_dma(&page, at) {
+            Ok(()) => {
+                self.bus.unmap_dma(at, page.len()).expect("it was mapped");
+                true
+            }
+            Err(BusError::Dma { why, .. }) => {
+                assert_eq!(why, "the device has memory there already; unmap it, or choose another address");
+                false
+            }
+            Err(error) => panic!("{error}"),
+        }
+    }
+}
+
+/// Starts a card and has a process take it, which is the owner number 1; then `act`s while frames flow, which says who drives in the end. In that
+/// process, does what it is there for.
+fn play(test: &'static str, act: impl FnOnce(&mut Daemon, &mut Stream<'_>, Process) -> Process) {
+    if std::env::var_os(ROLE).is_some() {
+        return other_process();
+    }
+    let first = memory(0);
+    let Some(world) = Behind::new(&first) else { return };
+    let mut nic = Card::start(world.bus(), first, &options()).expect("the card starts");
+    until("the link", || (nic.link() != Link::Down).then_some(()));
+    let bus = Vfio::from_twin(nic.bus().twin().expect("descriptors are free")).expect("the same card");
+    let mut daemon = Daemon { test, bus };
+    let mut stream = Stream::over(&world);
+    let process = daemon.start();
+    say(&process.socket, "prepare 1", &[]);
+    while !ready([process.socket.as_fd()], 0) {
+        echo(&mut nic);
+    }
+    assert_eq!(hear(&process.socket).expect("it lives").0, "done");
+    stop(&mut nic);
+    stream.tell(&process, "take");
+    drop(nic.stand_down());
+    stream.tell(&process, "forget 0");
+    assert!(daemon.is_free(0), "the first memory was forgotten by who did not map it");
+    stream.flow();
+    let last = act(&mut daemon, &mut stream, process);
+    stream.end();
+    calm();
+    drop(last);
+}
+
+#[test]
+fn two_processes_take_turns_with_memory_of_their_own_and_lose_nothing() {
+    play("repoint::two_processes_take_turns_with_memory_of_their_own_and_lose_nothing", |daemon, stream, process| {
+        let mut giver = process;
+        let mut taker = daemon.start();
+        for turn in 0..TURNS {
+            // Each has its own addresses, and new memory there each time.
+            let (old, new) = (1 + turn % 2, 1 + (turn + 1) % 2);
+            stream.tell(&taker, &format!("prepare {new}"));
+            stream.flow();
+            stream.tell(&giver, "stop");
+            stream.tell(&taker, "take");
+            assert!(!daemon.is_free(old), "as long as nobody has it forgotten");
+            // Of the giver that lives and has it mapped, by another process.
+            stream.tell(&taker, &format!("forget {old}"));
+            assert!(daemon.is_free(old));
+            let refused = stream.ask(&taker, &format!("forget {old}")).expect_err("it is forgotten");
+            assert!(refused.contains("nothing is mapped there"), "{refused}");
+            stream.tell(&giver, "leave");
+            stream.flow();
+            std::mem::swap(&mut giver, &mut taker);
+        }
+        stream.tell(&giver, "stop");
+        stream.tell(&giver, "resume");
+        stream.flow();
+        giver
+    });
+}
+
+#[test]
+fn a_taker_that_is_killed_when_it_is_ready_is_in_nobodys_way() {
+    play("repoint::a_taker_that_is_killed_when_it_is_ready_is_in_nobodys_way", |daemon, stream, giver| {
+        for _ in 0..3 {
+            let taker = daemon.start();
+            stream.tell(&taker, "prepare 2");
+            taker.kill();
+            assert!(
+                !daemon.is_free(2),
+                "what a dead process has mapped stays mapped, as long as the container is open"
+            );
+            stream.flow();
+        }
+        // Whoever is next at these addresses has that forgotten, too.
+        let taker = daemon.start();
+        stream.tell(&taker, "prepare 2");
+        stream.tell(&giver, "stop");
+        stream.tell(&taker, "take");
+        stream.tell(&taker, "forget 1");
+        stream.flow();
+        taker
+    });
+}
+
+#[test]
+fn a_giver_that_is_killed_when_it_has_stopped_leaves_its_memory_to_be_forgotten() {
+    play(
+        "repoint::a_giver_that_is_killed_when_it_has_stopped_leaves_its_memory_to_be_forgotten",
+        |daemon, stream, giver| {
+            let taker = daemon.start();
+            // As a daemon has it, whatever becomes of the worker.
+            let old = stream.tell(&taker, "prepare 2");
+            stream.tell(&giver, "stop");
+            stream.tell(&taker, "take");
+            stream.tell(&giver, "leave");
+            stream.flow();
+            let next = daemon.start();
+            stream.tell(&next, "prepare 3");
+            stream.tell(&taker, "stop");
+            taker.kill();
+            stream.tell(&next, "take");
+            assert!(!daemon.is_free(2), "its memory is there still, and the card could reach it");
+            stream.flow();
+            stream.end();
+            stream.tell(&next, "park");
+            // The card itself says whether it reaches that memory.
+            let registers = daemon.bus.registers(0).expect("BAR 0");
+            let rings = Region::adopt(old.into_iter().next().expect("rings")).expect("the memory of rings");
+            let at = memory(2).layout().rings_at;
+            assert!(super::transmits(&registers, &rings, at), "the dead one's memory");
+            memory(2).unmap(&mut daemon.bus).expect("another process mapped it, which is dead");
+            assert!(!super::transmits(&registers, &rings, at), "it is out of the card's reach");
+            let anew = memory(2);
+            anew.map(&mut daemon.bus).expect("nothing is there");
+            assert!(super::transmits(&registers, anew.rings(), at), "other memory, by the same addresses");
+            anew.unmap(&mut daemon.bus).expect("it was mapped");
+            next
+        },
+    );
+}
+
+#[test]
+fn a_giver_takes_its_card_back_from_a_taker_that_was_killed() {
+    play("repoint::a_giver_takes_its_card_back_from_a_taker_that_was_killed", |daemon, stream, giver| {
+        for _ in 0..3 {
+            let taker = daemon.start();
+            stream.tell(&taker, "prepare 2");
+            // What has come to a taker is gone with it.
+            stream.end();
+            stream.tell(&giver, "stop");
+            stream.tell(&taker, "take");
+            taker.kill();
+            stream.tell(&giver, "resume");
+            stream.begin();
+            stream.flow();
+        }
+        giver
+    });
+}
+
+#[test]
+fn a_taker_that_may_not_lock_its_memory_says_so_and_the_giver_drives_on() {
+    play("repoint::a_taker_that_may_not_lock_its_memory_says_so_and_the_giver_drives_on", |daemon, stream, giver| {
+        let taker = daemon.start();
+        stream.tell(&taker, "economise");
+        let refused = stream.ask(&taker, "prepare 2").expect_err("it may lock 64 KiB");
+        let layout = memory(2).layout();
+        let sentence = BusError::Memlock { need: layout.rings_len as u64, limit: 64 << 10 }.to_string();
+        assert_eq!(refused, sentence);
+        assert!(daemon.is_free(2), "nothing is left of it");
+        stream.flow();
+        stream.tell(&giver, "stop");
+        stream.tell(&giver, "resume");
+        stream.flow();
+        giver
+    });
+}
