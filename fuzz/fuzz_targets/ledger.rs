@@ -1,4 +1,4 @@
-//! A driver that died, or lied, and left anything in its ledger and its rings: its successor salvages and goes on, or refuses.
+//! A driver that died, or lied, and left anything in its ledger and its rings: its successor picks it up and goes on, or refuses.
 //!
 //! What must hold: no panic, no endless call, and no slot with two: what is received, what is free and what the card has are different slots.
 #![no_main]

@@ -39,11 +39,16 @@ fn the_kernel_asks_and_answers_over_a_tap() {
     }
 }
 
+/// The wire's time: a cable carries no two frames at once.
+fn now(began: Instant) -> u64 {
+    u64::try_from(began.elapsed().as_nanos()).expect("centuries")
+}
+
 /// The first frame for which `want` says yes, if one comes in time.
-fn wait_for(tap: &mut Tap, want: impl Fn(&[u8]) -> bool) -> Vec<u8> {
+fn wait_for(tap: &mut Tap, began: Instant, want: impl Fn(&[u8]) -> bool) -> Vec<u8> {
     let start = Instant::now();
     while start.elapsed() < Duration::from_secs(20) {
-        match tap.receive(0) {
+        match tap.receive(now(began)) {
             Some(frame) if want(frame) => return frame.to_vec(),
             Some(_) => {}
             None => std::thread::yield_now(),
@@ -67,7 +72,8 @@ fn inside() {
         }
     }
     UdpSocket::bind("10.99.0.1:0").unwrap().send_to(b"hello", "10.99.0.2:9").unwrap();
-    let asked = wait_for(&mut tap, |frame| frame[12..14] == ARP && frame[38..42] == [10, 99, 0, 2]);
+    let began = Instant::now();
+    let asked = wait_for(&mut tap, began, |frame| frame[12..14] == ARP && frame[38..42] == [10, 99, 0, 2]);
     assert_eq!(asked[..6], [0xff; 6], "who has 10.99.0.2?");
     // The same question the other way round.
     let mut ask = asked;
@@ -76,8 +82,8 @@ fn inside() {
     ask[22..28].copy_from_slice(&us);
     ask[28..32].copy_from_slice(&[10, 99, 0, 2]);
     ask[38..42].copy_from_slice(&[10, 99, 0, 1]);
-    tap.send(&ask, 0);
-    let answer = wait_for(&mut tap, |frame| frame[12..14] == ARP && frame[20..22] == [0, 2]);
+    tap.send(&ask, now(began));
+    let answer = wait_for(&mut tap, began, |frame| frame[12..14] == ARP && frame[20..22] == [0, 2]);
     assert_eq!((&answer[..6], &answer[28..32]), (&us[..], &[10, 99, 0, 1][..]));
     assert_eq!(tap.lost(), 0);
 }
