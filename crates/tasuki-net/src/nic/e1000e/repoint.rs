@@ -87,13 +87,24 @@ pub struct Ready<B: Bus> {
     controls: [u32; 2],
 }
 
-/// Of how a card was left: it runs, and the receive rings' heads are where the halves of the low word say.
+/// Of how a card was left: it runs, when its partner was asked to pause in ms, and the receive rings' heads are where the halves of the low word say.
 const RUNS: u64 = 1 << 63;
+const SINCE: u64 = 0x7fff_ffff << 32;
 
 /// How a card was left that runs with these heads of its receive rings.
 fn runs(heads: [u32; QUEUES_MAX]) -> u64 {
     RUNS | u64::from(heads[0] & 0xffff) | u64::from(heads[1] & 0xffff) << 16
 }
+
+/// So long ago, as the word says it, on the clock that all processes share.
+fn since(ago: Duration) -> u64 {
+    let now = rustix::time::clock_gettime(rustix::time::ClockId::Monotonic);
+    let ms = now.tv_sec.unsigned_abs() * 1000 + now.tv_nsec.unsigned_abs() / 1_000_000;
+    ms.wrapping_sub(u64::try_from(ago.as_millis()).unwrap_or(u64::MAX)) << 32 & SINCE
+}
+
+/// So many ms after it was asked a partner pauses still, at a gigabit: two thirds of the longest pause.
+const PAUSED: u64 = 20;
 
 impl<B: Bus> std::fmt::Debug for Ready<B> {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
@@ -137,8 +148,18 @@ fn go_on_with<R: Registers>(
     });
 }
 
+/// Has a partner pause again whose pause may be over, and waits until it does. The card runs: what comes meanwhile is seen by its head.
+fn pause_again<R: Registers>(mmio: &Mmio<R>, counters: &mut Counters, frame: u16, transmit_control: u32) {
+    counters.collect_xoff_sent(mmio);
+    mmio.write(regs::TCTL, transmit_control | tctl::EN | tctl::SWXOFF);
+    setup::within(park::xoff_limit(frame, 1000), || counters.collect_xoff_sent(mmio) > 0);
+    let heads = || [mmio.read(regs::RDH.of(0)), mmio.read(regs::RDH.of(1))];
+    park::settles(SILENCE_LIMIT, park::quiet(frame, 1000), heads);
+}
+
 /// Switches off a card that runs, and was left with these heads of its receive rings, if they are there still; else it runs on.
 fn stop_where<R: Registers>(mmio: &Mmio<R>, queues: usize, left: u64, controls: [u32; 2]) -> Result<(), NicError> {
+    let left = left & !SINCE;
     let found = mmio.0.together(|| {
         // The partner's pause may be as good as over.
         mmio.write(regs::TCTL, controls[1] | tctl::EN | tctl::SWXOFF);
@@ -384,7 +405,7 @@ impl<B: Bus> Repoint for E1000e<B> {
                 && self.is_silent(&asked, speed)
                 && self.transmit.unsent() == 0
             {
-                self.hush.left = runs(self.heads());
+                self.hush.left = runs(self.heads()) | since(asked.at.elapsed());
                 return Ok(true);
             }
         }
@@ -455,7 +476,18 @@ impl<B: Bus> Repoint for E1000e<B> {
                 control if control & tctl::EN != 0 => Err(broken("the card sends, though stopped", control.into())),
                 _ => Ok(()),
             },
-            _ => stop_where(&nic.mmio, nic.receive.len(), left.0, controls),
+            _ => {
+                let is_old = since(Duration::ZERO).wrapping_sub(left.0 & SINCE) & SINCE > PAUSED << 32;
+                let frame = nic.shape.frame();
+                if is_old {
+                    pause_again(&nic.mmio, &mut nic.counters, frame, controls[1]);
+                }
+                let found = heads_of(&nic.mmio, if is_old { nic.receive.len() } else { 0 });
+                match !is_old || runs(found) == left.0 & !SINCE {
+                    true => stop_where(&nic.mmio, nic.receive.len(), left.0, controls),
+                    false => Err(NicError::FramesCame { head: found[0] }),
+                }
+            }
         };
         if let Err(error) = stopped {
             return Err(nic.failed(error));
