@@ -552,6 +552,8 @@ where
         let looked = self.duty.look(nic, &common.desk(arena, self.given.number), &mut self.burst);
         self.given.board.driving(common.cpu);
         fail::point("take.looked");
+        // Before anybody hears that we drive: addresses are used again, and what a later taker has mapped there must not be taken for the old.
+        self.forget_old(&mut common.post);
         if let Err(error) = looked {
             self.lose(common, &error);
         }
