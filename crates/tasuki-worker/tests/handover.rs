@@ -64,20 +64,17 @@ fn a_nic_is_pointed_at_the_memory_of_another_node_and_back_under_traffic() {
     let [mut red, mut blue] = nodes(&folder);
     let mut driver = red.ready(&nic, &[]);
     taken(driver.grant(&nic));
-    let (mut pauses, mut sent) = (Vec::new(), 0);
+    let mut pauses = Vec::new();
     for turn in 0..20 {
         let node = if turn % 2 == 0 { &mut blue } else { &mut red };
         let mut taker = repoint(node, &mut driver, &mut nic, Inflight::Deliver);
         pauses.push(nic.pause());
-        sent += driver.pulse(pulse::SENT);
         std::mem::swap(&mut driver, &mut taker);
     }
     pauses.sort_unstable();
     println!("pauses: {:?} in the middle, {:?} at most", pauses[10], pauses[19]);
-    if pauses[19] > PAUSED {
-        return println!("skipped: the machine kept everybody from running for longer than a partner pauses");
-    }
-    driver.until_sent(FRAMES - sent);
+    // The card counts for all its drivers: none but the last asks it.
+    driver.until_sent(FRAMES);
     drop((driver, nic));
     nothing_is_lost(&model.report(), FRAMES);
 }

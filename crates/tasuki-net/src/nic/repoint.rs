@@ -23,7 +23,7 @@ impl Left {
 /// The partner is asked to pause, if the card can do that, from `hush` until the taker has gone on. The giver handles what had come before. Nothing
 /// of the card is initialised but where its rings are; interrupts ring the same eventfds. As the memory is another, what the giver had in its frames the taker cannot see.
 ///
-/// A card that can have nobody pause loses what comes from the first call of `stop` on.
+/// A card that can have nobody pause loses what comes from `leave` on.
 ///
 /// Whoever calls sees to it that only one of the two drives; both have a way to the card, one the twin of the other.
 pub trait Repoint: Nic {
