@@ -86,7 +86,7 @@ pub fn run<D: Duty>() -> Result<()> {
     }
     // Without, the daemon learns of our end by our pidfd, a little later.
     let marked = node.common.pulse.mark_life().err();
-    warm::pages();
+    warm::up();
     let mut unconfined = confine::confine(begin.memlock)?.0;
     unconfined.extend(marked.map(|error| format!("the end of this worker will be noticed late: {error}")));
     let reads = vec![store::versions::<e1000e::Sash>()];
