@@ -52,6 +52,13 @@ pub fn pin(cpu: usize) -> Result<()> {
     rustix::thread::sched_setaffinity(None, &set).with_context(|| format!("CPU {cpu} cannot be used"))
 }
 
+/// Lets this process, and what it starts, run on whatever CPU the machine has.
+pub fn unpin() -> Result<()> {
+    let mut all = CpuSet::new();
+    (0..CpuSet::MAX_CPU).for_each(|cpu| all.set(cpu));
+    rustix::thread::sched_setaffinity(None, &all).context("this process may not use all CPUs")
+}
+
 /// The hyperthreads of `cpu`'s core, itself included. Empty when the kernel does not say.
 fn siblings(cpu: usize) -> Vec<usize> {
     let path = format!("/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list");

@@ -5,6 +5,7 @@
 #![forbid(unsafe_code)]
 
 pub mod api;
+pub mod aside;
 pub mod channel;
 pub mod cli;
 pub mod config;

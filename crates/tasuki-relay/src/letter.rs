@@ -82,8 +82,11 @@ pub struct Begin {
     /// For a program of the user's own, which alone knows what it means; at most [`OPTIONS_MAX`] bytes.
     #[serde(default)]
     pub options: String,
-    /// The CPU that it runs on, if it is to stay on one.
+    /// The CPU that it runs on while it drives a NIC or is ready to, if it is to stay on one.
     pub cpu: Option<u32>,
+    /// Where it runs otherwise. None of them: on that CPU, too.
+    #[serde(default)]
+    pub aside: Vec<u32>,
     /// It never sleeps while it drives a NIC.
     pub poll: bool,
     /// Bytes of memory that it may lock, for devices that need that.

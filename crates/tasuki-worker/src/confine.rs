@@ -7,7 +7,7 @@ use std::collections::BTreeMap;
 use anyhow::{Context, Result};
 use landlock::{ABI, Access, AccessFs, AccessNet, CompatLevel, Compatible, Ruleset, RulesetAttr, RulesetStatus, Scope};
 use rustix::process::{DumpableBehavior, Gid, Resource, Rlimit, Uid};
-use rustix::thread::{CapabilitySet, CapabilitySets, CpuSet};
+use rustix::thread::{CapabilitySet, CapabilitySets};
 use seccompiler::{
     BpfProgram, SeccompAction, SeccompCmpArgLen, SeccompCmpOp, SeccompCondition, SeccompFilter, SeccompRule,
 };
@@ -102,20 +102,6 @@ fn identity(said: Option<&str>) -> (u32, u32) {
     ids.filter(|&(user, group)| ![0, u32::MAX].contains(&user) && ![0, u32::MAX].contains(&group)).unwrap_or(NOBODY)
 }
 
-/// Stays on `cpu`.
-pub fn pin(cpu: u32) -> Result<()> {
-    let mut only = CpuSet::new();
-    let cpu = usize::try_from(cpu)?;
-    anyhow::ensure!(
-        cpu < CpuSet::MAX_CPU,
-        "there is no CPU {cpu}; name one of this machine in the node's configuration"
-    );
-    only.set(cpu);
-    rustix::thread::sched_setaffinity(None, &only).with_context(|| {
-        format!("the worker cannot be kept on CPU {cpu}; name one of this machine in the node's configuration")
-    })
-}
-
 /// Gives up what the worker does not need. It may lock `memlock` bytes afterwards.
 ///
 /// # Errors
@@ -196,6 +182,8 @@ fn only_calls() -> Result<()> {
     let mut rules: BTreeMap<i64, Vec<SeccompRule>> = CALLS.iter().map(|&call| (call, Vec::new())).collect();
     rules.insert(libc::SYS_ioctl, vec![only_if(1, None, FIONBIO)?, only_if(1, Some(0xff00), VFIO_TYPE)?]);
     let ourselves = std::process::id().into();
+    // Its own CPU, and nobody else's.
+    rules.insert(libc::SYS_sched_setaffinity, vec![only_if(0, None, 0)?]);
     // For whoever aborts, and for a test that kills.
     rules.insert(libc::SYS_kill, vec![only_if(0, None, ourselves)?]);
     rules.insert(libc::SYS_tgkill, vec![only_if(0, None, ourselves)?]);

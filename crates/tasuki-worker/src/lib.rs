@@ -6,6 +6,7 @@
 mod answer;
 mod board;
 mod confine;
+mod cpus;
 mod device;
 mod duty;
 mod fail;
@@ -16,6 +17,7 @@ mod node;
 mod numbered;
 mod open;
 mod pace;
+
 mod post;
 mod program;
 mod run;

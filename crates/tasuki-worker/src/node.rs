@@ -13,6 +13,7 @@ use tasuki_relay::wire::Order;
 use tasuki_relay::worker::{Input, Tables};
 
 use crate::board::{Board, Book, Pulse};
+use crate::cpus::Cpus;
 use crate::duty::Duty;
 use crate::post::{Heard, Post};
 use crate::seat::{Common, Given, Seat};
@@ -81,9 +82,6 @@ pub fn run<D: Duty>() -> Result<()> {
     let tap = take_tap(&begin, &mut fds)?;
     let told = D::told(&begin, tap).inspect_err(|error| post.tell(None, sentence(error)))?;
     let mut node = Node::<D>::begin(post, &begin, (told, tap), fds)?;
-    if let Some(cpu) = begin.cpu {
-        confine::pin(cpu)?;
-    }
     // Without, the daemon learns of our end by our pidfd, a little later.
     let marked = node.common.pulse.mark_life().err();
     warm::up();
@@ -130,7 +128,7 @@ impl<D: Duty> Node<D> {
             book: Book::over(book).context("the node's book")?,
             party: Party(party),
             tap,
-            cpu: begin.cpu,
+            cpus: Cpus::new(begin.cpu, &begin.aside)?,
         };
         let name = begin.node.clone();
         Ok(Node { name, common, told, seats: Vec::new(), poll: begin.poll, read: 0, over: false })
@@ -175,7 +173,7 @@ impl<D: Duty> Node<D> {
 
     /// Whether a lease is waited for that is worth a core.
     fn spins(&self) -> bool {
-        let cpu = self.common.cpu;
+        let cpu = self.common.cpus.cpu();
         self.seats.iter().any(
             |seat| each!(seat, seat => seat.waits().is_some_and(|since| seat.may_spin(cpu) && since.elapsed() < SPIN)),
         )
@@ -253,6 +251,9 @@ impl<D: Duty> Node<D> {
                 .tell(Some(nic), format!("an order came for NIC {nic}, of which this worker has nothing"));
         };
         each!(&mut self.seats[index], seat => seat.hear(&mut self.common, input));
+        if !self.seats.iter().any(|seat| each!(seat, seat => seat.is_ready())) {
+            self.common.cpus.step_aside();
+        }
         if each!(&self.seats[index], seat => seat.is_left()) {
             self.seats.remove(index);
             self.over = self.seats.is_empty();

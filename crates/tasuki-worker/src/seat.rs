@@ -20,6 +20,7 @@ use tasuki_relay::{After, Party, Tenure, taker};
 use tasuki_shm::arena::Arena;
 
 use crate::board::{Board, Book, Pulse};
+use crate::cpus::Cpus;
 use crate::duty::{Desk, Duty};
 use crate::kit::{self, Opened, Refused, Text};
 use crate::post::Post;
@@ -47,8 +48,8 @@ pub struct Common {
     pub party: Party,
     /// The node's TAP, if it has one.
     pub tap: Option<&'static Tap>,
-    /// Where the worker stays.
-    pub cpu: Option<u32>,
+    /// Where the worker runs.
+    pub cpus: Cpus,
 }
 
 impl Common {
@@ -190,6 +191,11 @@ where
         matches!(self.card, Card::Apart(_))
     }
 
+    /// Whether it is driven, or could be at once.
+    pub fn is_ready(&self) -> bool {
+        !matches!(self.card, Card::Unknown | Card::Passed(_))
+    }
+
     /// Since when it waits for the lease, if it does.
     pub fn waits(&self) -> Option<Instant> {
         self.waits_since
@@ -296,6 +302,13 @@ where
     fn map(&mut self, common: &mut Common) -> Input {
         fail::point("map.begun");
         let mapped = self.open(common);
+        if mapped.is_ok() {
+            self.go_home(common);
+            // What is run there once is the faster when it counts.
+            if let Card::Ready(prepared) = &mut self.card {
+                N::rehearse(prepared);
+            }
+        }
         fail::point("map.done");
         match mapped {
             Ok(()) => {
@@ -306,6 +319,13 @@ where
                 common.post.tell(Some(self.given.number), sentence);
                 Input::Unfit(reason)
             }
+        }
+    }
+
+    /// To where the NIC is driven. It is driven elsewhere rather than not at all.
+    fn go_home(&self, common: &mut Common) {
+        if let Err(error) = common.cpus.go_home() {
+            common.post.tell(Some(self.given.number), format!("{error:#}"));
         }
     }
 
@@ -343,11 +363,7 @@ where
         (self.wake, self.ledger, self.arena) = (Some(wake), Some(ledger), Some(memory.arena().clone()));
         self.card = match cold {
             true => Card::Cold(bus, memory),
-            false => {
-                let mut prepared = N::prepare(bus, memory).map_err(|failed| store::refused(&failed.error))?;
-                N::rehearse(&mut prepared);
-                Card::Ready(prepared)
-            }
+            false => Card::Ready(N::prepare(bus, memory).map_err(|failed| store::refused(&failed.error))?),
         };
         Ok(())
     }
@@ -498,6 +514,8 @@ where
     }
 
     fn go_on(&mut self, common: &mut Common, after: After, wrote: u32) -> Result<(), Refused> {
+        // Who has passed it, and is to have it back, has stepped aside.
+        self.go_home(common);
         let gone = |sentence| Refused { reason: Reason::CardGone, sentence };
         let prepared = match std::mem::replace(&mut self.card, Card::Unknown) {
             Card::Ready(prepared) => prepared,
@@ -550,7 +568,7 @@ where
     fn look_once(&mut self, common: &mut Common) {
         let (Card::Driven(nic), Some(arena)) = (&mut self.card, &self.arena) else { return };
         let looked = self.duty.look(nic, &common.desk(arena, self.given.number), &mut self.burst);
-        self.given.board.driving(common.cpu);
+        self.given.board.driving(common.cpus.cpu());
         fail::point("take.looked");
         // Before anybody hears that we drive: addresses are used again, and what a later taker has mapped there must not be taken for the old.
         self.forget_old(&mut common.post);

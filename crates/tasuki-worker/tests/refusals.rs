@@ -233,6 +233,7 @@ fn refused_tap(tap: Option<OwnedFd>) -> String {
         work: Work::Tap,
         options: String::new(),
         cpu: None,
+        aside: Vec::new(),
         poll: false,
         memlock: 0,
         tap: Some("room:nic0".to_owned()),

@@ -57,6 +57,38 @@ fn a_card_changes_hands_under_traffic() {
 }
 
 #[test]
+fn only_who_drives_or_is_ready_to_runs_on_the_nodes_cpu() {
+    need_model!();
+    let ours = rustix::thread::sched_getaffinity(None).expect("some CPUs");
+    let ours: Vec<u32> = (0..1024).filter(|&cpu| ours.is_set(cpu as usize)).collect();
+    let [home, aside, ..] = ours[..] else { return println!("skipped: there is one CPU") };
+    let folder = folder();
+    let model = Model::start(folder.path(), &["--source", "2000", "--rate", "20000"]);
+    let nic = Nic::open(&model.socket, &["--promiscuous"]);
+    let mut node = Node::new(folder.path(), Work::Echo);
+    (node.cpu, node.aside) = (Some(home), vec![aside]);
+    let mut red = node.worker(&[]);
+    assert_eq!(red.process.cpus(), [aside], "it has nothing yet");
+    red.give(&nic);
+    red.prepare(&nic, Use::Upgrade);
+    assert_eq!(red.report(&nic), Report::Ready, "{:?}", red.told);
+    assert_eq!(red.process.cpus(), [home], "it is ready");
+    taken(red.grant(&nic));
+    let mut blue = node.ready(&nic, &[]);
+    let epoch = nic.tenure().epoch;
+    assert_eq!(red.pass_to(&mut blue, &nic), (Report::Released { epoch }, Report::Taken { epoch: epoch + 1 }));
+    until("the giver is out of the way", || red.process.cpus() == [aside]);
+    assert_eq!(blue.process.cpus(), [home]);
+    // It has it back, as after a taker that failed.
+    let epoch = nic.tenure().epoch;
+    assert_eq!(blue.pass_to(&mut red, &nic), (Report::Released { epoch }, Report::Taken { epoch: epoch + 1 }));
+    assert_eq!(red.process.cpus(), [home]);
+    red.until_sent(2000);
+    drop((red, blue, nic));
+    nothing_is_lost(&model.report(), 2000);
+}
+
+#[test]
 fn a_worker_that_is_killed_is_taken_over_from_and_no_frame_is_lost() {
     need_model!();
     let folder = folder();

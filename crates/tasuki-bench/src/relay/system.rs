@@ -17,6 +17,7 @@ use tasuki_control::api::client;
 use tasuki_control::api::types::{Method, NicView, Relayed, WorkerView};
 
 use super::worker::Traffic;
+use crate::cpus;
 use crate::nic::card::SOCKET;
 use crate::nic::driver;
 use crate::nic::trial::{Ask, Control, Outcome, Say, Trial};
@@ -107,6 +108,8 @@ impl System {
         let log = std::fs::File::create(folder.join("tasukid.log"))?;
         // What is typed into the bench's terminal would end it alone, and its workers would go on.
         command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(log).process_group(0);
+        // The node's CPU is for its driver, as on a user's machine.
+        cpus::unpin()?;
         let daemon = command.spawn().with_context(|| format!("{} cannot be started; build it", program.display()))?;
         let system = System { daemon, folder: folder.to_owned() };
         system.await_steady(None)?;

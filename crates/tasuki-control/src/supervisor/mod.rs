@@ -143,6 +143,8 @@ pub enum Ended {
 #[derive(Debug)]
 pub struct Supervisor {
     config: Config,
+    /// CPUs that are no node's.
+    aside: Vec<u32>,
     programs: Programs,
     place: Place,
     registry: Registry,
@@ -193,9 +195,12 @@ impl Supervisor {
     /// Begins: takes over what a daemon before it has left running.
     pub fn begin(parts: Parts) -> Result<Self> {
         let Parts { config, programs, place, door, requests, signals } = parts;
+        let aside = crate::aside::cpus(&config);
+        crate::aside::stay(&aside);
         let (registry, known) = Registry::open(place.folder())?;
         let epoll = epoll::create(epoll::CreateFlags::CLOEXEC).context("the kernel has no epoll for us")?;
         let mut supervisor = Supervisor {
+            aside,
             config,
             programs,
             place,

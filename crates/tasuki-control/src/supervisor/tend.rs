@@ -55,6 +55,16 @@ impl Supervisor {
         self.end_the_slow();
     }
 
+    /// Whether somebody is on his way to a NIC that nobody drives.
+    fn is_awaited(&self) -> bool {
+        let parked = self.cards.values().filter(|card| card.is_parked());
+        let coming = |number: &u32| {
+            let worker = &self.workers[number];
+            !worker.serves() || worker.nics.values().any(|fit| matches!(fit, Fit::Preparing(_)))
+        };
+        { parked }.any(|card| self.staff_of(&card.node).iter().any(coming))
+    }
+
     /// How many workers a node should have.
     fn should_have(&self, node: &str) -> usize {
         let has_nic = self.cards.values().any(|card| card.node == node);
@@ -149,6 +159,10 @@ impl Supervisor {
         match decision.verdict {
             Verdict::Now => {
                 for _ in 0..missing {
+                    // It is not kept waiting for those that come after it.
+                    if self.is_awaited() {
+                        return;
+                    }
                     if let Err(error) = self.start_worker(name, None, false) {
                         return self.did_not_start(name, &error);
                     }
@@ -249,6 +263,7 @@ impl Supervisor {
             work: (&config.work).into(),
             options: config.program().map(|program| program.options.clone()).unwrap_or_default(),
             cpu: config.cpu,
+            aside: self.aside.clone(),
             poll: config.poll,
             memlock,
             tap: None,
@@ -388,6 +403,11 @@ impl Supervisor {
 }
 
 impl super::card::Card {
+    /// Whether nobody drives, and nobody could.
+    fn is_parked(&self) -> bool {
+        self.arbiter.as_ref().map(Arbiter::state) == Some(State::Parked)
+    }
+
     /// Whether somebody drives, whatever else is under way.
     fn is_not_urgent(&self) -> bool {
         let state = self.arbiter.as_ref().map(Arbiter::state);

@@ -87,6 +87,12 @@ impl Process {
         self.0.try_wait().expect("a child of ours").is_none()
     }
 
+    /// CPUs that it may run on.
+    pub fn cpus(&self) -> Vec<u32> {
+        let set = rustix::thread::sched_getaffinity(Some(self.id())).expect("a child of ours");
+        (0..1024).filter(|&cpu| set.is_set(cpu as usize)).collect()
+    }
+
     /// What the kernel says of it.
     pub fn status(&self, field: &str) -> String {
         let status = std::fs::read_to_string(format!("/proc/{}/status", self.0.id())).unwrap_or_default();
@@ -294,6 +300,7 @@ pub struct Node {
     pub options: String,
     pub poll: bool,
     pub cpu: Option<u32>,
+    pub aside: Vec<u32>,
     pub book: Region,
     pub folder: PathBuf,
     pub program: PathBuf,
@@ -304,7 +311,7 @@ impl Node {
     pub fn new(folder: &Path, work: Work) -> Self {
         let (book, folder) = (region("book", 64 * 1024), folder.to_owned());
         let program = PathBuf::from(env!("CARGO_BIN_EXE_tasuki-worker"));
-        Node { work, options: String::new(), poll: false, cpu: None, book, folder, program, next: 1 }
+        Node { work, options: String::new(), poll: false, cpu: None, aside: Vec::new(), book, folder, program, next: 1 }
     }
 
     /// Another node of the same machine: no two workers have one number.
@@ -360,6 +367,7 @@ impl Node {
             work: self.work,
             options: self.options.clone(),
             cpu: self.cpu,
+            aside: self.aside.clone(),
             poll: self.poll,
             memlock: 64 << 20,
             tap: None,

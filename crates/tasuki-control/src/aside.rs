@@ -1,0 +1,44 @@
+//! CPUs on which no node's workers stay. tasukid runs there with all that it starts: they take no time from a driver that is never idle, which would lose it in
+//! slices of milliseconds. A worker goes to its node's CPU when it is ready.
+
+use rustix::thread::CpuSet;
+
+use crate::config::Config;
+
+/// Those of the CPUs that this thread may use of which no node's workers are told to stay there.
+pub fn cpus(config: &Config) -> Vec<u32> {
+    let Ok(ours) = rustix::thread::sched_getaffinity(None) else { return Vec::new() };
+    let may_use = |cpu: &u32| usize::try_from(*cpu).is_ok_and(|cpu| ours.is_set(cpu));
+    let most = u32::try_from(CpuSet::MAX_CPU).unwrap_or(u32::MAX);
+    (0..most).filter(may_use).filter(|&cpu| config.node.iter().all(|node| node.cpu != Some(cpu))).collect()
+}
+
+/// This thread, and whatever it starts, runs on these from now on, if there are any.
+pub fn stay(cpus: &[u32]) {
+    let mut set = CpuSet::new();
+    cpus.iter().filter_map(|&cpu| usize::try_from(cpu).ok()).for_each(|cpu| set.set(cpu));
+    if set.count() > 0 {
+        // They are among those that it had; where that is not so any more, it runs where it ran.
+        let _ = rustix::thread::sched_setaffinity(None, &set);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn config(cpu: Option<u32>) -> Config {
+        let cpu = cpu.map(|cpu| format!("cpu = {cpu}")).unwrap_or_default();
+        toml::from_str(&format!("[[node]]\nname = \"a\"\nwork = \"echo\"\n{cpu}")).expect("a configuration")
+    }
+
+    #[test]
+    fn a_node_has_its_cpu_for_itself_where_there_are_others() {
+        let ours = cpus(&config(None));
+        assert!(!ours.is_empty(), "this test runs somewhere");
+        let aside = cpus(&config(Some(ours[0])));
+        assert_eq!(aside, ours[1..]);
+        stay(&aside);
+        assert_eq!(cpus(&config(None)), if ours.len() > 1 { &ours[1..] } else { &ours[..] });
+    }
+}
