@@ -258,6 +258,10 @@ impl Supervisor {
     pub(super) fn driver_ended(&mut self, number: u32) {
         // What it said last is heard before its death is.
         self.worker_says(number);
+        if let Some(worker) = self.workers.get_mut(&number) {
+            // Nobody is to count on it while its process takes its end.
+            worker.deaf.get_or_insert(now());
+        }
         let held = |card: &super::card::Card| card.board.holder() == Some(number) && !card.condemned.contains(&number);
         let nics: Vec<u32> = self.cards.iter().filter(|(_, card)| held(card)).map(|(nic, _)| *nic).collect();
         if let (None, Some(party)) = (&self.stopping, party(number)) {

@@ -53,6 +53,7 @@ impl Supervisor {
             _ if !drives.is_empty() => "drives",
             Stage::Starting(_) | Stage::Asked(_) => "starting",
             Stage::Leaving(_) | Stage::Condemned => "leaves",
+            _ if worker.deaf.is_some() => "leaves",
             Stage::Begun if worker.nics.values().any(|fit| matches!(fit, Fit::Preparing(_))) => "prepares",
             Stage::Begun if worker.nics.values().any(|fit| *fit == Fit::Ready) => "stands by",
             Stage::Begun => "idle",

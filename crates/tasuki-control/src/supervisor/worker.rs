@@ -115,7 +115,7 @@ pub struct Worker {
     pub nics: BTreeMap<u32, Fit>,
     /// What it could not confine itself with.
     pub unconfined: Vec<String>,
-    /// Since when it has closed its end: it is ending, or does not want to hear us.
+    /// Since when it runs no more, or has closed its end: it is ending, or does not want to hear us.
     pub deaf: Option<Duration>,
     /// Of one that was asked what it has: kits that are still to come, once it has said how many.
     pub kits_due: Option<u32>,
