@@ -3,7 +3,7 @@
 
 use std::io::Read;
 use std::path::Path;
-use std::process::{Child, Command, Stdio};
+use std::process::Command;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, anyhow, ensure};
@@ -11,6 +11,7 @@ use serde_json::Value;
 
 use super::cards::{ACTS, Act, line};
 use super::ping::{INTERFACE, OURS, THEIRS, set_up};
+use super::program::{LOOK, PATIENCE, Program};
 use crate::interrupt::Interrupt;
 use crate::relay::system::{System, now_ns};
 use crate::table::number;
@@ -24,35 +25,12 @@ const SHARE: Duration = Duration::from_secs(1);
 /// A link that comes up anew takes so long.
 const LINK_UP: Duration = Duration::from_secs(3);
 
-/// Bounds whatever is waited for.
-const PATIENCE: Duration = Duration::from_secs(40);
-
-const LOOK: Duration = Duration::from_millis(5);
-
-/// A program that runs. Killed, if it still does, when dropped.
-struct Program(Child);
-
-impl Drop for Program {
-    fn drop(&mut self) {
-        // Both fail only for a process that has been waited for already.
-        let _ = self.0.kill();
-        let _ = self.0.wait();
-    }
-}
-
-impl Program {
-    fn start(command: &mut Command) -> Result<Self> {
-        let child = command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::null()).spawn();
-        Ok(Program(child.with_context(|| format!("{} could not be started", command.get_program().display()))?))
-    }
-}
-
 /// In the namespace of the demo: a daemon, two nodes that are the NIC of one more namespace, and the kernel's programs at both ends.
 pub fn show(folder: &Path, interrupt: &Interrupt) -> Result<()> {
     std::fs::create_dir(folder).with_context(|| format!("{} cannot be made", folder.display()))?;
     // The namespace is there as long as its server is.
     let server = Program::start(Command::new("unshare").args(["--net", "--", "iperf3", "--server"]))?;
-    let netns = format!("/proc/{}/ns/net", server.0.id());
+    let netns = format!("/proc/{}/ns/net", server.id());
     let ours = std::fs::read_link("/proc/self/ns/net").context("the kernel does not say in which namespace we are")?;
     await_so("the server's namespace", interrupt, || Ok(std::fs::read_link(&netns).is_ok_and(|its| its != ours)))?;
     let node = |name: &str, other: &str| {
@@ -122,17 +100,12 @@ impl Sending {
 
     fn end(mut self, interrupt: &Interrupt) -> Result<Said> {
         // Read while it runs: what it says in the end need not fit a pipe.
-        let mut pipe = self.0.0.stdout.take().context("its output was asked for")?;
+        let mut pipe = self.0.output()?;
         let reader = std::thread::spawn(move || {
             let mut text = String::new();
             pipe.read_to_string(&mut text).map(|_| text)
         });
-        let began = Instant::now();
-        while self.0.0.try_wait().context("iperf3 cannot be waited for")?.is_none() {
-            interrupt.check()?;
-            ensure!(began.elapsed() < PATIENCE, "iperf3 does not end");
-            std::thread::sleep(LOOK);
-        }
+        self.0.await_end(interrupt)?;
         let text = reader.join().map_err(|_| anyhow!("the thread that reads what iperf3 says panicked"))??;
         Said::read(&text)
     }

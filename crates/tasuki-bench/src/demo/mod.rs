@@ -5,6 +5,7 @@ mod calls;
 mod cards;
 mod iperf;
 mod ping;
+mod program;
 
 use anyhow::Result;
 

@@ -12,6 +12,7 @@ use rustix::process::{Pid, Signal};
 
 use super::cards::{ACTS, Act, line};
 use super::iperf;
+use super::program::{LOOK, PATIENCE, Program};
 use crate::interrupt::Interrupt;
 use crate::relay::system::{System, now_ns};
 use crate::table::number;
@@ -26,11 +27,6 @@ pub const THEIRS: &str = "192.0.2.2";
 
 /// Questions while something happens once, one a millisecond.
 const QUESTIONS: u32 = 1000;
-
-/// Bounds whatever is waited for.
-const PATIENCE: Duration = Duration::from_secs(40);
-
-const LOOK: Duration = Duration::from_millis(5);
 
 /// `ping` asks for so long before anything happens.
 const QUIET: Duration = Duration::from_millis(100);
@@ -176,39 +172,21 @@ fn log(folder: &Path) -> String {
     std::fs::read_to_string(folder.join("tasukid.log")).unwrap_or_default()
 }
 
-/// A `ping` that runs. Killed, if it still does, when dropped.
-struct Asking(Child);
-
-impl Drop for Asking {
-    fn drop(&mut self) {
-        // Both fail only for a process that has been waited for already.
-        let _ = self.0.kill();
-        let _ = self.0.wait();
-    }
-}
+/// A `ping` that runs.
+struct Asking(Program);
 
 impl Asking {
     fn begin(words: &[&str]) -> Result<Self> {
         let mut command = Command::new("ping");
         command.args(["-n", "-q"]).args(words).arg(THEIRS).env("LC_ALL", "C");
-        let child = command.stdin(Stdio::null()).stdout(Stdio::piped()).spawn().context("ping could not be started")?;
-        Ok(Asking(child))
-    }
-
-    fn goes_on(&mut self) -> Result<bool> {
-        Ok(self.0.try_wait().context("ping cannot be waited for")?.is_none())
+        Ok(Asking(Program::start(&mut command)?))
     }
 
     fn end(mut self, interrupt: &Interrupt) -> Result<Said> {
-        let began = Instant::now();
-        while self.goes_on()? {
-            interrupt.check()?;
-            ensure!(began.elapsed() < PATIENCE, "ping does not end");
-            std::thread::sleep(LOOK);
-        }
+        self.0.await_end(interrupt)?;
         let mut text = String::new();
         // A few lines, which fit its pipe: nothing had to be read before.
-        self.0.stdout.take().context("its output was asked for")?.read_to_string(&mut text)?;
+        self.0.output()?.read_to_string(&mut text)?;
         Said::read(&text).with_context(|| format!("ping said something else than it used to:\n{text}"))
     }
 }

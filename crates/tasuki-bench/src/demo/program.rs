@@ -1,0 +1,63 @@
+//! A program of this machine's at work in the demo.
+
+use std::process::{Child, ChildStdout, Command, Stdio};
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result, ensure};
+
+use crate::interrupt::Interrupt;
+
+/// Bounds whatever is waited for.
+pub const PATIENCE: Duration = Duration::from_secs(40);
+
+/// From one look at what is waited for to the next.
+pub const LOOK: Duration = Duration::from_millis(5);
+
+/// Killed, if it still runs, when dropped.
+pub struct Program {
+    child: Child,
+    name: String,
+}
+
+impl Drop for Program {
+    fn drop(&mut self) {
+        // Both fail only for a process that has been waited for already.
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+impl Program {
+    /// Starts it; what it says is for [`output`](Self::output).
+    pub fn start(command: &mut Command) -> Result<Self> {
+        let name = command.get_program().display().to_string();
+        let child = command.stdin(Stdio::null()).stdout(Stdio::piped()).spawn();
+        Ok(Program { child: child.with_context(|| format!("{name} could not be started"))?, name })
+    }
+
+    /// Its number.
+    pub fn id(&self) -> u32 {
+        self.child.id()
+    }
+
+    /// Whether it has not ended yet.
+    pub fn is_running(&mut self) -> Result<bool> {
+        Ok(self.child.try_wait().with_context(|| format!("{} cannot be waited for", self.name))?.is_none())
+    }
+
+    /// Waits for its end.
+    pub fn await_end(&mut self, interrupt: &Interrupt) -> Result<()> {
+        let began = Instant::now();
+        while self.is_running()? {
+            interrupt.check()?;
+            ensure!(began.elapsed() < PATIENCE, "{} does not end", self.name);
+            std::thread::sleep(LOOK);
+        }
+        Ok(())
+    }
+
+    /// What it says on standard output, for who asks first.
+    pub fn output(&mut self) -> Result<ChildStdout> {
+        self.child.stdout.take().context("its output was asked for twice")
+    }
+}
