@@ -6,7 +6,7 @@ mod plugged;
 use std::os::fd::OwnedFd;
 use std::time::Instant;
 
-use plugged::{Card, PATIENCE, with_card};
+use plugged::{Card, PATIENCE, Wire, with_card};
 use tasuki_net::nic::bus::vfio_user::{TIMEOUT, VfioUser};
 use tasuki_net::nic::bus::{Bus, Iova, Registers};
 use tasuki_net::nic::e1000e::Ready;
@@ -14,7 +14,7 @@ use tasuki_net::nic::{Failed, InPlace, Left, Nic, NicError, NicMemory, NicOption
 use tasuki_net::port::{Burst, Port};
 use tasuki_shm::arena::Geometry;
 use tasuki_sim::journal::{Class, Entry};
-use tasuki_sim::wire::SourceOptions;
+use tasuki_sim::wire::{Counts, SourceOptions};
 
 const FRAMES: u64 = 40_000;
 const TURNS: u32 = 20;
@@ -65,6 +65,22 @@ fn offences(journal: &[Entry]) -> Vec<&Entry> {
     journal.iter().filter(|entry| Class::COLD.contains(&entry.class) || Class::ALWAYS.contains(&entry.class)).collect()
 }
 
+/// Sends back what is missing of all after so many `frames`, and ends.
+fn finish(mut nic: Card, next: Ready<VfioUser>, wire: &Wire, frames: u64) {
+    assert!(frames < FRAMES, "there was traffic at each turn");
+    echo(&mut nic, FRAMES - frames, |_| false);
+    wire.await_back(FRAMES);
+    drop(Card::give_up(next));
+    nic.park().unwrap();
+}
+
+/// Nothing is lost, comes twice, out of order or changed, and nobody has done what the card's sheet forbids.
+#[track_caller]
+fn assert_flawless(counts: &Counts, journal: &[Entry]) {
+    assert_eq!(offences(journal), Vec::<&Entry>::new());
+    assert_eq!((counts.received, counts.duplicated, counts.reordered, counts.damaged), (FRAMES, 0, 0, 0));
+}
+
 #[test]
 fn owners_that_take_turns_lose_nothing_and_break_no_rule() {
     let rate = SourceOptions::line_rate(1_000_000_000, 64);
@@ -80,14 +96,9 @@ fn owners_that_take_turns_lose_nothing_and_break_no_rule() {
             memory.unmap(&mut bus).unwrap();
             next = Card::prepare_rings(bus, memory, &NicOptions::default()).unwrap();
         }
-        assert!(frames < FRAMES, "there was traffic at each turn");
-        echo(&mut nic, FRAMES - frames, |_| false);
-        wire.await_back(FRAMES);
-        drop(Card::give_up(next));
-        nic.park().unwrap();
+        finish(nic, next, wire, frames);
     });
-    assert_eq!(offences(&journal), Vec::<&Entry>::new());
-    assert_eq!((counts.received, counts.duplicated, counts.reordered, counts.damaged), (FRAMES, 0, 0, 0));
+    assert_flawless(&counts, &journal);
 }
 
 #[test]
@@ -107,14 +118,9 @@ fn a_giver_takes_its_card_back_under_traffic_without_a_loss() {
             }
             nic.go_back().unwrap();
         }
-        assert!(frames < FRAMES, "there was traffic at each turn");
-        echo(&mut nic, FRAMES - frames, |_| false);
-        wire.await_back(FRAMES);
-        drop(Card::give_up(next));
-        nic.park().unwrap();
+        finish(nic, next, wire, frames);
     });
-    assert_eq!(offences(&journal), Vec::<&Entry>::new());
-    assert_eq!((counts.received, counts.duplicated, counts.reordered, counts.damaged), (FRAMES, 0, 0, 0));
+    assert_flawless(&counts, &journal);
 }
 
 #[test]
@@ -130,8 +136,7 @@ fn a_giver_takes_its_card_back_from_a_taker_that_is_no_more() {
         wire.await_back(FRAMES);
         nic.park().unwrap();
     });
-    assert_eq!(offences(&journal), Vec::<&Entry>::new());
-    assert_eq!((counts.received, counts.duplicated, counts.reordered, counts.damaged), (FRAMES, 0, 0, 0));
+    assert_flawless(&counts, &journal);
 }
 
 #[test]
@@ -158,14 +163,9 @@ fn a_taker_that_is_late_is_refused_and_nothing_is_lost() {
             nic.go_back().unwrap();
             next = Card::prepare_rings(bus, memory, &NicOptions::default()).unwrap();
         }
-        assert!(frames < FRAMES, "there was traffic at each turn");
-        echo(&mut nic, FRAMES - frames, |_| false);
-        wire.await_back(FRAMES);
-        drop(Card::give_up(next));
-        nic.park().unwrap();
+        finish(nic, next, wire, frames);
     });
-    assert_eq!(offences(&journal), Vec::<&Entry>::new());
-    assert_eq!((counts.received, counts.duplicated, counts.reordered, counts.damaged), (FRAMES, 0, 0, 0));
+    assert_flawless(&counts, &journal);
 }
 
 #[test]
@@ -197,6 +197,5 @@ fn what_the_card_is_not_is_refused_and_the_giver_drives_on() {
         wire.await_back(FRAMES);
         taker.park().unwrap();
     });
-    assert_eq!(offences(&journal), Vec::<&Entry>::new());
-    assert_eq!((counts.received, counts.duplicated, counts.reordered, counts.damaged), (FRAMES, 0, 0, 0));
+    assert_flawless(&counts, &journal);
 }

@@ -6,7 +6,7 @@ mod daemon;
 
 use std::path::{Path, PathBuf};
 
-use daemon::{Model, Nic, Node, Worker, model_program, nothing_is_lost, until};
+use daemon::{Model, Nic, Node, Worker, model_program, nothing_is_lost, numbered_in, until};
 use rustix::process::Signal;
 use tasuki_relay::letter::{ToWorker, Work, pulse};
 use tasuki_relay::wire::Report;
@@ -134,15 +134,5 @@ fn what_finds_no_room_is_sent_once_whoever_dies() {
     drop((driver, nic));
     model.process.signal(Signal::TERM);
     model.report();
-    let file = std::fs::File::open(&capture).expect("the capture");
-    let mut reader = pcap_file::pcap::PcapReader::new(file).expect("a capture");
-    let mut due = 0_u64;
-    while let Some(packet) = reader.next_packet() {
-        let packet = packet.expect("a whole packet");
-        if packet.data[12..18] == *b"\x88\xb5tsk\x01" {
-            assert_eq!(u64::from_le_bytes(packet.data[18..26].try_into().expect("eight bytes")), due);
-            due += 1;
-        }
-    }
-    assert_eq!(due, COUNT);
+    assert_eq!(numbered_in(&capture), COUNT);
 }

@@ -4,7 +4,7 @@
 #[macro_use]
 mod daemon;
 
-use daemon::{Model, Nic, Node, folder, nothing_is_lost, taken, until};
+use daemon::{Model, Nic, Node, folder, nothing_is_lost, numbered_in, taken, until};
 use rustix::process::Signal;
 use tasuki_relay::letter::{ToWorker, Work, pulse};
 use tasuki_relay::method::Method;
@@ -217,16 +217,7 @@ fn a_source_sends_each_number_once_though_its_workers_are_killed() {
     drop((driver, nic));
     model.process.signal(Signal::TERM);
     model.report();
-    let file = std::fs::File::open(&capture).expect("the capture");
-    let mut reader = pcap_file::pcap::PcapReader::new(file).expect("a capture");
-    let mut due = 0_u64;
-    while let Some(packet) = reader.next_packet() {
-        let packet = packet.expect("a whole packet");
-        if packet.data[12..18] == *b"\x88\xb5tsk\x01" {
-            assert_eq!(u64::from_le_bytes(packet.data[18..26].try_into().expect("eight bytes")), due);
-            due += 1;
-        }
-    }
+    let due = numbered_in(&capture);
     assert!(due > 100, "only {due} frames were sent");
 }
 

@@ -11,10 +11,10 @@ const RATE: u32 = 4000;
 const SLOWLY: u32 = 1000;
 
 /// Where a taker dies while it prepares or takes,
-const TAKER: &[&str] =
+pub const TAKER: &[&str] =
     &["map.begun", "map.done", "take.waiting", "take.won", "take.booked", "take.read", "take.looked"];
 /// where whoever drives does, sooner or later,
-const DRIVER: &[&str] = &[
+pub const DRIVER: &[&str] = &[
     "burst.received",
     "frame.saved",
     "burst.turned",
@@ -28,7 +28,7 @@ const DRIVER: &[&str] = &[
     "nic.filled",
 ];
 /// and where a giver does.
-const GIVER: &[&str] = &["give.stopped", "give.written", "give.passed", "give.said"];
+pub const GIVER: &[&str] = &["give.stopped", "give.written", "give.passed", "give.said"];
 
 /// Where the daemon dies.
 const DAEMON: &[&str] = &[

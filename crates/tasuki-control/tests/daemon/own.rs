@@ -4,6 +4,7 @@
 use hyper::Method;
 use serde_json::json;
 
+use super::kills::{DRIVER, GIVER, TAKER};
 use super::storm::{Storm, beside, need_storm};
 
 /// Frames a second.
@@ -12,26 +13,6 @@ const RATE: u32 = 3000;
 /// The example that is the nodes' program.
 const PROGRAM: &str = "examples/reflector";
 const WORK: &str = "{ program = { path = \"RIG/own\", options = \"drop=0x86dd\" } }";
-
-/// Where whoever drives dies,
-const DRIVER: &[&str] = &[
-    "burst.received",
-    "frame.saved",
-    "burst.turned",
-    "state.written",
-    "burst.sent",
-    "nic.written",
-    "nic.committed",
-    "nic.rung",
-    "nic.posted",
-    "nic.collected",
-    "nic.saving",
-    "nic.filled",
-];
-/// where a taker does,
-const TAKER: &[&str] = &["map.done", "take.waiting", "take.won", "take.booked", "take.read", "take.looked"];
-/// and where a giver does.
-const GIVER: &[&str] = &["give.stopped", "give.written", "give.passed", "give.said"];
 
 macro_rules! need_program {
     () => {
@@ -71,7 +52,8 @@ fn sent(storm: &mut Storm) -> u64 {
 fn drivers_and_takers(poll: bool) {
     let mut storm = storm(poll);
     for round in 0..3 {
-        let driving = DRIVER.iter().map(|place| (place, 1 + 7 * round));
+        // Where any worker dies, and while it writes what its program remembers.
+        let driving = DRIVER.iter().chain(&["state.written"]).map(|place| (place, 1 + 7 * round));
         for (place, nth) in TAKER.iter().map(|place| (place, 1)).chain(driving) {
             storm.plan_death(place, nth);
             let with = if round % 2 == 0 { json!({}) } else { json!({ "with": storm.rig.path("other") }) };

@@ -611,3 +611,18 @@ pub fn adopt(worker: &mut Worker) -> Nic {
 pub fn folder() -> tempfile::TempDir {
     tempfile::tempdir().expect("a place for sockets")
 }
+
+/// How many numbered frames there are in a capture, which come in order, each once.
+pub fn numbered_in(capture: &Path) -> u64 {
+    let file = std::fs::File::open(capture).expect("the capture");
+    let mut reader = pcap_file::pcap::PcapReader::new(file).expect("a capture");
+    let mut due = 0_u64;
+    while let Some(packet) = reader.next_packet() {
+        let packet = packet.expect("a whole packet");
+        if packet.data[12..18] == *b"\x88\xb5tsk\x01" {
+            assert_eq!(u64::from_le_bytes(packet.data[18..26].try_into().expect("eight bytes")), due);
+            due += 1;
+        }
+    }
+    due
+}
