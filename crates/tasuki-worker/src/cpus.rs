@@ -38,7 +38,8 @@ impl Cpus {
                 anyhow::Ok((cpu, home))
             })
             .transpose()?;
-        let cpus = Cpus { home, aside, is_home: Cell::new(false) };
+        // Where it is now is not known.
+        let cpus = Cpus { home, aside, is_home: Cell::new(aside.is_some()) };
         match cpus.aside {
             Some(_) => cpus.step_aside(),
             None => cpus.go_home()?,
@@ -64,7 +65,7 @@ impl Cpus {
 
     /// Away from it, for whoever only takes time from its driver there. Where that cannot be, it stays.
     pub fn step_aside(&self) {
-        if let Some(aside) = &self.aside
+        if let (Some(aside), true) = (&self.aside, self.is_home.get())
             && rustix::thread::sched_setaffinity(None, aside).is_ok()
         {
             self.is_home.set(false);

@@ -250,9 +250,14 @@ impl<D: Duty> Node<D> {
                 .post
                 .tell(Some(nic), format!("an order came for NIC {nic}, of which this worker has nothing"));
         };
-        each!(&mut self.seats[index], seat => seat.hear(&mut self.common, input));
-        if !self.seats.iter().any(|seat| each!(seat, seat => seat.is_ready())) {
+        let is_at_work = |seat: &AnySeat<D>| each!(seat, seat => seat.drives() || seat.waits().is_some());
+        if matches!(input, Input::Order(Order::Prepare { .. })) && !self.seats.iter().any(is_at_work) {
             self.common.cpus.step_aside();
+        }
+        each!(&mut self.seats[index], seat => seat.hear(&mut self.common, input));
+        match self.seats.iter().any(|seat| each!(seat, seat => seat.is_ready())) {
+            true => self.common.go_home(),
+            false => self.common.cpus.step_aside(),
         }
         if each!(&self.seats[index], seat => seat.is_left()) {
             self.seats.remove(index);
@@ -284,6 +289,7 @@ impl<D: Duty> Node<D> {
                 for seat in &mut self.seats {
                     each!(seat, seat => seat.park(&mut self.common));
                 }
+                self.common.cpus.step_aside();
                 self.over = true;
             }
         }

@@ -1,17 +1,18 @@
 //! One NIC of a worker: what the tables of the relay have it do, each thing in a function of its own, and its part of the data path.
 
 mod apart;
+mod driving;
 
 use std::collections::VecDeque;
-use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::os::fd::OwnedFd;
 use std::time::{Duration, Instant};
 
 use rustix::event::{PollFd, PollFlags, Timespec};
 use rustix::process::Resource;
 use tasuki_net::nic::kit::KitBus;
 use tasuki_net::nic::ledger::Ledger;
-use tasuki_net::nic::{InPlace, Link, MemoryLayout, NicError, NicMemory, Repoint, Sash, Scrub};
-use tasuki_net::port::{Armed, Burst};
+use tasuki_net::nic::{InPlace, MemoryLayout, NicError, NicMemory, Repoint, Sash, Scrub};
+use tasuki_net::port::Burst;
 use tasuki_relay::letter::{self, Plan, ToDaemon, pulse};
 use tasuki_relay::method::Method;
 use tasuki_relay::wire::{Order, Reason, Report};
@@ -53,6 +54,13 @@ pub struct Common {
 }
 
 impl Common {
+    /// To where NICs are driven. They are driven elsewhere rather than not at all.
+    pub fn go_home(&mut self) {
+        if let Err(error) = self.cpus.go_home() {
+            self.post.tell(None, format!("{error:#}"));
+        }
+    }
+
     /// For whoever handles frames of this NIC, which lie there.
     #[inline]
     pub fn desk<'a>(&'a self, arena: &'a Arena, nic: u32) -> Desk<'a> {
@@ -193,7 +201,7 @@ where
 
     /// Whether it is driven, or could be at once.
     pub fn is_ready(&self) -> bool {
-        !matches!(self.card, Card::Unknown | Card::Passed(_))
+        !self.is_left() && !matches!(self.card, Card::Unknown | Card::Passed(_))
     }
 
     /// Since when it waits for the lease, if it does.
@@ -303,7 +311,7 @@ where
         fail::point("map.begun");
         let mapped = self.open(common);
         if mapped.is_ok() {
-            self.go_home(common);
+            common.go_home();
             // What is run there once is the faster when it counts.
             if let Card::Ready(prepared) = &mut self.card {
                 N::rehearse(prepared);
@@ -319,13 +327,6 @@ where
                 common.post.tell(Some(self.given.number), sentence);
                 Input::Unfit(reason)
             }
-        }
-    }
-
-    /// To where the NIC is driven. It is driven elsewhere rather than not at all.
-    fn go_home(&self, common: &mut Common) {
-        if let Err(error) = common.cpus.go_home() {
-            common.post.tell(Some(self.given.number), format!("{error:#}"));
         }
     }
 
@@ -515,7 +516,7 @@ where
 
     fn go_on(&mut self, common: &mut Common, after: After, wrote: u32) -> Result<(), Refused> {
         // Who has passed it, and is to have it back, has stepped aside.
-        self.go_home(common);
+        common.go_home();
         let gone = |sentence| Refused { reason: Reason::CardGone, sentence };
         let prepared = match std::mem::replace(&mut self.card, Card::Unknown) {
             Card::Ready(prepared) => prepared,
@@ -600,109 +601,11 @@ where
         }
     }
 
-    /// The card does not work any more: nobody else can drive it either.
-    #[cold]
-    fn lose(&mut self, common: &mut Common, error: &NicError) {
-        if !self.gone {
-            self.gone = true;
-            let help = match error {
-                NicError::Gone => "; when it is there again, stop all (tasuki stop) and start tasukid anew",
-                _ => "",
-            };
-            common.post.tell(Some(self.given.number), format!("{error}{help}"));
-        }
-    }
-
     /// What the lease word says, if that is not what we believe.
     #[inline]
     pub fn word(&self) -> Option<Input> {
         let now = self.given.board.tenure();
         (self.waits_since.is_some() || now != self.tenure).then_some(Input::Word(now))
-    }
-
-    /// One burst; says how many frames moved.
-    #[inline]
-    pub fn turn(&mut self, common: &mut Common) -> usize {
-        let (Card::Driven(nic), Some(arena), false) = (&mut self.card, &self.arena, self.gone) else { return 0 };
-        match self.duty.turn(nic, &common.desk(arena, self.given.number), &mut self.burst) {
-            Ok(moved) => moved,
-            Err(error) => {
-                self.lose(common, &error);
-                0
-            }
-        }
-    }
-
-    /// What need not be looked at once a burst: whether the card is there still, and whether its link has come up.
-    pub fn now_and_then(&mut self, common: &mut Common) {
-        if self.gone {
-            return;
-        }
-        if self.is_hung_up() {
-            return self.lose(common, &NicError::Gone);
-        }
-        self.forget_old(&mut common.post);
-        if let (Card::Driven(nic), false) = (&mut self.card, self.link_is_up) {
-            self.link_is_up = nic.link() != Link::Down;
-            // Asks once more: what the driver has told the card since has arrived then, and doorbells are stores again.
-            nic.link();
-        }
-    }
-
-    /// Whether it may be slept on.
-    pub fn arm(&mut self, common: &mut Common) -> bool {
-        // Where a namespace goes on sending and the card takes nothing, its link is down: that is slept on. What is in hand then has not come from the card.
-        if self.drives() && !self.gone && !self.burst.is_empty() && !self.duty.holds_its_own() {
-            // Armed, a ring without slots counts what is in hand as handled.
-            return false;
-        }
-        self.remember(&common.book);
-        let Card::Driven(nic) = &mut self.card else { return true };
-        if self.gone {
-            return true;
-        }
-        match nic.arm() {
-            Ok(Armed::Idle) => true,
-            Ok(Armed::Busy) => false,
-            Err(error) => {
-                self.lose(common, &error);
-                true
-            }
-        }
-    }
-
-    /// How long until there is something to do though nothing rings.
-    pub fn rest(&self) -> Option<Duration> {
-        let is_stuck = self.duty.holds_its_own() && !self.burst.is_empty();
-        if self.drives() && !self.gone { self.duty.rest().or(is_stuck.then_some(LAST_BURST)) } else { None }
-    }
-
-    /// What becomes readable when the node's programs send, while it is driven and all that they sent before is sent.
-    pub fn tap(&self) -> Option<BorrowedFd<'_>> {
-        let takes = self.drives() && !self.gone && self.burst.is_empty();
-        self.duty.bell().filter(|_| takes)
-    }
-
-    /// What hangs up when whoever serves the card is no more, while it is driven.
-    pub fn line(&self) -> Option<BorrowedFd<'_>> {
-        let is_used = self.drives() && !self.gone;
-        self.given.fds.get(kit::DEVICE).filter(|_| is_used).map(AsFd::as_fd)
-    }
-
-    /// What rings for it: the card's bell while it is driven, and whoever passes the lease while it is waited for.
-    pub fn bell(&self) -> Option<BorrowedFd<'_>> {
-        match &self.card {
-            Card::Driven(nic) if self.drives() && !self.gone => Some(nic.fd()),
-            _ if self.waits_since.is_some() => self.wake.as_ref().map(AsFd::as_fd),
-            _ => None,
-        }
-    }
-
-    /// Forgets that somebody rang who has passed the lease.
-    pub fn hush(&self) {
-        if let (Some(_), Some(wake)) = (self.waits_since, &self.wake) {
-            let _ = rustix::io::read(wake, &mut [0; 8]);
-        }
     }
 
     /// Parks the card, if it is driven.

@@ -1,0 +1,115 @@
+//! A NIC that is driven: its part of the data path, what is looked at now and then, and how it is slept on.
+
+use std::os::fd::{AsFd, BorrowedFd};
+use std::time::Duration;
+
+use tasuki_net::nic::kit::KitBus;
+use tasuki_net::nic::{InPlace, Link, NicError, Repoint, Scrub};
+use tasuki_net::port::Armed;
+
+use super::{Card, Common, LAST_BURST, Seat};
+use crate::duty::Duty;
+use crate::kit;
+
+impl<N: InPlace + Repoint + Scrub, D: Duty> Seat<N, D>
+where
+    N::Bus: KitBus,
+{
+    /// One burst; says how many frames moved.
+    #[inline]
+    pub fn turn(&mut self, common: &mut Common) -> usize {
+        let (Card::Driven(nic), Some(arena), false) = (&mut self.card, &self.arena, self.gone) else { return 0 };
+        match self.duty.turn(nic, &common.desk(arena, self.given.number), &mut self.burst) {
+            Ok(moved) => moved,
+            Err(error) => {
+                self.lose(common, &error);
+                0
+            }
+        }
+    }
+
+    /// What need not be looked at once a burst: whether the card is there still, and whether its link has come up.
+    pub fn now_and_then(&mut self, common: &mut Common) {
+        if self.gone {
+            return;
+        }
+        if self.is_hung_up() {
+            return self.lose(common, &NicError::Gone);
+        }
+        self.forget_old(&mut common.post);
+        if let (Card::Driven(nic), false) = (&mut self.card, self.link_is_up) {
+            self.link_is_up = nic.link() != Link::Down;
+            // Asks once more: what the driver has told the card since has arrived then, and doorbells are stores again.
+            nic.link();
+        }
+    }
+
+    /// Whether it may be slept on.
+    pub fn arm(&mut self, common: &mut Common) -> bool {
+        // Where a namespace goes on sending and the card takes nothing, its link is down: that is slept on. What is in hand then has not come from the card.
+        if self.drives() && !self.gone && !self.burst.is_empty() && !self.duty.holds_its_own() {
+            // Armed, a ring without slots counts what is in hand as handled.
+            return false;
+        }
+        self.remember(&common.book);
+        let Card::Driven(nic) = &mut self.card else { return true };
+        if self.gone {
+            return true;
+        }
+        match nic.arm() {
+            Ok(Armed::Idle) => true,
+            Ok(Armed::Busy) => false,
+            Err(error) => {
+                self.lose(common, &error);
+                true
+            }
+        }
+    }
+
+    /// How long until there is something to do though nothing rings.
+    pub fn rest(&self) -> Option<Duration> {
+        let is_stuck = self.duty.holds_its_own() && !self.burst.is_empty();
+        if self.drives() && !self.gone { self.duty.rest().or(is_stuck.then_some(LAST_BURST)) } else { None }
+    }
+
+    /// What becomes readable when the node's programs send, while it is driven and all that they sent before is sent.
+    pub fn tap(&self) -> Option<BorrowedFd<'_>> {
+        let takes = self.drives() && !self.gone && self.burst.is_empty();
+        self.duty.bell().filter(|_| takes)
+    }
+
+    /// What hangs up when whoever serves the card is no more, while it is driven.
+    pub fn line(&self) -> Option<BorrowedFd<'_>> {
+        let is_used = self.drives() && !self.gone;
+        self.given.fds.get(kit::DEVICE).filter(|_| is_used).map(AsFd::as_fd)
+    }
+
+    /// What rings for it: the card's bell while it is driven, and whoever passes the lease while it is waited for.
+    pub fn bell(&self) -> Option<BorrowedFd<'_>> {
+        match &self.card {
+            Card::Driven(nic) if self.drives() && !self.gone => Some(nic.fd()),
+            _ if self.waits_since.is_some() => self.wake.as_ref().map(AsFd::as_fd),
+            _ => None,
+        }
+    }
+
+    /// Forgets that somebody rang who has passed the lease.
+    pub fn hush(&self) {
+        if let (Some(_), Some(wake)) = (self.waits_since, &self.wake) {
+            let _ = rustix::io::read(wake, &mut [0; 8]);
+        }
+    }
+
+    /// The card does not work any more: nobody else can drive it either.
+    #[cold]
+    pub(super) fn lose(&mut self, common: &mut Common, error: &NicError) {
+        if !self.gone {
+            self.gone = true;
+            let help = match error {
+                NicError::Gone => "; when it is there again, stop all (tasuki stop) and start tasukid anew",
+                _ => "",
+            };
+            common.post.tell(Some(self.given.number), format!("{error}{help}"));
+        }
+    }
+}
