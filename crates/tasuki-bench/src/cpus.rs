@@ -54,9 +54,14 @@ pub fn pin(cpu: usize) -> Result<()> {
 
 /// Lets this process, and what it starts, run on whatever CPU the machine has.
 pub fn unpin() -> Result<()> {
-    let mut all = CpuSet::new();
-    (0..CpuSet::MAX_CPU).for_each(|cpu| all.set(cpu));
-    rustix::thread::sched_setaffinity(None, &all).context("this process may not use all CPUs")
+    keep_off(None)
+}
+
+/// The same, on any but `cpu`.
+pub fn keep_off(cpu: Option<usize>) -> Result<()> {
+    let mut set = CpuSet::new();
+    (0..CpuSet::MAX_CPU).filter(|&other| Some(other) != cpu).for_each(|other| set.set(other));
+    rustix::thread::sched_setaffinity(None, &set).context("this process may not use other CPUs")
 }
 
 /// The hyperthreads of `cpu`'s core, itself included. Empty when the kernel does not say.

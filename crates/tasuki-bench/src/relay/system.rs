@@ -93,7 +93,10 @@ impl System {
             )
         };
         let nic = format!("[[nic]]\nname = \"nic0\"\ndevice = \"vfio-user:{}\"\nnode = \"red\"\n", card.display());
-        Self::configured(folder, &[node("red", "blue"), node("blue", "red"), nic].concat())
+        let system = Self::configured(folder, &[node("red", "blue"), node("blue", "red"), nic].concat())?;
+        // The node's CPU is for its driver, as on a user's machine.
+        cpus::keep_off(Some(cpu))?;
+        Ok(system)
     }
 
     /// The same with another configuration, in which nodes and card have the same names.
@@ -108,7 +111,7 @@ impl System {
         let log = std::fs::File::create(folder.join("tasukid.log"))?;
         // What is typed into the bench's terminal would end it alone, and its workers would go on.
         command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(log).process_group(0);
-        // The node's CPU is for its driver, as on a user's machine.
+        // What is started chooses by itself.
         cpus::unpin()?;
         let daemon = command.spawn().with_context(|| format!("{} cannot be started; build it", program.display()))?;
         let system = System { daemon, folder: folder.to_owned() };

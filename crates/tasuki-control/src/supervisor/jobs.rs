@@ -11,7 +11,7 @@ use std::time::Duration;
 use tasuki_relay::arbiter::{Ask, Input, State};
 use tasuki_relay::letter::{self, Plan, ToWorker};
 use tasuki_relay::method::{self, Method, Trust};
-use tasuki_relay::wire::{Positions, Use};
+use tasuki_relay::wire::{Positions, Reason, Use};
 use tasuki_shm::crash;
 
 use super::deeds::{party, time};
@@ -24,6 +24,9 @@ use crate::registry::Change;
 
 /// How much longer than all its limits together a job may take.
 const GRACE: Duration = Duration::from_secs(30);
+
+/// How often a handover is tried again whose taker came too late. A machine that is busy for once is not so the next time; one that always is will not be helped.
+const LATE_MOST: u32 = 4;
 
 /// Not a worker's number: the one that is to have the NIC is still waited for.
 const NOBODY: u32 = 0;
@@ -49,7 +52,11 @@ pub struct Job {
     inflight: letter::Inflight,
     store: bool,
     done: Vec<Settled>,
+    /// How often its taker came too late, so that frames had come to the old owner meanwhile.
+    late: u32,
     since: Duration,
+    /// Since when somebody is looked for who could have it.
+    looks_since: Duration,
     answer: Option<Answer<Relayed>>,
 }
 
@@ -201,7 +208,9 @@ impl Supervisor {
             inflight: letter::Inflight::Deliver,
             store: state == Some(SashBy::Store),
             done: Vec::new(),
+            late: 0,
             since: now(),
+            looks_since: now(),
             answer: None,
         })
     }
@@ -246,7 +255,9 @@ impl Supervisor {
             },
             store: give.state == Some(SashBy::Store),
             done: Vec::new(),
+            late: 0,
             since: now(),
+            looks_since: now(),
             answer: None,
         })
     }
@@ -272,7 +283,7 @@ impl Supervisor {
                 self.jobs[at].target = target;
                 Step::Again
             }
-            Ok(None) if now().saturating_sub(job.since) > limits.prepare() => Step::Fail(format!(
+            Ok(None) if now().saturating_sub(job.looks_since) > limits.prepare() => Step::Fail(format!(
                 "node {} has had no worker within {} ms; tasuki events says why",
                 job.node, limits.prepare_ms
             )),
@@ -304,6 +315,11 @@ impl Supervisor {
         if target == NOBODY {
             return self.look_for_taker(at);
         }
+        if self.was_late(at) {
+            self.try_again(at);
+            return Step::Again;
+        }
+        let job = &self.jobs[at];
         let limits = &self.config.daemon;
         let worker = self.workers.get(&target);
         // Who is dying is waited for, and whoever gets the NIC then too: the answer says who that is.
@@ -346,7 +362,7 @@ impl Supervisor {
                 Step::Again
             }
             Some(Fit::Ready) => match card.arbiter.as_ref().map(|arbiter| arbiter.state()) {
-                Some(State::Steady) => {
+                Some(State::Steady) if self.may_be_fenced_again(at, nic) => {
                     self.ask_arbiter(at, nic, choice.method);
                     Step::Again
                 }
@@ -415,6 +431,47 @@ impl Supervisor {
             return Step::Again;
         }
         Step::Fail(why.map_or_else(|| "it was refused; tasuki events says by whom".to_owned(), |why| why.to_string()))
+    }
+
+    /// Whether the NIC is driven as before, because its taker came too late, and that was not so too often.
+    fn was_late(&self, at: usize) -> bool {
+        let job = &self.jobs[at];
+        let Some(card) = job.asked().and_then(|nic| self.cards.get(&nic)) else { return false };
+        let why = card.said.as_ref().and_then(|told| told.why);
+        let is_back = card.is_settled() && card.board.holder().is_some_and(|holder| holder != job.target);
+        why == Some(Reason::FramesCame) && is_back && job.late < LATE_MOST
+    }
+
+    /// Gives it once more: nothing has changed, and the next time somebody may be quicker.
+    fn try_again(&mut self, at: usize) {
+        let job = &mut self.jobs[at];
+        let (Some(nic), target, node) = (job.asked(), job.target, job.node.clone()) else { return };
+        (job.late, job.asked, job.looks_since) = (job.late + 1, None, now());
+        // The arbiter has told it to leave the NIC. If that was its last one it ends, and another comes.
+        if !self.workers.get(&target).is_some_and(super::worker::Worker::serves) {
+            job.target = NOBODY;
+        }
+        let Some(card) = self.cards.get_mut(&nic) else { return };
+        card.said = None;
+        let name = card.name().to_owned();
+        let sentence = format!(
+            "frames came before worker {target} could take {name}, which stays where it is; it is given once more"
+        );
+        self.note(About::worker(&node, target), sentence);
+    }
+
+    /// Whether somebody of the NIC's node is there to have it back, should its driver be fenced once more for nothing.
+    fn may_be_fenced_again(&self, at: usize, nic: u32) -> bool {
+        let Some(card) = self.cards.get(&nic).filter(|_| self.jobs[at].fence_first && self.jobs[at].late > 0) else {
+            return true;
+        };
+        let stands_by = |worker: &super::worker::Worker| {
+            worker.record.node == card.node
+                && worker.serves()
+                && card.board.holder() != Some(worker.party())
+                && worker.nics.get(&nic) == Some(&Fit::Ready)
+        };
+        self.config.node(&card.node).is_none_or(|node| !node.standby) || self.workers.values().any(stands_by)
     }
 
     /// A NIC has gone where it was to go.

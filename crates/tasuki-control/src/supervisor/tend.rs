@@ -24,6 +24,9 @@ use crate::config::{Device, not_startable};
 use crate::process::Process;
 use crate::registry::{Change, WorkerRecord};
 
+/// A worker that is about to be ready is so within this time, on a machine that is not too busy.
+const SOON: Duration = Duration::from_millis(500);
+
 /// What a worker may lock where there are devices that reach its memory by themselves.
 const MEMLOCK: u64 = 512 << 20;
 
@@ -55,14 +58,17 @@ impl Supervisor {
         self.end_the_slow();
     }
 
-    /// Whether somebody is on his way to a NIC that nobody drives.
-    fn is_awaited(&self) -> bool {
-        let parked = self.cards.values().filter(|card| card.is_parked());
-        let coming = |number: &u32| {
-            let worker = &self.workers[number];
-            !worker.serves() || worker.nics.values().any(|fit| matches!(fit, Fit::Preparing(_)))
+    /// Whether a worker of this node is about to be ready for a NIC that nobody drives: starting another would keep it waiting.
+    fn is_awaited(&self, name: &str) -> bool {
+        let is_soon = |since: Duration| now().saturating_sub(since) < SOON;
+        let comes = |number: u32, nic: u32| match (self.workers[&number].stage, self.workers[&number].nics.get(&nic)) {
+            (Stage::Starting(since) | Stage::Asked(since), _) => is_soon(since),
+            (_, Some(Fit::Preparing(since))) => is_soon(*since),
+            _ => false,
         };
-        { parked }.any(|card| self.staff_of(&card.node).iter().any(coming))
+        let staff = self.staff_of(name);
+        let parked = self.cards.values().filter(|card| card.node == name && card.is_parked());
+        { parked }.any(|card| staff.iter().any(|number| comes(*number, card.number)))
     }
 
     /// How many workers a node should have.
@@ -159,8 +165,7 @@ impl Supervisor {
         match decision.verdict {
             Verdict::Now => {
                 for _ in 0..missing {
-                    // It is not kept waiting for those that come after it.
-                    if self.is_awaited() {
+                    if self.is_awaited(name) {
                         return;
                     }
                     if let Err(error) = self.start_worker(name, None, false) {
@@ -345,7 +350,9 @@ impl Supervisor {
         let mut slow = Vec::new();
         for (number, worker) in &self.workers {
             let what = match worker.stage {
-                _ if worker.deaf.is_some_and(|since| late(since, PATIENCE)) => "has closed its end and does not end",
+                _ if worker.deaf.is_some_and(|since| late(since, PATIENCE)) => {
+                    "has stopped, or closed its end, and does not end"
+                }
                 Stage::Starting(since) if late(since, PATIENCE) => "has not begun in time",
                 Stage::Asked(since) if late(since, PATIENCE) => "does not answer this tasukid",
                 Stage::Leaving(since) if late(since, PATIENCE) => "was told to end and does not",

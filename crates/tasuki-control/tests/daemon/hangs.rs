@@ -64,6 +64,37 @@ fn somebody_drives(storm: &Storm) {
     until(&storm.rig, "somebody drives", || storm.pair().is_some());
 }
 
+/// A taker that does not run for longer than the partner pauses has its handover refused, and the NIC goes when it is tried again.
+#[test]
+fn a_handover_whose_taker_is_late_is_done_again() {
+    need_storm!();
+    let mut storm = Storm::new(RATE, false, &[]);
+    storm.settle();
+    // Nobody trusts green: whoever drives is fenced each time it is tried.
+    for (at, to) in ["blue", "green"].into_iter().enumerate() {
+        storm.plan("TASUKI_STOP=take.won:1");
+        storm.upgrade(to, false).expect("a node without a NIC");
+        storm.forget_plans();
+        let said = std::thread::scope(|scope| {
+            let given = scope.spawn(|| storm.give(to, Some("repoint")));
+            let late = || storm.workers().iter().map(pid).find(|pid| state(*pid) == Some('T'));
+            until(&storm.rig, "the taker is stopped", || late().is_some());
+            let late = late().expect("the one that was there a moment ago");
+            // A partner pauses for 33 ms.
+            std::thread::sleep(Duration::from_millis(100));
+            signal(late, Signal::CONT);
+            given.join().expect("no panic")
+        });
+        assert!(said.is_ok(), "{said:?}\n{}", storm.rig.log());
+        assert_eq!(storm.nic()["node"], to);
+        let again = storm.rig.log().matches("it is given once more").count();
+        assert!(again > at, "{}", storm.rig.log());
+        storm.settle();
+        storm.flows();
+    }
+    storm.nothing_is_lost();
+}
+
 #[test]
 fn a_standby_that_is_stopped_does_not_keep_the_nic_from_somebody_else() {
     need_storm!();
