@@ -123,6 +123,8 @@ pub struct Seat<N: InPlace + Repoint, D: Duty> {
     /// How the next order to release is meant, and the sash that the next order to take is to go by.
     plan: Option<Plan>,
     stored: Option<OwnedFd>,
+    /// With the epoch of the order to take that goes by it: before it is there the lease is not taken.
+    awaits_sash: Option<u32>,
     /// The sash of which the order to prepare spoke, and the method.
     asked: (u32, u32),
     method: Method,
@@ -165,6 +167,7 @@ where
             sash: N::Sash::blank(),
             plan: None,
             stored: None,
+            awaits_sash: None,
             asked: (N::Sash::KIND, N::Sash::VERSION),
             method: Method::Keep,
             waits_since: None,
@@ -259,6 +262,11 @@ where
         if let Input::Order(Order::Prepare { kind, version, method, .. }) = input {
             (self.asked, self.method) = ((kind, version), method);
         }
+        if let Input::Order(Order::Take { epoch, after, .. }) = input {
+            // Once only: where that comes to nothing, the lease is granted anew and the ledger says where to go on.
+            let stores = self.plan.as_mut().is_some_and(|plan| std::mem::take(&mut plan.store));
+            self.awaits_sash = (stores && after == After::Passed).then_some(epoch);
+        }
         let mut inputs = VecDeque::from([input]);
         while let Some(input) = inputs.pop_front() {
             match self.worker.hear(&common.tables, input) {
@@ -283,7 +291,8 @@ where
             Do::Look => {
                 self.get_ready(common);
                 // The word may be the one already.
-                Some(Input::Word(self.given.board.tenure()))
+                let now = self.given.board.tenure();
+                (!self.is_early(now)).then_some(Input::Word(now))
             }
             Do::Read { after, wrote } => Some(self.read(common, after, wrote)),
             Do::LookOnce => {
@@ -601,11 +610,17 @@ where
         }
     }
 
+    /// Whether this is the word that is waited for, and the sash has not come by which it is gone on.
+    fn is_early(&self, now: Tenure) -> bool {
+        self.stored.is_none() && now.holder.is_none() && self.awaits_sash == Some(now.epoch)
+    }
+
     /// What the lease word says, if that is not what we believe.
     #[inline]
     pub fn word(&self) -> Option<Input> {
         let now = self.given.board.tenure();
-        (self.waits_since.is_some() || now != self.tenure).then_some(Input::Word(now))
+        let is_news = if self.waits_since.is_some() { !self.is_early(now) } else { now != self.tenure };
+        is_news.then_some(Input::Word(now))
     }
 
     /// Parks the card, if it is driven.
