@@ -251,7 +251,8 @@ impl<D: Duty> Node<D> {
                 .tell(Some(nic), format!("an order came for NIC {nic}, of which this worker has nothing"));
         };
         let is_at_work = |seat: &AnySeat<D>| each!(seat, seat => seat.drives() || seat.waits().is_some());
-        if matches!(input, Input::Order(Order::Prepare { .. })) && !self.seats.iter().any(is_at_work) {
+        let is_ready = each!(&self.seats[index], seat => seat.is_ready());
+        if matches!(input, Input::Order(Order::Prepare { .. })) && !is_ready && !self.seats.iter().any(is_at_work) {
             self.common.cpus.step_aside();
         }
         each!(&mut self.seats[index], seat => seat.hear(&mut self.common, input));

@@ -286,6 +286,10 @@ impl Arbiter {
             }
             Action::Recall => doing.extend(tell(self.giver, Order::Recall { epoch })),
             Action::Take => {
+                if self.giver.is_some() && self.seen.holder == self.giver {
+                    // It is waited for until that one lets go, which is to be told to next.
+                    (self.after, self.wrote) = (After::Passed, epoch);
+                }
                 let (after, wrote) = (self.after, self.wrote);
                 doing.extend(tell(self.next, Order::Take { epoch, after, wrote }));
                 self.next.into_iter().for_each(|next| self.set(next, Is::Waiting));

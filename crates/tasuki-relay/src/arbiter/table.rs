@@ -181,7 +181,7 @@ pub const TABLE: &[Row<State, Event, Action>] = {
         Row { from: INSIDE, on: E::Asked, then: Refuse, because: FIRST },
         Row { from: &[Parked], on: E::Asked, then: Refuse, because: "nobody drives; a worker that is ready gets the device without asking" },
 
-        Row { from: &[Preparing], on: E::Ready, then: Go(Passing, &[A::Release, A::Take, A::Watch]), because: "the taker watches the word: no message stands between release and take" },
+        Row { from: &[Preparing], on: E::Ready, then: Go(Passing, &[A::Take, A::Release, A::Watch]), because: "the taker watches the word when the giver passes it: no message stands between release and take" },
         Row { from: &[Granting, Finding, Steady, Letting, Passing, Recalling, Clearing, Fencing], on: E::Ready, then: Stay(&[]), because: NOTED },
         Row { from: INSIDE, on: E::Ready, then: Refuse, because: FIRST },
         Row { from: &[Parked], on: E::Ready, then: Go(Choosing, &[A::Choose]), because: "somebody can go on after all" },
