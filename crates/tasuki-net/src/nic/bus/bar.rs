@@ -5,7 +5,7 @@ use super::mmio::{Mmio, Register};
 
 /// How the parts of a BAR are reached that are not mapped. Whole registers inside of the BAR only.
 pub trait Far {
-    /// Reads `into.len()` bytes, at most [`BLOCK_MAX`]; says whether somebody answered.
+    /// Reads `into.len()` bytes, at most `BLOCK_MAX`; says whether somebody answered.
     fn read(&self, offset: u32, into: &mut [u8]) -> bool;
 
     /// Writes. Nobody learns here whether it arrived.
