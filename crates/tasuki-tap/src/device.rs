@@ -2,7 +2,7 @@
 //!
 //! # Invariants
 //!
-//! - **T1** [`Request`] has the layout of `struct ifreq` in `<linux/if.h>`, of which TUNSETIFF reads the name and the flags.
+//! - **T1** `Request` has the layout of `struct ifreq` in `<linux/if.h>`, of which TUNSETIFF reads the name and the flags.
 #![allow(unsafe_code, reason = "the ioctl that makes a descriptor a TAP device, which rustix lacks")]
 
 use std::os::fd::{AsFd, OwnedFd};
