@@ -267,6 +267,10 @@ where
             let stores = self.plan.as_mut().is_some_and(|plan| std::mem::take(&mut plan.store));
             self.awaits_sash = (stores && after == After::Passed).then_some(epoch);
         }
+        if matches!(input, Input::Order(Order::StandDown)) {
+            // What was stored for a relay that came to nothing is not for the next.
+            (self.stored, self.awaits_sash) = (None, None);
+        }
         let mut inputs = VecDeque::from([input]);
         while let Some(input) = inputs.pop_front() {
             match self.worker.hear(&common.tables, input) {

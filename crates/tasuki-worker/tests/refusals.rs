@@ -67,6 +67,26 @@ fn a_kit_that_is_not_whole_is_refused_before_anything_is_touched() {
     nothing_is_lost(&model.report(), 500);
 }
 
+#[test]
+fn what_was_stored_for_a_relay_that_came_to_nothing_is_not_read_in_the_next() {
+    need_model!();
+    let folder = folder();
+    let model = Model::start(folder.path(), &["--source", "2000", "--rate", "8000"]);
+    let nic = Nic::open(&model.socket, &["--promiscuous"]);
+    let mut node = Node::new(folder.path(), Work::Echo);
+    let (mut red, mut blue) = (node.ready(&nic, &[]), node.ready(&nic, &[]));
+    let epoch = taken(red.grant(&nic));
+    blue.plan(&nic, true);
+    blue.order(&nic, Order::Take { epoch, after: After::Passed, wrote: epoch });
+    blue.letter(&ToWorker::Sash { nic: 0 }, &[memfd(b"no sash")]);
+    blue.order(&nic, Order::StandDown);
+    assert!(matches!(blue.report(&nic), Report::Lost { .. }), "{:?}", blue.told);
+    assert_eq!(red.pass_to(&mut blue, &nic), (Report::Released { epoch }, Report::Taken { epoch: epoch + 1 }));
+    blue.until_sent(2000);
+    drop((red, blue, nic));
+    nothing_is_lost(&model.report(), 2000);
+}
+
 /// The giver stores its sash; somebody has changed it when it comes to the successor.
 fn stored_and_changed(change: impl Fn(&mut Vec<u8>), why: fn(Reason) -> bool) {
     let folder = folder();
