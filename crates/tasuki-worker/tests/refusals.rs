@@ -6,13 +6,12 @@ mod daemon;
 
 use std::os::fd::OwnedFd;
 use std::process::{Command, Stdio};
-use std::time::Duration;
 
 use daemon::{Model, Nic, Node, Talk, Worker, folder, nothing_is_lost, taken, unfit, until};
 use rustix::fs::MemfdFlags;
 use tasuki_relay::letter::{Begin, SPEECH, ToDaemon, ToWorker, Work, pulse};
 use tasuki_relay::sash::{HEAD, Sash};
-use tasuki_relay::wire::{Order, Reason, Report, Use};
+use tasuki_relay::wire::{Order, Reason, Report, Standing, Use};
 use tasuki_relay::{After, Tenure};
 
 fn memfd(bytes: &[u8]) -> OwnedFd {
@@ -158,13 +157,17 @@ fn an_upgrade_goes_by_the_store() {
     let mut node = Node::new(folder.path(), Work::Echo);
     let (mut red, mut blue) = (node.ready(&nic, &[]), node.ready(&nic, &[]));
     taken(red.grant(&nic));
-    for turn in 0..10 {
+    for _ in 0..10 {
         let epoch = nic.tenure().epoch;
         blue.plan(&nic, true);
         blue.order(&nic, Order::Take { epoch, after: After::Passed, wrote: epoch });
         let (_, bytes) = store(&mut red, &nic);
-        // It was rung for, and goes by the sash, not by what it sees.
-        std::thread::sleep(Duration::from_millis(turn));
+        // It was rung for, has had turns since, and goes by the sash, not by what it sees.
+        for _ in 0..3 {
+            blue.order(&nic, Order::Who);
+            let said = blue.report(&nic);
+            assert!(matches!(said, Report::Hello { standing: Standing::Waiting, .. }), "{said:?}: {:?}", blue.told);
+        }
         assert_eq!(nic.tenure(), Tenure { holder: None, epoch });
         blue.letter(&ToWorker::Sash { nic: 0 }, &[memfd(&bytes)]);
         assert_eq!(blue.report(&nic), Report::Taken { epoch: epoch + 1 }, "{:?}", blue.told);

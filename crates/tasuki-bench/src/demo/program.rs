@@ -4,6 +4,9 @@ use std::process::{Child, ChildStdout, Command, Stdio};
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, ensure};
+use rustix::event::{PollFd, PollFlags, Timespec};
+use rustix::io::Errno;
+use rustix::process::{Pid, PidfdFlags};
 
 use crate::interrupt::Interrupt;
 
@@ -48,10 +51,16 @@ impl Program {
     /// Waits for its end.
     pub fn await_end(&mut self, interrupt: &Interrupt) -> Result<()> {
         let began = Instant::now();
+        let end = rustix::process::pidfd_open(Pid::from_child(&self.child), PidfdFlags::empty())?;
+        // An interrupt is looked for now and then.
+        let rest = Timespec::try_from(LOOK)?;
         while self.is_running()? {
             interrupt.check()?;
             ensure!(began.elapsed() < PATIENCE, "{} does not end", self.name);
-            std::thread::sleep(LOOK);
+            match rustix::event::poll(&mut [PollFd::new(&end, PollFlags::IN)], Some(&rest)) {
+                Ok(_) | Err(Errno::INTR) => {}
+                Err(errno) => return Err(errno).context("the kernel refused to wait"),
+            }
         }
         Ok(())
     }
