@@ -236,7 +236,13 @@ impl Supervisor {
         let is_trusted = self.config.trust(&from, &give.to);
         let trust = if is_trusted { Trust::Full } else { Trust::None };
         let asked_for = give.method.map(Method::from);
-        method::choose(&can, trust, asked_for).map_err(|not| No::now(format!("{nic} cannot go that way: {not}")))?;
+        let choice = method::choose(&can, trust, asked_for)
+            .map_err(|not| No::now(format!("{nic} cannot go that way: {not}")))?;
+        if choice.method == Method::Repoint && give.state == Some(SashBy::Store) {
+            return Err(No::now(format!(
+                "{nic} goes by repoint, which takes nothing along that could be stored; leave --state out, or ask for --method keep"
+            )));
+        }
         // Who is not there yet is waited for.
         let target = self.taker_of(&give.to).map_err(No::now)?.unwrap_or(NOBODY);
         Ok(Job {
