@@ -319,7 +319,14 @@ impl Supervisor {
                 node.deaths.drain(..extra);
             }
         }
-        self.note(About::worker(&node_name, number), format!("worker {number} of node {node_name} {how}"));
+        let early = match worker.stage {
+            Stage::Starting(_) => format!(
+                " before it had begun; is {} a worker of Tasuki's? tasukid's log has what it wrote",
+                worker.record.binary.display()
+            ),
+            _ => String::new(),
+        };
+        self.note(About::worker(&node_name, number), format!("worker {number} of node {node_name} {how}{early}"));
     }
 
     /// Looks at the hearts of those who drive, and asks those who sleep.

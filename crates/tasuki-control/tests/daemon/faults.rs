@@ -173,6 +173,10 @@ fn what_there_is_not_is_said_with_what_there_is() {
         (&["nic", "give", "eth0", "--to", "pink"], &["there is no node \"pink\""]),
         (&["nic", "give", "eth0", "--to", "red"], &["eth0 is node red's already", "tasuki worker upgrade red"]),
         (
+            &["nic", "give", "eth0", "--to", "blue", "--method", "repoint", "--state", "store"],
+            &["eth0 goes by repoint, which takes nothing along that could be stored"],
+        ),
+        (
             &["nic", "give", "eth0", "--to", "blue", "--method", "mbb"],
             &["eth0 cannot go that way: mbb needs a card with a receive queue to spare"],
         ),
