@@ -33,8 +33,8 @@ fuzz_target!(|data: &[u8]| {
     let (our_lines, our_head) = (lines(capacity as usize), lines(1));
     let (their_lines, their_head, their_bell) = (lines(capacity as usize), lines(1), lines(1));
     their_head[0].word(0).store(start.into(), Relaxed);
-    let mut tx = Producer::new(Arc::clone(&our_lines), Claims::of(Arc::clone(&their_head)), start);
-    let mut rx = Consumer::new(Claims::of(Arc::clone(&their_lines)), Arc::clone(&our_head), start);
+    let mut tx: Producer<_, _> = Producer::new(Arc::clone(&our_lines), Claims::of(Arc::clone(&their_head)), start);
+    let mut rx: Consumer<_, _> = Consumer::new(Claims::of(Arc::clone(&their_lines)), Arc::clone(&our_head), start);
     let mut ringer = Ringer::new(Claims::of(Arc::clone(&their_bell)));
     let mut bell = Bell::new(lines(1), NO_CPU);
     let mut believed = start;

@@ -83,6 +83,14 @@ impl<M: Deref<Target = [Line]>> Bell<M> {
         bell
     }
 
+    /// The bell of a predecessor on the same line. Its naps go on being counted, for those who have rung for the last one.
+    pub fn go_on(line: M, cpu: u32) -> Self {
+        let naps = Published::decode(line[0].word(0).load(Relaxed)).naps;
+        let mut bell = Bell { line, state: State::Running, cpu, naps };
+        bell.publish(cpu);
+        bell
+    }
+
     fn publish(&mut self, cpu: u32) {
         self.cpu = cpu;
         self.line[0].word(0).store(encode(self.state, cpu, self.naps), Relaxed);

@@ -6,12 +6,14 @@
 //! | [`mod@line`] | a cache line of it; ours to store, a peer's only to load                |
 //! | [`arena`]   | memory cut into slots that move between owner and peer                  |
 //! | [`slots`]   | who holds which slot                                                    |
+//! | [`pool`]    | memory for frames of any length, which one writes and many read         |
 //! | [`enforce`] | a peer's mapping, write-protected from outside                          |
 //! | [`ring`]    | a queue from one producer to one consumer                               |
 //! | [`bell`]    | how a parked process is woken, for nothing when it is awake             |
 //! | [`wake`]    | the kernel's part of a bell                                             |
 //! | [`lease`]   | who owns something now                                                  |
 //! | [`stats`]   | counters and histograms for strangers to read                           |
+//! | [`vni`]     | what lies in memory of a VNI                                            |
 //! | [`call`]    | request and response between processes                                  |
 //!
 //! The rules that these modules keep are numbered where they are stated, and cited where they are used.
@@ -20,10 +22,12 @@
 pub mod bell;
 pub mod lease;
 pub mod line;
+pub mod pool;
 pub mod ring;
 pub mod slots;
 pub mod stats;
 pub mod sync;
+pub mod vni;
 
 #[cfg(not(loom))]
 pub mod arena;

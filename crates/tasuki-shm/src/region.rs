@@ -9,18 +9,18 @@
 //! - **M2** No reference to plain data is made in memory that another process can write: what is lent out is atomics, or,
 //!   for memory that only we can write, bytes whose owner the arena knows.
 //! - **M3** The memory behind a mapping cannot shrink, nor have holes punched into it: the memfd carries `F_SEAL_SHRINK`, and a
-//!   peer's `F_SEAL_FUTURE_WRITE` too (a hole in huge pages is filled only while the pool lasts), checked before it is
-//!   mapped, so a load inside `len` never raises SIGBUS.
+//!   peer's `F_SEAL_FUTURE_WRITE` too (a hole in huge pages is filled only while the pool lasts) or none but small pages, checked before
+//!   it is mapped, so a load inside `len` never raises SIGBUS.
 #![allow(unsafe_code, reason = "mmap, mprotect, and the lending of atomics out of a mapping")]
 
 use std::io;
 use std::marker::PhantomData;
 use std::ops::Deref;
-use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::ptr::NonNull;
 use std::sync::Arc;
 
-use rustix::fs::{MemfdFlags, SealFlags};
+use rustix::fs::{MemfdFlags, Mode, OFlags, SealFlags};
 use rustix::mm::{MapFlags, MprotectFlags, ProtFlags};
 
 use crate::line::{Claims, LINE_LEN, Line};
@@ -86,6 +86,9 @@ pub enum RegionError {
         /// Bytes announced.
         need: usize,
     },
+    /// Atomics of the region are lent that is to hold plain bytes.
+    #[error("the region is lent as atomics already, and cannot hold plain bytes as well")]
+    Lent,
     /// A part was asked for that the region does not have.
     #[error("bytes {offset} to {end} were asked of a region of {len}, or not on a whole line")]
     OutOfBounds {
@@ -298,6 +301,20 @@ impl Region {
         self.memory.as_fd()
     }
 
+    /// The descriptor alone.
+    pub fn into_fd(self) -> OwnedFd {
+        self.memory
+    }
+
+    /// Gives whole pages back to the kernel. They read as zeroes from then on, and cost memory again when they are written or read.
+    pub fn give_back(&self, offset: usize, len: usize) -> Result<(), RegionError> {
+        use rustix::fs::FallocateFlags;
+        self.mapping.check(offset, len)?;
+        let how = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
+        rustix::fs::fallocate(&self.memory, how, offset as u64, len as u64)
+            .map_err(|errno| RegionError::from_errno("giving back shared memory", len, errno))
+    }
+
     /// Bytes.
     pub fn len(&self) -> usize {
         self.mapping.len
@@ -347,6 +364,24 @@ impl Region {
         let first = self.mapping.check(offset, len)?;
         // SAFETY: in bounds (checked), alive (M1, M3), and exclusive by the caller's word, which the arena keeps (M2).
         Ok(unsafe { std::slice::from_raw_parts_mut(first.as_ptr(), len) })
+    }
+
+    /// That no atomics of it are lent.
+    pub(crate) fn is_unlent(&self) -> Result<(), RegionError> {
+        match Arc::strong_count(&self.mapping) {
+            1 => Ok(()),
+            _ => Err(RegionError::Lent),
+        }
+    }
+
+    /// The bytes from `offset` on of a region that [nobody has atomics of](Self::is_unlent), nor gets any.
+    ///
+    /// # Safety
+    /// No other process writes these bytes: peers map them read-only.
+    #[inline]
+    pub(crate) unsafe fn bytes_of_owner(&mut self, offset: usize, len: usize) -> Result<&mut [u8], RegionError> {
+        // SAFETY: no other process writes, by the caller's word, and in this one nobody else has a reference: ours is exclusive (M2).
+        unsafe { self.bytes_mut(offset, len) }
     }
 
     /// Has the CPU fetch the lines of these bytes for writing, while it has nothing better to do.
@@ -416,6 +451,21 @@ impl PeerRegion {
         Ok(PeerRegion { mapping: Arc::new(Mapping::new(memory, len, ProtFlags::READ)?) })
     }
 
+    /// Maps `len` bytes of what a third party made and keeps for somebody else to write, and successors of theirs. It need not be sealed against
+    /// writers, for then no successor could write it; but no page of it may be a huge one, since a hole in those cannot always be filled (M3).
+    pub fn map_kept(memory: BorrowedFd<'_>, len: usize) -> Result<Self, RegionError> {
+        let have = kept_len(memory)?;
+        if have < len {
+            return Err(RegionError::Truncated { have, need: len });
+        }
+        Ok(PeerRegion { mapping: Arc::new(Mapping::new(memory, len, ProtFlags::READ)?) })
+    }
+
+    /// The same of all of it.
+    pub fn map_kept_whole(memory: BorrowedFd<'_>) -> Result<Self, RegionError> {
+        Self::map_kept(memory, kept_len(memory)?)
+    }
+
     /// Bytes.
     pub fn len(&self) -> usize {
         self.mapping.len
@@ -472,21 +522,62 @@ impl PeerRegion {
 
 /// Copies `into.len()` bytes that another process may be writing.
 ///
-/// A copy in Rust would be a data race; a copy in assembly is what the CPU makes of it. Of all ways to fetch 4 KiB from another
-/// CPU's cache, `rep movsb` is also the fastest here (a fifth faster than 8-byte loads: docs/decisions/0004-slots-across-cores.md).
+/// A copy in Rust would be a data race; a copy in assembly is what the CPU makes of it: line by line, and the last line's worth of bytes once
+/// more where the length is no multiple of it. How fast which instructions are: docs/decisions/0016-a-pool-goes-round.md.
 ///
 /// # Safety
 /// `from` is mapped for reading for `into.len()` bytes (M1).
 #[cfg(target_arch = "x86_64")]
+#[inline]
 unsafe fn copy_from_abroad(from: *const u8, into: &mut [u8]) {
-    // SAFETY: reads what the caller vouches for (M1) and writes `into`; the direction flag is clear by the ABI.
+    let len = into.len();
+    if len < LINE_LEN {
+        // SAFETY: reads what the caller vouches for (M1) and writes `into`; the direction flag is clear by the ABI.
+        unsafe {
+            std::arch::asm!(
+                "rep movsb",
+                inout("rcx") len => _,
+                inout("rdi") into.as_mut_ptr() => _,
+                inout("rsi") from => _,
+                options(nostack, preserves_flags)
+            );
+        }
+        return;
+    }
+    // SAFETY: the front and the back of what the caller vouches for (M1), each a whole number of lines, into the same of `into`.
     unsafe {
         std::arch::asm!(
-            "rep movsb",
-            inout("rcx") into.len() => _,
-            inout("rdi") into.as_mut_ptr() => _,
-            inout("rsi") from => _,
-            options(nostack, preserves_flags)
+            "2:",
+            "movups {a}, [{from}]",
+            "movups {b}, [{from} + 16]",
+            "movups {c}, [{from} + 32]",
+            "movups {d}, [{from} + 48]",
+            "movups [{to}], {a}",
+            "movups [{to} + 16], {b}",
+            "movups [{to} + 32], {c}",
+            "movups [{to} + 48], {d}",
+            "add {from}, 64",
+            "add {to}, 64",
+            "dec {lines}",
+            "jnz 2b",
+            // Back to where a whole line is left to the end; for a whole number of lines that is the last one again.
+            "movups {a}, [{from} + {back}]",
+            "movups {b}, [{from} + {back} + 16]",
+            "movups {c}, [{from} + {back} + 32]",
+            "movups {d}, [{from} + {back} + 48]",
+            "movups [{to} + {back}], {a}",
+            "movups [{to} + {back} + 16], {b}",
+            "movups [{to} + {back} + 32], {c}",
+            "movups [{to} + {back} + 48], {d}",
+            a = out(xmm_reg) _,
+            b = out(xmm_reg) _,
+            c = out(xmm_reg) _,
+            d = out(xmm_reg) _,
+            from = inout(reg) from => _,
+            to = inout(reg) into.as_mut_ptr() => _,
+            lines = inout(reg) len / LINE_LEN => _,
+            back = in(reg) (len % LINE_LEN).wrapping_sub(LINE_LEN),
+            options(nostack)
         );
     }
 }
@@ -547,6 +638,22 @@ fn sealed_len(memory: BorrowedFd<'_>, more: SealFlags) -> Result<(usize, usize),
         rustix::fs::fstat(memory).map_err(|errno| RegionError::from_errno("measuring shared memory", 0, errno))?;
     let number = |n: i64| usize::try_from(n).map_err(|_| RegionError::NotMemory);
     Ok((number(stat.st_size)?, number(stat.st_blksize)?.max(PAGE_LEN)))
+}
+
+/// The same of memory that somebody keeps, which has none but small pages (M3).
+fn kept_len(memory: BorrowedFd<'_>) -> Result<usize, RegionError> {
+    let (len, page) = sealed_len(memory, SealFlags::empty())?;
+    if page > PAGE_LEN {
+        return Err(RegionError::Unguarded);
+    }
+    Ok(len)
+}
+
+/// The same memory, through a descriptor that can only be read through.
+pub fn read_only(memory: BorrowedFd<'_>) -> Result<OwnedFd, RegionError> {
+    let same = format!("/proc/self/fd/{}", memory.as_raw_fd());
+    rustix::fs::open(same, OFlags::RDONLY | OFlags::CLOEXEC, Mode::empty())
+        .map_err(|errno| RegionError::from_errno("opening shared memory to be read", 0, errno))
 }
 
 #[cfg(test)]

@@ -1,7 +1,7 @@
-//! A ring: one producer hands messages of one cache line to one consumer, across processes.
+//! A ring: one producer hands messages of a fixed size to one consumer, across processes.
 //!
-//! A message is published by its own line: the line's first word carries the message's index, so the consumer
-//! finds out that it is there by the same cache-line transfer that brings it. There is no shared tail. The consumer's
+//! A message fills its place of 2, 4 or 8 words, a line at most. It is published by that place: its first word carries the message's
+//! index, so the consumer finds out that it is there by the same cache-line transfer that brings it. There is no shared tail. The consumer's
 //! `head` stands in the consumer's own memory, and the producer looks at it only when it believes the ring full.
 //!
 //! The two ends do not trust each other. Each keeps its own index in private memory and treats what the peer wrote as a
@@ -9,10 +9,10 @@
 //!
 //! # Rules
 //!
-//! - **R1** An index only grows, wrapping at 2³²; index `i` lives in line `i mod capacity`; capacity is a power of two.
+//! - **R1** An index only grows, wrapping at 2³²; index `i` lives in place `i mod capacity`; capacity is a power of two.
 //! - **R2** `tail - head <= capacity`, in wrapping arithmetic.
-//! - **R3** Only the producer stores lines; only the consumer stores `head`.
-//! - **R4** A line's stamp is 0 (never written), or `tag << 32 | i` with a tag that is not 0, for the index `i` that was last
+//! - **R3** Only the producer stores places; only the consumer stores `head`.
+//! - **R4** A place's stamp is 0 (never written), or `tag << 32 | i` with a tag that is not 0, for the index `i` that was last
 //!   written there: the one the consumer waits for, or the one `capacity` before it.
 //!
 //! # Orderings
@@ -28,16 +28,16 @@ use std::ops::Deref;
 use crate::line::{Claims, LINE_WORDS, Line};
 use crate::sync::{Acquire, Relaxed, Release, fence};
 
-/// Payload words of a message: a line less its stamp.
+/// Payload words of a message that fills a line: all but its stamp.
 pub const MESSAGE_WORDS: usize = LINE_WORDS - 1;
 
-/// What one line carries.
+/// What one place carries: `N` words beside the stamp, 1, 3 or 7 of them.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Message {
+pub struct Message<const N: usize = MESSAGE_WORDS> {
     /// What the message is; its meaning is the user's of the ring. Travels in the stamp, so it is read exactly once.
     pub tag: NonZeroU32,
     /// The payload.
-    pub words: [u64; MESSAGE_WORDS],
+    pub words: [u64; N],
 }
 
 /// A rule of this module that the peer broke. The connection is over: nothing it says can be believed.
@@ -54,10 +54,10 @@ pub enum Broken {
         tail: u32,
     },
     /// The producer stamped a line with an index that cannot stand there.
-    #[error("the peer broke ring rule R4: line {line} is stamped {stamp:#x} where index {expected} is due")]
+    #[error("the peer broke ring rule R4: place {place} is stamped {stamp:#x} where index {expected} is due")]
     R4 {
-        /// Which line.
-        line: usize,
+        /// Which place.
+        place: u32,
         /// The stamp found.
         stamp: u64,
         /// The index that is due.
@@ -68,10 +68,10 @@ pub enum Broken {
 /// Why a message was not pushed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 pub enum PushError {
-    /// Every line holds a message that the consumer has not retired.
+    /// Every place holds a message that the consumer has not retired.
     #[error("the ring is full: all {capacity} messages wait for the peer")]
     Full {
-        /// Lines in the ring.
+        /// Places in the ring.
         capacity: u32,
     },
     /// The consumer lies.
@@ -86,20 +86,42 @@ fn index_of(stamp: u64) -> u32 {
     stamp as u32
 }
 
-/// High half of a stamp: the tag, unless the line was never written.
+/// High half of a stamp: the tag, unless the place was never written.
 #[inline]
 fn tag_of(stamp: u64) -> Option<NonZeroU32> {
     NonZeroU32::new(index_of(stamp >> 32))
 }
 
-fn capacity_of(lines: usize) -> u32 {
-    assert!(lines.is_power_of_two(), "R1: a ring has a power of two of lines, not {lines}");
-    u32::try_from(lines).expect("R1: a ring has fewer than 2^32 lines")
+/// How messages of `N` words beside their stamps lie in lines.
+struct Places<const N: usize>;
+
+impl<const N: usize> Places<N> {
+    /// Words of a place.
+    const WORDS: usize = {
+        assert!((N + 1).is_power_of_two() && N < LINE_WORDS && N > 0, "a message has 1, 3 or 7 words beside its stamp");
+        N + 1
+    };
+
+    /// Places in a line.
+    #[expect(clippy::cast_possible_truncation, reason = "8 at most")]
+    const A_LINE: u32 = (LINE_WORDS / Self::WORDS) as u32;
+
+    fn capacity(lines: usize) -> u32 {
+        assert!(lines.is_power_of_two(), "R1: a ring has a power of two of lines, not {lines}");
+        let lines = u32::try_from(lines).expect("R1: a ring has fewer than 2^32 lines");
+        lines.checked_mul(Self::A_LINE).expect("R1: a ring has fewer than 2^32 places")
+    }
+
+    /// The line of a place, and its first word there.
+    #[inline(always)]
+    fn at(place: u32) -> (usize, usize) {
+        ((place / Self::A_LINE) as usize, (place % Self::A_LINE) as usize * Self::WORDS)
+    }
 }
 
 /// The end that writes. `M` is our lines; `P` is the memory that holds the consumer's `head`.
 #[derive(Debug)]
-pub struct Producer<M, P> {
+pub struct Producer<M, P, const N: usize = MESSAGE_WORDS> {
     lines: M,
     peer_head: Claims<P>,
     capacity: u32,
@@ -109,13 +131,48 @@ pub struct Producer<M, P> {
     head: u32,
 }
 
-impl<M: Deref<Target = [Line]>, P: Deref<Target = [Line]>> Producer<M, P> {
+impl<M: Deref<Target = [Line]>, P: Deref<Target = [Line]>, const N: usize> Producer<M, P, N> {
     /// An end whose next message has index `start`, on `lines` (a power of two of them).
     ///
     /// The consumer stores its head in word 0 of line 0 of `peer_head`, from `start` on.
     pub fn new(lines: M, peer_head: Claims<P>, start: u32) -> Self {
-        let capacity = capacity_of(lines.len());
+        let capacity = Places::<N>::capacity(lines.len());
         Producer { lines, peer_head, capacity, tail: start, head: start }
+    }
+
+    /// An end that goes on where a predecessor stopped, on the lines that it left; `None` if those cannot have been for this consumer, and have to
+    /// be cleared.
+    ///
+    /// What the consumer has not retired is there still, and what was not pushed whole is not.
+    pub fn go_on(lines: M, peer_head: Claims<P>) -> Option<Self> {
+        let head = index_of(peer_head.load(0, 0));
+        let mut producer = Self::new(lines, peer_head, head);
+        while producer.used() < producer.capacity && producer.stamp_at(producer.tail) == Some(producer.tail) {
+            producer.tail = producer.tail.wrapping_add(1);
+        }
+        // R4: behind the last one stands what was there a lap ago, or nothing.
+        let next = producer.stamp_at(producer.tail);
+        let a_lap_ago = producer.tail.wrapping_sub(producer.capacity);
+        (next.is_none() || next == Some(a_lap_ago) || producer.used() == producer.capacity).then_some(producer)
+    }
+
+    /// The index that the place of `index` is stamped with, if it was ever written.
+    fn stamp_at(&self, index: u32) -> Option<u32> {
+        let (line, first) = Places::<N>::at(index & (self.capacity - 1));
+        let stamp = self.lines[line].word(first).load(Relaxed);
+        tag_of(stamp).map(|_| index_of(stamp))
+    }
+
+    /// Everything that stands in the ring, read or not, with its index; in no order.
+    pub fn left_behind(lines: &M) -> Vec<(u32, Message<N>)> {
+        let capacity = Places::<N>::capacity(lines.len());
+        let message = |place| {
+            let (line, first) = Places::<N>::at(place);
+            let stamp = lines[line].word(first).load(Relaxed);
+            let words = std::array::from_fn(|i| lines[line].word(first + i + 1).load(Relaxed));
+            tag_of(stamp).map(|tag| (index_of(stamp), Message { tag, words }))
+        };
+        (0..capacity).filter_map(message).collect()
     }
 
     /// The index of the next message.
@@ -124,15 +181,21 @@ impl<M: Deref<Target = [Line]>, P: Deref<Target = [Line]>> Producer<M, P> {
     }
 
     /// The messages that the consumer had not retired when it was last [looked](Self::look) at, oldest first.
-    pub fn unretired(&self) -> Vec<Message> {
+    pub fn unretired(&self) -> Vec<Message<N>> {
         let indices = (0..self.used()).map(|i| self.head.wrapping_add(i));
         indices.filter_map(|index| self.message_at(index)).collect()
     }
 
-    fn message_at(&self, index: u32) -> Option<Message> {
-        let line = &self.lines[(index & (self.capacity - 1)) as usize];
-        let tag = tag_of(line.word(0).load(Relaxed))?;
-        Some(Message { tag, words: std::array::from_fn(|i| line.word(i + 1).load(Relaxed)) })
+    fn message_at(&self, index: u32) -> Option<Message<N>> {
+        let (line, first) = Places::<N>::at(index & (self.capacity - 1));
+        let line = &self.lines[line];
+        let tag = tag_of(line.word(first).load(Relaxed))?;
+        Some(Message { tag, words: std::array::from_fn(|i| line.word(first + i + 1).load(Relaxed)) })
+    }
+
+    /// Places in the ring.
+    pub fn capacity(&self) -> u32 {
+        self.capacity
     }
 
     /// How many messages can be pushed without a look at the consumer.
@@ -168,43 +231,51 @@ impl<M: Deref<Target = [Line]>, P: Deref<Target = [Line]>> Producer<M, P> {
         Ok(head)
     }
 
-    /// Writes `message` into the next line. The consumer sees it at once; whether it must be woken is the bell's question.
+    /// Writes `message` into the next place. The consumer sees it at once; whether it must be woken is the bell's question.
     #[inline(always)]
-    pub fn push(&mut self, message: &Message) -> Result<(), PushError> {
+    pub fn push(&mut self, message: &Message<N>) -> Result<(), PushError> {
         if self.room()? == 0 {
             return Err(PushError::Full { capacity: self.capacity });
         }
-        self.put(message);
+        self.put(self.tail, message);
+        self.tail = self.tail.wrapping_add(1);
         Ok(())
     }
 
     /// Pushes messages from the front of `batch` until the ring is full; says how many it took.
-    pub fn push_batch(&mut self, batch: &[Message]) -> Result<usize, Broken> {
-        if (self.capacity - self.used()) as usize >= batch.len() {
-            batch.iter().for_each(|message| self.put(message));
-            return Ok(batch.len());
+    ///
+    /// The first one last: a consumer that waits for it fetches its line again and again, and leaves the others alone until it has come.
+    pub fn push_batch(&mut self, batch: &[Message<N>]) -> Result<usize, Broken> {
+        if ((self.capacity - self.used()) as usize) < batch.len() {
+            self.look()?;
         }
-        self.look()?;
-        let fitting = batch.len().min((self.capacity - self.used()) as usize);
-        batch[..fitting].iter().for_each(|message| self.put(message));
-        Ok(fitting)
+        let room = (self.capacity - self.used()) as usize;
+        let fitting = &batch[..batch.len().min(room)];
+        self.tail = self.tail.wrapping_add(u32::try_from(fitting.len()).expect("no more than the capacity"));
+        let mut index = self.tail;
+        for message in fitting.iter().rev() {
+            index = index.wrapping_sub(1);
+            self.put(index, message);
+        }
+        Ok(fitting.len())
     }
 
+    /// Writes `message` into the place of `index`.
     #[inline(always)]
-    fn put(&mut self, message: &Message) {
-        let line = &self.lines[(self.tail & (self.capacity - 1)) as usize];
+    fn put(&self, index: u32, message: &Message<N>) {
+        let (line, first) = Places::<N>::at(index & (self.capacity - 1));
+        let line = &self.lines[line];
         for (i, word) in message.words.iter().enumerate() {
-            line.word(i + 1).store(*word, Relaxed);
+            line.word(first + i + 1).store(*word, Relaxed);
         }
         // PUBLISH: the payload stands before its stamp does.
-        line.word(0).store(u64::from(message.tag.get()) << 32 | u64::from(self.tail), Release);
-        self.tail = self.tail.wrapping_add(1);
+        line.word(first).store(u64::from(message.tag.get()) << 32 | u64::from(index), Release);
     }
 }
 
 /// The end that reads. `M` is the producer's lines; `H` is our memory that holds our `head`.
 #[derive(Debug)]
-pub struct Consumer<M, H> {
+pub struct Consumer<M, H, const N: usize = MESSAGE_WORDS> {
     lines: Claims<M>,
     shared_head: H,
     capacity: u32,
@@ -212,10 +283,10 @@ pub struct Consumer<M, H> {
     head: u32,
 }
 
-impl<M: Deref<Target = [Line]>, H: Deref<Target = [Line]>> Consumer<M, H> {
+impl<M: Deref<Target = [Line]>, H: Deref<Target = [Line]>, const N: usize> Consumer<M, H, N> {
     /// An end whose next message has index `start`. Its head goes to word 0 of line 0 of `shared_head`.
     pub fn new(lines: Claims<M>, shared_head: H, start: u32) -> Self {
-        let capacity = capacity_of(lines.len());
+        let capacity = Places::<N>::capacity(lines.len());
         let consumer = Consumer { lines, shared_head, capacity, head: start };
         consumer.retire();
         consumer
@@ -226,19 +297,20 @@ impl<M: Deref<Target = [Line]>, H: Deref<Target = [Line]>> Consumer<M, H> {
         self.head
     }
 
-    /// Takes the next message, if it is there, as a private copy. Its line is the producer's again after
+    /// Takes the next message, if it is there, as a private copy. Its place is the producer's again after
     /// [`retire`](Self::retire).
     #[inline(always)]
-    pub fn pop(&mut self) -> Result<Option<Message>, Broken> {
-        let line = (self.head & (self.capacity - 1)) as usize;
-        let stamp = self.lines.load(line, 0);
+    pub fn pop(&mut self) -> Result<Option<Message<N>>, Broken> {
+        let place = self.head & (self.capacity - 1);
+        let (line, first) = Places::<N>::at(place);
+        let stamp = self.lines.load(line, first);
         let tag = match tag_of(stamp) {
             Some(tag) if index_of(stamp) == self.head => tag,
-            _ => return self.not_yet(line, stamp),
+            _ => return self.not_yet(place, stamp),
         };
         // PUBLISH: the payload that was stored before this stamp is the one we load.
         fence(Acquire);
-        let words = std::array::from_fn(|i| self.lines.load(line, i + 1));
+        let words = std::array::from_fn(|i| self.lines.load(line, first + i + 1));
         self.head = self.head.wrapping_add(1);
         Ok(Some(Message { tag, words }))
     }
@@ -246,22 +318,23 @@ impl<M: Deref<Target = [Line]>, H: Deref<Target = [Line]>> Consumer<M, H> {
     /// Whether a message is there (or a breach, which [`pop`](Self::pop) will report).
     #[inline]
     pub fn is_ready(&self) -> bool {
-        let line = (self.head & (self.capacity - 1)) as usize;
-        !matches!(self.not_yet(line, self.lines.load(line, 0)), Ok(None))
+        let place = self.head & (self.capacity - 1);
+        let (line, first) = Places::<N>::at(place);
+        !matches!(self.not_yet(place, self.lines.load(line, first)), Ok(None))
     }
 
-    /// R4: the line still holds what it held one lap ago, or nothing at all.
+    /// R4: the place still holds what it held one lap ago, or nothing at all.
     #[inline(always)]
-    fn not_yet(&self, line: usize, stamp: u64) -> Result<Option<Message>, Broken> {
+    fn not_yet(&self, place: u32, stamp: u64) -> Result<Option<Message<N>>, Broken> {
         let a_lap_ago = index_of(stamp) == self.head.wrapping_sub(self.capacity) && tag_of(stamp).is_some();
         if stamp == 0 || a_lap_ago {
             return Ok(None);
         }
-        Err(Broken::R4 { line, stamp, expected: self.head })
+        Err(Broken::R4 { place, stamp, expected: self.head })
     }
 
     /// Takes up to `into.len()` messages, not yet retired; says how many.
-    pub fn pop_batch(&mut self, into: &mut [Message]) -> Result<usize, Broken> {
+    pub fn pop_batch(&mut self, into: &mut [Message<N>]) -> Result<usize, Broken> {
         for (taken, place) in into.iter_mut().enumerate() {
             match self.pop()? {
                 Some(message) => *place = message,
@@ -271,7 +344,7 @@ impl<M: Deref<Target = [Line]>, H: Deref<Target = [Line]>> Consumer<M, H> {
         Ok(into.len())
     }
 
-    /// Tells the producer that every message popped so far has been copied out and its line may be written again.
+    /// Tells the producer that every message popped so far has been copied out and its place may be written again.
     #[inline]
     pub fn retire(&self) {
         // RETIRE: our loads from those lines stand before this store.
@@ -293,11 +366,22 @@ mod tests {
     }
 
     fn message(n: u64) -> Message {
-        Message { tag: NonZeroU32::MIN, words: [n; MESSAGE_WORDS] }
+        message_of(n)
     }
 
-    fn ring(capacity: usize, start: u32) -> (Producer<Lines, Lines>, Consumer<Lines, Lines>) {
-        let (ours, head) = (lines(capacity), lines(1));
+    fn message_of<const N: usize>(n: u64) -> Message<N> {
+        Message { tag: NonZeroU32::MIN, words: [n; N] }
+    }
+
+    type Ring<const N: usize> = (Producer<Lines, Lines, N>, Consumer<Lines, Lines, N>);
+
+    fn ring(capacity: usize, start: u32) -> Ring<MESSAGE_WORDS> {
+        ring_of(capacity, start)
+    }
+
+    /// A ring in so many lines.
+    fn ring_of<const N: usize>(count: usize, start: u32) -> Ring<N> {
+        let (ours, head) = (lines(count), lines(1));
         let consumer = Consumer::new(Claims::of(Arc::clone(&ours)), Arc::clone(&head), start);
         (Producer::new(ours, Claims::of(head), start), consumer)
     }
@@ -318,7 +402,7 @@ mod tests {
     #[test]
     fn r2_a_head_past_our_tail_is_a_lie() {
         let (ours, head) = (lines(4), lines(1));
-        let mut tx = Producer::new(ours, Claims::of(Arc::clone(&head)), 0);
+        let mut tx: Producer<_, _> = Producer::new(ours, Claims::of(Arc::clone(&head)), 0);
         (0..4).for_each(|i| tx.push(&message(i)).unwrap());
         head[0].word(0).store(5, Relaxed);
         assert_eq!(tx.push(&message(4)), Err(PushError::Broken(Broken::R2 { head: 5, oldest: 0, tail: 4 })));
@@ -327,7 +411,7 @@ mod tests {
     #[test]
     fn r2_a_head_that_goes_back_is_a_lie() {
         let (ours, head) = (lines(4), lines(1));
-        let mut tx = Producer::new(ours, Claims::of(Arc::clone(&head)), 0);
+        let mut tx: Producer<_, _> = Producer::new(ours, Claims::of(Arc::clone(&head)), 0);
         (0..4).for_each(|i| tx.push(&message(i)).unwrap());
         head[0].word(0).store(2, Relaxed);
         assert_eq!(tx.look(), Ok(2));
@@ -338,9 +422,9 @@ mod tests {
     #[test]
     fn r4_a_stamp_out_of_turn_is_a_lie() {
         let (ours, head) = (lines(4), lines(1));
-        let mut rx = Consumer::new(Claims::of(Arc::clone(&ours)), head, 0);
+        let mut rx: Consumer<_, _> = Consumer::new(Claims::of(Arc::clone(&ours)), head, 0);
         ours[0].word(0).store(1 << 32 | 1, Relaxed);
-        assert_eq!(rx.pop(), Err(Broken::R4 { line: 0, stamp: 1 << 32 | 1, expected: 0 }));
+        assert_eq!(rx.pop(), Err(Broken::R4 { place: 0, stamp: 1 << 32 | 1, expected: 0 }));
         ours[0].word(0).store(7, Relaxed);
         assert!(rx.pop().is_err(), "an index without a tag");
     }
@@ -362,46 +446,97 @@ mod tests {
         assert_eq!(successor.pop(), Ok(Some(message(7))));
     }
 
+    #[test]
+    fn a_successor_of_the_producer_goes_on_where_it_stopped() {
+        for (start, pushed, retired) in [(0, 0, 0), (0, 3, 1), (0, 4, 0), (u32::MAX - 1, 4, 2), (7, 9, 9), (7, 9, 6)] {
+            let (ours, head) = (lines(4), lines(1));
+            let mut tx: Producer<_, _> = Producer::new(Arc::clone(&ours), Claims::of(Arc::clone(&head)), start);
+            let mut rx: Consumer<_, _> = Consumer::new(Claims::of(Arc::clone(&ours)), Arc::clone(&head), start);
+            for i in 0..pushed {
+                if i >= 4 {
+                    rx.pop().unwrap();
+                    rx.retire();
+                }
+                tx.push(&message(i)).unwrap();
+            }
+            while rx.head().wrapping_sub(start) < retired {
+                rx.pop().unwrap();
+            }
+            rx.retire();
+            let tail = tx.tail();
+            drop(tx);
+            let mut tx: Producer<_, _> = Producer::go_on(ours, Claims::of(head)).unwrap();
+            assert_eq!(tx.tail(), tail);
+            while rx.pop().unwrap().is_some() {}
+            rx.retire();
+            tx.push(&message(77)).unwrap();
+            assert_eq!(rx.pop(), Ok(Some(message(77))));
+        }
+    }
+
+    #[test]
+    fn lines_that_were_for_another_consumer_are_recognised() {
+        let (ours, head) = (lines(4), lines(1));
+        let mut tx: Producer<_, _> = Producer::new(Arc::clone(&ours), Claims::of(Arc::clone(&head)), 500);
+        head[0].word(0).store(500, Relaxed);
+        (0..3).for_each(|i| tx.push(&message(i)).unwrap());
+        assert_eq!(Producer::<_, Lines>::left_behind(&ours).len(), 3);
+        assert!(Producer::<_, _>::go_on(ours, Claims::of(lines(1))).is_none());
+    }
+
+    /// Pushes and pops as many as `steps` say, in a ring of so many lines.
+    fn goes_round<const N: usize>(count: usize, start: u32, steps: &[(usize, usize)]) {
+        let (mut tx, mut rx) = ring_of::<N>(count, start);
+        let capacity = (count * LINE_WORDS / (N + 1)) as u64;
+        let (mut sent, mut received) = (0, 0);
+        for (pushes, pops) in steps {
+            let batch: Vec<_> = (0..*pushes as u64).map(|i| message_of(sent + i)).collect();
+            sent += tx.push_batch(&batch).unwrap() as u64;
+            assert!(sent - received <= capacity);
+            let mut taken = [message_of::<N>(0); 9];
+            let count = rx.pop_batch(&mut taken[..*pops]).unwrap();
+            rx.retire();
+            for got in &taken[..count] {
+                assert_eq!(*got, message_of::<N>(received));
+                received += 1;
+            }
+        }
+        while let Some(got) = rx.pop().unwrap() {
+            assert_eq!(got, message_of::<N>(received));
+            received += 1;
+        }
+        assert_eq!(sent, received);
+    }
+
+    fn hears<const N: usize>(stamps: &[u64], heads: &[u64]) {
+        let (ours, theirs, head) = (lines(8), lines(8), lines(1));
+        let mut tx = Producer::<_, _, N>::new(ours, Claims::of(Arc::clone(&head)), 3);
+        let mut rx = Consumer::<_, _, N>::new(Claims::of(Arc::clone(&theirs)), lines(1), 3);
+        for (i, (stamp, claim)) in stamps.iter().zip(heads).enumerate() {
+            theirs[i].word(0).store(*stamp, Relaxed);
+            head[0].word(0).store(*claim, Relaxed);
+            let _ = tx.push(&message_of(0));
+            let _ = tx.look();
+            let _ = rx.pop();
+        }
+    }
+
     proptest! {
         #[test]
         fn whatever_goes_in_comes_out_once_and_in_order(
             start in prop_oneof![Just(0), Just(u32::MAX), Just(u32::MAX - 3), any::<u32>()],
-            log_capacity in 0_u32..6,
+            log_lines in 0_u32..6,
             steps in prop::collection::vec((0_usize..9, 0_usize..9), 1..200),
         ) {
-            let (mut tx, mut rx) = ring(1 << log_capacity, start);
-            let (mut sent, mut received) = (0, 0);
-            for (pushes, pops) in steps {
-                let batch: Vec<_> = (0..pushes as u64).map(|i| message(sent + i)).collect();
-                sent += tx.push_batch(&batch).unwrap() as u64;
-                prop_assert!(sent - received <= 1 << log_capacity);
-                let mut taken = [message(0); 9];
-                let count = rx.pop_batch(&mut taken[..pops]).unwrap();
-                rx.retire();
-                for got in &taken[..count] {
-                    prop_assert_eq!(*got, message(received));
-                    received += 1;
-                }
-            }
-            while let Some(got) = rx.pop().unwrap() {
-                prop_assert_eq!(got, message(received));
-                received += 1;
-            }
-            prop_assert_eq!(sent, received);
+            goes_round::<7>(1 << log_lines, start, &steps);
+            goes_round::<3>(1 << log_lines, start, &steps);
+            goes_round::<1>(1 << log_lines, start, &steps);
         }
 
         #[test]
         fn no_bytes_of_a_peer_make_an_end_panic(stamps in prop::collection::vec(any::<u64>(), 8), heads in prop::collection::vec(any::<u64>(), 8)) {
-            let (ours, theirs, head) = (lines(8), lines(8), lines(1));
-            let mut tx = Producer::new(ours, Claims::of(Arc::clone(&head)), 3);
-            let mut rx = Consumer::new(Claims::of(Arc::clone(&theirs)), lines(1), 3);
-            for (i, (stamp, claim)) in stamps.into_iter().zip(heads).enumerate() {
-                theirs[i].word(0).store(stamp, Relaxed);
-                head[0].word(0).store(claim, Relaxed);
-                let _ = tx.push(&message(0));
-                let _ = tx.look();
-                let _ = rx.pop();
-            }
+            hears::<7>(&stamps, &heads);
+            hears::<1>(&stamps, &heads);
         }
     }
 }

@@ -140,14 +140,19 @@ impl Clapper {
 
     /// Rings. A bell nobody listens to any more is rung for nothing: its owner's death is learnt elsewhere.
     pub fn ring(&self) {
+        self.ring_as(&[1]);
+    }
+
+    /// Rings, and leaves these few bytes in the pipe, whole or not at all.
+    pub fn ring_as(&self, bytes: &[u8]) {
         if self.shared {
-            let rung = rustix::io::pwritev2(&self.pipe, &[IoSlice::new(&[1])], u64::MAX, ReadWriteFlags::NOWAIT);
+            let rung = rustix::io::pwritev2(&self.pipe, &[IoSlice::new(bytes)], u64::MAX, ReadWriteFlags::NOWAIT);
             if rung != Err(Errno::OPNOTSUPP) || knows_nowait() {
                 return;
             }
         }
         // A full pipe (EAGAIN) wakes as well as one more byte would; a closed one (EPIPE) has no sleeper.
-        let _ = rustix::io::write(&self.pipe, &[1]);
+        let _ = rustix::io::write(&self.pipe, bytes);
     }
 }
 

@@ -35,6 +35,10 @@
 //! | S2: a freed slot keeps its generation                        | `a_return_and_an_allocation_…`                                 |
 //! | S3: a slot may come back twice                               | `a_slot_has_one_owner_…`                                       |
 //! | lease: the swap is Relaxed, Acquire only, or Release only    | `what_a_lease_guards_…`                                        |
+//! | RETAKE: no Release fence after the generation was stored      | `a_slow_reader_…`                                              |
+//! | RETAKE: no Acquire fence before the generation is loaded      | `a_slow_reader_…`                                              |
+//! | P4: pages that were taken back keep their generation          | `a_slow_reader_…`                                              |
+//! | P3: the generation is looked at before the bytes are read     | `a_slow_reader_…`                                              |
 //! | L1: a take that lost the swap wins all the same              | `of_two_takers_…`, `what_a_lease_guards_…`                     |
 //!
 //! None survives.
@@ -47,9 +51,11 @@ mod tests {
 
     use loom::sync::{Condvar, Mutex};
     use loom::thread;
+    use std::sync::atomic::Ordering::Relaxed;
     use tasuki_shm::bell::{Bell, NO_CPU, Ringer};
     use tasuki_shm::lease::Lease;
     use tasuki_shm::line::{Claims, Line};
+    use tasuki_shm::pool::{Generations, PeerGenerations};
     use tasuki_shm::ring::{Consumer, MESSAGE_WORDS, Message, Producer};
     use tasuki_shm::slots::{SlotId, Slots, table_lines};
 
@@ -463,6 +469,34 @@ mod tests {
             next.join().unwrap();
             assert!(lease.pass(first).is_err(), "an old holder learns that it was replaced");
             assert_eq!(ours.read(), 6);
+        });
+    }
+
+    /// A frame of two words is sent, taken back while its reader may be reading it, and written over. Loom's atomics stand for the bytes: a
+    /// reader races with the writer, and may read anything.
+    #[test]
+    fn a_slow_reader_believes_no_frame_that_was_written_over() {
+        explore(|| {
+            let (frame, generations) = (lines(1), lines(1));
+            let (mut tx, mut rx) = ring(1, 0);
+            let (bytes, owned) = (Arc::clone(&frame), Arc::clone(&generations));
+            let writer = thread::spawn(move || {
+                let mut generations = Generations::new(owned);
+                let write = |value| (0..2).for_each(|word| bytes[0].word(word).store(value, Relaxed));
+                write(1);
+                tx.push(&message(generations.of(3).into())).unwrap();
+                generations.renew(3, 1);
+                write(2);
+            });
+            let generations = PeerGenerations::new(Claims::of(generations));
+            if let Some(message) = rx.pop().unwrap() {
+                let generation = u32::try_from(message.words[0]).unwrap();
+                let read = [0, 1].map(|word| frame[0].word(word).load(Relaxed));
+                if generations.are(3, generation) {
+                    assert_eq!(read, [1, 1], "believed, and not what was sent");
+                }
+            }
+            writer.join().unwrap();
         });
     }
 }

@@ -1,0 +1,327 @@
+//! Which node has which Ethernet address: a table that one process writes and many look up.
+//!
+//! An entry is one word, so that nobody sees half of one, and never moves: it stands in the line that its address hashes to or in one of the
+//! next few. Who looks while the writer adds or removes one finds what was there or what is there, and nothing else.
+//!
+//! # Rules
+//!
+//! - **T1** Only the writer stores; readers have the table mapped read-only.
+//! - **T2** An entry is 0 (free), or an address in bits 16 to 63 and, below, 1 more than the number of the node that has it.
+//! - **T3** An entry stands less than [`REACH`] lines behind the one that its address hashes to.
+//! - **T4** The version grows with every change, after it: who remembers what it found forgets that when the version is another.
+
+use std::ops::Deref;
+
+use super::NODES_MAX;
+use crate::line::{Claims, LINE_WORDS, Line};
+use crate::sync::{Acquire, Relaxed, Release, fence};
+
+/// An Ethernet address.
+pub type Mac = [u8; 6];
+
+/// Lines in which an address is looked for.
+pub const REACH: usize = 4;
+
+/// Words of a set of nodes: one bit each.
+pub const SET_WORDS: usize = NODES_MAX as usize / 64;
+
+/// Lines of a set of nodes.
+const SET_LINES: usize = SET_WORDS / LINE_WORDS;
+
+/// Line 0 has the version in word 0. Behind it stand the sets.
+const NODES_AT: usize = 1;
+const UPLINKS_AT: usize = NODES_AT + SET_LINES;
+
+/// Lines before the entries.
+const HEAD: usize = 8;
+const _: () = assert!(UPLINKS_AT + SET_LINES <= HEAD);
+
+/// Lines of a directory with room for so many addresses, and as many again, so that one is found soon.
+pub fn directory_lines(addresses: usize) -> usize {
+    HEAD + (2 * addresses).div_ceil(LINE_WORDS).next_power_of_two().max(REACH)
+}
+
+/// Why an address was not added.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
+pub enum AddError {
+    /// Another node has it.
+    #[error("node {owner} has this address already")]
+    Taken {
+        /// Which.
+        owner: u16,
+    },
+    /// No room where it would have to stand.
+    #[error("the directory has no room left for this address; it has {entries} entries in all")]
+    Full {
+        /// Entries there could be.
+        entries: usize,
+    },
+}
+
+/// An address as the upper 48 bits of a word.
+#[inline]
+fn key(mac: Mac) -> u64 {
+    let [a, b, c, d, e, f] = mac;
+    u64::from_be_bytes([a, b, c, d, e, f, 0, 0])
+}
+
+fn entry(mac: Mac, node: u16) -> u64 {
+    key(mac) | (u64::from(node) + 1)
+}
+
+/// The node of an entry that is one for `mac`.
+#[inline]
+fn node_of(word: u64, mac: Mac) -> Option<u16> {
+    let low = u16::try_from(word & 0xffff).expect("16 bits");
+    (word & !0xffff == key(mac) && (1..=NODES_MAX).contains(&low)).then(|| low - 1)
+}
+
+/// Lines of a directory that hold entries: a power of two, whatever the memory's length.
+fn buckets(lines: usize) -> usize {
+    let room = lines.saturating_sub(HEAD);
+    assert!(room >= REACH, "a directory needs at least {} lines, not {lines}", HEAD + REACH);
+    1 << room.ilog2()
+}
+
+/// The lines in which `mac` can stand, the likeliest first (T3).
+#[inline]
+fn places(mac: Mac, buckets: usize) -> impl Iterator<Item = usize> {
+    // Fibonacci hashing: the upper bits of the product depend on all bits of the address.
+    let hash = key(mac).wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 32;
+    let first = usize::try_from(hash).expect("32 bits");
+    (0..REACH).map(move |i| HEAD + ((first + i) & (buckets - 1)))
+}
+
+/// A set of nodes, by their numbers.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct NodeSet([u64; SET_WORDS]);
+
+impl NodeSet {
+    /// Adds a node.
+    pub fn insert(&mut self, node: u16) {
+        self.0[usize::from(node / 64)] |= 1 << (node % 64);
+    }
+
+    /// Removes a node.
+    pub fn remove(&mut self, node: u16) {
+        self.0[usize::from(node / 64)] &= !(1 << (node % 64));
+    }
+
+    /// Whether the node is in it.
+    pub fn contains(&self, node: u16) -> bool {
+        self.0[usize::from(node / 64)] >> (node % 64) & 1 == 1
+    }
+
+    /// Its nodes, lowest first.
+    pub fn iter(&self) -> impl Iterator<Item = u16> {
+        (0..NODES_MAX).filter(|&node| self.contains(node))
+    }
+}
+
+/// The side that writes. `M` is memory of its own.
+#[derive(Debug)]
+pub struct Directory<M> {
+    lines: M,
+    buckets: usize,
+}
+
+impl<M: Deref<Target = [Line]>> Directory<M> {
+    /// The directory in `lines`, with what stands there: nothing, in fresh memory.
+    pub fn new(lines: M) -> Self {
+        let buckets = buckets(lines.len());
+        Directory { lines, buckets }
+    }
+
+    fn changed(&self) {
+        // T4: the change stands before the version that says so.
+        fence(Release);
+        let version = self.lines[0].word(0);
+        version.store(version.load(Relaxed).wrapping_add(1), Relaxed);
+    }
+
+    fn words(&self, mac: Mac) -> impl Iterator<Item = &crate::sync::AtomicU64> {
+        let lines = places(mac, self.buckets).map(|line| &self.lines[line]);
+        lines.flat_map(|line| (0..LINE_WORDS).map(|i| line.word(i)))
+    }
+
+    /// Says that `node` has the address `mac`. That it has is no change.
+    pub fn add(&mut self, mac: Mac, node: u16) -> Result<(), AddError> {
+        assert!(node < NODES_MAX, "a VNI has no node {node}");
+        match self.words(mac).find_map(|word| node_of(word.load(Relaxed), mac)) {
+            Some(owner) if owner == node => return Ok(()),
+            Some(owner) => return Err(AddError::Taken { owner }),
+            None => {}
+        }
+        let free = self.words(mac).find(|word| word.load(Relaxed) == 0);
+        let free = free.ok_or(AddError::Full { entries: self.buckets * LINE_WORDS })?;
+        free.store(entry(mac, node), Relaxed);
+        self.changed();
+        Ok(())
+    }
+
+    /// Says that nobody has the address `mac` any more.
+    pub fn remove(&mut self, mac: Mac) {
+        if let Some(word) = self.words(mac).find(|word| node_of(word.load(Relaxed), mac).is_some()) {
+            word.store(0, Relaxed);
+            self.changed();
+        }
+    }
+
+    /// Says which nodes there are: who gets a frame for everybody.
+    pub fn set_nodes(&mut self, nodes: &NodeSet) {
+        self.set(NODES_AT, nodes);
+    }
+
+    /// Says which nodes have others behind them, whose addresses nobody knows before they speak: they get frames for strangers.
+    pub fn set_uplinks(&mut self, nodes: &NodeSet) {
+        self.set(UPLINKS_AT, nodes);
+    }
+
+    fn set(&mut self, at: usize, nodes: &NodeSet) {
+        for (i, word) in nodes.0.iter().enumerate() {
+            self.lines[at + i / LINE_WORDS].word(i % LINE_WORDS).store(*word, Relaxed);
+        }
+        self.changed();
+    }
+}
+
+/// A side that looks up.
+#[derive(Debug)]
+pub struct Lookup<M> {
+    claims: Claims<M>,
+    buckets: usize,
+}
+
+impl<M: Deref<Target = [Line]>> Lookup<M> {
+    /// Looks at the directory in `claims`.
+    pub fn new(claims: Claims<M>) -> Self {
+        let buckets = buckets(claims.len());
+        Lookup { claims, buckets }
+    }
+
+    /// How often it was changed. Everything found after this was called is at least as new (T4).
+    #[inline]
+    pub fn version(&self) -> u64 {
+        let version = self.claims.load(0, 0);
+        fence(Acquire);
+        version
+    }
+
+    /// The node that has the address `mac`.
+    #[inline]
+    pub fn find(&self, mac: Mac) -> Option<u16> {
+        places(mac, self.buckets)
+            .flat_map(|line| (0..LINE_WORDS).map(move |word| (line, word)))
+            .find_map(|(line, word)| node_of(self.claims.load(line, word), mac))
+    }
+
+    /// The nodes there are.
+    pub fn nodes(&self) -> NodeSet {
+        self.set(NODES_AT)
+    }
+
+    /// The nodes that get frames for addresses that nobody has.
+    pub fn uplinks(&self) -> NodeSet {
+        self.set(UPLINKS_AT)
+    }
+
+    fn set(&self, at: usize) -> NodeSet {
+        NodeSet(std::array::from_fn(|i| self.claims.load(at + i / LINE_WORDS, i % LINE_WORDS)))
+    }
+}
+
+#[cfg(test)]
+#[cfg(not(loom))]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+    use std::collections::HashMap;
+    use std::sync::Arc;
+
+    type Lines = Arc<[Line]>;
+
+    fn pair(addresses: usize) -> (Directory<Lines>, Lookup<Lines>) {
+        let lines: Lines = (0..directory_lines(addresses)).map(|_| Line::default()).collect();
+        (Directory::new(Arc::clone(&lines)), Lookup::new(Claims::of(lines)))
+    }
+
+    fn mac(number: u32) -> Mac {
+        let [a, b, c, d] = number.to_be_bytes();
+        [2, 0, a, b, c, d]
+    }
+
+    #[test]
+    fn two_nodes_cannot_have_one_address() {
+        let (mut directory, lookup) = pair(8);
+        directory.add(mac(1), 7).unwrap();
+        let version = lookup.version();
+        assert_eq!(directory.add(mac(1), 8), Err(AddError::Taken { owner: 7 }));
+        directory.add(mac(1), 7).unwrap();
+        assert_eq!((lookup.find(mac(1)), lookup.version()), (Some(7), version), "nothing has changed");
+        directory.remove(mac(1));
+        assert_eq!(lookup.find(mac(1)), None);
+        assert_ne!(lookup.version(), version);
+        directory.add(mac(1), 8).unwrap();
+        assert_eq!(lookup.find(mac(1)), Some(8));
+    }
+
+    #[test]
+    fn as_many_addresses_fit_as_were_promised() {
+        for addresses in [1, 8, 100, 1024, 5000] {
+            let (mut directory, lookup) = pair(addresses);
+            for number in 0..u32::try_from(addresses).unwrap() {
+                directory.add(mac(number), u16::try_from(number % 1024).unwrap()).unwrap();
+            }
+            assert!((0..u32::try_from(addresses).unwrap()).all(|number| lookup.find(mac(number)).is_some()));
+        }
+    }
+
+    #[test]
+    fn a_full_directory_says_so() {
+        let (mut directory, _) = pair(1);
+        let refused = (0..1000).find_map(|number| directory.add(mac(number), 1).err());
+        assert_eq!(refused, Some(AddError::Full { entries: 32 }));
+    }
+
+    #[test]
+    fn a_set_of_nodes_arrives_as_it_was_said() {
+        let (mut directory, lookup) = pair(1);
+        let mut nodes = NodeSet::default();
+        [0, 63, 64, 1023].into_iter().for_each(|node| nodes.insert(node));
+        directory.set_nodes(&nodes);
+        nodes.remove(64);
+        directory.set_uplinks(&nodes);
+        assert_eq!(lookup.nodes().iter().collect::<Vec<_>>(), [0, 63, 64, 1023]);
+        assert_eq!(lookup.uplinks().iter().collect::<Vec<_>>(), [0, 63, 1023]);
+    }
+
+    proptest! {
+        #[test]
+        fn what_was_said_last_is_found(steps in prop::collection::vec((0_u32..40, 0_u16..4, any::<bool>()), 1..300)) {
+            let (mut directory, lookup) = pair(40);
+            let mut expected = HashMap::new();
+            for (number, node, adds) in steps {
+                if adds {
+                    let owner = *expected.entry(number).or_insert(node);
+                    let said = directory.add(mac(number), node);
+                    prop_assert_eq!(said, if owner == node { Ok(()) } else { Err(AddError::Taken { owner }) });
+                } else {
+                    expected.remove(&number);
+                    directory.remove(mac(number));
+                }
+                for number in 0..40 {
+                    prop_assert_eq!(lookup.find(mac(number)), expected.get(&number).copied());
+                }
+            }
+        }
+
+        #[test]
+        fn whatever_stands_there_is_a_node_or_none(words in prop::collection::vec(any::<u64>(), 8 * (HEAD + REACH)), number in any::<u32>()) {
+            let lines: Arc<[Line]> = (0..HEAD + REACH).map(|_| Line::default()).collect();
+            words.iter().enumerate().for_each(|(i, word)| lines[i / 8].word(i % 8).store(*word, Relaxed));
+            let lookup = Lookup::new(Claims::of(lines));
+            let key = key(mac(number));
+            prop_assert!(lookup.find(mac(number)).is_none_or(|node| node < NODES_MAX && words.contains(&(key | (u64::from(node) + 1)))));
+        }
+    }
+}

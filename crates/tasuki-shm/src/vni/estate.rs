@@ -1,0 +1,251 @@
+//! A node's memory on a VNI: the pool with its frames, a ring for each node that it sends to, and where it stands in the rings of those that
+//! send to it.
+//!
+//! The node's worker alone writes it; the workers of the others read it. It belongs to the node and outlives its workers: the daemon makes it and
+//! keeps its descriptors, and a successor goes on where its predecessor stopped. Memory is allocated page by page where it is first written, so
+//! a ring that nobody uses costs nothing.
+//!
+//! # Layout of the control memory
+//!
+//! | bytes                    | what                                                                                   |
+//! |--------------------------|----------------------------------------------------------------------------------------|
+//! | 0                        | the bell                                                                               |
+//! | 64                       | counters of the node                                                                   |
+//! | 128 to 255               | the set of nodes that it talks to: those whose rings are to be looked at                |
+//! | 2048 on                  | the generations of the pool's pages, 4 bytes each                                      |
+//! | next page, 64 for a node | the line of each node: how far its ring to us was read, and what went between us       |
+//! | next page, a page a node | the ring to each node: [`RING_PLACES`] messages of 16 bytes                              |
+
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+
+use super::NODES_MAX;
+use super::directory::SET_WORDS;
+use crate::line::{Claims, LINE_LEN, LINE_WORDS, Line};
+use crate::pool::{PeerPool, Pool, generation_lines};
+use crate::region::{PAGE_LEN, Pages, PeerRegion, Region, RegionError, Span};
+
+/// Messages in the ring from one node to another.
+pub const RING_PLACES: u32 = 256;
+
+/// Lines of such a ring: one page.
+const RING_LINES: usize = PAGE_LEN / LINE_LEN;
+
+const BELL_AT: usize = 0;
+const COUNTERS_AT: usize = 64;
+const TALKS_AT: usize = 128;
+const GENERATIONS_AT: usize = 2048;
+const _: () = assert!(TALKS_AT + SET_WORDS * 8 <= GENERATIONS_AT);
+
+/// Pages of a pool, where nobody says otherwise: 2 MiB.
+pub const POOL_PAGES: u32 = 512;
+
+/// Where things lie in the control memory of a node whose pool has so many pages.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+struct Layout {
+    lines_at: usize,
+    rings_at: usize,
+    len: usize,
+}
+
+impl Layout {
+    fn of(pool_pages: u32) -> Self {
+        let generations = generation_lines(pool_pages) * LINE_LEN;
+        let lines_at = (GENERATIONS_AT + generations).next_multiple_of(PAGE_LEN);
+        let rings_at = (lines_at + usize::from(NODES_MAX) * LINE_LEN).next_multiple_of(PAGE_LEN);
+        Layout { lines_at, rings_at, len: rings_at + usize::from(NODES_MAX) * PAGE_LEN }
+    }
+
+    fn line_of(self, node: u16) -> usize {
+        assert!(node < NODES_MAX, "a VNI has no node {node}");
+        self.lines_at + usize::from(node) * LINE_LEN
+    }
+
+    fn ring_to(self, node: u16) -> usize {
+        assert!(node < NODES_MAX, "a VNI has no node {node}");
+        self.rings_at + usize::from(node) * PAGE_LEN
+    }
+}
+
+/// An estate, for whoever makes it and keeps it: descriptors, mapped by nobody yet.
+#[derive(Debug)]
+pub struct EstateFds {
+    /// The control memory.
+    pub control: OwnedFd,
+    /// The pool.
+    pub pool: OwnedFd,
+}
+
+impl EstateFds {
+    /// Makes the memory of a node, with a pool of `pool_pages` pages.
+    pub fn create(name: &str, pool_pages: u32) -> Result<Self, RegionError> {
+        let make = |what: &str, len| Region::create(&format!("{name}-{what}"), len, Pages::Small);
+        let control = make("control", Layout::of(pool_pages).len)?.into_fd();
+        let pool = make("pool", pool_pages as usize * PAGE_LEN)?.into_fd();
+        Ok(EstateFds { control, pool })
+    }
+
+    /// The same memory for those who may read it: descriptors that cannot be written through.
+    ///
+    /// A process of the same user can open them anew for writing, unless it is kept from `/proc`; one of another user cannot.
+    pub fn to_read(&self) -> Result<EstateFds, RegionError> {
+        let read_only = crate::region::read_only;
+        Ok(EstateFds { control: read_only(self.control.as_fd())?, pool: read_only(self.pool.as_fd())? })
+    }
+
+    /// The descriptors.
+    pub fn fds(&self) -> [BorrowedFd<'_>; 2] {
+        [self.control.as_fd(), self.pool.as_fd()]
+    }
+}
+
+/// The estate as its node has it.
+#[derive(Debug)]
+pub struct Estate {
+    control: Region,
+    layout: Layout,
+}
+
+impl Estate {
+    /// Takes over the memory that a keeper made for this node, with what a predecessor left in it; gives the pool beside it, all of whose pages
+    /// are free.
+    pub fn adopt(fds: EstateFds) -> Result<(Self, Pool), RegionError> {
+        let pool = Region::adopt(fds.pool)?;
+        let pages = u32::try_from(pool.len() / PAGE_LEN).unwrap_or(u32::MAX);
+        let layout = Layout::of(pages);
+        let control = Region::adopt(fds.control)?;
+        if control.len() < layout.len {
+            return Err(RegionError::Truncated { have: control.len(), need: layout.len });
+        }
+        let estate = Estate { control, layout };
+        let generations = estate.control.span(GENERATIONS_AT, generation_lines(pages))?;
+        Ok((estate, Pool::new(pool, generations)?))
+    }
+
+    fn lines(&self, at: usize, count: usize) -> Span<Line> {
+        self.control.span(at, count).expect("the layout lies in the memory")
+    }
+
+    /// The line of the bell.
+    pub fn bell(&self) -> Span<Line> {
+        self.lines(BELL_AT, 1)
+    }
+
+    /// The counters of the node.
+    pub fn counters(&self) -> Span<Line> {
+        self.lines(COUNTERS_AT, 1)
+    }
+
+    /// The set of nodes that we talk to.
+    pub fn talks(&self) -> Span<Line> {
+        self.lines(TALKS_AT, SET_WORDS / LINE_WORDS)
+    }
+
+    /// What we say of `node`: how far we have read its ring to us, in word 0.
+    pub fn line_of(&self, node: u16) -> Span<Line> {
+        self.lines(self.layout.line_of(node), 1)
+    }
+
+    /// Our ring to `node`.
+    pub fn ring_to(&self, node: u16) -> Span<Line> {
+        self.lines(self.layout.ring_to(node), RING_LINES)
+    }
+
+    /// Gives the memory of our ring to `node` back to the kernel. It reads as zeroes from then on.
+    pub fn give_back_ring(&self, node: u16) -> Result<(), RegionError> {
+        self.control.give_back(self.layout.ring_to(node), PAGE_LEN)
+    }
+}
+
+/// The estate of another node.
+#[derive(Debug)]
+pub struct PeerEstate {
+    control: PeerRegion,
+    layout: Layout,
+}
+
+impl PeerEstate {
+    /// Maps what the keeper of the memory let us read; gives the pool beside it.
+    pub fn map(fds: &EstateFds) -> Result<(Self, PeerPool), RegionError> {
+        let pool = PeerRegion::map_kept_whole(fds.pool.as_fd())?;
+        let pages = u32::try_from(pool.len() / PAGE_LEN).unwrap_or(u32::MAX);
+        let layout = Layout::of(pages);
+        let estate = PeerEstate { control: PeerRegion::map_kept(fds.control.as_fd(), layout.len)?, layout };
+        let generations = estate.lines(GENERATIONS_AT, generation_lines(pages));
+        Ok((estate, PeerPool::new(pool, generations)?))
+    }
+
+    fn lines(&self, at: usize, count: usize) -> Claims<Span<Line>> {
+        self.control.claims(at, count).expect("the layout lies in the memory")
+    }
+
+    /// The line of its bell.
+    pub fn bell(&self) -> Claims<Span<Line>> {
+        self.lines(BELL_AT, 1)
+    }
+
+    /// Its counters.
+    pub fn counters(&self) -> Claims<Span<Line>> {
+        self.lines(COUNTERS_AT, 1)
+    }
+
+    /// The set of nodes that it talks to.
+    pub fn talks(&self) -> Claims<Span<Line>> {
+        self.lines(TALKS_AT, SET_WORDS / LINE_WORDS)
+    }
+
+    /// What it says of `node`.
+    pub fn line_of(&self, node: u16) -> Claims<Span<Line>> {
+        self.lines(self.layout.line_of(node), 1)
+    }
+
+    /// Its ring to `node`.
+    pub fn ring_to(&self, node: u16) -> Claims<Span<Line>> {
+        self.lines(self.layout.ring_to(node), RING_LINES)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::sync::Relaxed;
+
+    /// Bytes of memory that the kernel has allocated for this.
+    fn allocated(fd: BorrowedFd<'_>) -> u64 {
+        u64::try_from(rustix::fs::fstat(fd).unwrap().st_blocks).unwrap() * 512
+    }
+
+    #[test]
+    fn a_node_that_talks_to_nobody_costs_its_pool_and_little_more() {
+        let fds = EstateFds::create("test", POOL_PAGES).unwrap();
+        let copies = fds.control.try_clone().unwrap();
+        let theirs = fds.to_read().unwrap();
+        let (estate, _pool) = Estate::adopt(fds).unwrap();
+        let (peer, _) = PeerEstate::map(&theirs).unwrap();
+        estate.bell()[0].word(0).store(7, Relaxed);
+        assert_eq!(peer.bell().load(0, 0), 7);
+        assert_eq!(allocated(copies.as_fd()), 4096);
+        estate.ring_to(99)[0].word(0).store(8, Relaxed);
+        estate.line_of(99)[0].word(0).store(9, Relaxed);
+        assert_eq!((peer.ring_to(99).load(0, 0), peer.line_of(99).load(0, 0)), (8, 9));
+        assert_eq!(allocated(copies.as_fd()), 3 * 4096);
+        estate.give_back_ring(99).unwrap();
+        assert_eq!(allocated(copies.as_fd()), 2 * 4096);
+        assert_eq!(peer.ring_to(99).load(0, 0), 0, "and can still be read");
+    }
+
+    #[test]
+    fn what_is_lent_to_be_read_cannot_be_written() {
+        let fds = EstateFds::create("test", 16).unwrap();
+        let theirs = fds.to_read().unwrap();
+        assert!(Region::adopt(theirs.pool).is_err());
+        assert!(Region::adopt(theirs.control).is_err());
+    }
+
+    #[test]
+    fn memory_that_is_too_small_is_refused() {
+        let (small, large) = (EstateFds::create("test", 16).unwrap(), EstateFds::create("test", 4096).unwrap());
+        let mixed = EstateFds { control: small.control, pool: large.pool };
+        assert!(matches!(PeerEstate::map(&mixed).unwrap_err(), RegionError::Truncated { .. }));
+        assert!(matches!(Estate::adopt(mixed).unwrap_err(), RegionError::Truncated { .. }));
+    }
+}
