@@ -7,7 +7,7 @@ use anyhow::{Context, Result};
 use crate::cpus::Cores;
 use crate::orders::Orders;
 use crate::sample::Sample;
-use crate::{call, demo, floors, nic, peers, relay};
+use crate::{call, demo, floors, nic, peers, relay, vni};
 
 /// One thing to measure: two processes, one of which serves calls that the other times.
 ///
@@ -62,9 +62,14 @@ pub fn of_relay() -> Vec<&'static Case> {
     relay::floors().chain(relay::CASES).collect()
 }
 
+/// The cases of the bench `vni`, in the order in which a round runs them.
+pub fn of_vni() -> Vec<&'static Case> {
+    vni::CASES.iter().collect()
+}
+
 /// Every case there is.
 fn all() -> impl Iterator<Item = &'static Case> {
-    of_call().into_iter().chain(nic::CASES).chain(relay::CASES).chain(demo::CASES)
+    of_call().into_iter().chain(nic::CASES).chain(relay::CASES).chain(vni::CASES).chain(demo::CASES)
 }
 
 /// The case of that name.

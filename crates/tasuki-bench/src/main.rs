@@ -19,6 +19,7 @@ mod report;
 mod rounds;
 mod sample;
 mod table;
+mod vni;
 mod workplace;
 
 use std::fs::File;
@@ -52,6 +53,8 @@ enum Bench {
     Call(How),
     /// A NIC and its driver: our model of a card in one process, the driver in another.
     Nic(How),
+    /// Ethernet between nodes through memory.
+    Vni(How),
     /// A NIC that changes hands while packets flow.
     Relay {
         #[command(flatten)]
@@ -135,6 +138,7 @@ fn run() -> Result<()> {
             Ok((rows, Some(papers::ANT.beside(&call::paper(samples)?).to_string())))
         }),
         Bench::Nic(how) => bench("nic", &how, &case::of_nic(), |samples, _| Ok((nic::rows(samples)?, None))),
+        Bench::Vni(how) => bench("vni", &how, &case::of_vni(), |_, _| Ok((Vec::new(), None))),
         Bench::Relay { how, guest } => relay(&how, guest.as_deref()),
         Bench::TakeTurns => relay::take_turns(),
         Bench::Demo { wire } => demo::run(wire),

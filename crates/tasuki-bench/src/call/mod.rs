@@ -119,7 +119,7 @@ fn echo(orders: Orders) -> Result<()> {
 /// Private memory of the size and the alignment of a cache line.
 #[derive(Clone, Default, FromBytes, IntoBytes)]
 #[repr(C, align(64))]
-struct AlignedLine([u64; 8]);
+pub(crate) struct AlignedLine([u64; 8]);
 
 /// Reads every byte of a private copy, as one does with a client that is not trusted, and answers with their sum.
 fn read_copy(orders: Orders) -> Result<()> {

@@ -1,0 +1,171 @@
+//! What one node sends to us: its ring, which we read, and its pool, in which the frames lie.
+
+use arrayvec::ArrayVec;
+use tasuki_shm::line::Line;
+use tasuki_shm::pool::{NoSuchPiece, PeerPool, Piece};
+use tasuki_shm::region::Span;
+use tasuki_shm::ring::{Broken, Consumer};
+use zerocopy::{FromZeros, IntoBytes};
+
+use super::offload::{HEADER_LEN, Offload};
+use super::outbox::{WITH_HEADER, piece_of};
+
+/// Bytes before a frame that has them.
+#[expect(clippy::cast_possible_truncation, reason = "10")]
+const HEADER: u32 = HEADER_LEN as u32;
+
+/// Messages that are read at a time, so that the CPU can fetch the frames of some while it copies others.
+const AT_ONCE: usize = 32;
+
+/// Bytes of a frame that are fetched ahead: the CPU goes on by itself.
+const AHEAD: usize = 256;
+
+/// The frame was taken back before it was read: we were too slow.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
+#[error("the frame was taken back by its sender before it was read")]
+pub struct TakenBack;
+
+/// A rule that the other node broke. Its ring is looked at no more.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
+pub enum Breach {
+    /// Of the ring.
+    #[error(transparent)]
+    Ring(#[from] Broken),
+    /// Of the pool.
+    #[error(transparent)]
+    Piece(#[from] NoSuchPiece),
+}
+
+/// A frame in another node's memory. It is the sender's again when this is gone.
+///
+/// The sender can write it at any time, if it means harm or has waited for us too long: so copy it before looking at what it says.
+#[derive(Debug)]
+pub struct Incoming<'a> {
+    pool: &'a PeerPool,
+    piece: Piece,
+    /// Bytes before the frame.
+    header: u32,
+    /// The node that sent it.
+    pub from: u16,
+}
+
+impl Incoming<'_> {
+    /// Bytes of the frame, without check sequence.
+    #[inline]
+    #[expect(clippy::len_without_is_empty, reason = "no frame is empty")]
+    pub fn len(&self) -> usize {
+        (self.piece.len - self.header) as usize
+    }
+
+    fn frame(&self) -> Piece {
+        Piece { offset: self.piece.offset + self.header, len: self.piece.len - self.header, ..self.piece }
+    }
+
+    /// Copies the frame into the front of `into`, as much of it as fits; says how many bytes that are.
+    #[inline]
+    pub fn copy_to(&self, into: &mut [u8]) -> Result<usize, TakenBack> {
+        let len = self.len().min(into.len());
+        self.pool.copy_to(self.frame(), &mut into[..len]);
+        self.check().map(|()| len)
+    }
+
+    /// What is left to be done to the frame.
+    pub fn offload(&self) -> Result<Offload, TakenBack> {
+        let mut offload = Offload::new_zeroed();
+        if self.header > 0 {
+            self.pool.copy_to(Piece { len: self.header, ..self.piece }, offload.as_mut_bytes());
+        }
+        self.check().map(|()| offload)
+    }
+
+    /// Copies the offload header and the frame behind it into the front of `into`; says how many bytes that are in all.
+    pub fn copy_with_header(&self, into: &mut [u8]) -> Result<usize, TakenBack> {
+        if self.header > 0 {
+            let len = (self.piece.len as usize).min(into.len());
+            self.pool.copy_to(self.piece, &mut into[..len]);
+            return self.check().map(|()| len);
+        }
+        let (header, frame) = into.split_at_mut(HEADER_LEN);
+        header.fill(0);
+        self.copy_to(frame).map(|len| HEADER_LEN + len)
+    }
+
+    /// The frame's bytes where they lie, as 64-bit words in native order, each loaded once. The last is filled up with what lies behind.
+    ///
+    /// For senders that are trusted to leave alone what they have sent. They too take a frame back from a reader that is too slow: what was
+    /// read is to be believed if the frame [is whole](Self::is_whole) afterwards.
+    #[inline]
+    pub fn words(&self) -> impl ExactSizeIterator<Item = u64> {
+        self.pool.words(self.frame())
+    }
+
+    /// Whether the frame was still there when it had been read.
+    #[inline]
+    pub fn is_whole(&self) -> bool {
+        self.pool.is_whole(self.piece)
+    }
+
+    fn check(&self) -> Result<(), TakenBack> {
+        if self.is_whole() { Ok(()) } else { Err(TakenBack) }
+    }
+}
+
+/// What one node sends to us.
+#[derive(Debug)]
+pub(super) struct Inbox {
+    ring: Consumer<Span<Line>, Span<Line>, 1>,
+    pool: PeerPool,
+}
+
+impl Inbox {
+    pub(super) fn new(ring: Consumer<Span<Line>, Span<Line>, 1>, pool: PeerPool) -> Self {
+        Inbox { ring, pool }
+    }
+
+    #[inline]
+    pub(super) fn is_ready(&self) -> bool {
+        self.ring.is_ready()
+    }
+
+    /// Hands over up to `most` frames; says how many there were.
+    #[inline]
+    pub(super) fn receive(
+        &mut self,
+        from: u16,
+        most: usize,
+        each: &mut impl FnMut(Incoming<'_>),
+    ) -> Result<usize, Breach> {
+        let mut pieces = ArrayVec::<(Piece, u32), AT_ONCE>::new();
+        let mut breach = None;
+        while pieces.len() < most.min(AT_ONCE) {
+            match self.ring.pop() {
+                Ok(Some(message)) => {
+                    let piece = piece_of(&message);
+                    let header = if message.tag.get() & WITH_HEADER == 0 { 0 } else { HEADER };
+                    let checked = self.pool.check(Piece { len: piece.len.saturating_sub(header), ..piece });
+                    if let Err(wrong) = checked.and_then(|()| self.pool.check(piece)) {
+                        breach = Some(wrong.into());
+                        break;
+                    }
+                    self.pool.prefetch(piece, AHEAD);
+                    pieces.push((piece, header));
+                }
+                Ok(None) => break,
+                Err(broken) => {
+                    breach = Some(broken.into());
+                    break;
+                }
+            }
+        }
+        for &(piece, header) in &pieces {
+            each(Incoming { pool: &self.pool, piece, header, from });
+        }
+        if !pieces.is_empty() {
+            self.ring.retire();
+        }
+        match breach {
+            Some(breach) => Err(breach),
+            None => Ok(pieces.len()),
+        }
+    }
+}

@@ -1,0 +1,690 @@
+//! The virtual network interface: Ethernet between nodes through memory, with nobody in between.
+//!
+//! Each node has an [estate](tasuki_shm::vni::estate) that its worker alone writes and the others read. Whoever sends looks up whose the
+//! destination address is, writes the frame into its own pool, and a message of 16 bytes into its ring to that node; whoever receives copies the
+//! frame out and says how far it is. So n nodes have n pools; a ring is one page, and costs memory once two nodes have talked.
+//!
+//! # Rules
+//!
+//! - **V1** Only a node's worker writes the node's estate: nobody locks anything, and a node can spoil nothing but its own frames.
+//! - **V2** A node that talks to another has said so in its estate, and has then rung the other's bell with its number, before it counts on being
+//!   heard. Rings of nodes that have not said so are not looked at.
+//! - **V3** A frame's pages are its reader's until it has said that it has read it, or until they are taken back, and then the reader finds a
+//!   generation that is another (P3, P4).
+//! - **V4** What a reader may hold of a pool is bounded, and what it does not read in time is taken back: a slow one holds up itself alone.
+//!
+//! docs/design/vni.md says what is promised to whom, and how much memory it takes.
+
+mod inbox;
+pub mod offload;
+mod outbox;
+
+use std::collections::HashMap;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::time::{Duration, Instant};
+
+use arrayvec::ArrayVec;
+use tasuki_shm::bell::{Bell, Ringer};
+use tasuki_shm::line::{Claims, Line};
+use tasuki_shm::pool::{LINE, PAGE, Pool};
+use tasuki_shm::region::{RegionError, Span};
+use tasuki_shm::ring::{Consumer, Producer};
+use tasuki_shm::sync::Relaxed;
+use tasuki_shm::vni::NODES_MAX;
+use tasuki_shm::vni::estate::{Estate, EstateFds, PeerEstate};
+use tasuki_shm::wake::{Clapper, this_cpu};
+
+use inbox::Inbox;
+pub use inbox::{Breach, Incoming, TakenBack};
+use offload::HEADER_LEN;
+pub use outbox::NoRoom;
+use outbox::{LeftBehind, Outbox, SharedRun, SharedRuns, Stock, WITH_HEADER, piece_of, run_pages};
+
+use crate::port::Armed;
+
+/// Bytes of the longest frame with its offload header: 64 KiB of IP behind Ethernet's header and two tags.
+pub const PIECE_MAX: usize = HEADER_LEN + 14 + 8 + 65_536;
+
+/// Frames that are taken from one ring before the next has its turn.
+const BURST: usize = 32;
+
+/// Rings that are looked at each time, for they were busy last.
+const ACTIVE: usize = 4;
+
+/// Looks in vain after which a ring is looked at only in turn with all others.
+const IN_VAIN: u32 = 64;
+
+/// Looks from one time to the next at which whoever has newly begun to talk is heard.
+const HEAR_EVERY: u32 = 256;
+
+/// How long a reader may read nothing of what it has before it is taken back.
+pub const PATIENCE: Duration = Duration::from_secs(1);
+
+/// How long nothing is sent before a ring's memory is given back; half of it before that is said.
+pub const IDLE: Duration = Duration::from_secs(10);
+
+/// What another node is reached by.
+#[derive(Debug)]
+pub struct NeighbourKit {
+    /// Its number.
+    pub number: u16,
+    /// Its estate, to be read.
+    pub estate: EstateFds,
+    /// The end of its bell's pipe that is written.
+    pub bell: OwnedFd,
+}
+
+/// What is counted of a neighbour.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct Counts {
+    /// Frames received.
+    pub received: u64,
+    /// Frames that it had taken back before they were read.
+    pub too_late: u64,
+    /// Frames sent.
+    pub sent: u64,
+    /// Frames not sent since its ring was full,
+    pub ring_full: u64,
+    /// since it held as much of our pool as one may,
+    pub over_quota: u64,
+    /// or since our pool had no room.
+    pub pool_full: u64,
+    /// How often everything was taken back from it, since it read nothing.
+    pub taken_back: u64,
+}
+
+/// Word of a node's line for each count; word 0 is the ring's.
+fn words_of(counts: &Counts) -> [u64; 7] {
+    let Counts { received, too_late, sent, ring_full, over_quota, pool_full, taken_back } = *counts;
+    [received, too_late, sent, ring_full, over_quota, pool_full, taken_back]
+}
+
+#[derive(Debug)]
+struct Neighbour {
+    estate: PeerEstate,
+    clapper: Clapper,
+    outbox: Outbox,
+    inbox: Inbox,
+    /// Our line of it: what is counted stands there for strangers to read.
+    line: Span<Line>,
+    counts: Counts,
+    /// Whether its ring is among those that we look at.
+    is_heard: bool,
+    /// Whether we have said that we talk to it.
+    talk: Talk,
+    /// Something was sent since it was last rung for.
+    touched: bool,
+    /// Why it is not listened to any more.
+    breach: Option<Breach>,
+    /// How far it was, if it had not read everything, and since when.
+    progress: Option<(u32, Instant)>,
+    /// How many frames it had been sent, and since when they are not more.
+    quiet: (u64, Instant),
+}
+
+/// Whether a node knows that we talk to it (V2).
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Talk {
+    /// Our ring to it is not looked at, and costs nothing.
+    Silent,
+    /// It is looked at.
+    Known,
+    /// That it need not be looked at was said; its memory goes next.
+    Ending,
+}
+
+/// A node's end of a VNI.
+#[derive(Debug)]
+pub struct Vni {
+    number: u16,
+    estate: Estate,
+    pool: Pool,
+    shared: SharedRuns,
+    quota: u32,
+    bell: Bell<Span<Line>>,
+    ear: OwnedFd,
+    neighbours: Vec<Option<Box<Neighbour>>>,
+    /// Whose rings we look at.
+    heard: Vec<u16>,
+    /// Those of them that were busy last, and how often they were not since.
+    active: ArrayVec<(u16, u32), ACTIVE>,
+    next: usize,
+    looks: u32,
+    touched: Vec<u16>,
+    /// What goes to several nodes lies here: the run that is being filled, and how many bytes of it are in use.
+    common: Option<(SharedRun, u32)>,
+    /// What a predecessor sent to nodes that were not added yet.
+    left: HashMap<u16, LeftBehind>,
+}
+
+/// Why a frame was not sent to a node.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
+pub enum SendError {
+    /// Nobody here knows such a node.
+    #[error("there is no node {0} on this VNI")]
+    NoSuchNode(u16),
+    /// It is not a frame that could be sent.
+    #[error("a frame of {len} bytes was to be sent, and a frame has 14 to {} bytes", PIECE_MAX - HEADER_LEN)]
+    Length {
+        /// Its length.
+        len: usize,
+    },
+    /// There is no room for it.
+    #[error(transparent)]
+    NoRoom(#[from] NoRoom),
+    /// The node broke a rule; it is neither sent to nor heard any more.
+    #[error("the node broke a rule and is not sent to any more: {0}")]
+    Broken(Breach),
+}
+
+impl Vni {
+    /// Node `number`'s end, on memory that belongs to the node; `ear` is the reading end of its bell's pipe. What a predecessor sent and was not
+    /// read stays with its readers, which are then [added](Self::add); after the last, [`settle`](Self::settle) frees what is nobody's.
+    pub fn new(number: u16, estate: EstateFds, ear: OwnedFd) -> Result<Self, RegionError> {
+        assert!(number < NODES_MAX, "a VNI has no node {number}");
+        let (estate, mut pool) = Estate::adopt(estate)?;
+        let quota = pool.left() / 2;
+        let mut shared = SharedRuns::default();
+        let left = left_behind(&estate, &mut pool, &mut shared);
+        let bell = Bell::go_on(estate.bell(), this_cpu());
+        Ok(Vni {
+            number,
+            estate,
+            pool,
+            shared,
+            quota,
+            bell,
+            ear,
+            neighbours: (0..NODES_MAX).map(|_| None).collect(),
+            heard: Vec::with_capacity(16),
+            active: ArrayVec::new(),
+            next: 0,
+            looks: 0,
+            touched: Vec::with_capacity(16),
+            common: None,
+            left,
+        })
+    }
+
+    /// This node's number.
+    pub fn number(&self) -> u16 {
+        self.number
+    }
+
+    /// Makes another node known, or the same one with other memory.
+    pub fn add(&mut self, kit: NeighbourKit) -> Result<(), RegionError> {
+        let NeighbourKit { number, estate, bell } = kit;
+        assert!(number < NODES_MAX && number != self.number, "node {number} is no neighbour of node {}", self.number);
+        let (estate, pool) = PeerEstate::map(&estate)?;
+        if self.neighbours[usize::from(number)].is_some() {
+            self.remove(number);
+        }
+        let line = self.estate.line_of(number);
+        // What is ours to know stands in our own memory: a predecessor may have left it.
+        let head = low_half(line[0].word(0).load(Relaxed));
+        let inbox = Inbox::new(Consumer::new(estate.ring_to(self.number), line.clone(), head), pool);
+        let mut left = self.left.remove(&number).unwrap_or_default();
+        let mut stock = Stock { pool: &mut self.pool, shared: &mut self.shared, quota: self.quota };
+        let talks = says_that_it_talks(&Claims::of(self.estate.talks()), number);
+        let ring = || Producer::go_on(self.estate.ring_to(number), estate.line_of(self.number));
+        let ring = match talks.then(ring).flatten() {
+            Some(ring) => ring,
+            None => {
+                // Nobody looks at it, or it was for another node of that number.
+                left.drain(..).for_each(|(_, which)| stock.shared.release(which, true, stock.pool));
+                self.estate.give_back_ring(number)?;
+                let head = low_half(estate.line_of(self.number).load(0, 0));
+                Producer::new(self.estate.ring_to(number), estate.line_of(self.number), head)
+            }
+        };
+        let outbox = Outbox::new(ring, Ringer::new(estate.bell()), left, &mut stock);
+        let talk = if talks { Talk::Known } else { Talk::Silent };
+        let neighbour = Neighbour {
+            clapper: Clapper::from_peer(bell),
+            outbox,
+            inbox,
+            line,
+            counts: Counts::default(),
+            is_heard: false,
+            talk,
+            touched: false,
+            breach: None,
+            progress: None,
+            quiet: (0, Instant::now()),
+            estate,
+        };
+        self.neighbours[usize::from(number)] = Some(Box::new(neighbour));
+        self.listen_to(number);
+        Ok(())
+    }
+
+    /// Forgets a node that is there no more: what it had not read is ours again, and what it sent and we have not read is gone.
+    pub fn remove(&mut self, number: u16) {
+        self.stop_listening_to(number);
+        let Some(mut neighbour) = self.neighbours.get_mut(usize::from(number)).and_then(Option::take) else { return };
+        let mut stock = Stock { pool: &mut self.pool, shared: &mut self.shared, quota: self.quota };
+        neighbour.outbox.take_back(&mut stock);
+        say_that_we_talk(&self.estate.talks(), number, false);
+        self.touched.retain(|touched| *touched != number);
+        // Fails only where there is nothing to give back, and then nothing is lost.
+        let _ = self.estate.give_back_ring(number);
+        neighbour.line[0].word(0).store(0, Relaxed);
+    }
+
+    /// All nodes that there are have been added: what a predecessor sent to others is free.
+    pub fn settle(&mut self) {
+        for (_, left) in self.left.drain() {
+            left.into_iter().for_each(|(_, which)| self.shared.release(which, true, &mut self.pool));
+        }
+    }
+
+    /// Looks at a node's ring from now on, if it says that it talks to us (V2).
+    fn listen_to(&mut self, number: u16) {
+        let us = self.number;
+        let Some(neighbour) = self.neighbours.get_mut(usize::from(number)).and_then(Option::as_mut) else { return };
+        if !neighbour.is_heard && says_that_it_talks(&neighbour.estate.talks(), us) && neighbour.breach.is_none() {
+            neighbour.is_heard = true;
+            self.heard.push(number);
+        }
+    }
+
+    /// Hears who has rung.
+    fn hear(&mut self) {
+        let mut bytes = [0; 512];
+        // Our end is ours alone, and does not block.
+        let Ok(len @ 1..) = rustix::io::read(&self.ear, &mut bytes[..]) else { return };
+        if len == bytes.len() {
+            // There may be more, or none may have fitted: everybody is looked at.
+            return (0..NODES_MAX).for_each(|number| self.listen_to(number));
+        }
+        for name in bytes[..len].as_chunks::<2>().0 {
+            self.listen_to(u16::from_le_bytes(*name));
+        }
+    }
+
+    /// Room for a frame of `len` bytes to node `to`, to be filled and then [posted](Self::post); another draft takes its place. Bytes that are
+    /// not written hold what was there before.
+    #[inline]
+    pub fn draft(&mut self, to: u16, len: usize) -> Result<&mut [u8], SendError> {
+        let piece = u32::try_from(len).unwrap_or(u32::MAX);
+        if !(14..=PIECE_MAX).contains(&len) {
+            return Err(SendError::Length { len });
+        }
+        let neighbour = self.neighbours.get_mut(usize::from(to)).and_then(Option::as_mut);
+        let Some(neighbour) = neighbour else { return Err(SendError::NoSuchNode(to)) };
+        let stock = Stock { pool: &mut self.pool, shared: &mut self.shared, quota: self.quota };
+        match neighbour.outbox.draft(piece, stock) {
+            Ok(Ok(room)) => Ok(room),
+            Ok(Err(none)) => {
+                neighbour.counts.count(none);
+                Err(none.into())
+            }
+            Err(broken) => Err(SendError::Broken(neighbour.breaks(broken.into()))),
+        }
+    }
+
+    /// Sends the first `len` bytes of the last draft for node `to`. It sees them at once; [`flush`](Self::flush) wakes it.
+    #[inline]
+    pub fn post(&mut self, to: u16, len: usize, with_header: bool) {
+        let neighbour = self.neighbours[usize::from(to)].as_mut().expect("there was a draft for it");
+        let flags = if with_header { WITH_HEADER } else { 0 };
+        let len = u32::try_from(len).expect("no longer than the draft");
+        if neighbour.talk != Talk::Known {
+            say_that_we_talk(&self.estate.talks(), to, true);
+        }
+        neighbour.outbox.post(len, flags, &self.pool);
+        neighbour.counts.sent += 1;
+        if !neighbour.touched {
+            neighbour.touched = true;
+            self.touched.push(to);
+        }
+    }
+
+    /// Sends a frame of `len` bytes, which `fill` writes, to all these nodes; says how many got it. For the others it is counted why not.
+    pub fn send_to_all(
+        &mut self,
+        nodes: impl IntoIterator<Item = u16>,
+        len: usize,
+        with_header: bool,
+        fill: impl FnOnce(&mut [u8]),
+    ) -> Result<usize, SendError> {
+        if !(14..=PIECE_MAX).contains(&len) {
+            return Err(SendError::Length { len });
+        }
+        let bytes = u32::try_from(len).expect("no longer than the longest");
+        let Some((which, at)) = self.common_room(bytes) else { return Err(NoRoom::Pool.into()) };
+        let run = self.shared.run(which);
+        fill(self.pool.bytes_mut(run, at as usize, len));
+        let piece = self.pool.piece(run, at, bytes);
+        let flags = if with_header { WITH_HEADER } else { 0 };
+        let mut stock = Stock { pool: &mut self.pool, shared: &mut self.shared, quota: self.quota };
+        let mut count = 0;
+        for to in nodes {
+            let Some(neighbour) = self.neighbours.get_mut(usize::from(to)).and_then(Option::as_mut) else { continue };
+            match neighbour.outbox.share(piece, which, flags, &mut stock) {
+                Ok(Ok(())) => {
+                    count += 1;
+                    if neighbour.talk != Talk::Known {
+                        say_that_we_talk(&self.estate.talks(), to, true);
+                    }
+                    neighbour.counts.sent += 1;
+                    if !std::mem::replace(&mut neighbour.touched, true) {
+                        self.touched.push(to);
+                    }
+                }
+                Ok(Err(none)) => neighbour.counts.count(none),
+                Err(broken) => {
+                    neighbour.breaks(broken.into());
+                }
+            }
+        }
+        Ok(count)
+    }
+
+    /// Room for a frame that several nodes get, behind those before it.
+    fn common_room(&mut self, len: u32) -> Option<(SharedRun, u32)> {
+        if let Some((which, at)) = &mut self.common {
+            let place = *at;
+            if place + len <= self.shared.run(*which).pages() * PAGE {
+                *at += len.next_multiple_of(LINE);
+                return Some((*which, place));
+            }
+            self.shared.release(*which, false, &mut self.pool);
+            self.common = None;
+        }
+        let least = len.div_ceil(PAGE);
+        let run = self.pool.take(run_pages(self.pool.left()).max(least)).or_else(|| self.pool.take(least))?;
+        let which = self.shared.add(run);
+        self.common = Some((which, len.next_multiple_of(LINE)));
+        Some((which, 0))
+    }
+
+    /// Does what is due now and then, a few times a second: takes back what a reader has not read for [`PATIENCE`] (V4), and gives back the
+    /// memory of rings on which nothing went since the last time but one. Says whether there is anything left that has to be looked at again.
+    pub fn tick(&mut self, now: Instant) -> bool {
+        let mut again = false;
+        for (number, slot) in (0_u16..).zip(&mut self.neighbours) {
+            let Some(neighbour) = slot else { continue };
+            if neighbour.talk == Talk::Silent {
+                continue;
+            }
+            let mut stock = Stock { pool: &mut self.pool, shared: &mut self.shared, quota: self.quota };
+            match neighbour.outbox.behind(&mut stock) {
+                Err(broken) => {
+                    neighbour.breaks(broken.into());
+                    neighbour.outbox.take_back(&mut stock);
+                }
+                Ok(Some(head)) => {
+                    again = true;
+                    match neighbour.progress {
+                        Some((last, since)) if last == head => {
+                            if now.saturating_duration_since(since) >= PATIENCE && neighbour.outbox.holds() {
+                                neighbour.outbox.take_back(&mut stock);
+                                neighbour.counts.taken_back += 1;
+                                neighbour.publish();
+                            }
+                        }
+                        _ => neighbour.progress = Some((head, now)),
+                    }
+                }
+                Ok(None) => {
+                    neighbour.progress = None;
+                    again |= neighbour.rest(&self.estate, number, &mut stock, now);
+                }
+            }
+        }
+        again
+    }
+
+    /// Copies a frame, of 14 bytes at least, to node `to`.
+    #[inline]
+    pub fn send(&mut self, to: u16, frame: &[u8]) -> Result<(), SendError> {
+        self.draft(to, frame.len())?.copy_from_slice(frame);
+        self.post(to, frame.len(), false);
+        Ok(())
+    }
+
+    /// Wakes whoever sleeps and was sent something since the last time.
+    #[inline]
+    pub fn flush(&mut self) {
+        for to in self.touched.drain(..) {
+            let Some(neighbour) = self.neighbours[usize::from(to)].as_mut() else { continue };
+            neighbour.touched = false;
+            neighbour.outbox.publish();
+            // V2: whoever hears of us for the first time is told who we are.
+            let is_new = std::mem::replace(&mut neighbour.talk, Talk::Known) != Talk::Known;
+            if neighbour.outbox.ringer.must_ring() || is_new {
+                neighbour.clapper.ring_as(&self.number.to_le_bytes());
+            }
+            neighbour.publish();
+        }
+    }
+
+    /// Hands over frames that have come, up to a burst of each node's that was looked at; says how many. Does not wait.
+    ///
+    /// A look costs the same however many nodes there are: at the rings that were busy last, and at one more.
+    #[inline]
+    pub fn receive(&mut self, mut each: impl FnMut(Incoming<'_>)) -> usize {
+        self.looks = self.looks.wrapping_add(1);
+        if self.looks.is_multiple_of(HEAR_EVERY) {
+            self.hear();
+        }
+        let mut count = 0;
+        let mut i = 0;
+        while i < self.active.len() {
+            let (from, in_vain) = self.active[i];
+            let came = self.receive_from(from, &mut each);
+            count += came;
+            let in_vain = if came > 0 { 0 } else { in_vain + 1 };
+            if in_vain < IN_VAIN {
+                self.active[i].1 = in_vain;
+                i += 1;
+            } else {
+                self.active.swap_remove(i);
+            }
+        }
+        if self.heard.len() > self.active.len() {
+            count += self.receive_in_turn(&mut each);
+        }
+        count
+    }
+
+    /// The same from the next of all that talk to us.
+    #[inline(never)]
+    fn receive_in_turn(&mut self, each: &mut impl FnMut(Incoming<'_>)) -> usize {
+        self.next = if self.next + 1 < self.heard.len() { self.next + 1 } else { 0 };
+        let from = self.heard[self.next];
+        if self.active.iter().any(|(active, _)| *active == from) {
+            return 0;
+        }
+        let came = self.receive_from(from, each);
+        if came > 0 {
+            if self.active.is_full() {
+                self.active.remove(0);
+            }
+            self.active.push((from, 0));
+        } else {
+            self.drop_if_silent(from);
+        }
+        came
+    }
+
+    fn receive_from(&mut self, from: u16, each: &mut impl FnMut(Incoming<'_>)) -> usize {
+        let Some(neighbour) = self.neighbours[usize::from(from)].as_mut() else { return 0 };
+        match neighbour.inbox.receive(from, BURST, each) {
+            Ok(0) => 0,
+            Ok(came) => {
+                neighbour.counts.received += came as u64;
+                neighbour.publish();
+                came
+            }
+            Err(breach) => {
+                neighbour.breaks(breach);
+                self.stop_listening_to(from);
+                0
+            }
+        }
+    }
+
+    /// Who has taken back that it talks to us is not looked at any more: its ring's memory goes back to the kernel.
+    fn drop_if_silent(&mut self, from: u16) {
+        let neighbour = self.neighbours[usize::from(from)].as_ref();
+        if neighbour.is_none_or(|it| !says_that_it_talks(&it.estate.talks(), self.number) && !it.inbox.is_ready()) {
+            self.stop_listening_to(from);
+        }
+    }
+
+    fn stop_listening_to(&mut self, from: u16) {
+        self.heard.retain(|heard| *heard != from);
+        self.active.retain(|(active, _)| *active != from);
+        if let Some(neighbour) = &mut self.neighbours[usize::from(from)] {
+            neighbour.is_heard = false;
+        }
+    }
+
+    /// Says that whoever drives this node is about to sleep, and looks once more at everybody who talks to us.
+    pub fn arm(&mut self) -> Armed {
+        self.bell.park(this_cpu());
+        let neighbours = &self.neighbours;
+        let is_ready = |from: &u16| neighbours[usize::from(*from)].as_ref().is_some_and(|it| it.inbox.is_ready());
+        match self.heard.iter().find(|from| is_ready(from)) {
+            Some(from) => {
+                let at = self.heard.iter().position(|heard| heard == from).expect("just found");
+                // The next look is at this one.
+                self.next = at.checked_sub(1).unwrap_or(self.heard.len());
+                self.bell.wake(this_cpu());
+                Armed::Busy
+            }
+            None => Armed::Idle,
+        }
+    }
+
+    /// Says that we are awake again, and hears who has rung.
+    pub fn wake(&mut self) {
+        self.bell.wake(this_cpu());
+        self.hear();
+    }
+
+    /// The descriptor that becomes readable when somebody rings for an [armed](Self::arm) end.
+    pub fn fd(&self) -> BorrowedFd<'_> {
+        self.ear.as_fd()
+    }
+
+    /// What is counted of a neighbour.
+    pub fn counts(&self, of: u16) -> Option<Counts> {
+        self.neighbours.get(usize::from(of))?.as_ref().map(|neighbour| neighbour.counts)
+    }
+
+    /// Why a neighbour is not heard any more.
+    pub fn breach(&self, of: u16) -> Option<Breach> {
+        self.neighbours.get(usize::from(of))?.as_ref().and_then(|neighbour| neighbour.breach)
+    }
+
+    /// Pages of our pool that nobody holds.
+    pub fn pages_left(&self) -> u32 {
+        self.pool.left()
+    }
+}
+
+impl Counts {
+    fn count(&mut self, none: NoRoom) {
+        match none {
+            NoRoom::Ring => self.ring_full += 1,
+            NoRoom::Quota => self.over_quota += 1,
+            NoRoom::Pool => self.pool_full += 1,
+        }
+    }
+}
+
+impl Neighbour {
+    /// Everything was read. Says whether its ring's memory is still to be given back.
+    fn rest(&mut self, estate: &Estate, number: u16, stock: &mut Stock<'_>, now: Instant) -> bool {
+        if self.touched || self.quiet.0 != self.counts.sent {
+            self.quiet = (self.counts.sent, now);
+            return true;
+        }
+        // Whoever is sent something next may have the run.
+        let _ = self.outbox.rest(stock);
+        match self.talk {
+            Talk::Silent => false,
+            Talk::Known if now.saturating_duration_since(self.quiet.1) < IDLE => true,
+            Talk::Known => {
+                say_that_we_talk(&estate.talks(), number, false);
+                self.talk = Talk::Ending;
+                true
+            }
+            Talk::Ending => {
+                // Fails only where there is nothing to give back, and then nothing is lost.
+                let _ = estate.give_back_ring(number);
+                self.talk = Talk::Silent;
+                false
+            }
+        }
+    }
+
+    fn publish(&self) {
+        for (i, count) in words_of(&self.counts).into_iter().enumerate() {
+            self.line[0].word(i + 1).store(count, Relaxed);
+        }
+    }
+
+    #[cold]
+    fn breaks(&mut self, breach: Breach) -> Breach {
+        *self.breach.get_or_insert(breach)
+    }
+}
+
+/// Takes the pages in which frames lie that a predecessor has sent, whoever has read them.
+fn left_behind(estate: &Estate, pool: &mut Pool, shared: &mut SharedRuns) -> HashMap<u16, LeftBehind> {
+    let mut pages = HashMap::new();
+    let mut left = HashMap::new();
+    let talks = Claims::of(estate.talks());
+    for to in (0..NODES_MAX).filter(|&to| says_that_it_talks(&talks, to)) {
+        let messages = Producer::<_, Span<Line>, 1>::left_behind(&estate.ring_to(to));
+        let of_node: &mut LeftBehind = left.entry(to).or_default();
+        for (index, message) in messages {
+            let piece = piece_of(&message);
+            let last = piece.offset.saturating_add(piece.len.saturating_sub(1)) / PAGE;
+            for page in piece.offset / PAGE..=last {
+                match pages.get(&page) {
+                    Some(&which) => {
+                        shared.hold(which);
+                        of_node.push((index, which));
+                    }
+                    None => {
+                        if let Some(run) = pool.take_at(page, 1) {
+                            let which = shared.add(run);
+                            pages.insert(page, which);
+                            of_node.push((index, which));
+                        }
+                    }
+                }
+            }
+        }
+    }
+    left
+}
+
+/// The low half of a word.
+#[expect(clippy::cast_possible_truncation, reason = "the low half is what is meant")]
+fn low_half(word: u64) -> u32 {
+    word as u32
+}
+
+/// The line and the word of a node's bit in a set, and the bit.
+fn bit_of(node: u16) -> (usize, usize, u64) {
+    let word = usize::from(node / 64);
+    (word / 8, word % 8, 1 << (node % 64))
+}
+
+fn says_that_it_talks(talks: &Claims<Span<Line>>, to: u16) -> bool {
+    let (line, word, bit) = bit_of(to);
+    talks.load(line, word) & bit != 0
+}
+
+fn say_that_we_talk(talks: &Span<Line>, to: u16, yes: bool) {
+    let (line, word, bit) = bit_of(to);
+    let word = talks[line].word(word);
+    let others = word.load(Relaxed) & !bit;
+    word.store(if yes { others | bit } else { others }, Relaxed);
+}

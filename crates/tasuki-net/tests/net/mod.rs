@@ -1,0 +1,137 @@
+//! Nodes on a VNI, made as a daemon makes them.
+
+use std::os::fd::{AsFd, OwnedFd};
+use std::time::Duration;
+
+use rustix::event::{PollFd, PollFlags, Timespec};
+use tasuki_net::vni::{NeighbourKit, Vni};
+use tasuki_shm::vni::estate::{EstateFds, POOL_PAGES};
+
+/// What a daemon keeps of a node.
+struct Kept {
+    estate: EstateFds,
+    ear: OwnedFd,
+    bell: OwnedFd,
+}
+
+impl Kept {
+    fn new(number: u16, pages: u32) -> Self {
+        let estate = EstateFds::create(&format!("test-{number}"), pages).unwrap();
+        let (ear, bell) = tasuki_shm::wake::bell_pipe().unwrap();
+        Kept { estate, ear, bell }
+    }
+
+    fn own(&self) -> EstateFds {
+        let [control, pool] = self.estate.fds().map(|fd| fd.try_clone_to_owned().unwrap());
+        EstateFds { control, pool }
+    }
+
+    fn kit(&self, number: u16) -> NeighbourKit {
+        NeighbourKit { number, estate: self.estate.to_read().unwrap(), bell: self.bell.try_clone().unwrap() }
+    }
+}
+
+/// Nodes that all know each other.
+pub struct Net {
+    kept: Vec<Kept>,
+    nodes: Vec<Option<Vni>>,
+    pages: u32,
+}
+
+impl Net {
+    pub fn of(count: u16) -> Self {
+        Self::with(count, POOL_PAGES)
+    }
+
+    /// So many, each with a pool of so many pages.
+    pub fn with(count: u16, pages: u32) -> Self {
+        let kept: Vec<_> = (0..count).map(|number| Kept::new(number, pages)).collect();
+        let mut net = Net { kept, nodes: Vec::new(), pages };
+        net.nodes = (0..count).map(|number| Some(net.join(number))).collect();
+        net
+    }
+
+    /// A worker of a node.
+    fn join(&self, number: u16) -> Vni {
+        let kept = &self.kept[usize::from(number)];
+        let mut vni = Vni::new(number, kept.own(), kept.ear.try_clone().unwrap()).unwrap();
+        for (other, kept) in (0..).zip(&self.kept).filter(|(other, _)| *other != number) {
+            vni.add(kept.kit(other)).unwrap();
+        }
+        vni.settle();
+        vni
+    }
+
+    pub fn node(&mut self, number: usize) -> &mut Vni {
+        self.nodes[number].as_mut().expect("it was not taken away")
+    }
+
+    pub fn take(&mut self, number: usize) -> Vni {
+        self.nodes[number].take().expect("it was not taken away")
+    }
+
+    /// Another worker goes on, on the same memory.
+    pub fn replace(&mut self, number: usize) {
+        drop(self.nodes[number].take());
+        self.nodes[number] = Some(self.join(u16::try_from(number).unwrap()));
+    }
+
+    /// Another node gets a number.
+    pub fn renew(&mut self, number: usize) {
+        drop(self.nodes[number].take());
+        let name = u16::try_from(number).unwrap();
+        self.kept[number] = Kept::new(name, self.pages);
+        self.nodes[number] = Some(self.join(name));
+        let kits: Vec<_> =
+            (0..self.nodes.len()).filter(|it| *it != number).map(|it| (it, self.kept[number].kit(name))).collect();
+        for (other, kit) in kits {
+            self.node(other).add(kit).unwrap();
+        }
+    }
+
+    pub fn all_pages(&self) -> u32 {
+        self.pages
+    }
+
+    /// Bytes of control memory that the kernel has allocated for a node.
+    pub fn memory(&self, number: usize) -> u64 {
+        let stat = rustix::fs::fstat(&self.kept[number].estate.control).unwrap();
+        u64::try_from(stat.st_blocks).unwrap() * 512
+    }
+}
+
+/// A frame that is told from every other.
+pub fn frame(number: u32, len: usize) -> Vec<u8> {
+    let mut bytes: Vec<u8> =
+        (0_u32..).take(len).map(|i| i.wrapping_mul(31).wrapping_add(number).to_le_bytes()[0]).collect();
+    bytes[..4].copy_from_slice(&number.to_le_bytes());
+    bytes[4..8].copy_from_slice(&u32::try_from(len).unwrap().to_le_bytes());
+    bytes
+}
+
+/// Everything that has come, with whom it is from. As often as it takes to have looked at everybody.
+pub fn received(vni: &mut Vni) -> Vec<(u16, Vec<u8>)> {
+    let mut came = Vec::new();
+    let mut in_vain = 0;
+    while in_vain < 2 {
+        // Whoever has newly begun to talk is heard when we wake.
+        vni.wake();
+        let before = came.len();
+        for _ in 0..16 {
+            vni.receive(|incoming| {
+                let mut bytes = vec![0; incoming.len()];
+                incoming.copy_to(&mut bytes).expect("nothing was taken back");
+                came.push((incoming.from, bytes));
+            });
+        }
+        in_vain = if came.len() > before { 0 } else { in_vain + 1 };
+    }
+    came
+}
+
+/// Whether this becomes readable in time.
+pub fn readable(fd: &impl AsFd, within: Duration) -> bool {
+    let mut polled = [PollFd::new(fd, PollFlags::IN)];
+    let within = Timespec::try_from(within).unwrap();
+    matches!(rustix::event::poll(&mut polled, Some(&within)), Ok(1))
+}
