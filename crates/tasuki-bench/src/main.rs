@@ -63,6 +63,9 @@ enum Bench {
         #[arg(long, value_name = "FILE", hide = true)]
         guest: Option<PathBuf>,
     },
+    /// A namespace's node of the bench `vni`. The bench starts itself with this.
+    #[command(hide = true)]
+    TapNode,
     /// The second worker of a relay. The bench starts itself with this.
     #[command(hide = true)]
     TakeTurns,
@@ -138,8 +141,11 @@ fn run() -> Result<()> {
             Ok((rows, Some(papers::ANT.beside(&call::paper(samples)?).to_string())))
         }),
         Bench::Nic(how) => bench("nic", &how, &case::of_nic(), |samples, _| Ok((nic::rows(samples)?, None))),
-        Bench::Vni(how) => bench("vni", &how, &case::of_vni(), |_, _| Ok((Vec::new(), None))),
+        Bench::Vni(how) => {
+            bench("vni", &how, &case::of_vni(), |samples, _| Ok((vni::rows(samples, how.effort())?, None)))
+        }
         Bench::Relay { how, guest } => relay(&how, guest.as_deref()),
+        Bench::TapNode => vni::tap_node(),
         Bench::TakeTurns => relay::take_turns(),
         Bench::Demo { wire } => demo::run(wire),
         Bench::DemoPing { folder } => demo::ping(&folder),

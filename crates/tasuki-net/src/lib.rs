@@ -5,9 +5,13 @@
 //! | [`port`] | where frames enter or leave: the trait of the data path       |
 //! | [`nic`]  | drivers of network cards, and the buses over which they reach them |
 //! | [`vni`]  | Ethernet between nodes through memory                         |
+//! | [`switch`] | where a frame goes: who has which address                   |
+//! | [`tap`]  | a network namespace on a VNI                                  |
 //!
 //! docs/design/nic.md says what a driver is, and what is promised of it; docs/design/vni.md the same of a VNI.
 
 pub mod nic;
 pub mod port;
+pub mod switch;
+pub mod tap;
 pub mod vni;

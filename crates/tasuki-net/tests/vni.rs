@@ -91,6 +91,51 @@ mod tests {
     }
 
     #[test]
+    fn what_is_staged_before_its_reader_is_known_arrives_whole() {
+        let mut net = Net::with(3, 80);
+        let mut expected = [const { Vec::new() }; 3];
+        for (number, len) in (0_u32..).zip([14, 60, 1514, 9000, 4086, 4087, 65_000, 20_000, 60, 4000].repeat(30)) {
+            let sent = frame(number, len);
+            let to = 1 + u16::try_from(number % 2).unwrap();
+            let room = net.node(0).stage().expect("a pool of which little is in use has room");
+            room[..HEADER_LEN].fill(0);
+            room[HEADER_LEN..HEADER_LEN + len].copy_from_slice(&sent);
+            match number % 5 {
+                4 => {
+                    assert_eq!(net.node(0).post_staged_to_all([1, 2], HEADER_LEN + len), Ok(2));
+                    (1..3).for_each(|to: usize| expected[to].push((0, sent.clone())));
+                }
+                _ => {
+                    net.node(0).post_staged(to, HEADER_LEN + len).unwrap();
+                    expected[usize::from(to)].push((0, sent));
+                }
+            }
+            net.node(0).flush();
+            // Several are under way at a time.
+            if number % 3 == 0 {
+                for (to, expected) in expected.iter_mut().enumerate().skip(1) {
+                    assert_eq!(received(net.node(to)), std::mem::take(expected), "up to frame {number}");
+                }
+            }
+        }
+        assert_eq!(net.node(0).post_staged(1, HEADER_LEN), Err(SendError::Length { len: HEADER_LEN }));
+    }
+
+    #[test]
+    fn a_pool_that_was_full_and_is_read_has_room_again() {
+        let mut net = Net::with(4, 64);
+        for (round, to) in (0..60).zip((1..4).cycle()) {
+            while net.node(0).send(to, &frame(round, 9000)).is_ok() {}
+            net.node(0).flush();
+            (1..4).for_each(|node| drop(received(net.node(node))));
+            assert!(net.node(0).stage().is_some(), "nobody holds anything any more");
+            assert_eq!(net.node(0).send(1, &frame(round, 9000)), Ok(()));
+            net.node(0).flush();
+            assert_eq!(received(net.node(1)).len(), 1);
+        }
+    }
+
+    #[test]
     fn v4_a_slow_reader_holds_up_itself_alone() {
         let mut net = Net::of(3);
         let sent = frame(1, 1514);

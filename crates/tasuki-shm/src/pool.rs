@@ -18,6 +18,8 @@
 #![cfg_attr(not(loom), allow(unsafe_code, reason = "lends the bytes of a run to the one who holds it"))]
 
 use std::ops::Deref;
+#[cfg(not(loom))]
+use std::{io, os::fd::BorrowedFd};
 
 use crate::line::{Claims, LINE_WORDS, Line};
 #[cfg(not(loom))]
@@ -134,7 +136,7 @@ impl Pages {
     /// Takes the next `count` pages in a row that are free, behind those that were taken last; says the first.
     ///
     /// Not the same again: bytes that were written into another CPU's cache, or out of it, a moment ago cost several times what those cost that have
-    /// found their way to the cache that both share (docs/decisions/0016-a-pool-goes-round.md).
+    /// found their way to the cache that both share (docs/decisions/0015-a-pool-goes-round.md).
     pub fn take(&mut self, count: u32) -> Option<u32> {
         if count == 0 || count > self.left {
             return None;
@@ -268,11 +270,21 @@ impl Pool {
         self.give(run);
     }
 
-    /// The last `count` pages of a run, as one of its own.
+    /// Cuts a run behind its first `count` pages; gives the rest.
     pub fn split(&mut self, run: &mut Run, count: u32) -> Run {
-        assert!(count < run.count, "a run of {} pages was to be cut after {count}", run.count);
-        run.count -= count;
-        Run { first: run.first + run.count, count }
+        assert!((1..run.count).contains(&count), "a run of {} pages was to be cut behind {count}", run.count);
+        let rest = Run { first: run.first + count, count: run.count - count };
+        run.count = count;
+        rest
+    }
+
+    /// Two runs that were one before they were [cut](Self::split), as one again.
+    pub fn join(&mut self, mut run: Run, rest: Option<Run>) -> Run {
+        if let Some(rest) = rest {
+            assert_eq!(run.first + run.count, rest.first, "runs that are joined lie side by side");
+            run.count += rest.count;
+        }
+        run
     }
 
     /// The bytes of a run from `at` on.
@@ -351,6 +363,13 @@ impl PeerPool {
     pub fn copy_to(&self, piece: Piece, into: &mut [u8]) {
         assert!(into.len() <= piece.len as usize, "{} bytes of a piece of {}", into.len(), piece.len);
         self.region.copy_to(piece.offset as usize, into).expect("the piece was checked");
+    }
+
+    /// Writes `before`, and then a piece, to a descriptor in one go; says how many bytes it took. What it took is to be believed only if the
+    /// piece [is whole](Self::is_whole) afterwards.
+    #[inline]
+    pub fn write_to(&self, fd: BorrowedFd<'_>, before: &[u8], piece: Piece) -> io::Result<usize> {
+        self.region.write_to(fd, before, piece.offset as usize, piece.len as usize)
     }
 
     /// The bytes of a piece as 64-bit words in native order, each loaded once; the last is filled up with what lies behind. To be believed only
@@ -452,8 +471,11 @@ mod tests {
     fn a_run_can_be_cut() {
         let (mut pool, _peer) = pair(8);
         let mut run = pool.take(8).unwrap();
-        let tail = pool.split(&mut run, 5);
+        let tail = pool.split(&mut run, 3);
         assert_eq!((run.first(), run.pages(), tail.first(), tail.pages()), (0, 3, 3, 5));
+        let mut run = pool.join(run, Some(tail));
+        assert_eq!(run.pages(), 8);
+        let tail = pool.split(&mut run, 3);
         pool.give(tail);
         assert_eq!(pool.left(), 5);
         pool.give(run);

@@ -490,6 +490,17 @@ impl PeerRegion {
         Ok(())
     }
 
+    /// Writes `before`, and then bytes from `offset` on, to a descriptor in one go: the kernel copies them, whatever the peer does to them
+    /// meanwhile. Says how many bytes it took.
+    pub fn write_to(&self, fd: BorrowedFd<'_>, before: &[u8], offset: usize, len: usize) -> io::Result<usize> {
+        let first = self.mapping.check(offset, len).map_err(io::Error::other)?;
+        let part = |base: *const u8, len| libc::iovec { iov_base: base.cast_mut().cast(), iov_len: len };
+        let parts = [part(before.as_ptr(), before.len()), part(first.as_ptr(), len)];
+        // SAFETY: two parts, one a slice and one in the mapping (checked; M1, M3), which the kernel reads and no reference is made to (M2).
+        let written = unsafe { libc::writev(fd.as_raw_fd(), parts.as_ptr(), 2) };
+        usize::try_from(written).map_err(|_| io::Error::last_os_error())
+    }
+
     /// Has the CPU fetch the lines of these bytes for reading, while it does something else.
     #[inline]
     pub(crate) fn prefetch_to_read(&self, offset: usize, len: usize) {
@@ -523,7 +534,7 @@ impl PeerRegion {
 /// Copies `into.len()` bytes that another process may be writing.
 ///
 /// A copy in Rust would be a data race; a copy in assembly is what the CPU makes of it: line by line, and the last line's worth of bytes once
-/// more where the length is no multiple of it. How fast which instructions are: docs/decisions/0016-a-pool-goes-round.md.
+/// more where the length is no multiple of it. How fast which instructions are: docs/decisions/0015-a-pool-goes-round.md.
 ///
 /// # Safety
 /// `from` is mapped for reading for `into.len()` bytes (M1).

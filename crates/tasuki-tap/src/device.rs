@@ -3,22 +3,42 @@
 //! # Invariants
 //!
 //! - **T1** `Request` has the layout of `struct ifreq` in `<linux/if.h>`, of which TUNSETIFF reads the name and the flags.
-#![allow(unsafe_code, reason = "the ioctl that makes a descriptor a TAP device, which rustix lacks")]
+//! - **T2** TUNSETOFFLOAD takes a number where others take an address.
+#![allow(unsafe_code, reason = "the ioctls that make a descriptor a TAP device, which rustix lacks")]
 
 use std::os::fd::{AsFd, OwnedFd};
 
 use rustix::fs::{Mode, OFlags};
 use rustix::io::Errno;
-use rustix::ioctl::{Opcode, Updater, opcode};
+use rustix::ioctl::{IntegerSetter, Opcode, Updater, opcode};
 
 use crate::{NAME_LEN, TapError, is_name};
 
-/// A TAP device, frames without a header before them.
+/// A TAP device, frames without a header before them,
 const IFF_TAP: u16 = 0x0002;
 const IFF_NO_PI: u16 = 0x1000;
+/// but with the one of virtio-net, 10 bytes.
+const IFF_VNET_HDR: u16 = 0x4000;
+
+/// Frames need no check sum, and may be segments of TCP over IPv4 and IPv6, with ECN too,
+const OFFLOADS: usize = 0x01 | 0x02 | 0x04 | 0x08;
+/// and datagrams of UDP (from Linux 6.2 on).
+const UDP_TOO: usize = 0x20 | 0x40;
 
 /// The number says `int`, the kernel takes a `struct ifreq`.
 const TUNSETIFF: Opcode = opcode::write::<i32>(b'T', 202);
+
+/// Takes a number.
+const TUNSETOFFLOAD: Opcode = opcode::write::<u32>(b'T', 208);
+
+/// What stands before each frame that goes through a TAP device.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Before {
+    /// Nothing: frames are whole.
+    Nothing,
+    /// The header of virtio-net (10 bytes), which says what is left to be done to a frame: its check sum, and to be cut into segments.
+    Offload,
+}
 
 #[repr(C)]
 struct Request {
@@ -31,8 +51,9 @@ const _: () = assert!(size_of::<Request>() == 40);
 
 /// Makes the interface `name`, or takes it if it is there and nobody has it. Nobody waits at its descriptor. The interface is gone when the
 /// last descriptor is closed, unless it had been made to stay before.
-pub fn open(name: &str) -> Result<OwnedFd, TapError> {
-    let mut request = Request { name: [0; NAME_LEN], flags: IFF_TAP | IFF_NO_PI, rest: [0; 22] };
+pub fn open(name: &str, before: Before) -> Result<OwnedFd, TapError> {
+    let header = if before == Before::Offload { IFF_VNET_HDR } else { 0 };
+    let mut request = Request { name: [0; NAME_LEN], flags: IFF_TAP | IFF_NO_PI | header, rest: [0; 22] };
     if !is_name(name) {
         return Err(TapError::Name(name.to_owned()));
     }
@@ -46,5 +67,19 @@ pub fn open(name: &str) -> Result<OwnedFd, TapError> {
         Errno::INVAL | Errno::BUSY => TapError::Taken(name.to_owned()),
         other => TapError::of(other),
     })?;
+    if before == Before::Offload {
+        take_unfinished(&device).map_err(|errno| TapError::Refused(errno.into()))?;
+    }
     Ok(device)
+}
+
+/// Has the kernel hand over frames as they are, to be finished where that is cheapest.
+fn take_unfinished(device: &OwnedFd) -> Result<(), Errno> {
+    let set = |what| {
+        // SAFETY: the request takes a number (T2), and reads and writes no memory.
+        let setter = unsafe { IntegerSetter::<{ TUNSETOFFLOAD }>::new_usize(what) };
+        // SAFETY: the descriptor is that of a TAP device, just made (T2).
+        unsafe { rustix::ioctl::ioctl(device.as_fd(), setter) }
+    };
+    set(OFFLOADS | UDP_TOO).or_else(|_| set(OFFLOADS))
 }

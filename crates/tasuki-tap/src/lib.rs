@@ -1,5 +1,5 @@
 //! TAP devices: network interfaces whose cable is a descriptor. Frames that a kernel sends are read from it, and what is written to it the
-//! kernel receives, both without a header before them.
+//! kernel receives.
 //!
 //! | module        | what it is                                                |
 //! |---------------|-----------------------------------------------------------|
@@ -124,9 +124,14 @@ pub struct Tap {
 
 impl Tap {
     /// Makes it in `place`, gives it its address and switches it on.
-    pub fn create(place: &Namespace, name: &str, address: Option<Address>) -> Result<Self, TapError> {
+    pub fn create(
+        place: &Namespace,
+        name: &str,
+        address: Option<Address>,
+        before: device::Before,
+    ) -> Result<Self, TapError> {
         place.within(|| {
-            let device = device::open(name)?;
+            let device = device::open(name, before)?;
             let interface = Interface::find(name)?;
             if let Some(address) = address {
                 interface.add_address(address)?;

@@ -16,8 +16,8 @@ enum May {
 const ARROWS: [(&str, May); 9] = [
     // Compiled and checked alone, under loom too.
     ("tasuki-shm", May::Only(&[])),
-    // Everything that touches devices, guests and the kernel's network.
-    ("tasuki-net", May::Only(&["tasuki-shm", "tasuki-sim"])),
+    // Everything that touches devices, guests and the kernel's network. Tested against models, and TAPs.
+    ("tasuki-net", May::Only(&["tasuki-shm", "tasuki-sim", "tasuki-tap"])),
     // A contract between versions: pure, and nothing of ours in it.
     ("tasuki-relay", May::Only(&[])),
     // A model of a device knows nothing of the drivers that it is to catch.

@@ -1,6 +1,8 @@
 //! Ethernet between nodes through memory.
 
+mod netns;
 mod pair;
+mod rows;
 
 use anyhow::Result;
 
@@ -9,7 +11,9 @@ use crate::cpus::Cores;
 use crate::orders::Orders;
 use crate::sample::Sample;
 
+pub use netns::tap_node;
 use pair::Way;
+pub use rows::rows;
 
 /// The cases, in the order in which a round runs them. `calls` are frames.
 pub const CASES: &[Case] = &[

@@ -5,6 +5,7 @@ use std::collections::BTreeMap;
 use std::os::fd::OwnedFd;
 
 use anyhow::{Context, Result};
+use tasuki_tap::device::Before;
 use tasuki_tap::interface::Interface;
 use tasuki_tap::namespace::Namespace;
 use tasuki_tap::{Tap, TapError};
@@ -34,7 +35,7 @@ impl TapEnd {
         let device = match self.device.take() {
             Some(device) => device,
             None => {
-                let made = Tap::create(&self.place(), &self.config.name, self.config.address)?;
+                let made = Tap::create(&self.place(), &self.config.name, self.config.address, Before::Nothing)?;
                 (self.interface, self.mac) = (Some(made.interface), None);
                 made.device
             }

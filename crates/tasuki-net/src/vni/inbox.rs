@@ -1,5 +1,8 @@
 //! What one node sends to us: its ring, which we read, and its pool, in which the frames lie.
 
+use std::io;
+use std::os::fd::BorrowedFd;
+
 use arrayvec::ArrayVec;
 use tasuki_shm::line::Line;
 use tasuki_shm::pool::{NoSuchPiece, PeerPool, Piece};
@@ -88,6 +91,13 @@ impl Incoming<'_> {
         let (header, frame) = into.split_at_mut(HEADER_LEN);
         header.fill(0);
         self.copy_to(frame).map(|len| HEADER_LEN + len)
+    }
+
+    /// Writes the offload header and the frame behind it to a descriptor in one go: the kernel copies them out of the sender's memory.
+    #[inline]
+    pub fn write_with_header(&self, fd: BorrowedFd<'_>) -> io::Result<usize> {
+        let before = if self.header > 0 { &[][..] } else { &[0; HEADER_LEN] };
+        self.pool.write_to(fd, before, self.piece)
     }
 
     /// The frame's bytes where they lie, as 64-bit words in native order, each loaded once. The last is filled up with what lies behind.

@@ -26,8 +26,8 @@ use std::time::{Duration, Instant};
 use arrayvec::ArrayVec;
 use tasuki_shm::bell::{Bell, Ringer};
 use tasuki_shm::line::{Claims, Line};
-use tasuki_shm::pool::{LINE, PAGE, Pool};
-use tasuki_shm::region::{RegionError, Span};
+use tasuki_shm::pool::{LINE, PAGE, Pool, Run};
+use tasuki_shm::region::{PAGE_LEN, RegionError, Span};
 use tasuki_shm::ring::{Consumer, Producer};
 use tasuki_shm::sync::Relaxed;
 use tasuki_shm::vni::NODES_MAX;
@@ -44,6 +44,9 @@ use crate::port::Armed;
 
 /// Bytes of the longest frame with its offload header: 64 KiB of IP behind Ethernet's header and two tags.
 pub const PIECE_MAX: usize = HEADER_LEN + 14 + 8 + 65_536;
+
+/// Pages that are taken at a time for frames of which nobody knows yet for whom they are.
+const STAGED_PAGES: u32 = 64;
 
 /// Frames that are taken from one ring before the next has its turn.
 const BURST: usize = 32;
@@ -153,6 +156,8 @@ pub struct Vni {
     touched: Vec<u16>,
     /// What goes to several nodes lies here: the run that is being filled, and how many bytes of it are in use.
     common: Option<(SharedRun, u32)>,
+    /// Where a frame is put before anybody knows for whom it is.
+    staging: Option<Run>,
     /// What a predecessor sent to nodes that were not added yet.
     left: HashMap<u16, LeftBehind>,
 }
@@ -202,6 +207,7 @@ impl Vni {
             looks: 0,
             touched: Vec::with_capacity(16),
             common: None,
+            staging: None,
             left,
         })
     }
@@ -310,17 +316,37 @@ impl Vni {
         if !(14..=PIECE_MAX).contains(&len) {
             return Err(SendError::Length { len });
         }
+        if !self.has_room(to, piece)? {
+            // Others may have read what they were sent, and nobody has looked.
+            self.reap();
+            if !self.has_room(to, piece)? {
+                return Err(self.no_room(to, NoRoom::Pool));
+            }
+        }
+        let neighbour = self.neighbours[usize::from(to)].as_mut().expect("just seen");
+        Ok(neighbour.outbox.drafted(piece, &mut self.pool))
+    }
+
+    /// Makes room for a piece to node `to`; says no if the pool has none.
+    #[inline]
+    fn has_room(&mut self, to: u16, piece: u32) -> Result<bool, SendError> {
         let neighbour = self.neighbours.get_mut(usize::from(to)).and_then(Option::as_mut);
         let Some(neighbour) = neighbour else { return Err(SendError::NoSuchNode(to)) };
-        let stock = Stock { pool: &mut self.pool, shared: &mut self.shared, quota: self.quota };
-        match neighbour.outbox.draft(piece, stock) {
-            Ok(Ok(room)) => Ok(room),
-            Ok(Err(none)) => {
-                neighbour.counts.count(none);
-                Err(none.into())
-            }
+        let mut stock = Stock { pool: &mut self.pool, shared: &mut self.shared, quota: self.quota };
+        match neighbour.outbox.draft(piece, &mut stock) {
+            Ok(Ok(())) => Ok(true),
+            Ok(Err(NoRoom::Pool)) => Ok(false),
+            Ok(Err(none)) => Err(self.no_room(to, none)),
             Err(broken) => Err(SendError::Broken(neighbour.breaks(broken.into()))),
         }
+    }
+
+    #[cold]
+    fn no_room(&mut self, to: u16, none: NoRoom) -> SendError {
+        if let Some(neighbour) = &mut self.neighbours[usize::from(to)] {
+            neighbour.counts.count(none);
+        }
+        none.into()
     }
 
     /// Sends the first `len` bytes of the last draft for node `to`. It sees them at once; [`flush`](Self::flush) wakes it.
@@ -338,6 +364,85 @@ impl Vni {
             neighbour.touched = true;
             self.touched.push(to);
         }
+    }
+
+    /// Takes back from all nodes what they have read.
+    #[cold]
+    fn reap(&mut self) {
+        let mut stock = Stock { pool: &mut self.pool, shared: &mut self.shared, quota: self.quota };
+        for neighbour in self.neighbours.iter_mut().flatten().filter(|neighbour| neighbour.outbox.holds()) {
+            if let Err(broken) = neighbour.outbox.behind(&mut stock) {
+                neighbour.breaks(broken.into());
+            }
+        }
+    }
+
+    /// Room for the longest frame with its offload header, to be filled before anybody knows for whom, and then [posted](Self::post_staged); `None`
+    /// if the pool has none.
+    #[inline]
+    #[expect(clippy::cast_possible_truncation, reason = "17")]
+    pub fn stage(&mut self) -> Option<&mut [u8]> {
+        const PAGES: u32 = PIECE_MAX.div_ceil(PAGE_LEN) as u32;
+        if self.staging.as_ref().is_none_or(|run| run.pages() < PAGES) {
+            if let Some(run) = self.staging.take() {
+                self.pool.give(run);
+            }
+            // No more than leaves some for what was staged before.
+            let pages = (self.pool.left() / 4).clamp(PAGES, STAGED_PAGES);
+            self.staging = self.pool.take(pages).or_else(|| self.pool.take(PAGES));
+            if self.staging.is_none() {
+                self.reap();
+                self.staging = self.pool.take(PAGES);
+            }
+        }
+        let run = self.staging.as_ref()?;
+        Some(self.pool.bytes_mut(run, 0, PIECE_MAX))
+    }
+
+    /// Sends the first `len` bytes of what was staged, a frame behind an offload header, to node `to`. Without room for it, it stays staged.
+    #[inline]
+    pub fn post_staged(&mut self, to: u16, len: usize) -> Result<(), SendError> {
+        if !(HEADER_LEN + 14..=PIECE_MAX).contains(&len) {
+            return Err(SendError::Length { len });
+        }
+        let neighbour = self.neighbours.get_mut(usize::from(to)).and_then(Option::as_mut);
+        let Some(neighbour) = neighbour else { return Err(SendError::NoSuchNode(to)) };
+        let Some(mut run) = self.staging.take() else { return Err(NoRoom::Pool.into()) };
+        let bytes = u32::try_from(len).expect("no longer than the longest");
+        let pages = bytes.div_ceil(PAGE);
+        let rest = (pages < run.pages()).then(|| self.pool.split(&mut run, pages));
+        let mut stock = Stock { pool: &mut self.pool, shared: &mut self.shared, quota: self.quota };
+        match neighbour.outbox.post_run(run, bytes, WITH_HEADER, &mut stock) {
+            Ok(Ok(())) => {
+                self.staging = rest;
+                if neighbour.talk != Talk::Known {
+                    say_that_we_talk(&self.estate.talks(), to, true);
+                }
+                neighbour.counts.sent += 1;
+                if !std::mem::replace(&mut neighbour.touched, true) {
+                    self.touched.push(to);
+                }
+                Ok(())
+            }
+            Ok(Err((none, run))) => {
+                self.staging = Some(self.pool.join(run, rest));
+                neighbour.counts.count(none);
+                Err(none.into())
+            }
+            Err(broken) => {
+                // The run is nobody's any more but the broken node's, which may be reading it.
+                self.staging = rest;
+                Err(SendError::Broken(neighbour.breaks(broken.into())))
+            }
+        }
+    }
+
+    /// Sends the first `len` bytes of what was staged to all these nodes; says how many got it.
+    pub fn post_staged_to_all(&mut self, nodes: impl IntoIterator<Item = u16>, len: usize) -> Result<usize, SendError> {
+        let Some(run) = self.staging.take() else { return Err(NoRoom::Pool.into()) };
+        let frame = self.pool.bytes_mut(&run, 0, len).to_vec();
+        self.staging = Some(run);
+        self.send_to_all(nodes, len, true, |room| room.copy_from_slice(&frame))
     }
 
     /// Sends a frame of `len` bytes, which `fill` writes, to all these nodes; says how many got it. For the others it is counted why not.
@@ -393,7 +498,12 @@ impl Vni {
             self.common = None;
         }
         let least = len.div_ceil(PAGE);
-        let run = self.pool.take(run_pages(self.pool.left()).max(least)).or_else(|| self.pool.take(least))?;
+        let mut run = self.pool.take(run_pages(self.pool.left()).max(least)).or_else(|| self.pool.take(least));
+        if run.is_none() {
+            self.reap();
+            run = self.pool.take(least);
+        }
+        let run = run?;
         let which = self.shared.add(run);
         self.common = Some((which, len.next_multiple_of(LINE)));
         Some((which, 0))

@@ -220,17 +220,21 @@ impl Outbox {
         }
     }
 
-    /// Room for a piece of `len` bytes, to be written and then [posted](Self::post).
+    /// Makes room for a piece of `len` bytes, to be [written](Self::drafted) and then [posted](Self::post).
     #[inline]
-    pub(super) fn draft<'p>(&mut self, len: u32, mut stock: Stock<'p>) -> Result<Result<&'p mut [u8], NoRoom>, Broken> {
+    pub(super) fn draft(&mut self, len: u32, stock: &mut Stock<'_>) -> Result<Result<(), NoRoom>, Broken> {
         let fits = self.stream.as_ref().is_some_and(|stream| stream.has_room(len));
-        if !(fits && self.ring.known_room() as usize > self.staged.len())
-            && let Err(none) = self.make_room(len, &mut stock)?
-        {
-            return Ok(Err(none));
+        match fits && self.ring.known_room() as usize > self.staged.len() {
+            true => Ok(Ok(())),
+            false => self.make_room(len, stock),
         }
-        let Some(Stream { run, at }) = &self.stream else { return Ok(Err(NoRoom::Pool)) };
-        Ok(Ok(stock.pool.bytes_mut(run, *at as usize, len as usize)))
+    }
+
+    /// The room that was [made](Self::draft).
+    #[inline]
+    pub(super) fn drafted<'p>(&self, len: u32, pool: &'p mut Pool) -> &'p mut [u8] {
+        let stream = self.stream.as_ref().expect("room was made");
+        pool.bytes_mut(&stream.run, stream.at as usize, len as usize)
     }
 
     #[cold]
@@ -310,6 +314,35 @@ impl Outbox {
         let pushed = self.ring.push_batch(&self.staged);
         debug_assert_eq!(pushed, Ok(self.staged.len()), "there is room for what was staged");
         self.staged.clear();
+    }
+
+    /// Sends the first `len` bytes of a run that was filled before anybody knew for whom. Gives it back if there is no room.
+    pub(super) fn post_run(
+        &mut self,
+        run: Run,
+        len: u32,
+        flags: u32,
+        stock: &mut Stock<'_>,
+    ) -> Result<Result<(), (NoRoom, Run)>, Broken> {
+        if !self.has_place(stock)? {
+            return Ok(Err((NoRoom::Ring, run)));
+        }
+        if self.held + run.pages() > stock.quota {
+            self.reap(stock)?;
+        }
+        if self.held + run.pages() > stock.quota {
+            return Ok(Err((NoRoom::Quota, run)));
+        }
+        // What was posted before ends before.
+        self.close_stream(stock);
+        self.staged.push(message_of(stock.pool.piece(&run, 0, len), flags));
+        self.held += run.pages();
+        let upto = self.ring.tail().wrapping_add(u32::try_from(self.staged.len()).expect("a batch"));
+        self.sent.push_back(Sent { upto, held: Held::Own(run) });
+        if self.staged.is_full() {
+            self.publish();
+        }
+        Ok(Ok(()))
     }
 
     /// Sends a piece of a run that others get as well.

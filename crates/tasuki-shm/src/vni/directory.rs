@@ -28,7 +28,7 @@ pub const SET_WORDS: usize = NODES_MAX as usize / 64;
 /// Lines of a set of nodes.
 const SET_LINES: usize = SET_WORDS / LINE_WORDS;
 
-/// Line 0 has the version in word 0. Behind it stand the sets.
+/// Line 0 has the version in word 0, and in word 1 how many lines hold entries. Behind it stand the sets.
 const NODES_AT: usize = 1;
 const UPLINKS_AT: usize = NODES_AT + SET_LINES;
 
@@ -129,6 +129,7 @@ impl<M: Deref<Target = [Line]>> Directory<M> {
     /// The directory in `lines`, with what stands there: nothing, in fresh memory.
     pub fn new(lines: M) -> Self {
         let buckets = buckets(lines.len());
+        lines[0].word(1).store(buckets as u64, Relaxed);
         Directory { lines, buckets }
     }
 
@@ -193,9 +194,11 @@ pub struct Lookup<M> {
 }
 
 impl<M: Deref<Target = [Line]>> Lookup<M> {
-    /// Looks at the directory in `claims`.
+    /// Looks at the directory in `claims`, which may have more lines than it uses.
     pub fn new(claims: Claims<M>) -> Self {
-        let buckets = buckets(claims.len());
+        let most = buckets(claims.len());
+        let said = usize::try_from(claims.load(0, 1)).unwrap_or(0);
+        let buckets = if said.is_power_of_two() { said.clamp(REACH, most) } else { most };
         Lookup { claims, buckets }
     }
 
@@ -274,6 +277,19 @@ mod tests {
             }
             assert!((0..u32::try_from(addresses).unwrap()).all(|number| lookup.find(mac(number)).is_some()));
         }
+    }
+
+    #[test]
+    fn memory_may_be_longer_than_its_directory() {
+        let lines: Lines = (0..64).map(|_| Line::default()).collect();
+        let part: Lines = (0..directory_lines(8)).map(|_| Line::default()).collect();
+        let mut directory = Directory::new(Arc::clone(&part));
+        (0..8).for_each(|number| directory.add(mac(number), 3).unwrap());
+        for (to, from) in lines.iter().zip(part.iter()) {
+            (0..8).for_each(|word| to.word(word).store(from.word(word).load(Relaxed), Relaxed));
+        }
+        let lookup = Lookup::new(Claims::of(lines));
+        assert!((0..8).all(|number| lookup.find(mac(number)) == Some(3)));
     }
 
     #[test]

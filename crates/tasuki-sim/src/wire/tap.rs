@@ -1,6 +1,7 @@
 //! A wire that is a TAP device: the machine's own network is at the other end.
 
 use std::os::fd::OwnedFd;
+use tasuki_tap::device::Before;
 
 pub use tasuki_tap::TapError;
 
@@ -30,7 +31,7 @@ pub struct Tap {
 impl Tap {
     /// Makes the interface `name`, or takes it if it is there and nobody has it. Whoever wants to use it sets it up.
     pub fn open(name: &str) -> Result<Self, TapError> {
-        let device = tasuki_tap::device::open(name)?;
+        let device = tasuki_tap::device::open(name, Before::Nothing)?;
         Ok(Tap { device, frame: vec![0; LONGEST].into_boxed_slice(), lost: 0, busy_until: 0, paused_until: 0 })
     }
 

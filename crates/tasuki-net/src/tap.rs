@@ -1,0 +1,221 @@
+//! A node that is a network namespace: frames between its TAP and a VNI, with what is left to be done to them.
+//!
+//! The kernel at the other side of the TAP hands over segments of up to 64 KiB whose check sums nobody has computed, and takes such; they cross as
+//! they are. A frame is copied by the kernel out of the namespace into the node's pool, and by the kernel of the receiving node out of that pool
+//! into its namespace: nobody else touches it.
+
+use std::io;
+use std::ops::Deref;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::time::{Duration, Instant};
+
+use arrayvec::ArrayVec;
+use rustix::event::{PollFd, PollFlags, Timespec};
+use rustix::io::Errno;
+use tasuki_shm::line::Line;
+use tasuki_shm::vni::directory::{Mac, NodeSet};
+
+use crate::port::Armed;
+use crate::switch::{Switch, To};
+use crate::vni::offload::HEADER_LEN;
+use crate::vni::{Incoming, SendError, Vni};
+
+/// Frames that are read from the TAP before those that have come are looked at.
+const READS: usize = 16;
+
+/// How long a frame waits for a node that has no room for it, and all behind it with it. A node that has been waited for so long is not waited
+/// for again until it has had room.
+const WAIT: Duration = Duration::from_millis(2);
+
+/// How soon a node that waits looks whether there is room.
+const ROOM_AGAIN: Duration = Duration::from_micros(50);
+
+/// What became of frames that did not cross.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct Dropped {
+    /// The namespace did not take them: its interface is down, or it has no memory.
+    pub refused: u64,
+    /// The node that they were for had no room for them.
+    pub no_room: u64,
+    /// Nobody has the address.
+    pub nobody: u64,
+    /// Their sender took them back while the kernel copied them.
+    pub too_late: u64,
+}
+
+/// A namespace on a VNI.
+#[derive(Debug)]
+pub struct TapNode<M> {
+    tap: OwnedFd,
+    vni: Vni,
+    switch: Switch<M>,
+    /// Frames that went to the namespace, and that came from it.
+    pub moved: (u64, u64),
+    /// Those that did not.
+    pub dropped: Dropped,
+    /// The TAP's interface is gone.
+    gone: bool,
+    /// What was staged for a node that had no room, and since when it waits.
+    waits: Option<(u16, usize, Instant)>,
+    /// Who was waited for in vain, and has had no room since.
+    slow: NodeSet,
+}
+
+impl<M: Deref<Target = [Line]>> TapNode<M> {
+    /// The namespace behind `tap`, a TAP device with offload headers (`IFF_VNET_HDR`) which does not block.
+    pub fn new(tap: OwnedFd, vni: Vni, switch: Switch<M>) -> Self {
+        TapNode {
+            tap,
+            vni,
+            switch,
+            moved: (0, 0),
+            dropped: Dropped::default(),
+            gone: false,
+            waits: None,
+            slow: NodeSet::default(),
+        }
+    }
+
+    /// The node's end of the VNI.
+    pub fn vni(&mut self) -> &mut Vni {
+        &mut self.vni
+    }
+
+    /// One turn in each direction; says how many frames moved.
+    pub fn turn(&mut self) -> usize {
+        let came = self.give();
+        let went = self.take();
+        self.vni.flush();
+        came + went
+    }
+
+    /// Gives the namespace what came.
+    fn give(&mut self) -> usize {
+        let Self { tap, vni, switch, moved, dropped, gone, .. } = self;
+        vni.receive(|incoming| match write(tap, switch, &incoming) {
+            Ok(true) => moved.0 += 1,
+            Ok(false) => dropped.too_late += 1,
+            Err(error) => {
+                dropped.refused += 1;
+                *gone |= matches!(Errno::from_io_error(&error), Some(Errno::BADFD | Errno::NODEV));
+            }
+        })
+    }
+
+    /// Takes what the namespace sends.
+    fn take(&mut self) -> usize {
+        if let Some((node, len, _)) = self.waits
+            && !self.pass_to(node, len)
+        {
+            return 0;
+        }
+        for count in 0..READS {
+            let Some(room) = self.vni.stage() else { return count };
+            let len = match rustix::io::read(&self.tap, &mut *room) {
+                Ok(len) if len >= HEADER_LEN + 14 => len,
+                Ok(_) => continue,
+                Err(errno) => {
+                    self.gone |= matches!(errno, Errno::BADFD | Errno::NODEV);
+                    return count;
+                }
+            };
+            let mac: Mac = room[HEADER_LEN..HEADER_LEN + 6].try_into().expect("six bytes");
+            if !self.pass_on(mac, len) {
+                return count;
+            }
+        }
+        READS
+    }
+
+    /// Sends what was staged, or drops it; says no if it has to wait.
+    fn pass_on(&mut self, mac: Mac, len: usize) -> bool {
+        let several = match self.switch.find(mac) {
+            To::Node(node) => return self.pass_to(node, len),
+            To::Nobody => {
+                self.dropped.nobody += 1;
+                return true;
+            }
+            several => self.switch.nodes_of(several),
+        };
+        match self.vni.post_staged_to_all(several.iter(), len) {
+            Ok(_) => self.moved.1 += 1,
+            Err(_) => self.dropped.no_room += 1,
+        }
+        true
+    }
+
+    /// The same to one node.
+    fn pass_to(&mut self, node: u16, len: usize) -> bool {
+        let waited = self.waits.take();
+        match self.vni.post_staged(node, len) {
+            Ok(()) => {
+                self.moved.1 += 1;
+                self.slow.remove(node);
+            }
+            Err(SendError::NoRoom(_)) if self.slow.contains(node) => self.dropped.no_room += 1,
+            Err(SendError::NoRoom(_)) => {
+                let since = waited.map_or_else(Instant::now, |(.., since)| since);
+                if since.elapsed() < WAIT {
+                    // Whoever has no room is to read what there is.
+                    self.vni.flush();
+                    self.waits = Some((node, len, since));
+                    return false;
+                }
+                self.slow.insert(node);
+                self.dropped.no_room += 1;
+            }
+            Err(_) => self.dropped.nobody += 1,
+        }
+        true
+    }
+
+    /// Says that whoever drives the node is about to [rest](Self::rest), and looks once more.
+    pub fn arm(&mut self) -> Armed {
+        self.vni.arm()
+    }
+
+    /// The descriptor that becomes readable when the namespace sends; none if its interface is gone.
+    pub fn tap(&self) -> Option<BorrowedFd<'_>> {
+        (!self.gone).then(|| self.tap.as_fd())
+    }
+
+    /// Sleeps until there is something to do, or for `most`, after [`arm`](Self::arm) has found nothing.
+    pub fn rest(&mut self, most: Duration) {
+        let (most, tap) = match self.waits.is_some() {
+            // Nobody rings when there is room again.
+            true => (most.min(ROOM_AGAIN), None),
+            false => (most, self.tap()),
+        };
+        let ends = [Some(self.vni.fd()), tap];
+        let mut polled: ArrayVec<_, 2> =
+            ends.into_iter().flatten().map(|fd| PollFd::from_borrowed_fd(fd, PollFlags::IN)).collect();
+        let most = Timespec::try_from(most).expect("seconds at most");
+        // Whatever ended it: the next turn sees.
+        let _ = rustix::event::poll(&mut polled, Some(&most));
+        drop(polled);
+        self.vni.wake();
+    }
+
+    /// Does what is due now and then, a few times a second; says whether there is more to come.
+    pub fn tick(&mut self, now: Instant) -> bool {
+        self.switch.age(now);
+        self.vni.tick(now)
+    }
+}
+
+/// Whether the frame was whole when the kernel had copied it.
+fn write<M: Deref<Target = [Line]>>(
+    tap: &OwnedFd,
+    switch: &mut Switch<M>,
+    incoming: &Incoming<'_>,
+) -> io::Result<bool> {
+    if switch.learns_from(incoming.from) {
+        let mut addresses = [0; 12];
+        if incoming.copy_to(&mut addresses) == Ok(12) {
+            let from: Mac = addresses[6..].try_into().expect("six bytes");
+            switch.learn(from, incoming.from, Instant::now());
+        }
+    }
+    incoming.write_with_header(tap.as_fd())?;
+    Ok(incoming.is_whole())
+}
