@@ -59,6 +59,8 @@ pub struct TapNode<M> {
     waits: Option<(u16, usize, Instant)>,
     /// Who was waited for in vain, and has had no room since.
     slow: NodeSet,
+    /// The pool had no room when the namespace was last looked at.
+    full: bool,
 }
 
 impl<M: Deref<Target = [Line]>> TapNode<M> {
@@ -73,6 +75,7 @@ impl<M: Deref<Target = [Line]>> TapNode<M> {
             gone: false,
             waits: None,
             slow: NodeSet::default(),
+            full: false,
         }
     }
 
@@ -104,13 +107,17 @@ impl<M: Deref<Target = [Line]>> TapNode<M> {
 
     /// Takes what the namespace sends.
     fn take(&mut self) -> usize {
+        self.full = false;
         if let Some((node, len, _)) = self.waits
             && !self.pass_to(node, len)
         {
             return 0;
         }
         for count in 0..READS {
-            let Some(room) = self.vni.stage() else { return count };
+            let Some(room) = self.vni.stage() else {
+                self.full = true;
+                return count;
+            };
             let len = match rustix::io::read(&self.tap, &mut *room) {
                 Ok(len) if len >= HEADER_LEN + 14 => len,
                 Ok(_) => continue,
@@ -181,7 +188,7 @@ impl<M: Deref<Target = [Line]>> TapNode<M> {
 
     /// Sleeps until there is something to do, or for `most`, after [`arm`](Self::arm) has found nothing.
     pub fn rest(&mut self, most: Duration) {
-        let (most, tap) = match self.waits.is_some() {
+        let (most, tap) = match self.waits.is_some() || self.full {
             // Nobody rings when there is room again.
             true => (most.min(ROOM_AGAIN), None),
             false => (most, self.tap()),
@@ -215,6 +222,10 @@ fn write<M: Deref<Target = [Line]>>(
             let from: Mac = addresses[6..].try_into().expect("six bytes");
             switch.learn(from, incoming.from, Instant::now());
         }
+    }
+    // What was taken back while we slept is not given to anybody; what is taken back while the kernel copies it cannot be called back.
+    if !incoming.is_whole() {
+        return Ok(false);
     }
     incoming.write_with_header(tap.as_fd())?;
     Ok(incoming.is_whole())

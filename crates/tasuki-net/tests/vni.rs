@@ -7,10 +7,13 @@ mod net;
 mod tests {
     use std::time::{Duration, Instant};
 
+    use std::sync::atomic::Ordering::Relaxed;
+
     use proptest::prelude::*;
     use tasuki_net::port::Armed;
     use tasuki_net::vni::offload::{HEADER_LEN, NEEDS_CSUM, Offload};
     use tasuki_net::vni::{IDLE, NoRoom, PATIENCE, PIECE_MAX, SendError};
+    use tasuki_shm::vni::estate::Estate;
     use zerocopy::IntoBytes;
 
     use crate::net::{Net, frame, readable, received};
@@ -289,6 +292,107 @@ mod tests {
         (0..2).for_each(|_| assert!(net.node(0).tick(Instant::now())));
         let held = net.all_pages() - net.node(0).pages_left();
         assert!(held <= 16, "{held} pages are held, and one run is being filled for all");
+    }
+
+    /// A node that was an honest one's neighbour, and its memory for somebody to scribble in.
+    fn turned(net: &mut Net, number: usize) -> Estate {
+        drop(net.take(number));
+        Estate::adopt(net.estate(number)).unwrap().0
+    }
+
+    #[test]
+    fn a_node_that_breaks_a_rule_after_a_good_frame_costs_itself_its_ring() {
+        let mut net = Net::of(3);
+        for wrong in [1_u64 << 32 | 77, 60 << 32 | 1] {
+            net.renew(1);
+            net.node(1).send(0, &frame(1, 60)).unwrap();
+            net.node(1).flush();
+            assert_eq!(received(net.node(0)).len(), 1, "and its ring is looked at each time from now on");
+            let liar = turned(&mut net, 1);
+            // A stamp out of turn; a piece that is in no pool.
+            liar.ring_to(0)[0].word(3).store(u64::MAX, Relaxed);
+            liar.ring_to(0)[0].word(2).store(wrong, Relaxed);
+            assert!(received(net.node(0)).is_empty());
+            assert!(net.node(0).breach(1).is_some());
+            net.node(2).send(0, &frame(2, 60)).unwrap();
+            net.node(2).flush();
+            assert_eq!(received(net.node(0)), [(2, frame(2, 60))]);
+        }
+    }
+
+    #[test]
+    fn a_reader_that_lies_about_how_far_it_is_costs_no_page() {
+        let mut net = Net::of(3);
+        let liar = turned(&mut net, 1);
+        liar.line_of(0)[0].word(0).store(4000, Relaxed);
+        let mut refused = 0;
+        for number in 0..1000 {
+            assert!(net.node(0).stage().is_some(), "frame {number}");
+            refused += u32::from(net.node(0).post_staged(1, 5000).is_err());
+        }
+        assert!(refused > 700);
+        assert!(matches!(net.node(0).send(1, &frame(1, 60)), Err(SendError::Broken(_))));
+        net.node(0).tick(Instant::now());
+        let held = net.all_pages() - net.node(0).pages_left();
+        assert!(held <= 64, "{held} pages are held, and one run is staged");
+        net.node(0).send(2, &frame(1, 60)).unwrap();
+        net.node(0).flush();
+        assert_eq!(received(net.node(2)).len(), 1);
+    }
+
+    #[test]
+    fn whatever_stands_in_the_pipe_of_a_bell_a_name_is_read() {
+        for noise in [&[0][..], &[0x80], &[0xff, 3], &[5, 5, 5]] {
+            let mut net = Net::of(3);
+            net.ring(0, noise);
+            net.node(2).send(0, &frame(1, 60)).unwrap();
+            net.node(2).flush();
+            assert_eq!(received(net.node(0)), [(2, frame(1, 60))], "after {noise:?}");
+        }
+    }
+
+    #[test]
+    fn frames_for_all_do_not_use_up_the_quota_of_who_reads_them() {
+        let mut net = Net::with(2, 80);
+        for number in 0..2000 {
+            let sent = net.node(0).send_to_all([1], 1500, false, |room| room.copy_from_slice(&frame(number, 1500)));
+            assert_eq!(sent, Ok(1), "frame {number}");
+            net.node(0).flush();
+            assert_eq!(received(net.node(1)).len(), 1);
+        }
+    }
+
+    #[test]
+    fn a_reader_that_slept_while_a_ring_was_given_back_does_not_bring_it_back() {
+        let mut net = Net::of(2);
+        let (start, step) = (Instant::now(), Duration::from_millis(100));
+        let before = net.memory(0);
+        net.node(0).send(1, &frame(1, 100)).unwrap();
+        net.node(0).flush();
+        assert_eq!(received(net.node(1)).len(), 1);
+        assert_eq!(net.node(1).arm(), Armed::Idle);
+        for i in 0..4 {
+            net.node(0).tick(start + IDLE * i + step);
+        }
+        assert_eq!(net.memory(0), before);
+        assert!(received(net.node(1)).is_empty());
+        assert_eq!(net.node(1).arm(), Armed::Idle);
+        assert_eq!(net.memory(0), before);
+    }
+
+    #[test]
+    fn an_offload_headers_frame_is_not_read_in_words() {
+        let mut net = Net::of(2);
+        net.node(0).draft(1, 70).unwrap().fill(1);
+        net.node(0).post(1, 70, true);
+        net.node(0).send(1, &[2; 64]).unwrap();
+        net.node(0).flush();
+        net.node(1).wake();
+        let mut words = Vec::new();
+        while words.len() < 2 {
+            net.node(1).receive(|incoming| words.push(incoming.words().map(Iterator::count)));
+        }
+        assert_eq!(words, [None, Some(8)]);
     }
 
     #[test]

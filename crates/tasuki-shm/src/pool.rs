@@ -372,12 +372,13 @@ impl PeerPool {
         self.region.write_to(fd, before, piece.offset as usize, piece.len as usize)
     }
 
-    /// The bytes of a piece as 64-bit words in native order, each loaded once; the last is filled up with what lies behind. To be believed only
-    /// if the piece [is whole](Self::is_whole) afterwards, and from a peer that is trusted not to write there.
+    /// The bytes of a piece as 64-bit words in native order, each loaded once; the last is filled up with what lies behind. `None` for a piece
+    /// that does not begin on a whole word. To be believed only if the piece [is whole](Self::is_whole) afterwards, and from a peer that is
+    /// trusted not to write there.
     #[inline]
-    pub fn words(&self, piece: Piece) -> impl ExactSizeIterator<Item = u64> {
-        let words = self.region.words(piece.offset as usize, (piece.len as usize).div_ceil(8));
-        words.expect("the piece was checked").iter().map(|word| word.load(Relaxed))
+    pub fn words(&self, piece: Piece) -> Option<impl ExactSizeIterator<Item = u64>> {
+        let words = self.region.words(piece.offset as usize, (piece.len as usize).div_ceil(8)).ok()?;
+        Some(words.iter().map(|word| word.load(Relaxed)))
     }
 
     /// Whether nothing was written over a piece by the time it had been read (P3).

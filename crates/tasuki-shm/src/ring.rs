@@ -143,7 +143,8 @@ impl<M: Deref<Target = [Line]>, P: Deref<Target = [Line]>, const N: usize> Produ
     /// An end that goes on where a predecessor stopped, on the lines that it left; `None` if those cannot have been for this consumer, and have to
     /// be cleared.
     ///
-    /// What the consumer has not retired is there still, and what was not pushed whole is not.
+    /// What the consumer has not retired is there still. A batch of which the first message was not written when the predecessor ended was not
+    /// pushed, and is wiped out.
     pub fn go_on(lines: M, peer_head: Claims<P>) -> Option<Self> {
         let head = index_of(peer_head.load(0, 0));
         let mut producer = Self::new(lines, peer_head, head);
@@ -153,7 +154,16 @@ impl<M: Deref<Target = [Line]>, P: Deref<Target = [Line]>, const N: usize> Produ
         // R4: behind the last one stands what was there a lap ago, or nothing.
         let next = producer.stamp_at(producer.tail);
         let a_lap_ago = producer.tail.wrapping_sub(producer.capacity);
-        (next.is_none() || next == Some(a_lap_ago) || producer.used() == producer.capacity).then_some(producer)
+        if next.is_some() && next != Some(a_lap_ago) && producer.used() < producer.capacity {
+            return None;
+        }
+        for index in (0..producer.capacity - producer.used()).map(|i| producer.tail.wrapping_add(i)) {
+            if producer.stamp_at(index) != Some(index.wrapping_sub(producer.capacity)) {
+                let (line, first) = Places::<N>::at(index & (producer.capacity - 1));
+                producer.lines[line].word(first).store(0, Release);
+            }
+        }
+        Some(producer)
     }
 
     /// The index that the place of `index` is stamped with, if it was ever written.
@@ -472,6 +482,21 @@ mod tests {
             tx.push(&message(77)).unwrap();
             assert_eq!(rx.pop(), Ok(Some(message(77))));
         }
+    }
+
+    #[test]
+    fn a_batch_that_was_cut_short_was_not_pushed() {
+        let (ours, head) = (lines(8), lines(1));
+        let mut tx: Producer<_, _> = Producer::new(Arc::clone(&ours), Claims::of(Arc::clone(&head)), 0);
+        let mut rx: Consumer<_, _> = Consumer::new(Claims::of(Arc::clone(&ours)), Arc::clone(&head), 0);
+        tx.push(&message(0)).unwrap();
+        // From its end: 4, 3, 2, and then it is killed.
+        (2..5).rev().for_each(|index| tx.put(index, &message(index.into())));
+        drop(tx);
+        let mut tx: Producer<_, _> = Producer::go_on(ours, Claims::of(head)).unwrap();
+        assert_eq!(tx.tail(), 1);
+        tx.push(&message(77)).unwrap();
+        assert_eq!([rx.pop(), rx.pop(), rx.pop()], [Ok(Some(message(0))), Ok(Some(message(77))), Ok(None)]);
     }
 
     #[test]

@@ -93,7 +93,9 @@ pub fn receive(mut orders: Orders, len: usize, way: Way) -> Result<()> {
                 match way {
                     Way::Copy => wrong += u64::from(frame.copy_to(buffer) != Ok(len)),
                     Way::InPlace => {
-                        sum = frame.words().fold(sum, u64::wrapping_add);
+                        let words = frame.words();
+                        wrong += u64::from(words.is_none());
+                        sum = words.into_iter().flatten().fold(sum, u64::wrapping_add);
                         wrong += u64::from(!frame.is_whole());
                     }
                 }

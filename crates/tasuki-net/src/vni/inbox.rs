@@ -100,12 +100,13 @@ impl Incoming<'_> {
         self.pool.write_to(fd, before, self.piece)
     }
 
-    /// The frame's bytes where they lie, as 64-bit words in native order, each loaded once. The last is filled up with what lies behind.
+    /// The frame's bytes where they lie, as 64-bit words in native order, each loaded once. The last is filled up with what lies behind. `None`
+    /// for a frame that does not begin on a whole word, as one behind an offload header: copy it.
     ///
     /// For senders that are trusted to leave alone what they have sent. They too take a frame back from a reader that is too slow: what was
     /// read is to be believed if the frame [is whole](Self::is_whole) afterwards.
     #[inline]
-    pub fn words(&self) -> impl ExactSizeIterator<Item = u64> {
+    pub fn words(&self) -> Option<impl ExactSizeIterator<Item = u64>> {
         self.pool.words(self.frame())
     }
 

@@ -104,7 +104,8 @@ fn words_of(counts: &Counts) -> [u64; 7] {
 
 #[derive(Debug)]
 struct Neighbour {
-    estate: PeerEstate,
+    /// To whom it says that it talks.
+    talks: Claims<Span<Line>>,
     clapper: Clapper,
     outbox: Outbox,
     inbox: Inbox,
@@ -130,6 +131,8 @@ struct Neighbour {
 enum Talk {
     /// Our ring to it is not looked at, and costs nothing.
     Silent,
+    /// That it is to be looked at was said, and it was not rung for yet.
+    Begun,
     /// It is looked at.
     Known,
     /// That it need not be looked at was said; its memory goes next.
@@ -177,7 +180,7 @@ pub enum SendError {
     /// There is no room for it.
     #[error(transparent)]
     NoRoom(#[from] NoRoom),
-    /// The node broke a rule; it is neither sent to nor heard any more.
+    /// The node broke a rule; it is not sent to any more.
     #[error("the node broke a rule and is not sent to any more: {0}")]
     Broken(Breach),
 }
@@ -257,8 +260,12 @@ impl Vni {
             breach: None,
             progress: None,
             quiet: (0, Instant::now()),
-            estate,
+            talks: estate.talks(),
         };
+        if talk == Talk::Known {
+            // A predecessor may have ended between saying that it talks and ringing.
+            neighbour.clapper.ring_as(&name_of(self.number));
+        }
         self.neighbours[usize::from(number)] = Some(Box::new(neighbour));
         self.listen_to(number);
         Ok(())
@@ -279,7 +286,11 @@ impl Vni {
 
     /// All nodes that there are have been added: what a predecessor sent to others is free.
     pub fn settle(&mut self) {
-        for (_, left) in self.left.drain() {
+        for (number, left) in self.left.drain() {
+            say_that_we_talk(&self.estate.talks(), number, false);
+            // Fails only where there is nothing to give back.
+            let _ = self.estate.give_back_ring(number);
+            self.estate.line_of(number)[0].word(0).store(0, Relaxed);
             left.into_iter().for_each(|(_, which)| self.shared.release(which, true, &mut self.pool));
         }
     }
@@ -288,7 +299,7 @@ impl Vni {
     fn listen_to(&mut self, number: u16) {
         let us = self.number;
         let Some(neighbour) = self.neighbours.get_mut(usize::from(number)).and_then(Option::as_mut) else { return };
-        if !neighbour.is_heard && says_that_it_talks(&neighbour.estate.talks(), us) && neighbour.breach.is_none() {
+        if !neighbour.is_heard && says_that_it_talks(&neighbour.talks, us) && neighbour.breach.is_none() {
             neighbour.is_heard = true;
             self.heard.push(number);
         }
@@ -303,8 +314,16 @@ impl Vni {
             // There may be more, or none may have fitted: everybody is looked at.
             return (0..NODES_MAX).for_each(|number| self.listen_to(number));
         }
-        for name in bytes[..len].as_chunks::<2>().0 {
-            self.listen_to(u16::from_le_bytes(*name));
+        let mut heard = &bytes[..len];
+        while let [low, high, rest @ ..] = heard {
+            match number_of([*low, *high]) {
+                Some(number) => {
+                    self.listen_to(number);
+                    heard = rest;
+                }
+                // Somebody has written something else.
+                None => heard = &heard[1..],
+            }
         }
     }
 
@@ -332,6 +351,9 @@ impl Vni {
     fn has_room(&mut self, to: u16, piece: u32) -> Result<bool, SendError> {
         let neighbour = self.neighbours.get_mut(usize::from(to)).and_then(Option::as_mut);
         let Some(neighbour) = neighbour else { return Err(SendError::NoSuchNode(to)) };
+        if let Some(breach) = neighbour.breach {
+            return Err(SendError::Broken(breach));
+        }
         let mut stock = Stock { pool: &mut self.pool, shared: &mut self.shared, quota: self.quota };
         match neighbour.outbox.draft(piece, &mut stock) {
             Ok(Ok(())) => Ok(true),
@@ -407,33 +429,32 @@ impl Vni {
         }
         let neighbour = self.neighbours.get_mut(usize::from(to)).and_then(Option::as_mut);
         let Some(neighbour) = neighbour else { return Err(SendError::NoSuchNode(to)) };
-        let Some(mut run) = self.staging.take() else { return Err(NoRoom::Pool.into()) };
+        if let Some(breach) = neighbour.breach {
+            return Err(SendError::Broken(breach));
+        }
         let bytes = u32::try_from(len).expect("no longer than the longest");
         let pages = bytes.div_ceil(PAGE);
-        let rest = (pages < run.pages()).then(|| self.pool.split(&mut run, pages));
         let mut stock = Stock { pool: &mut self.pool, shared: &mut self.shared, quota: self.quota };
-        match neighbour.outbox.post_run(run, bytes, WITH_HEADER, &mut stock) {
+        match neighbour.outbox.takes(pages, &mut stock) {
             Ok(Ok(())) => {
-                self.staging = rest;
+                let Some(mut run) = self.staging.take() else { return Err(NoRoom::Pool.into()) };
+                self.staging = (pages < run.pages()).then(|| stock.pool.split(&mut run, pages));
+                // V2: before it is to be seen.
                 if neighbour.talk != Talk::Known {
                     say_that_we_talk(&self.estate.talks(), to, true);
                 }
+                neighbour.outbox.post_run(run, bytes, WITH_HEADER, &mut stock);
                 neighbour.counts.sent += 1;
                 if !std::mem::replace(&mut neighbour.touched, true) {
                     self.touched.push(to);
                 }
                 Ok(())
             }
-            Ok(Err((none, run))) => {
-                self.staging = Some(self.pool.join(run, rest));
+            Ok(Err(none)) => {
                 neighbour.counts.count(none);
                 Err(none.into())
             }
-            Err(broken) => {
-                // The run is nobody's any more but the broken node's, which may be reading it.
-                self.staging = rest;
-                Err(SendError::Broken(neighbour.breaks(broken.into())))
-            }
+            Err(broken) => Err(SendError::Broken(neighbour.breaks(broken.into()))),
         }
     }
 
@@ -466,12 +487,17 @@ impl Vni {
         let mut count = 0;
         for to in nodes {
             let Some(neighbour) = self.neighbours.get_mut(usize::from(to)).and_then(Option::as_mut) else { continue };
+            if neighbour.breach.is_some() {
+                continue;
+            }
+            // V2: before it is to be seen.
+            if neighbour.talk != Talk::Known {
+                say_that_we_talk(&self.estate.talks(), to, true);
+                neighbour.talk = Talk::Begun;
+            }
             match neighbour.outbox.share(piece, which, flags, &mut stock) {
                 Ok(Ok(())) => {
                     count += 1;
-                    if neighbour.talk != Talk::Known {
-                        say_that_we_talk(&self.estate.talks(), to, true);
-                    }
                     neighbour.counts.sent += 1;
                     if !std::mem::replace(&mut neighbour.touched, true) {
                         self.touched.push(to);
@@ -515,7 +541,7 @@ impl Vni {
         let mut again = false;
         for (number, slot) in (0_u16..).zip(&mut self.neighbours) {
             let Some(neighbour) = slot else { continue };
-            if neighbour.talk == Talk::Silent {
+            if neighbour.talk == Talk::Silent && !neighbour.outbox.holds() {
                 continue;
             }
             let mut stock = Stock { pool: &mut self.pool, shared: &mut self.shared, quota: self.quota };
@@ -564,7 +590,7 @@ impl Vni {
             // V2: whoever hears of us for the first time is told who we are.
             let is_new = std::mem::replace(&mut neighbour.talk, Talk::Known) != Talk::Known;
             if neighbour.outbox.ringer.must_ring() || is_new {
-                neighbour.clapper.ring_as(&self.number.to_le_bytes());
+                neighbour.clapper.ring_as(&name_of(self.number));
             }
             neighbour.publish();
         }
@@ -585,6 +611,10 @@ impl Vni {
             let (from, in_vain) = self.active[i];
             let came = self.receive_from(from, &mut each);
             count += came;
+            if self.active.get(i).is_none_or(|(active, _)| *active != from) {
+                // It broke a rule, and is not among them any more.
+                continue;
+            }
             let in_vain = if came > 0 { 0 } else { in_vain + 1 };
             if in_vain < IN_VAIN {
                 self.active[i].1 = in_vain;
@@ -621,6 +651,10 @@ impl Vni {
 
     fn receive_from(&mut self, from: u16, each: &mut impl FnMut(Incoming<'_>)) -> usize {
         let Some(neighbour) = self.neighbours[usize::from(from)].as_mut() else { return 0 };
+        // V2: a ring of which this is not said is not looked at, for a look would cost memory.
+        if !says_that_it_talks(&neighbour.talks, self.number) {
+            return 0;
+        }
         match neighbour.inbox.receive(from, BURST, each) {
             Ok(0) => 0,
             Ok(came) => {
@@ -639,7 +673,7 @@ impl Vni {
     /// Who has taken back that it talks to us is not looked at any more: its ring's memory goes back to the kernel.
     fn drop_if_silent(&mut self, from: u16) {
         let neighbour = self.neighbours[usize::from(from)].as_ref();
-        if neighbour.is_none_or(|it| !says_that_it_talks(&it.estate.talks(), self.number) && !it.inbox.is_ready()) {
+        if neighbour.is_none_or(|it| !says_that_it_talks(&it.talks, self.number)) {
             self.stop_listening_to(from);
         }
     }
@@ -647,7 +681,7 @@ impl Vni {
     fn stop_listening_to(&mut self, from: u16) {
         self.heard.retain(|heard| *heard != from);
         self.active.retain(|(active, _)| *active != from);
-        if let Some(neighbour) = &mut self.neighbours[usize::from(from)] {
+        if let Some(neighbour) = self.neighbours.get_mut(usize::from(from)).and_then(Option::as_mut) {
             neighbour.is_heard = false;
         }
     }
@@ -656,7 +690,9 @@ impl Vni {
     pub fn arm(&mut self) -> Armed {
         self.bell.park(this_cpu());
         let neighbours = &self.neighbours;
-        let is_ready = |from: &u16| neighbours[usize::from(*from)].as_ref().is_some_and(|it| it.inbox.is_ready());
+        let us = self.number;
+        let talks_and_has = |it: &Neighbour| says_that_it_talks(&it.talks, us) && it.inbox.is_ready();
+        let is_ready = |from: &u16| neighbours[usize::from(*from)].as_deref().is_some_and(talks_and_has);
         match self.heard.iter().find(|from| is_ready(from)) {
             Some(from) => {
                 let at = self.heard.iter().position(|heard| heard == from).expect("just found");
@@ -717,6 +753,12 @@ impl Neighbour {
         let _ = self.outbox.rest(stock);
         match self.talk {
             Talk::Silent => false,
+            Talk::Begun => {
+                // It had no room for the one frame that it was to get.
+                say_that_we_talk(&estate.talks(), number, false);
+                self.talk = Talk::Silent;
+                false
+            }
             Talk::Known if now.saturating_duration_since(self.quiet.1) < IDLE => true,
             Talk::Known => {
                 say_that_we_talk(&estate.talks(), number, false);
@@ -773,6 +815,19 @@ fn left_behind(estate: &Estate, pool: &mut Pool, shared: &mut SharedRuns) -> Has
         }
     }
     left
+}
+
+/// A node's number as it stands in the pipe of a bell: two bytes that are told from one another, so that whoever writes something else there
+/// spoils nobody's.
+fn name_of(number: u16) -> [u8; 2] {
+    let [low, high] = [number & 0x7f, number >> 7].map(|half| half.to_le_bytes()[0]);
+    [low, high | 0x80]
+}
+
+/// The reverse.
+fn number_of(name: [u8; 2]) -> Option<u16> {
+    let [low, high] = name;
+    (low < 0x80 && high >= 0x80).then(|| u16::from(high & 0x7f) << 7 | u16::from(low))
 }
 
 /// The low half of a word.

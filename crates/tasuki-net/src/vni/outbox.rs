@@ -182,8 +182,18 @@ impl Outbox {
         left.sort_by_key(|(index, _)| index.wrapping_sub(head));
         for (index, which) in left {
             if index.wrapping_sub(head) < unread {
-                outbox.held += stock.shared.run(which).pages();
-                outbox.sent.push_back(Sent { upto: index.wrapping_add(1), held: Held::Shared(which) });
+                let upto = index.wrapping_add(1);
+                match outbox.sent.back_mut() {
+                    // The next frame in the same page: it is held once.
+                    Some(Sent { upto: last, held: Held::Shared(same) }) if *same == which => {
+                        *last = upto;
+                        stock.shared.release(which, false, stock.pool);
+                    }
+                    _ => {
+                        outbox.held += stock.shared.run(which).pages();
+                        outbox.sent.push_back(Sent { upto, held: Held::Shared(which) });
+                    }
+                }
             } else {
                 stock.shared.release(which, false, stock.pool);
             }
@@ -316,23 +326,20 @@ impl Outbox {
         self.staged.clear();
     }
 
-    /// Sends the first `len` bytes of a run that was filled before anybody knew for whom. Gives it back if there is no room.
-    pub(super) fn post_run(
-        &mut self,
-        run: Run,
-        len: u32,
-        flags: u32,
-        stock: &mut Stock<'_>,
-    ) -> Result<Result<(), (NoRoom, Run)>, Broken> {
+    /// Whether a run of so many pages can be [posted](Self::post_run).
+    pub(super) fn takes(&mut self, pages: u32, stock: &mut Stock<'_>) -> Result<Result<(), NoRoom>, Broken> {
         if !self.has_place(stock)? {
-            return Ok(Err((NoRoom::Ring, run)));
+            return Ok(Err(NoRoom::Ring));
         }
-        if self.held + run.pages() > stock.quota {
+        if self.held + pages > stock.quota {
             self.reap(stock)?;
         }
-        if self.held + run.pages() > stock.quota {
-            return Ok(Err((NoRoom::Quota, run)));
-        }
+        Ok(if self.held + pages > stock.quota { Err(NoRoom::Quota) } else { Ok(()) })
+    }
+
+    /// Sends the first `len` bytes of a run that was filled before anybody knew for whom, after it was asked whether the node
+    /// [takes](Self::takes) it.
+    pub(super) fn post_run(&mut self, run: Run, len: u32, flags: u32, stock: &mut Stock<'_>) {
         // What was posted before ends before.
         self.close_stream(stock);
         self.staged.push(message_of(stock.pool.piece(&run, 0, len), flags));
@@ -342,7 +349,6 @@ impl Outbox {
         if self.staged.is_full() {
             self.publish();
         }
-        Ok(Ok(()))
     }
 
     /// Sends a piece of a run that others get as well.
@@ -353,15 +359,12 @@ impl Outbox {
         flags: u32,
         stock: &mut Stock<'_>,
     ) -> Result<Result<(), NoRoom>, Broken> {
-        if !self.has_place(stock)? {
-            return Ok(Err(NoRoom::Ring));
+        let pages = stock.shared.run(which).pages();
+        if let Err(none) = self.takes(pages, stock)? {
+            return Ok(Err(none));
         }
         let is_last = |sent: &Sent| matches!(sent.held, Held::Shared(same) if same == which);
-        let pages = stock.shared.run(which).pages();
         if !self.sent.back().is_some_and(is_last) {
-            if self.held + pages > stock.quota {
-                return Ok(Err(NoRoom::Quota));
-            }
             // What was posted before ends before.
             self.close_stream(stock);
             stock.shared.hold(which);

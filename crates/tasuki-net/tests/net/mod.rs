@@ -76,10 +76,11 @@ impl Net {
         self.nodes[number] = Some(self.join(u16::try_from(number).unwrap()));
     }
 
-    /// Another node gets a number.
+    /// Another node gets a number, after everybody has forgotten the one that had it.
     pub fn renew(&mut self, number: usize) {
         drop(self.nodes[number].take());
         let name = u16::try_from(number).unwrap();
+        self.nodes.iter_mut().flatten().for_each(|other| other.remove(name));
         self.kept[number] = Kept::new(name, self.pages);
         self.nodes[number] = Some(self.join(name));
         let kits: Vec<_> =
