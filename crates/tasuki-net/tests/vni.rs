@@ -10,6 +10,7 @@ mod tests {
     use std::sync::atomic::Ordering::Relaxed;
 
     use proptest::prelude::*;
+    use rustix::process::{Resource, Rlimit};
     use tasuki_net::port::Armed;
     use tasuki_net::vni::offload::{HEADER_LEN, NEEDS_CSUM, Offload};
     use tasuki_net::vni::{IDLE, NoRoom, PATIENCE, PIECE_MAX, SendError};
@@ -393,6 +394,36 @@ mod tests {
             net.node(1).receive(|incoming| words.push(incoming.words().map(Iterator::count)));
         }
         assert_eq!(words, [None, Some(8)]);
+    }
+
+    /// The formula of docs/design/vni.md.
+    #[test]
+    fn a_hundred_nodes_that_all_talk_take_40_mib_beside_their_pools() {
+        const NODES: u16 = 100;
+        // In one process each of them has a descriptor of every other's bell.
+        let limit = rustix::process::getrlimit(Resource::Nofile);
+        let wanted = u64::from(NODES) * u64::from(NODES) * 6 / 5;
+        if limit.maximum.is_some_and(|maximum| maximum < wanted) {
+            println!("skipped: it takes {wanted} descriptors; raise the hard limit (ulimit -Hn)");
+            return;
+        }
+        let more = Rlimit { current: limit.current.map(|current| current.max(wanted)), maximum: limit.maximum };
+        rustix::process::setrlimit(Resource::Nofile, more).unwrap();
+        let mut net = Net::of(NODES);
+        let sum = |net: &Net| (0..usize::from(NODES)).map(|node| net.memory(node)).sum::<u64>();
+        assert!(sum(&net) < u64::from(NODES) * (32 << 10), "nobody has talked: {} bytes", sum(&net));
+        for from in 0..NODES {
+            for to in (0..NODES).filter(|to| *to != from) {
+                net.node(from.into()).send(to, &frame(from.into(), 60)).unwrap();
+            }
+            net.node(from.into()).flush();
+        }
+        for node in 0..NODES {
+            assert_eq!(received(net.node(node.into())).len(), usize::from(NODES) - 1);
+        }
+        let (pages, pairs) = (3, u64::from(NODES) * (u64::from(NODES) - 1));
+        assert_eq!(sum(&net), 4096 * (u64::from(NODES) * pages + pairs));
+        assert!(sum(&net) <= 40 << 20);
     }
 
     #[test]
