@@ -49,8 +49,10 @@ pub struct TapNode<M> {
     tap: OwnedFd,
     vni: Vni,
     switch: Switch<M>,
-    /// Frames that went to the namespace, and that came from it.
-    pub moved: (u64, u64),
+    /// Frames that the namespace got,
+    pub given: u64,
+    /// and that it sent.
+    pub taken: u64,
     /// Those that did not.
     pub dropped: Dropped,
     /// The TAP's interface is gone.
@@ -70,7 +72,8 @@ impl<M: Deref<Target = [Line]>> TapNode<M> {
             tap,
             vni,
             switch,
-            moved: (0, 0),
+            given: 0,
+            taken: 0,
             dropped: Dropped::default(),
             gone: false,
             waits: None,
@@ -94,9 +97,9 @@ impl<M: Deref<Target = [Line]>> TapNode<M> {
 
     /// Gives the namespace what came.
     fn give(&mut self) -> usize {
-        let Self { tap, vni, switch, moved, dropped, gone, .. } = self;
+        let Self { tap, vni, switch, given, dropped, gone, .. } = self;
         vni.receive(|incoming| match write(tap, switch, &incoming) {
-            Ok(true) => moved.0 += 1,
+            Ok(true) => *given += 1,
             Ok(false) => dropped.too_late += 1,
             Err(error) => {
                 dropped.refused += 1;
@@ -145,7 +148,7 @@ impl<M: Deref<Target = [Line]>> TapNode<M> {
             several => self.switch.nodes_of(several),
         };
         match self.vni.post_staged_to_all(several.iter(), len) {
-            Ok(_) => self.moved.1 += 1,
+            Ok(_) => self.taken += 1,
             Err(_) => self.dropped.no_room += 1,
         }
         true
@@ -156,7 +159,7 @@ impl<M: Deref<Target = [Line]>> TapNode<M> {
         let waited = self.waits.take();
         match self.vni.post_staged(node, len) {
             Ok(()) => {
-                self.moved.1 += 1;
+                self.taken += 1;
                 self.slow.remove(node);
             }
             Err(SendError::NoRoom(_)) if self.slow.contains(node) => self.dropped.no_room += 1,

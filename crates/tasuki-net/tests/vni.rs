@@ -14,7 +14,7 @@ mod tests {
     use tasuki_net::port::Armed;
     use tasuki_net::vni::offload::{HEADER_LEN, NEEDS_CSUM, Offload};
     use tasuki_net::vni::{IDLE, NoRoom, PATIENCE, PIECE_MAX, SendError};
-    use tasuki_shm::vni::estate::Estate;
+    use tasuki_shm::vni::estate::{Estate, PeerEstate};
     use zerocopy::IntoBytes;
 
     use crate::net::{Net, frame, readable, received};
@@ -75,6 +75,25 @@ mod tests {
         assert_eq!(came[0].2, [offload.as_bytes(), &frame(1, 60)].concat());
         assert_eq!((came[1].0, came[1].1), (Offload::default(), 60));
         assert_eq!(came[1].2, [&[0; HEADER_LEN][..], &frame(2, 60)].concat());
+    }
+
+    #[test]
+    fn what_is_counted_can_be_read_by_strangers() {
+        let mut net = Net::of(2);
+        (0..300).for_each(|number| drop(net.node(0).send(1, &frame(number, 60))));
+        net.node(0).flush();
+        let (estate, _) = PeerEstate::map(&net.estate(0)).unwrap();
+        let line = estate.line_of(1);
+        // Received, sent, and refused since the ring was full.
+        assert_eq!([1, 2, 3].map(|word| line.load(0, word)), [0, 256, 44]);
+    }
+
+    #[test]
+    #[should_panic(expected = "shorter draft")]
+    fn no_more_is_posted_than_there_was_room_for() {
+        let mut net = Net::of(2);
+        net.node(0).draft(1, 60).unwrap();
+        net.node(0).post(1, 60_000, false);
     }
 
     #[test]

@@ -10,7 +10,7 @@ use serde_json::Value;
 use tasuki_net::port::Armed;
 use tasuki_net::switch::Switch;
 use tasuki_net::tap::TapNode;
-use tasuki_net::vni::{NeighbourKit, Vni};
+use tasuki_net::vni::{Introduction, Vni};
 use tasuki_shm::line::{LINE_LEN, Line};
 use tasuki_shm::region::{Pages, PeerRegion, Region, Span};
 use tasuki_shm::vni::directory::{Directory, Lookup, NodeSet, directory_lines};
@@ -230,7 +230,7 @@ pub fn tap_node() -> Result<()> {
     let estate = EstateFds { control: orders.next_fd()?, pool: orders.next_fd()? };
     let mut vni = Vni::new(number, estate, orders.next_fd()?)?;
     let estate = EstateFds { control: orders.next_fd()?, pool: orders.next_fd()? };
-    vni.add(NeighbourKit { number: 1 - number, estate, bell: orders.next_fd()? })?;
+    vni.add(Introduction { number: 1 - number, estate, bell: orders.next_fd()? })?;
     vni.settle();
     let directory = PeerRegion::map_kept_whole(orders.next_fd()?.as_fd())?;
     let lines = directory.len() / LINE_LEN;

@@ -3,7 +3,7 @@
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail, ensure};
-use tasuki_net::vni::{NeighbourKit, NoRoom, SendError, Vni};
+use tasuki_net::vni::{Introduction, NoRoom, SendError, Vni};
 use tasuki_shm::line::LINE_LEN;
 use tasuki_shm::vni::estate::{EstateFds, POOL_PAGES};
 use zerocopy::IntoBytes;
@@ -75,7 +75,7 @@ fn join(orders: &mut Orders, number: u16, neighbour: u16) -> Result<Vni> {
     let estate = EstateFds { control: orders.next_fd()?, pool: orders.next_fd()? };
     let mut vni = Vni::new(number, estate, orders.next_fd()?)?;
     let estate = EstateFds { control: orders.next_fd()?, pool: orders.next_fd()? };
-    vni.add(NeighbourKit { number: neighbour, estate, bell: orders.next_fd()? })?;
+    vni.add(Introduction { number: neighbour, estate, bell: orders.next_fd()? })?;
     Ok(vni)
 }
 

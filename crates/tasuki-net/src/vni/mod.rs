@@ -26,7 +26,7 @@ use std::time::{Duration, Instant};
 use arrayvec::ArrayVec;
 use tasuki_shm::bell::{Bell, Ringer};
 use tasuki_shm::line::{Claims, Line};
-use tasuki_shm::pool::{LINE, PAGE, Pool, Run};
+use tasuki_shm::pool::{LINE, PAGE, Piece, Pool, Run};
 use tasuki_shm::region::{PAGE_LEN, RegionError, Span};
 use tasuki_shm::ring::{Consumer, Producer};
 use tasuki_shm::sync::Relaxed;
@@ -63,12 +63,12 @@ const HEAR_EVERY: u32 = 256;
 /// How long a reader may read nothing of what it has before it is taken back.
 pub const PATIENCE: Duration = Duration::from_secs(1);
 
-/// How long nothing is sent before a ring's memory is given back; half of it before that is said.
+/// How long nothing is sent before it is said that a ring need not be looked at; at the next tick its memory is given back.
 pub const IDLE: Duration = Duration::from_secs(10);
 
 /// What another node is reached by.
 #[derive(Debug)]
-pub struct NeighbourKit {
+pub struct Introduction {
     /// Its number.
     pub number: u16,
     /// Its estate, to be read.
@@ -82,8 +82,6 @@ pub struct NeighbourKit {
 pub struct Counts {
     /// Frames received.
     pub received: u64,
-    /// Frames that it had taken back before they were read.
-    pub too_late: u64,
     /// Frames sent.
     pub sent: u64,
     /// Frames not sent since its ring was full,
@@ -94,12 +92,6 @@ pub struct Counts {
     pub pool_full: u64,
     /// How often everything was taken back from it, since it read nothing.
     pub taken_back: u64,
-}
-
-/// Word of a node's line for each count; word 0 is the ring's.
-fn words_of(counts: &Counts) -> [u64; 7] {
-    let Counts { received, too_late, sent, ring_full, over_quota, pool_full, taken_back } = *counts;
-    [received, too_late, sent, ring_full, over_quota, pool_full, taken_back]
 }
 
 #[derive(Debug)]
@@ -221,8 +213,8 @@ impl Vni {
     }
 
     /// Makes another node known, or the same one with other memory.
-    pub fn add(&mut self, kit: NeighbourKit) -> Result<(), RegionError> {
-        let NeighbourKit { number, estate, bell } = kit;
+    pub fn add(&mut self, kit: Introduction) -> Result<(), RegionError> {
+        let Introduction { number, estate, bell } = kit;
         assert!(number < NODES_MAX && number != self.number, "node {number} is no neighbour of node {}", self.number);
         let (estate, pool) = PeerEstate::map(&estate)?;
         if self.neighbours[usize::from(number)].is_some() {
@@ -371,21 +363,18 @@ impl Vni {
         none.into()
     }
 
-    /// Sends the first `len` bytes of the last draft for node `to`. It sees them at once; [`flush`](Self::flush) wakes it.
+    /// Sends the first `len` bytes of the last draft for node `to`. It sees them after the next [`flush`](Self::flush), or sooner.
+    ///
+    /// # Panics
+    /// Without a draft for it, or if the draft was shorter.
     #[inline]
     pub fn post(&mut self, to: u16, len: usize, with_header: bool) {
         let neighbour = self.neighbours[usize::from(to)].as_mut().expect("there was a draft for it");
         let flags = if with_header { WITH_HEADER } else { 0 };
         let len = u32::try_from(len).expect("no longer than the draft");
-        if neighbour.talk != Talk::Known {
-            say_that_we_talk(&self.estate.talks(), to, true);
-        }
+        neighbour.announce(&self.estate, to);
         neighbour.outbox.post(len, flags, &self.pool);
-        neighbour.counts.sent += 1;
-        if !neighbour.touched {
-            neighbour.touched = true;
-            self.touched.push(to);
-        }
+        neighbour.count_sent(&mut self.touched, to);
     }
 
     /// Takes back from all nodes what they have read.
@@ -439,15 +428,9 @@ impl Vni {
             Ok(Ok(())) => {
                 let Some(mut run) = self.staging.take() else { return Err(NoRoom::Pool.into()) };
                 self.staging = (pages < run.pages()).then(|| stock.pool.split(&mut run, pages));
-                // V2: before it is to be seen.
-                if neighbour.talk != Talk::Known {
-                    say_that_we_talk(&self.estate.talks(), to, true);
-                }
+                neighbour.announce(&self.estate, to);
                 neighbour.outbox.post_run(run, bytes, WITH_HEADER, &mut stock);
-                neighbour.counts.sent += 1;
-                if !std::mem::replace(&mut neighbour.touched, true) {
-                    self.touched.push(to);
-                }
+                neighbour.count_sent(&mut self.touched, to);
                 Ok(())
             }
             Ok(Err(none)) => {
@@ -460,10 +443,18 @@ impl Vni {
 
     /// Sends the first `len` bytes of what was staged to all these nodes; says how many got it.
     pub fn post_staged_to_all(&mut self, nodes: impl IntoIterator<Item = u16>, len: usize) -> Result<usize, SendError> {
-        let Some(run) = self.staging.take() else { return Err(NoRoom::Pool.into()) };
-        let frame = self.pool.bytes_mut(&run, 0, len).to_vec();
-        self.staging = Some(run);
-        self.send_to_all(nodes, len, true, |room| room.copy_from_slice(&frame))
+        if !(HEADER_LEN + 14..=PIECE_MAX).contains(&len) {
+            return Err(SendError::Length { len });
+        }
+        let Some(mut run) = self.staging.take() else { return Err(NoRoom::Pool.into()) };
+        let bytes = u32::try_from(len).expect("no longer than the longest");
+        let pages = bytes.div_ceil(PAGE);
+        self.staging = (pages < run.pages()).then(|| self.pool.split(&mut run, pages));
+        let piece = self.pool.piece(&run, 0, bytes);
+        let which = self.shared.add(run);
+        let count = self.share(nodes, piece, which, WITH_HEADER);
+        self.shared.release(which, false, &mut self.pool);
+        Ok(count)
     }
 
     /// Sends a frame of `len` bytes, which `fill` writes, to all these nodes; says how many got it. For the others it is counted why not.
@@ -483,6 +474,11 @@ impl Vni {
         fill(self.pool.bytes_mut(run, at as usize, len));
         let piece = self.pool.piece(run, at, bytes);
         let flags = if with_header { WITH_HEADER } else { 0 };
+        Ok(self.share(nodes, piece, which, flags))
+    }
+
+    /// Sends a piece to all these nodes; says how many got it.
+    fn share(&mut self, nodes: impl IntoIterator<Item = u16>, piece: Piece, which: SharedRun, flags: u32) -> usize {
         let mut stock = Stock { pool: &mut self.pool, shared: &mut self.shared, quota: self.quota };
         let mut count = 0;
         for to in nodes {
@@ -490,18 +486,11 @@ impl Vni {
             if neighbour.breach.is_some() {
                 continue;
             }
-            // V2: before it is to be seen.
-            if neighbour.talk != Talk::Known {
-                say_that_we_talk(&self.estate.talks(), to, true);
-                neighbour.talk = Talk::Begun;
-            }
+            neighbour.announce(&self.estate, to);
             match neighbour.outbox.share(piece, which, flags, &mut stock) {
                 Ok(Ok(())) => {
                     count += 1;
-                    neighbour.counts.sent += 1;
-                    if !std::mem::replace(&mut neighbour.touched, true) {
-                        self.touched.push(to);
-                    }
+                    neighbour.count_sent(&mut self.touched, to);
                 }
                 Ok(Err(none)) => neighbour.counts.count(none),
                 Err(broken) => {
@@ -509,7 +498,7 @@ impl Vni {
                 }
             }
         }
-        Ok(count)
+        count
     }
 
     /// Room for a frame that several nodes get, behind those before it.
@@ -535,8 +524,8 @@ impl Vni {
         Some((which, 0))
     }
 
-    /// Does what is due now and then, a few times a second: takes back what a reader has not read for [`PATIENCE`] (V4), and gives back the
-    /// memory of rings on which nothing went since the last time but one. Says whether there is anything left that has to be looked at again.
+    /// Does what is due now and then, a few times a second: takes back everything from a reader that has read nothing for [`PATIENCE`] (V4), and
+    /// gives back the memory of rings on which nothing went for [`IDLE`]. Says whether there is anything left that has to be looked at again.
     pub fn tick(&mut self, now: Instant) -> bool {
         let mut again = false;
         for (number, slot) in (0_u16..).zip(&mut self.neighbours) {
@@ -733,6 +722,12 @@ impl Vni {
 }
 
 impl Counts {
+    /// As they stand in a node's line, from word 1 on: word 0 says how far its ring was read.
+    fn words(&self) -> [u64; 6] {
+        let Counts { received, sent, ring_full, over_quota, pool_full, taken_back } = *self;
+        [received, sent, ring_full, over_quota, pool_full, taken_back]
+    }
+
     fn count(&mut self, none: NoRoom) {
         match none {
             NoRoom::Ring => self.ring_full += 1,
@@ -743,6 +738,23 @@ impl Counts {
 }
 
 impl Neighbour {
+    /// Says that we talk to it, before there is anything to be seen of that (V2).
+    #[inline]
+    fn announce(&mut self, estate: &Estate, number: u16) {
+        if matches!(self.talk, Talk::Silent | Talk::Ending) {
+            say_that_we_talk(&estate.talks(), number, true);
+            self.talk = Talk::Begun;
+        }
+    }
+
+    #[inline]
+    fn count_sent(&mut self, touched: &mut Vec<u16>, number: u16) {
+        self.counts.sent += 1;
+        if !std::mem::replace(&mut self.touched, true) {
+            touched.push(number);
+        }
+    }
+
     /// Everything was read. Says whether its ring's memory is still to be given back.
     fn rest(&mut self, estate: &Estate, number: u16, stock: &mut Stock<'_>, now: Instant) -> bool {
         if self.touched || self.quiet.0 != self.counts.sent {
@@ -775,7 +787,7 @@ impl Neighbour {
     }
 
     fn publish(&self) {
-        for (i, count) in words_of(&self.counts).into_iter().enumerate() {
+        for (i, count) in self.counts.words().into_iter().enumerate() {
             self.line[0].word(i + 1).store(count, Relaxed);
         }
     }

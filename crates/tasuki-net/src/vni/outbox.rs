@@ -307,6 +307,7 @@ impl Outbox {
     #[inline]
     pub(super) fn post(&mut self, len: u32, flags: u32, pool: &Pool) {
         let stream = self.stream.as_mut().expect("there was a draft");
+        assert!(stream.has_room(len), "{len} bytes were posted of a shorter draft");
         let piece = pool.piece(&stream.run, stream.at, len);
         self.staged.push(message_of(piece, flags));
         stream.at += len.next_multiple_of(LINE);

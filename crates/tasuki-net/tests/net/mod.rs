@@ -4,7 +4,7 @@ use std::os::fd::{AsFd, OwnedFd};
 use std::time::Duration;
 
 use rustix::event::{PollFd, PollFlags, Timespec};
-use tasuki_net::vni::{NeighbourKit, Vni};
+use tasuki_net::vni::{Introduction, Vni};
 use tasuki_shm::vni::estate::{EstateFds, POOL_PAGES};
 
 /// What a daemon keeps of a node.
@@ -26,8 +26,8 @@ impl Kept {
         EstateFds { control, pool }
     }
 
-    fn kit(&self, number: u16) -> NeighbourKit {
-        NeighbourKit { number, estate: self.estate.to_read().unwrap(), bell: self.bell.try_clone().unwrap() }
+    fn introduction(&self, number: u16) -> Introduction {
+        Introduction { number, estate: self.estate.to_read().unwrap(), bell: self.bell.try_clone().unwrap() }
     }
 }
 
@@ -56,7 +56,7 @@ impl Net {
         let kept = &self.kept[usize::from(number)];
         let mut vni = Vni::new(number, kept.own(), kept.ear.try_clone().unwrap()).unwrap();
         for (other, kept) in (0..).zip(&self.kept).filter(|(other, _)| *other != number) {
-            vni.add(kept.kit(other)).unwrap();
+            vni.add(kept.introduction(other)).unwrap();
         }
         vni.settle();
         vni
@@ -83,10 +83,12 @@ impl Net {
         self.nodes.iter_mut().flatten().for_each(|other| other.remove(name));
         self.kept[number] = Kept::new(name, self.pages);
         self.nodes[number] = Some(self.join(name));
-        let kits: Vec<_> =
-            (0..self.nodes.len()).filter(|it| *it != number).map(|it| (it, self.kept[number].kit(name))).collect();
-        for (other, kit) in kits {
-            self.node(other).add(kit).unwrap();
+        let introductions: Vec<_> = (0..self.nodes.len())
+            .filter(|it| *it != number)
+            .map(|it| (it, self.kept[number].introduction(name)))
+            .collect();
+        for (other, introduction) in introductions {
+            self.node(other).add(introduction).unwrap();
         }
     }
 

@@ -10,7 +10,6 @@
 //! | bytes                    | what                                                                                   |
 //! |--------------------------|----------------------------------------------------------------------------------------|
 //! | 0                        | the bell                                                                               |
-//! | 64                       | counters of the node                                                                   |
 //! | 128 to 255               | the set of nodes that it talks to: those whose rings are to be looked at                |
 //! | 2048 on                  | the generations of the pool's pages, 4 bytes each                                      |
 //! | next page, 64 for a node | the line of each node: how far its ring to us was read, and what went between us       |
@@ -31,13 +30,34 @@ pub const RING_PLACES: u32 = 256;
 const RING_LINES: usize = PAGE_LEN / LINE_LEN;
 
 const BELL_AT: usize = 0;
-const COUNTERS_AT: usize = 64;
 const TALKS_AT: usize = 128;
 const GENERATIONS_AT: usize = 2048;
 const _: () = assert!(TALKS_AT + SET_WORDS * 8 <= GENERATIONS_AT);
 
 /// Pages of a pool, where nobody says otherwise: 2 MiB.
 pub const POOL_PAGES: u32 = 512;
+
+/// Fewest: half of them, which one reader may hold, have room for the longest frame, and the other half for the next.
+pub const POOL_PAGES_MIN: u32 = 64;
+
+/// Most: 2 GiB. A piece names its place in 32 bits.
+pub const POOL_PAGES_MAX: u32 = 1 << 19;
+
+/// Why a node has no memory.
+#[derive(Debug, thiserror::Error)]
+pub enum EstateError {
+    /// No pool can be of that size.
+    #[error(
+        "a pool of {pages} pages (4 KiB each) was asked for; it has {POOL_PAGES_MIN} to {POOL_PAGES_MAX}, {POOL_PAGES} where nobody says"
+    )]
+    PoolPages {
+        /// Pages asked for.
+        pages: u32,
+    },
+    /// The kernel gives none.
+    #[error(transparent)]
+    Region(#[from] RegionError),
+}
 
 /// Where things lie in the control memory of a node whose pool has so many pages.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -77,7 +97,10 @@ pub struct EstateFds {
 
 impl EstateFds {
     /// Makes the memory of a node, with a pool of `pool_pages` pages.
-    pub fn create(name: &str, pool_pages: u32) -> Result<Self, RegionError> {
+    pub fn create(name: &str, pool_pages: u32) -> Result<Self, EstateError> {
+        if !(POOL_PAGES_MIN..=POOL_PAGES_MAX).contains(&pool_pages) {
+            return Err(EstateError::PoolPages { pages: pool_pages });
+        }
         let make = |what: &str, len| Region::create(&format!("{name}-{what}"), len, Pages::Small);
         let control = make("control", Layout::of(pool_pages).len)?.into_fd();
         let pool = make("pool", pool_pages as usize * PAGE_LEN)?.into_fd();
@@ -130,11 +153,6 @@ impl Estate {
         self.lines(BELL_AT, 1)
     }
 
-    /// The counters of the node.
-    pub fn counters(&self) -> Span<Line> {
-        self.lines(COUNTERS_AT, 1)
-    }
-
     /// The set of nodes that we talk to.
     pub fn talks(&self) -> Span<Line> {
         self.lines(TALKS_AT, SET_WORDS / LINE_WORDS)
@@ -181,11 +199,6 @@ impl PeerEstate {
     /// The line of its bell.
     pub fn bell(&self) -> Claims<Span<Line>> {
         self.lines(BELL_AT, 1)
-    }
-
-    /// Its counters.
-    pub fn counters(&self) -> Claims<Span<Line>> {
-        self.lines(COUNTERS_AT, 1)
     }
 
     /// The set of nodes that it talks to.
@@ -235,15 +248,23 @@ mod tests {
 
     #[test]
     fn what_is_lent_to_be_read_cannot_be_written() {
-        let fds = EstateFds::create("test", 16).unwrap();
+        let fds = EstateFds::create("test", 64).unwrap();
         let theirs = fds.to_read().unwrap();
         assert!(Region::adopt(theirs.pool).is_err());
         assert!(Region::adopt(theirs.control).is_err());
     }
 
     #[test]
+    fn a_pool_that_cannot_be_is_refused_with_what_could() {
+        for pages in [0, 63, POOL_PAGES_MAX + 1, u32::MAX] {
+            let said = EstateFds::create("test", pages).unwrap_err().to_string();
+            assert!(said.contains(&format!("{pages} pages")) && said.contains("64 to 524288"), "{said}");
+        }
+    }
+
+    #[test]
     fn memory_that_is_too_small_is_refused() {
-        let (small, large) = (EstateFds::create("test", 16).unwrap(), EstateFds::create("test", 4096).unwrap());
+        let (small, large) = (EstateFds::create("test", 64).unwrap(), EstateFds::create("test", 4096).unwrap());
         let mixed = EstateFds { control: small.control, pool: large.pool };
         assert!(matches!(PeerEstate::map(&mixed).unwrap_err(), RegionError::Truncated { .. }));
         assert!(matches!(Estate::adopt(mixed).unwrap_err(), RegionError::Truncated { .. }));
