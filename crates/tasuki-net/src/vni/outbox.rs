@@ -148,6 +148,8 @@ pub(super) struct Outbox {
     ring: Producer<Span<Line>, Span<Line>, 1>,
     pub(super) ringer: Ringer<Span<Line>>,
     stream: Option<Stream>,
+    /// Bytes of the stream that were asked for and are not posted yet.
+    drafted: u32,
     sent: VecDeque<Sent>,
     /// Pages that the reader holds, or that are being filled for it.
     held: u32,
@@ -176,7 +178,7 @@ impl Outbox {
         stock: &mut Stock<'_>,
     ) -> Self {
         let sent = VecDeque::with_capacity(64);
-        let mut outbox = Outbox { ring, ringer, stream: None, sent, held: 0, staged: ArrayVec::new() };
+        let mut outbox = Outbox { ring, ringer, stream: None, drafted: 0, sent, held: 0, staged: ArrayVec::new() };
         let unread = outbox.ring.capacity() - outbox.ring.known_room();
         let head = outbox.ring.tail().wrapping_sub(unread);
         left.sort_by_key(|(index, _)| index.wrapping_sub(head));
@@ -242,8 +244,9 @@ impl Outbox {
 
     /// The room that was [made](Self::draft).
     #[inline]
-    pub(super) fn drafted<'p>(&self, len: u32, pool: &'p mut Pool) -> &'p mut [u8] {
+    pub(super) fn drafted<'p>(&mut self, len: u32, pool: &'p mut Pool) -> &'p mut [u8] {
         let stream = self.stream.as_ref().expect("room was made");
+        self.drafted = len;
         pool.bytes_mut(&stream.run, stream.at as usize, len as usize)
     }
 
@@ -294,6 +297,7 @@ impl Outbox {
     /// What is in the run that is being filled is all that will be.
     fn close_stream(&mut self, stock: &mut Stock<'_>) {
         let Some(Stream { run, at }) = self.stream.take() else { return };
+        self.drafted = 0;
         match at {
             0 => self.free(Held::Own(run), stock, false),
             _ => {
@@ -307,7 +311,7 @@ impl Outbox {
     #[inline]
     pub(super) fn post(&mut self, len: u32, flags: u32, pool: &Pool) {
         let stream = self.stream.as_mut().expect("there was a draft");
-        assert!(stream.has_room(len), "{len} bytes were posted of a shorter draft");
+        assert!(len <= std::mem::take(&mut self.drafted), "{len} bytes were posted of a shorter draft");
         let piece = pool.piece(&stream.run, stream.at, len);
         self.staged.push(message_of(piece, flags));
         stream.at += len.next_multiple_of(LINE);
