@@ -1,0 +1,174 @@
+//! What a node receives, and whom it looks at for that.
+
+use std::os::fd::{AsFd, BorrowedFd};
+
+use tasuki_shm::vni::NODES_MAX;
+use tasuki_shm::wake::this_cpu;
+
+use super::Vni;
+use super::inbox::Incoming;
+use super::neighbour::{Neighbour, number_of, says_that_it_talks};
+use crate::port::Armed;
+
+/// Frames that are taken from one ring before the next has its turn.
+const BURST: usize = 32;
+
+/// Looks in vain after which a ring is looked at only in turn with all others.
+const IN_VAIN: u32 = 64;
+
+/// Looks from one time to the next at which whoever has newly begun to talk is heard.
+const HEAR_EVERY: u32 = 256;
+
+impl Vni {
+    /// Looks at a node's ring from now on, if it says that it talks to us (V2).
+    pub(super) fn listen_to(&mut self, number: u16) {
+        let us = self.number;
+        let Some(neighbour) = self.neighbours.get_mut(usize::from(number)).and_then(Option::as_mut) else { return };
+        if !neighbour.is_heard && says_that_it_talks(&neighbour.talks, us) && neighbour.breach.is_none() {
+            neighbour.is_heard = true;
+            self.heard.push(number);
+        }
+    }
+
+    /// Hears who has rung.
+    fn hear(&mut self) {
+        let mut bytes = [0; 512];
+        // Our end is ours alone, and does not block.
+        let Ok(len @ 1..) = rustix::io::read(&self.ear, &mut bytes[..]) else { return };
+        if len == bytes.len() {
+            // There may be more, or none may have fitted: everybody is looked at.
+            return (0..NODES_MAX).for_each(|number| self.listen_to(number));
+        }
+        let mut heard = &bytes[..len];
+        while let [low, high, rest @ ..] = heard {
+            match number_of([*low, *high]) {
+                Some(number) => {
+                    self.listen_to(number);
+                    heard = rest;
+                }
+                // Somebody has written something else.
+                None => heard = &heard[1..],
+            }
+        }
+    }
+
+    /// Hands over frames that have come, up to a burst of each node's that was looked at; says how many. Does not wait.
+    ///
+    /// A look costs the same however many nodes there are: at the rings that were busy last, and at one more.
+    #[inline]
+    pub fn receive(&mut self, mut each: impl FnMut(Incoming<'_>)) -> usize {
+        self.looks = self.looks.wrapping_add(1);
+        if self.looks.is_multiple_of(HEAR_EVERY) {
+            self.hear();
+        }
+        let mut count = 0;
+        let mut i = 0;
+        while i < self.active.len() {
+            let (from, in_vain) = self.active[i];
+            let came = self.receive_from(from, &mut each);
+            count += came;
+            if self.active.get(i).is_none_or(|(active, _)| *active != from) {
+                // It broke a rule, and is not among them any more.
+                continue;
+            }
+            let in_vain = if came > 0 { 0 } else { in_vain + 1 };
+            if in_vain < IN_VAIN {
+                self.active[i].1 = in_vain;
+                i += 1;
+            } else {
+                self.active.swap_remove(i);
+            }
+        }
+        if self.heard.len() > self.active.len() {
+            count += self.receive_in_turn(&mut each);
+        }
+        count
+    }
+
+    /// The same from the next of all that talk to us.
+    #[inline(never)]
+    fn receive_in_turn(&mut self, each: &mut impl FnMut(Incoming<'_>)) -> usize {
+        self.next = if self.next + 1 < self.heard.len() { self.next + 1 } else { 0 };
+        let from = self.heard[self.next];
+        if self.active.iter().any(|(active, _)| *active == from) {
+            return 0;
+        }
+        let came = self.receive_from(from, each);
+        if came > 0 {
+            if self.active.is_full() {
+                self.active.remove(0);
+            }
+            self.active.push((from, 0));
+        } else {
+            self.drop_if_silent(from);
+        }
+        came
+    }
+
+    fn receive_from(&mut self, from: u16, each: &mut impl FnMut(Incoming<'_>)) -> usize {
+        let Some(neighbour) = self.neighbours[usize::from(from)].as_mut() else { return 0 };
+        // V2: a ring of which this is not said is not looked at, for a look would cost memory.
+        if !says_that_it_talks(&neighbour.talks, self.number) {
+            return 0;
+        }
+        match neighbour.inbox.receive(from, BURST, each) {
+            Ok(0) => 0,
+            Ok(came) => {
+                neighbour.counts.received += came as u64;
+                neighbour.publish();
+                came
+            }
+            Err(breach) => {
+                neighbour.breaks(breach);
+                self.stop_listening_to(from);
+                0
+            }
+        }
+    }
+
+    /// Who has taken back that it talks to us is not looked at any more: its ring's memory goes back to the kernel.
+    fn drop_if_silent(&mut self, from: u16) {
+        let neighbour = self.neighbours[usize::from(from)].as_ref();
+        if neighbour.is_none_or(|it| !says_that_it_talks(&it.talks, self.number)) {
+            self.stop_listening_to(from);
+        }
+    }
+
+    pub(super) fn stop_listening_to(&mut self, from: u16) {
+        self.heard.retain(|heard| *heard != from);
+        self.active.retain(|(active, _)| *active != from);
+        if let Some(neighbour) = self.neighbours.get_mut(usize::from(from)).and_then(Option::as_mut) {
+            neighbour.is_heard = false;
+        }
+    }
+
+    /// Says that whoever drives this node is about to sleep, and looks once more at everybody who talks to us.
+    pub fn arm(&mut self) -> Armed {
+        self.bell.park(this_cpu());
+        let neighbours = &self.neighbours;
+        let us = self.number;
+        let talks_and_has = |it: &Neighbour| says_that_it_talks(&it.talks, us) && it.inbox.is_ready();
+        let is_ready = |from: &u16| neighbours[usize::from(*from)].as_deref().is_some_and(talks_and_has);
+        match self.heard.iter().find(|from| is_ready(from)) {
+            Some(from) => {
+                let at = self.heard.iter().position(|heard| heard == from).expect("just found");
+                // The next look is at this one.
+                self.next = at.checked_sub(1).unwrap_or(self.heard.len());
+                self.bell.wake(this_cpu());
+                Armed::Busy
+            }
+            None => Armed::Idle,
+        }
+    }
+
+    /// Says that we are awake again, and hears who has rung.
+    pub fn wake(&mut self) {
+        self.bell.wake(this_cpu());
+        self.hear();
+    }
+
+    /// The descriptor that becomes readable when somebody rings for an [armed](Self::arm) end.
+    pub fn fd(&self) -> BorrowedFd<'_> {
+        self.ear.as_fd()
+    }
+}

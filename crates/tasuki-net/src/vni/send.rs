@@ -1,0 +1,264 @@
+//! What a node sends.
+
+use tasuki_shm::pool::{LINE, PAGE, Piece};
+use tasuki_shm::region::PAGE_LEN;
+
+use super::inbox::Breach;
+use super::neighbour::{Talk, name_of};
+use super::offload::HEADER_LEN;
+use super::outbox::{NoRoom, SharedRun, Stock, WITH_HEADER, run_pages};
+use super::{PIECE_MAX, Vni};
+
+/// Pages that are taken at a time for frames of which nobody knows yet for whom they are.
+const STAGED_PAGES: u32 = 64;
+
+/// Why a frame was not sent to a node.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
+pub enum SendError {
+    /// Nobody here knows such a node.
+    #[error("there is no node {0} on this VNI")]
+    NoSuchNode(u16),
+    /// It is not a frame that could be sent.
+    #[error("a frame of {len} bytes was to be sent, and a frame has 14 to {} bytes", PIECE_MAX - HEADER_LEN)]
+    Length {
+        /// Its length.
+        len: usize,
+    },
+    /// There is no room for it.
+    #[error(transparent)]
+    NoRoom(#[from] NoRoom),
+    /// The node broke a rule; it is not sent to any more.
+    #[error("the node broke a rule and is not sent to any more: {0}")]
+    Broken(Breach),
+}
+
+impl Vni {
+    /// Room for a frame of `len` bytes to node `to`, to be filled and then [posted](Self::post); another draft takes its place. Bytes that are
+    /// not written hold what was there before.
+    #[inline]
+    pub fn draft(&mut self, to: u16, len: usize) -> Result<&mut [u8], SendError> {
+        let piece = u32::try_from(len).unwrap_or(u32::MAX);
+        if !(14..=PIECE_MAX).contains(&len) {
+            return Err(SendError::Length { len });
+        }
+        if !self.has_room(to, piece)? {
+            // Others may have read what they were sent, and nobody has looked.
+            self.reap();
+            if !self.has_room(to, piece)? {
+                return Err(self.no_room(to, NoRoom::Pool));
+            }
+        }
+        let neighbour = self.neighbours[usize::from(to)].as_mut().expect("just seen");
+        Ok(neighbour.outbox.drafted(piece, &mut self.pool))
+    }
+
+    /// Makes room for a piece to node `to`; says no if the pool has none.
+    #[inline]
+    fn has_room(&mut self, to: u16, piece: u32) -> Result<bool, SendError> {
+        let neighbour = self.neighbours.get_mut(usize::from(to)).and_then(Option::as_mut);
+        let Some(neighbour) = neighbour else { return Err(SendError::NoSuchNode(to)) };
+        if let Some(breach) = neighbour.breach {
+            return Err(SendError::Broken(breach));
+        }
+        let mut stock = Stock { pool: &mut self.pool, shared: &mut self.shared, quota: self.quota };
+        match neighbour.outbox.draft(piece, &mut stock) {
+            Ok(Ok(())) => Ok(true),
+            Ok(Err(NoRoom::Pool)) => Ok(false),
+            Ok(Err(none)) => Err(self.no_room(to, none)),
+            Err(broken) => Err(SendError::Broken(neighbour.breaks(broken.into()))),
+        }
+    }
+
+    #[cold]
+    fn no_room(&mut self, to: u16, none: NoRoom) -> SendError {
+        if let Some(neighbour) = &mut self.neighbours[usize::from(to)] {
+            neighbour.counts.count(none);
+        }
+        none.into()
+    }
+
+    /// Sends the first `len` bytes of the last draft for node `to`. It sees them after the next [`flush`](Self::flush), or sooner.
+    ///
+    /// # Panics
+    /// Without a draft for it, or if the draft was shorter.
+    #[inline]
+    pub fn post(&mut self, to: u16, len: usize, with_header: bool) {
+        let neighbour = self.neighbours[usize::from(to)].as_mut().expect("there was a draft for it");
+        let flags = if with_header { WITH_HEADER } else { 0 };
+        let len = u32::try_from(len).expect("no longer than the draft");
+        neighbour.announce(&self.estate, to);
+        neighbour.outbox.post(len, flags, &self.pool);
+        neighbour.count_sent(&mut self.touched, to);
+    }
+
+    /// Takes back from all nodes what they have read.
+    #[cold]
+    fn reap(&mut self) {
+        let mut stock = Stock { pool: &mut self.pool, shared: &mut self.shared, quota: self.quota };
+        for neighbour in self.neighbours.iter_mut().flatten().filter(|neighbour| neighbour.outbox.holds()) {
+            if let Err(broken) = neighbour.outbox.behind(&mut stock) {
+                neighbour.breaks(broken.into());
+            }
+        }
+    }
+
+    /// Room for the longest frame with its offload header, to be filled before anybody knows for whom, and then [posted](Self::post_staged); `None`
+    /// if the pool has none.
+    #[inline]
+    #[expect(clippy::cast_possible_truncation, reason = "17")]
+    pub fn stage(&mut self) -> Option<&mut [u8]> {
+        const PAGES: u32 = PIECE_MAX.div_ceil(PAGE_LEN) as u32;
+        if self.staging.as_ref().is_none_or(|run| run.pages() < PAGES) {
+            if let Some(run) = self.staging.take() {
+                self.pool.give(run);
+            }
+            // No more than leaves some for what was staged before.
+            let pages = (self.pool.left() / 4).clamp(PAGES, STAGED_PAGES);
+            self.staging = self.pool.take(pages).or_else(|| self.pool.take(PAGES));
+            if self.staging.is_none() {
+                self.reap();
+                self.staging = self.pool.take(PAGES);
+            }
+        }
+        let run = self.staging.as_ref()?;
+        Some(self.pool.bytes_mut(run, 0, PIECE_MAX))
+    }
+
+    /// Sends the first `len` bytes of what was staged, a frame behind an offload header, to node `to`. Without room for it, it stays staged.
+    #[inline]
+    pub fn post_staged(&mut self, to: u16, len: usize) -> Result<(), SendError> {
+        if !(HEADER_LEN + 14..=PIECE_MAX).contains(&len) {
+            return Err(SendError::Length { len });
+        }
+        let neighbour = self.neighbours.get_mut(usize::from(to)).and_then(Option::as_mut);
+        let Some(neighbour) = neighbour else { return Err(SendError::NoSuchNode(to)) };
+        if let Some(breach) = neighbour.breach {
+            return Err(SendError::Broken(breach));
+        }
+        let bytes = u32::try_from(len).expect("no longer than the longest");
+        let pages = bytes.div_ceil(PAGE);
+        let mut stock = Stock { pool: &mut self.pool, shared: &mut self.shared, quota: self.quota };
+        match neighbour.outbox.takes(pages, &mut stock) {
+            Ok(Ok(())) => {
+                let Some(mut run) = self.staging.take() else { return Err(NoRoom::Pool.into()) };
+                self.staging = (pages < run.pages()).then(|| stock.pool.split(&mut run, pages));
+                neighbour.announce(&self.estate, to);
+                neighbour.outbox.post_run(run, bytes, WITH_HEADER, &mut stock);
+                neighbour.count_sent(&mut self.touched, to);
+                Ok(())
+            }
+            Ok(Err(none)) => {
+                neighbour.counts.count(none);
+                Err(none.into())
+            }
+            Err(broken) => Err(SendError::Broken(neighbour.breaks(broken.into()))),
+        }
+    }
+
+    /// Sends the first `len` bytes of what was staged to all these nodes; says how many got it.
+    pub fn post_staged_to_all(&mut self, nodes: impl IntoIterator<Item = u16>, len: usize) -> Result<usize, SendError> {
+        if !(HEADER_LEN + 14..=PIECE_MAX).contains(&len) {
+            return Err(SendError::Length { len });
+        }
+        let Some(mut run) = self.staging.take() else { return Err(NoRoom::Pool.into()) };
+        let bytes = u32::try_from(len).expect("no longer than the longest");
+        let pages = bytes.div_ceil(PAGE);
+        self.staging = (pages < run.pages()).then(|| self.pool.split(&mut run, pages));
+        let piece = self.pool.piece(&run, 0, bytes);
+        let which = self.shared.add(run);
+        let count = self.share(nodes, piece, which, WITH_HEADER);
+        self.shared.release(which, false, &mut self.pool);
+        Ok(count)
+    }
+
+    /// Sends a frame of `len` bytes, which `fill` writes, to all these nodes; says how many got it. For the others it is counted why not.
+    pub fn send_to_all(
+        &mut self,
+        nodes: impl IntoIterator<Item = u16>,
+        len: usize,
+        with_header: bool,
+        fill: impl FnOnce(&mut [u8]),
+    ) -> Result<usize, SendError> {
+        if !(14..=PIECE_MAX).contains(&len) {
+            return Err(SendError::Length { len });
+        }
+        let bytes = u32::try_from(len).expect("no longer than the longest");
+        let Some((which, at)) = self.common_room(bytes) else { return Err(NoRoom::Pool.into()) };
+        let run = self.shared.run(which);
+        fill(self.pool.bytes_mut(run, at as usize, len));
+        let piece = self.pool.piece(run, at, bytes);
+        let flags = if with_header { WITH_HEADER } else { 0 };
+        Ok(self.share(nodes, piece, which, flags))
+    }
+
+    /// Sends a piece to all these nodes; says how many got it.
+    fn share(&mut self, nodes: impl IntoIterator<Item = u16>, piece: Piece, which: SharedRun, flags: u32) -> usize {
+        let mut stock = Stock { pool: &mut self.pool, shared: &mut self.shared, quota: self.quota };
+        let mut count = 0;
+        for to in nodes {
+            let Some(neighbour) = self.neighbours.get_mut(usize::from(to)).and_then(Option::as_mut) else { continue };
+            if neighbour.breach.is_some() {
+                continue;
+            }
+            neighbour.announce(&self.estate, to);
+            match neighbour.outbox.share(piece, which, flags, &mut stock) {
+                Ok(Ok(())) => {
+                    count += 1;
+                    neighbour.count_sent(&mut self.touched, to);
+                }
+                Ok(Err(none)) => neighbour.counts.count(none),
+                Err(broken) => {
+                    neighbour.breaks(broken.into());
+                }
+            }
+        }
+        count
+    }
+
+    /// Room for a frame that several nodes get, behind those before it.
+    fn common_room(&mut self, len: u32) -> Option<(SharedRun, u32)> {
+        if let Some((which, at)) = &mut self.common {
+            let place = *at;
+            if place + len <= self.shared.run(*which).pages() * PAGE {
+                *at += len.next_multiple_of(LINE);
+                return Some((*which, place));
+            }
+            self.shared.release(*which, false, &mut self.pool);
+            self.common = None;
+        }
+        let least = len.div_ceil(PAGE);
+        let mut run = self.pool.take(run_pages(self.pool.left()).max(least)).or_else(|| self.pool.take(least));
+        if run.is_none() {
+            self.reap();
+            run = self.pool.take(least);
+        }
+        let run = run?;
+        let which = self.shared.add(run);
+        self.common = Some((which, len.next_multiple_of(LINE)));
+        Some((which, 0))
+    }
+
+    /// Copies a frame, of 14 bytes at least, to node `to`.
+    #[inline]
+    pub fn send(&mut self, to: u16, frame: &[u8]) -> Result<(), SendError> {
+        self.draft(to, frame.len())?.copy_from_slice(frame);
+        self.post(to, frame.len(), false);
+        Ok(())
+    }
+
+    /// Wakes whoever sleeps and was sent something since the last time.
+    #[inline]
+    pub fn flush(&mut self) {
+        for to in self.touched.drain(..) {
+            let Some(neighbour) = self.neighbours[usize::from(to)].as_mut() else { continue };
+            neighbour.touched = false;
+            neighbour.outbox.publish();
+            // V2: whoever hears of us for the first time is told who we are.
+            let is_new = std::mem::replace(&mut neighbour.talk, Talk::Known) != Talk::Known;
+            if neighbour.outbox.ringer.must_ring() || is_new {
+                neighbour.clapper.ring_as(&name_of(self.number));
+            }
+            neighbour.publish();
+        }
+    }
+}
