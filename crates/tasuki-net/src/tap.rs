@@ -43,6 +43,14 @@ pub struct Dropped {
     pub too_late: u64,
 }
 
+impl Dropped {
+    /// All of them.
+    pub fn sum(&self) -> u64 {
+        let Dropped { refused, no_room, nobody, too_late } = *self;
+        refused + no_room + nobody + too_late
+    }
+}
+
 /// A namespace on a VNI.
 #[derive(Debug)]
 pub struct TapNode<M> {
@@ -85,6 +93,24 @@ impl<M: Deref<Target = [Line]>> TapNode<M> {
     /// The node's end of the VNI.
     pub fn vni(&mut self) -> &mut Vni {
         &mut self.vni
+    }
+
+    /// Pages of the node's pool that nobody holds.
+    pub fn pages_left(&self) -> u32 {
+        self.vni.pages_left()
+    }
+
+    /// Looks addresses up elsewhere from now on.
+    pub fn set_switch(&mut self, switch: Switch<M>) {
+        self.switch = switch;
+    }
+
+    /// The last turn of whoever hands the node on: what waits for room that does not come is dropped, for no successor finds it.
+    pub fn finish(&mut self) {
+        while let Some((node, len, _)) = self.waits {
+            self.pass_to(node, len);
+        }
+        self.vni.flush();
     }
 
     /// One turn in each direction; says how many frames moved.
@@ -189,12 +215,27 @@ impl<M: Deref<Target = [Line]>> TapNode<M> {
         (!self.gone).then(|| self.tap.as_fd())
     }
 
+    /// The descriptor that becomes readable when somebody rings for an [armed](Self::arm) node.
+    pub fn bell(&self) -> BorrowedFd<'_> {
+        self.vni.fd()
+    }
+
+    /// How soon an [armed](Self::arm) node must look again though nobody rings, since nobody does when there is room again. What the namespace
+    /// sends is left alone until then.
+    pub fn waits(&self) -> Option<Duration> {
+        (self.waits.is_some() || self.full).then_some(ROOM_AGAIN)
+    }
+
+    /// Says that an armed node is awake again.
+    pub fn wake(&mut self) {
+        self.vni.wake();
+    }
+
     /// Sleeps until there is something to do, or for `most`, after [`arm`](Self::arm) has found nothing.
     pub fn rest(&mut self, most: Duration) {
-        let (most, tap) = match self.waits.is_some() || self.full {
-            // Nobody rings when there is room again.
-            true => (most.min(ROOM_AGAIN), None),
-            false => (most, self.tap()),
+        let (most, tap) = match self.waits() {
+            Some(again) => (most.min(again), None),
+            None => (most, self.tap()),
         };
         let ends = [Some(self.vni.fd()), tap];
         let mut polled: ArrayVec<_, 2> =

@@ -187,6 +187,26 @@ pub enum ToWorker {
         /// How.
         plan: Plan,
     },
+    /// Another node on a VNI of which this worker has, or may be given, a node's end; or the same node with other memory. Beside it: its estate's
+    /// control memory and pool, to be read, and the end of its bell's pipe that is written.
+    Neighbour {
+        /// The worker's own end, as a NIC's number.
+        nic: u32,
+        /// The node's number on the VNI.
+        number: u16,
+    },
+    /// A node that is on the VNI no more.
+    NoNeighbour {
+        /// The worker's own end, as a NIC's number.
+        nic: u32,
+        /// The node's number on the VNI.
+        number: u16,
+    },
+    /// Who has which address on a VNI, from a daemon that has just begun. Beside it: the directory, to be read.
+    Directory {
+        /// The worker's own end, as a NIC's number.
+        nic: u32,
+    },
     /// The sash that the giver stored, for the next order to take. Beside it: a memfd with its bytes, in an envelope.
     Sash {
         /// The NIC.
@@ -257,6 +277,32 @@ pub enum ToDaemon {
         /// What.
         sentence: String,
     },
+}
+
+/// A node's end of a VNI: its kit. It changes hands as a NIC does, and there is no sash, for all that a successor must know stands in the estate.
+///
+/// Descriptors, in order: the eventfd that a giver rings after it has passed the lease; the estate's control memory and pool, to be written; the bell's
+/// pipe, the end that is read and the end that is written; the directory, to be read.
+pub mod vni {
+    use serde::{Deserialize, Serialize};
+
+    /// What stands in [`Kit::kind`](super::Kit::kind): no vendor has this number.
+    pub const KIND: u32 = 0xffff_0001;
+    /// Of the estate's layout.
+    pub const VERSION: u32 = 1;
+    /// Descriptors of a kit.
+    pub const FDS: usize = 6;
+    /// Where among them the directory is.
+    pub const DIRECTORY: usize = 5;
+
+    /// What stands in [`Kit::text`](super::Kit::text), as JSON.
+    #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+    pub struct Text {
+        /// The VNI.
+        pub vni: String,
+        /// The node's number on it.
+        pub number: u16,
+    }
 }
 
 /// A NIC's board: a memfd of one page that the daemon and all who may drive the NIC write. Words are 8 bytes, lines 64.

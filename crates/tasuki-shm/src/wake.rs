@@ -115,6 +115,12 @@ fn knows_nowait() -> bool {
     })
 }
 
+/// Opens the write end of a bell's pipe anew: an end that shares nothing with the one that was given, not even whether it blocks.
+pub fn open_anew(bell: BorrowedFd<'_>) -> io::Result<OwnedFd> {
+    let same = format!("/proc/self/fd/{}", bell.as_raw_fd());
+    Ok(rustix::fs::open(same, OFlags::WRONLY | OFlags::NONBLOCK | OFlags::CLOEXEC, Mode::empty())?)
+}
+
 /// What rings a bell: the write end of its pipe.
 #[derive(Debug)]
 pub struct Clapper {
@@ -131,8 +137,7 @@ impl Clapper {
 
     /// An end that a peer made and passed to us: opened anew where the pipe's mode lets us, so that it is ours alone.
     pub fn from_peer(pipe: OwnedFd) -> Self {
-        let same = format!("/proc/self/fd/{}", pipe.as_raw_fd());
-        match rustix::fs::open(same, OFlags::WRONLY | OFlags::NONBLOCK | OFlags::CLOEXEC, Mode::empty()) {
+        match open_anew(pipe.as_fd()) {
             Ok(own) => Clapper::own(own),
             Err(_) => Clapper { pipe, shared: true },
         }

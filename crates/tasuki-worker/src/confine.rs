@@ -28,9 +28,10 @@ const CALLS: &[i64] = &[
     libc::SYS_accept4,
     libc::SYS_getsockopt,
     libc::SYS_setsockopt,
-    // Eventfds, and the registers of a device behind VFIO.
+    // Eventfds, TAPs, and the registers of a device behind VFIO.
     libc::SYS_read,
     libc::SYS_write,
+    libc::SYS_writev,
     libc::SYS_preadv2,
     libc::SYS_pread64,
     libc::SYS_pwrite64,

@@ -26,6 +26,7 @@ mod stock;
 mod store;
 mod tap;
 mod tomb;
+mod vni;
 mod warm;
 mod work;
 

@@ -18,10 +18,14 @@ use crate::duty::Duty;
 use crate::post::{Heard, Post};
 use crate::seat::{Common, Given, Seat};
 use crate::tap::Tap;
+use crate::vni::VniSeat;
 use crate::{confine, kit, sentence, store, warm};
 
-/// Looks in vain before a worker that may sleep does.
+/// Looks in vain before a worker that may sleep does,
 const IDLE_LOOKS: u32 = 4096;
+
+/// and before one does that asks a kernel at each look, and has the programs of a namespace beside it.
+const IDLE_LOOKS_OF_VNI: u32 = 8;
 
 /// Looks from one time to the next at which a worker that polls asks the kernel for anything: whether its daemon is there, another calls, or
 /// a card is gone.
@@ -30,10 +34,11 @@ const ROUND: u64 = 1 << 16;
 /// How long a taker looks at the lease word without a rest before it sleeps until it is rung for.
 const SPIN: Duration = Duration::from_millis(20);
 
-/// A NIC, by the way to it: its data path is compiled for it.
+/// A NIC, by the way to it: its data path is compiled for it. Or the node's end of a VNI.
 enum AnySeat<D: Duty> {
     User(Box<Seat<E1000e<VfioUser>, D>>),
     Vfio(Box<Seat<E1000e<Vfio>, D>>),
+    Vni(Box<VniSeat>),
 }
 
 macro_rules! each {
@@ -41,6 +46,7 @@ macro_rules! each {
         match $any {
             AnySeat::User($seat) => $what,
             AnySeat::Vfio($seat) => $what,
+            AnySeat::Vni($seat) => $what,
         }
     };
 }
@@ -52,6 +58,7 @@ struct Node<D: Duty> {
     told: D::Told,
     seats: Vec<AnySeat<D>>,
     poll: bool,
+    idle_looks: u32,
     /// Messages that were announced when it read last.
     read: u64,
     over: bool,
@@ -131,7 +138,8 @@ impl<D: Duty> Node<D> {
             cpus: Cpus::new(begin.cpu, &begin.aside)?,
         };
         let name = begin.node.clone();
-        Ok(Node { name, common, told, seats: Vec::new(), poll: begin.poll, read: 0, over: false })
+        let (seats, poll, idle_looks) = (Vec::new(), begin.poll, IDLE_LOOKS);
+        Ok(Node { name, common, told, seats, poll, idle_looks, read: 0, over: false })
     }
 
     fn serve(&mut self) -> Result<()> {
@@ -143,7 +151,7 @@ impl<D: Duty> Node<D> {
             }
             let (moved, drives) = self.turn();
             idle = if moved > 0 { 0 } else { idle.saturating_add(1) };
-            let may_sleep = !drives || (!self.poll && idle >= IDLE_LOOKS);
+            let may_sleep = !drives || (!self.poll && idle >= self.idle_looks);
             if may_sleep && !self.spins() {
                 self.sleep()?;
                 idle = 0;
@@ -189,6 +197,7 @@ impl<D: Duty> Node<D> {
                     seat.hear(&mut self.common, word);
                 }
                 if !seat.arm(&mut self.common) {
+                    self.hush();
                     return Ok(());
                 }
                 rest = [rest, seat.rest()].into_iter().flatten().min();
@@ -216,8 +225,14 @@ impl<D: Duty> Node<D> {
             Ok(_) | Err(rustix::io::Errno::INTR) => {}
             Err(errno) => return Err(errno).context("the kernel refused to wait"),
         }
-        self.seats.iter().for_each(|seat| each!(seat, seat => seat.hush()));
+        drop(poll);
+        self.hush();
         Ok(())
+    }
+
+    /// Nobody sleeps any more.
+    fn hush(&mut self) {
+        self.seats.iter_mut().for_each(|seat| each!(seat, seat => seat.hush()));
     }
 
     /// Hears everything that was said, and now and then looks at what is not looked at once a burst.
@@ -234,11 +249,11 @@ impl<D: Duty> Node<D> {
         }
         if round {
             self.common.post.flush();
-            if let Some(trouble) = self.common.tap.and_then(Tap::trouble) {
-                self.common.post.tell(None, trouble);
-            }
             for seat in &mut self.seats {
                 each!(seat, seat => if seat.drives() { seat.now_and_then(&mut self.common) });
+            }
+            if let Some(trouble) = self.common.tap.and_then(Tap::trouble) {
+                self.common.post.tell(None, trouble);
             }
         }
     }
@@ -280,6 +295,16 @@ impl<D: Duty> Node<D> {
             }
             ToWorker::Plan { nic, plan } => self.of(nic, |seat| each!(seat, seat => seat.plan(plan))),
             ToWorker::Sash { nic } => self.of(nic, |seat| each!(seat, seat => seat.stored(fds.into_iter().next()))),
+            ToWorker::Neighbour { nic, number } => self.of_vni(nic, |seat| seat.meet(number, fds)),
+            ToWorker::NoNeighbour { nic, number } => self.of_vni(nic, |seat| {
+                seat.part(number);
+                Ok(())
+            }),
+            ToWorker::Directory { nic } => self.of_vni(nic, |seat| {
+                seat.look_up_in(
+                    fds.into_iter().next().context("no directory came; rebuild the older of daemon and worker")?,
+                )
+            }),
             ToWorker::Again => self.again(),
             ToWorker::Counts => {
                 for seat in &mut self.seats {
@@ -307,6 +332,18 @@ impl<D: Duty> Node<D> {
         }
     }
 
+    /// Of a letter about a node's end of a VNI.
+    fn of_vni(&mut self, nic: u32, then: impl FnOnce(&mut VniSeat) -> Result<()>) {
+        let seat = self.index(nic).map(|index| &mut self.seats[index]);
+        let done = match seat {
+            Some(AnySeat::Vni(seat)) => then(seat),
+            _ => Err(anyhow::anyhow!("a letter came about end {nic} of a VNI, of which this worker has nothing")),
+        };
+        if let Err(error) = done {
+            self.common.post.tell(Some(nic), sentence(&error));
+        }
+    }
+
     fn take_in(&mut self, number: u32, name: String, (iova, kit): (u64, letter::Kit), fds: Vec<OwnedFd>) -> Result<()> {
         ensure!(self.index(number).is_none(), "NIC {number} was given to this worker twice");
         let mut fds = fds.into_iter();
@@ -314,7 +351,13 @@ impl<D: Duty> Node<D> {
         let board = Board::over(board).context("the NIC's board")?;
         let text = kit::read(&kit);
         let is_vfio = text.as_ref().is_ok_and(kit::is_vfio);
+        let is_vni = kit.kind == letter::vni::KIND;
         let given = Given { number, name, iova, kit, fds: fds.collect(), board, text };
+        if is_vni {
+            self.seats.push(AnySeat::Vni(Box::new(VniSeat::new(given, &self.common))));
+            self.idle_looks = IDLE_LOOKS_OF_VNI;
+            return Ok(());
+        }
         self.seats.push(match is_vfio {
             true => AnySeat::Vfio(Box::new(Seat::new(given, &self.common, &self.told))),
             false => AnySeat::User(Box::new(Seat::new(given, &self.common, &self.told))),

@@ -19,6 +19,9 @@ const SHORTEST: usize = 60;
 /// and of one that every card sends.
 const LONGEST: usize = 1514;
 
+/// What to do when the TAP of a NIC is gone.
+const ALL_ANEW: &str = "make the namespace anew, stop all (tasuki stop) and start tasukid anew";
+
 /// A node's TAP. Frames are written to it by whoever drives the node's NIC, and read from it by nobody else.
 #[derive(Debug)]
 pub struct Tap {
@@ -29,6 +32,8 @@ pub struct Tap {
     is_gone: Cell<bool>,
     /// and that was said.
     is_told: Cell<bool>,
+    /// What to do then.
+    help: Cell<&'static str>,
 }
 
 impl Tap {
@@ -38,7 +43,7 @@ impl Tap {
         let is_device = FileType::from_raw_mode(stat.st_mode) == FileType::CharacterDevice;
         ensure!(is_device, "what the daemon sent as the node's TAP is none; rebuild the older of the two");
         rustix::io::ioctl_fionbio(&device, true).context("the node's TAP cannot be used")?;
-        Ok(Tap { device, name, is_gone: Cell::new(false), is_told: Cell::new(false) })
+        Ok(Tap { device, name, is_gone: Cell::new(false), is_told: Cell::new(false), help: Cell::new(ALL_ANEW) })
     }
 
     /// What the daemon calls it.
@@ -61,10 +66,17 @@ impl Tap {
         let is_news = self.is_gone.get() && !self.is_told.replace(self.is_gone.get());
         is_news.then(|| {
             format!(
-                "the interface of the node's TAP {} is gone, with its network namespace or by somebody's hand: what comes is dropped; make the namespace anew, stop all (tasuki stop) and start tasukid anew",
-                self.name
+                "the interface of the node's TAP {} is gone, with its network namespace or by somebody's hand: what comes is dropped; {}",
+                self.name,
+                self.help.get()
             )
         })
+    }
+
+    /// Its interface was found to be gone; what to do then.
+    pub fn lose(&self, help: &'static str) {
+        self.is_gone.set(true);
+        self.help.set(help);
     }
 
     fn note(&self, errno: Errno) {

@@ -15,6 +15,7 @@ use tasuki_shm::line::{LINE_LEN, Line};
 use tasuki_shm::region::{Pages, PeerRegion, Region, Span};
 use tasuki_shm::vni::directory::{Directory, Lookup, NodeSet, directory_lines};
 use tasuki_shm::vni::estate::{EstateFds, POOL_PAGES};
+use tasuki_shm::wake::Clapper;
 use tasuki_tap::Tap;
 use tasuki_tap::device::Before;
 use tasuki_tap::namespace::Namespace;
@@ -230,7 +231,7 @@ pub fn tap_node() -> Result<()> {
     let estate = EstateFds { control: orders.next_fd()?, pool: orders.next_fd()? };
     let mut vni = Vni::new(number, estate, orders.next_fd()?)?;
     let estate = EstateFds { control: orders.next_fd()?, pool: orders.next_fd()? };
-    vni.add(Introduction { number: 1 - number, estate, bell: orders.next_fd()? })?;
+    vni.add(Introduction { number: 1 - number, estate, bell: Clapper::from_peer(orders.next_fd()?) })?;
     vni.settle();
     let directory = PeerRegion::map_kept_whole(orders.next_fd()?.as_fd())?;
     let lines = directory.len() / LINE_LEN;

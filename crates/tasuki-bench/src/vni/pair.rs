@@ -6,6 +6,7 @@ use anyhow::{Context, Result, bail, ensure};
 use tasuki_net::vni::{Introduction, NoRoom, SendError, Vni};
 use tasuki_shm::line::LINE_LEN;
 use tasuki_shm::vni::estate::{EstateFds, POOL_PAGES};
+use tasuki_shm::wake::Clapper;
 use zerocopy::IntoBytes;
 
 use crate::call::AlignedLine;
@@ -75,7 +76,7 @@ fn join(orders: &mut Orders, number: u16, neighbour: u16) -> Result<Vni> {
     let estate = EstateFds { control: orders.next_fd()?, pool: orders.next_fd()? };
     let mut vni = Vni::new(number, estate, orders.next_fd()?)?;
     let estate = EstateFds { control: orders.next_fd()?, pool: orders.next_fd()? };
-    vni.add(Introduction { number: neighbour, estate, bell: orders.next_fd()? })?;
+    vni.add(Introduction { number: neighbour, estate, bell: Clapper::from_peer(orders.next_fd()?) })?;
     Ok(vni)
 }
 

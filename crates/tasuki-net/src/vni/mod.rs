@@ -62,8 +62,8 @@ pub struct Introduction {
     pub number: u16,
     /// Its estate, to be read.
     pub estate: EstateFds,
-    /// The end of its bell's pipe that is written.
-    pub bell: OwnedFd,
+    /// What rings its bell.
+    pub bell: Clapper,
 }
 
 /// A node's end of a VNI.
@@ -156,11 +156,11 @@ impl Vni {
         let outbox = Outbox::new(ring, Ringer::new(estate.bell()), left, &mut stock);
         let talk = if talks { Talk::Known } else { Talk::Silent };
         let neighbour = Neighbour {
-            clapper: Clapper::from_peer(bell),
+            clapper: bell,
             outbox,
             inbox,
+            counts: Counts::of(&line[0]),
             line,
-            counts: Counts::default(),
             is_heard: false,
             talk,
             touched: false,
@@ -188,7 +188,7 @@ impl Vni {
         self.touched.retain(|touched| *touched != number);
         // Fails only where there is nothing to give back, and then nothing is lost.
         let _ = self.estate.give_back_ring(number);
-        neighbour.line[0].word(0).store(0, Relaxed);
+        neighbour.clear_line();
     }
 
     /// All nodes that there are have been added: what a predecessor sent to others is free.

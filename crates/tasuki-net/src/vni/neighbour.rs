@@ -75,6 +75,13 @@ impl Counts {
         [received, sent, ring_full, over_quota, pool_full, taken_back]
     }
 
+    /// What a predecessor had counted, as it stands in the node's line.
+    pub(super) fn of(line: &Line) -> Self {
+        let [received, sent, ring_full, over_quota, pool_full, taken_back] =
+            std::array::from_fn(|word| line.word(word + 1).load(Relaxed));
+        Counts { received, sent, ring_full, over_quota, pool_full, taken_back }
+    }
+
     pub(super) fn count(&mut self, none: NoRoom) {
         match none {
             NoRoom::Ring => self.ring_full += 1,
@@ -131,6 +138,11 @@ impl Neighbour {
                 false
             }
         }
+    }
+
+    /// Nothing was read from a node that comes with this number next, and nothing counted of it.
+    pub(super) fn clear_line(&self) {
+        (0..=Counts::default().words().len()).for_each(|word| self.line[0].word(word).store(0, Relaxed));
     }
 
     pub(super) fn publish(&self) {

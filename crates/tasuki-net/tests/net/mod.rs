@@ -6,6 +6,7 @@ use std::time::Duration;
 use rustix::event::{PollFd, PollFlags, Timespec};
 use tasuki_net::vni::{Introduction, Vni};
 use tasuki_shm::vni::estate::{EstateFds, POOL_PAGES};
+use tasuki_shm::wake::Clapper;
 
 /// What a daemon keeps of a node.
 struct Kept {
@@ -27,7 +28,11 @@ impl Kept {
     }
 
     fn introduction(&self, number: u16) -> Introduction {
-        Introduction { number, estate: self.estate.to_read().unwrap(), bell: self.bell.try_clone().unwrap() }
+        Introduction {
+            number,
+            estate: self.estate.to_read().unwrap(),
+            bell: Clapper::from_peer(self.bell.try_clone().unwrap()),
+        }
     }
 }
 

@@ -1,0 +1,467 @@
+//! A node's end of a VNI: the relay's tables have it change hands as a NIC does, and whoever drives it passes frames on between the VNI and the
+//! node's network namespace.
+//!
+//! There is no sash. How far a driver had come stands in the node's estate, which is written before anybody can count on it, so a successor reads
+//! the same whether its predecessor let go or died.
+
+use std::collections::{BTreeMap, VecDeque};
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result, ensure};
+use tasuki_net::port::Armed;
+use tasuki_net::switch::Switch;
+use tasuki_net::tap::{Dropped, TapNode};
+use tasuki_net::vni::{Introduction, Vni};
+use tasuki_relay::letter::{Plan, ToDaemon, pulse, vni};
+use tasuki_relay::wire::{Order, Position, Reason};
+use tasuki_relay::worker::{Do, Input, Side, Worker};
+use tasuki_relay::{After, Tenure, taker};
+use tasuki_shm::line::{LINE_LEN, Line};
+use tasuki_shm::region::{PeerRegion, Span};
+use tasuki_shm::vni::NODES_MAX;
+use tasuki_shm::vni::directory::Lookup;
+use tasuki_shm::vni::estate::EstateFds;
+use tasuki_shm::wake::Clapper;
+
+use crate::fail;
+use crate::kit::Refused;
+use crate::post::Post;
+use crate::seat::{Common, Given};
+
+/// From one time to the next at which is done what is due now and then.
+const TICK: Duration = Duration::from_millis(250);
+
+/// Turns after which the clock is looked at for that.
+const TURNS: u32 = 256;
+
+/// What to do when the namespace's interface is gone.
+const ADD_ANEW: &str = "remove the node and add it anew (tasuki node remove, tasuki node add)";
+
+/// Where among the kit's descriptors what is.
+const WAKE: usize = 0;
+const CONTROL: usize = 1;
+const POOL: usize = 2;
+const EAR: usize = 3;
+
+/// Another node, and which memory it has: the daemon says it again when it has begun anew.
+#[derive(Debug)]
+struct Known {
+    estate: EstateFds,
+    bell: OwnedFd,
+    inode: u64,
+}
+
+/// A node's end of a VNI that this worker drives, or may be told to.
+pub struct VniSeat {
+    given: Given,
+    text: Result<vni::Text, Refused>,
+    worker: Worker,
+    /// What we hold the lease by, or held last.
+    tenure: Tenure,
+    /// The kit of which the order to prepare spoke.
+    asked: (u32, u32),
+    neighbours: BTreeMap<u16, Known>,
+    is_ready: bool,
+    end: Option<TapNode<Span<Line>>>,
+    /// What was counted when the pulse was told last.
+    told: (u64, u64, Dropped),
+    waits_since: Option<Instant>,
+    turns: u32,
+    ticked: Instant,
+}
+
+impl VniSeat {
+    /// Of which nothing was asked yet.
+    pub fn new(given: Given, common: &Common) -> Self {
+        let text = serde_json::from_str(&given.kit.text).map_err(|error| Refused {
+            reason: Reason::Odd { position: Position::Device as u64 },
+            sentence: format!("the kit of {} is not understood ({error}); rebuild the older of the two", given.name),
+        });
+        VniSeat {
+            given,
+            text,
+            worker: Worker::new(common.party),
+            tenure: Tenure::free(0),
+            asked: (vni::KIND, vni::VERSION),
+            neighbours: BTreeMap::new(),
+            is_ready: false,
+            end: None,
+            told: (0, 0, Dropped::default()),
+            waits_since: None,
+            turns: 0,
+            ticked: Instant::now(),
+        }
+    }
+
+    /// Its number.
+    pub fn number(&self) -> u32 {
+        self.given.number
+    }
+
+    /// Whether it is driven.
+    #[inline]
+    pub fn drives(&self) -> bool {
+        self.worker.drives()
+    }
+
+    /// Whether the worker was told to leave it.
+    pub fn is_left(&self) -> bool {
+        matches!(self.worker.side(), Side::Taker(taker::State::Left))
+    }
+
+    /// Whether it is driven, or could be at once.
+    pub fn is_ready(&self) -> bool {
+        self.is_ready && !self.is_left()
+    }
+
+    /// Since when it waits for the lease, if it does.
+    pub fn waits(&self) -> Option<Instant> {
+        self.waits_since
+    }
+
+    /// Whether it is about to be driven from memory of our own: an estate stays where it is.
+    pub fn is_apart(&self) -> bool {
+        false
+    }
+
+    /// How the next order to release is meant: there is one way only.
+    pub fn plan(&mut self, _: Plan) {}
+
+    /// A sash for the next order to take: there is none.
+    pub fn stored(&mut self, _: Option<OwnedFd>) {}
+
+    /// Whether a taker may look at the lease word without a rest: whoever drives stays on another CPU than ours.
+    pub fn may_spin(&self, cpu: Option<u32>) -> bool {
+        matches!((self.given.board.driver_cpu(), cpu), (Some(its), Some(ours)) if its != ours)
+    }
+
+    /// What the lease word says, if that is not what we believe.
+    #[inline]
+    pub fn word(&self) -> Option<Input> {
+        let now = self.given.board.tenure();
+        (self.waits_since.is_some() || now != self.tenure).then_some(Input::Word(now))
+    }
+
+    /// A node of the VNI, or the same with other memory.
+    pub fn meet(&mut self, number: u16, fds: Vec<OwnedFd>) -> Result<()> {
+        ensure!(number < NODES_MAX, "the daemon speaks of node {number}, and a VNI has {NODES_MAX}");
+        let count = fds.len();
+        let [control, pool, bell] = <[OwnedFd; 3]>::try_from(fds).ok().with_context(|| {
+            format!("{count} descriptors came with node {number}, and 3 belong to it; rebuild the older of daemon and worker")
+        })?;
+        let inode = rustix::fs::fstat(&control).context("a node's estate cannot be used")?.st_ino;
+        if self.neighbours.get(&number).is_some_and(|known| known.inode == inode) {
+            return Ok(());
+        }
+        let known = Known { estate: EstateFds { control, pool }, bell, inode };
+        if let Some(end) = &mut self.end {
+            end.vni().add(introduction(number, &known)?)?;
+        }
+        self.neighbours.insert(number, known);
+        Ok(())
+    }
+
+    /// A node is on the VNI no more.
+    pub fn part(&mut self, number: u16) {
+        if self.neighbours.remove(&number).is_some()
+            && let Some(end) = &mut self.end
+        {
+            end.vni().remove(number);
+        }
+    }
+
+    /// A daemon that has just begun says anew who has which address.
+    pub fn look_up_in(&mut self, directory: OwnedFd) -> Result<()> {
+        let place = self.given.fds.get_mut(vni::DIRECTORY).context("there was no directory before")?;
+        *place = directory;
+        let switch = self.switch()?;
+        if let Some(end) = &mut self.end {
+            end.set_switch(switch);
+        }
+        Ok(())
+    }
+
+    /// What it is made of, for a daemon that has just begun.
+    pub fn tell_kit(&self, post: &mut Post) {
+        self.given.tell_kit(post);
+    }
+
+    /// What it has counted, if it is driven.
+    pub fn tell_counts(&mut self, post: &mut Post) {
+        let Some(end) = &self.end else { return };
+        let Dropped { refused, no_room, nobody, too_late } = end.dropped;
+        let counts = [
+            ("to_namespace", end.given),
+            ("from_namespace", end.taken),
+            ("dropped_refused", refused),
+            ("dropped_no_room", no_room),
+            ("dropped_nobody", nobody),
+            ("dropped_too_late", too_late),
+            ("pages_left", end.pages_left().into()),
+        ];
+        let counts = counts.into_iter().map(|(name, count)| (name.to_owned(), count)).collect();
+        post.write(&ToDaemon::Counts { nic: self.given.number, counts }, Vec::new());
+    }
+
+    /// Hears something, and does what follows from it.
+    pub fn hear(&mut self, common: &mut Common, input: Input) {
+        if let Input::Order(Order::Prepare { kind, version, .. }) = input {
+            self.asked = (kind, version);
+        }
+        let mut inputs = VecDeque::from([input]);
+        while let Some(input) = inputs.pop_front() {
+            match self.worker.hear(&common.tables, input) {
+                Ok(todo) => inputs.extend(todo.into_iter().filter_map(|what| self.act(common, what))),
+                Err(refused) => common.post.tell(Some(self.given.number), format!("{input:?} was {refused}")),
+            }
+        }
+        let waits = matches!(self.worker.side(), Side::Taker(taker::State::Waiting));
+        self.waits_since = if waits { self.waits_since.or_else(|| Some(Instant::now())) } else { None };
+    }
+
+    fn act(&mut self, common: &mut Common, what: Do) -> Option<Input> {
+        match what {
+            Do::Map => Some(self.map(common)),
+            Do::Stop => {
+                self.stop();
+                Some(Input::Stopped)
+            }
+            // All that a successor must know is written.
+            Do::Resume | Do::Go | Do::WriteSash { .. } => None,
+            Do::Swap { from, to } => Some(self.swap(common, from, to)),
+            Do::Look => Some(Input::Word(self.given.board.tenure())),
+            Do::Read { after, .. } => Some(self.read(common, after)),
+            Do::LookOnce => {
+                self.turn(common);
+                self.given.board.driving(common.cpus.cpu());
+                fail::point("take.looked");
+                None
+            }
+            Do::Yield => {
+                (self.end, self.is_ready) = (None, false);
+                None
+            }
+            Do::Say(report) => {
+                common.post.report(self.given.number, report);
+                None
+            }
+        }
+    }
+
+    /// Looks whether it could go on.
+    fn map(&mut self, common: &mut Common) -> Input {
+        fail::point("map.begun");
+        let fits = self.fits(common);
+        fail::point("map.done");
+        match fits {
+            Ok(()) => {
+                common.go_home();
+                self.is_ready = true;
+                Input::Prepared
+            }
+            Err(Refused { reason, sentence }) => {
+                common.post.tell(Some(self.given.number), sentence);
+                Input::Unfit(reason)
+            }
+        }
+    }
+
+    fn fits(&self, common: &Common) -> Result<(), Refused> {
+        let (kind, version) = self.asked;
+        if (kind, version) != (vni::KIND, vni::VERSION) {
+            let reason = Reason::OtherSash { kind: kind.into(), version: version.into() };
+            return Err(Refused { reason, sentence: reason.to_string() });
+        }
+        let odd = |sentence: String| Refused { reason: Reason::Odd { position: Position::Device as u64 }, sentence };
+        if let Err(Refused { reason, sentence }) = &self.text {
+            return Err(Refused { reason: *reason, sentence: sentence.clone() });
+        }
+        if self.given.fds.len() != vni::FDS {
+            let have = self.given.fds.len();
+            return Err(odd(format!(
+                "{have} descriptors came with the node's end of a VNI, and {} belong to it; rebuild the older of the two",
+                vni::FDS
+            )));
+        }
+        if common.tap.is_none() {
+            return Err(odd(
+                "the node has an end of a VNI, and no namespace (work = { tap = … }) that it is for".to_owned()
+            ));
+        }
+        self.switch().map(drop).map_err(|error| odd(format!("{error:#}")))
+    }
+
+    /// Ends the burst.
+    fn stop(&mut self) {
+        if let Some(end) = &mut self.end {
+            end.finish();
+        }
+        fail::point("give.stopped");
+    }
+
+    /// Compare-and-swap of the lease.
+    fn swap(&mut self, common: &Common, from: Tenure, to: Tenure) -> Input {
+        let gives = to.holder.is_none() && self.end.is_some();
+        if gives {
+            self.given.board.stopped();
+        }
+        let won = self.given.board.swap(from, to);
+        if won && to.holder == Some(common.party) {
+            self.tenure = to;
+            fail::point("take.won");
+        }
+        if won && gives {
+            // Full it cannot be before it was rung as often as there are numbers.
+            let _ = rustix::io::write(&self.given.fds[WAKE], &1_u64.to_ne_bytes());
+            fail::point("give.passed");
+            // The memory is a successor's, who may write it already: nothing of ours is written when this is gone.
+            self.end = None;
+        }
+        Input::Swapped { won }
+    }
+
+    /// Goes on where the last driver stopped.
+    fn read(&mut self, common: &mut Common, _: After) -> Input {
+        common.go_home();
+        let went_on = self.go_on(common);
+        fail::point("take.read");
+        match went_on {
+            Ok(end) => {
+                (self.end, self.told) = (Some(end), (0, 0, Dropped::default()));
+                Input::Sound
+            }
+            Err(error) => {
+                common
+                    .post
+                    .tell(Some(self.given.number), format!("the node's end of the VNI cannot be used: {error:#}"));
+                Input::Broken(Reason::Odd { position: Position::Arena as u64 })
+            }
+        }
+    }
+
+    fn go_on(&self, common: &Common) -> Result<TapNode<Span<Line>>> {
+        let copy =
+            |at: usize| self.given.fds[at].try_clone().context("a descriptor cannot be copied; raise RLIMIT_NOFILE");
+        let estate = EstateFds { control: copy(CONTROL)?, pool: copy(POOL)? };
+        let mut vni = Vni::new(self.own_number()?, estate, copy(EAR)?)?;
+        for (number, known) in &self.neighbours {
+            vni.add(introduction(*number, known)?)?;
+        }
+        vni.settle();
+        let tap = common.tap.context("the node has no namespace")?.fd()?;
+        Ok(TapNode::new(tap, vni, self.switch()?))
+    }
+
+    fn own_number(&self) -> Result<u16> {
+        let number =
+            self.text.as_ref().map(|text| text.number).map_err(|refused| anyhow::anyhow!(refused.sentence.clone()))?;
+        ensure!(number < NODES_MAX, "the kit says that this is node {number}, and a VNI has {NODES_MAX}");
+        Ok(number)
+    }
+
+    fn switch(&self) -> Result<Switch<Span<Line>>> {
+        let directory =
+            PeerRegion::map_kept_whole(self.given.fds[vni::DIRECTORY].as_fd()).context("the VNI's directory")?;
+        let lines = directory.len() / LINE_LEN;
+        Ok(Switch::new(self.own_number()?, Lookup::new(directory.claims(0, lines)?)))
+    }
+
+    /// One turn in each direction; says how many frames moved.
+    #[inline]
+    pub fn turn(&mut self, common: &mut Common) -> usize {
+        let Some(end) = &mut self.end else { return 0 };
+        let moved = end.turn();
+        self.turns = self.turns.wrapping_add(1);
+        if moved > 0 {
+            let (given, taken, dropped) = self.told;
+            common.pulse.add(pulse::RECEIVED, end.given - given);
+            common.pulse.add(pulse::SENT, end.taken - taken);
+            common.pulse.add(pulse::REFUSED, end.dropped.sum() - dropped.sum());
+            self.told = (end.given, end.taken, end.dropped);
+        }
+        if self.turns.is_multiple_of(TURNS) {
+            self.tick();
+        }
+        moved
+    }
+
+    /// Does what is due now and then; says how long until it is again, if there is anything left.
+    fn tick(&mut self) -> Option<Duration> {
+        let end = self.end.as_mut()?;
+        let now = Instant::now();
+        let passed = now.saturating_duration_since(self.ticked);
+        if passed < TICK {
+            return Some(TICK - passed);
+        }
+        self.ticked = now;
+        end.tick(now).then_some(TICK)
+    }
+
+    /// What is looked at now and then: whether the namespace is there still.
+    pub fn now_and_then(&mut self, common: &mut Common) {
+        if let (Some(end), Some(tap)) = (&self.end, common.tap)
+            && end.tap().is_none()
+        {
+            tap.lose(ADD_ANEW);
+        }
+    }
+
+    /// Whether it may be slept on.
+    pub fn arm(&mut self, _: &mut Common) -> bool {
+        self.end.as_mut().is_none_or(|end| end.arm() == Armed::Idle)
+    }
+
+    /// How long until there is something to do though nothing rings.
+    pub fn rest(&mut self) -> Option<Duration> {
+        let due = self.tick();
+        let waits = self.end.as_ref().and_then(TapNode::waits);
+        [due, waits].into_iter().flatten().min()
+    }
+
+    /// What becomes readable when the namespace sends, while that is taken.
+    pub fn tap(&self) -> Option<BorrowedFd<'_>> {
+        self.end.as_ref().filter(|end| end.waits().is_none()).and_then(TapNode::tap)
+    }
+
+    /// What rings for it: other nodes while it is driven, and whoever passes the lease while it is waited for.
+    pub fn bell(&self) -> Option<BorrowedFd<'_>> {
+        match &self.end {
+            Some(end) => Some(end.bell()),
+            None => self.waits_since.and_then(|_| self.given.fds.get(WAKE)).map(AsFd::as_fd),
+        }
+    }
+
+    /// What hangs up with whoever serves it: nobody does.
+    pub fn line(&self) -> Option<BorrowedFd<'_>> {
+        None
+    }
+
+    /// It is not slept on any more.
+    pub fn hush(&mut self) {
+        match (&mut self.end, self.waits_since) {
+            (Some(end), _) => end.wake(),
+            (None, Some(_)) => {
+                let _ = rustix::io::read(&self.given.fds[WAKE], &mut [0; 8]);
+            }
+            (None, None) => {}
+        }
+    }
+
+    /// Ends what is driven: what was sent is there for whoever goes on.
+    pub fn park(&mut self, _: &mut Common) {
+        self.stop();
+        self.end = None;
+    }
+}
+
+fn introduction(number: u16, known: &Known) -> Result<Introduction> {
+    let copy = |fd: &OwnedFd| fd.try_clone().context("a descriptor cannot be copied; raise RLIMIT_NOFILE");
+    let estate = EstateFds { control: copy(&known.estate.control)?, pool: copy(&known.estate.pool)? };
+    Ok(Introduction {
+        number,
+        estate,
+        // The daemon has opened it for us alone.
+        bell: Clapper::own(copy(&known.bell)?),
+    })
+}
