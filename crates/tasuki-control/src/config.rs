@@ -7,13 +7,17 @@ use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-use serde::Deserialize;
+use serde::{Deserialize, Serialize};
 use tasuki_relay::letter;
+use tasuki_shm::vni::estate::{POOL_PAGES, POOL_PAGES_MAX, POOL_PAGES_MIN};
 use tasuki_tap::Address;
+use utoipa::ToSchema;
 
 /// Bytes of a frame that a source may send, without check sequence.
 const SIZES: std::ops::RangeInclusive<u16> = 60..=1514;
-/// Longest name of a node or a NIC.
+/// KiB of a page of a pool.
+const PAGE_KIB: u32 = 4;
+/// Longest name of a node, a NIC or a VNI.
 const NAME_MAX: usize = 24;
 
 /// Why a configuration is none.
@@ -112,15 +116,25 @@ impl Daemon {
     }
 }
 
-/// A system that owns NICs.
-#[derive(Debug, Clone, PartialEq, Eq, Deserialize)]
+/// A system that owns NICs, or has an end of a VNI.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 #[serde(deny_unknown_fields)]
 pub struct Node {
     /// How it is called.
     pub name: String,
     /// What its workers do with frames.
     pub work: Work,
+    /// The VNI that it has an end of: Ethernet between the nodes of this machine that name the same one.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub vni: Option<String>,
+    /// Its station address there; without, one that follows from its name.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub mac: Option<StationAddress>,
+    /// KiB of memory for frames that it has sent there and that are not read yet; without, 2048.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub pool_kib: Option<u32>,
     /// The CPU that its workers run on.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
     pub cpu: Option<u32>,
     /// Its workers never sleep while they drive a NIC.
     #[serde(default)]
@@ -129,7 +143,7 @@ pub struct Node {
     #[serde(default = "yes")]
     pub standby: bool,
     /// The nodes that it trusts: a NIC moves between nodes that trust each other without anybody being ended.
-    #[serde(default)]
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub trusts: Vec<String>,
 }
 
@@ -138,6 +152,57 @@ impl Node {
     pub fn tap(&self) -> Option<&Tap> {
         if let Work::Tap(tap) = &self.work { Some(tap) } else { None }
     }
+
+    /// Pages of 4 KiB of its pool.
+    pub fn pool_pages(&self) -> u32 {
+        self.pool_kib.map_or(POOL_PAGES, |kib| kib / PAGE_KIB)
+    }
+
+    /// Its station address on its VNI.
+    pub fn mac(&self) -> [u8; 6] {
+        self.mac.map_or_else(
+            || {
+                let whole = format!("{}/{}", self.vni.as_deref().unwrap_or_default(), self.name);
+                let [a, b, c, d] = crc32c::crc32c(whole.as_bytes()).to_be_bytes();
+                // Locally administered (IEEE 802-2014, 8.4), and T.
+                [0x02, 0x54, a, b, c, d]
+            },
+            |mac| mac.0,
+        )
+    }
+}
+
+/// A station address, as 02:00:00:00:00:01.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+#[serde(try_from = "String", into = "String")]
+#[schema(value_type = String)]
+pub struct StationAddress(pub [u8; 6]);
+
+impl TryFrom<String> for StationAddress {
+    type Error = String;
+
+    fn try_from(text: String) -> Result<Self, String> {
+        let byte = |digits: &str| (digits.len() == 2).then(|| u8::from_str_radix(digits, 16).ok()).flatten();
+        let bytes: Option<Vec<u8>> = text.split(':').map(byte).collect();
+        let mac =
+            bytes.and_then(|bytes| <[u8; 6]>::try_from(bytes).ok()).filter(|mac| mac[0] & 1 == 0 && *mac != [0; 6]);
+        mac.map(StationAddress).ok_or_else(|| {
+            format!("{text:?} is no address that a station can have; write six bytes, the first of them even, as 02:00:00:00:00:01")
+        })
+    }
+}
+
+impl fmt::Display for StationAddress {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let [a, b, c, d, e, g] = self.0;
+        write!(f, "{a:02x}:{b:02x}:{c:02x}:{d:02x}:{e:02x}:{g:02x}")
+    }
+}
+
+impl From<StationAddress> for String {
+    fn from(mac: StationAddress) -> String {
+        mac.to_string()
+    }
 }
 
 fn yes() -> bool {
@@ -145,7 +210,7 @@ fn yes() -> bool {
 }
 
 /// What a node does with frames: [`letter::Work`], as it is written by people.
-#[derive(Debug, Clone, PartialEq, Eq, Deserialize)]
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 #[serde(deny_unknown_fields, rename_all = "kebab-case")]
 pub enum Work {
     /// Sends each back.
@@ -164,10 +229,11 @@ pub enum Work {
 }
 
 /// Of a program of the user's own: see docs/users/own-programs.md.
-#[derive(Debug, Clone, PartialEq, Eq, Deserialize)]
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 #[serde(deny_unknown_fields)]
 pub struct Program {
     /// Where it is, from `/`.
+    #[schema(value_type = String)]
     pub path: PathBuf,
     /// What only it understands.
     #[serde(default)]
@@ -175,24 +241,32 @@ pub struct Program {
 }
 
 /// Of who answers.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Deserialize)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 #[serde(deny_unknown_fields)]
 pub struct Answer {
     /// Its address, without a length: it speaks to nobody first.
+    #[schema(value_type = String)]
     pub address: Ipv4Addr,
 }
 
 /// The interface that a network namespace has instead of the node's NIC. Nodes that name the same one share it: then the NIC can go from one to
 /// the other, and the namespace's programs notice nothing.
-#[derive(Debug, Clone, PartialEq, Eq, Deserialize)]
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 #[serde(deny_unknown_fields)]
 pub struct Tap {
     /// What the interface is called.
     pub name: String,
     /// The namespace: as `ip netns` calls it, or a path from /; without, the daemon's own.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
     pub netns: Option<String>,
     /// What the interface is given when it is made; without, it is somebody else's business.
-    #[serde(default, deserialize_with = "address")]
+    #[serde(
+        default,
+        deserialize_with = "address",
+        serialize_with = "address_text",
+        skip_serializing_if = "Option::is_none"
+    )]
+    #[schema(value_type = Option<String>)]
     pub address: Option<Address>,
 }
 
@@ -207,8 +281,13 @@ fn address<'de, D: serde::Deserializer<'de>>(from: D) -> Result<Option<Address>,
     String::deserialize(from)?.parse().map(Some).map_err(serde::de::Error::custom)
 }
 
+#[expect(clippy::ref_option, reason = "as serde calls it")]
+fn address_text<S: serde::Serializer>(address: &Option<Address>, to: S) -> Result<S::Ok, S::Error> {
+    to.collect_str(address.as_ref().expect("left out if there is none"))
+}
+
 /// Of a source.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Deserialize)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 #[serde(deny_unknown_fields)]
 pub struct Source {
     /// A second; 0 for as many as go.
@@ -273,6 +352,8 @@ pub enum Device {
     VfioUser(PathBuf),
     /// A real one, by its PCI address.
     Vfio(String),
+    /// None: a node's end of the VNI of this name. Nobody writes that.
+    Vni(String),
 }
 
 impl TryFrom<String> for Device {
@@ -297,6 +378,7 @@ impl fmt::Display for Device {
             Device::Sim => f.write_str("sim"),
             Device::VfioUser(path) => write!(f, "vfio-user:{}", path.display()),
             Device::Vfio(address) => write!(f, "vfio:{address}"),
+            Device::Vni(name) => write!(f, "vni:{name}"),
         }
     }
 }
@@ -345,7 +427,7 @@ impl Config {
     }
 
     /// What contradicts itself.
-    fn senseless(&self) -> Option<String> {
+    pub fn senseless(&self) -> Option<String> {
         let names = |kind: &'static str, all: Vec<&String>| {
             let mut seen = BTreeSet::new();
             all.into_iter().find_map(|name| match () {
@@ -364,7 +446,11 @@ impl Config {
             self.node.iter().find_map(|node| {
                 let trusted =
                     node.trusts.iter().find_map(stranger).map(|what| format!("node {:?}, trusts: {what}", node.name));
-                trusted.or_else(|| size_of_frames(node)).or_else(|| program_of(node)).or_else(|| self.odd_tap(node))
+                trusted
+                    .or_else(|| size_of_frames(node))
+                    .or_else(|| program_of(node))
+                    .or_else(|| self.odd_tap(node))
+                    .or_else(|| self.odd_vni(node))
             })
         };
         let of_nics = || {
@@ -386,6 +472,57 @@ impl Config {
 }
 
 impl Config {
+    /// What is wrong with a node's end of a VNI.
+    fn odd_vni(&self, node: &Node) -> Option<String> {
+        let named = |what: String| Some(format!("node {:?}: {what}", node.name));
+        let Some(vni) = &node.vni else {
+            let set = [("mac", node.mac.is_some()), ("pool_kib", node.pool_kib.is_some())];
+            let odd = set.iter().find(|(_, is_set)| *is_set)?;
+            return named(format!("{} is of a node's end of a VNI; name one (vni = …), or leave it out", odd.0));
+        };
+        if !is_name(vni) {
+            return named(format!(
+                "vni {vni:?}: a name is 1 to {NAME_MAX} of the characters a-z, 0-9, - and _, and begins with a letter"
+            ));
+        }
+        let Some(tap) = node.tap() else {
+            return named("only a namespace (work = { tap = … }) can be on a VNI as yet; leave vni out".to_owned());
+        };
+        let pages = node.pool_pages();
+        if !(POOL_PAGES_MIN..=POOL_PAGES_MAX).contains(&pages) {
+            let kib = node.pool_kib.unwrap_or_default();
+            let (least, most) = (POOL_PAGES_MIN * PAGE_KIB, POOL_PAGES_MAX * PAGE_KIB);
+            return named(format!("pool_kib = {kib}, and a pool has {least} to {most} KiB; without, it has 2048"));
+        }
+        if let Some(nic) = self.nic.iter().find(|nic| nic.node == node.name) {
+            return named(format!(
+                "it is on VNI {vni}, and NIC {:?} is meant for it; a namespace has one of the two",
+                nic.name
+            ));
+        }
+        let others = || self.node.iter().filter(|other| other.name != node.name);
+        let is_later =
+            |other: &Node| self.node.iter().skip_while(|it| it.name != node.name).any(|it| it.name == other.name);
+        let has_tap = |other: &Node| other.tap().is_some_and(|other| other.label() == tap.label());
+        // Of two on VNIs the later one is odd.
+        let same_tap = |other: &&Node| has_tap(other) && !(other.vni.is_some() && is_later(other));
+        if let Some(other) = others().find(same_tap) {
+            return named(format!(
+                "its TAP {} is node {:?}'s as well; on a VNI each node has its own",
+                tap.label(),
+                other.name
+            ));
+        }
+        let same_mac = |other: &&Node| other.vni == node.vni && other.mac() == node.mac() && !is_later(other);
+        others().find(same_mac).and_then(|other| {
+            let mac = StationAddress(node.mac());
+            named(format!(
+                "node {:?} of VNI {vni} has its station address {mac} already; give one of them another (mac = …)",
+                other.name
+            ))
+        })
+    }
+
     /// What is wrong with a node's TAP: its name, or what others say of the same.
     fn odd_tap(&self, node: &Node) -> Option<String> {
         let tap = node.tap()?;
@@ -396,7 +533,10 @@ impl Config {
         if tap.netns.as_ref().is_some_and(|netns| netns.is_empty() || netns.contains('/') && !netns.starts_with('/')) {
             return named("netns is what `ip netns` calls it, or a path from /".to_owned());
         }
-        let same = |other: &&Node| other.tap().is_some_and(|other| other.label() == tap.label());
+        // On a VNI nobody shares one.
+        let same = |other: &&Node| {
+            node.vni.is_none() && other.vni.is_none() && other.tap().is_some_and(|other| other.label() == tap.label())
+        };
         if let Some(other) = self.node.iter().filter(same).find(|other| other.tap() != Some(tap)) {
             return named(format!("node {:?} gives {} another address; name one", other.name, tap.label()));
         }

@@ -13,7 +13,7 @@ use redb::{Database, ReadableDatabase, ReadableTable, StorageBackend, TableDefin
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 
-use crate::process;
+use crate::{config, process};
 
 /// Of what stands in the file.
 const FORMAT: u64 = 1;
@@ -25,6 +25,7 @@ const WORKERS: TableDefinition<'_, u64, &[u8]> = TableDefinition::new("workers")
 const NICS: TableDefinition<'_, u64, &[u8]> = TableDefinition::new("nics");
 const NODES: TableDefinition<'_, &str, &[u8]> = TableDefinition::new("nodes");
 const FENCES: TableDefinition<'_, u64, u64> = TableDefinition::new("fences");
+const ADDED: TableDefinition<'_, &str, &[u8]> = TableDefinition::new("added");
 const EVENTS: TableDefinition<'_, u64, &[u8]> = TableDefinition::new("events");
 
 /// A worker.
@@ -57,6 +58,9 @@ pub struct NicRecord {
     pub device: String,
     /// Whose it is.
     pub node: String,
+    /// The node's number on its VNI, if it is an end of one.
+    #[serde(default)]
+    pub number_on_vni: Option<u16>,
     /// The model that the daemon started.
     pub model: Option<process::Name>,
     /// Who made the memory of its kit: says which addresses are taken.
@@ -152,6 +156,8 @@ pub struct Known {
     pub nics: Vec<NicRecord>,
     /// Nodes.
     pub nodes: Vec<(String, NodeRecord)>,
+    /// Nodes that were added by hand.
+    pub added: Vec<config::Node>,
     /// Parties that were fenced.
     pub fenced: Vec<u32>,
     /// The last events, oldest first.
@@ -169,8 +175,14 @@ pub enum Change {
     NoWorker(u32),
     /// A NIC is now this.
     Nic(NicRecord),
+    /// A node's end of a VNI is no more.
+    NoNic(u32),
     /// A node is now this.
     Node(String, NodeRecord),
+    /// A node was added by hand,
+    Added(config::Node),
+    /// or removed.
+    Removed(String),
     /// A party is fenced.
     Fence(u32),
     /// This happened.
@@ -217,6 +229,7 @@ impl Registry {
             write.open_table(WORKERS)?;
             write.open_table(NICS)?;
             write.open_table(NODES)?;
+            write.open_table(ADDED)?;
             write.open_table(FENCES)?;
             write.open_table(EVENTS)?;
         }
@@ -234,6 +247,9 @@ impl Registry {
         for row in read.open_table(NODES)?.iter()? {
             let (name, bytes) = row?;
             known.nodes.extend(parse(bytes.value()).map(|node| (name.value().to_owned(), node)));
+        }
+        for row in read.open_table(ADDED)?.iter()? {
+            known.added.extend(parse(row?.1.value()));
         }
         for row in read.open_table(FENCES)?.iter()? {
             known.fenced.extend(u32::try_from(row?.0.value()));
@@ -284,8 +300,18 @@ fn apply(write: &WriteTransaction, change: &Change) -> Result<(), Failed> {
         Change::Nic(nic) => {
             write.open_table(NICS)?.insert(u64::from(nic.number), &text(nic)[..])?;
         }
+        Change::NoNic(number) => {
+            write.open_table(NICS)?.remove(u64::from(*number))?;
+        }
         Change::Node(name, node) => {
             write.open_table(NODES)?.insert(&name[..], &text(node)[..])?;
+        }
+        Change::Added(node) => {
+            write.open_table(ADDED)?.insert(&node.name[..], &text(node)[..])?;
+        }
+        Change::Removed(name) => {
+            write.open_table(ADDED)?.remove(&name[..])?;
+            write.open_table(NODES)?.remove(&name[..])?;
         }
         Change::Fence(party) => {
             write.open_table(FENCES)?.insert(u64::from(*party), 0)?;

@@ -7,13 +7,17 @@ use axum::extract::rejection::{JsonRejection, QueryRejection};
 use axum::extract::{Path, Query, State};
 use axum::http::StatusCode;
 use axum::response::{IntoResponse, Response};
-use axum::routing::{get, post};
+use axum::routing::{delete, get, post};
 use axum::{Json, Router};
 use serde::{Deserialize, Serialize};
 use tokio::sync::oneshot;
 use utoipa::OpenApi;
 
-use super::types::{Counts, Event, Give, NicView, NodeView, Refused, Relayed, Status, Stopped, Upgrade, WorkerView};
+use super::types::{
+    Counts, Event, Give, NicView, NodeView, Refused, Relayed, Removed, Status, Stopped, TalkView, Upgrade, VniNodeView,
+    VniView, WorkerView,
+};
+use crate::config;
 use crate::supervisor::door::{Door, No, Request};
 
 /// The description of all this.
@@ -23,7 +27,22 @@ use crate::supervisor::door::{Door, No, Request};
         title = "tasukid",
         description = "Nodes, workers and NICs of this machine. Spoken over the unix socket api.sock in the runtime directory."
     ),
-    paths(status, nodes, workers, nics, events, upgrade, give, counts, stop)
+    paths(
+        status,
+        nodes,
+        add_node,
+        remove_node,
+        workers,
+        nics,
+        events,
+        upgrade,
+        give,
+        counts,
+        vnis,
+        vni_table,
+        vni_stats,
+        stop
+    )
 )]
 struct Description;
 
@@ -131,6 +150,38 @@ async fn counts(State(door): State<Door>, Path(nic): Path<String>) -> Answered<C
     ask(&door, |answer| Request::Counts { nic, answer }).await
 }
 
+#[utoipa::path(post, path = "/v1/nodes", request_body = config::Node,
+    responses((status = 200, body = NodeView), (status = 409, body = Refused), (status = 422, body = Refused)))]
+async fn add_node(State(door): State<Door>, body: Result<Json<config::Node>, JsonRejection>) -> Answered<NodeView> {
+    match words(body) {
+        Ok(node) => ask(&door, |answer| Request::AddNode { node: Box::new(node), answer }).await,
+        Err(no) => Answered(Err(no)),
+    }
+}
+
+#[utoipa::path(delete, path = "/v1/nodes/{name}", params(("name" = String, Path, description = "a node")),
+    responses((status = 200, body = Removed), (status = 404, body = Refused), (status = 409, body = Refused)))]
+async fn remove_node(State(door): State<Door>, Path(node): Path<String>) -> Answered<Removed> {
+    ask(&door, |answer| Request::RemoveNode { node, answer }).await
+}
+
+#[utoipa::path(get, path = "/v1/vnis", responses((status = 200, body = [VniView])))]
+async fn vnis(State(door): State<Door>) -> Answered<Vec<VniView>> {
+    ask(&door, Request::Vnis).await
+}
+
+#[utoipa::path(get, path = "/v1/vnis/{name}/table", params(("name" = String, Path, description = "a VNI")),
+    responses((status = 200, body = [VniNodeView]), (status = 404, body = Refused)))]
+async fn vni_table(State(door): State<Door>, Path(vni): Path<String>) -> Answered<Vec<VniNodeView>> {
+    ask(&door, |answer| Request::VniTable { vni, answer }).await
+}
+
+#[utoipa::path(get, path = "/v1/vnis/{name}/stats", params(("name" = String, Path, description = "a VNI")),
+    responses((status = 200, body = [TalkView]), (status = 404, body = Refused), (status = 409, body = Refused)))]
+async fn vni_stats(State(door): State<Door>, Path(vni): Path<String>) -> Answered<Vec<TalkView>> {
+    ask(&door, |answer| Request::VniStats { vni, answer }).await
+}
+
 #[utoipa::path(post, path = "/v1/stop", responses((status = 200, body = Stopped)))]
 async fn stop(State(door): State<Door>) -> Answered<Stopped> {
     ask(&door, Request::Stop).await
@@ -148,7 +199,11 @@ async fn not_so() -> Response {
 fn router(door: Door) -> Router {
     Router::new()
         .route("/v1/status", get(status))
-        .route("/v1/nodes", get(nodes))
+        .route("/v1/nodes", get(nodes).post(add_node))
+        .route("/v1/nodes/{name}", delete(remove_node))
+        .route("/v1/vnis", get(vnis))
+        .route("/v1/vnis/{name}/table", get(vni_table))
+        .route("/v1/vnis/{name}/stats", get(vni_stats))
         .route("/v1/workers", get(workers))
         .route("/v1/nics", get(nics))
         .route("/v1/events", get(events))
@@ -190,9 +245,13 @@ mod tests {
             "/v1/nics/{name}/counts",
             "/v1/nics/{name}/give",
             "/v1/nodes",
+            "/v1/nodes/{name}",
             "/v1/nodes/{name}/upgrade",
             "/v1/status",
             "/v1/stop",
+            "/v1/vnis",
+            "/v1/vnis/{name}/stats",
+            "/v1/vnis/{name}/table",
             "/v1/workers",
         ];
         assert_eq!(paths, expected);

@@ -39,6 +39,62 @@ pub struct NodeView {
     pub trouble: Option<String>,
 }
 
+/// A VNI.
+#[derive(Debug, Clone, Serialize, Deserialize, ToSchema)]
+pub struct VniView {
+    /// Its name.
+    pub name: String,
+    /// Nodes that are on it.
+    pub nodes: u32,
+    /// Bytes of memory that their estates have taken.
+    pub memory: u64,
+}
+
+/// A node on a VNI.
+#[derive(Debug, Clone, Serialize, Deserialize, ToSchema)]
+pub struct VniNodeView {
+    /// Its name.
+    pub node: String,
+    /// Its number on the VNI.
+    pub number: u16,
+    /// Its station address.
+    pub mac: String,
+    /// The interface that its programs have, as NAMESPACE:NAME.
+    pub interface: Option<String>,
+    /// The worker that drives it.
+    pub worker: Option<u32>,
+    /// Bytes of memory that its estate has taken.
+    pub memory: u64,
+}
+
+/// What a node of a VNI has counted of another.
+#[derive(Debug, Clone, Serialize, Deserialize, ToSchema)]
+pub struct TalkView {
+    /// The node that has counted.
+    pub node: String,
+    /// The other.
+    pub other: String,
+    /// Frames sent to the other.
+    pub sent: u64,
+    /// Frames received from it.
+    pub received: u64,
+    /// Frames that were not sent since the other had not read a whole ring of them,
+    pub ring_full: u64,
+    /// since it had not read all that one may have of the node's pool,
+    pub over_quota: u64,
+    /// or since the pool was full.
+    pub pool_full: u64,
+    /// How often all was taken back from the other, since it read nothing for a second.
+    pub taken_back: u64,
+}
+
+/// What the end of a node has to say.
+#[derive(Debug, Clone, Serialize, Deserialize, ToSchema)]
+pub struct Removed {
+    /// All that in a sentence.
+    pub sentence: String,
+}
+
 /// A worker.
 #[derive(Debug, Clone, Serialize, Deserialize, ToSchema)]
 pub struct WorkerView {

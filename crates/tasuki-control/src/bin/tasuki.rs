@@ -7,7 +7,7 @@ use std::process::{Command, ExitCode};
 
 use anyhow::{Context, Result, ensure};
 use clap::{Parser, Subcommand};
-use tasuki_control::cli::{self, Asked, Give, Reach, Workers};
+use tasuki_control::cli::{self, Asked, Give, Nodes, Reach, Vnis, Workers};
 
 /// Network cards that change hands while packets flow.
 #[derive(Debug, Parser)]
@@ -23,6 +23,12 @@ struct Arguments {
 enum What {
     /// Daemon, nodes and NICs, all at once.
     Status,
+    /// Nodes: systems that own NICs, or are on a VNI.
+    #[command(subcommand)]
+    Node(Nodes),
+    /// VNIs: Ethernet between nodes, through memory.
+    #[command(subcommand)]
+    Vni(Vnis),
     /// Workers: the processes that drive NICs.
     #[command(subcommand)]
     Worker(Workers),
@@ -89,6 +95,8 @@ fn main() -> ExitCode {
     let ask = |asked| cli::run(&reach, &asked);
     let done = match what {
         What::Status => ask(Asked::Status),
+        What::Node(nodes) => ask(Asked::Nodes(nodes)),
+        What::Vni(vnis) => ask(Asked::Vnis(vnis)),
         What::Worker(workers) => ask(Asked::Workers(workers)),
         What::Nic(NicCommand::List) => ask(Asked::NicList),
         What::Nic(NicCommand::Give(give)) => ask(Asked::Give(give)),

@@ -32,6 +32,68 @@ pub enum Workers {
     Upgrade(Upgrade),
 }
 
+/// What can be asked of nodes.
+#[derive(Debug, Subcommand)]
+pub enum Nodes {
+    /// All nodes: what each does, and which workers and NICs it has.
+    List,
+    /// Adds a node while all runs.
+    Add(Add),
+    /// Ends a node's workers, and with them its end of a VNI. What it had been given by hand is gone.
+    Remove {
+        /// The node.
+        node: String,
+    },
+}
+
+/// A node that is a network namespace on a VNI.
+#[derive(Debug, Args)]
+pub struct Add {
+    /// What it is to be called.
+    pub node: String,
+    /// The network namespace whose programs are to be on the VNI: as `ip netns` calls it, or a path from /, such as a container's /proc/PID/ns/net.
+    #[arg(long, value_name = "NETNS")]
+    pub netns: String,
+    /// The VNI: Ethernet between the nodes that name the same one.
+    #[arg(long, default_value = "lan")]
+    pub vni: String,
+    /// What the interface is called that the programs get; without, as the VNI.
+    #[arg(long, value_name = "NAME")]
+    pub interface: Option<String>,
+    /// The interface's address, such as 192.0.2.1/24; without, it is yours to set.
+    #[arg(long)]
+    pub address: Option<String>,
+    /// Its station address; without, one that follows from the node's name.
+    #[arg(long)]
+    pub mac: Option<String>,
+    /// KiB of memory for frames that the node has sent and that are not read yet [default: 2048].
+    #[arg(long, value_name = "KIB")]
+    pub pool_kib: Option<u32>,
+    /// The CPU that its workers stay on.
+    #[arg(long)]
+    pub cpu: Option<u32>,
+    /// Has no second worker stand by, should the first one die.
+    #[arg(long)]
+    pub no_standby: bool,
+}
+
+/// What can be asked of VNIs.
+#[derive(Debug, Subcommand)]
+pub enum Vnis {
+    /// All VNIs: how many nodes each has, and how much memory they take.
+    List,
+    /// Who is on a VNI, and under which station address.
+    Table {
+        /// The VNI.
+        vni: String,
+    },
+    /// What its nodes have sent each other, and what they could not.
+    Stats {
+        /// The VNI.
+        vni: String,
+    },
+}
+
 /// An upgrade.
 #[derive(Debug, Args)]
 pub struct Upgrade {
@@ -95,6 +157,10 @@ pub struct Give {
 pub enum Asked {
     /// All of it.
     Status,
+    /// Nodes.
+    Nodes(Nodes),
+    /// VNIs.
+    Vnis(Vnis),
     /// Workers.
     Workers(Workers),
     /// NICs.
@@ -126,12 +192,34 @@ fn part(name: &str) -> String {
         .collect()
 }
 
+impl Add {
+    /// As a configuration has it.
+    fn to_json(&self) -> Value {
+        let Add { node, netns, vni, interface, address, mac, pool_kib, cpu, no_standby } = self;
+        let mut tap = json!({ "netns": netns, "name": interface.as_ref().unwrap_or(vni) });
+        if let Some(address) = address {
+            tap["address"] = json!(address);
+        }
+        json!({
+            "name": node, "vni": vni, "mac": mac, "pool_kib": pool_kib, "cpu": cpu, "standby": !no_standby, "work": { "tap": tap },
+        })
+    }
+}
+
 /// Asks, and prints the answer.
 pub fn run(reach: &Reach, asked: &Asked) -> Result<()> {
     let folder = reach.dir.clone().unwrap_or_else(place::usual);
     let get = |address: &str| client::ask(&folder, Verb::GET, address, None);
     let post = |address: &str, body: Value| client::ask(&folder, Verb::POST, address, Some(&body));
     let value = match asked {
+        Asked::Nodes(Nodes::List) => get("/v1/nodes")?,
+        Asked::Nodes(Nodes::Add(add)) => post("/v1/nodes", add.to_json())?,
+        Asked::Nodes(Nodes::Remove { node }) => {
+            client::ask(&folder, Verb::DELETE, &format!("/v1/nodes/{}", part(node)), None)?
+        }
+        Asked::Vnis(Vnis::List) => get("/v1/vnis")?,
+        Asked::Vnis(Vnis::Table { vni }) => get(&format!("/v1/vnis/{}/table", part(vni)))?,
+        Asked::Vnis(Vnis::Stats { vni }) => get(&format!("/v1/vnis/{}/stats", part(vni)))?,
         Asked::Status => get("/v1/status")?,
         Asked::Workers(Workers::List) => get("/v1/workers")?,
         Asked::Workers(Workers::Upgrade(Upgrade { node, with, state })) => {

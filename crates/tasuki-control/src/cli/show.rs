@@ -7,8 +7,10 @@ use comfy_table::{CellAlignment, Table, presets};
 use serde::de::DeserializeOwned;
 use serde_json::Value;
 
-use super::{Asked, Workers};
-use crate::api::types::{Counts, Event, NicView, Relayed, Status, Stopped, WorkerView};
+use super::{Asked, Nodes, Vnis, Workers};
+use crate::api::types::{
+    Counts, Event, NicView, NodeView, Relayed, Removed, Status, Stopped, TalkView, VniNodeView, VniView, WorkerView,
+};
 use crate::supervisor::deeds::time;
 
 fn read<T: DeserializeOwned>(value: Value) -> Result<T> {
@@ -20,6 +22,15 @@ fn read<T: DeserializeOwned>(value: Value) -> Result<T> {
 pub fn show(asked: &Asked, value: Value) -> Result<String> {
     Ok(match asked {
         Asked::Status => status(&read(value)?),
+        Asked::Nodes(Nodes::List) => nodes(&read::<Vec<NodeView>>(value)?),
+        Asked::Nodes(Nodes::Add(add)) => {
+            let NodeView { name, work, .. } = read(value)?;
+            format!("node {name} is {work}; tasuki vni table {} says who else is there\n", add.vni)
+        }
+        Asked::Nodes(Nodes::Remove { .. }) => format!("{}\n", read::<Removed>(value)?.sentence),
+        Asked::Vnis(Vnis::List) => vnis(&read::<Vec<VniView>>(value)?),
+        Asked::Vnis(Vnis::Table { .. }) => vni_table(&read::<Vec<VniNodeView>>(value)?),
+        Asked::Vnis(Vnis::Stats { .. }) => vni_stats(&read::<Vec<TalkView>>(value)?),
         Asked::Workers(Workers::List) => workers(&read::<Vec<WorkerView>>(value)?),
         Asked::NicList => nics(&read::<Vec<NicView>>(value)?),
         Asked::Workers(Workers::Upgrade(_)) | Asked::Give(_) => format!("{}\n", read::<Relayed>(value)?.sentence),
@@ -52,19 +63,67 @@ fn status(status: &Status) -> String {
         let _ = write!(said, ", took over {} workers", status.adopted);
     }
     said.push_str("\n\n");
-    let mut nodes = table(&["node", "work", "workers", "nics", "upgrades"]);
-    for node in &status.nodes {
-        let workers = node.workers.iter().map(u32::to_string).collect::<Vec<_>>().join(" ");
-        nodes.add_row([&node.name, &node.work, &workers, &node.nics.join(" "), &node.generation.to_string()]);
-    }
-    said.push_str(&text(nodes, &[4]));
+    said.push_str(&table_of_nodes(&status.nodes));
     said.push('\n');
     said.push_str(&nics(&status.nics));
-    let troubles = status.nodes.iter().filter_map(|node| node.trouble.as_ref());
-    for trouble in troubles {
-        let _ = writeln!(said, "\n{trouble}");
-    }
+    said.push_str(&troubles(&status.nodes));
     said
+}
+
+fn table_of_nodes(nodes: &[NodeView]) -> String {
+    let mut rows = table(&["node", "work", "workers", "nics", "upgrades"]);
+    for node in nodes {
+        let workers = node.workers.iter().map(u32::to_string).collect::<Vec<_>>().join(" ");
+        rows.add_row([&node.name, &node.work, &workers, &node.nics.join(" "), &node.generation.to_string()]);
+    }
+    text(rows, &[4])
+}
+
+fn troubles(nodes: &[NodeView]) -> String {
+    nodes.iter().filter_map(|node| node.trouble.as_ref()).map(|trouble| format!("\n{trouble}\n")).collect()
+}
+
+fn nodes(nodes: &[NodeView]) -> String {
+    table_of_nodes(nodes) + &troubles(nodes)
+}
+
+fn vnis(vnis: &[VniView]) -> String {
+    if vnis.is_empty() {
+        return "there is no VNI; a node that names one makes it: tasuki node add NAME --netns NETNS --vni VNI\n"
+            .to_owned();
+    }
+    let mut rows = table(&["vni", "nodes", "memory"]);
+    for vni in vnis {
+        rows.add_row([&vni.name, &vni.nodes.to_string(), &kib(vni.memory)]);
+    }
+    text(rows, &[1, 2])
+}
+
+fn kib(bytes: u64) -> String {
+    format!("{} KiB", bytes.div_ceil(1024))
+}
+
+fn vni_table(nodes: &[VniNodeView]) -> String {
+    let mut rows = table(&["node", "number", "address", "interface", "worker", "memory"]);
+    for node in nodes {
+        let worker = node.worker.map(|worker| worker.to_string()).unwrap_or_default();
+        let interface = node.interface.clone().unwrap_or_default();
+        rows.add_row([&node.node, &node.number.to_string(), &node.mac, &interface, &worker, &kib(node.memory)]);
+    }
+    text(rows, &[1, 4, 5])
+}
+
+fn vni_stats(talks: &[TalkView]) -> String {
+    if talks.is_empty() {
+        return "no two of its nodes have talked yet\n".to_owned();
+    }
+    let mut rows =
+        table(&["node", "to and from", "sent", "received", "ring full", "over quota", "pool full", "taken back"]);
+    for talk in talks {
+        let counts = [talk.sent, talk.received, talk.ring_full, talk.over_quota, talk.pool_full, talk.taken_back];
+        rows.add_row([talk.node.clone(), talk.other.clone()].into_iter().chain(counts.iter().map(u64::to_string)));
+    }
+    text(rows, &[2, 3, 4, 5, 6, 7])
 }
 
 fn humans(ms: u64) -> String {

@@ -24,8 +24,9 @@ use crate::registry::{Change, Known, WorkerRecord};
 impl Supervisor {
     /// Makes nodes and cards as the configuration has them, and asks those who are still there.
     pub(super) fn adopt(&mut self, known: Known) -> Result<()> {
-        let Known { workers, nics, nodes, fenced, events, .. } = known;
+        let Known { workers, nics, nodes, added, fenced, events, .. } = known;
         self.events = events;
+        self.add_nodes_of_before(added);
         let alive: Vec<(WorkerRecord, Process)> =
             workers.iter().filter_map(|record| Some((record.clone(), Process::find(record.process)?))).collect();
         let living: Vec<String> = alive.iter().map(|(record, _)| record.node.clone()).collect();
@@ -40,12 +41,25 @@ impl Supervisor {
         let mut numbers: BTreeSet<u32> = nics.iter().map(|record| record.number).collect();
         for config in self.config.nic.clone() {
             let record = nics.iter().find(|record| record.name == config.name);
-            let unused = (0..).find(|number| !numbers.contains(number) && number & 0xFF != u32::from(b'{'));
-            let number = record.map(|record| record.number).or(unused).context("too many NICs")?;
+            let number =
+                record.map(|record| record.number).or_else(|| self.next_nic(&numbers)).context("too many NICs")?;
             numbers.insert(number);
             let mut card = Card::new(number, config).context("no memory for a NIC's board")?;
             if let Some(record) = record {
                 self.remember(&mut card, record, !alive.is_empty())?;
+            }
+            self.cards.insert(number, card);
+        }
+        for node in self.config.node.clone().iter().filter(|node| node.vni.is_some()) {
+            let name = node.vni.as_deref().map(|vni| super::vnis::end_name(&node.name, vni));
+            let record = nics.iter().find(|record| Some(&record.name) == name.as_ref());
+            let unused = self.next_nic(&numbers);
+            let number = record.map(|record| record.number).or(unused).context("too many NICs")?;
+            numbers.insert(number);
+            let Some(mut card) = self.end_of(node, number)? else { continue };
+            if let Some(record) = record.filter(|_| living.contains(&node.name)) {
+                self.remember(&mut card, record, true)?;
+                card.number_on_vni = record.number_on_vni;
             }
             self.cards.insert(number, card);
         }
@@ -60,6 +74,12 @@ impl Supervisor {
         }
         self.adopting = true;
         Ok(())
+    }
+
+    /// A number in messages that no NIC has; none that would make a letter of a packet.
+    pub(super) fn next_nic(&self, taken: &BTreeSet<u32>) -> Option<u32> {
+        let is_free = |number: &u32| !taken.contains(number) && !self.cards.contains_key(number);
+        (0..).find(|number| is_free(number) && number & 0xFF != u32::from(b'{'))
     }
 
     /// What the registry says of a NIC, as far as that is still true.

@@ -130,6 +130,8 @@ pub struct Card {
     pub config: config::Nic,
     /// Whose it is now.
     pub node: String,
+    /// The node's number on its VNI, if it is an end of one and has been opened.
+    pub number_on_vni: Option<u16>,
     /// The lease and the stamps.
     pub board: Board,
     /// What it is made of.
@@ -165,6 +167,7 @@ impl Card {
             number,
             node: config.node.clone(),
             config,
+            number_on_vni: None,
             board: Board::create()?,
             kept: None,
             coming: None,

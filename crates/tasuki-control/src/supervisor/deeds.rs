@@ -126,6 +126,7 @@ impl Supervisor {
 
     /// A relay has settled.
     fn settled(&mut self, nic: u32, told: Told) {
+        let leaves = self.cards.get(&nic).is_some_and(|card| self.leaves(&card.node));
         let Some(card) = self.cards.get_mut(&nic) else { return };
         card.said = Some(told);
         card.watch = None;
@@ -139,8 +140,8 @@ impl Supervisor {
         let (name, node) = (card.name().to_owned(), card.node.clone());
         let tenure = card.board.tenure();
         let pause = card.board.pause_ns().filter(|_| card.board.words.load(board::RELAYS) > 1);
-        // At the very beginning nobody is ready yet, which is no news.
-        let is_news = tenure.epoch > 1 || holder.is_some();
+        // At the very beginning nobody is ready yet, and at the end nobody is to be, which is no news.
+        let is_news = (tenure.epoch > 1 && !leaves) || holder.is_some();
         let sentence = match (holder, told.why) {
             (Some(holder), None) => match pause {
                 Some(pause) => format!("{name} is driven by worker {holder} of node {node}, after {}", time(pause)),
@@ -166,6 +167,7 @@ impl Supervisor {
             name: card.name().to_owned(),
             device: card.config.device.to_string(),
             node: card.node.clone(),
+            number_on_vni: card.number_on_vni,
             model: card.model.as_ref().map(|model| model.name()),
             made_by: card.kept.as_ref().map_or(0, |kept| kept.made_by),
             epoch: tenure.epoch,

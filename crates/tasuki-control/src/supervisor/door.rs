@@ -7,8 +7,10 @@ use rustix::event::EventfdFlags;
 use tokio::sync::oneshot;
 
 use crate::api::types::{
-    Counts, Event, Give, NicView, NodeView, Refused, Relayed, Settled, Status, Stopped, Upgrade, WorkerView,
+    Counts, Event, Give, NicView, NodeView, Refused, Relayed, Removed, Settled, Status, Stopped, TalkView, Upgrade,
+    VniNodeView, VniView, WorkerView,
 };
+use crate::config;
 
 /// Where the answer to a request goes.
 pub type Answer<T> = oneshot::Sender<Result<T, No>>;
@@ -62,6 +64,11 @@ pub enum Request {
     Upgrade { node: String, upgrade: Upgrade, answer: Answer<Relayed> },
     Give { nic: String, give: Give, answer: Answer<Relayed> },
     Counts { nic: String, answer: Answer<Counts> },
+    AddNode { node: Box<config::Node>, answer: Answer<NodeView> },
+    RemoveNode { node: String, answer: Answer<Removed> },
+    Vnis(Answer<Vec<VniView>>),
+    VniTable { vni: String, answer: Answer<Vec<VniNodeView>> },
+    VniStats { vni: String, answer: Answer<Vec<TalkView>> },
     Stop(Answer<Stopped>),
 }
 

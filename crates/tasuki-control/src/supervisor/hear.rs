@@ -214,6 +214,9 @@ impl Supervisor {
             card.coming = Some((number, Kept { kit, fds, made_by: number }));
             return;
         }
+        if let Some(sentence) = Self::odd_end(card, &kit) {
+            return self.condemn(number, sentence);
+        }
         let maker = kit.made_by.or(card.adopted_maker);
         if is_asked && card.kept.is_none() {
             let Some(Ok(board)) = board.map(Board::adopt) else {

@@ -122,11 +122,16 @@ impl Supervisor {
                 Ok(job) => self.jobs.push(Job { answer: Some(answer), ..job }),
                 Err(no) => drop(answer.send(Err(no))),
             },
+            Request::AddNode { node, answer } => drop(answer.send(self.add_node(*node))),
+            Request::RemoveNode { node, answer } => self.begin_removing(&node, answer),
+            Request::Vnis(answer) => drop(answer.send(Ok(self.vni_views()))),
+            Request::VniTable { vni, answer } => drop(answer.send(self.vni_table(&vni))),
+            Request::VniStats { vni, answer } => drop(answer.send(self.vni_stats(&vni))),
             Request::Stop(answer) => self.begin_stopping(answer),
         }
     }
 
-    fn no_node(&self, name: &str) -> No {
+    pub(super) fn no_node(&self, name: &str) -> No {
         let known = self.nodes.keys().cloned().collect::<Vec<_>>().join(", ");
         No::Unknown(format!("there is no node {name:?}; there are: {known}"))
     }
@@ -157,7 +162,7 @@ impl Supervisor {
     }
 
     /// One relay of a node, or of a NIC, at a time.
-    fn is_free(&self, node: &str, nics: &[u32]) -> Result<(), No> {
+    pub(super) fn is_free(&self, node: &str, nics: &[u32]) -> Result<(), No> {
         if self.stopping.is_some() {
             return Err(No::Ending);
         }
@@ -183,6 +188,12 @@ impl Supervisor {
             .map(|card| card.number)
             .collect();
         self.is_free(node, nics.as_slices().0)?;
+        let end = nics.iter().find_map(|nic| self.cards[nic].vni().map(|_| self.cards[nic].name()));
+        if let Some(end) = end.filter(|_| state == Some(SashBy::Store)) {
+            return Err(No::now(format!(
+                "{end} has nothing that could be stored: all that a successor must know stands in the node's memory; leave --state out"
+            )));
+        }
         if let Some(path) = &with {
             let why = if path.is_absolute() { not_startable(path) } else { Some("is no path from /; name one") };
             if let Some(why) = why {
@@ -223,6 +234,15 @@ impl Supervisor {
         self.is_free(&give.to, &[number])?;
         let card = &self.cards[&number];
         let from = card.node.clone();
+        if let Some(vni) = card.vni() {
+            return Err(No::now(format!("{nic} is node {from}'s end of VNI {vni}, and no other node's")));
+        }
+        if let Some(vni) = self.config.node(&give.to).and_then(|node| node.vni.as_ref()) {
+            return Err(No::now(format!(
+                "node {} is on VNI {vni}, and has no NIC beside that; name another node",
+                give.to
+            )));
+        }
         if from == give.to {
             return Err(No::now(format!(
                 "{nic} is node {from}'s already; a fresh worker for it: tasuki worker upgrade {from}"

@@ -6,6 +6,8 @@
 //! - [`tend`] nodes get the workers that they should have
 //! - [`jobs`] upgrades and handovers that somebody asked for
 //! - [`open`] cards out of their boxes, and models
+//! - [`vnis`] Ethernet between nodes: who is on it, and what outlives workers of that
+//! - [`nodes`] nodes that are added and removed while all runs
 //! - [`taps`] what network namespaces have instead of NICs
 //! - [`adopt`] workers of the daemon before this one
 //! - [`view`] what people see of all that
@@ -18,12 +20,14 @@ pub mod deeds;
 pub mod door;
 pub mod hear;
 pub mod jobs;
+pub mod nodes;
 pub mod open;
 pub mod policy;
 pub mod taps;
 pub mod tend;
 mod tombs;
 pub mod view;
+pub mod vnis;
 pub mod worker;
 
 use std::collections::BTreeMap;
@@ -143,7 +147,9 @@ pub enum Ended {
 #[derive(Debug)]
 pub struct Supervisor {
     config: Config,
-    /// CPUs that are no node's.
+    /// CPUs that may be used,
+    may_use: Vec<u32>,
+    /// and those of them that are no node's.
     aside: Vec<u32>,
     programs: Programs,
     place: Place,
@@ -160,6 +166,8 @@ pub struct Supervisor {
     cards: BTreeMap<u32, Card>,
     nodes: BTreeMap<String, Node>,
     taps: BTreeMap<String, taps::TapEnd>,
+    vnis: BTreeMap<String, vnis::Net>,
+    leaving: Vec<nodes::Leaving>,
     jobs: Vec<Job>,
     counting: Vec<(u32, Duration, Answer<crate::api::types::Counts>)>,
     stopping: Option<(Duration, u32, Option<Answer<crate::api::types::Stopped>>)>,
@@ -195,11 +203,12 @@ impl Supervisor {
     /// Begins: takes over what a daemon before it has left running.
     pub fn begin(parts: Parts) -> Result<Self> {
         let Parts { config, programs, place, door, requests, signals } = parts;
-        let aside = crate::aside::cpus(&config);
+        let (may_use, aside) = (crate::aside::cpus(&Config::default()), crate::aside::cpus(&config));
         crate::aside::stay(&aside);
         let (registry, known) = Registry::open(place.folder())?;
         let epoll = epoll::create(epoll::CreateFlags::CLOEXEC).context("the kernel has no epoll for us")?;
         let mut supervisor = Supervisor {
+            may_use,
             aside,
             config,
             programs,
@@ -216,6 +225,8 @@ impl Supervisor {
             cards: BTreeMap::new(),
             nodes: BTreeMap::new(),
             taps: BTreeMap::new(),
+            vnis: BTreeMap::new(),
+            leaving: Vec::new(),
             jobs: Vec::new(),
             counting: Vec::new(),
             stopping: None,
@@ -283,8 +294,10 @@ impl Supervisor {
         } else {
             self.go_on_adopting();
             self.go_on_opening();
+            self.fit_vnis();
             self.go_on_with_jobs();
             self.tend();
+            self.go_on_removing();
             self.go_on_with_jobs();
             self.fit_taps();
         }

@@ -52,6 +52,9 @@ impl Supervisor {
 
     fn begin_opening(&mut self, nic: u32) -> Result<()> {
         let Some(card) = self.cards.get_mut(&nic) else { return Ok(()) };
+        if card.vni().is_some() {
+            return self.make_end(nic);
+        }
         if card.config.device != Device::Sim || card.model.is_some() {
             return self.start_opener(nic);
         }

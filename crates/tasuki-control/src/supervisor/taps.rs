@@ -18,6 +18,8 @@ use crate::config;
 #[derive(Debug)]
 pub struct TapEnd {
     config: config::Tap,
+    /// What stands before each frame.
+    before: Before,
     device: Option<OwnedFd>,
     /// Its other side.
     interface: Option<Interface>,
@@ -26,16 +28,24 @@ pub struct TapEnd {
 }
 
 impl TapEnd {
+    /// That of a node, by its label, not made yet.
+    pub fn of(node: &config::Node) -> Option<(String, Self)> {
+        let config = node.tap()?.clone();
+        // A card takes finished frames only; a VNI those that the next kernel may finish.
+        let before = if node.vni.is_some() { Before::Offload } else { Before::Nothing };
+        Some((config.label(), TapEnd { config, before, device: None, interface: None, mac: None }))
+    }
+
     fn place(&self) -> Namespace {
         self.config.netns.as_deref().map_or(Namespace::Own, Namespace::named)
     }
 
     /// Makes it, if it is not there.
-    fn make(&mut self) -> Result<&OwnedFd, TapError> {
+    pub fn make(&mut self) -> Result<&OwnedFd, TapError> {
         let device = match self.device.take() {
             Some(device) => device,
             None => {
-                let made = Tap::create(&self.place(), &self.config.name, self.config.address, Before::Nothing)?;
+                let made = Tap::create(&self.place(), &self.config.name, self.config.address, self.before)?;
                 (self.interface, self.mac) = (Some(made.interface), None);
                 made.device
             }
@@ -55,9 +65,7 @@ impl TapEnd {
 impl Supervisor {
     /// Makes all TAPs but those that living workers of these nodes may have kept.
     pub(super) fn begin_taps(&mut self, living: &[String]) -> Result<()> {
-        let of_nodes = self.config.node.iter().filter_map(config::Node::tap);
-        let end = |tap: &config::Tap| TapEnd { config: tap.clone(), device: None, interface: None, mac: None };
-        self.taps = of_nodes.map(|tap| (tap.label(), end(tap))).collect::<BTreeMap<_, _>>();
+        self.taps = self.config.node.iter().filter_map(TapEnd::of).collect::<BTreeMap<_, _>>();
         let kept: Vec<String> = living.iter().filter_map(|node| Some(self.config.tap(node)?.label())).collect();
         for (label, tap) in self.taps.iter_mut().filter(|(label, _)| !kept.contains(label)) {
             let node = self.config.node.iter().find(|node| node.tap().is_some_and(|tap| tap.label() == **label));

@@ -44,7 +44,7 @@ impl Supervisor {
         if self.adopting || self.stopping.is_some() {
             return;
         }
-        let names: Vec<String> = self.nodes.keys().cloned().collect();
+        let names: Vec<String> = self.nodes.keys().filter(|name| !self.leaves(name)).cloned().collect();
         for name in &names {
             self.attach_to_nics(name);
             self.retire_surplus(name);
@@ -328,6 +328,8 @@ impl Supervisor {
         let prepare = Order::Prepare { purpose, method, kind, version, carries: Positions::default() };
         let sent = worker.write(&letter, &card.lend(count));
         crash::point("daemon.kit");
+        self.tell_neighbours(nic, number);
+        let (Some(card), Some(worker)) = (self.cards.get_mut(&nic), self.workers.get_mut(&number)) else { return };
         let sent = sent.and_then(|()| worker.order(nic, prepare));
         crash::point("daemon.attached");
         let first = card.arbiter.is_none();

@@ -22,23 +22,30 @@ impl Supervisor {
     }
 
     pub(super) fn node_views(&self) -> Vec<NodeView> {
-        let view = |(name, node): (&String, &super::Node)| NodeView {
-            name: name.clone(),
+        self.nodes.keys().filter_map(|name| self.node_view(name)).collect()
+    }
+
+    pub(super) fn node_view(&self, name: &str) -> Option<NodeView> {
+        let node = self.nodes.get(name)?;
+        Some(NodeView {
+            name: name.to_owned(),
             work: match self.config.node(name).map(|node| &node.work) {
                 Some(Work::Echo) => "echo".to_owned(),
                 Some(Work::Sink) => "sink".to_owned(),
                 Some(Work::Answer(answer)) => format!("answers ping at {}", answer.address),
-                Some(Work::Tap(tap)) => format!("the NIC of {}", tap.label()),
+                Some(Work::Tap(tap)) => match self.config.node(name).and_then(|node| node.vni.as_ref()) {
+                    Some(vni) => format!("{} on VNI {vni}", tap.label()),
+                    None => format!("the NIC of {}", tap.label()),
+                },
                 Some(Work::Source(source)) => format!("source of {} bytes, {} a second", source.size, source.rate),
                 Some(Work::Program(program)) => program.path.display().to_string(),
                 None => String::new(),
             },
-            workers: self.workers.values().filter(|worker| worker.record.node == *name).map(Worker::party).collect(),
-            nics: self.cards.values().filter(|card| card.node == *name).map(|card| card.name().to_owned()).collect(),
+            workers: self.workers.values().filter(|worker| worker.record.node == name).map(Worker::party).collect(),
+            nics: self.cards.values().filter(|card| card.node == name).map(|card| card.name().to_owned()).collect(),
             generation: node.record.generation,
             trouble: node.trouble.clone(),
-        };
-        self.nodes.iter().map(view).collect()
+        })
     }
 
     pub(super) fn worker_views(&self) -> Vec<WorkerView> {

@@ -8,11 +8,13 @@ mod leaks;
 mod own;
 mod real;
 mod rig;
+mod rooms;
 mod ruled;
 mod standin;
 mod storm;
 mod taps;
 mod unplugged;
+mod vnis;
 
 /// What `standin` is started as; without its orders it is nothing.
 #[test]

@@ -262,6 +262,9 @@ impl Standin {
                 &ToDaemon::Told { nic: None, sentence: format!("a sash came, with {} memory", fds.len()) },
                 &[],
             ),
+            ToWorker::Neighbour { .. } | ToWorker::NoNeighbour { .. } | ToWorker::Directory { .. } => {
+                panic!("it has no end of a VNI")
+            }
             ToWorker::End => std::process::exit(0),
             ToWorker::Begin(_) => panic!("it has begun"),
         }

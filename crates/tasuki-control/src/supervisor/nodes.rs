@@ -1,0 +1,183 @@
+//! Nodes that are added and removed while all runs. They are remembered for the daemon that comes after this one, until they are removed or it
+//! stops everything and starts anew with nobody to adopt: what stands in the configuration counts more.
+
+use std::time::Duration;
+
+use tasuki_relay::letter::ToWorker;
+
+use super::door::{Answer, No};
+use super::taps::TapEnd;
+use super::worker::{Stage, Words};
+use super::{About, BOOK_LEN, Node, Supervisor, now};
+use crate::api::types::{NodeView, Removed};
+use crate::config::{self, Config};
+use crate::registry::{Change, NodeRecord};
+
+/// A node that is to be no more: it is when its workers are.
+#[derive(Debug)]
+pub struct Leaving {
+    node: String,
+    answer: Option<Answer<Removed>>,
+}
+
+impl Supervisor {
+    /// Nodes that were added by hand, when a daemon before us ran.
+    pub(super) fn add_nodes_of_before(&mut self, added: Vec<config::Node>) {
+        for node in added {
+            let name = node.name.clone();
+            match self.with_node(node) {
+                Ok(config) => self.config = config,
+                Err(why) => {
+                    self.note(
+                        About::default(),
+                        format!("node {name}, which had been added by hand, is not there any more: {why}"),
+                    );
+                    self.changes.push(Change::Removed(name));
+                }
+            }
+        }
+    }
+
+    /// The configuration with one more node.
+    fn with_node(&self, node: config::Node) -> Result<Config, String> {
+        if self.config.node(&node.name).is_some() {
+            return Err(format!(
+                "there is a node {:?} already; give one another name, or remove that first (tasuki node remove)",
+                node.name
+            ));
+        }
+        let mut config = self.config.clone();
+        config.node.push(node);
+        config.senseless().map_or(Ok(config), Err)
+    }
+
+    /// Adds a node.
+    pub(super) fn add_node(&mut self, node: config::Node) -> Result<NodeView, No> {
+        if self.stopping.is_some() {
+            return Err(No::Ending);
+        }
+        let name = node.name.clone();
+        if self.leaving.iter().any(|leaving| leaving.node == name) {
+            return Err(No::now(format!("node {name} is being removed; ask again when it is gone")));
+        }
+        let config = self.with_node(node.clone()).map_err(No::Wrong)?;
+        if let Some(why) = config::stray_cpu(&config, |cpu| self.may_use.contains(&cpu)) {
+            return Err(No::Wrong(why));
+        }
+        if let Some((label, mut tap)) = TapEnd::of(&node) {
+            tap.make().map_err(|error| No::now(format!("node {name:?} has no TAP {label}: {error}")))?;
+            self.taps.insert(label, tap);
+        }
+        match self.make_node(&node) {
+            Ok(()) => {}
+            Err(error) => {
+                self.forget_tap(&node);
+                return Err(No::now(format!("node {name:?} was not added: {error:#}")));
+            }
+        }
+        self.config = config;
+        if node.cpu.is_some() {
+            self.aside = crate::aside::cpus(&self.config);
+            crate::aside::stay(&self.aside);
+        }
+        self.record_node(&node, true);
+        self.note(About::node(&name), format!("node {name} was added"));
+        self.node_view(&name).ok_or(No::Ending)
+    }
+
+    fn make_node(&mut self, node: &config::Node) -> anyhow::Result<()> {
+        let number = self.next_nic(&std::collections::BTreeSet::new()).unwrap_or(u32::MAX);
+        let end = self.end_of(node, number)?;
+        let book = Words::create("tasuki book", BOOK_LEN)?;
+        let record = NodeRecord::default();
+        let made = Node { record, book, deaths: Vec::new(), not_before: Duration::ZERO, trouble: None };
+        self.nodes.insert(node.name.clone(), made);
+        self.cards.extend(end.map(|card| (number, card)));
+        Ok(())
+    }
+
+    fn forget_tap(&mut self, node: &config::Node) {
+        let label = node.tap().map(config::Tap::label);
+        let is_shared = |label: &String| {
+            self.config
+                .node
+                .iter()
+                .any(|other| other.name != node.name && other.tap().is_some_and(|tap| tap.label() == *label))
+        };
+        if let Some(label) = label.filter(|label| !is_shared(label)) {
+            self.taps.remove(&label);
+        }
+    }
+
+    /// Has a node's workers end; the answer comes when they have.
+    pub(super) fn begin_removing(&mut self, name: &str, answer: Answer<Removed>) {
+        if let Err(no) = self.may_be_removed(name) {
+            return drop(answer.send(Err(no)));
+        }
+        let ends: Vec<u32> = self
+            .cards
+            .values()
+            .filter(|card| card.node == name && card.vni().is_some())
+            .map(|card| card.number)
+            .collect();
+        ends.into_iter().for_each(|nic| self.leave(nic));
+        for worker in self.workers.values_mut().filter(|worker| worker.record.node == name) {
+            worker.stage = Stage::Leaving(now());
+            let _ = worker.write(&ToWorker::End, &[]);
+        }
+        self.leaving.push(Leaving { node: name.to_owned(), answer: Some(answer) });
+    }
+
+    fn may_be_removed(&self, name: &str) -> Result<(), No> {
+        if !self.nodes.contains_key(name) {
+            return Err(self.no_node(name));
+        }
+        if self.leaves(name) {
+            return Err(No::now(format!("node {name} is being removed already")));
+        }
+        self.is_free(name, &[])?;
+        let nic = self.cards.values().find(|card| card.node == name && card.vni().is_none());
+        if let Some(card) = nic {
+            return Err(No::now(format!(
+                "node {name} has NIC {}; give that to another node first (tasuki nic give)",
+                card.name()
+            )));
+        }
+        let trusts = self.config.node.iter().find(|node| node.trusts.iter().any(|trusted| trusted == name));
+        match trusts {
+            Some(node) => Err(No::now(format!(
+                "node {} trusts node {name} by its name; change that in the configuration first",
+                node.name
+            ))),
+            None => Ok(()),
+        }
+    }
+
+    /// Whether a node is to be no more.
+    pub(super) fn leaves(&self, name: &str) -> bool {
+        self.leaving.iter().any(|leaving| leaving.node == name)
+    }
+
+    /// Nodes whose workers have ended are no more.
+    pub(super) fn go_on_removing(&mut self) {
+        let has_workers = |leaving: &Leaving| self.workers.values().any(|worker| worker.record.node == leaving.node);
+        let (rest, gone): (Vec<_>, Vec<_>) = std::mem::take(&mut self.leaving).into_iter().partition(has_workers);
+        self.leaving = rest;
+        for Leaving { node: name, answer } in gone {
+            let ends: Vec<u32> = self.cards.values().filter(|card| card.node == name).map(|card| card.number).collect();
+            for nic in ends {
+                self.cards.remove(&nic);
+                self.changes.push(Change::NoNic(nic));
+            }
+            self.nodes.remove(&name);
+            if let Some(at) = self.config.node.iter().position(|node| node.name == name) {
+                let node = self.config.node.remove(at);
+                self.forget_tap(&node);
+                self.record_node(&node, false);
+            }
+            let sentence = format!("node {name} is gone");
+            self.note(About::node(&name), sentence.clone());
+            answer.into_iter().for_each(|answer| drop(answer.send(Ok(Removed { sentence: sentence.clone() }))));
+        }
+    }
+}

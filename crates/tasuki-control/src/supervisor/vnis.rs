@@ -1,0 +1,366 @@
+//! VNIs: for each the directory that all its nodes read, and the estates of those nodes, which outlive workers. A node's end of one is to the rest
+//! of the daemon a card: it is opened (its estate is made), has a lease, and changes hands by the same relays.
+//!
+//! Which nodes there are is said in an order that loses no frame: a node is known to the others before its address is in the directory, and not
+//! forgotten before the address is gone from there.
+
+use std::collections::BTreeMap;
+use std::os::fd::{AsFd, OwnedFd};
+
+use anyhow::{Context, Result};
+use rustix::event::EventfdFlags;
+use tasuki_relay::letter::{Can, Kit, ToWorker, vni};
+use tasuki_shm::line::{LINE_LEN, Line};
+use tasuki_shm::region::{Pages, Region, Span};
+use tasuki_shm::vni::NODES_MAX;
+use tasuki_shm::vni::directory::{Directory, NodeSet, directory_lines};
+use tasuki_shm::vni::estate::{EstateFds, PeerEstate};
+
+use super::card::{Card, Kept, Opening};
+use super::door::No;
+use super::worker::Worker;
+use super::{About, Supervisor};
+use crate::api::types::{TalkView, VniNodeView, VniView};
+use crate::config::{self, Device, StationAddress};
+use crate::registry::Change;
+
+/// Addresses that a directory has room for.
+const ADDRESSES: usize = 2 * NODES_MAX as usize;
+
+/// Where among a kit's descriptors the estate and the bell are.
+const CONTROL: usize = 1;
+const POOL: usize = 2;
+const BELL: usize = 4;
+
+/// A VNI.
+#[derive(Debug)]
+pub struct Net {
+    memory: Region,
+    directory: Directory<Span<Line>>,
+    members: BTreeMap<u16, Member>,
+    /// A number that was free is not given again before the others are through.
+    next: u16,
+}
+
+/// A node on it.
+#[derive(Debug)]
+struct Member {
+    node: String,
+    nic: u32,
+    mac: [u8; 6],
+    /// For the others.
+    estate: EstateFds,
+    bell: OwnedFd,
+}
+
+/// How a node's end of a VNI is called.
+pub fn end_name(node: &str, vni: &str) -> String {
+    format!("{node}@{vni}")
+}
+
+impl Net {
+    fn new() -> Result<Self> {
+        let lines = directory_lines(ADDRESSES);
+        let memory = Region::create("tasuki directory", lines * LINE_LEN, Pages::Small)?;
+        let directory = Directory::new(memory.span::<Line>(0, lines)?);
+        Ok(Net { memory, directory, members: BTreeMap::new(), next: 0 })
+    }
+
+    fn directory_to_read(&self) -> Result<OwnedFd> {
+        Ok(tasuki_shm::region::read_only(self.memory.fd())?)
+    }
+
+    /// Says who there is.
+    fn publish(&mut self) {
+        let mut nodes = NodeSet::default();
+        self.members.keys().for_each(|number| nodes.insert(*number));
+        self.directory.set_nodes(&nodes);
+    }
+}
+
+/// Tells a worker of another node.
+fn introduce(worker: &Worker, nic: u32, number: u16, member: &Member) {
+    let [control, pool] = member.estate.fds();
+    // One for itself: who shares an end can make it block for all.
+    let Ok(bell) = tasuki_shm::wake::open_anew(member.bell.as_fd()) else {
+        tracing::error!(
+            "a worker was not told of node {}: the kernel has no descriptors left; raise LimitNOFILE= of tasukid",
+            member.node
+        );
+        return;
+    };
+    // Who is dead or dying is told by its pidfd.
+    let _ = worker.write(&ToWorker::Neighbour { nic, number }, &[control, pool, bell.as_fd()]);
+}
+
+impl Supervisor {
+    /// The card that a node's end of a VNI is.
+    pub(super) fn end_of(&self, node: &config::Node, number: u32) -> Result<Option<Card>> {
+        let Some(vni) = &node.vni else { return Ok(None) };
+        let device = Device::Vni(vni.clone());
+        let nic = config::Nic {
+            name: end_name(&node.name, vni),
+            device,
+            node: node.name.clone(),
+            ring: None,
+            wire: Vec::new(),
+        };
+        Ok(Some(Card::new(number, nic).context("no memory for the board of a node's end of a VNI")?))
+    }
+
+    /// A number on a VNI that no node has or is remembered to have had.
+    fn number_on(&self, vni: &str) -> Result<u16> {
+        let is_taken =
+            |number: u16| self.cards.values().any(|card| card.vni() == Some(vni) && card.number_on_vni == Some(number));
+        let next = self.vnis.get(vni).map_or(0, |net| net.next);
+        let mut numbers = (next..NODES_MAX).chain(0..next);
+        numbers.find(|number| !is_taken(*number)).with_context(|| {
+            format!("VNI {vni} has {NODES_MAX} nodes, and no more fit; remove one, or name another VNI")
+        })
+    }
+
+    /// Makes a node's estate: what opening is to a card.
+    pub(super) fn make_end(&mut self, nic: u32) -> Result<()> {
+        let card = self.cards.get(&nic).context("there is no such end")?;
+        let vni = card.vni().context("it is a NIC")?.to_owned();
+        let node = self.config.node(&card.node).context("there is no such node")?;
+        let (pages, mac) = (node.pool_pages(), node.mac());
+        let name = card.name().to_owned();
+        let number = self.number_on(&vni)?;
+        let net = self.net(&vni)?;
+        net.next = (number + 1) % NODES_MAX;
+        let directory = net.directory_to_read()?;
+        let estate = EstateFds::create(&name, pages)?;
+        let (ear, bell) = tasuki_shm::wake::bell_pipe().context("the kernel gave no pipe for a bell")?;
+        let wake = rustix::event::eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)
+            .context("the kernel gave no eventfd")?;
+        let fds = vec![wake, estate.control, estate.pool, ear, bell, directory];
+        let kit = Kit {
+            kind: vni::KIND,
+            version: vni::VERSION,
+            can: Can { in_place: true, spare_queue: false, repoint: false, pauses: false },
+            text: text(&vni, number),
+            fds: fds.len(),
+            memory: 0,
+            partial: false,
+            made_by: None,
+            mac: Some(mac),
+        };
+        let card = self.cards.get_mut(&nic).context("there is no such end")?;
+        card.number_on_vni = Some(number);
+        (card.kept, card.opening, card.trouble) = (Some(Kept { kit, fds, made_by: 0 }), Opening::Open, None);
+        self.record_nic(nic);
+        Ok(())
+    }
+
+    fn net(&mut self, vni: &str) -> Result<&mut Net> {
+        if !self.vnis.contains_key(vni) {
+            let net = Net::new().with_context(|| format!("no memory for the directory of VNI {vni}"))?;
+            self.vnis.insert(vni.to_owned(), net);
+        }
+        Ok(self.vnis.get_mut(vni).expect("just made"))
+    }
+
+    /// Every end that is open is a member of its VNI. Those that a daemon before us made come together, so that nobody is missed meanwhile.
+    pub(super) fn fit_vnis(&mut self) {
+        if self.adopting {
+            return;
+        }
+        let is_new = |card: &&Card| card.kept.is_some() && !self.is_member(card) && !self.leaves(&card.node);
+        let new: Vec<u32> =
+            self.cards.values().filter(|card| card.vni().is_some()).filter(is_new).map(|card| card.number).collect();
+        let joined: Vec<u32> = new.into_iter().filter(|nic| self.joins(*nic)).collect();
+        for nic in joined {
+            self.tell_of(nic);
+        }
+    }
+
+    fn is_member(&self, card: &Card) -> bool {
+        let members = card.vni().and_then(|vni| self.vnis.get(vni)).map(|net| &net.members);
+        members.zip(card.number_on_vni).is_some_and(|(members, number)| members.contains_key(&number))
+    }
+
+    fn joins(&mut self, nic: u32) -> bool {
+        match self.join(nic) {
+            Ok(()) => true,
+            Err(error) => {
+                let Some(card) = self.cards.get_mut(&nic) else { return false };
+                let trouble = format!("{} is not on its VNI: {error:#}", card.name());
+                if card.trouble.replace(trouble.clone()).as_ref() != Some(&trouble) {
+                    let name = card.name().to_owned();
+                    self.note(About::nic(&name), trouble);
+                }
+                false
+            }
+        }
+    }
+
+    fn join(&mut self, nic: u32) -> Result<()> {
+        let card = self.cards.get(&nic).context("there is no such end")?;
+        let (vni, node) = (card.vni().context("it is a NIC")?.to_owned(), card.node.clone());
+        let number = card.number_on_vni.context("it has no number")?;
+        let mac = self.config.node(&node).context("there is no such node")?.mac();
+        let kept = card.kept.as_ref().context("it has no estate")?;
+        let copy = |at: usize| kept.fds[at].try_clone().context("a descriptor cannot be copied; raise RLIMIT_NOFILE");
+        let estate = EstateFds { control: copy(CONTROL)?, pool: copy(POOL)? }.to_read()?;
+        let bell = copy(BELL)?;
+        let net = self.net(&vni)?;
+        net.directory.add(mac, number).map_err(|error| anyhow::anyhow!("{}: {error}", StationAddress(mac)))?;
+        net.members.insert(number, Member { node, nic, mac, estate, bell });
+        let directory = net.directory_to_read()?;
+        if let Some(kept) = self.cards.get_mut(&nic).and_then(|card| card.kept.as_mut()) {
+            kept.fds[vni::DIRECTORY] = directory;
+        }
+        Ok(())
+    }
+
+    /// Tells the workers of all others of a new member, and its own, if there are any already, of all others.
+    fn tell_of(&mut self, nic: u32) {
+        let Some(card) = self.cards.get(&nic) else { return };
+        let Some((vni, number)) = card.vni().map(str::to_owned).zip(card.number_on_vni) else { return };
+        let Some(net) = self.vnis.get_mut(&vni) else { return };
+        for worker in self.workers.values() {
+            for (other, member) in net.members.iter().filter(|(other, _)| **other != number) {
+                if worker.nics.contains_key(&member.nic) {
+                    introduce(worker, member.nic, number, &net.members[&number]);
+                }
+                if worker.nics.contains_key(&nic) {
+                    introduce(worker, nic, *other, member);
+                }
+            }
+            let directory = card.kept.as_ref().map(|kept| kept.fds[vni::DIRECTORY].as_fd());
+            if let Some(directory) = directory.filter(|_| worker.nics.contains_key(&nic)) {
+                let _ = worker.write(&ToWorker::Directory { nic }, &[directory]);
+            }
+        }
+        net.publish();
+    }
+
+    /// Tells a worker that was given an end who else there is.
+    pub(super) fn tell_neighbours(&self, nic: u32, number: u32) {
+        let Some(card) = self.cards.get(&nic) else { return };
+        let Some(net) = card.vni().and_then(|vni| self.vnis.get(vni)) else { return };
+        let Some(worker) = self.workers.get(&number) else { return };
+        for (other, member) in net.members.iter().filter(|(_, member)| member.nic != nic) {
+            introduce(worker, nic, *other, member);
+        }
+    }
+
+    /// A node's end is no more: nobody sends there, and then nobody knows it.
+    pub(super) fn leave(&mut self, nic: u32) {
+        let Some(card) = self.cards.get(&nic) else { return };
+        let Some((vni, number)) = card.vni().map(str::to_owned).zip(card.number_on_vni) else { return };
+        let Some(net) = self.vnis.get_mut(&vni) else { return };
+        let Some(gone) = net.members.remove(&number) else { return };
+        net.directory.remove(gone.mac);
+        net.publish();
+        for worker in self.workers.values() {
+            for member in net.members.values().filter(|member| worker.nics.contains_key(&member.nic)) {
+                let _ = worker.write(&ToWorker::NoNeighbour { nic: member.nic, number }, &[]);
+            }
+        }
+        if net.members.is_empty() {
+            self.vnis.remove(&vni);
+        }
+    }
+
+    /// What a worker of the daemon before this one says of a node's end; a sentence if it cannot be.
+    pub(super) fn odd_end(card: &Card, kit: &Kit) -> Option<String> {
+        let vni = card.vni()?;
+        let expected = card.number_on_vni.map(|number| text(vni, number));
+        let fits = kit.kind == vni::KIND && kit.fds == vni::FDS && Some(&kit.text) == expected.as_ref();
+        (!fits).then(|| format!("says of {} what was never so", card.name()))
+    }
+
+    fn net_by_name(&self, name: &str) -> Result<&Net, No> {
+        self.vnis.get(name).ok_or_else(|| {
+            let known = self.vnis.keys().cloned().collect::<Vec<_>>().join(", ");
+            let there = if known.is_empty() { "there is none".to_owned() } else { format!("there are: {known}") };
+            No::Unknown(format!(
+                "there is no VNI {name:?}; {there}; a node that names one makes it: tasuki node add --vni {name}"
+            ))
+        })
+    }
+
+    /// All VNIs.
+    pub(super) fn vni_views(&self) -> Vec<VniView> {
+        let view = |(name, net): (&String, &Net)| VniView {
+            name: name.clone(),
+            nodes: u32::try_from(net.members.len()).unwrap_or(u32::MAX),
+            memory: net.members.values().map(|member| bytes_of(&member.estate)).sum(),
+        };
+        self.vnis.iter().map(view).collect()
+    }
+
+    /// Who is on a VNI, and under which address.
+    pub(super) fn vni_table(&self, name: &str) -> Result<Vec<VniNodeView>, No> {
+        let net = self.net_by_name(name)?;
+        let view = |(number, member): (&u16, &Member)| VniNodeView {
+            node: member.node.clone(),
+            number: *number,
+            mac: StationAddress(member.mac).to_string(),
+            interface: self.config.tap(&member.node).map(config::Tap::label),
+            worker: self.cards.get(&member.nic).and_then(|card| card.board.holder()),
+            memory: bytes_of(&member.estate),
+        };
+        Ok(net.members.iter().map(view).collect())
+    }
+
+    /// What each node of a VNI has counted of each other, as it stands in their estates.
+    pub(super) fn vni_stats(&self, name: &str) -> Result<Vec<TalkView>, No> {
+        let net = self.net_by_name(name)?;
+        let mut talks = Vec::new();
+        for (number, member) in &net.members {
+            let (estate, _) = PeerEstate::map(&member.estate)
+                .map_err(|error| No::now(format!("what node {} has counted cannot be read: {error}", member.node)))?;
+            for (other, its) in net.members.iter().filter(|(other, _)| *other != number) {
+                let line = estate.line_of(*other);
+                // Word 0 says how far its ring was read.
+                let [received, sent, ring_full, over_quota, pool_full, taken_back] =
+                    [1, 2, 3, 4, 5, 6].map(|word| line.load(0, word));
+                let talk = TalkView {
+                    node: member.node.clone(),
+                    other: its.node.clone(),
+                    sent,
+                    received,
+                    ring_full,
+                    over_quota,
+                    pool_full,
+                    taken_back,
+                };
+                if [received, sent, ring_full, over_quota, pool_full, taken_back] != [0; 6] {
+                    talks.push(talk);
+                }
+            }
+        }
+        Ok(talks)
+    }
+
+    /// Has the registry know of a node that was added, or that it is no more.
+    pub(super) fn record_node(&mut self, node: &config::Node, is_there: bool) {
+        self.changes.push(match is_there {
+            true => Change::Added(node.clone()),
+            false => Change::Removed(node.name.clone()),
+        });
+    }
+}
+
+impl Card {
+    /// The VNI, if it is a node's end of one.
+    pub fn vni(&self) -> Option<&str> {
+        match &self.config.device {
+            Device::Vni(name) => Some(name),
+            _ => None,
+        }
+    }
+}
+
+fn text(vni: &str, number: u16) -> String {
+    serde_json::to_string(&vni::Text { vni: vni.to_owned(), number }).expect("plain data")
+}
+
+/// Bytes of memory that an estate has taken.
+fn bytes_of(estate: &EstateFds) -> u64 {
+    let blocks = |fd| rustix::fs::fstat(fd).map_or(0, |stat| stat.st_blocks.unsigned_abs());
+    estate.fds().into_iter().map(blocks).sum::<u64>() * 512
+}

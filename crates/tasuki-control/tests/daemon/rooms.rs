@@ -1,0 +1,272 @@
+//! Network namespaces, and programs in them that account for what they send each other. Needs root.
+
+use std::collections::BTreeMap;
+use std::io::{Read, Write};
+use std::net::{TcpListener, TcpStream, UdpSocket};
+use std::process::{Child, Command, Stdio};
+use std::sync::Arc;
+use std::sync::atomic::AtomicBool;
+use std::sync::atomic::AtomicU64;
+use std::sync::atomic::Ordering::Relaxed;
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+use tasuki_tap::namespace::Namespace;
+
+use super::rig::{Rig, until};
+use super::storm::beside;
+
+/// A card's burst: what a worker that is killed has done and not said, at most.
+pub const BURST: u64 = 32;
+
+/// A program that was started, ended with this.
+pub struct Program(pub Child);
+
+impl Drop for Program {
+    fn drop(&mut self) {
+        let _ = self.0.kill();
+        let _ = self.0.wait();
+    }
+}
+
+/// A network namespace that is there as long as a process is.
+pub struct Room(Program);
+
+impl Room {
+    pub fn new() -> Self {
+        let mut command = Command::new("unshare");
+        // If nobody ends it, it ends all the same.
+        command.args(["--net", "--", "sleep", "900"]).stdin(Stdio::null());
+        let room = Room(Program(command.spawn().expect("unshare")));
+        let ours = std::fs::read_link("/proc/self/ns/net").expect("a namespace");
+        let limit = Instant::now() + Duration::from_secs(20);
+        while std::fs::read_link(room.path()).is_ok_and(|its| its == ours) {
+            assert!(Instant::now() < limit, "unshare has made no namespace");
+            std::thread::sleep(Duration::from_millis(2));
+        }
+        room
+    }
+
+    /// Of the namespace.
+    pub fn path(&self) -> String {
+        format!("/proc/{}/ns/net", self.0.0.id())
+    }
+
+    /// Does this there.
+    pub fn within<T: Send>(&self, work: impl FnOnce() -> T + Send) -> T {
+        Namespace::named(&self.path()).within(|| Ok(work())).expect("a namespace")
+    }
+}
+
+/// Why it cannot be tried here.
+pub fn is_impossible() -> Option<&'static str> {
+    let has_unshare = Command::new("unshare").arg("--version").stdout(Stdio::null()).status().is_ok();
+    match () {
+        () if !rustix::process::geteuid().is_root() => Some("making a TAP needs root"),
+        () if !std::path::Path::new("/dev/net/tun").exists() => Some("there is no /dev/net/tun: modprobe tun"),
+        () if !has_unshare => Some("needs unshare: apt-get install util-linux"),
+        () if beside("tasuki-worker").is_none() || beside("tasuki-sim").is_none() => {
+            Some("needs tasuki-worker and tasuki-sim beside tasukid: cargo build --workspace")
+        }
+        () => None,
+    }
+}
+
+/// Deaths that the daemon has told of.
+pub fn deaths(rig: &Rig) -> u64 {
+    u64::try_from(rig.log().matches("was killed by signal 9").count()).expect("a count")
+}
+
+/// What became of numbered datagrams.
+#[derive(Debug, Default)]
+pub struct Tally {
+    pub sent: u64,
+    /// Those that came back,
+    pub back: u64,
+    /// more than once,
+    pub twice: u64,
+    /// and those that came to those programs more than once.
+    pub twice_there: u64,
+}
+
+/// Numbered datagrams from one room to programs of another, which send each back.
+pub struct Exchange {
+    over: Arc<AtomicBool>,
+    moved: Arc<AtomicU64>,
+    near: JoinHandle<Tally>,
+    far: JoinHandle<u64>,
+}
+
+/// Under way at once: less than anything between the two has room for.
+const WINDOW: u64 = 16;
+
+/// A datagram that has not come back for so long counts no more as under way.
+const PATIENCE: Duration = Duration::from_secs(2);
+
+/// A socket that looks up now and then.
+fn socket(room: &Room, address: &str) -> UdpSocket {
+    let socket = room.within(|| UdpSocket::bind((address, 0)).expect("an address of the interface"));
+    socket.set_read_timeout(Some(Duration::from_millis(100))).expect("a limit");
+    socket
+}
+
+/// The number of the next datagram.
+fn next(socket: &UdpSocket) -> Option<u64> {
+    let mut bytes = [0; 64];
+    let len = socket.recv(&mut bytes).ok()?;
+    (len == bytes.len()).then(|| u64::from_le_bytes(bytes[..8].try_into().expect("8 bytes")))
+}
+
+fn datagram(number: u64) -> [u8; 64] {
+    let mut bytes = [0; 64];
+    bytes[..8].copy_from_slice(&number.to_le_bytes());
+    bytes
+}
+
+impl Exchange {
+    /// Between programs of these rooms, which have these addresses.
+    pub fn begin([(near, at_near), (far, at_far)]: [(&Room, &str); 2]) -> Self {
+        let (over, moved) = (Arc::new(AtomicBool::new(false)), Arc::new(AtomicU64::new(0)));
+        let (near, far) = (socket(near, at_near), socket(far, at_far));
+        for (one, other) in [(&near, &far), (&far, &near)] {
+            one.connect(other.local_addr().expect("an address")).expect("an address");
+        }
+        let (ends, counts) = (over.clone(), moved.clone());
+        let near = std::thread::spawn(move || ask(&near, &ends, &counts));
+        let ends = over.clone();
+        let far = std::thread::spawn(move || answer(&far, &ends));
+        Exchange { over, moved, near, far }
+    }
+
+    /// Waits until so many more have come back.
+    pub fn goes_on(&self, rig: &Rig, count: u64) {
+        let had = self.moved.load(Relaxed);
+        until(rig, "datagrams come back", || self.moved.load(Relaxed) >= had + count);
+    }
+
+    /// What became of them.
+    pub fn end(self) -> Tally {
+        self.over.store(true, Relaxed);
+        let tally = self.near.join().expect("who asks");
+        Tally { twice_there: self.far.join().expect("who answers"), ..tally }
+    }
+}
+
+fn ask(socket: &UdpSocket, over: &AtomicBool, moved: &AtomicU64) -> Tally {
+    let (mut tally, mut seen, mut since) = (Tally::default(), BTreeMap::<u64, u32>::new(), Instant::now());
+    let mut missing = 0_u64;
+    loop {
+        let ends = over.load(Relaxed);
+        if ends && (missing == 0 || since.elapsed() > PATIENCE * 2) {
+            break;
+        }
+        if since.elapsed() > PATIENCE && !ends {
+            (missing, since) = (0, Instant::now());
+        }
+        if missing == 0 && !ends {
+            // As many a second as an ordinary program sends, not as many as go.
+            std::thread::sleep(Duration::from_millis(1));
+            for _ in 0..WINDOW {
+                // Refused while nobody listens there, or the interface is not there.
+                let _ = socket.send(&datagram(tally.sent));
+                tally.sent += 1;
+            }
+            missing = WINDOW;
+        }
+        if let Some(number) = next(socket) {
+            let times = seen.entry(number).or_default();
+            *times += 1;
+            if *times == 1 {
+                (missing, since) = (missing.saturating_sub(1), Instant::now());
+                moved.fetch_add(1, Relaxed);
+            }
+        }
+    }
+    tally.back = seen.len() as u64;
+    tally.twice = seen.values().map(|times| u64::from(times - 1)).sum();
+    tally
+}
+
+/// Sends back what comes; says how much came more than once.
+fn answer(socket: &UdpSocket, over: &AtomicBool) -> u64 {
+    let (mut seen, mut quiet) = (BTreeMap::<u64, u32>::new(), Instant::now());
+    while !over.load(Relaxed) || quiet.elapsed() < PATIENCE * 2 {
+        if let Some(number) = next(socket) {
+            *seen.entry(number).or_default() += 1;
+            quiet = Instant::now();
+            // What came twice is answered once, so that each direction is counted by itself.
+            if seen[&number] == 1 {
+                let _ = socket.send(&datagram(number));
+            }
+        }
+    }
+    seen.values().map(|times| u64::from(times - 1)).sum()
+}
+
+/// A byte of a stream, by its place.
+fn byte(at: u64) -> u8 {
+    (at.wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 56) as u8
+}
+
+/// A stream from a program of one room to one of another, each byte of which is looked at.
+pub struct Stream {
+    over: Arc<AtomicBool>,
+    sent: Arc<AtomicU64>,
+    near: JoinHandle<u64>,
+    far: JoinHandle<u64>,
+}
+
+impl Stream {
+    /// Sends a piece of 4 KiB, rests for so long, and so on.
+    pub fn begin(near: &Room, far: &Room, at_far: &str, rest: Duration) -> Self {
+        let listener = far.within(|| TcpListener::bind((at_far, 7008)).expect("an address"));
+        let far = std::thread::spawn(move || take_in(&listener));
+        let stream = near.within(|| TcpStream::connect((at_far, 7008)).expect("a connection"));
+        let (over, sent) = (Arc::new(AtomicBool::new(false)), Arc::new(AtomicU64::new(0)));
+        let (ends, counts) = (over.clone(), sent.clone());
+        let near = std::thread::spawn(move || give_out(stream, rest, &ends, &counts));
+        Stream { over, sent, near, far }
+    }
+
+    /// Waits until so many bytes more are sent.
+    pub fn goes_on(&self, rig: &Rig, bytes: u64) {
+        let had = self.sent.load(Relaxed);
+        until(rig, "the stream goes on", || self.sent.load(Relaxed) >= had + bytes);
+    }
+
+    /// All that was sent has come.
+    pub fn end(self) {
+        self.over.store(true, Relaxed);
+        let (sent, came) = (self.near.join().expect("who sends"), self.far.join().expect("who receives"));
+        assert_eq!(sent, came);
+    }
+}
+
+fn give_out(mut stream: TcpStream, rest: Duration, ends: &AtomicBool, counts: &AtomicU64) -> u64 {
+    let mut at = 0_u64;
+    while !ends.load(Relaxed) {
+        let bytes: Vec<u8> = (at..at + 4096).map(byte).collect();
+        stream.write_all(&bytes).expect("a connection that stays");
+        at += 4096;
+        counts.store(at, Relaxed);
+        if !rest.is_zero() {
+            std::thread::sleep(rest);
+        }
+    }
+    at
+}
+
+fn take_in(listener: &TcpListener) -> u64 {
+    let (mut stream, _) = listener.accept().expect("a connection");
+    let (mut at, mut bytes) = (0_u64, vec![0; 1 << 16]);
+    loop {
+        let len = stream.read(&mut bytes).expect("a connection that stays");
+        if len == 0 {
+            return at;
+        }
+        for got in &bytes[..len] {
+            assert_eq!(*got, byte(at), "byte {at} is another");
+            at += 1;
+        }
+    }
+}

@@ -1,0 +1,264 @@
+//! Network namespaces on a VNI: nodes are added and removed by the command line, and their programs talk while workers and daemon are replaced and
+//! killed. Needs root.
+
+use std::fs;
+use std::process::Command;
+use std::sync::MutexGuard;
+use std::time::Duration;
+
+use rustix::process::Signal;
+use serde_json::Value;
+use tasuki_tap::interface::Interface;
+
+use super::rig::{Rig, pid, signal, until};
+use super::rooms::{BURST, Exchange, Room, Stream, deaths, is_impossible};
+use super::storm::{self, beside};
+
+/// Addresses for documentation (RFC 5737).
+const SHOP: &str = "192.0.2.1";
+const DESK: &str = "192.0.2.2";
+
+/// A daemon whose configuration names no node, and two namespaces. What is dropped first is ended first.
+struct World {
+    rig: Rig,
+    shop: Room,
+    desk: Room,
+    _one: MutexGuard<'static, ()>,
+}
+
+impl World {
+    /// Nothing, with the reason said, where it cannot be.
+    fn new() -> Option<Self> {
+        if let Some(why) = is_impossible() {
+            println!("skipped: {why}");
+            return None;
+        }
+        let one = storm::alone();
+        let rig = Rig::without_daemon("", "");
+        let (stand_in, worker) = (rig.path("worker"), beside("tasuki-worker").expect("looked for before"));
+        rig.configure(|text| {
+            let text = text.replace(&format!("{stand_in:?}"), &format!("{worker:?}"));
+            // Workers are killed on purpose.
+            text.replace("[daemon]\n", "[daemon]\nrestart = \"always\"\n")
+        });
+        let mut world = World { rig, shop: Room::new(), desk: Room::new(), _one: one };
+        world.rig.start();
+        Some(world)
+    }
+
+    /// The same with both namespaces on a VNI.
+    fn with_both() -> Option<Self> {
+        let world = Self::new()?;
+        world.add("shop", &world.shop, SHOP, &[]);
+        world.add("desk", &world.desk, DESK, &[]);
+        world.await_pairs();
+        Some(world)
+    }
+
+    fn add(&self, name: &str, room: &Room, address: &str, more: &[&str]) {
+        let (path, address) = (room.path(), format!("{address}/24"));
+        self.rig.ask(&[&["node", "add", name, "--netns", &path, "--address", &address], more].concat());
+    }
+
+    fn await_pairs(&self) {
+        self.rig.await_pair("shop");
+        self.rig.await_pair("desk");
+    }
+
+    fn exchange(&self) -> Exchange {
+        Exchange::begin([(&self.shop, SHOP), (&self.desk, DESK)])
+    }
+
+    fn kill_driver(&self, node: &str) {
+        let (dead, _) = self.rig.await_pair(node);
+        signal(pid(&dead), Signal::KILL);
+        until(&self.rig, "another drives", || {
+            self.rig.worker(node, "drives").is_some_and(|now| now["pid"] != dead["pid"])
+        });
+    }
+
+    fn end(mut self) {
+        self.rig.ask(&["stop"]);
+        self.rig.daemon_ends();
+    }
+}
+
+#[test]
+fn programs_on_a_vni_lose_nothing_and_get_nothing_twice_while_workers_and_daemon_are_replaced() {
+    let Some(mut world) = World::with_both() else { return };
+    let exchange = world.exchange();
+    exchange.goes_on(&world.rig, 500);
+    for node in ["shop", "desk", "shop"] {
+        world.rig.ask(&["worker", "upgrade", node]);
+        world.await_pairs();
+        exchange.goes_on(&world.rig, 200);
+    }
+    // The next daemon gets the estates from the workers, and knows the nodes that were added by hand.
+    world.rig.kill_daemon();
+    exchange.goes_on(&world.rig, 200);
+    world.rig.start();
+    world.await_pairs();
+    exchange.goes_on(&world.rig, 200);
+    for node in ["desk", "shop"] {
+        world.rig.ask(&["worker", "upgrade", node]);
+        world.await_pairs();
+        exchange.goes_on(&world.rig, 200);
+    }
+    let tally = exchange.end();
+    println!("{tally:?}");
+    assert_eq!(tally.back, tally.sent, "{tally:?}\n{}", world.rig.log());
+    assert_eq!((tally.twice, tally.twice_there), (0, 0), "{tally:?}\n{}", world.rig.log());
+    // What was counted goes on from one worker to the next.
+    let stats = world.rig.json(&["vni", "stats", "lan"]);
+    let sent = stats.as_array().expect("a list").iter().filter_map(|talk| talk["sent"].as_u64());
+    assert!(sent.min() >= Some(tally.sent), "{stats}");
+    world.end();
+}
+
+#[test]
+fn a_worker_that_is_killed_has_no_more_in_hand_than_a_burst_each_way() {
+    let Some(world) = World::with_both() else { return };
+    let exchange = world.exchange();
+    const KILLS: u64 = 6;
+    for node in ["shop", "desk"].into_iter().cycle().take(6) {
+        exchange.goes_on(&world.rig, 300);
+        world.kill_driver(node);
+    }
+    exchange.goes_on(&world.rig, 300);
+    let (tally, deaths) = (exchange.end(), deaths(&world.rig));
+    println!("{tally:?} with {deaths} deaths");
+    assert_eq!(deaths, KILLS);
+    assert!(tally.sent - tally.back <= 2 * BURST * KILLS, "{tally:?}");
+    assert!(tally.twice + tally.twice_there <= 2 * BURST * KILLS, "{tally:?}");
+    world.end();
+}
+
+#[test]
+fn a_stream_of_long_segments_outlives_every_relay() {
+    let Some(mut world) = World::with_both() else { return };
+    let stream = Stream::begin(&world.shop, &world.desk, DESK, Duration::ZERO);
+    stream.goes_on(&world.rig, 4 << 20);
+    for node in ["shop", "desk"] {
+        world.rig.ask(&["worker", "upgrade", node]);
+        stream.goes_on(&world.rig, 4 << 20);
+        world.kill_driver(node);
+        stream.goes_on(&world.rig, 4 << 20);
+    }
+    world.rig.kill_daemon();
+    stream.goes_on(&world.rig, 4 << 20);
+    world.rig.start();
+    world.kill_driver("desk");
+    stream.goes_on(&world.rig, 4 << 20);
+    stream.end();
+    world.end();
+}
+
+/// Descriptors of a process.
+fn fds(pid: u32) -> usize {
+    fs::read_dir(format!("/proc/{pid}/fd")).map_or(0, Iterator::count)
+}
+
+#[test]
+fn nodes_come_and_go_beside_others_and_nothing_is_left_of_them() {
+    let Some(world) = World::with_both() else { return };
+    let exchange = world.exchange();
+    let guest = Room::new();
+    let look = || {
+        let workers = ["shop", "desk"].map(|node| fds(pid(&world.rig.await_pair(node).0)));
+        (fds(world.rig.daemon_pid()), workers, world.rig.json(&["node", "list"]).as_array().map(Vec::len))
+    };
+    let before = look();
+    for round in 0..10 {
+        world.add("guest", &guest, "192.0.2.3", &[]);
+        world.rig.await_pair("guest");
+        let to_guest = Exchange::begin([(&world.shop, SHOP), (&guest, "192.0.2.3")]);
+        to_guest.goes_on(&world.rig, 20);
+        if round % 2 == 0 {
+            // Whoever talks to it is not stopped by that.
+            world.rig.ask(&["node", "remove", "guest"]);
+            to_guest.end();
+        } else {
+            to_guest.end();
+            world.rig.ask(&["node", "remove", "guest"]);
+        }
+        assert!(guest.within(|| Interface::find("lan").is_err()), "its interface is gone with it");
+    }
+    let table = world.rig.json(&["vni", "table", "lan"]);
+    assert_eq!(table.as_array().map(Vec::len), Some(2), "{table}");
+    exchange.goes_on(&world.rig, 200);
+    until(&world.rig, "nobody has more than before", || look() == before);
+    let tally = exchange.end();
+    assert_eq!((tally.back, tally.twice + tally.twice_there), (tally.sent, 0), "{tally:?}\n{}", world.rig.log());
+    world.end();
+}
+
+#[test]
+fn a_node_that_cannot_be_is_refused_with_a_sentence_and_nothing_is_left_of_it() {
+    let Some(world) = World::with_both() else { return };
+    let path = world.shop.path();
+    let cases: &[(&[&str], &[&str])] = &[
+        (&["shop", "--netns", &path], &["there is a node \"shop\" already", "tasuki node remove"]),
+        (&["a/b", "--netns", &path], &["node \"a/b\": a name is"]),
+        (
+            &["new", "--netns", "no-such-room"],
+            &["no network namespace at /run/netns/no-such-room; make it (ip netns add"],
+        ),
+        (&["new", "--netns", &path], &["is node \"shop\"'s as well"]),
+        (&["new", "--netns", &path, "--interface", "lo"], &["lo is an interface already"]),
+        (&["new", "--netns", &path, "--interface", "x y"], &["cannot be the name of an interface"]),
+        (&["new", "--netns", &path, "--interface", "n", "--pool-kib", "64"], &["pool_kib = 64, and a pool has 256 to"]),
+        (&["new", "--netns", &path, "--interface", "n", "--address", "1.2.3"], &["is no address of an interface"]),
+        (
+            &["new", "--netns", &path, "--interface", "n", "--mac", "01:00:00:00:00:01"],
+            &["no address that a station can have"],
+        ),
+        (&["new", "--netns", &path, "--interface", "n", "--vni", "Lan"], &["vni \"Lan\": a name is"]),
+        (&["new", "--netns", &path, "--interface", "n", "--cpu", "4000"], &["cpu = 4000, and tasukid may not run"]),
+    ];
+    for (words, parts) in cases {
+        let said = world.rig.refused(&[&["node", "add"], *words].concat());
+        assert!(parts.iter().all(|part| said.contains(part)), "{words:?}: {said}");
+    }
+    let mac = |node: &str| {
+        let table = world.rig.json(&["vni", "table", "lan"]);
+        let its = table.as_array().and_then(|nodes| nodes.iter().find(|its| its["node"] == node)).expect("it is there");
+        its["mac"].as_str().expect("an address").to_owned()
+    };
+    let said = world.rig.refused(&["node", "add", "new", "--netns", &path, "--interface", "n", "--mac", &mac("desk")]);
+    assert!(said.contains("node \"desk\" of VNI lan has its station address"), "{said}");
+    for (words, part) in [
+        (&["node", "remove", "new"][..], "there is no node \"new\"; there are: desk, shop"),
+        (&["vni", "table", "wan"], "there is no VNI \"wan\"; there are: lan"),
+        (&["nic", "give", "shop@lan", "--to", "desk"], "shop@lan is node shop's end of VNI lan, and no other node's"),
+        (&["worker", "upgrade", "shop", "--state", "store"], "shop@lan has nothing that could be stored"),
+    ] {
+        let said = world.rig.refused(words);
+        assert!(said.contains(part), "{words:?}: {said}");
+    }
+    let nodes = world.rig.json(&["node", "list"]);
+    let names: Vec<&Value> = nodes.as_array().expect("a list").iter().map(|node| &node["name"]).collect();
+    assert_eq!(names, ["desk", "shop"]);
+    assert!(world.shop.within(|| Interface::find("n").is_err()), "no interface is left of what was refused");
+    world.end();
+}
+
+#[test]
+fn an_interface_that_somebody_takes_away_is_told_of_and_stops_nobody_else() {
+    let Some(world) = World::with_both() else { return };
+    let guest = Room::new();
+    world.add("guest", &guest, "192.0.2.3", &["--no-standby"]);
+    world.rig.await_worker("guest", "drives");
+    let taken = guest.within(|| Command::new("ip").args(["link", "del", "lan"]).status());
+    assert!(taken.is_ok_and(|status| status.success()), "ip (iproute2) takes it away");
+    world.rig.await_event("is gone, with its network namespace or by somebody's hand");
+    let exchange = world.exchange();
+    exchange.goes_on(&world.rig, 300);
+    let tally = exchange.end();
+    assert_eq!(tally.back, tally.sent, "{tally:?}");
+    world.rig.ask(&["node", "remove", "guest"]);
+    world.add("guest", &guest, "192.0.2.3", &["--no-standby"]);
+    let exchange = Exchange::begin([(&world.shop, SHOP), (&guest, "192.0.2.3")]);
+    exchange.goes_on(&world.rig, 100);
+    exchange.end();
+    world.end();
+}
