@@ -233,7 +233,7 @@ impl<M: Deref<Target = [Line]>> MemifNode<M> {
             if !taker.pass_on(chain.len, |bytes| regions.copy_to(chain, bytes)) {
                 break;
             }
-            from.done(chain.places.len());
+            from.read(&chain.places);
             count += 1;
         }
         if count > 0 {

@@ -81,7 +81,7 @@ pub enum Refusal {
     #[error("region {0} has fewer bytes than were announced")]
     RegionShort(u16),
     /// The kernel does not map it.
-    #[error("region {0} could not be mapped for reading and writing; it is sealed against it, or memory is short")]
+    #[error("region {0} could not be mapped to be written: it is sealed against that, or memory is short")]
     RegionUnmapped(u16),
     /// More rings than one each way.
     #[error("{0} ring {1}: one ring each way is served (DPDK: --rxq=1 --txq=1)")]
@@ -125,4 +125,57 @@ pub enum Refusal {
     /// A chain of descriptors does not end.
     #[error("a chain in the {0} ring does not end where its head is, or is longer than is served")]
     Chain(Way),
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::wire::WHY_LEN;
+    use super::*;
+
+    #[test]
+    fn every_sentence_fits_into_a_disconnect() {
+        const MOST: u16 = u16::MAX;
+        let mut all = vec![
+            Refusal::Busy(u32::MAX),
+            Refusal::TooSlow,
+            Refusal::Deaf,
+            Refusal::Length(usize::from(MOST)),
+            Refusal::Descriptors,
+            Refusal::OutOfTurn(MOST),
+            Refusal::Version(MOST),
+            Refusal::Id { asked: u32::MAX, here: u32::MAX },
+            Refusal::Mode(u8::MAX),
+            Refusal::Secret,
+            Refusal::RegionIndex(MOST),
+            Refusal::RegionSize,
+            // No region that was added has a number of more digits.
+            Refusal::RegionMissing(15),
+            Refusal::RegionKind(15),
+            Refusal::RegionUnsealed(15),
+            Refusal::RegionHuge(15),
+            Refusal::RegionShort(15),
+            Refusal::RegionUnmapped(15),
+        ];
+        for way in [Way::ToServer, Way::ToClient] {
+            all.extend([
+                Refusal::RingIndex(way, MOST),
+                Refusal::RingTwice(way),
+                Refusal::RingSize(way),
+                Refusal::RingRegion(way, MOST),
+                Refusal::RingOutside(way),
+                Refusal::RingCrooked(way),
+                Refusal::RingHeaders(way),
+                Refusal::RingSilent(way),
+                Refusal::RingCookie(way),
+                Refusal::RingMissing(way),
+                Refusal::Overrun(way),
+                Refusal::DescriptorRegion(way, MOST),
+                Refusal::DescriptorOutside(way),
+                Refusal::Chain(way),
+            ]);
+        }
+        for refusal in all {
+            assert!(refusal.to_string().len() < WHY_LEN, "{} bytes: {refusal}", refusal.to_string().len());
+        }
+    }
 }

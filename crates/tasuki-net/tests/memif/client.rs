@@ -182,7 +182,7 @@ impl Client {
 
     /// A client that is connected and has posted its buffers.
     pub fn connect(path: &Path, shape: Shape, secret: &str, mut turn: impl FnMut()) -> Self {
-        let mut client = Self::begin(path, shape, secret, &mut turn);
+        let client = Self::begin(path, shape, secret, &mut turn);
         client.channel.send(&message(CONNECT, &[b"test0"]), &[]);
         turn();
         let (kind, _) = client.channel.hear().expect("an answer");

@@ -15,7 +15,7 @@ use crate::net::{Net, received};
 pub type Lines = Arc<[Line]>;
 pub type Node = MemifNode<Lines>;
 
-pub const SECRET: &str = "this has 23 bytes, all.";
+pub const SECRET: &str = "twenty-three-bytes-here";
 
 /// The node behind which the client is, and the number of another.
 pub const PORT: u16 = 0;
