@@ -167,6 +167,70 @@ mod crossing {
         assert_eq!(world.node.vni().pages_left(), all, "nothing of it is held");
     }
 
+    /// What a kernel hands over: a segment of TCP over IPv4 with `len` bytes of payload.
+    fn segment(len: usize) -> Vec<u8> {
+        let mut frame = frame_to(PORT, OTHER, 0, 54 + len);
+        frame[12..14].copy_from_slice(&[8, 0]);
+        let total = u16::try_from(40 + len).unwrap().to_be_bytes();
+        let ip = [&[0x45, 0][..], &total, &[0, 7, 0x40, 0, 64, 6, 0, 0, 192, 0, 2, 1, 192, 0, 2, 2]].concat();
+        frame[14..34].copy_from_slice(&ip);
+        frame[34..54].copy_from_slice(&[0, 80, 0, 90, 0, 0, 1, 0, 0, 0, 0, 1, 0x50, 0x10, 1, 0, 0, 0, 0, 0]);
+        frame
+    }
+
+    /// Sends a frame behind an offload header.
+    fn send_unfinished(world: &mut World, header: [u8; 10], frame: &[u8]) {
+        let other = world.net.node(OTHER.into());
+        let room = other.stage().expect("the pool has room");
+        room[..10].copy_from_slice(&header);
+        room[10..10 + frame.len()].copy_from_slice(frame);
+        other.post_staged(PORT, 10 + frame.len()).expect("the ring has room");
+        other.flush();
+        world.settle();
+    }
+
+    #[test]
+    fn a_client_gets_finished_frames_alone() {
+        let mut world = World::new(1);
+        let mut client = connected(&mut world, SHAPE);
+        let big = segment(60_000);
+        // NEEDS_CSUM, TCP over IPv4, 1448 bytes in each, the check sum at 34 + 16.
+        let header = [1, 1, 54, 0, 0xa8, 5, 34, 0, 16, 0];
+        send_unfinished(&mut world, header, &big);
+        let came = client.receive();
+        assert_eq!(came.len(), 60_000_usize.div_ceil(1448));
+        assert!(came.iter().all(|frame| frame.len() <= 54 + 1448));
+        let payload: Vec<u8> = came.iter().flat_map(|frame| &frame[54..]).copied().collect();
+        assert!(payload == big[54..]);
+        let summed = |frame: &[u8]| {
+            let ip = smoltcp::wire::Ipv4Packet::new_checked(&frame[14..]).unwrap();
+            let tcp = smoltcp::wire::TcpPacket::new_checked(ip.payload()).unwrap();
+            ip.verify_checksum() && tcp.verify_checksum(&ip.src_addr().into(), &ip.dst_addr().into())
+        };
+        assert!(came.iter().all(|frame| summed(frame)), "all check sums are right");
+        // Not cut, but its check sum is to be computed: what stands there is to be that of the pseudo header.
+        let mut small = segment(1000);
+        let pseudo = [0xc000_u32, 0x0201, 0xc000, 0x0202, 6, 1020].iter().sum::<u32>();
+        let folded = u16::try_from((pseudo & 0xffff) + (pseudo >> 16)).unwrap();
+        small[50..52].copy_from_slice(&folded.to_be_bytes());
+        send_unfinished(&mut world, [1, 0, 0, 0, 0, 0, 34, 0, 16, 0], &small);
+        let came = client.receive();
+        let ip = smoltcp::wire::Ipv4Packet::new_unchecked(&came[0][14..]);
+        let tcp = smoltcp::wire::TcpPacket::new_checked(&came[0][34..]).unwrap();
+        assert!(tcp.verify_checksum(&ip.src_addr().into(), &ip.dst_addr().into()));
+        // A header that says nothing of the frame.
+        send_unfinished(&mut world, [0; 10], &small);
+        assert_eq!(client.receive(), [small.as_slice()], "as it is");
+        assert_eq!(world.node.dropped.malformed, 0);
+        for wrong in
+            [[1, 1, 0, 0, 1, 0, 34, 0, 16, 0], [1, 3, 0, 0, 0, 4, 34, 0, 16, 0], [1, 0, 0, 0, 0, 0, 0xff, 0xff, 0, 0]]
+        {
+            send_unfinished(&mut world, wrong, &small);
+            assert!(client.receive().is_empty());
+        }
+        assert_eq!(world.node.dropped.malformed, 3);
+    }
+
     #[test]
     fn a_node_that_rests_is_woken_by_either_side() {
         let mut world = World::new(1);
@@ -297,7 +361,7 @@ mod refused {
                 "not sealed against shrinking; seal it (DPDK: zero-copy=no",
             ),
             ((add_region(0, 8192), vec![grown.as_fd()]), "not sealed"),
-            ((add_region(0, 8192), vec![read_only.as_fd()]), "could not be mapped for reading and writing"),
+            ((add_region(0, 8192), vec![read_only.as_fd()]), "could not be mapped to be written"),
             ((add_region(0, 8193), vec![sealed]), "region 0 has fewer bytes"),
             ((add_region(0, u64::MAX), vec![sealed]), "regions of more than 1024 MiB"),
             ((add_region(0, 0), vec![sealed]), "fewer bytes"),

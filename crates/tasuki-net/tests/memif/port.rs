@@ -44,7 +44,6 @@ pub fn listen(path: &Path) -> std::os::fd::OwnedFd {
 pub struct World {
     pub net: Net,
     pub node: Node,
-    pub directory: Directory<Lines>,
     folder: tempfile::TempDir,
 }
 
@@ -67,7 +66,7 @@ impl World {
         let mut net = Net::with(others + 1, pool_pages);
         let switch = Switch::new(PORT, Lookup::new(Claims::of(lines)));
         let node = MemifNode::new(listen(&folder.path().join("memif.sock")), terms, net.take(PORT.into()), switch);
-        World { net, node: node.unwrap(), directory, folder }
+        World { net, node: node.unwrap(), folder }
     }
 
     pub fn path(&self) -> PathBuf {
