@@ -44,6 +44,8 @@ pub fn listen(path: &Path) -> std::os::fd::OwnedFd {
 pub struct World {
     pub net: Net,
     pub node: Node,
+    /// The directory, for whoever else has to know it.
+    pub lines: Lines,
     folder: tempfile::TempDir,
 }
 
@@ -64,9 +66,9 @@ impl World {
         }
         directory.set_nodes(&nodes);
         let mut net = Net::with(others + 1, pool_pages);
-        let switch = Switch::new(PORT, Lookup::new(Claims::of(lines)));
+        let switch = Switch::new(PORT, Lookup::new(Claims::of(Arc::clone(&lines))));
         let node = MemifNode::new(listen(&folder.path().join("memif.sock")), terms, net.take(PORT.into()), switch);
-        World { net, node: node.unwrap(), folder }
+        World { net, node: node.unwrap(), lines, folder }
     }
 
     pub fn path(&self) -> PathBuf {
