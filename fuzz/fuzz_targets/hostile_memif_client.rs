@@ -6,10 +6,9 @@
 #[path = "../common/mod.rs"]
 mod common;
 #[allow(dead_code, reason = "the tests use the rest of it")]
+#[path = "../../crates/tasuki-net/tests/memif"]
 mod memif {
-    #[path = "../../../crates/tasuki-net/tests/memif/client.rs"]
     pub mod client;
-    #[path = "../../../crates/tasuki-net/tests/memif/port.rs"]
     pub mod port;
 }
 #[allow(dead_code, reason = "the tests use the rest of it")]
@@ -23,6 +22,7 @@ use std::time::{Duration, Instant};
 use common::Choices;
 use libfuzzer_sys::fuzz_target;
 use rustix::fs::{FallocateFlags, SealFlags};
+use tasuki_net::memif::control::Terms;
 
 use memif::client::{Channel, Client, Shape, add_region, add_ring, eventfd, init, memory, message};
 use memif::port::{OTHER, PORT, SECRET, World, frame_to};
@@ -45,7 +45,7 @@ impl Attack {
     fn new() -> Self {
         let (_, pipe) = tasuki_shm::wake::bell_pipe().expect("a pipe");
         let props = [memory(1 << 16, SealFlags::SHRINK), memory(1 << 16, SealFlags::empty()), eventfd(), pipe];
-        let (world, now) = (World::new(2), Instant::now());
+        let (world, now) = (World::with(2, 64, Terms::new(0, SECRET, "fuzzed").expect("it is short")), Instant::now());
         Attack { world, client: None, channel: None, props, under_way: VecDeque::new(), now }
     }
 
@@ -178,7 +178,9 @@ impl Attack {
         // Or it is too slow a reader.
         let other = self.world.net.node(OTHER.into());
         other.wake();
-        (0..16).for_each(|_| drop(other.receive(|_| {})));
+        for _ in 0..16 {
+            other.receive(|_| {});
+        }
     }
 }
 
@@ -224,9 +226,8 @@ fuzz_target!(|input: &[u8]| {
     assert!(attack.under_way.is_empty(), "a frame between honest nodes was lost");
     // Who comes next finds nothing of it.
     attack.leave();
-    for _ in 0..64 {
-        attack.world.turn();
-    }
+    attack.world.turn();
+    attack.world.turn();
     attack.look();
     let path = attack.world.path();
     let world = &mut attack.world;

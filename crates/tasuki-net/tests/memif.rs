@@ -3,6 +3,7 @@
 #[cfg(test)]
 mod memif {
     pub mod client;
+    #[allow(dead_code, reason = "another suite uses the rest of it")]
     pub mod port;
 }
 #[cfg(test)]

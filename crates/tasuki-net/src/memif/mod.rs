@@ -27,6 +27,7 @@ use std::time::{Duration, Instant};
 
 use rustix::event::{PollFd, PollFlags, Timespec, epoll};
 use rustix::fs::OFlags;
+use rustix::io::Errno;
 use rustix::net::SocketFlags;
 use tasuki_shm::line::Line;
 use tasuki_shm::vni::directory::{Mac, NodeSet};
@@ -118,6 +119,8 @@ pub struct MemifNode<M> {
     turns: u32,
     /// The control channel may have something to say.
     knocked: bool,
+    /// Nobody is woken by who connects: there was no descriptor left.
+    is_deaf: bool,
     /// Since when the client's next frame waits for a node that has no room.
     waits: Option<Instant>,
     /// Who was waited for in vain, and has had no room since.
@@ -152,6 +155,7 @@ impl<M: Deref<Target = [Line]>> MemifNode<M> {
             chain: Chain::default(),
             turns: 0,
             knocked: true,
+            is_deaf: false,
             waits: None,
             slow: NodeSet::default(),
             stalls: None,
@@ -286,6 +290,7 @@ impl<M: Deref<Target = [Line]>> MemifNode<M> {
     /// Does what is due now and then, a few times a second; says whether there is more to come.
     pub fn tick(&mut self, now: Instant) -> bool {
         self.knocked = true;
+        self.is_deaf = self.is_deaf && watch(&self.epoll, self.listener.as_fd()).is_err();
         if self.client.as_ref().is_some_and(|client| client.is_late(now)) {
             self.end(Refusal::TooSlow.into());
         }
@@ -306,7 +311,15 @@ impl<M: Deref<Target = [Line]>> MemifNode<M> {
         }
         for _ in 0..KNOCKS {
             let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
-            let Ok(socket) = rustix::net::accept_with(&self.listener, flags) else { return };
+            let socket = match rustix::net::accept_with(&self.listener, flags) {
+                Ok(socket) => socket,
+                Err(Errno::MFILE | Errno::NFILE | Errno::NOBUFS | Errno::NOMEM) => {
+                    // Who knocks is heard at the next tick: to be woken for it until there is a descriptor would be to spin.
+                    self.is_deaf |= epoll::delete(&self.epoll, &self.listener).is_ok();
+                    return;
+                }
+                Err(_) => return,
+            };
             if self.client.is_some() {
                 self.note(Refusal::Busy(self.terms.id));
                 dismiss(&socket, Refusal::Busy(self.terms.id));
