@@ -40,6 +40,13 @@ pub const IP: Need = Need { program: "ip", package: "iproute2", serves: "the dem
 pub const IPERF3: Need =
     Need { program: "iperf3", package: "iperf3", serves: "the demo cannot send over a TAP (--wire tap)" };
 
+/// A client of memif that nobody here wrote. The package brings the driver along.
+pub const DPDK: Need = Need {
+    program: "dpdk-testpmd",
+    package: "dpdk-dev",
+    serves: "tests of the memif port with DPDK's client will skip themselves",
+};
+
 /// Counts instructions.
 pub const VALGRIND: Need =
     Need { program: "valgrind", package: "valgrind", serves: "instructions per packet are not counted" };

@@ -7,9 +7,11 @@
 //! | [`vni`]  | Ethernet between nodes through memory                         |
 //! | [`switch`] | where a frame goes: who has which address                   |
 //! | [`tap`]  | a network namespace on a VNI                                  |
+//! | [`memif`] | a program of DPDK's or VPP's on a VNI                        |
 //!
 //! docs/design/nic.md says what a driver is, and what is promised of it; docs/design/vni.md the same of a VNI.
 
+pub mod memif;
 pub mod nic;
 pub mod port;
 pub mod switch;

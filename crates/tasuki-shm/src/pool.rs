@@ -23,7 +23,7 @@ use std::{io, os::fd::BorrowedFd};
 
 use crate::line::{Claims, LINE_WORDS, Line};
 #[cfg(not(loom))]
-use crate::region::{PAGE_LEN, PeerRegion, Region, RegionError, Span};
+use crate::region::{CommonRegion, PAGE_LEN, PeerRegion, Region, RegionError, Span};
 use crate::sync::{Acquire, Relaxed, Release, fence};
 
 /// Bytes in a page.
@@ -363,6 +363,24 @@ impl PeerPool {
     pub fn copy_to(&self, piece: Piece, into: &mut [u8]) {
         assert!(into.len() <= piece.len as usize, "{} bytes of a piece of {}", into.len(), piece.len);
         self.region.copy_to(piece.offset as usize, into).expect("the piece was checked");
+    }
+
+    /// Copies `len` bytes from byte `at` of a piece on to where a stranger has its memory. To be believed only if the piece
+    /// [is whole](Self::is_whole) afterwards.
+    ///
+    /// # Panics
+    /// If the piece is not in the pool, or has fewer bytes.
+    #[inline]
+    pub fn copy_to_common(
+        &self,
+        piece: Piece,
+        at: usize,
+        len: usize,
+        into: &CommonRegion,
+        offset: usize,
+    ) -> Result<(), RegionError> {
+        assert!(at + len <= piece.len as usize, "{len} bytes from {at} on of a piece of {}", piece.len);
+        into.copy_from_peer(offset, &self.region, piece.offset as usize + at, len)
     }
 
     /// Writes `before`, and then a piece, to a descriptor in one go; says how many bytes it took. What it took is to be believed only if the

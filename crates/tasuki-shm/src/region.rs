@@ -1,7 +1,7 @@
 //! Shared memory: sealed memfds, their mappings, and the only places where bytes of them become Rust values.
 //!
-//! A [`Region`] is ours to write. A [`PeerRegion`] is somebody else's and mapped read-only. Both keep their
-//! mapping alive for as long as any [`Span`] of it lives.
+//! A [`Region`] is ours to write. A [`PeerRegion`] is somebody else's and mapped read-only. A [`CommonRegion`] is a stranger's, and both
+//! write it. All keep their mapping alive for as long as any [`Span`] of it lives.
 //!
 //! # Invariants
 //!
@@ -26,6 +26,10 @@ use rustix::mm::{MapFlags, MprotectFlags, ProtFlags};
 use crate::line::{Claims, LINE_LEN, Line};
 use crate::slots::Table;
 use crate::sync::AtomicU64;
+
+mod common;
+
+pub use common::CommonRegion;
 
 /// Bytes in a small page.
 pub const PAGE_LEN: usize = 4096;
@@ -170,6 +174,8 @@ mod sealed {
     unsafe impl Shared for crate::sync::AtomicU64 {}
     // SAFETY: an atomic, and every bit pattern is one (M2).
     unsafe impl Shared for std::sync::atomic::AtomicU32 {}
+    // SAFETY: an atomic, and every bit pattern is one (M2).
+    unsafe impl Shared for std::sync::atomic::AtomicU16 {}
     // SAFETY: eight atomics (M2).
     unsafe impl Shared for crate::line::Line {}
 }
@@ -486,7 +492,7 @@ impl PeerRegion {
     pub fn copy_to(&self, offset: usize, into: &mut [u8]) -> Result<(), RegionError> {
         let first = self.mapping.check(offset, into.len())?;
         // SAFETY: the source lies in the mapping (checked; M1, M3), the destination is ours alone.
-        unsafe { copy_from_abroad(first.as_ptr(), into) };
+        unsafe { copy_abroad(first.as_ptr(), into.as_mut_ptr(), into.len()) };
         Ok(())
     }
 
@@ -531,31 +537,30 @@ impl PeerRegion {
     }
 }
 
-/// Copies `into.len()` bytes that another process may be writing.
+/// Copies `len` bytes, where another process may be writing those at `from`, and reading or writing those at `to`.
 ///
 /// A copy in Rust would be a data race; a copy in assembly is what the CPU makes of it: line by line, and the last line's worth of bytes once
 /// more where the length is no multiple of it. How fast which instructions are: docs/decisions/0015-a-pool-goes-round.md.
 ///
 /// # Safety
-/// `from` is mapped for reading for `into.len()` bytes (M1).
+/// `from` is mapped for reading and `to` for writing for `len` bytes (M1); in this process nobody has a reference to what is written (M2).
 #[cfg(target_arch = "x86_64")]
 #[inline]
-unsafe fn copy_from_abroad(from: *const u8, into: &mut [u8]) {
-    let len = into.len();
+unsafe fn copy_abroad(from: *const u8, to: *mut u8, len: usize) {
     if len < LINE_LEN {
-        // SAFETY: reads what the caller vouches for (M1) and writes `into`; the direction flag is clear by the ABI.
+        // SAFETY: reads and writes what the caller vouches for (M1, M2); the direction flag is clear by the ABI.
         unsafe {
             std::arch::asm!(
                 "rep movsb",
                 inout("rcx") len => _,
-                inout("rdi") into.as_mut_ptr() => _,
+                inout("rdi") to => _,
                 inout("rsi") from => _,
                 options(nostack, preserves_flags)
             );
         }
         return;
     }
-    // SAFETY: the front and the back of what the caller vouches for (M1), each a whole number of lines, into the same of `into`.
+    // SAFETY: the front and the back of what the caller vouches for (M1, M2), each a whole number of lines, to the same of `to`.
     unsafe {
         std::arch::asm!(
             "2:",
@@ -585,7 +590,7 @@ unsafe fn copy_from_abroad(from: *const u8, into: &mut [u8]) {
             c = out(xmm_reg) _,
             d = out(xmm_reg) _,
             from = inout(reg) from => _,
-            to = inout(reg) into.as_mut_ptr() => _,
+            to = inout(reg) to => _,
             lines = inout(reg) len / LINE_LEN => _,
             back = in(reg) (len % LINE_LEN).wrapping_sub(LINE_LEN),
             options(nostack)
@@ -598,10 +603,13 @@ unsafe fn copy_from_abroad(from: *const u8, into: &mut [u8]) {
 /// # Safety
 /// As above (M1).
 #[cfg(not(target_arch = "x86_64"))]
-unsafe fn copy_from_abroad(from: *const u8, into: &mut [u8]) {
+unsafe fn copy_abroad(from: *const u8, to: *mut u8, len: usize) {
+    use std::sync::atomic::AtomicU8;
     // SAFETY: mapped for so many bytes by the caller's word (M1), and bytes are always aligned; atomics only (M2).
-    let bytes = unsafe { std::slice::from_raw_parts(from.cast::<std::sync::atomic::AtomicU8>(), into.len()) };
-    into.iter_mut().zip(bytes).for_each(|(to, from)| *to = from.load(crate::sync::Relaxed));
+    let from = unsafe { std::slice::from_raw_parts(from.cast::<AtomicU8>(), len) };
+    // SAFETY: as above (M1, M2).
+    let to = unsafe { std::slice::from_raw_parts(to.cast::<AtomicU8>(), len) };
+    to.iter().zip(from).for_each(|(to, from)| to.store(from.load(crate::sync::Relaxed), crate::sync::Relaxed));
 }
 
 /// Asks the CPU for the lines of `len` bytes from `first` on, to be written soon. A hint: nothing is read or changed.

@@ -6,7 +6,7 @@ use std::os::fd::BorrowedFd;
 use arrayvec::ArrayVec;
 use tasuki_shm::line::Line;
 use tasuki_shm::pool::{NoSuchPiece, PeerPool, Piece};
-use tasuki_shm::region::Span;
+use tasuki_shm::region::{CommonRegion, RegionError, Span};
 use tasuki_shm::ring::{Broken, Consumer};
 use zerocopy::{FromZeros, IntoBytes};
 
@@ -70,6 +70,16 @@ impl Incoming<'_> {
         let len = self.len().min(into.len());
         self.pool.copy_to(self.frame(), &mut into[..len]);
         self.check().map(|()| len)
+    }
+
+    /// Copies `len` bytes from byte `at` of the frame on to where a stranger has its memory. To be believed if the frame
+    /// [is whole](Self::is_whole) afterwards.
+    ///
+    /// # Panics
+    /// If the frame has fewer bytes.
+    #[inline]
+    pub fn copy_to_common(&self, at: usize, len: usize, into: &CommonRegion, offset: usize) -> Result<(), RegionError> {
+        self.pool.copy_to_common(self.frame(), at, len, into, offset)
     }
 
     /// What is left to be done to the frame.

@@ -15,6 +15,7 @@
 //!
 //! docs/design/vni.md says what is promised to whom, and how much memory it takes.
 
+pub mod finish;
 mod inbox;
 mod neighbour;
 pub mod offload;

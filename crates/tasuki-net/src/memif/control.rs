@@ -1,0 +1,260 @@
+//! The server's side of the control channel, as a table: takes a message with what came along, says what is to be done and what is answered.
+//!
+//! | when       | hears                     | then                                             |
+//! |------------|---------------------------|--------------------------------------------------|
+//! | greeted    | INIT                      | known: version, mode, id and secret are right    |
+//! | known      | ADD_REGION with memory    | known: its number is the next, its size is small enough |
+//! | known      | ADD_RING with an eventfd  | known: it lies within a region that was added    |
+//! | known      | CONNECT                   | connected: there is one ring each way            |
+//! | any        | DISCONNECT                | gone                                             |
+//!
+//! Each but the last is acknowledged once the caller has done it. Everything else is refused, and the refusal is the last that is said.
+
+use zerocopy::FromBytes;
+
+use super::refusal::{Refusal, Way};
+use super::wire::{
+    AddRegion, AddRing, Connect, DESCRIPTOR_LEN, Disconnect, Hello, Init, LOG2_RING_MAX, Message, RING_HEADER_LEN,
+    TO_SERVER, VERSION, kind, text,
+};
+
+/// Most regions of a client's.
+pub const REGIONS_MAX: usize = 16;
+
+/// Most bytes of all its regions. What it has us touch of them is charged to us, if it has not touched it before.
+pub const MEMORY_MAX: u64 = 1 << 30;
+
+/// Bytes of a secret.
+pub const SECRET_LEN: usize = 24;
+
+/// What clients have to know to connect.
+#[derive(Debug, Clone)]
+pub struct Terms {
+    /// The number by which the port is asked for.
+    pub id: u32,
+    /// What a client must know besides; zeroes where that is nothing.
+    pub secret: [u8; SECRET_LEN],
+    /// What the port is called.
+    pub name: String,
+}
+
+/// A secret has more bytes than a client can say.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
+#[error("the secret of a memif has {0} bytes; make it {most} at most, which is what DPDK's clients send", most = SECRET_LEN - 1)]
+pub struct SecretTooLong(usize);
+
+impl Terms {
+    /// A port that asks for a secret, or for none if it is empty.
+    pub fn new(id: u32, secret: &str, name: &str) -> Result<Self, SecretTooLong> {
+        if secret.len() >= SECRET_LEN {
+            return Err(SecretTooLong(secret.len()));
+        }
+        Ok(Terms { id, secret: text(secret), name: name.to_owned() })
+    }
+}
+
+/// Where a ring lies: checked against the sizes that its client announced.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct RingPlace {
+    /// In which direction it goes.
+    pub way: Way,
+    /// Number of its region.
+    pub region: u16,
+    /// Its first byte there.
+    pub offset: u32,
+    /// How many descriptors it has, as a power of two.
+    pub log2_size: u8,
+}
+
+/// What is to be done before the answer is sent.
+#[derive(Debug, PartialEq, Eq)]
+pub enum Deed<D> {
+    /// Nothing.
+    Nothing,
+    /// To map the next region: so many bytes of this.
+    Map {
+        /// Its number.
+        index: u16,
+        /// Its bytes.
+        size: u64,
+        /// The memory.
+        memory: D,
+    },
+    /// To remember a ring, and by what it rings.
+    Ring(RingPlace, D),
+    /// To look at the rings from now on.
+    Attach,
+    /// To forget the client.
+    Forget,
+}
+
+/// Where a client is in its handshake.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Stage {
+    Greeted,
+    Known,
+    Connected,
+    Gone,
+}
+
+/// What was said with one client.
+#[derive(Debug)]
+pub struct Control {
+    stage: Stage,
+    /// Sizes of its regions, as announced.
+    sizes: [u64; REGIONS_MAX],
+    regions: usize,
+    /// Whether it has the ring to us, and the one from us.
+    has: [bool; 2],
+    client: [u8; 32],
+}
+
+impl Default for Control {
+    fn default() -> Self {
+        Control { stage: Stage::Greeted, sizes: [0; REGIONS_MAX], regions: 0, has: [false; 2], client: [0; 32] }
+    }
+}
+
+/// The first message to a client.
+pub fn hello(terms: &Terms) -> Message {
+    let hello = Hello {
+        name: text(&terms.name),
+        min_version: VERSION.into(),
+        max_version: VERSION.into(),
+        max_region: u16::try_from(REGIONS_MAX - 1).expect("a few").into(),
+        // Their highest numbers: one each way.
+        max_m2s_ring: 0.into(),
+        max_s2m_ring: 0.into(),
+        max_log2_ring_size: LOG2_RING_MAX,
+    };
+    Message::with(kind::HELLO, &hello)
+}
+
+/// The last message to a client.
+pub fn farewell(refusal: Refusal) -> Message {
+    let why = text(&refusal.to_string());
+    Message::with(kind::DISCONNECT, &Disconnect { code: 1.into(), why })
+}
+
+impl Control {
+    /// Hears a message and what descriptors came with it; says what is to be done and then to be answered.
+    pub fn hear<D>(
+        &mut self,
+        terms: &Terms,
+        message: &[u8],
+        came: impl IntoIterator<Item = D>,
+    ) -> Result<(Deed<D>, Option<Message>), Refusal> {
+        let mut came = came.into_iter();
+        let (descriptor, more) = (came.next(), came.next());
+        let Ok(message) = Message::read_from_bytes(message) else { return Err(Refusal::Length(message.len())) };
+        let kind = message.kind.get();
+        let takes_one = matches!(kind, kind::ADD_REGION | kind::ADD_RING);
+        if more.is_some() || (descriptor.is_some() && !takes_one) {
+            return Err(Refusal::Descriptors);
+        }
+        let ack = Some(Message::bare(kind::ACK));
+        match (self.stage, kind) {
+            (_, kind::DISCONNECT) => {
+                self.stage = Stage::Gone;
+                Ok((Deed::Forget, None))
+            }
+            (Stage::Greeted, kind::INIT) => {
+                self.init(terms, &message.body())?;
+                Ok((Deed::Nothing, ack))
+            }
+            (Stage::Known, kind::ADD_REGION) => Ok((self.add_region(&message.body(), descriptor)?, ack)),
+            (Stage::Known, kind::ADD_RING) => Ok((self.add_ring(&message.body(), descriptor)?, ack)),
+            (Stage::Known, kind::CONNECT) => {
+                for (has, way) in self.has.into_iter().zip([Way::ToServer, Way::ToClient]) {
+                    if !has {
+                        return Err(Refusal::RingMissing(way));
+                    }
+                }
+                self.stage = Stage::Connected;
+                let connected = Message::with(kind::CONNECTED, &Connect { name: text(&terms.name) });
+                Ok((Deed::Attach, Some(connected)))
+            }
+            _ => Err(Refusal::OutOfTurn(kind)),
+        }
+    }
+
+    fn init(&mut self, terms: &Terms, init: &Init) -> Result<(), Refusal> {
+        if init.version.get() != VERSION {
+            return Err(Refusal::Version(init.version.get()));
+        }
+        if init.id.get() != terms.id {
+            return Err(Refusal::Id { asked: init.id.get(), here: terms.id });
+        }
+        // Takes as long however much of it is right.
+        let wrong = init.secret.iter().zip(&terms.secret).fold(0, |wrong, (said, ours)| wrong | (said ^ ours));
+        if wrong != 0 {
+            return Err(Refusal::Secret);
+        }
+        if init.mode != 0 {
+            return Err(Refusal::Mode(init.mode));
+        }
+        self.client = init.name;
+        self.stage = Stage::Known;
+        Ok(())
+    }
+
+    fn add_region<D>(&mut self, add: &AddRegion, memory: Option<D>) -> Result<Deed<D>, Refusal> {
+        let (index, size) = (add.index.get(), add.size.get());
+        if usize::from(index) != self.regions || self.regions == REGIONS_MAX {
+            return Err(Refusal::RegionIndex(index));
+        }
+        let Some(memory) = memory else { return Err(Refusal::RegionMissing(index)) };
+        let before: u64 = self.sizes[..self.regions].iter().sum();
+        if before.checked_add(size).is_none_or(|all| all > MEMORY_MAX) {
+            return Err(Refusal::RegionSize);
+        }
+        if size == 0 {
+            return Err(Refusal::RegionShort(index));
+        }
+        self.sizes[self.regions] = size;
+        self.regions += 1;
+        Ok(Deed::Map { index, size, memory })
+    }
+
+    fn add_ring<D>(&mut self, add: &AddRing, bell: Option<D>) -> Result<Deed<D>, Refusal> {
+        let way = if add.flags.get() & TO_SERVER == 0 { Way::ToClient } else { Way::ToServer };
+        let has = &mut self.has[usize::from(way == Way::ToClient)];
+        if add.index.get() != 0 {
+            return Err(Refusal::RingIndex(way, add.index.get()));
+        }
+        if *has {
+            return Err(Refusal::RingTwice(way));
+        }
+        if add.private_header_len.get() != 0 {
+            return Err(Refusal::RingHeaders(way));
+        }
+        if add.log2_size > LOG2_RING_MAX {
+            return Err(Refusal::RingSize(way));
+        }
+        let (region, offset) = (add.region.get(), add.offset.get());
+        let Some(size) = self.sizes[..self.regions].get(usize::from(region)) else {
+            return Err(Refusal::RingRegion(way, region));
+        };
+        if !offset.is_multiple_of(16) {
+            return Err(Refusal::RingCrooked(way));
+        }
+        let len = (RING_HEADER_LEN + (DESCRIPTOR_LEN << add.log2_size)) as u64;
+        if u64::from(offset) + len > *size {
+            return Err(Refusal::RingOutside(way));
+        }
+        let Some(bell) = bell else { return Err(Refusal::RingSilent(way)) };
+        *has = true;
+        Ok(Deed::Ring(RingPlace { way, region, offset, log2_size: add.log2_size }, bell))
+    }
+
+    /// Whether it is through with its handshake.
+    pub fn is_connected(&self) -> bool {
+        self.stage == Stage::Connected
+    }
+
+    /// What the client calls itself, as far as it is text.
+    pub fn client(&self) -> String {
+        let end = self.client.iter().position(|byte| *byte == 0).unwrap_or(self.client.len());
+        String::from_utf8_lossy(&self.client[..end]).into_owned()
+    }
+}

@@ -1,0 +1,100 @@
+//! A memif node on a VNI with others, in one thread: each turn is the test's to give.
+
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use rustix::net::{AddressFamily, SocketFlags, SocketType};
+use tasuki_net::memif::MemifNode;
+use tasuki_net::memif::control::Terms;
+use tasuki_net::switch::Switch;
+use tasuki_shm::line::{Claims, Line};
+use tasuki_shm::vni::directory::{Directory, Lookup, NodeSet, directory_lines};
+
+use crate::net::{Net, received};
+
+pub type Lines = Arc<[Line]>;
+pub type Node = MemifNode<Lines>;
+
+pub const SECRET: &str = "twenty-three-bytes-here";
+
+/// The node behind which the client is, and the number of another.
+pub const PORT: u16 = 0;
+pub const OTHER: u16 = 1;
+
+pub fn mac(node: u16) -> [u8; 6] {
+    [2, 0, 0, 0, 0xee, node.to_le_bytes()[0]]
+}
+
+/// A frame from one node to another that is told from every other.
+pub fn frame_to(to: u16, from: u16, number: u32, len: usize) -> Vec<u8> {
+    let mut frame = [&mac(to)[..], &mac(from), &[0x88, 0xb5], &number.to_le_bytes()].concat();
+    frame.extend((18..len).map(|i| i.wrapping_mul(37).wrapping_add(number as usize).to_le_bytes()[0]));
+    frame.truncate(len);
+    frame
+}
+
+pub fn listen(path: &Path) -> std::os::fd::OwnedFd {
+    let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
+    let socket = rustix::net::socket_with(AddressFamily::UNIX, SocketType::SEQPACKET, flags, None).unwrap();
+    rustix::net::bind(&socket, &rustix::net::SocketAddrUnix::new(path).unwrap()).unwrap();
+    rustix::net::listen(&socket, 4).unwrap();
+    socket
+}
+
+pub struct World {
+    pub net: Net,
+    pub node: Node,
+    /// The directory, for whoever else has to know it.
+    pub lines: Lines,
+    folder: tempfile::TempDir,
+}
+
+impl World {
+    /// With so many others.
+    pub fn new(others: u16) -> Self {
+        Self::with(others, 512, Terms::new(0, SECRET, "a test").unwrap())
+    }
+
+    pub fn with(others: u16, pool_pages: u32, terms: Terms) -> Self {
+        let folder = tempfile::tempdir().unwrap();
+        let lines: Lines = (0..directory_lines(64)).map(|_| Line::default()).collect();
+        let mut directory = Directory::new(Arc::clone(&lines));
+        let mut nodes = NodeSet::default();
+        for number in 0..=others {
+            directory.add(mac(number), number).unwrap();
+            nodes.insert(number);
+        }
+        directory.set_nodes(&nodes);
+        let mut net = Net::with(others + 1, pool_pages);
+        let switch = Switch::new(PORT, Lookup::new(Claims::of(Arc::clone(&lines))));
+        let node = MemifNode::new(listen(&folder.path().join("memif.sock")), terms, net.take(PORT.into()), switch);
+        World { net, node: node.unwrap(), lines, folder }
+    }
+
+    pub fn path(&self) -> PathBuf {
+        self.folder.path().join("memif.sock")
+    }
+
+    /// As if something had woken the node, so that it looks at everything.
+    pub fn turn(&mut self) -> usize {
+        self.node.rest(std::time::Duration::ZERO);
+        self.node.turn()
+    }
+
+    /// Turns until nothing moves.
+    pub fn settle(&mut self) {
+        while self.turn() > 0 {}
+    }
+
+    /// What has come to another node.
+    pub fn at_other(&mut self, node: u16) -> Vec<Vec<u8>> {
+        received(self.net.node(node.into())).into_iter().map(|(_, frame)| frame).collect()
+    }
+
+    pub fn send(&mut self, from: u16, frame: &[u8]) -> bool {
+        let other = self.net.node(from.into());
+        let sent = other.send(PORT, frame).is_ok();
+        other.flush();
+        sent
+    }
+}

@@ -1,0 +1,261 @@
+//! DPDK's own client at our server: `dpdk-testpmd` sends back whatever a native node of the VNI sends it.
+
+#[cfg(test)]
+mod memif {
+    #[allow(dead_code, reason = "another suite uses the rest of it")]
+    pub mod port;
+}
+#[cfg(test)]
+#[allow(dead_code, reason = "another suite uses the rest of it")]
+mod net;
+
+#[cfg(test)]
+mod tests {
+    use std::collections::VecDeque;
+    use std::io::{BufRead, BufReader};
+    use std::path::Path;
+    use std::process::{Child, ChildStdin, Command, Stdio};
+    use std::sync::atomic::{AtomicBool, Ordering};
+    use std::sync::mpsc::{Receiver, channel};
+    use std::time::{Duration, Instant};
+
+    use tasuki_net::memif::Dropped;
+    use tasuki_net::memif::refusal::Refusal;
+    use tasuki_net::port::Armed;
+    use tasuki_net::vni::Vni;
+
+    use crate::memif::port::{Node, OTHER, PORT, SECRET, World, frame_to, mac};
+    use crate::net::received;
+
+    const PROGRAM: &str = "dpdk-testpmd";
+
+    /// How long anything may take.
+    const LONG: Duration = Duration::from_secs(60);
+
+    fn is_there() -> bool {
+        let there = std::env::var_os("PATH")
+            .is_some_and(|path| std::env::split_paths(&path).any(|folder| folder.join(PROGRAM).is_file()));
+        if !there {
+            println!("skipped: needs {PROGRAM} (Debian: dpdk-dev)");
+        }
+        there
+    }
+
+    /// Ends when this does.
+    struct Testpmd {
+        child: Child,
+        /// Closed to have it end.
+        input: Option<ChildStdin>,
+        said: Receiver<String>,
+        log: Vec<String>,
+    }
+
+    impl Testpmd {
+        /// A client that swaps the addresses of each frame and sends it back. Without huge pages, so that any machine can.
+        fn start(folder: &Path, socket: &Path, secret: &str, more: &str) -> Self {
+            let vdev = format!(
+                "net_memif0,role=client,id=0,socket={},socket-abstract=no,zero-copy=no,secret={secret}{more}",
+                socket.display()
+            );
+            // Both of its threads on whatever CPU is free.
+            let cpus = std::thread::available_parallelism().map_or(1, usize::from) - 1;
+            let cores = format!("0@(0-{cpus}),1@(0-{cpus})");
+            let mut child = Command::new(PROGRAM)
+                .args(["--lcores", &cores, "--no-huge", "-m", "64", "--no-pci", "--no-shconf", "--no-telemetry"])
+                .args(["--log-level", "pmd.net.memif:debug", "--vdev", &vdev, "--"])
+                .args(["--nb-cores=1", "--forward-mode=macswap", "--total-num-mbufs=8192", "--auto-start"])
+                .env("XDG_RUNTIME_DIR", folder)
+                .stdin(Stdio::piped())
+                .stdout(Stdio::piped())
+                .stderr(Stdio::piped())
+                .spawn()
+                .expect("it starts");
+            let (say, said) = channel();
+            let also = say.clone();
+            let (out, errors) = (child.stdout.take().expect("piped"), child.stderr.take().expect("piped"));
+            std::thread::spawn(move || {
+                BufReader::new(out).lines().map_while(Result::ok).try_for_each(|it| say.send(it))
+            });
+            std::thread::spawn(move || {
+                BufReader::new(errors).lines().map_while(Result::ok).try_for_each(|it| also.send(it))
+            });
+            Testpmd { input: child.stdin.take(), child, said, log: Vec::new() }
+        }
+
+        fn hear(&mut self) {
+            self.log.extend(self.said.try_iter());
+            assert!(matches!(self.child.try_wait(), Ok(None)), "it has ended, and said: {}", self.log.join("\n"));
+        }
+
+        /// Waits until it has said a line with these words.
+        fn says(&mut self, words: &str) {
+            let until = Instant::now() + LONG;
+            loop {
+                self.hear();
+                if self.log.iter().any(|line| line.contains(words)) {
+                    return;
+                }
+                assert!(Instant::now() < until, "it does not say {words:?}, but: {}", self.log.join("\n"));
+                std::thread::sleep(Duration::from_millis(10));
+            }
+        }
+    }
+
+    impl Drop for Testpmd {
+        fn drop(&mut self) {
+            drop(self.input.take());
+            let until = Instant::now() + Duration::from_secs(5);
+            while Instant::now() < until && matches!(self.child.try_wait(), Ok(None)) {
+                std::thread::sleep(Duration::from_millis(10));
+            }
+            let _ = self.child.kill();
+            let _ = self.child.wait();
+        }
+    }
+
+    struct StopAtEnd<'a>(&'a AtomicBool);
+
+    impl Drop for StopAtEnd<'_> {
+        fn drop(&mut self) {
+            self.0.store(true, Ordering::Relaxed);
+        }
+    }
+
+    /// As its worker drives it.
+    fn drive(node: &mut Node, stop: &AtomicBool, connected: &AtomicBool) {
+        while !stop.load(Ordering::Relaxed) {
+            if node.turn() == 0 && node.arm() == Armed::Idle {
+                node.rest(Duration::from_millis(20));
+            }
+            node.tick(Instant::now());
+            connected.store(node.client().is_some(), Ordering::Relaxed);
+        }
+    }
+
+    fn wait_until(what: &str, testpmd: &mut Testpmd, is_so: impl Fn() -> bool) {
+        let until = Instant::now() + LONG;
+        while !is_so() {
+            testpmd.hear();
+            assert!(Instant::now() < until, "{what} takes too long; testpmd said: {}", testpmd.log.join("\n"));
+            std::thread::sleep(Duration::from_millis(5));
+        }
+    }
+
+    /// What is sent until something comes back: who is connected may not forward yet, and has posted no buffers.
+    const PROBE: u32 = u32::MAX;
+
+    fn wait_for_echo(other: &mut Vni, testpmd: &mut Testpmd) {
+        let until = Instant::now() + LONG;
+        loop {
+            let _ = other.send(PORT, &frame_to(PORT, OTHER, PROBE, 60));
+            other.flush();
+            std::thread::sleep(Duration::from_millis(10));
+            if !received(other).is_empty() {
+                return;
+            }
+            testpmd.hear();
+            assert!(Instant::now() < until, "nothing comes back; testpmd said: {}", testpmd.log.join("\n"));
+        }
+    }
+
+    /// Sends numbered frames of these lengths in turn and checks each that comes back.
+    fn echo(other: &mut Vni, count: u32, window: usize, lens: &[usize]) {
+        let (mut under_way, mut sent, mut back) = (VecDeque::new(), 0, 0);
+        let until = Instant::now() + LONG;
+        while back < count {
+            while sent < count && under_way.len() < window {
+                let len = lens[sent as usize % lens.len()];
+                if other.send(PORT, &frame_to(PORT, OTHER, sent, len)).is_err() {
+                    break;
+                }
+                under_way.push_back(frame_to(OTHER, PORT, sent, len));
+                sent += 1;
+            }
+            other.flush();
+            let came = received(other);
+            for (from, frame) in came {
+                assert_eq!(from, PORT);
+                if frame == frame_to(OTHER, PORT, PROBE, 60) {
+                    continue;
+                }
+                let expected = under_way.pop_front().expect("no more comes back than was sent");
+                let number = u32::from_le_bytes(frame[14..18].try_into().expect("four bytes"));
+                let lens = (expected.len(), frame.len());
+                assert!(
+                    frame == expected,
+                    "frame {back} of {} bytes was expected, and {number} of {} came",
+                    lens.0,
+                    lens.1
+                );
+                back += 1;
+            }
+            assert!(Instant::now() < until, "{back} of {sent} frames came back");
+            std::thread::yield_now();
+        }
+    }
+
+    #[test]
+    fn dpdk_sends_back_what_it_is_sent_and_nothing_is_lost_or_changed() {
+        if !is_there() {
+            return;
+        }
+        let folder = tempfile::tempdir().expect("a folder");
+        let mut world = World::new(1);
+        let path = world.path();
+        let mut other = world.net.take(OTHER.into());
+        let (stop, connected) = (AtomicBool::new(false), AtomicBool::new(false));
+        std::thread::scope(|scope| {
+            let node = scope.spawn(|| {
+                drive(&mut world.node, &stop, &connected);
+                (world.node.given, world.node.taken, world.node.dropped, world.node.clients)
+            });
+            let guard = StopAtEnd(&stop);
+            // It comes, goes and comes again, with buffers and rings of another size.
+            let address = mac(PORT).map(|byte| format!("{byte:02x}")).join(":");
+            for more in ["", ",rsize=8,bsize=1024"] {
+                let more = format!(",mac={address}{more}");
+                let mut testpmd = Testpmd::start(folder.path(), &path, SECRET, &more);
+                wait_until("the handshake", &mut testpmd, || connected.load(Ordering::Relaxed));
+                wait_for_echo(&mut other, &mut testpmd);
+                echo(&mut other, 20_000, 64, &[60, 64, 300, 1000, 1514, 9000]);
+                drop(testpmd);
+                let until = Instant::now() + LONG;
+                while connected.load(Ordering::Relaxed) {
+                    assert!(Instant::now() < until, "that it went is seen");
+                    std::thread::sleep(Duration::from_millis(5));
+                }
+            }
+            drop(guard);
+            let (given, taken, dropped, clients) = node.join().expect("a node does not panic");
+            assert!(given >= 40_000 && taken >= 40_000, "{given} {taken} {dropped:?}");
+            // Probes find no buffers as long as nobody forwards.
+            let others = Dropped { away: 0, no_buffer: 0, ..dropped };
+            assert_eq!(others, Dropped::default());
+            assert_eq!((clients.attached, clients.left, clients.refused), (2, 2, 0));
+        });
+    }
+
+    #[test]
+    fn dpdk_is_told_that_its_secret_is_wrong() {
+        if !is_there() {
+            return;
+        }
+        let folder = tempfile::tempdir().expect("a folder");
+        let mut world = World::new(1);
+        let path = world.path();
+        let (stop, connected) = (AtomicBool::new(false), AtomicBool::new(false));
+        std::thread::scope(|scope| {
+            let node = scope.spawn(|| {
+                drive(&mut world.node, &stop, &connected);
+                world.node.clients
+            });
+            let guard = StopAtEnd(&stop);
+            let mut testpmd = Testpmd::start(folder.path(), &path, "another", "");
+            testpmd.says(&Refusal::Secret.to_string());
+            drop(testpmd);
+            drop(guard);
+            let clients = node.join().expect("a node does not panic");
+            assert_eq!((clients.attached, clients.why), (0, Some(Refusal::Secret)));
+        });
+    }
+}

@@ -1,0 +1,212 @@
+//! Between a namespace, whose kernel hands over segments of 64 KiB without check sums, and a memif client, behind which is another kernel that
+//! checks every frame: what the first left undone was done right.
+
+#[cfg(test)]
+mod memif {
+    #[allow(dead_code, reason = "another suite uses the rest of it")]
+    pub mod client;
+    #[allow(dead_code, reason = "another suite uses the rest of it")]
+    pub mod port;
+}
+#[cfg(test)]
+#[allow(dead_code, reason = "another suite uses the rest of it")]
+mod net;
+
+#[cfg(test)]
+mod tests {
+    use std::io::{Read, Write};
+    use std::net::{SocketAddr, TcpListener, TcpStream, UdpSocket};
+    use std::os::fd::OwnedFd;
+    use std::process::Command;
+    use std::sync::Arc;
+    use std::sync::atomic::{AtomicBool, Ordering};
+    use std::time::{Duration, Instant};
+
+    use rustix::event::{PollFd, PollFlags, Timespec};
+    use tasuki_net::port::Armed;
+    use tasuki_net::switch::Switch;
+    use tasuki_net::tap::TapNode;
+    use tasuki_shm::line::Claims;
+    use tasuki_shm::vni::directory::Lookup;
+    use tasuki_tap::device::Before;
+    use tasuki_tap::namespace::Namespace;
+    use tasuki_tap::{Tap, TapError};
+
+    use crate::memif::client::{Client, Shape};
+    use crate::memif::port::{Lines, Node, OTHER, PORT, SECRET, World, mac};
+
+    const LONG: Duration = Duration::from_secs(60);
+    const NAP: Duration = Duration::from_millis(20);
+
+    /// A namespace that goes when this does.
+    struct Place(String);
+
+    impl Place {
+        fn new(end: &str) -> Self {
+            let name = format!("tasuki-memif-{}-{end}", std::process::id());
+            assert!(ip(&["netns", "add", &name]), "no network namespace could be made");
+            Place(name)
+        }
+
+        fn within<T: Send>(&self, work: impl FnOnce() -> std::io::Result<T> + Send) -> T {
+            let mut done = None;
+            let within = Namespace::named(&self.0).within(|| {
+                done = Some(work());
+                Ok::<_, TapError>(())
+            });
+            within.expect("it is there");
+            done.expect("it was done").expect("it works")
+        }
+
+        fn tap(&self, node: u16, address: &str, before: Before) -> OwnedFd {
+            let address4 = format!("192.0.2.{address}/24").parse().expect("an address");
+            let tap =
+                Tap::create(&Namespace::named(&self.0), "nic0", Some(address4), before).expect("root makes a TAP");
+            tap.interface.set_mac(mac(node)).expect("it takes an address");
+            let address6 = format!("fd00::{address}/64");
+            assert!(ip(&["-n", &self.0, "addr", "add", &address6, "dev", "nic0", "nodad"]));
+            tap.device
+        }
+    }
+
+    impl Drop for Place {
+        fn drop(&mut self) {
+            ip(&["netns", "del", &self.0]);
+        }
+    }
+
+    fn ip(words: &[&str]) -> bool {
+        Command::new("ip").args(words).status().is_ok_and(|status| status.success())
+    }
+
+    struct StopAtEnd<'a>(&'a AtomicBool);
+
+    impl Drop for StopAtEnd<'_> {
+        fn drop(&mut self) {
+            self.0.store(true, Ordering::Relaxed);
+        }
+    }
+
+    fn drive_port(node: &mut Node, stop: &AtomicBool) {
+        while !stop.load(Ordering::Relaxed) {
+            if node.turn() == 0 && node.arm() == Armed::Idle {
+                node.rest(NAP);
+            }
+            node.tick(Instant::now());
+        }
+    }
+
+    fn drive_tap(mut node: TapNode<Lines>, stop: &AtomicBool) -> u64 {
+        while !stop.load(Ordering::Relaxed) {
+            if node.turn() == 0 && node.arm() == Armed::Idle {
+                node.rest(NAP);
+            }
+            node.tick(Instant::now());
+        }
+        node.taken
+    }
+
+    /// Carries frames between a memif and a TAP, as a bridge does.
+    fn bridge(client: &mut Client, tap: &OwnedFd, stop: &AtomicBool) {
+        let mut frame = vec![0; 1 << 16];
+        while !stop.load(Ordering::Relaxed) {
+            let mut ends = [PollFd::new(tap, PollFlags::IN), PollFd::new(&client.bells[1], PollFlags::IN)];
+            let nap = Timespec::try_from(NAP).expect("a moment");
+            let _ = rustix::event::poll(&mut ends, Some(&nap));
+            client.was_rung();
+            for frame in client.receive() {
+                // A kernel that has no room for it drops it, as a bridge does.
+                let _ = rustix::io::write(tap, &frame);
+            }
+            for _ in 0..16 {
+                let Ok(len) = rustix::io::read(tap, &mut frame[..]) else { break };
+                client.send(&frame[..len]);
+            }
+        }
+    }
+
+    fn pattern(at: usize) -> u8 {
+        (at.wrapping_mul(2_654_435_761) >> 11).to_le_bytes()[0]
+    }
+
+    /// Sends so many bytes from the first to the second and reads them back.
+    fn connection(places: [&Place; 2], to: &str, bytes: usize) {
+        let to: SocketAddr = to.parse().expect("an address");
+        let listener = places[1].within(|| TcpListener::bind(to));
+        let echo = std::thread::spawn(move || {
+            let (mut stream, _) = listener.accept().expect("somebody connects");
+            let mut writer = stream.try_clone().expect("a copy of the socket");
+            std::io::copy(&mut stream, &mut writer).expect("the connection holds")
+        });
+        let mut stream = places[0].within(|| TcpStream::connect_timeout(&to, LONG));
+        stream.set_read_timeout(Some(LONG)).expect("it has a limit");
+        let mut writer = stream.try_clone().expect("a copy of the socket");
+        let sender = std::thread::spawn(move || {
+            let all: Vec<u8> = (0..bytes).map(pattern).collect();
+            writer.write_all(&all).expect("the connection holds");
+            writer.shutdown(std::net::Shutdown::Write).expect("it ends");
+        });
+        let mut back = Vec::with_capacity(bytes);
+        stream.read_to_end(&mut back).expect("the connection holds");
+        sender.join().expect("it sends");
+        assert_eq!(echo.join().expect("it echoes"), bytes as u64);
+        assert!(back.len() == bytes && back.iter().enumerate().all(|(at, byte)| *byte == pattern(at)));
+    }
+
+    /// A datagram each way, whose check sum the first kernel leaves.
+    fn datagram(places: [&Place; 2], to: &str) {
+        let to: SocketAddr = to.parse().expect("an address");
+        let there = places[1].within(|| UdpSocket::bind(to));
+        let any = if to.is_ipv4() { "0.0.0.0:0" } else { "[::]:0" };
+        let here = places[0].within(|| UdpSocket::bind(any));
+        there.set_read_timeout(Some(Duration::from_secs(1))).expect("it has a limit");
+        let (until, mut room) = (Instant::now() + LONG, [0; 2000]);
+        loop {
+            // A datagram may be lost: it is sent again.
+            here.send_to(&[7; 1001], to).expect("it is sent");
+            if let Ok((len, _)) = there.recv_from(&mut room) {
+                return assert_eq!(room[..len], [7; 1001]);
+            }
+            assert!(Instant::now() < until, "no datagram arrives");
+        }
+    }
+
+    #[test]
+    fn a_kernel_takes_what_was_finished_for_another() {
+        if !rustix::process::geteuid().is_root() {
+            println!("skipped: network namespaces need root");
+            return;
+        }
+        let places = [Place::new("a"), Place::new("b")];
+        let mut world = World::new(1);
+        let left = places[0].tap(OTHER, "1", Before::Offload);
+        let right = places[1].tap(PORT, "2", Before::Nothing);
+        let switch = Switch::new(OTHER, Lookup::new(Claims::of(Arc::clone(&world.lines))));
+        let tap_node = TapNode::new(left, world.net.take(OTHER.into()), switch);
+        let path = world.path();
+        let mut client = Client::connect(&path, Shape { log2: 10, buffer: 2048 }, SECRET, || {
+            world.turn();
+        });
+        let stop = AtomicBool::new(false);
+        std::thread::scope(|scope| {
+            let guard = StopAtEnd(&stop);
+            let port = scope.spawn(|| {
+                drive_port(&mut world.node, &stop);
+                (world.node.given, world.node.dropped)
+            });
+            let tap = scope.spawn(|| drive_tap(tap_node, &stop));
+            scope.spawn(|| bridge(&mut client, &right, &stop));
+            let both = [&places[0], &places[1]];
+            for to in ["192.0.2.2:7777", "[fd00::2]:7777"] {
+                connection(both, to, 8 << 20);
+                datagram(both, to);
+            }
+            drop(guard);
+            let (given, dropped) = port.join().expect("it does not panic");
+            let taken = tap.join().expect("it does not panic");
+            println!("{taken} segments became {given} frames; {dropped:?}");
+            assert_eq!(dropped.malformed, 0, "all segments of a kernel are understood");
+            assert!(given > taken + 1000, "{taken} segments became {given} frames: they were not cut");
+        });
+    }
+}

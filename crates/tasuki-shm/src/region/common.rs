@@ -1,0 +1,155 @@
+//! Memory that somebody else made and that we write as well: what a client of another's protocol brings along.
+//!
+//! Whoever made it can do with its bytes what it likes, at any time. So bytes go in and out by copies alone, and atomics are all that is lent
+//! (M2). It need not be sealed against further writers, for there are some anyway; but no page of it may be a huge one, since a hole in those
+//! cannot always be filled (M3).
+#![allow(unsafe_code, reason = "copies bytes that another process reads and writes at will")]
+
+use std::os::fd::BorrowedFd;
+use std::sync::Arc;
+
+use rustix::fs::SealFlags;
+use rustix::mm::ProtFlags;
+
+use super::{Mapping, PeerRegion, RegionError, Shared, Span, copy_abroad, sealed_len};
+
+/// What `statfs` says of a file on huge pages. Source: `include/uapi/linux/magic.h`.
+const HUGETLBFS_MAGIC: u64 = 0x9584_58f6;
+
+/// Memory that a stranger made, and that both write.
+#[derive(Debug)]
+pub struct CommonRegion {
+    mapping: Arc<Mapping>,
+}
+
+impl CommonRegion {
+    /// Maps `len` bytes of what a stranger handed over, after checking that they are there and stay there (M3).
+    pub fn map(memory: BorrowedFd<'_>, len: usize) -> Result<Self, RegionError> {
+        // Whether it has seals is asked first: nothing but a memory file answers, and no other is asked anything else.
+        let (have, _) = sealed_len(memory, SealFlags::empty())?;
+        let kind = rustix::fs::fstatfs(memory)
+            .map_err(|errno| RegionError::from_errno("looking at shared memory", len, errno))?;
+        #[allow(clippy::useless_conversion, reason = "its type is another on other machines")]
+        if u64::try_from(kind.f_type).is_ok_and(|kind| kind & 0xffff_ffff == HUGETLBFS_MAGIC) {
+            return Err(RegionError::Unguarded);
+        }
+        if have < len {
+            return Err(RegionError::Truncated { have, need: len });
+        }
+        let mapping = Mapping::new(memory, len.max(1), ProtFlags::READ | ProtFlags::WRITE)?;
+        Ok(CommonRegion { mapping: Arc::new(mapping) })
+    }
+
+    /// Bytes.
+    pub fn len(&self) -> usize {
+        self.mapping.len
+    }
+
+    /// Whether it has no bytes: never.
+    pub fn is_empty(&self) -> bool {
+        self.len() == 0
+    }
+
+    /// Lends `count` atomics (`AtomicU16`, `AtomicU32`, `AtomicU64`) from byte `offset` on.
+    #[allow(private_bounds, reason = "the sealed list of what may be lent")]
+    pub fn span<T: Shared>(&self, offset: usize, count: usize) -> Result<Span<T>, RegionError> {
+        Span::new(&self.mapping, offset, count)
+    }
+
+    /// Copies bytes from `offset` on into `into`, whatever others do to them meanwhile.
+    #[inline]
+    pub fn copy_to(&self, offset: usize, into: &mut [u8]) -> Result<(), RegionError> {
+        let first = self.mapping.check(offset, into.len())?;
+        // SAFETY: the source lies in the mapping (checked; M1, M3), the destination is ours alone.
+        unsafe { copy_abroad(first.as_ptr(), into.as_mut_ptr(), into.len()) };
+        Ok(())
+    }
+
+    /// Copies bytes to `offset` and behind, whatever others do there meanwhile.
+    #[inline]
+    pub fn copy_from(&self, offset: usize, from: &[u8]) -> Result<(), RegionError> {
+        let first = self.mapping.check(offset, from.len())?;
+        // SAFETY: the source is a slice, the destination lies in the mapping (checked; M1, M3), of which no reference to bytes is made (M2).
+        unsafe { copy_abroad(from.as_ptr(), first.as_ptr(), from.len()) };
+        Ok(())
+    }
+
+    /// The same with bytes that lie at `at` in a peer's memory: from there to here in one copy.
+    #[inline]
+    pub fn copy_from_peer(&self, offset: usize, peer: &PeerRegion, at: usize, len: usize) -> Result<(), RegionError> {
+        let to = self.mapping.check(offset, len)?;
+        let from = peer.mapping.check(at, len)?;
+        // SAFETY: each lies in its mapping (checked; M1, M3), and no reference to bytes is made in either (M2).
+        unsafe { copy_abroad(from.as_ptr(), to.as_ptr(), len) };
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::region::{Pages, Region};
+    use rustix::fs::MemfdFlags;
+    use std::os::fd::AsFd;
+    use std::sync::atomic::{AtomicU16, AtomicU64, Ordering};
+
+    #[test]
+    fn what_one_writes_the_other_reads() {
+        let theirs = Region::create("test", 8192, Pages::Small).unwrap();
+        let ours = CommonRegion::map(theirs.fd(), 8192).unwrap();
+        let again = CommonRegion::map(theirs.fd(), 5000).unwrap();
+        assert_eq!(again.len(), 5000);
+        for len in [0, 1, 63, 64, 65, 200, 4900] {
+            let bytes: Vec<u8> = (0..len).map(|i: usize| (i * 7 + len).to_le_bytes()[0]).collect();
+            ours.copy_from(33, &bytes).unwrap();
+            let mut copy = vec![0; len];
+            again.copy_to(33, &mut copy).unwrap();
+            assert_eq!(copy, bytes, "{len} bytes");
+        }
+        ours.span::<AtomicU16>(6, 1).unwrap()[0].store(0x1234, Ordering::Relaxed);
+        assert_eq!(theirs.span::<AtomicU64>(0, 1).unwrap()[0].load(Ordering::Relaxed) >> 48, 0x1234);
+    }
+
+    #[test]
+    fn a_copy_from_a_peer_lands_where_it_should_and_nowhere_else() {
+        let theirs = Region::create("test", 4096, Pages::Small).unwrap();
+        let ours = CommonRegion::map(theirs.fd(), 4096).unwrap();
+        let source = Region::create("peer", 4096, Pages::Small).unwrap();
+        CommonRegion::map(source.fd(), 4096).unwrap().copy_from(0, &[7; 4096]).unwrap();
+        source.seal_writers().unwrap();
+        let peer = PeerRegion::map(source.fd(), 4096).unwrap();
+        for len in [1, 64, 100] {
+            ours.copy_from(0, &[1; 4096]).unwrap();
+            ours.copy_from_peer(200, &peer, 5, len).unwrap();
+            let mut all = vec![0; 4096];
+            ours.copy_to(0, &mut all).unwrap();
+            let expected = |i| if (200..200 + len).contains(&i) { 7 } else { 1 };
+            assert!(all.iter().enumerate().all(|(i, byte)| *byte == expected(i)), "{len} bytes");
+        }
+        assert!(ours.copy_from_peer(4000, &peer, 0, 97).is_err());
+        assert!(ours.copy_from_peer(0, &peer, 4000, 97).is_err());
+        assert!(ours.copy_from_peer(usize::MAX, &peer, 0, 2).is_err());
+    }
+
+    #[test]
+    fn memory_that_may_shrink_or_is_not_there_is_refused() {
+        let memory = rustix::fs::memfd_create("test", MemfdFlags::ALLOW_SEALING).unwrap();
+        rustix::fs::ftruncate(&memory, 4096).unwrap();
+        assert!(matches!(CommonRegion::map(memory.as_fd(), 4096), Err(RegionError::Unsealed)));
+        rustix::fs::fcntl_add_seals(&memory, SealFlags::SHRINK).unwrap();
+        assert!(matches!(CommonRegion::map(memory.as_fd(), 4097), Err(RegionError::Truncated { .. })));
+        assert!(CommonRegion::map(memory.as_fd(), 4096).is_ok());
+    }
+
+    #[test]
+    fn huge_pages_are_refused_even_if_sealed() {
+        let flags = MemfdFlags::ALLOW_SEALING | MemfdFlags::HUGETLB | MemfdFlags::HUGE_2MB;
+        let Ok(memory) = rustix::fs::memfd_create("test", flags) else {
+            println!("skipped: this kernel has no huge pages");
+            return;
+        };
+        rustix::fs::ftruncate(&memory, 2 << 20).unwrap();
+        rustix::fs::fcntl_add_seals(&memory, SealFlags::SHRINK).unwrap();
+        assert!(matches!(CommonRegion::map(memory.as_fd(), 4096), Err(RegionError::Unguarded)));
+    }
+}

@@ -1,0 +1,243 @@
+//! A memif client that says whatever it likes on the control channel, and writes whatever it likes into its own memory, while a node of the same
+//! VNI hands over frames with whatever offload header. Two others exchange frames meanwhile, each of which arrives once, whole and in order; and
+//! whoever connects afterwards is served.
+#![no_main]
+
+#[path = "../common/mod.rs"]
+mod common;
+#[allow(dead_code, reason = "the tests use the rest of it")]
+#[path = "../../crates/tasuki-net/tests/memif"]
+mod memif {
+    pub mod client;
+    pub mod port;
+}
+#[allow(dead_code, reason = "the tests use the rest of it")]
+#[path = "../../crates/tasuki-net/tests/net/mod.rs"]
+mod net;
+
+use std::collections::VecDeque;
+use std::os::fd::{AsFd, OwnedFd};
+use std::time::{Duration, Instant};
+
+use common::Choices;
+use libfuzzer_sys::fuzz_target;
+use rustix::fs::{FallocateFlags, SealFlags};
+use tasuki_net::memif::control::Terms;
+
+use memif::client::{Channel, Client, Shape, add_region, add_ring, eventfd, init, memory, message};
+use memif::port::{OTHER, PORT, SECRET, World, frame_to};
+
+const WITNESS: u16 = 2;
+
+struct Attack {
+    world: World,
+    /// Who is through with its handshake, and means harm.
+    client: Option<Client>,
+    /// Who is not.
+    channel: Option<Channel>,
+    /// Regions with and without seals, an eventfd, a pipe.
+    props: [OwnedFd; 4],
+    under_way: VecDeque<Vec<u8>>,
+    now: Instant,
+}
+
+impl Attack {
+    fn new() -> Self {
+        let (_, pipe) = tasuki_shm::wake::bell_pipe().expect("a pipe");
+        let props = [memory(1 << 16, SealFlags::SHRINK), memory(1 << 16, SealFlags::empty()), eventfd(), pipe];
+        let (world, now) = (World::with(2, 64, Terms::new(0, SECRET, "fuzzed").expect("it is short")), Instant::now());
+        Attack { world, client: None, channel: None, props, under_way: VecDeque::new(), now }
+    }
+
+    fn connect(&mut self, choices: &mut Choices<'_>) {
+        self.leave();
+        let shape = Shape { log2: choices.below(7), buffer: 16 + u32::from(choices.short()) % 4096 };
+        let path = self.world.path();
+        let world = &mut self.world;
+        self.client = Some(Client::connect(&path, shape, SECRET, || {
+            world.turn();
+        }));
+    }
+
+    fn leave(&mut self) {
+        (self.client, self.channel) = (None, None);
+        self.world.turn();
+        assert!(self.world.node.client().is_none(), "who has left is gone");
+    }
+
+    /// Says something, in its turn or not, with what belongs to it or something else.
+    fn speak(&mut self, choices: &mut Choices<'_>) {
+        if self.client.is_none() && self.channel.is_none() {
+            self.channel = Some(Channel::connect(&self.world.path()));
+        }
+        let mut bytes = match choices.below(8) {
+            0 => init(0x0200, 0, 0, SECRET),
+            1 | 2 => add_region(u16::from(choices.below(3)), choices.word() & 0x1_ffff),
+            3 => add_region(choices.short(), choices.word()),
+            4 | 5 => {
+                let (offset, log2) = (u32::from(choices.short()) & 0xfff0, choices.below(10));
+                add_ring(choices.below(2) == 0, 0, u16::from(choices.below(2)), offset, log2, 0)
+            }
+            6 => message(6, &[]),
+            _ => (0..usize::from(choices.byte())).map(|_| choices.byte()).collect(),
+        };
+        if choices.below(8) == 0
+            && let Some(byte) = bytes.get_mut(usize::from(choices.byte()))
+        {
+            *byte ^= choices.byte();
+        }
+        let with: Vec<_> = match choices.below(8) {
+            0 => vec![],
+            1..5 => vec![self.props[0].as_fd()],
+            5..7 => vec![self.props[2].as_fd()],
+            _ => (0..choices.below(5)).map(|i| self.props[usize::from(i % 4)].as_fd()).collect(),
+        };
+        // What belongs to a ring, more often than not.
+        let with = if bytes.first() == Some(&5) && !with.is_empty() { vec![self.props[2].as_fd()] } else { with };
+        let channel = self.channel.as_ref().or(self.client.as_ref().map(|client| &client.channel));
+        channel.expect("just seen").send(&bytes, &with);
+    }
+
+    /// Writes what it likes where it likes: in the memory of the client that is connected, or in that which is handed over otherwise.
+    fn scribble(&mut self, choices: &mut Choices<'_>) {
+        let Some(client) = &mut self.client else {
+            let bytes: Vec<u8> = (0..choices.below(64)).map(|_| choices.byte()).collect();
+            let cookie = 0x03e3_1f20_u32.to_le_bytes();
+            let bytes = if choices.below(2) == 0 { &cookie[..] } else { &bytes };
+            let _ = rustix::io::pwrite(&self.props[0], bytes, u64::from(choices.short()) & 0xfff0);
+            return;
+        };
+        let to_server = choices.below(2) == 0;
+        let ahead = u16::from(choices.below(6));
+        match choices.below(8) {
+            0 => client.set_head(to_server, choices.short()),
+            1 | 2 => client.set_head(to_server, client.head(to_server).wrapping_add(ahead)),
+            3 => client.set_flags(to_server, choices.short()),
+            4 => {
+                let (slot, len, offset) = (choices.byte().into(), choices.word(), choices.word());
+                let [len, offset] = [len, offset].map(|word| u32::try_from(word & 0xffff_ffff).expect("32 bits"));
+                client.describe(to_server, slot, choices.below(2).into(), choices.below(2).into(), len, offset);
+            }
+            5 => {
+                let at = u64::from(choices.short()) % client.shape.len();
+                let at = u32::try_from(at).expect("it is small");
+                if u64::from(at) + 4 <= client.shape.len() {
+                    client.write(at, &choices.word().to_le_bytes()[..4]);
+                }
+            }
+            6 => {
+                let how = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
+                let _ = rustix::fs::fallocate(&client.memory, how, 0, u64::from(choices.short()) + 1);
+            }
+            _ => {
+                let _ = rustix::io::write(&client.bells[usize::from(choices.below(2))], &choices.word().to_ne_bytes());
+            }
+        }
+    }
+
+    /// A node hands over a frame that is or is not what it says.
+    fn unfinished(&mut self, choices: &mut Choices<'_>) {
+        let len = 14 + usize::from(choices.short()) % 9000;
+        let other = self.world.net.node(OTHER.into());
+        if let Some(room) = other.stage() {
+            room[..10].iter_mut().for_each(|byte| *byte = choices.byte());
+            room[10..10 + len].copy_from_slice(&frame_to(PORT, OTHER, 1, len));
+            let headers = 10 + 12..10 + len.min(64);
+            room[headers].iter_mut().for_each(|byte| *byte = choices.byte());
+            let _ = other.post_staged(PORT, 10 + len);
+            other.flush();
+        }
+    }
+
+    fn witness(&mut self, number: u32, len: usize) {
+        let frame = frame_to(WITNESS, OTHER, number, len);
+        if self.world.net.node(OTHER.into()).send(WITNESS, &frame).is_ok() {
+            self.under_way.push_back(frame);
+        }
+        self.world.net.node(OTHER.into()).flush();
+    }
+
+    /// What the client sends to the witness is its own business.
+    fn look(&mut self) {
+        let mut came = Vec::new();
+        let witness = self.world.net.node(WITNESS.into());
+        witness.wake();
+        for _ in 0..16 {
+            witness.receive(|incoming| {
+                let mut bytes = vec![0; incoming.len()];
+                let whole = incoming.copy_to(&mut bytes);
+                if incoming.from == OTHER {
+                    assert_eq!(whole, Ok(bytes.len()));
+                    came.push(bytes);
+                }
+            });
+        }
+        for frame in came {
+            assert!(Some(&frame) == self.under_way.pop_front().as_ref(), "a frame came changed, twice, or not");
+        }
+        // Or it is too slow a reader.
+        let other = self.world.net.node(OTHER.into());
+        other.wake();
+        for _ in 0..16 {
+            other.receive(|_| {});
+        }
+    }
+}
+
+fuzz_target!(|input: &[u8]| {
+    common::ignore_broken_pipes();
+    let mut choices = Choices(input);
+    let mut attack = Attack::new();
+    let mut number = 0;
+    while choices.are_left() && number < 300 {
+        number += 1;
+        match choices.below(14) {
+            0 => attack.connect(&mut choices),
+            1 | 2 => attack.speak(&mut choices),
+            3..6 => attack.scribble(&mut choices),
+            6 => {
+                let frame = frame_to(OTHER, PORT, number, 14 + usize::from(choices.short()) % 3000);
+                if let Some(client) = attack.client.as_mut().filter(|client| client.shape.buffer > 256) {
+                    client.send(&frame);
+                }
+            }
+            7 => attack.unfinished(&mut choices),
+            8 => {
+                attack.world.send(OTHER, &frame_to(PORT, OTHER, number, 14 + usize::from(choices.short()) % 5000));
+            }
+            9 => attack.witness(number, 18 + usize::from(choices.short()) % 3000),
+            10 => attack.look(),
+            11 => {
+                attack.now += Duration::from_millis(200);
+                let now = attack.now;
+                attack.world.node.tick(now);
+            }
+            12 => {
+                let _ = attack.world.node.arm();
+                attack.world.turn();
+            }
+            _ => {
+                attack.world.turn();
+            }
+        }
+    }
+    attack.look();
+    attack.look();
+    assert!(attack.under_way.is_empty(), "a frame between honest nodes was lost");
+    // Who comes next finds nothing of it.
+    attack.leave();
+    attack.world.turn();
+    attack.world.turn();
+    attack.look();
+    let path = attack.world.path();
+    let world = &mut attack.world;
+    let mut honest = Client::connect(&path, Shape { log2: 4, buffer: 2048 }, SECRET, || {
+        world.turn();
+    });
+    assert!(honest.send(&frame_to(WITNESS, PORT, 7, 3000)));
+    world.turn();
+    assert!(world.at_other(WITNESS).contains(&frame_to(WITNESS, PORT, 7, 3000)));
+    assert!(world.send(OTHER, &frame_to(PORT, OTHER, 8, 3000)));
+    world.turn();
+    assert_eq!(honest.receive(), [frame_to(PORT, OTHER, 8, 3000)]);
+});
