@@ -15,6 +15,10 @@ use utoipa::ToSchema;
 
 /// Bytes of a frame that a source may send, without check sequence.
 const SIZES: std::ops::RangeInclusive<u16> = 60..=1514;
+/// Bytes of a socket's path (`sun_path` of unix(7), with a zero behind it),
+const SOCKET_MAX: usize = 107;
+/// and of memif's secret.
+const SECRET_MAX: usize = 23;
 /// KiB of a page of a pool.
 const PAGE_KIB: u32 = 4;
 /// Longest name of a node, a NIC or a VNI.
@@ -153,6 +157,16 @@ impl Node {
         if let Work::Tap(tap) = &self.work { Some(tap) } else { None }
     }
 
+    /// Where it serves memif, if it does.
+    pub fn memif(&self) -> Option<&Memif> {
+        if let Work::Memif(memif) = &self.work { Some(memif) } else { None }
+    }
+
+    /// By what its programs reach it: an interface, or a socket.
+    pub fn outlet(&self) -> Option<String> {
+        self.tap().map(Tap::label).or_else(|| self.memif().map(Memif::label))
+    }
+
     /// Pages of 4 KiB of its pool.
     pub fn pool_pages(&self) -> u32 {
         self.pool_kib.map_or(POOL_PAGES, |kib| kib / PAGE_KIB)
@@ -221,6 +235,8 @@ pub enum Work {
     Answer(Answer),
     /// Is the NIC of the programs of a network namespace.
     Tap(Tap),
+    /// Serves memif, to a program on DPDK or VPP that so is on the node's VNI.
+    Memif(Memif),
     /// Sends numbered ones.
     #[serde(rename_all = "kebab-case")]
     Source(Source),
@@ -277,6 +293,28 @@ impl Tap {
     }
 }
 
+/// Where a client of memif connects, and what it must know.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+#[serde(deny_unknown_fields)]
+pub struct Memif {
+    /// The socket, by a path from /.
+    #[schema(value_type = String)]
+    pub socket: PathBuf,
+    /// The number by which the client asks for the port.
+    #[serde(default)]
+    pub id: u32,
+    /// At most 23 bytes; without, it need not know any.
+    #[serde(default, skip_serializing_if = "String::is_empty")]
+    pub secret: String,
+}
+
+impl Memif {
+    /// Which one it is.
+    pub fn label(&self) -> String {
+        self.socket.display().to_string()
+    }
+}
+
 fn address<'de, D: serde::Deserializer<'de>>(from: D) -> Result<Option<Address>, D::Error> {
     String::deserialize(from)?.parse().map(Some).map_err(serde::de::Error::custom)
 }
@@ -309,6 +347,7 @@ impl From<&Work> for letter::Work {
             Work::Sink => letter::Work::Sink,
             Work::Answer(Answer { address }) => letter::Work::Answer { address },
             Work::Tap(_) => letter::Work::Tap,
+            Work::Memif(_) => letter::Work::Memif,
             Work::Source(Source { rate, size }) => letter::Work::Source { rate, size },
             Work::Program(_) => letter::Work::Program,
         }
@@ -475,7 +514,13 @@ impl Config {
     /// What is wrong with a node's end of a VNI.
     fn odd_vni(&self, node: &Node) -> Option<String> {
         let named = |what: String| Some(format!("node {:?}: {what}", node.name));
+        if let Some(what) = node.memif().and_then(odd_memif) {
+            return named(what);
+        }
         let Some(vni) = &node.vni else {
+            if node.memif().is_some() {
+                return named("memif is a way onto a VNI; name one (vni = …)".to_owned());
+            }
             let set = [("mac", node.mac.is_some()), ("pool_kib", node.pool_kib.is_some())];
             let odd = set.iter().find(|(_, is_set)| *is_set)?;
             return named(format!("{} is of a node's end of a VNI; name one (vni = …), or leave it out", odd.0));
@@ -485,8 +530,10 @@ impl Config {
                 "vni {vni:?}: a name is 1 to {NAME_MAX} of the characters a-z, 0-9, - and _, and begins with a letter"
             ));
         }
-        let Some(tap) = node.tap() else {
-            return named("only a namespace (work = { tap = … }) can be on a VNI as yet; leave vni out".to_owned());
+        let Some(outlet) = node.outlet() else {
+            return named(
+                "only a namespace (work = { tap = … }) or a client of memif (work = { memif = … }) can be on a VNI as yet; leave vni out".to_owned(),
+            );
         };
         let pages = node.pool_pages();
         if !(POOL_PAGES_MIN..=POOL_PAGES_MAX).contains(&pages) {
@@ -496,22 +543,18 @@ impl Config {
         }
         if let Some(nic) = self.nic.iter().find(|nic| nic.node == node.name) {
             return named(format!(
-                "it is on VNI {vni}, and NIC {:?} is meant for it; a namespace has one of the two",
+                "it is on VNI {vni}, and NIC {:?} is meant for it; a node has one of the two",
                 nic.name
             ));
         }
         let others = || self.node.iter().filter(|other| other.name != node.name);
         let is_later =
             |other: &Node| self.node.iter().skip_while(|it| it.name != node.name).any(|it| it.name == other.name);
-        let has_tap = |other: &Node| other.tap().is_some_and(|other| other.label() == tap.label());
         // Of two on VNIs the later one is odd.
-        let same_tap = |other: &&Node| has_tap(other) && !(other.vni.is_some() && is_later(other));
-        if let Some(other) = others().find(same_tap) {
-            return named(format!(
-                "its TAP {} is node {:?}'s as well; on a VNI each node has its own",
-                tap.label(),
-                other.name
-            ));
+        let same_outlet =
+            |other: &&Node| other.outlet().as_ref() == Some(&outlet) && !(other.vni.is_some() && is_later(other));
+        if let Some(other) = others().find(same_outlet) {
+            return named(format!("{outlet} is node {:?}'s as well; on a VNI each node has its own", other.name));
         }
         let same_mac = |other: &&Node| other.vni == node.vni && other.mac() == node.mac() && !is_later(other);
         others().find(same_mac).and_then(|other| {
@@ -574,6 +617,22 @@ fn size_of_frames(node: &Node) -> Option<String> {
     (!SIZES.contains(&size)).then(|| {
         format!("node {:?}: a frame has {least} to {most} bytes without its check sequence, not {size}", node.name)
     })
+}
+
+/// What is wrong with where a node serves memif.
+fn odd_memif(memif: &Memif) -> Option<String> {
+    let shown = memif.socket.display();
+    match () {
+        () if !memif.socket.is_absolute() => Some(format!("memif: its socket is named by a path from /, not {shown}")),
+        () if memif.socket.as_os_str().len() > SOCKET_MAX => Some(format!(
+            "memif: {shown} has more bytes than the path of a socket can ({SOCKET_MAX}); name a shorter one"
+        )),
+        () if memif.secret.len() > SECRET_MAX => Some(format!(
+            "memif: its secret has {} bytes, and memif has room for {SECRET_MAX}; shorten it",
+            memif.secret.len()
+        )),
+        () => None,
+    }
 }
 
 fn program_of(node: &Node) -> Option<String> {
@@ -742,6 +801,27 @@ ring = 512
             (
                 tap("red", "name = \"t\"") + &tap("blue", "name = \"t\"") + &nic("e", "red") + &nic("f", "blue"),
                 &["t stands for one NIC, and \"e\" and \"f\" are both meant for it"],
+            ),
+            (
+                "[[node]]\nname = \"red\"\nvni = \"lan\"\nwork = \"echo\"\n".to_owned(),
+                &["node \"red\": only a namespace", "leave vni out"],
+            ),
+            (tap("red", "name = \"t\"") + "pool_kib = 4096\n", &["pool_kib is of a node's end of a VNI"]),
+            (tap("red", "name = \"t\"") + "vni = \"a b\"\n", &["vni \"a b\": a name is"]),
+            (tap("red", "name = \"t\"") + "vni = \"lan\"\nmac = \"1:2\"\n", &["t.toml:5: ", "first of them even"]),
+            (tap("red", "name = \"t\"") + "vni = \"lan\"\n" + &nic("e", "red"), &["it is on VNI lan, and NIC \"e\" is meant for it"]),
+            (
+                "[[node]]\nname = \"red\"\nwork = { memif = { socket = \"/a\" } }\n".to_owned(),
+                &["memif is a way onto a VNI; name one"],
+            ),
+            (
+                "[[node]]\nname = \"red\"\nvni = \"lan\"\nwork = { memif = { socket = \"a\" } }\n".to_owned(),
+                &["memif: its socket is named by a path from /, not a"],
+            ),
+            (
+                "[[node]]\nname = \"red\"\nvni = \"lan\"\nwork = { memif = { socket = \"/a\", secret = \"123456789012345678901234\" } }\n"
+                    .to_owned(),
+                &["its secret has 24 bytes, and memif has room for 23"],
             ),
         ];
         for (text, parts) in cases {

@@ -46,8 +46,18 @@ pub struct Dropped {
 impl Dropped {
     /// All of them.
     pub fn sum(&self) -> u64 {
+        self.counts().iter().map(|(_, count)| count).sum()
+    }
+
+    /// Each, by name.
+    pub fn counts(&self) -> [(&'static str, u64); 4] {
         let Dropped { refused, no_room, nobody, too_late } = *self;
-        refused + no_room + nobody + too_late
+        [
+            ("dropped_refused", refused),
+            ("dropped_no_room", no_room),
+            ("dropped_nobody", nobody),
+            ("dropped_too_late", too_late),
+        ]
     }
 }
 

@@ -57,6 +57,8 @@ pub enum Work {
     /// Passes frames on between its NIC and a TAP, so that the programs of a network namespace have the NIC. The TAP's descriptor comes with
     /// [`ToWorker::Begin`].
     Tap,
+    /// Serves memif to a program, which so is on the node's VNI. The listening socket comes with [`ToWorker::Begin`].
+    Memif,
     /// Sends numbered frames.
     Source {
         /// A second; 0 for as many as go.
@@ -91,9 +93,21 @@ pub struct Begin {
     pub poll: bool,
     /// Bytes of memory that it may lock, for devices that need that.
     pub memlock: u64,
-    /// Of [`Work::Tap`]: what the daemon calls the TAP. The worker says it to a daemon that comes later.
+    /// Of [`Work::Tap`] and [`Work::Memif`]: what the daemon calls the TAP or the socket. The worker says it to a daemon that comes later.
     #[serde(default)]
     pub tap: Option<String>,
+    /// Of [`Work::Memif`]: what its client must know.
+    #[serde(default)]
+    pub memif: Option<Memif>,
+}
+
+/// What a client of memif must know to be let in.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Memif {
+    /// The number by which it asks for the port.
+    pub id: u32,
+    /// At most 23 bytes; none where it need not know any.
+    pub secret: String,
 }
 
 /// A NIC as a worker can take it: text that only workers read, and descriptors.
@@ -167,7 +181,8 @@ pub struct Plan {
 #[serde(tag = "letter", rename_all = "kebab-case")]
 pub enum ToWorker {
     /// Who it is. Beside it: the worker's pulse (see [`pulse`](mod@crate::letter::pulse)), the node's book (memory for what its work must
-    /// remember), and a listening socket on which a daemon that comes later finds it; of [`Work::Tap`] the TAP's descriptor, last.
+    /// remember), and a listening socket on which a daemon that comes later finds it; of [`Work::Tap`] and [`Work::Memif`] the TAP's descriptor
+    /// or the listening socket of memif, last.
     Begin(Begin),
     /// A NIC that it may be ordered to prepare. Beside it: the NIC's board (see [`board`]), and the kit's descriptors.
     Nic {
@@ -258,7 +273,8 @@ pub enum ToDaemon {
         /// In the driver's order.
         counts: Vec<(String, u64)>,
     },
-    /// Who it is: first in answer to [`ToWorker::Again`]. Beside it: its pulse, its node's book, and its TAP if it has one.
+    /// Who it is: first in answer to [`ToWorker::Again`]. Beside it: its pulse, its node's book, and its TAP or its
+    /// socket of memif if it has one.
     Mine {
         /// Its number in lease words.
         party: u32,
@@ -266,7 +282,7 @@ pub enum ToDaemon {
         node: String,
         /// Kits that follow, one for each NIC that it has.
         nics: u32,
-        /// What its TAP is called, if it has one.
+        /// What that is called, if it has one.
         #[serde(default)]
         tap: Option<String>,
     },

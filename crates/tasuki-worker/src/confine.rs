@@ -37,6 +37,8 @@ const CALLS: &[i64] = &[
     libc::SYS_pwrite64,
     libc::SYS_eventfd2,
     libc::SYS_poll,
+    libc::SYS_epoll_create1,
+    libc::SYS_epoll_ctl,
     libc::SYS_ppoll,
     libc::SYS_sched_yield,
     libc::SYS_clock_gettime,
@@ -49,6 +51,9 @@ const CALLS: &[i64] = &[
     libc::SYS_newfstatat,
     libc::SYS_statx,
     libc::SYS_dup,
+    // What a client of memif hands over: whether it is what it has to be.
+    libc::SYS_fstatfs,
+    libc::SYS_readlinkat,
     // Shared memory, and ours.
     libc::SYS_memfd_create,
     libc::SYS_ftruncate,

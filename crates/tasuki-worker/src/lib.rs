@@ -12,6 +12,7 @@ mod duty;
 mod fail;
 mod hosted;
 mod kit;
+mod memif;
 mod model;
 mod node;
 mod numbered;

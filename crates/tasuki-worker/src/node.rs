@@ -15,6 +15,7 @@ use tasuki_relay::worker::{Input, Tables};
 use crate::board::{Board, Book, Pulse};
 use crate::cpus::Cpus;
 use crate::duty::Duty;
+use crate::memif::Memif;
 use crate::post::{Heard, Post};
 use crate::seat::{Common, Given, Seat};
 use crate::tap::Tap;
@@ -86,9 +87,9 @@ pub fn run<D: Duty>() -> Result<()> {
         begin.speech
     );
     // Also to who has asked for this program, and does not see what it writes.
-    let tap = take_tap(&begin, &mut fds)?;
-    let told = D::told(&begin, tap).inspect_err(|error| post.tell(None, sentence(error)))?;
-    let mut node = Node::<D>::begin(post, &begin, (told, tap), fds)?;
+    let outlet = take_outlet(&begin, &mut fds)?;
+    let told = D::told(&begin, outlet.0).inspect_err(|error| post.tell(None, sentence(error)))?;
+    let mut node = Node::<D>::begin(post, &begin, (told, outlet), fds)?;
     // Without, the daemon learns of our end by our pidfd, a little later.
     let marked = node.common.pulse.mark_life().err();
     warm::up();
@@ -99,24 +100,30 @@ pub fn run<D: Duty>() -> Result<()> {
     node.serve()
 }
 
-/// The last descriptor of the first letter, if the node has a TAP: whatever is done with its NICs, it is the worker's to its end.
-fn take_tap(begin: &Begin, fds: &mut Vec<OwnedFd>) -> Result<Option<&'static Tap>> {
+/// Where the node's programs are: behind a TAP, or clients of memif.
+type Outlet = (Option<&'static Tap>, Option<Memif>);
+
+/// The last descriptor of the first letter, if the node has a TAP or serves memif: whatever is done with its NICs, it is the worker's to its end.
+fn take_outlet(begin: &Begin, fds: &mut Vec<OwnedFd>) -> Result<Outlet> {
     let count = fds.len();
-    let has_tap = begin.work == letter::Work::Tap;
+    let has_one = matches!(begin.work, letter::Work::Tap | letter::Work::Memif);
     ensure!(
-        count == 4 || !has_tap,
+        count == 4 || !has_one,
         "the daemon sent {count} descriptors with its first letter, and 4 belong to it; rebuild the older of the two"
     );
-    let device = if has_tap { fds.pop() } else { None };
-    let tap = device.map(|device| Tap::over(device, begin.tap.clone().unwrap_or_default())).transpose()?;
-    Ok(tap.map(|tap| &*Box::leak(Box::new(tap))))
+    let Some(fd) = has_one.then(|| fds.pop()).flatten() else { return Ok((None, None)) };
+    if begin.work == letter::Work::Memif {
+        return Ok((None, Some(Memif::over(fd, begin)?)));
+    }
+    let tap = Tap::over(fd, begin.tap.clone().unwrap_or_default())?;
+    Ok((Some(&*Box::leak(Box::new(tap))), None))
 }
 
 impl<D: Duty> Node<D> {
     fn begin(
         mut post: Post,
         begin: &Begin,
-        (told, tap): (D::Told, Option<&'static Tap>),
+        (told, (tap, memif)): (D::Told, Outlet),
         fds: Vec<OwnedFd>,
     ) -> Result<Self> {
         let count = fds.len();
@@ -135,6 +142,7 @@ impl<D: Duty> Node<D> {
             book: Book::over(book).context("the node's book")?,
             party: Party(party),
             tap,
+            memif,
             cpus: Cpus::new(begin.cpu, &begin.aside)?,
         };
         let name = begin.node.clone();
@@ -374,11 +382,11 @@ impl<D: Duty> Node<D> {
             });
         }
         self.seats.retain(|seat| each!(seat, seat => !seat.is_left()));
-        let Common { post, pulse, book, party, tap, .. } = &mut self.common;
-        let copy = tap.map(Tap::fd).transpose();
+        let Common { post, pulse, book, party, tap, memif, .. } = &mut self.common;
+        let copy = tap.map(Tap::fd).or_else(|| memif.as_ref().map(Memif::fd)).transpose();
         let fds = copy.and_then(|tap| Ok([pulse.fd()?, book.fd()?].into_iter().chain(tap).collect::<Vec<_>>()));
         let nics = u32::try_from(self.seats.len()).unwrap_or(u32::MAX);
-        let tap = tap.map(|tap| tap.name().to_owned());
+        let tap = tap.map(Tap::name).or_else(|| memif.as_ref().map(|memif| memif.name.as_str())).map(str::to_owned);
         let mine = ToDaemon::Mine { party: party.0.get(), node: self.name.clone(), nics, tap };
         post.write(&mine, fds.unwrap_or_default());
         for seat in &self.seats {

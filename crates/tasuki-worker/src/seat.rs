@@ -24,6 +24,7 @@ use crate::board::{Board, Book, Pulse};
 use crate::cpus::Cpus;
 use crate::duty::{Desk, Duty};
 use crate::kit::{self, Opened, Refused, Text};
+use crate::memif::Memif;
 use crate::post::Post;
 use crate::tap::Tap;
 use crate::{fail, store};
@@ -49,6 +50,8 @@ pub struct Common {
     pub party: Party,
     /// The node's TAP, if it has one.
     pub tap: Option<&'static Tap>,
+    /// Where clients of memif connect, if the node serves it.
+    pub memif: Option<Memif>,
     /// Where the worker runs.
     pub cpus: Cpus,
 }

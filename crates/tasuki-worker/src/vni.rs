@@ -1,5 +1,5 @@
 //! A node's end of a VNI: the relay's tables have it change hands as a NIC does, and whoever drives it passes frames on between the VNI and the
-//! node's network namespace.
+//! node's network namespace, or a client of memif.
 //!
 //! There is no sash. How far a driver had come stands in the node's estate, which is written before anybody can count on it, so a successor reads
 //! the same whether its predecessor let go or died.
@@ -9,9 +9,10 @@ use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, ensure};
+use tasuki_net::memif::MemifNode;
 use tasuki_net::port::Armed;
 use tasuki_net::switch::Switch;
-use tasuki_net::tap::{Dropped, TapNode};
+use tasuki_net::tap::TapNode;
 use tasuki_net::vni::{Introduction, Vni};
 use tasuki_relay::letter::{Plan, ToDaemon, pulse, vni};
 use tasuki_relay::wire::{Order, Position, Reason};
@@ -52,6 +53,92 @@ struct Known {
     inode: u64,
 }
 
+/// What passes frames on, by where the node's programs are.
+enum End {
+    Tap(Box<TapNode<Span<Line>>>),
+    Memif(Box<MemifNode<Span<Line>>>),
+}
+
+macro_rules! each {
+    ($any:expr, $end:ident => $what:expr) => {
+        match $any {
+            End::Tap($end) => $what,
+            End::Memif($end) => $what,
+        }
+    };
+}
+
+impl End {
+    #[inline]
+    fn turn(&mut self) -> usize {
+        each!(self, end => end.turn())
+    }
+
+    fn finish(&mut self) {
+        each!(self, end => end.finish());
+    }
+
+    fn vni(&mut self) -> &mut Vni {
+        each!(self, end => end.vni())
+    }
+
+    fn set_switch(&mut self, switch: Switch<Span<Line>>) {
+        each!(self, end => end.set_switch(switch));
+    }
+
+    /// Frames given to the node's programs, taken from them, and dropped.
+    fn moved(&self) -> (u64, u64, u64) {
+        each!(self, end => (end.given, end.taken, end.dropped.sum()))
+    }
+
+    /// What is counted, by name.
+    fn counts(&self) -> Vec<(&'static str, u64)> {
+        let mut counts = each!(self, end => vec![("given", end.given), ("taken", end.taken)]);
+        each!(self, end => counts.extend(end.dropped.counts()));
+        if let End::Memif(end) = self {
+            counts.extend([("clients_attached", end.clients.attached), ("clients_refused", end.clients.refused)]);
+        }
+        counts.push(("pages_left", each!(self, end => end.pages_left()).into()));
+        counts
+    }
+
+    fn tick(&mut self, now: Instant) -> bool {
+        each!(self, end => end.tick(now))
+    }
+
+    fn arm(&mut self) -> Armed {
+        each!(self, end => end.arm())
+    }
+
+    fn waits(&self) -> Option<Duration> {
+        each!(self, end => end.waits())
+    }
+
+    fn bell(&self) -> BorrowedFd<'_> {
+        each!(self, end => end.bell())
+    }
+
+    fn wake(&mut self) {
+        match self {
+            End::Tap(end) => end.wake(),
+            End::Memif(end) => end.wake(true),
+        }
+    }
+
+    /// What becomes readable when the namespace sends.
+    fn tap(&self) -> Option<BorrowedFd<'_>> {
+        match self {
+            End::Tap(end) => end.tap(),
+            End::Memif(_) => None,
+        }
+    }
+
+    /// Whether the namespace's interface is gone.
+    fn is_gone(&self) -> bool {
+        matches!(self, End::Tap(end) if end.tap().is_none())
+    }
+}
+
 /// A node's end of a VNI that this worker drives, or may be told to.
 pub struct VniSeat {
     given: Given,
@@ -63,9 +150,9 @@ pub struct VniSeat {
     asked: (u32, u32),
     neighbours: BTreeMap<u16, Known>,
     is_ready: bool,
-    end: Option<TapNode<Span<Line>>>,
-    /// What was counted when the pulse was told last.
-    told: (u64, u64, Dropped),
+    end: Option<End>,
+    /// What was counted when the pulse was told last: given, taken, dropped.
+    told: (u64, u64, u64),
     waits_since: Option<Instant>,
     turns: u32,
     ticked: Instant,
@@ -87,7 +174,7 @@ impl VniSeat {
             neighbours: BTreeMap::new(),
             is_ready: false,
             end: None,
-            told: (0, 0, Dropped::default()),
+            told: (0, 0, 0),
             waits_since: None,
             turns: 0,
             ticked: Instant::now(),
@@ -190,17 +277,7 @@ impl VniSeat {
     /// What it has counted, if it is driven.
     pub fn tell_counts(&mut self, post: &mut Post) {
         let Some(end) = &self.end else { return };
-        let Dropped { refused, no_room, nobody, too_late } = end.dropped;
-        let counts = [
-            ("to_namespace", end.given),
-            ("from_namespace", end.taken),
-            ("dropped_refused", refused),
-            ("dropped_no_room", no_room),
-            ("dropped_nobody", nobody),
-            ("dropped_too_late", too_late),
-            ("pages_left", end.pages_left().into()),
-        ];
-        let counts = counts.into_iter().map(|(name, count)| (name.to_owned(), count)).collect();
+        let counts = end.counts().into_iter().map(|(name, count)| (name.to_owned(), count)).collect();
         post.write(&ToDaemon::Counts { nic: self.given.number, counts }, Vec::new());
     }
 
@@ -284,9 +361,9 @@ impl VniSeat {
                 vni::FDS
             )));
         }
-        if common.tap.is_none() {
+        if common.tap.is_none() && common.memif.is_none() {
             return Err(odd(
-                "the node has an end of a VNI, and no namespace (work = { tap = … }) that it is for".to_owned()
+                "the node has an end of a VNI, and neither a namespace (work = { tap = … }) nor a client (work = { memif = … }) that it is for".to_owned()
             ));
         }
         self.switch().map(drop).map_err(|error| odd(format!("{error:#}")))
@@ -328,7 +405,7 @@ impl VniSeat {
         fail::point("take.read");
         match went_on {
             Ok(end) => {
-                (self.end, self.told) = (Some(end), (0, 0, Dropped::default()));
+                (self.end, self.told) = (Some(end), (0, 0, 0));
                 Input::Sound
             }
             Err(error) => {
@@ -340,7 +417,7 @@ impl VniSeat {
         }
     }
 
-    fn go_on(&self, common: &Common) -> Result<TapNode<Span<Line>>> {
+    fn go_on(&self, common: &Common) -> Result<End> {
         let copy =
             |at: usize| self.given.fds[at].try_clone().context("a descriptor cannot be copied; raise RLIMIT_NOFILE");
         let estate = EstateFds { control: copy(CONTROL)?, pool: copy(POOL)? };
@@ -349,8 +426,13 @@ impl VniSeat {
             vni.add(introduction(*number, known)?)?;
         }
         vni.settle();
+        let switch = self.switch()?;
+        if let Some(memif) = &common.memif {
+            let node = MemifNode::new(memif.fd()?, memif.terms.clone(), vni, switch)?;
+            return Ok(End::Memif(Box::new(node)));
+        }
         let tap = common.tap.context("the node has no namespace")?.fd()?;
-        Ok(TapNode::new(tap, vni, self.switch()?))
+        Ok(End::Tap(Box::new(TapNode::new(tap, vni, switch))))
     }
 
     fn own_number(&self) -> Result<u16> {
@@ -375,10 +457,11 @@ impl VniSeat {
         self.turns = self.turns.wrapping_add(1);
         if moved > 0 {
             let (given, taken, dropped) = self.told;
-            common.pulse.add(pulse::RECEIVED, end.given - given);
-            common.pulse.add(pulse::SENT, end.taken - taken);
-            common.pulse.add(pulse::REFUSED, end.dropped.sum() - dropped.sum());
-            self.told = (end.given, end.taken, end.dropped);
+            let (now_given, now_taken, now_dropped) = end.moved();
+            common.pulse.add(pulse::RECEIVED, now_given - given);
+            common.pulse.add(pulse::SENT, now_taken - taken);
+            common.pulse.add(pulse::REFUSED, now_dropped - dropped);
+            self.told = (now_given, now_taken, now_dropped);
         }
         if self.turns.is_multiple_of(TURNS) {
             self.tick();
@@ -401,7 +484,7 @@ impl VniSeat {
     /// What is looked at now and then: whether the namespace is there still.
     pub fn now_and_then(&mut self, common: &mut Common) {
         if let (Some(end), Some(tap)) = (&self.end, common.tap)
-            && end.tap().is_none()
+            && end.is_gone()
         {
             tap.lose(ADD_ANEW);
         }
@@ -415,13 +498,13 @@ impl VniSeat {
     /// How long until there is something to do though nothing rings.
     pub fn rest(&mut self) -> Option<Duration> {
         let due = self.tick();
-        let waits = self.end.as_ref().and_then(TapNode::waits);
+        let waits = self.end.as_ref().and_then(End::waits);
         [due, waits].into_iter().flatten().min()
     }
 
     /// What becomes readable when the namespace sends, while that is taken.
     pub fn tap(&self) -> Option<BorrowedFd<'_>> {
-        self.end.as_ref().filter(|end| end.waits().is_none()).and_then(TapNode::tap)
+        self.end.as_ref().filter(|end| end.waits().is_none()).and_then(End::tap)
     }
 
     /// What rings for it: other nodes while it is driven, and whoever passes the lease while it is waited for.

@@ -173,8 +173,8 @@ impl Job {
                 send_back(nic, burst, pulse, |nic, burst, pulse| receive_and_answer(nic, burst, pulse, address))
             }
             letter::Work::Sink => self.sink(nic, burst, pulse),
-            // Refused before anything was driven.
-            letter::Work::Program => Ok(0),
+            // Refused before anything was driven; and whoever serves memif has no NIC.
+            letter::Work::Program | letter::Work::Memif => Ok(0),
             letter::Work::Source { size, .. } => self.source(nic, arena, burst, size, pulse),
             letter::Work::Tap => {
                 let came = self.feed_tap(nic, pulse)?;
@@ -276,7 +276,7 @@ impl Job {
             letter::Work::Answer { address } => receive_and_answer(nic, burst, pulse, address).map(drop),
             letter::Work::Sink => self.sink(nic, burst, pulse).map(drop),
             letter::Work::Tap => self.feed_tap(nic, pulse).map(drop),
-            letter::Work::Program => Ok(()),
+            letter::Work::Program | letter::Work::Memif => Ok(()),
             letter::Work::Source { .. } => {
                 nic.receive(&mut self.came)?;
                 self.came.clear();

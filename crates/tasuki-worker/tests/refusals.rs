@@ -265,6 +265,7 @@ fn refused_tap(tap: Option<OwnedFd>) -> String {
         aside: Vec::new(),
         poll: false,
         memlock: 0,
+        memif: None,
         tap: Some("room:nic0".to_owned()),
     };
     let fds: Vec<OwnedFd> = [memfd(&[0; 4096]), memfd(&[0; 65536]), memfd(&[])].into_iter().chain(tap).collect();

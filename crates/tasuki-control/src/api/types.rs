@@ -59,7 +59,7 @@ pub struct VniNodeView {
     pub number: u16,
     /// Its station address.
     pub mac: String,
-    /// The interface that its programs have, as NAMESPACE:NAME.
+    /// The interface that its programs have, as NAMESPACE:NAME, or the socket at which they connect by memif.
     pub interface: Option<String>,
     /// The worker that drives it.
     pub worker: Option<u32>,

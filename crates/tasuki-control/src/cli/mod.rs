@@ -5,7 +5,7 @@ mod show;
 use std::path::PathBuf;
 
 use anyhow::{Context, Result};
-use clap::{Args, Subcommand, ValueEnum};
+use clap::{ArgGroup, Args, Subcommand, ValueEnum};
 use hyper::Method as Verb;
 use serde_json::{Value, json};
 
@@ -46,22 +46,32 @@ pub enum Nodes {
     },
 }
 
-/// A node that is a network namespace on a VNI.
+/// A node that is on a VNI: a network namespace, or a program with a memif.
 #[derive(Debug, Args)]
+#[command(group(ArgGroup::new("outlet").required(true).args(["netns", "memif"])))]
 pub struct Add {
     /// What it is to be called.
     pub node: String,
     /// The network namespace whose programs are to be on the VNI: as `ip netns` calls it, or a path from /, such as a container's /proc/PID/ns/net.
     #[arg(long, value_name = "NETNS")]
-    pub netns: String,
+    pub netns: Option<String>,
+    /// The socket at which a program on DPDK or VPP connects, as a client of memif.
+    #[arg(long, value_name = "SOCKET")]
+    pub memif: Option<PathBuf>,
+    /// The number by which it asks for the port.
+    #[arg(long, default_value_t = 0, conflicts_with = "netns")]
+    pub id: u32,
+    /// What it must know besides, at most 23 bytes.
+    #[arg(long, default_value = "", hide_default_value = true, conflicts_with = "netns")]
+    pub secret: String,
     /// The VNI: Ethernet between the nodes that name the same one.
     #[arg(long, default_value = "lan")]
     pub vni: String,
     /// What the interface is called that the programs get; without, as the VNI.
-    #[arg(long, value_name = "NAME")]
+    #[arg(long, value_name = "NAME", conflicts_with = "memif")]
     pub interface: Option<String>,
     /// The interface's address, such as 192.0.2.1/24; without, it is yours to set.
-    #[arg(long)]
+    #[arg(long, conflicts_with = "memif")]
     pub address: Option<String>,
     /// Its station address; without, one that follows from the node's name.
     #[arg(long)]
@@ -195,13 +205,17 @@ fn part(name: &str) -> String {
 impl Add {
     /// As a configuration has it.
     fn to_json(&self) -> Value {
-        let Add { node, netns, vni, interface, address, mac, pool_kib, cpu, no_standby } = self;
-        let mut tap = json!({ "netns": netns, "name": interface.as_ref().unwrap_or(vni) });
+        let Add { node, netns, memif, id, secret, vni, interface, address, mac, pool_kib, cpu, no_standby } = self;
+        let mut work = json!({ "tap": { "netns": netns, "name": interface.as_ref().unwrap_or(vni) } });
         if let Some(address) = address {
-            tap["address"] = json!(address);
+            work["tap"]["address"] = json!(address);
+        }
+        if let Some(socket) = memif {
+            let socket = std::path::absolute(socket).unwrap_or(socket.clone());
+            work = json!({ "memif": { "socket": socket, "id": id, "secret": secret } });
         }
         json!({
-            "name": node, "vni": vni, "mac": mac, "pool_kib": pool_kib, "cpu": cpu, "standby": !no_standby, "work": { "tap": tap },
+            "name": node, "vni": vni, "mac": mac, "pool_kib": pool_kib, "cpu": cpu, "standby": !no_standby, "work": work,
         })
     }
 }

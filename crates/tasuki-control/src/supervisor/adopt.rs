@@ -31,6 +31,7 @@ impl Supervisor {
             workers.iter().filter_map(|record| Some((record.clone(), Process::find(record.process)?))).collect();
         let living: Vec<String> = alive.iter().map(|(record, _)| record.node.clone()).collect();
         self.begin_taps(&living)?;
+        self.begin_memifs(&living)?;
         for node in self.config.node.clone() {
             let record = nodes.iter().find(|(name, _)| *name == node.name).map(|(_, record)| record.clone());
             let book = Words::create("tasuki book", BOOK_LEN).context("no memory for a node's book")?;

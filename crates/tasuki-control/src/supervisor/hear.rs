@@ -166,7 +166,10 @@ impl Supervisor {
             node.book = book;
         }
         if let Some((label, device)) = tap.zip(fds.next()) {
-            self.adopt_tap(&label, device);
+            match self.doors.contains_key(&label) {
+                true => self.adopt_memif(&label, device),
+                false => self.adopt_tap(&label, device),
+            }
         }
         self.adopt_if_whole(number);
     }

@@ -82,6 +82,12 @@ impl Job {
     }
 }
 
+/// Which there are, as the end of a sentence.
+pub(super) fn there_are(names: impl Iterator<Item = impl AsRef<str>>) -> String {
+    let names: Vec<_> = names.map(|name| name.as_ref().to_owned()).collect();
+    if names.is_empty() { "there is none".to_owned() } else { format!("there are: {}", names.join(", ")) }
+}
+
 /// What a step of a job has led to.
 enum Step {
     Wait,
@@ -132,15 +138,13 @@ impl Supervisor {
     }
 
     pub(super) fn no_node(&self, name: &str) -> No {
-        let known = self.nodes.keys().cloned().collect::<Vec<_>>().join(", ");
-        No::Unknown(format!("there is no node {name:?}; there are: {known}"))
+        No::Unknown(format!("there is no node {name:?}; {}", there_are(self.nodes.keys())))
     }
 
     fn nic_by_name(&self, name: &str) -> Result<u32, No> {
         let found = self.cards.values().find(|card| card.name() == name).map(|card| card.number);
         found.ok_or_else(|| {
-            let known = self.cards.values().map(|card| card.name()).collect::<Vec<_>>().join(", ");
-            No::Unknown(format!("there is no NIC {name:?}; there are: {known}"))
+            No::Unknown(format!("there is no NIC {name:?}; {}", there_are(self.cards.values().map(|card| card.name()))))
         })
     }
 

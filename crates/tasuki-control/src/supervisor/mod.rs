@@ -7,6 +7,7 @@
 //! - [`jobs`] upgrades and handovers that somebody asked for
 //! - [`open`] cards out of their boxes, and models
 //! - [`vnis`] Ethernet between nodes: who is on it, and what outlives workers of that
+//! - [`memifs`] where programs on DPDK or VPP connect
 //! - [`nodes`] nodes that are added and removed while all runs
 //! - [`taps`] what network namespaces have instead of NICs
 //! - [`adopt`] workers of the daemon before this one
@@ -20,6 +21,7 @@ pub mod deeds;
 pub mod door;
 pub mod hear;
 pub mod jobs;
+pub mod memifs;
 pub mod nodes;
 pub mod open;
 pub mod policy;
@@ -167,6 +169,7 @@ pub struct Supervisor {
     nodes: BTreeMap<String, Node>,
     taps: BTreeMap<String, taps::TapEnd>,
     vnis: BTreeMap<String, vnis::Net>,
+    doors: BTreeMap<String, memifs::Door>,
     leaving: Vec<nodes::Leaving>,
     jobs: Vec<Job>,
     counting: Vec<(u32, Duration, Answer<crate::api::types::Counts>)>,
@@ -226,6 +229,7 @@ impl Supervisor {
             nodes: BTreeMap::new(),
             taps: BTreeMap::new(),
             vnis: BTreeMap::new(),
+            doors: BTreeMap::new(),
             leaving: Vec::new(),
             jobs: Vec::new(),
             counting: Vec::new(),
@@ -253,6 +257,9 @@ impl Supervisor {
         loop {
             self.keep_house();
             if let Some(ended) = self.ended {
+                if ended == Ended::Everything {
+                    self.close_doors();
+                }
                 self.flush();
                 return Ok(ended);
             }

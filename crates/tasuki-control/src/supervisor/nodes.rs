@@ -6,6 +6,7 @@ use std::time::Duration;
 use tasuki_relay::letter::ToWorker;
 
 use super::door::{Answer, No};
+use super::memifs::Door;
 use super::taps::TapEnd;
 use super::worker::{Stage, Words};
 use super::{About, BOOK_LEN, Node, Supervisor, now};
@@ -68,10 +69,14 @@ impl Supervisor {
             tap.make().map_err(|error| No::now(format!("node {name:?} has no TAP {label}: {error}")))?;
             self.taps.insert(label, tap);
         }
+        if let Some((label, mut door)) = Door::of(&node) {
+            door.make().map_err(|error| No::now(format!("node {name:?} was not added: {error:#}")))?;
+            self.doors.insert(label, door);
+        }
         match self.make_node(&node) {
             Ok(()) => {}
             Err(error) => {
-                self.forget_tap(&node);
+                self.forget_outlet(&node);
                 return Err(No::now(format!("node {name:?} was not added: {error:#}")));
             }
         }
@@ -96,7 +101,9 @@ impl Supervisor {
         Ok(())
     }
 
-    fn forget_tap(&mut self, node: &config::Node) {
+    fn forget_outlet(&mut self, node: &config::Node) {
+        let door = node.memif().and_then(|memif| self.doors.remove(&memif.label()));
+        door.into_iter().for_each(Door::close);
         let label = node.tap().map(config::Tap::label);
         let is_shared = |label: &String| {
             self.config
@@ -172,7 +179,7 @@ impl Supervisor {
             self.nodes.remove(&name);
             if let Some(at) = self.config.node.iter().position(|node| node.name == name) {
                 let node = self.config.node.remove(at);
-                self.forget_tap(&node);
+                self.forget_outlet(&node);
                 self.record_node(&node, false);
             }
             let sentence = format!("node {name} is gone");

@@ -9,7 +9,7 @@ use std::time::Duration;
 use anyhow::{Context, Result};
 use rustix::process::{Pid, Resource, Rlimit};
 use tasuki_relay::arbiter::{Arbiter, Input, State};
-use tasuki_relay::letter::{Begin, SPEECH, ToWorker, pulse};
+use tasuki_relay::letter::{self, Begin, SPEECH, ToWorker, pulse};
 use tasuki_relay::method::Method;
 use tasuki_relay::pulse::Pulse;
 use tasuki_relay::wire::{Order, Positions, Use};
@@ -31,9 +31,9 @@ const SOON: Duration = Duration::from_millis(500);
 const MEMLOCK: u64 = 512 << 20;
 
 /// The first letter, and what belongs to it.
-fn tell_what_it_is(worker: &Worker, begin: Begin, [book, listener]: [&OwnedFd; 2], tap: Option<(String, OwnedFd)>) {
+fn tell_what_it_is(worker: &Worker, begin: Begin, [book, listener]: [&OwnedFd; 2], outlet: Option<(String, OwnedFd)>) {
     let pulse = worker.pulse.as_ref().expect("just made").region().fd();
-    let (label, device) = tap.unzip();
+    let (label, device) = outlet.unzip();
     let fds = [pulse, book.as_fd(), listener.as_fd()].into_iter().chain(device.iter().map(OwnedFd::as_fd));
     // If it is dead already, its pidfd says so.
     let _ = worker.write(&ToWorker::Begin(Begin { tap: label, ..begin }), &fds.collect::<Vec<_>>());
@@ -205,7 +205,10 @@ impl Supervisor {
         let node = self.nodes.get(name).context("there is no such node")?;
         let config = self.config.node(name).context("there is no such node")?.clone();
         let generation = node.record.generation + u32::from(wanted);
-        let tap = self.tap_for(name)?;
+        let outlet = match self.tap_for(name)? {
+            Some(tap) => Some(tap),
+            None => self.memif_for(name)?,
+        };
         let node = self.nodes.get(name).context("there is no such node")?;
         let own = config.program().map(|program| program.path.clone());
         let binary = binary.or_else(|| node.record.binary.clone()).or(own).unwrap_or(self.programs.worker.clone());
@@ -272,8 +275,9 @@ impl Supervisor {
             poll: config.poll,
             memlock,
             tap: None,
+            memif: config.memif().map(|memif| letter::Memif { id: memif.id, secret: memif.secret.clone() }),
         };
-        tell_what_it_is(&worker, begin, [&book, &listener], tap);
+        tell_what_it_is(&worker, begin, [&book, &listener], outlet);
         worker.pulse.iter().for_each(|pulse| self.tombs.watch(number, pulse));
         self.workers.insert(number, worker);
         crash::point("daemon.worker-told");

@@ -37,6 +37,10 @@ impl Supervisor {
                     Some(vni) => format!("{} on VNI {vni}", tap.label()),
                     None => format!("the NIC of {}", tap.label()),
                 },
+                Some(Work::Memif(memif)) => match self.config.node(name).and_then(|node| node.vni.as_ref()) {
+                    Some(vni) => format!("memif at {} on VNI {vni}", memif.label()),
+                    None => format!("memif at {}", memif.label()),
+                },
                 Some(Work::Source(source)) => format!("source of {} bytes, {} a second", source.size, source.rate),
                 Some(Work::Program(program)) => program.path.display().to_string(),
                 None => String::new(),

@@ -18,6 +18,7 @@ use tasuki_shm::vni::estate::{EstateFds, PeerEstate};
 
 use super::card::{Card, Kept, Opening};
 use super::door::No;
+use super::jobs::there_are;
 use super::worker::Worker;
 use super::{About, Supervisor};
 use crate::api::types::{TalkView, VniNodeView, VniView};
@@ -48,6 +49,8 @@ struct Member {
     node: String,
     nic: u32,
     mac: [u8; 6],
+    /// There may be others behind it, whose addresses are learnt.
+    is_uplink: bool,
     /// For the others.
     estate: EstateFds,
     bell: OwnedFd,
@@ -75,6 +78,10 @@ impl Net {
         let mut nodes = NodeSet::default();
         self.members.keys().for_each(|number| nodes.insert(*number));
         self.directory.set_nodes(&nodes);
+        let mut uplinks = NodeSet::default();
+        let are = self.members.iter().filter(|(_, member)| member.is_uplink);
+        are.for_each(|(number, _)| uplinks.insert(*number));
+        self.directory.set_uplinks(&uplinks);
     }
 }
 
@@ -199,14 +206,16 @@ impl Supervisor {
         let card = self.cards.get(&nic).context("there is no such end")?;
         let (vni, node) = (card.vni().context("it is a NIC")?.to_owned(), card.node.clone());
         let number = card.number_on_vni.context("it has no number")?;
-        let mac = self.config.node(&node).context("there is no such node")?.mac();
+        let config = self.config.node(&node).context("there is no such node")?;
+        // A program with a memif has whatever addresses it likes, and may be a bridge.
+        let (mac, is_uplink) = (config.mac(), config.memif().is_some());
         let kept = card.kept.as_ref().context("it has no estate")?;
         let copy = |at: usize| kept.fds[at].try_clone().context("a descriptor cannot be copied; raise RLIMIT_NOFILE");
         let estate = EstateFds { control: copy(CONTROL)?, pool: copy(POOL)? }.to_read()?;
         let bell = copy(BELL)?;
         let net = self.net(&vni)?;
         net.directory.add(mac, number).map_err(|error| anyhow::anyhow!("{}: {error}", StationAddress(mac)))?;
-        net.members.insert(number, Member { node, nic, mac, estate, bell });
+        net.members.insert(number, Member { node, nic, mac, is_uplink, estate, bell });
         let directory = net.directory_to_read()?;
         if let Some(kept) = self.cards.get_mut(&nic).and_then(|card| card.kept.as_mut()) {
             kept.fds[vni::DIRECTORY] = directory;
@@ -274,8 +283,7 @@ impl Supervisor {
 
     fn net_by_name(&self, name: &str) -> Result<&Net, No> {
         self.vnis.get(name).ok_or_else(|| {
-            let known = self.vnis.keys().cloned().collect::<Vec<_>>().join(", ");
-            let there = if known.is_empty() { "there is none".to_owned() } else { format!("there are: {known}") };
+            let there = there_are(self.vnis.keys());
             No::Unknown(format!(
                 "there is no VNI {name:?}; {there}; a node that names one makes it: tasuki node add --vni {name}"
             ))
@@ -299,7 +307,7 @@ impl Supervisor {
             node: member.node.clone(),
             number: *number,
             mac: StationAddress(member.mac).to_string(),
-            interface: self.config.tap(&member.node).map(config::Tap::label),
+            interface: self.config.node(&member.node).and_then(config::Node::outlet),
             worker: self.cards.get(&member.nic).and_then(|card| card.board.holder()),
             memory: bytes_of(&member.estate),
         };

@@ -2,7 +2,8 @@
 //! killed. Needs root.
 
 use std::fs;
-use std::process::Command;
+use std::path::Path;
+use std::process::{Command, Stdio};
 use std::sync::MutexGuard;
 use std::time::Duration;
 
@@ -11,7 +12,7 @@ use serde_json::Value;
 use tasuki_tap::interface::Interface;
 
 use super::rig::{Rig, pid, signal, until};
-use super::rooms::{BURST, Exchange, Room, Stream, deaths, is_impossible};
+use super::rooms::{BURST, Exchange, Program, Room, Stream, deaths, is_impossible};
 use super::storm::{self, beside};
 
 /// Addresses for documentation (RFC 5737).
@@ -260,5 +261,49 @@ fn an_interface_that_somebody_takes_away_is_told_of_and_stops_nobody_else() {
     let exchange = Exchange::begin([(&world.shop, SHOP), (&guest, "192.0.2.3")]);
     exchange.goes_on(&world.rig, 100);
     exchange.end();
+    world.end();
+}
+
+/// A program on stock DPDK that answers `ping`, as a client of memif.
+fn echoing(socket: &Path) -> Program {
+    let vdev =
+        format!("net_memif0,role=client,socket={},socket-abstract=no,zero-copy=no,id=7,secret=hush", socket.display());
+    let mut command = Command::new("dpdk-testpmd");
+    command.args(["--lcores", "0,1", "--no-huge", "-m", "64", "--no-pci", "--no-shconf", "--no-telemetry"]);
+    command.args(["--vdev", &vdev, "--", "--nb-cores=1", "--forward-mode=icmpecho", "--total-num-mbufs=2048"]);
+    command.args(["--auto-start", "--stats-period=3600"]);
+    command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null());
+    Program(command.spawn().expect("looked for before"))
+}
+
+#[test]
+fn a_namespace_talks_to_a_program_on_stock_dpdk() {
+    let has = |program: &str| Command::new(program).arg("--version").output().is_ok();
+    if !has("dpdk-testpmd") || !has("ping") {
+        return println!("skipped: needs dpdk-testpmd and ping: apt-get install dpdk-dev iputils-ping");
+    }
+    let Some(world) = World::new() else { return };
+    world.add("shop", &world.shop, SHOP, &[]);
+    let socket = world.rig.path("dpdk.sock");
+    let shown = socket.to_str().expect("text");
+    world.rig.ask(&["node", "add", "dpdk", "--memif", shown, "--id", "7", "--secret", "hush"]);
+    world.rig.await_pair("dpdk");
+    let said = world.rig.refused(&["node", "add", "other", "--memif", shown]);
+    assert!(said.contains("is node \"dpdk\"'s as well"), "{said}");
+    for _ in 0..2 {
+        let program = echoing(&socket);
+        let answers = || {
+            let words = ["-c", "1", "-W", "1", "192.0.2.77"];
+            let pinged = world.shop.within(|| Command::new("ping").args(words).output().expect("looked for before"));
+            pinged.status.success()
+        };
+        until(&world.rig, "it answers", answers);
+        // Whoever comes after it is served by another worker.
+        drop(program);
+        world.rig.ask(&["worker", "upgrade", "dpdk"]);
+        world.rig.await_pair("dpdk");
+    }
+    world.rig.ask(&["node", "remove", "dpdk"]);
+    assert!(!socket.exists(), "nobody serves there any more");
     world.end();
 }

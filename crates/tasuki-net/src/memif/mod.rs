@@ -82,6 +82,28 @@ pub struct Dropped {
     pub length: u64,
 }
 
+impl Dropped {
+    /// All of them.
+    pub fn sum(&self) -> u64 {
+        self.counts().iter().map(|(_, count)| count).sum()
+    }
+
+    /// Each, by name.
+    pub fn counts(&self) -> [(&'static str, u64); 8] {
+        let Dropped { away, no_buffer, too_long, malformed, too_late, no_room, nobody, length } = *self;
+        [
+            ("dropped_away", away),
+            ("dropped_no_buffer", no_buffer),
+            ("dropped_too_long", too_long),
+            ("dropped_malformed", malformed),
+            ("dropped_too_late", too_late),
+            ("dropped_no_room", no_room),
+            ("dropped_nobody", nobody),
+            ("dropped_length", length),
+        ]
+    }
+}
+
 /// What became of clients.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct Clients {
@@ -167,6 +189,22 @@ impl<M: Deref<Target = [Line]>> MemifNode<M> {
     /// The node's end of the VNI.
     pub fn vni(&mut self) -> &mut Vni {
         &mut self.vni
+    }
+
+    /// Pages of the node's pool that nobody holds.
+    pub fn pages_left(&self) -> u32 {
+        self.vni.pages_left()
+    }
+
+    /// Looks addresses up elsewhere from now on.
+    pub fn set_switch(&mut self, switch: Switch<M>) {
+        self.switch = switch;
+    }
+
+    /// The last turn of whoever hands the node on. The client is told to connect anew: its memory is nobody else's.
+    pub fn finish(&mut self) {
+        self.end(Refusal::Moved.into());
+        self.vni.flush();
     }
 
     /// What the client calls itself, if one is connected.
@@ -266,21 +304,32 @@ impl<M: Deref<Target = [Line]>> MemifNode<M> {
         self.epoll.as_fd()
     }
 
+    /// The descriptor that becomes readable when there is something to do for an [armed](Self::arm) node now: while it waits for room, what others
+    /// ring by alone.
+    pub fn bell(&self) -> BorrowedFd<'_> {
+        if self.waits.is_some() { self.vni.fd() } else { self.fd() }
+    }
+
+    /// How soon an [armed](Self::arm) node must look again though nobody rings.
+    pub fn waits(&self) -> Option<Duration> {
+        // Nobody rings when there is room again.
+        self.waits.map(|_| ROOM_AGAIN).or(self.in_doubt.then_some(SECOND_LOOK))
+    }
+
     /// Sleeps until there is something to do, or for `most`, after [`arm`](Self::arm) has found nothing.
     pub fn rest(&mut self, most: Duration) {
-        let timespec = |most| Timespec::try_from(most).expect("seconds at most");
-        if self.waits.is_some() {
-            // Nobody rings when there is room again.
-            let mut polled = [PollFd::from_borrowed_fd(self.vni.fd(), PollFlags::IN)];
-            let _ = rustix::event::poll(&mut polled, Some(&timespec(most.min(ROOM_AGAIN))));
-        } else {
-            let most = if std::mem::take(&mut self.in_doubt) { most.min(SECOND_LOOK) } else { most };
-            let nothing = epoll::Event { flags: epoll::EventFlags::empty(), data: epoll::EventData::new_u64(0) };
-            let mut events = [nothing; 1];
-            // Whatever ended it: the next turn sees.
-            self.knocked |=
-                epoll::wait(&self.epoll, &mut events[..], Some(&timespec(most))).is_ok_and(|woken| woken > 0);
-        }
+        let most = self.waits().map_or(most, |again| most.min(again));
+        let most = Timespec::try_from(most).expect("seconds at most");
+        let mut polled = [PollFd::from_borrowed_fd(self.bell(), PollFlags::IN)];
+        // Whatever ended it: the next turn sees.
+        let woken = rustix::event::poll(&mut polled, Some(&most)).is_ok_and(|woken| woken > 0);
+        self.wake(woken);
+    }
+
+    /// Says that an armed node is awake again, and whether its [bell](Self::bell) may have woken it.
+    pub fn wake(&mut self, by_bell: bool) {
+        self.knocked |= by_bell && self.waits.is_none();
+        self.in_doubt &= self.waits.is_some();
         if let Some(Client { attached: Some(attached), .. }) = &self.client {
             tasuki_shm::wake::drain(attached.bell.as_fd());
         }

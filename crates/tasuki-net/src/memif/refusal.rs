@@ -27,6 +27,9 @@ pub enum Refusal {
     /// There is one already.
     #[error("id {0} has a client already, and takes one at a time; end that one first")]
     Busy(u32),
+    /// Another process serves from here on.
+    #[error("another worker serves this port from now on; connect again")]
+    Moved,
     /// It did not come to an end with its handshake.
     #[error("the handshake took too long; connect again")]
     TooSlow,
@@ -137,6 +140,7 @@ mod tests {
         const MOST: u16 = u16::MAX;
         let mut all = vec![
             Refusal::Busy(u32::MAX),
+            Refusal::Moved,
             Refusal::TooSlow,
             Refusal::Deaf,
             Refusal::Length(usize::from(MOST)),

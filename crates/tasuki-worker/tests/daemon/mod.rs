@@ -370,6 +370,7 @@ impl Node {
             aside: self.aside.clone(),
             poll: self.poll,
             memlock: 64 << 20,
+            memif: None,
             tap: None,
         };
         let fds = [fd_of(&worker.pulse), fd_of(&self.book), listening];
