@@ -25,7 +25,7 @@ use std::ops::Deref;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::time::{Duration, Instant};
 
-use rustix::event::{PollFd, PollFlags, Timespec, epoll};
+use rustix::event::{Timespec, epoll};
 use rustix::fs::OFlags;
 use rustix::io::Errno;
 use rustix::net::SocketFlags;
@@ -125,7 +125,7 @@ pub struct MemifNode<M> {
     waits: Option<Instant>,
     /// Who was waited for in vain, and has had no room since.
     slow: NodeSet,
-    /// Since when frames wait for the client, that has posted no buffer.
+    /// Since when the client has posted few buffers or none. At first, frames wait for it.
     stalls: Option<Instant>,
     /// The client was told that it need not ring.
     is_hushed: bool,
@@ -198,10 +198,11 @@ impl<M: Deref<Target = [Line]>> MemifNode<M> {
                 dropped.away += 1;
             }));
         };
-        match attached.to.look()? {
-            0 if stalls.get_or_insert_with(Instant::now).elapsed() < WAIT => return Ok(0),
-            0 => {}
-            _ => *stalls = None,
+        // A segment makes dozens of frames, and there are some at a time: what is short of room is not filled to the brim.
+        if usize::from(attached.to.look()?) >= attached.to.size().div_ceil(4) {
+            *stalls = None;
+        } else if stalls.get_or_insert_with(Instant::now).elapsed() < WAIT {
+            return Ok(0);
         }
         let mut giver = Giver { attached, given: 0, dropped, copy, chain, broken: None };
         let came = vni.receive(|incoming| {
@@ -258,7 +259,13 @@ impl<M: Deref<Target = [Line]>> MemifNode<M> {
                 return Armed::Busy;
             }
         }
-        self.vni.arm()
+        // Nor are those that wait for the client.
+        if self.is_stalled() { Armed::Idle } else { self.vni.arm() }
+    }
+
+    /// Whether frames wait for the client, which may need this very CPU to read what it has.
+    fn is_stalled(&self) -> bool {
+        self.stalls.is_some_and(|since| since.elapsed() < WAIT)
     }
 
     /// The descriptor that becomes readable when there is something to do for an [armed](Self::arm) node.
@@ -269,10 +276,10 @@ impl<M: Deref<Target = [Line]>> MemifNode<M> {
     /// Sleeps until there is something to do, or for `most`, after [`arm`](Self::arm) has found nothing.
     pub fn rest(&mut self, most: Duration) {
         let timespec = |most| Timespec::try_from(most).expect("seconds at most");
-        if self.waits.is_some() {
+        if self.waits.is_some() || self.is_stalled() {
             // Nobody rings when there is room again.
-            let mut polled = [PollFd::from_borrowed_fd(self.vni.fd(), PollFlags::IN)];
-            let _ = rustix::event::poll(&mut polled, Some(&timespec(most.min(ROOM_AGAIN))));
+            let _ = rustix::event::poll(&mut [], Some(&timespec(most.min(ROOM_AGAIN))));
+            self.knocked = true;
         } else {
             let most = if std::mem::take(&mut self.in_doubt) { most.min(SECOND_LOOK) } else { most };
             let nothing = epoll::Event { flags: epoll::EventFlags::empty(), data: epoll::EventData::new_u64(0) };
