@@ -127,6 +127,8 @@ pub struct MemifNode<M> {
     slow: NodeSet,
     /// Since when the client has posted few buffers or none. At first, frames wait for it.
     stalls: Option<Instant>,
+    /// Something waits for room, of which nobody is told.
+    naps: bool,
     /// The client was told that it need not ring.
     is_hushed: bool,
     /// It was told that it has to, and it may not have seen that when it last sent.
@@ -159,6 +161,7 @@ impl<M: Deref<Target = [Line]>> MemifNode<M> {
             waits: None,
             slow: NodeSet::default(),
             stalls: None,
+            naps: false,
             is_hushed: false,
             in_doubt: false,
         })
@@ -259,13 +262,10 @@ impl<M: Deref<Target = [Line]>> MemifNode<M> {
                 return Armed::Busy;
             }
         }
-        // Nor are those that wait for the client.
-        if self.is_stalled() { Armed::Idle } else { self.vni.arm() }
-    }
-
-    /// Whether frames wait for the client, which may need this very CPU to read what it has.
-    fn is_stalled(&self) -> bool {
-        self.stalls.is_some_and(|since| since.elapsed() < WAIT)
+        // Nor are those that wait for the client, which may need this very CPU to read what it has.
+        let is_stalled = self.stalls.is_some_and(|since| since.elapsed() < WAIT);
+        self.naps = is_stalled || self.waits.is_some();
+        if is_stalled { Armed::Idle } else { self.vni.arm() }
     }
 
     /// The descriptor that becomes readable when there is something to do for an [armed](Self::arm) node.
@@ -276,7 +276,7 @@ impl<M: Deref<Target = [Line]>> MemifNode<M> {
     /// Sleeps until there is something to do, or for `most`, after [`arm`](Self::arm) has found nothing.
     pub fn rest(&mut self, most: Duration) {
         let timespec = |most| Timespec::try_from(most).expect("seconds at most");
-        if self.waits.is_some() || self.is_stalled() {
+        if std::mem::take(&mut self.naps) {
             // Nobody rings when there is room again.
             let _ = rustix::event::poll(&mut [], Some(&timespec(most.min(ROOM_AGAIN))));
             self.knocked = true;
