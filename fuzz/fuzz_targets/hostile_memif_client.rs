@@ -39,6 +39,8 @@ struct Attack {
     props: [OwnedFd; 4],
     under_way: VecDeque<Vec<u8>>,
     now: Instant,
+    /// How far it is with a handshake that is nearly right.
+    step: u8,
 }
 
 impl Attack {
@@ -46,7 +48,7 @@ impl Attack {
         let (_, pipe) = tasuki_shm::wake::bell_pipe().expect("a pipe");
         let props = [memory(1 << 16, SealFlags::SHRINK), memory(1 << 16, SealFlags::empty()), eventfd(), pipe];
         let (world, now) = (World::with(2, 64, Terms::new(0, SECRET, "fuzzed").expect("it is short")), Instant::now());
-        Attack { world, client: None, channel: None, props, under_way: VecDeque::new(), now }
+        Attack { world, client: None, channel: None, props, under_way: VecDeque::new(), now, step: 0 }
     }
 
     fn connect(&mut self, choices: &mut Choices<'_>) {
@@ -60,7 +62,7 @@ impl Attack {
     }
 
     fn leave(&mut self) {
-        (self.client, self.channel) = (None, None);
+        (self.client, self.channel, self.step) = (None, None, 0);
         self.world.turn();
         assert!(self.world.node.client().is_none(), "who has left is gone");
     }
@@ -70,9 +72,17 @@ impl Attack {
         if self.client.is_none() && self.channel.is_none() {
             self.channel = Some(Channel::connect(&self.world.path()));
         }
-        let mut bytes = match choices.below(8) {
+        // Mostly what comes next.
+        let step = self.step;
+        self.step = (step + 1) % 5;
+        let kind = match choices.below(16) {
+            kind @ 0..8 => kind,
+            _ => [0, 1, 8, 9, 6][usize::from(step)],
+        };
+        let mut bytes = match kind {
+            8 | 9 => add_ring(kind == 8, 0, 0, u32::from(choices.below(4)) << 12, choices.below(8), 0),
             0 => init(0x0200, 0, 0, SECRET),
-            1 | 2 => add_region(u16::from(choices.below(3)), choices.word() & 0x1_ffff),
+            1 | 2 => add_region(u16::from(choices.below(16) / 15), 1 << 16 | choices.word() >> 60),
             3 => add_region(choices.short(), choices.word()),
             4 | 5 => {
                 let (offset, log2) = (u32::from(choices.short()) & 0xfff0, choices.below(10));
@@ -92,8 +102,12 @@ impl Attack {
             5..7 => vec![self.props[2].as_fd()],
             _ => (0..choices.below(5)).map(|i| self.props[usize::from(i % 4)].as_fd()).collect(),
         };
-        // What belongs to a ring, more often than not.
-        let with = if bytes.first() == Some(&5) && !with.is_empty() { vec![self.props[2].as_fd()] } else { with };
+        // What belongs to it, more often than not.
+        let with = match bytes.first() {
+            Some(5) if !with.is_empty() => vec![self.props[2].as_fd()],
+            Some(3 | 6) if with.len() == 1 => vec![],
+            _ => with,
+        };
         let channel = self.channel.as_ref().or(self.client.as_ref().map(|client| &client.channel));
         channel.expect("just seen").send(&bytes, &with);
     }
@@ -103,8 +117,14 @@ impl Attack {
         let Some(client) = &mut self.client else {
             let bytes: Vec<u8> = (0..choices.below(64)).map(|_| choices.byte()).collect();
             let cookie = 0x03e3_1f20_u32.to_le_bytes();
-            let bytes = if choices.below(2) == 0 { &cookie[..] } else { &bytes };
-            let _ = rustix::io::pwrite(&self.props[0], bytes, u64::from(choices.short()) & 0xfff0);
+            if choices.below(2) == 0 {
+                // Wherever a ring of a handshake that is nearly right may lie.
+                for place in 0..4 {
+                    let _ = rustix::io::pwrite(&self.props[0], &cookie, place << 12);
+                }
+            } else {
+                let _ = rustix::io::pwrite(&self.props[0], &bytes, u64::from(choices.short()) & 0xfff0);
+            }
             return;
         };
         let to_server = choices.below(2) == 0;
@@ -114,9 +134,20 @@ impl Attack {
             1 | 2 => client.set_head(to_server, client.head(to_server).wrapping_add(ahead)),
             3 => client.set_flags(to_server, choices.short()),
             4 => {
-                let (slot, len, offset) = (choices.byte().into(), choices.word(), choices.word());
-                let [len, offset] = [len, offset].map(|word| u32::try_from(word & 0xffff_ffff).expect("32 bits"));
-                client.describe(to_server, slot, choices.below(2).into(), choices.below(2).into(), len, offset);
+                // One that is looked at next, with bounds nearly right.
+                let (whole, buffer) = (u32::try_from(client.shape.len()).expect("it is small"), client.shape.buffer);
+                let any = |word: u64| u32::try_from(word & 0xffff_ffff).expect("32 bits");
+                let slot = u32::from(client.head(to_server).wrapping_add(ahead)) % client.shape.slots();
+                let len =
+                    [buffer, whole, any(choices.word()), u32::from(choices.short())][usize::from(choices.below(4))];
+                let edge = whole.wrapping_sub(len).wrapping_add(u32::from(choices.below(3)));
+                let place = client.shape.buffer_at(to_server, slot);
+                let offset = [place, edge, any(choices.word()), 0][usize::from(choices.below(4))];
+                let region = if choices.below(8) == 0 { choices.short() } else { 0 };
+                client.describe(to_server, slot, choices.below(2).into(), region, len, offset);
+                if to_server {
+                    client.set_head(true, client.head(true).wrapping_add(ahead + 1));
+                }
             }
             5 => {
                 let at = u64::from(choices.short()) % client.shape.len();

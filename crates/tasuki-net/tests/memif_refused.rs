@@ -19,12 +19,14 @@ mod tests {
     use rustix::fs::{MemfdFlags, SealFlags};
     use tasuki_net::memif::client::HANDSHAKE;
     use tasuki_net::memif::control::Terms;
+    use tasuki_net::port::Armed;
 
     use crate::memif::client::{
         ADD_REGION, ADD_RING, CONNECT, CONNECTED, Channel, Client, HELLO, Shape, add_region, add_ring, eventfd, init,
         memory, message,
     };
     use crate::memif::port::{OTHER, PORT, SECRET, World, frame_to};
+    use crate::net::readable;
 
     const SHAPE: Shape = Shape { log2: 4, buffer: 2048 };
     const GOOD: (u16, u32, u8) = (0x0200, 7, 0);
@@ -312,6 +314,21 @@ mod tests {
             let flags = client.read(SHAPE.ring_at(true) + 128 + 16 * slot, 2);
             assert_eq!(flags, [0, 0], "descriptor {slot}");
         }
+    }
+
+    #[test]
+    fn a_client_that_was_sent_away_wakes_nobody() {
+        let mut world = World::new(1);
+        let path = world.path();
+        let mut client = Client::connect(&path, SHAPE, SECRET, || {
+            world.turn();
+        });
+        client.channel.send(&message(CONNECT, &[]), &[]);
+        world.settle();
+        assert!(client.channel.reason().is_some());
+        assert!(client.send(&frame_to(OTHER, PORT, 1, 60)), "it goes on as if nothing had been");
+        while world.turn() > 0 || world.node.arm() == Armed::Busy {}
+        assert!(!readable(&world.node.fd(), Duration::ZERO), "its bell is not ours any more");
     }
 
     #[test]

@@ -114,8 +114,11 @@ impl End {
         each!(self, end => end.waits())
     }
 
-    fn bell(&self) -> BorrowedFd<'_> {
-        each!(self, end => end.bell())
+    fn bell(&self) -> Option<BorrowedFd<'_>> {
+        match self {
+            End::Tap(end) => Some(end.bell()),
+            End::Memif(end) => end.bell(),
+        }
     }
 
     fn wake(&mut self) {
@@ -510,7 +513,7 @@ impl VniSeat {
     /// What rings for it: other nodes while it is driven, and whoever passes the lease while it is waited for.
     pub fn bell(&self) -> Option<BorrowedFd<'_>> {
         match &self.end {
-            Some(end) => Some(end.bell()),
+            Some(end) => end.bell(),
             None => self.waits_since.and_then(|_| self.given.fds.get(WAKE)).map(AsFd::as_fd),
         }
     }

@@ -28,7 +28,7 @@ pub const MEMORY_MAX: u64 = 1 << 30;
 pub const SECRET_LEN: usize = 24;
 
 /// What clients have to know to connect.
-#[derive(Debug, Clone)]
+#[derive(Clone)]
 pub struct Terms {
     /// The number by which the port is asked for.
     pub id: u32,
@@ -36,6 +36,14 @@ pub struct Terms {
     pub secret: [u8; SECRET_LEN],
     /// What the port is called.
     pub name: String,
+}
+
+/// Without the secret: it is not to be found in anybody's log.
+impl std::fmt::Debug for Terms {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        let Terms { id, name, .. } = self;
+        f.debug_struct("Terms").field("id", id).field("name", name).finish_non_exhaustive()
+    }
 }
 
 /// A secret has more bytes than a client can say.
@@ -256,5 +264,19 @@ impl Control {
     pub fn client(&self) -> String {
         let end = self.client.iter().position(|byte| *byte == 0).unwrap_or(self.client.len());
         String::from_utf8_lossy(&self.client[..end]).into_owned()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_secret_is_what_clients_can_say_and_is_not_shown() {
+        let terms = Terms::new(3, "open sesame", "cave").unwrap();
+        assert_eq!(&terms.secret[..12], b"open sesame\0");
+        assert!(!format!("{terms:?}").contains("sesame"));
+        assert_eq!(Terms::new(3, &"x".repeat(24), "cave").unwrap_err(), SecretTooLong(24));
+        assert!(Terms::new(3, &"x".repeat(23), "cave").is_ok());
     }
 }

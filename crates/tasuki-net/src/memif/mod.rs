@@ -25,6 +25,7 @@ use std::ops::Deref;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::time::{Duration, Instant};
 
+use arrayvec::ArrayVec;
 use rustix::event::{PollFd, PollFlags, Timespec, epoll};
 use rustix::fs::OFlags;
 use rustix::io::Errno;
@@ -147,8 +148,10 @@ pub struct MemifNode<M> {
     waits: Option<Instant>,
     /// Who was waited for in vain, and has had no room since.
     slow: NodeSet,
-    /// Since when frames wait for the client, that has posted no buffer.
+    /// Since when the client has posted few buffers or none. At first, frames wait for it.
     stalls: Option<Instant>,
+    /// Something waits for room, of which nobody is told.
+    naps: bool,
     /// The client was told that it need not ring.
     is_hushed: bool,
     /// It was told that it has to, and it may not have seen that when it last sent.
@@ -181,6 +184,7 @@ impl<M: Deref<Target = [Line]>> MemifNode<M> {
             waits: None,
             slow: NodeSet::default(),
             stalls: None,
+            naps: false,
             is_hushed: false,
             in_doubt: false,
         })
@@ -236,10 +240,11 @@ impl<M: Deref<Target = [Line]>> MemifNode<M> {
                 dropped.away += 1;
             }));
         };
-        match attached.to.look()? {
-            0 if stalls.get_or_insert_with(Instant::now).elapsed() < WAIT => return Ok(0),
-            0 => {}
-            _ => *stalls = None,
+        // A segment makes dozens of frames, and there are some at a time: what is short of room is not filled to the brim.
+        if usize::from(attached.to.look()?) >= attached.to.size().div_ceil(4) {
+            *stalls = None;
+        } else if stalls.get_or_insert_with(Instant::now).elapsed() < WAIT {
+            return Ok(0);
         }
         let mut giver = Giver { attached, given: 0, dropped, copy, chain, broken: None };
         let came = vni.receive(|incoming| {
@@ -296,7 +301,10 @@ impl<M: Deref<Target = [Line]>> MemifNode<M> {
                 return Armed::Busy;
             }
         }
-        self.vni.arm()
+        // Nor are those that wait for the client, which may need this very CPU to read what it has.
+        let is_stalled = self.stalls.is_some_and(|since| since.elapsed() < WAIT);
+        self.naps = is_stalled || self.waits.is_some();
+        if is_stalled { Armed::Idle } else { self.vni.arm() }
     }
 
     /// The descriptor that becomes readable when there is something to do for an [armed](Self::arm) node.
@@ -304,32 +312,37 @@ impl<M: Deref<Target = [Line]>> MemifNode<M> {
         self.epoll.as_fd()
     }
 
-    /// The descriptor that becomes readable when there is something to do for an [armed](Self::arm) node now: while it waits for room, what others
-    /// ring by alone.
-    pub fn bell(&self) -> BorrowedFd<'_> {
-        if self.waits.is_some() { self.vni.fd() } else { self.fd() }
+    /// The same, of a node that does not look again by itself soon.
+    pub fn bell(&self) -> Option<BorrowedFd<'_>> {
+        (!self.naps).then(|| self.fd())
     }
 
     /// How soon an [armed](Self::arm) node must look again though nobody rings.
     pub fn waits(&self) -> Option<Duration> {
-        // Nobody rings when there is room again.
-        self.waits.map(|_| ROOM_AGAIN).or(self.in_doubt.then_some(SECOND_LOOK))
+        match () {
+            // Nobody rings when there is room again.
+            () if self.naps => Some(ROOM_AGAIN),
+            () if self.in_doubt => Some(SECOND_LOOK),
+            () => None,
+        }
     }
 
     /// Sleeps until there is something to do, or for `most`, after [`arm`](Self::arm) has found nothing.
     pub fn rest(&mut self, most: Duration) {
         let most = self.waits().map_or(most, |again| most.min(again));
         let most = Timespec::try_from(most).expect("seconds at most");
-        let mut polled = [PollFd::from_borrowed_fd(self.bell(), PollFlags::IN)];
+        let mut polled: ArrayVec<_, 1> =
+            self.bell().into_iter().map(|bell| PollFd::from_borrowed_fd(bell, PollFlags::IN)).collect();
         // Whatever ended it: the next turn sees.
         let woken = rustix::event::poll(&mut polled, Some(&most)).is_ok_and(|woken| woken > 0);
+        drop(polled);
         self.wake(woken);
     }
 
     /// Says that an armed node is awake again, and whether its [bell](Self::bell) may have woken it.
     pub fn wake(&mut self, by_bell: bool) {
-        self.knocked |= by_bell && self.waits.is_none();
-        self.in_doubt &= self.waits.is_some();
+        self.knocked |= by_bell | std::mem::take(&mut self.naps);
+        self.in_doubt = false;
         if let Some(Client { attached: Some(attached), .. }) = &self.client {
             tasuki_shm::wake::drain(attached.bell.as_fd());
         }
