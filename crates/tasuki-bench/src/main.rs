@@ -9,11 +9,13 @@ mod demo;
 mod floors;
 mod host;
 mod interrupt;
+mod iperf;
 mod nic;
 mod orders;
 mod pair;
 mod papers;
 mod peers;
+mod program;
 mod relay;
 mod report;
 mod rounds;
@@ -65,7 +67,12 @@ enum Bench {
     },
     /// A namespace's node of the bench `vni`. The bench starts itself with this.
     #[command(hide = true)]
-    TapNode,
+    TapNode {
+        /// Its number on the VNI.
+        number: u16,
+        /// The CPU to stay on.
+        cpu: usize,
+    },
     /// The second worker of a relay. The bench starts itself with this.
     #[command(hide = true)]
     TakeTurns,
@@ -141,11 +148,11 @@ fn run() -> Result<()> {
             Ok((rows, Some(papers::ANT.beside(&call::paper(samples)?).to_string())))
         }),
         Bench::Nic(how) => bench("nic", &how, &case::of_nic(), |samples, _| Ok((nic::rows(samples)?, None))),
-        Bench::Vni(how) => {
-            bench("vni", &how, &case::of_vni(), |samples, _| Ok((vni::rows(samples, how.effort())?, None)))
-        }
+        Bench::Vni(how) => bench("vni", &how, &case::of_vni(), |samples, interrupt| {
+            Ok((vni::rows(samples, how.effort(), interrupt)?, None))
+        }),
         Bench::Relay { how, guest } => relay(&how, guest.as_deref()),
-        Bench::TapNode => vni::tap_node(),
+        Bench::TapNode { number, cpu } => vni::tap_node(number, cpu),
         Bench::TakeTurns => relay::take_turns(),
         Bench::Demo { wire } => demo::run(wire),
         Bench::DemoPing { folder } => demo::ping(&folder),

@@ -12,8 +12,8 @@ use rustix::process::{Pid, Signal};
 
 use super::cards::{ACTS, Act, line};
 use super::iperf;
-use super::program::{LOOK, PATIENCE, Program};
 use crate::interrupt::Interrupt;
+use crate::program::{LOOK, PATIENCE, Program};
 use crate::relay::system::{System, now_ns};
 use crate::table::number;
 use crate::workplace::Workplace;

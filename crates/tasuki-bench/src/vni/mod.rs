@@ -1,6 +1,7 @@
 //! Ethernet between nodes through memory.
 
 mod netns;
+mod nodes;
 mod pair;
 mod rows;
 

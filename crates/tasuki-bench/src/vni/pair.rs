@@ -3,11 +3,11 @@
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail, ensure};
-use tasuki_net::vni::{Introduction, NoRoom, SendError, Vni};
+use tasuki_net::vni::{NoRoom, SendError, Vni};
 use tasuki_shm::line::LINE_LEN;
-use tasuki_shm::vni::estate::{EstateFds, POOL_PAGES};
 use zerocopy::IntoBytes;
 
+use super::nodes::{Kept, join};
 use crate::call::AlignedLine;
 use crate::case::Ends;
 use crate::orders::Orders;
@@ -50,19 +50,8 @@ impl Buffer {
 
 /// The memory of two nodes, and their bells.
 pub fn estates() -> Result<Ends> {
-    let make = |number| -> Result<_> {
-        let estate = EstateFds::create(&format!("bench-{number}"), POOL_PAGES)?;
-        let (ear, bell) = tasuki_shm::wake::bell_pipe().context("the kernel gave no pipe")?;
-        Ok((estate, ear, bell))
-    };
-    let ((sink, sink_ear, sink_bell), (source, source_ear, source_bell)) = (make(SINK)?, make(SOURCE)?);
-    let (sink_read, source_read) = (sink.to_read()?, source.to_read()?);
-    let ends =
-        |own: EstateFds, ear, peer: EstateFds, bell| vec![own.control, own.pool, ear, peer.control, peer.pool, bell];
-    Ok(Ends {
-        server: ends(sink, sink_ear, source_read, source_bell),
-        client: ends(source, source_ear, sink_read, sink_bell),
-    })
+    let (sink, source) = (Kept::new(SINK)?, Kept::new(SOURCE)?);
+    Ok(Ends { server: sink.fds([&source])?, client: source.fds([&sink])? })
 }
 
 /// Which buffer the frame of that number uses.
@@ -70,19 +59,10 @@ fn in_turn(number: u64) -> usize {
     usize::try_from(number % BUFFERS as u64).expect("few buffers")
 }
 
-/// One of the two.
-fn join(orders: &mut Orders, number: u16, neighbour: u16) -> Result<Vni> {
-    let estate = EstateFds { control: orders.next_fd()?, pool: orders.next_fd()? };
-    let mut vni = Vni::new(number, estate, orders.next_fd()?)?;
-    let estate = EstateFds { control: orders.next_fd()?, pool: orders.next_fd()? };
-    vni.add(Introduction { number: neighbour, estate, bell: orders.next_fd()? })?;
-    Ok(vni)
-}
-
 /// Receives all frames, and sends one back at the end of the warm-up and at the end.
 pub fn receive(mut orders: Orders, len: usize, way: Way) -> Result<()> {
     let (warmup, total) = (orders.warmup, orders.total());
-    let mut vni = join(&mut orders, SINK, SOURCE)?;
+    let mut vni = join(orders.fds(), SINK, [SOURCE])?;
     let mut buffers: Vec<_> = (0..BUFFERS).map(|_| Buffer::new(len)).collect();
     let (mut count, mut sum, mut wrong) = (0_u64, 0_u64, 0_u64);
     for until in [warmup, total] {
@@ -114,7 +94,7 @@ pub fn receive(mut orders: Orders, len: usize, way: Way) -> Result<()> {
 /// Sends all frames as fast as they are received; notes frames a second.
 pub fn send(mut orders: Orders, len: usize, way: Way) -> Result<Sample> {
     let (warmup, calls) = (orders.warmup, orders.calls);
-    let mut vni = join(&mut orders, SOURCE, SINK)?;
+    let mut vni = join(orders.fds(), SOURCE, [SINK])?;
     let mut frames: Vec<_> = (0..BUFFERS).map(|_| Buffer::new(len)).collect();
     (0_u8..).zip(&mut frames).for_each(|(i, frame)| frame.bytes().fill(i));
     let mut sample = Sample::new();

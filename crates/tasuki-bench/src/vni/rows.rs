@@ -3,6 +3,7 @@
 use anyhow::{Context, Result};
 
 use super::netns::{self, Traffic};
+use crate::interrupt::Interrupt;
 use crate::report::{Kind, Row};
 use crate::rounds::{Effort, Samples};
 
@@ -11,7 +12,7 @@ const MINT_TCP: f64 = 10e9;
 const MINT_UDP: f64 = 75e9;
 
 /// The rows of the bench.
-pub fn rows(samples: &Samples, effort: Effort) -> Result<Vec<Row>> {
+pub fn rows(samples: &Samples, effort: Effort, interrupt: &Interrupt) -> Result<Vec<Row>> {
     let mut rows = Vec::new();
     for case in super::CASES {
         let (_, len) = case.name.rsplit_once('-').context("a case is named by its frames' length")?;
@@ -23,13 +24,19 @@ pub fn rows(samples: &Samples, effort: Effort) -> Result<Vec<Row>> {
         rows.push(bits.against("mint", Kind::Paper, MINT_UDP / 1e9));
     }
     let (seconds, rounds) = if effort.full { (10, 5) } else { (3, 2) };
-    rows.extend(between_namespaces(Traffic::Tcp, MINT_TCP, 0.8, (seconds, rounds))?);
-    rows.extend(between_namespaces(Traffic::Udp, MINT_UDP, 1.0, (seconds, rounds))?);
+    rows.extend(between_namespaces(Traffic::Tcp, MINT_TCP, 0.8, (seconds, rounds), interrupt)?);
+    rows.extend(between_namespaces(Traffic::Udp, MINT_UDP, 1.0, (seconds, rounds), interrupt)?);
     Ok(rows)
 }
 
-fn between_namespaces(traffic: Traffic, paper: f64, bar: f64, (seconds, rounds): (u32, u32)) -> Result<Option<Row>> {
-    let Some(mut rates) = netns::compare(traffic, seconds, rounds)? else { return Ok(None) };
+fn between_namespaces(
+    traffic: Traffic,
+    paper: f64,
+    bar: f64,
+    (seconds, rounds): (u32, u32),
+    interrupt: &Interrupt,
+) -> Result<Option<Row>> {
+    let Some(mut rates) = netns::compare(traffic, seconds, rounds, interrupt)? else { return Ok(None) };
     let (ours, veth) = (median(&mut rates.vni), median(&mut rates.veth));
     let (ours, veth) = ours.zip(veth).context("there was no round")?;
     let row = Row::higher(traffic.case(), "gbps", "Gb/s", ours / 1e9);

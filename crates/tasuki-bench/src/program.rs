@@ -1,9 +1,11 @@
-//! A program of this machine's at work in the demo.
+//! A program of this machine's at work in the demo or in a bench.
 
+use std::io::Read;
+use std::os::fd::AsFd;
 use std::process::{Child, ChildStdout, Command, Stdio};
 use std::time::{Duration, Instant};
 
-use anyhow::{Context, Result, ensure};
+use anyhow::{Context, Result, bail, ensure};
 use rustix::event::{PollFd, PollFlags, Timespec};
 use rustix::io::Errno;
 use rustix::process::{Pid, PidfdFlags};
@@ -34,6 +36,12 @@ impl Program {
     /// Starts it; what it says is for [`output`](Self::output).
     pub fn start(command: &mut Command) -> Result<Self> {
         let name = command.get_program().display().to_string();
+        Self::start_as(&name, command)
+    }
+
+    /// The same for a program that another starts in its own place: what goes wrong is told under this name.
+    pub fn start_as(name: &str, command: &mut Command) -> Result<Self> {
+        let name = name.to_owned();
         let child = command.stdin(Stdio::null()).stdout(Stdio::piped()).spawn();
         Ok(Program { child: child.with_context(|| format!("{name} could not be started"))?, name })
     }
@@ -61,6 +69,32 @@ impl Program {
                 Ok(_) | Err(Errno::INTR) => {}
                 Err(errno) => return Err(errno).context("the kernel refused to wait"),
             }
+        }
+        Ok(())
+    }
+
+    /// Reads what it says on standard output until it has said `what`.
+    pub fn await_words(&mut self, what: &str, interrupt: &Interrupt) -> Result<()> {
+        let began = Instant::now();
+        let stdout = self.child.stdout.as_mut().context("its output was asked for twice")?;
+        let mut said = Vec::new();
+        while !String::from_utf8_lossy(&said).contains(what) {
+            let left = Timespec::try_from(PATIENCE.saturating_sub(began.elapsed()))?;
+            let mut polled =
+                [PollFd::from_borrowed_fd(stdout.as_fd(), PollFlags::IN), PollFd::new(interrupt, PollFlags::IN)];
+            match rustix::event::poll(&mut polled, Some(&left)) {
+                Ok(0) => bail!("{} did not say \"{what}\" within {} s", self.name, PATIENCE.as_secs()),
+                Ok(_) | Err(Errno::INTR) => {}
+                Err(errno) => return Err(errno).context("the kernel refused to wait"),
+            }
+            interrupt.check()?;
+            if polled[0].revents().is_empty() {
+                continue;
+            }
+            let mut chunk = [0; 4096];
+            let len = stdout.read(&mut chunk).with_context(|| format!("{} cannot be listened to", self.name))?;
+            ensure!(len > 0, "{} ended before it said \"{what}\"; what it printed says why", self.name);
+            said.extend_from_slice(&chunk[..len]);
         }
         Ok(())
     }
