@@ -5,62 +5,28 @@ mod nodes;
 mod pair;
 mod rows;
 
-use anyhow::Result;
-
 use crate::case::Case;
 use crate::cpus::Cores;
-use crate::orders::Orders;
-use crate::sample::Sample;
 
 pub use netns::tap_node;
-use pair::Way;
 pub use rows::rows;
 
 /// The cases, in the order in which a round runs them. `calls` are frames.
 pub const CASES: &[Case] = &[
-    case(
-        "copy-64",
-        5_000_000,
-        |orders| pair::receive(orders, 64, Way::Copy),
-        |orders| pair::send(orders, 64, Way::Copy),
-    ),
-    case(
-        "copy-1518",
-        2_000_000,
-        |orders| pair::receive(orders, 1518, Way::Copy),
-        |orders| pair::send(orders, 1518, Way::Copy),
-    ),
-    case(
-        "copy-15000",
-        200_000,
-        |orders| pair::receive(orders, 15_000, Way::Copy),
-        |orders| pair::send(orders, 15_000, Way::Copy),
-    ),
-    case(
-        "inplace-64",
-        5_000_000,
-        |orders| pair::receive(orders, 64, Way::InPlace),
-        |orders| pair::send(orders, 64, Way::InPlace),
-    ),
-    case(
-        "inplace-1518",
-        2_000_000,
-        |orders| pair::receive(orders, 1518, Way::InPlace),
-        |orders| pair::send(orders, 1518, Way::InPlace),
-    ),
-    case(
-        "inplace-15000",
-        200_000,
-        |orders| pair::receive(orders, 15_000, Way::InPlace),
-        |orders| pair::send(orders, 15_000, Way::InPlace),
-    ),
+    frames::<64, COPY>("copy-64", 5_000_000),
+    frames::<1518, COPY>("copy-1518", 2_000_000),
+    frames::<15_000, COPY>("copy-15000", 200_000),
+    frames::<64, IN_PLACE>("inplace-64", 5_000_000),
+    frames::<1518, IN_PLACE>("inplace-1518", 2_000_000),
+    frames::<15_000, IN_PLACE>("inplace-15000", 200_000),
 ];
 
-const fn case(
-    name: &'static str,
-    frames: u64,
-    serve: fn(Orders) -> Result<()>,
-    measure: fn(Orders) -> Result<Sample>,
-) -> Case {
+/// How a frame crosses: from a private buffer to a private buffer; or every byte is written where it is sent from, and read where it lies.
+const COPY: bool = false;
+const IN_PLACE: bool = true;
+
+/// Frames of so many bytes, as fast as they go.
+const fn frames<const LEN: usize, const IN_PLACE: bool>(name: &'static str, frames: u64) -> Case {
+    let (serve, measure) = (pair::receive::<LEN, IN_PLACE>, pair::send::<LEN, IN_PLACE>);
     Case { name, cores: Cores::Other, calls: frames, full: 2, prepare: pair::estates, serve, measure }
 }

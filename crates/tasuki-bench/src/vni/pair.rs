@@ -23,15 +23,6 @@ const BUFFERS: usize = 32;
 /// Frames between two wake-ups of the receiver.
 const BURST: u64 = 32;
 
-/// How a frame crosses.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Way {
-    /// From a private buffer to a private buffer.
-    Copy,
-    /// Every byte is written where it is sent from, and read where it lies.
-    InPlace,
-}
-
 /// Private memory for a frame, on whole lines as a program's own pool has it.
 struct Buffer {
     lines: Vec<AlignedLine>,
@@ -60,24 +51,23 @@ fn in_turn(number: u64) -> usize {
 }
 
 /// Receives all frames, and sends one back at the end of the warm-up and at the end.
-pub fn receive(mut orders: Orders, len: usize, way: Way) -> Result<()> {
+pub fn receive<const LEN: usize, const IN_PLACE: bool>(mut orders: Orders) -> Result<()> {
     let (warmup, total) = (orders.warmup, orders.total());
     let mut vni = join(orders.fds(), SINK, [SOURCE])?;
-    let mut buffers: Vec<_> = (0..BUFFERS).map(|_| Buffer::new(len)).collect();
+    let mut buffers: Vec<_> = (0..BUFFERS).map(|_| Buffer::new(LEN)).collect();
     let (mut count, mut sum, mut wrong) = (0_u64, 0_u64, 0_u64);
     for until in [warmup, total] {
         while count < until {
             vni.receive(|frame| {
                 let buffer = buffers[in_turn(count)].bytes();
                 count += 1;
-                match way {
-                    Way::Copy => wrong += u64::from(frame.copy_to(buffer) != Ok(len)),
-                    Way::InPlace => {
-                        let words = frame.words();
-                        wrong += u64::from(words.is_none());
-                        sum = words.into_iter().flatten().fold(sum, u64::wrapping_add);
-                        wrong += u64::from(!frame.is_whole());
-                    }
+                if IN_PLACE {
+                    let words = frame.words();
+                    wrong += u64::from(words.is_none());
+                    sum = words.into_iter().flatten().fold(sum, u64::wrapping_add);
+                    wrong += u64::from(!frame.is_whole());
+                } else {
+                    wrong += u64::from(frame.copy_to(buffer) != Ok(LEN));
                 }
             });
         }
@@ -92,17 +82,17 @@ pub fn receive(mut orders: Orders, len: usize, way: Way) -> Result<()> {
 }
 
 /// Sends all frames as fast as they are received; notes frames a second.
-pub fn send(mut orders: Orders, len: usize, way: Way) -> Result<Sample> {
+pub fn send<const LEN: usize, const IN_PLACE: bool>(mut orders: Orders) -> Result<Sample> {
     let (warmup, calls) = (orders.warmup, orders.calls);
     let mut vni = join(orders.fds(), SOURCE, [SINK])?;
-    let mut frames: Vec<_> = (0..BUFFERS).map(|_| Buffer::new(len)).collect();
+    let mut frames: Vec<_> = (0..BUFFERS).map(|_| Buffer::new(LEN)).collect();
     (0_u8..).zip(&mut frames).for_each(|(i, frame)| frame.bytes().fill(i));
     let mut sample = Sample::new();
     for count in [warmup, calls] {
         let start = Instant::now();
         for number in 0..count {
             let frame = frames[in_turn(number)].bytes();
-            send_one(&mut vni, frame, len, way, number)?;
+            send_one::<LEN, IN_PLACE>(&mut vni, frame, number)?;
             if number % BURST == BURST - 1 {
                 vni.flush();
             }
@@ -126,11 +116,11 @@ pub fn send(mut orders: Orders, len: usize, way: Way) -> Result<Sample> {
 }
 
 #[inline]
-fn send_one(vni: &mut Vni, frame: &[u8], len: usize, way: Way, number: u64) -> Result<()> {
-    let is_sent = |vni: &mut Vni| match way {
-        Way::Copy => vni.send(SINK, frame),
-        Way::InPlace => {
-            vni.draft(SINK, len).map(|room| room.fill(number.to_ne_bytes()[0])).map(|()| vni.post(SINK, len, false))
+fn send_one<const LEN: usize, const IN_PLACE: bool>(vni: &mut Vni, frame: &[u8], number: u64) -> Result<()> {
+    let is_sent = |vni: &mut Vni| match IN_PLACE {
+        false => vni.send(SINK, frame),
+        true => {
+            vni.draft(SINK, LEN).map(|room| room.fill(number.to_ne_bytes()[0])).map(|()| vni.post(SINK, LEN, false))
         }
     };
     loop {
