@@ -29,7 +29,7 @@ pub fn bench(checkout: &Checkout, args: &[OsString]) -> anyhow::Error {
         }
     }
     if args.first().is_some_and(|bench| bench == "vni") {
-        needs::provide(&[needs::IP, needs::IPERF3]);
+        needs::provide(&[needs::IP, needs::IPERF3, needs::TESTPMD]);
     }
     if args.first().is_some_and(|bench| bench == "relay") && wants_guest(args) {
         needs::provide(&[needs::QEMU]);

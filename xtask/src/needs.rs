@@ -47,6 +47,9 @@ pub const IPERF3: Need = Need {
     serves: "the demo cannot send over a TAP (--wire tap), and bench vni leaves out tcp-netns and udp-netns",
 };
 
+/// Sends and receives frames, between two of itself.
+pub const TESTPMD: Need = Need { program: "dpdk-testpmd", package: "dpdk", serves: "bench vni leaves out memif" };
+
 /// Counts instructions.
 pub const VALGRIND: Need =
     Need { program: "valgrind", package: "valgrind", serves: "instructions per packet are not counted" };

@@ -44,6 +44,11 @@ pub struct Orders {
 pub struct Fds(VecDeque<OwnedFd>);
 
 impl Fds {
+    /// These, which were not passed on.
+    pub fn of(fds: Vec<OwnedFd>) -> Self {
+        Fds(fds.into())
+    }
+
     /// The next of them.
     pub fn next(&mut self) -> Result<OwnedFd> {
         self.0.pop_front().context("fewer descriptors came than are needed")

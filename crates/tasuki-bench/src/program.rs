@@ -1,6 +1,6 @@
 //! A program of this machine's at work in the demo or in a bench.
 
-use std::io::Read;
+use std::io::{Read, Write};
 use std::os::fd::AsFd;
 use std::process::{Child, ChildStdout, Command, Stdio};
 use std::time::{Duration, Instant};
@@ -17,6 +17,12 @@ pub const PATIENCE: Duration = Duration::from_secs(40);
 
 /// From one look at what is waited for to the next.
 pub const LOOK: Duration = Duration::from_millis(5);
+
+/// Whether there is a program of that name on the path.
+pub fn is_there(program: &str) -> bool {
+    let path = std::env::var_os("PATH").unwrap_or_default();
+    std::env::split_paths(&path).any(|folder| folder.join(program).is_file())
+}
 
 /// Killed, if it still runs, when dropped.
 pub struct Program {
@@ -44,6 +50,28 @@ impl Program {
         let name = name.to_owned();
         let child = command.stdin(Stdio::null()).stdout(Stdio::piped()).spawn();
         Ok(Program { child: child.with_context(|| format!("{name} could not be started"))?, name })
+    }
+
+    /// Starts one that is [told](Self::tell) what to do.
+    pub fn start_to_tell(command: &mut Command) -> Result<Self> {
+        let name = command.get_program().display().to_string();
+        let child = command.stdin(Stdio::piped()).stdout(Stdio::piped()).spawn();
+        Ok(Program { child: child.with_context(|| format!("{name} could not be started"))?, name })
+    }
+
+    /// Writes a line to its standard input.
+    pub fn tell(&mut self, line: &str) -> Result<()> {
+        let stdin = self.child.stdin.as_mut().context("it was not started to be told anything")?;
+        writeln!(stdin, "{line}").with_context(|| format!("{} listens no longer", self.name))
+    }
+
+    /// Tells it nothing more, and reads what it says until it ends.
+    pub fn rest_of_output(mut self) -> Result<String> {
+        drop(self.child.stdin.take());
+        let mut said = Vec::new();
+        let mut output = self.output()?;
+        output.read_to_end(&mut said).with_context(|| format!("{} cannot be listened to", self.name))?;
+        Ok(String::from_utf8_lossy(&said).into_owned())
     }
 
     /// Its number.

@@ -21,12 +21,13 @@ use crate::cpus::{self, Cpus};
 use crate::interrupt::Interrupt;
 use crate::iperf::{Sending, Server};
 use crate::orders::Fds;
+use crate::program;
 
 /// Looks in vain before a node sleeps.
 const IDLE_LOOKS: u32 = 8;
 
 /// Between two times at which a node does what is due now and then.
-const TICK: Duration = Duration::from_millis(250);
+pub const TICK: Duration = Duration::from_millis(250);
 
 /// What `iperf3` is to send.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -52,7 +53,7 @@ pub fn compare(traffic: Traffic, seconds: u32, rounds: u32, interrupt: &Interrup
         eprintln!("{} was left out: it makes network namespaces, which only root may (sudo)", traffic.case());
         return Ok(None);
     }
-    if Command::new("iperf3").arg("--version").output().is_err() {
+    if !program::is_there("iperf3") {
         eprintln!("{} was left out: it needs the program iperf3 (apt-get install iperf3)", traffic.case());
         return Ok(None);
     }
@@ -61,7 +62,7 @@ pub fn compare(traffic: Traffic, seconds: u32, rounds: u32, interrupt: &Interrup
     let mut rates = Rates::default();
     for round in 1..=rounds {
         rates.vni.push(Namespaces::over_vni(cpus)?.measure(traffic, seconds, cpus, interrupt)?);
-        rates.veth.push(Namespaces::over_veth()?.measure(traffic, seconds, cpus, interrupt)?);
+        rates.veth.push(Namespaces::over_veth(1500)?.measure(traffic, seconds, cpus, interrupt)?);
         let giga = |rates: &[f64]| rates.last().map_or(0.0, |rate| rate / 1e9);
         eprintln!(
             "round {round}/{rounds} · {} · {:.1} Gb/s, veth {:.1}",
@@ -84,7 +85,7 @@ impl Traffic {
 }
 
 /// Two namespaces that reach each other, and what they need for it.
-struct Namespaces {
+pub struct Namespaces {
     names: [String; 2],
     nodes: Vec<Child>,
 }
@@ -108,6 +109,14 @@ fn ip(words: &str) -> Result<()> {
 }
 
 impl Namespaces {
+    /// Their addresses (for documentation, RFC 5737).
+    pub const ADDRESSES: [[u8; 4]; 2] = [[192, 0, 2, 1], [192, 0, 2, 2]];
+
+    /// What they are called.
+    pub fn names(&self) -> &[String; 2] {
+        &self.names
+    }
+
     fn new() -> Result<Self> {
         let names = ["a", "b"].map(|end| format!("tasuki-bench-{}-{end}", std::process::id()));
         for name in &names {
@@ -116,13 +125,14 @@ impl Namespaces {
         Ok(Namespaces { names, nodes: Vec::new() })
     }
 
-    fn over_veth() -> Result<Self> {
+    /// With a cable between them that takes IP packets of up to `mtu` bytes.
+    pub fn over_veth(mtu: u32) -> Result<Self> {
         let this = Self::new()?;
         let [a, b] = &this.names;
         ip(&format!("link add bench0 netns {a} type veth peer name bench0 netns {b}"))?;
         for (name, host) in this.names.iter().zip(1..) {
             ip(&format!("-n {name} addr add 192.0.2.{host}/24 dev bench0"))?;
-            ip(&format!("-n {name} link set bench0 up"))?;
+            ip(&format!("-n {name} link set bench0 mtu {mtu} up"))?;
         }
         Ok(this)
     }

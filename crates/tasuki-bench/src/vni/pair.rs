@@ -14,8 +14,8 @@ use crate::orders::Orders;
 use crate::sample::Sample;
 
 /// The node that receives, and the one that sends.
-const SINK: u16 = 0;
-const SOURCE: u16 = 1;
+pub const SINK: u16 = 0;
+pub const SOURCE: u16 = 1;
 
 /// Private frames that are copied from and to in turn, as a program has a burst of them.
 const BUFFERS: usize = 32;
@@ -24,17 +24,19 @@ const BUFFERS: usize = 32;
 const BURST: u64 = 32;
 
 /// Private memory for a frame, on whole lines as a program's own pool has it.
-struct Buffer {
+pub struct Buffer {
     lines: Vec<AlignedLine>,
     len: usize,
 }
 
 impl Buffer {
-    fn new(len: usize) -> Self {
+    /// So many bytes.
+    pub fn new(len: usize) -> Self {
         Buffer { lines: vec![AlignedLine::default(); len.div_ceil(LINE_LEN)], len }
     }
 
-    fn bytes(&mut self) -> &mut [u8] {
+    /// The bytes.
+    pub fn bytes(&mut self) -> &mut [u8] {
         &mut self.lines.as_mut_bytes()[..self.len]
     }
 }
@@ -46,15 +48,22 @@ pub fn estates() -> Result<Ends> {
 }
 
 /// Which buffer the frame of that number uses.
-fn in_turn(number: u64) -> usize {
+pub fn in_turn(number: u64) -> usize {
     usize::try_from(number % BUFFERS as u64).expect("few buffers")
+}
+
+/// One of each, told apart by what it is full of.
+pub fn private_frames(len: usize) -> Vec<Buffer> {
+    let mut frames: Vec<_> = (0..BUFFERS).map(|_| Buffer::new(len)).collect();
+    (0_u8..).zip(&mut frames).for_each(|(i, frame)| frame.bytes().fill(i));
+    frames
 }
 
 /// Receives all frames, and sends one back at the end of the warm-up and at the end.
 pub fn receive<const LEN: usize, const IN_PLACE: bool>(mut orders: Orders) -> Result<()> {
     let (warmup, total) = (orders.warmup, orders.total());
     let mut vni = join(orders.fds(), SINK, [SOURCE])?;
-    let mut buffers: Vec<_> = (0..BUFFERS).map(|_| Buffer::new(LEN)).collect();
+    let mut buffers = private_frames(LEN);
     let (mut count, mut sum, mut wrong) = (0_u64, 0_u64, 0_u64);
     for until in [warmup, total] {
         while count < until {
@@ -85,8 +94,7 @@ pub fn receive<const LEN: usize, const IN_PLACE: bool>(mut orders: Orders) -> Re
 pub fn send<const LEN: usize, const IN_PLACE: bool>(mut orders: Orders) -> Result<Sample> {
     let (warmup, calls) = (orders.warmup, orders.calls);
     let mut vni = join(orders.fds(), SOURCE, [SINK])?;
-    let mut frames: Vec<_> = (0..BUFFERS).map(|_| Buffer::new(LEN)).collect();
-    (0_u8..).zip(&mut frames).for_each(|(i, frame)| frame.bytes().fill(i));
+    let mut frames = private_frames(LEN);
     let mut sample = Sample::new();
     for count in [warmup, calls] {
         let start = Instant::now();
@@ -105,8 +113,7 @@ pub fn send<const LEN: usize, const IN_PLACE: bool>(mut orders: Orders) -> Resul
         }
         let took = start.elapsed();
         if count == calls {
-            sample.record(took / u32::try_from(calls).context("so many frames take too long")?);
-            sample.note("rate", calls as f64 / took.as_secs_f64());
+            sample.rate(calls, took)?;
         }
     }
     let counts = vni.counts(SINK).context("the receiver is known")?;
