@@ -93,6 +93,12 @@ impl Orders {
         Orders { warmup, calls, cpu, directory, shm_prefix, fds: Fds::default() }
     }
 
+    /// The same with these descriptors, for a role in this process.
+    #[cfg(test)]
+    pub fn with(self, fds: Vec<OwnedFd>) -> Self {
+        Orders { fds: Fds::of(fds), ..self }
+    }
+
     /// Calls in all: what a server has to answer before it may leave.
     pub fn total(&self) -> u64 {
         self.warmup + self.calls

@@ -187,3 +187,72 @@ impl Equipment {
         Equipment { cases, _huge_pages: huge_pages }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use std::time::Duration;
+
+    use super::*;
+
+    /// Both roles, in this process.
+    fn play(case: &Case, calls: u64) -> Sample {
+        let ends = (case.prepare)().unwrap();
+        let orders = |fds| Orders::new(40, calls, 0, std::path::PathBuf::new(), String::new()).with(fds);
+        let (server, client) = (orders(ends.server), orders(ends.client));
+        let (serve, measure) = (case.serve, case.measure);
+        let (said, heard) = std::sync::mpsc::channel();
+        let said_too = said.clone();
+        std::thread::spawn(move || said.send(serve(server).map(|()| None)));
+        std::thread::spawn(move || said_too.send(measure(client).map(Some)));
+        // One that gives up leaves the other waiting.
+        let next = || heard.recv_timeout(Duration::from_secs(60)).expect(case.name).expect(case.name);
+        [next(), next()].into_iter().flatten().next().expect("one of them measures")
+    }
+
+    /// What the roles check: that every frame arrives, and is what was sent.
+    #[test]
+    fn every_frame_of_every_case_arrives() {
+        for case in CASES.iter().filter(|case| !(MANNER.is_seldom)(case)) {
+            let sample = play(case, 400);
+            let is_trip = case.name.starts_with("rtt") || case.name.starts_with("unix");
+            assert_eq!(sample.summary().count, if is_trip { 400 } else { 1 }, "{}", case.name);
+            assert_eq!(sample.numbers("rate").len(), usize::from(!is_trip), "{}", case.name);
+        }
+    }
+
+    #[test]
+    fn datagrams_cross_veth() {
+        if Equipment::get(CASES.iter().filter(|case| case.name == "veth-1518").collect()).cases.is_empty() {
+            println!("skipped: needs root and iproute2, to make network namespaces");
+            return;
+        }
+        for case in CASES.iter().filter(|case| case.name.starts_with("veth")) {
+            assert_eq!(play(case, 200).summary().count, 200, "{}", case.name);
+        }
+    }
+
+    /// The formula of docs/design/vni.md.
+    #[test]
+    fn the_memory_of_a_hundred_nodes_is_what_the_page_says() {
+        if !memory::is_possible() {
+            println!("skipped: {}", memory::advice());
+            return;
+        }
+        let case = CASES.iter().find(|case| case.name == "memory-100").unwrap();
+        let sample = play(case, 1);
+        let (page, nodes) = (4096, u64::from(memory::NODES));
+        let of = |pairs: u64| (nodes * (memory::POOL + 3 * page) + pairs * page) as f64;
+        let said = memory::WHO.map(|who| sample.median(who).unwrap());
+        assert_eq!(said, [of(0), of(nodes), of(nodes * (nodes - 1))]);
+    }
+
+    #[test]
+    fn every_case_that_is_compared_is_run() {
+        let names: Vec<_> = cases().map(|case| case.name).collect();
+        for (name, _) in rows::MEMIF_BARS {
+            let memif = format!("memif-{}", name.trim_start_matches("copy-"));
+            assert!(names.contains(&name) && names.contains(&memif.as_str()), "{name} beside {memif}");
+        }
+        assert!(names.contains(&rows::EVENTFD));
+    }
+}

@@ -24,7 +24,7 @@ pub const EVENTFD: &str = "eventfd-other-core";
 const MIB: f64 = (1 << 20) as f64;
 
 /// What is promised of frames, as a multiple of what `memif` has.
-const MEMIF_BARS: [(&str, f64); 3] = [("copy-64", 1.3), ("copy-1518", 1.5), ("inplace-1518", 3.0)];
+pub const MEMIF_BARS: [(&str, f64); 3] = [("copy-64", 1.3), ("copy-1518", 1.5), ("inplace-1518", 3.0)];
 
 /// The rows of the bench.
 pub fn rows(samples: &Samples, effort: Effort, interrupt: &Interrupt) -> Result<Vec<Row>> {
