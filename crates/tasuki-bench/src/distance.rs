@@ -51,6 +51,12 @@ pub fn rounds(sample: &Sample, name: &str) -> Vec<Round> {
     both.map(|(&value, (&before, &after))| Round { value, distance: steady(before, after) }).collect()
 }
 
+/// How far apart the CPUs were in each round of a case, as something to compare its figures with.
+pub fn as_floor(sample: &Sample) -> Vec<Round> {
+    let both = sample.numbers(BEFORE).iter().zip(sample.numbers(AFTER));
+    both.map(|(&before, &after)| Round { value: before.midpoint(after), distance: steady(before, after) }).collect()
+}
+
 fn steady(before: f64, after: f64) -> Option<f64> {
     are_alike(before, after).then(|| before.midpoint(after))
 }

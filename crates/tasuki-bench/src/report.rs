@@ -68,7 +68,7 @@ pub struct Against {
     pub kind: Kind,
     /// Its figure, in the row's unit.
     pub value: f64,
-    /// The row's value divided by this one, or what that came to in rounds that can be compared; absent when this one is zero.
+    /// The row's value divided by this one, or what that came to in rounds that can be compared; absent when this one is zero, or there are none.
     pub ratio: Option<f64>,
     /// Which rounds were compared, where not all of them can be.
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -130,19 +130,15 @@ impl Row {
         self
     }
 
-    /// Compares the figure with `value`, in rounds that can be compared: `pairs` says which, and `ratio` is what came out of them, if there were any.
+    /// Compares the figure with `value`, in rounds that can be compared: `pairs` says which, and `ratio` is what came out of them. Without any there is
+    /// no ratio, and no bar is judged.
     pub fn against_in_pairs(mut self, name: &str, kind: Kind, value: f64, ratio: Option<f64>, pairs: String) -> Self {
         self = self.against(name, kind, value);
         if let Some(against) = self.against.last_mut() {
-            against.ratio = ratio.or(against.ratio);
+            against.ratio = ratio;
             against.pairs = Some(pairs);
         }
         self
-    }
-
-    fn compared_with(&self, name: &str) -> Result<&Against> {
-        let peer = self.against.iter().find(|against| against.name == name);
-        peer.with_context(|| format!("{} is not compared with {name}, so no bar can be set", self.case))
     }
 
     /// Promises at most (or, when more is better, at least) `factor` times what `name` has.
@@ -150,8 +146,14 @@ impl Row {
     /// The figure must have been compared with `name` before.
     pub fn bar(mut self, factor: f64, name: &str) -> Result<Self> {
         let bar = self.compared_promise(factor, name)?;
-        self.bars.push(bar);
+        self.bars.extend(bar);
         Ok(self)
+    }
+
+    /// Promises at most (or, when more is better, at least) `limit`, in the row's unit.
+    pub fn bar_at(mut self, limit: f64) -> Self {
+        self.bars.push(self.promise(limit, format!("{limit} {}", self.unit)));
+        self
     }
 
     /// Promises `limit`, in the row's unit, or `factor` times what `name` has: whichever is easier.
@@ -159,25 +161,19 @@ impl Row {
         let (fixed, compared) =
             (self.promise(limit, format!("{limit} {}", self.unit)), self.compared_promise(factor, name)?);
         let text = format!("{} or {} × {name}", fixed.text, factor_text(factor));
-        self.bars.push(Bar { text, holds: fixed.holds || compared.holds });
+        self.bars.push(Bar { text, holds: fixed.holds || compared.is_some_and(|bar| bar.holds) });
         Ok(self)
     }
 
-    fn compared_promise(&self, factor: f64, name: &str) -> Result<Bar> {
-        let peer = self.compared_with(name)?;
+    fn compared_promise(&self, factor: f64, name: &str) -> Result<Option<Bar>> {
+        let peer = self.against.iter().find(|against| against.name == name);
+        let peer = peer.with_context(|| format!("{} is not compared with {name}, so no bar can be set", self.case))?;
         let bar = self.promise(factor * peer.value, format!("{} × {name}", factor_text(factor)));
-        let holds = match (peer.ratio, self.better) {
-            (Some(ratio), Better::Lower) => ratio <= factor,
-            (Some(ratio), Better::Higher) => ratio >= factor,
-            (None, _) => bar.holds,
-        };
-        Ok(Bar { holds, ..bar })
-    }
-
-    /// Promises at most (or, when more is better, at least) `limit`, in the row's unit.
-    pub fn bar_at(mut self, limit: f64) -> Self {
-        self.bars.push(self.promise(limit, format!("{limit} {}", self.unit)));
-        self
+        Ok(match (peer.ratio, self.better) {
+            (Some(ratio), Better::Lower) => Some(Bar { holds: ratio <= factor, ..bar }),
+            (Some(ratio), Better::Higher) => Some(Bar { holds: ratio >= factor, ..bar }),
+            (None, _) => peer.pairs.is_none().then_some(bar),
+        })
     }
 
     fn promise(&self, limit: f64, limit_text: String) -> Bar {
@@ -240,7 +236,7 @@ mod tests {
             row.against_in_pairs("memif", Kind::Peer, 31.0, Some(1.4), "2 at 110 ns".into()).bar(1.3, "memif").unwrap();
         assert!(row.bars[0].holds, "{row:?}");
         let row = row.against_in_pairs("memcpy", Kind::Floor, 31.0, None, "none".into()).bar(1.0, "memcpy").unwrap();
-        assert_eq!((row.against[1].ratio, row.bars[1].holds), (Some(30.0 / 31.0), false));
+        assert_eq!((row.against[1].ratio, row.bars.len()), (None, 1), "what cannot be compared is not judged");
     }
 
     #[test]
