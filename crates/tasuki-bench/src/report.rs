@@ -161,7 +161,9 @@ impl Row {
         let (fixed, compared) =
             (self.promise(limit, format!("{limit} {}", self.unit)), self.compared_promise(factor, name)?);
         let text = format!("{} or {} × {name}", fixed.text, factor_text(factor));
-        self.bars.push(Bar { text, holds: fixed.holds || compared.is_some_and(|bar| bar.holds) });
+        // Where the one is missed and the other cannot be judged, neither is the bar.
+        let holds = if fixed.holds { Some(true) } else { compared.map(|bar| bar.holds) };
+        self.bars.extend(holds.map(|holds| Bar { text, holds }));
         Ok(self)
     }
 
@@ -245,6 +247,9 @@ mod tests {
         let bar = |row: &Row, limit| row.clone().bar_at_or(limit, 0.8, "memcpy").unwrap().bars.remove(0);
         assert_eq!(bar(&row, 75.0), Bar { text: "≥ 75 Gb/s or 0.8 × memcpy".into(), holds: true });
         assert!(!bar(&row, 90.0).holds);
+        let row = Row::higher("inplace-15000", "gbps", "Gb/s", 80.0);
+        let row = row.against_in_pairs("memcpy", Kind::Floor, 70.0, None, "none".into());
+        assert!(bar(&row, 75.0).holds && row.bar_at_or(90.0, 0.8, "memcpy").unwrap().bars.is_empty());
     }
 
     #[test]
