@@ -28,6 +28,9 @@ pub fn bench(checkout: &Checkout, args: &[OsString]) -> anyhow::Error {
             Err(error) => return error,
         }
     }
+    if args.first().is_some_and(|bench| bench == "vni") {
+        needs::provide(&[needs::IP, needs::IPERF3, needs::TESTPMD]);
+    }
     if args.first().is_some_and(|bench| bench == "relay") && wants_guest(args) {
         needs::provide(&[needs::QEMU]);
         match guest::prepare_relay(checkout) {

@@ -34,11 +34,21 @@ pub const PING: Need =
     Need { program: "ping", package: "iputils-ping", serves: "the demo cannot ask over a TAP (--wire tap)" };
 
 /// Makes interfaces.
-pub const IP: Need = Need { program: "ip", package: "iproute2", serves: "the demo cannot set up a TAP (--wire tap)" };
+pub const IP: Need = Need {
+    program: "ip",
+    package: "iproute2",
+    serves: "the demo cannot set up a TAP (--wire tap), and bench vni leaves out what goes between namespaces",
+};
 
 /// Sends by TCP, from this machine's own kernel.
-pub const IPERF3: Need =
-    Need { program: "iperf3", package: "iperf3", serves: "the demo cannot send over a TAP (--wire tap)" };
+pub const IPERF3: Need = Need {
+    program: "iperf3",
+    package: "iperf3",
+    serves: "the demo cannot send over a TAP (--wire tap), and bench vni leaves out tcp-netns and udp-netns",
+};
+
+/// Sends and receives frames, between two of itself.
+pub const TESTPMD: Need = Need { program: "dpdk-testpmd", package: "dpdk", serves: "bench vni leaves out memif" };
 
 /// A client of memif that nobody here wrote. The package brings the driver along.
 pub const DPDK: Need = Need {

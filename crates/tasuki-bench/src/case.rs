@@ -64,7 +64,7 @@ pub fn of_relay() -> Vec<&'static Case> {
 
 /// The cases of the bench `vni`, in the order in which a round runs them.
 pub fn of_vni() -> Vec<&'static Case> {
-    vni::CASES.iter().collect()
+    vni::cases().collect()
 }
 
 /// Every case there is.

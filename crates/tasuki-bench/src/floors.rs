@@ -99,6 +99,11 @@ const fn eventfd_case(name: &'static str, cores: Cores) -> Case {
     Case { name, cores, calls, full: 2, prepare: two_eventfds, serve: serve_eventfd, measure: measure_eventfd }
 }
 
+/// The cache-line ping-pong, without the CPU's hint and with it.
+pub fn ping_pongs() -> impl Iterator<Item = &'static Case> {
+    CASES.iter().filter(|case| ["ping-pong-tight", "ping-pong-hinted"].contains(&case.name))
+}
+
 /// The median of the cache-line ping-pong in ns: the floor of everything that spins.
 pub fn ping_pong_p50(samples: &Samples) -> Result<f64> {
     Ok(ping_pong(samples, "ping-pong-tight", "ping-pong-hinted")?.0.summary().p50 as f64)

@@ -6,14 +6,17 @@ mod call;
 mod case;
 mod cpus;
 mod demo;
+mod distance;
 mod floors;
 mod host;
 mod interrupt;
+mod iperf;
 mod nic;
 mod orders;
 mod pair;
 mod papers;
 mod peers;
+mod program;
 mod relay;
 mod report;
 mod rounds;
@@ -37,7 +40,8 @@ use crate::interrupt::Interrupt;
 use crate::pair::Side;
 use crate::relay::guest::Relays;
 use crate::report::{Report, Row};
-use crate::rounds::{Effort, Samples};
+use crate::rounds::{Effort, Manner, Samples};
+use crate::vni::Equipment;
 
 /// Measures Tasuki beside its peers, its physical floors and the papers it comes from.
 #[derive(Debug, Parser)]
@@ -65,7 +69,18 @@ enum Bench {
     },
     /// A namespace's node of the bench `vni`. The bench starts itself with this.
     #[command(hide = true)]
-    TapNode,
+    TapNode {
+        /// Its number on the VNI.
+        number: u16,
+        /// The CPU to stay on.
+        cpu: usize,
+    },
+    /// A node of the bench `vni` that does nothing. The bench starts itself with this.
+    #[command(hide = true)]
+    IdleNode {
+        /// Its number on the VNI.
+        number: u16,
+    },
     /// The second worker of a relay. The bench starts itself with this.
     #[command(hide = true)]
     TakeTurns,
@@ -115,7 +130,32 @@ struct How {
     only: Vec<String>,
 }
 
+/// What a bench is.
+#[derive(Debug, Clone, Copy)]
+struct Plan {
+    /// Its name in the report.
+    name: &'static str,
+    effort: Effort,
+    manner: Manner,
+}
+
 impl How {
+    /// The cases that were asked for.
+    fn choose(&self, all: &[&'static Case]) -> Result<Vec<&'static Case>> {
+        let is_wanted = |case: &&&Case| {
+            self.only.is_empty() || self.only.iter().any(|prefix| case.name.starts_with(prefix.as_str()))
+        };
+        let chosen: Vec<_> = all.iter().filter(is_wanted).copied().collect();
+        let names: Vec<_> = all.iter().map(|case| case.name).collect();
+        let prefixes = self.only.join(" or ");
+        ensure!(!chosen.is_empty(), "no case begins with {prefixes}; the cases are {}", names.join(", "));
+        Ok(chosen)
+    }
+
+    fn plan(&self, name: &'static str) -> Plan {
+        Plan { name, effort: self.effort(), manner: Manner::PLAIN }
+    }
+
     fn effort(&self) -> Effort {
         if self.quick { Effort::QUICK } else { Effort::FULL }
     }
@@ -134,18 +174,19 @@ fn main() -> ExitCode {
 
 fn run() -> Result<()> {
     match Arguments::parse().bench {
-        Bench::Call(how) => bench("call", &how, &case::of_call(), |samples, _| {
+        Bench::Call(how) => bench(how.plan("call"), &how, &Interrupt::catch()?, &case::of_call(), |samples| {
             let mut rows = floors::rows(samples)?;
             rows.extend(call::rows(samples)?);
             rows.extend(peers::rows(samples)?);
             Ok((rows, Some(papers::ANT.beside(&call::paper(samples)?).to_string())))
         }),
-        Bench::Nic(how) => bench("nic", &how, &case::of_nic(), |samples, _| Ok((nic::rows(samples)?, None))),
-        Bench::Vni(how) => {
-            bench("vni", &how, &case::of_vni(), |samples, _| Ok((vni::rows(samples, how.effort())?, None)))
-        }
+        Bench::Nic(how) => bench(how.plan("nic"), &how, &Interrupt::catch()?, &case::of_nic(), |samples| {
+            Ok((nic::rows(samples)?, None))
+        }),
+        Bench::Vni(how) => vni(&how),
         Bench::Relay { how, guest } => relay(&how, guest.as_deref()),
-        Bench::TapNode => vni::tap_node(),
+        Bench::TapNode { number, cpu } => vni::tap_node(number, cpu),
+        Bench::IdleNode { number } => vni::idle_node(number),
         Bench::TakeTurns => relay::take_turns(),
         Bench::Demo { wire } => demo::run(wire),
         Bench::DemoPing { folder } => demo::ping(&folder),
@@ -154,6 +195,18 @@ fn run() -> Result<()> {
             pair::play(side, &case).with_context(|| format!("case {case}: the {} role gave up", side.name()))
         }
     }
+}
+
+/// The bench of Ethernet between nodes: with what this machine has for it.
+fn vni(how: &How) -> Result<()> {
+    // From here on an interrupt no longer ends the process before it has given back what it takes.
+    let interrupt = Interrupt::catch()?;
+    let equipment = Equipment::get(how.choose(&case::of_vni())?);
+    ensure!(!equipment.cases.is_empty(), "none of the cases that were asked for can be run here; see above");
+    let plan = Plan { name: "vni", effort: vni::effort(how.quick), manner: vni::MANNER };
+    bench(plan, how, &interrupt, &equipment.cases, |samples| {
+        Ok((vni::rows(samples, plan.effort, &interrupt)?, Some(distance::told(samples))))
+    })
 }
 
 /// The bench of relays: between two processes, and, where there is one, in a guest.
@@ -173,8 +226,9 @@ fn relay(how: &How, guest: Option<&Path>) -> Result<()> {
         print(&Report { bench: "relay", host: Host::look(Cpus::choose()?), rows }, paper.as_deref());
         return Ok(());
     }
-    bench("relay", how, &case::of_relay(), |samples, interrupt| {
-        let (more, paper) = in_guest(interrupt)?;
+    let interrupt = Interrupt::catch()?;
+    bench(how.plan("relay"), how, &interrupt, &case::of_relay(), |samples| {
+        let (more, paper) = in_guest(&interrupt)?;
         let mut rows = relay::rows(samples)?;
         rows.extend(more);
         let tables = relay::tables(samples)?;
@@ -182,40 +236,30 @@ fn relay(how: &How, guest: Option<&Path>) -> Result<()> {
     })
 }
 
-/// Runs the cases whose names begin with one of the prefixes asked for, and prints what each came to.
-fn some(how: &How, cases: &[&'static Case]) -> Result<()> {
-    workplace::sweep();
-    let wanted = |case: &&&Case| how.only.iter().any(|prefix| case.name.starts_with(prefix.as_str()));
-    let names: Vec<_> = cases.iter().map(|case| case.name).collect();
-    let cases: Vec<_> = cases.iter().filter(wanted).copied().collect();
-    ensure!(!cases.is_empty(), "no case begins with {}; the cases are {}", how.only.join(" or "), names.join(", "));
-    let samples = rounds::run(&cases, how.effort(), Cpus::choose()?, &Interrupt::catch()?)?;
-    for case in cases {
-        let sample = samples.of(case.name)?;
-        println!("{:<22} {:?} {:?}", case.name, sample.summary(), sample.all_numbers());
-    }
-    Ok(())
-}
-
-/// Runs `cases`, and prints the rows that `judge` makes of them, with what else it has to say.
+/// Runs `cases`, and prints the rows that `judge` makes of them, with what else it has to say; of some of them only, what each came to.
 fn bench(
-    name: &'static str,
+    plan: Plan,
     how: &How,
+    interrupt: &Interrupt,
     cases: &[&'static Case],
-    judge: impl FnOnce(&Samples, &Interrupt) -> Result<(Vec<Row>, Option<String>)>,
+    judge: impl FnOnce(&Samples) -> Result<(Vec<Row>, Option<String>)>,
 ) -> Result<()> {
-    if !how.only.is_empty() {
-        return some(how, cases);
-    }
+    let cases = how.choose(cases)?;
     // A file that cannot be written is better known before minutes of measuring than after.
     let json = how.json.as_deref().map(|file| create(file).map(|open| (file, open))).transpose()?;
     workplace::sweep();
     let cpus = Cpus::choose()?;
     let host = Host::look(cpus);
-    let interrupt = Interrupt::catch()?;
-    let samples = rounds::run(cases, how.effort(), cpus, &interrupt)?;
-    let (rows, more) = judge(&samples, &interrupt)?;
-    let report = Report { bench: name, host, rows };
+    let samples = rounds::run(&cases, (plan.effort, plan.manner), cpus, interrupt)?;
+    if !how.only.is_empty() {
+        for case in cases {
+            let sample = samples.of(case.name)?;
+            println!("{:<22} {:?} {:?}", case.name, sample.summary(), sample.all_numbers());
+        }
+        return Ok(());
+    }
+    let (rows, more) = judge(&samples)?;
+    let report = Report { bench: plan.name, host, rows };
     print(&report, more.as_deref());
     match json {
         Some((path, file)) => write_json(&report, file, path),

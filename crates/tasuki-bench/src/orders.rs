@@ -16,7 +16,7 @@ use rustix::net::{
 use serde::{Deserialize, Serialize};
 
 /// Most descriptors that one role can be given.
-const MOST_FDS: usize = 16;
+const MOST_FDS: usize = 128;
 
 /// Longest message in bytes; the directory is the only part that varies much.
 const LONGEST_MESSAGE: usize = 16 * 1024;
@@ -36,13 +36,67 @@ pub struct Orders {
     pub shm_prefix: String,
     /// What the case prepared for this role, in order.
     #[serde(skip)]
-    fds: VecDeque<OwnedFd>,
+    fds: Fds,
+}
+
+/// Descriptors that were passed on, in order.
+#[derive(Debug, Default)]
+pub struct Fds(VecDeque<OwnedFd>);
+
+impl Fds {
+    /// These, which were not passed on.
+    pub fn of(fds: Vec<OwnedFd>) -> Self {
+        Fds(fds.into())
+    }
+
+    /// The next of them.
+    pub fn next(&mut self) -> Result<OwnedFd> {
+        self.0.pop_front().context("fewer descriptors came than are needed")
+    }
+
+    /// Sends `message` with `fds` through `socket`.
+    pub fn send(socket: BorrowedFd<'_>, message: &[u8], fds: &[OwnedFd]) -> Result<()> {
+        ensure!(fds.len() <= MOST_FDS, "{} descriptors were prepared, but a role can take {MOST_FDS}", fds.len());
+        let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(MOST_FDS))];
+        let mut control = SendAncillaryBuffer::new(&mut space);
+        let fds: Vec<_> = fds.iter().map(AsFd::as_fd).collect();
+        if !fds.is_empty() {
+            control.push(SendAncillaryMessage::ScmRights(&fds));
+        }
+        rustix::net::sendmsg(socket, &[IoSlice::new(message)], &mut control, SendFlags::NOSIGNAL)
+            .context("the role ended before it took its orders")?;
+        Ok(())
+    }
+
+    /// Waits for a message that comes through `socket`, and for its descriptors.
+    pub fn receive(socket: BorrowedFd<'_>) -> Result<(Vec<u8>, Self)> {
+        let mut message = vec![0; LONGEST_MESSAGE];
+        let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(MOST_FDS))];
+        let mut control = RecvAncillaryBuffer::new(&mut space);
+        let got =
+            rustix::net::recvmsg(socket, &mut [IoSliceMut::new(&mut message)], &mut control, RecvFlags::CMSG_CLOEXEC)
+                .context("no orders on standard input; roles are started by a bench and not by hand")?;
+        message.truncate(got.bytes);
+        let mut all = Fds::default();
+        for part in control.drain() {
+            if let RecvAncillaryMessage::ScmRights(fds) = part {
+                all.0.extend(fds);
+            }
+        }
+        Ok((message, all))
+    }
 }
 
 impl Orders {
     /// Orders with the descriptors that the case prepared for the role.
     pub fn new(warmup: u64, calls: u64, cpu: usize, directory: PathBuf, shm_prefix: String) -> Self {
-        Orders { warmup, calls, cpu, directory, shm_prefix, fds: VecDeque::new() }
+        Orders { warmup, calls, cpu, directory, shm_prefix, fds: Fds::default() }
+    }
+
+    /// The same with these descriptors, for a role in this process.
+    #[cfg(test)]
+    pub fn with(self, fds: Vec<OwnedFd>) -> Self {
+        Orders { fds: Fds::of(fds), ..self }
     }
 
     /// Calls in all: what a server has to answer before it may leave.
@@ -52,40 +106,25 @@ impl Orders {
 
     /// The next descriptor, in the order in which the case prepared them.
     pub fn next_fd(&mut self) -> Result<OwnedFd> {
-        self.fds.pop_front().context("the case prepared fewer descriptors than its role takes")
+        self.fds.next()
+    }
+
+    /// All that were not taken yet.
+    pub fn fds(&mut self) -> &mut Fds {
+        &mut self.fds
     }
 
     /// Sends the orders and `fds` through `socket`.
     pub fn send(&self, socket: BorrowedFd<'_>, fds: &[OwnedFd]) -> Result<()> {
         let message = serde_json::to_vec(self).context("orders could not be written as JSON")?;
-        ensure!(fds.len() <= MOST_FDS, "{} descriptors were prepared, but a role can take {MOST_FDS}", fds.len());
-        let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(MOST_FDS))];
-        let mut control = SendAncillaryBuffer::new(&mut space);
-        let fds: Vec<_> = fds.iter().map(AsFd::as_fd).collect();
-        if !fds.is_empty() {
-            control.push(SendAncillaryMessage::ScmRights(&fds));
-        }
-        rustix::net::sendmsg(socket, &[IoSlice::new(&message)], &mut control, SendFlags::NOSIGNAL)
-            .context("the role ended before it took its orders")?;
-        Ok(())
+        Fds::send(socket, &message, fds)
     }
 
     /// Waits for the orders that come through `socket`.
     pub fn receive(socket: BorrowedFd<'_>) -> Result<Self> {
-        let mut message = vec![0; LONGEST_MESSAGE];
-        let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(MOST_FDS))];
-        let mut control = RecvAncillaryBuffer::new(&mut space);
-        let got =
-            rustix::net::recvmsg(socket, &mut [IoSliceMut::new(&mut message)], &mut control, RecvFlags::CMSG_CLOEXEC)
-                .context("no orders on standard input; roles are started by a bench and not by hand")?;
-        let mut orders: Orders =
-            serde_json::from_slice(&message[..got.bytes]).context("the bench ended before it gave its orders")?;
-        for part in control.drain() {
-            if let RecvAncillaryMessage::ScmRights(fds) = part {
-                orders.fds.extend(fds);
-            }
-        }
-        Ok(orders)
+        let (message, fds) = Fds::receive(socket)?;
+        let orders: Orders = serde_json::from_slice(&message).context("the bench ended before it gave its orders")?;
+        Ok(Orders { fds, ..orders })
     }
 }
 

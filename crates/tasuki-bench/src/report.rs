@@ -68,8 +68,11 @@ pub struct Against {
     pub kind: Kind,
     /// Its figure, in the row's unit.
     pub value: f64,
-    /// The row's value divided by this one; absent when this one is zero.
+    /// The row's value divided by this one, or what that came to in rounds that can be compared; absent when this one is zero, or there are none.
     pub ratio: Option<f64>,
+    /// Which rounds were compared, where not all of them can be.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub pairs: Option<String>,
 }
 
 /// What a figure can be compared with.
@@ -123,7 +126,18 @@ impl Row {
     /// Compares the figure with `value`, which has the same unit.
     pub fn against(mut self, name: &str, kind: Kind, value: f64) -> Self {
         let ratio = (value != 0.0).then(|| self.value / value);
-        self.against.push(Against { name: name.to_owned(), kind, value, ratio });
+        self.against.push(Against { name: name.to_owned(), kind, value, ratio, pairs: None });
+        self
+    }
+
+    /// Compares the figure with `value`, in rounds that can be compared: `pairs` says which, and `ratio` is what came out of them. Without any there is
+    /// no ratio, and no bar is judged.
+    pub fn against_in_pairs(mut self, name: &str, kind: Kind, value: f64, ratio: Option<f64>, pairs: String) -> Self {
+        self = self.against(name, kind, value);
+        if let Some(against) = self.against.last_mut() {
+            against.ratio = ratio;
+            against.pairs = Some(pairs);
+        }
         self
     }
 
@@ -131,9 +145,8 @@ impl Row {
     ///
     /// The figure must have been compared with `name` before.
     pub fn bar(mut self, factor: f64, name: &str) -> Result<Self> {
-        let peer = self.against.iter().find(|against| against.name == name);
-        let peer = peer.with_context(|| format!("{} is not compared with {name}, so no bar can be set", self.case))?;
-        self.bars.push(self.promise(factor * peer.value, format!("{} × {name}", factor_text(factor))));
+        let bar = self.compared_promise(factor, name)?;
+        self.bars.extend(bar);
         Ok(self)
     }
 
@@ -141,6 +154,28 @@ impl Row {
     pub fn bar_at(mut self, limit: f64) -> Self {
         self.bars.push(self.promise(limit, format!("{limit} {}", self.unit)));
         self
+    }
+
+    /// Promises `limit`, in the row's unit, or `factor` times what `name` has: whichever is easier.
+    pub fn bar_at_or(mut self, limit: f64, factor: f64, name: &str) -> Result<Self> {
+        let (fixed, compared) =
+            (self.promise(limit, format!("{limit} {}", self.unit)), self.compared_promise(factor, name)?);
+        let text = format!("{} or {} × {name}", fixed.text, factor_text(factor));
+        // Where the one is missed and the other cannot be judged, neither is the bar.
+        let holds = if fixed.holds { Some(true) } else { compared.map(|bar| bar.holds) };
+        self.bars.extend(holds.map(|holds| Bar { text, holds }));
+        Ok(self)
+    }
+
+    fn compared_promise(&self, factor: f64, name: &str) -> Result<Option<Bar>> {
+        let peer = self.against.iter().find(|against| against.name == name);
+        let peer = peer.with_context(|| format!("{} is not compared with {name}, so no bar can be set", self.case))?;
+        let bar = self.promise(factor * peer.value, format!("{} × {name}", factor_text(factor)));
+        Ok(match (peer.ratio, self.better) {
+            (Some(ratio), Better::Lower) => Some(Bar { holds: ratio <= factor, ..bar }),
+            (Some(ratio), Better::Higher) => Some(Bar { holds: ratio >= factor, ..bar }),
+            (None, _) => peer.pairs.is_none().then_some(bar),
+        })
     }
 
     fn promise(&self, limit: f64, limit_text: String) -> Bar {
@@ -194,6 +229,27 @@ mod tests {
     fn a_bar_needs_something_to_be_measured_by() {
         let refusal = Row::lower("call", "rtt_p50", "ns", 200.0).bar(1.3, "ping-pong").unwrap_err();
         assert!(refusal.to_string().contains("ping-pong"), "{refusal}");
+    }
+
+    #[test]
+    fn a_bar_goes_by_the_rounds_that_can_be_compared() {
+        let row = Row::higher("copy-64", "pps", "frames/s", 30.0);
+        let row =
+            row.against_in_pairs("memif", Kind::Peer, 31.0, Some(1.4), "2 at 110 ns".into()).bar(1.3, "memif").unwrap();
+        assert!(row.bars[0].holds, "{row:?}");
+        let row = row.against_in_pairs("memcpy", Kind::Floor, 31.0, None, "none".into()).bar(1.0, "memcpy").unwrap();
+        assert_eq!((row.against[1].ratio, row.bars.len()), (None, 1), "what cannot be compared is not judged");
+    }
+
+    #[test]
+    fn of_two_bars_the_easier_counts() {
+        let row = Row::higher("inplace-15000", "gbps", "Gb/s", 80.0).against("memcpy", Kind::Floor, 200.0);
+        let bar = |row: &Row, limit| row.clone().bar_at_or(limit, 0.8, "memcpy").unwrap().bars.remove(0);
+        assert_eq!(bar(&row, 75.0), Bar { text: "≥ 75 Gb/s or 0.8 × memcpy".into(), holds: true });
+        assert!(!bar(&row, 90.0).holds);
+        let row = Row::higher("inplace-15000", "gbps", "Gb/s", 80.0);
+        let row = row.against_in_pairs("memcpy", Kind::Floor, 70.0, None, "none".into());
+        assert!(bar(&row, 75.0).holds && row.bar_at_or(90.0, 0.8, "memcpy").unwrap().bars.is_empty());
     }
 
     #[test]

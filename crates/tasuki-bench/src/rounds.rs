@@ -7,6 +7,7 @@ use anyhow::{Context, Result};
 
 use crate::case::Case;
 use crate::cpus::Cpus;
+use crate::distance;
 use crate::interrupt::Interrupt;
 use crate::pair;
 use crate::sample::Sample;
@@ -27,6 +28,20 @@ impl Effort {
     pub const FULL: Effort = Effort { rounds: 10, full: true };
 }
 
+/// How rounds are run.
+#[derive(Debug, Clone, Copy)]
+pub struct Manner {
+    /// Whether it is noted of each run how far apart the CPUs were, and its median as `p50`.
+    pub distances: bool,
+    /// Cases that take long to begin: in a run that is not full they are in the first round only.
+    pub is_seldom: fn(&Case) -> bool,
+}
+
+impl Manner {
+    /// Every case in every round, and nothing besides.
+    pub const PLAIN: Manner = Manner { distances: false, is_seldom: |_| false };
+}
+
 /// What was measured, by case, over all rounds.
 #[derive(Debug, Default)]
 pub struct Samples(BTreeMap<&'static str, Sample>);
@@ -40,6 +55,16 @@ impl Samples {
     /// The median of the case named `case`, in ns.
     pub fn p50(&self, case: &str) -> Result<f64> {
         Ok(self.of(case)?.summary().p50 as f64)
+    }
+
+    /// What was measured of the case named `case`, if it was run.
+    pub fn find(&self, case: &str) -> Option<&Sample> {
+        self.0.get(case)
+    }
+
+    /// What was measured of each case.
+    pub fn all(&self) -> impl Iterator<Item = &Sample> {
+        self.0.values()
     }
 
     fn add(&mut self, case: &'static str, round: Sample) {
@@ -57,14 +82,29 @@ pub fn once(cases: &[&'static Case], cpus: Cpus, interrupt: &Interrupt) -> Resul
 }
 
 /// Runs all `cases` in turn, as often as `effort` says, with one line of progress per run.
-pub fn run(cases: &[&'static Case], effort: Effort, cpus: Cpus, interrupt: &Interrupt) -> Result<Samples> {
+pub fn run(
+    cases: &[&'static Case],
+    (effort, manner): (Effort, Manner),
+    cpus: Cpus,
+    interrupt: &Interrupt,
+) -> Result<Samples> {
     let mut samples = Samples::default();
+    let look = || manner.distances.then(|| distance::look(cpus, interrupt)).transpose();
+    let mut before = look()?;
     for round in 1..=effort.rounds {
-        for case in cases {
+        for case in cases.iter().filter(|case| round == 1 || effort.full || !(manner.is_seldom)(case)) {
             let start = Instant::now();
-            let sample = pair::run(case, case.calls * if effort.full { case.full } else { 1 }, cpus, interrupt)?;
+            let mut sample = pair::run(case, case.calls * if effort.full { case.full } else { 1 }, cpus, interrupt)?;
             let (took, p50) = (start.elapsed().as_secs_f64(), sample.summary().p50);
-            eprintln!("round {round}/{} · {:<22} p50 {p50:>7} ns · {took:.1} s", effort.rounds, case.name);
+            let mut apart = String::new();
+            let after = look()?;
+            if let Some((before, after)) = before.zip(after) {
+                distance::note(&mut sample, before, after);
+                sample.note("p50", p50 as f64);
+                apart = format!(" · {before:.0} to {after:.0} ns apart");
+            }
+            before = after;
+            eprintln!("round {round}/{} · {:<22} p50 {p50:>7} ns · {took:.1} s{apart}", effort.rounds, case.name);
             samples.add(case.name, sample);
         }
     }

@@ -64,6 +64,13 @@ struct Line {
     numbers: BTreeMap<String, Vec<f64>>,
 }
 
+/// The value in the middle.
+pub fn median(values: &[f64]) -> Option<f64> {
+    let mut sorted = values.to_vec();
+    sorted.sort_unstable_by(f64::total_cmp);
+    sorted.get(sorted.len() / 2).copied()
+}
+
 impl Sample {
     /// Nothing measured yet.
     pub fn new() -> Self {
@@ -101,9 +108,21 @@ impl Sample {
         self.numbers.entry(name.to_owned()).or_default().push(value);
     }
 
+    /// Keeps, as `rate`, how many of `count` things that took so long together there were in a second, and how long one took.
+    pub fn rate(&mut self, count: u64, took: Duration) -> Result<()> {
+        self.record(took / u32::try_from(count).context("so many calls take too long")?);
+        self.note("rate", count as f64 / took.as_secs_f64());
+        Ok(())
+    }
+
     /// The numbers kept under `name`, one per round that kept one.
     pub fn numbers(&self, name: &str) -> &[f64] {
         self.numbers.get(name).map_or(&[], Vec::as_slice)
+    }
+
+    /// The median over all rounds of the numbers kept under `name`.
+    pub fn median(&self, name: &str) -> Result<f64> {
+        median(self.numbers(name)).with_context(|| format!("the case notes no {name}"))
     }
 
     /// All numbers kept, by name.
@@ -170,6 +189,12 @@ mod tests {
         let mut sample = Sample::new();
         values_ns.into_iter().for_each(|ns| sample.record(Duration::from_nanos(ns)));
         sample
+    }
+
+    #[test]
+    fn the_median_is_a_value_of_the_middle() {
+        assert_eq!(median(&[3.0, 1.0, 2.0]), Some(2.0));
+        assert_eq!(median(&[]), None);
     }
 
     #[test]

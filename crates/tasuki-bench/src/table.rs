@@ -60,7 +60,8 @@ fn against(row: &Row) -> Vec<String> {
             Kind::Paper => "paper",
         };
         let ratio = against.ratio.map_or_else(|| "?".to_owned(), |ratio| format!("{ratio:.2}"));
-        format!("{ratio} × {} ({kind})", against.name)
+        let pairs = against.pairs.as_ref().map_or_else(String::new, |pairs| format!("; {pairs}"));
+        format!("{ratio} × {} ({kind}{pairs})", against.name)
     };
     row.against.iter().map(one).collect()
 }

@@ -52,9 +52,9 @@ pub fn measure(mut orders: Orders) -> Result<Sample> {
 
 /// How long the process has run on a CPU (proc_pid_schedstat: the first number, in ns; all its threads but the main one
 /// have ended or sleep).
-fn on_cpu(pid: u32) -> Result<Duration> {
+pub fn on_cpu(pid: u32) -> Result<Duration> {
     let text =
-        std::fs::read_to_string(format!("/proc/{pid}/schedstat")).context("the server's CPU time cannot be read")?;
+        std::fs::read_to_string(format!("/proc/{pid}/schedstat")).context("a process's CPU time cannot be read")?;
     let ns = text.split_whitespace().next().and_then(|ns| ns.parse().ok()).context("schedstat has no number")?;
     Ok(Duration::from_nanos(ns))
 }

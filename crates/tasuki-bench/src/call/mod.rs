@@ -22,6 +22,7 @@ use crate::cpus::Cores;
 use crate::orders::Orders;
 use crate::sample::Sample;
 
+pub use idle::on_cpu;
 pub use rows::{paper, rows};
 
 /// Our cases, in the order in which a round runs them.
@@ -223,8 +224,7 @@ fn pipelined(mut orders: Orders) -> Result<Sample> {
     let start = Instant::now();
     many(&mut client, orders.calls)?;
     let took = start.elapsed();
-    sample.record(took / u32::try_from(orders.calls).context("so many calls take too long")?);
-    sample.note("rate", orders.calls as f64 / took.as_secs_f64());
+    sample.rate(orders.calls, took)?;
     Ok(sample)
 }
 

@@ -9,6 +9,7 @@ use crate::floors::{
 use crate::papers::ANT;
 use crate::report::{Kind, Row};
 use crate::rounds::Samples;
+use crate::sample::median;
 
 /// All our rows.
 pub fn rows(samples: &Samples) -> Result<Vec<Row>> {
@@ -120,21 +121,4 @@ pub fn paper(samples: &Samples) -> Result<Vec<(&'static str, f64)>> {
         ("async", samples.p50("async")? - spin),
         ("other-core", parked - same),
     ])
-}
-
-fn median(values: &[f64]) -> Option<f64> {
-    let mut sorted = values.to_vec();
-    sorted.sort_unstable_by(f64::total_cmp);
-    sorted.get(sorted.len() / 2).copied()
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn the_median_is_a_value_of_the_middle() {
-        assert_eq!(median(&[3.0, 1.0, 2.0]), Some(2.0));
-        assert_eq!(median(&[]), None);
-    }
 }

@@ -5,7 +5,6 @@ mod calls;
 mod cards;
 mod iperf;
 mod ping;
-mod program;
 
 use anyhow::Result;
 

@@ -12,8 +12,8 @@ use rustix::process::{Pid, Signal};
 
 use super::cards::{ACTS, Act, line};
 use super::iperf;
-use super::program::{LOOK, PATIENCE, Program};
 use crate::interrupt::Interrupt;
+use crate::program::{LOOK, PATIENCE, Program, is_there};
 use crate::relay::system::{System, now_ns};
 use crate::table::number;
 use crate::workplace::Workplace;
@@ -41,8 +41,6 @@ pub fn is_possible() -> Result<()> {
         rustix::process::geteuid().is_root(),
         "--wire tap makes a network interface, which only root may: sudo cargo xtask demo --wire tap"
     );
-    let path = std::env::var_os("PATH").unwrap_or_default();
-    let is_there = |program: &str| std::env::split_paths(&path).any(|folder| folder.join(program).is_file());
     match PROGRAMS.iter().find(|(program, _)| !is_there(program)) {
         Some((program, package)) => {
             bail!("--wire tap needs the program {program}: sudo apt-get install -y {package}")

@@ -3,20 +3,19 @@
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail, ensure};
-use tasuki_net::vni::{Introduction, NoRoom, SendError, Vni};
+use tasuki_net::vni::{NoRoom, SendError, Vni};
 use tasuki_shm::line::LINE_LEN;
-use tasuki_shm::vni::estate::{EstateFds, POOL_PAGES};
-use tasuki_shm::wake::Clapper;
 use zerocopy::IntoBytes;
 
+use super::nodes::{Kept, join};
 use crate::call::AlignedLine;
 use crate::case::Ends;
 use crate::orders::Orders;
 use crate::sample::Sample;
 
 /// The node that receives, and the one that sends.
-const SINK: u16 = 0;
-const SOURCE: u16 = 1;
+pub const SINK: u16 = 0;
+pub const SOURCE: u16 = 1;
 
 /// Private frames that are copied from and to in turn, as a program has a burst of them.
 const BUFFERS: usize = 32;
@@ -24,81 +23,60 @@ const BUFFERS: usize = 32;
 /// Frames between two wake-ups of the receiver.
 const BURST: u64 = 32;
 
-/// How a frame crosses.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Way {
-    /// From a private buffer to a private buffer.
-    Copy,
-    /// Every byte is written where it is sent from, and read where it lies.
-    InPlace,
-}
-
 /// Private memory for a frame, on whole lines as a program's own pool has it.
-struct Buffer {
+pub struct Buffer {
     lines: Vec<AlignedLine>,
     len: usize,
 }
 
 impl Buffer {
-    fn new(len: usize) -> Self {
+    /// So many bytes.
+    pub fn new(len: usize) -> Self {
         Buffer { lines: vec![AlignedLine::default(); len.div_ceil(LINE_LEN)], len }
     }
 
-    fn bytes(&mut self) -> &mut [u8] {
+    /// The bytes.
+    pub fn bytes(&mut self) -> &mut [u8] {
         &mut self.lines.as_mut_bytes()[..self.len]
     }
 }
 
 /// The memory of two nodes, and their bells.
 pub fn estates() -> Result<Ends> {
-    let make = |number| -> Result<_> {
-        let estate = EstateFds::create(&format!("bench-{number}"), POOL_PAGES)?;
-        let (ear, bell) = tasuki_shm::wake::bell_pipe().context("the kernel gave no pipe")?;
-        Ok((estate, ear, bell))
-    };
-    let ((sink, sink_ear, sink_bell), (source, source_ear, source_bell)) = (make(SINK)?, make(SOURCE)?);
-    let (sink_read, source_read) = (sink.to_read()?, source.to_read()?);
-    let ends =
-        |own: EstateFds, ear, peer: EstateFds, bell| vec![own.control, own.pool, ear, peer.control, peer.pool, bell];
-    Ok(Ends {
-        server: ends(sink, sink_ear, source_read, source_bell),
-        client: ends(source, source_ear, sink_read, sink_bell),
-    })
+    let (sink, source) = (Kept::new(SINK)?, Kept::new(SOURCE)?);
+    Ok(Ends { server: sink.fds([&source])?, client: source.fds([&sink])? })
 }
 
 /// Which buffer the frame of that number uses.
-fn in_turn(number: u64) -> usize {
+pub fn in_turn(number: u64) -> usize {
     usize::try_from(number % BUFFERS as u64).expect("few buffers")
 }
 
-/// One of the two.
-fn join(orders: &mut Orders, number: u16, neighbour: u16) -> Result<Vni> {
-    let estate = EstateFds { control: orders.next_fd()?, pool: orders.next_fd()? };
-    let mut vni = Vni::new(number, estate, orders.next_fd()?)?;
-    let estate = EstateFds { control: orders.next_fd()?, pool: orders.next_fd()? };
-    vni.add(Introduction { number: neighbour, estate, bell: Clapper::from_peer(orders.next_fd()?) })?;
-    Ok(vni)
+/// One of each, told apart by what it is full of.
+pub fn private_frames(len: usize) -> Vec<Buffer> {
+    let mut frames: Vec<_> = (0..BUFFERS).map(|_| Buffer::new(len)).collect();
+    (0_u8..).zip(&mut frames).for_each(|(i, frame)| frame.bytes().fill(i));
+    frames
 }
 
 /// Receives all frames, and sends one back at the end of the warm-up and at the end.
-pub fn receive(mut orders: Orders, len: usize, way: Way) -> Result<()> {
+pub fn receive<const LEN: usize, const IN_PLACE: bool>(mut orders: Orders) -> Result<()> {
     let (warmup, total) = (orders.warmup, orders.total());
-    let mut vni = join(&mut orders, SINK, SOURCE)?;
-    let mut buffers: Vec<_> = (0..BUFFERS).map(|_| Buffer::new(len)).collect();
+    let mut vni = join(orders.fds(), SINK, [SOURCE])?;
+    let mut buffers = private_frames(LEN);
     let (mut count, mut sum, mut wrong) = (0_u64, 0_u64, 0_u64);
     for until in [warmup, total] {
         while count < until {
             vni.receive(|frame| {
                 let buffer = buffers[in_turn(count)].bytes();
                 count += 1;
-                match way {
-                    Way::Copy => wrong += u64::from(frame.copy_to(buffer) != Ok(len)),
-                    Way::InPlace => {
-                        let words = frame.words();
-                        wrong += u64::from(words.is_none());
-                        sum = words.into_iter().flatten().fold(sum, u64::wrapping_add);
-                        wrong += u64::from(!frame.is_whole());
-                    }
+                if IN_PLACE {
+                    let words = frame.words();
+                    wrong += u64::from(words.is_none());
+                    sum = words.into_iter().flatten().fold(sum, u64::wrapping_add);
+                    wrong += u64::from(!frame.is_whole());
+                } else {
+                    wrong += u64::from(frame.copy_to(buffer) != Ok(LEN));
                 }
             });
         }
@@ -113,17 +91,16 @@ pub fn receive(mut orders: Orders, len: usize, way: Way) -> Result<()> {
 }
 
 /// Sends all frames as fast as they are received; notes frames a second.
-pub fn send(mut orders: Orders, len: usize, way: Way) -> Result<Sample> {
+pub fn send<const LEN: usize, const IN_PLACE: bool>(mut orders: Orders) -> Result<Sample> {
     let (warmup, calls) = (orders.warmup, orders.calls);
-    let mut vni = join(&mut orders, SOURCE, SINK)?;
-    let mut frames: Vec<_> = (0..BUFFERS).map(|_| Buffer::new(len)).collect();
-    (0_u8..).zip(&mut frames).for_each(|(i, frame)| frame.bytes().fill(i));
+    let mut vni = join(orders.fds(), SOURCE, [SINK])?;
+    let mut frames = private_frames(LEN);
     let mut sample = Sample::new();
     for count in [warmup, calls] {
         let start = Instant::now();
         for number in 0..count {
             let frame = frames[in_turn(number)].bytes();
-            send_one(&mut vni, frame, len, way, number)?;
+            send_one::<LEN, IN_PLACE>(&mut vni, frame, number)?;
             if number % BURST == BURST - 1 {
                 vni.flush();
             }
@@ -136,8 +113,7 @@ pub fn send(mut orders: Orders, len: usize, way: Way) -> Result<Sample> {
         }
         let took = start.elapsed();
         if count == calls {
-            sample.record(took / u32::try_from(calls).context("so many frames take too long")?);
-            sample.note("rate", calls as f64 / took.as_secs_f64());
+            sample.rate(calls, took)?;
         }
     }
     let counts = vni.counts(SINK).context("the receiver is known")?;
@@ -147,11 +123,11 @@ pub fn send(mut orders: Orders, len: usize, way: Way) -> Result<Sample> {
 }
 
 #[inline]
-fn send_one(vni: &mut Vni, frame: &[u8], len: usize, way: Way, number: u64) -> Result<()> {
-    let is_sent = |vni: &mut Vni| match way {
-        Way::Copy => vni.send(SINK, frame),
-        Way::InPlace => {
-            vni.draft(SINK, len).map(|room| room.fill(number.to_ne_bytes()[0])).map(|()| vni.post(SINK, len, false))
+fn send_one<const LEN: usize, const IN_PLACE: bool>(vni: &mut Vni, frame: &[u8], number: u64) -> Result<()> {
+    let is_sent = |vni: &mut Vni| match IN_PLACE {
+        false => vni.send(SINK, frame),
+        true => {
+            vni.draft(SINK, LEN).map(|room| room.fill(number.to_ne_bytes()[0])).map(|()| vni.post(SINK, LEN, false))
         }
     };
     loop {

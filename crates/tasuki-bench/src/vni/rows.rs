@@ -1,44 +1,167 @@
-//! What the cases come to, beside veth, the paper and bars.
+//! What the cases come to, beside floors, peers, the paper and bars.
 
 use anyhow::{Context, Result};
 
 use super::netns::{self, Traffic};
+use super::{idle, memory};
+use crate::distance::{self, Pairs, Round};
+use crate::floors::PING_PONG;
+use crate::interrupt::Interrupt;
 use crate::report::{Kind, Row};
 use crate::rounds::{Effort, Samples};
+use crate::sample::{Sample, median};
 
 /// What Mint's improved VNI came to (S2, its table): TCP and UDP, in bits a second.
 const MINT_TCP: f64 = 10e9;
 const MINT_UDP: f64 = 75e9;
 
+/// What its buffers would take for a hundred nodes, in MiB: "about 1.8 GB", which is 4,950 buffers of 392,200 bytes.
+const MINT_MEMORY: f64 = 1.8 * 1024.0;
+
+/// The floor of what sleeps: each of the two processes is woken once.
+pub const EVENTFD: &str = "eventfd-other-core";
+
+const MIB: f64 = (1 << 20) as f64;
+
+/// What is promised of frames, as a multiple of what `memif` has.
+pub const MEMIF_BARS: [(&str, f64); 3] = [("copy-64", 1.3), ("copy-1518", 1.5), ("inplace-1518", 3.0)];
+
 /// The rows of the bench.
-pub fn rows(samples: &Samples, effort: Effort) -> Result<Vec<Row>> {
+pub fn rows(samples: &Samples, effort: Effort, interrupt: &Interrupt) -> Result<Vec<Row>> {
     let mut rows = Vec::new();
-    for case in super::CASES {
-        let (_, len) = case.name.rsplit_once('-').context("a case is named by its frames' length")?;
-        let len: f64 = len.parse().context("a case is named by its frames' length")?;
-        let mut rates = samples.of(case.name)?.numbers("rate").to_vec();
-        let rate = median(&mut rates).context("a case notes its rate")?;
-        rows.push(Row::higher(case.name, "pps", "frames/s", rate));
-        let bits = Row::higher(case.name, "gbps", "Gb/s", rate * len * 8.0 / 1e9);
-        rows.push(bits.against("mint", Kind::Paper, MINT_UDP / 1e9));
+    for len in [64, 1518, 15_000] {
+        for way in ["copy", "inplace"] {
+            rows.extend(frames(samples, way, len)?);
+        }
     }
-    let (seconds, rounds) = if effort.full { (10, 5) } else { (3, 2) };
-    rows.extend(between_namespaces(Traffic::Tcp, MINT_TCP, 0.8, (seconds, rounds))?);
-    rows.extend(between_namespaces(Traffic::Udp, MINT_UDP, 1.0, (seconds, rounds))?);
+    for len in [64, 1518] {
+        rows.extend(trips(samples, len, "")?);
+        rows.extend(trips(samples, len, "-interrupt")?);
+    }
+    rows.extend(memory_rows(samples)?);
+    rows.extend(idle_rows(samples)?);
+    let (seconds, rounds) = if effort.full { (10, 5) } else { (2, 1) };
+    rows.extend(between_namespaces(Traffic::Tcp, MINT_TCP, 0.8, (seconds, rounds), interrupt)?);
+    rows.extend(between_namespaces(Traffic::Udp, MINT_UDP, 1.0, (seconds, rounds), interrupt)?);
     Ok(rows)
 }
 
-fn between_namespaces(traffic: Traffic, paper: f64, bar: f64, (seconds, rounds): (u32, u32)) -> Result<Option<Row>> {
-    let Some(mut rates) = netns::compare(traffic, seconds, rounds)? else { return Ok(None) };
-    let (ours, veth) = (median(&mut rates.vni), median(&mut rates.veth));
-    let (ours, veth) = ours.zip(veth).context("there was no round")?;
+/// Compares a row, made of the number `number` of `ours`, with the same of the case `theirs`, if that was run; `scale` makes of it what the row has.
+fn beside(
+    row: Row,
+    (ours, number, scale): (&Sample, &str, f64),
+    name: &str,
+    kind: Kind,
+    theirs: Option<&Sample>,
+) -> Row {
+    let Some(theirs) = theirs else { return row };
+    beside_rounds(row, &distance::rounds(ours, number), (name, kind), &distance::rounds(theirs, number), scale)
+}
+
+fn beside_rounds(row: Row, ours: &[Round], (name, kind): (&str, Kind), theirs: &[Round], scale: f64) -> Row {
+    let values: Vec<_> = theirs.iter().map(|round| round.value).collect();
+    let Some(value) = median(&values) else { return row };
+    let pairs = Pairs::of(ours, theirs);
+    row.against_in_pairs(name, kind, value * scale, pairs.ratio(), pairs.told())
+}
+
+/// Frames a second, and the bits in them.
+fn frames(samples: &Samples, way: &str, len: u32) -> Result<Vec<Row>> {
+    let case = format!("{way}-{len}");
+    let sample = samples.of(&case)?;
+    let rate = sample.median("rate")?;
+    let bits = f64::from(len) * 8.0 / 1e9;
+    let floor = samples.find(&format!("memcpy-{len}"));
+    let memif = samples.find(&if way == "copy" { format!("memif-{len}") } else { format!("memif-{case}") });
+    let ours = (sample, "rate", 1.0);
+    let mut pps = Row::higher(&case, "pps", "frames/s", rate);
+    pps = beside(pps, ours, "memcpy", Kind::Floor, floor);
+    pps = beside(pps, ours, "memif", Kind::Peer, memif);
+    if let Some((_, factor)) = MEMIF_BARS.iter().find(|(name, _)| *name == case).filter(|_| memif.is_some()) {
+        pps = pps.bar(*factor, "memif")?;
+    }
+    if case == "copy-1518" {
+        pps = beside(pps, ours, "mint-buffers", Kind::Peer, Some(mint_buffers(samples)?)).bar(5.0, "mint-buffers")?;
+    }
+    let mut gbps = Row::higher(&case, "gbps", "Gb/s", rate * bits);
+    if len == 15_000 {
+        // As many bytes as were sent at a time in that measurement.
+        gbps = gbps.against("mint", Kind::Paper, MINT_UDP / 1e9);
+    }
+    if case == "inplace-15000" {
+        gbps = beside(gbps, (sample, "rate", bits), "memcpy", Kind::Floor, floor);
+        gbps = gbps.bar_at_or(MINT_UDP / 1e9, 0.8, "memcpy")?;
+    }
+    Ok(vec![pps, gbps])
+}
+
+/// The faster of the two ways to lock Mint's buffers.
+fn mint_buffers(samples: &Samples) -> Result<&Sample> {
+    let (locked, free) = (samples.of("mint-locked")?, samples.of("mint-free")?);
+    Ok(if locked.median("rate")? >= free.median("rate")? { locked } else { free })
+}
+
+/// Round trips of a frame.
+fn trips(samples: &Samples, len: u32, how: &str) -> Result<Vec<Row>> {
+    let case = format!("rtt-{len}{how}");
+    let sample = samples.of(&case)?;
+    let mut rows = Row::round_trip(&case, sample);
+    let mut row = rows.remove(0);
+    row = if how.is_empty() {
+        // What a line takes there and back was measured before and after each of them.
+        let (ours, floor) = (distance::rounds(sample, "p50"), distance::as_floor(sample));
+        let row = beside_rounds(row, &ours, (PING_PONG, Kind::Floor), &floor, 1.0);
+        // More lines than one take longer, and nothing was promised of them.
+        if len == 64 { row.bar(3.0, PING_PONG)? } else { row }
+    } else {
+        beside(row, (sample, "p50", 1.0), "eventfd", Kind::Floor, Some(samples.of(EVENTFD)?)).bar(1.2, "eventfd")?
+    };
+    for peer in ["veth", "unix"] {
+        row = beside(row, (sample, "p50", 1.0), peer, Kind::Peer, samples.find(&format!("{peer}-{len}{how}")));
+    }
+    rows.insert(0, row);
+    Ok(rows)
+}
+
+fn memory_rows(samples: &Samples) -> Result<Vec<Row>> {
+    let case = format!("memory-{}", memory::NODES);
+    let Some(sample) = samples.find(&case) else { return Ok(Vec::new()) };
+    let mut rows = Vec::new();
+    let nodes = f64::from(memory::NODES);
+    let pool = memory::POOL as f64;
+    for who in memory::WHO {
+        let (whole, allocated) = (sample.median(who)?, sample.median(&format!("{who}-allocated"))?);
+        let case = format!("{case}-{who}");
+        let mut row = Row::lower(&case, "memory", "MiB", whole / MIB).against("mint", Kind::Paper, MINT_MEMORY);
+        row = row.bar_at(nodes * pool / MIB + 40.0);
+        row.note = Some("with whole pools, since they go round".to_owned());
+        rows.extend([row, Row::lower(&case, "allocated", "MiB", allocated / MIB)]);
+    }
+    let each = sample.median(memory::WHO[0])? / nodes;
+    let most = (pool + f64::from(32 << 10)) / MIB;
+    rows.push(Row::lower(&format!("{case}-silent-each"), "memory", "MiB", each / MIB).bar_at(most));
+    Ok(rows)
+}
+
+fn idle_rows(samples: &Samples) -> Result<Vec<Row>> {
+    let case = format!("idle-{}", idle::NODES);
+    let Some(sample) = samples.find(&case) else { return Ok(Vec::new()) };
+    let mut row = Row::lower(&case, "cpu", "% of a core", sample.median("cpu")? * 100.0).bar_at(1.0);
+    row.note = Some("all nodes together, each a process".to_owned());
+    Ok(vec![row])
+}
+
+fn between_namespaces(
+    traffic: Traffic,
+    paper: f64,
+    bar: f64,
+    (seconds, rounds): (u32, u32),
+    interrupt: &Interrupt,
+) -> Result<Option<Row>> {
+    let Some(rates) = netns::compare(traffic, seconds, rounds, interrupt)? else { return Ok(None) };
+    let (ours, veth) = median(&rates.vni).zip(median(&rates.veth)).context("there was no round")?;
     let row = Row::higher(traffic.case(), "gbps", "Gb/s", ours / 1e9);
     let row = row.against("veth", Kind::Peer, veth / 1e9).against("mint", Kind::Paper, paper / 1e9);
     let row = row.bar(bar, "veth")?;
     Ok(Some(if traffic == Traffic::Tcp { row.bar_at(paper / 1e9) } else { row }))
-}
-
-fn median(values: &mut [f64]) -> Option<f64> {
-    values.sort_unstable_by(f64::total_cmp);
-    values.get(values.len() / 2).copied()
 }

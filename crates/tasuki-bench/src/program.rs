@@ -1,0 +1,134 @@
+//! A program of this machine's at work in the demo or in a bench.
+
+use std::io::{Read, Write};
+use std::os::fd::AsFd;
+use std::process::{Child, ChildStdout, Command, Stdio};
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result, bail, ensure};
+use rustix::event::{PollFd, PollFlags, Timespec};
+use rustix::io::Errno;
+use rustix::process::{Pid, PidfdFlags};
+
+use crate::interrupt::Interrupt;
+
+/// Bounds whatever is waited for.
+pub const PATIENCE: Duration = Duration::from_secs(40);
+
+/// From one look at what is waited for to the next.
+pub const LOOK: Duration = Duration::from_millis(5);
+
+/// Whether there is a program of that name on the path.
+pub fn is_there(program: &str) -> bool {
+    let path = std::env::var_os("PATH").unwrap_or_default();
+    std::env::split_paths(&path).any(|folder| folder.join(program).is_file())
+}
+
+/// Killed, if it still runs, when dropped.
+pub struct Program {
+    child: Child,
+    name: String,
+}
+
+impl Drop for Program {
+    fn drop(&mut self) {
+        // Both fail only for a process that has been waited for already.
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+impl Program {
+    /// Starts it; what it says is for [`output`](Self::output).
+    pub fn start(command: &mut Command) -> Result<Self> {
+        let name = command.get_program().display().to_string();
+        Self::start_as(&name, command)
+    }
+
+    /// The same for a program that another starts in its own place: what goes wrong is told under this name.
+    pub fn start_as(name: &str, command: &mut Command) -> Result<Self> {
+        let name = name.to_owned();
+        let child = command.stdin(Stdio::null()).stdout(Stdio::piped()).spawn();
+        Ok(Program { child: child.with_context(|| format!("{name} could not be started"))?, name })
+    }
+
+    /// Starts one that is [told](Self::tell) what to do.
+    pub fn start_to_tell(command: &mut Command) -> Result<Self> {
+        let name = command.get_program().display().to_string();
+        let child = command.stdin(Stdio::piped()).stdout(Stdio::piped()).spawn();
+        Ok(Program { child: child.with_context(|| format!("{name} could not be started"))?, name })
+    }
+
+    /// Writes a line to its standard input.
+    pub fn tell(&mut self, line: &str) -> Result<()> {
+        let stdin = self.child.stdin.as_mut().context("it was not started to be told anything")?;
+        writeln!(stdin, "{line}").with_context(|| format!("{} listens no longer", self.name))
+    }
+
+    /// Tells it nothing more, and reads what it says until it ends.
+    pub fn rest_of_output(mut self) -> Result<String> {
+        drop(self.child.stdin.take());
+        let mut said = Vec::new();
+        let mut output = self.output()?;
+        output.read_to_end(&mut said).with_context(|| format!("{} cannot be listened to", self.name))?;
+        Ok(String::from_utf8_lossy(&said).into_owned())
+    }
+
+    /// Its number.
+    pub fn id(&self) -> u32 {
+        self.child.id()
+    }
+
+    /// Whether it has not ended yet.
+    pub fn is_running(&mut self) -> Result<bool> {
+        Ok(self.child.try_wait().with_context(|| format!("{} cannot be waited for", self.name))?.is_none())
+    }
+
+    /// Waits for its end.
+    pub fn await_end(&mut self, interrupt: &Interrupt) -> Result<()> {
+        let began = Instant::now();
+        let end = rustix::process::pidfd_open(Pid::from_child(&self.child), PidfdFlags::empty())?;
+        // An interrupt is looked for now and then.
+        let rest = Timespec::try_from(LOOK)?;
+        while self.is_running()? {
+            interrupt.check()?;
+            ensure!(began.elapsed() < PATIENCE, "{} does not end", self.name);
+            match rustix::event::poll(&mut [PollFd::new(&end, PollFlags::IN)], Some(&rest)) {
+                Ok(_) | Err(Errno::INTR) => {}
+                Err(errno) => return Err(errno).context("the kernel refused to wait"),
+            }
+        }
+        Ok(())
+    }
+
+    /// Reads what it says on standard output until it has said `what`.
+    pub fn await_words(&mut self, what: &str, interrupt: &Interrupt) -> Result<()> {
+        let began = Instant::now();
+        let stdout = self.child.stdout.as_mut().context("its output was asked for twice")?;
+        let mut said = Vec::new();
+        while !String::from_utf8_lossy(&said).contains(what) {
+            let left = Timespec::try_from(PATIENCE.saturating_sub(began.elapsed()))?;
+            let mut polled =
+                [PollFd::from_borrowed_fd(stdout.as_fd(), PollFlags::IN), PollFd::new(interrupt, PollFlags::IN)];
+            match rustix::event::poll(&mut polled, Some(&left)) {
+                Ok(0) => bail!("{} did not say \"{what}\" within {} s", self.name, PATIENCE.as_secs()),
+                Ok(_) | Err(Errno::INTR) => {}
+                Err(errno) => return Err(errno).context("the kernel refused to wait"),
+            }
+            interrupt.check()?;
+            if polled[0].revents().is_empty() {
+                continue;
+            }
+            let mut chunk = [0; 4096];
+            let len = stdout.read(&mut chunk).with_context(|| format!("{} cannot be listened to", self.name))?;
+            ensure!(len > 0, "{} ended before it said \"{what}\"; what it printed says why", self.name);
+            said.extend_from_slice(&chunk[..len]);
+        }
+        Ok(())
+    }
+
+    /// What it says on standard output, for who asks first.
+    pub fn output(&mut self) -> Result<ChildStdout> {
+        self.child.stdout.take().context("its output was asked for twice")
+    }
+}
