@@ -1,5 +1,6 @@
 //! The worker: reads what it is, gives up everything else, and then does what it is told, for as long as it is.
 
+use std::num::NonZeroU64;
 use std::os::fd::{AsFd, OwnedFd};
 use std::time::Duration;
 
@@ -92,6 +93,8 @@ pub fn run<D: Duty>() -> Result<()> {
     let mut node = Node::<D>::begin(post, &begin, (told, outlet), fds)?;
     // Without, the daemon learns of our end by our pidfd, a little later.
     let marked = node.common.pulse.mark_life().err();
+    // What is waited for by the clock comes within tens of microseconds. Where it cannot be so, it is waited for a little longer.
+    let _ = rustix::thread::set_current_timer_slack(NonZeroU64::new(1));
     warm::up();
     let mut unconfined = confine::confine(begin.memlock)?.0;
     unconfined.extend(marked.map(|error| format!("the end of this worker will be noticed late: {error}")));

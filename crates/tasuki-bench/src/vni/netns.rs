@@ -199,8 +199,8 @@ pub fn tap_node(number: u16, cpu: usize) -> Result<()> {
     rustix::process::set_parent_process_death_signal(Some(rustix::process::Signal::KILL))?;
     let (_, mut fds) = Fds::receive(std::io::stdin().as_fd())?;
     cpus::pin(cpu)?;
-    // Before the programs of its namespace, as the kernel's own work for veth is.
-    rustix::process::setpriority_process(None, -20)?;
+    // As workers do.
+    rustix::thread::set_current_timer_slack(std::num::NonZeroU64::new(1))?;
     let vni = join(&mut fds, number, [1 - number])?;
     let directory = PeerRegion::map_kept_whole(fds.next()?.as_fd())?;
     let lines = directory.len() / LINE_LEN;
