@@ -217,10 +217,12 @@ pub enum ToWorker {
         /// The node's number on the VNI.
         number: u16,
     },
-    /// Who has which address on a VNI, from a daemon that has just begun. Beside it: the directory, to be read.
+    /// Who has which address on a VNI, from a daemon that has just begun, and who there is: nobody else is. Beside it: the directory, to be read.
     Directory {
         /// The worker's own end, as a NIC's number.
         nic: u32,
+        /// The nodes' numbers on the VNI.
+        nodes: Vec<u16>,
     },
     /// The sash that the giver stored, for the next order to take. Beside it: a memfd with its bytes, in an envelope.
     Sash {

@@ -311,7 +311,8 @@ impl<D: Duty> Node<D> {
                 seat.part(number);
                 Ok(())
             }),
-            ToWorker::Directory { nic } => self.of_vni(nic, |seat| {
+            ToWorker::Directory { nic, nodes } => self.of_vni(nic, |seat| {
+                seat.keep_only(&nodes);
                 seat.look_up_in(
                     fds.into_iter().next().context("no directory came; rebuild the older of daemon and worker")?,
                 )

@@ -261,6 +261,12 @@ impl VniSeat {
         }
     }
 
+    /// Nobody else is on the VNI.
+    pub fn keep_only(&mut self, nodes: &[u16]) {
+        let gone: Vec<u16> = self.neighbours.keys().copied().filter(|number| !nodes.contains(number)).collect();
+        gone.into_iter().for_each(|number| self.part(number));
+    }
+
     /// A daemon that has just begun says anew who has which address.
     pub fn look_up_in(&mut self, directory: OwnedFd) -> Result<()> {
         let place = self.given.fds.get_mut(vni::DIRECTORY).context("there was no directory before")?;
@@ -420,13 +426,17 @@ impl VniSeat {
         }
     }
 
-    fn go_on(&self, common: &Common) -> Result<End> {
+    fn go_on(&self, common: &mut Common) -> Result<End> {
         let copy =
             |at: usize| self.given.fds[at].try_clone().context("a descriptor cannot be copied; raise RLIMIT_NOFILE");
         let estate = EstateFds { control: copy(CONTROL)?, pool: copy(POOL)? };
         let mut vni = Vni::new(self.own_number()?, estate, copy(EAR)?)?;
         for (number, known) in &self.neighbours {
-            vni.add(introduction(*number, known)?)?;
+            // One whose memory cannot be used is nobody's neighbour, and keeps nobody from the others.
+            let added = introduction(*number, known).and_then(|kit| Ok(vni.add(kit)?));
+            if let Err(error) = added {
+                common.post.tell(Some(self.given.number), format!("node {number} of the VNI is left out: {error:#}"));
+            }
         }
         vni.settle();
         let switch = self.switch()?;

@@ -9,6 +9,7 @@ use std::time::Duration;
 
 use anyhow::{Context, Result, bail};
 use clap::Parser;
+use rustix::process::{Resource, Rlimit};
 use rustix::thread::CpuSet;
 use tasuki_control::api::server;
 use tasuki_control::config::{self, Config};
@@ -60,6 +61,13 @@ fn programs(config: &Config, file: &Path) -> Result<Programs> {
     Ok(Programs { worker, model: program("tasuki-sim")? })
 }
 
+/// As many descriptors as this process may have, and those that it starts: a node on a VNI has some of every other.
+fn open_many() {
+    let limit = rustix::process::getrlimit(Resource::Nofile);
+    // Where it cannot be so, it stays as it is, and whoever has none left says so.
+    let _ = rustix::process::setrlimit(Resource::Nofile, Rlimit { current: limit.maximum, ..limit });
+}
+
 /// Where HTTP is spoken: for this user alone.
 fn listen(folder: &Path) -> Result<UnixListener> {
     let path = place::api_socket(folder);
@@ -79,6 +87,7 @@ fn serve(arguments: &Arguments, folder: &Path) -> Result<()> {
         bail!("{}: {stray}", arguments.config.display());
     }
     let programs = programs(&config, &arguments.config)?;
+    open_many();
     let place = Place::take(folder)?;
     let folder = place.folder().to_owned();
     let (told, signals) = UnixStream::pair().context("the kernel has no sockets left")?;

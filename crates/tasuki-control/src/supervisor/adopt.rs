@@ -31,7 +31,7 @@ impl Supervisor {
             workers.iter().filter_map(|record| Some((record.clone(), Process::find(record.process)?))).collect();
         let living: Vec<String> = alive.iter().map(|(record, _)| record.node.clone()).collect();
         self.begin_taps(&living)?;
-        self.begin_memifs(&living)?;
+        self.begin_memifs(&living);
         for node in self.config.node.clone() {
             let record = nodes.iter().find(|(name, _)| *name == node.name).map(|(_, record)| record.clone());
             let book = Words::create("tasuki book", BOOK_LEN).context("no memory for a node's book")?;
@@ -60,7 +60,7 @@ impl Supervisor {
             let Some(mut card) = self.end_of(node, number)? else { continue };
             if let Some(record) = record.filter(|_| living.contains(&node.name)) {
                 self.remember(&mut card, record, true)?;
-                card.number_on_vni = record.number_on_vni;
+                (card.number_on_vni, card.inodes) = (record.number_on_vni, record.inodes.clone());
             }
             self.cards.insert(number, card);
         }

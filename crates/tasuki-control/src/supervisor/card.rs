@@ -132,6 +132,8 @@ pub struct Card {
     pub node: String,
     /// The node's number on its VNI, if it is an end of one and has been opened.
     pub number_on_vni: Option<u16>,
+    /// By what the memory and the pipe of such an end are known when a worker gives them back.
+    pub inodes: Vec<u64>,
     /// The lease and the stamps.
     pub board: Board,
     /// What it is made of.
@@ -168,6 +170,7 @@ impl Card {
             node: config.node.clone(),
             config,
             number_on_vni: None,
+            inodes: Vec::new(),
             board: Board::create()?,
             kept: None,
             coming: None,

@@ -168,6 +168,7 @@ impl Supervisor {
             device: card.config.device.to_string(),
             node: card.node.clone(),
             number_on_vni: card.number_on_vni,
+            inodes: card.inodes.clone(),
             model: card.model.as_ref().map(|model| model.name()),
             made_by: card.kept.as_ref().map_or(0, |kept| kept.made_by),
             epoch: tenure.epoch,

@@ -165,7 +165,11 @@ impl Supervisor {
         if let Some(node) = self.nodes.get_mut(&worker.record.node) {
             node.book = book;
         }
+        let outlet = self.config.node(&worker.record.node).and_then(crate::config::Node::outlet);
         if let Some((label, device)) = tap.zip(fds.next()) {
+            if outlet.as_ref() != Some(&label) {
+                return self.condemn(number, format!("says that it has {label}, which is not its node's"));
+            }
             match self.doors.contains_key(&label) {
                 true => self.adopt_memif(&label, device),
                 false => self.adopt_tap(&label, device),
@@ -193,6 +197,10 @@ impl Supervisor {
         let is_asked = matches!(worker.stage, Stage::Asked(_));
         worker.kits_due = worker.kits_due.map(|due| due.saturating_sub(1));
         let Some(card) = self.cards.get_mut(&nic).filter(|card| card.name() == name) else {
+            if kit.kind == letter::vni::KIND {
+                // Its namespace's interface may be on another VNI by now.
+                return self.condemn(number, format!("has {name:?}, which is not in the configuration any more"));
+            }
             let node = worker.record.node.clone();
             let sentence = format!(
                 "worker {number} has a NIC {name:?} that is not in the configuration any more; it keeps it until it ends"
@@ -205,6 +213,9 @@ impl Supervisor {
             return self
                 .condemn(number, format!("sent {} descriptors of {name} where it announced {}", fds.len(), kit.fds));
         }
+        if let Some(sentence) = Self::odd_end(card, &kit, &fds) {
+            return self.condemn(number, sentence);
+        }
         if is_asked && kit.partial {
             // It has memory of its own to come, or none: who drives the NIC gives all of it back.
             worker.nics.insert(nic, Fit::Ready);
@@ -216,9 +227,6 @@ impl Supervisor {
         if !is_asked && !is_driver && is_target {
             card.coming = Some((number, Kept { kit, fds, made_by: number }));
             return;
-        }
-        if let Some(sentence) = Self::odd_end(card, &kit) {
-            return self.condemn(number, sentence);
         }
         let maker = kit.made_by.or(card.adopted_maker);
         if is_asked && card.kept.is_none() {

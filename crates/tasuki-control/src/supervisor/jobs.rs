@@ -170,6 +170,9 @@ impl Supervisor {
         if self.stopping.is_some() {
             return Err(No::Ending);
         }
+        if self.leaves(node) {
+            return Err(No::now(format!("node {node} is being removed")));
+        }
         let busy = self.jobs.iter().find(|job| job.node == node || job.todo.iter().any(|nic| nics.contains(nic)));
         match busy {
             Some(job) => Err(No::now(format!(

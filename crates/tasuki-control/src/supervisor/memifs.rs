@@ -9,7 +9,7 @@ use std::path::Path;
 use anyhow::{Context, Result, bail};
 use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType};
 
-use super::Supervisor;
+use super::{About, Supervisor};
 use crate::{channel, config};
 
 /// A socket, as far as it is there.
@@ -79,14 +79,18 @@ fn is_served(path: &Path) -> bool {
 
 impl Supervisor {
     /// Makes all but those that living workers of these nodes may have kept.
-    pub(super) fn begin_memifs(&mut self, living: &[String]) -> Result<()> {
+    pub(super) fn begin_memifs(&mut self, living: &[String]) {
         self.doors = self.config.node.iter().filter_map(Door::of).collect();
         let kept: Vec<String> =
             living.iter().filter_map(|node| Some(self.config.node(node)?.memif()?.label())).collect();
+        let mut troubles = Vec::new();
         for (label, door) in self.doors.iter_mut().filter(|(label, _)| !kept.contains(label)) {
-            door.make().with_context(|| format!("memif is not served at {label}"))?;
+            // Whoever was added by hand is in no file that could be mended; its worker is started when there is one.
+            if let Err(error) = door.make() {
+                troubles.push(format!("memif is not served at {label} as yet: {error:#}"));
+            }
         }
-        Ok(())
+        troubles.into_iter().for_each(|trouble| self.note(About::default(), trouble));
     }
 
     /// What a worker of the daemon before this one has kept.

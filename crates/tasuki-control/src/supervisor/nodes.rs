@@ -87,6 +87,8 @@ impl Supervisor {
         }
         self.record_node(&node, true);
         self.note(About::node(&name), format!("node {name} was added"));
+        // Whoever hears that it is there finds it there, whatever becomes of this daemon.
+        self.flush();
         self.node_view(&name).ok_or(No::Ending)
     }
 
@@ -184,6 +186,7 @@ impl Supervisor {
             }
             let sentence = format!("node {name} is gone");
             self.note(About::node(&name), sentence.clone());
+            self.flush();
             answer.into_iter().for_each(|answer| drop(answer.send(Ok(Removed { sentence: sentence.clone() }))));
         }
     }

@@ -67,11 +67,19 @@ impl Supervisor {
     pub(super) fn begin_taps(&mut self, living: &[String]) -> Result<()> {
         self.taps = self.config.node.iter().filter_map(TapEnd::of).collect::<BTreeMap<_, _>>();
         let kept: Vec<String> = living.iter().filter_map(|node| Some(self.config.tap(node)?.label())).collect();
+        let mut troubles = Vec::new();
         for (label, tap) in self.taps.iter_mut().filter(|(label, _)| !kept.contains(label)) {
             let node = self.config.node.iter().find(|node| node.tap().is_some_and(|tap| tap.label() == **label));
             let node = node.map_or("", |node| &node.name);
-            tap.make().with_context(|| format!("node {node:?} has no TAP {label}"))?;
+            let is_on_vni = tap.before == Before::Offload;
+            match tap.make() {
+                Ok(_) => {}
+                // Whoever was added by hand is in no file that could be mended; its worker is started when there is one.
+                Err(error) if is_on_vni => troubles.push(format!("node {node:?} has no TAP {label} as yet: {error}")),
+                Err(error) => return Err(error).with_context(|| format!("node {node:?} has no TAP {label}")),
+            }
         }
+        troubles.into_iter().for_each(|trouble| self.note(About::default(), trouble));
         Ok(())
     }
 

@@ -9,6 +9,7 @@ use std::os::fd::{AsFd, OwnedFd};
 
 use anyhow::{Context, Result};
 use rustix::event::EventfdFlags;
+use rustix::io::Errno;
 use tasuki_relay::letter::{Can, Kit, ToWorker, vni};
 use tasuki_shm::line::{LINE_LEN, Line};
 use tasuki_shm::region::{Pages, Region, Span};
@@ -86,18 +87,16 @@ impl Net {
 }
 
 /// Tells a worker of another node.
-fn introduce(worker: &Worker, nic: u32, number: u16, member: &Member) {
+fn introduce(worker: &Worker, nic: u32, number: u16, member: &Member) -> Result<(), Errno> {
     let [control, pool] = member.estate.fds();
     // One for itself: who shares an end can make it block for all.
-    let Ok(bell) = tasuki_shm::wake::open_anew(member.bell.as_fd()) else {
-        tracing::error!(
-            "a worker was not told of node {}: the kernel has no descriptors left; raise LimitNOFILE= of tasukid",
-            member.node
-        );
-        return;
-    };
-    // Who is dead or dying is told by its pidfd.
-    let _ = worker.write(&ToWorker::Neighbour { nic, number }, &[control, pool, bell.as_fd()]);
+    let bell = tasuki_shm::wake::open_anew(member.bell.as_fd()).map_err(|_| Errno::MFILE)?;
+    worker.write(&ToWorker::Neighbour { nic, number }, &[control, pool, bell.as_fd()])
+}
+
+/// Whether a letter is lost to somebody who lives: who is dead or dying is told by its pidfd.
+fn is_lost(sent: Result<(), Errno>) -> bool {
+    sent.is_err_and(|errno| !matches!(errno, Errno::PIPE | Errno::CONNRESET))
 }
 
 impl Supervisor {
@@ -154,7 +153,7 @@ impl Supervisor {
             mac: Some(mac),
         };
         let card = self.cards.get_mut(&nic).context("there is no such end")?;
-        card.number_on_vni = Some(number);
+        (card.number_on_vni, card.inodes) = (Some(number), inodes(&fds));
         (card.kept, card.opening, card.trouble) = (Some(Kept { kit, fds, made_by: 0 }), Opening::Open, None);
         self.record_nic(nic);
         Ok(())
@@ -177,8 +176,15 @@ impl Supervisor {
         let new: Vec<u32> =
             self.cards.values().filter(|card| card.vni().is_some()).filter(is_new).map(|card| card.number).collect();
         let joined: Vec<u32> = new.into_iter().filter(|nic| self.joins(*nic)).collect();
-        for nic in joined {
-            self.tell_of(nic);
+        for nic in &joined {
+            self.tell_of(*nic, &joined);
+        }
+    }
+
+    /// Whoever has missed a letter would send into nothing for ever.
+    fn condemn_those_without(&mut self, missed: Vec<u32>) {
+        for number in missed {
+            self.condemn(number, "does not take what it must know of its VNI".to_owned());
         }
     }
 
@@ -210,48 +216,72 @@ impl Supervisor {
         // A program with a memif has whatever addresses it likes, and may be a bridge.
         let (mac, is_uplink) = (config.mac(), config.memif().is_some());
         let kept = card.kept.as_ref().context("it has no estate")?;
-        let copy = |at: usize| kept.fds[at].try_clone().context("a descriptor cannot be copied; raise RLIMIT_NOFILE");
+        let copy = |at: usize| {
+            let fd = kept.fds.get(at).context("a descriptor of it is not there")?;
+            fd.try_clone().context("a descriptor cannot be copied; raise LimitNOFILE= of tasukid")
+        };
         let estate = EstateFds { control: copy(CONTROL)?, pool: copy(POOL)? }.to_read()?;
+        // As its neighbours will: what cannot be read is nobody's.
+        PeerEstate::map(&estate).context("its estate cannot be read")?;
         let bell = copy(BELL)?;
         let net = self.net(&vni)?;
-        net.directory.add(mac, number).map_err(|error| anyhow::anyhow!("{}: {error}", StationAddress(mac)))?;
-        net.members.insert(number, Member { node, nic, mac, is_uplink, estate, bell });
         let directory = net.directory_to_read()?;
-        if let Some(kept) = self.cards.get_mut(&nic).and_then(|card| card.kept.as_mut()) {
-            kept.fds[vni::DIRECTORY] = directory;
+        // From here on nothing fails but the address.
+        net.directory.add(mac, number).map_err(|error| anyhow::anyhow!("{}: {error}", StationAddress(mac)))?;
+        net.next = net.next.max((number + 1) % NODES_MAX);
+        net.members.insert(number, Member { node, nic, mac, is_uplink, estate, bell });
+        let card = self.cards.get_mut(&nic).context("there is no such end")?;
+        // It was that which is over.
+        card.trouble = None;
+        if let Some(kept) = &mut card.kept {
+            // The interface has the address that the directory has, whatever it was given before.
+            kept.kit.mac = Some(mac);
+            if let Some(place) = kept.fds.get_mut(vni::DIRECTORY) {
+                *place = directory;
+            }
         }
         Ok(())
     }
 
-    /// Tells the workers of all others of a new member, and its own, if there are any already, of all others.
-    fn tell_of(&mut self, nic: u32) {
+    /// Tells the workers of all others of a new member, and its own, if there are any already, of all others that did not `join` at the same time.
+    fn tell_of(&mut self, nic: u32, joined: &[u32]) {
         let Some(card) = self.cards.get(&nic) else { return };
         let Some((vni, number)) = card.vni().map(str::to_owned).zip(card.number_on_vni) else { return };
         let Some(net) = self.vnis.get_mut(&vni) else { return };
+        let Some(us) = net.members.get(&number) else { return };
+        let directory = card.kept.as_ref().and_then(|kept| kept.fds.get(vni::DIRECTORY)).map(AsFd::as_fd);
+        let mut missed = Vec::new();
         for worker in self.workers.values() {
+            let has_it = worker.nics.contains_key(&nic);
+            let mut is_missed = false;
             for (other, member) in net.members.iter().filter(|(other, _)| **other != number) {
                 if worker.nics.contains_key(&member.nic) {
-                    introduce(worker, member.nic, number, &net.members[&number]);
+                    is_missed |= is_lost(introduce(worker, member.nic, number, us));
                 }
-                if worker.nics.contains_key(&nic) {
-                    introduce(worker, nic, *other, member);
+                if has_it && !joined.contains(&member.nic) {
+                    is_missed |= is_lost(introduce(worker, nic, *other, member));
                 }
             }
-            let directory = card.kept.as_ref().map(|kept| kept.fds[vni::DIRECTORY].as_fd());
-            if let Some(directory) = directory.filter(|_| worker.nics.contains_key(&nic)) {
-                let _ = worker.write(&ToWorker::Directory { nic }, &[directory]);
+            if let Some(directory) = directory.filter(|_| has_it) {
+                let nodes = net.members.keys().copied().collect();
+                is_missed |= is_lost(worker.write(&ToWorker::Directory { nic, nodes }, &[directory]));
             }
+            missed.extend(is_missed.then(|| worker.party()));
         }
         net.publish();
+        self.condemn_those_without(missed);
     }
 
     /// Tells a worker that was given an end who else there is.
-    pub(super) fn tell_neighbours(&self, nic: u32, number: u32) {
+    pub(super) fn tell_neighbours(&mut self, nic: u32, number: u32) {
         let Some(card) = self.cards.get(&nic) else { return };
         let Some(net) = card.vni().and_then(|vni| self.vnis.get(vni)) else { return };
         let Some(worker) = self.workers.get(&number) else { return };
-        for (other, member) in net.members.iter().filter(|(_, member)| member.nic != nic) {
-            introduce(worker, nic, *other, member);
+        let others = net.members.iter().filter(|(_, member)| member.nic != nic);
+        let mut told = others.map(|(other, member)| introduce(worker, nic, *other, member));
+        if told.any(is_lost) {
+            drop(told);
+            self.condemn_those_without(vec![number]);
         }
     }
 
@@ -263,21 +293,27 @@ impl Supervisor {
         let Some(gone) = net.members.remove(&number) else { return };
         net.directory.remove(gone.mac);
         net.publish();
+        let mut missed = Vec::new();
         for worker in self.workers.values() {
             for member in net.members.values().filter(|member| worker.nics.contains_key(&member.nic)) {
-                let _ = worker.write(&ToWorker::NoNeighbour { nic: member.nic, number }, &[]);
+                let told = worker.write(&ToWorker::NoNeighbour { nic: member.nic, number }, &[]);
+                missed.extend(is_lost(told).then(|| worker.party()));
             }
         }
         if net.members.is_empty() {
             self.vnis.remove(&vni);
         }
+        self.condemn_those_without(missed);
     }
 
-    /// What a worker of the daemon before this one says of a node's end; a sentence if it cannot be.
-    pub(super) fn odd_end(card: &Card, kit: &Kit) -> Option<String> {
+    /// What a worker of the daemon before this one says of a node's end; a sentence if it was never so. What it gives back is opened anew for others.
+    pub(super) fn odd_end(card: &Card, kit: &Kit, fds: &[OwnedFd]) -> Option<String> {
         let vni = card.vni()?;
         let expected = card.number_on_vni.map(|number| text(vni, number));
-        let fits = kit.kind == vni::KIND && kit.fds == vni::FDS && Some(&kit.text) == expected.as_ref();
+        let fits = kit.kind == vni::KIND
+            && fds.len() == vni::FDS
+            && Some(&kit.text) == expected.as_ref()
+            && inodes(fds) == card.inodes;
         (!fits).then(|| format!("says of {} what was never so", card.name()))
     }
 
@@ -365,6 +401,12 @@ impl Card {
 
 fn text(vni: &str, number: u16) -> String {
     serde_json::to_string(&vni::Text { vni: vni.to_owned(), number }).expect("plain data")
+}
+
+/// By what the kernel knows the estate and the pipe of the bell.
+fn inodes(fds: &[OwnedFd]) -> Vec<u64> {
+    let kept = fds.get(CONTROL..=BELL).unwrap_or_default();
+    kept.iter().map(|fd| rustix::fs::fstat(fd).map_or(0, |stat| stat.st_ino)).collect()
 }
 
 /// Bytes of memory that an estate has taken.

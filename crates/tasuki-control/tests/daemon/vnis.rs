@@ -11,7 +11,7 @@ use rustix::process::Signal;
 use serde_json::Value;
 use tasuki_tap::interface::Interface;
 
-use super::rig::{Rig, pid, signal, until};
+use super::rig::{Rig, lives, pid, signal, until};
 use super::rooms::{BURST, Exchange, Program, Room, Stream, deaths, is_impossible};
 use super::storm::{self, beside};
 
@@ -305,5 +305,28 @@ fn a_namespace_talks_to_a_program_on_stock_dpdk() {
     }
     world.rig.ask(&["node", "remove", "dpdk"]);
     assert!(!socket.exists(), "nobody serves there any more");
+    world.end();
+}
+
+#[test]
+fn a_node_added_by_hand_that_cannot_be_any_more_keeps_no_daemon_from_starting() {
+    let Some(mut world) = World::new() else { return };
+    let socket = world.rig.path("dpdk.sock");
+    world.rig.ask(&["node", "add", "dpdk", "--memif", socket.to_str().expect("text")]);
+    let (driver, standby) = world.rig.await_pair("dpdk");
+    world.rig.kill_daemon();
+    for worker in [&driver, &standby] {
+        signal(pid(worker), Signal::KILL);
+        until(&world.rig, "it is dead", || !lives(pid(worker)));
+    }
+    fs::remove_file(&socket).expect("it was served");
+    fs::write(&socket, "somebody's").expect("a file");
+    world.rig.start();
+    world.rig.await_event("is there already, and no socket; name another path");
+    world.add("shop", &world.shop, SHOP, &[]);
+    world.rig.await_pair("shop");
+    fs::remove_file(&socket).expect("a file");
+    world.rig.await_worker("dpdk", "drives");
+    world.rig.ask(&["node", "remove", "dpdk"]);
     world.end();
 }
