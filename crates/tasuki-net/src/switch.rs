@@ -17,6 +17,8 @@ use std::time::{Duration, Instant};
 use tasuki_shm::line::Line;
 use tasuki_shm::vni::directory::{Lookup, Mac, NodeSet};
 
+use crate::vni::Incoming;
+
 /// How long an address that was learnt is remembered after it was seen last, as IEEE 802.1Q-2018, 8.8.3 has it.
 pub const AGEING: Duration = Duration::from_secs(300);
 
@@ -106,6 +108,18 @@ impl<M: Deref<Target = [Line]>> Switch<M> {
     pub fn learn(&mut self, mac: Mac, node: u16, now: Instant) {
         if self.uplinks.contains(node) {
             self.learn_from_uplink(mac, node, now);
+        }
+    }
+
+    /// The same of a frame that lies where its sender wrote it.
+    #[inline]
+    pub fn learn_of(&mut self, incoming: &Incoming<'_>) {
+        if self.learns_from(incoming.from) {
+            let mut addresses = [0; 12];
+            if incoming.copy_to(&mut addresses) == Ok(addresses.len()) {
+                let from: Mac = addresses[6..].try_into().expect("six bytes");
+                self.learn(from, incoming.from, Instant::now());
+            }
         }
     }
 

@@ -274,13 +274,7 @@ fn write<M: Deref<Target = [Line]>>(
     switch: &mut Switch<M>,
     incoming: &Incoming<'_>,
 ) -> io::Result<bool> {
-    if switch.learns_from(incoming.from) {
-        let mut addresses = [0; 12];
-        if incoming.copy_to(&mut addresses) == Ok(12) {
-            let from: Mac = addresses[6..].try_into().expect("six bytes");
-            switch.learn(from, incoming.from, Instant::now());
-        }
-    }
+    switch.learn_of(incoming);
     // What was taken back while we slept is not given to anybody; what is taken back while the kernel copies it cannot be called back.
     if !incoming.is_whole() {
         return Ok(false);

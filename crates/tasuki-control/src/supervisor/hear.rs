@@ -170,7 +170,7 @@ impl Supervisor {
             if outlet.as_ref() != Some(&label) {
                 return self.condemn(number, format!("says that it has {label}, which is not its node's"));
             }
-            match self.doors.contains_key(&label) {
+            match self.memifs.contains_key(&label) {
                 true => self.adopt_memif(&label, device),
                 false => self.adopt_tap(&label, device),
             }

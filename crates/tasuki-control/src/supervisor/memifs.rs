@@ -14,16 +14,16 @@ use crate::{channel, config};
 
 /// A socket, as far as it is there.
 #[derive(Debug)]
-pub struct Door {
+pub struct MemifEnd {
     config: config::Memif,
     listener: Option<OwnedFd>,
 }
 
-impl Door {
+impl MemifEnd {
     /// That of a node, by its name, not made yet.
     pub fn of(node: &config::Node) -> Option<(String, Self)> {
         let config = node.memif()?.clone();
-        Some((config.label(), Door { config, listener: None }))
+        Some((config.label(), MemifEnd { config, listener: None }))
     }
 
     /// Makes it, if it is not there.
@@ -80,13 +80,13 @@ fn is_served(path: &Path) -> bool {
 impl Supervisor {
     /// Makes all but those that living workers of these nodes may have kept.
     pub(super) fn begin_memifs(&mut self, living: &[String]) {
-        self.doors = self.config.node.iter().filter_map(Door::of).collect();
+        self.memifs = self.config.node.iter().filter_map(MemifEnd::of).collect();
         let kept: Vec<String> =
             living.iter().filter_map(|node| Some(self.config.node(node)?.memif()?.label())).collect();
         let mut troubles = Vec::new();
-        for (label, door) in self.doors.iter_mut().filter(|(label, _)| !kept.contains(label)) {
+        for (label, end) in self.memifs.iter_mut().filter(|(label, _)| !kept.contains(label)) {
             // Whoever was added by hand is in no file that could be mended; its worker is started when there is one.
-            if let Err(error) = door.make() {
+            if let Err(error) = end.make() {
                 troubles.push(format!("memif is not served at {label} as yet: {error:#}"));
             }
         }
@@ -95,8 +95,8 @@ impl Supervisor {
 
     /// What a worker of the daemon before this one has kept.
     pub(super) fn adopt_memif(&mut self, label: &str, listener: OwnedFd) {
-        if let Some(door) = self.doors.get_mut(label) {
-            door.listener.get_or_insert(listener);
+        if let Some(end) = self.memifs.get_mut(label) {
+            end.listener.get_or_insert(listener);
         }
     }
 
@@ -105,13 +105,13 @@ impl Supervisor {
         let Some(label) = self.config.node(node).and_then(config::Node::memif).map(config::Memif::label) else {
             return Ok(None);
         };
-        let door = self.doors.get_mut(&label).with_context(|| format!("there is no socket {label}"))?;
-        let listener = door.make()?.as_fd().try_clone_to_owned()?;
+        let end = self.memifs.get_mut(&label).with_context(|| format!("there is no socket {label}"))?;
+        let listener = end.make()?.as_fd().try_clone_to_owned()?;
         Ok(Some((label, listener)))
     }
 
     /// Nobody is to connect any more.
-    pub(super) fn close_doors(&mut self) {
-        std::mem::take(&mut self.doors).into_values().for_each(Door::close);
+    pub(super) fn close_memifs(&mut self) {
+        std::mem::take(&mut self.memifs).into_values().for_each(MemifEnd::close);
     }
 }

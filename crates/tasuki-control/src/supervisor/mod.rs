@@ -169,7 +169,7 @@ pub struct Supervisor {
     nodes: BTreeMap<String, Node>,
     taps: BTreeMap<String, taps::TapEnd>,
     vnis: BTreeMap<String, vnis::Net>,
-    doors: BTreeMap<String, memifs::Door>,
+    memifs: BTreeMap<String, memifs::MemifEnd>,
     leaving: Vec<nodes::Leaving>,
     jobs: Vec<Job>,
     counting: Vec<(u32, Duration, Answer<crate::api::types::Counts>)>,
@@ -229,7 +229,7 @@ impl Supervisor {
             nodes: BTreeMap::new(),
             taps: BTreeMap::new(),
             vnis: BTreeMap::new(),
-            doors: BTreeMap::new(),
+            memifs: BTreeMap::new(),
             leaving: Vec::new(),
             jobs: Vec::new(),
             counting: Vec::new(),
@@ -258,7 +258,7 @@ impl Supervisor {
             self.keep_house();
             if let Some(ended) = self.ended {
                 if ended == Ended::Everything {
-                    self.close_doors();
+                    self.close_memifs();
                 }
                 self.flush();
                 return Ok(ended);

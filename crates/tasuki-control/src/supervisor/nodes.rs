@@ -6,7 +6,7 @@ use std::time::Duration;
 use tasuki_relay::letter::ToWorker;
 
 use super::door::{Answer, No};
-use super::memifs::Door;
+use super::memifs::MemifEnd;
 use super::taps::TapEnd;
 use super::worker::{Stage, Words};
 use super::{About, BOOK_LEN, Node, Supervisor, now};
@@ -69,9 +69,9 @@ impl Supervisor {
             tap.make().map_err(|error| No::now(format!("node {name:?} has no TAP {label}: {error}")))?;
             self.taps.insert(label, tap);
         }
-        if let Some((label, mut door)) = Door::of(&node) {
-            door.make().map_err(|error| No::now(format!("node {name:?} was not added: {error:#}")))?;
-            self.doors.insert(label, door);
+        if let Some((label, mut end)) = MemifEnd::of(&node) {
+            end.make().map_err(|error| No::now(format!("node {name:?} was not added: {error:#}")))?;
+            self.memifs.insert(label, end);
         }
         match self.make_node(&node) {
             Ok(()) => {}
@@ -104,8 +104,8 @@ impl Supervisor {
     }
 
     fn forget_outlet(&mut self, node: &config::Node) {
-        let door = node.memif().and_then(|memif| self.doors.remove(&memif.label()));
-        door.into_iter().for_each(Door::close);
+        let end = node.memif().and_then(|memif| self.memifs.remove(&memif.label()));
+        end.into_iter().for_each(MemifEnd::close);
         let label = node.tap().map(config::Tap::label);
         let is_shared = |label: &String| {
             self.config
@@ -189,5 +189,13 @@ impl Supervisor {
             self.flush();
             answer.into_iter().for_each(|answer| drop(answer.send(Ok(Removed { sentence: sentence.clone() }))));
         }
+    }
+
+    /// Has the registry know of a node that was added, or that it is no more.
+    fn record_node(&mut self, node: &config::Node, is_there: bool) {
+        self.changes.push(match is_there {
+            true => Change::Added(node.clone()),
+            false => Change::Removed(node.name.clone()),
+        });
     }
 }

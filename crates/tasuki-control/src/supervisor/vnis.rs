@@ -24,7 +24,6 @@ use super::worker::Worker;
 use super::{About, Supervisor};
 use crate::api::types::{TalkView, VniNodeView, VniView};
 use crate::config::{self, Device, StationAddress};
-use crate::registry::Change;
 
 /// Addresses that a directory has room for.
 const ADDRESSES: usize = 2 * NODES_MAX as usize;
@@ -378,14 +377,6 @@ impl Supervisor {
             }
         }
         Ok(talks)
-    }
-
-    /// Has the registry know of a node that was added, or that it is no more.
-    pub(super) fn record_node(&mut self, node: &config::Node, is_there: bool) {
-        self.changes.push(match is_there {
-            true => Change::Added(node.clone()),
-            false => Change::Removed(node.name.clone()),
-        });
     }
 }
 

@@ -236,7 +236,7 @@ impl<M: Deref<Target = [Line]>> MemifNode<M> {
         let Self { vni, switch, client, given, dropped, copy, chain, stalls, .. } = self;
         let Some(attached) = client.as_mut().and_then(|client| client.attached.as_mut()) else {
             return Ok(vni.receive(|incoming| {
-                learn(switch, &incoming);
+                switch.learn_of(&incoming);
                 dropped.away += 1;
             }));
         };
@@ -248,7 +248,7 @@ impl<M: Deref<Target = [Line]>> MemifNode<M> {
         }
         let mut giver = Giver { attached, given: 0, dropped, copy, chain, broken: None };
         let came = vni.receive(|incoming| {
-            learn(switch, &incoming);
+            switch.learn_of(&incoming);
             giver.give(&incoming);
         });
         let Giver { given: gave, broken, .. } = giver;
@@ -432,18 +432,6 @@ impl<M: Deref<Target = [Line]>> MemifNode<M> {
 
 fn watch(epoll: &OwnedFd, descriptor: BorrowedFd<'_>) -> io::Result<()> {
     Ok(epoll::add(epoll, descriptor, epoll::EventData::new_u64(0), epoll::EventFlags::IN)?)
-}
-
-/// Remembers behind whom a stranger is.
-#[inline]
-fn learn<M: Deref<Target = [Line]>>(switch: &mut Switch<M>, incoming: &Incoming<'_>) {
-    if switch.learns_from(incoming.from) {
-        let mut addresses = [0; 12];
-        if incoming.copy_to(&mut addresses) == Ok(12) {
-            let from: Mac = addresses[6..].try_into().expect("six bytes");
-            switch.learn(from, incoming.from, Instant::now());
-        }
-    }
 }
 
 /// Puts frames into a client's buffers.
