@@ -1,6 +1,7 @@
 //! The configuration: which nodes and NICs there are. One TOML file, in which every word must mean something.
 
-use std::collections::BTreeSet;
+mod sense;
+
 use std::fmt;
 use std::net::Ipv4Addr;
 use std::os::unix::fs::PermissionsExt;
@@ -9,20 +10,14 @@ use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
 use tasuki_relay::letter;
-use tasuki_shm::vni::estate::{POOL_PAGES, POOL_PAGES_MAX, POOL_PAGES_MIN};
+use tasuki_shm::vni::estate::POOL_PAGES;
 use tasuki_tap::Address;
 use utoipa::ToSchema;
 
 /// Bytes of a frame that a source may send, without check sequence.
 const SIZES: std::ops::RangeInclusive<u16> = 60..=1514;
-/// Bytes of a socket's path (`sun_path` of unix(7), with a zero behind it),
-const SOCKET_MAX: usize = 107;
-/// and of memif's secret.
-const SECRET_MAX: usize = 23;
 /// KiB of a page of a pool.
 const PAGE_KIB: u32 = 4;
-/// Longest name of a node, a NIC or a VNI.
-const NAME_MAX: usize = 24;
 
 /// Why a configuration is none.
 #[derive(Debug, thiserror::Error)]
@@ -464,136 +459,6 @@ impl Config {
         let trusts = |a, b: &str| self.node(a).is_some_and(|node| node.trusts.iter().any(|name| name == b));
         one == other || (trusts(one, other) && trusts(other, one))
     }
-
-    /// What contradicts itself.
-    pub fn senseless(&self) -> Option<String> {
-        let names = |kind: &'static str, all: Vec<&String>| {
-            let mut seen = BTreeSet::new();
-            all.into_iter().find_map(|name| match () {
-                () if !is_name(name) => Some(format!(
-                    "{kind} {name:?}: a name is 1 to {NAME_MAX} of the characters a-z, 0-9, - and _, and begins with a letter"
-                )),
-                () if !seen.insert(name) => Some(format!("two {kind}s are called {name:?}; give one another name")),
-                () => None,
-            })
-        };
-        let nodes: Vec<_> = self.node.iter().map(|node| &node.name).collect();
-        let known = nodes.iter().map(|name| name.as_str()).collect::<Vec<_>>().join(", ");
-        let stranger =
-            |name: &String| (!nodes.contains(&name)).then(|| format!("there is no node {name:?}, but {known}"));
-        let of_nodes = || {
-            self.node.iter().find_map(|node| {
-                let trusted =
-                    node.trusts.iter().find_map(stranger).map(|what| format!("node {:?}, trusts: {what}", node.name));
-                trusted
-                    .or_else(|| size_of_frames(node))
-                    .or_else(|| program_of(node))
-                    .or_else(|| self.odd_tap(node))
-                    .or_else(|| self.odd_vni(node))
-            })
-        };
-        let of_nics = || {
-            self.nic.iter().find_map(|nic| {
-                let named = |what| format!("nic {:?}: {what}", nic.name);
-                let wire = (!nic.wire.is_empty() && nic.device != Device::Sim)
-                    .then(|| named("only the model (device = \"sim\") has a wire to configure".to_owned()));
-                stranger(&nic.node).map(named).or(wire)
-            })
-        };
-        let limits = [self.daemon.hang_after_ms, self.daemon.deadline_ms, self.daemon.prepare_ms];
-        let limit = limits.contains(&0).then(|| "[daemon]: a limit of 0 ms cannot be kept; name more".to_owned());
-        names("node", nodes.clone())
-            .or_else(|| names("nic", self.nic.iter().map(|nic| &nic.name).collect()))
-            .or_else(of_nodes)
-            .or_else(of_nics)
-            .or(limit)
-    }
-}
-
-impl Config {
-    /// What is wrong with a node's end of a VNI.
-    fn odd_vni(&self, node: &Node) -> Option<String> {
-        let named = |what: String| Some(format!("node {:?}: {what}", node.name));
-        if let Some(what) = node.memif().and_then(odd_memif) {
-            return named(what);
-        }
-        let Some(vni) = &node.vni else {
-            if node.memif().is_some() {
-                return named("memif is a way onto a VNI; name one (vni = …)".to_owned());
-            }
-            let set = [("mac", node.mac.is_some()), ("pool_kib", node.pool_kib.is_some())];
-            let odd = set.iter().find(|(_, is_set)| *is_set)?;
-            return named(format!("{} is of a node's end of a VNI; name one (vni = …), or leave it out", odd.0));
-        };
-        if !is_name(vni) {
-            return named(format!(
-                "vni {vni:?}: a name is 1 to {NAME_MAX} of the characters a-z, 0-9, - and _, and begins with a letter"
-            ));
-        }
-        let Some(outlet) = node.outlet() else {
-            return named(
-                "only a namespace (work = { tap = … }) or a client of memif (work = { memif = … }) can be on a VNI as yet; leave vni out".to_owned(),
-            );
-        };
-        let pages = node.pool_pages();
-        if !(POOL_PAGES_MIN..=POOL_PAGES_MAX).contains(&pages) {
-            let kib = node.pool_kib.unwrap_or_default();
-            let (least, most) = (POOL_PAGES_MIN * PAGE_KIB, POOL_PAGES_MAX * PAGE_KIB);
-            return named(format!("pool_kib = {kib}, and a pool has {least} to {most} KiB; without, it has 2048"));
-        }
-        if let Some(nic) = self.nic.iter().find(|nic| nic.node == node.name) {
-            return named(format!(
-                "it is on VNI {vni}, and NIC {:?} is meant for it; a node has one of the two",
-                nic.name
-            ));
-        }
-        let others = || self.node.iter().filter(|other| other.name != node.name);
-        let is_later =
-            |other: &Node| self.node.iter().skip_while(|it| it.name != node.name).any(|it| it.name == other.name);
-        // Of two on VNIs the later one is odd.
-        let same_outlet =
-            |other: &&Node| other.outlet().as_ref() == Some(&outlet) && !(other.vni.is_some() && is_later(other));
-        if let Some(other) = others().find(same_outlet) {
-            return named(format!("{outlet} is node {:?}'s as well; on a VNI each node has its own", other.name));
-        }
-        let same_mac = |other: &&Node| other.vni == node.vni && other.mac() == node.mac() && !is_later(other);
-        others().find(same_mac).and_then(|other| {
-            let mac = StationAddress(node.mac());
-            named(format!(
-                "node {:?} of VNI {vni} has its station address {mac} already; give one of them another (mac = …)",
-                other.name
-            ))
-        })
-    }
-
-    /// What is wrong with a node's TAP: its name, or what others say of the same.
-    fn odd_tap(&self, node: &Node) -> Option<String> {
-        let tap = node.tap()?;
-        let named = |what: String| Some(format!("node {:?}, tap: {what}", node.name));
-        if !tasuki_tap::is_name(&tap.name) {
-            return named(tasuki_tap::TapError::Name(tap.name.clone()).to_string());
-        }
-        if tap.netns.as_ref().is_some_and(|netns| netns.is_empty() || netns.contains('/') && !netns.starts_with('/')) {
-            return named("netns is what `ip netns` calls it, or a path from /".to_owned());
-        }
-        // On a VNI nobody shares one.
-        let same = |other: &&Node| {
-            node.vni.is_none() && other.vni.is_none() && other.tap().is_some_and(|other| other.label() == tap.label())
-        };
-        if let Some(other) = self.node.iter().filter(same).find(|other| other.tap() != Some(tap)) {
-            return named(format!("node {:?} gives {} another address; name one", other.name, tap.label()));
-        }
-        let nics: Vec<_> = self.nic.iter().filter(|nic| self.node(&nic.node).as_ref().is_some_and(same)).collect();
-        match &nics[..] {
-            [one, other, ..] => named(format!(
-                "{} stands for one NIC, and {:?} and {:?} are both meant for it; give one of them to another node",
-                tap.label(),
-                one.name,
-                other.name
-            )),
-            _ => None,
-        }
-    }
 }
 
 /// The first node whose workers are to stay on a CPU of which `may_use` says that they cannot, as a sentence.
@@ -602,53 +467,6 @@ pub fn stray_cpu(config: &Config, may_use: impl Fn(u32) -> bool) -> Option<Strin
     stray.map(|(node, cpu)| {
         format!("node {:?}: cpu = {cpu}, and tasukid may not run anything there; name one of those that `taskset -p $$` shows, or none", node.name)
     })
-}
-
-fn is_name(name: &str) -> bool {
-    let plain = |c: char| c.is_ascii_lowercase() || c.is_ascii_digit() || c == '-' || c == '_';
-    (1..=NAME_MAX).contains(&name.len())
-        && name.starts_with(|c: char| c.is_ascii_lowercase())
-        && name.chars().all(plain)
-}
-
-fn size_of_frames(node: &Node) -> Option<String> {
-    let Work::Source(Source { size, .. }) = node.work else { return None };
-    let (least, most) = (SIZES.start(), SIZES.end());
-    (!SIZES.contains(&size)).then(|| {
-        format!("node {:?}: a frame has {least} to {most} bytes without its check sequence, not {size}", node.name)
-    })
-}
-
-/// What is wrong with where a node serves memif.
-fn odd_memif(memif: &Memif) -> Option<String> {
-    let shown = memif.socket.display();
-    match () {
-        () if !memif.socket.is_absolute() => Some(format!("memif: its socket is named by a path from /, not {shown}")),
-        () if memif.socket.as_os_str().len() > SOCKET_MAX => Some(format!(
-            "memif: {shown} has more bytes than the path of a socket can ({SOCKET_MAX}); name a shorter one"
-        )),
-        () if memif.secret.len() > SECRET_MAX => Some(format!(
-            "memif: its secret has {} bytes, and memif has room for {SECRET_MAX}; shorten it",
-            memif.secret.len()
-        )),
-        () => None,
-    }
-}
-
-fn program_of(node: &Node) -> Option<String> {
-    let Program { path, options } = node.program()?;
-    let most = letter::OPTIONS_MAX;
-    match () {
-        () if !path.is_absolute() => {
-            Some(format!("node {:?}: its program is named by a path from /, not {}", node.name, path.display()))
-        }
-        () if options.len() > most => Some(format!(
-            "node {:?}: its program's options have {} bytes, and may have {most}; shorten them",
-            node.name,
-            options.len()
-        )),
-        () => None,
-    }
 }
 
 /// Why what is at `path` cannot be started, as the end of a sentence that begins with the path.
