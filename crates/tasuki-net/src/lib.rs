@@ -14,6 +14,7 @@
 pub mod memif;
 pub mod nic;
 pub mod port;
+mod slow;
 pub mod switch;
 pub mod tap;
 pub mod vni;

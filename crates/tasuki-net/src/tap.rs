@@ -13,19 +13,16 @@ use arrayvec::ArrayVec;
 use rustix::event::{PollFd, PollFlags, Timespec};
 use rustix::io::Errno;
 use tasuki_shm::line::Line;
-use tasuki_shm::vni::directory::{Mac, NodeSet};
+use tasuki_shm::vni::directory::Mac;
 
 use crate::port::Armed;
+use crate::slow::Slow;
 use crate::switch::{Switch, To};
 use crate::vni::offload::HEADER_LEN;
 use crate::vni::{Incoming, SendError, Vni};
 
 /// Frames that are read from the TAP before those that have come are looked at.
 const READS: usize = 64;
-
-/// How long a frame waits for a node that has no room for it, and all behind it with it. A node that has been waited for so long is not waited
-/// for again until it has had room.
-const WAIT: Duration = Duration::from_millis(2);
 
 /// How soon a node that waits looks whether there is room.
 const ROOM_AGAIN: Duration = Duration::from_micros(20);
@@ -78,7 +75,7 @@ pub struct TapNode<M> {
     /// What was staged for a node that had no room, and since when it waits.
     waits: Option<(u16, usize, Instant)>,
     /// Who was waited for in vain, and has had no room since.
-    slow: NodeSet,
+    slow: Slow,
     /// The pool had no room when the namespace was last looked at.
     full: bool,
 }
@@ -95,7 +92,7 @@ impl<M: Deref<Target = [Line]>> TapNode<M> {
             dropped: Dropped::default(),
             gone: false,
             waits: None,
-            slow: NodeSet::default(),
+            slow: Slow::default(),
             full: false,
         }
     }
@@ -200,18 +197,16 @@ impl<M: Deref<Target = [Line]>> TapNode<M> {
         match self.vni.post_staged(node, len) {
             Ok(()) => {
                 self.taken += 1;
-                self.slow.remove(node);
+                self.slow.had_room(node);
             }
-            Err(SendError::NoRoom(_)) if self.slow.contains(node) => self.dropped.no_room += 1,
             Err(SendError::NoRoom(_)) => {
                 let since = waited.map_or_else(Instant::now, |(.., since)| since);
-                if since.elapsed() < WAIT {
+                if self.slow.may_wait(node, since) {
                     // Whoever has no room is to read what there is.
                     self.vni.flush();
                     self.waits = Some((node, len, since));
                     return false;
                 }
-                self.slow.insert(node);
                 self.dropped.no_room += 1;
             }
             Err(_) => self.dropped.nobody += 1,

@@ -31,9 +31,10 @@ use rustix::fs::OFlags;
 use rustix::io::Errno;
 use rustix::net::SocketFlags;
 use tasuki_shm::line::Line;
-use tasuki_shm::vni::directory::{Mac, NodeSet};
+use tasuki_shm::vni::directory::Mac;
 
 use crate::port::Armed;
+use crate::slow::{Slow, WAIT};
 use crate::switch::{Switch, To};
 use crate::vni::finish::{finish, is_finished};
 use crate::vni::offload::HEADER_LEN;
@@ -48,10 +49,6 @@ const TAKES: usize = 32;
 
 /// Turns from one look at the control channel to the next, while frames flow.
 const ATTEND_EVERY: u32 = 64;
-
-/// How long a frame waits for a node that has no room for it, or for a client that has posted no buffer, and all behind it with it. Who has been
-/// waited for so long is not waited for again until it has had room.
-const WAIT: Duration = Duration::from_millis(2);
 
 /// How soon a node that waits looks whether there is room.
 const ROOM_AGAIN: Duration = Duration::from_micros(50);
@@ -147,7 +144,7 @@ pub struct MemifNode<M> {
     /// Since when the client's next frame waits for a node that has no room.
     waits: Option<Instant>,
     /// Who was waited for in vain, and has had no room since.
-    slow: NodeSet,
+    slow: Slow,
     /// Since when the client has posted few buffers or none. At first, frames wait for it.
     stalls: Option<Instant>,
     /// Something waits for room, of which nobody is told.
@@ -182,7 +179,7 @@ impl<M: Deref<Target = [Line]>> MemifNode<M> {
             knocked: true,
             is_deaf: false,
             waits: None,
-            slow: NodeSet::default(),
+            slow: Slow::default(),
             stalls: None,
             naps: false,
             is_hushed: false,
@@ -529,7 +526,7 @@ struct Taker<'a, M> {
     switch: &'a mut Switch<M>,
     taken: &'a mut u64,
     dropped: &'a mut Dropped,
-    slow: &'a mut NodeSet,
+    slow: &'a mut Slow,
     waits: &'a mut Option<Instant>,
 }
 
@@ -574,18 +571,16 @@ impl<M: Deref<Target = [Line]>> Taker<'_, M> {
                 fill(room);
                 self.vni.post(node, len, false);
                 *self.taken += 1;
-                self.slow.remove(node);
+                self.slow.had_room(node);
             }
-            Err(SendError::NoRoom(_)) if self.slow.contains(node) => self.dropped.no_room += 1,
             Err(SendError::NoRoom(_)) => {
                 let since = waited.unwrap_or_else(Instant::now);
-                if since.elapsed() < WAIT {
+                if self.slow.may_wait(node, since) {
                     // Whoever has no room is to read what there is.
                     self.vni.flush();
                     *self.waits = Some(since);
                     return false;
                 }
-                self.slow.insert(node);
                 self.dropped.no_room += 1;
             }
             Err(_) => self.dropped.nobody += 1,
