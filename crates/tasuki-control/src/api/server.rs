@@ -78,7 +78,13 @@ async fn ask<T>(door: &Door, request: impl FnOnce(oneshot::Sender<Result<T, No>>
 }
 
 fn words<T>(body: Result<Json<T>, JsonRejection>) -> Result<T, No> {
-    body.map(|Json(body)| body).map_err(|rejection| No::Wrong(rejection.body_text()))
+    body.map(|Json(body)| body).map_err(|rejection| No::Wrong(plain(&rejection.body_text()).to_owned()))
+}
+
+/// What is wrong with a body, for whoever wrote the command and never saw it as JSON.
+fn plain(text: &str) -> &str {
+    let text = text.strip_prefix("Failed to deserialize the JSON body into the target type: ").unwrap_or(text);
+    text.rsplit_once(" at line 1 column ").map_or(text, |(text, _)| text)
 }
 
 #[utoipa::path(get, path = "/v1/status", responses((status = 200, body = Status)))]
@@ -234,6 +240,13 @@ pub fn serve(
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_wrong_value_is_said_without_json() {
+        let text = "Failed to deserialize the JSON body into the target type: mac: no address at line 1 column 37";
+        assert_eq!(plain(text), "mac: no address");
+        assert_eq!(plain("Expected a body"), "Expected a body");
+    }
 
     #[test]
     fn the_description_names_every_address_and_what_is_said_there() {
