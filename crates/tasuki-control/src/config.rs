@@ -214,6 +214,11 @@ impl From<StationAddress> for String {
     }
 }
 
+#[expect(clippy::trivially_copy_pass_by_ref, reason = "serde asks with a reference")]
+fn is_yes(it: &bool) -> bool {
+    *it
+}
+
 fn yes() -> bool {
     true
 }
@@ -279,6 +284,9 @@ pub struct Tap {
     )]
     #[schema(value_type = Option<String>)]
     pub address: Option<Address>,
+    /// Whether frames between this namespace and others of its VNI may be passed on by the kernel, past their workers.
+    #[serde(default = "yes", skip_serializing_if = "is_yes")]
+    pub shortcut: bool,
 }
 
 impl Tap {
@@ -441,6 +449,11 @@ impl Config {
     /// The node of this name.
     pub fn node(&self, name: &str) -> Option<&Node> {
         self.node.iter().find(|node| node.name == name)
+    }
+
+    /// Whether the node of this name is on this VNI.
+    pub fn is_on(&self, node: &str, vni: &str) -> bool {
+        self.node(node).is_some_and(|node| node.vni.as_deref() == Some(vni))
     }
 
     /// The TAP of the node of this name, if it has one.

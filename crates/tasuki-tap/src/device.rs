@@ -4,13 +4,15 @@
 //!
 //! - **T1** `Request` has the layout of `struct ifreq` in `<linux/if.h>`, of which TUNSETIFF reads the name and the flags.
 //! - **T2** TUNSETOFFLOAD takes a number where others take an address.
+//! - **T3** TUNGETDEVNETNS takes nothing, and returns a descriptor that nobody else has.
 #![allow(unsafe_code, reason = "the ioctls that make a descriptor a TAP device, which rustix lacks")]
 
-use std::os::fd::{AsFd, OwnedFd};
+use std::ffi::c_void;
+use std::os::fd::{AsFd, BorrowedFd, FromRawFd, OwnedFd};
 
 use rustix::fs::{Mode, OFlags};
 use rustix::io::Errno;
-use rustix::ioctl::{IntegerSetter, Opcode, Updater, opcode};
+use rustix::ioctl::{IntegerSetter, Ioctl, IoctlOutput, Opcode, Updater, opcode};
 
 use crate::{NAME_LEN, TapError, is_name};
 
@@ -27,6 +29,12 @@ const UDP_TOO: usize = 0x20 | 0x40;
 
 /// The number says `int`, the kernel takes a `struct ifreq`.
 const TUNSETIFF: Opcode = opcode::write::<i32>(b'T', 202);
+
+/// The same, back.
+const TUNGETIFF: Opcode = opcode::read::<u32>(b'T', 210);
+
+/// The namespace that its interface is in (since Linux 5.8).
+const TUNGETDEVNETNS: Opcode = opcode::none(b'T', 227);
 
 /// Takes a number.
 const TUNSETOFFLOAD: Opcode = opcode::write::<u32>(b'T', 208);
@@ -82,4 +90,40 @@ fn take_unfinished(device: &OwnedFd) -> Result<(), Errno> {
         unsafe { rustix::ioctl::ioctl(device.as_fd(), setter) }
     };
     set(OFFLOADS | UDP_TOO).or_else(|_| set(OFFLOADS))
+}
+
+/// What the interface of a TAP device is called.
+pub fn name_of(device: BorrowedFd<'_>) -> Result<String, Errno> {
+    let mut request = Request { name: [0; NAME_LEN], flags: 0, rest: [0; 22] };
+    // SAFETY: the structure is the one that this request fills in (T1).
+    let updater = unsafe { Updater::<{ TUNGETIFF }, Request>::new(&mut request) };
+    // SAFETY: of another device it is refused; the request outlives the call (T1).
+    unsafe { rustix::ioctl::ioctl(device, updater) }?;
+    let len = request.name.iter().position(|byte| *byte == 0).unwrap_or(NAME_LEN);
+    Ok(String::from_utf8_lossy(&request.name[..len]).into_owned())
+}
+
+/// The network namespace that the interface of a TAP device is in, whoever asks.
+pub fn namespace_of(device: BorrowedFd<'_>) -> Result<OwnedFd, Errno> {
+    struct Ask;
+    // SAFETY: the request takes nothing, and what it returns is a descriptor (T3).
+    unsafe impl Ioctl for Ask {
+        type Output = OwnedFd;
+        const IS_MUTATING: bool = false;
+
+        fn opcode(&self) -> Opcode {
+            TUNGETDEVNETNS
+        }
+
+        fn as_ptr(&mut self) -> *mut c_void {
+            std::ptr::null_mut()
+        }
+
+        unsafe fn output_from_ptr(output: IoctlOutput, _: *mut c_void) -> Result<OwnedFd, Errno> {
+            // SAFETY: the kernel has just made it, for us alone (T3).
+            Ok(unsafe { OwnedFd::from_raw_fd(output) })
+        }
+    }
+    // SAFETY: of another device it is refused (T3).
+    unsafe { rustix::ioctl::ioctl(device, Ask) }
 }

@@ -1,39 +1,66 @@
-//! An interface, as the kernel's programs have it: found, given addresses, and switched on, by route netlink (rtnetlink(7)).
-//!
-//! What is sent and read here is 16 bytes of `struct nlmsghdr`, the fixed part that the request's kind has, and attributes: a length, a kind,
-//! and bytes, each from a multiple of four on.
+//! An interface, as the kernel's programs have it: found, given addresses, switched on, plugged into another one, and what comes in at it
+//! handed to a program of the kernel's; by route netlink (rtnetlink(7)).
 
 use std::net::IpAddr;
-use std::os::fd::OwnedFd;
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd};
 
 use rustix::io::Errno;
-use rustix::net::netlink::SocketAddrNetlink;
-use rustix::net::{AddressFamily, RecvFlags, SendFlags, SocketFlags, SocketType, netdevice};
+use rustix::net::{AddressFamily, netdevice};
 
+use crate::netlink::{Message, Netlink};
 use crate::{Address, TapError};
 
-/// Kinds of messages (`<linux/netlink.h>`, `<linux/rtnetlink.h>`).
-const ERROR: u16 = 2;
+/// Kinds of messages (`<linux/rtnetlink.h>`).
 const NEW_LINK: u16 = 16;
+const DELETE_LINK: u16 = 17;
 const NEW_ADDRESS: u16 = 20;
+const NEW_QUEUE: u16 = 36;
+const NEW_FILTER: u16 = 44;
 
-/// The kernel acts on it, and says how that went.
-const REQUEST_AND_ACK: u16 = 0x0001 | 0x0004;
-/// Made if it is not there, and put in its place if it is.
-const CREATE_OR_REPLACE: u16 = 0x0400 | 0x0100;
+/// Made if it is not there,
+const CREATE: u16 = 0x0400;
+/// and put in its place if it is,
+const REPLACE: u16 = 0x0100;
+/// or not made if it is.
+const EXCLUSIVE: u16 = 0x0200;
 
-/// Attributes: of a link its station address; of an address the address, and the same at this end of the cable.
+/// Attributes of a link (`<linux/if_link.h>`): its station address, its name, bytes of a frame behind its header, what it is, and the
+/// namespace that it is made in.
 const IFLA_ADDRESS: u16 = 1;
+const IFLA_IFNAME: u16 = 3;
+const IFLA_MTU: u16 = 4;
+const IFLA_LINKINFO: u16 = 18;
+const IFLA_NET_NS_FD: u16 = 28;
+/// Of what it is: the kind, and what belongs to that.
+const IFLA_INFO_KIND: u16 = 1;
+const IFLA_INFO_DATA: u16 = 2;
+/// Of a pair: the other one (`<linux/veth.h>`).
+const VETH_INFO_PEER: u16 = 1;
+
+/// Of an address: the address, and the same at this end of the cable.
 const IFA_ADDRESS: u16 = 1;
 const IFA_LOCAL: u16 = 2;
+
+/// Of queues and filters: the kind, and what belongs to that.
+const TCA_KIND: u16 = 1;
+const TCA_OPTIONS: u16 = 2;
+/// Of a filter that is a program: which, how people see it, and that what it returns is what is done (`<linux/pkt_cls.h>`).
+const TCA_BPF_FD: u16 = 6;
+const TCA_BPF_NAME: u16 = 7;
+const TCA_BPF_FLAGS: u16 = 8;
+const TCA_BPF_FLAG_ACT_DIRECT: u32 = 1;
+
+/// Where filters hang that look at what comes in (`<linux/pkt_sched.h>`): TC_H_CLSACT, and its TC_H_MIN_INGRESS.
+const CLSACT: u32 = 0xFFFF_FFF1;
+const CLSACT_HANDLE: u32 = 0xFFFF_0000;
+const INGRESS: u32 = 0xFFFF_FFF2;
+/// Frames of every protocol, the first filter of all.
+const ALL_FIRST: u32 = 1 << 16 | 0x0003_u16.to_be() as u32;
 
 const IFF_UP: u32 = 1;
 
 /// IFA_F_NODAD. Of IPv4 it means nothing.
 const NO_DAD: u8 = 0x02;
-
-/// Bytes of `struct nlmsghdr`.
-const HEADER: usize = 16;
 
 /// An interface of the network namespace in which it was found, from wherever it is used.
 #[derive(Debug)]
@@ -41,46 +68,26 @@ pub struct Interface {
     name: String,
     index: u32,
     /// Stays with the namespace that it was opened in.
-    netlink: OwnedFd,
+    netlink: Netlink,
 }
 
-/// A message, as it grows.
-struct Message(Vec<u8>);
-
-impl Message {
-    fn new(kind: u16, flags: u16, fixed: &[u8]) -> Self {
-        let mut bytes = vec![0; HEADER];
-        bytes[4..6].copy_from_slice(&kind.to_ne_bytes());
-        bytes[6..8].copy_from_slice(&(REQUEST_AND_ACK | flags).to_ne_bytes());
-        bytes.extend_from_slice(fixed);
-        Message(bytes)
-    }
-
-    fn with(mut self, kind: u16, value: &[u8]) -> Self {
-        let len = u16::try_from(4 + value.len()).expect("an address is short");
-        self.0.extend_from_slice(&len.to_ne_bytes());
-        self.0.extend_from_slice(&kind.to_ne_bytes());
-        self.0.extend_from_slice(value);
-        self.0.resize(self.0.len().next_multiple_of(4), 0);
-        self
-    }
-
-    fn finish(mut self) -> Vec<u8> {
-        let len = u32::try_from(self.0.len()).expect("a few attributes");
-        self.0[..4].copy_from_slice(&len.to_ne_bytes());
-        self.0
-    }
+/// `struct ifinfomsg`, with the flags that become true.
+fn link_of(index: u32, flags: u32) -> Vec<u8> {
+    let mut fixed = vec![0; 4];
+    fixed.extend_from_slice(&index.to_ne_bytes());
+    fixed.extend_from_slice(&flags.to_ne_bytes());
+    fixed.extend_from_slice(&flags.to_ne_bytes());
+    fixed
 }
 
-/// What the kernel answered: nothing is wrong, or this.
-fn answer(bytes: &[u8]) -> Result<(), Errno> {
-    let kind = bytes.get(4..6).map(|kind| u16::from_ne_bytes([kind[0], kind[1]]));
-    let code = bytes.get(HEADER..HEADER + 4).and_then(|code| code.try_into().ok()).map(i32::from_ne_bytes);
-    match (kind, code) {
-        (Some(ERROR), Some(0)) => Ok(()),
-        (Some(ERROR), Some(code)) => Err(Errno::from_raw_os_error(code.saturating_neg())),
-        _ => Err(Errno::BADMSG),
-    }
+/// `struct tcmsg`.
+fn traffic_of(index: u32, handle: u32, parent: u32, info: u32) -> Vec<u8> {
+    [0, index, handle, parent, info].iter().flat_map(|word| word.to_ne_bytes()).collect()
+}
+
+/// As the kernel has names: with a zero behind.
+fn text(name: &str) -> Vec<u8> {
+    [name.as_bytes(), &[0]].concat()
 }
 
 impl Interface {
@@ -91,34 +98,54 @@ impl Interface {
             what: "anything done to it".to_owned(),
             why: errno.into(),
         };
-        // Of netlink's protocols the one about routes and links has the number that stands for none.
-        let netlink = rustix::net::socket_with(AddressFamily::NETLINK, SocketType::RAW, SocketFlags::CLOEXEC, None);
-        let netlink = netlink.map_err(failed)?;
-        let index = netdevice::name_to_index(&netlink, name).map_err(failed)?;
+        let netlink = Netlink::open().map_err(failed)?;
+        let index = netdevice::name_to_index(netlink.as_fd(), name).map_err(failed)?;
         Ok(Interface { name: name.to_owned(), index, netlink })
     }
 
+    /// Makes two that are plugged into each other: one in the caller's network namespace, which is returned, and another, `peer`, in the
+    /// one that `place` is. The first takes frames of `mtu` bytes behind the header; the other has the usual 1,500.
+    pub fn create_pair(name: &str, mtu: u32, peer: &str, place: BorrowedFd<'_>) -> Result<Self, TapError> {
+        let other = Message::nested(&link_of(0, 0))
+            .with(IFLA_IFNAME, &text(peer))
+            .with(IFLA_NET_NS_FD, &place.as_raw_fd().to_ne_bytes())
+            .into_value();
+        let kind = Message::nested(&[])
+            .with(IFLA_INFO_KIND, b"veth")
+            .with(IFLA_INFO_DATA, &Message::nested(&[]).with(VETH_INFO_PEER, &other).into_value())
+            .into_value();
+        let message = Message::new(NEW_LINK, CREATE | EXCLUSIVE, &link_of(0, 0))
+            .with(IFLA_IFNAME, &text(name))
+            .with(IFLA_MTU, &mtu.to_ne_bytes())
+            .with(IFLA_LINKINFO, &kind);
+        let failed = |errno: Errno| match errno {
+            Errno::PERM | Errno::ACCESS => TapError::NotAllowed,
+            Errno::EXIST => TapError::Taken(peer.to_owned()),
+            errno => TapError::NoPair(errno.into()),
+        };
+        Netlink::open().and_then(|netlink| netlink.ask(message)).map_err(failed)?;
+        Self::find(name)
+    }
+
+    /// Its number in its namespace.
+    pub fn index(&self) -> u32 {
+        self.index
+    }
+
+    /// Whether it is there still: it goes with the other one of its pair, whose namespace may go.
+    pub fn is_there(&self) -> bool {
+        netdevice::name_to_index(self.netlink.as_fd(), &self.name) == Ok(self.index)
+    }
+
     fn ask(&self, what: impl Fn() -> String, message: Message) -> Result<(), TapError> {
-        let mut room = [0; 1024];
-        let kernel = SocketAddrNetlink::new(0, 0);
-        let done = rustix::net::sendto(&self.netlink, &message.finish(), SendFlags::empty(), &kernel)
-            .and_then(|_| {
-                rustix::io::retry_on_intr(|| rustix::net::recv(&self.netlink, &mut room[..], RecvFlags::empty()))
-            })
-            .and_then(|(_, len)| answer(room.get(..len).unwrap_or_default()));
-        done.map_err(|errno| match errno {
+        self.netlink.ask(message).map_err(|errno| match errno {
             Errno::PERM | Errno::ACCESS => TapError::NotAllowed,
             errno => TapError::SetUp { name: self.name.clone(), what: what(), why: errno.into() },
         })
     }
 
-    /// `struct ifinfomsg`, with the flags that become true.
     fn link(&self, flags: u32) -> Message {
-        let mut fixed = vec![0; 4];
-        fixed.extend_from_slice(&self.index.to_ne_bytes());
-        fixed.extend_from_slice(&flags.to_ne_bytes());
-        fixed.extend_from_slice(&flags.to_ne_bytes());
-        Message::new(NEW_LINK, 0, &fixed)
+        Message::new(NEW_LINK, 0, &link_of(self.index, flags))
     }
 
     /// Switches it on.
@@ -126,10 +153,20 @@ impl Interface {
         self.ask(|| "its link up".to_owned(), self.link(IFF_UP))
     }
 
+    /// Takes it away, and the other one of its pair.
+    pub fn delete(&self) -> Result<(), TapError> {
+        self.ask(|| "an end".to_owned(), Message::new(DELETE_LINK, 0, &link_of(self.index, 0)))
+    }
+
     /// Gives it this station address, whatever it had.
     pub fn set_mac(&self, mac: [u8; 6]) -> Result<(), TapError> {
         let name = || format!("the station address {}", mac.map(|byte| format!("{byte:02x}")).join(":"));
         self.ask(name, self.link(0).with(IFLA_ADDRESS, &mac))
+    }
+
+    /// Has it take frames of so many bytes behind their header.
+    pub fn set_mtu(&self, mtu: u32) -> Result<(), TapError> {
+        self.ask(|| format!("frames of {mtu} bytes"), self.link(0).with(IFLA_MTU, &mtu.to_ne_bytes()))
     }
 
     /// Gives it one more address, if it has not got it.
@@ -142,32 +179,26 @@ impl Interface {
         // `struct ifaddrmsg`. Nobody is asked whether he has it already: no card is behind the interface yet.
         let mut fixed = vec![family, address.prefix, NO_DAD, 0];
         fixed.extend_from_slice(&self.index.to_ne_bytes());
-        let message = Message::new(NEW_ADDRESS, CREATE_OR_REPLACE, &fixed);
+        let message = Message::new(NEW_ADDRESS, CREATE | REPLACE, &fixed);
         self.ask(|| format!("the address {address}"), message.with(IFA_LOCAL, &bytes).with(IFA_ADDRESS, &bytes))
     }
-}
 
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn attributes_begin_at_multiples_of_four() {
-        let bytes = Message::new(NEW_LINK, 0, &[7; 16]).with(IFLA_ADDRESS, &[1, 2, 3, 4, 5, 6]).finish();
-        assert_eq!(bytes.len(), HEADER + 16 + 12);
-        assert_eq!(bytes[..4], 44_u32.to_ne_bytes());
-        assert_eq!(bytes[32..34], 10_u16.to_ne_bytes(), "the length without what fills up");
-        assert_eq!(bytes[36..], [1, 2, 3, 4, 5, 6, 0, 0]);
-    }
-
-    #[test]
-    fn an_answer_says_what_went_wrong() {
-        let mut bytes = vec![0; 36];
-        assert_eq!(answer(&bytes), Err(Errno::BADMSG));
-        bytes[4..6].copy_from_slice(&ERROR.to_ne_bytes());
-        assert_eq!(answer(&bytes), Ok(()));
-        bytes[HEADER..HEADER + 4].copy_from_slice(&(-17_i32).to_ne_bytes());
-        assert_eq!(answer(&bytes), Err(Errno::EXIST));
-        assert_eq!(answer(&bytes[..18]), Err(Errno::BADMSG));
+    /// Has every frame that comes in at it go to this program, a classifier of the kernel's, which says what is done with it; in place of the
+    /// one before, if there was one.
+    pub fn hand_to(&self, program: BorrowedFd<'_>) -> Result<(), TapError> {
+        let what = || "a program that is shown what comes in".to_owned();
+        let queue = Message::new(NEW_QUEUE, CREATE | EXCLUSIVE, &traffic_of(self.index, CLSACT_HANDLE, CLSACT, 0));
+        match self.ask(what, queue.with(TCA_KIND, &text("clsact"))) {
+            Ok(()) => {}
+            Err(TapError::SetUp { why, .. }) if Errno::from_io_error(&why) == Some(Errno::EXIST) => {}
+            Err(error) => return Err(error),
+        }
+        let options = Message::nested(&[])
+            .with(TCA_BPF_FD, &program.as_raw_fd().to_ne_bytes())
+            .with(TCA_BPF_NAME, &text("tasuki"))
+            .with(TCA_BPF_FLAGS, &TCA_BPF_FLAG_ACT_DIRECT.to_ne_bytes())
+            .into_value();
+        let filter = Message::new(NEW_FILTER, CREATE, &traffic_of(self.index, 1, INGRESS, ALL_FIRST));
+        self.ask(what, filter.with(TCA_KIND, &text("bpf")).with(TCA_OPTIONS, &options))
     }
 }

@@ -4,14 +4,19 @@
 //! | module        | what it is                                                |
 //! |---------------|-----------------------------------------------------------|
 //! | [`device`]    | a descriptor becomes a TAP device                         |
-//! | [`interface`] | its other side: address, station address, up; by netlink  |
+//! | [`interface`] | its other side: address, station address, up; by [`netlink`] |
 //! | [`namespace`] | the same in another network namespace                     |
+//! | [`shortcut`]  | namespaces that reach each other through the kernel       |
+//! | [`program`]   | what the kernel does for that                             |
 //!
 //! A crate of its own, for the models' wire and the daemon need it, and must know nothing of each other nor of a driver.
 
 pub mod device;
 pub mod interface;
 pub mod namespace;
+pub mod netlink;
+pub mod program;
+pub mod shortcut;
 
 use std::io;
 use std::net::IpAddr;
@@ -55,6 +60,20 @@ pub enum TapError {
         /// Why.
         why: io::Error,
     },
+    /// There is no pair of interfaces.
+    #[error("the kernel makes no pair of interfaces ({0}); load its module: modprobe veth")]
+    NoPair(io::Error),
+    /// The kernel takes no program that is shown frames.
+    #[error(
+        "the kernel takes no program that is shown frames ({0}); that needs CAP_BPF and CAP_NET_ADMIN, and Linux 5.12"
+    )]
+    NoProgram(io::Error),
+    /// Too many.
+    #[error("a VNI has 2048 namespaces, and no more fit; remove one")]
+    Crowded,
+    /// A TAP that no daemon of ours made in this way.
+    #[error("the TAP {0} is no leg of a namespace on this VNI")]
+    NoLeg(String),
     /// It is there, and could not be set up.
     #[error("the interface {name} cannot have {what}: {why}")]
     SetUp {

@@ -1,17 +1,24 @@
 //! Work that is done in another network namespace.
+//!
+//! # Invariants
+//!
+//! - **N1** Only the calling thread leaves its network namespace, which it shares with no memory: nothing that others hold depends on it.
+#![allow(unsafe_code, reason = "unshare(2), which can also take a thread's descriptors from others")]
 
-use std::io;
-use std::os::fd::AsFd;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::path::{Path, PathBuf};
 
 use rustix::fs::{Mode, OFlags};
 use rustix::io::Errno;
-use rustix::thread::{LinkNameSpaceType, move_into_link_name_space};
+use rustix::thread::{LinkNameSpaceType, UnshareFlags, move_into_link_name_space, unshare_unsafe};
 
 use crate::TapError;
 
 /// Where `ip netns` keeps the names that it gives.
 const NAMED: &str = "/run/netns";
+
+/// The calling thread's.
+const OURS: &str = "/proc/thread-self/ns/net";
 
 /// A network namespace.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -30,25 +37,76 @@ impl Namespace {
 
     /// Does `work` there. What it opens stays there.
     pub fn within<T: Send>(&self, work: impl FnOnce() -> Result<T, TapError> + Send) -> Result<T, TapError> {
-        let Namespace::At(path) = self else { return work() };
-        let failed = |why: io::Error| TapError::Namespace { path: path.clone(), why };
-        let flags = OFlags::RDONLY | OFlags::CLOEXEC;
-        let place = rustix::fs::open(path, flags, Mode::empty()).map_err(|errno| match errno {
-            Errno::NOENT => TapError::NoNamespace(path.clone()),
-            errno => failed(errno.into()),
-        })?;
-        // A thread of its own, that ends there: all others stay where they are.
-        std::thread::scope(|scope| {
-            let there = std::thread::Builder::new().name("netns".to_owned()).spawn_scoped(scope, || {
-                move_into_link_name_space(place.as_fd(), Some(LinkNameSpaceType::Network))
-                    .map_err(|errno| failed(errno.into()))?;
-                work()
-            });
-            match there.map(|thread| thread.join()) {
-                Ok(Ok(done)) => done,
-                Ok(Err(panic)) => std::panic::resume_unwind(panic),
-                Err(error) => Err(failed(error)),
-            }
+        match self {
+            Namespace::Own => work(),
+            Namespace::At(path) => within(self.open()?.as_fd(), path, work),
+        }
+    }
+
+    /// A descriptor of it.
+    pub fn open(&self) -> Result<OwnedFd, TapError> {
+        let path = match self {
+            Namespace::Own => Path::new(OURS),
+            Namespace::At(path) => path,
+        };
+        rustix::fs::open(path, OFlags::RDONLY | OFlags::CLOEXEC, Mode::empty()).map_err(|errno| match errno {
+            Errno::NOENT => TapError::NoNamespace(path.to_owned()),
+            errno => TapError::Namespace { path: path.to_owned(), why: errno.into() },
         })
     }
+}
+
+/// A network namespace that has no name: there as long as something in it, or a descriptor of it, is held.
+#[derive(Debug)]
+pub struct Room(OwnedFd);
+
+impl Room {
+    /// A new one.
+    pub fn new() -> Result<Self, TapError> {
+        in_a_thread(Path::new(OURS), || {
+            // SAFETY: it is a thread of its own, and of what it shares with others it leaves the network namespace alone (N1).
+            unsafe { unshare_unsafe(UnshareFlags::NEWNET) }.map_err(TapError::of)?;
+            Namespace::Own.open().map(Room)
+        })
+    }
+
+    /// The one that a descriptor is of.
+    pub fn of(namespace: OwnedFd) -> Self {
+        Room(namespace)
+    }
+
+    /// Does `work` there. What it opens stays there.
+    pub fn within<T: Send>(&self, work: impl FnOnce() -> Result<T, TapError> + Send) -> Result<T, TapError> {
+        within(self.0.as_fd(), Path::new(OURS), work)
+    }
+
+    /// Whether both are the same one.
+    pub fn is(&self, other: &Room) -> bool {
+        let who = |room: &Room| rustix::fs::fstat(&room.0).map(|stat| (stat.st_dev, stat.st_ino)).ok();
+        who(self).is_some() && who(self) == who(other)
+    }
+}
+
+fn within<T: Send>(
+    place: BorrowedFd<'_>,
+    path: &Path,
+    work: impl FnOnce() -> Result<T, TapError> + Send,
+) -> Result<T, TapError> {
+    in_a_thread(path, || {
+        move_into_link_name_space(place, Some(LinkNameSpaceType::Network))
+            .map_err(|errno| TapError::Namespace { path: path.to_owned(), why: errno.into() })?;
+        work()
+    })
+}
+
+/// In one of its own, that ends there: all others stay where they are.
+fn in_a_thread<T: Send>(path: &Path, work: impl FnOnce() -> Result<T, TapError> + Send) -> Result<T, TapError> {
+    std::thread::scope(|scope| {
+        match std::thread::Builder::new().name("netns".to_owned()).spawn_scoped(scope, work).map(|thread| thread.join())
+        {
+            Ok(Ok(done)) => done,
+            Ok(Err(panic)) => std::panic::resume_unwind(panic),
+            Err(why) => Err(TapError::Namespace { path: path.to_owned(), why }),
+        }
+    })
 }

@@ -65,6 +65,17 @@ pub struct VniNodeView {
     pub worker: Option<u32>,
     /// Bytes of memory that its estate has taken.
     pub memory: u64,
+    /// What it and other namespaces sent each other past their workers, if it may.
+    pub shortcut: Option<CrossedView>,
+}
+
+/// Frames that took the shortcut through the kernel, from one namespace of a VNI to another. Segments of up to 64 KiB count as one.
+#[derive(Debug, Clone, Serialize, Deserialize, ToSchema)]
+pub struct CrossedView {
+    /// Those that the node sent,
+    pub sent: u64,
+    /// and those that it got.
+    pub received: u64,
 }
 
 /// What a node of a VNI has counted of another.

@@ -85,6 +85,9 @@ pub struct Add {
     /// Has no second worker stand by, should the first one die.
     #[arg(long)]
     pub no_standby: bool,
+    /// Has all its frames go by its worker, also those from and to other namespaces, which the kernel would pass on faster.
+    #[arg(long, conflicts_with = "memif")]
+    pub no_shortcut: bool,
 }
 
 /// What can be asked of VNIs.
@@ -205,8 +208,23 @@ fn part(name: &str) -> String {
 impl Add {
     /// As a configuration has it.
     fn to_json(&self) -> Value {
-        let Add { node, netns, memif, id, secret, vni, interface, address, mac, pool_kib, cpu, no_standby } = self;
-        let mut work = json!({ "tap": { "netns": netns, "name": interface.as_ref().unwrap_or(vni) } });
+        let Add {
+            node,
+            netns,
+            memif,
+            id,
+            secret,
+            vni,
+            interface,
+            address,
+            mac,
+            pool_kib,
+            cpu,
+            no_standby,
+            no_shortcut,
+        } = self;
+        let mut work =
+            json!({ "tap": { "netns": netns, "name": interface.as_ref().unwrap_or(vni), "shortcut": !no_shortcut } });
         if let Some(address) = address {
             work["tap"]["address"] = json!(address);
         }

@@ -9,7 +9,8 @@ use serde_json::Value;
 
 use super::{Asked, Nodes, Vnis, Workers};
 use crate::api::types::{
-    Counts, Event, NicView, NodeView, Relayed, Removed, Status, Stopped, TalkView, VniNodeView, VniView, WorkerView,
+    Counts, CrossedView, Event, NicView, NodeView, Relayed, Removed, Status, Stopped, TalkView, VniNodeView, VniView,
+    WorkerView,
 };
 use crate::supervisor::deeds::time;
 
@@ -104,13 +105,17 @@ fn kib(bytes: u64) -> String {
 }
 
 fn vni_table(nodes: &[VniNodeView]) -> String {
-    let mut rows = table(&["node", "number", "address", "interface", "worker", "memory"]);
+    let mut rows = table(&["node", "number", "address", "interface", "worker", "memory", "shortcut: sent", "received"]);
     for node in nodes {
         let worker = node.worker.map(|worker| worker.to_string()).unwrap_or_default();
         let interface = node.interface.clone().unwrap_or_default();
-        rows.add_row([&node.node, &node.number.to_string(), &node.mac, &interface, &worker, &kib(node.memory)]);
+        let count =
+            |count: fn(&CrossedView) -> u64| node.shortcut.as_ref().map_or("-".to_owned(), |it| count(it).to_string());
+        let (sent, received) = (count(|it| it.sent), count(|it| it.received));
+        let number = node.number.to_string();
+        rows.add_row([&node.node, &number, &node.mac, &interface, &worker, &kib(node.memory), &sent, &received]);
     }
-    text(rows, &[1, 4, 5])
+    text(rows, &[1, 4, 5, 6, 7])
 }
 
 fn vni_stats(talks: &[TalkView]) -> String {

@@ -69,7 +69,8 @@ impl Config {
             if node.memif().is_some() {
                 return named("memif is a way onto a VNI; name one (vni = …)".to_owned());
             }
-            let set = [("mac", node.mac.is_some()), ("pool_kib", node.pool_kib.is_some())];
+            let detour = node.tap().is_some_and(|tap| !tap.shortcut);
+            let set = [("mac", node.mac.is_some()), ("pool_kib", node.pool_kib.is_some()), ("shortcut", detour)];
             let odd = set.iter().find(|(_, is_set)| *is_set)?;
             return named(format!("{} is of a node's end of a VNI; name one (vni = …), or leave it out", odd.0));
         };

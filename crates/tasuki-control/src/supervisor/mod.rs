@@ -10,6 +10,7 @@
 //! - [`memifs`] where programs on DPDK or VPP connect
 //! - [`nodes`] nodes that are added and removed while all runs
 //! - [`taps`] what network namespaces have instead of NICs
+//! - [`shortcuts`] how they reach each other past their workers
 //! - [`adopt`] workers of the daemon before this one
 //! - [`view`] what people see of all that
 //!
@@ -25,6 +26,7 @@ pub mod memifs;
 pub mod nodes;
 pub mod open;
 pub mod policy;
+pub mod shortcuts;
 pub mod taps;
 pub mod tend;
 mod tombs;
@@ -168,6 +170,8 @@ pub struct Supervisor {
     cards: BTreeMap<u32, Card>,
     nodes: BTreeMap<String, Node>,
     taps: BTreeMap<String, taps::TapEnd>,
+    shortcuts: shortcuts::Shortcuts,
+    legs_looked_at: Duration,
     vnis: BTreeMap<String, vnis::Net>,
     memifs: BTreeMap<String, memifs::MemifEnd>,
     leaving: Vec<nodes::Leaving>,
@@ -228,6 +232,8 @@ impl Supervisor {
             cards: BTreeMap::new(),
             nodes: BTreeMap::new(),
             taps: BTreeMap::new(),
+            shortcuts: shortcuts::Shortcuts::default(),
+            legs_looked_at: Duration::ZERO,
             vnis: BTreeMap::new(),
             memifs: BTreeMap::new(),
             leaving: Vec::new(),
@@ -259,6 +265,7 @@ impl Supervisor {
             if let Some(ended) = self.ended {
                 if ended == Ended::Everything {
                     self.close_memifs();
+                    self.close_taps();
                 }
                 self.flush();
                 return Ok(ended);

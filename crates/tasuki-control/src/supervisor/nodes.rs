@@ -66,8 +66,11 @@ impl Supervisor {
             return Err(No::Wrong(why));
         }
         if let Some((label, mut tap)) = TapEnd::of(&node) {
-            tap.make().map_err(|error| No::now(format!("node {name:?} has no TAP {label}: {error}")))?;
+            let (_, why) = tap
+                .make(&mut self.shortcuts)
+                .map_err(|error| No::now(format!("node {name:?} has no TAP {label}: {error}")))?;
             self.taps.insert(label, tap);
+            why.into_iter().for_each(|why| self.note(About::node(&name), why));
         }
         if let Some((label, mut end)) = MemifEnd::of(&node) {
             end.make().map_err(|error| No::now(format!("node {name:?} was not added: {error:#}")))?;
@@ -114,7 +117,13 @@ impl Supervisor {
                 .any(|other| other.name != node.name && other.tap().is_some_and(|tap| tap.label() == *label))
         };
         if let Some(label) = label.filter(|label| !is_shared(label)) {
-            self.taps.remove(&label);
+            let tap = self.taps.remove(&label);
+            tap.into_iter().for_each(|tap| tap.close(&self.shortcuts));
+        }
+        if let Some(vni) =
+            node.vni.as_ref().filter(|vni| !self.config.node.iter().any(|node| self.config.is_on(&node.name, vni)))
+        {
+            self.shortcuts.forget(vni);
         }
     }
 

@@ -1,8 +1,10 @@
 //! TAPs: the interfaces that network namespaces have instead of nodes' NICs. The daemon makes them, gives every worker of their nodes the
-//! descriptor, and sees that each has the station address of the NIC that it stands for, for that is what the card lets in.
+//! descriptor, and sees that each has the station address of the NIC that it stands for, for that is what the card lets in. One that stands for
+//! the end of a VNI has a [leg](super::shortcuts) besides, if it can have one.
 
 use std::collections::BTreeMap;
 use std::os::fd::OwnedFd;
+use std::time::Duration;
 
 use anyhow::{Context, Result};
 use tasuki_tap::device::Before;
@@ -11,8 +13,12 @@ use tasuki_tap::namespace::Namespace;
 use tasuki_tap::{Tap, TapError};
 
 use super::door::No;
-use super::{About, Supervisor};
+use super::shortcuts::{Crossed, Leg, OnVni, Shortcuts};
+use super::{About, Supervisor, now};
 use crate::config;
+
+/// How often it is asked whether a leg's namespace is there.
+const LEGS_EVERY: Duration = Duration::from_secs(1);
 
 /// A TAP, as far as there is one.
 #[derive(Debug)]
@@ -20,8 +26,11 @@ pub struct TapEnd {
     config: config::Tap,
     /// What stands before each frame.
     before: Before,
+    /// Where it may have a leg.
+    on: Option<OnVni>,
+    leg: Option<Leg>,
     device: Option<OwnedFd>,
-    /// Its other side.
+    /// Its other side, or what is plugged into that.
     interface: Option<Interface>,
     /// The station address that it was given, or was to be given in vain.
     mac: Option<[u8; 6]>,
@@ -33,32 +42,87 @@ impl TapEnd {
         let config = node.tap()?.clone();
         // A card takes finished frames only; a VNI those that the next kernel may finish.
         let before = if node.vni.is_some() { Before::Offload } else { Before::Nothing };
-        Some((config.label(), TapEnd { config, before, device: None, interface: None, mac: None }))
+        let on = OnVni::of(node);
+        Some((config.label(), TapEnd { config, before, on, leg: None, device: None, interface: None, mac: None }))
     }
 
     fn place(&self) -> Namespace {
         self.config.netns.as_deref().map_or(Namespace::Own, Namespace::named)
     }
 
-    /// Makes it, if it is not there.
-    pub fn make(&mut self) -> Result<&OwnedFd, TapError> {
+    /// Makes it, if it is not there. What comes with it is why it has no leg, if it was to have one.
+    pub fn make(&mut self, shortcuts: &mut Shortcuts) -> Result<(&OwnedFd, Option<String>), TapError> {
+        let mut why = None;
         let device = match self.device.take() {
             Some(device) => device,
             None => {
-                let made = Tap::create(&self.place(), &self.config.name, self.config.address, self.before)?;
-                (self.interface, self.mac) = (Some(made.interface), None);
-                made.device
+                (self.interface, self.mac, self.leg) = (None, None, None);
+                match self.connect(shortcuts) {
+                    Some(Ok(device)) => device,
+                    Some(Err(error @ (TapError::NoNamespace(_) | TapError::Namespace { .. }))) => return Err(error),
+                    tried => {
+                        let made = Tap::create(&self.place(), &self.config.name, self.config.address, self.before)?;
+                        self.interface = Some(made.interface);
+                        why = tried.and_then(Result::err).map(|error| self.long_way(&error));
+                        made.device
+                    }
+                }
             }
         };
-        Ok(self.device.insert(device))
+        Ok((self.device.insert(device), why))
     }
 
-    fn set_mac(&mut self, mac: [u8; 6]) -> Result<(), TapError> {
+    /// Makes it with a leg, if it is to have one.
+    fn connect(&mut self, shortcuts: &mut Shortcuts) -> Option<Result<OwnedFd, TapError>> {
+        let on = self.on.as_ref()?;
+        let place = self.place();
+        let made = shortcuts.connect(on, &place, &self.config.name, self.config.address);
+        Some(made.map(|(leg, device)| {
+            self.leg = Some(leg);
+            device
+        }))
+    }
+
+    fn long_way(&self, error: &TapError) -> String {
+        format!(
+            "frames between {} and other namespaces go by their workers, more slowly than through the kernel: {error}",
+            self.config.label()
+        )
+    }
+
+    /// What a worker of the daemon before this one has kept; says why it has no leg, if it was to have one.
+    fn adopt(&mut self, device: OwnedFd, shortcuts: &mut Shortcuts) -> Option<String> {
+        if self.device.is_some() {
+            return None;
+        }
+        let adopted = self.on.as_ref().map(|on| shortcuts.adopt(on, &device));
+        self.device = Some(device);
+        match adopted? {
+            Ok(leg) => {
+                self.leg = Some(leg);
+                None
+            }
+            Err(error) => Some(self.long_way(&error)),
+        }
+    }
+
+    fn set_mac(&mut self, mac: [u8; 6], shortcuts: &Shortcuts) -> Result<(), TapError> {
         let interface = match self.interface.take() {
             Some(interface) => interface,
             None => self.place().within(|| Interface::find(&self.config.name))?,
         };
-        self.interface.insert(interface).set_mac(mac)
+        self.interface.insert(interface).set_mac(mac)?;
+        match (&mut self.leg, &self.on) {
+            (Some(leg), Some(on)) => shortcuts.set_mac(on, leg, mac),
+            _ => Ok(()),
+        }
+    }
+
+    /// Takes it away as far as it does not go with its descriptors.
+    pub fn close(mut self, shortcuts: &Shortcuts) {
+        if let (Some(leg), Some(on)) = (self.leg.take(), &self.on) {
+            shortcuts.remove(on, leg);
+        }
     }
 }
 
@@ -68,12 +132,16 @@ impl Supervisor {
         self.taps = self.config.node.iter().filter_map(TapEnd::of).collect::<BTreeMap<_, _>>();
         let kept: Vec<String> = living.iter().filter_map(|node| Some(self.config.tap(node)?.label())).collect();
         let mut troubles = Vec::new();
-        for (label, tap) in self.taps.iter_mut().filter(|(label, _)| !kept.contains(label)) {
+        // Namespaces that are to reach each other have to be where those are whom a daemon before us connected: they wait for those.
+        let waits =
+            |tap: &TapEnd| tap.on.as_ref().is_some_and(|on| living.iter().any(|node| self.config.is_on(node, &on.vni)));
+        for (label, tap) in self.taps.iter_mut().filter(|(label, tap)| !kept.contains(label) && !waits(tap)) {
             let node = self.config.node.iter().find(|node| node.tap().is_some_and(|tap| tap.label() == **label));
             let node = node.map_or("", |node| &node.name);
             let is_on_vni = tap.before == Before::Offload;
-            match tap.make() {
-                Ok(_) => {}
+            match tap.make(&mut self.shortcuts) {
+                Ok((_, None)) => {}
+                Ok((_, Some(why))) => troubles.push(why),
                 // Whoever was added by hand is in no file that could be mended; its worker is started when there is one.
                 Err(error) if is_on_vni => troubles.push(format!("node {node:?} has no TAP {label} as yet: {error}")),
                 Err(error) => return Err(error).with_context(|| format!("node {node:?} has no TAP {label}")),
@@ -86,17 +154,41 @@ impl Supervisor {
     /// What a worker of the daemon before this one has kept.
     pub(super) fn adopt_tap(&mut self, label: &str, device: OwnedFd) {
         // Of a TAP that is in the configuration no more the worker has the only descriptor.
-        if let Some(tap) = self.taps.get_mut(label) {
-            tap.device.get_or_insert(device);
-        }
+        let why = self.taps.get_mut(label).and_then(|tap| tap.adopt(device, &mut self.shortcuts));
+        why.into_iter().for_each(|why| self.note(About::default(), why));
     }
 
     /// What a worker of this node is to be given, if it is to have a TAP.
     pub(super) fn tap_for(&mut self, node: &str) -> Result<Option<(String, OwnedFd)>> {
         let Some(label) = self.config.tap(node).map(config::Tap::label) else { return Ok(None) };
         let tap = self.taps.get_mut(&label).with_context(|| format!("there is no TAP {label}"))?;
-        let device = tap.make().with_context(|| format!("it has no TAP {label}"))?.try_clone()?;
+        let (device, why) = tap.make(&mut self.shortcuts).with_context(|| format!("it has no TAP {label}"))?;
+        let device = device.try_clone()?;
+        why.into_iter().for_each(|why| self.note(About::node(node), why));
         Ok(Some((label, device)))
+    }
+
+    /// Nobody is to drive them any more.
+    pub(super) fn close_taps(&mut self) {
+        std::mem::take(&mut self.taps).into_values().for_each(|tap| tap.close(&self.shortcuts));
+    }
+
+    /// Looks whether namespaces are there still. A worker sees that of a TAP in its namespace, and not of one beside a leg.
+    pub(super) fn look_at_legs(&mut self) {
+        if now().saturating_sub(self.legs_looked_at) < LEGS_EVERY {
+            return;
+        }
+        self.legs_looked_at = now();
+        for tap in self.taps.values_mut() {
+            // Whose leg is gone has none; what becomes of it then is the worker's to say.
+            tap.leg.take_if(|leg| !leg.is_there());
+        }
+    }
+
+    /// Frames that a node sent and got past its worker, if it has a leg.
+    pub(super) fn crossed(&self, node: &str) -> Option<Crossed> {
+        let tap = self.taps.get(&self.config.tap(node)?.label())?;
+        self.shortcuts.crossed(tap.on.as_ref()?, tap.leg.as_ref()?)
     }
 
     /// Every TAP has the station address of the NIC that it stands for, or is about to.
@@ -116,7 +208,7 @@ impl Supervisor {
                 continue;
             };
             tap.mac = Some(mac);
-            if let Err(error) = tap.set_mac(mac) {
+            if let Err(error) = tap.set_mac(mac, &self.shortcuts) {
                 self.note(About::nic(&nic), format!("{label} gets nothing of what is meant for {nic}: {error}"));
             }
         }

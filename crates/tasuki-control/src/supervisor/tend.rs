@@ -404,6 +404,7 @@ impl Supervisor {
             self.tell_arbiter(nic, Input::Deadline(number));
         }
         self.look_at_hearts();
+        self.look_at_legs();
         let late = |since: Duration| now.saturating_sub(since) >= PATIENCE;
         let (over, rest) = std::mem::take(&mut self.counting).into_iter().partition(|(_, since, _)| late(*since));
         self.counting = rest;

@@ -22,7 +22,7 @@ use super::door::No;
 use super::jobs::there_are;
 use super::worker::Worker;
 use super::{About, Supervisor};
-use crate::api::types::{TalkView, VniNodeView, VniView};
+use crate::api::types::{CrossedView, TalkView, VniNodeView, VniView};
 use crate::config::{self, Device, StationAddress};
 
 /// Addresses that a directory has room for.
@@ -345,6 +345,9 @@ impl Supervisor {
             interface: self.config.node(&member.node).and_then(config::Node::outlet),
             worker: self.cards.get(&member.nic).and_then(|card| card.board.holder()),
             memory: bytes_of(&member.estate),
+            shortcut: self
+                .crossed(&member.node)
+                .map(|crossed| CrossedView { sent: crossed.sent, received: crossed.received }),
         };
         Ok(net.members.iter().map(view).collect())
     }

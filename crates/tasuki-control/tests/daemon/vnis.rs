@@ -49,11 +49,27 @@ impl World {
 
     /// The same with both namespaces on a VNI.
     fn with_both() -> Option<Self> {
+        Self::with(&[])
+    }
+
+    /// The same, and all that they say to each other goes by their workers.
+    fn with_both_by_workers() -> Option<Self> {
+        Self::with(&["--no-shortcut"])
+    }
+
+    fn with(more: &[&str]) -> Option<Self> {
         let world = Self::new()?;
-        world.add("shop", &world.shop, SHOP, &[]);
-        world.add("desk", &world.desk, DESK, &[]);
+        world.add("shop", &world.shop, SHOP, more);
+        world.add("desk", &world.desk, DESK, more);
         world.await_pairs();
         Some(world)
+    }
+
+    /// Frames that a node has sent and got past its worker, as people are told.
+    fn crossed(&self, node: &str) -> Option<(u64, u64)> {
+        let table = self.rig.json(&["vni", "table", "lan"]);
+        let its = table.as_array().and_then(|nodes| nodes.iter().find(|its| its["node"] == node)).expect("it is there");
+        Some((its["shortcut"]["sent"].as_u64()?, its["shortcut"]["received"].as_u64()?))
     }
 
     fn add(&self, name: &str, room: &Room, address: &str, more: &[&str]) {
@@ -86,7 +102,7 @@ impl World {
 
 #[test]
 fn programs_on_a_vni_lose_nothing_and_get_nothing_twice_while_workers_and_daemon_are_replaced() {
-    let Some(mut world) = World::with_both() else { return };
+    let Some(mut world) = World::with_both_by_workers() else { return };
     let exchange = world.exchange();
     exchange.goes_on(&world.rig, 500);
     for node in ["shop", "desk", "shop"] {
@@ -118,7 +134,7 @@ fn programs_on_a_vni_lose_nothing_and_get_nothing_twice_while_workers_and_daemon
 
 #[test]
 fn a_worker_that_is_killed_has_no_more_in_hand_than_a_burst_each_way() {
-    let Some(world) = World::with_both() else { return };
+    let Some(world) = World::with_both_by_workers() else { return };
     let exchange = world.exchange();
     const KILLS: u64 = 6;
     for node in ["shop", "desk"].into_iter().cycle().take(6) {
@@ -136,7 +152,7 @@ fn a_worker_that_is_killed_has_no_more_in_hand_than_a_burst_each_way() {
 
 #[test]
 fn a_stream_of_long_segments_outlives_every_relay() {
-    let Some(mut world) = World::with_both() else { return };
+    let Some(mut world) = World::with_both_by_workers() else { return };
     let stream = Stream::begin(&world.shop, &world.desk, DESK, Duration::ZERO);
     stream.goes_on(&world.rig, 4 << 20);
     for node in ["shop", "desk"] {
@@ -151,6 +167,43 @@ fn a_stream_of_long_segments_outlives_every_relay() {
     world.kill_driver("desk");
     stream.goes_on(&world.rig, 4 << 20);
     stream.end();
+    world.end();
+}
+
+#[test]
+fn namespaces_reach_each_other_while_nobody_drives_their_ends() {
+    let Some(mut world) = World::with_both() else { return };
+    let exchange = world.exchange();
+    exchange.goes_on(&world.rig, 300);
+    for node in ["shop", "desk"] {
+        let (driver, standby) = world.rig.await_pair(node);
+        for worker in [&driver, &standby] {
+            signal(pid(worker), Signal::KILL);
+            until(&world.rig, "it is dead", || !lives(pid(worker)));
+        }
+        exchange.goes_on(&world.rig, 100);
+    }
+    world.await_pairs();
+    let (sent, received) = world.crossed("shop").expect("it may take it");
+    assert!(sent >= 500 && received >= 500, "{sent} sent, {received} received");
+    world.rig.kill_daemon();
+    exchange.goes_on(&world.rig, 300);
+    world.rig.start();
+    world.await_pairs();
+    exchange.goes_on(&world.rig, 300);
+    // The new daemon counts anew, and what it has counted went by its own tables.
+    until(&world.rig, "they go by what the new daemon has made", || world.crossed("desk").is_some_and(|it| it.0 >= 100));
+    // One that may not take it is reached by the workers, and the others as before.
+    let guest = Room::new();
+    world.add("guest", &guest, "192.0.2.3", &["--no-shortcut"]);
+    let to_guest = Exchange::begin([(&world.shop, SHOP), (&guest, "192.0.2.3")]);
+    to_guest.goes_on(&world.rig, 100);
+    assert_eq!(world.crossed("guest"), None);
+    to_guest.end();
+    let tally = exchange.end();
+    assert_eq!((tally.back, tally.twice + tally.twice_there), (tally.sent, 0), "{tally:?}\n{}", world.rig.log());
+    world.rig.ask(&["node", "remove", "desk"]);
+    assert!(world.desk.within(|| Interface::find("lan").is_err()), "its interface is gone with it");
     world.end();
 }
 

@@ -1,0 +1,124 @@
+//! Route netlink (rtnetlink(7)): what is asked of the kernel, and what it answers.
+//!
+//! What is sent and read here is 16 bytes of `struct nlmsghdr`, the fixed part that the request's kind has, and attributes: a length, a kind,
+//! and bytes, each from a multiple of four on. The bytes may be attributes again.
+
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+
+use rustix::io::Errno;
+use rustix::net::netlink::SocketAddrNetlink;
+use rustix::net::{AddressFamily, RecvFlags, SendFlags, SocketFlags, SocketType};
+
+/// What an answer is (`<linux/netlink.h>`).
+const ERROR: u16 = 2;
+
+/// The kernel acts on it, and says how that went.
+const REQUEST_AND_ACK: u16 = 0x0001 | 0x0004;
+
+/// Bytes of `struct nlmsghdr`.
+const HEADER: usize = 16;
+
+/// A message, as it grows; or what becomes the value of an attribute of one.
+#[derive(Debug)]
+pub struct Message(Vec<u8>);
+
+impl Message {
+    /// A request, with the fixed part of its kind.
+    pub fn new(kind: u16, flags: u16, fixed: &[u8]) -> Self {
+        let mut bytes = vec![0; HEADER];
+        bytes[4..6].copy_from_slice(&kind.to_ne_bytes());
+        bytes[6..8].copy_from_slice(&(REQUEST_AND_ACK | flags).to_ne_bytes());
+        bytes.extend_from_slice(fixed);
+        Message(bytes)
+    }
+
+    /// Attributes that are an attribute's value, behind a fixed part.
+    pub fn nested(fixed: &[u8]) -> Self {
+        Message(fixed.to_vec())
+    }
+
+    /// With one more attribute.
+    pub fn with(mut self, kind: u16, value: &[u8]) -> Self {
+        let len = u16::try_from(4 + value.len()).expect("names and addresses are short");
+        self.0.extend_from_slice(&len.to_ne_bytes());
+        self.0.extend_from_slice(&kind.to_ne_bytes());
+        self.0.extend_from_slice(value);
+        self.0.resize(self.0.len().next_multiple_of(4), 0);
+        self
+    }
+
+    /// The value that it is.
+    pub fn into_value(self) -> Vec<u8> {
+        self.0
+    }
+
+    fn finish(mut self) -> Vec<u8> {
+        let len = u32::try_from(self.0.len()).expect("a few attributes");
+        self.0[..4].copy_from_slice(&len.to_ne_bytes());
+        self.0
+    }
+}
+
+/// What the kernel answered: nothing is wrong, or this.
+fn answer(bytes: &[u8]) -> Result<(), Errno> {
+    let kind = bytes.get(4..6).map(|kind| u16::from_ne_bytes([kind[0], kind[1]]));
+    let code = bytes.get(HEADER..HEADER + 4).and_then(|code| code.try_into().ok()).map(i32::from_ne_bytes);
+    match (kind, code) {
+        (Some(ERROR), Some(0)) => Ok(()),
+        (Some(ERROR), Some(code)) => Err(Errno::from_raw_os_error(code.saturating_neg())),
+        _ => Err(Errno::BADMSG),
+    }
+}
+
+/// A socket to the kernel, about the network namespace that it was opened in.
+#[derive(Debug)]
+pub struct Netlink(OwnedFd);
+
+impl Netlink {
+    /// About the caller's network namespace.
+    pub fn open() -> Result<Self, Errno> {
+        // Of netlink's protocols the one about routes and links has the number that stands for none.
+        rustix::net::socket_with(AddressFamily::NETLINK, SocketType::RAW, SocketFlags::CLOEXEC, None).map(Netlink)
+    }
+
+    /// Has the kernel do it.
+    pub fn ask(&self, message: Message) -> Result<(), Errno> {
+        let mut room = [0; 1024];
+        let kernel = SocketAddrNetlink::new(0, 0);
+        rustix::net::sendto(&self.0, &message.finish(), SendFlags::empty(), &kernel)?;
+        let (_, len) = rustix::io::retry_on_intr(|| rustix::net::recv(&self.0, &mut room[..], RecvFlags::empty()))?;
+        // What does not fit is more than the number and the request that an answer is.
+        answer(room.get(..len.min(room.len())).unwrap_or_default())
+    }
+}
+
+impl AsFd for Netlink {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.0.as_fd()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn attributes_begin_at_multiples_of_four() {
+        let bytes = Message::new(16, 0, &[7; 16]).with(1, &[1, 2, 3, 4, 5, 6]).finish();
+        assert_eq!(bytes.len(), HEADER + 16 + 12);
+        assert_eq!(bytes[..4], 44_u32.to_ne_bytes());
+        assert_eq!(bytes[32..34], 10_u16.to_ne_bytes(), "the length without what fills up");
+        assert_eq!(bytes[36..], [1, 2, 3, 4, 5, 6, 0, 0]);
+    }
+
+    #[test]
+    fn an_answer_says_what_went_wrong() {
+        let mut bytes = vec![0; 36];
+        assert_eq!(answer(&bytes), Err(Errno::BADMSG));
+        bytes[4..6].copy_from_slice(&ERROR.to_ne_bytes());
+        assert_eq!(answer(&bytes), Ok(()));
+        bytes[HEADER..HEADER + 4].copy_from_slice(&(-17_i32).to_ne_bytes());
+        assert_eq!(answer(&bytes), Err(Errno::EXIST));
+        assert_eq!(answer(&bytes[..18]), Err(Errno::BADMSG));
+    }
+}

@@ -1,0 +1,260 @@
+//! Two namespaces that reach each other through the kernel, with this test in the place of their workers.
+
+#[cfg(test)]
+mod tests {
+    use std::io::ErrorKind;
+    use std::net::UdpSocket;
+    use std::os::fd::OwnedFd;
+    use std::process::Command;
+    use std::time::{Duration, Instant};
+
+    use rustix::io::Errno;
+    use tasuki_tap::TapError;
+    use tasuki_tap::interface::Interface;
+    use tasuki_tap::namespace::Namespace;
+    use tasuki_tap::shortcut::{Leg, Shortcut};
+
+    /// Longer than anything here takes on a machine that has other things to do.
+    const PATIENCE: Duration = Duration::from_secs(20);
+
+    /// Bytes of the header of virtio-net before each frame.
+    const HEADER: usize = 10;
+
+    /// A namespace that goes when this does.
+    struct Place(String);
+
+    impl Place {
+        fn new(test: &str, end: usize) -> Self {
+            let name = format!("tasuki-tap-{}-{test}-{end}", std::process::id());
+            assert!(ip(&["netns", "add", &name]), "no network namespace could be made");
+            Place(name)
+        }
+
+        fn here(&self) -> Namespace {
+            Namespace::named(&self.0)
+        }
+
+        fn socket(&self, address: &str) -> UdpSocket {
+            let bound = self.here().within(|| Ok(UdpSocket::bind((address, 4000)))).expect("the namespace is there");
+            let socket = bound.expect("the namespace has that address");
+            socket.set_nonblocking(true).expect("a socket can be told not to block");
+            socket
+        }
+    }
+
+    impl Drop for Place {
+        fn drop(&mut self) {
+            ip(&["netns", "del", &self.0]);
+        }
+    }
+
+    fn ip(words: &[&str]) -> bool {
+        Command::new("ip").args(words).status().is_ok_and(|status| status.success())
+    }
+
+    /// Two namespaces, 192.0.2.1 and 192.0.2.2, their legs, and what their workers would have.
+    struct Rig {
+        places: [Place; 2],
+        sockets: [UdpSocket; 2],
+        shortcut: Shortcut,
+        legs: [Option<Leg>; 2],
+        devices: [OwnedFd; 2],
+        /// Frames that each of the workers has seen.
+        seen: [usize; 2],
+    }
+
+    fn mac(of: usize) -> [u8; 6] {
+        [2, 0, 0, 0, 0x5c, u8::try_from(of).expect("a small number")]
+    }
+
+    impl Rig {
+        fn new(test: &str) -> Option<Self> {
+            if !rustix::process::geteuid().is_root() {
+                println!("skipped: network namespaces need root");
+                return None;
+            }
+            let places = [0, 1].map(|end| Place::new(test, end));
+            let mut shortcut = Shortcut::new().expect("root makes a room");
+            let made = [0, 1].map(|end| {
+                let address = format!("192.0.2.{}/24", end + 1).parse().expect("an address");
+                let made = shortcut.connect(&places[end].here(), "lan", Some(address), mac(end));
+                made.unwrap_or_else(|error| panic!("{error}"))
+            });
+            let sockets = [0, 1].map(|end| places[end].socket(&format!("192.0.2.{}", end + 1)));
+            let [(one, first), (other, second)] = made;
+            let legs = [Some(one), Some(other)];
+            Some(Rig { places, sockets, shortcut, legs, devices: [first, second], seen: [0; 2] })
+        }
+
+        fn leg(&self, end: usize) -> &Leg {
+            self.legs[end].as_ref().expect("it has one")
+        }
+
+        /// Passes on what workers see.
+        fn pump(&mut self) {
+            for end in [0, 1] {
+                let mut frame = [0; 70_000];
+                while let Ok(len) = rustix::io::read(&self.devices[end], &mut frame) {
+                    assert_eq!(frame[HEADER + 6..HEADER + 12], mac(end), "it is the sender's own");
+                    self.seen[end] += 1;
+                    rustix::io::write(&self.devices[1 - end], &frame[..len]).expect("the other worker's TAP takes it");
+                }
+            }
+        }
+
+        /// Sends a datagram from one to the other.
+        fn send(&self, from: usize, what: u32) {
+            let to = format!("192.0.2.{}:4000", 2 - from);
+            self.sockets[from].send_to(&what.to_ne_bytes(), to).expect("a datagram leaves");
+        }
+
+        fn take(&self, at: usize) -> Option<u32> {
+            let mut bytes = [0; 4];
+            match self.sockets[at].recv(&mut bytes) {
+                Ok(_) => Some(u32::from_ne_bytes(bytes)),
+                Err(error) if error.kind() == ErrorKind::WouldBlock => None,
+                Err(error) => panic!("{error}"),
+            }
+        }
+
+        /// A datagram has crossed, in both directions, with the workers' help: who has which address is known from then on.
+        fn acquaint(&mut self) {
+            for from in [0, 1] {
+                self.send(from, u32::MAX);
+                self.until("it crosses", |rig| {
+                    rig.pump();
+                    rig.take(1 - from).is_some()
+                });
+            }
+        }
+
+        fn until(&mut self, what: &str, mut is_so: impl FnMut(&mut Self) -> bool) {
+            let since = Instant::now();
+            while !is_so(self) {
+                assert!(since.elapsed() < PATIENCE, "not within {PATIENCE:?}: {what}");
+                std::thread::sleep(Duration::from_millis(1));
+            }
+        }
+
+        /// Datagrams that cross while nobody looks at the TAPs.
+        fn cross(&mut self, count: u32) {
+            for from in [0, 1] {
+                for number in 0..count {
+                    self.send(from, number);
+                    self.until("it crosses with no worker", |rig| rig.take(1 - from) == Some(number));
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn frames_between_namespaces_take_no_worker() {
+        let Some(mut rig) = Rig::new("direct") else { return };
+        rig.acquaint();
+        let (seen, before) = (rig.seen, [0, 1].map(|end| rig.shortcut.crossed(rig.leg(end))));
+        rig.cross(50);
+        rig.pump();
+        assert_eq!(rig.seen, seen, "no worker has seen any");
+        for end in [0, 1] {
+            let now = rig.shortcut.crossed(rig.leg(end));
+            assert!(now.sent - before[end].sent >= 50 && now.received - before[end].received >= 50, "{now:?}");
+        }
+    }
+
+    #[test]
+    fn on_a_detour_all_go_by_the_worker() {
+        let Some(mut rig) = Rig::new("detour") else { return };
+        rig.acquaint();
+        rig.shortcut.set_detour(rig.leg(0), true).expect("it can be told");
+        for from in [0, 1] {
+            let seen = rig.seen[from];
+            rig.send(from, 7);
+            rig.until("its worker sees it", |rig| {
+                rig.pump();
+                rig.seen[from] > seen
+            });
+            rig.until("it arrives", |rig| rig.take(1 - from) == Some(7));
+        }
+        rig.shortcut.set_detour(rig.leg(0), false).expect("it can be told");
+        rig.cross(5);
+    }
+
+    #[test]
+    fn what_is_sent_in_anothers_name_takes_no_shortcut() {
+        let Some(mut rig) = Rig::new("name") else { return };
+        rig.acquaint();
+        let crossed = rig.shortcut.crossed(rig.leg(1)).received;
+        let other = [2, 0, 0, 0, 0x5c, 0x77];
+        rig.places[0].here().within(|| Interface::find("lan")?.set_mac(other)).expect("root gives it another address");
+        // Who is there is forgotten with the address.
+        rig.until("it sends in that name", |rig| {
+            rig.send(0, 9);
+            let mut frame = [0; 2048];
+            let read = rustix::io::read(&rig.devices[0], &mut frame);
+            read.is_ok() && frame[HEADER + 6..HEADER + 12] == other
+        });
+        assert_eq!(rig.shortcut.crossed(rig.leg(1)).received, crossed);
+        assert_eq!(rig.take(1), None, "nothing arrived past its worker");
+    }
+
+    #[test]
+    fn a_namespace_that_goes_is_seen_to_go() {
+        let Some(mut rig) = Rig::new("gone") else { return };
+        rig.acquaint();
+        assert!(rig.leg(1).is_there());
+        assert!(ip(&["netns", "del", &rig.places[1].0]));
+        // The socket in it keeps it.
+        rig.sockets[1] = UdpSocket::bind("127.0.0.1:0").expect("there is loopback");
+        rig.until("its leg is gone", |rig| !rig.leg(1).is_there());
+        let read = rustix::io::read(&rig.devices[1], &mut [0; 2048]);
+        assert_eq!(read, Err(Errno::BADFD), "its worker sees it too");
+    }
+
+    #[test]
+    fn a_daemon_that_comes_later_goes_on_with_them() {
+        let Some(mut rig) = Rig::new("adopted") else { return };
+        rig.acquaint();
+        let Rig { places, sockets, shortcut, legs, devices, .. } = rig;
+        drop((shortcut, legs));
+        let mut shortcut = Shortcut::around(&devices[0]).expect("a TAP knows where it is");
+        let legs = [0, 1].map(|end| Some(shortcut.adopt(&devices[end], mac(end)).expect("it is a leg")));
+        let mut rig = Rig { places, sockets, shortcut, legs, devices, seen: [0; 2] };
+        rig.cross(5);
+        rig.pump();
+        // A third can be added beside them, and each of them removed.
+        let place = Place::new("adopted", 2);
+        let third = rig.shortcut.connect(&place.here(), "lan", None, mac(2)).expect("there is room for one more");
+        let leg = rig.legs[1].take().expect("it has one");
+        rig.shortcut.remove(leg);
+        let found = rig.places[1].here().within(|| Interface::find("lan"));
+        assert!(matches!(found, Err(TapError::SetUp { .. })), "its interface is gone: {found:?}");
+        drop(third);
+    }
+
+    #[test]
+    fn a_leg_that_nobody_drives_makes_room_for_a_new_one() {
+        let Some(rig) = Rig::new("swept") else { return };
+        let Rig { places, sockets, mut shortcut, legs, devices, .. } = rig;
+        drop((legs, sockets));
+        let again = shortcut.connect(&places[1].here(), "lan", None, mac(1)).map(drop).expect_err("it is driven");
+        assert!(matches!(&again, TapError::Taken(name) if name == "lan"), "{again}");
+        let [kept, ended] = devices;
+        drop(ended);
+        let (leg, _) = shortcut.connect(&places[1].here(), "lan", None, mac(1)).expect("nobody drives it any more");
+        assert!(leg.is_there());
+        drop(kept);
+    }
+
+    #[test]
+    fn what_cannot_be_is_said() {
+        let Some(mut rig) = Rig::new("wrong") else { return };
+        let nowhere = Namespace::named("tasuki-no-such-namespace");
+        let said = rig.shortcut.connect(&nowhere, "lan", None, mac(3)).map(drop).expect_err("there is none");
+        assert!(matches!(said, TapError::NoNamespace(_)), "{said}");
+        let said = rig.shortcut.connect(&rig.places[0].here(), "a b", None, mac(3)).map(drop).expect_err("no name");
+        assert!(matches!(said, TapError::Name(_)), "{said}");
+        let plain = tasuki_tap::Tap::create(&rig.places[0].here(), "other", None, tasuki_tap::device::Before::Offload);
+        let said = rig.shortcut.adopt(&plain.expect("a TAP").device, mac(3)).map(drop).expect_err("no leg");
+        assert!(matches!(&said, TapError::NoLeg(name) if name == "other"), "{said}");
+    }
+}
