@@ -201,9 +201,15 @@ fn run() -> Result<()> {
 fn vni(how: &How) -> Result<()> {
     // From here on an interrupt no longer ends the process before it has given back what it takes.
     let interrupt = Interrupt::catch()?;
+    let effort = vni::effort(how.quick);
+    if !how.only.is_empty() && how.only.iter().all(|prefix| vni::is_of_namespaces(prefix)) {
+        let rows = vni::rows_of_namespaces(effort, &interrupt)?;
+        print(&Report { bench: "vni", host: Host::look(Cpus::choose()?), rows }, None);
+        return Ok(());
+    }
     let equipment = Equipment::get(how.choose(&case::of_vni())?);
     ensure!(!equipment.cases.is_empty(), "none of the cases that were asked for can be run here; see above");
-    let plan = Plan { name: "vni", effort: vni::effort(how.quick), manner: vni::MANNER };
+    let plan = Plan { name: "vni", effort, manner: vni::MANNER };
     bench(plan, how, &interrupt, &equipment.cases, |samples| {
         Ok((vni::rows(samples, plan.effort, &interrupt)?, Some(distance::told(samples))))
     })

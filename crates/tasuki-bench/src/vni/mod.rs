@@ -27,7 +27,7 @@ use crate::sample::Sample;
 use huge::HugePages;
 pub use idle::node as idle_node;
 pub use netns::tap_node;
-pub use rows::rows;
+pub use rows::{is_of_namespaces, rows, rows_of_namespaces};
 
 /// The cases, in the order in which a round runs them: what is compared stands side by side. `calls` are frames, or round trips; so few that a run is
 /// over before the CPUs are likely to be elsewhere, also where they are far apart.

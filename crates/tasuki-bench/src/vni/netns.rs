@@ -15,6 +15,7 @@ use tasuki_shm::vni::directory::{Directory, Lookup, NodeSet, directory_lines};
 use tasuki_tap::Tap;
 use tasuki_tap::device::Before;
 use tasuki_tap::namespace::Namespace;
+use tasuki_tap::shortcut::Shortcut;
 
 use super::nodes::{Kept, join};
 use crate::cpus::{self, Cpus};
@@ -41,8 +42,10 @@ pub enum Traffic {
 /// What `iperf3` said it received, in bits a second, a value for each round.
 #[derive(Debug, Default)]
 pub struct Rates {
-    /// Over a VNI,
+    /// Over a VNI, as `tasukid` connects namespaces,
     pub vni: Vec<f64>,
+    /// the same by their nodes' workers, through pools and TAPs,
+    pub by_workers: Vec<f64>,
     /// and over veth.
     pub veth: Vec<f64>,
 }
@@ -61,13 +64,15 @@ pub fn compare(traffic: Traffic, seconds: u32, rounds: u32, interrupt: &Interrup
     let cpus = [cpus.client, cpus.server];
     let mut rates = Rates::default();
     for round in 1..=rounds {
-        rates.vni.push(Namespaces::over_vni(cpus)?.measure(traffic, seconds, cpus, interrupt)?);
+        rates.vni.push(Namespaces::over_vni(cpus, true)?.measure(traffic, seconds, cpus, interrupt)?);
+        rates.by_workers.push(Namespaces::over_vni(cpus, false)?.measure(traffic, seconds, cpus, interrupt)?);
         rates.veth.push(Namespaces::over_veth(1500)?.measure(traffic, seconds, cpus, interrupt)?);
         let giga = |rates: &[f64]| rates.last().map_or(0.0, |rate| rate / 1e9);
         eprintln!(
-            "round {round}/{rounds} · {} · {:.1} Gb/s, veth {:.1}",
+            "round {round}/{rounds} · {} · {:.1} Gb/s, by workers {:.1}, veth {:.1}",
             traffic.case(),
             giga(&rates.vni),
+            giga(&rates.by_workers),
             giga(&rates.veth)
         );
     }
@@ -88,6 +93,8 @@ impl Traffic {
 pub struct Namespaces {
     names: [String; 2],
     nodes: Vec<Child>,
+    /// There as long as they are.
+    shortcut: Option<Shortcut>,
 }
 
 impl Drop for Namespaces {
@@ -122,7 +129,7 @@ impl Namespaces {
         for name in &names {
             ip(&format!("netns add {name}"))?;
         }
-        Ok(Namespaces { names, nodes: Vec::new() })
+        Ok(Namespaces { names, nodes: Vec::new(), shortcut: None })
     }
 
     /// With a cable between them that takes IP packets of up to `mtu` bytes.
@@ -137,8 +144,9 @@ impl Namespaces {
         Ok(this)
     }
 
-    fn over_vni(cpus: [usize; 2]) -> Result<Self> {
+    fn over_vni(cpus: [usize; 2], has_shortcut: bool) -> Result<Self> {
         let mut this = Self::new()?;
+        this.shortcut = has_shortcut.then(Shortcut::new).transpose()?;
         let lines = directory_lines(8);
         let memory = Region::create("bench-directory", lines * LINE_LEN, Pages::Small)?;
         let mut directory = Directory::new(memory.span::<Line>(0, lines)?);
@@ -147,11 +155,18 @@ impl Namespaces {
         for (number, name) in (0_u16..).zip(&this.names) {
             let mac = [2, 0, 0, 0, 0x7a, number.to_le_bytes()[0] + 1];
             let address = format!("192.0.2.{}/24", number + 1).parse().map_err(anyhow::Error::msg)?;
-            let tap = Tap::create(&Namespace::named(name), "bench0", Some(address), Before::Offload)?;
-            tap.interface.set_mac(mac)?;
+            let place = Namespace::named(name);
+            let device = match &mut this.shortcut {
+                Some(shortcut) => shortcut.connect(&place, "bench0", Some(address), mac)?.1,
+                None => {
+                    let tap = Tap::create(&place, "bench0", Some(address), Before::Offload)?;
+                    tap.interface.set_mac(mac)?;
+                    tap.device
+                }
+            };
             directory.add(mac, number)?;
             nodes.insert(number);
-            kept.push((Kept::new(number)?, tap.device));
+            kept.push((Kept::new(number)?, device));
         }
         directory.set_nodes(&nodes);
         for (number, cpu) in (0..).zip(cpus) {

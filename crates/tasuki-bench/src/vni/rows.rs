@@ -40,10 +40,21 @@ pub fn rows(samples: &Samples, effort: Effort, interrupt: &Interrupt) -> Result<
     }
     rows.extend(memory_rows(samples)?);
     rows.extend(idle_rows(samples)?);
-    let (seconds, rounds) = if effort.full { (10, 5) } else { (2, 1) };
-    rows.extend(between_namespaces(Traffic::Tcp, MINT_TCP, 0.8, (seconds, rounds), interrupt)?);
-    rows.extend(between_namespaces(Traffic::Udp, MINT_UDP, 1.0, (seconds, rounds), interrupt)?);
+    rows.extend(rows_of_namespaces(effort, interrupt)?);
     Ok(rows)
+}
+
+/// Those of `iperf3` between two namespaces, which are measured by this.
+pub fn rows_of_namespaces(effort: Effort, interrupt: &Interrupt) -> Result<Vec<Row>> {
+    let long = if effort.full { (5, 7) } else { (2, 1) };
+    let mut rows = between_namespaces(Traffic::Tcp, MINT_TCP, 0.8, long, interrupt)?;
+    rows.extend(between_namespaces(Traffic::Udp, MINT_UDP, 1.0, long, interrupt)?);
+    Ok(rows)
+}
+
+/// Whether what begins so is one of those.
+pub fn is_of_namespaces(prefix: &str) -> bool {
+    prefix.len() > 2 && [Traffic::Tcp, Traffic::Udp].iter().any(|traffic| traffic.case().starts_with(prefix))
 }
 
 /// Compares a row, made of the number `number` of `ours`, with the same of the case `theirs`, if that was run; `scale` makes of it what the row has.
@@ -157,11 +168,17 @@ fn between_namespaces(
     bar: f64,
     (seconds, rounds): (u32, u32),
     interrupt: &Interrupt,
-) -> Result<Option<Row>> {
-    let Some(rates) = netns::compare(traffic, seconds, rounds, interrupt)? else { return Ok(None) };
-    let (ours, veth) = median(&rates.vni).zip(median(&rates.veth)).context("there was no round")?;
-    let row = Row::higher(traffic.case(), "gbps", "Gb/s", ours / 1e9);
-    let row = row.against("veth", Kind::Peer, veth / 1e9).against("mint", Kind::Paper, paper / 1e9);
-    let row = row.bar(bar, "veth")?;
-    Ok(Some(if traffic == Traffic::Tcp { row.bar_at(paper / 1e9) } else { row }))
+) -> Result<Vec<Row>> {
+    let Some(rates) = netns::compare(traffic, seconds, rounds, interrupt)? else { return Ok(Vec::new()) };
+    let of = |rates: &[f64]| median(rates).map(|rate| rate / 1e9).context("there was no round");
+    let (ours, by_workers, veth) = (of(&rates.vni)?, of(&rates.by_workers)?, of(&rates.veth)?);
+    let row = |case: &str, rate| {
+        let row = Row::higher(case, "gbps", "Gb/s", rate);
+        row.against("veth", Kind::Peer, veth).against("mint", Kind::Paper, paper / 1e9)
+    };
+    let mut through_pools = row(&format!("{}-by-workers", traffic.case()), by_workers);
+    through_pools.note = Some("as where one of the two is no namespace, or takes no shortcut".to_owned());
+    let row = row(traffic.case(), ours).bar(bar, "veth")?;
+    let row = if traffic == Traffic::Tcp { row.bar_at(paper / 1e9) } else { row };
+    Ok(vec![row, through_pools])
 }
