@@ -5,6 +5,7 @@
 //!
 //! - **B1** The structures have the layout of those parts of `union bpf_attr` in `<linux/bpf.h>` that their commands read.
 //! - **B2** What an address in one of them points at is as long as the command reads or writes there, and outlives the call.
+//! - **B3** What MAP_CREATE and PROG_LOAD return is a descriptor that nobody else has.
 #![allow(unsafe_code, reason = "the system call bpf(2), which rustix lacks")]
 
 use std::ffi::c_long;
@@ -155,7 +156,7 @@ fn bpf<A: Attribute>(command: c_long, attribute: &mut A) -> Result<RawFd, Errno>
 }
 
 fn owned(fd: RawFd) -> OwnedFd {
-    // SAFETY: the kernel has just made it, for us alone.
+    // SAFETY: the kernel has just made it, for us alone (B3).
     unsafe { OwnedFd::from_raw_fd(fd) }
 }
 
