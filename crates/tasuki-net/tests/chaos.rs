@@ -115,8 +115,20 @@ mod tests {
                 }
                 7 | 8 if self.dead().len() < STILL => {
                     let at = self.one();
-                    self.daemon.kill(at);
-                    self.tell("killed");
+                    match self.dice.below(3) {
+                        0 => {
+                            self.daemon.kill(at);
+                            self.tell("killed");
+                        }
+                        1 => {
+                            self.daemon.have_die(at, Deed::DieReading);
+                            self.tell("killed reading");
+                        }
+                        _ => {
+                            self.daemon.have_die(at, Deed::DieSending);
+                            self.tell("killed sending");
+                        }
+                    }
                 }
                 9 | 10 => {
                     let (at, seed) = (self.one(), self.dice.next());
@@ -266,7 +278,10 @@ mod tests {
         let mut events = 0;
         while until.map_or(events < EVENTS, |until| Instant::now() < until) {
             story.next();
-            story.pass();
+            // Now and then the next happens at once.
+            if !story.dice.once_in(4) {
+                story.pass();
+            }
             events += 1;
         }
         story.let_go(true);

@@ -226,6 +226,14 @@ impl Daemon {
         eventually("a node knows all others", || self.is_done(number, go));
     }
 
+    /// Has a node kill itself where it says. Nobody drives it from then on.
+    pub fn have_die(&mut self, at: usize, deed: Deed) {
+        self.tell(at, deed, (0, 0), &[]);
+        let child = &mut self.members[at].process.as_mut().expect("who is told to die is there").child;
+        eventually("a node has died", || child.try_wait().expect("it is our child").is_some());
+        self.kill(at);
+    }
+
     /// SIGKILL. Nobody drives the node from then on.
     pub fn kill(&mut self, at: usize) {
         self.members[at].process = None;

@@ -6,6 +6,7 @@ use std::time::{Duration, Instant};
 
 use rustix::event::{PollFd, PollFlags, Timespec};
 use rustix::net::RecvFlags;
+use rustix::process::Signal;
 use tasuki_net::port::Armed;
 use tasuki_net::switch::{Switch, To};
 use tasuki_net::vni::offload::HEADER_LEN;
@@ -59,6 +60,8 @@ struct Checker {
     after_death: bool,
     others: Vec<Option<Other>>,
     buffer: Vec<u8>,
+    /// Frames of one batch after which it kills itself.
+    dies_after: Option<usize>,
 }
 
 pub struct Node {
@@ -72,6 +75,13 @@ pub struct Node {
     /// To whom something was posted that may not be seen yet.
     unseen: Vec<u16>,
     mood: Mood,
+    /// It kills itself after the next frame that it posts.
+    dies_sending: bool,
+}
+
+fn die() -> ! {
+    rustix::process::kill_process(rustix::process::getpid(), Signal::KILL).expect("one may kill oneself");
+    unreachable!("nobody outlives it")
 }
 
 /// Becomes the node that the test says, and is it until the test says otherwise.
@@ -88,6 +98,7 @@ pub fn be(socket: OwnedFd) {
         after_death: order.after_death,
         others: vec![None; NUMBERS.into()],
         buffer: vec![0; PIECE_MAX],
+        dies_after: None,
     };
     let mut node = Node {
         vni: Vni::new(us, EstateFds { control, pool }, ear).expect("an estate"),
@@ -99,6 +110,7 @@ pub fn be(socket: OwnedFd) {
         checker,
         unseen: Vec::new(),
         mood: Mood::Waits,
+        dies_sending: false,
     };
     node.done(order.serial);
     while node.live() {}
@@ -174,6 +186,8 @@ impl Node {
                 return true;
             }
             Deed::Rest => self.mood = Mood::Rests(Duration::ZERO),
+            Deed::DieReading => self.checker.dies_after = Some(1 + self.dice.below(4)),
+            Deed::DieSending => self.dies_sending = true,
             Deed::End => {
                 self.flush();
                 return false;
@@ -198,7 +212,14 @@ impl Node {
         let Self { vni, board, checker, .. } = self;
         let mut came = 0;
         for _ in 0..8 {
-            came += vni.receive(|incoming| checker.check(board, &incoming)) as u64;
+            let mut in_batch = 0;
+            came += vni.receive(|incoming| {
+                checker.check(board, &incoming);
+                in_batch += 1;
+                if checker.dies_after.is_some_and(|after| in_batch >= after) {
+                    die();
+                }
+            }) as u64;
         }
         board.of_node(checker.us, Of::Came).fetch_add(came, SeqCst);
         came
@@ -271,6 +292,7 @@ impl Node {
             })
         };
         match sent {
+            Ok(()) if self.dies_sending => die(),
             Ok(()) => self.unseen.push(to),
             Err(error) => {
                 count(posted - 1);

@@ -27,9 +27,23 @@ pub enum Deed {
     Rest,
     /// It ends.
     End,
+    /// It kills itself while it reads a batch.
+    DieReading,
+    /// It kills itself when it has posted something that nobody sees yet.
+    DieSending,
 }
 
-const DEEDS: [Deed; 7] = [Deed::Be, Deed::Add, Deed::Remove, Deed::Go, Deed::Hush, Deed::Rest, Deed::End];
+const DEEDS: [Deed; 9] = [
+    Deed::Be,
+    Deed::Add,
+    Deed::Remove,
+    Deed::Go,
+    Deed::Hush,
+    Deed::Rest,
+    Deed::End,
+    Deed::DieReading,
+    Deed::DieSending,
+];
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Order {
