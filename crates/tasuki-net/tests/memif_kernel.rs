@@ -34,6 +34,7 @@ mod tests {
 
     use crate::memif::client::{Client, Shape};
     use crate::memif::port::{Lines, Node, OTHER, PORT, SECRET, World, mac};
+    use crate::place::capture::{Capture, Sum, is_program};
     use crate::place::{Place, StopAtEnd, pattern};
 
     const LONG: Duration = Duration::from_secs(60);
@@ -151,9 +152,18 @@ mod tests {
             let tap = scope.spawn(|| drive_tap(tap_node, &stop));
             scope.spawn(|| bridge(&mut client, &right, &stop));
             let both = [&places[0], &places[1]];
+            let folder = tempfile::tempdir().expect("a folder");
+            let can_capture = is_program("dumpcap") && is_program("tshark");
+            let capture = can_capture.then(|| Capture::start(&places[1], folder.path()));
             for to in ["192.0.2.2:7777", "[fd00::2]:7777"] {
                 connection(both, to, 8 << 20);
                 datagram(both, to);
+            }
+            for seen in capture.map(Capture::finish).into_iter().flatten() {
+                // The other kernel's own are as it has them.
+                let is_ours = matches!(&*seen.from, "192.0.2.1" | "fd00::1");
+                let is_right = matches!(seen.sum, Sum::Good | Sum::None) || !is_ours && seen.sum == Sum::OtherZero;
+                assert!(is_right && seen.header != Sum::Bad, "{seen:?}");
             }
             drop(guard);
             let (given, dropped) = port.join().expect("it does not panic");

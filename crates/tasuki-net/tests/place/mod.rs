@@ -1,5 +1,8 @@
 //! Network namespaces of a test's own, and what is done within them.
 
+pub mod capture;
+pub mod two;
+
 use std::os::fd::OwnedFd;
 use std::process::Command;
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
@@ -40,6 +43,13 @@ impl Place {
         let tap = self.tap("nic0", Some(address), before);
         tap.interface.set_mac(mac).expect("it takes an address");
         tap.device
+    }
+
+    /// A program that runs in it.
+    pub fn command(&self, program: &str) -> Command {
+        let mut command = Command::new("ip");
+        command.args(["netns", "exec", &self.0, program]);
+        command
     }
 
     /// `ip`, in this namespace.
