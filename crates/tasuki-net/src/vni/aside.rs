@@ -48,6 +48,10 @@ impl Vni {
         let sent = self.send_to_all(nodes, len, true, |room| room.copy_from_slice(&bytes[..len]));
         self.aside.bytes = bytes;
         self.aside.is_used = false;
+        // Who stages fills no run for all: the next such frame may be long in coming.
+        if let Some((which, _)) = self.common.take() {
+            self.shared.release(which, false, &mut self.pool);
+        }
         sent
     }
 }
