@@ -34,7 +34,7 @@ mod tests {
     const FEWEST: usize = 40;
 
     /// What happens to nodes, where nobody says for how long.
-    const EVENTS: u32 = 120;
+    const EVENTS: u32 = 100;
 
     /// Frames between two events.
     const BETWEEN: u64 = 1500;

@@ -10,7 +10,7 @@ use rustix::process::Signal;
 use tasuki_net::port::Armed;
 use tasuki_net::switch::{Switch, To};
 use tasuki_net::vni::offload::HEADER_LEN;
-use tasuki_net::vni::{IDLE, Incoming, Introduction, PIECE_MAX, SendError, Vni};
+use tasuki_net::vni::{Counts, IDLE, Incoming, Introduction, PIECE_MAX, SendError, Vni};
 use tasuki_shm::line::{LINE_LEN, Line};
 use tasuki_shm::region::{PeerRegion, Span};
 use tasuki_shm::vni::directory::Lookup;
@@ -75,6 +75,8 @@ pub struct Node {
     /// To whom something was posted that may not be seen yet.
     unseen: Vec<u16>,
     mood: Mood,
+    /// Nobody was this node before: it has heard of everybody that came and went.
+    is_first: bool,
     /// It kills itself after the next frame that it posts.
     dies_sending: bool,
 }
@@ -100,16 +102,19 @@ pub fn be(socket: OwnedFd) {
         buffer: vec![0; PIECE_MAX],
         dies_after: None,
     };
+    let board = Board::adopt(board);
+    let is_first = board.of_node(us, Of::Done).load(SeqCst) == 0;
     let mut node = Node {
         vni: Vni::new(us, EstateFds { control, pool }, ear).expect("an estate"),
         switch: Switch::new(us, lookup),
-        board: Board::adopt(board),
+        board,
         socket,
         stages: order.stages,
         dice: Dice::of(order.seed),
         checker,
         unseen: Vec::new(),
         mood: Mood::Waits,
+        is_first,
         dies_sending: false,
     };
     node.done(order.serial);
@@ -171,6 +176,8 @@ impl Node {
                 self.vni.add(Introduction { number, estate: EstateFds { control, pool }, bell }).expect("it is mapped");
                 self.checker.others[usize::from(number)] = Some(Other { id: order.id, again: 0, is_fresh: false });
                 self.count_doubtful(number);
+                let counts = self.vni.counts(number).expect("it was added");
+                assert!(!self.is_first || counts == Counts::default(), "of one before with its number: {counts:?}");
             }
             Deed::Remove => {
                 self.vni.remove(number);
