@@ -20,6 +20,7 @@ mod tests {
     use std::sync::atomic::Ordering::SeqCst;
     use std::time::{Duration, Instant};
 
+    use rustix::fs::SeekFrom;
     use rustix::process::Signal;
     use tasuki_net::vni::{PIECE_MAX, Vni};
     use tasuki_shm::region::PAGE_LEN;
@@ -246,6 +247,20 @@ mod tests {
         u64::try_from(stat.st_blocks).unwrap() * 512
     }
 
+    /// The pages of a node's control memory that there are, and whether anything stands in them; beside that, to whom it says that it talks.
+    fn pages_of(member: &Member) -> (Vec<(u64, bool)>, Vec<u8>) {
+        let (mut pages, mut at, memory) = (Vec::new(), 0, &member.estate.control);
+        while let Ok(data) = rustix::fs::seek(memory, SeekFrom::Data(at)) {
+            let mut bytes = vec![0; PAGE_LEN];
+            rustix::io::pread(memory, &mut bytes[..], data).unwrap();
+            pages.push((data / PAGE_LEN as u64, bytes.iter().any(|byte| *byte != 0)));
+            at = data + PAGE_LEN as u64;
+        }
+        let mut talks = vec![0; 16];
+        rustix::io::pread(memory, &mut talks[..], 128).unwrap();
+        (pages, talks)
+    }
+
     /// The bell, counters and the generations of 512 pages; and a line for each other node that there is or was, in whole pages.
     fn of_a_silent_node() -> u64 {
         let lines = u64::from(crate::chaos::board::NUMBERS) * 64;
@@ -306,7 +321,9 @@ mod tests {
             std::thread::sleep(Duration::from_millis(5));
         }
         for member in &daemon.members {
-            assert!(allocated(member) <= of_a_silent_node(), "node {}: {} bytes", member.number, allocated(member));
+            let (number, kills) = (member.number, member.kills);
+            let what = || format!("node {number}, of which {kills} were killed, has pages {:?}", pages_of(member));
+            assert!(allocated(member) <= of_a_silent_node(), "{}", what());
         }
         let of_all = daemon.members.iter().map(|member| of_itself(&daemon, member)).collect::<Vec<_>>();
         assert!(of_all.iter().all(|of_one| of_one == &of_all[0] && of_one.1 == 2), "{of_all:?}");
