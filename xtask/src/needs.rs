@@ -57,6 +57,13 @@ pub const DPDK: Need = Need {
     serves: "tests of the memif port with DPDK's client will skip themselves",
 };
 
+/// Says of frames on an interface whether they are right.
+pub const TSHARK: Need = Need {
+    program: "tshark",
+    package: "tshark",
+    serves: "tests that have Wireshark look at frames will skip themselves",
+};
+
 /// Counts instructions.
 pub const VALGRIND: Need =
     Need { program: "valgrind", package: "valgrind", serves: "instructions per packet are not counted" };

@@ -264,11 +264,10 @@ mod tests {
         }
     }
 
-    #[test]
-    fn what_is_not_cut_here_is_refused() {
-        let whole = Segment {
+    fn plain(protocol: u8) -> Segment {
+        Segment {
             is_v4: true,
-            protocol: TCP,
+            protocol,
             tags: 0,
             ip_options: 0,
             tcp_options: 0,
@@ -277,7 +276,31 @@ mod tests {
             id: 1,
             payload: vec![7; 3000],
             size: 1000,
-        };
+        }
+    }
+
+    /// Wireshark says of TCP's other zero that it is wrong (RFC 1624); of UDP's first that there is no check sum (RFC 768).
+    #[test]
+    fn a_check_sum_of_zero_is_the_zero_that_its_protocol_has() {
+        for (protocol, zero) in [(TCP, 0), (UDP, 0xffff)] {
+            let mut segment = Segment { payload: vec![0; 1000], ..plain(protocol) };
+            let check_at = segment.transport() + usize::from(segment.check_at());
+            let check = |segment: &Segment, gso_type| {
+                let frames = finished(&segment.offload(gso_type), &segment.frame()).expect("it is finished");
+                u16::from_be_bytes([frames[0][check_at], frames[0][check_at + 1]])
+            };
+            // What is added to the sum of all else makes it nothing.
+            let rest = check(&segment, 0);
+            segment.payload[..2].copy_from_slice(&rest.to_be_bytes());
+            for gso_type in [0, segment.gso_type()] {
+                assert_eq!(check(&segment, gso_type), zero, "protocol {protocol}, cut as {gso_type}");
+            }
+        }
+    }
+
+    #[test]
+    fn what_is_not_cut_here_is_refused() {
+        let whole = plain(TCP);
         let frame = whole.frame();
         let offload = whole.offload(1);
         assert_eq!(finished(&offload, &frame).expect("it is whole").len(), 3);

@@ -11,13 +11,15 @@ mod memif {
 #[cfg(test)]
 #[allow(dead_code, reason = "another suite uses the rest of it")]
 mod net;
+#[cfg(test)]
+#[allow(dead_code, reason = "another suite uses the rest of it")]
+mod place;
 
 #[cfg(test)]
 mod tests {
     use std::io::{Read, Write};
     use std::net::{SocketAddr, TcpListener, TcpStream, UdpSocket};
     use std::os::fd::OwnedFd;
-    use std::process::Command;
     use std::sync::Arc;
     use std::sync::atomic::{AtomicBool, Ordering};
     use std::time::{Duration, Instant};
@@ -29,62 +31,20 @@ mod tests {
     use tasuki_shm::line::Claims;
     use tasuki_shm::vni::directory::Lookup;
     use tasuki_tap::device::Before;
-    use tasuki_tap::namespace::Namespace;
-    use tasuki_tap::{Tap, TapError};
 
     use crate::memif::client::{Client, Shape};
     use crate::memif::port::{Lines, Node, OTHER, PORT, SECRET, World, mac};
+    use crate::place::capture::{Capture, Sum, is_program};
+    use crate::place::{Place, StopAtEnd, pattern};
 
     const LONG: Duration = Duration::from_secs(60);
     const NAP: Duration = Duration::from_millis(20);
 
-    /// A namespace that goes when this does.
-    struct Place(String);
-
-    impl Place {
-        fn new(end: &str) -> Self {
-            let name = format!("tasuki-memif-{}-{end}", std::process::id());
-            assert!(ip(&["netns", "add", &name]), "no network namespace could be made");
-            Place(name)
-        }
-
-        fn within<T: Send>(&self, work: impl FnOnce() -> std::io::Result<T> + Send) -> T {
-            let mut done = None;
-            let within = Namespace::named(&self.0).within(|| {
-                done = Some(work());
-                Ok::<_, TapError>(())
-            });
-            within.expect("it is there");
-            done.expect("it was done").expect("it works")
-        }
-
-        fn tap(&self, node: u16, address: &str, before: Before) -> OwnedFd {
-            let address4 = format!("192.0.2.{address}/24").parse().expect("an address");
-            let tap =
-                Tap::create(&Namespace::named(&self.0), "nic0", Some(address4), before).expect("root makes a TAP");
-            tap.interface.set_mac(mac(node)).expect("it takes an address");
-            let address6 = format!("fd00::{address}/64");
-            assert!(ip(&["-n", &self.0, "addr", "add", &address6, "dev", "nic0", "nodad"]));
-            tap.device
-        }
-    }
-
-    impl Drop for Place {
-        fn drop(&mut self) {
-            ip(&["netns", "del", &self.0]);
-        }
-    }
-
-    fn ip(words: &[&str]) -> bool {
-        Command::new("ip").args(words).status().is_ok_and(|status| status.success())
-    }
-
-    struct StopAtEnd<'a>(&'a AtomicBool);
-
-    impl Drop for StopAtEnd<'_> {
-        fn drop(&mut self) {
-            self.0.store(true, Ordering::Relaxed);
-        }
+    /// An end of the wire, with its addresses.
+    fn plug(place: &Place, node: u16, address: &str, before: Before) -> OwnedFd {
+        let tap = place.tap_of(mac(node), &format!("192.0.2.{address}/24"), before);
+        assert!(place.ip(&["addr", "add", &format!("fd00::{address}/64"), "dev", "nic0", "nodad"]));
+        tap
     }
 
     fn drive_port(node: &mut Node, stop: &AtomicBool) {
@@ -125,20 +85,16 @@ mod tests {
         }
     }
 
-    fn pattern(at: usize) -> u8 {
-        (at.wrapping_mul(2_654_435_761) >> 11).to_le_bytes()[0]
-    }
-
     /// Sends so many bytes from the first to the second and reads them back.
     fn connection(places: [&Place; 2], to: &str, bytes: usize) {
         let to: SocketAddr = to.parse().expect("an address");
-        let listener = places[1].within(|| TcpListener::bind(to));
+        let listener = places[1].within(|| TcpListener::bind(to)).expect("it binds");
         let echo = std::thread::spawn(move || {
             let (mut stream, _) = listener.accept().expect("somebody connects");
             let mut writer = stream.try_clone().expect("a copy of the socket");
             std::io::copy(&mut stream, &mut writer).expect("the connection holds")
         });
-        let mut stream = places[0].within(|| TcpStream::connect_timeout(&to, LONG));
+        let mut stream = places[0].within(|| TcpStream::connect_timeout(&to, LONG)).expect("it connects");
         stream.set_read_timeout(Some(LONG)).expect("it has a limit");
         let mut writer = stream.try_clone().expect("a copy of the socket");
         let sender = std::thread::spawn(move || {
@@ -156,9 +112,9 @@ mod tests {
     /// A datagram each way, whose check sum the first kernel leaves.
     fn datagram(places: [&Place; 2], to: &str) {
         let to: SocketAddr = to.parse().expect("an address");
-        let there = places[1].within(|| UdpSocket::bind(to));
+        let there = places[1].within(|| UdpSocket::bind(to)).expect("it binds");
         let any = if to.is_ipv4() { "0.0.0.0:0" } else { "[::]:0" };
-        let here = places[0].within(|| UdpSocket::bind(any));
+        let here = places[0].within(|| UdpSocket::bind(any)).expect("it binds");
         there.set_read_timeout(Some(Duration::from_secs(1))).expect("it has a limit");
         let (until, mut room) = (Instant::now() + LONG, [0; 2000]);
         loop {
@@ -173,14 +129,13 @@ mod tests {
 
     #[test]
     fn a_kernel_takes_what_was_finished_for_another() {
-        if !rustix::process::geteuid().is_root() {
-            println!("skipped: network namespaces need root");
+        if !crate::place::is_possible() {
             return;
         }
         let places = [Place::new("a"), Place::new("b")];
         let mut world = World::new(1);
-        let left = places[0].tap(OTHER, "1", Before::Offload);
-        let right = places[1].tap(PORT, "2", Before::Nothing);
+        let left = plug(&places[0], OTHER, "1", Before::Offload);
+        let right = plug(&places[1], PORT, "2", Before::Nothing);
         let switch = Switch::new(OTHER, Lookup::new(Claims::of(Arc::clone(&world.lines))));
         let tap_node = TapNode::new(left, world.net.take(OTHER.into()), switch);
         let path = world.path();
@@ -197,9 +152,18 @@ mod tests {
             let tap = scope.spawn(|| drive_tap(tap_node, &stop));
             scope.spawn(|| bridge(&mut client, &right, &stop));
             let both = [&places[0], &places[1]];
+            let folder = tempfile::tempdir().expect("a folder");
+            let can_capture = is_program("dumpcap") && is_program("tshark");
+            let capture = can_capture.then(|| Capture::start(&places[1], folder.path()));
             for to in ["192.0.2.2:7777", "[fd00::2]:7777"] {
                 connection(both, to, 8 << 20);
                 datagram(both, to);
+            }
+            for seen in capture.map(Capture::finish).into_iter().flatten() {
+                // The other kernel's own are as it has them.
+                let is_ours = matches!(&*seen.from, "192.0.2.1" | "fd00::1");
+                let is_right = matches!(seen.sum, Sum::Good | Sum::None) || !is_ours && seen.sum == Sum::OtherZero;
+                assert!(is_right && seen.header != Sum::Bad, "{seen:?}");
             }
             drop(guard);
             let (given, dropped) = port.join().expect("it does not panic");

@@ -3,120 +3,18 @@
 #[cfg(test)]
 #[allow(dead_code, reason = "another suite uses the rest of it")]
 mod net;
+#[cfg(test)]
+#[allow(dead_code, reason = "another suite uses the rest of it")]
+mod place;
 
 #[cfg(test)]
 mod tests {
     use std::io::{Read, Write};
     use std::net::{TcpListener, TcpStream, UdpSocket};
-    use std::process::Command;
-    use std::sync::Arc;
-    use std::sync::atomic::{AtomicBool, Ordering};
-    use std::time::{Duration, Instant};
+    use std::time::Duration;
 
-    use tasuki_net::port::Armed;
-    use tasuki_net::switch::Switch;
-    use tasuki_net::tap::TapNode;
-    use tasuki_shm::line::{Claims, Line};
-    use tasuki_shm::vni::directory::{Directory, Lookup, NodeSet, directory_lines};
-    use tasuki_tap::device::Before;
-    use tasuki_tap::namespace::Namespace;
-    use tasuki_tap::{Tap, TapError};
-
-    use crate::net::Net;
-
-    type Lines = Arc<[Line]>;
-
-    /// A namespace that goes when this does.
-    struct Place(String);
-
-    impl Place {
-        fn new(end: &str) -> Self {
-            let name = format!("tasuki-net-{}-{end}", std::process::id());
-            assert!(ip(&["netns", "add", &name]), "no network namespace could be made");
-            Place(name)
-        }
-
-        fn within<T: Send>(&self, work: impl FnOnce() -> std::io::Result<T> + Send) -> std::io::Result<T> {
-            let mut done = None;
-            let place = Namespace::named(&self.0);
-            place
-                .within(|| {
-                    done = Some(work());
-                    Ok::<_, TapError>(())
-                })
-                .map_err(std::io::Error::other)?;
-            done.expect("it was done")
-        }
-    }
-
-    impl Drop for Place {
-        fn drop(&mut self) {
-            ip(&["netns", "del", &self.0]);
-        }
-    }
-
-    fn ip(words: &[&str]) -> bool {
-        Command::new("ip").args(words).status().is_ok_and(|status| status.success())
-    }
-
-    /// Drives a node until it is told to stop; gives it back.
-    fn drive(mut node: TapNode<Lines>, stop: &AtomicBool) -> TapNode<Lines> {
-        while !stop.load(Ordering::Relaxed) {
-            if node.turn() == 0 && node.arm() == Armed::Idle {
-                node.rest(Duration::from_millis(50));
-            }
-            node.tick(Instant::now());
-        }
-        node
-    }
-
-    /// Two namespaces that reach each other, with 192.0.2.1 and 192.0.2.2.
-    fn with_two(pool_pages: u32, what: impl FnOnce([&Place; 2])) -> Option<[TapNode<Lines>; 2]> {
-        if !rustix::process::geteuid().is_root() {
-            println!("skipped: network namespaces need root");
-            return None;
-        }
-        let places = ["a", "b"].map(|end| Place::new(&format!("{end}{pool_pages}")));
-        let lines: Lines = (0..directory_lines(4)).map(|_| Line::default()).collect();
-        let mut directory = Directory::new(Arc::clone(&lines));
-        let mut nodes = NodeSet::default();
-        let mut net = Net::with(2, pool_pages);
-        let mut ends = Vec::new();
-        for (number, place) in (0_u8..).zip(&places) {
-            let mac = [2, 0, 0, 0, 0x7a, number];
-            let address = format!("192.0.2.{}/24", number + 1).parse().expect("an address");
-            let tap = Tap::create(&Namespace::named(&place.0), "nic0", Some(address), Before::Offload)
-                .expect("root makes a TAP");
-            tap.interface.set_mac(mac).expect("it takes an address");
-            directory.add(mac, number.into()).expect("there is room");
-            nodes.insert(number.into());
-            let switch = Switch::new(number.into(), Lookup::new(Claims::of(Arc::clone(&lines))));
-            ends.push(TapNode::new(tap.device, net.take(number.into()), switch));
-        }
-        directory.set_nodes(&nodes);
-        let stop = AtomicBool::new(false);
-        let done = std::thread::scope(|scope| {
-            let driven: Vec<_> = ends.into_iter().map(|node| scope.spawn(|| drive(node, &stop))).collect();
-            let guard = StopAtEnd(&stop);
-            what([&places[0], &places[1]]);
-            drop(guard);
-            driven.into_iter().map(|node| node.join().expect("a node does not panic")).collect::<Vec<_>>()
-        });
-        done.try_into().ok()
-    }
-
-    /// A test that panics has to end its threads too.
-    struct StopAtEnd<'a>(&'a AtomicBool);
-
-    impl Drop for StopAtEnd<'_> {
-        fn drop(&mut self) {
-            self.0.store(true, Ordering::Relaxed);
-        }
-    }
-
-    fn pattern(at: usize) -> u8 {
-        (at.wrapping_mul(2_654_435_761) >> 11).to_le_bytes()[0]
-    }
+    use crate::place::two::with_two;
+    use crate::place::{Place, pattern};
 
     /// Sends so many bytes one way and reads them back the other.
     fn connection(places: [&Place; 2], bytes: usize) {

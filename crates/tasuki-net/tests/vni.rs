@@ -178,6 +178,52 @@ mod tests {
     }
 
     #[test]
+    fn v4_pages_that_a_slow_reader_holds_here_and_there_hold_up_nobody_else() {
+        let mut net = Net::of(4);
+        let (mut refused, mut for_all) = (0, 0);
+        for number in 0..3000 {
+            // A page each, in turn to one that reads and one that does not: soon no two pages in a row are free.
+            for to in [1, 2] {
+                let room = net.node(0).stage().unwrap_or_else(|| panic!("frame {number} finds no room"));
+                room[..HEADER_LEN].fill(0);
+                room[HEADER_LEN..HEADER_LEN + 100].copy_from_slice(&frame(number, 100));
+                match net.node(0).post_staged(to, HEADER_LEN + 100) {
+                    Ok(()) => {}
+                    Err(error) => {
+                        assert!(to == 1 && matches!(error, SendError::NoRoom(_)), "{error}");
+                        refused += 1;
+                    }
+                }
+            }
+            net.node(0).flush();
+            assert_eq!(received(net.node(2)), [(0, frame(number, 100))]);
+            if number % 10 == 0 {
+                let room = net.node(0).stage().expect("a frame for several finds room too");
+                room[..HEADER_LEN].fill(0);
+                room[HEADER_LEN..HEADER_LEN + 3000].copy_from_slice(&frame(number, 3000));
+                assert_eq!(net.node(0).post_staged_to_all([2, 3], HEADER_LEN + 3000), Ok(2));
+                for_all += 1;
+                net.node(0).flush();
+                [2, 3].into_iter().for_each(|to| assert_eq!(received(net.node(to)), [(0, frame(number, 3000))]));
+            }
+        }
+        assert_eq!(for_all, 300);
+        let came = received(net.node(1));
+        assert_eq!((came.len(), refused), (256, 3000 - 256), "a ring full, and the rest is counted");
+        assert!((0..).zip(&came).all(|(number, (_, bytes))| *bytes == frame(number, 100)));
+        // Once it has read, there are runs again, and long frames go.
+        for number in 0..500 {
+            let sent = frame(number, 60_000);
+            let room = net.node(0).stage().expect("nobody holds anything any more");
+            room[..HEADER_LEN].fill(0);
+            room[HEADER_LEN..HEADER_LEN + 60_000].copy_from_slice(&sent);
+            net.node(0).post_staged(1, HEADER_LEN + 60_000).unwrap();
+            net.node(0).flush();
+            assert_eq!(received(net.node(1)), [(0, sent)]);
+        }
+    }
+
+    #[test]
     fn v4_what_is_not_read_in_time_is_taken_back_and_its_reader_finds_out() {
         let mut net = Net::of(3);
         let all = net.node(0).pages_left();

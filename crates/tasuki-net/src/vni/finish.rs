@@ -29,6 +29,8 @@ const HEADERS_MAX: usize = 256;
 const ETHERNET_LEN: usize = 14;
 const TCP: u8 = 6;
 const UDP: u8 = 17;
+/// Where a datagram's check sum stands in its header.
+const UDP_CHECK_AT: u16 = 6;
 
 /// A frame's offload header says of it what is not so.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
@@ -62,8 +64,10 @@ fn compute(offload: &Offload, frame: &mut [u8]) -> Result<(), Malformed> {
         return Err(Malformed);
     }
     let check = !fold(sum(&frame[start..]));
-    // Linux, `skb_checksum_help`: the two zeroes of this arithmetic are alike, and one of them means that there is no check sum.
-    put(frame, at, if check == 0 { u16::MAX } else { check });
+    // RFC 768: the two zeroes of this arithmetic are alike, and to UDP one of them means that there is no check sum. To others it is the right one
+    // (RFC 1624), though Linux (`skb_checksum_help`) writes the other for them too.
+    let is_udp = offload.csum_offset.get() == UDP_CHECK_AT;
+    put(frame, at, if check == 0 && is_udp { u16::MAX } else { check });
     Ok(())
 }
 

@@ -15,6 +15,7 @@
 //!
 //! docs/design/vni.md says what is promised to whom, and how much memory it takes.
 
+mod aside;
 pub mod finish;
 mod inbox;
 mod neighbour;
@@ -38,6 +39,7 @@ use tasuki_shm::vni::NODES_MAX;
 use tasuki_shm::vni::estate::{Estate, EstateFds, PeerEstate};
 use tasuki_shm::wake::{Clapper, this_cpu};
 
+use aside::Aside;
 use inbox::Inbox;
 pub use inbox::{Breach, Incoming, TakenBack};
 pub use neighbour::{Counts, IDLE};
@@ -89,6 +91,8 @@ pub struct Vni {
     common: Option<(SharedRun, u32)>,
     /// Where a frame is put before anybody knows for whom it is.
     staging: Option<Run>,
+    /// The same where the pool has no such run.
+    aside: Aside,
     /// What a predecessor sent to nodes that were not added yet.
     left: HashMap<u16, LeftBehind>,
 }
@@ -119,6 +123,7 @@ impl Vni {
             touched: Vec::with_capacity(16),
             common: None,
             staging: None,
+            aside: Aside::new(),
             left,
         })
     }

@@ -103,7 +103,7 @@ impl Vni {
     }
 
     /// Room for the longest frame with its offload header, to be filled before anybody knows for whom, and then [posted](Self::post_staged); `None`
-    /// if the pool has none.
+    /// if the pool has fewer pages left than that takes.
     #[inline]
     #[expect(clippy::cast_possible_truncation, reason = "17")]
     pub fn stage(&mut self) -> Option<&mut [u8]> {
@@ -120,8 +120,12 @@ impl Vni {
                 self.staging = self.pool.take(PAGES);
             }
         }
-        let run = self.staging.as_ref()?;
-        Some(self.pool.bytes_mut(run, 0, PIECE_MAX))
+        self.aside.is_used = false;
+        match &self.staging {
+            Some(run) => Some(self.pool.bytes_mut(run, 0, PIECE_MAX)),
+            None if self.pool.left() >= PAGES => Some(self.aside.stage()),
+            None => None,
+        }
     }
 
     /// Sends the first `len` bytes of what was staged, a frame behind an offload header, to node `to`. Without room for it, it stays staged.
@@ -129,6 +133,9 @@ impl Vni {
     pub fn post_staged(&mut self, to: u16, len: usize) -> Result<(), SendError> {
         if !(HEADER_LEN + 14..=PIECE_MAX).contains(&len) {
             return Err(SendError::Length { len });
+        }
+        if self.aside.is_used {
+            return self.post_aside(to, len);
         }
         let neighbour = self.neighbours.get_mut(usize::from(to)).and_then(Option::as_mut);
         let Some(neighbour) = neighbour else { return Err(SendError::NoSuchNode(to)) };
@@ -159,6 +166,9 @@ impl Vni {
     pub fn post_staged_to_all(&mut self, nodes: impl IntoIterator<Item = u16>, len: usize) -> Result<usize, SendError> {
         if !(HEADER_LEN + 14..=PIECE_MAX).contains(&len) {
             return Err(SendError::Length { len });
+        }
+        if self.aside.is_used {
+            return self.post_aside_to_all(nodes, len);
         }
         let Some(mut run) = self.staging.take() else { return Err(NoRoom::Pool.into()) };
         let bytes = u32::try_from(len).expect("no longer than the longest");

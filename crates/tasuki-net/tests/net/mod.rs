@@ -1,6 +1,6 @@
 //! Nodes on a VNI, made as a daemon makes them.
 
-use std::os::fd::{AsFd, OwnedFd};
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::time::Duration;
 
 use rustix::event::{PollFd, PollFlags, Timespec};
@@ -149,7 +149,12 @@ pub fn received(vni: &mut Vni) -> Vec<(u16, Vec<u8>)> {
 
 /// Whether this becomes readable in time.
 pub fn readable(fd: &impl AsFd, within: Duration) -> bool {
-    let mut polled = [PollFd::new(fd, PollFlags::IN)];
+    any_readable(&[fd.as_fd()], within)
+}
+
+/// Whether one of these does.
+pub fn any_readable(fds: &[BorrowedFd<'_>], within: Duration) -> bool {
+    let mut polled: Vec<_> = fds.iter().map(|fd| PollFd::from_borrowed_fd(*fd, PollFlags::IN)).collect();
     let within = Timespec::try_from(within).unwrap();
-    matches!(rustix::event::poll(&mut polled, Some(&within)), Ok(1))
+    rustix::event::poll(&mut polled, Some(&within)).is_ok_and(|ready| ready > 0)
 }

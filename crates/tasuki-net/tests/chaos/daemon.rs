@@ -1,0 +1,299 @@
+//! What a daemon is to nodes: it makes their memory, says who has which address, introduces them to each other, and starts somebody else on the
+//! memory of one that was killed.
+
+use std::os::fd::{AsFd, OwnedFd};
+use std::process::{Command, Stdio};
+use std::sync::atomic::Ordering::SeqCst;
+use std::time::{Duration, Instant};
+
+use rustix::net::{AddressFamily, SocketFlags, SocketType, socketpair};
+use rustix::process::{Pid, Signal};
+use tasuki_shm::line::LINE_LEN;
+use tasuki_shm::line::Line;
+use tasuki_shm::region::{Pages, Region, Span, read_only};
+use tasuki_shm::vni::directory::{Directory, NodeSet, directory_lines};
+use tasuki_shm::vni::estate::EstateFds;
+use tasuki_shm::wake::{bell_pipe, open_anew};
+
+use super::board::{Between, Board, NUMBERS, Of};
+use super::orders::{Deed, Order};
+use super::path::mac;
+
+/// Long enough for anything that is not a hang.
+const FOREVER: Duration = Duration::from_secs(60);
+
+/// Waits until it holds.
+pub fn eventually(what: &str, mut condition: impl FnMut() -> bool) {
+    let start = Instant::now();
+    while !condition() {
+        assert!(start.elapsed() < FOREVER, "waited in vain until {what}");
+        std::thread::sleep(Duration::from_micros(500));
+    }
+}
+
+/// A process that is a node. Killed and reaped when dropped.
+pub struct Process {
+    child: std::process::Child,
+    socket: OwnedFd,
+    /// No two have the same.
+    key: u64,
+    pub is_stopped: bool,
+}
+
+impl Process {
+    fn start(key: u64) -> Self {
+        let (socket, theirs) = socketpair(AddressFamily::UNIX, SocketType::SEQPACKET, SocketFlags::CLOEXEC, None)
+            .expect("a pair of sockets");
+        let mut command = Command::new(std::env::current_exe().expect("this test"));
+        command.args(["--exact", "tests::child_role", "--nocapture", "--test-threads=1"]);
+        command.env("TASUKI_CHAOS_PARENT", std::process::id().to_string()).stdin(theirs).stdout(Stdio::null());
+        Process { child: command.spawn().expect("the test starts itself"), socket, key, is_stopped: false }
+    }
+
+    pub fn pid(&self) -> Pid {
+        Pid::from_child(&self.child)
+    }
+
+    fn signal(&self, signal: Signal) {
+        rustix::process::kill_process(self.pid(), signal).expect("it was not reaped");
+    }
+
+    pub fn stop(&mut self) {
+        self.signal(Signal::STOP);
+        self.is_stopped = true;
+    }
+
+    pub fn go_on(&mut self) {
+        self.signal(Signal::CONT);
+        self.is_stopped = false;
+    }
+
+    /// Waits for its end, which was ordered.
+    fn ends(mut self) {
+        let status = self.child.wait().expect("it is our child");
+        assert!(status.success(), "a node that was told to end {status}");
+    }
+}
+
+impl Drop for Process {
+    fn drop(&mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+/// A node, as its daemon has it.
+pub struct Member {
+    pub number: u16,
+    pub id: u32,
+    pub pages: u32,
+    pub stages: bool,
+    pub estate: EstateFds,
+    ear: OwnedFd,
+    bell: OwnedFd,
+    /// None drives it after it was killed, until another does.
+    pub process: Option<Process>,
+    /// How many were killed.
+    pub kills: u64,
+}
+
+impl Member {
+    fn own(&self) -> [OwnedFd; 3] {
+        let [control, pool] = self.estate.fds();
+        [control, pool, self.ear.as_fd()].map(|fd| fd.try_clone_to_owned().expect("a descriptor is left"))
+    }
+
+    fn introduction(&self) -> [OwnedFd; 3] {
+        let EstateFds { control, pool } = self.estate.to_read().expect("it can be opened to read");
+        [control, pool, open_anew(self.bell.as_fd()).expect("a bell can be opened anew")]
+    }
+
+    /// Its estate and its ear, for whoever looks at what is left.
+    pub fn give_up(self) -> (u16, u32, EstateFds, OwnedFd) {
+        (self.number, self.pages, self.estate, self.ear)
+    }
+}
+
+/// A number that is given again when everybody has heard that nobody has it.
+struct Freed {
+    number: u16,
+    /// Who has to: a node, the process that was told, and when.
+    by: Vec<(u32, Option<u64>, u64)>,
+}
+
+pub struct Daemon {
+    pub board: Board,
+    memory: Region,
+    directory: Directory<Span<Line>>,
+    pub members: Vec<Member>,
+    freed: Vec<Freed>,
+    serial: u64,
+    next_id: u32,
+}
+
+impl Daemon {
+    pub fn new() -> Self {
+        let lines = directory_lines(1000);
+        let memory = Region::create("chaos directory", lines * LINE_LEN, Pages::Small).expect("there is memory");
+        let directory = Directory::new(memory.span(0, lines).expect("all of it"));
+        let freed = (0..NUMBERS).map(|number| Freed { number, by: Vec::new() }).collect();
+        Daemon { board: Board::create(), memory, directory, members: Vec::new(), freed, serial: 0, next_id: 0 }
+    }
+
+    /// The set of nodes that get what is for all.
+    fn say_who_is_there(&mut self) {
+        let mut nodes = NodeSet::default();
+        self.members.iter().for_each(|member| nodes.insert(member.number));
+        self.directory.set_nodes(&nodes);
+    }
+
+    pub fn is_done(&self, number: u16, serial: u64) -> bool {
+        self.board.of_node(number, Of::Done).load(SeqCst) >= serial
+    }
+
+    /// Tells a node something, if there is a process; says which order that was.
+    pub fn tell(&mut self, at: usize, deed: Deed, about: (u16, u32), fds: &[OwnedFd]) -> u64 {
+        self.serial += 1;
+        if let Some(process) = &self.members[at].process {
+            let order = Order::new(deed, self.serial, about.0, about.1);
+            order.send(process.socket.as_fd(), fds).expect("a node hears what it is told");
+        }
+        self.serial
+    }
+
+    /// The next number that nobody believes to be another's.
+    fn number(&mut self) -> Option<u16> {
+        let has_heard = |(id, told, serial): &(u32, Option<u64>, u64)| {
+            let Some(member) = self.members.iter().find(|member| member.id == *id) else { return true };
+            match &member.process {
+                Some(process) => Some(process.key) != *told || self.is_done(member.number, *serial),
+                None => false,
+            }
+        };
+        let at = self.freed.iter().position(|freed| freed.by.iter().all(has_heard))?;
+        Some(self.freed.remove(at).number)
+    }
+
+    /// A node comes, if there is a number for it.
+    pub fn join(&mut self, pages: u32, stages: bool, seed: u64) -> bool {
+        let Some(number) = self.number() else { return false };
+        self.board.clear(number);
+        let (ear, bell) = bell_pipe().expect("a pipe");
+        let estate = EstateFds::create(&format!("chaos-{number}"), pages).expect("there is memory");
+        self.next_id += 1;
+        let id = self.next_id;
+        self.members.push(Member { number, id, pages, stages, estate, ear, bell, process: None, kills: 0 });
+        self.start(self.members.len() - 1, false, seed);
+        let us = self.members.len() - 1;
+        let mut told = Vec::new();
+        for at in 0..us {
+            let introduction = self.members[us].introduction();
+            told.push((at, self.tell(at, Deed::Add, (number, id), &introduction)));
+        }
+        // Who stands still hears of it later, and sends it nothing before.
+        for (at, serial) in told {
+            let member = &self.members[at];
+            if member.process.as_ref().is_some_and(|process| !process.is_stopped) {
+                eventually("a node has heard of another", || self.is_done(member.number, serial));
+            }
+        }
+        self.directory.add(mac(id), number).expect("the directory has room");
+        self.say_who_is_there();
+        true
+    }
+
+    /// Starts a process for a node, which goes on where one before it was killed or has ended.
+    pub fn start(&mut self, at: usize, after_death: bool, seed: u64) {
+        self.serial += 1;
+        let (key, member) = (self.serial, &self.members[at]);
+        let process = Process::start(key);
+        let mut fds = Vec::from(member.own());
+        fds.push(self.board.fd().try_clone_to_owned().expect("a descriptor is left"));
+        fds.push(read_only(self.memory.fd()).expect("it can be opened to read"));
+        let order =
+            Order { seed, after_death, stages: member.stages, ..Order::new(Deed::Be, key, member.number, member.id) };
+        order.send(process.socket.as_fd(), &fds).expect("it has just been started");
+        drop(fds);
+        let number = member.number;
+        self.members[at].process = Some(process);
+        eventually("a node is there", || self.is_done(number, key));
+        for other in (0..self.members.len()).filter(|other| *other != at) {
+            let about = (self.members[other].number, self.members[other].id);
+            let introduction = self.members[other].introduction();
+            self.tell(at, Deed::Add, about, &introduction);
+        }
+        let go = self.tell(at, Deed::Go, (0, 0), &[]);
+        eventually("a node knows all others", || self.is_done(number, go));
+    }
+
+    /// Has a node kill itself where it says. Nobody drives it from then on.
+    pub fn have_die(&mut self, at: usize, deed: Deed) {
+        self.tell(at, deed, (0, 0), &[]);
+        let child = &mut self.members[at].process.as_mut().expect("who is told to die is there").child;
+        eventually("a node has died", || child.try_wait().expect("it is our child").is_some());
+        self.kill(at);
+    }
+
+    /// SIGKILL. Nobody drives the node from then on.
+    pub fn kill(&mut self, at: usize) {
+        self.members[at].process = None;
+        self.members[at].kills += 1;
+    }
+
+    /// Has the process of a node end, after its last frame.
+    pub fn end(&mut self, at: usize) {
+        self.tell(at, Deed::End, (0, 0), &[]);
+        self.members[at].process.take().expect("who is told to end is there").ends();
+    }
+
+    /// A node is there no more: its address first, then everybody hears of it.
+    pub fn remove(&mut self, at: usize) {
+        let gone = self.members.remove(at);
+        self.directory.remove(mac(gone.id));
+        self.say_who_is_there();
+        let about = (gone.number, gone.id);
+        let by = (0..self.members.len()).map(|at| {
+            let serial = self.tell(at, Deed::Remove, about, &[]);
+            (self.members[at].id, self.members[at].process.as_ref().map(|process| process.key), serial)
+        });
+        let by = by.collect();
+        self.freed.push(Freed { number: gone.number, by });
+    }
+
+    /// No node has ended that was not told to.
+    pub fn all_live(&mut self) {
+        for member in &mut self.members {
+            if let Some(process) = &mut member.process {
+                let ended = process.child.try_wait().expect("it is our child");
+                assert_eq!(ended, None, "node {} ({}) has ended", member.number, member.id);
+            }
+        }
+    }
+
+    /// Waits for something of the nodes, as long as they live.
+    pub fn until(&mut self, what: &str, mut condition: impl FnMut(&Self) -> bool) {
+        eventually(what, || {
+            self.all_live();
+            condition(self)
+        });
+    }
+
+    /// Frames that have come to all that are there.
+    pub fn came(&self) -> u64 {
+        self.members.iter().map(|member| self.board.of_node(member.number, Of::Came).load(SeqCst)).sum()
+    }
+
+    /// How often something was taken back from a node.
+    pub fn taken_back_from(&self, to: u16) -> u64 {
+        self.members.iter().map(|from| self.board.get(from.number, to, Between::TakenBack)).sum()
+    }
+
+    /// Tells all nodes the same, and waits until they have done it.
+    pub fn tell_all(&mut self, deed: Deed) {
+        let told: Vec<_> =
+            (0..self.members.len()).map(|at| (self.members[at].number, self.tell(at, deed, (0, 0), &[]))).collect();
+        self.until("all have done as they were told", |daemon| {
+            told.iter().all(|(number, serial)| daemon.is_done(*number, *serial))
+        });
+    }
+}

@@ -1,0 +1,425 @@
+//! A node: a process that sends to whoever is there, checks each frame that comes, and does what it is told.
+
+use std::os::fd::{AsFd, OwnedFd};
+use std::sync::atomic::Ordering::SeqCst;
+use std::time::{Duration, Instant};
+
+use rustix::event::{PollFd, PollFlags, Timespec};
+use rustix::net::RecvFlags;
+use rustix::process::Signal;
+use tasuki_net::port::Armed;
+use tasuki_net::switch::{Switch, To};
+use tasuki_net::vni::offload::HEADER_LEN;
+use tasuki_net::vni::{Counts, IDLE, Incoming, Introduction, PIECE_MAX, SendError, Vni};
+use tasuki_shm::line::{LINE_LEN, Line};
+use tasuki_shm::region::{PeerRegion, Span};
+use tasuki_shm::vni::directory::Lookup;
+use tasuki_shm::vni::estate::EstateFds;
+use tasuki_shm::wake::Clapper;
+
+use super::board::{Between, Board, NUMBERS, Of, Tally};
+use super::dice::Dice;
+use super::orders::{Deed, Order};
+use super::path::{ALL, Path, SHORTEST, mac};
+
+/// How often a node does what is due now and then.
+const TICK: Duration = Duration::from_millis(50);
+
+/// Frames that a reader that was killed had read and not said so: a batch.
+const AGAIN_MAX: u64 = 32;
+
+/// A frame for all that takes pages of its own, so that nothing else lies beside it: as many as the longest.
+const GOODBYE_LEN: usize = PIECE_MAX - HEADER_LEN;
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Mood {
+    /// Others are still being added.
+    Waits,
+    Sends,
+    /// It has one more frame to send, and says by this when it has.
+    Hushes(u64),
+    Quiet,
+    /// Its time runs ahead, for it does nothing but wait for it.
+    Rests(Duration),
+}
+
+/// What it knows of another.
+#[derive(Debug, Clone, Copy)]
+struct Other {
+    id: u32,
+    /// Frames that a reader before it had already.
+    again: u64,
+    /// One came that none had.
+    is_fresh: bool,
+}
+
+/// Who checks what comes.
+struct Checker {
+    us: u16,
+    id: u32,
+    after_death: bool,
+    others: Vec<Option<Other>>,
+    buffer: Vec<u8>,
+    /// Frames of one batch after which it kills itself.
+    dies_after: Option<usize>,
+}
+
+pub struct Node {
+    vni: Vni,
+    switch: Switch<Span<Line>>,
+    board: Board,
+    socket: OwnedFd,
+    stages: bool,
+    dice: Dice,
+    checker: Checker,
+    /// To whom something was posted that may not be seen yet.
+    unseen: Vec<u16>,
+    mood: Mood,
+    /// Nobody was this node before: it has heard of everybody that came and went.
+    is_first: bool,
+    /// It kills itself after the next frame that it posts.
+    dies_sending: bool,
+}
+
+fn die() -> ! {
+    rustix::process::kill_process(rustix::process::getpid(), Signal::KILL).expect("one may kill oneself");
+    unreachable!("nobody outlives it")
+}
+
+/// Becomes the node that the test says, and is it until the test says otherwise.
+pub fn be(socket: OwnedFd) {
+    let (order, fds) = Order::receive(socket.as_fd(), RecvFlags::empty()).expect("the test says who we are");
+    assert_eq!(order.deed, Deed::Be);
+    let [control, pool, ear, board, directory] = fds.try_into().expect("five descriptors");
+    let directory = PeerRegion::map_kept_whole(directory.as_fd()).expect("the directory");
+    let lookup = Lookup::new(directory.claims(0, directory.len() / LINE_LEN).expect("all of it"));
+    let us = order.number;
+    let checker = Checker {
+        us,
+        id: order.id,
+        after_death: order.after_death,
+        others: vec![None; NUMBERS.into()],
+        buffer: vec![0; PIECE_MAX],
+        dies_after: None,
+    };
+    let board = Board::adopt(board);
+    let is_first = board.of_node(us, Of::Done).load(SeqCst) == 0;
+    let mut node = Node {
+        vni: Vni::new(us, EstateFds { control, pool }, ear).expect("an estate"),
+        switch: Switch::new(us, lookup),
+        board,
+        socket,
+        stages: order.stages,
+        dice: Dice::of(order.seed),
+        checker,
+        unseen: Vec::new(),
+        mood: Mood::Waits,
+        is_first,
+        dies_sending: false,
+    };
+    node.done(order.serial);
+    while node.live() {}
+}
+
+impl Node {
+    fn us(&self) -> u16 {
+        self.checker.us
+    }
+
+    fn done(&self, serial: u64) {
+        self.board.of_node(self.us(), Of::Done).store(serial, SeqCst);
+    }
+
+    /// Until its end is ordered.
+    fn live(&mut self) -> bool {
+        let (mut next_tick, mut next_send) = (Instant::now(), Instant::now());
+        loop {
+            while let Some((order, fds)) = Order::receive(self.socket.as_fd(), RecvFlags::DONTWAIT) {
+                if !self.obey(&order, fds) {
+                    return false;
+                }
+            }
+            let came = self.receive();
+            let now = Instant::now();
+            if now >= next_send {
+                self.send();
+                next_send = Instant::now() + Duration::from_micros(self.dice.below(20_000) as u64);
+            }
+            self.flush();
+            if now >= next_tick {
+                self.tick(now);
+                next_tick = now + TICK;
+            }
+            if came == 0 && self.mood != Mood::Waits && self.vni.arm() == Armed::Idle {
+                self.sleep(next_tick.min(next_send).saturating_duration_since(Instant::now()));
+            }
+        }
+    }
+
+    fn sleep(&mut self, most: Duration) {
+        let most = Timespec::try_from(most).expect("a moment");
+        let ends =
+            &mut [PollFd::from_borrowed_fd(self.vni.fd(), PollFlags::IN), PollFd::new(&self.socket, PollFlags::IN)];
+        // Whatever ended it: the next look sees.
+        let _ = rustix::event::poll(ends, Some(&most));
+        self.vni.wake();
+    }
+
+    /// Says no if that was the last.
+    fn obey(&mut self, order: &Order, fds: Vec<OwnedFd>) -> bool {
+        let number = order.number;
+        match order.deed {
+            Deed::Be => panic!("it is somebody already"),
+            Deed::Add => {
+                let [control, pool, bell] = fds.try_into().expect("three descriptors");
+                let bell = Clapper::from_peer(bell);
+                self.vni.add(Introduction { number, estate: EstateFds { control, pool }, bell }).expect("it is mapped");
+                self.checker.others[usize::from(number)] = Some(Other { id: order.id, again: 0, is_fresh: false });
+                self.count_doubtful(number);
+                let counts = self.vni.counts(number).expect("it was added");
+                assert!(!self.is_first || counts == Counts::default(), "of one before with its number: {counts:?}");
+            }
+            Deed::Remove => {
+                self.vni.remove(number);
+                self.checker.others[usize::from(number)] = None;
+                self.unseen.retain(|to| *to != number);
+            }
+            Deed::Go => {
+                self.vni.settle();
+                self.mood = Mood::Sends;
+            }
+            Deed::Hush => {
+                self.mood = Mood::Hushes(order.serial);
+                return true;
+            }
+            Deed::Rest => self.mood = Mood::Rests(Duration::ZERO),
+            Deed::DieReading => self.checker.dies_after = Some(1 + self.dice.below(4)),
+            Deed::DieSending => self.dies_sending = true,
+            Deed::End => {
+                self.flush();
+                return false;
+            }
+        }
+        self.done(order.serial);
+        true
+    }
+
+    /// What a node before this one had posted and was not seen to see: nobody knows of it.
+    fn count_doubtful(&self, to: u16) {
+        for (posted, seen) in [(Between::One, Between::SeenOne), (Between::All, Between::SeenAll)] {
+            let posted = self.board.get(self.us(), to, posted);
+            let doubtful = posted - self.board.get(self.us(), to, seen);
+            assert!(doubtful == 0 || self.checker.after_death, "who is told to end sends what it has");
+            self.board.add(self.us(), to, Between::Doubtful, doubtful);
+            self.board.set(self.us(), to, seen, posted);
+        }
+    }
+
+    fn receive(&mut self) -> u64 {
+        let Self { vni, board, checker, .. } = self;
+        let mut came = 0;
+        for _ in 0..8 {
+            let mut in_batch = 0;
+            came += vni.receive(|incoming| {
+                checker.check(board, &incoming);
+                in_batch += 1;
+                if checker.dies_after.is_some_and(|after| in_batch >= after) {
+                    die();
+                }
+            }) as u64;
+        }
+        board.of_node(checker.us, Of::Came).fetch_add(came, SeqCst);
+        came
+    }
+
+    fn send(&mut self) {
+        match self.mood {
+            Mood::Sends => {
+                // Now and then more than a ring holds.
+                let count = if self.dice.once_in(100) { 400 } else { self.dice.below(24) };
+                let one = self.dice.once_in(8).then(|| self.somebody());
+                for _ in 0..count {
+                    let len = match self.dice.below(40) {
+                        0 => SHORTEST + self.dice.below(65_000 - SHORTEST),
+                        1..10 => SHORTEST + self.dice.below(9018 - SHORTEST),
+                        _ => SHORTEST + self.dice.below(1518 - SHORTEST),
+                    };
+                    match self.dice.below(20) {
+                        0 => drop(self.send_to_all(len)),
+                        _ => {
+                            let to = one.unwrap_or_else(|| self.somebody());
+                            self.send_to(to, len);
+                        }
+                    }
+                }
+            }
+            Mood::Hushes(serial) => {
+                if !self.send_to_all(GOODBYE_LEN) {
+                    return;
+                }
+                self.flush();
+                self.done(serial);
+                self.mood = Mood::Quiet;
+            }
+            _ => {}
+        }
+    }
+
+    /// Another node, or one that is not there any more.
+    fn somebody(&mut self) -> u32 {
+        let others: Vec<_> = self.checker.others.iter().flatten().map(|other| other.id).collect();
+        match others.is_empty() || self.dice.once_in(200) {
+            true => u32::try_from(self.dice.below(200)).expect("a small number"),
+            false => others[self.dice.below(others.len())],
+        }
+    }
+
+    fn count(&self, what: Of) {
+        self.board.of_node(self.us(), what).fetch_add(1, SeqCst);
+    }
+
+    fn send_to(&mut self, id: u32, len: usize) {
+        let To::Node(to) = self.switch.find(mac(id)) else { return self.count(Of::Nobody) };
+        let known = self.checker.others[usize::from(to)];
+        assert!(known.is_none_or(|known| known.id == id), "the directory gives {id} number {to}, which is {known:?}");
+        let posted = self.board.get(self.us(), to, Between::One) + 1;
+        let path = Path { from: self.checker.id, to: id, number: u32::try_from(posted).expect("so many are not sent") };
+        // It is counted before it is posted: what a killed node had counted, somebody may have seen.
+        let count = |count| self.board.set(self.checker.us, to, Between::One, count);
+        let sent = if self.stages {
+            let Some(room) = self.vni.stage() else { return self.count(Of::NoRoom) };
+            room[..HEADER_LEN].fill(0);
+            path.write(&mut room[HEADER_LEN..HEADER_LEN + len]);
+            count(posted);
+            self.vni.post_staged(to, HEADER_LEN + len)
+        } else {
+            self.vni.draft(to, len).map(|room| path.write(room)).map(|()| {
+                count(posted);
+                self.vni.post(to, len, false);
+            })
+        };
+        match sent {
+            Ok(()) if self.dies_sending => die(),
+            Ok(()) => self.unseen.push(to),
+            Err(error) => {
+                count(posted - 1);
+                self.was_refused(error);
+            }
+        }
+    }
+
+    fn was_refused(&self, error: SendError) {
+        match error {
+            SendError::NoRoom(_) => self.count(Of::NoRoom),
+            SendError::NoSuchNode(_) => self.count(Of::Nobody),
+            other => panic!("node {} could not send: {other}", self.us()),
+        }
+    }
+
+    fn sent(&self, to: u16) -> u64 {
+        self.vni.counts(to).map_or(0, |counts| counts.sent)
+    }
+
+    /// Says whether it could be sent at all.
+    fn send_to_all(&mut self, len: usize) -> bool {
+        let all = self.switch.find(mac(ALL));
+        assert_eq!(all, To::All);
+        let nodes: Vec<_> = self.switch.nodes_of(all).iter().filter(|to| *to < NUMBERS).collect();
+        let before: Vec<_> = nodes.iter().map(|to| self.sent(*to)).collect();
+        let number = u32::try_from(self.board.of_node(self.us(), Of::ToAll).fetch_add(1, SeqCst) + 1);
+        let path = Path { from: self.checker.id, to: ALL, number: number.expect("so many are not sent") };
+        let sent = if self.stages {
+            let Some(room) = self.vni.stage() else {
+                self.count(Of::NoRoom);
+                return false;
+            };
+            room[..HEADER_LEN].fill(0);
+            path.write(&mut room[HEADER_LEN..HEADER_LEN + len]);
+            self.vni.post_staged_to_all(nodes.iter().copied(), HEADER_LEN + len)
+        } else {
+            self.vni.send_to_all(nodes.iter().copied(), len, false, |room| path.write(room))
+        };
+        match sent {
+            Ok(count) => {
+                let got: Vec<_> = nodes
+                    .iter()
+                    .zip(before)
+                    .filter(|(to, before)| self.sent(**to) > *before)
+                    .map(|(to, _)| *to)
+                    .collect();
+                assert_eq!(got.len(), count);
+                for to in got {
+                    self.board.add(self.us(), to, Between::All, 1);
+                    self.unseen.push(to);
+                }
+            }
+            Err(error) => self.was_refused(error),
+        }
+        sent.is_ok()
+    }
+
+    fn flush(&mut self) {
+        self.vni.flush();
+        for to in self.unseen.drain(..) {
+            for (posted, seen) in [(Between::One, Between::SeenOne), (Between::All, Between::SeenAll)] {
+                self.board.set(self.checker.us, to, seen, self.board.get(self.checker.us, to, posted));
+            }
+        }
+    }
+
+    fn tick(&mut self, now: Instant) {
+        self.switch.age(now);
+        let now = match &mut self.mood {
+            Mood::Rests(ahead) => {
+                *ahead += IDLE;
+                now + *ahead
+            }
+            _ => now,
+        };
+        let again = self.vni.tick(now);
+        for to in (0..NUMBERS).filter(|to| self.checker.others[usize::from(*to)].is_some()) {
+            let counts = self.vni.counts(to).expect("it was added");
+            self.board.set(self.us(), to, Between::TakenBack, counts.taken_back);
+            assert_eq!(self.vni.breach(to), None, "an honest node breaks no rule");
+        }
+        if matches!(self.mood, Mood::Rests(_)) && !again {
+            // A node that stages has room for its next frame, as each has that reads from a TAP.
+            let has_room = !self.stages || self.vni.stage().is_some();
+            let left = u64::from(self.vni.pages_left());
+            self.board.of_node(self.us(), Of::Rested).store(if has_room { left + 1 } else { 0 }, SeqCst);
+        }
+    }
+}
+
+impl Checker {
+    fn check(&mut self, board: &Board, incoming: &Incoming<'_>) {
+        let (us, from) = (self.us, incoming.from);
+        let other = self.others[usize::from(from)].as_mut().expect("a frame of nobody's");
+        let Ok(len) = incoming.copy_to(&mut self.buffer) else {
+            return board.add(from, us, Between::Late, 1);
+        };
+        assert_eq!(len, incoming.len());
+        let path = Path::read(&self.buffer[..len])
+            .unwrap_or_else(|wrong| panic!("node {us} ({}) got from {from} ({}): {wrong}", self.id, other.id));
+        assert!(
+            path.from == other.id && (path.to == self.id || path.to == ALL),
+            "node {us} ({}) got from {from} ({}) what has gone {path:?}",
+            self.id,
+            other.id
+        );
+        let came = if path.to == ALL { Between::CameAll } else { Between::CameOne };
+        let Tally { count, last } = Tally::of(board.get(from, us, came));
+        if path.number > last {
+            other.is_fresh = true;
+            board.set(from, us, came, Tally { count: count + 1, last: path.number }.word());
+            return;
+        }
+        other.again += 1;
+        assert!(
+            self.after_death && !other.is_fresh && other.again <= AGAIN_MAX,
+            "node {us} ({}) got {path:?} from {from} after {last}",
+            self.id
+        );
+        board.add(from, us, Between::Again, 1);
+    }
+}

@@ -1,0 +1,117 @@
+//! What the test tells a node: messages with descriptors through a socket, each done before the next.
+
+use std::io::{IoSlice, IoSliceMut};
+use std::mem::MaybeUninit;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+
+use rustix::net::{
+    RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendAncillaryBuffer, SendAncillaryMessage, SendFlags,
+};
+
+const FDS: usize = 8;
+
+/// What is to be done.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Deed {
+    /// The first order: who it is. With its estate, its ear, the board and the directory.
+    Be,
+    /// Another node is there. With its estate and its bell.
+    Add,
+    /// It is not there any more.
+    Remove,
+    /// All that there are were added: frames go.
+    Go,
+    /// No more frames, but one for all that is long.
+    Hush,
+    /// What is due after a while is done now.
+    Rest,
+    /// It ends.
+    End,
+    /// It kills itself while it reads a batch.
+    DieReading,
+    /// It kills itself when it has posted something that nobody sees yet.
+    DieSending,
+}
+
+const DEEDS: [Deed; 9] = [
+    Deed::Be,
+    Deed::Add,
+    Deed::Remove,
+    Deed::Go,
+    Deed::Hush,
+    Deed::Rest,
+    Deed::End,
+    Deed::DieReading,
+    Deed::DieSending,
+];
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Order {
+    pub deed: Deed,
+    /// Orders are counted.
+    pub serial: u64,
+    /// Whom it is about: the number,
+    pub number: u16,
+    /// and what it is called.
+    pub id: u32,
+    /// Random numbers begin with this.
+    pub seed: u64,
+    /// A node before it was killed.
+    pub after_death: bool,
+    /// It sends as a namespace's node does, without knowing to whom while it writes a frame.
+    pub stages: bool,
+}
+
+impl Order {
+    pub fn new(deed: Deed, serial: u64, number: u16, id: u32) -> Self {
+        Order { deed, serial, number, id, seed: 0, after_death: false, stages: false }
+    }
+
+    pub fn send(&self, socket: BorrowedFd<'_>, fds: &[OwnedFd]) -> rustix::io::Result<()> {
+        let words = [
+            self.deed as u64,
+            self.serial,
+            self.number.into(),
+            self.id.into(),
+            self.seed,
+            self.after_death.into(),
+            self.stages.into(),
+        ];
+        let bytes = words.map(u64::to_le_bytes).concat();
+        let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(FDS))];
+        let mut beside = SendAncillaryBuffer::new(&mut space);
+        let fds: Vec<_> = fds.iter().map(AsFd::as_fd).collect();
+        assert!(
+            fds.is_empty() || beside.push(SendAncillaryMessage::ScmRights(&fds)),
+            "few descriptors go with an order"
+        );
+        let flags = SendFlags::NOSIGNAL | SendFlags::DONTWAIT;
+        rustix::net::sendmsg(socket, &[IoSlice::new(&bytes)], &mut beside, flags).map(|_| ())
+    }
+
+    /// The next order, with its descriptors; `None` if there is none now, or who gave them is gone.
+    pub fn receive(socket: BorrowedFd<'_>, flags: RecvFlags) -> Option<(Self, Vec<OwnedFd>)> {
+        let mut bytes = [0; 64];
+        let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(FDS))];
+        let mut beside = RecvAncillaryBuffer::new(&mut space);
+        let parts = &mut [IoSliceMut::new(&mut bytes)];
+        let got = rustix::net::recvmsg(socket, parts, &mut beside, flags | RecvFlags::CMSG_CLOEXEC).ok()?.bytes;
+        let mut fds = Vec::new();
+        for part in beside.drain() {
+            if let RecvAncillaryMessage::ScmRights(passed) = part {
+                fds.extend(passed);
+            }
+        }
+        let word = |at: usize| u64::from_le_bytes(bytes[8 * at..8 * at + 8].try_into().expect("eight bytes"));
+        let order = Order {
+            deed: DEEDS[usize::try_from(word(0)).expect("a deed")],
+            serial: word(1),
+            number: u16::try_from(word(2)).expect("a number"),
+            id: u32::try_from(word(3)).expect("an id"),
+            seed: word(4),
+            after_death: word(5) == 1,
+            stages: word(6) == 1,
+        };
+        (got == 56).then_some((order, fds))
+    }
+}

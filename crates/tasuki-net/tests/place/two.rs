@@ -1,0 +1,59 @@
+//! Two namespaces on a VNI, driven by threads.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::{Duration, Instant};
+
+use tasuki_net::port::Armed;
+use tasuki_net::switch::Switch;
+use tasuki_net::tap::TapNode;
+use tasuki_shm::line::{Claims, Line};
+use tasuki_shm::vni::directory::{Directory, Lookup, NodeSet, directory_lines};
+use tasuki_tap::device::Before;
+
+use super::{Place, StopAtEnd};
+use crate::net::Net;
+
+type Lines = Arc<[Line]>;
+
+/// Drives a node until it is told to stop; gives it back.
+pub fn drive(mut node: TapNode<Lines>, stop: &AtomicBool) -> TapNode<Lines> {
+    while !stop.load(Ordering::Relaxed) {
+        if node.turn() == 0 && node.arm() == Armed::Idle {
+            node.rest(Duration::from_millis(50));
+        }
+        node.tick(Instant::now());
+    }
+    node
+}
+
+/// Two namespaces that reach each other, with 192.0.2.1 and 192.0.2.2; their nodes, afterwards.
+pub fn with_two(pool_pages: u32, what: impl FnOnce([&Place; 2])) -> Option<[TapNode<Lines>; 2]> {
+    if !super::is_possible() {
+        return None;
+    }
+    let places = ["a", "b"].map(Place::new);
+    let lines: Lines = (0..directory_lines(4)).map(|_| Line::default()).collect();
+    let mut directory = Directory::new(Arc::clone(&lines));
+    let mut nodes = NodeSet::default();
+    let mut net = Net::with(2, pool_pages);
+    let mut ends = Vec::new();
+    for (number, place) in (0_u8..).zip(&places) {
+        let mac = [2, 0, 0, 0, 0x7a, number];
+        let tap = place.tap_of(mac, &format!("192.0.2.{}/24", number + 1), Before::Offload);
+        directory.add(mac, number.into()).expect("there is room");
+        nodes.insert(number.into());
+        let switch = Switch::new(number.into(), Lookup::new(Claims::of(Arc::clone(&lines))));
+        ends.push(TapNode::new(tap, net.take(number.into()), switch));
+    }
+    directory.set_nodes(&nodes);
+    let stop = AtomicBool::new(false);
+    let done = std::thread::scope(|scope| {
+        let driven: Vec<_> = ends.into_iter().map(|node| scope.spawn(|| drive(node, &stop))).collect();
+        let guard = StopAtEnd(&stop);
+        what([&places[0], &places[1]]);
+        drop(guard);
+        driven.into_iter().map(|node| node.join().expect("a node does not panic")).collect::<Vec<_>>()
+    });
+    done.try_into().ok()
+}

@@ -1,0 +1,25 @@
+//! Every kind of node's end, beside every other: what frames are promised on their way from program to program.
+#![allow(clippy::tests_outside_test_module, reason = "a file in tests/ is a test module")]
+
+#[path = "memif/client.rs"]
+#[allow(dead_code, reason = "another suite uses the rest of it")]
+mod memif_client;
+#[path = "memif/port.rs"]
+#[allow(dead_code, reason = "another suite uses the rest of it")]
+mod memif_port;
+#[allow(dead_code, reason = "another suite uses the rest of it")]
+mod net;
+#[allow(dead_code, reason = "another suite uses the rest of it")]
+mod place;
+#[path = "ports/mod.rs"]
+mod ports;
+
+suite!(native_to_native, Kind::Native, Kind::Native);
+suite!(native_to_tap, Kind::Native, Kind::Tap);
+suite!(native_to_memif, Kind::Native, Kind::Memif);
+suite!(tap_to_native, Kind::Tap, Kind::Native);
+suite!(tap_to_tap, Kind::Tap, Kind::Tap);
+suite!(tap_to_memif, Kind::Tap, Kind::Memif);
+suite!(memif_to_native, Kind::Memif, Kind::Native);
+suite!(memif_to_tap, Kind::Memif, Kind::Tap);
+suite!(memif_to_memif, Kind::Memif, Kind::Memif);

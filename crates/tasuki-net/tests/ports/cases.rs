@@ -1,0 +1,264 @@
+//! The cases of the suite: node 0 sends, node 1 receives, of whatever kinds they are; node 2 is native.
+
+use std::time::Duration;
+
+use tasuki_net::port::Armed;
+use tasuki_net::vni::PIECE_MAX;
+
+use super::{Kind, Lost, PATIENCE, World};
+use crate::memif_port::{frame_to, mac};
+
+/// The node that sends, the one that receives, and one that has nothing to do with either.
+const FROM: usize = 0;
+const TO: usize = 1;
+const OTHER: usize = 2;
+
+fn world(pair: [Kind; 2]) -> Option<World> {
+    World::new(&[pair[0], pair[1], Kind::Native])
+}
+
+/// A frame between two of them.
+fn frame(to: usize, from: usize, number: usize, len: usize) -> Vec<u8> {
+    let short = |node| u16::try_from(node).expect("a node");
+    frame_to(short(to), short(from), u32::try_from(number).expect("a number"), len)
+}
+
+fn assert_same(came: &[Vec<u8>], sent: &[Vec<u8>]) {
+    let lens = |frames: &[Vec<u8>]| frames.iter().map(Vec::len).collect::<Vec<_>>();
+    if let Some(at) = came.iter().zip(sent).position(|(came, sent)| came != sent) {
+        panic!("frame {at} of {} bytes came as one of {}: {:02x?}", sent[at].len(), came[at].len(), &came[at][..60]);
+    }
+    assert_eq!(lens(came), lens(sent));
+}
+
+pub fn frames_of_all_lengths_arrive_whole_and_in_order(pair: [Kind; 2]) {
+    let Some(mut world) = world(pair) else { return };
+    let lengths = (60..=1518).chain((1519..9018).step_by(83)).chain([9018, 60]);
+    let sent: Vec<_> = lengths.enumerate().map(|(number, len)| frame(TO, FROM, number, len)).collect();
+    sent.iter().for_each(|frame| world.send(FROM, frame));
+    assert_same(&world.take(TO, sent.len()), &sent);
+    assert!(world.came[FROM].is_empty() && world.came[OTHER].is_empty(), "and nowhere else");
+    assert_eq!(world.end(TO).lost(), Lost::default());
+}
+
+pub fn a_burst_longer_than_a_ring_arrives_in_order(pair: [Kind; 2]) {
+    let Some(mut world) = world(pair) else { return };
+    for round in 0..5 {
+        let lengths = [60, 1518, 300, 9018];
+        let sent: Vec<_> = (0..1000).map(|i| frame(TO, FROM, round * 1000 + i, lengths[(i / 7 + round) % 4])).collect();
+        // As many as there is room for, before anybody else has a turn.
+        let mut rest = sent.iter().peekable();
+        world.until("all are sent", |world| {
+            while rest.peek().is_some_and(|frame| world.end(FROM).send(frame)) {
+                rest.next();
+            }
+            rest.peek().is_none()
+        });
+        assert_same(&world.take(TO, sent.len()), &sent);
+    }
+}
+
+pub fn a_frame_for_several_reaches_all_others_once(pair: [Kind; 2]) {
+    let [from, to] = pair;
+    let Some(mut world) = World::new(&[from, to, Kind::Native, to, from]) else { return };
+    // Everybody; a group of IPv4's, one of IPv6's, and one of nobody's.
+    for (number, group) in
+        [[0xff; 6], [1, 0, 0x5e, 1, 2, 3], [0x33, 0x33, 0, 0, 0, 1], [3, 1, 2, 3, 4, 5]].iter().enumerate()
+    {
+        let mut sent = Vec::new();
+        for i in 0..20 {
+            let mut to_all = frame(TO, FROM, number * 100 + i, 60 + i * 400);
+            to_all[..6].copy_from_slice(group);
+            world.send(FROM, &to_all);
+            sent.push(to_all);
+            // Those for one keep their place among them.
+            let to_one = frame(TO, FROM, i, 100);
+            world.send(FROM, &to_one);
+        }
+        let ones = (0..20).map(|i| frame(TO, FROM, i, 100));
+        let both: Vec<_> = sent.iter().cloned().zip(ones).flat_map(|(to_all, to_one)| [to_all, to_one]).collect();
+        assert_same(&world.take(TO, both.len()), &both);
+        for node in 2..5 {
+            assert_same(&world.take(node, sent.len()), &sent);
+        }
+        assert!(world.came[FROM].is_empty(), "who sent it does not get it");
+    }
+}
+
+pub fn a_frame_for_a_stranger_goes_to_uplinks_or_nowhere(pair: [Kind; 2]) {
+    let Some(mut world) = world(pair) else { return };
+    let stranger = |number| frame(77, FROM, number, 100);
+    world.send(FROM, &stranger(1));
+    world.until("it is counted", |world| world.end(FROM).lost().nobody == 1);
+    world.settle();
+    assert!(world.came.iter().all(Vec::is_empty), "{:?}", world.came);
+    world.set_uplinks(&[0, 2]);
+    world.send(FROM, &stranger(2));
+    assert_same(&world.take(OTHER, 1), &[stranger(2)]);
+    assert!(world.came[TO].is_empty() && world.came[FROM].is_empty());
+    // There are two, until one of them has been heard of.
+    world.set_uplinks(&[1, 2]);
+    world.send(FROM, &stranger(3));
+    assert_same(&world.take(OTHER, 1), &[stranger(3)]);
+    assert_same(&world.take(TO, 1), &[stranger(3)]);
+    let mut from_stranger = frame(FROM, 77, 4, 100);
+    from_stranger[6..12].copy_from_slice(&mac(77));
+    world.send(OTHER, &from_stranger);
+    assert_same(&world.take(FROM, 1), &[from_stranger]);
+    world.send(FROM, &stranger(5));
+    assert_same(&world.take(OTHER, 1), &[stranger(5)]);
+    assert!(world.came[TO].is_empty(), "it is known behind whom the stranger is");
+    assert_eq!(world.end(FROM).lost(), Lost { nobody: 1, ..Lost::default() });
+}
+
+pub fn a_vlan_tag_is_carried_untouched(pair: [Kind; 2]) {
+    let Some(mut world) = world(pair) else { return };
+    let mut sent = Vec::new();
+    // Customer's and provider's tags, with a priority and without, the least VLAN and the last; and two of them.
+    for (number, tags) in [
+        &[0x81, 0, 0, 1][..],
+        &[0x81, 0, 0xe0, 5],
+        &[0x81, 0, 0x6f, 0xfe],
+        &[0x81, 0, 0x20, 0],
+        &[0x88, 0xa8, 0, 100],
+        &[0x88, 0xa8, 0, 100, 0x81, 0, 0, 7],
+        &[0x81, 0, 0, 9, 0x81, 0, 0, 8],
+    ]
+    .iter()
+    .enumerate()
+    {
+        for len in [60, 100, 1514, 9000] {
+            let plain = frame(TO, FROM, number, len);
+            sent.push([&plain[..12], tags, &plain[12..]].concat());
+        }
+    }
+    sent.iter().for_each(|frame| world.send(FROM, frame));
+    assert_same(&world.take(TO, sent.len()), &sent);
+}
+
+pub fn a_node_that_is_not_driven_holds_up_nobody_else(pair: [Kind; 2]) {
+    let Some(mut world) = world(pair) else { return };
+    const COUNT: usize = 1500;
+    world.still = vec![TO];
+    let mut refused = 0;
+    for number in 0..COUNT {
+        let for_slow = frame(TO, FROM, number, 100);
+        // A program that is a node itself is told so; for others the node waits, and then counts.
+        match pair[0] {
+            Kind::Native => refused += u64::from(!world.end(FROM).send(&for_slow)),
+            Kind::Tap | Kind::Memif => world.send(FROM, &for_slow),
+        }
+        world.send(FROM, &frame(OTHER, FROM, number, 100));
+        if number % 32 == 0 {
+            world.round();
+        }
+    }
+    let others: Vec<_> = (0..COUNT).map(|number| frame(OTHER, FROM, number, 100)).collect();
+    assert_same(&world.take(OTHER, COUNT), &others);
+    // It is driven again, and has what its ring held.
+    world.still.clear();
+    world.settle();
+    let came = std::mem::take(&mut world.came[TO]);
+    let lost = world.end(FROM).lost();
+    assert_eq!(came.len() + usize::try_from(lost.no_room).unwrap(), COUNT, "{lost:?}");
+    assert!(pair[0] != Kind::Native || refused == lost.no_room);
+    assert!(came.len() >= 128, "{} frames, where a ring holds 256", came.len());
+    let sent: Vec<_> = (0..came.len()).map(|number| frame(TO, FROM, number, 100)).collect();
+    assert_same(&came, &sent);
+    let counts = world.end(FROM).vni().counts(1).expect("it is known");
+    assert!(counts.ring_full + counts.over_quota > 0, "{counts:?}");
+    // And from then on it gets everything.
+    let sent: Vec<_> = (0..600).map(|number| frame(TO, FROM, number, 1000)).collect();
+    sent.iter().for_each(|frame| world.send(FROM, frame));
+    assert_same(&world.take(TO, sent.len()), &sent);
+}
+
+pub fn what_is_no_frame_is_refused_and_counted(pair: [Kind; 2]) {
+    let Some(mut world) = world(pair) else { return };
+    // The kernel takes no such frame from a namespace's program; a client's is looked at when it is the node's turn.
+    let longest = PIECE_MAX - 10;
+    let no_frames = match pair[0] {
+        Kind::Native => vec![6, 13, PIECE_MAX + 1],
+        Kind::Tap => vec![0, 1, 13],
+        Kind::Memif => vec![1, 6, 13, longest + 1],
+    };
+    for (number, len) in no_frames.iter().enumerate() {
+        let mut wrong = frame(TO, FROM, number, 20.max(*len));
+        wrong.truncate(*len);
+        assert_eq!(world.end(FROM).send(&wrong), pair[0] == Kind::Memif, "{len} bytes");
+        let right = frame(TO, FROM, number, 60);
+        world.send(FROM, &right);
+        assert_same(&world.take(TO, 1), &[right]);
+    }
+    let counted = if pair[0] == Kind::Tap { 0 } else { no_frames.len() as u64 };
+    assert_eq!(world.end(FROM).lost(), Lost { length: counted, ..Lost::default() });
+    if pair == [Kind::Native, Kind::Native] || pair == [Kind::Memif, Kind::Native] {
+        let right = frame(TO, FROM, 1, longest);
+        world.send(FROM, &right);
+        assert_same(&world.take(TO, 1), &[right]);
+    }
+}
+
+pub fn a_successor_loses_nothing(pair: [Kind; 2]) {
+    let Some(mut world) = world(pair) else { return };
+    let (mut next, mut expected, mut away) = (0, 0, 0);
+    for round in 0..12 {
+        // Some lie in the ring to the receiver when it, or the sender, is replaced, told to or not.
+        world.still = vec![TO];
+        for _ in 0..40 + round {
+            let sent = frame(TO, FROM, next, 60 + next * 37 % 3000);
+            world.send(FROM, &sent);
+            next += 1;
+        }
+        // All of them are posted: what a worker had read and not posted, when it was killed, is lost.
+        world.settle();
+        let told = round % 4 < 2;
+        world.replace(if round % 2 == 0 { TO } else { FROM }, told);
+        if round % 2 == 0 && pair[1] == Kind::Memif {
+            // Its client has to connect anew; until then it is not there.
+            away += world.end(TO).lost().away;
+        }
+        world.still.clear();
+        world.settle();
+        let came = std::mem::take(&mut world.came[TO]);
+        for frame in &came {
+            let number = u32::from_le_bytes(frame[14..18].try_into().unwrap()) as usize;
+            assert!(number >= expected, "frame {number} came after {expected}");
+            away = away.checked_sub((number - expected) as u64).expect("what did not come is counted");
+            assert_same(std::slice::from_ref(frame), &[self::frame(TO, FROM, number, 60 + number * 37 % 3000)]);
+            expected = number + 1;
+        }
+    }
+    assert_eq!(expected as u64 + away, next as u64, "every frame came, or is counted");
+    assert!(pair[1] == Kind::Memif || away == 0);
+    // Nobody holds anything any more.
+    let now = std::time::Instant::now();
+    world.end(FROM).vni().tick(now);
+    world.end(FROM).vni().tick(now);
+    let counts = world.end(FROM).vni().counts(1).expect("it is known");
+    assert_eq!((counts.sent, counts.taken_back), (next as u64, 0), "a successor goes on counting");
+}
+
+pub fn an_idle_node_is_woken_by_a_frame(pair: [Kind; 2]) {
+    let Some(mut world) = world(pair) else { return };
+    for round in 0..50 {
+        world.settle();
+        for (node, from, to) in [(TO, FROM, TO), (FROM, FROM, TO)] {
+            // Who is a node by itself sends when it does, and is not woken for it.
+            if node == FROM && pair[0] == Kind::Native {
+                continue;
+            }
+            world.until("it has nothing to do", |world| world.end(node).arm() == Armed::Idle);
+            assert!(!world.end(node).is_woken(Duration::ZERO), "nothing is there");
+            let sent = frame(to, from, round, 60 + round * 20);
+            world.still = vec![node];
+            world.send(from, &sent);
+            if node == TO {
+                world.settle();
+            }
+            assert!(world.end(node).is_woken(PATIENCE), "round {round}: a frame was slept through");
+            world.still.clear();
+            assert_same(&world.take(to, 1), &[sent]);
+        }
+    }
+}

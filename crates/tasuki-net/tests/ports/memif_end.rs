@@ -1,0 +1,104 @@
+//! A program with a memif on a VNI.
+
+use std::os::fd::OwnedFd;
+use std::time::Duration;
+
+use tasuki_net::memif::MemifNode;
+use tasuki_net::memif::control::Terms;
+use tasuki_net::port::Armed;
+use tasuki_net::switch::Switch;
+use tasuki_net::vni::Vni;
+
+use super::{End, Lost, Rest};
+use crate::memif_client::{Client, Shape};
+use crate::memif_port::{Lines, Node, SECRET, listen};
+use crate::net::readable;
+
+/// A quarter of its ring holds what comes in a turn: 32 frames of each of four nodes, in five buffers each.
+const SHAPE: Shape = Shape { log2: 12, buffer: 2048 };
+
+pub struct MemifEnd {
+    node: Node,
+    client: Client,
+    rest: Kept,
+}
+
+struct Kept {
+    folder: tempfile::TempDir,
+    listener: OwnedFd,
+    /// What its client had been given.
+    came: Vec<Vec<u8>>,
+}
+
+impl MemifEnd {
+    pub fn new(vni: Vni, switch: Switch<Lines>) -> Self {
+        let folder = tempfile::tempdir().expect("a folder");
+        let listener = listen(&folder.path().join("memif.sock"));
+        Self::with(vni, switch, Kept { folder, listener, came: Vec::new() })
+    }
+
+    fn with(vni: Vni, switch: Switch<Lines>, rest: Kept) -> Self {
+        let listener = rest.listener.try_clone().expect("a descriptor is left");
+        let terms = Terms::new(0, SECRET, "a test").expect("a secret");
+        let mut node = MemifNode::new(listener, terms, vni, switch).expect("descriptors are left");
+        let client = Client::connect(&rest.folder.path().join("memif.sock"), SHAPE, SECRET, || {
+            node.rest(Duration::ZERO);
+            node.turn();
+        });
+        MemifEnd { node, client, rest }
+    }
+}
+
+impl End for MemifEnd {
+    fn send(&mut self, frame: &[u8]) -> bool {
+        self.client.send(frame)
+    }
+
+    fn receive(&mut self) -> Vec<Vec<u8>> {
+        self.client.was_rung();
+        let mut came = std::mem::take(&mut self.rest.came);
+        came.extend(self.client.receive());
+        came
+    }
+
+    fn turn(&mut self) -> usize {
+        self.node.rest(Duration::ZERO);
+        self.node.turn()
+    }
+
+    fn arm(&mut self) -> Armed {
+        self.node.arm()
+    }
+
+    fn is_woken(&self, within: Duration) -> bool {
+        readable(&self.node.fd(), within)
+    }
+
+    fn lost(&self) -> Lost {
+        let dropped = self.node.dropped;
+        let counted = dropped.no_room + dropped.nobody + dropped.length + dropped.away;
+        assert_eq!(dropped.sum(), counted, "{dropped:?}");
+        Lost { no_room: dropped.no_room, nobody: dropped.nobody, length: dropped.length, away: dropped.away }
+    }
+
+    fn vni(&mut self) -> &mut Vni {
+        self.node.vni()
+    }
+
+    fn end(mut self: Box<Self>, told: bool) -> Box<dyn Rest> {
+        if told {
+            self.node.finish();
+        }
+        let came = self.receive();
+        let mut rest = self.rest;
+        rest.came = came;
+        Box::new(rest)
+    }
+}
+
+impl Rest for Kept {
+    fn succeed(self: Box<Self>, vni: Vni, switch: Switch<Lines>) -> Box<dyn End> {
+        // Its client has to connect anew.
+        Box::new(MemifEnd::with(vni, switch, *self))
+    }
+}

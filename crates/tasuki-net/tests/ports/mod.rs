@@ -1,0 +1,216 @@
+//! Nodes of all kinds on one VNI, each with a program behind it: worlds for the suite, in one thread, where each turn is the test's to give.
+
+pub mod cases;
+mod memif_end;
+mod native;
+mod tap_end;
+
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use tasuki_net::port::Armed;
+use tasuki_net::switch::Switch;
+use tasuki_net::vni::Vni;
+use tasuki_shm::line::{Claims, Line};
+use tasuki_shm::vni::directory::{Directory, Lookup, NodeSet, directory_lines};
+
+use crate::memif_port::{Lines, mac};
+use crate::net::Net;
+
+/// Long enough for anything that is not a hang.
+pub const PATIENCE: Duration = Duration::from_secs(30);
+
+/// What a node's programs reach it by.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Kind {
+    /// They are the node: the library.
+    Native,
+    /// An interface in their namespace.
+    Tap,
+    /// Rings in their memory.
+    Memif,
+}
+
+/// What did not go on from a node, or did not get to its program, as it is counted there.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct Lost {
+    /// The node that it was for had no room.
+    pub no_room: u64,
+    /// Nobody has the address.
+    pub nobody: u64,
+    /// No frame has this length. (A namespace's kernel refuses it.)
+    pub length: u64,
+    /// There was nobody to be given it.
+    pub away: u64,
+}
+
+/// A node and the program behind it.
+pub trait End {
+    /// The program sends; says no if it has to wait, or is told that it is no frame.
+    fn send(&mut self, frame: &[u8]) -> bool;
+
+    /// The program reads all that there is for it.
+    fn receive(&mut self) -> Vec<Vec<u8>>;
+
+    /// The node's turn, as if it had been woken; says how many frames moved.
+    fn turn(&mut self) -> usize;
+
+    /// The node is about to sleep, and looks once more.
+    fn arm(&mut self) -> Armed;
+
+    /// Whether an armed node is woken in time.
+    fn is_woken(&self, within: Duration) -> bool;
+
+    fn lost(&self) -> Lost;
+
+    fn vni(&mut self) -> &mut Vni;
+
+    /// What is left of it when its worker is gone: told to, or killed.
+    fn end(self: Box<Self>, told: bool) -> Box<dyn Rest>;
+}
+
+/// What a node has that outlives its worker, but for the estate.
+pub trait Rest {
+    fn succeed(self: Box<Self>, vni: Vni, switch: Switch<Lines>) -> Box<dyn End>;
+}
+
+pub struct World {
+    net: Net,
+    lines: Lines,
+    directory: Directory<Lines>,
+    ends: Vec<Option<Box<dyn End>>>,
+    /// Nodes that nobody drives.
+    pub still: Vec<usize>,
+    /// What the program of each has received.
+    pub came: Vec<Vec<Vec<u8>>>,
+}
+
+impl World {
+    /// A node of each of these kinds; `None`, with a sentence, where that cannot be.
+    pub fn new(kinds: &[Kind]) -> Option<Self> {
+        if kinds.contains(&Kind::Tap) && !crate::place::is_possible() {
+            return None;
+        }
+        let count = u16::try_from(kinds.len()).expect("few nodes");
+        let lines: Lines = (0..directory_lines(64)).map(|_| Line::default()).collect();
+        let mut directory = Directory::new(Arc::clone(&lines));
+        (0..count).for_each(|node| directory.add(mac(node), node).expect("there is room"));
+        directory.set_nodes(&set(0..count));
+        let mut world = World {
+            net: Net::of(count),
+            lines,
+            directory,
+            ends: Vec::new(),
+            still: Vec::new(),
+            came: vec![Vec::new(); kinds.len()],
+        };
+        for (number, kind) in kinds.iter().enumerate() {
+            let (vni, switch) = (world.net.take(number), world.switch(number));
+            world.ends.push(Some(match kind {
+                Kind::Native => Box::new(native::Native::new(vni, switch)),
+                Kind::Tap => Box::new(tap_end::TapEnd::new(vni, switch)?),
+                Kind::Memif => Box::new(memif_end::MemifEnd::new(vni, switch)),
+            }));
+        }
+        Some(world)
+    }
+
+    fn switch(&self, number: usize) -> Switch<Lines> {
+        let number = u16::try_from(number).expect("few nodes");
+        Switch::new(number, Lookup::new(Claims::of(Arc::clone(&self.lines))))
+    }
+
+    pub fn end(&mut self, node: usize) -> &mut dyn End {
+        self.ends[node].as_mut().expect("it is there").as_mut()
+    }
+
+    pub fn set_uplinks(&mut self, uplinks: &[u16]) {
+        self.directory.set_uplinks(&set(uplinks.iter().copied()));
+    }
+
+    /// Another worker goes on, after one that was told to end or was killed.
+    pub fn replace(&mut self, node: usize, told: bool) {
+        let rest = self.ends[node].take().expect("it is there").end(told);
+        self.net.replace(node);
+        let (vni, switch) = (self.net.take(node), self.switch(node));
+        self.ends[node] = Some(rest.succeed(vni, switch));
+    }
+
+    /// A turn of each node that is driven; its program reads what came.
+    pub fn round(&mut self) -> usize {
+        let mut moved = 0;
+        for node in 0..self.ends.len() {
+            if !self.still.contains(&node) {
+                moved += self.end(node).turn();
+                let came = self.end(node).receive();
+                self.came[node].extend(came);
+            }
+        }
+        moved
+    }
+
+    /// Until it holds.
+    pub fn until(&mut self, what: &str, mut holds: impl FnMut(&mut Self) -> bool) {
+        let start = Instant::now();
+        while !holds(self) {
+            self.round();
+            let came: Vec<_> = self.came.iter().map(Vec::len).collect();
+            assert!(start.elapsed() < PATIENCE, "waited in vain until {what}; {came:?} frames have come");
+        }
+    }
+
+    /// The program of a node sends this, as soon as it can.
+    pub fn send(&mut self, from: usize, frame: &[u8]) {
+        self.until("a frame is taken", |world| world.end(from).send(frame));
+    }
+
+    /// Until nothing moves any more.
+    pub fn settle(&mut self) {
+        let mut quiet = 0;
+        while quiet < 3 {
+            quiet = if self.round() == 0 { quiet + 1 } else { 0 };
+        }
+    }
+
+    /// Waits until so many frames have come to a node, and for those that should not have; what came.
+    pub fn take(&mut self, node: usize, count: usize) -> Vec<Vec<u8>> {
+        self.until(&format!("{count} frames have come to node {node}"), |world| world.came[node].len() >= count);
+        self.settle();
+        std::mem::take(&mut self.came[node])
+    }
+}
+
+fn set(nodes: impl IntoIterator<Item = u16>) -> NodeSet {
+    let mut set = NodeSet::default();
+    nodes.into_iter().for_each(|node| set.insert(node));
+    set
+}
+
+/// The cases for one pair of kinds.
+#[macro_export]
+macro_rules! suite {
+    ($name:ident, $from:expr, $to:expr) => {
+        mod $name {
+            use $crate::ports::{Kind, cases};
+            const PAIR: [Kind; 2] = [$from, $to];
+
+            $crate::suite!(@each
+                frames_of_all_lengths_arrive_whole_and_in_order
+                a_burst_longer_than_a_ring_arrives_in_order
+                a_frame_for_several_reaches_all_others_once
+                a_frame_for_a_stranger_goes_to_uplinks_or_nowhere
+                a_vlan_tag_is_carried_untouched
+                a_node_that_is_not_driven_holds_up_nobody_else
+                what_is_no_frame_is_refused_and_counted
+                a_successor_loses_nothing
+                an_idle_node_is_woken_by_a_frame
+            );
+        }
+    };
+    (@each $($case:ident)*) => {
+        $(#[test]
+        fn $case() {
+            cases::$case(PAIR);
+        })*
+    };
+}
