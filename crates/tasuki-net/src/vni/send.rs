@@ -2,6 +2,7 @@
 
 use tasuki_shm::pool::{LINE, PAGE, Piece};
 use tasuki_shm::region::PAGE_LEN;
+use tasuki_shm::ring::Message;
 
 use super::inbox::Breach;
 use super::neighbour::{Talk, name_of};
@@ -244,6 +245,21 @@ impl Vni {
         self.draft(to, frame.len())?.copy_from_slice(frame);
         self.post(to, frame.len(), false);
         Ok(())
+    }
+
+    /// What is staged, with its receiver and its place in the ring to it.
+    pub(super) fn staged(&self) -> impl Iterator<Item = (u16, u32, &Message<1>)> {
+        let touched = self.touched.iter().filter_map(|to| Some((*to, self.neighbours[usize::from(*to)].as_ref()?)));
+        touched.flat_map(|(to, it)| it.outbox.staged().map(move |(index, message)| (to, index, message)))
+    }
+
+    /// What was posted since the last [`flush`](Self::flush) is not sent after all, as far as it was no more than a batch for each.
+    pub(super) fn withdraw(&mut self) {
+        for to in &self.touched {
+            if let Some(neighbour) = self.neighbours[usize::from(*to)].as_mut() {
+                neighbour.counts.sent -= neighbour.outbox.withdraw() as u64;
+            }
+        }
     }
 
     /// Wakes whoever sleeps and was sent something since the last time.
