@@ -329,6 +329,9 @@ pub struct Source {
     /// Bytes of each, without check sequence.
     #[serde(default = "shortest")]
     pub size: u16,
+    /// To which station address; without, to all.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub to: Option<StationAddress>,
 }
 
 fn shortest() -> u16 {
@@ -343,7 +346,7 @@ impl From<&Work> for letter::Work {
             Work::Answer(Answer { address }) => letter::Work::Answer { address },
             Work::Tap(_) => letter::Work::Tap,
             Work::Memif(_) => letter::Work::Memif,
-            Work::Source(Source { rate, size }) => letter::Work::Source { rate, size },
+            Work::Source(Source { rate, size, to }) => letter::Work::Source { rate, size, to: to.map(|to| to.0) },
             Work::Program(_) => letter::Work::Program,
         }
     }
@@ -621,8 +624,8 @@ ring = 512
                 &["t stands for one NIC, and \"e\" and \"f\" are both meant for it"],
             ),
             (
-                "[[node]]\nname = \"red\"\nvni = \"lan\"\nwork = \"echo\"\n".to_owned(),
-                &["node \"red\": only a namespace", "leave vni out"],
+                "[[node]]\nname = \"red\"\nvni = \"lan\"\nwork = { source = { to = \"01:00:00:00:00:01\" } }\n".to_owned(),
+                &["t.toml:4: ", "first of them even"],
             ),
             (tap("red", "name = \"t\"") + "pool_kib = 4096\n", &["pool_kib is of a node's end of a VNI"]),
             (tap("red", "name = \"t\"") + "vni = \"a b\"\n", &["vni \"a b\": a name is"]),

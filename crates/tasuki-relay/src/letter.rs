@@ -65,6 +65,9 @@ pub enum Work {
         rate: u64,
         /// Bytes of each, without check sequence.
         size: u16,
+        /// To which station address; without, to all.
+        #[serde(default)]
+        to: Option<[u8; 6]>,
     },
     /// What the program does that the worker is: a user's own.
     Program,
@@ -307,7 +310,7 @@ pub mod vni {
     /// What stands in [`Kit::kind`](super::Kit::kind): no vendor has this number.
     pub const KIND: u32 = 0xffff_0001;
     /// Of the estate's layout.
-    pub const VERSION: u32 = 1;
+    pub const VERSION: u32 = 2;
     /// Descriptors of a kit.
     pub const FDS: usize = 6;
     /// Where among them the directory is.

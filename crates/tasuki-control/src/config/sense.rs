@@ -78,11 +78,6 @@ impl Config {
                 "vni {vni:?}: a name is 1 to {NAME_MAX} of the characters a-z, 0-9, - and _, and begins with a letter"
             ));
         }
-        let Some(outlet) = node.outlet() else {
-            return named(
-                "only a namespace (work = { tap = … }) or a client of memif (work = { memif = … }) can be on a VNI as yet; leave vni out".to_owned(),
-            );
-        };
         let pages = node.pool_pages();
         if !(POOL_PAGES_MIN..=POOL_PAGES_MAX).contains(&pages) {
             let kib = node.pool_kib.unwrap_or_default();
@@ -99,9 +94,9 @@ impl Config {
         let is_later =
             |other: &Node| self.node.iter().skip_while(|it| it.name != node.name).any(|it| it.name == other.name);
         // Of two on VNIs the later one is odd.
-        let same_outlet =
-            |other: &&Node| other.outlet().as_ref() == Some(&outlet) && !(other.vni.is_some() && is_later(other));
-        if let Some(other) = others().find(same_outlet) {
+        let outlet = node.outlet();
+        let same_outlet = |other: &&Node| other.outlet() == outlet && !(other.vni.is_some() && is_later(other));
+        if let Some((outlet, other)) = outlet.as_ref().and_then(|outlet| Some((outlet, others().find(same_outlet)?))) {
             return named(format!("{outlet} is node {:?}'s as well; on a VNI each node has its own", other.name));
         }
         let same_mac = |other: &&Node| other.vni == node.vni && other.mac() == node.mac() && !is_later(other);

@@ -90,9 +90,9 @@ struct Open {
     slot: Option<u32>,
 }
 
-/// What came and is not handed to the program yet.
+/// A port's own memory, in which frames lie while its program has them. Made in advance, for whoever takes a node's end over has no time for it.
 #[derive(Debug)]
-struct Intake {
+pub struct Frames {
     arena: Arena,
     open: ArrayVec<Open, OPEN_MAX>,
     /// What a segment was cut into, as far as there was no room in a burst.
@@ -108,7 +108,7 @@ pub struct VniPort<M> {
     switch: Switch<M>,
     ledger: Ledger,
     station: Mac,
-    intake: Intake,
+    intake: Frames,
     /// Slots of the frames that are staged and not committed: the front of the burst that was looked at last.
     staged: ArrayVec<u32, BURST_MAX>,
     /// Since when the next of them waits for room.
@@ -130,15 +130,9 @@ impl<M: Deref<Target = [Line]>> VniPort<M> {
         estate: EstateFds,
         ear: OwnedFd,
         switch: Switch<M>,
+        intake: Frames,
     ) -> Result<Self, RegionError> {
         let (vni, ledger) = Vni::with_ledger(number, estate, ear)?;
-        let table = Region::create("tasuki-vni-slots", table_lines(SLOTS) * LINE_LEN, Pages::Small)?;
-        let table = table.span(0, table_lines(SLOTS))?;
-        let geometry = Geometry { slot_len: SLOT_LEN, count: SLOTS };
-        let arena = Arena::create("tasuki-vni-frames", geometry, table, Detach::Move)?;
-        let cut = VecDeque::with_capacity(CUTS_MAX);
-        let copy = vec![0; super::PIECE_MAX].into_boxed_slice();
-        let intake = Intake { arena, open: ArrayVec::new(), cut, copy };
         let (staged, slow, dropped) = (ArrayVec::new(), Slow::default(), Dropped::default());
         Ok(VniPort {
             vni,
@@ -309,7 +303,18 @@ impl<M: Deref<Target = [Line]>> VniPort<M> {
     }
 }
 
-impl Intake {
+impl Frames {
+    /// With nothing in it.
+    pub fn new() -> Result<Self, RegionError> {
+        let table = Region::create("tasuki-vni-slots", table_lines(SLOTS) * LINE_LEN, Pages::Small)?;
+        let table = table.span(0, table_lines(SLOTS))?;
+        let geometry = Geometry { slot_len: SLOT_LEN, count: SLOTS };
+        let arena = Arena::create("tasuki-vni-frames", geometry, table, Detach::Move)?;
+        let cut = VecDeque::with_capacity(CUTS_MAX);
+        let copy = vec![0; super::PIECE_MAX].into_boxed_slice();
+        Ok(Frames { arena, open: ArrayVec::new(), cut, copy })
+    }
+
     /// Which of what came is handled: all but what is `in_hand`, and what came from the same node behind that.
     #[inline]
     fn handled(&mut self, in_hand: &[Frame]) -> ArrayVec<Handled, HEADS_MAX> {
