@@ -5,6 +5,7 @@ mod faults;
 mod hangs;
 mod kills;
 mod leaks;
+mod natives;
 mod own;
 mod real;
 mod rig;
