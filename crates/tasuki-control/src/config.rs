@@ -232,6 +232,8 @@ pub enum Work {
     Tap(Tap),
     /// Serves memif, to a program on DPDK or VPP that so is on the node's VNI.
     Memif(Memif),
+    /// Joins its NIC and its VNI.
+    Uplink,
     /// Sends numbered ones.
     #[serde(rename_all = "kebab-case")]
     Source(Source),
@@ -346,6 +348,7 @@ impl From<&Work> for letter::Work {
             Work::Answer(Answer { address }) => letter::Work::Answer { address },
             Work::Tap(_) => letter::Work::Tap,
             Work::Memif(_) => letter::Work::Memif,
+            Work::Uplink => letter::Work::Uplink,
             Work::Source(Source { rate, size, to }) => letter::Work::Source { rate, size, to: to.map(|to| to.0) },
             Work::Program(_) => letter::Work::Program,
         }

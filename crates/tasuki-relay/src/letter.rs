@@ -59,6 +59,8 @@ pub enum Work {
     Tap,
     /// Serves memif to a program, which so is on the node's VNI. The listening socket comes with [`ToWorker::Begin`].
     Memif,
+    /// Joins its NIC and the node's VNI: what lies behind the NIC is reached from the VNI, and the other way.
+    Uplink,
     /// Sends numbered frames.
     Source {
         /// A second; 0 for as many as go.

@@ -1,5 +1,6 @@
 //! What a seat asks of whatever handles the frames of its NIC, or of its end of a VNI: the works of the stock worker, or a program of the user's own.
 
+use std::cell::RefCell;
 use std::os::fd::BorrowedFd;
 use std::time::Duration;
 
@@ -11,6 +12,7 @@ use tasuki_shm::arena::Arena;
 use crate::board::{Book, Pulse};
 use crate::kit::Refused;
 use crate::tap::Tap;
+use crate::vni::Joint;
 
 /// What there is on a worker's desk while it handles frames of a NIC.
 #[derive(Debug, Clone, Copy)]
@@ -23,6 +25,8 @@ pub struct Desk<'a> {
     pub book: &'a Book,
     /// The NIC's number.
     pub nic: u32,
+    /// The node's end of a VNI, if the node is an uplink and its end is driven here.
+    pub joint: Option<&'a RefCell<Joint>>,
 }
 
 /// Handling the frames of one NIC.
@@ -84,6 +88,11 @@ pub trait Duty: Sized {
     /// What becomes readable when there is something to send.
     fn bell(&self) -> Option<BorrowedFd<'static>> {
         None
+    }
+
+    /// Whether it does anything now: without the other of two that it joins there is nothing to be done, and nothing is looked at.
+    fn can_work(&self, _: &Desk<'_>) -> bool {
+        true
     }
 
     /// Whether what is in hand was made here: a successor finds it nowhere, and whoever lets go has to send it before.

@@ -146,6 +146,8 @@ impl<D: Duty> Node<D> {
             party: Party(party),
             tap,
             memif,
+            joins: begin.work == letter::Work::Uplink,
+            joint: None,
             cpus: Cpus::new(begin.cpu, &begin.aside)?,
         };
         let name = begin.node.clone();

@@ -34,7 +34,8 @@ use crate::fail;
 use crate::kit::Refused;
 use crate::post::Post;
 use crate::seat::{Common, Given};
-use end::{End, Native};
+use end::{End, Native, Uplink};
+pub use end::Joint;
 
 /// From one time to the next at which is done what is due now and then.
 const TICK: Duration = Duration::from_millis(250);
@@ -219,7 +220,7 @@ impl<D: Duty> VniSeat<D> {
 
     /// What it has counted, if it is driven.
     pub fn tell_counts(&mut self, post: &mut Post) {
-        let Some(end) = &self.end else { return };
+        let Some(end) = &mut self.end else { return };
         let mut counts: Vec<_> = end.counts().into_iter().map(|(name, count)| (name.to_owned(), count)).collect();
         if let End::Native(_) = end {
             counts.extend(self.duty.counts());
@@ -266,7 +267,8 @@ impl<D: Duty> VniSeat<D> {
                 None
             }
             Do::Yield => {
-                (self.end, self.is_ready) = (None, false);
+                self.drop_end(common);
+                self.is_ready = false;
                 None
             }
             Do::Say(report) => {
@@ -331,10 +333,20 @@ impl<D: Duty> VniSeat<D> {
         fail::point("give.stopped");
     }
 
+    /// It is not driven here any more.
+    fn drop_end(&mut self, common: &mut Common) {
+        self.end = None;
+        if common.joins {
+            common.joint = None;
+        }
+    }
+
     /// A successor may go on from here.
     fn conclude(&mut self, common: &Common) {
-        if let Some(End::Native(native)) = &mut self.end {
-            native.conclude(&mut self.duty, common);
+        match &mut self.end {
+            Some(End::Native(native)) => native.conclude(&mut self.duty, common),
+            Some(End::Uplink(uplink)) => uplink.conclude(),
+            _ => {}
         }
         fail::point("give.written");
     }
@@ -348,7 +360,7 @@ impl<D: Duty> VniSeat<D> {
     }
 
     /// Compare-and-swap of the lease.
-    fn swap(&mut self, common: &Common, from: Tenure, to: Tenure) -> Input {
+    fn swap(&mut self, common: &mut Common, from: Tenure, to: Tenure) -> Input {
         let gives = to.holder.is_none() && self.end.is_some();
         if gives {
             self.given.board.stopped();
@@ -363,7 +375,7 @@ impl<D: Duty> VniSeat<D> {
             let _ = rustix::io::write(&self.given.fds[WAKE], &1_u64.to_ne_bytes());
             fail::point("give.passed");
             // The memory is a successor's, who may write it already: nothing of ours is written when this is gone.
-            self.end = None;
+            self.drop_end(common);
         }
         Input::Swapped { won }
     }
@@ -400,6 +412,11 @@ impl<D: Duty> VniSeat<D> {
             port.settle();
             let turns = Some(port.turns());
             self.duty.go_on(&common.book, BOOK, turns).map_err(|refused| anyhow::anyhow!(refused.sentence))?;
+            if common.joins {
+                let (uplink, joint) = Uplink::new(port)?;
+                common.joint = Some(joint);
+                return Ok(End::Uplink(uplink));
+            }
             return Ok(End::Native(Box::new(Native::new(port))));
         }
         let mut vni = Vni::new(number, estate, ear)?;
@@ -528,7 +545,7 @@ impl<D: Duty> VniSeat<D> {
     pub fn park(&mut self, common: &mut Common) {
         self.stop(common);
         self.conclude(common);
-        self.end = None;
+        self.drop_end(common);
     }
 }
 

@@ -94,7 +94,15 @@ impl Duty for Job {
     }
 
     fn send<N: Transactional>(&mut self, nic: &mut N, desk: &Desk<'_>, burst: &mut Burst) -> Result<usize, N::Fault> {
-        transmit(nic, burst, desk.pulse)
+        match self.work.kind {
+            // What came goes the other way.
+            letter::Work::Uplink => Ok(desk.joint.map_or(0, |joint| joint.borrow_mut().give(burst))),
+            _ => transmit(nic, burst, desk.pulse),
+        }
+    }
+
+    fn can_work(&self, desk: &Desk<'_>) -> bool {
+        self.work.kind != letter::Work::Uplink || desk.joint.is_some()
     }
 
     fn conclude<N: Transactional>(&mut self, nic: &mut N, burst: &Burst) {
@@ -177,6 +185,7 @@ impl Job {
             letter::Work::Sink => self.sink(nic, burst, pulse),
             // Refused before anything was driven; and whoever serves memif has no NIC.
             letter::Work::Program | letter::Work::Memif => Ok(0),
+            letter::Work::Uplink => self.join(nic, desk, burst),
             letter::Work::Source { size, to, .. } => self.source(nic, desk, burst, (size, to.map_or(TO, Mac))),
             letter::Work::Tap => {
                 let came = self.feed_tap(nic, pulse)?;
@@ -212,6 +221,40 @@ impl Job {
             }
             _ => self.turn(nic, desk, burst),
         }
+    }
+
+    /// What came from the NIC goes to the VNI, and what came from there out at the NIC. A worker that is killed between the two ends of that may have done
+    /// it, and its successor does it again: a burst twice at most, each way.
+    fn join<N: Transactional>(&mut self, nic: &mut N, desk: &Desk<'_>, burst: &mut Burst) -> Result<usize, N::Fault> {
+        let Some(joint) = desk.joint else { return Ok(0) };
+        let joint = &mut *joint.borrow_mut();
+        joint.is_joined = true;
+        let mut moved = 0;
+        if burst.is_empty() {
+            moved = nic.receive(burst)?;
+            desk.pulse.add(pulse::RECEIVED, moved as u64);
+            if moved > 0 {
+                fail::point("burst.received");
+            }
+        }
+        if !burst.is_empty() {
+            moved += joint.give(burst);
+            if !burst.is_empty() {
+                // What goes out would end the turn of what is in hand.
+                return Ok(moved);
+            }
+            fail::point("burst.turned");
+        }
+        moved += joint.take();
+        if joint.fill(desk, &mut self.came) == 0 {
+            return Ok(moved);
+        }
+        let went = transmit(nic, &mut self.came, desk.pulse)?;
+        joint.went(went);
+        // What found no room is copied once more when there is some.
+        self.came.iter_mut().for_each(|frame| frame.slot.bytes_mut()[..frame.len.into()].fill(0));
+        self.came.clear();
+        Ok(moved + went)
     }
 
     fn feed_tap<N: Transactional>(&mut self, nic: &mut N, pulse: &Pulse) -> Result<usize, N::Fault> {
@@ -277,7 +320,7 @@ impl Job {
             letter::Work::Answer { address } => receive_and_answer(nic, burst, pulse, address).map(drop),
             letter::Work::Sink => self.sink(nic, burst, pulse).map(drop),
             letter::Work::Tap => self.feed_tap(nic, pulse).map(drop),
-            letter::Work::Program | letter::Work::Memif => Ok(()),
+            letter::Work::Program | letter::Work::Memif | letter::Work::Uplink => Ok(()),
             letter::Work::Source { .. } => {
                 nic.receive(&mut self.came)?;
                 self.came.clear();

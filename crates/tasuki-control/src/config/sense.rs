@@ -69,6 +69,9 @@ impl Config {
             if node.memif().is_some() {
                 return named("memif is a way onto a VNI; name one (vni = …)".to_owned());
             }
+            if node.work == Work::Uplink {
+                return named("an uplink joins a NIC and a VNI; name the VNI (vni = …)".to_owned());
+            }
             let set = [("mac", node.mac.is_some()), ("pool_kib", node.pool_kib.is_some())];
             let odd = set.iter().find(|(_, is_set)| *is_set)?;
             return named(format!("{} is of a node's end of a VNI; name one (vni = …), or leave it out", odd.0));
@@ -84,11 +87,21 @@ impl Config {
             let (least, most) = (POOL_PAGES_MIN * PAGE_KIB, POOL_PAGES_MAX * PAGE_KIB);
             return named(format!("pool_kib = {kib}, and a pool has {least} to {most} KiB; without, it has 2048"));
         }
-        if let Some(nic) = self.nic.iter().find(|nic| nic.node == node.name) {
-            return named(format!(
-                "it is on VNI {vni}, and NIC {:?} is meant for it; a node has one of the two",
-                nic.name
-            ));
+        let mut nics = self.nic.iter().filter(|nic| nic.node == node.name);
+        match (nics.next(), nics.next()) {
+            (Some(nic), _) if node.work != Work::Uplink => {
+                return named(format!(
+                    "it is on VNI {vni}, and NIC {:?} is meant for it; a node has one of the two, but for an uplink (work = \"uplink\")",
+                    nic.name
+                ));
+            }
+            (Some(one), Some(other)) => {
+                return named(format!(
+                    "an uplink joins one NIC and a VNI, and {:?} and {:?} are both meant for it; make another node for one of them",
+                    one.name, other.name
+                ));
+            }
+            _ => {}
         }
         let others = || self.node.iter().filter(|other| other.name != node.name);
         let is_later =

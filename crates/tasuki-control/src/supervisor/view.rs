@@ -111,6 +111,7 @@ fn work_of(node: &config::Node) -> String {
         Work::Tap(tap) if node.vni.is_some() => tap.label(),
         Work::Tap(tap) => format!("the NIC of {}", tap.label()),
         Work::Memif(memif) => format!("memif at {}", memif.label()),
+        Work::Uplink => "uplink".to_owned(),
         Work::Source(source) => format!("source of {} bytes, {} a second", source.size, source.rate),
         Work::Program(program) => program.path.display().to_string(),
     };

@@ -15,6 +15,7 @@ mod standin;
 mod storm;
 mod taps;
 mod unplugged;
+mod uplinks;
 mod vnis;
 
 /// What `standin` is started as; without its orders it is nothing.

@@ -114,6 +114,7 @@ pub struct VniPort<M> {
     /// Since when the next of them waits for room.
     waits: Option<Instant>,
     slow: Slow,
+    patience: Duration,
     /// Frames that did not cross.
     pub dropped: Dropped,
     /// A test's: a turn ends as if the process had, after so many of its steps.
@@ -143,6 +144,7 @@ impl<M: Deref<Target = [Line]>> VniPort<M> {
             staged,
             waits: None,
             slow,
+            patience: PATIENCE,
             dropped,
             #[cfg(test)]
             dies_after: None,
@@ -191,6 +193,20 @@ impl<M: Deref<Target = [Line]>> VniPort<M> {
     pub fn tick(&mut self, now: Instant) -> bool {
         self.switch.age(now);
         self.vni.tick(now)
+    }
+
+    /// How long a frame waits for a node that has no room for it, and all behind it; without, as long as a node may read nothing.
+    pub fn set_patience(&mut self, patience: Duration) {
+        self.patience = patience;
+    }
+
+    /// Sends frames that did not come from here, from the front of `burst`, as many as there is room for; says how many. What came from here and is in hand
+    /// beside them stays so.
+    pub fn forward(&mut self, burst: &mut Burst, in_hand: &Burst) -> usize {
+        let went = self.stage(burst);
+        self.commit(in_hand);
+        burst.drain(..went);
+        went
     }
 
     /// How soon an [armed](Port::arm) port must look again though nobody rings: nobody does when there is room again.
@@ -252,7 +268,7 @@ impl<M: Deref<Target = [Line]>> VniPort<M> {
             }
             Err(SendError::NoRoom(_)) => {
                 let since = waited.unwrap_or_else(Instant::now);
-                if self.slow.may_wait_for(node, since, PATIENCE) {
+                if self.slow.may_wait_for(node, since, self.patience) {
                     self.waits = Some(since);
                     return false;
                 }
