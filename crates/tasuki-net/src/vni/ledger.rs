@@ -63,6 +63,14 @@ pub(super) struct Ledger {
     pub(super) given: u64,
 }
 
+/// A place at which a test has the node's worker killed.
+#[inline(always)]
+pub(super) fn point(name: &'static str) {
+    crash::point(name);
+    #[cfg(test)]
+    super::port::may_die(name);
+}
+
 fn index(len: usize) -> u32 {
     u32::try_from(len).expect("no more than a page has words")
 }
@@ -110,16 +118,16 @@ impl Ledger {
         self.put(LENGTHS, u64::from(index(handled.len())) << 32 | u64::from(index(count)));
         (self.turns, self.given) = (self.turns + 1, self.given + given);
         self.put(GIVEN + usize::from(self.turns & 1 == 1), self.given);
-        crash::point("vni.written");
+        point("vni.written");
         // V5: stores become visible in the order of the program, also of one that dies.
         self.word(TURNS).store(self.turns, Release);
-        crash::point("vni.committed");
+        point("vni.committed");
     }
 
     /// All of the last turn is done.
     #[inline]
     pub(super) fn done(&self) {
-        crash::point("vni.done");
+        point("vni.done");
         self.word(DONE).store(self.turns, Release);
     }
 

@@ -19,7 +19,7 @@ use tasuki_shm::slots::table_lines;
 use tasuki_shm::vni::estate::EstateFds;
 
 use super::finish::{CUTS_MAX, GSO_NONE, finish, is_finished};
-use super::ledger::{HEADS_MAX, Handled, Ledger};
+use super::ledger::{HEADS_MAX, Handled, Ledger, point};
 use super::{Incoming, Introduction, PATIENCE, SendError, Vni};
 use crate::nic::Mac;
 use crate::port::{Armed, BURST_MAX, Burst, Frame, Port, Transactional};
@@ -117,9 +117,6 @@ pub struct VniPort<M> {
     patience: Duration,
     /// Frames that did not cross.
     pub dropped: Dropped,
-    /// A test's: a turn ends as if the process had, after so many of its steps.
-    #[cfg(test)]
-    dies_after: Option<u32>,
 }
 
 impl<M: Deref<Target = [Line]>> VniPort<M> {
@@ -146,8 +143,6 @@ impl<M: Deref<Target = [Line]>> VniPort<M> {
             slow,
             patience: PATIENCE,
             dropped,
-            #[cfg(test)]
-            dies_after: None,
         })
     }
 
@@ -293,27 +288,12 @@ impl<M: Deref<Target = [Line]>> VniPort<M> {
         if handled.is_empty() && self.staged.is_empty() {
             return;
         }
-        #[cfg(test)]
-        if self.dies_after == Some(0) {
-            return;
-        }
         self.ledger.commit(&handled, self.vni.staged(), self.staged.len() as u64);
         self.staged.clear();
-        #[cfg(test)]
-        if self.dies_after == Some(1) {
-            return;
-        }
         self.vni.flush();
-        #[cfg(test)]
-        if self.dies_after == Some(2) {
-            return;
-        }
         for it in &handled {
+            point("vni.retiring");
             self.vni.retire(it.from, it.head, it.parts, it.count);
-        }
-        #[cfg(test)]
-        if self.dies_after == Some(3) {
-            return;
         }
         self.ledger.done();
     }
@@ -539,3 +519,8 @@ impl<M: Deref<Target = [Line]>> Transactional for VniPort<M> {
         self.ledger.given
     }
 }
+
+#[cfg(test)]
+mod tests;
+#[cfg(test)]
+pub(super) use tests::may_die;

@@ -5,6 +5,7 @@ use tasuki_shm::region::PAGE_LEN;
 use tasuki_shm::ring::Message;
 
 use super::inbox::Breach;
+use super::ledger::point;
 use super::neighbour::{Talk, name_of};
 use super::offload::HEADER_LEN;
 use super::outbox::{NoRoom, SharedRun, Stock, WITH_HEADER, run_pages};
@@ -268,6 +269,7 @@ impl Vni {
         for to in self.touched.drain(..) {
             let Some(neighbour) = self.neighbours[usize::from(to)].as_mut() else { continue };
             neighbour.touched = false;
+            point("vni.publishing");
             neighbour.outbox.publish();
             // V2: whoever hears of us for the first time is told who we are.
             let is_new = std::mem::replace(&mut neighbour.talk, Talk::Known) != Talk::Known;
