@@ -543,7 +543,7 @@ ring = 512
         let config = parse(WHOLE).unwrap();
         assert_eq!(config.daemon.hang_after(), Duration::from_millis(100));
         assert_eq!(config.daemon.deadline(), Duration::from_secs(1), "what is not named has a usual value");
-        assert_eq!(config.node[1].work, Work::Source(Source { rate: 1000, size: 64 }));
+        assert_eq!(config.node[1].work, Work::Source(Source { rate: 1000, size: 64, to: None }));
         assert_eq!(config.node[3].work, Work::Answer(Answer { address: Ipv4Addr::new(192, 0, 2, 2) }));
         assert!(config.node[0].standby && !config.node[1].standby);
         let (path, options) = ("/opt/mine".into(), "fast".to_owned());
@@ -634,6 +634,14 @@ ring = 512
             (tap("red", "name = \"t\"") + "vni = \"a b\"\n", &["vni \"a b\": a name is"]),
             (tap("red", "name = \"t\"") + "vni = \"lan\"\nmac = \"1:2\"\n", &["t.toml:5: ", "first of them even"]),
             (tap("red", "name = \"t\"") + "vni = \"lan\"\n" + &nic("e", "red"), &["it is on VNI lan, and NIC \"e\" is meant for it"]),
+            (
+                "[[node]]\nname = \"red\"\nwork = \"uplink\"\n".to_owned(),
+                &["an uplink joins a NIC and a VNI; name the VNI"],
+            ),
+            (
+                "[[node]]\nname = \"red\"\nvni = \"lan\"\nwork = \"uplink\"\n".to_owned() + &nic("e", "red") + &nic("f", "red"),
+                &["an uplink joins one NIC and a VNI, and \"e\" and \"f\" are both meant for it"],
+            ),
             (
                 "[[node]]\nname = \"red\"\nwork = { memif = { socket = \"/a\" } }\n".to_owned(),
                 &["memif is a way onto a VNI; name one"],

@@ -91,7 +91,12 @@ impl<P: Program> Hosted<P> {
 
     /// Ends the turn before, and takes in what has come.
     #[inline]
-    fn receive<N: Transactional>(&mut self, nic: &mut N, desk: &Desk<'_>, burst: &mut Burst) -> Result<usize, N::Fault> {
+    fn receive<N: Transactional>(
+        &mut self,
+        nic: &mut N,
+        desk: &Desk<'_>,
+        burst: &mut Burst,
+    ) -> Result<usize, N::Fault> {
         self.remember(desk.book, desk.nic, nic.turns().wrapping_add(1));
         let came = nic.receive(burst)?;
         if came > 0 {

@@ -34,8 +34,8 @@ use crate::fail;
 use crate::kit::Refused;
 use crate::post::Post;
 use crate::seat::{Common, Given};
-use end::{End, Native, Uplink};
 pub use end::Joint;
+use end::{End, Native, Uplink};
 
 /// From one time to the next at which is done what is due now and then.
 const TICK: Duration = Duration::from_millis(250);

@@ -170,12 +170,7 @@ impl Job {
 
     /// One burst in and one out; says how many frames moved. What stands in `burst` afterwards is in hand.
     #[inline]
-    fn turn<N: Transactional>(
-        &mut self,
-        nic: &mut N,
-        desk: &Desk<'_>,
-        burst: &mut Burst,
-    ) -> Result<usize, N::Fault> {
+    fn turn<N: Transactional>(&mut self, nic: &mut N, desk: &Desk<'_>, burst: &mut Burst) -> Result<usize, N::Fault> {
         let pulse = desk.pulse;
         match self.work.kind {
             letter::Work::Echo => send_back(nic, burst, pulse, receive_and_turn),
@@ -201,12 +196,7 @@ impl Job {
     }
 
     /// The same, of who is to let go: nothing new is sent.
-    fn finish<N: Transactional>(
-        &mut self,
-        nic: &mut N,
-        desk: &Desk<'_>,
-        burst: &mut Burst,
-    ) -> Result<usize, N::Fault> {
+    fn finish<N: Transactional>(&mut self, nic: &mut N, desk: &Desk<'_>, burst: &mut Burst) -> Result<usize, N::Fault> {
         let pulse = desk.pulse;
         match self.work.kind {
             letter::Work::Source { .. } => {

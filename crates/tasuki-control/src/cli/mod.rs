@@ -38,7 +38,7 @@ pub enum Nodes {
     /// All nodes: what each does, and which workers and NICs it has.
     List,
     /// Adds a node while all runs.
-    Add(Add),
+    Add(Box<Add>),
     /// Ends a node's workers, and with them its end of a VNI. What it had been given by hand is gone.
     Remove {
         /// The node.

@@ -12,8 +12,8 @@ use super::card::{Kept, Opener, Opening};
 use super::policy::{self, Death, Verdict};
 use super::{About, PATIENCE, Supervisor, Token, iova_of, now, watch};
 use crate::channel::{self, Nothing};
-use crate::config::{self, Device};
 use crate::config::Restart;
+use crate::config::{self, Device};
 use crate::process::Process;
 
 /// Of what an opener says to people, so much is repeated.

@@ -1,11 +1,14 @@
 //! Native nodes on a VNI: their workers handle frames themselves, are replaced and killed at each of their steps, and no frame is lost or handled twice.
 //! Needs root.
 
+use std::cell::Cell;
 use std::fs;
 use std::os::unix::fs::PermissionsExt;
 use std::process::{Child, Command, Stdio};
 
-use super::rig::{Rig, until};
+use rustix::process::Signal;
+
+use super::rig::{Rig, pid, signal, until};
 use super::rooms::deaths;
 use super::storm::beside;
 use super::vnis::{SHOP, World};
@@ -46,10 +49,9 @@ fn assert_exact(rig: &Rig) {
 }
 
 /// A worker that dies at a place, when it passes it so often.
-fn dying_at(rig: &Rig, place: &str, nth: u32) -> String {
+fn dying_at(rig: &Rig, place: &str, nth: u32, program: &str) -> String {
     let path = rig.path(&format!("dies-{}-{nth}", place.replace('.', "-")));
-    let worker = beside("tasuki-worker").expect("looked for before");
-    fs::write(&path, format!("#!/bin/sh\nTASUKI_CRASH={place}:{nth} exec {} \"$@\"\n", worker.display())).expect("a file");
+    fs::write(&path, format!("#!/bin/sh\nTASUKI_CRASH={place}:{nth} exec {program} \"$@\"\n")).expect("a file");
     fs::set_permissions(&path, fs::Permissions::from_mode(0o755)).expect("a mode");
     path.display().to_string()
 }
@@ -87,20 +89,22 @@ fn wherever_a_native_node_is_killed_its_frames_are_handled_once() {
     }
     let Some(world) = World::new() else { return };
     with_source_and_sink(&world, "1000");
+    let worker = beside("tasuki-worker").expect("looked for before").display().to_string();
     let mut killed = 0;
     for node in ["source", "sink"] {
         for (place, nth) in DRIVER.iter().zip([3, 10, 30].into_iter().cycle()) {
-            if node == "source" && ["burst.received", "burst.turned"].contains(place) || node == "sink" && *place == "burst.sent" {
+            if node == "source" && ["burst.received", "burst.turned"].contains(place)
+                || node == "sink" && *place == "burst.sent"
+            {
                 continue;
             }
-            let with = dying_at(&world.rig, place, nth);
+            let with = dying_at(&world.rig, place, nth, &worker);
             // It may be dead before it is said that it drives.
             let _ = world.rig.tasuki(&["worker", "upgrade", node, "--with", &with]);
             killed += 1;
             until(&world.rig, "it dies", || deaths(&world.rig) >= killed);
-            let worker = beside("tasuki-worker").expect("looked for before");
             until(&world.rig, "a worker that lives drives", || {
-                world.rig.tasuki(&["worker", "upgrade", node, "--with", &worker.display().to_string()]).status.success()
+                world.rig.tasuki(&["worker", "upgrade", node, "--with", &worker]).status.success()
             });
             killed = deaths(&world.rig);
             world.rig.await_pair(node);
@@ -148,6 +152,51 @@ fn a_namespace_gets_one_answer_to_each_question_from_a_native_node_that_is_repla
     let last = said.lines().rev().take(3).collect::<Vec<_>>().join("; ");
     println!("{last}");
     assert!(last.contains("600 packets transmitted, 600 received, 0% packet loss"), "{last}\n{}", world.rig.log());
+    world.end();
+}
+
+/// A program of the user's own that every frame comes to which the sink gets, too. Whenever the source stands still, both have counted the same.
+#[test]
+fn what_a_program_of_ones_own_counts_on_a_vni_is_exact_wherever_it_is_killed() {
+    if !cfg!(feature = "crash-points") || beside("examples/reflector").is_none() {
+        return println!("skipped: needs the feature crash-points, and the examples of tasuki-worker");
+    }
+    let Some(world) = World::new() else { return };
+    let rig = &world.rig;
+    let program = beside("examples/reflector").expect("just seen").display().to_string();
+    rig.ask(&["node", "add", "sink", "--native", "--work", "sink"]);
+    rig.ask(&["node", "add", "mine", "--native", "--program", &program, "--options", "copy"]);
+    rig.await_pair("sink");
+    rig.await_pair("mine");
+    // What is for all is not waited with, and so it is to be less than the rings hold while somebody is replaced.
+    rig.ask(&["node", "add", "source", "--native", "--work", "source", "--rate", "100"]);
+    rig.await_pair("source");
+    flows(rig, 100);
+    let mut killed = 0;
+    for (place, nth) in DRIVER.iter().chain(&["state.written"]).zip([2, 5, 9].into_iter().cycle()) {
+        let with = dying_at(rig, place, nth, &program);
+        let _ = rig.tasuki(&["worker", "upgrade", "mine", "--with", &with]);
+        killed += 1;
+        until(rig, "it dies", || deaths(rig) >= killed);
+        until(rig, "a worker that lives drives", || {
+            rig.tasuki(&["worker", "upgrade", "mine", "--with", &program]).status.success()
+        });
+        killed = deaths(rig);
+        rig.await_pair("mine");
+        flows(rig, 20);
+    }
+    let both = || (count(rig, "mine@lan", "frames"), count(rig, "sink@lan", "numbered"));
+    // It may stand still where the one has got a frame and the other not.
+    until(rig, "both have counted the same", || {
+        let source = pid(&rig.await_pair("source").0);
+        signal(source, Signal::STOP);
+        let counted = Cell::new(both());
+        until(rig, "all has come", || counted.replace(both()) == counted.get());
+        signal(source, Signal::CONT);
+        println!("{:?} with {} deaths", counted.get(), deaths(rig));
+        counted.get().0 == counted.get().1
+    });
+    assert_exact(rig);
     world.end();
 }
 

@@ -21,7 +21,7 @@ use tasuki_shm::crash;
 use tasuki_shm::line::{LINE_WORDS, Line};
 use tasuki_shm::region::Span;
 use tasuki_shm::ring::{Message, Producer};
-use tasuki_shm::sync::{AtomicU64, Acquire, Relaxed, Release};
+use tasuki_shm::sync::{Acquire, AtomicU64, Relaxed, Release};
 use tasuki_shm::vni::NODES_MAX;
 use tasuki_shm::vni::estate::{Estate, LEDGER_LINES};
 

@@ -132,18 +132,7 @@ impl<M: Deref<Target = [Line]>> VniPort<M> {
     ) -> Result<Self, RegionError> {
         let (vni, ledger) = Vni::with_ledger(number, estate, ear)?;
         let (staged, slow, dropped) = (ArrayVec::new(), Slow::default(), Dropped::default());
-        Ok(VniPort {
-            vni,
-            switch,
-            ledger,
-            station,
-            intake,
-            staged,
-            waits: None,
-            slow,
-            patience: PATIENCE,
-            dropped,
-        })
+        Ok(VniPort { vni, switch, ledger, station, intake, staged, waits: None, slow, patience: PATIENCE, dropped })
     }
 
     /// Where frames lie, and new ones are made.

@@ -215,7 +215,11 @@ impl Worker {
 
 #[derive(Debug, Clone, Copy)]
 enum Step {
-    Send { sender: usize, count: u64, in_one: bool },
+    Send {
+        sender: usize,
+        count: u64,
+        in_one: bool,
+    },
     Turns(u8),
     /// The worker dies when it has passed so many places, or hands over.
     Die(u32),
@@ -273,10 +277,10 @@ proptest! {
                     let port = net.port.as_mut().unwrap();
                     let died = catch_unwind(AssertUnwindSafe(|| (0..8).for_each(|_| worker.turn(port))));
                     LIFE.set(None);
-                    if let Err(why) = died {
-                        if !why.is::<Killed>() {
-                            resume_unwind(why);
-                        }
+                    if let Err(why) = died
+                        && !why.is::<Killed>()
+                    {
+                        resume_unwind(why);
                     }
                     // At a place, or between two turns.
                     worker.burst.clear();
