@@ -237,6 +237,8 @@ pub enum Work {
     Tap(Tap),
     /// Serves memif, to a program on DPDK or VPP that so is on the node's VNI.
     Memif(Memif),
+    /// Joins its NIC and its VNI.
+    Uplink,
     /// Sends numbered ones.
     #[serde(rename_all = "kebab-case")]
     Source(Source),
@@ -337,6 +339,9 @@ pub struct Source {
     /// Bytes of each, without check sequence.
     #[serde(default = "shortest")]
     pub size: u16,
+    /// To which station address; without, to all.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub to: Option<StationAddress>,
 }
 
 fn shortest() -> u16 {
@@ -351,7 +356,8 @@ impl From<&Work> for letter::Work {
             Work::Answer(Answer { address }) => letter::Work::Answer { address },
             Work::Tap(_) => letter::Work::Tap,
             Work::Memif(_) => letter::Work::Memif,
-            Work::Source(Source { rate, size }) => letter::Work::Source { rate, size },
+            Work::Uplink => letter::Work::Uplink,
+            Work::Source(Source { rate, size, to }) => letter::Work::Source { rate, size, to: to.map(|to| to.0) },
             Work::Program(_) => letter::Work::Program,
         }
     }
@@ -550,7 +556,7 @@ ring = 512
         let config = parse(WHOLE).unwrap();
         assert_eq!(config.daemon.hang_after(), Duration::from_millis(100));
         assert_eq!(config.daemon.deadline(), Duration::from_secs(1), "what is not named has a usual value");
-        assert_eq!(config.node[1].work, Work::Source(Source { rate: 1000, size: 64 }));
+        assert_eq!(config.node[1].work, Work::Source(Source { rate: 1000, size: 64, to: None }));
         assert_eq!(config.node[3].work, Work::Answer(Answer { address: Ipv4Addr::new(192, 0, 2, 2) }));
         assert!(config.node[0].standby && !config.node[1].standby);
         let (path, options) = ("/opt/mine".into(), "fast".to_owned());
@@ -634,13 +640,21 @@ ring = 512
                 &["t stands for one NIC, and \"e\" and \"f\" are both meant for it"],
             ),
             (
-                "[[node]]\nname = \"red\"\nvni = \"lan\"\nwork = \"echo\"\n".to_owned(),
-                &["node \"red\": only a namespace", "leave vni out"],
+                "[[node]]\nname = \"red\"\nvni = \"lan\"\nwork = { source = { to = \"01:00:00:00:00:01\" } }\n".to_owned(),
+                &["t.toml:4: ", "first of them even"],
             ),
             (tap("red", "name = \"t\"") + "pool_kib = 4096\n", &["pool_kib is of a node's end of a VNI"]),
             (tap("red", "name = \"t\"") + "vni = \"a b\"\n", &["vni \"a b\": a name is"]),
             (tap("red", "name = \"t\"") + "vni = \"lan\"\nmac = \"1:2\"\n", &["t.toml:5: ", "first of them even"]),
             (tap("red", "name = \"t\"") + "vni = \"lan\"\n" + &nic("e", "red"), &["it is on VNI lan, and NIC \"e\" is meant for it"]),
+            (
+                "[[node]]\nname = \"red\"\nwork = \"uplink\"\n".to_owned(),
+                &["an uplink joins a NIC and a VNI; name the VNI"],
+            ),
+            (
+                "[[node]]\nname = \"red\"\nvni = \"lan\"\nwork = \"uplink\"\n".to_owned() + &nic("e", "red") + &nic("f", "red"),
+                &["an uplink joins one NIC and a VNI, and \"e\" and \"f\" are both meant for it"],
+            ),
             (
                 "[[node]]\nname = \"red\"\nwork = { memif = { socket = \"/a\" } }\n".to_owned(),
                 &["memif is a way onto a VNI; name one"],

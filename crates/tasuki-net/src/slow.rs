@@ -14,7 +14,12 @@ pub struct Slow(NodeSet);
 impl Slow {
     /// Whether a frame is to wait for `node`, which has no room for it, if it has waited since then.
     pub fn may_wait(&mut self, node: u16, since: Instant) -> bool {
-        let may = !self.0.contains(node) && since.elapsed() < WAIT;
+        self.may_wait_for(node, since, WAIT)
+    }
+
+    /// The same, if it may wait for so long.
+    pub fn may_wait_for(&mut self, node: u16, since: Instant, most: Duration) -> bool {
+        let may = !self.0.contains(node) && since.elapsed() < most;
         if !may {
             self.0.insert(node);
         }

@@ -7,7 +7,7 @@ mod stub;
 use stub::{Play, RDT, StubBus, TDT};
 use tasuki_net::nic::e1000e::E1000e;
 use tasuki_net::nic::{InPlace, Nic, NicError, NicMemory, NicOptions, Parts};
-use tasuki_net::port::{Armed, Burst, Port};
+use tasuki_net::port::{Armed, Burst, Port, Transactional};
 
 type Card = E1000e<StubBus>;
 

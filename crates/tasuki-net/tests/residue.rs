@@ -11,7 +11,7 @@ use plugged::{Card, PATIENCE, with_card};
 use tasuki_net::nic::bus::Iova;
 use tasuki_net::nic::bus::vfio_user::{TIMEOUT, VfioUser};
 use tasuki_net::nic::{Filter, InPlace, Link, Nic, NicMemory, NicOptions, Parts, Repoint, Sash, Scrub};
-use tasuki_net::port::{Burst, Port};
+use tasuki_net::port::{Burst, Port, Transactional};
 use tasuki_shm::arena::Geometry;
 use tasuki_shm::region::Region;
 

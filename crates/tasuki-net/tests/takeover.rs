@@ -19,7 +19,7 @@ use rustix::net::{
 use tasuki_net::nic::bus::Iova;
 use tasuki_net::nic::bus::vfio_user::{BarTwin, Connection, TIMEOUT, Twin, VfioUser};
 use tasuki_net::nic::{InPlace, NicMemory, Parts};
-use tasuki_net::port::{Burst, Port};
+use tasuki_net::port::{Burst, Port, Transactional};
 use tasuki_shm::arena::Geometry;
 use tasuki_shm::crash;
 

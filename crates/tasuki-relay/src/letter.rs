@@ -59,12 +59,17 @@ pub enum Work {
     Tap,
     /// Serves memif to a program, which so is on the node's VNI. The listening socket comes with [`ToWorker::Begin`].
     Memif,
+    /// Joins its NIC and the node's VNI: what lies behind the NIC is reached from the VNI, and the other way.
+    Uplink,
     /// Sends numbered frames.
     Source {
         /// A second; 0 for as many as go.
         rate: u64,
         /// Bytes of each, without check sequence.
         size: u16,
+        /// To which station address; without, to all.
+        #[serde(default)]
+        to: Option<[u8; 6]>,
     },
     /// What the program does that the worker is: a user's own.
     Program,
@@ -307,7 +312,7 @@ pub mod vni {
     /// What stands in [`Kit::kind`](super::Kit::kind): no vendor has this number.
     pub const KIND: u32 = 0xffff_0001;
     /// Of the estate's layout.
-    pub const VERSION: u32 = 1;
+    pub const VERSION: u32 = 2;
     /// Descriptors of a kit.
     pub const FDS: usize = 6;
     /// Where among them the directory is.

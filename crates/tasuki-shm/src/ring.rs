@@ -166,6 +166,13 @@ impl<M: Deref<Target = [Line]>, P: Deref<Target = [Line]>, const N: usize> Produ
         Some(producer)
     }
 
+    /// Writes a message that a predecessor was to push at `index` and may have pushed; before anybody [goes on](Self::go_on). Once more does no
+    /// harm, as long as nothing was pushed behind it.
+    pub fn push_again(lines: &M, index: u32, message: &Message<N>) {
+        let (line, first) = Places::<N>::at(index & (Places::<N>::capacity(lines.len()) - 1));
+        put_at(&lines[line], first, index, message);
+    }
+
     /// The index that the place of `index` is stamped with, if it was ever written.
     fn stamp_at(&self, index: u32) -> Option<u32> {
         let (line, first) = Places::<N>::at(index & (self.capacity - 1));
@@ -274,13 +281,18 @@ impl<M: Deref<Target = [Line]>, P: Deref<Target = [Line]>, const N: usize> Produ
     #[inline(always)]
     fn put(&self, index: u32, message: &Message<N>) {
         let (line, first) = Places::<N>::at(index & (self.capacity - 1));
-        let line = &self.lines[line];
-        for (i, word) in message.words.iter().enumerate() {
-            line.word(first + i + 1).store(*word, Relaxed);
-        }
-        // PUBLISH: the payload stands before its stamp does.
-        line.word(first).store(u64::from(message.tag.get()) << 32 | u64::from(index), Release);
+        put_at(&self.lines[line], first, index, message);
     }
+}
+
+/// Writes a message of index `index` into a line, from word `first` on.
+#[inline(always)]
+fn put_at<const N: usize>(line: &Line, first: usize, index: u32, message: &Message<N>) {
+    for (i, word) in message.words.iter().enumerate() {
+        line.word(first + i + 1).store(*word, Relaxed);
+    }
+    // PUBLISH: the payload stands before its stamp does.
+    line.word(first).store(u64::from(message.tag.get()) << 32 | u64::from(index), Release);
 }
 
 /// The end that reads. `M` is the producer's lines; `H` is our memory that holds our `head`.
@@ -300,6 +312,12 @@ impl<M: Deref<Target = [Line]>, H: Deref<Target = [Line]>, const N: usize> Consu
         let consumer = Consumer { lines, shared_head, capacity, head: start };
         consumer.retire();
         consumer
+    }
+
+    /// An end that goes on at `head`, which stands in `shared_head` already: nothing is stored.
+    pub fn go_on(lines: Claims<M>, shared_head: H, head: u32) -> Self {
+        let capacity = Places::<N>::capacity(lines.len());
+        Consumer { lines, shared_head, capacity, head }
     }
 
     /// The index of the next message to pop.
@@ -358,7 +376,20 @@ impl<M: Deref<Target = [Line]>, H: Deref<Target = [Line]>, const N: usize> Consu
     #[inline]
     pub fn retire(&self) {
         // RETIRE: our loads from those lines stand before this store.
-        self.shared_head[0].word(0).store(u64::from(self.head), Release);
+        self.retire_to(self.head, 0);
+    }
+
+    /// The same of the messages before `head`, of those popped so far. `note` is for whoever goes on after us: the producer does not read it.
+    #[inline]
+    pub fn retire_to(&self, head: u32, note: u32) {
+        // RETIRE: our loads from those lines stand before this store.
+        self.shared_head[0].word(0).store(u64::from(note) << 32 | u64::from(head), Release);
+    }
+
+    /// Has the messages from index `head` on popped again, which were not retired.
+    #[inline]
+    pub fn put_back(&mut self, head: u32) {
+        self.head = head;
     }
 }
 

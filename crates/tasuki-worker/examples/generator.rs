@@ -4,7 +4,7 @@
 use std::process::ExitCode;
 use std::time::Duration;
 
-use tasuki_worker::{InPlace, Program, Turn};
+use tasuki_worker::{Program, Transactional, Turn};
 use zerocopy::{FromBytes, Immutable, IntoBytes};
 
 #[derive(Clone, Copy, FromBytes, IntoBytes, Immutable)]
@@ -32,7 +32,7 @@ impl Program for Generator {
         Ok(generator)
     }
 
-    fn turn<N: InPlace>(&mut self, made: &mut Made, turn: &mut Turn<'_, N>) {
+    fn turn<N: Transactional>(&mut self, made: &mut Made, turn: &mut Turn<'_, N>) {
         let from = turn.mac().0;
         // What came is dropped.
         turn.frames(|_| tasuki_worker::Fate::Dropped);

@@ -11,7 +11,7 @@
 
 use std::process::ExitCode;
 
-use tasuki_worker::{Fate, InPlace, Program, Turn};
+use tasuki_worker::{Fate, Program, Transactional, Turn};
 use zerocopy::{FromBytes, Immutable, IntoBytes};
 
 /// What is exact whatever happens to the worker.
@@ -50,7 +50,7 @@ impl Program for Reflector {
         Ok(reflector)
     }
 
-    fn turn<N: InPlace>(&mut self, counts: &mut Counts, turn: &mut Turn<'_, N>) {
+    fn turn<N: Transactional>(&mut self, counts: &mut Counts, turn: &mut Turn<'_, N>) {
         turn.frames(|frame| {
             let kind = frame.bytes().get(12..14).map_or(0, |kind| u16::from(kind[0]) << 8 | u16::from(kind[1]));
             counts.frames += 1;

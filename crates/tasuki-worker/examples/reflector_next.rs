@@ -3,7 +3,7 @@
 
 use std::process::ExitCode;
 
-use tasuki_worker::{Fate, InPlace, Program, Turn};
+use tasuki_worker::{Fate, Program, Transactional, Turn};
 use zerocopy::{FromBytes, Immutable, IntoBytes};
 
 const KIND: u32 = 0x5ef1_ec70;
@@ -44,7 +44,7 @@ impl Program for Reflector {
         Some(Counts { frames, bytes, lengths: [0; 5] })
     }
 
-    fn turn<N: InPlace>(&mut self, counts: &mut Counts, turn: &mut Turn<'_, N>) {
+    fn turn<N: Transactional>(&mut self, counts: &mut Counts, turn: &mut Turn<'_, N>) {
         turn.frames(|frame| {
             let len = frame.bytes().len();
             counts.frames += 1;

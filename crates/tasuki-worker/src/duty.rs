@@ -1,17 +1,18 @@
-//! What a seat asks of whatever handles its NIC's frames: the works of the stock worker, or a program of the user's own.
+//! What a seat asks of whatever handles the frames of its NIC, or of its end of a VNI: the works of the stock worker, or a program of the user's own.
 
+use std::cell::RefCell;
 use std::os::fd::BorrowedFd;
 use std::time::Duration;
 
 use anyhow::Result;
-use tasuki_net::nic::{InPlace, NicError};
-use tasuki_net::port::Burst;
+use tasuki_net::port::{Burst, Transactional};
 use tasuki_relay::letter::Begin;
 use tasuki_shm::arena::Arena;
 
 use crate::board::{Book, Pulse};
 use crate::kit::Refused;
 use crate::tap::Tap;
+use crate::vni::Joint;
 
 /// What there is on a worker's desk while it handles frames of a NIC.
 #[derive(Debug, Clone, Copy)]
@@ -24,6 +25,8 @@ pub struct Desk<'a> {
     pub book: &'a Book,
     /// The NIC's number.
     pub nic: u32,
+    /// The node's end of a VNI, if the node is an uplink and its end is driven here.
+    pub joint: Option<&'a RefCell<Joint>>,
 }
 
 /// Handling the frames of one NIC.
@@ -62,19 +65,19 @@ pub trait Duty: Sized {
     fn close(&self, book: &Book, nic: u32);
 
     /// One burst in and one out; says how many frames moved. What stands in `burst` afterwards is in hand.
-    fn turn<N: InPlace>(&mut self, nic: &mut N, desk: &Desk<'_>, burst: &mut Burst) -> Result<usize, NicError>;
+    fn turn<N: Transactional>(&mut self, nic: &mut N, desk: &Desk<'_>, burst: &mut Burst) -> Result<usize, N::Fault>;
 
     /// The same, of who is to let go: nothing new is sent.
-    fn finish<N: InPlace>(&mut self, nic: &mut N, desk: &Desk<'_>, burst: &mut Burst) -> Result<usize, NicError>;
+    fn finish<N: Transactional>(&mut self, nic: &mut N, desk: &Desk<'_>, burst: &mut Burst) -> Result<usize, N::Fault>;
 
     /// The first look at the rings of a card that was taken over: nothing is sent yet.
-    fn look<N: InPlace>(&mut self, nic: &mut N, desk: &Desk<'_>, burst: &mut Burst) -> Result<(), NicError>;
+    fn look<N: Transactional>(&mut self, nic: &mut N, desk: &Desk<'_>, burst: &mut Burst) -> Result<(), N::Fault>;
 
     /// Sends what is in hand, and takes nothing in; says how many frames went.
-    fn send<N: InPlace>(&mut self, nic: &mut N, desk: &Desk<'_>, burst: &mut Burst) -> Result<usize, NicError>;
+    fn send<N: Transactional>(&mut self, nic: &mut N, desk: &Desk<'_>, burst: &mut Burst) -> Result<usize, N::Fault>;
 
     /// Ends the last turn, for a successor: what is in `burst` it receives again.
-    fn conclude<N: InPlace>(&mut self, nic: &mut N, burst: &Burst);
+    fn conclude<N: Transactional>(&mut self, nic: &mut N, burst: &Burst);
 
     /// What is in hand is dropped, by order.
     fn drop_hand(&mut self, burst: &mut Burst);
@@ -85,6 +88,11 @@ pub trait Duty: Sized {
     /// What becomes readable when there is something to send.
     fn bell(&self) -> Option<BorrowedFd<'static>> {
         None
+    }
+
+    /// Whether it does anything now: without the other of two that it joins there is nothing to be done, and nothing is looked at.
+    fn can_work(&self, _: &Desk<'_>) -> bool {
+        true
     }
 
     /// Whether what is in hand was made here: a successor finds it nowhere, and whoever lets go has to send it before.

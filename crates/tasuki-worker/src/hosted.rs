@@ -7,8 +7,7 @@
 use std::time::Duration;
 
 use anyhow::Result;
-use tasuki_net::nic::{InPlace, NicError};
-use tasuki_net::port::{BURST_MAX, Burst};
+use tasuki_net::port::{BURST_MAX, Burst, Transactional};
 use tasuki_relay::letter::{Begin, pulse};
 use tasuki_relay::wire::Reason;
 use zerocopy::{FromBytes, FromZeros, IntoBytes};
@@ -82,7 +81,7 @@ impl<P: Program> Hosted<P> {
 
     /// What came is handled; nothing goes yet.
     #[inline]
-    fn handle<N: InPlace>(&mut self, nic: &mut N, desk: &Desk<'_>, burst: &mut Burst) {
+    fn handle<N: Transactional>(&mut self, nic: &mut N, desk: &Desk<'_>, burst: &mut Burst) {
         let mut turn = Turn::new(nic, desk.arena, burst, &mut self.kept);
         (self.before, self.noted) = (self.state, None);
         self.program.turn(&mut self.state, &mut turn);
@@ -92,7 +91,12 @@ impl<P: Program> Hosted<P> {
 
     /// Ends the turn before, and takes in what has come.
     #[inline]
-    fn receive<N: InPlace>(&mut self, nic: &mut N, desk: &Desk<'_>, burst: &mut Burst) -> Result<usize, NicError> {
+    fn receive<N: Transactional>(
+        &mut self,
+        nic: &mut N,
+        desk: &Desk<'_>,
+        burst: &mut Burst,
+    ) -> Result<usize, N::Fault> {
         self.remember(desk.book, desk.nic, nic.turns().wrapping_add(1));
         let came = nic.receive(burst)?;
         if came > 0 {
@@ -102,13 +106,13 @@ impl<P: Program> Hosted<P> {
         Ok(came)
     }
 
-    fn work<N: InPlace>(
+    fn work<N: Transactional>(
         &mut self,
         nic: &mut N,
         desk: &Desk<'_>,
         burst: &mut Burst,
         is_due: impl FnOnce(&Self) -> bool,
-    ) -> Result<usize, NicError> {
+    ) -> Result<usize, N::Fault> {
         // What found no room goes first: its turn is not over.
         if !burst.is_empty() {
             return self.send(nic, desk, burst);
@@ -181,15 +185,15 @@ impl<P: Program> Duty for Hosted<P> {
     }
 
     #[inline]
-    fn turn<N: InPlace>(&mut self, nic: &mut N, desk: &Desk<'_>, burst: &mut Burst) -> Result<usize, NicError> {
+    fn turn<N: Transactional>(&mut self, nic: &mut N, desk: &Desk<'_>, burst: &mut Burst) -> Result<usize, N::Fault> {
         self.work(nic, desk, burst, |ours| ours.rest().is_some_and(|rest| rest.is_zero()))
     }
 
-    fn finish<N: InPlace>(&mut self, nic: &mut N, desk: &Desk<'_>, burst: &mut Burst) -> Result<usize, NicError> {
+    fn finish<N: Transactional>(&mut self, nic: &mut N, desk: &Desk<'_>, burst: &mut Burst) -> Result<usize, N::Fault> {
         self.work(nic, desk, burst, |_| false)
     }
 
-    fn look<N: InPlace>(&mut self, nic: &mut N, desk: &Desk<'_>, burst: &mut Burst) -> Result<(), NicError> {
+    fn look<N: Transactional>(&mut self, nic: &mut N, desk: &Desk<'_>, burst: &mut Burst) -> Result<(), N::Fault> {
         if burst.is_empty() && self.receive(nic, desk, burst)? > 0 {
             self.handle(nic, desk, burst);
         }
@@ -197,8 +201,8 @@ impl<P: Program> Duty for Hosted<P> {
     }
 
     #[inline]
-    fn send<N: InPlace>(&mut self, nic: &mut N, desk: &Desk<'_>, burst: &mut Burst) -> Result<usize, NicError> {
-        if nic.room() < burst.len() {
+    fn send<N: Transactional>(&mut self, nic: &mut N, desk: &Desk<'_>, burst: &mut Burst) -> Result<usize, N::Fault> {
+        if !nic.takes(burst) {
             return Ok(0);
         }
         self.remember(desk.book, desk.nic, nic.turns().wrapping_add(1));
@@ -208,12 +212,12 @@ impl<P: Program> Duty for Hosted<P> {
         Ok(went)
     }
 
-    fn conclude<N: InPlace>(&mut self, nic: &mut N, burst: &Burst) {
+    fn conclude<N: Transactional>(&mut self, nic: &mut N, burst: &Burst) {
         if burst.is_empty() {
             nic.conclude(burst);
         } else {
-            // That turn does not happen, and what was before it is committed; but what the card was told must have arrived there.
-            nic.link();
+            // That turn does not happen, and what was before it is committed.
+            nic.withdraw();
         }
     }
 

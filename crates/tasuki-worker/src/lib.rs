@@ -39,7 +39,8 @@ struct OwnPrograms;
 use std::process::ExitCode;
 
 pub use program::{Fate, InHand, Program, STATE_MAX, Turn};
-pub use tasuki_net::nic::{InPlace, Mac};
+pub use tasuki_net::nic::Mac;
+pub use tasuki_net::port::Transactional;
 
 /// What went wrong, with those of its causes that it does not name itself.
 fn sentence(error: &anyhow::Error) -> String {

@@ -40,7 +40,7 @@ const SPIN: Duration = Duration::from_millis(20);
 enum AnySeat<D: Duty> {
     User(Box<Seat<E1000e<VfioUser>, D>>),
     Vfio(Box<Seat<E1000e<Vfio>, D>>),
-    Vni(Box<VniSeat>),
+    Vni(Box<VniSeat<D>>),
 }
 
 macro_rules! each {
@@ -146,6 +146,8 @@ impl<D: Duty> Node<D> {
             party: Party(party),
             tap,
             memif,
+            joins: begin.work == letter::Work::Uplink,
+            joint: None,
             cpus: Cpus::new(begin.cpu, &begin.aside)?,
         };
         let name = begin.node.clone();
@@ -345,7 +347,7 @@ impl<D: Duty> Node<D> {
     }
 
     /// Of a letter about a node's end of a VNI.
-    fn of_vni(&mut self, nic: u32, then: impl FnOnce(&mut VniSeat) -> Result<()>) {
+    fn of_vni(&mut self, nic: u32, then: impl FnOnce(&mut VniSeat<D>) -> Result<()>) {
         let seat = self.index(nic).map(|index| &mut self.seats[index]);
         let done = match seat {
             Some(AnySeat::Vni(seat)) => then(seat),
@@ -366,7 +368,7 @@ impl<D: Duty> Node<D> {
         let is_vni = kit.kind == letter::vni::KIND;
         let given = Given { number, name, iova, kit, fds: fds.collect(), board, text };
         if is_vni {
-            self.seats.push(AnySeat::Vni(Box::new(VniSeat::new(given, &self.common))));
+            self.seats.push(AnySeat::Vni(Box::new(VniSeat::new(given, &self.common, &self.told))));
             self.idle_looks = IDLE_LOOKS_OF_VNI;
             return Ok(());
         }

@@ -2,8 +2,8 @@
 
 use std::time::Duration;
 
-use tasuki_net::nic::{InPlace, Mac};
-use tasuki_net::port::{Burst, Frame};
+use tasuki_net::nic::Mac;
+use tasuki_net::port::{Burst, Frame, Transactional};
 use tasuki_shm::arena::{Arena, Slot};
 use zerocopy::{FromBytes, Immutable, IntoBytes};
 
@@ -40,7 +40,7 @@ pub trait Program: Sized {
     }
 
     /// One turn. Called when frames have come, and when [`rest`](Self::rest) is over. A panic ends the worker: its successor gets the same frames.
-    fn turn<N: InPlace>(&mut self, state: &mut Self::State, turn: &mut Turn<'_, N>);
+    fn turn<N: Transactional>(&mut self, state: &mut Self::State, turn: &mut Turn<'_, N>);
 
     /// How long until a turn is due though no frame comes; nothing if frames are all that it waits for. Rests longer than a second are cut to that.
     fn rest(&self, state: &Self::State) -> Option<Duration> {
@@ -66,7 +66,7 @@ pub enum Fate {
 
 /// The frames of one turn. Those that came and are not looked at with [`frames`](Self::frames) are dropped.
 #[derive(Debug)]
-pub struct Turn<'a, N: InPlace> {
+pub struct Turn<'a, N: Transactional> {
     nic: &'a mut N,
     arena: &'a Arena,
     /// Those that came and were not looked at, then those that go.
@@ -80,7 +80,7 @@ pub struct Turn<'a, N: InPlace> {
 
 const _: () = assert!(tasuki_net::port::BURST_MAX == 32, "a bit of a word for each frame of a burst");
 
-impl<'a, N: InPlace> Turn<'a, N> {
+impl<'a, N: Transactional> Turn<'a, N> {
     /// All that is in `burst` came.
     pub(crate) fn new(nic: &'a mut N, arena: &'a Arena, burst: &'a mut Burst, kept: &'a mut Burst) -> Self {
         let came = burst.len();
@@ -95,7 +95,7 @@ impl<'a, N: InPlace> Turn<'a, N> {
 
     /// The NIC's address.
     pub fn mac(&self) -> Mac {
-        self.nic.mac()
+        self.nic.station()
     }
 
     /// Frames that came and were not looked at yet.
@@ -168,7 +168,7 @@ impl<'a, N: InPlace> Turn<'a, N> {
 
 /// A frame that came, and is in hand: it neither has gone nor is dropped.
 #[derive(Debug)]
-pub struct InHand<'a, N: InPlace> {
+pub struct InHand<'a, N: Transactional> {
     nic: &'a mut N,
     arena: &'a Arena,
     frame: &'a mut Frame,
@@ -177,7 +177,7 @@ pub struct InHand<'a, N: InPlace> {
     is_ours: bool,
 }
 
-impl<N: InPlace> InHand<'_, N> {
+impl<N: Transactional> InHand<'_, N> {
     /// Bytes of a frame's [head](Self::head_mut).
     pub const HEAD: usize = tasuki_net::nic::ledger::SAVED_LEN;
 

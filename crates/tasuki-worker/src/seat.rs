@@ -3,8 +3,10 @@
 mod apart;
 mod driving;
 
+use std::cell::RefCell;
 use std::collections::VecDeque;
 use std::os::fd::OwnedFd;
+use std::rc::Rc;
 use std::time::{Duration, Instant};
 
 use rustix::event::{PollFd, PollFlags, Timespec};
@@ -27,6 +29,7 @@ use crate::kit::{self, Opened, Refused, Text};
 use crate::memif::Memif;
 use crate::post::Post;
 use crate::tap::Tap;
+use crate::vni::Joint;
 use crate::{fail, store};
 
 /// How long a giver waits for its card to take the frames that it has in hand: where a successor can have them,
@@ -52,6 +55,10 @@ pub struct Common {
     pub tap: Option<&'static Tap>,
     /// Where clients of memif connect, if the node serves it.
     pub memif: Option<Memif>,
+    /// Whether the node is an uplink,
+    pub joins: bool,
+    /// and its end of a VNI, while that is driven here.
+    pub joint: Option<Rc<RefCell<Joint>>>,
     /// Where the worker runs.
     pub cpus: Cpus,
 }
@@ -67,7 +74,7 @@ impl Common {
     /// For whoever handles frames of this NIC, which lie there.
     #[inline]
     pub fn desk<'a>(&'a self, arena: &'a Arena, nic: u32) -> Desk<'a> {
-        Desk { arena, pulse: &self.pulse, book: &self.book, nic }
+        Desk { arena, pulse: &self.pulse, book: &self.book, nic, joint: self.joint.as_deref() }
     }
 }
 

@@ -14,10 +14,10 @@ use crate::board::Pulse;
 use crate::fail;
 
 /// Bytes of a frame, without check sequence, that no card sends shorter,
-const SHORTEST: usize = 60;
+pub const SHORTEST: usize = 60;
 
 /// and of one that every card sends.
-const LONGEST: usize = 1514;
+pub const LONGEST: usize = 1514;
 
 /// What to do when the TAP of a NIC is gone.
 const ALL_ANEW: &str = "make the namespace anew, stop all (tasuki stop) and start tasukid anew";

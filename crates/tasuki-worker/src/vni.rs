@@ -1,8 +1,10 @@
 //! A node's end of a VNI: the relay's tables have it change hands as a NIC does, and whoever drives it passes frames on between the VNI and the
-//! node's network namespace, or a client of memif.
+//! node's network namespace, or a client of memif, or is the node's program itself.
 //!
 //! There is no sash. How far a driver had come stands in the node's estate, which is written before anybody can count on it, so a successor reads
 //! the same whether its predecessor let go or died.
+
+mod end;
 
 use std::collections::{BTreeMap, VecDeque};
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
@@ -10,25 +12,30 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, ensure};
 use tasuki_net::memif::MemifNode;
-use tasuki_net::port::Armed;
+use tasuki_net::nic::Mac;
+use tasuki_net::port::{Armed, Transactional};
 use tasuki_net::switch::Switch;
 use tasuki_net::tap::TapNode;
+use tasuki_net::vni::port::{Frames, VniPort};
 use tasuki_net::vni::{Introduction, Vni};
 use tasuki_relay::letter::{Plan, ToDaemon, pulse, vni};
 use tasuki_relay::wire::{Order, Position, Reason};
 use tasuki_relay::worker::{Do, Input, Side, Worker};
 use tasuki_relay::{After, Tenure, taker};
 use tasuki_shm::line::{LINE_LEN, Line};
-use tasuki_shm::region::{PeerRegion, Span};
+use tasuki_shm::region::{PeerRegion, RegionError, Span};
 use tasuki_shm::vni::NODES_MAX;
 use tasuki_shm::vni::directory::Lookup;
 use tasuki_shm::vni::estate::EstateFds;
 use tasuki_shm::wake::Clapper;
 
+use crate::duty::Duty;
 use crate::fail;
 use crate::kit::Refused;
 use crate::post::Post;
 use crate::seat::{Common, Given};
+pub use end::Joint;
+use end::{End, Native, Uplink};
 
 /// From one time to the next at which is done what is due now and then.
 const TICK: Duration = Duration::from_millis(250);
@@ -45,6 +52,17 @@ const CONTROL: usize = 1;
 const POOL: usize = 2;
 const EAR: usize = 3;
 
+/// Where in the node's book stands what its end's program remembers: a node with an end has no NICs that remember anything.
+const BOOK: u32 = 0;
+
+/// Frames that its port takes at once, at least: there is no ring that somebody configures.
+const ROOM: u16 = 256;
+
+/// Whether nothing passes the node's frames on: its program is this worker.
+fn is_native(common: &Common) -> bool {
+    common.tap.is_none() && common.memif.is_none()
+}
+
 /// Another node, and which memory it has: the daemon says it again when it has begun anew.
 #[derive(Debug)]
 struct Known {
@@ -53,97 +71,8 @@ struct Known {
     inode: u64,
 }
 
-/// What passes frames on, by where the node's programs are.
-enum End {
-    Tap(Box<TapNode<Span<Line>>>),
-    Memif(Box<MemifNode<Span<Line>>>),
-}
-
-macro_rules! each {
-    ($any:expr, $end:ident => $what:expr) => {
-        match $any {
-            End::Tap($end) => $what,
-            End::Memif($end) => $what,
-        }
-    };
-}
-
-impl End {
-    #[inline]
-    fn turn(&mut self) -> usize {
-        each!(self, end => end.turn())
-    }
-
-    fn finish(&mut self) {
-        each!(self, end => end.finish());
-    }
-
-    fn vni(&mut self) -> &mut Vni {
-        each!(self, end => end.vni())
-    }
-
-    fn set_switch(&mut self, switch: Switch<Span<Line>>) {
-        each!(self, end => end.set_switch(switch));
-    }
-
-    /// Frames given to the node's programs, taken from them, and dropped.
-    fn moved(&self) -> (u64, u64, u64) {
-        each!(self, end => (end.given, end.taken, end.dropped.sum()))
-    }
-
-    /// What is counted, by name.
-    fn counts(&self) -> Vec<(&'static str, u64)> {
-        let mut counts = each!(self, end => vec![("given", end.given), ("taken", end.taken)]);
-        each!(self, end => counts.extend(end.dropped.counts()));
-        if let End::Memif(end) = self {
-            counts.extend([("clients_attached", end.clients.attached), ("clients_refused", end.clients.refused)]);
-        }
-        counts.push(("pages_left", each!(self, end => end.pages_left()).into()));
-        counts
-    }
-
-    fn tick(&mut self, now: Instant) -> bool {
-        each!(self, end => end.tick(now))
-    }
-
-    fn arm(&mut self) -> Armed {
-        each!(self, end => end.arm())
-    }
-
-    fn waits(&self) -> Option<Duration> {
-        each!(self, end => end.waits())
-    }
-
-    fn bell(&self) -> Option<BorrowedFd<'_>> {
-        match self {
-            End::Tap(end) => Some(end.bell()),
-            End::Memif(end) => end.bell(),
-        }
-    }
-
-    fn wake(&mut self) {
-        match self {
-            End::Tap(end) => end.wake(),
-            End::Memif(end) => end.wake(true),
-        }
-    }
-
-    /// What becomes readable when the namespace sends.
-    fn tap(&self) -> Option<BorrowedFd<'_>> {
-        match self {
-            End::Tap(end) => end.tap(),
-            End::Memif(_) => None,
-        }
-    }
-
-    /// Whether the namespace's interface is gone.
-    fn is_gone(&self) -> bool {
-        matches!(self, End::Tap(end) if end.tap().is_none())
-    }
-}
-
 /// A node's end of a VNI that this worker drives, or may be told to.
-pub struct VniSeat {
+pub struct VniSeat<D: Duty> {
     given: Given,
     text: Result<vni::Text, Refused>,
     worker: Worker,
@@ -153,6 +82,10 @@ pub struct VniSeat {
     asked: (u32, u32),
     neighbours: BTreeMap<u16, Known>,
     is_ready: bool,
+    /// What is done with frames, if nothing passes them on.
+    duty: D,
+    /// For a native node: made in advance.
+    frames: Option<Frames>,
     end: Option<End>,
     /// What was counted when the pulse was told last: given, taken, dropped.
     told: (u64, u64, u64),
@@ -161,9 +94,9 @@ pub struct VniSeat {
     ticked: Instant,
 }
 
-impl VniSeat {
+impl<D: Duty> VniSeat<D> {
     /// Of which nothing was asked yet.
-    pub fn new(given: Given, common: &Common) -> Self {
+    pub fn new(given: Given, common: &Common, told: &D::Told) -> Self {
         let text = serde_json::from_str(&given.kit.text).map_err(|error| Refused {
             reason: Reason::Odd { position: Position::Device as u64 },
             sentence: format!("the kit of {} is not understood ({error}); rebuild the older of the two", given.name),
@@ -176,6 +109,8 @@ impl VniSeat {
             asked: (vni::KIND, vni::VERSION),
             neighbours: BTreeMap::new(),
             is_ready: false,
+            duty: D::new(told),
+            frames: None,
             end: None,
             told: (0, 0, 0),
             waits_since: None,
@@ -246,7 +181,7 @@ impl VniSeat {
         }
         let known = Known { estate: EstateFds { control, pool }, bell, inode };
         if let Some(end) = &mut self.end {
-            end.vni().add(introduction(number, &known)?)?;
+            end.add(introduction(number, &known)?)?;
         }
         self.neighbours.insert(number, known);
         Ok(())
@@ -257,7 +192,7 @@ impl VniSeat {
         if self.neighbours.remove(&number).is_some()
             && let Some(end) = &mut self.end
         {
-            end.vni().remove(number);
+            end.remove(number);
         }
     }
 
@@ -285,8 +220,11 @@ impl VniSeat {
 
     /// What it has counted, if it is driven.
     pub fn tell_counts(&mut self, post: &mut Post) {
-        let Some(end) = &self.end else { return };
-        let counts = end.counts().into_iter().map(|(name, count)| (name.to_owned(), count)).collect();
+        let Some(end) = &mut self.end else { return };
+        let mut counts: Vec<_> = end.counts().into_iter().map(|(name, count)| (name.to_owned(), count)).collect();
+        if let End::Native(_) = end {
+            counts.extend(self.duty.counts());
+        }
         post.write(&ToDaemon::Counts { nic: self.given.number, counts }, Vec::new());
     }
 
@@ -310,22 +248,27 @@ impl VniSeat {
         match what {
             Do::Map => Some(self.map(common)),
             Do::Stop => {
-                self.stop();
+                self.stop(common);
                 Some(Input::Stopped)
             }
-            // All that a successor must know is written.
-            Do::Resume | Do::Go | Do::WriteSash { .. } => None,
+            // All that a successor must know is written, or is now.
+            Do::WriteSash { .. } => {
+                self.conclude(common);
+                None
+            }
+            Do::Resume | Do::Go => None,
             Do::Swap { from, to } => Some(self.swap(common, from, to)),
             Do::Look => Some(Input::Word(self.given.board.tenure())),
             Do::Read { after, .. } => Some(self.read(common, after)),
             Do::LookOnce => {
-                self.turn(common);
+                self.look_once(common);
                 self.given.board.driving(common.cpus.cpu());
                 fail::point("take.looked");
                 None
             }
             Do::Yield => {
-                (self.end, self.is_ready) = (None, false);
+                self.drop_end(common);
+                self.is_ready = false;
                 None
             }
             Do::Say(report) => {
@@ -353,7 +296,7 @@ impl VniSeat {
         }
     }
 
-    fn fits(&self, common: &Common) -> Result<(), Refused> {
+    fn fits(&mut self, common: &Common) -> Result<(), Refused> {
         let (kind, version) = self.asked;
         if (kind, version) != (vni::KIND, vni::VERSION) {
             let reason = Reason::OtherSash { kind: kind.into(), version: version.into() };
@@ -370,24 +313,54 @@ impl VniSeat {
                 vni::FDS
             )));
         }
-        if common.tap.is_none() && common.memif.is_none() {
-            return Err(odd(
-                "the node has an end of a VNI, and neither a namespace (work = { tap = … }) nor a client (work = { memif = … }) that it is for".to_owned()
-            ));
+        if is_native(common) {
+            D::may_go_on(&common.book, BOOK, None, ROOM)?;
+            if self.frames.is_none() {
+                let frames = Frames::new().map_err(|error| odd(format!("no memory for frames: {error}")))?;
+                self.frames = Some(frames);
+            }
         }
         self.switch().map(drop).map_err(|error| odd(format!("{error:#}")))
     }
 
     /// Ends the burst.
-    fn stop(&mut self) {
-        if let Some(end) = &mut self.end {
-            end.finish();
+    fn stop(&mut self, common: &Common) {
+        match &mut self.end {
+            Some(End::Native(native)) => native.stop(&mut self.duty, common),
+            Some(end) => end.finish(),
+            None => {}
         }
         fail::point("give.stopped");
     }
 
+    /// It is not driven here any more.
+    fn drop_end(&mut self, common: &mut Common) {
+        self.end = None;
+        if common.joins {
+            common.joint = None;
+        }
+    }
+
+    /// A successor may go on from here.
+    fn conclude(&mut self, common: &Common) {
+        match &mut self.end {
+            Some(End::Native(native)) => native.conclude(&mut self.duty, common),
+            Some(End::Uplink(uplink)) => uplink.conclude(),
+            _ => {}
+        }
+        fail::point("give.written");
+    }
+
+    /// Looks at the rings, whatever has rung.
+    fn look_once(&mut self, common: &mut Common) {
+        match &mut self.end {
+            Some(End::Native(native)) => native.look(&mut self.duty, common),
+            _ => drop(self.turn(common)),
+        }
+    }
+
     /// Compare-and-swap of the lease.
-    fn swap(&mut self, common: &Common, from: Tenure, to: Tenure) -> Input {
+    fn swap(&mut self, common: &mut Common, from: Tenure, to: Tenure) -> Input {
         let gives = to.holder.is_none() && self.end.is_some();
         if gives {
             self.given.board.stopped();
@@ -402,7 +375,7 @@ impl VniSeat {
             let _ = rustix::io::write(&self.given.fds[WAKE], &1_u64.to_ne_bytes());
             fail::point("give.passed");
             // The memory is a successor's, who may write it already: nothing of ours is written when this is gone.
-            self.end = None;
+            self.drop_end(common);
         }
         Input::Swapped { won }
     }
@@ -426,26 +399,45 @@ impl VniSeat {
         }
     }
 
-    fn go_on(&self, common: &mut Common) -> Result<End> {
+    fn go_on(&mut self, common: &mut Common) -> Result<End> {
         let copy =
             |at: usize| self.given.fds[at].try_clone().context("a descriptor cannot be copied; raise RLIMIT_NOFILE");
         let estate = EstateFds { control: copy(CONTROL)?, pool: copy(POOL)? };
-        let mut vni = Vni::new(self.own_number()?, estate, copy(EAR)?)?;
-        for (number, known) in &self.neighbours {
-            // One whose memory cannot be used is nobody's neighbour, and keeps nobody from the others.
-            let added = introduction(*number, known).and_then(|kit| Ok(vni.add(kit)?));
-            if let Err(error) = added {
-                common.post.tell(Some(self.given.number), format!("node {number} of the VNI is left out: {error:#}"));
+        let (number, ear, switch) = (self.own_number()?, copy(EAR)?, self.switch()?);
+        if is_native(common) {
+            let frames = self.frames.take().map_or_else(Frames::new, Ok)?;
+            let station = Mac(self.given.kit.mac.context("the kit does not say what the node's station address is")?);
+            let mut port = VniPort::new(number, station, estate, ear, switch, frames)?;
+            self.add_all(common, |kit| port.add(kit));
+            port.settle();
+            let turns = Some(port.turns());
+            self.duty.go_on(&common.book, BOOK, turns).map_err(|refused| anyhow::anyhow!(refused.sentence))?;
+            if common.joins {
+                let (uplink, joint) = Uplink::new(port)?;
+                common.joint = Some(joint);
+                return Ok(End::Uplink(uplink));
             }
+            return Ok(End::Native(Box::new(Native::new(port))));
         }
+        let mut vni = Vni::new(number, estate, ear)?;
+        self.add_all(common, |kit| vni.add(kit));
         vni.settle();
-        let switch = self.switch()?;
         if let Some(memif) = &common.memif {
             let node = MemifNode::new(memif.fd()?, memif.terms.clone(), vni, switch)?;
             return Ok(End::Memif(Box::new(node)));
         }
         let tap = common.tap.context("the node has no namespace")?.fd()?;
         Ok(End::Tap(Box::new(TapNode::new(tap, vni, switch))))
+    }
+
+    fn add_all(&self, common: &mut Common, mut add: impl FnMut(Introduction) -> Result<(), RegionError>) {
+        for (number, known) in &self.neighbours {
+            // One whose memory cannot be used is nobody's neighbour, and keeps nobody from the others.
+            let added = introduction(*number, known).and_then(|kit| Ok(add(kit)?));
+            if let Err(error) = added {
+                common.post.tell(Some(self.given.number), format!("node {number} of the VNI is left out: {error:#}"));
+            }
+        }
     }
 
     fn own_number(&self) -> Result<u16> {
@@ -466,7 +458,10 @@ impl VniSeat {
     #[inline]
     pub fn turn(&mut self, common: &mut Common) -> usize {
         let Some(end) = &mut self.end else { return 0 };
-        let moved = end.turn();
+        let moved = match end {
+            End::Native(native) => native.turn(&mut self.duty, common),
+            _ => end.turn(),
+        };
         self.turns = self.turns.wrapping_add(1);
         if moved > 0 {
             let (given, taken, dropped) = self.told;
@@ -512,7 +507,9 @@ impl VniSeat {
     pub fn rest(&mut self) -> Option<Duration> {
         let due = self.tick();
         let waits = self.end.as_ref().and_then(End::waits);
-        [due, waits].into_iter().flatten().min()
+        // Who waits for room has nothing else to do.
+        let works = matches!(self.end, Some(End::Native(_)) if waits.is_none()).then(|| self.duty.rest()).flatten();
+        [due, waits, works].into_iter().flatten().min()
     }
 
     /// What becomes readable when the namespace sends, while that is taken.
@@ -545,9 +542,10 @@ impl VniSeat {
     }
 
     /// Ends what is driven: what was sent is there for whoever goes on.
-    pub fn park(&mut self, _: &mut Common) {
-        self.stop();
-        self.end = None;
+    pub fn park(&mut self, common: &mut Common) {
+        self.stop(common);
+        self.conclude(common);
+        self.drop_end(common);
     }
 }
 

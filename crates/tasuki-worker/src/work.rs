@@ -5,10 +5,9 @@ use std::os::fd::BorrowedFd;
 use std::time::{Duration, Instant};
 
 use anyhow::{Result, bail};
-use tasuki_net::nic::{InPlace, Mac, NicError};
-use tasuki_net::port::{BURST_MAX, Burst, Frame};
+use tasuki_net::nic::Mac;
+use tasuki_net::port::{BURST_MAX, Burst, Frame, Transactional};
 use tasuki_relay::letter::{self, Begin, pulse};
-use tasuki_shm::arena::Arena;
 
 use crate::answer::answer;
 use crate::board::{Book, COPY, Pulse};
@@ -19,7 +18,7 @@ use crate::pace::Pace;
 use crate::tap::Tap;
 use crate::{fail, run};
 
-/// Whom a source's frames are for: everybody.
+/// Whom a source's frames are for, if nobody says: everybody.
 const TO: Mac = Mac([0xff; 6]);
 
 /// What a worker does for its whole life, and with what.
@@ -81,24 +80,32 @@ impl Duty for Job {
     }
 
     #[inline]
-    fn turn<N: InPlace>(&mut self, nic: &mut N, desk: &Desk<'_>, burst: &mut Burst) -> Result<usize, NicError> {
+    fn turn<N: Transactional>(&mut self, nic: &mut N, desk: &Desk<'_>, burst: &mut Burst) -> Result<usize, N::Fault> {
         self.remember(desk.book, desk.nic, nic.turns().wrapping_add(1));
-        self.turn(nic, desk.arena, burst, desk.pulse)
+        self.turn(nic, desk, burst)
     }
 
-    fn finish<N: InPlace>(&mut self, nic: &mut N, desk: &Desk<'_>, burst: &mut Burst) -> Result<usize, NicError> {
-        self.finish(nic, desk.arena, burst, desk.pulse)
+    fn finish<N: Transactional>(&mut self, nic: &mut N, desk: &Desk<'_>, burst: &mut Burst) -> Result<usize, N::Fault> {
+        self.finish(nic, desk, burst)
     }
 
-    fn look<N: InPlace>(&mut self, nic: &mut N, desk: &Desk<'_>, burst: &mut Burst) -> Result<(), NicError> {
+    fn look<N: Transactional>(&mut self, nic: &mut N, desk: &Desk<'_>, burst: &mut Burst) -> Result<(), N::Fault> {
         self.look(nic, burst, desk.pulse)
     }
 
-    fn send<N: InPlace>(&mut self, nic: &mut N, desk: &Desk<'_>, burst: &mut Burst) -> Result<usize, NicError> {
-        transmit(nic, burst, desk.pulse)
+    fn send<N: Transactional>(&mut self, nic: &mut N, desk: &Desk<'_>, burst: &mut Burst) -> Result<usize, N::Fault> {
+        match self.work.kind {
+            // What came goes the other way.
+            letter::Work::Uplink => Ok(desk.joint.map_or(0, |joint| joint.borrow_mut().give(burst))),
+            _ => transmit(nic, burst, desk.pulse),
+        }
     }
 
-    fn conclude<N: InPlace>(&mut self, nic: &mut N, burst: &Burst) {
+    fn can_work(&self, desk: &Desk<'_>) -> bool {
+        self.work.kind != letter::Work::Uplink || desk.joint.is_some()
+    }
+
+    fn conclude<N: Transactional>(&mut self, nic: &mut N, burst: &Burst) {
         nic.conclude(burst);
     }
 
@@ -119,7 +126,10 @@ impl Duty for Job {
     }
 
     fn counts(&self) -> Vec<(String, u64)> {
-        Vec::new()
+        let Account { seen, missing, late, next } = self.account;
+        let counts = [("numbered", seen), ("missing", missing), ("late", late), ("next", next)];
+        let counts = counts.into_iter().filter(|_| remembers(self.work));
+        counts.map(|(name, count)| (name.to_owned(), count)).collect()
     }
 }
 
@@ -160,13 +170,8 @@ impl Job {
 
     /// One burst in and one out; says how many frames moved. What stands in `burst` afterwards is in hand.
     #[inline]
-    fn turn<N: InPlace>(
-        &mut self,
-        nic: &mut N,
-        arena: &Arena,
-        burst: &mut Burst,
-        pulse: &Pulse,
-    ) -> Result<usize, NicError> {
+    fn turn<N: Transactional>(&mut self, nic: &mut N, desk: &Desk<'_>, burst: &mut Burst) -> Result<usize, N::Fault> {
+        let pulse = desk.pulse;
         match self.work.kind {
             letter::Work::Echo => send_back(nic, burst, pulse, receive_and_turn),
             letter::Work::Answer { address } => {
@@ -175,12 +180,13 @@ impl Job {
             letter::Work::Sink => self.sink(nic, burst, pulse),
             // Refused before anything was driven; and whoever serves memif has no NIC.
             letter::Work::Program | letter::Work::Memif => Ok(0),
-            letter::Work::Source { size, .. } => self.source(nic, arena, burst, size, pulse),
+            letter::Work::Uplink => self.join(nic, desk, burst),
+            letter::Work::Source { size, to, .. } => self.source(nic, desk, burst, (size, to.map_or(TO, Mac))),
             letter::Work::Tap => {
                 let came = self.feed_tap(nic, pulse)?;
                 // What found no room in the last turn goes first.
                 if let (Some(tap), true) = (self.work.tap, burst.is_empty()) {
-                    tap.take(arena, burst, pulse);
+                    tap.take(desk.arena, burst, pulse);
                 }
                 // Also where nothing is to be sent: what the TAP has got must not be given to it by a successor again.
                 let went = if came > 0 || !burst.is_empty() { transmit(nic, burst, pulse)? } else { 0 };
@@ -190,13 +196,8 @@ impl Job {
     }
 
     /// The same, of who is to let go: nothing new is sent.
-    fn finish<N: InPlace>(
-        &mut self,
-        nic: &mut N,
-        arena: &Arena,
-        burst: &mut Burst,
-        pulse: &Pulse,
-    ) -> Result<usize, NicError> {
+    fn finish<N: Transactional>(&mut self, nic: &mut N, desk: &Desk<'_>, burst: &mut Burst) -> Result<usize, N::Fault> {
+        let pulse = desk.pulse;
         match self.work.kind {
             letter::Work::Source { .. } => {
                 let went = if burst.is_empty() { 0 } else { transmit(nic, burst, pulse)? };
@@ -208,11 +209,45 @@ impl Job {
                 let came = self.feed_tap(nic, pulse)?;
                 Ok(came + if came > 0 || !burst.is_empty() { transmit(nic, burst, pulse)? } else { 0 })
             }
-            _ => self.turn(nic, arena, burst, pulse),
+            _ => self.turn(nic, desk, burst),
         }
     }
 
-    fn feed_tap<N: InPlace>(&mut self, nic: &mut N, pulse: &Pulse) -> Result<usize, NicError> {
+    /// What came from the NIC goes to the VNI, and what came from there out at the NIC. A worker that is killed between the two ends of that may have done
+    /// it, and its successor does it again: a burst twice at most, each way.
+    fn join<N: Transactional>(&mut self, nic: &mut N, desk: &Desk<'_>, burst: &mut Burst) -> Result<usize, N::Fault> {
+        let Some(joint) = desk.joint else { return Ok(0) };
+        let joint = &mut *joint.borrow_mut();
+        joint.is_joined = true;
+        let mut moved = 0;
+        if burst.is_empty() {
+            moved = nic.receive(burst)?;
+            desk.pulse.add(pulse::RECEIVED, moved as u64);
+            if moved > 0 {
+                fail::point("burst.received");
+            }
+        }
+        if !burst.is_empty() {
+            moved += joint.give(burst);
+            if !burst.is_empty() {
+                // What goes out would end the turn of what is in hand.
+                return Ok(moved);
+            }
+            fail::point("burst.turned");
+        }
+        moved += joint.take();
+        if joint.fill(desk, &mut self.came) == 0 {
+            return Ok(moved);
+        }
+        let went = transmit(nic, &mut self.came, desk.pulse)?;
+        joint.went(went);
+        // What found no room is copied once more when there is some.
+        self.came.iter_mut().for_each(|frame| frame.slot.bytes_mut()[..frame.len.into()].fill(0));
+        self.came.clear();
+        Ok(moved + went)
+    }
+
+    fn feed_tap<N: Transactional>(&mut self, nic: &mut N, pulse: &Pulse) -> Result<usize, N::Fault> {
         let came = nic.receive(&mut self.came)?;
         if came == 0 {
             return Ok(0);
@@ -227,7 +262,7 @@ impl Job {
         Ok(came)
     }
 
-    fn sink<N: InPlace>(&mut self, nic: &mut N, burst: &mut Burst, pulse: &Pulse) -> Result<usize, NicError> {
+    fn sink<N: Transactional>(&mut self, nic: &mut N, burst: &mut Burst, pulse: &Pulse) -> Result<usize, N::Fault> {
         let came = nic.receive(burst)?;
         if came == 0 {
             return Ok(0);
@@ -245,23 +280,22 @@ impl Job {
         Ok(came)
     }
 
-    fn source<N: InPlace>(
+    fn source<N: Transactional>(
         &mut self,
         nic: &mut N,
-        arena: &Arena,
+        desk: &Desk<'_>,
         burst: &mut Burst,
-        size: u16,
-        pulse: &Pulse,
-    ) -> Result<usize, NicError> {
+        (size, to): (u16, Mac),
+    ) -> Result<usize, N::Fault> {
         let size = size.clamp(numbered::SHORTEST, 1514);
         let due = self.pace.due(Instant::now(), BURST_MAX as u64);
         while (burst.len() as u64) < due {
-            let Some(mut slot) = arena.take() else { break };
+            let Some(mut slot) = desk.arena.take() else { break };
             let number = nic.given() + burst.len() as u64;
-            numbered::write(&mut slot.bytes_mut()[..size.into()], TO, nic.mac(), number);
+            numbered::write(&mut slot.bytes_mut()[..size.into()], to, nic.station(), number);
             burst.push(Frame { slot, len: size });
         }
-        let went = transmit(nic, burst, pulse)?;
+        let went = transmit(nic, burst, desk.pulse)?;
         self.pace.sent(went as u64);
         // Whatever comes is none of a source's business, but must not fill the card's buffer.
         let came = nic.receive(&mut self.came)?;
@@ -270,13 +304,13 @@ impl Job {
     }
 
     /// The first look at the rings of a card that was taken over: nothing is sent yet.
-    fn look<N: InPlace>(&mut self, nic: &mut N, burst: &mut Burst, pulse: &Pulse) -> Result<(), NicError> {
+    fn look<N: Transactional>(&mut self, nic: &mut N, burst: &mut Burst, pulse: &Pulse) -> Result<(), N::Fault> {
         match self.work.kind {
             letter::Work::Echo => receive_and_turn(nic, burst, pulse).map(drop),
             letter::Work::Answer { address } => receive_and_answer(nic, burst, pulse, address).map(drop),
             letter::Work::Sink => self.sink(nic, burst, pulse).map(drop),
             letter::Work::Tap => self.feed_tap(nic, pulse).map(drop),
-            letter::Work::Program | letter::Work::Memif => Ok(()),
+            letter::Work::Program | letter::Work::Memif | letter::Work::Uplink => Ok(()),
             letter::Work::Source { .. } => {
                 nic.receive(&mut self.came)?;
                 self.came.clear();
@@ -292,19 +326,19 @@ impl Job {
 }
 
 #[inline]
-fn send_back<N: InPlace>(
+fn send_back<N: Transactional>(
     nic: &mut N,
     burst: &mut Burst,
     pulse: &Pulse,
-    receive: impl FnOnce(&mut N, &mut Burst, &Pulse) -> Result<usize, NicError>,
-) -> Result<usize, NicError> {
+    receive: impl FnOnce(&mut N, &mut Burst, &Pulse) -> Result<usize, N::Fault>,
+) -> Result<usize, N::Fault> {
     // What found no room in the last turn goes first, and nothing new is taken until it is gone.
     let came = if burst.is_empty() { receive(nic, burst, pulse)? } else { 0 };
     if burst.is_empty() { Ok(came) } else { Ok(came + transmit(nic, burst, pulse)?) }
 }
 
 #[inline]
-fn receive_and_turn<N: InPlace>(nic: &mut N, burst: &mut Burst, pulse: &Pulse) -> Result<usize, NicError> {
+fn receive_and_turn<N: Transactional>(nic: &mut N, burst: &mut Burst, pulse: &Pulse) -> Result<usize, N::Fault> {
     let came = nic.receive(burst)?;
     if came == 0 {
         return Ok(0);
@@ -322,18 +356,18 @@ fn receive_and_turn<N: InPlace>(nic: &mut N, burst: &mut Burst, pulse: &Pulse) -
 
 /// The answers stay in `burst`; what asks nothing of us is dropped.
 #[inline]
-fn receive_and_answer<N: InPlace>(
+fn receive_and_answer<N: Transactional>(
     nic: &mut N,
     burst: &mut Burst,
     pulse: &Pulse,
     address: Ipv4Addr,
-) -> Result<usize, NicError> {
+) -> Result<usize, N::Fault> {
     let came = nic.receive(burst)?;
     if came == 0 {
         return Ok(0);
     }
     fail::point("burst.received");
-    let mac = nic.mac();
+    let mac = nic.station();
     burst.retain(|frame| {
         nic.save(frame);
         fail::point("frame.saved");
@@ -347,7 +381,7 @@ fn receive_and_answer<N: InPlace>(
 
 /// Sends what is in hand, and takes nothing in; says how many frames went.
 #[inline]
-fn transmit<N: InPlace>(nic: &mut N, burst: &mut Burst, pulse: &Pulse) -> Result<usize, NicError> {
+fn transmit<N: Transactional>(nic: &mut N, burst: &mut Burst, pulse: &Pulse) -> Result<usize, N::Fault> {
     let went = nic.transmit(burst)?;
     pulse.add(pulse::SENT, went as u64);
     if went > 0 {

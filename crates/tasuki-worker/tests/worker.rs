@@ -200,7 +200,7 @@ fn a_source_sends_each_number_once_though_its_workers_are_killed() {
     let capture = folder.path().join("wire.pcap");
     let model = Model::start(folder.path(), &["--pcap", capture.to_str().expect("a path")]);
     let nic = Nic::open(&model.socket, &[]);
-    let mut node = Node::new(folder.path(), Work::Source { rate: 8000, size: 60 });
+    let mut node = Node::new(folder.path(), Work::Source { rate: 8000, size: 60, to: None });
     let mut driver = node.ready(&nic, &[]);
     taken(driver.grant(&nic));
     for _ in 0..15 {

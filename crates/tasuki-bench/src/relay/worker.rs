@@ -15,7 +15,7 @@ use tasuki_net::nic::bus::VfioUser;
 use tasuki_net::nic::e1000e::E1000e;
 use tasuki_net::nic::kit::{self, Fds};
 use tasuki_net::nic::{InPlace, MemoryLayout, Nic, NicMemory, Parts};
-use tasuki_net::port::{Burst, Port};
+use tasuki_net::port::{Burst, Port, Transactional};
 use tasuki_shm::lease::{Lease, Tenure};
 use tasuki_shm::line::Line;
 use tasuki_shm::region::{PAGE_LEN, Pages, Region, Span};

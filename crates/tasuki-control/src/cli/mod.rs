@@ -38,7 +38,7 @@ pub enum Nodes {
     /// All nodes: what each does, and which workers and NICs it has.
     List,
     /// Adds a node while all runs.
-    Add(Add),
+    Add(Box<Add>),
     /// Ends a node's workers, and with them its end of a VNI. What it had been given by hand is gone.
     Remove {
         /// The node.
@@ -46,9 +46,10 @@ pub enum Nodes {
     },
 }
 
-/// A node that is on a VNI: a network namespace, or a program with a memif.
+/// A node that is on a VNI: a network namespace, a program with a memif, or a native program.
 #[derive(Debug, Args)]
-#[command(group(ArgGroup::new("outlet").required(true).args(["netns", "memif"])))]
+#[command(group(ArgGroup::new("outlet").required(true).args(["netns", "memif", "native"])))]
+#[command(group(ArgGroup::new("handles").requires("native").args(["work", "program"])))]
 pub struct Add {
     /// What it is to be called.
     pub node: String,
@@ -58,19 +59,40 @@ pub struct Add {
     /// The socket at which a program on DPDK or VPP connects, as a client of memif.
     #[arg(long, value_name = "SOCKET")]
     pub memif: Option<PathBuf>,
+    /// The node's program is its worker, which gets the frames themselves: say which by --work or --program.
+    #[arg(long, requires = "handles")]
+    pub native: bool,
+    /// What the worker does with frames that come: sends them back, takes them in, or answers ping; or it sends numbered ones.
+    #[arg(long, value_enum)]
+    pub work: Option<NativeWork>,
+    /// A program of your own that handles frames (docs/users/own-programs.md).
+    #[arg(long, value_name = "PATH")]
+    pub program: Option<PathBuf>,
+    /// What only that program understands.
+    #[arg(long, default_value = "", hide_default_value = true, requires = "program")]
+    pub options: String,
+    /// Frames that a source sends a second; 0 for as many as go.
+    #[arg(long, default_value_t = 0, hide_default_value = true, requires = "work")]
+    pub rate: u64,
+    /// Bytes of each, without check sequence.
+    #[arg(long, default_value_t = 60, hide_default_value = true, requires = "work")]
+    pub size: u16,
+    /// The station address that a source sends to; without, all.
+    #[arg(long, value_name = "MAC", requires = "work")]
+    pub to: Option<String>,
     /// The number by which it asks for the port.
-    #[arg(long, default_value_t = 0, conflicts_with = "netns")]
+    #[arg(long, default_value_t = 0, conflicts_with_all = ["netns", "native"])]
     pub id: u32,
     /// What it must know besides, at most 23 bytes.
-    #[arg(long, default_value = "", hide_default_value = true, conflicts_with = "netns")]
+    #[arg(long, default_value = "", hide_default_value = true, conflicts_with_all = ["netns", "native"])]
     pub secret: String,
     /// The VNI: Ethernet between the nodes that name the same one.
     #[arg(long, default_value = "lan")]
     pub vni: String,
     /// What the interface is called that the programs get; without, as the VNI.
-    #[arg(long, value_name = "NAME", conflicts_with = "memif")]
+    #[arg(long, value_name = "NAME", conflicts_with_all = ["memif", "native"])]
     pub interface: Option<String>,
-    /// The interface's address, such as 192.0.2.1/24; without, it is yours to set.
+    /// The interface's address, such as 192.0.2.1/24; without, it is yours to set. Of --work answer: the one that it answers for.
     #[arg(long, conflicts_with = "memif")]
     pub address: Option<String>,
     /// Its station address; without, one that follows from the node's name.
@@ -86,8 +108,21 @@ pub struct Add {
     #[arg(long)]
     pub no_standby: bool,
     /// Has all its frames go by its worker, also those from and to other namespaces, which the kernel would pass on faster.
-    #[arg(long, conflicts_with = "memif")]
+    #[arg(long, conflicts_with_all = ["memif", "native"])]
     pub no_shortcut: bool,
+}
+
+/// What a native node's worker does, if it is no program of your own.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub enum NativeWork {
+    /// Sends each frame back to where it came from.
+    Echo,
+    /// Takes frames in, and accounts for those that are numbered.
+    Sink,
+    /// Sends numbered frames.
+    Source,
+    /// Answers ARP and ping for --address.
+    Answer,
 }
 
 /// What can be asked of VNIs.
@@ -206,32 +241,42 @@ fn part(name: &str) -> String {
 }
 
 impl Add {
-    /// As a configuration has it.
-    fn to_json(&self) -> Value {
-        let Add {
-            node,
-            netns,
-            memif,
-            id,
-            secret,
-            vni,
-            interface,
-            address,
-            mac,
-            pool_kib,
-            cpu,
-            no_standby,
-            no_shortcut,
-        } = self;
-        let mut work =
-            json!({ "tap": { "netns": netns, "name": interface.as_ref().unwrap_or(vni), "shortcut": !no_shortcut } });
-        if let Some(address) = address {
+    /// What it does with frames, as a configuration has it.
+    fn work_to_json(&self) -> Value {
+        let absolute = |path: &PathBuf| std::path::absolute(path).unwrap_or(path.clone());
+        if let Some(socket) = &self.memif {
+            return json!({ "memif": { "socket": absolute(socket), "id": self.id, "secret": self.secret } });
+        }
+        if let Some(program) = &self.program {
+            return json!({ "program": { "path": absolute(program), "options": self.options } });
+        }
+        if self.native {
+            return match self.work {
+                Some(NativeWork::Sink) => json!("sink"),
+                Some(NativeWork::Source) => {
+                    let Add { rate, size, to, .. } = self;
+                    json!({ "source": { "rate": rate, "size": size, "to": to } })
+                }
+                Some(NativeWork::Answer) => {
+                    // One address, as it has no programs that would look for the others of a network.
+                    let address = self.address.as_deref().unwrap_or_default();
+                    json!({ "answer": { "address": address.split('/').next() } })
+                }
+                Some(NativeWork::Echo) | None => json!("echo"),
+            };
+        }
+        let name = self.interface.as_ref().unwrap_or(&self.vni);
+        let mut work = json!({ "tap": { "netns": self.netns, "name": name, "shortcut": !self.no_shortcut } });
+        if let Some(address) = &self.address {
             work["tap"]["address"] = json!(address);
         }
-        if let Some(socket) = memif {
-            let socket = std::path::absolute(socket).unwrap_or(socket.clone());
-            work = json!({ "memif": { "socket": socket, "id": id, "secret": secret } });
-        }
+        work
+    }
+
+    /// As a configuration has it.
+    fn to_json(&self) -> Value {
+        let Add { node, vni, mac, pool_kib, cpu, no_standby, .. } = self;
+        let work = self.work_to_json();
         json!({
             "name": node, "vni": vni, "mac": mac, "pool_kib": pool_kib, "cpu": cpu, "standby": !no_standby, "work": work,
         })

@@ -69,6 +69,9 @@ impl Config {
             if node.memif().is_some() {
                 return named("memif is a way onto a VNI; name one (vni = …)".to_owned());
             }
+            if node.work == Work::Uplink {
+                return named("an uplink joins a NIC and a VNI; name the VNI (vni = …)".to_owned());
+            }
             let detour = node.tap().is_some_and(|tap| !tap.shortcut);
             let set = [("mac", node.mac.is_some()), ("pool_kib", node.pool_kib.is_some()), ("shortcut", detour)];
             let odd = set.iter().find(|(_, is_set)| *is_set)?;
@@ -79,30 +82,35 @@ impl Config {
                 "vni {vni:?}: a name is 1 to {NAME_MAX} of the characters a-z, 0-9, - and _, and begins with a letter"
             ));
         }
-        let Some(outlet) = node.outlet() else {
-            return named(
-                "only a namespace (work = { tap = … }) or a client of memif (work = { memif = … }) can be on a VNI as yet; leave vni out".to_owned(),
-            );
-        };
         let pages = node.pool_pages();
         if !(POOL_PAGES_MIN..=POOL_PAGES_MAX).contains(&pages) {
             let kib = node.pool_kib.unwrap_or_default();
             let (least, most) = (POOL_PAGES_MIN * PAGE_KIB, POOL_PAGES_MAX * PAGE_KIB);
             return named(format!("pool_kib = {kib}, and a pool has {least} to {most} KiB; without, it has 2048"));
         }
-        if let Some(nic) = self.nic.iter().find(|nic| nic.node == node.name) {
-            return named(format!(
-                "it is on VNI {vni}, and NIC {:?} is meant for it; a node has one of the two",
-                nic.name
-            ));
+        let mut nics = self.nic.iter().filter(|nic| nic.node == node.name);
+        match (nics.next(), nics.next()) {
+            (Some(nic), _) if node.work != Work::Uplink => {
+                return named(format!(
+                    "it is on VNI {vni}, and NIC {:?} is meant for it; a node has one of the two, but for an uplink (work = \"uplink\")",
+                    nic.name
+                ));
+            }
+            (Some(one), Some(other)) => {
+                return named(format!(
+                    "an uplink joins one NIC and a VNI, and {:?} and {:?} are both meant for it; make another node for one of them",
+                    one.name, other.name
+                ));
+            }
+            _ => {}
         }
         let others = || self.node.iter().filter(|other| other.name != node.name);
         let is_later =
             |other: &Node| self.node.iter().skip_while(|it| it.name != node.name).any(|it| it.name == other.name);
         // Of two on VNIs the later one is odd.
-        let same_outlet =
-            |other: &&Node| other.outlet().as_ref() == Some(&outlet) && !(other.vni.is_some() && is_later(other));
-        if let Some(other) = others().find(same_outlet) {
+        let outlet = node.outlet();
+        let same_outlet = |other: &&Node| other.outlet() == outlet && !(other.vni.is_some() && is_later(other));
+        if let Some((outlet, other)) = outlet.as_ref().and_then(|outlet| Some((outlet, others().find(same_outlet)?))) {
             return named(format!("{outlet} is node {:?}'s as well; on a VNI each node has its own", other.name));
         }
         let same_mac = |other: &&Node| other.vni == node.vni && other.mac() == node.mac() && !is_later(other);

@@ -12,8 +12,8 @@ use super::card::{Kept, Opener, Opening};
 use super::policy::{self, Death, Verdict};
 use super::{About, PATIENCE, Supervisor, Token, iova_of, now, watch};
 use crate::channel::{self, Nothing};
-use crate::config::Device;
 use crate::config::Restart;
+use crate::config::{self, Device};
 use crate::process::Process;
 
 /// Of what an opener says to people, so much is repeated.
@@ -100,7 +100,11 @@ impl Supervisor {
         if let Some(ring) = card.config.ring {
             command.args(["--ring", &ring.to_string()]);
         }
-        if has_taps {
+        let joins = |node: &config::Node| node.name == card.config.node && node.work == config::Work::Uplink;
+        if self.config.node.iter().any(joins) {
+            // What is for nodes of the VNI is none of the card's addresses.
+            command.arg("--promiscuous");
+        } else if has_taps {
             // A kernel asks for its neighbours by multicast.
             command.arg("--all-multicast");
         }

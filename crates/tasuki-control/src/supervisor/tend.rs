@@ -20,7 +20,7 @@ use super::policy::{self, Verdict};
 use super::worker::{Fit, Stage, Words, Worker};
 use super::{About, PATIENCE, Supervisor, Token, iova_of, now, watch};
 use crate::channel;
-use crate::config::{Device, not_startable};
+use crate::config::{Device, Work, not_startable};
 use crate::process::Process;
 use crate::registry::{Change, WorkerRecord};
 
@@ -307,16 +307,33 @@ impl Supervisor {
             .filter(|card| card.kept.is_some())
             .map(|card| (card.number, card.node == name))
             .collect();
+        let joiner = self.joiner_of(name, &serving);
         for number in serving {
             for (nic, is_its) in &cards {
                 let has = self.workers.get(&number).is_some_and(|worker| worker.nics.contains_key(nic));
                 match (is_its, has) {
-                    (true, false) => self.attach(*nic, number, Use::Takeover, Method::Keep),
+                    (true, false) if joiner.is_none_or(|joiner| joiner == number || self.is_held(*nic)) => {
+                        self.attach(*nic, number, Use::Takeover, Method::Keep);
+                    }
                     (false, true) if !self.is_needed(number) => self.dismiss(*nic, number),
                     _ => {}
                 }
             }
         }
+    }
+
+    /// Of an uplink: who is to drive both its NIC and its end. Nobody else is given what nobody drives yet, for whoever is ready first drives.
+    fn joiner_of(&self, name: &str, serving: &[u32]) -> Option<u32> {
+        self.config.node(name).filter(|node| node.work == Work::Uplink)?;
+        let holds =
+            |number: &&u32| self.cards.values().any(|card| card.node == name && card.board.holder() == Some(**number));
+        serving.iter().find(holds).or(serving.first()).copied()
+    }
+
+    /// Whether somebody drives it who lives.
+    fn is_held(&self, nic: u32) -> bool {
+        let holder = self.cards.get(&nic).and_then(|card| card.board.holder());
+        holder.is_some_and(|holder| self.workers.contains_key(&holder))
     }
 
     /// Gives a worker what it needs to drive a NIC, and has it prepare.

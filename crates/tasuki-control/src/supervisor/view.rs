@@ -7,7 +7,7 @@ use super::card::{Card, Opening};
 use super::worker::{Fit, Stage, Worker};
 use super::{Supervisor, now};
 use crate::api::types::{NicView, NodeView, Status, WorkerView};
-use crate::config::Work;
+use crate::config::{self, Work};
 
 impl Supervisor {
     pub(super) fn status_view(&self) -> Status {
@@ -29,22 +29,7 @@ impl Supervisor {
         let node = self.nodes.get(name)?;
         Some(NodeView {
             name: name.to_owned(),
-            work: match self.config.node(name).map(|node| &node.work) {
-                Some(Work::Echo) => "echo".to_owned(),
-                Some(Work::Sink) => "sink".to_owned(),
-                Some(Work::Answer(answer)) => format!("answers ping at {}", answer.address),
-                Some(Work::Tap(tap)) => match self.config.node(name).and_then(|node| node.vni.as_ref()) {
-                    Some(vni) => format!("{} on VNI {vni}", tap.label()),
-                    None => format!("the NIC of {}", tap.label()),
-                },
-                Some(Work::Memif(memif)) => match self.config.node(name).and_then(|node| node.vni.as_ref()) {
-                    Some(vni) => format!("memif at {} on VNI {vni}", memif.label()),
-                    None => format!("memif at {}", memif.label()),
-                },
-                Some(Work::Source(source)) => format!("source of {} bytes, {} a second", source.size, source.rate),
-                Some(Work::Program(program)) => program.path.display().to_string(),
-                None => String::new(),
-            },
+            work: self.config.node(name).map(work_of).unwrap_or_default(),
             workers: self.workers.values().filter(|worker| worker.record.node == name).map(Worker::party).collect(),
             nics: self.cards.values().filter(|card| card.node == name).map(|card| card.name().to_owned()).collect(),
             generation: node.record.generation,
@@ -114,5 +99,24 @@ impl Supervisor {
             pause_ns: card.board.pause_ns().filter(|_| relays > 1),
             trouble: card.trouble.clone(),
         }
+    }
+}
+
+/// What a node does with frames, in words.
+fn work_of(node: &config::Node) -> String {
+    let what = match &node.work {
+        Work::Echo => "echo".to_owned(),
+        Work::Sink => "sink".to_owned(),
+        Work::Answer(answer) => format!("answers ping at {}", answer.address),
+        Work::Tap(tap) if node.vni.is_some() => tap.label(),
+        Work::Tap(tap) => format!("the NIC of {}", tap.label()),
+        Work::Memif(memif) => format!("memif at {}", memif.label()),
+        Work::Uplink => "uplink".to_owned(),
+        Work::Source(source) => format!("source of {} bytes, {} a second", source.size, source.rate),
+        Work::Program(program) => program.path.display().to_string(),
+    };
+    match &node.vni {
+        Some(vni) => format!("{what} on VNI {vni}"),
+        None => what,
     }
 }

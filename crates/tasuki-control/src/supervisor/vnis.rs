@@ -213,7 +213,7 @@ impl Supervisor {
         let number = card.number_on_vni.context("it has no number")?;
         let config = self.config.node(&node).context("there is no such node")?;
         // A program with a memif has whatever addresses it likes, and may be a bridge.
-        let (mac, is_uplink) = (config.mac(), config.memif().is_some());
+        let (mac, is_uplink) = (config.mac(), config.memif().is_some() || config.work == config::Work::Uplink);
         let kept = card.kept.as_ref().context("it has no estate")?;
         let copy = |at: usize| {
             let fd = kept.fds.get(at).context("a descriptor of it is not there")?;

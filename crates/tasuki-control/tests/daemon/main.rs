@@ -5,6 +5,7 @@ mod faults;
 mod hangs;
 mod kills;
 mod leaks;
+mod natives;
 mod own;
 mod real;
 mod rig;
@@ -14,6 +15,7 @@ mod standin;
 mod storm;
 mod taps;
 mod unplugged;
+mod uplinks;
 mod vnis;
 
 /// What `standin` is started as; without its orders it is nothing.

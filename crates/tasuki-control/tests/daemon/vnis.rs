@@ -16,20 +16,20 @@ use super::rooms::{BURST, Exchange, Program, Room, Stream, deaths, is_impossible
 use super::storm::{self, beside};
 
 /// Addresses for documentation (RFC 5737).
-const SHOP: &str = "192.0.2.1";
+pub const SHOP: &str = "192.0.2.1";
 const DESK: &str = "192.0.2.2";
 
 /// A daemon whose configuration names no node, and two namespaces. What is dropped first is ended first.
-struct World {
-    rig: Rig,
-    shop: Room,
+pub struct World {
+    pub rig: Rig,
+    pub shop: Room,
     desk: Room,
     _one: MutexGuard<'static, ()>,
 }
 
 impl World {
     /// Nothing, with the reason said, where it cannot be.
-    fn new() -> Option<Self> {
+    pub fn new() -> Option<Self> {
         if let Some(why) = is_impossible() {
             println!("skipped: {why}");
             return None;
@@ -72,7 +72,7 @@ impl World {
         Some((its["shortcut"]["sent"].as_u64()?, its["shortcut"]["received"].as_u64()?))
     }
 
-    fn add(&self, name: &str, room: &Room, address: &str, more: &[&str]) {
+    pub fn add(&self, name: &str, room: &Room, address: &str, more: &[&str]) {
         let (path, address) = (room.path(), format!("{address}/24"));
         self.rig.ask(&[&["node", "add", name, "--netns", &path, "--address", &address], more].concat());
     }
@@ -86,7 +86,7 @@ impl World {
         Exchange::begin([(&self.shop, SHOP), (&self.desk, DESK)])
     }
 
-    fn kill_driver(&self, node: &str) {
+    pub fn kill_driver(&self, node: &str) {
         let (dead, _) = self.rig.await_pair(node);
         signal(pid(&dead), Signal::KILL);
         until(&self.rig, "another drives", || {
@@ -94,7 +94,7 @@ impl World {
         });
     }
 
-    fn end(mut self) {
+    pub fn end(mut self) {
         self.rig.ask(&["stop"]);
         self.rig.daemon_ends();
     }
@@ -192,7 +192,9 @@ fn namespaces_reach_each_other_while_nobody_drives_their_ends() {
     world.await_pairs();
     exchange.goes_on(&world.rig, 300);
     // The new daemon counts anew, and what it has counted went by its own tables.
-    until(&world.rig, "they go by what the new daemon has made", || world.crossed("desk").is_some_and(|it| it.0 >= 100));
+    until(&world.rig, "they go by what the new daemon has made", || {
+        world.crossed("desk").is_some_and(|it| it.0 >= 100)
+    });
     // One that may not take it is reached by the workers, and the others as before.
     let guest = Room::new();
     world.add("guest", &guest, "192.0.2.3", &["--no-shortcut"]);

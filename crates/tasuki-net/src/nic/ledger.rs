@@ -147,7 +147,7 @@ impl Ledger {
         self.0[VALID].store(next, Release);
     }
 
-    /// How often was committed what is handled or given: see [`InPlace::turns`](super::InPlace::turns).
+    /// How often was committed what is handled or given: see [`Transactional::turns`](crate::port::Transactional::turns).
     pub fn turns(&self) -> u64 {
         self.cursors()[TURNS]
     }

@@ -33,7 +33,7 @@ pub use repoint::{Left, Repoint};
 pub use sash::Sash;
 pub use scrub::Scrub;
 
-use crate::port::{Burst, Frame, Port};
+use crate::port::{Port, Transactional};
 
 /// Who a card is, as its configuration space says.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -294,22 +294,15 @@ pub trait Nic: Port<Fault = NicError> + Sized {
 ///
 /// What came before `conclude` and was received is the giver's, what came later the taker's. A `sash`, which goes by another way than the NIC's memory, is gone on with by `go_on`. Who calls sees to it that only one of the two drives.
 ///
-/// A giver that is killed writes no sash. Its [ledger] says what it had handled, by this rule: *a received frame is in hand as long as it
-/// stands in the burst that is passed to [`receive`](Port::receive) or [`transmit`](Port::transmit); at the beginning of the one and at the end of
-/// the other, all others that were received count as handled* (and when a port is [armed](Port::arm) whose ring has no slots left, all of them), and that is committed together with what was given to the card. Up to then
-/// nobody writes to the slot of a frame that was received and let go, and who changes a frame [saves](Self::save) it before.
-pub trait InPlace: Nic {
+/// A giver that is killed writes no sash. Its [ledger] says what it had handled, by the rule of [`Transactional`].
+pub trait InPlace: Nic + Transactional {
     /// A successor that has everything but the sash.
     type Prepared;
 
     /// The way to the card, of which a successor needs a second one. Not for the card's registers.
     fn bus(&self) -> &Self::Bus;
 
-    /// Ends the last turn: all that was received is handled but what is `in_hand`, which a successor receives again; and what the card was told has
-    /// arrived there. Up to the next call of anything else a successor may go on, and once one has, nothing may be called any more.
-    fn conclude(&mut self, in_hand: &Burst);
-
-    /// The same with nothing in hand, and what a successor elsewhere must know, into a sash that was [blank](Sash::blank) or written by a driver of this
+    /// [Ends the last turn](Transactional::conclude) with nothing in hand, and writes what a successor elsewhere must know, into a sash that was [blank](Sash::blank) or written by a driver of this
     /// card before.
     fn sash(&mut self, into: &mut Self::Sash);
 
@@ -339,18 +332,6 @@ pub trait InPlace: Nic {
     /// A sash that is broken, or of another version, is found before anything is touched: the giver can go on.
     fn go_on(prepared: Self::Prepared, sash: &Self::Sash) -> Result<Self, Failed<Self::Bus>>;
 
-    /// Keeps the first [`SAVED_LEN`](ledger::SAVED_LEN) bytes of a frame that was received and is about to be changed in place: should we die before it is
-    /// handled, a successor receives what had come.
-    fn save(&mut self, frame: &Frame);
-
-    /// Frames that the card would take now: a burst of no more is taken whole by the next [`transmit`](Port::transmit), and committed by it in one.
-    /// Commits nothing as handled or given.
+    /// Frames that the card would take now: a burst of no more is taken whole by the next [`transmit`](Port::transmit). Commits nothing.
     fn room(&mut self) -> usize;
-
-    /// How often was committed what is handled or given; one call does that at most once. Somebody who must remember exactly what it has done keeps two
-    /// copies, and writes the one of the next number's parity before the call that commits: a successor finds that of this number valid.
-    fn turns(&self) -> u64;
-
-    /// Frames that were given to the card, by all its drivers since it was started.
-    fn given(&self) -> u64;
 }

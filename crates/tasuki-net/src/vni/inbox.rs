@@ -50,6 +50,8 @@ pub struct Incoming<'a> {
     header: u32,
     /// The node that sent it.
     pub from: u16,
+    /// Its place in that node's ring to us.
+    pub(super) index: u32,
 }
 
 impl Incoming<'_> {
@@ -136,11 +138,21 @@ impl Incoming<'_> {
 pub(super) struct Inbox {
     ring: Consumer<Span<Line>, Span<Line>, 1>,
     pool: PeerPool,
+    /// Of the message at this index so many parts were handled by a predecessor: what a segment was cut into.
+    begun: (u32, u32),
 }
 
 impl Inbox {
-    pub(super) fn new(ring: Consumer<Span<Line>, Span<Line>, 1>, pool: PeerPool) -> Self {
-        Inbox { ring, pool }
+    /// `parts` of the first message were handled.
+    pub(super) fn new(ring: Consumer<Span<Line>, Span<Line>, 1>, pool: PeerPool, parts: u32) -> Self {
+        let begun = (ring.head(), parts);
+        Inbox { ring, pool, begun }
+    }
+
+    /// Everything before `head` was handled, and of the message there so many parts.
+    pub(super) fn retire_to(&mut self, head: u32, parts: u32) {
+        self.begun = (head, parts);
+        self.ring.retire_to(head, parts);
     }
 
     #[inline]
@@ -156,6 +168,26 @@ impl Inbox {
         most: usize,
         each: &mut impl FnMut(Incoming<'_>),
     ) -> Result<usize, Breach> {
+        let (count, breach) = self.take(from, most, &mut |incoming, _| {
+            each(incoming);
+            true
+        });
+        if count > 0 {
+            self.ring.retire();
+        }
+        breach.map_or(Ok(count), Err)
+    }
+
+    /// Hands over up to `most` frames that stay the sender's to keep until they are [retired](Self::retire_to). From the first on that `each` does not
+    /// take they come again. It is told how many parts of the frame were handled by a predecessor: of what it makes when it is cut.
+    #[inline]
+    pub(super) fn take(
+        &mut self,
+        from: u16,
+        most: usize,
+        each: &mut impl FnMut(Incoming<'_>, u32) -> bool,
+    ) -> (usize, Option<Breach>) {
+        let first = self.ring.head();
         let mut pieces = ArrayVec::<(Piece, u32), AT_ONCE>::new();
         let mut breach = None;
         while pieces.len() < most.min(AT_ONCE) {
@@ -178,15 +210,13 @@ impl Inbox {
                 }
             }
         }
-        for &(piece, header) in &pieces {
-            each(Incoming { pool: &self.pool, piece, header, from });
+        for (taken, (&(piece, header), index)) in pieces.iter().zip((0..).map(|i| first.wrapping_add(i))).enumerate() {
+            let handled = if self.begun.0 == index { self.begun.1 } else { 0 };
+            if !each(Incoming { pool: &self.pool, piece, header, from, index }, handled) {
+                self.ring.put_back(index);
+                return (taken, None);
+            }
         }
-        if !pieces.is_empty() {
-            self.ring.retire();
-        }
-        match breach {
-            Some(breach) => Err(breach),
-            None => Ok(pieces.len()),
-        }
+        (pieces.len(), breach)
     }
 }

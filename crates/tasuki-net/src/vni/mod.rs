@@ -12,15 +12,19 @@
 //! - **V3** A frame's pages are its reader's until it has said that it has read it, or until they are taken back, and then the reader finds a
 //!   generation that is another (P3, P4).
 //! - **V4** What a reader may hold of a pool is bounded, and what it does not read in time is taken back: a slow one holds up itself alone.
+//! - **V5** What a native node's program did in a turn (what it received, what it sent) is in the node's ledger before anybody sees any of it; a successor
+//!   does again what stands there, which does no harm if it was done.
 //!
 //! docs/design/vni.md says what is promised to whom, and how much memory it takes.
 
 mod aside;
 pub mod finish;
 mod inbox;
+mod ledger;
 mod neighbour;
 pub mod offload;
 mod outbox;
+pub mod port;
 mod receive;
 mod send;
 
@@ -102,12 +106,25 @@ impl Vni {
     /// read stays with its readers, which are then [added](Self::add); after the last, [`settle`](Self::settle) frees what is nobody's.
     pub fn new(number: u16, estate: EstateFds, ear: OwnedFd) -> Result<Self, RegionError> {
         assert!(number < NODES_MAX, "a VNI has no node {number}");
-        let (estate, mut pool) = Estate::adopt(estate)?;
+        let (estate, pool) = Estate::adopt(estate)?;
+        Ok(Self::over(number, estate, pool, ear))
+    }
+
+    /// The same with a ledger, in which a predecessor may have left what it was about to do: that is done, before anybody looks.
+    fn with_ledger(number: u16, estate: EstateFds, ear: OwnedFd) -> Result<(Self, ledger::Ledger), RegionError> {
+        assert!(number < NODES_MAX, "a VNI has no node {number}");
+        let (estate, pool) = Estate::adopt(estate)?;
+        let ledger = ledger::Ledger::over(estate.ledger());
+        ledger.redo(&estate);
+        Ok((Self::over(number, estate, pool, ear), ledger))
+    }
+
+    fn over(number: u16, estate: Estate, mut pool: Pool, ear: OwnedFd) -> Self {
         let quota = pool.left() / 2;
         let mut shared = SharedRuns::default();
         let left = left_behind(&estate, &mut pool, &mut shared);
         let bell = Bell::go_on(estate.bell(), this_cpu());
-        Ok(Vni {
+        Vni {
             number,
             estate,
             pool,
@@ -125,7 +142,7 @@ impl Vni {
             staging: None,
             aside: Aside::new(),
             left,
-        })
+        }
     }
 
     /// This node's number.
@@ -143,8 +160,8 @@ impl Vni {
         }
         let line = self.estate.line_of(number);
         // What is ours to know stands in our own memory: a predecessor may have left it.
-        let head = low_half(line[0].word(0).load(Relaxed));
-        let inbox = Inbox::new(Consumer::new(estate.ring_to(self.number), line.clone(), head), pool);
+        let (head, parts) = halves(line[0].word(0).load(Relaxed));
+        let inbox = Inbox::new(Consumer::go_on(estate.ring_to(self.number), line.clone(), head), pool, parts);
         let mut left = self.left.remove(&number).unwrap_or_default();
         let mut stock = Stock { pool: &mut self.pool, shared: &mut self.shared, quota: self.quota };
         let talks = says_that_it_talks(&Claims::of(self.estate.talks()), number);
@@ -155,7 +172,7 @@ impl Vni {
                 // Nobody looks at it, or it was for another node of that number.
                 left.drain(..).for_each(|(_, which)| stock.shared.release(which, true, stock.pool));
                 self.estate.give_back_ring(number)?;
-                let head = low_half(estate.line_of(self.number).load(0, 0));
+                let (head, _) = halves(estate.line_of(self.number).load(0, 0));
                 Producer::new(self.estate.ring_to(number), estate.line_of(self.number), head)
             }
         };
@@ -292,8 +309,8 @@ fn left_behind(estate: &Estate, pool: &mut Pool, shared: &mut SharedRuns) -> Has
     left
 }
 
-/// The low half of a word.
-#[expect(clippy::cast_possible_truncation, reason = "the low half is what is meant")]
-fn low_half(word: u64) -> u32 {
-    word as u32
+/// The low half of a word, and the high one.
+#[expect(clippy::cast_possible_truncation, reason = "the halves are what is meant")]
+fn halves(word: u64) -> (u32, u32) {
+    (word as u32, (word >> 32) as u32)
 }

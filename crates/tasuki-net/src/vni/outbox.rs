@@ -205,11 +205,9 @@ impl Outbox {
 
     /// Looks how far the reader is, and takes back what it has done with. Says whether it has read everything.
     fn reap(&mut self, stock: &mut Stock<'_>) -> Result<bool, Broken> {
-        // The end of a run is counted from what was published.
-        self.publish();
         let head = self.ring.look()?;
-        // Indices wrap: an entry is done with unless its end lies between head and tail.
-        let open = self.ring.tail().wrapping_sub(head);
+        // Indices wrap: an entry is done with unless its end lies between head and what is staged last.
+        let open = self.end().wrapping_sub(head);
         while let Some(sent) = self.sent.pop_front_if(|sent| sent.upto.wrapping_sub(head).wrapping_sub(1) >= open) {
             self.free(sent.held, stock, false);
         }
@@ -301,10 +299,46 @@ impl Outbox {
         match at {
             0 => self.free(Held::Own(run), stock, false),
             _ => {
-                let upto = self.ring.tail().wrapping_add(u32::try_from(self.staged.len()).expect("a batch"));
+                let upto = self.end();
                 self.sent.push_back(Sent { upto, held: Held::Own(run) });
             }
         }
+    }
+
+    /// The index behind the last message, if what is staged is published.
+    #[inline]
+    fn end(&self) -> u32 {
+        self.ring.tail().wrapping_add(u32::try_from(self.staged.len()).expect("a batch"))
+    }
+
+    /// Has a message published with the next batch.
+    #[inline]
+    fn stage(&mut self, message: Message<1>) {
+        // Not before there is another: whoever stages no more than a batch says himself when it is published.
+        if self.staged.is_full() {
+            self.publish();
+        }
+        self.staged.push(message);
+    }
+
+    /// What is staged, with the index that it will have.
+    pub(super) fn staged(&self) -> impl Iterator<Item = (u32, &Message<1>)> {
+        let first = self.ring.tail();
+        (0..).map(move |i| first.wrapping_add(i)).zip(&self.staged)
+    }
+
+    /// What is staged is not published after all. Says how much that was.
+    pub(super) fn withdraw(&mut self) -> usize {
+        let count = self.staged.len();
+        self.staged.clear();
+        let tail = self.ring.tail();
+        for sent in self.sent.iter_mut().rev().take(count) {
+            // What ends behind the tail ends there.
+            if sent.upto.wrapping_sub(tail) <= u32::try_from(BATCH).expect("a batch") {
+                sent.upto = tail;
+            }
+        }
+        count
     }
 
     /// Sends the first `len` bytes of the last [draft](Self::draft).
@@ -313,11 +347,8 @@ impl Outbox {
         let stream = self.stream.as_mut().expect("there was a draft");
         assert!(len <= std::mem::take(&mut self.drafted), "{len} bytes were posted of a shorter draft");
         let piece = pool.piece(&stream.run, stream.at, len);
-        self.staged.push(message_of(piece, flags));
         stream.at += len.next_multiple_of(LINE);
-        if self.staged.is_full() {
-            self.publish();
-        }
+        self.stage(message_of(piece, flags));
     }
 
     /// Lets the reader see what was posted.
@@ -347,13 +378,10 @@ impl Outbox {
     pub(super) fn post_run(&mut self, run: Run, len: u32, flags: u32, stock: &mut Stock<'_>) {
         // What was posted before ends before.
         self.close_stream(stock);
-        self.staged.push(message_of(stock.pool.piece(&run, 0, len), flags));
+        self.stage(message_of(stock.pool.piece(&run, 0, len), flags));
         self.held += run.pages();
-        let upto = self.ring.tail().wrapping_add(u32::try_from(self.staged.len()).expect("a batch"));
+        let upto = self.end();
         self.sent.push_back(Sent { upto, held: Held::Own(run) });
-        if self.staged.is_full() {
-            self.publish();
-        }
     }
 
     /// Sends a piece of a run that others get as well.
@@ -376,9 +404,9 @@ impl Outbox {
             self.held += pages;
             self.sent.push_back(Sent { upto: 0, held: Held::Shared(which) });
         }
-        self.staged.push(message_of(piece, flags));
-        self.publish();
-        self.sent.back_mut().expect("just seen or made").upto = self.ring.tail();
+        self.stage(message_of(piece, flags));
+        let upto = self.end();
+        self.sent.back_mut().expect("just seen or made").upto = upto;
         Ok(Ok(()))
     }
 

@@ -16,6 +16,9 @@ const BURST: usize = 32;
 /// Looks in vain after which a ring is looked at only in turn with all others.
 const IN_VAIN: u32 = 64;
 
+/// Looks from one time to the next at which those come first that were not busy last.
+const LATE_EVERY: u32 = 8;
+
 /// Looks from one time to the next at which whoever has newly begun to talk is heard.
 const HEAR_EVERY: u32 = 256;
 
@@ -57,16 +60,60 @@ impl Vni {
     /// A look costs the same however many nodes there are: at the rings that were busy last, and at one more.
     #[inline]
     pub fn receive(&mut self, mut each: impl FnMut(Incoming<'_>)) -> usize {
+        self.begin_look();
+        let mut came = 0;
+        let mut look = |vni: &mut Self, from: u16| {
+            let count = vni.receive_from(from, &mut each);
+            came += count;
+            count
+        };
+        self.look_at_active(&mut look);
+        if self.heard.len() > self.active.len() {
+            self.look_in_turn(&mut look);
+        }
+        came
+    }
+
+    /// The same of up to `most` frames, which come again until they are [retired](Self::retire): also from the first on that `each` does not take. Who
+    /// is looked at first changes from time to time, so that nobody has all of it.
+    #[inline]
+    pub(super) fn take_in(&mut self, most: usize, mut each: impl FnMut(Incoming<'_>, u32) -> bool) -> usize {
+        self.begin_look();
+        let mut came = 0;
+        let mut look = |vni: &mut Self, from: u16| {
+            let count = vni.take_from(from, most.saturating_sub(came), &mut each);
+            came += count;
+            count
+        };
+        if !self.active.is_empty() {
+            self.active.rotate_left(1);
+        }
+        let is_their_turn = self.looks.is_multiple_of(LATE_EVERY) || self.active.is_empty();
+        if is_their_turn && self.heard.len() > self.active.len() {
+            self.look_in_turn(&mut look);
+        }
+        self.look_at_active(&mut look);
+        if !is_their_turn && self.heard.len() > self.active.len() {
+            self.look_in_turn(&mut look);
+        }
+        came
+    }
+
+    #[inline]
+    fn begin_look(&mut self) {
         self.looks = self.looks.wrapping_add(1);
         if self.looks.is_multiple_of(HEAR_EVERY) {
             self.hear();
         }
-        let mut count = 0;
+    }
+
+    /// Looks at the rings that were busy last. `look` says how many frames came.
+    #[inline]
+    fn look_at_active(&mut self, look: &mut impl FnMut(&mut Self, u16) -> usize) {
         let mut i = 0;
         while i < self.active.len() {
             let (from, in_vain) = self.active[i];
-            let came = self.receive_from(from, &mut each);
-            count += came;
+            let came = look(self, from);
             if self.active.get(i).is_none_or(|(active, _)| *active != from) {
                 // It broke a rule, and is not among them any more.
                 continue;
@@ -79,21 +126,17 @@ impl Vni {
                 self.active.swap_remove(i);
             }
         }
-        if self.heard.len() > self.active.len() {
-            count += self.receive_in_turn(&mut each);
-        }
-        count
     }
 
-    /// The same from the next of all that talk to us.
+    /// The same at the next of all that talk to us.
     #[inline(never)]
-    fn receive_in_turn(&mut self, each: &mut impl FnMut(Incoming<'_>)) -> usize {
+    fn look_in_turn(&mut self, look: &mut impl FnMut(&mut Self, u16) -> usize) {
         self.next = if self.next + 1 < self.heard.len() { self.next + 1 } else { 0 };
         let from = self.heard[self.next];
         if self.active.iter().any(|(active, _)| *active == from) {
-            return 0;
+            return;
         }
-        let came = self.receive_from(from, each);
+        let came = look(self, from);
         if came > 0 {
             if self.active.is_full() {
                 self.active.remove(0);
@@ -102,15 +145,11 @@ impl Vni {
         } else {
             self.drop_if_silent(from);
         }
-        came
     }
 
+    #[inline]
     fn receive_from(&mut self, from: u16, each: &mut impl FnMut(Incoming<'_>)) -> usize {
-        let Some(neighbour) = self.neighbours[usize::from(from)].as_mut() else { return 0 };
-        // V2: a ring of which this is not said is not looked at, for a look would cost memory.
-        if !says_that_it_talks(&neighbour.talks, self.number) {
-            return 0;
-        }
+        let Some(neighbour) = self.talker(from) else { return 0 };
         match neighbour.inbox.receive(from, BURST, each) {
             Ok(0) => 0,
             Ok(came) => {
@@ -124,6 +163,34 @@ impl Vni {
                 0
             }
         }
+    }
+
+    #[inline]
+    fn take_from(&mut self, from: u16, most: usize, each: &mut impl FnMut(Incoming<'_>, u32) -> bool) -> usize {
+        let Some(neighbour) = self.talker(from) else { return 0 };
+        let (count, breach) = neighbour.inbox.take(from, most, each);
+        if let Some(breach) = breach {
+            neighbour.breaks(breach);
+            self.stop_listening_to(from);
+        }
+        count
+    }
+
+    /// A node whose ring may be looked at.
+    #[inline]
+    fn talker(&mut self, from: u16) -> Option<&mut Neighbour> {
+        let us = self.number;
+        let neighbour = self.neighbours[usize::from(from)].as_deref_mut();
+        // V2: a ring of which this is not said is not looked at, for a look would cost memory.
+        neighbour.filter(|neighbour| says_that_it_talks(&neighbour.talks, us))
+    }
+
+    /// All frames of a node's before `head` are handled, and of that there so many parts.
+    pub(super) fn retire(&mut self, from: u16, head: u32, parts: u32, count: u64) {
+        let Some(neighbour) = self.neighbours.get_mut(usize::from(from)).and_then(Option::as_mut) else { return };
+        neighbour.inbox.retire_to(head, parts);
+        neighbour.counts.received += count;
+        neighbour.publish();
     }
 
     /// Who has taken back that it talks to us is not looked at any more: its ring's memory goes back to the kernel.

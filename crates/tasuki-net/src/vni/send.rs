@@ -2,8 +2,10 @@
 
 use tasuki_shm::pool::{LINE, PAGE, Piece};
 use tasuki_shm::region::PAGE_LEN;
+use tasuki_shm::ring::Message;
 
 use super::inbox::Breach;
+use super::ledger::point;
 use super::neighbour::{Talk, name_of};
 use super::offload::HEADER_LEN;
 use super::outbox::{NoRoom, SharedRun, Stock, WITH_HEADER, run_pages};
@@ -256,12 +258,28 @@ impl Vni {
         Ok(())
     }
 
+    /// What is staged, with its receiver and its place in the ring to it.
+    pub(super) fn staged(&self) -> impl Iterator<Item = (u16, u32, &Message<1>)> {
+        let touched = self.touched.iter().filter_map(|to| Some((*to, self.neighbours[usize::from(*to)].as_ref()?)));
+        touched.flat_map(|(to, it)| it.outbox.staged().map(move |(index, message)| (to, index, message)))
+    }
+
+    /// What was posted since the last [`flush`](Self::flush) is not sent after all, as far as it was no more than a batch for each.
+    pub(super) fn withdraw(&mut self) {
+        for to in &self.touched {
+            if let Some(neighbour) = self.neighbours[usize::from(*to)].as_mut() {
+                neighbour.counts.sent -= neighbour.outbox.withdraw() as u64;
+            }
+        }
+    }
+
     /// Wakes whoever sleeps and was sent something since the last time.
     #[inline]
     pub fn flush(&mut self) {
         for to in self.touched.drain(..) {
             let Some(neighbour) = self.neighbours[usize::from(to)].as_mut() else { continue };
             neighbour.touched = false;
+            point("vni.publishing");
             neighbour.outbox.publish();
             // V2: whoever hears of us for the first time is told who we are.
             let is_new = std::mem::replace(&mut neighbour.talk, Talk::Known) != Talk::Known;

@@ -14,6 +14,7 @@
 //! | 2048 on                  | the generations of the pool's pages, 4 bytes each                                      |
 //! | next page, 64 for a node | the line of each node: how far its ring to us was read, and what went between us       |
 //! | next page, a page a node | the ring to each node: [`RING_PLACES`] messages of 16 bytes                              |
+//! | last page                | the ledger: what the node's program has done, for its successor; written by native nodes alone |
 
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 
@@ -28,6 +29,9 @@ pub const RING_PLACES: u32 = 256;
 
 /// Lines of such a ring: one page.
 const RING_LINES: usize = PAGE_LEN / LINE_LEN;
+
+/// Lines of the ledger.
+pub const LEDGER_LINES: usize = PAGE_LEN / LINE_LEN;
 
 const BELL_AT: usize = 0;
 const TALKS_AT: usize = 128;
@@ -64,6 +68,7 @@ pub enum EstateError {
 struct Layout {
     lines_at: usize,
     rings_at: usize,
+    ledger_at: usize,
     len: usize,
 }
 
@@ -72,7 +77,8 @@ impl Layout {
         let generations = generation_lines(pool_pages) * LINE_LEN;
         let lines_at = (GENERATIONS_AT + generations).next_multiple_of(PAGE_LEN);
         let rings_at = (lines_at + usize::from(NODES_MAX) * LINE_LEN).next_multiple_of(PAGE_LEN);
-        Layout { lines_at, rings_at, len: rings_at + usize::from(NODES_MAX) * PAGE_LEN }
+        let ledger_at = rings_at + usize::from(NODES_MAX) * PAGE_LEN;
+        Layout { lines_at, rings_at, ledger_at, len: ledger_at + PAGE_LEN }
     }
 
     fn line_of(self, node: u16) -> usize {
@@ -166,6 +172,11 @@ impl Estate {
     /// Our ring to `node`.
     pub fn ring_to(&self, node: u16) -> Span<Line> {
         self.lines(self.layout.ring_to(node), RING_LINES)
+    }
+
+    /// The ledger. Whoever reads it makes the kernel allocate it.
+    pub fn ledger(&self) -> Span<Line> {
+        self.lines(self.layout.ledger_at, LEDGER_LINES)
     }
 
     /// Gives the memory of our ring to `node` back to the kernel. It reads as zeroes from then on.

@@ -51,6 +51,10 @@ where
             // Armed, a ring without slots counts what is in hand as handled.
             return false;
         }
+        let works = self.arena.as_ref().is_none_or(|arena| self.duty.can_work(&common.desk(arena, self.given.number)));
+        if self.drives() && !works {
+            return true;
+        }
         self.remember(&common.book);
         let Card::Driven(nic) = &mut self.card else { return true };
         if self.gone {

@@ -10,8 +10,8 @@ use super::{Assembly, BAR, Counters, E1000e, QUEUES_MAX, SENT, SKIPPING, bell};
 use crate::nic::bus::{Bus, Registers};
 use crate::nic::ledger::TURNS;
 use crate::nic::sash::{Head, Sash as _, broken};
-use crate::nic::{Failed, InPlace, Mac, NicError, NicMemory};
-use crate::port::{BURST_MAX, Burst, Frame};
+use crate::nic::{Failed, InPlace, Mac, Nic, NicError, NicMemory};
+use crate::port::{BURST_MAX, Burst, Frame, Transactional};
 
 /// Everything but the sash.
 #[derive(Debug)]
@@ -137,14 +137,6 @@ impl<B: Bus> InPlace for E1000e<B> {
         &self.bus
     }
 
-    fn conclude(&mut self, in_hand: &Burst) {
-        self.transmit.reclaim(self.memory.arena());
-        self.commit(in_hand);
-        if self.mmio.0.is_behind() {
-            self.mmio.read(regs::STATUS);
-        }
-    }
-
     fn sash(&mut self, into: &mut Sash) {
         self.conclude(&Burst::new());
         self.write_sash(into);
@@ -216,6 +208,33 @@ impl<B: Bus> InPlace for E1000e<B> {
         }
     }
 
+    fn room(&mut self) -> usize {
+        self.transmit.reclaim(self.memory.arena());
+        if self.transmit.can_make_room(BURST_MAX) {
+            self.commit_sent();
+        }
+        self.transmit.room()
+    }
+}
+
+impl<B: Bus> Transactional for E1000e<B> {
+    fn station(&self) -> Mac {
+        self.mac
+    }
+
+    fn conclude(&mut self, in_hand: &Burst) {
+        self.transmit.reclaim(self.memory.arena());
+        self.commit(in_hand);
+        if self.mmio.0.is_behind() {
+            self.mmio.read(regs::STATUS);
+        }
+    }
+
+    fn withdraw(&mut self) {
+        // What the card was told has arrived there once it has answered.
+        self.link();
+    }
+
     #[inline]
     fn save(&mut self, frame: &Frame) {
         for (queue, ring) in self.receive.iter_mut().enumerate() {
@@ -225,12 +244,8 @@ impl<B: Bus> InPlace for E1000e<B> {
         }
     }
 
-    fn room(&mut self) -> usize {
-        self.transmit.reclaim(self.memory.arena());
-        if self.transmit.can_make_room(BURST_MAX) {
-            self.commit_sent();
-        }
-        self.transmit.room()
+    fn takes(&mut self, burst: &Burst) -> bool {
+        self.room() >= burst.len()
     }
 
     fn turns(&self) -> u64 {

@@ -1,0 +1,219 @@
+//! Native nodes on a VNI: their workers handle frames themselves, are replaced and killed at each of their steps, and no frame is lost or handled twice.
+//! Needs root.
+
+use std::cell::Cell;
+use std::fs;
+use std::os::unix::fs::PermissionsExt;
+use std::process::{Child, Command, Stdio};
+
+use rustix::process::Signal;
+
+use super::rig::{Rig, pid, signal, until};
+use super::rooms::deaths;
+use super::storm::beside;
+use super::vnis::{SHOP, World};
+
+/// Where whoever drives a native node's end may be killed.
+const DRIVER: &[&str] = &["burst.received", "burst.turned", "burst.sent", "vni.written", "vni.committed", "vni.done"];
+
+/// Of what the port of a node's end has counted, and its program.
+fn count(rig: &Rig, end: &str, name: &str) -> u64 {
+    let said = rig.json(&["nic", "counts", end]);
+    let counts = said["counts"].as_array().expect("a list");
+    let count = counts.iter().find(|count| count[0] == name).and_then(|count| count[1].as_u64());
+    count.unwrap_or_else(|| panic!("no {name} in {said}"))
+}
+
+/// A native node that takes numbered frames in, and one that sends them there.
+fn with_source_and_sink(world: &World, rate: &str) {
+    let rig = &world.rig;
+    rig.ask(&["node", "add", "sink", "--native", "--work", "sink", "--mac", "02:00:00:00:00:99"]);
+    rig.await_pair("sink");
+    let words = ["node", "add", "source", "--native", "--work", "source", "--to", "02:00:00:00:00:99", "--rate", rate];
+    rig.ask(&words);
+    rig.await_pair("source");
+    flows(rig, 500);
+}
+
+/// Waits until the sink has seen so many frames more.
+fn flows(rig: &Rig, more: u64) {
+    let before = count(rig, "sink@lan", "numbered");
+    until(rig, "frames flow", || count(rig, "sink@lan", "numbered") >= before + more);
+}
+
+/// No number is missing or came twice, from the first to the last.
+fn assert_exact(rig: &Rig) {
+    let [seen, missing, late, next] = ["numbered", "missing", "late", "next"].map(|name| count(rig, "sink@lan", name));
+    println!("numbered {seen}, missing {missing}, late {late}, next {next}");
+    assert_eq!((missing, late, seen), (0, 0, next), "{}", rig.log());
+}
+
+/// A worker that dies at a place, when it passes it so often.
+fn dying_at(rig: &Rig, place: &str, nth: u32, program: &str) -> String {
+    let path = rig.path(&format!("dies-{}-{nth}", place.replace('.', "-")));
+    fs::write(&path, format!("#!/bin/sh\nTASUKI_CRASH={place}:{nth} exec {program} \"$@\"\n")).expect("a file");
+    fs::set_permissions(&path, fs::Permissions::from_mode(0o755)).expect("a mode");
+    path.display().to_string()
+}
+
+#[test]
+fn a_source_and_a_sink_lose_nothing_and_see_nothing_twice_while_workers_and_daemon_are_replaced_and_killed() {
+    let Some(mut world) = World::new() else { return };
+    with_source_and_sink(&world, "2000");
+    for node in ["sink", "source", "sink", "source"] {
+        world.rig.ask(&["worker", "upgrade", node]);
+        world.rig.await_pair(node);
+        flows(&world.rig, 200);
+    }
+    for node in ["sink", "source", "sink", "source", "sink", "source"] {
+        world.kill_driver(node);
+        world.rig.await_pair(node);
+        flows(&world.rig, 200);
+    }
+    world.rig.kill_daemon();
+    world.rig.start();
+    world.rig.await_pair("sink");
+    world.rig.await_pair("source");
+    world.rig.ask(&["worker", "upgrade", "source"]);
+    world.rig.ask(&["worker", "upgrade", "sink"]);
+    flows(&world.rig, 200);
+    world.rig.ask(&["node", "remove", "source"]);
+    assert_exact(&world.rig);
+    world.end();
+}
+
+#[test]
+fn wherever_a_native_node_is_killed_its_frames_are_handled_once() {
+    if !cfg!(feature = "crash-points") {
+        return println!("skipped: needs the feature crash-points");
+    }
+    let Some(world) = World::new() else { return };
+    with_source_and_sink(&world, "1000");
+    let worker = beside("tasuki-worker").expect("looked for before").display().to_string();
+    let mut killed = 0;
+    for node in ["source", "sink"] {
+        for (place, nth) in DRIVER.iter().zip([3, 10, 30].into_iter().cycle()) {
+            if node == "source" && ["burst.received", "burst.turned"].contains(place)
+                || node == "sink" && *place == "burst.sent"
+            {
+                continue;
+            }
+            let with = dying_at(&world.rig, place, nth, &worker);
+            // It may be dead before it is said that it drives.
+            let _ = world.rig.tasuki(&["worker", "upgrade", node, "--with", &with]);
+            killed += 1;
+            until(&world.rig, "it dies", || deaths(&world.rig) >= killed);
+            until(&world.rig, "a worker that lives drives", || {
+                world.rig.tasuki(&["worker", "upgrade", node, "--with", &worker]).status.success()
+            });
+            killed = deaths(&world.rig);
+            world.rig.await_pair(node);
+            flows(&world.rig, 100);
+        }
+    }
+    println!("{} deaths", deaths(&world.rig));
+    world.rig.ask(&["node", "remove", "source"]);
+    assert_exact(&world.rig);
+    world.end();
+}
+
+/// `ping` in a namespace, ended with this.
+struct Ping(Child);
+
+impl Drop for Ping {
+    fn drop(&mut self) {
+        let _ = self.0.kill();
+        let _ = self.0.wait();
+    }
+}
+
+#[test]
+fn a_namespace_gets_one_answer_to_each_question_from_a_native_node_that_is_replaced_and_killed() {
+    if Command::new("ping").arg("-V").output().is_err() {
+        return println!("skipped: needs ping: apt-get install iputils-ping");
+    }
+    let Some(world) = World::new() else { return };
+    world.add("shop", &world.shop, SHOP, &[]);
+    world.rig.ask(&["node", "add", "desk", "--native", "--work", "answer", "--address", "192.0.2.77"]);
+    world.rig.await_pair("shop");
+    world.rig.await_pair("desk");
+    let words = ["-i", "0.01", "-W", "20", "-c", "600", "192.0.2.77"];
+    let ping = world.shop.within(|| Command::new("ping").args(words).stdout(Stdio::piped()).spawn());
+    let mut ping = Ping(ping.expect("looked for before"));
+    world.rig.ask(&["worker", "upgrade", "desk"]);
+    world.rig.await_pair("desk");
+    world.kill_driver("desk");
+    world.rig.await_pair("desk");
+    world.rig.ask(&["worker", "upgrade", "desk"]);
+    world.kill_driver("desk");
+    let mut said = String::new();
+    let out = ping.0.stdout.take().expect("it was piped");
+    std::io::Read::read_to_string(&mut std::io::BufReader::new(out), &mut said).expect("what it says");
+    let last = said.lines().rev().take(3).collect::<Vec<_>>().join("; ");
+    println!("{last}");
+    assert!(last.contains("600 packets transmitted, 600 received, 0% packet loss"), "{last}\n{}", world.rig.log());
+    world.end();
+}
+
+/// A program of the user's own that every frame comes to which the sink gets, too. Whenever the source stands still, both have counted the same.
+#[test]
+fn what_a_program_of_ones_own_counts_on_a_vni_is_exact_wherever_it_is_killed() {
+    if !cfg!(feature = "crash-points") || beside("examples/reflector").is_none() {
+        return println!("skipped: needs the feature crash-points, and the examples of tasuki-worker");
+    }
+    let Some(world) = World::new() else { return };
+    let rig = &world.rig;
+    let program = beside("examples/reflector").expect("just seen").display().to_string();
+    rig.ask(&["node", "add", "sink", "--native", "--work", "sink"]);
+    rig.ask(&["node", "add", "mine", "--native", "--program", &program, "--options", "copy"]);
+    rig.await_pair("sink");
+    rig.await_pair("mine");
+    // What is for all is not waited with, and so it is to be less than the rings hold while somebody is replaced.
+    rig.ask(&["node", "add", "source", "--native", "--work", "source", "--rate", "100"]);
+    rig.await_pair("source");
+    flows(rig, 100);
+    let mut killed = 0;
+    for (place, nth) in DRIVER.iter().chain(&["state.written"]).zip([2, 5, 9].into_iter().cycle()) {
+        let with = dying_at(rig, place, nth, &program);
+        let _ = rig.tasuki(&["worker", "upgrade", "mine", "--with", &with]);
+        killed += 1;
+        until(rig, "it dies", || deaths(rig) >= killed);
+        until(rig, "a worker that lives drives", || {
+            rig.tasuki(&["worker", "upgrade", "mine", "--with", &program]).status.success()
+        });
+        killed = deaths(rig);
+        rig.await_pair("mine");
+        flows(rig, 20);
+    }
+    let both = || (count(rig, "mine@lan", "frames"), count(rig, "sink@lan", "numbered"));
+    // It may stand still where the one has got a frame and the other not.
+    until(rig, "both have counted the same", || {
+        let source = pid(&rig.await_pair("source").0);
+        signal(source, Signal::STOP);
+        let counted = Cell::new(both());
+        until(rig, "all has come", || counted.replace(both()) == counted.get());
+        signal(source, Signal::CONT);
+        println!("{:?} with {} deaths", counted.get(), deaths(rig));
+        counted.get().0 == counted.get().1
+    });
+    assert_eq!((count(rig, "sink@lan", "missing"), count(rig, "sink@lan", "late")), (0, 0), "{}", rig.log());
+    world.end();
+}
+
+#[test]
+fn a_native_node_that_cannot_be_is_refused_with_a_sentence() {
+    let Some(world) = World::new() else { return };
+    for (words, part) in [
+        (&["new", "--native", "--work", "answer"][..], "address"),
+        (&["new", "--native", "--work", "source", "--size", "10"], "a frame has 60 to 1514 bytes"),
+        (&["new", "--native", "--program", "/no/such/program", "--vni", "Lan"], "vni \"Lan\": a name is"),
+    ] {
+        let said = world.rig.refused(&[&["node", "add"], words].concat());
+        assert!(said.contains(part), "{words:?}: {said}");
+    }
+    for words in [&["new", "--native"][..], &["new", "--work", "echo"], &["new", "--native", "--netns", "a"]] {
+        let said = world.rig.tasuki(&[&["node", "add"], words].concat());
+        assert_eq!(said.status.code(), Some(2), "{words:?}");
+    }
+    world.end();
+}

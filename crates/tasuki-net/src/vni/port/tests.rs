@@ -1,0 +1,414 @@
+use std::cell::Cell;
+use std::collections::BTreeMap;
+use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
+use std::sync::Arc;
+
+use proptest::prelude::*;
+use tasuki_shm::line::Claims;
+use tasuki_shm::vni::directory::{Directory, Lookup, NodeSet, directory_lines};
+use tasuki_shm::wake::Clapper;
+use zerocopy::IntoBytes;
+
+use super::*;
+use crate::vni::finish::GSO_UDP_L4;
+use crate::vni::offload::{HEADER_LEN, NEEDS_CSUM, Offload};
+
+type Lines = Arc<[Line]>;
+
+thread_local! {
+    /// How many places are passed until the worker is killed.
+    static LIFE: Cell<Option<u32>> = const { Cell::new(None) };
+}
+
+/// What a worker that is killed unwinds with: nothing of it runs after that.
+struct Killed;
+
+/// A place at which the worker may be killed.
+pub fn may_die(_: &'static str) {
+    let left = LIFE.get();
+    LIFE.set(left.map(|left| left.saturating_sub(1)));
+    if left == Some(0) {
+        LIFE.set(None);
+        resume_unwind(Box::new(Killed));
+    }
+}
+
+/// What a daemon keeps of a node.
+struct Kept {
+    estate: EstateFds,
+    ear: OwnedFd,
+    bell: OwnedFd,
+}
+
+const NODES: u16 = 4;
+/// The native node, who sends to it, and to whom it sends.
+const US: u16 = 1;
+const SENDERS: [u16; 2] = [0, 3];
+const TO: [u16; 2] = [2, 3];
+
+fn mac(node: u16) -> [u8; 6] {
+    [2, 0, 0, 0, 0, node.to_le_bytes()[0]]
+}
+
+struct Net {
+    kept: Vec<Kept>,
+    lines: Lines,
+    _directory: Directory<Lines>,
+    others: BTreeMap<u16, Vni>,
+    port: Option<VniPort<Lines>>,
+}
+
+impl Net {
+    fn new() -> Self {
+        let kept = (0..NODES).map(|number| {
+            let (ear, bell) = tasuki_shm::wake::bell_pipe().unwrap();
+            Kept { estate: EstateFds::create(&format!("test-{number}"), 512).unwrap(), ear, bell }
+        });
+        let kept: Vec<_> = kept.collect();
+        let lines: Lines = (0..directory_lines(64)).map(|_| Line::default()).collect();
+        let mut directory = Directory::new(Arc::clone(&lines));
+        let mut nodes = NodeSet::default();
+        for number in 0..NODES {
+            nodes.insert(number);
+            directory.add(mac(number), number).unwrap();
+        }
+        directory.set_nodes(&nodes);
+        let mut net = Net { kept, lines, _directory: directory, others: BTreeMap::new(), port: None };
+        for number in (0..NODES).filter(|number| *number != US) {
+            let (estate, ear) = net.own(number);
+            let mut vni = Vni::new(number, estate, ear).unwrap();
+            net.introductions(number).into_iter().for_each(|kit| vni.add(kit).unwrap());
+            vni.settle();
+            net.others.insert(number, vni);
+        }
+        net.replace();
+        net
+    }
+
+    fn own(&self, number: u16) -> (EstateFds, OwnedFd) {
+        let kept = &self.kept[usize::from(number)];
+        let [control, pool] = kept.estate.fds().map(|fd| fd.try_clone_to_owned().unwrap());
+        (EstateFds { control, pool }, kept.ear.try_clone().unwrap())
+    }
+
+    fn introductions(&self, to: u16) -> Vec<Introduction> {
+        let others = (0..).zip(&self.kept).filter(|(number, _)| *number != to);
+        let introduction = |(number, kept): (u16, &Kept)| Introduction {
+            number,
+            estate: kept.estate.to_read().unwrap(),
+            bell: Clapper::from_peer(kept.bell.try_clone().unwrap()),
+        };
+        others.map(introduction).collect()
+    }
+
+    /// Another worker of the native node goes on.
+    fn replace(&mut self) {
+        self.port = None;
+        let (estate, ear) = self.own(US);
+        let switch = Switch::new(US, Lookup::new(Claims::of(Arc::clone(&self.lines))));
+        let frames = Frames::new().unwrap();
+        let mut port = VniPort::new(US, Mac(mac(US)), estate, ear, switch, frames).unwrap();
+        self.introductions(US).into_iter().for_each(|kit| port.add(kit).unwrap());
+        port.settle();
+        // Whoever has newly begun to talk is heard when it wakes.
+        port.wake();
+        self.port = Some(port);
+    }
+
+    /// Sends the next numbers of a node, each in a frame, or all in one segment; says how many went.
+    fn send(&mut self, from: u16, first: u64, count: u64, in_one: bool) -> u64 {
+        let vni = self.others.get_mut(&from).unwrap();
+        let went = match in_one && count > 0 {
+            true => {
+                let (offload, frame) = segment(from, first, count);
+                let Some(room) = vni.stage() else { return 0 };
+                room[..HEADER_LEN].copy_from_slice(offload.as_bytes());
+                room[HEADER_LEN..HEADER_LEN + frame.len()].copy_from_slice(&frame);
+                u64::from(vni.post_staged(US, HEADER_LEN + frame.len()).is_ok()) * count
+            }
+            false => {
+                let sends = (first..first + count).take_while(|number| vni.send(US, &frame(from, *number)).is_ok());
+                sends.count() as u64
+            }
+        };
+        vni.flush();
+        went
+    }
+}
+
+const PAYLOAD: usize = 40;
+
+/// A frame that carries its number.
+fn frame(from: u16, number: u64) -> Vec<u8> {
+    let (_, mut frame) = segment(from, number, 1);
+    frame.truncate(14 + 20 + 8 + PAYLOAD);
+    frame
+}
+
+/// UDP over IPv4 whose payload is to be cut into frames, each of which carries a number.
+fn segment(from: u16, first: u64, count: u64) -> (Offload, Vec<u8>) {
+    let mut bytes = [&mac(US)[..], &mac(from), &[8, 0]].concat();
+    let payload = PAYLOAD * usize::try_from(count).unwrap();
+    let len = u16::try_from(20 + 8 + payload).unwrap().to_be_bytes();
+    bytes.extend([0x45, 0, len[0], len[1], 0, 7, 0x40, 0, 64, 17, 0, 0, 192, 0, 2, 1, 192, 0, 2, 2]);
+    let len = u16::try_from(8 + payload).unwrap().to_be_bytes();
+    bytes.extend([0, 7, 0, 7, len[0], len[1], 0, 0]);
+    for number in first..first + count {
+        let start = bytes.len();
+        bytes.extend(number.to_le_bytes());
+        bytes.resize(start + PAYLOAD, 0);
+    }
+    let offload = Offload {
+        flags: NEEDS_CSUM,
+        gso_type: GSO_UDP_L4,
+        hdr_len: 42.into(),
+        gso_size: u16::try_from(PAYLOAD).unwrap().into(),
+        csum_start: 34.into(),
+        csum_offset: 6.into(),
+    };
+    (offload, bytes)
+}
+
+fn number_of(bytes: &[u8]) -> (u16, u64) {
+    (u16::from(bytes[11]), u64::from_le_bytes(bytes[42..50].try_into().unwrap()))
+}
+
+/// What a program remembers: of each sender, the number that is due.
+type State = [u64; 2];
+
+/// A program that checks what comes and sends it on, and its book in two copies, as a worker has them.
+struct Worker {
+    state: State,
+    book: [State; 2],
+    burst: Burst,
+}
+
+impl Worker {
+    fn remember(&mut self, turn: u64) {
+        self.book[usize::from(turn & 1 == 1)] = self.state;
+    }
+
+    /// Wholly or not at all, like a program of a user's own.
+    fn turn(&mut self, port: &mut VniPort<Lines>) {
+        if self.burst.is_empty() {
+            self.remember(port.turns() + 1);
+            let Ok(came) = port.receive(&mut self.burst);
+            if came == 0 {
+                return;
+            }
+            for frame in &mut self.burst {
+                let (from, number) = number_of(frame.bytes());
+                let sender = SENDERS.iter().position(|sender| *sender == from).unwrap();
+                assert_eq!(number, self.state[sender], "each number comes once, and in order");
+                self.state[sender] += 1;
+                let to = TO[usize::from(number % 3 == 0)];
+                frame.slot.bytes_mut()[..6].copy_from_slice(&mac(to));
+            }
+        }
+        if port.takes(&self.burst) {
+            self.remember(port.turns() + 1);
+            let Ok(_) = port.transmit(&mut self.burst);
+            assert!(self.burst.is_empty());
+        }
+    }
+}
+
+#[derive(Debug, Clone, Copy)]
+enum Step {
+    Send {
+        sender: usize,
+        count: u64,
+        in_one: bool,
+    },
+    Turns(u8),
+    /// The worker dies when it has passed so many places, or hands over.
+    Die(u32),
+    HandOver,
+    /// Somebody it sends to reads.
+    Read(usize),
+    Tick,
+}
+
+fn steps() -> impl Strategy<Value = Vec<Step>> {
+    let step = prop_oneof![
+        3 => (0..2_usize, 1..70_u64, any::<bool>())
+            .prop_map(|(sender, count, in_one)| Step::Send { sender, count, in_one }),
+        4 => (1..6_u8).prop_map(Step::Turns),
+        3 => (0..12_u32).prop_map(Step::Die),
+        1 => Just(Step::HandOver),
+        2 => (0..2_usize).prop_map(Step::Read),
+        1 => Just(Step::Tick),
+    ];
+    prop::collection::vec(step, 1..120)
+}
+
+/// Everything that has come to a node, which asserts that nothing came before what was sent before it.
+fn read(vni: &mut Vni, got: &mut Vec<(u16, u64)>) {
+    for _ in 0..64 {
+        vni.wake();
+        vni.receive(|incoming| {
+            let mut bytes = vec![0; incoming.len()];
+            incoming.copy_to(&mut bytes).expect("nothing was taken back");
+            got.push(number_of(&bytes));
+        });
+    }
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 200, ..ProptestConfig::default() })]
+
+    #[test]
+    fn wherever_a_worker_dies_each_frame_is_handled_once_and_what_it_sends_comes_once(steps in steps()) {
+        let mut net = Net::new();
+        let mut worker = Worker { state: [0; 2], book: [[0; 2]; 2], burst: Burst::new() };
+        let (mut sent, mut got) = ([0_u64; 2], [Vec::new(), Vec::new()]);
+        let finish = [Step::Turns(200), Step::Read(0), Step::Read(1)].repeat(6);
+        for step in steps.into_iter().chain(finish) {
+            match step {
+                Step::Send { sender, count, in_one } => {
+                    sent[sender] += net.send(SENDERS[sender], sent[sender], count, in_one);
+                }
+                Step::Turns(count) => {
+                    let port = net.port.as_mut().unwrap();
+                    (0..count).for_each(|_| worker.turn(port));
+                }
+                Step::Die(places) => {
+                    LIFE.set(Some(places));
+                    let port = net.port.as_mut().unwrap();
+                    let died = catch_unwind(AssertUnwindSafe(|| (0..8).for_each(|_| worker.turn(port))));
+                    LIFE.set(None);
+                    if let Err(why) = died
+                        && !why.is::<Killed>()
+                    {
+                        resume_unwind(why);
+                    }
+                    // At a place, or between two turns.
+                    worker.burst.clear();
+                    net.replace();
+                    worker.state = worker.book[usize::from(net.port.as_ref().unwrap().turns() & 1 == 1)];
+                }
+                Step::HandOver => {
+                    let port = net.port.as_mut().unwrap();
+                    match worker.burst.is_empty() {
+                        true => {
+                            worker.remember(port.turns() + 1);
+                            port.conclude(&worker.burst);
+                        }
+                        false => port.withdraw(),
+                    }
+                    worker.burst.clear();
+                    net.replace();
+                    worker.state = worker.book[usize::from(net.port.as_ref().unwrap().turns() & 1 == 1)];
+                }
+                Step::Read(which) => read(net.others.get_mut(&TO[which]).unwrap(), &mut got[which]),
+                Step::Tick => {
+                    net.port.as_mut().unwrap().tick(Instant::now());
+                }
+            }
+        }
+        prop_assert_eq!(worker.state, sent, "all that was sent was handled");
+        for (which, got) in got.iter().enumerate() {
+            for (sender, count) in SENDERS.iter().zip(sent) {
+                let numbers = got.iter().filter(|(from, _)| from == sender).map(|(_, number)| *number);
+                let expected = (0..count).filter(|number| usize::from(number % 3 == 0) == which);
+                prop_assert!(numbers.eq(expected), "each number came once, and in order, to {}", TO[which]);
+            }
+        }
+        prop_assert_eq!(net.port.as_ref().unwrap().dropped, Dropped::default());
+        prop_assert_eq!(net.port.as_ref().unwrap().given(), sent.iter().sum::<u64>());
+    }
+}
+
+/// Receives until nothing comes.
+fn all(port: &mut VniPort<Lines>) -> Vec<Vec<u8>> {
+    let (mut burst, mut came) = (Burst::new(), Vec::new());
+    for _ in 0..32 {
+        let Ok(_) = port.receive(&mut burst);
+        came.extend(burst.drain(..).map(|frame| frame.bytes().to_vec()));
+    }
+    came
+}
+
+#[test]
+fn a_program_gets_finished_frames_and_a_successor_the_rest_of_a_segment() {
+    let mut net = Net::new();
+    assert_eq!(net.send(0, 0, 50, true), 50);
+    net.port.as_mut().unwrap().wake();
+    let mut burst = Burst::new();
+    let port = net.port.as_mut().unwrap();
+    assert_eq!(port.receive(&mut burst), Ok(BURST_MAX));
+    // The first ten are handled.
+    let in_hand: Burst = burst.drain(10..).collect();
+    drop(burst);
+    port.conclude(&in_hand);
+    drop(in_hand);
+    net.replace();
+    let came = all(net.port.as_mut().unwrap());
+    let numbers: Vec<u64> = came.iter().map(|bytes| number_of(bytes).1).collect();
+    assert_eq!(numbers, (10..50).collect::<Vec<_>>());
+    for bytes in &came {
+        assert_eq!(bytes.len(), 42 + PAYLOAD);
+        let sum = |words: &[u8]| words.chunks(2).map(|two| u32::from(two[0]) << 8 | u32::from(two[1])).sum::<u32>();
+        let pseudo = sum(&bytes[26..34]) + 17 + u32::try_from(bytes.len() - 34).unwrap();
+        let all = pseudo + sum(&bytes[34..]);
+        assert_eq!((all & 0xffff) + (all >> 16), 0xffff, "its check sum is right");
+    }
+}
+
+#[test]
+fn what_cannot_be_sent_is_counted_and_holds_nobody_up() {
+    let mut net = Net::new();
+    let port = net.port.as_mut().unwrap();
+    let mut burst = Burst::new();
+    for (to, len) in [([2, 9, 9, 9, 9, 9], 60), (mac(2), 60), (mac(2), 10), ([0xff; 6], 60)] {
+        let mut slot = port.arena().take().unwrap();
+        slot.bytes_mut()[..60].copy_from_slice(&frame(US, 7)[..60]);
+        slot.bytes_mut()[..6].copy_from_slice(&to);
+        burst.push(Frame { slot, len });
+    }
+    assert_eq!(port.transmit(&mut burst), Ok(4));
+    assert_eq!(port.dropped, Dropped { nobody: 1, length: 1, ..Dropped::default() });
+    let mut got = Vec::new();
+    read(net.others.get_mut(&2).unwrap(), &mut got);
+    assert_eq!(got, [(US, 7), (US, 7)], "its own, and what is for all");
+    read(net.others.get_mut(&0).unwrap(), &mut got);
+    assert_eq!(got.len(), 3, "what is for all");
+}
+
+#[test]
+fn who_reads_nothing_is_waited_for_as_long_as_the_port_has_patience() {
+    let mut net = Net::new();
+    let port = net.port.as_mut().unwrap();
+    port.set_patience(Duration::ZERO);
+    let mut burst = Burst::new();
+    let fill = |port: &mut VniPort<Lines>, burst: &mut Burst| {
+        while !burst.is_full() {
+            let mut slot = port.arena().take().unwrap();
+            slot.bytes_mut()[..60].copy_from_slice(&frame(US, 7)[..60]);
+            slot.bytes_mut()[..6].copy_from_slice(&mac(2));
+            burst.push(Frame { slot, len: 60 });
+        }
+    };
+    for _ in 0..9 {
+        fill(port, &mut burst);
+        assert_eq!(port.transmit(&mut burst), Ok(BURST_MAX));
+    }
+    assert_eq!(port.dropped.no_room, 9 * 32 - 256, "its ring has room for 256");
+    let mut got = Vec::new();
+    read(net.others.get_mut(&2).unwrap(), &mut got);
+    assert_eq!(got.len(), 256);
+    let port = net.port.as_mut().unwrap();
+    port.set_patience(PATIENCE);
+    for _ in 0..8 {
+        fill(port, &mut burst);
+        assert_eq!(port.transmit(&mut burst), Ok(BURST_MAX));
+    }
+    fill(port, &mut burst);
+    assert_eq!(port.transmit(&mut burst), Ok(0));
+    assert!(!port.takes(&burst) && port.waits().is_some());
+    let mut got = Vec::new();
+    read(net.others.get_mut(&2).unwrap(), &mut got);
+    let port = net.port.as_mut().unwrap();
+    assert!(port.takes(&burst));
+    assert_eq!(port.transmit(&mut burst), Ok(BURST_MAX));
+}

@@ -1,0 +1,291 @@
+//! What handles the frames of a node's end of a VNI: what passes them on to the node's programs, or the node's program itself.
+
+use std::cell::{RefCell, RefMut};
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::rc::Rc;
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result};
+use tasuki_net::memif::MemifNode;
+use tasuki_net::port::{Armed, Burst, Frame, Port, Transactional};
+use tasuki_net::switch::Switch;
+use tasuki_net::tap::TapNode;
+use tasuki_net::vni::Introduction;
+use tasuki_net::vni::port::VniPort;
+use tasuki_relay::letter::pulse;
+use tasuki_shm::arena::Arena;
+use tasuki_shm::line::Line;
+use tasuki_shm::region::{RegionError, Span};
+
+use super::BOOK;
+use crate::duty::{Desk, Duty};
+use crate::seat::Common;
+use crate::tap::{LONGEST, SHORTEST};
+
+/// How long a giver waits for room for what it has in hand; a successor gets it otherwise.
+const LAST_BURST: Duration = Duration::from_millis(1);
+
+/// How long a frame from an uplink's NIC waits for a node without room, and all behind it.
+const WAIT: Duration = Duration::from_millis(2);
+
+/// By where the node's programs are.
+pub enum End {
+    Tap(Box<TapNode<Span<Line>>>),
+    Memif(Box<MemifNode<Span<Line>>>),
+    Native(Box<Native>),
+    Uplink(Uplink),
+}
+
+/// The end of a node whose program is the worker.
+pub struct Native {
+    port: VniPort<Span<Line>>,
+    arena: Arena,
+    /// What is in hand.
+    burst: Burst,
+}
+
+impl Native {
+    pub fn new(port: VniPort<Span<Line>>) -> Self {
+        Native { arena: port.arena().clone(), port, burst: Burst::new() }
+    }
+
+    /// One turn; says how many frames moved.
+    #[inline]
+    pub fn turn(&mut self, duty: &mut impl Duty, common: &Common) -> usize {
+        let Ok(moved) = duty.turn(&mut self.port, &common.desk(&self.arena, BOOK), &mut self.burst);
+        moved
+    }
+
+    /// The first look at the rings: nothing is sent yet.
+    pub fn look(&mut self, duty: &mut impl Duty, common: &Common) {
+        let Ok(()) = duty.look(&mut self.port, &common.desk(&self.arena, BOOK), &mut self.burst);
+    }
+
+    /// Ends the burst. What finds no room stays in hand, and comes to the successor as it came to us.
+    pub fn stop(&mut self, duty: &mut impl Duty, common: &Common) {
+        let end = Instant::now() + LAST_BURST;
+        while !self.burst.is_empty() {
+            let Ok(went) = duty.send(&mut self.port, &common.desk(&self.arena, BOOK), &mut self.burst);
+            if went == 0 && Instant::now() > end {
+                return;
+            }
+        }
+    }
+
+    /// Writes what a successor reads.
+    pub fn conclude(&mut self, duty: &mut impl Duty, common: &Common) {
+        duty.remember(&common.book, BOOK, self.port.turns().wrapping_add(1));
+        duty.conclude(&mut self.port, &self.burst);
+    }
+
+    fn arm(&mut self) -> Armed {
+        if !self.burst.is_empty() {
+            // It looks again soon, rung for or not.
+            return if self.port.waits().is_some() { Armed::Idle } else { Armed::Busy };
+        }
+        let Ok(armed) = self.port.arm();
+        armed
+    }
+}
+
+/// An uplink's end of a VNI, as the seat of its NIC has it too: that one moves the frames.
+#[derive(Debug)]
+pub struct Joint {
+    port: VniPort<Span<Line>>,
+    /// What came from the VNI and has not gone out.
+    burst: Burst,
+    /// Somebody has moved frames since the last rest.
+    pub is_joined: bool,
+}
+
+impl Joint {
+    /// Gives the VNI what came from the NIC, from the front of `burst`; says how much.
+    #[inline]
+    pub fn give(&mut self, burst: &mut Burst) -> usize {
+        self.port.forward(burst, &self.burst)
+    }
+
+    /// Takes in what came from the VNI, if what came before has gone; says how much that is.
+    #[inline]
+    pub fn take(&mut self) -> usize {
+        if !self.burst.is_empty() {
+            return 0;
+        }
+        let Ok(came) = self.port.receive(&mut self.burst);
+        came
+    }
+
+    /// Copies what came into slots of the NIC's, oldest first; says how much that is. What no card sends is dropped.
+    #[inline]
+    pub fn fill(&mut self, desk: &Desk<'_>, into: &mut Burst) -> usize {
+        let before = self.burst.len();
+        self.burst.retain(|frame| usize::from(frame.len) <= LONGEST);
+        desk.pulse.add(pulse::REFUSED, (before - self.burst.len()) as u64);
+        for frame in &self.burst {
+            let Some(mut slot) = desk.arena.take() else { break };
+            let bytes = frame.bytes();
+            let len = bytes.len().max(SHORTEST);
+            let room = &mut slot.bytes_mut()[..len];
+            room[..bytes.len()].copy_from_slice(bytes);
+            room[bytes.len()..].fill(0);
+            into.push(Frame { slot, len: u16::try_from(len).expect("no longer than the longest") });
+        }
+        into.len()
+    }
+
+    /// So much of it has gone out.
+    #[inline]
+    pub fn went(&mut self, count: usize) {
+        self.burst.drain(..count);
+    }
+}
+
+/// The end of an uplink.
+pub struct Uplink {
+    joint: Rc<RefCell<Joint>>,
+    /// Its port's descriptor, once more.
+    ear: OwnedFd,
+}
+
+impl Uplink {
+    /// An end, and what the NIC's seat has of it.
+    pub fn new(mut port: VniPort<Span<Line>>) -> Result<(Self, Rc<RefCell<Joint>>)> {
+        // A switch drops for those who do not read.
+        port.set_patience(WAIT);
+        let ear = port.fd().try_clone_to_owned().context("a descriptor cannot be copied; raise RLIMIT_NOFILE")?;
+        let joint = Rc::new(RefCell::new(Joint { port, burst: Burst::new(), is_joined: false }));
+        Ok((Uplink { joint: Rc::clone(&joint), ear }, joint))
+    }
+
+    /// Writes what a successor reads: what has not gone out comes to it again.
+    pub fn conclude(&self) {
+        let Joint { port, burst, .. } = &mut *self.joint.borrow_mut();
+        port.conclude(burst);
+    }
+
+    fn port(&self) -> RefMut<'_, VniPort<Span<Line>>> {
+        RefMut::map(self.joint.borrow_mut(), |joint| &mut joint.port)
+    }
+
+    fn arm(&self) -> Armed {
+        // Without its NIC it takes nothing: who rings is not heard.
+        if !std::mem::take(&mut self.joint.borrow_mut().is_joined) {
+            return Armed::Idle;
+        }
+        if !self.joint.borrow().burst.is_empty() {
+            return Armed::Busy;
+        }
+        let Ok(armed) = self.port().arm();
+        armed
+    }
+}
+
+macro_rules! each {
+    ($any:expr, $end:ident => $passes:expr, $port:ident => $what:expr) => {
+        match $any {
+            End::Tap($end) => $passes,
+            End::Memif($end) => $passes,
+            End::Native(native) => {
+                let $port = &mut native.port;
+                $what
+            }
+            End::Uplink(uplink) => {
+                let $port = &mut *uplink.port();
+                $what
+            }
+        }
+    };
+}
+
+impl End {
+    /// One turn in each direction, where frames are passed on; says how many moved.
+    #[inline]
+    pub fn turn(&mut self) -> usize {
+        each!(self, end => end.turn(), _port => 0)
+    }
+
+    /// The last turn of what passes frames on.
+    pub fn finish(&mut self) {
+        each!(self, end => end.finish(), _port => ());
+    }
+
+    pub fn add(&mut self, kit: Introduction) -> Result<(), RegionError> {
+        each!(self, end => end.vni().add(kit), port => port.add(kit))
+    }
+
+    pub fn remove(&mut self, number: u16) {
+        each!(self, end => end.vni().remove(number), port => port.remove(number));
+    }
+
+    pub fn set_switch(&mut self, switch: Switch<Span<Line>>) {
+        each!(self, end => end.set_switch(switch), port => port.set_switch(switch));
+    }
+
+    /// Frames given to the node's programs, taken from them, and dropped. A program of the node's own counts the first two itself.
+    pub fn moved(&mut self) -> (u64, u64, u64) {
+        each!(self, end => (end.given, end.taken, end.dropped.sum()), port => (0, 0, port.dropped.sum()))
+    }
+
+    /// What is counted, by name.
+    pub fn counts(&mut self) -> Vec<(&'static str, u64)> {
+        let mut counts = each!(self, end => vec![("given", end.given), ("taken", end.taken)],
+            port => vec![("sent", port.given()), ("turns", port.turns())]);
+        each!(self, end => counts.extend(end.dropped.counts()), port => counts.extend(port.dropped.counts()));
+        if let End::Memif(end) = self {
+            counts.extend([("clients_attached", end.clients.attached), ("clients_refused", end.clients.refused)]);
+        }
+        let pages_left = each!(self, end => end.pages_left(), port => port.pages_left());
+        counts.push(("pages_left", pages_left.into()));
+        counts
+    }
+
+    pub fn tick(&mut self, now: Instant) -> bool {
+        each!(self, end => end.tick(now), port => port.tick(now))
+    }
+
+    pub fn arm(&mut self) -> Armed {
+        match self {
+            End::Tap(end) => end.arm(),
+            End::Memif(end) => end.arm(),
+            End::Native(native) => native.arm(),
+            End::Uplink(uplink) => uplink.arm(),
+        }
+    }
+
+    pub fn waits(&self) -> Option<Duration> {
+        match self {
+            End::Tap(end) => end.waits(),
+            End::Memif(end) => end.waits(),
+            End::Native(native) => native.port.waits().filter(|_| !native.burst.is_empty()),
+            End::Uplink(_) => None,
+        }
+    }
+
+    pub fn bell(&self) -> Option<BorrowedFd<'_>> {
+        match self {
+            End::Tap(end) => Some(end.bell()),
+            End::Memif(end) => end.bell(),
+            End::Native(native) => Some(native.port.fd()),
+            End::Uplink(uplink) => Some(uplink.ear.as_fd()),
+        }
+    }
+
+    pub fn wake(&mut self) {
+        match self {
+            End::Tap(end) => end.wake(),
+            End::Memif(end) => end.wake(true),
+            End::Native(native) => native.port.wake(),
+            End::Uplink(uplink) => uplink.port().wake(),
+        }
+    }
+
+    /// What becomes readable when the namespace sends.
+    pub fn tap(&self) -> Option<BorrowedFd<'_>> {
+        if let End::Tap(end) = self { end.tap() } else { None }
+    }
+
+    /// Whether the namespace's interface is gone.
+    pub fn is_gone(&self) -> bool {
+        matches!(self, End::Tap(end) if end.tap().is_none())
+    }
+}
