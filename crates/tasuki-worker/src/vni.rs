@@ -9,6 +9,7 @@ use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, ensure};
+use tasuki_net::capture::{Capture, Captures};
 use tasuki_net::memif::MemifNode;
 use tasuki_net::port::Armed;
 use tasuki_net::switch::Switch;
@@ -28,7 +29,7 @@ use tasuki_shm::wake::Clapper;
 use crate::fail;
 use crate::kit::Refused;
 use crate::post::Post;
-use crate::seat::{Common, Given};
+use crate::seat::{Common, Given, captured};
 
 /// From one time to the next at which is done what is due now and then.
 const TICK: Duration = Duration::from_millis(250);
@@ -159,6 +160,8 @@ pub struct VniSeat {
     waits_since: Option<Instant>,
     turns: u32,
     ticked: Instant,
+    /// Whoever looks on, while it is not driven.
+    captures: Option<Box<Captures>>,
 }
 
 impl VniSeat {
@@ -181,6 +184,7 @@ impl VniSeat {
             waits_since: None,
             turns: 0,
             ticked: Instant::now(),
+            captures: None,
         }
     }
 
@@ -278,6 +282,35 @@ impl VniSeat {
         Ok(())
     }
 
+    fn captures(&mut self) -> &mut Option<Box<Captures>> {
+        match &mut self.end {
+            Some(end) => end.vni().captures(),
+            None => &mut self.captures,
+        }
+    }
+
+    /// Somebody looks on.
+    pub fn capture(&mut self, capture: Capture) {
+        captured::add(self.captures(), capture);
+    }
+
+    /// Somebody looks on no more.
+    pub fn end_capture(&mut self, number: u32) {
+        captured::end(self.captures(), number);
+    }
+
+    /// Nobody does.
+    pub fn end_captures(&mut self) {
+        *self.captures() = None;
+    }
+
+    /// Another drives, or nobody does.
+    fn let_go(&mut self) {
+        if let Some(mut end) = self.end.take() {
+            self.captures = end.vni().captures().take();
+        }
+    }
+
     /// What it is made of, for a daemon that has just begun.
     pub fn tell_kit(&self, post: &mut Post) {
         self.given.tell_kit(post);
@@ -325,7 +358,8 @@ impl VniSeat {
                 None
             }
             Do::Yield => {
-                (self.end, self.is_ready) = (None, false);
+                self.let_go();
+                self.is_ready = false;
                 None
             }
             Do::Say(report) => {
@@ -402,7 +436,7 @@ impl VniSeat {
             let _ = rustix::io::write(&self.given.fds[WAKE], &1_u64.to_ne_bytes());
             fail::point("give.passed");
             // The memory is a successor's, who may write it already: nothing of ours is written when this is gone.
-            self.end = None;
+            self.let_go();
         }
         Input::Swapped { won }
     }
@@ -413,7 +447,8 @@ impl VniSeat {
         let went_on = self.go_on(common);
         fail::point("take.read");
         match went_on {
-            Ok(end) => {
+            Ok(mut end) => {
+                *end.vni().captures() = self.captures.take();
                 (self.end, self.told) = (Some(end), (0, 0, 0));
                 Input::Sound
             }

@@ -33,6 +33,7 @@ pub use repoint::{Left, Repoint};
 pub use sash::Sash;
 pub use scrub::Scrub;
 
+use crate::capture::Captures;
 use crate::port::{Burst, Frame, Port};
 
 /// Who a card is, as its configuration space says.
@@ -353,4 +354,7 @@ pub trait InPlace: Nic {
 
     /// Frames that were given to the card, by all its drivers since it was started.
     fn given(&self) -> u64;
+
+    /// Whoever looks on, if anybody does: at each frame that is received, and that the card takes.
+    fn captures(&mut self) -> &mut Option<Box<Captures>>;
 }

@@ -38,6 +38,7 @@ use tasuki_shm::vni::NODES_MAX;
 use tasuki_shm::vni::estate::{Estate, EstateFds, PeerEstate};
 use tasuki_shm::wake::{Clapper, this_cpu};
 
+use crate::capture::Captures;
 use inbox::Inbox;
 pub use inbox::{Breach, Incoming, TakenBack};
 pub use neighbour::{Counts, IDLE};
@@ -91,6 +92,8 @@ pub struct Vni {
     staging: Option<Run>,
     /// What a predecessor sent to nodes that were not added yet.
     left: HashMap<u16, LeftBehind>,
+    /// Whoever looks on.
+    captures: Option<Box<Captures>>,
 }
 
 impl Vni {
@@ -120,12 +123,18 @@ impl Vni {
             common: None,
             staging: None,
             left,
+            captures: None,
         })
     }
 
     /// This node's number.
     pub fn number(&self) -> u16 {
         self.number
+    }
+
+    /// Whoever looks on, if anybody does: at each frame that comes, and that is sent.
+    pub fn captures(&mut self) -> &mut Option<Box<Captures>> {
+        &mut self.captures
     }
 
     /// Makes another node known, or the same one with other memory.

@@ -6,8 +6,9 @@ use tasuki_shm::vni::NODES_MAX;
 use tasuki_shm::wake::this_cpu;
 
 use super::Vni;
-use super::inbox::Incoming;
+use super::inbox::{Breach, Inbox, Incoming};
 use super::neighbour::{Neighbour, number_of, says_that_it_talks};
+use crate::capture::Captures;
 use crate::port::Armed;
 
 /// Frames that are taken from one ring before the next has its turn.
@@ -111,7 +112,11 @@ impl Vni {
         if !says_that_it_talks(&neighbour.talks, self.number) {
             return 0;
         }
-        match neighbour.inbox.receive(from, BURST, each) {
+        let received = match &mut self.captures {
+            None => neighbour.inbox.receive(from, BURST, each),
+            Some(captures) => receive_captured(&mut neighbour.inbox, captures, from, each),
+        };
+        match received {
             Ok(0) => 0,
             Ok(came) => {
                 neighbour.counts.received += came as u64;
@@ -171,4 +176,19 @@ impl Vni {
     pub fn fd(&self) -> BorrowedFd<'_> {
         self.ear.as_fd()
     }
+}
+
+/// The same while somebody looks on.
+#[cold]
+#[inline(never)]
+fn receive_captured(
+    inbox: &mut Inbox,
+    captures: &mut Captures,
+    from: u16,
+    each: &mut impl FnMut(Incoming<'_>),
+) -> Result<usize, Breach> {
+    inbox.receive(from, BURST, &mut |incoming: Incoming<'_>| {
+        captures.came(&incoming);
+        each(incoming);
+    })
 }

@@ -1,0 +1,257 @@
+//! A capture on its way to whoever asked for it: what workers send is looked at and passed on as pcapng. It happens on the thread of HTTP, and nobody
+//! waits for it: what is not read in time is not sent by workers any more, and counted.
+
+use std::convert::Infallible;
+use std::os::fd::OwnedFd;
+use std::pin::Pin;
+use std::sync::Arc;
+use std::task::{Context, Poll, ready};
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
+
+use hyper::body::{Body, Bytes, Frame};
+use rustix::net::RecvFlags;
+use tokio::io::Interest;
+use tokio::io::unix::AsyncFd;
+use tokio::sync::mpsc::UnboundedReceiver;
+
+use super::pcapng;
+use crate::supervisor::door::{Door, Request};
+use crate::supervisor::worker::Words;
+
+/// Bytes that are passed on at a time, or a batch more.
+const ENOUGH: usize = 64 << 10;
+
+/// Bytes of the longest batch of a worker's: the longest frame of a VNI, and what belongs to it.
+const BATCH_MAX: usize = 128 << 10;
+
+/// Batches that are passed on after the end: as many as may be under way, and no more from somebody who goes on.
+const LAST: usize = 1 << 14;
+
+/// How long workers may take to begin.
+const PATIENCE: Duration = Duration::from_secs(1);
+
+/// What the daemon's loop says of a capture that is under way. When it says nothing any more, the capture is over.
+#[derive(Debug)]
+pub struct Port {
+    /// What the next port is called,
+    pub name: String,
+    /// and its station address, if it is known.
+    pub mac: Option<[u8; 6]>,
+}
+
+/// The daemon's loop hears when whoever looked on is gone.
+#[derive(Debug)]
+pub struct Gone {
+    door: Door,
+    number: u32,
+    frames: u64,
+    missed: u64,
+}
+
+impl Gone {
+    /// Of this capture.
+    pub fn new(door: Door, number: u32) -> Self {
+        Gone { door, number, frames: 0, missed: 0 }
+    }
+}
+
+impl Drop for Gone {
+    fn drop(&mut self) {
+        let Gone { number, frames, missed, .. } = *self;
+        self.door.put(Request::CaptureOver { number, frames, missed });
+    }
+}
+
+/// A capture that has begun.
+#[derive(Debug)]
+pub struct Begun {
+    /// Its number.
+    pub number: u32,
+    /// Where workers' batches come out.
+    pub batches: OwnedFd,
+    /// A word for each port: how many frames were missed.
+    pub missed: Arc<Words>,
+    /// What ports there are.
+    pub ports: UnboundedReceiver<Port>,
+    /// Workers that were told, port by port.
+    pub told: usize,
+    /// Bytes that are kept of a frame.
+    pub snap: u32,
+    /// For its end.
+    pub gone: Gone,
+}
+
+/// How far it has come.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Stage {
+    /// Under way.
+    Runs,
+    /// Nothing new is wanted, and so many batches may be under way still.
+    Ends(usize),
+    /// All has been said.
+    Over,
+}
+
+/// The answer's body.
+#[derive(Debug)]
+pub struct Capture {
+    batches: AsyncFd<OwnedFd>,
+    missed: Arc<Words>,
+    ports: UnboundedReceiver<Port>,
+    snap: u32,
+    gone: Gone,
+    stage: Stage,
+    /// Frames that are still wanted.
+    most: u64,
+    since: u64,
+    /// Of each port.
+    counts: Vec<u64>,
+    /// Frames, or none, in messages that were none.
+    odd: u64,
+    /// How often a worker said that it has begun.
+    begun: usize,
+    room: Box<[u8]>,
+    out: Vec<u8>,
+}
+
+fn now_ns() -> u64 {
+    let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
+    u64::try_from(now.as_nanos()).unwrap_or(u64::MAX)
+}
+
+impl Capture {
+    /// One that ends after `most` frames, when all workers have said that they have begun, or had the time to.
+    pub async fn begin(begun: Begun, most: Option<u64>) -> std::io::Result<Self> {
+        let Begun { batches, missed, ports, told, snap, gone, .. } = begun;
+        let mut capture = Capture {
+            batches: AsyncFd::with_interest(batches, Interest::READABLE)?,
+            missed,
+            ports,
+            snap,
+            gone,
+            stage: Stage::Runs,
+            most: most.unwrap_or(u64::MAX),
+            since: now_ns(),
+            counts: Vec::new(),
+            odd: 0,
+            begun: 0,
+            room: vec![0; BATCH_MAX].into(),
+            out: pcapng::section(),
+        };
+        let all = std::future::poll_fn(|cx| {
+            capture.gather(cx);
+            let goes_on = capture.begun < told && capture.stage == Stage::Runs && capture.out.len() < ENOUGH;
+            if goes_on { Poll::Pending } else { Poll::Ready(()) }
+        });
+        // One that hangs is somebody else's matter.
+        let _ = tokio::time::timeout(PATIENCE, all).await;
+        Ok(capture)
+    }
+
+    /// Hears of ports, and of the end.
+    fn hear(&mut self, cx: &mut Context<'_>) {
+        while let Poll::Ready(said) = self.ports.poll_recv(cx) {
+            match said {
+                Some(Port { name, mac }) => {
+                    self.out.extend(pcapng::interface(&name, mac, self.snap));
+                    self.counts.push(0);
+                }
+                None => {
+                    if self.stage == Stage::Runs {
+                        self.stage = Stage::Ends(LAST);
+                    }
+                    return;
+                }
+            }
+        }
+    }
+
+    /// Takes in what there is, until it is enough to be passed on.
+    fn gather(&mut self, cx: &mut Context<'_>) {
+        self.hear(cx);
+        while self.out.len() < ENOUGH && self.stage != Stage::Over {
+            match self.next(cx) {
+                Poll::Ready(Some(len)) => self.take(cx, len),
+                Poll::Ready(None) => self.close(),
+                Poll::Pending if self.stage == Stage::Runs => return,
+                Poll::Pending => self.close(),
+            }
+        }
+    }
+
+    /// The next batch; nothing at the end of all.
+    fn next(&mut self, cx: &mut Context<'_>) -> Poll<Option<usize>> {
+        if let Stage::Ends(left) = &mut self.stage {
+            let Some(less) = left.checked_sub(1) else { return Poll::Ready(None) };
+            *left = less;
+        }
+        loop {
+            let Ok(mut guard) = ready!(self.batches.poll_read_ready(cx)) else { return Poll::Ready(None) };
+            let room = &mut self.room[..];
+            let received = guard.try_io(|socket| {
+                // What is longer is cut off, and so is no batch.
+                Ok(rustix::net::recv(socket.get_ref(), &mut *room, RecvFlags::DONTWAIT)?.0)
+            });
+            match received {
+                Ok(Ok(0) | Err(_)) => return Poll::Ready(None),
+                Ok(Ok(len)) => return Poll::Ready(Some(len)),
+                Err(_) => {}
+            }
+        }
+    }
+
+    fn take(&mut self, cx: &mut Context<'_>, len: usize) {
+        if len == 4 {
+            self.begun += 1;
+            return;
+        }
+        // A port is said before any worker hears of it, but maybe since we have looked.
+        self.hear(cx);
+        let batch = &self.room[..len];
+        let before: u64 = self.counts.iter().sum();
+        match pcapng::accept(batch, self.most, self.snap, &mut self.counts) {
+            Some(taken) => self.out.extend_from_slice(&batch[..taken]),
+            None => self.odd += 1,
+        }
+        self.most -= self.counts.iter().sum::<u64>() - before;
+        if self.most == 0 {
+            self.close();
+        }
+    }
+
+    /// The last that is said.
+    fn close(&mut self) {
+        let ports = (0_u32..).zip(&self.counts);
+        let missed: Vec<u64> = (0..self.counts.len()).map(|port| self.missed.load(port)).collect();
+        let times = [self.since, now_ns()];
+        for ((port, count), missed) in ports.zip(&missed) {
+            self.out.extend(pcapng::statistics(port, times, *count, *missed));
+        }
+        self.stage = Stage::Over;
+        (self.gone.frames, self.gone.missed) =
+            (self.counts.iter().sum(), missed.iter().fold(self.odd, |sum, missed| sum.saturating_add(*missed)));
+    }
+}
+
+impl Drop for Capture {
+    fn drop(&mut self) {
+        // Whoever looked on went before the end: what was seen is known all the same.
+        if self.stage != Stage::Over {
+            self.close();
+        }
+    }
+}
+
+impl Body for Capture {
+    type Data = Bytes;
+    type Error = Infallible;
+
+    fn poll_frame(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Option<Result<Frame<Bytes>, Infallible>>> {
+        self.gather(cx);
+        match (self.out.is_empty(), self.stage) {
+            (false, _) => Poll::Ready(Some(Ok(Frame::data(std::mem::take(&mut self.out).into())))),
+            (true, Stage::Over) => Poll::Ready(None),
+            (true, _) => Poll::Pending,
+        }
+    }
+}
