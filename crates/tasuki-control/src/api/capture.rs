@@ -2,6 +2,7 @@
 //! waits for it: what is not read in time is not sent by workers any more, and counted.
 
 use std::convert::Infallible;
+use std::io::ErrorKind;
 use std::os::fd::OwnedFd;
 use std::pin::Pin;
 use std::sync::Arc;
@@ -9,9 +10,7 @@ use std::task::{Context, Poll, ready};
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use hyper::body::{Body, Bytes, Frame};
-use rustix::net::RecvFlags;
-use tokio::io::Interest;
-use tokio::io::unix::AsyncFd;
+use tokio::net::UnixDatagram;
 use tokio::sync::mpsc::UnboundedReceiver;
 
 use super::pcapng;
@@ -25,7 +24,7 @@ const ENOUGH: usize = 64 << 10;
 const BATCH_MAX: usize = 128 << 10;
 
 /// Batches that are passed on after the end: as many as may be under way, and no more from somebody who goes on.
-const LAST: usize = 1 << 14;
+const LAST: usize = 1 << 13;
 
 /// How long workers may take to begin.
 const PATIENCE: Duration = Duration::from_secs(1);
@@ -95,7 +94,8 @@ enum Stage {
 /// The answer's body.
 #[derive(Debug)]
 pub struct Capture {
-    batches: AsyncFd<OwnedFd>,
+    /// A socket that keeps the bounds of messages; that it is connected is nothing to who reads.
+    batches: UnixDatagram,
     missed: Arc<Words>,
     ports: UnboundedReceiver<Port>,
     snap: u32,
@@ -123,8 +123,10 @@ impl Capture {
     /// One that ends after `most` frames, when all workers have said that they have begun, or had the time to.
     pub async fn begin(begun: Begun, most: Option<u64>) -> std::io::Result<Self> {
         let Begun { batches, missed, ports, told, snap, gone, .. } = begun;
+        let batches = std::os::unix::net::UnixDatagram::from(batches);
+        batches.set_nonblocking(true)?;
         let mut capture = Capture {
-            batches: AsyncFd::with_interest(batches, Interest::READABLE)?,
+            batches: UnixDatagram::from_std(batches)?,
             missed,
             ports,
             snap,
@@ -186,16 +188,14 @@ impl Capture {
             *left = less;
         }
         loop {
-            let Ok(mut guard) = ready!(self.batches.poll_read_ready(cx)) else { return Poll::Ready(None) };
-            let room = &mut self.room[..];
-            let received = guard.try_io(|socket| {
-                // What is longer is cut off, and so is no batch.
-                Ok(rustix::net::recv(socket.get_ref(), &mut *room, RecvFlags::DONTWAIT)?.0)
-            });
-            match received {
-                Ok(Ok(0) | Err(_)) => return Poll::Ready(None),
-                Ok(Ok(len)) => return Poll::Ready(Some(len)),
-                Err(_) => {}
+            if ready!(self.batches.poll_recv_ready(cx)).is_err() {
+                return Poll::Ready(None);
+            }
+            // What is longer than any batch is cut off, and so is none.
+            match self.batches.try_recv(&mut self.room) {
+                Err(error) if error.kind() == ErrorKind::WouldBlock => {}
+                Ok(0) | Err(_) => return Poll::Ready(None),
+                Ok(len) => return Poll::Ready(Some(len)),
             }
         }
     }

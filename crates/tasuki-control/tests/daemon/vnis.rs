@@ -17,13 +17,13 @@ use super::storm::{self, beside};
 
 /// Addresses for documentation (RFC 5737).
 const SHOP: &str = "192.0.2.1";
-const DESK: &str = "192.0.2.2";
+pub const DESK: &str = "192.0.2.2";
 
 /// A daemon whose configuration names no node, and two namespaces. What is dropped first is ended first.
-struct World {
-    rig: Rig,
-    shop: Room,
-    desk: Room,
+pub struct World {
+    pub rig: Rig,
+    pub shop: Room,
+    pub desk: Room,
     _one: MutexGuard<'static, ()>,
 }
 
@@ -48,7 +48,7 @@ impl World {
     }
 
     /// The same with both namespaces on a VNI.
-    fn with_both() -> Option<Self> {
+    pub fn with_both() -> Option<Self> {
         let world = Self::new()?;
         world.add("shop", &world.shop, SHOP, &[]);
         world.add("desk", &world.desk, DESK, &[]);
@@ -61,16 +61,16 @@ impl World {
         self.rig.ask(&[&["node", "add", name, "--netns", &path, "--address", &address], more].concat());
     }
 
-    fn await_pairs(&self) {
+    pub fn await_pairs(&self) {
         self.rig.await_pair("shop");
         self.rig.await_pair("desk");
     }
 
-    fn exchange(&self) -> Exchange {
+    pub fn exchange(&self) -> Exchange {
         Exchange::begin([(&self.shop, SHOP), (&self.desk, DESK)])
     }
 
-    fn kill_driver(&self, node: &str) {
+    pub fn kill_driver(&self, node: &str) {
         let (dead, _) = self.rig.await_pair(node);
         signal(pid(&dead), Signal::KILL);
         until(&self.rig, "another drives", || {
@@ -78,7 +78,7 @@ impl World {
         });
     }
 
-    fn end(mut self) {
+    pub fn end(mut self) {
         self.rig.ask(&["stop"]);
         self.rig.daemon_ends();
     }
@@ -155,7 +155,7 @@ fn a_stream_of_long_segments_outlives_every_relay() {
 }
 
 /// Descriptors of a process.
-fn fds(pid: u32) -> usize {
+pub fn fds(pid: u32) -> usize {
     fs::read_dir(format!("/proc/{pid}/fd")).map_or(0, Iterator::count)
 }
 
