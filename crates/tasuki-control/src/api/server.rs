@@ -264,8 +264,11 @@ async fn capture_nic(
 
 #[utoipa::path(delete, path = "/v1/captures/{number}", params(("number" = u32, Path, description = "a capture")),
     responses((status = 200, body = Ended), (status = 404, body = Refused)))]
-async fn end_capture(State(door): State<Door>, Path(number): Path<u32>) -> Answered<Ended> {
-    ask(&door, |answer| Request::EndCapture { number, answer }).await
+async fn end_capture(State(door): State<Door>, Path(number): Path<String>) -> Answered<Ended> {
+    match number.parse() {
+        Ok(number) => ask(&door, |answer| Request::EndCapture { number, answer }).await,
+        Err(_) => Answered(Err(No::Unknown(format!("there is no capture {number}")))),
+    }
 }
 
 #[utoipa::path(post, path = "/v1/stop", responses((status = 200, body = Stopped)))]

@@ -55,7 +55,7 @@ impl Passage {
                 pcapng::PACKET => self.frames += 1,
                 pcapng::STATISTICS => {
                     let missed = pcapng::missed(&self.unfinished[at..at + len]).unwrap_or(0);
-                    self.missed = Some(self.missed.unwrap_or(0) + missed);
+                    self.missed = Some(self.missed.unwrap_or(0).saturating_add(missed));
                 }
                 _ => {}
             }

@@ -187,8 +187,8 @@ impl Supervisor {
                 }
                 let letter = ToWorker::Capture { nic, capture: *number, interface, snap: capture.snap };
                 let sent = worker.write(&letter, &[socket.as_fd(), capture.missed.region().fd()]);
-                // One that has no room now is told when house is kept next.
-                if sent != Err(Errno::AGAIN) {
+                // One that has no room now is told when house is kept next; one that is dead, or dying, need not be.
+                if matches!(sent, Ok(()) | Err(Errno::PIPE | Errno::CONNRESET)) {
                     capture.told.insert((nic, party));
                 }
             }
