@@ -258,3 +258,133 @@ impl Body for Capture {
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use http_body_util::BodyExt;
+    use rustix::net::SendFlags;
+    use tokio::sync::mpsc::{UnboundedSender, unbounded_channel};
+
+    use super::pcapng::tests::packet;
+    use super::*;
+    use crate::channel;
+
+    /// What the daemon's loop and workers have of a capture.
+    struct Others {
+        requests: std::sync::mpsc::Receiver<Request>,
+        worker: OwnedFd,
+        missed: Arc<Words>,
+        ports: UnboundedSender<Port>,
+    }
+
+    impl Others {
+        fn begin() -> (Self, Begun) {
+            let (sender, requests) = std::sync::mpsc::channel();
+            let door = Door::new(sender).unwrap();
+            let (batches, worker) = channel::pair().unwrap();
+            let missed = Arc::new(Words::create("missed", 4096).unwrap());
+            let (said, ports) = unbounded_channel();
+            let begun = Begun {
+                number: 7,
+                batches,
+                missed: missed.clone(),
+                ports,
+                told: 1,
+                snap: 96,
+                gone: Gone::new(door, 7),
+            };
+            let others = Others { requests, worker, missed, ports: said };
+            others.ports.send(Port { name: "eth0".to_owned(), mac: None }).unwrap();
+            others.says(&0_u32.to_le_bytes());
+            (others, begun)
+        }
+
+        fn says(&self, batch: &[u8]) {
+            rustix::net::send(&self.worker, batch, SendFlags::NOSIGNAL).unwrap();
+        }
+
+        /// How many frames there were, and were missed.
+        fn heard(&self) -> (u64, u64) {
+            match self.requests.try_recv() {
+                Ok(Request::CaptureOver { number: 7, frames, missed }) => (frames, missed),
+                other => panic!("{other:?}"),
+            }
+        }
+    }
+
+    /// The types of all blocks, to the end.
+    fn blocks(begun: Begun, most: Option<u64>) -> Vec<u32> {
+        let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
+        let bytes = runtime.block_on(async {
+            let capture = Capture::begin(begun, most).await.unwrap();
+            capture.collect().await.unwrap().to_bytes()
+        });
+        let (mut blocks, mut at) = (Vec::new(), 0);
+        while let Some((kind, len)) = pcapng::whole_block(&bytes[at..]).unwrap() {
+            blocks.push(kind);
+            at += len;
+        }
+        assert_eq!(at, bytes.len(), "it ends with a whole block");
+        blocks
+    }
+
+    const SECTION: u32 = 0x0a0d_0d0a;
+    const PORT: u32 = 1;
+
+    #[test]
+    fn what_a_worker_must_not_say_is_dropped_and_counted() {
+        let (others, begun) = Others::begin();
+        let sound = packet(0, &[1; 60], 60, 1);
+        others.says(&sound);
+        others.says(b"nonsense");
+        others.says(&packet(1, &[1; 60], 60, 1));
+        others.says(&[&sound[..], b"and more"].concat());
+        others.says(&vec![6; BATCH_MAX + 1]);
+        others.says(&sound);
+        others.missed.store(0, 3);
+        let Others { requests, worker, missed, ports } = others;
+        drop(ports);
+        assert_eq!(
+            blocks(begun, None),
+            [SECTION, PORT, pcapng::PACKET, pcapng::PACKET, pcapng::STATISTICS],
+            "what was under way at the end is there"
+        );
+        let (ports, _) = unbounded_channel();
+        assert_eq!(Others { requests, worker, missed, ports }.heard(), (2, 3 + 4));
+    }
+
+    #[test]
+    fn it_ends_with_the_count_and_when_nobody_can_write_any_more() {
+        let (others, begun) = Others::begin();
+        let three = [packet(0, &[1; 60], 60, 1), packet(0, &[2; 60], 60, 2), packet(0, &[3; 60], 60, 2)].concat();
+        others.says(&three);
+        assert_eq!(blocks(begun, Some(2)), [SECTION, PORT, pcapng::PACKET, pcapng::PACKET, pcapng::STATISTICS]);
+        assert_eq!(others.heard(), (2, 0));
+        let (others, begun) = Others::begin();
+        others.says(&three);
+        drop(others.worker);
+        assert_eq!(blocks(begun, None).len(), 6);
+    }
+
+    #[test]
+    fn who_goes_on_writing_keeps_it_from_ending_no_longer_than_others() {
+        let (others, begun) = Others::begin();
+        let Others { worker, ports, requests, missed } = others;
+        let writing = std::thread::spawn(move || {
+            let batch = packet(0, &[1; 60], 60, 1);
+            while rustix::net::send(&worker, &batch, SendFlags::NOSIGNAL).is_ok() {}
+        });
+        drop(ports);
+        let seen = blocks(begun, None).len();
+        assert!(seen <= LAST + 3, "{seen}");
+        writing.join().unwrap();
+        drop((requests, missed));
+    }
+
+    #[test]
+    fn who_hangs_up_is_told_of() {
+        let (others, begun) = Others::begin();
+        drop(begun);
+        assert_eq!(others.heard(), (0, 0));
+    }
+}

@@ -178,14 +178,14 @@ pub fn missed(block: &[u8]) -> Option<u64> {
 }
 
 #[cfg(test)]
-mod tests {
+pub(super) mod tests {
     use super::*;
     use pcap_file::pcapng::blocks::interface_description::InterfaceDescriptionOption as IfOption;
     use pcap_file::pcapng::blocks::interface_statistics::InterfaceStatisticsOption as IsbOption;
     use pcap_file::pcapng::{Block as Read, PcapNgReader};
 
     /// A frame as workers say it.
-    fn packet(interface: u32, frame: &[u8], len: u32, direction: u32) -> Vec<u8> {
+    pub fn packet(interface: u32, frame: &[u8], len: u32, direction: u32) -> Vec<u8> {
         let kept = u32::try_from(frame.len()).unwrap();
         let whole = u32::try_from(BEFORE + frame.len().next_multiple_of(4) + BEHIND).unwrap();
         let words = |words: &[u32]| words.iter().flat_map(|word| word.to_le_bytes()).collect::<Vec<u8>>();
