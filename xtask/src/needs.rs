@@ -57,6 +57,10 @@ pub const DPDK: Need = Need {
     serves: "tests of the memif port with DPDK's client will skip themselves",
 };
 
+/// Wireshark's reader.
+pub const TSHARK: Need =
+    Need { program: "tshark", package: "tshark", serves: "Wireshark does not say what it reads in a capture" };
+
 /// Counts instructions.
 pub const VALGRIND: Need =
     Need { program: "valgrind", package: "valgrind", serves: "instructions per packet are not counted" };

@@ -29,7 +29,7 @@ pub struct Report(Vec<(Stage, Tally)>);
 
 /// Runs `only` one stage, or all of them, whether or not an earlier one failed.
 pub fn run(checkout: &Checkout, only: Option<Stage>, fuzz_seconds: u32) -> anyhow::Result<Report> {
-    needs::provide(&[needs::STRACE, needs::CXX, needs::QEMU, needs::DPDK]);
+    needs::provide(&[needs::STRACE, needs::CXX, needs::QEMU, needs::DPDK, needs::TSHARK]);
     let mut report = Report(Vec::new());
     for stage in STAGES.into_iter().filter(|stage| only.is_none_or(|only| only == *stage)) {
         let tally = match stage {
