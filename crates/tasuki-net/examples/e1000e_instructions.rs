@@ -7,17 +7,23 @@
 //! ```
 //!
 //! `Collected`, by the number of packets that this program prints, is the figure. The same for `transmit`, with
-//! `--toggle-collect='e1000e_instructions::transmit_and_reclaim'`. The card is a stub in memory, whose work is not counted.
+//! `--toggle-collect='e1000e_instructions::transmit_and_reclaim'`. The card is a stub in memory, whose work is not counted. With `captured` behind it,
+//! somebody looks on, who reads everything; and how long a packet takes is printed, which means something without callgrind.
 
 #[path = "../tests/stub/mod.rs"]
 mod stub;
 
 use std::hint::black_box;
+use std::os::fd::OwnedFd;
+use std::time::{Duration, Instant};
 
+use rustix::net::{AddressFamily, RecvFlags, SocketFlags, SocketType};
 use stub::{Play, StubBus};
+use tasuki_net::capture::{Capture, Terms};
 use tasuki_net::nic::e1000e::E1000e;
-use tasuki_net::nic::{Nic, NicOptions};
+use tasuki_net::nic::{InPlace, Nic, NicOptions};
 use tasuki_net::port::{BURST_MAX, Burst, Frame, Port};
+use tasuki_shm::region::{Pages, Region};
 
 const RING: u16 = 256;
 const BURSTS: usize = 1000;
@@ -36,6 +42,16 @@ fn transmit_and_reclaim(nic: &mut E1000e<StubBus>, burst: &mut Burst) -> usize {
     nic.transmit(burst).expect("the stub behaves")
 }
 
+/// Somebody looks on; where the frames come out.
+fn capture(nic: &mut E1000e<StubBus>) -> OwnedFd {
+    let pair = rustix::net::socketpair(AddressFamily::UNIX, SocketType::SEQPACKET, SocketFlags::CLOEXEC, None);
+    let (batches, socket) = pair.expect("a socket");
+    let missed = Region::create("missed", 4096, Pages::Small).expect("a page").into_fd();
+    let capture = Capture::begin(Terms { number: 1, socket, missed, interface: 0, snap: u32::MAX }).expect("a capture");
+    nic.captures().get_or_insert_default().add(capture);
+    batches
+}
+
 fn main() {
     let transmit = std::env::args().nth(1).is_some_and(|argument| argument == "transmit");
     let (play, memory) = Play::new(RING.into());
@@ -43,17 +59,27 @@ fn main() {
     let options = NicOptions { ring: RING, ..NicOptions::default() };
     let mut nic = E1000e::start(play.bus(), memory, &options).expect("the stub behaves");
     let mut burst = Burst::new();
-    let mut packets = 0;
+    let captured = std::env::args().nth(2).is_some_and(|argument| argument == "captured").then(|| capture(&mut nic));
+    let mut room = vec![0; 1 << 17];
+    let (mut packets, mut took) = (0, Duration::ZERO);
     for round in 0..BURSTS {
         let places = (round * BURST_MAX..(round + 1) * BURST_MAX).map(|i| i % usize::from(RING));
         if transmit {
             burst.extend((0..BURST_MAX).map(|_| Frame { slot: arena.take().expect("a free slot"), len: 60 }));
+            let began = Instant::now();
             packets += transmit_and_reclaim(&mut nic, black_box(&mut burst));
+            took += began.elapsed();
             places.for_each(|place| play.complete(place));
         } else {
             places.for_each(|place| play.write_back(place, 60));
+            let began = Instant::now();
             packets += receive_and_release(&mut nic, black_box(&mut burst));
+            took += began.elapsed();
+        }
+        if let Some(batches) = &captured {
+            while rustix::net::recv(batches, &mut room[..], RecvFlags::DONTWAIT).is_ok() {}
         }
     }
     println!("{packets} packets");
+    println!("{} ns for each", took.as_nanos() / u128::try_from(packets.max(1)).expect("a count"));
 }

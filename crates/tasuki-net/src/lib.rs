@@ -8,9 +8,11 @@
 //! | [`switch`] | where a frame goes: who has which address                   |
 //! | [`tap`]  | a network namespace on a VNI                                  |
 //! | [`memif`] | a program of DPDK's or VPP's on a VNI                        |
+//! | [`capture`] | copies of the frames that pass a port, for whoever looks on |
 //!
 //! docs/design/nic.md says what a driver is, and what is promised of it; docs/design/vni.md the same of a VNI.
 
+pub mod capture;
 pub mod memif;
 pub mod nic;
 pub mod port;

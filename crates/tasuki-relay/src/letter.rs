@@ -234,6 +234,26 @@ pub enum ToWorker {
         /// The NIC.
         nic: u32,
     },
+    /// Whoever drives this NIC, or end of a VNI, from now on copies its frames to where somebody looks on. Beside it: a socket that takes them, in batches
+    /// of enhanced packet blocks of pcapng, and memory in which is counted what the socket did not take, a word of 8 bytes for each interface. A
+    /// worker that has heard it says so there, with a message of nothing but the interface's number.
+    Capture {
+        /// The NIC.
+        nic: u32,
+        /// The capture's number.
+        capture: u32,
+        /// What the NIC is called in the blocks.
+        interface: u32,
+        /// Bytes that are kept of a frame, at most.
+        snap: u32,
+    },
+    /// A capture is over.
+    NoCapture {
+        /// The NIC.
+        nic: u32,
+        /// The capture's number.
+        capture: u32,
+    },
     /// Say again what you have: [`ToDaemon::Mine`], and a [`ToDaemon::Kit`] for each NIC. From a daemon that has just begun.
     Again,
     /// Say what you have counted.

@@ -6,6 +6,7 @@ use std::time::Duration;
 
 use anyhow::{Context, Result, bail, ensure};
 use rustix::event::{PollFd, PollFlags, Timespec};
+use tasuki_net::capture::{Capture, Terms};
 use tasuki_net::nic::bus::{Vfio, VfioUser};
 use tasuki_net::nic::e1000e::{self, E1000e};
 use tasuki_relay::Party;
@@ -319,6 +320,17 @@ impl<D: Duty> Node<D> {
                     fds.into_iter().next().context("no directory came; rebuild the older of daemon and worker")?,
                 )
             }),
+            ToWorker::Capture { nic, capture, interface, snap } => {
+                if let Err(error) = self.capture(nic, (capture, interface, snap), fds) {
+                    self.common.post.tell(Some(nic), sentence(&error));
+                }
+            }
+            // Of a NIC that is left already nothing is left to end.
+            ToWorker::NoCapture { nic, capture } => {
+                if let Some(index) = self.index(nic) {
+                    each!(&mut self.seats[index], seat => seat.end_capture(capture));
+                }
+            }
             ToWorker::Again => self.again(),
             ToWorker::Counts => {
                 for seat in &mut self.seats {
@@ -344,6 +356,20 @@ impl<D: Duty> Node<D> {
                     .tell(Some(nic), format!("a letter came about NIC {nic}, of which this worker has nothing"));
             }
         }
+    }
+
+    /// Whoever drives a NIC copies its frames to whoever looks on.
+    fn capture(&mut self, nic: u32, (number, interface, snap): (u32, u32, u32), fds: Vec<OwnedFd>) -> Result<()> {
+        let [socket, missed] = <[OwnedFd; 2]>::try_from(fds)
+            .ok()
+            .context("a capture needs a socket and memory to count in; rebuild the older of daemon and worker")?;
+        let index = self
+            .index(nic)
+            .with_context(|| format!("NIC {nic} is to be captured, of which this worker has nothing"))?;
+        let terms = Terms { number, socket, missed, interface, snap };
+        let capture = Capture::begin(terms).context("a capture cannot begin")?;
+        each!(&mut self.seats[index], seat => seat.capture(capture));
+        Ok(())
     }
 
     /// Of a letter about a node's end of a VNI.
@@ -383,6 +409,8 @@ impl<D: Duty> Node<D> {
     /// memory: of ours the new daemon knows nothing, nor whether the giver had to be fenced.
     fn again(&mut self) {
         for seat in &mut self.seats {
+            // Who looked on did so through the daemon before.
+            each!(seat, seat => seat.end_captures());
             each!(seat, seat => if seat.is_apart() {
                 seat.hear(&mut self.common, Input::Order(Order::Leave));
             });

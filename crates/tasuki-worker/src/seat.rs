@@ -1,6 +1,7 @@
 //! One NIC of a worker: what the tables of the relay have it do, each thing in a function of its own, and its part of the data path.
 
 mod apart;
+pub mod captured;
 mod driving;
 
 use std::cell::RefCell;
@@ -11,6 +12,7 @@ use std::time::{Duration, Instant};
 
 use rustix::event::{PollFd, PollFlags, Timespec};
 use rustix::process::Resource;
+use tasuki_net::capture::Captures;
 use tasuki_net::nic::kit::KitBus;
 use tasuki_net::nic::ledger::Ledger;
 use tasuki_net::nic::{InPlace, MemoryLayout, NicError, NicMemory, Repoint, Sash, Scrub};
@@ -173,6 +175,8 @@ pub struct Seat<N: InPlace + Repoint, D: Duty> {
     old: Option<MemoryLayout>,
     /// Frames that were dropped by order, and nobody has been told of.
     dropped: u64,
+    /// Whoever looks on, while it is not driven.
+    captures: Option<Box<Captures>>,
 }
 
 /// A rest of no time.
@@ -209,6 +213,7 @@ where
             own: None,
             old: None,
             dropped: 0,
+            captures: None,
         }
     }
 
@@ -321,6 +326,7 @@ where
                 None
             }
             Do::Yield => {
+                self.keep_captures();
                 self.card = Card::Unknown;
                 self.burst.clear();
                 None
@@ -504,6 +510,7 @@ where
             // What we have left to do can wait, and whoever was rung for may wait for this CPU.
             std::thread::yield_now();
             fail::point("give.passed");
+            self.keep_captures();
             self.card = match std::mem::replace(&mut self.card, Card::Unknown) {
                 Card::Driven(nic) => Card::Passed(nic),
                 other => other,
@@ -577,7 +584,7 @@ where
         if self.scrubs() {
             nic.keep_clean();
         }
-        self.card = Card::Driven(nic);
+        self.drive(nic);
         (self.gone, self.link_is_up, self.halted) = (false, false, false);
         Ok(())
     }
@@ -590,7 +597,7 @@ where
         self.duty.go_on(&common.book, self.given.number, Some(turns))?;
         self.duty.close(&common.book, self.given.number);
         let nic = N::start(bus, memory, &options).map_err(|failed| store::refused(&failed.error))?;
-        self.card = Card::Driven(nic);
+        self.drive(nic);
         (self.gone, self.link_is_up) = (false, false);
         Ok(())
     }

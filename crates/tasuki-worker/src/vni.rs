@@ -11,6 +11,7 @@ use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, ensure};
+use tasuki_net::capture::{Capture, Captures};
 use tasuki_net::memif::MemifNode;
 use tasuki_net::nic::Mac;
 use tasuki_net::port::{Armed, Transactional};
@@ -33,7 +34,7 @@ use crate::duty::Duty;
 use crate::fail;
 use crate::kit::Refused;
 use crate::post::Post;
-use crate::seat::{Common, Given};
+use crate::seat::{Common, Given, captured};
 pub use end::Joint;
 use end::{End, Native, Uplink};
 
@@ -92,6 +93,8 @@ pub struct VniSeat<D: Duty> {
     waits_since: Option<Instant>,
     turns: u32,
     ticked: Instant,
+    /// Whoever looks on, while it is not driven.
+    captures: Option<Box<Captures>>,
 }
 
 impl<D: Duty> VniSeat<D> {
@@ -116,6 +119,7 @@ impl<D: Duty> VniSeat<D> {
             waits_since: None,
             turns: 0,
             ticked: Instant::now(),
+            captures: None,
         }
     }
 
@@ -211,6 +215,28 @@ impl<D: Duty> VniSeat<D> {
             end.set_switch(switch);
         }
         Ok(())
+    }
+
+    fn with_captures<R>(&mut self, what: impl FnOnce(&mut Option<Box<Captures>>) -> R) -> R {
+        match &mut self.end {
+            Some(end) => end.with_captures(what),
+            None => what(&mut self.captures),
+        }
+    }
+
+    /// Somebody looks on.
+    pub fn capture(&mut self, capture: Capture) {
+        self.with_captures(|captures| captured::add(captures, capture));
+    }
+
+    /// Somebody looks on no more.
+    pub fn end_capture(&mut self, number: u32) {
+        self.with_captures(|captures| captured::end(captures, number));
+    }
+
+    /// Nobody does.
+    pub fn end_captures(&mut self) {
+        self.with_captures(|captures| *captures = None);
     }
 
     /// What it is made of, for a daemon that has just begun.
@@ -335,7 +361,9 @@ impl<D: Duty> VniSeat<D> {
 
     /// It is not driven here any more.
     fn drop_end(&mut self, common: &mut Common) {
-        self.end = None;
+        if let Some(mut end) = self.end.take() {
+            self.captures = end.with_captures(Option::take);
+        }
         if common.joins {
             common.joint = None;
         }
@@ -386,7 +414,8 @@ impl<D: Duty> VniSeat<D> {
         let went_on = self.go_on(common);
         fail::point("take.read");
         match went_on {
-            Ok(end) => {
+            Ok(mut end) => {
+                end.with_captures(|captures| *captures = self.captures.take());
                 (self.end, self.told) = (Some(end), (0, 0, 0));
                 Input::Sound
             }

@@ -5,8 +5,8 @@ use std::path::Path;
 
 use anyhow::{Context, Result, bail};
 use http_body_util::{BodyExt, Full};
-use hyper::body::Bytes;
-use hyper::{Method, Request, StatusCode};
+use hyper::body::{Bytes, Incoming};
+use hyper::{Method, Request, Response};
 use hyper_util::rt::TokioIo;
 use serde_json::Value;
 
@@ -17,18 +17,39 @@ use crate::place;
 pub fn ask(folder: &Path, method: Method, address: &str, body: Option<&Value>) -> Result<Value> {
     let runtime =
         tokio::runtime::Builder::new_current_thread().enable_io().build().context("the kernel has no room")?;
-    let (status, bytes) = runtime.block_on(exchange(folder, method, address, body))?;
+    let bytes = runtime.block_on(async {
+        let answer = open(folder, method, address, body).await?;
+        whole(folder, answer).await
+    })?;
+    serde_json::from_slice(&bytes).context("tasukid answers with what is no JSON; rebuild the older of the two")
+}
+
+/// All of an answer.
+async fn whole(folder: &Path, answer: Response<Incoming>) -> Result<Bytes> {
+    Ok(answer.into_body().collect().await.with_context(|| hung_up(folder))?.to_bytes())
+}
+
+fn hung_up(folder: &Path) -> String {
+    format!("the tasukid in {} hung up before it had answered; its log says why", folder.display())
+}
+
+/// The head of an answer that says which capture it is.
+pub const CAPTURE: &str = "tasuki-capture";
+
+/// Asks the daemon of this runtime directory; the answer, of which more may be to come. What is refused is an error.
+pub async fn open(folder: &Path, method: Method, address: &str, body: Option<&Value>) -> Result<Response<Incoming>> {
+    let answer = exchange(folder, method, address, body).await?;
+    let status = answer.status();
     if status.is_success() {
-        return serde_json::from_slice(&bytes)
-            .context("tasukid answers with what is no JSON; rebuild the older of the two");
+        return Ok(answer);
     }
-    match serde_json::from_slice::<Refused>(&bytes) {
+    match serde_json::from_slice::<Refused>(&whole(folder, answer).await?) {
         Ok(refused) => bail!("{}", refused.error),
         Err(_) => bail!("tasukid answers {status}, and does not say why; rebuild the older of the two"),
     }
 }
 
-async fn exchange(folder: &Path, method: Method, address: &str, body: Option<&Value>) -> Result<(StatusCode, Bytes)> {
+async fn exchange(folder: &Path, method: Method, address: &str, body: Option<&Value>) -> Result<Response<Incoming>> {
     let path = place::api_socket(folder);
     let named = folder.display();
     let stream = match tokio::net::UnixStream::connect(&path).await {
@@ -43,7 +64,7 @@ async fn exchange(folder: &Path, method: Method, address: &str, body: Option<&Va
         }
         Err(error) => bail!("the tasukid in {named} cannot be reached: {error}"),
     };
-    let hung_up = || format!("the tasukid in {named} hung up before it had answered; its log says why");
+    let hung_up = || hung_up(folder);
     let (mut sender, connection) =
         hyper::client::conn::http1::handshake(TokioIo::new(stream)).await.with_context(hung_up)?;
     let text = body.map(ToString::to_string).unwrap_or_default();
@@ -54,15 +75,7 @@ async fn exchange(folder: &Path, method: Method, address: &str, body: Option<&Va
         .header("content-type", "application/json")
         .body(Full::new(Bytes::from(text)))
         .context("that is no request")?;
-    let talk = async {
-        let answer = sender.send_request(request).await?;
-        let status = answer.status();
-        Ok::<_, hyper::Error>((status, answer.into_body().collect().await?.to_bytes()))
-    };
-    tokio::pin!(talk);
-    tokio::select! {
-        answered = &mut talk => return answered.with_context(hung_up),
-        _ = connection => {}
-    }
-    talk.await.with_context(hung_up)
+    // Ends with the answer, or with whoever reads it.
+    tokio::spawn(connection);
+    sender.send_request(request).await.with_context(hung_up)
 }

@@ -1,7 +1,8 @@
 //! The server's end. Each request is put into the daemon's loop, and answered when that has answered.
 
-use std::future::Future;
+use std::future::{Future, IntoFuture};
 use std::os::unix::net::UnixListener;
+use std::time::Duration;
 
 use axum::extract::rejection::{JsonRejection, QueryRejection};
 use axum::extract::{Path, Query, State};
@@ -13,11 +14,14 @@ use serde::{Deserialize, Serialize};
 use tokio::sync::oneshot;
 use utoipa::OpenApi;
 
+use super::capture::Capture;
+use super::client::CAPTURE;
 use super::types::{
-    Counts, Event, Give, NicView, NodeView, Refused, Relayed, Removed, Status, Stopped, TalkView, Upgrade, VniNodeView,
-    VniView, WorkerView,
+    Counts, Ended, Event, Give, NicView, NodeView, Refused, Relayed, Removed, Status, Stopped, TalkView, Upgrade,
+    VniNodeView, VniView, WorkerView,
 };
 use crate::config;
+use crate::supervisor::captures::Of;
 use crate::supervisor::door::{Door, No, Request};
 
 /// The description of all this.
@@ -41,6 +45,9 @@ use crate::supervisor::door::{Door, No, Request};
         vnis,
         vni_table,
         vni_stats,
+        capture_node,
+        capture_nic,
+        end_capture,
         stop
     )
 )]
@@ -188,6 +195,82 @@ async fn vni_stats(State(door): State<Door>, Path(vni): Path<String>) -> Answere
     ask(&door, |answer| Request::VniStats { vni, answer }).await
 }
 
+/// How much is captured.
+#[derive(Debug, Deserialize)]
+#[serde(deny_unknown_fields)]
+struct Much {
+    /// Of each frame: all of it, and more than a frame has.
+    #[serde(default = "all")]
+    snap: u32,
+    count: Option<u64>,
+}
+
+/// As other programs say that all of a frame is kept.
+fn all() -> u32 {
+    262_144
+}
+
+/// What is captured, as it comes.
+async fn capture(door: &Door, of: Of, much: Result<Query<Much>, QueryRejection>) -> Response {
+    let Much { snap, count } = match much {
+        Ok(Query(much)) => much,
+        Err(rejection) => return Answered::<()>(Err(No::Wrong(rejection.body_text()))).into_response(),
+    };
+    if snap < 14 || count == Some(0) {
+        let sentence = "snap is at least 14, the bytes of a frame's head, and count at least 1".to_owned();
+        return Answered::<()>(Err(No::Wrong(sentence))).into_response();
+    }
+    let begun = match ask(door, |answer| Request::Capture { of, snap, answer }).await.0 {
+        Ok(begun) => begun,
+        Err(no) => return Answered::<()>(Err(no)).into_response(),
+    };
+    let number = begun.number.to_string();
+    match Capture::begin(begun, count).await {
+        Ok(capture) => {
+            let heads = [("content-type", "application/x-pcapng"), (CAPTURE, &number)];
+            (heads, axum::body::Body::new(capture)).into_response()
+        }
+        Err(error) => Answered::<()>(Err(No::now(format!("there is no room for a capture: {error}")))).into_response(),
+    }
+}
+
+#[utoipa::path(get, path = "/v1/nodes/{name}/capture",
+    params(("name" = String, Path, description = "a node, all of whose ports are captured"),
+        ("snap" = Option<u32>, Query, description = "bytes that are kept of each frame"),
+        ("count" = Option<u64>, Query, description = "frames after which it ends; without, when whoever asks hangs up")),
+    responses((status = 200, description = "pcapng that goes on; the head tasuki-capture has its number", content_type = "application/x-pcapng"),
+        (status = 404, body = Refused), (status = 409, body = Refused), (status = 422, body = Refused)))]
+async fn capture_node(
+    State(door): State<Door>,
+    Path(node): Path<String>,
+    much: Result<Query<Much>, QueryRejection>,
+) -> Response {
+    capture(&door, Of::Node(node), much).await
+}
+
+#[utoipa::path(get, path = "/v1/nics/{name}/capture",
+    params(("name" = String, Path, description = "a NIC, or a node's end of a VNI"),
+        ("snap" = Option<u32>, Query, description = "bytes that are kept of each frame"),
+        ("count" = Option<u64>, Query, description = "frames after which it ends; without, when whoever asks hangs up")),
+    responses((status = 200, description = "pcapng that goes on; the head tasuki-capture has its number", content_type = "application/x-pcapng"),
+        (status = 404, body = Refused), (status = 409, body = Refused), (status = 422, body = Refused)))]
+async fn capture_nic(
+    State(door): State<Door>,
+    Path(nic): Path<String>,
+    much: Result<Query<Much>, QueryRejection>,
+) -> Response {
+    capture(&door, Of::Nic(nic), much).await
+}
+
+#[utoipa::path(delete, path = "/v1/captures/{number}", params(("number" = u32, Path, description = "a capture")),
+    responses((status = 200, body = Ended), (status = 404, body = Refused)))]
+async fn end_capture(State(door): State<Door>, Path(number): Path<String>) -> Answered<Ended> {
+    match number.parse() {
+        Ok(number) => ask(&door, |answer| Request::EndCapture { number, answer }).await,
+        Err(_) => Answered(Err(No::Unknown(format!("there is no capture {number}")))),
+    }
+}
+
 #[utoipa::path(post, path = "/v1/stop", responses((status = 200, body = Stopped)))]
 async fn stop(State(door): State<Door>) -> Answered<Stopped> {
     ask(&door, Request::Stop).await
@@ -216,6 +299,9 @@ fn router(door: Door) -> Router {
         .route("/v1/nodes/{name}/upgrade", post(upgrade))
         .route("/v1/nics/{name}/give", post(give))
         .route("/v1/nics/{name}/counts", get(counts))
+        .route("/v1/nodes/{name}/capture", get(capture_node))
+        .route("/v1/nics/{name}/capture", get(capture_nic))
+        .route("/v1/captures/{number}", delete(end_capture))
         .route("/v1/stop", post(stop))
         .route("/openapi.json", get(async || ([("content-type", "application/json")], description())))
         .fallback(nothing_there)
@@ -223,7 +309,10 @@ fn router(door: Door) -> Router {
         .with_state(door)
 }
 
-/// Serves until `over`, and what has begun then to its end.
+/// How long whoever has asked something may take to read the answer when the daemon ends.
+const LAST: Duration = Duration::from_secs(2);
+
+/// Serves until `over`, and what has begun then to its end, if somebody reads it.
 pub fn serve(
     listener: UnixListener,
     door: Door,
@@ -233,7 +322,19 @@ pub fn serve(
     let runtime = tokio::runtime::Builder::new_current_thread().enable_io().enable_time().build()?;
     runtime.block_on(async {
         let listener = tokio::net::UnixListener::from_std(listener)?;
-        axum::serve(listener, router(door)).with_graceful_shutdown(over).await
+        let (told, is_over) = oneshot::channel::<()>();
+        let serving = axum::serve(listener, router(door)).with_graceful_shutdown(async {
+            over.await;
+            let _ = told.send(());
+        });
+        tokio::select! {
+            served = serving.into_future() => served,
+            // A capture that nobody reads keeps nobody from ending.
+            () = async {
+                let _ = is_over.await;
+                tokio::time::sleep(LAST).await;
+            } => Ok(()),
+        }
     })
 }
 
@@ -253,12 +354,15 @@ mod tests {
         let description: serde_json::Value = serde_json::from_str(&description()).unwrap();
         let paths: Vec<_> = description["paths"].as_object().unwrap().keys().cloned().collect();
         let expected = [
+            "/v1/captures/{number}",
             "/v1/events",
             "/v1/nics",
+            "/v1/nics/{name}/capture",
             "/v1/nics/{name}/counts",
             "/v1/nics/{name}/give",
             "/v1/nodes",
             "/v1/nodes/{name}",
+            "/v1/nodes/{name}/capture",
             "/v1/nodes/{name}/upgrade",
             "/v1/status",
             "/v1/stop",

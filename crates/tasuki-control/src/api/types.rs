@@ -37,6 +37,9 @@ pub struct NodeView {
     pub generation: u32,
     /// Why it has not the workers that it should have.
     pub trouble: Option<String>,
+    /// Whether somebody captures its frames.
+    #[serde(default)]
+    pub captured: bool,
 }
 
 /// A VNI.
@@ -260,6 +263,13 @@ pub struct Settled {
 pub struct Relayed {
     /// NIC by NIC.
     pub relays: Vec<Settled>,
+    /// All that in a sentence.
+    pub sentence: String,
+}
+
+/// What the end of a capture has to say.
+#[derive(Debug, Clone, Serialize, Deserialize, ToSchema)]
+pub struct Ended {
     /// All that in a sentence.
     pub sentence: String,
 }

@@ -7,6 +7,7 @@ use std::process::{Command, ExitCode};
 
 use anyhow::{Context, Result, ensure};
 use clap::{Parser, Subcommand};
+use tasuki_control::cli::capture::Capture;
 use tasuki_control::cli::{self, Asked, Give, Nodes, Reach, Vnis, Workers};
 
 /// Network cards that change hands while packets flow.
@@ -35,6 +36,8 @@ enum What {
     /// Network cards: those of the daemon, or one without it.
     #[command(subcommand)]
     Nic(NicCommand),
+    /// Frames of a node or a NIC as they come and go, as pcapng: for Wireshark, tcpdump, or a file.
+    Capture(Capture),
     /// What has happened, oldest first.
     Events {
         /// Only after the event of this number.
@@ -103,6 +106,7 @@ fn main() -> ExitCode {
         What::Nic(NicCommand::Counts { nic }) => ask(Asked::Counts(nic)),
         What::Nic(NicCommand::Probe { words }) => nic("probe", words),
         What::Nic(NicCommand::Run { words }) => nic("run", words),
+        What::Capture(capture) => cli::capture::run(&reach, &capture),
         What::Events { since } => ask(Asked::Events { since }),
         What::Stop => ask(Asked::Stop),
         What::Sim { words } => become_program("tasuki-sim", [OsString::from("sim")].into_iter().chain(words).collect())

@@ -1,5 +1,6 @@
 //! The command line's verbs that talk to the daemon.
 
+pub mod capture;
 mod show;
 
 use std::path::PathBuf;

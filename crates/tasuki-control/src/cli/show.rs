@@ -75,7 +75,8 @@ fn table_of_nodes(nodes: &[NodeView]) -> String {
     let mut rows = table(&["node", "work", "workers", "nics", "upgrades"]);
     for node in nodes {
         let workers = node.workers.iter().map(u32::to_string).collect::<Vec<_>>().join(" ");
-        rows.add_row([&node.name, &node.work, &workers, &node.nics.join(" "), &node.generation.to_string()]);
+        let work = if node.captured { format!("{}, captured", node.work) } else { node.work.clone() };
+        rows.add_row([&node.name, &work, &workers, &node.nics.join(" "), &node.generation.to_string()]);
     }
     text(rows, &[4])
 }

@@ -6,9 +6,11 @@ use std::sync::mpsc::Sender;
 use rustix::event::EventfdFlags;
 use tokio::sync::oneshot;
 
+use super::captures::Of;
+use crate::api::capture::Begun;
 use crate::api::types::{
-    Counts, Event, Give, NicView, NodeView, Refused, Relayed, Removed, Settled, Status, Stopped, TalkView, Upgrade,
-    VniNodeView, VniView, WorkerView,
+    Counts, Ended, Event, Give, NicView, NodeView, Refused, Relayed, Removed, Settled, Status, Stopped, TalkView,
+    Upgrade, VniNodeView, VniView, WorkerView,
 };
 use crate::config;
 
@@ -60,15 +62,56 @@ pub enum Request {
     Nodes(Answer<Vec<NodeView>>),
     Workers(Answer<Vec<WorkerView>>),
     Nics(Answer<Vec<NicView>>),
-    Events { since: u64, answer: Answer<Vec<Event>> },
-    Upgrade { node: String, upgrade: Upgrade, answer: Answer<Relayed> },
-    Give { nic: String, give: Give, answer: Answer<Relayed> },
-    Counts { nic: String, answer: Answer<Counts> },
-    AddNode { node: Box<config::Node>, answer: Answer<NodeView> },
-    RemoveNode { node: String, answer: Answer<Removed> },
+    Events {
+        since: u64,
+        answer: Answer<Vec<Event>>,
+    },
+    Upgrade {
+        node: String,
+        upgrade: Upgrade,
+        answer: Answer<Relayed>,
+    },
+    Give {
+        nic: String,
+        give: Give,
+        answer: Answer<Relayed>,
+    },
+    Counts {
+        nic: String,
+        answer: Answer<Counts>,
+    },
+    AddNode {
+        node: Box<config::Node>,
+        answer: Answer<NodeView>,
+    },
+    RemoveNode {
+        node: String,
+        answer: Answer<Removed>,
+    },
     Vnis(Answer<Vec<VniView>>),
-    VniTable { vni: String, answer: Answer<Vec<VniNodeView>> },
-    VniStats { vni: String, answer: Answer<Vec<TalkView>> },
+    VniTable {
+        vni: String,
+        answer: Answer<Vec<VniNodeView>>,
+    },
+    VniStats {
+        vni: String,
+        answer: Answer<Vec<TalkView>>,
+    },
+    Capture {
+        of: Of,
+        snap: u32,
+        answer: Answer<Begun>,
+    },
+    EndCapture {
+        number: u32,
+        answer: Answer<Ended>,
+    },
+    /// Whoever looked on is gone; from the answer itself.
+    CaptureOver {
+        number: u32,
+        frames: u64,
+        missed: u64,
+    },
     Stop(Answer<Stopped>),
 }
 

@@ -133,6 +133,9 @@ impl Supervisor {
             Request::Vnis(answer) => drop(answer.send(Ok(self.vni_views()))),
             Request::VniTable { vni, answer } => drop(answer.send(self.vni_table(&vni))),
             Request::VniStats { vni, answer } => drop(answer.send(self.vni_stats(&vni))),
+            Request::Capture { of, snap, answer } => drop(answer.send(self.begin_capture(of, snap))),
+            Request::EndCapture { number, answer } => drop(answer.send(self.end_capture(number))),
+            Request::CaptureOver { number, frames, missed } => self.capture_over(number, frames, missed),
             Request::Stop(answer) => self.begin_stopping(answer),
         }
     }
@@ -141,7 +144,7 @@ impl Supervisor {
         No::Unknown(format!("there is no node {name:?}; {}", there_are(self.nodes.keys())))
     }
 
-    fn nic_by_name(&self, name: &str) -> Result<u32, No> {
+    pub(super) fn nic_by_name(&self, name: &str) -> Result<u32, No> {
         let found = self.cards.values().find(|card| card.name() == name).map(|card| card.number);
         found.ok_or_else(|| {
             No::Unknown(format!("there is no NIC {name:?}; {}", there_are(self.cards.values().map(|card| card.name()))))

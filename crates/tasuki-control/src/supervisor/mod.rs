@@ -11,12 +11,14 @@
 //! - [`nodes`] nodes that are added and removed while all runs
 //! - [`taps`] what network namespaces have instead of NICs
 //! - [`shortcuts`] how they reach each other past their workers
+//! - [`captures`] whoever looks on
 //! - [`adopt`] workers of the daemon before this one
 //! - [`view`] what people see of all that
 //!
 //! The way from a death to the order to take touches no file and starts nothing: what is to be written and tended comes after it.
 
 pub mod adopt;
+pub mod captures;
 pub mod card;
 pub mod deeds;
 pub mod door;
@@ -175,6 +177,8 @@ pub struct Supervisor {
     vnis: BTreeMap<String, vnis::Net>,
     memifs: BTreeMap<String, memifs::MemifEnd>,
     leaving: Vec<nodes::Leaving>,
+    captures: BTreeMap<u32, captures::Capture>,
+    last_capture: u32,
     jobs: Vec<Job>,
     counting: Vec<(u32, Duration, Answer<crate::api::types::Counts>)>,
     stopping: Option<(Duration, u32, Option<Answer<crate::api::types::Stopped>>)>,
@@ -237,6 +241,8 @@ impl Supervisor {
             vnis: BTreeMap::new(),
             memifs: BTreeMap::new(),
             leaving: Vec::new(),
+            captures: BTreeMap::new(),
+            last_capture: 0,
             jobs: Vec::new(),
             counting: Vec::new(),
             stopping: None,
@@ -314,6 +320,7 @@ impl Supervisor {
             self.go_on_removing();
             self.go_on_with_jobs();
             self.fit_taps();
+            self.fit_captures();
         }
         self.flush();
     }

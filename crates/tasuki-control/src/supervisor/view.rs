@@ -34,6 +34,7 @@ impl Supervisor {
             nics: self.cards.values().filter(|card| card.node == name).map(|card| card.name().to_owned()).collect(),
             generation: node.record.generation,
             trouble: node.trouble.clone(),
+            captured: self.is_captured(name),
         })
     }
 

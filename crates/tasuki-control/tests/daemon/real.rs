@@ -16,7 +16,7 @@ const FRAMES: &str = "20000";
 const QUIET: Duration = Duration::from_secs(5);
 
 /// A model of ours, ended with this.
-struct Model(Child, #[expect(dead_code, reason = "held until the end")] MutexGuard<'static, ()>);
+pub struct Model(Child, #[expect(dead_code, reason = "held until the end")] MutexGuard<'static, ()>);
 
 impl Drop for Model {
     fn drop(&mut self) {
@@ -26,7 +26,7 @@ impl Drop for Model {
 }
 
 /// The real worker, and a model whose source sends so many frames; the daemon is not started yet.
-fn with_model(nodes: &str, frames: &str, rate: &str) -> Option<(Rig, Model)> {
+pub fn with_model(nodes: &str, frames: &str, rate: &str) -> Option<(Rig, Model)> {
     let (Some(worker), Some(sim)) = (beside("tasuki-worker"), beside("tasuki-sim")) else {
         println!("skipped: needs tasuki-worker and tasuki-sim beside tasukid: cargo build --workspace");
         return None;
@@ -49,13 +49,13 @@ fn with_model(nodes: &str, frames: &str, rate: &str) -> Option<(Rig, Model)> {
 }
 
 /// Frames that those who drive now have received.
-fn moves(rig: &Rig) -> u64 {
+pub fn moves(rig: &Rig) -> u64 {
     let received = |node| rig.worker(node, "drives").and_then(|worker| worker["received"].as_u64()).unwrap_or(0);
     received("red") + received("blue") + received("green")
 }
 
 /// Waits until the source has sent all, and all has come back.
-fn until_quiet(rig: &Rig) {
+pub fn until_quiet(rig: &Rig) {
     let (mut seen, mut since) = (moves(rig), Instant::now());
     while since.elapsed() < QUIET {
         std::thread::sleep(Duration::from_millis(100));
@@ -67,7 +67,7 @@ fn until_quiet(rig: &Rig) {
 }
 
 /// Stops everything; what the model says of its frames.
-fn stop(rig: &mut Rig, mut model: Model) -> String {
+pub fn stop(rig: &mut Rig, mut model: Model) -> String {
     rig.ask(&["stop"]);
     rig.daemon_ends();
     // It reports at its end, which may be there already.

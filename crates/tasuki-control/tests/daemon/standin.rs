@@ -262,6 +262,8 @@ impl Standin {
                 &ToDaemon::Told { nic: None, sentence: format!("a sash came, with {} memory", fds.len()) },
                 &[],
             ),
+            // No frame passes here.
+            ToWorker::Capture { .. } | ToWorker::NoCapture { .. } => {}
             ToWorker::Neighbour { .. } | ToWorker::NoNeighbour { .. } | ToWorker::Directory { .. } => {
                 panic!("it has no end of a VNI")
             }

@@ -17,13 +17,13 @@ use super::storm::{self, beside};
 
 /// Addresses for documentation (RFC 5737).
 pub const SHOP: &str = "192.0.2.1";
-const DESK: &str = "192.0.2.2";
+pub const DESK: &str = "192.0.2.2";
 
 /// A daemon whose configuration names no node, and two namespaces. What is dropped first is ended first.
 pub struct World {
     pub rig: Rig,
     pub shop: Room,
-    desk: Room,
+    pub desk: Room,
     _one: MutexGuard<'static, ()>,
 }
 
@@ -48,12 +48,12 @@ impl World {
     }
 
     /// The same with both namespaces on a VNI.
-    fn with_both() -> Option<Self> {
+    pub fn with_both() -> Option<Self> {
         Self::with(&[])
     }
 
     /// The same, and all that they say to each other goes by their workers.
-    fn with_both_by_workers() -> Option<Self> {
+    pub fn with_both_by_workers() -> Option<Self> {
         Self::with(&["--no-shortcut"])
     }
 
@@ -77,12 +77,12 @@ impl World {
         self.rig.ask(&[&["node", "add", name, "--netns", &path, "--address", &address], more].concat());
     }
 
-    fn await_pairs(&self) {
+    pub fn await_pairs(&self) {
         self.rig.await_pair("shop");
         self.rig.await_pair("desk");
     }
 
-    fn exchange(&self) -> Exchange {
+    pub fn exchange(&self) -> Exchange {
         Exchange::begin([(&self.shop, SHOP), (&self.desk, DESK)])
     }
 
@@ -210,7 +210,7 @@ fn namespaces_reach_each_other_while_nobody_drives_their_ends() {
 }
 
 /// Descriptors of a process.
-fn fds(pid: u32) -> usize {
+pub fn fds(pid: u32) -> usize {
     fs::read_dir(format!("/proc/{pid}/fd")).map_or(0, Iterator::count)
 }
 

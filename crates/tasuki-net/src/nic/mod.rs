@@ -33,6 +33,7 @@ pub use repoint::{Left, Repoint};
 pub use sash::Sash;
 pub use scrub::Scrub;
 
+use crate::capture::Captures;
 use crate::port::{Port, Transactional};
 
 /// Who a card is, as its configuration space says.
@@ -334,4 +335,7 @@ pub trait InPlace: Nic + Transactional {
 
     /// Frames that the card would take now: a burst of no more is taken whole by the next [`transmit`](Port::transmit). Commits nothing.
     fn room(&mut self) -> usize;
+
+    /// Whoever looks on, if anybody does: at each frame that is received, and that the card takes.
+    fn captures(&mut self) -> &mut Option<Box<Captures>>;
 }

@@ -43,6 +43,7 @@ use tasuki_shm::vni::NODES_MAX;
 use tasuki_shm::vni::estate::{Estate, EstateFds, PeerEstate};
 use tasuki_shm::wake::{Clapper, this_cpu};
 
+use crate::capture::Captures;
 use aside::Aside;
 use inbox::Inbox;
 pub use inbox::{Breach, Incoming, TakenBack};
@@ -99,6 +100,8 @@ pub struct Vni {
     aside: Aside,
     /// What a predecessor sent to nodes that were not added yet.
     left: HashMap<u16, LeftBehind>,
+    /// Whoever looks on.
+    captures: Option<Box<Captures>>,
 }
 
 impl Vni {
@@ -142,12 +145,18 @@ impl Vni {
             staging: None,
             aside: Aside::new(),
             left,
+            captures: None,
         }
     }
 
     /// This node's number.
     pub fn number(&self) -> u16 {
         self.number
+    }
+
+    /// Whoever looks on, if anybody does: at each frame that comes, and that is sent.
+    pub fn captures(&mut self) -> &mut Option<Box<Captures>> {
+        &mut self.captures
     }
 
     /// Makes another node known, or the same one with other memory.

@@ -21,6 +21,7 @@ use tasuki_shm::vni::estate::EstateFds;
 use super::finish::{CUTS_MAX, GSO_NONE, finish, is_finished};
 use super::ledger::{HEADS_MAX, Handled, Ledger, point};
 use super::{Incoming, Introduction, PATIENCE, SendError, Vni};
+use crate::capture::{Captures, Direction};
 use crate::nic::Mac;
 use crate::port::{Armed, BURST_MAX, Burst, Frame, Port, Transactional};
 use crate::slow::Slow;
@@ -166,6 +167,11 @@ impl<M: Deref<Target = [Line]>> VniPort<M> {
     /// Looks addresses up elsewhere from now on.
     pub fn set_switch(&mut self, switch: Switch<M>) {
         self.switch = switch;
+    }
+
+    /// Whoever looks on, if anybody does: at each frame that comes, as the program gets it, and that is sent. One that waits for room may be seen twice.
+    pub fn captures(&mut self) -> &mut Option<Box<Captures>> {
+        self.vni.captures()
     }
 
     /// Pages of the node's pool that nobody holds.
@@ -453,6 +459,9 @@ impl<M: Deref<Target = [Line]>> Port for VniPort<M> {
                 switch.learn_of(&incoming);
                 intake.take(&incoming, handled, burst, dropped)
             });
+        }
+        if let Some(captures) = self.vni.captures() {
+            captures.frames(Direction::Inbound, &burst[before..]);
         }
         Ok(burst.len() - before)
     }

@@ -6,8 +6,9 @@ use tasuki_shm::vni::NODES_MAX;
 use tasuki_shm::wake::this_cpu;
 
 use super::Vni;
-use super::inbox::Incoming;
+use super::inbox::{Breach, Inbox, Incoming};
 use super::neighbour::{Neighbour, number_of, says_that_it_talks};
+use crate::capture::Captures;
 use crate::port::Armed;
 
 /// Frames that are taken from one ring before the next has its turn.
@@ -149,8 +150,13 @@ impl Vni {
 
     #[inline]
     fn receive_from(&mut self, from: u16, each: &mut impl FnMut(Incoming<'_>)) -> usize {
-        let Some(neighbour) = self.talker(from) else { return 0 };
-        match neighbour.inbox.receive(from, BURST, each) {
+        let Self { neighbours, captures, .. } = self;
+        let Some(neighbour) = talker(neighbours, from, self.number) else { return 0 };
+        let received = match captures {
+            None => neighbour.inbox.receive(from, BURST, each),
+            Some(captures) => receive_captured(&mut neighbour.inbox, captures, from, each),
+        };
+        match received {
             Ok(0) => 0,
             Ok(came) => {
                 neighbour.counts.received += came as u64;
@@ -167,22 +173,13 @@ impl Vni {
 
     #[inline]
     fn take_from(&mut self, from: u16, most: usize, each: &mut impl FnMut(Incoming<'_>, u32) -> bool) -> usize {
-        let Some(neighbour) = self.talker(from) else { return 0 };
+        let Some(neighbour) = talker(&mut self.neighbours, from, self.number) else { return 0 };
         let (count, breach) = neighbour.inbox.take(from, most, each);
         if let Some(breach) = breach {
             neighbour.breaks(breach);
             self.stop_listening_to(from);
         }
         count
-    }
-
-    /// A node whose ring may be looked at.
-    #[inline]
-    fn talker(&mut self, from: u16) -> Option<&mut Neighbour> {
-        let us = self.number;
-        let neighbour = self.neighbours[usize::from(from)].as_deref_mut();
-        // V2: a ring of which this is not said is not looked at, for a look would cost memory.
-        neighbour.filter(|neighbour| says_that_it_talks(&neighbour.talks, us))
     }
 
     /// All frames of a node's before `head` are handled, and of that there so many parts.
@@ -238,4 +235,27 @@ impl Vni {
     pub fn fd(&self) -> BorrowedFd<'_> {
         self.ear.as_fd()
     }
+}
+
+/// The same while somebody looks on.
+#[cold]
+#[inline(never)]
+fn receive_captured(
+    inbox: &mut Inbox,
+    captures: &mut Captures,
+    from: u16,
+    each: &mut impl FnMut(Incoming<'_>),
+) -> Result<usize, Breach> {
+    inbox.receive(from, BURST, &mut |incoming: Incoming<'_>| {
+        captures.came(&incoming);
+        each(incoming);
+    })
+}
+
+/// A node whose ring to node `us` may be looked at.
+#[inline]
+fn talker(neighbours: &mut [Option<Box<Neighbour>>], from: u16, us: u16) -> Option<&mut Neighbour> {
+    let neighbour = neighbours[usize::from(from)].as_deref_mut();
+    // V2: a ring of which this is not said is not looked at, for a look would cost memory.
+    neighbour.filter(|neighbour| says_that_it_talks(&neighbour.talks, us))
 }

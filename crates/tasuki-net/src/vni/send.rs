@@ -88,6 +88,9 @@ impl Vni {
         let neighbour = self.neighbours[usize::from(to)].as_mut().expect("there was a draft for it");
         let flags = if with_header { WITH_HEADER } else { 0 };
         let len = u32::try_from(len).expect("no longer than the draft");
+        if let Some(captures) = &mut self.captures {
+            captures.sent(without_header(neighbour.outbox.drafted(len, &mut self.pool), with_header));
+        }
         neighbour.announce(&self.estate, to);
         neighbour.outbox.post(len, flags, &self.pool);
         neighbour.count_sent(&mut self.touched, to);
@@ -151,6 +154,9 @@ impl Vni {
             Ok(Ok(())) => {
                 let Some(mut run) = self.staging.take() else { return Err(NoRoom::Pool.into()) };
                 self.staging = (pages < run.pages()).then(|| stock.pool.split(&mut run, pages));
+                if let Some(captures) = &mut self.captures {
+                    captures.sent(without_header(stock.pool.bytes_mut(&run, 0, len), true));
+                }
                 neighbour.announce(&self.estate, to);
                 neighbour.outbox.post_run(run, bytes, WITH_HEADER, &mut stock);
                 neighbour.count_sent(&mut self.touched, to);
@@ -176,6 +182,9 @@ impl Vni {
         let bytes = u32::try_from(len).expect("no longer than the longest");
         let pages = bytes.div_ceil(PAGE);
         self.staging = (pages < run.pages()).then(|| self.pool.split(&mut run, pages));
+        if let Some(captures) = &mut self.captures {
+            captures.sent(without_header(self.pool.bytes_mut(&run, 0, len), true));
+        }
         let piece = self.pool.piece(&run, 0, bytes);
         let which = self.shared.add(run);
         let count = self.share(nodes, piece, which, WITH_HEADER);
@@ -197,7 +206,11 @@ impl Vni {
         let bytes = u32::try_from(len).expect("no longer than the longest");
         let Some((which, at)) = self.common_room(bytes) else { return Err(NoRoom::Pool.into()) };
         let run = self.shared.run(which);
-        fill(self.pool.bytes_mut(run, at as usize, len));
+        let frame = self.pool.bytes_mut(run, at as usize, len);
+        fill(frame);
+        if let Some(captures) = &mut self.captures {
+            captures.sent(without_header(frame, with_header));
+        }
         let piece = self.pool.piece(run, at, bytes);
         let flags = if with_header { WITH_HEADER } else { 0 };
         Ok(self.share(nodes, piece, which, flags))
@@ -288,5 +301,13 @@ impl Vni {
             }
             neighbour.publish();
         }
+        if let Some(captures) = &mut self.captures {
+            captures.flush();
+        }
     }
+}
+
+/// The frame behind its offload header, if there is one.
+fn without_header(piece: &[u8], with_header: bool) -> &[u8] {
+    if with_header { &piece[HEADER_LEN..] } else { piece }
 }

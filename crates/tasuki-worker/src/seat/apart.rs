@@ -132,7 +132,7 @@ where
             (self.given.kit, self.given.fds, self.given.text) = (moved.kit, moved.fds, Ok(moved.text));
             (self.wake, self.ledger, self.arena) = (Some(wake), Some(ledger), Some(arena));
         }
-        self.card = Card::Driven(nic);
+        self.drive(nic);
         (self.gone, self.link_is_up, self.halted) = (false, false, false);
         Ok(())
     }

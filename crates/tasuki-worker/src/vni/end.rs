@@ -6,6 +6,7 @@ use std::rc::Rc;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result};
+use tasuki_net::capture::Captures;
 use tasuki_net::memif::MemifNode;
 use tasuki_net::port::{Armed, Burst, Frame, Port, Transactional};
 use tasuki_net::switch::Switch;
@@ -237,6 +238,11 @@ impl End {
         let pages_left = each!(self, end => end.pages_left(), port => port.pages_left());
         counts.push(("pages_left", pages_left.into()));
         counts
+    }
+
+    /// Whoever looks on, if anybody does.
+    pub fn with_captures<R>(&mut self, what: impl FnOnce(&mut Option<Box<Captures>>) -> R) -> R {
+        each!(self, end => what(end.vni().captures()), port => what(port.captures()))
     }
 
     pub fn tick(&mut self, now: Instant) -> bool {

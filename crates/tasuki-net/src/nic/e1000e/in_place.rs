@@ -7,6 +7,7 @@ use super::ring::{ReceiveRing, TransmitRing, not_a_slot};
 use super::sash::{MTA_WORDS, ReceiveSash, Sash};
 use super::setup::Shape;
 use super::{Assembly, BAR, Counters, E1000e, QUEUES_MAX, SENT, SKIPPING, bell};
+use crate::capture::Captures;
 use crate::nic::bus::{Bus, Registers};
 use crate::nic::ledger::TURNS;
 use crate::nic::sash::{Head, Sash as _, broken};
@@ -214,6 +215,10 @@ impl<B: Bus> InPlace for E1000e<B> {
             self.commit_sent();
         }
         self.transmit.room()
+    }
+
+    fn captures(&mut self) -> &mut Option<Box<Captures>> {
+        &mut self.captures
     }
 }
 

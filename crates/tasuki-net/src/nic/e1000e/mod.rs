@@ -33,6 +33,7 @@ use super::ledger::{CURSORS, TURNS};
 use super::sash::{Sash as _, broken};
 use super::scrub::Dirt;
 use super::{Failed, Filter, Link, Mac, Nic, NicError, NicMemory, NicOptions, PciId, Scrub, loan};
+use crate::capture::{Captures, Direction};
 use crate::port::{Armed, Burst, Port};
 use tasuki_shm::crash;
 
@@ -72,6 +73,8 @@ pub struct E1000e<B: Bus> {
     committed: [u64; CURSORS],
     /// If the memory is kept clean: what is not.
     dirt: Option<Dirt>,
+    /// Whoever looks on.
+    captures: Option<Box<Captures>>,
 }
 
 /// Words of the ledger's cursors, behind those of the receive queues.
@@ -264,6 +267,7 @@ impl<B: Bus> E1000e<B> {
             commits: 0,
             committed: [0; CURSORS],
             dirt: None,
+            captures: None,
         }
     }
 
@@ -415,6 +419,9 @@ impl<B: Bus> Port for E1000e<B> {
             dirt.mark(&burst[before..]);
         }
         crash::point("nic.collected");
+        if let Some(captures) = &mut self.captures {
+            captures.frames(Direction::Inbound, &burst[before..]);
+        }
         if frames == 0 && self.held {
             self.let_go_if_empty();
         }
@@ -429,6 +436,9 @@ impl<B: Bus> Port for E1000e<B> {
         }
         if let Some(dirt) = &mut self.dirt {
             dirt.mark(burst);
+        }
+        if let Some(captures) = &mut self.captures {
+            captures.frames(Direction::Outbound, &burst[..self.transmit.room().min(burst.len())]);
         }
         let taken = self.transmit.transmit(&self.memory, self.shape.frame(), &mut self.counters.refused, burst);
         crash::point("nic.filled");

@@ -1,0 +1,191 @@
+//! `tasuki capture`: frames of a node or a NIC as pcapng, into a file or a pipe.
+
+use std::fs::{File, OpenOptions};
+use std::io::{ErrorKind, IsTerminal, Write};
+use std::os::fd::AsFd;
+use std::os::unix::fs::OpenOptionsExt;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::sync::atomic::AtomicBool;
+
+use anyhow::{Context, Result, bail, ensure};
+use clap::Args;
+use http_body_util::BodyExt;
+use hyper::Method as Verb;
+use signal_hook::consts::{SIGINT, SIGTERM};
+
+use super::{Reach, part};
+use crate::api::types::Status;
+use crate::api::{client, pcapng};
+use crate::place;
+
+/// What is to be captured, and where it goes.
+#[derive(Debug, Args)]
+pub struct Capture {
+    /// A node, all of whose ports are captured, or a NIC.
+    pub name: String,
+    /// Write to this file; without, or with -, to standard output, for a pipe.
+    #[arg(short, long, value_name = "FILE")]
+    pub write: Option<PathBuf>,
+    /// End after so many frames; without, at ^C.
+    #[arg(short, long, value_name = "N", value_parser = clap::value_parser!(u64).range(1..))]
+    pub count: Option<u64>,
+    /// Keep no more than so many bytes of each frame.
+    #[arg(long, value_name = "BYTES", value_parser = clap::value_parser!(u32).range(14..))]
+    pub snap: Option<u32>,
+    /// The NIC of that name, where a node has it, too.
+    #[arg(long)]
+    pub nic: bool,
+}
+
+/// Passes whole blocks on, and sees what is in them.
+struct Passage {
+    out: File,
+    unfinished: Vec<u8>,
+    frames: u64,
+    missed: Option<u64>,
+}
+
+impl Passage {
+    fn pass(&mut self, bytes: &[u8]) -> Result<()> {
+        self.unfinished.extend_from_slice(bytes);
+        let mut at = 0;
+        while let Some((kind, len)) = pcapng::whole_block(&self.unfinished[at..])? {
+            match kind {
+                pcapng::PACKET => self.frames += 1,
+                pcapng::STATISTICS => {
+                    let missed = pcapng::missed(&self.unfinished[at..at + len]).unwrap_or(0);
+                    self.missed = Some(self.missed.unwrap_or(0).saturating_add(missed));
+                }
+                _ => {}
+            }
+            at += len;
+        }
+        self.out.write_all(&self.unfinished[..at])?;
+        self.unfinished.drain(..at);
+        Ok(())
+    }
+
+    fn sentence(&self) -> String {
+        let frames = match self.frames {
+            1 => "1 frame was captured".to_owned(),
+            frames => format!("{frames} frames were captured"),
+        };
+        match self.missed {
+            None => format!("{frames}; how many were missed is not known"),
+            Some(0) => format!("{frames}, and none missed"),
+            Some(missed) => format!(
+                "{frames}, and {missed} missed, since who reads was too slow; write to a file (-w), or keep less of each (--snap 128)"
+            ),
+        }
+    }
+}
+
+/// The address that is asked.
+fn address(folder: &Path, capture: &Capture) -> Result<String> {
+    let Capture { name, count, snap, nic, .. } = capture;
+    let status: Status = serde_json::from_value(client::ask(folder, Verb::GET, "/v1/status", None)?)
+        .context("tasukid answers with what this tasuki does not know; rebuild the older of the two")?;
+    let is_node = status.nodes.iter().any(|node| node.name == *name);
+    let is_nic = status.nics.iter().any(|other| other.name == *name);
+    let names = status.nodes.iter().map(|node| &node.name).chain(status.nics.iter().map(|nic| &nic.name));
+    let names = names.map(String::as_str).collect::<Vec<_>>().join(", ");
+    let kind = match (is_node && !nic, is_nic) {
+        (true, _) => "nodes",
+        (false, true) => "nics",
+        (false, false) => {
+            bail!("there is no {}NIC {name:?}; there are: {names}", if *nic { "" } else { "node and no " })
+        }
+    };
+    let words = [snap.map(|snap| format!("snap={snap}")), count.map(|count| format!("count={count}"))];
+    let words: Vec<String> = words.into_iter().flatten().collect();
+    Ok(format!("/v1/{kind}/{}/capture?{}", part(name), words.join("&")))
+}
+
+/// Where it goes.
+fn output(write: Option<&Path>) -> Result<File> {
+    match write.filter(|path| *path != Path::new("-")) {
+        // What passes is nobody else's business.
+        Some(path) => OpenOptions::new()
+            .write(true)
+            .create(true)
+            .truncate(true)
+            .mode(0o600)
+            .open(path)
+            .with_context(|| format!("{} cannot be written", path.display())),
+        None => Ok(File::from(std::io::stdout().as_fd().try_clone_to_owned().context("there is no standard output")?)),
+    }
+}
+
+/// Whether somebody wants the end: the first time it comes out here, and the second time it is this program's.
+fn interruptions() -> Result<tokio::net::UnixStream> {
+    let (told, hears) = std::os::unix::net::UnixStream::pair().context("the kernel has no sockets left")?;
+    for signal in [SIGINT, SIGTERM] {
+        let was_told = Arc::new(AtomicBool::new(false));
+        signal_hook::flag::register_conditional_default(signal, was_told.clone())?;
+        signal_hook::flag::register(signal, was_told)?;
+        signal_hook::low_level::pipe::register(signal, told.try_clone()?)?;
+    }
+    hears.set_nonblocking(true)?;
+    Ok(tokio::net::UnixStream::from_std(hears)?)
+}
+
+/// Captures until the end.
+pub fn run(reach: &Reach, capture: &Capture) -> Result<()> {
+    let folder = reach.dir.clone().unwrap_or_else(place::usual);
+    let is_piped = capture.write.as_deref().is_none_or(|path| path == Path::new("-"));
+    ensure!(
+        !is_piped || !std::io::stdout().is_terminal(),
+        "a capture is nothing for a terminal; write it to a file (-w {0}.pcapng), or pipe it: tasuki capture {0} | tcpdump -r -",
+        capture.name
+    );
+    let address = address(&folder, capture)?;
+    let runtime =
+        tokio::runtime::Builder::new_current_thread().enable_io().build().context("the kernel has no room")?;
+    let ended = runtime.block_on(async {
+        let interruptions = interruptions()?;
+        let answer = client::open(&folder, Verb::GET, &address, None).await?;
+        let number = answer.headers().get(client::CAPTURE).and_then(|value| value.to_str().ok()).map(str::to_owned);
+        let number = number.context("tasukid does not say which capture this is; rebuild the older of the two")?;
+        let out = output(capture.write.as_deref())?;
+        eprintln!("tasuki: capturing {}{}", capture.name, if capture.count.is_some() { "" } else { "; ^C ends it" });
+        let mut passage = Passage { out, unfinished: Vec::new(), frames: 0, missed: None };
+        let passed = pass(&folder, &number, answer.into_body(), interruptions, &mut passage).await;
+        Ok::<_, anyhow::Error>(passed.map(|()| passage.sentence()))
+    })?;
+    match ended {
+        Ok(sentence) => eprintln!("tasuki: {sentence}"),
+        // Who read has seen enough.
+        Err(error) if is_closed(&error) => {}
+        Err(error) => return Err(error),
+    }
+    Ok(())
+}
+
+fn is_closed(error: &anyhow::Error) -> bool {
+    error.downcast_ref::<std::io::Error>().is_some_and(|error| error.kind() == ErrorKind::BrokenPipe)
+}
+
+async fn pass(
+    folder: &Path,
+    number: &str,
+    mut body: hyper::body::Incoming,
+    interruptions: tokio::net::UnixStream,
+    passage: &mut Passage,
+) -> Result<()> {
+    let mut is_told = false;
+    loop {
+        tokio::select! {
+            frame = body.frame() => match frame {
+                Some(Ok(frame)) => passage.pass(frame.data_ref().map_or(&[][..], |bytes| bytes))?,
+                Some(Err(_)) => bail!("tasukid hung up: {}", passage.sentence()),
+                None => return Ok(()),
+            },
+            _ = interruptions.readable(), if !is_told => {
+                is_told = true;
+                // It may have ended by itself meanwhile.
+                let _ = client::open(folder, Verb::DELETE, &format!("/v1/captures/{number}"), None).await;
+            }
+        }
+    }
+}

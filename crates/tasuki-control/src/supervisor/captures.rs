@@ -1,0 +1,197 @@
+//! Captures: whoever looks on at a node's ports, or at a NIC. Workers copy frames into a socket of the capture's, whose other end is in the hands of
+//! HTTP (`api/capture.rs`); here is decided which workers do.
+//!
+//! Every worker that has such a port is told, not only who drives it: so whoever takes a port over goes on with the same capture.
+
+use std::collections::BTreeSet;
+use std::os::fd::{AsFd, OwnedFd};
+use std::sync::Arc;
+
+use rustix::io::Errno;
+use tasuki_relay::letter::ToWorker;
+use tokio::sync::mpsc::{UnboundedSender, unbounded_channel};
+
+use super::card::Card;
+use super::door::No;
+use super::worker::{Stage, Words};
+use super::{About, Supervisor};
+use crate::api::capture::{Begun, Gone, Port};
+use crate::api::types::Ended;
+use crate::channel;
+
+/// Captures at a time; no more are kept by a worker of one port.
+const CAPTURES_MAX: usize = 16;
+
+/// Bytes of the memory in which missed frames are counted, and of a word of it: as many ports as a capture may have.
+const MISSED_LEN: usize = 4096;
+const PORTS_MAX: usize = MISSED_LEN / 8;
+
+/// Bytes of batches that may be under way, where the kernel allows that: a tenth of a second of a link of 1 Gb/s, with what the kernel adds.
+const UNDER_WAY: usize = 16 << 20;
+
+/// What is captured.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Of {
+    /// All ports of a node.
+    Node(String),
+    /// One NIC, whoever has it.
+    Nic(String),
+}
+
+impl Of {
+    fn name(&self) -> &str {
+        match self {
+            Of::Node(name) | Of::Nic(name) => name,
+        }
+    }
+
+    fn about(&self) -> About<'_> {
+        match self {
+            Of::Node(name) => About::node(name),
+            Of::Nic(name) => About::nic(name),
+        }
+    }
+
+    fn covers(&self, card: &Card) -> bool {
+        match self {
+            Of::Node(name) => card.node == *name,
+            Of::Nic(name) => card.name() == name,
+        }
+    }
+}
+
+/// One that was begun and whose reader is not gone.
+#[derive(Debug)]
+pub struct Capture {
+    of: Of,
+    snap: u32,
+    /// Where workers write, and what is said to who reads; nothing once it is to end.
+    open: Option<(OwnedFd, UnboundedSender<Port>)>,
+    missed: Arc<Words>,
+    /// NICs by their number in what is written.
+    ports: Vec<u32>,
+    /// Who was told, of which NIC.
+    told: BTreeSet<(u32, u32)>,
+}
+
+impl Supervisor {
+    /// Whether frames of this node are being captured. That begins in [`begin_capture`](Self::begin_capture), and ends in
+    /// [`end_capture`](Self::end_capture) or [`capture_over`](Self::capture_over); house is kept after each.
+    pub(super) fn is_captured(&self, node: &str) -> bool {
+        let is_its = |capture: &Capture| {
+            let mut cards = self.cards.values().filter(|card| card.node == node);
+            capture.open.is_some() && cards.any(|card| capture.of.covers(card))
+        };
+        self.captures.values().any(is_its)
+    }
+
+    /// Begins one, with as much of each frame.
+    pub(super) fn begin_capture(&mut self, of: Of, snap: u32) -> Result<Begun, No> {
+        if self.stopping.is_some() {
+            return Err(No::Ending);
+        }
+        match &of {
+            Of::Node(name) if !self.nodes.contains_key(name) => return Err(self.no_node(name)),
+            Of::Node(name) if !self.cards.values().any(|card| of.covers(card)) => {
+                return Err(No::now(format!(
+                    "node {name} has no NIC and is on no VNI, so that no frame passes there; tasuki status says who has one"
+                )));
+            }
+            Of::Nic(name) => _ = self.nic_by_name(name)?,
+            Of::Node(_) => {}
+        }
+        if self.captures.len() >= CAPTURES_MAX {
+            return Err(No::now(format!("there are {CAPTURES_MAX} captures already; end one of them first")));
+        }
+        let no_room = |what: &dyn std::fmt::Display| No::now(format!("there is no room for a capture: {what}"));
+        let (batches, socket) = channel::pair().map_err(|error| no_room(&error))?;
+        // As much as we may: with less, more is missed where who reads is slow.
+        if rustix::net::sockopt::set_socket_send_buffer_size_force(&socket, UNDER_WAY).is_err() {
+            let _ = rustix::net::sockopt::set_socket_send_buffer_size(&socket, UNDER_WAY);
+        }
+        let missed = Words::create("tasuki capture", MISSED_LEN).map_err(|error| no_room(&error))?;
+        let missed = Arc::new(missed);
+        let (said, ports) = unbounded_channel();
+        self.last_capture += 1;
+        let number = self.last_capture;
+        let open = Some((socket, said));
+        let capture =
+            Capture { of: of.clone(), snap, open, missed: missed.clone(), ports: Vec::new(), told: BTreeSet::new() };
+        self.captures.insert(number, capture);
+        self.note(of.about(), format!("{} is being captured (capture {number})", of.name()));
+        self.fit_captures();
+        let told = self.captures.get(&number).map_or(0, |capture| capture.told.len());
+        Ok(Begun { number, batches, missed, ports, told, snap, gone: Gone::new(self.door.clone(), number) })
+    }
+
+    /// Somebody wants to see the end of it: no more is copied, and who reads gets what is under way.
+    pub(super) fn end_capture(&mut self, number: u32) -> Result<Ended, No> {
+        let Some(capture) = self.captures.get_mut(&number).filter(|capture| capture.open.is_some()) else {
+            return Err(No::Unknown(format!("there is no capture {number}")));
+        };
+        capture.open = None;
+        let sentence = format!("the capture of {} ends", capture.of.name());
+        self.fit_captures();
+        Ok(Ended { sentence })
+    }
+
+    /// Whoever looked on is gone.
+    pub(super) fn capture_over(&mut self, number: u32, frames: u64, missed: u64) {
+        if self.captures.get(&number).is_some_and(|capture| capture.open.is_some()) {
+            // It cannot fail: it is there.
+            let _ = self.end_capture(number);
+        }
+        let Some(capture) = self.captures.remove(&number) else { return };
+        let sentence =
+            format!("{} is captured no more (capture {number}: {frames} frames, {missed} missed)", capture.of.name());
+        self.note(capture.of.about(), sentence);
+    }
+
+    /// Has those workers write who have a port that is captured, and no others.
+    pub(super) fn fit_captures(&mut self) {
+        let Supervisor { captures, cards, workers, nodes, .. } = self;
+        for (number, capture) in captures {
+            if let Of::Node(name) = &capture.of
+                && !nodes.contains_key(name)
+            {
+                capture.open = None;
+            }
+            let mut wanted = BTreeSet::new();
+            for card in cards.values().filter(|card| capture.open.is_some() && capture.of.covers(card)) {
+                let may_see = |node: &str| matches!(capture.of, Of::Nic(_)) || node == card.node;
+                let have = workers.values().filter(|worker| worker.nics.contains_key(&card.number));
+                let have = have.filter(|worker| worker.stage == Stage::Begun && may_see(&worker.record.node));
+                wanted.extend(have.map(|worker| (card.number, worker.party())));
+            }
+            for (nic, party) in capture.told.difference(&wanted) {
+                if let Some(worker) = workers.get(party).filter(|worker| worker.nics.contains_key(nic)) {
+                    let _ = worker.write(&ToWorker::NoCapture { nic: *nic, capture: *number }, &[]);
+                }
+            }
+            capture.told.retain(|told| wanted.contains(told));
+            let Some((socket, said)) = &capture.open else { continue };
+            let new: Vec<(u32, u32)> = wanted.difference(&capture.told).copied().collect();
+            for (nic, party) in new {
+                let (Some(worker), Some(card)) = (workers.get(&party), cards.get(&nic)) else { continue };
+                let known = capture.ports.iter().position(|port| *port == nic);
+                let at = known.unwrap_or(capture.ports.len());
+                let Ok(interface @ 0..) = u32::try_from(at) else { continue };
+                if at >= PORTS_MAX {
+                    continue;
+                }
+                if known.is_none() {
+                    let mac = card.kept.as_ref().and_then(|kept| kept.kit.mac);
+                    // If nobody hears it, we are about to hear that.
+                    let _ = said.send(Port { name: card.name().to_owned(), mac });
+                    capture.ports.push(nic);
+                }
+                let letter = ToWorker::Capture { nic, capture: *number, interface, snap: capture.snap };
+                let sent = worker.write(&letter, &[socket.as_fd(), capture.missed.region().fd()]);
+                // One that has no room now is told when house is kept next; one that is dead, or dying, need not be.
+                if matches!(sent, Ok(()) | Err(Errno::PIPE | Errno::CONNRESET)) {
+                    capture.told.insert((nic, party));
+                }
+            }
+        }
+    }
+}
