@@ -404,12 +404,6 @@ impl PeerPool {
     pub fn is_whole(&self, piece: Piece) -> bool {
         self.generations.are(piece.offset / PAGE, piece.generation)
     }
-
-    /// Has the CPU fetch the first `len` bytes of a piece, as a hint.
-    #[inline]
-    pub fn prefetch(&self, piece: Piece, len: usize) {
-        self.region.prefetch_to_read(piece.offset as usize, len.min(piece.len as usize));
-    }
 }
 
 #[cfg(test)]

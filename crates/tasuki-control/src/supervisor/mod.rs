@@ -320,6 +320,7 @@ impl Supervisor {
             self.go_on_removing();
             self.go_on_with_jobs();
             self.fit_taps();
+            self.fit_detours();
             self.fit_captures();
         }
         self.flush();

@@ -59,6 +59,11 @@ impl Shortcuts {
         self.0.get(&on.vni).map_or(Ok(()), |shortcut| shortcut.set_mac(leg, mac))
     }
 
+    /// Whether a namespace's frames go by its worker from now on, all of them.
+    pub fn set_detour(&self, on: &OnVni, leg: &Leg, detour: bool) -> Result<(), TapError> {
+        self.0.get(&on.vni).map_or(Ok(()), |shortcut| shortcut.set_detour(leg, detour))
+    }
+
     /// Frames that took it.
     pub fn crossed(&self, on: &OnVni, leg: &Leg) -> Option<Crossed> {
         self.0.get(&on.vni).map(|shortcut| shortcut.crossed(leg))

@@ -29,6 +29,8 @@ pub struct TapEnd {
     /// Where it may have a leg.
     on: Option<OnVni>,
     leg: Option<Leg>,
+    /// Its frames take no shortcut for now, so that its worker sees them.
+    is_detour: bool,
     device: Option<OwnedFd>,
     /// Its other side, or what is plugged into that.
     interface: Option<Interface>,
@@ -43,7 +45,10 @@ impl TapEnd {
         // A card takes finished frames only; a VNI those that the next kernel may finish.
         let before = if node.vni.is_some() { Before::Offload } else { Before::Nothing };
         let on = OnVni::of(node);
-        Some((config.label(), TapEnd { config, before, on, leg: None, device: None, interface: None, mac: None }))
+        Some((
+            config.label(),
+            TapEnd { config, before, on, leg: None, is_detour: false, device: None, interface: None, mac: None },
+        ))
     }
 
     fn place(&self) -> Namespace {
@@ -56,7 +61,7 @@ impl TapEnd {
         let device = match self.device.take() {
             Some(device) => device,
             None => {
-                (self.interface, self.mac, self.leg) = (None, None, None);
+                (self.interface, self.mac, self.leg, self.is_detour) = (None, None, None, false);
                 match self.connect(shortcuts) {
                     Some(Ok(device)) => device,
                     Some(Err(error @ (TapError::NoNamespace(_) | TapError::Namespace { .. }))) => return Err(error),
@@ -113,9 +118,20 @@ impl TapEnd {
         };
         self.interface.insert(interface).set_mac(mac)?;
         match (&mut self.leg, &self.on) {
-            (Some(leg), Some(on)) => shortcuts.set_mac(on, leg, mac),
+            (Some(leg), Some(on)) => {
+                self.is_detour = false;
+                shortcuts.set_mac(on, leg, mac)
+            }
             _ => Ok(()),
         }
+    }
+
+    fn set_detour(&mut self, detour: bool, shortcuts: &Shortcuts) -> Result<(), TapError> {
+        if let (Some(leg), Some(on), true) = (&self.leg, &self.on, self.is_detour != detour) {
+            self.is_detour = detour;
+            shortcuts.set_detour(on, leg, detour)?;
+        }
+        Ok(())
     }
 
     /// Takes it away as far as it does not go with its descriptors.
@@ -166,6 +182,19 @@ impl Supervisor {
         let device = device.try_clone()?;
         why.into_iter().for_each(|why| self.note(About::node(node), why));
         Ok(Some((label, device)))
+    }
+
+    /// Of a namespace that is captured the worker sees all frames.
+    pub(super) fn fit_detours(&mut self) {
+        let nodes = self.config.node.iter().filter(|node| node.vni.is_some());
+        let labels: Vec<(String, bool)> =
+            nodes.filter_map(|node| Some((node.tap()?.label(), self.is_captured(&node.name)))).collect();
+        for (label, is_captured) in labels {
+            let Some(tap) = self.taps.get_mut(&label) else { continue };
+            if let Err(error) = tap.set_detour(is_captured, &self.shortcuts) {
+                self.note(About::default(), format!("of {label} not all frames are captured: {error}"));
+            }
+        }
     }
 
     /// Nobody is to drive them any more.

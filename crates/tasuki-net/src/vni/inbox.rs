@@ -3,7 +3,6 @@
 use std::io;
 use std::os::fd::BorrowedFd;
 
-use arrayvec::ArrayVec;
 use tasuki_shm::line::Line;
 use tasuki_shm::pool::{NoSuchPiece, PeerPool, Piece};
 use tasuki_shm::region::{CommonRegion, RegionError, Span};
@@ -16,12 +15,6 @@ use super::outbox::{WITH_HEADER, piece_of};
 /// Bytes before a frame that has them.
 #[expect(clippy::cast_possible_truncation, reason = "10")]
 const HEADER: u32 = HEADER_LEN as u32;
-
-/// Messages that are read at a time, so that the CPU can fetch the frames of some while it copies others.
-const AT_ONCE: usize = 32;
-
-/// Bytes of a frame that are fetched ahead: the CPU goes on by itself.
-const AHEAD: usize = 256;
 
 /// The frame was taken back before it was read: we were too slow.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
@@ -187,36 +180,27 @@ impl Inbox {
         most: usize,
         each: &mut impl FnMut(Incoming<'_>, u32) -> bool,
     ) -> (usize, Option<Breach>) {
-        let first = self.ring.head();
-        let mut pieces = ArrayVec::<(Piece, u32), AT_ONCE>::new();
-        let mut breach = None;
-        while pieces.len() < most.min(AT_ONCE) {
-            match self.ring.pop() {
-                Ok(Some(message)) => {
-                    let piece = piece_of(&message);
-                    let header = if message.tag.get() & WITH_HEADER == 0 { 0 } else { HEADER };
-                    let checked = self.pool.check(Piece { len: piece.len.saturating_sub(header), ..piece });
-                    if let Err(wrong) = checked.and_then(|()| self.pool.check(piece)) {
-                        breach = Some(wrong.into());
-                        break;
-                    }
-                    self.pool.prefetch(piece, AHEAD);
-                    pieces.push((piece, header));
-                }
+        let mut count = 0;
+        while count < most {
+            let index = self.ring.head();
+            let message = match self.ring.pop() {
+                Ok(Some(message)) => message,
                 Ok(None) => break,
-                Err(broken) => {
-                    breach = Some(broken.into());
-                    break;
-                }
+                Err(broken) => return (count, Some(broken.into())),
+            };
+            let piece = piece_of(&message);
+            let header = if message.tag.get() & WITH_HEADER == 0 { 0 } else { HEADER };
+            let checked = self.pool.check(Piece { len: piece.len.saturating_sub(header), ..piece });
+            if let Err(wrong) = checked.and_then(|()| self.pool.check(piece)) {
+                return (count, Some(wrong.into()));
             }
-        }
-        for (taken, (&(piece, header), index)) in pieces.iter().zip((0..).map(|i| first.wrapping_add(i))).enumerate() {
             let handled = if self.begun.0 == index { self.begun.1 } else { 0 };
             if !each(Incoming { pool: &self.pool, piece, header, from, index }, handled) {
                 self.ring.put_back(index);
-                return (taken, None);
+                break;
             }
+            count += 1;
         }
-        (pieces.len(), breach)
+        (count, None)
     }
 }
