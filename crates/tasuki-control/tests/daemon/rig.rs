@@ -217,8 +217,13 @@ impl Rig {
 
     /// Waits for it.
     pub fn await_worker(&self, node: &str, is: &str) -> Value {
-        until(self, &format!("a worker of {node} {is}"), || self.worker(node, is).is_some());
-        self.worker(node, is).unwrap_or_else(|| panic!("it was there\n{}", self.log()))
+        // What was seen counts: it may be otherwise when somebody looks again.
+        let found = std::cell::RefCell::new(None);
+        until(self, &format!("a worker of {node} {is}"), || {
+            *found.borrow_mut() = self.worker(node, is);
+            found.borrow().is_some()
+        });
+        found.into_inner().expect("it was just seen")
     }
 
     /// Waits until a node drives eth0 and another worker of it stands by.
