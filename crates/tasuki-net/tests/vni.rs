@@ -251,6 +251,23 @@ mod tests {
     }
 
     #[test]
+    fn a_ring_to_a_node_that_is_gone_costs_a_successor_nothing() {
+        let (start, step) = (Instant::now(), Duration::from_millis(100));
+        // Killed while it talks, and when it has said that it does not.
+        for ticks in 0..3 {
+            let mut net = Net::of(3);
+            let before = net.memory(0);
+            net.node(0).send(1, &frame(1, 100)).unwrap();
+            net.node(0).flush();
+            assert_eq!(received(net.node(1)).len(), 1);
+            (0..ticks).for_each(|i| assert!(net.node(0).tick(start + (step + IDLE) * i)));
+            assert!(net.memory(0) > before);
+            net.replace_alone(0);
+            assert_eq!(net.memory(0), before, "after {ticks} ticks");
+        }
+    }
+
+    #[test]
     fn a_ring_on_which_nothing_goes_costs_nothing() {
         let mut net = Net::of(3);
         let (start, step) = (Instant::now(), Duration::from_millis(100));

@@ -26,7 +26,7 @@ pub fn show(asked: &Asked, value: Value) -> Result<String> {
         Asked::Nodes(Nodes::List) => nodes(&read::<Vec<NodeView>>(value)?),
         Asked::Nodes(Nodes::Add(add)) => {
             let NodeView { name, work, .. } = read(value)?;
-            format!("node {name} is {work}; tasuki vni table {} says who else is there\n", add.vni)
+            format!("node {name} is there: {work}; tasuki vni table {} says who else is there\n", add.vni)
         }
         Asked::Nodes(Nodes::Remove { .. }) => format!("{}\n", read::<Removed>(value)?.sentence),
         Asked::Vnis(Vnis::List) => vnis(&read::<Vec<VniView>>(value)?),

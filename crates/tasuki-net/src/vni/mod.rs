@@ -232,6 +232,15 @@ impl Vni {
             self.estate.line_of(number)[0].word(0).store(0, Relaxed);
             left.into_iter().for_each(|(_, which)| self.shared.release(which, true, &mut self.pool));
         }
+        // A predecessor that was killed between taking back that it talks and giving back the ring has left that allocated.
+        let mut first = 0;
+        for number in 0..=NODES_MAX {
+            if self.neighbours.get(usize::from(number)).is_none_or(Option::is_some) {
+                // As above.
+                let _ = self.estate.give_back_rings(first..number);
+                first = number + 1;
+            }
+        }
     }
 
     /// Does what is due now and then, a few times a second: takes back everything from a reader that has read nothing for [`PATIENCE`] (V4), and

@@ -81,6 +81,16 @@ impl Net {
         self.nodes[number] = Some(self.join(u16::try_from(number).unwrap()));
     }
 
+    /// The same, which is told of nobody else any more.
+    pub fn replace_alone(&mut self, number: usize) {
+        drop(self.nodes[number].take());
+        let kept = &self.kept[number];
+        let name = u16::try_from(number).unwrap();
+        let mut vni = Vni::new(name, kept.own(), kept.ear.try_clone().unwrap()).unwrap();
+        vni.settle();
+        self.nodes[number] = Some(vni);
+    }
+
     /// Another node gets a number, after everybody has forgotten the one that had it.
     pub fn renew(&mut self, number: usize) {
         drop(self.nodes[number].take());

@@ -16,6 +16,7 @@
 //! | next page, a page a node | the ring to each node: [`RING_PLACES`] messages of 16 bytes                              |
 //! | last page                | the ledger: what the node's program has done, for its successor; written by native nodes alone |
 
+use std::ops::Range;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 
 use super::NODES_MAX;
@@ -181,7 +182,13 @@ impl Estate {
 
     /// Gives the memory of our ring to `node` back to the kernel. It reads as zeroes from then on.
     pub fn give_back_ring(&self, node: u16) -> Result<(), RegionError> {
-        self.control.give_back(self.layout.ring_to(node), PAGE_LEN)
+        self.give_back_rings(node..node + 1)
+    }
+
+    /// The same of the rings to several.
+    pub fn give_back_rings(&self, nodes: Range<u16>) -> Result<(), RegionError> {
+        let len = nodes.len() * PAGE_LEN;
+        if len == 0 { Ok(()) } else { self.control.give_back(self.layout.ring_to(nodes.start), len) }
     }
 }
 
