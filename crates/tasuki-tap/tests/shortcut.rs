@@ -74,12 +74,23 @@ mod tests {
                 return None;
             }
             let places = [0, 1].map(|end| Place::new(test, end));
-            let mut shortcut = Shortcut::new().expect("root makes a room");
-            let made = [0, 1].map(|end| {
-                let address = format!("192.0.2.{}/24", end + 1).parse().expect("an address");
-                let made = shortcut.connect(&places[end].here(), "lan", Some(address), mac(end));
-                made.unwrap_or_else(|error| panic!("{error}"))
+            let made = Shortcut::new().and_then(|mut shortcut| {
+                let mut connect = |end: usize| {
+                    let address = format!("192.0.2.{}/24", end + 1).parse().expect("an address");
+                    shortcut.connect(&places[end].here(), "lan", Some(address), mac(end))
+                };
+                let made = [connect(0)?, connect(1)?];
+                Ok((shortcut, made))
             });
+            let (shortcut, made) = match made {
+                Ok(made) => made,
+                // A kernel that has not got what it takes, or does not let us have it.
+                Err(error @ (TapError::NoPair(_) | TapError::NoProgram(_) | TapError::NotAllowed)) => {
+                    println!("skipped: {error}");
+                    return None;
+                }
+                Err(error) => panic!("{error}"),
+            };
             let sockets = [0, 1].map(|end| places[end].socket(&format!("192.0.2.{}", end + 1)));
             let [(one, first), (other, second)] = made;
             let legs = [Some(one), Some(other)];

@@ -173,6 +173,12 @@ fn a_stream_of_long_segments_outlives_every_relay() {
 #[test]
 fn namespaces_reach_each_other_while_nobody_drives_their_ends() {
     let Some(mut world) = World::with_both() else { return };
+    if world.crossed("shop").is_none() {
+        // The event says what this kernel has not got.
+        assert!(world.rig.ask(&["events"]).contains("other namespaces go by their workers"), "{}", world.rig.log());
+        println!("skipped: this kernel passes on no frames by a program of ours");
+        return world.end();
+    }
     let exchange = world.exchange();
     exchange.goes_on(&world.rig, 300);
     for node in ["shop", "desk"] {
