@@ -58,21 +58,21 @@ impl Namespace {
 
 /// A network namespace that has no name: there as long as something in it, or a descriptor of it, is held.
 #[derive(Debug)]
-pub struct Room(OwnedFd);
+pub struct Unnamed(OwnedFd);
 
-impl Room {
+impl Unnamed {
     /// A new one.
     pub fn new() -> Result<Self, TapError> {
         in_a_thread(Path::new(OURS), || {
             // SAFETY: it is a thread of its own, and of what it shares with others it leaves the network namespace alone (N1).
             unsafe { unshare_unsafe(UnshareFlags::NEWNET) }.map_err(TapError::of)?;
-            Namespace::Own.open().map(Room)
+            Namespace::Own.open().map(Unnamed)
         })
     }
 
     /// The one that a descriptor is of.
     pub fn of(namespace: OwnedFd) -> Self {
-        Room(namespace)
+        Unnamed(namespace)
     }
 
     /// Does `work` there. What it opens stays there.
@@ -81,8 +81,8 @@ impl Room {
     }
 
     /// Whether both are the same one.
-    pub fn is(&self, other: &Room) -> bool {
-        let who = |room: &Room| rustix::fs::fstat(&room.0).map(|stat| (stat.st_dev, stat.st_ino)).ok();
+    pub fn is(&self, other: &Unnamed) -> bool {
+        let who = |it: &Unnamed| rustix::fs::fstat(&it.0).map(|stat| (stat.st_dev, stat.st_ino)).ok();
         who(self).is_some() && who(self) == who(other)
     }
 }

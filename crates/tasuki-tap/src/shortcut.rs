@@ -2,7 +2,7 @@
 //! sender's call into the receiver's namespace, copied by nobody.
 //!
 //! ```text
-//!   namespace A                     a room of the daemon's own                  namespace B
+//!   namespace A                     the VNI's junction                          namespace B
 //!   ┌───────────┐        ┌───────────────────────────────────────────┐        ┌───────────┐
 //!   │    lan ───┼─ veth ─┼─ leg1 ─ sorter ─ is it for B? ────────────┼─ veth ─┼─▶ lan     │
 //!   │           │        │              └── else ─▶ tap1 ─▶ worker A │        │           │
@@ -10,17 +10,18 @@
 //!   └───────────┘        └───────────────────────────────────────────┘        └───────────┘
 //! ```
 //!
-//! A namespace has one end of a pair; the other end, its *leg*, is in a network namespace without a name, with a TAP beside it whose descriptor
-//! the node's worker has. Whatever the [sorter](Program::sorter) does not know goes there: broadcasts, what is for a node that is no
+//! A namespace has one end of a pair; the other end, its *leg*, is in a network namespace without a name, the *junction*, with a TAP beside it whose
+//! descriptor the node's worker has. Whatever the [sorter](Program::sorter) does not know goes there: broadcasts, what is for a node that is no
 //! namespace, and what is sent in another's name.
 
 use std::os::fd::{AsFd, OwnedFd};
+use std::sync::Arc;
 
 use rustix::io::Errno;
 
 use crate::device::{self, Before};
 use crate::interface::Interface;
-use crate::namespace::{Namespace, Room};
+use crate::namespace::{Namespace, Unnamed};
 use crate::program::{Program, Sender, Ways};
 use crate::{Address, TapError, is_name};
 
@@ -34,14 +35,14 @@ const PAIR_MTU: u32 = 65_535;
 /// What the namespaces of one VNI hang together by.
 #[derive(Debug)]
 pub struct Shortcut {
-    room: Room,
-    ways: Ways,
+    junction: Unnamed,
+    ways: Arc<Ways>,
     /// Legs are numbered.
     next: u32,
 }
 
-/// What one namespace hangs on. It stays when this is dropped, for a worker may go on with it; it goes by [`Shortcut::remove`], with the
-/// namespace, or when nobody has the room any more.
+/// What one namespace hangs on. It stays when this is dropped, for a worker may go on with it; it goes by [`remove`](Self::remove), with the
+/// namespace, or when nobody has the junction any more.
 #[derive(Debug)]
 pub struct Leg {
     /// Our end of its pair,
@@ -49,8 +50,13 @@ pub struct Leg {
     /// and what stands beside it.
     tap: Interface,
     sender: Sender,
+    /// Those of its VNI.
+    ways: Arc<Ways>,
     /// The address that frames for it have.
     mac: [u8; 6],
+    /// What came before its way was closed last.
+    received: u64,
+    is_open: bool,
 }
 
 /// Frames of a namespace that took no worker's time, segments of up to 64 KiB counted as one.
@@ -67,23 +73,23 @@ fn no_program(errno: Errno) -> TapError {
 }
 
 impl Shortcut {
-    fn in_room(room: Room) -> Result<Self, TapError> {
-        Ok(Shortcut { room, ways: Ways::new(WAYS).map_err(no_program)?, next: 0 })
+    fn at(junction: Unnamed) -> Result<Self, TapError> {
+        Ok(Shortcut { junction, ways: Arc::new(Ways::new(WAYS).map_err(no_program)?), next: 0 })
     }
 
     /// One with nobody on it.
     pub fn new() -> Result<Self, TapError> {
-        let room = Room::new()?;
-        // Nothing that lives there is to speak of itself: what a leg of the room's sent would reach a namespace. Without IPv6 there is no such file.
+        let junction = Unnamed::new()?;
+        // Nothing there is to speak of itself: what a leg sent would reach a namespace. Without IPv6 there is no such file.
         let quiet = || Ok(std::fs::write("/proc/sys/net/ipv6/conf/default/disable_ipv6", "1"));
-        let _ = room.within(quiet)?;
-        Self::in_room(room)
+        let _ = junction.within(quiet)?;
+        Self::at(junction)
     }
 
     /// The one that a daemon before this one made, by the TAP of one of its legs. It knows of no leg until each was [adopted](Self::adopt);
     /// until then they go on as they did.
     pub fn around(device: &OwnedFd) -> Result<Self, TapError> {
-        Self::in_room(Room::of(device::namespace_of(device.as_fd()).map_err(TapError::of)?))
+        Self::at(Unnamed::of(device::namespace_of(device.as_fd()).map_err(TapError::of)?))
     }
 
     /// Gives the namespace an interface `name` with the station address `mac`, and a leg; and returns what its worker reads and writes.
@@ -114,7 +120,7 @@ impl Shortcut {
         match set_up {
             Ok(()) => Ok((leg, device)),
             Err(error) => {
-                self.remove(leg);
+                leg.remove();
                 Err(error)
             }
         }
@@ -123,7 +129,8 @@ impl Shortcut {
     fn plug(&mut self, place: &Namespace, name: &str, mac: [u8; 6]) -> Result<(Leg, OwnedFd), TapError> {
         let there = place.open()?;
         let number = self.free_number()?;
-        let (pair, tap, device) = self.room.within(|| {
+        let sender = Sender::new().map_err(no_program)?;
+        let (pair, tap, device) = self.junction.within(|| {
             let tap_name = format!("tap{number}");
             let device = device::open(&tap_name, Before::Offload)?;
             let tap = Interface::find(&tap_name)?;
@@ -131,52 +138,23 @@ impl Shortcut {
             Ok((pair, tap, device))
         })?;
         self.next = number + 1;
-        let made = self.start(pair, tap, mac)?;
-        Ok((made, device))
-    }
-
-    /// Switches a leg on; or there is none.
-    fn start(&self, pair: Interface, tap: Interface, mac: [u8; 6]) -> Result<Leg, TapError> {
-        let leg = Leg { pair, tap, sender: Sender::new().map_err(no_program)?, mac };
-        let started = leg
-            .tap
-            .set_mtu(TAP_MTU)
-            .and_then(|()| self.sort(&leg))
-            .and_then(|()| leg.tap.up())
-            .and_then(|()| leg.pair.up());
-        match started {
-            Ok(()) => Ok(leg),
+        let mut leg = self.leg(pair, tap, sender, mac);
+        match leg.start() {
+            Ok(()) => Ok((leg, device)),
             Err(error) => {
-                self.remove(leg);
+                leg.remove();
                 Err(error)
             }
         }
     }
 
-    /// Says what becomes of what comes in at a leg, and that its namespace can be reached.
-    fn sort(&self, leg: &Leg) -> Result<(), TapError> {
-        // What its worker writes has addresses that this interface is asked about: the kernel sees which frames are whose.
-        leg.tap.set_mac(leg.mac)?;
-        let forwarder = Program::forwarder(leg.pair.index()).map_err(no_program)?;
-        leg.tap.hand_to(forwarder.as_fd())?;
-        let sorter = Program::sorter(leg.mac, &leg.sender, &self.ways, leg.tap.index()).map_err(no_program)?;
-        leg.pair.hand_to(sorter.as_fd())?;
-        self.open_way(leg)
-    }
-
-    fn open_way(&self, leg: &Leg) -> Result<(), TapError> {
-        let opened = self.ways.insert(leg.mac, leg.pair.index()).and_then(|()| leg.sender.allow(true));
-        opened.map_err(no_program)
-    }
-
-    fn close_way(&self, leg: &Leg) -> Result<(), TapError> {
-        let closed = leg.sender.allow(false).and_then(|()| self.ways.remove(leg.mac));
-        closed.map_err(no_program)
+    fn leg(&self, pair: Interface, tap: Interface, sender: Sender, mac: [u8; 6]) -> Leg {
+        Leg { pair, tap, sender, ways: Arc::clone(&self.ways), mac, received: 0, is_open: false }
     }
 
     fn free_number(&self) -> Result<u32, TapError> {
         let next = self.next;
-        self.room.within(|| {
+        self.junction.within(|| {
             let is_free = |number: &u32| Interface::find(&format!("leg{number}")).is_err();
             (next..WAYS).chain(0..next.min(WAYS)).find(is_free).ok_or(TapError::Crowded)
         })
@@ -184,7 +162,7 @@ impl Shortcut {
 
     /// Takes away the legs whose TAPs nobody has; says whether there were any.
     fn sweep(&self) -> Result<bool, TapError> {
-        self.room.within(|| {
+        self.junction.within(|| {
             let mut swept = false;
             for number in 0..WAYS {
                 let Ok(leg) = Interface::find(&format!("leg{number}")) else { continue };
@@ -199,54 +177,85 @@ impl Shortcut {
 
     /// A leg that a daemon before this one made, by its TAP.
     pub fn adopt(&mut self, device: &OwnedFd, mac: [u8; 6]) -> Result<Leg, TapError> {
-        let room = Room::of(device::namespace_of(device.as_fd()).map_err(TapError::of)?);
+        let junction = Unnamed::of(device::namespace_of(device.as_fd()).map_err(TapError::of)?);
         let name = device::name_of(device.as_fd()).map_err(TapError::of)?;
         let number: Option<u32> = name.strip_prefix("tap").and_then(|number| number.parse().ok());
-        let number = number.filter(|_| room.is(&self.room)).ok_or_else(|| TapError::NoLeg(name.clone()))?;
+        let number = number.filter(|_| junction.is(&self.junction)).ok_or_else(|| TapError::NoLeg(name.clone()))?;
         let (pair, tap) =
-            self.room.within(|| Ok((Interface::find(&format!("leg{number}"))?, Interface::find(&name)?)))?;
-        let leg = Leg { pair, tap, sender: Sender::new().map_err(no_program)?, mac };
+            self.junction.within(|| Ok((Interface::find(&format!("leg{number}"))?, Interface::find(&name)?)))?;
+        let mut leg = self.leg(pair, tap, Sender::new().map_err(no_program)?, mac);
         self.next = self.next.max(number + 1);
-        self.sort(&leg)?;
+        leg.sort()?;
         Ok(leg)
-    }
-
-    /// Its namespace has another address from now on.
-    pub fn set_mac(&self, leg: &mut Leg, mac: [u8; 6]) -> Result<(), TapError> {
-        if leg.mac == mac {
-            return Ok(());
-        }
-        self.close_way(leg)?;
-        leg.mac = mac;
-        self.sort(leg)
-    }
-
-    /// Whether all frames of a namespace, in both directions, take the long way from now on, through its worker.
-    pub fn set_detour(&self, leg: &Leg, detour: bool) -> Result<(), TapError> {
-        if detour { self.close_way(leg) } else { self.open_way(leg) }
-    }
-
-    /// How many frames took it.
-    pub fn crossed(&self, leg: &Leg) -> Crossed {
-        let received = self.ways.get(leg.mac).map_or(0, |way| way.frames);
-        Crossed { sent: leg.sender.frames(), received }
-    }
-
-    /// Takes the namespace's interface away.
-    pub fn remove(&self, leg: Leg) {
-        // What is not there any more is as it should be.
-        let _ = self.close_way(&leg);
-        let _ = leg.pair.delete();
     }
 }
 
 impl Leg {
-    /// Whether its namespace has it still. When it has not, its TAP is taken away too, so that whoever reads it sees.
-    pub fn is_there(&self) -> bool {
-        let is_there = self.pair.is_there();
-        if !is_there {
-            let _ = self.tap.delete();
+    fn start(&mut self) -> Result<(), TapError> {
+        self.tap.set_mtu(TAP_MTU)?;
+        self.sort()?;
+        self.tap.up()?;
+        self.pair.up()
+    }
+
+    /// Says what becomes of what comes in at it, and that its namespace can be reached.
+    fn sort(&mut self) -> Result<(), TapError> {
+        // What its worker writes has addresses that this interface is asked about: the kernel sees which frames are whose.
+        self.tap.set_mac(self.mac)?;
+        let forwarder = Program::forwarder(self.pair.index()).map_err(no_program)?;
+        self.tap.hand_to(forwarder.as_fd())?;
+        let sorter = Program::sorter(self.mac, &self.sender, &self.ways, self.tap.index()).map_err(no_program)?;
+        self.pair.hand_to(sorter.as_fd())?;
+        self.open()
+    }
+
+    fn open(&mut self) -> Result<(), TapError> {
+        let opened = self.ways.insert(self.mac, self.pair.index()).and_then(|()| self.sender.allow(true));
+        self.is_open = opened.is_ok();
+        opened.map_err(no_program)
+    }
+
+    fn close(&mut self) -> Result<(), TapError> {
+        self.received = self.crossed().received;
+        self.is_open = false;
+        self.sender.allow(false).and_then(|()| self.ways.remove(self.mac)).map_err(no_program)
+    }
+
+    /// Its namespace has another address from now on.
+    pub fn set_mac(&mut self, mac: [u8; 6]) -> Result<(), TapError> {
+        if self.mac == mac {
+            return Ok(());
         }
-        is_there
+        self.close()?;
+        self.mac = mac;
+        self.sort()
+    }
+
+    /// Whether all frames of its namespace, in both directions, take the long way from now on, through its worker.
+    pub fn set_detour(&mut self, detour: bool) -> Result<(), TapError> {
+        match (self.is_open, detour) {
+            (true, true) => self.close(),
+            (false, false) => self.open(),
+            _ => Ok(()),
+        }
+    }
+
+    /// How many frames took the shortcut.
+    pub fn crossed(&self) -> Crossed {
+        let now = if self.is_open { self.ways.get(self.mac).map_or(0, |way| way.frames) } else { 0 };
+        Crossed { sent: self.sender.frames(), received: self.received + now }
+    }
+
+    /// Whether its namespace has it still.
+    pub fn is_there(&self) -> bool {
+        self.pair.is_there()
+    }
+
+    /// Takes it away, with its namespace's interface, if that is there, and its TAP: whoever reads that sees.
+    pub fn remove(mut self) {
+        // What is not there any more is as it should be.
+        let _ = self.close();
+        let _ = self.pair.delete();
+        let _ = self.tap.delete();
     }
 }

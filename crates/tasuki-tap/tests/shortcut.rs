@@ -101,6 +101,10 @@ mod tests {
             self.legs[end].as_ref().expect("it has one")
         }
 
+        fn leg_mut(&mut self, end: usize) -> &mut Leg {
+            self.legs[end].as_mut().expect("it has one")
+        }
+
         /// Passes on what workers see.
         fn pump(&mut self) {
             for end in [0, 1] {
@@ -162,12 +166,12 @@ mod tests {
     fn frames_between_namespaces_take_no_worker() {
         let Some(mut rig) = Rig::new("direct") else { return };
         rig.acquaint();
-        let (seen, before) = (rig.seen, [0, 1].map(|end| rig.shortcut.crossed(rig.leg(end))));
+        let (seen, before) = (rig.seen, [0, 1].map(|end| rig.leg(end).crossed()));
         rig.cross(50);
         rig.pump();
         assert_eq!(rig.seen, seen, "no worker has seen any");
         for end in [0, 1] {
-            let now = rig.shortcut.crossed(rig.leg(end));
+            let now = rig.leg(end).crossed();
             assert!(now.sent - before[end].sent >= 50 && now.received - before[end].received >= 50, "{now:?}");
         }
     }
@@ -176,7 +180,9 @@ mod tests {
     fn on_a_detour_all_go_by_the_worker() {
         let Some(mut rig) = Rig::new("detour") else { return };
         rig.acquaint();
-        rig.shortcut.set_detour(rig.leg(0), true).expect("it can be told");
+        rig.cross(3);
+        let before = rig.leg(0).crossed();
+        rig.leg_mut(0).set_detour(true).expect("it can be told");
         for from in [0, 1] {
             let seen = rig.seen[from];
             rig.send(from, 7);
@@ -186,15 +192,17 @@ mod tests {
             });
             rig.until("it arrives", |rig| rig.take(1 - from) == Some(7));
         }
-        rig.shortcut.set_detour(rig.leg(0), false).expect("it can be told");
+        assert_eq!(rig.leg(0).crossed(), before, "what was counted stays counted");
+        rig.leg_mut(0).set_detour(false).expect("it can be told");
         rig.cross(5);
+        assert!(rig.leg(0).crossed().received >= before.received + 5);
     }
 
     #[test]
     fn what_is_sent_in_anothers_name_takes_no_shortcut() {
         let Some(mut rig) = Rig::new("name") else { return };
         rig.acquaint();
-        let crossed = rig.shortcut.crossed(rig.leg(1)).received;
+        let crossed = rig.leg(1).crossed().received;
         let other = [2, 0, 0, 0, 0x5c, 0x77];
         rig.places[0].here().within(|| Interface::find("lan")?.set_mac(other)).expect("root gives it another address");
         // Who is there is forgotten with the address.
@@ -204,7 +212,7 @@ mod tests {
             let read = rustix::io::read(&rig.devices[0], &mut frame);
             read.is_ok() && frame[HEADER + 6..HEADER + 12] == other
         });
-        assert_eq!(rig.shortcut.crossed(rig.leg(1)).received, crossed);
+        assert_eq!(rig.leg(1).crossed().received, crossed);
         assert_eq!(rig.take(1), None, "nothing arrived past its worker");
     }
 
@@ -217,6 +225,7 @@ mod tests {
         // The socket in it keeps it.
         rig.sockets[1] = UdpSocket::bind("127.0.0.1:0").expect("there is loopback");
         rig.until("its leg is gone", |rig| !rig.leg(1).is_there());
+        rig.legs[1].take().expect("it had one").remove();
         let read = rustix::io::read(&rig.devices[1], &mut [0; 2048]);
         assert_eq!(read, Err(Errno::BADFD), "its worker sees it too");
     }
@@ -236,7 +245,7 @@ mod tests {
         let place = Place::new("adopted", 2);
         let third = rig.shortcut.connect(&place.here(), "lan", None, mac(2)).expect("there is room for one more");
         let leg = rig.legs[1].take().expect("it has one");
-        rig.shortcut.remove(leg);
+        leg.remove();
         let found = rig.places[1].here().within(|| Interface::find("lan"));
         assert!(matches!(found, Err(TapError::SetUp { .. })), "its interface is gone: {found:?}");
         drop(third);

@@ -118,7 +118,7 @@ impl Supervisor {
         };
         if let Some(label) = label.filter(|label| !is_shared(label)) {
             let tap = self.taps.remove(&label);
-            tap.into_iter().for_each(|tap| tap.close(&self.shortcuts));
+            tap.into_iter().for_each(TapEnd::close);
         }
         if let Some(vni) =
             node.vni.as_ref().filter(|vni| !self.config.node.iter().any(|node| self.config.is_on(&node.name, vni)))

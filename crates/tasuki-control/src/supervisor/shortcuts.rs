@@ -54,28 +54,6 @@ impl Shortcuts {
         self.0.get_mut(&on.vni).expect("just made").adopt(device, on.mac)
     }
 
-    /// A namespace has another station address.
-    pub fn set_mac(&self, on: &OnVni, leg: &mut Leg, mac: [u8; 6]) -> Result<(), TapError> {
-        self.0.get(&on.vni).map_or(Ok(()), |shortcut| shortcut.set_mac(leg, mac))
-    }
-
-    /// Whether a namespace's frames go by its worker from now on, all of them.
-    pub fn set_detour(&self, on: &OnVni, leg: &Leg, detour: bool) -> Result<(), TapError> {
-        self.0.get(&on.vni).map_or(Ok(()), |shortcut| shortcut.set_detour(leg, detour))
-    }
-
-    /// Frames that took it.
-    pub fn crossed(&self, on: &OnVni, leg: &Leg) -> Option<Crossed> {
-        self.0.get(&on.vni).map(|shortcut| shortcut.crossed(leg))
-    }
-
-    /// Takes a leg and its namespace's interface away.
-    pub fn remove(&self, on: &OnVni, leg: Leg) {
-        if let Some(shortcut) = self.0.get(&on.vni) {
-            shortcut.remove(leg);
-        }
-    }
-
     /// Nobody is on this VNI any more.
     pub fn forget(&mut self, vni: &str) {
         self.0.remove(vni);

@@ -29,8 +29,6 @@ pub struct TapEnd {
     /// Where it may have a leg.
     on: Option<OnVni>,
     leg: Option<Leg>,
-    /// Its frames take no shortcut for now, so that its worker sees them.
-    is_detour: bool,
     device: Option<OwnedFd>,
     /// Its other side, or what is plugged into that.
     interface: Option<Interface>,
@@ -45,10 +43,7 @@ impl TapEnd {
         // A card takes finished frames only; a VNI those that the next kernel may finish.
         let before = if node.vni.is_some() { Before::Offload } else { Before::Nothing };
         let on = OnVni::of(node);
-        Some((
-            config.label(),
-            TapEnd { config, before, on, leg: None, is_detour: false, device: None, interface: None, mac: None },
-        ))
+        Some((config.label(), TapEnd { config, before, on, leg: None, device: None, interface: None, mac: None }))
     }
 
     fn place(&self) -> Namespace {
@@ -61,7 +56,7 @@ impl TapEnd {
         let device = match self.device.take() {
             Some(device) => device,
             None => {
-                (self.interface, self.mac, self.leg, self.is_detour) = (None, None, None, false);
+                (self.interface, self.mac, self.leg) = (None, None, None);
                 match self.connect(shortcuts) {
                     Some(Ok(device)) => device,
                     Some(Err(error @ (TapError::NoNamespace(_) | TapError::Namespace { .. }))) => return Err(error),
@@ -111,34 +106,18 @@ impl TapEnd {
         }
     }
 
-    fn set_mac(&mut self, mac: [u8; 6], shortcuts: &Shortcuts) -> Result<(), TapError> {
+    fn set_mac(&mut self, mac: [u8; 6]) -> Result<(), TapError> {
         let interface = match self.interface.take() {
             Some(interface) => interface,
             None => self.place().within(|| Interface::find(&self.config.name))?,
         };
         self.interface.insert(interface).set_mac(mac)?;
-        match (&mut self.leg, &self.on) {
-            (Some(leg), Some(on)) => {
-                self.is_detour = false;
-                shortcuts.set_mac(on, leg, mac)
-            }
-            _ => Ok(()),
-        }
-    }
-
-    fn set_detour(&mut self, detour: bool, shortcuts: &Shortcuts) -> Result<(), TapError> {
-        if let (Some(leg), Some(on), true) = (&self.leg, &self.on, self.is_detour != detour) {
-            self.is_detour = detour;
-            shortcuts.set_detour(on, leg, detour)?;
-        }
-        Ok(())
+        self.leg.as_mut().map_or(Ok(()), |leg| leg.set_mac(mac))
     }
 
     /// Takes it away as far as it does not go with its descriptors.
-    pub fn close(mut self, shortcuts: &Shortcuts) {
-        if let (Some(leg), Some(on)) = (self.leg.take(), &self.on) {
-            shortcuts.remove(on, leg);
-        }
+    pub fn close(self) {
+        self.leg.into_iter().for_each(Leg::remove);
     }
 }
 
@@ -190,8 +169,8 @@ impl Supervisor {
         let labels: Vec<(String, bool)> =
             nodes.filter_map(|node| Some((node.tap()?.label(), self.is_captured(&node.name)))).collect();
         for (label, is_captured) in labels {
-            let Some(tap) = self.taps.get_mut(&label) else { continue };
-            if let Err(error) = tap.set_detour(is_captured, &self.shortcuts) {
+            let Some(leg) = self.taps.get_mut(&label).and_then(|tap| tap.leg.as_mut()) else { continue };
+            if let Err(error) = leg.set_detour(is_captured) {
                 self.note(About::default(), format!("of {label} not all frames are captured: {error}"));
             }
         }
@@ -199,7 +178,7 @@ impl Supervisor {
 
     /// Nobody is to drive them any more.
     pub(super) fn close_taps(&mut self) {
-        std::mem::take(&mut self.taps).into_values().for_each(|tap| tap.close(&self.shortcuts));
+        std::mem::take(&mut self.taps).into_values().for_each(TapEnd::close);
     }
 
     /// Looks whether namespaces are there still. A worker sees that of a TAP in its namespace, and not of one beside a leg.
@@ -209,15 +188,15 @@ impl Supervisor {
         }
         self.legs_looked_at = now();
         for tap in self.taps.values_mut() {
-            // Whose leg is gone has none; what becomes of it then is the worker's to say.
-            tap.leg.take_if(|leg| !leg.is_there());
+            // Whose leg is gone has no TAP either: what becomes of it then is its worker's to say.
+            tap.leg.take_if(|leg| !leg.is_there()).into_iter().for_each(Leg::remove);
         }
     }
 
     /// Frames that a node sent and got past its worker, if it has a leg.
     pub(super) fn crossed(&self, node: &str) -> Option<Crossed> {
         let tap = self.taps.get(&self.config.tap(node)?.label())?;
-        self.shortcuts.crossed(tap.on.as_ref()?, tap.leg.as_ref()?)
+        tap.leg.as_ref().map(Leg::crossed)
     }
 
     /// Every TAP has the station address of the NIC that it stands for, or is about to.
@@ -237,7 +216,7 @@ impl Supervisor {
                 continue;
             };
             tap.mac = Some(mac);
-            if let Err(error) = tap.set_mac(mac, &self.shortcuts) {
+            if let Err(error) = tap.set_mac(mac) {
                 self.note(About::nic(&nic), format!("{label} gets nothing of what is meant for {nic}: {error}"));
             }
         }
