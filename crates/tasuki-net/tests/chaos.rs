@@ -4,10 +4,13 @@
 //! The seed is printed; `TASUKI_SEED` replays it, as far as the kernel's scheduler lets it. `TASUKI_CHAOS_SECONDS` has it go on for so long.
 
 #[cfg(test)]
+#[allow(dead_code, reason = "other tests use the rest of it")]
+#[path = "../../tasuki-shm/tests/common/dice.rs"]
+mod dice;
+#[cfg(test)]
 mod chaos {
     pub mod board;
     pub mod daemon;
-    pub mod dice;
     pub mod node;
     pub mod orders;
     pub mod path;
@@ -27,8 +30,8 @@ mod tests {
 
     use crate::chaos::board::{Between, Of, Tally};
     use crate::chaos::daemon::{Daemon, Member};
-    use crate::chaos::dice::Dice;
     use crate::chaos::orders::Deed;
+    use crate::dice::Dice;
 
     /// Nodes at most, and fewest.
     const NODES: usize = 64;

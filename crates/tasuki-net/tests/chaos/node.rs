@@ -18,9 +18,9 @@ use tasuki_shm::vni::estate::EstateFds;
 use tasuki_shm::wake::Clapper;
 
 use super::board::{Between, Board, NUMBERS, Of, Tally};
-use super::dice::Dice;
 use super::orders::{Deed, Order};
 use super::path::{ALL, Path, SHORTEST, mac};
+use crate::dice::Dice;
 
 /// How often a node does what is due now and then.
 const TICK: Duration = Duration::from_millis(50);

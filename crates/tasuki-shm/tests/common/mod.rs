@@ -5,6 +5,8 @@
 //! child opens by way of `/proc`.
 #![allow(dead_code, reason = "each test file uses a part of it")]
 
+mod dice;
+
 use std::io::Write;
 use std::os::fd::{AsRawFd, BorrowedFd, OwnedFd};
 use std::os::unix::process::ExitStatusExt;
@@ -25,6 +27,8 @@ use tasuki_shm::call::{
 };
 use tasuki_shm::region::{Pages, Region, Span};
 use tasuki_shm::sync::AtomicU64;
+
+pub use dice::Dice;
 
 /// The answer is the request.
 pub const ECHO: u16 = 1;
@@ -99,48 +103,6 @@ pub fn eventually(what: &str, mut condition: impl FnMut() -> bool) {
     while !condition() {
         assert!(start.elapsed() < FOREVER, "waited in vain until {what}");
         std::thread::sleep(Duration::from_micros(100));
-    }
-}
-
-/// Numbers that look random and can be had again from their seed.
-#[derive(Debug, Clone)]
-pub struct Dice(u64);
-
-impl Dice {
-    /// From `TASUKI_SEED`, or new ones. Prints the seed.
-    pub fn new(what: &str) -> Self {
-        let fresh = || {
-            std::time::UNIX_EPOCH.elapsed().map_or(1, |since| u64::from(since.subsec_nanos()) << 32 | since.as_secs())
-        };
-        let seed = std::env::var("TASUKI_SEED").ok().and_then(|seed| seed.parse().ok()).unwrap_or_else(fresh);
-        println!("{what}: TASUKI_SEED={seed}");
-        Dice(seed)
-    }
-
-    pub fn of(seed: u64) -> Self {
-        Dice(seed)
-    }
-
-    /// SplitMix64 (Steele, Lea, Flood 2014).
-    pub fn next(&mut self) -> u64 {
-        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
-        let z = (self.0 ^ (self.0 >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-        let z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-        z ^ (z >> 31)
-    }
-
-    /// Below `end`.
-    pub fn below(&mut self, end: usize) -> usize {
-        usize::try_from(self.next() % end as u64).expect("below end")
-    }
-
-    /// Once in `times`.
-    pub fn once_in(&mut self, times: usize) -> bool {
-        self.below(times) == 0
-    }
-
-    pub fn pick<'a, T>(&mut self, of: &'a [T]) -> &'a T {
-        &of[self.below(of.len())]
     }
 }
 

@@ -1,5 +1,6 @@
 //! Numbers that look random and can be had again from their seed.
 
+/// As many as are asked for.
 #[derive(Debug, Clone)]
 pub struct Dice(u64);
 
@@ -31,7 +32,12 @@ impl Dice {
         usize::try_from(self.next() % end as u64).expect("below end")
     }
 
+    /// Once in `times`.
     pub fn once_in(&mut self, times: usize) -> bool {
         self.below(times) == 0
+    }
+
+    pub fn pick<'a, T>(&mut self, of: &'a [T]) -> &'a T {
+        &of[self.below(of.len())]
     }
 }
