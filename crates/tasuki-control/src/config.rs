@@ -263,8 +263,19 @@ pub struct Program {
 #[serde(deny_unknown_fields)]
 pub struct Answer {
     /// Its address, without a length: it speaks to nobody first.
+    #[serde(deserialize_with = "answered_for")]
     #[schema(value_type = String)]
     pub address: Ipv4Addr,
+}
+
+fn answered_for<'de, D: serde::Deserializer<'de>>(from: D) -> Result<Ipv4Addr, D::Error> {
+    let text = String::deserialize(from)?;
+    text.parse().map_err(|_| {
+        let sentence = format!(
+            "{text:?} is no address that could be answered for; name one of IPv4, without a length, as 192.0.2.77"
+        );
+        serde::de::Error::custom(sentence)
+    })
 }
 
 /// The interface that a network namespace has instead of the node's NIC. Nodes that name the same one share it: then the NIC can go from one to
@@ -591,7 +602,7 @@ ring = 512
             ),
             (
                 "[[node]]\nname = \"red\"\nwork = { answer = { address = \"192.0.2\" } }\n".to_owned(),
-                &["t.toml:3: invalid IPv4 address"],
+                &["t.toml:3: ", "is no address that could be answered for; name one of IPv4"],
             ),
             ("[[node]]\nname = 5\n".to_owned(), &["t.toml:2: invalid type"]),
             ("[[node\n".to_owned(), &["t.toml:1:"]),
@@ -654,6 +665,10 @@ ring = 512
             (
                 "[[node]]\nname = \"red\"\nvni = \"lan\"\nwork = \"uplink\"\n".to_owned() + &nic("e", "red") + &nic("f", "red"),
                 &["an uplink joins one NIC and a VNI, and \"e\" and \"f\" are both meant for it"],
+            ),
+            (
+                "[[node]]\nname = \"red\"\nvni = \"lan\"\nwork = \"uplink\"\n".to_owned(),
+                &["an uplink joins a NIC and a VNI; name the NIC ([[nic]] with node = \"red\")"],
             ),
             (
                 "[[node]]\nname = \"red\"\nwork = { memif = { socket = \"/a\" } }\n".to_owned(),

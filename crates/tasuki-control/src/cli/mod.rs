@@ -94,7 +94,7 @@ pub struct Add {
     #[arg(long, value_name = "NAME", conflicts_with_all = ["memif", "native"])]
     pub interface: Option<String>,
     /// The interface's address, such as 192.0.2.1/24; without, it is yours to set. Of --work answer: the one that it answers for.
-    #[arg(long, conflicts_with = "memif", required_if_eq("work", "answer"))]
+    #[arg(long, conflicts_with = "memif")]
     pub address: Option<String>,
     /// Its station address; without, one that follows from the node's name.
     #[arg(long)]

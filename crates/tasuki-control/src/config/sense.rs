@@ -96,6 +96,12 @@ impl Config {
                     nic.name
                 ));
             }
+            (None, _) if node.work == Work::Uplink => {
+                return named(format!(
+                    "an uplink joins a NIC and a VNI; name the NIC ([[nic]] with node = {:?})",
+                    node.name
+                ));
+            }
             (Some(one), Some(other)) => {
                 return named(format!(
                     "an uplink joins one NIC and a VNI, and {:?} and {:?} are both meant for it; make another node for one of them",
