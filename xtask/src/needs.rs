@@ -30,8 +30,11 @@ pub const QEMU: Need = Need {
 };
 
 /// Asks who is there, from this machine's own kernel.
-pub const PING: Need =
-    Need { program: "ping", package: "iputils-ping", serves: "the demo cannot ask over a TAP (--wire tap)" };
+pub const PING: Need = Need {
+    program: "ping",
+    package: "iputils-ping",
+    serves: "the demo cannot ask over a TAP (--wire tap), and tests that ping will skip themselves",
+};
 
 /// Makes interfaces.
 pub const IP: Need = Need {
@@ -63,6 +66,17 @@ pub const TSHARK: Need = Need {
     package: "tshark",
     serves: "tests that have Wireshark look at frames will skip themselves",
 };
+
+/// Has an interface compute check sums, or leave them.
+pub const ETHTOOL: Need = Need {
+    program: "ethtool",
+    package: "ethtool",
+    serves: "tests of check sums between namespaces will skip themselves",
+};
+
+/// Fetches files from a web server, in those tests.
+pub const CURL: Need =
+    Need { program: "curl", package: "curl", serves: "tests of check sums between namespaces will skip themselves" };
 
 /// Counts instructions.
 pub const VALGRIND: Need =

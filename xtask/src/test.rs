@@ -29,7 +29,9 @@ pub struct Report(Vec<(Stage, Tally)>);
 
 /// Runs `only` one stage, or all of them, whether or not an earlier one failed.
 pub fn run(checkout: &Checkout, only: Option<Stage>, fuzz_seconds: u32) -> anyhow::Result<Report> {
-    needs::provide(&[needs::STRACE, needs::CXX, needs::QEMU, needs::DPDK, needs::TSHARK]);
+    let programs =
+        [needs::STRACE, needs::CXX, needs::QEMU, needs::DPDK, needs::TSHARK, needs::PING, needs::ETHTOOL, needs::CURL];
+    needs::provide(&programs);
     let mut report = Report(Vec::new());
     for stage in STAGES.into_iter().filter(|stage| only.is_none_or(|only| only == *stage)) {
         let tally = match stage {
