@@ -133,13 +133,18 @@ pub(super) struct Inbox {
     pool: PeerPool,
     /// Of the message at this index so many parts were handled by a predecessor: what a segment was cut into.
     begun: (u32, u32),
+    /// The rule that was broken, until somebody [asks](Self::breach).
+    ///
+    /// Not a result of every look: that would be written to memory and read back as a whole at once, for which the CPU waits until all that was
+    /// stored before, a burst of frames, is in its cache.
+    breach: Option<Breach>,
 }
 
 impl Inbox {
     /// `parts` of the first message were handled.
     pub(super) fn new(ring: Consumer<Span<Line>, Span<Line>, 1>, pool: PeerPool, parts: u32) -> Self {
         let begun = (ring.head(), parts);
-        Inbox { ring, pool, begun }
+        Inbox { ring, pool, begun, breach: None }
     }
 
     /// Everything before `head` was handled, and of the message there so many parts.
@@ -153,46 +158,40 @@ impl Inbox {
         self.ring.is_ready()
     }
 
-    /// Hands over up to `most` frames; says how many there were.
+    /// Hands over up to `most` frames; says how many there were, before the first [breach](Self::breach).
     #[inline]
-    pub(super) fn receive(
-        &mut self,
-        from: u16,
-        most: usize,
-        each: &mut impl FnMut(Incoming<'_>),
-    ) -> Result<usize, Breach> {
-        let (count, breach) = self.take(from, most, &mut |incoming, _| {
+    pub(super) fn receive(&mut self, from: u16, most: usize, each: &mut impl FnMut(Incoming<'_>)) -> usize {
+        let count = self.take(from, most, &mut |incoming, _| {
             each(incoming);
             true
         });
         if count > 0 {
             self.ring.retire();
         }
-        breach.map_or(Ok(count), Err)
+        count
     }
 
     /// Hands over up to `most` frames that stay the sender's to keep until they are [retired](Self::retire_to). From the first on that `each` does not
     /// take they come again. It is told how many parts of the frame were handled by a predecessor: of what it makes when it is cut.
     #[inline]
-    pub(super) fn take(
-        &mut self,
-        from: u16,
-        most: usize,
-        each: &mut impl FnMut(Incoming<'_>, u32) -> bool,
-    ) -> (usize, Option<Breach>) {
+    pub(super) fn take(&mut self, from: u16, most: usize, each: &mut impl FnMut(Incoming<'_>, u32) -> bool) -> usize {
         let mut count = 0;
         while count < most {
             let index = self.ring.head();
             let message = match self.ring.pop() {
                 Ok(Some(message)) => message,
                 Ok(None) => break,
-                Err(broken) => return (count, Some(broken.into())),
+                Err(broken) => {
+                    self.breach = Some(broken.into());
+                    break;
+                }
             };
             let piece = piece_of(&message);
             let header = if message.tag.get() & WITH_HEADER == 0 { 0 } else { HEADER };
             let checked = self.pool.check(Piece { len: piece.len.saturating_sub(header), ..piece });
             if let Err(wrong) = checked.and_then(|()| self.pool.check(piece)) {
-                return (count, Some(wrong.into()));
+                self.breach = Some(wrong.into());
+                break;
             }
             let handled = if self.begun.0 == index { self.begun.1 } else { 0 };
             if !each(Incoming { pool: &self.pool, piece, header, from, index }, handled) {
@@ -201,6 +200,17 @@ impl Inbox {
             }
             count += 1;
         }
-        (count, None)
+        count
+    }
+
+    /// Whether a look found a rule broken.
+    #[inline]
+    pub(super) fn is_broken(&self) -> bool {
+        self.breach.is_some()
+    }
+
+    /// Which.
+    pub(super) fn breach(&mut self) -> Option<Breach> {
+        self.breach.take()
     }
 }

@@ -114,6 +114,10 @@ struct Sent {
     held: Held,
 }
 
+/// Bytes behind a frame that are asked for when it is posted, at most: the next one's, if it is as long (docs/decisions/0015-a-pool-goes-round.md). The
+/// CPU finds the rest of a longer one by itself.
+const AHEAD: u32 = 2048;
+
 /// The run that is being filled.
 #[derive(Debug)]
 struct Stream {
@@ -348,6 +352,7 @@ impl Outbox {
         assert!(len <= std::mem::take(&mut self.drafted), "{len} bytes were posted of a shorter draft");
         let piece = pool.piece(&stream.run, stream.at, len);
         stream.at += len.next_multiple_of(LINE);
+        pool.fetch(&stream.run, stream.at as usize, len.min(AHEAD) as usize);
         self.stage(message_of(piece, flags));
     }
 

@@ -6,7 +6,7 @@ use tasuki_shm::vni::NODES_MAX;
 use tasuki_shm::wake::this_cpu;
 
 use super::Vni;
-use super::inbox::{Breach, Inbox, Incoming};
+use super::inbox::{Inbox, Incoming};
 use super::neighbour::{Neighbour, number_of, says_that_it_talks};
 use crate::capture::Captures;
 use crate::port::Armed;
@@ -152,34 +152,38 @@ impl Vni {
     fn receive_from(&mut self, from: u16, each: &mut impl FnMut(Incoming<'_>)) -> usize {
         let Self { neighbours, captures, .. } = self;
         let Some(neighbour) = talker(neighbours, from, self.number) else { return 0 };
-        let received = match captures {
+        let came = match captures {
             None => neighbour.inbox.receive(from, BURST, each),
             Some(captures) => receive_captured(&mut neighbour.inbox, captures, from, each),
         };
-        match received {
-            Ok(0) => 0,
-            Ok(came) => {
-                neighbour.counts.received += came as u64;
-                neighbour.publish();
-                came
-            }
-            Err(breach) => {
-                neighbour.breaks(breach);
-                self.stop_listening_to(from);
-                0
-            }
+        if came > 0 {
+            neighbour.counts.received += came as u64;
+            neighbour.publish();
         }
+        if neighbour.inbox.is_broken() {
+            self.breaks(from);
+        }
+        came
     }
 
     #[inline]
     fn take_from(&mut self, from: u16, most: usize, each: &mut impl FnMut(Incoming<'_>, u32) -> bool) -> usize {
         let Some(neighbour) = talker(&mut self.neighbours, from, self.number) else { return 0 };
-        let (count, breach) = neighbour.inbox.take(from, most, each);
-        if let Some(breach) = breach {
+        let count = neighbour.inbox.take(from, most, each);
+        if neighbour.inbox.is_broken() {
+            self.breaks(from);
+        }
+        count
+    }
+
+    /// A node broke a rule: it is not looked at any more.
+    #[cold]
+    fn breaks(&mut self, from: u16) {
+        let neighbour = self.neighbours[usize::from(from)].as_deref_mut();
+        if let Some((neighbour, breach)) = neighbour.and_then(|it| it.inbox.breach().map(|breach| (it, breach))) {
             neighbour.breaks(breach);
             self.stop_listening_to(from);
         }
-        count
     }
 
     /// All frames of a node's before `head` are handled, and of that there so many parts.
@@ -245,7 +249,7 @@ fn receive_captured(
     captures: &mut Captures,
     from: u16,
     each: &mut impl FnMut(Incoming<'_>),
-) -> Result<usize, Breach> {
+) -> usize {
     inbox.receive(from, BURST, &mut |incoming: Incoming<'_>| {
         captures.came(&incoming);
         each(incoming);
