@@ -61,6 +61,11 @@ impl Supervisor {
         if self.leaving.iter().any(|leaving| leaving.node == name) {
             return Err(No::now(format!("node {name} is being removed; ask again when it is gone")));
         }
+        if node.work == config::Work::Uplink {
+            return Err(No::Wrong(format!(
+                "node {name:?}: a NIC comes by the configuration alone, and an uplink needs one; write both there, and start tasukid anew (workers go on)"
+            )));
+        }
         let config = self.with_node(node.clone()).map_err(No::Wrong)?;
         if let Some(why) = config::stray_cpu(&config, |cpu| self.may_use.contains(&cpu)) {
             return Err(No::Wrong(why));

@@ -3,6 +3,10 @@
 use std::fs;
 use std::process::Stdio;
 
+use hyper::Method;
+use serde_json::json;
+use tasuki_control::api::client;
+
 use super::rig::{NODES, Rig, lives, pid, until};
 
 /// An upgrade to a program with this fault fails with this sentence, and the old worker drives on.
@@ -199,6 +203,14 @@ fn two_daemons_do_not_share_a_directory() {
     let expected = format!("a tasukid is at work in {} already (process {})", rig.dir().display(), rig.daemon_pid());
     assert!(output.status.code() == Some(1) && said.contains(&expected), "{said}");
     rig.await_pair("red");
+}
+
+#[test]
+fn an_uplink_cannot_be_added_while_all_runs_and_where_it_can_be_is_said() {
+    let rig = Rig::new();
+    let uplink = json!({ "name": "up", "vni": "lan", "work": "uplink" });
+    let said = client::ask(&rig.dir(), Method::POST, "/v1/nodes", Some(&uplink)).expect_err("it has no NIC");
+    assert!(said.to_string().contains("node \"up\": a NIC comes by the configuration alone"), "{said:#}");
 }
 
 #[test]
