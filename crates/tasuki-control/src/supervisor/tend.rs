@@ -12,7 +12,7 @@ use tasuki_relay::arbiter::{Arbiter, Input, State};
 use tasuki_relay::letter::{self, Begin, SPEECH, ToWorker, pulse};
 use tasuki_relay::method::Method;
 use tasuki_relay::pulse::Pulse;
-use tasuki_relay::wire::{Order, Positions, Use};
+use tasuki_relay::wire::Use;
 use tasuki_shm::crash;
 
 use super::deeds::party;
@@ -339,14 +339,15 @@ impl Supervisor {
     /// Gives a worker what it needs to drive a NIC, and has it prepare.
     pub(super) fn attach(&mut self, nic: u32, number: u32, purpose: Use, method: Method) {
         let (Some(card), Some(worker)) = (self.cards.get_mut(&nic), self.workers.get_mut(&number)) else { return };
-        let (Some(kept), Some(party)) = (&card.kept, party(number)) else { return };
+        let (Some(kept), Some(party), Some(prepare)) = (&card.kept, party(number), card.prepare(purpose, method))
+        else {
+            return;
+        };
         // Who has memory of its own sees nothing of the old owner's.
         let apart = kept.apart().filter(|_| method == Method::Repoint);
         let (kit, count) = apart.unwrap_or_else(|| (kept.kit.clone(), kept.fds.len()));
         let letter = ToWorker::Nic { nic, name: card.config.name.clone(), iova: iova_of(number), kit };
         worker.nics.insert(nic, Fit::Preparing(now()));
-        let (kind, version) = (kept.kit.kind, kept.kit.version);
-        let prepare = Order::Prepare { purpose, method, kind, version, carries: Positions::default() };
         let sent = worker.write(&letter, &card.lend(count));
         crash::point("daemon.kit");
         self.tell_neighbours(nic, number);
