@@ -1,5 +1,6 @@
 //! The configuration: which nodes and NICs there are. One TOML file, in which every word must mean something.
 
+mod mistake;
 mod sense;
 
 use std::fmt;
@@ -455,7 +456,11 @@ impl Config {
         let config: Config = toml::from_str(text).map_err(|error| {
             let before = error.span().and_then(|span| text.get(..span.start)).unwrap_or_default();
             let line = before.matches('\n').count() + 1;
-            ConfigError::Wrong { path: path.to_owned(), line, what: error.message().trim().replace('\n', "; ") }
+            ConfigError::Wrong {
+                path: path.to_owned(),
+                line,
+                what: mistake::sentence(text, error.span(), error.message()),
+            }
         })?;
         match config.senseless() {
             Some(what) => Err(ConfigError::Senseless { path: path.to_owned(), what }),
@@ -589,22 +594,22 @@ ring = 512
         let tap = |node: &str, tap: &str| format!("[[node]]\nname = \"{node}\"\nwork = {{ tap = {{ {tap} }} }}\n");
         let nic = |name: &str, node: &str| format!("[[nic]]\nname = \"{name}\"\ndevice = \"sim\"\nnode = \"{node}\"\n");
         let cases: &[(String, &[&str])] = &[
-            (format!("{node}colour = 3\n"), &["t.toml:4: unknown field `colour`", "`trusts`"]),
-            ("[deamon]\n".to_owned(), &["t.toml:1: unknown field `deamon`", "`daemon`"]),
+            (format!("{node}colour = 3\n"), &["t.toml:4: the key `colour` means nothing here", "`trusts`"]),
+            ("[deamon]\n".to_owned(), &["t.toml:1: the key `deamon` means nothing here", "`daemon`"]),
             (
                 "[[node]]\nname = \"red\"\nwork = \"dig\"\n".to_owned(),
-                &["t.toml:3:", "unknown variant `dig`", "`echo`"],
+                &["t.toml:3:", "work = \"dig\" is not known", "`echo`"],
             ),
-            ("[[node]]\nname = \"red\"\n".to_owned(), &["t.toml:1: missing field `work`"]),
+            ("[[node]]\nname = \"red\"\n".to_owned(), &["t.toml:1: the key `work` is missing"]),
             (
                 "[[node]]\nname = \"red\"\nwork = { source = { speed = 1 } }\n".to_owned(),
-                &["t.toml:3: unknown field `speed`", "`rate`"],
+                &["t.toml:3: the key `speed` means nothing here", "`rate`"],
             ),
             (
                 "[[node]]\nname = \"red\"\nwork = { answer = { address = \"192.0.2\" } }\n".to_owned(),
                 &["t.toml:3: ", "is no address that could be answered for; name one of IPv4"],
             ),
-            ("[[node]]\nname = 5\n".to_owned(), &["t.toml:2: invalid type"]),
+            ("[[node]]\nname = 5\n".to_owned(), &["t.toml:2: name = 5 is no text"]),
             ("[[node\n".to_owned(), &["t.toml:1:"]),
             (format!("{node}{node}"), &["two nodes are called \"red\""]),
             (format!("{node}trusts = [\"pink\"]\n"), &["node \"red\", trusts: there is no node \"pink\", but red"]),
@@ -628,7 +633,7 @@ ring = 512
             ),
             (
                 "[[node]]\nname = \"red\"\nwork = { program = { options = \"a\" } }\n".to_owned(),
-                &["t.toml:3: missing field `path`"],
+                &["t.toml:3: the key `path`"],
             ),
             (
                 format!(
@@ -641,7 +646,7 @@ ring = 512
             (tap("red", "name = \"t\", address = \"192.0.2.2\""), &["t.toml:3: ", "192.0.2.2/24"]),
             (tap("red", "name = \"t\", address = \"192.0.2.2/40\""), &["t.toml:3: ", "192.0.2.2/24"]),
             (tap("red", "name = \"t\", netns = \"a/b\""), &["node \"red\", tap: netns is what `ip netns` calls it"]),
-            (tap("red", "netns = \"a\""), &["t.toml:3: missing field `name`"]),
+            (tap("red", "netns = \"a\""), &["t.toml:3: the key `name`"]),
             (
                 tap("red", "name = \"t\"") + &tap("blue", "name = \"t\", address = \"192.0.2.2/24\""),
                 &["node \"red\", tap: node \"blue\" gives t another address"],

@@ -15,8 +15,8 @@ use tasuki_shm::crash;
 
 use super::card::Card;
 use super::deeds::party;
-use super::worker::{Stage, Words, Worker};
-use super::{About, BOOK_LEN, Node, Supervisor, Token, now, watch};
+use super::worker::{Stage, Worker};
+use super::{About, Node, Supervisor, Token, now, watch};
 use crate::channel;
 use crate::process::Process;
 use crate::registry::{Change, Known, WorkerRecord};
@@ -34,10 +34,8 @@ impl Supervisor {
         self.begin_memifs(&living);
         for node in self.config.node.clone() {
             let record = nodes.iter().find(|(name, _)| *name == node.name).map(|(_, record)| record.clone());
-            let book = Words::create("tasuki book", BOOK_LEN).context("no memory for a node's book")?;
             let record = record.filter(|_| !alive.is_empty()).unwrap_or_default();
-            let made = Node { record, book, deaths: Vec::new(), not_before: std::time::Duration::ZERO, trouble: None };
-            self.nodes.insert(node.name, made);
+            self.nodes.insert(node.name, Node::new(record)?);
         }
         let mut numbers: BTreeSet<u32> = nics.iter().map(|record| record.number).collect();
         for config in self.config.nic.clone() {

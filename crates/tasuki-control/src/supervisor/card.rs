@@ -7,6 +7,7 @@ use std::time::Duration;
 
 use tasuki_relay::arbiter::{Arbiter, State, Told};
 use tasuki_relay::letter::{Kit, board};
+use tasuki_relay::wire::{Order, Positions, Use};
 use tasuki_relay::{ARBITER, Tenure, method};
 use tasuki_shm::lease::{Lease, Lost};
 use tasuki_shm::line::Line;
@@ -213,6 +214,12 @@ impl Card {
         };
         // The old node's mapping goes with its process, which the daemon can end.
         Some(method::Card { own_memory: can.in_place, withdrawable: true, spare_queue: can.spare_queue, repointing })
+    }
+
+    /// What a worker is told that is to be ready for it.
+    pub fn prepare(&self, purpose: Use, method: method::Method) -> Option<Order> {
+        let Kit { kind, version, .. } = self.kept.as_ref()?.kit;
+        Some(Order::Prepare { purpose, method, kind, version, carries: Positions::default() })
     }
 
     /// Descriptors of the board and of the kit, as many as are to travel.

@@ -7,8 +7,9 @@ use std::time::Duration;
 
 use tasuki_relay::arbiter::Input;
 use tasuki_relay::letter::{self, Kit, SPEECH, ToDaemon, ToWorker, pulse};
+use tasuki_relay::method::Method;
 use tasuki_relay::pulse::Pulse;
-use tasuki_relay::wire::{Order, Report};
+use tasuki_relay::wire::{Order, Report, Standing, Use};
 use tasuki_shm::crash;
 
 use super::card::{Board, Kept};
@@ -92,6 +93,16 @@ impl Supervisor {
                 self.note(about, format!("worker {number} cannot take {name}: {reason}"));
             }
             Report::Ready => return,
+            // A daemon before us gave it this, and died before it had it prepare, or before it heard that it cannot.
+            Report::Hello { standing: Standing::Idle | Standing::Unfit, .. }
+                if worker.nics.get(&nic) == Some(&Fit::Ready) && worker.record.node == card.node =>
+            {
+                if let Some(prepare) = card.prepare(Use::Takeover, Method::Keep) {
+                    worker.nics.insert(nic, Fit::Preparing(now()));
+                    // If it is dead, its pidfd says so.
+                    let _ = worker.order(nic, prepare);
+                }
+            }
             _ => {}
         }
         if let Some(party) = party(number) {

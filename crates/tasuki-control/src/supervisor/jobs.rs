@@ -35,6 +35,8 @@ const NOBODY: u32 = 0;
 #[derive(Debug)]
 pub struct Job {
     purpose: Use,
+    /// Whether it only brings together what one worker should have, at one that is there.
+    mends: bool,
     /// The node that is to have the NICs.
     node: String,
     /// The node that loses its NIC's driver to a fence.
@@ -61,6 +63,33 @@ pub struct Job {
 }
 
 impl Job {
+    fn new(purpose: Use, node: &str, target: u32, todo: VecDeque<u32>) -> Self {
+        Job {
+            purpose,
+            mends: false,
+            node: node.to_owned(),
+            fenced_node: None,
+            target,
+            with: None,
+            todo,
+            asked: None,
+            asked_for: None,
+            fence_first: false,
+            inflight: letter::Inflight::Deliver,
+            store: false,
+            done: Vec::new(),
+            late: 0,
+            since: now(),
+            looks_since: now(),
+            answer: None,
+        }
+    }
+
+    /// One that nobody asked for: of an uplink, these go to a worker that has the rest, or could have all.
+    pub fn mending(node: &str, nics: VecDeque<u32>, to: u32) -> Self {
+        Job { mends: true, ..Job::new(Use::Upgrade, node, to, nics) }
+    }
+
     /// The node that is to have the NICs.
     pub fn node(&self) -> &str {
         &self.node
@@ -213,27 +242,11 @@ impl Supervisor {
         if let Some(node) = self.nodes.get_mut(node) {
             // Somebody has looked at what they died of.
             (node.deaths, node.not_before, node.trouble) = (Vec::new(), Duration::ZERO, None);
+            node.mending = Default::default();
         }
         let started = self.start_worker(node, with.clone(), true);
         let target = started.map_err(|error| No::now(format!("no fresh worker for node {node}: {error:#}")))?;
-        Ok(Job {
-            purpose: Use::Upgrade,
-            node: node.to_owned(),
-            fenced_node: None,
-            target,
-            with,
-            todo: nics,
-            asked: None,
-            asked_for: None,
-            fence_first: false,
-            inflight: letter::Inflight::Deliver,
-            store: state == Some(SashBy::Store),
-            done: Vec::new(),
-            late: 0,
-            since: now(),
-            looks_since: now(),
-            answer: None,
-        })
+        Ok(Job { with, store: state == Some(SashBy::Store), ..Job::new(Use::Upgrade, node, target, nics) })
     }
 
     fn begin_give(&mut self, nic: &str, give: &Give) -> Result<Job, No> {
@@ -276,13 +289,7 @@ impl Supervisor {
         // Who is not there yet is waited for.
         let target = self.taker_of(&give.to).map_err(No::now)?.unwrap_or(NOBODY);
         Ok(Job {
-            purpose: Use::Handover,
-            node: give.to.clone(),
             fenced_node: (!is_trusted).then_some(from),
-            target,
-            with: None,
-            todo: VecDeque::from([number]),
-            asked: None,
             asked_for,
             fence_first: !is_trusted,
             inflight: match give.inflight {
@@ -290,11 +297,7 @@ impl Supervisor {
                 _ => letter::Inflight::Deliver,
             },
             store: give.state == Some(SashBy::Store),
-            done: Vec::new(),
-            late: 0,
-            since: now(),
-            looks_since: now(),
-            answer: None,
+            ..Job::new(Use::Handover, &give.to, target, VecDeque::from([number]))
         })
     }
 
@@ -557,11 +560,12 @@ impl Supervisor {
     }
 
     fn finish(&mut self, job: Job) {
-        let Job { purpose, node: name, target, with, done, answer, .. } = job;
+        let Job { purpose, mends, node: name, target, with, done, answer, .. } = job;
+        let is_upgrade = purpose == Use::Upgrade && !mends;
         if let Some(worker) = self.workers.get_mut(&target) {
             worker.wanted = false;
         }
-        if let (Use::Upgrade, Some(node)) = (purpose, self.nodes.get_mut(&name)) {
+        if let (true, Some(node)) = (is_upgrade, self.nodes.get_mut(&name)) {
             node.record.generation += 1;
             node.record.binary = with.or(node.record.binary.take());
             let record = node.record.clone();
@@ -580,9 +584,9 @@ impl Supervisor {
             }
         }
         let said: Vec<_> = done.iter().map(|settled| settled.sentence.clone()).collect();
-        let sentence = match (purpose, said.is_empty()) {
-            (Use::Upgrade, true) => format!("node {name} is now worker {target}; it has no NIC"),
-            (Use::Upgrade, false) => format!("node {name} is now worker {target}; {}", said.join("; ")),
+        let sentence = match (is_upgrade, said.is_empty()) {
+            (true, true) => format!("node {name} is now worker {target}; it has no NIC"),
+            (true, false) => format!("node {name} is now worker {target}; {}", said.join("; ")),
             _ => said.join("; "),
         };
         self.note(About::node(&name), sentence.clone());
@@ -593,17 +597,17 @@ impl Supervisor {
 
     fn fail(&mut self, mut job: Job, why: &str) {
         let (nic, answer, name, target) = (job.todo.front().copied(), job.answer.take(), job.node.clone(), job.target);
-        let (purpose, from) = (job.purpose, job.asked.flatten());
+        let (purpose, mends, from) = (job.purpose, job.mends, job.asked.flatten());
         // What it looks like now, by the job that is to be forgotten.
         self.jobs.push(job);
         let at = self.jobs.len() - 1;
         let failed = nic.filter(|nic| self.cards.contains_key(nic)).map(|nic| self.outcome(at, nic, from, Some(why)));
         let mut relays = self.jobs.pop().map(|job| job.done).unwrap_or_default();
-        let (what, said) = match purpose {
-            Use::Upgrade => {
-                (format!("node {name} was not upgraded"), failed.as_ref().map(|settled| settled.sentence.clone()))
-            }
-            _ => ("the NIC was not given".to_owned(), failed.as_ref().map(|settled| settled.sentence.clone())),
+        let said = failed.as_ref().map(|settled| settled.sentence.clone());
+        let what = match purpose {
+            Use::Upgrade if mends => format!("uplink {name} stays with two workers"),
+            Use::Upgrade => format!("node {name} was not upgraded"),
+            _ => "the NIC was not given".to_owned(),
         };
         relays.extend(failed);
         let sentence = format!("{what}: {}", said.unwrap_or_else(|| why.to_owned()));
@@ -611,7 +615,7 @@ impl Supervisor {
         if let Some(worker) = self.workers.get_mut(&target) {
             worker.wanted = false;
         }
-        if purpose == Use::Upgrade && !self.is_needed(target) {
+        if purpose == Use::Upgrade && !mends && !self.is_needed(target) {
             self.retire(target);
         }
         if let Some(answer) = answer {

@@ -5,6 +5,7 @@
 //! - [`hear`] what workers say
 //! - [`tend`] nodes get the workers that they should have
 //! - [`jobs`] upgrades and handovers that somebody asked for
+//! - [`split`] uplinks whose two sides have come to two workers
 //! - [`open`] cards out of their boxes, and models
 //! - [`vnis`] Ethernet between nodes: who is on it, and what outlives workers of that
 //! - [`memifs`] where programs on DPDK or VPP connect
@@ -29,6 +30,7 @@ pub mod nodes;
 pub mod open;
 pub mod policy;
 pub mod shortcuts;
+pub mod split;
 pub mod taps;
 pub mod tend;
 mod tombs;
@@ -129,6 +131,17 @@ struct Node {
     /// When there may be a fresh worker.
     not_before: Duration,
     trouble: Option<String>,
+    /// Of an uplink.
+    mending: split::Mending,
+}
+
+impl Node {
+    /// One that has no worker yet.
+    fn new(record: NodeRecord) -> Result<Self> {
+        let book = Words::create("tasuki book", BOOK_LEN).context("no memory for a node's book")?;
+        let (deaths, not_before, trouble) = (Vec::new(), Duration::ZERO, None);
+        Ok(Node { record, book, deaths, not_before, trouble, mending: split::Mending::default() })
+    }
 }
 
 /// Programs that the daemon starts.

@@ -1,15 +1,13 @@
 //! Nodes that are added and removed while all runs. They are remembered for the daemon that comes after this one, until they are removed or it
 //! stops everything and starts anew with nobody to adopt: what stands in the configuration counts more.
 
-use std::time::Duration;
-
 use tasuki_relay::letter::ToWorker;
 
 use super::door::{Answer, No};
 use super::memifs::MemifEnd;
 use super::taps::TapEnd;
-use super::worker::{Stage, Words};
-use super::{About, BOOK_LEN, Node, Supervisor, now};
+use super::worker::Stage;
+use super::{About, Node, Supervisor, now};
 use crate::api::types::{NodeView, Removed};
 use crate::config::{self, Config};
 use crate::registry::{Change, NodeRecord};
@@ -61,6 +59,11 @@ impl Supervisor {
         if self.leaving.iter().any(|leaving| leaving.node == name) {
             return Err(No::now(format!("node {name} is being removed; ask again when it is gone")));
         }
+        if node.work == config::Work::Uplink {
+            return Err(No::Wrong(format!(
+                "node {name:?}: a NIC comes by the configuration alone, and an uplink needs one; write both there, and start tasukid anew (workers go on)"
+            )));
+        }
         let config = self.with_node(node.clone()).map_err(No::Wrong)?;
         if let Some(why) = config::stray_cpu(&config, |cpu| self.may_use.contains(&cpu)) {
             return Err(No::Wrong(why));
@@ -98,10 +101,7 @@ impl Supervisor {
     fn make_node(&mut self, node: &config::Node) -> anyhow::Result<()> {
         let number = self.next_nic(&std::collections::BTreeSet::new()).unwrap_or(u32::MAX);
         let end = self.end_of(node, number)?;
-        let book = Words::create("tasuki book", BOOK_LEN)?;
-        let record = NodeRecord::default();
-        let made = Node { record, book, deaths: Vec::new(), not_before: Duration::ZERO, trouble: None };
-        self.nodes.insert(node.name.clone(), made);
+        self.nodes.insert(node.name.clone(), Node::new(NodeRecord::default())?);
         self.cards.extend(end.map(|card| (number, card)));
         Ok(())
     }

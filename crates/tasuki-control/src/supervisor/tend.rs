@@ -12,13 +12,13 @@ use tasuki_relay::arbiter::{Arbiter, Input, State};
 use tasuki_relay::letter::{self, Begin, SPEECH, ToWorker, pulse};
 use tasuki_relay::method::Method;
 use tasuki_relay::pulse::Pulse;
-use tasuki_relay::wire::{Order, Positions, Use};
+use tasuki_relay::wire::Use;
 use tasuki_shm::crash;
 
 use super::deeds::party;
 use super::policy::{self, Verdict};
 use super::worker::{Fit, Stage, Words, Worker};
-use super::{About, PATIENCE, Supervisor, Token, iova_of, now, watch};
+use super::{About, PATIENCE, Supervisor, Token, iova_of, now, split, watch};
 use crate::channel;
 use crate::config::{Device, Work, not_startable};
 use crate::process::Process;
@@ -48,6 +48,7 @@ impl Supervisor {
         for name in &names {
             self.attach_to_nics(name);
             self.retire_surplus(name);
+            self.mend(name);
         }
         // Starting a process takes this loop longer than all else that it does: not while a NIC waits for a driver, nor when a worker has
         // closed its end, for a dying process does that a moment before its pidfd says that it is dead.
@@ -322,12 +323,12 @@ impl Supervisor {
         }
     }
 
-    /// Of an uplink: who is to drive both its NIC and its end. Nobody else is given what nobody drives yet, for whoever is ready first drives.
+    /// Of an uplink: who is to drive both its NIC and its end. Nobody else is given what nobody drives yet.
     fn joiner_of(&self, name: &str, serving: &[u32]) -> Option<u32> {
         self.config.node(name).filter(|node| node.work == Work::Uplink)?;
-        let holds =
-            |number: &&u32| self.cards.values().any(|card| card.node == name && card.board.holder() == Some(**number));
-        serving.iter().find(holds).or(serving.first()).copied()
+        let mut hands = self.hands_of(name);
+        hands.retain(|hand| serving.contains(&hand.worker));
+        split::joiner(&self.sides_of(name), &hands)
     }
 
     /// Whether somebody drives it who lives.
@@ -339,14 +340,15 @@ impl Supervisor {
     /// Gives a worker what it needs to drive a NIC, and has it prepare.
     pub(super) fn attach(&mut self, nic: u32, number: u32, purpose: Use, method: Method) {
         let (Some(card), Some(worker)) = (self.cards.get_mut(&nic), self.workers.get_mut(&number)) else { return };
-        let (Some(kept), Some(party)) = (&card.kept, party(number)) else { return };
+        let (Some(kept), Some(party), Some(prepare)) = (&card.kept, party(number), card.prepare(purpose, method))
+        else {
+            return;
+        };
         // Who has memory of its own sees nothing of the old owner's.
         let apart = kept.apart().filter(|_| method == Method::Repoint);
         let (kit, count) = apart.unwrap_or_else(|| (kept.kit.clone(), kept.fds.len()));
         let letter = ToWorker::Nic { nic, name: card.config.name.clone(), iova: iova_of(number), kit };
         worker.nics.insert(nic, Fit::Preparing(now()));
-        let (kind, version) = (kept.kit.kind, kept.kit.version);
-        let prepare = Order::Prepare { purpose, method, kind, version, carries: Positions::default() };
         let sent = worker.write(&letter, &card.lend(count));
         crash::point("daemon.kit");
         self.tell_neighbours(nic, number);

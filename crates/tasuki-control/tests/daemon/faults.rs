@@ -3,7 +3,12 @@
 use std::fs;
 use std::process::Stdio;
 
-use super::rig::{NODES, Rig, lives, pid, until};
+use hyper::Method;
+use rustix::process::Signal;
+use serde_json::json;
+use tasuki_control::api::client;
+
+use super::rig::{NODES, Rig, lives, pid, signal, until};
 
 /// An upgrade to a program with this fault fails with this sentence, and the old worker drives on.
 fn upgrade_fails(fault: &str, parts: &[&str]) {
@@ -125,6 +130,26 @@ fn a_giver_that_dies_after_it_has_let_go_is_not_missed() {
     assert_eq!(said["relays"][0]["done"], true, "{said}\n{}", rig.log());
 }
 
+/// The daemon dies when it has given a worker the NIC and has not had it prepare: the first worker, and the one that is to stand by.
+#[test]
+fn a_worker_that_was_given_a_nic_by_a_daemon_that_died_of_it_is_ready_for_it_under_the_next() {
+    if !cfg!(feature = "crash-points") {
+        return println!("skipped: needs the feature crash-points");
+    }
+    for nth in 1..=2 {
+        let mut rig = Rig::without_daemon(NODES, "");
+        rig.start_to_die(Some(format!("daemon.kit:{nth}")));
+        rig.daemon_ends();
+        rig.start();
+        let (driver, standby) = rig.await_pair("red");
+        assert!(rig.log().contains("is adopted"), "{}", rig.log());
+        signal(pid(&driver), Signal::KILL);
+        until(&rig, "who stood by drives", || {
+            rig.worker("red", "drives").is_some_and(|drives| drives["pid"] == standby["pid"])
+        });
+    }
+}
+
 #[test]
 fn a_program_that_always_dies_is_not_started_for_ever() {
     let rig = Rig::with(NODES, "dies-at-start");
@@ -192,6 +217,14 @@ fn what_there_is_not_is_said_with_what_there_is() {
 }
 
 #[test]
+fn an_uplink_cannot_be_added_while_all_runs_and_where_it_can_be_is_said() {
+    let rig = Rig::new();
+    let uplink = json!({ "name": "up", "vni": "lan", "work": "uplink" });
+    let said = client::ask(&rig.dir(), Method::POST, "/v1/nodes", Some(&uplink)).expect_err("it has no NIC");
+    assert!(said.to_string().contains("node \"up\": a NIC comes by the configuration alone"), "{said:#}");
+}
+
+#[test]
 fn two_daemons_do_not_share_a_directory() {
     let rig = Rig::new();
     let output = rig.tasukid().stdout(Stdio::null()).output().unwrap();
@@ -210,7 +243,7 @@ fn a_configuration_that_cannot_be_read_is_refused_before_anything_is_started() {
         assert!(output.status.code() == Some(1) && said.contains(part), "{said}");
         assert_eq!(said.lines().count(), 1, "{said}");
     };
-    refused("tasuki.toml:9: unknown field `colour`");
+    refused("tasuki.toml:9: the key `colour` means nothing here");
     fs::remove_file(rig.path("tasuki.toml")).unwrap();
     refused("tasuki.toml cannot be read");
     assert!(!rig.dir().exists(), "nothing was made");

@@ -154,7 +154,6 @@ impl Storm {
         let model = Model::start(&socket, wire);
         programs.iter().for_each(|(name, program)| as_planned(&rig, name, program));
         let work = work.replace("RIG/", &rig.path("").display().to_string());
-        fs::create_dir(rig.path("plans")).expect("a folder");
         as_planned(&rig, "worker", "tasuki-worker");
         rig.configure(|text| {
             let text = text.replace("work = \"echo\"", &format!("work = {work}"));
@@ -228,9 +227,7 @@ impl Storm {
     /// Of the workers that are started from now on, the next one that has no plan yet gets this one.
     pub fn plan(&mut self, plan: &str) {
         self.plans += 1;
-        let aside = self.rig.path("next.plan");
-        fs::write(&aside, format!("{plan}\n")).expect("a file");
-        fs::rename(aside, self.rig.path("plans").join(format!("{:06}", self.plans))).expect("a name");
+        plan_for(&self.rig, self.plans, plan);
     }
 
     /// The next one dies there, when it passes there for the `nth` time.
@@ -392,8 +389,16 @@ impl Storm {
     }
 }
 
+/// The plan of this number, for the next worker that has none.
+pub fn plan_for(rig: &Rig, number: u32, plan: &str) {
+    let aside = rig.path("next.plan");
+    fs::write(&aside, format!("{plan}\n")).expect("a file");
+    fs::rename(aside, rig.path("plans").join(format!("{number:06}"))).expect("a name");
+}
+
 /// A program in the rig's directory that takes the next plan, and is this one, which was built beside the daemon.
-fn as_planned(rig: &Rig, name: &str, program: &str) {
+pub fn as_planned(rig: &Rig, name: &str, program: &str) {
+    fs::create_dir_all(rig.path("plans")).expect("a folder");
     let script = format!(
         "#!/bin/sh\necho $$ >> {0}/pids\nunset TASUKI_CRASH TASUKI_STOP\nif [ \"$1\" = worker ]; then for plan in {0}/plans/*; do\n\
          if [ -e \"$plan\" ] && mv \"$plan\" {0}/plan.$$; then read -r line < {0}/plan.$$; export \"$line\"; break; fi; done; fi\nexec {1} \"$@\"\n",

@@ -7,9 +7,9 @@ use std::sync::MutexGuard;
 use rustix::process::Signal;
 use tasuki_tap::interface::Interface;
 
-use super::rig::{Rig, pid, signal, until};
+use super::rig::{Rig, lives, pid, signal, until};
 use super::rooms::{BURST, Exchange, Program, Room, deaths, is_impossible};
-use super::storm::{self, beside};
+use super::storm::{self, beside, need_storm, state};
 
 /// Addresses for documentation (RFC 5737): at the card's cable, and on the VNI.
 const FAR: &str = "192.0.2.1";
@@ -27,15 +27,27 @@ struct World {
 impl World {
     /// Nothing, with the reason said, where it cannot be.
     fn new() -> Option<Self> {
+        let mut world = Self::without_daemon("")?;
+        world.rig.start();
+        world.settles();
+        world.add_shop();
+        world.rig.await_pair("shop");
+        Some(world)
+    }
+
+    /// The same with this in the uplink's configuration, and nobody there yet.
+    fn without_daemon(more: &str) -> Option<Self> {
         if let Some(why) = is_impossible() {
             println!("skipped: {why}");
             return None;
         }
         let one = storm::alone();
         let (far, shop) = (Room::new(), Room::new());
-        let nodes = "[[node]]\nname = \"up\"\nvni = \"lan\"\nwork = \"uplink\"\n\n\
-            [[nic]]\nname = \"eth0\"\ndevice = \"vfio-user:CARD\"\nnode = \"up\"\n";
-        let rig = Rig::without_daemon(nodes, "");
+        let nodes = format!(
+            "[[node]]\nname = \"up\"\nvni = \"lan\"\nwork = \"uplink\"\n{more}\n\
+            [[nic]]\nname = \"eth0\"\ndevice = \"vfio-user:CARD\"\nnode = \"up\"\n"
+        );
+        let rig = Rig::without_daemon(&nodes, "");
         let socket = rig.path("card.sock");
         let mut command = Command::new(beside("tasuki-sim").expect("looked for before"));
         command.args(["sim", "nic", "--link-up", "10", "--tap", "wire0", "--socket"]).arg(&socket);
@@ -47,33 +59,43 @@ impl World {
             wire.add_address(format!("{FAR}/24").parse().expect("an address")).expect("an address");
             wire.up().expect("a link");
         });
-        let (stand_in, worker) = (rig.path("worker"), beside("tasuki-worker").expect("looked for before"));
+        storm::as_planned(&rig, "worker", "tasuki-worker");
         rig.configure(|text| {
-            let text = text.replace(&format!("{stand_in:?}"), &format!("{worker:?}"));
             // Workers are killed on purpose.
             let text = text.replace("[daemon]\n", "[daemon]\nrestart = \"always\"\n");
             text.replace("vfio-user:CARD", &format!("vfio-user:{}", socket.display()))
         });
-        let mut world = World { rig, far, shop, _model: model, _one: one };
-        world.rig.start();
-        world.settles();
-        let path = world.shop.path();
-        world.rig.ask(&["node", "add", "shop", "--netns", &path, "--address", &format!("{SHOP}/24")]);
-        world.rig.await_pair("shop");
-        Some(world)
+        Some(World { rig, far, shop, _model: model, _one: one })
     }
 
-    /// Somebody drives both the NIC and the end, and another stands by.
+    fn add_shop(&self) {
+        self.rig.ask(&["node", "add", "shop", "--netns", &self.shop.path(), "--address", &format!("{SHOP}/24")]);
+        self.rig.await_worker("shop", "drives");
+    }
+
+    /// Who drives the NIC, and who the end.
+    fn drivers(&self) -> Option<[u64; 2]> {
+        let nics = self.rig.json(&["nic", "list"]);
+        let its = nics.as_array().expect("a list").iter().filter(|nic| nic["node"] == "up");
+        let its: Vec<u64> = its.filter(|nic| nic["is"] == "driven").filter_map(|nic| nic["worker"].as_u64()).collect();
+        its.try_into().ok()
+    }
+
+    /// One worker drives both the NIC and the end.
+    fn is_whole(&self) -> bool {
+        self.drivers().is_some_and(|[nic, end]| nic == end)
+    }
+
+    /// The same, and another stands by.
     fn settles(&self) {
-        self.rig.await_pair("up");
-        let is_driven = || {
-            let driver = self.rig.worker("up", "drives");
-            let nics = self.rig.json(&["nic", "list"]);
-            let its = nics.as_array().expect("a list").iter().filter(|nic| nic["node"] == "up");
-            let its: Vec<_> = its.map(|nic| (nic["is"] == "driven").then(|| nic["worker"].clone())).collect();
-            driver.is_some() && its.len() == 2 && its[0].is_some() && its[0] == its[1]
-        };
-        until(&self.rig, "one worker drives both", is_driven);
+        until(&self.rig, "one worker drives both, and another stands by", || {
+            self.is_whole() && self.rig.worker("up", "drives").is_some() && self.rig.worker("up", "stands by").is_some()
+        });
+    }
+
+    /// Nothing passes, and that is noticed.
+    fn is_told_of(&self) {
+        self.rig.await_event("uplink up passes nothing on, for worker ");
     }
 
     fn kill_driver(&self) {
@@ -147,4 +169,111 @@ fn several_behind_the_cable_are_learnt_and_what_is_for_nobody_goes_out() {
     let (near, out) = (near.end(), out.end());
     assert_eq!((near.back, out.back), (near.sent, out.sent), "{near:?}, {out:?}");
     world.end();
+}
+
+/// The daemon dies when the NIC has gone to the fresh worker, and the end has not.
+#[test]
+fn an_upgrade_that_its_daemon_does_not_live_to_end_leaves_no_uplink_with_two_workers() {
+    need_storm!();
+    let Some(mut world) = World::new() else { return };
+    let exchange = Exchange::begin([(&world.far, FAR), (&world.shop, SHOP)]);
+    exchange.goes_on(&world.rig, 200);
+    world.rig.kill_daemon();
+    world.rig.start_to_die(Some("daemon.settled:1".to_owned()));
+    until(&world.rig, "tasukid serves", || world.rig.tasuki(&["status"]).status.success());
+    world.settles();
+    assert!(!world.rig.log().contains("passes nothing on"), "{}", world.rig.log());
+    let said = world.rig.tasuki(&["worker", "upgrade", "up"]);
+    assert!(!said.status.success(), "{said:?}");
+    world.rig.daemon_ends();
+    world.rig.start();
+    world.is_told_of();
+    world.settles();
+    exchange.goes_on(&world.rig, 200);
+    let tally = exchange.end();
+    println!("{tally:?}");
+    assert_eq!((tally.back, tally.twice, tally.twice_there), (tally.sent, 0, 0), "{tally:?}\n{}", world.rig.log());
+    world.end();
+}
+
+/// A worker that is ready for the NIC only drives that, when whoever drives the end lives or is killed: then the stand-by has it.
+#[test]
+fn an_upgrade_that_fails_half_way_leaves_no_uplink_with_two_workers() {
+    need_storm!();
+    let Some(mut world) = World::new() else { return };
+    world.rig.kill_daemon();
+    world.rig.configure(|text| text.replace("prepare_ms = 20000", "prepare_ms = 1000"));
+    world.rig.start();
+    world.settles();
+    let exchange = Exchange::begin([(&world.far, FAR), (&world.shop, SHOP)]);
+    for (number, is_killed) in [(1, false), (2, true)] {
+        exchange.goes_on(&world.rig, 200);
+        storm::plan_for(&world.rig, number, "TASUKI_STOP=map.begun:2");
+        let (driver, _) = world.rig.await_pair("up");
+        let said = world.rig.refused(&["worker", "upgrade", "up"]);
+        assert!(said.contains("has not prepared within 1000 ms"), "{said}");
+        if is_killed {
+            signal(pid(&driver), Signal::KILL);
+            until(&world.rig, "it is dead", || !lives(pid(&driver)));
+        }
+        let stopped = || world.rig.workers().iter().map(pid).find(|pid| state(*pid) == Some('T'));
+        signal(stopped().expect("it is stopped, and not long enough for a hang"), Signal::CONT);
+        world.settles();
+        assert!(world.rig.ask(&["events"]).matches("passes nothing on").count() >= number as usize);
+    }
+    exchange.goes_on(&world.rig, 200);
+    let tally = exchange.end();
+    println!("{tally:?}");
+    assert_eq!(tally.back, tally.sent, "{}", world.rig.log());
+    assert!(tally.twice + tally.twice_there <= 2 * BURST, "{tally:?}");
+    world.end();
+}
+
+/// The stand-by is stopped while it is ready for the NIC only, and the driver is killed: somebody else drives both.
+#[test]
+fn a_standby_that_hangs_when_it_is_ready_for_the_nic_only_keeps_nobody_else_from_both() {
+    need_storm!();
+    let Some(mut world) = World::new() else { return };
+    world.rig.kill_daemon();
+    world.rig.configure(|text| {
+        text.replace("prepare_ms = 20000", "prepare_ms = 1000").replace("deadline_ms = 20000", "deadline_ms = 500")
+    });
+    world.rig.start();
+    world.settles();
+    let exchange = Exchange::begin([(&world.far, FAR), (&world.shop, SHOP)]);
+    exchange.goes_on(&world.rig, 200);
+    let (driver, standby) = world.rig.await_pair("up");
+    storm::plan_for(&world.rig, 1, "TASUKI_STOP=map.begun:2");
+    signal(pid(&standby), Signal::KILL);
+    let stopped = || world.rig.workers().iter().map(pid).find(|pid| state(*pid) == Some('T'));
+    until(&world.rig, "it is stopped", || stopped().is_some());
+    signal(pid(&driver), Signal::KILL);
+    until(&world.rig, "it is dead", || !lives(pid(&driver)));
+    world.settles();
+    exchange.goes_on(&world.rig, 200);
+    let tally = exchange.end();
+    println!("{tally:?}");
+    assert_eq!(tally.back, tally.sent, "{}", world.rig.log());
+    assert!(tally.twice + tally.twice_there <= 2 * BURST, "{tally:?}");
+    world.end();
+}
+
+/// The daemon dies when it has given an uplink's only worker the one or the other, and has not had it prepare.
+#[test]
+fn what_a_daemon_gave_and_did_not_live_to_speak_of_is_driven_under_the_next() {
+    need_storm!();
+    for nth in 1..=2 {
+        let Some(mut world) = World::without_daemon("standby = false\n") else { return };
+        world.rig.start_to_die(Some(format!("daemon.kit:{nth}")));
+        world.rig.daemon_ends();
+        world.rig.start();
+        until(&world.rig, "one worker drives both", || world.is_whole());
+        assert!(world.rig.log().contains("is adopted"), "{}", world.rig.log());
+        world.add_shop();
+        let exchange = Exchange::begin([(&world.far, FAR), (&world.shop, SHOP)]);
+        exchange.goes_on(&world.rig, 200);
+        let tally = exchange.end();
+        assert_eq!((tally.back, tally.twice, tally.twice_there), (tally.sent, 0, 0), "{tally:?}");
+        world.end();
+    }
 }

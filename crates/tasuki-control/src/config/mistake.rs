@@ -1,0 +1,257 @@
+//! What the reader of TOML finds wrong, as a sentence for whoever wrote the file: what stands there, and what to write instead. The reader's own words
+//! are those of Rust's types (`expected struct Source`); what is not known here is passed on as it is.
+
+use std::ops::Range;
+
+/// Works that need more than their name, and the least that they need.
+const EXAMPLES: [(&str, &str); 5] = [
+    ("answer", "{ address = \"192.0.2.77\" }"),
+    ("memif", "{ socket = \"/run/web.sock\" }"),
+    ("program", "{ path = \"/opt/mine\" }"),
+    ("source", "{ rate = 1000 }"),
+    ("tap", "{ name = \"nic0\" }"),
+];
+
+fn example(work: &str) -> Option<&'static str> {
+    EXAMPLES.iter().find(|(name, _)| *name == work).map(|(_, table)| *table)
+}
+
+/// Where something is wrong.
+struct Place<'a> {
+    /// What stands there.
+    found: &'a str,
+    /// The key of which it is the value.
+    key: Option<&'a str>,
+    /// The whole line.
+    line: &'a str,
+}
+
+impl<'a> Place<'a> {
+    fn of(text: &'a str, span: Range<usize>) -> Self {
+        let before = text.get(..span.start).unwrap_or_default();
+        let (start, after) = (before.rfind('\n').map_or(0, |at| at + 1), text.get(span.start..).unwrap_or_default());
+        let end = span.start + after.find('\n').unwrap_or(after.len());
+        let found = text.get(span).unwrap_or_default().lines().next().unwrap_or_default().trim();
+        let line = text.get(start..end).unwrap_or_default().trim();
+        Place { found, key: key_before(&before[start..]), line }
+    }
+
+    /// The key and its value, as they stand there.
+    fn shown(&self) -> String {
+        self.key.map_or_else(|| self.found.to_owned(), |key| format!("{key} = {}", self.found))
+    }
+
+    /// What would stand there instead.
+    fn instead(&self, value: &str) -> String {
+        self.key.map_or_else(|| value.to_owned(), |key| format!("{key} = {value}"))
+    }
+}
+
+/// The key of the value that comes next on a line.
+fn key_before(line: &str) -> Option<&str> {
+    let (before, _) = line.rsplit_once('=')?;
+    let key = before.trim_end().trim_matches('"');
+    let at = key.rfind(|c: char| !c.is_ascii_alphanumeric() && c != '_' && c != '-').map_or(0, |at| at + 1);
+    Some(&key[at..]).filter(|key| !key.is_empty())
+}
+
+/// The sentence for what the reader says of this place in the text.
+pub fn sentence(text: &str, span: Option<Range<usize>>, message: &str) -> String {
+    let place = Place::of(text, span.unwrap_or(0..0));
+    let message = message.trim().replace('\n', "; ");
+    match toml::from_str::<toml::Table>(text) {
+        Err(_) => of_toml(&place, &message),
+        // What nobody else knows is a sentence of ours.
+        Ok(_) => of_word(&place, &message).unwrap_or(message),
+    }
+}
+
+/// It is no TOML.
+fn of_toml(place: &Place<'_>, message: &str) -> String {
+    let Place { found, line, .. } = place;
+    match message {
+        "duplicate key" => format!("`{}` is there twice; leave one out", found.trim_matches(['[', ']'])),
+        _ if message.starts_with("string values must be quoted") => {
+            format!("{line} has no value that can be read; write text in quotes, and numbers, true and false without")
+        }
+        _ => format!("{line} is no TOML ({message}); mend this line"),
+    }
+}
+
+/// A key or a value is not what may be there.
+fn of_word(place: &Place<'_>, message: &str) -> Option<String> {
+    if let Some((name, rest)) = named(message, "unknown field `") {
+        return Some(format!("the key `{name}` means nothing here; there {}", there_are(rest)));
+    }
+    if let Some((name, rest)) = named(message, "unknown variant `") {
+        return Some(format!("{} is not known; there {}", place.instead(&format!("{name:?}")), there_are(rest)));
+    }
+    if let Some((name, _)) = named(message, "missing field `") {
+        return Some(format!("the key `{name}` is missing; add {name} = …"));
+    }
+    if message.starts_with("invalid type: ") || message.starts_with("invalid value: ") {
+        return of_type(place, message.rsplit_once(", expected ")?.1);
+    }
+    if message.starts_with("expected table, found ") {
+        let name = place.key?;
+        return Some(format!("{name} has nothing that could be set; write work = {name:?}"));
+    }
+    match message {
+        "wanted string or table" => Some(format!(
+            "{} is no work; write {}, or a table, as {}",
+            place.shown(),
+            place.instead("\"echo\""),
+            with_example("source")
+        )),
+        _ if message.starts_with("wanted exactly 1 element") => {
+            Some("a node does one thing with frames, and this names several or none; write one".to_owned())
+        }
+        _ => None,
+    }
+}
+
+/// What begins like this, and then names something in backticks: the name, and what follows it.
+fn named<'a>(message: &'a str, begins: &str) -> Option<(&'a str, &'a str)> {
+    message.strip_prefix(begins)?.split_once('`')
+}
+
+/// What there is, out of `, expected one of ...`.
+fn there_are(rest: &str) -> String {
+    let rest = rest.trim_start_matches(", expected ");
+    rest.strip_prefix("one of ").map_or_else(|| format!("is {rest}"), |all| format!("are {all}"))
+}
+
+fn with_example(work: &str) -> String {
+    format!("work = {{ {work} = {} }}", example(work).unwrap_or("{ … }"))
+}
+
+/// What stands there is of another type.
+fn of_type(place: &Place<'_>, expected: &str) -> Option<String> {
+    let shown = place.shown();
+    let bare = place.found.trim_matches('"');
+    if place.found.starts_with('[') && place.key.is_none() {
+        let name = place.found.trim_matches(['[', ']']);
+        return Some(match expected {
+            "a sequence" => format!("[{name}] can be there more than once; write [[{name}]]"),
+            _ => format!("[[{name}]] is there only once; write [{name}]"),
+        });
+    }
+    let number = |range: &str| format!("{shown} is no number that fits; write a whole one {range}, without quotes");
+    Some(match expected {
+        "a boolean" => format!("{shown} is neither true nor false; write one of these, without quotes"),
+        "u16" => number("from 0 to 65535"),
+        "u32" => number("from 0 to 4294967295"),
+        "u64" => number("from 0"),
+        "a string" => format!("{shown} is no text; put it in quotes"),
+        "path string" => format!("{shown} is no path; write one from /, in quotes"),
+        "a sequence" if place.found.starts_with('"') => {
+            format!("{shown} is no list; write {}", place.instead(&format!("[{}]", place.found)))
+        }
+        "a sequence" => format!("{shown} is no list; write one in brackets"),
+        "newtype variant" => {
+            format!("{shown} needs to know more; write {}, or what you want of it", with_example(bare))
+        }
+        _ if expected.starts_with("struct ") => {
+            let table = place.key.and_then(example).unwrap_or("{ … }");
+            format!("{shown} is no table; write {}, or what you want of it", place.instead(table))
+        }
+        _ => return None,
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use std::path::Path;
+
+    use super::super::Config;
+
+    /// What stands behind a node's name and work, and what is said of it.
+    const OF_A_NODE: &[(&str, &str)] = &[
+        ("poll = \"no\"", "poll = \"no\" is neither true nor false; write one of these, without quotes"),
+        ("standby = 0", "standby = 0 is neither true nor false; write one of these, without quotes"),
+        (
+            "poll = yes",
+            "poll = yes has no value that can be read; write text in quotes, and numbers, true and false without",
+        ),
+        ("cpu =", "cpu = has no value that can be read; write text in quotes, and numbers, true and false without"),
+        ("cpu = \"3\"", "cpu = \"3\" is no number that fits; write a whole one from 0 to 4294967295, without quotes"),
+        ("cpu = -1", "cpu = -1 is no number that fits; write a whole one from 0 to 4294967295, without quotes"),
+        ("cpu = 1.5", "cpu = 1.5 is no number that fits; write a whole one from 0 to 4294967295, without quotes"),
+        ("trusts = \"blue\"", "trusts = \"blue\" is no list; write trusts = [\"blue\"]"),
+        ("trusts = 3", "trusts = 3 is no list; write one in brackets"),
+        ("trusts = [1]", "trusts = 1 is no text; put it in quotes"),
+        (
+            "trusts = [\"a\" \"b\"]",
+            "trusts = [\"a\" \"b\"] is no TOML (missing comma between array elements, expected `,`); mend this line",
+        ),
+        ("name = \"blue\"", "`name` is there twice; leave one out"),
+        ("mac = 3", "mac = 3 is no text; put it in quotes"),
+        ("cpus: 3", "cpus: 3 is no TOML (key with no value, expected `=`); mend this line"),
+    ];
+
+    /// The same of its work.
+    const OF_WORK: &[(&str, &str)] = &[
+        ("3", "work = 3 is no work; write work = \"echo\", or a table, as work = { source = { rate = 1000 } }"),
+        (
+            "\"Sink\"",
+            "work = \"Sink\" is not known; there are `echo`, `sink`, `answer`, `tap`, `memif`, `uplink`, `source`, `program`",
+        ),
+        (
+            "\"tap\"",
+            "work = \"tap\" needs to know more; write work = { tap = { name = \"nic0\" } }, or what you want of it",
+        ),
+        ("{ echo = 1 }", "echo has nothing that could be set; write work = \"echo\""),
+        ("{ source = 3 }", "source = 3 is no table; write source = { rate = 1000 }, or what you want of it"),
+        (
+            "{ program = \"/a\" }",
+            "program = \"/a\" is no table; write program = { path = \"/opt/mine\" }, or what you want of it",
+        ),
+        (
+            "{ source = { size = 70000 } }",
+            "size = 70000 is no number that fits; write a whole one from 0 to 65535, without quotes",
+        ),
+        ("{ source = { rate = -1 } }", "rate = -1 is no number that fits; write a whole one from 0, without quotes"),
+        ("{ source = { speed = 1 } }", "the key `speed` means nothing here; there are `rate`, `size`, `to`"),
+        ("{ answer = { } }", "the key `address` is missing; add address = …"),
+        (
+            "{ tap = { name = \"t\", shortcut = \"yes\" } }",
+            "shortcut = \"yes\" is neither true nor false; write one of these, without quotes",
+        ),
+        (
+            "{ tap = { name = \"t\" }, echo = {} }",
+            "a node does one thing with frames, and this names several or none; write one",
+        ),
+        ("{ memif = { socket = 3 } }", "socket = 3 is no path; write one from /, in quotes"),
+    ];
+
+    /// Of whole files, with the line.
+    const OF_ALL: &[(&str, &str)] = &[
+        ("node = 3", "1: node = 3 is no list; write one in brackets"),
+        ("[node]\nname = \"red\"\nwork = \"sink\"", "1: [node] can be there more than once; write [[node]]"),
+        ("\n[[daemon]]", "2: [[daemon]] is there only once; write [daemon]"),
+        ("[daemon]\n\n[daemon]", "3: `daemon` is there twice; leave one out"),
+        ("[daemon]\nrestart = \"often\"", "2: restart = \"often\" is not known; there is `careful` or `always`"),
+        ("[[node]", "1: [[node] is no TOML (unclosed array table, expected `]`); mend this line"),
+        ("work = \"sink\"", "1: the key `work` means nothing here; there are `daemon`, `node`, `nic`"),
+        ("[[nic]]\nname = \"e\"\nnode = \"red\"", "1: the key `device` is missing; add device = …"),
+        (
+            "[[nic]]\nname = \"e\"\nnode = \"red\"\ndevice = \"eth0\"",
+            "4: \"eth0\" names no card; write sim, vfio-user:PATH or vfio:0000:03:00.0 (a PCI address)",
+        ),
+    ];
+
+    #[test]
+    fn a_mistake_is_said_with_what_stands_there_and_what_to_write() {
+        let of_a_node = OF_A_NODE
+            .iter()
+            .map(|(line, said)| (format!("[[node]]\nname = \"red\"\nwork = \"sink\"\n{line}\n"), format!("4: {said}")));
+        let of_work = OF_WORK
+            .iter()
+            .map(|(work, said)| (format!("[[node]]\nname = \"red\"\nwork = {work}\n"), format!("3: {said}")));
+        let of_all = OF_ALL.iter().map(|(text, said)| (format!("{text}\n"), (*said).to_owned()));
+        for (text, said) in of_a_node.chain(of_work).chain(of_all) {
+            let error = Config::parse(Path::new("t.toml"), &text).expect_err(&text);
+            assert_eq!(error.to_string(), format!("t.toml:{said}"), "{text}");
+        }
+    }
+}

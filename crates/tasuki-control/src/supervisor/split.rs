@@ -1,0 +1,355 @@
+//! An uplink whose NIC and end of a VNI are driven by two workers passes nothing on. Deaths of workers and of the daemon in the middle of an upgrade
+//! lead there, for each lease goes its own way. Who is to have both is a pure function of who holds what and who could:
+//!
+//! | NIC and end are driven by              | can drive both                                 | then             | because                                          |
+//! |----------------------------------------|------------------------------------------------|------------------|--------------------------------------------------|
+//! | one worker                             |                                                | nothing          | frames pass                                      |
+//! | one of them by nobody, or it changes hands |                                            | it is waited for | the arbiter decides that first                   |
+//! | two                                    | workers of the node's program                  | both go to one   | first who has one already, then who is longest there |
+//! | two                                    | such a worker perhaps, which prepares          | it is waited for | an upgrade that failed is not to come true by this |
+//! | two                                    | only one of another program                    | both go there    | rather that than nothing                         |
+//! | two                                    | nobody                                         | it is told       | only somebody who looks at the reasons can help  |
+//!
+//! That is tried as often, and after such pauses, as a worker is replaced ([`policy`]).
+
+use std::cmp::Reverse;
+use std::collections::{BTreeMap, BTreeSet, VecDeque};
+use std::time::Duration;
+
+use tasuki_relay::arbiter::{Arbiter, State};
+
+use super::jobs::Job;
+use super::policy::{self, Death, Verdict};
+use super::worker::{Fit, Worker};
+use super::{About, Supervisor, now};
+use crate::config::{Restart, Work};
+
+/// A NIC of an uplink, or its end.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Side {
+    /// Its number.
+    pub nic: u32,
+    /// The worker that drives it, and lives.
+    pub holder: Option<u32>,
+    /// Whether no relay of it is under way, and somebody drives it.
+    pub is_steady: bool,
+}
+
+/// A worker of an uplink.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Hand {
+    /// Its number.
+    pub worker: u32,
+    /// Whether it is of the node's present program.
+    pub is_staff: bool,
+    /// How far it has come with what it was given.
+    pub fits: BTreeMap<u32, Fit>,
+}
+
+impl Hand {
+    fn holds(&self, side: &Side) -> bool {
+        side.holder == Some(self.worker)
+    }
+
+    /// Whether it drives all sides, or could at once.
+    fn can(&self, sides: &[Side]) -> bool {
+        sides.iter().all(|side| self.holds(side) || self.fits.get(&side.nic) == Some(&Fit::Ready))
+    }
+
+    /// Whether it has not said of any side that it cannot take that.
+    fn is_fit(&self, sides: &[Side]) -> bool {
+        !sides.iter().any(|side| matches!(self.fits.get(&side.nic), Some(Fit::Unfit(_))))
+    }
+}
+
+/// What follows.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Then {
+    /// Nothing: one worker has both.
+    Whole,
+    /// Nothing yet.
+    Wait,
+    /// This worker is to have both.
+    To(u32),
+    /// Nobody can drive both, nor will.
+    Nobody,
+}
+
+/// What is to become of an uplink.
+pub fn decide(sides: &[Side], hands: &[Hand]) -> Then {
+    if sides.iter().any(|side| !side.is_steady) {
+        return Then::Wait;
+    }
+    let holders: BTreeSet<u32> = sides.iter().filter_map(|side| side.holder).collect();
+    if holders.len() < 2 {
+        return Then::Whole;
+    }
+    let held = |hand: &Hand| sides.iter().filter(|side| hand.holds(side)).count();
+    let of_program = |is_staff| hands.iter().filter(move |hand| hand.is_staff == is_staff);
+    let best = |is_staff| {
+        let able = of_program(is_staff).filter(|hand| hand.can(sides));
+        able.max_by_key(|hand| (held(hand), Reverse(hand.worker)))
+    };
+    let comes = || of_program(true).any(|hand| hand.is_fit(sides));
+    let to = match best(true) {
+        None if comes() => return Then::Wait,
+        staff => staff.or_else(|| best(false)),
+    };
+    to.map_or(Then::Nobody, |hand| Then::To(hand.worker))
+}
+
+/// Who is to be given what nobody drives yet, for whoever is ready first drives: whoever drives something already, unless it cannot drive the rest.
+pub fn joiner(sides: &[Side], hands: &[Hand]) -> Option<u32> {
+    let mut fit = hands.iter().filter(|hand| hand.is_fit(sides));
+    let holder = fit.clone().find(|hand| sides.iter().any(|side| hand.holds(side)));
+    holder.or_else(|| fit.next()).map(|hand| hand.worker)
+}
+
+/// What was done about an uplink that is split.
+#[derive(Debug, Default)]
+pub struct Mending {
+    /// When it was tried to bring the two together, since it was whole last.
+    tries: Vec<Duration>,
+    /// It was told that nothing more is tried.
+    is_over: bool,
+}
+
+impl Supervisor {
+    pub(super) fn sides_of(&self, name: &str) -> Vec<Side> {
+        let lives = |holder: &u32| self.workers.contains_key(holder);
+        let side = |card: &super::card::Card| {
+            let holder = card.board.holder().filter(lives);
+            let state = card.arbiter.as_ref().map(Arbiter::state);
+            Side { nic: card.number, holder, is_steady: state == Some(State::Steady) && holder.is_some() }
+        };
+        self.cards.values().filter(|card| card.node == name).map(side).collect()
+    }
+
+    pub(super) fn hands_of(&self, name: &str) -> Vec<Hand> {
+        let staff = self.staff_of(name);
+        let its = self.workers.values().filter(|worker| worker.record.node == name && worker.counts());
+        let hand = |worker: &Worker| Hand {
+            worker: worker.party(),
+            is_staff: staff.contains(&worker.party()),
+            fits: worker.nics.clone(),
+        };
+        its.map(hand).collect()
+    }
+
+    /// Has the NIC and the end of an uplink come to one worker again.
+    pub(super) fn mend(&mut self, name: &str) {
+        if self.config.node(name).is_none_or(|node| node.work != Work::Uplink) {
+            return;
+        }
+        let (sides, hands) = (self.sides_of(name), self.hands_of(name));
+        let nics: Vec<u32> = sides.iter().map(|side| side.nic).collect();
+        // An upgrade takes one after the other.
+        if self.is_free(name, &nics).is_err() {
+            return;
+        }
+        let then = decide(&sides, &hands);
+        let Some(node) = self.nodes.get_mut(name) else { return };
+        let because = match then {
+            Then::Wait => return,
+            Then::Whole => {
+                node.mending = Mending::default();
+                return;
+            }
+            Then::Nobody => "none of its workers can drive both",
+            Then::To(worker) => {
+                let tries: Vec<_> = node.mending.tries.iter().map(|at| Death { at: *at, had_begun: true }).collect();
+                match policy::decide(Restart::Careful, &tries, now()).verdict {
+                    Verdict::At(_) => return,
+                    Verdict::Now => return self.bring_together(name, worker, &sides),
+                    Verdict::GiveUp => "it was tried six times within a minute to have one worker drive both",
+                }
+            }
+        };
+        if !std::mem::replace(&mut node.mending.is_over, true) {
+            let sentence = format!(
+                "{}, and stays so: {because}; tasuki events says why. When that is mended: tasuki worker upgrade {name}",
+                self.how_split(name, &sides)
+            );
+            self.note(About::node(name), sentence);
+        }
+    }
+
+    fn bring_together(&mut self, name: &str, worker: u32, sides: &[Side]) {
+        let Some(node) = self.nodes.get_mut(name) else { return };
+        node.mending.tries.push(now());
+        let others: VecDeque<u32> =
+            sides.iter().filter(|side| side.holder != Some(worker)).map(|side| side.nic).collect();
+        let what: Vec<&str> = others.iter().map(|nic| self.cards[nic].name()).collect();
+        let sentence = format!("{}: {} goes to worker {worker}", self.how_split(name, sides), what.join(" and "));
+        self.note(About::worker(name, worker), sentence);
+        self.jobs.push(Job::mending(name, others, worker));
+    }
+
+    /// Which of its workers drives what.
+    fn how_split(&self, name: &str, sides: &[Side]) -> String {
+        let drives = |side: &Side| Some(format!("worker {} drives {}", side.holder?, self.cards[&side.nic].name()));
+        let who: Vec<String> = sides.iter().filter_map(drives).collect();
+        format!("uplink {name} passes nothing on, for {}", who.join(" and "))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use tasuki_relay::wire::Reason;
+
+    use super::*;
+
+    /// The NIC and the end.
+    const NIC: u32 = 0;
+    const END: u32 = 1;
+
+    const READY: Fit = Fit::Ready;
+    const PREPARING: Fit = Fit::Preparing(Duration::ZERO);
+    const UNFIT: Fit = Fit::Unfit(Reason::CardGone);
+
+    /// Held by these workers.
+    fn sides(nic: u32, end: u32) -> [Side; 2] {
+        [(NIC, nic), (END, end)].map(|(nic, holder)| Side { nic, holder: Some(holder), is_steady: true })
+    }
+
+    /// A worker of the present program, and how far it is with NIC and end.
+    fn staff(worker: u32, fits: [Fit; 2]) -> Hand {
+        Hand { worker, is_staff: true, fits: [NIC, END].into_iter().zip(fits).collect() }
+    }
+
+    /// One of another.
+    fn old(worker: u32, fits: [Fit; 2]) -> Hand {
+        Hand { is_staff: false, ..staff(worker, fits) }
+    }
+
+    #[test]
+    fn the_table() {
+        let both = [READY, READY];
+        let one_is_on_its_way = Hand { fits: BTreeMap::new(), ..staff(5, both) };
+        let cases: [(&str, [Side; 2], Vec<Hand>, Then); 12] = [
+            ("one has both", sides(3, 3), vec![staff(3, both), staff(4, both)], Then::Whole),
+            ("it came first", sides(3, 4), vec![staff(3, both), staff(4, both)], Then::To(3)),
+            ("only the other can", sides(3, 4), vec![staff(3, [READY, UNFIT]), staff(4, both)], Then::To(4)),
+            (
+                "only a third can",
+                sides(3, 4),
+                vec![staff(3, [READY, UNFIT]), staff(4, [UNFIT, READY]), staff(5, both)],
+                Then::To(5),
+            ),
+            (
+                "an upgrade failed half-way",
+                sides(5, 3),
+                vec![staff(3, both), staff(4, both), old(5, both)],
+                Then::To(3),
+            ),
+            (
+                "whoever can now",
+                sides(5, 3),
+                vec![staff(3, [PREPARING, READY]), staff(4, both), old(5, both)],
+                Then::To(4),
+            ),
+            (
+                "an upgrade failed, and nobody stands by",
+                sides(5, 3),
+                vec![staff(3, [PREPARING, READY]), old(5, both)],
+                Then::Wait,
+            ),
+            ("only another program can", sides(5, 3), vec![staff(3, [UNFIT, READY]), old(5, both)], Then::To(5)),
+            (
+                "who holds it was told to take it",
+                sides(3, 4),
+                vec![staff(3, [PREPARING, READY]), staff(4, [PREPARING, READY])],
+                Then::To(3),
+            ),
+            (
+                "somebody prepares",
+                sides(3, 4),
+                vec![staff(3, [READY, UNFIT]), staff(4, [PREPARING, READY])],
+                Then::Wait,
+            ),
+            (
+                "somebody was just started",
+                sides(3, 4),
+                vec![staff(3, [READY, UNFIT]), staff(4, [UNFIT, READY]), one_is_on_its_way],
+                Then::Wait,
+            ),
+            (
+                "nobody ever will",
+                sides(3, 4),
+                vec![staff(3, [READY, UNFIT]), staff(4, [UNFIT, READY]), old(5, [UNFIT, READY])],
+                Then::Nobody,
+            ),
+        ];
+        for (what, sides, hands, then) in cases {
+            assert_eq!(decide(&sides, &hands), then, "{what}");
+        }
+    }
+
+    #[test]
+    fn nothing_is_decided_before_the_arbiters_have() {
+        let hands = [staff(3, [READY, READY]), staff(4, [READY, READY])];
+        for at in 0..2 {
+            let mut passing = sides(3, 4);
+            passing[at].is_steady = false;
+            assert_eq!(decide(&passing, &hands), Then::Wait);
+            passing[at].holder = None;
+            assert_eq!(decide(&passing, &hands), Then::Wait);
+        }
+    }
+
+    /// However far everybody is: who is to have both can drive both, and if such a worker is of the node's program no other is chosen; where nobody can,
+    /// nobody is chosen.
+    #[test]
+    fn who_is_to_have_both_can_drive_both() {
+        let fits = [READY, PREPARING, UNFIT];
+        let pairs: Vec<[Fit; 2]> = fits.iter().flat_map(|nic| fits.map(|end| [*nic, end])).collect();
+        let of_three =
+            pairs.iter().flat_map(|one| pairs.iter().flat_map(|two| pairs.iter().map(|three| (*one, *two, *three))));
+        let mut seen = BTreeMap::new();
+        for ((one, two, three), is_staff) in of_three.flat_map(|fits| [(fits, true), (fits, false)]) {
+            let sides = sides(5, 3);
+            let mut hands = [staff(3, one), staff(4, two), Hand { is_staff, ..staff(5, three) }];
+            // Whoever holds something was ready for it.
+            hands[2].fits.insert(NIC, READY);
+            hands[0].fits.insert(END, READY);
+            let both = |hand: &Hand| hand.fits.values().all(|fit| *fit == READY);
+            let able = |is_staff| hands.iter().any(|hand| hand.is_staff == is_staff && both(hand));
+            let what = match decide(&sides, &hands) {
+                Then::To(worker) => {
+                    let to = hands.iter().find(|hand| hand.worker == worker).expect("one of them");
+                    assert!(both(to) && (to.is_staff || !able(true)), "{hands:?}");
+                    // Then it is whole, and nothing more is done.
+                    assert_eq!(decide(&self::sides(worker, worker), &hands), Then::Whole);
+                    "to one"
+                }
+                Then::Wait => {
+                    assert!(!able(true) && hands.iter().any(|hand| hand.is_staff && hand.is_fit(&sides)), "{hands:?}");
+                    "wait"
+                }
+                Then::Nobody => {
+                    assert!(!able(true) && !able(false), "{hands:?}");
+                    "nobody"
+                }
+                Then::Whole => panic!("it is split: {hands:?}"),
+            };
+            *seen.entry(what).or_insert(0) += 1;
+        }
+        assert_eq!(seen.len(), 3, "{seen:?}");
+    }
+
+    #[test]
+    fn what_nobody_drives_is_for_who_drives_the_rest_unless_it_cannot() {
+        let side = |nic, holder| Side { nic, holder, is_steady: holder.is_some() };
+        let parked = [side(NIC, Some(4)), side(END, None)];
+        let none = [side(NIC, None), side(END, None)];
+        let fresh = |worker| Hand { fits: BTreeMap::new(), ..staff(worker, [READY, READY]) };
+        assert_eq!(joiner(&parked, &[fresh(3), staff(4, [READY, PREPARING])]), Some(4));
+        assert_eq!(
+            joiner(&parked, &[staff(4, [READY, UNFIT]), fresh(5)]),
+            Some(5),
+            "what it cannot drive is another's"
+        );
+        assert_eq!(joiner(&none, &[fresh(3), fresh(4)]), Some(3));
+        assert_eq!(joiner(&none, &[staff(3, [READY, UNFIT])]), None, "then anybody may have anything");
+    }
+}
