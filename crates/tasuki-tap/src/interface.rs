@@ -93,13 +93,25 @@ fn text(name: &str) -> Vec<u8> {
 impl Interface {
     /// The interface of this name in the caller's network namespace.
     pub fn find(name: &str) -> Result<Self, TapError> {
-        let failed = |errno: Errno| TapError::SetUp {
+        Self::look(name).map_err(|errno| TapError::SetUp {
             name: name.to_owned(),
             what: "anything done to it".to_owned(),
             why: errno.into(),
-        };
-        let netlink = Netlink::open().map_err(failed)?;
-        let index = netdevice::name_to_index(netlink.as_fd(), name).map_err(failed)?;
+        })
+    }
+
+    /// The same, or nothing if there is none, which is not the same as that the kernel had no room to look.
+    pub fn if_there(name: &str) -> Result<Option<Self>, TapError> {
+        match Self::look(name) {
+            Ok(interface) => Ok(Some(interface)),
+            Err(Errno::NODEV) => Ok(None),
+            Err(errno) => Err(TapError::of(errno)),
+        }
+    }
+
+    fn look(name: &str) -> Result<Self, Errno> {
+        let netlink = Netlink::open()?;
+        let index = netdevice::name_to_index(netlink.as_fd(), name)?;
         Ok(Interface { name: name.to_owned(), index, netlink })
     }
 

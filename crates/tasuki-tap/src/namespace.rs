@@ -49,7 +49,9 @@ impl Namespace {
             Namespace::Own => Path::new(OURS),
             Namespace::At(path) => path,
         };
-        rustix::fs::open(path, OFlags::RDONLY | OFlags::CLOEXEC, Mode::empty()).map_err(|errno| match errno {
+        // It may name anything: nobody waits until somebody writes into a FIFO.
+        let flags = OFlags::RDONLY | OFlags::NONBLOCK | OFlags::NOCTTY | OFlags::CLOEXEC;
+        rustix::fs::open(path, flags, Mode::empty()).map_err(|errno| match errno {
             Errno::NOENT => TapError::NoNamespace(path.to_owned()),
             errno => TapError::Namespace { path: path.to_owned(), why: errno.into() },
         })

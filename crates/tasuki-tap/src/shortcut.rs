@@ -19,7 +19,7 @@ use std::sync::Arc;
 
 use rustix::io::Errno;
 
-use crate::device::{self, Before};
+use crate::device;
 use crate::interface::Interface;
 use crate::namespace::{Namespace, Unnamed};
 use crate::program::{Program, Sender, Ways};
@@ -31,6 +31,10 @@ const WAYS: u32 = 2048;
 /// Bytes of a frame behind its header that a TAP takes, and a pair: whatever a namespace is set to, its leg takes it.
 const TAP_MTU: u32 = 65_521;
 const PAIR_MTU: u32 = 65_535;
+
+/// What interfaces of a junction are called, with a number behind.
+const LEG: &str = "leg";
+const TAP: &str = "tap";
 
 /// What the namespaces of one VNI hang together by.
 #[derive(Debug)]
@@ -57,6 +61,8 @@ pub struct Leg {
     /// What came before its way was closed last.
     received: u64,
     is_open: bool,
+    /// Whether it ever may be: not where its node may not take the shortcut, nor away from the others of its VNI.
+    may_open: bool,
 }
 
 /// Frames of a namespace that took no worker's time, segments of up to 64 KiB counted as one.
@@ -66,6 +72,16 @@ pub struct Crossed {
     pub sent: u64,
     /// and those that it got.
     pub received: u64,
+}
+
+/// The leg of this number in the caller's network namespace, if it is there,
+fn leg_at(number: u32) -> Result<Option<Interface>, TapError> {
+    Interface::if_there(&format!("{LEG}{number}"))
+}
+
+/// and the TAP beside it.
+fn tap_at(number: u32) -> Result<Option<Interface>, TapError> {
+    Interface::if_there(&format!("{TAP}{number}"))
 }
 
 fn no_program(errno: Errno) -> TapError {
@@ -87,9 +103,9 @@ impl Shortcut {
     }
 
     /// The one that a daemon before this one made, by the TAP of one of its legs. It knows of no leg until each was [adopted](Self::adopt);
-    /// until then they go on as they did.
+    /// until then they go on as they did. Around another TAP there is none: where that is, others may rule.
     pub fn around(device: &OwnedFd) -> Result<Self, TapError> {
-        Self::at(Unnamed::of(device::namespace_of(device.as_fd()).map_err(TapError::of)?))
+        Self::at(Found::by(device)?.junction)
     }
 
     /// Gives the namespace an interface `name` with the station address `mac`, and a leg; and returns what its worker reads and writes.
@@ -131,14 +147,14 @@ impl Shortcut {
         let number = self.free_number()?;
         let sender = Sender::new().map_err(no_program)?;
         let (pair, tap, device) = self.junction.within(|| {
-            let tap_name = format!("tap{number}");
-            let device = device::open(&tap_name, Before::Offload)?;
+            let tap_name = format!("{TAP}{number}");
+            let device = device::open_beside_leg(&tap_name)?;
             let tap = Interface::find(&tap_name)?;
-            let pair = Interface::create_pair(&format!("leg{number}"), PAIR_MTU, name, there.as_fd())?;
+            let pair = Interface::create_pair(&format!("{LEG}{number}"), PAIR_MTU, name, there.as_fd())?;
             Ok((pair, tap, device))
         })?;
         self.next = number + 1;
-        let mut leg = self.leg(pair, tap, sender, mac);
+        let mut leg = self.leg(pair, tap, sender, mac, true);
         match leg.start() {
             Ok(()) => Ok((leg, device)),
             Err(error) => {
@@ -148,25 +164,30 @@ impl Shortcut {
         }
     }
 
-    fn leg(&self, pair: Interface, tap: Interface, sender: Sender, mac: [u8; 6]) -> Leg {
-        Leg { pair, tap, sender, ways: Arc::clone(&self.ways), mac, received: 0, is_open: false }
+    fn leg(&self, pair: Interface, tap: Interface, sender: Sender, mac: [u8; 6], may_open: bool) -> Leg {
+        Leg { pair, tap, sender, ways: Arc::clone(&self.ways), mac, received: 0, is_open: false, may_open }
     }
 
     fn free_number(&self) -> Result<u32, TapError> {
         let next = self.next;
         self.junction.within(|| {
-            let is_free = |number: &u32| Interface::find(&format!("leg{number}")).is_err();
-            (next..WAYS).chain(0..next.min(WAYS)).find(is_free).ok_or(TapError::Crowded)
+            for number in (next..WAYS).chain(0..next.min(WAYS)) {
+                // Of a leg that went with its namespace the TAP may be there still.
+                if leg_at(number)?.is_none() && tap_at(number)?.is_none() {
+                    return Ok(number);
+                }
+            }
+            Err(TapError::Crowded)
         })
     }
 
     /// Takes away the legs whose TAPs nobody has; says whether there were any.
-    fn sweep(&self) -> Result<bool, TapError> {
+    pub fn sweep(&self) -> Result<bool, TapError> {
         self.junction.within(|| {
             let mut swept = false;
             for number in 0..WAYS {
-                let Ok(leg) = Interface::find(&format!("leg{number}")) else { continue };
-                if Interface::find(&format!("tap{number}")).is_err() {
+                let Some(leg) = leg_at(number)? else { continue };
+                if tap_at(number)?.is_none() {
                     leg.delete()?;
                     swept = true;
                 }
@@ -175,18 +196,54 @@ impl Shortcut {
         })
     }
 
-    /// A leg that a daemon before this one made, by its TAP.
-    pub fn adopt(&mut self, device: &OwnedFd, mac: [u8; 6]) -> Result<Leg, TapError> {
-        let junction = Unnamed::of(device::namespace_of(device.as_fd()).map_err(TapError::of)?);
-        let name = device::name_of(device.as_fd()).map_err(TapError::of)?;
-        let number: Option<u32> = name.strip_prefix("tap").and_then(|number| number.parse().ok());
-        let number = number.filter(|_| junction.is(&self.junction)).ok_or_else(|| TapError::NoLeg(name.clone()))?;
-        let (pair, tap) =
-            self.junction.within(|| Ok((Interface::find(&format!("leg{number}"))?, Interface::find(&name)?)))?;
-        let mut leg = self.leg(pair, tap, Sender::new().map_err(no_program)?, mac);
-        self.next = self.next.max(number + 1);
+    /// A leg that a daemon before this one made, by its TAP: with programs that look into this one's table. Its frames all go by its worker if it
+    /// may not take the shortcut, or hangs elsewhere than the others do.
+    pub fn adopt(&mut self, device: &OwnedFd, mac: [u8; 6], may: bool) -> Result<Leg, TapError> {
+        let Found { junction, number, pair, tap } = Found::by(device)?;
+        let is_here = junction.is(&self.junction);
+        let mut leg = self.leg(pair, tap, Sender::new().map_err(no_program)?, mac, may && is_here);
+        if is_here {
+            self.next = self.next.max(number + 1);
+        }
         leg.sort()?;
+        leg.set_detour(false)?;
         Ok(leg)
+    }
+}
+
+/// A leg, as it is found by its TAP.
+struct Found {
+    junction: Unnamed,
+    number: u32,
+    pair: Interface,
+    tap: Interface,
+}
+
+impl Found {
+    fn by(device: &OwnedFd) -> Result<Self, TapError> {
+        let (name, is_beside_leg) = device::identity(device.as_fd()).map_err(TapError::of)?;
+        let number = name.strip_prefix(TAP).filter(|_| is_beside_leg).and_then(|number| number.parse().ok());
+        let number: u32 = number.ok_or_else(|| TapError::NoLeg(name.clone()))?;
+        let junction = Unnamed::of(device::namespace_of(device.as_fd()).map_err(TapError::of)?);
+        let (pair, tap) = junction.within(|| {
+            let tap = Interface::find(&name)?;
+            match leg_at(number)? {
+                Some(pair) => Ok((pair, tap)),
+                // It went with its namespace: whoever reads the TAP is to see that.
+                None => tap.delete().and(Err(TapError::NoLeg(name.clone()))),
+            }
+        })?;
+        Ok(Found { junction, number, pair, tap })
+    }
+}
+
+/// Takes away the leg beside this TAP, if it is a leg's, with its namespace's interface, and the TAP: also where it could not be
+/// [adopted](Shortcut::adopt).
+pub fn remove_beside(device: &OwnedFd) {
+    if let Ok(found) = Found::by(device) {
+        // What is not there any more is as it should be.
+        let _ = found.pair.delete();
+        let _ = found.tap.delete();
     }
 }
 
@@ -195,18 +252,18 @@ impl Leg {
         self.tap.set_mtu(TAP_MTU)?;
         self.sort()?;
         self.tap.up()?;
-        self.pair.up()
+        self.pair.up()?;
+        self.set_detour(false)
     }
 
-    /// Says what becomes of what comes in at it, and that its namespace can be reached.
+    /// Says what becomes of what comes in at it: all goes by its worker until its way is open.
     fn sort(&mut self) -> Result<(), TapError> {
         // What its worker writes has addresses that this interface is asked about: the kernel sees which frames are whose.
         self.tap.set_mac(self.mac)?;
         let forwarder = Program::forwarder(self.pair.index()).map_err(no_program)?;
         self.tap.hand_to(forwarder.as_fd())?;
         let sorter = Program::sorter(self.mac, &self.sender, &self.ways, self.tap.index()).map_err(no_program)?;
-        self.pair.hand_to(sorter.as_fd())?;
-        self.open()
+        self.pair.hand_to(sorter.as_fd())
     }
 
     fn open(&mut self) -> Result<(), TapError> {
@@ -226,14 +283,17 @@ impl Leg {
         if self.mac == mac {
             return Ok(());
         }
+        let was_open = self.is_open;
         self.close()?;
         self.mac = mac;
-        self.sort()
+        self.sort()?;
+        self.set_detour(!was_open)
     }
 
-    /// Whether all frames of its namespace, in both directions, take the long way from now on, through its worker.
+    /// Whether all frames of its namespace, in both directions, take the long way from now on, through its worker. Those of one that may not
+    /// take the shortcut do in any case.
     pub fn set_detour(&mut self, detour: bool) -> Result<(), TapError> {
-        match (self.is_open, detour) {
+        match (self.is_open, detour || !self.may_open) {
             (true, true) => self.close(),
             (false, false) => self.open(),
             _ => Ok(()),

@@ -12,7 +12,7 @@ mod tests {
     use tasuki_tap::TapError;
     use tasuki_tap::interface::Interface;
     use tasuki_tap::namespace::Namespace;
-    use tasuki_tap::shortcut::{Leg, Shortcut};
+    use tasuki_tap::shortcut::{Crossed, Leg, Shortcut, remove_beside};
 
     /// Longer than anything here takes on a machine that has other things to do.
     const PATIENCE: Duration = Duration::from_secs(20);
@@ -237,7 +237,7 @@ mod tests {
         let Rig { places, sockets, shortcut, legs, devices, .. } = rig;
         drop((shortcut, legs));
         let mut shortcut = Shortcut::around(&devices[0]).expect("a TAP knows where it is");
-        let legs = [0, 1].map(|end| Some(shortcut.adopt(&devices[end], mac(end)).expect("it is a leg")));
+        let legs = [0, 1].map(|end| Some(shortcut.adopt(&devices[end], mac(end), true).expect("it is a leg")));
         let mut rig = Rig { places, sockets, shortcut, legs, devices, seen: [0; 2] };
         rig.cross(5);
         rig.pump();
@@ -266,6 +266,87 @@ mod tests {
     }
 
     #[test]
+    fn a_leg_that_went_while_no_daemon_ran_keeps_no_other_from_coming() {
+        let Some(rig) = Rig::new("went") else { return };
+        let Rig { places, sockets, shortcut, legs, devices, .. } = rig;
+        drop((shortcut, legs, sockets));
+        places[1].here().within(|| Interface::find("lan")?.delete()).expect("root takes it away");
+        let mut shortcut = Shortcut::around(&devices[0]).expect("a TAP knows where it is");
+        let first = shortcut.adopt(&devices[0], mac(0), true).expect("it is a leg");
+        // Its worker has the TAP still.
+        let place = Place::new("went", 2);
+        let (third, _) = shortcut.connect(&place.here(), "lan", None, mac(2)).expect("there is room for one more");
+        assert!(first.is_there() && third.is_there());
+        let gone = shortcut.adopt(&devices[1], mac(1), true).map(drop).expect_err("there is none");
+        assert!(matches!(gone, TapError::NoLeg(_)), "{gone}");
+        let read = rustix::io::read(&devices[1], &mut [0; 2048]);
+        assert_eq!(read, Err(Errno::BADFD), "its worker sees it");
+    }
+
+    #[test]
+    fn one_that_may_take_the_shortcut_no_more_goes_by_its_worker_and_can_be_removed() {
+        let Some(mut rig) = Rig::new("no-more") else { return };
+        rig.acquaint();
+        rig.cross(3);
+        let Rig { places, sockets, shortcut, legs, devices, .. } = rig;
+        drop((shortcut, legs));
+        let mut shortcut = Shortcut::around(&devices[0]).expect("a TAP knows where it is");
+        let adopt = |end: usize| Some(shortcut.adopt(&devices[end], mac(end), end == 1).expect("it is a leg"));
+        let legs = [0, 1].map(adopt);
+        let mut rig = Rig { places, sockets, shortcut, legs, devices, seen: [0; 2] };
+        // Also when it is captured no more, and when it gets another address and its own back.
+        rig.leg_mut(0).set_detour(false).expect("it can be told");
+        rig.leg_mut(0).set_mac(mac(7)).expect("it can be told");
+        rig.leg_mut(0).set_mac(mac(0)).expect("it can be told");
+        for from in [0, 1] {
+            let seen = rig.seen[from];
+            rig.send(from, 7);
+            rig.until("it arrives", |rig| {
+                rig.pump();
+                rig.take(1 - from) == Some(7)
+            });
+            assert!(rig.seen[from] > seen, "its worker has seen it");
+        }
+        assert_eq!(rig.leg(0).crossed(), Crossed::default());
+        rig.legs[0].take().expect("it has one").remove();
+        let found = rig.places[0].here().within(|| Interface::find("lan"));
+        assert!(found.is_err(), "its interface is gone");
+        // Nor is anything left of one that nobody could adopt.
+        remove_beside(&rig.devices[1]);
+        let found = rig.places[1].here().within(|| Interface::find("lan"));
+        assert!(found.is_err(), "its interface is gone");
+    }
+
+    #[test]
+    fn a_tap_that_a_namespace_calls_as_a_leg_is_called_is_none() {
+        let Some(_rig) = Rig::new("called") else { return };
+        let place = Place::new("called", 2);
+        let plain = tasuki_tap::Tap::create(&place.here(), "lan", None, tasuki_tap::device::Before::Offload);
+        let device = plain.expect("a TAP").device;
+        // What root of that namespace can do.
+        let inside = |words: &[&str]| assert!(ip(&[&["-n", &place.0], words].concat()), "{words:?}");
+        inside(&["link", "set", "lan", "down"]);
+        inside(&["link", "set", "lan", "name", "tap7"]);
+        inside(&["link", "add", "leg7", "type", "veth", "peer", "name", "other"]);
+        let said = Shortcut::around(&device).map(drop).expect_err("others rule there");
+        assert!(matches!(&said, TapError::NoLeg(name) if name == "tap7"), "{said}");
+        remove_beside(&device);
+        assert!(place.here().within(|| Interface::find("leg7")).is_ok(), "it is left alone");
+    }
+
+    #[test]
+    fn nobody_waits_at_a_namespace_that_is_a_fifo() {
+        let path = std::env::temp_dir().join(format!("tasuki-tap-{}-fifo", std::process::id()));
+        rustix::fs::mkfifoat(rustix::fs::CWD, &path, rustix::fs::Mode::RUSR).expect("a FIFO");
+        let (say, hear) = std::sync::mpsc::channel();
+        let place = Namespace::At(path.clone());
+        std::thread::spawn(move || say.send(place.within(|| Ok(()))));
+        let said = hear.recv_timeout(PATIENCE);
+        std::fs::remove_file(path).expect("it was there");
+        assert!(matches!(said, Ok(Err(TapError::Namespace { .. }))), "{said:?}");
+    }
+
+    #[test]
     fn what_cannot_be_is_said() {
         let Some(mut rig) = Rig::new("wrong") else { return };
         let nowhere = Namespace::named("tasuki-no-such-namespace");
@@ -274,7 +355,7 @@ mod tests {
         let said = rig.shortcut.connect(&rig.places[0].here(), "a b", None, mac(3)).map(drop).expect_err("no name");
         assert!(matches!(said, TapError::Name(_)), "{said}");
         let plain = tasuki_tap::Tap::create(&rig.places[0].here(), "other", None, tasuki_tap::device::Before::Offload);
-        let said = rig.shortcut.adopt(&plain.expect("a TAP").device, mac(3)).map(drop).expect_err("no leg");
+        let said = rig.shortcut.adopt(&plain.expect("a TAP").device, mac(3), true).map(drop).expect_err("no leg");
         assert!(matches!(&said, TapError::NoLeg(name) if name == "other"), "{said}");
     }
 }

@@ -1,9 +1,9 @@
 //! `tasuki capture`: frames of a node or a NIC as pcapng, into a file or a pipe.
 
-use std::fs::{File, OpenOptions};
+use std::fs::{File, OpenOptions, Permissions};
 use std::io::{ErrorKind, IsTerminal, Write};
 use std::os::fd::AsFd;
-use std::os::unix::fs::OpenOptionsExt;
+use std::os::unix::fs::{OpenOptionsExt, PermissionsExt};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
@@ -105,14 +105,19 @@ fn address(folder: &Path, capture: &Capture) -> Result<String> {
 /// Where it goes.
 fn output(write: Option<&Path>) -> Result<File> {
     match write.filter(|path| *path != Path::new("-")) {
-        // What passes is nobody else's business.
-        Some(path) => OpenOptions::new()
-            .write(true)
-            .create(true)
-            .truncate(true)
-            .mode(0o600)
-            .open(path)
-            .with_context(|| format!("{} cannot be written", path.display())),
+        Some(path) => {
+            let cannot = || format!("{} cannot be written", path.display());
+            let options = OpenOptions::new().write(true).create(true).truncate(false).mode(0o600).clone();
+            let file = options.open(path).with_context(cannot)?;
+            // What passes is nobody else's business, also where there was a file. A pipe or a device stays as it is.
+            if file.metadata().with_context(cannot)?.is_file() {
+                file.set_permissions(Permissions::from_mode(0o600)).with_context(|| {
+                    format!("{} cannot be made its user's alone to read; name another file", path.display())
+                })?;
+                file.set_len(0).with_context(cannot)?;
+            }
+            Ok(file)
+        }
         None => Ok(File::from(std::io::stdout().as_fd().try_clone_to_owned().context("there is no standard output")?)),
     }
 }
@@ -187,5 +192,25 @@ async fn pass(
                 let _ = client::open(folder, Verb::DELETE, &format!("/v1/captures/{number}"), None).await;
             }
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_file_that_was_there_is_its_users_alone_afterwards_and_what_is_no_file_stays_as_it_was() {
+        let folder = tempfile::tempdir().expect("a folder");
+        let path = folder.path().join("shop.pcapng");
+        std::fs::write(&path, "of the last time").expect("a file");
+        std::fs::set_permissions(&path, Permissions::from_mode(0o644)).expect("a mode");
+        output(Some(&path)).expect("a file of ours");
+        let now = path.metadata().expect("it is there");
+        assert_eq!((now.permissions().mode() & 0o777, now.len()), (0o600, 0));
+        let mode = || Path::new("/dev/null").metadata().expect("it is there").permissions().mode();
+        let before = mode();
+        output(Some(Path::new("/dev/null"))).expect("anybody writes there");
+        assert_eq!(mode(), before);
     }
 }

@@ -173,6 +173,12 @@ impl Supervisor {
             }
             self.record_nic(nic);
         }
+        if let Err(error) = self.shortcuts.sweep() {
+            self.note(
+                About::default(),
+                format!("what nodes that are no more had in their namespaces may be there still: {error}"),
+            );
+        }
         crash::point("daemon.adopted");
         self.answer_requests();
     }

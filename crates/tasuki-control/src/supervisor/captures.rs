@@ -119,6 +119,8 @@ impl Supervisor {
             Capture { of: of.clone(), snap, open, missed: missed.clone(), ports: Vec::new(), told: BTreeSet::new() };
         self.captures.insert(number, capture);
         self.note(of.about(), format!("{} is being captured (capture {number})", of.name()));
+        // Whoever is told that it has begun counts on seeing all from then on.
+        self.fit_detours();
         self.fit_captures();
         let told = self.captures.get(&number).map_or(0, |capture| capture.told.len());
         Ok(Begun { number, batches, missed, ports, told, snap, gone: Gone::new(self.door.clone(), number) })
@@ -151,9 +153,11 @@ impl Supervisor {
     pub(super) fn fit_captures(&mut self) {
         let Supervisor { captures, cards, workers, nodes, .. } = self;
         for (number, capture) in captures {
-            if let Of::Node(name) = &capture.of
-                && !nodes.contains_key(name)
-            {
+            let is_there = match &capture.of {
+                Of::Node(name) => nodes.contains_key(name),
+                Of::Nic(name) => cards.values().any(|card| card.name() == name),
+            };
+            if !is_there {
                 capture.open = None;
             }
             let mut wanted = BTreeSet::new();

@@ -15,14 +15,15 @@ use crate::config;
 pub struct OnVni {
     /// Which.
     pub vni: String,
+    /// Whether it may take the shortcut.
+    pub may: bool,
     mac: [u8; 6],
 }
 
 impl OnVni {
-    /// That of a node which may take the shortcut.
+    /// That of a node which is a namespace on one.
     pub fn of(node: &config::Node) -> Option<Self> {
-        let vni = node.vni.clone().filter(|_| node.tap().is_some_and(|tap| tap.shortcut))?;
-        Some(OnVni { vni, mac: node.mac() })
+        Some(OnVni { vni: node.vni.clone()?, may: node.tap()?.shortcut, mac: node.mac() })
     }
 }
 
@@ -39,19 +40,33 @@ impl Shortcuts {
         name: &str,
         address: Option<Address>,
     ) -> Result<(Leg, OwnedFd), TapError> {
-        if !self.0.contains_key(&on.vni) {
-            self.0.insert(on.vni.clone(), Shortcut::new()?);
-        }
-        self.0.get_mut(&on.vni).expect("just made").connect(place, name, address, on.mac)
+        self.with(&on.vni, Shortcut::new, |shortcut| shortcut.connect(place, name, address, on.mac))
     }
 
-    /// Goes on with the leg beside a TAP.
+    /// Goes on with the leg beside a TAP, also where its namespace may take the shortcut no more: then all its frames go by its worker.
     pub fn adopt(&mut self, on: &OnVni, device: &OwnedFd) -> Result<Leg, TapError> {
-        if !self.0.contains_key(&on.vni) {
-            let shortcut = Shortcut::around(device)?;
-            self.0.insert(on.vni.clone(), shortcut);
+        self.with(&on.vni, || Shortcut::around(device), |shortcut| shortcut.adopt(device, on.mac, on.may))
+    }
+
+    /// Does this with a VNI's. One that has to be made for it stays if that works out, and leaves nothing behind otherwise.
+    fn with<T>(
+        &mut self,
+        vni: &str,
+        make: impl FnOnce() -> Result<Shortcut, TapError>,
+        work: impl FnOnce(&mut Shortcut) -> Result<T, TapError>,
+    ) -> Result<T, TapError> {
+        if let Some(shortcut) = self.0.get_mut(vni) {
+            return work(shortcut);
         }
-        self.0.get_mut(&on.vni).expect("just made").adopt(device, on.mac)
+        let mut shortcut = make()?;
+        let done = work(&mut shortcut)?;
+        self.0.insert(vni.to_owned(), shortcut);
+        Ok(done)
+    }
+
+    /// Takes away the legs that nobody drives and no node has.
+    pub fn sweep(&self) -> Result<(), TapError> {
+        self.0.values().try_for_each(|shortcut| shortcut.sweep().map(drop))
     }
 
     /// Nobody is on this VNI any more.

@@ -10,6 +10,7 @@ use anyhow::{Context, Result};
 use tasuki_tap::device::Before;
 use tasuki_tap::interface::Interface;
 use tasuki_tap::namespace::Namespace;
+use tasuki_tap::shortcut::remove_beside;
 use tasuki_tap::{Tap, TapError};
 
 use super::door::No;
@@ -26,7 +27,7 @@ pub struct TapEnd {
     config: config::Tap,
     /// What stands before each frame.
     before: Before,
-    /// Where it may have a leg.
+    /// Where it may have a leg, or has one from before.
     on: Option<OnVni>,
     leg: Option<Leg>,
     device: Option<OwnedFd>,
@@ -74,7 +75,7 @@ impl TapEnd {
 
     /// Makes it with a leg, if it is to have one.
     fn connect(&mut self, shortcuts: &mut Shortcuts) -> Option<Result<OwnedFd, TapError>> {
-        let on = self.on.as_ref()?;
+        let on = self.on.as_ref().filter(|on| on.may)?;
         let place = self.place();
         let made = shortcuts.connect(on, &place, &self.config.name, self.config.address);
         Some(made.map(|(leg, device)| {
@@ -95,14 +96,20 @@ impl TapEnd {
         if self.device.is_some() {
             return None;
         }
-        let adopted = self.on.as_ref().map(|on| shortcuts.adopt(on, &device));
+        let adopted = self.on.as_ref().map(|on| (on.may, shortcuts.adopt(on, &device)));
         self.device = Some(device);
         match adopted? {
-            Ok(leg) => {
+            (_, Ok(leg)) => {
                 self.leg = Some(leg);
                 None
             }
-            Err(error) => Some(self.long_way(&error)),
+            // It never had one.
+            (false, Err(TapError::NoLeg(_))) => None,
+            (true, Err(error @ TapError::NoLeg(_))) => Some(self.long_way(&error)),
+            (_, Err(error)) => Some(format!(
+                "frames between {} and other namespaces go on as the tasukid before this one had it, and no capture sees them: {error}",
+                self.config.label()
+            )),
         }
     }
 
@@ -117,7 +124,12 @@ impl TapEnd {
 
     /// Takes it away as far as it does not go with its descriptors.
     pub fn close(self) {
-        self.leg.into_iter().for_each(Leg::remove);
+        match (self.leg, self.device) {
+            (Some(leg), _) => leg.remove(),
+            // It may have one that could not be adopted.
+            (None, Some(device)) => remove_beside(&device),
+            (None, None) => {}
+        }
     }
 }
 
@@ -128,8 +140,9 @@ impl Supervisor {
         let kept: Vec<String> = living.iter().filter_map(|node| Some(self.config.tap(node)?.label())).collect();
         let mut troubles = Vec::new();
         // Namespaces that are to reach each other have to be where those are whom a daemon before us connected: they wait for those.
-        let waits =
-            |tap: &TapEnd| tap.on.as_ref().is_some_and(|on| living.iter().any(|node| self.config.is_on(node, &on.vni)));
+        let waits = |tap: &TapEnd| {
+            tap.on.as_ref().is_some_and(|on| on.may && living.iter().any(|node| self.config.is_on(node, &on.vni)))
+        };
         for (label, tap) in self.taps.iter_mut().filter(|(label, tap)| !kept.contains(label) && !waits(tap)) {
             let node = self.config.node.iter().find(|node| node.tap().is_some_and(|tap| tap.label() == **label));
             let node = node.map_or("", |node| &node.name);
@@ -195,7 +208,7 @@ impl Supervisor {
 
     /// Frames that a node sent and got past its worker, if it has a leg.
     pub(super) fn crossed(&self, node: &str) -> Option<Crossed> {
-        let tap = self.taps.get(&self.config.tap(node)?.label())?;
+        let tap = self.taps.get(&self.config.tap(node).filter(|tap| tap.shortcut)?.label())?;
         tap.leg.as_ref().map(Leg::crossed)
     }
 

@@ -18,7 +18,7 @@ use rustix::process::Signal;
 use super::real;
 use super::rig::{NODES, Rig, pid, signal, until};
 use super::rooms::{BURST, Exchange, Stream, deaths};
-use super::vnis::{DESK, World, fds};
+use super::vnis::{DESK, SHOP, World, fds};
 
 /// How long what is read may take to come.
 const PATIENCE: Duration = Duration::from_secs(60);
@@ -238,6 +238,24 @@ fn it_goes_on_when_a_worker_is_killed_and_ends_with_the_count() {
         let odd = not_once(&seen, tally.sent).len() as u64;
         assert!(odd <= 2 * BURST * killed, "{odd} of {tally:?}");
     }
+    world.end();
+}
+
+#[test]
+fn it_ends_with_the_node_also_where_it_is_of_its_port() {
+    let Some(world) = World::with_both() else { return };
+    let [of_node, of_port] = ["shop", "shop@lan"].map(|name| Capture::begin(&world.rig, name, &[name]));
+    world.rig.ask(&["node", "remove", "shop"]);
+    world.rig.await_event("shop is captured no more");
+    world.rig.await_event("shop@lan is captured no more");
+    for capture in [of_node, of_port] {
+        let (said, seen) = capture.ends();
+        assert_eq!(&seen.missed[..], &[0], "{said}");
+    }
+    // Whoever is called so next is not seen by who looked on at it.
+    world.add("shop", &world.shop, SHOP, &[]);
+    world.await_pairs();
+    assert!(!is_captured(&world.rig, "shop"));
     world.end();
 }
 

@@ -66,7 +66,7 @@ impl World {
     }
 
     /// Frames that a node has sent and got past its worker, as people are told.
-    fn crossed(&self, node: &str) -> Option<(u64, u64)> {
+    pub fn crossed(&self, node: &str) -> Option<(u64, u64)> {
         let table = self.rig.json(&["vni", "table", "lan"]);
         let its = table.as_array().and_then(|nodes| nodes.iter().find(|its| its["node"] == node)).expect("it is there");
         Some((its["shortcut"]["sent"].as_u64()?, its["shortcut"]["received"].as_u64()?))

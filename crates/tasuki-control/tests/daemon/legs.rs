@@ -1,0 +1,144 @@
+//! Legs, when a daemon comes after another: those that are gone on with, those that are not to be any more, and what is taken for none. Needs root.
+
+use std::os::fd::OwnedFd;
+
+use tasuki_control::config;
+use tasuki_control::supervisor::shortcuts::{OnVni, Shortcuts};
+use tasuki_tap::device::Before;
+use tasuki_tap::interface::Interface;
+use tasuki_tap::namespace::Namespace;
+use tasuki_tap::{Tap, TapError};
+
+use super::rig::until;
+use super::rooms::{Exchange, Room, is_impossible};
+use super::vnis::{DESK, SHOP, World, fds};
+
+/// A daemon in whose configuration both namespaces are.
+fn configured() -> Option<World> {
+    let mut world = World::new()?;
+    world.rig.kill_daemon();
+    let node = |name: &str, room: &Room, address: &str| {
+        let tap = format!("netns = \"{}\", name = \"lan\", address = \"{address}/24\"", room.path());
+        format!("\n[[node]]\nname = \"{name}\"\nvni = \"lan\"\nwork = {{ tap = {{ {tap} }} }}\n")
+    };
+    let nodes = [node("shop", &world.shop, SHOP), node("desk", &world.desk, DESK)].concat();
+    world.rig.configure(|text| text + &nodes);
+    world.rig.start();
+    world.await_pairs();
+    if world.crossed("shop").is_none() {
+        println!("skipped: this kernel passes on no frames by a program of ours");
+        world.end();
+        return None;
+    }
+    Some(world)
+}
+
+fn has_lan(room: &Room) -> bool {
+    room.within(|| Interface::find("lan").is_ok())
+}
+
+/// Frames from one node to another that went by workers.
+fn by_workers(world: &World, from: &str, to: &str) -> u64 {
+    let talks = world.rig.json(&["vni", "stats", "lan"]);
+    let mut talks = talks.as_array().expect("a list").iter();
+    let talk = talks.find(|talk| talk["node"] == from && talk["other"] == to);
+    talk.and_then(|talk| talk["sent"].as_u64()).unwrap_or(0)
+}
+
+#[test]
+fn a_node_that_may_take_the_shortcut_no_more_goes_by_its_worker_under_the_next_daemon() {
+    let Some(mut world) = configured() else { return };
+    let exchange = world.exchange();
+    exchange.goes_on(&world.rig, 300);
+    world.rig.kill_daemon();
+    let its = format!("address = \"{SHOP}/24\"");
+    world.rig.configure(|text| text.replace(&its, &format!("{its}, shortcut = false")));
+    world.rig.start();
+    world.await_pairs();
+    exchange.goes_on(&world.rig, 100);
+    let before = by_workers(&world, "shop", "desk");
+    exchange.goes_on(&world.rig, 300);
+    let by_workers = by_workers(&world, "shop", "desk") - before;
+    assert!(by_workers >= 200, "{by_workers} of 300 went by workers\n{}", world.rig.log());
+    assert_eq!(world.crossed("shop"), None);
+    let tally = exchange.end();
+    assert_eq!((tally.back, tally.twice + tally.twice_there), (tally.sent, 0), "{tally:?}\n{}", world.rig.log());
+    world.rig.ask(&["node", "remove", "shop"]);
+    assert!(!has_lan(&world.shop), "its interface is gone with it");
+    world.add("shop", &world.shop, SHOP, &[]);
+    world.await_pairs();
+    let exchange = Exchange::begin([(&world.shop, SHOP), (&world.desk, DESK)]);
+    exchange.goes_on(&world.rig, 100);
+    exchange.end();
+    world.end();
+}
+
+#[test]
+fn of_a_node_that_the_next_daemon_does_not_know_no_interface_is_left() {
+    let Some(mut world) = configured() else { return };
+    world.rig.kill_daemon();
+    assert!(has_lan(&world.shop), "it is its worker's meanwhile");
+    world.rig.configure(|text| {
+        let (before, nodes) = text.split_once("\n[[node]]\nname = \"shop\"").expect("it is there");
+        let (_, desk) = nodes.split_once("\n[[node]]\n").expect("desk comes after it");
+        format!("{before}\n[[node]]\n{desk}")
+    });
+    world.rig.start();
+    world.rig.await_pair("desk");
+    until(&world.rig, "its interface is gone", || !has_lan(&world.shop));
+    assert!(has_lan(&world.desk));
+    world.end();
+}
+
+#[test]
+fn a_namespace_that_cannot_be_had_costs_nothing() {
+    let Some(world) = World::new() else { return };
+    // What is opened once and kept is not counted.
+    world.rig.refused(&["node", "add", "new", "--netns", "no-such-room"]);
+    let before = fds(world.rig.daemon_pid());
+    for number in 0..5 {
+        let vni = format!("vni{number}");
+        world.rig.refused(&["node", "add", "new", "--netns", "no-such-room", "--vni", &vni]);
+    }
+    until(&world.rig, "nothing is left of them", || fds(world.rig.daemon_pid()) <= before);
+    world.end();
+}
+
+/// The place of a namespace on a VNI, which has this station address.
+fn place(mac: u8) -> OnVni {
+    let text = format!(
+        "[[node]]\nname = \"n{mac}\"\nvni = \"lan\"\nmac = \"02:00:00:00:5c:{mac:02x}\"\nwork = {{ tap = {{ name = \"lan\" }} }}\n"
+    );
+    let config = config::Config::parse("test.toml".as_ref(), &text).expect("a configuration");
+    OnVni::of(&config.node[0]).expect("a namespace on a VNI")
+}
+
+#[test]
+fn no_namespace_of_a_plain_tap_becomes_the_junction() {
+    if let Some(why) = is_impossible() {
+        return println!("skipped: {why}");
+    }
+    let rooms = [Room::new(), Room::new(), Room::new()];
+    let [a, b, c] = rooms.each_ref().map(|room| Namespace::named(&room.path()));
+    let plain: OwnedFd = Tap::create(&a, "lan", None, Before::Offload).expect("a TAP").device;
+    let mut before = Shortcuts::default();
+    let device = match before.connect(&place(2), &b, "lan", None) {
+        Ok((_, device)) => device,
+        Err(error @ (TapError::NoPair(_) | TapError::NoProgram(_) | TapError::NotAllowed)) => {
+            return println!("skipped: {error}");
+        }
+        Err(error) => panic!("{error}"),
+    };
+    drop(before);
+    // The worker of the plain one is the first that is heard.
+    let mut next = Shortcuts::default();
+    let said = next.adopt(&place(1), &plain).map(drop).expect_err("it has no leg");
+    assert!(matches!(&said, TapError::NoLeg(name) if name == "lan"), "{said}");
+    let leg = next.adopt(&place(2), &device).expect("a leg of the shortcut's");
+    let (other, _device) = next.connect(&place(3), &c, "lan", None).expect("there is room");
+    assert!(leg.is_there() && other.is_there());
+    for name in ["leg0", "leg1", "tap0", "tap1"] {
+        let found = a.within(|| Interface::find(name)).map(drop);
+        assert!(found.is_err(), "{name} is in a namespace of somebody's");
+    }
+}
