@@ -20,7 +20,7 @@ use tasuki_shm::vni::estate::{EstateFds, PeerEstate};
 use super::card::{Card, Kept, Opening};
 use super::door::No;
 use super::jobs::there_are;
-use super::worker::Worker;
+use super::worker::{Stage, Worker};
 use super::{About, Supervisor};
 use crate::api::types::{CrossedView, TalkView, VniNodeView, VniView};
 use crate::config::{self, Device, StationAddress};
@@ -306,10 +306,14 @@ impl Supervisor {
     }
 
     /// What a worker of the daemon before this one says of a node's end; a sentence if it was never so. What it gives back is opened anew for others.
-    pub(super) fn odd_end(card: &Card, kit: &Kit, fds: &[OwnedFd]) -> Option<String> {
+    ///
+    /// An end is what the daemon has made, and stays its node's: nobody else has it, and nobody has anything to say of it unasked.
+    pub(super) fn odd_end(card: &Card, worker: &Worker, kit: &Kit, fds: &[OwnedFd]) -> Option<String> {
         let vni = card.vni()?;
         let expected = card.number_on_vni.map(|number| text(vni, number));
-        let fits = kit.kind == vni::KIND
+        let fits = matches!(worker.stage, Stage::Asked(_))
+            && worker.record.node == card.config.node
+            && kit.kind == vni::KIND
             && fds.len() == vni::FDS
             && Some(&kit.text) == expected.as_ref()
             && inodes(fds) == card.inodes;
