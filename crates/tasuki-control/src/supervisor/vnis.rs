@@ -66,6 +66,7 @@ impl Net {
         let lines = directory_lines(ADDRESSES);
         let memory = Region::create("tasuki directory", lines * LINE_LEN, Pages::Small)?;
         let directory = Directory::new(memory.span::<Line>(0, lines)?);
+        memory.close_to_others()?;
         Ok(Net { memory, directory, members: BTreeMap::new(), next: 0 })
     }
 
