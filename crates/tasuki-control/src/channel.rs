@@ -11,6 +11,10 @@ use rustix::net::{
 };
 use tasuki_relay::letter::{FDS_MAX, LETTER_MAX};
 
+/// Bytes that one who reads nothing may be sent, as the kernel counts them: a letter about another node of a VNI, with its three descriptors, is 766
+/// of them (Linux 6.18), and there are as many such nodes as `NODES_MAX`, who may all be told of at once. The kernel takes it twice.
+const UNREAD_MAX: usize = 1 << 20;
+
 /// What came in.
 #[derive(Debug)]
 pub struct Message {
@@ -39,9 +43,18 @@ pub enum Nothing {
     Kernel(io::Error),
 }
 
-/// Both ends of such a socket. Neither blocks its user unless it waits in poll.
+/// Both ends of such a socket, the first for who sends much at once. Neither blocks its user unless it waits in poll.
 pub fn pair() -> io::Result<(OwnedFd, OwnedFd)> {
-    Ok(rustix::net::socketpair(AddressFamily::UNIX, SocketType::SEQPACKET, SocketFlags::CLOEXEC, None)?)
+    let (ours, theirs) =
+        rustix::net::socketpair(AddressFamily::UNIX, SocketType::SEQPACKET, SocketFlags::CLOEXEC, None)?;
+    make_room(&ours);
+    Ok((ours, theirs))
+}
+
+/// As much as we may have: without CAP_NET_ADMIN that is net.core.wmem_max.
+fn make_room(socket: &OwnedFd) {
+    let forced = rustix::net::sockopt::set_socket_send_buffer_size_force(socket, UNREAD_MAX);
+    let _ = forced.or_else(|_| rustix::net::sockopt::set_socket_send_buffer_size(socket, UNREAD_MAX));
 }
 
 /// A place where a daemon that comes later finds a worker.
@@ -66,6 +79,7 @@ pub fn connect(path: &std::path::Path) -> io::Result<OwnedFd> {
     let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
     let socket = rustix::net::socket_with(AddressFamily::UNIX, SocketType::SEQPACKET, flags, None)?;
     rustix::net::connect(&socket, &rustix::net::SocketAddrUnix::new(path)?)?;
+    make_room(&socket);
     Ok(socket)
 }
 
@@ -130,5 +144,23 @@ mod tests {
         assert_eq!(receive(ours.as_fd(), &mut room).unwrap().bytes, b"two");
         drop((theirs, one));
         assert!(matches!(receive(ours.as_fd(), &mut room), Err(Nothing::Closed)));
+    }
+    #[test]
+    fn a_worker_that_reads_nothing_yet_is_told_of_all_nodes_of_a_vni() {
+        use tasuki_relay::letter::ToWorker;
+        use tasuki_shm::vni::NODES_MAX;
+        let (ours, theirs) = pair().unwrap();
+        if rustix::net::sockopt::socket_send_buffer_size(&ours).unwrap() < UNREAD_MAX {
+            return println!("skipped: needs root, or a higher limit: sysctl net.core.wmem_max={UNREAD_MAX}");
+        }
+        for number in 0..NODES_MAX {
+            let letter = serde_json::to_vec(&ToWorker::Neighbour { nic: u32::MAX, number }).unwrap();
+            let sent = send(ours.as_fd(), &letter, &[theirs.as_fd(), ours.as_fd(), theirs.as_fd()]);
+            assert_eq!(sent, Ok(()), "letter {number}");
+        }
+        let mut room = Vec::new();
+        for _ in 0..NODES_MAX {
+            assert_eq!(receive(theirs.as_fd(), &mut room).unwrap().fds.len(), 3);
+        }
     }
 }

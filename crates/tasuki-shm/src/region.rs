@@ -302,6 +302,13 @@ impl Region {
             .map_err(|e| RegionError::from_errno("sealing shared memory against writers", self.len(), e))
     }
 
+    /// Nobody but its owner (and root) can open it anew by a descriptor: one that can only be read through stays so in another user's hands.
+    /// The kernel makes such memory open to all.
+    pub fn close_to_others(&self) -> Result<(), RegionError> {
+        rustix::fs::fchmod(&self.memory, Mode::RUSR | Mode::WUSR)
+            .map_err(|errno| RegionError::from_errno("closing shared memory to other users", self.len(), errno))
+    }
+
     /// The descriptor to hand to a peer (SCM_RIGHTS).
     pub fn fd(&self) -> BorrowedFd<'_> {
         self.memory.as_fd()

@@ -492,9 +492,10 @@ impl<D: Duty> VniSeat<D> {
             _ => end.turn(),
         };
         self.turns = self.turns.wrapping_add(1);
-        if moved > 0 {
-            let (given, taken, dropped) = self.told;
-            let (now_given, now_taken, now_dropped) = end.moved();
+        // The seat of an uplink's NIC moves the frames that its end drops.
+        let (now_given, now_taken, now_dropped) = end.moved();
+        let (given, taken, dropped) = self.told;
+        if (now_given, now_taken, now_dropped) != self.told {
             common.pulse.add(pulse::RECEIVED, now_given - given);
             common.pulse.add(pulse::SENT, now_taken - taken);
             common.pulse.add(pulse::REFUSED, now_dropped - dropped);

@@ -224,7 +224,7 @@ impl Supervisor {
             return self
                 .condemn(number, format!("sent {} descriptors of {name} where it announced {}", fds.len(), kit.fds));
         }
-        if let Some(sentence) = Self::odd_end(card, &kit, &fds) {
+        if let Some(sentence) = Self::odd_end(card, worker, &kit, &fds) {
             return self.condemn(number, sentence);
         }
         if is_asked && kit.partial {

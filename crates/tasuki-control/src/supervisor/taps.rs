@@ -212,7 +212,8 @@ impl Supervisor {
         tap.leg.as_ref().map(Leg::crossed)
     }
 
-    /// Every TAP has the station address of the NIC that it stands for, or is about to.
+    /// Every TAP has the station address of the NIC that it stands for, or is about to. That of an end of a VNI is the configuration's, whatever
+    /// a worker says: where its leg has it, no other node gets what is sent there (W1).
     pub(super) fn fit_taps(&mut self) {
         if self.taps.is_empty() {
             return;
@@ -222,7 +223,10 @@ impl Supervisor {
             let Some(mac) = card.kept.as_ref().and_then(|kept| kept.kit.mac) else { continue };
             let next = self.jobs.iter().filter(|job| job.is_about(card.number)).map(super::jobs::Job::node);
             let nodes = [card.node.as_str()].into_iter().chain(next);
-            wanted.extend(nodes.filter_map(|node| Some((self.config.tap(node)?.label(), mac, card.name().to_owned()))));
+            wanted.extend(nodes.filter_map(|node| self.config.node(node)).filter_map(|node| {
+                let mac = if node.vni.is_some() { node.mac() } else { mac };
+                Some((node.tap()?.label(), mac, card.name().to_owned()))
+            }));
         }
         for (label, mac, nic) in wanted {
             let Some(tap) = self.taps.get_mut(&label).filter(|tap| tap.device.is_some() && tap.mac != Some(mac)) else {

@@ -4,13 +4,14 @@
 //! Which nodes there are is said in an order that loses no frame: a node is known to the others before its address is in the directory, and not
 //! forgotten before the address is gone from there.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::os::fd::{AsFd, OwnedFd};
 
 use anyhow::{Context, Result};
 use rustix::event::EventfdFlags;
 use rustix::io::Errno;
 use tasuki_relay::letter::{Can, Kit, ToWorker, vni};
+use tasuki_shm::crash;
 use tasuki_shm::line::{LINE_LEN, Line};
 use tasuki_shm::region::{Pages, Region, Span};
 use tasuki_shm::vni::NODES_MAX;
@@ -20,7 +21,7 @@ use tasuki_shm::vni::estate::{EstateFds, PeerEstate};
 use super::card::{Card, Kept, Opening};
 use super::door::No;
 use super::jobs::there_are;
-use super::worker::Worker;
+use super::worker::{Stage, Worker};
 use super::{About, Supervisor};
 use crate::api::types::{CrossedView, TalkView, VniNodeView, VniView};
 use crate::config::{self, Device, StationAddress};
@@ -65,6 +66,7 @@ impl Net {
     fn new() -> Result<Self> {
         let lines = directory_lines(ADDRESSES);
         let memory = Region::create("tasuki directory", lines * LINE_LEN, Pages::Small)?;
+        memory.close_to_others()?;
         let directory = Directory::new(memory.span::<Line>(0, lines)?);
         Ok(Net { memory, directory, members: BTreeMap::new(), next: 0 })
     }
@@ -175,13 +177,21 @@ impl Supervisor {
         let new: Vec<u32> =
             self.cards.values().filter(|card| card.vni().is_some()).filter(is_new).map(|card| card.number).collect();
         let joined: Vec<u32> = new.into_iter().filter(|nic| self.joins(*nic)).collect();
+        let mut missed = BTreeSet::new();
         for nic in &joined {
-            self.tell_of(*nic, &joined);
+            missed.extend(self.tell_of(*nic, &joined));
         }
+        // Whoever is given a directory finds all in it: frames for several go to whom it names as nodes.
+        let vnis: BTreeSet<&str> = joined.iter().filter_map(|nic| self.cards.get(nic)?.vni()).collect();
+        self.vnis.iter_mut().filter(|(name, _)| vnis.contains(name.as_str())).for_each(|(_, net)| net.publish());
+        for nic in &joined {
+            missed.extend(self.tell_directory(*nic));
+        }
+        self.condemn_those_without(missed);
     }
 
     /// Whoever has missed a letter would send into nothing for ever.
-    fn condemn_those_without(&mut self, missed: Vec<u32>) {
+    fn condemn_those_without(&mut self, missed: impl IntoIterator<Item = u32>) {
         for number in missed {
             self.condemn(number, "does not take what it must know of its VNI".to_owned());
         }
@@ -242,15 +252,11 @@ impl Supervisor {
         Ok(())
     }
 
-    /// Tells the workers of all others of a new member, and its own, if there are any already, of all others that did not `join` at the same time.
-    fn tell_of(&mut self, nic: u32, joined: &[u32]) {
-        let Some(card) = self.cards.get(&nic) else { return };
-        let Some((vni, number)) = card.vni().map(str::to_owned).zip(card.number_on_vni) else { return };
-        let Some(net) = self.vnis.get_mut(&vni) else { return };
-        let Some(us) = net.members.get(&number) else { return };
-        let directory = card.kept.as_ref().and_then(|kept| kept.fds.get(vni::DIRECTORY)).map(AsFd::as_fd);
-        let mut missed = Vec::new();
-        for worker in self.workers.values() {
+    /// Tells the workers of all others of a new member, and its own, if there are any already, of all others that did not `join` at the same time;
+    /// says who has missed it.
+    fn tell_of(&self, nic: u32, joined: &[u32]) -> Vec<u32> {
+        let Some((net, number, us)) = self.membership(nic) else { return Vec::new() };
+        let misses = |worker: &&Worker| {
             let has_it = worker.nics.contains_key(&nic);
             let mut is_missed = false;
             for (other, member) in net.members.iter().filter(|(other, _)| **other != number) {
@@ -261,14 +267,31 @@ impl Supervisor {
                     is_missed |= is_lost(introduce(worker, nic, *other, member));
                 }
             }
-            if let Some(directory) = directory.filter(|_| has_it) {
-                let nodes = net.members.keys().copied().collect();
-                is_missed |= is_lost(worker.write(&ToWorker::Directory { nic, nodes }, &[directory]));
-            }
-            missed.extend(is_missed.then(|| worker.party()));
-        }
-        net.publish();
-        self.condemn_those_without(missed);
+            is_missed
+        };
+        self.workers.values().filter(misses).map(Worker::party).collect()
+    }
+
+    /// Gives the workers of a new member, if there are any already, the directory, and says to them who there is: nobody else. Says who has missed it.
+    fn tell_directory(&self, nic: u32) -> Vec<u32> {
+        let Some((net, ..)) = self.membership(nic) else { return Vec::new() };
+        let kept = self.cards.get(&nic).and_then(|card| card.kept.as_ref());
+        let Some(directory) = kept.and_then(|kept| kept.fds.get(vni::DIRECTORY)) else { return Vec::new() };
+        let misses = |worker: &&Worker| {
+            let nodes = net.members.keys().copied().collect();
+            let told = worker.write(&ToWorker::Directory { nic, nodes }, &[directory.as_fd()]);
+            crash::point("daemon.directory");
+            is_lost(told)
+        };
+        let has_it = |worker: &&Worker| worker.nics.contains_key(&nic);
+        self.workers.values().filter(has_it).filter(misses).map(Worker::party).collect()
+    }
+
+    /// An end's VNI, its number there, and what is known of it.
+    fn membership(&self, nic: u32) -> Option<(&Net, u16, &Member)> {
+        let card = self.cards.get(&nic)?;
+        let (net, number) = (self.vnis.get(card.vni()?)?, card.number_on_vni?);
+        Some((net, number, net.members.get(&number)?))
     }
 
     /// Tells a worker that was given an end who else there is.
@@ -306,10 +329,14 @@ impl Supervisor {
     }
 
     /// What a worker of the daemon before this one says of a node's end; a sentence if it was never so. What it gives back is opened anew for others.
-    pub(super) fn odd_end(card: &Card, kit: &Kit, fds: &[OwnedFd]) -> Option<String> {
+    ///
+    /// An end is what the daemon has made, and stays its node's: nobody else has it, and nobody has anything to say of it unasked.
+    pub(super) fn odd_end(card: &Card, worker: &Worker, kit: &Kit, fds: &[OwnedFd]) -> Option<String> {
         let vni = card.vni()?;
         let expected = card.number_on_vni.map(|number| text(vni, number));
-        let fits = kit.kind == vni::KIND
+        let fits = matches!(worker.stage, Stage::Asked(_))
+            && worker.record.node == card.config.node
+            && kit.kind == vni::KIND
             && fds.len() == vni::FDS
             && Some(&kit.text) == expected.as_ref()
             && inodes(fds) == card.inodes;

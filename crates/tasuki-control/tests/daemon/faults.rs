@@ -150,6 +150,46 @@ fn a_worker_that_was_given_a_nic_by_a_daemon_that_died_of_it_is_ready_for_it_und
     }
 }
 
+/// Two nodes of a VNI.
+const ON_A_VNI: &str = r#"
+[[node]]
+name = "red"
+vni = "lan"
+work = "echo"
+
+[[node]]
+name = "blue"
+vni = "lan"
+work = "sink"
+"#;
+
+#[test]
+fn a_worker_that_gives_its_node_another_station_address_is_ended() {
+    let rig = Rig::with(ON_A_VNI, "");
+    rig.await_pair("red");
+    let bad = rig.program("bad", "other-mac");
+    // It has the lease when it lies: whether the relay counts as done is another matter.
+    let output = rig.tasuki(&["worker", "upgrade", "red", "--with", bad.to_str().unwrap()]);
+    drop(output);
+    rig.await_event("says of red@lan what was never so");
+}
+
+#[test]
+fn a_worker_that_claims_the_end_of_another_node_is_ended() {
+    let mut rig = Rig::with(ON_A_VNI, "");
+    rig.await_pair("red");
+    rig.await_pair("blue");
+    let bad = rig.program("bad", "claims");
+    rig.ask(&["worker", "upgrade", "blue", "--with", bad.to_str().unwrap()]);
+    rig.kill_daemon();
+    rig.start();
+    rig.await_event("says of red@lan what was never so");
+    let (red, _) = rig.await_pair("red");
+    let ends = rig.json(&["nic", "list"]);
+    let its = ends.as_array().unwrap().iter().find(|nic| nic["name"] == "red@lan").unwrap();
+    assert_eq!((&its["node"], &its["worker"]), (&"red".into(), &red["worker"]), "{ends}");
+}
+
 #[test]
 fn a_program_that_always_dies_is_not_started_for_ever() {
     let rig = Rig::with(NODES, "dies-at-start");

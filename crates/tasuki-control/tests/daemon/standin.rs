@@ -55,6 +55,8 @@ struct Standin {
     book: OwnedFd,
     listener: OwnedFd,
     nics: BTreeMap<u32, Nic>,
+    /// Other nodes of its VNI, by number, and what it has of them.
+    neighbours: BTreeMap<u16, Vec<OwnedFd>>,
     tables: Tables,
     /// Its daemon is gone.
     alone: bool,
@@ -157,6 +159,7 @@ fn work(orders: &Orders, socket: OwnedFd) -> ! {
         book,
         listener,
         nics: BTreeMap::new(),
+        neighbours: BTreeMap::new(),
         tables: Tables::default(),
         alone: false,
     };
@@ -239,7 +242,7 @@ impl Standin {
                 }
             }
             ToWorker::Again => {
-                let nics = u32::try_from(self.nics.len()).expect("a few");
+                let nics = u32::try_from(self.nics.len() + usize::from(self.is("claims"))).expect("a few");
                 let mine = ToDaemon::Mine { party: self.party, node: self.node.clone(), nics, tap: None };
                 write(&self.socket, &mine, &[self.pulse.region().fd(), self.book.as_fd()]);
                 for (number, nic) in &self.nics {
@@ -248,6 +251,9 @@ impl Standin {
                     let mut fds = vec![nic.board.words.region().fd()];
                     fds.extend(channel::lend(&nic.fds));
                     write(&self.socket, &letter, &fds);
+                }
+                if self.is("claims") {
+                    self.claim();
                 }
             }
             ToWorker::Counts => {
@@ -264,12 +270,26 @@ impl Standin {
             ),
             // No frame passes here.
             ToWorker::Capture { .. } | ToWorker::NoCapture { .. } => {}
-            ToWorker::Neighbour { .. } | ToWorker::NoNeighbour { .. } | ToWorker::Directory { .. } => {
-                panic!("it has no end of a VNI")
-            }
+            ToWorker::Neighbour { number, .. } => _ = self.neighbours.insert(number, fds),
+            ToWorker::NoNeighbour { .. } | ToWorker::Directory { .. } => {}
             ToWorker::End => std::process::exit(0),
             ToWorker::Begin(_) => panic!("it has begun"),
         }
+    }
+
+    /// Says that it has the end of the only other node of its VNI, by what it has of it as its neighbour: the same files.
+    fn claim(&self) {
+        let (number, nic) = self.nics.first_key_value().expect("an end");
+        let (its_number, its) = self.neighbours.first_key_value().expect("a neighbour");
+        let mut kit = nic.kit.clone();
+        let text = letter::vni::Text { vni: "lan".to_owned(), number: *its_number };
+        kit.text = serde_json::to_string(&text).expect("text");
+        let [control, pool, bell] = &its[..] else { panic!("{its:?}") };
+        let fds = [nic.board.words.region().fd(), nic.fds[0].as_fd(), control.as_fd(), pool.as_fd(), bell.as_fd()];
+        let fds = [&fds[..], &[bell.as_fd(), nic.fds[letter::vni::DIRECTORY].as_fd()]].concat();
+        // There are two.
+        let letter = ToDaemon::Kit { nic: 1 - number, name: "red@lan".to_owned(), board: true, kit };
+        write(&self.socket, &letter, &fds);
     }
 
     fn hear(&mut self, number: u32, input: Input) {
@@ -319,6 +339,11 @@ impl Standin {
             Do::LookOnce => {
                 nic.board.words.store(board::DRIVING_AT, stamp());
                 nic.board.words.count(board::RELAYS);
+                if self.fault == "other-mac" {
+                    let kit = Kit { mac: Some([2, 0, 0, 0, 0, 9]), ..nic.kit.clone() };
+                    let letter = ToDaemon::Kit { nic: number, name: nic.name.clone(), board: false, kit };
+                    write(&self.socket, &letter, &channel::lend(&nic.fds));
+                }
             }
             Do::Go => {
                 self.nics.remove(&number);

@@ -1,8 +1,10 @@
 //! An uplink: a node whose worker joins a NIC and a VNI. A namespace on the VNI talks to what is at the other end of the card's cable, while the uplink's
 //! workers are replaced and killed. The card is the model, its cable a TAP in another namespace. Needs root.
 
+use std::net::UdpSocket;
 use std::process::{Command, Stdio};
 use std::sync::MutexGuard;
+use std::time::Instant;
 
 use rustix::process::Signal;
 use tasuki_tap::interface::Interface;
@@ -27,7 +29,12 @@ struct World {
 impl World {
     /// Nothing, with the reason said, where it cannot be.
     fn new() -> Option<Self> {
-        let mut world = Self::without_daemon("")?;
+        Self::with_link_after(10)
+    }
+
+    /// The same; milliseconds from a reset to the link.
+    fn with_link_after(ms: u32) -> Option<Self> {
+        let mut world = Self::without_daemon("", ms)?;
         world.rig.start();
         world.settles();
         world.add_shop();
@@ -36,7 +43,7 @@ impl World {
     }
 
     /// The same with this in the uplink's configuration, and nobody there yet.
-    fn without_daemon(more: &str) -> Option<Self> {
+    fn without_daemon(more: &str, ms: u32) -> Option<Self> {
         if let Some(why) = is_impossible() {
             println!("skipped: {why}");
             return None;
@@ -50,7 +57,7 @@ impl World {
         let rig = Rig::without_daemon(&nodes, "");
         let socket = rig.path("card.sock");
         let mut command = Command::new(beside("tasuki-sim").expect("looked for before"));
-        command.args(["sim", "nic", "--link-up", "10", "--tap", "wire0", "--socket"]).arg(&socket);
+        command.args(["sim", "nic", "--link-up", &ms.to_string(), "--tap", "wire0", "--socket"]).arg(&socket);
         command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null());
         let model = Program(far.within(|| command.spawn().expect("a model")));
         until(&rig, "the model serves", || socket.exists());
@@ -168,6 +175,50 @@ fn several_behind_the_cable_are_learnt_and_what_is_for_nobody_goes_out() {
     out.goes_on(&world.rig, 200);
     let (near, out) = (near.end(), out.end());
     assert_eq!((near.back, out.back), (near.sent, out.sent), "{near:?}, {out:?}");
+    // What comes by the cable for nobody is counted where people look.
+    let refused = || world.rig.worker("up", "drives").and_then(|driver| driver["refused"].as_u64());
+    let before = refused().expect("it drives");
+    world.far.within(|| {
+        let words = ["neigh", "add", "192.0.2.77", "lladdr", "02:00:00:00:00:77", "dev", "wire0"];
+        assert!(Command::new("ip").args(words).status().is_ok_and(|status| status.success()), "needs ip (iproute2)");
+        let socket = UdpSocket::bind((FAR, 0)).expect("an address of the interface");
+        (0..10).for_each(|_| _ = socket.send_to(b"anybody?", "192.0.2.77:9").expect("it can be sent"));
+    });
+    until(&world.rig, "they are counted", || refused().is_some_and(|now| now >= before + 10));
+    world.end();
+}
+
+/// Ticks of CPU time (1/100 s), and how often it has slept.
+fn spent(pid: u32) -> (u64, u64) {
+    let of = |what: &str| std::fs::read_to_string(format!("/proc/{pid}/{what}")).expect("a process of ours");
+    let (stat, status) = (of("stat"), of("status"));
+    let ticks = stat.rsplit(')').next().expect("fields").split_whitespace().skip(11).take(2);
+    let slept = status.lines().find_map(|line| line.strip_prefix("voluntary_ctxt_switches:")).expect("a count");
+    (ticks.map(|count| count.parse::<u64>().expect("a count")).sum(), slept.trim().parse().expect("a count"))
+}
+
+#[test]
+fn an_uplink_whose_cable_is_out_sleeps_with_frames_in_hand() {
+    // The link of this card comes up in an hour.
+    let Some(world) = World::with_link_after(3_600_000) else { return };
+    let socket = world.shop.within(|| UdpSocket::bind((SHOP, 0)).expect("an address of the interface"));
+    socket.set_broadcast(true).expect("a flag");
+    // More than the card's ring takes, and then more than the uplink's ring on the VNI does.
+    until(&world.rig, "the uplink reads no more", || {
+        (0..64).for_each(|_| _ = socket.send_to(&[0; 64], "192.0.2.255:9"));
+        let talks = world.rig.json(&["vni", "stats", "lan"]);
+        talks
+            .as_array()
+            .expect("a list")
+            .iter()
+            .any(|talk| talk["node"] == "shop" && talk["ring_full"].as_u64() > Some(0))
+    });
+    let driver = pid(&world.rig.await_worker("up", "drives"));
+    let (before, began) = (spent(driver), Instant::now());
+    until(&world.rig, "it sleeps, again and again", || spent(driver).1 >= before.1 + 300);
+    let (ticks, took) = (spent(driver).0 - before.0, began.elapsed());
+    println!("{ticks} ticks of CPU time in {took:?}");
+    assert!(u128::from(ticks) * 10 < took.as_millis() / 2, "{ticks} ticks of CPU time in {took:?}");
     world.end();
 }
 
@@ -263,7 +314,7 @@ fn a_standby_that_hangs_when_it_is_ready_for_the_nic_only_keeps_nobody_else_from
 fn what_a_daemon_gave_and_did_not_live_to_speak_of_is_driven_under_the_next() {
     need_storm!();
     for nth in 1..=2 {
-        let Some(mut world) = World::without_daemon("standby = false\n") else { return };
+        let Some(mut world) = World::without_daemon("standby = false\n", 10) else { return };
         world.rig.start_to_die(Some(format!("daemon.kit:{nth}")));
         world.rig.daemon_ends();
         world.rig.start();

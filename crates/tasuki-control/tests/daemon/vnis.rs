@@ -2,10 +2,11 @@
 //! killed. Needs root.
 
 use std::fs;
+use std::net::UdpSocket;
 use std::path::Path;
 use std::process::{Command, Stdio};
 use std::sync::MutexGuard;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use rustix::process::Signal;
 use serde_json::Value;
@@ -212,6 +213,39 @@ fn namespaces_reach_each_other_while_nobody_drives_their_ends() {
     assert_eq!((tally.back, tally.twice + tally.twice_there), (tally.sent, 0), "{tally:?}\n{}", world.rig.log());
     world.rig.ask(&["node", "remove", "desk"]);
     assert!(world.desk.within(|| Interface::find("lan").is_err()), "its interface is gone with it");
+    world.end();
+}
+
+#[test]
+fn what_a_node_sends_to_all_goes_to_all_whenever_a_daemon_that_takes_over_dies() {
+    if cfg!(not(feature = "crash-points")) {
+        return println!("skipped: needs the feature crash-points");
+    }
+    let Some(mut world) = World::with_both_by_workers() else { return };
+    let from = world.shop.within(|| UdpSocket::bind((SHOP, 0)).expect("an address of the interface"));
+    from.set_broadcast(true).expect("a flag");
+    let to = world.desk.within(|| UdpSocket::bind("0.0.0.0:7077").expect("a port"));
+    to.set_read_timeout(Some(Duration::from_millis(100))).expect("a limit");
+    let arrives = || {
+        let _ = from.send_to(b"all", "192.0.2.255:7077");
+        to.recv(&mut [0; 16]).is_ok()
+    };
+    until(&world.rig, "it arrives", arrives);
+    // Each of the four workers that it gives its directory to may be the last.
+    for nth in 1..=4 {
+        world.rig.kill_daemon();
+        world.rig.start_to_die(Some(format!("daemon.directory:{nth}")));
+        let limit = Instant::now() + Duration::from_secs(60);
+        while !world.rig.daemon_is_dead() {
+            assert!(Instant::now() < limit, "it does not die\n{}", world.rig.log());
+            std::thread::sleep(Duration::from_millis(10));
+        }
+        // What was under way is not what is looked at.
+        while to.recv(&mut [0; 16]).is_ok() {}
+        until(&world.rig, "it arrives, whoever has heard of the new daemon", arrives);
+        world.rig.start();
+        world.await_pairs();
+    }
     world.end();
 }
 

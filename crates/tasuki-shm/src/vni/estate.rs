@@ -108,9 +108,13 @@ impl EstateFds {
         if !(POOL_PAGES_MIN..=POOL_PAGES_MAX).contains(&pool_pages) {
             return Err(EstateError::PoolPages { pages: pool_pages });
         }
-        let make = |what: &str, len| Region::create(&format!("{name}-{what}"), len, Pages::Small);
-        let control = make("control", Layout::of(pool_pages).len)?.into_fd();
-        let pool = make("pool", pool_pages as usize * PAGE_LEN)?.into_fd();
+        let make = |what: &str, len| {
+            let memory = Region::create(&format!("{name}-{what}"), len, Pages::Small)?;
+            memory.close_to_others()?;
+            Ok::<_, RegionError>(memory.into_fd())
+        };
+        let control = make("control", Layout::of(pool_pages).len)?;
+        let pool = make("pool", pool_pages as usize * PAGE_LEN)?;
         Ok(EstateFds { control, pool })
     }
 
@@ -243,6 +247,28 @@ mod tests {
     /// Bytes of memory that the kernel has allocated for this.
     fn allocated(fd: BorrowedFd<'_>) -> u64 {
         u64::try_from(rustix::fs::fstat(fd).unwrap().st_blocks).unwrap() * 512
+    }
+
+    #[test]
+    fn what_is_lent_to_be_read_is_not_opened_anew_by_another_user() {
+        use std::os::unix::process::CommandExt;
+        if !rustix::process::geteuid().is_root() {
+            return println!("skipped: being another user needs root");
+        }
+        let fds = EstateFds::create("test", POOL_PAGES).unwrap();
+        let EstateFds { control, pool } = fds.to_read().unwrap();
+        for memory in [control, pool] {
+            // Nobody, with the memory as its standard input, as a worker of another node has it.
+            let nobody = |script: &str| {
+                let mut command = std::process::Command::new("sh");
+                command.args(["-c", script]).uid(65534).gid(65534);
+                command.stdin(memory.try_clone().unwrap()).stderr(std::process::Stdio::null());
+                command.output().unwrap()
+            };
+            assert_eq!(nobody("head -c 1").stdout, [0], "it reads what it was lent");
+            assert!(!nobody("exec 3<>/proc/self/fd/0").status.success(), "and does not get a second writer");
+            assert!(!nobody("exec 3>/proc/self/fd/0").status.success());
+        }
     }
 
     #[test]

@@ -26,6 +26,9 @@ use crate::tap::{LONGEST, SHORTEST};
 /// How long a giver waits for room for what it has in hand; a successor gets it otherwise.
 const LAST_BURST: Duration = Duration::from_millis(1);
 
+/// A card that sends at all sends a frame of 1,514 bytes within this time (10 Mb/s: 1.2 ms).
+const STUCK_AFTER: Duration = Duration::from_millis(2);
+
 /// How long a frame from an uplink's NIC waits for a node without room, and all behind it.
 const WAIT: Duration = Duration::from_millis(2);
 
@@ -93,8 +96,10 @@ impl Native {
 #[derive(Debug)]
 pub struct Joint {
     port: VniPort<Span<Line>>,
-    /// What came from the VNI and has not gone out.
+    /// What came from the VNI and has not gone out,
     burst: Burst,
+    /// and since when nothing of it has, as far as that was looked at.
+    stuck: Option<Instant>,
     /// Somebody has moved frames since the last rest.
     pub is_joined: bool,
 }
@@ -113,7 +118,13 @@ impl Joint {
             return 0;
         }
         let Ok(came) = self.port.receive(&mut self.burst);
+        self.stuck = None;
         came
+    }
+
+    /// Whether the card takes nothing: its link is down, or its partner pauses. One that is only busy sends a frame in less than that.
+    fn is_stuck(&self) -> bool {
+        self.stuck.is_some_and(|since| since.elapsed() >= STUCK_AFTER)
     }
 
     /// Copies what came into slots of the NIC's, oldest first; says how much that is. What no card sends is dropped.
@@ -137,6 +148,9 @@ impl Joint {
     /// So much of it has gone out.
     #[inline]
     pub fn went(&mut self, count: usize) {
+        if count > 0 {
+            self.stuck = None;
+        }
         self.burst.drain(..count);
     }
 }
@@ -154,7 +168,7 @@ impl Uplink {
         // A switch drops for those who do not read.
         port.set_patience(WAIT);
         let ear = port.fd().try_clone_to_owned().context("a descriptor cannot be copied; raise RLIMIT_NOFILE")?;
-        let joint = Rc::new(RefCell::new(Joint { port, burst: Burst::new(), is_joined: false }));
+        let joint = Rc::new(RefCell::new(Joint { port, burst: Burst::new(), stuck: None, is_joined: false }));
         Ok((Uplink { joint: Rc::clone(&joint), ear }, joint))
     }
 
@@ -169,15 +183,30 @@ impl Uplink {
     }
 
     fn arm(&self) -> Armed {
+        let joint = &mut *self.joint.borrow_mut();
         // Without its NIC it takes nothing: who rings is not heard.
-        if !std::mem::take(&mut self.joint.borrow_mut().is_joined) {
+        if !joint.is_joined {
             return Armed::Idle;
         }
-        if !self.joint.borrow().burst.is_empty() {
-            return Armed::Busy;
+        if !joint.burst.is_empty() {
+            // Nobody rings when the card takes something again.
+            joint.stuck.get_or_insert_with(Instant::now);
+            return if joint.is_stuck() { Armed::Idle } else { Armed::Busy };
         }
-        let Ok(armed) = self.port().arm();
+        let Ok(armed) = joint.port.arm();
         armed
+    }
+
+    /// How soon what is stuck is tried again.
+    fn waits(&self) -> Option<Duration> {
+        let joint = self.joint.borrow();
+        (joint.is_joined && joint.is_stuck()).then_some(LAST_BURST)
+    }
+
+    fn wake(&self) {
+        let joint = &mut *self.joint.borrow_mut();
+        joint.is_joined = false;
+        joint.port.wake();
     }
 }
 
@@ -263,7 +292,7 @@ impl End {
             End::Tap(end) => end.waits(),
             End::Memif(end) => end.waits(),
             End::Native(native) => native.port.waits().filter(|_| !native.burst.is_empty()),
-            End::Uplink(_) => None,
+            End::Uplink(uplink) => uplink.waits(),
         }
     }
 
@@ -281,7 +310,7 @@ impl End {
             End::Tap(end) => end.wake(),
             End::Memif(end) => end.wake(true),
             End::Native(native) => native.port.wake(),
-            End::Uplink(uplink) => uplink.port().wake(),
+            End::Uplink(uplink) => uplink.wake(),
         }
     }
 
