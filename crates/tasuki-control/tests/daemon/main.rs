@@ -6,6 +6,7 @@ mod faults;
 mod hangs;
 mod kills;
 mod leaks;
+mod memifs;
 mod natives;
 mod own;
 mod real;

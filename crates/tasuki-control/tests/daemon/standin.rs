@@ -238,7 +238,7 @@ impl Standin {
                     nic.plan = Some(plan);
                 }
             }
-            ToWorker::Again => {
+            ToWorker::Again { .. } => {
                 let nics = u32::try_from(self.nics.len()).expect("a few");
                 let mine = ToDaemon::Mine { party: self.party, node: self.node.clone(), nics, tap: None };
                 write(&self.socket, &mine, &[self.pulse.region().fd(), self.book.as_fd()]);
@@ -264,7 +264,11 @@ impl Standin {
             ),
             // No frame passes here.
             ToWorker::Capture { .. } | ToWorker::NoCapture { .. } => {}
-            ToWorker::Neighbour { .. } | ToWorker::NoNeighbour { .. } | ToWorker::Directory { .. } => {
+            ToWorker::Neighbour { .. }
+            | ToWorker::NoNeighbour { .. }
+            | ToWorker::Directory { .. }
+            | ToWorker::Client { .. }
+            | ToWorker::NoClient { .. } => {
                 panic!("it has no end of a VNI")
             }
             ToWorker::End => std::process::exit(0),
