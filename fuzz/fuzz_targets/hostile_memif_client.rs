@@ -1,5 +1,5 @@
 //! A memif client that says whatever it likes on the control channel, and writes whatever it likes into its own memory, while a node of the same
-//! VNI hands over frames with whatever offload header. Two others exchange frames meanwhile, each of which arrives once, whole and in order; and
+//! VNI hands over frames with whatever offload header, and whoever serves it is replaced. Two others exchange frames meanwhile, each of which arrives once, whole and in order; and
 //! whoever connects afterwards is served.
 #![no_main]
 
@@ -222,7 +222,7 @@ fuzz_target!(|input: &[u8]| {
     let mut number = 0;
     while choices.are_left() && number < 300 {
         number += 1;
-        match choices.below(14) {
+        match choices.below(15) {
             0 => attack.connect(&mut choices),
             1 | 2 => attack.speak(&mut choices),
             3..6 => attack.scribble(&mut choices),
@@ -247,6 +247,7 @@ fuzz_target!(|input: &[u8]| {
                 let _ = attack.world.node.arm();
                 attack.world.turn();
             }
+            13 => attack.world.succeed(choices.below(2) == 0),
             _ => {
                 attack.world.turn();
             }

@@ -268,6 +268,60 @@ mod tests {
     }
 
     #[test]
+    fn a_successor_goes_on_in_the_middle_of_the_rings_and_nobody_notices() {
+        let mut world = World::new(1);
+        let mut client = connected(&mut world, SHAPE);
+        for round in 0..40_u32 {
+            // Some were handled by the former, and others are under way.
+            let there: Vec<_> = (0..9).map(|i| frame_to(OTHER, PORT, round * 9 + i, 100 + i as usize * 611)).collect();
+            let back: Vec<_> = there.iter().map(|frame| frame_to(PORT, OTHER, round, frame.len())).collect();
+            assert!(there[..4].iter().all(|frame| client.send(frame)));
+            assert!(back[..4].iter().all(|frame| world.send(OTHER, frame)));
+            if round % 3 > 0 {
+                world.turn();
+            }
+            assert!(there[4..].iter().all(|frame| client.send(frame)));
+            assert!(back[4..].iter().all(|frame| world.send(OTHER, frame)));
+            world.succeed(round % 2 == 0);
+            world.settle();
+            assert!(world.at_other(OTHER) == there, "round {round}");
+            assert!(client.receive() == back, "round {round}");
+        }
+        assert!(client.channel.hear().is_none() && !client.channel.is_closed());
+        assert_eq!(world.node.client().as_deref(), Some("a test's client"));
+        drop(client);
+        world.settle();
+        assert_eq!(world.node.client(), None);
+    }
+
+    #[test]
+    fn a_successor_has_its_client_ring_whatever_the_former_had_told_it() {
+        let mut world = World::new(1);
+        let mut client = connected(&mut world, SHAPE);
+        for round in 0..6 {
+            assert!(client.send(&frame_to(OTHER, PORT, round, 60)));
+            world.settle();
+            if round % 2 == 0 {
+                while world.node.arm() == Armed::Busy {
+                    world.turn();
+                }
+            }
+            // It was told that it need not, or that it has to.
+            assert_eq!(client.flags(true) & 1 == 0, round % 2 == 0);
+            client.was_rung();
+            world.succeed(false);
+            assert!(client.was_rung(), "it may have been owed a ring");
+            while world.turn() > 0 || world.node.arm() == Armed::Busy {}
+            assert_eq!(client.flags(true) & 1, 0, "whoever sleeps has to be woken");
+            assert!(client.send(&frame_to(OTHER, PORT, round, 60)));
+            assert!(readable(&world.node.fd(), Duration::from_secs(10)), "and is");
+            world.settle();
+            assert_eq!(client.flags(true) & 1, 1);
+            assert_eq!(world.at_other(OTHER).len(), 2);
+        }
+    }
+
+    #[test]
     fn an_eventfd_that_was_made_to_block_blocks_nobody() {
         let mut world = World::new(1);
         let mut client = connected(&mut world, SHAPE);

@@ -122,8 +122,8 @@ mod tests {
     }
 
     /// As its worker drives it.
-    fn drive(node: &mut Node, stop: &AtomicBool, connected: &AtomicBool) {
-        while !stop.load(Ordering::Relaxed) {
+    fn drive(node: &mut Node, connected: &AtomicBool, is_over: impl Fn() -> bool) {
+        while !is_over() {
             if node.turn() == 0 && node.arm() == Armed::Idle {
                 node.rest(Duration::from_millis(20));
             }
@@ -206,7 +206,7 @@ mod tests {
         let (stop, connected) = (AtomicBool::new(false), AtomicBool::new(false));
         std::thread::scope(|scope| {
             let node = scope.spawn(|| {
-                drive(&mut world.node, &stop, &connected);
+                drive(&mut world.node, &connected, || stop.load(Ordering::Relaxed));
                 (world.node.given, world.node.taken, world.node.dropped, world.node.clients)
             });
             let guard = StopAtEnd(&stop);
@@ -236,6 +236,43 @@ mod tests {
     }
 
     #[test]
+    fn dpdk_does_not_notice_that_its_server_is_replaced_all_the_time() {
+        if !is_there() {
+            return;
+        }
+        let folder = tempfile::tempdir().expect("a folder");
+        let mut world = World::new(1);
+        let path = world.path();
+        let mut other = world.net.take(OTHER.into());
+        let (stop, connected) = (AtomicBool::new(false), AtomicBool::new(false));
+        std::thread::scope(|scope| {
+            let node = scope.spawn(|| {
+                let mut successors = 0;
+                while !stop.load(Ordering::Relaxed) {
+                    let soon = Instant::now() + Duration::from_millis(5);
+                    drive(&mut world.node, &connected, || stop.load(Ordering::Relaxed) || Instant::now() > soon);
+                    if connected.load(Ordering::Relaxed) {
+                        world.succeed(successors % 2 == 0);
+                        successors += 1;
+                    }
+                }
+                successors
+            });
+            let guard = StopAtEnd(&stop);
+            let address = mac(PORT).map(|byte| format!("{byte:02x}")).join(":");
+            let mut testpmd = Testpmd::start(folder.path(), &path, SECRET, &format!(",mac={address}"));
+            wait_until("the handshake", &mut testpmd, || connected.load(Ordering::Relaxed));
+            wait_for_echo(&mut other, &mut testpmd);
+            echo(&mut other, 20_000, 64, &[60, 64, 300, 1000, 1514, 9000]);
+            testpmd.hear();
+            drop(guard);
+            let successors = node.join().expect("a node does not panic");
+            println!("{successors} successors");
+            assert!(successors > 10, "{successors}");
+        });
+    }
+
+    #[test]
     fn dpdk_is_told_that_its_secret_is_wrong() {
         if !is_there() {
             return;
@@ -246,7 +283,7 @@ mod tests {
         let (stop, connected) = (AtomicBool::new(false), AtomicBool::new(false));
         std::thread::scope(|scope| {
             let node = scope.spawn(|| {
-                drive(&mut world.node, &stop, &connected);
+                drive(&mut world.node, &connected, || stop.load(Ordering::Relaxed));
                 world.node.clients
             });
             let guard = StopAtEnd(&stop);

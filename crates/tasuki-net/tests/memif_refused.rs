@@ -331,6 +331,69 @@ mod tests {
         assert!(!readable(&world.node.fd(), Duration::ZERO), "its bell is not ours any more");
     }
 
+    /// Has a client lie while its worker is replaced; gives the reason for which it is sent away, if it is.
+    fn lied(lie: impl FnOnce(&Client)) -> Option<String> {
+        let mut world = World::new(2);
+        let path = world.path();
+        let mut client = Client::connect(&path, SHAPE, SECRET, || {
+            world.turn();
+        });
+        for number in 0..3 {
+            assert!(client.send(&frame_to(OTHER, PORT, number, 60)));
+        }
+        world.settle();
+        assert_eq!(world.at_other(OTHER).len(), 3);
+        lie(&client);
+        world.succeed(false);
+        world.settle();
+        let reason = client.channel.reason();
+        assert_eq!(reason.is_some(), world.node.client().is_none());
+        assert_eq!(reason.is_some(), client.channel.is_closed(), "for whoever else has it, too");
+        // Others notice nothing of it, and whoever comes next is served.
+        let other = world.net.node(OTHER.into());
+        assert!(other.send(2, &frame_to(2, OTHER, 7, 60)).is_ok());
+        other.flush();
+        assert_eq!(world.at_other(2), [frame_to(2, OTHER, 7, 60)]);
+        drop(client);
+        world.settle();
+        world.at_other(OTHER);
+        let mut next = Client::connect(&path, SHAPE, SECRET, || {
+            world.turn();
+        });
+        assert!(next.send(&frame_to(OTHER, PORT, 9, 60)));
+        world.settle();
+        assert_eq!(world.at_other(OTHER), [frame_to(OTHER, PORT, 9, 60)]);
+        reason
+    }
+
+    #[test]
+    fn a_client_that_lies_to_a_successor_is_sent_away_or_loses_frames_of_its_own() {
+        let tail = |client: &Client, to_server: bool, by: u16| {
+            let tail = client.tail(to_server).wrapping_add(by);
+            client.write(SHAPE.ring_at(to_server) + 64, &tail.to_le_bytes());
+        };
+        let ahead = lied(|client| tail(client, true, 1)).expect("it is sent away");
+        assert!(ahead.contains("the transmit ring's head is more than a whole ring ahead"), "{ahead}");
+        let ahead = lied(|client| tail(client, false, 17)).expect("it is sent away");
+        assert!(ahead.contains("the receive ring's head"), "{ahead}");
+        let cookie = lied(|client| client.write(SHAPE.ring_at(false), &[1])).expect("it is sent away");
+        assert!(cookie.contains("does not begin with memif's cookie"), "{cookie}");
+        assert_eq!(lied(|client| tail(client, true, 0_u16.wrapping_sub(3))), None, "that is its own to say");
+        assert_eq!(lied(|client| tail(client, false, 5)), None, "five of its buffers are not filled");
+        assert!(lied(|client| client.channel.send(&message(CONNECT, &[]), &[])).is_some());
+    }
+
+    #[test]
+    fn a_client_in_its_handshake_is_told_to_connect_again_when_the_worker_is_replaced() {
+        let mut world = World::new(1);
+        let client = Client::begin(&world.path(), SHAPE, SECRET, || {
+            world.turn();
+        });
+        world.succeed(true);
+        let reason = client.channel.reason().expect("it is sent away");
+        assert!(reason.contains("another worker serves this port from now on"), "{reason}");
+    }
+
     #[test]
     fn a_client_that_dies_in_its_handshake_leaves_nothing() {
         let mut world = World::new(1);

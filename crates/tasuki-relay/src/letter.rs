@@ -113,6 +113,42 @@ pub struct Memif {
     pub id: u32,
     /// At most 23 bytes; none where it need not know any.
     pub secret: String,
+    /// The daemon hears [`ToDaemon::Client`].
+    #[serde(default)]
+    pub keeps: bool,
+}
+
+/// Most regions of a client of memif.
+pub const REGIONS_MAX: usize = 16;
+
+/// A client of memif that is connected, for whoever drives the node's end of a VNI next. Beside it: its socket, the eventfd by which it rings and the
+/// one by which it is rung, and its regions.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Client {
+    /// What it calls itself.
+    pub name: String,
+    /// Bytes of each region, [`REGIONS_MAX`] of them at most.
+    pub regions: Vec<u64>,
+    /// The ring in which it sends,
+    pub to_server: ClientRing,
+    /// and the one in which it is sent.
+    pub to_client: ClientRing,
+}
+
+impl Client {
+    /// Descriptors beside it that are no regions: the socket, and two eventfds.
+    pub const OTHERS: usize = 3;
+}
+
+/// Where a ring of such a client lies.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub struct ClientRing {
+    /// In which region,
+    pub region: u16,
+    /// from which byte on,
+    pub offset: u32,
+    /// and how many descriptors it has, as a power of two.
+    pub log2_size: u8,
 }
 
 /// A NIC as a worker can take it: text that only workers read, and descriptors.
@@ -229,6 +265,20 @@ pub enum ToWorker {
         /// The nodes' numbers on the VNI.
         nodes: Vec<u16>,
     },
+    /// The client of memif that whoever drives the end serves, or has served. Beside it: what belongs to [`Client`].
+    Client {
+        /// The end, as a NIC's number.
+        nic: u32,
+        /// It.
+        client: Client,
+    },
+    /// It is there no more.
+    NoClient {
+        /// The end, as a NIC's number.
+        nic: u32,
+        /// Its socket's inode.
+        socket: u64,
+    },
     /// The sash that the giver stored, for the next order to take. Beside it: a memfd with its bytes, in an envelope.
     Sash {
         /// The NIC.
@@ -254,8 +304,13 @@ pub enum ToWorker {
         /// The capture's number.
         capture: u32,
     },
-    /// Say again what you have: [`ToDaemon::Mine`], and a [`ToDaemon::Kit`] for each NIC. From a daemon that has just begun.
-    Again,
+    /// Say again what you have: [`ToDaemon::Mine`], the node's [`ToDaemon::Client`] if it has one, and a [`ToDaemon::Kit`] for each NIC. From a daemon that
+    /// has just begun.
+    Again {
+        /// The daemon hears [`ToDaemon::Client`].
+        #[serde(default)]
+        keeps: bool,
+    },
     /// Say what you have counted.
     Counts,
     /// Park what you drive, and end.
@@ -299,6 +354,21 @@ pub enum ToDaemon {
         nic: u32,
         /// In the driver's order.
         counts: Vec<(String, u64)>,
+    },
+    /// A client of memif is connected at an end that this worker drives, or, in answer to [`ToWorker::Again`], may have to. Beside it: what belongs to
+    /// [`Client`]. For a daemon that said that it hears this.
+    Client {
+        /// The end, as a NIC's number.
+        nic: u32,
+        /// It.
+        client: Client,
+    },
+    /// It is there no more.
+    NoClient {
+        /// The end, as a NIC's number.
+        nic: u32,
+        /// Its socket's inode.
+        socket: u64,
     },
     /// Who it is: first in answer to [`ToWorker::Again`]. Beside it: its pulse, its node's book, and its TAP or its
     /// socket of memif if it has one.

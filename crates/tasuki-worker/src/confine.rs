@@ -28,6 +28,7 @@ const CALLS: &[i64] = &[
     libc::SYS_accept4,
     libc::SYS_getsockopt,
     libc::SYS_setsockopt,
+    libc::SYS_shutdown,
     // Eventfds, TAPs, and the registers of a device behind VFIO.
     libc::SYS_read,
     libc::SYS_write,

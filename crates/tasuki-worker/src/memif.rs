@@ -1,11 +1,14 @@
-//! Where clients of memif connect to a node: a listening socket that the daemon has made and keeps.
+//! Where clients of memif connect to a node: a listening socket that the daemon has made and keeps. And the client that is connected, as it goes from
+//! one worker of the node to the next.
 
 use std::os::fd::{AsFd, OwnedFd};
 
 use anyhow::{Context, Result, ensure};
 use rustix::net::SocketType;
-use tasuki_net::memif::control::Terms;
-use tasuki_relay::letter::Begin;
+use tasuki_net::memif::client::Parts;
+use tasuki_net::memif::control::{RingPlace, Terms};
+use tasuki_net::memif::refusal::Way;
+use tasuki_relay::letter::{Begin, Client, ClientRing};
 
 /// A listening socket, and what a client must know.
 #[derive(Debug)]
@@ -15,6 +18,8 @@ pub struct Memif {
     pub name: String,
     /// For clients.
     pub terms: Terms,
+    /// The daemon keeps what a client is made of, for whoever serves it next.
+    pub keeps: bool,
 }
 
 impl Memif {
@@ -30,11 +35,83 @@ impl Memif {
             .as_ref()
             .context("the daemon does not say what a client of memif must know; rebuild the older of the two")?;
         let terms = Terms::new(memif.id, &memif.secret, &begin.node)?;
-        Ok(Memif { listener, name: begin.tap.clone().unwrap_or_default(), terms })
+        Ok(Memif { listener, name: begin.tap.clone().unwrap_or_default(), terms, keeps: memif.keeps })
     }
 
     /// Another descriptor of it.
     pub fn fd(&self) -> std::io::Result<OwnedFd> {
         self.listener.as_fd().try_clone_to_owned()
+    }
+}
+
+/// A client as it travels.
+pub fn pack(parts: Parts) -> (Client, Vec<OwnedFd>) {
+    let Parts { name, socket, regions, to_server: (to_server, bell), to_client: (to_client, clapper) } = parts;
+    let ring = |RingPlace { region, offset, log2_size, .. }| ClientRing { region, offset, log2_size };
+    let (sizes, memories): (Vec<u64>, Vec<OwnedFd>) = regions.into_iter().unzip();
+    let client = Client { name, regions: sizes, to_server: ring(to_server), to_client: ring(to_client) };
+    (client, [socket, bell, clapper].into_iter().chain(memories).collect())
+}
+
+/// The reverse. Nothing of it is checked but that all is there.
+pub fn unpack(client: Client, fds: Vec<OwnedFd>) -> Result<Parts> {
+    let Client { name, regions, to_server, to_client } = client;
+    let (count, expected) = (fds.len(), Client::OTHERS + regions.len());
+    ensure!(
+        count == expected,
+        "{count} descriptors came with a client of memif, and {expected} belong to it; rebuild the older of daemon and worker"
+    );
+    let mut fds = fds.into_iter();
+    let mut next = || fds.next().context("they were counted");
+    let (socket, bell, clapper) = (next()?, next()?, next()?);
+    let ring = |way, ClientRing { region, offset, log2_size }| RingPlace { way, region, offset, log2_size };
+    Ok(Parts {
+        name,
+        socket,
+        to_server: (ring(Way::ToServer, to_server), bell),
+        to_client: (ring(Way::ToClient, to_client), clapper),
+        regions: regions.into_iter().zip(fds).collect(),
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use serde::Deserialize;
+    use tasuki_relay::letter::{Memif, ToWorker};
+
+    use super::*;
+
+    #[test]
+    fn daemons_and_workers_of_before_clients_were_handed_on_are_understood() {
+        let again: ToWorker = serde_json::from_str(r#"{"letter":"again"}"#).unwrap();
+        assert_eq!(again, ToWorker::Again { keeps: false });
+        let memif: Memif = serde_json::from_str(r#"{"id":1,"secret":""}"#).unwrap();
+        assert!(!memif.keeps);
+        #[derive(Debug, PartialEq, Eq, Deserialize)]
+        #[serde(tag = "letter", rename_all = "kebab-case")]
+        enum Before {
+            Again,
+        }
+        let said = serde_json::to_string(&ToWorker::Again { keeps: true }).unwrap();
+        assert_eq!(serde_json::from_str::<Before>(&said).unwrap(), Before::Again);
+    }
+
+    #[test]
+    fn a_client_comes_out_as_it_went_in() {
+        let file = || rustix::event::eventfd(0, rustix::event::EventfdFlags::CLOEXEC).unwrap();
+        let ring = |way, offset| RingPlace { way, region: 1, offset, log2_size: 10 };
+        let parts = Parts {
+            name: "a client".to_owned(),
+            socket: file(),
+            regions: vec![(4096, file()), (8192, file())],
+            to_server: (ring(Way::ToServer, 0), file()),
+            to_client: (ring(Way::ToClient, 4096), file()),
+        };
+        let before = format!("{parts:?}");
+        let (client, mut fds) = pack(parts);
+        assert_eq!(format!("{:?}", unpack(client.clone(), fds).unwrap()), before);
+        fds = (0..4).map(|_| file()).collect();
+        let why = unpack(client, fds).unwrap_err().to_string();
+        assert!(why.starts_with("4 descriptors came with a client of memif, and 5 belong to it"), "{why}");
     }
 }

@@ -331,7 +331,15 @@ impl<D: Duty> Node<D> {
                     each!(&mut self.seats[index], seat => seat.end_capture(capture));
                 }
             }
-            ToWorker::Again => self.again(),
+            ToWorker::Client { nic, client } => self.of_vni(nic, |seat| seat.hear_of_client(client, fds)),
+            ToWorker::NoClient { nic, socket } => self.of_vni(nic, |seat| {
+                seat.forget_client(socket);
+                Ok(())
+            }),
+            ToWorker::Again { keeps } => {
+                self.common.memif.iter_mut().for_each(|memif| memif.keeps = keeps);
+                self.again();
+            }
             ToWorker::Counts => {
                 for seat in &mut self.seats {
                     each!(seat, seat => seat.tell_counts(&mut self.common.post));
@@ -423,8 +431,12 @@ impl<D: Duty> Node<D> {
         let tap = tap.map(Tap::name).or_else(|| memif.as_ref().map(|memif| memif.name.as_str())).map(str::to_owned);
         let mine = ToDaemon::Mine { party: party.0.get(), node: self.name.clone(), nics, tap };
         post.write(&mine, fds.unwrap_or_default());
-        for seat in &self.seats {
-            each!(seat, seat => seat.tell_kit(post));
+        for seat in &mut self.seats {
+            // Before its kit: when all those have come, all has.
+            if let AnySeat::Vni(seat) = seat {
+                seat.tell_client_again(&mut self.common);
+            }
+            each!(seat, seat => seat.tell_kit(&mut self.common.post));
         }
     }
 }

@@ -4,6 +4,7 @@
 //! There is no sash. How far a driver had come stands in the node's estate, which is written before anybody can count on it, so a successor reads
 //! the same whether its predecessor let go or died.
 
+mod client;
 mod end;
 
 use std::collections::{BTreeMap, VecDeque};
@@ -13,6 +14,8 @@ use std::time::{Duration, Instant};
 use anyhow::{Context, Result, ensure};
 use tasuki_net::capture::{Capture, Captures};
 use tasuki_net::memif::MemifNode;
+use tasuki_net::memif::client::Inherited;
+use tasuki_net::memif::refusal::Refusal;
 use tasuki_net::nic::Mac;
 use tasuki_net::port::{Armed, Transactional};
 use tasuki_net::switch::Switch;
@@ -88,6 +91,10 @@ pub struct VniSeat<D: Duty> {
     /// For a native node: made in advance.
     frames: Option<Frames>,
     end: Option<End>,
+    /// A client of memif that whoever drives it serves, and which is ours with the lease.
+    client: Option<Inherited>,
+    /// The socket of the client of which the daemon was told last.
+    told_client: Option<u64>,
     /// What was counted when the pulse was told last: given, taken, dropped.
     told: (u64, u64, u64),
     waits_since: Option<Instant>,
@@ -115,6 +122,8 @@ impl<D: Duty> VniSeat<D> {
             duty: D::new(told),
             frames: None,
             end: None,
+            client: None,
+            told_client: None,
             told: (0, 0, 0),
             waits_since: None,
             turns: 0,
@@ -350,12 +359,13 @@ impl<D: Duty> VniSeat<D> {
     }
 
     /// Ends the burst.
-    fn stop(&mut self, common: &Common) {
+    fn stop(&mut self, common: &mut Common) {
         match &mut self.end {
             Some(End::Native(native)) => native.stop(&mut self.duty, common),
             Some(end) => end.finish(),
             None => {}
         }
+        self.entrust_client(common);
         fail::point("give.stopped");
     }
 
@@ -363,6 +373,10 @@ impl<D: Duty> VniSeat<D> {
     fn drop_end(&mut self, common: &mut Common) {
         if let Some(mut end) = self.end.take() {
             self.captures = end.with_captures(Option::take);
+            // It is a successor's, and ours again if that gives the lease back.
+            if let End::Memif(end) = &mut end {
+                self.client = end.release();
+            }
         }
         if common.joins {
             common.joint = None;
@@ -452,7 +466,8 @@ impl<D: Duty> VniSeat<D> {
         self.add_all(common, |kit| vni.add(kit));
         vni.settle();
         if let Some(memif) = &common.memif {
-            let node = MemifNode::new(memif.fd()?, memif.terms.clone(), vni, switch)?;
+            let mut node = MemifNode::new(memif.fd()?, memif.terms.clone(), vni, switch)?;
+            self.client.take().into_iter().for_each(|client| node.go_on(client));
             return Ok(End::Memif(Box::new(node)));
         }
         let tap = common.tap.context("the node has no namespace")?.fd()?;
@@ -501,6 +516,7 @@ impl<D: Duty> VniSeat<D> {
             common.pulse.add(pulse::REFUSED, now_dropped - dropped);
             self.told = (now_given, now_taken, now_dropped);
         }
+        self.tell_news_of_client(common);
         if self.turns.is_multiple_of(TURNS) {
             self.tick();
         }
@@ -529,7 +545,8 @@ impl<D: Duty> VniSeat<D> {
     }
 
     /// Whether it may be slept on.
-    pub fn arm(&mut self, _: &mut Common) -> bool {
+    pub fn arm(&mut self, common: &mut Common) -> bool {
+        self.tell_news_of_client(common);
         self.end.as_mut().is_none_or(|end| end.arm() == Armed::Idle)
     }
 
@@ -573,6 +590,9 @@ impl<D: Duty> VniSeat<D> {
 
     /// Ends what is driven: what was sent is there for whoever goes on.
     pub fn park(&mut self, common: &mut Common) {
+        if let Some(End::Memif(end)) = &mut self.end {
+            end.dismiss(Refusal::Over);
+        }
         self.stop(common);
         self.conclude(common);
         self.drop_end(common);

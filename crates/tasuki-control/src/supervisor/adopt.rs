@@ -123,7 +123,7 @@ impl Supervisor {
             kits_due: None,
             wanted: false,
         };
-        let sent = worker.write(&ToWorker::Again, &[]);
+        let sent = worker.write(&ToWorker::Again { keeps: true }, &[]);
         crash::point("daemon.again");
         drop(theirs);
         let node = worker.record.node.clone();
@@ -162,6 +162,8 @@ impl Supervisor {
             let name = card.name().to_owned();
             let inputs = self.do_all(nic, doing);
             inputs.into_iter().for_each(|input| self.tell_arbiter(nic, input));
+            // Of one that came while no daemon was there, those who stand by have not heard.
+            self.tell_all_of_client(nic);
             let holder = self.cards[&nic].board.holder();
             if let Some(holder) = holder.and_then(|holder| self.workers.get(&holder)) {
                 let (holder, node) = (holder.party(), holder.record.node.clone());

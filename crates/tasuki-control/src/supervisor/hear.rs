@@ -116,6 +116,8 @@ impl Supervisor {
             ToDaemon::Mine { party, nics, tap, .. } => self.gave_back(number, party, nics, tap, fds),
             ToDaemon::Kit { nic, name, board, kit } => self.has_kit(number, nic, &name, board, kit, fds),
             ToDaemon::Sash { nic } => self.forward_sash(nic, &fds),
+            ToDaemon::Client { nic, client } => self.has_client(number, nic, client, fds),
+            ToDaemon::NoClient { nic, socket } => self.has_client_no_more(number, nic, socket),
             ToDaemon::Counts { nic, counts } => self.counted(number, nic, &counts),
             ToDaemon::Told { nic, sentence } => {
                 let node = self.workers.get(&number).map(|worker| worker.record.node.clone());

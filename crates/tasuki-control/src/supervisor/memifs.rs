@@ -1,5 +1,8 @@
 //! Sockets at which programs on DPDK or VPP connect to a node, as clients of memif. The daemon listens and gives every worker of the node the
 //! descriptor; whoever drives the node's end of its VNI lets clients in.
+//!
+//! What a client that is connected is made of lies beside the listening socket, and with every other worker of the node: whoever drives next goes on
+//! with it. Nothing of it is looked at here, for it was made by a stranger; and a worker that lies about it lies to its own node.
 
 use std::io::ErrorKind;
 use std::os::fd::{AsFd, OwnedFd};
@@ -7,8 +10,13 @@ use std::os::unix::fs::{FileTypeExt, PermissionsExt};
 use std::path::Path;
 
 use anyhow::{Context, Result, bail};
+use rustix::io::Errno;
 use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType};
+use tasuki_relay::letter::{self, ToWorker};
 
+use super::card::Card;
+use super::vnis::is_lost;
+use super::worker::Worker;
 use super::{About, Supervisor};
 use crate::{channel, config};
 
@@ -17,13 +25,42 @@ use crate::{channel, config};
 pub struct MemifEnd {
     config: config::Memif,
     listener: Option<OwnedFd>,
+    client: Option<Connected>,
+}
+
+/// A client that is connected.
+#[derive(Debug)]
+struct Connected {
+    letter: letter::Client,
+    /// Its socket first.
+    fds: Vec<OwnedFd>,
+    /// By what that is known.
+    socket: u64,
+}
+
+impl Connected {
+    /// Says no to what cannot be one.
+    fn new(letter: letter::Client, fds: Vec<OwnedFd>) -> Option<Self> {
+        let regions = letter.regions.len();
+        if regions > letter::REGIONS_MAX || fds.len() != letter::Client::OTHERS + regions {
+            return None;
+        }
+        // No file of anybody's file system, which would have to be asked.
+        rustix::net::sockopt::socket_type(&fds[0]).ok()?;
+        let socket = rustix::fs::fstat(&fds[0]).ok()?.st_ino;
+        Some(Connected { letter, fds, socket })
+    }
+
+    fn tell(&self, worker: &Worker, nic: u32) -> Result<(), Errno> {
+        worker.write(&ToWorker::Client { nic, client: self.letter.clone() }, &channel::lend(&self.fds))
+    }
 }
 
 impl MemifEnd {
     /// That of a node, by its name, not made yet.
     pub fn of(node: &config::Node) -> Option<(String, Self)> {
         let config = node.memif()?.clone();
-        Some((config.label(), MemifEnd { config, listener: None }))
+        Some((config.label(), MemifEnd { config, listener: None, client: None }))
     }
 
     /// Makes it, if it is not there.
@@ -70,9 +107,9 @@ fn is_served(path: &Path) -> bool {
         return false;
     };
     match rustix::net::connect(&socket, &address) {
-        Ok(()) | Err(rustix::io::Errno::AGAIN) => true,
+        Ok(()) | Err(Errno::AGAIN) => true,
         // It is another kind of socket, and somebody's.
-        Err(rustix::io::Errno::PROTOTYPE) => true,
+        Err(Errno::PROTOTYPE) => true,
         Err(_) => false,
     }
 }
@@ -108,6 +145,76 @@ impl Supervisor {
         let end = self.memifs.get_mut(&label).with_context(|| format!("there is no socket {label}"))?;
         let listener = end.make()?.as_fd().try_clone_to_owned()?;
         Ok(Some((label, listener)))
+    }
+
+    /// The memif at which a worker serves clients by way of an end: its own node's, or none.
+    fn memif_of(&mut self, number: u32, nic: u32) -> Option<&mut MemifEnd> {
+        let node = &self.workers.get(&number)?.record.node;
+        let is_its = |card: &Card| card.vni().is_some() && card.config.node == *node;
+        self.cards.get(&nic).filter(|card| is_its(card))?;
+        let label = self.config.node(node)?.memif()?.label();
+        self.memifs.get_mut(&label)
+    }
+
+    /// A worker serves a client, or has heard of one that another serves: the node's other workers are to know it, too. What whoever drives says
+    /// counts more; one who has just passed the lease is heard by whoever has it.
+    pub(super) fn has_client(&mut self, number: u32, nic: u32, client: letter::Client, fds: Vec<OwnedFd>) {
+        let holder = self.cards.get(&nic).and_then(|card| card.board.holder());
+        let Some(end) = self.memif_of(number, nic) else {
+            return self.condemn(number, format!("speaks of a client of memif at NIC {nic}, where its node has none"));
+        };
+        let Some(connected) = Connected::new(client, fds) else {
+            return self.condemn(number, "sent something else than a client of memif is made of".to_owned());
+        };
+        if end.client.as_ref().is_some_and(|known| known.socket == connected.socket) {
+            return;
+        }
+        if end.client.is_none() || holder.is_none_or(|holder| holder == number) {
+            end.client = Some(connected);
+            return self.tell_others_of_client(nic, number);
+        }
+        if let Some(worker) = holder.and_then(|holder| self.workers.get(&holder)) {
+            // If it does not hear it, the client finds its socket closed.
+            let _ = connected.tell(worker, nic);
+        }
+    }
+
+    /// A client is there no more.
+    pub(super) fn has_client_no_more(&mut self, number: u32, nic: u32, socket: u64) {
+        let Some(end) = self.memif_of(number, nic) else { return };
+        if end.client.take_if(|client| client.socket == socket).is_none() {
+            return;
+        }
+        for worker in self.workers.values().filter(|worker| worker.party() != number && worker.nics.contains_key(&nic))
+        {
+            // Who does not hear it finds out when it goes on.
+            let _ = worker.write(&ToWorker::NoClient { nic, socket }, &[]);
+        }
+    }
+
+    /// Tells all workers of an end but one of the client that is connected there.
+    fn tell_others_of_client(&mut self, nic: u32, but: u32) {
+        let has_it = |worker: &&Worker| worker.nics.contains_key(&nic) && worker.party() != but;
+        let others: Vec<u32> = self.workers.values().filter(has_it).map(Worker::party).collect();
+        others.into_iter().for_each(|number| self.tell_client(nic, number));
+    }
+
+    /// The same to those who do not drive.
+    pub(super) fn tell_all_of_client(&mut self, nic: u32) {
+        let holder = self.cards.get(&nic).and_then(|card| card.board.holder());
+        self.tell_others_of_client(nic, holder.unwrap_or(0));
+    }
+
+    /// Tells a worker that has been given an end of the client that is connected there, if there is one.
+    pub(super) fn tell_client(&mut self, nic: u32, number: u32) {
+        let Some(client) = self.memif_of(number, nic).and_then(|end| end.client.take()) else { return };
+        let told = self.workers.get(&number).map_or(Ok(()), |worker| client.tell(worker, nic));
+        if let Some(end) = self.memif_of(number, nic) {
+            end.client = Some(client);
+        }
+        if is_lost(told) {
+            self.condemn(number, "does not take what it must know of its node's client of memif".to_owned());
+        }
     }
 
     /// Nobody is to connect any more.

@@ -276,7 +276,11 @@ impl Supervisor {
             poll: config.poll,
             memlock,
             tap: None,
-            memif: config.memif().map(|memif| letter::Memif { id: memif.id, secret: memif.secret.clone() }),
+            memif: config.memif().map(|memif| letter::Memif {
+                id: memif.id,
+                secret: memif.secret.clone(),
+                keeps: true,
+            }),
         };
         tell_what_it_is(&worker, begin, [&book, &listener], outlet);
         worker.pulse.iter().for_each(|pulse| self.tombs.watch(number, pulse));
@@ -352,6 +356,7 @@ impl Supervisor {
         let sent = worker.write(&letter, &card.lend(count));
         crash::point("daemon.kit");
         self.tell_neighbours(nic, number);
+        self.tell_client(nic, number);
         let (Some(card), Some(worker)) = (self.cards.get_mut(&nic), self.workers.get_mut(&number)) else { return };
         let sent = sent.and_then(|()| worker.order(nic, prepare));
         crash::point("daemon.attached");

@@ -96,7 +96,7 @@ fn introduce(worker: &Worker, nic: u32, number: u16, member: &Member) -> Result<
 }
 
 /// Whether a letter is lost to somebody who lives: who is dead or dying is told by its pidfd.
-fn is_lost(sent: Result<(), Errno>) -> bool {
+pub(super) fn is_lost(sent: Result<(), Errno>) -> bool {
     sent.is_err_and(|errno| !matches!(errno, Errno::PIPE | Errno::CONNRESET))
 }
 

@@ -7,6 +7,7 @@ mod hangs;
 mod kills;
 mod leaks;
 mod legs;
+mod memifs;
 mod natives;
 mod own;
 mod real;

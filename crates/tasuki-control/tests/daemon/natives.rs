@@ -49,7 +49,7 @@ fn assert_exact(rig: &Rig) {
 }
 
 /// A worker that dies at a place, when it passes it so often.
-fn dying_at(rig: &Rig, place: &str, nth: u32, program: &str) -> String {
+pub fn dying_at(rig: &Rig, place: &str, nth: u32, program: &str) -> String {
     let path = rig.path(&format!("dies-{}-{nth}", place.replace('.', "-")));
     fs::write(&path, format!("#!/bin/sh\nTASUKI_CRASH={place}:{nth} exec {program} \"$@\"\n")).expect("a file");
     fs::set_permissions(&path, fs::Permissions::from_mode(0o755)).expect("a mode");

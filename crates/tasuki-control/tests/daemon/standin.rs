@@ -241,7 +241,7 @@ impl Standin {
                     nic.plan = Some(plan);
                 }
             }
-            ToWorker::Again => {
+            ToWorker::Again { .. } => {
                 let nics = u32::try_from(self.nics.len() + usize::from(self.is("claims"))).expect("a few");
                 let mine = ToDaemon::Mine { party: self.party, node: self.node.clone(), nics, tap: None };
                 write(&self.socket, &mine, &[self.pulse.region().fd(), self.book.as_fd()]);
@@ -271,7 +271,10 @@ impl Standin {
             // No frame passes here.
             ToWorker::Capture { .. } | ToWorker::NoCapture { .. } => {}
             ToWorker::Neighbour { number, .. } => _ = self.neighbours.insert(number, fds),
-            ToWorker::NoNeighbour { .. } | ToWorker::Directory { .. } => {}
+            ToWorker::NoNeighbour { .. }
+            | ToWorker::Directory { .. }
+            | ToWorker::Client { .. }
+            | ToWorker::NoClient { .. } => {}
             ToWorker::End => std::process::exit(0),
             ToWorker::Begin(_) => panic!("it has begun"),
         }

@@ -385,19 +385,30 @@ fn a_namespace_talks_to_a_program_on_stock_dpdk() {
     world.rig.await_pair("dpdk");
     let said = world.rig.refused(&["node", "add", "other", "--memif", shown]);
     assert!(said.contains("is node \"dpdk\"'s as well"), "{said}");
-    for _ in 0..2 {
-        let program = echoing(&socket);
-        let answers = || {
-            let words = ["-c", "1", "-W", "1", "192.0.2.77"];
-            let pinged = world.shop.within(|| Command::new("ping").args(words).output().expect("looked for before"));
-            pinged.status.success()
-        };
-        until(&world.rig, "it answers", answers);
-        // Whoever comes after it is served by another worker.
-        drop(program);
-        world.rig.ask(&["worker", "upgrade", "dpdk"]);
-        world.rig.await_pair("dpdk");
-    }
+    let pinged = |count: &str, pause: &str| {
+        let words = ["-c", count, "-i", pause, "-W", "5", "192.0.2.77"];
+        let pinged = world.shop.within(|| Command::new("ping").args(words).output().expect("looked for before"));
+        String::from_utf8_lossy(&pinged.stdout).into_owned()
+    };
+    let answers = || pinged("1", "1").contains(" 1 received");
+    let program = echoing(&socket);
+    until(&world.rig, "it answers", answers);
+    // It connects once, and is served by one worker after the other.
+    std::thread::scope(|scope| {
+        let pinging = scope.spawn(|| pinged("1000", "0.005"));
+        for _ in 0..2 {
+            world.rig.ask(&["worker", "upgrade", "dpdk"]);
+            world.rig.await_pair("dpdk");
+            world.kill_driver("dpdk");
+        }
+        let said = pinging.join().expect("looked for before");
+        assert!(said.contains(" 1000 received"), "{said}\n{}", world.rig.log());
+    });
+    until(&world.rig, "it answers", answers);
+    // Whoever comes after it is served as well.
+    drop(program);
+    let _program = echoing(&socket);
+    until(&world.rig, "it answers", answers);
     world.rig.ask(&["node", "remove", "dpdk"]);
     assert!(!socket.exists(), "nobody serves there any more");
     world.end();

@@ -10,12 +10,13 @@ use rustix::event::{PollFd, PollFlags, Timespec};
 use rustix::fs::OFlags;
 use rustix::io::Errno;
 use rustix::net::{
-    RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendAncillaryBuffer, SendFlags, recvmsg, sendmsg,
+    RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendAncillaryBuffer, SendFlags, Shutdown, recvmsg, sendmsg,
 };
 use tasuki_shm::region::{CommonRegion, RegionError};
 use zerocopy::IntoBytes;
 
-use super::control::{Control, Deed, RingPlace, Terms, farewell, hello};
+use super::control::{Control, Deed, Handed, REGIONS_MAX, RingPlace, Terms, farewell, hello};
+use super::ledger::Ledger;
 use super::refusal::{Refusal, Way};
 use super::ring::{Regions, Ring};
 use super::wire::{MESSAGE_LEN, Message};
@@ -65,6 +66,8 @@ pub struct Client {
     control: Control,
     since: Instant,
     regions: Regions,
+    /// What they are made of, for a successor.
+    memories: ArrayVec<(u64, OwnedFd), REGIONS_MAX>,
     rings: ArrayVec<(RingPlace, OwnedFd), 2>,
     /// What it has when it is connected.
     pub attached: Option<Attached>,
@@ -73,16 +76,73 @@ pub struct Client {
 impl Client {
     /// Greets whoever has connected to `socket`, which does not block.
     pub fn greet(socket: OwnedFd, terms: &Terms, now: Instant) -> Result<Self, End> {
-        let client = Client {
-            socket,
-            control: Control::default(),
-            since: now,
-            regions: Regions::default(),
-            rings: ArrayVec::new(),
-            attached: None,
-        };
+        let client = Self::over(socket, Control::default(), now);
         client.say(&hello(terms))?;
         Ok(client)
+    }
+
+    fn over(socket: OwnedFd, control: Control, since: Instant) -> Self {
+        Client {
+            socket,
+            control,
+            since,
+            regions: Regions::default(),
+            memories: ArrayVec::new(),
+            rings: ArrayVec::new(),
+            attached: None,
+        }
+    }
+
+    /// What a successor needs, if it is connected.
+    pub fn parts(&self) -> std::io::Result<Option<Parts>> {
+        let Some(attached) = &self.attached else { return Ok(None) };
+        let copy = |fd: &OwnedFd| fd.try_clone();
+        let regions = self.memories.iter().map(|(size, memory)| Ok((*size, copy(memory)?)));
+        Ok(Some(Parts {
+            name: self.name(),
+            socket: copy(&self.socket)?,
+            regions: regions.collect::<std::io::Result<_>>()?,
+            to_server: (attached.from.place(), copy(&attached.bell)?),
+            to_client: (attached.to.place(), copy(&attached.clapper)?),
+        }))
+    }
+
+    /// Maps what a predecessor had of a client. Nothing of it is looked at before it is [gone on with](Self::go_on).
+    fn map_again(parts: Parts) -> Result<Self, (OwnedFd, Refusal)> {
+        let Parts { name, socket, regions, to_server, to_client } = parts;
+        let regions = regions.into_iter().map(|(size, memory)| Handed::Region(size, memory));
+        let rings = [to_server, to_client].map(|(place, bell)| Handed::Ring(place, bell));
+        let (control, deeds) = Control::again(&name, regions.chain(rings));
+        let mut client = Self::over(socket, control, Instant::now());
+        for deed in deeds {
+            match deed.map_err(End::from).and_then(|deed| client.act(deed)) {
+                Ok(()) => {}
+                Err(End::Refused(refusal)) => return Err((client.socket, refusal)),
+                Err(End::Left) => unreachable!("no deed of these is to forget it"),
+            }
+        }
+        Ok(client)
+    }
+
+    /// Goes on where a predecessor stopped, if the client has not gone meanwhile.
+    pub fn go_on(&mut self, terms: &Terms, ledger: &mut Ledger) -> Result<(), End> {
+        self.hear(terms)?;
+        let Some(attached) = &mut self.attached else { return Ok(()) };
+        attached.from.go_on(ledger);
+        attached.to.go_on(ledger);
+        // A predecessor may have ended before it rang.
+        attached.ring();
+        Ok(())
+    }
+
+    /// What is left of it where its memory is let go.
+    pub fn into_socket(self) -> OwnedFd {
+        self.socket
+    }
+
+    /// It is there no more, for whoever else has its socket either.
+    pub fn hang_up(&self) {
+        hang_up(&self.socket);
     }
 
     /// What it says its name is.
@@ -121,6 +181,7 @@ impl Client {
                 let size = usize::try_from(size).map_err(|_| Refusal::RegionSize)?;
                 let region = CommonRegion::map(memory.as_fd(), size).map_err(|error| refusal_of(&error, index))?;
                 self.regions.push(region);
+                self.memories.push((size as u64, memory));
             }
             Deed::Ring(place, bell) => {
                 if !is_eventfd(bell.as_fd()) {
@@ -182,9 +243,75 @@ pub fn dismiss(socket: &OwnedFd, refusal: Refusal) {
     let mut room = [0; MESSAGE_LEN + 1];
     for _ in 0..AT_ONCE {
         if !matches!(receive(socket.as_fd(), &mut room), Ok(Some(_))) {
-            return;
+            break;
         }
     }
+    hang_up(socket);
+}
+
+/// Others may have the socket too: whoever keeps it for our successor.
+fn hang_up(socket: &OwnedFd) {
+    // Fails where it is so already.
+    let _ = rustix::net::shutdown(socket, Shutdown::Both);
+}
+
+/// All that a client that is connected is made of: what a successor of its server needs to go on, and nobody has to look at before.
+#[derive(Debug)]
+pub struct Parts {
+    /// What it calls itself.
+    pub name: String,
+    /// Its socket.
+    pub socket: OwnedFd,
+    /// Its memory, and how many bytes of each.
+    pub regions: Vec<(u64, OwnedFd)>,
+    /// The ring in which it sends, and by what it rings.
+    pub to_server: (RingPlace, OwnedFd),
+    /// The ring in which it is sent, and by what it is rung.
+    pub to_client: (RingPlace, OwnedFd),
+}
+
+/// A client that a predecessor served, mapped by whoever may have to go on; or why it cannot be.
+#[derive(Debug)]
+pub struct Inherited(pub(super) Result<Box<Client>, (OwnedFd, Refusal)>);
+
+impl Inherited {
+    /// Maps the memory, so that it is there when it is needed, and touches nothing of it that counts.
+    pub fn new(parts: Parts) -> Self {
+        Inherited(Client::map_again(parts).map(Box::new))
+    }
+
+    /// Its socket.
+    pub fn socket(&self) -> BorrowedFd<'_> {
+        match &self.0 {
+            Ok(client) => client.socket(),
+            Err((socket, _)) => socket.as_fd(),
+        }
+    }
+
+    /// Whether it is this one.
+    pub(super) fn is(&self, client: &Client) -> bool {
+        name_of(self.socket()) == name_of(client.socket())
+    }
+
+    /// What somebody else needs to go on with it, as long as it is there.
+    pub fn parts(&self) -> std::io::Result<Option<Parts>> {
+        match &self.0 {
+            Ok(client) if !has_hung_up(client.socket()) => client.parts(),
+            _ => Ok(None),
+        }
+    }
+}
+
+/// By what a client's socket is known, as long as anybody has it open: its inode.
+pub fn name_of(socket: BorrowedFd<'_>) -> u64 {
+    rustix::fs::fstat(socket).map_or(0, |stat| stat.st_ino)
+}
+
+/// Whether the client is gone.
+fn has_hung_up(socket: BorrowedFd<'_>) -> bool {
+    let mut polled = [PollFd::from_borrowed_fd(socket, PollFlags::empty())];
+    let at_once = Timespec { tv_sec: 0, tv_nsec: 0 };
+    rustix::event::poll(&mut polled, Some(&at_once)) == Ok(1)
 }
 
 fn send(socket: BorrowedFd<'_>, message: &Message) -> Result<(), Errno> {

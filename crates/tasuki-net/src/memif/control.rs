@@ -96,6 +96,15 @@ pub enum Deed<D> {
     Forget,
 }
 
+/// What a predecessor has of a client that is connected.
+#[derive(Debug)]
+pub enum Handed<D> {
+    /// Its next region: so many bytes of this memory.
+    Region(u64, D),
+    /// A ring in those before, and by what it rings.
+    Ring(RingPlace, D),
+}
+
 /// Where a client is in its handshake.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Stage {
@@ -173,14 +182,8 @@ impl Control {
             (Stage::Known, kind::ADD_REGION) => Ok((self.add_region(&message.body(), descriptor)?, ack)),
             (Stage::Known, kind::ADD_RING) => Ok((self.add_ring(&message.body(), descriptor)?, ack)),
             (Stage::Known, kind::CONNECT) => {
-                for (has, way) in self.has.into_iter().zip([Way::ToServer, Way::ToClient]) {
-                    if !has {
-                        return Err(Refusal::RingMissing(way));
-                    }
-                }
-                self.stage = Stage::Connected;
                 let connected = Message::with(kind::CONNECTED, &Connect { name: text(&terms.name) });
-                Ok((Deed::Attach, Some(connected)))
+                Ok((self.connect()?, Some(connected)))
             }
             _ => Err(Refusal::OutOfTurn(kind)),
         }
@@ -253,6 +256,46 @@ impl Control {
         let Some(bell) = bell else { return Err(Refusal::RingSilent(way)) };
         *has = true;
         Ok(Deed::Ring(RingPlace { way, region, offset, log2_size: add.log2_size }, bell))
+    }
+
+    fn connect<D>(&mut self) -> Result<Deed<D>, Refusal> {
+        for (has, way) in self.has.into_iter().zip([Way::ToServer, Way::ToClient]) {
+            if !has {
+                return Err(Refusal::RingMissing(way));
+            }
+        }
+        self.stage = Stage::Connected;
+        Ok(Deed::Attach)
+    }
+
+    /// The same handshake once more, with what a predecessor has of a client that calls itself so: it is held against the same rules. What is to be done
+    /// comes in turn.
+    pub fn again<D>(name: &str, handed: impl IntoIterator<Item = Handed<D>>) -> (Self, Vec<Result<Deed<D>, Refusal>>) {
+        let mut control = Control { stage: Stage::Known, client: text(name), ..Control::default() };
+        let mut deeds: Vec<_> = (0..).zip(handed).map(|(i, it)| control.take_over(i, it)).collect();
+        deeds.push(control.connect());
+        (control, deeds)
+    }
+
+    fn take_over<D>(&mut self, i: u16, handed: Handed<D>) -> Result<Deed<D>, Refusal> {
+        match handed {
+            Handed::Region(size, memory) => {
+                self.add_region(&AddRegion { index: i.into(), size: size.into() }, Some(memory))
+            }
+            Handed::Ring(RingPlace { way, region, offset, log2_size }, bell) => {
+                let flags = if way == Way::ToServer { TO_SERVER } else { 0 };
+                let (region, offset) = (region.into(), offset.into());
+                let add = AddRing {
+                    flags: flags.into(),
+                    index: 0.into(),
+                    region,
+                    offset,
+                    log2_size,
+                    private_header_len: 0.into(),
+                };
+                self.add_ring(&add, Some(bell))
+            }
+        }
     }
 
     /// Whether it is through with its handshake.

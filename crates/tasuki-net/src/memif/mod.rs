@@ -12,12 +12,22 @@
 //! | [`control`] | what is said with a client, as a table           |
 //! | [`refusal`] | why a client is sent away                        |
 //! | [`ring`]    | a ring in a client's memory, and its regions     |
+//! | [`ledger`]  | where we are with its rings, for a successor     |
 //! | [`client`]  | one client: socket, memory, rings, bells         |
+//! | `giver`     | frames into a client's buffers                   |
+//! | `taker`     | frames from a client to where they go            |
+//!
+//! A client outlives its server: all that it is made of goes to a [successor](MemifNode::go_on), which goes on in the middle of its rings, also if
+//! its predecessor was killed. Frames are seen by those they go to before whoever they come from is told that they are gone, so that a death loses
+//! none; what one has seen and the other was not told of comes twice: up to a burst each way.
 
 pub mod client;
 pub mod control;
+mod giver;
+pub mod ledger;
 pub mod refusal;
 pub mod ring;
+mod taker;
 pub mod wire;
 
 use std::io;
@@ -31,18 +41,20 @@ use rustix::fs::OFlags;
 use rustix::io::Errno;
 use rustix::net::SocketFlags;
 use tasuki_shm::line::Line;
-use tasuki_shm::vni::directory::Mac;
 
 use crate::port::Armed;
 use crate::slow::{Slow, WAIT};
-use crate::switch::{Switch, To};
-use crate::vni::finish::{finish, is_finished};
+use crate::switch::Switch;
+use crate::vni::ledger::point;
 use crate::vni::offload::HEADER_LEN;
-use crate::vni::{Incoming, PIECE_MAX, SendError, Vni};
-use client::{Attached, Client, End, dismiss};
+use crate::vni::{PIECE_MAX, Vni};
+use client::{Attached, Client, End, Inherited, Parts, dismiss};
 use control::Terms;
+use giver::Giver;
+use ledger::Ledger;
 use refusal::{Refusal, Way};
-use ring::{Chain, Room};
+use ring::Chain;
+use taker::Taker;
 
 /// Frames that are taken from the client before those that have come for it are looked at.
 const TAKES: usize = 32;
@@ -122,7 +134,11 @@ pub struct MemifNode<M> {
     terms: Terms,
     vni: Vni,
     switch: Switch<M>,
-    client: Option<Client>,
+    client: Option<Box<Client>>,
+    /// Where we are with its rings.
+    ledger: Ledger,
+    /// Who is connected is another, or nobody any more, and nobody was told.
+    has_news: bool,
     epoll: OwnedFd,
     /// Frames that the client got,
     pub given: u64,
@@ -149,8 +165,8 @@ pub struct MemifNode<M> {
     stalls: Option<Instant>,
     /// Something waits for room, of which nobody is told.
     naps: bool,
-    /// The client was told that it need not ring.
-    is_hushed: bool,
+    /// Whether the client was told that it need not ring, if we know.
+    is_hushed: Option<bool>,
     /// It was told that it has to, and it may not have seen that when it last sent.
     in_doubt: bool,
 }
@@ -162,12 +178,15 @@ impl<M: Deref<Target = [Line]>> MemifNode<M> {
         let epoll = epoll::create(epoll::CreateFlags::CLOEXEC)?;
         watch(&epoll, vni.fd())?;
         watch(&epoll, listener.as_fd())?;
+        let ledger = Ledger::over(vni.notes());
         Ok(MemifNode {
             listener,
             terms,
             vni,
             switch,
             client: None,
+            ledger,
+            has_news: false,
             epoll,
             given: 0,
             taken: 0,
@@ -182,9 +201,55 @@ impl<M: Deref<Target = [Line]>> MemifNode<M> {
             slow: Slow::default(),
             stalls: None,
             naps: false,
-            is_hushed: false,
+            is_hushed: Some(false),
             in_doubt: false,
         })
+    }
+
+    /// Goes on with a client that a predecessor served, if there is none yet.
+    pub fn go_on(&mut self, inherited: Inherited) {
+        if self.client.as_ref().is_some_and(|client| inherited.is(client)) {
+            return;
+        }
+        let client = match inherited.0 {
+            Err((socket, refusal)) => Err((socket, refusal)),
+            Ok(client) if self.client.is_some() => Err((client.into_socket(), Refusal::Busy(self.terms.id))),
+            Ok(client) => Ok(client),
+        };
+        match client {
+            Ok(client) => {
+                let client = self.client.insert(client);
+                let watched = watch(&self.epoll, client.socket()).map_err(|_| End::Refused(Refusal::Moved));
+                match watched.and_then(|()| client.go_on(&self.terms, &mut self.ledger)) {
+                    Ok(()) => self.begin(None),
+                    Err(end) => self.end(end),
+                }
+            }
+            Err((socket, refusal)) => {
+                self.note(refusal);
+                self.has_news = true;
+                dismiss(&socket, refusal);
+            }
+        }
+    }
+
+    /// What a successor needs to go on with the client, if one is connected.
+    pub fn parts(&mut self) -> io::Result<Option<Parts>> {
+        self.has_news = false;
+        self.client.as_ref().map_or(Ok(None), |client| client.parts())
+    }
+
+    /// Whether another client may be connected than when its [parts](Self::parts) were asked for last, or none any more.
+    #[inline]
+    pub fn has_news(&self) -> bool {
+        self.has_news
+    }
+
+    /// The client goes to whoever drives the node next, in this process or another; nothing of it is touched any more.
+    pub fn release(&mut self) -> Option<Inherited> {
+        let client = self.client.take()?;
+        self.unwatch(&client);
+        client.attached.is_some().then_some(Inherited(Ok(client)))
     }
 
     /// The node's end of the VNI.
@@ -202,15 +267,22 @@ impl<M: Deref<Target = [Line]>> MemifNode<M> {
         self.switch = switch;
     }
 
-    /// The last turn of whoever hands the node on. The client is told to connect anew: its memory is nobody else's.
+    /// The last turn of whoever hands the node on. A client in its handshake is told to connect anew.
     pub fn finish(&mut self) {
-        self.end(Refusal::Moved.into());
+        if self.client.as_ref().is_some_and(|client| client.attached.is_none()) {
+            self.end(Refusal::Moved.into());
+        }
         self.vni.flush();
+    }
+
+    /// The client is sent away.
+    pub fn dismiss(&mut self, refusal: Refusal) {
+        self.end(refusal.into());
     }
 
     /// What the client calls itself, if one is connected.
     pub fn client(&self) -> Option<String> {
-        self.client.as_ref().filter(|client| client.attached.is_some()).map(Client::name)
+        self.client.as_ref().filter(|client| client.attached.is_some()).map(|client| client.name())
     }
 
     /// One turn in each direction; says how many frames moved.
@@ -222,6 +294,9 @@ impl<M: Deref<Target = [Line]>> MemifNode<M> {
         }
         let moved = self.give().and_then(|came| self.take().map(|went| came + went));
         self.vni.flush();
+        if let Some(Client { attached: Some(attached), .. }) = self.client.as_deref_mut() {
+            attached.from.let_go(&self.ledger);
+        }
         moved.unwrap_or_else(|refusal| {
             self.end(refusal.into());
             0
@@ -230,7 +305,7 @@ impl<M: Deref<Target = [Line]>> MemifNode<M> {
 
     /// Gives the client what came.
     fn give(&mut self) -> Result<usize, Refusal> {
-        let Self { vni, switch, client, given, dropped, copy, chain, stalls, .. } = self;
+        let Self { vni, switch, client, ledger, given, dropped, copy, chain, stalls, .. } = self;
         let Some(attached) = client.as_mut().and_then(|client| client.attached.as_mut()) else {
             return Ok(vni.receive(|incoming| {
                 switch.learn_of(&incoming);
@@ -243,31 +318,28 @@ impl<M: Deref<Target = [Line]>> MemifNode<M> {
         } else if stalls.get_or_insert_with(Instant::now).elapsed() < WAIT {
             return Ok(0);
         }
-        let mut giver = Giver { attached, given: 0, dropped, copy, chain, broken: None };
-        let came = vni.receive(|incoming| {
-            switch.learn_of(&incoming);
-            giver.give(&incoming);
-        });
+        let mut giver = Giver { attached, ledger, switch, given: 0, dropped, copy, chain, broken: None };
+        let came = vni.receive_by(&mut giver);
         let Giver { given: gave, broken, .. } = giver;
         if let Some(refusal) = broken {
             return Err(refusal);
         }
         if gave > 0 {
             *given += gave;
-            attached.to.publish();
+            point("memif.ringing");
             attached.ring();
         }
         Ok(came)
     }
 
-    /// Takes what the client sends.
+    /// Takes what the client sends. It has it back when that is [flushed](Vni::flush).
     fn take(&mut self) -> Result<usize, Refusal> {
         let Self { vni, switch, client, taken, dropped, slow, waits, chain, is_hushed, .. } = self;
         let Some(attached) = client.as_mut().and_then(|client| client.attached.as_mut()) else { return Ok(0) };
         if attached.from.look()? == 0 {
             return Ok(0);
         }
-        if !std::mem::replace(is_hushed, true) {
+        if is_hushed.replace(true) != Some(true) {
             attached.from.want_rings(false);
         }
         let mut taker = Taker { vni, switch, taken, dropped, slow, waits };
@@ -280,16 +352,13 @@ impl<M: Deref<Target = [Line]>> MemifNode<M> {
             from.read(&chain.places);
             count += 1;
         }
-        if count > 0 {
-            from.publish();
-        }
         Ok(count)
     }
 
     /// Says that whoever drives the node is about to [rest](Self::rest), and looks once more.
     pub fn arm(&mut self) -> Armed {
-        if let Some(Client { attached: Some(attached), .. }) = &mut self.client {
-            if std::mem::replace(&mut self.is_hushed, false) {
+        if let Some(Client { attached: Some(attached), .. }) = self.client.as_deref_mut() {
+            if self.is_hushed.replace(false) != Some(false) {
                 attached.from.want_rings(true);
                 self.in_doubt = true;
             }
@@ -340,7 +409,7 @@ impl<M: Deref<Target = [Line]>> MemifNode<M> {
     pub fn wake(&mut self, by_bell: bool) {
         self.knocked |= by_bell | std::mem::take(&mut self.naps);
         self.in_doubt = false;
-        if let Some(Client { attached: Some(attached), .. }) = &self.client {
+        if let Some(Client { attached: Some(attached), .. }) = self.client.as_deref() {
             tasuki_shm::wake::drain(attached.bell.as_fd());
         }
         self.vni.wake();
@@ -363,7 +432,12 @@ impl<M: Deref<Target = [Line]>> MemifNode<M> {
         if let Some(client) = &mut self.client {
             let was_attached = client.attached.is_some();
             match client.hear(&self.terms) {
-                Ok(()) if !was_attached && client.attached.is_some() => self.begin(),
+                Ok(()) if !was_attached && client.attached.is_some() => {
+                    self.ledger.begin();
+                    // It may ring from the start: nothing is written into its rings before it has put something there.
+                    self.begin(Some(false));
+                    self.clients.attached += 1;
+                }
                 Ok(()) => {}
                 Err(end) => self.end(end),
             }
@@ -385,39 +459,46 @@ impl<M: Deref<Target = [Line]>> MemifNode<M> {
                 continue;
             }
             match Client::greet(socket, &self.terms, Instant::now()) {
-                Ok(client) if watch(&self.epoll, client.socket()).is_ok() => self.client = Some(client),
+                Ok(client) if watch(&self.epoll, client.socket()).is_ok() => self.client = Some(Box::new(client)),
                 _ => self.clients.left += 1,
             }
         }
     }
 
-    /// The client is connected.
-    fn begin(&mut self) {
-        let Some(Client { attached: Some(attached), .. }) = &self.client else { return };
+    /// The client is connected, and was told that it need not ring, or not, if we know.
+    fn begin(&mut self, is_hushed: Option<bool>) {
+        self.has_news = true;
+        let Some(Client { attached: Some(attached), .. }) = self.client.as_deref() else { return };
         if watch(&self.epoll, attached.bell.as_fd()).is_err() {
             return self.end(Refusal::RingSilent(Way::ToServer).into());
         }
-        self.clients.attached += 1;
         (self.waits, self.stalls) = (None, None);
-        // It may ring from the start: nothing is written into its rings before it has put something there.
-        (self.is_hushed, self.in_doubt) = (false, false);
+        (self.is_hushed, self.in_doubt) = (is_hushed, false);
     }
 
     /// The client is there no more, and nothing of it is kept.
     fn end(&mut self, end: End) {
         let Some(client) = self.client.take() else { return };
-        // The client may have these open too, and then closing ours ends no watch.
-        let _ = epoll::delete(&self.epoll, client.socket());
-        if let Some(attached) = &client.attached {
-            let _ = epoll::delete(&self.epoll, &attached.bell);
-        }
+        self.has_news = true;
+        self.unwatch(&client);
         (self.waits, self.stalls) = (None, None);
         match end {
-            End::Left => self.clients.left += 1,
+            End::Left => {
+                self.clients.left += 1;
+                client.hang_up();
+            }
             End::Refused(refusal) => {
                 self.note(refusal);
                 client.dismiss(refusal);
             }
+        }
+    }
+
+    /// The client may have these open too, and then closing ours ends no watch.
+    fn unwatch(&self, client: &Client) {
+        let _ = epoll::delete(&self.epoll, client.socket());
+        if let Some(attached) = &client.attached {
+            let _ = epoll::delete(&self.epoll, &attached.bell);
         }
     }
 
@@ -431,160 +512,5 @@ fn watch(epoll: &OwnedFd, descriptor: BorrowedFd<'_>) -> io::Result<()> {
     Ok(epoll::add(epoll, descriptor, epoll::EventData::new_u64(0), epoll::EventFlags::IN)?)
 }
 
-/// Puts frames into a client's buffers.
-struct Giver<'a> {
-    attached: &'a mut Attached,
-    given: u64,
-    dropped: &'a mut Dropped,
-    copy: &'a mut [u8],
-    chain: &'a mut Chain,
-    broken: Option<Refusal>,
-}
-
-impl Giver<'_> {
-    #[inline]
-    fn give(&mut self, incoming: &Incoming<'_>) {
-        match incoming.offload() {
-            Err(_) => self.dropped.too_late += 1,
-            Ok(offload) if is_finished(&offload) => self.give_finished(incoming),
-            Ok(_) if incoming.len() > self.copy.len() => self.dropped.malformed += 1,
-            Ok(offload) => match incoming.copy_to(self.copy) {
-                Err(_) => self.dropped.too_late += 1,
-                Ok(len) => {
-                    let copy = std::mem::take(&mut self.copy);
-                    if finish(&offload, &mut copy[..len], |front, back| self.give_parts(front, back)).is_err() {
-                        self.dropped.malformed += 1;
-                    }
-                    self.copy = copy;
-                }
-            },
-        }
-    }
-
-    fn give_finished(&mut self, incoming: &Incoming<'_>) {
-        if !self.has_room(incoming.len()) {
-            return;
-        }
-        let Attached { regions, to, .. } = &mut *self.attached;
-        regions.fill(&self.chain.places, incoming.len(), |at, len, into, offset| {
-            incoming.copy_to_common(at, len, into, offset)
-        });
-        // The client sees none of it otherwise.
-        if incoming.is_whole() {
-            to.filled(&self.chain.places, incoming.len());
-            self.given += 1;
-        } else {
-            self.dropped.too_late += 1;
-        }
-    }
-
-    /// The same with a frame that lies in two parts in memory of ours.
-    fn give_parts(&mut self, front: &[u8], back: &[u8]) {
-        let all = front.len() + back.len();
-        if !self.has_room(all) {
-            return;
-        }
-        let Attached { regions, to, .. } = &mut *self.attached;
-        regions.fill(&self.chain.places, all, |at, len, into, offset| {
-            let of_front = &front[at.min(front.len())..(at + len).min(front.len())];
-            let of_back = &back[at.max(front.len()) - front.len()..(at + len).max(front.len()) - front.len()];
-            into.copy_from(offset, of_front)?;
-            into.copy_from(offset + of_front.len(), of_back)
-        });
-        to.filled(&self.chain.places, all);
-        self.given += 1;
-    }
-
-    /// Looks for buffers for a frame; counts why there are none.
-    #[inline]
-    fn has_room(&mut self, len: usize) -> bool {
-        if self.broken.is_some() {
-            self.dropped.away += 1;
-            return false;
-        }
-        let Attached { regions, to, .. } = &mut *self.attached;
-        let mut room = to.room(regions, len, self.chain);
-        if room == Ok(Room::None) {
-            room = to.look().and_then(|_| to.room(regions, len, self.chain));
-        }
-        match room {
-            Ok(Room::Enough) => return true,
-            Ok(Room::None) => self.dropped.no_buffer += 1,
-            Ok(Room::TooLong) => self.dropped.too_long += 1,
-            Err(refusal) => {
-                self.dropped.away += 1;
-                self.broken = Some(refusal);
-            }
-        }
-        false
-    }
-}
-
-/// Sends a client's frames to where they go.
-struct Taker<'a, M> {
-    vni: &'a mut Vni,
-    switch: &'a mut Switch<M>,
-    taken: &'a mut u64,
-    dropped: &'a mut Dropped,
-    slow: &'a mut Slow,
-    waits: &'a mut Option<Instant>,
-}
-
-impl<M: Deref<Target = [Line]>> Taker<'_, M> {
-    /// Sends a frame of `len` bytes, of which `copy` copies the front into what it is given; says no if it has to wait.
-    ///
-    /// Its owner may change it at any time: where it goes is what was read first, and that is what it says when it gets there.
-    #[inline]
-    fn pass_on(&mut self, len: usize, copy: impl Fn(&mut [u8])) -> bool {
-        if !(14..=PIECE_MAX - HEADER_LEN).contains(&len) {
-            self.dropped.length += 1;
-            return true;
-        }
-        let mut addresses = [0; 14];
-        copy(&mut addresses);
-        let fill = |room: &mut [u8]| {
-            copy(room);
-            room[..14].copy_from_slice(&addresses);
-        };
-        let mac: Mac = addresses[..6].try_into().expect("six bytes");
-        let several = match self.switch.find(mac) {
-            To::Node(node) => return self.pass_to(node, len, fill),
-            To::Nobody => {
-                self.dropped.nobody += 1;
-                return true;
-            }
-            several => self.switch.nodes_of(several),
-        };
-        match self.vni.send_to_all(several.iter(), len, false, fill) {
-            Ok(_) => *self.taken += 1,
-            Err(_) => self.dropped.no_room += 1,
-        }
-        true
-    }
-
-    /// The same to one node.
-    #[inline]
-    fn pass_to(&mut self, node: u16, len: usize, fill: impl FnOnce(&mut [u8])) -> bool {
-        let waited = self.waits.take();
-        match self.vni.draft(node, len) {
-            Ok(room) => {
-                fill(room);
-                self.vni.post(node, len, false);
-                *self.taken += 1;
-                self.slow.had_room(node);
-            }
-            Err(SendError::NoRoom(_)) => {
-                let since = waited.unwrap_or_else(Instant::now);
-                if self.slow.may_wait(node, since) {
-                    // Whoever has no room is to read what there is.
-                    self.vni.flush();
-                    *self.waits = Some(since);
-                    return false;
-                }
-                self.dropped.no_room += 1;
-            }
-            Err(_) => self.dropped.nobody += 1,
-        }
-        true
-    }
-}
+#[cfg(test)]
+mod tests;

@@ -27,9 +27,12 @@ pub enum Refusal {
     /// There is one already.
     #[error("id {0} has a client already, and takes one at a time; end that one first")]
     Busy(u32),
-    /// Another process serves from here on.
+    /// Another process serves from here on, and does not know of it: it was in its handshake.
     #[error("another worker serves this port from now on; connect again")]
     Moved,
+    /// Nobody serves from here on.
+    #[error("this port is served no more")]
+    Over,
     /// It did not come to an end with its handshake.
     #[error("the handshake took too long; connect again")]
     TooSlow,
@@ -141,6 +144,7 @@ mod tests {
         let mut all = vec![
             Refusal::Busy(u32::MAX),
             Refusal::Moved,
+            Refusal::Over,
             Refusal::TooSlow,
             Refusal::Deaf,
             Refusal::Length(usize::from(MOST)),

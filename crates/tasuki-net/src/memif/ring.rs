@@ -3,7 +3,8 @@
 //!
 //! # Rules
 //!
-//! - **F1** How far we are is kept in private memory, and stored for the client to see, never loaded.
+//! - **F1** How far we are is kept in private memory, and stored for the client to see. It is loaded once, by a successor that [goes on](Ring::go_on):
+//!   what a client makes of it then is which of its own frames are lost or come twice, for all else is checked as ever.
 //! - **F2** The client's head is at most a ring ahead of us.
 //! - **F3** What a descriptor says is looked at once, and used only after its bytes were seen to lie within a region that was added.
 //! - **F4** A chain of descriptors ends before the head, and has at most [`CHAIN_MAX`].
@@ -14,7 +15,10 @@ use std::sync::atomic::{AtomicU16, AtomicU64, fence};
 use arrayvec::ArrayVec;
 use tasuki_shm::region::{CommonRegion, RegionError, Span};
 
+use crate::vni::ledger::point;
+
 use super::control::{REGIONS_MAX, RingPlace};
+use super::ledger::Ledger;
 use super::refusal::{Refusal, Way};
 use super::wire::{COOKIE, Descriptor, FLAGS_AT, HEAD_AT, MASK_INT, NEXT, RING_HEADER_LEN, TAIL_AT};
 
@@ -113,14 +117,18 @@ impl Regions {
 /// One ring of a client's.
 #[derive(Debug)]
 pub struct Ring {
-    way: Way,
+    place: RingPlace,
     header: Span<AtomicU16>,
     descriptors: Span<AtomicU64>,
     mask: u16,
     /// How far we are (F1).
     at: u16,
+    /// How far the client knows us to be.
+    shown: u16,
     /// How far the client said it was when it was asked last (F2).
     head: u16,
+    /// Since then a frame was read that had several pieces.
+    has_chains: bool,
 }
 
 impl Ring {
@@ -136,7 +144,36 @@ impl Ring {
             return Err(Refusal::RingCookie(way));
         }
         let mask = u16::try_from((1_u32 << log2_size) - 1).expect("2^14 at most");
-        Ok(Ring { way, header, descriptors, mask, at: 0, head: 0 })
+        Ok(Ring { place, header, descriptors, mask, at: 0, shown: 0, head: 0, has_chains: false })
+    }
+
+    /// Where it lies.
+    pub fn place(&self) -> RingPlace {
+        self.place
+    }
+
+    /// Goes on where a predecessor stopped, wherever in its code that was. Of what its [ledger](super::ledger) says the client is held to what it has
+    /// seen; and what it makes of its own words is its own loss (F1).
+    pub fn go_on(&mut self, ledger: &mut Ledger) {
+        let tail = self.header[TAIL_AT].load(Acquire);
+        (self.at, self.shown) = (tail, tail);
+        let is_within = |from: u16, to: u16| to.wrapping_sub(from) <= self.mask + 1;
+        match self.place.way {
+            Way::ToServer => {
+                // Those are sent on already, and the client has not heard of it.
+                if let Some((_, to)) = ledger.was_read().filter(|(from, to)| *from == tail && is_within(*from, *to)) {
+                    (self.at, self.has_chains) = (to, true);
+                    self.let_go(ledger);
+                }
+            }
+            Way::ToClient => {
+                for (index, len) in ledger.held().filter(|(index, _)| index.wrapping_sub(tail) <= self.mask) {
+                    let place = self.descriptor(index);
+                    self.write(index, Descriptor { flags: 0, len, ..place });
+                }
+                ledger.shown();
+            }
+        }
     }
 
     /// How many descriptors the client has put there that we have not handled (F2).
@@ -145,7 +182,7 @@ impl Ring {
         self.head = self.header[HEAD_AT].load(Acquire);
         let there = self.known();
         if there > self.mask + 1 {
-            return Err(Refusal::Overrun(self.way));
+            return Err(Refusal::Overrun(self.place.way));
         }
         Ok(there)
     }
@@ -181,15 +218,15 @@ impl Ring {
         let known = self.known();
         for i in 0..known {
             let descriptor = self.descriptor(self.at.wrapping_add(i));
-            if !chain.push(regions.place(self.way, descriptor)?) {
-                return Err(Refusal::Chain(self.way));
+            if !chain.push(regions.place(self.place.way, descriptor)?) {
+                return Err(Refusal::Chain(self.place.way));
             }
             if descriptor.flags & NEXT == 0 {
                 return Ok(true);
             }
         }
         // It goes on where there is nothing.
-        if known > 0 { Err(Refusal::Chain(self.way)) } else { Ok(false) }
+        if known > 0 { Err(Refusal::Chain(self.place.way)) } else { Ok(false) }
     }
 
     /// Puts empty buffers for a frame of `len` bytes, of those that are known, into `chain`.
@@ -197,7 +234,7 @@ impl Ring {
     pub fn room(&self, regions: &Regions, len: usize, chain: &mut Chain) -> Result<Room, Refusal> {
         chain.clear();
         for i in 0..self.known() {
-            if !chain.push(regions.place(self.way, self.descriptor(self.at.wrapping_add(i)))?) {
+            if !chain.push(regions.place(self.place.way, self.descriptor(self.at.wrapping_add(i)))?) {
                 return Ok(Room::TooLong);
             }
             if chain.len >= len {
@@ -207,37 +244,76 @@ impl Ring {
         Ok(if usize::from(self.known()) == self.size() { Room::TooLong } else { Room::None })
     }
 
-    /// Says how much of the buffers at our place was filled: `len` bytes in all. The client sees it after [`publish`](Self::publish).
+    /// Says how much of the buffers at our place was filled: `len` bytes in all. The client sees it after [`show`](Self::show), or sooner.
     #[inline]
-    pub fn filled(&mut self, places: &[Place], len: usize) {
+    pub fn filled(&mut self, places: &[Place], len: usize, ledger: &mut Ledger) {
         let mut left = len;
         for (i, place) in (0_u16..).zip(places) {
+            let index = self.at.wrapping_add(i);
             let part = place.len.min(left);
             left -= part;
             let is_last = usize::from(i) + 1 == places.len();
-            self.describe(i, place, part, if is_last { 0 } else { NEXT });
+            // Only the last one can be filled in part.
+            if part < place.len && !ledger.hold(index, bytes(place.len)) {
+                self.show_up_to(self.at, ledger);
+                let _ = ledger.hold(index, bytes(place.len));
+            }
+            point("memif.held");
+            let flags = if is_last { 0 } else { NEXT };
+            self.write(index, Descriptor { flags, region: place.region, len: bytes(part), offset: 0 });
         }
         self.done(places.len());
+    }
+
+    /// Has the client see what was filled.
+    #[inline]
+    pub fn show(&mut self, ledger: &mut Ledger) {
+        if self.shown != self.at {
+            self.show_up_to(self.at, ledger);
+        }
+    }
+
+    fn show_up_to(&mut self, index: u16, ledger: &mut Ledger) {
+        point("memif.filled");
+        self.publish(index);
+        ledger.shown();
     }
 
     /// Goes on behind a frame that was read.
-    ///
-    /// Its descriptors say no more that they go on: DPDK's client takes that back of all but the first of a frame's when it uses them again
-    /// (`memif_tx` in `rte_eth_memif.c`, 22.11), and its next frames would run together.
     #[inline]
     pub fn read(&mut self, places: &[Place]) {
-        if places.len() > 1 {
-            for (i, place) in (0_u16..).zip(&places[..places.len() - 1]) {
-                self.describe(i, place, place.len, 0);
-            }
-        }
+        self.has_chains |= places.len() > 1;
         self.done(places.len());
     }
 
-    fn describe(&self, i: u16, place: &Place, len: usize, flags: u16) {
-        let len = u32::try_from(len).expect("no longer than its place");
-        let descriptor = Descriptor { flags, region: place.region, len, offset: 0 };
-        self.words(self.at.wrapping_add(i))[0].store(descriptor.first_word(), Relaxed);
+    /// What was read is sent on, wholly: the client has its descriptors back.
+    ///
+    /// They say no more that they go on: DPDK's client takes that back of no descriptor but the first of a frame's when it uses them again
+    /// (`memif_tx` in `rte_eth_memif.c`, 22.11), and its next frames would run together.
+    #[inline]
+    pub fn let_go(&mut self, ledger: &Ledger) {
+        if self.shown == self.at {
+            return;
+        }
+        point("memif.sent");
+        ledger.read(self.shown, self.at);
+        if std::mem::take(&mut self.has_chains) {
+            let mut index = self.shown;
+            while index != self.at {
+                point("memif.read");
+                let said = self.descriptor(index);
+                self.write(index, Descriptor { flags: said.flags & !NEXT, ..said });
+                index = index.wrapping_add(1);
+            }
+        }
+        point("memif.noted");
+        self.publish(self.at);
+    }
+
+    /// Writes what the first word of a descriptor says: after the ledger, so that it stands there if this does.
+    #[inline]
+    fn write(&self, index: u16, descriptor: Descriptor) {
+        self.words(index)[0].store(descriptor.first_word(), Release);
     }
 
     #[inline]
@@ -245,10 +321,11 @@ impl Ring {
         self.at = self.at.wrapping_add(u16::try_from(descriptors).expect("a chain at most"));
     }
 
-    /// Has the client see how far we are.
     #[inline]
-    pub fn publish(&self) {
-        self.header[TAIL_AT].store(self.at, Release);
+    fn publish(&mut self, index: u16) {
+        self.shown = index;
+        self.header[TAIL_AT].store(index, Release);
+        point("memif.shown");
     }
 
     /// Says whether the client is to ring when it puts something there. It is a hint for it, and it has to be looked again afterwards.
@@ -259,12 +336,16 @@ impl Ring {
         }
     }
 
-    /// Whether the client says that it wants to be rung for, after what was [published](Self::publish).
+    /// Whether the client says that it wants to be rung for, after what was [shown](Self::show).
     #[inline]
     pub fn wants_rings(&self) -> bool {
         fence(std::sync::atomic::Ordering::SeqCst);
         self.header[FLAGS_AT].load(Relaxed) & MASK_INT == 0
     }
+}
+
+fn bytes(len: usize) -> u32 {
+    u32::try_from(len).expect("no longer than its place")
 }
 
 /// Whether there are buffers for a frame.

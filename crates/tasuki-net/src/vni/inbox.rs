@@ -9,6 +9,7 @@ use tasuki_shm::region::{CommonRegion, RegionError, Span};
 use tasuki_shm::ring::{Broken, Consumer};
 use zerocopy::{FromZeros, IntoBytes};
 
+use super::ledger::point;
 use super::offload::{HEADER_LEN, Offload};
 use super::outbox::{WITH_HEADER, piece_of};
 
@@ -126,6 +127,23 @@ impl Incoming<'_> {
     }
 }
 
+/// Who takes in what comes: a function of each frame, or one who must also know when they go.
+pub trait Reader {
+    /// A frame has come.
+    fn frame(&mut self, incoming: Incoming<'_>);
+
+    /// Those that came last are their sender's again next, and come to no successor.
+    #[inline]
+    fn before_they_go(&mut self) {}
+}
+
+impl<F: FnMut(Incoming<'_>)> Reader for F {
+    #[inline]
+    fn frame(&mut self, incoming: Incoming<'_>) {
+        self(incoming);
+    }
+}
+
 /// What one node sends to us.
 #[derive(Debug)]
 pub(super) struct Inbox {
@@ -160,12 +178,14 @@ impl Inbox {
 
     /// Hands over up to `most` frames; says how many there were, before the first [breach](Self::breach).
     #[inline]
-    pub(super) fn receive(&mut self, from: u16, most: usize, each: &mut impl FnMut(Incoming<'_>)) -> usize {
+    pub(super) fn receive(&mut self, from: u16, most: usize, reader: &mut impl Reader) -> usize {
         let count = self.take(from, most, &mut |incoming, _| {
-            each(incoming);
+            reader.frame(incoming);
             true
         });
         if count > 0 {
+            reader.before_they_go();
+            point("vni.retiring");
             self.ring.retire();
         }
         count

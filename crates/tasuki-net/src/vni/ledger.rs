@@ -65,10 +65,10 @@ pub(super) struct Ledger {
 
 /// A place at which a test has the node's worker killed.
 #[inline(always)]
-pub(super) fn point(name: &'static str) {
+pub(crate) fn point(name: &'static str) {
     crash::point(name);
     #[cfg(test)]
-    super::port::may_die(name);
+    super::mortal::may_die(name);
 }
 
 fn index(len: usize) -> u32 {

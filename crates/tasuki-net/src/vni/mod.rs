@@ -20,7 +20,9 @@
 mod aside;
 pub mod finish;
 mod inbox;
-mod ledger;
+pub(crate) mod ledger;
+#[cfg(test)]
+pub(crate) mod mortal;
 mod neighbour;
 pub mod offload;
 mod outbox;
@@ -46,7 +48,7 @@ use tasuki_shm::wake::{Clapper, this_cpu};
 use crate::capture::Captures;
 use aside::Aside;
 use inbox::Inbox;
-pub use inbox::{Breach, Incoming, TakenBack};
+pub use inbox::{Breach, Incoming, Reader, TakenBack};
 pub use neighbour::{Counts, IDLE};
 use neighbour::{Neighbour, Talk, name_of, say_that_we_talk, says_that_it_talks};
 use offload::HEADER_LEN;
@@ -152,6 +154,11 @@ impl Vni {
     /// This node's number.
     pub fn number(&self) -> u16 {
         self.number
+    }
+
+    /// A page of the estate for whoever passes frames on: written by the node's worker alone, and there for its successor.
+    pub(crate) fn notes(&self) -> Span<Line> {
+        self.estate.ledger()
     }
 
     /// Whoever looks on, if anybody does: at each frame that comes, and that is sent.

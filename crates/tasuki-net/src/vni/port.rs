@@ -520,5 +520,3 @@ impl<M: Deref<Target = [Line]>> Transactional for VniPort<M> {
 
 #[cfg(test)]
 mod tests;
-#[cfg(test)]
-pub(super) use tests::may_die;

@@ -6,7 +6,7 @@ use tasuki_shm::vni::NODES_MAX;
 use tasuki_shm::wake::this_cpu;
 
 use super::Vni;
-use super::inbox::{Inbox, Incoming};
+use super::inbox::{Inbox, Incoming, Reader};
 use super::neighbour::{Neighbour, number_of, says_that_it_talks};
 use crate::capture::Captures;
 use crate::port::Armed;
@@ -61,10 +61,16 @@ impl Vni {
     /// A look costs the same however many nodes there are: at the rings that were busy last, and at one more.
     #[inline]
     pub fn receive(&mut self, mut each: impl FnMut(Incoming<'_>)) -> usize {
+        self.receive_by(&mut each)
+    }
+
+    /// The same to a reader that must know when frames are given back to their sender.
+    #[inline]
+    pub fn receive_by(&mut self, reader: &mut impl Reader) -> usize {
         self.begin_look();
         let mut came = 0;
         let mut look = |vni: &mut Self, from: u16| {
-            let count = vni.receive_from(from, &mut each);
+            let count = vni.receive_from(from, reader);
             came += count;
             count
         };
@@ -149,12 +155,12 @@ impl Vni {
     }
 
     #[inline]
-    fn receive_from(&mut self, from: u16, each: &mut impl FnMut(Incoming<'_>)) -> usize {
+    fn receive_from(&mut self, from: u16, reader: &mut impl Reader) -> usize {
         let Self { neighbours, captures, .. } = self;
         let Some(neighbour) = talker(neighbours, from, self.number) else { return 0 };
         let came = match captures {
-            None => neighbour.inbox.receive(from, BURST, each),
-            Some(captures) => receive_captured(&mut neighbour.inbox, captures, from, each),
+            None => neighbour.inbox.receive(from, BURST, reader),
+            Some(captures) => receive_captured(&mut neighbour.inbox, captures, from, reader),
         };
         if came > 0 {
             neighbour.counts.received += came as u64;
@@ -244,16 +250,24 @@ impl Vni {
 /// The same while somebody looks on.
 #[cold]
 #[inline(never)]
-fn receive_captured(
-    inbox: &mut Inbox,
-    captures: &mut Captures,
-    from: u16,
-    each: &mut impl FnMut(Incoming<'_>),
-) -> usize {
-    inbox.receive(from, BURST, &mut |incoming: Incoming<'_>| {
-        captures.came(&incoming);
-        each(incoming);
-    })
+fn receive_captured(inbox: &mut Inbox, captures: &mut Captures, from: u16, reader: &mut impl Reader) -> usize {
+    inbox.receive(from, BURST, &mut Captured { captures, reader })
+}
+
+struct Captured<'a, R> {
+    captures: &'a mut Captures,
+    reader: &'a mut R,
+}
+
+impl<R: Reader> Reader for Captured<'_, R> {
+    fn frame(&mut self, incoming: Incoming<'_>) {
+        self.captures.came(&incoming);
+        self.reader.frame(incoming);
+    }
+
+    fn before_they_go(&mut self) {
+        self.reader.before_they_go();
+    }
 }
 
 /// A node whose ring to node `us` may be looked at.

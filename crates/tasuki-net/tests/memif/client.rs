@@ -99,6 +99,21 @@ impl Channel {
         Some((u16::from_le_bytes([bytes[0], bytes[1]]), bytes[2..len].to_vec()))
     }
 
+    /// The next message, which comes after some turns of the server's.
+    fn answer(&self, turn: &mut impl FnMut()) -> Option<(u16, Vec<u8>)> {
+        (0..1000).find_map(|_| {
+            turn();
+            self.hear()
+        })
+    }
+
+    /// Whether the server has closed its end.
+    pub fn is_closed(&self) -> bool {
+        let mut bytes = [0; 1];
+        let peeked = rustix::net::recv(&self.0, &mut bytes[..], RecvFlags::DONTWAIT | RecvFlags::PEEK);
+        peeked.is_ok_and(|(_, len)| len == 0)
+    }
+
     /// Why the server has ended it, if it has.
     pub fn reason(&self) -> Option<String> {
         while let Some((kind, body)) = self.hear() {
@@ -160,8 +175,7 @@ impl Client {
     /// Up to and without CONNECT; `turn` is the server's turn.
     pub fn begin(path: &Path, shape: Shape, secret: &str, mut turn: impl FnMut()) -> Self {
         let channel = Channel::connect(path);
-        turn();
-        let (kind, _) = channel.hear().expect("a greeting");
+        let (kind, _) = channel.answer(&mut turn).expect("a greeting");
         assert_eq!(kind, HELLO);
         let client = Client {
             channel,
@@ -184,8 +198,7 @@ impl Client {
     pub fn connect(path: &Path, shape: Shape, secret: &str, mut turn: impl FnMut()) -> Self {
         let client = Self::begin(path, shape, secret, &mut turn);
         client.channel.send(&message(CONNECT, &[b"test0"]), &[]);
-        turn();
-        let (kind, _) = client.channel.hear().expect("an answer");
+        let (kind, _) = client.channel.answer(&mut turn).expect("an answer");
         assert_eq!(kind, CONNECTED);
         client.post(u16::try_from(shape.slots()).unwrap());
         client
@@ -193,8 +206,7 @@ impl Client {
 
     fn ask(&self, message: &[u8], with: &[BorrowedFd<'_>], turn: &mut impl FnMut()) {
         self.channel.send(message, with);
-        turn();
-        let answer = self.channel.hear();
+        let answer = self.channel.answer(turn);
         assert!(matches!(answer, Some((ACK, _))), "not acknowledged: {answer:?}");
     }
 

@@ -1,10 +1,12 @@
 //! A memif node on a VNI with others, in one thread: each turn is the test's to give.
 
+use std::os::fd::OwnedFd;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use rustix::net::{AddressFamily, SocketFlags, SocketType};
 use tasuki_net::memif::MemifNode;
+use tasuki_net::memif::client::Inherited;
 use tasuki_net::memif::control::Terms;
 use tasuki_net::switch::Switch;
 use tasuki_shm::line::{Claims, Line};
@@ -33,12 +35,17 @@ pub fn frame_to(to: u16, from: u16, number: u32, len: usize) -> Vec<u8> {
     frame
 }
 
-pub fn listen(path: &Path) -> std::os::fd::OwnedFd {
+pub fn listen(path: &Path) -> OwnedFd {
     let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
     let socket = rustix::net::socket_with(AddressFamily::UNIX, SocketType::SEQPACKET, flags, None).unwrap();
     rustix::net::bind(&socket, &rustix::net::SocketAddrUnix::new(path).unwrap()).unwrap();
     rustix::net::listen(&socket, 4).unwrap();
     socket
+}
+
+fn node(listener: &OwnedFd, terms: &Terms, net: &mut Net, lines: &Lines) -> Node {
+    let switch = Switch::new(PORT, Lookup::new(Claims::of(Arc::clone(lines))));
+    MemifNode::new(listener.try_clone().unwrap(), terms.clone(), net.take(PORT.into()), switch).unwrap()
 }
 
 pub struct World {
@@ -47,6 +54,8 @@ pub struct World {
     /// The directory, for whoever else has to know it.
     pub lines: Lines,
     folder: tempfile::TempDir,
+    listener: OwnedFd,
+    terms: Terms,
 }
 
 impl World {
@@ -66,9 +75,21 @@ impl World {
         }
         directory.set_nodes(&nodes);
         let mut net = Net::with(others + 1, pool_pages);
-        let switch = Switch::new(PORT, Lookup::new(Claims::of(Arc::clone(&lines))));
-        let node = MemifNode::new(listen(&folder.path().join("memif.sock")), terms, net.take(PORT.into()), switch);
-        World { net, node: node.unwrap(), lines, folder }
+        let listener = listen(&folder.path().join("memif.sock"));
+        let node = node(&listener, &terms, &mut net, &lines);
+        World { net, node, lines, folder, listener, terms }
+    }
+
+    /// Another worker goes on, after one that was told to end or was killed between two turns.
+    pub fn succeed(&mut self, told: bool) {
+        let parts = self.node.parts().unwrap();
+        if told {
+            self.node.finish();
+        }
+        self.net.replace(PORT.into());
+        // Nothing of the old one is written when it goes.
+        self.node = node(&self.listener, &self.terms, &mut self.net, &self.lines);
+        parts.map(Inherited::new).into_iter().for_each(|inherited| self.node.go_on(inherited));
     }
 
     pub fn path(&self) -> PathBuf {

@@ -4,6 +4,7 @@ use std::os::fd::OwnedFd;
 use std::time::Duration;
 
 use tasuki_net::memif::MemifNode;
+use tasuki_net::memif::client::{Inherited, Parts};
 use tasuki_net::memif::control::Terms;
 use tasuki_net::port::Armed;
 use tasuki_net::switch::Switch;
@@ -20,32 +21,35 @@ const SHAPE: Shape = Shape { log2: 12, buffer: 2048 };
 pub struct MemifEnd {
     node: Node,
     client: Client,
-    rest: Kept,
+    listener: OwnedFd,
+    folder: tempfile::TempDir,
 }
 
+/// What a daemon keeps, and the client.
 struct Kept {
-    folder: tempfile::TempDir,
+    parts: Parts,
+    client: Client,
     listener: OwnedFd,
-    /// What its client had been given.
-    came: Vec<Vec<u8>>,
+    folder: tempfile::TempDir,
+}
+
+fn node(listener: &OwnedFd, vni: Vni, switch: Switch<Lines>) -> Node {
+    let listener = listener.try_clone().expect("a descriptor is left");
+    let terms = Terms::new(0, SECRET, "a test").expect("a secret");
+    MemifNode::new(listener, terms, vni, switch).expect("descriptors are left")
 }
 
 impl MemifEnd {
     pub fn new(vni: Vni, switch: Switch<Lines>) -> Self {
         let folder = tempfile::tempdir().expect("a folder");
-        let listener = listen(&folder.path().join("memif.sock"));
-        Self::with(vni, switch, Kept { folder, listener, came: Vec::new() })
-    }
-
-    fn with(vni: Vni, switch: Switch<Lines>, rest: Kept) -> Self {
-        let listener = rest.listener.try_clone().expect("a descriptor is left");
-        let terms = Terms::new(0, SECRET, "a test").expect("a secret");
-        let mut node = MemifNode::new(listener, terms, vni, switch).expect("descriptors are left");
-        let client = Client::connect(&rest.folder.path().join("memif.sock"), SHAPE, SECRET, || {
+        let path = folder.path().join("memif.sock");
+        let listener = listen(&path);
+        let mut node = node(&listener, vni, switch);
+        let client = Client::connect(&path, SHAPE, SECRET, || {
             node.rest(Duration::ZERO);
             node.turn();
         });
-        MemifEnd { node, client, rest }
+        MemifEnd { node, client, listener, folder }
     }
 }
 
@@ -56,9 +60,7 @@ impl End for MemifEnd {
 
     fn receive(&mut self) -> Vec<Vec<u8>> {
         self.client.was_rung();
-        let mut came = std::mem::take(&mut self.rest.came);
-        came.extend(self.client.receive());
-        came
+        self.client.receive()
     }
 
     fn turn(&mut self) -> usize {
@@ -86,19 +88,19 @@ impl End for MemifEnd {
     }
 
     fn end(mut self: Box<Self>, told: bool) -> Box<dyn Rest> {
+        let parts = self.node.parts().expect("descriptors are left").expect("it is connected");
         if told {
             self.node.finish();
         }
-        let came = self.receive();
-        let mut rest = self.rest;
-        rest.came = came;
-        Box::new(rest)
+        Box::new(Kept { parts, client: self.client, listener: self.listener, folder: self.folder })
     }
 }
 
 impl Rest for Kept {
     fn succeed(self: Box<Self>, vni: Vni, switch: Switch<Lines>) -> Box<dyn End> {
-        // Its client has to connect anew.
-        Box::new(MemifEnd::with(vni, switch, *self))
+        let Kept { parts, client, listener, folder } = *self;
+        let mut node = node(&listener, vni, switch);
+        node.go_on(Inherited::new(parts));
+        Box::new(MemifEnd { node, client, listener, folder })
     }
 }

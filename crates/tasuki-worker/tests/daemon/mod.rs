@@ -594,7 +594,7 @@ impl Worker {
 
 /// What a daemon that has just begun learns from a worker: who it is, and its one NIC.
 pub fn adopt(worker: &mut Worker) -> Nic {
-    worker.talk.send(&serde_json::to_vec(&ToWorker::Again).expect("JSON"), &[]);
+    worker.talk.send(&serde_json::to_vec(&ToWorker::Again { keeps: true }).expect("JSON"), &[]);
     let (letter, fds) = worker.hear_letter();
     let ToDaemon::Mine { party, node, nics: 1, .. } = letter else { panic!("{letter:?}") };
     assert_eq!((party, node.as_str(), fds.len()), (worker.party.0.get(), "node", 2));

@@ -1,6 +1,4 @@
-use std::cell::Cell;
 use std::collections::BTreeMap;
-use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::sync::Arc;
 
 use proptest::prelude::*;
@@ -11,27 +9,10 @@ use zerocopy::IntoBytes;
 
 use super::*;
 use crate::vni::finish::GSO_UDP_L4;
+use crate::vni::mortal::lives_for;
 use crate::vni::offload::{HEADER_LEN, NEEDS_CSUM, Offload};
 
 type Lines = Arc<[Line]>;
-
-thread_local! {
-    /// How many places are passed until the worker is killed.
-    static LIFE: Cell<Option<u32>> = const { Cell::new(None) };
-}
-
-/// What a worker that is killed unwinds with: nothing of it runs after that.
-struct Killed;
-
-/// A place at which the worker may be killed.
-pub fn may_die(_: &'static str) {
-    let left = LIFE.get();
-    LIFE.set(left.map(|left| left.saturating_sub(1)));
-    if left == Some(0) {
-        LIFE.set(None);
-        resume_unwind(Box::new(Killed));
-    }
-}
 
 /// What a daemon keeps of a node.
 struct Kept {
@@ -273,15 +254,8 @@ proptest! {
                     (0..count).for_each(|_| worker.turn(port));
                 }
                 Step::Die(places) => {
-                    LIFE.set(Some(places));
                     let port = net.port.as_mut().unwrap();
-                    let died = catch_unwind(AssertUnwindSafe(|| (0..8).for_each(|_| worker.turn(port))));
-                    LIFE.set(None);
-                    if let Err(why) = died
-                        && !why.is::<Killed>()
-                    {
-                        resume_unwind(why);
-                    }
+                    lives_for(places, || (0..8).for_each(|_| worker.turn(port)));
                     // At a place, or between two turns.
                     worker.burst.clear();
                     net.replace();

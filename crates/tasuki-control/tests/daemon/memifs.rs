@@ -1,0 +1,241 @@
+//! A program with a memif on a VNI: its workers and the daemon are replaced and killed, and it notices nothing. Needs root.
+
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::sync::atomic::Ordering::Relaxed;
+use std::sync::atomic::{AtomicBool, AtomicU64};
+use std::thread::JoinHandle;
+use std::time::Duration;
+
+use client::{Client, Shape};
+use rustix::event::{PollFd, PollFlags, Timespec};
+use rustix::process::Signal;
+
+use super::natives::dying_at;
+use super::rig::{lives, pid, signal, until};
+use super::rooms::{BURST, deaths};
+use super::storm::beside;
+use super::vnis::{World, fds};
+
+/// A client that was written from the protocol's text.
+#[path = "../../../tasuki-net/tests/memif/client.rs"]
+#[allow(dead_code, reason = "another suite uses the rest of it")]
+mod client;
+
+const SECRET: &str = "hush";
+
+/// The program, and the node that sends everything back to it.
+const US: [u8; 6] = [2, 0, 0, 0, 0, 0x77];
+const ECHO: [u8; 6] = [2, 0, 0, 0, 0, 0x99];
+
+/// A long frame takes seven buffers.
+const SHAPE: Shape = Shape { log2: 10, buffer: 600 };
+
+/// Frames under way at once: less than anything between the two has room for, also where a burst comes twice.
+const WINDOW: u64 = 16;
+
+/// A frame that carries its number, of a length that follows from it.
+fn frame(to: [u8; 6], from: [u8; 6], number: u64) -> Vec<u8> {
+    let len = [60, 100, 700, 1514, 4000][usize::try_from(number % 5).expect("small")];
+    let mut frame = [&to[..], &from, &[0x88, 0xb5], &number.to_le_bytes()].concat();
+    frame.extend((22..len).map(|i: u64| i.wrapping_mul(37).wrapping_add(number).to_le_bytes()[0]));
+    frame
+}
+
+/// What became of the frames that a program sent.
+#[derive(Debug, Default)]
+struct Tally {
+    sent: u64,
+    /// All before this number came back.
+    back: u64,
+    twice: u64,
+}
+
+/// A program that sends numbered frames, and looks for what comes back when it is rung for, and only then.
+struct Program {
+    over: Arc<AtomicBool>,
+    back: Arc<AtomicU64>,
+    thread: JoinHandle<Tally>,
+}
+
+impl Program {
+    fn begin(socket: &Path) -> Self {
+        let client = Client::connect(socket, SHAPE, SECRET, || std::thread::sleep(Duration::from_millis(2)));
+        let (over, back) = (Arc::new(AtomicBool::new(false)), Arc::new(AtomicU64::new(0)));
+        let (ends, counts) = (Arc::clone(&over), Arc::clone(&back));
+        let thread = std::thread::spawn(move || exchange(client, &ends, &counts));
+        Program { over, back, thread }
+    }
+
+    /// Waits until so many more have come back.
+    fn goes_on(&self, world: &World, more: u64) {
+        let before = self.back.load(Relaxed);
+        until(&world.rig, "frames come back", || {
+            assert!(!self.thread.is_finished(), "the program has failed\n{}", world.rig.log());
+            self.back.load(Relaxed) >= before + more
+        });
+    }
+
+    fn end(self) -> Tally {
+        self.over.store(true, Relaxed);
+        self.thread.join().expect("what it saw is right")
+    }
+}
+
+fn exchange(mut client: Client, over: &AtomicBool, back: &AtomicU64) -> Tally {
+    let mut tally = Tally::default();
+    loop {
+        let ends = over.load(Relaxed);
+        if ends && tally.back == tally.sent {
+            return tally;
+        }
+        while !ends && tally.sent < tally.back + WINDOW && client.send(&frame(ECHO, US, tally.sent)) {
+            tally.sent += 1;
+        }
+        let mut polled = [PollFd::new(&client.bells[1], PollFlags::IN)];
+        let soon = Timespec { tv_sec: 0, tv_nsec: 50_000_000 };
+        let _ = rustix::event::poll(&mut polled, Some(&soon));
+        assert!(!client.channel.is_closed(), "the socket was closed");
+        assert!(client.channel.hear().is_none(), "it was told something");
+        if !client.was_rung() {
+            continue;
+        }
+        for came in client.receive() {
+            let number = u64::from_le_bytes(came[14..22].try_into().expect("8 bytes"));
+            assert!(came == frame(US, ECHO, number), "frame {number} is not what it was");
+            assert!(number <= tally.back, "frame {number} came where {} is due", tally.back);
+            tally.twice += u64::from(number < tally.back);
+            tally.back = tally.back.max(number + 1);
+        }
+        back.store(tally.back, Relaxed);
+    }
+}
+
+/// A program's node, and one that sends everything back.
+fn with_echo() -> Option<(World, PathBuf)> {
+    let world = World::new()?;
+    let socket = world.rig.path("client.sock");
+    world.rig.ask(&["node", "add", "echo", "--native", "--work", "echo", "--mac", "02:00:00:00:00:99"]);
+    let shown = socket.to_str().expect("text");
+    world.rig.ask(&["node", "add", "web", "--memif", shown, "--secret", SECRET, "--mac", "02:00:00:00:00:77"]);
+    world.rig.await_pair("echo");
+    world.rig.await_pair("web");
+    Some((world, socket))
+}
+
+#[test]
+fn a_client_of_memif_loses_nothing_and_gets_nothing_twice_while_workers_and_daemon_are_replaced() {
+    let Some((mut world, socket)) = with_echo() else { return };
+    let program = Program::begin(&socket);
+    program.goes_on(&world, 500);
+    let had = |world: &World| {
+        let (driver, standby) = world.rig.await_pair("web");
+        (fds(pid(&driver)), fds(pid(&standby)), fds(world.rig.daemon_pid()))
+    };
+    let before = had(&world);
+    for node in ["web", "echo", "web", "web"] {
+        world.rig.ask(&["worker", "upgrade", node]);
+        program.goes_on(&world, 200);
+        world.rig.await_pair(node);
+    }
+    until(&world.rig, "nobody has more than before", || had(&world) == before);
+    // Whoever drives goes on, and the next daemon hears of the client from it.
+    world.rig.kill_daemon();
+    program.goes_on(&world, 200);
+    world.rig.start();
+    world.rig.await_pair("web");
+    program.goes_on(&world, 200);
+    for _ in 0..2 {
+        world.rig.ask(&["worker", "upgrade", "web"]);
+        program.goes_on(&world, 200);
+        world.rig.await_pair("web");
+    }
+    let tally = program.end();
+    println!("{tally:?}");
+    assert_eq!((tally.back, tally.twice), (tally.sent, 0), "{tally:?}\n{}", world.rig.log());
+    // It has gone, and whoever comes next is served.
+    let program = Program::begin(&socket);
+    program.goes_on(&world, 200);
+    world.rig.ask(&["worker", "upgrade", "web"]);
+    program.goes_on(&world, 200);
+    program.end();
+    world.end();
+}
+
+#[test]
+fn a_client_of_memif_outlives_workers_that_are_killed() {
+    let Some((mut world, socket)) = with_echo() else { return };
+    let program = Program::begin(&socket);
+    for _ in 0..6 {
+        program.goes_on(&world, 300);
+        world.kill_driver("web");
+    }
+    program.goes_on(&world, 300);
+    // Who comes while no daemon is there is heard of by the next one, and by who stands by.
+    world.rig.kill_daemon();
+    let tally = program.end();
+    println!("{tally:?} with {} deaths", deaths(&world.rig));
+    assert_eq!(tally.back, tally.sent, "{tally:?}");
+    assert!(tally.twice <= 2 * BURST * 6, "{tally:?}");
+    let program = Program::begin(&socket);
+    program.goes_on(&world, 100);
+    world.rig.start();
+    world.rig.await_pair("web");
+    world.kill_driver("web");
+    program.goes_on(&world, 300);
+    // Both at once: what the daemon has kept, a fresh worker gets.
+    let (driver, standby) = world.rig.await_pair("web");
+    for worker in [&standby, &driver] {
+        signal(pid(worker), Signal::KILL);
+        until(&world.rig, "it is dead", || !lives(pid(worker)));
+    }
+    program.goes_on(&world, 300);
+    let tally = program.end();
+    assert_eq!(tally.back, tally.sent, "{tally:?}");
+    world.end();
+}
+
+/// Where whoever serves a client may be killed, and at which pass.
+const PLACES: &[(&str, u32)] = &[
+    ("memif.held", 3),
+    ("memif.held", 40),
+    ("memif.filled", 7),
+    ("memif.shown", 11),
+    ("memif.ringing", 5),
+    ("memif.sent", 6),
+    ("memif.noted", 9),
+    ("memif.read", 12),
+    ("memif.read", 15),
+    ("vni.retiring", 8),
+    ("vni.publishing", 4),
+];
+
+#[test]
+fn wherever_a_worker_is_killed_its_client_of_memif_loses_nothing() {
+    if !cfg!(feature = "crash-points") {
+        return println!("skipped: needs the feature crash-points");
+    }
+    let Some((world, socket)) = with_echo() else { return };
+    let worker = beside("tasuki-worker").expect("looked for before").display().to_string();
+    let program = Program::begin(&socket);
+    program.goes_on(&world, 100);
+    let mut killed = 0;
+    for (place, nth) in PLACES {
+        let with = dying_at(&world.rig, place, *nth, &worker);
+        // It may be dead before it is said that it drives.
+        let _ = world.rig.tasuki(&["worker", "upgrade", "web", "--with", &with]);
+        killed += 1;
+        until(&world.rig, "it dies", || deaths(&world.rig) >= killed);
+        until(&world.rig, "a worker that lives drives", || {
+            world.rig.tasuki(&["worker", "upgrade", "web", "--with", &worker]).status.success()
+        });
+        killed = deaths(&world.rig);
+        world.rig.await_pair("web");
+        program.goes_on(&world, 100);
+    }
+    let tally = program.end();
+    println!("{tally:?} with {killed} deaths");
+    assert_eq!(tally.back, tally.sent, "{tally:?}\n{}", world.rig.log());
+    assert!(tally.twice <= 2 * BURST * killed, "{tally:?}");
+    world.end();
+}

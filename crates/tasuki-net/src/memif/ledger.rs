@@ -1,0 +1,99 @@
+//! Where a node stands in its client's rings while it changes them, for its successor: a page of the node's estate, that its worker alone writes.
+//!
+//! A ring's own tail says how far its server is. But before it moves, descriptors are written over: in a frame's last buffer stands how much of it
+//! was filled, where the client said how much it holds; and frames that were read take back that they go on (see [`Ring`](super::ring::Ring)). A
+//! worker that is killed in between leaves a ring in which that is gone, and here is what it takes to put it right.
+//!
+//! # Layout, in words of 8 bytes
+//!
+//! | words | what                                                                                                        |
+//! |-------|-------------------------------------------------------------------------------------------------------------|
+//! | 0     | of the ring to us: [`STANDS`], and the index up to which frames had been read and are sent on, and that before |
+//! | 1     | how many of the following stand                                                                             |
+//! | 2..   | of the ring to the client: index of a descriptor that is written over, and the bytes that its buffer holds   |
+//!
+//! What stands in words 2 and on is of no use once the tail has passed it.
+
+use tasuki_shm::line::{LINE_WORDS, Line};
+use tasuki_shm::region::Span;
+use tasuki_shm::sync::{Acquire, AtomicU64, Relaxed, Release};
+use tasuki_shm::vni::estate::LEDGER_LINES;
+
+const READ: usize = 0;
+const COUNT: usize = 1;
+const HELD_AT: usize = 2;
+
+/// Descriptors that are written over between one tail and the next.
+pub const HELD_MAX: usize = LEDGER_LINES * LINE_WORDS - HELD_AT;
+
+/// In word 0: there is something.
+const STANDS: u64 = 1 << 32;
+
+/// It.
+#[derive(Debug)]
+pub struct Ledger {
+    lines: Span<Line>,
+    /// As it stands there.
+    held: usize,
+}
+
+impl Ledger {
+    /// That of an estate, with what a predecessor has left there.
+    pub fn over(lines: Span<Line>) -> Self {
+        let mut ledger = Ledger { lines, held: 0 };
+        ledger.held = usize::try_from(ledger.word(COUNT).load(Acquire)).map_or(HELD_MAX, |held| held.min(HELD_MAX));
+        ledger
+    }
+
+    #[inline]
+    fn word(&self, at: usize) -> &AtomicU64 {
+        self.lines[at / LINE_WORDS].word(at % LINE_WORDS)
+    }
+
+    /// Nothing of it is about the client that comes now.
+    pub fn begin(&mut self) {
+        self.word(READ).store(0, Release);
+        self.shown();
+    }
+
+    /// Frames from index `from` up to `to` were read, and are sent on.
+    #[inline]
+    pub fn read(&self, from: u16, to: u16) {
+        self.word(READ).store(STANDS | u64::from(to) << 16 | u64::from(from), Release);
+    }
+
+    /// The last indices that were [read](Self::read).
+    #[expect(clippy::cast_possible_truncation, reason = "parts of a word")]
+    pub fn was_read(&self) -> Option<(u16, u16)> {
+        let word = self.word(READ).load(Acquire);
+        (word & STANDS != 0).then_some((word as u16, (word >> 16) as u16))
+    }
+
+    /// The descriptor at this index is about to be written over; its buffer holds so many bytes. Says no, and it must not be, if there is no room for
+    /// that before the tail has moved.
+    #[inline]
+    #[must_use]
+    pub fn hold(&mut self, index: u16, len: u32) -> bool {
+        if self.held == HELD_MAX {
+            return false;
+        }
+        self.word(HELD_AT + self.held).store(u64::from(len) << 32 | u64::from(index), Relaxed);
+        self.held += 1;
+        self.word(COUNT).store(self.held as u64, Release);
+        true
+    }
+
+    /// The client sees all of them.
+    #[inline]
+    pub fn shown(&mut self) {
+        self.held = 0;
+        self.word(COUNT).store(0, Release);
+    }
+
+    /// What a predecessor was about to write over, or had.
+    #[expect(clippy::cast_possible_truncation, reason = "parts of a word")]
+    pub fn held(&self) -> impl Iterator<Item = (u16, u32)> + '_ {
+        let words = (0..self.held).map(|i| self.word(HELD_AT + i).load(Relaxed));
+        words.map(|word| (word as u16, (word >> 32) as u32))
+    }
+}

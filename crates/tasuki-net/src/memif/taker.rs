@@ -1,0 +1,82 @@
+//! Frames on their way from a client to the nodes that they are for.
+
+use std::ops::Deref;
+use std::time::Instant;
+
+use tasuki_shm::line::Line;
+use tasuki_shm::vni::directory::Mac;
+
+use super::Dropped;
+use crate::slow::Slow;
+use crate::switch::{Switch, To};
+use crate::vni::offload::HEADER_LEN;
+use crate::vni::{PIECE_MAX, SendError, Vni};
+
+/// Sends a client's frames to where they go.
+pub(super) struct Taker<'a, M> {
+    pub(super) vni: &'a mut Vni,
+    pub(super) switch: &'a mut Switch<M>,
+    pub(super) taken: &'a mut u64,
+    pub(super) dropped: &'a mut Dropped,
+    pub(super) slow: &'a mut Slow,
+    pub(super) waits: &'a mut Option<Instant>,
+}
+
+impl<M: Deref<Target = [Line]>> Taker<'_, M> {
+    /// Sends a frame of `len` bytes, of which `copy` copies the front into what it is given; says no if it has to wait.
+    ///
+    /// Its owner may change it at any time: where it goes is what was read first, and that is what it says when it gets there.
+    #[inline]
+    pub(super) fn pass_on(&mut self, len: usize, copy: impl Fn(&mut [u8])) -> bool {
+        if !(14..=PIECE_MAX - HEADER_LEN).contains(&len) {
+            self.dropped.length += 1;
+            return true;
+        }
+        let mut addresses = [0; 14];
+        copy(&mut addresses);
+        let fill = |room: &mut [u8]| {
+            copy(room);
+            room[..14].copy_from_slice(&addresses);
+        };
+        let mac: Mac = addresses[..6].try_into().expect("six bytes");
+        let several = match self.switch.find(mac) {
+            To::Node(node) => return self.pass_to(node, len, fill),
+            To::Nobody => {
+                self.dropped.nobody += 1;
+                return true;
+            }
+            several => self.switch.nodes_of(several),
+        };
+        match self.vni.send_to_all(several.iter(), len, false, fill) {
+            Ok(_) => *self.taken += 1,
+            Err(_) => self.dropped.no_room += 1,
+        }
+        true
+    }
+
+    /// The same to one node.
+    #[inline]
+    fn pass_to(&mut self, node: u16, len: usize, fill: impl FnOnce(&mut [u8])) -> bool {
+        let waited = self.waits.take();
+        match self.vni.draft(node, len) {
+            Ok(room) => {
+                fill(room);
+                self.vni.post(node, len, false);
+                *self.taken += 1;
+                self.slow.had_room(node);
+            }
+            Err(SendError::NoRoom(_)) => {
+                let since = waited.unwrap_or_else(Instant::now);
+                if self.slow.may_wait(node, since) {
+                    // Whoever has no room is to read what there is.
+                    self.vni.flush();
+                    *self.waits = Some(since);
+                    return false;
+                }
+                self.dropped.no_room += 1;
+            }
+            Err(_) => self.dropped.nobody += 1,
+        }
+        true
+    }
+}

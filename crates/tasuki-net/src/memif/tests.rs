@@ -1,0 +1,264 @@
+//! A node whose worker is replaced, or killed at any place in its code, while frames cross both ways; its client notices nothing.
+
+use std::sync::Arc;
+
+use proptest::prelude::*;
+use rustix::net::{AddressFamily, SocketType};
+use tasuki_shm::line::Claims;
+use tasuki_shm::vni::directory::{Directory, Lookup, Mac, NodeSet, directory_lines};
+use tasuki_shm::vni::estate::EstateFds;
+use tasuki_shm::wake::Clapper;
+use theirs::{Client, Shape};
+
+use super::*;
+use crate::vni::Introduction;
+use crate::vni::mortal::lives_for;
+
+/// A client that was written from the protocol's text.
+#[path = "../../tests/memif/client.rs"]
+#[allow(dead_code, reason = "another suite uses the rest of it")]
+mod theirs;
+
+type Lines = Arc<[Line]>;
+
+/// The node behind which the client is, and the other.
+const US: u16 = 0;
+const OTHER: u16 = 1;
+
+/// Frames of which it is not known on both sides that they have crossed, when a worker dies.
+const BURST: usize = 32;
+
+struct Net {
+    estates: Vec<EstateFds>,
+    bells: Vec<(OwnedFd, OwnedFd)>,
+    lines: Lines,
+    _directory: Directory<Lines>,
+    other: Vni,
+    listener: OwnedFd,
+    _folder: tempfile::TempDir,
+    node: Option<MemifNode<Lines>>,
+    client: Client,
+}
+
+fn mac(node: u16) -> Mac {
+    [2, 0, 0, 0, 0, node.to_le_bytes()[0]]
+}
+
+/// A frame that carries its number, of a length that follows from it.
+fn frame(to: u16, from: u16, number: usize) -> Vec<u8> {
+    let len = [60, 100, 700, 1514, 4000][number % 5] + number % 7;
+    let mut frame = [&mac(to)[..], &mac(from), &[0x88, 0xb5], &number.to_le_bytes()].concat();
+    frame.extend((22..len).map(|i| i.wrapping_mul(37).wrapping_add(number).to_le_bytes()[0]));
+    frame
+}
+
+fn number_of(frame: &[u8]) -> usize {
+    usize::from_le_bytes(frame[14..22].try_into().unwrap())
+}
+
+impl Net {
+    fn new(shape: Shape) -> Self {
+        let estates: Vec<_> = (0..2).map(|number| EstateFds::create(&format!("test-{number}"), 512).unwrap()).collect();
+        let bells: Vec<_> = (0..2).map(|_| tasuki_shm::wake::bell_pipe().unwrap()).collect();
+        let lines: Lines = (0..directory_lines(64)).map(|_| Line::default()).collect();
+        let mut directory = Directory::new(Arc::clone(&lines));
+        let mut nodes = NodeSet::default();
+        for number in 0..2 {
+            nodes.insert(number);
+            directory.add(mac(number), number).unwrap();
+        }
+        directory.set_nodes(&nodes);
+        let other = end(OTHER, &estates, &bells);
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("memif.sock");
+        let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
+        let listener = rustix::net::socket_with(AddressFamily::UNIX, SocketType::SEQPACKET, flags, None).unwrap();
+        rustix::net::bind(&listener, &rustix::net::SocketAddrUnix::new(&path).unwrap()).unwrap();
+        rustix::net::listen(&listener, 4).unwrap();
+        let mut node = node(&listener, end(US, &estates, &bells), &lines);
+        let client = Client::connect(&path, shape, "", || {
+            node.rest(Duration::ZERO);
+            node.turn();
+        });
+        let (node, _folder, _directory) = (Some(node), folder, directory);
+        Net { estates, bells, lines, _directory, other, listener, _folder, node, client }
+    }
+
+    /// Another worker goes on, with what a daemon has kept.
+    fn replace(&mut self, parts: Parts) {
+        self.node = None;
+        let mut node = node(&self.listener, end(US, &self.estates, &self.bells), &self.lines);
+        node.go_on(Inherited::new(parts));
+        self.node = Some(node);
+    }
+
+    fn parts(&mut self) -> Parts {
+        self.node.as_mut().unwrap().parts().unwrap().expect("it is connected")
+    }
+
+    fn turn(&mut self) {
+        let node = self.node.as_mut().unwrap();
+        node.rest(Duration::ZERO);
+        node.turn();
+    }
+
+    /// What has come to the other node.
+    fn at_other(&mut self) -> Vec<Vec<u8>> {
+        let mut came = Vec::new();
+        for _ in 0..16 {
+            self.other.wake();
+            self.other.receive(|incoming| {
+                let mut bytes = vec![0; incoming.len()];
+                incoming.copy_to(&mut bytes).expect("nothing was taken back");
+                came.push(bytes);
+            });
+        }
+        came
+    }
+}
+
+fn end(number: u16, estates: &[EstateFds], bells: &[(OwnedFd, OwnedFd)]) -> Vni {
+    let [control, pool] = estates[usize::from(number)].fds().map(|fd| fd.try_clone_to_owned().unwrap());
+    let ear = bells[usize::from(number)].0.try_clone().unwrap();
+    let mut vni = Vni::new(number, EstateFds { control, pool }, ear).unwrap();
+    let other = 1 - number;
+    let estate = estates[usize::from(other)].to_read().unwrap();
+    let bell = Clapper::from_peer(bells[usize::from(other)].1.try_clone().unwrap());
+    vni.add(Introduction { number: other, estate, bell }).unwrap();
+    vni.settle();
+    vni
+}
+
+fn node(listener: &OwnedFd, vni: Vni, lines: &Lines) -> MemifNode<Lines> {
+    let switch = Switch::new(US, Lookup::new(Claims::of(Arc::clone(lines))));
+    let terms = Terms::new(0, "", "a test").unwrap();
+    MemifNode::new(listener.try_clone().unwrap(), terms, vni, switch).unwrap()
+}
+
+/// What has come, of frames that are numbered one after another.
+#[derive(Default)]
+struct Account {
+    /// Since the last death so many may come again.
+    again: usize,
+    next: usize,
+    twice: usize,
+}
+
+impl Account {
+    fn book(&mut self, to: u16, from: u16, came: Vec<Vec<u8>>) {
+        for bytes in came {
+            let number = number_of(&bytes);
+            assert!(bytes == frame(to, from, number), "frame {number} is not what it was");
+            assert!(number <= self.next, "frame {number} came where {} is due", self.next);
+            if number < self.next {
+                assert!(self.next - number <= self.again, "frame {number} came again after {}", self.next);
+                self.twice += 1;
+                // From there on all come again.
+                self.again = 0;
+                self.next = number;
+            }
+            self.next += 1;
+        }
+    }
+}
+
+#[derive(Debug, Clone, Copy)]
+enum Step {
+    /// The client sends so many.
+    Send(usize),
+    /// So many are sent to it.
+    Give(usize),
+    Turns(u8),
+    /// The worker is killed when it has passed so many places,
+    Die(u32),
+    /// or hands over, when all that it was given is done or not.
+    HandOver,
+    /// The client reads.
+    Read,
+    /// The node looks once more, sleeps if it may, and is woken.
+    Rest,
+}
+
+fn steps() -> impl Strategy<Value = Vec<Step>> {
+    let step = prop_oneof![
+        3 => (1..60_usize).prop_map(Step::Send),
+        3 => (1..60_usize).prop_map(Step::Give),
+        4 => (1..5_u8).prop_map(Step::Turns),
+        4 => (0..200_u32).prop_map(Step::Die),
+        1 => Just(Step::HandOver),
+        3 => Just(Step::Read),
+        1 => Just(Step::Rest),
+    ];
+    prop::collection::vec(step, 1..80)
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 200, ..ProptestConfig::default() })]
+
+    #[test]
+    fn wherever_a_worker_dies_its_client_goes_on_with_the_next_and_no_frame_is_lost_or_changed(
+        steps in steps(),
+        log2 in 8..10_u8,
+    ) {
+        let mut net = Net::new(Shape { log2, buffer: 600 });
+        let (mut sent, mut given) = (0, 0);
+        let (mut there, mut back) = (Account::default(), Account::default());
+        let finish = [Step::Turns(20), Step::Read].repeat(60);
+        for step in steps.into_iter().chain(finish) {
+            match step {
+                Step::Send(count) => {
+                    // No more than the other has room for, also where a burst comes twice: who finds no room there for long is dropped.
+                    let most = count.min(200_usize.saturating_sub(sent - there.next));
+                    let due = (sent..sent + most).take_while(|number| net.client.send(&frame(OTHER, US, *number)));
+                    sent += due.count();
+                }
+                Step::Give(count) => {
+                    // The same of buffers.
+                    let most = count.min(12_usize.saturating_sub(given - back.next));
+                    let due = (given..given + most).take_while(|it| net.other.send(US, &frame(US, OTHER, *it)).is_ok());
+                    given += due.count();
+                    net.other.flush();
+                }
+                Step::Turns(count) => (0..count).for_each(|_| net.turn()),
+                Step::Die(places) => {
+                    let parts = net.parts();
+                    let mut node = net.node.take().unwrap();
+                    // What it has seen before is not seen again.
+                    there.book(OTHER, US, net.at_other());
+                    back.book(US, OTHER, net.client.receive());
+                    lives_for(places, || (0..8).for_each(|_| {
+                        node.rest(Duration::ZERO);
+                        node.turn();
+                    }));
+                    there.book(OTHER, US, net.at_other());
+                    back.book(US, OTHER, net.client.receive());
+                    (there.again, back.again) = (BURST, BURST);
+                    drop(node);
+                    net.replace(parts);
+                }
+                Step::HandOver => {
+                    let parts = net.parts();
+                    net.node.as_mut().unwrap().finish();
+                    net.replace(parts);
+                }
+                Step::Read => {
+                    there.book(OTHER, US, net.at_other());
+                    back.book(US, OTHER, net.client.receive());
+                }
+                Step::Rest => {
+                    let node = net.node.as_mut().unwrap();
+                    if node.arm() == Armed::Idle {
+                        // The client rings now, or a node that slept would not hear of it.
+                        prop_assert_eq!(net.client.flags(true) & 1, 0);
+                        node.rest(Duration::ZERO);
+                    }
+                }
+            }
+        }
+        prop_assert_eq!((there.next, back.next), (sent, given), "all came");
+        prop_assert!(net.client.channel.hear().is_none(), "and it has heard nothing");
+        let node = net.node.as_ref().unwrap();
+        prop_assert_eq!(node.dropped, Dropped::default());
+        prop_assert_eq!(node.client(), Some("a test's client".to_owned()));
+    }
+}

@@ -1,0 +1,98 @@
+//! The client of a node with a memif, as it goes from worker to worker: told to the daemon, and heard of by whoever does not drive.
+
+use std::os::fd::{AsFd, OwnedFd};
+
+use anyhow::Result;
+use tasuki_net::memif::client::{Inherited, Parts, name_of};
+use tasuki_net::memif::refusal::Refusal;
+use tasuki_relay::letter::{Client, ToDaemon};
+
+use super::VniSeat;
+use super::end::End;
+use crate::duty::Duty;
+use crate::memif;
+use crate::seat::Common;
+
+impl<D: Duty> VniSeat<D> {
+    /// A client of memif that another worker of the node serves, or served when it passed the lease to us.
+    pub fn hear_of_client(&mut self, client: Client, fds: Vec<OwnedFd>) -> Result<()> {
+        let inherited = Inherited::new(memif::unpack(client, fds)?);
+        match &mut self.end {
+            None => self.client = Some(inherited),
+            Some(End::Memif(end)) => end.go_on(inherited),
+            Some(_) => {}
+        }
+        Ok(())
+    }
+
+    /// That one is there no more. Of its own, who drives knows best.
+    pub fn forget_client(&mut self, socket: u64) {
+        self.client.take_if(|client| name_of(client.socket()) == socket);
+    }
+
+    /// Says who is connected, if that may be another than before. One letter at a time: whoever connects and leaves all the time fills no queue.
+    #[inline]
+    pub(super) fn tell_news_of_client(&mut self, common: &mut Common) {
+        if let Some(End::Memif(end)) = &mut self.end
+            && end.has_news()
+            && !common.post.is_behind()
+        {
+            self.tell_client(common);
+        }
+    }
+
+    /// Whoever goes on is to know who is connected; one of whom no successor can know has to connect anew.
+    pub(super) fn entrust_client(&mut self, common: &mut Common) {
+        self.tell_client(common);
+        if let Some(End::Memif(end)) = &mut self.end
+            && end.client().is_some()
+            && self.told_client.is_none()
+        {
+            end.dismiss(Refusal::Moved);
+        }
+    }
+
+    /// Says who is connected, if that is another than before.
+    fn tell_client(&mut self, common: &mut Common) {
+        let Some(End::Memif(end)) = &mut self.end else { return };
+        if !common.memif.as_ref().is_some_and(|memif| memif.keeps) {
+            return;
+        }
+        let parts = end.parts();
+        self.write_client(common, parts);
+    }
+
+    fn write_client(&mut self, common: &mut Common, parts: std::io::Result<Option<Parts>>) {
+        let nic = self.given.number;
+        let parts = parts.unwrap_or_else(|error| {
+            let sentence = format!(
+                "the client of memif will be sent away when its worker is replaced: its descriptors cannot be copied ({error}); raise RLIMIT_NOFILE"
+            );
+            common.post.tell(Some(nic), sentence);
+            None
+        });
+        let socket = parts.as_ref().map(|parts| name_of(parts.socket.as_fd()));
+        if socket == self.told_client {
+            return;
+        }
+        if let Some(gone) = std::mem::replace(&mut self.told_client, socket) {
+            common.post.write(&ToDaemon::NoClient { nic, socket: gone }, Vec::new());
+        }
+        if let Some((client, fds)) = parts.map(memif::pack) {
+            common.post.write(&ToDaemon::Client { nic, client }, fds);
+        }
+    }
+
+    /// Says to a daemon that has just begun who is connected, or was when it was heard of last.
+    pub fn tell_client_again(&mut self, common: &mut Common) {
+        self.told_client = None;
+        match (&self.end, &self.client) {
+            (Some(_), _) => self.tell_client(common),
+            (None, Some(client)) if common.memif.as_ref().is_some_and(|memif| memif.keeps) => {
+                let parts = client.parts();
+                self.write_client(common, parts);
+            }
+            _ => {}
+        }
+    }
+}
