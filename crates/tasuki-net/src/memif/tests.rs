@@ -21,9 +21,11 @@ mod theirs;
 
 type Lines = Arc<[Line]>;
 
-/// The node behind which the client is, and the other.
+/// The node behind which the client is, the one with which it exchanges frames, and another.
 const US: u16 = 0;
 const OTHER: u16 = 1;
+const THIRD: u16 = 2;
+const NODES: u16 = 3;
 
 /// Frames of which it is not known on both sides that they have crossed, when a worker dies.
 const BURST: usize = 32;
@@ -34,6 +36,7 @@ struct Net {
     lines: Lines,
     _directory: Directory<Lines>,
     other: Vni,
+    third: Vni,
     listener: OwnedFd,
     _folder: tempfile::TempDir,
     node: Option<MemifNode<Lines>>,
@@ -58,17 +61,18 @@ fn number_of(frame: &[u8]) -> usize {
 
 impl Net {
     fn new(shape: Shape) -> Self {
-        let estates: Vec<_> = (0..2).map(|number| EstateFds::create(&format!("test-{number}"), 512).unwrap()).collect();
-        let bells: Vec<_> = (0..2).map(|_| tasuki_shm::wake::bell_pipe().unwrap()).collect();
+        let estates: Vec<_> =
+            (0..NODES).map(|number| EstateFds::create(&format!("test-{number}"), 512).unwrap()).collect();
+        let bells: Vec<_> = (0..NODES).map(|_| tasuki_shm::wake::bell_pipe().unwrap()).collect();
         let lines: Lines = (0..directory_lines(64)).map(|_| Line::default()).collect();
         let mut directory = Directory::new(Arc::clone(&lines));
         let mut nodes = NodeSet::default();
-        for number in 0..2 {
+        for number in 0..NODES {
             nodes.insert(number);
             directory.add(mac(number), number).unwrap();
         }
         directory.set_nodes(&nodes);
-        let other = end(OTHER, &estates, &bells);
+        let [other, third] = [OTHER, THIRD].map(|number| end(number, &estates, &bells));
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("memif.sock");
         let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
@@ -81,7 +85,7 @@ impl Net {
             node.turn();
         });
         let (node, _folder, _directory) = (Some(node), folder, directory);
-        Net { estates, bells, lines, _directory, other, listener, _folder, node, client }
+        Net { estates, bells, lines, _directory, other, third, listener, _folder, node, client }
     }
 
     /// Another worker goes on, with what a daemon has kept.
@@ -121,10 +125,11 @@ fn end(number: u16, estates: &[EstateFds], bells: &[(OwnedFd, OwnedFd)]) -> Vni 
     let [control, pool] = estates[usize::from(number)].fds().map(|fd| fd.try_clone_to_owned().unwrap());
     let ear = bells[usize::from(number)].0.try_clone().unwrap();
     let mut vni = Vni::new(number, EstateFds { control, pool }, ear).unwrap();
-    let other = 1 - number;
-    let estate = estates[usize::from(other)].to_read().unwrap();
-    let bell = Clapper::from_peer(bells[usize::from(other)].1.try_clone().unwrap());
-    vni.add(Introduction { number: other, estate, bell }).unwrap();
+    for other in (0..NODES).filter(|other| *other != number) {
+        let estate = estates[usize::from(other)].to_read().unwrap();
+        let bell = Clapper::from_peer(bells[usize::from(other)].1.try_clone().unwrap());
+        vni.add(Introduction { number: other, estate, bell }).unwrap();
+    }
     vni.settle();
     vni
 }
@@ -260,5 +265,52 @@ proptest! {
         let node = net.node.as_ref().unwrap();
         prop_assert_eq!(node.dropped, Dropped::default());
         prop_assert_eq!(node.client(), Some("a test's client".to_owned()));
+    }
+}
+
+/// In a ring of eight buffers, of which six hold a short frame each when the worker dies, and nobody has seen them: a long frame that comes from
+/// somebody else before they come again needs seven.
+#[test]
+fn buffers_that_a_dead_worker_had_filled_in_part_hold_as_much_as_before() {
+    const LONG: usize = 4;
+    for places in 0.. {
+        let mut net = Net::new(Shape { log2: 3, buffer: 600 });
+        let mut came = Vec::new();
+        let mut exchange = |net: &mut Net| {
+            for _ in 0..4 {
+                net.turn();
+                came.extend(net.client.receive());
+            }
+        };
+        // Whoever has talked is looked at, and the last of them first.
+        for sender in [&mut net.other, &mut net.third] {
+            sender.send(US, &frame(US, OTHER, 0)).unwrap();
+            sender.flush();
+        }
+        exchange(&mut net);
+        (0..6).for_each(|i| net.other.send(US, &frame(US, OTHER, 5 * i)).unwrap());
+        net.other.flush();
+        let parts = net.parts();
+        let mut node = net.node.take().unwrap();
+        let was_killed = lives_for(places, || {
+            (0..2).for_each(|_| {
+                node.rest(Duration::ZERO);
+                node.turn();
+            });
+        });
+        drop(node);
+        let shown = net.client.receive();
+        net.third.send(US, &frame(US, THIRD, LONG)).unwrap();
+        net.third.flush();
+        net.replace(parts);
+        exchange(&mut net);
+        came.extend(shown);
+        assert_eq!(net.node.as_ref().unwrap().dropped, Dropped::default(), "killed at place {places}");
+        assert!(came.contains(&frame(US, THIRD, LONG)));
+        assert!((0..6).all(|i| came.contains(&frame(US, OTHER, 5 * i))), "killed at place {places}");
+        if !was_killed {
+            assert!(places > 6, "it passes more places than that");
+            return;
+        }
     }
 }
