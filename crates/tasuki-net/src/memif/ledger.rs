@@ -97,3 +97,25 @@ impl Ledger {
         words.map(|word| (word as u16, (word >> 32) as u32))
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use tasuki_shm::region::{PAGE_LEN, Pages, Region};
+
+    use super::*;
+
+    #[test]
+    fn what_the_client_has_seen_makes_room_and_is_nobodys_any_more() {
+        let page = Region::create("ledger", PAGE_LEN, Pages::Small).expect("a page");
+        let lines = || page.span(0, LEDGER_LINES).expect("a page of lines");
+        let mut ledger = Ledger::over(lines());
+        for index in 0..HELD_MAX {
+            assert!(ledger.hold(u16::try_from(index).expect("few"), 2048), "{index}");
+        }
+        assert!(!ledger.hold(0, 2048), "there is no more room");
+        ledger.shown();
+        assert_eq!(Ledger::over(lines()).held().count(), 0);
+        assert!(ledger.hold(7, 1024), "there is room again");
+        assert_eq!(Ledger::over(lines()).held().collect::<Vec<_>>(), [(7, 1024)]);
+    }
+}
