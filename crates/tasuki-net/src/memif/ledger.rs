@@ -6,11 +6,11 @@
 //!
 //! # Layout, in words of 8 bytes
 //!
-//! | words | what                                                                                                        |
-//! |-------|-------------------------------------------------------------------------------------------------------------|
-//! | 0     | of the ring to us: [`STANDS`], and the index up to which frames had been read and are sent on, and that before |
-//! | 1     | how many of the following stand                                                                             |
-//! | 2..   | of the ring to the client: index of a descriptor that is written over, and the bytes that its buffer holds   |
+//! | words | what                                                                                                                      |
+//! |-------|---------------------------------------------------------------------------------------------------------------------------|
+//! | 0     | of the ring to us: a mark that it stands, and the index up to which frames had been read and are sent on, and that before |
+//! | 1     | how many of the following stand                                                                                           |
+//! | 2..   | of the ring to the client: index of a descriptor that is written over, and the bytes that its buffer holds                |
 //!
 //! What stands in words 2 and on is of no use once the tail has passed it.
 
