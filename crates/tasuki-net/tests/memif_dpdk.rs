@@ -113,23 +113,68 @@ mod tests {
         }
     }
 
-    struct StopAtEnd<'a>(&'a AtomicBool);
+    /// Who drives a node in a thread of its own, and what is known of that elsewhere.
+    #[derive(Default)]
+    struct Driver {
+        over: AtomicBool,
+        connected: AtomicBool,
+    }
 
-    impl Drop for StopAtEnd<'_> {
-        fn drop(&mut self) {
-            self.0.store(true, Ordering::Relaxed);
+    impl Driver {
+        fn is_over(&self) -> bool {
+            self.over.load(Ordering::Relaxed)
+        }
+
+        fn is_connected(&self) -> bool {
+            self.connected.load(Ordering::Relaxed)
+        }
+
+        /// As its worker drives it.
+        fn drive(&self, node: &mut Node, is_over: impl Fn() -> bool) {
+            while !is_over() {
+                if node.turn() == 0 && node.arm() == Armed::Idle {
+                    node.rest(Duration::from_millis(20));
+                }
+                node.tick(Instant::now());
+                self.connected.store(node.client().is_some(), Ordering::Relaxed);
+            }
         }
     }
 
-    /// As its worker drives it.
-    fn drive(node: &mut Node, connected: &AtomicBool, is_over: impl Fn() -> bool) {
-        while !is_over() {
-            if node.turn() == 0 && node.arm() == Armed::Idle {
-                node.rest(Duration::from_millis(20));
-            }
-            node.tick(Instant::now());
-            connected.store(node.client().is_some(), Ordering::Relaxed);
+    struct OverAtEnd<'a>(&'a Driver);
+
+    impl Drop for OverAtEnd<'_> {
+        fn drop(&mut self) {
+            self.0.over.store(true, Ordering::Relaxed);
         }
+    }
+
+    /// Has `serve` drive the world's node until `talk` is through, which gets a folder and the node's socket; gives what `serve` says then.
+    fn beside<T: Send>(
+        world: &mut World,
+        serve: impl FnOnce(&mut World, &Driver) -> T + Send,
+        talk: impl FnOnce(&Driver, &Path, &Path),
+    ) -> T {
+        let (folder, path, driver) = (tempfile::tempdir().expect("a folder"), world.path(), Driver::default());
+        std::thread::scope(|scope| {
+            let node = scope.spawn(|| serve(world, &driver));
+            let guard = OverAtEnd(&driver);
+            talk(&driver, folder.path(), &path);
+            drop(guard);
+            node.join().expect("a node does not panic")
+        })
+    }
+
+    /// Lengths of frames that are sent to it.
+    const LENGTHS: [usize; 6] = [60, 64, 300, 1000, 1514, 9000];
+
+    /// A client that sends back what it is sent, started with `more` words, once it does.
+    fn forwarder(driver: &Driver, folder: &Path, path: &Path, more: &str, other: &mut Vni) -> Testpmd {
+        let address = mac(PORT).map(|byte| format!("{byte:02x}")).join(":");
+        let mut testpmd = Testpmd::start(folder, path, SECRET, &format!(",mac={address}{more}"));
+        wait_until("the handshake", &mut testpmd, || driver.is_connected());
+        wait_for_echo(other, &mut testpmd);
+        testpmd
     }
 
     fn wait_until(what: &str, testpmd: &mut Testpmd, is_so: impl Fn() -> bool) {
@@ -199,40 +244,31 @@ mod tests {
         if !is_there() {
             return;
         }
-        let folder = tempfile::tempdir().expect("a folder");
         let mut world = World::new(1);
-        let path = world.path();
         let mut other = world.net.take(OTHER.into());
-        let (stop, connected) = (AtomicBool::new(false), AtomicBool::new(false));
-        std::thread::scope(|scope| {
-            let node = scope.spawn(|| {
-                drive(&mut world.node, &connected, || stop.load(Ordering::Relaxed));
-                (world.node.given, world.node.taken, world.node.dropped, world.node.clients)
-            });
-            let guard = StopAtEnd(&stop);
+        let serve = |world: &mut World, driver: &Driver| {
+            driver.drive(&mut world.node, || driver.is_over());
+            (world.node.given, world.node.taken, world.node.dropped, world.node.clients)
+        };
+        let (given, taken, dropped, clients) = beside(&mut world, serve, |driver, folder, path| {
             // It comes, goes and comes again, with buffers and rings of another size.
-            let address = mac(PORT).map(|byte| format!("{byte:02x}")).join(":");
             for more in ["", ",rsize=8,bsize=1024"] {
-                let more = format!(",mac={address}{more}");
-                let mut testpmd = Testpmd::start(folder.path(), &path, SECRET, &more);
-                wait_until("the handshake", &mut testpmd, || connected.load(Ordering::Relaxed));
-                wait_for_echo(&mut other, &mut testpmd);
-                echo(&mut other, 20_000, 64, &[60, 64, 300, 1000, 1514, 9000]);
+                let mut testpmd = forwarder(driver, folder, path, more, &mut other);
+                echo(&mut other, 20_000, 64, &LENGTHS);
+                testpmd.hear();
                 drop(testpmd);
                 let until = Instant::now() + LONG;
-                while connected.load(Ordering::Relaxed) {
+                while driver.is_connected() {
                     assert!(Instant::now() < until, "that it went is seen");
                     std::thread::sleep(Duration::from_millis(5));
                 }
             }
-            drop(guard);
-            let (given, taken, dropped, clients) = node.join().expect("a node does not panic");
-            assert!(given >= 40_000 && taken >= 40_000, "{given} {taken} {dropped:?}");
-            // Probes find no buffers as long as nobody forwards.
-            let others = Dropped { away: 0, no_buffer: 0, ..dropped };
-            assert_eq!(others, Dropped::default());
-            assert_eq!((clients.attached, clients.left, clients.refused), (2, 2, 0));
         });
+        assert!(given >= 40_000 && taken >= 40_000, "{given} {taken} {dropped:?}");
+        // Probes find no buffers as long as nobody forwards.
+        let others = Dropped { away: 0, no_buffer: 0, ..dropped };
+        assert_eq!(others, Dropped::default());
+        assert_eq!((clients.attached, clients.left, clients.refused), (2, 2, 0));
     }
 
     #[test]
@@ -240,36 +276,27 @@ mod tests {
         if !is_there() {
             return;
         }
-        let folder = tempfile::tempdir().expect("a folder");
         let mut world = World::new(1);
-        let path = world.path();
         let mut other = world.net.take(OTHER.into());
-        let (stop, connected) = (AtomicBool::new(false), AtomicBool::new(false));
-        std::thread::scope(|scope| {
-            let node = scope.spawn(|| {
-                let mut successors = 0;
-                while !stop.load(Ordering::Relaxed) {
-                    let soon = Instant::now() + Duration::from_millis(5);
-                    drive(&mut world.node, &connected, || stop.load(Ordering::Relaxed) || Instant::now() > soon);
-                    if connected.load(Ordering::Relaxed) {
-                        world.succeed(successors % 2 == 0);
-                        successors += 1;
-                    }
+        let serve = |world: &mut World, driver: &Driver| {
+            let mut successors = 0;
+            while !driver.is_over() {
+                let soon = Instant::now() + Duration::from_millis(5);
+                driver.drive(&mut world.node, || driver.is_over() || Instant::now() > soon);
+                if driver.is_connected() {
+                    world.succeed(successors % 2 == 0);
+                    successors += 1;
                 }
-                successors
-            });
-            let guard = StopAtEnd(&stop);
-            let address = mac(PORT).map(|byte| format!("{byte:02x}")).join(":");
-            let mut testpmd = Testpmd::start(folder.path(), &path, SECRET, &format!(",mac={address}"));
-            wait_until("the handshake", &mut testpmd, || connected.load(Ordering::Relaxed));
-            wait_for_echo(&mut other, &mut testpmd);
-            echo(&mut other, 20_000, 64, &[60, 64, 300, 1000, 1514, 9000]);
+            }
+            successors
+        };
+        let successors = beside(&mut world, serve, |driver, folder, path| {
+            let mut testpmd = forwarder(driver, folder, path, "", &mut other);
+            echo(&mut other, 20_000, 64, &LENGTHS);
             testpmd.hear();
-            drop(guard);
-            let successors = node.join().expect("a node does not panic");
-            println!("{successors} successors");
-            assert!(successors > 10, "{successors}");
         });
+        println!("{successors} successors");
+        assert!(successors > 10, "{successors}");
     }
 
     #[test]
@@ -277,22 +304,15 @@ mod tests {
         if !is_there() {
             return;
         }
-        let folder = tempfile::tempdir().expect("a folder");
         let mut world = World::new(1);
-        let path = world.path();
-        let (stop, connected) = (AtomicBool::new(false), AtomicBool::new(false));
-        std::thread::scope(|scope| {
-            let node = scope.spawn(|| {
-                drive(&mut world.node, &connected, || stop.load(Ordering::Relaxed));
-                world.node.clients
-            });
-            let guard = StopAtEnd(&stop);
-            let mut testpmd = Testpmd::start(folder.path(), &path, "another", "");
+        let serve = |world: &mut World, driver: &Driver| {
+            driver.drive(&mut world.node, || driver.is_over());
+            world.node.clients
+        };
+        let clients = beside(&mut world, serve, |_, folder, path| {
+            let mut testpmd = Testpmd::start(folder, path, "another", "");
             testpmd.says(&Refusal::Secret.to_string());
-            drop(testpmd);
-            drop(guard);
-            let clients = node.join().expect("a node does not panic");
-            assert_eq!((clients.attached, clients.why), (0, Some(Refusal::Secret)));
         });
+        assert_eq!((clients.attached, clients.why), (0, Some(Refusal::Secret)));
     }
 }

@@ -107,8 +107,8 @@ fn output(write: Option<&Path>) -> Result<File> {
     match write.filter(|path| *path != Path::new("-")) {
         Some(path) => {
             let cannot = || format!("{} cannot be written", path.display());
-            let options = OpenOptions::new().write(true).create(true).truncate(false).mode(0o600).clone();
-            let file = options.open(path).with_context(cannot)?;
+            let file = OpenOptions::new().write(true).create(true).truncate(false).mode(0o600).open(path);
+            let file = file.with_context(cannot)?;
             // What passes is nobody else's business, also where there was a file. A pipe or a device stays as it is.
             if file.metadata().with_context(cannot)?.is_file() {
                 file.set_permissions(Permissions::from_mode(0o600)).with_context(|| {

@@ -5,7 +5,6 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering::Relaxed;
 use std::sync::atomic::{AtomicBool, AtomicU64};
 use std::thread::JoinHandle;
-use std::time::Duration;
 
 use client::{Client, Shape};
 use rustix::event::{PollFd, PollFlags, Timespec};
@@ -60,7 +59,7 @@ struct Program {
 
 impl Program {
     fn begin(socket: &Path) -> Self {
-        let client = Client::connect(socket, SHAPE, SECRET, || std::thread::sleep(Duration::from_millis(2)));
+        let client = Client::connect(socket, SHAPE, SECRET, || {});
         let (over, back) = (Arc::new(AtomicBool::new(false)), Arc::new(AtomicU64::new(0)));
         let (ends, counts) = (Arc::clone(&over), Arc::clone(&back));
         let thread = std::thread::spawn(move || exchange(client, &ends, &counts));

@@ -5,21 +5,20 @@ use std::sync::Arc;
 use proptest::prelude::*;
 use rustix::net::{AddressFamily, SocketType};
 use tasuki_shm::line::Claims;
-use tasuki_shm::vni::directory::{Directory, Lookup, Mac, NodeSet, directory_lines};
+use tasuki_shm::vni::directory::{Directory, Lookup};
 use tasuki_shm::vni::estate::EstateFds;
 use tasuki_shm::wake::Clapper;
 use theirs::{Client, Shape};
 
 use super::*;
 use crate::vni::Introduction;
+use crate::vni::fixture::{Lines, directory, mac};
 use crate::vni::mortal::lives_for;
 
 /// A client that was written from the protocol's text.
 #[path = "../../tests/memif/client.rs"]
 #[allow(dead_code, reason = "another suite uses the rest of it")]
 mod theirs;
-
-type Lines = Arc<[Line]>;
 
 /// The node behind which the client is, the one with which it exchanges frames, and another.
 const US: u16 = 0;
@@ -43,10 +42,6 @@ struct Net {
     client: Client,
 }
 
-fn mac(node: u16) -> Mac {
-    [2, 0, 0, 0, 0, node.to_le_bytes()[0]]
-}
-
 /// A frame that carries its number, of a length that follows from it.
 fn frame(to: u16, from: u16, number: usize) -> Vec<u8> {
     let len = [60, 100, 700, 1514, 4000][number % 5] + number % 7;
@@ -64,14 +59,7 @@ impl Net {
         let estates: Vec<_> =
             (0..NODES).map(|number| EstateFds::create(&format!("test-{number}"), 512).unwrap()).collect();
         let bells: Vec<_> = (0..NODES).map(|_| tasuki_shm::wake::bell_pipe().unwrap()).collect();
-        let lines: Lines = (0..directory_lines(64)).map(|_| Line::default()).collect();
-        let mut directory = Directory::new(Arc::clone(&lines));
-        let mut nodes = NodeSet::default();
-        for number in 0..NODES {
-            nodes.insert(number);
-            directory.add(mac(number), number).unwrap();
-        }
-        directory.set_nodes(&nodes);
+        let (lines, directory) = directory(NODES);
         let [other, third] = [OTHER, THIRD].map(|number| end(number, &estates, &bells));
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("memif.sock");

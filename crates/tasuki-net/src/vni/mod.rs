@@ -19,6 +19,8 @@
 
 mod aside;
 pub mod finish;
+#[cfg(test)]
+pub(crate) mod fixture;
 mod inbox;
 pub(crate) mod ledger;
 #[cfg(test)]

@@ -6,7 +6,7 @@ use std::mem::MaybeUninit;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::path::Path;
 
-use rustix::event::EventfdFlags;
+use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec};
 use rustix::fs::{MemfdFlags, SealFlags};
 use rustix::net::{
     AddressFamily, RecvAncillaryBuffer, RecvFlags, SendAncillaryBuffer, SendAncillaryMessage, SendFlags, SocketFlags,
@@ -99,10 +99,12 @@ impl Channel {
         Some((u16::from_le_bytes([bytes[0], bytes[1]]), bytes[2..len].to_vec()))
     }
 
-    /// The next message, which comes after some turns of the server's.
+    /// The next message, which comes after some turns of the server's, or by itself where that is another process.
     fn answer(&self, turn: &mut impl FnMut()) -> Option<(u16, Vec<u8>)> {
         (0..1000).find_map(|_| {
             turn();
+            let soon = Timespec { tv_sec: 0, tv_nsec: 10_000_000 };
+            let _ = rustix::event::poll(&mut [PollFd::new(&self.0, PollFlags::IN)], Some(&soon));
             self.hear()
         })
     }

@@ -3,16 +3,15 @@ use std::sync::Arc;
 
 use proptest::prelude::*;
 use tasuki_shm::line::Claims;
-use tasuki_shm::vni::directory::{Directory, Lookup, NodeSet, directory_lines};
+use tasuki_shm::vni::directory::{Directory, Lookup};
 use tasuki_shm::wake::Clapper;
 use zerocopy::IntoBytes;
 
 use super::*;
 use crate::vni::finish::GSO_UDP_L4;
+use crate::vni::fixture::{Lines, directory, mac};
 use crate::vni::mortal::lives_for;
 use crate::vni::offload::{HEADER_LEN, NEEDS_CSUM, Offload};
-
-type Lines = Arc<[Line]>;
 
 /// What a daemon keeps of a node.
 struct Kept {
@@ -26,10 +25,6 @@ const NODES: u16 = 4;
 const US: u16 = 1;
 const SENDERS: [u16; 2] = [0, 3];
 const TO: [u16; 2] = [2, 3];
-
-fn mac(node: u16) -> [u8; 6] {
-    [2, 0, 0, 0, 0, node.to_le_bytes()[0]]
-}
 
 struct Net {
     kept: Vec<Kept>,
@@ -46,14 +41,7 @@ impl Net {
             Kept { estate: EstateFds::create(&format!("test-{number}"), 512).unwrap(), ear, bell }
         });
         let kept: Vec<_> = kept.collect();
-        let lines: Lines = (0..directory_lines(64)).map(|_| Line::default()).collect();
-        let mut directory = Directory::new(Arc::clone(&lines));
-        let mut nodes = NodeSet::default();
-        for number in 0..NODES {
-            nodes.insert(number);
-            directory.add(mac(number), number).unwrap();
-        }
-        directory.set_nodes(&nodes);
+        let (lines, directory) = directory(NODES);
         let mut net = Net { kept, lines, _directory: directory, others: BTreeMap::new(), port: None };
         for number in (0..NODES).filter(|number| *number != US) {
             let (estate, ear) = net.own(number);
