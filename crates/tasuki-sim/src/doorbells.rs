@@ -30,8 +30,10 @@ impl Doorbells {
     pub fn new(offsets: impl Iterator<Item = u32>) -> Result<Self, RegionError> {
         let memory = Region::create("doorbells", PAGE_LEN, Pages::Small)?;
         let bell = |(place, offset)| Ok(Bell { offset, word: memory.span(place, 1)?, seen: 0 });
-        let bells: Vec<Bell> = (0..PAGE_LEN).step_by(STRIDE).zip(offsets).map(bell).collect::<Result<_, RegionError>>()?;
-        let places = (0_u64..).step_by(STRIDE).zip(&bells).map(|(place, bell)| (u64::from(bell.offset), place)).collect();
+        let bells: Vec<Bell> =
+            (0..PAGE_LEN).step_by(STRIDE).zip(offsets).map(bell).collect::<Result<_, RegionError>>()?;
+        let places =
+            (0_u64..).step_by(STRIDE).zip(&bells).map(|(place, bell)| (u64::from(bell.offset), place)).collect();
         Ok(Doorbells { memory, bells, places })
     }
 

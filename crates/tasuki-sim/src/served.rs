@@ -62,7 +62,9 @@ impl Host for Reach {
         // A descriptor or two, which words are quicker for.
         let read = if into.len() <= FEW_LEN && into.len().is_multiple_of(8) && at.is_multiple_of(8) {
             let words = into.as_chunks_mut::<8>().0;
-            (0_u64..).zip(words).try_for_each(|(i, word)| self.dma.load_word(at + 8 * i).map(|found| *word = found.to_le_bytes()))
+            (0_u64..)
+                .zip(words)
+                .try_for_each(|(i, word)| self.dma.load_word(at + 8 * i).map(|found| *word = found.to_le_bytes()))
         } else {
             self.dma.load(at, into)
         };

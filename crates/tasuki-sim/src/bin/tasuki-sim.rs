@@ -121,7 +121,10 @@ impl CardArguments {
                 "--without and --lossy are for a virtio network device; add --card virtio-net"
             ),
             Card::VirtioNet => {
-                ensure!(self.link_up.is_none(), "the link of a virtio network device is up at once; leave --link-up out");
+                ensure!(
+                    self.link_up.is_none(),
+                    "the link of a virtio network device is up at once; leave --link-up out"
+                );
             }
         }
         Ok(())

@@ -159,7 +159,10 @@ impl Pci {
 
     /// What a system does for a driver that asks it for interrupts: MSI-X on or off, every vector unmasked or masked.
     pub fn enable_msix(&mut self, on: bool) {
-        self.space.set16(MSIX + 2, self.space.get16(MSIX + 2) & !(MSIX_ENABLE | MSIX_MASK_ALL) | if on { MSIX_ENABLE } else { 0 });
+        self.space.set16(
+            MSIX + 2,
+            self.space.get16(MSIX + 2) & !(MSIX_ENABLE | MSIX_MASK_ALL) | if on { MSIX_ENABLE } else { 0 },
+        );
         self.table.mask_all(!on);
     }
 

@@ -83,8 +83,7 @@ pub mod feature {
         | SPEED_DUPLEX;
 
     /// What rests on another (§5.1.3.1).
-    pub const RESTS_ON: [(u64, u64); 4] =
-        [(CTRL_RX, CTRL_VQ), (CTRL_RX_EXTRA, CTRL_VQ), (MQ, CTRL_VQ), (RSS, CTRL_VQ)];
+    pub const RESTS_ON: [(u64, u64); 4] = [(CTRL_RX, CTRL_VQ), (CTRL_RX_EXTRA, CTRL_VQ), (MQ, CTRL_VQ), (RSS, CTRL_VQ)];
 }
 
 /// What a BAR of the card is for.
