@@ -4,7 +4,6 @@
 #[path = "conformance/mod.rs"]
 #[allow(dead_code, reason = "a suite's parts for other drivers")]
 mod conformance;
-#[allow(dead_code, reason = "a suite's parts for other drivers")]
 mod qemu;
 
 use std::marker::PhantomData;

@@ -257,6 +257,22 @@ fn buffers_that_are_not_there_are_noted_and_no_more() {
 }
 
 #[test]
+fn a_driver_that_went_away_has_no_work_and_breaks_no_rule_until_a_frame_comes() {
+    for features in [PLAIN, PLAIN & !feature::EVENT_IDX] {
+        let rig = Rig::running(Options::default(), features, 4);
+        rig.pass(1);
+        rig.doze();
+        rig.card.unmap(AT, LEN as u64);
+        rig.pass(1);
+        assert!(!rig.doze());
+        rig.broke_nothing();
+        rig.come(&frame(60, 0));
+        rig.pass(1);
+        broke_only(&rig, Class::UnmappedDma, 1);
+    }
+}
+
+#[test]
 fn frames_and_their_headers_are_what_was_agreed_on() {
     let rig = plain();
     for (number, header) in [[1, 0, 0, 0], [0, 1, 0, 0], [0, 0, 1, 0], [0, 0, 0, 2]].into_iter().enumerate() {

@@ -51,6 +51,8 @@ pub struct Queue {
     pub was_reset: bool,
     /// That its buffers are too short was noted.
     pub too_short: bool,
+    /// Its memory was there once.
+    reached: bool,
     /// The available index as it was seen last.
     seen: u16,
     /// Chains that the device has, in the order in which they were made available, and for each descriptor whether one begins there.
@@ -110,7 +112,12 @@ impl Queue {
     /// Takes what was made available since the last look; says whether there was something. What is changed in the available ring
     /// afterwards comes too late.
     fn look(&mut self, host: &mut impl Host) -> Result<bool, Trouble> {
-        let index = host.read16(self.available.wrapping_add(2))?;
+        let index = match host.read16(self.available.wrapping_add(2)) {
+            // Whose driver went away and took its memory along has no work. That we poll is nobody's fault.
+            Err(_) if self.reached => return Ok(false),
+            index => index?,
+        };
+        self.reached = true;
         let mut count = index.wrapping_sub(self.seen);
         if count == 0 {
             return Ok(false);
@@ -187,18 +194,25 @@ impl Queue {
     /// Asks for a notification when there is more work, and looks once more; says whether there is some.
     pub fn ask(&mut self, event_index: bool, host: &mut impl Host) -> Result<bool, Trouble> {
         self.asked = true;
-        match event_index {
-            true => host.write16(self.avail_event(), self.seen)?,
-            false => host.write16(self.used, 0)?,
-        }
+        // Of a write the card learns nothing.
+        let _ = match event_index {
+            true => host.write16(self.avail_event(), self.seen),
+            false => host.write16(self.used, 0),
+        };
         fence(Ordering::SeqCst);
         self.look(host)
     }
 
     /// No notifications are wanted for now. With indices there are none anyhow until they are asked for, but one in 65,536.
     pub fn hush(&mut self, event_index: bool, host: &mut impl Host) -> Result<(), Trouble> {
-        if std::mem::replace(&mut self.asked, false) && !event_index {
-            host.write16(self.used, NO)?;
+        if !std::mem::replace(&mut self.asked, false) {
+            return Ok(());
+        }
+        // Whether its memory is there shows at once.
+        self.look(host)?;
+        if !event_index {
+            // Of a write the card learns nothing.
+            let _ = host.write16(self.used, NO);
         }
         Ok(())
     }
