@@ -108,7 +108,11 @@ fn it_serves_until_it_is_told_to_end_and_takes_its_socket_away() {
         drop(UnixStream::connect(&path).expect("it listens"));
         model.signal(signal);
         let (ended, said, errors) = model.end();
-        assert_eq!((ended, said.as_str(), errors.as_str()), (Some(0), "the card sent 0 frames to nowhere\n", ""));
+        // A machine with much to do may have held it up, which it says before.
+        assert_eq!(
+            (ended, said.lines().last(), errors.as_str()),
+            (Some(0), Some("the card sent 0 frames to nowhere"), "")
+        );
         assert!(!path.exists());
     }
 }

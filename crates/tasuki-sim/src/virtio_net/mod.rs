@@ -466,6 +466,9 @@ impl Device {
     /// The driver did what a device does not get over: it stops, and says so (§2.1.2).
     #[cold]
     fn fail(&mut self, trouble: Trouble) {
+        if self.needs_reset() {
+            return;
+        }
         let Trouble { class, place, value } = trouble;
         self.journal.note(class, self.now, place, value);
         self.common.status |= status::NEEDS_RESET;
