@@ -1,8 +1,8 @@
 //! A vfio-user client that says anything, with and without descriptors, cut anywhere, and stores anything at the doorbells that it gets.
 //!
 //! What must hold: the server does not panic or hang; the device sees only accesses inside of its regions, and memory that does not overlap;
-//! when the liar is gone the device has nothing of it. Half of the inputs meet a device that checks this, half the model of a card, which
-//! looks at its doorbells between messages.
+//! when the liar is gone the device has nothing of it. A third of the inputs meet a device that checks this, the others the model of
+//! a card: an 82574L, which looks at its doorbells between messages, or a virtio network device.
 #![no_main]
 
 #[path = "../common/mod.rs"]
@@ -20,10 +20,11 @@ use rustix::net::{
     SendFlags, SocketFlags, SocketType,
 };
 use tasuki_shm::region::{Pages, Region as Memory};
-use tasuki_sim::e1000e;
+use tasuki_sim::model::Model;
 use tasuki_sim::served::Served;
 use tasuki_sim::vfio_user::{Device, DmaMemory, Doorbells, IRQS, MSIX, REGIONS, Region, Server, Turn};
 use tasuki_sim::wire::Nowhere;
+use tasuki_sim::{e1000e, virtio_net};
 
 const VECTORS: u32 = 3;
 
@@ -39,7 +40,7 @@ trait Fuzzed: Device {
     fn is_bare(&self) -> bool;
 }
 
-impl Fuzzed for Served<Nowhere> {
+impl<M: Model> Fuzzed for Served<Nowhere, M> {
     fn between(&mut self) {
         self.step();
     }
@@ -266,8 +267,9 @@ fn lie(choices: &mut Choices<'_>, device: &mut impl Fuzzed) {
 fuzz_target!(|data: &[u8]| {
     common::ignore_broken_pipes();
     let mut choices = Choices(data);
-    match choices.below(2) {
+    match choices.below(3) {
         0 => lie(&mut choices, &mut Strict::default()),
+        1 => lie(&mut choices, &mut Served::new(virtio_net::Device::new(virtio_net::Options::default()), Nowhere::default())),
         _ => lie(&mut choices, &mut Served::new(e1000e::Device::new(e1000e::Options::default()), Nowhere::default())),
     }
 });

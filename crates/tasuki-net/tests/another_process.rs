@@ -132,7 +132,7 @@ fn start_other(test: &str) -> (Other, UnixStream) {
 }
 
 fn numbered(number: u32) -> Vec<u8> {
-    frame(OnSim::MAC, number, SHORTEST + number as usize % 1000)
+    frame(<OnSim>::MAC, number, SHORTEST + number as usize % 1000)
 }
 
 #[test]

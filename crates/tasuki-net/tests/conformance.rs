@@ -56,7 +56,7 @@ suite_repoint!(e1000e_repointed_on_our_model, super::OnSim);
 /// Of our model, over vfio-user: a server that does not mask INTA#, and rings each time that it is asserted anew.
 #[test]
 fn a_pin_that_nobody_masks_rings_each_time_that_it_is_asserted() {
-    let Some(world) = OnSim::new(&memory::<OnSim>(&NicOptions::default())) else { return };
+    let Some(world) = <OnSim>::new(&memory::<OnSim>(&NicOptions::default())) else { return };
     let mut bus = world.bus();
     let registers = bus.registers(0).expect("BAR 0");
     // The 82574L's ICR, ICS, IMS, IMC, and its cause LSC.

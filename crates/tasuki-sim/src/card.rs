@@ -13,8 +13,9 @@ use std::time::{Duration, Instant};
 use rustix::event::{EventfdFlags, eventfd};
 use tasuki_shm::region::Region;
 
-use crate::e1000e::{Bar, Device};
+use crate::e1000e;
 use crate::memory::{MapError, Memory};
+use crate::model::Model;
 use crate::wire::Wire;
 
 /// What a read over the bus takes, in nanoseconds: so much does a clock move that nobody else moves.
@@ -63,30 +64,30 @@ impl Clock {
 
 /// The parts of a card.
 #[derive(Debug)]
-pub struct Parts<W> {
+pub struct Parts<W, M: Model = e1000e::Device> {
     /// The model.
-    pub device: Device,
+    pub device: M,
     /// What it reaches.
     pub memory: Memory,
     /// What it is plugged into.
     pub wire: W,
     /// Writes that are being done.
-    taken: Vec<Posted>,
+    taken: Vec<Posted<M::Bar>>,
 }
 
 #[derive(Debug, Clone, Copy)]
-struct Posted {
-    bar: Bar,
+struct Posted<B> {
+    bar: B,
     offset: u32,
     width: u8,
     value: u32,
 }
 
 #[derive(Debug)]
-struct Shared<W> {
-    parts: Mutex<Parts<W>>,
+struct Shared<W, M: Model> {
+    parts: Mutex<Parts<W, M>>,
     /// Taken after `parts` where both are needed.
-    posted: Mutex<Vec<Posted>>,
+    posted: Mutex<Vec<Posted<M::Bar>>>,
     /// Who wants the card now: the thread that runs it lets them go first.
     waiting: AtomicU32,
     clock: Clock,
@@ -97,9 +98,9 @@ struct Shared<W> {
 
 /// A card in the same process.
 #[derive(Debug)]
-pub struct Card<W>(Arc<Shared<W>>);
+pub struct Card<W, M: Model = e1000e::Device>(Arc<Shared<W, M>>);
 
-impl<W> Clone for Card<W> {
+impl<W, M: Model> Clone for Card<W, M> {
     fn clone(&self) -> Self {
         Card(Arc::clone(&self.0))
     }
@@ -110,9 +111,9 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-impl<W: Wire> Card<W> {
+impl<W: Wire, M: Model> Card<W, M> {
     /// Puts a card together.
-    pub fn new(device: Device, wire: W, clock: Clock) -> Self {
+    pub fn new(device: M, wire: W, clock: Clock) -> Self {
         let parts = Parts { device, memory: Memory::default(), wire, taken: Vec::with_capacity(POSTED) };
         Card(Arc::new(Shared {
             parts: Mutex::new(parts),
@@ -135,7 +136,7 @@ impl<W: Wire> Card<W> {
     }
 
     /// Looks into the card, or changes something in it. What was written before is there.
-    pub fn with<T>(&self, look: impl FnOnce(&mut Parts<W>) -> T) -> T {
+    pub fn with<T>(&self, look: impl FnOnce(&mut Parts<W, M>) -> T) -> T {
         self.0.waiting.fetch_add(1, Relaxed);
         let mut parts = lock(&self.0.parts);
         self.0.waiting.fetch_sub(1, Relaxed);
@@ -144,7 +145,7 @@ impl<W: Wire> Card<W> {
     }
 
     /// What was written is there now.
-    fn arrive(&self, parts: &mut Parts<W>) {
+    fn arrive(&self, parts: &mut Parts<W, M>) {
         std::mem::swap(&mut parts.taken, &mut lock(&self.0.posted));
         if parts.taken.is_empty() {
             return;
@@ -158,13 +159,13 @@ impl<W: Wire> Card<W> {
     }
 
     /// Reads `width` (1, 2 or 4) bytes behind a BAR.
-    pub fn read(&self, bar: Bar, offset: u32, width: u8) -> u32 {
+    pub fn read(&self, bar: M::Bar, offset: u32, width: u8) -> u32 {
         self.0.clock.advance(READ_NS);
         self.with(|parts| parts.device.read(bar, offset, width, self.now()))
     }
 
     /// Writes `width` (1, 2 or 4) bytes behind a BAR.
-    pub fn write(&self, bar: Bar, offset: u32, width: u8, value: u32) {
+    pub fn write(&self, bar: M::Bar, offset: u32, width: u8, value: u32) {
         let posted = Posted { bar, offset, width, value };
         let mut on_their_way = lock(&self.0.posted);
         // With a clock that others move, a write arrives before the clock is moved.
@@ -184,24 +185,12 @@ impl<W: Wire> Card<W> {
 
     /// Reads `width` bytes of the configuration space.
     pub fn read_config(&self, offset: u32, width: u8) -> u32 {
-        self.with(|parts| parts.device.read_config(offset, width))
+        self.with(|parts| parts.device.read_config(offset, width, self.now()))
     }
 
     /// Writes `width` bytes of the configuration space.
     pub fn write_config(&self, offset: u32, width: u8, value: u32) {
         self.with(|parts| parts.device.write_config(offset, width, value, self.now()));
-    }
-
-    /// Enables MSI-X, as a system does for a driver: an eventfd for each of the first `count` vectors.
-    pub fn interrupts(&self, count: u16) -> io::Result<Vec<OwnedFd>> {
-        let flags = EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK;
-        let ours: Vec<OwnedFd> = (0..count).map(|_| eventfd(0, flags)).collect::<Result<_, _>>()?;
-        let theirs = ours.iter().map(OwnedFd::try_clone).collect::<io::Result<Vec<_>>>()?;
-        self.with(|parts| {
-            (0..count).zip(ours).for_each(|(vector, bell)| parts.memory.set_bell(vector, Some(bell)));
-            parts.device.enable_msix(true);
-        });
-        Ok(theirs)
     }
 
     /// Resets the card as its bus does.
@@ -240,7 +229,21 @@ impl<W: Wire> Card<W> {
     }
 }
 
-impl<W: Wire + Send + 'static> Card<W> {
+impl<W: Wire> Card<W> {
+    /// Enables MSI-X, as a system does for a driver: an eventfd for each of the first `count` vectors.
+    pub fn interrupts(&self, count: u16) -> io::Result<Vec<OwnedFd>> {
+        let flags = EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK;
+        let ours: Vec<OwnedFd> = (0..count).map(|_| eventfd(0, flags)).collect::<Result<_, _>>()?;
+        let theirs = ours.iter().map(OwnedFd::try_clone).collect::<io::Result<Vec<_>>>()?;
+        self.with(|parts| {
+            (0..count).zip(ours).for_each(|(vector, bell)| parts.memory.set_bell(vector, Some(bell)));
+            parts.device.enable_msix(true);
+        });
+        Ok(theirs)
+    }
+}
+
+impl<W: Wire + Send + 'static, M: Model + Send + 'static> Card<W, M> {
     /// Has a thread of its own step the card until the result is dropped.
     pub fn run(&self) -> Running {
         let stop = Arc::new(AtomicBool::new(false));

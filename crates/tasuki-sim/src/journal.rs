@@ -6,7 +6,7 @@ use std::fmt;
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 #[repr(u8)]
 pub enum Class {
-    /// The card was reset (CTRL.RST).
+    /// The card was reset (CTRL.RST; a virtio device's status).
     Reset,
     /// The PHY was reset, or its negotiation begun anew.
     PhyReset,
@@ -18,9 +18,9 @@ pub enum Class {
     HeadWhileEnabled,
     /// Base or length of a ring was written while the unit was on.
     RingWhileEnabled,
-    /// The length of a ring is no multiple of 128 bytes, or more than a register holds.
+    /// A ring has a length that the card cannot have: for the 82574L, one that is no multiple of 128 bytes; for virtio, no power of two.
     RingLength,
-    /// The base of a ring is no multiple of 16.
+    /// The base of a ring is not aligned as it must be: to 16 bytes, and parts of virtio's to 2 and 4.
     RingAlignment,
     /// A head or tail is outside of its ring.
     TailOutside,
@@ -32,26 +32,46 @@ pub enum Class {
     BadDescriptor,
     /// There is no such register.
     UnknownRegister,
-    /// A register was not accessed by 32 bits at a multiple of 4.
+    /// A register was not accessed by as many bits as it has, at a multiple of their bytes: 32 in the 82574L.
     OddAccess,
-    /// A register was accessed within a microsecond of a reset.
+    /// A register was accessed while a reset was going on.
     DuringReset,
-    /// Something was changed that may be changed only while the unit is off.
+    /// Something was changed that may be changed only while the unit, or the queue, is off.
     SetupWhileEnabled,
     /// Work was given to a card that is not allowed to be master of the bus.
     NoBusMaster,
     /// A frame went to a queue that has no ring.
     NoQueue,
+    /// What can only be read was written.
+    ReadOnly,
+    /// Bits of the device's status were set in an order that is none, or one was taken back; or what comes before or after was done too late or too early.
+    StatusOrder,
+    /// A feature was accepted that was not offered, or without the one that it rests on, or used without having been accepted.
+    Feature,
+    /// The card was told of work before DRIVER_OK, or in a queue that is off, or by a number that is not the queue's.
+    EarlyRing,
+    /// More chains were made available than the queue has descriptors, or an index went back.
+    IndexAhead,
+    /// A chain was made available that the card has already.
+    TwiceAvailable,
+    /// The header of a frame asks for what was not agreed on.
+    BadHeader,
+    /// A command makes no sense, or is not allowed.
+    BadCommand,
+    /// A buffer is too short for a frame of the MTU that was agreed on.
+    ShortBuffer,
+    /// Frames were sent by a pair of queues that is not in use.
+    InactivePair,
 }
 
 impl Class {
-    const COUNT: usize = Class::NoQueue as usize + 1;
+    const COUNT: usize = Class::InactivePair as usize + 1;
 
     /// What a driver must not do when it takes a running card over: all that makes the link go down.
     pub const COLD: [Class; 4] = [Class::Reset, Class::PhyReset, Class::PhyWrite, Class::LinkWrite];
 
     /// What a driver must never do.
-    pub const ALWAYS: [Class; 14] = [
+    pub const ALWAYS: [Class; 24] = [
         Class::HeadWhileEnabled,
         Class::RingWhileEnabled,
         Class::RingLength,
@@ -66,6 +86,16 @@ impl Class {
         Class::SetupWhileEnabled,
         Class::NoBusMaster,
         Class::NoQueue,
+        Class::ReadOnly,
+        Class::StatusOrder,
+        Class::Feature,
+        Class::EarlyRing,
+        Class::IndexAhead,
+        Class::TwiceAvailable,
+        Class::BadHeader,
+        Class::BadCommand,
+        Class::ShortBuffer,
+        Class::InactivePair,
     ];
 }
 
@@ -78,18 +108,28 @@ impl fmt::Display for Class {
             Class::LinkWrite => "changed bits of CTRL that make or force the link",
             Class::HeadWhileEnabled => "wrote RDH or TDH while the unit was on",
             Class::RingWhileEnabled => "wrote the base or the length of a ring while the unit was on",
-            Class::RingLength => "gave a ring a length that is no multiple of 128 bytes, or is too large",
-            Class::RingAlignment => "gave a ring a base that is no multiple of 16",
+            Class::RingLength => "gave a ring a length that the card cannot have",
+            Class::RingAlignment => "gave a ring a base that is not aligned as it must be",
             Class::TailOutside => "set a head or tail outside of its ring",
             Class::TailBackwards => "moved a tail back, behind descriptors that the card may have fetched",
             Class::UnmappedDma => "sent the card to memory that it cannot reach",
             Class::BadDescriptor => "wrote a descriptor that makes no sense",
             Class::UnknownRegister => "used a register that there is not",
-            Class::OddAccess => "used a register not by 32 bits at a multiple of 4",
-            Class::DuringReset => "used a register within a microsecond of a reset",
+            Class::OddAccess => "used a register not by as many bits as it has",
+            Class::DuringReset => "used a register while a reset was going on",
             Class::SetupWhileEnabled => "changed what may be changed only while the unit is off",
             Class::NoBusMaster => "gave work to a card that is not allowed to be master of the bus",
             Class::NoQueue => "had frames sent to a queue that has no ring",
+            Class::ReadOnly => "wrote what can only be read",
+            Class::StatusOrder => "set bits of the status in an order that is none, took one back, or did in the wrong state what belongs to another",
+            Class::Feature => "accepted a feature that was not offered or rests on another, or used one that it had not accepted",
+            Class::EarlyRing => "told the card of work before DRIVER_OK, or in a queue that is off or another",
+            Class::IndexAhead => "made more chains available than the queue has descriptors, or took some back",
+            Class::TwiceAvailable => "made a chain available that the card has already",
+            Class::BadHeader => "asked in the header of a frame for what was not agreed on",
+            Class::BadCommand => "gave a command that makes no sense, or that it must not give",
+            Class::ShortBuffer => "left a buffer that is too short for a frame of the MTU that was agreed on",
+            Class::InactivePair => "sent frames by a pair of queues that is not in use",
         })
     }
 }

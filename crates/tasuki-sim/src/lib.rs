@@ -3,6 +3,8 @@
 //! | module      | what it is                                                                  |
 //! |-------------|-----------------------------------------------------------------------------|
 //! | [`e1000e`]  | the Intel 82574L, a state machine without threads, clocks or memory         |
+//! | [`virtio_net`] | a virtio network device, likewise                                     |
+//! | [`model`]   | what such a model is to whoever serves it, and what it reaches              |
 //! | [`journal`] | what a driver did that it must not do                                       |
 //! | [`memory`]  | the memory that a model reaches, and the eventfds that it rings             |
 //! | [`wire`]    | what a model is plugged into: a source and checker, a socket, a TAP, a file |
@@ -18,6 +20,10 @@ mod doorbells;
 pub mod e1000e;
 pub mod journal;
 pub mod memory;
+pub mod model;
+mod pci;
 pub mod served;
+mod toeplitz;
 pub mod vfio_user;
+pub mod virtio_net;
 pub mod wire;

@@ -5,7 +5,7 @@ use std::sync::atomic::{AtomicU64, Ordering::Acquire, Ordering::Release};
 
 use tasuki_shm::region::{Region, RegionError, Span};
 
-use crate::e1000e::{Host, Interrupt, Unmapped};
+use crate::model::{Host, Interrupt, Unmapped};
 
 const WORD: usize = size_of::<u64>();
 
@@ -170,6 +170,12 @@ impl Memory {
         Ok((words, usize::try_from(offset + within).map_err(|_| Unmapped { at })?, fits))
     }
 
+    /// The same of 16 bits at a multiple of two, all of which lie there.
+    fn find_half(&mut self, at: u64, write: bool) -> Result<(&Span<AtomicU64>, usize, usize), Unmapped> {
+        let found = self.find(at, 2, write)?;
+        if found.1 % 2 == 0 && found.2 == 2 { Ok(found) } else { Err(Unmapped { at }) }
+    }
+
     fn ring(&mut self, vector: u16) {
         let index = usize::from(vector);
         if let Some(count) = self.raised.get_mut(index) {
@@ -203,6 +209,24 @@ impl Host for Memory {
             store(words, offset, part);
             (at, bytes) = (at.saturating_add(fits as u64), rest);
         }
+        Ok(())
+    }
+
+    fn read16(&mut self, at: u64) -> Result<u16, Unmapped> {
+        let (words, offset, _) = self.find_half(at, false)?;
+        let word = words[offset / WORD].load(Acquire).to_le_bytes();
+        Ok(u16::from_le_bytes([word[offset % WORD], word[offset % WORD + 1]]))
+    }
+
+    fn write16(&mut self, at: u64, value: u16) -> Result<(), Unmapped> {
+        let (words, offset, _) = self.find_half(at, true)?;
+        let change = |word: u64| {
+            let mut bytes = word.to_le_bytes();
+            bytes[offset % WORD..][..2].copy_from_slice(&value.to_le_bytes());
+            Some(u64::from_le_bytes(bytes))
+        };
+        // What lies beside it may be the driver's.
+        let _ = words[offset / WORD].fetch_update(Release, Acquire, change);
         Ok(())
     }
 

@@ -9,12 +9,16 @@ use rustix::io::Errno;
 
 use crate::clock::{Clock, Stalls};
 use crate::doorbells::Doorbells;
-use crate::e1000e::{self, Bar, Host, Interrupt, TAILS, Unmapped};
+use crate::e1000e;
+use crate::model::{Host, Interrupt, Model, Unmapped};
 use crate::vfio_user::{self, CONFIG, Dma, DmaMemory, INTX, MSIX, Region, Server, Turn};
 use crate::wire::Wire;
 
 /// Bytes of descriptors that the card writes back at once, at most.
 const DESCRIPTORS_LEN: usize = 32 * 16;
+
+/// Bytes that are read word by word, at most.
+const FEW_LEN: usize = 32;
 
 /// Bytes of a configuration space of PCI Express.
 const CONFIG_LEN: u64 = 4096;
@@ -31,16 +35,22 @@ const UNHEARD_NS: u64 = 5_000;
 const LONG_NAP: Duration = Duration::from_millis(50);
 
 /// What the card reaches over its bus: the client's memory, and its eventfds.
-#[derive(Debug, Default)]
+#[derive(Debug)]
 struct Reach {
     dma: Dma,
-    bells: [Option<OwnedFd>; e1000e::VECTORS],
+    /// One for each MSI-X vector.
+    bells: Vec<Option<OwnedFd>>,
     /// What INTA# rings, each time that the card asserts it anew; and whether it is asserted.
     intx: (Option<OwnedFd>, bool),
     faults: u64,
 }
 
 impl Reach {
+    fn new(vectors: u16) -> Self {
+        let bells = (0..vectors).map(|_| None).collect();
+        Reach { dma: Dma::default(), bells, intx: (None, false), faults: 0 }
+    }
+
     fn fault(&mut self, at: u64) -> Unmapped {
         self.faults += 1;
         Unmapped { at }
@@ -49,7 +59,16 @@ impl Reach {
 
 impl Host for Reach {
     fn read(&mut self, at: u64, into: &mut [u8]) -> Result<(), Unmapped> {
-        self.dma.load(at, into).map_err(|_| self.fault(at))
+        // A descriptor or two, which words are quicker for.
+        let read = if into.len() <= FEW_LEN && into.len().is_multiple_of(8) && at.is_multiple_of(8) {
+            let words = into.as_chunks_mut::<8>().0;
+            (0_u64..)
+                .zip(words)
+                .try_for_each(|(i, word)| self.dma.load_word(at + 8 * i).map(|found| *word = found.to_le_bytes()))
+        } else {
+            self.dma.load(at, into)
+        };
+        read.map_err(|_| self.fault(at))
     }
 
     fn write(&mut self, at: u64, bytes: &[u8]) -> Result<(), Unmapped> {
@@ -62,6 +81,15 @@ impl Host for Reach {
             self.dma.store(at, bytes)
         };
         stored.map_err(|_| self.fault(at))
+    }
+
+    // Indices that are looked at again and again, also once a driver has gone and took its memory along: that is no fault.
+    fn read16(&mut self, at: u64) -> Result<u16, Unmapped> {
+        self.dma.load_half(at).map_err(|_| Unmapped { at })
+    }
+
+    fn write16(&mut self, at: u64, value: u16) -> Result<(), Unmapped> {
+        self.dma.store_half(at, value).map_err(|_| Unmapped { at })
     }
 
     fn interrupt(&mut self, interrupt: Interrupt) {
@@ -89,22 +117,22 @@ fn ring(bell: &OwnedFd) {
 
 /// A card with its wire, as a vfio-user device.
 #[derive(Debug)]
-pub struct Served<W> {
-    card: e1000e::Device,
+pub struct Served<W, M = e1000e::Device> {
+    card: M,
     wire: W,
     reach: Reach,
     doorbells: Option<Doorbells>,
     clock: Clock,
 }
 
-impl<W: Wire> Served<W> {
+impl<W: Wire, M: Model> Served<W, M> {
     /// A card that is plugged into `wire`.
-    pub fn new(card: e1000e::Device, wire: W) -> Self {
-        Served { card, wire, reach: Reach::default(), doorbells: None, clock: Clock::default() }
+    pub fn new(card: M, wire: W) -> Self {
+        Served { card, wire, reach: Reach::new(M::VECTORS), doorbells: None, clock: Clock::default() }
     }
 
     /// The card.
-    pub fn card(&mut self) -> &mut e1000e::Device {
+    pub fn card(&mut self) -> &mut M {
         &mut self.card
     }
 
@@ -144,17 +172,17 @@ impl<W: Wire> Served<W> {
     /// Tells the card of doorbells that were rung.
     #[inline]
     fn look(&mut self) {
-        let Some(doorbells) = &mut self.doorbells else { return };
-        for (index, value) in doorbells.rung() {
+        let (Some(doorbells), Some((bar, _))) = (&mut self.doorbells, M::bar(0)) else { return };
+        for (offset, value) in doorbells.rung() {
             let now = self.clock.now();
-            self.card.write(Bar::Registers, TAILS[index], 4, value, now);
+            self.card.write(bar, offset, 4, value, now);
         }
     }
 
     /// What the card made of a message holds for the doorbells as well.
     fn settle(&mut self) {
         if let Some(doorbells) = &mut self.doorbells {
-            doorbells.settle(self.card.tails());
+            doorbells.settle(self.card.tails().map(|(_, value)| value));
         }
     }
 
@@ -179,6 +207,9 @@ impl<W: Wire> Served<W> {
             idle = if busy { 0 } else { idle + 1 };
             if idle >= IDLE_ROUNDS {
                 idle = 0;
+                if self.card.doze(&mut self.reach) {
+                    continue;
+                }
                 let nap = if server.has_client() { NAP } else { LONG_NAP };
                 self.clock.sleeps();
                 sleep(server, nap)?;
@@ -209,14 +240,16 @@ fn pieces(offset: u64, len: usize) -> impl Iterator<Item = (u32, u8, usize)> {
     })
 }
 
-impl<W: Wire> vfio_user::Device for Served<W> {
+/// What is behind a region that is a BAR, and how many bytes.
+fn bar<M: Model>(region: u32) -> Option<(M::Bar, u32)> {
+    u8::try_from(region).ok().and_then(M::bar)
+}
+
+impl<W: Wire, M: Model> vfio_user::Device for Served<W, M> {
     fn region(&self, index: u32) -> Region<'_> {
-        let bar = u8::try_from(index).ok().and_then(Bar::at);
-        let len = match (index, bar) {
-            (CONFIG, _) => CONFIG_LEN,
-            // Nobody but a BIOS needs the ports.
-            (_, Some((Bar::Ports, _)) | None) => 0,
-            (_, Some((_, len))) => len.into(),
+        let len = match index {
+            CONFIG => CONFIG_LEN,
+            _ => bar::<M>(index).map_or(0, |(_, len)| len.into()),
         };
         Region { len, ..Region::default() }
     }
@@ -224,18 +257,18 @@ impl<W: Wire> vfio_user::Device for Served<W> {
     fn vectors(&self, index: u32) -> u32 {
         match index {
             INTX => 1,
-            MSIX => u32::try_from(e1000e::VECTORS).expect("a handful"),
+            MSIX => M::VECTORS.into(),
             _ => 0,
         }
     }
 
     fn doorbells(&mut self, index: u32) -> Option<vfio_user::Doorbells<'_>> {
-        if u8::try_from(index).ok().and_then(Bar::at).is_none_or(|(bar, _)| bar != Bar::Registers) {
+        if index != 0 || self.card.tails().next().is_none() {
             return None;
         }
         self.look();
         // A machine without memory for it has it by messages.
-        self.doorbells = Doorbells::new().ok();
+        self.doorbells = Doorbells::new(self.card.tails().map(|(offset, _)| offset)).ok();
         self.settle();
         let doorbells = self.doorbells.as_ref()?;
         Some(vfio_user::Doorbells { memory: doorbells.memory(), places: doorbells.places() })
@@ -251,8 +284,8 @@ impl<W: Wire> vfio_user::Device for Served<W> {
         self.look();
         let now = self.clock.now();
         for (at, width, place) in pieces(offset, into.len()) {
-            let value = match u8::try_from(region).ok().and_then(Bar::at) {
-                _ if region == CONFIG => self.card.read_config(at, width),
+            let value = match bar::<M>(region) {
+                _ if region == CONFIG => self.card.read_config(at, width, now),
                 Some((bar, _)) => self.card.read(bar, at, width, now),
                 None => u32::MAX,
             };
@@ -268,7 +301,7 @@ impl<W: Wire> vfio_user::Device for Served<W> {
             let mut value = [0; 4];
             value[..width.into()].copy_from_slice(&bytes[place..place + usize::from(width)]);
             let value = u32::from_le_bytes(value);
-            match u8::try_from(region).ok().and_then(Bar::at) {
+            match bar::<M>(region) {
                 _ if region == CONFIG => self.card.write_config(at, width, value, now),
                 Some((bar, _)) => self.card.write(bar, at, width, value, now),
                 None => {}

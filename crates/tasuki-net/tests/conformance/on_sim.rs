@@ -1,6 +1,7 @@
-//! Our own model of the 82574L as a world: strict where QEMU's forgives, and served by vfio-user.
+//! Our own models of cards as worlds: strict where QEMU's forgive, and served by vfio-user.
 
 use std::collections::VecDeque;
+use std::marker::PhantomData;
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::Relaxed};
 use std::sync::{Arc, Condvar, Mutex, PoisonError};
@@ -10,9 +11,10 @@ use std::time::{Duration, Instant};
 use tasuki_net::nic::bus::Iova;
 use tasuki_net::nic::bus::vfio_user::{TIMEOUT, VfioUser};
 use tasuki_net::nic::e1000e::E1000e;
-use tasuki_net::nic::{Mac, NicMemory};
-use tasuki_sim::e1000e::{Device, Options};
+use tasuki_net::nic::{Mac, Nic, NicMemory};
+use tasuki_sim::e1000e;
 use tasuki_sim::journal::Class;
+use tasuki_sim::model::Model;
 use tasuki_sim::served::Served;
 use tasuki_sim::vfio_user::Server;
 use tasuki_sim::wire::Wire;
@@ -132,26 +134,85 @@ struct Outside {
     starts: AtomicU64,
 }
 
+/// A model of a card, and the driver for it.
+pub trait Modelled: 'static {
+    type Nic: Nic<Bus = VfioUser>;
+    type Model: Model;
+
+    const QUEUES: u8;
+    const MTU_MAX: u16;
+    const HOLDS_WHILE_PARKED: bool;
+
+    fn new(mac: Mac) -> Self::Model;
+    /// Frames that wait in it.
+    fn waiting(model: &Self::Model) -> usize;
+    fn set_partner(model: &mut Self::Model, there: bool);
+    fn set_removed(model: &mut Self::Model, removed: bool);
+    /// What the driver did is what it may do, with so many starts.
+    fn check(model: &Self::Model, starts: u64);
+}
+
+/// The 82574L.
+pub enum The82574L {}
+
+impl Modelled for The82574L {
+    type Nic = E1000e<VfioUser>;
+    type Model = e1000e::Device;
+
+    const QUEUES: u8 = 2;
+    const MTU_MAX: u16 = 9000;
+    // Silicon drops what comes while receives are off.
+    const HOLDS_WHILE_PARKED: bool = false;
+
+    fn new(mac: Mac) -> Self::Model {
+        let options = e1000e::Options { mac: mac.0, link_up_ns: LINK_UP_NS, poison: true, ..Default::default() };
+        e1000e::Device::new(options)
+    }
+
+    fn waiting(model: &Self::Model) -> usize {
+        model.waiting().0
+    }
+
+    fn set_partner(model: &mut Self::Model, there: bool) {
+        model.set_partner(there);
+    }
+
+    fn set_removed(model: &mut Self::Model, removed: bool) {
+        model.faults.removed = removed;
+    }
+
+    fn check(model: &Self::Model, starts: u64) {
+        let journal = &model.journal;
+        journal.demand_none(&Class::ALWAYS).unwrap();
+        // Whoever starts the card resets it and lets the link come up; no successor does.
+        let cold = Class::COLD.map(|class| (class, journal.count(class)));
+        assert!(
+            cold.iter().all(|(class, count)| *count <= allowed(*class, starts)),
+            "a successor was not content: {cold:?}"
+        );
+    }
+}
+
 /// A card that a thread of its own serves.
-pub struct OnSim {
+pub struct OnSim<C = The82574L> {
     socket: PathBuf,
     to_card: Arc<Lane>,
     from_card: Arc<Lane>,
     outside: Arc<Outside>,
     thread: Option<JoinHandle<()>>,
     _folder: TempDir,
+    card: PhantomData<C>,
 }
 
-impl World for OnSim {
-    type Nic = E1000e<VfioUser>;
+impl<C: Modelled> World for OnSim<C> {
+    type Nic = C::Nic;
     type Bus = VfioUser;
 
     const MEMORY_AT: Iova = Iova(0x40_0000_0000);
-    const QUEUES: u8 = 2;
-    const MTU_MAX: u16 = 9000;
+    const QUEUES: u8 = C::QUEUES;
+    const MTU_MAX: u16 = C::MTU_MAX;
     const MAC: Mac = Mac([0x02, 0x00, 0x00, 0x74, 0x00, 0x01]);
-    // Silicon drops what comes while receives are off.
-    const HOLDS_WHILE_PARKED: bool = false;
+    const HOLDS_WHILE_PARKED: bool = C::HOLDS_WHILE_PARKED;
 
     fn new(_: &NicMemory) -> Option<Self> {
         let folder = tempfile::tempdir().unwrap();
@@ -174,33 +235,26 @@ impl World for OnSim {
         };
         let told = Arc::clone(&outside);
         let thread = std::thread::spawn(move || {
-            let options = Options { mac: Self::MAC.0, link_up_ns: LINK_UP_NS, poison: true, ..Options::default() };
-            let mut served = Served::new(Device::new(options), cable);
+            let mut served = Served::new(C::new(Self::MAC), cable);
             let mut starts = told.starts.load(Relaxed);
             let ended = served.serve(&mut server, |served| {
                 // Whoever starts a card anew does not take back what was asked for before. It runs out, on real cables.
                 if std::mem::replace(&mut starts, told.starts.load(Relaxed)) != starts {
                     served.wire().paused = false;
                 }
-                let (waiting, _) = served.card().waiting();
+                let waiting = C::waiting(served.card());
                 served.wire().look(waiting);
-                served.card().set_partner(told.plugged.load(Relaxed));
-                served.card().faults.removed = told.pulled.load(Relaxed);
-                told.gone.store(served.card().faults.removed, Relaxed);
+                C::set_partner(served.card(), told.plugged.load(Relaxed));
+                let pulled = told.pulled.load(Relaxed);
+                C::set_removed(served.card(), pulled);
+                told.gone.store(pulled, Relaxed);
                 !told.stop.load(Relaxed)
             });
             ended.unwrap();
-            let journal = &served.card().journal;
-            journal.demand_none(&Class::ALWAYS).unwrap();
-            // Whoever starts the card resets it and lets the link come up; no successor does.
-            let cold = Class::COLD.map(|class| (class, journal.count(class)));
-            assert!(
-                cold.iter().all(|(class, count)| *count <= allowed(*class, told.starts.load(Relaxed))),
-                "a successor was not content: {cold:?}"
-            );
+            C::check(served.card(), told.starts.load(Relaxed));
             assert_eq!(served.faults(), 0, "the card was sent to memory that it does not have");
         });
-        Some(OnSim { socket, _folder: folder, to_card, from_card, outside, thread: Some(thread) })
+        Some(OnSim { socket, _folder: folder, to_card, from_card, outside, thread: Some(thread), card: PhantomData })
     }
 
     fn bus(&self) -> VfioUser {
@@ -238,7 +292,7 @@ impl World for OnSim {
     }
 }
 
-impl Drop for OnSim {
+impl<C> Drop for OnSim<C> {
     fn drop(&mut self) {
         self.outside.stop.store(true, Relaxed);
         let served = self.thread.take().map(JoinHandle::join);

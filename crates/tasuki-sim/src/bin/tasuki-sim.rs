@@ -9,12 +9,14 @@ use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail, ensure};
-use clap::{Args, Parser, Subcommand};
-use tasuki_sim::e1000e;
+use clap::{Args, Parser, Subcommand, ValueEnum};
 use tasuki_sim::journal::Class;
+use tasuki_sim::model::Model;
 use tasuki_sim::served::Served;
 use tasuki_sim::vfio_user::Server;
+use tasuki_sim::virtio_net::feature;
 use tasuki_sim::wire::{Counts, Datagram, Nowhere, Recorded, Source, SourceOptions, Tap, Wire};
+use tasuki_sim::{e1000e, virtio_net};
 
 /// Models of devices that forgive a driver nothing.
 #[derive(Debug, Parser)]
@@ -33,7 +35,7 @@ enum What {
 
 #[derive(Debug, Subcommand)]
 enum SimCommand {
-    /// An Intel 82574L, served by vfio-user to one driver after the other.
+    /// A network card, served by vfio-user to one driver after the other.
     Nic(NicArguments),
 }
 
@@ -44,12 +46,99 @@ struct NicArguments {
     /// What the card is plugged into.
     #[command(flatten)]
     wire: WireArguments,
-    /// Milliseconds from a reset to the link.
-    #[arg(long, default_value_t = 2200, value_name = "MS")]
-    link_up: u64,
+    #[command(flatten)]
+    card: CardArguments,
     /// Write every frame that the card sends or is sent to FILE.
     #[arg(long, value_name = "FILE")]
     pcap: Option<PathBuf>,
+}
+
+#[derive(Debug, Args)]
+struct CardArguments {
+    /// Which card.
+    #[arg(long, value_enum, default_value_t = Card::E1000e)]
+    card: Card,
+    /// Milliseconds from a reset to the link of an 82574L; without, 2200.
+    #[arg(long, value_name = "MS")]
+    link_up: Option<u64>,
+    /// What a virtio network device does not offer.
+    #[arg(long, value_enum, value_delimiter = ',', value_name = "FEATURES")]
+    without: Vec<Feature>,
+    /// A virtio network device loses frames for which there is no buffer; without, they wait at the other end of its wire.
+    #[arg(long)]
+    lossy: bool,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+enum Card {
+    /// The Intel 82574L.
+    #[value(name = "82574l")]
+    E1000e,
+    /// A virtio network device (virtio 1.2).
+    VirtioNet,
+}
+
+impl Card {
+    fn name(self) -> &'static str {
+        match self {
+            Card::E1000e => "an 82574L",
+            Card::VirtioNet => "a virtio network device",
+        }
+    }
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+enum Feature {
+    /// The queue for commands, and all that rests on it.
+    CtrlVq,
+    /// Indices of events.
+    EventIdx,
+    /// Several pairs of queues by automatic steering.
+    Mq,
+    /// Several pairs of queues by a hash and a table.
+    Rss,
+    /// The reset of single queues.
+    RingReset,
+}
+
+impl Feature {
+    fn bit(self) -> u64 {
+        match self {
+            Feature::CtrlVq => feature::CTRL_VQ,
+            Feature::EventIdx => feature::EVENT_IDX,
+            Feature::Mq => feature::MQ,
+            Feature::Rss => feature::RSS,
+            Feature::RingReset => feature::RING_RESET,
+        }
+    }
+}
+
+impl CardArguments {
+    fn check(&self) -> Result<()> {
+        match self.card {
+            Card::E1000e => ensure!(
+                self.without.is_empty() && !self.lossy,
+                "--without and --lossy are for a virtio network device; add --card virtio-net"
+            ),
+            Card::VirtioNet => {
+                ensure!(
+                    self.link_up.is_none(),
+                    "the link of a virtio network device is up at once; leave --link-up out"
+                );
+            }
+        }
+        Ok(())
+    }
+
+    fn e1000e(&self) -> e1000e::Device {
+        let link_up_ns = self.link_up.unwrap_or(2200).saturating_mul(1_000_000);
+        e1000e::Device::new(e1000e::Options { link_up_ns, ..Default::default() })
+    }
+
+    fn virtio_net(&self) -> virtio_net::Device {
+        let features = self.without.iter().fold(feature::ALL, |features, without| features & !without.bit());
+        virtio_net::Device::new(virtio_net::Options { features, lossy: self.lossy, ..Default::default() })
+    }
 }
 
 #[derive(Debug, Args)]
@@ -97,12 +186,12 @@ fn free_place(path: &Path) -> Result<()> {
 }
 
 /// Whom the card is served to.
-fn server(place: &PlaceArguments) -> Result<Server> {
+fn server(place: &PlaceArguments, card: Card) -> Result<Server> {
     match &place.socket {
         Some(path) => {
             free_place(path)?;
             let server = Server::bind(path).with_context(|| format!("{} cannot be served at", path.display()))?;
-            println!("an 82574L at {}", path.display());
+            println!("{} at {}", card.name(), path.display());
             Ok(server)
         }
         None => {
@@ -136,17 +225,24 @@ impl<W> Course<W> {
     }
 }
 
-/// Serves until it is told to stop or, once the wire is done, until the driver has left. Gives the wire back.
+/// Serves the card that was asked for. Gives the wire back.
 fn serve<W: Wire>(arguments: &NicArguments, wire: W, course: &Course<W>) -> Result<W> {
+    match arguments.card.card {
+        Card::E1000e => serve_card(arguments, arguments.card.e1000e(), wire, course),
+        Card::VirtioNet => serve_card(arguments, arguments.card.virtio_net(), wire, course),
+    }
+}
+
+/// Serves until it is told to stop or, once the wire is done, until the driver has left.
+fn serve_card<W: Wire, M: Model>(arguments: &NicArguments, card: M, wire: W, course: &Course<W>) -> Result<W> {
     let (stop, finish) = (Arc::new(AtomicBool::new(false)), Arc::new(AtomicBool::new(false)));
     signal_hook::flag::register(signal_hook::consts::SIGUSR1, Arc::clone(&finish))
         .context("the kernel took no signal handler")?;
     for signal in [signal_hook::consts::SIGINT, signal_hook::consts::SIGTERM] {
         signal_hook::flag::register(signal, Arc::clone(&stop)).context("the kernel took no signal handler")?;
     }
-    let mut server = server(&arguments.place)?;
-    let options = e1000e::Options { link_up_ns: arguments.link_up.saturating_mul(1_000_000), ..Default::default() };
-    let mut served = Served::new(e1000e::Device::new(options), wire);
+    let mut server = server(&arguments.place, arguments.card.card)?;
+    let mut served = Served::new(card, wire);
     let (mut had_driver, mut has_begun, mut said_back) = (server.has_client(), false, false);
     let mut receives_since = None;
     while !stop.load(Relaxed) {
@@ -176,7 +272,7 @@ fn serve<W: Wire>(arguments: &NicArguments, wire: W, course: &Course<W>) -> Resu
         }
     }
     // A reset and the making of a link are for a driver that starts a card; the rest is for none.
-    for offence in served.card().journal.broken(&Class::ALWAYS) {
+    for offence in served.card().journal().broken(&Class::ALWAYS) {
         println!("{offence}");
     }
     let stalls = served.stalls();
@@ -206,6 +302,7 @@ fn serve_recorded<W: Wire>(
 }
 
 fn nic(arguments: &NicArguments) -> Result<()> {
+    arguments.card.check()?;
     let WireArguments { source, rate, size, dgram, tap } = &arguments.wire;
     if let Some(count) = *source {
         let rate = rate.unwrap_or_else(|| SourceOptions::line_rate(1_000_000_000, *size));

@@ -2,7 +2,8 @@
 
 use super::pci::VECTORS;
 use super::regs::{ctrl_ext, icr};
-use super::{Device, Host, Interrupt, regs};
+use super::{Device, regs};
+use crate::model::{Host, Interrupt};
 
 /// The unit of ITR and EITR, in nanoseconds.
 const THROTTLE_NS: u64 = 256;

@@ -10,6 +10,7 @@ mod fifo;
 mod flow;
 mod interrupt;
 mod link;
+mod model;
 mod offload;
 mod pci;
 mod receive;
@@ -25,43 +26,10 @@ use regs::{BAR0_LEN, Kind, Reg, ctrl, ctrl_ext, eecd, icr, rctl, status, swsm, t
 use transmit::{Packet, TransmitRing};
 
 use crate::journal::{Class, Journal};
+use crate::model::Host;
 use crate::wire::Wire;
 
-pub use pci::VECTORS;
 pub use receive::Fate;
-
-/// The registers that a driver writes for every burst: the tails of both receive and both transmit rings.
-pub const TAILS: [u32; 4] = [regs::RDT.0, regs::RDT.of(1).0, regs::TDT.0, regs::TDT.of(1).0];
-
-/// The card was sent to memory that it cannot reach.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Unmapped {
-    /// Where.
-    pub at: u64,
-}
-
-/// An interrupt that leaves the card.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Interrupt {
-    /// The message of an MSI-X vector.
-    MsiX(u16),
-    /// The message of MSI.
-    Msi,
-    /// The level of the interrupt line.
-    IntX(bool),
-}
-
-/// What the card reaches by its bus.
-pub trait Host {
-    /// Reads memory. Nothing of `into` means anything if it fails.
-    fn read(&mut self, at: u64, into: &mut [u8]) -> Result<(), Unmapped>;
-
-    /// Writes memory. What an earlier call wrote is seen before this.
-    fn write(&mut self, at: u64, bytes: &[u8]) -> Result<(), Unmapped>;
-
-    /// Raises an interrupt.
-    fn interrupt(&mut self, interrupt: Interrupt);
-}
 
 /// What a BAR of the card is for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -242,9 +210,9 @@ impl Device {
         self.link.up && self.get(regs::RCTL) & rctl::EN != 0
     }
 
-    /// What the registers of [`TAILS`] hold.
-    pub fn tails(&self) -> [u32; TAILS.len()] {
-        TAILS.map(|offset| self.get(Reg(offset)))
+    /// What the tails of both receive rings and of both transmit rings hold.
+    pub fn tails(&self) -> [u32; 4] {
+        model::TAILS.map(|offset| self.get(Reg(offset)))
     }
 
     /// What no register counts.

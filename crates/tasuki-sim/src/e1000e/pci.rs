@@ -2,14 +2,15 @@
 //!
 //! Offsets: 82574 datasheet §9 (PCIe programming interface); PCI Local Bus Specification 3.0, 6.1 and 6.8.
 
-use super::{Host, Interrupt};
+use crate::model::Host;
+use crate::pci::{
+    COMMAND, COMMAND_MASTER, COMMAND_MEMORY, COMMAND_NO_INTX, MSIX_ENABLE, MSIX_MASK_ALL, STATUS, STATUS_CAPABILITIES,
+    STATUS_INTX, STATUS_RECEIVED_MASTER_ABORT, Space, Table,
+};
 
 /// MSI-X interrupts that the card has.
 pub const VECTORS: usize = 5;
 
-const CONFIG_LEN: usize = 4096;
-const COMMAND: usize = 0x04;
-const STATUS: usize = 0x06;
 const MSIX: usize = 0xa0;
 const PM: usize = 0xc8;
 const MSI: usize = 0xd0;
@@ -17,16 +18,8 @@ const PCIE: usize = 0xe0;
 const AER: usize = 0x100;
 const SERIAL: usize = 0x140;
 
-const COMMAND_MEMORY: u16 = 1 << 1;
-const COMMAND_MASTER: u16 = 1 << 2;
-const COMMAND_NO_INTX: u16 = 1 << 10;
-/// A request of the card's own was answered with "no such address".
-const STATUS_RECEIVED_MASTER_ABORT: u16 = 1 << 13;
-const STATUS_INTX: u16 = 1 << 3;
 /// PCIe Device Status: unsupported request detected, non-fatal error detected.
 const DEVICE_STATUS_UR: u16 = 1 << 3 | 1 << 1;
-const MSIX_ENABLE: u16 = 1 << 15;
-const MSIX_MASK_ALL: u16 = 1 << 14;
 
 /// In BAR 3.
 const PBA_AT: u32 = 0x2000;
@@ -39,48 +32,33 @@ pub enum Effect {
     PowerUp,
 }
 
-#[derive(Debug, Clone, Copy)]
-struct Vector {
-    address: u64,
-    data: u32,
-    masked: bool,
-}
-
 #[derive(Debug)]
 pub struct Pci {
-    space: Box<[u8; CONFIG_LEN]>,
-    /// Bits that can be written.
-    writable: Box<[u8; CONFIG_LEN]>,
-    /// Bits that writing a one clears.
-    clears: Box<[u8; CONFIG_LEN]>,
-    table: [Vector; VECTORS],
-    pending: u32,
+    space: Space,
+    table: Table<VECTORS>,
 }
 
 impl Pci {
     pub fn new(mac: [u8; 6]) -> Self {
-        let empty = || Box::new([0; CONFIG_LEN]);
-        let table = [Vector { address: 0, data: 0, masked: true }; VECTORS];
-        let mut pci = Pci { space: empty(), writable: empty(), clears: empty(), table, pending: 0 };
+        let mut pci = Pci { space: Space::new(), table: Table::new() };
         pci.header();
         pci.capabilities();
         let [a, b, c, d, e, f] = mac;
         pci.put(AER, &[0x01, 0x00, 0x01, 0x14], &[0; 4]);
         pci.put(SERIAL, &[0x03, 0x00, 0x01, 0x00, f, e, d, 0xff, 0xff, c, b, a], &[0; 12]);
-        pci.clears[AER + 4..AER + 8].fill(0xff);
+        pci.space.put_clears(AER + 4, &[0xff; 4]);
         pci
     }
 
     fn put(&mut self, at: usize, bytes: &[u8], writable: &[u8]) {
-        self.space[at..at + bytes.len()].copy_from_slice(bytes);
-        self.writable[at..at + writable.len()].copy_from_slice(writable);
+        self.space.put(at, bytes, writable);
     }
 
     fn header(&mut self) {
         self.put(0x00, &[0x86, 0x80, 0xd3, 0x10], &[]);
         // Command; status says that there is a list of capabilities.
         self.put(COMMAND, &[0, 0, 0x10, 0], &[0x47, 0x05]);
-        self.clears[STATUS + 1] = 0xf9;
+        self.space.put_clears(STATUS + 1, &[0xf9]);
         // Revision 0, an Ethernet controller.
         self.put(0x08, &[0x00, 0x00, 0x00, 0x02], &[]);
         self.put(0x0c, &[0, 0, 0, 0], &[0xff]);
@@ -97,7 +75,7 @@ impl Pci {
     fn capabilities(&mut self) {
         // Power management: D0 and D3hot; leaving D3hot resets.
         self.put(PM, &[0x01, MSI as u8, 0x22, 0xc8, 0, 0x20], &[0, 0, 0, 0, 0x03, 0x1f]);
-        self.clears[PM + 5] = 0x80;
+        self.space.put_clears(PM + 5, &[0x80]);
         // MSI: one message, 64-bit address.
         self.put(
             MSI,
@@ -111,162 +89,115 @@ impl Pci {
             &[0, 0, 0, 0, 0, 0, 0, 0, 0xff, 0x7f],
         );
         self.put(PCIE + 12, &[0x11, 0x1c, 0x07, 0x00, 0x00, 0x00, 0x11, 0x10], &[0, 0, 0, 0, 0xdb]);
-        self.clears[PCIE + 10] = 0x0f;
+        self.space.put_clears(PCIE + 10, &[0x0f]);
         // MSI-X: five vectors, table at the start of BAR 3, pending bits at 0x2000 of it.
         self.put(MSIX, &[0x11, 0, VECTORS as u8 - 1, 0, 3, 0, 0, 0, 3, 0x20, 0, 0], &[0, 0, 0, 0xc0]);
     }
 
     /// As after power came on. The BARs are unassigned.
     pub fn reset(&mut self) {
-        for (byte, writable) in self.space.iter_mut().zip(self.writable.iter()) {
-            *byte &= !writable;
-        }
+        self.space.reset();
         self.put(0x18, &[1], &[]);
-        self.set16(STATUS, 0x0010);
+        self.space.set16(STATUS, STATUS_CAPABILITIES);
         self.put(PCIE + 8, &[0x10, 0x28, 0, 0], &[]);
-        self.table = [Vector { address: 0, data: 0, masked: true }; VECTORS];
-        self.pending = 0;
-    }
-
-    fn get16(&self, at: usize) -> u16 {
-        u16::from_le_bytes([self.space[at], self.space[at + 1]])
-    }
-
-    fn set16(&mut self, at: usize, value: u16) {
-        self.space[at..at + 2].copy_from_slice(&value.to_le_bytes());
+        self.table = Table::new();
     }
 
     /// Reads `width` bytes (1, 2 or 4).
     pub fn read(&self, offset: u32, width: u8) -> u32 {
-        let byte = |i: u8| self.space.get(offset as usize + usize::from(i)).copied().unwrap_or(0xff);
-        (0..width.min(4)).rev().fold(0, |value, i| value << 8 | u32::from(byte(i)))
+        self.space.read(offset, width)
     }
 
     /// Writes `width` bytes (1, 2 or 4).
     pub fn write(&mut self, offset: u32, width: u8, value: u32) -> Effect {
         let before = self.power_state();
-        for (i, byte) in (offset as usize..).zip(value.to_le_bytes()).take(usize::from(width.min(4))) {
-            if i < CONFIG_LEN {
-                let kept = self.space[i] & !self.writable[i] & !(byte & self.clears[i]);
-                self.space[i] = kept | byte & self.writable[i];
-            }
-        }
+        self.space.write(offset, width, value);
         if before == 3 && self.power_state() == 0 { Effect::PowerUp } else { Effect::None }
     }
 
     fn power_state(&self) -> u8 {
-        self.space[PM + 4] & 3
+        self.space.get8(PM + 4) & 3
     }
 
     /// Whether the registers answer.
     pub fn memory_on(&self) -> bool {
-        self.get16(COMMAND) & COMMAND_MEMORY != 0 && self.power_state() == 0
+        self.space.get16(COMMAND) & COMMAND_MEMORY != 0 && self.power_state() == 0
     }
 
     /// Whether the card may read and write memory.
     pub fn master(&self) -> bool {
-        self.get16(COMMAND) & COMMAND_MASTER != 0 && self.power_state() == 0
+        self.space.get16(COMMAND) & COMMAND_MASTER != 0 && self.power_state() == 0
     }
 
     /// A read of the card's own met no memory.
     pub fn master_abort(&mut self) {
-        self.set16(STATUS, self.get16(STATUS) | STATUS_RECEIVED_MASTER_ABORT);
+        self.space.set16(STATUS, self.space.get16(STATUS) | STATUS_RECEIVED_MASTER_ABORT);
     }
 
     /// A register was reached that does not answer.
     pub fn unsupported_request(&mut self) {
         let at = PCIE + 10;
-        self.set16(at, self.get16(at) | DEVICE_STATUS_UR);
+        self.space.set16(at, self.space.get16(at) | DEVICE_STATUS_UR);
     }
 
     pub fn set_intx(&mut self, level: bool) {
-        let status = self.get16(STATUS) & !STATUS_INTX;
-        self.set16(STATUS, if level { status | STATUS_INTX } else { status });
+        let status = self.space.get16(STATUS) & !STATUS_INTX;
+        self.space.set16(STATUS, if level { status | STATUS_INTX } else { status });
     }
 
     pub fn intx_allowed(&self) -> bool {
-        self.get16(COMMAND) & COMMAND_NO_INTX == 0
+        self.space.get16(COMMAND) & COMMAND_NO_INTX == 0
     }
 
     pub fn msi(&self) -> bool {
-        self.space[MSI + 2] & 1 != 0
+        self.space.get8(MSI + 2) & 1 != 0
     }
 
     pub fn msix(&self) -> bool {
-        self.get16(MSIX + 2) & MSIX_ENABLE != 0
+        self.space.get16(MSIX + 2) & MSIX_ENABLE != 0
     }
 
     /// What a system does for a driver that asks it for interrupts: MSI-X on or off, every vector unmasked or masked.
     pub fn enable_msix(&mut self, on: bool) {
-        self.set16(MSIX + 2, self.get16(MSIX + 2) & !(MSIX_ENABLE | MSIX_MASK_ALL) | if on { MSIX_ENABLE } else { 0 });
-        self.table.iter_mut().for_each(|vector| vector.masked = !on);
+        self.space.set16(
+            MSIX + 2,
+            self.space.get16(MSIX + 2) & !(MSIX_ENABLE | MSIX_MASK_ALL) | if on { MSIX_ENABLE } else { 0 },
+        );
+        self.table.mask_all(!on);
     }
 
     pub fn mask_vector(&mut self, vector: usize, masked: bool) {
-        if let Some(vector) = self.table.get_mut(vector) {
-            vector.masked = masked;
-        }
+        self.table.mask(vector, masked);
     }
 
     pub fn pending(&self) -> u32 {
-        self.pending
+        self.table.pending()
     }
 
     pub fn clear_pending(&mut self, bits: u32) {
-        self.pending &= !bits;
-    }
-
-    fn masked(&self, vector: usize) -> bool {
-        self.table[vector].masked || self.get16(MSIX + 2) & MSIX_MASK_ALL != 0
+        self.table.clear_pending(bits);
     }
 
     /// Sends the message of `vector`, or remembers it while it is masked.
     pub fn fire(&mut self, vector: usize, host: &mut impl Host) {
-        if self.masked(vector) {
-            self.pending |= 1 << vector;
-        } else {
-            self.pending &= !(1 << vector);
-            host.interrupt(Interrupt::MsiX(vector as u16));
-        }
+        self.table.fire(vector, self.space.get16(MSIX + 2), host);
     }
 
     /// Sends what was remembered and is masked no longer.
     pub fn fire_pending(&mut self, host: &mut impl Host) {
-        if self.pending != 0 && self.msix() {
-            for vector in 0..VECTORS {
-                if self.pending >> vector & 1 != 0 {
-                    self.fire(vector, host);
-                }
-            }
-        }
+        self.table.fire_pending(self.space.get16(MSIX + 2), host);
     }
 
     /// Address and data of a vector's message, as the driver set them.
     pub fn message(&self, vector: usize) -> Option<(u64, u32)> {
-        self.table.get(vector).map(|vector| (vector.address, vector.data))
+        self.table.message(vector)
     }
 
     pub fn table_read(&self, offset: u32) -> u32 {
-        match offset {
-            PBA_AT => self.pending,
-            _ => match (self.table.get(offset as usize / 16), offset % 16) {
-                (Some(vector), 0) => vector.address as u32,
-                (Some(vector), 4) => (vector.address >> 32) as u32,
-                (Some(vector), 8) => vector.data,
-                (Some(vector), 12) => vector.masked.into(),
-                _ => 0,
-            },
-        }
+        if offset == PBA_AT { self.table.pending() } else { self.table.read(offset) }
     }
 
     pub fn table_write(&mut self, offset: u32, value: u32) {
-        let Some(vector) = self.table.get_mut(offset as usize / 16) else { return };
-        match offset % 16 {
-            0 => vector.address = vector.address & !0xffff_ffff | u64::from(value & !3),
-            4 => vector.address = vector.address & 0xffff_ffff | u64::from(value) << 32,
-            8 => vector.data = value,
-            12 => vector.masked = value & 1 != 0,
-            _ => {}
-        }
+        self.table.write(offset, value);
     }
 }

@@ -3,8 +3,9 @@
 use super::fifo::{Found, Waiting};
 use super::regs::{self, Reg, ctrl, icr, mrqc, rctl, rfctl, rxcsum, rxd};
 use super::ring::Cursors;
-use super::{Device, Host, interrupt::DELAY_NS, offload};
+use super::{Device, interrupt::DELAY_NS, offload};
 use crate::journal::Class;
+use crate::model::Host;
 
 pub(super) const DESCRIPTOR_LEN: usize = 16;
 

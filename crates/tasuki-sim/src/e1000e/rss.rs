@@ -2,6 +2,7 @@
 
 use super::Device;
 use super::regs::{self, mrqc};
+use crate::toeplitz;
 
 const ETHERNET_LEN: usize = 14;
 const TCP: u8 = 6;
@@ -35,20 +36,9 @@ impl Device {
     fn toeplitz(&self, input: &[u8]) -> u32 {
         let key = |index: usize| {
             let word = if index < regs::RSSRK_LEN { self.get(regs::RSSRK.nth(index)) } else { 0 };
-            u64::from(word.swap_bytes())
+            word.swap_bytes()
         };
-        let mut hash = 0;
-        for (i, word) in input.chunks(4).enumerate() {
-            // The 64 bits of the key whose upper half belongs to the first bit of this word.
-            let window = key(i) << 32 | key(i + 1);
-            let mut bits = word.iter().fold(0_u32, |bits, byte| bits << 8 | u32::from(*byte)) << (8 * (4 - word.len()));
-            while bits != 0 {
-                let first = bits.leading_zeros();
-                hash ^= (window << first >> 32) as u32;
-                bits &= !(1 << 31 >> first);
-            }
-        }
-        hash
+        toeplitz::hash(key, input)
     }
 }
 

@@ -3,8 +3,9 @@
 use super::receive::{BATCH, DESCRIPTOR_LEN, size_class};
 use super::regs::{self, Reg, ctrl, icr, tarc, tctl, txd};
 use super::ring::Cursors;
-use super::{Device, Host, interrupt::DELAY_NS, offload};
+use super::{Device, interrupt::DELAY_NS, offload};
 use crate::journal::Class;
+use crate::model::Host;
 use crate::wire::Wire;
 
 /// The longest packet that descriptors can make: what TCP segmentation takes, and its headers.

@@ -10,7 +10,7 @@
 
 use std::os::fd::BorrowedFd;
 use std::ptr::NonNull;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicU16, AtomicU64, Ordering};
 
 use rustix::fs::SealFlags;
 use rustix::io::Errno;
@@ -101,23 +101,40 @@ impl DmaMemory {
         Ok(())
     }
 
-    fn word(&self, offset: usize, verb: &'static str, allowed: bool) -> Result<NonNull<u64>, DmaFault> {
-        let at = self.at(offset, 8, verb, allowed)?.cast::<u64>();
-        if at.is_aligned() { Ok(at) } else { Err(DmaFault { at: offset as u64, len: 8, verb }) }
+    fn aligned<T>(&self, offset: usize, verb: &'static str, allowed: bool) -> Result<NonNull<T>, DmaFault> {
+        let at = self.at(offset, size_of::<T>(), verb, allowed)?.cast::<T>();
+        if at.is_aligned() { Ok(at) } else { Err(DmaFault { at: offset as u64, len: size_of::<T>(), verb }) }
+    }
+
+    /// Loads 16 bits at a multiple of two; what is loaded after them is not older.
+    pub fn load_half(&self, offset: usize) -> Result<u16, DmaFault> {
+        let at = self.aligned::<u16>(offset, "read", self.rights.read)?;
+        // SAFETY: mapped, aligned (`aligned`), and only ever used as an atomic here (D1, D3).
+        let half = unsafe { AtomicU16::from_ptr(at.as_ptr()) };
+        Ok(u16::from_le(half.load(Ordering::Acquire)))
+    }
+
+    /// Stores 16 bits at a multiple of two, after everything that was stored before.
+    pub fn store_half(&self, offset: usize, value: u16) -> Result<(), DmaFault> {
+        let at = self.aligned::<u16>(offset, "write", self.rights.write)?;
+        // SAFETY: mapped writable, aligned (`aligned`), and only ever used as an atomic here (D1, D3).
+        let half = unsafe { AtomicU16::from_ptr(at.as_ptr()) };
+        half.store(value.to_le(), Ordering::Release);
+        Ok(())
     }
 
     /// Loads an aligned 64-bit word; what is loaded after it is not older.
     pub fn load_word(&self, offset: usize) -> Result<u64, DmaFault> {
-        let at = self.word(offset, "read", self.rights.read)?;
-        // SAFETY: mapped, aligned (`word`), and only ever used as an atomic here (D1, D3).
+        let at = self.aligned::<u64>(offset, "read", self.rights.read)?;
+        // SAFETY: mapped, aligned (`aligned`), and only ever used as an atomic here (D1, D3).
         let word = unsafe { AtomicU64::from_ptr(at.as_ptr()) };
         Ok(u64::from_le(word.load(Ordering::Acquire)))
     }
 
     /// Stores an aligned 64-bit word, after everything that was stored before.
     pub fn store_word(&self, offset: usize, value: u64) -> Result<(), DmaFault> {
-        let at = self.word(offset, "write", self.rights.write)?;
-        // SAFETY: mapped writable, aligned (`word`), and only ever used as an atomic here (D1, D3).
+        let at = self.aligned::<u64>(offset, "write", self.rights.write)?;
+        // SAFETY: mapped writable, aligned (`aligned`), and only ever used as an atomic here (D1, D3).
         let word = unsafe { AtomicU64::from_ptr(at.as_ptr()) };
         word.store(value.to_le(), Ordering::Release);
         Ok(())
@@ -207,6 +224,18 @@ impl Dma {
         memory.store(offset, bytes).map_err(|fault| DmaFault { at, ..fault })
     }
 
+    /// Loads 16 bits at a multiple of two; what is loaded after them is not older.
+    pub fn load_half(&self, at: u64) -> Result<u16, DmaFault> {
+        let (memory, offset) = self.find(at, 2, "read")?;
+        memory.load_half(offset).map_err(|fault| DmaFault { at, ..fault })
+    }
+
+    /// Stores 16 bits at a multiple of two, after everything that was stored before.
+    pub fn store_half(&self, at: u64, value: u16) -> Result<(), DmaFault> {
+        let (memory, offset) = self.find(at, 2, "write")?;
+        memory.store_half(offset, value).map_err(|fault| DmaFault { at, ..fault })
+    }
+
     /// Loads an aligned 64-bit word; what is loaded after it is not older.
     pub fn load_word(&self, at: u64) -> Result<u64, DmaFault> {
         let (memory, offset) = self.find(at, 8, "read")?;
@@ -245,6 +274,8 @@ mod tests {
         let words = region.span::<AtomicU64>(0, 3 * 512).unwrap();
         assert_eq!(words[512].load(Ordering::Relaxed), 0x0302_0100);
         assert_eq!(words[3 * 512 - 1].load(Ordering::Relaxed), 7);
+        dma.store_half(0x10_0012, 0x1234).unwrap();
+        assert_eq!((words[514].load(Ordering::Relaxed), dma.load_half(0x10_0012).unwrap()), (0x1234_0000, 0x1234));
         let mut bytes = [0; 5];
         dma.load(0x10_0000, &mut bytes).unwrap();
         assert_eq!(bytes, [0, 1, 2, 3, 0]);
@@ -259,6 +290,7 @@ mod tests {
         }
         assert!(dma.load_word(0x10_0004).is_err(), "not aligned");
         assert!(dma.load_word(0x10_1ffc).is_err());
+        assert!(dma.load_half(0x10_0001).is_err() && dma.store_half(0x10_1fff, 0).is_err());
     }
 
     #[test]
@@ -267,6 +299,7 @@ mod tests {
         assert!(reads.load(0x10_0000, &mut [0]).is_ok());
         assert!(reads.store(0x10_0000, &[0]).is_err());
         assert!(reads.store_word(0x10_0000, 0).is_err());
+        assert!(reads.store_half(0x10_0000, 0).is_err());
         let (_region, writes) = dma(Rights { read: false, write: true });
         assert!(writes.load_word(0x10_0000).is_err());
         assert!(writes.store(0x10_0000, &[0]).is_ok());

@@ -1,0 +1,148 @@
+//! The driver of virtio network devices on our own strict model does what a driver promises: with all that the model offers, and with less.
+#![allow(clippy::tests_outside_test_module, reason = "a file in tests/ is a test module")]
+
+#[path = "conformance/mod.rs"]
+#[allow(dead_code, reason = "a suite's parts for other drivers")]
+mod conformance;
+mod qemu;
+
+use std::marker::PhantomData;
+
+use conformance::on_sim::{Modelled, OnSim};
+use tasuki_net::nic::Mac;
+use tasuki_net::nic::bus::VfioUser;
+use tasuki_net::nic::virtio_net::VirtioNet;
+use tasuki_sim::journal::{Class, Entry};
+use tasuki_sim::virtio_net::{Device, Options, feature};
+
+/// What a model does not offer.
+trait Shape: 'static {
+    const WITHOUT: u64;
+}
+
+/// All is offered.
+struct Whole;
+impl Shape for Whole {
+    const WITHOUT: u64 = 0;
+}
+
+/// Flags say who wants to be told.
+struct Flags;
+impl Shape for Flags {
+    const WITHOUT: u64 = feature::EVENT_IDX;
+}
+
+/// Queues cannot be reset one by one: parking keeps them.
+struct Kept;
+impl Shape for Kept {
+    const WITHOUT: u64 = feature::RING_RESET;
+}
+
+/// Nothing can be commanded.
+struct Mute;
+impl Shape for Mute {
+    const WITHOUT: u64 = feature::CTRL_VQ;
+}
+
+/// What our driver does against the letter of the specification, and QEMU's device takes.
+///
+/// - It reads its address by 16 bits, where the field is of single bytes (virtio 1.2, 4.1.3.1).
+/// - It accepts an MTU of 9,000 and gives the device buffers for the MTU that it was started with (5.1.4.2).
+const KNOWN: [Class; 2] = [Class::OddAccess, Class::ShortBuffer];
+
+/// Whether it is about the device's address, at the beginning of its own configuration.
+fn is_address(entry: &Entry) -> bool {
+    (0x2000..0x2006).contains(&entry.place) && entry.value == 2
+}
+
+/// The model of some shape.
+struct Card<S>(PhantomData<S>);
+
+impl<S: Shape> Modelled for Card<S> {
+    type Nic = VirtioNet<VfioUser>;
+    type Model = Device;
+
+    const QUEUES: u8 = 1;
+    const MTU_MAX: u16 = 9000;
+    // What is at the other end of its wire keeps what the card does not take.
+    const HOLDS_WHILE_PARKED: bool = true;
+
+    fn new(mac: Mac) -> Device {
+        let features = feature::ALL & !S::WITHOUT;
+        Device::new(Options { mac: mac.0, features, mtu: Self::MTU_MAX, ..Options::default() })
+    }
+
+    fn waiting(model: &Device) -> usize {
+        model.waiting().0
+    }
+
+    fn set_partner(model: &mut Device, there: bool) {
+        model.set_partner(there);
+    }
+
+    fn set_removed(model: &mut Device, removed: bool) {
+        model.faults.removed = removed;
+    }
+
+    fn check(model: &Device, starts: u64) {
+        let journal = &model.journal;
+        let others: Vec<_> = Class::ALWAYS.into_iter().filter(|class| !KNOWN.contains(class)).collect();
+        journal.demand_none(&others).unwrap();
+        let odd = journal.entries().iter().find(|entry| entry.class == Class::OddAccess && !is_address(entry));
+        assert_eq!(odd, None);
+        // Whoever starts it resets it; no successor does.
+        assert!(journal.count(Class::Reset) <= starts, "a successor was not content");
+    }
+}
+
+suite!(whole, super::OnSim<super::Card<super::Whole>>);
+suite!(flags, super::OnSim<super::Card<super::Flags>>);
+
+// All but `a_parked_nic_touches_no_memory`: a device that cannot be stopped goes on with what it has.
+suite!(kept, super::OnSim<super::Card<super::Kept>>:
+    frames_arrive_whole_and_in_order
+    frames_leave_whole_and_in_order
+    a_full_port_leaves_the_rest_to_the_caller
+    a_burst_is_not_filled_beyond_its_end
+    a_frame_that_arrives_while_arming_is_not_slept_through
+    who_sleeps_is_woken_by_each_frame
+    the_link_goes_down_and_up
+    only_what_is_let_in_arrives
+    a_new_filter_replaces_the_old_one
+    long_frames_pass_as_far_as_the_mtu_says
+    what_cannot_be_sent_is_dropped_and_counted
+    counters_add_up
+    a_successor_goes_on_exactly
+    a_hundred_successors_lose_nothing_under_traffic
+    a_card_that_is_pulled_out_is_gone
+    a_wrong_sash_is_refused_and_the_right_one_goes_on
+    a_refused_sash_changes_no_memory
+    wrong_sashes_under_traffic_lose_nothing
+    after_a_start_that_failed_a_good_one_works
+    a_parked_card_can_be_started_anew
+    interrupts_do_not_block
+);
+
+// All but the cases of the filter: without commands all is let in.
+suite!(mute, super::OnSim<super::Card<super::Mute>>:
+    frames_arrive_whole_and_in_order
+    frames_leave_whole_and_in_order
+    a_full_port_leaves_the_rest_to_the_caller
+    a_burst_is_not_filled_beyond_its_end
+    a_frame_that_arrives_while_arming_is_not_slept_through
+    who_sleeps_is_woken_by_each_frame
+    the_link_goes_down_and_up
+    long_frames_pass_as_far_as_the_mtu_says
+    what_cannot_be_sent_is_dropped_and_counted
+    counters_add_up
+    a_parked_nic_touches_no_memory
+    a_successor_goes_on_exactly
+    a_hundred_successors_lose_nothing_under_traffic
+    a_card_that_is_pulled_out_is_gone
+    a_wrong_sash_is_refused_and_the_right_one_goes_on
+    a_refused_sash_changes_no_memory
+    wrong_sashes_under_traffic_lose_nothing
+    after_a_start_that_failed_a_good_one_works
+    a_parked_card_can_be_started_anew
+    interrupts_do_not_block
+);

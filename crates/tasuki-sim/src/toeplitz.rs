@@ -1,0 +1,19 @@
+//! The hash by which receive queues are chosen (Microsoft, "RSS Hashing Functions").
+#![allow(clippy::cast_possible_truncation, reason = "halves of a window")]
+
+/// The hash of `input` by a key, of which `key` gives word `i` (of 32 bits, its first byte the highest).
+#[inline]
+pub fn hash(key: impl Fn(usize) -> u32, input: &[u8]) -> u32 {
+    let mut hash = 0;
+    for (i, word) in input.chunks(4).enumerate() {
+        // The 64 bits of the key whose upper half belongs to the first bit of this word.
+        let window = u64::from(key(i)) << 32 | u64::from(key(i + 1));
+        let mut bits = word.iter().fold(0_u32, |bits, byte| bits << 8 | u32::from(*byte)) << (8 * (4 - word.len()));
+        while bits != 0 {
+            let first = bits.leading_zeros();
+            hash ^= (window << first >> 32) as u32;
+            bits &= !(1 << 31 >> first);
+        }
+    }
+    hash
+}

@@ -1,0 +1,248 @@
+//! Frames: to the driver and from it (§5.1.6).
+
+use super::queue::Trouble;
+use super::{Device, PAIRS_MAX, QUEUES, WAITING_MAX, feature};
+use crate::journal::Class;
+use crate::model::Host;
+use crate::wire::Wire;
+
+/// Bytes before each frame.
+pub const HEADER_LEN: usize = 12;
+
+/// Addresses, type, and room for a VLAN tag.
+const AROUND_PAYLOAD: usize = 18;
+
+/// Of frames without check sequence, the shortest that makes sense, and the longest that passes.
+const FRAME_MIN: usize = 14;
+const FRAME_MAX: usize = 16384;
+
+/// What a driver has the device read at once, at most: a frame with its header, or a command.
+pub const PACKET_MAX: usize = HEADER_LEN + FRAME_MAX;
+
+/// Frames of a queue, or from the wire, in a step.
+const FRAMES: usize = 64;
+
+/// The header of all frames that come: no offloads, one buffer (§5.1.6.4).
+const HEADER: [u8; HEADER_LEN] = [0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 1, 0];
+
+/// What became of a frame.
+#[derive(PartialEq, Eq)]
+enum Fate {
+    Stored,
+    NoBuffer,
+    /// It fits into no buffer.
+    Unfit,
+}
+
+impl Device {
+    /// Sends what the driver wants sent; says whether there was something.
+    #[inline]
+    pub(super) fn transmit(&mut self, pair: usize, host: &mut impl Host, wire: &mut impl Wire) -> bool {
+        let place = 2 * pair + 1;
+        if !self.queues[place].is_on() || self.faults.stuck_transmit[pair] {
+            return false;
+        }
+        let mut count = 0;
+        while count < FRAMES {
+            match self.take_chain(place, host) {
+                Ok(true) => {}
+                Ok(false) => break,
+                Err(trouble) => {
+                    self.fail(trouble);
+                    break;
+                }
+            }
+            self.send(pair, host, wire);
+            self.queues[place].finish(0);
+            count += 1;
+        }
+        self.publish(place, host);
+        count > 0
+    }
+
+    /// Has the next chain of a queue at hand, if there is one.
+    #[inline]
+    pub(super) fn take_chain(&mut self, place: usize, host: &mut impl Host) -> Result<bool, Trouble> {
+        let queue = &mut self.queues[place];
+        let Some(head) = queue.next(host)? else { return Ok(false) };
+        self.chain.read(queue, head, host)?;
+        Ok(true)
+    }
+
+    /// Sends the frame of the chain at hand. What cannot be sent is left out.
+    #[inline]
+    fn send(&mut self, pair: usize, host: &mut impl Host, wire: &mut impl Wire) {
+        let len = self.chain.readable_len as usize;
+        let bad = self.chain.writable_len > 0 || !(HEADER_LEN + FRAME_MIN..=PACKET_MAX).contains(&len);
+        if bad || len - HEADER_LEN > self.frame_max() {
+            self.journal.note(Class::BadDescriptor, self.now, 2 * pair as u64 + 1, len as u64);
+            return;
+        }
+        if let Err(unmapped) = self.chain.gather(&mut self.packet, host) {
+            self.unreachable(unmapped.at);
+            return;
+        }
+        let (header, frame) = self.packet[..len].split_at(HEADER_LEN);
+        // Flags and the kind of segmentation are for what was not offered; the number of buffers is the device's to say (§5.1.6.2).
+        if header[..2] != [0, 0] || header[10..] != [0, 0] {
+            let value = header.iter().rev().fold(0_u64, |value, byte| value << 8 | u64::from(*byte));
+            self.journal.note(Class::BadHeader, self.now, 2 * pair as u64 + 1, value);
+        }
+        if pair as u16 >= self.steering.transmit_pairs() {
+            self.journal.note(Class::InactivePair, self.now, 2 * pair as u64 + 1, len as u64);
+        }
+        if self.partner {
+            self.counts.sent += 1;
+            wire.send(frame, self.now);
+        }
+    }
+
+    /// The longest frame that driver and device may give each other (§5.1.4.1, §5.1.4.2).
+    fn frame_max(&self) -> usize {
+        let most = if self.has(feature::MTU) { usize::from(self.options.mtu) + AROUND_PAYLOAD } else { FRAME_MAX };
+        most.min(FRAME_MAX)
+    }
+
+    /// Takes frames from the wire and gives them to the driver; says whether there were any.
+    ///
+    /// The wire is not asked while the card has no room for what waits: a hypervisor's back end keeps frames then.
+    #[inline]
+    pub(super) fn receive(&mut self, host: &mut impl Host, wire: &mut impl Wire) -> bool {
+        let mut busy = false;
+        for pair in 0..usize::from(PAIRS_MAX) {
+            while let Some(frame) = self.waiting[pair].pop() {
+                if self.deliver(pair, &frame, host) == Fate::NoBuffer {
+                    self.waiting[pair].bytes += frame.len();
+                    self.waiting[pair].frames.push_front(frame);
+                    break;
+                }
+                busy = true;
+            }
+        }
+        for _ in 0..FRAMES {
+            if self.waiting.iter().any(|waiting| waiting.bytes >= WAITING_MAX) {
+                break;
+            }
+            let Some(frame) = wire.receive(self.now) else { break };
+            self.arrive(frame, host);
+            busy = true;
+        }
+        for pair in 0..usize::from(PAIRS_MAX) {
+            self.publish(2 * pair, host);
+        }
+        busy
+    }
+
+    /// Without a driver, what comes is lost.
+    pub(super) fn lose(&mut self, wire: &mut impl Wire) -> bool {
+        let count = (0..FRAMES).take_while(|_| wire.receive(self.now).is_some()).count();
+        self.counts.not_ready += count as u64;
+        count > 0
+    }
+
+    /// A frame comes from the wire.
+    #[inline]
+    fn arrive(&mut self, frame: &[u8], host: &mut impl Host) {
+        if !self.partner {
+            self.counts.not_ready += 1;
+            return;
+        }
+        if !(FRAME_MIN..=self.frame_max()).contains(&frame.len()) {
+            self.counts.unfit += 1;
+            return;
+        }
+        if self.has(feature::CTRL_RX) && !self.filter.passes(frame) {
+            self.counts.filtered += 1;
+            return;
+        }
+        let queues = &self.queues;
+        let pair = usize::from(self.steering.pair_of(frame, |pair| queues[2 * usize::from(pair)].is_on()));
+        let waits = !self.waiting[pair].frames.is_empty();
+        if waits || self.deliver(pair, frame, host) == Fate::NoBuffer {
+            match self.options.lossy {
+                true => self.counts.no_buffer += 1,
+                false => self.waiting[pair].push(frame),
+            }
+        }
+    }
+
+    /// A frame goes to the next buffer of a receive queue.
+    #[inline]
+    fn deliver(&mut self, pair: usize, frame: &[u8], host: &mut impl Host) -> Fate {
+        let place = 2 * pair;
+        if !self.queues[place].is_on() || self.faults.stuck_receive[pair] || !self.runs() {
+            return Fate::NoBuffer;
+        }
+        match self.take_chain(place, host) {
+            Ok(true) => {}
+            Ok(false) => return Fate::NoBuffer,
+            Err(trouble) => {
+                self.fail(trouble);
+                return Fate::NoBuffer;
+            }
+        }
+        let room = self.chain.writable_len;
+        if self.chain.readable_len > 0 {
+            self.journal.note(Class::BadDescriptor, self.now, place as u64, self.chain.readable_len);
+        }
+        // §5.1.4.2. Once is enough.
+        let needs = HEADER_LEN + FRAME_MIN + usize::from(self.options.mtu);
+        if self.has(feature::MTU) && room < needs as u64 && !self.queues[place].too_short {
+            self.queues[place].too_short = true;
+            self.journal.note(Class::ShortBuffer, self.now, place as u64, room);
+        }
+        if room < (HEADER_LEN + frame.len()) as u64 {
+            // The buffer is there for the next one.
+            self.counts.unfit += 1;
+            return Fate::Unfit;
+        }
+        // A posted write: the card does not learn what became of it.
+        if let Err(unmapped) = self.chain.scatter([&HEADER, frame], host) {
+            self.unreachable(unmapped.at);
+        }
+        self.queues[place].finish(HEADER_LEN + frame.len());
+        self.counts.received += 1;
+        Fate::Stored
+    }
+
+    /// Shows the driver what a queue is done with, and interrupts it if it wants that.
+    #[inline]
+    pub(super) fn publish(&mut self, place: usize, host: &mut impl Host) {
+        match self.queues[place].publish(self.has(feature::EVENT_IDX), host) {
+            Ok(true) => self.interrupt(self.queues[place].vector, 1, host),
+            Ok(false) => {}
+            Err(trouble) => self.fail(trouble),
+        }
+    }
+
+    /// No queue wants notifications for now.
+    pub(super) fn hush(&mut self, host: &mut impl Host) {
+        let event_index = self.has(feature::EVENT_IDX);
+        for place in 0..QUEUES {
+            if self.queues[place].is_on()
+                && let Err(trouble) = self.queues[place].hush(event_index, host)
+            {
+                self.fail(trouble);
+            }
+        }
+    }
+
+    /// All queues that have something to wait for want them; says whether there is work already.
+    pub(super) fn ask(&mut self, host: &mut impl Host) -> bool {
+        let event_index = self.has(feature::EVENT_IDX);
+        let mut found = false;
+        for place in 0..QUEUES {
+            let has_frames = |pair: usize| self.waiting.get(pair).is_some_and(|waiting| !waiting.frames.is_empty());
+            // Buffers are of interest only to frames that wait for them.
+            let wants = place == QUEUES - 1 || place % 2 == 1 || has_frames(place / 2);
+            if !self.queues[place].is_on() || !wants {
+                continue;
+            }
+            match self.queues[place].ask(event_index, host) {
+                Ok(some) => found |= some,
+                Err(trouble) => self.fail(trouble),
+            }
+        }
+        found
+    }
+}

@@ -1,0 +1,317 @@
+//! A virtio network device with a megabyte of memory and a tape for a wire, driven by hand.
+#![allow(dead_code, reason = "each test file uses its part")]
+#![allow(clippy::cast_possible_truncation, reason = "fields are cut out of registers")]
+
+use std::cell::Cell;
+use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
+
+use tasuki_shm::region::{Pages, Region, Span};
+use tasuki_sim::card::{Card, Clock};
+use tasuki_sim::journal::Class;
+use tasuki_sim::model::Model;
+use tasuki_sim::virtio_net::{Bar, Device, Options, feature};
+
+use crate::rig::Tape;
+
+// Where our model has what its capabilities name.
+pub const COMMON: u32 = 0x0000;
+pub const ISR: u32 = 0x1000;
+pub const OWN: u32 = 0x2000;
+pub const NOTIFY: u32 = 0x3000;
+
+// Of the common configuration (4.1.4.3).
+pub const DEVICE_FEATURE_SELECT: u32 = 0x00;
+pub const DEVICE_FEATURE: u32 = 0x04;
+pub const DRIVER_FEATURE_SELECT: u32 = 0x08;
+pub const DRIVER_FEATURE: u32 = 0x0c;
+pub const CONFIG_VECTOR: u32 = 0x10;
+pub const NUM_QUEUES: u32 = 0x12;
+pub const STATUS: u32 = 0x14;
+pub const GENERATION: u32 = 0x15;
+pub const QUEUE_SELECT: u32 = 0x16;
+pub const QUEUE_SIZE: u32 = 0x18;
+pub const QUEUE_VECTOR: u32 = 0x1a;
+pub const QUEUE_ENABLE: u32 = 0x1c;
+pub const QUEUE_DESC: u32 = 0x20;
+pub const QUEUE_DRIVER: u32 = 0x28;
+pub const QUEUE_DEVICE: u32 = 0x30;
+pub const QUEUE_RESET: u32 = 0x3a;
+
+pub const NEEDS_RESET: u32 = 64;
+
+pub const NEXT: u16 = 1;
+pub const WRITE: u16 = 2;
+pub const INDIRECT: u16 = 4;
+
+pub const AT: u64 = 0x1_0000_0000;
+pub const LEN: usize = 1 << 20;
+pub const BUFFER_LEN: usize = 2048;
+pub const HEADER_LEN: usize = 12;
+
+pub const MAC: [u8; 6] = [0x02, 0x13, 0x57, 0x9b, 0xdf, 0x24];
+
+/// Parts of queue `index`, of up to 64 descriptors.
+pub fn descriptors(index: u16) -> usize {
+    usize::from(index) * 0x8000
+}
+pub fn available(index: u16) -> usize {
+    descriptors(index) + 0x4000
+}
+pub fn used(index: u16) -> usize {
+    descriptors(index) + 0x6000
+}
+/// Buffer `i`, of 32, of queue `index`.
+pub fn buffer(index: u16, i: usize) -> usize {
+    0x40000 + usize::from(index) * 0x10000 + i * BUFFER_LEN
+}
+
+pub struct Rig {
+    pub card: Card<Tape, Device>,
+    pub region: Region,
+    words: Span<AtomicU64>,
+    available: [Cell<u16>; 5],
+    pub size: u16,
+}
+
+impl Rig {
+    /// A card on its bus, memory decoding and bus mastering on, MSI-X as a system enables it.
+    pub fn new(options: Options) -> Self {
+        let region = Region::create("rig", LEN, Pages::Small).unwrap();
+        let words = region.span(0, LEN / 8).unwrap();
+        let card = Card::new(Device::new(Options { mac: MAC, ..options }), Tape::default(), Clock::manual());
+        card.map(AT, &region).unwrap();
+        card.write_config(4, 2, 6);
+        card.with(|parts| parts.device.enable_msix(true));
+        Rig { card, region, words, available: Default::default(), size: 16 }
+    }
+
+    /// One that runs with these features, all queues set up, and `buffers` posted in the first receive queue.
+    pub fn running(options: Options, features: u64, buffers: usize) -> Self {
+        let rig = Rig::new(options);
+        rig.agree(features);
+        rig.queues();
+        rig.common(STATUS, 15);
+        (0..buffers).for_each(|i| rig.post(0, i));
+        rig
+    }
+
+    /// The first steps, up to FEATURES_OK; says whether the device agrees.
+    pub fn agree(&self, features: u64) -> bool {
+        self.common(STATUS, 0);
+        self.pass(20_000);
+        self.common(STATUS, 1);
+        self.common(STATUS, 3);
+        self.accept(features);
+        self.common(STATUS, 11);
+        self.read_common(STATUS) & 8 != 0
+    }
+
+    pub fn accept(&self, features: u64) {
+        for (select, half) in [(0, features as u32), (1, (features >> 32) as u32)] {
+            self.common(DRIVER_FEATURE_SELECT, select);
+            self.common(DRIVER_FEATURE, half);
+        }
+    }
+
+    /// Sets up all queues that are there.
+    pub fn queues(&self) {
+        (0..5).for_each(|index| self.queue(index));
+    }
+
+    /// Sets up a queue if it is there, with vector `index + 1`.
+    pub fn queue(&self, index: u16) {
+        self.common(QUEUE_SELECT, index.into());
+        if self.read_common(QUEUE_SIZE) == 0 {
+            return;
+        }
+        self.available[usize::from(index)].set(0);
+        self.store_bytes(available(index), &[0; 0x1000]);
+        self.store_bytes(used(index), &[0; 0x1000]);
+        self.common(QUEUE_SIZE, self.size.into());
+        self.common(QUEUE_VECTOR, u32::from(index) + 1);
+        self.place(AT + descriptors(index) as u64, AT + available(index) as u64, AT + used(index) as u64);
+        self.common(QUEUE_ENABLE, 1);
+    }
+
+    /// Where the selected queue is.
+    pub fn place(&self, descriptors: u64, available: u64, used: u64) {
+        for (offset, at) in [(QUEUE_DESC, descriptors), (QUEUE_DRIVER, available), (QUEUE_DEVICE, used)] {
+            self.common(offset, at as u32);
+            self.common(offset + 4, (at >> 32) as u32);
+        }
+    }
+
+    /// Resets a queue, and waits for that.
+    pub fn reset_queue(&self, index: u16) {
+        self.common(QUEUE_SELECT, index.into());
+        self.common(QUEUE_RESET, 1);
+        while self.read_common(QUEUE_RESET) != 0 {}
+        assert_eq!(self.read_common(QUEUE_ENABLE), 0);
+    }
+
+    /// Bytes of a field of the common configuration.
+    fn width(offset: u32) -> u8 {
+        match offset {
+            STATUS | GENERATION => 1,
+            0x10..0x20 | QUEUE_RESET => 2,
+            _ => 4,
+        }
+    }
+
+    pub fn common(&self, offset: u32, value: u32) {
+        self.card.write(Bar::Structures, COMMON + offset, Self::width(offset), value);
+    }
+
+    pub fn read_common(&self, offset: u32) -> u32 {
+        self.card.read(Bar::Structures, COMMON + offset, Self::width(offset))
+    }
+
+    pub fn own(&self, offset: u32, width: u8) -> u32 {
+        self.card.read(Bar::Structures, OWN + offset, width)
+    }
+
+    pub fn ring(&self, index: u16) {
+        self.card.write(Bar::Structures, NOTIFY + 4 * u32::from(index), 2, index.into());
+    }
+
+    /// Moves the time on and lets the card do what it has to.
+    pub fn pass(&self, ns: u64) {
+        self.card.advance(ns);
+        self.card.settle(1000);
+    }
+
+    pub fn descriptor(&self, index: u16, i: u16, at: u64, len: u32, flags: u16, next: u16) {
+        let to = descriptors(index) + 16 * usize::from(i);
+        self.store(to, at);
+        self.store(to + 8, u64::from(len) | u64::from(flags) << 32 | u64::from(next) << 48);
+    }
+
+    /// Makes the chain from descriptor `head` on available.
+    pub fn give(&self, index: u16, head: u16) {
+        let next = self.available[usize::from(index)].get();
+        self.store16(available(index) + 4 + 2 * usize::from(next % self.size), head);
+        self.available[usize::from(index)].set(next.wrapping_add(1));
+        self.store16(available(index) + 2, next.wrapping_add(1));
+    }
+
+    /// A buffer for a frame, of one descriptor.
+    pub fn post(&self, index: u16, i: usize) {
+        self.descriptor(index, i as u16, AT + buffer(index, i) as u64, BUFFER_LEN as u32, WRITE, 0);
+        self.give(index, i as u16);
+    }
+
+    /// A frame to be sent: header and frame in a descriptor each.
+    pub fn send(&self, index: u16, i: u16, frame: &[u8]) {
+        self.send_with(index, i, &[0; HEADER_LEN], frame);
+    }
+
+    pub fn send_with(&self, index: u16, i: u16, header: &[u8], frame: &[u8]) {
+        let at = buffer(index, i.into());
+        self.store_bytes(at, header);
+        self.store_bytes(at + 64, frame);
+        self.descriptor(index, i, AT + at as u64, header.len() as u32, NEXT, i + 1);
+        self.descriptor(index, i + 1, AT + at as u64 + 64, frame.len() as u32, 0, 0);
+        self.give(index, i);
+    }
+
+    /// Gives a command; says what is answered.
+    pub fn command(&self, class: u8, command: u8, data: &[u8]) -> u8 {
+        let index = self.read_common(NUM_QUEUES) as u16 - 1;
+        let at = buffer(index, 0);
+        self.store_bytes(at, &[0xee]);
+        self.store_bytes(at + 64, &[&[class, command], data].concat());
+        self.descriptor(index, 0, AT + at as u64 + 64, data.len() as u32 + 2, NEXT, 1);
+        self.descriptor(index, 1, AT + at as u64, 1, WRITE, 0);
+        self.give(index, 0);
+        self.pass(1);
+        self.load_bytes(at, 1)[0]
+    }
+
+    /// What the device says it used: chains and lengths, in order.
+    pub fn used(&self, index: u16) -> Vec<(u32, u32)> {
+        (0..self.load16(used(index) + 2))
+            .map(|i| used(index) + 4 + 8 * usize::from(i % self.size))
+            .map(|at| self.load_bytes(at, 8))
+            .map(|bytes| bytes.as_chunks::<4>().0.iter().map(|word| u32::from_le_bytes(*word)).collect::<Vec<_>>())
+            .map(|words| (words[0], words[1]))
+            .collect()
+    }
+
+    /// The frames in the buffers of a receive queue that were used, whose headers are right.
+    pub fn came(&self, index: u16) -> Vec<Vec<u8>> {
+        let frame = |(head, len): (u32, u32)| {
+            let bytes = self.load_bytes(buffer(index, head as usize), len as usize);
+            assert_eq!(bytes[..HEADER_LEN], [0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 1, 0]);
+            bytes[HEADER_LEN..].to_vec()
+        };
+        self.used(index).into_iter().map(frame).collect()
+    }
+
+    pub fn come(&self, frame: &[u8]) {
+        self.card.with(|parts| parts.wire.coming.push_back(frame.to_vec()));
+    }
+
+    pub fn sent(&self) -> Vec<Vec<u8>> {
+        self.card.with(|parts| parts.wire.sent.drain(..).map(|(_, frame)| frame).collect())
+    }
+
+    /// The model is about to be left alone; says whether it has work.
+    pub fn doze(&self) -> bool {
+        self.card.with(|parts| parts.device.doze(&mut parts.memory))
+    }
+
+    pub fn load(&self, offset: usize) -> u64 {
+        self.words[offset / 8].load(Relaxed)
+    }
+
+    pub fn store(&self, offset: usize, value: u64) {
+        self.words[offset / 8].store(value, Relaxed);
+    }
+
+    pub fn load16(&self, offset: usize) -> u16 {
+        let bytes = self.load_bytes(offset, 2);
+        u16::from_le_bytes([bytes[0], bytes[1]])
+    }
+
+    pub fn store16(&self, offset: usize, value: u16) {
+        self.store_bytes(offset, &value.to_le_bytes());
+    }
+
+    pub fn load_bytes(&self, offset: usize, len: usize) -> Vec<u8> {
+        (offset..offset + len).map(|i| self.load(i / 8 * 8).to_le_bytes()[i % 8]).collect()
+    }
+
+    pub fn store_bytes(&self, offset: usize, bytes: &[u8]) {
+        for (i, byte) in (offset..).zip(bytes) {
+            let mut word = self.load(i / 8 * 8).to_le_bytes();
+            word[i % 8] = *byte;
+            self.store(i / 8 * 8, u64::from_le_bytes(word));
+        }
+    }
+
+    pub fn all_memory(&self) -> Vec<u64> {
+        self.words.iter().map(|word| word.load(Relaxed)).collect()
+    }
+
+    pub fn raised(&self, vector: u16) -> u64 {
+        self.card.with(|parts| parts.memory.raised(vector))
+    }
+
+    pub fn broke(&self, class: Class) -> u64 {
+        self.card.with(|parts| parts.device.journal.count(class))
+    }
+
+    pub fn broke_nothing(&self) {
+        self.card.with(|parts| parts.device.journal.demand_none(&Class::ALWAYS)).unwrap();
+    }
+}
+
+/// What most tests agree on: all but the pairs.
+pub const PLAIN: u64 = feature::ALL & !(feature::MQ | feature::RSS);
+
+/// A frame to the card's own address, of `len` bytes, that ends with its number.
+pub fn frame(len: usize, number: u8) -> Vec<u8> {
+    let mut frame = crate::rig::frame_to(&MAC, len.max(15), number);
+    frame.truncate(len);
+    frame
+}
