@@ -30,6 +30,8 @@ use tasuki_shm::region::Span;
 
 const BURSTS: usize = 1000;
 const RING: u16 = 64;
+/// Two descriptors a frame: as many frames as the other card's ring has.
+const SPLIT: u16 = 2 * RING;
 
 /// What is counted: a burst is received, and its slots go back.
 #[inline(never)]
@@ -115,7 +117,7 @@ impl Card for Rtl {
     }
 }
 
-/// The available and used rings of two queues of 64 descriptors.
+/// The available and used rings of two queues of `SPLIT` descriptors.
 struct Virtio([(Span<AtomicU32>, Span<AtomicU32>, u32); 2]);
 
 impl Virtio {
@@ -126,7 +128,7 @@ impl Virtio {
             if *index & 0xffff == shown {
                 break;
             }
-            let entry = *index as usize % usize::from(RING);
+            let entry = *index as usize % usize::from(SPLIT);
             let head = available[1 + entry / 2].load(Acquire) >> (16 * (entry % 2)) & 0xffff;
             used[1 + 2 * entry].store(head, Release);
             used[2 + 2 * entry].store(len, Release);
@@ -154,12 +156,12 @@ fn main() {
         let bus = stub(&[(0, 0x8139_10ec), (8, 0x20)], &[(0, 2)], |offset| if offset == 0x37 { 0x10 } else { 0 });
         measure(Rtl8139::start(bus, memory, &options).expect("the stub behaves"), Rtl(words, 0), &arena)
     } else {
-        // One queue: 1,024 bytes of descriptors, an available ring, and from the next line on a used ring.
+        // One queue: 2,048 bytes of descriptors, an available ring, and from the next line on a used ring.
         let queue = |at: usize| {
             let span = |at, words| memory.rings().span::<AtomicU32>(at, words).expect("both rings");
-            (span(at + 1024, 34), span(at + 1024 + 192, 130), 0)
+            (span(at + 2048, 66), span(at + 2048 + 320, 258), 0)
         };
-        let queues = [queue(0), queue(1024 + 192 + 576)];
+        let queues = [queue(0), queue(2048 + 320 + 1088)];
         let config = [
             (0x00, 0x1041_1af4),
             (0x04, 1 << 20),
@@ -176,6 +178,7 @@ fn main() {
         // Features that are both VERSION_1 and MAC, whichever half is asked for; three queues of 256; an address.
         let registers = [(0x04, 0x21), (0x12, 3), (0x18, 256), (0x1000, 2)];
         let bus = stub(&config, &registers, |_| 0);
+        let options = NicOptions { ring: SPLIT, ..options };
         measure(VirtioNet::start(bus, memory, &options).expect("the stub behaves"), Virtio(queues), &arena)
     };
     println!("{received} packets received, {sent} sent");

@@ -10,6 +10,8 @@ use std::marker::PhantomData;
 use std::time::Duration;
 
 use conformance::World;
+use conformance::in_place::Twinned;
+use conformance::repoint::Repointed;
 use qemu::{MEMORY_AT, Machine, QtestBus, regions};
 use tasuki_net::nic::bus::Iova;
 use tasuki_net::nic::virtio_net::VirtioNet;
@@ -47,6 +49,15 @@ impl Properties for Kept {
 /// QEMU's model with some properties.
 struct OnQemu<P>(Machine, PhantomData<P>);
 
+impl<P: Properties> OnQemu<P> {
+    /// A fresh device, which can be made to see any of these.
+    fn with(memories: &[&NicMemory]) -> Option<Self> {
+        let properties = format!("mac={},{}", Self::MAC, P::PROPERTIES);
+        let regions: Vec<_> = memories.iter().flat_map(|memory| regions(memory)).collect();
+        Some(OnQemu(Machine::start("virtio-net-pci", &properties, &regions)?, PhantomData))
+    }
+}
+
 impl<P: Properties> World for OnQemu<P> {
     type Nic = VirtioNet<QtestBus>;
     type Bus = QtestBus;
@@ -58,8 +69,7 @@ impl<P: Properties> World for OnQemu<P> {
     const HOLDS_WHILE_PARKED: bool = true;
 
     fn new(memory: &NicMemory) -> Option<Self> {
-        let properties = format!("mac={},{}", Self::MAC, P::PROPERTIES);
-        Some(OnQemu(Machine::start("virtio-net-pci", &properties, &regions(memory))?, PhantomData))
+        Self::with(&[memory])
     }
 
     fn bus(&self) -> QtestBus {
@@ -85,6 +95,18 @@ impl<P: Properties> World for OnQemu<P> {
 
     fn pull(&mut self) {
         self.0.end();
+    }
+}
+
+impl<P: Properties> Twinned for OnQemu<P> {
+    fn twin(bus: &QtestBus) -> QtestBus {
+        bus.clone()
+    }
+}
+
+impl<P: Properties> Repointed for OnQemu<P> {
+    fn with_two(first: &NicMemory, second: &NicMemory) -> Option<Self> {
+        Self::with(&[first, second])
     }
 }
 
@@ -116,3 +138,11 @@ suite!(kept, super::OnQemu<super::Kept>:
     a_parked_card_can_be_started_anew
     interrupts_do_not_block
 );
+
+suite_in_place!(modern_in_place, super::OnQemu<super::Modern>);
+suite_in_place!(transitional_in_place, super::OnQemu<super::Transitional>);
+suite_in_place!(flags_in_place, super::OnQemu<super::Flags>);
+suite_in_place!(kept_in_place, super::OnQemu<super::Kept>);
+
+suite_repoint!(modern_repointed, super::OnQemu<super::Modern>);
+suite_repoint!(flags_repointed, super::OnQemu<super::Flags>);

@@ -85,6 +85,20 @@ impl Card for VirtioNet<Vfio> {
 }
 card!(virtio_net, crate::VirtioNet<crate::Vfio>);
 
+impl conformance::in_place::Twinned for behind_vfio::BehindVfio<VirtioNet<Vfio>> {
+    fn twin(bus: &Vfio) -> Vfio {
+        Vfio::from_twin(bus.twin().unwrap()).unwrap()
+    }
+}
+suite_in_place!(virtio_net_in_place, crate::behind_vfio::BehindVfio<crate::VirtioNet<crate::Vfio>>);
+
+impl conformance::repoint::Repointed for behind_vfio::BehindVfio<VirtioNet<Vfio>> {
+    fn with_two(first: &NicMemory, _: &NicMemory) -> Option<Self> {
+        conformance::World::new(first)
+    }
+}
+suite_repoint!(virtio_net_repointed, crate::behind_vfio::BehindVfio<crate::VirtioNet<crate::Vfio>>);
+
 // Of the 82574L, by the names of its data sheet (section 10.1).
 const STATUS: u32 = 0x0008;
 const ICR: u32 = 0x00c0;

@@ -68,6 +68,8 @@ fn a_kept_device_goes_on_while_it_is_parked_and_its_successor_finds_what_came() 
     let sash = Sash::read_from_bytes(sash.as_bytes()).expect("a sash is plain bytes");
     let mut card = Card::resume(bus, memory, &sash).expect("the card goes on");
     assert_eq!(receive(&mut card, 5), frames);
+    // What came is handled with the next call.
+    assert_eq!(card.receive(&mut Burst::new()).expect("the card works"), 0);
     assert_eq!(arena.census().peer, 8);
 }
 
@@ -79,7 +81,7 @@ fn frames_that_had_come_are_the_successors_first_again_and_again() {
     frames[..6].iter().for_each(|frame| machine.wire().send_frame(frame));
     for (round, next) in frames[6..].iter().enumerate() {
         let (bus, memory, sash) = card.park().expect("the card parks");
-        assert!(!sash.is_kept() && sash.come <= 6 && sash.come + sash.empty == 8);
+        assert!(!sash.is_kept() && sash.come <= 6 && sash.come + sash.empty >= 7);
         let sash = Sash::read_from_bytes(sash.as_bytes()).expect("a sash is plain bytes");
         card = Card::resume(bus, memory, &sash).expect("the card goes on");
         machine.wire().send_frame(next);
@@ -93,6 +95,7 @@ fn frames_that_had_come_are_the_successors_first_again_and_again() {
         assert_eq!(burst[burst.len() - 1].bytes(), frames[round], "the oldest");
     }
     assert_eq!(receive(&mut card, 6), frames[14..]);
+    assert_eq!(card.receive(&mut Burst::new()).expect("the card works"), 0);
     assert_eq!(arena.census().peer, 8);
 }
 

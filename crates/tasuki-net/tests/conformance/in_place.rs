@@ -1,10 +1,11 @@
 //! What a driver promises that hands a running card on.
 
+use std::os::fd::OwnedFd;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 
-use tasuki_net::nic::{InPlace, Nic, NicMemory, NicOptions, Sash};
-use tasuki_net::port::{Armed, Port};
+use tasuki_net::nic::{InPlace, Nic, NicMemory, NicOptions, Parts, Sash};
+use tasuki_net::port::{Armed, Burst, Port, Transactional};
 use tasuki_shm::arena::Arena;
 
 use super::frames::{SHORTEST, assert_same, frame};
@@ -117,4 +118,54 @@ pub fn a_driver_that_went_on_can_be_parked<W: Twinned>() {
     bench.replace(|_, _, _| {});
     assert_same(&bench.bring_in(&sent[60..]), &sent[60..]);
     assert_same(&bench.bring_out(&sent), &sent);
+}
+
+/// Drivers that are gone, with frames in hand or without: each finds in ledger and rings where the one before was.
+pub fn who_leaves_no_sash_is_followed_without_a_loss<W: Twinned>() {
+    let memory = super::memory::<W>(&options());
+    let (layout, Parts { rings, frames, ledger }) = (memory.layout(), memory.parts().expect("descriptors are free"));
+    let again = || {
+        let copy = |fd: &OwnedFd| fd.try_clone().expect("descriptors are free");
+        let parts = Parts { rings: copy(&rings), frames: copy(&frames), ledger: copy(&ledger) };
+        NicMemory::prepare(parts, &layout).expect("the same memory")
+    };
+    let Some(mut bench) = Bench::<W>::start_with(memory, &options()) else { return };
+    let numbered = |number: u32| frame(W::MAC, number, SHORTEST + number as usize % 1000);
+    let (mut came, mut back, mut sent) = (0, 0, 0);
+    let mut check = |frames: Vec<Vec<u8>>| {
+        for received in frames {
+            assert_same(&[received], &[numbered(came)]);
+            came += 1;
+        }
+        came
+    };
+    for round in 0..60 {
+        for _ in 0..1 + round % 7 {
+            super::until("room on the wire", || bench.world.try_send(&numbered(sent)).then_some(()));
+            sent += 1;
+        }
+        check(bench.poll());
+        let mut burst: Burst = (0..round % 5).map(|i| bench.fill(&numbered(back + i))).collect();
+        let given = bench.nic().transmit(&mut burst).expect("the card works");
+        burst.clear();
+        if round % 3 == 0 {
+            // These come again.
+            bench.nic().receive(&mut burst).expect("the card works");
+        }
+        bench.nic().conclude(&burst);
+        let bus = W::twin(bench.nic().bus());
+        let memory = again();
+        let arena = memory.arena().clone();
+        let mut prepared = W::Nic::prepare(bus, memory).expect("a successor gets ready");
+        W::Nic::rehearse(&mut prepared);
+        drop((burst, bench.take()));
+        W::Nic::settle(&prepared).expect("the card works");
+        bench.put(W::Nic::pick_up(prepared).expect("what the one before left"), arena);
+        for _ in 0..given {
+            assert_same(&[bench.world.take(PATIENCE).expect("what was sent arrives")], &[numbered(back)]);
+            back += 1;
+        }
+    }
+    super::until("the rest", || (check(bench.poll()) == sent).then_some(()));
+    assert!(bench.poll().is_empty(), "nothing comes twice");
 }

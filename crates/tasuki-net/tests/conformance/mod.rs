@@ -335,6 +335,7 @@ macro_rules! suite_in_place {
             drivers_take_turns_under_traffic_without_a_loss
             who_goes_on_is_woken
             a_driver_that_went_on_can_be_parked
+            who_leaves_no_sash_is_followed_without_a_loss
         );
     };
 }

@@ -33,35 +33,50 @@ pub struct Control {
     bell: Doorbell,
     /// The answer, then the command.
     words: Span<AtomicU64>,
+    /// Where the device sees them.
+    at: Iova,
 }
 
 impl Control {
-    /// The queue at `place`, its commands from byte `at` of the rings' region on.
-    pub fn new(memory: &NicMemory, place: Place, at: usize, event_index: bool, cursor: Cursor, bell: Doorbell) -> Self {
+    /// The queue at `place`, its commands from byte `at` of the rings' region on, of which `commands` were given to the device so far.
+    pub fn new(memory: &NicMemory, place: Place, at: usize, event_index: bool, commands: u64, bell: Doorbell) -> Self {
+        let cursor = Cursor { available: commands, used: commands };
         let ring = SplitRing::new(memory, place, SIZE, event_index, cursor);
         let words = memory.rings().span(at, MEMORY_LEN / 8).expect("the layout was checked against the region");
-        let answer: Iova = memory.rings_at() + at as u64;
-        ring.describe(1, answer, 1, WRITE, 0);
-        Control { ring, bell, words }
+        Control { ring, bell, words, at: memory.rings_at() + at as u64 }
     }
 
-    /// Where a successor goes on.
-    pub fn cursor(&self) -> Cursor {
-        self.ring.cursor()
+    /// The device does not know the queue.
+    pub fn begin(&mut self) {
+        self.ring.begin_at(0, [].into_iter());
+        self.ring.describe(1, self.at, 1, WRITE, 0);
+    }
+
+    /// A predecessor has given the device its last command, or was about to: it may not be answered yet.
+    pub fn adopt(&mut self) {
+        self.ring.unless_used();
+        self.ring.publish();
+    }
+
+    /// Commands that were given to the device.
+    pub fn commands(&self) -> u64 {
+        self.ring.cursor().available
     }
 
     /// Lets in what `filter` says. The device is asked for the more before the less, so that nothing is shut out meanwhile that was
-    /// let in before and will be after.
+    /// let in before and will be after. Before each command `announce` is told how many there are with it.
+    ///
+    /// # Errors
+    /// The device refuses, or does not answer, this or what it was asked before.
     pub fn set_filter<R: Registers>(
         &mut self,
         transport: &Transport<R>,
-        memory: &NicMemory,
-        at: usize,
         filter: &Filter,
+        announce: &mut impl FnMut(u64),
     ) -> Result<(), NicError> {
         let all = filter.all_multicast || filter.multicast.len() > MULTICASTS_MAX;
         let mut command =
-            |class, name, data: &[u8]| self.command(transport, memory, at, &[&[class, name], data].concat());
+            |class, name, data: &[u8]| self.command(transport, &[&[class, name], data].concat(), announce);
         let mut switches = [(control::RX_PROMISC, filter.promiscuous), (control::RX_ALLMULTI, all)];
         switches.sort_by_key(|(_, on)| !on);
         let table = table(if all { &[] } else { &filter.multicast });
@@ -78,13 +93,13 @@ impl Control {
     fn command<R: Registers>(
         &mut self,
         transport: &Transport<R>,
-        memory: &NicMemory,
-        at: usize,
         bytes: &[u8],
+        announce: &mut impl FnMut(u64),
     ) -> Result<(), NicError> {
-        const STEP: &str = "a command";
-        if self.ring.cursor().available != self.ring.cursor().used {
-            return Err(NicError::Stuck { step: "an earlier command", limit_ms: COMMAND_MS });
+        if !self.is_answered() {
+            // Whoever gave it is not there any more, or did not wait for so long.
+            transport.ring(self.bell);
+            self.wait("an earlier command", transport)?;
         }
         self.words[0].store(NO_ANSWER.into(), Relaxed);
         for (word, bytes) in self.words[8..].iter().zip(bytes.chunks(8)) {
@@ -93,28 +108,41 @@ impl Control {
             word.store(u64::from_le_bytes(padded), Relaxed);
         }
         let len = u32::try_from(bytes.len()).expect("commands are shorter than their memory");
-        self.ring.describe(0, memory.rings_at() + (at + 64) as u64, len, NEXT, 1);
+        self.ring.describe(0, self.at + 64, len, NEXT, 1);
         self.ring.push(0);
+        announce(self.commands());
         self.ring.publish();
         // Never left out: there is one command a minute, and nobody waits for less than the answer.
         transport.ring(self.bell);
+        self.wait("a command", transport)?;
+        let [answer, ..] = self.words[0].load(Acquire).to_le_bytes();
+        match answer {
+            control::OK => Ok(()),
+            refused => Err(NicError::Options { field: "filter", value: refused.into(), must: "the device refuses it" }),
+        }
+    }
+
+    fn is_answered(&self) -> bool {
+        self.ring.cursor().available == self.ring.cursor().used
+    }
+
+    /// Waits until the device has done with its command.
+    fn wait<R: Registers>(&mut self, step: &'static str, transport: &Transport<R>) -> Result<(), NicError> {
         let mut used = Ok(None);
-        let waited = wait(STEP, COMMAND_MS, || {
+        let waited = wait(step, COMMAND_MS, || {
             used = self.ring.peek();
             !matches!(used, Ok(None))
         });
         waited.or_else(|stuck| transport.status().and(Err(stuck)))?;
         match used? {
-            Some(chain) if chain.head == 0 => self.ring.take(),
+            Some(chain) if chain.head == 0 => {
+                self.ring.take();
+                Ok(())
+            }
             other => {
                 let head = other.map_or(0, |chain| chain.head);
-                return Err(NicError::Absurd { what: "a used command that it does not have", value: head.into() });
+                Err(NicError::Absurd { what: "a used command that it does not have", value: head.into() })
             }
-        }
-        let [answer, ..] = self.words[0].load(Acquire).to_le_bytes();
-        match answer {
-            control::OK => Ok(()),
-            refused => Err(NicError::Options { field: "filter", value: refused.into(), must: "the device refuses it" }),
         }
     }
 }

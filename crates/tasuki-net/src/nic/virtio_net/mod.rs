@@ -9,39 +9,45 @@
 //! for no interrupts, but **the device may go on to fill the slots that it has and to send the frames that it has**. The successor finds
 //! what was done in the used rings. So whoever takes a kept NIC's memory away must reset the device first; that the device is
 //! not the memory's only user while nobody drives it is the price (docs/decisions/0009-parking-virtio-and-rtl8139.md).
+//!
+//! # Replaced while it runs
+//!
+//! The device goes on with its rings, as they stand in memory, whoever drives it: what they do not say is in the [ledger](super::ledger). See `chains.rs` for the
+//! rules, `in_place.rs` for who goes on, `repoint.rs` for queues that are made to lie elsewhere, `scrub.rs` for memory that is kept clean, and `setup.rs` for
+//! a device that is started.
 
+mod chains;
 mod control;
+mod in_place;
 mod queue;
 mod regs;
+mod repoint;
 mod ring;
 pub mod sash;
+mod scrub;
+mod setup;
 mod transport;
 
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::time::{Duration, Instant};
 
-use tasuki_shm::slots::SlotId;
+use tasuki_shm::crash;
 
 use self::control::Control;
-use self::queue::{Chains, Held, Receiver, Transmitter};
-use self::regs::{HEADER_LEN, common, feature, queue as queues, status};
-use self::ring::{Place, SplitRing};
-use self::sash::{CHAINS_MAX, Counts, Cursor, DESCRIPTORS_MAX, Loan, Sash};
+use self::queue::{Receiver, Transmitter};
+use self::regs::{common, queue as queues};
+use self::repoint::Hush;
+pub use self::repoint::Ready;
+use self::sash::{Counts, Cursor, Loan, Sash};
+use self::setup::{Assembly, Layout, Terms};
 use self::transport::{Doorbell, Transport};
-use super::bus::{self, Bus, BusError, Header, Iova, pci};
-use super::sash::{Head, Sash as _, broken};
-use super::{Failed, Filter, Link, Mac, Nic, NicError, NicMemory, NicOptions, PciId, loan};
+use super::bus::{self, Bus};
+use super::ledger::{CURSORS, TURNS};
+use super::sash::{Head, Sash as _};
+use super::scrub::Dirt;
+use super::{Failed, Filter, Link, Mac, Nic, NicError, NicMemory, NicOptions, Scrub};
+use crate::capture::{Captures, Direction};
 use crate::port::{Armed, Burst, Port};
-
-/// What this driver drives: the modern device, and the transitional one by its modern interface.
-const CARDS: [PciId; 2] = [PciId { vendor: 0x1af4, device: 0x1041 }, PciId { vendor: 0x1af4, device: 0x1000 }];
-/// What it is called.
-const DRIVER: &str = "virtio network devices (1af4:1041, and 1af4:1000)";
-
-/// Addresses and type before the payload, and room for a VLAN tag.
-const AROUND_PAYLOAD: u16 = 18;
-/// Shortest payload: what IPv4 asks of a link (RFC 791, section 3.2).
-const MTU_MIN: u16 = 68;
 
 /// Vector of the receive queue's interrupt, the only one.
 const RECEIVE_VECTOR: u16 = 0;
@@ -49,42 +55,13 @@ const RECEIVE_VECTOR: u16 = 0;
 /// that its wire has not taken yet, and says that it was sent.
 const DRAIN: Duration = Duration::from_millis(10);
 
-/// Where in the rings' region what lies.
-#[derive(Debug, Clone, Copy)]
-struct Layout {
-    rx: Place,
-    tx: Place,
-    control: Place,
-    /// The header that the device writes, and the one that it reads.
-    rx_header: usize,
-    tx_header: usize,
-    command: usize,
-}
-
-impl Layout {
-    /// For queues of `size` descriptors, in so many bytes.
-    fn new(have: usize, size: u16) -> Result<Self, NicError> {
-        let rx = Place::new(0, size);
-        let tx = Place::new(rx.end, size);
-        let control = Place::new(tx.end, control::SIZE);
-        let rx_header = control.end;
-        let tx_header = rx_header + 64;
-        let command = tx_header + 64;
-        let need = command + control::MEMORY_LEN;
-        match need <= have {
-            true => Ok(Layout { rx, tx, control, rx_header, tx_header, command }),
-            false => Err(NicError::Memory { what: "rings", need, have }),
-        }
-    }
-}
-
-/// Where the driver begins, or goes on, in each queue.
-#[derive(Default)]
-struct Cursors {
-    rx: Cursor,
-    tx: Cursor,
-    control: Cursor,
-}
+/// Words of the ledger's cursors: of each queue our index, and the first index of the used ring that is not handled.
+const RX_AVAILABLE: usize = 0;
+const RX_HANDLED: usize = 1;
+const TX_AVAILABLE: usize = 2;
+const TX_HANDLED: usize = 3;
+const GIVEN: usize = 4;
+const _: () = assert!(GIVEN < TURNS);
 
 /// A running virtio network device.
 pub struct VirtioNet<B: Bus> {
@@ -98,11 +75,18 @@ pub struct VirtioNet<B: Bus> {
     tx_bell: Doorbell,
     interrupt: OwnedFd,
     layout: Layout,
-    features: u64,
-    ring: u16,
-    frame_max: u16,
+    terms: Terms,
     mac: Mac,
     counts: Counts,
+    /// On the way to another owner's rings.
+    hush: Option<Hush>,
+    /// How often was committed, and what.
+    commits: u64,
+    committed: [u64; CURSORS],
+    /// If the memory is kept clean: what is not.
+    dirt: Option<Dirt>,
+    /// Whoever looks on.
+    captures: Option<Box<Captures>>,
 }
 
 impl<B: Bus> std::fmt::Debug for VirtioNet<B> {
@@ -112,130 +96,9 @@ impl<B: Bus> std::fmt::Debug for VirtioNet<B> {
     }
 }
 
-/// What driver and device have agreed on, and how long their frames and queues are.
-#[derive(Clone, Copy)]
-struct Terms {
-    features: u64,
-    ring: u16,
-    frame_max: u16,
-}
-
-/// What is in the queues when they are set up.
-struct Contents<'a> {
-    cursors: Cursors,
-    /// In queues that are kept, by chain.
-    rx_held: Box<[Option<Held>]>,
-    tx_held: Box<[Option<Held>]>,
-    /// In queues that begin anew.
-    empty: &'a [SlotId],
-    come: &'a [Loan],
-    unsent: &'a [Loan],
-}
-
-/// Whether the device behind `bus` is ours.
-fn check_card(bus: &mut impl Bus) -> Result<Header, NicError> {
-    let header = Header::read(bus)?;
-    match CARDS.contains(&header.id) {
-        true => Ok(header),
-        false => Err(NicError::OtherCard { found: header.id, driver: DRIVER }),
-    }
-}
-
-fn check_options(options: &NicOptions) -> Result<(), NicError> {
-    let wrong = |field, value, must| Err(NicError::Options { field, value, must });
-    if !options.ring.is_power_of_two() || !(2..=DESCRIPTORS_MAX).contains(&options.ring.into()) {
-        return wrong("ring", options.ring.into(), "it must be a power of two from 2 to 512 (two descriptors a frame)");
-    }
-    if options.scrub {
-        return wrong("scrub", 1, "its driver does not keep its memory clean; hand it over by repoint or cold");
-    }
-    if options.queues != 1 {
-        return wrong("queues", options.queues.into(), "this driver uses one receive queue");
-    }
-    if options.mtu < MTU_MIN {
-        return wrong("mtu", options.mtu.into(), "payloads have at least 68 bytes");
-    }
-    Ok(())
-}
-
-/// Whether the memory suffices.
-fn check_memory(memory: &NicMemory, options: &NicOptions) -> Result<(), NicError> {
-    let room = u16::try_from(memory.arena().geometry().slot_len).unwrap_or(u16::MAX);
-    if options.mtu.checked_add(AROUND_PAYLOAD).is_none_or(|frame| frame > room) {
-        let must = "a frame of it must fit into a slot";
-        return Err(NicError::Options { field: "mtu", value: options.mtu.into(), must });
-    }
-    Layout::new(memory.rings().len(), options.ring)?;
-    loan::check_stock(memory, usize::from(options.ring / 2))
-}
-
-/// The eventfd of the receive queue's vector.
-fn interrupt(bus: &mut impl Bus) -> Result<OwnedFd, BusError> {
-    bus.interrupts(1)?.pop().ok_or(BusError::FewInterrupts { have: 0, need: 1 })
-}
-
-/// All of a driver but the way to its card and its memory.
-struct Assembly<R> {
-    transport: Transport<R>,
-    rx: Receiver,
-    tx: Transmitter,
-    control: Option<Control>,
-    rx_bell: Doorbell,
-    tx_bell: Doorbell,
-    interrupt: OwnedFd,
-    layout: Layout,
-    terms: Terms,
-    mac: Mac,
-}
-
 impl<B: Bus> VirtioNet<B> {
-    /// What the device allows of what is asked for.
-    fn agree(transport: &Transport<B::Registers>, options: &NicOptions) -> Result<Terms, NicError> {
-        let features = transport.negotiate()?;
-        let wrong = |field, value, must| Err(NicError::Options { field, value, must });
-        let (rx, tx) = (transport.queue_size_max(queues::RECEIVE), transport.queue_size_max(queues::TRANSMIT));
-        if options.ring > rx.min(tx) {
-            return wrong("ring", options.ring.into(), "the device's queues are shorter");
-        }
-        if transport.mtu(features)?.is_some_and(|mtu| options.mtu > mtu) {
-            return wrong("mtu", options.mtu.into(), "the device's network takes no more than it says");
-        }
-        Ok(Terms { features, ring: options.ring, frame_max: options.mtu + AROUND_PAYLOAD })
-    }
-
-    /// The driver's ends of the queues. Tells the device nothing, and writes no memory before all that can fail is done.
-    fn assemble(
-        bus: &mut B,
-        memory: &NicMemory,
-        transport: Transport<B::Registers>,
-        terms: Terms,
-        contents: Contents<'_>,
-    ) -> Result<Assembly<B::Registers>, NicError> {
-        let Terms { features, ring, frame_max } = terms;
-        let layout = Layout::new(memory.rings().len(), ring)?;
-        let mac = transport.mac()?;
-        let (rx_bell, tx_bell) = (transport.doorbell(queues::RECEIVE)?, transport.doorbell(queues::TRANSMIT)?);
-        let control_bell = match features & feature::CTRL_RX {
-            0 => None,
-            _ => Some(transport.doorbell(queues::CONTROL)?),
-        };
-        let interrupt = interrupt(bus)?;
-        let event_index = features & feature::EVENT_IDX != 0;
-        let Contents { cursors, rx_held, tx_held, empty, come, unsent } = contents;
-        let split = |place, cursor| SplitRing::new(memory, place, ring, event_index, cursor);
-        let header = |at: usize| -> Iova { memory.rings_at() + at as u64 };
-        let rx = Chains::new(split(layout.rx, cursors.rx), ring, header(layout.rx_header), true, rx_held);
-        let tx = Chains::new(split(layout.tx, cursors.tx), ring, header(layout.tx_header), false, tx_held);
-        let rx = Receiver::new(memory, rx, sash::room(frame_max), empty, come);
-        let tx = Transmitter::new(memory, tx, frame_max.into(), unsent);
-        let control = control_bell
-            .map(|bell| Control::new(memory, layout.control, layout.command, event_index, cursors.control, bell));
-        Ok(Assembly { transport, rx, tx, control, rx_bell, tx_bell, interrupt, layout, terms, mac })
-    }
-
     fn new(bus: B, memory: NicMemory, parts: Assembly<B::Registers>, counts: Counts) -> Self {
         let Assembly { transport, rx, tx, control, rx_bell, tx_bell, interrupt, layout, terms, mac } = parts;
-        let Terms { features, ring, frame_max } = terms;
         VirtioNet {
             bus,
             memory,
@@ -247,112 +110,85 @@ impl<B: Bus> VirtioNet<B> {
             tx_bell,
             interrupt,
             layout,
-            features,
-            ring,
-            frame_max,
+            terms,
             mac,
             counts,
+            hush: None,
+            commits: 0,
+            committed: [0; CURSORS],
+            dirt: None,
+            captures: None,
         }
-    }
-
-    /// Resets a device and agrees with it on what it does; its queues are empty and it does not know of them.
-    fn cold(
-        bus: &mut B,
-        memory: &NicMemory,
-        header: &Header,
-        options: &NicOptions,
-    ) -> Result<Assembly<B::Registers>, NicError> {
-        let transport = Transport::find(bus, header)?;
-        // Reset before it may be master: a device that somebody left running would write to addresses that are ours now.
-        transport.reset()?;
-        memory.take_back();
-        let terms = Self::agree(&transport, options)?;
-        let chains = usize::from(terms.ring / 2);
-        let empty = loan::stock(memory, chains)?;
-        memory.map_anew(bus)?;
-        pci::enable(bus, true)?;
-        let none = || (0..chains).map(|_| None).collect();
-        let contents = Contents {
-            cursors: Cursors::default(),
-            rx_held: none(),
-            tx_held: none(),
-            empty: &empty,
-            come: &[],
-            unsent: &[],
-        };
-        Self::assemble(bus, memory, transport, terms, contents)
     }
 
     /// The last steps of a start.
     fn go(&mut self, options: &NicOptions) -> Result<(), NicError> {
         self.transport.silence_configuration();
         self.enable_queues()?;
-        if self.control.is_some() {
-            let at = self.layout.control.addresses(&self.memory);
-            self.transport.enable_queue(queues::CONTROL, control::SIZE, at, common::NO_VECTOR)?;
-        }
+        self.enable_control()?;
         self.transport.run();
         self.filter(&options.filter)?;
+        if options.scrub {
+            self.keep_clean();
+            // There is time now: later only what was used is left to do.
+            self.dirt.iter_mut().for_each(|dirt| dirt.wipe_free(self.memory.arena()));
+        }
         // Only now, so that nothing has come in before it was filtered.
+        self.refill();
+        self.write_seldom();
+        self.enter_ledger(0);
         self.ring_both();
         Ok(())
     }
 
-    /// Where a predecessor stopped. Up to the interrupts, nothing is changed, neither in the device nor in memory.
-    fn warm(bus: &mut B, memory: &NicMemory, sash: &Sash) -> Result<Assembly<B::Registers>, NicError> {
-        sash.check(&memory.layout())?;
-        loan::check(memory, sash.slots())?;
-        let header = check_card(bus)?;
-        let transport = Transport::find(bus, &header)?;
-        let found = transport.status()?;
-        if found != status::RUNNING {
-            return Err(broken("the device was reset after it was parked", found.into()));
-        }
-        sash.head.check_mac(transport.mac()?)?;
-        let terms = Terms { features: sash.features, ring: sash.head.ring, frame_max: sash.frame_max };
-        let [come, empty, unsent] = if sash.is_kept() { [&[][..]; 3] } else { sash.in_order() };
-        let empty: Vec<_> = empty.iter().map(Loan::slot).collect();
-        let [rx_held, tx_held] = sash.by_chain().map(|loans| {
-            let kept = |loan| if sash.is_kept() { Held::of(loan) } else { None };
-            loans.iter().map(kept).collect()
-        });
-        let cursors = match sash.is_kept() {
-            true => Cursors { rx: sash.rx_at, tx: sash.tx_at, control: sash.control_at },
-            false => Cursors { control: sash.control_at, ..Cursors::default() },
-        };
-        let contents = Contents { cursors, rx_held, tx_held, empty: &empty, come, unsent };
-        Self::assemble(bus, memory, transport, terms, contents)
-    }
-
-    /// Has a parked device go on.
-    fn go_on(&mut self, sash: &Sash) -> Result<(), NicError> {
-        if !sash.is_kept() {
-            self.rx.chains.publish();
-            self.tx.chains.publish();
+    /// Goes on where the sash says, which was checked.
+    fn take_in(&mut self, sash: &Sash) -> Result<(), NicError> {
+        let given = self.given_so_far();
+        self.control.iter_mut().for_each(Control::adopt);
+        let [rx, tx] = sash.by_chain();
+        if sash.is_kept() {
+            self.rx.chains.adopt_kept(rx);
+            self.tx.chains.adopt_kept(tx);
+            if self.memory.ledger().is_halted() {
+                self.bring_back()?;
+            }
+        } else {
+            // Should we die in the middle of it, the device must be started anew.
+            self.memory.ledger().belongs(None);
+            self.memory.ledger().forget();
+            let [come, empty, unsent] = sash.in_order();
+            self.rx.chains.fill(&self.memory, come, empty);
+            self.tx.chains.fill(&self.memory, &[], unsent);
             self.enable_queues()?;
         }
+        self.write_seldom();
+        self.enter_ledger(given);
+        self.memory.ledger().halted(false);
         self.ring_both();
         Ok(())
     }
 
     /// Resets the queues, or keeps them; what a successor must know.
-    fn stop(&mut self) -> Result<Sash, NicError> {
+    fn stop(&mut self) -> Result<Box<Sash>, NicError> {
         self.drain()?;
-        let mut sash = self.bare_sash();
-        if sash.is_kept() {
+        self.commit(&Burst::new());
+        let mut sash = Sash::blank();
+        self.write_sash(&mut sash);
+        if !self.terms.resets_queues() {
             self.transport.status()?;
-            list(&mut sash.rx, 0, self.rx.chains.by_chain());
-            list(&mut sash.tx, 0, self.tx.chains.by_chain());
             return Ok(sash);
         }
+        self.memory.ledger().halted(true);
         // Transmission first, so that receiving pauses as briefly as it can.
         self.transport.reset_queue(queues::TRANSMIT)?;
         self.transport.reset_queue(queues::RECEIVE)?;
-        (sash.rx_at, sash.tx_at) = (Cursor::default(), Cursor::default());
+        (sash.kept, sash.rx_at, sash.tx_at) = (0, Cursor::default(), Cursor::default());
+        sash.rx.fill(Loan::NONE);
+        sash.tx.fill(Loan::NONE);
         let (come, empty) = self.rx.harvest()?;
         sash.come = list(&mut sash.rx, 0, come);
         sash.empty = list(&mut sash.rx, sash.come, empty);
-        sash.unsent = list(&mut sash.tx, 0, self.tx.harvest(&self.memory)?);
+        sash.unsent = list(&mut sash.tx, 0, self.tx.harvest(self.memory.arena())?);
         Ok(sash)
     }
 
@@ -362,9 +198,25 @@ impl<B: Bus> VirtioNet<B> {
 
     /// Tells the device where the queues for frames are.
     fn enable_queues(&self) -> Result<(), NicError> {
-        let (rx, tx) = (self.layout.rx.addresses(&self.memory), self.layout.tx.addresses(&self.memory));
-        self.transport.enable_queue(queues::RECEIVE, self.ring, rx, RECEIVE_VECTOR)?;
-        self.transport.enable_queue(queues::TRANSMIT, self.ring, tx, common::NO_VECTOR)
+        self.enable_queue(queues::RECEIVE)?;
+        self.enable_queue(queues::TRANSMIT)
+    }
+
+    fn enable_control(&self) -> Result<(), NicError> {
+        match self.control {
+            Some(_) => self.enable_queue(queues::CONTROL),
+            None => Ok(()),
+        }
+    }
+
+    fn enable_queue(&self, queue: u16) -> Result<(), NicError> {
+        let Layout { rx, tx, control, .. } = &self.layout;
+        let (place, size, vector) = match queue {
+            queues::RECEIVE => (rx, self.terms.ring, RECEIVE_VECTOR),
+            queues::TRANSMIT => (tx, self.terms.ring, common::NO_VECTOR),
+            _ => (control, control::SIZE, common::NO_VECTOR),
+        };
+        self.transport.enable_queue(queue, size, place.addresses(&self.memory), vector)
     }
 
     /// Tells the device of what is in the queues, whether it wants to hear of it or not.
@@ -376,11 +228,18 @@ impl<B: Bus> VirtioNet<B> {
     }
 
     fn filter(&mut self, filter: &Filter) -> Result<(), NicError> {
+        let mut sash = Sash::blank();
+        self.write_seldom_to(&mut sash);
         let Some(control) = &mut self.control else {
             // Without commands the device lets in what it likes (§5.1.6.5.1), and we have nothing to say.
             return self.transport.status().map(drop);
         };
-        control.set_filter(&self.transport, &self.memory, self.layout.command, filter)
+        // A successor has to know of a command before the device does.
+        let mut announce = |commands| {
+            sash.commands = commands;
+            self.memory.ledger().write_seldom(sash.seldom());
+        };
+        control.set_filter(&self.transport, filter, &mut announce)
     }
 
     /// Gives the device time to send what it has.
@@ -388,7 +247,7 @@ impl<B: Bus> VirtioNet<B> {
         let end = Instant::now() + DRAIN;
         loop {
             let late = Instant::now() >= end;
-            self.tx.reap(&self.memory)?;
+            self.tx.reap(self.memory.arena())?;
             if self.tx.chains.is_empty() || late {
                 return Ok(());
             }
@@ -396,23 +255,120 @@ impl<B: Bus> VirtioNet<B> {
         }
     }
 
-    /// A sash without the queues.
-    fn bare_sash(&self) -> Sash {
-        Sash {
-            head: Head::of::<Sash>(&self.memory.layout(), self.mac, self.ring),
-            features: self.features,
-            frame_max: self.frame_max,
-            come: 0,
-            empty: 0,
-            unsent: 0,
-            control_at: self.control.as_ref().map(Control::cursor).unwrap_or_default(),
-            rx_at: self.rx.chains.cursor(),
-            tx_at: self.tx.chains.cursor(),
-            reserved: 0,
-            rx: [Loan::NONE; CHAINS_MAX],
-            tx: [Loan::NONE; CHAINS_MAX],
-            counts: self.counts,
+    /// Gives the device what free slots there are, once all that was received is committed as handled: up to then a slot that was let go may be one that a
+    /// successor needs. Says whether the device has as many as it can.
+    #[inline]
+    fn refill(&mut self) -> bool {
+        if self.rx.chains.has_unhandled() || self.hush.is_some_and(Hush::is_off) {
+            return true;
         }
+        match &mut self.dirt {
+            None => self.rx.refill(&self.memory),
+            Some(dirt) => self.rx.refill_clean(&self.memory, dirt),
+        }
+    }
+
+    /// Commits that all frames are handled but those in `burst`, with what has been given to the device since: that ends a turn.
+    #[inline]
+    fn commit(&mut self, burst: &Burst) {
+        self.commit_up_to(self.rx.handled_but(burst), 1);
+    }
+
+    /// Commits what the device has been given, or has sent, and nothing as handled or given: that ends no turn.
+    #[inline]
+    fn commit_sent(&mut self) {
+        self.commit_up_to(self.rx.chains.handled(), 0);
+    }
+
+    /// Commits that the frames before this index are handled, and so many turns more; then tells the device (C4).
+    #[inline]
+    fn commit_up_to(&mut self, handled: u64, turns: u64) {
+        let (rx, tx) = (self.rx.chains.cursor(), self.tx.chains.cursor());
+        let mut cursors = [rx.available, handled, tx.available, tx.used, self.tx.given(), 0];
+        // Nothing else changes without one of these.
+        if cursors[..GIVEN] == self.committed[..GIVEN] {
+            return;
+        }
+        cursors[TURNS] = self.committed[TURNS].wrapping_add(turns);
+        self.committed = cursors;
+        self.commits = self.commits.wrapping_add(1);
+        self.memory.ledger().commit(self.commits, &cursors);
+        crash::point("nic.committed");
+        if self.rx.chains.committed(handled) {
+            self.counts.rx_kicks += 1;
+            self.transport.ring(self.rx_bell);
+        }
+        crash::point("nic.rung");
+        if self.tx.chains.committed(tx.used) {
+            self.counts.tx_kicks += 1;
+            self.transport.ring(self.tx_bell);
+        }
+    }
+
+    /// Gives the device all that was committed as handled; what is in hand stays that.
+    #[inline]
+    fn rest(&mut self) -> Result<(), NicError> {
+        if !self.refill() {
+            self.starved()?;
+        }
+        crash::point("nic.posted");
+        self.commit_sent();
+        Ok(())
+    }
+
+    /// There are fewer free slots than the device could have: those that frames left in may be what others can come in by.
+    #[cold]
+    fn starved(&mut self) -> Result<(), NicError> {
+        self.counts.rx_no_slot += 1;
+        self.tx.reap(self.memory.arena())?;
+        self.refill();
+        Ok(())
+    }
+
+    /// Frames that this driver's predecessors gave to the device, by the ledger.
+    fn given_so_far(&self) -> u64 {
+        let ledger = self.memory.ledger();
+        match ledger.whose() == Some((Sash::KIND, Sash::VERSION)) {
+            true => ledger.cursors()[GIVEN],
+            false => 0,
+        }
+    }
+
+    /// The ledger is ours.
+    fn enter_ledger(&mut self, given: u64) {
+        self.tx.set_given(given);
+        self.commits = self.memory.ledger().commits();
+        // Whatever was committed before: this is another, one turn later.
+        self.committed = [u64::MAX; CURSORS];
+        self.committed[TURNS] = self.memory.ledger().turns();
+        self.commit(&Burst::new());
+        self.memory.ledger().belongs(Some((Sash::KIND, Sash::VERSION)));
+    }
+
+    /// What seldom changes has changed.
+    #[cold]
+    fn write_seldom(&self) {
+        let mut sash = Sash::blank();
+        self.write_seldom_to(&mut sash);
+        self.memory.ledger().write_seldom(sash.seldom());
+    }
+
+    /// All of a sash but the queues.
+    fn write_seldom_to(&self, sash: &mut Sash) {
+        sash.head = Head::of::<Sash>(&self.memory.layout(), self.mac, self.terms.ring);
+        (sash.features, sash.frame_max, sash.way) = (self.terms.features, self.terms.frame_max, self.transport.way());
+        (sash.kept, sash.come, sash.empty, sash.unsent) = (1, 0, 0, 0);
+        sash.commands = self.control.as_ref().map_or(0, Control::commands);
+        sash.counts = self.counts;
+    }
+
+    /// What a successor must know that goes on with the queues as they stand, all that was received being handled. The sash was blank, or was written by this
+    /// driver before.
+    fn write_sash(&self, sash: &mut Sash) {
+        self.write_seldom_to(sash);
+        (sash.rx_at, sash.tx_at) = (self.rx.chains.cursor(), self.tx.chains.cursor());
+        list(&mut sash.rx, 0, self.rx.chains.by_chain());
+        list(&mut sash.tx, 0, self.tx.chains.by_chain());
     }
 }
 
@@ -425,32 +381,49 @@ fn list(to: &mut [Loan], from: u16, loans: impl IntoIterator<Item = Loan>) -> u1
 impl<B: Bus> Port for VirtioNet<B> {
     type Fault = NicError;
 
+    #[inline]
     fn receive(&mut self, burst: &mut Burst) -> Result<usize, NicError> {
-        let starved = self.counts.rx_no_slot;
-        let mut received = self.rx.receive(&self.memory, burst, &mut self.counts)?;
-        if self.counts.rx_no_slot != starved {
-            // The slots that frames left in may be what they can come in by.
-            self.tx.reap(&self.memory)?;
-            received += self.rx.receive(&self.memory, burst, &mut self.counts)?;
+        // What was handled is committed, and posted anew, and that is committed.
+        self.commit(burst);
+        self.rest()?;
+        let before = burst.len();
+        let frames = self.rx.receive(self.memory.arena(), burst, &mut self.counts)?;
+        if let Some(dirt) = &mut self.dirt {
+            dirt.mark(&burst[before..]);
         }
-        if received > 0 && self.rx.chains.publish() {
-            self.counts.rx_kicks += 1;
-            self.transport.ring(self.rx_bell);
+        crash::point("nic.collected");
+        if let Some(captures) = &mut self.captures {
+            captures.frames(Direction::Inbound, &burst[before..]);
         }
-        Ok(received)
+        Ok(frames)
     }
 
+    #[inline]
     fn transmit(&mut self, burst: &mut Burst) -> Result<usize, NicError> {
-        self.tx.reap(&self.memory)?;
-        let taken = self.tx.transmit(&self.memory, burst, &mut self.counts);
-        if taken > 0 && self.tx.chains.publish() {
-            self.counts.tx_kicks += 1;
-            self.transport.ring(self.tx_bell);
+        self.tx.reap(self.memory.arena())?;
+        if self.tx.can_make_room(burst.len()) {
+            self.commit_sent();
         }
+        if let Some(dirt) = &mut self.dirt {
+            dirt.mark(burst);
+        }
+        if let Some(captures) = &mut self.captures {
+            captures.frames(Direction::Outbound, &burst[..self.tx.chains.room().min(burst.len())]);
+        }
+        let taken = self.tx.transmit(&self.memory, burst, &mut self.counts);
+        crash::point("nic.filled");
+        self.commit(burst);
         Ok(taken)
     }
 
     fn arm(&mut self) -> Result<Armed, NicError> {
+        // What was sent is of use to receive into.
+        self.tx.reap(self.memory.arena())?;
+        if self.rx.chains.is_empty() {
+            // A device without buffers wakes nobody: what was received counts as handled, also what is in hand.
+            self.commit(&Burst::new());
+        }
+        self.rest()?;
         // Emptied first: what rings from here on stays in it.
         bus::hush(&self.interrupt)?;
         if self.rx.arm()? {
@@ -471,12 +444,12 @@ impl<B: Bus> Nic for VirtioNet<B> {
     type Sash = Sash;
 
     fn start(mut bus: B, memory: NicMemory, options: &NicOptions) -> Result<Self, Failed<B>> {
-        let checked = check_options(options).and_then(|()| check_memory(&memory, options));
-        let header = match checked.and_then(|()| check_card(&mut bus)) {
+        let checked = setup::check_options(options).and_then(|()| setup::check_memory(&memory, options));
+        let header = match checked.and_then(|()| setup::check_card(&mut bus)) {
             Ok(header) => header,
             Err(error) => return Err(Failed { error, bus, memory }),
         };
-        let mut nic = match Self::cold(&mut bus, &memory, &header, options) {
+        let mut nic = match Assembly::cold(&mut bus, &memory, &header, options) {
             Ok(parts) => Self::new(bus, memory, parts, Counts::default()),
             Err(error) => {
                 memory.withdraw(&mut bus);
@@ -493,11 +466,11 @@ impl<B: Bus> Nic for VirtioNet<B> {
     }
 
     fn resume(mut bus: B, memory: NicMemory, sash: &Sash) -> Result<Self, Failed<B>> {
-        let mut nic = match Self::warm(&mut bus, &memory, sash) {
+        let mut nic = match Assembly::warm(&mut bus, &memory, sash) {
             Ok(parts) => Self::new(bus, memory, parts, sash.counts),
             Err(error) => return Err(Failed { error, bus, memory }),
         };
-        match nic.go_on(sash) {
+        match nic.take_in(sash).and_then(|()| nic.rest()) {
             Ok(()) => Ok(nic),
             Err(error) => Err(nic.failed(error)),
         }
@@ -506,7 +479,7 @@ impl<B: Bus> Nic for VirtioNet<B> {
     /// Resets the queues, or keeps them: see the head of the module.
     fn park(mut self) -> Result<(B, NicMemory, Sash), Failed<B>> {
         match self.stop() {
-            Ok(sash) => Ok((self.bus, self.memory, sash)),
+            Ok(sash) => Ok((self.bus, self.memory, *sash)),
             Err(error) => Err(self.failed(error)),
         }
     }
@@ -520,7 +493,7 @@ impl<B: Bus> Nic for VirtioNet<B> {
     }
 
     fn link(&mut self) -> Link {
-        self.transport.link(self.features)
+        self.transport.link(self.terms.features)
     }
 
     fn set_filter(&mut self, filter: &Filter) -> Result<(), NicError> {
@@ -529,6 +502,7 @@ impl<B: Bus> Nic for VirtioNet<B> {
 
     /// The driver's own counts: the device has none.
     fn statistics(&mut self) -> Vec<(&'static str, u64)> {
+        self.write_seldom();
         let counts = &self.counts;
         vec![
             ("rx_packets", counts.rx_packets),
@@ -542,5 +516,3 @@ impl<B: Bus> Nic for VirtioNet<B> {
         ]
     }
 }
-
-const _: () = assert!(HEADER_LEN <= 64);

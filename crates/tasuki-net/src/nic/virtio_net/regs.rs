@@ -9,7 +9,7 @@ pub mod common {
     pub const DEVICE_FEATURE_SELECT: Register<u32, Wo> = Register::at(0x00);
     pub const DEVICE_FEATURE: Register<u32, Ro> = Register::at(0x04);
     pub const DRIVER_FEATURE_SELECT: Register<u32, Wo> = Register::at(0x08);
-    pub const DRIVER_FEATURE: Register<u32, Wo> = Register::at(0x0c);
+    pub const DRIVER_FEATURE: Register<u32, Rw> = Register::at(0x0c);
     pub const CONFIG_MSIX_VECTOR: Register<u16, Rw> = Register::at(0x10);
     pub const NUM_QUEUES: Register<u16, Ro> = Register::at(0x12);
     pub const DEVICE_STATUS: Register<u8, Rw> = Register::at(0x14);
@@ -19,9 +19,9 @@ pub mod common {
     pub const QUEUE_MSIX_VECTOR: Register<u16, Rw> = Register::at(0x1a);
     pub const QUEUE_ENABLE: Register<u16, Rw> = Register::at(0x1c);
     pub const QUEUE_NOTIFY_OFF: Register<u16, Ro> = Register::at(0x1e);
-    pub const QUEUE_DESC: [Register<u32, Wo>; 2] = [Register::at(0x20), Register::at(0x24)];
-    pub const QUEUE_DRIVER: [Register<u32, Wo>; 2] = [Register::at(0x28), Register::at(0x2c)];
-    pub const QUEUE_DEVICE: [Register<u32, Wo>; 2] = [Register::at(0x30), Register::at(0x34)];
+    pub const QUEUE_DESC: [Register<u32, Rw>; 2] = [Register::at(0x20), Register::at(0x24)];
+    pub const QUEUE_DRIVER: [Register<u32, Rw>; 2] = [Register::at(0x28), Register::at(0x2c)];
+    pub const QUEUE_DEVICE: [Register<u32, Rw>; 2] = [Register::at(0x30), Register::at(0x34)];
     pub const QUEUE_RESET: Register<u16, Rw> = Register::at(0x3a);
 
     /// Bytes without the registers that features add.

@@ -1,7 +1,10 @@
 //! What a successor must know of a virtio network device.
 //!
-//! Where queues can be reset (VIRTIO_F_RING_RESET) they are, and begin anew at index 0: the sash lists frames and slots, in order.
-//! Where they cannot, they are kept as they stand in memory: the sash has the driver's indices, and what is in each chain.
+//! A NIC that was parked by a reset of its queues (VIRTIO_F_RING_RESET) has a sash that lists frames and slots, in order: the queues begin anew.
+//! Where they cannot be reset, and where the device runs on while its driver is replaced, the sash is *kept*: it describes the queues as they stand in
+//! memory, the driver's indices, and what is in each chain.
+
+use std::mem::offset_of;
 
 use tasuki_shm::slots::SlotId;
 use zerocopy::{FromBytes, FromZeros, Immutable, IntoBytes, KnownLayout};
@@ -9,6 +12,8 @@ use zerocopy::{FromBytes, FromZeros, Immutable, IntoBytes, KnownLayout};
 use super::Layout;
 use super::queue::FRAME_MIN;
 use super::regs::feature;
+use super::transport::Way;
+use crate::nic::ledger::SELDOM;
 use crate::nic::sash::{self, Head, broken, check_counts};
 use crate::nic::{MemoryLayout, NicError};
 
@@ -16,31 +21,38 @@ use crate::nic::{MemoryLayout, NicError};
 pub const DESCRIPTORS_MAX: usize = 512;
 /// Most chains in a queue: two descriptors each.
 pub const CHAINS_MAX: usize = DESCRIPTORS_MAX / 2;
+/// More than any driver counts: an index that says more is not true.
+const INDEX_MAX: u64 = u64::MAX / 2;
 
 /// A slot that the device has, or had.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, FromBytes, IntoBytes, Immutable, KnownLayout)]
 #[repr(C)]
 pub struct Loan {
-    slot: u64,
+    pub(super) slot: u64,
     /// Bytes of the frame in it, or for one.
     pub len: u32,
-    /// The queue's index when it was posted.
-    pub turn: u16,
-    reserved: u16,
+    /// In kept queues: the low half of the index at which it was posted.
+    pub turn: u32,
 }
 
 impl Loan {
     /// No slot.
-    pub const NONE: Loan = Loan { slot: u64::MAX, len: 0, turn: 0, reserved: 0 };
+    pub const NONE: Loan = Loan { slot: u64::MAX, len: 0, turn: 0 };
 
     /// A slot, and what there is to say of it.
-    pub fn new(slot: SlotId, len: u32, turn: u16) -> Self {
-        Loan { slot: slot.to_word(), len, turn, reserved: 0 }
+    pub fn new(slot: SlotId, len: u32, turn: u32) -> Self {
+        Loan { slot: slot.to_word(), len, turn }
     }
 
     /// Which slot.
     pub fn slot(&self) -> SlotId {
         SlotId::from_word(self.slot)
+    }
+
+    /// How long ago it was posted in a queue whose index is `available`, in chains.
+    #[expect(clippy::cast_possible_truncation, reason = "the low half")]
+    pub fn age(&self, available: u64) -> u64 {
+        (available as u32).wrapping_sub(self.turn).into()
     }
 }
 
@@ -48,10 +60,20 @@ impl Loan {
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, FromBytes, IntoBytes, Immutable, KnownLayout)]
 #[repr(C)]
 pub struct Cursor {
-    /// Chains made available so far, modulo 2¹⁶.
-    pub available: u16,
+    /// Chains made available so far.
+    pub available: u64,
     /// Chains taken back so far.
-    pub used: u16,
+    pub used: u64,
+}
+
+impl Cursor {
+    /// Whether it can be true of a queue of so many chains.
+    pub fn check(&self, chains: u64) -> Result<(), NicError> {
+        match self.available.checked_sub(self.used) {
+            Some(out) if out <= chains && self.available <= INDEX_MAX => Ok(()),
+            _ => Err(broken("the indices of a queue", self.available)),
+        }
+    }
 }
 
 /// What the driver has counted, by the names that `ethtool -S` has for them.
@@ -84,6 +106,10 @@ pub struct Sash {
     pub head: Head,
     /// What driver and device agreed on.
     pub features: u64,
+    /// Where the device has its registers.
+    pub way: Way,
+    /// 1 if it describes the queues as they stand in memory.
+    pub kept: u16,
     /// Longest frame, in bytes.
     pub frame_max: u16,
     /// After a reset: frames that have come and were not received; the first entries of `rx`.
@@ -92,22 +118,26 @@ pub struct Sash {
     pub empty: u16,
     /// After a reset: frames that were not sent; the first entries of `tx`.
     pub unsent: u16,
-    /// Where the driver stands in the queue for commands.
-    pub control_at: Cursor,
-    /// In kept queues: where it stands in the receive queue.
+    pub(super) reserved: [u16; 3],
+    /// Commands that were given to the device so far.
+    pub commands: u64,
+    /// In kept queues: where the driver stands in the receive queue.
     pub rx_at: Cursor,
     /// And in the transmit queue.
     pub tx_at: Cursor,
-    pub(super) reserved: u32,
+    /// Counted so far.
+    pub counts: Counts,
     /// The receive queue, in the order of frames; by chain if it is kept.
     pub rx: [Loan; CHAINS_MAX],
     /// The transmit queue, likewise.
     pub tx: [Loan; CHAINS_MAX],
-    /// Counted so far.
-    pub counts: Counts,
 }
 
-const _: () = assert!(size_of::<Sash>() == 8328);
+const _: () = assert!(size_of::<Sash>() == 8408);
+
+/// Bytes of a sash before the queues.
+const SELDOM_LEN: usize = offset_of!(Sash, rx);
+const _: () = assert!(SELDOM_LEN <= SELDOM * 8 && SELDOM_LEN.is_multiple_of(8));
 
 /// Bytes of a slot that the device may fill where frames have up to `frame_max` bytes: at least what a device may count on
 /// (§5.1.6.3.1).
@@ -116,13 +146,23 @@ pub fn room(frame_max: u16) -> u32 {
 }
 
 impl Sash {
-    /// Whether the queues are kept as they stand in memory, because they cannot be reset.
+    /// Whether the queues are as they stand in memory, and not reset.
     pub fn is_kept(&self) -> bool {
-        self.features & feature::RING_RESET == 0
+        self.kept == 1
+    }
+
+    /// What of it the ledger keeps as what seldom changes: all but the queues; where the driver stands in them counts for nothing there.
+    pub(super) fn seldom(&self) -> &[u8] {
+        &self.as_bytes()[..SELDOM_LEN]
+    }
+
+    /// The reverse of [`seldom`](Self::seldom), on a blank sash.
+    pub(super) fn set_seldom(&mut self, words: &[u64; SELDOM]) {
+        self.as_mut_bytes()[..SELDOM_LEN].copy_from_slice(&words.as_bytes()[..SELDOM_LEN]);
     }
 
     /// Chains in each queue.
-    fn chains(&self) -> usize {
+    pub(super) fn chains(&self) -> usize {
         usize::from(self.head.ring / 2)
     }
 
@@ -137,75 +177,8 @@ impl Sash {
         [come, &rest[..self.empty.into()], &self.tx[..self.unsent.into()]]
     }
 
-    fn check_kept(&self) -> Result<(), NicError> {
-        for (loans, at) in self.by_chain().into_iter().zip([self.rx_at, self.tx_at]) {
-            let held = loans.iter().filter(|loan| **loan != Loan::NONE).count();
-            if usize::from(at.available.wrapping_sub(at.used)) != held {
-                return Err(broken("the number of slots in a queue", held as u64));
-            }
-        }
-        if self.rx_at.available.wrapping_sub(self.rx_at.used) != self.head.ring / 2 {
-            return Err(broken("chains are missing in the receive queue", self.head.ring.into()));
-        }
-        if [self.come, self.empty, self.unsent] != [0; 3] {
-            return Err(broken("it is of queues that were reset, and of others", self.come.into()));
-        }
-        self.check_loans(self.by_chain().into_iter().flatten(), [self.chains(); 2])
-    }
-
-    fn check_reset(&self) -> Result<(), NicError> {
-        let slots = usize::from(self.come) + usize::from(self.empty);
-        if slots != self.chains() {
-            return Err(broken("the number of slots in the receive queue", slots as u64));
-        }
-        if usize::from(self.unsent) > self.chains() {
-            return Err(broken("the number of unsent frames", self.unsent.into()));
-        }
-        if [self.rx_at, self.tx_at] != [Cursor::default(); 2] {
-            return Err(broken("queues that were reset begin at index", self.rx_at.available.into()));
-        }
-        let [come, empty, unsent] = self.in_order();
-        let all = || come.iter().chain(empty).chain(unsent);
-        if let Some(none) = all().position(|loan| *loan == Loan::NONE) {
-            return Err(broken("a slot is missing, at", none as u64));
-        }
-        if let Some(short) = come.iter().find(|loan| loan.len < FRAME_MIN) {
-            return Err(broken("the length of a frame", short.len.into()));
-        }
-        self.check_loans(all(), [slots, self.unsent.into()])
-    }
-
-    /// The loans that count, of which there are so many in each queue, and the rest.
-    fn check_loans<'a>(&self, mut loans: impl Iterator<Item = &'a Loan>, count: [usize; 2]) -> Result<(), NicError> {
-        let is_long = |loan: &&Loan| **loan != Loan::NONE && loan.len > room(self.frame_max);
-        if let Some(long) = loans.find(is_long) {
-            return Err(broken("the length of a frame", long.len.into()));
-        }
-        let [rx, tx] = count;
-        let rest = self.rx[rx..].iter().chain(&self.tx[tx..]);
-        if rest.clone().any(|loan| *loan != Loan::NONE) {
-            return Err(broken("slots beyond the end of a queue of", self.head.ring.into()));
-        }
-        match self.reserved == 0 && self.rx.iter().chain(&self.tx).all(|loan| loan.reserved == 0) {
-            true => Ok(()),
-            false => Err(broken("what is reserved", self.reserved.into())),
-        }
-    }
-}
-
-impl sash::Sash for Sash {
-    const KIND: u32 = 0x1af4_1041;
-    const VERSION: u32 = 2;
-
-    fn head(&self) -> &Head {
-        &self.head
-    }
-
-    fn blank() -> Box<Self> {
-        Box::new(FromZeros::new_zeroed())
-    }
-
-    fn check_body(&self, memory: &MemoryLayout) -> Result<(), NicError> {
+    /// Whether all but the queues makes sense in this memory.
+    pub(super) fn check_seldom(&self, memory: &MemoryLayout) -> Result<(), NicError> {
         check_counts(&self.counts)?;
         let ring = self.head.ring;
         if self.features & !feature::OURS != 0 || self.features & feature::VERSION_1 == 0 {
@@ -220,9 +193,89 @@ impl sash::Sash for Sash {
         if room(self.frame_max) > memory.slots.slot_len {
             return Err(broken("the longest frame", self.frame_max.into()));
         }
-        if self.control_at.available != self.control_at.used {
-            return Err(broken("a command is under way", self.control_at.available.into()));
+        if self.commands > INDEX_MAX {
+            return Err(broken("the number of commands", self.commands));
         }
+        if self.kept > 1 || self.reserved != [0; 3] {
+            return Err(broken("whether queues are kept", self.kept.into()));
+        }
+        self.way.check(self.features)
+    }
+
+    fn check_kept(&self) -> Result<(), NicError> {
+        for (loans, at) in self.by_chain().into_iter().zip([self.rx_at, self.tx_at]) {
+            at.check(loans.len() as u64)?;
+            let held = || loans.iter().filter(|loan| **loan != Loan::NONE);
+            if at.available - at.used != held().count() as u64 {
+                return Err(broken("the number of slots in a queue", held().count() as u64));
+            }
+            if let Some(odd) = held().find(|loan| !(1..=at.available).contains(&loan.age(at.available))) {
+                return Err(broken("when a slot was posted", odd.turn.into()));
+            }
+        }
+        if [self.come, self.empty, self.unsent] != [0; 3] {
+            return Err(broken("it is of queues that were reset, and of others", self.come.into()));
+        }
+        self.check_loans(self.by_chain().into_iter().flatten(), [self.chains(); 2])
+    }
+
+    fn check_reset(&self) -> Result<(), NicError> {
+        let slots = usize::from(self.come) + usize::from(self.empty);
+        if slots > self.chains() {
+            return Err(broken("the number of slots in the receive queue", slots as u64));
+        }
+        if usize::from(self.unsent) > self.chains() {
+            return Err(broken("the number of unsent frames", self.unsent.into()));
+        }
+        if [self.rx_at, self.tx_at] != [Cursor::default(); 2] {
+            return Err(broken("queues that were reset begin at index", self.rx_at.available));
+        }
+        let [come, empty, unsent] = self.in_order();
+        let all = || come.iter().chain(empty).chain(unsent);
+        if let Some(none) = all().position(|loan| *loan == Loan::NONE) {
+            return Err(broken("a slot is missing, at", none as u64));
+        }
+        if let Some(short) = come.iter().find(|loan| loan.len < FRAME_MIN) {
+            return Err(broken("the length of a frame", short.len.into()));
+        }
+        if let Some(odd) = all().find(|loan| loan.turn != 0) {
+            return Err(broken("when a slot was posted", odd.turn.into()));
+        }
+        self.check_loans(all(), [slots, self.unsent.into()])
+    }
+
+    /// The loans that count, of which there are so many in each queue, and the rest.
+    fn check_loans<'a>(&self, mut loans: impl Iterator<Item = &'a Loan>, count: [usize; 2]) -> Result<(), NicError> {
+        let is_long = |loan: &&Loan| **loan != Loan::NONE && loan.len > room(self.frame_max);
+        if let Some(long) = loans.find(is_long) {
+            return Err(broken("the length of a frame", long.len.into()));
+        }
+        let [rx, tx] = count;
+        let mut rest = self.rx[rx..].iter().chain(&self.tx[tx..]);
+        match rest.any(|loan| *loan != Loan::NONE) {
+            true => Err(broken("slots beyond the end of a queue of", self.head.ring.into())),
+            false => Ok(()),
+        }
+    }
+}
+
+impl sash::Sash for Sash {
+    const KIND: u32 = 0x1af4_1041;
+    const VERSION: u32 = 3;
+
+    fn head(&self) -> &Head {
+        &self.head
+    }
+
+    fn blank() -> Box<Self> {
+        let mut blank = Box::new(Sash::new_zeroed());
+        blank.rx.fill(Loan::NONE);
+        blank.tx.fill(Loan::NONE);
+        blank
+    }
+
+    fn check_body(&self, memory: &MemoryLayout) -> Result<(), NicError> {
+        self.check_seldom(memory)?;
         if self.is_kept() { self.check_kept() } else { self.check_reset() }
     }
 
@@ -234,17 +287,17 @@ impl sash::Sash for Sash {
 #[cfg(test)]
 mod tests {
     use tasuki_shm::arena::Geometry;
-    use zerocopy::FromZeros;
 
     use super::*;
     use crate::nic::Mac;
     use crate::nic::bus::Iova;
     use crate::nic::sash::{Sash as _, tests};
+    use crate::nic::virtio_net::transport::Place;
 
     const MEMORY: MemoryLayout =
         MemoryLayout { rings_at: Iova(0x1000), rings_len: 4096, slots: Geometry { slot_len: 4096, count: 64 } };
 
-    fn loan(index: u32, len: u32, turn: u16) -> Loan {
+    fn loan(index: u32, len: u32, turn: u32) -> Loan {
         Loan::new(SlotId { index, generation: 2 }, len, turn)
     }
 
@@ -252,9 +305,15 @@ mod tests {
     fn sash() -> Sash {
         let features = feature::VERSION_1 | feature::RING_RESET;
         let head = Head::of::<Sash>(&MEMORY, Mac([2, 0, 0, 0, 0, 1]), 8);
-        let mut sash = Sash { head, features, frame_max: 1518, come: 1, empty: 3, unsent: 1, ..Sash::new_zeroed() };
-        sash.rx.fill(Loan::NONE);
-        sash.tx.fill(Loan::NONE);
+        let place = |base, len| Place { bar: 4, base, len };
+        let way = Way {
+            common: place(0, 0x1000),
+            notify: place(0x3000, 0x1000),
+            net: place(0x2000, 0x1000),
+            bells: [0, 4, 8],
+        };
+        let blank = *Sash::blank();
+        let mut sash = Sash { head, features, way, frame_max: 1518, come: 1, empty: 3, unsent: 1, ..blank };
         (0..4).for_each(|i| sash.rx[i as usize] = loan(i, 1518, 0));
         sash.tx[0] = loan(63, 60, 0);
         sash
@@ -262,17 +321,20 @@ mod tests {
 
     /// Of queues that are kept.
     fn kept() -> Sash {
-        let [rx_at, tx_at] = [(2, 0xfffe), (9, 8)].map(|(available, used)| Cursor { available, used });
-        let mut sash = Sash { features: feature::VERSION_1, come: 0, empty: 0, unsent: 0, rx_at, tx_at, ..sash() };
+        let cursor = |available, used| Cursor { available, used };
+        let (rx_at, tx_at) = (cursor((1 << 32) + 2, (1 << 32) - 2), cursor((1 << 32) + 9, (1 << 32) + 8));
+        let mut sash = Sash { kept: 1, come: 0, empty: 0, unsent: 0, rx_at, tx_at, ..sash() };
+        (0..4_u32).for_each(|k| sash.rx[k as usize].turn = k.wrapping_sub(2));
         sash.tx.swap(0, 2);
+        sash.tx[2].turn = 8;
         sash
     }
 
     #[test]
     fn a_sash_that_cannot_be_true_is_refused() {
         type Change = (&'static str, fn(&mut Sash));
-        let changes: [Change; 21] = [
-            ("version 3", |sash| sash.head.version += 1),
+        let changes: [Change; 28] = [
+            ("version 4", |sash| sash.head.version += 1),
             ("the sash is of", |sash| sash.head.kind = 0x8086_10d3),
             ("rings are at another address", |sash| sash.head.rings_at = 0),
             ("frames are at another address", |sash| sash.head.arena_at = 0),
@@ -283,16 +345,23 @@ mod tests {
             ("the number of descriptors", |sash| sash.head.ring = 0),
             ("the bytes for rings", |sash| sash.head.ring = 128),
             ("the longest frame", |sash| sash.frame_max = 4097),
-            ("a command", |sash| sash.control_at.available = 1),
+            ("the number of commands", |sash| sash.commands = u64::MAX),
+            ("are kept", |sash| sash.kept = 2),
+            ("are kept", |sash| sash.reserved[1] = 1),
+            ("it has no registers at", |sash| sash.way.common.bar = 6),
+            ("it has no registers at", |sash| sash.way.net.base = 2),
+            ("it has no registers at", |sash| sash.way.notify.len = u32::MAX),
+            ("it has no registers at", |sash| sash.way.common.len = 0x37),
+            ("it has no registers at", |sash| sash.way.bells[1] = 0xfff),
+            ("it has no registers at", |sash| sash.way.bells[0] = 3),
             ("queue", |sash| sash.head.ring = 4),
-            ("queue", |sash| sash.head.ring = 16),
+            ("queue", |sash| (sash.head.ring, sash.rx[8]) = (16, sash.rx[3])),
             ("the length of a frame", |sash| sash.rx[3].len = 1519),
             ("the length of a frame", |sash| sash.rx[3].len = u32::MAX),
             ("slots beyond the end", |sash| sash.rx[4] = loan(9, 60, 0)),
             ("slots beyond the end", |sash| sash.tx[4] = loan(9, 60, 0)),
             ("a slot twice", |sash| sash.rx[1] = sash.rx[0]),
             ("does not have", |sash| sash.rx[1] = loan(64, 64, 0)),
-            ("what is reserved", |sash| sash.rx[1].reserved = 1),
         ];
         for honest in [sash(), kept()] {
             honest.check(&MEMORY).unwrap();
@@ -313,6 +382,7 @@ mod tests {
     #[test]
     fn what_only_one_way_of_parking_leaves_is_refused_of_the_other() {
         refused(&sash(), "slots in the receive queue", |sash| sash.empty = 4);
+        refused(&sash(), "when a slot was posted", |sash| sash.rx[2].turn = 1);
         refused(&sash(), "slots in the receive queue", |sash| (sash.come, sash.empty) = (0xffff, 0xffff));
         refused(&sash(), "unsent", |sash| sash.unsent = 5);
         refused(&sash(), "the length of a frame", |sash| sash.rx[0].len = 13);
@@ -320,10 +390,19 @@ mod tests {
         refused(&sash(), "missing", |sash| sash.rx[3] = Loan::NONE);
         refused(&kept(), "slots in a queue", |sash| sash.rx[3] = Loan::NONE);
         refused(&kept(), "slots in a queue", |sash| sash.tx_at.available += 1);
-        refused(&kept(), "chains are missing", |sash| {
-            sash.rx[3] = Loan::NONE;
-            sash.rx_at.used += 1;
+        refused(&kept(), "the indices of a queue", |sash| sash.tx_at.available -= 2);
+        refused(&kept(), "the indices of a queue", |sash| sash.rx_at.used -= 1);
+        refused(&kept(), "the indices of a queue", |sash| {
+            (sash.rx_at.available, sash.rx_at.used) = (u64::MAX, u64::MAX - 4);
         });
+        refused(&kept(), "when a slot was posted", |sash| sash.tx[2].turn = 9);
+        refused(&kept(), "when a slot was posted", |sash| {
+            (sash.tx_at.available, sash.tx_at.used, sash.tx[2].turn) = (2, 1, 3);
+        });
+        // A queue that could not be filled.
+        let mut short = kept();
+        (short.rx[3], short.rx_at.used) = (Loan::NONE, short.rx_at.used + 1);
+        short.check(&MEMORY).unwrap();
         refused(&kept(), "and of others", |sash| sash.unsent = 1);
     }
 

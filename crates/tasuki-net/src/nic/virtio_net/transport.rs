@@ -1,8 +1,11 @@
 //! Virtio's way over PCI (virtio 1.2, §4.1): where the structures are, the handshake, and the setting up of queues.
 
-use super::regs::{capability, common, feature, net, status};
-use crate::nic::bus::{Bus, Capability, Header, Iova, Registers};
-use crate::nic::register::{Register, wait};
+use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout};
+
+use super::regs::{capability, common, feature, net, queue as queues, status};
+use crate::nic::bus::{Bus, BusError, Capability, Header, Iova, Registers};
+use crate::nic::register::{Readable, Register, Width, Wo, Writable, wait};
+use crate::nic::sash::broken;
 use crate::nic::{Link, Mac, NicError};
 
 /// How long the device may take for one step of the handshake.
@@ -10,16 +13,29 @@ const STEP_MS: u32 = 1000;
 /// How often the configuration may change while it is read.
 const CHANGES_MAX: usize = 100;
 
-/// A structure of registers in some BAR.
-struct Window<R> {
-    registers: R,
-    base: u32,
-    len: u32,
+/// BARs of a device.
+const BARS: u32 = 6;
+
+/// Where a structure of registers is.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, FromBytes, IntoBytes, Immutable, KnownLayout)]
+#[repr(C)]
+pub struct Place {
+    /// In which BAR.
+    pub bar: u32,
+    /// Its first byte there.
+    pub base: u32,
+    /// Bytes of it.
+    pub len: u32,
 }
 
-impl<R: Registers> Window<R> {
+impl Place {
+    /// §4.1.4.1 asks for more of some; registers of 32 bits need this.
+    fn is_sound(&self) -> bool {
+        self.bar < BARS && self.base.is_multiple_of(4) && self.base.checked_add(self.len).is_some()
+    }
+
     /// The first capability of `kind`, with the word that follows it.
-    fn find<B: Bus<Registers = R>>(bus: &mut B, header: &Header, kind: u8) -> Result<(Self, u32), NicError> {
+    fn find<B: Bus>(bus: &mut B, header: &Header, kind: u8) -> Result<(Self, u32), NicError> {
         for &Capability { id, offset } in &header.capabilities {
             let word = |bus: &mut B, i: u16| bus.read_config(offset.saturating_add(4 * i));
             let [_, _, _, found] = word(bus, 0)?.to_le_bytes();
@@ -28,11 +44,11 @@ impl<R: Registers> Window<R> {
             }
             let [bar, ..] = word(bus, 1)?.to_le_bytes();
             let (base, len, more) = (word(bus, 2)?, word(bus, 3)?, word(bus, 4)?);
-            // §4.1.4.1 asks for more of some; registers of 32 bits need this.
-            if !base.is_multiple_of(4) || base.checked_add(len).is_none() {
-                return Err(NicError::Absurd { what: "a structure of virtio at", value: base.into() });
-            }
-            return Ok((Window { registers: bus.registers(bar)?, base, len }, more));
+            let place = Place { bar: bar.into(), base, len };
+            return match place.is_sound() {
+                true => Ok((place, more)),
+                false => Err(NicError::Absurd { what: "a structure of virtio at", value: base.into() }),
+            };
         }
         Err(NicError::Absurd { what: "it lacks a structure that virtio 1 has, of type", value: kind.into() })
     }
@@ -44,6 +60,55 @@ impl<R: Registers> Window<R> {
         }
     }
 
+    /// The registers behind its BAR.
+    fn open<B: Bus>(&self, bus: &mut B) -> Result<Window<B::Registers>, BusError> {
+        let bar = u8::try_from(self.bar).map_err(|_| BusError::NoBar { index: u8::MAX })?;
+        Ok(Window { registers: bus.registers(bar)?, base: self.base })
+    }
+
+    /// Whether a notification can be written there.
+    fn has_bell(&self, offset: u32) -> bool {
+        offset.is_multiple_of(2) && offset < self.len
+    }
+}
+
+/// The way to the registers of a device that was found once: a successor has no time to look for them.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, FromBytes, IntoBytes, Immutable, KnownLayout)]
+#[repr(C)]
+pub struct Way {
+    /// The common configuration.
+    pub common: Place,
+    /// Where notifications go.
+    pub notify: Place,
+    /// The network device's own configuration.
+    pub net: Place,
+    /// Where those of each queue go, in bytes from there.
+    pub bells: [u32; 3],
+}
+
+impl Way {
+    /// Whether it can be that of a device with these features.
+    pub fn check(&self, features: u64) -> Result<(), NicError> {
+        let common_len = if features & feature::RING_RESET == 0 { common::LEN } else { common::LEN_WITH_RESET };
+        for (place, len) in [(&self.common, common_len), (&self.notify, 0), (&self.net, net::LEN)] {
+            if !place.is_sound() || place.len < len {
+                return Err(broken("it has no registers at", place.base.into()));
+            }
+        }
+        match self.bells.iter().find(|&&bell| !self.notify.has_bell(bell)) {
+            Some(&bell) => Err(broken("it has no registers at", bell.into())),
+            None => Ok(()),
+        }
+    }
+}
+
+/// A structure of registers in some BAR.
+struct Window<R> {
+    registers: R,
+    base: u32,
+}
+
+impl<R: Registers> Window<R> {
     /// Register `register` of this structure.
     fn at<W, A>(&self, register: Register<W, A>) -> Register<W, A> {
         register.after(self.base)
@@ -53,7 +118,7 @@ impl<R: Registers> Window<R> {
 /// Where a queue's notifications go.
 #[derive(Debug, Clone, Copy)]
 pub struct Doorbell {
-    register: Register<u16, crate::nic::register::Wo>,
+    register: Register<u16, Wo>,
     queue: u16,
 }
 
@@ -62,30 +127,71 @@ pub struct Transport<R> {
     common: Window<R>,
     notify: Window<R>,
     net: Window<R>,
+    way: Way,
     notify_multiplier: u32,
 }
 
 impl<R: Registers> Transport<R> {
-    /// Finds the structures of the device.
+    /// Finds the structures of the device. Where notifications go is [looked for](Self::find_bells) later.
     pub fn find<B: Bus<Registers = R>>(bus: &mut B, header: &Header) -> Result<Self, NicError> {
-        let (common, _) = Window::find(bus, header, capability::COMMON)?;
-        let (notify, notify_multiplier) = Window::find(bus, header, capability::NOTIFY)?;
-        let (net, _) = Window::find(bus, header, capability::DEVICE)?;
+        let (common, _) = Place::find(bus, header, capability::COMMON)?;
+        let (notify, multiplier) = Place::find(bus, header, capability::NOTIFY)?;
+        let (net, _) = Place::find(bus, header, capability::DEVICE)?;
         common.at_least(common::LEN)?;
         net.at_least(net::LEN)?;
-        Ok(Transport { common, notify, net, notify_multiplier })
+        let way = Way { common, notify, net, bells: [0; 3] };
+        Ok(Transport { notify_multiplier: multiplier, ..Self::open(bus, way)? })
     }
 
-    fn read<W: crate::nic::register::Width, A: crate::nic::register::Readable>(&self, register: Register<W, A>) -> W {
+    /// The structures of a device that was found before.
+    pub fn open<B: Bus<Registers = R>>(bus: &mut B, way: Way) -> Result<Self, BusError> {
+        let (common, notify, net) = (way.common.open(bus)?, way.notify.open(bus)?, way.net.open(bus)?);
+        Ok(Transport { common, notify, net, way, notify_multiplier: 0 })
+    }
+
+    /// Where everything is.
+    pub fn way(&self) -> Way {
+        self.way
+    }
+
+    /// Asks where the notifications of each queue go (§4.1.4.4). A device that takes no commands has no third queue.
+    pub fn find_bells(&mut self, features: u64) -> Result<(), NicError> {
+        for queue in [queues::RECEIVE, queues::TRANSMIT, queues::CONTROL] {
+            if queue == queues::CONTROL && features & feature::CTRL_RX == 0 {
+                break;
+            }
+            self.write(common::QUEUE_SELECT, queue);
+            let offset = u64::from(self.read(common::QUEUE_NOTIFY_OFF)) * u64::from(self.notify_multiplier);
+            match u32::try_from(offset) {
+                Ok(offset) if self.way.notify.has_bell(offset) => self.way.bells[usize::from(queue)] = offset,
+                _ => {
+                    let what = "notifications of a queue go beyond their place, to";
+                    return Err(NicError::Absurd { what, value: offset });
+                }
+            }
+        }
+        Ok(())
+    }
+
+    fn read<W: Width, A: Readable>(&self, register: Register<W, A>) -> W {
         self.common.at(register).read(&self.common.registers)
     }
 
-    fn write<W: crate::nic::register::Width, A: crate::nic::register::Writable>(
-        &self,
-        register: Register<W, A>,
-        value: W,
-    ) {
+    fn write<W: Width, A: Writable>(&self, register: Register<W, A>, value: W) {
         self.common.at(register).write(&self.common.registers, value);
+    }
+
+    /// Whether something was written that may not have reached the device yet.
+    pub fn is_behind(&self) -> bool {
+        self.common.registers.is_behind() || self.notify.registers.is_behind()
+    }
+
+    /// Waits until what was written, by whomever, has reached the device.
+    pub fn settle(&self) -> Result<(), NicError> {
+        self.status()?;
+        self.common.registers.settled();
+        self.notify.registers.settled();
+        Ok(())
     }
 
     /// What the device says of itself; an error if it is gone or asks for a reset.
@@ -123,7 +229,7 @@ impl<R: Registers> Transport<R> {
         if features & feature::CTRL_VQ == 0 {
             features &= !feature::CTRL_RX;
         }
-        if self.common.len < common::LEN_WITH_RESET {
+        if self.way.common.len < common::LEN_WITH_RESET {
             features &= !feature::RING_RESET;
         }
         for (select, shift) in [(0, 0), (1, 32)] {
@@ -175,6 +281,29 @@ impl<R: Registers> Transport<R> {
         Ok(())
     }
 
+    /// What a predecessor has agreed on with the device.
+    pub fn agreed(&self) -> u64 {
+        let half = |select| {
+            self.write(common::DRIVER_FEATURE_SELECT, select);
+            u64::from(self.read(common::DRIVER_FEATURE))
+        };
+        half(0) | half(1) << 32
+    }
+
+    /// The length of queue `queue`, and where its descriptors are, if the device uses it.
+    pub fn queue(&self, queue: u16) -> Result<(u16, Option<Iova>), NicError> {
+        self.write(common::QUEUE_SELECT, queue);
+        let size = self.read(common::QUEUE_SIZE);
+        let [low, high] = common::QUEUE_DESC;
+        let at = Iova(u64::from(self.read(low)) | u64::from(self.read(high)) << 32);
+        match self.read(common::QUEUE_ENABLE) {
+            0 => Ok((size, None)),
+            1 => Ok((size, Some(at))),
+            u16::MAX => Err(NicError::Gone),
+            odd => Err(NicError::Absurd { what: "whether a queue is enabled", value: odd.into() }),
+        }
+    }
+
     /// Resets queue `queue` (§2.6.1): afterwards the device touches neither its ring nor its buffers.
     pub fn reset_queue(&self, queue: u16) -> Result<(), NicError> {
         self.write(common::QUEUE_SELECT, queue);
@@ -185,19 +314,14 @@ impl<R: Registers> Transport<R> {
         self.status().map(drop)
     }
 
-    /// Where one says that queue `queue` has something new (§4.1.4.4).
-    pub fn doorbell(&self, queue: u16) -> Result<Doorbell, NicError> {
-        self.write(common::QUEUE_SELECT, queue);
-        let offset = u64::from(self.read(common::QUEUE_NOTIFY_OFF)) * u64::from(self.notify_multiplier);
-        match u32::try_from(offset) {
-            Ok(offset) if offset.is_multiple_of(2) && offset < self.notify.len => {
-                Ok(Doorbell { register: self.notify.at(Register::at(offset)), queue })
-            }
-            _ => Err(NicError::Absurd { what: "notifications of a queue go beyond their place, to", value: offset }),
-        }
+    /// Where one says that queue `queue` has something new.
+    pub fn doorbell(&self, queue: u16) -> Doorbell {
+        let offset = self.way.bells[usize::from(queue) % self.way.bells.len()];
+        Doorbell { register: self.notify.at(Register::at(offset)), queue }
     }
 
     /// Says so.
+    #[inline]
     pub fn ring(&self, bell: Doorbell) {
         bell.register.write(&self.notify.registers, bell.queue);
     }

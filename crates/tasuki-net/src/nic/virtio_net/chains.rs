@@ -1,0 +1,435 @@
+//! Queues of frames: each frame is a chain of two descriptors, a header in the rings' region and a slot, so that a slot holds the
+//! frame and nothing else. Chain `k` is the descriptors `2k` and `2k + 1`.
+//!
+//! All chains of a queue have the same header. On the way out it is zeroes: no offload. On the way in it is where the device writes
+//! what we never read.
+//!
+//! # Rules
+//!
+//! - **C1** What is in a chain stands in the ledger, where the device cannot write: the slot, the index at which it was posted, one more than the
+//!   index at which it was taken back (0 while it was not), and bytes.
+//! - **C2** At committed indices, `available` and `handled`, the device has a chain, or has used it for a frame that is not handled, if it was posted
+//!   before `available` and not taken back before `handled`. Else it is free. That is true at every store: a chain is posted again only once it
+//!   is committed that its last frame was handled, and the index at which it is posted is written first.
+//! - **C3** A successor writes of each chain that it finds free that it was never posted, before it posts any: what a dead driver had posted and not
+//!   committed would count as posted once the index has gone on so far.
+//! - **C4** The device is shown what was posted after that is committed. Entries of the used ring are not written again before they are handled, since
+//!   there are as many as descriptors.
+
+use std::sync::atomic::AtomicU64;
+use std::sync::atomic::Ordering::{Relaxed, Release};
+
+use tasuki_shm::arena::{Arena, Slot};
+use tasuki_shm::crash;
+use tasuki_shm::region::Span;
+use tasuki_shm::slots::{SlotId, WrongSlot};
+
+use super::regs::HEADER_LEN;
+use super::ring::{NEXT, SplitRing, Used, WRITE, low};
+use super::sash::{CHAINS_MAX, Cursor, Loan};
+use crate::nic::bus::Iova;
+use crate::nic::sash::broken;
+use crate::nic::{NicError, NicMemory};
+
+/// Words of a chain in the ledger.
+const WORDS: usize = 4;
+/// When a chain was posted that was not.
+const NEVER: u64 = u64::MAX;
+/// An index of which the device sees zeroes begins anew at a multiple of this.
+const LAP: u64 = 1 << 16;
+/// Room to remember which chains are free.
+pub type Order = Box<[u16; CHAINS_MAX]>;
+
+/// What the ledger says of a chain (C1).
+struct Words<'a> {
+    slot: &'a AtomicU64,
+    posted: &'a AtomicU64,
+    taken: &'a AtomicU64,
+    len: &'a AtomicU64,
+}
+
+impl Words<'_> {
+    /// C2.
+    fn is_out(&self, at: Cursor) -> bool {
+        let taken = self.taken.load(Relaxed);
+        self.posted.load(Relaxed) < at.available && taken.checked_sub(1).is_none_or(|taken| taken >= at.used)
+    }
+
+    /// C3.
+    fn never_posted(&self) {
+        self.posted.store(NEVER, Relaxed);
+        // E3
+        self.taken.store(0, Release);
+    }
+
+    #[expect(clippy::cast_possible_truncation, reason = "as many as there are in a slot")]
+    fn loan(&self) -> Loan {
+        let slot = SlotId::from_word(self.slot.load(Relaxed));
+        Loan::new(slot, self.len.load(Relaxed) as u32, self.posted.load(Relaxed) as u32)
+    }
+}
+
+/// A chain that the device has used.
+pub struct Done {
+    pub chain: u16,
+    /// The word of its slot, and bytes that it is for.
+    pub slot: u64,
+    pub room: u32,
+    /// Bytes that the device says it wrote.
+    pub written: u32,
+}
+
+/// A ring of chains, and the slots in them.
+#[derive(Debug)]
+pub struct Chains {
+    pub ring: SplitRing,
+    /// Whether the device writes the slots.
+    write: u16,
+    /// V1, C1.
+    book: Span<AtomicU64>,
+    /// By index, modulo the number of chains: the chain that was taken back there. It is posted again when our index is so much larger.
+    order: Order,
+    /// Chains, less one.
+    mask: u16,
+    /// The first index of the used ring whose frame was not handled by the last commit.
+    handled: u64,
+    /// A chain that the device said it had used, and did not have: that stays a fault when it has it.
+    wrong: Option<u32>,
+}
+
+/// A chain's words.
+#[inline]
+fn words(book: &[AtomicU64], chain: u16) -> Option<Words<'_>> {
+    let [slot, posted, taken, len] = book.as_chunks::<WORDS>().0.get(usize::from(chain))?;
+    Some(Words { slot, posted, taken, len })
+}
+
+impl Chains {
+    /// Chains of `ring`, the `queue`th, which has `size` descriptors and goes on where it stands. Changes nothing.
+    pub fn new(memory: &NicMemory, queue: usize, ring: SplitRing, size: u16, write: bool, order: Order) -> Self {
+        let book = memory.slot_list(queue, usize::from(size / 2) * WORDS);
+        let handled = ring.cursor().used;
+        Chains { ring, write: if write { WRITE } else { 0 }, book, order, mask: size / 2 - 1, handled, wrong: None }
+    }
+
+    /// Chains in the queue.
+    fn count(&self) -> u16 {
+        self.mask + 1
+    }
+
+    /// All chains, with their words.
+    fn all(&self) -> impl Iterator<Item = (u16, Words<'_>)> {
+        (0..self.count()).filter_map(|chain| Some((chain, words(&self.book, chain)?)))
+    }
+
+    /// Whether this slot came back at this index.
+    #[inline]
+    pub fn is_at(&self, index: u64, id: SlotId) -> bool {
+        let chain = self.order[self.place(index)];
+        words(&self.book, chain).is_some_and(|its| its.slot.load(Relaxed) == id.to_word())
+    }
+
+    /// All chains begin with this header.
+    pub fn describe_headers(&self, header: Iova) {
+        (0..self.count()).for_each(|k| self.ring.describe(2 * k, header, HEADER_LEN, NEXT | self.write, 2 * k + 1));
+    }
+
+    /// Where an index is in [`order`](Self::order).
+    #[inline]
+    fn place(&self, index: u64) -> usize {
+        usize::from(low(index) & self.mask) % CHAINS_MAX
+    }
+
+    /// Gives the device a slot with, or for, a frame of `len` bytes. There is a free chain.
+    #[inline]
+    pub fn post(&mut self, arena_at: Iova, slot_len: u64, id: SlotId, len: u32) {
+        let index = self.ring.cursor().available;
+        let chain = self.order[self.place(index)];
+        let Some(its) = words(&self.book, chain) else { return };
+        // C2, E3
+        its.posted.store(index, Relaxed);
+        crash::point("virtio.posting");
+        its.slot.store(id.to_word(), Release);
+        its.len.store(len.into(), Relaxed);
+        its.taken.store(0, Release);
+        crash::point("virtio.posted");
+        self.ring.describe(2 * chain + 1, arena_at + u64::from(id.index) * slot_len, len, self.write, 0);
+        self.ring.push(2 * chain);
+    }
+
+    /// The oldest chain that the device has used and was not [taken](Self::take).
+    #[inline]
+    pub fn peek(&mut self) -> Result<Option<Done>, NicError> {
+        if let Some(head) = self.wrong {
+            return Err(not_out(head));
+        }
+        let Some(Used { head, len: written }) = self.ring.peek()? else { return Ok(None) };
+        let chain = u16::try_from(head / 2).ok().filter(|_| head % 2 == 0);
+        if let Some((chain, its)) = chain.and_then(|chain| Some((chain, words(&self.book, chain)?)))
+            // One that was used twice may be posted again by now, but the device has not been shown that yet.
+            && its.posted.load(Relaxed) < self.ring.shown()
+            && its.taken.load(Relaxed) == 0
+        {
+            #[expect(clippy::cast_possible_truncation, reason = "as many as there are in a slot")]
+            let room = its.len.load(Relaxed) as u32;
+            return Ok(Some(Done { chain, slot: its.slot.load(Relaxed), room, written }));
+        }
+        self.wrong = Some(head);
+        Err(not_out(head))
+    }
+
+    /// The chain that was peeked at is ours.
+    #[inline]
+    pub fn take(&mut self, chain: u16) {
+        let used = self.ring.cursor().used;
+        if let Some(its) = words(&self.book, chain) {
+            its.taken.store(used + 1, Relaxed);
+        }
+        crash::point("virtio.taken");
+        let place = self.place(used);
+        self.order[place] = chain;
+        self.ring.take();
+    }
+
+    /// Chains that can be posted.
+    #[inline]
+    pub fn room(&self) -> usize {
+        let out = self.ring.cursor().available - self.handled;
+        usize::from(self.count()).saturating_sub(usize::try_from(out).unwrap_or(usize::MAX))
+    }
+
+    /// Whether the device has none, and has used none that were not taken.
+    pub fn is_empty(&self) -> bool {
+        let Cursor { available, used } = self.ring.cursor();
+        available == used
+    }
+
+    /// Whether chains were taken back that are not committed as handled.
+    #[inline]
+    pub fn has_unhandled(&self) -> bool {
+        self.ring.cursor().used != self.handled
+    }
+
+    /// The first index whose frame was not handled by the last commit.
+    #[inline]
+    pub fn handled(&self) -> u64 {
+        self.handled
+    }
+
+    /// Where the driver stands.
+    #[inline]
+    pub fn cursor(&self) -> Cursor {
+        self.ring.cursor()
+    }
+
+    /// It is committed that everything before `handled` was handled, and what was posted is shown to the device (C4): whether it wants to be notified.
+    #[inline]
+    pub fn committed(&mut self, handled: u64) -> bool {
+        self.handled = handled;
+        if self.ring.shown() == self.ring.cursor().available {
+            return false;
+        }
+        self.ring.publish();
+        self.ring.wants_notification()
+    }
+
+    /// Shows the device once more what it was shown.
+    pub fn publish(&mut self) {
+        self.ring.publish();
+    }
+
+    /// What is in each chain, for a successor that goes on with the same ring. All that was received is handled.
+    pub fn by_chain(&self) -> impl Iterator<Item = Loan> {
+        let at = self.ring.cursor();
+        self.all().map(move |(_, its)| if its.is_out(at) { its.loan() } else { Loan::NONE })
+    }
+
+    /// Chains that the device has, the oldest first.
+    fn oldest_first(&self) -> Vec<u16> {
+        let at = self.ring.cursor();
+        let mut out: Vec<_> = self.all().filter(|(_, its)| its.is_out(at)).collect();
+        out.sort_by_key(|(_, its)| its.posted.load(Relaxed));
+        out.into_iter().map(|(chain, _)| chain).collect()
+    }
+
+    /// What is in them.
+    pub fn loans(&self) -> Vec<Loan> {
+        let loan = |chain| words(&self.book, chain).map_or(Loan::NONE, |its| Loan { turn: 0, ..its.loan() });
+        self.oldest_first().into_iter().map(loan).collect()
+    }
+
+    /// The device has what a predecessor that died has left it, by the ledger (C2), or has used it. Changes nothing but our table of slots.
+    pub fn lend(&self, memory: &NicMemory) -> Result<(), NicError> {
+        let at = self.ring.cursor();
+        let out = || self.all().filter(|(_, its)| its.is_out(at));
+        let count = out().count() as u64;
+        if count != at.available - at.used {
+            return Err(broken("the number of slots in a queue", count));
+        }
+        let slot_len = memory.arena().geometry().slot_len.into();
+        if let Some(long) = out().map(|(_, its)| its.len.load(Relaxed)).find(|&len| len > slot_len) {
+            return Err(broken("the length of a frame", long));
+        }
+        memory.lend(out().map(|(_, its)| SlotId::from_word(its.slot.load(Relaxed)))).map_err(not_a_slot)
+    }
+
+    /// Heads of frames that a predecessor had in hand are as they came.
+    pub fn undo(&self, memory: &NicMemory, queue: usize) -> Result<(), NicError> {
+        let at = self.ring.cursor();
+        for (_, its) in self.all().filter(|(_, its)| its.is_out(at)) {
+            let Some(index) = its.taken.load(Relaxed).checked_sub(1) else { continue };
+            let position = position(index);
+            if !memory.ledger().saved(queue).any(|saved| saved == position) {
+                continue;
+            }
+            // Ours for as long as it takes.
+            let mut slot = take_back(memory.arena(), its.slot.load(Relaxed))?;
+            memory.ledger().undo(queue, position, &mut slot);
+            its.slot.store(lend(memory.arena(), slot).to_word(), Relaxed);
+        }
+        Ok(())
+    }
+
+    /// The ledger is ours: nothing of what a predecessor had begun is left in it (C3).
+    pub fn adopt(&mut self) {
+        let at = self.ring.cursor();
+        let mut place = at.available;
+        for chain in 0..self.count() {
+            let Some(its) = words(&self.book, chain) else { continue };
+            if its.is_out(at) {
+                its.taken.store(0, Relaxed);
+            } else {
+                its.never_posted();
+                let next = self.place(place);
+                self.order[next] = chain;
+                place += 1;
+            }
+            crash::point("virtio.adopting");
+        }
+    }
+
+    /// The chains are as a sash says that was checked, and describes the ring as it stands.
+    pub fn adopt_kept(&mut self, loans: &[Loan]) {
+        let available = self.ring.cursor().available;
+        for (chain, loan) in (0..self.count()).zip(loans) {
+            let Some(its) = words(&self.book, chain) else { continue };
+            if *loan == Loan::NONE {
+                its.never_posted();
+                continue;
+            }
+            its.posted.store(available - loan.age(available), Relaxed);
+            its.slot.store(loan.slot().to_word(), Relaxed);
+            its.len.store(loan.len.into(), Relaxed);
+            its.taken.store(0, Relaxed);
+        }
+        self.adopt();
+    }
+
+    /// A queue that the device does not know, and in which nothing is.
+    pub fn empty(&mut self) {
+        self.lay_out(0, &[], &[], |_| {});
+    }
+
+    /// A queue that the device does not know (yet, or any more): frames that have `come` are found in it as if the device had used their chains, and
+    /// `out` is posted.
+    pub fn fill(&mut self, memory: &NicMemory, come: &[Loan], out: &[Loan]) {
+        let (mut used, mut posted) = (Vec::new(), Vec::new());
+        for (chain, (loan, is_come)) in
+            (0..).zip(come.iter().map(|loan| (loan, true)).chain(out.iter().map(|loan| (loan, false))))
+        {
+            let Some(its) = words(&self.book, chain) else { break };
+            its.slot.store(loan.slot().to_word(), Relaxed);
+            its.len.store(loan.len.into(), Relaxed);
+            match is_come {
+                true => used.push((chain, loan.len + HEADER_LEN)),
+                false => posted.push(chain),
+            }
+        }
+        self.lay_out(LAP, &used, &posted, |chains| chains.post_again(memory, &posted));
+    }
+
+    /// The device was made to forget the queue: what it has used and what it has not is brought to where it begins anew.
+    pub fn begin_anew(&mut self, memory: &NicMemory) -> Result<(), NicError> {
+        let mut come = Vec::new();
+        while let Some(Done { chain, written, .. }) = self.peek()? {
+            come.push((chain, written));
+            self.take(chain);
+        }
+        let out = self.oldest_first();
+        let base = self.ring.cursor().available.next_multiple_of(LAP).max(LAP);
+        self.lay_out(base, &come, &out, |chains| chains.post_again(memory, &out));
+        Ok(())
+    }
+
+    /// Posts what is in these chains, which are the next to be posted.
+    fn post_again(&mut self, memory: &NicMemory, chains: &[u16]) {
+        let slot_len = memory.arena().geometry().slot_len.into();
+        for &chain in chains {
+            let Some(loan) = words(&self.book, chain).map(|its| its.loan()) else { continue };
+            self.post(memory.arena_at(), slot_len, loan.slot(), loan.len);
+        }
+    }
+
+    /// The queue as the device is to find it: it begins at `base`; chains that it has used before, with the bytes that it wrote; those that `post` will post,
+    /// in their order; and free ones.
+    fn lay_out(&mut self, base: u64, come: &[(u16, u32)], out: &[u16], post: impl FnOnce(&mut Self)) {
+        self.ring.begin_at(base, come.iter().map(|&(chain, len)| Used { head: u32::from(chain) * 2, len }));
+        self.handled = self.ring.cursor().used;
+        let is_free = |chain: &u16| !out.contains(chain) && !come.iter().any(|(other, _)| other == chain);
+        let free: Vec<_> = (0..self.count()).filter(is_free).collect();
+        for (index, &chain) in (base..).zip(out.iter().chain(&free)) {
+            let place = self.place(index);
+            self.order[place] = chain;
+        }
+        free.iter().filter_map(|&chain| words(&self.book, chain)).for_each(|its| its.never_posted());
+        for (index, &(chain, _)) in (self.handled..).zip(come) {
+            if let Some(its) = words(&self.book, chain) {
+                its.posted.store(index, Relaxed);
+                its.taken.store(0, Relaxed);
+            }
+        }
+        post(self);
+        self.ring.publish();
+    }
+}
+
+/// An index of the used ring as the ledger's places for saved heads are named.
+#[inline]
+#[expect(clippy::cast_possible_truncation, reason = "frames in hand are not so far apart")]
+pub fn position(index: u64) -> u32 {
+    index as u32
+}
+
+/// The slot goes to the device.
+#[inline]
+pub fn lend(arena: &Arena, slot: Slot) -> SlotId {
+    let lent = arena.lend(slot).expect("lending by move asks nothing of the kernel");
+    lent.id()
+}
+
+/// The slot in a chain that the device is done with, from the word that stands for it there.
+#[inline(always)]
+#[expect(clippy::cast_possible_truncation, reason = "the low half of a word is the slot's index")]
+pub fn take_back(arena: &Arena, word: u64) -> Result<Slot, NicError> {
+    arena.attach_at(word as u32).map_err(|_| not_lent(word))
+}
+
+/// Apart, since it never happens while all who have the NIC's memory keep to N2.
+#[cold]
+fn not_lent(word: u64) -> NicError {
+    broken("a slot that is not the device's stands in one of its chains", word)
+}
+
+#[cold]
+fn not_out(head: u32) -> NicError {
+    NicError::Absurd { what: "a used buffer that it does not have", value: head.into() }
+}
+
+/// A slot is named that there is not, or one twice.
+#[cold]
+pub fn not_a_slot(wrong: WrongSlot) -> NicError {
+    let (WrongSlot::S1 { index, .. }
+    | WrongSlot::S2 { id: SlotId { index, .. }, .. }
+    | WrongSlot::S3 { id: SlotId { index, .. }, .. }) = wrong;
+    broken("it names a slot twice, or one that is not there", index.into())
+}

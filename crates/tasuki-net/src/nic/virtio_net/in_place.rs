@@ -1,0 +1,249 @@
+//! A device that goes on running while its driver is replaced.
+
+use std::os::fd::OwnedFd;
+use std::sync::atomic::Ordering::Relaxed;
+
+use super::chains::{Order, not_a_slot};
+use super::control::Control;
+use super::sash::{Cursor, Sash};
+use super::setup::{Assembly, Cursors, Terms, cursors_of, interrupt, orders};
+use super::transport::{Transport, Way};
+use super::{RX_AVAILABLE, RX_HANDLED, TX_AVAILABLE, TX_HANDLED, VirtioNet};
+use crate::capture::Captures;
+use crate::nic::bus::Bus;
+use crate::nic::ledger::TURNS;
+use crate::nic::sash::{Sash as _, broken};
+use crate::nic::{Failed, InPlace, Mac, Nic, NicError, NicMemory};
+use crate::port::{BURST_MAX, Burst, Frame, Transactional};
+
+/// Everything but the sash.
+pub struct Prepared<B: Bus> {
+    bus: B,
+    memory: NicMemory,
+    /// The registers, once a ledger or a sash has said where they are.
+    transport: Option<Transport<B::Registers>>,
+    interrupt: OwnedFd,
+    /// Room for what the ledger says: whoever takes over has no time to ask for memory.
+    sash: Box<Sash>,
+    orders: [Order; 2],
+}
+
+impl<B: Bus> std::fmt::Debug for Prepared<B> {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Prepared").finish_non_exhaustive()
+    }
+}
+
+impl<B: Bus> Prepared<B> {
+    /// Reads what seldom changes, and the cursors, into our sash. Nothing is touched.
+    fn read_ledger(&mut self) -> Result<(), NicError> {
+        let (ledger, sash) = (self.memory.ledger(), &mut *self.sash);
+        match ledger.whose() {
+            None => return Err(broken("nobody drove the card", 0)),
+            Some((Sash::KIND, Sash::VERSION)) => {}
+            Some((kind, version)) => return Err(NicError::OtherSash { kind, version, ours: Sash::VERSION }),
+        }
+        sash.set_seldom(&ledger.read_seldom());
+        let cursors = ledger.cursors();
+        sash.rx_at = Cursor { available: cursors[RX_AVAILABLE], used: cursors[RX_HANDLED] };
+        sash.tx_at = Cursor { available: cursors[TX_AVAILABLE], used: cursors[TX_HANDLED] };
+        let layout = self.memory.layout();
+        sash.head.check::<Sash>(&layout)?;
+        sash.check_seldom(&layout)?;
+        let chains = sash.chains() as u64;
+        sash.rx_at.check(chains)?;
+        sash.tx_at.check(chains)
+    }
+
+    /// The registers that are there. The bus is asked for them once.
+    fn reach(&mut self, way: Way) -> Result<(), NicError> {
+        if self.transport.as_ref().is_none_or(|transport| transport.way() != way) {
+            self.transport = Some(Transport::open(&mut self.bus, way)?);
+        }
+        Ok(())
+    }
+
+    /// The driver's ends of the queues at the cursors that stand in our sash, or in this one. Nothing is changed.
+    fn assemble(self, cursors: Cursors, terms: Terms, mac: Mac) -> Result<Ends<B>, Failed<B>> {
+        let Prepared { bus, memory, transport, interrupt, sash, orders } = self;
+        let assembled = transport
+            .ok_or(NicError::Gone)
+            .and_then(|transport| Assembly::new(&memory, (transport, interrupt, mac), terms, cursors, orders));
+        match assembled {
+            Ok(parts) => Ok(Ends { bus, memory, parts, sash }),
+            Err(error) => Err(Failed { error, bus, memory }),
+        }
+    }
+
+    /// What was lent so far is free again: nothing was touched.
+    fn refused(self, error: NicError) -> Failed<B> {
+        self.memory.take_back();
+        Failed { error, bus: self.bus, memory: self.memory }
+    }
+}
+
+/// A driver that is about to go on, and what the ledger said.
+struct Ends<B: Bus> {
+    bus: B,
+    memory: NicMemory,
+    parts: Assembly<B::Registers>,
+    sash: Box<Sash>,
+}
+
+impl<B: Bus> Ends<B> {
+    /// What stands in the ledger at the cursors is the device's; what a predecessor has changed of it is as it came.
+    fn lend(&self) -> Result<(), NicError> {
+        let Assembly { rx, tx, .. } = &self.parts;
+        rx.chains.lend(&self.memory)?;
+        tx.chains.lend(&self.memory)?;
+        rx.chains.undo(&self.memory, 0)
+    }
+}
+
+impl<B: Bus> VirtioNet<B> {
+    /// Goes on by the ledger. A predecessor that died may have committed what it did not tell the device, so the doorbells are rung again; and it
+    /// may have been about to reset the queues.
+    fn take_over_ledger(&mut self) -> Result<(), NicError> {
+        let given = self.given_so_far();
+        self.rx.chains.adopt();
+        self.tx.chains.adopt();
+        self.control.iter_mut().for_each(Control::adopt);
+        if self.memory.ledger().is_halted() {
+            self.bring_back()?;
+        }
+        self.enter_ledger(given);
+        self.memory.ledger().halted(false);
+        self.ring_both();
+        Ok(())
+    }
+}
+
+impl<B: Bus> InPlace for VirtioNet<B> {
+    type Prepared = Prepared<B>;
+
+    fn bus(&self) -> &B {
+        &self.bus
+    }
+
+    fn sash(&mut self, into: &mut Sash) {
+        self.conclude(&Burst::new());
+        self.write_sash(into);
+    }
+
+    fn prepare(mut bus: B, memory: NicMemory) -> Result<Prepared<B>, Failed<B>> {
+        memory.take_back();
+        let interrupt = match interrupt(&mut bus) {
+            Ok(interrupt) => interrupt,
+            Err(error) => return Err(Failed { error: error.into(), bus, memory }),
+        };
+        let mut prepared = Prepared { bus, memory, transport: None, interrupt, sash: Sash::blank(), orders: orders() };
+        // Where nobody drives yet, nobody says where the registers are, which is for who goes on to find out.
+        if prepared.read_ledger().is_ok()
+            && let Err(error) = prepared.reach(prepared.sash.way)
+        {
+            return Err(prepared.refused(error));
+        }
+        Ok(prepared)
+    }
+
+    fn go_on(mut prepared: Prepared<B>, sash: &Sash) -> Result<Self, Failed<B>> {
+        let layout = prepared.memory.layout();
+        let fits = sash.check_alone(&layout).and_then(|()| prepared.reach(sash.way));
+        if let Err(error) = fits.and_then(|()| prepared.memory.lend(sash.slots()).map_err(not_a_slot)) {
+            return Err(prepared.refused(error));
+        }
+        let Ends { bus, memory, parts, .. } =
+            prepared.assemble(cursors_of(sash), Terms::of(sash), Mac(sash.head.mac))?;
+        let mut nic = VirtioNet::new(bus, memory, parts, sash.counts);
+        match nic.take_in(sash) {
+            Ok(()) => Ok(nic),
+            Err(error) => Err(nic.failed(error)),
+        }
+    }
+
+    fn rehearse(prepared: &mut Prepared<B>) {
+        // Whatever comes of it: somebody else writes there meanwhile.
+        let _ = prepared.read_ledger().and_then(|()| prepared.reach(prepared.sash.way));
+        for queue in [0, 1] {
+            let book = prepared.memory.slot_list(queue, usize::MAX);
+            std::hint::black_box(book.iter().fold(0, |all, word| all | word.load(Relaxed)));
+        }
+    }
+
+    fn pick_up(mut prepared: Prepared<B>) -> Result<Self, Failed<B>> {
+        if let Err(error) = prepared.read_ledger().and_then(|()| prepared.reach(prepared.sash.way)) {
+            return Err(prepared.refused(error));
+        }
+        let sash = &prepared.sash;
+        let (cursors, terms, mac) = (cursors_of(sash), Terms::of(sash), Mac(sash.head.mac));
+        let ends = prepared.assemble(cursors, terms, mac)?;
+        if let Err(error) = ends.lend() {
+            ends.memory.take_back();
+            return Err(Failed { error, bus: ends.bus, memory: ends.memory });
+        }
+        let Ends { bus, memory, parts, sash } = ends;
+        let mut nic = VirtioNet::new(bus, memory, parts, sash.counts);
+        match nic.take_over_ledger() {
+            Ok(()) => Ok(nic),
+            Err(error) => Err(nic.failed(error)),
+        }
+    }
+
+    fn settle(prepared: &Prepared<B>) -> Result<(), NicError> {
+        match &prepared.transport {
+            Some(transport) if transport.is_behind() => transport.settle(),
+            _ => Ok(()),
+        }
+    }
+
+    fn room(&mut self) -> usize {
+        // A device that writes what it must not is found out by who sends next.
+        let _ = self.tx.reap(self.memory.arena());
+        if self.tx.can_make_room(BURST_MAX) {
+            self.commit_sent();
+        }
+        self.tx.chains.room()
+    }
+
+    fn captures(&mut self) -> &mut Option<Box<Captures>> {
+        &mut self.captures
+    }
+}
+
+impl<B: Bus> Transactional for VirtioNet<B> {
+    fn station(&self) -> Mac {
+        self.mac()
+    }
+
+    fn conclude(&mut self, in_hand: &Burst) {
+        let _ = self.tx.reap(self.memory.arena());
+        self.commit(in_hand);
+        self.withdraw();
+    }
+
+    fn withdraw(&mut self) {
+        // What the device was told has arrived there once it has answered.
+        if self.transport.is_behind() {
+            let _ = self.transport.status();
+        }
+    }
+
+    #[inline]
+    fn save(&mut self, frame: &Frame) {
+        if let Some(position) = self.rx.position_of(frame.slot.id()) {
+            self.memory.ledger().save(0, position, &frame.slot);
+        }
+    }
+
+    fn takes(&mut self, burst: &Burst) -> bool {
+        self.room() >= burst.len()
+    }
+
+    fn turns(&self) -> u64 {
+        self.committed[TURNS]
+    }
+
+    fn given(&self) -> u64 {
+        self.tx.given()
+    }
+}

@@ -1,0 +1,259 @@
+//! Getting a device ready: what is asked for, what the device allows of it, and the driver's ends of the queues.
+
+use std::os::fd::OwnedFd;
+use std::sync::atomic::AtomicU64;
+use std::sync::atomic::Ordering::Relaxed;
+
+use super::chains::{Chains, Order};
+use super::control::{self, Control};
+use super::queue::{Receiver, Transmitter};
+use super::regs::{HEADER_LEN, feature, queue as queues, status};
+use super::ring::{Place, SplitRing};
+use super::sash::{self, CHAINS_MAX, Cursor, DESCRIPTORS_MAX, Sash};
+use super::transport::{Doorbell, Transport};
+use crate::nic::bus::{Bus, BusError, Header, Iova, Registers, pci};
+use crate::nic::sash::{Sash as _, broken};
+use crate::nic::{Mac, NicError, NicMemory, NicOptions, PciId, loan};
+
+/// What this driver drives: the modern device, and the transitional one by its modern interface.
+const CARDS: [PciId; 2] = [PciId { vendor: 0x1af4, device: 0x1041 }, PciId { vendor: 0x1af4, device: 0x1000 }];
+/// What it is called.
+const DRIVER: &str = "virtio network devices (1af4:1041, and 1af4:1000)";
+
+/// Addresses and type before the payload, and room for a VLAN tag.
+const AROUND_PAYLOAD: u16 = 18;
+/// Shortest payload: what IPv4 asks of a link (RFC 791, section 3.2).
+const MTU_MIN: u16 = 68;
+
+/// Where in the rings' region what lies.
+#[derive(Debug, Clone, Copy)]
+pub struct Layout {
+    pub rx: Place,
+    pub tx: Place,
+    pub control: Place,
+    /// The header that the device writes, and the one that it reads.
+    rx_header: usize,
+    tx_header: usize,
+    command: usize,
+}
+
+/// Bytes from one header to what follows it.
+const HEADER_ROOM: usize = 64;
+const _: () = assert!(HEADER_LEN as usize <= HEADER_ROOM);
+
+impl Layout {
+    /// For queues of `size` descriptors, in so many bytes.
+    pub fn new(have: usize, size: u16) -> Result<Self, NicError> {
+        let rx = Place::new(0, size);
+        let tx = Place::new(rx.end, size);
+        let control = Place::new(tx.end, control::SIZE);
+        let rx_header = control.end;
+        let tx_header = rx_header + HEADER_ROOM;
+        let command = tx_header + HEADER_ROOM;
+        let need = command + control::MEMORY_LEN;
+        match need <= have {
+            true => Ok(Layout { rx, tx, control, rx_header, tx_header, command }),
+            false => Err(NicError::Memory { what: "rings", need, have }),
+        }
+    }
+}
+
+/// What driver and device have agreed on, and how long their frames and queues are.
+#[derive(Debug, Clone, Copy)]
+pub struct Terms {
+    pub features: u64,
+    pub ring: u16,
+    pub frame_max: u16,
+}
+
+impl Terms {
+    /// As a sash says that was checked.
+    pub fn of(sash: &Sash) -> Self {
+        Terms { features: sash.features, ring: sash.head.ring, frame_max: sash.frame_max }
+    }
+
+    /// Whether queues can be reset one by one.
+    pub fn resets_queues(&self) -> bool {
+        self.features & feature::RING_RESET != 0
+    }
+
+    /// What the device allows of what is asked for.
+    fn agree(transport: &Transport<impl Registers>, options: &NicOptions) -> Result<Self, NicError> {
+        let features = transport.negotiate()?;
+        let (rx, tx) = (transport.queue_size_max(queues::RECEIVE), transport.queue_size_max(queues::TRANSMIT));
+        if options.ring > rx.min(tx) {
+            return Err(wrong("ring", options.ring.into(), "the device's queues are shorter"));
+        }
+        Terms::new(transport, features, options)
+    }
+
+    /// With these features: the device's network may have a limit of its own.
+    pub fn new(transport: &Transport<impl Registers>, features: u64, options: &NicOptions) -> Result<Self, NicError> {
+        if transport.mtu(features)?.is_some_and(|mtu| options.mtu > mtu) {
+            return Err(wrong("mtu", options.mtu.into(), "the device's network takes no more than it says"));
+        }
+        Ok(Terms { features, ring: options.ring, frame_max: options.mtu + AROUND_PAYLOAD })
+    }
+}
+
+/// Whether the device behind `bus` is ours.
+pub fn check_card(bus: &mut impl Bus) -> Result<Header, NicError> {
+    let header = Header::read(bus)?;
+    match CARDS.contains(&header.id) {
+        true => Ok(header),
+        false => Err(NicError::OtherCard { found: header.id, driver: DRIVER }),
+    }
+}
+
+/// An option that the card cannot do.
+pub fn wrong(field: &'static str, value: u64, must: &'static str) -> NicError {
+    NicError::Options { field, value, must }
+}
+
+pub fn check_options(options: &NicOptions) -> Result<(), NicError> {
+    if !options.ring.is_power_of_two() || !(2..=DESCRIPTORS_MAX).contains(&options.ring.into()) {
+        let must = "it must be a power of two from 2 to 512 (two descriptors a frame)";
+        return Err(wrong("ring", options.ring.into(), must));
+    }
+    if options.queues != 1 {
+        return Err(wrong("queues", options.queues.into(), "this driver uses one receive queue"));
+    }
+    if options.mtu < MTU_MIN {
+        return Err(wrong("mtu", options.mtu.into(), "payloads have at least 68 bytes"));
+    }
+    Ok(())
+}
+
+/// Whether the memory suffices.
+pub fn check_memory(memory: &NicMemory, options: &NicOptions) -> Result<(), NicError> {
+    let room = u16::try_from(memory.arena().geometry().slot_len).unwrap_or(u16::MAX);
+    if options.mtu.checked_add(AROUND_PAYLOAD).is_none_or(|frame| frame > room) {
+        return Err(wrong("mtu", options.mtu.into(), "a frame of it must fit into a slot"));
+    }
+    Layout::new(memory.rings().len(), options.ring)?;
+    loan::check_stock(memory, usize::from(options.ring / 2))
+}
+
+/// The eventfd of the receive queue's vector.
+pub fn interrupt(bus: &mut impl Bus) -> Result<OwnedFd, BusError> {
+    bus.interrupts(1)?.pop().ok_or(BusError::FewInterrupts { have: 0, need: 1 })
+}
+
+/// Room to remember which chains of both queues are free.
+pub fn orders() -> [Order; 2] {
+    [0; 2].map(|chain| Box::new([chain; CHAINS_MAX]))
+}
+
+/// Where the driver goes on in each queue.
+#[derive(Debug, Clone, Copy, Default)]
+pub struct Cursors {
+    pub rx: Cursor,
+    pub tx: Cursor,
+    pub commands: u64,
+}
+
+/// All of a driver but the way to its card and its memory.
+pub struct Assembly<R> {
+    pub transport: Transport<R>,
+    pub rx: Receiver,
+    pub tx: Transmitter,
+    pub control: Option<Control>,
+    pub rx_bell: Doorbell,
+    pub tx_bell: Doorbell,
+    pub interrupt: OwnedFd,
+    pub layout: Layout,
+    pub terms: Terms,
+    pub mac: Mac,
+}
+
+impl<R: Registers> Assembly<R> {
+    /// The driver's ends of the queues, where they stand at these cursors. Neither the device nor memory is touched.
+    pub fn new(
+        memory: &NicMemory,
+        (transport, interrupt, mac): (Transport<R>, OwnedFd, Mac),
+        terms: Terms,
+        cursors: Cursors,
+        [rx_order, tx_order]: [Order; 2],
+    ) -> Result<Self, NicError> {
+        let Terms { features, ring, frame_max } = terms;
+        let layout = Layout::new(memory.rings().len(), ring)?;
+        let event_index = features & feature::EVENT_IDX != 0;
+        let split = |place, cursor| SplitRing::new(memory, place, ring, event_index, cursor);
+        let rx = Chains::new(memory, 0, split(layout.rx, cursors.rx).armed(), ring, true, rx_order);
+        let tx = Chains::new(memory, 1, split(layout.tx, cursors.tx), ring, false, tx_order);
+        let (rx, tx) = (Receiver::new(rx, sash::room(frame_max)), Transmitter::new(tx, frame_max.into()));
+        let control = (features & feature::CTRL_RX != 0).then(|| {
+            let bell = transport.doorbell(queues::CONTROL);
+            Control::new(memory, layout.control, layout.command, event_index, cursors.commands, bell)
+        });
+        let (rx_bell, tx_bell) = (transport.doorbell(queues::RECEIVE), transport.doorbell(queues::TRANSMIT));
+        Ok(Assembly { transport, rx, tx, control, rx_bell, tx_bell, interrupt, layout, terms, mac })
+    }
+
+    /// Resets a device and agrees with it on what it does; its queues are empty and it does not know of them.
+    pub fn cold<B: Bus<Registers = R>>(
+        bus: &mut B,
+        memory: &NicMemory,
+        header: &Header,
+        options: &NicOptions,
+    ) -> Result<Self, NicError> {
+        memory.ledger().belongs(None);
+        memory.ledger().forget();
+        memory.ledger().halted(false);
+        let mut transport = Transport::find(bus, header)?;
+        // Reset before it may be master: a device that somebody left running would write to addresses that are ours now.
+        transport.reset()?;
+        memory.take_back();
+        let terms = Terms::agree(&transport, options)?;
+        memory.map_anew(bus)?;
+        pci::enable(bus, true)?;
+        transport.find_bells(terms.features)?;
+        let mac = transport.mac()?;
+        let interrupt = interrupt(bus)?;
+        let mut parts = Self::new(memory, (transport, interrupt, mac), terms, Cursors::default(), orders())?;
+        parts.empty(memory);
+        Ok(parts)
+    }
+
+    /// Queues that the device does not know, and in which nothing is.
+    pub fn empty(&mut self, memory: &NicMemory) {
+        self.rx.chains.empty();
+        self.tx.chains.empty();
+        self.control.iter_mut().for_each(Control::begin);
+        self.describe_headers(memory);
+    }
+
+    /// What is the same of all frames.
+    pub fn describe_headers(&mut self, memory: &NicMemory) {
+        let header = |at: usize| -> Iova { memory.rings_at() + at as u64 };
+        let sent = memory.rings().span::<AtomicU64>(self.layout.tx_header, HEADER_ROOM / 8);
+        sent.expect("the layout was checked against the region").iter().for_each(|word| word.store(0, Relaxed));
+        self.rx.chains.describe_headers(header(self.layout.rx_header));
+        self.tx.chains.describe_headers(header(self.layout.tx_header));
+    }
+
+    /// Where a predecessor stopped. Up to the interrupts, nothing is changed, neither in the device nor in memory.
+    pub fn warm<B: Bus<Registers = R>>(bus: &mut B, memory: &NicMemory, sash: &Sash) -> Result<Self, NicError> {
+        sash.check(&memory.layout())?;
+        loan::check(memory, sash.slots())?;
+        let header = check_card(bus)?;
+        let mut transport = Transport::find(bus, &header)?;
+        let found = transport.status()?;
+        if found != status::RUNNING {
+            return Err(broken("the device was reset after it was parked", found.into()));
+        }
+        let mac = transport.mac()?;
+        sash.head.check_mac(mac)?;
+        transport.find_bells(sash.features)?;
+        if transport.way() != sash.way {
+            return Err(broken("the device has its registers elsewhere, at", transport.way().common.base.into()));
+        }
+        let interrupt = interrupt(bus)?;
+        Self::new(memory, (transport, interrupt, mac), Terms::of(sash), cursors_of(sash), orders())
+    }
+}
+
+/// Where a driver goes on that has a sash.
+pub fn cursors_of(sash: &Sash) -> Cursors {
+    Cursors { rx: sash.rx_at, tx: sash.tx_at, commands: sash.commands }
+}
