@@ -32,11 +32,6 @@ impl Twinned for OnQemu<E1000e<QtestBus>> {
 }
 suite_in_place!(e1000e_in_place_on_qemu, super::OnQemu<super::E1000e<super::QtestBus>>);
 
-impl Twinned for OnSim {
-    fn twin(bus: &VfioUser) -> VfioUser {
-        VfioUser::from_twin(bus.twin().expect("descriptors are free"), TIMEOUT).expect("a socket")
-    }
-}
 suite_in_place!(e1000e_in_place_on_our_model, super::OnSim);
 
 impl Repointed for OnQemu<E1000e<QtestBus>> {
@@ -46,11 +41,6 @@ impl Repointed for OnQemu<E1000e<QtestBus>> {
 }
 suite_repoint!(e1000e_repointed_on_qemu, super::OnQemu<super::E1000e<super::QtestBus>>);
 
-impl Repointed for OnSim {
-    fn with_two(first: &NicMemory, _: &NicMemory) -> Option<Self> {
-        OnSim::new(first)
-    }
-}
 suite_repoint!(e1000e_repointed_on_our_model, super::OnSim);
 
 /// Of our model, over vfio-user: a server that does not mask INTA#, and rings each time that it is asserted anew.

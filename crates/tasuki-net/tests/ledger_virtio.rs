@@ -13,7 +13,7 @@ use std::sync::atomic::{AtomicU32, AtomicU64};
 
 use tasuki_net::nic::bus::Iova;
 use tasuki_net::nic::virtio_net::{VirtioNet, sash};
-use tasuki_net::nic::{InPlace, Nic, NicError, NicMemory, NicOptions, Parts, Repoint, Sash, Scrub};
+use tasuki_net::nic::{How, InPlace, Nic, NicError, NicMemory, NicOptions, Parts, Repoint, Sash, Scrub};
 use tasuki_net::port::{Armed, Burst, Frame, Port, Transactional};
 use tasuki_shm::arena::Arena;
 use tasuki_shm::region::{Region, Span};
@@ -360,10 +360,11 @@ fn a_ledger_that_was_changed_is_refused_or_harmless() {
 fn what_cannot_be_pointed_elsewhere_says_so_and_is_not_touched() {
     let mut desk = start(PLAIN);
     let other = NicMemory::create(SLOTS, virtio::RINGS_LEN, Iova(2 << 32)).expect("a little memory");
-    let failed = Card::prepare_rings(desk.play.bus(), other, &options()).expect_err("queues that cannot be reset");
+    let failed = Card::prepare_rings(desk.play.bus(), other, &options(), How::Point, Iova(1 << 32))
+        .expect_err("queues that cannot be reset");
     assert!(failed.error.to_string().contains("VIRTIO_F_RING_RESET"), "{failed}");
     assert_eq!(failed.memory.arena().census().free, SLOTS.count);
-    desk.nic().hush();
+    desk.nic().hush(How::Point);
     assert!(desk.nic().leave().is_err(), "it cannot be left either");
     desk.nic().go_back().expect("it runs");
     assert!(desk.play.deliver(0));
@@ -377,7 +378,7 @@ fn a_device_that_was_being_left_is_taken_over() {
         let mut desk = start(PLAIN | RING_RESET);
         (0..3).for_each(|number| assert!(desk.play.deliver(number)));
         if steps > 0 {
-            desk.nic().hush();
+            desk.nic().hush(How::Point);
         }
         if steps > 1 {
             assert!(!desk.nic().leave().expect("it can be left"), "something has come");

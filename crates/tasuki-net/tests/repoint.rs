@@ -10,7 +10,7 @@ use plugged::{Card, PATIENCE, Wire, with_card};
 use tasuki_net::nic::bus::vfio_user::{TIMEOUT, VfioUser};
 use tasuki_net::nic::bus::{Bus, Iova, Registers};
 use tasuki_net::nic::e1000e::Ready;
-use tasuki_net::nic::{Failed, InPlace, Left, Nic, NicError, NicMemory, NicOptions, Repoint};
+use tasuki_net::nic::{Failed, How, InPlace, Left, Nic, NicError, NicMemory, NicOptions, Repoint};
 use tasuki_net::port::{Burst, Port};
 use tasuki_shm::arena::Geometry;
 use tasuki_sim::journal::{Class, Entry};
@@ -27,7 +27,7 @@ fn memory(index: u64) -> NicMemory {
 fn start(socket: OwnedFd) -> (Card, Ready<VfioUser>) {
     let nic = plugged::start(socket, memory(0), true);
     let bus = VfioUser::from_twin(nic.bus().twin().unwrap(), TIMEOUT).unwrap();
-    (nic, Card::prepare_rings(bus, memory(1), &NicOptions::default()).unwrap())
+    (nic, Card::prepare_rings(bus, memory(1), &NicOptions::default(), How::Point, Iova(1 << 32)).unwrap())
 }
 
 /// Sends back what comes, until `done` after a look that found nothing, or `left` frames have come and gone; says how many frames that were.
@@ -50,7 +50,7 @@ fn echo(nic: &mut Card, left: u64, mut done: impl FnMut(&mut Card) -> bool) -> u
 
 /// Goes on until nothing is left to do, and stops the card; says how many frames came meanwhile.
 fn stop(nic: &mut Card) -> u64 {
-    nic.hush();
+    nic.hush(How::Point);
     let mut frames = 0;
     loop {
         frames += echo(nic, u64::MAX, Card::is_quiet);
@@ -94,7 +94,7 @@ fn owners_that_take_turns_lose_nothing_and_break_no_rule() {
             let taker = Card::repoint(next, nic.left()).unwrap();
             let (mut bus, memory) = std::mem::replace(&mut nic, taker).stand_down();
             memory.unmap(&mut bus).unwrap();
-            next = Card::prepare_rings(bus, memory, &NicOptions::default()).unwrap();
+            next = Card::prepare_rings(bus, memory, &NicOptions::default(), How::Point, Iova(1 << 32)).unwrap();
         }
         finish(nic, next, wire, frames);
     });
@@ -111,7 +111,7 @@ fn a_giver_takes_its_card_back_under_traffic_without_a_loss() {
         for turn in 0..TURNS {
             frames += echo(&mut nic, 500, |_| false);
             if turn % 2 == 0 {
-                nic.hush();
+                nic.hush(How::Point);
                 frames += echo(&mut nic, 50, Card::is_quiet);
             } else {
                 frames += stop(&mut nic);
@@ -161,7 +161,7 @@ fn a_taker_that_is_late_is_refused_and_nothing_is_lost() {
             let Failed { error, bus, memory } = Card::repoint(next, nic.left()).expect_err("frames have come");
             assert!(error.to_string().contains("frames have come"), "{error}");
             nic.go_back().unwrap();
-            next = Card::prepare_rings(bus, memory, &NicOptions::default()).unwrap();
+            next = Card::prepare_rings(bus, memory, &NicOptions::default(), How::Point, Iova(1 << 32)).unwrap();
         }
         finish(nic, next, wire, frames);
     });
@@ -185,11 +185,11 @@ fn what_the_card_is_not_is_refused_and_the_giver_drives_on() {
         ];
         for (options, why) in wrong {
             frames += echo(&mut nic, 1000, |_| false);
-            let failed = Card::prepare_rings(bus, memory, &options).expect_err(why);
+            let failed = Card::prepare_rings(bus, memory, &options, How::Point, Iova(1 << 32)).expect_err(why);
             assert!(failed.error.to_string().contains(why), "{failed}");
             (bus, memory) = (failed.bus, failed.memory);
         }
-        let next = Card::prepare_rings(bus, memory, &NicOptions::default()).unwrap();
+        let next = Card::prepare_rings(bus, memory, &NicOptions::default(), How::Point, Iova(1 << 32)).unwrap();
         frames += stop(&mut nic);
         let mut taker = Card::repoint(next, nic.left()).unwrap();
         drop(nic.stand_down());

@@ -10,7 +10,7 @@ use std::time::Instant;
 use plugged::{Card, PATIENCE, with_card};
 use tasuki_net::nic::bus::Iova;
 use tasuki_net::nic::bus::vfio_user::{TIMEOUT, VfioUser};
-use tasuki_net::nic::{Filter, InPlace, Link, Nic, NicMemory, NicOptions, Parts, Repoint, Sash, Scrub};
+use tasuki_net::nic::{Filter, How, InPlace, Link, Nic, NicMemory, NicOptions, Parts, Repoint, Sash, Scrub};
 use tasuki_net::port::{Burst, Port, Transactional};
 use tasuki_shm::arena::Geometry;
 use tasuki_shm::region::Region;
@@ -135,10 +135,10 @@ fn repoint(inflight: Inflight) -> usize {
         let taker = memory(1);
         let theirs = taker.parts().unwrap();
         let bus = VfioUser::from_twin(nic.bus().twin().unwrap(), TIMEOUT).unwrap();
-        let next = Card::prepare_rings(bus, taker, &NicOptions::default()).unwrap();
+        let next = Card::prepare_rings(bus, taker, &NicOptions::default(), How::Point, Iova(1 << 32)).unwrap();
         wire.begin();
         let mut came = handle(&mut nic, inflight, FRAMES / 2, |_| false);
-        nic.hush();
+        nic.hush(How::Point);
         loop {
             came += handle(&mut nic, inflight, u64::MAX, Card::is_quiet);
             if nic.leave().unwrap() {

@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 use qemu::{MEMORY_AT, Machine, PATIENCE, QtestBus, regions};
 use tasuki_net::nic::bus::{Bus, BusError, IntX, Iova, Registers};
 use tasuki_net::nic::rtl8139::{Rtl8139, sash::Sash};
-use tasuki_net::nic::{Failed, Filter, Left, Link, Mac, Nic, NicError, NicMemory, NicOptions, Repoint};
+use tasuki_net::nic::{Failed, Filter, How, Left, Link, Mac, Nic, NicError, NicMemory, NicOptions, Repoint};
 use tasuki_net::port::{Armed, Burst, Frame, Port};
 use tasuki_shm::arena::{Arena, Geometry};
 use tasuki_shm::region::Region;
@@ -316,7 +316,8 @@ fn start_two() -> Option<(Machine, Card, <Card as Repoint>::Ready, [Arena; 2])> 
     let mut card = Card::start(machine.bus(), first, &options()).expect("QEMU's card starts");
     let multicast = vec![Mac(GROUP)];
     card.set_filter(&Filter { multicast, ..Filter::default() }).expect("the card works");
-    let next = Card::prepare_rings(machine.bus(), second, &options()).expect("a card that runs, and memory");
+    let next = Card::prepare_rings(machine.bus(), second, &options(), How::Point, MEMORY_AT)
+        .expect("a card that runs, and memory");
     Some((machine, card, next, arenas))
 }
 
@@ -340,7 +341,7 @@ const GROUP: [u8; 6] = [1, 0, 0x5e, 0, 0, 1];
 /// Stops a card of which everything is handled that came; says what came meanwhile.
 fn stop(card: &mut Card) -> Vec<Vec<u8>> {
     let (deadline, mut came) = (Instant::now() + PATIENCE, Vec::new());
-    card.hush();
+    card.hush(How::Point);
     loop {
         let mut burst = Burst::new();
         let none = card.receive(&mut burst).expect("the card works") == 0;
@@ -382,7 +383,8 @@ fn owners_take_turns_by_a_soft_reset_and_the_link_stays_up() {
         passes(&machine, &mut card, other, &frames);
         assert!(words_of(&memory) == old, "the card has written to its former owner's memory");
         memory.unmap(&mut bus).expect("it was mapped");
-        next = Card::prepare_rings(bus, memory, &options()).expect("a card that runs, and memory");
+        next =
+            Card::prepare_rings(bus, memory, &options(), How::Point, MEMORY_AT).expect("a card that runs, and memory");
     }
 }
 
@@ -411,17 +413,18 @@ fn a_giver_takes_its_card_back() {
     let Some((machine, mut card, next, [arena, _])) = start_two() else { return };
     let frames: Vec<_> = (0..3).map(|number| frame(MAC, number, 60)).collect();
     // Before it was stopped, when nothing is let in any more, when it is off, and after a taker that is no more.
-    card.hush();
+    card.hush(How::Point);
     card.go_back().expect("the card works");
     passes(&machine, &mut card, &arena, &frames);
-    card.hush();
+    card.hush(How::Point);
     assert!(!card.leave().expect("the card works"), "what comes now comes after it was shut");
     let (bus, memory) = Card::give_up(next);
     let Failed { error, bus, memory } =
-        Card::prepare_rings(bus, memory, &options()).expect_err("what it lets in is lost");
+        Card::prepare_rings(bus, memory, &options(), How::Point, MEMORY_AT).expect_err("what it lets in is lost");
     assert!(error.to_string().contains("lets nothing in"), "{error}");
     card.go_back().expect("the card works");
-    let next = Card::prepare_rings(bus, memory, &options()).expect("a card that runs, and memory");
+    let next =
+        Card::prepare_rings(bus, memory, &options(), How::Point, MEMORY_AT).expect("a card that runs, and memory");
     passes(&machine, &mut card, &arena, &frames);
     stop(&mut card);
     card.go_back().expect("the card works");
@@ -439,7 +442,8 @@ fn a_card_that_runs_is_not_pointed_elsewhere() {
     assert!(matches!(error, NicError::BrokenSash { .. }), "{error}");
     assert!(matches!(card.leave(), Err(NicError::BrokenSash { .. })), "it was not hushed");
     let wrong = NicOptions { ring: 128, ..options() };
-    let Failed { error, mut bus, memory } = Card::prepare_rings(bus, memory, &wrong).expect_err("128 descriptors");
+    let Failed { error, mut bus, memory } =
+        Card::prepare_rings(bus, memory, &wrong, How::Point, MEMORY_AT).expect_err("128 descriptors");
     assert!(matches!(error, NicError::Options { field: "ring", .. }), "{error}");
     memory.unmap(&mut bus).expect("it was mapped");
     passes(&machine, &mut card, &arena, &[frame(MAC, 1, 60)]);

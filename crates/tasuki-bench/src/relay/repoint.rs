@@ -12,7 +12,7 @@ use anyhow::{Context, Result, ensure};
 use rustix::event::EventfdFlags;
 use tasuki_net::nic::bus::{Iova, VfioUser};
 use tasuki_net::nic::e1000e::Ready;
-use tasuki_net::nic::{Left, Nic, NicMemory, NicOptions, Repoint};
+use tasuki_net::nic::{How, Left, Nic, NicMemory, NicOptions, Repoint};
 use tasuki_net::port::{Burst, Port};
 use tasuki_shm::arena::Geometry;
 use tasuki_shm::lease::Tenure;
@@ -64,7 +64,7 @@ impl Owner {
 
     /// Gets ready for a turn while the other one drives.
     fn prepare(&mut self, bus: VfioUser, memory: NicMemory) -> Result<()> {
-        self.ready = Some(Card::prepare_rings(bus, memory, &options())?);
+        self.ready = Some(Card::prepare_rings(bus, memory, &options(), How::Point, Iova(1 << 32))?);
         self.turns += 1;
         self.board.words[READY[self.us.get() as usize]].store(self.turns, Relaxed);
         Ok(())
@@ -102,7 +102,7 @@ impl Owner {
     fn give(&mut self, mut nic: Card) -> Result<()> {
         let relays = self.board.words[RELAYS].load(Relaxed);
         let began = Instant::now();
-        nic.hush();
+        nic.hush(How::Point);
         loop {
             while !(self.echo(&mut nic)? == 0 && nic.is_quiet()) {}
             self.board.words[RELEASED_AT].store(now_ns(), Relaxed);

@@ -21,7 +21,7 @@ use rustix::net::{
 use tasuki_net::nic::bus::vfio::{Address, Descriptors, Twin};
 use tasuki_net::nic::bus::{Iova, Vfio};
 use tasuki_net::nic::e1000e::{E1000e, Ready};
-use tasuki_net::nic::{InPlace, Left, Link, MemoryLayout, Nic, NicMemory, NicOptions, Parts, Repoint};
+use tasuki_net::nic::{How, InPlace, Left, Link, MemoryLayout, Nic, NicMemory, NicOptions, Parts, Repoint};
 use tasuki_net::port::{Armed, Burst, Port};
 use tasuki_shm::arena::Geometry;
 use tasuki_shm::lease::{Lease, Tenure};
@@ -114,7 +114,8 @@ enum Next {
 impl Next {
     /// Ready with memory of its own.
     fn apart(bus: Vfio, memory: NicMemory) -> Fallible<Self> {
-        let ready = Card::prepare_rings(bus, memory, &options()).map_err(|failed| failed.error)?;
+        let ready =
+            Card::prepare_rings(bus, memory, &options(), How::Point, MEMORY.rings_at).map_err(|failed| failed.error)?;
         Ok(Next::Apart(Box::new(ready)))
     }
 
@@ -195,7 +196,7 @@ impl Worker {
 
     /// Goes on until nothing is left to do, and leaves the card.
     fn leave(&self, nic: &mut Card) -> Fallible<()> {
-        nic.hush();
+        nic.hush(How::Point);
         let (began, mut burst) = (Instant::now(), Burst::new());
         while began.elapsed() < PATIENCE {
             if nic.receive(&mut burst)? > 0 {

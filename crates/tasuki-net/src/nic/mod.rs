@@ -29,7 +29,7 @@ pub mod virtio_net;
 
 use bus::{Bus, BusError};
 pub use memory::{MemoryLayout, NicMemory, Parts, PartsError};
-pub use repoint::{Left, Repoint};
+pub use repoint::{Can, How, Left, Repoint};
 pub use sash::Sash;
 pub use scrub::Scrub;
 

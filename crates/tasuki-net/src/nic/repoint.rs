@@ -1,6 +1,19 @@
 //! A card whose rings are elsewhere from now on, in another owner's memory, while its link stays up.
+//!
+//! A card with one queue is pointed elsewhere, with nobody's rings between the old and the new (the method `repoint`). A card with a queue to spare
+//! gets that one filled by the new owner first, and then what comes is steered there (`mbb`, make before break).
 
+use super::bus::Iova;
 use super::{Failed, MemoryLayout, Nic, NicError, NicMemory, NicOptions};
+
+/// How a card's traffic gets to its next owner's rings.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum How {
+    /// Its queue is pointed at them: `repoint`.
+    Point,
+    /// Its spare queue has them already, and is what it steers to from then on: `mbb`.
+    Steer,
+}
 
 /// How a giver has left its card to who is to point it elsewhere, in a word that travels beside the lease. Who reads it believes nothing that the card does not
 /// say, too.
@@ -10,6 +23,33 @@ pub struct Left(pub u64);
 impl Left {
     /// It has stopped it, or has not said how it left it.
     pub const STOPPED: Left = Left(0);
+}
+
+/// What a card can do of being left to an owner that has memory of its own.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Can {
+    /// [`How::Point`],
+    pub point: bool,
+    /// with a partner that pauses meanwhile;
+    pub pauses: bool,
+    /// and [`How::Steer`].
+    pub steer: bool,
+}
+
+impl Can {
+    /// Whether it can go this way, and if not, why.
+    pub fn go(self, how: How) -> Result<(), NicError> {
+        let refuse = |field, must| Err(NicError::Options { field, value: 0, must });
+        match how {
+            How::Point if !self.point => {
+                refuse("repoint", "its rings cannot be elsewhere while it runs; take keep or cold")
+            }
+            How::Steer if !self.steer => {
+                refuse("mbb", "it has no queue to spare that it can be told to steer to; take keep or cold")
+            }
+            How::Point | How::Steer => Ok(()),
+        }
+    }
 }
 
 /// A driver that can point its card at the rings of a successor which has memory of its own, or take it back.
@@ -31,18 +71,29 @@ pub trait Repoint: Nic {
     type Ready;
 
     /// Maps `memory`, which the card does not reach so far and which nobody else uses, and puts free slots into rings there. The card is asked for what it
-    /// is set up for, and nothing of it is changed: the giver drives meanwhile, and must not change its filter from now on.
+    /// is set up for, and nothing of it is changed but a queue to spare: the giver drives meanwhile, and must not change its filter from now
+    /// on. Its rings begin at `from`: a card with several queues is asked which it is.
     ///
     /// # Errors
-    /// `options` are not what the card was started with (ring, queues, payload; others are the card's), or the memory cannot be mapped.
-    fn prepare_rings(bus: Self::Bus, memory: NicMemory, options: &NicOptions)
-    -> Result<Self::Ready, Failed<Self::Bus>>;
+    /// `options` are not what the card was started with (ring, queues, payload; others are the card's), the memory cannot be mapped, or the card cannot
+    /// go this way.
+    fn prepare_rings(
+        bus: Self::Bus,
+        memory: NicMemory,
+        options: &NicOptions,
+        how: How,
+        from: Iova,
+    ) -> Result<Self::Ready, Failed<Self::Bus>>;
+
+    /// What this card can do of it.
+    fn can(&self) -> Can;
 
     /// It comes to nothing: takes the memory away from the card.
     fn give_up(ready: Self::Ready) -> (Self::Bus, NicMemory);
 
-    /// Has the partner pause, if that is possible. Frames go on coming for a while, and are received and sent as before.
-    fn hush(&mut self);
+    /// Has the partner pause, if that is possible; or has the card steer what comes to the successor's queue. Frames go on coming for a while, and are
+    /// received and sent as before.
+    fn hush(&mut self, how: How);
 
     /// Whether nothing is left to be done by a giver that goes on receiving and sending: to be asked whenever a call of `receive` gave nothing. True, too, when
     /// the partner does not pause, or does not take what is to be sent, for too long.

@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 use tasuki_net::nic::bus::Iova;
 use tasuki_net::nic::bus::vfio_user::{TIMEOUT, VfioUser};
 use tasuki_net::nic::e1000e::E1000e;
-use tasuki_net::nic::{Mac, Nic, NicMemory};
+use tasuki_net::nic::{How, InPlace, Mac, Nic, NicMemory, Repoint};
 use tasuki_sim::e1000e;
 use tasuki_sim::journal::Class;
 use tasuki_sim::model::Model;
@@ -20,6 +20,8 @@ use tasuki_sim::vfio_user::Server;
 use tasuki_sim::wire::Wire;
 use tempfile::TempDir;
 
+use super::in_place::Twinned;
+use super::repoint::Repointed;
 use super::{Sender, World};
 
 /// Frames on their way to the card at most: a sender must not outrun a receiver that verifies each.
@@ -136,6 +138,9 @@ struct Outside {
 
 /// A model of a card, and the driver for it.
 pub trait Modelled: 'static {
+    /// How its traffic gets to the next owner's rings.
+    const HOW: How = How::Point;
+
     type Nic: Nic<Bus = VfioUser>;
     type Model: Model;
 
@@ -289,6 +294,20 @@ impl<C: Modelled> World for OnSim<C> {
 
     fn expect_start(&mut self) {
         self.outside.starts.fetch_add(1, Relaxed);
+    }
+}
+
+impl<C: Modelled<Nic: InPlace>> Twinned for OnSim<C> {
+    fn twin(bus: &VfioUser) -> VfioUser {
+        VfioUser::from_twin(bus.twin().expect("descriptors are free"), TIMEOUT).expect("a socket")
+    }
+}
+
+impl<C: Modelled<Nic: InPlace + Repoint>> Repointed for OnSim<C> {
+    const HOW: How = C::HOW;
+
+    fn with_two(first: &NicMemory, _: &NicMemory) -> Option<Self> {
+        OnSim::new(first)
     }
 }
 

@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 
 use tasuki_net::nic::bus::Iova;
-use tasuki_net::nic::{InPlace, Nic, NicMemory, NicOptions, Repoint};
+use tasuki_net::nic::{How, InPlace, MemoryLayout, Nic, NicMemory, NicOptions, Repoint};
 use tasuki_net::port::{Armed, Port};
 use tasuki_shm::arena::{Arena, Geometry};
 
@@ -18,6 +18,9 @@ const TURNS: u32 = 12;
 
 /// A world in which a card can have the memory of two owners.
 pub trait Repointed: Twinned<Nic: Repoint> {
+    /// How its traffic gets to the next owner's rings.
+    const HOW: How = How::Point;
+
     /// A fresh card, which can be made to see each of these.
     fn with_two(first: &NicMemory, second: &NicMemory) -> Option<Self>;
 }
@@ -26,6 +29,7 @@ pub trait Repointed: Twinned<Nic: Repoint> {
 pub struct Owner<W: Repointed> {
     ready: <W::Nic as Repoint>::Ready,
     arena: Arena,
+    layout: MemoryLayout,
     options: NicOptions,
 }
 
@@ -34,16 +38,17 @@ fn options(queues: u8) -> NicOptions {
 }
 
 impl<W: Repointed> Bench<W> {
-    fn next_owner(&self, bus: W::Bus, memory: NicMemory, options: NicOptions) -> Owner<W> {
-        let arena = memory.arena().clone();
-        let ready = W::Nic::prepare_rings(bus, memory, &options).expect("the card's shape, and memory");
-        Owner { ready, arena, options }
+    /// An owner that is ready while the card is driven from memory that lies so.
+    fn next_owner(bus: W::Bus, memory: NicMemory, options: NicOptions, from: Iova) -> Owner<W> {
+        let (arena, layout) = (memory.arena().clone(), memory.layout());
+        let ready = W::Nic::prepare_rings(bus, memory, &options, W::HOW, from).expect("the card's shape, and memory");
+        Owner { ready, arena, layout, options }
     }
 
     /// Goes on until nothing is left, and stops the card; says what came meanwhile.
     fn hush_and_stop(&mut self) -> Vec<Vec<u8>> {
         let mut came = Vec::new();
-        self.nic().hush();
+        self.nic().hush(W::HOW);
         until("the card stops", || {
             let frames = self.poll();
             let none = frames.is_empty();
@@ -57,9 +62,9 @@ impl<W: Repointed> Bench<W> {
     fn repoint(&mut self, next: Owner<W>) -> Owner<W> {
         let giver = self.take();
         self.put(W::Nic::repoint(next.ready, giver.left()).expect("a card that has stopped"), next.arena);
-        let (mut bus, memory) = giver.stand_down();
-        memory.unmap(&mut bus).expect("it was mapped");
-        self.next_owner(bus, memory, next.options)
+        let (bus, memory) = giver.stand_down();
+        self.nic().forget(&memory.layout()).expect("it was mapped");
+        Self::next_owner(bus, memory, next.options, next.layout.rings_at)
     }
 }
 
@@ -71,11 +76,11 @@ fn start<W: Repointed>(queues: u8) -> Option<(Bench<W>, Owner<W>)> {
     let at = Iova(W::MEMORY_AT.0 + (1 << 30));
     let second = NicMemory::create(Geometry { slot_len: 4096, count }, 256 << 10, at).expect("a little memory");
     let world = W::with_two(&first, &second)?;
-    let arena = first.arena().clone();
+    let (arena, from) = (first.arena().clone(), first.layout().rings_at);
     let nic = Nic::start(world.bus(), first, &options).expect("the card starts");
     let mut bench = Bench::over(world, nic, arena);
     let bus = W::twin(bench.nic().bus());
-    let next = bench.next_owner(bus, second, options);
+    let next = Bench::next_owner(bus, second, options, from);
     Some((bench, next))
 }
 

@@ -6,7 +6,7 @@ use rustix::event::{PollFd, PollFlags, Timespec};
 use tasuki_net::nic::bus::{Bus, Iova, Registers, Vfio};
 use tasuki_net::nic::kit::{Fds, KitBus};
 use tasuki_net::nic::rtl8139::Rtl8139;
-use tasuki_net::nic::{Left, Mac, Nic, NicMemory, NicOptions, PciId, Repoint};
+use tasuki_net::nic::{How, Left, Mac, Nic, NicMemory, NicOptions, PciId, Repoint};
 use tasuki_net::port::{Armed, Burst, Frame, Port};
 use tasuki_shm::arena::{Arena, Geometry};
 
@@ -91,7 +91,7 @@ fn the_pin_rings_for_an_owner_with_other_memory_and_for_one_that_takes_the_card_
     let mut other = Vfio::unpack(&text, &mut Fds::new(fds)).unwrap();
     let registers = other.registers(1).unwrap();
     let mut nic = Rtl8139::resume(bus, first, &sash).unwrap();
-    let mut next = Rtl8139::prepare_rings(other, second, &options).unwrap();
+    let mut next = Rtl8139::prepare_rings(other, second, &options, How::Point, Iova(1 << 32)).unwrap();
     for number in 0..8 {
         let [ours, theirs] = [0, 1].map(|i| &arenas[(number as usize + i) % 2]);
         come_back_and_wake(&mut nic, &registers, ours, 3 * number);
@@ -103,13 +103,13 @@ fn the_pin_rings_for_an_owner_with_other_memory_and_for_one_that_takes_the_card_
         let (mut bus, memory) = std::mem::replace(&mut nic, taker).stand_down();
         memory.unmap(&mut bus).unwrap();
         come_back_and_wake(&mut nic, &registers, theirs, 3 * number + 2);
-        next = Rtl8139::prepare_rings(bus, memory, &options).unwrap();
+        next = Rtl8139::prepare_rings(bus, memory, &options, How::Point, Iova(1 << 32)).unwrap();
     }
 }
 
 fn stop(nic: &mut Rtl8139<Vfio>) {
     let begin = Instant::now();
-    nic.hush();
+    nic.hush(How::Point);
     while !(nic.is_quiet() && nic.leave().unwrap()) {
         assert_eq!(nic.receive(&mut Burst::new()).unwrap(), 0, "nothing has come");
         assert!(begin.elapsed() < PATIENCE, "the card does not stop");

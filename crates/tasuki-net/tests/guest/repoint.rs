@@ -23,7 +23,7 @@ use rustix::thread::CapabilitySet;
 use tasuki_net::nic::bus::{Bus, BusError, Vfio};
 use tasuki_net::nic::e1000e::{E1000e, Ready};
 use tasuki_net::nic::kit::{Fds, KitBus};
-use tasuki_net::nic::{InPlace, Left, Link, Nic, NicMemory, NicOptions, Parts, Repoint};
+use tasuki_net::nic::{How, InPlace, Left, Link, Nic, NicMemory, NicOptions, Parts, Repoint};
 use tasuki_net::port::{Armed, Burst, Port};
 use tasuki_shm::arena::Geometry;
 use tasuki_shm::region::Region;
@@ -99,7 +99,7 @@ fn echo(nic: &mut Card) -> bool {
 
 /// Goes on until nothing is left to do, and stops the card.
 fn stop(nic: &mut Card) {
-    nic.hush();
+    nic.hush(How::Point);
     until("the card stops", || (!echo(nic) && nic.is_quiet() && nic.leave().expect("the card works")).then_some(()));
 }
 
@@ -121,7 +121,7 @@ impl Owner {
             ("prepare", Owner::Idle(bus)) => {
                 let memory = memory(number);
                 let Parts { rings, frames, ledger } = memory.parts().expect("descriptors are free");
-                match Card::prepare_rings(bus, memory, &options()) {
+                match Card::prepare_rings(bus, memory, &options(), How::Point, Behind::MEMORY_AT) {
                     Ok(ready) => {
                         *self = Owner::Ready(ready);
                         return Ok(vec![rings, frames, ledger]);

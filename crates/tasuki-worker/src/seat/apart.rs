@@ -1,4 +1,4 @@
-//! A NIC that goes to another node: to an owner that has memory of its own (`repoint`), or with its memory, of which all that was handled is
+//! A NIC that goes to another node: to an owner that has memory of its own (`repoint`, `mbb`), or with its memory, of which all that was handled is
 //! wiped (`keep`).
 
 use std::os::fd::OwnedFd;
@@ -7,9 +7,10 @@ use std::time::{Duration, Instant};
 use tasuki_net::nic::bus::Iova;
 use tasuki_net::nic::kit::KitBus;
 use tasuki_net::nic::ledger::Ledger;
-use tasuki_net::nic::{Failed, InPlace, Left, MemoryLayout, NicError, Repoint, Scrub};
+use tasuki_net::nic::{Failed, How, InPlace, Left, MemoryLayout, NicError, Repoint, Scrub};
 use tasuki_relay::Party;
-use tasuki_relay::letter::{Inflight, ToDaemon, pulse};
+use tasuki_relay::letter::{Inflight, Plan, ToDaemon, pulse};
+use tasuki_relay::method::Method;
 use tasuki_relay::wire::{Position, Reason};
 use tasuki_relay::worker::Input;
 use tasuki_shm::arena::Arena;
@@ -51,6 +52,21 @@ fn no_descriptors(error: &anyhow::Error) -> Refused {
     Refused { reason, sentence: format!("the NIC's descriptors cannot be copied ({error:#}); raise RLIMIT_NOFILE") }
 }
 
+/// How traffic gets to an owner that has memory of its own, if this method has it so.
+pub(super) fn how(method: Method) -> Option<How> {
+    match method {
+        Method::Repoint => Some(How::Point),
+        Method::Mbb => Some(How::Steer),
+        Method::Keep | Method::Cold => None,
+    }
+}
+
+/// The same of what a giver is to do.
+pub(super) fn planned(plan: &Plan) -> Option<How> {
+    let apart = [Method::Repoint, Method::Mbb];
+    how(apart.into_iter().find(|method| plan.handover && method.to_string() == plan.method)?)
+}
+
 /// Where the card may see our memory, if it uses what lies as `now` says.
 fn place(iova: u64, now: &MemoryLayout) -> Iova {
     let is_there = (iova..iova.saturating_add(HALF)).contains(&now.rings_at.0);
@@ -71,7 +87,7 @@ where
     }
 
     /// Makes memory, has the card's bus know it, and posts rings there.
-    pub(super) fn open_apart(&mut self, party: Party, fds: Vec<OwnedFd>) -> Result<(), Refused> {
+    pub(super) fn open_apart(&mut self, party: Party, how: How, fds: Vec<OwnedFd>) -> Result<(), Refused> {
         let Some(text) = self.text() else { return Ok(()) };
         let (wake, bus) = kit::open_way::<N::Bus>(text, &self.given.kit, fds)?;
         let at = place(self.given.iova, &text.nic.memory.layout());
@@ -87,7 +103,9 @@ where
         let moved = kit::moved(had, (parts()?, memory.layout()), &next, party.0.get());
         let moved = moved.map_err(|error| no_descriptors(&error))?;
         let arena = memory.arena().clone();
-        let ready = N::prepare_rings(bus, memory, &text.options()).map_err(|failed| store::refused(&failed.error))?;
+        let from = text.nic.memory.layout().rings_at;
+        let ready = N::prepare_rings(bus, memory, &text.options(), how, from);
+        let ready = ready.map_err(|failed| store::refused(&failed.error))?;
         fail::point("map.posted");
         (self.card, self.wake) = (Card::Apart(ready), Some(wake));
         self.own = Some(Own { moved, wake: next, ledger, arena });
@@ -158,7 +176,7 @@ where
     }
 
     /// Leaves the card to a successor that has memory of its own.
-    pub(super) fn halt(&mut self, common: &Common) -> Input {
+    pub(super) fn halt(&mut self, common: &Common, how: How) -> Input {
         let drops = self.plan.as_ref().is_some_and(|plan| plan.inflight == Inflight::Drop);
         self.stamped = false;
         let Card::Driven(nic) = &mut self.card else { return Input::Stuck(Reason::CardGone) };
@@ -166,7 +184,7 @@ where
             return Input::Stuck(Reason::CardGone);
         }
         self.given.board.leaves(Left::STOPPED);
-        nic.hush();
+        nic.hush(how);
         fail::point("give.hushed");
         let stopped = self.drain(common, drops);
         if matches!(stopped, Ok(true)) {

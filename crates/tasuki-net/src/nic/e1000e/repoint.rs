@@ -24,9 +24,9 @@ use super::ring::{DESCRIPTOR_LEN, ReceiveRing, TransmitRing, ring_at};
 use super::sash::{COUNTERS, QUEUES_MAX, Sash};
 use super::setup::{self, Shape};
 use super::{Assembly, BAR, E1000e, MTA_WORDS, bell, recognise};
-use crate::nic::bus::{Bus, Registers};
+use crate::nic::bus::{Bus, Iova, Registers};
 use crate::nic::sash::{Sash as _, broken};
-use crate::nic::{Failed, Left, Link, Mac, MemoryLayout, NicError, NicMemory, NicOptions, Repoint};
+use crate::nic::{Can, Failed, How, Left, Link, Mac, MemoryLayout, NicError, NicMemory, NicOptions, Repoint};
 use crate::port::Burst;
 
 /// A card is asked so often however long each takes: whoever answers for a modelled one may have been asleep meanwhile.
@@ -79,6 +79,9 @@ struct Asked {
 
 /// How long a frame that lets the partner go takes to leave, at least: to ask for it sooner is in vain, and in the way of what has come.
 const LEAVES_AFTER: Duration = Duration::from_micros(50);
+
+/// Its second queue cannot be given rings while the first one runs (docs/decisions/0014).
+const CAN: Can = Can { point: true, pauses: true, steer: false };
 
 /// A taker with rings of its own: a driver that has everything but the card.
 pub struct Ready<B: Bus> {
@@ -334,8 +337,21 @@ impl<B: Bus> E1000e<B> {
 impl<B: Bus> Repoint for E1000e<B> {
     type Ready = Ready<B>;
 
-    fn prepare_rings(bus: B, memory: NicMemory, options: &NicOptions) -> Result<Ready<B>, Failed<B>> {
-        Ready::new(bus, memory, options)
+    fn prepare_rings(
+        bus: B,
+        memory: NicMemory,
+        options: &NicOptions,
+        how: How,
+        _: Iova,
+    ) -> Result<Ready<B>, Failed<B>> {
+        match CAN.go(how) {
+            Ok(()) => Ready::new(bus, memory, options),
+            Err(error) => Err(Failed { error, bus, memory }),
+        }
+    }
+
+    fn can(&self) -> Can {
+        CAN
     }
 
     fn give_up(ready: Ready<B>) -> (B, NicMemory) {
@@ -346,7 +362,7 @@ impl<B: Bus> Repoint for E1000e<B> {
         (bus, memory)
     }
 
-    fn hush(&mut self) {
+    fn hush(&mut self, _: How) {
         self.memory.ledger().halted(true);
         let link = match self.mmio.read(regs::STATUS) {
             u32::MAX => Link::Down,

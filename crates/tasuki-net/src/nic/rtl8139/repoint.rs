@@ -17,9 +17,9 @@ use super::{
     AROUND_PAYLOAD, Assembly, DRAIN, REGISTERS, RX_AT, Rtl8139, TX_AT, check_card, check_memory, check_options, gone,
     words,
 };
-use crate::nic::bus::{Bus, Registers};
+use crate::nic::bus::{Bus, Iova, Registers};
 use crate::nic::sash::broken;
-use crate::nic::{Failed, Left, Mac, MemoryLayout, NicError, NicMemory, NicOptions, Repoint, loan};
+use crate::nic::{Can, Failed, How, Left, Mac, MemoryLayout, NicError, NicMemory, NicOptions, Repoint, loan};
 
 /// How long a frame may take from the wire to the ring, once no other is let in: the longest at 10 Mb/s takes 1.3 ms.
 const LAST: Duration = Duration::from_millis(2);
@@ -119,11 +119,20 @@ impl<B: Bus> Rtl8139<B> {
     }
 }
 
+/// It has one queue.
+const CAN: Can = Can { point: true, pauses: false, steer: false };
+
 impl<B: Bus> Repoint for Rtl8139<B> {
     type Ready = Ready<B>;
 
-    fn prepare_rings(mut bus: B, memory: NicMemory, options: &NicOptions) -> Result<Ready<B>, Failed<B>> {
-        match Self::ready(&mut bus, &memory, options) {
+    fn prepare_rings(
+        mut bus: B,
+        memory: NicMemory,
+        options: &NicOptions,
+        how: How,
+        _: Iova,
+    ) -> Result<Ready<B>, Failed<B>> {
+        match CAN.go(how).and_then(|()| Self::ready(&mut bus, &memory, options)) {
             Ok(parts) => Ok(Ready { bus, memory, parts }),
             Err(error) => Err(Failed { error, bus, memory }),
         }
@@ -137,8 +146,12 @@ impl<B: Bus> Repoint for Rtl8139<B> {
         (bus, memory)
     }
 
+    fn can(&self) -> Can {
+        CAN
+    }
+
     /// Nobody can be asked to pause.
-    fn hush(&mut self) {
+    fn hush(&mut self, _: How) {
         self.hush = Hush { since: Some(Instant::now()), ..Hush::default() };
     }
 

@@ -21,6 +21,9 @@ const COMMAND_LEN: usize = 2048;
 /// Multicasts that fit into a command, after its class, its name and two counts.
 const MULTICASTS_MAX: usize = (COMMAND_LEN - 2 - 8) / 6;
 
+/// Pairs of queues of which one is ours.
+pub const PAIRS: u16 = 2;
+
 /// What no device answers.
 const NO_ANSWER: u8 = 0xa5;
 /// How long it may take. It is work for whoever runs the device, not for silicon.
@@ -61,6 +64,26 @@ impl Control {
     /// Commands that were given to the device.
     pub fn commands(&self) -> u64 {
         self.ring.cursor().available
+    }
+
+    /// Has all frames come to this pair of queues (§5.1.6.5.7): no hash is of any type that is asked for, so all go where unclassified ones do.
+    ///
+    /// # Errors
+    /// As [`set_filter`](Self::set_filter).
+    pub fn steer<R: Registers>(
+        &mut self,
+        transport: &Transport<R>,
+        pair: u16,
+        announce: &mut impl FnMut(u64),
+    ) -> Result<(), NicError> {
+        let mut data = Vec::with_capacity(64);
+        // Types of hashes; the table's length less one; the queue for the unclassified, and the table, of one entry; queues that send.
+        data.extend(0_u32.to_le_bytes());
+        data.extend([0, pair, pair, PAIRS].into_iter().flat_map(u16::to_le_bytes));
+        // A device takes no key at all for no steering at all.
+        data.push(40);
+        data.extend([0; 40]);
+        self.command(transport, &[&[control::MQ, control::MQ_RSS_CONFIG], &data[..]].concat(), announce)
     }
 
     /// Lets in what `filter` says. The device is asked for the more before the less, so that nothing is shut out meanwhile that was
@@ -118,7 +141,7 @@ impl Control {
         let [answer, ..] = self.words[0].load(Acquire).to_le_bytes();
         match answer {
             control::OK => Ok(()),
-            refused => Err(NicError::Options { field: "filter", value: refused.into(), must: "the device refuses it" }),
+            refused => Err(NicError::Absurd { what: "the answer to a command", value: refused.into() }),
         }
     }
 

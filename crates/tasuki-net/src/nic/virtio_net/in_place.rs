@@ -109,7 +109,7 @@ impl<B: Bus> VirtioNet<B> {
         self.tx.chains.adopt();
         self.control.iter_mut().for_each(Control::adopt);
         if self.memory.ledger().is_halted() {
-            self.bring_back()?;
+            self.bring_all_back()?;
         }
         self.enter_ledger(given);
         self.memory.ledger().halted(false);

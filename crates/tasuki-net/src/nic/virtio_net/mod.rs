@@ -126,7 +126,9 @@ impl<B: Bus> VirtioNet<B> {
         self.transport.silence_configuration();
         self.enable_queues()?;
         self.enable_control()?;
+        self.lend_spare()?;
         self.transport.run();
+        self.take_spare_back()?;
         self.filter(&options.filter)?;
         if options.scrub {
             self.keep_clean();
@@ -150,7 +152,7 @@ impl<B: Bus> VirtioNet<B> {
             self.rx.chains.adopt_kept(rx);
             self.tx.chains.adopt_kept(tx);
             if self.memory.ledger().is_halted() {
-                self.bring_back()?;
+                self.bring_all_back()?;
             }
         } else {
             // Should we die in the middle of it, the device must be started anew.

@@ -36,14 +36,19 @@ pub mod common {
 pub mod net {
     use super::{Register, Ro};
 
-    pub const MAC: [Register<u16, Ro>; 3] = [Register::at(0), Register::at(2), Register::at(4)];
+    pub const MAC: [Register<u8, Ro>; 6] =
+        [Register::at(0), Register::at(1), Register::at(2), Register::at(3), Register::at(4), Register::at(5)];
     pub const STATUS: Register<u16, Ro> = Register::at(6);
+    /// Of a device with MQ or RSS: pairs of queues.
+    pub const PAIRS_MAX: Register<u16, Ro> = Register::at(8);
     pub const MTU: Register<u16, Ro> = Register::at(10);
     pub const SPEED: Register<u32, Ro> = Register::at(12);
     pub const DUPLEX: Register<u8, Ro> = Register::at(16);
 
-    /// Bytes up to and with STATUS.
+    /// Bytes up to and with STATUS,
     pub const LEN: u32 = 8;
+    /// and up to PAIRS_MAX.
+    pub const LEN_WITH_PAIRS: u32 = 10;
     /// In STATUS: the link is up.
     pub const LINK_UP: u16 = 1;
     /// In SPEED: not known.
@@ -83,6 +88,8 @@ pub mod feature {
     pub const CTRL_VQ: u64 = 1 << 17;
     /// Commands for the receive filter.
     pub const CTRL_RX: u64 = 1 << 18;
+    /// There are several pairs of queues.
+    pub const MQ: u64 = 1 << 22;
     /// Each side says at which index it wants to hear of the other.
     pub const EVENT_IDX: u64 = 1 << 29;
     /// The interface of virtio 1.
@@ -93,8 +100,15 @@ pub mod feature {
     pub const ORDER_PLATFORM: u64 = 1 << 36;
     /// Queues can be reset one by one.
     pub const RING_RESET: u64 = 1 << 40;
+    /// The driver says which queue a frame comes to.
+    pub const RSS: u64 = 1 << 60;
     /// Speed and duplex are in the configuration.
     pub const SPEED_DUPLEX: u64 = 1 << 63;
+
+    /// Both of what it takes to have frames come to another pair of queues,
+    pub const STEER: u64 = MQ | RSS;
+    /// and what they are of no use without.
+    pub const STEER_NEEDS: u64 = STEER | CTRL_VQ | CTRL_RX | RING_RESET;
 
     /// All that we understand.
     pub const OURS: u64 = MTU
@@ -107,10 +121,11 @@ pub mod feature {
         | ACCESS_PLATFORM
         | ORDER_PLATFORM
         | RING_RESET
+        | STEER
         | SPEED_DUPLEX;
 }
 
-/// Queues, §5.1.2. Without several pairs, the one for commands is the third.
+/// Queues of a driver, which has one pair of them: see [`Way::number`](super::transport::Way::number) for §5.1.2's numbers.
 pub mod queue {
     pub const RECEIVE: u16 = 0;
     pub const TRANSMIT: u16 = 1;
@@ -124,6 +139,8 @@ pub mod control {
     pub const RX_ALLMULTI: u8 = 1;
     pub const MAC: u8 = 1;
     pub const MAC_TABLE_SET: u8 = 0;
+    pub const MQ: u8 = 4;
+    pub const MQ_RSS_CONFIG: u8 = 1;
     pub const OK: u8 = 0;
 }
 

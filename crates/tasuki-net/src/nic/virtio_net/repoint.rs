@@ -1,19 +1,23 @@
-//! A device whose queues are made to lie in another owner's memory (VIRTIO_F_RING_RESET, virtio 1.2, §2.6.1).
+//! A device whose queues are made to lie in another owner's memory (VIRTIO_F_RING_RESET, virtio 1.2, §2.6.1), or which has a second pair of them there.
 //!
 //! Virtio has no pause. So a giver goes on until nothing is left to be received or sent, and resets the queues, that for receiving first: what comes from then
 //! on waits where the device has it wait, or is lost, until a taker has the queues begin in its memory. What has come at the last moment is found in the used
 //! ring, and handled, and answered: transmission goes on until then. Features, address, filter, link and interrupts stay as they are.
+//!
+//! A device with two pairs of queues or more, which can be told where frames are to come to (VIRTIO_NET_F_RSS, §5.1.6.5.7), has the taker's pair run before
+//! anything goes there, and nothing is ever reset between. The giver has frames come there, handles what had come to its own pair, and lets go; then the taker
+//! begins with what is in its queue. Afterwards the taker resets the old pair, and the queue for commands, which it has begin in its memory.
 
 use std::time::Instant;
 
-use super::regs::{feature, queue as queues, status};
+use super::regs::{common, feature, queue as queues, status};
 use super::sash::{Counts, Sash};
 use super::setup::{self, Assembly, Cursors, Terms, wrong};
 use super::transport::Transport;
 use super::{DRAIN, VirtioNet, control};
-use crate::nic::bus::Bus;
+use crate::nic::bus::{Bus, Iova, Registers};
 use crate::nic::sash::{Sash as _, broken};
-use crate::nic::{Failed, Left, MemoryLayout, NicError, NicMemory, NicOptions, Repoint};
+use crate::nic::{Can, Failed, How, Left, MemoryLayout, NicError, NicMemory, NicOptions, Repoint};
 use crate::port::Burst;
 
 /// How far a giver is.
@@ -22,6 +26,9 @@ pub struct Hush {
     since: Instant,
     /// The receive queue is reset: nothing is posted.
     off: bool,
+    /// The pair of queues that frames come to instead of ours, once they do.
+    steered: Option<u16>,
+    how: How,
 }
 
 impl Hush {
@@ -31,9 +38,15 @@ impl Hush {
     }
 }
 
-/// A taker with rings of its own: a driver that has everything but the device.
+/// A taker with rings of its own: a driver that has everything but the device, or but what comes.
 #[derive(Debug)]
-pub struct Ready<B: Bus>(VirtioNet<B>);
+pub struct Ready<B: Bus> {
+    nic: VirtioNet<B>,
+    how: How,
+}
+
+/// In how a device was left: frames come to the pair of queues in the low half.
+const STEERED: u64 = 1 << 63;
 
 /// A device that cannot be made to use other memory while it runs.
 fn cannot_reset() -> NicError {
@@ -78,11 +91,12 @@ impl<B: Bus> VirtioNet<B> {
     }
 }
 
-/// What the device runs with: asked for, and nothing of it changed.
+/// What the device runs with: asked for, and nothing of it changed. The pair of queues is that of whoever drives, whose rings begin at `from`.
 fn ask<B: Bus>(
     bus: &mut B,
     memory: &NicMemory,
     options: &NicOptions,
+    from: Iova,
 ) -> Result<(Transport<B::Registers>, Terms), NicError> {
     setup::check_options(options)?;
     setup::check_memory(memory, options)?;
@@ -99,23 +113,126 @@ fn ask<B: Bus>(
     if features & !feature::OURS != 0 || features & feature::VERSION_1 == 0 {
         return Err(broken("the features", features));
     }
-    transport.find_bells(features)?;
-    transport.way().check(features)?;
+    transport.find_pairs(features)?;
+    // The receive queue is the first thing in a NIC's rings.
+    if transport.queue(queues::RECEIVE)?.1 != Some(from) && features & feature::STEER != 0 {
+        transport.choose(1);
+    }
+    if transport.queue(queues::RECEIVE)?.1 != Some(from) {
+        return Err(broken("the device has no queue at", from.0));
+    }
     for queue in [queues::RECEIVE, queues::TRANSMIT] {
         if transport.queue(queue)?.0 != options.ring {
             return Err(wrong("ring", options.ring.into(), "it must be what the card runs with"));
         }
     }
+    transport.find_bells(features)?;
+    transport.way().check(features)?;
     let terms = Terms::new(&transport, features, options)?;
     Ok((transport, terms))
+}
+
+/// The other pair of queues than ours.
+fn other(pair: u16) -> u16 {
+    (pair + 1) % control::PAIRS
+}
+
+/// Has the device use none of these queues.
+fn reset_queues(transport: &Transport<impl Registers>, queues: &[u16]) -> Result<(), NicError> {
+    queues.iter().try_for_each(|&queue| match transport.queue(queue)? {
+        (_, None) => Ok(()),
+        (_, Some(_)) => transport.reset_queue(queue),
+    })
+}
+
+impl<B: Bus> VirtioNet<B> {
+    fn can_do(&self) -> Can {
+        Can { point: self.terms.resets_queues(), pauses: false, steer: self.terms.steers() }
+    }
+
+    /// The same, and has what comes come there.
+    pub(super) fn bring_all_back(&mut self) -> Result<(), NicError> {
+        self.bring_back()?;
+        if self.terms.steers() { self.steer(self.transport.way().pair) } else { Ok(()) }
+    }
+
+    /// Has all frames come to this pair of queues.
+    pub(super) fn steer(&mut self, pair: u16) -> Result<(), NicError> {
+        let mut sash = Sash::blank();
+        self.write_seldom_to(&mut sash);
+        let Some(control) = &mut self.control else { return Err(broken("it has no queue for commands", 0)) };
+        let mut announce = |commands| {
+            sash.commands = commands;
+            self.memory.ledger().write_seldom(sash.seldom());
+        };
+        control.steer(&self.transport, pair, &mut announce)
+    }
+
+    /// A queue can be reset, and be used from elsewhere, only if the device knew it before it ran (§3.1.1, §2.6.1): so it comes to know a pair of which nothing is used.
+    pub(super) fn lend_spare(&mut self) -> Result<(), NicError> {
+        if !self.terms.steers() {
+            return Ok(());
+        }
+        let places = [queues::RECEIVE, queues::TRANSMIT].into_iter().zip(self.layout.spare);
+        self.with_other_pair(|transport, memory| {
+            { places }.try_for_each(|(queue, place)| {
+                transport.enable_queue(queue, setup::SPARE, place.addresses(memory), common::NO_VECTOR)
+            })
+        })
+    }
+
+    /// It is nobody's from here on.
+    pub(super) fn take_spare_back(&mut self) -> Result<(), NicError> {
+        if !self.terms.steers() {
+            return Ok(());
+        }
+        self.with_other_pair(|transport, _| reset_queues(transport, &[queues::TRANSMIT, queues::RECEIVE]))
+    }
+
+    /// Has the transport speak of the other pair of queues.
+    fn with_other_pair<T>(&mut self, then: impl FnOnce(&Transport<B::Registers>, &NicMemory) -> T) -> T {
+        let ours = self.transport.way().pair;
+        self.transport.choose(other(ours));
+        let done = then(&self.transport, &self.memory);
+        self.transport.choose(ours);
+        done
+    }
+
+    /// The device comes to know our pair of queues, to which nothing comes yet, in the place of whatever was left there.
+    fn open_pair(&mut self) -> Result<(), NicError> {
+        reset_queues(&self.transport, &[queues::TRANSMIT, queues::RECEIVE])?;
+        self.enable_queues()?;
+        self.ring_both();
+        self.transport.status().map(drop)
+    }
+
+    /// What the device has of a former owner's it has no longer: the other pair of queues, and that for commands, which is ours from now on.
+    fn close_other_pair(&mut self) -> Result<(), NicError> {
+        let all = [queues::TRANSMIT, queues::RECEIVE, queues::CONTROL];
+        self.with_other_pair(|transport, _| reset_queues(transport, &all))?;
+        // We have given no command yet, so a successor finds no other count of them.
+        self.control.iter_mut().for_each(control::Control::begin);
+        self.enable_control()
+    }
 }
 
 impl<B: Bus> Repoint for VirtioNet<B> {
     type Ready = Ready<B>;
 
-    fn prepare_rings(mut bus: B, memory: NicMemory, options: &NicOptions) -> Result<Ready<B>, Failed<B>> {
+    fn prepare_rings(
+        mut bus: B,
+        memory: NicMemory,
+        options: &NicOptions,
+        how: How,
+        from: Iova,
+    ) -> Result<Ready<B>, Failed<B>> {
         memory.take_back();
-        let asked = ask(&mut bus, &memory, options).and_then(|(transport, terms)| {
+        let asked = ask(&mut bus, &memory, options, from).and_then(|(mut transport, terms)| {
+            if how == How::Steer {
+                Can { point: true, pauses: false, steer: terms.steers() }.go(how)?;
+                transport.choose(other(transport.way().pair));
+                transport.find_bells(terms.features)?;
+            }
             let mac = transport.mac()?;
             let interrupt = setup::interrupt(&mut bus)?;
             memory.map_anew(&mut bus)?;
@@ -137,10 +254,24 @@ impl<B: Bus> Repoint for VirtioNet<B> {
         nic.write_seldom();
         nic.enter_ledger(0);
         nic.memory.ledger().belongs(None);
-        Ok(Ready(nic))
+        match if how == How::Steer { nic.open_pair() } else { Ok(()) } {
+            Ok(()) => Ok(Ready { nic, how }),
+            Err(error) => {
+                let (bus, memory) = Self::give_up(Ready { nic, how });
+                Err(Failed { error, bus, memory })
+            }
+        }
     }
 
-    fn give_up(Ready(nic): Ready<B>) -> (B, NicMemory) {
+    fn can(&self) -> Can {
+        self.can_do()
+    }
+
+    fn give_up(Ready { nic, how }: Ready<B>) -> (B, NicMemory) {
+        if how == How::Steer {
+            // Of a device that is gone nothing reaches the memory any more.
+            let _ = reset_queues(&nic.transport, &[queues::TRANSMIT, queues::RECEIVE]);
+        }
         let VirtioNet { mut bus, memory, .. } = nic;
         // Nobody has to be told that it was gone already.
         let _ = memory.unmap(&mut bus);
@@ -148,9 +279,12 @@ impl<B: Bus> Repoint for VirtioNet<B> {
         (bus, memory)
     }
 
-    fn hush(&mut self) {
+    fn hush(&mut self, how: How) {
         self.memory.ledger().halted(true);
-        self.hush = Some(Hush { since: Instant::now(), off: false });
+        let other = other(self.transport.way().pair);
+        // A device that refuses is not left: nothing goes elsewhere.
+        let steered = (how == How::Steer && self.steer(other).is_ok()).then_some(other);
+        self.hush = Some(Hush { since: Instant::now(), off: false, steered, how });
     }
 
     fn is_quiet(&mut self) -> bool {
@@ -165,10 +299,15 @@ impl<B: Bus> Repoint for VirtioNet<B> {
         let Some(hush) = self.hush else {
             return Err(broken("it was not hushed before it was to be left", 0));
         };
-        if !self.terms.resets_queues() {
-            return Err(cannot_reset());
-        }
+        self.can_do().go(hush.how)?;
         self.commit(&Burst::new());
+        if hush.how == How::Steer {
+            // What is on its way to our pair yet comes at once, or was given up with what waits there.
+            return match hush.steered {
+                Some(_) => Ok(!self.rx.is_ready()? && self.tx.chains.is_empty()),
+                None => Err(broken("the device does not have frames come to its other queues", 0)),
+            };
+        }
         if !hush.off {
             self.transport.reset_queue(queues::RECEIVE)?;
             self.hush = Some(Hush { off: true, ..hush });
@@ -187,14 +326,18 @@ impl<B: Bus> Repoint for VirtioNet<B> {
     }
 
     fn left(&self) -> Left {
-        Left::STOPPED
+        match self.hush.and_then(|hush| hush.steered) {
+            Some(pair) => Left(STEERED | u64::from(pair)),
+            None => Left::STOPPED,
+        }
     }
 
     fn go_back(&mut self) -> Result<(), NicError> {
-        if self.hush.is_none() {
-            return Ok(());
+        let Some(hush) = self.hush else { return Ok(()) };
+        match hush.how {
+            How::Steer => self.steer(self.transport.way().pair)?,
+            How::Point => self.bring_back()?,
         }
-        self.bring_back()?;
         self.hush = None;
         self.refill();
         self.write_seldom();
@@ -205,7 +348,19 @@ impl<B: Bus> Repoint for VirtioNet<B> {
         self.transport.status().map(drop)
     }
 
-    fn repoint(Ready(mut nic): Ready<B>, _: Left) -> Result<Self, Failed<B>> {
+    fn repoint(Ready { mut nic, how }: Ready<B>, left: Left) -> Result<Self, Failed<B>> {
+        if how == How::Steer {
+            if left != Left(STEERED | u64::from(nic.transport.way().pair)) {
+                // It may have, and died: the memory of ours goes, and so the queues must.
+                let _ = reset_queues(&nic.transport, &[queues::TRANSMIT, queues::RECEIVE]);
+                let error = broken("the giver has not had frames come to our queues, but left the device at", left.0);
+                return Err(nic.failed(error));
+            }
+            // Until the rest of the device is ours, too, who comes next has to see to that: `forget`.
+            nic.memory.ledger().halted(true);
+            nic.memory.ledger().belongs(Some((Sash::KIND, Sash::VERSION)));
+            return Ok(nic);
+        }
         let uses = nic.queues().try_for_each(|queue| match nic.transport.queue(queue)? {
             (_, None) => Ok(()),
             (_, Some(at)) => Err(broken("the device uses a queue, though it was left, at", at.0)),
@@ -225,6 +380,11 @@ impl<B: Bus> Repoint for VirtioNet<B> {
     }
 
     fn forget(&mut self, old: &MemoryLayout) -> Result<(), NicError> {
+        if self.memory.ledger().is_halted() {
+            // It was steered to, and has a part of its former owner's yet.
+            self.close_other_pair()?;
+            self.memory.ledger().halted(false);
+        }
         self.bus.unmap_dma(old.arena_at(), old.slots.len())?;
         Ok(self.bus.unmap_dma(old.rings_at, old.rings_len)?)
     }

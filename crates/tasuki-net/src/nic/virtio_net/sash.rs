@@ -118,7 +118,7 @@ pub struct Sash {
     pub empty: u16,
     /// After a reset: frames that were not sent; the first entries of `tx`.
     pub unsent: u16,
-    pub(super) reserved: [u16; 3],
+    pub(super) reserved: u16,
     /// Commands that were given to the device so far.
     pub commands: u64,
     /// In kept queues: where the driver stands in the receive queue.
@@ -196,7 +196,7 @@ impl Sash {
         if self.commands > INDEX_MAX {
             return Err(broken("the number of commands", self.commands));
         }
-        if self.kept > 1 || self.reserved != [0; 3] {
+        if self.kept > 1 || self.reserved != 0 {
             return Err(broken("whether queues are kept", self.kept.into()));
         }
         self.way.check(self.features)
@@ -311,6 +311,8 @@ mod tests {
             notify: place(0x3000, 0x1000),
             net: place(0x2000, 0x1000),
             bells: [0, 4, 8],
+            pairs: 1,
+            pair: 0,
         };
         let blank = *Sash::blank();
         let mut sash = Sash { head, features, way, frame_max: 1518, come: 1, empty: 3, unsent: 1, ..blank };
@@ -333,7 +335,7 @@ mod tests {
     #[test]
     fn a_sash_that_cannot_be_true_is_refused() {
         type Change = (&'static str, fn(&mut Sash));
-        let changes: [Change; 28] = [
+        let changes: [Change; 31] = [
             ("version 4", |sash| sash.head.version += 1),
             ("the sash is of", |sash| sash.head.kind = 0x8086_10d3),
             ("rings are at another address", |sash| sash.head.rings_at = 0),
@@ -347,13 +349,16 @@ mod tests {
             ("the longest frame", |sash| sash.frame_max = 4097),
             ("the number of commands", |sash| sash.commands = u64::MAX),
             ("are kept", |sash| sash.kept = 2),
-            ("are kept", |sash| sash.reserved[1] = 1),
+            ("are kept", |sash| sash.reserved = 1),
             ("it has no registers at", |sash| sash.way.common.bar = 6),
             ("it has no registers at", |sash| sash.way.net.base = 2),
             ("it has no registers at", |sash| sash.way.notify.len = u32::MAX),
             ("it has no registers at", |sash| sash.way.common.len = 0x37),
             ("it has no registers at", |sash| sash.way.bells[1] = 0xfff),
             ("it has no registers at", |sash| sash.way.bells[0] = 3),
+            ("no pair of queues", |sash| sash.way.pair = 1),
+            ("no pair of queues", |sash| sash.way.pairs = 2),
+            ("no pair of queues", |sash| sash.way.pairs = 0),
             ("queue", |sash| sash.head.ring = 4),
             ("queue", |sash| (sash.head.ring, sash.rx[8]) = (16, sash.rx[3])),
             ("the length of a frame", |sash| sash.rx[3].len = 1519),

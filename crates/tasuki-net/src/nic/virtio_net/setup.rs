@@ -31,11 +31,16 @@ pub struct Layout {
     pub rx: Place,
     pub tx: Place,
     pub control: Place,
+    /// Queues to spare, as short as can be.
+    pub spare: [Place; 2],
     /// The header that the device writes, and the one that it reads.
     rx_header: usize,
     tx_header: usize,
     command: usize,
 }
+
+/// Descriptors of a queue to spare.
+pub const SPARE: u16 = 2;
 
 /// Bytes from one header to what follows it.
 const HEADER_ROOM: usize = 64;
@@ -50,9 +55,11 @@ impl Layout {
         let rx_header = control.end;
         let tx_header = rx_header + HEADER_ROOM;
         let command = tx_header + HEADER_ROOM;
-        let need = command + control::MEMORY_LEN;
+        let spare_rx = Place::new(command + control::MEMORY_LEN, SPARE);
+        let spare_tx = Place::new(spare_rx.end, SPARE);
+        let (spare, need) = ([spare_rx, spare_tx], spare_tx.end);
         match need <= have {
-            true => Ok(Layout { rx, tx, control, rx_header, tx_header, command }),
+            true => Ok(Layout { rx, tx, control, spare, rx_header, tx_header, command }),
             false => Err(NicError::Memory { what: "rings", need, have }),
         }
     }
@@ -77,9 +84,14 @@ impl Terms {
         self.features & feature::RING_RESET != 0
     }
 
+    /// Whether frames can be had come to another pair of queues.
+    pub fn steers(&self) -> bool {
+        self.features & feature::STEER != 0
+    }
+
     /// What the device allows of what is asked for.
     fn agree(transport: &Transport<impl Registers>, options: &NicOptions) -> Result<Self, NicError> {
-        let features = transport.negotiate()?;
+        let features = transport.negotiate(options.mtu)?;
         let (rx, tx) = (transport.queue_size_max(queues::RECEIVE), transport.queue_size_max(queues::TRANSMIT));
         if options.ring > rx.min(tx) {
             return Err(wrong("ring", options.ring.into(), "the device's queues are shorter"));
@@ -207,6 +219,7 @@ impl<R: Registers> Assembly<R> {
         let terms = Terms::agree(&transport, options)?;
         memory.map_anew(bus)?;
         pci::enable(bus, true)?;
+        transport.find_pairs(terms.features)?;
         transport.find_bells(terms.features)?;
         let mac = transport.mac()?;
         let interrupt = interrupt(bus)?;
@@ -220,6 +233,10 @@ impl<R: Registers> Assembly<R> {
         self.rx.chains.empty();
         self.tx.chains.empty();
         self.control.iter_mut().for_each(Control::begin);
+        for place in self.layout.spare {
+            // The indices, from which nothing begins.
+            SplitRing::new(memory, place, SPARE, false, Cursor::default()).begin_at(0, [].into_iter());
+        }
         self.describe_headers(memory);
     }
 
@@ -244,6 +261,8 @@ impl<R: Registers> Assembly<R> {
         }
         let mac = transport.mac()?;
         sash.head.check_mac(mac)?;
+        transport.find_pairs(sash.features)?;
+        transport.choose(sash.way.pair);
         transport.find_bells(sash.features)?;
         if transport.way() != sash.way {
             return Err(broken("the device has its registers elsewhere, at", transport.way().common.base.into()));

@@ -13,6 +13,9 @@ const STEP_MS: u32 = 1000;
 /// How often the configuration may change while it is read.
 const CHANGES_MAX: usize = 100;
 
+/// Pairs of queues of a device, at most (§5.1.4).
+const PAIRS_MAX: u16 = 0x8000 / 2;
+
 /// BARs of a device.
 const BARS: u32 = 6;
 
@@ -84,9 +87,22 @@ pub struct Way {
     pub net: Place,
     /// Where those of each queue go, in bytes from there.
     pub bells: [u32; 3],
+    /// Pairs of queues that the device has, and which of them is ours.
+    pub pairs: u16,
+    /// From 0 on.
+    pub pair: u16,
 }
 
 impl Way {
+    /// The device's number of one of our queues (§5.1.2): the pairs one after the other, and the queue for commands behind them.
+    pub fn number(&self, queue: u16) -> u16 {
+        match queue {
+            queues::RECEIVE => 2 * self.pair,
+            queues::TRANSMIT => 2 * self.pair + 1,
+            _ => 2 * self.pairs,
+        }
+    }
+
     /// Whether it can be that of a device with these features.
     pub fn check(&self, features: u64) -> Result<(), NicError> {
         let common_len = if features & feature::RING_RESET == 0 { common::LEN } else { common::LEN_WITH_RESET };
@@ -94,6 +110,10 @@ impl Way {
             if !place.is_sound() || place.len < len {
                 return Err(broken("it has no registers at", place.base.into()));
             }
+        }
+        let pairs = if features & feature::STEER == 0 { 1..=1 } else { 2..=PAIRS_MAX };
+        if !pairs.contains(&self.pairs) || self.pair >= self.pairs {
+            return Err(broken("it has no pair of queues", self.pair.into()));
         }
         match self.bells.iter().find(|&&bell| !self.notify.has_bell(bell)) {
             Some(&bell) => Err(broken("it has no registers at", bell.into())),
@@ -139,7 +159,7 @@ impl<R: Registers> Transport<R> {
         let (net, _) = Place::find(bus, header, capability::DEVICE)?;
         common.at_least(common::LEN)?;
         net.at_least(net::LEN)?;
-        let way = Way { common, notify, net, bells: [0; 3] };
+        let way = Way { common, notify, net, bells: [0; 3], pairs: 1, pair: 0 };
         Ok(Transport { notify_multiplier: multiplier, ..Self::open(bus, way)? })
     }
 
@@ -154,13 +174,34 @@ impl<R: Registers> Transport<R> {
         self.way
     }
 
-    /// Asks where the notifications of each queue go (§4.1.4.4). A device that takes no commands has no third queue.
+    /// Asks how many pairs of queues there are: one, for who cannot steer.
+    pub fn find_pairs(&mut self, features: u64) -> Result<(), NicError> {
+        if features & feature::STEER != 0 {
+            let pairs = self.pairs_max()?;
+            if !(2..=PAIRS_MAX).contains(&pairs) {
+                return Err(NicError::Absurd { what: "the number of its pairs of queues", value: pairs.into() });
+            }
+            self.way.pairs = pairs;
+        }
+        Ok(())
+    }
+
+    fn pairs_max(&self) -> Result<u16, NicError> {
+        self.steady(|net| net.at(net::PAIRS_MAX).read(&net.registers))
+    }
+
+    /// This pair of queues is ours.
+    pub fn choose(&mut self, pair: u16) {
+        self.way.pair = pair;
+    }
+
+    /// Asks where the notifications of each of our queues go (§4.1.4.4). A device that takes no commands has none for those.
     pub fn find_bells(&mut self, features: u64) -> Result<(), NicError> {
         for queue in [queues::RECEIVE, queues::TRANSMIT, queues::CONTROL] {
             if queue == queues::CONTROL && features & feature::CTRL_RX == 0 {
                 break;
             }
-            self.write(common::QUEUE_SELECT, queue);
+            self.select(queue);
             let offset = u64::from(self.read(common::QUEUE_NOTIFY_OFF)) * u64::from(self.notify_multiplier);
             match u32::try_from(offset) {
                 Ok(offset) if self.way.notify.has_bell(offset) => self.way.bells[usize::from(queue)] = offset,
@@ -171,6 +212,11 @@ impl<R: Registers> Transport<R> {
             }
         }
         Ok(())
+    }
+
+    /// What is read and written next of a queue is this one's.
+    fn select(&self, queue: u16) {
+        self.write(common::QUEUE_SELECT, self.way.number(queue));
     }
 
     fn read<W: Width, A: Readable>(&self, register: Register<W, A>) -> W {
@@ -214,8 +260,8 @@ impl<R: Registers> Transport<R> {
         Ok(())
     }
 
-    /// Agrees on features (§3.1.1).
-    pub fn negotiate(&self) -> Result<u64, NicError> {
+    /// Agrees on features (§3.1.1), with buffers for payloads of so many bytes.
+    pub fn negotiate(&self, mtu: u16) -> Result<u64, NicError> {
         let half = |select| {
             self.write(common::DEVICE_FEATURE_SELECT, select);
             u64::from(self.read(common::DEVICE_FEATURE))
@@ -231,6 +277,16 @@ impl<R: Registers> Transport<R> {
         }
         if self.way.common.len < common::LEN_WITH_RESET {
             features &= !feature::RING_RESET;
+        }
+        // Who accepts it has buffers for all that the device says (§5.1.4.2).
+        if self.mtu(features)?.is_some_and(|most| most > mtu) {
+            features &= !feature::MTU;
+        }
+        let steers = features & feature::STEER_NEEDS == feature::STEER_NEEDS
+            && self.way.net.len >= net::LEN_WITH_PAIRS
+            && self.pairs_max()? > 1;
+        if !steers {
+            features &= !feature::STEER;
         }
         for (select, shift) in [(0, 0), (1, 32)] {
             self.write(common::DRIVER_FEATURE_SELECT, select);
@@ -250,10 +306,10 @@ impl<R: Registers> Transport<R> {
 
     /// Most descriptors that queue `queue` can have; 0 if there is no such queue.
     pub fn queue_size_max(&self, queue: u16) -> u16 {
-        if queue >= self.read(common::NUM_QUEUES) {
+        if self.way.number(queue) >= self.read(common::NUM_QUEUES) {
             return 0;
         }
-        self.write(common::QUEUE_SELECT, queue);
+        self.select(queue);
         self.read(common::QUEUE_SIZE)
     }
 
@@ -264,7 +320,7 @@ impl<R: Registers> Transport<R> {
 
     /// Tells the device where queue `queue` is (§4.1.5.1.3), and that it may use it.
     pub fn enable_queue(&self, queue: u16, size: u16, at: [Iova; 3], vector: u16) -> Result<(), NicError> {
-        self.write(common::QUEUE_SELECT, queue);
+        self.select(queue);
         self.write(common::QUEUE_SIZE, size);
         let parts = [common::QUEUE_DESC, common::QUEUE_DRIVER, common::QUEUE_DEVICE];
         for ([low, high], at) in parts.into_iter().zip(at) {
@@ -292,7 +348,7 @@ impl<R: Registers> Transport<R> {
 
     /// The length of queue `queue`, and where its descriptors are, if the device uses it.
     pub fn queue(&self, queue: u16) -> Result<(u16, Option<Iova>), NicError> {
-        self.write(common::QUEUE_SELECT, queue);
+        self.select(queue);
         let size = self.read(common::QUEUE_SIZE);
         let [low, high] = common::QUEUE_DESC;
         let at = Iova(u64::from(self.read(low)) | u64::from(self.read(high)) << 32);
@@ -306,7 +362,7 @@ impl<R: Registers> Transport<R> {
 
     /// Resets queue `queue` (§2.6.1): afterwards the device touches neither its ring nor its buffers.
     pub fn reset_queue(&self, queue: u16) -> Result<(), NicError> {
-        self.write(common::QUEUE_SELECT, queue);
+        self.select(queue);
         self.write(common::QUEUE_RESET, 1);
         let limit = "the reset of a queue";
         wait(limit, STEP_MS, || matches!(self.read(common::QUEUE_RESET), 0 | u16::MAX))?;
@@ -317,7 +373,7 @@ impl<R: Registers> Transport<R> {
     /// Where one says that queue `queue` has something new.
     pub fn doorbell(&self, queue: u16) -> Doorbell {
         let offset = self.way.bells[usize::from(queue) % self.way.bells.len()];
-        Doorbell { register: self.notify.at(Register::at(offset)), queue }
+        Doorbell { register: self.notify.at(Register::at(offset)), queue: self.way.number(queue) }
     }
 
     /// Says so.
@@ -340,9 +396,7 @@ impl<R: Registers> Transport<R> {
 
     /// The device's address.
     pub fn mac(&self) -> Result<Mac, NicError> {
-        let parts = self.steady(|net| net::MAC.map(|part| net.at(part).read(&net.registers)))?;
-        let [[a, b], [c, d], [e, f]] = parts.map(u16::to_le_bytes);
-        let mac = [a, b, c, d, e, f];
+        let mac = self.steady(|net| net::MAC.map(|byte| net.at(byte).read(&net.registers)))?;
         if mac == [0xff; 6] { Err(NicError::Gone) } else { Ok(Mac(mac)) }
     }
 
@@ -356,11 +410,13 @@ impl<R: Registers> Transport<R> {
 
     /// The state of the link.
     pub fn link(&self, features: u64) -> Link {
-        let up = self.steady(|net| net.at(net::STATUS).read(&net.registers));
-        let down = match up {
-            Ok(u16::MAX) | Err(_) => true,
-            // Without the feature it is always up.
-            Ok(status) => features & feature::STATUS != 0 && status & net::LINK_UP == 0,
+        let down = match features & feature::STATUS {
+            // It is always up, as long as it is there.
+            0 => self.status().is_err(),
+            _ => match self.steady(|net| net.at(net::STATUS).read(&net.registers)) {
+                Ok(u16::MAX) | Err(_) => true,
+                Ok(status) => status & net::LINK_UP == 0,
+            },
         };
         if down {
             return Link::Down;
