@@ -37,6 +37,13 @@ impl std::fmt::Display for Method {
     }
 }
 
+impl Method {
+    /// Whether the new owner has memory of its own for the card.
+    pub fn is_apart(self) -> bool {
+        matches!(self, Method::Mbb | Method::Repoint)
+    }
+}
+
 /// How a card takes other ring bases while its link stays up.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Repointing {

@@ -5,6 +5,7 @@ use std::path::{Path, PathBuf};
 use std::str::FromStr;
 
 use anyhow::{Context, Result, bail, ensure};
+use serde::{Deserialize, Serialize};
 use tasuki_net::nic::bus::pci::Header;
 use tasuki_net::nic::bus::vfio::{Address, Vfio};
 use tasuki_net::nic::bus::vfio_user::{TIMEOUT, VfioUser};
@@ -59,7 +60,8 @@ pub trait Job {
 }
 
 /// A driver, and the cards that it drives.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
 pub enum Driver {
     /// Intel 82574L.
     E1000e,

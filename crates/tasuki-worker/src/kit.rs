@@ -14,6 +14,8 @@ use tasuki_relay::letter;
 use tasuki_relay::wire::{Position, Reason};
 use tasuki_shm::region::Region;
 
+use crate::device::Driver;
+
 /// Where, among the descriptors, the way to the card begins.
 pub const DEVICE: usize = 1;
 
@@ -23,16 +25,13 @@ const MEMORY: usize = 3;
 /// Of the text.
 const VERSION: u32 = 1;
 
-/// The driver of the Intel 82574L, in a kit's text.
-pub const E1000E: &str = "e1000e";
-
 /// A kit's text.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Text {
     /// [`VERSION`] of whoever wrote it.
     pub version: u32,
     /// Which driver drives it.
-    pub driver: String,
+    pub driver: Driver,
     /// How it was started, for whoever starts it anew: descriptors in each ring,
     pub ring: u16,
     /// whether every frame is let in,
@@ -97,7 +96,7 @@ pub struct Opened<B> {
 /// Of a card that runs, for others to go on with: the letter, and its descriptors.
 pub fn pack<N: InPlace>(
     nic: &N,
-    driver: &str,
+    driver: Driver,
     options: &NicOptions,
     (parts, layout): (Parts, MemoryLayout),
     wake: &OwnedFd,
@@ -109,7 +108,7 @@ where
     let (text, fds) = kit::pack(nic.bus(), parts, &layout)?;
     let text = serde_json::to_string(&Text {
         version: VERSION,
-        driver: driver.to_owned(),
+        driver,
         ring: options.ring,
         promiscuous: options.filter.promiscuous,
         all_multicast: options.filter.all_multicast,
@@ -198,11 +197,10 @@ pub fn read(kit: &letter::Kit) -> Result<Text, Refused> {
             text.version
         )));
     }
-    if text.driver != E1000E {
-        return Err(odd(format!(
-            "a card of driver {:?} cannot be gone on with while it runs; hand it over cold",
-            text.driver
-        )));
+    if text.driver == Driver::Rtl8139 {
+        return Err(odd(
+            "an RTL8139 cannot be gone on with while it runs; drive it by hand with `tasuki nic run`".to_owned()
+        ));
     }
     Ok(text)
 }

@@ -9,6 +9,8 @@ use rustix::event::{PollFd, PollFlags, Timespec};
 use tasuki_net::capture::{Capture, Terms};
 use tasuki_net::nic::bus::{Vfio, VfioUser};
 use tasuki_net::nic::e1000e::{self, E1000e};
+use tasuki_net::nic::virtio_net::VirtioNet;
+use tasuki_net::nic::virtio_net::sash as virtio;
 use tasuki_relay::Party;
 use tasuki_relay::letter::{self, Begin, SPEECH, ToDaemon, ToWorker};
 use tasuki_relay::wire::Order;
@@ -16,6 +18,7 @@ use tasuki_relay::worker::{Input, Tables};
 
 use crate::board::{Board, Book, Pulse};
 use crate::cpus::Cpus;
+use crate::device::Driver;
 use crate::duty::Duty;
 use crate::memif::Memif;
 use crate::post::{Heard, Post};
@@ -37,18 +40,22 @@ const ROUND: u64 = 1 << 16;
 /// How long a taker looks at the lease word without a rest before it sleeps until it is rung for.
 const SPIN: Duration = Duration::from_millis(20);
 
-/// A NIC, by the way to it: its data path is compiled for it. Or the node's end of a VNI.
+/// A NIC, by its driver and the way to it: its data path is compiled for them. Or the node's end of a VNI.
 enum AnySeat<D: Duty> {
-    User(Box<Seat<E1000e<VfioUser>, D>>),
-    Vfio(Box<Seat<E1000e<Vfio>, D>>),
+    E1000eUser(Box<Seat<E1000e<VfioUser>, D>>),
+    E1000eVfio(Box<Seat<E1000e<Vfio>, D>>),
+    VirtioUser(Box<Seat<VirtioNet<VfioUser>, D>>),
+    VirtioVfio(Box<Seat<VirtioNet<Vfio>, D>>),
     Vni(Box<VniSeat<D>>),
 }
 
 macro_rules! each {
     ($any:expr, $seat:ident => $what:expr) => {
         match $any {
-            AnySeat::User($seat) => $what,
-            AnySeat::Vfio($seat) => $what,
+            AnySeat::E1000eUser($seat) => $what,
+            AnySeat::E1000eVfio($seat) => $what,
+            AnySeat::VirtioUser($seat) => $what,
+            AnySeat::VirtioVfio($seat) => $what,
             AnySeat::Vni($seat) => $what,
         }
     };
@@ -99,7 +106,7 @@ pub fn run<D: Duty>() -> Result<()> {
     warm::up();
     let mut unconfined = confine::confine(begin.memlock)?.0;
     unconfined.extend(marked.map(|error| format!("the end of this worker will be noticed late: {error}")));
-    let reads = vec![store::versions::<e1000e::Sash>()];
+    let reads = vec![store::versions::<e1000e::Sash>(), store::versions::<virtio::Sash>()];
     node.common.post.write(&ToDaemon::Begun { speech: SPEECH, reads, unconfined }, Vec::new());
     node.serve()
 }
@@ -398,7 +405,7 @@ impl<D: Duty> Node<D> {
         let board = fds.next().context("the NIC's board did not come; rebuild the older of daemon and worker")?;
         let board = Board::over(board).context("the NIC's board")?;
         let text = kit::read(&kit);
-        let is_vfio = text.as_ref().is_ok_and(kit::is_vfio);
+        let way = text.as_ref().map(|text| (text.driver, kit::is_vfio(text))).ok();
         let is_vni = kit.kind == letter::vni::KIND;
         let given = Given { number, name, iova, kit, fds: fds.collect(), board, text };
         if is_vni {
@@ -406,9 +413,17 @@ impl<D: Duty> Node<D> {
             self.idle_looks = IDLE_LOOKS_OF_VNI;
             return Ok(());
         }
-        self.seats.push(match is_vfio {
-            true => AnySeat::Vfio(Box::new(Seat::new(given, &self.common, &self.told))),
-            false => AnySeat::User(Box::new(Seat::new(given, &self.common, &self.told))),
+        let (common, told) = (&self.common, &self.told);
+        self.seats.push(match way {
+            Some((Driver::VirtioNet, true)) => AnySeat::VirtioVfio(Box::new(Seat::new(given, common, told))),
+            Some((Driver::VirtioNet, false)) => AnySeat::VirtioUser(Box::new(Seat::new(given, common, told))),
+            Some((Driver::E1000e | Driver::Rtl8139, true)) => {
+                AnySeat::E1000eVfio(Box::new(Seat::new(given, common, told)))
+            }
+            // One that is not understood is refused by any seat, with what is wrong with it.
+            Some((Driver::E1000e | Driver::Rtl8139, false)) | None => {
+                AnySeat::E1000eUser(Box::new(Seat::new(given, common, told)))
+            }
         });
         Ok(())
     }

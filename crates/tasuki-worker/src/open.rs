@@ -11,7 +11,8 @@ use tasuki_net::nic::bus::pci::Header;
 use tasuki_net::nic::bus::vfio::Vfio;
 use tasuki_net::nic::e1000e::E1000e;
 use tasuki_net::nic::kit::KitBus;
-use tasuki_net::nic::{Filter, InPlace, Link, NicError, NicOptions};
+use tasuki_net::nic::virtio_net::VirtioNet;
+use tasuki_net::nic::{Filter, InPlace, Link, NicError, NicOptions, Repoint};
 use tasuki_relay::letter::{Can, ToDaemon};
 
 use crate::device::{self, Device, Driver};
@@ -58,15 +59,16 @@ pub fn open(how: &How) -> Result<()> {
 fn start<B: KitBus>(mut bus: B, how: &How) -> Result<(ToDaemon, Vec<OwnedFd>)> {
     let found = Header::read(&mut bus)?.id;
     match device::driver_of(found) {
-        Some((driver @ Driver::E1000e, _)) => go::<E1000e<B>>(bus, driver, kit::E1000E, how),
-        Some((_, name)) => bail!(
+        Some((driver @ Driver::E1000e, _)) => go::<E1000e<B>>(bus, driver, how),
+        Some((driver @ Driver::VirtioNet, _)) => go::<VirtioNet<B>>(bus, driver, how),
+        Some((Driver::Rtl8139, name)) => bail!(
             "a {found} ({name}) cannot be gone on with while it runs, which tasukid needs; drive it by hand with `tasuki nic run`"
         ),
         None => bail!("no driver here drives a {found}; `tasuki nic probe` says which cards are driven"),
     }
 }
 
-fn go<N: InPlace>(bus: N::Bus, driver: Driver, name: &str, how: &How) -> Result<(ToDaemon, Vec<OwnedFd>)>
+fn go<N: InPlace + Repoint>(bus: N::Bus, driver: Driver, how: &How) -> Result<(ToDaemon, Vec<OwnedFd>)>
 where
     N::Bus: KitBus,
 {
@@ -80,7 +82,8 @@ where
     while nic.link() == Link::Down && Instant::now() < until {
         std::thread::sleep(Duration::from_millis(1));
     }
-    let can = Can { in_place: true, spare_queue: false, repoint: true, pauses: true };
-    let (kit, fds) = kit::pack(&nic, name, &options, (parts, layout), &kit::wake()?, can)?;
+    let its = nic.can();
+    let can = Can { in_place: true, spare_queue: its.steer, repoint: its.point, pauses: its.pauses };
+    let (kit, fds) = kit::pack(&nic, driver, &options, (parts, layout), &kit::wake()?, can)?;
     Ok((ToDaemon::Kit { nic: 0, name: String::new(), board: false, kit }, fds))
 }

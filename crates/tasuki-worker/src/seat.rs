@@ -382,7 +382,8 @@ where
         if self.is_hung_up() {
             return Err(Refused { reason: Reason::CardGone, sentence: NicError::Gone.to_string() });
         }
-        if cold || self.method == Method::Repoint {
+        let how = apart::how(self.method);
+        if cold || how.is_some() {
             let may = rustix::process::getrlimit(Resource::Memlock).current;
             kit::may_lock(text.locks(), may).map_err(|reason| Refused { reason, sentence: reason.to_string() })?;
         }
@@ -391,9 +392,9 @@ where
             reason: Reason::Missing { position: 0 },
             sentence: format!("the NIC's descriptors cannot be copied ({error}); raise RLIMIT_NOFILE"),
         })?;
-        if self.method == Method::Repoint {
+        if let Some(how) = how {
             D::may_go_on(&common.book, self.given.number, None, text.ring)?;
-            return self.open_apart(common.party, copies);
+            return self.open_apart(common.party, how, copies);
         }
         let Opened { wake, ledger, bus, memory } = kit::open::<N::Bus>(text, copies)?;
         D::may_go_on(&common.book, self.given.number, Some(ledger.turns()), text.ring)?;
@@ -416,10 +417,12 @@ where
     /// Ends the burst. What the card does not take in time stays in hand, and comes to the successor as it came to us; but a sash that is
     /// stored speaks of none.
     fn stop(&mut self, common: &Common) -> Input {
-        match &self.plan {
-            Some(plan) if plan.handover && plan.method == Method::Repoint.to_string() => return self.halt(common),
-            Some(plan) if plan.handover && !plan.store => return self.stop_clean(common),
-            _ => {}
+        if let Some(plan) = &self.plan {
+            match apart::planned(plan) {
+                Some(how) => return self.halt(common, how),
+                None if plan.handover && !plan.store => return self.stop_clean(common),
+                None => {}
+            }
         }
         self.stamped = false;
         let (Card::Driven(nic), Some(arena)) = (&mut self.card, &self.arena) else {

@@ -349,7 +349,7 @@ impl Supervisor {
             return;
         };
         // Who has memory of its own sees nothing of the old owner's.
-        let apart = kept.apart().filter(|_| method == Method::Repoint);
+        let apart = kept.apart().filter(|_| method.is_apart());
         let (kit, count) = apart.unwrap_or_else(|| (kept.kit.clone(), kept.fds.len()));
         let letter = ToWorker::Nic { nic, name: card.config.name.clone(), iova: iova_of(number), kit };
         worker.nics.insert(nic, Fit::Preparing(now()));
