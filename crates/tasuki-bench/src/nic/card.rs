@@ -4,8 +4,10 @@ use std::time::{Duration, Instant};
 
 use anyhow::Result;
 use tasuki_sim::e1000e::{Device, Options};
+use tasuki_sim::model::Model;
 use tasuki_sim::served::Served;
 use tasuki_sim::vfio_user::Server;
+use tasuki_sim::virtio_net;
 use tasuki_sim::wire::{Source, SourceOptions, Wire};
 
 use super::trial::{Ask, Control, Outcome, Say, Trial};
@@ -47,7 +49,7 @@ enum Stage {
 /// Plays one trial after the other until the driver goes.
 pub fn serve_trials(mut orders: Orders, size: u32) -> Result<()> {
     let server = Server::over(orders.next_fd()?)?;
-    play(server, orders, size, LINK_UP_NS)
+    play(server, orders, size, card(LINK_UP_NS))
 }
 
 /// Where a card is served that a daemon finds by its path.
@@ -63,13 +65,20 @@ pub fn serve_card(mut orders: Orders, size: u32, link_up_ns: u64) -> Result<()> 
     // The connection that other cases use.
     drop(orders.next_fd()?);
     let server = Server::bind(&orders.directory.join(SOCKET))?;
-    play(server, orders, size, link_up_ns)
+    play(server, orders, size, card(link_up_ns))
 }
 
-fn play(mut server: Server, mut orders: Orders, size: u32, link_up_ns: u64) -> Result<()> {
+/// The same with a virtio network device.
+pub fn serve_virtio(mut orders: Orders, size: u32) -> Result<()> {
+    drop(orders.next_fd()?);
+    let server = Server::bind(&orders.directory.join(SOCKET))?;
+    play(server, orders, size, virtio_net::Device::new(virtio_net::Options::default()))
+}
+
+fn play(mut server: Server, mut orders: Orders, size: u32, card: impl Model) -> Result<()> {
     let control = Control::new(orders.next_fd()?);
     control.say(&Say::Size(size))?;
-    let mut served = Served::new(card(link_up_ns), source(Trial { count: 0, size, rate: None, pauses: true }));
+    let mut served = Served::new(card, source(Trial { count: 0, size, rate: None, pauses: true }));
     let mut stage = Stage::Idle;
     let mut stalled = 0;
     let mut result = Ok(());
@@ -88,7 +97,12 @@ fn play(mut server: Server, mut orders: Orders, size: u32, link_up_ns: u64) -> R
     result
 }
 
-fn turn(served: &mut Served<Source>, control: &Control, stage: &mut Stage, stalled: &mut u64) -> Result<()> {
+fn turn(
+    served: &mut Served<Source, impl Model>,
+    control: &Control,
+    stage: &mut Stage,
+    stalled: &mut u64,
+) -> Result<()> {
     match control.heard()? {
         Some(Ask::Begin(trial)) => {
             *stalled = served.stalls().sum;

@@ -1,4 +1,4 @@
-//! A NIC that changes hands while packets flow: our model of the 82574L on one CPU, and on the other the whole system (`system`), or two workers of
+//! A NIC that changes hands while packets flow: our model of the 82574L, or of a virtio network device for `mbb` and `virtio-…`, on one CPU, and on the other the whole system (`system`), or two workers of
 //! the bench's own that take turns (`worker`, `repoint`); and in a guest the kernel's driver, and ours (`guest`).
 
 pub mod guest;
@@ -37,13 +37,16 @@ macro_rules! turns {
 /// The whole system, in which processes are started and ended for every relay.
 macro_rules! system {
     ($name:literal, $size:expr, $traffic:expr, $relay:expr) => {
+        system!($name, $size, $traffic, $relay, serve_system)
+    };
+    ($name:literal, $size:expr, $traffic:expr, $relay:expr, $card:ident) => {
         Case {
             name: $name,
             cores: Cores::Other,
             calls: 2,
             full: 51,
             prepare: sockets,
-            serve: |orders| card::serve_system(orders, $size),
+            serve: |orders| card::$card(orders, $size),
             measure: |orders| system::relays(orders, $relay, $traffic),
         }
     };
@@ -70,6 +73,13 @@ pub const CASES: &[Case] = &[
     system!("handover-repoint-line64", 64, Traffic::Line, Relay::Give(Method::Repoint)),
     system!("handover-repoint-line1518", 1518, Traffic::Line, Relay::Give(Method::Repoint)),
     system!("handover-repoint-paper", PAPER, Traffic::Paper, Relay::Give(Method::Repoint)),
+    system!("handover-mbb-line64", 64, Traffic::Line, Relay::Give(Method::Mbb), serve_virtio),
+    system!("handover-mbb-line1518", 1518, Traffic::Line, Relay::Give(Method::Mbb), serve_virtio),
+    system!("handover-mbb-paper", PAPER, Traffic::Paper, Relay::Give(Method::Mbb), serve_virtio),
+    system!("virtio-upgrade-line64", 64, Traffic::Line, Relay::Upgrade { store: false }, serve_virtio),
+    system!("virtio-takeover-line64", 64, Traffic::Line, Relay::Takeover, serve_virtio),
+    system!("virtio-keep-line64", 64, Traffic::Line, Relay::Give(Method::Keep), serve_virtio),
+    system!("virtio-repoint-line64", 64, Traffic::Line, Relay::Give(Method::Repoint), serve_virtio),
     system!("handover-cold-line64", 64, Traffic::Line, Relay::Give(Method::Cold)),
     system!("handover-cold-line1518", 1518, Traffic::Line, Relay::Give(Method::Cold)),
     system!("handover-cold-paper", PAPER, Traffic::Paper, Relay::Give(Method::Cold)),
