@@ -298,6 +298,12 @@ impl Slot {
         self.len() == 0
     }
 
+    /// Asks the CPU for the line of its first bytes, which are to be read soon. A hint: it changes nothing.
+    #[inline]
+    pub fn fetch(&self) {
+        self.pool.region.prefetch_to_read(self.pool.offset(self.id), 1);
+    }
+
     /// All its bytes.
     pub fn bytes(&self) -> &[u8] {
         // SAFETY: nobody else can write them (A1) and ours is the only handle, borrowed shared (A2).

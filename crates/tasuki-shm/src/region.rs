@@ -404,6 +404,14 @@ impl Region {
         }
     }
 
+    /// The same, for reading.
+    #[inline]
+    pub(crate) fn prefetch_to_read(&self, offset: usize, len: usize) {
+        if let Ok(first) = self.mapping.check(offset, len) {
+            prefetch_to_read(first, len);
+        }
+    }
+
     /// Has the kernel map every page of it now, so that the first access to one costs no fault. Where the kernel cannot (before Linux
     /// 5.14), it stays as it was.
     pub fn populate(&self) {

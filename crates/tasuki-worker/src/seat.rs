@@ -173,6 +173,8 @@ pub struct Seat<N: InPlace + Repoint, D: Duty> {
     own: Option<apart::Own>,
     /// Memory of a former owner's of which the card has not been told yet that it is over.
     old: Option<MemoryLayout>,
+    /// Descriptors of a NIC that is made of others by now.
+    spent: Vec<OwnedFd>,
     /// Frames that were dropped by order, and nobody has been told of.
     dropped: u64,
     /// Whoever looks on, while it is not driven.
@@ -212,6 +214,7 @@ where
             stamped: false,
             own: None,
             old: None,
+            spent: Vec::new(),
             dropped: 0,
             captures: None,
         }

@@ -147,7 +147,9 @@ where
         }
         self.old = self.text().map(|text| text.nic.memory.layout());
         if let Some(Own { moved, wake, ledger, arena }) = self.own.take() {
-            (self.given.kit, self.given.fds, self.given.text) = (moved.kit, moved.fds, Ok(moved.text));
+            (self.given.kit, self.given.text) = (moved.kit, Ok(moved.text));
+            // To close so many takes as long as a few frames, and nobody drives yet.
+            self.spent = std::mem::replace(&mut self.given.fds, moved.fds);
             (self.wake, self.ledger, self.arena) = (Some(wake), Some(ledger), Some(arena));
         }
         self.drive(nic);
@@ -167,6 +169,7 @@ where
 
     /// Keeps the card from memory of the owner before us: it is somebody else's again.
     pub(super) fn forget_old(&mut self, post: &mut Post) {
+        self.spent.clear();
         let Card::Driven(nic) = &mut self.card else { return };
         if let Some(old) = self.old.take()
             && let Err(error) = nic.forget(&old)

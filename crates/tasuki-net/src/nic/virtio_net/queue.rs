@@ -66,6 +66,8 @@ impl Receiver {
         let len = frame_len(written, room)?;
         let slot = take_back(arena, slot)?;
         self.chains.take(chain);
+        // The device has just written it; whoever handles the burst finds it here then.
+        slot.fetch();
         Ok(Some(Frame { slot, len }))
     }
 

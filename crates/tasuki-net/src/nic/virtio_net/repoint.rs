@@ -209,7 +209,7 @@ impl<B: Bus> VirtioNet<B> {
     /// What the device has of a former owner's it has no longer: the other pair of queues, and that for commands, which is ours from now on.
     fn close_other_pair(&mut self) -> Result<(), NicError> {
         let all = [queues::TRANSMIT, queues::RECEIVE, queues::CONTROL];
-        self.with_other_pair(|transport, _| reset_queues(transport, &all))?;
+        self.with_other_pair(|transport, _| all.iter().try_for_each(|&queue| transport.reset_queue(queue)))?;
         // We have given no command yet, so a successor finds no other count of them.
         self.control.iter_mut().for_each(control::Control::begin);
         self.enable_control()

@@ -320,21 +320,24 @@ impl<R: Registers> Transport<R> {
 
     /// Tells the device where queue `queue` is (§4.1.5.1.3), and that it may use it.
     pub fn enable_queue(&self, queue: u16, size: u16, at: [Iova; 3], vector: u16) -> Result<(), NicError> {
-        self.select(queue);
-        self.write(common::QUEUE_SIZE, size);
-        let parts = [common::QUEUE_DESC, common::QUEUE_DRIVER, common::QUEUE_DEVICE];
-        for ([low, high], at) in parts.into_iter().zip(at) {
-            self.write(low, u32::try_from(at.0 & 0xffff_ffff).expect("32 bits"));
-            self.write(high, u32::try_from(at.0 >> 32).expect("32 bits"));
-        }
-        self.write(common::QUEUE_MSIX_VECTOR, vector);
-        // A device that has no room for it says so here.
-        let have = self.read(common::QUEUE_MSIX_VECTOR);
-        if have != vector {
-            return Err(NicError::Absurd { what: "it does not take an interrupt vector, but has", value: have.into() });
-        }
-        self.write(common::QUEUE_ENABLE, 1);
-        Ok(())
+        self.common.registers.together(|| {
+            self.select(queue);
+            self.write(common::QUEUE_SIZE, size);
+            let parts = [common::QUEUE_DESC, common::QUEUE_DRIVER, common::QUEUE_DEVICE];
+            for ([low, high], at) in parts.into_iter().zip(at) {
+                self.write(low, u32::try_from(at.0 & 0xffff_ffff).expect("32 bits"));
+                self.write(high, u32::try_from(at.0 >> 32).expect("32 bits"));
+            }
+            self.write(common::QUEUE_MSIX_VECTOR, vector);
+            // A device that has no room for it says so here.
+            let have = self.read(common::QUEUE_MSIX_VECTOR);
+            if have != vector {
+                let what = "it does not take an interrupt vector, but has";
+                return Err(NicError::Absurd { what, value: have.into() });
+            }
+            self.write(common::QUEUE_ENABLE, 1);
+            Ok(())
+        })
     }
 
     /// What a predecessor has agreed on with the device.
@@ -362,10 +365,12 @@ impl<R: Registers> Transport<R> {
 
     /// Resets queue `queue` (§2.6.1): afterwards the device touches neither its ring nor its buffers.
     pub fn reset_queue(&self, queue: u16) -> Result<(), NicError> {
-        self.select(queue);
-        self.write(common::QUEUE_RESET, 1);
         let limit = "the reset of a queue";
-        wait(limit, STEP_MS, || matches!(self.read(common::QUEUE_RESET), 0 | u16::MAX))?;
+        self.common.registers.together(|| {
+            self.select(queue);
+            self.write(common::QUEUE_RESET, 1);
+            wait(limit, STEP_MS, || matches!(self.read(common::QUEUE_RESET), 0 | u16::MAX))
+        })?;
         wait(limit, STEP_MS, || matches!(self.read(common::QUEUE_ENABLE), 0 | u16::MAX))?;
         self.status().map(drop)
     }
