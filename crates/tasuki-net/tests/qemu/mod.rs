@@ -72,6 +72,26 @@ impl Machine {
     ///
     /// Says why on standard output and returns nothing where that cannot be done.
     pub fn start(model: &str, properties: &str, memory: &[(&Region, Iova)]) -> Option<Machine> {
+        Self::start_with(None, model, properties, memory)
+    }
+
+    /// The same, with the TAP `nic0` of this network namespace for a wire, which has this many queues; [`wire`](Self::wire) leads nowhere.
+    pub fn start_on_tap(
+        namespace: &str,
+        queues: u8,
+        model: &str,
+        properties: &str,
+        memory: &[(&Region, Iova)],
+    ) -> Option<Machine> {
+        Self::start_with(Some((namespace, queues)), model, properties, memory)
+    }
+
+    fn start_with(
+        tap: Option<(&str, u8)>,
+        model: &str,
+        properties: &str,
+        memory: &[(&Region, Iova)],
+    ) -> Option<Machine> {
         for program in ["qemu-system-x86_64", "setpriv"] {
             if !installed(program) {
                 println!("skipped: {program} is not installed");
@@ -84,7 +104,7 @@ impl Machine {
         let (qtest, monitor, bell) = (listen("qtest"), listen("monitor"), listen("bell"));
         std::fs::write(at("halt.bin"), halt()).expect("a file in a directory of our own");
         let wire = Wire::bind(&at("ours"), &at("card"));
-        let mut process = command(dir.path(), model, properties, memory).spawn().expect("QEMU starts");
+        let mut process = command(dir.path(), tap, model, properties, memory).spawn().expect("QEMU starts");
         let mut accept = |listener: &UnixListener| accept(listener, &mut process, dir.path());
         let vectors: Vec<_> = (0..VECTORS)
             .map(|_| rustix::event::eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK).expect("an eventfd"))
@@ -139,11 +159,21 @@ fn installed(program: &str) -> bool {
     std::env::var_os("PATH").is_some_and(|path| std::env::split_paths(&path).any(|dir| dir.join(program).is_file()))
 }
 
-fn command(dir: &Path, model: &str, properties: &str, memory: &[(&Region, Iova)]) -> Command {
+fn command(
+    dir: &Path,
+    tap: Option<(&str, u8)>,
+    model: &str,
+    properties: &str,
+    memory: &[(&Region, Iova)],
+) -> Command {
     let at = |name: &str| dir.join(name).display().to_string();
     let mut qemu = Command::new("setpriv");
     // Ends with us, even if we are killed.
-    qemu.args(["--pdeathsig", "KILL", "--", "qemu-system-x86_64"]);
+    qemu.args(["--pdeathsig", "KILL", "--"]);
+    if let Some((namespace, _)) = tap {
+        qemu.args(["ip", "netns", "exec", namespace]);
+    }
+    qemu.arg("qemu-system-x86_64");
     qemu.args(["-machine", "q35", "-accel", "tcg", "-display", "none", "-nodefaults", "-qtest-log", "none"]);
     qemu.args(["-m", &format!("16M,slots={},maxmem=8G", memory.len().max(1))]);
     qemu.args(["-bios", &at("halt.bin"), "-qtest", &format!("unix:{}", at("qtest"))]);
@@ -156,10 +186,11 @@ fn command(dir: &Path, model: &str, properties: &str, memory: &[(&Region, Iova)]
     qemu.args(["-chardev", &format!("socket,id=bell,path={}", at("bell"))]);
     qemu.args(["-device", &format!("ivshmem-doorbell,chardev=bell,vectors={VECTORS},ioeventfd=off,addr={BELL:#x}")]);
     let (card, ours) = (at("card"), at("ours"));
-    qemu.args([
-        "-netdev",
-        &format!("dgram,id=n,local.type=unix,local.path={card},remote.type=unix,remote.path={ours}"),
-    ]);
+    let netdev = match tap {
+        None => format!("dgram,id=n,local.type=unix,local.path={card},remote.type=unix,remote.path={ours}"),
+        Some((_, queues)) => format!("tap,id=n,ifname=nic0,queues={queues},script=no,downscript=no,vhost=off"),
+    };
+    qemu.args(["-netdev", &netdev]);
     let comma = if properties.is_empty() { "" } else { "," };
     qemu.args(["-device", &format!("{model},netdev=n,addr={CARD:#x}{comma}{properties}")]);
     let errors = std::fs::File::create(at("errors")).expect("a file in a directory of our own");

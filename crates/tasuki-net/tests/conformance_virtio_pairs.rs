@@ -1,0 +1,186 @@
+//! The driver of virtio network devices on QEMU's model with two pairs of queues, which has frames come to the one or the other. Its wire is a TAP with two queues.
+#![allow(clippy::tests_outside_test_module, reason = "a file in tests/ is a test module")]
+
+#[path = "conformance/mod.rs"]
+#[allow(dead_code, reason = "a suite's parts for other drivers")]
+mod conformance;
+#[allow(dead_code, reason = "it belongs to a part of `place` that others use")]
+mod net;
+#[allow(dead_code, reason = "another suite uses the rest of it")]
+mod place;
+mod qemu;
+
+use std::os::fd::{AsRawFd, OwnedFd};
+use std::time::{Duration, Instant};
+
+use conformance::in_place::Twinned;
+use conformance::repoint::Repointed;
+use conformance::{Sender, World};
+use place::Place;
+use qemu::{MEMORY_AT, Machine, QtestBus, readable, regions};
+use rustix::io::Errno;
+use rustix::net::{RecvFlags, SendFlags};
+use rustix::process::{PidfdFlags, PidfdGetfdFlags};
+use smoltcp::phy::{Medium, RawSocket};
+use tasuki_net::nic::bus::Iova;
+use tasuki_net::nic::virtio_net::VirtioNet;
+use tasuki_net::nic::{How, Mac, NicMemory};
+
+/// Queues of the TAP, and pairs of them that the device has.
+const QUEUES: u8 = 2;
+/// Longest payload that the kernel's side sends: more than the device's, which is for the device to refuse.
+const MTU: &str = "16000";
+/// Bytes for what came and was not read yet.
+const ROOM: usize = 32 << 20;
+/// Longest frame that any model sends.
+const FRAME_MAX: usize = 65_536;
+
+/// The kernel's side of the TAP.
+#[derive(Debug)]
+struct Kernel(OwnedFd);
+
+impl Kernel {
+    /// Makes the TAP, on which nobody but us sends. What it has no room for is refused, not queued and then dropped.
+    fn new(place: &Place) -> Self {
+        let ip = |words: &str| {
+            let done = place.ip(&words.split(' ').collect::<Vec<_>>());
+            assert!(done, "ip {words}");
+        };
+        let run = |program: &str, words: &str| {
+            let done = place.command(program).args(words.split(' ')).status();
+            assert!(done.is_ok_and(|status| status.success()), "{program} {words}");
+        };
+        ip("tuntap add dev nic0 mode tap multi_queue vnet_hdr");
+        run("sysctl", "-q net.ipv6.conf.nic0.disable_ipv6=1");
+        run("tc", "qdisc replace dev nic0 root noqueue");
+        ip(&format!("link set nic0 mtu {MTU} up"));
+        let socket = place.within(|| {
+            let socket = RawSocket::new("nic0", Medium::Ethernet)?;
+            let us = rustix::process::pidfd_open(rustix::process::getpid(), PidfdFlags::empty())?;
+            // The same socket, by a descriptor that can be borrowed.
+            Ok(rustix::process::pidfd_getfd(us, socket.as_raw_fd(), PidfdGetfdFlags::empty())?)
+        });
+        let socket = socket.expect("root has sockets for frames");
+        rustix::net::sockopt::set_socket_recv_buffer_size_force(&socket, ROOM).expect("root has as much as it likes");
+        Kernel(socket)
+    }
+
+    fn try_clone(&self) -> Self {
+        Kernel(self.0.try_clone().expect("a descriptor is free"))
+    }
+
+    fn try_send(&self, frame: &[u8]) -> bool {
+        match rustix::net::send(&self.0, frame, SendFlags::DONTWAIT) {
+            Ok(_) => true,
+            Err(Errno::AGAIN | Errno::NOBUFS) => false,
+            Err(errno) => panic!("the wire: {errno}"),
+        }
+    }
+
+    /// Waits for room.
+    fn send(&self, frame: &[u8]) {
+        conformance::until("room on the wire", || self.try_send(frame).then_some(()));
+    }
+
+    fn receive(&self, limit: Duration) -> Option<Vec<u8>> {
+        let deadline = Instant::now() + limit;
+        let mut frame = vec![0; FRAME_MAX];
+        loop {
+            match rustix::net::recv(&self.0, &mut frame[..], RecvFlags::DONTWAIT) {
+                Ok((len, _)) => {
+                    frame.truncate(len);
+                    return Some(frame);
+                }
+                Err(Errno::AGAIN) if readable(&self.0, deadline.saturating_duration_since(Instant::now())) => {}
+                Err(Errno::AGAIN) => return None,
+                Err(errno) => panic!("the wire: {errno}"),
+            }
+        }
+    }
+}
+
+/// QEMU's model with two pairs of queues.
+struct Pairs {
+    // Ended before what it is connected to.
+    machine: Machine,
+    kernel: Kernel,
+    _place: Place,
+}
+
+impl Pairs {
+    /// A fresh device, which can be made to see any of these.
+    fn with(memories: &[&NicMemory]) -> Option<Self> {
+        if !place::is_possible() {
+            return None;
+        }
+        if !std::path::Path::new("/dev/net/tun").exists() {
+            println!("skipped: needs /dev/net/tun");
+            return None;
+        }
+        let place = Place::new("pairs");
+        let kernel = Kernel::new(&place);
+        let properties = format!("mac={},disable-legacy=on,host_mtu=9000,mq=on,rss=on", Self::MAC);
+        let regions: Vec<_> = memories.iter().flat_map(|memory| regions(memory)).collect();
+        let machine = Machine::start_on_tap(&place.0, QUEUES, "virtio-net-pci", &properties, &regions)?;
+        Some(Pairs { machine, kernel, _place: place })
+    }
+}
+
+impl World for Pairs {
+    type Nic = VirtioNet<QtestBus>;
+    type Bus = QtestBus;
+
+    const MEMORY_AT: Iova = MEMORY_AT;
+    const QUEUES: u8 = 1;
+    const MTU_MAX: u16 = 9000;
+    const MAC: Mac = Mac([0x52, 0x54, 0x00, 0x12, 0x34, 0x57]);
+    // What it does not take is in the TAP's queue.
+    const HOLDS_WHILE_PARKED: bool = true;
+
+    fn new(memory: &NicMemory) -> Option<Self> {
+        Self::with(&[memory])
+    }
+
+    fn bus(&self) -> QtestBus {
+        self.machine.bus()
+    }
+
+    fn try_send(&self, frame: &[u8]) -> bool {
+        self.kernel.try_send(frame)
+    }
+
+    fn sender(&self) -> Sender {
+        let kernel = self.kernel.try_clone();
+        Box::new(move |frame| kernel.send(frame))
+    }
+
+    fn take(&self, limit: Duration) -> Option<Vec<u8>> {
+        self.kernel.receive(limit)
+    }
+
+    fn set_link(&mut self, up: bool) {
+        self.machine.set_link(up);
+    }
+
+    fn pull(&mut self) {
+        self.machine.end();
+    }
+}
+
+impl Twinned for Pairs {
+    fn twin(bus: &QtestBus) -> QtestBus {
+        bus.clone()
+    }
+}
+
+impl Repointed for Pairs {
+    const HOW: How = How::Steer;
+
+    fn with_two(first: &NicMemory, second: &NicMemory) -> Option<Self> {
+        Self::with(&[first, second])
+    }
+}
+
+suite!(pairs, super::Pairs);
+suite_in_place!(pairs_in_place, super::Pairs);
+suite_repoint!(pairs_steered, super::Pairs);
