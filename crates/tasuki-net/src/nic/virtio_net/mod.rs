@@ -73,6 +73,7 @@ pub struct VirtioNet<B: Bus> {
     control: Option<Control>,
     rx_bell: Doorbell,
     tx_bell: Doorbell,
+    other_bell: Option<Doorbell>,
     interrupt: OwnedFd,
     layout: Layout,
     terms: Terms,
@@ -98,7 +99,7 @@ impl<B: Bus> std::fmt::Debug for VirtioNet<B> {
 
 impl<B: Bus> VirtioNet<B> {
     fn new(bus: B, memory: NicMemory, parts: Assembly<B::Registers>, counts: Counts) -> Self {
-        let Assembly { transport, rx, tx, control, rx_bell, tx_bell, interrupt, layout, terms, mac } = parts;
+        let Assembly { transport, rx, tx, control, rx_bell, tx_bell, other_bell, interrupt, layout, terms, mac } = parts;
         VirtioNet {
             bus,
             memory,
@@ -108,6 +109,7 @@ impl<B: Bus> VirtioNet<B> {
             control,
             rx_bell,
             tx_bell,
+            other_bell,
             interrupt,
             layout,
             terms,
@@ -128,7 +130,6 @@ impl<B: Bus> VirtioNet<B> {
         self.enable_control()?;
         self.lend_spare()?;
         self.transport.run();
-        self.take_spare_back()?;
         self.filter(&options.filter)?;
         if options.scrub {
             self.keep_clean();
@@ -225,8 +226,17 @@ impl<B: Bus> VirtioNet<B> {
     fn ring_both(&mut self) {
         self.rx.chains.publish();
         self.tx.chains.publish();
-        self.transport.ring(self.rx_bell);
+        self.ring_receive();
         self.transport.ring(self.tx_bell);
+    }
+
+    /// Tells the device of buffers to receive into. A device that steers in software looks at what it has for us only when the queue rings that it would have come to
+    /// without: so QEMU's without eBPF, where each pair has a queue of the TAP of its own.
+    fn ring_receive(&self) {
+        self.transport.ring(self.rx_bell);
+        if let Some(bell) = self.other_bell {
+            self.transport.ring(bell);
+        }
     }
 
     fn filter(&mut self, filter: &Filter) -> Result<(), NicError> {
@@ -298,7 +308,7 @@ impl<B: Bus> VirtioNet<B> {
         crash::point("nic.committed");
         if self.rx.chains.committed(handled) {
             self.counts.rx_kicks += 1;
-            self.transport.ring(self.rx_bell);
+            self.ring_receive();
         }
         crash::point("nic.rung");
         if self.tx.chains.committed(tx.used) {

@@ -130,6 +130,8 @@ pub mod queue {
     pub const RECEIVE: u16 = 0;
     pub const TRANSMIT: u16 = 1;
     pub const CONTROL: u16 = 2;
+    /// The receive queue of the other pair, to which nothing comes.
+    pub const OTHER: u16 = 3;
 }
 
 /// Commands of the control queue, §5.1.6.5.

@@ -13,7 +13,7 @@ use std::time::Instant;
 use super::regs::{common, feature, queue as queues, status};
 use super::sash::{Counts, Sash};
 use super::setup::{self, Assembly, Cursors, Terms, wrong};
-use super::transport::Transport;
+use super::transport::{Transport, other};
 use super::{DRAIN, VirtioNet, control};
 use crate::nic::bus::{Bus, Iova, Registers};
 use crate::nic::sash::{Sash as _, broken};
@@ -132,11 +132,6 @@ fn ask<B: Bus>(
     Ok((transport, terms))
 }
 
-/// The other pair of queues than ours.
-fn other(pair: u16) -> u16 {
-    (pair + 1) % control::PAIRS
-}
-
 /// Has the device use none of these queues.
 fn reset_queues(transport: &Transport<impl Registers>, queues: &[u16]) -> Result<(), NicError> {
     queues.iter().try_for_each(|&queue| match transport.queue(queue)? {
@@ -168,7 +163,9 @@ impl<B: Bus> VirtioNet<B> {
         control.steer(&self.transport, pair, &mut announce)
     }
 
-    /// A queue can be reset, and be used from elsewhere, only if the device knew it before it ran (§3.1.1, §2.6.1): so it comes to know a pair of which nothing is used.
+    /// The device knows the other pair of queues, too, in which nothing is. A queue can be reset, and be used from elsewhere, only if the device knew it before it ran
+    /// (§3.1.1, §2.6.1); and all pairs are to be set up that it is told to use (§5.1.6.5.5.1). QEMU's leaves lying what comes by way of a pair that is not, wherever
+    /// that is steered.
     pub(super) fn lend_spare(&mut self) -> Result<(), NicError> {
         if !self.terms.steers() {
             return Ok(());
@@ -179,14 +176,6 @@ impl<B: Bus> VirtioNet<B> {
                 transport.enable_queue(queue, setup::SPARE, place.addresses(memory), common::NO_VECTOR)
             })
         })
-    }
-
-    /// It is nobody's from here on.
-    pub(super) fn take_spare_back(&mut self) -> Result<(), NicError> {
-        if !self.terms.steers() {
-            return Ok(());
-        }
-        self.with_other_pair(|transport, _| reset_queues(transport, &[queues::TRANSMIT, queues::RECEIVE]))
     }
 
     /// Has the transport speak of the other pair of queues.
@@ -212,7 +201,10 @@ impl<B: Bus> VirtioNet<B> {
         self.with_other_pair(|transport, _| all.iter().try_for_each(|&queue| transport.reset_queue(queue)))?;
         // We have given no command yet, so a successor finds no other count of them.
         self.control.iter_mut().for_each(control::Control::begin);
-        self.enable_control()
+        self.enable_control()?;
+        self.lend_spare()?;
+        self.ring_receive();
+        self.transport.status().map(drop)
     }
 }
 

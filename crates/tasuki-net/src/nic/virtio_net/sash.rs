@@ -118,7 +118,7 @@ pub struct Sash {
     pub empty: u16,
     /// After a reset: frames that were not sent; the first entries of `tx`.
     pub unsent: u16,
-    pub(super) reserved: u16,
+    pub(super) reserved: [u16; 3],
     /// Commands that were given to the device so far.
     pub commands: u64,
     /// In kept queues: where the driver stands in the receive queue.
@@ -133,7 +133,7 @@ pub struct Sash {
     pub tx: [Loan; CHAINS_MAX],
 }
 
-const _: () = assert!(size_of::<Sash>() == 8408);
+const _: () = assert!(size_of::<Sash>() == 8416);
 
 /// Bytes of a sash before the queues.
 const SELDOM_LEN: usize = offset_of!(Sash, rx);
@@ -196,7 +196,7 @@ impl Sash {
         if self.commands > INDEX_MAX {
             return Err(broken("the number of commands", self.commands));
         }
-        if self.kept > 1 || self.reserved != 0 {
+        if self.kept > 1 || self.reserved != [0; 3] {
             return Err(broken("whether queues are kept", self.kept.into()));
         }
         self.way.check(self.features)
@@ -310,7 +310,7 @@ mod tests {
             common: place(0, 0x1000),
             notify: place(0x3000, 0x1000),
             net: place(0x2000, 0x1000),
-            bells: [0, 4, 8],
+            bells: [0, 4, 8, 0],
             pairs: 1,
             pair: 0,
         };
@@ -349,7 +349,7 @@ mod tests {
             ("the longest frame", |sash| sash.frame_max = 4097),
             ("the number of commands", |sash| sash.commands = u64::MAX),
             ("are kept", |sash| sash.kept = 2),
-            ("are kept", |sash| sash.reserved = 1),
+            ("are kept", |sash| sash.reserved[2] = 1),
             ("it has no registers at", |sash| sash.way.common.bar = 6),
             ("it has no registers at", |sash| sash.way.net.base = 2),
             ("it has no registers at", |sash| sash.way.notify.len = u32::MAX),

@@ -172,6 +172,8 @@ pub struct Assembly<R> {
     pub control: Option<Control>,
     pub rx_bell: Doorbell,
     pub tx_bell: Doorbell,
+    /// Of the other pair's receive queue.
+    pub other_bell: Option<Doorbell>,
     pub interrupt: OwnedFd,
     pub layout: Layout,
     pub terms: Terms,
@@ -199,7 +201,8 @@ impl<R: Registers> Assembly<R> {
             Control::new(memory, layout.control, layout.command, event_index, cursors.commands, bell)
         });
         let (rx_bell, tx_bell) = (transport.doorbell(queues::RECEIVE), transport.doorbell(queues::TRANSMIT));
-        Ok(Assembly { transport, rx, tx, control, rx_bell, tx_bell, interrupt, layout, terms, mac })
+        let other_bell = terms.steers().then(|| transport.doorbell(queues::OTHER));
+        Ok(Assembly { transport, rx, tx, control, rx_bell, tx_bell, other_bell, interrupt, layout, terms, mac })
     }
 
     /// Resets a device and agrees with it on what it does; its queues are empty and it does not know of them.

@@ -2,6 +2,7 @@
 
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout};
 
+use super::control::PAIRS;
 use super::regs::{capability, common, feature, net, queue as queues, status};
 use crate::nic::bus::{Bus, BusError, Capability, Header, Iova, Registers};
 use crate::nic::register::{Readable, Register, Width, Wo, Writable, wait};
@@ -86,7 +87,7 @@ pub struct Way {
     /// The network device's own configuration.
     pub net: Place,
     /// Where those of each queue go, in bytes from there.
-    pub bells: [u32; 3],
+    pub bells: [u32; 4],
     /// Pairs of queues that the device has, and which of them is ours.
     pub pairs: u16,
     /// From 0 on.
@@ -99,6 +100,7 @@ impl Way {
         match queue {
             queues::RECEIVE => 2 * self.pair,
             queues::TRANSMIT => 2 * self.pair + 1,
+            queues::OTHER => 2 * other(self.pair),
             _ => 2 * self.pairs,
         }
     }
@@ -120,6 +122,11 @@ impl Way {
             None => Ok(()),
         }
     }
+}
+
+/// The other pair of queues than this.
+pub fn other(pair: u16) -> u16 {
+    (pair + 1) % PAIRS
 }
 
 /// A structure of registers in some BAR.
@@ -159,7 +166,7 @@ impl<R: Registers> Transport<R> {
         let (net, _) = Place::find(bus, header, capability::DEVICE)?;
         common.at_least(common::LEN)?;
         net.at_least(net::LEN)?;
-        let way = Way { common, notify, net, bells: [0; 3], pairs: 1, pair: 0 };
+        let way = Way { common, notify, net, bells: [0; 4], pairs: 1, pair: 0 };
         Ok(Transport { notify_multiplier: multiplier, ..Self::open(bus, way)? })
     }
 
@@ -195,12 +202,15 @@ impl<R: Registers> Transport<R> {
         self.way.pair = pair;
     }
 
-    /// Asks where the notifications of each of our queues go (§4.1.4.4). A device that takes no commands has none for those.
+    /// Asks where the notifications of each of our queues go (§4.1.4.4), and of the other pair's. A device that takes no commands has none for those.
     pub fn find_bells(&mut self, features: u64) -> Result<(), NicError> {
-        for queue in [queues::RECEIVE, queues::TRANSMIT, queues::CONTROL] {
-            if queue == queues::CONTROL && features & feature::CTRL_RX == 0 {
-                break;
-            }
+        let has = |queue| match queue {
+            queues::CONTROL => features & feature::CTRL_RX != 0,
+            queues::OTHER => features & feature::STEER != 0,
+            _ => true,
+        };
+        let all = [queues::RECEIVE, queues::TRANSMIT, queues::CONTROL, queues::OTHER];
+        for queue in all.into_iter().filter(|&queue| has(queue)) {
             self.select(queue);
             let offset = u64::from(self.read(common::QUEUE_NOTIFY_OFF)) * u64::from(self.notify_multiplier);
             match u32::try_from(offset) {
