@@ -175,6 +175,9 @@ impl Twinned for Pairs {
 
 impl Repointed for Pairs {
     const HOW: How = How::Steer;
+    // The kernel has a flow come by the queue of the TAP that the last frame of it went out by, and does not wait until the one before is empty (tun_flow_update in its
+    // drivers/net/tun.c). To it all our frames but those of IP are one flow.
+    const IN_ORDER: bool = false;
 
     fn with_two(first: &NicMemory, second: &NicMemory) -> Option<Self> {
         Self::with(&[first, second])

@@ -29,6 +29,11 @@ pub fn frame(to: Mac, number: u32, len: usize) -> Vec<u8> {
     bytes
 }
 
+/// The number of such a frame.
+pub fn number_of(frame: &[u8]) -> u32 {
+    frame.get(14..).and_then(<[u8]>::first_chunk).map_or(u32::MAX, |bytes| u32::from_le_bytes(*bytes))
+}
+
 /// A packet over IPv4 of flow `flow`, with this number.
 pub fn ipv4(to: Mac, flow: u8, number: u32) -> Vec<u8> {
     // 80 bytes of packet, 64 hops, an experimental protocol; the check sum below.
