@@ -348,6 +348,7 @@ macro_rules! suite_repoint {
             owners_take_turns_under_traffic_without_a_loss
             all_queues_go_to_another_owner
             an_owner_with_other_memory_is_woken
+            who_gives_up_is_not_missed
             a_card_goes_back_to_its_giver
         );
     };

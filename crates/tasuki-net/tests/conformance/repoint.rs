@@ -168,6 +168,34 @@ pub fn an_owner_with_other_memory_is_woken<W: Repointed>() {
     }
 }
 
+pub fn who_gives_up_is_not_missed<W: Repointed>() {
+    let Some((mut bench, next)) = start::<W>(1) else { return };
+    let from = next.layout.rings_at;
+    assert_same(&bench.hush_and_stop(), &[]);
+    let mut next = bench.repoint(next);
+    for round in 0..3 {
+        let Owner { ready, options, .. } = next;
+        let (bus, memory) = W::Nic::give_up(ready);
+        // Of 16 flows, as above.
+        let mut sent: Vec<_> = (0..160).map(|number| ipv4(W::MAC, (number % 16) as u8, 160 * round + number)).collect();
+        let mut came = Vec::new();
+        let mut rest = sent.iter().peekable();
+        until("all frames", || {
+            while rest.next_if(|frame| bench.world.try_send(frame)).is_some() {}
+            came.extend(bench.poll());
+            (came.len() >= 160).then_some(())
+        });
+        sent.sort_by_key(|frame| frame[14 + 15]);
+        came.sort_by_key(|frame: &Vec<u8>| frame[14 + 15]);
+        assert_same(&came, &sent);
+        next = Bench::next_owner(bus, memory, options, from);
+    }
+    assert_same(&bench.hush_and_stop(), &[]);
+    drop(bench.repoint(next));
+    let last = frame(W::MAC, 0, SHORTEST);
+    assert_same(&bench.bring_in(std::slice::from_ref(&last)), &[last]);
+}
+
 pub fn a_card_goes_back_to_its_giver<W: Repointed>() {
     let Some((mut bench, next)) = start::<W>(1) else { return };
     let sent: Vec<_> = (0..120).map(|number| frame(W::MAC, number, SHORTEST)).collect();

@@ -12,7 +12,7 @@ use std::time::Instant;
 
 use super::regs::{common, feature, queue as queues, status};
 use super::sash::{Counts, Sash};
-use super::setup::{self, Assembly, Cursors, Terms, wrong};
+use super::setup::{self, Assembly, Layout, Cursors, Terms, wrong};
 use super::transport::{Transport, other};
 use super::{DRAIN, VirtioNet, control};
 use crate::nic::bus::{Bus, Iova, Registers};
@@ -43,6 +43,15 @@ impl Hush {
 pub struct Ready<B: Bus> {
     nic: VirtioNet<B>,
     how: How,
+    /// Where the giver's rings begin, if what is our pair of queues now was the one in them in which nothing is.
+    lent: Option<Iova>,
+}
+
+/// Has the device know a pair of queues in which nothing is, of rings that begin there.
+fn set_up_spare(transport: &Transport<impl Registers>, layout: &Layout, rings_at: Iova) -> Result<(), NicError> {
+    [queues::RECEIVE, queues::TRANSMIT].into_iter().zip(layout.spare).try_for_each(|(queue, place)| {
+        transport.enable_queue(queue, setup::SPARE, place.addresses_from(rings_at), common::NO_VECTOR)
+    })
 }
 
 /// In how a device was left: frames come to the pair of queues in the low half.
@@ -170,12 +179,8 @@ impl<B: Bus> VirtioNet<B> {
         if !self.terms.steers() {
             return Ok(());
         }
-        let places = [queues::RECEIVE, queues::TRANSMIT].into_iter().zip(self.layout.spare);
-        self.with_other_pair(|transport, memory| {
-            { places }.try_for_each(|(queue, place)| {
-                transport.enable_queue(queue, setup::SPARE, place.addresses(memory), common::NO_VECTOR)
-            })
-        })
+        let layout = self.layout;
+        self.with_other_pair(|transport, memory| set_up_spare(transport, &layout, memory.rings_at()))
     }
 
     /// Has the transport speak of the other pair of queues.
@@ -192,6 +197,16 @@ impl<B: Bus> VirtioNet<B> {
         reset_queues(&self.transport, &[queues::TRANSMIT, queues::RECEIVE])?;
         self.enable_queues()?;
         self.ring_both();
+        self.transport.status().map(drop)
+    }
+
+    /// Our pair of queues is what it was before.
+    fn close_pair(&self, lent: Option<Iova>) -> Result<(), NicError> {
+        reset_queues(&self.transport, &[queues::TRANSMIT, queues::RECEIVE])?;
+        if let Some(rings_at) = lent {
+            set_up_spare(&self.transport, &self.layout, rings_at)?;
+            self.ring_receive();
+        }
         self.transport.status().map(drop)
     }
 
@@ -246,10 +261,12 @@ impl<B: Bus> Repoint for VirtioNet<B> {
         nic.write_seldom();
         nic.enter_ledger(0);
         nic.memory.ledger().belongs(None);
+        let [lent, ..] = nic.layout.spare[0].addresses_from(from);
+        let lent = nic.transport.queue(queues::RECEIVE).is_ok_and(|(_, at)| at == Some(lent)).then_some(from);
         match if how == How::Steer { nic.open_pair() } else { Ok(()) } {
-            Ok(()) => Ok(Ready { nic, how }),
+            Ok(()) => Ok(Ready { nic, how, lent }),
             Err(error) => {
-                let (bus, memory) = Self::give_up(Ready { nic, how });
+                let (bus, memory) = Self::give_up(Ready { nic, how, lent });
                 Err(Failed { error, bus, memory })
             }
         }
@@ -259,10 +276,10 @@ impl<B: Bus> Repoint for VirtioNet<B> {
         self.can_do()
     }
 
-    fn give_up(Ready { nic, how }: Ready<B>) -> (B, NicMemory) {
+    fn give_up(Ready { nic, how, lent }: Ready<B>) -> (B, NicMemory) {
         if how == How::Steer {
             // Of a device that is gone nothing reaches the memory any more.
-            let _ = reset_queues(&nic.transport, &[queues::TRANSMIT, queues::RECEIVE]);
+            let _ = nic.close_pair(lent);
         }
         let VirtioNet { mut bus, memory, .. } = nic;
         // Nobody has to be told that it was gone already.
@@ -340,7 +357,7 @@ impl<B: Bus> Repoint for VirtioNet<B> {
         self.transport.status().map(drop)
     }
 
-    fn repoint(Ready { mut nic, how }: Ready<B>, left: Left) -> Result<Self, Failed<B>> {
+    fn repoint(Ready { mut nic, how, .. }: Ready<B>, left: Left) -> Result<Self, Failed<B>> {
         if how == How::Steer {
             if left != Left(STEERED | u64::from(nic.transport.way().pair)) {
                 // It may have, and died: the memory of ours goes, and so the queues must.

@@ -55,9 +55,14 @@ impl Place {
         Place { descriptors: at, available, used, end: (used + 6 + 8 * size).next_multiple_of(LINE_LEN) }
     }
 
-    /// The addresses that the device is told: descriptors, available ring, used ring.
+    /// The addresses that the device is told of a ring in such memory: descriptors, available ring, used ring.
     pub fn addresses(&self, memory: &NicMemory) -> [Iova; 3] {
-        [self.descriptors, self.available, self.used].map(|at| memory.rings_at() + at as u64)
+        self.addresses_from(memory.rings_at())
+    }
+
+    /// The same where the rings' region begins there.
+    pub fn addresses_from(&self, rings_at: Iova) -> [Iova; 3] {
+        [self.descriptors, self.available, self.used].map(|at| rings_at + at as u64)
     }
 }
 
