@@ -99,15 +99,15 @@ impl Kernel {
     }
 }
 
-/// QEMU's model with two pairs of queues.
-struct Pairs {
+/// QEMU's model with two pairs of queues, with indices of events or without.
+struct Pairs<const EVENT_IDX: bool> {
     // Ended before what it is connected to.
     machine: Machine,
     kernel: Kernel,
     _place: Place,
 }
 
-impl Pairs {
+impl<const EVENT_IDX: bool> Pairs<EVENT_IDX> {
     /// A fresh device, which can be made to see any of these.
     fn with(memories: &[&NicMemory]) -> Option<Self> {
         if !place::is_possible() {
@@ -119,14 +119,15 @@ impl Pairs {
         }
         let place = Place::new("pairs");
         let kernel = Kernel::new(&place);
-        let properties = format!("mac={},disable-legacy=on,host_mtu=9000,mq=on,rss=on", Self::MAC);
+        let properties =
+            format!("mac={},disable-legacy=on,host_mtu=9000,mq=on,rss=on,event_idx={EVENT_IDX}", Self::MAC);
         let regions: Vec<_> = memories.iter().flat_map(|memory| regions(memory)).collect();
         let machine = Machine::start_on_tap(&place.0, QUEUES, "virtio-net-pci", &properties, &regions)?;
         Some(Pairs { machine, kernel, _place: place })
     }
 }
 
-impl World for Pairs {
+impl<const EVENT_IDX: bool> World for Pairs<EVENT_IDX> {
     type Nic = VirtioNet<QtestBus>;
     type Bus = QtestBus;
 
@@ -167,13 +168,13 @@ impl World for Pairs {
     }
 }
 
-impl Twinned for Pairs {
+impl<const EVENT_IDX: bool> Twinned for Pairs<EVENT_IDX> {
     fn twin(bus: &QtestBus) -> QtestBus {
         bus.clone()
     }
 }
 
-impl Repointed for Pairs {
+impl<const EVENT_IDX: bool> Repointed for Pairs<EVENT_IDX> {
     const HOW: How = How::Steer;
     // The kernel has a flow come by the queue of the TAP that the last frame of it went out by, and does not wait until the one before is empty (tun_flow_update in its
     // drivers/net/tun.c). To it all our frames but those of IP are one flow.
@@ -184,6 +185,7 @@ impl Repointed for Pairs {
     }
 }
 
-suite!(pairs, super::Pairs);
-suite_in_place!(pairs_in_place, super::Pairs);
-suite_repoint!(pairs_steered, super::Pairs);
+suite!(pairs, super::Pairs<true>);
+suite_in_place!(pairs_in_place, super::Pairs<true>);
+suite_repoint!(pairs_steered, super::Pairs<true>);
+suite_repoint!(flags_steered, super::Pairs<false>);

@@ -159,13 +159,7 @@ fn installed(program: &str) -> bool {
     std::env::var_os("PATH").is_some_and(|path| std::env::split_paths(&path).any(|dir| dir.join(program).is_file()))
 }
 
-fn command(
-    dir: &Path,
-    tap: Option<(&str, u8)>,
-    model: &str,
-    properties: &str,
-    memory: &[(&Region, Iova)],
-) -> Command {
+fn command(dir: &Path, tap: Option<(&str, u8)>, model: &str, properties: &str, memory: &[(&Region, Iova)]) -> Command {
     let at = |name: &str| dir.join(name).display().to_string();
     let mut qemu = Command::new("setpriv");
     // Ends with us, even if we are killed.

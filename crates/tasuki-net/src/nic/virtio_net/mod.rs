@@ -99,7 +99,8 @@ impl<B: Bus> std::fmt::Debug for VirtioNet<B> {
 
 impl<B: Bus> VirtioNet<B> {
     fn new(bus: B, memory: NicMemory, parts: Assembly<B::Registers>, counts: Counts) -> Self {
-        let Assembly { transport, rx, tx, control, rx_bell, tx_bell, other_bell, interrupt, layout, terms, mac } = parts;
+        let Assembly { transport, rx, tx, control, rx_bell, tx_bell, other_bell, interrupt, layout, terms, mac } =
+            parts;
         VirtioNet {
             bus,
             memory,

@@ -12,7 +12,7 @@ use std::time::Instant;
 
 use super::regs::{common, feature, queue as queues, status};
 use super::sash::{Counts, Sash};
-use super::setup::{self, Assembly, Layout, Cursors, Terms, wrong};
+use super::setup::{self, Assembly, Cursors, Layout, Terms, wrong};
 use super::transport::{Transport, other};
 use super::{DRAIN, VirtioNet, control};
 use crate::nic::bus::{Bus, Iova, Registers};
