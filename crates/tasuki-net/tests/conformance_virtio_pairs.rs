@@ -100,14 +100,14 @@ impl Kernel {
 }
 
 /// QEMU's model with two pairs of queues, with indices of events or without.
-struct Pairs<const EVENT_IDX: bool> {
+struct Pairs<const EVENT_IDX: bool, const STEERS: bool = true> {
     // Ended before what it is connected to.
     machine: Machine,
     kernel: Kernel,
     _place: Place,
 }
 
-impl<const EVENT_IDX: bool> Pairs<EVENT_IDX> {
+impl<const EVENT_IDX: bool, const STEERS: bool> Pairs<EVENT_IDX, STEERS> {
     /// A fresh device, which can be made to see any of these.
     fn with(memories: &[&NicMemory]) -> Option<Self> {
         if !place::is_possible() {
@@ -127,7 +127,7 @@ impl<const EVENT_IDX: bool> Pairs<EVENT_IDX> {
     }
 }
 
-impl<const EVENT_IDX: bool> World for Pairs<EVENT_IDX> {
+impl<const EVENT_IDX: bool, const STEERS: bool> World for Pairs<EVENT_IDX, STEERS> {
     type Nic = VirtioNet<QtestBus>;
     type Bus = QtestBus;
 
@@ -168,14 +168,14 @@ impl<const EVENT_IDX: bool> World for Pairs<EVENT_IDX> {
     }
 }
 
-impl<const EVENT_IDX: bool> Twinned for Pairs<EVENT_IDX> {
+impl<const EVENT_IDX: bool, const STEERS: bool> Twinned for Pairs<EVENT_IDX, STEERS> {
     fn twin(bus: &QtestBus) -> QtestBus {
         bus.clone()
     }
 }
 
-impl<const EVENT_IDX: bool> Repointed for Pairs<EVENT_IDX> {
-    const HOW: How = How::Steer;
+impl<const EVENT_IDX: bool, const STEERS: bool> Repointed for Pairs<EVENT_IDX, STEERS> {
+    const HOW: How = if STEERS { How::Steer } else { How::Point };
     // The kernel has a flow come by the queue of the TAP that the last frame of it went out by, and does not wait until the one before is empty (tun_flow_update in its
     // drivers/net/tun.c). To it all our frames but those of IP are one flow.
     const IN_ORDER: bool = false;
@@ -189,3 +189,4 @@ suite!(pairs, super::Pairs<true>);
 suite_in_place!(pairs_in_place, super::Pairs<true>);
 suite_repoint!(pairs_steered, super::Pairs<true>);
 suite_repoint!(flags_steered, super::Pairs<false>);
+suite_repoint!(pairs_pointed, super::Pairs<true, false>);

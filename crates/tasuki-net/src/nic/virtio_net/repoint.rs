@@ -154,10 +154,22 @@ impl<B: Bus> VirtioNet<B> {
         Can { point: self.terms.resets_queues(), pauses: false, steer: self.terms.steers() }
     }
 
-    /// The same, and has what comes come there.
+    /// Has the device use our queues again, and has what comes come there, whatever a taker has done that is no more.
     pub(super) fn bring_all_back(&mut self) -> Result<(), NicError> {
         self.bring_back()?;
-        if self.terms.steers() { self.steer(self.transport.way().pair) } else { Ok(()) }
+        if self.terms.steers() {
+            self.steer(self.transport.way().pair)?;
+            self.renew_spare()?;
+        }
+        Ok(())
+    }
+
+    /// The other pair of queues lies in our memory, and not in somebody's that is gone, or will be.
+    fn renew_spare(&mut self) -> Result<(), NicError> {
+        self.with_other_pair(|transport, _| reset_queues(transport, &[queues::TRANSMIT, queues::RECEIVE]))?;
+        self.lend_spare()?;
+        self.ring_receive();
+        self.transport.status().map(drop)
     }
 
     /// Has all frames come to this pair of queues.
@@ -357,11 +369,11 @@ impl<B: Bus> Repoint for VirtioNet<B> {
         self.transport.status().map(drop)
     }
 
-    fn repoint(Ready { mut nic, how, .. }: Ready<B>, left: Left) -> Result<Self, Failed<B>> {
+    fn repoint(Ready { mut nic, how, lent }: Ready<B>, left: Left) -> Result<Self, Failed<B>> {
         if how == How::Steer {
             if left != Left(STEERED | u64::from(nic.transport.way().pair)) {
                 // It may have, and died: the memory of ours goes, and so the queues must.
-                let _ = reset_queues(&nic.transport, &[queues::TRANSMIT, queues::RECEIVE]);
+                let _ = nic.close_pair(lent);
                 let error = broken("the giver has not had frames come to our queues, but left the device at", left.0);
                 return Err(nic.failed(error));
             }
@@ -393,6 +405,8 @@ impl<B: Bus> Repoint for VirtioNet<B> {
             // It was steered to, and has a part of its former owner's yet.
             self.close_other_pair()?;
             self.memory.ledger().halted(false);
+        } else if self.terms.steers() {
+            self.renew_spare()?;
         }
         self.bus.unmap_dma(old.arena_at(), old.slots.len())?;
         Ok(self.bus.unmap_dma(old.rings_at, old.rings_len)?)
