@@ -163,7 +163,10 @@ impl<B: Bus> VirtioNet<B> {
             let [come, empty, unsent] = sash.in_order();
             self.rx.chains.fill(&self.memory, come, empty);
             self.tx.chains.fill(&self.memory, &[], unsent);
+            self.control.iter_mut().for_each(Control::begin);
             self.enable_queues()?;
+            self.enable_control()?;
+            self.lend_spare()?;
         }
         self.write_seldom();
         self.enter_ledger(given);
@@ -186,6 +189,12 @@ impl<B: Bus> VirtioNet<B> {
         // Transmission first, so that receiving pauses as briefly as it can.
         self.transport.reset_queue(queues::TRANSMIT)?;
         self.transport.reset_queue(queues::RECEIVE)?;
+        // Those in which nothing is are looked at, and written to, as well.
+        if self.control.is_some() {
+            self.transport.reset_queue(queues::CONTROL)?;
+        }
+        self.take_spare_back()?;
+        sash.commands = 0;
         (sash.kept, sash.rx_at, sash.tx_at) = (0, Cursor::default(), Cursor::default());
         sash.rx.fill(Loan::NONE);
         sash.tx.fill(Loan::NONE);

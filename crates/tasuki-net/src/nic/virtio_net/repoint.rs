@@ -166,7 +166,7 @@ impl<B: Bus> VirtioNet<B> {
 
     /// The other pair of queues lies in our memory, and not in somebody's that is gone, or will be.
     fn renew_spare(&mut self) -> Result<(), NicError> {
-        self.with_other_pair(|transport, _| reset_queues(transport, &[queues::TRANSMIT, queues::RECEIVE]))?;
+        self.take_spare_back()?;
         self.lend_spare()?;
         self.ring_receive();
         self.transport.status().map(drop)
@@ -193,6 +193,14 @@ impl<B: Bus> VirtioNet<B> {
         }
         let layout = self.layout;
         self.with_other_pair(|transport, memory| set_up_spare(transport, &layout, memory.rings_at()))
+    }
+
+    /// It is nobody's from here on.
+    pub(super) fn take_spare_back(&mut self) -> Result<(), NicError> {
+        if !self.terms.steers() {
+            return Ok(());
+        }
+        self.with_other_pair(|transport, _| reset_queues(transport, &[queues::TRANSMIT, queues::RECEIVE]))
     }
 
     /// Has the transport speak of the other pair of queues.
