@@ -269,7 +269,10 @@ fuzz_target!(|data: &[u8]| {
     let mut choices = Choices(data);
     match choices.below(3) {
         0 => lie(&mut choices, &mut Strict::default()),
-        1 => lie(&mut choices, &mut Served::new(virtio_net::Device::new(virtio_net::Options::default()), Nowhere::default())),
+        1 => lie(
+            &mut choices,
+            &mut Served::new(virtio_net::Device::new(virtio_net::Options::default()), Nowhere::default()),
+        ),
         _ => lie(&mut choices, &mut Served::new(e1000e::Device::new(e1000e::Options::default()), Nowhere::default())),
     }
 });
