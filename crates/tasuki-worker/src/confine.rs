@@ -42,6 +42,7 @@ const CALLS: &[i64] = &[
     libc::SYS_epoll_ctl,
     libc::SYS_ppoll,
     libc::SYS_sched_yield,
+    libc::SYS_getcpu,
     libc::SYS_clock_gettime,
     libc::SYS_clock_nanosleep,
     libc::SYS_nanosleep,

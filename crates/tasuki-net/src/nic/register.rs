@@ -102,18 +102,46 @@ impl<W: Width, A: Writable> Register<W, A> {
     }
 }
 
+/// Whoever waits for a card, and gives way to others meanwhile: it may be modelled by a process that needs this CPU.
+#[derive(Debug)]
+pub struct Waiting(Instant);
+
+impl Waiting {
+    /// From now on.
+    pub fn begin() -> Self {
+        Waiting(Instant::now())
+    }
+
+    /// How long it has been.
+    pub fn since(&self) -> Duration {
+        self.0.elapsed()
+    }
+
+    /// Between two looks: spins first, for most cards need no longer; then sleeps. Who yielded instead might not run again before the
+    /// next tick (kernels since 6.12).
+    pub fn rest(&self) {
+        const SPIN: Duration = Duration::from_micros(100);
+        const NAP: Duration = Duration::from_micros(50);
+        match self.since() {
+            since if since > SPIN => std::thread::sleep(NAP),
+            _ => std::hint::spin_loop(),
+        }
+    }
+}
+
 /// Waits until `done`, giving way to others meanwhile, and no longer than a card may take.
 pub fn wait(step: &'static str, limit_ms: u32, mut done: impl FnMut() -> bool) -> Result<(), NicError> {
-    let end = Instant::now() + Duration::from_millis(limit_ms.into());
+    let limit = Duration::from_millis(limit_ms.into());
+    let waiting = Waiting::begin();
     loop {
         // Asked before the clock is looked at, so that a machine under load does not make a card look stuck.
-        let late = Instant::now() >= end;
+        let late = waiting.since() >= limit;
         if done() {
             return Ok(());
         }
         if late {
             return Err(NicError::Stuck { step, limit_ms });
         }
-        std::thread::yield_now();
+        waiting.rest();
     }
 }

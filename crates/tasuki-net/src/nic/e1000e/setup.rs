@@ -1,11 +1,12 @@
 //! From a card in whatever state to one that is ready: the data sheet's chapter 4.6.
 
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use super::regs::{self, Mmio, ctrl, ctrl_ext, dctl, eecd, gcr, mrqc, rah, rctl, rfctl, rxcsum, status, tarc, tctl};
 use super::ring::{RING_MAX, RING_MIN, ReceiveRing, ring_at};
 use super::sash::{QUEUES_MAX, rings_len};
 use crate::nic::bus::{Iova, Registers};
+use crate::nic::register::Waiting;
 use crate::nic::{Mac, MemoryLayout, NicError};
 
 /// Ethernet header and a VLAN tag: what the longest frame has besides its payload.
@@ -87,21 +88,18 @@ impl Shape {
 ///
 /// Asks a few times however long each takes: whoever answers for a modelled card may have been asleep meanwhile.
 pub fn within(limit: Duration, mut done: impl FnMut() -> bool) -> bool {
-    /// Spins so long; then others may run, too.
-    const SPIN: Duration = Duration::from_micros(100);
     const ASKED_AT_LEAST: u32 = 16;
-    let began = Instant::now();
+    let waiting = Waiting::begin();
     let mut asked = 0;
     loop {
         if done() {
             return true;
         }
         asked += 1;
-        match began.elapsed() {
-            elapsed if elapsed > limit && asked >= ASKED_AT_LEAST => return false,
-            elapsed if elapsed > SPIN => std::thread::yield_now(),
-            _ => std::hint::spin_loop(),
+        if waiting.since() > limit && asked >= ASKED_AT_LEAST {
+            return false;
         }
+        waiting.rest();
     }
 }
 

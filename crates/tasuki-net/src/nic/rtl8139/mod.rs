@@ -15,7 +15,7 @@ pub mod sash;
 use std::os::fd::BorrowedFd;
 use std::sync::atomic::AtomicU64;
 use std::sync::atomic::Ordering::Relaxed;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use tasuki_shm::region::Span;
 
@@ -25,7 +25,7 @@ use self::repoint::Hush;
 use self::ring::{RxRing, TxRing};
 use self::sash::{Counts, Loan, Sash};
 use super::bus::{Bus, Header, pci};
-use super::register::wait;
+use super::register::{Waiting, wait};
 use super::sash::{Head, Sash as _, broken};
 use super::{Failed, Filter, Link, Mac, Nic, NicError, NicMemory, NicOptions, PciId, loan};
 use crate::port::{Armed, Burst, Port};
@@ -299,15 +299,15 @@ impl<B: Bus> Rtl8139<B> {
 
     /// Gives the card time to send what it has. What it does not send, for want of a link or time, stays where it is.
     fn drain(&mut self) -> Result<(), NicError> {
-        let end = Instant::now() + DRAIN;
+        let waiting = Waiting::begin();
         self.poll();
         loop {
-            let late = Instant::now() >= end;
+            let late = waiting.since() >= DRAIN;
             self.tx.reap(&self.memory, &mut self.counts)?;
             if self.tx.is_empty() || late {
                 return Ok(());
             }
-            std::thread::yield_now();
+            waiting.rest();
         }
     }
 

@@ -29,7 +29,7 @@ mod setup;
 mod transport;
 
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use tasuki_shm::crash;
 
@@ -43,6 +43,7 @@ use self::setup::{Assembly, Layout, Terms};
 use self::transport::{Doorbell, Transport};
 use super::bus::{self, Bus};
 use super::ledger::{CURSORS, TURNS};
+use super::register::Waiting;
 use super::sash::{Head, Sash as _};
 use super::scrub::Dirt;
 use super::{Failed, Filter, Link, Mac, Nic, NicError, NicMemory, NicOptions, Scrub};
@@ -266,14 +267,14 @@ impl<B: Bus> VirtioNet<B> {
 
     /// Gives the device time to send what it has.
     fn drain(&mut self) -> Result<(), NicError> {
-        let end = Instant::now() + DRAIN;
+        let waiting = Waiting::begin();
         loop {
-            let late = Instant::now() >= end;
+            let late = waiting.since() >= DRAIN;
             self.tx.reap(self.memory.arena())?;
             if self.tx.chains.is_empty() || late {
                 return Ok(());
             }
-            std::thread::yield_now();
+            waiting.rest();
         }
     }
 

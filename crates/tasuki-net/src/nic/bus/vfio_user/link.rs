@@ -4,7 +4,7 @@
 //! that is, leaves the stream whole to those that it shared the connection with (`turns.rs`). That holds for servers that send an answer in one
 //! piece, as those that we know do; and for questions of a server, which none that we know asks, it does not hold.
 
-use std::cell::RefCell;
+use std::cell::{Cell, RefCell};
 use std::io::{self, IoSlice, IoSliceMut};
 use std::mem::MaybeUninit;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
@@ -26,6 +26,9 @@ use super::wire::{Breach, Command, FDS_MAX, HEADER_LEN, Incoming, Limits, Messag
 
 /// How long an answer is looked for before the process sleeps until it comes: a wake-up costs more than most answers.
 const SPIN: Duration = Duration::from_micros(50);
+
+/// Questions whose answers are slept for at once, after one was looked for in vain.
+const VAIN: u32 = 16;
 
 /// A server that asks this often before it answers does not mean to answer.
 const QUESTIONS_MAX: u32 = 64;
@@ -67,6 +70,29 @@ impl From<Errno> for Fault {
     }
 }
 
+/// Whether to look for an answer before sleeping for it. Where a server shares our CPU it cannot answer while we look: yielding to it
+/// does not help, for on kernels since 6.12 who yields may not run again before the next tick, while who sleeps is woken by the answer.
+#[derive(Debug, Default)]
+struct Looks(Cell<Option<(usize, u32)>>);
+
+impl Looks {
+    /// Whether to look now. A worker that has moved to another CPU starts anew.
+    fn is_worth(&self) -> bool {
+        match self.0.get() {
+            Some((cpu, left)) if left > 0 && cpu == rustix::thread::sched_getcpu() => {
+                self.0.set(Some((cpu, left - 1)));
+                false
+            }
+            _ => true,
+        }
+    }
+
+    /// What came of it.
+    fn learn(&self, found: bool) {
+        self.0.set((!found).then(|| (rustix::thread::sched_getcpu(), VAIN)));
+    }
+}
+
 /// What came with an answer.
 pub type Fds = ArrayVec<OwnedFd, FDS_MAX>;
 
@@ -85,6 +111,7 @@ pub struct Link {
     /// Once others have the connection, too.
     turns: Option<Turns>,
     strays: u64,
+    looks: Looks,
 }
 
 impl Link {
@@ -96,7 +123,8 @@ impl Link {
         set_socket_timeout(&socket, Timeout::Send, Some(timeout))?;
         let (fault, behind, turns) = (None, Arc::default(), None);
         let (corked, collected) = (false, RefCell::new(Vec::with_capacity(COLLECTED_MAX)));
-        Ok(Link { socket: Some(socket), limits, timeout, next: 0, fault, behind, corked, collected, turns, strays: 0 })
+        let (next, strays, looks) = (0, 0, Looks::default());
+        Ok(Link { socket: Some(socket), limits, timeout, next, fault, behind, corked, collected, turns, strays, looks })
     }
 
     /// Whether the server may have something to do yet.
@@ -228,7 +256,7 @@ impl Link {
         collected.clear();
         Ok(sent
             .map_err(Fault::from)
-            .and_then(|()| await_answer(socket, (id, command), may_be_others, deadline, answer)))
+            .and_then(|()| await_answer((socket, &self.looks), (id, command), may_be_others, deadline, answer)))
     }
 
     /// Collects what is [posted](Self::post), until somebody asks something.
@@ -308,14 +336,14 @@ enum Answer {
 /// Receives until the answer to `id` is there. A server may ask us something meanwhile: it is told that we do not do that. Answers to others are
 /// skipped where there `may_be_others`, and counted.
 fn await_answer(
-    socket: BorrowedFd<'_>,
+    (socket, looks): (BorrowedFd<'_>, &Looks),
     (id, command): (u16, Command),
     mut may_be_others: Option<&mut u64>,
     deadline: Instant,
     answer: &mut [u8],
 ) -> Result<Answer, Fault> {
     for _ in 0..QUESTIONS_MAX {
-        let header = spin(socket).map_or_else(|| peek(socket, deadline), Ok)?;
+        let header = spin(socket, looks).map_or_else(|| peek(socket, deadline), Ok)?;
         let incoming = Incoming::parse(&header).map_err(Fault::Breach)?;
         match incoming {
             Incoming::Reply { id: its, command: its_command, .. }
@@ -375,16 +403,25 @@ fn peek(socket: BorrowedFd<'_>, deadline: Instant) -> Result<[u8; HEADER_LEN], F
     }
 }
 
-/// Waits for a while until there is a header to look at, or nothing ever will be. Others may run meanwhile, the server on this CPU, say.
-fn spin(socket: BorrowedFd<'_>) -> Option<[u8; HEADER_LEN]> {
+/// Waits for a while until there is a header to look at, or nothing ever will be, if that is worth it.
+fn spin(socket: BorrowedFd<'_>, looks: &Looks) -> Option<[u8; HEADER_LEN]> {
+    if !looks.is_worth() {
+        return None;
+    }
     let end = Instant::now() + SPIN;
     let mut header = [0; HEADER_LEN];
     loop {
         match rustix::net::recv(socket, &mut header[..], RecvFlags::PEEK | RecvFlags::DONTWAIT) {
-            Ok((HEADER_LEN.., _)) => return Some(header),
-            Err(Errno::AGAIN) if Instant::now() < end => std::thread::yield_now(),
+            Ok((HEADER_LEN.., _)) => {
+                looks.learn(true);
+                return Some(header);
+            }
+            Err(Errno::AGAIN) if Instant::now() < end => std::hint::spin_loop(),
             // Whatever it is, who waits for it finds it again.
-            _ => return None,
+            _ => {
+                looks.learn(false);
+                return None;
+            }
         }
     }
 }
