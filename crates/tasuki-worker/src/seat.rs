@@ -615,7 +615,7 @@ where
         self.given.board.driving(common.cpus.cpu());
         fail::point("take.looked");
         // Before anybody hears that we drive: addresses are used again, and what a later taker has mapped there must not be taken for the old.
-        self.forget_old(&mut common.post);
+        self.forget_old(common);
         if let Err(error) = looked {
             self.lose(common, &error);
         }

@@ -116,10 +116,10 @@ pub trait Repoint: Nic {
     /// The card is not as it was left, because frames have come, or it is gone. It goes on as it was then.
     fn repoint(ready: Self::Ready, left: Left) -> Result<Self, Failed<Self::Bus>>;
 
-    /// Keeps the card from memory of a former owner's that lies there, and that it uses no longer: whether that owner is alive or not. Asks the bus, and
-    /// waits for its answers.
+    /// Keeps the card from memory of a former owner's that lies there, and that it uses no longer: whether that owner is alive or not. Asks the card
+    /// and the bus, and waits for their answers; after each, whoever drives sees in `between` to the frames that have come meanwhile.
     ///
     /// # Errors
-    /// Nothing is mapped there, or the bus refuses.
-    fn forget(&mut self, old: &MemoryLayout) -> Result<(), NicError>;
+    /// Nothing is mapped there, or the card or the bus refuses.
+    fn forget(&mut self, old: &MemoryLayout, between: impl FnMut(&mut Self)) -> Result<(), NicError>;
 }

@@ -66,7 +66,7 @@ impl<W: Repointed> Bench<W> {
         let giver = self.take();
         self.put(W::Nic::repoint(next.ready, giver.left()).expect("a card that has stopped"), next.arena);
         let (bus, memory) = giver.stand_down();
-        self.nic().forget(&memory.layout()).expect("it was mapped");
+        self.nic().forget(&memory.layout(), |_| ()).expect("it was mapped");
         Self::next_owner(bus, memory, next.options, next.layout.rings_at)
     }
 }

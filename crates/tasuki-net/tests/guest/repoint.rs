@@ -144,7 +144,7 @@ impl Owner {
                 Owner::Driving(nic)
             }
             ("forget", Owner::Driving(mut nic)) => {
-                let forgotten = nic.forget(&memory(number).layout());
+                let forgotten = nic.forget(&memory(number).layout(), |_| ());
                 *self = Owner::Driving(nic);
                 return forgotten.map(|()| Vec::new()).map_err(|error| error.to_string());
             }

@@ -73,6 +73,9 @@ fn place(iova: u64, now: &MemoryLayout) -> Iova {
     Iova(if is_there { iova.saturating_add(HALF) } else { iova })
 }
 
+/// Bursts between two questions to a card, at most: a question takes as long as some tens of frames.
+const TURNS: u32 = 8;
+
 impl<N: InPlace + Repoint + Scrub, D: Duty> Seat<N, D>
 where
     N::Bus: KitBus,
@@ -167,14 +170,29 @@ where
         }
     }
 
-    /// Keeps the card from memory of the owner before us: it is somebody else's again.
-    pub(super) fn forget_old(&mut self, post: &mut Post) {
+    /// Keeps the card from memory of the owner before us: it is somebody else's again. What comes meanwhile is seen to between two questions.
+    pub(super) fn forget_old(&mut self, common: &mut Common) {
         self.spent.clear();
-        let Card::Driven(nic) = &mut self.card else { return };
-        if let Some(old) = self.old.take()
-            && let Err(error) = nic.forget(&old)
-        {
-            post.tell(Some(self.given.number), format!("the former owner's memory stays mapped for the card: {error}"));
+        let (Card::Driven(nic), Some(arena)) = (&mut self.card, &self.arena) else { return };
+        let Some(old) = self.old.take() else { return };
+        let desk = common.desk(arena, self.given.number);
+        let mut fault = None;
+        let (duty, burst) = (&mut self.duty, &mut self.burst);
+        let forgotten = nic.forget(&old, |nic| {
+            for _ in 0..TURNS {
+                match if fault.is_none() { duty.turn(nic, &desk, burst) } else { Ok(0) } {
+                    Ok(0) => break,
+                    Ok(_) => {}
+                    Err(error) => fault = Some(error),
+                }
+            }
+        });
+        if let Err(error) = forgotten {
+            let sentence = format!("the former owner's memory stays mapped for the card: {error}");
+            common.post.tell(Some(self.given.number), sentence);
+        }
+        if let Some(fault) = fault {
+            self.lose(common, &fault);
         }
     }
 

@@ -36,7 +36,7 @@ where
         if self.is_hung_up() {
             return self.lose(common, &NicError::Gone);
         }
-        self.forget_old(&mut common.post);
+        self.forget_old(common);
         if let (Card::Driven(nic), false) = (&mut self.card, self.link_is_up) {
             self.link_is_up = nic.link() != Link::Down;
             // Asks once more: what the driver has told the card since has arrived then, and doorbells are stores again.

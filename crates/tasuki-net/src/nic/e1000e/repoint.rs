@@ -524,8 +524,9 @@ impl<B: Bus> Repoint for E1000e<B> {
         Ok(nic)
     }
 
-    fn forget(&mut self, old: &MemoryLayout) -> Result<(), NicError> {
+    fn forget(&mut self, old: &MemoryLayout, mut between: impl FnMut(&mut Self)) -> Result<(), NicError> {
         self.bus.unmap_dma(old.arena_at(), old.slots.len())?;
+        between(self);
         Ok(self.bus.unmap_dma(old.rings_at, old.rings_len)?)
     }
 }

@@ -228,8 +228,9 @@ impl<B: Bus> Repoint for Rtl8139<B> {
         Ok(Self::new(bus, memory, Assembly { registers, rx, tx, mac, frame_max, counts: Counts::default(), bell }))
     }
 
-    fn forget(&mut self, old: &MemoryLayout) -> Result<(), NicError> {
+    fn forget(&mut self, old: &MemoryLayout, mut between: impl FnMut(&mut Self)) -> Result<(), NicError> {
         self.bus.unmap_dma(old.arena_at(), old.slots.len())?;
+        between(self);
         Ok(self.bus.unmap_dma(old.rings_at, old.rings_len)?)
     }
 }

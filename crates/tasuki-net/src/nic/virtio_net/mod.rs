@@ -130,7 +130,7 @@ impl<B: Bus> VirtioNet<B> {
         self.transport.silence_configuration();
         self.enable_queues()?;
         self.enable_control()?;
-        self.lend_spare()?;
+        self.lend_spare(|_| ())?;
         self.transport.run();
         self.filter(&options.filter)?;
         if options.scrub {
@@ -167,7 +167,7 @@ impl<B: Bus> VirtioNet<B> {
             self.control.iter_mut().for_each(Control::begin);
             self.enable_queues()?;
             self.enable_control()?;
-            self.lend_spare()?;
+            self.lend_spare(|_| ())?;
         }
         self.write_seldom();
         self.enter_ledger(given);

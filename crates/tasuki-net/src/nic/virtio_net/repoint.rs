@@ -47,11 +47,16 @@ pub struct Ready<B: Bus> {
     lent: Option<Iova>,
 }
 
-/// Has the device know a pair of queues in which nothing is, of rings that begin there.
-fn set_up_spare(transport: &Transport<impl Registers>, layout: &Layout, rings_at: Iova) -> Result<(), NicError> {
-    [queues::RECEIVE, queues::TRANSMIT].into_iter().zip(layout.spare).try_for_each(|(queue, place)| {
-        transport.enable_queue(queue, setup::SPARE, place.addresses_from(rings_at), common::NO_VECTOR)
-    })
+/// Has the device know a queue in which nothing is, of rings that begin there.
+fn set_up_spare(
+    transport: &Transport<impl Registers>,
+    layout: &Layout,
+    queue: u16,
+    rings_at: Iova,
+) -> Result<(), NicError> {
+    let [rx, tx] = layout.spare;
+    let place = if queue == queues::RECEIVE { rx } else { tx };
+    transport.enable_queue(queue, setup::SPARE, place.addresses_from(rings_at), common::NO_VECTOR)
 }
 
 /// In how a device was left: frames come to the pair of queues in the low half.
@@ -159,15 +164,15 @@ impl<B: Bus> VirtioNet<B> {
         self.bring_back()?;
         if self.terms.steers() {
             self.steer(self.transport.way().pair)?;
-            self.renew_spare()?;
+            self.renew_spare(|_| ())?;
         }
         Ok(())
     }
 
     /// The other pair of queues lies in our memory, and not in somebody's that is gone, or will be.
-    fn renew_spare(&mut self) -> Result<(), NicError> {
-        self.take_spare_back()?;
-        self.lend_spare()?;
+    fn renew_spare(&mut self, mut between: impl FnMut(&mut Self)) -> Result<(), NicError> {
+        self.reset_others(&[queues::TRANSMIT, queues::RECEIVE], &mut between)?;
+        self.lend_spare(between)?;
         self.ring_receive();
         self.transport.status().map(drop)
     }
@@ -187,12 +192,16 @@ impl<B: Bus> VirtioNet<B> {
     /// The device knows the other pair of queues, too, in which nothing is. A queue can be reset, and be used from elsewhere, only if the device knew it before it ran
     /// (§3.1.1, §2.6.1); and all pairs are to be set up that it is told to use (§5.1.6.5.5.1). QEMU's leaves lying what comes by way of a pair that is not, wherever
     /// that is steered.
-    pub(super) fn lend_spare(&mut self) -> Result<(), NicError> {
+    pub(super) fn lend_spare(&mut self, mut between: impl FnMut(&mut Self)) -> Result<(), NicError> {
         if !self.terms.steers() {
             return Ok(());
         }
         let layout = self.layout;
-        self.with_other_pair(|transport, memory| set_up_spare(transport, &layout, memory.rings_at()))
+        for queue in [queues::RECEIVE, queues::TRANSMIT] {
+            self.with_other_pair(|transport, memory| set_up_spare(transport, &layout, queue, memory.rings_at()))?;
+            between(self);
+        }
+        Ok(())
     }
 
     /// It is nobody's from here on.
@@ -200,7 +209,21 @@ impl<B: Bus> VirtioNet<B> {
         if !self.terms.steers() {
             return Ok(());
         }
-        self.with_other_pair(|transport, _| reset_queues(transport, &[queues::TRANSMIT, queues::RECEIVE]))
+        self.reset_others(&[queues::TRANSMIT, queues::RECEIVE], |_| ())
+    }
+
+    /// The device has none of these queues of the other pair's any more, or the one for commands.
+    fn reset_others(&mut self, queues: &[u16], mut between: impl FnMut(&mut Self)) -> Result<(), NicError> {
+        for &queue in queues {
+            if self.with_other_pair(|transport, _| transport.is_enabled(queue))? {
+                between(self);
+                self.with_other_pair(|transport, _| transport.begin_reset(queue))?;
+                between(self);
+                self.with_other_pair(|transport, _| transport.end_reset(queue))?;
+            }
+            between(self);
+        }
+        Ok(())
     }
 
     /// Has the transport speak of the other pair of queues.
@@ -224,20 +247,21 @@ impl<B: Bus> VirtioNet<B> {
     fn close_pair(&self, lent: Option<Iova>) -> Result<(), NicError> {
         reset_queues(&self.transport, &[queues::TRANSMIT, queues::RECEIVE])?;
         if let Some(rings_at) = lent {
-            set_up_spare(&self.transport, &self.layout, rings_at)?;
+            set_up_spare(&self.transport, &self.layout, queues::RECEIVE, rings_at)?;
+            set_up_spare(&self.transport, &self.layout, queues::TRANSMIT, rings_at)?;
             self.ring_receive();
         }
         self.transport.status().map(drop)
     }
 
     /// What the device has of a former owner's it has no longer: the other pair of queues, and that for commands, which is ours from now on.
-    fn close_other_pair(&mut self) -> Result<(), NicError> {
-        let all = [queues::TRANSMIT, queues::RECEIVE, queues::CONTROL];
-        self.with_other_pair(|transport, _| all.iter().try_for_each(|&queue| transport.reset_queue(queue)))?;
+    fn close_other_pair(&mut self, mut between: impl FnMut(&mut Self)) -> Result<(), NicError> {
+        self.reset_others(&[queues::TRANSMIT, queues::RECEIVE, queues::CONTROL], &mut between)?;
         // We have given no command yet, so a successor finds no other count of them.
         self.control.iter_mut().for_each(control::Control::begin);
         self.enable_control()?;
-        self.lend_spare()?;
+        between(self);
+        self.lend_spare(between)?;
         self.ring_receive();
         self.transport.status().map(drop)
     }
@@ -408,15 +432,17 @@ impl<B: Bus> Repoint for VirtioNet<B> {
         Ok(nic)
     }
 
-    fn forget(&mut self, old: &MemoryLayout) -> Result<(), NicError> {
+    fn forget(&mut self, old: &MemoryLayout, mut between: impl FnMut(&mut Self)) -> Result<(), NicError> {
         if self.memory.ledger().is_halted() {
             // It was steered to, and has a part of its former owner's yet.
-            self.close_other_pair()?;
+            self.close_other_pair(&mut between)?;
             self.memory.ledger().halted(false);
         } else if self.terms.steers() {
-            self.renew_spare()?;
+            self.renew_spare(&mut between)?;
         }
+        between(self);
         self.bus.unmap_dma(old.arena_at(), old.slots.len())?;
+        between(self);
         Ok(self.bus.unmap_dma(old.rings_at, old.rings_len)?)
     }
 }

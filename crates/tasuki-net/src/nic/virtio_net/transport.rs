@@ -20,6 +20,9 @@ const PAIRS_MAX: u16 = 0x8000 / 2;
 /// BARs of a device.
 const BARS: u32 = 6;
 
+/// What a queue's reset is called where it is not finished in time.
+const RESET: &str = "the reset of a queue";
+
 /// Where a structure of registers is.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, FromBytes, IntoBytes, Immutable, KnownLayout)]
 #[repr(C)]
@@ -365,9 +368,22 @@ impl<R: Registers> Transport<R> {
         let size = self.read(common::QUEUE_SIZE);
         let [low, high] = common::QUEUE_DESC;
         let at = Iova(u64::from(self.read(low)) | u64::from(self.read(high)) << 32);
+        Ok((size, self.enabled()?.then_some(at)))
+    }
+
+    /// Whether the device uses queue `queue`.
+    pub fn is_enabled(&self, queue: u16) -> Result<bool, NicError> {
+        self.common.registers.together(|| {
+            self.select(queue);
+            self.enabled()
+        })
+    }
+
+    /// The same, of the queue that was selected.
+    fn enabled(&self) -> Result<bool, NicError> {
         match self.read(common::QUEUE_ENABLE) {
-            0 => Ok((size, None)),
-            1 => Ok((size, Some(at))),
+            0 => Ok(false),
+            1 => Ok(true),
             u16::MAX => Err(NicError::Gone),
             odd => Err(NicError::Absurd { what: "whether a queue is enabled", value: odd.into() }),
         }
@@ -375,14 +391,26 @@ impl<R: Registers> Transport<R> {
 
     /// Resets queue `queue` (§2.6.1): afterwards the device touches neither its ring nor its buffers.
     pub fn reset_queue(&self, queue: u16) -> Result<(), NicError> {
-        let limit = "the reset of a queue";
+        self.begin_reset(queue)?;
+        self.end_reset(queue)?;
+        self.status().map(drop)
+    }
+
+    /// The first half of it: the device lets go of the queue.
+    pub fn begin_reset(&self, queue: u16) -> Result<(), NicError> {
         self.common.registers.together(|| {
             self.select(queue);
             self.write(common::QUEUE_RESET, 1);
-            wait(limit, STEP_MS, || matches!(self.read(common::QUEUE_RESET), 0 | u16::MAX))
-        })?;
-        wait(limit, STEP_MS, || matches!(self.read(common::QUEUE_ENABLE), 0 | u16::MAX))?;
-        self.status().map(drop)
+            wait(RESET, STEP_MS, || matches!(self.read(common::QUEUE_RESET), 0 | u16::MAX))
+        })
+    }
+
+    /// The second half: it has.
+    pub fn end_reset(&self, queue: u16) -> Result<(), NicError> {
+        self.common.registers.together(|| {
+            self.select(queue);
+            wait(RESET, STEP_MS, || matches!(self.read(common::QUEUE_ENABLE), 0 | u16::MAX))
+        })
     }
 
     /// Where one says that queue `queue` has something new.
