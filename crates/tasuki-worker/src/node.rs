@@ -157,6 +157,7 @@ impl<D: Duty> Node<D> {
             joins: begin.work == letter::Work::Uplink,
             joint: None,
             cpus: Cpus::new(begin.cpu, &begin.aside)?,
+            drives_one: false,
         };
         let name = begin.node.clone();
         let (seats, poll, idle_looks) = (Vec::new(), begin.poll, IDLE_LOOKS);
@@ -291,6 +292,7 @@ impl<D: Duty> Node<D> {
         if matches!(input, Input::Order(Order::Prepare { .. })) && !is_ready && !self.seats.iter().any(is_at_work) {
             self.common.cpus.step_aside();
         }
+        self.common.drives_one = self.seats.iter().filter(|seat| each!(seat, seat => seat.drives())).count() == 1;
         each!(&mut self.seats[index], seat => seat.hear(&mut self.common, input));
         match self.seats.iter().any(|seat| each!(seat, seat => seat.is_ready())) {
             true => self.common.go_home(),

@@ -63,6 +63,8 @@ pub struct Common {
     pub joint: Option<Rc<RefCell<Joint>>>,
     /// Where the worker runs.
     pub cpus: Cpus,
+    /// Whether one NIC is driven and no more: whoever passes that one has nothing left to do on the node's CPU.
+    pub drives_one: bool,
 }
 
 impl Common {
@@ -316,7 +318,7 @@ where
                 self.write_sash(common, epoch);
                 None
             }
-            Do::Swap { from, to } => Some(self.swap(common.party, from, to)),
+            Do::Swap { from, to } => Some(self.swap(common, from, to)),
             Do::Look => {
                 self.get_ready(common);
                 // The word may be the one already.
@@ -498,13 +500,13 @@ where
     }
 
     /// Compare-and-swap of the lease.
-    fn swap(&mut self, us: Party, from: Tenure, to: Tenure) -> Input {
+    fn swap(&mut self, common: &Common, from: Tenure, to: Tenure) -> Input {
         let gives = to.holder.is_none() && matches!(self.card, Card::Driven(_));
         if gives && !std::mem::take(&mut self.stamped) {
             self.given.board.stopped();
         }
         let won = self.given.board.swap(from, to);
-        if won && to.holder == Some(us) {
+        if won && to.holder == Some(common.party) {
             self.tenure = to;
             fail::point("take.won");
         }
@@ -513,8 +515,11 @@ where
                 // Full it cannot be before it was rung as often as there are numbers.
                 let _ = rustix::io::write(wake, &1_u64.to_ne_bytes());
             }
-            // What we have left to do can wait, and whoever was rung for may wait for this CPU.
+            // What we have left to do can wait, and whoever was rung for may wait for this CPU. It is done elsewhere, then.
             std::thread::yield_now();
+            if common.drives_one {
+                common.cpus.step_aside();
+            }
             fail::point("give.passed");
             self.keep_captures();
             self.card = match std::mem::replace(&mut self.card, Card::Unknown) {
