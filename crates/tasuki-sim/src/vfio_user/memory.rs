@@ -16,6 +16,9 @@ use rustix::fs::SealFlags;
 use rustix::io::Errno;
 use rustix::mm::{MapFlags, ProtFlags};
 
+/// Bytes of a window up to which all of its pages are had at once. More than that a driver does not use, and it may be a whole guest's memory.
+const POPULATED_MAX: usize = 64 << 20;
+
 /// A device reached for memory that it was not given, or not for that.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 #[error("the device has no memory of {len} bytes at {at:#x} that it may {verb}")]
@@ -60,9 +63,11 @@ impl DmaMemory {
         let len = usize::try_from(len).map_err(|_| Errno::INVAL)?;
         let mut protection = ProtFlags::READ;
         protection.set(ProtFlags::WRITE, rights.write);
+        // A card does not stop at each page that it reaches for the first time, as this process would.
+        let mut flags = MapFlags::SHARED;
+        flags.set(MapFlags::POPULATE, len <= POPULATED_MAX);
         // SAFETY: a new mapping at an address of the kernel's choice replaces nothing (D1).
-        let base =
-            unsafe { rustix::mm::mmap(std::ptr::null_mut(), len, protection, MapFlags::SHARED, memory, offset) }?;
+        let base = unsafe { rustix::mm::mmap(std::ptr::null_mut(), len, protection, flags, memory, offset) }?;
         let base = NonNull::new(base.cast::<u8>()).expect("the kernel maps nothing at address 0");
         Ok(DmaMemory { base, len, rights })
     }
