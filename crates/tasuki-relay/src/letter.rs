@@ -434,6 +434,8 @@ pub mod board {
     pub const CPU: usize = 11;
     /// Word: how the card was left to who points it elsewhere, in its driver's words; 0 if it was not.
     pub const LEFT: usize = 12;
+    /// Word: 1 once whoever drives has found the link up since the card was started, and has told the card what comes of that. Who takes the NIC has nothing to ask then.
+    pub const LINK: usize = 13;
 }
 
 /// A worker's pulse: a memfd of one page, one for each worker, shared with the daemon. Words are 8 bytes.

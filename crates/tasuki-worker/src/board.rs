@@ -86,6 +86,16 @@ impl Board {
         self.words[board::LEFT].store(left.0, Release);
     }
 
+    /// Whether the link was found up since the card was started.
+    pub fn link_was_up(&self) -> bool {
+        self.words[board::LINK].load(Relaxed) == 1
+    }
+
+    /// The link was found up; or, of a card that was just started, not yet.
+    pub fn found_link(&self, up: bool) {
+        self.words[board::LINK].store(up.into(), Relaxed);
+    }
+
     /// The taker has looked at the rings and drives.
     pub fn driving(&self, cpu: Option<u32>) {
         self.leaves(Left::STOPPED);

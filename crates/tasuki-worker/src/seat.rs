@@ -596,7 +596,7 @@ where
             nic.keep_clean();
         }
         self.drive(nic);
-        (self.gone, self.link_is_up, self.halted) = (false, false, false);
+        (self.gone, self.link_is_up, self.halted) = (false, self.given.board.link_was_up(), false);
         Ok(())
     }
 
@@ -610,6 +610,7 @@ where
         let nic = N::start(bus, memory, &options).map_err(|failed| store::refused(&failed.error))?;
         self.drive(nic);
         (self.gone, self.link_is_up) = (false, false);
+        self.given.board.found_link(false);
         Ok(())
     }
 

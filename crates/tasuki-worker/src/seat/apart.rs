@@ -156,7 +156,7 @@ where
             (self.wake, self.ledger, self.arena) = (Some(wake), Some(ledger), Some(arena));
         }
         self.drive(nic);
-        (self.gone, self.link_is_up, self.halted) = (false, false, false);
+        (self.gone, self.link_is_up, self.halted) = (false, self.given.board.link_was_up(), false);
         Ok(())
     }
 

@@ -41,6 +41,7 @@ where
             self.link_is_up = nic.link() != Link::Down;
             // Asks once more: what the driver has told the card since has arrived then, and doorbells are stores again.
             nic.link();
+            self.given.board.found_link(self.link_is_up);
         }
     }
 
