@@ -7,7 +7,7 @@ use libfuzzer_sys::fuzz_target;
 use tasuki_relay::Tenure;
 use tasuki_relay::letter::{self, ToDaemon, ToWorker};
 use tasuki_relay::sash::Sash;
-use tasuki_relay::wire::{Order, Report};
+use tasuki_relay::wire::{Order, Plan, Report};
 
 fn packet(bytes: &[u8]) {
     if let Ok(order) = Order::parse(bytes) {
@@ -16,6 +16,9 @@ fn packet(bytes: &[u8]) {
     if let Ok(report) = Report::parse(bytes) {
         assert_eq!(report.to_bytes(), bytes, "{report:?}");
         let _ = format!("{report:?}");
+    }
+    if let Ok(plan) = Plan::parse(bytes) {
+        assert_eq!(plan.to_bytes(), bytes, "{plan:?}");
     }
 }
 

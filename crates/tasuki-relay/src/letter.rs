@@ -15,7 +15,7 @@ use serde::{Deserialize, Serialize};
 use crate::wire;
 
 /// Of the letters. Grows when one of them changes what it means.
-pub const SPEECH: u32 = 1;
+pub const SPEECH: u32 = 2;
 
 /// Most bytes of a letter.
 pub const LETTER_MAX: usize = 64 * 1024;
@@ -204,19 +204,6 @@ pub enum Inflight {
     Drop,
 }
 
-/// How a giver is to let go, told before it is ordered to.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Plan {
-    /// `keep`, `mbb`, `repoint` or `cold`; an upgrade is a `keep` within the node.
-    pub method: String,
-    /// Whether it goes to another node.
-    pub handover: bool,
-    /// What becomes of frames in flight.
-    pub inflight: Inflight,
-    /// The sash goes by the store: the giver writes it as bytes, to [`ToDaemon::Sash`], before it passes the lease.
-    pub store: bool,
-}
-
 /// From the daemon to a worker.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(tag = "letter", rename_all = "kebab-case")]
@@ -235,13 +222,6 @@ pub enum ToWorker {
         iova: u64,
         /// It was taken out of its box and runs, and nobody drives it: it starts with [`crate::worker::Worker::first`] if it is this worker's.
         kit: Kit,
-    },
-    /// How the next order to release is meant.
-    Plan {
-        /// The NIC.
-        nic: u32,
-        /// How.
-        plan: Plan,
     },
     /// Another node on a VNI of which this worker has, or may be given, a node's end; or the same node with other memory. Beside it: its estate's
     /// control memory and pool, to be read, and the end of its bell's pipe that is written.

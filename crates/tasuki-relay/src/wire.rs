@@ -15,6 +15,7 @@
 use zerocopy::little_endian::{U16, U32, U64};
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout};
 
+use crate::letter::Inflight;
 use crate::method::Method;
 use crate::table::All;
 use crate::{After, Party};
@@ -521,6 +522,49 @@ impl Order {
     }
 }
 
+/// How a relay is meant, told to both sides before either is ordered to do its part. A packet, for a letter takes as long to read as a hundred frames.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Plan {
+    /// How; an upgrade is a `keep` within the node.
+    pub method: Method,
+    /// Whether it goes to another node.
+    pub handover: bool,
+    /// What becomes of frames in flight.
+    pub inflight: Inflight,
+    /// The sash goes by the store: the giver writes it as bytes, to [`ToDaemon::Sash`](crate::letter::ToDaemon::Sash), before it passes the lease.
+    pub store: bool,
+}
+
+impl Plan {
+    const HANDOVER: u64 = 1;
+    const DROP: u64 = 2;
+    const STORE: u64 = 4;
+
+    /// As bytes.
+    pub fn to_bytes(self) -> [u8; LEN] {
+        let Plan { method, handover, inflight, store } = self;
+        let bits = [(handover, Self::HANDOVER), (inflight == Inflight::Drop, Self::DROP), (store, Self::STORE)];
+        let bits = bits.into_iter().filter(|(is, _)| *is).map(|(_, bit)| bit).sum();
+        Packet::bytes(9, 0, method as u16, 0, bits, 0)
+    }
+
+    /// What stands in `bytes`.
+    pub fn parse(bytes: &[u8]) -> Result<Self, Malformed> {
+        let packet = Packet::read(bytes)?;
+        if packet.kind.get() != 9 {
+            return Err(Malformed::Kind { kind: packet.kind.get() });
+        }
+        let has = |bit| packet.a.get() & bit != 0;
+        let plan = Plan {
+            method: packet.one_of("method", packet.code.get())?,
+            handover: has(Self::HANDOVER),
+            inflight: if has(Self::DROP) { Inflight::Drop } else { Inflight::Deliver },
+            store: has(Self::STORE),
+        };
+        exactly(plan, &packet, plan.to_bytes())
+    }
+}
+
 impl Report {
     /// As bytes.
     pub fn to_bytes(self) -> [u8; LEN] {
@@ -619,6 +663,15 @@ mod tests {
         ]
     }
 
+    fn plan() -> impl Strategy<Value = Plan> {
+        (0..4_usize, any::<[bool; 3]>()).prop_map(|(method, [handover, drops, store])| Plan {
+            method: Method::ALL[method],
+            handover,
+            inflight: if drops { Inflight::Drop } else { Inflight::Deliver },
+            store,
+        })
+    }
+
     fn report() -> impl Strategy<Value = Report> {
         let party = (1..u32::MAX).prop_map(|number| Party(number.try_into().unwrap()));
         prop_oneof![
@@ -641,12 +694,15 @@ mod tests {
         #![proptest_config(ProptestConfig { failure_persistence: None, ..ProptestConfig::default() })]
 
         #[test]
-        fn what_is_said_is_heard(order in order(), report in report()) {
+        fn what_is_said_is_heard(order in order(), report in report(), plan in plan()) {
             prop_assert_eq!(Order::parse(&order.to_bytes()), Ok(order));
             prop_assert_eq!(Report::parse(&report.to_bytes()), Ok(report));
+            prop_assert_eq!(Plan::parse(&plan.to_bytes()), Ok(plan));
             let kind = |bytes: [u8; LEN]| u16::from_le_bytes([bytes[6], bytes[7]]);
             prop_assert_eq!(Report::parse(&order.to_bytes()), Err(Malformed::Kind { kind: kind(order.to_bytes()) }));
             prop_assert_eq!(Order::parse(&report.to_bytes()), Err(Malformed::Kind { kind: kind(report.to_bytes()) }));
+            prop_assert_eq!(Order::parse(&plan.to_bytes()), Err(Malformed::Kind { kind: 9 }));
+            prop_assert_eq!(Plan::parse(&order.to_bytes()), Err(Malformed::Kind { kind: kind(order.to_bytes()) }));
         }
 
         #[test]
@@ -662,6 +718,9 @@ mod tests {
             }
             if let Ok(report) = Report::parse(&bytes) {
                 prop_assert_eq!(&report.to_bytes()[..], &bytes);
+            }
+            if let Ok(plan) = Plan::parse(&bytes) {
+                prop_assert_eq!(&plan.to_bytes()[..], &bytes);
             }
             let refused = Report::parse(&bytes) == Err(Malformed::Version { version: 2 });
             prop_assert!(marked || refused);

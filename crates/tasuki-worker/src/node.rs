@@ -85,7 +85,7 @@ pub fn run<D: Duty>() -> Result<()> {
                 "the daemon's first letter is {other:?}, and says nothing of what this worker is; rebuild the older of the two"
             ),
         },
-        Heard::Order(..) => {
+        Heard::Order(..) | Heard::Plan(..) => {
             bail!("the daemon gave an order before it said what this worker is; rebuild the older of the two")
         }
         Heard::Nonsense(sentence) => bail!(sentence),
@@ -265,6 +265,7 @@ impl<D: Duty> Node<D> {
         while let Some(heard) = self.common.post.next() {
             match heard {
                 Heard::Order(nic, order) => self.order(nic, Input::Order(order)),
+                Heard::Plan(nic, plan) => self.of(nic, |seat| each!(seat, seat => seat.plan(plan))),
                 Heard::Letter(letter, fds) => self.letter(*letter, fds),
                 Heard::Nonsense(sentence) => self.common.post.tell(None, sentence),
             }
@@ -316,7 +317,6 @@ impl<D: Duty> Node<D> {
                     self.common.post.tell(Some(nic), format!("{error:#}"));
                 }
             }
-            ToWorker::Plan { nic, plan } => self.of(nic, |seat| each!(seat, seat => seat.plan(plan))),
             ToWorker::Sash { nic } => self.of(nic, |seat| each!(seat, seat => seat.stored(fds.into_iter().next()))),
             ToWorker::Neighbour { nic, number } => self.of_vni(nic, |seat| seat.meet(number, fds)),
             ToWorker::NoNeighbour { nic, number } => self.of_vni(nic, |seat| {

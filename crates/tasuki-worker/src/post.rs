@@ -14,7 +14,7 @@ use rustix::net::{
 };
 use rustix::process::Uid;
 use tasuki_relay::letter::{self, FDS_MAX, LETTER_MAX, ToDaemon, ToWorker};
-use tasuki_relay::wire::{Order, Report};
+use tasuki_relay::wire::{Order, Plan, Report};
 
 /// Messages that a daemon leaves unread before it is taken for one that reads nothing any more.
 const UNREAD_MAX: usize = 1024;
@@ -24,6 +24,8 @@ const UNREAD_MAX: usize = 1024;
 pub enum Heard {
     /// An order about a NIC.
     Order(u32, Order),
+    /// How the next order to release a NIC, or to take it, is meant.
+    Plan(u32, Plan),
     /// A letter, and what came beside it.
     Letter(Box<ToWorker>, Vec<OwnedFd>),
     /// What this is not, as a sentence.
@@ -198,9 +200,10 @@ fn understand(bytes: &[u8], fds: Vec<OwnedFd>, whole: bool) -> Heard {
         ));
     }
     if let Some((nic, packet)) = letter::unframe(bytes) {
-        return match Order::parse(packet) {
-            Ok(order) => Heard::Order(nic, order),
-            Err(malformed) => Heard::Nonsense(malformed.to_string()),
+        return match (Order::parse(packet), Plan::parse(packet)) {
+            (Ok(order), _) => Heard::Order(nic, order),
+            (_, Ok(plan)) => Heard::Plan(nic, plan),
+            (Err(malformed), _) => Heard::Nonsense(malformed.to_string()),
         };
     }
     match serde_json::from_slice(bytes) {

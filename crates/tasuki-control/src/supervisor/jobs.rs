@@ -9,9 +9,9 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use tasuki_relay::arbiter::{Ask, Input, State};
-use tasuki_relay::letter::{self, Plan, ToWorker};
+use tasuki_relay::letter::{self, ToWorker};
 use tasuki_relay::method::{self, Method, Trust};
-use tasuki_relay::wire::{Positions, Reason, Use};
+use tasuki_relay::wire::{Plan, Positions, Reason, Use};
 use tasuki_shm::crash;
 
 use super::deeds::{party, time};
@@ -428,7 +428,7 @@ impl Supervisor {
         let (kind, version) = kit.unwrap_or_default();
         let Some(to) = party(job.target) else { return };
         let plan = Plan {
-            method: method.to_string(),
+            method,
             handover: job.purpose == Use::Handover,
             inflight: job.inflight,
             store: job.store,
@@ -447,7 +447,7 @@ impl Supervisor {
         // Both sides must know how it is meant before either is ordered to do it.
         for side in [driver, Some(job.target)].into_iter().flatten() {
             if let Some(worker) = self.workers.get(&side) {
-                let _ = worker.write(&ToWorker::Plan { nic, plan: plan.clone() }, &[]);
+                let _ = worker.plan(nic, plan);
             }
         }
         crash::point("daemon.planned");

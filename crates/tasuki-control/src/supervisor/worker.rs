@@ -9,7 +9,7 @@ use std::time::Duration;
 use rustix::io::Errno;
 use tasuki_relay::letter::{self, ToWorker, pulse};
 use tasuki_relay::pulse::Pulse;
-use tasuki_relay::wire::{Order, Reason};
+use tasuki_relay::wire::{Order, Plan, Reason};
 use tasuki_shm::region::{Region, RegionError, Span};
 use tasuki_shm::sync::AtomicU64;
 
@@ -148,6 +148,11 @@ impl Worker {
     /// Sends an order.
     pub fn order(&self, nic: u32, order: Order) -> Result<(), Errno> {
         self.post(&letter::frame(nic, order.to_bytes()), &[])
+    }
+
+    /// Says how the next order about a NIC is meant.
+    pub fn plan(&self, nic: u32, plan: Plan) -> Result<(), Errno> {
+        self.post(&letter::frame(nic, plan.to_bytes()), &[])
     }
 
     fn post(&self, bytes: &[u8], fds: &[std::os::fd::BorrowedFd<'_>]) -> Result<(), Errno> {

@@ -35,7 +35,7 @@ fn a_worker_that_dies_at_its_start() {
 
 #[test]
 fn a_worker_that_speaks_another_version() {
-    upgrade_fails("speech", &["speaks version 2 of the letters, and this tasukid 1", "rebuild the older"]);
+    upgrade_fails("speech", &["speaks version 3 of the letters, and this tasukid 2", "rebuild the older"]);
 }
 
 #[test]

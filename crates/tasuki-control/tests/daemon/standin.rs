@@ -12,8 +12,8 @@ use tasuki_control::channel::{self, Nothing};
 use tasuki_control::supervisor::card::Board;
 use tasuki_control::supervisor::now;
 use tasuki_control::supervisor::worker::Words;
-use tasuki_relay::letter::{self, Can, Kit, Plan, SPEECH, ToDaemon, ToWorker, board, pulse};
-use tasuki_relay::wire::{Order, Reason, Report};
+use tasuki_relay::letter::{self, Can, Kit, SPEECH, ToDaemon, ToWorker, board, pulse};
+use tasuki_relay::wire::{Order, Plan, Reason, Report};
 use tasuki_relay::worker::{Do, Input, Tables, Worker};
 use tasuki_relay::{Party, Tenure};
 
@@ -219,7 +219,10 @@ impl Standin {
         while !self.alone {
             match channel::receive(self.socket.as_fd(), &mut room) {
                 Ok(message) => match letter::unframe(&message.bytes) {
-                    Some((nic, packet)) => self.hear(nic, Input::Order(Order::parse(packet).expect("an order"))),
+                    Some((nic, packet)) => match Plan::parse(packet) {
+                        Ok(plan) => self.nics.get_mut(&nic).into_iter().for_each(|nic| nic.plan = Some(plan)),
+                        Err(_) => self.hear(nic, Input::Order(Order::parse(packet).expect("an order"))),
+                    },
                     None => self.read(serde_json::from_slice(&message.bytes).expect("a letter"), message.fds),
                 },
                 Err(Nothing::Yet) => return,
@@ -235,11 +238,6 @@ impl Standin {
                 assert_eq!(fds.len(), kit.fds);
                 let machine = Worker::new(Party(self.party.try_into().expect("a party")));
                 self.nics.insert(nic, Nic { name, machine, board, kit, fds, looks: false, plan: None });
-            }
-            ToWorker::Plan { nic, plan } => {
-                if let Some(nic) = self.nics.get_mut(&nic) {
-                    nic.plan = Some(plan);
-                }
             }
             ToWorker::Again { .. } => {
                 let nics = u32::try_from(self.nics.len() + usize::from(self.is("claims"))).expect("a few");

@@ -9,9 +9,9 @@ use tasuki_net::nic::kit::KitBus;
 use tasuki_net::nic::ledger::Ledger;
 use tasuki_net::nic::{Failed, How, InPlace, Left, MemoryLayout, NicError, Repoint, Scrub};
 use tasuki_relay::Party;
-use tasuki_relay::letter::{Inflight, Plan, ToDaemon, pulse};
+use tasuki_relay::letter::{Inflight, ToDaemon, pulse};
 use tasuki_relay::method::Method;
-use tasuki_relay::wire::{Position, Reason};
+use tasuki_relay::wire::{Plan, Position, Reason};
 use tasuki_relay::worker::Input;
 use tasuki_shm::arena::Arena;
 use tasuki_shm::region::{Region, RegionError};
@@ -63,8 +63,7 @@ pub(super) fn how(method: Method) -> Option<How> {
 
 /// The same of what a giver is to do.
 pub(super) fn planned(plan: &Plan) -> Option<How> {
-    let apart = [Method::Repoint, Method::Mbb];
-    how(apart.into_iter().find(|method| plan.handover && method.to_string() == plan.method)?)
+    plan.handover.then_some(plan.method).and_then(how)
 }
 
 /// Where the card may see our memory, if it uses what lies as `now` says.

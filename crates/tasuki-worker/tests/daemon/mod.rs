@@ -30,10 +30,10 @@ use rustix::net::{
 };
 use rustix::process::{Pid, Signal};
 use tasuki_relay::letter::{
-    Begin, FDS_MAX, Inflight, Kit, LETTER_MAX, Plan, SPEECH, ToDaemon, ToWorker, Work, board, frame, pulse, unframe,
+    Begin, FDS_MAX, Inflight, Kit, LETTER_MAX, SPEECH, ToDaemon, ToWorker, Work, board, frame, pulse, unframe,
 };
 use tasuki_relay::method::Method;
-use tasuki_relay::wire::{Order, Positions, Reason, Report, Use};
+use tasuki_relay::wire::{Order, Plan, Positions, Reason, Report, Use};
 use tasuki_relay::{ARBITER, After, Party, Tenure};
 use tasuki_shm::region::{Pages, Region, Span};
 
@@ -419,6 +419,11 @@ impl Worker {
         self.posted();
     }
 
+    fn tell_plan(&self, nic: &Nic, plan: Plan) {
+        self.talk.send(&frame(nic.number, plan.to_bytes()), &[]);
+        self.posted();
+    }
+
     fn posted(&self) {
         self.words[pulse::POSTS].fetch_add(1, Release);
     }
@@ -465,8 +470,7 @@ impl Worker {
 
     /// How it is to let go of `nic` to another node.
     pub fn plan_handover(&self, nic: &Nic, method: Method, inflight: Inflight) {
-        let plan = Plan { method: method.to_string(), handover: true, inflight, store: false };
-        self.letter(&ToWorker::Plan { nic: nic.number, plan }, &[]);
+        self.tell_plan(nic, Plan { method, handover: true, inflight, store: false });
     }
 
     pub fn prepare(&self, nic: &Nic, purpose: Use) {
@@ -532,8 +536,7 @@ impl Worker {
     }
 
     pub fn plan(&self, nic: &Nic, store: bool) {
-        let plan = Plan { method: "keep".to_owned(), handover: false, inflight: Inflight::Deliver, store };
-        self.letter(&ToWorker::Plan { nic: nic.number, plan }, &[]);
+        self.tell_plan(nic, Plan { method: Method::Keep, handover: false, inflight: Inflight::Deliver, store });
     }
 }
 
