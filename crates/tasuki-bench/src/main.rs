@@ -39,6 +39,7 @@ use crate::host::Host;
 use crate::interrupt::Interrupt;
 use crate::pair::Side;
 use crate::relay::guest::Relays;
+use crate::relay::sends;
 use crate::report::{Report, Row};
 use crate::rounds::{Effort, Manner, Samples};
 use crate::vni::Equipment;
@@ -84,6 +85,20 @@ enum Bench {
     /// The second worker of a relay. The bench starts itself with this.
     #[command(hide = true)]
     TakeTurns,
+    /// The part of the bench `relay` that runs in a network of its own. The bench starts itself with this.
+    #[command(hide = true)]
+    Sends {
+        /// Where files may be left.
+        folder: PathBuf,
+        /// Of each kind.
+        trials: u32,
+    },
+    /// The program of that part that sends. The bench starts itself with this.
+    #[command(hide = true)]
+    Sender {
+        /// The CPU to stay on.
+        cpu: usize,
+    },
     /// Shows what Tasuki does, with figures, in less than a minute.
     Demo {
         /// Also has this machine's own kernel on the wire of a network card that changes hands. Needs root.
@@ -188,6 +203,8 @@ fn run() -> Result<()> {
         Bench::TapNode { number, cpu } => vni::tap_node(number, cpu),
         Bench::IdleNode { number } => vni::idle_node(number),
         Bench::TakeTurns => relay::take_turns(),
+        Bench::Sends { folder, trials } => relay::sends::play(&folder, trials),
+        Bench::Sender { cpu } => relay::sends::send(cpu),
         Bench::Demo { wire } => demo::run(wire),
         Bench::DemoPing { folder } => demo::ping(&folder),
         Bench::DemoServer { office, cpu, path } => demo::serve(office, cpu, &path),
@@ -233,11 +250,25 @@ fn relay(how: &How, guest: Option<&Path>) -> Result<()> {
         return Ok(());
     }
     let interrupt = Interrupt::catch()?;
+    let trials = if how.quick { sends::QUICK } else { sends::FULL };
+    if !how.only.is_empty() && how.only.iter().all(|prefix| prefix.starts_with("sends")) {
+        if let Some(sends) = sends::run(trials, &interrupt)? {
+            let rows = sends.rows()?;
+            let host = Host::look(Cpus::choose()?);
+            print(&Report { bench: "relay", host, rows }, Some(&sends.table()?.to_string()));
+        }
+        return Ok(());
+    }
     bench(how.plan("relay"), how, &interrupt, &case::of_relay(), |samples| {
+        let sends = sends::run(trials, &interrupt)?;
         let (more, paper) = in_guest(&interrupt)?;
         let mut rows = relay::rows(samples)?;
+        let mut tables = relay::tables(samples)?;
+        if let Some(sends) = &sends {
+            rows.extend(sends.rows()?);
+            tables = format!("{tables}\n\n{}", sends.table()?);
+        }
         rows.extend(more);
-        let tables = relay::tables(samples)?;
         Ok((rows, Some(paper.map_or(tables.clone(), |paper| format!("{tables}\n\n{paper}")))))
     })
 }

@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 use anyhow::{Context, Result, bail, ensure};
 use rustix::event::{PollFd, PollFlags, Timespec};
 use rustix::io::Errno;
-use rustix::process::{Pid, PidfdFlags};
+use rustix::process::{Pid, PidfdFlags, Signal};
 
 use crate::interrupt::Interrupt;
 
@@ -22,6 +22,44 @@ pub const LOOK: Duration = Duration::from_millis(5);
 pub fn is_there(program: &str) -> bool {
     let path = std::env::var_os("PATH").unwrap_or_default();
     std::env::split_paths(&path).any(|folder| folder.join(program).is_file())
+}
+
+/// A part of the bench in a process of its own that has to clean up. Asked to end, and waited for, when dropped.
+pub struct Part(Child);
+
+impl Drop for Part {
+    fn drop(&mut self) {
+        let pid = Pid::from_child(&self.0);
+        if matches!(self.0.try_wait(), Ok(None)) {
+            let _ = rustix::process::kill_process(pid, Signal::TERM);
+        }
+        let began = Instant::now();
+        while matches!(self.0.try_wait(), Ok(None)) && began.elapsed() < PATIENCE {
+            std::thread::sleep(LOOK);
+        }
+        // Both fail only for a process that has been waited for already.
+        let _ = self.0.kill();
+        let _ = self.0.wait();
+    }
+}
+
+impl Part {
+    /// Starts it.
+    pub fn start(command: &mut Command) -> Result<Self> {
+        Ok(Part(command.stdin(Stdio::null()).spawn().context("a part of the bench could not be started")?))
+    }
+
+    /// Waits until it has done what it is there for.
+    pub fn await_end(mut self, interrupt: &Interrupt) -> Result<()> {
+        loop {
+            if let Some(status) = self.0.try_wait().context("a part of the bench cannot be waited for")? {
+                ensure!(status.success(), "the part in a namespace of its own ended with {status}; it says above why");
+                return Ok(());
+            }
+            interrupt.check()?;
+            std::thread::sleep(LOOK * 10);
+        }
+    }
 }
 
 /// Killed, if it still runs, when dropped.

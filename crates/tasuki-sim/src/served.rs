@@ -23,8 +23,10 @@ const FEW_LEN: usize = 32;
 /// Bytes of a configuration space of PCI Express.
 const CONFIG_LEN: u64 = 4096;
 
-/// Rounds without work after which the model sleeps, and how long it sleeps unless the driver says something.
-const IDLE_ROUNDS: u32 = 2000;
+/// How long the model looks for work in vain before it sleeps, rounds from one look at the clock to the next meanwhile, and how long it sleeps unless the driver
+/// says something.
+const IDLE_NS: u64 = 60_000;
+const IDLE_ROUNDS: u32 = 64;
 const NAP: Duration = Duration::from_micros(100);
 
 /// Rounds after which the driver is listened to, and time: a round with many frames is long, and a driver that has asked something waits.
@@ -188,7 +190,8 @@ impl<W: Wire, M: Model> Served<W, M> {
 
     /// Serves drivers and moves frames until `go_on` says otherwise, which is asked in every round.
     pub fn serve(&mut self, server: &mut Server, mut go_on: impl FnMut(&mut Self) -> bool) -> io::Result<()> {
-        let mut idle = 0;
+        let mut idle = 0_u32;
+        let mut idle_since = 0;
         let mut unheard = 0;
         let mut heard_at = 0;
         while go_on(self) {
@@ -205,7 +208,10 @@ impl<W: Wire, M: Model> Served<W, M> {
                 }
             }
             idle = if busy { 0 } else { idle + 1 };
-            if idle >= IDLE_ROUNDS {
+            if idle == 1 {
+                idle_since = self.clock.now();
+            }
+            if idle > 0 && idle.is_multiple_of(IDLE_ROUNDS) && self.clock.now() >= idle_since + IDLE_NS {
                 idle = 0;
                 if self.card.doze(&mut self.reach) {
                     continue;

@@ -23,6 +23,7 @@ mod post;
 mod program;
 mod run;
 mod seat;
+mod slice;
 mod stock;
 mod store;
 mod tap;

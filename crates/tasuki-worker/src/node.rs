@@ -25,13 +25,13 @@ use crate::post::{Heard, Post};
 use crate::seat::{Common, Given, Seat};
 use crate::tap::Tap;
 use crate::vni::VniSeat;
-use crate::{confine, kit, sentence, store, warm};
+use crate::{confine, kit, sentence, slice, store, warm};
 
 /// Looks in vain before a worker that may sleep does,
 const IDLE_LOOKS: u32 = 4096;
 
 /// and before one does that asks a kernel at each look, and has the programs of a namespace beside it.
-const IDLE_LOOKS_OF_VNI: u32 = 8;
+const IDLE_LOOKS_OF_KERNEL: u32 = 8;
 
 /// Looks from one time to the next at which a worker that polls asks the kernel for anything: whether its daemon is there, another calls, or
 /// a card is gone.
@@ -103,6 +103,7 @@ pub fn run<D: Duty>() -> Result<()> {
     let marked = node.common.pulse.mark_life().err();
     // What is waited for by the clock comes within tens of microseconds. Where it cannot be so, it is waited for a little longer.
     let _ = rustix::thread::set_current_timer_slack(NonZeroU64::new(1));
+    slice::brief();
     warm::up();
     let mut unconfined = confine::confine(begin.memlock)?.0;
     unconfined.extend(marked.map(|error| format!("the end of this worker will be noticed late: {error}")));
@@ -160,7 +161,9 @@ impl<D: Duty> Node<D> {
             drives_one: false,
         };
         let name = begin.node.clone();
-        let (seats, poll, idle_looks) = (Vec::new(), begin.poll, IDLE_LOOKS);
+        let asks_kernel = matches!(begin.work, letter::Work::Tap);
+        let idle_looks = if asks_kernel { IDLE_LOOKS_OF_KERNEL } else { IDLE_LOOKS };
+        let (seats, poll) = (Vec::new(), begin.poll);
         Ok(Node { name, common, told, seats, poll, idle_looks, read: 0, over: false })
     }
 
@@ -412,7 +415,7 @@ impl<D: Duty> Node<D> {
         let given = Given { number, name, iova, kit, fds: fds.collect(), board, text };
         if is_vni {
             self.seats.push(AnySeat::Vni(Box::new(VniSeat::new(given, &self.common, &self.told))));
-            self.idle_looks = IDLE_LOOKS_OF_VNI;
+            self.idle_looks = IDLE_LOOKS_OF_KERNEL;
             return Ok(());
         }
         let (common, told) = (&self.common, &self.told);

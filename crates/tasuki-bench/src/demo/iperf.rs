@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 use anyhow::{Context, Result, anyhow, ensure};
 
 use super::cards::{ACTS, Act, line};
-use super::ping::{INTERFACE, OURS, THEIRS, set_up};
+use super::wire::{INTERFACE, OURS, THEIRS, set_up};
 use crate::interrupt::Interrupt;
 use crate::iperf::{Said, Sending};
 use crate::program::{LOOK, PATIENCE, Program};

@@ -5,6 +5,7 @@ mod calls;
 mod cards;
 mod iperf;
 mod ping;
+pub mod wire;
 
 use anyhow::Result;
 

@@ -4,26 +4,20 @@
 
 use std::io::Read;
 use std::path::Path;
-use std::process::{Child, Command, Stdio};
-use std::time::{Duration, Instant};
+use std::process::Command;
+use std::time::Duration;
 
 use anyhow::{Context, Result, anyhow, bail, ensure};
-use rustix::process::{Pid, Signal};
+use rustix::process::Signal;
 
 use super::cards::{ACTS, Act, line};
 use super::iperf;
+use super::wire::{INTERFACE, OURS, THEIRS, set_up};
 use crate::interrupt::Interrupt;
-use crate::program::{LOOK, PATIENCE, Program, is_there};
+use crate::program::{Part, Program, is_there};
 use crate::relay::system::{System, now_ns};
 use crate::table::number;
 use crate::workplace::Workplace;
-
-/// The interface that is the other end of the card's cable.
-pub const INTERFACE: &str = "tasuki-wire";
-
-/// Addresses for documentation (RFC 5737): the kernel's, and the nodes'.
-pub const OURS: &str = "192.0.2.1/24";
-pub const THEIRS: &str = "192.0.2.2";
 
 /// Questions while something happens once, one a millisecond.
 const QUESTIONS: u32 = 1000;
@@ -54,35 +48,8 @@ pub fn show(interrupt: &Interrupt) -> Result<()> {
     let place = Workplace::new()?;
     let this = std::env::current_exe().context("the demo could not find its own executable")?;
     let mut command = Command::new("unshare");
-    command.args(["--net", "--"]).arg(this).arg("demo-ping").arg(place.directory()).stdin(Stdio::null());
-    let mut part = Part(command.spawn().context("unshare could not be started")?);
-    loop {
-        if let Some(status) = part.0.try_wait().context("the demo's own part cannot be waited for")? {
-            ensure!(status.success(), "the part with ping ended with {status}");
-            return Ok(());
-        }
-        interrupt.check()?;
-        std::thread::sleep(LOOK * 10);
-    }
-}
-
-/// The part of the demo in the namespace. Asked to end, and waited for, when dropped.
-struct Part(Child);
-
-impl Drop for Part {
-    fn drop(&mut self) {
-        let pid = Pid::from_child(&self.0);
-        if matches!(self.0.try_wait(), Ok(None)) {
-            let _ = rustix::process::kill_process(pid, Signal::TERM);
-        }
-        let began = Instant::now();
-        while matches!(self.0.try_wait(), Ok(None)) && began.elapsed() < PATIENCE {
-            std::thread::sleep(LOOK);
-        }
-        // Both fail only for a process that has been waited for already.
-        let _ = self.0.kill();
-        let _ = self.0.wait();
-    }
+    command.args(["--net", "--"]).arg(this).arg("demo-ping").arg(place.directory());
+    Part::start(&mut command)?.await_end(interrupt)
 }
 
 /// In the namespace: a daemon, two nodes with one address, a card whose cable is a TAP, and the kernel's `ping`.
@@ -151,18 +118,6 @@ fn row(act: &Act, pauses: &[u64], said: &Said) -> Result<()> {
         act.what,
         said.twice
     );
-    Ok(())
-}
-
-/// The other end of the card's cable: an address for it, and its link up.
-pub fn set_up(interface: &str, address: &str) -> Result<()> {
-    ip(&["address", "add", address, "dev", interface])?;
-    ip(&["link", "set", interface, "up"])
-}
-
-fn ip(words: &[&str]) -> Result<()> {
-    let done = Command::new("ip").args(words).stdin(Stdio::null()).output().context("ip could not be started")?;
-    ensure!(done.status.success(), "ip {}: {}", words.join(" "), String::from_utf8_lossy(&done.stderr).trim());
     Ok(())
 }
 

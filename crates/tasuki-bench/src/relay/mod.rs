@@ -4,6 +4,7 @@
 pub mod guest;
 mod repoint;
 mod rows;
+pub mod sends;
 pub mod system;
 mod worker;
 

@@ -79,9 +79,15 @@ fn relay(samples: &Samples, case: &'static str) -> Result<Vec<Row>> {
         row("pause_p99", summary.p99 as f64 / 1e3, tail_bar),
         row("pause_max", summary.max as f64 / 1e3, None),
     ];
+    // The bare workers' turns note none: there is a relay every few milliseconds.
+    let at_rest = sample.numbers("gap_quiet");
+    let beside = |row: Row, thousandths| match at_rest {
+        [] => row,
+        at_rest => row.against("at rest", Kind::Floor, quantile(at_rest, thousandths) / 1e3),
+    };
     if gaps.len() > 20 {
-        rows.push(row("gap_p50", quantile(gaps, 500) / 1e3, None));
-        rows.push(row("gap_p99", quantile(gaps, 990) / 1e3, None));
+        rows.push(beside(row("gap_p50", quantile(gaps, 500) / 1e3, None), 500));
+        rows.push(beside(row("gap_p99", quantile(gaps, 990) / 1e3, None), 990));
     }
     rows.push(row("gap_max", quantile(gaps, 1000) / 1e3, None));
     if case.starts_with("takeover") {

@@ -30,7 +30,7 @@ const PATIENCE: Duration = Duration::from_secs(30);
 /// Between two looks at what the daemon says.
 const LOOK: Duration = Duration::from_millis(2);
 
-/// How long nothing happens before a relay.
+/// How long nothing happens before a relay, at least: as long as the last one took, so that what else happens on the machine happens as often.
 const QUIET: Duration = Duration::from_millis(5);
 
 /// What happens to the NIC.
@@ -153,6 +153,25 @@ impl System {
         }
     }
 
+    /// The processes of the daemon and of the models that it has started.
+    pub fn family(&self) -> Result<Vec<u32>> {
+        Ok([vec![self.daemon.id()], self.models()?].concat())
+    }
+
+    /// Those of the models: children of its threads that drive nothing.
+    pub fn models(&self) -> Result<Vec<u32>> {
+        let workers: Vec<_> = self.workers()?.iter().map(|worker| worker.pid).collect();
+        let mut models = Vec::new();
+        for thread in std::fs::read_dir(format!("/proc/{}/task", self.daemon.id()))? {
+            // One that has ended meanwhile has none.
+            let children = std::fs::read_to_string(thread?.path().join("children")).unwrap_or_default();
+            models.extend(children.split_ascii_whitespace().filter_map(|pid| pid.parse::<u32>().ok()));
+        }
+        models.retain(|pid| !workers.contains(pid));
+        ensure!(!models.is_empty(), "tasukid has started no model of a card");
+        Ok(models)
+    }
+
     /// All that the daemon says, for whoever looks for a reason.
     pub fn describe(&self) -> String {
         let log = std::fs::read_to_string(self.folder.join("tasukid.log")).unwrap_or_default();
@@ -236,14 +255,16 @@ pub fn relays(mut orders: Orders, relay: Relay, traffic: Traffic) -> Result<Samp
             }
         }
     };
+    let mut like = QUIET;
     for _ in 0..orders.calls {
-        // As long with nothing happening as it takes for a few frames at the paper's pace.
         window()?;
-        std::thread::sleep(QUIET);
-        let (_, trip) = window()?;
+        std::thread::sleep(like);
+        let (gap, trip) = window()?;
+        sample.note("gap_quiet", gap);
         sample.note("trip_quiet", trip);
         let asked = Instant::now();
         let (pause, until_known) = system.relay(relay)?;
+        like = asked.elapsed().max(QUIET);
         sample.note("replaced", asked.elapsed().as_nanos() as f64);
         sample.record(Duration::from_nanos(pause));
         sample.note("until_known", until_known as f64);

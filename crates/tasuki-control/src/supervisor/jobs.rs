@@ -427,12 +427,7 @@ impl Supervisor {
         let driver = card.board.holder();
         let (kind, version) = kit.unwrap_or_default();
         let Some(to) = party(job.target) else { return };
-        let plan = Plan {
-            method,
-            handover: job.purpose == Use::Handover,
-            inflight: job.inflight,
-            store: job.store,
-        };
+        let plan = Plan { method, handover: job.purpose == Use::Handover, inflight: job.inflight, store: job.store };
         let ask = Ask {
             purpose: job.purpose,
             to,
