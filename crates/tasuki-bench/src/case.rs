@@ -59,7 +59,7 @@ pub fn of_nic() -> Vec<&'static Case> {
 
 /// The cases of the bench `relay`, in the order in which a round runs them.
 pub fn of_relay() -> Vec<&'static Case> {
-    relay::floors().chain(relay::CASES).collect()
+    relay::floors().chain(relay::cases()).collect()
 }
 
 /// The cases of the bench `vni`, in the order in which a round runs them.
@@ -69,7 +69,7 @@ pub fn of_vni() -> Vec<&'static Case> {
 
 /// Every case there is.
 fn all() -> impl Iterator<Item = &'static Case> {
-    of_call().into_iter().chain(nic::CASES).chain(relay::CASES).chain(vni::CASES).chain(demo::CASES)
+    of_call().into_iter().chain(nic::CASES).chain(relay::CASES).chain(relay::APART).chain(vni::CASES).chain(demo::CASES)
 }
 
 /// The case of that name.

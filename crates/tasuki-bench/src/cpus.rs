@@ -36,6 +36,13 @@ impl Cpus {
         }
     }
 
+    /// One more, for who must share with neither of the two, if there is one.
+    pub fn third(self) -> Result<Option<usize>> {
+        let allowed = rustix::thread::sched_getaffinity(None).context("the allowed CPUs could not be asked for")?;
+        let taken = [siblings(self.client), siblings(self.server), vec![self.client, self.server]].concat();
+        Ok((0..CpuSet::MAX_CPU).rev().find(|&cpu| allowed.is_set(cpu) && !taken.contains(&cpu)))
+    }
+
     /// (server, client)
     pub fn of(self, cores: Cores) -> (usize, usize) {
         match cores {
@@ -54,13 +61,13 @@ pub fn pin(cpu: usize) -> Result<()> {
 
 /// Lets this process, and what it starts, run on whatever CPU the machine has.
 pub fn unpin() -> Result<()> {
-    keep_off(None)
+    keep_off(&[])
 }
 
-/// The same, on any but `cpu`.
-pub fn keep_off(cpu: Option<usize>) -> Result<()> {
+/// The same, on any but `cpus`.
+pub fn keep_off(cpus: &[usize]) -> Result<()> {
     let mut set = CpuSet::new();
-    (0..CpuSet::MAX_CPU).filter(|&other| Some(other) != cpu).for_each(|other| set.set(other));
+    (0..CpuSet::MAX_CPU).filter(|other| !cpus.contains(other)).for_each(|other| set.set(other));
     rustix::thread::sched_setaffinity(None, &set).context("this process may not use other CPUs")
 }
 

@@ -132,7 +132,7 @@ enum Bench {
 }
 
 /// How much is measured, and where it goes.
-#[derive(Debug, Args)]
+#[derive(Debug, Clone, Args)]
 struct How {
     /// Measure for seconds instead of minutes: enough to see whether something broke.
     #[arg(long)]
@@ -140,8 +140,8 @@ struct How {
     /// Write the figures to FILE as JSON.
     #[arg(long, value_name = "FILE")]
     json: Option<PathBuf>,
-    /// Run only the cases whose names begin with PREFIX, without a report: to see what a change does.
-    #[arg(long, value_name = "PREFIX", conflicts_with = "json")]
+    /// Run only the cases whose names begin with PREFIX: to see what a change does. Only `relay` makes a report of some.
+    #[arg(long, value_name = "PREFIX")]
     only: Vec<String>,
 }
 
@@ -152,6 +152,8 @@ struct Plan {
     name: &'static str,
     effort: Effort,
     manner: Manner,
+    /// Whether there are rows for some of its cases by themselves.
+    reports_some: bool,
 }
 
 impl How {
@@ -168,7 +170,7 @@ impl How {
     }
 
     fn plan(&self, name: &'static str) -> Plan {
-        Plan { name, effort: self.effort(), manner: Manner::PLAIN }
+        Plan { name, effort: self.effort(), manner: Manner::PLAIN, reports_some: false }
     }
 
     fn effort(&self) -> Effort {
@@ -226,7 +228,7 @@ fn vni(how: &How) -> Result<()> {
     }
     let equipment = Equipment::get(how.choose(&case::of_vni())?);
     ensure!(!equipment.cases.is_empty(), "none of the cases that were asked for can be run here; see above");
-    let plan = Plan { name: "vni", effort, manner: vni::MANNER };
+    let plan = Plan { name: "vni", effort, manner: vni::MANNER, reports_some: false };
     bench(plan, how, &interrupt, &equipment.cases, |samples| {
         Ok((vni::rows(samples, plan.effort, &interrupt)?, Some(distance::told(samples))))
     })
@@ -259,9 +261,18 @@ fn relay(how: &How, guest: Option<&Path>) -> Result<()> {
         }
         return Ok(());
     }
-    bench(how.plan("relay"), how, &interrupt, &case::of_relay(), |samples| {
-        let sends = sends::run(trials, &interrupt)?;
-        let (more, paper) = in_guest(&interrupt)?;
+    let mut how = how.clone();
+    if !how.only.is_empty() {
+        // What a pause is held against.
+        how.only.extend(relay::floors().map(|case| case.name.to_owned()));
+    }
+    let how = &how;
+    let plan = Plan { reports_some: true, ..how.plan("relay") };
+    bench(plan, how, &interrupt, &case::of_relay(), |samples| {
+        let (sends, (more, paper)) = match how.only.is_empty() {
+            true => (sends::run(trials, &interrupt)?, in_guest(&interrupt)?),
+            false => (None, (Vec::new(), None)),
+        };
         let mut rows = relay::rows(samples)?;
         let mut tables = relay::tables(samples)?;
         if let Some(sends) = &sends {
@@ -281,6 +292,8 @@ fn bench(
     cases: &[&'static Case],
     judge: impl FnOnce(&Samples) -> Result<(Vec<Row>, Option<String>)>,
 ) -> Result<()> {
+    let is_whole = how.only.is_empty() || plan.reports_some;
+    ensure!(is_whole || how.json.is_none(), "there is no report of some of the cases; leave out --only or --json");
     let cases = how.choose(cases)?;
     // A file that cannot be written is better known before minutes of measuring than after.
     let json = how.json.as_deref().map(|file| create(file).map(|open| (file, open))).transpose()?;
@@ -288,7 +301,7 @@ fn bench(
     let cpus = Cpus::choose()?;
     let host = Host::look(cpus);
     let samples = rounds::run(&cases, (plan.effort, plan.manner), cpus, interrupt)?;
-    if !how.only.is_empty() {
+    if !is_whole {
         for case in cases {
             let sample = samples.of(case.name)?;
             println!("{:<22} {:?} {:?}", case.name, sample.summary(), sample.all_numbers());

@@ -12,7 +12,7 @@ pub use rows::{rows, tables};
 pub use worker::take_turns;
 
 use crate::case::Case;
-use crate::cpus::Cores;
+use crate::cpus::{Cores, Cpus};
 use crate::floors;
 use crate::nic::{card, sockets};
 
@@ -53,6 +53,12 @@ macro_rules! system {
     };
 }
 
+macro_rules! apart {
+    ($name:literal, $size:expr) => {
+        system!($name, $size, Traffic::Line, MBB, serve_virtio)
+    };
+}
+
 /// The cases, in the order in which a round runs them. `calls` are relays.
 pub const CASES: &[Case] = &[
     turns!("turns-line64", 64, Traffic::Line),
@@ -85,6 +91,36 @@ pub const CASES: &[Case] = &[
     system!("handover-cold-line1518", 1518, Traffic::Line, Relay::Give(Method::Cold)),
     system!("handover-cold-paper", PAPER, Traffic::Paper, Relay::Give(Method::Cold)),
 ];
+
+/// Make before break where each node has a CPU of its own, and the card one, too.
+pub const APART: &[Case] = &[
+    Case {
+        measure: |orders| system::relays_apart(orders, MBB, Traffic::Line),
+        ..apart!("handover-mbb-apart-line64", 64)
+    },
+    Case {
+        measure: |orders| system::relays_apart(orders, MBB, Traffic::Line),
+        ..apart!("handover-mbb-apart-line1518", 1518)
+    },
+    Case {
+        measure: |orders| system::relays_apart(orders, MBB, Traffic::Paper),
+        ..apart!("handover-mbb-apart-paper", PAPER)
+    },
+];
+
+const MBB: Relay = Relay::Give(Method::Mbb);
+
+/// The cases that this machine has CPUs for. Of the others it says so.
+pub fn cases() -> impl Iterator<Item = &'static Case> {
+    let third = Cpus::choose().and_then(Cpus::third);
+    let apart = if matches!(third, Ok(Some(_))) { APART } else { &[] };
+    if apart.is_empty() {
+        eprintln!(
+            "handover-mbb-apart was left out: it needs three CPUs that share no execution units, one for the card and one for each node"
+        );
+    }
+    CASES.iter().chain(apart)
+}
 
 /// Bytes of a frame of the papers.
 const PAPER: u32 = 1024;

@@ -51,7 +51,7 @@ const SAMPLES: &str = "sends.json";
 
 /// Trials of each kind: enough for a look, and for a record.
 pub const QUICK: u32 = 1;
-pub const FULL: u32 = 50;
+pub const FULL: u32 = 40;
 
 /// Programs that are needed, and the Debian packages that they come in.
 const PROGRAMS: [(&str, &str); 3] = [("unshare", "util-linux"), ("chrt", "util-linux"), ("ip", "iproute2")];

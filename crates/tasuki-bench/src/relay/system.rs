@@ -17,7 +17,7 @@ use tasuki_control::api::client;
 use tasuki_control::api::types::{Method, NicView, Relayed, WorkerView};
 
 use super::worker::Traffic;
-use crate::cpus;
+use crate::cpus::{self, Cpus};
 use crate::nic::card::SOCKET;
 use crate::nic::driver;
 use crate::nic::trial::{Ask, Control, Outcome, Say, Trial};
@@ -85,17 +85,18 @@ pub fn now_ns() -> u64 {
 }
 
 impl System {
-    /// Two nodes that trust each other and send back what comes, on one CPU; the card is the first one's.
-    pub fn start(folder: &Path, card: &Path, cpu: usize) -> Result<Self> {
-        let node = |name: &str, other: &str| {
+    /// Two nodes that trust each other and send back what comes, each on its CPU, which may be the same; the card is the first one's.
+    pub fn start(folder: &Path, card: &Path, cpus: [usize; 2]) -> Result<Self> {
+        let node = |name: &str, other: &str, cpu: usize| {
             format!(
                 "[[node]]\nname = \"{name}\"\nwork = \"echo\"\ncpu = {cpu}\npoll = true\ntrusts = [\"{other}\"]\n\n"
             )
         };
         let nic = format!("[[nic]]\nname = \"nic0\"\ndevice = \"vfio-user:{}\"\nnode = \"red\"\n", card.display());
-        let system = Self::configured(folder, &[node("red", "blue"), node("blue", "red"), nic].concat())?;
-        // The node's CPU is for its driver, as on a user's machine.
-        cpus::keep_off(Some(cpu))?;
+        let system =
+            Self::configured(folder, &[node("red", "blue", cpus[0]), node("blue", "red", cpus[1]), nic].concat())?;
+        // A node's CPU is for its driver, as on a user's machine.
+        cpus::keep_off(&cpus)?;
         Ok(system)
     }
 
@@ -228,8 +229,21 @@ impl System {
     }
 }
 
-/// Has the NIC change hands `orders.calls` times under traffic; times each.
-pub fn relays(mut orders: Orders, relay: Relay, traffic: Traffic) -> Result<Sample> {
+/// Has the NIC change hands `orders.calls` times under traffic, between workers on one CPU; times each.
+pub fn relays(orders: Orders, relay: Relay, traffic: Traffic) -> Result<Sample> {
+    let cpu = orders.cpu;
+    relays_on(orders, [cpu, cpu], relay, traffic)
+}
+
+/// The same between nodes that have a CPU each.
+pub fn relays_apart(orders: Orders, relay: Relay, traffic: Traffic) -> Result<Sample> {
+    cpus::unpin()?;
+    let third = Cpus::choose()?.third()?.context("there is no third CPU")?;
+    let cpus = [orders.cpu, third];
+    relays_on(orders, cpus, relay, traffic)
+}
+
+fn relays_on(mut orders: Orders, cpus: [usize; 2], relay: Relay, traffic: Traffic) -> Result<Sample> {
     // The connection that other cases use.
     drop(orders.next_fd()?);
     let control = Control::new(orders.next_fd()?);
@@ -239,7 +253,7 @@ pub fn relays(mut orders: Orders, relay: Relay, traffic: Traffic) -> Result<Samp
         ensure!(began.elapsed() < PATIENCE, "the card is not served");
         std::thread::sleep(LOOK);
     }
-    let system = System::start(&orders.directory, &orders.directory.join(SOCKET), orders.cpu)?;
+    let system = System::start(&orders.directory, &orders.directory.join(SOCKET), cpus)?;
     // Whoever asks is on the card's CPU at no time: it sleeps while it matters.
     let rate = match traffic {
         Traffic::Line => driver::line_rate(size),
