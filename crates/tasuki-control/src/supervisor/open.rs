@@ -6,7 +6,7 @@ use std::process::{Command, Stdio};
 use std::time::Duration;
 
 use anyhow::{Context, Result};
-use tasuki_relay::letter::{Kit, ToDaemon};
+use tasuki_relay::letter::{Kit, ToDaemon, board};
 
 use super::card::{Kept, Opener, Opening};
 use super::policy::{self, Death, Verdict};
@@ -147,6 +147,8 @@ impl Supervisor {
 
     fn opened(&mut self, nic: u32, kit: Kit, fds: Vec<std::os::fd::OwnedFd>, made_by: u32) {
         let Some(card) = self.cards.get_mut(&nic) else { return };
+        // It was just started: what a driver of before found of its link says nothing of it.
+        card.board.words.store(board::LINK, 0);
         card.kept = Some(Kept { kit, fds, made_by });
         card.trouble = None;
         card.failures.clear();
