@@ -173,6 +173,14 @@ impl How {
         Plan { name, effort: self.effort(), manner: Manner::PLAIN, reports_some: false }
     }
 
+    /// Where the figures go. A file that cannot be written is better known before minutes of measuring than after.
+    fn json_file(&self) -> Result<Option<(&Path, File)>> {
+        let Some(path) = self.json.as_deref() else { return Ok(None) };
+        let file =
+            File::create(path).with_context(|| format!("{} cannot be written; choose another file", path.display()));
+        Ok(Some((path, file?)))
+    }
+
     fn effort(&self) -> Effort {
         if self.quick { Effort::QUICK } else { Effort::FULL }
     }
@@ -222,9 +230,9 @@ fn vni(how: &How) -> Result<()> {
     let interrupt = Interrupt::catch()?;
     let effort = vni::effort(how.quick);
     if !how.only.is_empty() && how.only.iter().all(|prefix| vni::is_of_namespaces(prefix)) {
+        let json = how.json_file()?;
         let rows = vni::rows_of_namespaces(effort, &interrupt)?;
-        print(&Report { bench: "vni", host: Host::look(Cpus::choose()?), rows }, None);
-        return Ok(());
+        return publish(&Report { bench: "vni", host: Host::look(Cpus::choose()?), rows }, None, json);
     }
     let equipment = Equipment::get(how.choose(&case::of_vni())?);
     ensure!(!equipment.cases.is_empty(), "none of the cases that were asked for can be run here; see above");
@@ -246,21 +254,29 @@ fn relay(how: &How, guest: Option<&Path>) -> Result<()> {
             Ok((Vec::new(), None))
         }
     };
-    if guest.is_some() && !how.only.is_empty() && how.only.iter().all(|prefix| prefix.starts_with("guest")) {
+    let all = |what: &str| !how.only.is_empty() && how.only.iter().all(|prefix| prefix.starts_with(what));
+    let any = |what: &str| how.only.iter().any(|prefix| prefix.starts_with(what));
+    for alone in ["guest", "sends"] {
+        ensure!(
+            all(alone) || !any(alone),
+            "--only {alone} is a run of its own; leave out the other --only, or this one"
+        );
+    }
+    if guest.is_some() && all("guest") {
+        let json = how.json_file()?;
         let (rows, paper) = in_guest(&Interrupt::catch()?)?;
-        print(&Report { bench: "relay", host: Host::look(Cpus::choose()?), rows }, paper.as_deref());
-        return Ok(());
+        return publish(&Report { bench: "relay", host: Host::look(Cpus::choose()?), rows }, paper.as_deref(), json);
     }
     let interrupt = Interrupt::catch()?;
     let trials = if how.quick { sends::QUICK } else { sends::FULL };
-    if !how.only.is_empty() && how.only.iter().all(|prefix| prefix.starts_with("sends")) {
-        if let Some(sends) = sends::run(trials, &interrupt)? {
-            let rows = sends.rows()?;
-            let host = Host::look(Cpus::choose()?);
-            print(&Report { bench: "relay", host, rows }, Some(&sends.table()?.to_string()));
-        }
-        return Ok(());
+    if all("sends") {
+        let json = how.json_file()?;
+        let Some(sends) = sends::run(trials, &interrupt)? else { return Ok(()) };
+        let report = Report { bench: "relay", host: Host::look(Cpus::choose()?), rows: sends.rows()? };
+        return publish(&report, Some(&sends.table()?.to_string()), json);
     }
+    let cases = case::of_relay();
+    how.choose(&cases)?;
     let mut how = how.clone();
     if !how.only.is_empty() {
         // What a pause is held against.
@@ -268,7 +284,7 @@ fn relay(how: &How, guest: Option<&Path>) -> Result<()> {
     }
     let how = &how;
     let plan = Plan { reports_some: true, ..how.plan("relay") };
-    bench(plan, how, &interrupt, &case::of_relay(), |samples| {
+    bench(plan, how, &interrupt, &cases, |samples| {
         let (sends, (more, paper)) = match how.only.is_empty() {
             true => (sends::run(trials, &interrupt)?, in_guest(&interrupt)?),
             false => (None, (Vec::new(), None)),
@@ -295,8 +311,7 @@ fn bench(
     let is_whole = how.only.is_empty() || plan.reports_some;
     ensure!(is_whole || how.json.is_none(), "there is no report of some of the cases; leave out --only or --json");
     let cases = how.choose(cases)?;
-    // A file that cannot be written is better known before minutes of measuring than after.
-    let json = how.json.as_deref().map(|file| create(file).map(|open| (file, open))).transpose()?;
+    let json = how.json_file()?;
     workplace::sweep();
     let cpus = Cpus::choose()?;
     let host = Host::look(cpus);
@@ -309,23 +324,16 @@ fn bench(
         return Ok(());
     }
     let (rows, more) = judge(&samples)?;
-    let report = Report { bench: plan.name, host, rows };
-    print(&report, more.as_deref());
-    match json {
-        Some((path, file)) => write_json(&report, file, path),
-        None => Ok(()),
-    }
+    publish(&Report { bench: plan.name, host, rows }, more.as_deref(), json)
 }
 
-fn print(report: &Report, more: Option<&str>) {
+/// Prints a report, with what else there is to say, and writes it where it was asked for.
+fn publish(report: &Report, more: Option<&str>, json: Option<(&Path, File)>) -> Result<()> {
     println!("{}", table::of(report));
     if let Some(more) = more {
         println!("{more}");
     }
-}
-
-fn create(path: &Path) -> Result<File> {
-    File::create(path).with_context(|| format!("{} cannot be written; choose another file", path.display()))
+    json.map_or(Ok(()), |(path, file)| write_json(report, file, path))
 }
 
 fn write_json(report: &Report, mut file: File, path: &Path) -> Result<()> {

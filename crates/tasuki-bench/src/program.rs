@@ -32,10 +32,11 @@ impl Drop for Part {
         let pid = Pid::from_child(&self.0);
         if matches!(self.0.try_wait(), Ok(None)) {
             let _ = rustix::process::kill_process(pid, Signal::TERM);
-        }
-        let began = Instant::now();
-        while matches!(self.0.try_wait(), Ok(None)) && began.elapsed() < PATIENCE {
-            std::thread::sleep(LOOK);
+            // Where it cannot be waited for, it is killed at once.
+            if let Ok(end) = rustix::process::pidfd_open(pid, PidfdFlags::empty()) {
+                let most = Timespec::try_from(PATIENCE).expect("less than a minute");
+                let _ = rustix::event::poll(&mut [PollFd::new(&end, PollFlags::IN)], Some(&most));
+            }
         }
         // Both fail only for a process that has been waited for already.
         let _ = self.0.kill();
@@ -51,13 +52,20 @@ impl Part {
 
     /// Waits until it has done what it is there for.
     pub fn await_end(mut self, interrupt: &Interrupt) -> Result<()> {
+        let end = rustix::process::pidfd_open(Pid::from_child(&self.0), PidfdFlags::empty())?;
         loop {
+            match rustix::event::poll(
+                &mut [PollFd::new(&end, PollFlags::IN), PollFd::new(interrupt, PollFlags::IN)],
+                None,
+            ) {
+                Ok(_) | Err(Errno::INTR) => {}
+                Err(errno) => return Err(errno).context("the kernel refused to wait"),
+            }
+            interrupt.check()?;
             if let Some(status) = self.0.try_wait().context("a part of the bench cannot be waited for")? {
                 ensure!(status.success(), "the part in a namespace of its own ended with {status}; it says above why");
                 return Ok(());
             }
-            interrupt.check()?;
-            std::thread::sleep(LOOK * 10);
         }
     }
 }

@@ -22,7 +22,7 @@ use super::system::{Relay, System, now_ns};
 use crate::cpus::{self, Cpus};
 use crate::demo::wire::{INTERFACE, OURS, THEIRS, set_up};
 use crate::interrupt::Interrupt;
-use crate::program::{self, LOOK, PATIENCE, Part, Program};
+use crate::program::{self, PATIENCE, Part, Program};
 use crate::report::{Kind, Row};
 use crate::sample::{Sample, median};
 use crate::table::{self, number};
@@ -105,8 +105,7 @@ pub fn play(folder: &Path, trials: u32) -> Result<()> {
     let system = System::configured(folder, &[node("red", "blue"), node("blue", "red"), nic].concat())?;
     cpus::pin(card_cpu)?;
     for process in system.family()? {
-        let _ =
-            run_quietly(Command::new("taskset").args(["-a", "-c", "-p", &card_cpu.to_string(), &process.to_string()]));
+        run_quietly(Command::new("taskset").args(["-a", "-c", "-p", &card_cpu.to_string(), &process.to_string()]))?;
     }
     for model in system.models()? {
         first(1, model)?;
@@ -199,13 +198,9 @@ pub fn send(cpu: usize) -> Result<()> {
     println!("ready");
     let mut lines = std::io::stdin().lock().lines();
     ensure!(lines.next().transpose()?.is_some(), "it was not told to connect");
-    let began = Instant::now();
-    let mut connection = loop {
-        match TcpStream::connect_timeout(&RECEIVER.parse()?, Duration::from_secs(1)) {
-            Err(_) if began.elapsed() < PATIENCE => std::thread::sleep(LOOK),
-            connection => break connection.context("the other end of the cable does not answer")?,
-        }
-    };
+    // Whatever is lost until the link is up, the kernel asks again.
+    let mut connection = TcpStream::connect_timeout(&RECEIVER.parse()?, PATIENCE)
+        .context("the other end of the card's cable does not answer")?;
     connection.set_nodelay(true)?;
     let mut message = [0x5a; LEN];
     for line in lines {
@@ -278,7 +273,7 @@ impl Sends {
             let quiet = alone.median("took_longest")? / 1e3;
             let mut longest = row("arrives_longest_p50", took);
             if relay.is_some() {
-                longest = longest.against("alone", Kind::Floor, quiet).bar_at(quiet + pause);
+                longest = longest.against("alone", Kind::Floor, quiet).bar_at((quiet + pause).round());
                 longest.note = Some(format!("the bar is what it takes alone, and the pause: {}", number(pause)));
             }
             rows.extend([

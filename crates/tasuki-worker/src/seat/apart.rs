@@ -179,7 +179,10 @@ where
         let (duty, burst) = (&mut self.duty, &mut self.burst);
         let forgotten = nic.forget(&old, |nic| {
             for _ in 0..TURNS {
-                match if fault.is_none() { duty.turn(nic, &desk, burst) } else { Ok(0) } {
+                if fault.is_some() {
+                    break;
+                }
+                match duty.turn(nic, &desk, burst) {
                     Ok(0) => break,
                     Ok(_) => {}
                     Err(error) => fault = Some(error),
