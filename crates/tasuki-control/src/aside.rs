@@ -1,6 +1,7 @@
 //! CPUs on which no node's workers stay. tasukid runs there with all that it starts: they take no time from a driver that is never idle, which would lose it in
 //! slices of milliseconds. A worker goes to its node's CPU when it is ready.
 
+use rustix::process::Pid;
 use rustix::thread::CpuSet;
 
 use crate::config::Config;
@@ -15,11 +16,20 @@ pub fn cpus(config: &Config) -> Vec<u32> {
 
 /// This thread, and whatever it starts, runs on these from now on, if there are any.
 pub fn stay(cpus: &[u32]) {
+    keep(None, cpus);
+}
+
+/// A process of one thread does. One that was killed takes itself apart there, for half a millisecond, and not on the CPU of its successor.
+pub fn send(process: Pid, cpus: &[u32]) {
+    keep(Some(process), cpus);
+}
+
+fn keep(thread: Option<Pid>, cpus: &[u32]) {
     let mut set = CpuSet::new();
     cpus.iter().filter_map(|&cpu| usize::try_from(cpu).ok()).for_each(|cpu| set.set(cpu));
     if set.count() > 0 {
         // They are among those that it had; where that is not so any more, it runs where it ran.
-        let _ = rustix::thread::sched_setaffinity(None, &set);
+        let _ = rustix::thread::sched_setaffinity(thread, &set);
     }
 }
 

@@ -7,6 +7,7 @@ use std::os::unix::fs::MetadataExt;
 use std::os::unix::process::{CommandExt, ExitStatusExt};
 use std::process::{Child, Command};
 
+use rustix::event::{PollFd, PollFlags, Timespec};
 use rustix::process::{Pid, PidfdFlags, Signal};
 use serde::{Deserialize, Serialize};
 
@@ -79,6 +80,16 @@ impl Process {
         let _ = rustix::process::pidfd_send_signal(&self.pidfd, Signal::KILL);
     }
 
+    /// Has it run on these CPUs from now on, if it is there.
+    pub fn send_to(&self, cpus: &[u32]) {
+        let mut pidfd = [PollFd::new(&self.pidfd, PollFlags::IN)];
+        let is_dead = rustix::event::poll(&mut pidfd, Some(&Timespec::default())) != Ok(0);
+        // Its number is nobody else's until we, or init, have heard that it is dead.
+        if let (false, Some(pid)) = (is_dead, i32::try_from(self.name.pid).ok().and_then(Pid::from_raw)) {
+            crate::aside::send(pid, cpus);
+        }
+    }
+
     /// Asks it to end.
     pub fn ask_to_end(&self) {
         let _ = rustix::process::pidfd_send_signal(&self.pidfd, Signal::TERM);
@@ -116,7 +127,7 @@ fn start_of(pid: u32, or_dead: bool) -> io::Result<u64> {
 mod tests {
     use std::process::Stdio;
 
-    use rustix::event::{PollFd, PollFlags, Timespec, poll};
+    use rustix::event::poll;
 
     use super::*;
 

@@ -47,7 +47,13 @@ pub trait Port {
     type Fault: std::error::Error;
 
     /// Appends frames that have come, as many as there are and fit into `burst`; says how many. Does not wait.
-    fn receive(&mut self, burst: &mut Burst) -> Result<usize, Self::Fault>;
+    #[inline]
+    fn receive(&mut self, burst: &mut Burst) -> Result<usize, Self::Fault> {
+        self.receive_some(burst, BURST_MAX)
+    }
+
+    /// The same, of `most` frames at most: for whoever has something to do before the rest.
+    fn receive_some(&mut self, burst: &mut Burst, most: usize) -> Result<usize, Self::Fault>;
 
     /// Takes frames from the front of `burst`, as many as there is room for; says how many. The rest stays, in order.
     fn transmit(&mut self, burst: &mut Burst) -> Result<usize, Self::Fault>;

@@ -29,6 +29,9 @@ pub struct Desk<'a> {
     pub joint: Option<&'a RefCell<Joint>>,
 }
 
+/// Frames that a taker handles at first, at most: what waited is answered the sooner, and the rest comes right after.
+pub const FIRST_LOOK: usize = 8;
+
 /// Handling the frames of one NIC.
 ///
 /// What must be remembered exactly stands in the book in two copies: one is written before each call of the driver that commits, for the turn
@@ -70,7 +73,7 @@ pub trait Duty: Sized {
     /// The same, of who is to let go: nothing new is sent.
     fn finish<N: Transactional>(&mut self, nic: &mut N, desk: &Desk<'_>, burst: &mut Burst) -> Result<usize, N::Fault>;
 
-    /// The first look at the rings of a card that was taken over: nothing is sent yet.
+    /// The first look at the rings of a card that was taken over, at [`FIRST_LOOK`] frames: nothing is sent yet.
     fn look<N: Transactional>(&mut self, nic: &mut N, desk: &Desk<'_>, burst: &mut Burst) -> Result<(), N::Fault>;
 
     /// Sends what is in hand, and takes nothing in; says how many frames went.

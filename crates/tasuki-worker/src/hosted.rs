@@ -13,7 +13,7 @@ use tasuki_relay::wire::Reason;
 use zerocopy::{FromBytes, FromZeros, IntoBytes};
 
 use crate::board::{Book, STATE_WORDS, Written};
-use crate::duty::{Desk, Duty};
+use crate::duty::{Desk, Duty, FIRST_LOOK};
 use crate::fail;
 use crate::kit::Refused;
 use crate::program::{Program, STATE_MAX, Turn};
@@ -96,9 +96,10 @@ impl<P: Program> Hosted<P> {
         nic: &mut N,
         desk: &Desk<'_>,
         burst: &mut Burst,
+        most: usize,
     ) -> Result<usize, N::Fault> {
         self.remember(desk.book, desk.nic, nic.turns().wrapping_add(1));
-        let came = nic.receive(burst)?;
+        let came = nic.receive_some(burst, most)?;
         if came > 0 {
             desk.pulse.add(pulse::RECEIVED, came as u64);
             fail::point("burst.received");
@@ -117,7 +118,7 @@ impl<P: Program> Hosted<P> {
         if !burst.is_empty() {
             return self.send(nic, desk, burst);
         }
-        let came = self.receive(nic, desk, burst)?;
+        let came = self.receive(nic, desk, burst, BURST_MAX)?;
         if came == 0 && !is_due(self) {
             return Ok(0);
         }
@@ -194,7 +195,7 @@ impl<P: Program> Duty for Hosted<P> {
     }
 
     fn look<N: Transactional>(&mut self, nic: &mut N, desk: &Desk<'_>, burst: &mut Burst) -> Result<(), N::Fault> {
-        if burst.is_empty() && self.receive(nic, desk, burst)? > 0 {
+        if burst.is_empty() && self.receive(nic, desk, burst, FIRST_LOOK)? > 0 {
             self.handle(nic, desk, burst);
         }
         Ok(())

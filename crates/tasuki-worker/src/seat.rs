@@ -620,11 +620,23 @@ where
         let looked = self.duty.look(nic, &common.desk(arena, self.given.number), &mut self.burst);
         self.given.board.driving(common.cpus.cpu());
         fail::point("take.looked");
+        // Answers to what has waited do not wait for what is left to do.
+        let looked = looked.and_then(|()| self.send(common));
         // Before anybody hears that we drive: addresses are used again, and what a later taker has mapped there must not be taken for the old.
         self.forget_old(common);
         if let Err(error) = looked {
             self.lose(common, &error);
         }
+    }
+
+    /// Sends what is in hand.
+    fn send(&mut self, common: &Common) -> Result<(), NicError> {
+        if self.burst.is_empty() {
+            return Ok(());
+        }
+        self.remember(&common.book);
+        let (Card::Driven(nic), Some(arena)) = (&mut self.card, &self.arena) else { return Ok(()) };
+        self.duty.send(nic, &common.desk(arena, self.given.number), &mut self.burst).map(drop)
     }
 
     fn say(&mut self, common: &mut Common, report: Report) {

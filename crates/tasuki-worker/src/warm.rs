@@ -51,9 +51,13 @@ fn range(line: &str) -> Option<(usize, usize, Advice)> {
     let rights = words.next()?;
     let name = words.nth(3).unwrap_or_default();
     let is_program = name.starts_with('/') && !name.starts_with("/memfd:") && !name.starts_with("/dev/");
-    let is_ours = is_program || ["[heap]", "[stack]"].contains(&name);
-    let advice = if rights.starts_with("rw") { Advice::LinuxPopulateWrite } else { Advice::LinuxPopulateRead };
-    (is_ours && rights.starts_with('r') && rights.ends_with('p')).then(|| (start, end.saturating_sub(start), advice))
+    let len = end.saturating_sub(start);
+    let is_writable = rights.starts_with("rw");
+    // What a program or a library begins with as zeroes has no name, nor has what was asked for at large.
+    let is_zeroes = name.is_empty() && is_writable && len <= ROOM;
+    let is_ours = is_program || is_zeroes || ["[heap]", "[stack]"].contains(&name);
+    let advice = if is_writable { Advice::LinuxPopulateWrite } else { Advice::LinuxPopulateRead };
+    (is_ours && rights.starts_with('r') && rights.ends_with('p')).then_some((start, len, advice))
 }
 
 #[cfg(test)]
@@ -74,6 +78,8 @@ mod tests {
         );
         assert_eq!(line("7f00-8f00 r--p 00000000 00:00 0                       [vvar]"), None);
         assert_eq!(line("7f00-8f00 ---p 00000000 fe:00 12                      /usr/lib/libc.so.6"), None);
+        assert_eq!(line("7f00-8f00 rw-p 00000000 00:00 0 "), Some((0x7f00, 0x1000)));
+        assert_eq!(line("10000000-20000000 rw-p 00000000 00:00 0 "), None, "somebody asked for 256 MiB");
         assert_eq!(line("nonsense"), None);
     }
 }

@@ -11,7 +11,7 @@ use tasuki_relay::letter::{self, Begin, pulse};
 
 use crate::answer::answer;
 use crate::board::{Book, COPY, Pulse};
-use crate::duty::{Desk, Duty};
+use crate::duty::{Desk, Duty, FIRST_LOOK};
 use crate::kit::Refused;
 use crate::numbered::{self, Account};
 use crate::pace::Pace;
@@ -173,17 +173,19 @@ impl Job {
     fn turn<N: Transactional>(&mut self, nic: &mut N, desk: &Desk<'_>, burst: &mut Burst) -> Result<usize, N::Fault> {
         let pulse = desk.pulse;
         match self.work.kind {
-            letter::Work::Echo => send_back(nic, burst, pulse, receive_and_turn),
-            letter::Work::Answer { address } => {
-                send_back(nic, burst, pulse, |nic, burst, pulse| receive_and_answer(nic, burst, pulse, address))
+            letter::Work::Echo => {
+                send_back(nic, burst, pulse, |nic, burst, pulse| receive_and_turn(nic, burst, pulse, BURST_MAX))
             }
-            letter::Work::Sink => self.sink(nic, burst, pulse),
+            letter::Work::Answer { address } => send_back(nic, burst, pulse, |nic, burst, pulse| {
+                receive_and_answer(nic, burst, pulse, address, BURST_MAX)
+            }),
+            letter::Work::Sink => self.sink(nic, burst, pulse, BURST_MAX),
             // Refused before anything was driven; and whoever serves memif has no NIC.
             letter::Work::Program | letter::Work::Memif => Ok(0),
             letter::Work::Uplink => self.join(nic, desk, burst),
             letter::Work::Source { size, to, .. } => self.source(nic, desk, burst, (size, to.map_or(TO, Mac))),
             letter::Work::Tap => {
-                let came = self.feed_tap(nic, pulse)?;
+                let came = self.feed_tap(nic, pulse, BURST_MAX)?;
                 // What found no room in the last turn goes first.
                 if let (Some(tap), true) = (self.work.tap, burst.is_empty()) {
                     tap.take(desk.arena, burst, pulse);
@@ -206,7 +208,7 @@ impl Job {
                 Ok(went + came)
             }
             letter::Work::Tap => {
-                let came = self.feed_tap(nic, pulse)?;
+                let came = self.feed_tap(nic, pulse, BURST_MAX)?;
                 Ok(came + if came > 0 || !burst.is_empty() { transmit(nic, burst, pulse)? } else { 0 })
             }
             _ => self.turn(nic, desk, burst),
@@ -247,8 +249,8 @@ impl Job {
         Ok(moved + went)
     }
 
-    fn feed_tap<N: Transactional>(&mut self, nic: &mut N, pulse: &Pulse) -> Result<usize, N::Fault> {
-        let came = nic.receive(&mut self.came)?;
+    fn feed_tap<N: Transactional>(&mut self, nic: &mut N, pulse: &Pulse, most: usize) -> Result<usize, N::Fault> {
+        let came = nic.receive_some(&mut self.came, most)?;
         if came == 0 {
             return Ok(0);
         }
@@ -262,8 +264,14 @@ impl Job {
         Ok(came)
     }
 
-    fn sink<N: Transactional>(&mut self, nic: &mut N, burst: &mut Burst, pulse: &Pulse) -> Result<usize, N::Fault> {
-        let came = nic.receive(burst)?;
+    fn sink<N: Transactional>(
+        &mut self,
+        nic: &mut N,
+        burst: &mut Burst,
+        pulse: &Pulse,
+        most: usize,
+    ) -> Result<usize, N::Fault> {
+        let came = nic.receive_some(burst, most)?;
         if came == 0 {
             return Ok(0);
         }
@@ -306,10 +314,10 @@ impl Job {
     /// The first look at the rings of a card that was taken over: nothing is sent yet.
     fn look<N: Transactional>(&mut self, nic: &mut N, burst: &mut Burst, pulse: &Pulse) -> Result<(), N::Fault> {
         match self.work.kind {
-            letter::Work::Echo => receive_and_turn(nic, burst, pulse).map(drop),
-            letter::Work::Answer { address } => receive_and_answer(nic, burst, pulse, address).map(drop),
-            letter::Work::Sink => self.sink(nic, burst, pulse).map(drop),
-            letter::Work::Tap => self.feed_tap(nic, pulse).map(drop),
+            letter::Work::Echo => receive_and_turn(nic, burst, pulse, FIRST_LOOK).map(drop),
+            letter::Work::Answer { address } => receive_and_answer(nic, burst, pulse, address, FIRST_LOOK).map(drop),
+            letter::Work::Sink => self.sink(nic, burst, pulse, FIRST_LOOK).map(drop),
+            letter::Work::Tap => self.feed_tap(nic, pulse, FIRST_LOOK).map(drop),
             letter::Work::Program | letter::Work::Memif | letter::Work::Uplink => Ok(()),
             letter::Work::Source { .. } => {
                 nic.receive(&mut self.came)?;
@@ -338,8 +346,13 @@ fn send_back<N: Transactional>(
 }
 
 #[inline]
-fn receive_and_turn<N: Transactional>(nic: &mut N, burst: &mut Burst, pulse: &Pulse) -> Result<usize, N::Fault> {
-    let came = nic.receive(burst)?;
+fn receive_and_turn<N: Transactional>(
+    nic: &mut N,
+    burst: &mut Burst,
+    pulse: &Pulse,
+    most: usize,
+) -> Result<usize, N::Fault> {
+    let came = nic.receive_some(burst, most)?;
     if came == 0 {
         return Ok(0);
     }
@@ -361,8 +374,9 @@ fn receive_and_answer<N: Transactional>(
     burst: &mut Burst,
     pulse: &Pulse,
     address: Ipv4Addr,
+    most: usize,
 ) -> Result<usize, N::Fault> {
-    let came = nic.receive(burst)?;
+    let came = nic.receive_some(burst, most)?;
     if came == 0 {
         return Ok(0);
     }

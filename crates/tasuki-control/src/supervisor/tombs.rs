@@ -89,6 +89,10 @@ impl Supervisor {
             let Some(worker) = self.workers.get(&number) else { continue };
             worker.process.kill();
             self.driver_ended(number);
+            // Whoever was told to take over needs that CPU now.
+            if let Some(worker) = self.workers.get(&number) {
+                worker.process.send_to(&self.aside);
+            }
         }
     }
 }

@@ -98,6 +98,8 @@ pub struct Frames {
     open: ArrayVec<Open, OPEN_MAX>,
     /// What a segment was cut into, as far as there was no room in a burst.
     cut: VecDeque<(Open, Frame)>,
+    /// Frames that a burst may have by now.
+    full: usize,
     /// For what is to be cut.
     copy: Box<[u8]>,
 }
@@ -303,7 +305,7 @@ impl Frames {
         let arena = Arena::create("tasuki-vni-frames", geometry, table, Detach::Move)?;
         let cut = VecDeque::with_capacity(CUTS_MAX);
         let copy = vec![0; super::PIECE_MAX].into_boxed_slice();
-        Ok(Frames { arena, open: ArrayVec::new(), cut, copy })
+        Ok(Frames { arena, open: ArrayVec::new(), cut, full: BURST_MAX, copy })
     }
 
     /// Which of what came is handled: all but what is `in_hand`, and what came from the same node behind that.
@@ -341,7 +343,7 @@ impl Frames {
 
     /// Moves what was cut into the burst, as far as there is room.
     fn give_cut(&mut self, burst: &mut Burst) {
-        while !burst.is_full() && !self.open.is_full() {
+        while burst.len() < self.full && !self.open.is_full() {
             let Some((open, frame)) = self.cut.pop_front() else { return };
             self.open.push(open);
             burst.push(frame);
@@ -352,7 +354,7 @@ impl Frames {
     #[inline]
     fn take(&mut self, incoming: &Incoming<'_>, handled: u32, burst: &mut Burst, dropped: &mut Dropped) -> bool {
         // What was cut is in the program's hands before anything that came later.
-        if burst.is_full() || self.open.is_full() || !self.cut.is_empty() {
+        if burst.len() >= self.full || self.open.is_full() || !self.cut.is_empty() {
             return false;
         }
         let whole = Open { from: incoming.from, index: incoming.index, part: 0, is_last: true, slot: None };
@@ -444,7 +446,7 @@ impl<M: Deref<Target = [Line]>> Port for VniPort<M> {
     type Fault = Infallible;
 
     #[inline]
-    fn receive(&mut self, burst: &mut Burst) -> Result<usize, Infallible> {
+    fn receive_some(&mut self, burst: &mut Burst, most: usize) -> Result<usize, Infallible> {
         if !self.staged.is_empty() {
             // Asked for and not transmitted: that turn is not over, and this ends one.
             self.unstage();
@@ -452,8 +454,9 @@ impl<M: Deref<Target = [Line]>> Port for VniPort<M> {
         self.commit(burst);
         let before = burst.len();
         let Self { vni, switch, intake, dropped, .. } = self;
+        intake.full = before.saturating_add(most).min(BURST_MAX);
         intake.give_cut(burst);
-        let most = burst.remaining_capacity().min(intake.open.remaining_capacity());
+        let most = (intake.full - burst.len()).min(intake.open.remaining_capacity());
         if most > 0 && intake.cut.is_empty() {
             vni.take_in(most, |incoming, handled| {
                 switch.learn_of(&incoming);

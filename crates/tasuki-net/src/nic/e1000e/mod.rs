@@ -34,7 +34,7 @@ use super::sash::{Sash as _, broken};
 use super::scrub::Dirt;
 use super::{Failed, Filter, Link, Mac, Nic, NicError, NicMemory, NicOptions, PciId, Scrub, loan};
 use crate::capture::{Captures, Direction};
-use crate::port::{Armed, Burst, Port};
+use crate::port::{Armed, BURST_MAX, Burst, Port};
 use tasuki_shm::crash;
 
 /// The cards that this driver drives: the 82574L, and its variant without management.
@@ -184,13 +184,14 @@ impl<B: Bus> E1000e<B> {
 
     /// The frames of each queue, in turn.
     #[inline]
-    fn collect(&mut self, burst: &mut Burst) -> Result<usize, NicError> {
+    fn collect(&mut self, burst: &mut Burst, most: usize) -> Result<usize, NicError> {
         let lengths = Lengths { buffer: self.shape.buffer, frame: self.shape.frame() };
         let queues = self.receive.len();
+        let full = burst.len().saturating_add(most).min(BURST_MAX);
         let mut frames = 0;
         for turn in 0..queues {
             let ring = &mut self.receive[(self.first + turn) % queues];
-            match ring.receive(self.memory.arena(), lengths, &mut self.counters.dropped, burst) {
+            match ring.receive(self.memory.arena(), lengths, &mut self.counters.dropped, burst, full) {
                 Ok(count) => frames += count,
                 // What was received before is delivered before. The fault is found again.
                 Err(_) if frames > 0 => return Ok(frames),
@@ -409,12 +410,12 @@ impl<B: Bus> Port for E1000e<B> {
     type Fault = NicError;
 
     #[inline]
-    fn receive(&mut self, burst: &mut Burst) -> Result<usize, NicError> {
+    fn receive_some(&mut self, burst: &mut Burst, most: usize) -> Result<usize, NicError> {
         // What was handled is committed, and posted anew, and that is committed.
         self.commit(burst);
         self.rest();
         let before = burst.len();
-        let frames = self.collect(burst)?;
+        let frames = self.collect(burst, most)?;
         if let Some(dirt) = &mut self.dirt {
             dirt.mark(&burst[before..]);
         }

@@ -258,7 +258,7 @@ impl ReceiveRing {
         self.next != self.tail && self.ring.descriptor(self.ring.place(self.next))[1].load(Acquire) & done::DD != 0
     }
 
-    /// Appends frames to `burst` until it is full or no more are there; says how many.
+    /// Appends frames to `burst` until there are `full` in it or no more have come; says how many.
     ///
     /// # Errors
     /// When the card wrote what it must not. Frames from before that are delivered first.
@@ -268,15 +268,16 @@ impl ReceiveRing {
         lengths: Lengths,
         dropped: &mut Dropped,
         burst: &mut Burst,
+        full: usize,
     ) -> Result<usize, NicError> {
         let before = burst.len();
         loop {
-            match self.receive_good(arena, lengths, burst) {
+            match self.receive_good(arena, lengths, burst, full) {
                 Err(error) if burst.len() == before => return Err(error),
                 Err(_) => break,
                 Ok(()) => {}
             }
-            if burst.is_full() || self.next == self.tail {
+            if burst.len() >= full || self.next == self.tail {
                 break;
             }
             // What stands here is no good frame, or begins anew at the ring's first descriptor.
@@ -297,13 +298,19 @@ impl ReceiveRing {
 
     /// Appends good frames until there is none, or the ring's last descriptor was looked at.
     #[inline]
-    fn receive_good(&mut self, arena: &Arena, lengths: Lengths, burst: &mut Burst) -> Result<(), NicError> {
+    fn receive_good(
+        &mut self,
+        arena: &Arena,
+        lengths: Lengths,
+        burst: &mut Burst,
+        full: usize,
+    ) -> Result<(), NicError> {
         if self.skipping {
             return Ok(());
         }
         let first = self.ring.place(self.next);
         let ready = self.tail.wrapping_sub(self.next) as usize;
-        let most = ready.min(burst.remaining_capacity()).min(self.ring.slots.len() - first);
+        let most = ready.min(full.saturating_sub(burst.len())).min(self.ring.slots.len() - first);
         let (words, _) = self.ring.words.as_chunks::<WORDS>();
         let descriptors = words[first..first + most].iter().zip(&self.ring.slots[first..first + most]);
         let mut next = self.next;

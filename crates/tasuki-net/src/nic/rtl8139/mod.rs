@@ -345,13 +345,13 @@ const ETTHR_192: u8 = 6;
 impl<B: Bus> Port for Rtl8139<B> {
     type Fault = NicError;
 
-    fn receive(&mut self, burst: &mut Burst) -> Result<usize, NicError> {
+    fn receive_some(&mut self, burst: &mut Burst, most: usize) -> Result<usize, NicError> {
         let starved = self.counts.rx_no_slot;
-        let mut received = self.rx.receive(&self.memory, burst, &mut self.counts)?;
+        let mut received = self.rx.receive(&self.memory, burst, most, &mut self.counts)?;
         if self.counts.rx_no_slot != starved {
             // The slots that frames left in may be what they can come in by.
             self.tx.reap(&self.memory, &mut self.counts)?;
-            received += self.rx.receive(&self.memory, burst, &mut self.counts)?;
+            received += self.rx.receive(&self.memory, burst, most - received, &mut self.counts)?;
         }
         Ok(received)
     }

@@ -152,11 +152,17 @@ impl RxRing {
         self.descriptors.give(i, memory.at_of(id), BUFFER_LEN);
     }
 
-    /// Appends frames that have come to `burst`; says how many.
-    pub fn receive(&mut self, memory: &NicMemory, burst: &mut Burst, counts: &mut Counts) -> Result<usize, NicError> {
+    /// Appends frames that have come to `burst`, `most` at most; says how many.
+    pub fn receive(
+        &mut self,
+        memory: &NicMemory,
+        burst: &mut Burst,
+        most: usize,
+        counts: &mut Counts,
+    ) -> Result<usize, NicError> {
         let before = burst.len();
         // Bounded, so that a card that produces rubbish as fast as we throw it away does not keep us here.
-        for _ in 0..burst.remaining_capacity() {
+        for _ in 0..most.min(burst.remaining_capacity()) {
             let Some(status) = self.descriptors.done(self.next) else { break };
             let received = Received::of(status)?;
             let id = self.slots[self.next];
@@ -287,7 +293,7 @@ mod tests {
 
     fn receive(memory: &NicMemory, ring: &mut RxRing) -> Result<(Vec<u16>, Counts), NicError> {
         let (mut burst, mut counts) = (Burst::new(), Counts::default());
-        ring.receive(memory, &mut burst, &mut counts)?;
+        ring.receive(memory, &mut burst, BURST_MAX, &mut counts)?;
         Ok((burst.iter().map(|frame| frame.len).collect(), counts))
     }
 

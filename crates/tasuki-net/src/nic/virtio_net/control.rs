@@ -66,10 +66,11 @@ impl Control {
         self.ring.cursor().available
     }
 
-    /// Has all frames come to this pair of queues (§5.1.6.5.7): no hash is of any type that is asked for, so all go where unclassified ones do.
+    /// Asks the device to have all frames come to this pair of queues (§5.1.6.5.7): no hash is of any type that is asked for, so all go where unclassified
+    /// ones do. It has done so once the command [is obeyed](Self::is_obeyed).
     ///
     /// # Errors
-    /// As [`set_filter`](Self::set_filter).
+    /// It does not answer what it was asked before.
     pub fn steer<R: Registers>(
         &mut self,
         transport: &Transport<R>,
@@ -83,7 +84,7 @@ impl Control {
         // A device takes no key at all for no steering at all.
         data.push(40);
         data.extend([0; 40]);
-        self.command(transport, &[&[control::MQ, control::MQ_RSS_CONFIG], &data[..]].concat(), announce)
+        self.give(transport, &[&[control::MQ, control::MQ_RSS_CONFIG], &data[..]].concat(), announce)
     }
 
     /// Lets in what `filter` says. The device is asked for the more before the less, so that nothing is shut out meanwhile that was
@@ -119,6 +120,36 @@ impl Control {
         bytes: &[u8],
         announce: &mut impl FnMut(u64),
     ) -> Result<(), NicError> {
+        self.give(transport, bytes, announce)?;
+        self.obeyed(transport)
+    }
+
+    /// Waits until the device has done what it was told last.
+    ///
+    /// # Errors
+    /// It refuses, or does not answer.
+    pub fn obeyed<R: Registers>(&mut self, transport: &Transport<R>) -> Result<(), NicError> {
+        self.wait("a command", transport)?;
+        self.answer()
+    }
+
+    /// Whether the device has done what it was told last. Does not wait.
+    ///
+    /// # Errors
+    /// It refuses.
+    pub fn is_obeyed(&mut self) -> Result<bool, NicError> {
+        if !self.is_answered() && !self.take_answer()? {
+            return Ok(false);
+        }
+        self.answer().map(|()| true)
+    }
+
+    fn give<R: Registers>(
+        &mut self,
+        transport: &Transport<R>,
+        bytes: &[u8],
+        announce: &mut impl FnMut(u64),
+    ) -> Result<(), NicError> {
         if !self.is_answered() {
             // Whoever gave it is not there any more, or did not wait for so long.
             transport.ring(self.bell);
@@ -137,7 +168,10 @@ impl Control {
         self.ring.publish();
         // Never left out: there is one command a minute, and nobody waits for less than the answer.
         transport.ring(self.bell);
-        self.wait("a command", transport)?;
+        Ok(())
+    }
+
+    fn answer(&self) -> Result<(), NicError> {
         let [answer, ..] = self.words[0].load(Acquire).to_le_bytes();
         match answer {
             control::OK => Ok(()),
@@ -151,20 +185,25 @@ impl Control {
 
     /// Waits until the device has done with its command.
     fn wait<R: Registers>(&mut self, step: &'static str, transport: &Transport<R>) -> Result<(), NicError> {
-        let mut used = Ok(None);
+        let mut taken = Ok(false);
         let waited = wait(step, COMMAND_MS, || {
-            used = self.ring.peek();
-            !matches!(used, Ok(None))
+            taken = self.take_answer();
+            !matches!(taken, Ok(false))
         });
         waited.or_else(|stuck| transport.status().and(Err(stuck)))?;
-        match used? {
+        taken.map(drop)
+    }
+
+    /// Whether the device has done with its command.
+    fn take_answer(&mut self) -> Result<bool, NicError> {
+        match self.ring.peek()? {
+            None => Ok(false),
             Some(chain) if chain.head == 0 => {
                 self.ring.take();
-                Ok(())
+                Ok(true)
             }
-            other => {
-                let head = other.map_or(0, |chain| chain.head);
-                Err(NicError::Absurd { what: "a used command that it does not have", value: head.into() })
+            Some(chain) => {
+                Err(NicError::Absurd { what: "a used command that it does not have", value: chain.head.into() })
             }
         }
     }

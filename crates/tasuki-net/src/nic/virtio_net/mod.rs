@@ -405,12 +405,12 @@ impl<B: Bus> Port for VirtioNet<B> {
     type Fault = NicError;
 
     #[inline]
-    fn receive(&mut self, burst: &mut Burst) -> Result<usize, NicError> {
+    fn receive_some(&mut self, burst: &mut Burst, most: usize) -> Result<usize, NicError> {
         // What was handled is committed, and posted anew, and that is committed.
         self.commit(burst);
         self.rest()?;
         let before = burst.len();
-        let frames = self.rx.receive(self.memory.arena(), burst, &mut self.counts)?;
+        let frames = self.rx.receive(self.memory.arena(), burst, most, &mut self.counts)?;
         if let Some(dirt) = &mut self.dirt {
             dirt.mark(&burst[before..]);
         }

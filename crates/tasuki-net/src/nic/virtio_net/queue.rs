@@ -40,11 +40,17 @@ impl Receiver {
     /// # Errors
     /// When the device wrote what it must not. Frames from before that are delivered first.
     #[inline]
-    pub fn receive(&mut self, arena: &Arena, burst: &mut Burst, counts: &mut Counts) -> Result<usize, NicError> {
+    pub fn receive(
+        &mut self,
+        arena: &Arena,
+        burst: &mut Burst,
+        most: usize,
+        counts: &mut Counts,
+    ) -> Result<usize, NicError> {
         let before = burst.len();
         self.chains.ring.disarm();
         // Bounded, so that a device that produces rubbish as fast as we throw it away does not keep us here.
-        for _ in 0..burst.remaining_capacity() {
+        for _ in 0..most.min(burst.remaining_capacity()) {
             match self.receive_one(arena) {
                 Ok(Some(frame)) => {
                     counts.rx_packets += 1;

@@ -26,8 +26,9 @@ pub struct Hush {
     since: Instant,
     /// The receive queue is reset: nothing is posted.
     off: bool,
-    /// The pair of queues that frames come to instead of ours, once they do.
-    steered: Option<u16>,
+    /// The pair of queues that frames are to come to instead of ours, if the device was asked for that; and whether they do.
+    asked: Option<u16>,
+    steered: bool,
     how: How,
 }
 
@@ -169,6 +170,19 @@ impl<B: Bus> VirtioNet<B> {
         Ok(())
     }
 
+    /// How far a giver is, once the device has answered whether frames come elsewhere, if it was asked.
+    fn is_steered(&mut self) -> Option<Hush> {
+        let hush = self.hush.as_mut()?;
+        if hush.asked.is_some() && !hush.steered {
+            match self.control.as_mut()?.is_obeyed() {
+                Ok(false) => return None,
+                Ok(true) => (hush.steered, hush.since) = (true, Instant::now()),
+                Err(_) => hush.asked = None,
+            }
+        }
+        Some(*hush)
+    }
+
     /// The other pair of queues lies in our memory, and not in somebody's that is gone, or will be.
     fn renew_spare(&mut self, mut between: impl FnMut(&mut Self)) -> Result<(), NicError> {
         self.reset_others(&[queues::TRANSMIT, queues::RECEIVE], &mut between)?;
@@ -179,6 +193,13 @@ impl<B: Bus> VirtioNet<B> {
 
     /// Has all frames come to this pair of queues.
     pub(super) fn steer(&mut self, pair: u16) -> Result<(), NicError> {
+        self.ask_to_steer(pair)?;
+        let Self { control, transport, .. } = self;
+        control.as_mut().map_or(Ok(()), |control| control.obeyed(transport))
+    }
+
+    /// Asks the device to.
+    fn ask_to_steer(&mut self, pair: u16) -> Result<(), NicError> {
         let mut sash = Sash::blank();
         self.write_seldom_to(&mut sash);
         let Some(control) = &mut self.control else { return Err(broken("it has no queue for commands", 0)) };
@@ -336,12 +357,16 @@ impl<B: Bus> Repoint for VirtioNet<B> {
         self.memory.ledger().halted(true);
         let other = other(self.transport.way().pair);
         // A device that refuses is not left: nothing goes elsewhere.
-        let steered = (how == How::Steer && self.steer(other).is_ok()).then_some(other);
-        self.hush = Some(Hush { since: Instant::now(), off: false, steered, how });
+        let asked = (how == How::Steer && self.ask_to_steer(other).is_ok()).then_some(other);
+        self.hush = Some(Hush { since: Instant::now(), off: false, asked, steered: false, how });
     }
 
     fn is_quiet(&mut self) -> bool {
-        let Some(hush) = self.hush else { return false };
+        let Some(hush) = self.is_steered() else { return false };
+        if hush.how == How::Steer && !hush.steered {
+            // It refuses, which whoever leaves it is told.
+            return true;
+        }
         // What the device writes that it must not is found out by who receives or sends next.
         let sent = self.tx.reap(self.memory.arena()).is_ok() && self.tx.chains.is_empty();
         let silent = self.rx.is_ready().is_ok_and(|ready| !ready);
@@ -357,8 +382,8 @@ impl<B: Bus> Repoint for VirtioNet<B> {
         if hush.how == How::Steer {
             // What is on its way to our pair yet comes at once, or was given up with what waits there.
             return match hush.steered {
-                Some(_) => Ok(!self.rx.is_ready()? && self.tx.chains.is_empty()),
-                None => Err(broken("the device does not have frames come to its other queues", 0)),
+                true => Ok(!self.rx.is_ready()? && self.tx.chains.is_empty()),
+                false => Err(broken("the device does not have frames come to its other queues", 0)),
             };
         }
         if !hush.off {
@@ -379,7 +404,7 @@ impl<B: Bus> Repoint for VirtioNet<B> {
     }
 
     fn left(&self) -> Left {
-        match self.hush.and_then(|hush| hush.steered) {
+        match self.hush.filter(|hush| hush.steered).and_then(|hush| hush.asked) {
             Some(pair) => Left(STEERED | u64::from(pair)),
             None => Left::STOPPED,
         }

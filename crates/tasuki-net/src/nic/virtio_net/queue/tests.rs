@@ -11,6 +11,7 @@ use super::super::ring::{Place, SplitRing};
 use super::super::sash::Cursor;
 use super::*;
 use crate::nic::bus::Iova;
+use crate::port::BURST_MAX;
 
 const SIZE: u16 = 8;
 const ROOM: u32 = 1518;
@@ -73,7 +74,7 @@ fn receiver() -> (NicMemory, Receiver, Device) {
 /// Receives, and has all of it handled at once; the lengths of what came.
 fn receive(memory: &NicMemory, receiver: &mut Receiver) -> Result<Vec<u16>, NicError> {
     let mut burst = Burst::new();
-    receiver.receive(memory.arena(), &mut burst, &mut Counts::default())?;
+    receiver.receive(memory.arena(), &mut burst, BURST_MAX, &mut Counts::default())?;
     let lens = burst.drain(..).map(|frame| frame.len).collect();
     commit(receiver);
     receiver.refill(memory);
@@ -170,7 +171,7 @@ fn a_device_gets_buffers_back_as_soon_as_there_are_slots() {
     let slots: Vec<_> = std::iter::from_fn(|| memory.arena().take()).collect();
     let mut burst = Burst::new();
     device.heads().iter().for_each(|&head| device.use_chain(head, 100));
-    assert_eq!(receiver.receive(memory.arena(), &mut burst, &mut Counts::default()).unwrap(), 4);
+    assert_eq!(receiver.receive(memory.arena(), &mut burst, BURST_MAX, &mut Counts::default()).unwrap(), 4);
     commit(&mut receiver);
     assert!(!receiver.refill(&memory), "all slots are somebody's");
     commit(&mut receiver);
@@ -250,7 +251,7 @@ proptest! {
             let mut all = device.available.iter().chain(device.used.iter());
             all.nth(at).unwrap().store(value, Relaxed);
             let mut burst = Burst::new();
-            let received = receiver.receive(memory.arena(), &mut burst, &mut Counts::default());
+            let received = receiver.receive(memory.arena(), &mut burst, BURST_MAX, &mut Counts::default());
             held.extend(burst.into_iter().map(|frame| frame.slot));
             commit(&mut receiver);
             receiver.refill(&memory);
