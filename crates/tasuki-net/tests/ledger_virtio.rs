@@ -364,7 +364,7 @@ fn what_cannot_be_pointed_elsewhere_says_so_and_is_not_touched() {
         .expect_err("queues that cannot be reset");
     assert!(failed.error.to_string().contains("VIRTIO_F_RING_RESET"), "{failed}");
     assert_eq!(failed.memory.arena().census().free, SLOTS.count);
-    desk.nic().hush(How::Point);
+    desk.nic().hush(How::Point, |_| ());
     assert!(desk.nic().leave().is_err(), "it cannot be left either");
     desk.nic().go_back().expect("it runs");
     assert!(desk.play.deliver(0));
@@ -378,7 +378,7 @@ fn a_device_that_was_being_left_is_taken_over() {
         let mut desk = start(PLAIN | RING_RESET);
         (0..3).for_each(|number| assert!(desk.play.deliver(number)));
         if steps > 0 {
-            desk.nic().hush(How::Point);
+            desk.nic().hush(How::Point, |_| ());
         }
         if steps > 1 {
             assert!(!desk.nic().leave().expect("it can be left"), "something has come");

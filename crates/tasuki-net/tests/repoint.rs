@@ -50,7 +50,7 @@ fn echo(nic: &mut Card, left: u64, mut done: impl FnMut(&mut Card) -> bool) -> u
 
 /// Goes on until nothing is left to do, and stops the card; says how many frames came meanwhile.
 fn stop(nic: &mut Card) -> u64 {
-    nic.hush(How::Point);
+    nic.hush(How::Point, |_| ());
     let mut frames = 0;
     loop {
         frames += echo(nic, u64::MAX, Card::is_quiet);
@@ -111,7 +111,7 @@ fn a_giver_takes_its_card_back_under_traffic_without_a_loss() {
         for turn in 0..TURNS {
             frames += echo(&mut nic, 500, |_| false);
             if turn % 2 == 0 {
-                nic.hush(How::Point);
+                nic.hush(How::Point, |_| ());
                 frames += echo(&mut nic, 50, Card::is_quiet);
             } else {
                 frames += stop(&mut nic);

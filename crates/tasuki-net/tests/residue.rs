@@ -138,7 +138,7 @@ fn repoint(inflight: Inflight) -> usize {
         let next = Card::prepare_rings(bus, taker, &NicOptions::default(), How::Point, Iova(1 << 32)).unwrap();
         wire.begin();
         let mut came = handle(&mut nic, inflight, FRAMES / 2, |_| false);
-        nic.hush(How::Point);
+        nic.hush(How::Point, |_| ());
         loop {
             came += handle(&mut nic, inflight, u64::MAX, Card::is_quiet);
             if nic.leave().unwrap() {

@@ -341,7 +341,7 @@ const GROUP: [u8; 6] = [1, 0, 0x5e, 0, 0, 1];
 /// Stops a card of which everything is handled that came; says what came meanwhile.
 fn stop(card: &mut Card) -> Vec<Vec<u8>> {
     let (deadline, mut came) = (Instant::now() + PATIENCE, Vec::new());
-    card.hush(How::Point);
+    card.hush(How::Point, |_| ());
     loop {
         let mut burst = Burst::new();
         let none = card.receive(&mut burst).expect("the card works") == 0;
@@ -413,10 +413,10 @@ fn a_giver_takes_its_card_back() {
     let Some((machine, mut card, next, [arena, _])) = start_two() else { return };
     let frames: Vec<_> = (0..3).map(|number| frame(MAC, number, 60)).collect();
     // Before it was stopped, when nothing is let in any more, when it is off, and after a taker that is no more.
-    card.hush(How::Point);
+    card.hush(How::Point, |_| ());
     card.go_back().expect("the card works");
     passes(&machine, &mut card, &arena, &frames);
-    card.hush(How::Point);
+    card.hush(How::Point, |_| ());
     assert!(!card.leave().expect("the card works"), "what comes now comes after it was shut");
     let (bus, memory) = Card::give_up(next);
     let Failed { error, bus, memory } =

@@ -102,7 +102,7 @@ impl Owner {
     fn give(&mut self, mut nic: Card) -> Result<()> {
         let relays = self.board.words[RELAYS].load(Relaxed);
         let began = Instant::now();
-        nic.hush(How::Point);
+        nic.hush(How::Point, |_| ());
         loop {
             while !(self.echo(&mut nic)? == 0 && nic.is_quiet()) {}
             self.board.words[RELEASED_AT].store(now_ns(), Relaxed);

@@ -196,7 +196,7 @@ impl Worker {
 
     /// Goes on until nothing is left to do, and leaves the card.
     fn leave(&self, nic: &mut Card) -> Fallible<()> {
-        nic.hush(How::Point);
+        nic.hush(How::Point, |_| ());
         let (began, mut burst) = (Instant::now(), Burst::new());
         while began.elapsed() < PATIENCE {
             if nic.receive(&mut burst)? > 0 {

@@ -92,8 +92,8 @@ pub trait Repoint: Nic {
     fn give_up(ready: Self::Ready) -> (Self::Bus, NicMemory);
 
     /// Has the partner pause, if that is possible; or has the card steer what comes to the successor's queue. Frames go on coming for a while, and are
-    /// received and sent as before.
-    fn hush(&mut self, how: How);
+    /// received and sent as before, also in `between`, while the card is asked for one thing after the other.
+    fn hush(&mut self, how: How, between: impl FnMut(&mut Self));
 
     /// Whether nothing is left to be done by a giver that goes on receiving and sending: to be asked whenever a call of `receive` gave nothing. True, too, when
     /// the partner does not pause, or does not take what is to be sent, for too long.

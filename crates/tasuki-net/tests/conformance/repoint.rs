@@ -51,7 +51,7 @@ impl<W: Repointed> Bench<W> {
     /// Goes on until nothing is left, and stops the card; says what came meanwhile.
     fn hush_and_stop(&mut self) -> Vec<Vec<u8>> {
         let mut came = Vec::new();
-        self.nic().hush(W::HOW);
+        self.nic().hush(W::HOW, |_| ());
         until("the card stops", || {
             let frames = self.poll();
             let none = frames.is_empty();

@@ -109,7 +109,7 @@ fn the_pin_rings_for_an_owner_with_other_memory_and_for_one_that_takes_the_card_
 
 fn stop(nic: &mut Rtl8139<Vfio>) {
     let begin = Instant::now();
-    nic.hush(How::Point);
+    nic.hush(How::Point, |_| ());
     while !(nic.is_quiet() && nic.leave().unwrap()) {
         assert_eq!(nic.receive(&mut Burst::new()).unwrap(), 0, "nothing has come");
         assert!(begin.elapsed() < PATIENCE, "the card does not stop");

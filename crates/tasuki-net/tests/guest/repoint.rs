@@ -99,7 +99,7 @@ fn echo(nic: &mut Card) -> bool {
 
 /// Goes on until nothing is left to do, and stops the card.
 fn stop(nic: &mut Card) {
-    nic.hush(How::Point);
+    nic.hush(How::Point, |_| ());
     until("the card stops", || (!echo(nic) && nic.is_quiet() && nic.leave().expect("the card works")).then_some(()));
 }
 

@@ -207,9 +207,18 @@ where
             return Input::Stuck(Reason::CardGone);
         }
         self.given.board.leaves(Left::STOPPED);
-        nic.hush(how);
+        let mut fault = None;
+        let (duty, burst) = (&mut self.duty, &mut self.burst);
+        let desk = self.arena.as_ref().map(|arena| common.desk(arena, self.given.number));
+        nic.hush(how, |nic| {
+            // What is to be dropped waits until it is.
+            if let (Some(desk), None, false) = (&desk, &fault, drops) {
+                duty.remember(desk.book, desk.nic, nic.turns().wrapping_add(1));
+                fault = duty.finish(nic, desk, burst).err();
+            }
+        });
         fail::point("give.hushed");
-        let stopped = self.drain(common, drops);
+        let stopped = fault.map_or_else(|| self.drain(common, drops), Err);
         if matches!(stopped, Ok(true)) {
             self.halted = true;
             fail::point("give.stopped");

@@ -193,6 +193,9 @@ pub trait Bus {
 
     /// Resets the whole device as its bus can, if it can.
     fn reset(&mut self) -> Result<(), BusError>;
+
+    /// From now on, or no longer, whoever asks has rings to look at as well: an answer is looked for for longer before it is slept for.
+    fn hurry(&mut self, _: bool) {}
 }
 
 /// The registers behind a BAR. Accesses do not fail: as on a real bus, who is gone reads as all ones, and what is written is lost.

@@ -362,26 +362,32 @@ impl<B: Bus> Repoint for E1000e<B> {
         (bus, memory)
     }
 
-    fn hush(&mut self, _: How) {
+    fn hush(&mut self, _: How, mut between: impl FnMut(&mut Self)) {
         self.memory.ledger().halted(true);
+        // A partner that pauses still need not be let go any more.
+        self.held = false;
         let link = match self.mmio.read(regs::STATUS) {
             u32::MAX => Link::Down,
             status => park::link(status),
         };
+        between(self);
+        let receive = self.mmio.read(regs::RCTL);
+        between(self);
+        let control = [receive, self.mmio.read(regs::TCTL)];
+        between(self);
         if let Link::Up { full_duplex: true, .. } = link {
             // The buffer is about to become empty, and the card must not take that for a reason to let the partner go on.
             flow::go_on_by_itself(&self.mmio, false);
+            between(self);
             // What it has sent until now, for want of room, is not what is waited for.
             self.counters.collect_xoff_sent(&self.mmio);
         }
-        let control = [self.mmio.read(regs::RCTL), self.mmio.read(regs::TCTL)];
         if let Link::Up { full_duplex: true, .. } = link {
             self.mmio.write(regs::FCTTV, PAUSE_MAX);
             self.mmio.write(regs::TCTL, control[1] | tctl::SWXOFF);
         }
         let now = Instant::now();
         let heads = self.heads();
-        self.held = false;
         let asked =
             Asked { at: now, link, control, told: false, paused: false, asks: 0, looks: 0, still_since: now, heads };
         self.hush = Hush { asked: Some(asked), ..Hush::default() };
@@ -525,8 +531,11 @@ impl<B: Bus> Repoint for E1000e<B> {
     }
 
     fn forget(&mut self, old: &MemoryLayout, mut between: impl FnMut(&mut Self)) -> Result<(), NicError> {
-        self.bus.unmap_dma(old.arena_at(), old.slots.len())?;
+        self.bus.hurry(true);
+        let unmapped = self.bus.unmap_dma(old.arena_at(), old.slots.len());
         between(self);
-        Ok(self.bus.unmap_dma(old.rings_at, old.rings_len)?)
+        let unmapped = unmapped.and_then(|()| self.bus.unmap_dma(old.rings_at, old.rings_len));
+        self.bus.hurry(false);
+        Ok(unmapped?)
     }
 }

@@ -151,7 +151,7 @@ impl<B: Bus> Repoint for Rtl8139<B> {
     }
 
     /// Nobody can be asked to pause.
-    fn hush(&mut self, _: How) {
+    fn hush(&mut self, _: How, _: impl FnMut(&mut Self)) {
         self.hush = Hush { since: Some(Instant::now()), ..Hush::default() };
     }
 

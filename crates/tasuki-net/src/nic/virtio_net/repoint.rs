@@ -353,7 +353,7 @@ impl<B: Bus> Repoint for VirtioNet<B> {
         (bus, memory)
     }
 
-    fn hush(&mut self, how: How) {
+    fn hush(&mut self, how: How, _: impl FnMut(&mut Self)) {
         self.memory.ledger().halted(true);
         let other = other(self.transport.way().pair);
         // A device that refuses is not left: nothing goes elsewhere.
@@ -466,8 +466,11 @@ impl<B: Bus> Repoint for VirtioNet<B> {
             self.renew_spare(&mut between)?;
         }
         between(self);
-        self.bus.unmap_dma(old.arena_at(), old.slots.len())?;
+        self.bus.hurry(true);
+        let unmapped = self.bus.unmap_dma(old.arena_at(), old.slots.len());
         between(self);
-        Ok(self.bus.unmap_dma(old.rings_at, old.rings_len)?)
+        let unmapped = unmapped.and_then(|()| self.bus.unmap_dma(old.rings_at, old.rings_len));
+        self.bus.hurry(false);
+        Ok(unmapped?)
     }
 }

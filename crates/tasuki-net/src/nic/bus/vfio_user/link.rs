@@ -27,6 +27,10 @@ use super::wire::{Breach, Command, FDS_MAX, HEADER_LEN, Incoming, Limits, Messag
 /// How long an answer is looked for before the process sleeps until it comes: a wake-up costs more than most answers.
 const SPIN: Duration = Duration::from_micros(50);
 
+/// The same for whoever [is in a hurry](Link::hurry): a card's server takes a quarter of a millisecond to let go of memory, and the process that sleeps
+/// meanwhile comes back to its rings behind whoever had its CPU.
+const HURRY: Duration = Duration::from_micros(500);
+
 /// Questions whose answers are slept for at once, after one was looked for in vain.
 const VAIN: u32 = 16;
 
@@ -73,14 +77,23 @@ impl From<Errno> for Fault {
 /// Whether to look for an answer before sleeping for it. Where a server shares our CPU it cannot answer while we look: yielding to it
 /// does not help, for on kernels since 6.12 who yields may not run again before the next tick, while who sleeps is woken by the answer.
 #[derive(Debug, Default)]
-struct Looks(Cell<Option<(usize, u32)>>);
+struct Looks {
+    /// The CPU on which one was looked for in vain, and how many are to be slept for there yet.
+    vain: Cell<Option<(usize, u32)>>,
+    hurries: bool,
+}
 
 impl Looks {
+    /// How long.
+    fn limit(&self) -> Duration {
+        if self.hurries { HURRY } else { SPIN }
+    }
+
     /// Whether to look now. A worker that has moved to another CPU starts anew.
     fn is_worth(&self) -> bool {
-        match self.0.get() {
+        match self.vain.get() {
             Some((cpu, left)) if left > 0 && cpu == rustix::thread::sched_getcpu() => {
-                self.0.set(Some((cpu, left - 1)));
+                self.vain.set(Some((cpu, left - 1)));
                 false
             }
             _ => true,
@@ -89,7 +102,7 @@ impl Looks {
 
     /// What came of it.
     fn learn(&self, found: bool) {
-        self.0.set((!found).then(|| (rustix::thread::sched_getcpu(), VAIN)));
+        self.vain.set((!found).then(|| (rustix::thread::sched_getcpu(), VAIN)));
     }
 }
 
@@ -125,6 +138,11 @@ impl Link {
         let (corked, collected) = (false, RefCell::new(Vec::with_capacity(COLLECTED_MAX)));
         let (next, strays, looks) = (0, 0, Looks::default());
         Ok(Link { socket: Some(socket), limits, timeout, next, fault, behind, corked, collected, turns, strays, looks })
+    }
+
+    /// Whether to look for answers for longer before sleeping for them.
+    pub fn hurry(&mut self, hurries: bool) {
+        self.looks.hurries = hurries;
     }
 
     /// Whether the server may have something to do yet.
@@ -408,7 +426,7 @@ fn spin(socket: BorrowedFd<'_>, looks: &Looks) -> Option<[u8; HEADER_LEN]> {
     if !looks.is_worth() {
         return None;
     }
-    let end = Instant::now() + SPIN;
+    let end = Instant::now() + looks.limit();
     let mut header = [0; HEADER_LEN];
     loop {
         match rustix::net::recv(socket, &mut header[..], RecvFlags::PEEK | RecvFlags::DONTWAIT) {

@@ -388,6 +388,10 @@ impl Bus for VfioUser {
         }
     }
 
+    fn hurry(&mut self, hurries: bool) {
+        self.link.lock().hurry(hurries);
+    }
+
     fn unmap_dma(&mut self, at: Iova, len: usize) -> Result<(), BusError> {
         let mut answer = [0; 24];
         let ask = |message: &mut wire::Message| _ = message.u32(24).u32(0).u64(at.0).u64(len as u64);
