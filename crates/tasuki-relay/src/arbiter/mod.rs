@@ -201,10 +201,13 @@ impl Arbiter {
     /// Has `party` let go of what it has of the device, unless it drives or is to drive: it has no part in it any more.
     pub fn dismiss(&mut self, party: Party) -> Vec<Do> {
         let has_part = [self.giver, self.next, self.fencing].contains(&Some(party));
-        if has_part || !self.live(Some(party)) {
-            return Vec::new();
+        match self.is(party) {
+            _ if has_part => return Vec::new(),
+            Some(is) if !is.live() => return Vec::new(),
+            Some(_) => self.set(party, Is::Idle),
+            // It was given what it takes to drive, and has not said yet that it is ready: it must not believe that for good.
+            None => {}
         }
-        self.set(party, Is::Idle);
         vec![Do::Tell(party, Order::Leave)]
     }
 
@@ -573,6 +576,7 @@ mod tests {
         arbiter.hear(&table, Input::Report(party(2), Report::Ready)).unwrap();
         assert_eq!(arbiter.dismiss(party(2)), [Do::Tell(party(2), Order::Leave)]);
         assert_eq!(arbiter.dismiss(party(1)), [], "who drives cannot be spared");
+        assert_eq!(arbiter.dismiss(party(3)), [Do::Tell(party(3), Order::Leave)], "who gets ready has not said so yet");
         let doing = arbiter.hear(&table, Input::Gone(party(1))).unwrap();
         assert!(matches!(doing[..], [Do::Swap { .. }]), "{doing:?}");
         let doing = arbiter.hear(&table, Input::Swapped(Ok(()))).unwrap();
