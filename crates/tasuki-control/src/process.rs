@@ -146,4 +146,21 @@ mod tests {
         assert!(Process::find(name).is_none());
         drop(stdin);
     }
+
+    #[test]
+    fn a_process_is_sent_to_other_cpus_while_it_is_there() {
+        let (keep, stdin) = std::io::pipe().unwrap();
+        let mut process = Process::spawn(Command::new("cat").stdin(Stdio::from(keep))).unwrap();
+        let pid = i32::try_from(process.name().pid).ok().and_then(Pid::from_raw);
+        let ours = rustix::thread::sched_getaffinity(None).unwrap();
+        let last = (0..rustix::thread::CpuSet::MAX_CPU).rfind(|&cpu| ours.is_set(cpu)).unwrap();
+        process.send_to(&[u32::try_from(last).unwrap()]);
+        let its = rustix::thread::sched_getaffinity(pid).unwrap();
+        assert!(its.is_set(last) && its.count() == 1, "{its:?}");
+        process.send_to(&[]);
+        assert_eq!(rustix::thread::sched_getaffinity(pid).unwrap(), its, "nowhere is nowhere to go");
+        drop(stdin);
+        assert_eq!(process.ended(), "ended");
+        process.send_to(&[u32::try_from(last).unwrap()]);
+    }
 }

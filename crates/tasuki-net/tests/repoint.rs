@@ -50,8 +50,8 @@ fn echo(nic: &mut Card, left: u64, mut done: impl FnMut(&mut Card) -> bool) -> u
 
 /// Goes on until nothing is left to do, and stops the card; says how many frames came meanwhile.
 fn stop(nic: &mut Card) -> u64 {
-    nic.hush(How::Point, |_| ());
     let mut frames = 0;
+    nic.hush(How::Point, |nic| frames += echo(nic, u64::MAX, |_| true));
     loop {
         frames += echo(nic, u64::MAX, Card::is_quiet);
         if nic.leave().unwrap() {

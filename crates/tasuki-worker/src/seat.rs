@@ -629,14 +629,14 @@ where
         }
     }
 
-    /// Sends what is in hand.
-    fn send(&mut self, common: &Common) -> Result<(), NicError> {
+    /// Sends what is in hand; says how many frames went.
+    fn send(&mut self, common: &Common) -> Result<usize, NicError> {
         if self.burst.is_empty() {
-            return Ok(());
+            return Ok(0);
         }
         self.remember(&common.book);
-        let (Card::Driven(nic), Some(arena)) = (&mut self.card, &self.arena) else { return Ok(()) };
-        self.duty.send(nic, &common.desk(arena, self.given.number), &mut self.burst).map(drop)
+        let (Card::Driven(nic), Some(arena)) = (&mut self.card, &self.arena) else { return Ok(0) };
+        self.duty.send(nic, &common.desk(arena, self.given.number), &mut self.burst)
     }
 
     fn say(&mut self, common: &mut Common, report: Report) {

@@ -345,6 +345,26 @@ fn send_back<N: Transactional>(
     if burst.is_empty() { Ok(came) } else { Ok(came + transmit(nic, burst, pulse)?) }
 }
 
+/// Takes in `most` frames at most, and handles them; says how many have come.
+#[inline]
+fn receive_and<N: Transactional>(
+    nic: &mut N,
+    burst: &mut Burst,
+    pulse: &Pulse,
+    most: usize,
+    handle: impl FnOnce(&mut N, &mut Burst),
+) -> Result<usize, N::Fault> {
+    let came = nic.receive_some(burst, most)?;
+    if came == 0 {
+        return Ok(0);
+    }
+    fail::point("burst.received");
+    handle(nic, burst);
+    pulse.add(pulse::RECEIVED, came as u64);
+    fail::point("burst.turned");
+    Ok(came)
+}
+
 #[inline]
 fn receive_and_turn<N: Transactional>(
     nic: &mut N,
@@ -352,19 +372,13 @@ fn receive_and_turn<N: Transactional>(
     pulse: &Pulse,
     most: usize,
 ) -> Result<usize, N::Fault> {
-    let came = nic.receive_some(burst, most)?;
-    if came == 0 {
-        return Ok(0);
-    }
-    fail::point("burst.received");
-    for frame in burst.iter_mut() {
-        nic.save(frame);
-        fail::point("frame.saved");
-        run::turn_round(frame);
-    }
-    pulse.add(pulse::RECEIVED, came as u64);
-    fail::point("burst.turned");
-    Ok(came)
+    receive_and(nic, burst, pulse, most, |nic, burst| {
+        for frame in burst.iter_mut() {
+            nic.save(frame);
+            fail::point("frame.saved");
+            run::turn_round(frame);
+        }
+    })
 }
 
 /// The answers stay in `burst`; what asks nothing of us is dropped.
@@ -376,21 +390,15 @@ fn receive_and_answer<N: Transactional>(
     address: Ipv4Addr,
     most: usize,
 ) -> Result<usize, N::Fault> {
-    let came = nic.receive_some(burst, most)?;
-    if came == 0 {
-        return Ok(0);
-    }
-    fail::point("burst.received");
-    let mac = nic.station();
-    burst.retain(|frame| {
-        nic.save(frame);
-        fail::point("frame.saved");
-        let len = frame.len.into();
-        answer(&mut frame.slot.bytes_mut()[..len], mac, address)
-    });
-    pulse.add(pulse::RECEIVED, came as u64);
-    fail::point("burst.turned");
-    Ok(came)
+    receive_and(nic, burst, pulse, most, |nic, burst| {
+        let mac = nic.station();
+        burst.retain(|frame| {
+            nic.save(frame);
+            fail::point("frame.saved");
+            let len = frame.len.into();
+            answer(&mut frame.slot.bytes_mut()[..len], mac, address)
+        });
+    })
 }
 
 /// Sends what is in hand, and takes nothing in; says how many frames went.

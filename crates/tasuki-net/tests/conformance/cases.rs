@@ -64,6 +64,18 @@ pub fn a_burst_is_not_filled_beyond_its_end<W: World>() {
         (came.len() == sent.len()).then_some(())
     });
     assert_same(&came, &sent);
+    // Nor is it with more than were asked for.
+    burst.clear();
+    came.clear();
+    let mut rest = sent.iter().peekable();
+    super::until("all frames once more", || {
+        while rest.next_if(|frame| bench.world.try_send(frame)).is_some() {}
+        let count = bench.nic().receive_some(&mut burst, 3).expect("the card works");
+        assert!(count <= 3 && burst.len() == count, "{count} frames where 3 were asked for");
+        came.extend(burst.drain(..).map(|frame| frame.bytes().to_vec()));
+        (came.len() == sent.len()).then_some(())
+    });
+    assert_same(&came, &sent);
 }
 
 pub fn a_frame_that_arrives_while_arming_is_not_slept_through<W: World>() {

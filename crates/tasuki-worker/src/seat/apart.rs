@@ -324,10 +324,7 @@ where
     fn empty_hands(&mut self, common: &Common) -> Result<bool, NicError> {
         let since = Instant::now();
         while !self.burst.is_empty() {
-            self.remember(&common.book);
-            let (Card::Driven(nic), Some(arena)) = (&mut self.card, &self.arena) else { return Ok(false) };
-            let desk = common.desk(arena, self.given.number);
-            if self.duty.send(nic, &desk, &mut self.burst)? == 0 && since.elapsed() > EMPTY_HANDS {
+            if self.send(common)? == 0 && since.elapsed() > EMPTY_HANDS {
                 return Ok(false);
             }
         }

@@ -194,8 +194,10 @@ pub trait Bus {
     /// Resets the whole device as its bus can, if it can.
     fn reset(&mut self) -> Result<(), BusError>;
 
-    /// From now on, or no longer, whoever asks has rings to look at as well: an answer is looked for for longer before it is slept for.
-    fn hurry(&mut self, _: bool) {}
+    /// The same as [`unmap_dma`](Self::unmap_dma), by whoever has rings to look at: where an answer is waited for, that is done without sleeping for longer.
+    fn unmap_at_work(&mut self, at: Iova, len: usize) -> Result<(), BusError> {
+        self.unmap_dma(at, len)
+    }
 }
 
 /// The registers behind a BAR. Accesses do not fail: as on a real bus, who is gone reads as all ones, and what is written is lost.

@@ -381,8 +381,6 @@ impl<B: Bus> Repoint for E1000e<B> {
             between(self);
             // What it has sent until now, for want of room, is not what is waited for.
             self.counters.collect_xoff_sent(&self.mmio);
-        }
-        if let Link::Up { full_duplex: true, .. } = link {
             self.mmio.write(regs::FCTTV, PAUSE_MAX);
             self.mmio.write(regs::TCTL, control[1] | tctl::SWXOFF);
         }
@@ -531,11 +529,8 @@ impl<B: Bus> Repoint for E1000e<B> {
     }
 
     fn forget(&mut self, old: &MemoryLayout, mut between: impl FnMut(&mut Self)) -> Result<(), NicError> {
-        self.bus.hurry(true);
-        let unmapped = self.bus.unmap_dma(old.arena_at(), old.slots.len());
+        self.bus.unmap_at_work(old.arena_at(), old.slots.len())?;
         between(self);
-        let unmapped = unmapped.and_then(|()| self.bus.unmap_dma(old.rings_at, old.rings_len));
-        self.bus.hurry(false);
-        Ok(unmapped?)
+        Ok(self.bus.unmap_at_work(old.rings_at, old.rings_len)?)
     }
 }

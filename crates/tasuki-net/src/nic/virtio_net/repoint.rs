@@ -466,11 +466,8 @@ impl<B: Bus> Repoint for VirtioNet<B> {
             self.renew_spare(&mut between)?;
         }
         between(self);
-        self.bus.hurry(true);
-        let unmapped = self.bus.unmap_dma(old.arena_at(), old.slots.len());
+        self.bus.unmap_at_work(old.arena_at(), old.slots.len())?;
         between(self);
-        let unmapped = unmapped.and_then(|()| self.bus.unmap_dma(old.rings_at, old.rings_len));
-        self.bus.hurry(false);
-        Ok(unmapped?)
+        Ok(self.bus.unmap_at_work(old.rings_at, old.rings_len)?)
     }
 }
