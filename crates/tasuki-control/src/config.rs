@@ -139,6 +139,10 @@ pub struct Node {
     /// Its workers never sleep while they drive a NIC.
     #[serde(default)]
     pub poll: bool,
+    /// The nice value of its workers while they drive a NIC, or are ready to, and sleep when there is nothing to do: -20 to 0. Without, -20, as the kernel's own drivers go
+    /// before programs, but 0 for a program of the user's own.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub nice: Option<i32>,
     /// Whether a second worker stands by while it has a NIC.
     #[serde(default = "yes")]
     pub standby: bool,
@@ -147,7 +151,16 @@ pub struct Node {
     pub trusts: Vec<String>,
 }
 
+/// The least nice value: before everybody else's.
+pub const NICE_MIN: i32 = -20;
+
 impl Node {
+    /// The nice value of its workers while they go before others: 0 where they do not.
+    pub fn nice(&self) -> i32 {
+        let usual = if self.poll || self.program().is_some() { 0 } else { NICE_MIN };
+        self.nice.unwrap_or(usual)
+    }
+
     /// Its TAP, if it has one.
     pub fn tap(&self) -> Option<&Tap> {
         if let Work::Tap(tap) = &self.work { Some(tap) } else { None }
@@ -578,6 +591,9 @@ ring = 512
         let (path, options) = ("/opt/mine".into(), "fast".to_owned());
         assert_eq!(config.node[4].program(), Some(&Program { path, options }));
         assert_eq!(config.node[0].program(), None);
+        let nice: Vec<_> =
+            ["red", "blue", "pink", "shop"].iter().filter_map(|name| config.node(name)).map(Node::nice).collect();
+        assert_eq!(nice, [-20, 0, 0, -20], "who polls, and programs, go before nobody");
         let tap = config.tap("shop").expect("it has one");
         assert_eq!((tap.label(), tap.address), ("shop:nic0".to_owned(), "192.0.2.3/24".parse().ok()));
         assert_eq!(config.tap("red"), None);
@@ -595,6 +611,9 @@ ring = 512
         let nic = |name: &str, node: &str| format!("[[nic]]\nname = \"{name}\"\ndevice = \"sim\"\nnode = \"{node}\"\n");
         let cases: &[(String, &[&str])] = &[
             (format!("{node}colour = 3\n"), &["t.toml:4: the key `colour` means nothing here", "`trusts`"]),
+            (format!("{node}nice = -21\n"), &["node \"red\": nice = -21, and it is -20 (before all others) to 0"]),
+            (format!("{node}nice = 1\n"), &["node \"red\": nice = 1, and it is -20 (before all others) to 0"]),
+            (format!("{node}nice = -5\npoll = true\n"), &["with poll = true these never do", "leave one of the two out"]),
             ("[deamon]\n".to_owned(), &["t.toml:1: the key `deamon` means nothing here", "`daemon`"]),
             (
                 "[[node]]\nname = \"red\"\nwork = \"dig\"\n".to_owned(),

@@ -96,6 +96,10 @@ pub struct Begin {
     pub aside: Vec<u32>,
     /// It never sleeps while it drives a NIC.
     pub poll: bool,
+    /// The nice value of a driver, or of who is ready to be one, that sleeps when there is nothing to do: 0, or less. It gives way, to 0, while it has not slept
+    /// for some time.
+    #[serde(default)]
+    pub nice: i32,
     /// Bytes of memory that it may lock, for devices that need that.
     pub memlock: u64,
     /// Of [`Work::Tap`] and [`Work::Memif`]: what the daemon calls the TAP or the socket. The worker says it to a daemon that comes later.

@@ -110,11 +110,12 @@ fn identity(said: Option<&str>) -> (u32, u32) {
     ids.filter(|&(user, group)| ![0, u32::MAX].contains(&user) && ![0, u32::MAX].contains(&group)).unwrap_or(NOBODY)
 }
 
-/// Gives up what the worker does not need. It may lock `memlock` bytes afterwards.
+/// Gives up what the worker does not need. It may lock `memlock` bytes afterwards, and go before others on its CPU if it is to be `urgent`: then it keeps CAP_SYS_NICE, of
+/// which the filter of system calls leaves its own nice value and its own CPU.
 ///
 /// # Errors
 /// What must be given up and could not: privileges.
-pub fn confine(memlock: u64) -> Result<Unconfined> {
+pub fn confine(memlock: u64, urgent: bool) -> Result<Unconfined> {
     let mut without = Unconfined::default();
     if let Err(error) = may_lock(memlock) {
         without
@@ -123,20 +124,26 @@ pub fn confine(memlock: u64) -> Result<Unconfined> {
     }
     let no_dump = rustix::process::setrlimit(Resource::Core, Rlimit { current: Some(0), maximum: Some(0) });
     without.note(no_dump, "a dump of the worker's memory is possible");
-    become_nobody()
+    become_nobody(urgent)
         .context("the worker could not give up its privileges; start tasukid as root, or as a user without any")?;
-    let none = CapabilitySets {
-        effective: CapabilitySet::empty(),
-        permitted: CapabilitySet::empty(),
-        inheritable: CapabilitySet::empty(),
-    };
-    rustix::thread::set_capabilities(None, none).context("the worker could not give up its capabilities")?;
+    let has = rustix::thread::capabilities(None).context("the worker cannot ask for its capabilities")?.permitted;
+    let kept = if urgent { has & CapabilitySet::SYS_NICE } else { CapabilitySet::empty() };
+    give_up_but(kept)?;
     rustix::thread::set_no_new_privs(true).context("the kernel does not bar the worker from new privileges")?;
     let dumpable = rustix::process::set_dumpable_behavior(DumpableBehavior::NotDumpable);
     without.note(dumpable, "other processes of the worker's user can look into it");
     without.note(no_files(), "files are not barred");
-    without.note(only_calls(), "system calls are not barred");
+    let filtered = only_calls();
+    if filtered.is_err() {
+        give_up_but(CapabilitySet::empty())?;
+    }
+    without.note(filtered, "system calls are not barred");
     Ok(without)
+}
+
+fn give_up_but(kept: CapabilitySet) -> Result<()> {
+    let sets = CapabilitySets { effective: kept, permitted: kept, inheritable: CapabilitySet::empty() };
+    rustix::thread::set_capabilities(None, sets).context("the worker could not give up its capabilities")
 }
 
 /// The worker may lock this much, and no more.
@@ -148,12 +155,14 @@ fn may_lock(bytes: u64) -> rustix::io::Result<()> {
     })
 }
 
-fn become_nobody() -> Result<()> {
+fn become_nobody(keeps: bool) -> Result<()> {
     if !rustix::process::geteuid().is_root() {
         return Ok(());
     }
     let (user, group) = identity(std::env::var(IDENTITY).ok().as_deref());
     let (user, group) = (Uid::from_raw(user), Gid::from_raw(group));
+    // Whoever ceases to be root loses all capabilities otherwise; which are kept is chosen next.
+    rustix::thread::set_keep_capabilities(keeps)?;
     rustix::thread::set_thread_groups(&[])?;
     rustix::thread::set_thread_res_gid(group, group, group)?;
     rustix::thread::set_thread_res_uid(user, user, user)?;
@@ -181,8 +190,12 @@ fn no_files() -> Result<()> {
 
 /// A rule for one argument.
 fn only_if(argument: u8, mask: Option<u64>, value: u64) -> Result<SeccompRule> {
+    Ok(SeccompRule::new(vec![condition(argument, mask, value)?])?)
+}
+
+fn condition(argument: u8, mask: Option<u64>, value: u64) -> Result<SeccompCondition> {
     let op = mask.map_or(SeccompCmpOp::Eq, SeccompCmpOp::MaskedEq);
-    Ok(SeccompRule::new(vec![SeccompCondition::new(argument, SeccompCmpArgLen::Dword, op, value)?])?)
+    Ok(SeccompCondition::new(argument, SeccompCmpArgLen::Dword, op, value)?)
 }
 
 /// Only the system calls that a worker makes: seccomp.
@@ -192,6 +205,9 @@ fn only_calls() -> Result<()> {
     let ourselves = std::process::id().into();
     // Its own CPU, and nobody else's.
     rules.insert(libc::SYS_sched_setaffinity, vec![only_if(0, None, 0)?]);
+    // Its own nice value, and nobody else's.
+    let its_own = vec![condition(0, None, libc::PRIO_PROCESS.into())?, condition(1, None, 0)?];
+    rules.insert(libc::SYS_setpriority, vec![SeccompRule::new(its_own)?]);
     // For whoever aborts, and for a test that kills.
     rules.insert(libc::SYS_kill, vec![only_if(0, None, ourselves)?]);
     rules.insert(libc::SYS_tgkill, vec![only_if(0, None, ourselves)?]);

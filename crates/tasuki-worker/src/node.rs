@@ -37,6 +37,9 @@ const IDLE_LOOKS_OF_KERNEL: u32 = 8;
 /// a card is gone.
 const ROUND: u64 = 1 << 16;
 
+/// Looks from one time to the next at which a worker asks itself for how long it has been at work.
+const TURNS: u64 = 16;
+
 /// How long a taker looks at the lease word without a rest before it sleeps until it is rung for.
 const SPIN: Duration = Duration::from_millis(20);
 
@@ -105,7 +108,7 @@ pub fn run<D: Duty>() -> Result<()> {
     let _ = rustix::thread::set_current_timer_slack(NonZeroU64::new(1));
     slice::brief();
     warm::up();
-    let mut unconfined = confine::confine(begin.memlock)?.0;
+    let mut unconfined = confine::confine(begin.memlock, begin.nice < 0)?.0;
     unconfined.extend(marked.map(|error| format!("the end of this worker will be noticed late: {error}")));
     let reads = vec![store::versions::<e1000e::Sash>(), store::versions::<virtio::Sash>()];
     node.common.post.write(&ToDaemon::Begun { speech: SPEECH, reads, unconfined }, Vec::new());
@@ -157,7 +160,7 @@ impl<D: Duty> Node<D> {
             memif,
             joins: begin.work == letter::Work::Uplink,
             joint: None,
-            cpus: Cpus::new(begin.cpu, &begin.aside)?,
+            cpus: Cpus::new(begin.cpu, &begin.aside, begin.nice)?,
             drives_one: false,
         };
         let name = begin.node.clone();
@@ -173,6 +176,9 @@ impl<D: Duty> Node<D> {
             let look = self.common.pulse.look();
             if self.common.pulse.posts() != self.read || look.is_multiple_of(ROUND) {
                 self.hear(look.is_multiple_of(ROUND));
+            }
+            if look.is_multiple_of(TURNS) {
+                self.common.cpus.toil();
             }
             let (moved, drives) = self.turn();
             idle = if moved > 0 { 0 } else { idle.saturating_add(1) };
@@ -216,6 +222,7 @@ impl<D: Duty> Node<D> {
     fn sleep(&mut self) -> Result<()> {
         self.hear(true);
         let mut rest: Option<Duration> = None;
+        let mut is_ready = false;
         for seat in &mut self.seats {
             each!(seat, seat => {
                 if let Some(word) = seat.waits().and_then(|_| seat.word()) {
@@ -226,6 +233,7 @@ impl<D: Duty> Node<D> {
                     return Ok(());
                 }
                 rest = [rest, seat.rest()].into_iter().flatten().min();
+                is_ready |= seat.is_ready();
             });
         }
         if self.over {
@@ -243,9 +251,13 @@ impl<D: Duty> Node<D> {
         let taps = taps.map(|tap| PollFd::from_borrowed_fd(tap, PollFlags::IN));
         let mut poll: Vec<_> = daemon.into_iter().chain(bells).chain(lines).chain(taps).collect();
         let rest = rest.map(|rest| Timespec::try_from(rest).expect("less than a second"));
+        if is_ready {
+            self.common.cpus.hurry();
+        }
         self.common.pulse.asleep(true);
         let woken = rustix::event::poll(&mut poll, rest.as_ref());
         self.common.pulse.asleep(false);
+        self.common.cpus.woken();
         match woken {
             Ok(_) | Err(rustix::io::Errno::INTR) => {}
             Err(errno) => return Err(errno).context("the kernel refused to wait"),

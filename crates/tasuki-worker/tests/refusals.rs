@@ -263,6 +263,7 @@ fn refused_tap(tap: Option<OwnedFd>) -> String {
         options: String::new(),
         cpu: None,
         aside: Vec::new(),
+        nice: 0,
         poll: false,
         memlock: 0,
         memif: None,

@@ -89,6 +89,44 @@ fn only_who_drives_or_is_ready_to_runs_on_the_nodes_cpu() {
 }
 
 #[test]
+fn who_drives_and_sleeps_goes_before_programs_and_gives_way_when_it_does_not_sleep() {
+    need_model!();
+    if !rustix::process::geteuid().is_root() {
+        return println!("skipped: only root may go before others");
+    }
+    let folder = folder();
+    let model = Model::start(folder.path(), &["--source", "50", "--rate", "50"]);
+    let nic = Nic::open(&model.socket, &["--promiscuous"]);
+    let mut node = Node::new(folder.path(), Work::Echo);
+    node.nice = -20;
+    let mut red = node.worker(&[]);
+    red.give(&nic);
+    assert_eq!(red.process.nice(), 0, "it has nothing yet");
+    red.prepare(&nic, Use::Upgrade);
+    assert_eq!(red.report(&nic), Report::Ready, "{:?}", red.told);
+    assert_eq!(red.process.nice(), -20, "it is ready, and sleeps");
+    taken(red.grant(&nic));
+    let mut blue = node.ready(&nic, &[]);
+    let epoch = nic.tenure().epoch;
+    assert_eq!(red.pass_to(&mut blue, &nic), (Report::Released { epoch }, Report::Taken { epoch: epoch + 1 }));
+    until("the giver gives way", || red.process.nice() == 0);
+    until("the taker sleeps between frames", || blue.process.nice() == -20);
+    blue.until_sent(50);
+    drop((red, blue, nic));
+    nothing_is_lost(&model.report(), 50);
+    // As many frames as go: it never sleeps.
+    let folder = self::folder();
+    let model = Model::start(folder.path(), &[]);
+    let nic = Nic::open(&model.socket, &[]);
+    let mut node = Node::new(folder.path(), Work::Source { rate: 10_000_000, size: 60, to: None });
+    node.nice = -20;
+    let mut green = node.ready(&nic, &[]);
+    assert_eq!(green.process.nice(), -20, "it is ready, and sleeps");
+    taken(green.grant(&nic));
+    until("the source gives way", || green.process.nice() == 0);
+}
+
+#[test]
 fn a_worker_that_is_killed_is_taken_over_from_and_no_frame_is_lost() {
     need_model!();
     let folder = folder();
@@ -119,9 +157,20 @@ fn a_worker_gives_up_what_it_does_not_need() {
     let worker = node.worker(&[]);
     let process = &worker.process;
     assert_eq!((process.status("NoNewPrivs"), process.status("Seccomp")), ("1".to_owned(), "2".to_owned()));
+    let has = |process: &daemon::Process, sets: &str| u64::from_str_radix(&process.status(sets), 16);
     for sets in ["CapInh", "CapPrm", "CapEff", "CapAmb"] {
-        assert_eq!(u64::from_str_radix(&process.status(sets), 16), Ok(0), "{sets}");
+        assert_eq!(has(process, sets), Ok(0), "{sets}");
     }
+    node.nice = -1;
+    let urgent = node.worker(&[]);
+    for sets in ["CapInh", "CapPrm", "CapEff", "CapAmb"] {
+        let nice =
+            if sets == "CapInh" || sets == "CapAmb" { 0 } else { rustix::thread::CapabilitySet::SYS_NICE.bits() };
+        let may = if rustix::process::geteuid().is_root() { nice } else { 0 };
+        assert_eq!(has(&urgent.process, sets), Ok(may), "{sets}");
+    }
+    drop(urgent);
+    node.nice = 0;
     if rustix::process::getuid().is_root() {
         assert_eq!(process.status("Uid"), "65534 65534 65534 65534");
         assert_eq!(

@@ -105,6 +105,9 @@ pub struct Add {
     /// The CPU that its workers stay on.
     #[arg(long)]
     pub cpu: Option<u32>,
+    /// The nice value of its workers while they may sleep: -20 (before all programs) to 0 (as they) [default: -20; 0 for a program of your own].
+    #[arg(long, allow_negative_numbers = true)]
+    pub nice: Option<i32>,
     /// Has no second worker stand by, should the first one die.
     #[arg(long)]
     pub no_standby: bool,
@@ -276,10 +279,10 @@ impl Add {
 
     /// As a configuration has it.
     fn to_json(&self) -> Value {
-        let Add { node, vni, mac, pool_kib, cpu, no_standby, .. } = self;
+        let Add { node, vni, mac, pool_kib, cpu, nice, no_standby, .. } = self;
         let work = self.work_to_json();
         json!({
-            "name": node, "vni": vni, "mac": mac, "pool_kib": pool_kib, "cpu": cpu, "standby": !no_standby, "work": work,
+            "name": node, "vni": vni, "mac": mac, "pool_kib": pool_kib, "cpu": cpu, "nice": nice, "standby": !no_standby, "work": work,
         })
     }
 }

@@ -5,7 +5,7 @@ use std::collections::BTreeSet;
 use tasuki_relay::letter;
 use tasuki_shm::vni::estate::{POOL_PAGES_MAX, POOL_PAGES_MIN};
 
-use super::{Config, Device, Memif, Node, PAGE_KIB, Program, SIZES, Source, StationAddress, Work};
+use super::{Config, Device, Memif, NICE_MIN, Node, PAGE_KIB, Program, SIZES, Source, StationAddress, Work};
 
 /// Longest name of a node, a NIC or a VNI.
 const NAME_MAX: usize = 24;
@@ -36,6 +36,7 @@ impl Config {
                 let trusted =
                     node.trusts.iter().find_map(stranger).map(|what| format!("node {:?}, trusts: {what}", node.name));
                 trusted
+                    .or_else(|| odd_nice(node))
                     .or_else(|| size_of_frames(node))
                     .or_else(|| program_of(node))
                     .or_else(|| self.odd_tap(node))
@@ -164,6 +165,21 @@ fn is_name(name: &str) -> bool {
     (1..=NAME_MAX).contains(&name.len())
         && name.starts_with(|c: char| c.is_ascii_lowercase())
         && name.chars().all(plain)
+}
+
+/// What is wrong with how urgent a node's workers are to be.
+fn odd_nice(node: &Node) -> Option<String> {
+    let nice = node.nice?;
+    let what = match () {
+        () if !(NICE_MIN..=0).contains(&nice) => {
+            format!("nice = {nice}, and it is {NICE_MIN} (before all others) to 0")
+        }
+        () if node.poll && nice != 0 => format!(
+            "nice = {nice} is for workers that sleep, and with poll = true these never do; give them a CPU of their own (cpu = …), and leave one of the two out"
+        ),
+        () => return None,
+    };
+    Some(format!("node {:?}: {what}", node.name))
 }
 
 fn size_of_frames(node: &Node) -> Option<String> {

@@ -8,6 +8,7 @@ use std::time::Duration;
 
 use anyhow::{Context, Result};
 use rustix::process::{Pid, Resource, Rlimit};
+use rustix::thread::CapabilitySet;
 use tasuki_relay::arbiter::{Arbiter, Input, State};
 use tasuki_relay::letter::{self, Begin, SPEECH, ToWorker, pulse};
 use tasuki_relay::method::Method;
@@ -37,6 +38,13 @@ fn tell_what_it_is(worker: &Worker, begin: Begin, [book, listener]: [&OwnedFd; 2
     let fds = [pulse, book.as_fd(), listener.as_fd()].into_iter().chain(device.iter().map(OwnedFd::as_fd));
     // If it is dead already, its pidfd says so.
     let _ = worker.write(&ToWorker::Begin(Begin { tap: label, ..begin }), &fds.collect::<Vec<_>>());
+}
+
+/// Whether workers may have this nice value: by a privilege, or by RLIMIT_NICE.
+fn may_be_nice(nice: i32) -> bool {
+    let capable = rustix::thread::capabilities(None).is_ok_and(|ours| ours.effective.contains(CapabilitySet::SYS_NICE));
+    let limit = rustix::process::getrlimit(Resource::Nice).current;
+    capable || limit.is_none_or(|limit| i64::from(20 - nice) <= i64::try_from(limit).unwrap_or(i64::MAX))
 }
 
 impl Supervisor {
@@ -274,6 +282,7 @@ impl Supervisor {
             cpu: config.cpu,
             aside: self.aside.clone(),
             poll: config.poll,
+            nice: config.nice(),
             memlock,
             tap: None,
             memif: config.memif().map(|memif| letter::Memif {
@@ -286,6 +295,9 @@ impl Supervisor {
         worker.pulse.iter().for_each(|pulse| self.tombs.watch(number, pulse));
         self.workers.insert(number, worker);
         crash::point("daemon.worker-told");
+        if let Some(nice) = config.nice.filter(|&nice| !may_be_nice(nice)) {
+            self.note(About::node(name), format!("its workers may not have nice = {nice}, and have 0; start tasukid as root, or with CAP_SYS_NICE, or leave it out"));
+        }
         Ok(number)
     }
 

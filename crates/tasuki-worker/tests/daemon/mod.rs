@@ -93,6 +93,11 @@ impl Process {
         (0..1024).filter(|&cpu| set.is_set(cpu as usize)).collect()
     }
 
+    /// Its nice value.
+    pub fn nice(&self) -> i32 {
+        rustix::process::getpriority_process(Some(self.id())).expect("a child of ours")
+    }
+
     /// What the kernel says of it.
     pub fn status(&self, field: &str) -> String {
         let status = std::fs::read_to_string(format!("/proc/{}/status", self.0.id())).unwrap_or_default();
@@ -301,6 +306,7 @@ pub struct Node {
     pub poll: bool,
     pub cpu: Option<u32>,
     pub aside: Vec<u32>,
+    pub nice: i32,
     pub book: Region,
     pub folder: PathBuf,
     pub program: PathBuf,
@@ -311,7 +317,18 @@ impl Node {
     pub fn new(folder: &Path, work: Work) -> Self {
         let (book, folder) = (region("book", 64 * 1024), folder.to_owned());
         let program = PathBuf::from(env!("CARGO_BIN_EXE_tasuki-worker"));
-        Node { work, options: String::new(), poll: false, cpu: None, aside: Vec::new(), book, folder, program, next: 1 }
+        Node {
+            work,
+            options: String::new(),
+            poll: false,
+            cpu: None,
+            aside: Vec::new(),
+            nice: 0,
+            book,
+            folder,
+            program,
+            next: 1,
+        }
     }
 
     /// Another node of the same machine: no two workers have one number.
@@ -368,6 +385,7 @@ impl Node {
             options: self.options.clone(),
             cpu: self.cpu,
             aside: self.aside.clone(),
+            nice: self.nice,
             poll: self.poll,
             memlock: 64 << 20,
             memif: None,
