@@ -24,8 +24,10 @@ const AROUND_LEN: u32 = 24;
 pub(super) const SILENCE_LIMIT: Duration = Duration::from_millis(1);
 /// How long the card may go on after it was switched off.
 pub(super) const STOP_LIMIT: Duration = Duration::from_millis(50);
-/// A round trip over the bus, many times over.
+/// A round trip over the bus, many times over,
 const BUS_TIME: Duration = Duration::from_micros(20);
+/// and a few times: by then what the card has taken off the wire is in memory.
+const BUS_TRIP: Duration = Duration::from_micros(8);
 
 /// What a pause is cut down to when the card goes on, in times of 512 bits: 10 µs at a gigabit. Not none: should the card have to stop the
 /// partner at that very moment, because the driver is not run, then with the same time, again and again.
@@ -53,6 +55,12 @@ pub(super) fn xoff_limit(frame: u16, speed: u32) -> Duration {
 /// written. Bits by Mb/s are microseconds.
 pub(super) fn quiet(frame: u16, speed: u32) -> Duration {
     Duration::from_micros(u64::from(frame) * 8 / u64::from(speed)) + BUS_TIME
+}
+
+/// How long nothing must have come, on a card that receives and whose partner pauses, to believe that nothing will: the frame that had begun has arrived. Less than [`quiet`],
+/// for senders wait meanwhile, and whoever goes on asks once more.
+pub(super) fn silent(frame: u16, speed: u32) -> Duration {
+    quiet(frame, speed) - BUS_TIME + BUS_TRIP
 }
 
 /// Has the partner pause, or go on.

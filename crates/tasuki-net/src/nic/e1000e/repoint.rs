@@ -31,7 +31,7 @@ use crate::port::Burst;
 
 /// A card is asked so often however long each takes: whoever answers for a modelled one may have been asleep meanwhile.
 const ASKED_AT_LEAST: u32 = 16;
-const LOOKS_AT_LEAST: u32 = 4;
+const LOOKS_AT_LEAST: u32 = 3;
 
 /// How far a giver is.
 #[derive(Debug, Clone, Copy, Default)]
@@ -314,7 +314,7 @@ impl<B: Bus> E1000e<B> {
 
     /// Whether nothing has come for as long as a frame takes that was under way.
     fn is_silent(&self, asked: &Asked, speed: u32) -> bool {
-        asked.looks >= LOOKS_AT_LEAST && asked.still_since.elapsed() >= park::quiet(self.shape.frame(), speed)
+        asked.looks >= LOOKS_AT_LEAST && asked.still_since.elapsed() >= park::silent(self.shape.frame(), speed)
     }
 
     /// Whether the partner was told to pause. Asks the card until it was, and not for too long.
