@@ -1,7 +1,11 @@
 //! Which CPUs the two measured processes run on.
 
+use std::process::Command;
+
 use anyhow::{Context, Result, bail};
 use rustix::thread::CpuSet;
+
+use crate::program;
 
 /// Where the two roles of a case run.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -69,6 +73,11 @@ pub fn keep_off(cpus: &[usize]) -> Result<()> {
     let mut set = CpuSet::new();
     (0..CpuSet::MAX_CPU).filter(|other| !cpus.contains(other)).for_each(|other| set.set(other));
     rustix::thread::sched_setaffinity(None, &set).context("this process may not use other CPUs")
+}
+
+/// Has a process, or a thread, run before all that have no such rank (SCHED_FIFO). Root may.
+pub fn first(rank: u32, thread: u32) -> Result<()> {
+    program::run_quietly(Command::new("chrt").args(["-f", "-p", &rank.to_string(), &thread.to_string()]))
 }
 
 /// The hyperthreads of `cpu`'s core, itself included. Empty when the kernel does not say.

@@ -178,3 +178,10 @@ impl Program {
         self.child.stdout.take().context("its output was asked for twice")
     }
 }
+
+/// Runs a program to its end.
+pub fn run_quietly(command: &mut Command) -> Result<()> {
+    let done = command.stdin(Stdio::null()).output().with_context(|| format!("{command:?} cannot be started"))?;
+    ensure!(done.status.success(), "{command:?}: {}", String::from_utf8_lossy(&done.stderr).trim());
+    Ok(())
+}

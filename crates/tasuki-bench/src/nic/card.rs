@@ -11,6 +11,7 @@ use tasuki_sim::virtio_net;
 use tasuki_sim::wire::{Source, SourceOptions, Wire};
 
 use super::trial::{Ask, Control, Outcome, Say, Trial};
+use crate::cpus;
 use crate::orders::Orders;
 
 /// From a reset to the link: what a trial waits for, and not what it measures.
@@ -18,6 +19,10 @@ const LINK_UP_NS: u64 = 1_000_000;
 
 /// Rounds of the model after which it looks for messages.
 const UNHEARD: u32 = 1024;
+
+/// Frames a second at which the model sleeps between two. Woken it goes before everybody else then, for silicon is held up by nobody; at more it would take its CPU from all that
+/// share it, and its time stands still when it is held up.
+const SLOW: u64 = 10_000;
 
 /// A frame that has not come back so long after the last one is lost. A driver that a busy machine does not run for a while has lost none.
 const PATIENCE: Duration = Duration::from_secs(2);
@@ -108,6 +113,10 @@ fn turn(
             *stalled = served.stalls().sum;
             *served.wire() = source(trial);
             *stage = Stage::Sending;
+            if trial.rate.is_some_and(|rate| rate <= SLOW) {
+                // Where it may not, what holds it up is in the gaps too.
+                let _ = cpus::first(1, std::process::id());
+            }
         }
         Some(Ask::Window) => {
             let (gap, trip) = served.wire().window();

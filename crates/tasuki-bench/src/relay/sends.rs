@@ -9,7 +9,7 @@ use std::collections::BTreeMap;
 use std::io::{BufRead, Read, Write};
 use std::net::{TcpListener, TcpStream};
 use std::path::Path;
-use std::process::{Command, Stdio};
+use std::process::Command;
 use std::sync::mpsc;
 use std::time::{Duration, Instant};
 
@@ -105,10 +105,16 @@ pub fn play(folder: &Path, trials: u32) -> Result<()> {
     let system = System::configured(folder, &[node("red", "blue"), node("blue", "red"), nic].concat())?;
     cpus::pin(card_cpu)?;
     for process in system.family()? {
-        run_quietly(Command::new("taskset").args(["-a", "-c", "-p", &card_cpu.to_string(), &process.to_string()]))?;
+        program::run_quietly(Command::new("taskset").args([
+            "-a",
+            "-c",
+            "-p",
+            &card_cpu.to_string(),
+            &process.to_string(),
+        ]))?;
     }
     for model in system.models()? {
-        first(1, model)?;
+        cpus::first(1, model)?;
     }
     set_up(INTERFACE, OURS)?;
     let listener = TcpListener::bind(RECEIVER).context("nobody can be listened to at the card's cable")?;
@@ -151,17 +157,6 @@ pub fn play(folder: &Path, trials: u32) -> Result<()> {
     std::fs::write(folder.join(SAMPLES), serde_json::to_string(&lines)?).context("the figures cannot be written")
 }
 
-/// Has a process, or a thread, run before all that have no such rank.
-fn first(rank: u32, thread: u32) -> Result<()> {
-    run_quietly(Command::new("chrt").args(["-f", "-p", &rank.to_string(), &thread.to_string()]))
-}
-
-fn run_quietly(command: &mut Command) -> Result<()> {
-    let done = command.stdin(Stdio::null()).output().with_context(|| format!("{command:?} cannot be started"))?;
-    ensure!(done.status.success(), "{command:?}: {}", String::from_utf8_lossy(&done.stderr).trim());
-    Ok(())
-}
-
 /// What is known of a send once it has arrived, in ns.
 #[derive(Debug, Clone, Copy)]
 struct Arrival {
@@ -177,7 +172,7 @@ struct Arrival {
 /// Takes in what is sent, until whoever sends ends.
 fn receive(mut connection: TcpStream, tell: &mpsc::Sender<Arrival>) -> Result<()> {
     // Woken, it goes before the model, which would have it wait.
-    first(2, rustix::thread::gettid().as_raw_nonzero().get().unsigned_abs())?;
+    cpus::first(2, rustix::thread::gettid().as_raw_nonzero().get().unsigned_abs())?;
     let mut message = [0; LEN];
     while connection.read_exact(&mut message).is_ok() {
         let now = now_ns();
