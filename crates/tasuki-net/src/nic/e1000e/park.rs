@@ -27,7 +27,7 @@ pub(super) const STOP_LIMIT: Duration = Duration::from_millis(50);
 /// A round trip over the bus, many times over,
 const BUS_TIME: Duration = Duration::from_micros(20);
 /// and a few times: by then what the card has taken off the wire is in memory.
-const BUS_TRIP: Duration = Duration::from_micros(8);
+const BUS_TRIP: Duration = Duration::from_micros(6);
 
 /// What a pause is cut down to when the card goes on, in times of 512 bits: 10 µs at a gigabit. Not none: should the card have to stop the
 /// partner at that very moment, because the driver is not run, then with the same time, again and again.

@@ -31,7 +31,8 @@ use crate::port::Burst;
 
 /// A card is asked so often however long each takes: whoever answers for a modelled one may have been asleep meanwhile.
 const ASKED_AT_LEAST: u32 = 16;
-const LOOKS_AT_LEAST: u32 = 3;
+/// Whoever takes the card looks once more.
+const LOOKS_AT_LEAST: u32 = 2;
 
 /// How far a giver is.
 #[derive(Debug, Clone, Copy, Default)]
@@ -323,9 +324,10 @@ impl<B: Bus> E1000e<B> {
         asked.asks += 1;
         if !asked.told {
             let late = asked.at.elapsed() > park::xoff_limit(self.shape.frame(), speed) && asked.asks >= ASKED_AT_LEAST;
+            // What the answer says was so before it came, which takes as long as half a frame.
+            (asked.still_since, asked.looks) = (Instant::now(), 0);
             asked.paused = self.counters.collect_xoff_sent(&self.mmio) > 0;
             asked.told = asked.paused || late;
-            (asked.still_since, asked.looks) = (Instant::now(), 0);
             if asked.told {
                 asked.asks = 0;
             }
