@@ -72,6 +72,9 @@ fn place(iova: u64, now: &MemoryLayout) -> Iova {
     Iova(if is_there { iova.saturating_add(HALF) } else { iova })
 }
 
+/// How long a partner that has paused takes to send something, if it has anything to send: our frame that lets it go on, what is left of its pause then, and a frame.
+const GOES_ON: Duration = Duration::from_micros(60);
+
 /// Bursts between two questions to a card, at most: a question takes as long as some tens of frames.
 const TURNS: u32 = 8;
 
@@ -167,6 +170,12 @@ where
         {
             drop(N::give_up(ready));
         }
+    }
+
+    /// Sees to what comes first when the partner goes on, if a card has just come to memory of our own: what there is to do besides would be in its way.
+    pub(super) fn await_partner(&mut self, common: &mut Common) {
+        let since = Instant::now();
+        while self.old.is_some() && since.elapsed() < GOES_ON && self.turn(common) == 0 {}
     }
 
     /// Keeps the card from memory of the owner before us: it is somebody else's again. What comes meanwhile is seen to between two questions.

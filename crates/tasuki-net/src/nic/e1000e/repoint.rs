@@ -34,6 +34,9 @@ const ASKED_AT_LEAST: u32 = 16;
 /// Whoever takes the card looks once more.
 const LOOKS_AT_LEAST: u32 = 2;
 
+/// How long a PAUSE frame takes to leave, at least, with the way there: to ask for it sooner is in vain, and in the way of what has come.
+const ASK_AFTER: Duration = Duration::from_micros(4);
+
 /// How far a giver is.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct Hush {
@@ -323,6 +326,9 @@ impl<B: Bus> E1000e<B> {
         let Link::Up { full_duplex: true, speed } = asked.link else { return true };
         asked.asks += 1;
         if !asked.told {
+            if asked.at.elapsed() < ASK_AFTER {
+                return false;
+            }
             let late = asked.at.elapsed() > park::xoff_limit(self.shape.frame(), speed) && asked.asks >= ASKED_AT_LEAST;
             // What the answer says was so before it came, which takes as long as half a frame.
             (asked.still_since, asked.looks) = (Instant::now(), 0);
