@@ -8,10 +8,10 @@ use std::sync::atomic::Ordering::{Acquire, Relaxed};
 use std::time::Duration;
 
 use stub::bus::Stub;
-use stub::{Card, MEMORY_AT, Play, RDH, RDT, StubBus, TDT};
+use stub::{Card, MEMORY_AT, Play, RDH, RDT, StubBus, TDT, XOFFTXC};
 use tasuki_net::nic::bus::{Bus, Iova, Registers};
 use tasuki_net::nic::e1000e::{E1000e, Sash};
-use tasuki_net::nic::{Failed, Filter, Link, Mac, Nic, NicError, NicMemory, NicOptions, PciId};
+use tasuki_net::nic::{Failed, Filter, How, Link, Mac, Nic, NicError, NicMemory, NicOptions, PciId, Repoint};
 use tasuki_net::port::{Armed, BURST_MAX, Burst, Frame, Port};
 use tasuki_shm::arena::Geometry;
 use zerocopy::{FromBytes, IntoBytes};
@@ -386,6 +386,16 @@ fn a_partner_waits_while_what_came_before_finds_no_place() {
         assert_eq!(nic.receive(&mut Burst::new()).expect("nothing more"), 0);
     }
     assert!(!waits());
+}
+
+#[test]
+fn a_giver_asks_sixteen_times_until_it_believes_that_its_partner_is_not_told() {
+    let (play, mut nic) = start();
+    nic.hush(How::Point, |_| ());
+    // Longer than a PAUSE frame may take in three questions: whoever answers for a modelled card may have been asleep.
+    play.card.slow_down(XOFFTXC, Duration::from_micros(100));
+    while !nic.is_quiet() {}
+    assert_eq!(play.card.slow_reads(), 16);
 }
 
 #[test]

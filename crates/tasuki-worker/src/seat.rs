@@ -622,7 +622,9 @@ where
         fail::point("take.looked");
         // Answers to what has waited do not wait for what is left to do.
         let looked = looked.and_then(|()| self.send(common));
-        self.await_partner(common);
+        if looked.is_ok() {
+            self.await_partner(common);
+        }
         // Before anybody hears that we drive: addresses are used again, and what a later taker has mapped there must not be taken for the old.
         self.forget_old(common);
         if let Err(error) = looked {

@@ -9,6 +9,7 @@ use std::cell::Cell;
 use std::rc::Rc;
 use std::sync::atomic::AtomicU64;
 use std::sync::atomic::Ordering::{Acquire, Release};
+use std::time::Duration;
 
 use tasuki_net::nic::bus::Iova;
 use tasuki_net::nic::{NicMemory, PciId};
@@ -30,6 +31,8 @@ const RAH: u32 = 0x5404;
 /// Of receive queue 0.
 pub const RDH: u32 = 0x2810;
 pub const RDT: u32 = 0x2818;
+/// PAUSE frames sent.
+pub const XOFFTXC: u32 = 0x4054;
 pub const TDT: u32 = 0x3818;
 
 /// The card, shared between the driver's bus and whoever plays it.
@@ -40,6 +43,10 @@ pub struct Card {
     gone: Cell<bool>,
     /// Bits of registers that never come to what the driver waits for.
     stuck: Cell<Option<(u32, u32)>>,
+    /// A register that takes so long to be read.
+    slow: Cell<Option<(u32, Duration)>>,
+    /// How often that one was read.
+    slow_reads: Cell<u32>,
 }
 
 /// The way to a [`Card`].
@@ -48,7 +55,8 @@ pub type StubBus = Stub<Card>;
 impl Card {
     pub fn new(id: PciId) -> Rc<Card> {
         let registers = (0..0x2_0000 / 4).map(|_| Cell::new(0)).collect();
-        let card = Card { id, registers, gone: Cell::new(false), stuck: Cell::new(None) };
+        let (gone, stuck) = (Cell::new(false), Cell::new(None));
+        let card = Card { id, registers, gone, stuck, slow: Cell::new(None), slow_reads: Cell::new(0) };
         // Link up at a gigabit in full duplex; bus master requests enabled; the EEPROM was read; 20 KiB to receive
         // into; an address.
         card.set(STATUS, 0x0000_0083);
@@ -81,6 +89,17 @@ impl Card {
     pub fn stick(&self, offset: u32, bits: u32) {
         self.stuck.set(Some((offset, bits)));
     }
+
+    /// From now on this register takes so long to be read.
+    pub fn slow_down(&self, offset: u32, time: Duration) {
+        self.slow.set(Some((offset, time)));
+        self.slow_reads.set(0);
+    }
+
+    /// How often the slow register was read.
+    pub fn slow_reads(&self) -> u32 {
+        self.slow_reads.get()
+    }
 }
 
 impl Answers for Card {
@@ -92,6 +111,12 @@ impl Answers for Card {
     fn read(&self, offset: u32) -> u32 {
         if self.gone.get() {
             return u32::MAX;
+        }
+        if let Some((slow, time)) = self.slow.get()
+            && slow == offset
+        {
+            std::thread::sleep(time);
+            self.slow_reads.set(self.slow_reads.get() + 1);
         }
         match self.stuck.get() {
             Some((stuck, bits)) if stuck == offset => self.get(offset) | bits,

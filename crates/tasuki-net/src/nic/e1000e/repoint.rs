@@ -324,13 +324,13 @@ impl<B: Bus> E1000e<B> {
     /// Whether the partner was told to pause. Asks the card until it was, and not for too long.
     fn is_told(&mut self, asked: &mut Asked) -> bool {
         let Link::Up { full_duplex: true, speed } = asked.link else { return true };
+        if !asked.told && asked.at.elapsed() < ASK_AFTER {
+            return false;
+        }
         asked.asks += 1;
         if !asked.told {
-            if asked.at.elapsed() < ASK_AFTER {
-                return false;
-            }
             let late = asked.at.elapsed() > park::xoff_limit(self.shape.frame(), speed) && asked.asks >= ASKED_AT_LEAST;
-            // What the answer says was so before it came, which takes as long as half a frame.
+            // Counted from the question on: what the answer says was so before it came, and the time of a few trips over the bus is allowed for.
             (asked.still_since, asked.looks) = (Instant::now(), 0);
             asked.paused = self.counters.collect_xoff_sent(&self.mmio) > 0;
             asked.told = asked.paused || late;
