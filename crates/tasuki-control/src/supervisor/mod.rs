@@ -3,6 +3,7 @@
 //! - [`policy`] when a dead worker is replaced (pure)
 //! - [`deeds`] what an arbiter says, done: orders, swaps, fences
 //! - [`hear`] what workers say
+//! - [`kits`] what they send besides words
 //! - [`tend`] nodes get the workers that they should have
 //! - [`jobs`] upgrades and handovers that somebody asked for
 //! - [`split`] uplinks whose two sides have come to two workers
@@ -25,6 +26,7 @@ pub mod deeds;
 pub mod door;
 pub mod hear;
 pub mod jobs;
+pub mod kits;
 pub mod memifs;
 pub mod nodes;
 pub mod open;
