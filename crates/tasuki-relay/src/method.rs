@@ -2,7 +2,7 @@
 //!
 //! | method  | what changes                                         | what it needs                                                          |
 //! |---------|------------------------------------------------------|------------------------------------------------------------------------|
-//! | keep    | the right to drive                                   | rings in the NIC's own memory, which can be taken from the old node    |
+//! | keep    | the right to drive                                   | rings in the NIC's own memory, and trust: both nodes have that memory  |
 //! | mbb     | steering, to a queue that runs already               | a queue to spare, and trust: all queues of a card reach the same memory |
 //! | repoint | the eight values of S0                               | a card whose ring bases can be written without a reset of its link     |
 //! | cold    | everything: reset, initialise, wait for the link     | nothing                                                                |
@@ -60,8 +60,6 @@ pub enum Repointing {
 pub struct Card {
     /// Its rings and frames are in memory of its own, which another process can map as it is.
     pub own_memory: bool,
-    /// The old node's mapping of memory and registers can be taken away while it runs.
-    pub withdrawable: bool,
     /// It has a queue to spare, and traffic can be steered to it.
     pub spare_queue: bool,
     /// Whether its rings can be elsewhere from now on.
@@ -92,11 +90,11 @@ pub enum NotPossible {
     /// The rings are in the old node's memory.
     #[error("keep needs a NIC whose rings are in memory of its own; take repoint or cold")]
     ForeignMemory,
-    /// Nothing keeps the old node from writing to the card.
+    /// The old node's memory becomes the new one's.
     #[error(
-        "keep between nodes that do not trust each other needs a bus that can take the old node's mapping away, and this one cannot; take cold, or declare the nodes trusted"
+        "keep between nodes that do not trust each other is not safe: the new node gets the old one's memory, and what the old one has set up stays; take repoint or cold, or declare the nodes trusted"
     )]
-    NotWithdrawable,
+    SharedMemory,
     /// One queue.
     #[error(
         "mbb needs a card with a receive queue to spare to which traffic can be steered, and this one has none; take keep or repoint"
@@ -104,7 +102,7 @@ pub enum NotPossible {
     NoSpareQueue,
     /// All queues reach the same memory.
     #[error(
-        "mbb between nodes that do not trust each other is not safe: while both queues run, each node's queue reaches the other's memory; take keep or cold"
+        "mbb between nodes that do not trust each other is not safe: while both queues run, each node's queue reaches the other's memory; take repoint or cold"
     )]
     SharedReach,
     /// Its bases are fixed once it runs.
@@ -118,8 +116,8 @@ pub enum NotPossible {
 pub fn possible(card: &Card, trust: Trust, method: Method) -> Result<&'static str, NotPossible> {
     match (method, trust) {
         (Method::Keep, _) if !card.own_memory => Err(NotPossible::ForeignMemory),
-        (Method::Keep, Trust::None) if !card.withdrawable => Err(NotPossible::NotWithdrawable),
-        (Method::Keep, _) => Ok("its rings stay where they are, and nothing that the card knows changes"),
+        (Method::Keep, Trust::None) => Err(NotPossible::SharedMemory),
+        (Method::Keep, Trust::Full) => Ok("its rings stay where they are, and nothing that the card knows changes"),
         (Method::Mbb, _) if !card.spare_queue => Err(NotPossible::NoSpareQueue),
         (Method::Mbb, Trust::None) => Err(NotPossible::SharedReach),
         (Method::Mbb, Trust::Full) => Ok("its new queue runs before traffic is steered to it"),
@@ -136,19 +134,24 @@ pub fn possible(card: &Card, trust: Trust, method: Method) -> Result<&'static st
     }
 }
 
-/// The method that was asked for, or the best that card and trust allow: what loses nothing first, and of these what changes least. Between nodes
-/// that do not trust each other what shows nothing comes before that: by `keep` the taker has the old node's memory from when it prepares.
+/// The method that was asked for, or the best that card and trust allow: what loses nothing first, and of these what changes least.
 pub fn choose(card: &Card, trust: Trust, asked: Option<Method>) -> Result<Choice, NotPossible> {
-    if let Some(method) = asked {
-        return possible(card, trust, method).map(|because| Choice { method, because });
+    match asked {
+        Some(method) => possible(card, trust, method).map(|because| Choice { method, because }),
+        None => Ok(first_of(Method::ALL, card, trust)),
     }
-    let unseen = trust == Trust::None && card.repointing == Repointing::Paused;
-    let first = unseen.then_some(&Method::Repoint);
-    let best = first
-        .into_iter()
-        .chain(Method::ALL)
-        .find_map(|&method| Some(Choice { method, because: possible(card, trust, method).ok()? }));
-    Ok(best.unwrap_or(Choice { method: Method::Cold, because: "nothing else is possible" }))
+}
+
+/// The next best, after a taker has looked at the card and refused to go on with it by `refused`. Any card goes `cold`; after that there is nothing.
+pub fn after(card: &Card, trust: Trust, refused: Method) -> Option<Choice> {
+    let at = Method::ALL.iter().position(|&method| method == refused)?;
+    let rest = Method::ALL.get(at + 1..).filter(|rest| !rest.is_empty())?;
+    Some(first_of(rest, card, trust))
+}
+
+fn first_of(methods: &[Method], card: &Card, trust: Trust) -> Choice {
+    let best = methods.iter().find_map(|&method| Some(Choice { method, because: possible(card, trust, method).ok()? }));
+    best.unwrap_or(Choice { method: Method::Cold, because: "nothing else is possible" })
 }
 
 /// How a successor gets at the state of its predecessor.
@@ -187,18 +190,12 @@ pub fn state(writes: u32, reads_from: u32, reads_to: u32, asked_for_store: bool)
 mod tests {
     use super::*;
 
-    const E1000E: Card =
-        Card { own_memory: true, withdrawable: true, spare_queue: true, repointing: Repointing::Paused };
+    const E1000E: Card = Card { own_memory: true, spare_queue: true, repointing: Repointing::Paused };
 
     fn cards() -> impl Iterator<Item = Card> {
         let repointings = [Repointing::Paused, Repointing::Unpaused, Repointing::Never];
-        (0..8).flat_map(move |bits: u8| {
-            repointings.map(|repointing| Card {
-                own_memory: bits & 1 != 0,
-                withdrawable: bits & 2 != 0,
-                spare_queue: bits & 4 != 0,
-                repointing,
-            })
+        (0..4).flat_map(move |bits: u8| {
+            repointings.map(|repointing| Card { own_memory: bits & 1 != 0, spare_queue: bits & 2 != 0, repointing })
         })
     }
 
@@ -208,11 +205,12 @@ mod tests {
         assert_eq!(method(E1000E, Trust::Full), Method::Keep);
         assert_eq!(method(E1000E, Trust::None), Method::Repoint);
         let unpaused = Card { repointing: Repointing::Unpaused, ..E1000E };
-        assert_eq!(method(unpaused, Trust::None), Method::Keep, "what loses frames comes last");
+        assert_eq!(method(unpaused, Trust::None), Method::Repoint, "the link stays up");
         assert_eq!(method(Card { own_memory: false, ..E1000E }, Trust::Full), Method::Mbb);
         assert_eq!(method(Card { own_memory: false, ..E1000E }, Trust::None), Method::Repoint);
-        let plain = Card { own_memory: false, spare_queue: false, withdrawable: false, repointing: Repointing::Never };
+        let plain = Card { own_memory: false, spare_queue: false, repointing: Repointing::Never };
         assert_eq!(method(plain, Trust::Full), Method::Cold);
+        assert_eq!(method(Card { own_memory: true, ..plain }, Trust::None), Method::Cold);
     }
 
     #[test]
@@ -232,12 +230,36 @@ mod tests {
     }
 
     #[test]
-    fn without_trust_nobody_keeps_a_way_to_what_is_the_others() {
+    fn without_trust_nothing_that_is_the_old_nodes_stays() {
         for card in cards() {
-            let choice = choose(&card, Trust::None, None).unwrap();
-            assert!(choice.method != Method::Mbb);
-            assert!(choice.method != Method::Keep || card.withdrawable);
+            for &method in Method::ALL {
+                let may = possible(&card, Trust::None, method).is_ok();
+                let expected = match method {
+                    Method::Keep | Method::Mbb => false,
+                    Method::Repoint => card.repointing != Repointing::Never,
+                    Method::Cold => true,
+                };
+                assert_eq!(may, expected, "{method} of {card:?}");
+            }
         }
+    }
+
+    #[test]
+    fn what_was_refused_is_followed_by_less() {
+        for card in cards() {
+            for trust in [Trust::Full, Trust::None] {
+                let mut choice = choose(&card, trust, None).ok();
+                let mut tried = Vec::new();
+                while let Some(Choice { method, .. }) = choice {
+                    assert!(!tried.contains(&method) && possible(&card, trust, method).is_ok());
+                    tried.push(method);
+                    choice = after(&card, trust, method);
+                }
+                assert_eq!(tried.last(), Some(&Method::Cold), "{card:?} {trust:?}");
+            }
+        }
+        assert_eq!(after(&E1000E, Trust::None, Method::Repoint).unwrap().method, Method::Cold);
+        assert_eq!(after(&E1000E, Trust::None, Method::Cold), None);
     }
 
     #[test]

@@ -212,8 +212,7 @@ impl Card {
             (true, false) => method::Repointing::Unpaused,
             (false, _) => method::Repointing::Never,
         };
-        // The old node's mapping goes with its process, which the daemon can end.
-        Some(method::Card { own_memory: can.in_place, withdrawable: true, spare_queue: can.spare_queue, repointing })
+        Some(method::Card { own_memory: can.in_place, spare_queue: can.spare_queue, repointing })
     }
 
     /// What a worker is told that is to be ready for it.
