@@ -121,6 +121,7 @@ impl Supervisor {
             unconfined: Vec::new(),
             deaf: None,
             kits_due: None,
+            asked: Default::default(),
             wanted: false,
         };
         let sent = worker.write(&ToWorker::Again { keeps: true }, &[]);

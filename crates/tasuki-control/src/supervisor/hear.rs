@@ -114,7 +114,7 @@ impl Supervisor {
             ToDaemon::Begun { speech, unconfined, .. } => self.has_begun(number, speech, unconfined),
             ToDaemon::Mine { party, nics, tap, .. } => self.gave_back(number, party, nics, tap, fds),
             ToDaemon::Kit { nic, name, board, kit } => self.has_kit(number, nic, &name, board, kit, fds),
-            ToDaemon::Sash { nic } => self.forward_sash(nic, &fds),
+            ToDaemon::Sash { nic } => self.forward_sash(number, nic, &fds),
             ToDaemon::Client { nic, client } => self.has_client(number, nic, client, fds),
             ToDaemon::NoClient { nic, socket } => self.has_client_no_more(number, nic, socket),
             ToDaemon::Counts { nic, counts } => self.counted(number, nic, &counts),
@@ -162,8 +162,17 @@ impl Supervisor {
         crash::point("daemon.begun");
     }
 
-    /// The sash that a giver stored, to whoever is to take.
-    fn forward_sash(&mut self, nic: u32, fds: &[OwnedFd]) {
+    /// The sash that a giver stored goes to the taker, once for each time that the daemon asked this worker for it. The taker checks the memory.
+    fn forward_sash(&mut self, number: u32, nic: u32, fds: &[OwnedFd]) {
+        let Some(worker) = self.workers.get_mut(&number) else { return };
+        let Some(at) = worker.asked.sashes.iter().position(|asked| *asked == nic) else {
+            return self.was_not_asked(number, &format!("the sash of NIC {nic}"));
+        };
+        worker.asked.sashes.swap_remove(at);
+        if fds.len() != 1 {
+            return self.condemn(number, format!("sent a sash of {} descriptors, which is one", fds.len()));
+        }
+        // The relay may be over meanwhile.
         let Some(target) = self.jobs.iter().find(|job| job.asked() == Some(nic)).map(|job| job.target) else { return };
         let Some(worker) = self.workers.get(&target) else { return };
         if let Err(errno) = worker.write(&ToWorker::Sash { nic }, &channel::lend(fds)) {
@@ -171,12 +180,25 @@ impl Supervisor {
         }
     }
 
+    /// What a worker has counted, to those who asked when it drove the NIC.
     fn counted(&mut self, number: u32, nic: u32, counts: &[(String, u64)]) {
+        if !self.workers.get(&number).is_some_and(|worker| worker.asked.counts) {
+            return self.was_not_asked(number, "counts");
+        }
         let Some(name) = self.cards.get(&nic).map(|card| card.name().to_owned()) else { return };
-        let (asked, rest) = std::mem::take(&mut self.counting).into_iter().partition(|(of, ..)| *of == nic);
+        let is_its = |(of, asked, ..): &(u32, u32, _, _)| (*of, *asked) == (nic, number);
+        let (asked, rest) = std::mem::take(&mut self.counting).into_iter().partition(is_its);
         self.counting = rest;
-        for (_, _, answer) in asked {
+        for (.., answer) in asked {
             let _ = answer.send(Ok(Counts { nic: name.clone(), worker: number, counts: counts.to_vec() }));
+        }
+    }
+
+    /// A worker wrote a letter for which this daemon did not ask. The daemon before this one may have asked an adopted worker: its letter is dropped.
+    fn was_not_asked(&mut self, number: u32, what: &str) {
+        let is_adopted = self.workers.get(&number).is_some_and(|worker| worker.kits_due.is_some());
+        if !is_adopted {
+            self.condemn(number, format!("sent {what}, for which nobody asked it"));
         }
     }
 
@@ -206,8 +228,6 @@ impl Supervisor {
         let Some(mut worker) = self.workers.remove(&number) else { return };
         worker.pulse.iter().for_each(super::tombs::close);
         let nics: Vec<u32> = self.cards.keys().copied().collect();
-        let is_its = |card: &super::card::Card| card.board.holder() == Some(number);
-        let held: Vec<u32> = self.cards.values().filter(|card| is_its(card)).map(|card| card.number).collect();
         if let (None, Some(party)) = (&self.stopping, party(number)) {
             nics.iter().for_each(|nic| self.stamp_death(*nic, number));
             for nic in nics {
@@ -220,9 +240,9 @@ impl Supervisor {
         }
         crash::point("daemon.death-heard");
         // From here on nothing is urgent.
-        let (asked, rest) = std::mem::take(&mut self.counting).into_iter().partition(|(nic, ..)| held.contains(nic));
+        let (asked, rest) = std::mem::take(&mut self.counting).into_iter().partition(|(_, asked, ..)| *asked == number);
         self.counting = rest;
-        for (_, _, answer) in asked {
+        for (.., answer) in asked {
             let _ = answer
                 .send(Err(super::door::No::now("the worker that was to say what it has counted died; ask again")));
         }

@@ -182,17 +182,18 @@ impl Supervisor {
 
     fn ask_for_counts(&mut self, nic: &str, answer: Answer<crate::api::types::Counts>) {
         let asked = self.nic_by_name(nic).and_then(|number| {
-            let holder = self.cards[&number].board.holder().and_then(|holder| self.workers.get(&holder));
+            let holder = self.cards[&number].board.holder().and_then(|holder| self.workers.get_mut(&holder));
             let worker = holder
                 .ok_or_else(|| No::now(format!("nobody drives {nic}, so nobody counts; tasuki nic list says why")))?;
             let sent = worker.write(&ToWorker::Counts, &[]);
             sent.map_err(|errno| {
                 No::now(format!("the worker that drives {nic} is not to be asked ({errno}); ask again"))
             })?;
-            Ok(number)
+            worker.asked.counts = true;
+            Ok((number, worker.party()))
         });
         match asked {
-            Ok(number) => self.counting.push((number, now(), answer)),
+            Ok((number, worker)) => self.counting.push((number, worker, now(), answer)),
             Err(no) => drop(answer.send(Err(no))),
         }
     }
@@ -441,8 +442,11 @@ impl Supervisor {
         (card.said, card.method) = (None, method);
         // Both sides must know how it is meant before either is ordered to do it.
         for side in [driver, Some(job.target)].into_iter().flatten() {
-            if let Some(worker) = self.workers.get(&side) {
+            if let Some(worker) = self.workers.get_mut(&side) {
                 let _ = worker.plan(nic, plan);
+                if plan.store && driver == Some(side) {
+                    worker.asked.sashes.push(nic);
+                }
             }
         }
         crash::point("daemon.planned");

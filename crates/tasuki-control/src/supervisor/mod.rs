@@ -195,7 +195,8 @@ pub struct Supervisor {
     captures: BTreeMap<u32, captures::Capture>,
     last_capture: u32,
     jobs: Vec<Job>,
-    counting: Vec<(u32, Duration, Answer<crate::api::types::Counts>)>,
+    /// Requests for counts: of which NIC, at which worker, since when.
+    counting: Vec<(u32, u32, Duration, Answer<crate::api::types::Counts>)>,
     stopping: Option<(Duration, u32, Option<Answer<crate::api::types::Stopped>>)>,
     events: Vec<Event>,
     last_event: u64,

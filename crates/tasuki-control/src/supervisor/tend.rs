@@ -271,6 +271,7 @@ impl Supervisor {
             unconfined: Vec::new(),
             deaf: None,
             kits_due: None,
+            asked: Default::default(),
             wanted,
         };
         let begin = Begin {
@@ -442,9 +443,9 @@ impl Supervisor {
         self.look_at_hearts();
         self.look_at_legs();
         let late = |since: Duration| now.saturating_sub(since) >= PATIENCE;
-        let (over, rest) = std::mem::take(&mut self.counting).into_iter().partition(|(_, since, _)| late(*since));
+        let (over, rest) = std::mem::take(&mut self.counting).into_iter().partition(|(_, _, since, _)| late(*since));
         self.counting = rest;
-        for (_, _, answer) in over {
+        for (.., answer) in over {
             let _ = answer.send(Err(super::door::No::now(
                 "the worker that drives the NIC did not say what it has counted; ask again",
             )));

@@ -121,6 +121,17 @@ pub struct Worker {
     pub kits_due: Option<u32>,
     /// Somebody asked for it, by name of an upgrade or a handover.
     pub wanted: bool,
+    /// Letters that it may write because this daemon asked for them.
+    pub asked: Asked,
+}
+
+/// Letters that a worker may write only if it was asked for them.
+#[derive(Debug, Default)]
+pub struct Asked {
+    /// NICs whose sash it is to store, once for each time that it was asked.
+    pub sashes: Vec<u32>,
+    /// Whether it was ever asked what it has counted. One answer for each NIC that it drives is due then.
+    pub counts: bool,
 }
 
 impl Worker {

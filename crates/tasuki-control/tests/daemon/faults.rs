@@ -44,6 +44,29 @@ fn a_worker_that_writes_nonsense() {
 }
 
 #[test]
+fn a_worker_that_stores_a_sash_for_which_nobody_asked() {
+    upgrade_fails("sash-uninvited", &["sent the sash of NIC 0, for which nobody asked it"]);
+}
+
+#[test]
+fn a_worker_that_says_what_it_counted_and_was_not_asked() {
+    upgrade_fails("counts-uninvited", &["sent counts, for which nobody asked it"]);
+}
+
+/// A giver has one answer to one question: a second sash would fill the taker's socket.
+#[test]
+fn a_giver_that_stores_a_sash_twice_is_ended_and_the_taker_is_not() {
+    let rig = Rig::with(NODES, "sash-twice");
+    rig.await_pair("red");
+    let good = rig.program("good", "");
+    let said = rig.ask(&["worker", "upgrade", "red", "--with", good.to_str().unwrap(), "--state", "store"]);
+    assert!(said.contains("node red is now worker"), "{said}");
+    rig.await_event("sent the sash of NIC 0, for which nobody asked it");
+    let driver = rig.await_worker("red", "drives");
+    assert!(driver["binary"].as_str().unwrap().ends_with("good"), "{driver}");
+}
+
+#[test]
 fn a_worker_that_cannot_take_the_nic() {
     upgrade_fails("unfit", &["may lock 1 bytes and needs 2; raise RLIMIT_MEMLOCK"]);
 }

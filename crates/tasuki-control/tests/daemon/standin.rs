@@ -147,6 +147,15 @@ fn work(orders: &Orders, socket: OwnedFd) -> ! {
         &ToDaemon::Begun { speech, reads: Vec::new(), unconfined: vec!["it is a stand-in".to_owned()] },
         &[],
     );
+    // Of a NIC that another node drives, and of which nothing was asked.
+    if orders.fault == "sash-uninvited" {
+        let memory = Words::create("a sash", 4096).expect("memory");
+        write(&socket, &ToDaemon::Sash { nic: 0 }, &[memory.region().fd()]);
+    }
+    if orders.fault == "counts-uninvited" {
+        let counts = vec![("rx_packets".to_owned(), 666)];
+        write(&socket, &ToDaemon::Counts { nic: 0, counts }, &[]);
+    }
     if orders.fault == "nonsense" {
         let _ = channel::send(socket.as_fd(), b"{\"letter\":\"ransom\"}", &[]);
     }
@@ -329,6 +338,9 @@ impl Standin {
             Do::WriteSash { .. } if nic.plan.as_ref().is_some_and(|plan| plan.store) => {
                 let memory = Words::create("a sash", 4096).expect("memory");
                 write(&self.socket, &ToDaemon::Sash { nic: number }, &[memory.region().fd()]);
+                if self.fault == "sash-twice" {
+                    write(&self.socket, &ToDaemon::Sash { nic: number }, &[memory.region().fd()]);
+                }
             }
             Do::Swap { from, to } => return Some(self.swap(number, from, to)),
             Do::Look => nic.looks = true,
