@@ -76,7 +76,7 @@ pub struct Daemon {
     pub deadline_ms: u64,
     /// How long a worker may take to map a NIC and to check that it understands it.
     pub prepare_ms: u64,
-    /// Whether a node whose workers keep dying goes without after a while.
+    /// Whether a node whose workers keep dying waits for the next.
     pub restart: Restart,
     /// The program that is the worker; without, `tasuki-worker` beside the daemon, or on the PATH.
     pub worker: Option<PathBuf>,
@@ -86,7 +86,7 @@ pub struct Daemon {
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Restart {
-    /// After pauses that grow, and no more after six deaths in a minute: see `supervisor::policy`.
+    /// After pauses that grow to a second: see `supervisor::policy`.
     #[default]
     Careful,
     /// At once, always, for those who kill workers on purpose.

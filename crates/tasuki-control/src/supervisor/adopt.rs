@@ -118,6 +118,7 @@ impl Supervisor {
             heard: asked,
             stage: Stage::Asked(asked),
             nics: Default::default(),
+            has_begun: true,
             unconfined: Vec::new(),
             deaf: None,
             kits_due: None,

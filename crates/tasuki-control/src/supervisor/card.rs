@@ -144,7 +144,7 @@ pub struct Card {
     /// How far it is open.
     pub opening: Opening,
     /// Openers that failed.
-    pub failures: Vec<super::policy::Death>,
+    pub failures: usize,
     /// Its model, if it is ours.
     pub model: Option<Process>,
     /// Its arbiter, once there is a worker to ask.
@@ -176,7 +176,7 @@ impl Card {
             kept: None,
             coming: None,
             opening: Opening::NotBefore(Duration::ZERO),
-            failures: Vec::new(),
+            failures: 0,
             model: None,
             arbiter: None,
             watch: None,

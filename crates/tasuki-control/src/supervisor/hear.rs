@@ -13,7 +13,6 @@ use tasuki_relay::wire::{Order, Report, Standing, Use};
 use tasuki_shm::crash;
 
 use super::deeds::party;
-use super::policy::Death;
 use super::worker::{Fit, Stage};
 use super::{About, PATIENCE, PROBE, Supervisor, now};
 use crate::api::types::Counts;
@@ -155,10 +154,15 @@ impl Supervisor {
     /// From here on it gets orders.
     pub(super) fn hears_orders(&mut self, number: u32) {
         let Some(worker) = self.workers.get_mut(&number) else { return };
-        worker.stage = Stage::Begun;
+        (worker.stage, worker.has_begun) = (Stage::Begun, true);
         worker.heart = Pulse::new(now());
         worker.record.uid = worker.process.uid();
         self.changes.push(Change::Worker(worker.record.clone()));
+        if let Some(node) = self.nodes.get_mut(&worker.record.node) {
+            // Its program begins, whatever became of others.
+            node.trouble = None;
+            node.deaths.retain(|death| death.had_begun);
+        }
         crash::point("daemon.begun");
     }
 
@@ -258,12 +262,9 @@ impl Supervisor {
         let for_relay = worker.stage == Stage::Condemned && self.jobs.iter().any(|job| job.fences(&node_name));
         let is_candidate = self.jobs.iter().any(|job| job.target == number);
         if !was_meant && !for_relay && !is_candidate {
-            let had_begun = !matches!(worker.stage, Stage::Starting(_));
-            if let Some(node) = self.nodes.get_mut(&node_name) {
-                node.deaths.push(Death { at: now(), had_begun });
-                let extra = node.deaths.len().saturating_sub(32);
-                node.deaths.drain(..extra);
-            }
+            // A SIGKILL of somebody else's says nothing of its program.
+            let was_killed = how == "was killed by signal 9" && worker.stage != Stage::Condemned;
+            self.has_lost_a_worker(&node_name, worker.has_begun || was_killed);
         }
         let early = match worker.stage {
             Stage::Starting(_) => format!(

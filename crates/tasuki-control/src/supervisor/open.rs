@@ -9,10 +9,9 @@ use anyhow::{Context, Result};
 use tasuki_relay::letter::{Kit, ToDaemon, board};
 
 use super::card::{Kept, Opener, Opening};
-use super::policy::{self, Death, Verdict};
+use super::policy;
 use super::{About, PATIENCE, Supervisor, Token, iova_of, now, watch};
 use crate::channel::{self, Nothing};
-use crate::config::Restart;
 use crate::config::{self, Device};
 use crate::process::Process;
 
@@ -22,9 +21,8 @@ const SAYS_MAX: usize = 2000;
 impl Supervisor {
     pub(super) fn is_opening(&self) -> bool {
         self.cards.values().any(|card| match card.opening {
-            Opening::NotBefore(at) => at != Duration::MAX,
             Opening::Model(_) | Opening::Opener(_) => true,
-            Opening::Open => false,
+            Opening::NotBefore(_) | Opening::Open => false,
         })
     }
 
@@ -151,7 +149,7 @@ impl Supervisor {
         card.board.words.store(board::LINK, 0);
         card.kept = Some(Kept { kit, fds, made_by });
         card.trouble = None;
-        card.failures.clear();
+        card.failures = 0;
         let (name, device) = (card.config.name.clone(), card.config.device.to_string());
         self.note(About::nic(&name), format!("{name} ({device}) is open"));
         self.record_nic(nic);
@@ -185,23 +183,14 @@ impl Supervisor {
 
     fn not_opened(&mut self, nic: u32, why: &str) {
         let Some(card) = self.cards.get_mut(&nic) else { return };
-        card.failures.push(Death { at: now(), had_begun: true });
+        card.failures = card.failures.saturating_add(1);
         let name = card.config.name.clone();
         let trouble = format!("{name} cannot be opened: {why}");
-        // A device that does not open is no worker that somebody killed.
-        let decision = policy::decide(Restart::Careful, &card.failures, now());
-        card.opening = match decision.verdict {
-            Verdict::Now => Opening::NotBefore(now() + policy::PAUSE),
-            Verdict::At(at) => Opening::NotBefore(at),
-            Verdict::GiveUp => Opening::NotBefore(Duration::MAX),
-        };
+        card.opening = Opening::NotBefore(now() + policy::retry(card.failures));
         let is_news = card.trouble.as_ref() != Some(&trouble);
         card.trouble = Some(trouble.clone());
         if is_news {
             self.note(About::nic(&name), trouble);
-        }
-        if decision.verdict == Verdict::GiveUp {
-            self.note(About::nic(&name), format!("{name} is not tried again: six times within a minute it could not be opened. When that is mended, start tasukid anew"));
         }
     }
 

@@ -1,25 +1,36 @@
-//! Whether a worker that died is replaced, and when: a pure function of when workers of its node died.
+//! When a worker that died is replaced: a pure function of when workers of its node died. No node is ever given up.
 //!
-//! | deaths of the last minute           | a fresh worker    | because                                                          |
-//! |-------------------------------------|-------------------|------------------------------------------------------------------|
-//! | 1                                   | at once           | one death is an accident, and the node has no stand-by until then |
-//! | 2, 3, 4, 5                          | after 0.1 s · 4ⁿ  | it may be the same again: machine and log get time                |
-//! | 6                                   | never             | six deaths in a minute are no accident                            |
-//! | 3 in a row that never heard orders  | never             | the program does not even start                                   |
-//! | any number, with `restart = "always"`| at once           | somebody kills workers on purpose                                 |
+//! | what happened                                       | a fresh worker           | because                                             |
+//! |-----------------------------------------------------|--------------------------|-----------------------------------------------------|
+//! | 1 or 2 deaths within 10 s                           | at once                  | driver and stand-by may die of one accident         |
+//! | 3, 4, 5, 6                                          | after 0.1, 0.2, 0.4, 0.8 s | it may be the same again: machine and log get time |
+//! | 7 and more                                          | after 1 s                | nobody waits longer for a node than that            |
+//! | 7 and more in a row that never began                | after 1.6, 3.2, 6.4, 10 s | the program must be mended, and may be any time    |
+//! | any number that began, with `restart = "always"`    | at once                  | somebody kills workers on purpose                   |
+//!
+//! A pause counts from the last death. What else fails and is tried again (a device that does not open, an uplink that stays split) waits by the
+//! same numbers, up to 10 s.
 
 use std::time::Duration;
 
 use crate::config::Restart;
 
 /// How far back a death counts.
-pub const MEMORY: Duration = Duration::from_secs(60);
-/// So many deaths within [`MEMORY`] end it.
-pub const DEATHS: usize = 6;
-/// So many in a row that never heard an order end it.
-pub const STILLBORN: usize = 3;
-/// The first pause.
-pub const PAUSE: Duration = Duration::from_millis(100);
+pub const LATELY: Duration = Duration::from_secs(10);
+/// So many at once are one accident: a driver and its stand-by.
+const ACCIDENT: usize = 2;
+/// So many deaths lately are trouble, which people are told.
+const STORM: usize = 6;
+/// So many in a row that never began are trouble, too.
+const STILLBORN: usize = 3;
+/// The first pause; each is twice the one before.
+const PAUSE: Duration = Duration::from_millis(100);
+/// The longest that a node waits for a program that begins.
+pub const PAUSE_MAX: Duration = Duration::from_secs(1);
+/// The longest that anything waits for another try.
+pub const RETRY_MAX: Duration = Duration::from_secs(10);
+/// Deaths of a node that are worth remembering: with more, all pauses are the longest already.
+const DEATHS_MAX: usize = 32;
 
 /// The end of a worker that was not meant to end.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -30,53 +41,65 @@ pub struct Death {
     pub had_begun: bool,
 }
 
-/// What follows.
+/// What people are told of a node whose workers die.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Verdict {
-    /// A fresh worker, now.
-    Now,
-    /// A fresh worker, at this time on the caller's clock.
-    At(Duration),
-    /// None, until somebody asks for it.
-    GiveUp,
+pub enum Trouble {
+    /// Its program ends before it hears an order.
+    NeverBegins,
+    /// Its workers die one after the other.
+    Dies,
 }
 
-/// A verdict and why.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Decision {
-    /// What.
-    pub verdict: Verdict,
-    /// Why.
-    pub because: &'static str,
+/// Remembers a death.
+pub fn remember(deaths: &mut Vec<Death>, death: Death) {
+    deaths.push(death);
+    let extra = deaths.len().saturating_sub(DEATHS_MAX);
+    deaths.drain(..extra);
 }
 
-/// Whether and when there is to be a fresh worker, after these deaths, oldest first.
-pub fn decide(restart: Restart, deaths: &[Death], now: Duration) -> Decision {
-    let decision = |verdict, because| Decision { verdict, because };
-    let in_a_row = deaths.iter().rev().take_while(|death| !death.had_begun).count();
-    if in_a_row >= STILLBORN {
-        return decision(Verdict::GiveUp, "its program ended three times in a row before it heard an order");
+/// From when on there may be a fresh worker after these deaths, oldest first.
+pub fn due(restart: Restart, deaths: &[Death]) -> Duration {
+    let Some(last) = deaths.last() else { return Duration::ZERO };
+    let lately = match restart {
+        Restart::Always => 0,
+        Restart::Careful => count_lately(deaths, last.at),
+    };
+    last.at + pause(lately, PAUSE_MAX).max(pause(stillborn(deaths), RETRY_MAX))
+}
+
+/// How long to wait after something has failed so often in a row.
+pub fn retry(failures: usize) -> Duration {
+    if failures == 0 { Duration::ZERO } else { pause(failures.saturating_add(ACCIDENT), RETRY_MAX) }
+}
+
+/// What is wrong with a node after these deaths, if anything is.
+pub fn trouble(deaths: &[Death], now: Duration) -> Option<Trouble> {
+    if stillborn(deaths) >= STILLBORN {
+        return Some(Trouble::NeverBegins);
     }
-    if restart == Restart::Always {
-        return decision(Verdict::Now, "the configuration says always");
-    }
-    let lately: Vec<_> = deaths.iter().filter(|death| now.saturating_sub(death.at) < MEMORY).collect();
-    match (lately.len(), lately.last()) {
-        (0, _) | (_, None) => decision(Verdict::Now, "none of its workers has died lately"),
-        (1, _) => decision(Verdict::Now, "one death is an accident"),
-        (count @ 2..DEATHS, Some(last)) => {
-            let pause = PAUSE * 4_u32.pow(u32::try_from(count - 2).unwrap_or(0));
-            match last.at + pause {
-                at if at <= now => decision(Verdict::Now, "it has waited long enough since the last death"),
-                at => decision(Verdict::At(at), "it may be the same again, so machine and log get time"),
-            }
-        }
-        _ => decision(Verdict::GiveUp, "six of its workers died within a minute"),
-    }
+    (count_lately(deaths, now) >= STORM).then_some(Trouble::Dies)
+}
+
+fn stillborn(deaths: &[Death]) -> usize {
+    deaths.iter().rev().take_while(|death| !death.had_begun).count()
+}
+
+fn count_lately(deaths: &[Death], now: Duration) -> usize {
+    deaths.iter().filter(|death| now.saturating_sub(death.at) < LATELY).count()
+}
+
+fn pause(count: usize, longest: Duration) -> Duration {
+    let doublings = match count.checked_sub(ACCIDENT + 1) {
+        None => return Duration::ZERO,
+        Some(doublings) => u32::try_from(doublings).unwrap_or(u32::MAX),
+    };
+    2_u32.checked_pow(doublings).map_or(longest, |factor| PAUSE.saturating_mul(factor).min(longest))
 }
 
 #[cfg(test)]
 mod tests {
+    use proptest::prelude::*;
+
     use super::*;
 
     fn deaths(at: &[u64]) -> Vec<Death> {
@@ -85,46 +108,95 @@ mod tests {
 
     #[test]
     fn the_table() {
+        let pauses = |restart, had_begun| {
+            let of = |count: usize| due(restart, &vec![Death { at: Duration::ZERO, had_begun }; count]).as_millis();
+            (0..12).map(of).collect::<Vec<_>>()
+        };
+        assert_eq!(pauses(Restart::Careful, true), [0, 0, 0, 100, 200, 400, 800, 1000, 1000, 1000, 1000, 1000]);
+        assert_eq!(pauses(Restart::Careful, false), [0, 0, 0, 100, 200, 400, 800, 1600, 3200, 6400, 10_000, 10_000]);
+        assert_eq!(pauses(Restart::Always, true), [0; 12]);
+        assert_eq!(pauses(Restart::Always, false), pauses(Restart::Careful, false), "its program does not even start");
+        assert_eq!(due(Restart::Careful, &deaths(&[1, 2, 3, 4, 11_000])), Duration::from_secs(11), "that is long ago");
+        assert_eq!(
+            [0, 1, 2, 7, 8, 99].map(|failures| retry(failures).as_millis()),
+            [0, 100, 200, 6400, 10_000, 10_000]
+        );
+    }
+
+    #[test]
+    fn people_are_told_of_a_storm_and_of_a_program_that_does_not_begin() {
         let ms = Duration::from_millis;
-        let after = |at: &[u64], now| decide(Restart::Careful, &deaths(at), ms(now)).verdict;
-        assert_eq!(after(&[], 5), Verdict::Now);
-        assert_eq!(after(&[1000], 1000), Verdict::Now);
-        assert_eq!(after(&[1000, 2000], 2000), Verdict::At(ms(2100)));
-        assert_eq!(after(&[1000, 2000], 2100), Verdict::Now);
-        assert_eq!(after(&[1000, 2000, 2100], 2100), Verdict::At(ms(2500)));
-        assert_eq!(after(&[1, 2, 3, 4], 4), Verdict::At(ms(1604)));
-        assert_eq!(after(&[1, 2, 3, 4, 5], 5), Verdict::At(ms(6405)));
-        assert_eq!(after(&[1, 2, 3, 4, 5, 6], 6), Verdict::GiveUp);
-        assert_eq!(after(&[1, 2, 3, 4, 5, 60_100], 60_100), Verdict::Now, "what is long ago is forgotten");
+        let many = deaths(&[1, 2, 3, 4, 5, 6]);
+        assert_eq!(trouble(&many[1..], ms(6)), None);
+        assert_eq!(trouble(&many, ms(6)), Some(Trouble::Dies));
+        assert_eq!(trouble(&many, ms(10_001)), None, "it is over");
+        let still = [Death { at: ms(7), had_begun: false }; 3];
+        assert_eq!(trouble(&still[1..], ms(7)), None);
+        assert_eq!(trouble(&still, ms(1_000_000)), Some(Trouble::NeverBegins), "until one begins");
+        assert_eq!(trouble(&[&still[..], &many[..1]].concat(), ms(7)), None);
     }
 
-    #[test]
-    fn a_program_that_does_not_start_is_not_tried_for_ever() {
-        let still = |at| Death { at: Duration::from_secs(at), had_begun: false };
-        let begun = Death { at: Duration::from_secs(200), had_begun: true };
-        let now = Duration::from_secs(1000);
-        assert_eq!(decide(Restart::Careful, &[still(1), still(100)], now).verdict, Verdict::Now);
-        assert_eq!(
-            decide(Restart::Careful, &[still(1), still(100), still(200)], now).verdict,
-            Verdict::GiveUp,
-            "however long it takes"
-        );
-        assert_eq!(decide(Restart::Careful, &[still(1), still(100), begun, still(300)], now).verdict, Verdict::Now);
+    /// Deaths in the order of time, up to a minute apart.
+    fn histories() -> impl Strategy<Value = Vec<Death>> {
+        prop::collection::vec((0_u64..60_000, any::<bool>()), 0..50).prop_map(|steps| {
+            let mut at = 0;
+            let death = |(after, had_begun): (u64, bool)| {
+                at += after;
+                Death { at: Duration::from_millis(at), had_begun }
+            };
+            steps.into_iter().map(death).collect()
+        })
     }
 
-    #[test]
-    fn who_kills_workers_on_purpose_gets_fresh_ones() {
-        let always = |at: &[Death]| decide(Restart::Always, at, Duration::ZERO).verdict;
-        assert_eq!(always(&deaths(&[1; 100])), Verdict::Now);
-        let still = Death { at: Duration::ZERO, had_begun: false };
-        assert_eq!(always(&[still; 3]), Verdict::GiveUp, "a program that does not start is another matter");
-    }
+    proptest! {
+        #[test]
+        fn no_node_is_given_up(history in histories(), is_always in any::<bool>()) {
+            let restart = if is_always { Restart::Always } else { Restart::Careful };
+            let Some(last) = history.last() else { return Ok(()) };
+            let waits = due(restart, &history) - last.at;
+            prop_assert!(waits <= RETRY_MAX);
+            prop_assert!(!last.had_begun || waits <= PAUSE_MAX, "one that begins is replaced within a second: {waits:?}");
+        }
 
-    #[test]
-    fn a_clock_that_went_back_counts_every_death() {
-        assert_eq!(
-            decide(Restart::Careful, &deaths(&[10, 20, 30, 40, 50, 60]), Duration::ZERO).verdict,
-            Verdict::GiveUp
-        );
+        #[test]
+        fn an_accident_after_a_quiet_time_is_mended_at_once(history in histories()) {
+            let at = history.last().map_or(Duration::ZERO, |death| death.at) + LATELY;
+            let mut both = history;
+            both.extend([Death { at, had_begun: true }; ACCIDENT]);
+            prop_assert_eq!(due(Restart::Careful, &both), at);
+        }
+
+        #[test]
+        fn one_death_more_never_makes_a_pause_shorter(history in histories(), had_begun in any::<bool>()) {
+            let Some(last) = history.last().copied() else { return Ok(()) };
+            let mut more = history.clone();
+            more.push(Death { had_begun, ..last });
+            // A worker that began ends a row of those that did not: what counts then is the storm alone.
+            prop_assume!(!had_begun || last.had_begun);
+            prop_assert!(due(Restart::Careful, &more) >= due(Restart::Careful, &history));
+        }
+
+        /// However fast workers die, the machine starts few of them, and the node gets the next one.
+        #[test]
+        fn a_program_that_always_dies_costs_little(lives in prop::collection::vec((0_u64..50, any::<bool>()), 200)) {
+            let (mut history, mut now, mut starts) = (Vec::new(), Duration::ZERO, Vec::new());
+            for (ms, had_begun) in lives {
+                starts.push(now);
+                now += Duration::from_millis(ms);
+                remember(&mut history, Death { at: now, had_begun });
+                now = now.max(due(Restart::Careful, &history));
+            }
+            let crowded = starts.windows(18).find(|some| some[17] - some[0] < LATELY);
+            prop_assert!(crowded.is_none(), "{crowded:?}");
+        }
+
+        #[test]
+        fn what_is_remembered_is_enough(history in histories()) {
+            let mut short = Vec::new();
+            history.iter().for_each(|death| remember(&mut short, *death));
+            let now = history.last().map_or(Duration::ZERO, |death| death.at);
+            prop_assert_eq!(due(Restart::Careful, &short), due(Restart::Careful, &history));
+            prop_assert_eq!(trouble(&short, now), trouble(&history, now));
+        }
     }
 }

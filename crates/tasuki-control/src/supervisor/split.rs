@@ -19,10 +19,10 @@ use std::time::Duration;
 use tasuki_relay::arbiter::{Arbiter, State};
 
 use super::jobs::Job;
-use super::policy::{self, Death, Verdict};
+use super::policy;
 use super::worker::{Fit, Worker};
 use super::{About, Supervisor, now};
-use crate::config::{Restart, Work};
+use crate::config::Work;
 
 /// A NIC of an uplink, or its end.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -108,10 +108,12 @@ pub fn joiner(sides: &[Side], hands: &[Hand]) -> Option<u32> {
 /// What was done about an uplink that is split.
 #[derive(Debug, Default)]
 pub struct Mending {
-    /// When it was tried to bring the two together, since it was whole last.
-    tries: Vec<Duration>,
-    /// It was told that nothing more is tried.
-    is_over: bool,
+    /// How often it was tried to bring the two together, since it was whole last,
+    tries: usize,
+    /// and when it may be tried again.
+    not_before: Duration,
+    /// It was told that nobody can drive both.
+    is_told: bool,
 }
 
 impl Supervisor {
@@ -149,34 +151,27 @@ impl Supervisor {
         }
         let then = decide(&sides, &hands);
         let Some(node) = self.nodes.get_mut(name) else { return };
-        let because = match then {
-            Then::Wait => return,
-            Then::Whole => {
-                node.mending = Mending::default();
-                return;
+        match then {
+            Then::Wait => {}
+            Then::Whole => node.mending = Mending::default(),
+            Then::Nobody if node.mending.is_told => {}
+            Then::Nobody => {
+                node.mending.is_told = true;
+                let sentence = format!(
+                    "{}, and stays so: none of its workers can drive both; tasuki events says why. When that is mended: tasuki worker upgrade {name}",
+                    self.how_split(name, &sides)
+                );
+                self.note(About::node(name), sentence);
             }
-            Then::Nobody => "none of its workers can drive both",
-            Then::To(worker) => {
-                let tries: Vec<_> = node.mending.tries.iter().map(|at| Death { at: *at, had_begun: true }).collect();
-                match policy::decide(Restart::Careful, &tries, now()).verdict {
-                    Verdict::At(_) => return,
-                    Verdict::Now => return self.bring_together(name, worker, &sides),
-                    Verdict::GiveUp => "it was tried six times within a minute to have one worker drive both",
-                }
-            }
-        };
-        if !std::mem::replace(&mut node.mending.is_over, true) {
-            let sentence = format!(
-                "{}, and stays so: {because}; tasuki events says why. When that is mended: tasuki worker upgrade {name}",
-                self.how_split(name, &sides)
-            );
-            self.note(About::node(name), sentence);
+            Then::To(_) if node.mending.not_before > now() => {}
+            Then::To(worker) => self.bring_together(name, worker, &sides),
         }
     }
 
     fn bring_together(&mut self, name: &str, worker: u32, sides: &[Side]) {
         let Some(node) = self.nodes.get_mut(name) else { return };
-        node.mending.tries.push(now());
+        node.mending.tries += 1;
+        node.mending.not_before = now() + policy::retry(node.mending.tries);
         let others: VecDeque<u32> =
             sides.iter().filter(|side| side.holder != Some(worker)).map(|side| side.nic).collect();
         let what: Vec<&str> = others.iter().map(|nic| self.cards[nic].name()).collect();

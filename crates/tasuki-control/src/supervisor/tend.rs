@@ -16,8 +16,9 @@ use tasuki_relay::pulse::Pulse;
 use tasuki_relay::wire::Use;
 use tasuki_shm::crash;
 
+use super::card::Opening;
 use super::deeds::party;
-use super::policy::{self, Verdict};
+use super::policy::{self, Death, Trouble};
 use super::worker::{Fit, Stage, Words, Worker};
 use super::{About, PATIENCE, Supervisor, Token, iova_of, now, split, watch};
 use crate::channel;
@@ -163,43 +164,43 @@ impl Supervisor {
     /// Starts who is missing.
     fn staff(&mut self, name: &str) {
         let missing = self.should_have(name).saturating_sub(self.staff_of(name).len());
-        let Some(node) = self.nodes.get_mut(name) else { return };
-        if missing == 0 || node.not_before > now() {
-            if missing == 0 && node.trouble.is_some() && !node.deaths.is_empty() {
-                node.trouble = None;
-            }
+        if self.nodes.get(name).is_none_or(|node| node.not_before > now()) {
             return;
         }
-        let decision = policy::decide(self.config.daemon.restart, &node.deaths, now());
-        match decision.verdict {
-            Verdict::Now => {
-                for _ in 0..missing {
-                    if self.is_awaited(name) {
-                        return;
-                    }
-                    if let Err(error) = self.start_worker(name, None, false) {
-                        return self.did_not_start(name, &error);
-                    }
-                }
+        for _ in 0..missing {
+            if self.is_awaited(name) {
+                return;
             }
-            Verdict::At(at) => node.not_before = at,
-            Verdict::GiveUp => {
-                let sentence = format!(
-                    "node {name} gets no fresh worker: {}; its log says of what. When that is mended: tasuki worker upgrade {name}",
-                    decision.because
-                );
-                if node.trouble.as_ref() != Some(&sentence) {
-                    node.trouble = Some(sentence.clone());
-                    self.note(About::node(name), sentence);
-                }
+            if let Err(error) = self.start_worker(name, None, false) {
+                return self.did_not_start(name, &error);
             }
         }
+    }
+
+    /// A worker of a node died that was not meant to: says when there may be another, and tells people when that is news.
+    pub(super) fn has_lost_a_worker(&mut self, name: &str, had_begun: bool) {
+        let (restart, now) = (self.config.daemon.restart, now());
+        let Some(node) = self.nodes.get_mut(name) else { return };
+        let before = policy::trouble(&node.deaths, now);
+        policy::remember(&mut node.deaths, Death { at: now, had_begun });
+        node.not_before = policy::due(restart, &node.deaths);
+        let after = policy::trouble(&node.deaths, now);
+        if let Some(trouble) = after.filter(|_| after != before) {
+            let sentence = in_words(name, trouble);
+            self.note(About::node(name), sentence);
+        }
+    }
+
+    /// What is wrong with a node, for people.
+    pub(super) fn trouble_of(&self, name: &str) -> Option<String> {
+        let node = self.nodes.get(name)?;
+        let dies = || policy::trouble(&node.deaths, now()).map(|trouble| in_words(name, trouble));
+        node.trouble.clone().or_else(dies)
     }
 
     fn did_not_start(&mut self, name: &str, error: &anyhow::Error) {
         let sentence = format!("no worker for node {name}: {error:#}");
         let Some(node) = self.nodes.get_mut(name) else { return };
-        node.deaths.push(policy::Death { at: now(), had_begun: false });
         let is_news = node.trouble.as_ref() != Some(&sentence);
         node.trouble = Some(sentence.clone());
         // A program that is not there may be there soon: it is being built, or installed.
@@ -268,6 +269,7 @@ impl Supervisor {
             heard: now(),
             stage: Stage::Starting(now()),
             nics: Default::default(),
+            has_begun: false,
             unconfined: Vec::new(),
             deaf: None,
             kits_due: None,
@@ -422,10 +424,14 @@ impl Supervisor {
         let hearts = self.workers.values().any(Worker::serves).then(|| now() + self.config.daemon.hang_after() / 4);
         let watches = self.cards.values().filter_map(|card| card.watch.map(|(_, at)| at));
         let waits = self.nodes.values().map(|node| node.not_before).filter(|at| *at > now());
+        let openings = self.cards.values().filter_map(|card| match card.opening {
+            Opening::NotBefore(at) if at > now() => Some(at),
+            _ => None,
+        });
         let busy =
             self.workers.values().any(|worker| !worker.serves()) || !self.jobs.is_empty() || self.stopping.is_some();
         let soon = (busy || self.is_opening()).then(|| now() + Duration::from_millis(20));
-        let all = watches.chain(waits).chain(hearts).chain(soon);
+        let all = watches.chain(waits).chain(openings).chain(hearts).chain(soon);
         all.min().unwrap_or_else(|| now() + Duration::from_secs(3600))
     }
 
@@ -450,6 +456,20 @@ impl Supervisor {
                 "the worker that drives the NIC did not say what it has counted; ask again",
             )));
         }
+    }
+}
+
+fn in_words(name: &str, trouble: Trouble) -> String {
+    match trouble {
+        Trouble::NeverBegins => format!(
+            "node {name} has a program that ends before it hears an order, three times in a row by now; tasukid's log has what it wrote. It is tried again every {} s at least; when it is mended, at once: tasuki worker upgrade {name}",
+            policy::RETRY_MAX.as_secs()
+        ),
+        Trouble::Dies => format!(
+            "node {name} has lost six workers and more within {} s, and gets a fresh one after pauses of up to {} s; tasuki events says what they died of",
+            policy::LATELY.as_secs(),
+            policy::PAUSE_MAX.as_secs()
+        ),
     }
 }
 

@@ -33,7 +33,7 @@ impl Supervisor {
             workers: self.workers.values().filter(|worker| worker.record.node == name).map(Worker::party).collect(),
             nics: self.cards.values().filter(|card| card.node == name).map(|card| card.name().to_owned()).collect(),
             generation: node.record.generation,
-            trouble: node.trouble.clone(),
+            trouble: self.trouble_of(name),
             captured: self.is_captured(name),
         })
     }

@@ -113,6 +113,8 @@ pub struct Worker {
     pub stage: Stage,
     /// The NICs that it was given, by number.
     pub nics: BTreeMap<u32, Fit>,
+    /// Whether it has ever said that it hears orders.
+    pub has_begun: bool,
     /// What it could not confine itself with.
     pub unconfined: Vec<String>,
     /// Since when it runs no more, or has closed its end: it is ending, or does not want to hear us.

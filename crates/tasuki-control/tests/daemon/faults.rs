@@ -1,6 +1,8 @@
 //! What is wrong, and how it is said.
 
+use std::collections::BTreeSet;
 use std::fs;
+use std::hash::{BuildHasher, Hasher, RandomState};
 use std::process::Stdio;
 
 use hyper::Method;
@@ -214,16 +216,44 @@ fn a_worker_that_claims_the_end_of_another_node_is_ended() {
 }
 
 #[test]
-fn a_program_that_always_dies_is_not_started_for_ever() {
+fn a_program_that_dies_before_it_begins_is_said_to_do_so_and_tried_again_until_it_is_mended() {
     let rig = Rig::with(NODES, "dies-at-start");
-    rig.await_event("node red gets no fresh worker: its program ended three times in a row before it heard an order");
+    rig.await_event("node red has a program that ends before it hears an order, three times in a row by now");
     let status = rig.ask(&["status"]);
     assert!(status.contains("tasuki worker upgrade red"), "{status}");
-    // It is mended, and somebody says so.
+    // It is mended: one node is told so, and the others find out.
     rig.program("worker", "");
     let said = rig.ask(&["worker", "upgrade", "red"]);
     assert!(said.contains("node red is now worker"), "{said}");
     rig.await_pair("red");
+    until(&rig, "it is tried again", || rig.worker("blue", "idle").is_some() && rig.worker("green", "idle").is_some());
+    until(&rig, "nothing is wrong any more", || !rig.ask(&["status"]).contains("has a program that ends before"));
+}
+
+#[test]
+fn a_node_whose_workers_are_killed_thirty_times_works_again_by_itself() {
+    let drawn = || RandomState::new().build_hasher().finish() & u64::from(u32::MAX);
+    let seed = std::env::var("TASUKI_SEED").ok().and_then(|seed| seed.parse().ok()).unwrap_or_else(drawn);
+    println!("TASUKI_SEED={seed}");
+    let rig = Rig::new();
+    rig.await_pair("red");
+    let killed = std::cell::RefCell::new(BTreeSet::new());
+    until(&rig, "thirty are killed", || {
+        let its: Vec<u32> = rig.workers().iter().filter(|worker| worker["node"] == "red").map(pid).collect();
+        // One bit of the seed for each of them.
+        let mut killed = killed.borrow_mut();
+        if let Some(victim) = its.get(usize::from(seed >> killed.len() & 1 == 1) % its.len().max(1)) {
+            // It may have been killed and not be gone yet.
+            if killed.insert(*victim) {
+                signal(*victim, Signal::KILL);
+            }
+        }
+        killed.len() == 30
+    });
+    rig.await_event("node red has lost six workers and more");
+    rig.await_pair("red");
+    assert_eq!(rig.nic()["is"], "driven");
+    until(&rig, "nothing is wrong any more", || !rig.ask(&["status"]).contains("has lost six workers"));
 }
 
 #[test]
@@ -237,9 +267,9 @@ fn a_worker_program_that_is_missing_is_named_and_found_when_it_is_there() {
     let said = rig.refused(&["worker", "upgrade", "red", "--with", "/nowhere/worker"]);
     assert!(said.contains("/nowhere/worker is not there"), "{said}");
     rig.program("worker", "");
-    rig.ask(&["worker", "upgrade", "blue"]);
-    rig.ask(&["worker", "upgrade", "red"]);
-    rig.await_event("node red is now worker");
+    rig.await_pair("red");
+    let status = rig.ask(&["status"]);
+    assert!(!status.contains("does not start"), "{status}");
 }
 
 #[test]
