@@ -5,7 +5,10 @@
 use std::collections::BTreeMap;
 
 use anyhow::{Context, Result};
-use landlock::{ABI, Access, AccessFs, AccessNet, CompatLevel, Compatible, Ruleset, RulesetAttr, RulesetStatus, Scope};
+use landlock::{
+    ABI, Access, AccessFs, AccessNet, CompatLevel, Compatible, LandlockStatus, Ruleset, RulesetAttr, RulesetStatus,
+    Scope,
+};
 use rustix::process::{DumpableBehavior, Gid, Resource, Rlimit, Uid};
 use rustix::thread::{CapabilitySet, CapabilitySets};
 use seccompiler::{
@@ -48,7 +51,6 @@ const CALLS: &[i64] = &[
     libc::SYS_nanosleep,
     // Descriptors.
     libc::SYS_close,
-    libc::SYS_fcntl,
     libc::SYS_fstat,
     libc::SYS_newfstatat,
     libc::SYS_statx,
@@ -61,10 +63,8 @@ const CALLS: &[i64] = &[
     libc::SYS_ftruncate,
     libc::SYS_fallocate,
     libc::SYS_lseek,
-    libc::SYS_mmap,
     libc::SYS_mremap,
     libc::SYS_munmap,
-    libc::SYS_mprotect,
     libc::SYS_madvise,
     libc::SYS_brk,
     // Of the language's runtime.
@@ -79,14 +79,28 @@ const CALLS: &[i64] = &[
     libc::SYS_gettid,
     libc::SYS_exit,
     libc::SYS_exit_group,
-    // What may be locked, for a device behind VFIO.
-    libc::SYS_prlimit64,
     libc::SYS_capget,
 ];
 
 /// Requests of `ioctl`: whether a socket waits, and those of VFIO, which all have one letter.
 const FIONBIO: u64 = 0x5421;
 const VFIO_TYPE: u64 = (b';' as u64) << 8;
+
+/// Of a mapping.
+const PROT_EXEC: u64 = libc::PROT_EXEC.unsigned_abs() as u64;
+
+/// Commands of `fcntl`: descriptors, seals, and the lock by which those that share a card's connection take turns. None of them names another process, as F_SETOWN does
+/// (signals to it) or F_NOTIFY and F_SETLEASE (signals because of it). F_SETFL is apart.
+const FCNTL: &[i32] = &[
+    libc::F_DUPFD_CLOEXEC,
+    libc::F_GETFD,
+    libc::F_SETFD,
+    libc::F_GETFL,
+    libc::F_SETLK,
+    libc::F_SETLKW,
+    libc::F_ADD_SEALS,
+    libc::F_GET_SEALS,
+];
 
 /// What became of it: sentences about what could not be confined, for the daemon.
 #[derive(Debug, Default)]
@@ -132,7 +146,7 @@ pub fn confine(memlock: u64, urgent: bool) -> Result<Unconfined> {
     rustix::thread::set_no_new_privs(true).context("the kernel does not bar the worker from new privileges")?;
     let dumpable = rustix::process::set_dumpable_behavior(DumpableBehavior::NotDumpable);
     without.note(dumpable, "other processes of the worker's user can look into it");
-    without.note(no_files(), "files are not barred");
+    without.note(no_files(), "files, TCP ports, abstract sockets and signals are not all barred");
     let filtered = only_calls();
     if filtered.is_err() {
         give_up_but(CapabilitySet::empty())?;
@@ -169,23 +183,41 @@ fn become_nobody(keeps: bool) -> Result<()> {
     Ok(())
 }
 
+/// What landlock is to bar, as of this kernel interface (Linux 6.12).
+const LANDLOCK: ABI = ABI::V6;
+
 /// No file, no TCP port, no abstract socket and no signal to anybody outside: landlock.
 fn no_files() -> Result<()> {
-    const NEWEST: ABI = ABI::V6;
     let ruleset = Ruleset::default()
         .set_compatibility(CompatLevel::BestEffort)
-        .handle_access(AccessFs::from_all(NEWEST))?
-        .handle_access(AccessNet::from_all(NEWEST))?
-        .scope(Scope::from_all(NEWEST))?;
+        .handle_access(AccessFs::from_all(LANDLOCK))?
+        .handle_access(AccessNet::from_all(LANDLOCK))?
+        .scope(Scope::from_all(LANDLOCK))?;
     let status = ruleset.create()?.restrict_self()?;
-    match status.ruleset {
-        RulesetStatus::FullyEnforced | RulesetStatus::PartiallyEnforced => Ok(()),
-        RulesetStatus::NotEnforced => {
+    match (status.ruleset, status.landlock) {
+        (RulesetStatus::FullyEnforced, _) => Ok(()),
+        (RulesetStatus::PartiallyEnforced, LandlockStatus::Available { effective_abi, .. }) => {
+            anyhow::bail!(
+                "this kernel's landlock does not know {}; a newer one does (Linux 6.12)",
+                not_barred(effective_abi).join(", ")
+            )
+        }
+        _ => {
             anyhow::bail!(
                 "this kernel has no landlock, or it is not switched on (CONFIG_SECURITY_LANDLOCK, lsm=landlock)"
             )
         }
     }
+}
+
+/// What a kernel with this interface does not bar.
+fn not_barred(kernels: ABI) -> Vec<String> {
+    let files = AccessFs::from_all(LANDLOCK) & !AccessFs::from_all(kernels);
+    let ports = AccessNet::from_all(LANDLOCK) & !AccessNet::from_all(kernels);
+    let scopes = Scope::from_all(LANDLOCK) & !Scope::from_all(kernels);
+    let files = files.iter().map(|right| format!("{right:?} of files"));
+    let ports = ports.iter().map(|right| format!("{right:?}"));
+    files.chain(ports).chain(scopes.iter().map(|scope| format!("{scope:?} outside"))).collect()
 }
 
 /// A rule for one argument.
@@ -198,11 +230,32 @@ fn condition(argument: u8, mask: Option<u64>, value: u64) -> Result<SeccompCondi
     Ok(SeccompCondition::new(argument, SeccompCmpArgLen::Dword, op, value)?)
 }
 
+/// What a worker may lock is asked for a device behind VFIO. Of another process of its user the same call would take the limits away.
+fn only_to_look_at_itself() -> Result<SeccompRule> {
+    let sets_nothing = SeccompCondition::new(2, SeccompCmpArgLen::Qword, SeccompCmpOp::Eq, 0)?;
+    Ok(SeccompRule::new(vec![condition(0, None, 0)?, sets_nothing])?)
+}
+
+/// [`FCNTL`], and F_SETFL but for O_ASYNC: no file sends signals.
+fn commands() -> Result<Vec<SeccompRule>> {
+    let command = |command: i32| u64::from(command.unsigned_abs());
+    let mut rules = FCNTL.iter().map(|&it| only_if(1, None, command(it))).collect::<Result<Vec<_>>>()?;
+    let is_quiet = condition(2, Some(command(libc::O_ASYNC)), 0)?;
+    rules.push(SeccompRule::new(vec![condition(1, None, command(libc::F_SETFL))?, is_quiet])?);
+    Ok(rules)
+}
+
 /// Only the system calls that a worker makes: seccomp.
 fn only_calls() -> Result<()> {
     let mut rules: BTreeMap<i64, Vec<SeccompRule>> = CALLS.iter().map(|&call| (call, Vec::new())).collect();
     rules.insert(libc::SYS_ioctl, vec![only_if(1, None, FIONBIO)?, only_if(1, Some(0xff00), VFIO_TYPE)?]);
     let ourselves = std::process::id().into();
+    rules.insert(libc::SYS_prlimit64, vec![only_to_look_at_itself()?]);
+    rules.insert(libc::SYS_fcntl, commands()?);
+    // Nothing that it has written, or was given, becomes code.
+    let no_code = || only_if(2, Some(PROT_EXEC), 0);
+    rules.insert(libc::SYS_mmap, vec![no_code()?]);
+    rules.insert(libc::SYS_mprotect, vec![no_code()?]);
     // Its own CPU, and nobody else's.
     rules.insert(libc::SYS_sched_setaffinity, vec![only_if(0, None, 0)?]);
     // Its own nice value, and nobody else's.
@@ -233,5 +286,16 @@ mod tests {
         {
             assert_eq!(identity(nonsense), NOBODY, "{nonsense:?}");
         }
+    }
+
+    #[test]
+    fn what_an_older_landlock_does_not_bar_is_named() {
+        assert_eq!(not_barred(LANDLOCK), [""; 0]);
+        let said = not_barred(ABI::V3).join(", ");
+        for part in ["BindTcp", "ConnectTcp", "IoctlDev of files", "AbstractUnixSocket outside", "Signal outside"] {
+            assert!(said.contains(part), "{part} is not in {said}");
+        }
+        assert!(!said.contains("Execute"), "{said}");
+        assert!(not_barred(ABI::V1).join(", ").contains("Truncate"));
     }
 }

@@ -1,0 +1,56 @@
+//! What a program tries against others once its runtime has confined it (stage two): the kernel ends it, and its victim goes on.
+#![allow(clippy::tests_outside_test_module, reason = "the whole file is tests")]
+
+#[macro_use]
+mod daemon;
+
+use std::path::Path;
+
+use daemon::{Model, Nic, Node, Worker, folder};
+use tasuki_relay::letter::Work;
+use tasuki_relay::wire::{Report, Use};
+
+/// A node whose program tries this when it is given its NIC.
+fn hostile(folder: &Path, options: String, first: u32) -> Option<Node> {
+    let program = Path::new(env!("CARGO_BIN_EXE_tasuki-worker")).with_file_name("examples").join("hostile");
+    if !program.exists() {
+        println!("skipped: needs the examples: cargo build --package tasuki-worker --examples --all-features");
+        return None;
+    }
+    let mut node = Node::beside(folder, Work::Program, first);
+    (node.program, node.options) = (program, options);
+    Some(node)
+}
+
+/// What the kernel says that it may open, lock, and so on.
+fn limits(worker: &Worker) -> String {
+    std::fs::read_to_string(format!("/proc/{}/limits", worker.process.id())).expect("a child of ours")
+}
+
+#[test]
+fn a_confined_program_that_reaches_for_others_is_killed_and_they_go_on() {
+    need_model!();
+    let folder = folder();
+    let model = Model::start(folder.path(), &[]);
+    let nic = Nic::open(&model.socket, &[]);
+    let mut victim = Node::new(folder.path(), Work::Echo).ready(&nic, &[]);
+    let before = limits(&victim);
+    let pid = victim.process.id();
+    let attacks = ["prlimit", "prlimit-self", "setown", "setsig", "async", "notify", "lease", "code", "code-map"];
+    for (attack, first) in attacks.iter().zip((10..).step_by(10)) {
+        let Some(mut node) = hostile(folder.path(), format!("then {attack} {pid}"), first) else { return };
+        let mut worker = node.worker(&[]);
+        worker.give(&nic);
+        worker.prepare(&nic, Use::Upgrade);
+        assert_eq!(worker.report_or_end(&nic), None, "it tried {attack}, and lives");
+        assert_eq!(worker.process.end(), None, "{attack}: it is not the kernel that ended it");
+    }
+    assert_eq!(limits(&victim), before);
+    assert!(victim.process.is_running());
+    let Some(mut node) = hostile(folder.path(), "then nothing".to_owned(), 500) else { return };
+    let mut worker = node.worker(&[]);
+    worker.give(&nic);
+    worker.prepare(&nic, Use::Upgrade);
+    assert_eq!(worker.report(&nic), Report::Ready, "who tries nothing is ready: {:?}", worker.told);
+    drop((worker, victim));
+}
