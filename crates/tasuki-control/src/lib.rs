@@ -6,6 +6,7 @@
 
 pub mod api;
 pub mod aside;
+pub mod cgroup;
 pub mod channel;
 pub mod cli;
 pub mod config;

@@ -1,0 +1,503 @@
+//! Control groups: a node's processes together have bounds, and stop at one word.
+//!
+//! [`Groups`] is what this machine has of them, both kinds: version 2 where it is mounted, version 1's controllers for the rest. Beneath the daemon's own group lie
+//! `tasuki/ID/node-NAME`, with the node's [`Bounds`], and in it a group of each worker, without bounds of its own:
+//!
+//! ```text
+//! let groups = Groups::find("a name that stays over restarts");
+//! let node = groups.node("red", &bounds)?;      // made, or that of a daemon before us
+//! let worker = node.child("worker-7")?;
+//! worker.add(pid)?;                             // or the process itself writes 0 into each of worker.doors()
+//! worker.freeze()?;                             // asks; comes back at once
+//! while !worker.is_frozen()? { hint::spin_loop() }   // from here on none of its threads runs an instruction in user space
+//! worker.kill()?;                               // also of what is frozen; it runs nothing more
+//! worker.remove();                              // once it is dead
+//! ```
+//!
+//! A frozen process keeps its locks, its memory and its descriptors. `freeze`, `is_frozen` and `thaw` are one system call each, on descriptors that are open already. Whoever
+//! is frozen by version 1 dies only when it is thawed; [`Group::kill`] sees to that.
+//!
+//! The CPU controller is left alone unless a node has a bound for it: in a group of that a nice value counts among the group's own processes only, and a driver would
+//! no longer go before the programs beside it.
+
+use std::fs::{self, File, OpenOptions};
+use std::io;
+use std::os::unix::fs::FileExt;
+use std::path::{Path, PathBuf};
+
+use rustix::process::{Pid, Signal};
+
+/// What all processes of a node may have together.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct Bounds {
+    /// Bytes.
+    pub memory: Option<u64>,
+    /// Processes and threads.
+    pub pids: Option<u32>,
+    /// Hundredths of one CPU.
+    pub cpu: Option<u32>,
+}
+
+/// µs in which a bound on CPU time is kept.
+const CPU_PERIOD: u64 = 100_000;
+
+/// A mounted hierarchy, and where our groups are in it.
+#[derive(Debug, Clone)]
+struct Hierarchy {
+    /// The daemon's own group.
+    own: PathBuf,
+    /// What it bounds; of version 2, what it could.
+    controllers: Vec<String>,
+    is_v2: bool,
+}
+
+impl Hierarchy {
+    fn has(&self, controller: &str) -> bool {
+        self.controllers.iter().any(|has| has == controller)
+    }
+}
+
+/// What this machine has.
+#[derive(Debug, Clone)]
+pub struct Groups {
+    hierarchies: Vec<Hierarchy>,
+    id: String,
+}
+
+/// Which controllers exist for us, by what a line of mountinfo and one of /proc/self/cgroup say.
+fn hierarchies(mountinfo: &str, of_us: &str) -> Vec<Hierarchy> {
+    let own = |name: Option<&str>| {
+        of_us.lines().find_map(|line| {
+            let mut parts = line.splitn(3, ':').skip(1);
+            let (names, path) = (parts.next()?, parts.next()?);
+            let is_it = name.map_or(names.is_empty(), |name| names.split(',').any(|one| one == name));
+            is_it.then(|| path.to_owned())
+        })
+    };
+    let mut found = Vec::new();
+    for line in mountinfo.lines() {
+        let Some((left, right)) = line.split_once(" - ") else { continue };
+        let (left, right): (Vec<_>, Vec<_>) = (left.split(' ').collect(), right.split(' ').collect());
+        let ([_, _, _, root, mount, ..], [kind, _, options, ..]) = (&left[..], &right[..]) else { continue };
+        let (is_v2, names) = match *kind {
+            "cgroup2" => (true, Vec::new()),
+            "cgroup" => (false, options.split(',').map(str::to_owned).collect()),
+            _ => continue,
+        };
+        let name = names.iter().find(|name| own(Some(name)).is_some());
+        let Some(path) = own(name.map(String::as_str).filter(|_| !is_v2)) else { continue };
+        // A container sees a part of the tree, or all paths from there.
+        let path = Path::new(&path);
+        let below = path.strip_prefix(root).or_else(|_| path.strip_prefix("/")).unwrap_or(path);
+        found.push(Hierarchy { own: Path::new(mount).join(below), controllers: names, is_v2 });
+    }
+    found
+}
+
+impl Groups {
+    /// Those of this machine that we may use. `id` tells one daemon's from another's, and stays over its restarts.
+    pub fn find(id: &str) -> Self {
+        let read = |path: &Path| fs::read_to_string(path).unwrap_or_default();
+        let mut all = hierarchies(&read(Path::new("/proc/self/mountinfo")), &read(Path::new("/proc/self/cgroup")));
+        for it in all.iter_mut().filter(|it| it.is_v2) {
+            let there = read(&it.own.join("cgroup.controllers"));
+            it.controllers = there.split_whitespace().map(str::to_owned).collect();
+        }
+        all.retain(|it| fs::create_dir_all(it.own.join("tasuki").join(id)).is_ok());
+        Groups { hierarchies: all, id: id.to_owned() }
+    }
+
+    /// What of this no group of ours could do, as ends of the sentence "this machine has no …".
+    pub fn lacks(&self, bounds: &Bounds) -> Vec<&'static str> {
+        let has = |controller: &str| self.hierarchies.iter().any(|it| it.has(controller));
+        let mut lacks = Vec::new();
+        let wanted = [
+            (bounds.memory.is_some() && !has("memory"), "control group for memory"),
+            (bounds.pids.is_some() && !has("pids"), "control group for numbers of processes"),
+            (bounds.cpu.is_some() && !has("cpu"), "control group for CPU time"),
+            (!self.freezes(), "freezer"),
+        ];
+        lacks.extend(wanted.into_iter().filter_map(|(is_missing, what)| is_missing.then_some(what)));
+        lacks
+    }
+
+    fn freezes(&self) -> bool {
+        self.hierarchies.iter().any(|it| it.is_v2 || it.has("freezer"))
+    }
+
+    /// That of a node, with these bounds: made, or as a daemon before us has left it.
+    ///
+    /// # Errors
+    /// What the kernel refuses.
+    pub fn node(&self, name: &str, bounds: &Bounds) -> io::Result<Group> {
+        let mut group = Group { places: Vec::new(), freezer: None };
+        for it in self.hierarchies.iter().filter(|it| is_of_use(it, bounds)) {
+            let parent = it.own.join("tasuki").join(&self.id);
+            fs::create_dir_all(&parent)?;
+            if it.is_v2 {
+                let asked: Vec<_> = wanted(bounds).into_iter().filter(|name| it.has(name)).collect();
+                enable(&it.own, &parent, &asked)?;
+            }
+            let path = parent.join(format!("node-{name}"));
+            fs::create_dir_all(&path)?;
+            bound(&path, it, bounds)?;
+            let freezes = it.is_v2 || it.has("freezer");
+            group.places.push(Place { path, is_v2: it.is_v2, freezes });
+        }
+        group.open_freezer()?;
+        Ok(group)
+    }
+
+    /// Removes what daemons have left in which no process is, ours and others'.
+    pub fn sweep(&self) {
+        for it in &self.hierarchies {
+            remove_empty(&it.own.join("tasuki"), 3);
+        }
+    }
+}
+
+/// Removes the groups beneath this one that have no process, and this one; those that have stay.
+fn remove_empty(group: &Path, depth: u32) {
+    for entry in fs::read_dir(group).into_iter().flatten().flatten() {
+        if depth > 0 && entry.file_type().is_ok_and(|kind| kind.is_dir()) {
+            remove_empty(&entry.path(), depth - 1);
+        }
+    }
+    let _ = fs::remove_dir(group);
+}
+
+/// Controllers that these bounds take.
+fn wanted(bounds: &Bounds) -> Vec<&'static str> {
+    let all = [("memory", bounds.memory.is_some()), ("pids", bounds.pids.is_some()), ("cpu", bounds.cpu.is_some())];
+    all.into_iter().filter_map(|(name, is_wanted)| is_wanted.then_some(name)).collect()
+}
+
+fn is_of_use(it: &Hierarchy, bounds: &Bounds) -> bool {
+    it.is_v2 || it.has("freezer") || wanted(bounds).iter().any(|name| it.has(name))
+}
+
+/// Has the groups from `own` down to `parent` hand these controllers on. Version 2 does that for groups alone that have no process of their own: the daemon goes aside.
+fn enable(own: &Path, parent: &Path, controllers: &[&str]) -> io::Result<()> {
+    if controllers.is_empty() {
+        return Ok(());
+    }
+    let text: Vec<String> = controllers.iter().map(|name| format!("+{name}")).collect();
+    let hand_on = |group: &Path| fs::write(group.join("cgroup.subtree_control"), text.join(" "));
+    if hand_on(own).is_err() {
+        let aside = own.join("tasukid");
+        fs::create_dir_all(&aside)?;
+        fs::write(aside.join("cgroup.procs"), "0")?;
+        hand_on(own)?;
+    }
+    let between = parent.strip_prefix(own).unwrap_or(Path::new("")).components();
+    let mut group = own.to_owned();
+    for part in between {
+        group.push(part);
+        hand_on(&group)?;
+    }
+    Ok(())
+}
+
+fn bound(group: &Path, it: &Hierarchy, bounds: &Bounds) -> io::Result<()> {
+    let or_max = |value: Option<u64>| value.map_or("max".to_owned(), |value| value.to_string());
+    let set = |controller: &str, file: &str, text: String| {
+        if it.has(controller) { fs::write(group.join(file), text) } else { Ok(()) }
+    };
+    if let Some(bytes) = bounds.memory {
+        let file = if it.is_v2 { "memory.max" } else { "memory.limit_in_bytes" };
+        set("memory", file, bytes.to_string())?;
+    }
+    if bounds.pids.is_some() {
+        set("pids", "pids.max", or_max(bounds.pids.map(u64::from)))?;
+    }
+    if let Some(hundredths) = bounds.cpu {
+        let quota = u64::from(hundredths) * CPU_PERIOD / 100;
+        match it.is_v2 {
+            true => set("cpu", "cpu.max", format!("{quota} {CPU_PERIOD}"))?,
+            false => set("cpu", "cpu.cfs_quota_us", quota.to_string())?,
+        }
+    }
+    Ok(())
+}
+
+/// A group in one hierarchy.
+#[derive(Debug)]
+struct Place {
+    path: PathBuf,
+    is_v2: bool,
+    freezes: bool,
+}
+
+/// A node's processes, or one worker's.
+#[derive(Debug)]
+pub struct Group {
+    places: Vec<Place>,
+    freezer: Option<Freezer>,
+}
+
+/// By which a group is stopped, and seen to be.
+#[derive(Debug)]
+struct Freezer {
+    path: PathBuf,
+    is_v2: bool,
+    /// `freezer.state`, or `cgroup.freeze`.
+    state: File,
+    /// The same, or `cgroup.events`.
+    seen: File,
+}
+
+impl Group {
+    fn open_freezer(&mut self) -> io::Result<()> {
+        // Version 2's lets what it has frozen be killed.
+        let best = self.places.iter().filter(|place| place.freezes).max_by_key(|place| place.is_v2);
+        let Some(Place { path, is_v2, .. }) = best else { return Ok(()) };
+        let (state, seen) =
+            if *is_v2 { ("cgroup.freeze", "cgroup.events") } else { ("freezer.state", "freezer.state") };
+        let state = OpenOptions::new().write(true).open(path.join(state))?;
+        self.freezer = Some(Freezer { path: path.clone(), is_v2: *is_v2, state, seen: File::open(path.join(seen))? });
+        Ok(())
+    }
+
+    /// A group in it, whose bounds are this one's.
+    ///
+    /// # Errors
+    /// What the kernel refuses.
+    pub fn child(&self, name: &str) -> io::Result<Group> {
+        let places = self.places.iter().map(|place| {
+            // What bounds alone needs no group of its own.
+            let path = if place.freezes { place.path.join(name) } else { place.path.clone() };
+            fs::create_dir_all(&path)?;
+            Ok(Place { path, ..*place })
+        });
+        let mut group = Group { places: places.collect::<io::Result<_>>()?, freezer: None };
+        group.open_freezer()?;
+        Ok(group)
+    }
+
+    /// Files into which a process writes 0 to be of this group.
+    pub fn doors(&self) -> Vec<PathBuf> {
+        self.places.iter().map(|place| place.path.join("cgroup.procs")).collect()
+    }
+
+    /// Has a process be of this group, and what it starts from then on.
+    ///
+    /// # Errors
+    /// What the kernel refuses: it may be dead.
+    pub fn add(&self, pid: u32) -> io::Result<()> {
+        self.doors().iter().try_for_each(|door| fs::write(door, pid.to_string()))
+    }
+
+    fn freezer(&self) -> io::Result<&Freezer> {
+        self.freezer.as_ref().ok_or_else(|| io::Error::other("no freezer is mounted (cgroup2, or cgroup's freezer)"))
+    }
+
+    /// Asks the kernel to stop all of it. It has happened once [`Self::is_frozen`] says so.
+    ///
+    /// # Errors
+    /// What the kernel refuses.
+    pub fn freeze(&self) -> io::Result<()> {
+        let it = self.freezer()?;
+        it.state.write_all_at(if it.is_v2 { b"1" } else { b"FROZEN" }, 0)
+    }
+
+    /// Whether none of it runs, until it is thawed.
+    ///
+    /// # Errors
+    /// What the kernel refuses.
+    pub fn is_frozen(&self) -> io::Result<bool> {
+        let it = self.freezer()?;
+        let mut text = [0; 64];
+        let len = it.seen.read_at(&mut text, 0)?;
+        let text = &text[..len];
+        let frozen: &[u8] = if it.is_v2 { b"frozen 1" } else { b"FROZEN" };
+        Ok(text.split(|byte| *byte == b'\n').any(|line| line == frozen))
+    }
+
+    /// Has it go on.
+    ///
+    /// # Errors
+    /// What the kernel refuses.
+    pub fn thaw(&self) -> io::Result<()> {
+        let it = self.freezer()?;
+        it.state.write_all_at(if it.is_v2 { b"0" } else { b"THAWED" }, 0)
+    }
+
+    /// Ends all of it, frozen or not; what is frozen runs nothing more in user space. Comes back before all of them are dead.
+    ///
+    /// # Errors
+    /// What the kernel refuses.
+    pub fn kill(&self) -> io::Result<()> {
+        let it = self.freezer()?;
+        if it.is_v2 && fs::write(it.path.join("cgroup.kill"), "1").is_ok() {
+            return Ok(());
+        }
+        // Whatever starts others does not while it is stopped. Each has its signal before any goes on, and takes that first.
+        self.freeze()?;
+        for pid in self.processes()? {
+            if let Some(pid) = i32::try_from(pid).ok().and_then(Pid::from_raw) {
+                let _ = rustix::process::kill_process(pid, Signal::KILL);
+            }
+        }
+        self.thaw()
+    }
+
+    /// Which there are.
+    ///
+    /// # Errors
+    /// What the kernel refuses.
+    pub fn processes(&self) -> io::Result<Vec<u32>> {
+        let text = fs::read_to_string(self.freezer()?.path.join("cgroup.procs"))?;
+        Ok(text.lines().filter_map(|line| line.parse().ok()).collect())
+    }
+
+    /// Removes it, and those in it, as far as no process is there any more.
+    pub fn remove(&self) {
+        for place in &self.places {
+            remove_empty(&place.path, 2);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::process::{Child, Command, Stdio};
+    use std::time::{Duration, Instant};
+
+    use super::*;
+
+    #[test]
+    fn what_is_mounted_is_found_of_both_versions() {
+        let mounts = "31 23 0:28 / /sys/fs/cgroup rw - tmpfs tmpfs rw\n\
+             35 31 0:32 / /sys/fs/cgroup/memory rw,relatime - cgroup cgroup rw,memory\n\
+             32 31 0:29 /pod /sys/fs/cgroup/cpu rw,relatime shared:7 - cgroup cgroup rw,cpu,cpuacct\n\
+             41 31 0:38 / /sys/fs/cgroup/unified rw,relatime - cgroup2 cgroup2 rw\n";
+        let of_us = "4:memory:/a/b\n3:cpu,cpuacct:/pod/c\n0::/system.slice/tasukid.service\n";
+        let found = hierarchies(mounts, of_us);
+        let owns: Vec<_> = found.iter().map(|it| (it.own.to_str().expect("text"), it.is_v2)).collect();
+        let expected = [
+            ("/sys/fs/cgroup/memory/a/b", false),
+            ("/sys/fs/cgroup/cpu/c", false),
+            ("/sys/fs/cgroup/unified/system.slice/tasukid.service", true),
+        ];
+        assert_eq!(owns, expected);
+        assert!(found[0].has("memory") && found[1].has("cpu") && !found[0].has("cpu"));
+    }
+
+    /// Groups of this machine of one version, which go when the test ends; nothing where there are none.
+    struct Ours(Groups);
+
+    impl Ours {
+        fn find(test: &str, is_v2: bool) -> Option<Self> {
+            let mut groups = Groups::find(&format!("test-{test}-{}", std::process::id()));
+            groups.hierarchies.retain(|it| it.is_v2 == is_v2);
+            if !groups.freezes() {
+                println!("skipped: no freezer of version {} is mounted, or not for us", if is_v2 { 2 } else { 1 });
+                Ours(groups);
+                return None;
+            }
+            Some(Ours(groups))
+        }
+    }
+
+    impl Drop for Ours {
+        fn drop(&mut self) {
+            for it in &self.0.hierarchies {
+                remove_empty(&it.own.join("tasuki").join(&self.0.id), 3);
+            }
+        }
+    }
+
+    /// Ends with the test.
+    struct Busy(Child);
+
+    impl Busy {
+        fn start() -> Self {
+            let mut command = Command::new("sh");
+            Busy(command.args(["-c", "while :; do :; done"]).stdin(Stdio::null()).spawn().expect("a shell"))
+        }
+
+        /// µs of CPU time, in ticks.
+        fn ticks(&self) -> u64 {
+            let line = fs::read_to_string(format!("/proc/{}/stat", self.0.id())).expect("a child of ours");
+            line.rsplit_once(')').expect("a name").1.split_whitespace().nth(11).expect("utime").parse().expect("ticks")
+        }
+    }
+
+    impl Drop for Busy {
+        fn drop(&mut self) {
+            let _ = self.0.kill();
+            let _ = self.0.wait();
+        }
+    }
+
+    fn until(what: &str, mut done: impl FnMut() -> bool) {
+        let end = Instant::now() + Duration::from_secs(60);
+        while !done() {
+            assert!(Instant::now() < end, "waited in vain for {what}");
+            std::thread::sleep(Duration::from_millis(1));
+        }
+    }
+
+    fn is_frozen_and_killed(is_v2: bool) {
+        let Some(ours) = Ours::find(if is_v2 { "freeze2" } else { "freeze1" }, is_v2) else { return };
+        let node = ours.0.node("red", &Bounds::default()).expect("a group");
+        let (worker, sibling) = (node.child("worker-1").expect("a group"), node.child("worker-2").expect("a group"));
+        let (mut busy, mut other) = (Busy::start(), Busy::start());
+        worker.add(busy.0.id()).expect("it lives");
+        sibling.add(other.0.id()).expect("it lives");
+        assert_eq!(worker.processes().expect("a group"), [busy.0.id()]);
+        assert!(!worker.is_frozen().expect("a group"));
+        worker.freeze().expect("a freezer");
+        until("the freezer", || worker.is_frozen().expect("a group"));
+        let (before, others) = (busy.ticks(), other.ticks());
+        until("the other one to run", || other.ticks() > others + 2);
+        assert_eq!(busy.ticks(), before, "it ran while it was frozen");
+        worker.thaw().expect("a freezer");
+        until("it to go on", || busy.ticks() > before);
+        worker.freeze().expect("a freezer");
+        until("the freezer", || worker.is_frozen().expect("a group"));
+        let before = busy.ticks();
+        worker.kill().expect("a freezer");
+        until("its end", || busy.0.try_wait().expect("a child of ours").is_some());
+        assert!(before > 0 && other.0.try_wait().expect("a child of ours").is_none());
+        // The node's group has the workers' in it.
+        node.freeze().expect("a freezer");
+        until("the node's freezer", || node.is_frozen().expect("a group"));
+        sibling.kill().expect("a freezer");
+        node.thaw().expect("a freezer");
+        until("its end", || other.0.try_wait().expect("a child of ours").is_some());
+        node.remove();
+        assert!(node.places.iter().all(|place| !place.path.exists()), "{node:?} is there still");
+    }
+
+    #[test]
+    fn a_group_of_version_1_stops_goes_on_and_dies_frozen() {
+        is_frozen_and_killed(false);
+    }
+
+    #[test]
+    fn a_group_of_version_2_stops_goes_on_and_dies_frozen() {
+        is_frozen_and_killed(true);
+    }
+
+    #[test]
+    fn a_group_is_bounded_and_that_of_a_daemon_before_us_is_found_again() {
+        for is_v2 in [false, true] {
+            let Some(ours) = Ours::find(if is_v2 { "bound2" } else { "bound1" }, is_v2) else { continue };
+            let bounds = Bounds { memory: Some(64 << 20), pids: Some(1), cpu: None };
+            if !ours.0.lacks(&bounds).is_empty() {
+                println!("skipped: {:?}, of version {}", ours.0.lacks(&bounds), if is_v2 { 2 } else { 1 });
+                continue;
+            }
+            let node = ours.0.node("red", &bounds).expect("a group");
+            let doors: Vec<String> = node.doors().iter().map(|door| format!("echo 0 > {}", door.display())).collect();
+            let script = format!("{}; sleep 0 && echo more than one || echo refused", doors.join("; "));
+            let said = Command::new("sh").args(["-c", &script]).output().expect("a shell");
+            let said = String::from_utf8_lossy(&said.stdout).into_owned();
+            assert!(!said.contains("more than one"), "{said}");
+            let again = ours.0.node("red", &bounds).expect("the same group");
+            assert_eq!(again.doors(), node.doors());
+            node.remove();
+        }
+    }
+}
