@@ -11,6 +11,8 @@ use rustix::net::{
 };
 use tasuki_relay::letter::{FDS_MAX, LETTER_MAX};
 
+use crate::foreign::Foreign;
+
 /// Bytes that one who reads nothing may be sent, as the kernel counts them: a letter about another node of a VNI, with its three descriptors, is 766
 /// of them (Linux 6.18), and there are as many such nodes as `NODES_MAX`, who may all be told of at once. The kernel takes it twice.
 const UNREAD_MAX: usize = 1 << 20;
@@ -21,7 +23,7 @@ pub struct Message {
     /// A packet or a letter.
     pub bytes: Vec<u8>,
     /// What came beside it.
-    pub fds: Vec<OwnedFd>,
+    pub fds: Foreign,
 }
 
 /// Why nothing came in.
@@ -114,6 +116,7 @@ pub fn receive(socket: BorrowedFd<'_>, room: &mut Vec<u8>) -> Result<Message, No
             fds.extend(rights);
         }
     }
+    let fds = Foreign::new(fds);
     if got.flags.intersects(ReturnFlags::TRUNC | ReturnFlags::CTRUNC) {
         return Err(Nothing::TooLong);
     }

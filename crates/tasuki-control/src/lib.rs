@@ -10,6 +10,7 @@ pub mod cgroup;
 pub mod channel;
 pub mod cli;
 pub mod config;
+pub mod foreign;
 pub mod place;
 pub mod process;
 pub mod registry;

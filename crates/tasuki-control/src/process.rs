@@ -70,6 +70,12 @@ impl Process {
         std::fs::metadata(format!("/proc/{}", self.name.pid)).ok().map(|meta| meta.uid())
     }
 
+    /// Whose the files are that it makes, while it lives.
+    pub fn fs_uid(&self) -> Option<u32> {
+        let status = std::fs::read_to_string(format!("/proc/{}/status", self.name.pid)).ok()?;
+        status.lines().find_map(|line| line.strip_prefix("Uid:"))?.split_whitespace().nth(3)?.parse().ok()
+    }
+
     /// Readable once it is dead.
     pub fn pidfd(&self) -> BorrowedFd<'_> {
         self.pidfd.as_fd()

@@ -15,7 +15,7 @@ use serde::{Deserialize, Serialize};
 use crate::wire;
 
 /// Of the letters. Grows when one of them changes what it means.
-pub const SPEECH: u32 = 2;
+pub const SPEECH: u32 = 3;
 
 /// Most bytes of a letter.
 pub const LETTER_MAX: usize = 64 * 1024;
@@ -25,6 +25,9 @@ pub const OPTIONS_MAX: usize = 4096;
 
 /// Most descriptors beside one.
 pub const FDS_MAX: usize = 32;
+
+/// Most bytes of what a worker says of how memory lies that it has made.
+pub const LIES_MAX: usize = 512;
 
 /// A packet as it travels: with the number of the NIC that it is about.
 pub fn frame(nic: u32, packet: [u8; wire::LEN]) -> [u8; wire::LEN + 4] {
@@ -157,7 +160,7 @@ pub struct ClientRing {
 
 /// A NIC as a worker can take it: text that only workers read, and descriptors.
 ///
-/// Whoever opened the device wrote the text, and a worker that has moved a NIC to other memory writes it anew.
+/// Whoever opened the device wrote the text. A worker that moves a NIC to other memory says how that lies, and nothing else.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Kit {
     /// Whose sash its driver writes: vendor and device.
@@ -168,6 +171,9 @@ pub struct Kit {
     pub can: Can,
     /// Bus, memory and driver, as JSON.
     pub text: String,
+    /// How memory lies that a worker made, as JSON; without, as the text says.
+    #[serde(default)]
+    pub lies: Option<String>,
     /// Descriptors that belong to it.
     pub fds: usize,
     /// How many of them, the last ones, are the NIC's memory. Who is to drive it from memory of its own gets the others only.
@@ -314,9 +320,15 @@ pub enum ToDaemon {
         /// What it could not confine itself with, as sentences.
         unconfined: Vec<String>,
     },
-    /// What a NIC is made of now. Beside it: the board, if this answers [`ToWorker::Again`], and the kit's descriptors.
-    ///
-    /// A worker that was ordered to prepare for `repoint` says, before it says that it is ready, what the NIC will be made of once it drives it.
+    /// The memory that a NIC will have once this worker drives it: of one that was ordered to prepare for `repoint`, before it says that it is ready.
+    /// Beside it: as many descriptors as the kit has of memory. The way to the card stays as the opener gave it.
+    Memory {
+        /// The NIC.
+        nic: u32,
+        /// For [`Kit::lies`], at most [`LIES_MAX`] bytes.
+        lies: String,
+    },
+    /// What a NIC is made of. Beside it: the board, if this answers [`ToWorker::Again`], and the kit's descriptors.
     Kit {
         /// The NIC; of an opener, 0.
         nic: u32,

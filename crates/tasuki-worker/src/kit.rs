@@ -123,6 +123,7 @@ where
         version,
         can,
         text,
+        lies: None,
         fds: all.len(),
         memory: MEMORY,
         partial: false,
@@ -139,26 +140,33 @@ pub struct Moved {
     pub kit: letter::Kit,
     /// its descriptors,
     pub fds: Vec<OwnedFd>,
-    /// and what the letter's text says.
+    /// and what the letter says.
     pub text: Text,
+}
+
+impl Moved {
+    /// What the daemon is told of it: how the memory lies, and its descriptors.
+    pub fn memory(&self) -> std::io::Result<(String, Vec<OwnedFd>)> {
+        let memory = &self.fds[self.fds.len() - MEMORY..];
+        Ok((
+            self.kit.lies.clone().unwrap_or_default(),
+            memory.iter().map(OwnedFd::try_clone).collect::<Result<_, _>>()?,
+        ))
+    }
 }
 
 /// Of a card whose rings will be in memory that `party` has made: the way to it stays as it is.
 pub fn moved(
     (kit, text, fds): (&letter::Kit, &Text, &[OwnedFd]),
     (parts, layout): (Parts, MemoryLayout),
-    wake: &OwnedFd,
     party: u32,
 ) -> anyhow::Result<Moved> {
     let mut text = text.clone();
     text.nic.memory = kit::MemoryText::of(&layout);
-    let mut all = vec![wake.try_clone()?];
-    for fd in way(kit, fds).get(DEVICE..).unwrap_or_default() {
-        all.push(fd.try_clone()?);
-    }
+    let mut all = way(kit, fds).iter().map(OwnedFd::try_clone).collect::<Result<Vec<_>, _>>()?;
     all.extend([parts.rings, parts.frames, parts.ledger]);
     let kit = letter::Kit {
-        text: serde_json::to_string(&text)?,
+        lies: Some(serde_json::to_string(&text.nic.memory)?),
         fds: all.len(),
         memory: MEMORY,
         partial: false,
@@ -189,8 +197,11 @@ pub fn open_way<B: KitBus>(text: &Text, kit: &letter::Kit, fds: Vec<OwnedFd>) ->
 pub fn read(kit: &letter::Kit) -> Result<Text, Refused> {
     let device = Position::Device as u64;
     let odd = |sentence| Refused { reason: Reason::Odd { position: device }, sentence };
-    let text: Text = serde_json::from_str(&kit.text)
-        .map_err(|error| odd(format!("the kit's text is none that this worker reads ({error}); rebuild the older")))?;
+    let none = |error| odd(format!("the kit's text is none that this worker reads ({error}); rebuild the older"));
+    let mut text: Text = serde_json::from_str(&kit.text).map_err(none)?;
+    if let Some(lies) = &kit.lies {
+        text.nic.memory = serde_json::from_str(lies).map_err(none)?;
+    }
     if text.version != VERSION {
         return Err(odd(format!(
             "the kit's text is of version {}, and this worker reads {VERSION}; rebuild the older",

@@ -119,6 +119,7 @@ impl Supervisor {
             stage: Stage::Asked(asked),
             nics: Default::default(),
             has_begun: true,
+            given: Default::default(),
             unconfined: Vec::new(),
             deaf: None,
             kits_due: None,

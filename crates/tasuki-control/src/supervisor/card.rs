@@ -114,7 +114,23 @@ pub struct Kept {
     pub made_by: u32,
 }
 
+/// Memory that a worker made, and how it says that it lies.
+#[derive(Debug)]
+pub struct Memory {
+    /// For workers.
+    pub lies: String,
+    /// Of it.
+    pub fds: Vec<OwnedFd>,
+}
+
 impl Kept {
+    /// The NIC lies in memory of this worker from now on. The way to it stays.
+    fn move_to(&mut self, party: u32, Memory { lies, fds }: Memory) {
+        self.fds.truncate(self.fds.len().saturating_sub(self.kit.memory));
+        self.fds.extend(fds);
+        (self.kit.lies, self.kit.made_by, self.made_by) = (Some(lies), Some(party), party);
+    }
+
     /// The same as somebody gets it who is to drive the NIC from memory of its own: the letter, and how many descriptors go with it.
     pub fn apart(&self) -> Option<(Kit, usize)> {
         let fds = self.fds.len().checked_sub(self.kit.memory).filter(|_| self.kit.memory > 0)?;
@@ -139,8 +155,8 @@ pub struct Card {
     pub board: Board,
     /// What it is made of.
     pub kept: Option<Kept>,
-    /// What it will be made of once this worker drives it.
-    pub coming: Option<(u32, Kept)>,
+    /// Its memory once this worker drives it.
+    pub coming: Option<(u32, Memory)>,
     /// How far it is open.
     pub opening: Opening,
     /// Openers that failed.
@@ -230,8 +246,9 @@ impl Card {
     /// A relay has settled: if whoever has memory of its own drives now, the NIC is made of that.
     pub fn settle_memory(&mut self) {
         let holder = self.board.holder();
-        if let Some((_, kept)) = self.coming.take_if(|(party, _)| Some(*party) == holder) {
-            self.kept = Some(kept);
+        let coming = self.coming.take_if(|(party, _)| Some(*party) == holder);
+        if let Some((kept, (party, memory))) = self.kept.as_mut().zip(coming) {
+            kept.move_to(party, memory);
         }
     }
 

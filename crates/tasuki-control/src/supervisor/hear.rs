@@ -2,7 +2,7 @@
 //!
 //! A worker is no friend: what it says is checked against what the daemon can see itself, and whoever breaks the protocol is ended.
 
-use std::os::fd::{AsFd, OwnedFd};
+use std::os::fd::AsFd;
 use std::time::Duration;
 
 use tasuki_relay::arbiter::Input;
@@ -14,9 +14,10 @@ use tasuki_shm::crash;
 
 use super::deeds::party;
 use super::worker::{Fit, Stage};
-use super::{About, PATIENCE, PROBE, Supervisor, now};
+use super::{About, PATIENCE, PROBE, Supervisor, kits, now};
 use crate::api::types::Counts;
 use crate::channel::{self, Message, Nothing};
+use crate::foreign::Foreign;
 use crate::registry::Change;
 
 /// Messages of one worker that are heard before anybody else is.
@@ -47,13 +48,22 @@ impl Supervisor {
         worker.heard = now();
         worker.probe = None;
         if let Some((nic, packet)) = letter::unframe(&message.bytes) {
+            if !message.fds.is_empty() {
+                return self.condemn(number, "sent descriptors beside a report, to which none belong".to_owned());
+            }
             return match Report::parse(packet) {
                 Ok(report) => self.reported(number, nic, report),
                 Err(broken) => self.condemn(number, format!("breaks the protocol ({broken})")),
             };
         }
         match serde_json::from_slice::<ToDaemon>(&message.bytes) {
-            Ok(letter) => self.wrote(number, letter, message.fds),
+            Ok(letter) => match kits::belong(&letter) {
+                Some(belong) if belong != message.fds.len() => {
+                    let came = message.fds.len();
+                    self.condemn(number, format!("sent {came} descriptors beside a letter to which {belong} belong"))
+                }
+                _ => self.wrote(number, letter, message.fds),
+            },
             Err(broken) => {
                 self.condemn(number, format!("sent what is no letter ({broken}); rebuild the older of the two"))
             }
@@ -108,10 +118,11 @@ impl Supervisor {
         }
     }
 
-    fn wrote(&mut self, number: u32, letter: ToDaemon, fds: Vec<OwnedFd>) {
+    fn wrote(&mut self, number: u32, letter: ToDaemon, fds: Foreign) {
         match letter {
             ToDaemon::Begun { speech, unconfined, .. } => self.has_begun(number, speech, unconfined),
             ToDaemon::Mine { party, nics, tap, .. } => self.gave_back(number, party, nics, tap, fds),
+            ToDaemon::Memory { nic, lies } => self.has_memory(number, nic, lies, fds),
             ToDaemon::Kit { nic, name, board, kit } => self.has_kit(number, nic, &name, board, kit, fds),
             ToDaemon::Sash { nic } => self.forward_sash(number, nic, &fds),
             ToDaemon::Client { nic, client } => self.has_client(number, nic, client, fds),
@@ -167,7 +178,7 @@ impl Supervisor {
     }
 
     /// The sash that a giver stored goes to the taker, once for each time that the daemon asked this worker for it. The taker checks the memory.
-    fn forward_sash(&mut self, number: u32, nic: u32, fds: &[OwnedFd]) {
+    fn forward_sash(&mut self, number: u32, nic: u32, fds: &Foreign) {
         let Some(worker) = self.workers.get_mut(&number) else { return };
         let Some(at) = worker.asked.sashes.iter().position(|asked| *asked == nic) else {
             return self.was_not_asked(number, &format!("the sash of NIC {nic}"));

@@ -2,17 +2,108 @@
 
 use std::os::fd::OwnedFd;
 
-use tasuki_relay::letter::{self, Kit, pulse};
+use rustix::fs::{SealFlags, Stat};
+use tasuki_relay::letter::{self, FDS_MAX, Kit, LETTER_MAX, LIES_MAX, ToDaemon, ToWorker, pulse};
 
-use super::card::{Board, Kept};
+use super::card::{Board, Kept, Memory};
 use super::worker::{Fit, Stage, Words};
 use super::{About, BOOK_LEN, Supervisor};
+use crate::foreign::{Foreign, seals};
+
+/// Bytes of memory that a worker makes for a card, at most: half of the addresses that there are for it.
+const MEMORY_MAX: u64 = 128 << 20;
+
+/// How many descriptors belong to a letter, if that does not depend on what was said before.
+pub(super) fn belong(letter: &ToDaemon) -> Option<usize> {
+    match letter {
+        ToDaemon::Begun { .. } | ToDaemon::Counts { .. } | ToDaemon::NoClient { .. } | ToDaemon::Told { .. } => Some(0),
+        ToDaemon::Sash { .. } => Some(1),
+        ToDaemon::Mine { tap, .. } => Some(2 + usize::from(tap.is_some())),
+        ToDaemon::Client { client, .. } => Some(letter::Client::OTHERS + client.regions.len()),
+        ToDaemon::Kit { board, kit, .. } => Some(usize::from(*board) + kit.fds),
+        ToDaemon::Memory { .. } => None,
+    }
+}
+
+/// Why a NIC cannot be made of this: a worker could not be told of it, also once it lies in memory of a worker's.
+pub(super) fn too_much(nic: u32, name: &str, kit: &Kit) -> Option<String> {
+    // With everything that needs room as it may come to be.
+    let kit = Kit { lies: Some("\"".repeat(LIES_MAX)), partial: true, made_by: Some(u32::MAX), ..kit.clone() };
+    let fds = kit.fds + 1;
+    let odd = kit.partial && kit.memory > kit.fds;
+    let letter = ToWorker::Nic { nic, name: name.to_owned(), iova: u64::MAX, kit };
+    let len = serde_json::to_vec(&letter).expect("a letter is plain data").len();
+    (fds > FDS_MAX || len > LETTER_MAX || odd).then(|| {
+        format!(
+            "{name} cannot be opened: what it is made of is {fds} descriptors and {len} bytes, of which {FDS_MAX} and {LETTER_MAX} fit into a letter"
+        )
+    })
+}
+
+/// By what the kernel knows a file.
+fn file_of(stat: &Stat) -> (u64, u64) {
+    (stat.st_dev, stat.st_ino)
+}
 
 impl Supervisor {
+    /// The memory that a NIC will lie in once this worker drives it. That is all that a worker may say of a NIC: the way to the card is the opener's.
+    pub(super) fn has_memory(&mut self, number: u32, nic: u32, lies: String, fds: Foreign) {
+        let Some(worker) = self.workers.get(&number) else { return };
+        let end = self.cards.get(&nic).is_some_and(|card| card.vni().is_some());
+        if end || !worker.given.contains(&nic) {
+            return self.condemn(number, format!("sent memory for NIC {nic}, which it was not given to move"));
+        }
+        let is_target = self.jobs.iter().any(|job| job.target == number && job.is_about(nic));
+        let Some(card) = self.cards.get(&nic).filter(|card| is_target && card.board.holder() != Some(number)) else {
+            // What it prepared for is over.
+            return;
+        };
+        let Some(kept) = &card.kept else { return };
+        if let Some(odd) = self.odd_memory(kept, worker.process.fs_uid(), &lies, &fds) {
+            let name = card.name().to_owned();
+            return self.condemn(number, format!("sent memory for {name} that is none ({odd})"));
+        }
+        // Closing memory takes no time.
+        let memory = Memory { lies, fds: fds.trust() };
+        if let Some(card) = self.cards.get_mut(&nic) {
+            card.coming = Some((number, memory));
+        }
+    }
+
+    /// What is wrong with memory that a worker of this user has made.
+    fn odd_memory(&self, kept: &Kept, uid: Option<u32>, lies: &str, fds: &[OwnedFd]) -> Option<&'static str> {
+        if fds.len() != kept.kit.memory {
+            return Some("not as many descriptors as the NIC has of memory");
+        }
+        if lies.len() > LIES_MAX {
+            return Some("it says too much of how it lies");
+        }
+        // First: only memory has seals, and no file system is asked for them.
+        let sealed = |fd| seals(fd).is_some_and(|seals| seals.contains(SealFlags::SHRINK | SealFlags::GROW));
+        if !fds.iter().all(sealed) {
+            return Some("it could change its size, or is no memory");
+        }
+        let stats: Vec<Stat> = fds.iter().filter_map(|fd| rustix::fs::fstat(fd).ok()).collect();
+        let bytes: u64 = stats.iter().map(|stat| stat.st_size.unsigned_abs()).fold(0, u64::saturating_add);
+        if bytes > MEMORY_MAX || stats.iter().any(|stat| stat.st_size <= 0) {
+            return Some("it is too large, or empty");
+        }
+        if stats.len() != fds.len() || stats.iter().any(|stat| Some(stat.st_uid) != uid) {
+            return Some("it was made by somebody else");
+        }
+        let mut files: Vec<_> = stats.iter().map(file_of).collect();
+        files.sort_unstable();
+        let is_twice = files.windows(2).any(|two| two[0] == two[1]);
+        let cards = self.cards.values().filter(|card| card.vni().is_none());
+        let known = cards.flat_map(|card| card.lend(FDS_MAX)).filter_map(|fd| rustix::fs::fstat(fd).ok());
+        let is_known = known.into_iter().any(|stat| files.binary_search(&file_of(&stat)).is_ok());
+        (is_twice || is_known).then_some("it is a NIC's already")
+    }
+
     /// What a worker of another daemon has besides NICs.
-    pub(super) fn gave_back(&mut self, number: u32, party: u32, kits: u32, tap: Option<String>, fds: Vec<OwnedFd>) {
+    pub(super) fn gave_back(&mut self, number: u32, party: u32, kits: u32, tap: Option<String>, fds: Foreign) {
         let Some(worker) = self.workers.get_mut(&number) else { return };
-        let mut fds = fds.into_iter();
+        let mut fds = fds.trust().into_iter();
         let pulse = fds.next().and_then(|memory| Words::adopt(memory, pulse::LEN).ok());
         let book = fds.next().and_then(|memory| Words::adopt(memory, BOOK_LEN).ok());
         let (Stage::Asked(_), Some(pulse), Some(book), true) = (worker.stage, pulse, book, party == number) else {
@@ -51,17 +142,12 @@ impl Supervisor {
     }
 
     /// What a NIC is made of now, from a worker.
-    pub(super) fn has_kit(
-        &mut self,
-        number: u32,
-        nic: u32,
-        name: &str,
-        has_board: bool,
-        kit: Kit,
-        mut fds: Vec<OwnedFd>,
-    ) {
+    pub(super) fn has_kit(&mut self, number: u32, nic: u32, name: &str, has_board: bool, kit: Kit, fds: Foreign) {
         let Some(worker) = self.workers.get_mut(&number) else { return };
-        let is_asked = matches!(worker.stage, Stage::Asked(_));
+        if !matches!(worker.stage, Stage::Asked(_)) {
+            return self.condemn(number, format!("says what {name:?} is made of, which is not for it to say"));
+        }
+        let mut fds = fds.trust();
         worker.kits_due = worker.kits_due.map(|due| due.saturating_sub(1));
         let Some(card) = self.cards.get_mut(&nic).filter(|card| card.name() == name) else {
             if kit.kind == letter::vni::KIND {
@@ -83,35 +169,25 @@ impl Supervisor {
         if let Some(sentence) = Self::odd_end(card, worker, &kit, &fds) {
             return self.condemn(number, sentence);
         }
-        if is_asked && kit.partial {
+        worker.given.insert(nic);
+        // As far as it goes; who it is it says when the arbiter asks.
+        worker.nics.insert(nic, Fit::Ready);
+        if kit.partial {
             // It has memory of its own to come, or none: who drives the NIC gives all of it back.
-            worker.nics.insert(nic, Fit::Ready);
             return self.adopt_if_whole(number);
         }
-        // Of a NIC that runs only who drives it may say something new, and who is to have it soon what it will be then.
         let is_driver = card.board.holder() == Some(number);
-        let is_target = self.jobs.iter().any(|job| job.target == number && job.is_about(nic));
-        if !is_asked && !is_driver && is_target {
-            card.coming = Some((number, Kept { kit, fds, made_by: number }));
-            return;
-        }
-        let maker = kit.made_by.or(card.adopted_maker);
-        if is_asked && card.kept.is_none() {
+        let made_by = kit.made_by.or(card.adopted_maker).unwrap_or(number);
+        if card.kept.is_none() {
             let Some(Ok(board)) = board.map(Board::adopt) else {
                 return self
                     .condemn(number, format!("did not give the board of {name} back; rebuild the older of the two"));
             };
             card.board = board;
-            let made_by = maker.unwrap_or(number);
             card.kept = Some(Kept { kit, fds, made_by });
             card.opening = super::card::Opening::Open;
         } else if is_driver {
-            let made_by = if is_asked { maker.unwrap_or(number) } else { number };
             card.kept = Some(Kept { kit, fds, made_by });
-        }
-        if is_asked {
-            // As far as it goes; who it is it says when the arbiter asks.
-            worker.nics.insert(nic, Fit::Ready);
         }
         self.record_nic(nic);
         self.adopt_if_whole(number);

@@ -18,7 +18,11 @@ use super::card::Card;
 use super::vnis::is_lost;
 use super::worker::Worker;
 use super::{About, Supervisor};
+use crate::foreign::Foreign;
 use crate::{channel, config};
+
+/// Bytes of a client's name, at most: memif has 32 for it, of which each may have become three.
+const NAME_MAX: usize = 96;
 
 /// A socket, as far as it is there.
 #[derive(Debug)]
@@ -33,16 +37,19 @@ pub struct MemifEnd {
 struct Connected {
     letter: letter::Client,
     /// Its socket first.
-    fds: Vec<OwnedFd>,
+    fds: Foreign,
     /// By what that is known.
     socket: u64,
 }
 
 impl Connected {
     /// Says no to what cannot be one.
-    fn new(letter: letter::Client, fds: Vec<OwnedFd>) -> Option<Self> {
+    fn new(letter: letter::Client, fds: Foreign) -> Option<Self> {
         let regions = letter.regions.len();
-        if regions > letter::REGIONS_MAX || fds.len() != letter::Client::OTHERS + regions {
+        if regions > letter::REGIONS_MAX
+            || letter.name.len() > NAME_MAX
+            || fds.len() != letter::Client::OTHERS + regions
+        {
             return None;
         }
         // No file of anybody's file system, which would have to be asked.
@@ -158,7 +165,7 @@ impl Supervisor {
 
     /// A worker serves a client, or has heard of one that another serves: the node's other workers are to know it, too. What whoever drives says
     /// counts more; one who has just passed the lease is heard by whoever has it.
-    pub(super) fn has_client(&mut self, number: u32, nic: u32, client: letter::Client, fds: Vec<OwnedFd>) {
+    pub(super) fn has_client(&mut self, number: u32, nic: u32, client: letter::Client, fds: Foreign) {
         let holder = self.cards.get(&nic).and_then(|card| card.board.holder());
         let Some(end) = self.memif_of(number, nic) else {
             return self.condemn(number, format!("speaks of a client of memif at NIC {nic}, where its node has none"));

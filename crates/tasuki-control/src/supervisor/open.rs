@@ -10,7 +10,7 @@ use tasuki_relay::letter::{Kit, ToDaemon, board};
 
 use super::card::{Kept, Opener, Opening};
 use super::policy;
-use super::{About, PATIENCE, Supervisor, Token, iova_of, now, watch};
+use super::{About, PATIENCE, Supervisor, Token, iova_of, kits, now, watch};
 use crate::channel::{self, Nothing};
 use crate::config::{self, Device};
 use crate::process::Process;
@@ -132,7 +132,7 @@ impl Supervisor {
             };
             match serde_json::from_slice(&message.bytes) {
                 Ok(ToDaemon::Kit { kit, .. }) if kit.fds == message.fds.len() => {
-                    self.opened(nic, kit, message.fds, made_by)
+                    self.opened(nic, kit, message.fds.trust(), made_by)
                 }
                 Ok(ToDaemon::Told { sentence, .. }) => {
                     let name = card.config.name.clone();
@@ -145,6 +145,11 @@ impl Supervisor {
 
     fn opened(&mut self, nic: u32, kit: Kit, fds: Vec<std::os::fd::OwnedFd>, made_by: u32) {
         let Some(card) = self.cards.get_mut(&nic) else { return };
+        if let (Some(why), Opening::Opener(opener)) = (kits::too_much(nic, card.name(), &kit), &card.opening) {
+            opener.process.kill();
+            let name = card.config.name.clone();
+            return self.note(About::nic(&name), why);
+        }
         // It was just started: what a driver of before found of its link says nothing of it.
         card.board.words.store(board::LINK, 0);
         card.kept = Some(Kept { kit, fds, made_by });

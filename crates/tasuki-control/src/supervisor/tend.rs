@@ -270,6 +270,7 @@ impl Supervisor {
             stage: Stage::Starting(now()),
             nics: Default::default(),
             has_begun: false,
+            given: Default::default(),
             unconfined: Vec::new(),
             deaf: None,
             kits_due: None,
@@ -368,6 +369,7 @@ impl Supervisor {
         let (kit, count) = apart.unwrap_or_else(|| (kept.kit.clone(), kept.fds.len()));
         let letter = ToWorker::Nic { nic, name: card.config.name.clone(), iova: iova_of(number), kit };
         worker.nics.insert(nic, Fit::Preparing(now()));
+        worker.given.insert(nic);
         let sent = worker.write(&letter, &card.lend(count));
         crash::point("daemon.kit");
         self.tell_neighbours(nic, number);

@@ -147,6 +147,7 @@ impl Supervisor {
             version: vni::VERSION,
             can: Can { in_place: true, spare_queue: false, repoint: false, pauses: false },
             text: text(&vni, number),
+            lies: None,
             fds: fds.len(),
             memory: 0,
             partial: false,

@@ -1,6 +1,6 @@
 //! A worker, as the daemon sees it.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::os::fd::{AsFd, OwnedFd};
 use std::path::PathBuf;
 use std::sync::atomic::Ordering::{Relaxed, Release};
@@ -115,6 +115,8 @@ pub struct Worker {
     pub nics: BTreeMap<u32, Fit>,
     /// Whether it has ever said that it hears orders.
     pub has_begun: bool,
+    /// Those that it was ever given.
+    pub given: BTreeSet<u32>,
     /// What it could not confine itself with.
     pub unconfined: Vec<String>,
     /// Since when it runs no more, or has closed its end: it is ending, or does not want to hear us.

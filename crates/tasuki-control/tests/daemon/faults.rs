@@ -37,7 +37,7 @@ fn a_worker_that_dies_at_its_start() {
 
 #[test]
 fn a_worker_that_speaks_another_version() {
-    upgrade_fails("speech", &["speaks version 3 of the letters, and this tasukid 2", "rebuild the older"]);
+    upgrade_fails("speech", &["speaks version 4 of the letters, and this tasukid 3", "rebuild the older"]);
 }
 
 #[test]
@@ -196,7 +196,7 @@ fn a_worker_that_gives_its_node_another_station_address_is_ended() {
     // It has the lease when it lies: whether the relay counts as done is another matter.
     let output = rig.tasuki(&["worker", "upgrade", "red", "--with", bad.to_str().unwrap()]);
     drop(output);
-    rig.await_event("says of red@lan what was never so");
+    rig.await_event("says what \"red@lan\" is made of, which is not for it to say");
 }
 
 #[test]

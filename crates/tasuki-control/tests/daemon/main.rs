@@ -3,6 +3,7 @@
 
 mod captures;
 mod faults;
+mod forged;
 mod hangs;
 mod kills;
 mod leaks;

@@ -12,7 +12,7 @@ use tasuki_control::channel::{self, Nothing};
 use tasuki_control::supervisor::card::Board;
 use tasuki_control::supervisor::now;
 use tasuki_control::supervisor::worker::Words;
-use tasuki_relay::letter::{self, Can, Kit, SPEECH, ToDaemon, ToWorker, board, pulse};
+use tasuki_relay::letter::{self, Can, Kit, LETTER_MAX, SPEECH, ToDaemon, ToWorker, board, pulse};
 use tasuki_relay::wire::{Order, Plan, Reason, Report};
 use tasuki_relay::worker::{Do, Input, Tables, Worker};
 use tasuki_relay::{Party, Tenure};
@@ -98,21 +98,24 @@ fn open(orders: &Orders, socket: &OwnedFd) -> ! {
         std::process::exit(1);
     }
     assert!(orders.words.iter().any(|word| word == "--iova"), "{orders:?}");
-    let memory = Words::create("a card's memory", 4096).expect("memory");
+    let part = |name| Words::create(name, 4096).expect("memory");
+    let [way, rings, frames, ledger] = ["a card's way", "rings", "frames", "ledger"].map(part);
     let can = Can { in_place: true, spare_queue: false, repoint: true, pauses: true };
     let kit = Kit {
         kind: 0x8086_10d3,
         version: 1,
         can,
-        text: "{}".to_owned(),
-        fds: 1,
-        memory: 0,
+        // Longer than a letter, in the hands of whoever tells of it.
+        text: if orders.fault == "opener-overfills" { "x".repeat(LETTER_MAX - 300) } else { "{}".to_owned() },
+        lies: None,
+        fds: 4,
+        memory: 3,
         partial: false,
         made_by: None,
         mac: None,
     };
     let letter = ToDaemon::Kit { nic: 0, name: String::new(), board: false, kit };
-    write(socket, &letter, &[memory.region().fd()]);
+    write(socket, &letter, &[&way, &rings, &frames, &ledger].map(|part| part.region().fd()));
     std::process::exit(0);
 }
 
@@ -136,7 +139,7 @@ fn work(orders: &Orders, socket: OwnedFd) -> ! {
         leave_if_over(&orders.alive);
     };
     let Ok(ToWorker::Begin(begin)) = serde_json::from_slice(&message.bytes) else { panic!("{message:?}") };
-    let mut fds = message.fds;
+    let mut fds = message.fds.trust();
     // The TAP of a node that has one is of no use to a worker without a card.
     fds.truncate(3);
     let [pulse, book, listener] = <[OwnedFd; 3]>::try_from(fds).expect("three descriptors");
@@ -159,6 +162,13 @@ fn work(orders: &Orders, socket: OwnedFd) -> ! {
     if orders.fault == "nonsense" {
         let _ = channel::send(socket.as_fd(), b"{\"letter\":\"ransom\"}", &[]);
     }
+    if orders.fault == "hides" {
+        let letter = ToDaemon::Told { nic: None, sentence: "two".to_owned() };
+        write(&socket, &letter, &[socket.as_fd(), socket.as_fd()]);
+    }
+    if let Some(port) = orders.fault.strip_prefix("lingers-") {
+        write(&socket, &ToDaemon::Told { nic: None, sentence: "take it".to_owned() }, &[lingering(port).as_fd()]);
+    }
     let mut standin = Standin {
         fault: orders.fault.clone(),
         party: begin.party,
@@ -180,6 +190,15 @@ fn work(orders: &Orders, socket: OwnedFd) -> ! {
             looked = Instant::now();
         }
     }
+}
+
+/// A connection that waits for an hour when it is closed, for nobody at its other end reads what was written.
+fn lingering(port: &str) -> std::net::TcpStream {
+    let stream = std::net::TcpStream::connect(format!("127.0.0.1:{port}")).expect("a listener");
+    rustix::net::sockopt::set_socket_linger(&stream, Some(Duration::from_secs(3600))).expect("a socket");
+    stream.set_nonblocking(true).expect("a socket");
+    while std::io::Write::write(&mut &stream, &[0; 4096]).is_ok() {}
+    stream
 }
 
 impl Standin {
@@ -232,7 +251,7 @@ impl Standin {
                         Ok(plan) => self.nics.get_mut(&nic).into_iter().for_each(|nic| nic.plan = Some(plan)),
                         Err(_) => self.hear(nic, Input::Order(Order::parse(packet).expect("an order"))),
                     },
-                    None => self.read(serde_json::from_slice(&message.bytes).expect("a letter"), message.fds),
+                    None => self.read(serde_json::from_slice(&message.bytes).expect("a letter"), message.fds.trust()),
                 },
                 Err(Nothing::Yet) => return,
                 Err(_) => self.alone = true,
@@ -329,6 +348,9 @@ impl Standin {
             Do::Map if self.fault == "unfit" => return Some(Input::Unfit(Reason::MemLock { may: 1, needs: 2 })),
             Do::Map => {
                 dies("dies-at-prepare");
+                if nic.kit.partial {
+                    self.make_memory(number);
+                }
                 return Some(Input::Prepared);
             }
             Do::Stop if self.fault == "hangs-at-release" => loop {
@@ -352,6 +374,12 @@ impl Standin {
             Do::LookOnce => {
                 nic.board.words.store(board::DRIVING_AT, stamp());
                 nic.board.words.count(board::RELAYS);
+                if self.fault == "speaks-of-kit" {
+                    let kit = Kit { text: "{\"another\":\"card's\"}".to_owned(), ..nic.kit.clone() };
+                    let letter = ToDaemon::Kit { nic: number, name: nic.name.clone(), board: false, kit };
+                    let own = Words::create("its own", 4096).expect("memory");
+                    write(&self.socket, &letter, &vec![own.region().fd(); nic.kit.fds]);
+                }
                 if self.fault == "other-mac" {
                     let kit = Kit { mac: Some([2, 0, 0, 0, 0, 9]), ..nic.kit.clone() };
                     let letter = ToDaemon::Kit { nic: number, name: nic.name.clone(), board: false, kit };
@@ -365,6 +393,25 @@ impl Standin {
             Do::WriteSash { .. } | Do::Resume | Do::Yield => {}
         }
         None
+    }
+
+    /// Says what memory of its own the NIC will lie in, if it is honest.
+    fn make_memory(&self, number: u32) {
+        let made = ["rings", "frames", "ledger"].map(|name| Words::create(name, 4096).expect("memory"));
+        let mut fds: Vec<_> = made.iter().map(|part| part.region().fd()).collect();
+        let (mut nic, mut lies) = (number, "{}".to_owned());
+        let loose = rustix::fs::memfd_create("loose", rustix::fs::MemfdFlags::ALLOW_SEALING).expect("memory");
+        match &self.fault[..] {
+            "memory-of-another-nic" => nic = number + 1,
+            "memory-overfull" => lies = "x".repeat(LETTER_MAX - 300),
+            "memory-too-many" => fds.push(made[0].region().fd()),
+            "memory-twice" => fds[2] = fds[1],
+            "memory-is-the-way" => fds[1] = self.nics[&number].fds[0].as_fd(),
+            "memory-is-none" => fds[0] = self.socket.as_fd(),
+            "memory-loose" => fds[0] = loose.as_fd(),
+            _ => {}
+        }
+        write(&self.socket, &ToDaemon::Memory { nic, lies }, &fds);
     }
 
     fn swap(&mut self, number: u32, from: Tenure, to: Tenure) -> Input {

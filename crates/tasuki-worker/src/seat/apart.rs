@@ -36,8 +36,6 @@ const STOP: Duration = Duration::from_secs(1);
 #[derive(Debug)]
 pub(super) struct Own {
     moved: Moved,
-    /// Rung when the lease is passed, then.
-    wake: OwnedFd,
     ledger: Ledger,
     arena: Arena,
 }
@@ -103,9 +101,8 @@ where
         let parts = || memory.parts().map_err(|error| no_descriptors(&error.into()));
         let book = Region::adopt(parts()?.ledger).map_err(|error| no_memory(&error))?;
         let ledger = Ledger::over(&book).map_err(|error| no_memory(&error))?;
-        let next = kit::wake().map_err(|error| no_descriptors(&error))?;
         let had = (&self.given.kit, text, &self.given.fds[..]);
-        let moved = kit::moved(had, (parts()?, memory.layout()), &next, party.0.get());
+        let moved = kit::moved(had, (parts()?, memory.layout()), party.0.get());
         let moved = moved.map_err(|error| no_descriptors(&error))?;
         let arena = memory.arena().clone();
         let from = text.nic.memory.layout().rings_at;
@@ -113,17 +110,16 @@ where
         let ready = ready.map_err(|failed| store::refused(&failed.error))?;
         fail::point("map.posted");
         (self.card, self.wake) = (Card::Apart(ready), Some(wake));
-        self.own = Some(Own { moved, wake: next, ledger, arena });
+        self.own = Some(Own { moved, ledger, arena });
         Ok(())
     }
 
     /// What the NIC will be made of once we drive it: the daemon must have it before, for whoever goes on should we die.
     pub(super) fn tell_own(&self, post: &mut Post) {
-        let Some(Own { moved: Moved { kit, fds, .. }, .. }) = &self.own else { return };
-        let copies = fds.iter().map(OwnedFd::try_clone).collect::<std::io::Result<Vec<_>>>();
-        let (nic, name, kit) = (self.given.number, self.given.name.clone(), kit.clone());
-        match copies {
-            Ok(fds) => post.write(&ToDaemon::Kit { nic, name, board: false, kit }, fds),
+        let Some(Own { moved, .. }) = &self.own else { return };
+        let nic = self.given.number;
+        match moved.memory() {
+            Ok((lies, fds)) => post.write(&ToDaemon::Memory { nic, lies }, fds),
             Err(error) => post.tell(Some(nic), no_descriptors(&error.into()).sentence),
         }
         fail::point("map.told");
@@ -151,11 +147,11 @@ where
             nic.keep_clean();
         }
         self.old = self.text().map(|text| text.nic.memory.layout());
-        if let Some(Own { moved, wake, ledger, arena }) = self.own.take() {
+        if let Some(Own { moved, ledger, arena }) = self.own.take() {
             (self.given.kit, self.given.text) = (moved.kit, Ok(moved.text));
             // To close so many takes as long as a few frames, and nobody drives yet.
             self.spent = std::mem::replace(&mut self.given.fds, moved.fds);
-            (self.wake, self.ledger, self.arena) = (Some(wake), Some(ledger), Some(arena));
+            (self.ledger, self.arena) = (Some(ledger), Some(arena));
         }
         self.drive(nic);
         (self.gone, self.link_is_up, self.halted) = (false, self.given.board.link_was_up(), false);

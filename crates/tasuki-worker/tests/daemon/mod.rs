@@ -474,9 +474,14 @@ impl Worker {
         let mut own = None;
         loop {
             match self.talk.hear() {
-                Said::Letter(ToDaemon::Kit { board: false, kit, .. }, fds) => {
-                    assert_eq!((kit.fds, kit.memory, kit.partial), (fds.len(), nic.kit.memory, false));
-                    own = Some((kit, fds));
+                Said::Letter(ToDaemon::Memory { lies, .. }, memory) => {
+                    assert_eq!(memory.len(), nic.kit.memory);
+                    let mut fds = nic.copies();
+                    drop(fds.remove(0));
+                    fds.truncate(fds.len() - memory.len());
+                    fds.extend(memory);
+                    let made_by = Some(self.party.0.get());
+                    own = Some((Kit { lies: Some(lies), made_by, ..nic.kit.clone() }, fds));
                 }
                 Said::Letter(ToDaemon::Told { sentence, .. }, _) => self.told.push(sentence),
                 Said::Report(_, Report::Ready) => return own,

@@ -1,0 +1,91 @@
+//! Workers that send the daemon descriptors which are not theirs to send: it costs them their life, and nobody else anything.
+
+use std::net::TcpListener;
+
+use super::rig::{NODES, Rig, lives, pid, until};
+
+/// A second NIC, of another node.
+fn two_nics() -> String {
+    format!("{NODES}\n[[nic]]\nname = \"eth1\"\ndevice = \"vfio-user:/nowhere/other.sock\"\nnode = \"green\"\n")
+}
+
+/// Who drives eth0, and who eth1.
+fn drivers(rig: &Rig) -> Vec<(String, u32)> {
+    let drives = rig.workers().into_iter().filter(|worker| worker["is"] == "drives");
+    let mut drivers: Vec<_> = drives.map(|worker| (worker["drives"][0].to_string(), pid(&worker))).collect();
+    drivers.sort();
+    drivers
+}
+
+#[test]
+fn memory_that_is_none_of_its_own_costs_who_sends_it_its_life_and_nobody_else_anything() {
+    let rig = Rig::with(&two_nics(), "");
+    until(&rig, "both NICs are driven", || drivers(&rig).len() == 2);
+    rig.await_worker("blue", "idle");
+    let before = drivers(&rig);
+    for (fault, says) in [
+        ("memory-of-another-nic", "which it was not given to move"),
+        ("memory-overfull", "it says too much of how it lies"),
+        ("memory-too-many", "not as many descriptors as the NIC has of memory"),
+        ("memory-twice", "it is a NIC's already"),
+        ("memory-is-the-way", "it is a NIC's already"),
+        ("memory-is-none", "it could change its size, or is no memory"),
+        ("memory-loose", "it could change its size, or is no memory"),
+    ] {
+        let bad = rig.program(fault, fault);
+        rig.ask(&["worker", "upgrade", "blue", "--with", bad.to_str().unwrap()]);
+        let output = rig.tasuki(&["nic", "give", "eth0", "--to", "blue", "--method", "repoint"]);
+        assert!(!output.status.success(), "{fault}");
+        assert!(rig.ask(&["events"]).contains(says), "{fault}: {}", rig.log());
+        assert_eq!(drivers(&rig), before, "{fault}: {}", rig.log());
+    }
+    let good = rig.program("good", "");
+    rig.ask(&["worker", "upgrade", "blue", "--with", good.to_str().unwrap()]);
+    rig.ask(&["nic", "give", "eth0", "--to", "blue", "--method", "repoint"]);
+    assert_eq!(drivers(&rig)[1], before[1], "the other NIC's driver");
+}
+
+#[test]
+fn a_driver_that_says_what_its_nic_is_made_of_is_ended_and_its_successor_gets_what_the_opener_made() {
+    let rig = Rig::new();
+    rig.await_pair("red");
+    let bad = rig.program("bad", "speaks-of-kit");
+    // It has the lease when it says so: whether the relay counts as done is another matter.
+    let output = rig.tasuki(&["worker", "upgrade", "red", "--with", bad.to_str().unwrap()]);
+    drop(output);
+    rig.await_event("says what \"eth0\" is made of, which is not for it to say");
+    rig.program("bad", "");
+    rig.await_pair("red");
+}
+
+#[test]
+fn descriptors_beside_a_letter_to_which_none_belong_cost_the_connection() {
+    let rig = Rig::new();
+    let (driver, _) = rig.await_pair("red");
+    let bad = rig.program("bad", "hides");
+    rig.refused(&["worker", "upgrade", "red", "--with", bad.to_str().unwrap()]);
+    rig.await_event("sent 2 descriptors beside a letter to which 0 belong");
+    assert_eq!(pid(&rig.await_worker("red", "drives")), pid(&driver));
+}
+
+#[test]
+fn a_descriptor_that_takes_an_hour_to_close_holds_up_nobody() {
+    let rig = Rig::new();
+    let (driver, _) = rig.await_pair("red");
+    // It never takes the connection, and reads nothing.
+    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+    let bad = rig.program("bad", &format!("lingers-{}", listener.local_addr().unwrap().port()));
+    rig.refused(&["worker", "upgrade", "red", "--with", bad.to_str().unwrap()]);
+    rig.await_event("sent 1 descriptors beside a letter to which 0 belong");
+    rig.ask(&["worker", "upgrade", "red", "--with", rig.program("good", "").to_str().unwrap()]);
+    until(&rig, "the giver is gone", || !lives(pid(&driver)));
+}
+
+#[test]
+fn a_card_of_which_no_worker_could_be_told_is_not_open() {
+    let rig = Rig::with(NODES, "opener-overfills");
+    rig.await_event("bytes, of which 32 and 65536 fit into a letter");
+    assert_eq!(rig.nic()["is"], "not open");
+    let dead = rig.ask(&["events"]);
+    assert!(!dead.contains("does not take what it needs"), "{dead}");
+}
