@@ -117,6 +117,12 @@ pub fn receive(socket: BorrowedFd<'_>, room: &mut Vec<u8>) -> Result<Message, No
         }
     }
     let fds = Foreign::new(fds);
+    // The kernel says the same of a letter that is too long and of a reader that may have no more descriptors.
+    if got.flags.contains(ReturnFlags::CTRUNC)
+        && let Err(errno @ (Errno::MFILE | Errno::NFILE)) = rustix::io::fcntl_dupfd_cloexec(socket, 0)
+    {
+        return Err(Nothing::Kernel(errno.into()));
+    }
     if got.flags.intersects(ReturnFlags::TRUNC | ReturnFlags::CTRUNC) {
         return Err(Nothing::TooLong);
     }

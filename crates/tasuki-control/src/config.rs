@@ -24,12 +24,12 @@ const PAGE_KIB: u32 = 4;
 #[derive(Debug, thiserror::Error)]
 pub enum ConfigError {
     /// It cannot be read.
-    #[error("the configuration {} cannot be read: {source}; name one with --config", path.display())]
+    #[error("the configuration {} cannot be read ({why}); name one with --config", path.display())]
     Unreadable {
         /// Which.
         path: PathBuf,
         /// Why.
-        source: std::io::Error,
+        why: std::io::Error,
     },
     /// It is no TOML, or has keys that mean nothing.
     #[error("{}:{line}: {what}", path.display())]
@@ -459,8 +459,8 @@ impl fmt::Display for Device {
 impl Config {
     /// Reads and checks it.
     pub fn read(path: &Path) -> Result<Self, ConfigError> {
-        let text = std::fs::read_to_string(path)
-            .map_err(|source| ConfigError::Unreadable { path: path.to_owned(), source })?;
+        let text =
+            std::fs::read_to_string(path).map_err(|why| ConfigError::Unreadable { path: path.to_owned(), why })?;
         Self::parse(path, &text)
     }
 

@@ -1,15 +1,18 @@
 //! The runtime directory: what of the daemon has a name, and that only one daemon uses it.
 
 use std::fs::{DirBuilder, File, OpenOptions};
-use std::io::{Read, Seek, Write};
+use std::io::{ErrorKind, Read, Seek, Write};
 use std::os::unix::fs::{DirBuilderExt, MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
 
-use anyhow::{Context, Result, bail, ensure};
+use anyhow::{Context, Result, anyhow, bail, ensure};
 
 /// Longest path of a socket that the kernel takes, and the longest name that we put into the directory.
 const PATH_MAX: usize = 107;
 const NAME_MAX: usize = 40;
+/// How long a daemon may take to be gone after it was killed.
+const LOCKS_WITHIN: Duration = Duration::from_secs(1);
 
 /// The directory that is meant where none is named: `TASUKI_DIR`, or the usual place.
 pub fn usual() -> PathBuf {
@@ -26,6 +29,28 @@ pub fn usual() -> PathBuf {
 /// Where HTTP is spoken.
 pub fn api_socket(folder: &Path) -> PathBuf {
     folder.join("api.sock")
+}
+
+/// What to do about a directory that cannot be written to.
+pub fn remedy(kind: ErrorKind) -> &'static str {
+    match kind {
+        ErrorKind::StorageFull | ErrorKind::QuotaExceeded => {
+            "its disk is full: make room there, or choose another directory with --dir, or TASUKI_DIR"
+        }
+        _ => "choose another directory with --dir, or TASUKI_DIR",
+    }
+}
+
+/// Takes a lock. One who was killed has it until the kernel has taken its process apart.
+fn lock_soon(lock: &File) -> bool {
+    let until = Instant::now() + LOCKS_WITHIN;
+    while lock.try_lock().is_err() {
+        if Instant::now() > until {
+            return false;
+        }
+        std::thread::sleep(Duration::from_millis(5));
+    }
+    true
 }
 
 /// The directory, for as long as this daemon uses it.
@@ -45,7 +70,7 @@ impl Place {
             "{named} is too long for the sockets that are to be in it; choose a runtime directory with a shorter path"
         );
         if let Err(error) = DirBuilder::new().recursive(true).mode(0o700).create(&folder) {
-            bail!("the runtime directory {named} cannot be made ({error}); choose another with --dir, or TASUKI_DIR");
+            bail!("the runtime directory {named} cannot be made ({error}); {}", remedy(error.kind()));
         }
         let meta = std::fs::metadata(&folder).with_context(|| format!("{named} cannot be looked at"))?;
         let ours = rustix::process::geteuid().as_raw();
@@ -60,9 +85,10 @@ impl Place {
             .truncate(false)
             .mode(0o600)
             .open(folder.join("tasukid.lock"));
-        let mut lock = opened
-            .with_context(|| format!("{named} cannot be written to; choose another with --dir, or TASUKI_DIR"))?;
-        if lock.try_lock().is_err() {
+        let unwritable =
+            |error: std::io::Error| anyhow!("{named} cannot be written to ({error}); {}", remedy(error.kind()));
+        let mut lock = opened.map_err(unwritable)?;
+        if !lock_soon(&lock) {
             let mut holder = String::new();
             let _ = lock.read_to_string(&mut holder);
             bail!(
@@ -72,7 +98,7 @@ impl Place {
         }
         let noted =
             lock.set_len(0).and_then(|()| lock.rewind()).and_then(|()| writeln!(lock, "{}", std::process::id()));
-        noted.with_context(|| format!("{named} cannot be written to"))?;
+        noted.map_err(unwritable)?;
         Ok(Place { folder, _lock: lock })
     }
 
@@ -89,5 +115,27 @@ impl Place {
     /// Where the model of a NIC serves.
     pub fn model_socket(&self, nic: &str) -> PathBuf {
         self.folder.join(format!("nic-{nic}.sock"))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_daemon_that_was_killed_and_is_not_quite_gone_is_waited_for() {
+        let folder = tempfile::tempdir().unwrap();
+        let dying = Place::take(folder.path()).unwrap();
+        let next = std::thread::scope(|scope| {
+            let next = scope.spawn(|| Place::take(folder.path()));
+            // Whichever is first, it is taken.
+            std::thread::sleep(Duration::from_millis(20));
+            drop(dying);
+            next.join().unwrap()
+        });
+        let next = next.unwrap();
+        let refused = Place::take(folder.path()).unwrap_err().to_string();
+        assert!(refused.contains(&format!("already (process {})", std::process::id())), "{refused}");
+        drop(next);
     }
 }

@@ -2,23 +2,31 @@
 //!
 //! What is kept here must outlive the daemon, and not the machine: with the machine all workers are gone, and there is nothing to remember. So
 //! what is written goes to the kernel and is not waited for on its way to a disk.
+//!
+//! Where it cannot be written (its disk is full), this daemon goes on with what it has in memory, and writes the file anew when there is room.
+
+mod mirror;
 
 use std::fs::{File, OpenOptions};
 use std::io;
 use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
+use std::time::Duration;
 
 use redb::backends::FileBackend;
 use redb::{Database, ReadableDatabase, ReadableTable, StorageBackend, TableDefinition, WriteTransaction};
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 
-use crate::{config, process};
+use crate::{config, place, process};
+use mirror::Mirror;
 
 /// Of what stands in the file.
 const FORMAT: u64 = 1;
 /// Events that are kept.
 const EVENTS_MAX: u64 = 1000;
+/// How long a registry that could not be written waits for the next try.
+const PAUSE: Duration = Duration::from_secs(1);
 
 const FACTS: TableDefinition<'_, &str, u64> = TableDefinition::new("facts");
 const WORKERS: TableDefinition<'_, u64, &[u8]> = TableDefinition::new("workers");
@@ -123,6 +131,16 @@ pub enum RegistryError {
         /// Why.
         what: String,
     },
+    /// Its disk is full, or takes no writes.
+    #[error("the registry {} cannot be written ({what}); {}", path.display(), place::remedy(*kind))]
+    Unwritable {
+        /// Which file.
+        path: PathBuf,
+        /// Why.
+        what: String,
+        /// The same, for programs.
+        kind: io::ErrorKind,
+    },
 }
 
 /// A file that is written to the kernel, and not further.
@@ -197,7 +215,27 @@ pub enum Change {
 /// The file, for as long as this daemon lives.
 #[derive(Debug)]
 pub struct Registry {
-    database: Database,
+    path: PathBuf,
+    /// None while it cannot be written.
+    database: Option<Database>,
+    mirror: Mirror,
+    trouble: Option<Trouble>,
+}
+
+/// Why a registry is not written.
+#[derive(Debug)]
+struct Trouble {
+    sentence: String,
+    not_before: Duration,
+}
+
+/// What people are to hear of a registry.
+#[derive(Debug, PartialEq, Eq)]
+pub enum News {
+    /// From now on it cannot be written, for this reason.
+    Broken(String),
+    /// It is whole again.
+    Whole,
 }
 
 type Failed = redb::Error;
@@ -206,73 +244,138 @@ impl Registry {
     /// Opens it, makes it if there is none; what it knows.
     pub fn open(folder: &Path) -> Result<(Self, Known), RegistryError> {
         let path = folder.join("registry.redb");
-        let unusable = |what: String| RegistryError::Unusable { path: path.clone(), what };
-        let file = OpenOptions::new().read(true).write(true).create(true).truncate(false).mode(0o600).open(&path);
-        let opened = file.map_err(|error| unusable(error.to_string())).and_then(|file: File| {
-            let backend = FileBackend::new(file).map_err(|error| unusable(error.to_string()))?;
-            let database = Database::builder().set_cache_size(4 << 20).create_with_backend(Memory(backend));
-            database.map_err(|error| unusable(error.to_string()))
-        })?;
-        let registry = Registry { database: opened };
-        registry.make_tables().map_err(|error| unusable(error.to_string()))?;
-        let (found, known) = registry.all().map_err(|error| unusable(error.to_string()))?;
-        match found {
-            FORMAT => Ok((registry, known)),
-            found => Err(RegistryError::Format { path, found }),
-        }
-    }
-
-    fn make_tables(&self) -> Result<(), Failed> {
-        let write = self.database.begin_write()?;
-        {
-            let mut facts = write.open_table(FACTS)?;
-            if facts.get("format")?.is_none() {
-                facts.insert("format", FORMAT)?;
+        let failed = |error: Failed| match &error {
+            Failed::Io(io)
+                if matches!(
+                    io.kind(),
+                    io::ErrorKind::StorageFull | io::ErrorKind::QuotaExceeded | io::ErrorKind::ReadOnlyFilesystem
+                ) =>
+            {
+                RegistryError::Unwritable { path: path.clone(), what: io.to_string(), kind: io.kind() }
             }
-            write.open_table(WORKERS)?;
-            write.open_table(NICS)?;
-            write.open_table(NODES)?;
-            write.open_table(ADDED)?;
-            write.open_table(FENCES)?;
-            write.open_table(EVENTS)?;
+            _ => RegistryError::Unusable { path: path.clone(), what: in_words(&error) },
+        };
+        let database = open(&path, false).map_err(failed)?;
+        let (found, known) = all(&database).map_err(failed)?;
+        if found != FORMAT {
+            return Err(RegistryError::Format { path, found });
         }
-        Ok(write.commit()?)
+        let mirror = Mirror::of(&known);
+        Ok((Registry { path, database: Some(database), mirror, trouble: None }, known))
     }
 
-    fn all(&self) -> Result<(u64, Known), Failed> {
-        let read = self.database.begin_read()?;
-        let facts = read.open_table(FACTS)?;
-        let fact = |name| Ok::<_, Failed>(facts.get(name)?.map_or(0, |value| value.value()));
-        let mut known = Known { last_party: u32::try_from(fact("party")?).unwrap_or(u32::MAX), ..Known::default() };
-        known.workers = numbered(&read.open_table(WORKERS)?)?;
-        known.nics = numbered(&read.open_table(NICS)?)?;
-        known.events = numbered(&read.open_table(EVENTS)?)?;
-        for row in read.open_table(NODES)?.iter()? {
-            let (name, bytes) = row?;
-            known.nodes.extend(parse(bytes.value()).map(|node| (name.value().to_owned(), node)));
-        }
-        for row in read.open_table(ADDED)?.iter()? {
-            known.added.extend(parse(row?.1.value()));
-        }
-        for row in read.open_table(FENCES)?.iter()? {
-            known.fenced.extend(u32::try_from(row?.0.value()));
-        }
-        Ok((fact("format")?, known))
+    /// Writes all of `changes`, or keeps them in memory until that can be done; what people are to hear of it. To be called without any when
+    /// [`Registry::not_before`] has come.
+    pub fn write(&mut self, changes: &[Change], now: Duration) -> Option<News> {
+        changes.iter().for_each(|change| self.mirror.apply(change));
+        let written = match (&self.database, &self.trouble) {
+            (Some(_), _) if changes.is_empty() => return None,
+            (Some(database), _) => write(database, changes),
+            (None, Some(trouble)) if now < trouble.not_before => return None,
+            (None, _) => self.begin_anew(),
+        };
+        let was_broken = self.trouble.is_some();
+        let Err(error) = written else {
+            self.trouble = None;
+            return was_broken.then_some(News::Whole);
+        };
+        // What has failed once fails for ever: redb wants to be opened anew, and a file of which we do not know what stands in it is left alone.
+        self.database = None;
+        let sentence = format!(
+            "the registry {} cannot be written ({}); make room there. Until then tasukid keeps in memory what belongs there: do not end it, for a tasukid that comes after it would not know of workers and fences since then",
+            self.path.display(),
+            in_words(&error)
+        );
+        let not_before = now + PAUSE;
+        self.trouble = Some(Trouble { sentence: sentence.clone(), not_before });
+        (!was_broken).then_some(News::Broken(sentence))
     }
 
-    /// Writes all of `changes`, or none of them.
-    pub fn write(&self, changes: &[Change]) -> Result<(), String> {
-        if changes.is_empty() {
-            return Ok(());
-        }
-        let written = self.database.begin_write().map_err(Failed::from).and_then(|write| {
-            for change in changes {
-                apply(&write, change)?;
-            }
-            Ok(write.commit()?)
+    /// Writes a file with all that there is, and puts it where the other was.
+    fn begin_anew(&mut self) -> Result<(), Failed> {
+        let aside = self.path.with_extension("new");
+        let written = open(&aside, true).and_then(|database| {
+            write(&database, &self.mirror.changes())?;
+            std::fs::rename(&aside, &self.path)?;
+            Ok(database)
         });
-        written.map_err(|error| error.to_string())
+        // What is there of it would be in the way of what there is room for.
+        self.database = Some(written.inspect_err(|_| drop(std::fs::remove_file(&aside)))?);
+        Ok(())
     }
+
+    /// What is wrong, while something is.
+    pub fn trouble(&self) -> Option<&str> {
+        self.trouble.as_ref().map(|trouble| &trouble.sentence[..])
+    }
+
+    /// When it is to be tried again, while something is wrong.
+    pub fn not_before(&self) -> Option<Duration> {
+        self.trouble.as_ref().map(|trouble| trouble.not_before)
+    }
+}
+
+/// What is wrong, without what redb calls it.
+fn in_words(error: &Failed) -> String {
+    match error {
+        Failed::Io(error) => error.to_string(),
+        other => other.to_string(),
+    }
+}
+
+fn open(path: &Path, is_fresh: bool) -> Result<Database, Failed> {
+    let file: File =
+        OpenOptions::new().read(true).write(true).create(true).truncate(is_fresh).mode(0o600).open(path)?;
+    let backend = FileBackend::new(file)?;
+    let database = Database::builder().set_cache_size(4 << 20).create_with_backend(Memory(backend))?;
+    make_tables(&database)?;
+    Ok(database)
+}
+
+fn make_tables(database: &Database) -> Result<(), Failed> {
+    let write = database.begin_write()?;
+    {
+        let mut facts = write.open_table(FACTS)?;
+        if facts.get("format")?.is_none() {
+            facts.insert("format", FORMAT)?;
+        }
+        write.open_table(WORKERS)?;
+        write.open_table(NICS)?;
+        write.open_table(NODES)?;
+        write.open_table(ADDED)?;
+        write.open_table(FENCES)?;
+        write.open_table(EVENTS)?;
+    }
+    Ok(write.commit()?)
+}
+
+fn all(database: &Database) -> Result<(u64, Known), Failed> {
+    let read = database.begin_read()?;
+    let facts = read.open_table(FACTS)?;
+    let fact = |name| Ok::<_, Failed>(facts.get(name)?.map_or(0, |value| value.value()));
+    let mut known = Known { last_party: u32::try_from(fact("party")?).unwrap_or(u32::MAX), ..Known::default() };
+    known.workers = numbered(&read.open_table(WORKERS)?)?;
+    known.nics = numbered(&read.open_table(NICS)?)?;
+    known.events = numbered(&read.open_table(EVENTS)?)?;
+    for row in read.open_table(NODES)?.iter()? {
+        let (name, bytes) = row?;
+        known.nodes.extend(parse(bytes.value()).map(|node| (name.value().to_owned(), node)));
+    }
+    for row in read.open_table(ADDED)?.iter()? {
+        known.added.extend(parse(row?.1.value()));
+    }
+    for row in read.open_table(FENCES)?.iter()? {
+        known.fenced.extend(u32::try_from(row?.0.value()));
+    }
+    Ok((fact("format")?, known))
+}
+
+fn write(database: &Database, changes: &[Change]) -> Result<(), Failed> {
+    let write = database.begin_write()?;
+    for change in changes {
+        apply(&write, change)?;
+    }
+    Ok(write.commit()?)
 }
 
 fn numbered<T: DeserializeOwned>(table: &impl ReadableTable<u64, &'static [u8]>) -> Result<Vec<T>, Failed> {
@@ -349,20 +452,42 @@ mod tests {
         };
         let event = |number| Event { number, at_ms: 0, node: None, nic: None, worker: None, sentence: "so".to_owned() };
         {
-            let (registry, known) = Registry::open(folder.path()).unwrap();
+            let (mut registry, known) = Registry::open(folder.path()).unwrap();
             assert_eq!((known.workers.len(), known.last_party), (0, 0));
             let gone = WorkerRecord { party: 8, ..worker.clone() };
             let changes = [Change::Party(8), Change::Worker(worker.clone()), Change::Worker(gone), Change::Fence(8)];
-            registry.write(&changes).unwrap();
-            registry.write(&[Change::NoWorker(8), Change::Fence(7)]).unwrap();
+            let now = Duration::ZERO;
+            assert_eq!(registry.write(&changes, now), None);
+            assert_eq!(registry.write(&[Change::NoWorker(8), Change::Fence(7)], now), None);
             let events: Vec<_> = (1..=EVENTS_MAX + 5).map(|number| Change::Event(event(number))).collect();
-            registry.write(&events).unwrap();
+            assert_eq!(registry.write(&events, now), None);
             // It is not closed: the daemon was killed.
-            std::mem::forget(registry.database.begin_read());
+            std::mem::forget(registry.database.as_ref().unwrap().begin_read());
         }
         let (_registry, known) = Registry::open(folder.path()).unwrap();
         assert_eq!((known.workers, known.last_party, known.fenced), (vec![worker], 8, vec![7]));
         assert_eq!(known.events.first().map(|event| event.number), Some(6), "old events are forgotten");
+    }
+
+    /// As when its disk is full: there is something where the next file is to be.
+    #[test]
+    fn what_could_not_be_written_is_written_when_that_can_be_done() {
+        let folder = tempfile::tempdir().unwrap();
+        let (mut registry, _) = Registry::open(folder.path()).unwrap();
+        let (aside, now) = (folder.path().join("registry.new"), Duration::ZERO);
+        std::fs::create_dir(&aside).unwrap();
+        assert_eq!(registry.write(&[Change::Fence(3), Change::Fence(4), Change::Party(9)], now), None);
+        registry.database = None;
+        let Some(News::Broken(sentence)) = registry.write(&[Change::NoWorker(3)], now) else { panic!("it is broken") };
+        assert!(sentence.contains("registry.redb cannot be written (Is a directory"), "{sentence}");
+        assert_eq!((registry.trouble(), registry.not_before()), (Some(&sentence[..]), Some(PAUSE)));
+        assert_eq!(registry.write(&[Change::Fence(5)], PAUSE / 2), None, "it is not tried all the time");
+        std::fs::remove_dir(&aside).unwrap();
+        assert_eq!(registry.write(&[], PAUSE), Some(News::Whole));
+        assert_eq!((registry.trouble(), registry.not_before()), (None, None));
+        drop(registry);
+        let (_registry, known) = Registry::open(folder.path()).unwrap();
+        assert_eq!((known.fenced, known.last_party), (vec![4, 5], 9));
     }
 
     #[test]

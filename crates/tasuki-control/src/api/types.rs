@@ -16,6 +16,9 @@ pub struct Status {
     pub up_ms: u64,
     /// Workers that it took over from the daemon before it.
     pub adopted: u32,
+    /// What is wrong with the daemon itself.
+    #[serde(default)]
+    pub trouble: Option<String>,
     /// Nodes.
     pub nodes: Vec<NodeView>,
     /// NICs.

@@ -9,6 +9,7 @@ use anyhow::{Context, Result, ensure};
 use clap::{Parser, Subcommand};
 use tasuki_control::cli::capture::Capture;
 use tasuki_control::cli::{self, Asked, Give, Nodes, Reach, Vnis, Workers};
+use tasuki_control::log;
 
 /// Network cards that change hands while packets flow.
 #[derive(Debug, Parser)]
@@ -115,7 +116,7 @@ fn main() -> ExitCode {
     match done {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
-            eprintln!("tasuki: {error:#}");
+            log::say(&format!("tasuki: {error:#}"));
             ExitCode::FAILURE
         }
     }

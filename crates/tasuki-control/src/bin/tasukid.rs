@@ -1,6 +1,7 @@
 //! The daemon.
 
 use std::fs::OpenOptions;
+use std::io::Write;
 use std::os::unix::fs::{OpenOptionsExt, PermissionsExt};
 use std::os::unix::net::{UnixDatagram, UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
@@ -13,6 +14,7 @@ use rustix::process::{Resource, Rlimit};
 use rustix::thread::CpuSet;
 use tasuki_control::api::server;
 use tasuki_control::config::{self, Config};
+use tasuki_control::log;
 use tasuki_control::place::{self, Place};
 use tasuki_control::supervisor::door::Door;
 use tasuki_control::supervisor::{Ended, Parts, Programs, Supervisor};
@@ -106,10 +108,10 @@ fn serve(arguments: &Arguments, folder: &Path) -> Result<()> {
         })
     });
     let http = http.context("the kernel has no thread left")?;
-    let _ = sd_notify::notify(true, &[sd_notify::NotifyState::Ready]);
+    let _ = sd_notify::notify(false, &[sd_notify::NotifyState::Ready]);
     tracing::info!("tasukid serves at {}", place::api_socket(&folder).display());
     let ended = supervisor.run();
-    let _ = sd_notify::notify(true, &[sd_notify::NotifyState::Stopping]);
+    let _ = sd_notify::notify(false, &[sd_notify::NotifyState::Stopping]);
     let _ = over.send(());
     // What waits for an answer hears that nobody will give one.
     drop(supervisor);
@@ -147,8 +149,13 @@ fn go_into_background(folder: &Path) -> Result<()> {
     let mut child = command.spawn().context("tasukid does not start a second time")?;
     let until = std::time::Instant::now() + BEGINS_WITHIN;
     let outcome = loop {
-        if begun.recv(&mut [0; 256]).is_ok() {
-            break Ok(());
+        let mut notice = [0; 4096];
+        if let Ok(len) = begun.recv(&mut notice) {
+            let notice = String::from_utf8_lossy(&notice[..len]);
+            break match notice.lines().find_map(|line| line.strip_prefix("STATUS=")) {
+                Some(why) => Err(anyhow::anyhow!("{why}")),
+                None => Ok(()),
+            };
         }
         if child.try_wait()?.is_some() {
             let log = std::fs::read(&log_path).unwrap_or_default();
@@ -167,12 +174,9 @@ fn go_into_background(folder: &Path) -> Result<()> {
     };
     let _ = std::fs::remove_file(&notices);
     outcome.inspect(|()| {
-        println!(
-            "tasukid is at work in {} (process {}); its log is {}",
-            folder.display(),
-            child.id(),
-            log_path.display()
-        )
+        let (named, child) = (folder.display(), child.id());
+        let sentence = format!("tasukid is at work in {named} (process {child}); its log is {}", log_path.display());
+        let _ = writeln!(std::io::stdout(), "{sentence}");
     })
 }
 
@@ -180,14 +184,7 @@ fn main() -> ExitCode {
     let arguments = Arguments::parse();
     let stays = arguments.foreground || std::env::var_os("NOTIFY_SOCKET").is_some();
     let folder = arguments.dir.clone().unwrap_or_else(place::usual);
-    let filter = tracing_subscriber::EnvFilter::try_from_default_env().unwrap_or_else(|_| "info".into());
-    let colour = std::io::IsTerminal::is_terminal(&std::io::stderr());
-    tracing_subscriber::fmt()
-        .with_env_filter(filter)
-        .with_ansi(colour)
-        .with_target(false)
-        .with_writer(std::io::stderr)
-        .init();
+    log::begin();
     let done = if stays {
         serve(&arguments, &folder)
     } else {
@@ -196,7 +193,9 @@ fn main() -> ExitCode {
     match done {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
-            eprintln!("tasukid: {error:#}");
+            // Its log may be where nothing can be written any more.
+            let _ = sd_notify::notify(false, &[sd_notify::NotifyState::Status(&format!("{error:#}"))]);
+            log::say(&format!("tasukid: {error:#}"));
             ExitCode::FAILURE
         }
     }

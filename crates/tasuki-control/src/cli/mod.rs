@@ -3,6 +3,7 @@
 pub mod capture;
 mod show;
 
+use std::io::Write;
 use std::path::PathBuf;
 
 use anyhow::{Context, Result};
@@ -316,10 +317,15 @@ pub fn run(reach: &Reach, asked: &Asked) -> Result<()> {
         Asked::Events { since } => get(&format!("/v1/events?since={since}"))?,
         Asked::Stop => post("/v1/stop", json!({}))?,
     };
-    if reach.json {
-        println!("{}", serde_json::to_string_pretty(&value)?);
-        return Ok(());
+    let text = match reach.json {
+        true => serde_json::to_string_pretty(&value)? + "\n",
+        false => show::show(asked, value)?,
+    };
+    match std::io::stdout().write_all(text.as_bytes()) {
+        // Who reads no more knows enough.
+        Err(error) if error.kind() != std::io::ErrorKind::BrokenPipe => {
+            Err(error).context("what tasukid answers cannot be written")
+        }
+        _ => Ok(()),
     }
-    print!("{}", show::show(asked, value)?);
-    Ok(())
 }

@@ -68,6 +68,7 @@ fn status(status: &Status) -> String {
     said.push('\n');
     said.push_str(&nics(&status.nics));
     said.push_str(&troubles(&status.nodes));
+    said.extend(status.trouble.iter().map(|trouble| format!("\n{trouble}\n")));
     said
 }
 

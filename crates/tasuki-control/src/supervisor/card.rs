@@ -97,6 +97,8 @@ pub struct Opener {
     pub socket: OwnedFd,
     /// What it says to people.
     pub says: std::io::PipeReader,
+    /// Why it was of no use, if we know better than it.
+    pub why: Option<String>,
     /// The number that its addresses come from.
     pub party: u32,
     /// When it began.

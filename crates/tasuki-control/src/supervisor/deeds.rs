@@ -113,15 +113,14 @@ impl Supervisor {
         }
         worker.stage = Stage::Condemned;
         crash::point("daemon.fencing");
-        if let Err(why) = self.registry.write(&[Change::Fence(number)]) {
-            // Whoever is killed is fenced, recorded or not; only a daemon that dies before the worker does would not know.
-            tracing::error!("a fence could not be recorded ({why})");
-        }
+        // Whoever is killed is fenced, recorded or not; only a daemon that dies before the worker does would not know.
+        let news = self.registry.write(&[Change::Fence(number)], now());
         crash::point("daemon.fence-recorded");
         worker.process.kill();
         crash::point("daemon.fence-killed");
         let node = worker.record.node.clone();
         self.note(About::worker(&node, number), format!("worker {number} {because}: it is ended"));
+        self.tell_of_registry(news);
     }
 
     /// A relay has settled.

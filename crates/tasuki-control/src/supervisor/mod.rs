@@ -55,7 +55,7 @@ use tasuki_shm::crash;
 
 use crate::config::Config;
 use crate::place::Place;
-use crate::registry::{Change, Event, NodeRecord, Registry};
+use crate::registry::{Change, Event, News, NodeRecord, Registry};
 use card::Card;
 use door::{Answer, Door, Request};
 use jobs::Job;
@@ -348,10 +348,18 @@ impl Supervisor {
         if !changes.is_empty() {
             crash::point("daemon.writing");
         }
-        if let Err(why) = self.registry.write(&changes) {
-            tracing::error!(
-                "the registry could not be written ({why}); a daemon that comes after this one may not find its workers"
-            );
+        let news = self.registry.write(&changes, now());
+        self.tell_of_registry(news);
+    }
+
+    /// Tells people when the registry cannot be written, and when it can be again.
+    fn tell_of_registry(&mut self, news: Option<News>) {
+        match news {
+            None => {}
+            Some(News::Broken(sentence)) => self.note(About::default(), sentence),
+            Some(News::Whole) => {
+                self.note(About::default(), "the registry is written again, with all that was kept in memory")
+            }
         }
     }
 

@@ -113,19 +113,21 @@ impl Supervisor {
         let process = Process::spawn(&mut command).with_context(|| format!("{} does not start", program.display()))?;
         watch(&self.epoll, process.pidfd(), Token::OpenerEnd(nic))?;
         watch(&self.epoll, ours.as_fd(), Token::OpenerSays(nic))?;
-        card.opening = Opening::Opener(Opener { process, socket: ours, says, party, since: now() });
+        card.opening = Opening::Opener(Opener { process, socket: ours, says, why: None, party, since: now() });
         Ok(())
     }
 
     pub(super) fn opener_says(&mut self, nic: u32) {
         loop {
             let Some(card) = self.cards.get_mut(&nic) else { return };
-            let Opening::Opener(opener) = &card.opening else { return };
+            let Opening::Opener(opener) = &mut card.opening else { return };
             let made_by = opener.party;
             let message = match channel::receive(opener.socket.as_fd(), &mut self.room) {
                 Ok(message) => message,
                 Err(Nothing::Yet) => return,
-                Err(_) => {
+                Err(nothing) => {
+                    let is_over = matches!(nothing, Nothing::Closed);
+                    opener.why = (!is_over).then(|| format!("tasukid could not take what it is made of ({nothing})"));
                     let _ = rustix::event::epoll::delete(&self.epoll, &opener.socket);
                     return;
                 }
@@ -166,7 +168,7 @@ impl Supervisor {
         let is_open = card.kept.is_some();
         let next = if is_open { Opening::Open } else { Opening::NotBefore(now()) };
         let was = std::mem::replace(&mut card.opening, next);
-        let Opening::Opener(Opener { mut process, mut says, .. }) = was else {
+        let Opening::Opener(Opener { mut process, mut says, why, .. }) = was else {
             card.opening = was;
             return;
         };
@@ -179,10 +181,10 @@ impl Supervisor {
         let _ = says.by_ref().take(SAYS_MAX as u64).read_to_end(&mut text);
         let text = String::from_utf8_lossy(&text);
         let last = text.lines().rev().find(|line| !line.trim().is_empty()).map(str::trim);
-        let why = match last {
+        let why = why.unwrap_or_else(|| match last {
             Some(line) => line.strip_prefix("tasuki: ").unwrap_or(line).to_owned(),
             None => format!("the process that was to open it {how}, and did not say why"),
-        };
+        });
         self.not_opened(nic, &why);
     }
 

@@ -433,7 +433,7 @@ impl Supervisor {
         let busy =
             self.workers.values().any(|worker| !worker.serves()) || !self.jobs.is_empty() || self.stopping.is_some();
         let soon = (busy || self.is_opening()).then(|| now() + Duration::from_millis(20));
-        let all = watches.chain(waits).chain(openings).chain(hearts).chain(soon);
+        let all = watches.chain(waits).chain(openings).chain(self.registry.not_before()).chain(hearts).chain(soon);
         all.min().unwrap_or_else(|| now() + Duration::from_secs(3600))
     }
 

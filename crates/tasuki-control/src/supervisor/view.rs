@@ -16,6 +16,7 @@ impl Supervisor {
             pid: std::process::id(),
             up_ms: u64::try_from(now().saturating_sub(self.since).as_millis()).unwrap_or(u64::MAX),
             adopted: self.adopted,
+            trouble: self.registry.trouble().map(str::to_owned),
             nodes: self.node_views(),
             nics: self.nic_views(),
         }

@@ -1,0 +1,80 @@
+//! The daemon's log. A disk that is full ends no daemon: lines that cannot be written are counted, and their number is written when there is room.
+
+use std::io::{self, Write};
+use std::sync::atomic::AtomicU64;
+use std::sync::atomic::Ordering::Relaxed;
+
+use tracing_subscriber::EnvFilter;
+
+/// Lines that could not be written since one could be.
+static LOST: AtomicU64 = AtomicU64::new(0);
+
+/// Standard error, to which writing never fails. Each write is a line.
+struct Log<W>(W, &'static AtomicU64);
+
+impl<W: Write> Write for Log<W> {
+    fn write(&mut self, line: &[u8]) -> io::Result<usize> {
+        let lost = self.1.load(Relaxed);
+        let said = match lost {
+            0 => Ok(()),
+            lost => writeln!(self.0, "{lost} lines before this one could not be written here"),
+        };
+        if said.is_ok() {
+            self.1.fetch_sub(lost, Relaxed);
+        }
+        if said.and_then(|()| self.0.write_all(line)).is_err() {
+            self.1.fetch_add(1, Relaxed);
+        }
+        Ok(line.len())
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        Ok(())
+    }
+}
+
+/// Has `tracing` write to standard error from now on.
+pub fn begin() {
+    let filter = EnvFilter::try_from_default_env().unwrap_or_else(|_| "info".into());
+    let colour = io::IsTerminal::is_terminal(&io::stderr());
+    let log = tracing_subscriber::fmt().with_env_filter(filter).with_ansi(colour).with_target(false);
+    // What it says of a line that cannot be written goes to the same place, by a macro that panics.
+    log.log_internal_errors(false).with_writer(|| Log(io::stderr(), &LOST)).init();
+}
+
+/// Says a sentence on standard error, if somebody reads that.
+pub fn say(sentence: &str) {
+    let _ = writeln!(io::stderr(), "{sentence}");
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// A disk with room for so many writes.
+    struct Disk(usize, Vec<u8>);
+
+    impl Write for &mut Disk {
+        fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+            self.0 = self.0.checked_sub(1).ok_or(io::ErrorKind::StorageFull)?;
+            self.1.extend_from_slice(bytes);
+            Ok(bytes.len())
+        }
+
+        fn flush(&mut self) -> io::Result<()> {
+            Ok(())
+        }
+    }
+
+    #[test]
+    fn lines_that_find_no_room_are_counted() {
+        static HERE: AtomicU64 = AtomicU64::new(0);
+        let mut disk = Disk(1, Vec::new());
+        let line = |disk: &mut Disk, line: &str| Log(disk, &HERE).write_all(line.as_bytes()).unwrap();
+        ["a\n", "b\n", "c\n"].into_iter().for_each(|text| line(&mut disk, text));
+        disk.0 = 9;
+        ["d\n", "e\n"].into_iter().for_each(|text| line(&mut disk, text));
+        let written = String::from_utf8(disk.1).unwrap();
+        assert_eq!(written, "a\n2 lines before this one could not be written here\nd\ne\n");
+    }
+}

@@ -1,0 +1,72 @@
+//! What stands in the registry, in memory: it is written anew from this when its file could not be written for a while.
+
+use std::collections::{BTreeMap, BTreeSet, VecDeque};
+
+use super::{Change, EVENTS_MAX, Event, Known, NicRecord, NodeRecord, WorkerRecord};
+use crate::config;
+
+/// All of it. It grows with what there is now, and not with what was.
+#[derive(Debug, Default)]
+pub struct Mirror {
+    workers: BTreeMap<u32, WorkerRecord>,
+    nics: BTreeMap<u32, NicRecord>,
+    nodes: BTreeMap<String, NodeRecord>,
+    added: BTreeMap<String, config::Node>,
+    fenced: BTreeSet<u32>,
+    events: VecDeque<Event>,
+    last_party: u32,
+}
+
+impl Mirror {
+    /// Of what a daemon before this one wrote.
+    pub fn of(known: &Known) -> Self {
+        Mirror {
+            workers: known.workers.iter().map(|worker| (worker.party, worker.clone())).collect(),
+            nics: known.nics.iter().map(|nic| (nic.number, nic.clone())).collect(),
+            nodes: known.nodes.iter().cloned().collect(),
+            added: known.added.iter().map(|node| (node.name.clone(), node.clone())).collect(),
+            fenced: known.fenced.iter().copied().collect(),
+            events: known.events.iter().cloned().collect(),
+            last_party: known.last_party,
+        }
+    }
+
+    /// Follows a change.
+    pub fn apply(&mut self, change: &Change) {
+        match change {
+            Change::Worker(worker) => drop(self.workers.insert(worker.party, worker.clone())),
+            Change::NoWorker(party) => {
+                self.workers.remove(party);
+                self.fenced.remove(party);
+            }
+            Change::Nic(nic) => drop(self.nics.insert(nic.number, nic.clone())),
+            Change::NoNic(number) => drop(self.nics.remove(number)),
+            Change::Node(name, node) => drop(self.nodes.insert(name.clone(), node.clone())),
+            Change::Added(node) => drop(self.added.insert(node.name.clone(), node.clone())),
+            Change::Removed(name) => {
+                self.added.remove(name);
+                self.nodes.remove(name);
+            }
+            Change::Fence(party) => drop(self.fenced.insert(*party)),
+            Change::Event(event) => {
+                self.events.push_back(event.clone());
+                if self.events.len() as u64 > EVENTS_MAX {
+                    self.events.pop_front();
+                }
+            }
+            Change::Party(last) => self.last_party = *last,
+        }
+    }
+
+    /// What makes an empty registry this one.
+    pub fn changes(&self) -> Vec<Change> {
+        let mut all: Vec<Change> = self.fenced.iter().copied().map(Change::Fence).collect();
+        all.push(Change::Party(self.last_party));
+        all.extend(self.workers.values().cloned().map(Change::Worker));
+        all.extend(self.nics.values().cloned().map(Change::Nic));
+        all.extend(self.nodes.iter().map(|(name, node)| Change::Node(name.clone(), node.clone())));
+        all.extend(self.added.values().cloned().map(Change::Added));
+        all.extend(self.events.iter().cloned().map(Change::Event));
+        all
+    }
+}

@@ -1,0 +1,180 @@
+//! What runs out: room on the disk, descriptors. The daemon goes on, and says so. Disks that can be filled need root.
+
+use std::fs;
+use std::io::Write;
+use std::os::unix::fs::symlink;
+use std::path::PathBuf;
+use std::process::{Command, Output, Stdio};
+
+use rustix::process::{Pid, Resource, Rlimit, Signal, getrlimit, prlimit};
+use tempfile::TempDir;
+
+use super::rig::{NODES, Rig, lives, pid, signal, until};
+
+/// A disk of its own, small enough to be filled. Unmounted when the test ends, however it does.
+struct Disk(TempDir);
+
+impl Disk {
+    /// Nothing, and that is said, where we may not mount.
+    fn new() -> Option<Self> {
+        let disk = Disk(tempfile::Builder::new().prefix("tasuki-disk-").tempdir().expect("a folder"));
+        let mounted = disk.mount(&["-t", "tmpfs", "-o", "size=8m,mode=0700", "tmpfs"]);
+        if !mounted.status.success() {
+            println!("skipped: needs root, to mount a small disk");
+            return None;
+        }
+        Some(disk)
+    }
+
+    fn mount(&self, words: &[&str]) -> Output {
+        Command::new("mount").args(words).arg(self.0.path()).output().expect("mount")
+    }
+
+    fn filler(&self) -> PathBuf {
+        self.0.path().join("filler")
+    }
+
+    /// Leaves no room on it.
+    fn fill(&self) {
+        let mut filler = fs::File::options().append(true).create(true).open(self.filler()).expect("a file");
+        while filler.write_all(&[0; 4096]).is_ok() {}
+    }
+
+    /// A daemon's directory is on it.
+    fn rig(&self, fault: &str) -> Rig {
+        let rig = Rig::without_daemon(NODES, fault);
+        symlink(self.0.path(), rig.dir()).expect("a link");
+        rig
+    }
+}
+
+impl Drop for Disk {
+    fn drop(&mut self) {
+        let _ = Command::new("umount").arg("--lazy").arg(self.0.path()).output();
+    }
+}
+
+/// Each node has its workers again after one of them is killed.
+fn kill_the_driver(rig: &Rig) {
+    let (driver, _) = rig.await_pair("red");
+    signal(pid(&driver), Signal::KILL);
+    until(rig, "it is gone", || rig.workers().iter().all(|worker| worker["pid"] != driver["pid"]));
+    rig.await_pair("red");
+}
+
+/// What is wrong with the daemon itself, as people see it.
+fn is_broken(rig: &Rig) -> bool {
+    rig.ask(&["status"]).contains("registry.redb cannot be written (No space left on device")
+}
+
+#[test]
+fn a_registry_whose_disk_is_full_is_written_when_there_is_room() {
+    let Some(disk) = Disk::new() else { return };
+    let mut rig = disk.rig("");
+    rig.start();
+    let (driver, _) = rig.await_pair("red");
+    until(&rig, "the disk is full", || {
+        disk.fill();
+        rig.ask(&["worker", "upgrade", "blue"]);
+        is_broken(&rig)
+    });
+    rig.await_event("registry.redb cannot be written (No space left on device");
+    // What happens meanwhile happens as ever, fences too.
+    kill_the_driver(&rig);
+    let (driver, standby) = {
+        assert!(!lives(pid(&driver)));
+        rig.await_pair("red")
+    };
+    assert!(is_broken(&rig), "there is no room yet");
+    fs::remove_file(disk.filler()).expect("room");
+    rig.await_event("the registry is written again");
+    assert!(!is_broken(&rig));
+    let before = rig.ask(&["events"]);
+    // The next daemon knows all of it.
+    rig.kill_daemon();
+    rig.start();
+    let (drives, stands_by) = rig.await_pair("red");
+    assert_eq!((&drives["pid"], &stands_by["pid"]), (&driver["pid"], &standby["pid"]), "{}", rig.log());
+    let after = rig.ask(&["events"]);
+    assert!(after.starts_with(&before[..before.rfind("the registry is written").expect("it")]), "{before}\n{after}");
+}
+
+#[test]
+fn a_daemon_in_the_background_outlives_the_disk_of_its_log() {
+    let Some(disk) = Disk::new() else { return };
+    let rig = disk.rig("");
+    let started = rig.tasukid_in(&rig.dir()).output().expect("a program");
+    assert!(started.status.success(), "{}", String::from_utf8_lossy(&started.stderr));
+    let process = rig.json(&["status"])["pid"].clone();
+    rig.await_pair("red");
+    let log = disk.0.path().join("tasukid.log");
+    until(&rig, "neither log nor registry has room", || {
+        disk.fill();
+        let len = fs::metadata(&log).expect("a log").len();
+        rig.ask(&["worker", "upgrade", "blue"]);
+        is_broken(&rig) && fs::metadata(&log).expect("a log").len() == len
+    });
+    kill_the_driver(&rig);
+    fs::remove_file(disk.filler()).expect("room");
+    rig.await_event("the registry is written again");
+    until(&rig, "the log says what it lacks", || {
+        rig.ask(&["worker", "upgrade", "blue"]);
+        fs::read_to_string(&log).is_ok_and(|log| log.contains("lines before this one could not be written here"))
+    });
+    assert_eq!(rig.json(&["status"])["pid"], process, "it was the same all the time");
+    rig.ask(&["stop"]);
+}
+
+/// A daemon does not begin, and says so in one sentence, in the foreground and in the background.
+fn is_refused(rig: &Rig, parts: &[&str]) {
+    for foreground in [true, false] {
+        let mut command = rig.tasukid_in(&rig.dir());
+        command.args(foreground.then_some("--foreground"));
+        let output = command.stdout(Stdio::null()).output().expect("a program");
+        let said = String::from_utf8_lossy(&output.stderr).into_owned();
+        assert_eq!((output.status.code(), said.lines().count()), (Some(1), 1), "{foreground}: {said}");
+        assert!(said.starts_with("tasukid: ") && parts.iter().all(|part| said.contains(part)), "{foreground}: {said}");
+    }
+}
+
+#[test]
+fn a_daemon_that_is_started_on_a_full_disk_says_so_and_what_to_do() {
+    let Some(disk) = Disk::new() else { return };
+    let rig = disk.rig("");
+    let full =
+        ["(No space left on device", "its disk is full: make room there, or choose another directory with --dir"];
+    disk.fill();
+    is_refused(&rig, &full);
+    // Where there is room for its number, and for no registry.
+    let filler = fs::File::options().write(true).open(disk.filler()).expect("a file");
+    filler.set_len(filler.metadata().expect("a file").len() - 4 * 4096).expect("room");
+    fs::write(disk.0.path().join("tasukid.lock"), "1\n").expect("room");
+    is_refused(&rig, &full);
+}
+
+#[test]
+fn a_daemon_whose_directory_cannot_be_written_to_says_so() {
+    let Some(disk) = Disk::new() else { return };
+    let rig = disk.rig("");
+    assert!(disk.mount(&["-o", "remount,ro"]).status.success());
+    is_refused(&rig, &["cannot be written to (Read-only file system", "choose another directory with --dir"]);
+}
+
+#[test]
+fn a_daemon_without_descriptors_says_so_and_goes_on_when_it_has_some() {
+    let mut rig = Rig::without_daemon(NODES, "");
+    rig.start();
+    rig.await_pair("red");
+    let daemon = i32::try_from(rig.daemon_pid()).ok().and_then(Pid::from_raw);
+    let maximum = getrlimit(Resource::Nofile).maximum;
+    let limit = |current| prlimit(daemon, Resource::Nofile, Rlimit { current, maximum }).expect("a limit");
+    let open = fs::read_dir(format!("/proc/{}/fd", rig.daemon_pid())).expect("descriptors").count();
+    // Those of a dead worker are enough for the command line, and not for a fresh worker: to start one takes more than it has then.
+    let was = limit(Some(open as u64 - 2));
+    let (driver, _) = rig.await_pair("red");
+    signal(pid(&driver), Signal::KILL);
+    until(&rig, "it says so", || rig.ask(&["status"]).contains("Too many open files"));
+    limit(was.current);
+    rig.await_pair("red");
+    until(&rig, "nothing is wrong any more", || !rig.ask(&["status"]).contains("Too many open files"));
+}
