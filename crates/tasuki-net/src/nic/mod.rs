@@ -187,6 +187,14 @@ pub enum NicError {
         /// Where its first receive ring is.
         head: u32,
     },
+    /// Somebody who is not trusted had the card, and has left something there that cannot be undone while it runs.
+    #[error("the card's last owner has left {what} in it ({value:#x}), which only a reset undoes; hand it over cold")]
+    LeftBehind {
+        /// What.
+        what: &'static str,
+        /// What stands there.
+        value: u64,
+    },
     /// The sash cannot be true.
     #[error("the sash contradicts itself, the NIC's memory or the card: {what} ({value:#x}); start the card anew")]
     BrokenSash {

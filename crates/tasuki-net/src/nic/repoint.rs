@@ -4,13 +4,16 @@
 //! gets that one filled by the new owner first, and then what comes is steered there (`mbb`, make before break).
 
 use super::bus::Iova;
-use super::{Failed, MemoryLayout, Nic, NicError, NicMemory, NicOptions};
+use super::{Failed, Mac, MemoryLayout, Nic, NicError, NicMemory, NicOptions};
 
 /// How a card's traffic gets to its next owner's rings.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum How {
     /// Its queue is pointed at them: `repoint`.
     Point,
+    /// The same, from an owner that is not trusted and was fenced: nothing of what it left is believed, and the memory is mapped after the fence. The
+    /// card's address is this one.
+    Fenced(Mac),
     /// Its spare queue has them already, and is what it steers to from then on: `mbb`.
     Steer,
 }
@@ -32,6 +35,8 @@ pub struct Can {
     pub point: bool,
     /// with a partner that pauses meanwhile;
     pub pauses: bool,
+    /// [`How::Fenced`]: all that an owner can leave in it is written anew, or read back;
+    pub fenced: bool,
     /// and [`How::Steer`].
     pub steer: bool,
 }
@@ -44,10 +49,14 @@ impl Can {
             How::Point if !self.point => {
                 refuse("repoint", "its rings cannot be elsewhere while it runs; take keep or cold")
             }
+            How::Fenced(_) if !self.fenced => refuse(
+                "repoint",
+                "what an owner that is not trusted has left in it cannot be read back while it runs; take cold",
+            ),
             How::Steer if !self.steer => {
                 refuse("mbb", "it has no queue to spare that it can be told to steer to; take keep or cold")
             }
-            How::Point | How::Steer => Ok(()),
+            How::Point | How::Fenced(_) | How::Steer => Ok(()),
         }
     }
 }

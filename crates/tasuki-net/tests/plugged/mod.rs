@@ -37,6 +37,11 @@ impl Wire {
         self.go.store(true, Relaxed);
     }
 
+    /// How many frames have come back.
+    pub fn back(&self) -> u64 {
+        self.back.load(Relaxed)
+    }
+
     /// Waits until so many frames have come back.
     pub fn await_back(&self, count: u64) {
         until("the frames to come back", || self.back.load(Relaxed) >= count);

@@ -32,7 +32,11 @@ mod phy {
     pub const SPECIFIC_STATUS: usize = 17;
 
     pub const RESET: u16 = 1 << 15;
+    pub const LOOPBACK: u16 = 1 << 14;
     pub const POWER_DOWN: u16 = 1 << 11;
+    pub const ISOLATE: u16 = 1 << 10;
+    /// Any of these, and no partner is reached.
+    pub const ALONE: u16 = LOOPBACK | POWER_DOWN | ISOLATE;
     pub const RESTART: u16 = 1 << 9;
     pub const NEGOTIATED: u16 = 1 << 5;
     pub const LINK: u16 = 1 << 2;
@@ -112,9 +116,8 @@ impl Device {
             self.link.mdic_interrupts = false;
             self.raise(icr::MDAC);
         }
-        let wanted = self.link.partner
-            && self.get(regs::CTRL) & ctrl::SLU != 0
-            && self.link.phy[phy::CONTROL] & phy::POWER_DOWN == 0;
+        let wanted =
+            self.link.partner && self.get(regs::CTRL) & ctrl::SLU != 0 && self.link.phy[phy::CONTROL] & phy::ALONE == 0;
         match (wanted, self.link.up, self.link.up_at) {
             (true, false, None) => self.link.up_at = Some(self.now + self.options.link_up_ns),
             (true, false, Some(at)) if self.now >= at => self.set_link(true),

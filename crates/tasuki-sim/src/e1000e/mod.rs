@@ -464,6 +464,9 @@ impl Device {
             regs::RDH1 => self.receive[1].cursors.head,
             regs::TDH => self.transmit[0].cursors.head,
             regs::TDH1 => self.transmit[1].cursors.head,
+            // In words of eight bytes, from the one that is sent next to the one that is written next: a packet of which the end has not come waits.
+            regs::TDFT => self.packet.waiting().div_ceil(8),
+            regs::TDFH | regs::TDFHS | regs::TDFTS | regs::TDFPC => 0,
             regs::SWSM => {
                 // Reading the semaphore takes it, if it was free.
                 let value = self.get(reg);
@@ -532,6 +535,8 @@ impl Device {
             regs::PBA => self.set(reg, value & 0xffff),
             regs::SWSM | regs::EXTCNF_CTRL => self.set(reg, value),
             regs::FWSM | regs::FACTPS | regs::EEMNGCTL | regs::WUS => {}
+            // A driver that writes these knows what it does: it would have the card send what lies there.
+            regs::TDFH | regs::TDFT | regs::TDFHS | regs::TDFTS | regs::TDFPC => {}
             _ => self.write_row(reg, value),
         }
     }

@@ -111,6 +111,13 @@ pub const TXDCTL: Reg = Reg(0x0_3828);
 pub const TADV: Reg = Reg(0x0_382c);
 pub const TARC: Reg = Reg(0x0_3840);
 
+// Diagnostics, §10.2.10: what of the packet buffer is for sending
+pub const TDFH: Reg = Reg(0x0_3410);
+pub const TDFT: Reg = Reg(0x0_3418);
+pub const TDFHS: Reg = Reg(0x0_3420);
+pub const TDFTS: Reg = Reg(0x0_3428);
+pub const TDFPC: Reg = Reg(0x0_3430);
+
 // Statistics, §10.2.7; all of them are cleared by a read
 pub const STATISTICS: std::ops::RangeInclusive<u32> = 0x0_4000..=0x0_4124;
 pub const MPC: Reg = Reg(0x0_4010);
@@ -323,7 +330,9 @@ pub enum Kind {
 pub fn kind(offset: u32) -> Kind {
     match Reg(offset) {
         CTRL | STATUS | EECD | EERD | CTRL_EXT | MDIC | ICR | ICS | IMS | IMC | RCTL | TCTL | PBA | SWSM
-        | EXTCNF_CTRL | RFCTL | MRQC | PBACL | FWSM | FACTPS | EEMNGCTL | WUS => Kind::Special,
+        | EXTCNF_CTRL | RFCTL | MRQC | PBACL | FWSM | FACTPS | EEMNGCTL | WUS | TDFH | TDFT | TDFHS | TDFTS | TDFPC => {
+            Kind::Special
+        }
         FLA | FCAL | LEDCTL | EXTCNF_SIZE | PHY_CTRL | GCR | GCR2 | GSCL | PBS | SW_FW_SYNC | RXCSUM | PSRCTL
         | TIPG | AIT | TCTL_EXT | WUC | WUFC | MANC | MANC2H => Kind::Plain(u32::MAX),
         FCAH | FCT | VET | FCTTV | FCRTV | ITR | RSRPD | RAID | TIDV | TADV | RADV | ERT => Kind::Plain(0xffff),

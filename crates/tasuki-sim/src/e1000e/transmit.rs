@@ -77,6 +77,11 @@ impl Default for Packet {
 }
 
 impl Packet {
+    /// Bytes of one of which the end has not come. One that has begun with none is one, too.
+    pub fn waiting(&self) -> u32 {
+        if self.options.is_some() { self.len.max(1) as u32 } else { 0 }
+    }
+
     pub fn clear(&mut self) {
         (self.len, self.options, self.spoilt) = (0, None, false);
     }

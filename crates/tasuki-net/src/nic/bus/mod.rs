@@ -194,6 +194,15 @@ pub trait Bus {
     /// Resets the whole device as its bus can, if it can.
     fn reset(&mut self) -> Result<(), BusError>;
 
+    /// Connects the interrupts that are in use anew, and has the device decode memory and be master of the bus, whatever somebody else has made of
+    /// that who had the device, too. What rings meanwhile may be lost: whoever asks looks at its rings afterwards.
+    fn renew(&mut self) -> Result<(), BusError>
+    where
+        Self: Sized,
+    {
+        pci::enable_again(self)
+    }
+
     /// The same as [`unmap_dma`](Self::unmap_dma), by whoever has rings to look at: where an answer is waited for, that is done without sleeping for longer.
     fn unmap_at_work(&mut self, at: Iova, len: usize) -> Result<(), BusError> {
         self.unmap_dma(at, len)

@@ -145,6 +145,13 @@ pub fn enable(bus: &mut impl Bus, master: bool) -> Result<(), BusError> {
     bus.write_config(COMMAND, command | COMMAND_MEMORY)
 }
 
+/// Lets the device decode its memory and be master of the bus, if it does not: one that does is left alone, as in [`decode`].
+pub fn enable_again(bus: &mut impl Bus) -> Result<(), BusError> {
+    const BOTH: u32 = COMMAND_MASTER | COMMAND_MEMORY;
+    let command = bus.read_config(COMMAND)? & 0xffff;
+    if command & BOTH == BOTH { Ok(()) } else { bus.write_config(COMMAND, command | BOTH) }
+}
+
 /// Lets the device decode its memory.
 pub fn decode(bus: &mut impl Bus) -> Result<(), BusError> {
     let command = bus.read_config(COMMAND)? & 0xffff;

@@ -1,13 +1,13 @@
 //! Flow control: the card has its partner pause before its packet buffer is full, and pauses when the partner says so (IEEE 802.3,
 //! annexes 28B and 31B; data sheet sections 3.5.5 and 10.2.2).
 //!
-//! The card does it all by itself once it knows what the two partners agreed on. That stands in the PHY, which is read and never
-//! written: our side offers what the card offers by itself.
+//! The card does it all by itself once it knows what the two partners agreed on. That stands in the PHY, which is read and not
+//! written (but by `left.rs`, of a last owner's that has changed it): our side offers what the card offers by itself.
 
 use std::time::Duration;
 
 use super::regs::{self, Mmio, ctrl, fcrtl, mdic, phy};
-use super::setup::within;
+use super::setup::{PBA, within};
 use crate::nic::bus::Registers;
 
 /// The longest pause there is: 65,535 times 512 bits, 33 ms at a gigabit.
@@ -25,15 +25,20 @@ const CRC_LEN: u32 = 4;
 /// How long a register of the PHY may take: 64 bits at 2.5 MHz, and a bus.
 const PHY_LIMIT: Duration = Duration::from_millis(1);
 
-/// When the partner is to pause, and when to go on. Nothing is asked of it before the two have agreed.
-pub fn prepare<R: Registers>(mmio: &Mmio<R>, frame: u16) {
-    let buffer = (mmio.read(regs::PBA) & 0xffff) << 10;
+/// When the partner is to pause, and when to go on, if the card may tell it so by itself. Nothing is asked of it before the two have agreed.
+pub fn prepare<R: Registers>(mmio: &Mmio<R>, frame: u16, by_itself: bool) {
+    let buffer = PBA << 10;
     // A frame of ours that is being sent, and one of the partner's, before it can react. Very long frames leave no room for that.
     let high = buffer.saturating_sub(2 * (u32::from(frame) + CRC_LEN) + REACTION_LEN).max(buffer / 4) & 0xfff8;
     mmio.write(regs::FCTTV, PAUSE_MAX);
     mmio.write(regs::FCRTV, REFRESH_AT);
-    mmio.write(regs::FCRTL, fcrtl::XONE | (high / 2) & 0xfff8);
+    mmio.write(regs::FCRTL, if by_itself { fcrtl::XONE } else { 0 } | (high / 2) & 0xfff8);
     mmio.write(regs::FCRTH, high);
+}
+
+/// The card has nobody pause.
+pub fn leave_off<R: Registers>(mmio: &Mmio<R>) {
+    [regs::FCRTV, regs::FCRTL, regs::FCRTH].into_iter().for_each(|register| mmio.write(register, 0));
 }
 
 /// Whether a driver has the card control the flow, a predecessor perhaps.
@@ -71,8 +76,17 @@ fn resolve(ours: u16, theirs: u16) -> (bool, bool) {
 }
 
 /// What a register of the PHY holds; nothing if it cannot be learnt.
-fn read_phy<R: Registers>(mmio: &Mmio<R>, register: u32) -> Option<u16> {
-    mmio.write(regs::MDIC, mdic::READ | mdic::PHY | register << mdic::REGISTER_SHIFT);
+pub fn read_phy<R: Registers>(mmio: &Mmio<R>, register: u32) -> Option<u16> {
+    ask_phy(mmio, mdic::READ | register << mdic::REGISTER_SHIFT)
+}
+
+/// Writes a register of the PHY, of one that is to begin anew.
+pub fn write_phy<R: Registers>(mmio: &Mmio<R>, register: u32, value: u16) {
+    ask_phy(mmio, mdic::WRITE | register << mdic::REGISTER_SHIFT | u32::from(value));
+}
+
+fn ask_phy<R: Registers>(mmio: &Mmio<R>, what: u32) -> Option<u16> {
+    mmio.write(regs::MDIC, what | mdic::PHY);
     let mut found = 0;
     let done = within(PHY_LIMIT, || {
         found = mmio.read(regs::MDIC);

@@ -1,12 +1,13 @@
 //! The Intel 82574L: gigabit, two receive queues, MSI-X.
 //!
 //! `regs.rs` is the data sheet, `ring.rs` moves slots, `setup.rs` gets a card ready, `park.rs` stops it and has it go on, `in_place.rs`
-//! has it run on while its driver is replaced, `repoint.rs` points it at another owner's rings, `scrub.rs` keeps its memory clean, `flow.rs` has card and partner pause for each other, and `sash.rs` is what a successor needs. One vector signals all that is received; what was sent is looked at when there is
+//! has it run on while its driver is replaced, `repoint.rs` points it at another owner's rings, `left.rs` says what a last owner can have left in it, `scrub.rs` keeps its memory clean, `flow.rs` has card and partner pause for each other, and `sash.rs` is what a successor needs. One vector signals all that is received; what was sent is looked at when there is
 //! more to send.
 
 mod counters;
 mod flow;
 mod in_place;
+mod left;
 mod park;
 mod regs;
 mod repoint;
@@ -71,6 +72,8 @@ pub struct E1000e<B: Bus> {
     /// How often was committed, and what.
     commits: u64,
     committed: [u64; CURSORS],
+    /// It was pointed here from an owner that is not trusted, and what that left is still to be put right.
+    suspect: bool,
     /// If the memory is kept clean: what is not.
     dirt: Option<Dirt>,
     /// Whoever looks on.
@@ -221,19 +224,14 @@ impl<B: Bus> E1000e<B> {
     }
 
     fn apply_filter(&mut self, filter: &Filter) {
-        let mut table = [0_u32; MTA_WORDS];
-        for Mac([.., e, f]) in &filter.multicast {
-            // The 12 highest bits of the address, in the order of the wire: section 10.2.5, Multicast Table Array, and RCTL.MO = 0.
-            let hash = (u16::from(*f) << 8 | u16::from(*e)) >> 4;
-            table[usize::from(hash >> 5)] |= 1 << (hash & 0x1f);
-        }
+        let table;
+        (self.filter, table) = filter_of(filter);
         for (index, (new, old)) in (0..).zip(table.iter().zip(self.mta.iter_mut())) {
             if new != old {
                 self.mmio.write(regs::MTA.of(index), *new);
                 *old = *new;
             }
         }
-        self.filter = u16::from(filter.promiscuous) | u16::from(filter.all_multicast) << 1;
     }
 
     /// The filter's part of the receive control register.
@@ -267,6 +265,7 @@ impl<B: Bus> E1000e<B> {
             counters,
             commits: 0,
             committed: [0; CURSORS],
+            suspect: false,
             dirt: None,
             captures: None,
         }
@@ -275,7 +274,7 @@ impl<B: Bus> E1000e<B> {
     /// The last steps of a start.
     fn go(&mut self, options: &NicOptions) {
         if options.flow_control {
-            flow::prepare(&self.mmio, self.shape.frame());
+            flow::prepare(&self.mmio, self.shape.frame(), true);
         }
         self.flow_control = options.flow_control;
         self.apply_filter(&options.filter);
@@ -304,6 +303,17 @@ impl<B: Bus> E1000e<B> {
         self.write_sash(&mut sash);
         Ok(*sash)
     }
+}
+
+/// A filter as a sash has it, and the multicast table.
+fn filter_of(filter: &Filter) -> (u16, [u32; MTA_WORDS]) {
+    let mut table = [0_u32; MTA_WORDS];
+    for Mac([.., e, f]) in &filter.multicast {
+        // The 12 highest bits of the address, in the order of the wire: section 10.2.5, Multicast Table Array, and RCTL.MO = 0.
+        let hash = (u16::from(*f) << 8 | u16::from(*e)) >> 4;
+        table[usize::from(hash >> 5)] |= 1 << (hash & 0x1f);
+    }
+    (u16::from(filter.promiscuous) | u16::from(filter.all_multicast) << 1, table)
 }
 
 /// All of a driver but the way to its card and its memory.
@@ -337,6 +347,10 @@ impl<R: Registers> Assembly<R> {
         let receive: ArrayVec<_, QUEUES_MAX> = (0..usize::from(shape.queues)).map(rings).collect();
         let transmit = TransmitRing::new(memory, receive.len(), shape.ring);
         setup::general(&mmio);
+        // The reset leaves it alone, and so it may be as a last owner has made it.
+        if !left::PHY.into_iter().all(|register| left::is_sound(&mmio, register)) {
+            left::reset_phy(&mmio);
+        }
         let mac = setup::mac(&mmio)?;
         setup::receive(&mmio, shape, memory.rings_at(), &receive);
         setup::transmit(&mmio, shape, ring_at(memory.rings_at(), receive.len(), shape.ring));

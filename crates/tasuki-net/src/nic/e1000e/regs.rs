@@ -116,6 +116,10 @@ pub const TXDCTL: Reg<Rw> = Reg::at(0x3828); //    Descriptor Control
 pub const TADV: Reg<Rw> = Reg::at(0x382c); //      Interrupt Absolute Delay Value
 pub const TARC0: Reg<Rw> = Reg::at(0x3840); //     Arbitration Count
 
+// Diagnostics: 10.2.10.
+pub const TDFH: Reg<Ro> = Reg::at(0x3410); //      Transmit Data FIFO Head
+pub const TDFT: Reg<Ro> = Reg::at(0x3418); //      Transmit Data FIFO Tail
+
 // Statistics: 10.2.7. Each sticks at its highest value.
 pub const CRCERRS: Reg<Cleared> = Reg::at(0x4000); // CRC Error
 pub const ALGNERRC: Reg<Cleared> = Reg::at(0x4004); // Alignment Error
@@ -190,6 +194,8 @@ pub mod mdic {
     pub const REGISTER_SHIFT: u32 = 16;
     /// The PHY, which has address 1.
     pub const PHY: u32 = 1 << 21;
+    /// Write.
+    pub const WRITE: u32 = 1 << 26;
     /// Read.
     pub const READ: u32 = 2 << 26;
     /// Ready: the value is there.
@@ -200,6 +206,18 @@ pub mod mdic {
 
 /// Registers of the PHY (IEEE 802.3, clauses 22.2.4 and 28.2.4).
 pub mod phy {
+    /// How it works (clause 22.2.4.1).
+    pub const CONTROL: u32 = 0;
+    /// Which of its pages the others are of: 0 after a reset (the data sheet's 10.2.1).
+    pub const PAGE: u32 = 22;
+    /// Of its control: reset, loopback, negotiation, power down, isolation.
+    pub const CONTROL_SOUND: u16 = 1 << 15 | 1 << 14 | 1 << 12 | 1 << 11 | 1 << 10;
+    /// A reset of it, after which it negotiates, for a gigabit and both directions at the same time if it can.
+    pub const CONTROL_RESET: u16 = 1 << 15 | 1 << 12 | 1 << 9 | 1 << 8 | 1 << 6;
+    /// Of these, it negotiates, and nothing else.
+    pub const CONTROL_NEGOTIATES: u16 = 1 << 12;
+    /// All of 10 and 100 Mb/s in both duplexes, and IEEE 802.3: what it offers after a reset.
+    pub const OFFERS: u16 = 0x01e1;
     /// What our side offers.
     pub const ADVERTISED: u32 = 4;
     /// What the partner offers.
@@ -338,10 +356,8 @@ pub mod tctl {
 
 /// Transmit Arbitration Count.
 pub mod tarc {
-    /// Must be one on the 82574.
-    pub const RESERVED_ONE: u32 = 1 << 26;
-    /// Must be zero.
-    pub const RESERVED_ZERO: u32 = 0xf << 27;
+    /// What it holds after a reset (count 3, enabled), with the bit that must be one on the 82574.
+    pub const SOUND: u32 = 0x403 | 1 << 26;
 }
 
 /// Transmit Inter-Packet Gap: 8, 8 and 6, as the data sheet advises for copper.

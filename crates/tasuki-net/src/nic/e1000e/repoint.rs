@@ -22,8 +22,8 @@ use super::park::{self, DRAIN_LIMIT, PAUSE_MIN, SILENCE_LIMIT, STOP_LIMIT};
 use super::regs::{self, Mmio, rctl, tctl};
 use super::ring::{DESCRIPTOR_LEN, ReceiveRing, TransmitRing, ring_at};
 use super::sash::{COUNTERS, QUEUES_MAX, Sash};
-use super::setup::{self, Shape};
-use super::{Assembly, BAR, E1000e, MTA_WORDS, bell, recognise};
+use super::setup::{self, LONG_FROM, Shape};
+use super::{Assembly, BAR, E1000e, MTA_WORDS, bell, filter_of, left, recognise};
 use crate::nic::bus::{Bus, Iova, Registers};
 use crate::nic::sash::{Sash as _, broken};
 use crate::nic::{Can, Failed, How, Left, Link, Mac, MemoryLayout, NicError, NicMemory, NicOptions, Repoint};
@@ -85,13 +85,15 @@ struct Asked {
 const LEAVES_AFTER: Duration = Duration::from_micros(50);
 
 /// Its second queue cannot be given rings while the first one runs (docs/decisions/0014).
-const CAN: Can = Can { point: true, pauses: true, steer: false };
+const CAN: Can = Can { point: true, pauses: true, fenced: true, steer: false };
 
 /// A taker with rings of its own: a driver that has everything but the card.
 pub struct Ready<B: Bus> {
     nic: E1000e<B>,
     /// What the receive and the transmit control register hold, but that their units are on: the giver changes nothing else of them from when we are ready.
     controls: [u32; 2],
+    /// Of a giver that is not trusted: what they are to hold then, as our options have it. The memory is not mapped yet.
+    fenced: Option<[u32; 2]>,
 }
 
 /// Of how a card was left: it runs, when its partner was asked to pause in ms, and the receive rings' heads are where the halves of the low word say.
@@ -109,6 +111,9 @@ fn since(ago: Duration) -> u64 {
     let ms = now.tv_sec.unsigned_abs() * 1000 + now.tv_nsec.unsigned_abs() / 1_000_000;
     ms.wrapping_sub(u64::try_from(ago.as_millis()).unwrap_or(u64::MAX)) << 32 & SINCE
 }
+
+/// The longest frame with RCTL.LPE.
+const LONGEST: u16 = 16_384;
 
 /// So many ms after it was asked a partner pauses still, at a gigabit: two thirds of the longest pause.
 const PAUSED: u64 = 20;
@@ -183,6 +188,11 @@ fn stop_where<R: Registers>(mmio: &Mmio<R>, queues: usize, left: u64, controls: 
     Err(NicError::FramesCame { head: found[0] })
 }
 
+/// The longest frame that may be under way on a card that another has set up.
+fn longest<R: Registers>(mmio: &Mmio<R>) -> u16 {
+    if mmio.read(regs::RCTL) & rctl::LPE != 0 { LONGEST } else { LONG_FROM }
+}
+
 /// Where the card is in its receive rings.
 fn heads_of<R: Registers>(mmio: &Mmio<R>, queues: usize) -> [u32; QUEUES_MAX] {
     std::array::from_fn(|queue| if queue < queues { mmio.read(regs::RDH.of(u32::from(queue > 0))) } else { 0 })
@@ -219,7 +229,7 @@ fn check_shape<R: Registers>(mmio: &Mmio<R>, shape: Shape) -> Result<(), NicErro
 
 impl<B: Bus> Ready<B> {
     /// Gets all ready that the card does not notice.
-    fn new(mut bus: B, memory: NicMemory, options: &NicOptions) -> Result<Self, Failed<B>> {
+    fn new(mut bus: B, memory: NicMemory, options: &NicOptions, how: How) -> Result<Self, Failed<B>> {
         memory.take_back();
         let ledger = memory.ledger();
         ledger.belongs(None);
@@ -230,18 +240,27 @@ impl<B: Bus> Ready<B> {
             Ok(asked) => asked,
             Err(error) => return Err(Failed { error, bus, memory }),
         };
-        let flow_control = flow::is_prepared(&mmio);
-        let mut mta = Box::new([0; MTA_WORDS]);
-        mmio.read_block(regs::MTA.of(0), &mut *mta);
         let controls = [mmio.read(regs::RCTL), mmio.read(regs::TCTL)];
-        let filter = match controls[0] {
-            control if control & rctl::UPE != 0 => 1,
-            control if control & rctl::MPE != 0 => 2,
-            _ => 0,
+        let mut mta = Box::new([0; MTA_WORDS]);
+        let (flow_control, filter, mac) = match how {
+            How::Fenced(mac) => {
+                let filter;
+                (filter, *mta) = filter_of(&options.filter);
+                (options.flow_control, filter, mac)
+            }
+            How::Point | How::Steer => {
+                mmio.read_block(regs::MTA.of(0), &mut *mta);
+                let filter = match controls[0] {
+                    control if control & rctl::UPE != 0 => 1,
+                    control if control & rctl::MPE != 0 => 2,
+                    _ => 0,
+                };
+                if let Err(error) = memory.map_anew(&mut bus) {
+                    return Err(Failed { error: error.into(), bus, memory });
+                }
+                (flow::is_prepared(&mmio), filter, mac)
+            }
         };
-        if let Err(error) = memory.map_anew(&mut bus) {
-            return Err(Failed { error: error.into(), bus, memory });
-        }
         let rings = |index| ReceiveRing::new(&memory, index, shape.ring);
         let mut receive: ArrayVec<_, QUEUES_MAX> = (0..usize::from(shape.queues)).map(rings).collect();
         for ring in &mut receive {
@@ -256,7 +275,9 @@ impl<B: Bus> Ready<B> {
         let mut nic = E1000e { held: flow_control, ..E1000e::assemble(bus, memory, parts) };
         nic.open_ledger();
         nic.memory.ledger().belongs(None);
-        Ok(Ready { nic, controls: [controls[0] & !rctl::EN, controls[1] & !(tctl::EN | tctl::SWXOFF)] })
+        nic.suspect = matches!(how, How::Fenced(_));
+        let fenced = nic.suspect.then(|| setup::controls(shape, nic.filter_bits()));
+        Ok(Ready { nic, controls: [controls[0] & !rctl::EN, controls[1] & !(tctl::EN | tctl::SWXOFF)], fenced })
     }
 
     #[expect(clippy::type_complexity, reason = "what the card says, once")]
@@ -312,6 +333,65 @@ impl<B: Bus> E1000e<B> {
         go_on_with(&self.mmio, &self.memory, (&self.receive, &self.transmit), self.shape, controls);
     }
 
+    /// Comes into a card of an owner that is not trusted, and was fenced: it is stopped, whatever that owner says, what it had begun is over, nothing is
+    /// left that could not be undone, and then it reaches our memory. Its owner's `controls` are written back where it is refused.
+    fn inherit(&mut self, controls: [u32; 2], longest: u16) -> Result<(), NicError> {
+        let mmio = &self.mmio;
+        let status = mmio.0.together(|| {
+            mmio.write(regs::RCTL, controls[0]);
+            mmio.write(regs::TCTL, controls[1]);
+            mmio.read(regs::STATUS)
+        });
+        if status == u32::MAX {
+            return Err(NicError::Gone);
+        }
+        let speed = if let Link::Up { speed, .. } = park::link(status) { speed } else { 1000 };
+        // Descriptors that the card has read already may name addresses that will be our memory's.
+        let off = Instant::now();
+        while off.elapsed() < park::quiet(longest, speed) {
+            std::hint::spin_loop();
+        }
+        let judged = left::judge(mmio).and_then(|()| Ok(self.memory.map_anew(&mut self.bus)?));
+        if judged.is_err() {
+            let mmio = &self.mmio;
+            mmio.write(regs::TCTL, controls[1] | tctl::EN);
+            mmio.write(regs::RCTL, controls[0] | rctl::EN);
+        }
+        judged
+    }
+
+    /// Writes all of a card whose units are off that decides where it reads and writes.
+    fn begin_anew(&self) {
+        let mmio = &self.mmio;
+        left::quell(mmio);
+        setup::receive(mmio, self.shape, self.memory.rings_at(), &self.receive);
+        setup::transmit(mmio, self.shape, ring_at(self.memory.rings_at(), self.receive.len(), self.shape.ring));
+        match self.flow_control {
+            true => flow::prepare(mmio, self.shape.frame(), false),
+            false => flow::leave_off(mmio),
+        }
+    }
+
+    /// Undoes what a former owner has left that merely makes the card misbehave.
+    fn put_right(&mut self, mut between: impl FnMut(&mut Self)) -> Result<(), NicError> {
+        left::put_right(&self.mmio, self.mac, &self.mta);
+        between(self);
+        self.bus.renew()?;
+        between(self);
+        let mut is_sound = true;
+        for register in left::PHY {
+            is_sound = is_sound && left::is_sound(&self.mmio, register);
+            between(self);
+        }
+        if !is_sound {
+            left::reset_phy(&self.mmio);
+        }
+        match self.mmio.read(regs::STATUS) {
+            u32::MAX => Err(NicError::Gone),
+            _ => Ok(()),
+        }
+    }
+
     fn heads(&self) -> [u32; QUEUES_MAX] {
         std::array::from_fn(|queue| self.receive.get(queue).map_or(0, ReceiveRing::head))
     }
@@ -353,7 +433,7 @@ impl<B: Bus> Repoint for E1000e<B> {
         _: Iova,
     ) -> Result<Ready<B>, Failed<B>> {
         match CAN.go(how) {
-            Ok(()) => Ready::new(bus, memory, options),
+            Ok(()) => Ready::new(bus, memory, options, how),
             Err(error) => Err(Failed { error, bus, memory }),
         }
     }
@@ -496,8 +576,10 @@ impl<B: Bus> Repoint for E1000e<B> {
     }
 
     fn repoint(ready: Ready<B>, left: Left) -> Result<Self, Failed<B>> {
-        let Ready { mut nic, controls } = ready;
+        let Ready { mut nic, controls, fenced } = ready;
+        let longest = if fenced.is_some() { longest(&nic.mmio) } else { 0 };
         let stopped = match left.0 & RUNS {
+            0 if fenced.is_some() => Ok(()),
             // Its giver switches the transmit side off last: where that is off, the receive side is.
             0 => match nic.mmio.read(regs::TCTL) {
                 u32::MAX => Err(NicError::Gone),
@@ -517,9 +599,11 @@ impl<B: Bus> Repoint for E1000e<B> {
                 }
             }
         };
+        let stopped = stopped.and_then(|()| if fenced.is_some() { nic.inherit(controls, longest) } else { Ok(()) });
         if let Err(error) = stopped {
             return Err(nic.failed(error));
         }
+        let controls = fenced.unwrap_or(controls);
         // Should we die in the middle of it, who comes next has the card go on, or points it elsewhere.
         nic.memory.ledger().halted(true);
         nic.memory.ledger().belongs(Some((Sash::KIND, Sash::VERSION)));
@@ -527,6 +611,9 @@ impl<B: Bus> Repoint for E1000e<B> {
         let go_on = [controls[0], controls[1] | tctl::SWXOFF];
         nic.mmio.0.together(|| {
             nic.mmio.write(regs::TCTL, controls[1]);
+            if fenced.is_some() {
+                nic.begin_anew();
+            }
             nic.mmio.write(regs::FCTTV, if nic.flow_control { PAUSE_MIN } else { 0 });
             go_on_with(&nic.mmio, &nic.memory, (&nic.receive, &nic.transmit), nic.shape, go_on);
         });
@@ -537,8 +624,13 @@ impl<B: Bus> Repoint for E1000e<B> {
     }
 
     fn forget(&mut self, old: &MemoryLayout, mut between: impl FnMut(&mut Self)) -> Result<(), NicError> {
-        self.bus.unmap_at_work(old.arena_at(), old.slots.len())?;
+        if std::mem::take(&mut self.suspect) {
+            self.put_right(&mut between)?;
+        }
+        let arena = self.bus.unmap_at_work(old.arena_at(), old.slots.len());
         between(self);
-        Ok(self.bus.unmap_at_work(old.rings_at, old.rings_len)?)
+        // An owner that has taken away the one itself may have left the other.
+        let rings = self.bus.unmap_at_work(old.rings_at, old.rings_len);
+        Ok(arena.and(rings)?)
     }
 }

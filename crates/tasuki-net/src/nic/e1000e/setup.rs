@@ -16,10 +16,13 @@ const MTU_MAX: u16 = 9000;
 /// Shortest that IPv4 allows.
 const MTU_MIN: u16 = 68;
 /// Frames longer than this (with check sequence) are let in only if asked for.
-const LONG_FROM: u16 = 1522;
+pub const LONG_FROM: u16 = 1522;
 
 /// How long the card may take for what the data sheet gives no time for. The maker's drivers wait 10 to 100 ms.
 const RESET_LIMIT: Duration = Duration::from_millis(100);
+
+/// KB of the packet buffer for what comes, as it is when power comes on. The rest of 40, which the upper half says and nobody writes, is for what goes.
+pub const PBA: u32 = 20;
 
 /// The key of the receive-side hash, from its specification ("RSS Hashing Functions", the verification suite's key).
 const RSS_KEY: [u32; 10] = [
@@ -124,6 +127,8 @@ pub fn reset<R: Registers>(mmio: &Mmio<R>) -> Result<(), NicError> {
     mmio.change(regs::CTRL, 0, ctrl::GIO_MASTER_DISABLE);
     // If it does not come to that, a bus transaction is stuck, and the reset ends it.
     within(RESET_LIMIT, || mmio.read(regs::STATUS) & status::GIO_MASTER_ENABLE == 0);
+    // In force from the reset on, which does not touch it.
+    mmio.write(regs::PBA, PBA);
     mmio.change(regs::CTRL, ctrl::PHY_RST, ctrl::RST);
     wait("its reset", || mmio.read(regs::CTRL) & ctrl::RST == 0)?;
     wait("reading its EEPROM", || mmio.read(regs::EECD) & eecd::AUTO_RD != 0)?;
@@ -199,16 +204,22 @@ pub fn transmit<R: Registers>(mmio: &Mmio<R>, shape: Shape, at: Iova) {
     mmio.write(regs::TDH, 0);
     mmio.write(regs::TDT, 0);
     mmio.write(regs::TXDCTL, dctl::EACH | dctl::TX_RESERVED_ONE);
-    mmio.change(regs::TARC0, tarc::RESERVED_ZERO, tarc::RESERVED_ONE);
+    mmio.write(regs::TARC0, tarc::SOUND);
     mmio.write(regs::TIPG, regs::TIPG_COPPER);
+}
+
+/// What the receive and the transmit control register hold, but that their units are on.
+pub fn controls(shape: Shape, filter: u32) -> [u32; 2] {
+    let buffer = rctl::buffer(shape.buffer.into()).expect("a shape's buffers are of a length that the card knows");
+    let long = if shape.frame() + 4 > LONG_FROM { rctl::LPE } else { 0 };
+    [rctl::BAM | rctl::SECRC | buffer | long | filter, tctl::PSP | tctl::COLLISIONS]
 }
 
 /// Both sides on, the transmit side first: an answer may follow a frame at once.
 pub fn enable<R: Registers>(mmio: &Mmio<R>, shape: Shape, filter: u32) {
-    mmio.write(regs::TCTL, tctl::EN | tctl::PSP | tctl::COLLISIONS);
-    let buffer = rctl::buffer(shape.buffer.into()).expect("a shape's buffers are of a length that the card knows");
-    let long = if shape.frame() + 4 > LONG_FROM { rctl::LPE } else { 0 };
-    mmio.write(regs::RCTL, rctl::EN | rctl::BAM | rctl::SECRC | buffer | long | filter);
+    let [receive, transmit] = controls(shape, filter);
+    mmio.write(regs::TCTL, tctl::EN | transmit);
+    mmio.write(regs::RCTL, rctl::EN | receive);
 }
 
 /// The address that the card read from its EEPROM.

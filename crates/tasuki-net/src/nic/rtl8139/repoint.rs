@@ -120,7 +120,7 @@ impl<B: Bus> Rtl8139<B> {
 }
 
 /// It has one queue.
-const CAN: Can = Can { point: true, pauses: false, steer: false };
+const CAN: Can = Can { point: true, pauses: false, fenced: false, steer: false };
 
 impl<B: Bus> Repoint for Rtl8139<B> {
     type Ready = Ready<B>;

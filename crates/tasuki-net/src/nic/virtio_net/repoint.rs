@@ -157,7 +157,7 @@ fn reset_queues(transport: &Transport<impl Registers>, queues: &[u16]) -> Result
 
 impl<B: Bus> VirtioNet<B> {
     fn can_do(&self) -> Can {
-        Can { point: self.terms.resets_queues(), pauses: false, steer: self.terms.steers() }
+        Can { point: self.terms.resets_queues(), pauses: false, fenced: false, steer: self.terms.steers() }
     }
 
     /// Has the device use our queues again, and has what comes come there, whatever a taker has done that is no more.
@@ -300,8 +300,8 @@ impl<B: Bus> Repoint for VirtioNet<B> {
     ) -> Result<Ready<B>, Failed<B>> {
         memory.take_back();
         let asked = ask(&mut bus, &memory, options, from).and_then(|(mut transport, terms)| {
+            Can { point: true, pauses: false, fenced: false, steer: terms.steers() }.go(how)?;
             if how == How::Steer {
-                Can { point: true, pauses: false, steer: terms.steers() }.go(how)?;
                 transport.choose(other(transport.way().pair));
                 transport.find_bells(terms.features)?;
             }
@@ -414,7 +414,7 @@ impl<B: Bus> Repoint for VirtioNet<B> {
         let Some(hush) = self.hush else { return Ok(()) };
         match hush.how {
             How::Steer => self.steer(self.transport.way().pair)?,
-            How::Point => self.bring_back()?,
+            How::Point | How::Fenced(_) => self.bring_back()?,
         }
         self.hush = None;
         self.refill();

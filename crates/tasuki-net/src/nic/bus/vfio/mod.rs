@@ -103,6 +103,14 @@ pub struct Vfio {
 }
 
 impl Vfio {
+    /// Has the kernel ring the eventfds of all vectors, and no others.
+    fn connect_vectors(&self) -> Result<(), BusError> {
+        // Somebody before us may have switched on fewer, or others.
+        let _ = ioctls::set_vectors(self.device.as_fd(), &[]);
+        let vectors = self.vectors.iter().map(AsFd::as_fd).collect::<Vec<_>>();
+        ioctls::set_vectors(self.device.as_fd(), &vectors).map_err(refused("setting up interrupts"))
+    }
+
     /// Opens the device at `address`.
     pub fn open(address: Address) -> Result<Self, OpenError> {
         Ok(Self::from_descriptors(Descriptors::open(address, &Places::default())?)?)
@@ -267,12 +275,9 @@ impl Bus for Vfio {
                 let vector = rustix::event::eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK);
                 self.vectors.push(vector.map_err(|errno| refused("making an eventfd")(errno.into()))?);
             }
-            // Somebody before us may have switched fewer on.
-            let _ = ioctls::set_vectors(self.device.as_fd(), &[]);
-            let vectors = self.vectors.iter().map(AsFd::as_fd).collect::<Vec<_>>();
-            if let Err(error) = ioctls::set_vectors(self.device.as_fd(), &vectors) {
+            if let Err(error) = self.connect_vectors() {
                 self.vectors.truncate(before);
-                return Err(refused("setting up interrupts")(error));
+                return Err(error);
             }
         }
         let copy = |vector: &OwnedFd| vector.try_clone().map_err(refused("making an eventfd"));
@@ -303,6 +308,16 @@ impl Bus for Vfio {
             }
         })?;
         copy(self.intx.insert(intx))
+    }
+
+    fn renew(&mut self) -> Result<(), BusError> {
+        pci::enable_again(self)?;
+        if let Some(intx) = &self.intx {
+            let eventfds = Some((intx.rings.as_fd(), intx.unmasks.as_fd()));
+            let _ = ioctls::set_intx(self.device.as_fd(), None);
+            ioctls::set_intx(self.device.as_fd(), eventfds).map_err(refused("setting up its interrupt"))?;
+        }
+        if self.vectors.is_empty() { Ok(()) } else { self.connect_vectors() }
     }
 
     fn reset(&mut self) -> Result<(), BusError> {

@@ -456,6 +456,16 @@ impl Bus for VfioUser {
         }
     }
 
+    fn renew(&mut self) -> Result<(), BusError> {
+        pci::enable_again(self)?;
+        self.send_intx()?;
+        if !self.vectors.is_empty() {
+            self.send_vectors()?;
+            self.enable_vectors()?;
+        }
+        Ok(())
+    }
+
     fn reset(&mut self) -> Result<(), BusError> {
         if !self.can_reset {
             return Err(BusError::Refused { doing: "a reset", source: io::ErrorKind::Unsupported.into() });

@@ -1,0 +1,299 @@
+//! What a last owner that is not trusted can have left in a card whose link stays up: each group of registers of the data sheet's chapter 10, and what is
+//! done about it. docs/design/nic.md has the same table.
+//!
+//! What decides where the card reads and writes memory is written anew while both units are off, after that owner was fenced and before our memory is
+//! mapped. What merely makes it misbehave is put right once frames flow again. What can be neither is looked at, and makes the card one that goes `cold`.
+
+use std::fmt;
+use std::time::Duration;
+
+use super::regs::{self, Mmio, ctrl, phy};
+use super::sash::MTA_WORDS;
+use super::{flow, setup};
+use crate::nic::bus::Registers;
+use crate::nic::{Mac, NicError};
+
+/// What is done about registers that a last owner can have written.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Done {
+    /// This is written before the card may reach our memory.
+    Before(u32),
+    /// They are written then with what our rings and options make of them ([`setup`], [`flow`]).
+    SetUp,
+    /// They are read then; odd ones make the card go cold.
+    Judged,
+    /// This is written once frames flow.
+    After(u32),
+    /// They are put right once frames flow, by a step of their own.
+    PutRight,
+    /// Nothing, because of this.
+    Nothing(&'static str),
+}
+
+impl fmt::Display for Done {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Done::Before(value) => write!(f, "before: {value:#x}"),
+            Done::SetUp => f.write_str("before: as set up"),
+            Done::Judged => f.write_str("judged"),
+            Done::After(value) => write!(f, "after: {value:#x}"),
+            Done::PutRight => f.write_str("after: put right"),
+            Done::Nothing(because) => write!(f, "nothing: {because}"),
+        }
+    }
+}
+
+/// Registers at equal distances, what they could be used for, and what is done about them.
+#[derive(Debug)]
+#[cfg_attr(not(test), expect(dead_code, reason = "names and harm are for the page that has the table"))]
+pub struct Row {
+    pub name: &'static str,
+    pub first: u32,
+    pub count: u32,
+    pub stride: u32,
+    pub harm: &'static str,
+    pub done: Done,
+}
+
+const fn one(name: &'static str, first: u32, harm: &'static str, done: Done) -> Row {
+    Row { name, first, count: 1, stride: 4, harm, done }
+}
+
+const fn row(name: &'static str, [first, count, stride]: [u32; 3], harm: &'static str, done: Done) -> Row {
+    Row { name, first, count, stride, harm, done }
+}
+
+use Done::{After, Before, Judged, Nothing, PutRight, SetUp};
+
+const NVM: &str = "it outlasts every reset; a known hole";
+const NO_RESET: &str = "in force after a reset or a negotiation only";
+const OFF_IN_RCTL: &str = "RCTL, which is written, has it off";
+const OFF_IN_WUFC: &str = "WUFC, which is written, has it off";
+const UNUSED: &str = "we use none of it, and it reaches no memory";
+
+/// Every group of registers that a driver can write.
+#[rustfmt::skip]
+pub const TABLE: &[Row] = &[
+    one("CTRL", 0x0000, "no DMA, a forced link, VLAN tags taken off", PutRight),
+    one("CTRL, again", 0x0004, "the same", PutRight),
+    one("STATUS", 0x0008, "none but PHYRA", Nothing(UNUSED)),
+    one("EECD, EERD", 0x0010, "another NVM", Nothing(NVM)),
+    one("EERD", 0x0014, "none: it reads", Nothing(UNUSED)),
+    one("CTRL_EXT", 0x0018, "interrupt masks that change by themselves", PutRight),
+    one("FLA", 0x001c, "another boot ROM", Nothing(NVM)),
+    one("MDIC, and the PHY", 0x0020, "loopback, power down, a forced speed", PutRight),
+    one("FCAL", 0x0028, "frames taken for PAUSE, and PAUSE for frames", Before(0x00c2_8001)),
+    one("FCAH", 0x002c, "the same", Before(0x0000_0100)),
+    one("FCT", 0x0030, "the same", Before(0x0000_8808)),
+    one("VET", 0x0038, "other tags", After(0x0000_8100)),
+    one("ICR, ICS", 0x00c0, "a cause that nobody has", Nothing("each look at the rings clears it")),
+    one("ITR", 0x00c4, "late interrupts", After(0)),
+    one("ICS", 0x00c8, "see ICR", Nothing("each look at the rings clears it")),
+    one("IMS", 0x00d0, "interrupts for nothing", Nothing("IMC, which is written, clears it")),
+    one("IMC", 0x00d8, "no interrupts", Before(u32::MAX)),
+    one("EIAC", 0x00dc, "interrupts for ever", Before(regs::cause::RXQ)),
+    one("IAM", 0x00e0, "interrupts that mask others", Before(0)),
+    one("IVAR", 0x00e4, "interrupts elsewhere", Before(regs::ivar::RXQ_TO_0)),
+    row("EITR", [0x00e8, 5, 4], "late interrupts", Before(0)),
+    one("RCTL", 0x0100, "other buffers, header split, loopback, bad frames, no filter", SetUp),
+    one("FCTTV", 0x0170, "a partner that pauses for ever", SetUp),
+    one("TCTL", 0x0400, "frames without padding", SetUp),
+    one("TCTL_EXT", 0x0404, "late collisions", Nothing("half duplex only")),
+    one("TIPG", 0x0410, "a slow wire", SetUp),
+    one("AIT", 0x0458, "a slow wire", After(0)),
+    one("LEDCTL", 0x0e00, "lights", Nothing("nobody is harmed by a light")),
+    one("EXTCNF_CTRL", 0x0f00, "who has the PHY", Nothing(UNUSED)),
+    one("EXTCNF_SIZE", 0x0f08, "the PHY, from the NVM", Nothing(NO_RESET)),
+    one("PHY_CTRL", 0x0f10, "a slow link", Nothing(NO_RESET)),
+    one("PBA", 0x1000, "a packet buffer without room", Judged),
+    one("PBS", 0x1008, "the same", Nothing(NO_RESET)),
+    one("EEMNGCTL, FLASH", 0x1010, "another NVM", Nothing(NVM)),
+    one("FLASHT, EEWR", 0x1028, "another NVM", Nothing(NVM)),
+    one("EEWR", 0x102c, "another NVM", Nothing(NVM)),
+    row("FLSWCTL, FLSWDATA, FLSWCNT, FLOP", [0x1030, 4, 4], "another NVM", Nothing(NVM)),
+    one("ERT", 0x2008, "early interrupts", After(0)),
+    one("FCRTL", 0x2160, "a partner that is never let go", SetUp),
+    one("FCRTH", 0x2168, "a partner that always pauses, or never", SetUp),
+    one("PSRCTL", 0x2170, "buffers of other lengths", Nothing(OFF_IN_RCTL)),
+    row("RDFH, RDFT, RDFHS, RDFTS, RDFPC", [0x2410, 5, 8], "frames out of what was in the packet buffer", Nothing("that is the last owner's own")),
+    row("RDBAL0, RDBAH0, RDLEN0", [0x2800, 3, 4], "frames written elsewhere", SetUp),
+    row("RDH0, RDT0", [0x2810, 2, 8], "the same", SetUp),
+    one("RDTR", 0x2820, "late interrupts", Before(0)),
+    one("RXDCTL0", 0x2828, "descriptors written back late", SetUp),
+    one("RADV", 0x282c, "late interrupts", Before(0)),
+    row("RDBAL1, RDBAH1, RDLEN1", [0x2900, 3, 4], "frames written elsewhere, by a queue that we do not know", SetUp),
+    row("RDH1, RDT1", [0x2910, 2, 8], "the same", SetUp),
+    one("RXDCTL1", 0x2928, "the same", SetUp),
+    one("RSRPD", 0x2c00, "interrupts for nothing", After(0)),
+    one("RAID", 0x2c08, "the same", After(0)),
+    row("TDFH, TDFT, TDFHS, TDFTS, TDFPC", [0x3410, 5, 8], "a packet without an end, which our first frame would become a part of", Judged),
+    row("TDBAL0, TDBAH0, TDLEN0", [0x3800, 3, 4], "frames read elsewhere", SetUp),
+    row("TDH0, TDT0", [0x3810, 2, 8], "the same", SetUp),
+    one("TIDV", 0x3820, "late interrupts", Before(0)),
+    one("TXDCTL0", 0x3828, "descriptors read late", SetUp),
+    one("TADV", 0x382c, "late interrupts", Before(0)),
+    one("TARC0", 0x3840, "nothing is sent", SetUp),
+    row("TDBAL1, TDBAH1, TDLEN1", [0x3900, 3, 4], "our memory sent, by a queue that we do not know", Before(0)),
+    row("TDH1, TDT1", [0x3910, 2, 8], "the same", Before(0)),
+    one("TXDCTL1", 0x3928, "the same", Before(regs::dctl::TX_RESERVED_ONE)),
+    // Its count, without its ENABLE.
+    one("TARC1", 0x3940, "the same", Before(0x0000_0003)),
+    row("statistics", [0x4000, 74, 4], "wrong counts", Nothing("reading clears them, and they only count")),
+    one("RXCSUM", 0x5000, "other descriptors", SetUp),
+    one("RFCTL", 0x5008, "other descriptors", SetUp),
+    row("MAVTV", [0x5010, 4, 4], "frames for the management", Nothing("they reach no memory; see MANC")),
+    row("MTA", [0x5200, 128, 4], "frames that nobody asked for", PutRight),
+    row("RAL, RAH", [0x5400, 32, 4], "the same, or another station's", PutRight),
+    row("VFTA", [0x5600, 128, 4], "the same", Nothing(OFF_IN_RCTL)),
+    one("WUC", 0x5800, "a card that goes to sleep", After(0)),
+    one("WUFC", 0x5808, "the same", After(0)),
+    one("WUS", 0x5810, "the same", Nothing("it only tells")),
+    one("MRQC", 0x5818, "frames to a queue that we do not know", SetUp),
+    one("MANC", 0x5820, "frames for the management", Nothing("a board with a management controller needs it; a known hole")),
+    one("IPAV", 0x5838, "wake-ups", Nothing(OFF_IN_WUFC)),
+    row("IP4AT, IP6AT, WUPL", [0x5840, 49, 4], "wake-ups", Nothing(OFF_IN_WUFC)),
+    row("WUPM", [0x5a00, 32, 4], "wake-ups", Nothing(OFF_IN_WUFC)),
+    one("GCR", 0x5b00, "lost completions", PutRight),
+    row("GSCL, GSCN, FACTPS", [0x5b08, 12, 4], "wrong counts", Nothing("they only count")),
+    row("SWSM, FWSM", [0x5b50, 2, 4], "a semaphore that is never given back", Nothing(UNUSED)),
+    one("SW_FW_SYNC", 0x5b5c, "the same", Nothing(UNUSED)),
+    one("GCR2", 0x5b64, "lost completions", PutRight),
+    one("PBACL", 0x5b68, "a pending interrupt", PutRight),
+    row("RETA", [0x5c00, 32, 4], "frames to a queue that we do not know", SetUp),
+    row("RSSRK", [0x5c80, 10, 4], "the same", SetUp),
+    row("FFLT", [0x5f00, 11, 4], "wake-ups", Nothing(OFF_IN_WUFC)),
+    one("FCRTV", 0x5f40, "a partner whose pause is not renewed", SetUp),
+    row("FFMT, FTFT, FFVT", [0x9000, 1024, 4], "wake-ups", Nothing(OFF_IN_WUFC)),
+    row("TSYNC, SYSTIM, TIMINCA, …", [0xb600, 16, 4], "another clock", Nothing(UNUSED)),
+    row("PBM", [0x1_0000, 16384, 4], "other frames", Nothing("what lies in the packet buffer is the last owner's own")),
+];
+
+impl Row {
+    fn offsets(&self) -> impl Iterator<Item = u32> + use<> {
+        let (first, stride) = (self.first, self.stride);
+        (0..self.count).map(move |index| first + index * stride)
+    }
+}
+
+/// Whether nothing is left that could not be undone. Both units are off, and have been for as long as what they had begun may take.
+pub fn judge<R: Registers>(mmio: &Mmio<R>) -> Result<(), NicError> {
+    let left = |what, value| Err(NicError::LeftBehind { what, value });
+    let [head, tail] = [mmio.read(regs::TDFH), mmio.read(regs::TDFT)];
+    if head != tail {
+        return left("a packet without an end", tail.into());
+    }
+    match mmio.read(regs::PBA) {
+        u32::MAX => Err(NicError::Gone),
+        share if share & 0xffff == setup::PBA => Ok(()),
+        other => left("another packet buffer", other.into()),
+    }
+}
+
+/// Writes what decides where the card reads and writes, and is not for rings of ours. Both units are off.
+pub fn quell<R: Registers>(mmio: &Mmio<R>) {
+    write(mmio, |done| if let Before(value) = done { Some(value) } else { None });
+}
+
+fn write<R: Registers>(mmio: &Mmio<R>, which: impl Fn(Done) -> Option<u32>) {
+    for row in TABLE {
+        if let Some(value) = which(row.done) {
+            row.offsets().for_each(|offset| mmio.0.write32(offset, value));
+        }
+    }
+}
+
+/// Writes what merely makes the card misbehave. Frames flow.
+pub fn put_right<R: Registers>(mmio: &Mmio<R>, Mac(mac): Mac, multicast: &[u32; MTA_WORDS]) {
+    mmio.0.together(|| {
+        write(mmio, |done| if let After(value) = done { Some(value) } else { None });
+        let [a, b, c, d, e, f] = mac;
+        mmio.write(regs::RAL.of(0), u32::from_le_bytes([a, b, c, d]));
+        mmio.write(regs::RAH.of(0), u32::from_le_bytes([e, f, 0, 0x80]));
+        for index in 1..16 {
+            mmio.write(regs::RAL.of(index), 0);
+            mmio.write(regs::RAH.of(index), 0);
+        }
+        (0..).zip(multicast).for_each(|(index, word)| mmio.write(regs::MTA.of(index), *word));
+    });
+    setup::general(mmio);
+}
+
+/// What of the PHY is looked at: the register, which of its bits, and how they must be.
+pub const PHY: [(u32, u16, u16); 3] = [
+    (phy::PAGE, u16::MAX, 0),
+    (phy::CONTROL, phy::CONTROL_SOUND, phy::CONTROL_NEGOTIATES),
+    (phy::ADVERTISED, phy::OFFERS, phy::OFFERS),
+];
+
+/// Whether a register of the PHY is as after a reset, as far as it matters.
+pub fn is_sound<R: Registers>(mmio: &Mmio<R>, (register, bits, must): (u32, u16, u16)) -> bool {
+    flow::read_phy(mmio, register).is_some_and(|found| found & bits == must)
+}
+
+/// How long the PHY is held in its reset: the maker's drivers wait for as long.
+const PHY_RESET: Duration = Duration::from_micros(100);
+
+/// Has the PHY begin anew: the link goes down, and comes up as it was made to.
+#[cold]
+pub fn reset_phy<R: Registers>(mmio: &Mmio<R>) {
+    mmio.change(regs::CTRL, 0, ctrl::PHY_RST);
+    setup::within(PHY_RESET, || false);
+    mmio.change(regs::CTRL, ctrl::PHY_RST, 0);
+    // QEMU's PHY has no reset by that bit. What is offered to the partner it does not keep back.
+    flow::write_phy(mmio, phy::PAGE, 0);
+    flow::write_phy(mmio, phy::CONTROL, phy::CONTROL_RESET);
+}
+
+#[cfg(test)]
+mod tests {
+    use std::collections::BTreeSet;
+
+    use tasuki_sim::e1000e::{Bar, Device, Options};
+    use tasuki_sim::journal::Class;
+
+    use super::*;
+
+    #[test]
+    fn no_register_has_two_rows() {
+        let mut seen = BTreeSet::new();
+        for row in TABLE {
+            for offset in row.offsets() {
+                assert!(seen.insert(offset), "{} at {offset:#x}", row.name);
+            }
+        }
+    }
+
+    /// Every register that the model has is in the table.
+    #[test]
+    fn every_register_has_a_row() {
+        let mut model = Device::new(Options::default());
+        model.write_config(4, 2, 6, 0);
+        let ours: BTreeSet<u32> = TABLE.iter().flat_map(Row::offsets).collect();
+        for offset in (0..128 << 10).step_by(4) {
+            let before = model.journal.count(Class::UnknownRegister);
+            model.read(Bar::Registers, offset, 4, 1 << 30);
+            let has = model.journal.count(Class::UnknownRegister) == before;
+            assert!(!has || ours.contains(&offset), "nothing is said of {offset:#x}");
+        }
+    }
+
+    /// The page has the table: its rows are what this says.
+    #[test]
+    fn the_page_has_the_table() {
+        let page = include_str!("../../../../../docs/design/nic.md");
+        let (_, rest) = page.split_once("<!-- left in an 82574L -->\n").expect("a mark");
+        let (_, rest) = rest.split_once("|---|---|---|---|\n").expect("a head");
+        let rows: Vec<&str> = rest.lines().take_while(|line| line.starts_with('|')).collect();
+        let said = |row: &Row| {
+            let last = row.first + (row.count - 1) * row.stride;
+            let at = if row.count == 1 {
+                format!("{:#06x}", row.first)
+            } else {
+                format!("{:#06x} to {last:#06x}", row.first)
+            };
+            format!("| {} | {at} | {} | {} |", row.name, row.harm, row.done)
+        };
+        let ours: Vec<String> = TABLE.iter().map(said).collect();
+        assert_eq!(ours.join("\n"), rows.join("\n"));
+    }
+}

@@ -1,0 +1,409 @@
+//! A card whose last owner is not trusted: it plays every trick that the data sheet allows, lets go, and is fenced. The next owner works, or refuses the card
+//! and starts it anew; it never reads what that owner meant it to, and nothing of its own is read or written by what that owner has set up.
+#![allow(clippy::tests_outside_test_module, reason = "an integration test")]
+
+mod plugged;
+
+use std::collections::BTreeSet;
+use std::os::fd::OwnedFd;
+use std::sync::atomic::AtomicU64;
+use std::sync::atomic::Ordering::Relaxed;
+use std::time::{Duration, Instant};
+
+use plugged::{Card, PATIENCE, Wire, with_card};
+use tasuki_net::nic::bus::vfio_user::{TIMEOUT, VfioUser};
+use tasuki_net::nic::bus::{Bus, Iova, Registers};
+use tasuki_net::nic::e1000e::Ready;
+use tasuki_net::nic::{Failed, Filter, How, InPlace, Left, Link, Nic, NicError, NicMemory, NicOptions, Repoint};
+use tasuki_net::port::{Armed, Burst, Port};
+use tasuki_shm::arena::Geometry;
+use tasuki_shm::region::Region;
+use tasuki_sim::e1000e::{Bar, Device, Options};
+use tasuki_sim::journal::{Class, Entry};
+use tasuki_sim::wire::Counts;
+
+const RATE: u64 = 100_000;
+/// Frames that the first owner sends back, and those that the second must.
+const BEFORE: u64 = 64;
+const AFTER: u64 = 300;
+
+/// How long a partner pauses at a gigabit (IEEE 802.3, annex 31B), and a little.
+const LONGEST_PAUSE: Duration = Duration::from_millis(40);
+
+/// Where the memory of each lies.
+const OLD: Iova = Iova(1 << 32);
+const NEW: Iova = Iova(2 << 32);
+
+// Registers, by the data sheet's chapter 10; this test shares no table with the driver.
+const MDIC: u32 = 0x0020;
+const TCTL: u32 = 0x0400;
+const PBA: u32 = 0x1000;
+const RDBAL1: u32 = 0x2900;
+const TDBAL: u32 = 0x3800;
+const TDBAL1: u32 = 0x3900;
+const TARC1: u32 = 0x3940;
+const RXCSUM: u32 = 0x5000;
+const MRQC: u32 = 0x5818;
+const RETA: u32 = 0x5c00;
+
+fn memory(at: Iova) -> NicMemory {
+    NicMemory::create(Geometry { slot_len: 4096, count: 640 }, 256 << 10, at).unwrap()
+}
+
+fn options() -> NicOptions {
+    NicOptions { filter: Filter { promiscuous: true, ..Filter::default() }, ..NicOptions::default() }
+}
+
+/// The card's registers and its memory, as the last owner has them when it has let go.
+struct Hostile {
+    registers: <VfioUser as Bus>::Registers,
+    rings: Region,
+    _bus: VfioUser,
+}
+
+impl Hostile {
+    fn write(&self, offset: u32, value: u32) {
+        self.registers.write32(offset, value);
+    }
+
+    /// Writes words into its memory for rings, where its own do not reach.
+    fn put(&self, at: usize, words: &[u64]) -> u64 {
+        let span = self.rings.span::<AtomicU64>(at, words.len()).unwrap();
+        span.iter().zip(words).for_each(|(to, word)| to.store(*word, Relaxed));
+        OLD.0 + at as u64
+    }
+
+    /// A ring of eight descriptors there, of which `count` are the card's.
+    fn ring(&self, base: u32, at: u64, count: u32) {
+        self.write(base + 8, 128);
+        self.write(base, (at & 0xffff_ffff) as u32);
+        self.write(base + 4, (at >> 32) as u32);
+        self.write(base + 0x10, 0);
+        self.write(base + 0x18, count);
+    }
+
+    fn write_phy(&self, register: u32, value: u32) {
+        self.write(MDIC, 1 << 26 | 1 << 21 | register << 16 | value);
+        let began = Instant::now();
+        while self.registers.read32(MDIC) >> 28 & 1 == 0 {
+            assert!(began.elapsed() < PATIENCE, "the PHY answers");
+        }
+    }
+}
+
+/// Sends back what comes, until `left` frames have; where none comes, because the link is down, it waits for that.
+fn echo(nic: &mut Card, left: u64, mut done: impl FnMut(&mut Card) -> bool) -> u64 {
+    let began = Instant::now();
+    let mut frames = 0;
+    while frames < left {
+        assert!(began.elapsed() < PATIENCE, "no more frames come: {} of {left}", frames);
+        let mut burst = Burst::new();
+        frames += nic.receive(&mut burst).unwrap() as u64;
+        if burst.is_empty() && done(nic) {
+            break;
+        }
+        while !burst.is_empty() && began.elapsed() < PATIENCE {
+            nic.transmit(&mut burst).unwrap();
+        }
+    }
+    frames
+}
+
+/// Drives until so many more frames have come, gone, and come back, and one more has woken it.
+fn works(nic: &mut Card, wire: &Wire) {
+    let back = wire.back() + AFTER;
+    let (began, mut last) = (Instant::now(), (Instant::now(), 0));
+    while wire.back() < back {
+        assert!(began.elapsed() < PATIENCE, "frames do not come back: {:?}", nic.link());
+        if last.1 != wire.back() {
+            last = (Instant::now(), wire.back());
+        } else if last.0.elapsed() > LONGEST_PAUSE {
+            // The frame that lets the partner go on was lost with the link, and this partner is patient beyond measure.
+            wire.end_pause();
+            last.0 = Instant::now();
+        }
+        echo(nic, u64::MAX, |nic| {
+            nic.link();
+            true
+        });
+    }
+    let began = Instant::now();
+    while nic.arm().unwrap() == Armed::Busy {
+        assert!(began.elapsed() < PATIENCE, "it is never idle");
+        echo(nic, u64::MAX, |_| true);
+    }
+    let mut fds = [rustix::event::PollFd::from_borrowed_fd(nic.fd(), rustix::event::PollFlags::IN)];
+    let limit = rustix::event::Timespec { tv_sec: PATIENCE.as_secs().cast_signed(), tv_nsec: 0 };
+    assert_eq!(rustix::event::poll(&mut fds, Some(&limit)), Ok(1), "nobody is woken");
+}
+
+/// An owner that drives, the next one, which believes nothing of it, and what the first can do to the card besides.
+fn owners(socket: OwnedFd) -> (Card, Ready<VfioUser>, Hostile) {
+    owners_by(socket, true)
+}
+
+fn owners_by(socket: OwnedFd, is_fenced: bool) -> (Card, Ready<VfioUser>, Hostile) {
+    let old = memory(OLD);
+    let rings = Region::adopt(old.parts().unwrap().rings).unwrap();
+    let giver = plugged::start(socket, old, true);
+    let twin = || VfioUser::from_twin(giver.bus().twin().unwrap(), TIMEOUT).unwrap();
+    let (bus, mut other) = (twin(), twin());
+    let registers = other.registers(0).unwrap();
+    let how = if is_fenced { How::Fenced(giver.mac()) } else { How::Point };
+    let next = Card::prepare_rings(bus, memory(NEW), &options(), how, OLD).unwrap();
+    (giver, next, Hostile { registers, rings, _bus: other })
+}
+
+/// Goes on until nothing is left to do, and leaves the card.
+fn let_go(giver: &mut Card) -> Left {
+    giver.hush(How::Point, |_| ());
+    loop {
+        echo(giver, u64::MAX, Card::is_quiet);
+        if giver.leave().unwrap() {
+            return giver.left();
+        }
+    }
+}
+
+/// How it went for the next owner.
+#[derive(Debug, PartialEq)]
+enum Outcome {
+    /// It drives, and the link stayed up.
+    Took,
+    /// It refused the card, for this, and has started it anew.
+    Refused(String),
+}
+
+/// One turn: an owner lets go and does that, and the next one takes.
+fn turn(attack: impl Fn(&Hostile) + Send + Sync, is_fenced: bool, says_stopped: bool) -> (Outcome, Counts, Vec<Entry>) {
+    with_card(RATE, u64::MAX, |socket: OwnedFd, wire: &Wire| {
+        let (mut giver, next, hostile) = owners_by(socket, is_fenced);
+        wire.begin();
+        echo(&mut giver, BEFORE, |_| false);
+        let left = let_go(&mut giver);
+        let left = if says_stopped { Left::STOPPED } else { left };
+        attack(&hostile);
+        // From here on it is fenced.
+        let (_, old) = giver.stand_down();
+        match Card::repoint(next, left) {
+            Ok(mut nic) => {
+                nic.forget(&old.layout(), |nic| _ = echo(nic, u64::MAX, |_| true)).unwrap();
+                works(&mut nic, wire);
+                Outcome::Took
+            }
+            Err(Failed { error, bus, memory }) => {
+                let mut nic = Card::start(bus, memory, &options()).unwrap();
+                let began = Instant::now();
+                while nic.link() == Link::Down {
+                    assert!(began.elapsed() < PATIENCE, "the link comes up");
+                    std::thread::yield_now();
+                }
+                wire.end_pause();
+                works(&mut nic, wire);
+                Outcome::Refused(error.to_string())
+            }
+        }
+    })
+}
+
+fn fenced(attack: impl Fn(&Hostile) + Send + Sync) -> (Outcome, Counts, Vec<Entry>) {
+    turn(attack, true, false)
+}
+
+/// Nothing of the card went where nobody is, and nothing was sent that was not the wire's.
+#[track_caller]
+fn assert_harmless(counts: &Counts, journal: &[Entry]) {
+    let astray: Vec<_> = journal.iter().filter(|entry| entry.class == Class::UnmappedDma).collect();
+    assert!(astray.is_empty(), "{astray:?}");
+    assert_eq!((counts.foreign, counts.damaged, counts.duplicated), (0, 0, 0), "{counts:?}");
+}
+
+#[test]
+fn a_card_that_was_left_well_is_taken_and_nothing_is_lost() {
+    let (outcome, counts, journal) = fenced(|_| ());
+    assert_eq!(outcome, Outcome::Took);
+    assert_harmless(&counts, &journal);
+    let never: Vec<_> = journal
+        .iter()
+        .filter(|entry| Class::ALWAYS.contains(&entry.class) || Class::COLD.contains(&entry.class))
+        .collect();
+    assert!(never.is_empty(), "{never:?}");
+    assert_eq!(counts.reordered, 0);
+}
+
+/// Sends 64 bytes from the next owner's memory by a queue that nobody knows of, as soon as there is memory.
+fn second_transmit_queue(hostile: &Hostile) {
+    const SEND: u64 = 0x0b << 24 | 64;
+    hostile.write(TCTL, 0);
+    let at = hostile.put(128 << 10, &[NEW.0, SEND, NEW.0 + 4096, SEND, NEW.0 + 8192, SEND]);
+    hostile.ring(TDBAL1, at, 3);
+    hostile.write(TARC1, 0x0400_0403);
+}
+
+#[test]
+fn a_second_transmit_queue_sends_nothing_of_the_next_owners() {
+    // Whether it says that it has stopped the card, or that it runs: then the card faults before the memory is mapped.
+    for is_stopped in [true, false] {
+        let (outcome, counts, journal) = turn(second_transmit_queue, true, is_stopped);
+        assert_eq!(outcome, Outcome::Took);
+        let faults: Vec<_> = journal.into_iter().filter(|entry| is_stopped || entry.place < NEW.0).collect();
+        assert_harmless(&counts, &faults);
+    }
+    // Between nodes that trust each other nobody looks: this is what is kept away.
+    let (_, counts, _) = turn(second_transmit_queue, false, false);
+    assert!(counts.foreign + counts.damaged > 0, "the trick works: {counts:?}");
+}
+
+#[test]
+fn a_second_receive_queue_writes_nothing_into_the_next_owners_memory() {
+    let (outcome, counts, journal) = fenced(|hostile| {
+        let at = hostile.put(128 << 10, &[NEW.0, 0, NEW.0 + 4096, 0, NEW.0 + 8192, 0, NEW.0 + 12288, 0]);
+        hostile.ring(RDBAL1, at, 4);
+        (0..32).for_each(|index| hostile.write(RETA + 4 * index, u32::MAX));
+        hostile.write(RXCSUM, 1 << 13);
+        hostile.write(MRQC, 0x0037_0001);
+    });
+    assert_eq!(outcome, Outcome::Took);
+    assert_harmless(&counts, &journal);
+}
+
+#[test]
+fn a_packet_without_an_end_is_not_what_the_next_owners_first_frame_becomes_a_part_of() {
+    for base in [TDBAL, TDBAL1] {
+        let (outcome, counts, journal) = fenced(|hostile| {
+            // Without EOP: what comes next is a part of it.
+            hostile.write(TCTL, 0);
+            let at = hostile.put(128 << 10, &[OLD.0, 0x0a << 24 | 64]);
+            hostile.ring(base, at, 1);
+            hostile.write(TARC1, 0x0400_0403);
+            hostile.write(TCTL, 0x0003_f0fa);
+            let began = Instant::now();
+            while hostile.registers.read32(base + 0x10) == 0 {
+                assert!(began.elapsed() < PATIENCE, "it is fetched");
+            }
+        });
+        assert!(matches!(&outcome, Outcome::Refused(why) if why.contains("a packet without an end")), "{outcome:?}");
+        assert_harmless(&counts, &journal);
+    }
+}
+
+#[test]
+fn another_packet_buffer_is_refused() {
+    let (outcome, counts, journal) = fenced(|hostile| hostile.write(PBA, 2));
+    assert!(matches!(&outcome, Outcome::Refused(why) if why.contains("packet buffer")), "{outcome:?}");
+    assert_harmless(&counts, &journal);
+}
+
+#[test]
+fn a_phy_that_was_tampered_with_begins_anew() {
+    // Power down, loopback, isolation, 10 Mb/s without negotiation, another page, nothing offered.
+    for (register, value) in [(0, 0x1940), (0, 0x5140), (0, 0x1540), (0, 0x0100), (22, 3), (4, 1)] {
+        let (outcome, counts, journal) = fenced(|hostile| hostile.write_phy(register, value));
+        assert_eq!(outcome, Outcome::Took, "{register} = {value:#x}");
+        assert_harmless(&counts, &journal);
+        assert!(journal.iter().any(|entry| entry.class == Class::PhyReset), "{register} = {value:#x}");
+    }
+}
+
+#[test]
+fn interrupts_that_go_elsewhere_come_back_and_so_does_the_bus() {
+    let ((), counts, journal) = with_card(RATE, u64::MAX, |socket, wire| {
+        let (mut giver, next, _) = owners(socket);
+        wire.begin();
+        echo(&mut giver, BEFORE, |_| false);
+        let left = let_go(&mut giver);
+        let (mut bus, old) = giver.stand_down();
+        // All vectors ring what the last owner alone has, and the card is not to be master of the bus.
+        let mut all = VfioUser::from_twin(bus.twin().unwrap(), TIMEOUT).unwrap();
+        drop(all.interrupts(5).unwrap());
+        bus.write_config(4, 2).unwrap();
+        let mut nic = Card::repoint(next, left).unwrap();
+        nic.forget(&old.layout(), |nic| _ = echo(nic, u64::MAX, |_| true)).unwrap();
+        works(&mut nic, wire);
+    });
+    assert_harmless(&counts, &journal);
+}
+
+/// Each register that the model has, by what is asked of its journal.
+fn registers() -> Vec<u32> {
+    let mut model = Device::new(Options::default());
+    model.write_config(4, 2, 6, 0);
+    let has = |offset: &u32| {
+        let before = model.journal.count(Class::UnknownRegister);
+        model.read(Bar::Registers, *offset, 4, 1 << 30);
+        model.journal.count(Class::UnknownRegister) == before
+    };
+    // Of long rows, the first, one in the middle and the last.
+    let all: Vec<u32> = (0..128 << 10).step_by(4).filter(has).collect();
+    let set: BTreeSet<u32> = all.iter().copied().collect();
+    let is_inside =
+        |offset: &u32| (1..=8).all(|by| set.contains(&(offset - 4 * by)) && set.contains(&(offset + 4 * by)));
+    let is_counter = |offset: u32| (0x4004..0x4124).contains(&offset);
+    all.iter().copied().filter(|&offset| !is_counter(offset) && (offset < 0x30 || !is_inside(&offset))).collect()
+}
+
+#[test]
+fn whatever_stands_in_any_register_the_next_owner_works_or_refuses() {
+    let (mut took, mut refused) = (0, Vec::new());
+    for (index, offset) in registers().into_iter().enumerate() {
+        // All ones; or what looks like an address in the next owner's memory, and a small number.
+        for value in [u32::MAX, [0, 2, 0x0001_0080][index % 3]] {
+            let (outcome, counts, journal) = fenced(|hostile| hostile.write(offset, value));
+            // What the card did before it was taken is the last owner's own.
+            let entries: Vec<_> = journal.iter().filter(|entry| entry.place >= NEW.0).copied().collect();
+            println!("{offset:#06x} = {value:#x}: {outcome:?}");
+            // PAUSE frames that are taken for none, of the card's own making: FCAL, FCAH and FCT.
+            let foreign = if (0x28..=0x30).contains(&offset) { 0 } else { counts.foreign };
+            // And what a head that was moved back has the last owner's own ring send once more.
+            let duplicated = if (0x3800..=0x3818).contains(&offset) { 0 } else { counts.duplicated };
+            // And what came while RCTL was the last owner's has its check sequence, or is cut: it waits in the packet buffer.
+            let damaged = if offset == 0x100 { 0 } else { counts.damaged };
+            assert_harmless(&Counts { foreign, duplicated, damaged, ..counts }, &entries);
+            match outcome {
+                Outcome::Took => took += 1,
+                Outcome::Refused(why) => refused.push(format!("{offset:#06x} = {value:#x}: {why}")),
+            }
+        }
+    }
+    println!("{took} taken; refused: {refused:#?}");
+    assert!(took > 10 * refused.len(), "{refused:#?}");
+    assert!(!refused.is_empty());
+}
+
+#[test]
+fn memory_is_not_the_cards_before_its_last_owner_is_fenced() {
+    let ((), counts, journal) = with_card(RATE, u64::MAX, |socket, wire| {
+        let (mut giver, next, hostile) = owners(socket);
+        wire.begin();
+        echo(&mut giver, BEFORE, |_| false);
+        // While it drives it aims a queue at the next owner's memory.
+        let at = hostile.put(128 << 10, &[NEW.0, 0x0b << 24 | 64]);
+        hostile.ring(TDBAL1, at, 1);
+        hostile.write(TARC1, 0x0400_0403);
+        let began = Instant::now();
+        while hostile.registers.read32(TDBAL1 + 0x10) == 0 {
+            assert!(began.elapsed() < PATIENCE, "it is fetched");
+            echo(&mut giver, 8, |_| false);
+        }
+        drop(Card::give_up(next));
+    });
+    assert!(journal.iter().any(|entry| entry.class == Class::UnmappedDma && entry.place == NEW.0), "{journal:?}");
+    assert_eq!((counts.foreign, counts.damaged), (0, 0));
+}
+
+#[test]
+fn who_is_lied_to_about_where_the_card_is_refuses_and_the_last_owner_can_go_on() {
+    let ((), counts, _) = with_card(RATE, u64::MAX, |socket, wire| {
+        let (mut giver, next, _) = owners(socket);
+        wire.begin();
+        echo(&mut giver, BEFORE, |_| false);
+        let mut lie = let_go(&mut giver);
+        // As if it ran, and were elsewhere.
+        lie.0 = lie.0 & !0xff | 1 << 63 | (lie.0 ^ 1) & 0xff;
+        let Failed { error, .. } = Card::repoint(next, lie).expect_err("it says that it is elsewhere");
+        assert!(matches!(error, NicError::FramesCame { .. }), "{error}");
+        giver.go_back().unwrap();
+        works(&mut giver, wire);
+    });
+    assert_eq!((counts.foreign, counts.damaged, counts.duplicated), (0, 0, 0), "{counts:?}");
+}
