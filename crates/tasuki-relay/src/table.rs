@@ -110,6 +110,7 @@ mod tests {
             ("giver", to_markdown(giver::TABLE)),
             ("taker", to_markdown(taker::TABLE)),
             ("arbiter", to_markdown(arbiter::TABLE)),
+            ("authority", arbiter::authority_to_markdown(arbiter::AUTHORITY)),
         ];
         for (name, table) in tables {
             let shown = document.split(&format!("<!-- {name} -->\n")).nth(1).and_then(|rest| rest.split("\n\n").next());

@@ -15,10 +15,10 @@
 use zerocopy::little_endian::{U16, U32, U64};
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout};
 
+use crate::After;
 use crate::letter::Inflight;
 use crate::method::Method;
 use crate::table::All;
-use crate::{After, Party};
 
 /// Of the packets.
 pub const VERSION: u16 = 1;
@@ -297,13 +297,6 @@ pub enum Order {
     StandDown,
     /// You are not needed any more.
     Leave,
-    /// To whoever holds a mapping for another (the server of a device): take it away.
-    Fence {
-        /// Whose.
-        party: Party,
-        /// The epoch that ends.
-        epoch: u32,
-    },
 }
 
 /// From a worker to the daemon.
@@ -355,18 +348,6 @@ pub enum Report {
     Replaced {
         /// The epoch that I held.
         epoch: u32,
-    },
-    /// The mapping is taken away; no store of that party reaches the device any more.
-    Fenced {
-        /// Whose.
-        party: Party,
-        /// The epoch that ended.
-        epoch: u32,
-    },
-    /// I live, and have looked for work this often.
-    Beat {
-        /// How often.
-        bursts: u64,
     },
 }
 
@@ -449,11 +430,6 @@ impl Packet {
         T::ALL.get(usize::from(value)).copied().ok_or_else(|| self.wrong(field, value.into()))
     }
 
-    fn party(&self) -> Result<Party, Malformed> {
-        let number = u32::try_from(self.a.get()).ok().and_then(std::num::NonZeroU32::new);
-        number.map(Party).ok_or_else(|| self.wrong("party", self.a.get()))
-    }
-
     /// Its reason, which must be written as we would write it.
     fn reason(&self) -> Result<Reason, Malformed> {
         let reason = Reason::from_parts(self.code.get(), self.a.get(), self.b.get());
@@ -491,7 +467,6 @@ impl Order {
             Order::Take { epoch, after, wrote } => Packet::bytes(5, epoch, after as u16, 0, wrote.into(), 0),
             Order::StandDown => plain(6, 0),
             Order::Leave => plain(7, 0),
-            Order::Fence { party, epoch } => Packet::bytes(8, epoch, 0, 0, party.0.get().into(), 0),
         }
     }
 
@@ -515,7 +490,6 @@ impl Order {
             5 => Order::Take { epoch, after: packet.one_of("after", packet.code.get())?, wrote: low(packet.a.get()) },
             6 => Order::StandDown,
             7 => Order::Leave,
-            8 => Order::Fence { party: packet.party()?, epoch },
             kind => return Err(Malformed::Kind { kind }),
         };
         exactly(order, &packet, order.to_bytes())
@@ -583,8 +557,6 @@ impl Report {
             Report::Lost { epoch, ready } => Packet::bytes(107, epoch, ready.into(), 0, 0, 0),
             Report::Failed { epoch, reason } => why(108, epoch, reason),
             Report::Replaced { epoch } => plain(109, epoch),
-            Report::Fenced { party, epoch } => Packet::bytes(110, epoch, 0, 0, party.0.get().into(), 0),
-            Report::Beat { bursts } => Packet::bytes(111, 0, 0, 0, bursts, 0),
         }
     }
 
@@ -602,8 +574,6 @@ impl Report {
             107 => Report::Lost { epoch, ready: packet.one_of("ready", packet.code.get())? },
             108 => Report::Failed { epoch, reason: packet.reason()? },
             109 => Report::Replaced { epoch },
-            110 => Report::Fenced { party: packet.party()?, epoch },
-            111 => Report::Beat { bursts: packet.a.get() },
             kind => return Err(Malformed::Kind { kind }),
         };
         exactly(report, &packet, report.to_bytes())
@@ -641,7 +611,6 @@ mod tests {
     }
 
     fn order() -> impl Strategy<Value = Order> {
-        let party = (1..u32::MAX).prop_map(|number| Party(number.try_into().unwrap()));
         let prepare = (0..3_usize, 0..4_usize, any::<u32>(), any::<u32>(), any::<u8>());
         prop_oneof![
             prop_oneof![Just(Order::Who), Just(Order::StandDown), Just(Order::Leave)],
@@ -659,7 +628,6 @@ mod tests {
                 after: After::ALL[after],
                 wrote
             }),
-            (party, any::<u32>()).prop_map(|(party, epoch)| Order::Fence { party, epoch }),
         ]
     }
 
@@ -673,7 +641,6 @@ mod tests {
     }
 
     fn report() -> impl Strategy<Value = Report> {
-        let party = (1..u32::MAX).prop_map(|number| Party(number.try_into().unwrap()));
         prop_oneof![
             (0..5_usize, any::<u32>())
                 .prop_map(|(standing, epoch)| Report::Hello { standing: Standing::ALL[standing], epoch }),
@@ -685,8 +652,6 @@ mod tests {
             any::<(u32, bool)>().prop_map(|(epoch, ready)| Report::Lost { epoch, ready }),
             (any::<u32>(), reason()).prop_map(|(epoch, reason)| Report::Failed { epoch, reason }),
             any::<u32>().prop_map(|epoch| Report::Replaced { epoch }),
-            (party, any::<u32>()).prop_map(|(party, epoch)| Report::Fenced { party, epoch }),
-            any::<u64>().prop_map(|bursts| Report::Beat { bursts }),
         ]
     }
 

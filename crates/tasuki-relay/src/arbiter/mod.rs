@@ -3,28 +3,55 @@
 //! It is never in the way of a packet, and a relay that is under way ends without it. What it forgets when it dies, the lease word and
 //! the workers tell the next one; of its own it needs only the record of whom it has fenced.
 
+mod authority;
+mod report;
 mod table;
+#[cfg(test)]
+mod tests;
 
+pub use authority::{AUTHORITY, Rule, Says, Verdict, to_markdown as authority_to_markdown};
 pub use table::{Action, Event, State, TABLE};
 
 use crate::method::Method;
-use crate::table::{Refused, Row, step};
-use crate::wire::{Order, Positions, Reason, Report, Standing, Use};
+use crate::table::{All, Refused, Row, step};
+use crate::wire::{Order, Positions, Reason, Report, Use};
 use crate::{ARBITER, After, Party, Tenure};
 
-/// The table of an arbiter.
-pub type Table = Vec<Row<State, Event, Action>>;
+/// The two tables of an arbiter: what follows from an event, and which report is heard of which worker.
+#[derive(Debug, Clone)]
+pub struct Table {
+    /// What follows.
+    pub rows: Vec<Row<State, Event, Action>>,
+    /// What a worker may say.
+    pub authority: Vec<Rule>,
+}
+
+impl Default for Table {
+    fn default() -> Self {
+        Table { rows: TABLE.to_vec(), authority: AUTHORITY.to_vec() }
+    }
+}
 
 /// Most workers that a device can have at a time: one that drives, its stand-by, and those that somebody starts.
 pub const MEMBERS_MAX: usize = 8;
 
+/// How often a worker that was told to take may say that it could not, while nobody else did, before it counts as unfit.
+const LOST_MOST: u8 = 4;
+
+/// How often in a row the lease word may change under the arbiter's compare-and-swap. Honest workers change it twice: one passes, one takes.
+const MOVED_MOST: u8 = 8;
+
+/// A node, by a number of the daemon's. Workers of one node may break each other; those of two only if the nodes trust each other.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct Node(pub u32);
+
 /// What is known of a worker.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Is {
-    /// It has not said who it is.
+    /// It had the device under an arbiter before this one, and has not said how it stands.
     Unheard,
-    /// It has nothing of the device.
-    Idle,
+    /// It was given what the device is made of, and has not said that it could go on.
+    Given,
     /// It could go on at once.
     Ready,
     /// It was told to take, and waits.
@@ -35,6 +62,8 @@ pub enum Is {
     Late,
     /// It cannot take this device.
     Unfit,
+    /// It was told to let go of the device. It may have kept what it was given.
+    Left,
     /// Its heart does not beat.
     Silent,
     /// It is recorded as fenced, and not known to be.
@@ -50,6 +79,18 @@ impl Is {
     fn live(self) -> bool {
         !matches!(self, Is::Unheard | Is::Silent | Is::Condemned | Is::Fenced | Is::Dead)
     }
+
+    /// Whether it can run no instruction any more.
+    fn is_harmless(self) -> bool {
+        matches!(self, Is::Fenced | Is::Dead)
+    }
+}
+
+impl All for Is {
+    const ALL: &'static [Self] = {
+        use Is::*;
+        &[Unheard, Given, Ready, Waiting, Holding, Late, Unfit, Left, Silent, Condemned, Fenced, Dead]
+    };
 }
 
 /// Somebody who drives a device, or may.
@@ -57,8 +98,12 @@ impl Is {
 pub struct Member {
     /// Who.
     pub party: Party,
+    /// Of which node.
+    pub node: Node,
     /// What is known of it.
     pub is: Is,
+    /// How often in a row it was told to take and said that it could not.
+    lost: u8,
 }
 
 /// An upgrade or a handover that somebody asks for.
@@ -70,8 +115,6 @@ pub struct Ask {
     pub to: Party,
     /// How.
     pub method: Method,
-    /// Whether the giver must be fenced before the taker begins: it is of a node that is not trusted.
-    pub fence_first: bool,
     /// Whose sash the giver will write.
     pub kind: u32,
     /// Of which version.
@@ -80,15 +123,26 @@ pub struct Ask {
     pub carries: Positions,
 }
 
+/// On which page of memory a worker finds the lease word.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum Page {
+    /// On that which the workers there are have.
+    Shared,
+    /// On one of its node's own: a node that it does not trust can write the other.
+    Fresh,
+}
+
 /// What the arbiter hears.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Input {
     /// From a person, or a policy.
     Asked(Ask),
-    /// From a worker.
-    Report(Party, Report),
+    /// From a worker, and what the lease word says as it is heard.
+    Report(Party, Report, Tenure),
     /// Its pidfd says that it has ended.
     Gone(Party),
+    /// A mark in memory that it can write says that it has ended.
+    Ended(Party),
     /// Its heart has not beaten for too long ([`crate::pulse`]).
     Silent(Party),
     /// No store of its reaches the device any more.
@@ -112,6 +166,15 @@ pub enum Do {
     Watch(u32),
     /// Record that it is fenced, then fence it. Then [`Input::Fenced`].
     Fence(Party),
+    /// End it: it has said or done what it had no right to.
+    Breach(Party, &'static str),
+    /// From here on the lease is on the page of this node, which no node that it does not trust can write, and says this.
+    Renew {
+        /// Whose.
+        node: Node,
+        /// What the arbiter made of the word on the page before.
+        word: Tenure,
+    },
     /// Compare-and-swap of the lease. Then [`Input::Swapped`].
     Swap {
         /// Only if this is what it says.
@@ -137,9 +200,18 @@ pub struct Told {
 pub struct Arbiter {
     state: State,
     members: Vec<Member>,
+    /// Nodes that trust each other, beside those that `give` names.
+    friends: Vec<(Node, Node)>,
+    /// Whose the device is: where a stand-by is looked for.
+    home: Node,
+    /// Nodes whose workers can write the page that the lease word is on.
+    page: Vec<Node>,
     giver: Option<Party>,
     next: Option<Party>,
-    fencing: Option<Party>,
+    /// Those of whom none may run when the lease is next given.
+    fencing: Vec<Party>,
+    /// How often in a row the word was another than it was.
+    moved: u8,
     /// What the lease is believed to be.
     seen: Tenure,
     after: After,
@@ -151,23 +223,28 @@ pub struct Arbiter {
 }
 
 impl Arbiter {
-    /// One that has just begun, of a device with these workers, and what it must do first. `fenced` is the record of those that one
-    /// before it has fenced.
-    pub fn begin(workers: &[Party], fenced: &[Party]) -> (Self, Vec<Do>) {
-        let is = |party| if fenced.contains(party) { Is::Condemned } else { Is::Unheard };
-        let members: Vec<_> = workers.iter().map(|party| Member { party: *party, is: is(party) }).collect();
+    /// One that has just begun, of a device that is `home`'s, whose workers all have the page of the lease, and what it must do first. `fenced` is the
+    /// record of those that one before it has fenced.
+    pub fn begin(home: Node, workers: &[Party], fenced: &[Party]) -> (Self, Vec<Do>) {
+        let is = |party: &Party| if fenced.contains(party) { Is::Condemned } else { Is::Unheard };
+        let member = |party: &Party| Member { party: *party, node: home, is: is(party), lost: 0 };
+        let members: Vec<_> = workers.iter().map(member).collect();
         // The one before may have died between record and fence.
         let first = |member: &Member| match member.is {
             Is::Condemned => Do::Fence(member.party),
             _ => Do::Tell(member.party, Order::Who),
         };
-        let asked = members.iter().map(first).collect();
+        let asked = members.iter().map(first).chain([Do::Watch(0)]).collect();
         let arbiter = Arbiter {
             state: State::Finding,
             members,
+            friends: Vec::new(),
+            home,
+            page: vec![home],
             giver: None,
             next: None,
-            fencing: None,
+            fencing: Vec::new(),
+            moved: 0,
             seen: Tenure::free(0),
             after: After::Lost,
             wrote: 0,
@@ -176,6 +253,74 @@ impl Arbiter {
             deadline: 0,
         };
         (arbiter, asked)
+    }
+
+    /// This worker of a node is about to be given what the device is made of. `trusts` are the nodes that this one trusts, and that trust it. Nothing is
+    /// given to it where there is no room for one more.
+    pub fn give(&mut self, party: Party, node: Node, trusts: &[Node]) -> Option<Page> {
+        for friend in trusts.iter().filter(|friend| **friend != node) {
+            let pair = (node.min(*friend), node.max(*friend));
+            if !self.friends.contains(&pair) {
+                self.friends.push(pair);
+            }
+        }
+        let page = self.page_for(node);
+        let has_part = [self.giver, self.next, self.seen.holder].contains(&Some(party));
+        let at = self.members.iter().position(|member| member.party == party);
+        let new = Member { party, node, is: Is::Given, lost: 0 };
+        match at {
+            Some(at) if !has_part && self.members[at].is.live() => self.members[at] = new,
+            Some(_) => return None,
+            None => {
+                if self.members.len() == MEMBERS_MAX {
+                    // The dead make room, but for those of whom something is still to be decided.
+                    let kept = [self.giver, self.next, self.seen.holder];
+                    let is_over = |member: &Member| member.is.is_harmless() && !kept.contains(&Some(member.party));
+                    let over =
+                        self.members.iter().position(|member| is_over(member) && !self.fencing.contains(&member.party));
+                    self.members.swap_remove(over?);
+                }
+                self.members.push(new);
+            }
+        }
+        if page == Page::Shared && !self.page.contains(&node) {
+            self.page.push(node);
+        }
+        Some(page)
+    }
+
+    /// Which page a worker of this node gets.
+    pub fn page_for(&self, node: Node) -> Page {
+        if self.page.iter().all(|other| self.trust(node, *other)) { Page::Shared } else { Page::Fresh }
+    }
+
+    /// Whether it can be that this worker holds the lease.
+    pub fn may_hold(&self, party: Party) -> bool {
+        let on_page = |member: &Member| member.party == party && self.page.contains(&member.node);
+        self.members.iter().any(on_page)
+    }
+
+    /// Whether each of these nodes may break the other.
+    fn trust(&self, one: Node, other: Node) -> bool {
+        one == other || self.friends.contains(&(one.min(other), one.max(other)))
+    }
+
+    /// Those that must not run while this worker has the device.
+    fn strangers_to(&self, party: Party) -> Vec<Party> {
+        let Some(node) = self.node(party) else { return Vec::new() };
+        let harms = |member: &&Member| !member.is.is_harmless() && !self.trust(node, member.node);
+        self.members.iter().filter(harms).map(|member| member.party).collect()
+    }
+
+    /// Those that can have written the word.
+    fn writers(&self) -> Vec<Party> {
+        let writes = |member: &&Member| !member.is.is_harmless() && self.page.contains(&member.node);
+        self.members.iter().filter(writes).map(|member| member.party).collect()
+    }
+
+    /// Whose the device is.
+    pub fn home(&self) -> Node {
+        self.home
     }
 
     /// Where it stands.
@@ -200,21 +345,20 @@ impl Arbiter {
 
     /// Has `party` let go of what it has of the device, unless it drives or is to drive: it has no part in it any more.
     pub fn dismiss(&mut self, party: Party) -> Vec<Do> {
-        let has_part = [self.giver, self.next, self.fencing].contains(&Some(party));
+        let has_part = [self.giver, self.next].contains(&Some(party)) || self.fencing.contains(&party);
         match self.is(party) {
-            _ if has_part => return Vec::new(),
-            Some(is) if !is.live() => return Vec::new(),
-            Some(_) => self.set(party, Is::Idle),
-            // It was given what it takes to drive, and has not said yet that it is ready: it must not believe that for good.
-            None => {}
+            Some(is) if !has_part && is.live() && is != Is::Left => {
+                self.set(party, Is::Left);
+                vec![Do::Tell(party, Order::Leave)]
+            }
+            _ => Vec::new(),
         }
-        vec![Do::Tell(party, Order::Leave)]
     }
 
     /// What follows. What is refused changes nothing but what is known of who said it.
     pub fn hear(&mut self, table: &Table, input: Input) -> Result<Vec<Do>, Refused> {
         let mut doing = Vec::new();
-        let mut event = self.classify(input, &mut doing);
+        let mut event = self.classify(&table.authority, input, &mut doing);
         while let Some(happened) = event {
             event = self.follow(table, happened, &mut doing)?;
         }
@@ -229,6 +373,10 @@ impl Arbiter {
         party.and_then(|party| self.is(party)).is_some_and(Is::live)
     }
 
+    fn node(&self, party: Party) -> Option<Node> {
+        self.members.iter().find(|member| member.party == party).map(|member| member.node)
+    }
+
     fn set(&mut self, party: Party, is: Is) {
         // The dead and the fenced stay that.
         let rank = |is: Is| match is {
@@ -237,25 +385,15 @@ impl Arbiter {
             Is::Condemned => 1,
             _ => 0,
         };
-        match self.members.iter().position(|member| member.party == party) {
-            Some(at) if rank(is) >= rank(self.members[at].is) => self.members[at].is = is,
-            None if self.members.len() < MEMBERS_MAX => self.members.push(Member { party, is }),
-            None => {
-                // The dead make room, but for those of whom something is still to be decided.
-                let kept = [self.giver, self.next, self.fencing, self.seen.holder];
-                let over =
-                    |member: &Member| matches!(member.is, Is::Dead | Is::Fenced) && !kept.contains(&Some(member.party));
-                if let Some(at) = self.members.iter().position(over) {
-                    self.members[at] = Member { party, is };
-                }
-            }
-            _ => {}
+        let member = self.members.iter_mut().find(|member| member.party == party);
+        if let Some(member) = member.filter(|member| rank(is) >= rank(member.is)) {
+            member.is = is;
         }
     }
 
     /// One row, and what follows from it at once.
     fn follow(&mut self, table: &Table, event: Event, doing: &mut Vec<Do>) -> Result<Option<Event>, Refused> {
-        let (next, actions) = step(table, self.state, event)?;
+        let (next, actions) = step(&table.rows, self.state, event)?;
         if let (Event::Deadline, State::Passing | State::Granting, Some(late)) = (event, self.state, self.next) {
             self.set(late, Is::Late);
             self.why = Some(Reason::Late);
@@ -303,20 +441,27 @@ impl Arbiter {
                 doing.push(Do::Watch(self.deadline));
             }
             Action::Fence => {
-                let whom = self.fencing.take().or(self.giver);
-                self.fencing = whom;
-                whom.into_iter().for_each(|whom| self.set(whom, Is::Condemned));
-                doing.extend(whom.map(Do::Fence));
+                if self.fencing.is_empty() {
+                    self.fencing.extend(self.giver);
+                }
+                let whom: Vec<_> = self.fencing.iter().copied().filter(|whom| !self.is_harmless(*whom)).collect();
+                whom.iter().for_each(|whom| self.set(*whom, Is::Condemned));
+                self.fencing.clone_from(&whom);
+                doing.extend(whom.iter().map(|whom| Do::Fence(*whom)));
+                return whom.is_empty().then_some(Event::Fenced);
             }
             Action::Seize => {
                 // Y3: from whoever is live only what it has passed.
                 let from = if self.live(self.seen.holder) { self.seen.passed() } else { self.seen };
                 self.seen = from;
-                self.fencing = None;
+                self.fencing.clear();
                 doing.push(Do::Swap { from, to: from.taken_by(ARBITER) });
             }
             Action::Choose => return Some(self.choose()),
-            Action::PassOn => doing.push(Do::Swap { from: self.seen, to: self.seen.passed() }),
+            Action::PassOn => {
+                self.turn_page(doing);
+                doing.push(Do::Swap { from: self.seen, to: self.seen.passed() });
+            }
             Action::Settle => self.settle(doing),
             Action::Say => doing.push(Do::Say(Told { driver: self.driver(), why: self.why })),
         }
@@ -325,40 +470,54 @@ impl Arbiter {
 
     fn choose(&mut self) -> Event {
         let can = |party: &Party| matches!(self.is(*party), Some(Is::Ready | Is::Waiting));
-        let spares = self.members.iter().map(|member| member.party);
-        let all = self.next.into_iter().chain(self.giver).chain(spares);
-        self.next = { all }.find(can);
-        if self.next.is_none() {
+        let at_home = self.members.iter().filter(|member| member.node == self.home).map(|member| member.party);
+        let next = self.next.into_iter().chain(self.giver).chain(at_home).find(can);
+        self.next = next;
+        let Some(next) = next else {
             self.why = Some(Reason::NobodyLeft);
+            return Event::NobodyLeft;
+        };
+        self.fencing = self.strangers_to(next);
+        if self.fencing.is_empty() { Event::Chosen } else { Event::ChosenBehindFence }
+    }
+
+    /// The next has a page that no node can write that it does not trust.
+    fn turn_page(&mut self, doing: &mut Vec<Do>) {
+        let Some(node) = self.next.and_then(|next| self.node(next)) else { return };
+        if self.page_for(node) == Page::Fresh {
+            doing.push(Do::Renew { node, word: self.seen });
+            self.page = vec![node];
         }
-        if self.next.is_some() { Event::Chosen } else { Event::NobodyLeft }
     }
 
     fn settle(&mut self, doing: &mut Vec<Do>) {
         let new = self.next;
         let old = self.giver.filter(|_| self.ask.is_some()).filter(|old| Some(*old) != new);
         let unfit = self.ask.map(|ask| ask.to).filter(|to| Some(*to) != new && self.is(*to) == Some(Is::Unfit));
-        let leaves = old.into_iter().chain(unfit).filter(|party| self.live(Some(*party)));
+        let leaves =
+            old.into_iter().chain(unfit).filter(|party| self.live(Some(*party)) && self.is(*party) != Some(Is::Left));
         for party in leaves.collect::<Vec<_>>() {
             // Who has left can take nothing, so nobody may choose it.
-            self.set(party, Is::Idle);
+            self.set(party, Is::Left);
             doing.push(Do::Tell(party, Order::Leave));
         }
         if new == self.ask.map(|ask| ask.to) {
             self.why = None;
         }
         new.into_iter().for_each(|new| self.set(new, Is::Holding));
-        self.giver = new;
-        self.after = After::Lost;
+        self.home = new.and_then(|new| self.node(new)).unwrap_or(self.home);
+        self.members.iter_mut().for_each(|member| member.lost = 0);
+        (self.giver, self.after, self.moved) = (new, After::Lost, 0);
     }
 
     /// What an input means, after what it says of somebody was noted.
-    fn classify(&mut self, input: Input, doing: &mut Vec<Do>) -> Option<Event> {
+    fn classify(&mut self, authority: &[Rule], input: Input, doing: &mut Vec<Do>) -> Option<Event> {
         match input {
             Input::Asked(ask) => {
                 // Refused by the table where it does not fit; nothing may be noted of it then.
                 if self.state == State::Steady {
-                    if !self.live(Some(ask.to)) || Some(ask.to) == self.giver {
+                    let can = matches!(self.is(ask.to), Some(Is::Given | Is::Ready | Is::Late | Is::Unfit));
+                    if !can || Some(ask.to) == self.giver {
                         (self.why, self.next) = (Some(Reason::Died), None);
                         doing.push(Do::Say(Told { driver: self.driver(), why: self.why }));
                         return None;
@@ -367,8 +526,14 @@ impl Arbiter {
                 }
                 Some(Event::Asked)
             }
-            Input::Report(party, report) => self.report(party, report, doing),
+            Input::Report(party, report, word) => self.report(authority, party, report, word, doing),
             Input::Gone(party) => {
+                self.set(party, Is::Dead);
+                self.absent(party, Event::GiverGone)
+            }
+            // What a worker's own memory says is believed within its node alone.
+            Input::Ended(party) if self.next.is_some_and(|next| self.strangers_to(next).contains(&party)) => None,
+            Input::Ended(party) => {
                 self.set(party, Is::Dead);
                 self.absent(party, Event::GiverGone)
             }
@@ -381,15 +546,28 @@ impl Arbiter {
             Input::Silent(_) => None,
             Input::Fenced(party) => {
                 self.set(party, Is::Fenced);
-                (self.fencing == Some(party)).then_some(Event::Fenced).or_else(|| self.all_heard())
+                self.all_fenced().or_else(|| self.all_heard())
             }
-            Input::Deadline(number) => (number == self.deadline).then_some(Event::Deadline),
+            Input::Deadline(number) if number != self.deadline => None,
+            Input::Deadline(_) if self.state == State::Finding => {
+                // It was told to wait no longer, and says nothing: the word decides without it.
+                let waits = self.members.iter_mut().filter(|member| member.is == Is::Waiting);
+                waits.for_each(|member| member.is = Is::Late);
+                self.all_heard()
+            }
+            Input::Deadline(_) => Some(Event::Deadline),
             Input::Word(now) => Some(self.look(now)),
             Input::Swapped(Ok(())) if self.state == State::Granting => {
                 self.seen = self.seen.passed();
                 Some(Event::PassedOn)
             }
+            // The word is the arbiter's, and only the arbiter changes it.
+            Input::Swapped(Err(now)) if self.state == State::Granting => {
+                self.seen = now;
+                Some(self.forged())
+            }
             Input::Swapped(Ok(())) => {
+                self.moved = 0;
                 if self.seen.holder.is_some() {
                     self.after = After::Lost;
                 }
@@ -406,13 +584,20 @@ impl Arbiter {
     fn absent(&mut self, party: Party, if_giver: Event) -> Option<Event> {
         match self.state {
             State::Finding => self.all_heard(),
-            State::Fencing if self.fencing == Some(party) => {
-                (self.is(party) == Some(Is::Dead)).then_some(Event::Fenced)
-            }
+            State::Fencing if self.fencing.contains(&party) => self.all_fenced(),
             _ if self.next == Some(party) => Some(Event::NextGone),
             _ if self.giver == Some(party) => Some(if_giver),
             _ => None,
         }
+    }
+
+    fn is_harmless(&self, party: Party) -> bool {
+        self.is(party).is_none_or(Is::is_harmless)
+    }
+
+    fn all_fenced(&self) -> Option<Event> {
+        let over = self.state == State::Fencing && self.fencing.iter().all(|party| self.is_harmless(*party));
+        over.then_some(Event::Fenced)
     }
 
     fn all_heard(&self) -> Option<Event> {
@@ -420,17 +605,35 @@ impl Arbiter {
         (self.state == State::Finding && !self.members.iter().any(waited_for)).then_some(Event::Heard)
     }
 
+    /// The word says what no honest worker writes: all who can have written it are to be fenced, and nobody whom it names for that.
+    fn forged(&mut self) -> Event {
+        (self.fencing, self.moved) = (self.writers(), 0);
+        Event::Forged
+    }
+
     /// Whose the lease is.
     fn look(&mut self, now: Tenure) -> Event {
         self.seen = now;
+        self.moved += 1;
+        if self.moved > MOVED_MOST {
+            return self.forged();
+        }
         let Some(holder) = now.holder else { return Event::FreeNow };
         if holder == ARBITER {
             return Event::Seized;
         }
+        let has_part = [self.giver, self.next].contains(&Some(holder));
         match self.is(holder) {
             Some(Is::Dead | Is::Fenced) => Event::FreeNow,
-            Some(Is::Silent | Is::Unheard | Is::Condemned) | None => {
-                self.fencing = Some(holder);
+            // All who live and have the page are known: this one died while there was no arbiter.
+            None if self.state == State::Finding => Event::FreeNow,
+            None => self.forged(),
+            Some(_) if !self.may_hold(holder) => self.forged(),
+            Some(Is::Given | Is::Left | Is::Ready | Is::Unfit) if self.state != State::Finding && !has_part => {
+                self.forged()
+            }
+            Some(Is::Silent | Is::Unheard | Is::Condemned) => {
+                self.fencing = vec![holder];
                 Event::HeldBySilent
             }
             Some(_) if self.state == State::Finding => {
@@ -449,148 +652,5 @@ impl Arbiter {
                 Event::HeldByNext
             }
         }
-    }
-
-    fn report(&mut self, party: Party, report: Report, doing: &mut Vec<Do>) -> Option<Event> {
-        let (is_next, is_giver) = (self.next == Some(party), self.giver == Some(party));
-        match self.is(party) {
-            Some(Is::Dead | Is::Fenced | Is::Condemned) => return None,
-            // It was slow, not hung. Where it stands is not known until it says that it waits for nothing.
-            Some(Is::Silent) => {
-                self.set(party, Is::Late);
-                doing.push(Do::Tell(party, Order::StandDown));
-                return None;
-            }
-            _ => {}
-        }
-        match report {
-            Report::Hello { standing, .. } => {
-                let is = match standing {
-                    Standing::Idle => Is::Idle,
-                    Standing::Ready => Is::Ready,
-                    Standing::Waiting => Is::Waiting,
-                    Standing::Holding => Is::Holding,
-                    Standing::Unfit => Is::Unfit,
-                };
-                self.set(party, is);
-                if is == Is::Waiting {
-                    doing.push(Do::Tell(party, Order::StandDown));
-                }
-                self.all_heard().or((is == Is::Ready && self.state != State::Finding).then_some(Event::SpareReady))
-            }
-            Report::Ready => {
-                self.set(party, Is::Ready);
-                let behind = self.ask.is_some_and(|ask| ask.fence_first);
-                match (is_next, behind) {
-                    (true, false) => Some(Event::Ready),
-                    (true, true) => Some(Event::ReadyBehindFence),
-                    (false, _) => Some(Event::SpareReady),
-                }
-            }
-            Report::Unfit(reason) => {
-                self.set(party, Is::Unfit);
-                self.why = is_next.then_some(reason).or(self.why);
-                is_next.then_some(Event::Unfit)
-            }
-            Report::Released { epoch } => {
-                self.set(party, Is::Ready);
-                let now = is_giver && epoch == self.seen.epoch && self.state != State::Finding;
-                if now {
-                    (self.after, self.wrote) = (After::Passed, epoch);
-                }
-                now.then(|| self.passed(epoch))
-            }
-            Report::Kept { epoch, reason } => {
-                let now = is_giver && epoch == self.seen.epoch;
-                self.why = now.then_some(reason).or(self.why);
-                now.then_some(if self.live(self.next) { Event::Kept } else { Event::KeptAlone })
-            }
-            Report::Taken { epoch } => {
-                self.set(party, Is::Holding);
-                // While somebody else is being fenced the word itself will say so: what is seized after the fence is what was fenced.
-                if is_next && epoch == self.seen.epoch.wrapping_add(1) && self.state != State::Fencing {
-                    self.seen = Tenure { holder: Some(party), epoch };
-                    return Some(Event::Taken);
-                }
-                self.all_heard()
-            }
-            Report::Lost { epoch, ready } => {
-                match self.is(party) {
-                    Some(Is::Unfit) => {}
-                    _ if ready => self.set(party, Is::Ready),
-                    _ => self.set(party, Is::Idle),
-                }
-                let now = is_next && (epoch == self.seen.epoch || self.state == State::Clearing);
-                let ready = self.is(party) == Some(Is::Ready) && self.state != State::Finding;
-                now.then_some(Event::Lost).or_else(|| self.all_heard()).or(ready.then_some(Event::SpareReady))
-            }
-            Report::Failed { epoch, reason } => {
-                self.set(party, Is::Unfit);
-                self.why = Some(reason);
-                if is_next && epoch == self.seen.epoch.wrapping_add(1) && self.state != State::Fencing {
-                    self.seen = Tenure::free(epoch);
-                    return Some(Event::Failed);
-                }
-                let now = is_giver && epoch == self.seen.epoch && self.state != State::Finding;
-                now.then(|| self.passed(epoch)).or_else(|| self.all_heard())
-            }
-            Report::Replaced { .. } => {
-                self.set(party, Is::Unfit);
-                self.all_heard()
-            }
-            Report::Fenced { party, .. } => self.classify(Input::Fenced(party), doing),
-            Report::Beat { .. } => None,
-        }
-    }
-
-    /// Whoever held the lease has passed it.
-    fn passed(&mut self, epoch: u32) -> Event {
-        self.seen = Tenure::free(epoch);
-        Event::Released
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use std::num::NonZeroU32;
-
-    use super::*;
-
-    fn party(number: u32) -> Party {
-        Party(NonZeroU32::new(number).unwrap())
-    }
-
-    fn steady() -> (Arbiter, Table) {
-        let table = TABLE.to_vec();
-        let (mut arbiter, _) = Arbiter::begin(&[party(1)], &[]);
-        let hello = Report::Hello { standing: Standing::Holding, epoch: 1 };
-        assert_eq!(arbiter.hear(&table, Input::Report(party(1), hello)), Ok(vec![Do::Look]));
-        arbiter.hear(&table, Input::Word(Tenure { holder: Some(party(1)), epoch: 1 })).unwrap();
-        assert_eq!(arbiter.driver(), Some(party(1)));
-        (arbiter, table)
-    }
-
-    #[test]
-    fn who_is_dismissed_is_told_so_and_not_chosen_any_more() {
-        let (mut arbiter, table) = steady();
-        arbiter.hear(&table, Input::Report(party(2), Report::Ready)).unwrap();
-        assert_eq!(arbiter.dismiss(party(2)), [Do::Tell(party(2), Order::Leave)]);
-        assert_eq!(arbiter.dismiss(party(1)), [], "who drives cannot be spared");
-        assert_eq!(arbiter.dismiss(party(3)), [Do::Tell(party(3), Order::Leave)], "who gets ready has not said so yet");
-        let doing = arbiter.hear(&table, Input::Gone(party(1))).unwrap();
-        assert!(matches!(doing[..], [Do::Swap { .. }]), "{doing:?}");
-        let doing = arbiter.hear(&table, Input::Swapped(Ok(()))).unwrap();
-        assert_eq!(doing, [Do::Say(Told { driver: None, why: Some(Reason::NobodyLeft) })]);
-    }
-
-    #[test]
-    fn however_many_have_died_there_is_room_for_a_fresh_one() {
-        let (mut arbiter, table) = steady();
-        for number in 2..50 {
-            arbiter.hear(&table, Input::Report(party(number), Report::Ready)).unwrap();
-            assert_eq!(arbiter.is(party(number)), Some(Is::Ready));
-            arbiter.hear(&table, Input::Gone(party(number))).unwrap();
-        }
-        assert!(arbiter.members().len() <= MEMBERS_MAX && arbiter.driver() == Some(party(1)));
     }
 }

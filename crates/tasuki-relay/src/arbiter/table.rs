@@ -80,6 +80,10 @@ pub enum Event {
     HeldBySilent,
     /// Somebody is left who can take it: the next from now on.
     Chosen,
+    /// The same, and workers live that must be fenced before: of nodes that it does not trust.
+    ChosenBehindFence,
+    /// The word says what no honest worker writes.
+    Forged,
     /// Nobody is.
     NobodyLeft,
     /// The arbiter has passed the lease.
@@ -103,7 +107,7 @@ pub enum Action {
     StandDown,
     /// Set a deadline.
     Watch,
-    /// Record that whoever is to be fenced is, and keep it from the device: withdraw its mapping, replace what the card reaches, or kill it.
+    /// Record that those who are to be fenced are, and keep them from the device: they run nothing more.
     Fence,
     /// Compare-and-swap: from what the lease was last known to be to the arbiter.
     Seize,
@@ -154,6 +158,8 @@ impl All for Event {
             HeldByNext,
             HeldBySilent,
             Chosen,
+            ChosenBehindFence,
+            Forged,
             NobodyLeft,
             PassedOn,
         ]
@@ -206,9 +212,9 @@ pub const TABLE: &[Row<State, Event, Action>] = {
         Row { from: &[Finding, Steady, Preparing, Clearing, Fencing, Granting, Parked], on: E::KeptAlone, then: Stay(&[]), because: "an answer to an order that is settled" },
         Row { from: INSIDE, on: E::KeptAlone, then: Refuse, because: FIRST },
 
-        Row { from: &[Passing, Recalling, Granting], on: E::Taken, then: Go(Steady, &[A::Settle, A::Say]), because: "the relay is over: the word has said so since it was won" },
+        Row { from: &[Passing, Recalling, Clearing, Granting], on: E::Taken, then: Go(Steady, &[A::Settle, A::Say]), because: "the relay is over: the word has said so since it was won" },
         Row { from: &[Finding, Fencing], on: E::Taken, then: Stay(&[]), because: "the word is looked at, or tried, before anything is decided" },
-        Row { from: &[Steady, Preparing, Letting, Clearing, Parked], on: E::Taken, then: Refuse, because: "nobody was told to take: a worker that lies, or that was believed to be silent" },
+        Row { from: &[Steady, Preparing, Letting, Parked], on: E::Taken, then: Refuse, because: "nobody was told to take: a worker that lies, or that was believed to be silent" },
         Row { from: INSIDE, on: E::Taken, then: Refuse, because: FIRST },
         Row { from: &[Clearing], on: E::Lost, then: Go(Steady, &[]), because: "nobody waits any more: the next relay can begin" },
         Row { from: &[Passing, Granting], on: E::Lost, then: Go(Seizing, &[A::Seize]), because: "it cannot, or the word is another than we believed: the outcome says which" },
@@ -261,8 +267,12 @@ pub const TABLE: &[Row<State, Event, Action>] = {
         Row { from: &[Steady, Preparing, Letting, Passing, Recalling, Clearing, Fencing, Choosing, Granting, Parked], on: E::HeldBySilent, then: Refuse, because: OUTCOME },
 
         Row { from: &[Choosing], on: E::Chosen, then: Go(Granting, &[A::PassOn]), because: "the next that was asked for, else the giver, else a stand-by" },
+        Row { from: &[Choosing], on: E::ChosenBehindFence, then: Go(Fencing, &[A::Fence]), because: "no process that had the device may run when it goes to a node that does not trust it" },
+        Row { from: &[Finding, Seizing, Granting], on: E::Forged, then: Go(Fencing, &[A::Fence]), because: "the word names a worker that cannot hold it, or will not stand still: all that can have written it are fenced, and nobody else" },
         Row { from: &[Choosing], on: E::NobodyLeft, then: Go(Parked, &[A::Say]), because: "the card goes on filling its ring; nobody reads it until somebody is ready" },
         Row { from: &[Finding, Steady, Preparing, Letting, Passing, Recalling, Clearing, Fencing, Seizing, Granting, Parked], on: E::Chosen, then: Refuse, because: OUTCOME },
+        Row { from: &[Finding, Steady, Preparing, Letting, Passing, Recalling, Clearing, Fencing, Seizing, Granting, Parked], on: E::ChosenBehindFence, then: Refuse, because: OUTCOME },
+        Row { from: &[Steady, Preparing, Letting, Passing, Recalling, Clearing, Fencing, Choosing, Parked], on: E::Forged, then: Refuse, because: OUTCOME },
         Row { from: &[Finding, Steady, Preparing, Letting, Passing, Recalling, Clearing, Fencing, Seizing, Granting, Parked], on: E::NobodyLeft, then: Refuse, because: OUTCOME },
         Row { from: &[Granting], on: E::PassedOn, then: Stay(&[A::Take, A::Watch]), because: "only whoever is told so now can take from this word (Y2)" },
         Row { from: &[Finding, Steady, Preparing, Letting, Passing, Recalling, Clearing, Fencing, Seizing, Choosing, Parked], on: E::PassedOn, then: Refuse, because: OUTCOME },

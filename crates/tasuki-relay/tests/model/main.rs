@@ -39,6 +39,20 @@ fn a_takeover_settles_whatever_two_faults_there_are() {
     explored(Relay::new(None, 2));
 }
 
+/// A worker that says and stores what it likes harms nobody of another node, and no honest worker is ended for what it says.
+#[test]
+fn a_liar_harms_nobody_else() {
+    let (upgrade, strangers) = (Some((Use::Upgrade, false)), Some((Use::Handover, true)));
+    for liar in [GIVER, TAKER, SPARE] {
+        explored(Relay::new(strangers, 0).with_liar(liar, 2));
+        explored(Relay::new(strangers, 1).with_liar(liar, 1));
+        explored(Relay::new(upgrade, 0).with_liar(liar, 1));
+    }
+    for liar in [GIVER, SPARE] {
+        explored(Relay::new(None, 1).with_liar(liar, 2));
+    }
+}
+
 /// Whatever happens, there is an end to it: no run comes back to where it was.
 #[test]
 fn nothing_goes_round() {
@@ -61,7 +75,7 @@ fn nothing_goes_round() {
                 Some(false) => continue,
                 None => _ = on_the_way.insert(mark, true),
             }
-            ends.extend(Relay::settled(&world).then_some(world.word.holder));
+            ends.extend(relay.settled(&world).then_some(world.word.holder));
             let next = relay.next_states(&world);
             stack.push((world, true));
             stack.extend(next.into_iter().map(|world| (world, false)));

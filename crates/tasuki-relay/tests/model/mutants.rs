@@ -86,7 +86,7 @@ fn a_taker_that_does_not_keep_to_its_table_is_caught() {
 fn an_arbiter_that_does_not_keep_to_its_table_is_caught() {
     use arbiter::{Action, Event, State};
     let mutant = |mut relay: Relay, state, event, then| {
-        change(&mut relay.arbiter, state, event, then);
+        change(&mut relay.arbiter.rows, state, event, then);
         relay
     };
     let seize = Then::Go(State::Seizing, &[Action::Seize]);

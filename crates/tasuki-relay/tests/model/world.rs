@@ -4,9 +4,9 @@ use std::collections::VecDeque;
 use std::num::NonZeroU32;
 
 use stateright::{Model, Property};
-use tasuki_relay::arbiter::{self, Arbiter, Ask};
+use tasuki_relay::arbiter::{self, Arbiter, Ask, Node};
 use tasuki_relay::method::Method;
-use tasuki_relay::wire::{Order, Positions, Reason, Report, Use};
+use tasuki_relay::wire::{Order, Positions, Reason, Report, Standing, Use};
 use tasuki_relay::worker::{self, Side, Tables, Worker};
 use tasuki_relay::{ARBITER, After, Party, Tenure, giver, taker};
 
@@ -29,8 +29,11 @@ fn index(party: Party) -> usize {
 pub struct Relay {
     pub workers: Tables,
     pub arbiter: arbiter::Table,
-    /// What somebody asks for, once; nothing for a takeover.
+    /// What somebody asks for, once, and whether the taker is of a node that does not trust the giver's; nothing for a takeover.
     pub ask: Option<(Use, bool)>,
+    /// A worker that says and stores what it likes, and how often it may.
+    pub liar: Option<usize>,
+    pub lies: u8,
     /// How many faults there may be, of any kind, at any time.
     pub faults: u8,
     /// Positions of the ring.
@@ -41,8 +44,20 @@ pub struct Relay {
 
 impl Relay {
     pub fn new(ask: Option<(Use, bool)>, faults: u8) -> Self {
-        let (workers, arbiter) = (Tables::default(), arbiter::TABLE.to_vec());
-        Relay { workers, arbiter, ask, faults, positions: 2, epochs_checked: true }
+        let (workers, arbiter) = (Tables::default(), arbiter::Table::default());
+        Relay { workers, arbiter, ask, liar: None, lies: 0, faults, positions: 2, epochs_checked: true }
+    }
+
+    pub fn with_liar(self, liar: usize, lies: u8) -> Self {
+        Relay { liar: Some(liar), lies, ..self }
+    }
+
+    fn strangers(&self) -> bool {
+        self.ask.is_some_and(|(_, strangers)| strangers)
+    }
+
+    pub fn node(&self, i: usize) -> Node {
+        Node(u32::from(i == TAKER && self.strangers()))
     }
 }
 
@@ -99,6 +114,10 @@ pub struct World {
     pub daemon: Option<Daemon>,
     /// Who was recorded as fenced: it survives the daemon.
     record: [bool; WORKERS],
+    /// Whose page the word is on, and who was given the device: the daemon's registry knows.
+    pub page: Node,
+    given: [bool; WORKERS],
+    pub lies: u8,
     /// Positions that the ring says are done.
     pub handled: u8,
     /// What the sash says, and of which epoch it is.
@@ -139,6 +158,10 @@ pub enum Act {
     /// What the worker does next goes wrong.
     Fail(usize),
     DaemonDies,
+    /// The liar says this,
+    Lie(Report),
+    /// or writes this where the lease word is.
+    Store(Tenure),
 }
 
 impl Act {
@@ -199,15 +222,17 @@ impl Relay {
                 return;
             }
             Do::Swap { from, to } => {
-                // Whoever is fenced finds the lease withdrawn with the rest.
-                let won = world.word == from && !fenced;
+                // Whoever is fenced finds the lease withdrawn with the rest. A page of another node's is not this word.
+                let won = world.word == from && !fenced && world.page == self.node(i);
                 if won {
                     world.word = to;
                 }
                 Input::Swapped { won }
             }
             Do::Read { .. } if fails => Input::Broken(Reason::WrongSash { value: 0 }),
-            Do::Read { after: After::Passed, wrote } if wrote != world.sash.1 && self.epochs_checked => {
+            Do::Read { after: After::Passed, wrote }
+                if wrote != world.sash.1 && self.epochs_checked && self.liar.is_none() =>
+            {
                 world.wrong = Some("the lease was passed, and the sash that was read is another's");
                 Input::Broken(Reason::WrongSash { value: 1 })
             }
@@ -256,16 +281,28 @@ impl Relay {
                 }
                 self.daemon_hears(world, Input::Swapped(result));
             }
+            Do::Breach(whom, because) => {
+                let i = index(whom);
+                // Of its own node a liar can make anybody look like one, by the word.
+                if self.liar.is_none_or(|liar| self.node(liar) != self.node(i)) {
+                    world.wrong = Some(because);
+                }
+                world.record[i] = true;
+                let process = &mut world.processes[i];
+                (process.fenced, process.fence_told) = (true, false);
+            }
+            Do::Renew { node, word } => (world.page, world.word) = (node, word),
             Do::Say(_) => {}
         }
     }
 
-    fn drive(world: &mut World, i: usize) {
+    fn drive(&self, world: &mut World, i: usize) {
         let process = &mut world.processes[i];
         if process.fenced {
             return;
         }
-        if process.at != world.handled {
+        // What a liar leaves behind in memory that it may write is its node's trouble.
+        if process.at != world.handled && self.liar.is_none() {
             world.wrong = Some("a position was handled twice, or left out");
         }
         process.at += 1;
@@ -281,9 +318,14 @@ impl Relay {
         }
     }
 
-    fn restart(world: &mut World) {
+    fn restart(&self, world: &mut World) {
+        // Those of another node than the page's were to have it one day, perhaps: their relay is over, and so are they.
+        for i in (0..WORKERS).filter(|&i| world.given[i] && self.node(i) != world.page) {
+            world.processes[i].life = Life::Dead;
+        }
         let fenced: Vec<_> = (0..WORKERS).filter(|&i| world.record[i]).map(party).collect();
-        let (arbiter, doing) = Arbiter::begin(&(0..WORKERS).map(party).collect::<Vec<_>>(), &fenced);
+        let have = (0..WORKERS).filter(|&i| world.given[i] && self.node(i) == world.page).map(party);
+        let (arbiter, doing) = Arbiter::begin(world.page, &have.collect::<Vec<_>>(), &fenced);
         world.daemon = Some(Daemon { arbiter, todo: doing.into(), deadline: None });
     }
 
@@ -305,9 +347,12 @@ impl Relay {
         let (processes, sash) = (processes.collect(), (0, 0));
         let record = [false; WORKERS];
         let (handled, wrong) = (0, None);
-        let mut world = World { word, processes, daemon: None, record, handled, sash, faults: 0, wrong };
+        let (page, mut given) = (self.node(GIVER), [true; WORKERS]);
+        given[TAKER] = false;
+        let mut world =
+            World { word, processes, daemon: None, record, page, given, lies: 0, handled, sash, faults: 0, wrong };
         let honest = Relay::new(None, 0);
-        Relay::restart(&mut world);
+        self.restart(&mut world);
         let order = Order::Prepare {
             purpose: Use::Takeover,
             method: Method::Keep,
@@ -325,7 +370,7 @@ impl Relay {
         }
         assert_eq!(world.daemon.as_ref().unwrap().arbiter.driver(), Some(party(GIVER)));
         assert!(world.processes[SPARE].candidate());
-        world.faults = self.faults;
+        (world.faults, world.lies) = (self.faults, self.lies);
         if self.ask.is_some() {
             self.apply(&mut world, Act::Ask);
         }
@@ -343,7 +388,9 @@ impl Relay {
                 acts.push(Act::Hear(i));
             }
             let mut worker = process.worker;
-            let sees = worker.hear(&self.workers, worker::Input::Word(world.word)).is_ok();
+            // On a page that its node does not have yet nothing has been written.
+            let word = if world.page == self.node(i) { world.word } else { Tenure::free(0) };
+            let sees = worker.hear(&self.workers, worker::Input::Word(word)).is_ok();
             if sees && worker != process.worker && !process.fenced {
                 acts.push(Act::Look(i));
             }
@@ -373,6 +420,10 @@ impl Relay {
                 acts.push(Act::FenceUp(i));
             }
         }
+        // A liar can have everybody wait for what never comes. Otherwise that a deadline is over is a fault.
+        if self.liar.is_some() && acts.is_empty() && daemon.deadline.is_some() {
+            acts.push(Act::Deadline);
+        }
     }
 
     fn faults(world: &World, acts: &mut Vec<Act>) {
@@ -381,7 +432,8 @@ impl Relay {
         }
         for (i, process) in world.processes.iter().enumerate().filter(|(_, process)| process.life == Life::Alive) {
             acts.extend([Act::Die(i), Act::Hang(i)]);
-            if world.daemon.as_ref().is_some_and(|daemon| daemon.todo.is_empty()) && !process.silent_told {
+            let is_quiet = world.daemon.as_ref().is_some_and(|daemon| daemon.todo.is_empty());
+            if is_quiet && world.given[i] && !process.silent_told {
                 acts.push(Act::Slow(i));
             }
             if matches!(process.todo.front(), Some(worker::Do::Map | worker::Do::Stop | worker::Do::Read { .. })) {
@@ -399,7 +451,7 @@ impl Relay {
     pub fn apply(&self, world: &mut World, act: Act) {
         use arbiter::Input;
         if act.is_fault() {
-            world.faults -= 1;
+            world.faults = world.faults.saturating_sub(1);
         }
         match act {
             Act::Do(i) => self.worker_does(world, i, false),
@@ -409,13 +461,17 @@ impl Relay {
                     self.worker_hears(world, i, worker::Input::Order(order));
                 }
             }
-            Act::Look(i) => _ = self.worker_hears(world, i, worker::Input::Word(world.word)),
-            Act::Drive(i) => Relay::drive(world, i),
+            Act::Look(i) => {
+                let word = if world.page == self.node(i) { world.word } else { Tenure::free(0) };
+                self.worker_hears(world, i, worker::Input::Word(word));
+            }
+            Act::Drive(i) => self.drive(world, i),
             Act::Decide => self.daemon_does(world),
             Act::Report(i) => {
                 if let Some(report) = world.processes[i].outbox.pop_front() {
                     world.processes[i].silent_told = false;
-                    self.daemon_hears(world, Input::Report(party(i), report));
+                    let word = world.word;
+                    self.daemon_hears(world, Input::Report(party(i), report, word));
                 }
             }
             Act::Gone(i) => {
@@ -427,7 +483,8 @@ impl Relay {
                 world.processes[i].silent_told = true;
                 self.daemon_hears(world, Input::Silent(party(i)));
                 if let Act::Slow(i) = act {
-                    world.processes[i].outbox.push_back(Report::Beat { bursts: 1 });
+                    let hello = world.processes[i].worker.hello();
+                    world.processes[i].outbox.push_back(hello);
                 }
             }
             Act::FenceUp(i) => {
@@ -435,12 +492,16 @@ impl Relay {
                 self.daemon_hears(world, Input::Fenced(party(i)));
             }
             Act::Ask => {
-                let (purpose, fence_first) = self.ask.expect("only where something is asked for");
+                let (purpose, _) = self.ask.expect("only where something is asked for");
                 let (to, method, carries) = (party(TAKER), Method::Keep, Positions::default());
-                let ask = Ask { purpose, to, method, fence_first, kind: 0, version: 0, carries };
+                let ask = Ask { purpose, to, method, kind: 0, version: 0, carries };
+                world.given[TAKER] = true;
+                if let Some(daemon) = &mut world.daemon {
+                    daemon.arbiter.give(to, self.node(TAKER), &[]).expect("there is room");
+                }
                 self.daemon_hears(world, Input::Asked(ask));
             }
-            Act::Restart => Relay::restart(world),
+            Act::Restart => self.restart(world),
             Act::Deadline => {
                 let number = world.daemon.as_mut().and_then(|daemon| daemon.deadline.take());
                 number.into_iter().for_each(|number| self.daemon_hears(world, Input::Deadline(number)));
@@ -459,12 +520,61 @@ impl Relay {
                 process.outbox.clear();
             }
             Act::DaemonDies => Relay::daemon_dies(world),
+            Act::Lie(report) => {
+                world.lies -= 1;
+                let liar = self.liar.expect("only where there is one");
+                world.processes[liar].outbox.push_back(report);
+            }
+            Act::Store(word) => {
+                world.lies -= 1;
+                world.word = word;
+            }
         }
     }
 
+    /// What the liar can say and store.
+    fn lies(&self, world: &World, acts: &mut Vec<Act>) {
+        let Some(liar) = self.liar.filter(|_| world.lies > 0) else { return };
+        let process = &world.processes[liar];
+        if process.life != Life::Alive || process.fenced {
+            return;
+        }
+        let (now, next) = (world.word.epoch, world.word.epoch + 1);
+        if world.daemon.is_some() && process.outbox.len() < 2 {
+            let reason = Reason::CardGone;
+            let standings = [Standing::Idle, Standing::Ready, Standing::Waiting, Standing::Holding, Standing::Unfit];
+            acts.extend(standings.map(|standing| Act::Lie(Report::Hello { standing, epoch: now })));
+            acts.extend([Act::Lie(Report::Ready), Act::Lie(Report::Unfit(reason))]);
+            acts.extend([now, next].map(|epoch| Act::Lie(Report::Released { epoch })));
+            acts.extend([now, next].map(|epoch| Act::Lie(Report::Kept { epoch, reason })));
+            acts.extend([now, next].map(|epoch| Act::Lie(Report::Taken { epoch })));
+            acts.extend([true, false].map(|ready| Act::Lie(Report::Lost { epoch: now, ready })));
+            acts.extend([now, next].map(|epoch| Act::Lie(Report::Failed { epoch, reason })));
+            acts.push(Act::Lie(Report::Replaced { epoch: now }));
+        }
+        if world.page == self.node(liar) {
+            let parties = (0..WORKERS).map(party).chain([ARBITER]).map(Some).chain([None]);
+            let words = parties.flat_map(|holder| [now, next].map(|epoch| Tenure { holder, epoch }));
+            acts.extend(words.filter(|word| *word != world.word).map(Act::Store));
+        }
+    }
+
+    /// Whether a worker runs that its node's stranger must not run beside.
+    fn is_harmed(&self, world: &World) -> bool {
+        let runs = |i: &usize| world.processes[*i].life != Life::Dead && !world.processes[*i].fenced;
+        let driver = (0..WORKERS).find(|&i| Some(i) != self.liar && world.processes[i].drives());
+        // Until the fence is up the old owner drives, and its stranger gets ready.
+        let taken = driver.filter(|&i| world.page == self.node(i) && self.node(i) != self.node(GIVER));
+        taken.is_some_and(|driver| (0..WORKERS).any(|i| self.node(i) != self.node(driver) && runs(&i)))
+    }
+
     /// Whether all is as it should be when nothing happens any more.
-    pub fn settled(world: &World) -> bool {
+    pub fn settled(&self, world: &World) -> bool {
         let Some(daemon) = &world.daemon else { return false };
+        // What a liar makes of its own node's page nobody has to put up with but that node.
+        if self.liar.is_some_and(|liar| self.node(liar) == world.page) {
+            return matches!(daemon.arbiter.state(), arbiter::State::Steady | arbiter::State::Parked);
+        }
         let armed = |process: &Process| {
             let waits = process.worker.side() == Side::Taker(taker::State::Waiting);
             process.life == Life::Alive && !process.fenced && waits
@@ -481,7 +591,9 @@ impl Relay {
                 drives && alive && daemon.arbiter.driver() == Some(holder)
             }
             arbiter::State::Parked => {
-                let nobody = !world.processes.iter().any(Process::candidate);
+                // A taker of another node that was not ready when it mattered has no part any more.
+                let at_home = |i: &usize| self.node(*i) == daemon.arbiter.home();
+                let nobody = !(0..WORKERS).filter(at_home).any(|i| world.processes[i].candidate());
                 nobody && world.word.holder == Some(ARBITER) && daemon.arbiter.why().is_some()
             }
             _ => false,
@@ -503,6 +615,7 @@ impl Model for Relay {
         }
         self.steps(world, acts);
         Relay::faults(world, acts);
+        self.lies(world, acts);
     }
 
     fn next_state(&self, world: &World, act: Act) -> Option<World> {
@@ -513,8 +626,16 @@ impl Model for Relay {
 
     fn properties(&self) -> Vec<Property<Self>> {
         vec![
-            Property::always("never two drivers", |_, world: &World| {
-                world.processes.iter().filter(|process| process.drives()).count() <= 1
+            Property::always("never two drivers", |relay: &Relay, world: &World| {
+                let honest = (0..WORKERS).filter(|i| relay.liar != Some(*i));
+                honest.filter(|i| world.processes[*i].drives()).count() <= 1
+                    || relay.liar.is_some_and(|liar| {
+                        // A liar can break its own node.
+                        relay.node(liar) == world.page
+                    })
+            }),
+            Property::always("nobody runs beside a driver that does not trust it", |relay: &Relay, world: &World| {
+                !relay.is_harmed(world)
             }),
             Property::always("each position once, from a true sash", |_, world: &World| world.wrong.is_none()),
             // Each round that ends where it began takes the lease a time more: a relay that never ends shows here.
@@ -522,7 +643,7 @@ impl Model for Relay {
             Property::always("every relay settles", |relay: &Relay, world: &World| {
                 let mut acts = Vec::new();
                 relay.steps(world, &mut acts);
-                !acts.is_empty() || world.wrong.is_some() || world.word.epoch >= 20 || Relay::settled(world)
+                !acts.is_empty() || world.wrong.is_some() || world.word.epoch >= 20 || relay.settled(world)
             }),
         ]
     }

@@ -1,0 +1,148 @@
+use std::num::NonZeroU32;
+
+use super::*;
+use crate::wire::Standing;
+
+const HOME: Node = Node(1);
+const ABROAD: Node = Node(2);
+
+fn party(number: u32) -> Party {
+    Party(NonZeroU32::new(number).unwrap())
+}
+
+fn held_by(number: u32, epoch: u32) -> Tenure {
+    Tenure { holder: Some(party(number)), epoch }
+}
+
+/// Worker 1 drives.
+fn steady() -> (Arbiter, Table) {
+    let table = Table::default();
+    let (mut arbiter, _) = Arbiter::begin(HOME, &[party(1)], &[]);
+    let hello = Report::Hello { standing: Standing::Holding, epoch: 1 };
+    assert_eq!(arbiter.hear(&table, Input::Report(party(1), hello, held_by(1, 1))), Ok(vec![Do::Look]));
+    arbiter.hear(&table, Input::Word(held_by(1, 1))).unwrap();
+    assert_eq!(arbiter.driver(), Some(party(1)));
+    (arbiter, table)
+}
+
+fn says(arbiter: &mut Arbiter, table: &Table, number: u32, report: Report) -> Vec<Do> {
+    arbiter.hear(table, Input::Report(party(number), report, held_by(1, 1))).unwrap()
+}
+
+fn ask(number: u32) -> Input {
+    let (purpose, method, carries) = (Use::Handover, Method::Repoint, Positions::default());
+    Input::Asked(Ask { purpose, to: party(number), method, kind: 0, version: 0, carries })
+}
+
+#[test]
+fn a_dismissed_worker_is_told_so_and_not_chosen_any_more() {
+    let (mut arbiter, table) = steady();
+    assert_eq!(arbiter.give(party(2), HOME, &[]), Some(Page::Shared));
+    assert_eq!(arbiter.give(party(3), HOME, &[]), Some(Page::Shared));
+    says(&mut arbiter, &table, 2, Report::Ready);
+    assert_eq!(arbiter.dismiss(party(2)), [Do::Tell(party(2), Order::Leave)]);
+    assert_eq!(arbiter.dismiss(party(1)), [], "who drives cannot be spared");
+    assert_eq!(arbiter.dismiss(party(3)), [Do::Tell(party(3), Order::Leave)], "who gets ready has not said so yet");
+    assert_eq!(says(&mut arbiter, &table, 2, Report::Ready), [], "it was said before it heard");
+    let doing = arbiter.hear(&table, Input::Gone(party(1))).unwrap();
+    assert!(matches!(doing[..], [Do::Swap { .. }]), "{doing:?}");
+    let doing = arbiter.hear(&table, Input::Swapped(Ok(()))).unwrap();
+    assert_eq!(doing, [Do::Say(Told { driver: None, why: Some(Reason::NobodyLeft) })]);
+}
+
+#[test]
+fn however_many_have_died_there_is_room_for_a_fresh_one() {
+    let (mut arbiter, table) = steady();
+    for number in 2..50 {
+        assert!(arbiter.give(party(number), HOME, &[]).is_some());
+        says(&mut arbiter, &table, number, Report::Ready);
+        assert_eq!(arbiter.is(party(number)), Some(Is::Ready));
+        arbiter.hear(&table, Input::Gone(party(number))).unwrap();
+    }
+    assert!(arbiter.members().len() <= MEMBERS_MAX && arbiter.driver() == Some(party(1)));
+    let living = (60..).take_while(|number| arbiter.give(party(*number), HOME, &[]).is_some()).count();
+    assert_eq!(living, MEMBERS_MAX - 1, "the living make no room");
+}
+
+#[test]
+fn a_report_of_a_worker_that_was_given_nothing_is_a_breach() {
+    let (mut arbiter, table) = steady();
+    let reports = [Report::Ready, Report::Lost { epoch: 1, ready: true }, Report::Taken { epoch: 2 }];
+    for report in reports {
+        assert!(matches!(says(&mut arbiter, &table, 7, report)[..], [Do::Breach(who, _)] if who == party(7)));
+    }
+    assert_eq!(arbiter.driver(), Some(party(1)), "nobody else loses anything");
+}
+
+/// Finding 3: the giver names a victim in its lease word.
+#[test]
+fn a_lease_word_that_names_a_stranger_condemns_its_writers_and_not_the_stranger() {
+    let (mut arbiter, table) = steady();
+    arbiter.give(party(2), HOME, &[]);
+    arbiter.give(party(3), ABROAD, &[]);
+    assert_eq!(arbiter.hear(&table, Input::Gone(party(1))).unwrap().len(), 1);
+    for victim in [party(3), party(99)] {
+        let mut arbiter = arbiter.clone();
+        let forged = Tenure { holder: Some(victim), epoch: 2 };
+        let doing = arbiter.hear(&table, Input::Swapped(Err(forged))).unwrap();
+        assert_eq!(doing, [Do::Fence(party(2))], "whoever could write it, but the dead");
+    }
+}
+
+#[test]
+fn a_word_that_changes_without_end_condemns_its_writers() {
+    let (mut arbiter, table) = steady();
+    arbiter.hear(&table, Input::Gone(party(1))).unwrap();
+    arbiter.give(party(2), HOME, &[]);
+    for epoch in 2.. {
+        let doing = arbiter.hear(&table, Input::Swapped(Err(Tenure::free(epoch)))).unwrap();
+        if doing == [Do::Fence(party(2))] {
+            break;
+        }
+        assert!(epoch < 50, "the arbiter's loop has no end");
+    }
+}
+
+/// Finding 1: every process of the old node that had the card is fenced, and the new owner's page is its own.
+#[test]
+fn a_stranger_gets_the_device_when_nobody_of_the_old_node_can_run() {
+    let (mut arbiter, table) = steady();
+    arbiter.give(party(2), HOME, &[]);
+    says(&mut arbiter, &table, 2, Report::Ready);
+    arbiter.give(party(4), HOME, &[]);
+    arbiter.dismiss(party(4));
+    assert_eq!(arbiter.give(party(3), ABROAD, &[]), Some(Page::Fresh));
+    arbiter.hear(&table, ask(3)).unwrap();
+    says(&mut arbiter, &table, 3, Report::Ready);
+    let doing = arbiter.hear(&table, Input::Report(party(1), Report::Released { epoch: 1 }, Tenure::free(1))).unwrap();
+    assert_eq!(doing, [Do::Fence(party(1)), Do::Fence(party(2)), Do::Fence(party(4))]);
+    // A mark in memory that the old node can write is no fence.
+    assert_eq!(arbiter.hear(&table, Input::Ended(party(2))).unwrap(), []);
+    assert_eq!(arbiter.hear(&table, Input::Fenced(party(1))).unwrap(), []);
+    assert_eq!(arbiter.hear(&table, Input::Gone(party(2))).unwrap(), []);
+    let doing = arbiter.hear(&table, Input::Fenced(party(4))).unwrap();
+    assert!(matches!(doing[..], [Do::Swap { .. }]), "{doing:?}");
+    let doing = arbiter.hear(&table, Input::Swapped(Ok(()))).unwrap();
+    assert!(matches!(doing[..], [Do::Renew { node: ABROAD, .. }, Do::Swap { .. }]), "{doing:?}");
+    arbiter.hear(&table, Input::Swapped(Ok(()))).unwrap();
+    let taken = Input::Report(party(3), Report::Taken { epoch: 3 }, held_by(3, 3));
+    arbiter.hear(&table, taken).unwrap();
+    assert_eq!(arbiter.driver(), Some(party(3)));
+    assert!(!arbiter.may_hold(party(1)) && arbiter.page_for(HOME) == Page::Fresh);
+}
+
+/// Finding 1 without malice: when the new owner's driver dies, no worker of the old owner is chosen.
+#[test]
+fn a_stand_by_of_another_node_is_not_chosen() {
+    let (mut arbiter, table) = steady();
+    arbiter.give(party(2), ABROAD, &[HOME]);
+    says(&mut arbiter, &table, 2, Report::Ready);
+    arbiter.hear(&table, Input::Gone(party(1))).unwrap();
+    let doing = arbiter.hear(&table, Input::Swapped(Ok(()))).unwrap();
+    assert_eq!(doing, [Do::Say(Told { driver: None, why: Some(Reason::NobodyLeft) })]);
+}
+
+#[test]
+fn every_report_of_every_worker_has_one_verdict() {
+    assert_eq!(authority::gaps(AUTHORITY), []);
+}
