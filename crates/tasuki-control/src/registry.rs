@@ -76,6 +76,9 @@ pub struct NicRecord {
     pub model: Option<process::Name>,
     /// Who made the memory of its kit: says which addresses are taken.
     pub made_by: u32,
+    /// The nodes whose workers can write the page of its lease.
+    #[serde(default)]
+    pub page_of: Vec<String>,
     /// The epoch of its lease when that was last settled,
     pub epoch: u32,
     /// and who held it.

@@ -8,7 +8,7 @@ use std::os::fd::AsFd;
 
 use anyhow::{Context, Result};
 use tasuki_relay::Party;
-use tasuki_relay::arbiter::Arbiter;
+use tasuki_relay::arbiter::{Arbiter, Node as Numbered};
 use tasuki_relay::letter::ToWorker;
 use tasuki_relay::pulse::Pulse;
 use tasuki_shm::crash;
@@ -89,6 +89,9 @@ impl Supervisor {
         }
         if is_driven {
             card.adopted_maker = Some(record.made_by);
+            if !record.page_of.is_empty() {
+                card.page_of = record.page_of.iter().cloned().collect();
+            }
             // Where it was given to counts more than where it began, as long as that node is still there.
             if self.config.node(&record.node).is_some() {
                 card.node = record.node.clone();
@@ -118,8 +121,8 @@ impl Supervisor {
             heard: asked,
             stage: Stage::Asked(asked),
             nics: Default::default(),
-            has_begun: true,
             given: Default::default(),
+            has_begun: true,
             unconfined: Vec::new(),
             deaf: None,
             kits_due: None,
@@ -143,6 +146,26 @@ impl Supervisor {
         Ok(())
     }
 
+    /// Workers that have a NIC, and of which the page of its lease is not: they were getting ready for a handover that is over. Whether there were any.
+    fn end_those_off_the_page(&mut self) -> bool {
+        let mut over = Vec::new();
+        for worker in self.workers.values() {
+            let off = |card: &&Card| worker.given.contains(&card.number) && !card.page_of.contains(&worker.record.node);
+            over.extend(self.cards.values().find(off).map(|card| (worker.party(), card.name().to_owned())));
+        }
+        for (number, name) in &over {
+            self.condemn(*number, format!("was to have {name} when the tasukid before this one ended"));
+        }
+        !over.is_empty()
+    }
+
+    /// Workers that have a NIC, and their nodes.
+    fn members_of(&mut self, nic: u32) -> Vec<(Party, Numbered)> {
+        let have = self.workers.values().filter(|worker| worker.nics.contains_key(&nic));
+        let have: Vec<(u32, String)> = have.map(|worker| (worker.party(), worker.record.node.clone())).collect();
+        have.into_iter().filter_map(|(number, node)| Some((party(number)?, self.node_number(&node)))).collect()
+    }
+
     /// When all have answered, or are dead: the arbiters begin.
     pub(super) fn go_on_adopting(&mut self) {
         if !self.adopting {
@@ -153,21 +176,28 @@ impl Supervisor {
         if self.workers.values().any(is_open) {
             return;
         }
+        if self.end_those_off_the_page() {
+            return;
+        }
         self.adopting = false;
         crash::point("daemon.adopting");
         let numbers: Vec<u32> = self.cards.keys().copied().collect();
         for nic in numbers {
-            let have = self.workers.values().filter(|worker| worker.nics.contains_key(&nic));
-            let members: Vec<Party> = have.filter_map(|worker| party(worker.party())).collect();
+            let members = self.members_of(nic);
+            let page: Vec<String> = self.cards[&nic].page_of.iter().cloned().collect();
+            let page: Vec<Numbered> = page.iter().map(|node| self.node_number(node)).collect();
+            let home = self.node_number(&self.cards[&nic].node.clone());
+            // Where the NIC was going to, if that is where its page is.
+            let home = if page.contains(&home) { home } else { page.first().copied().unwrap_or(home) };
             let Some(card) = self.cards.get_mut(&nic).filter(|_| !members.is_empty()) else { continue };
-            let (arbiter, doing) = Arbiter::begin(&members, &[]);
+            let (arbiter, doing) = Arbiter::begin(home, &page, &members, &[]);
             card.arbiter = Some(arbiter);
             let name = card.name().to_owned();
             let inputs = self.do_all(nic, doing);
             inputs.into_iter().for_each(|input| self.tell_arbiter(nic, input));
             // Of one that came while no daemon was there, those who stand by have not heard.
             self.tell_all_of_client(nic);
-            let holder = self.cards[&nic].board.holder();
+            let holder = self.cards[&nic].holder();
             if let Some(holder) = holder.and_then(|holder| self.workers.get(&holder)) {
                 let (holder, node) = (holder.party(), holder.record.node.clone());
                 if let Some(card) = self.cards.get_mut(&nic) {

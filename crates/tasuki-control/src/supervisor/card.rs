@@ -60,6 +60,11 @@ impl Board {
         swapped.map(|_| ()).map_err(|Lost { now }| of_shm(now))
     }
 
+    /// Says this from the first, on a page that nobody else has read yet.
+    fn begin_with(&self, word: Tenure) {
+        self.words.store(board::LEASE_LINE / size_of::<u64>(), word.to_word());
+    }
+
     /// How long nobody drove when it last changed hands.
     pub fn pause_ns(&self) -> Option<u64> {
         let (stopped, driving) = (self.words.load(board::STOPPED_AT), self.words.load(board::DRIVING_AT));
@@ -155,6 +160,10 @@ pub struct Card {
     pub inodes: Vec<u64>,
     /// The lease and the stamps.
     pub board: Board,
+    /// The nodes whose workers can write it; all of them trust each other.
+    pub page_of: BTreeSet<String>,
+    /// The one that takes its place when this node has the NIC: the node does not trust those that can write the other.
+    pub coming_board: Option<(String, Board)>,
     /// What it is made of.
     pub kept: Option<Kept>,
     /// Its memory once this worker drives it.
@@ -187,6 +196,8 @@ impl Card {
         Ok(Card {
             number,
             node: config.node.clone(),
+            page_of: BTreeSet::from([config.node.clone()]),
+            coming_board: None,
             config,
             number_on_vni: None,
             inodes: Vec::new(),
@@ -209,6 +220,27 @@ impl Card {
     /// Its name.
     pub fn name(&self) -> &str {
         &self.config.name
+    }
+
+    /// The worker that holds the lease. A word that names somebody that cannot hold it names nobody.
+    pub fn holder(&self) -> Option<u32> {
+        let can = |holder: &u32| {
+            let named = NonZeroU32::new(*holder).map(tasuki_relay::Party);
+            self.arbiter.as_ref().zip(named).is_none_or(|(arbiter, party)| arbiter.may_hold(party))
+        };
+        self.board.holder().filter(can)
+    }
+
+    /// From here on the lease is on the page that was made for this node, and says this.
+    pub fn turn_page(&mut self, node: &str, word: Tenure) -> bool {
+        let Some((_, board)) = self.coming_board.take_if(|(of, _)| of == node) else { return false };
+        board.begin_with(word);
+        // How long nobody drove is counted over both.
+        for stamp in [board::STOPPED_AT, board::RELAYS] {
+            board.words.store(stamp, self.board.words.load(stamp));
+        }
+        (self.board, self.page_of) = (board, BTreeSet::from([node.to_owned()]));
+        true
     }
 
     /// Whether no relay is under way.
@@ -240,14 +272,15 @@ impl Card {
     }
 
     /// Descriptors of the board and of the kit, as many as are to travel.
-    pub fn lend(&self, count: usize) -> Vec<std::os::fd::BorrowedFd<'_>> {
+    pub fn lend(&self, count: usize, to: &str) -> Vec<std::os::fd::BorrowedFd<'_>> {
         let kit = self.kept.iter().flat_map(|kept| &kept.fds).take(count);
-        std::iter::once(self.board.words.region().fd()).chain(kit.map(AsFd::as_fd)).collect()
+        let coming = self.coming_board.as_ref().filter(|(of, _)| of == to).map(|(_, board)| board);
+        std::iter::once(coming.unwrap_or(&self.board).words.region().fd()).chain(kit.map(AsFd::as_fd)).collect()
     }
 
     /// A relay has settled: if whoever has memory of its own drives now, the NIC is made of that.
     pub fn settle_memory(&mut self) {
-        let holder = self.board.holder();
+        let holder = self.holder();
         let coming = self.coming.take_if(|(party, _)| Some(*party) == holder);
         if let Some((kept, (party, memory))) = self.kept.as_mut().zip(coming) {
             kept.move_to(party, memory);

@@ -61,6 +61,14 @@ impl Supervisor {
                 card.watch = Some((number, now() + limit + slow));
             }
             Do::Fence(party) => return self.fence(nic, party),
+            Do::Breach(party, because) => self.breach(nic, party.0.get(), because),
+            Do::Renew { node, word } => {
+                let name = self.node_numbers.iter().find(|(_, number)| **number == node.0).map(|(name, _)| name);
+                let turned = name.is_some_and(|name| card.turn_page(name, word));
+                debug_assert!(turned, "whoever can be chosen was given a page");
+                self.record_nic(nic);
+                crash::point("daemon.renewed");
+            }
             Do::Say(told) => self.settled(nic, told),
         }
         None
@@ -89,6 +97,14 @@ impl Supervisor {
             Err(rustix::io::Errno::PIPE | rustix::io::Errno::CONNRESET) => {}
             Err(errno) => self.condemn(party, format!("does not take orders ({errno})")),
         }
+    }
+
+    /// A worker has said what it had no right to say: it is ended, and nobody else is harmed.
+    fn breach(&mut self, nic: u32, number: u32, because: &str) {
+        let Some(card) = self.cards.get_mut(&nic) else { return };
+        card.condemned.insert(number);
+        let name = card.name().to_owned();
+        self.condemn(number, format!("said of {name} what it had no right to say ({because})"));
     }
 
     /// Records that it is fenced, then kills it. The dead need no fence.
@@ -130,7 +146,7 @@ impl Supervisor {
         card.said = Some(told);
         card.watch = None;
         card.settle_memory();
-        let holder = card.board.holder();
+        let holder = card.holder();
         card.trouble = told.why.map(|why| why.to_string());
         if let Some(node) = holder.and_then(|holder| self.workers.get(&holder)).map(|worker| worker.record.node.clone())
         {
@@ -170,6 +186,7 @@ impl Supervisor {
             inodes: card.inodes.clone(),
             model: card.model.as_ref().map(|model| model.name()),
             made_by: card.kept.as_ref().map_or(0, |kept| kept.made_by),
+            page_of: card.page_of.iter().cloned().collect(),
             epoch: tenure.epoch,
             holder: tenure.holder.map(|party| party.0.get()),
         }));
@@ -178,7 +195,7 @@ impl Supervisor {
     /// The stamp of when a driver that died let go: now that it is known.
     pub(super) fn stamp_death(&self, nic: u32, number: u32) {
         let Some(card) = self.cards.get(&nic) else { return };
-        if card.board.holder() == Some(number) {
+        if card.holder() == Some(number) {
             card.board.words.store(board::STOPPED_AT, u64::try_from(now().as_nanos()).unwrap_or(u64::MAX));
         }
     }

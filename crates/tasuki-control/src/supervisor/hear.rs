@@ -5,7 +5,7 @@
 use std::os::fd::AsFd;
 use std::time::Duration;
 
-use tasuki_relay::arbiter::Input;
+use tasuki_relay::arbiter::{Input, Verdict};
 use tasuki_relay::letter::{self, SPEECH, ToDaemon, ToWorker, pulse};
 use tasuki_relay::method::Method;
 use tasuki_relay::pulse::Pulse;
@@ -72,37 +72,26 @@ impl Supervisor {
 
     fn reported(&mut self, number: u32, nic: u32, report: Report) {
         let Some(worker) = self.workers.get_mut(&number) else { return };
-        let Some(card) = self.cards.get(&nic) else {
-            return self.condemn(number, format!("speaks of NIC {nic}, which there is not"));
-        };
-        let tenure = card.board.tenure();
-        let is_holder = card.board.holder() == Some(number);
-        // What the word denies is a lie: it was the worker's own swap that it speaks of.
-        let lies = match report {
-            Report::Taken { epoch } => tenure.epoch == epoch && !is_holder,
-            Report::Released { epoch } => is_holder && tenure.epoch == epoch,
-            _ => false,
-        };
-        let ahead = matches!(report, Report::Taken { epoch } if epoch > tenure.epoch);
-        if lies || ahead {
-            let name = card.name().to_owned();
-            return self
-                .condemn(number, format!("says of {name} what its lease denies ({report:?}, and it is {tenure:?})"));
+        if !worker.given.contains(&nic) {
+            return self.condemn(number, format!("speaks of NIC {nic}, which it was not given"));
         }
-        match report {
-            // Whoever was told to leave may have been ready before it heard so.
-            Report::Ready if worker.nics.contains_key(&nic) => {
-                worker.nics.insert(nic, Fit::Ready);
-            }
-            Report::Unfit(reason) | Report::Failed { reason, .. } => {
+        // Of a NIC that went with its node there is nothing left to say.
+        let (Some(card), Some(party)) = (self.cards.get(&nic), party(number)) else { return };
+        let word = card.board.tenure();
+        let weighed = card.arbiter.as_ref().map(|arbiter| arbiter.weigh(&self.table.authority, party, report, word));
+        match (report, weighed) {
+            (_, Some((Verdict::Stale, _)) | None) => return,
+            // The arbiter says what becomes of it.
+            (_, Some((Verdict::Breach, _))) => {}
+            (Report::Ready, _) => _ = worker.nics.insert(nic, Fit::Ready),
+            (Report::Unfit(reason) | Report::Failed { reason, .. }, _) => {
                 worker.nics.insert(nic, Fit::Unfit(reason));
                 let (node, name) = (worker.record.node.clone(), card.name().to_owned());
                 let about = About { node: Some(&node), nic: Some(&name), worker: Some(number) };
                 self.note(about, format!("worker {number} cannot take {name}: {reason}"));
             }
-            Report::Ready => return,
             // A daemon before us gave it this, and died before it had it prepare, or before it heard that it cannot.
-            Report::Hello { standing: Standing::Idle | Standing::Unfit, .. }
+            (Report::Hello { standing: Standing::Idle | Standing::Unfit, .. }, _)
                 if worker.nics.get(&nic) == Some(&Fit::Ready) && worker.record.node == card.node =>
             {
                 if let Some(prepare) = card.prepare(Use::Takeover, Method::Keep) {
@@ -113,9 +102,7 @@ impl Supervisor {
             }
             _ => {}
         }
-        if let Some(party) = party(number) {
-            self.tell_arbiter(nic, Input::Report(party, report));
-        }
+        self.tell_arbiter(nic, Input::Report(party, report, word));
     }
 
     fn wrote(&mut self, number: u32, letter: ToDaemon, fds: Foreign) {
@@ -131,10 +118,11 @@ impl Supervisor {
             ToDaemon::Told { nic, sentence } => {
                 let node = self.workers.get(&number).map(|worker| worker.record.node.clone());
                 let sentence: String = sentence.chars().filter(|c| !c.is_control()).take(1000).collect();
-                let card = nic.and_then(|nic| self.cards.get_mut(&nic));
+                let its = |nic: &u32| self.workers.get(&number).is_some_and(|worker| worker.given.contains(nic));
+                let card = nic.filter(its).and_then(|nic| self.cards.get_mut(&nic));
                 let name = card.map(|card| {
                     // What whoever drives it has to say of it stands with the NIC until it changes hands.
-                    if card.board.holder() == Some(number) && !card.has_lost_its_model() {
+                    if card.holder() == Some(number) && !card.has_lost_its_model() {
                         card.trouble = Some(sentence.clone());
                     }
                     card.name().to_owned()
@@ -225,12 +213,12 @@ impl Supervisor {
             // Nobody is to count on it while its process takes its end.
             worker.deaf.get_or_insert(now());
         }
-        let held = |card: &super::card::Card| card.board.holder() == Some(number) && !card.condemned.contains(&number);
+        let held = |card: &super::card::Card| card.holder() == Some(number) && !card.condemned.contains(&number);
         let nics: Vec<u32> = self.cards.iter().filter(|(_, card)| held(card)).map(|(nic, _)| *nic).collect();
         if let (None, Some(party)) = (&self.stopping, party(number)) {
             for nic in nics {
                 self.stamp_death(nic, number);
-                self.tell_arbiter(nic, Input::Gone(party));
+                self.tell_arbiter(nic, Input::Ended(party));
             }
         }
     }
@@ -294,7 +282,7 @@ impl Supervisor {
         let mut ask = Vec::new();
         for (number, worker) in &mut self.workers {
             let Some(words) = worker.pulse.as_ref().filter(|_| worker.stage == Stage::Begun) else { continue };
-            let drives = self.cards.values().any(|card| card.board.holder() == Some(*number));
+            let drives = self.cards.values().any(|card| card.holder() == Some(*number));
             let sleeps = words.load(pulse::ASLEEP) != 0;
             worker.heart.beat(now, words.load(pulse::LOOKS));
             let patience = if drives { limit } else { PATIENCE.max(limit) };
@@ -330,7 +318,7 @@ impl Supervisor {
         worker.heart = Pulse::new(now());
         let node = worker.record.node.clone();
         let driven: Vec<u32> =
-            self.cards.iter().filter(|(_, card)| card.board.holder() == Some(number)).map(|(nic, _)| *nic).collect();
+            self.cards.iter().filter(|(_, card)| card.holder() == Some(number)).map(|(nic, _)| *nic).collect();
         self.note(
             About::worker(&node, number),
             format!("worker {number} of node {node} has not looked for work for {} ms: it hangs", limit.as_millis()),

@@ -100,6 +100,11 @@ impl Job {
         self.todo.contains(&nic)
     }
 
+    /// Whether a worker of this node is to be given nothing of a NIC, because those that have it are to be fenced.
+    pub fn keeps_away(&self, nic: u32, node: &str) -> bool {
+        self.fence_first && self.asked() == Some(nic) && self.node != node
+    }
+
     /// The NIC whose relay is under way.
     pub fn asked(&self) -> Option<u32> {
         self.asked.and(self.todo.front().copied())
@@ -182,7 +187,7 @@ impl Supervisor {
 
     fn ask_for_counts(&mut self, nic: &str, answer: Answer<crate::api::types::Counts>) {
         let asked = self.nic_by_name(nic).and_then(|number| {
-            let holder = self.cards[&number].board.holder().and_then(|holder| self.workers.get_mut(&holder));
+            let holder = self.cards[&number].holder().and_then(|holder| self.workers.get_mut(&holder));
             let worker = holder
                 .ok_or_else(|| No::now(format!("nobody drives {nic}, so nobody counts; tasuki nic list says why")))?;
             let sent = worker.write(&ToWorker::Counts, &[]);
@@ -388,16 +393,17 @@ impl Supervisor {
             Err(not) => return Step::Fail(format!("{} cannot go that way: {not}", card.name())),
         };
         match worker.nics.get(&nic) {
-            None => {
-                self.attach(nic, target, purpose, choice.method);
-                Step::Again
-            }
+            None => match self.attach(nic, target, purpose, choice.method) {
+                true => Step::Again,
+                // Others are to let go of it first.
+                false => Step::Wait,
+            },
             Some(Fit::Preparing(since)) if now().saturating_sub(*since) > limits.prepare() => {
                 Step::Fail(format!("worker {target} has not prepared within {} ms", limits.prepare_ms))
             }
             Some(Fit::Preparing(_)) => Step::Wait,
             Some(Fit::Unfit(reason)) => Step::Fail(reason.to_string()),
-            Some(Fit::Ready) if card.board.holder() == Some(target) => {
+            Some(Fit::Ready) if card.holder() == Some(target) => {
                 // Its driver died in the middle of this, and it was there.
                 self.note_outcome(at, nic, None);
                 Step::Again
@@ -425,19 +431,11 @@ impl Supervisor {
     fn ask_arbiter(&mut self, at: usize, nic: u32, method: Method) {
         let Some(card) = self.cards.get_mut(&nic) else { return };
         let (job, kit) = (&mut self.jobs[at], card.kept.as_ref().map(|kept| (kept.kit.kind, kept.kit.version)));
-        let driver = card.board.holder();
+        let driver = card.holder();
         let (kind, version) = kit.unwrap_or_default();
         let Some(to) = party(job.target) else { return };
         let plan = Plan { method, handover: job.purpose == Use::Handover, inflight: job.inflight, store: job.store };
-        let ask = Ask {
-            purpose: job.purpose,
-            to,
-            method,
-            fence_first: job.fence_first,
-            kind,
-            version,
-            carries: Positions::default(),
-        };
+        let ask = Ask { purpose: job.purpose, to, method, kind, version, carries: Positions::default() };
         job.asked = Some(driver);
         (card.said, card.method) = (None, method);
         // Both sides must know how it is meant before either is ordered to do it.
@@ -465,7 +463,7 @@ impl Supervisor {
             self.worker_says(driver);
         }
         let Some(card) = self.cards.get(&nic) else { return Step::Wait };
-        if card.board.holder() == Some(self.jobs[at].target) {
+        if card.holder() == Some(self.jobs[at].target) {
             self.note_outcome(at, nic, driver);
             return Step::Again;
         }
@@ -477,7 +475,7 @@ impl Supervisor {
         let job = &self.jobs[at];
         let Some(card) = job.asked().and_then(|nic| self.cards.get(&nic)) else { return false };
         let why = card.said.as_ref().and_then(|told| told.why);
-        let is_back = card.is_settled() && card.board.holder().is_some_and(|holder| holder != job.target);
+        let is_back = card.is_settled() && card.holder().is_some_and(|holder| holder != job.target);
         why == Some(Reason::FramesCame) && is_back && job.late < LATE_MOST
     }
 
@@ -507,7 +505,7 @@ impl Supervisor {
         let stands_by = |worker: &super::worker::Worker| {
             worker.record.node == card.node
                 && worker.serves()
-                && card.board.holder() != Some(worker.party())
+                && card.holder() != Some(worker.party())
                 && worker.nics.get(&nic) == Some(&Fit::Ready)
         };
         self.config.node(&card.node).is_none_or(|node| !node.standby) || self.workers.values().any(stands_by)
@@ -527,7 +525,7 @@ impl Supervisor {
         let choice = self.choice(at, nic);
         let (method, because) =
             choice.map_or((card.method, String::new()), |choice| (choice.method, choice.because.to_owned()));
-        let holder = card.board.holder().and_then(|holder| self.workers.get(&holder));
+        let holder = card.holder().and_then(|holder| self.workers.get(&holder));
         let pause_ns = card.board.pause_ns().filter(|_| failed.is_none());
         let name = card.name();
         let drives = holder.map_or_else(
@@ -615,11 +613,25 @@ impl Supervisor {
         if let Some(worker) = self.workers.get_mut(&target) {
             worker.wanted = false;
         }
+        self.end_strangers(nic);
         if purpose == Use::Upgrade && !mends && !self.is_needed(target) {
             self.retire(target);
         }
         if let Some(answer) = answer {
             let _ = answer.send(Err(No::Failed { sentence, relays }));
+        }
+    }
+
+    /// Workers that have what a NIC is made of, and that its node does not trust, are ended: the NIC did not go there.
+    fn end_strangers(&mut self, nic: Option<u32>) {
+        let Some(card) = nic.and_then(|nic| self.cards.get(&nic)) else { return };
+        let (name, node) = (card.name().to_owned(), card.node.clone());
+        let is_stranger = |worker: &&super::worker::Worker| {
+            !self.config.trust(&worker.record.node, &node) && worker.given.contains(&card.number)
+        };
+        let strangers: Vec<u32> = self.workers.values().filter(is_stranger).map(super::worker::Worker::party).collect();
+        for number in strangers {
+            self.condemn(number, format!("has had what {name} is made of, which stays with node {node}"));
         }
     }
 

@@ -54,7 +54,7 @@ impl Supervisor {
             return self.condemn(number, format!("sent memory for NIC {nic}, which it was not given to move"));
         }
         let is_target = self.jobs.iter().any(|job| job.target == number && job.is_about(nic));
-        let Some(card) = self.cards.get(&nic).filter(|card| is_target && card.board.holder() != Some(number)) else {
+        let Some(card) = self.cards.get(&nic).filter(|card| is_target && card.holder() != Some(number)) else {
             // What it prepared for is over.
             return;
         };
@@ -95,7 +95,7 @@ impl Supervisor {
         files.sort_unstable();
         let is_twice = files.windows(2).any(|two| two[0] == two[1]);
         let cards = self.cards.values().filter(|card| card.vni().is_none());
-        let known = cards.flat_map(|card| card.lend(FDS_MAX)).filter_map(|fd| rustix::fs::fstat(fd).ok());
+        let known = cards.flat_map(|card| card.lend(FDS_MAX, "")).filter_map(|fd| rustix::fs::fstat(fd).ok());
         let is_known = known.into_iter().any(|stat| files.binary_search(&file_of(&stat)).is_ok());
         (is_twice || is_known).then_some("it is a NIC's already")
     }
@@ -176,7 +176,7 @@ impl Supervisor {
             // It has memory of its own to come, or none: who drives the NIC gives all of it back.
             return self.adopt_if_whole(number);
         }
-        let is_driver = card.board.holder() == Some(number);
+        let is_driver = card.holder() == Some(number);
         let made_by = kit.made_by.or(card.adopted_maker).unwrap_or(number);
         if card.kept.is_none() {
             let Some(Ok(board)) = board.map(Board::adopt) else {

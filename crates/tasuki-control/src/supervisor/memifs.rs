@@ -166,7 +166,7 @@ impl Supervisor {
     /// A worker serves a client, or has heard of one that another serves: the node's other workers are to know it, too. What whoever drives says
     /// counts more; one who has just passed the lease is heard by whoever has it.
     pub(super) fn has_client(&mut self, number: u32, nic: u32, client: letter::Client, fds: Foreign) {
-        let holder = self.cards.get(&nic).and_then(|card| card.board.holder());
+        let holder = self.cards.get(&nic).and_then(|card| card.holder());
         let Some(end) = self.memif_of(number, nic) else {
             return self.condemn(number, format!("speaks of a client of memif at NIC {nic}, where its node has none"));
         };
@@ -208,7 +208,7 @@ impl Supervisor {
 
     /// The same to those who do not drive.
     pub(super) fn tell_all_of_client(&mut self, nic: u32) {
-        let holder = self.cards.get(&nic).and_then(|card| card.board.holder());
+        let holder = self.cards.get(&nic).and_then(|card| card.holder());
         self.tell_others_of_client(nic, holder.unwrap_or(0));
     }
 

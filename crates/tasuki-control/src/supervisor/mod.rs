@@ -201,6 +201,8 @@ pub struct Supervisor {
     events: Vec<Event>,
     last_event: u64,
     last_party: u32,
+    /// Nodes as arbiters name them.
+    node_numbers: BTreeMap<String, u32>,
     since: Duration,
     adopted: u32,
     /// Whether workers of another daemon are still to be heard.
@@ -242,7 +244,7 @@ impl Supervisor {
             place,
             registry,
             changes: Vec::new(),
-            table: arbiter::TABLE.to_vec(),
+            table: arbiter::Table::default(),
             epoll,
             requests,
             door,
@@ -265,6 +267,7 @@ impl Supervisor {
             last_event: known.events.last().map_or(0, |event| event.number),
             events: Vec::new(),
             last_party: known.last_party,
+            node_numbers: BTreeMap::new(),
             since: now(),
             adopted: 0,
             adopting: false,

@@ -120,7 +120,7 @@ impl Supervisor {
     pub(super) fn sides_of(&self, name: &str) -> Vec<Side> {
         let lives = |holder: &u32| self.workers.contains_key(holder);
         let side = |card: &super::card::Card| {
-            let holder = card.board.holder().filter(lives);
+            let holder = card.holder().filter(lives);
             let state = card.arbiter.as_ref().map(Arbiter::state);
             Side { nic: card.number, holder, is_steady: state == Some(State::Steady) && holder.is_some() }
         };

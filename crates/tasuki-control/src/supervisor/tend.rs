@@ -9,13 +9,14 @@ use std::time::Duration;
 use anyhow::{Context, Result};
 use rustix::process::{Pid, Resource, Rlimit};
 use rustix::thread::CapabilitySet;
-use tasuki_relay::arbiter::{Arbiter, Input, State};
+use tasuki_relay::arbiter::{Arbiter, Input, Node, Page, State};
 use tasuki_relay::letter::{self, Begin, SPEECH, ToWorker, pulse};
 use tasuki_relay::method::Method;
 use tasuki_relay::pulse::Pulse;
 use tasuki_relay::wire::Use;
 use tasuki_shm::crash;
 
+use super::card::Board;
 use super::card::Opening;
 use super::deeds::party;
 use super::policy::{self, Death, Trouble};
@@ -100,15 +101,13 @@ impl Supervisor {
     /// Whether it holds a lease, or is about to.
     pub(super) fn is_needed(&self, number: u32) -> bool {
         let is_about_to = self.jobs.iter().any(|job| job.target == number);
-        is_about_to
-            || self.cards.values().any(|card| card.board.holder() == Some(number) || card.is_under_way_for(number))
+        is_about_to || self.cards.values().any(|card| card.holder() == Some(number) || card.is_under_way_for(number))
     }
 
     fn ready_on_all(&self, number: u32) -> bool {
         let Some(worker) = self.workers.get(&number).filter(|worker| worker.serves()) else { return false };
         let of_node = self.cards.values().filter(|card| card.node == worker.record.node && card.kept.is_some());
-        { of_node }
-            .all(|card| worker.nics.get(&card.number) == Some(&Fit::Ready) || card.board.holder() == Some(number))
+        { of_node }.all(|card| worker.nics.get(&card.number) == Some(&Fit::Ready) || card.holder() == Some(number))
     }
 
     /// Who is of an older program goes when enough of the present one are ready; who is too many goes.
@@ -269,8 +268,8 @@ impl Supervisor {
             heard: now(),
             stage: Stage::Starting(now()),
             nics: Default::default(),
-            has_begun: false,
             given: Default::default(),
+            has_begun: false,
             unconfined: Vec::new(),
             deaf: None,
             kits_due: None,
@@ -334,7 +333,7 @@ impl Supervisor {
                 let has = self.workers.get(&number).is_some_and(|worker| worker.nics.contains_key(nic));
                 match (is_its, has) {
                     (true, false) if joiner.is_none_or(|joiner| joiner == number || self.is_held(*nic)) => {
-                        self.attach(*nic, number, Use::Takeover, Method::Keep);
+                        _ = self.attach(*nic, number, Use::Takeover, Method::Keep);
                     }
                     (false, true) if !self.is_needed(number) => self.dismiss(*nic, number),
                     _ => {}
@@ -353,41 +352,87 @@ impl Supervisor {
 
     /// Whether somebody drives it who lives.
     fn is_held(&self, nic: u32) -> bool {
-        let holder = self.cards.get(&nic).and_then(|card| card.board.holder());
+        let holder = self.cards.get(&nic).and_then(|card| card.holder());
         holder.is_some_and(|holder| self.workers.contains_key(&holder))
     }
 
-    /// Gives a worker what it needs to drive a NIC, and has it prepare.
-    pub(super) fn attach(&mut self, nic: u32, number: u32, purpose: Use, method: Method) {
-        let (Some(card), Some(worker)) = (self.cards.get_mut(&nic), self.workers.get_mut(&number)) else { return };
+    /// Gives a worker what it needs to drive a NIC, and has it prepare. Nothing is given to it while it could harm those who have the NIC.
+    pub(super) fn attach(&mut self, nic: u32, number: u32, purpose: Use, method: Method) -> bool {
+        if !self.has_page(nic, number) {
+            return false;
+        }
+        let (Some(card), Some(worker)) = (self.cards.get_mut(&nic), self.workers.get_mut(&number)) else {
+            return false;
+        };
         let (Some(kept), Some(party), Some(prepare)) = (&card.kept, party(number), card.prepare(purpose, method))
         else {
-            return;
+            return false;
         };
         // Who has memory of its own sees nothing of the old owner's.
         let apart = kept.apart().filter(|_| method.is_apart());
         let (kit, count) = apart.unwrap_or_else(|| (kept.kit.clone(), kept.fds.len()));
         let letter = ToWorker::Nic { nic, name: card.config.name.clone(), iova: iova_of(number), kit };
-        worker.nics.insert(nic, Fit::Preparing(now()));
-        worker.given.insert(nic);
-        let sent = worker.write(&letter, &card.lend(count));
+        worker.has(nic, Fit::Preparing(now()));
+        let sent = worker.write(&letter, &card.lend(count, &worker.record.node));
         crash::point("daemon.kit");
         self.tell_neighbours(nic, number);
         self.tell_client(nic, number);
-        let (Some(card), Some(worker)) = (self.cards.get_mut(&nic), self.workers.get_mut(&number)) else { return };
+        let home = self.node_number(&self.cards[&nic].node.clone());
+        let (Some(card), Some(worker)) = (self.cards.get_mut(&nic), self.workers.get_mut(&number)) else {
+            return false;
+        };
         let sent = sent.and_then(|()| worker.order(nic, prepare));
         crash::point("daemon.attached");
         let first = card.arbiter.is_none();
         match sent {
             // Its pidfd says that it is dead, or will.
             Ok(()) | Err(rustix::io::Errno::PIPE | rustix::io::Errno::CONNRESET) => {}
-            Err(errno) => return self.condemn(number, format!("does not take what it needs ({errno})")),
+            Err(errno) => {
+                self.condemn(number, format!("does not take what it needs ({errno})"));
+                return true;
+            }
         }
         if first {
-            let (arbiter, doing) = Arbiter::begin(&[party], &[]);
+            let (arbiter, doing) = Arbiter::begin(home, &[home], &[(party, home)], &[]);
             card.arbiter = Some(arbiter);
             self.do_all(nic, doing);
         }
+        true
+    }
+
+    /// Whether there is a page for the lease that this worker can have: that of those who have the NIC, or one of its node's own.
+    fn has_page(&mut self, nic: u32, number: u32) -> bool {
+        let Some(node) = self.workers.get(&number).map(|worker| worker.record.node.clone()) else { return false };
+        let is_target = self.jobs.iter().any(|job| job.target == number && job.is_about(nic));
+        let is_going = self.jobs.iter().any(|job| job.keeps_away(nic, &node));
+        let trusts: Vec<String> = self.nodes.keys().filter(|other| self.config.trust(&node, other)).cloned().collect();
+        let ours = self.node_number(&node);
+        let trusts: Vec<Node> = trusts.iter().map(|other| self.node_number(other)).collect();
+        let (Some(card), Some(party)) = (self.cards.get_mut(&nic), party(number)) else { return false };
+        let Some(arbiter) = &mut card.arbiter else { return true };
+        arbiter.befriend(ours, &trusts);
+        let is_stranger = arbiter.page_for(ours) == Page::Fresh;
+        // A worker of the node that the NIC leaves would have to be fenced, too.
+        if is_going || is_stranger && !is_target && card.node != node {
+            return false;
+        }
+        if is_stranger && card.coming_board.as_ref().is_none_or(|(of, _)| *of != node) {
+            let Ok(board) = Board::create() else { return false };
+            card.coming_board = Some((node.clone(), board));
+        }
+        if arbiter.give(party, ours).is_none() {
+            return false;
+        }
+        if !is_stranger && card.page_of.insert(node) {
+            self.record_nic(nic);
+        }
+        true
+    }
+
+    /// A node, as arbiters name it.
+    pub(super) fn node_number(&mut self, name: &str) -> Node {
+        let next = u32::try_from(self.node_numbers.len()).unwrap_or(u32::MAX);
+        Node(*self.node_numbers.entry(name.to_owned()).or_insert(next))
     }
 
     /// Who does not begin, prepare or end in time is ended.

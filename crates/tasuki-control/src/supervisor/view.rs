@@ -45,7 +45,7 @@ impl Supervisor {
 
     fn worker_view(&self, worker: &Worker) -> WorkerView {
         let number = worker.party();
-        let held = self.cards.values().filter(|card| card.board.holder() == Some(number));
+        let held = self.cards.values().filter(|card| card.holder() == Some(number));
         let drives: Vec<String> = held.map(|card| card.name().to_owned()).collect();
         let is = match worker.stage {
             _ if !drives.is_empty() => "drives",
@@ -79,7 +79,7 @@ impl Supervisor {
     }
 
     fn nic_view(&self, card: &Card) -> NicView {
-        let holder = card.board.holder().filter(|holder| self.workers.contains_key(holder));
+        let holder = card.holder().filter(|holder| self.workers.contains_key(holder));
         let state = card.arbiter.as_ref().map(|arbiter| arbiter.state());
         let is = match (state, holder) {
             _ if card.kept.is_none() || !matches!(card.opening, Opening::Open | Opening::Opener(_)) => "not open",

@@ -371,7 +371,7 @@ impl Supervisor {
             number: *number,
             mac: StationAddress(member.mac).to_string(),
             interface: self.config.node(&member.node).and_then(config::Node::outlet),
-            worker: self.cards.get(&member.nic).and_then(|card| card.board.holder()),
+            worker: self.cards.get(&member.nic).and_then(|card| card.holder()),
             memory: bytes_of(&member.estate),
             shortcut: self
                 .crossed(&member.node)

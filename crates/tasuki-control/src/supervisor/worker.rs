@@ -144,6 +144,12 @@ impl Worker {
         self.record.party
     }
 
+    /// It has a NIC, as far as this.
+    pub fn has(&mut self, nic: u32, fit: Fit) {
+        self.given.insert(nic);
+        self.nics.insert(nic, fit);
+    }
+
     /// Whether it hears orders and is to stay.
     pub fn serves(&self) -> bool {
         self.stage == Stage::Begun && self.deaf.is_none()

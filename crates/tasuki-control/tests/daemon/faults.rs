@@ -80,7 +80,7 @@ fn a_worker_that_dies_while_it_prepares() {
 
 #[test]
 fn a_worker_that_says_that_it_drives_and_does_not() {
-    upgrade_fails("lies", &["says of eth0 what its lease denies"]);
+    upgrade_fails("lies", &["said of eth0 what it had no right to say (it was not told to take)"]);
 }
 
 /// A relay that goes wrong after the giver let go ends where somebody of the node drives.

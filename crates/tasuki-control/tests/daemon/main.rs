@@ -1,6 +1,7 @@
 //! The daemon with real processes: real sockets, real boards, and workers without a card whose faults are ordered.
 #![allow(clippy::tests_outside_test_module, reason = "the whole file is tests")]
 
+mod attacks;
 mod captures;
 mod endures;
 mod faults;

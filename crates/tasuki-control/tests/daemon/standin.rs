@@ -48,6 +48,8 @@ struct Nic {
 
 struct Standin {
     fault: String,
+    /// Where it finds what to say and to write, once.
+    attack: PathBuf,
     party: u32,
     node: String,
     socket: OwnedFd,
@@ -73,6 +75,22 @@ fn wait_for_ever(alive: &std::path::Path) -> ! {
     loop {
         leave_if_over(alive);
         std::thread::sleep(Duration::from_millis(200));
+    }
+}
+
+/// What a line of an attack says.
+fn report(said: &str, epoch: u32) -> Report {
+    let reason = Reason::CardGone;
+    match said {
+        "ready" => Report::Ready,
+        "unfit" => Report::Unfit(reason),
+        "released" => Report::Released { epoch },
+        "kept" => Report::Kept { epoch, reason },
+        "taken" => Report::Taken { epoch },
+        "lost" => Report::Lost { epoch, ready: true },
+        "failed" => Report::Failed { epoch, reason },
+        "replaced" => Report::Replaced { epoch },
+        _ => panic!("{said}"),
     }
 }
 
@@ -171,6 +189,7 @@ fn work(orders: &Orders, socket: OwnedFd) -> ! {
     }
     let mut standin = Standin {
         fault: orders.fault.clone(),
+        attack: orders.alive.with_file_name(format!("attack.{}", begin.node)),
         party: begin.party,
         node: begin.node,
         socket,
@@ -226,12 +245,50 @@ impl Standin {
             self.let_in();
         }
         self.read_all();
+        if self.is("attacks") {
+            self.attack(drives);
+        }
         let numbers: Vec<u32> = self.nics.keys().copied().collect();
         for number in numbers {
             let nic = &self.nics[&number];
             if nic.looks {
                 let word = nic.board.tenure();
                 self.hear(number, Input::Word(word));
+            }
+        }
+    }
+
+    /// Does what a test has written for workers of this node. The first that finds it takes it; a line that is for the driver waits for the driver.
+    fn attack(&mut self, drives: bool) {
+        let Ok(script) = std::fs::read_to_string(&self.attack) else { return };
+        if script.starts_with("driver") && !drives || script.starts_with("spare") && drives {
+            return;
+        }
+        let mine = self.attack.with_extension(self.party.to_string());
+        if std::fs::rename(&self.attack, mine).is_err() {
+            return;
+        }
+        for line in script.lines().skip(1) {
+            let words: Vec<&str> = line.split_whitespace().collect();
+            let number = |at: usize| words[at].parse::<u32>().expect("a number");
+            match words[0] {
+                "word" => {
+                    let holder = number(2).try_into().ok().map(Party);
+                    let word = Tenure { holder, epoch: number(3) }.to_word();
+                    self.nics[&number(1)].board.words.store(board::LEASE_LINE / 8, word);
+                }
+                "ended" => self.pulse.store(pulse::LIFE, u64::from(pulse::ENDED)),
+                // No report that there is: the fence of another, as an older protocol had it.
+                "fenced" => {
+                    let mut packet = Report::Released { epoch: 1 }.to_bytes();
+                    packet[6] = 110;
+                    packet[16..20].copy_from_slice(&number(2).to_le_bytes());
+                    let _ = channel::send(self.socket.as_fd(), &letter::frame(number(1), packet), &[]);
+                }
+                said => {
+                    let report = report(said, words.get(2).map_or(0, |_| number(2)));
+                    let _ = channel::send(self.socket.as_fd(), &letter::frame(number(1), report.to_bytes()), &[]);
+                }
             }
         }
     }

@@ -223,11 +223,11 @@ pub struct Arbiter {
 }
 
 impl Arbiter {
-    /// One that has just begun, of a device that is `home`'s, whose workers all have the page of the lease, and what it must do first. `fenced` is the
-    /// record of those that one before it has fenced.
-    pub fn begin(home: Node, workers: &[Party], fenced: &[Party]) -> (Self, Vec<Do>) {
-        let is = |party: &Party| if fenced.contains(party) { Is::Condemned } else { Is::Unheard };
-        let member = |party: &Party| Member { party: *party, node: home, is: is(party), lost: 0 };
+    /// One that has just begun, of a device that is `home`'s, and what it must do first. `page` are the nodes whose workers can write the lease word; all of
+    /// them trust each other. `workers` have the device, and the page. `fenced` is the record of those that an arbiter before this one has fenced.
+    pub fn begin(home: Node, page: &[Node], workers: &[(Party, Node)], fenced: &[Party]) -> (Self, Vec<Do>) {
+        let is = |party| if fenced.contains(&party) { Is::Condemned } else { Is::Unheard };
+        let member = |&(party, node)| Member { party, node, is: is(party), lost: 0 };
         let members: Vec<_> = workers.iter().map(member).collect();
         // The one before may have died between record and fence.
         let first = |member: &Member| match member.is {
@@ -235,12 +235,12 @@ impl Arbiter {
             _ => Do::Tell(member.party, Order::Who),
         };
         let asked = members.iter().map(first).chain([Do::Watch(0)]).collect();
-        let arbiter = Arbiter {
+        let mut arbiter = Arbiter {
             state: State::Finding,
             members,
             friends: Vec::new(),
             home,
-            page: vec![home],
+            page: page.to_vec(),
             giver: None,
             next: None,
             fencing: Vec::new(),
@@ -252,18 +252,22 @@ impl Arbiter {
             why: None,
             deadline: 0,
         };
+        page.iter().for_each(|node| arbiter.befriend(*node, page));
         (arbiter, asked)
     }
 
-    /// This worker of a node is about to be given what the device is made of. `trusts` are the nodes that this one trusts, and that trust it. Nothing is
-    /// given to it where there is no room for one more.
-    pub fn give(&mut self, party: Party, node: Node, trusts: &[Node]) -> Option<Page> {
+    /// These nodes trust that one, and it trusts them.
+    pub fn befriend(&mut self, node: Node, trusts: &[Node]) {
         for friend in trusts.iter().filter(|friend| **friend != node) {
             let pair = (node.min(*friend), node.max(*friend));
             if !self.friends.contains(&pair) {
                 self.friends.push(pair);
             }
         }
+    }
+
+    /// This worker of a node is about to be given what the device is made of. Nothing is given to it where there is no room for one more.
+    pub fn give(&mut self, party: Party, node: Node) -> Option<Page> {
         let page = self.page_for(node);
         let has_part = [self.giver, self.next, self.seen.holder].contains(&Some(party));
         let at = self.members.iter().position(|member| member.party == party);

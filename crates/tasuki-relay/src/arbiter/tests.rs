@@ -17,7 +17,7 @@ fn held_by(number: u32, epoch: u32) -> Tenure {
 /// Worker 1 drives.
 fn steady() -> (Arbiter, Table) {
     let table = Table::default();
-    let (mut arbiter, _) = Arbiter::begin(HOME, &[party(1)], &[]);
+    let (mut arbiter, _) = Arbiter::begin(HOME, &[HOME], &[(party(1), HOME)], &[]);
     let hello = Report::Hello { standing: Standing::Holding, epoch: 1 };
     assert_eq!(arbiter.hear(&table, Input::Report(party(1), hello, held_by(1, 1))), Ok(vec![Do::Look]));
     arbiter.hear(&table, Input::Word(held_by(1, 1))).unwrap();
@@ -37,8 +37,8 @@ fn ask(number: u32) -> Input {
 #[test]
 fn a_dismissed_worker_is_told_so_and_not_chosen_any_more() {
     let (mut arbiter, table) = steady();
-    assert_eq!(arbiter.give(party(2), HOME, &[]), Some(Page::Shared));
-    assert_eq!(arbiter.give(party(3), HOME, &[]), Some(Page::Shared));
+    assert_eq!(arbiter.give(party(2), HOME), Some(Page::Shared));
+    assert_eq!(arbiter.give(party(3), HOME), Some(Page::Shared));
     says(&mut arbiter, &table, 2, Report::Ready);
     assert_eq!(arbiter.dismiss(party(2)), [Do::Tell(party(2), Order::Leave)]);
     assert_eq!(arbiter.dismiss(party(1)), [], "who drives cannot be spared");
@@ -54,13 +54,13 @@ fn a_dismissed_worker_is_told_so_and_not_chosen_any_more() {
 fn however_many_have_died_there_is_room_for_a_fresh_one() {
     let (mut arbiter, table) = steady();
     for number in 2..50 {
-        assert!(arbiter.give(party(number), HOME, &[]).is_some());
+        assert!(arbiter.give(party(number), HOME).is_some());
         says(&mut arbiter, &table, number, Report::Ready);
         assert_eq!(arbiter.is(party(number)), Some(Is::Ready));
         arbiter.hear(&table, Input::Gone(party(number))).unwrap();
     }
     assert!(arbiter.members().len() <= MEMBERS_MAX && arbiter.driver() == Some(party(1)));
-    let living = (60..).take_while(|number| arbiter.give(party(*number), HOME, &[]).is_some()).count();
+    let living = (60..).take_while(|number| arbiter.give(party(*number), HOME).is_some()).count();
     assert_eq!(living, MEMBERS_MAX - 1, "the living make no room");
 }
 
@@ -78,8 +78,8 @@ fn a_report_of_a_worker_that_was_given_nothing_is_a_breach() {
 #[test]
 fn a_lease_word_that_names_a_stranger_condemns_its_writers_and_not_the_stranger() {
     let (mut arbiter, table) = steady();
-    arbiter.give(party(2), HOME, &[]);
-    arbiter.give(party(3), ABROAD, &[]);
+    arbiter.give(party(2), HOME);
+    arbiter.give(party(3), ABROAD);
     assert_eq!(arbiter.hear(&table, Input::Gone(party(1))).unwrap().len(), 1);
     for victim in [party(3), party(99)] {
         let mut arbiter = arbiter.clone();
@@ -93,7 +93,7 @@ fn a_lease_word_that_names_a_stranger_condemns_its_writers_and_not_the_stranger(
 fn a_word_that_changes_without_end_condemns_its_writers() {
     let (mut arbiter, table) = steady();
     arbiter.hear(&table, Input::Gone(party(1))).unwrap();
-    arbiter.give(party(2), HOME, &[]);
+    arbiter.give(party(2), HOME);
     for epoch in 2.. {
         let doing = arbiter.hear(&table, Input::Swapped(Err(Tenure::free(epoch)))).unwrap();
         if doing == [Do::Fence(party(2))] {
@@ -107,11 +107,11 @@ fn a_word_that_changes_without_end_condemns_its_writers() {
 #[test]
 fn a_stranger_gets_the_device_when_nobody_of_the_old_node_can_run() {
     let (mut arbiter, table) = steady();
-    arbiter.give(party(2), HOME, &[]);
+    arbiter.give(party(2), HOME);
     says(&mut arbiter, &table, 2, Report::Ready);
-    arbiter.give(party(4), HOME, &[]);
+    arbiter.give(party(4), HOME);
     arbiter.dismiss(party(4));
-    assert_eq!(arbiter.give(party(3), ABROAD, &[]), Some(Page::Fresh));
+    assert_eq!(arbiter.give(party(3), ABROAD), Some(Page::Fresh));
     arbiter.hear(&table, ask(3)).unwrap();
     says(&mut arbiter, &table, 3, Report::Ready);
     let doing = arbiter.hear(&table, Input::Report(party(1), Report::Released { epoch: 1 }, Tenure::free(1))).unwrap();
@@ -135,7 +135,8 @@ fn a_stranger_gets_the_device_when_nobody_of_the_old_node_can_run() {
 #[test]
 fn a_stand_by_of_another_node_is_not_chosen() {
     let (mut arbiter, table) = steady();
-    arbiter.give(party(2), ABROAD, &[HOME]);
+    arbiter.befriend(ABROAD, &[HOME]);
+    assert_eq!(arbiter.give(party(2), ABROAD), Some(Page::Shared));
     says(&mut arbiter, &table, 2, Report::Ready);
     arbiter.hear(&table, Input::Gone(party(1))).unwrap();
     let doing = arbiter.hear(&table, Input::Swapped(Ok(()))).unwrap();

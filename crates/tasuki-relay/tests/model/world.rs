@@ -324,8 +324,9 @@ impl Relay {
             world.processes[i].life = Life::Dead;
         }
         let fenced: Vec<_> = (0..WORKERS).filter(|&i| world.record[i]).map(party).collect();
-        let have = (0..WORKERS).filter(|&i| world.given[i] && self.node(i) == world.page).map(party);
-        let (arbiter, doing) = Arbiter::begin(world.page, &have.collect::<Vec<_>>(), &fenced);
+        let have =
+            (0..WORKERS).filter(|&i| world.given[i] && self.node(i) == world.page).map(|i| (party(i), self.node(i)));
+        let (arbiter, doing) = Arbiter::begin(world.page, &[world.page], &have.collect::<Vec<_>>(), &fenced);
         world.daemon = Some(Daemon { arbiter, todo: doing.into(), deadline: None });
     }
 
@@ -497,7 +498,7 @@ impl Relay {
                 let ask = Ask { purpose, to, method, kind: 0, version: 0, carries };
                 world.given[TAKER] = true;
                 if let Some(daemon) = &mut world.daemon {
-                    daemon.arbiter.give(to, self.node(TAKER), &[]).expect("there is room");
+                    daemon.arbiter.give(to, self.node(TAKER)).expect("there is room");
                 }
                 self.daemon_hears(world, Input::Asked(ask));
             }

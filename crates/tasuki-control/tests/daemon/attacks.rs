@@ -1,0 +1,132 @@
+//! What a hostile worker says and writes, against the real daemon: it loses its life for it, and nobody else loses anything.
+//!
+//! Rows of docs/design/threat-model.md: a worker and the daemon; a NIC between two nodes.
+
+use std::fs;
+
+use serde_json::Value;
+
+use super::rig::{NODES, Rig, lives, pid, until};
+
+/// Nodes whose workers do what a test writes for them.
+fn rig() -> Rig {
+    let rig = Rig::with(NODES, "attacks");
+    rig.await_pair("red");
+    rig
+}
+
+/// Has one worker of a node do this: its driver, a spare, or any.
+fn attack(rig: &Rig, node: &str, by: &str, lines: &str) {
+    let aside = rig.path("attack.new");
+    fs::write(&aside, format!("{by}\n{lines}\n")).expect("a file");
+    fs::rename(aside, rig.path(&format!("attack.{node}"))).expect("a name");
+}
+
+fn party(worker: &Value) -> u64 {
+    worker["worker"].as_u64().or_else(|| worker["party"].as_u64()).expect("a number")
+}
+
+fn of(rig: &Rig, node: &str) -> Vec<u32> {
+    rig.workers().iter().filter(|worker| worker["node"] == node).map(pid).collect()
+}
+
+/// Green, which has no NIC, says this of red's: its worker is ended, and red goes on as it was.
+fn green_says(lines: &str, event: &str) {
+    let rig = rig();
+    let green = rig.await_worker("green", "waits");
+    let (driver, standby) = rig.await_pair("red");
+    attack(&rig, "green", "any", lines);
+    rig.await_event(event);
+    until(&rig, "the liar is gone", || !lives(pid(&green)));
+    let (drives, stands_by) = rig.await_pair("red");
+    assert_eq!((pid(&drives), pid(&stands_by)), (pid(&driver), pid(&standby)), "{lines}\n{}", rig.log());
+    // Its node is none the worse.
+    let next = rig.await_worker("green", "waits");
+    assert_ne!(pid(&next), pid(&green));
+}
+
+#[test]
+fn any_report_of_a_nic_that_a_worker_was_not_given_costs_that_worker_its_life() {
+    for said in ["ready", "unfit", "released", "kept", "taken", "lost", "failed", "replaced"] {
+        green_says(&format!("{said} 0 1"), "speaks of NIC 0, which it was not given");
+    }
+}
+
+#[test]
+fn no_worker_says_that_another_is_fenced() {
+    let rig = rig();
+    let (driver, standby) = rig.await_pair("red");
+    let liar = rig.await_worker("green", "waits");
+    attack(&rig, "green", "any", &format!("fenced 0 {}", party(&driver)));
+    rig.await_event("breaks the protocol");
+    until(&rig, "the liar is gone", || !lives(pid(&liar)));
+    let (drives, stands_by) = rig.await_pair("red");
+    assert_eq!((pid(&drives), pid(&stands_by)), (pid(&driver), pid(&standby)), "{}", rig.log());
+}
+
+/// It names a worker of another node in its own lease word, and says that it has let go: again and again, as often as its node gets workers.
+#[test]
+fn a_lease_word_that_names_another_nodes_worker_harms_nobody_there() {
+    let rig = rig();
+    let victim = rig.await_worker("green", "waits");
+    for _ in 0..3 {
+        let (driver, standby) = rig.await_pair("red");
+        let epoch = rig.nic()["epoch"].as_u64().expect("an epoch");
+        let lines = format!("word 0 {} {epoch}\nreleased 0 {epoch}", party(&victim));
+        attack(&rig, "red", "driver", &lines);
+        // All that can have written it are ended.
+        until(&rig, "the writers are gone", || !lives(pid(&driver)) && !lives(pid(&standby)));
+    }
+    rig.await_pair("red");
+    assert_eq!(rig.nic()["is"], "driven");
+    assert_eq!(pid(&rig.await_worker("green", "waits")), pid(&victim), "{}", rig.log());
+}
+
+#[test]
+fn a_worker_that_says_what_its_state_does_not_allow_is_ended() {
+    for (by, said) in [("driver", "ready 0"), ("driver", "unfit 0"), ("spare", "unfit 0"), ("spare", "taken 0 1000")] {
+        let rig = rig();
+        let (driver, standby) = rig.await_pair("red");
+        let liar = if by == "driver" { &driver } else { &standby };
+        attack(&rig, "red", by, said);
+        rig.await_event("said of eth0 what it had no right to say");
+        until(&rig, "the liar is gone", || !lives(pid(liar)));
+        rig.await_pair("red");
+        assert_eq!(rig.nic()["is"], "driven", "{}", rig.log());
+    }
+}
+
+/// Green has two NICs and trusts nobody. When it gives one away no process that ever had that one is left, its stand-by least of all; and the new
+/// owner's stand-by comes from its own node.
+#[test]
+fn no_process_of_the_old_node_is_left_when_a_stranger_has_its_nic() {
+    let nodes = NODES.replace("node = \"red\"\n", "node = \"green\"\n")
+        + "[[nic]]\nname = \"eth1\"\ndevice = \"vfio-user:/nowhere/other.sock\"\nnode = \"green\"\n";
+    let rig = Rig::with(&nodes, "");
+    rig.await_pair("green");
+    let ready = |nic: &Value| nic["is"] == "driven";
+    until(&rig, "both are driven", || rig.json(&["nic", "list"]).as_array().expect("a list").iter().all(ready));
+    until(&rig, "green has two workers", || of(&rig, "green").len() == 2);
+    let before = of(&rig, "green");
+    rig.ask(&["nic", "give", "eth0", "--to", "red"]);
+    assert!(before.iter().all(|pid| !lives(*pid)), "{}", rig.log());
+    until(&rig, "eth1 stays with green", || {
+        let nics = rig.json(&["nic", "list"]);
+        let eth1 = nics.as_array().expect("a list").iter().find(|nic| nic["name"] == "eth1").expect("it").clone();
+        eth1["is"] == "driven" && eth1["node"] == "green"
+    });
+    // Its driver dies: another worker of red has it, and none of green's.
+    let driver = rig.await_worker("red", "drives");
+    super::rig::signal(pid(&driver), rustix::process::Signal::KILL);
+    until(&rig, "red drives eth0 again", || {
+        let nics = rig.json(&["nic", "list"]);
+        let eth0 = nics.as_array().expect("a list").iter().find(|nic| nic["name"] == "eth0").expect("it").clone();
+        eth0["is"] == "driven" && eth0["node"] == "red" && eth0["worker"] != driver["worker"]
+    });
+    let events = rig.ask(&["events"]);
+    let last = events.rfind("is kept from eth0 for good").expect("an event");
+    assert!(
+        !events[last..].contains("eth0 is driven by worker") || !events[last..].contains("of node green, after"),
+        "{events}"
+    );
+}
