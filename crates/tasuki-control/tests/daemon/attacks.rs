@@ -33,7 +33,7 @@ fn of(rig: &Rig, node: &str) -> Vec<u32> {
 /// Green, which has no NIC, says this of red's: its worker is ended, and red goes on as it was.
 fn green_says(lines: &str, event: &str) {
     let rig = rig();
-    let green = rig.await_worker("green", "waits");
+    let green = rig.await_worker("green", "idle");
     let (driver, standby) = rig.await_pair("red");
     attack(&rig, "green", "any", lines);
     rig.await_event(event);
@@ -41,7 +41,7 @@ fn green_says(lines: &str, event: &str) {
     let (drives, stands_by) = rig.await_pair("red");
     assert_eq!((pid(&drives), pid(&stands_by)), (pid(&driver), pid(&standby)), "{lines}\n{}", rig.log());
     // Its node is none the worse.
-    let next = rig.await_worker("green", "waits");
+    let next = rig.await_worker("green", "idle");
     assert_ne!(pid(&next), pid(&green));
 }
 
@@ -56,7 +56,7 @@ fn any_report_of_a_nic_that_a_worker_was_not_given_costs_that_worker_its_life() 
 fn no_worker_says_that_another_is_fenced() {
     let rig = rig();
     let (driver, standby) = rig.await_pair("red");
-    let liar = rig.await_worker("green", "waits");
+    let liar = rig.await_worker("green", "idle");
     attack(&rig, "green", "any", &format!("fenced 0 {}", party(&driver)));
     rig.await_event("breaks the protocol");
     until(&rig, "the liar is gone", || !lives(pid(&liar)));
@@ -68,7 +68,7 @@ fn no_worker_says_that_another_is_fenced() {
 #[test]
 fn a_lease_word_that_names_another_nodes_worker_harms_nobody_there() {
     let rig = rig();
-    let victim = rig.await_worker("green", "waits");
+    let victim = rig.await_worker("green", "idle");
     for _ in 0..3 {
         let (driver, standby) = rig.await_pair("red");
         let epoch = rig.nic()["epoch"].as_u64().expect("an epoch");
@@ -79,7 +79,7 @@ fn a_lease_word_that_names_another_nodes_worker_harms_nobody_there() {
     }
     rig.await_pair("red");
     assert_eq!(rig.nic()["is"], "driven");
-    assert_eq!(pid(&rig.await_worker("green", "waits")), pid(&victim), "{}", rig.log());
+    assert_eq!(pid(&rig.await_worker("green", "idle")), pid(&victim), "{}", rig.log());
 }
 
 #[test]
