@@ -71,6 +71,8 @@ pub fn listen(path: &std::path::Path) -> io::Result<OwnedFd> {
         Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(error),
         _ => {}
     }
+    // Its name has the mode of the socket, less the umask: nothing is changed by a path that somebody may have led elsewhere by then.
+    rustix::fs::fchmod(&socket, rustix::fs::Mode::from_raw_mode(0o600))?;
     rustix::net::bind(&socket, &rustix::net::SocketAddrUnix::new(path)?)?;
     rustix::net::listen(&socket, 4)?;
     Ok(socket)

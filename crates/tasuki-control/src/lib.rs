@@ -2,7 +2,7 @@
 //!
 //! [`supervisor`] is one thread and one loop; [`api`] is another thread that talks HTTP and puts requests into that loop.
 
-#![forbid(unsafe_code)]
+#![deny(unsafe_code)]
 
 pub mod api;
 pub mod aside;
@@ -16,3 +16,4 @@ pub mod place;
 pub mod process;
 pub mod registry;
 pub mod supervisor;
+pub mod watchdog;

@@ -33,7 +33,7 @@ impl Process {
     /// Starts a program.
     pub fn spawn(command: &mut Command) -> io::Result<Self> {
         // What is typed into our terminal is for us: workers and cards outlive the daemon.
-        command.process_group(0).env_remove("NOTIFY_SOCKET");
+        command.process_group(0).env_remove("NOTIFY_SOCKET").env_remove("WATCHDOG_USEC").env_remove("WATCHDOG_PID");
         let mut child = command.spawn()?;
         // It may be dead by now, and is ours to reap all the same.
         let opened = Self::open(child.id(), true);

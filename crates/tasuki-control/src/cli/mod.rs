@@ -85,9 +85,9 @@ pub struct Add {
     /// The number by which it asks for the port.
     #[arg(long, default_value_t = 0, conflicts_with_all = ["netns", "native"])]
     pub id: u32,
-    /// What it must know besides, at most 23 bytes.
-    #[arg(long, default_value = "", hide_default_value = true, conflicts_with_all = ["netns", "native"])]
-    pub secret: String,
+    /// The file with what it must know besides, at most 23 bytes: what stands in a command line is everybody's to read.
+    #[arg(long, value_name = "FILE", conflicts_with_all = ["netns", "native"])]
+    pub secret_file: Option<PathBuf>,
     /// The VNI: Ethernet between the nodes that name the same one.
     #[arg(long, default_value = "lan")]
     pub vni: String,
@@ -247,10 +247,10 @@ fn part(name: &str) -> String {
 
 impl Add {
     /// What it does with frames, as a configuration has it.
-    fn work_to_json(&self) -> Value {
+    fn work_to_json(&self, secret: &str) -> Value {
         let absolute = |path: &PathBuf| std::path::absolute(path).unwrap_or(path.clone());
         if let Some(socket) = &self.memif {
-            return json!({ "memif": { "socket": absolute(socket), "id": self.id, "secret": self.secret } });
+            return json!({ "memif": { "socket": absolute(socket), "id": self.id, "secret": secret } });
         }
         if let Some(program) = &self.program {
             return json!({ "program": { "path": absolute(program), "options": self.options } });
@@ -279,12 +279,15 @@ impl Add {
     }
 
     /// As a configuration has it.
-    fn to_json(&self) -> Value {
+    fn to_json(&self) -> Result<Value> {
         let Add { node, vni, mac, pool_kib, cpu, nice, no_standby, .. } = self;
-        let work = self.work_to_json();
-        json!({
+        let secret = self.secret_file.as_ref().map_or(Ok(String::new()), |path| {
+            std::fs::read_to_string(path).with_context(|| format!("the secret in {} cannot be read", path.display()))
+        })?;
+        let work = self.work_to_json(secret.trim_end_matches(['\n', '\r']));
+        Ok(json!({
             "name": node, "vni": vni, "mac": mac, "pool_kib": pool_kib, "cpu": cpu, "nice": nice, "standby": !no_standby, "work": work,
-        })
+        }))
     }
 }
 
@@ -295,7 +298,7 @@ pub fn run(reach: &Reach, asked: &Asked) -> Result<()> {
     let post = |address: &str, body: Value| client::ask(&folder, Verb::POST, address, Some(&body));
     let value = match asked {
         Asked::Nodes(Nodes::List) => get("/v1/nodes")?,
-        Asked::Nodes(Nodes::Add(add)) => post("/v1/nodes", add.to_json())?,
+        Asked::Nodes(Nodes::Add(add)) => post("/v1/nodes", add.to_json()?)?,
         Asked::Nodes(Nodes::Remove { node }) => {
             client::ask(&folder, Verb::DELETE, &format!("/v1/nodes/{}", part(node)), None)?
         }

@@ -6,7 +6,7 @@
 
 use std::io::ErrorKind;
 use std::os::fd::{AsFd, OwnedFd};
-use std::os::unix::fs::{FileTypeExt, PermissionsExt};
+use std::os::unix::fs::FileTypeExt;
 use std::path::Path;
 
 use anyhow::{Context, Result, bail};
@@ -102,7 +102,6 @@ fn listen(path: &Path) -> Result<OwnedFd> {
     }
     let listener =
         channel::listen(path).with_context(|| format!("{shown} cannot be listened at; is its folder there?"))?;
-    std::fs::set_permissions(path, std::fs::Permissions::from_mode(0o600))?;
     Ok(listener)
 }
 

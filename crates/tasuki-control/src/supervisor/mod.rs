@@ -56,6 +56,7 @@ use tasuki_shm::crash;
 use crate::config::Config;
 use crate::place::Place;
 use crate::registry::{Change, Event, News, NodeRecord, Registry};
+use crate::watchdog::Watchdog;
 use card::Card;
 use door::{Answer, Door, Request};
 use jobs::Job;
@@ -285,6 +286,7 @@ impl Supervisor {
     /// Runs until it is told to go.
     pub fn run(&mut self) -> Result<Ended> {
         let mut events = Vec::with_capacity(64);
+        let mut watchdog = Watchdog::begin(now());
         loop {
             self.keep_house();
             if let Some(ended) = self.ended {
@@ -295,7 +297,8 @@ impl Supervisor {
                 self.flush();
                 return Ok(ended);
             }
-            let wait = self.next_due().saturating_sub(now());
+            let told = watchdog.tell(now()).unwrap_or(Duration::MAX);
+            let wait = self.next_due().min(told).saturating_sub(now());
             let limit =
                 Timespec { tv_sec: i64::try_from(wait.as_secs()).unwrap_or(3600), tv_nsec: wait.subsec_nanos().into() };
             events.clear();

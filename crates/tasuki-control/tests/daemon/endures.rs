@@ -178,3 +178,18 @@ fn a_daemon_without_descriptors_says_so_and_goes_on_when_it_has_some() {
     rig.await_pair("red");
     until(&rig, "nothing is wrong any more", || !rig.ask(&["status"]).contains("Too many open files"));
 }
+
+#[test]
+fn the_unit_for_systemd_is_one_that_systemd_takes() {
+    let unit = fs::read_to_string(concat!(env!("CARGO_MANIFEST_DIR"), "/../../contrib/systemd/tasukid.service"))
+        .expect("a unit");
+    let folder = tempfile::tempdir().expect("a folder");
+    let path = folder.path().join("tasukid.service");
+    // A program that is there, wherever this one is to be installed.
+    fs::write(&path, unit.replace("/usr/bin/tasukid", env!("CARGO_BIN_EXE_tasukid"))).expect("a file");
+    let Ok(output) = Command::new("systemd-analyze").args(["verify", "--man=no"]).arg(&path).output() else {
+        return println!("skipped: needs systemd-analyze: apt-get install systemd");
+    };
+    let said = String::from_utf8_lossy(&output.stderr).into_owned();
+    assert!(output.status.success() && !said.contains("tasukid.service"), "{said}");
+}

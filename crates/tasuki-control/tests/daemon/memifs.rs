@@ -116,7 +116,8 @@ fn with_echo() -> Option<(World, PathBuf)> {
     let socket = world.rig.path("client.sock");
     world.rig.ask(&["node", "add", "echo", "--native", "--work", "echo", "--mac", "02:00:00:00:00:99"]);
     let shown = socket.to_str().expect("text");
-    world.rig.ask(&["node", "add", "web", "--memif", shown, "--secret", SECRET, "--mac", "02:00:00:00:00:77"]);
+    let secret = world.secret(SECRET);
+    world.rig.ask(&["node", "add", "web", "--memif", shown, "--secret-file", &secret, "--mac", "02:00:00:00:00:77"]);
     world.rig.await_pair("echo");
     world.rig.await_pair("web");
     Some((world, socket))

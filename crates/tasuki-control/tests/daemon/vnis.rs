@@ -78,6 +78,13 @@ impl World {
         self.rig.ask(&[&["node", "add", name, "--netns", &path, "--address", &address], more].concat());
     }
 
+    /// A file with this in it.
+    pub fn secret(&self, text: &str) -> String {
+        let path = self.rig.path("secret");
+        std::fs::write(&path, format!("{text}\n")).expect("a file");
+        path.display().to_string()
+    }
+
     pub fn await_pairs(&self) {
         self.rig.await_pair("shop");
         self.rig.await_pair("desk");
@@ -377,7 +384,8 @@ fn a_namespace_talks_to_a_program_on_stock_dpdk() {
     world.add("shop", &world.shop, SHOP, &[]);
     let socket = world.rig.path("dpdk.sock");
     let shown = socket.to_str().expect("text");
-    world.rig.ask(&["node", "add", "dpdk", "--memif", shown, "--id", "7", "--secret", "hush"]);
+    let secret = world.secret("hush");
+    world.rig.ask(&["node", "add", "dpdk", "--memif", shown, "--id", "7", "--secret-file", &secret]);
     world.rig.await_pair("dpdk");
     let said = world.rig.refused(&["node", "add", "other", "--memif", shown]);
     assert!(said.contains("is node \"dpdk\"'s as well"), "{said}");
