@@ -15,6 +15,8 @@ use tasuki_shm::vni::estate::POOL_PAGES;
 use tasuki_tap::Address;
 use utoipa::ToSchema;
 
+use crate::api::roles::Roles;
+
 /// Bytes of a frame that a source may send, without check sequence.
 const SIZES: std::ops::RangeInclusive<u16> = 60..=1514;
 /// KiB of a page of a pool.
@@ -58,6 +60,9 @@ pub struct Config {
     /// Of the daemon.
     #[serde(default)]
     pub daemon: Daemon,
+    /// Who may ask it for what.
+    #[serde(default)]
+    pub api: Roles,
     /// Nodes.
     #[serde(default)]
     pub node: Vec<Node>,

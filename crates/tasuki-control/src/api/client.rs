@@ -60,7 +60,9 @@ async fn exchange(folder: &Path, method: Method, address: &str, body: Option<&Va
             )
         }
         Err(error) if error.kind() == ErrorKind::PermissionDenied => {
-            bail!("you may not talk to the tasukid in {named}; only the user that started it may")
+            bail!(
+                "you may not talk to the tasukid in {named}; only the user that started it may, and whoever has a role in its configuration, under [api]"
+            )
         }
         Err(error) => bail!("the tasukid in {named} cannot be reached: {error}"),
     };

@@ -1,11 +1,11 @@
 //! The server's end. Each request is put into the daemon's loop, and answered when that has answered.
 
-use std::future::{Future, IntoFuture};
+use std::future::Future;
 use std::os::unix::net::UnixListener;
-use std::time::Duration;
+use std::sync::Arc;
 
 use axum::extract::rejection::{JsonRejection, QueryRejection};
-use axum::extract::{Path, Query, State};
+use axum::extract::{Extension, Path, Query, State};
 use axum::http::StatusCode;
 use axum::response::{IntoResponse, Response};
 use axum::routing::{delete, get, post};
@@ -16,6 +16,9 @@ use utoipa::OpenApi;
 
 use super::capture::Capture;
 use super::client::CAPTURE;
+use super::gate::{self, Gate};
+use super::peer::Peer;
+use super::roles::{Role, Roles};
 use super::types::{
     Counts, Ended, Event, Give, NicView, NodeView, Refused, Relayed, Removed, Status, Stopped, TalkView, Upgrade,
     VniNodeView, VniView, WorkerView,
@@ -70,6 +73,7 @@ impl<T: Serialize> IntoResponse for Answered<T> {
                     No::Unknown(_) => StatusCode::NOT_FOUND,
                     No::Wrong(_) => StatusCode::UNPROCESSABLE_ENTITY,
                     No::Failed { .. } => StatusCode::CONFLICT,
+                    No::Forbidden(_) => StatusCode::FORBIDDEN,
                     No::Ending => StatusCode::SERVICE_UNAVAILABLE,
                 };
                 (status, Json(Refused::from(no))).into_response()
@@ -132,13 +136,19 @@ async fn events(State(door): State<Door>, since: Result<Query<Since>, QueryRejec
 }
 
 #[utoipa::path(post, path = "/v1/nodes/{name}/upgrade", params(("name" = String, Path, description = "a node")), request_body = Upgrade,
-    responses((status = 200, body = Relayed), (status = 404, body = Refused), (status = 409, body = Refused), (status = 422, body = Refused)))]
+    responses((status = 200, body = Relayed), (status = 403, body = Refused), (status = 404, body = Refused), (status = 409, body = Refused), (status = 422, body = Refused)))]
 async fn upgrade(
     State(door): State<Door>,
     Path(node): Path<String>,
+    Extension(role): Extension<Role>,
+    Extension(peer): Extension<Arc<Peer>>,
     body: Result<Json<Upgrade>, JsonRejection>,
 ) -> Answered<Relayed> {
     match words(body) {
+        // To name a program is to do whatever a program can.
+        Ok(Upgrade { with: Some(_), .. }) if role < Role::Administer => {
+            Answered(Err(No::Forbidden(gate::may_not(&peer, Some(role), Role::Administer))))
+        }
         Ok(upgrade) => ask(&door, |answer| Request::Upgrade { node, upgrade, answer }).await,
         Err(no) => Answered(Err(no)),
     }
@@ -285,7 +295,7 @@ async fn not_so() -> Response {
     (StatusCode::METHOD_NOT_ALLOWED, Json(Refused { error, relays: Vec::new() })).into_response()
 }
 
-fn router(door: Door) -> Router {
+fn router(door: Door, gate: Gate) -> Router {
     Router::new()
         .route("/v1/status", get(status))
         .route("/v1/nodes", get(nodes).post(add_node))
@@ -306,35 +316,19 @@ fn router(door: Door) -> Router {
         .route("/openapi.json", get(async || ([("content-type", "application/json")], description())))
         .fallback(nothing_there)
         .method_not_allowed_fallback(not_so)
+        .layer(axum::middleware::from_fn_with_state(gate, gate::guard))
         .with_state(door)
 }
 
-/// How long whoever has asked something may take to read the answer when the daemon ends.
-const LAST: Duration = Duration::from_secs(2);
-
-/// Serves until `over`, and what has begun then to its end, if somebody reads it.
-pub fn serve(
-    listener: UnixListener,
-    door: Door,
-    over: impl Future<Output = ()> + Send + 'static,
-) -> std::io::Result<()> {
+/// Serves those who have these roles, until `over`.
+pub fn serve(listener: UnixListener, roles: Roles, door: Door, over: impl Future<Output = ()>) -> std::io::Result<()> {
     listener.set_nonblocking(true)?;
     let runtime = tokio::runtime::Builder::new_current_thread().enable_io().enable_time().build()?;
     runtime.block_on(async {
         let listener = tokio::net::UnixListener::from_std(listener)?;
-        let (told, is_over) = oneshot::channel::<()>();
-        let serving = axum::serve(listener, router(door)).with_graceful_shutdown(async {
-            over.await;
-            let _ = told.send(());
-        });
-        tokio::select! {
-            served = serving.into_future() => served,
-            // A capture that nobody reads keeps nobody from ending.
-            () = async {
-                let _ = is_over.await;
-                tokio::time::sleep(LAST).await;
-            } => Ok(()),
-        }
+        let gate = Gate::new(roles, door.clone());
+        gate::serve(listener, router(door, gate.clone()), gate, over).await;
+        Ok(())
     })
 }
 

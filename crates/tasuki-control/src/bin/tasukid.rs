@@ -70,13 +70,18 @@ fn open_many() {
     let _ = rustix::process::setrlimit(Resource::Nofile, Rlimit { current: limit.maximum, ..limit });
 }
 
-/// Where HTTP is spoken: for this user alone.
-fn listen(folder: &Path) -> Result<UnixListener> {
+/// Where HTTP is spoken: for this user alone, or for all, of whom the API lets in those who have a role.
+fn listen(folder: &Path, is_for_others: bool) -> Result<UnixListener> {
     let path = place::api_socket(folder);
     // The lock is ours, so what is there is a dead daemon's.
     let _ = std::fs::remove_file(&path);
     let listener = UnixListener::bind(&path).with_context(|| format!("{} cannot be served at", path.display()))?;
-    std::fs::set_permissions(&path, std::fs::Permissions::from_mode(0o600))?;
+    let mode = if is_for_others { 0o666 } else { 0o600 };
+    std::fs::set_permissions(&path, std::fs::Permissions::from_mode(mode))?;
+    if is_for_others {
+        // They find the way, and see nothing else on it.
+        std::fs::set_permissions(folder, std::fs::Permissions::from_mode(0o711))?;
+    }
     Ok(listener)
 }
 
@@ -99,11 +104,12 @@ fn serve(arguments: &Arguments, folder: &Path) -> Result<()> {
     }
     let (sender, requests) = std::sync::mpsc::channel();
     let door = Door::new(sender).context("the kernel has no eventfd left")?;
+    let roles = config.api.clone();
     let mut supervisor = Supervisor::begin(Parts { config, programs, place, door: door.clone(), requests, signals })?;
-    let listener = listen(&folder)?;
+    let listener = listen(&folder, roles.are_given())?;
     let (over, is_over) = tokio::sync::oneshot::channel::<()>();
     let http = std::thread::Builder::new().name("http".to_owned()).spawn(move || {
-        server::serve(listener, door, async {
+        server::serve(listener, roles, door, async {
             let _ = is_over.await;
         })
     });

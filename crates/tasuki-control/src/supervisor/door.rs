@@ -31,6 +31,8 @@ pub enum No {
         /// How far it came.
         relays: Vec<Settled>,
     },
+    /// Whoever asks may not.
+    Forbidden(String),
     /// The daemon ends.
     Ending,
 }
@@ -45,7 +47,7 @@ impl No {
 impl From<No> for Refused {
     fn from(no: No) -> Self {
         match no {
-            No::Unknown(error) | No::Wrong(error) => Refused { error, relays: Vec::new() },
+            No::Unknown(error) | No::Wrong(error) | No::Forbidden(error) => Refused { error, relays: Vec::new() },
             No::Failed { sentence, relays } => Refused { error: sentence, relays },
             No::Ending => {
                 Refused { error: "tasukid is ending; start it again and ask then".to_owned(), relays: Vec::new() }
@@ -113,6 +115,8 @@ pub enum Request {
         missed: u64,
     },
     Stop(Answer<Stopped>),
+    /// Something that people are to find among the events.
+    Note(String),
 }
 
 /// The way in.

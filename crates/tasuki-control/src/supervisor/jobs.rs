@@ -171,6 +171,7 @@ impl Supervisor {
             Request::EndCapture { number, answer } => drop(answer.send(self.end_capture(number))),
             Request::CaptureOver { number, frames, missed } => self.capture_over(number, frames, missed),
             Request::Stop(answer) => self.begin_stopping(answer),
+            Request::Note(sentence) => self.note(About::default(), sentence),
         }
     }
 

@@ -13,7 +13,7 @@ use serde_json::Value;
 use tempfile::TempDir;
 
 const TASUKID: &str = env!("CARGO_BIN_EXE_tasukid");
-const TASUKI: &str = env!("CARGO_BIN_EXE_tasuki");
+pub const TASUKI: &str = env!("CARGO_BIN_EXE_tasuki");
 
 /// How long anything may take on a machine that is busy.
 const LIMIT: Duration = Duration::from_secs(60);

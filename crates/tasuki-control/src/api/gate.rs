@@ -1,0 +1,291 @@
+//! The way in to the API: who comes in, how many at once, how long they may take to say what they want, and what is written down of it.
+
+use std::collections::BTreeMap;
+use std::future::{Future, poll_fn};
+use std::io::Write;
+use std::pin::pin;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
+
+use axum::Router;
+use axum::body::{Body, HttpBody};
+use axum::extract::{Extension, MatchedPath, Request, State};
+use axum::http::{Method, StatusCode};
+use axum::middleware::Next;
+use axum::response::{IntoResponse, Response};
+use hyper::body::Incoming;
+use hyper::server::conn::http1;
+use hyper::service::{Service, service_fn};
+use hyper_util::rt::{TokioIo, TokioTimer};
+use hyper_util::service::TowerToHyperService;
+use tokio::net::{UnixListener, UnixStream};
+use tokio::sync::watch;
+use tokio::task::JoinSet;
+
+use super::peer::Peer;
+use super::roles::{Role, Roles, needed};
+use super::types::Refused;
+use crate::supervisor::door::{Door, Request as Asked};
+
+/// Connections at once,
+const CONNECTIONS_MAX: usize = 256;
+/// and of one user. One who has a role cannot keep out others who have one, and nobody who has none keeps out them.
+const OF_ONE_USER: usize = 64;
+/// How long somebody may take for the head of a request, and to begin with the next one,
+const HEAD_WITHIN: Duration = Duration::from_secs(5);
+/// and for its body.
+const BODY_WITHIN: Duration = Duration::from_secs(5);
+/// Bytes of a body: a node is much less.
+const BODY_MAX: usize = 64 << 10;
+/// How long whoever has asked something may take to read the answer when the daemon ends.
+const LAST: Duration = Duration::from_secs(2);
+/// Lines that one user may have written down at once, and how long one more takes.
+const LINES: f64 = 20.0;
+const LINE_EVERY: Duration = Duration::from_secs(1);
+/// Users whose lines are counted apart.
+const USERS_MAX: usize = 1024;
+
+/// What all connections share.
+#[derive(Debug, Clone)]
+pub struct Gate(Arc<Inner>);
+
+#[derive(Debug)]
+struct Inner {
+    roles: Roles,
+    /// The daemon's user.
+    own: u32,
+    door: Door,
+    seats: Mutex<BTreeMap<u32, usize>>,
+    lines: Mutex<BTreeMap<u32, Bucket>>,
+}
+
+/// A connection's place among those that there may be.
+struct Seat {
+    gate: Gate,
+    uid: u32,
+}
+
+impl Drop for Seat {
+    fn drop(&mut self) {
+        let mut seats = self.gate.seats();
+        if let Some(taken) = seats.get_mut(&self.uid) {
+            *taken -= 1;
+            if *taken == 0 {
+                seats.remove(&self.uid);
+            }
+        }
+    }
+}
+
+impl Gate {
+    /// With these roles, into this loop.
+    pub fn new(roles: Roles, door: Door) -> Self {
+        let own = rustix::process::geteuid().as_raw();
+        Gate(Arc::new(Inner { roles, own, door, seats: Mutex::default(), lines: Mutex::default() }))
+    }
+
+    fn seats(&self) -> MutexGuard<'_, BTreeMap<u32, usize>> {
+        self.0.seats.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// A place for one more, or why there is none.
+    fn seat(&self, uid: u32) -> Result<Seat, String> {
+        let mut seats = self.seats();
+        let own = seats.get(&uid).copied().unwrap_or(0);
+        if own >= OF_ONE_USER {
+            return Err(format!("user {uid} has {own} connections to tasukid, and may have no more; close some"));
+        }
+        // The daemon's own user gets in whoever else is there.
+        if uid != self.0.own && seats.values().sum::<usize>() >= CONNECTIONS_MAX - OF_ONE_USER {
+            return Err("tasukid has as many connections as it takes; ask again later".to_owned());
+        }
+        *seats.entry(uid).or_default() += 1;
+        Ok(Seat { gate: self.clone(), uid })
+    }
+
+    /// Writes down who asked for what, and what became of it.
+    fn write_down(&self, peer: &Peer, asked: &str, outcome: &str, is_last: bool) {
+        let left_out = {
+            let mut lines = self.0.lines.lock().unwrap_or_else(PoisonError::into_inner);
+            if lines.len() >= USERS_MAX && !lines.contains_key(&peer.uid) {
+                lines.clear();
+            }
+            lines.entry(peer.uid).or_insert_with(|| Bucket::full(Instant::now())).take(Instant::now())
+        };
+        let Some(left_out) = left_out else { return };
+        let mut sentence =
+            format!("user {} ({}, process {}) asked {asked}: {outcome}", peer.uid, peer.program, peer.pid);
+        if left_out > 0 {
+            sentence += &format!("; {left_out} of this user's before that were left out");
+        }
+        // When all ends nobody is left to make an event of it.
+        match is_last {
+            true => tracing::info!("{sentence}"),
+            false => self.0.door.put(Asked::Note(sentence)),
+        }
+    }
+}
+
+/// Lines that may be written: so many at once, and one more now and then.
+#[derive(Debug)]
+struct Bucket {
+    lines: f64,
+    since: Instant,
+    left_out: u64,
+}
+
+impl Bucket {
+    fn full(now: Instant) -> Self {
+        Bucket { lines: LINES, since: now, left_out: 0 }
+    }
+
+    /// Whether one more may be written: how many before it were not.
+    fn take(&mut self, now: Instant) -> Option<u64> {
+        let more = now.saturating_duration_since(self.since).div_duration_f64(LINE_EVERY);
+        (self.lines, self.since) = ((self.lines + more).min(LINES), now);
+        if self.lines < 1.0 {
+            self.left_out += 1;
+            return None;
+        }
+        self.lines -= 1.0;
+        Some(std::mem::take(&mut self.left_out))
+    }
+}
+
+fn refusal(status: StatusCode, error: String) -> Response {
+    (status, axum::Json(Refused { error, relays: Vec::new() })).into_response()
+}
+
+/// Lets a request in, if whoever asks may ask that and has said all of it in time, and writes down what changes something or was refused.
+pub async fn guard(
+    State(gate): State<Gate>,
+    Extension(peer): Extension<Arc<Peer>>,
+    request: Request,
+    next: Next,
+) -> Response {
+    let route = request.extensions().get::<MatchedPath>().map(|route| route.as_str().to_owned()).unwrap_or_default();
+    let needed = needed(request.method(), &route);
+    let path: String = request.uri().path().chars().take(200).collect();
+    let asked = format!("{} {path}", request.method());
+    let changes = needed > Role::Read;
+    let role = match gate.0.roles.of(&peer, gate.0.own) {
+        Some(role) if role >= needed => role,
+        role => {
+            gate.write_down(&peer, &asked, "refused", false);
+            return refusal(StatusCode::FORBIDDEN, may_not(&peer, role, needed));
+        }
+    };
+    let (mut parts, body) = request.into_parts();
+    let too_long = || format!("what was sent is no whole body of at most {BODY_MAX} bytes");
+    if body.size_hint().lower() > BODY_MAX as u64 {
+        return refusal(StatusCode::PAYLOAD_TOO_LARGE, too_long());
+    }
+    let bytes = match tokio::time::timeout(BODY_WITHIN, axum::body::to_bytes(body, BODY_MAX)).await {
+        Ok(Ok(bytes)) => bytes,
+        Ok(Err(_)) => return refusal(StatusCode::PAYLOAD_TOO_LARGE, too_long()),
+        Err(_) => return refusal(StatusCode::REQUEST_TIMEOUT, too_slow("body", BODY_WITHIN)),
+    };
+    parts.extensions.insert(role);
+    let is_last = route == "/v1/stop" && parts.method == Method::POST;
+    let answer = next.run(Request::from_parts(parts, Body::from(bytes))).await;
+    if changes {
+        let outcome = if answer.status().is_success() { "done" } else { "refused" };
+        gate.write_down(&peer, &asked, &format!("{outcome} ({})", answer.status().as_u16()), is_last);
+    }
+    answer
+}
+
+/// The sentence for somebody whose role is not enough.
+pub fn may_not(peer: &Peer, role: Option<Role>, needed: Role) -> String {
+    let has = role.map_or("none".to_owned(), |role| format!("{:?}", role.name()));
+    format!(
+        "user {} may not do that: it takes the role {:?}, and this user has {has}; the daemon's configuration says who has which, under [api]",
+        peer.uid,
+        needed.name()
+    )
+}
+
+fn too_slow(what: &str, within: Duration) -> String {
+    format!("the {what} of a request must be here within {} s", within.as_secs())
+}
+
+/// Serves until `over`, and what has begun then to its end, if somebody reads it.
+pub async fn serve(listener: UnixListener, router: Router, gate: Gate, over: impl Future<Output = ()>) {
+    let mut connections = JoinSet::new();
+    let (ends, is_over) = watch::channel(false);
+    let mut over = pin!(over);
+    loop {
+        tokio::select! {
+            () = &mut over => break,
+            Some(_) = connections.join_next() => {}
+            accepted = listener.accept() => match accepted {
+                Ok((stream, _)) => {
+                    connections.spawn(converse(stream, router.clone(), gate.clone(), is_over.clone()));
+                }
+                // No descriptors are left, most of the time: others will end.
+                Err(_) => tokio::time::sleep(Duration::from_millis(100)).await,
+            },
+        }
+    }
+    drop(listener);
+    let _ = ends.send(true);
+    // A capture that nobody reads keeps nobody from ending.
+    let _ = tokio::time::timeout(LAST, async { while connections.join_next().await.is_some() {} }).await;
+}
+
+/// One connection, to its end.
+async fn converse(stream: UnixStream, router: Router, gate: Gate, mut is_over: watch::Receiver<bool>) {
+    let Ok(peer) = Peer::of(&stream) else { return };
+    let _seat = match gate.seat(peer.uid) {
+        Ok(seat) => seat,
+        Err(why) => return hang_up(stream, "503 Service Unavailable", &why),
+    };
+    let peer = Arc::new(peer);
+    let service = service_fn(move |mut request: hyper::Request<Incoming>| {
+        request.extensions_mut().insert(Arc::clone(&peer));
+        Box::pin(TowerToHyperService::new(router.clone()).call(request))
+    });
+    let io = TokioIo::new(stream);
+    let mut serving =
+        http1::Builder::new().timer(TokioTimer::new()).header_read_timeout(HEAD_WITHIN).serve_connection(io, service);
+    let mut is_ending = false;
+    let ended = loop {
+        tokio::select! {
+            ended = poll_fn(|context| serving.poll_without_shutdown(context)) => break ended,
+            _ = is_over.changed(), if !is_ending => {
+                is_ending = true;
+                Pin::new(&mut serving).graceful_shutdown();
+            }
+        }
+    };
+    if ended.is_err_and(|error| error.is_timeout()) {
+        hang_up(serving.into_parts().io.into_inner(), "408 Request Timeout", &too_slow("head", HEAD_WITHIN));
+    }
+}
+
+/// Says why before it hangs up, if that finds room.
+fn hang_up(stream: UnixStream, status: &str, why: &str) {
+    let body = serde_json::to_string(&Refused { error: why.to_owned(), relays: Vec::new() }).expect("plain data");
+    let len = body.len();
+    let text = format!(
+        "HTTP/1.1 {status}\r\ncontent-type: application/json\r\ncontent-length: {len}\r\nconnection: close\r\n\r\n{body}"
+    );
+    if let Ok(mut stream) = stream.into_std() {
+        let _ = stream.write_all(text.as_bytes());
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn lines_beyond_what_one_may_write_are_counted() {
+        let begin = Instant::now();
+        let mut bucket = Bucket::full(begin);
+        let written = (0..100).filter(|_| bucket.take(begin).is_some()).count();
+        assert_eq!((written as f64, bucket.take(begin + LINE_EVERY / 2)), (LINES, None));
+        assert_eq!(bucket.take(begin + LINE_EVERY * 2), Some(81));
+        assert_eq!(bucket.take(begin + LINE_EVERY * 9), Some(0));
+    }
+}

@@ -1,0 +1,80 @@
+//! Who is at the other end of a socket: the kernel wrote that down when it connected, so nobody can be another, also by passing the socket on.
+//!
+//! # Invariants
+//!
+//! - **P1** getsockopt(2) writes at most as many bytes as it is told that there are, and says how many; any bytes are `u32`s.
+#![allow(
+    unsafe_code,
+    reason = "SO_PEERGROUPS, which rustix lacks, and SO_PEERCRED of a process that has no number here"
+)]
+
+use std::io;
+use std::os::fd::{AsFd, AsRawFd};
+
+/// Groups that there is room for at first; most users have less.
+const GROUPS: usize = 32;
+
+/// A process and its user, as they were when it connected.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Peer {
+    /// Its user.
+    pub uid: u32,
+    /// All its groups.
+    pub groups: Vec<u32>,
+    /// Its number; 0 if it is in a world of processes that we do not see.
+    pub pid: u32,
+    /// How its program is called, as far as we know: it can call itself anything.
+    pub program: String,
+}
+
+impl Peer {
+    /// Who connected this socket.
+    pub fn of(socket: impl AsFd) -> io::Result<Self> {
+        let mut known = [0; 3];
+        words(&socket, libc::SO_PEERCRED, &mut known).map_err(|(_, error)| error)?;
+        let [pid, uid, gid] = known;
+        let mut groups = vec![0; GROUPS];
+        let mut count = words(&socket, libc::SO_PEERGROUPS, &mut groups);
+        if let Err((needed, _)) = count.as_ref().map_err(|(needed, error)| (*needed, error.raw_os_error()))
+            && needed > groups.len()
+        {
+            groups.resize(needed, 0);
+            count = words(&socket, libc::SO_PEERGROUPS, &mut groups);
+        }
+        groups.truncate(count.map_err(|(_, error)| error)?);
+        groups.push(gid);
+        let program = std::fs::read_to_string(format!("/proc/{pid}/comm")).unwrap_or_default();
+        let program = program.chars().filter(|c| !c.is_control()).take(32).collect();
+        Ok(Peer { uid, groups, pid, program })
+    }
+}
+
+/// Reads an option of a socket that is made of words; how many there are, also where they do not fit.
+fn words(socket: &impl AsFd, option: libc::c_int, into: &mut [u32]) -> Result<usize, (usize, io::Error)> {
+    let mut len = libc::socklen_t::try_from(size_of_val(into)).unwrap_or(libc::socklen_t::MAX);
+    let fd = socket.as_fd().as_raw_fd();
+    // SAFETY: P1: `into` has `len` bytes, and is ours alone.
+    let done = unsafe { libc::getsockopt(fd, libc::SOL_SOCKET, option, into.as_mut_ptr().cast(), &raw mut len) };
+    let count = len as usize / size_of::<u32>();
+    match done {
+        0 => Ok(count.min(into.len())),
+        _ => Err((count, io::Error::last_os_error())),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::unix::net::UnixStream;
+
+    use super::*;
+
+    #[test]
+    fn who_connects_is_known() {
+        let (ours, _theirs) = UnixStream::pair().unwrap();
+        let peer = Peer::of(&ours).unwrap();
+        assert_eq!((peer.uid, peer.pid), (rustix::process::geteuid().as_raw(), std::process::id()));
+        let mut groups: Vec<u32> = rustix::process::getgroups().unwrap().iter().map(|group| group.as_raw()).collect();
+        groups.push(rustix::process::getegid().as_raw());
+        assert_eq!(peer.groups, groups);
+    }
+}

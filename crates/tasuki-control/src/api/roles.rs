@@ -1,0 +1,153 @@
+//! Who may ask the daemon for what. The daemon's own user and root may all; others what `[api]` in the configuration says.
+
+use axum::http::Method;
+use serde::Deserialize;
+
+use super::peer::Peer;
+
+/// What somebody may do; each may do what stands before it, too.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+pub enum Role {
+    /// See what there is, and what has happened.
+    Read,
+    /// Have workers replaced by the programs that the configuration names, and NICs change hands.
+    Operate,
+    /// Name programs and paths, add and remove nodes, look at frames, and end everything.
+    Administer,
+}
+
+impl Role {
+    /// As it stands in the configuration.
+    pub fn name(self) -> &'static str {
+        match self {
+            Role::Read => "read",
+            Role::Operate => "operate",
+            Role::Administer => "administer",
+        }
+    }
+}
+
+/// Users and groups that may ask.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Deserialize)]
+#[serde(deny_unknown_fields, default)]
+pub struct Roles {
+    /// Who may read,
+    pub read: Vec<Who>,
+    /// who may operate,
+    pub operate: Vec<Who>,
+    /// and who may administer.
+    pub administer: Vec<Who>,
+}
+
+/// A user, or all of a group, by number.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Deserialize)]
+#[serde(try_from = "String")]
+pub enum Who {
+    /// This user.
+    User(u32),
+    /// Whoever is in this group.
+    Group(u32),
+}
+
+impl TryFrom<String> for Who {
+    type Error = String;
+
+    fn try_from(text: String) -> Result<Self, String> {
+        let (of, file) = match text.split_once(':') {
+            Some(("user", name)) if !name.is_empty() => ((Who::User as fn(u32) -> Who, name), "/etc/passwd"),
+            Some(("group", name)) if !name.is_empty() => ((Who::Group as fn(u32) -> Who, name), "/etc/group"),
+            _ => {
+                return Err(format!(
+                    "{text:?} names nobody; write user:NAME or group:NAME, or a number instead of the name"
+                ));
+            }
+        };
+        let (who, name) = of;
+        let number = name.parse().ok().or_else(|| number_of(&std::fs::read_to_string(file).ok()?, name));
+        number.map(who).ok_or_else(|| format!("{text:?} is not in {file}; write a name that is there, or its number"))
+    }
+}
+
+/// The number of a user or a group, as both files have it: name, password, number.
+fn number_of(file: &str, name: &str) -> Option<u32> {
+    let mut rows = file.lines().map(|line| line.split(':').collect::<Vec<_>>());
+    rows.find(|row| row[0] == name)?.get(2)?.parse().ok()
+}
+
+impl Roles {
+    /// Whether anybody but the daemon's own user has one.
+    pub fn are_given(&self) -> bool {
+        !(self.read.is_empty() && self.operate.is_empty() && self.administer.is_empty())
+    }
+
+    /// What somebody may do, if anything; `own` is the daemon's user.
+    pub fn of(&self, peer: &Peer, own: u32) -> Option<Role> {
+        if peer.uid == 0 || peer.uid == own {
+            return Some(Role::Administer);
+        }
+        let is_one_of = |all: &[Who]| {
+            all.iter().any(|who| match who {
+                Who::User(uid) => *uid == peer.uid,
+                Who::Group(gid) => peer.groups.contains(gid),
+            })
+        };
+        let all = [(Role::Administer, &self.administer), (Role::Operate, &self.operate), (Role::Read, &self.read)];
+        all.into_iter().find(|(_, who)| is_one_of(who)).map(|(role, _)| role)
+    }
+}
+
+/// What somebody must be to ask this, by the route that it goes to. An upgrade that names a program takes more: its handler sees to that.
+pub fn needed(method: &Method, route: &str) -> Role {
+    match (method, route) {
+        (_, "/v1/nodes/{name}/capture" | "/v1/nics/{name}/capture") => Role::Administer,
+        (&Method::GET | &Method::HEAD, _) => Role::Read,
+        (&Method::POST, "/v1/nodes/{name}/upgrade" | "/v1/nics/{name}/give") => Role::Operate,
+        _ => Role::Administer,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn peer(uid: u32, groups: &[u32]) -> Peer {
+        Peer { uid, groups: groups.to_vec(), pid: 1, program: String::new() }
+    }
+
+    #[test]
+    fn nobody_may_anything_but_root_and_the_daemons_own_user() {
+        let roles = Roles::default();
+        let of = |uid, groups: &[u32]| roles.of(&peer(uid, groups), 1000);
+        assert_eq!((of(0, &[]), of(1000, &[5])), (Some(Role::Administer), Some(Role::Administer)));
+        assert_eq!((of(1001, &[0, 1000]), roles.are_given()), (None, false));
+    }
+
+    #[test]
+    fn the_most_that_somebody_may_counts() {
+        let who = |text: &str| Who::try_from(text.to_owned());
+        let roles = Roles {
+            read: vec![who("group:7").unwrap()],
+            operate: vec![who("user:8").unwrap()],
+            administer: vec![who("group:9").unwrap()],
+        };
+        let of = |uid, groups: &[u32]| roles.of(&peer(uid, groups), 1000);
+        assert_eq!(
+            [of(5, &[6, 7]), of(8, &[7]), of(8, &[9]), of(9, &[8])],
+            [Some(Role::Read), Some(Role::Operate), Some(Role::Administer), None]
+        );
+        assert!(Role::Read < Role::Operate && Role::Operate < Role::Administer && roles.are_given());
+        assert_eq!((who("user:root"), who("group:root")), (Ok(Who::User(0)), Ok(Who::Group(0))));
+        assert!(who("group:no such group").unwrap_err().contains("is not in /etc/group"));
+        assert!(who("root").unwrap_err().contains("write user:NAME or group:NAME"));
+    }
+
+    #[test]
+    fn what_is_new_takes_an_administrator() {
+        assert_eq!(needed(&Method::GET, "/v1/status"), Role::Read);
+        assert_eq!(needed(&Method::GET, "/v1/nics/{name}/capture"), Role::Administer);
+        assert_eq!(needed(&Method::HEAD, "/v1/nodes/{name}/capture"), Role::Administer);
+        assert_eq!(needed(&Method::POST, "/v1/nics/{name}/give"), Role::Operate);
+        assert_eq!(needed(&Method::DELETE, "/v1/nodes/{name}"), Role::Administer);
+        assert_eq!(needed(&Method::POST, "/v1/anything"), Role::Administer);
+    }
+}

@@ -1,0 +1,143 @@
+//! Who asks the daemon: users with a role and without, and those who say nothing, too slowly, or too much at once. Needs root, to be others.
+
+use std::fs::{self, Permissions};
+use std::io::{Read, Write};
+use std::os::unix::fs::PermissionsExt;
+use std::os::unix::net::UnixStream;
+use std::os::unix::process::CommandExt;
+use std::process::{Command, Output};
+
+use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
+
+use super::rig::{NODES, Rig, TASUKI, until};
+
+/// A user who is none of the machine's.
+const STRANGER: u32 = 61_234;
+
+/// A daemon with these roles, to which a stranger finds the way; nothing where nobody may become another.
+fn rig(roles: &str) -> Option<Rig> {
+    if !rustix::process::geteuid().is_root() {
+        println!("skipped: needs root, to become another user");
+        return None;
+    }
+    let mut rig = Rig::without_daemon(NODES, "");
+    rig.configure(|text| format!("{text}\n[api]\n{roles}\n"));
+    fs::set_permissions(rig.path(""), Permissions::from_mode(0o711)).expect("a mode");
+    fs::copy(TASUKI, rig.path("tasuki")).expect("a copy");
+    rig.start();
+    rig.await_pair("red");
+    Some(rig)
+}
+
+/// The same, with other roles.
+fn change_roles(rig: &mut Rig, roles: &str) {
+    rig.kill_daemon();
+    rig.configure(|text| format!("{}[api]\n{roles}\n", text.split("[api]").next().unwrap_or_default()));
+    rig.start();
+    rig.await_pair("red");
+}
+
+/// The command line of a stranger, who is in this group.
+fn stranger(rig: &Rig, group: u32, words: &[&str]) -> Output {
+    let mut command = Command::new(rig.path("tasuki"));
+    command.uid(STRANGER).gid(group).arg("--dir").arg(rig.dir()).args(words).output().expect("a program")
+}
+
+fn may(rig: &Rig, words: &[&str]) {
+    let output = stranger(rig, STRANGER, words);
+    assert!(output.status.success(), "{words:?}: {output:?}\n{}", rig.log());
+}
+
+fn may_not(rig: &Rig, words: &[&str], part: &str) {
+    let output = stranger(rig, STRANGER, words);
+    let said = String::from_utf8_lossy(&output.stderr).into_owned();
+    assert!(!output.status.success() && said.contains(part), "{words:?}: {said}\n{}", rig.log());
+    assert_eq!(said.lines().count(), 1, "{said}");
+}
+
+#[test]
+fn what_a_user_may_ask_is_what_its_role_says() {
+    let Some(mut rig) = rig("") else { return };
+    let with = rig.program("other", "");
+    let with = with.to_str().expect("a path").to_owned();
+    may_not(&rig, &["status"], "you may not talk to the tasukid");
+    change_roles(&mut rig, "operate = [\"user:61235\"]");
+    may_not(&rig, &["status"], "user 61234 may not do that: it takes the role \"read\", and this user has none");
+    rig.await_event("user 61234 (tasuki, process ");
+    rig.await_event("asked GET /v1/status: refused");
+    change_roles(&mut rig, "read = [\"user:61234\"]");
+    may(&rig, &["status"]);
+    may_not(&rig, &["worker", "upgrade", "red"], "it takes the role \"operate\", and this user has \"read\"");
+    change_roles(&mut rig, "read = [\"group:61234\"]\noperate = [\"user:61234\"]");
+    may(&rig, &["worker", "upgrade", "red"]);
+    rig.await_event("asked POST /v1/nodes/red/upgrade: done (200)");
+    for words in [
+        &["worker", "upgrade", "red", "--with", &with][..],
+        &["stop"],
+        &["node", "remove", "green"],
+        &["capture", "red", "--count", "1"],
+    ] {
+        may_not(&rig, words, "it takes the role \"administer\", and this user has \"operate\"");
+    }
+    change_roles(&mut rig, "administer = [\"group:61236\"]");
+    let output = stranger(&rig, 61_236, &["worker", "upgrade", "red", "--with", &with]);
+    assert!(output.status.success(), "{output:?}\n{}", rig.log());
+    may_not(&rig, &["status"], "this user has none");
+}
+
+/// What comes back on a connection to which this was written, until the daemon hangs up.
+fn say(rig: &Rig, text: &str) -> String {
+    let mut stream = UnixStream::connect(rig.dir().join("api.sock")).expect("a daemon");
+    stream.write_all(text.as_bytes()).expect("room");
+    let mut answer = String::new();
+    stream.read_to_string(&mut answer).expect("an answer");
+    answer
+}
+
+#[test]
+fn one_who_says_too_little_or_too_much_is_told_so_and_others_are_served() {
+    let rig = Rig::new();
+    std::thread::scope(|scope| {
+        for (text, status, part) in [
+            ("", "408", "the head of a request must be here within 5 s"),
+            ("GET /v1/status HT", "408", "the head of a request must be here within 5 s"),
+            (
+                "POST /v1/nodes/red/upgrade HTTP/1.1\r\ncontent-length: 9\r\n\r\n{",
+                "408",
+                "the body of a request must be here",
+            ),
+            (
+                "POST /v1/nodes/red/upgrade HTTP/1.1\r\ncontent-length: 99999999\r\n\r\n{",
+                "413",
+                "no whole body of at most 65536 bytes",
+            ),
+        ] {
+            let rig = &rig;
+            scope.spawn(move || {
+                let answer = say(rig, text);
+                assert!(
+                    answer.starts_with(&format!("HTTP/1.1 {status} ")) && answer.contains(part),
+                    "{text}: {answer}"
+                );
+            });
+        }
+        rig.await_pair("red");
+    });
+}
+
+#[test]
+fn a_thousand_connections_of_one_user_keep_out_that_user_alone() {
+    let Some(rig) = rig("read = [\"user:61234\"]") else { return };
+    let limit = getrlimit(Resource::Nofile);
+    setrlimit(Resource::Nofile, Rlimit { current: limit.maximum, ..limit }).expect("a limit");
+    let mut all = Vec::new();
+    for _ in 0..1000 {
+        all.push(UnixStream::connect(rig.dir().join("api.sock")).expect("a daemon"));
+    }
+    let mut said = String::new();
+    all.pop().expect("the last").read_to_string(&mut said).expect("an answer");
+    assert!(said.starts_with("HTTP/1.1 503 ") && said.contains("user 0 has 64 connections to tasukid"), "{said}");
+    may(&rig, &["status"]);
+    drop(all);
+    until(&rig, "there is room again", || rig.tasuki(&["status"]).status.success());
+}
