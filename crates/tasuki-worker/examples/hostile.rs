@@ -18,7 +18,7 @@ use tasuki_worker::{Fate, Program, Transactional, Turn};
 fn try_it(attack: &str, argument: &str) -> libc::c_long {
     let number: libc::c_long = argument.parse().unwrap_or_default();
     let call = |call, [a, b, c, d]: [libc::c_long; 4]| {
-        // SAFETY: H1.
+        // SAFETY: what an argument points at is alive here, and as the call expects it (H1).
         unsafe { libc::syscall(call, a, b, c, d) }
     };
     let fcntl = |command: libc::c_int, value| call(libc::SYS_fcntl, [0, command.into(), value, 0]);
@@ -26,7 +26,7 @@ fn try_it(attack: &str, argument: &str) -> libc::c_long {
     let limits = std::ptr::from_ref(&no_files) as libc::c_long;
     let map = |protection| {
         let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS;
-        // SAFETY: H1.
+        // SAFETY: a new mapping at an address of the kernel's choice, in which nothing lies (H1).
         let page = unsafe { libc::mmap(std::ptr::null_mut(), 4096, protection, flags, -1, 0) };
         page as libc::c_long
     };

@@ -20,7 +20,7 @@ const ROOM: usize = 1 << 20;
 #[cfg(target_env = "gnu")]
 fn keep_heap() {
     for (what, value) in [(libc::M_TRIM_THRESHOLD, i32::MAX), (libc::M_MMAP_THRESHOLD, 4 << 20)] {
-        // SAFETY: W2.
+        // SAFETY: it sets two numbers of the allocator, and moves nothing that is in use (W2).
         unsafe { libc::mallopt(what, value) };
     }
     drop(std::hint::black_box(vec![1_u8; ROOM]));
@@ -37,7 +37,7 @@ pub fn up() {
     let Ok(maps) = std::fs::read_to_string("/proc/self/maps") else { return };
     for (start, len, advice) in maps.lines().filter_map(range) {
         let address = std::ptr::without_provenance_mut(start);
-        // SAFETY: W1.
+        // SAFETY: the range is mapped, and what stands there is not changed (W1).
         let _ = unsafe { rustix::mm::madvise(address, len, advice) };
     }
 }

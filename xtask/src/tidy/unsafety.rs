@@ -1,6 +1,6 @@
 //! Unsafe code stands where ARCHITECTURE.md says it may, and is argued for.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 
 use crate::tidy::source::{Source, find_word, is_word};
 use crate::tidy::{File, Finding};
@@ -13,12 +13,15 @@ const HEADING: &str = "## Where unsafe is allowed";
 /// How far above an unsafe block its SAFETY comment may begin, in lines: a checklist of ten points.
 const ABOVE: usize = 14;
 
+/// Words that an argument has at least, beside the tag: "as above".
+const ARGUMENT: usize = 2;
+
 pub fn check(sources: &[Source], files: &[File]) -> Vec<Finding> {
     let document = files.iter().find(|file| file.path == DOCUMENT);
     let listed = document.map(|file| listed(&file.text)).unwrap_or_default();
     let mut findings = Vec::new();
     for source in sources {
-        findings.extend(unargued(source));
+        findings.extend(unargued(source, &defined_for(source, sources)));
         if let Some(line) = first_unsafe(source)
             && !listed.contains_key(source.path)
         {
@@ -74,8 +77,26 @@ fn is_unsafe(code: &str) -> bool {
     next.starts_with('{') || find_word(next, "impl") == Some(0)
 }
 
-/// The unsafe blocks and implementations without a SAFETY comment that cites an invariant.
-fn unargued(source: &Source) -> Vec<Finding> {
+/// The tags of the invariants that a file may cite: its own, and those of the modules that it is part of.
+fn defined_for<'a>(source: &Source<'a>, sources: &'a [Source<'a>]) -> BTreeSet<&'a str> {
+    let is_around = |other: &&Source| {
+        let module = other.path.strip_suffix(".rs").unwrap_or(other.path);
+        let module = module.strip_suffix("/mod").unwrap_or(module);
+        other.path == source.path || source.path.strip_prefix(module).is_some_and(|rest| rest.starts_with('/'))
+    };
+    let lines = sources.iter().filter(is_around).flat_map(|other| &other.lines);
+    lines.filter_map(|line| definition(&line.comment)).collect()
+}
+
+/// The tag that a line "- **M1** …" defines.
+fn definition(comment: &str) -> Option<&str> {
+    let (_, after) = comment.split_once("- **")?;
+    let (tag, _) = after.split_once("** ")?;
+    is_tag(tag).then_some(tag)
+}
+
+/// The unsafe blocks and implementations without a SAFETY comment that argues, from invariants that there are.
+fn unargued(source: &Source, defined: &BTreeSet<&str>) -> Vec<Finding> {
     let mut findings = Vec::new();
     for (number, _) in source.numbered().filter(|(_, line)| is_unsafe(&line.code)) {
         let above = &source.lines[number.saturating_sub(ABOVE + 1)..number];
@@ -83,20 +104,31 @@ fn unargued(source: &Source) -> Vec<Finding> {
             findings.push(Finding::new(source.path, number, "say in a SAFETY comment right above why this is sound"));
             continue;
         };
-        if !above[begin..].iter().any(|line| cites_invariant(&line.comment)) {
-            let advice = "let the SAFETY comment cite the numbered invariant that it rests on, like M1";
-            findings.push(Finding::new(source.path, number, advice));
-        }
+        let words = || above[begin..].iter().flat_map(|line| line.comment.split(|c| !is_word(c)));
+        let words = || words().filter(|word| !word.is_empty() && *word != "SAFETY");
+        let mut tags = words().filter(|word| is_tag(word)).peekable();
+        let advice = match tags.peek() {
+            None => "let the SAFETY comment cite the numbered invariant that it rests on, like M1".to_owned(),
+            Some(_) => match tags.find(|tag| !defined.contains(tag)) {
+                Some(tag) => {
+                    format!("{tag} is defined neither here nor in a module around this: say it, as \"- **{tag}** …\"")
+                }
+                None if words().filter(|word| !is_tag(word)).count() < ARGUMENT => {
+                    "a tag alone is no argument: let the SAFETY comment say why the invariant makes this sound"
+                        .to_owned()
+                }
+                None => continue,
+            },
+        };
+        findings.push(Finding::new(source.path, number, advice));
     }
     findings
 }
 
-/// Whether a text has a word like `M1` or `R12`: one capital letter, then digits.
-fn cites_invariant(text: &str) -> bool {
-    text.split(|c| !is_word(c)).any(|word| {
-        let digits = word.strip_prefix(|c: char| c.is_ascii_uppercase());
-        digits.is_some_and(|digits| !digits.is_empty() && digits.bytes().all(|digit| digit.is_ascii_digit()))
-    })
+/// Whether a word is a tag like `M1` or `R12`: one capital letter, then digits.
+fn is_tag(word: &str) -> bool {
+    let digits = word.strip_prefix(|c: char| c.is_ascii_uppercase());
+    digits.is_some_and(|digits| !digits.is_empty() && digits.bytes().all(|digit| digit.is_ascii_digit()))
 }
 
 #[cfg(test)]
@@ -112,8 +144,7 @@ mod tests {
         check(&sources, files).iter().map(ToString::to_string).collect()
     }
 
-    const ARGUED: &str =
-        "#![allow(unsafe_code, reason = \"maps memory\")]\n// SAFETY: mapped (M1).\nunsafe { map() }\n";
+    const ARGUED: &str = "//! - **M1** It stays.\n#![allow(unsafe_code, reason = \"maps memory\")]\n// SAFETY: it is mapped (M1).\nunsafe { map() }\n";
 
     fn document(lines: &str) -> File {
         file(
@@ -133,7 +164,7 @@ mod tests {
     fn an_unlisted_file_is_found() {
         let found = advice(&[file("a.rs", ARGUED), document("")]);
         assert_eq!(found.len(), 1, "{found:?}");
-        assert!(found[0].starts_with("a.rs:1: this file has unsafe code"), "{found:?}");
+        assert!(found[0].starts_with("a.rs:2: this file has unsafe code"), "{found:?}");
         assert_eq!(advice(&[file("a.rs", ARGUED)]), found, "a missing document lists nothing");
     }
 
@@ -158,12 +189,30 @@ mod tests {
 
     #[test]
     fn an_argument_cites_an_invariant_and_stands_close() {
-        let found = |text: &str| unargued(&Source::read(&file("a.rs", text))).len();
+        let defined = BTreeSet::from(["M1", "R12"]);
+        let found = |text: &str| unargued(&Source::read(&file("a.rs", text)), &defined).len();
         assert_eq!(found("// SAFETY:\n// - in bounds: R12.\nunsafe { f() }"), 0);
+        assert_eq!(found("// SAFETY: in bounds (R13).\nunsafe { f() }"), 1);
+        assert_eq!(found("// SAFETY: in bounds (M1, R13).\nunsafe { f() }"), 1);
+        assert_eq!(found("// SAFETY: M1.\nunsafe { f() }"), 1);
+        assert_eq!(found("// SAFETY: as above (M1).\nunsafe { f() }"), 0);
         assert_eq!(found("// SAFETY: it is fine.\nunsafe { f() }"), 1);
         assert_eq!(found("// In bounds: M1.\nunsafe impl Send for A {}"), 1);
-        assert_eq!(found(&format!("// SAFETY: M1.\n{}unsafe {{ f() }}", "x;\n".repeat(ABOVE - 1))), 0);
-        assert_eq!(found(&format!("// SAFETY: M1.\n{}unsafe {{ f() }}", "x;\n".repeat(ABOVE))), 1);
+        assert_eq!(found(&format!("// SAFETY: by rule M1.\n{}unsafe {{ f() }}", "x;\n".repeat(ABOVE - 1))), 0);
+        assert_eq!(found(&format!("// SAFETY: by rule M1.\n{}unsafe {{ f() }}", "x;\n".repeat(ABOVE))), 1);
+    }
+
+    #[test]
+    fn an_invariant_is_defined_in_the_file_or_around_it() {
+        let cites = "#![allow(unsafe_code)]\n// SAFETY: it stays mapped (M1).\nunsafe { f() }\n";
+        let defines = "//! - **M1** It stays.\n";
+        let list = || document("- `a/b.rs`: x");
+        let found = |path: &str, text: &str| advice(&[file("a/b.rs", cites), file(path, text), list()]).len();
+        assert_eq!(found("a.rs", defines), 0);
+        assert_eq!(found("a/mod.rs", defines), 0);
+        assert_eq!(found("a.rs", "//! M1 is what it rests on."), 1);
+        assert_eq!(found("a/c.rs", defines), 1, "another module's");
+        assert_eq!(found("b.rs", defines), 1);
     }
 
     #[test]

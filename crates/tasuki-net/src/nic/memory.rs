@@ -104,7 +104,7 @@ impl NicMemory {
     /// New memory: `slots` for frames and `rings_len` bytes for the rings, which the card sees at `at` (a multiple of a page).
     pub fn create(slots: Geometry, rings_len: usize, at: Iova) -> Result<Self, RegionError> {
         let rings = Region::create("tasuki-nic-rings", rings_len.next_multiple_of(PAGE_LEN), Pages::Small)?;
-        // SAFETY: N1.
+        // SAFETY: the card, which alone is lent slots, writes no others (N1).
         let arena = unsafe { Arena::for_device("tasuki-nic-frames", slots, slot_table(slots)?) }?;
         let book = Region::create("tasuki-nic-ledger", LEDGER_LEN, Pages::Small)?;
         let ledger = Ledger::over(&book)?;
@@ -174,7 +174,7 @@ impl NicMemory {
         if !at.0.is_multiple_of(PAGE_LEN as u64) || at.0.checked_add(len).is_none() {
             return impossible("the address at which the card sees it", at.0);
         }
-        // SAFETY: N1 for the card, N2 for the giver.
+        // SAFETY: the card writes no slots but those that it is lent (N1), and the giver none any more (N2).
         let arena = unsafe { Arena::adopt_for_device(frames, slots, slot_table(slots)?, []) }?;
         let ledger = Ledger::over(&book)?;
         Ok(NicMemory { arena, rings, at, book, ledger })
