@@ -16,7 +16,7 @@
 
 use tasuki_shm::line::{LINE_WORDS, Line};
 use tasuki_shm::region::Span;
-use tasuki_shm::sync::{Acquire, AtomicU64, Relaxed, Release};
+use tasuki_shm::sync::{Acquire, AtomicU64, Relaxed, Release, fence};
 use tasuki_shm::vni::estate::LEDGER_LINES;
 
 const READ: usize = 0;
@@ -37,6 +37,13 @@ pub struct Ledger {
     held: usize,
 }
 
+/// Stores a word behind all that was stored before, and before all that is stored from here on (E3 of nic/ledger.rs).
+#[inline(always)]
+fn settle(word: &AtomicU64, value: u64) {
+    word.store(value, Release);
+    fence(Release);
+}
+
 impl Ledger {
     /// That of an estate, with what a predecessor has left there.
     pub fn over(lines: Span<Line>) -> Self {
@@ -52,14 +59,14 @@ impl Ledger {
 
     /// Nothing of it is about the client that comes now.
     pub fn begin(&mut self) {
-        self.word(READ).store(0, Release);
+        settle(self.word(READ), 0);
         self.shown();
     }
 
     /// Frames from index `from` up to `to` were read, and are sent on.
     #[inline]
     pub fn read(&self, from: u16, to: u16) {
-        self.word(READ).store(STANDS | u64::from(to) << 16 | u64::from(from), Release);
+        settle(self.word(READ), STANDS | u64::from(to) << 16 | u64::from(from));
     }
 
     /// The last indices that were [read](Self::read).
@@ -79,7 +86,7 @@ impl Ledger {
         }
         self.word(HELD_AT + self.held).store(u64::from(len) << 32 | u64::from(index), Relaxed);
         self.held += 1;
-        self.word(COUNT).store(self.held as u64, Release);
+        settle(self.word(COUNT), self.held as u64);
         true
     }
 
@@ -87,7 +94,7 @@ impl Ledger {
     #[inline]
     pub fn shown(&mut self) {
         self.held = 0;
-        self.word(COUNT).store(0, Release);
+        settle(self.word(COUNT), 0);
     }
 
     /// What a predecessor was about to write over, or had.

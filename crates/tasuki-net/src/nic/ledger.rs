@@ -26,11 +26,13 @@
 //!
 //! - **E1** One process writes it: whoever holds the lease of the NIC. A successor reads it when it has the lease.
 //! - **E2** What it says is a claim: a successor makes a sash of it, which is checked as any other.
-//! - **E3** Stores become visible in the order of the program, for a process that dies no less than for one that lives: a commit is
-//!   stored with Release, and the kernel ends a process between two instructions.
+//! - **E3** Stores become visible in the order of the program, for a process that dies no less than for one that lives. What a word speaks of is
+//!   stored before it (Release), and what is stored next, into the copy that was valid until then, into a frame that was saved, or to the card, stays
+//!   behind it: a Release store alone lets later stores go before it, so a release fence follows. On x86-64 that is the compiler's order and no
+//!   instruction. The kernel ends a process between two instructions.
 
-use std::sync::atomic::AtomicU64;
 use std::sync::atomic::Ordering::{Acquire, Relaxed, Release};
+use std::sync::atomic::{AtomicU64, fence};
 
 use tasuki_shm::arena::Slot;
 use tasuki_shm::crash;
@@ -77,6 +79,13 @@ const _: () = assert!((TABLES_AT + RINGS * TABLE) * 8 <= LEDGER_LEN);
 #[derive(Debug)]
 pub struct Ledger(Span<AtomicU64>);
 
+/// Stores a word behind all that was stored before, and before all that is stored from here on (E3).
+#[inline(always)]
+fn settle(word: &AtomicU64, value: u64) {
+    word.store(value, Release);
+    fence(Release);
+}
+
 impl Ledger {
     /// That of the NIC whose memory this is part of.
     pub fn over(region: &Region) -> Result<Self, RegionError> {
@@ -100,12 +109,12 @@ impl Ledger {
     /// A driver runs from here on, or none does.
     pub fn belongs(&self, to: Option<(u32, u32)>) {
         let word = to.map_or(0, |(kind, version)| u64::from(kind) << 32 | u64::from(version));
-        self.0[WHOSE].store(word, Release);
+        settle(&self.0[WHOSE], word);
     }
 
     /// The driver has the card halted from here on, or may, or it has it run again.
     pub fn halted(&self, is: bool) {
-        self.0[HALTED].store(is.into(), Release);
+        settle(&self.0[HALTED], is.into());
     }
 
     /// Whether the card may be halted.
@@ -126,8 +135,7 @@ impl Ledger {
         let at = if commits & 1 == 0 { CURSORS_AT } else { CURSORS_AT + LINE };
         (0..CURSORS).for_each(|i| head[at + i].store(cursors[i], Relaxed));
         crash::point("nic.written");
-        // E3
-        head[COMMITS].store(commits, Release);
+        settle(&head[COMMITS], commits);
     }
 
     /// The cursors of the last commit.
@@ -143,8 +151,7 @@ impl Ledger {
         let (words, _) = bytes.as_chunks::<8>();
         let copy = self.0[at..at + SELDOM].iter().zip(words);
         copy.for_each(|(place, word)| place.store(u64::from_ne_bytes(*word), Relaxed));
-        // E3
-        self.0[VALID].store(next, Release);
+        settle(&self.0[VALID], next);
     }
 
     /// How often was committed what is handled or given: see [`Transactional::turns`](crate::port::Transactional::turns).
@@ -166,8 +173,8 @@ impl Ledger {
         let saved = &self.0[UNDO_AT + place * SAVED..][..SAVED];
         saved.iter().zip(head).for_each(|(place, word)| place.store(word, Relaxed));
         crash::point("nic.saving");
-        // E3. What stood there before was of a frame that has been handled.
-        self.0[KEYS_AT + place].store(u64::from(position) + 1, Release);
+        // What stood there before was of a frame that has been handled.
+        settle(&self.0[KEYS_AT + place], u64::from(position) + 1);
     }
 
     /// The positions of `queue` whose frames' heads are saved, long handled ones among them.

@@ -21,7 +21,7 @@ use tasuki_shm::crash;
 use tasuki_shm::line::{LINE_WORDS, Line};
 use tasuki_shm::region::Span;
 use tasuki_shm::ring::{Message, Producer};
-use tasuki_shm::sync::{Acquire, AtomicU64, Relaxed, Release};
+use tasuki_shm::sync::{Acquire, AtomicU64, Relaxed, Release, fence};
 use tasuki_shm::vni::NODES_MAX;
 use tasuki_shm::vni::estate::{Estate, LEDGER_LINES};
 
@@ -119,8 +119,9 @@ impl Ledger {
         (self.turns, self.given) = (self.turns + 1, self.given + given);
         self.put(GIVEN + usize::from(self.turns & 1 == 1), self.given);
         point("vni.written");
-        // V5: stores become visible in the order of the program, also of one that dies.
+        // V5: stores become visible in the order of the program, also of one that dies: what is done next stays behind this (E3 of nic/ledger.rs).
         self.word(TURNS).store(self.turns, Release);
+        fence(Release);
         point("vni.committed");
     }
 
@@ -129,6 +130,8 @@ impl Ledger {
     pub(super) fn done(&self) {
         point("vni.done");
         self.word(DONE).store(self.turns, Release);
+        // Nothing of the next turn stands before that.
+        fence(Release);
     }
 
     /// Does what a predecessor may not have come to do. What stands here was written by a worker of this node: it is held against what there is, and no
