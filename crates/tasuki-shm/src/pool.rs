@@ -226,9 +226,11 @@ pub struct Pool {
 
 #[cfg(not(loom))]
 impl Pool {
-    /// A pool of all pages of `region`, which nobody else writes; all of them are free. The generations stand in `generations`, in other memory of
-    /// ours.
-    pub fn new(region: Region, generations: Span<Line>) -> Result<Self, RegionError> {
+    /// A pool of all pages of `region`; all of them are free. The generations stand in `generations`, in other memory of ours.
+    ///
+    /// # Safety
+    /// Nobody else writes `region`, in this process or another, while the pool lives (P1).
+    pub unsafe fn new(region: Region, generations: Span<Line>) -> Result<Self, RegionError> {
         let len = region.len();
         let pages = u32::try_from(len / PAGE_LEN).unwrap_or(u32::MAX);
         // A piece names a byte with 32 bits.
@@ -295,7 +297,7 @@ impl Pool {
             "{len} bytes from {at} on in {} pages",
             run.count
         );
-        // SAFETY: nobody but us writes a pool (P1), and what is lent of it is lent one at a time, by `&mut self`.
+        // SAFETY: nobody but us writes a pool, by the word of its maker (P1), and what is lent of it is lent one at a time, by `&mut self`.
         let bytes = unsafe { self.region.bytes_of_owner(run.first as usize * PAGE_LEN + at, len) };
         bytes.expect("a run lies in its pool")
     }
@@ -427,7 +429,8 @@ mod tests {
         let lines = generation_lines(pages);
         let claims = PeerRegion::map_kept(control.fd(), control.len()).unwrap().claims(0, lines).unwrap();
         let peer = PeerPool::new(PeerRegion::map_kept(region.fd(), region.len()).unwrap(), claims).unwrap();
-        (Pool::new(region, control.span(0, lines).unwrap()).unwrap(), peer)
+        // SAFETY: made here, and nobody else has it to be written (P1).
+        (unsafe { Pool::new(region, control.span(0, lines).unwrap()) }.unwrap(), peer)
     }
 
     fn memory(pages: u32) -> Region {
@@ -439,7 +442,8 @@ mod tests {
         let region = memory(8);
         let lent = region.span::<Line>(0, 1).unwrap();
         let generations = memory(1).span(0, 1).unwrap();
-        assert!(Pool::new(region, generations).is_err());
+        // SAFETY: made here, and nobody else has it (P1).
+        assert!(unsafe { Pool::new(region, generations) }.is_err());
         drop(lent);
     }
 

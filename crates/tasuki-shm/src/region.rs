@@ -8,9 +8,11 @@
 //! - **M1** A mapping's `base` is page-aligned and stays mapped for `len` bytes until `Mapping` is dropped.
 //! - **M2** No reference to plain data is made in memory that another process can write: what is lent out is atomics, or,
 //!   for memory that only we can write, bytes whose owner the arena knows.
-//! - **M3** The memory behind a mapping cannot shrink, nor have holes punched into it: the memfd carries `F_SEAL_SHRINK`, and a
-//!   peer's `F_SEAL_FUTURE_WRITE` too (a hole in huge pages is filled only while the pool lasts) or none but small pages, checked before
-//!   it is mapped, so a load inside `len` never raises SIGBUS.
+//! - **M3** A load or store inside a mapping never raises SIGBUS: the memory cannot shrink (`F_SEAL_SHRINK`), and what others may punch holes into has
+//!   none but small pages, for a hole in huge ones is filled only while the pool of those lasts. Checked before anybody else's memory is mapped:
+//!   a peer's carries `F_SEAL_FUTURE_WRITE`, under which nobody punches holes, or has small pages; what we adopt has small pages; what we make
+//!   on huge ones is ours to punch, and that of those to whom we hand it to be written. A hole that is filled is charged to who fills it: see
+//!   docs/design/threat-model.md.
 #![allow(unsafe_code, reason = "mmap, mprotect, and the lending of atomics out of a mapping")]
 
 use std::io;
@@ -289,9 +291,10 @@ impl Region {
         }
     }
 
-    /// Maps writable a region that another process made and lets us write.
+    /// Maps writable a region that another process made and lets us write. Whoever else has its descriptor may write it, too, and punch holes into
+    /// it: so no page of it may be a huge one (M3), and what is lent of it to be written, but for atomics, is lent by `unsafe` alone (M2).
     pub fn adopt(memory: OwnedFd) -> Result<Self, RegionError> {
-        let (len, _) = sealed_len(memory.as_fd(), SealFlags::empty())?;
+        let len = kept_len(memory.as_fd())?;
         let mapping = Mapping::new(memory.as_fd(), len, ProtFlags::READ | ProtFlags::WRITE)?;
         Ok(Region { mapping: Arc::new(mapping), memory, huge: false })
     }
@@ -732,6 +735,17 @@ mod tests {
     fn memory_that_others_may_come_to_write_is_refused() {
         let ours = Region::create("test", 4096, Pages::Small).unwrap();
         assert!(matches!(PeerRegion::map(ours.fd(), 4096), Err(RegionError::Unguarded)));
+    }
+
+    #[test]
+    fn m3_huge_pages_that_others_can_punch_are_not_adopted() {
+        // Without a page in the pool: none is needed for a file that nobody has touched.
+        let flags = MemfdFlags::ALLOW_SEALING | MemfdFlags::HUGETLB | MemfdFlags::HUGE_2MB;
+        let memory = rustix::fs::memfd_create("test", flags).unwrap();
+        rustix::fs::ftruncate(&memory, HUGE_PAGE_LEN as u64).unwrap();
+        rustix::fs::fcntl_add_seals(&memory, SealFlags::SHRINK).unwrap();
+        assert!(matches!(PeerRegion::map_kept_whole(memory.as_fd()), Err(RegionError::Unguarded)));
+        assert!(matches!(Region::adopt(memory), Err(RegionError::Unguarded)));
     }
 
     #[test]

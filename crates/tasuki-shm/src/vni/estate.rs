@@ -5,6 +5,13 @@
 //! keeps its descriptors, and a successor goes on where its predecessor stopped. Memory is allocated page by page where it is first written, so
 //! a ring that nobody uses costs nothing.
 //!
+//! # Invariants
+//!
+//! - **K1** The keeper gives descriptors by which an estate can be written to one worker of its node after another, and to the next only when the one
+//!   before can write no more: it has passed the lease on, and touches nothing from then on, or it is dead. Everybody else's can only be read
+//!   through ([`EstateFds::to_read`]). That is a promise, as a giver's of a NIC's memory is (N2 of `tasuki-net`'s `nic/memory.rs`): no type sees who
+//!   else has a descriptor. A node whose workers break it changes its own frames.
+//!
 //! # Layout of the control memory
 //!
 //! | bytes                    | what                                                                                   |
@@ -15,6 +22,8 @@
 //! | next page, 64 for a node | the line of each node: how far its ring to us was read, and what went between us       |
 //! | next page, a page a node | the ring to each node: [`RING_PLACES`] messages of 16 bytes                              |
 //! | last page                | the ledger: what a native node's program has done, or a node with a memif does in its client's rings, for a successor |
+
+#![allow(unsafe_code, reason = "answers for the keeper of a node's memory towards the pool (K1)")]
 
 use std::ops::Range;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
@@ -47,6 +56,15 @@ pub const POOL_PAGES_MIN: u32 = 64;
 
 /// Most: 2 GiB. A piece names its place in 32 bits.
 pub const POOL_PAGES_MAX: u32 = 1 << 19;
+
+/// Bytes of the estate of a node with a pool of so many pages that one other node reads, at most. A page of them that the node's worker has not written,
+/// or has punched out, is allocated when it is read, and charged to the reader's control group: a bound on a node's memory has to leave room for
+/// this much of each of its neighbours, or they could have its worker killed.
+pub fn readable_len(pool_pages: u32) -> u64 {
+    // Bell, set and generations; one line; one ring.
+    let control = Layout::of(pool_pages).lines_at + 2 * PAGE_LEN;
+    control as u64 + u64::from(pool_pages) * PAGE_LEN as u64
+}
 
 /// Why a node has no memory.
 #[derive(Debug, thiserror::Error)]
@@ -152,7 +170,9 @@ impl Estate {
         }
         let estate = Estate { control, layout };
         let generations = estate.control.span(GENERATIONS_AT, generation_lines(pages))?;
-        Ok((estate, Pool::new(pool, generations)?))
+        // SAFETY: the keeper lets one worker at a time write it, and that is this one (K1); nothing else maps it here.
+        let pool = unsafe { Pool::new(pool, generations) }?;
+        Ok((estate, pool))
     }
 
     fn lines(&self, at: usize, count: usize) -> Span<Line> {
@@ -288,6 +308,25 @@ mod tests {
         estate.give_back_ring(99).unwrap();
         assert_eq!(allocated(copies.as_fd()), 2 * 4096);
         assert_eq!(peer.ring_to(99).load(0, 0), 0, "and can still be read");
+    }
+
+    /// What a hostile worker can have its neighbour charged for: all pages that the neighbour may read are holes.
+    #[test]
+    fn a_reader_is_charged_for_holes_up_to_what_is_said() {
+        for pages in [POOL_PAGES_MIN, POOL_PAGES] {
+            let fds = EstateFds::create("test", pages).unwrap();
+            let (estate, pool) = PeerEstate::map(&fds.to_read().unwrap()).unwrap();
+            let region = PeerRegion::map_kept_whole(fds.pool.as_fd()).unwrap();
+            let mut room = vec![0; region.len()];
+            region.copy_to(0, &mut room).unwrap();
+            let generations = estate.lines(GENERATIONS_AT, generation_lines(pages));
+            let each = |lines: &Claims<Span<Line>>| (0..lines.len()).for_each(|line| _ = lines.load(line, 0));
+            [estate.bell(), estate.talks(), generations, estate.line_of(7), estate.ring_to(7)].iter().for_each(each);
+            let charged = fds.fds().into_iter().map(allocated).sum::<u64>();
+            assert!(charged <= readable_len(pages), "{charged} bytes, where {} were said", readable_len(pages));
+            assert!(charged + 2 * PAGE_LEN as u64 >= readable_len(pages), "and no more is said than that");
+            drop(pool);
+        }
     }
 
     #[test]
