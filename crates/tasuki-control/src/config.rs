@@ -135,6 +135,10 @@ pub struct Node {
     /// Its station address there; without, one that follows from its name.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub mac: Option<StationAddress>,
+    /// Whether it may send there in addresses that are not its own: `check`, which is usual, or `allow`. An uplink may, and a node with a memif if nothing
+    /// else is said here. An address that another node of the VNI has is refused in any case.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub spoof: Option<Spoof>,
     /// KiB of memory for frames that it has sent there and that are not read yet; without, 2048.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub pool_kib: Option<u32>,
@@ -156,6 +160,16 @@ pub struct Node {
     pub trusts: Vec<String>,
 }
 
+/// What becomes of a frame that is not in the address of the node that sends it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, ToSchema, clap::ValueEnum)]
+#[serde(rename_all = "kebab-case")]
+pub enum Spoof {
+    /// It is dropped.
+    Check,
+    /// The address is taken for that of somebody behind the node, as behind a bridge.
+    Allow,
+}
+
 /// The least nice value: before everybody else's.
 pub const NICE_MIN: i32 = -20;
 
@@ -174,6 +188,15 @@ impl Node {
     /// Where it serves memif, if it does.
     pub fn memif(&self) -> Option<&Memif> {
         if let Work::Memif(memif) = &self.work { Some(memif) } else { None }
+    }
+
+    /// Whether there may be others behind it, with addresses of their own: behind a NIC, a bridge, or a program with a memif, which chooses its own.
+    pub fn has_others(&self) -> bool {
+        match self.spoof {
+            Some(Spoof::Allow) => true,
+            Some(Spoof::Check) => false,
+            None => self.work == Work::Uplink || self.memif().is_some(),
+        }
     }
 
     /// By what its programs reach it: an interface, or a socket.
@@ -684,6 +707,12 @@ ring = 512
                 &["t.toml:4: ", "first of them even"],
             ),
             (tap("red", "name = \"t\"") + "pool_kib = 4096\n", &["pool_kib is of a node's end of a VNI"]),
+            (tap("red", "name = \"t\"") + "spoof = \"allow\"\n", &["spoof is of a node's end of a VNI"]),
+            (tap("red", "name = \"t\"") + "vni = \"lan\"\nspoof = \"no\"\n", &["t.toml:5: ", "`check` or `allow`"]),
+            (
+                "[[node]]\nname = \"red\"\nvni = \"lan\"\nwork = \"uplink\"\nspoof = \"check\"\n".to_owned() + &nic("e", "red"),
+                &["has addresses of its own; leave spoof = \"check\" out"],
+            ),
             (tap("red", "name = \"t\"") + "vni = \"a b\"\n", &["vni \"a b\": a name is"]),
             (tap("red", "name = \"t\"") + "vni = \"lan\"\nmac = \"1:2\"\n", &["t.toml:5: ", "first of them even"]),
             (tap("red", "name = \"t\"") + "vni = \"lan\"\n" + &nic("e", "red"), &["it is on VNI lan, and NIC \"e\" is meant for it"]),

@@ -7,6 +7,9 @@
 //!
 //! - **W1** What the directory says stands: nobody can take an address that it gives to another.
 //! - **W2** An address is learnt only from a node that the directory calls an uplink.
+//! - **W3** A frame is from an address that the directory gives to the node that sent it. An uplink has others behind it: its frames may also be from
+//!   an address that the directory gives to nobody. The receiver checks this on a copy of its own, and passes on what it checked: a sender's
+//!   worker may write anything into its ring and its pool, at any time.
 //!
 //! [directory]: tasuki_shm::vni::directory
 
@@ -15,6 +18,7 @@ use std::ops::Deref;
 use std::time::{Duration, Instant};
 
 use tasuki_shm::line::Line;
+use tasuki_shm::vni::NODES_MAX;
 use tasuki_shm::vni::directory::{Lookup, Mac, NodeSet};
 
 use crate::vni::Incoming;
@@ -48,15 +52,40 @@ pub struct Switch<M> {
     last: Option<(Mac, To)>,
     nodes: NodeSet,
     uplinks: NodeSet,
+    /// Whether we have others behind us.
+    is_uplink: bool,
+    /// By node: the address of which the directory said last that it is the node's own.
+    own: Box<[Mac]>,
     learnt: HashMap<Mac, (u16, Instant)>,
+}
+
+/// No node's: that of a group.
+const NONE: Mac = [0xff; 6];
+
+/// Bytes of a frame that are looked at to see from whom it is.
+pub const FRONT: usize = 12;
+
+/// The first bytes of a frame as they were checked: its sender can change what lies in its memory afterwards.
+#[derive(Debug, Clone, Copy)]
+pub struct Front([u8; FRONT]);
+
+impl Deref for Front {
+    type Target = [u8];
+
+    #[inline]
+    fn deref(&self) -> &[u8] {
+        &self.0
+    }
 }
 
 impl<M: Deref<Target = [Line]>> Switch<M> {
     /// What node `us` knows.
     pub fn new(us: u16, directory: Lookup<M>) -> Self {
         let nodes = NodeSet::default();
+        let own = vec![NONE; NODES_MAX.into()].into_boxed_slice();
+        let (uplinks, learnt) = (nodes, HashMap::new());
         let mut switch =
-            Switch { us, directory, version: 0, last: None, nodes, uplinks: nodes, learnt: HashMap::new() };
+            Switch { us, directory, version: 0, last: None, nodes, uplinks, is_uplink: false, own, learnt };
         switch.look();
         switch
     }
@@ -64,9 +93,11 @@ impl<M: Deref<Target = [Line]>> Switch<M> {
     fn look(&mut self) {
         self.version = self.directory.version();
         (self.nodes, self.uplinks) = (self.directory.nodes(), self.directory.uplinks());
+        self.is_uplink = self.uplinks.contains(self.us);
         self.nodes.remove(self.us);
         self.uplinks.remove(self.us);
         self.last = None;
+        self.own.fill(NONE);
     }
 
     /// Where a frame to this address goes.
@@ -97,38 +128,52 @@ impl<M: Deref<Target = [Line]>> Switch<M> {
         to
     }
 
-    /// Whether there is anything to be [learnt](Self::learn) from frames of this node.
+    /// The first bytes of a frame that came, if it may be from the node that sent it (W3): these are passed on, not those in the sender's memory. What
+    /// there is to be learnt from the frame is learnt.
     #[inline]
-    pub fn learns_from(&self, node: u16) -> bool {
-        self.uplinks.contains(node)
+    pub fn admits(&mut self, incoming: &Incoming<'_>) -> Option<Front> {
+        let front = incoming.front()?;
+        self.may_be_from(source(&front), incoming.from).then_some(Front(front))
     }
 
-    /// A frame came from `node` that says it is from `mac`.
+    /// The same of a frame in memory of our own, from byte 0 on.
     #[inline]
-    pub fn learn(&mut self, mac: Mac, node: u16, now: Instant) {
-        if self.uplinks.contains(node) {
-            self.learn_from_uplink(mac, node, now);
-        }
+    pub fn admits_copy(&mut self, frame: &[u8], incoming: &Incoming<'_>) -> bool {
+        frame.first_chunk().is_some_and(|front| self.may_be_from(source(front), incoming.from))
     }
 
-    /// The same of a frame that lies where its sender wrote it.
+    /// Whether the programs of this node may send a frame from this address (W3). A worker that means harm does not ask: its receivers do.
     #[inline]
-    pub fn learn_of(&mut self, incoming: &Incoming<'_>) {
-        if self.learns_from(incoming.from) {
-            let mut addresses = [0; 12];
-            if incoming.copy_to(&mut addresses) == Ok(addresses.len()) {
-                let from: Mac = addresses[6..].try_into().expect("six bytes");
-                self.learn(from, incoming.from, Instant::now());
-            }
+    pub fn may_send(&mut self, from: Mac) -> bool {
+        self.may_be_from(from, self.us)
+    }
+
+    #[inline]
+    fn may_be_from(&mut self, mac: Mac, node: u16) -> bool {
+        if self.directory.version() != self.version {
+            self.look();
         }
+        // Never a group's.
+        (self.own[usize::from(node)] == mac && mac != NONE) || self.may_be_anew(mac, node)
     }
 
     #[cold]
-    fn learn_from_uplink(&mut self, mac: Mac, node: u16, now: Instant) {
-        // W1; and nobody is a group.
-        if mac[0] & 1 == 1 || self.directory.find(mac).is_some() {
-            return;
+    fn may_be_anew(&mut self, mac: Mac, node: u16) -> bool {
+        if mac[0] & 1 == 1 {
+            return false;
         }
+        match self.directory.find(mac) {
+            Some(owner) if owner == node => self.own[usize::from(node)] = mac,
+            Some(_) => return false,
+            None if node == self.us => return self.is_uplink,
+            None if self.uplinks.contains(node) => self.learn(mac, node, Instant::now()),
+            None => return false,
+        }
+        true
+    }
+
+    /// A frame came from an uplink, from an address that the directory gives to nobody (W1, W2).
+    fn learn(&mut self, mac: Mac, node: u16, now: Instant) {
         if self.learnt.len() >= LEARNT_MAX && !self.learnt.contains_key(&mac) {
             return;
         }
@@ -156,6 +201,13 @@ impl<M: Deref<Target = [Line]>> Switch<M> {
     }
 }
 
+/// The address that a frame says it is from.
+#[inline]
+fn source(front: &[u8; FRONT]) -> Mac {
+    let [.., a, b, c, d, e, f] = *front;
+    [a, b, c, d, e, f]
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -176,6 +228,11 @@ mod tests {
         let mut set = NodeSet::default();
         nodes.iter().for_each(|node| set.insert(*node));
         set
+    }
+
+    /// Whether it takes a frame from this address that a node sent.
+    fn hears(switch: &mut Switch<Lines>, mac: Mac, node: u16) -> bool {
+        switch.may_be_from(mac, node)
     }
 
     const ONE: Mac = [2, 0, 0, 0, 0, 1];
@@ -205,14 +262,13 @@ mod tests {
         directory.set_uplinks(&set(&[0, 2, 3]));
         assert_eq!(switch.find(STRANGER), To::Uplinks);
         assert_eq!(switch.nodes_of(To::Uplinks), set(&[2, 3]));
-        let now = Instant::now();
-        switch.learn(STRANGER, 1, now);
+        assert!(!hears(&mut switch, STRANGER, 1));
         assert_eq!(switch.find(STRANGER), To::Uplinks);
-        switch.learn(STRANGER, 2, now);
+        assert!(hears(&mut switch, STRANGER, 2));
         assert_eq!(switch.find(STRANGER), To::Node(2));
-        switch.learn(STRANGER, 3, now);
+        assert!(hears(&mut switch, STRANGER, 3));
         assert_eq!(switch.find(STRANGER), To::Node(3), "it moved");
-        switch.age(now + AGEING);
+        switch.age(Instant::now() + AGEING);
         assert_eq!(switch.find(STRANGER), To::Uplinks);
     }
 
@@ -223,9 +279,46 @@ mod tests {
         directory.set_uplinks(&set(&[2]));
         directory.add(ONE, 1).unwrap();
         assert_eq!(switch.find(ONE), To::Node(1));
-        switch.learn(ONE, 2, Instant::now());
-        switch.learn([0xff; 6], 2, Instant::now());
+        assert!(!hears(&mut switch, ONE, 2));
+        assert!(!hears(&mut switch, [0xff; 6], 2));
         assert_eq!((switch.find(ONE), switch.find([0xff; 6])), (To::Node(1), To::All));
+    }
+
+    #[test]
+    fn w3_a_node_sends_in_its_own_address_and_an_uplink_in_nobodys() {
+        let (mut directory, mut switch) = pair(0);
+        let two: Mac = [2, 0, 0, 0, 0, 2];
+        directory.set_nodes(&set(&[0, 1, 2, 3]));
+        directory.set_uplinks(&set(&[3]));
+        directory.add(ONE, 1).unwrap();
+        directory.add(two, 2).unwrap();
+        for (mac, node, may) in [
+            (ONE, 1, true),
+            (two, 1, false),
+            (STRANGER, 1, false),
+            ([0xff; 6], 1, false),
+            ([0; 6], 1, false),
+            (two, 2, true),
+            (ONE, 3, false),
+            (STRANGER, 3, true),
+            ([3, 0, 0, 0, 0, 1], 3, false),
+            (ONE, 0, false),
+            (STRANGER, 0, false),
+            (NONE, 99, false),
+        ] {
+            // What was found first is remembered.
+            assert_eq!(
+                [hears(&mut switch, mac, node), hears(&mut switch, mac, node)],
+                [may; 2],
+                "{mac:02x?} of node {node}"
+            );
+        }
+        directory.remove(ONE);
+        assert!(!hears(&mut switch, ONE, 1), "it is nobody's any more");
+        directory.add(ONE, 2).unwrap();
+        assert!(hears(&mut switch, ONE, 2) && hears(&mut switch, two, 2), "a node may have several");
+        directory.set_uplinks(&set(&[0]));
+        assert!(switch.may_send(STRANGER) && !switch.may_send(ONE), "there are others behind us");
     }
 
     #[test]
@@ -233,7 +326,7 @@ mod tests {
         let (mut directory, mut switch) = pair(0);
         directory.set_uplinks(&set(&[2]));
         switch.find(STRANGER);
-        switch.learn(STRANGER, 2, Instant::now());
+        assert!(hears(&mut switch, STRANGER, 2));
         assert_eq!(switch.find(STRANGER), To::Node(2));
         directory.set_uplinks(&set(&[]));
         assert_eq!(switch.find(STRANGER), To::Nobody);
@@ -245,7 +338,6 @@ mod tests {
         fn it_says_what_a_plain_table_says(steps in prop::collection::vec((0_u8..12, 0_u16..5, 0_u8..5), 1..300)) {
             let (mut directory, mut switch) = pair(0);
             let (mut known, mut learnt, mut uplinks) = (HashMap::new(), HashMap::new(), NodeSet::default());
-            let now = Instant::now();
             directory.set_nodes(&set(&[0, 1, 2, 3, 4]));
             for (number, node, what) in steps {
                 let mac = [2, 0, 0, 0, 0, number];
@@ -257,7 +349,8 @@ mod tests {
                     2 => {
                         // Looks first, as who receives a frame has, for what the daemon says is heard when somebody looks.
                         switch.find(mac);
-                        switch.learn(mac, node, now);
+                        let may = known.get(&mac).map_or(uplinks.contains(node), |owner| *owner == node);
+                        prop_assert_eq!(hears(&mut switch, mac, node), may);
                         if uplinks.contains(node) && node != 0 && !known.contains_key(&mac) { learnt.insert(mac, node); }
                     }
                     3 => { if uplinks.contains(node) { uplinks.remove(node) } else { uplinks.insert(node) }; directory.set_uplinks(&uplinks); }

@@ -17,7 +17,7 @@ use tasuki_shm::vni::directory::Mac;
 
 use crate::port::Armed;
 use crate::slow::Slow;
-use crate::switch::{Switch, To};
+use crate::switch::{Front, Switch, To};
 use crate::vni::offload::HEADER_LEN;
 use crate::vni::{Incoming, SendError, Vni};
 
@@ -38,6 +38,10 @@ pub struct Dropped {
     pub nobody: u64,
     /// Their sender took them back while the kernel copied them.
     pub too_late: u64,
+    /// They came from a node in an address that is not its own,
+    pub forged: u64,
+    /// or from the namespace in one that is not this node's.
+    pub not_own: u64,
 }
 
 impl Dropped {
@@ -47,13 +51,15 @@ impl Dropped {
     }
 
     /// Each, by name.
-    pub fn counts(&self) -> [(&'static str, u64); 4] {
-        let Dropped { refused, no_room, nobody, too_late } = *self;
+    pub fn counts(&self) -> [(&'static str, u64); 6] {
+        let Dropped { refused, no_room, nobody, too_late, forged, not_own } = *self;
         [
             ("dropped_refused", refused),
             ("dropped_no_room", no_room),
             ("dropped_nobody", nobody),
             ("dropped_too_late", too_late),
+            ("dropped_forged", forged),
+            ("dropped_not_own", not_own),
         ]
     }
 }
@@ -135,12 +141,17 @@ impl<M: Deref<Target = [Line]>> TapNode<M> {
     /// Gives the namespace what came.
     fn give(&mut self) -> usize {
         let Self { tap, vni, switch, given, dropped, gone, .. } = self;
-        vni.receive(|incoming| match write(tap, switch, &incoming) {
-            Ok(true) => *given += 1,
-            Ok(false) => dropped.too_late += 1,
-            Err(error) => {
-                dropped.refused += 1;
-                *gone |= matches!(Errno::from_io_error(&error), Some(Errno::BADFD | Errno::NODEV));
+        vni.receive(|incoming| {
+            let Some(front) = switch.admits(&incoming) else {
+                return incoming.refuse(&mut dropped.forged, &mut dropped.too_late);
+            };
+            match write(tap, &incoming, &front) {
+                Ok(true) => *given += 1,
+                Ok(false) => dropped.too_late += 1,
+                Err(error) => {
+                    dropped.refused += 1;
+                    *gone |= matches!(Errno::from_io_error(&error), Some(Errno::BADFD | Errno::NODEV));
+                }
             }
         })
     }
@@ -166,8 +177,11 @@ impl<M: Deref<Target = [Line]>> TapNode<M> {
                     return count;
                 }
             };
-            let mac: Mac = room[HEADER_LEN..HEADER_LEN + 6].try_into().expect("six bytes");
-            if !self.pass_on(mac, len) {
+            let [to, from] =
+                [0, 6].map(|at| Mac::try_from(&room[HEADER_LEN + at..HEADER_LEN + at + 6]).expect("six bytes"));
+            if !self.switch.may_send(from) {
+                self.dropped.not_own += 1;
+            } else if !self.pass_on(to, len) {
                 return count;
             }
         }
@@ -264,16 +278,11 @@ impl<M: Deref<Target = [Line]>> TapNode<M> {
 }
 
 /// Whether the frame was whole when the kernel had copied it.
-fn write<M: Deref<Target = [Line]>>(
-    tap: &OwnedFd,
-    switch: &mut Switch<M>,
-    incoming: &Incoming<'_>,
-) -> io::Result<bool> {
-    switch.learn_of(incoming);
+fn write(tap: &OwnedFd, incoming: &Incoming<'_>, front: &Front) -> io::Result<bool> {
     // What was taken back while we slept is not given to anybody; what is taken back while the kernel copies it cannot be called back.
     if !incoming.is_whole() {
         return Ok(false);
     }
-    incoming.write_with_header(tap.as_fd())?;
+    incoming.write_with_header(tap.as_fd(), front)?;
     Ok(incoming.is_whole())
 }

@@ -7,13 +7,17 @@ mod net;
 mod tests {
     use std::time::{Duration, Instant};
 
+    use std::sync::Arc;
     use std::sync::atomic::Ordering::Relaxed;
 
     use proptest::prelude::*;
     use rustix::process::{Resource, Rlimit};
     use tasuki_net::port::Armed;
+    use tasuki_net::switch::Switch;
     use tasuki_net::vni::offload::{HEADER_LEN, NEEDS_CSUM, Offload};
-    use tasuki_net::vni::{IDLE, NoRoom, PATIENCE, PIECE_MAX, SendError};
+    use tasuki_net::vni::{IDLE, Incoming, NoRoom, PATIENCE, PIECE_MAX, SendError};
+    use tasuki_shm::line::{Claims, Line};
+    use tasuki_shm::vni::directory::{Directory, Lookup, directory_lines};
     use tasuki_shm::vni::estate::{Estate, PeerEstate};
     use zerocopy::IntoBytes;
 
@@ -570,6 +574,83 @@ mod tests {
                 }
             }
             prop_assert!(sent.iter().flatten().all(std::collections::VecDeque::is_empty));
+        }
+    }
+
+    /// What has come to node 0.
+    fn take(net: &mut Net, mut each: impl FnMut(Incoming<'_>)) {
+        let start = Instant::now();
+        while net.node(0).receive(&mut each) == 0 {
+            net.node(0).wake();
+            assert!(start.elapsed() < Duration::from_secs(30), "nothing came");
+        }
+    }
+
+    /// A worker that means harm changes what it has posted, between the look at it and the copy.
+    #[test]
+    fn w3_what_was_checked_is_what_goes_on() {
+        use std::io::Read;
+        use std::os::fd::AsFd;
+        use std::os::unix::fs::FileExt;
+
+        const OWN: [u8; 6] = [2, 0, 0, 0xaa, 0xbb, 1];
+        const VICTIM: [u8; 6] = [2, 0, 0, 0xaa, 0xbb, 0];
+        let lines: Arc<[Line]> = (0..directory_lines(8)).map(|_| Line::default()).collect();
+        let mut directory = Directory::new(Arc::clone(&lines));
+        directory.add(OWN, 1).unwrap();
+        directory.add(VICTIM, 0).unwrap();
+        let mut switch = Switch::new(0, Lookup::new(Claims::of(lines)));
+        let mut net = Net::of(2);
+        let pool = std::fs::File::from(net.estate(1).pool);
+        let (mut out, into) = std::io::pipe().unwrap();
+        for with_header in [false, true] {
+            let sent = [&VICTIM[..], &OWN, &[0x88, 0xb5], &[7; 86]].concat();
+            let header = if with_header { HEADER_LEN } else { 0 };
+            let room = net.node(1).draft(0, header + sent.len()).unwrap();
+            room.fill(0);
+            room[header..].copy_from_slice(&sent);
+            net.node(1).post(0, header + sent.len(), with_header);
+            net.node(1).flush();
+            let mut count = 0;
+            take(&mut net, |incoming| {
+                let front = switch.admits(&incoming).expect("it is in its own name");
+                let mut memory = vec![0; usize::try_from(pool.metadata().unwrap().len()).unwrap()];
+                pool.read_exact_at(&mut memory, 0).unwrap();
+                let places = memory.windows(6).enumerate().filter(|(_, window)| *window == OWN);
+                for (at, _) in places {
+                    pool.write_all_at(&VICTIM, at as u64).unwrap();
+                    count += 1;
+                }
+                assert_eq!(incoming.write_with_header(into.as_fd(), &front).unwrap(), HEADER_LEN + sent.len());
+                assert!(switch.admits(&incoming).is_none(), "it is changed");
+            });
+            let mut came = vec![0; HEADER_LEN + sent.len()];
+            out.read_exact(&mut came).unwrap();
+            assert!(count > 0 && came[HEADER_LEN..] == sent, "{came:02x?}");
+        }
+    }
+
+    /// What a hostile worker names as a frame may be too short to have addresses.
+    #[test]
+    fn w3_what_is_too_short_to_have_an_address_is_nobodys() {
+        let lines: Arc<[Line]> = (0..directory_lines(8)).map(|_| Line::default()).collect();
+        let mut directory = Directory::new(Arc::clone(&lines));
+        // Of which an address could be read that is its own, if what lies behind were looked at.
+        directory.add([0; 6], 1).unwrap();
+        let mut switch = Switch::new(0, Lookup::new(Claims::of(lines)));
+        for len in 1..16 {
+            let mut net = Net::of(2);
+            let room = net.node(1).draft(0, 64).unwrap();
+            room.fill(0);
+            net.node(1).post(0, len, false);
+            net.node(1).flush();
+            let mut counts = (0, 0);
+            take(&mut net, |incoming| match switch.admits(&incoming) {
+                Some(_) => assert!(len >= 14, "{len} bytes"),
+                None => incoming.refuse(&mut counts.0, &mut counts.1),
+            });
+            assert_eq!(counts, (u64::from(len < 14), 0), "{len} bytes");
+            assert_eq!(net.node(0).counts(1).unwrap().forged, counts.0);
         }
     }
 }

@@ -71,6 +71,10 @@ pub struct VniNodeView {
     pub worker: Option<u32>,
     /// Bytes of memory that its estate has taken.
     pub memory: u64,
+    /// Bytes of the others' memory that its workers may be charged for, at most: pages that are read before they were written. A bound on the memory of
+    /// the node's workers has to leave room for them.
+    #[serde(default)]
+    pub chargeable: u64,
     /// What it and other namespaces sent each other past their workers, if it may.
     pub shortcut: Option<CrossedView>,
 }
@@ -103,6 +107,9 @@ pub struct TalkView {
     pub pool_full: u64,
     /// How often all was taken back from the other, since it read nothing for a second.
     pub taken_back: u64,
+    /// Frames received from the other that were in an address that is not its own, and were dropped.
+    #[serde(default)]
+    pub forged: u64,
 }
 
 /// What the end of a node has to say.

@@ -12,6 +12,7 @@ use hyper::Method as Verb;
 use serde_json::{Value, json};
 
 use crate::api::client;
+use crate::config::Spoof;
 use crate::place;
 
 /// How to reach the daemon, and how to show what it says.
@@ -100,6 +101,9 @@ pub struct Add {
     /// Its station address; without, one that follows from the node's name.
     #[arg(long)]
     pub mac: Option<String>,
+    /// Whether it may send in addresses that are not its own, as a bridge does [default: check; allow with --memif].
+    #[arg(long, value_enum)]
+    pub spoof: Option<Spoof>,
     /// KiB of memory for frames that the node has sent and that are not read yet [default: 2048].
     #[arg(long, value_name = "KIB")]
     pub pool_kib: Option<u32>,
@@ -280,13 +284,13 @@ impl Add {
 
     /// As a configuration has it.
     fn to_json(&self) -> Result<Value> {
-        let Add { node, vni, mac, pool_kib, cpu, nice, no_standby, .. } = self;
+        let Add { node, vni, mac, spoof, pool_kib, cpu, nice, no_standby, .. } = self;
         let secret = self.secret_file.as_ref().map_or(Ok(String::new()), |path| {
             std::fs::read_to_string(path).with_context(|| format!("the secret in {} cannot be read", path.display()))
         })?;
         let work = self.work_to_json(secret.trim_end_matches(['\n', '\r']));
         Ok(json!({
-            "name": node, "vni": vni, "mac": mac, "pool_kib": pool_kib, "cpu": cpu, "nice": nice, "standby": !no_standby, "work": work,
+            "name": node, "vni": vni, "mac": mac, "spoof": spoof, "pool_kib": pool_kib, "cpu": cpu, "nice": nice, "standby": !no_standby, "work": work,
         }))
     }
 }

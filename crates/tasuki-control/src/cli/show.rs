@@ -124,13 +124,23 @@ fn vni_stats(talks: &[TalkView]) -> String {
     if talks.is_empty() {
         return "no two of its nodes have talked yet\n".to_owned();
     }
-    let mut rows =
-        table(&["node", "to and from", "sent", "received", "ring full", "over quota", "pool full", "taken back"]);
+    let mut rows = table(&[
+        "node",
+        "to and from",
+        "sent",
+        "received",
+        "ring full",
+        "over quota",
+        "pool full",
+        "taken back",
+        "forged",
+    ]);
     for talk in talks {
-        let counts = [talk.sent, talk.received, talk.ring_full, talk.over_quota, talk.pool_full, talk.taken_back];
-        rows.add_row([talk.node.clone(), talk.other.clone()].into_iter().chain(counts.iter().map(u64::to_string)));
+        let TalkView { sent, received, ring_full, over_quota, pool_full, taken_back, forged, .. } = talk;
+        let counts = [sent, received, ring_full, over_quota, pool_full, taken_back, forged];
+        rows.add_row([talk.node.clone(), talk.other.clone()].into_iter().chain(counts.map(u64::to_string)));
     }
-    text(rows, &[2, 3, 4, 5, 6, 7])
+    text(rows, &[2, 3, 4, 5, 6, 7, 8])
 }
 
 fn humans(ms: u64) -> String {

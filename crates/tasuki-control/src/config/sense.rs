@@ -74,7 +74,12 @@ impl Config {
                 return named("an uplink joins a NIC and a VNI; name the VNI (vni = …)".to_owned());
             }
             let detour = node.tap().is_some_and(|tap| !tap.shortcut);
-            let set = [("mac", node.mac.is_some()), ("pool_kib", node.pool_kib.is_some()), ("shortcut", detour)];
+            let set = [
+                ("mac", node.mac.is_some()),
+                ("spoof", node.spoof.is_some()),
+                ("pool_kib", node.pool_kib.is_some()),
+                ("shortcut", detour),
+            ];
             let odd = set.iter().find(|(_, is_set)| *is_set)?;
             return named(format!("{} is of a node's end of a VNI; name one (vni = …), or leave it out", odd.0));
         };
@@ -82,6 +87,11 @@ impl Config {
             return named(format!(
                 "vni {vni:?}: a name is 1 to {NAME_MAX} of the characters a-z, 0-9, - and _, and begins with a letter"
             ));
+        }
+        if node.work == Work::Uplink && !node.has_others() {
+            return named(
+                "what is behind an uplink's NIC has addresses of its own; leave spoof = \"check\" out".to_owned(),
+            );
         }
         let pages = node.pool_pages();
         if !(POOL_PAGES_MIN..=POOL_PAGES_MAX).contains(&pages) {

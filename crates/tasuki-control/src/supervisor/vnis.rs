@@ -16,7 +16,7 @@ use tasuki_shm::line::{LINE_LEN, Line};
 use tasuki_shm::region::{Pages, Region, Span};
 use tasuki_shm::vni::NODES_MAX;
 use tasuki_shm::vni::directory::{Directory, NodeSet, directory_lines};
-use tasuki_shm::vni::estate::{EstateFds, PeerEstate};
+use tasuki_shm::vni::estate::{EstateFds, PeerEstate, readable_len};
 
 use super::card::{Card, Kept, Opening};
 use super::door::No;
@@ -223,8 +223,7 @@ impl Supervisor {
         let (vni, node) = (card.vni().context("it is a NIC")?.to_owned(), card.node.clone());
         let number = card.number_on_vni.context("it has no number")?;
         let config = self.config.node(&node).context("there is no such node")?;
-        // A program with a memif has whatever addresses it likes, and may be a bridge.
-        let (mac, is_uplink) = (config.mac(), config.memif().is_some() || config.work == config::Work::Uplink);
+        let (mac, is_uplink) = (config.mac(), config.has_others());
         let kept = card.kept.as_ref().context("it has no estate")?;
         let copy = |at: usize| {
             let fd = kept.fds.get(at).context("a descriptor of it is not there")?;
@@ -373,11 +372,20 @@ impl Supervisor {
             interface: self.config.node(&member.node).and_then(config::Node::outlet),
             worker: self.cards.get(&member.nic).and_then(|card| card.holder()),
             memory: bytes_of(&member.estate),
+            chargeable: self.chargeable(&member.node),
             shortcut: self
                 .crossed(&member.node)
                 .map(|crossed| CrossedView { sent: crossed.sent, received: crossed.received }),
         };
         Ok(net.members.iter().map(view).collect())
+    }
+
+    /// Bytes of the memory of its neighbours for which a node's workers may be charged, at most: what they read before it was written, or after it was
+    /// punched out. A bound on a node's memory is set to so much more than what is meant for itself, and before a neighbour is introduced.
+    pub(super) fn chargeable(&self, node: &str) -> u64 {
+        let Some(vni) = self.config.node(node).and_then(|node| node.vni.as_ref()) else { return 0 };
+        let others = self.config.node.iter().filter(|other| other.name != node && other.vni.as_ref() == Some(vni));
+        others.map(|other| readable_len(other.pool_pages())).sum()
     }
 
     /// What each node of a VNI has counted of each other, as it stands in their estates.
@@ -390,8 +398,8 @@ impl Supervisor {
             for (other, its) in net.members.iter().filter(|(other, _)| *other != number) {
                 let line = estate.line_of(*other);
                 // Word 0 says how far its ring was read.
-                let [received, sent, ring_full, over_quota, pool_full, taken_back] =
-                    [1, 2, 3, 4, 5, 6].map(|word| line.load(0, word));
+                let [received, sent, ring_full, over_quota, pool_full, taken_back, forged] =
+                    [1, 2, 3, 4, 5, 6, 7].map(|word| line.load(0, word));
                 let talk = TalkView {
                     node: member.node.clone(),
                     other: its.node.clone(),
@@ -401,8 +409,9 @@ impl Supervisor {
                     over_quota,
                     pool_full,
                     taken_back,
+                    forged,
                 };
-                if [received, sent, ring_full, over_quota, pool_full, taken_back] != [0; 6] {
+                if [received, sent, ring_full, over_quota, pool_full, taken_back, forged] != [0; 7] {
                     talks.push(talk);
                 }
             }

@@ -9,7 +9,7 @@ use super::client::Attached;
 use super::ledger::Ledger;
 use super::refusal::Refusal;
 use super::ring::{Chain, Room};
-use crate::switch::Switch;
+use crate::switch::{Front, Switch};
 use crate::vni::finish::{finish, is_finished};
 use crate::vni::{Incoming, Reader};
 
@@ -28,8 +28,10 @@ pub(super) struct Giver<'a, M> {
 impl<M: Deref<Target = [Line]>> Reader for Giver<'_, M> {
     #[inline]
     fn frame(&mut self, incoming: Incoming<'_>) {
-        self.switch.learn_of(&incoming);
-        self.give(&incoming);
+        match self.switch.admits(&incoming) {
+            Some(front) => self.give(&incoming, &front),
+            None => incoming.refuse(&mut self.dropped.forged, &mut self.dropped.too_late),
+        }
     }
 
     /// What the client has not seen would be lost with us.
@@ -41,15 +43,16 @@ impl<M: Deref<Target = [Line]>> Reader for Giver<'_, M> {
 
 impl<M> Giver<'_, M> {
     #[inline]
-    fn give(&mut self, incoming: &Incoming<'_>) {
+    fn give(&mut self, incoming: &Incoming<'_>, front: &Front) {
         match incoming.offload() {
             Err(_) => self.dropped.too_late += 1,
-            Ok(offload) if is_finished(&offload) => self.give_finished(incoming),
+            Ok(offload) if is_finished(&offload) => self.give_finished(incoming, front),
             Ok(_) if incoming.len() > self.copy.len() => self.dropped.malformed += 1,
             Ok(offload) => match incoming.copy_to(self.copy) {
                 Err(_) => self.dropped.too_late += 1,
                 Ok(len) => {
                     let copy = std::mem::take(&mut self.copy);
+                    copy[..front.len()].copy_from_slice(front);
                     if finish(&offload, &mut copy[..len], |front, back| self.give_parts(front, back)).is_err() {
                         self.dropped.malformed += 1;
                     }
@@ -59,13 +62,17 @@ impl<M> Giver<'_, M> {
         }
     }
 
-    fn give_finished(&mut self, incoming: &Incoming<'_>) {
+    fn give_finished(&mut self, incoming: &Incoming<'_>, front: &Front) {
         if !self.has_room(incoming.len()) {
             return;
         }
         let Attached { regions, to, .. } = &mut *self.attached;
         regions.fill(&self.chain.places, incoming.len(), |at, len, into, offset| {
             incoming.copy_to_common(at, len, into, offset)
+        });
+        // What was checked goes on, whatever its sender has written there since.
+        regions.fill(&self.chain.places, front.len(), |at, len, into, offset| {
+            into.copy_from(offset, &front[at..at + len])
         });
         // The client sees none of it otherwise.
         if incoming.is_whole() {

@@ -88,8 +88,12 @@ pub struct Dropped {
     pub no_room: u64,
     /// nobody has the address,
     pub nobody: u64,
-    /// or no frame has this length.
+    /// no frame has this length,
     pub length: u64,
+    /// or they were from an address that is not this node's.
+    pub not_own: u64,
+    /// They came from a node in an address that is not its own.
+    pub forged: u64,
 }
 
 impl Dropped {
@@ -99,8 +103,9 @@ impl Dropped {
     }
 
     /// Each, by name.
-    pub fn counts(&self) -> [(&'static str, u64); 8] {
-        let Dropped { away, no_buffer, too_long, malformed, too_late, no_room, nobody, length } = *self;
+    pub fn counts(&self) -> [(&'static str, u64); 10] {
+        let Dropped { away, no_buffer, too_long, malformed, too_late, no_room, nobody, length, not_own, forged } =
+            *self;
         [
             ("dropped_away", away),
             ("dropped_no_buffer", no_buffer),
@@ -110,6 +115,8 @@ impl Dropped {
             ("dropped_no_room", no_room),
             ("dropped_nobody", nobody),
             ("dropped_length", length),
+            ("dropped_not_own", not_own),
+            ("dropped_forged", forged),
         ]
     }
 }
@@ -308,7 +315,7 @@ impl<M: Deref<Target = [Line]>> MemifNode<M> {
         let Self { vni, switch, client, ledger, given, dropped, copy, chain, stalls, .. } = self;
         let Some(attached) = client.as_mut().and_then(|client| client.attached.as_mut()) else {
             return Ok(vni.receive(|incoming| {
-                switch.learn_of(&incoming);
+                switch.admits(&incoming);
                 dropped.away += 1;
             }));
         };

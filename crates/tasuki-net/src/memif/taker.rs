@@ -38,7 +38,11 @@ impl<M: Deref<Target = [Line]>> Taker<'_, M> {
             copy(room);
             room[..14].copy_from_slice(&addresses);
         };
-        let mac: Mac = addresses[..6].try_into().expect("six bytes");
+        let [mac, from] = [0, 6].map(|at| Mac::try_from(&addresses[at..at + 6]).expect("six bytes"));
+        if !self.switch.may_send(from) {
+            self.dropped.not_own += 1;
+            return true;
+        }
         let several = match self.switch.find(mac) {
             To::Node(node) => return self.pass_to(node, len, fill),
             To::Nobody => {

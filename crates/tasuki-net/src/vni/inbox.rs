@@ -1,5 +1,6 @@
 //! What one node sends to us: its ring, which we read, and its pool, in which the frames lie.
 
+use std::cell::Cell;
 use std::io;
 use std::os::fd::BorrowedFd;
 
@@ -12,10 +13,13 @@ use zerocopy::{FromZeros, IntoBytes};
 use super::ledger::point;
 use super::offload::{HEADER_LEN, Offload};
 use super::outbox::{WITH_HEADER, piece_of};
+use crate::switch::{FRONT, Front};
 
 /// Bytes before a frame that has them.
 #[expect(clippy::cast_possible_truncation, reason = "10")]
 const HEADER: u32 = HEADER_LEN as u32;
+#[expect(clippy::cast_possible_truncation, reason = "12")]
+const FRONT_LEN: u32 = FRONT as u32;
 
 /// The frame was taken back before it was read: we were too slow.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
@@ -46,6 +50,8 @@ pub struct Incoming<'a> {
     pub from: u16,
     /// Its place in that node's ring to us.
     pub(super) index: u32,
+    /// Frames of that node that were not from it.
+    forged: &'a Cell<u64>,
 }
 
 impl Incoming<'_> {
@@ -58,6 +64,25 @@ impl Incoming<'_> {
 
     fn frame(&self) -> Piece {
         Piece { offset: self.piece.offset + self.header, len: self.piece.len - self.header, ..self.piece }
+    }
+
+    /// A copy of the frame's first bytes; none of what is too short to be a frame.
+    #[inline]
+    pub(crate) fn front(&self) -> Option<[u8; FRONT]> {
+        let mut front = [0; FRONT];
+        (self.len() >= 14).then(|| self.pool.copy_to(self.frame(), &mut front))?;
+        Some(front)
+    }
+
+    /// Counts it as a frame that is not from the node that sent it; as one that came too late, if its sender has taken it back meanwhile.
+    #[cold]
+    pub fn refuse(&self, forged: &mut u64, too_late: &mut u64) {
+        if self.is_whole() {
+            *forged += 1;
+            self.forged.set(self.forged.get() + 1);
+        } else {
+            *too_late += 1;
+        }
     }
 
     /// Copies the frame into the front of `into`, as much of it as fits; says how many bytes that are.
@@ -99,11 +124,17 @@ impl Incoming<'_> {
         self.copy_to(frame).map(|len| HEADER_LEN + len)
     }
 
-    /// Writes the offload header and the frame behind it to a descriptor in one go: the kernel copies them out of the sender's memory.
+    /// Writes the offload header and the frame behind it to a descriptor in one go. The kernel copies them out of the sender's memory, but for the front,
+    /// which was checked.
     #[inline]
-    pub fn write_with_header(&self, fd: BorrowedFd<'_>) -> io::Result<usize> {
-        let before = if self.header > 0 { &[][..] } else { &[0; HEADER_LEN] };
-        self.pool.write_to(fd, before, self.piece)
+    pub fn write_with_header(&self, fd: BorrowedFd<'_>, front: &Front) -> io::Result<usize> {
+        let mut before = [0; HEADER_LEN + FRONT];
+        if self.header > 0 {
+            self.pool.copy_to(self.piece, &mut before[..HEADER_LEN]);
+        }
+        before[HEADER_LEN..].copy_from_slice(front);
+        let Piece { offset, len, generation } = self.frame();
+        self.pool.write_to(fd, &before, Piece { offset: offset + FRONT_LEN, len: len - FRONT_LEN, generation })
     }
 
     /// The frame's bytes where they lie, as 64-bit words in native order, each loaded once. The last is filled up with what lies behind. `None`
@@ -151,6 +182,8 @@ pub(super) struct Inbox {
     pool: PeerPool,
     /// Of the message at this index so many parts were handled by a predecessor: what a segment was cut into.
     begun: (u32, u32),
+    /// Frames that were not from the node, and were not counted yet.
+    pub(super) forged: Cell<u64>,
     /// The rule that was broken, until somebody [asks](Self::breach).
     ///
     /// Not a result of every look: that would be written to memory and read back as a whole at once, for which the CPU waits until all that was
@@ -162,7 +195,7 @@ impl Inbox {
     /// `parts` of the first message were handled.
     pub(super) fn new(ring: Consumer<Span<Line>, Span<Line>, 1>, pool: PeerPool, parts: u32) -> Self {
         let begun = (ring.head(), parts);
-        Inbox { ring, pool, begun, breach: None }
+        Inbox { ring, pool, begun, forged: Cell::new(0), breach: None }
     }
 
     /// Everything before `head` was handled, and of the message there so many parts.
@@ -214,7 +247,7 @@ impl Inbox {
                 break;
             }
             let handled = if self.begun.0 == index { self.begun.1 } else { 0 };
-            if !each(Incoming { pool: &self.pool, piece, header, from, index }, handled) {
+            if !each(Incoming { pool: &self.pool, piece, header, from, index, forged: &self.forged }, handled) {
                 self.ring.put_back(index);
                 break;
             }

@@ -29,6 +29,8 @@ pub struct Counts {
     pub pool_full: u64,
     /// How often everything was taken back from it, since it read nothing.
     pub taken_back: u64,
+    /// Frames that came from it and were not from it.
+    pub forged: u64,
 }
 
 #[derive(Debug)]
@@ -70,16 +72,16 @@ pub(super) enum Talk {
 
 impl Counts {
     /// As they stand in a node's line, from word 1 on: word 0 says how far its ring was read.
-    fn words(&self) -> [u64; 6] {
-        let Counts { received, sent, ring_full, over_quota, pool_full, taken_back } = *self;
-        [received, sent, ring_full, over_quota, pool_full, taken_back]
+    fn words(&self) -> [u64; 7] {
+        let Counts { received, sent, ring_full, over_quota, pool_full, taken_back, forged } = *self;
+        [received, sent, ring_full, over_quota, pool_full, taken_back, forged]
     }
 
     /// What a predecessor had counted, as it stands in the node's line.
     pub(super) fn of(line: &Line) -> Self {
-        let [received, sent, ring_full, over_quota, pool_full, taken_back] =
+        let [received, sent, ring_full, over_quota, pool_full, taken_back, forged] =
             std::array::from_fn(|word| line.word(word + 1).load(Relaxed));
-        Counts { received, sent, ring_full, over_quota, pool_full, taken_back }
+        Counts { received, sent, ring_full, over_quota, pool_full, taken_back, forged }
     }
 
     pub(super) fn count(&mut self, none: NoRoom) {

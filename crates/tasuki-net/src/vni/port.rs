@@ -55,6 +55,8 @@ pub struct Dropped {
     pub too_late: u64,
     /// Of no length that a frame has.
     pub length: u64,
+    /// They came from a node in an address that is not its own.
+    pub forged: u64,
 }
 
 impl Dropped {
@@ -64,8 +66,8 @@ impl Dropped {
     }
 
     /// Each, by name.
-    pub fn counts(&self) -> [(&'static str, u64); 6] {
-        let Dropped { no_room, nobody, too_long, malformed, too_late, length } = *self;
+    pub fn counts(&self) -> [(&'static str, u64); 7] {
+        let Dropped { no_room, nobody, too_long, malformed, too_late, length, forged } = *self;
         [
             ("dropped_no_room", no_room),
             ("dropped_nobody", nobody),
@@ -73,6 +75,7 @@ impl Dropped {
             ("dropped_malformed", malformed),
             ("dropped_too_late", too_late),
             ("dropped_length", length),
+            ("dropped_forged", forged),
         ]
     }
 }
@@ -352,7 +355,14 @@ impl Frames {
 
     /// Takes in one frame; says no if it is to come again later.
     #[inline]
-    fn take(&mut self, incoming: &Incoming<'_>, handled: u32, burst: &mut Burst, dropped: &mut Dropped) -> bool {
+    fn take(
+        &mut self,
+        incoming: &Incoming<'_>,
+        handled: u32,
+        burst: &mut Burst,
+        dropped: &mut Dropped,
+        mut may_be: impl FnMut(&[u8]) -> bool,
+    ) -> bool {
         // What was cut is in the program's hands before anything that came later.
         if burst.len() >= self.full || self.open.is_full() || !self.cut.is_empty() {
             return false;
@@ -364,7 +374,7 @@ impl Frames {
             return true;
         };
         if offload.gso_type != GSO_NONE {
-            return self.cut(incoming, &offload, (whole, handled), (burst, dropped));
+            return self.cut(incoming, &offload, (whole, handled), (burst, dropped), may_be);
         }
         if incoming.len() > SLOT_LEN as usize {
             dropped.too_long += 1;
@@ -377,6 +387,11 @@ impl Frames {
             self.open.push(whole);
             return true;
         };
+        if !may_be(&slot.bytes_mut()[..len]) {
+            incoming.refuse(&mut dropped.forged, &mut dropped.too_late);
+            self.open.push(whole);
+            return true;
+        }
         if !is_finished(&offload) && finish(&offload, &mut slot.bytes_mut()[..len], |_, _| ()).is_err() {
             dropped.malformed += 1;
             self.open.push(whole);
@@ -395,9 +410,15 @@ impl Frames {
         offload: &super::offload::Offload,
         (whole, handled): (Open, u32),
         (burst, dropped): (&mut Burst, &mut Dropped),
+        mut may_be: impl FnMut(&[u8]) -> bool,
     ) -> bool {
         let Self { arena, cut, copy, .. } = self;
         let copied = incoming.copy_to(copy);
+        if copied.is_ok_and(|len| !may_be(&copy[..len])) {
+            incoming.refuse(&mut dropped.forged, &mut dropped.too_late);
+            self.open.push(whole);
+            return true;
+        }
         let mut part = 0;
         let mut is_short = false;
         let made = copied.as_ref().ok().map(|len| {
@@ -459,8 +480,7 @@ impl<M: Deref<Target = [Line]>> Port for VniPort<M> {
         let most = (intake.full - burst.len()).min(intake.open.remaining_capacity());
         if most > 0 && intake.cut.is_empty() {
             vni.take_in(most, |incoming, handled| {
-                switch.learn_of(&incoming);
-                intake.take(&incoming, handled, burst, dropped)
+                intake.take(&incoming, handled, burst, dropped, |frame| switch.admits_copy(frame, &incoming))
             });
         }
         if let Some(captures) = self.vni.captures() {

@@ -164,6 +164,7 @@ impl Vni {
         };
         if came > 0 {
             neighbour.counts.received += came as u64;
+            neighbour.counts.forged += neighbour.inbox.forged.take();
             neighbour.publish();
         }
         if neighbour.inbox.is_broken() {
@@ -197,6 +198,7 @@ impl Vni {
         let Some(neighbour) = self.neighbours.get_mut(usize::from(from)).and_then(Option::as_mut) else { return };
         neighbour.inbox.retire_to(head, parts);
         neighbour.counts.received += count;
+        neighbour.counts.forged += neighbour.inbox.forged.take();
         neighbour.publish();
     }
 

@@ -256,3 +256,88 @@ pub fn an_idle_node_is_woken_by_a_frame(pair: [Kind; 2]) {
         }
     }
 }
+
+/// A frame in another's address: a neighbour's, nobody's, a group's, everybody's.
+fn forged(to: usize, number: usize) -> Vec<Vec<u8>> {
+    let group = [3, 0, 0x5e, 0, 0, 1];
+    let sources = [mac(OTHER.to_le_bytes()[0].into()), mac(77), group, [0xff; 6], [0; 6]];
+    let frames = sources.map(|source| {
+        let mut frame = frame(to, OTHER, number, 60 + number);
+        frame[6..12].copy_from_slice(&source);
+        [frame.clone(), [&[0xff; 6], &frame[6..]].concat()]
+    });
+    frames.concat()
+}
+
+pub fn a_program_that_sends_in_anothers_address_is_not_heard(pair: [Kind; 2]) {
+    let Some(mut world) = world(pair) else { return };
+    let mut count = 0;
+    for number in 0..5 {
+        for lie in forged(TO, number) {
+            // A bridge takes no frame from a group, nor from nobody: what stands for a namespace here has one.
+            let comes_that_far = pair[0] != Kind::Tap || lie[6] & 1 == 0 && lie[6..12] != [0; 6];
+            count += u64::from(comes_that_far);
+            world.send(FROM, &lie);
+        }
+        let right = [frame(TO, FROM, number, 100), frame(TO, OTHER, number, 100)];
+        world.send(FROM, &right[0]);
+        assert_same(&world.take(TO, 1), &right[..1]);
+        world.send(OTHER, &right[1]);
+        assert_same(&world.take(TO, 1), &right[1..]);
+        assert!(world.came[OTHER].is_empty(), "nobody else hears it either");
+    }
+    match pair[0] {
+        // Its worker is the program.
+        Kind::Native => assert_eq!(world.end(TO).lost(), Lost { forged: count, ..Lost::default() }),
+        Kind::Tap | Kind::Memif => {
+            assert_eq!(world.end(FROM).lost(), Lost { not_own: count, ..Lost::default() });
+            assert_eq!(world.end(TO).lost(), Lost::default());
+        }
+    }
+}
+
+/// Node 2's worker writes into its ring and its pool whatever it likes.
+pub fn a_worker_that_sends_in_anothers_address_is_not_heard(pair: [Kind; 2]) {
+    let Some(mut world) = world(pair) else { return };
+    let mut lies = Vec::new();
+    for number in 0..5 {
+        let mut of_from = forged(TO, number);
+        // In the name of the one that talks to it.
+        of_from.push(frame(TO, FROM, number, 200));
+        of_from.push(frame(TO, TO, number, 200));
+        lies.extend(of_from.into_iter().filter(|lie| lie[6..12] != mac(2)));
+    }
+    for (number, lie) in lies.iter().enumerate() {
+        world.send(OTHER, lie);
+        if number % 10 == 0 {
+            let right = [frame(TO, FROM, number, 100), frame(TO, OTHER, number, 100)];
+            world.send(FROM, &right[0]);
+            world.send(OTHER, &right[1]);
+            let came = world.take(TO, 2);
+            assert!(came.len() == 2 && right.iter().all(|frame| came.contains(frame)), "{came:02x?}");
+        }
+    }
+    world.settle();
+    assert!(world.came.iter().all(Vec::is_empty), "{:?}", world.came);
+    let counted = world.end(TO).lost().forged;
+    assert_eq!(counted, lies.len() as u64);
+    let of = |world: &mut World, node| world.end(TO).vni().counts(node).expect("it is known").forged;
+    assert_eq!([of(&mut world, 0), of(&mut world, 2)], [0, counted], "it is known of whom");
+}
+
+pub fn an_uplink_sends_in_nobodys_address_and_in_no_nodes(pair: [Kind; 2]) {
+    let Some(mut world) = world(pair) else { return };
+    world.set_uplinks(&[2]);
+    let mut of_stranger = frame(TO, 77, 1, 100);
+    of_stranger[6..12].copy_from_slice(&mac(77));
+    world.send(OTHER, &frame(TO, FROM, 2, 100));
+    world.send(OTHER, &frame(TO, TO, 3, 100));
+    world.send(OTHER, &of_stranger);
+    assert_same(&world.take(TO, 1), &[of_stranger]);
+    assert_eq!(world.end(TO).lost(), Lost { forged: 2, ..Lost::default() });
+    // Nor is anything learnt of them.
+    let right = frame(FROM, TO, 4, 100);
+    world.send(TO, &right);
+    assert_same(&world.take(FROM, 1), &[right]);
+    assert!(world.came[OTHER].is_empty());
+}

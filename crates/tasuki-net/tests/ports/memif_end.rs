@@ -3,9 +3,9 @@
 use std::os::fd::OwnedFd;
 use std::time::Duration;
 
-use tasuki_net::memif::MemifNode;
 use tasuki_net::memif::client::{Inherited, Parts};
 use tasuki_net::memif::control::Terms;
+use tasuki_net::memif::{Dropped, MemifNode};
 use tasuki_net::port::Armed;
 use tasuki_net::switch::Switch;
 use tasuki_net::vni::Vni;
@@ -78,9 +78,9 @@ impl End for MemifEnd {
 
     fn lost(&self) -> Lost {
         let dropped = self.node.dropped;
-        let counted = dropped.no_room + dropped.nobody + dropped.length + dropped.away;
-        assert_eq!(dropped.sum(), counted, "{dropped:?}");
-        Lost { no_room: dropped.no_room, nobody: dropped.nobody, length: dropped.length, away: dropped.away }
+        let Dropped { no_room, nobody, length, away, not_own, forged, .. } = dropped;
+        assert_eq!(dropped.sum(), no_room + nobody + length + away + not_own + forged, "{dropped:?}");
+        Lost { no_room, nobody, length, away, not_own, forged }
     }
 
     fn vni(&mut self) -> &mut Vni {

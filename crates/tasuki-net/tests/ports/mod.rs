@@ -42,6 +42,10 @@ pub struct Lost {
     pub length: u64,
     /// There was nobody to be given it.
     pub away: u64,
+    /// It was from an address that is not the node's own: sent by its program,
+    pub not_own: u64,
+    /// or by the worker of another.
+    pub forged: u64,
 }
 
 /// A node and the program behind it.
@@ -204,6 +208,9 @@ macro_rules! suite {
                 what_is_no_frame_is_refused_and_counted
                 a_successor_loses_nothing
                 an_idle_node_is_woken_by_a_frame
+                a_program_that_sends_in_anothers_address_is_not_heard
+                a_worker_that_sends_in_anothers_address_is_not_heard
+                an_uplink_sends_in_nobodys_address_and_in_no_nodes
             );
         }
     };

@@ -51,11 +51,13 @@ impl End for Native {
     }
 
     fn turn(&mut self) -> usize {
-        let Self { vni, switch, came, .. } = self;
+        let Self { vni, switch, came, lost } = self;
         vni.flush();
         vni.wake();
         vni.receive(|incoming| {
-            switch.learn_of(&incoming);
+            if switch.admits(&incoming).is_none() {
+                return incoming.refuse(&mut lost.forged, &mut 0);
+            }
             let mut frame = vec![0; incoming.len()];
             incoming.copy_to(&mut frame).expect("nothing was taken back");
             came.push(frame);

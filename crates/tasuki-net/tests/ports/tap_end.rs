@@ -54,7 +54,7 @@ impl TapEnd {
         let mut end = TapEnd { node: TapNode::new(node.device, vni, switch), rest };
         // A bridge forwards once its ports are ready for it.
         let start = Instant::now();
-        while end.node.dropped.nobody == 0 {
+        while end.node.dropped.not_own == 0 {
             assert!(start.elapsed() < super::PATIENCE, "no frame gets through a bridge");
             let _ =
                 rustix::io::write(&end.rest.program, &[[2, 9, 9, 9, 9, 9, 2, 9, 9, 9, 9, 8, 0x88, 0xb5]; 5].concat());
@@ -67,7 +67,8 @@ impl TapEnd {
     }
 
     fn read(&self) -> u64 {
-        self.node.taken + self.node.dropped.no_room + self.node.dropped.nobody
+        let dropped = self.node.dropped;
+        self.node.taken + dropped.no_room + dropped.nobody + dropped.not_own
     }
 }
 
@@ -106,7 +107,13 @@ impl End for TapEnd {
     fn lost(&self) -> Lost {
         let dropped = self.node.dropped;
         assert_eq!((dropped.refused, dropped.too_late), (0, 0));
-        Lost { no_room: dropped.no_room, nobody: dropped.nobody, ..Lost::default() }
+        Lost {
+            no_room: dropped.no_room,
+            nobody: dropped.nobody,
+            not_own: dropped.not_own,
+            forged: dropped.forged,
+            ..Lost::default()
+        }
     }
 
     fn vni(&mut self) -> &mut Vni {
