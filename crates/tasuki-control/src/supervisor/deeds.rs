@@ -133,6 +133,8 @@ impl Supervisor {
         let news = self.registry.write(&[Change::Fence(number)], now());
         crash::point("daemon.fence-recorded");
         worker.process.kill();
+        let arbiters = self.cards.values_mut().filter_map(|card| card.arbiter.as_mut());
+        arbiters.for_each(|arbiter| party(number).into_iter().for_each(|party| arbiter.rule_out(party)));
         crash::point("daemon.fence-killed");
         let node = worker.record.node.clone();
         self.note(About::worker(&node, number), format!("worker {number} {because}: it is ended"));

@@ -102,7 +102,7 @@ impl Job {
 
     /// Whether a worker of this node is to be given nothing of a NIC, because those that have it are to be fenced.
     pub fn keeps_away(&self, nic: u32, node: &str) -> bool {
-        self.fence_first && self.asked() == Some(nic) && self.node != node
+        self.is_about(nic) && self.fences(node)
     }
 
     /// The NIC whose relay is under way.
@@ -410,7 +410,7 @@ impl Supervisor {
                 Step::Again
             }
             Some(Fit::Ready) => match card.arbiter.as_ref().map(|arbiter| arbiter.state()) {
-                Some(State::Steady) if self.may_be_fenced_again(at, nic) => {
+                Some(State::Steady) if self.others_are_cared_for(at, nic) && self.may_be_fenced_again(at, nic) => {
                     self.ask_arbiter(at, nic, choice.method);
                     Step::Again
                 }
@@ -496,6 +496,33 @@ impl Supervisor {
             "frames came before worker {target} could take {name}, which stays where it is; it is given once more"
         );
         self.note(About::worker(&node, target), sentence);
+    }
+
+    /// Whether a worker that never had this NIC stands by for each other one of its node, whose workers are all to be fenced.
+    fn others_are_cared_for(&self, at: usize, nic: u32) -> bool {
+        let Some(node) = self.jobs[at].fenced_node.as_deref() else { return true };
+        let is_ready = |other: u32| {
+            self.workers.values().any(|worker| {
+                worker.record.node == node
+                    && worker.serves()
+                    && !worker.given.contains(&nic)
+                    && worker.nics.get(&other) == Some(&Fit::Ready)
+            })
+        };
+        self.others_of(node, nic).all(is_ready)
+    }
+
+    /// The other NICs of a node that somebody drives.
+    fn others_of<'a>(&'a self, node: &'a str, nic: u32) -> impl Iterator<Item = u32> + 'a {
+        let driven = self.cards.values().filter(|card| card.kept.is_some() && card.holder().is_some());
+        driven.filter(move |card| card.node == node && card.number != nic).map(|card| card.number)
+    }
+
+    /// Whether a NIC of this node is about to go to a node that does not trust it, and others stay, for which a worker is needed that never had that one.
+    pub(super) fn needs_a_worker_more(&self, node: &str) -> bool {
+        let goes = |job: &&Job| job.fences(node);
+        let nics = self.jobs.iter().filter(goes).filter_map(|job| job.todo.front().copied());
+        { nics }.any(|nic| self.others_of(node, nic).next().is_some())
     }
 
     /// Whether somebody of the NIC's node is there to have it back, should its driver be fenced once more for nothing.

@@ -86,7 +86,7 @@ impl Supervisor {
     fn should_have(&self, node: &str) -> usize {
         let has_nic = self.cards.values().any(|card| card.node == node);
         let stands_by = self.config.node(node).is_some_and(|node| node.standby);
-        1 + usize::from(has_nic && stands_by)
+        1 + usize::from(has_nic && stands_by) + usize::from(self.needs_a_worker_more(node))
     }
 
     /// Workers of the node's present program that are to stay, by number.

@@ -123,10 +123,14 @@ fn no_process_of_the_old_node_is_left_when_a_stranger_has_its_nic() {
         let eth0 = nics.as_array().expect("a list").iter().find(|nic| nic["name"] == "eth0").expect("it").clone();
         eth0["is"] == "driven" && eth0["node"] == "red" && eth0["worker"] != driver["worker"]
     });
+    // What took over eth1 was there before anybody was fenced, for it never had eth0.
     let events = rig.ask(&["events"]);
-    let last = events.rfind("is kept from eth0 for good").expect("an event");
+    let fence = events.find("is kept from eth0 for good").expect("an event");
+    let takes = events[fence..].split("eth1 is driven by worker ").nth(1);
+    let worker = takes.and_then(|rest| rest.split(' ').next()).unwrap_or_else(|| panic!("{events}"));
+    assert!(events[..fence].contains(&format!("worker {worker} of node green has begun")), "{events}");
     assert!(
-        !events[last..].contains("eth0 is driven by worker") || !events[last..].contains("of node green, after"),
+        !events[fence..].lines().any(|line| line.contains("eth0 is driven by") && line.contains("green")),
         "{events}"
     );
 }

@@ -359,6 +359,13 @@ impl Arbiter {
         }
     }
 
+    /// This worker is being ended for another reason: it is not chosen any more. What follows from its death follows when it is dead.
+    pub fn rule_out(&mut self, party: Party) {
+        if ![self.giver, self.next].contains(&Some(party)) {
+            self.set(party, Is::Condemned);
+        }
+    }
+
     /// What follows. What is refused changes nothing but what is known of who said it.
     pub fn hear(&mut self, table: &Table, input: Input) -> Result<Vec<Do>, Refused> {
         let mut doing = Vec::new();
