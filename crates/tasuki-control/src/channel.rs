@@ -154,6 +154,10 @@ mod tests {
         assert_eq!((&one.bytes[..], one.fds.len()), (&b"{one}"[..], 2));
         assert_eq!(receive(ours.as_fd(), &mut room).unwrap().bytes, b"two");
         drop((theirs, one));
+        // What came with it is closed by another thread.
+        let limit = rustix::event::Timespec { tv_sec: 60, tv_nsec: 0 };
+        let mut end = [rustix::event::PollFd::new(&ours, rustix::event::PollFlags::IN)];
+        assert_eq!(rustix::event::poll(&mut end, Some(&limit)), Ok(1));
         assert!(matches!(receive(ours.as_fd(), &mut room), Err(Nothing::Closed)));
     }
     #[test]

@@ -29,8 +29,10 @@ use crate::supervisor::door::{Door, Request as Asked};
 
 /// Connections at once,
 const CONNECTIONS_MAX: usize = 256;
-/// and of one user. One who has a role cannot keep out others who have one, and nobody who has none keeps out them.
+/// of one user who has a role,
 const OF_ONE_USER: usize = 64;
+/// and of all together who have none: they cannot keep out who has one.
+const OF_STRANGERS: usize = 16;
 /// How long somebody may take for the head of a request, and to begin with the next one,
 const HEAD_WITHIN: Duration = Duration::from_secs(5);
 /// and for its body.
@@ -55,23 +57,23 @@ struct Inner {
     /// The daemon's user.
     own: u32,
     door: Door,
-    seats: Mutex<BTreeMap<u32, usize>>,
+    seats: Mutex<BTreeMap<Option<u32>, usize>>,
     lines: Mutex<BTreeMap<u32, Bucket>>,
 }
 
-/// A connection's place among those that there may be.
+/// A connection's place among those that there may be: of a user who has a role, or of those who have none.
 struct Seat {
     gate: Gate,
-    uid: u32,
+    of: Option<u32>,
 }
 
 impl Drop for Seat {
     fn drop(&mut self) {
         let mut seats = self.gate.seats();
-        if let Some(taken) = seats.get_mut(&self.uid) {
+        if let Some(taken) = seats.get_mut(&self.of) {
             *taken -= 1;
             if *taken == 0 {
-                seats.remove(&self.uid);
+                seats.remove(&self.of);
             }
         }
     }
@@ -84,23 +86,31 @@ impl Gate {
         Gate(Arc::new(Inner { roles, own, door, seats: Mutex::default(), lines: Mutex::default() }))
     }
 
-    fn seats(&self) -> MutexGuard<'_, BTreeMap<u32, usize>> {
+    fn seats(&self) -> MutexGuard<'_, BTreeMap<Option<u32>, usize>> {
         self.0.seats.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// A place for one more, or why there is none.
-    fn seat(&self, uid: u32) -> Result<Seat, String> {
+    fn seat(&self, peer: &Peer) -> Result<Seat, String> {
+        let of = self.0.roles.of(peer, self.0.own).map(|_| peer.uid);
         let mut seats = self.seats();
-        let own = seats.get(&uid).copied().unwrap_or(0);
-        if own >= OF_ONE_USER {
-            return Err(format!("user {uid} has {own} connections to tasukid, and may have no more; close some"));
+        let taken = seats.get(&of).copied().unwrap_or(0);
+        let all: usize = seats.values().sum();
+        match of {
+            Some(uid) if taken >= OF_ONE_USER => {
+                return Err(format!("user {uid} has {taken} connections to tasukid, and may have no more; close some"));
+            }
+            None if taken >= OF_STRANGERS => {
+                return Err(format!("users without a role have {taken} connections to tasukid, and may have no more"));
+            }
+            // The daemon's own user gets in whoever else is there.
+            of if of != Some(self.0.own) && all >= CONNECTIONS_MAX - OF_ONE_USER => {
+                return Err("tasukid has as many connections as it takes; ask again later".to_owned());
+            }
+            _ => {}
         }
-        // The daemon's own user gets in whoever else is there.
-        if uid != self.0.own && seats.values().sum::<usize>() >= CONNECTIONS_MAX - OF_ONE_USER {
-            return Err("tasukid has as many connections as it takes; ask again later".to_owned());
-        }
-        *seats.entry(uid).or_default() += 1;
-        Ok(Seat { gate: self.clone(), uid })
+        *seats.entry(of).or_default() += 1;
+        Ok(Seat { gate: self.clone(), of })
     }
 
     /// Writes down who asked for what, and what became of it.
@@ -236,7 +246,7 @@ pub async fn serve(listener: UnixListener, router: Router, gate: Gate, over: imp
 /// One connection, to its end.
 async fn converse(stream: UnixStream, router: Router, gate: Gate, mut is_over: watch::Receiver<bool>) {
     let Ok(peer) = Peer::of(&stream) else { return };
-    let _seat = match gate.seat(peer.uid) {
+    let _seat = match gate.seat(&peer) {
         Ok(seat) => seat,
         Err(why) => return hang_up(stream, "503 Service Unavailable", &why),
     };
@@ -278,6 +288,23 @@ fn hang_up(stream: UnixStream, status: &str, why: &str) {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::api::roles::Who;
+
+    #[test]
+    fn users_without_a_role_keep_out_nobody_who_has_one() {
+        let (sender, _requests) = std::sync::mpsc::channel();
+        let roles = Roles { read: vec![Who::User(5)], ..Roles::default() };
+        let gate = Gate::new(roles, Door::new(sender).unwrap());
+        let peer = |uid| Peer { uid, groups: Vec::new(), pid: 1, program: String::new() };
+        let strangers: Vec<_> = (100_000..101_000).filter_map(|uid| gate.seat(&peer(uid)).ok()).collect();
+        assert_eq!(strangers.len(), OF_STRANGERS);
+        assert!(gate.seat(&peer(100_000)).is_err_and(|why| why.contains("users without a role have 16 connections")));
+        let readers: Vec<_> = (0..1000).filter_map(|_| gate.seat(&peer(5)).ok()).collect();
+        assert_eq!(readers.len(), OF_ONE_USER);
+        assert!(gate.seat(&peer(gate.0.own)).is_ok());
+        drop((strangers, readers));
+        assert!(gate.seats().is_empty(), "who has gone has no place");
+    }
 
     #[test]
     fn lines_beyond_what_one_may_write_are_counted() {

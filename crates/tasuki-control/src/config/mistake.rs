@@ -232,7 +232,7 @@ mod tests {
         ("[daemon]\n\n[daemon]", "3: `daemon` is there twice; leave one out"),
         ("[daemon]\nrestart = \"often\"", "2: restart = \"often\" is not known; there is `careful` or `always`"),
         ("[[node]", "1: [[node] is no TOML (unclosed array table, expected `]`); mend this line"),
-        ("work = \"sink\"", "1: the key `work` means nothing here; there are `daemon`, `node`, `nic`"),
+        ("work = \"sink\"", "1: the key `work` means nothing here; there are `daemon`, `api`, `node`, `nic`"),
         ("[[nic]]\nname = \"e\"\nnode = \"red\"", "1: the key `device` is missing; add device = …"),
         (
             "[[nic]]\nname = \"e\"\nnode = \"red\"\ndevice = \"eth0\"",

@@ -3,8 +3,10 @@
 use std::fs;
 use std::io::Write;
 use std::os::unix::fs::symlink;
+use std::os::unix::net::UnixDatagram;
 use std::path::PathBuf;
 use std::process::{Command, Output, Stdio};
+use std::time::Duration;
 
 use rustix::process::{Pid, Resource, Rlimit, Signal, getrlimit, prlimit};
 use tempfile::TempDir;
@@ -192,4 +194,25 @@ fn the_unit_for_systemd_is_one_that_systemd_takes() {
     };
     let said = String::from_utf8_lossy(&output.stderr).into_owned();
     assert!(output.status.success() && !said.contains("tasukid.service"), "{said}");
+}
+
+#[test]
+fn the_watchdog_of_systemd_hears_of_a_daemon_that_is_well() {
+    let rig = Rig::without_daemon(NODES, "");
+    let notices = rig.path("notices");
+    let socket = UnixDatagram::bind(&notices).expect("a socket");
+    socket.set_read_timeout(Some(Duration::from_secs(60))).expect("a limit");
+    let daemon = rig.tasukid();
+    let mut command = Command::new("sh");
+    // Meant for this very process.
+    command.args(["-c", "WATCHDOG_PID=$$ exec \"$@\"", "sh"]).arg(daemon.get_program()).args(daemon.get_args());
+    command.env("NOTIFY_SOCKET", &notices).env("WATCHDOG_USEC", "100000").env("TASUKI_ALIVE", rig.path("alive"));
+    let mut daemon = command.stdin(Stdio::null()).stderr(Stdio::null()).spawn().expect("a daemon");
+    let (mut said, mut beats) = ([0; 256], 0);
+    while beats < 5 {
+        let len = socket.recv(&mut said).expect("it says that it is well");
+        beats += u32::from(said[..len].starts_with(b"WATCHDOG=1"));
+    }
+    rig.ask(&["stop"]);
+    assert!(daemon.wait().expect("its end").success());
 }
