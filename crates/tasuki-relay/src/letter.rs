@@ -202,6 +202,9 @@ pub struct Can {
     pub repoint: bool,
     /// and the partner pauses meanwhile.
     pub pauses: bool,
+    /// All that an owner can leave in it the next one can undo, or sees, while it runs.
+    #[serde(default)]
+    pub fenced: bool,
 }
 
 /// What becomes of frames that the old owner has not handled when a NIC goes to another node.
@@ -230,6 +233,10 @@ pub enum ToWorker {
         name: String,
         /// Where the card may see memory that this worker makes itself: an address, page-aligned, with 256 MiB for it.
         iova: u64,
+        /// Whoever has it is not trusted, and is fenced before this worker is told to take it: nothing of what stands in the card is believed, and
+        /// memory is mapped for it only then.
+        #[serde(default)]
+        fenced: bool,
         /// It was taken out of its box and runs, and nobody drives it: it starts with [`crate::worker::Worker::first`] if it is this worker's.
         kit: Kit,
     },

@@ -40,7 +40,7 @@ impl std::fmt::Display for Method {
 impl Method {
     /// Whether the new owner has memory of its own for the card.
     pub fn is_apart(self) -> bool {
-        matches!(self, Method::Mbb | Method::Repoint)
+        self != Method::Keep
     }
 }
 
@@ -64,6 +64,8 @@ pub struct Card {
     pub spare_queue: bool,
     /// Whether its rings can be elsewhere from now on.
     pub repointing: Repointing,
+    /// All that an owner can leave in it the next one can undo, or sees, while it runs.
+    pub fenced: bool,
 }
 
 /// What two nodes think of each other.
@@ -105,6 +107,11 @@ pub enum NotPossible {
         "mbb between nodes that do not trust each other is not safe: while both queues run, each node's queue reaches the other's memory; take repoint or cold"
     )]
     SharedReach,
+    /// It cannot be seen what its last owner has left in it.
+    #[error(
+        "repoint between nodes that do not trust each other needs a card in which the new node can undo, or see, all that the old one has left, and in this one it cannot; take cold"
+    )]
+    Illegible,
     /// Its bases are fixed once it runs.
     #[error(
         "repoint needs a card whose ring bases can be written while its link stays up, and this one's cannot; take keep or cold"
@@ -121,6 +128,9 @@ pub fn possible(card: &Card, trust: Trust, method: Method) -> Result<&'static st
         (Method::Mbb, _) if !card.spare_queue => Err(NotPossible::NoSpareQueue),
         (Method::Mbb, Trust::None) => Err(NotPossible::SharedReach),
         (Method::Mbb, Trust::Full) => Ok("its new queue runs before traffic is steered to it"),
+        (Method::Repoint, Trust::None) if card.repointing != Repointing::Never && !card.fenced => {
+            Err(NotPossible::Illegible)
+        }
         (Method::Repoint, _) => match card.repointing {
             Repointing::Paused => Ok("its partner pauses while the ring bases are written, and the link stays up"),
             Repointing::Unpaused => Ok(
@@ -190,12 +200,17 @@ pub fn state(writes: u32, reads_from: u32, reads_to: u32, asked_for_store: bool)
 mod tests {
     use super::*;
 
-    const E1000E: Card = Card { own_memory: true, spare_queue: true, repointing: Repointing::Paused };
+    const E1000E: Card = Card { own_memory: true, spare_queue: true, repointing: Repointing::Paused, fenced: true };
 
     fn cards() -> impl Iterator<Item = Card> {
         let repointings = [Repointing::Paused, Repointing::Unpaused, Repointing::Never];
-        (0..4).flat_map(move |bits: u8| {
-            repointings.map(|repointing| Card { own_memory: bits & 1 != 0, spare_queue: bits & 2 != 0, repointing })
+        (0..8).flat_map(move |bits: u8| {
+            repointings.map(|repointing| Card {
+                own_memory: bits & 1 != 0,
+                spare_queue: bits & 2 != 0,
+                fenced: bits & 4 != 0,
+                repointing,
+            })
         })
     }
 
@@ -208,7 +223,8 @@ mod tests {
         assert_eq!(method(unpaused, Trust::None), Method::Repoint, "the link stays up");
         assert_eq!(method(Card { own_memory: false, ..E1000E }, Trust::Full), Method::Mbb);
         assert_eq!(method(Card { own_memory: false, ..E1000E }, Trust::None), Method::Repoint);
-        let plain = Card { own_memory: false, spare_queue: false, repointing: Repointing::Never };
+        assert_eq!(method(Card { fenced: false, ..E1000E }, Trust::None), Method::Cold);
+        let plain = Card { own_memory: false, spare_queue: false, repointing: Repointing::Never, fenced: true };
         assert_eq!(method(plain, Trust::Full), Method::Cold);
         assert_eq!(method(Card { own_memory: true, ..plain }, Trust::None), Method::Cold);
     }
@@ -236,7 +252,7 @@ mod tests {
                 let may = possible(&card, Trust::None, method).is_ok();
                 let expected = match method {
                     Method::Keep | Method::Mbb => false,
-                    Method::Repoint => card.repointing != Repointing::Never,
+                    Method::Repoint => card.repointing != Repointing::Never && card.fenced,
                     Method::Cold => true,
                 };
                 assert_eq!(may, expected, "{method} of {card:?}");

@@ -164,6 +164,12 @@ pub enum Reason {
         "frames came before the worker could point the card at its memory, and stay with the old owner; ask again, or see why the machine was so slow"
     )]
     FramesCame,
+    /// The card's last owner, who is not trusted, has left something in it that cannot be undone while it runs.
+    #[error("the card's last owner has left something in it that only a reset undoes ({value:#x}); hand it over cold")]
+    LeftBehind {
+        /// What stands there.
+        value: u64,
+    },
     /// It does not go on from what its predecessor remembered.
     #[error(
         "the program does not read the state of kind {kind:#x} version {version} that the one before it keeps; have it convert that, or upgrade with another"
@@ -206,6 +212,7 @@ impl Reason {
             Reason::NobodyLeft => (11, 0, 0),
             Reason::Odd { position } => (12, position, 0),
             Reason::FramesCame => (15, 0, 0),
+            Reason::LeftBehind { value } => (16, value, 0),
             Reason::OtherState { kind, version } => (13, kind, version),
             Reason::ShortRing { has, needs } => (14, has, needs),
             Reason::Unknown { code } => (code, 0, 0),
@@ -227,6 +234,7 @@ impl Reason {
             11 => Reason::NobodyLeft,
             12 => Reason::Odd { position: a },
             15 => Reason::FramesCame,
+            16 => Reason::LeftBehind { value: a },
             13 => Reason::OtherState { kind: a, version: b },
             14 => Reason::ShortRing { has: a, needs: b },
             code => Reason::Unknown { code },

@@ -327,8 +327,8 @@ impl<D: Duty> Node<D> {
     fn letter(&mut self, letter: ToWorker, fds: Vec<OwnedFd>) {
         match letter {
             ToWorker::Begin(_) => self.common.post.tell(None, "the daemon said twice what this worker is".to_owned()),
-            ToWorker::Nic { nic, name, iova, kit } => {
-                if let Err(error) = self.take_in(nic, name, (iova, kit), fds) {
+            ToWorker::Nic { nic, name, iova, fenced, kit } => {
+                if let Err(error) = self.take_in(nic, name, (iova, fenced, kit), fds) {
                     self.common.post.tell(Some(nic), format!("{error:#}"));
                 }
             }
@@ -416,7 +416,13 @@ impl<D: Duty> Node<D> {
         }
     }
 
-    fn take_in(&mut self, number: u32, name: String, (iova, kit): (u64, letter::Kit), fds: Vec<OwnedFd>) -> Result<()> {
+    fn take_in(
+        &mut self,
+        number: u32,
+        name: String,
+        (iova, fenced, kit): (u64, bool, letter::Kit),
+        fds: Vec<OwnedFd>,
+    ) -> Result<()> {
         ensure!(self.index(number).is_none(), "NIC {number} was given to this worker twice");
         let mut fds = fds.into_iter();
         let board = fds.next().context("the NIC's board did not come; rebuild the older of daemon and worker")?;
@@ -424,7 +430,7 @@ impl<D: Duty> Node<D> {
         let text = kit::read(&kit);
         let way = text.as_ref().map(|text| (text.driver, kit::is_vfio(text))).ok();
         let is_vni = kit.kind == letter::vni::KIND;
-        let given = Given { number, name, iova, kit, fds: fds.collect(), board, text };
+        let given = Given { number, name, iova, fenced, kit, fds: fds.collect(), board, text };
         if is_vni {
             self.seats.push(AnySeat::Vni(Box::new(VniSeat::new(given, &self.common, &self.told))));
             self.idle_looks = IDLE_LOOKS_OF_KERNEL;

@@ -83,7 +83,8 @@ where
         std::thread::sleep(Duration::from_millis(1));
     }
     let its = nic.can();
-    let can = Can { in_place: true, spare_queue: its.steer, repoint: its.point, pauses: its.pauses };
+    let can =
+        Can { in_place: true, spare_queue: its.steer, repoint: its.point, pauses: its.pauses, fenced: its.fenced };
     let (kit, fds) = kit::pack(&nic, driver, &options, (parts, layout), &kit::wake()?, can)?;
     Ok((ToDaemon::Kit { nic: 0, name: String::new(), board: false, kit }, fds))
 }

@@ -88,7 +88,7 @@ enum Card<N: InPlace + Repoint> {
     Unknown,
     /// Everything but the sash.
     Ready(N::Prepared),
-    /// All that is needed to start it anew.
+    /// All that is needed to start it anew, with memory of our own.
     Cold(N::Bus, NicMemory),
     /// It is driven, or could be at once.
     Driven(N),
@@ -107,6 +107,8 @@ pub struct Given {
     pub name: String,
     /// Where its card may see memory that we make.
     pub iova: u64,
+    /// Whoever has it is not trusted, and will be fenced.
+    pub fenced: bool,
     /// What it is made of.
     pub kit: letter::Kit,
     /// The descriptors of it.
@@ -240,7 +242,7 @@ where
 
     /// Whether it is about to be driven from memory of our own: that the daemon which ordered it knows, and no other.
     pub fn is_apart(&self) -> bool {
-        matches!(self.card, Card::Apart(_))
+        matches!(self.card, Card::Apart(_) | Card::Cold(..))
     }
 
     /// Whether it is driven, or could be at once.
@@ -397,17 +399,14 @@ where
             reason: Reason::Missing { position: 0 },
             sentence: format!("the NIC's descriptors cannot be copied ({error}); raise RLIMIT_NOFILE"),
         })?;
-        if let Some(how) = how {
+        if cold || how.is_some() {
             D::may_go_on(&common.book, self.given.number, None, text.ring)?;
             return self.open_apart(common.party, how, copies);
         }
         let Opened { wake, ledger, bus, memory } = kit::open::<N::Bus>(text, copies)?;
         D::may_go_on(&common.book, self.given.number, Some(ledger.turns()), text.ring)?;
         (self.wake, self.ledger, self.arena) = (Some(wake), Some(ledger), Some(memory.arena().clone()));
-        self.card = match cold {
-            true => Card::Cold(bus, memory),
-            false => Card::Ready(N::prepare(bus, memory).map_err(|failed| store::refused(&failed.error))?),
-        };
+        self.card = Card::Ready(N::prepare(bus, memory).map_err(|failed| store::refused(&failed.error))?);
         Ok(())
     }
 
@@ -597,20 +596,6 @@ where
         }
         self.drive(nic);
         (self.gone, self.link_is_up, self.halted) = (false, self.given.board.link_was_up(), false);
-        Ok(())
-    }
-
-    /// Starts the card anew. What its last driver had not handled is lost, and so is what comes before its link is up.
-    fn start(&mut self, common: &Common, bus: N::Bus, memory: NicMemory) -> Result<(), Refused> {
-        let options = self.given.text.as_ref().map(Text::options).unwrap_or_default();
-        // Of the ledger that the card's last driver kept: that of the next is counted on from there.
-        let turns = self.ledger.as_ref().map_or(0, Ledger::turns);
-        self.duty.go_on(&common.book, self.given.number, Some(turns))?;
-        self.duty.close(&common.book, self.given.number);
-        let nic = N::start(bus, memory, &options).map_err(|failed| store::refused(&failed.error))?;
-        self.drive(nic);
-        (self.gone, self.link_is_up) = (false, false);
-        self.given.board.found_link(false);
         Ok(())
     }
 

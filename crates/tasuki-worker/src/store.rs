@@ -116,6 +116,7 @@ pub fn refused(error: &NicError) -> Refused {
         NicError::OtherSash { kind, version, .. } => Reason::OtherSash { kind: kind.into(), version: version.into() },
         NicError::BrokenSash { value, .. } | NicError::Absurd { value, .. } => Reason::WrongSash { value },
         NicError::FramesCame { .. } => Reason::FramesCame,
+        NicError::LeftBehind { value, .. } => Reason::LeftBehind { value },
         _ => Reason::CardGone,
     };
     Refused { reason, sentence: error.to_string() }

@@ -262,7 +262,7 @@ impl Card {
             (true, false) => method::Repointing::Unpaused,
             (false, _) => method::Repointing::Never,
         };
-        Some(method::Card { own_memory: can.in_place, spare_queue: can.spare_queue, repointing })
+        Some(method::Card { own_memory: can.in_place, spare_queue: can.spare_queue, repointing, fenced: can.fenced })
     }
 
     /// What a worker is told that is to be ready for it.

@@ -56,6 +56,8 @@ pub struct Job {
     done: Vec<Settled>,
     /// How often its taker came too late, so that frames had come to the old owner meanwhile.
     late: u32,
+    /// The method by which its taker refused the card.
+    refused: Option<Method>,
     since: Duration,
     /// Since when somebody is looked for who could have it.
     looks_since: Duration,
@@ -79,6 +81,7 @@ impl Job {
             store: false,
             done: Vec::new(),
             late: 0,
+            refused: None,
             since: now(),
             looks_since: now(),
             answer: None,
@@ -103,6 +106,11 @@ impl Job {
     /// Whether a worker of this node is to be given nothing of a NIC, because those that have it are to be fenced.
     pub fn keeps_away(&self, nic: u32, node: &str) -> bool {
         self.is_about(nic) && self.fences(node)
+    }
+
+    /// Whether a giver was fenced for it in vain.
+    fn is_tried_again(&self) -> bool {
+        self.fence_first && (self.late > 0 || self.refused.is_some())
     }
 
     /// The NIC whose relay is under way.
@@ -363,6 +371,13 @@ impl Supervisor {
             return self.look_for_taker(at);
         }
         if self.was_late(at) {
+            self.jobs[at].late += 1;
+            self.try_again(at);
+            return Step::Again;
+        }
+        if self.was_refused(at) {
+            let nic = self.jobs[at].asked();
+            self.jobs[at].refused = nic.and_then(|nic| self.cards.get(&nic)).map(|card| card.method);
             self.try_again(at);
             return Step::Again;
         }
@@ -423,8 +438,9 @@ impl Supervisor {
     fn choice(&self, at: usize, nic: u32) -> Result<method::Choice, method::NotPossible> {
         let job = &self.jobs[at];
         let trust = if job.fence_first { Trust::None } else { Trust::Full };
+        let next = |can: &method::Card| job.refused.and_then(|refused| method::after(can, trust, refused));
         match self.cards.get(&nic).and_then(|card| card.can()) {
-            Some(can) => method::choose(&can, trust, job.asked_for),
+            Some(can) => next(&can).map_or_else(|| method::choose(&can, trust, job.asked_for), Ok),
             None => Ok(method::Choice { method: Method::Cold, because: "nothing is known of the card" }),
         }
     }
@@ -480,11 +496,22 @@ impl Supervisor {
         why == Some(Reason::FramesCame) && is_back && job.late < LATE_MOST
     }
 
-    /// Gives it once more: nothing has changed, and the next time somebody may be quicker.
+    /// Whether the NIC is driven as before, because its taker does not believe the card: its last owner, who is not trusted, left something that cannot be
+    /// undone, or has it look late time and again. Who asked for this very method is told so.
+    fn was_refused(&self, at: usize) -> bool {
+        let job = &self.jobs[at];
+        let Some(card) = job.asked().and_then(|nic| self.cards.get(&nic)) else { return false };
+        let why = card.said.as_ref().and_then(|told| told.why);
+        let is_back = card.is_settled() && card.holder().is_some_and(|holder| holder != job.target);
+        let is_odd = matches!(why, Some(Reason::LeftBehind { .. } | Reason::FramesCame));
+        is_odd && is_back && job.fence_first && job.asked_for.is_none() && job.refused.is_none()
+    }
+
+    /// Gives it once more: by the same way, for the next time somebody may be quicker, or by the next.
     fn try_again(&mut self, at: usize) {
         let job = &mut self.jobs[at];
         let (Some(nic), target, node) = (job.asked(), job.target, job.node.clone()) else { return };
-        (job.late, job.asked, job.looks_since) = (job.late + 1, None, now());
+        (job.asked, job.looks_since) = (None, now());
         // The arbiter has told it to leave the NIC. If that was its last one it ends, and another comes.
         if !self.workers.get(&target).is_some_and(super::worker::Worker::serves) {
             job.target = NOBODY;
@@ -492,9 +519,14 @@ impl Supervisor {
         let Some(card) = self.cards.get_mut(&nic) else { return };
         card.said = None;
         let name = card.name().to_owned();
-        let sentence = format!(
-            "frames came before worker {target} could take {name}, which stays where it is; it is given once more"
-        );
+        let sentence = match self.jobs[at].refused {
+            None => format!(
+                "frames came before worker {target} could take {name}, which stays where it is; it is given once more"
+            ),
+            Some(method) => format!(
+                "worker {target} does not take {name} by {method}, for what its last owner has left in it; it is given another way"
+            ),
+        };
         self.note(About::worker(&node, target), sentence);
     }
 
@@ -527,7 +559,7 @@ impl Supervisor {
 
     /// Whether somebody of the NIC's node is there to have it back, should its driver be fenced once more for nothing.
     fn may_be_fenced_again(&self, at: usize, nic: u32) -> bool {
-        let Some(card) = self.cards.get(&nic).filter(|_| self.jobs[at].fence_first && self.jobs[at].late > 0) else {
+        let Some(card) = self.cards.get(&nic).filter(|_| self.jobs[at].is_tried_again()) else {
             return true;
         };
         let stands_by = |worker: &super::worker::Worker| {

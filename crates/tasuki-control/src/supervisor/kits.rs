@@ -31,7 +31,7 @@ pub(super) fn too_much(nic: u32, name: &str, kit: &Kit) -> Option<String> {
     let kit = Kit { lies: Some("\"".repeat(LIES_MAX)), partial: true, made_by: Some(u32::MAX), ..kit.clone() };
     let fds = kit.fds + 1;
     let odd = kit.partial && kit.memory > kit.fds;
-    let letter = ToWorker::Nic { nic, name: name.to_owned(), iova: u64::MAX, kit };
+    let letter = ToWorker::Nic { nic, name: name.to_owned(), iova: u64::MAX, fenced: false, kit };
     let len = serde_json::to_vec(&letter).expect("a letter is plain data").len();
     (fds > FDS_MAX || len > LETTER_MAX || odd).then(|| {
         format!(

@@ -371,7 +371,8 @@ impl Supervisor {
         // Who has memory of its own sees nothing of the old owner's.
         let apart = kept.apart().filter(|_| method.is_apart());
         let (kit, count) = apart.unwrap_or_else(|| (kept.kit.clone(), kept.fds.len()));
-        let letter = ToWorker::Nic { nic, name: card.config.name.clone(), iova: iova_of(number), kit };
+        let fenced = method.is_apart() && !self.config.trust(&card.node, &worker.record.node);
+        let letter = ToWorker::Nic { nic, name: card.config.name.clone(), iova: iova_of(number), fenced, kit };
         worker.has(nic, Fit::Preparing(now()));
         let sent = worker.write(&letter, &card.lend(count, &worker.record.node));
         crash::point("daemon.kit");

@@ -145,7 +145,7 @@ impl Supervisor {
         let kit = Kit {
             kind: vni::KIND,
             version: vni::VERSION,
-            can: Can { in_place: true, spare_queue: false, repoint: false, pauses: false },
+            can: Can { in_place: true, spare_queue: false, repoint: false, pauses: false, fenced: false },
             text: text(&vni, number),
             lies: None,
             fds: fds.len(),

@@ -210,6 +210,7 @@ fn residue(to: &str, method: &str, looks: impl FnOnce(usize)) {
 fn what_red_has_handled_is_not_in_the_memory_of_the_node_that_a_nic_is_pointed_at() {
     residue("blue", "repoint", |found| assert_eq!(found, 0));
     residue("green", "repoint", |found| assert_eq!(found, 0, "nor behind a fence"));
+    residue("green", "cold", |found| assert_eq!(found, 0, "nor where the card starts anew"));
 }
 
 #[test]

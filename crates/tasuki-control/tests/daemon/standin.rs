@@ -118,7 +118,7 @@ fn open(orders: &Orders, socket: &OwnedFd) -> ! {
     assert!(orders.words.iter().any(|word| word == "--iova"), "{orders:?}");
     let part = |name| Words::create(name, 4096).expect("memory");
     let [way, rings, frames, ledger] = ["a card's way", "rings", "frames", "ledger"].map(part);
-    let can = Can { in_place: true, spare_queue: false, repoint: true, pauses: true };
+    let can = Can { in_place: true, spare_queue: false, repoint: true, pauses: true, fenced: true };
     let kit = Kit {
         kind: 0x8086_10d3,
         version: 1,

@@ -4,10 +4,10 @@
 use std::os::fd::OwnedFd;
 use std::time::{Duration, Instant};
 
-use tasuki_net::nic::bus::Iova;
+use tasuki_net::nic::bus::{Bus, Iova};
 use tasuki_net::nic::kit::KitBus;
 use tasuki_net::nic::ledger::Ledger;
-use tasuki_net::nic::{Failed, How, InPlace, Left, MemoryLayout, NicError, Repoint, Scrub};
+use tasuki_net::nic::{Failed, How, InPlace, Left, Mac, MemoryLayout, NicError, NicMemory, Repoint, Scrub};
 use tasuki_relay::Party;
 use tasuki_relay::letter::{Inflight, ToDaemon, pulse};
 use tasuki_relay::method::Method;
@@ -89,8 +89,8 @@ where
         self.text().is_some_and(|text| text.scrub)
     }
 
-    /// Makes memory, has the card's bus know it, and posts rings there.
-    pub(super) fn open_apart(&mut self, party: Party, how: How, fds: Vec<OwnedFd>) -> Result<(), Refused> {
+    /// Makes memory, has the card's bus know it, and posts rings there. For a card that is to start anew, makes memory and no more.
+    pub(super) fn open_apart(&mut self, party: Party, how: Option<How>, fds: Vec<OwnedFd>) -> Result<(), Refused> {
         let Some(text) = self.text() else { return Ok(()) };
         let (wake, bus) = kit::open_way::<N::Bus>(text, &self.given.kit, fds)?;
         let at = place(self.given.iova, &text.nic.memory.layout());
@@ -106,10 +106,19 @@ where
         let moved = moved.map_err(|error| no_descriptors(&error))?;
         let arena = memory.arena().clone();
         let from = text.nic.memory.layout().rings_at;
-        let ready = N::prepare_rings(bus, memory, &text.options(), how, from);
-        let ready = ready.map_err(|failed| store::refused(&failed.error))?;
+        let how = match (how, self.given.kit.mac) {
+            (Some(How::Point), Some(mac)) if self.given.fenced => Some(How::Fenced(Mac(mac))),
+            (how, _) => how,
+        };
+        self.card = match how {
+            Some(how) => {
+                let ready = N::prepare_rings(bus, memory, &text.options(), how, from);
+                Card::Apart(ready.map_err(|failed| store::refused(&failed.error))?)
+            }
+            None => Card::Cold(bus, memory),
+        };
         fail::point("map.posted");
-        (self.card, self.wake) = (Card::Apart(ready), Some(wake));
+        self.wake = Some(wake);
         self.own = Some(Own { moved, ledger, arena });
         Ok(())
     }
@@ -123,6 +132,36 @@ where
             Err(error) => post.tell(Some(nic), no_descriptors(&error.into()).sentence),
         }
         fail::point("map.told");
+    }
+
+    /// Starts the card anew, in memory of our own. What its last driver had not handled is lost, and so is what comes before its link is up.
+    pub(super) fn start(&mut self, common: &Common, mut bus: N::Bus, memory: NicMemory) -> Result<(), Refused> {
+        // As below.
+        if let Err(refused) = self.duty.go_on(&common.book, self.given.number, None) {
+            self.own = None;
+            return Err(refused);
+        }
+        self.duty.close(&common.book, self.given.number);
+        if self.given.fenced {
+            // What a reset of the card itself leaves alone, where the bus knows a stronger one; and who hears its interrupts.
+            let _ = bus.reset();
+            if let Err(error) = bus.renew() {
+                self.own = None;
+                return Err(store::refused(&error.into()));
+            }
+        }
+        let options = self.text().map(Text::options).unwrap_or_default();
+        let nic = match N::start(bus, memory, &options) {
+            Ok(nic) => nic,
+            Err(failed) => {
+                self.own = None;
+                return Err(store::refused(&failed.error));
+            }
+        };
+        self.move_in(nic);
+        (self.gone, self.link_is_up, self.halted) = (false, false, false);
+        self.given.board.found_link(false);
+        Ok(())
     }
 
     /// Points the card at our rings.
@@ -146,6 +185,13 @@ where
         if self.scrubs() {
             nic.keep_clean();
         }
+        self.move_in(nic);
+        (self.gone, self.link_is_up, self.halted) = (false, self.given.board.link_was_up(), false);
+        Ok(())
+    }
+
+    /// Drives a card that lies in memory of our own from here on.
+    fn move_in(&mut self, nic: N) {
         self.old = self.text().map(|text| text.nic.memory.layout());
         if let Some(Own { moved, ledger, arena }) = self.own.take() {
             (self.given.kit, self.given.text) = (moved.kit, Ok(moved.text));
@@ -154,14 +200,12 @@ where
             (self.ledger, self.arena) = (Some(ledger), Some(arena));
         }
         self.drive(nic);
-        (self.gone, self.link_is_up, self.halted) = (false, self.given.board.link_was_up(), false);
-        Ok(())
     }
 
     /// It comes to nothing: the card reaches our memory no longer.
     pub(super) fn give_up(&mut self) {
         self.own = None;
-        if matches!(self.card, Card::Apart(_))
+        if self.is_apart()
             && let Card::Apart(ready) = std::mem::replace(&mut self.card, Card::Unknown)
         {
             drop(N::give_up(ready));

@@ -451,7 +451,13 @@ impl Worker {
     }
 
     pub fn give(&self, nic: &Nic) {
-        let letter = ToWorker::Nic { nic: nic.number, name: "nic".to_owned(), iova: self.iova(), kit: nic.kit.clone() };
+        let letter = ToWorker::Nic {
+            nic: nic.number,
+            name: "nic".to_owned(),
+            iova: self.iova(),
+            fenced: false,
+            kit: nic.kit.clone(),
+        };
         self.letter(&letter, &nic.copies());
     }
 
@@ -465,7 +471,10 @@ impl Worker {
         let mut fds = nic.copies();
         fds.truncate(fds.len() - nic.kit.memory);
         let kit = Kit { partial: true, fds: fds.len() - 1, ..nic.kit.clone() };
-        self.letter(&ToWorker::Nic { nic: nic.number, name: "nic".to_owned(), iova: self.iova(), kit }, &fds);
+        self.letter(
+            &ToWorker::Nic { nic: nic.number, name: "nic".to_owned(), iova: self.iova(), fenced: false, kit },
+            &fds,
+        );
         self.prepare_by(nic, Use::Handover, Method::Repoint);
     }
 
