@@ -11,6 +11,7 @@ pub mod channel;
 pub mod cli;
 pub mod config;
 pub mod foreign;
+pub mod keeper;
 pub mod log;
 pub mod place;
 pub mod process;

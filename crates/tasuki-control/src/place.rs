@@ -14,6 +14,9 @@ const NAME_MAX: usize = 40;
 /// How long a daemon may take to be gone after it was killed.
 const LOCKS_WITHIN: Duration = Duration::from_secs(1);
 
+/// The file that is locked, and says by which process.
+const LOCK: &str = "tasukid.lock";
+
 /// The directory that is meant where none is named: `TASUKI_DIR`, or the usual place.
 pub fn usual() -> PathBuf {
     if let Some(named) = std::env::var_os("TASUKI_DIR").filter(|named| !named.is_empty()) {
@@ -53,6 +56,16 @@ fn lock_soon(lock: &File) -> bool {
     true
 }
 
+/// Where the keeper listens.
+pub fn keeper_socket(folder: &Path) -> PathBuf {
+    folder.join("keeper.sock")
+}
+
+/// The process that has the lock of the directory, as it says itself.
+pub fn holder(folder: &Path) -> Option<u32> {
+    std::fs::read_to_string(folder.join(LOCK)).ok()?.trim().parse().ok()
+}
+
 /// The directory, for as long as this daemon uses it.
 #[derive(Debug)]
 pub struct Place {
@@ -78,13 +91,8 @@ impl Place {
             meta.uid() == ours && meta.mode() & 0o022 == 0,
             "others than you can write to {named}; choose a runtime directory that is yours alone (mode 0700)"
         );
-        let opened = OpenOptions::new()
-            .read(true)
-            .write(true)
-            .create(true)
-            .truncate(false)
-            .mode(0o600)
-            .open(folder.join("tasukid.lock"));
+        let opened =
+            OpenOptions::new().read(true).write(true).create(true).truncate(false).mode(0o600).open(folder.join(LOCK));
         let unwritable =
             |error: std::io::Error| anyhow!("{named} cannot be written to ({error}); {}", remedy(error.kind()));
         let mut lock = opened.map_err(unwritable)?;
@@ -110,6 +118,11 @@ impl Place {
     /// Where a later daemon finds a worker.
     pub fn worker_socket(&self, party: u32) -> PathBuf {
         self.folder.join(format!("worker-{party}.sock"))
+    }
+
+    /// Where the keeper listens.
+    pub fn keeper_socket(&self) -> PathBuf {
+        keeper_socket(&self.folder)
     }
 
     /// Where the model of a NIC serves.

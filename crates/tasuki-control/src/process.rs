@@ -53,6 +53,12 @@ impl Process {
         (found == name).then_some(Process { name, pidfd, child: None })
     }
 
+    /// The process that the kernel says is at the other end of a socket.
+    pub fn by_pid(pid: Pid) -> Option<Self> {
+        let (name, pidfd) = Self::open(pid.as_raw_nonzero().get().unsigned_abs(), false).ok()?;
+        Some(Process { name, pidfd, child: None })
+    }
+
     fn open(pid: u32, or_dead: bool) -> io::Result<(Name, OwnedFd)> {
         let number = i32::try_from(pid).ok().and_then(Pid::from_raw).ok_or(io::ErrorKind::NotFound)?;
         let pidfd = rustix::process::pidfd_open(number, PidfdFlags::NONBLOCK)?;

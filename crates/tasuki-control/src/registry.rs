@@ -69,9 +69,6 @@ pub struct NicRecord {
     /// The node's number on its VNI, if it is an end of one.
     #[serde(default)]
     pub number_on_vni: Option<u16>,
-    /// Of such an end, by what number the kernel knows the memory and the pipe that belong to it.
-    #[serde(default)]
-    pub inodes: Vec<u64>,
     /// The model that the daemon started.
     pub model: Option<process::Name>,
     /// Who made the memory of its kit: says which addresses are taken.

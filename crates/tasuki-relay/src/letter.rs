@@ -105,7 +105,7 @@ pub struct Begin {
     pub nice: i32,
     /// Bytes of memory that it may lock, for devices that need that.
     pub memlock: u64,
-    /// Of [`Work::Tap`] and [`Work::Memif`]: what the daemon calls the TAP or the socket. The worker says it to a daemon that comes later.
+    /// Of [`Work::Tap`] and [`Work::Memif`]: what the daemon calls the TAP or the socket.
     #[serde(default)]
     pub tap: Option<String>,
     /// Of [`Work::Memif`]: what its client must know.
@@ -301,8 +301,7 @@ pub enum ToWorker {
         /// The capture's number.
         capture: u32,
     },
-    /// Say again what you have: [`ToDaemon::Mine`], the node's [`ToDaemon::Client`] if it has one, and a [`ToDaemon::Kit`] for each NIC. From a daemon that
-    /// has just begun.
+    /// Say who you are: the node's [`ToDaemon::Client`] if it has one, and [`ToDaemon::Mine`]. From a daemon that has just begun.
     Again {
         /// The daemon hears [`ToDaemon::Client`].
         #[serde(default)]
@@ -335,14 +334,8 @@ pub enum ToDaemon {
         /// For [`Kit::lies`], at most [`LIES_MAX`] bytes.
         lies: String,
     },
-    /// What a NIC is made of. Beside it: the board, if this answers [`ToWorker::Again`], and the kit's descriptors.
+    /// From an opener alone: what the NIC is made of. Beside it: the kit's descriptors.
     Kit {
-        /// The NIC; of an opener, 0.
-        nic: u32,
-        /// Its name.
-        name: String,
-        /// Whether the board comes first.
-        board: bool,
         /// Of it.
         kit: Kit,
     },
@@ -373,18 +366,14 @@ pub enum ToDaemon {
         /// Its socket's inode.
         socket: u64,
     },
-    /// Who it is: first in answer to [`ToWorker::Again`]. Beside it: its pulse, its node's book, and its TAP or its
-    /// socket of memif if it has one.
+    /// Who it is: last in answer to [`ToWorker::Again`].
     Mine {
         /// Its number in lease words.
         party: u32,
         /// Its node's name.
         node: String,
-        /// Kits that follow, one for each NIC that it has.
-        nics: u32,
-        /// What that is called, if it has one.
-        #[serde(default)]
-        tap: Option<String>,
+        /// The NICs of which it has something.
+        nics: Vec<u32>,
     },
     /// Something that a person must know, in a sentence.
     Told {

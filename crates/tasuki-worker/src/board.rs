@@ -1,7 +1,7 @@
 //! Memory that a worker shares with others: a NIC's board, its own pulse, its node's book. All of it can be written by others at any time:
 //! words are loaded once, and mean only what they may mean.
 
-use std::os::fd::{AsFd, OwnedFd};
+use std::os::fd::OwnedFd;
 use std::sync::atomic::AtomicU64;
 use std::sync::atomic::Ordering::{Acquire, Relaxed, Release};
 
@@ -40,19 +40,13 @@ fn adopt(memory: OwnedFd, len: usize) -> Result<Region, RegionError> {
 pub struct Board {
     lease: Lease<Span<Line>>,
     words: Span<AtomicU64>,
-    region: Region,
 }
 
 impl Board {
     /// What the daemon has made.
     pub fn over(memory: OwnedFd) -> Result<Self, RegionError> {
         let region = adopt(memory, board::LEN)?;
-        Ok(Board { lease: Lease::new(region.span(board::LEASE_LINE * 64, 1)?), words: region.span(0, WORDS)?, region })
-    }
-
-    /// Another descriptor of it.
-    pub fn fd(&self) -> std::io::Result<OwnedFd> {
-        self.region.as_fd().try_clone_to_owned()
+        Ok(Board { lease: Lease::new(region.span(board::LEASE_LINE * 64, 1)?), words: region.span(0, WORDS)? })
     }
 
     /// What the lease word says.
@@ -127,11 +121,6 @@ impl Pulse {
         Ok(Pulse { words: region.span(0, WORDS)?, region, looks: 0 })
     }
 
-    /// Another descriptor of it.
-    pub fn fd(&self) -> std::io::Result<OwnedFd> {
-        self.region.as_fd().try_clone_to_owned()
-    }
-
     /// Has the daemon learn early that this process ends.
     pub fn mark_life(&self) -> std::io::Result<()> {
         tomb::mark(self.region.span(8 * pulse::LIFE, 1).map_err(std::io::Error::other)?)
@@ -176,7 +165,6 @@ impl Pulse {
 #[derive(Debug)]
 pub struct Book {
     words: Span<AtomicU64>,
-    region: Region,
 }
 
 /// Words of a page of the book that is one NIC's: two copies of [`COPY`] words.
@@ -219,12 +207,7 @@ impl Book {
     /// What the daemon has made.
     pub fn over(memory: OwnedFd) -> Result<Self, RegionError> {
         let region = adopt(memory, BOOK_LEN)?;
-        Ok(Book { words: region.span(0, BOOK_LEN / 8)?, region })
-    }
-
-    /// Another descriptor of it.
-    pub fn fd(&self) -> std::io::Result<OwnedFd> {
-        self.region.as_fd().try_clone_to_owned()
+        Ok(Book { words: region.span(0, BOOK_LEN / 8)? })
     }
 
     /// What stands in a copy of what a program remembers of a NIC; nothing where there is no room for so many NICs.

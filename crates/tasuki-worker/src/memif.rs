@@ -14,8 +14,6 @@ use tasuki_relay::letter::{Begin, Client, ClientRing};
 #[derive(Debug)]
 pub struct Memif {
     listener: OwnedFd,
-    /// What the daemon calls it.
-    pub name: String,
     /// For clients.
     pub terms: Terms,
     /// The daemon keeps what a client is made of, for whoever serves it next.
@@ -35,7 +33,7 @@ impl Memif {
             .as_ref()
             .context("the daemon does not say what a client of memif must know; rebuild the older of the two")?;
         let terms = Terms::new(memif.id, &memif.secret, &begin.node)?;
-        Ok(Memif { listener, name: begin.tap.clone().unwrap_or_default(), terms, keeps: memif.keeps })
+        Ok(Memif { listener, terms, keeps: memif.keeps })
     }
 
     /// Another descriptor of it.

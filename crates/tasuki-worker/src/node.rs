@@ -451,7 +451,7 @@ impl<D: Duty> Node<D> {
         Ok(())
     }
 
-    /// Says everything that a daemon must know which has just begun. What we were to point at memory of our own stays with those who have its old
+    /// Says who we are to a daemon that has just begun. What we were to point at memory of our own stays with those who have its old
     /// memory: of ours the new daemon knows nothing, nor whether the giver had to be fenced.
     fn again(&mut self) {
         for seat in &mut self.seats {
@@ -462,19 +462,13 @@ impl<D: Duty> Node<D> {
             });
         }
         self.seats.retain(|seat| each!(seat, seat => !seat.is_left()));
-        let Common { post, pulse, book, party, tap, memif, .. } = &mut self.common;
-        let copy = tap.map(Tap::fd).or_else(|| memif.as_ref().map(Memif::fd)).transpose();
-        let fds = copy.and_then(|tap| Ok([pulse.fd()?, book.fd()?].into_iter().chain(tap).collect::<Vec<_>>()));
-        let nics = u32::try_from(self.seats.len()).unwrap_or(u32::MAX);
-        let tap = tap.map(Tap::name).or_else(|| memif.as_ref().map(|memif| memif.name.as_str())).map(str::to_owned);
-        let mine = ToDaemon::Mine { party: party.0.get(), node: self.name.clone(), nics, tap };
-        post.write(&mine, fds.unwrap_or_default());
         for seat in &mut self.seats {
-            // Before its kit: when all those have come, all has.
             if let AnySeat::Vni(seat) = seat {
                 seat.tell_client_again(&mut self.common);
             }
-            each!(seat, seat => seat.tell_kit(&mut self.common.post));
         }
+        let nics = self.seats.iter().map(|seat| each!(seat, seat => seat.number())).collect();
+        let mine = ToDaemon::Mine { party: self.common.party.0.get(), node: self.name.clone(), nics };
+        self.common.post.write(&mine, Vec::new());
     }
 }

@@ -86,5 +86,5 @@ where
     let can =
         Can { in_place: true, spare_queue: its.steer, repoint: its.point, pauses: its.pauses, fenced: its.fenced };
     let (kit, fds) = kit::pack(&nic, driver, &options, (parts, layout), &kit::wake()?, can)?;
-    Ok((ToDaemon::Kit { nic: 0, name: String::new(), board: false, kit }, fds))
+    Ok((ToDaemon::Kit { kit }, fds))
 }

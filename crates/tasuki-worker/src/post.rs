@@ -75,6 +75,8 @@ impl Post {
     /// Where the next daemon calls.
     pub fn listen(&mut self, listening: OwnedFd) -> Result<()> {
         rustix::io::ioctl_fionbio(&listening, true).context("the listening socket cannot be used")?;
+        // From now on it is this process that the next daemon has reached, as the kernel tells it.
+        rustix::net::listen(&listening, 4).context("the listening socket cannot be used")?;
         self.listening = Some(listening);
         Ok(())
     }

@@ -119,27 +119,6 @@ pub struct Given {
     pub text: Result<Text, Refused>,
 }
 
-impl Given {
-    /// What it is made of, for a daemon that has just begun.
-    pub fn tell_kit(&self, post: &mut Post) {
-        let copies = self.fds.iter().map(OwnedFd::try_clone).collect::<std::io::Result<Vec<_>>>();
-        let fds = self.board.fd().and_then(|board| Ok([board].into_iter().chain(copies?).collect()));
-        let Given { number, name, kit, .. } = self;
-        match fds {
-            Ok(fds) => {
-                let (nic, name, kit) = (*number, name.clone(), kit.clone());
-                post.write(&ToDaemon::Kit { nic, name, board: true, kit }, fds);
-            }
-            Err(error) => {
-                post.tell(
-                    Some(*number),
-                    format!("the NIC's descriptors cannot be copied ({error}); raise RLIMIT_NOFILE"),
-                );
-            }
-        }
-    }
-}
-
 /// A NIC that this worker drives, or may be told to.
 pub struct Seat<N: InPlace + Repoint, D: Duty> {
     given: Given,
@@ -268,11 +247,6 @@ where
     /// The sash by which the next order to take is to go.
     pub fn stored(&mut self, memory: Option<OwnedFd>) {
         self.stored = memory;
-    }
-
-    /// What it is made of, for a daemon that has just begun.
-    pub fn tell_kit(&self, post: &mut Post) {
-        self.given.tell_kit(post);
     }
 
     /// What it has counted, if it is driven.

@@ -46,11 +46,6 @@ impl Tap {
         Ok(Tap { device, name, is_gone: Cell::new(false), is_told: Cell::new(false), help: Cell::new(ALL_ANEW) })
     }
 
-    /// What the daemon calls it.
-    pub fn name(&self) -> &str {
-        &self.name
-    }
-
     /// Another descriptor of it.
     pub fn fd(&self) -> std::io::Result<OwnedFd> {
         self.device.try_clone()

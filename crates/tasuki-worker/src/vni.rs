@@ -248,11 +248,6 @@ impl<D: Duty> VniSeat<D> {
         self.with_captures(|captures| *captures = None);
     }
 
-    /// What it is made of, for a daemon that has just begun.
-    pub fn tell_kit(&self, post: &mut Post) {
-        self.given.tell_kit(post);
-    }
-
     /// What it has counted, if it is driven.
     pub fn tell_counts(&mut self, post: &mut Post) {
         let Some(end) = &mut self.end else { return };

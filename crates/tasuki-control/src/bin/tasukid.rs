@@ -24,17 +24,29 @@ const BEGINS_WITHIN: Duration = Duration::from_secs(30);
 
 /// Starts and watches workers, and has NICs change hands. Told to go (SIGTERM, Ctrl-C), it leaves its workers running; `tasuki stop` ends all.
 #[derive(Debug, Parser)]
-#[command(name = "tasukid", version)]
+#[command(name = "tasukid", version, subcommand_negates_reqs = true, args_conflicts_with_subcommands = true)]
 struct Arguments {
+    #[command(subcommand)]
+    verb: Option<Verb>,
     /// Nodes and NICs.
-    #[arg(long, value_name = "FILE")]
-    config: PathBuf,
+    #[arg(long, value_name = "FILE", required = true)]
+    config: Option<PathBuf>,
     /// Where its sockets and its memory of itself are [default: TASUKI_DIR, or /run/tasuki; not as root $XDG_RUNTIME_DIR/tasuki].
     #[arg(long, value_name = "DIR")]
     dir: Option<PathBuf>,
     /// Stay in the terminal, and log to it. Without, the log is tasukid.log in DIR.
     #[arg(long)]
     foreground: bool,
+}
+
+#[derive(Debug, clap::Subcommand)]
+enum Verb {
+    /// Keeps descriptors, so that they outlive tasukid and all workers. tasukid starts this.
+    #[command(hide = true)]
+    Keep {
+        /// The runtime directory.
+        folder: PathBuf,
+    },
 }
 
 /// A program beside this one, or on the PATH.
@@ -85,15 +97,15 @@ fn listen(folder: &Path, is_for_others: bool) -> Result<UnixListener> {
     Ok(listener)
 }
 
-fn serve(arguments: &Arguments, folder: &Path) -> Result<()> {
+fn serve(file: &Path, folder: &Path) -> Result<()> {
     rustix::process::umask(rustix::fs::Mode::from_raw_mode(0o077));
-    let config = Config::read(&arguments.config)?;
+    let config = Config::read(file)?;
     let allowed = rustix::thread::sched_getaffinity(None).context("the kernel does not say where we may run")?;
     let may_use = |cpu: u32| usize::try_from(cpu).is_ok_and(|cpu| cpu < CpuSet::MAX_CPU && allowed.is_set(cpu));
     if let Some(stray) = config::stray_cpu(&config, may_use) {
-        bail!("{}: {stray}", arguments.config.display());
+        bail!("{}: {stray}", file.display());
     }
-    let programs = programs(&config, &arguments.config)?;
+    let programs = programs(&config, file)?;
     open_many();
     let place = Place::take(folder)?;
     let folder = place.folder().to_owned();
@@ -188,13 +200,20 @@ fn go_into_background(folder: &Path) -> Result<()> {
 
 fn main() -> ExitCode {
     let arguments = Arguments::parse();
+    if let Some(Verb::Keep { folder }) = &arguments.verb {
+        return match tasuki_control::keeper::run(folder) {
+            Ok(()) => ExitCode::SUCCESS,
+            Err(_) => ExitCode::FAILURE,
+        };
+    }
+    let file = arguments.config.clone().unwrap_or_default();
     let stays = arguments.foreground || std::env::var_os("NOTIFY_SOCKET").is_some();
     let folder = arguments.dir.clone().unwrap_or_else(place::usual);
     log::begin();
     let done = if stays {
-        serve(&arguments, &folder)
+        serve(&file, &folder)
     } else {
-        Config::read(&arguments.config).map_err(Into::into).and_then(|_| go_into_background(&folder))
+        Config::read(&file).map_err(Into::into).and_then(|_| go_into_background(&folder))
     };
     match done {
         Ok(()) => ExitCode::SUCCESS,

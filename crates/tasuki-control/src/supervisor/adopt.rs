@@ -1,41 +1,54 @@
 //! Workers of the daemon before this one: they drive on, and are taken over without noticing.
 //!
-//! The registry says who they were; pid and start time say whether they still are. Each listens on a socket, and gives back what this daemon
-//! needs: boards and kits, its pulse, its node's book. Who does not is ended, for it may drive and would hear no order.
+//! The registry says who they were; pid and start time say whether they still are, and the kernel who listens at their sockets. What they have, the
+//! keeper has, too, and what they were given: they only say who they are, and how they stand. A worker that does not is ended, for it may drive and
+//! would hear no order.
 
 use std::collections::BTreeSet;
-use std::os::fd::AsFd;
+use std::os::fd::{AsFd, OwnedFd};
 
 use anyhow::{Context, Result};
 use tasuki_relay::Party;
 use tasuki_relay::arbiter::{Arbiter, Node as Numbered};
-use tasuki_relay::letter::ToWorker;
+use tasuki_relay::letter::{ToWorker, pulse, vni};
 use tasuki_relay::pulse::Pulse;
 use tasuki_shm::crash;
 
 use super::card::Card;
 use super::deeds::party;
-use super::worker::{Stage, Worker};
-use super::{About, Node, Supervisor, Token, now, watch};
+use super::keeping::{CardText, Found, Key};
+use super::worker::{Stage, Words, Worker};
+use super::{About, BOOK_LEN, Node, Supervisor, Token, now, watch};
 use crate::channel;
 use crate::process::Process;
 use crate::registry::{Change, Known, WorkerRecord};
 
+/// A NIC that is left over, and no node's end of a VNI.
+fn stray(key: &Key, what: &str) -> Option<u32> {
+    let Key::Card(nic) = key else { return None };
+    let text: CardText = serde_json::from_str(what).ok()?;
+    (text.kit.kind != vni::KIND).then_some(*nic)
+}
+
 impl Supervisor {
     /// Makes nodes and cards as the configuration has them, and asks those who are still there.
-    pub(super) fn adopt(&mut self, known: Known) -> Result<()> {
+    pub(super) fn adopt(&mut self, known: Known, mut found: Found) -> Result<()> {
         let Known { workers, nics, nodes, added, fenced, events, .. } = known;
         self.events = events;
         self.add_nodes_of_before(added);
         let alive: Vec<(WorkerRecord, Process)> =
             workers.iter().filter_map(|record| Some((record.clone(), Process::find(record.process)?))).collect();
         let living: Vec<String> = alive.iter().map(|(record, _)| record.node.clone()).collect();
-        self.begin_taps(&living)?;
-        self.begin_memifs(&living);
+        self.begin_taps(&living, &mut found)?;
+        self.begin_memifs(&living, &mut found);
+        let (is_used, goes_on) = (!alive.is_empty(), !alive.is_empty() || !found.is_empty());
         for node in self.config.node.clone() {
             let record = nodes.iter().find(|(name, _)| *name == node.name).map(|(_, record)| record.clone());
-            let record = record.filter(|_| !alive.is_empty()).unwrap_or_default();
-            self.nodes.insert(node.name, Node::new(record)?);
+            let record = record.filter(|_| goes_on).unwrap_or_default();
+            let mut made = Node::new(record)?;
+            let book = found.remove(&Key::Book(node.name.clone())).and_then(|(_, fds)| fds.into_iter().next());
+            made.book = book.and_then(|book| Words::adopt(book, BOOK_LEN).ok()).unwrap_or(made.book);
+            self.nodes.insert(node.name, made);
         }
         let mut numbers: BTreeSet<u32> = nics.iter().map(|record| record.number).collect();
         for config in self.config.nic.clone() {
@@ -44,8 +57,10 @@ impl Supervisor {
                 record.map(|record| record.number).or_else(|| self.next_nic(&numbers)).context("too many NICs")?;
             numbers.insert(number);
             let mut card = Card::new(number, config).context("no memory for a NIC's board")?;
+            card.restore(&mut found, is_used);
             if let Some(record) = record {
-                self.remember(&mut card, record, !alive.is_empty())?;
+                let is_driven = is_used || card.kept.is_some();
+                self.remember(&mut card, record, is_driven)?;
             }
             self.cards.insert(number, card);
         }
@@ -56,9 +71,11 @@ impl Supervisor {
             let number = record.map(|record| record.number).or(unused).context("too many NICs")?;
             numbers.insert(number);
             let Some(mut card) = self.end_of(node, number)? else { continue };
-            if let Some(record) = record.filter(|_| living.contains(&node.name)) {
-                self.remember(&mut card, record, true)?;
-                (card.number_on_vni, card.inodes) = (record.number_on_vni, record.inodes.clone());
+            if let Some(record) = record.filter(|record| record.number_on_vni.is_some()) {
+                card.restore(&mut found, is_used);
+                let is_there = card.kept.is_some();
+                self.remember(&mut card, record, is_there)?;
+                card.number_on_vni = record.number_on_vni.filter(|_| is_there);
             }
             self.cards.insert(number, card);
         }
@@ -69,8 +86,10 @@ impl Supervisor {
         }
         for (record, process) in alive {
             let is_fenced = fenced.contains(&record.party);
-            self.adopt_worker(record, process, is_fenced)?;
+            let its = found.remove(&Key::Worker(record.party));
+            self.adopt_worker(record, process, is_fenced, its)?;
         }
+        self.strays = found.iter().filter_map(|(key, (what, _))| stray(key, what)).collect();
         self.adopting = true;
         Ok(())
     }
@@ -88,8 +107,7 @@ impl Supervisor {
             watch(&self.epoll, model.pidfd(), Token::ModelEnd(card.number))?;
         }
         if is_driven {
-            card.adopted_maker = Some(record.made_by);
-            if !record.page_of.is_empty() {
+            if card.kept.is_none() && !record.page_of.is_empty() {
                 card.page_of = record.page_of.iter().cloned().collect();
             }
             // Where it was given to counts more than where it began, as long as that node is still there.
@@ -100,7 +118,14 @@ impl Supervisor {
         Ok(())
     }
 
-    fn adopt_worker(&mut self, record: WorkerRecord, process: Process, is_fenced: bool) -> Result<()> {
+    /// `its` is what the keeper has of it.
+    fn adopt_worker(
+        &mut self,
+        record: WorkerRecord,
+        process: Process,
+        is_fenced: bool,
+        its: Option<(String, Vec<OwnedFd>)>,
+    ) -> Result<()> {
         let number = record.party;
         let socket = channel::connect(&record.socket);
         let is_ours = record.uid.is_none_or(|uid| process.uid() == Some(uid));
@@ -108,24 +133,35 @@ impl Supervisor {
         watch(&self.epoll, process.pidfd(), Token::WorkerEnd(number))?;
         let (ours, theirs) = channel::pair().context("the kernel has no sockets left")?;
         let reached = socket.is_ok();
+        // The kernel says who listens there.
+        let peer = socket.as_ref().ok().and_then(|socket| rustix::net::sockopt::socket_peercred(socket).ok());
+        let peer = peer.map(|peer| peer.pid.as_raw_nonzero().get().unsigned_abs());
+        let is_itself = !reached || peer == Some(process.name().pid);
         let socket = socket.unwrap_or(ours);
         watch(&self.epoll, socket.as_fd(), Token::WorkerSays(number))?;
         let asked = now();
+        let its = its.and_then(|(given, fds)| {
+            let pulse = Words::adopt(fds.into_iter().next()?, pulse::LEN).ok()?;
+            Some((pulse, serde_json::from_str(&given).ok()?))
+        });
+        let (pulse, given) = its.unzip();
+        let (is_kept, given) = (pulse.is_some(), given.unwrap_or_default());
+        pulse.iter().for_each(|pulse| self.tombs.watch(number, pulse));
         let worker = Worker {
             record,
             process,
             socket,
-            pulse: None,
+            pulse,
             heart: Pulse::new(asked),
             probe: None,
             heard: asked,
             stage: Stage::Asked(asked),
             nics: Default::default(),
-            given: Default::default(),
+            given,
             has_begun: true,
             unconfined: Vec::new(),
             deaf: None,
-            kits_due: None,
+            is_adopted: true,
             asked: Default::default(),
             wanted: false,
         };
@@ -138,6 +174,8 @@ impl Supervisor {
             () if is_fenced => self.condemn(number, "was fenced by the tasukid before this one".to_owned()),
             () if !is_ours => self.condemn(number, "is not whose it was".to_owned()),
             () if !reached || sent.is_err() => self.condemn(number, "is not to be reached by this tasukid".to_owned()),
+            () if !is_itself => self.condemn(number, "is not the process that answers for it".to_owned()),
+            () if !is_kept => self.condemn(number, "is none of which the keeper knows".to_owned()),
             () if !is_known => {
                 self.condemn(number, format!("is of node {node}, which is not in the configuration any more"))
             }
@@ -150,7 +188,8 @@ impl Supervisor {
     fn end_those_off_the_page(&mut self) -> bool {
         let mut over = Vec::new();
         for worker in self.workers.values() {
-            let off = |card: &&Card| worker.given.contains(&card.number) && !card.page_of.contains(&worker.record.node);
+            let off =
+                |card: &&Card| worker.nics.contains_key(&card.number) && !card.page_of.contains(&worker.record.node);
             over.extend(self.cards.values().find(off).map(|card| (worker.party(), card.name().to_owned())));
         }
         for (number, name) in &over {
@@ -180,6 +219,8 @@ impl Supervisor {
             return;
         }
         self.adopting = false;
+        // What nobody has claimed is kept no longer.
+        self.keep_all();
         crash::point("daemon.adopting");
         let numbers: Vec<u32> = self.cards.keys().copied().collect();
         for nic in numbers {

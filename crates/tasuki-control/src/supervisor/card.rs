@@ -156,8 +156,6 @@ pub struct Card {
     pub node: String,
     /// The node's number on its VNI, if it is an end of one and has been opened.
     pub number_on_vni: Option<u16>,
-    /// By what the memory and the pipe of such an end are known when a worker gives them back.
-    pub inodes: Vec<u64>,
     /// The lease and the stamps.
     pub board: Board,
     /// The nodes whose workers can write it; all of them trust each other.
@@ -184,8 +182,6 @@ pub struct Card {
     pub said: Option<Told>,
     /// The method of the relay that is under way.
     pub method: method::Method,
-    /// Who made the memory of its kit, as a daemon before us has noted.
-    pub adopted_maker: Option<u32>,
     /// Why nobody drives it, or why the last relay failed.
     pub trouble: Option<String>,
 }
@@ -200,7 +196,6 @@ impl Card {
             coming_board: None,
             config,
             number_on_vni: None,
-            inodes: Vec::new(),
             board: Board::create()?,
             kept: None,
             coming: None,
@@ -212,7 +207,6 @@ impl Card {
             condemned: BTreeSet::new(),
             said: None,
             method: method::Method::Keep,
-            adopted_maker: None,
             trouble: None,
         })
     }

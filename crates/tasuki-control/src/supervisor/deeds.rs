@@ -10,6 +10,7 @@ use tasuki_relay::wire::Order;
 use tasuki_relay::{ARBITER, Party};
 use tasuki_shm::crash;
 
+use super::keeping::Key;
 use super::worker::Stage;
 use super::{About, Supervisor, now};
 use crate::registry::Change;
@@ -179,19 +180,21 @@ impl Supervisor {
     pub(super) fn record_nic(&mut self, nic: u32) {
         let Some(card) = self.cards.get(&nic) else { return };
         let tenure = card.board.tenure();
-        self.changes.push(Change::Nic(crate::registry::NicRecord {
+        let record = Change::Nic(crate::registry::NicRecord {
             number: nic,
             name: card.name().to_owned(),
             device: card.config.device.to_string(),
             node: card.node.clone(),
             number_on_vni: card.number_on_vni,
-            inodes: card.inodes.clone(),
             model: card.model.as_ref().map(|model| model.name()),
             made_by: card.kept.as_ref().map_or(0, |kept| kept.made_by),
             page_of: card.page_of.iter().cloned().collect(),
             epoch: tenure.epoch,
             holder: tenure.holder.map(|party| party.0.get()),
-        }));
+        });
+        self.changes.push(record);
+        self.keep(Key::Card(nic));
+        self.keep(Key::Coming(nic));
     }
 
     /// The stamp of when a driver that died let go: now that it is known.

@@ -13,6 +13,7 @@ use tasuki_relay::wire::{Order, Report, Standing, Use};
 use tasuki_shm::crash;
 
 use super::deeds::party;
+use super::keeping::Key;
 use super::worker::{Fit, Stage};
 use super::{About, PATIENCE, PROBE, Supervisor, kits, now};
 use crate::api::types::Counts;
@@ -108,9 +109,11 @@ impl Supervisor {
     fn wrote(&mut self, number: u32, letter: ToDaemon, fds: Foreign) {
         match letter {
             ToDaemon::Begun { speech, unconfined, .. } => self.has_begun(number, speech, unconfined),
-            ToDaemon::Mine { party, nics, tap, .. } => self.gave_back(number, party, nics, tap, fds),
+            ToDaemon::Mine { party, node, nics } => self.says_who_it_is(number, party, &node, &nics),
             ToDaemon::Memory { nic, lies } => self.has_memory(number, nic, lies, fds),
-            ToDaemon::Kit { nic, name, board, kit } => self.has_kit(number, nic, &name, board, kit, fds),
+            ToDaemon::Kit { .. } => {
+                self.condemn(number, "says what a NIC is made of, which is not for it to say".to_owned());
+            }
             ToDaemon::Sash { nic } => self.forward_sash(number, nic, &fds),
             ToDaemon::Client { nic, client } => self.has_client(number, nic, client, fds),
             ToDaemon::NoClient { nic, socket } => self.has_client_no_more(number, nic, socket),
@@ -199,7 +202,7 @@ impl Supervisor {
 
     /// A worker wrote a letter for which this daemon did not ask. The daemon before this one may have asked an adopted worker: its letter is dropped.
     fn was_not_asked(&mut self, number: u32, what: &str) {
-        let is_adopted = self.workers.get(&number).is_some_and(|worker| worker.kits_due.is_some());
+        let is_adopted = self.workers.get(&number).is_some_and(|worker| worker.is_adopted);
         if !is_adopted {
             self.condemn(number, format!("sent {what}, for which nobody asked it"));
         }
@@ -254,6 +257,7 @@ impl Supervisor {
         let node_name = worker.record.node.clone();
         let _ = std::fs::remove_file(&worker.record.socket);
         self.changes.push(Change::NoWorker(number));
+        self.keep(Key::Worker(number));
         let had_no_part =
             matches!(worker.stage, Stage::Leaving(_)) || worker.stage == Stage::Begun && worker.nics.is_empty();
         let was_meant = had_no_part && how == "ended" || self.stopping.is_some();

@@ -3,11 +3,12 @@
 use std::os::fd::OwnedFd;
 
 use rustix::fs::{SealFlags, Stat};
-use tasuki_relay::letter::{self, FDS_MAX, Kit, LETTER_MAX, LIES_MAX, ToDaemon, ToWorker, pulse};
+use tasuki_relay::letter::{self, FDS_MAX, Kit, LETTER_MAX, LIES_MAX, ToDaemon, ToWorker};
 
-use super::card::{Board, Kept, Memory};
-use super::worker::{Fit, Stage, Words};
-use super::{About, BOOK_LEN, Supervisor};
+use super::card::{Kept, Memory};
+use super::keeping::Key;
+use super::worker::{Fit, Stage};
+use super::{About, Supervisor};
 use crate::foreign::{Foreign, seals};
 
 /// Bytes of memory that a worker makes for a card, at most: half of the addresses that there are for it.
@@ -16,12 +17,14 @@ const MEMORY_MAX: u64 = 128 << 20;
 /// How many descriptors belong to a letter, if that does not depend on what was said before.
 pub(super) fn belong(letter: &ToDaemon) -> Option<usize> {
     match letter {
-        ToDaemon::Begun { .. } | ToDaemon::Counts { .. } | ToDaemon::NoClient { .. } | ToDaemon::Told { .. } => Some(0),
+        ToDaemon::Begun { .. }
+        | ToDaemon::Mine { .. }
+        | ToDaemon::Counts { .. }
+        | ToDaemon::NoClient { .. }
+        | ToDaemon::Told { .. } => Some(0),
         ToDaemon::Sash { .. } => Some(1),
-        ToDaemon::Mine { tap, .. } => Some(2 + usize::from(tap.is_some())),
         ToDaemon::Client { client, .. } => Some(letter::Client::OTHERS + client.regions.len()),
-        ToDaemon::Kit { board, kit, .. } => Some(usize::from(*board) + kit.fds),
-        ToDaemon::Memory { .. } => None,
+        ToDaemon::Kit { .. } | ToDaemon::Memory { .. } => None,
     }
 }
 
@@ -67,6 +70,7 @@ impl Supervisor {
         let memory = Memory { lies, fds: fds.trust() };
         if let Some(card) = self.cards.get_mut(&nic) {
             card.coming = Some((number, memory));
+            self.keep(Key::Coming(nic));
         }
     }
 
@@ -100,96 +104,39 @@ impl Supervisor {
         (is_twice || is_known).then_some("it is a NIC's already")
     }
 
-    /// What a worker of another daemon has besides NICs.
-    pub(super) fn gave_back(&mut self, number: u32, party: u32, kits: u32, tap: Option<String>, fds: Foreign) {
+    /// A worker of another daemon says who it is, and of which NICs it has something. What those are made of the keeper has.
+    pub(super) fn says_who_it_is(&mut self, number: u32, party: u32, node: &str, nics: &[u32]) {
         let Some(worker) = self.workers.get_mut(&number) else { return };
-        let mut fds = fds.trust().into_iter();
-        let pulse = fds.next().and_then(|memory| Words::adopt(memory, pulse::LEN).ok());
-        let book = fds.next().and_then(|memory| Words::adopt(memory, BOOK_LEN).ok());
-        let (Stage::Asked(_), Some(pulse), Some(book), true) = (worker.stage, pulse, book, party == number) else {
-            let sentence = "did not give its pulse and its book back; rebuild the older of the two".to_owned();
-            return self.condemn(number, sentence);
-        };
-        self.tombs.watch(number, &pulse);
-        (worker.pulse, worker.kits_due) = (Some(pulse), Some(kits));
-        if let Some(node) = self.nodes.get_mut(&worker.record.node) {
-            node.book = book;
+        if !matches!(worker.stage, Stage::Asked(_)) || party != number || node != worker.record.node {
+            return self.condemn(number, format!("says that it is worker {party} of node {node}"));
         }
-        let outlet = self.config.node(&worker.record.node).and_then(crate::config::Node::outlet);
-        if let Some((label, device)) = tap.zip(fds.next()) {
-            if outlet.as_ref() != Some(&label) {
-                return self.condemn(number, format!("says that it has {label}, which is not its node's"));
+        if let Some(nic) = nics.iter().find(|nic| !worker.given.contains(nic)) {
+            return self.condemn(number, format!("says that it has NIC {nic}, which it was never given"));
+        }
+        for nic in nics {
+            let Some(card) = self.cards.get(nic) else {
+                if self.strays.contains(nic) {
+                    let sentence = format!(
+                        "worker {number} has a NIC ({nic}) that is not in the configuration any more; it keeps it until it ends"
+                    );
+                    self.note(About::worker(node, number), sentence);
+                    continue;
+                }
+                // Its namespace's interface may be on another VNI by now.
+                return self.condemn(number, format!("has end {nic}, which is not in the configuration any more"));
+            };
+            if card.kept.is_none() {
+                let name = card.name().to_owned();
+                return self.condemn(number, format!("has {name}, of which nothing is left but with it"));
             }
-            match self.memifs.contains_key(&label) {
-                true => self.adopt_memif(&label, device),
-                false => self.adopt_tap(&label, device),
+            if let Some(worker) = self.workers.get_mut(&number) {
+                // As far as it goes; who it is it says when the arbiter asks.
+                worker.nics.insert(*nic, Fit::Ready);
             }
         }
-        self.adopt_if_whole(number);
-    }
-
-    /// A worker of another daemon that has given everything back is ours.
-    fn adopt_if_whole(&mut self, number: u32) {
-        let Some(worker) = self.workers.get(&number) else { return };
-        if worker.kits_due != Some(0) || !matches!(worker.stage, Stage::Asked(_)) {
-            return;
-        }
-        let node = worker.record.node.clone();
         self.adopted += 1;
         self.hears_orders(number);
         let sentence = format!("worker {number} of node {node} ran on while no tasukid did, and is adopted");
-        self.note(About::worker(&node, number), sentence);
-    }
-
-    /// What a NIC is made of now, from a worker.
-    pub(super) fn has_kit(&mut self, number: u32, nic: u32, name: &str, has_board: bool, kit: Kit, fds: Foreign) {
-        let Some(worker) = self.workers.get_mut(&number) else { return };
-        if !matches!(worker.stage, Stage::Asked(_)) {
-            return self.condemn(number, format!("says what {name:?} is made of, which is not for it to say"));
-        }
-        let mut fds = fds.trust();
-        worker.kits_due = worker.kits_due.map(|due| due.saturating_sub(1));
-        let Some(card) = self.cards.get_mut(&nic).filter(|card| card.name() == name) else {
-            if kit.kind == letter::vni::KIND {
-                // Its namespace's interface may be on another VNI by now.
-                return self.condemn(number, format!("has {name:?}, which is not in the configuration any more"));
-            }
-            let node = worker.record.node.clone();
-            let sentence = format!(
-                "worker {number} has a NIC {name:?} that is not in the configuration any more; it keeps it until it ends"
-            );
-            self.note(About::worker(&node, number), sentence);
-            return self.adopt_if_whole(number);
-        };
-        let board = (has_board && !fds.is_empty()).then(|| fds.remove(0));
-        if fds.len() != kit.fds {
-            return self
-                .condemn(number, format!("sent {} descriptors of {name} where it announced {}", fds.len(), kit.fds));
-        }
-        if let Some(sentence) = Self::odd_end(card, worker, &kit, &fds) {
-            return self.condemn(number, sentence);
-        }
-        worker.given.insert(nic);
-        // As far as it goes; who it is it says when the arbiter asks.
-        worker.nics.insert(nic, Fit::Ready);
-        if kit.partial {
-            // It has memory of its own to come, or none: who drives the NIC gives all of it back.
-            return self.adopt_if_whole(number);
-        }
-        let is_driver = card.holder() == Some(number);
-        let made_by = kit.made_by.or(card.adopted_maker).unwrap_or(number);
-        if card.kept.is_none() {
-            let Some(Ok(board)) = board.map(Board::adopt) else {
-                return self
-                    .condemn(number, format!("did not give the board of {name} back; rebuild the older of the two"));
-            };
-            card.board = board;
-            card.kept = Some(Kept { kit, fds, made_by });
-            card.opening = super::card::Opening::Open;
-        } else if is_driver {
-            card.kept = Some(Kept { kit, fds, made_by });
-        }
-        self.record_nic(nic);
-        self.adopt_if_whole(number);
+        self.note(About::worker(node, number), sentence);
     }
 }

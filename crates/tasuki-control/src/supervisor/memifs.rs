@@ -5,8 +5,8 @@
 //! with it. Nothing of it is looked at here, for it was made by a stranger; and a worker that lies about it lies to its own node.
 
 use std::io::ErrorKind;
-use std::os::fd::{AsFd, OwnedFd};
-use std::os::unix::fs::FileTypeExt;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::os::unix::fs::{FileTypeExt, MetadataExt};
 use std::path::Path;
 
 use anyhow::{Context, Result, bail};
@@ -15,6 +15,7 @@ use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType};
 use tasuki_relay::letter::{self, ToWorker};
 
 use super::card::Card;
+use super::keeping::{Found, Key};
 use super::vnis::is_lost;
 use super::worker::Worker;
 use super::{About, Supervisor};
@@ -29,6 +30,8 @@ const NAME_MAX: usize = 96;
 pub struct MemifEnd {
     config: config::Memif,
     listener: Option<OwnedFd>,
+    /// Its file, by what the kernel knows it.
+    file: Option<(u64, u64)>,
     client: Option<Connected>,
 }
 
@@ -67,14 +70,30 @@ impl MemifEnd {
     /// That of a node, by its name, not made yet.
     pub fn of(node: &config::Node) -> Option<(String, Self)> {
         let config = node.memif()?.clone();
-        Some((config.label(), MemifEnd { config, listener: None, client: None }))
+        Some((config.label(), MemifEnd { config, listener: None, file: None, client: None }))
+    }
+
+    /// Where clients connect, if it is there, and by which file.
+    pub fn to_keep(&self) -> Option<(String, Vec<BorrowedFd<'_>>)> {
+        let file = serde_json::to_string(&self.file).expect("plain data");
+        Some((file, vec![self.listener.as_ref()?.as_fd()]))
+    }
+
+    /// The client that is connected, as text and descriptors.
+    pub fn client_to_keep(&self) -> Option<(String, Vec<BorrowedFd<'_>>)> {
+        let Connected { letter, fds, .. } = self.client.as_ref()?;
+        Some((serde_json::to_string(letter).expect("plain data"), channel::lend(fds)))
     }
 
     /// Makes it, if it is not there.
     pub fn make(&mut self) -> Result<&OwnedFd> {
         let listener = match self.listener.take() {
             Some(listener) => listener,
-            None => listen(&self.config.socket)?,
+            None => {
+                let listener = listen(&self.config.socket)?;
+                self.file = file_at(&self.config.socket);
+                listener
+            }
         };
         Ok(self.listener.insert(listener))
     }
@@ -105,6 +124,12 @@ fn listen(path: &Path) -> Result<OwnedFd> {
     Ok(listener)
 }
 
+/// By what the kernel knows what is there.
+fn file_at(path: &Path) -> Option<(u64, u64)> {
+    let there = std::fs::symlink_metadata(path).ok()?;
+    Some((there.dev(), there.ino()))
+}
+
 /// Whether anybody answers there.
 fn is_served(path: &Path) -> bool {
     let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
@@ -121,9 +146,20 @@ fn is_served(path: &Path) -> bool {
 }
 
 impl Supervisor {
-    /// Makes all but those that living workers of these nodes may have kept.
-    pub(super) fn begin_memifs(&mut self, living: &[String]) {
+    /// Takes over those that a daemon before us had, and makes the others, but those of which workers of these nodes have the only descriptor.
+    pub(super) fn begin_memifs(&mut self, living: &[String], found: &mut Found) {
         self.memifs = self.config.node.iter().filter_map(MemifEnd::of).collect();
+        for (label, end) in &mut self.memifs {
+            if let Some((file, fds)) = found.remove(&Key::Memif(label.clone())) {
+                end.file = serde_json::from_str(&file).unwrap_or_default();
+                // What somebody has put there in its place, no client finds it by.
+                let is_found = end.file.is_some() && end.file == file_at(&end.config.socket);
+                end.listener = fds.into_iter().next().filter(|_| is_found);
+            }
+            let client = found.remove(&Key::Client(label.clone()));
+            end.client =
+                client.and_then(|(what, fds)| Connected::new(serde_json::from_str(&what).ok()?, Foreign::new(fds)));
+        }
         let kept: Vec<String> =
             living.iter().filter_map(|node| Some(self.config.node(node)?.memif()?.label())).collect();
         let mut troubles = Vec::new();
@@ -136,13 +172,6 @@ impl Supervisor {
         troubles.into_iter().for_each(|trouble| self.note(About::default(), trouble));
     }
 
-    /// What a worker of the daemon before this one has kept.
-    pub(super) fn adopt_memif(&mut self, label: &str, listener: OwnedFd) {
-        if let Some(end) = self.memifs.get_mut(label) {
-            end.listener.get_or_insert(listener);
-        }
-    }
-
     /// What a worker of this node is to be given, if it is to serve memif.
     pub(super) fn memif_for(&mut self, node: &str) -> Result<Option<(String, OwnedFd)>> {
         let Some(label) = self.config.node(node).and_then(config::Node::memif).map(config::Memif::label) else {
@@ -150,6 +179,7 @@ impl Supervisor {
         };
         let end = self.memifs.get_mut(&label).with_context(|| format!("there is no socket {label}"))?;
         let listener = end.make()?.as_fd().try_clone_to_owned()?;
+        self.keep(Key::Memif(label.clone()));
         Ok(Some((label, listener)))
     }
 
@@ -177,6 +207,7 @@ impl Supervisor {
         }
         if end.client.is_none() || holder.is_none_or(|holder| holder == number) {
             end.client = Some(connected);
+            self.keep_client(number);
             return self.tell_others_of_client(nic, number);
         }
         if let Some(worker) = holder.and_then(|holder| self.workers.get(&holder)) {
@@ -191,11 +222,18 @@ impl Supervisor {
         if end.client.take_if(|client| client.socket == socket).is_none() {
             return;
         }
+        self.keep_client(number);
         for worker in self.workers.values().filter(|worker| worker.party() != number && worker.nics.contains_key(&nic))
         {
             // Who does not hear it finds out when it goes on.
             let _ = worker.write(&ToWorker::NoClient { nic, socket }, &[]);
         }
+    }
+
+    fn keep_client(&mut self, number: u32) {
+        let node = self.workers.get(&number).and_then(|worker| self.config.node(&worker.record.node));
+        let label = node.and_then(config::Node::memif).map(config::Memif::label);
+        label.into_iter().for_each(|label| self.keep(Key::Client(label)));
     }
 
     /// Tells all workers of an end but one of the client that is connected there.

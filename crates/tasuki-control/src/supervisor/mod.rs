@@ -3,6 +3,7 @@
 //! - [`policy`] when a dead worker is replaced (pure)
 //! - [`deeds`] what an arbiter says, done: orders, swaps, fences
 //! - [`hear`] what workers say
+//! - [`keeping`] what outlives the daemon, with the keeper
 //! - [`kits`] what they send besides words
 //! - [`tend`] nodes get the workers that they should have
 //! - [`jobs`] upgrades and handovers that somebody asked for
@@ -26,6 +27,7 @@ pub mod deeds;
 pub mod door;
 pub mod hear;
 pub mod jobs;
+mod keeping;
 pub mod kits;
 pub mod memifs;
 pub mod nodes;
@@ -89,6 +91,7 @@ enum Token {
     OpenerSays(u32),
     OpenerEnd(u32),
     ModelEnd(u32),
+    KeeperSays,
     Requests,
     Signal,
 }
@@ -104,6 +107,7 @@ impl Token {
             Token::Requests => (5, 0),
             Token::Signal => (6, 0),
             Token::LivesEnd => (7, 0),
+            Token::KeeperSays => (8, 0),
         };
         epoll::EventData::new_u64(kind << 32 | u64::from(id))
     }
@@ -120,6 +124,7 @@ impl Token {
             5 => Token::Requests,
             6 => Token::Signal,
             7 => Token::LivesEnd,
+            8 => Token::KeeperSays,
             _ => return None,
         })
     }
@@ -193,6 +198,9 @@ pub struct Supervisor {
     vnis: BTreeMap<String, vnis::Net>,
     memifs: BTreeMap<String, memifs::MemifEnd>,
     leaving: Vec<nodes::Leaving>,
+    keeping: keeping::Keeping,
+    /// NICs, by number, that are in the configuration no more.
+    strays: std::collections::BTreeSet<u32>,
     captures: BTreeMap<u32, captures::Capture>,
     last_capture: u32,
     jobs: Vec<Job>,
@@ -260,6 +268,8 @@ impl Supervisor {
             vnis: BTreeMap::new(),
             memifs: BTreeMap::new(),
             leaving: Vec::new(),
+            keeping: keeping::Keeping::default(),
+            strays: Default::default(),
             captures: BTreeMap::new(),
             last_capture: 0,
             jobs: Vec::new(),
@@ -279,7 +289,8 @@ impl Supervisor {
         watch(&supervisor.epoll, bell.bell().as_fd(), Token::Requests)?;
         watch(&supervisor.epoll, supervisor.signals.as_fd(), Token::Signal)?;
         watch(&supervisor.epoll, supervisor.tombs.fd(), Token::LivesEnd)?;
-        supervisor.adopt(known)?;
+        let found = supervisor.begin_keeping();
+        supervisor.adopt(known, found)?;
         Ok(supervisor)
     }
 
@@ -293,6 +304,7 @@ impl Supervisor {
                 if ended == Ended::Everything {
                     self.close_memifs();
                     self.close_taps();
+                    self.end_keeper();
                 }
                 self.flush();
                 return Ok(ended);
@@ -324,6 +336,7 @@ impl Supervisor {
             Token::OpenerSays(nic) => self.opener_says(nic),
             Token::OpenerEnd(nic) => self.opener_ended(nic),
             Token::ModelEnd(nic) => self.model_ended(nic),
+            Token::KeeperSays => self.keeper_says(),
             Token::Requests => self.answer_requests(),
             Token::Signal => self.ended = Some(Ended::Alone),
         }
@@ -337,10 +350,14 @@ impl Supervisor {
             self.go_on_adopting();
             self.go_on_opening();
             self.fit_vnis();
+            // Before anybody else has it.
+            self.deposit();
             self.go_on_with_jobs();
             self.tend();
             self.go_on_removing();
             self.go_on_with_jobs();
+            self.mend_keeper();
+            self.deposit();
             self.fit_taps();
             self.fit_detours();
             self.fit_captures();
@@ -455,6 +472,7 @@ mod tests {
             Token::OpenerSays(2),
             Token::OpenerEnd(3),
             Token::ModelEnd(u32::MAX),
+            Token::KeeperSays,
             Token::Requests,
             Token::Signal,
         ];

@@ -4,6 +4,7 @@
 use tasuki_relay::letter::ToWorker;
 
 use super::door::{Answer, No};
+use super::keeping::Key;
 use super::memifs::MemifEnd;
 use super::taps::TapEnd;
 use super::worker::Stage;
@@ -103,11 +104,16 @@ impl Supervisor {
         let end = self.end_of(node, number)?;
         self.nodes.insert(node.name.clone(), Node::new(NodeRecord::default())?);
         self.cards.extend(end.map(|card| (number, card)));
+        self.keep(Key::Book(node.name.clone()));
         Ok(())
     }
 
     fn forget_outlet(&mut self, node: &config::Node) {
         let end = node.memif().and_then(|memif| self.memifs.remove(&memif.label()));
+        if let Some(memif) = node.memif() {
+            self.keep(Key::Memif(memif.label()));
+            self.keep(Key::Client(memif.label()));
+        }
         end.into_iter().for_each(MemifEnd::close);
         let label = node.tap().map(config::Tap::label);
         let is_shared = |label: &String| {
@@ -118,6 +124,7 @@ impl Supervisor {
         };
         if let Some(label) = label.filter(|label| !is_shared(label)) {
             let tap = self.taps.remove(&label);
+            self.keep(Key::Tap(label));
             tap.into_iter().for_each(TapEnd::close);
         }
         if let Some(vni) =
@@ -186,8 +193,10 @@ impl Supervisor {
             for nic in ends {
                 self.cards.remove(&nic);
                 self.changes.push(Change::NoNic(nic));
+                self.keep(Key::Card(nic));
             }
             self.nodes.remove(&name);
+            self.keep(Key::Book(name.clone()));
             if let Some(at) = self.config.node.iter().position(|node| node.name == name) {
                 let node = self.config.node.remove(at);
                 self.forget_outlet(&node);

@@ -3,7 +3,7 @@
 //! the end of a VNI has a [leg](super::shortcuts) besides, if it can have one.
 
 use std::collections::BTreeMap;
-use std::os::fd::OwnedFd;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::time::Duration;
 
 use anyhow::{Context, Result};
@@ -14,6 +14,7 @@ use tasuki_tap::shortcut::remove_beside;
 use tasuki_tap::{Tap, TapError};
 
 use super::door::No;
+use super::keeping::{Found, Key};
 use super::shortcuts::{Crossed, Leg, OnVni, Shortcuts};
 use super::{About, Supervisor, now};
 use crate::config;
@@ -49,6 +50,11 @@ impl TapEnd {
 
     fn place(&self) -> Namespace {
         self.config.netns.as_deref().map_or(Namespace::Own, Namespace::named)
+    }
+
+    /// Its descriptor, if it is there.
+    pub fn fd(&self) -> Option<BorrowedFd<'_>> {
+        self.device.as_ref().map(AsFd::as_fd)
     }
 
     /// Makes it, if it is not there. What comes with it is why it has no leg, if it was to have one.
@@ -91,7 +97,7 @@ impl TapEnd {
         )
     }
 
-    /// What a worker of the daemon before this one has kept; says why it has no leg, if it was to have one.
+    /// What the daemon before this one had; says why it has no leg, if it was to have one.
     fn adopt(&mut self, device: OwnedFd, shortcuts: &mut Shortcuts) -> Option<String> {
         if self.device.is_some() {
             return None;
@@ -134,9 +140,21 @@ impl TapEnd {
 }
 
 impl Supervisor {
-    /// Makes all TAPs but those that living workers of these nodes may have kept.
-    pub(super) fn begin_taps(&mut self, living: &[String]) -> Result<()> {
+    /// Takes over those TAPs that a daemon before us had, and makes the others, but those of which workers of these nodes have the only descriptor.
+    pub(super) fn begin_taps(&mut self, living: &[String], found: &mut Found) -> Result<()> {
         self.taps = self.config.node.iter().filter_map(TapEnd::of).collect::<BTreeMap<_, _>>();
+        for label in self.taps.keys().cloned().collect::<Vec<_>>() {
+            let device = found.remove(&Key::Tap(label.clone())).and_then(|(_, fds)| fds.into_iter().next());
+            device.into_iter().for_each(|device| self.adopt_tap(&label, device));
+        }
+        // Of those that are in the configuration no more, what does not go with the descriptor is taken away.
+        for (key, (_, fds)) in found.iter() {
+            if let (Key::Tap(_), Some(device)) = (key, fds.first()) {
+                remove_beside(device);
+            }
+        }
+        let has_it = |node: &String| self.config.tap(node).is_some_and(|tap| self.taps[&tap.label()].device.is_some());
+        let living: Vec<String> = living.iter().filter(|node| !has_it(node)).cloned().collect();
         let kept: Vec<String> = living.iter().filter_map(|node| Some(self.config.tap(node)?.label())).collect();
         let mut troubles = Vec::new();
         // Namespaces that are to reach each other have to be where those are whom a daemon before us connected: they wait for those.
@@ -159,9 +177,8 @@ impl Supervisor {
         Ok(())
     }
 
-    /// What a worker of the daemon before this one has kept.
-    pub(super) fn adopt_tap(&mut self, label: &str, device: OwnedFd) {
-        // Of a TAP that is in the configuration no more the worker has the only descriptor.
+    /// What the daemon before this one had.
+    fn adopt_tap(&mut self, label: &str, device: OwnedFd) {
         let why = self.taps.get_mut(label).and_then(|tap| tap.adopt(device, &mut self.shortcuts));
         why.into_iter().for_each(|why| self.note(About::default(), why));
     }
@@ -172,6 +189,7 @@ impl Supervisor {
         let tap = self.taps.get_mut(&label).with_context(|| format!("there is no TAP {label}"))?;
         let (device, why) = tap.make(&mut self.shortcuts).with_context(|| format!("it has no TAP {label}"))?;
         let device = device.try_clone()?;
+        self.keep(Key::Tap(label.clone()));
         why.into_iter().for_each(|why| self.note(About::node(node), why));
         Ok(Some((label, device)))
     }

@@ -19,6 +19,7 @@ use tasuki_shm::crash;
 use super::card::Board;
 use super::card::Opening;
 use super::deeds::party;
+use super::keeping::Key;
 use super::policy::{self, Death, Trouble};
 use super::worker::{Fit, Stage, Words, Worker};
 use super::{About, PATIENCE, Supervisor, Token, iova_of, now, split, watch};
@@ -272,7 +273,7 @@ impl Supervisor {
             has_begun: false,
             unconfined: Vec::new(),
             deaf: None,
-            kits_due: None,
+            is_adopted: false,
             asked: Default::default(),
             wanted,
         };
@@ -294,9 +295,12 @@ impl Supervisor {
                 keeps: true,
             }),
         };
-        tell_what_it_is(&worker, begin, [&book, &listener], outlet);
-        worker.pulse.iter().for_each(|pulse| self.tombs.watch(number, pulse));
         self.workers.insert(number, worker);
+        self.keep(Key::Worker(number));
+        self.deposit();
+        let worker = &self.workers[&number];
+        tell_what_it_is(worker, begin, [&book, &listener], outlet);
+        worker.pulse.iter().for_each(|pulse| self.tombs.watch(number, pulse));
         crash::point("daemon.worker-told");
         if let Some(nice) = config.nice.filter(|&nice| !may_be_nice(nice)) {
             self.note(About::node(name), format!("its workers may not have nice = {nice}, and have 0; start tasukid as root, or with CAP_SYS_NICE, or leave it out"));
@@ -374,6 +378,11 @@ impl Supervisor {
         let fenced = method.is_apart() && !self.config.trust(&card.node, &worker.record.node);
         let letter = ToWorker::Nic { nic, name: card.config.name.clone(), iova: iova_of(number), fenced, kit };
         worker.has(nic, Fit::Preparing(now()));
+        self.keep(Key::Worker(number));
+        self.deposit();
+        let (Some(card), Some(worker)) = (self.cards.get_mut(&nic), self.workers.get_mut(&number)) else {
+            return false;
+        };
         let sent = worker.write(&letter, &card.lend(count, &worker.record.node));
         crash::point("daemon.kit");
         self.tell_neighbours(nic, number);
@@ -478,7 +487,7 @@ impl Supervisor {
         });
         let busy =
             self.workers.values().any(|worker| !worker.serves()) || !self.jobs.is_empty() || self.stopping.is_some();
-        let soon = (busy || self.is_opening()).then(|| now() + Duration::from_millis(20));
+        let soon = (busy || self.is_opening() || self.is_depositing()).then(|| now() + Duration::from_millis(20));
         let all = watches.chain(waits).chain(openings).chain(self.registry.not_before()).chain(hearts).chain(soon);
         all.min().unwrap_or_else(|| now() + Duration::from_secs(3600))
     }

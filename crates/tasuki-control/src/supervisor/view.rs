@@ -16,10 +16,16 @@ impl Supervisor {
             pid: std::process::id(),
             up_ms: u64::try_from(now().saturating_sub(self.since).as_millis()).unwrap_or(u64::MAX),
             adopted: self.adopted,
-            trouble: self.registry.trouble().map(str::to_owned),
+            trouble: self.trouble(),
             nodes: self.node_views(),
             nics: self.nic_views(),
         }
+    }
+
+    /// What is wrong with the daemon itself.
+    fn trouble(&self) -> Option<String> {
+        let troubles: Vec<&str> = self.registry.trouble().into_iter().chain(self.keeping.trouble.as_deref()).collect();
+        (!troubles.is_empty()).then(|| troubles.join("\n"))
     }
 
     pub(super) fn node_views(&self) -> Vec<NodeView> {

@@ -21,7 +21,8 @@ use tasuki_shm::vni::estate::{EstateFds, PeerEstate, readable_len};
 use super::card::{Card, Kept, Opening};
 use super::door::No;
 use super::jobs::there_are;
-use super::worker::{Stage, Worker};
+use super::keeping::Key;
+use super::worker::Worker;
 use super::{About, Supervisor};
 use crate::api::types::{CrossedView, TalkView, VniNodeView, VniView};
 use crate::config::{self, Device, StationAddress};
@@ -155,7 +156,7 @@ impl Supervisor {
             mac: Some(mac),
         };
         let card = self.cards.get_mut(&nic).context("there is no such end")?;
-        (card.number_on_vni, card.inodes) = (Some(number), inodes(&fds));
+        card.number_on_vni = Some(number);
         (card.kept, card.opening, card.trouble) = (Some(Kept { kit, fds, made_by: 0 }), Opening::Open, None);
         self.record_nic(nic);
         Ok(())
@@ -249,6 +250,7 @@ impl Supervisor {
                 *place = directory;
             }
         }
+        self.keep(Key::Card(nic));
         Ok(())
     }
 
@@ -326,21 +328,6 @@ impl Supervisor {
             self.vnis.remove(&vni);
         }
         self.condemn_those_without(missed);
-    }
-
-    /// What a worker of the daemon before this one says of a node's end; a sentence if it was never so. What it gives back is opened anew for others.
-    ///
-    /// An end is what the daemon has made, and stays its node's: nobody else has it, and nobody has anything to say of it unasked.
-    pub(super) fn odd_end(card: &Card, worker: &Worker, kit: &Kit, fds: &[OwnedFd]) -> Option<String> {
-        let vni = card.vni()?;
-        let expected = card.number_on_vni.map(|number| text(vni, number));
-        let fits = matches!(worker.stage, Stage::Asked(_))
-            && worker.record.node == card.config.node
-            && kit.kind == vni::KIND
-            && fds.len() == vni::FDS
-            && Some(&kit.text) == expected.as_ref()
-            && inodes(fds) == card.inodes;
-        (!fits).then(|| format!("says of {} what was never so", card.name()))
     }
 
     fn net_by_name(&self, name: &str) -> Result<&Net, No> {
@@ -432,12 +419,6 @@ impl Card {
 
 fn text(vni: &str, number: u16) -> String {
     serde_json::to_string(&vni::Text { vni: vni.to_owned(), number }).expect("plain data")
-}
-
-/// By what the kernel knows the estate and the pipe of the bell.
-fn inodes(fds: &[OwnedFd]) -> Vec<u64> {
-    let kept = fds.get(CONTROL..=BELL).unwrap_or_default();
-    kept.iter().map(|fd| rustix::fs::fstat(fd).map_or(0, |stat| stat.st_ino)).collect()
 }
 
 /// Bytes of memory that an estate has taken.

@@ -121,8 +121,8 @@ pub struct Worker {
     pub unconfined: Vec<String>,
     /// Since when it runs no more, or has closed its end: it is ending, or does not want to hear us.
     pub deaf: Option<Duration>,
-    /// Of one that was asked what it has: kits that are still to come, once it has said how many.
-    pub kits_due: Option<u32>,
+    /// A daemon before us started it.
+    pub is_adopted: bool,
     /// Somebody asked for it, by name of an upgrade or a handover.
     pub wanted: bool,
     /// Letters that it may write because this daemon asked for them.

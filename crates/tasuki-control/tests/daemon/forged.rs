@@ -53,7 +53,7 @@ fn a_driver_that_says_what_its_nic_is_made_of_is_ended_and_its_successor_gets_wh
     // It has the lease when it says so: whether the relay counts as done is another matter.
     let output = rig.tasuki(&["worker", "upgrade", "red", "--with", bad.to_str().unwrap()]);
     drop(output);
-    rig.await_event("says what \"eth0\" is made of, which is not for it to say");
+    rig.await_event("says what a NIC is made of, which is not for it to say");
     rig.program("bad", "");
     rig.await_pair("red");
 }

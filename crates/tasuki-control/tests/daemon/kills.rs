@@ -304,6 +304,30 @@ fn the_daemon_together_with_workers() {
     assert!(kills >= 70, "{kills}");
 }
 
+/// A ring of these takes five seconds to fill.
+const RARELY: u32 = 200;
+
+/// The keeper has the card then, and the fresh driver finds in the ledger where the dead one stood.
+#[test]
+fn the_daemon_together_with_driver_and_standby() {
+    need_storm!();
+    let mut storm = Storm::new(RARELY, false, &[]);
+    for round in 0..20 {
+        let (driver, standby) = storm.settle();
+        if round % 2 == 0 {
+            storm.kill_daemon();
+        }
+        storm.kill(&driver);
+        storm.kill(&standby);
+        if round % 2 == 1 {
+            storm.kill_daemon();
+        }
+        storm.start_daemon(None);
+    }
+    let (kills, _) = storm.nothing_is_lost();
+    assert!(kills >= 60, "{kills}");
+}
+
 /// The way that loses frames: it loses nothing else.
 #[test]
 fn a_cold_handover_settles_whoever_is_killed() {

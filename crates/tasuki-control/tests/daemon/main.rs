@@ -8,6 +8,7 @@ mod endures;
 mod faults;
 mod forged;
 mod hangs;
+mod keepers;
 mod kills;
 mod leaks;
 mod legs;

@@ -153,6 +153,15 @@ impl Rig {
         self.daemon.as_ref().expect("a daemon").id()
     }
 
+    /// The process of its keeper.
+    pub fn keeper(&self) -> Option<u32> {
+        let words = format!("tasukid\0keep\0{}\0", self.dir().display());
+        let processes = fs::read_dir("/proc").expect("a folder").flatten();
+        let numbers = processes.filter_map(|entry| entry.file_name().to_str()?.parse::<u32>().ok());
+        let is_it = |pid: &u32| fs::read(format!("/proc/{pid}/cmdline")).is_ok_and(|line| line == words.as_bytes());
+        numbers.into_iter().find(is_it)
+    }
+
     /// Kills the daemon where it stands.
     pub fn kill_daemon(&mut self) {
         let mut daemon = self.daemon.take().expect("a daemon");

@@ -54,7 +54,6 @@ struct Standin {
     node: String,
     socket: OwnedFd,
     pulse: Words,
-    book: OwnedFd,
     listener: OwnedFd,
     nics: BTreeMap<u32, Nic>,
     /// Other nodes of its VNI, by number, and what it has of them.
@@ -132,7 +131,7 @@ fn open(orders: &Orders, socket: &OwnedFd) -> ! {
         made_by: None,
         mac: None,
     };
-    let letter = ToDaemon::Kit { nic: 0, name: String::new(), board: false, kit };
+    let letter = ToDaemon::Kit { kit };
     write(socket, &letter, &[&way, &rings, &frames, &ledger].map(|part| part.region().fd()));
     std::process::exit(0);
 }
@@ -160,8 +159,9 @@ fn work(orders: &Orders, socket: OwnedFd) -> ! {
     let mut fds = message.fds.trust();
     // The TAP of a node that has one is of no use to a worker without a card.
     fds.truncate(3);
-    let [pulse, book, listener] = <[OwnedFd; 3]>::try_from(fds).expect("three descriptors");
+    let [pulse, _book, listener] = <[OwnedFd; 3]>::try_from(fds).expect("three descriptors");
     let pulse = Words::adopt(pulse, pulse::LEN).expect("a pulse");
+    rustix::net::listen(&listener, 4).expect("a listening socket");
     let speech = if orders.fault == "speech" { SPEECH + 1 } else { SPEECH };
     write(
         &socket,
@@ -194,7 +194,6 @@ fn work(orders: &Orders, socket: OwnedFd) -> ! {
         node: begin.node,
         socket,
         pulse,
-        book,
         listener,
         nics: BTreeMap::new(),
         neighbours: BTreeMap::new(),
@@ -325,19 +324,11 @@ impl Standin {
                 self.nics.insert(nic, Nic { name, machine, board, kit, fds, looks: false, plan: None });
             }
             ToWorker::Again { .. } => {
-                let nics = u32::try_from(self.nics.len() + usize::from(self.is("claims"))).expect("a few");
-                let mine = ToDaemon::Mine { party: self.party, node: self.node.clone(), nics, tap: None };
-                write(&self.socket, &mine, &[self.pulse.region().fd(), self.book.as_fd()]);
-                for (number, nic) in &self.nics {
-                    let letter =
-                        ToDaemon::Kit { nic: *number, name: nic.name.clone(), board: true, kit: nic.kit.clone() };
-                    let mut fds = vec![nic.board.words.region().fd()];
-                    fds.extend(channel::lend(&nic.fds));
-                    write(&self.socket, &letter, &fds);
-                }
-                if self.is("claims") {
-                    self.claim();
-                }
+                let mut nics: Vec<u32> = self.nics.keys().copied().collect();
+                // There are two.
+                nics.extend(self.is("claims").then(|| 1 - nics[0]));
+                let party = if self.is("is-another") { self.party - 1 } else { self.party };
+                write(&self.socket, &ToDaemon::Mine { party, node: self.node.clone(), nics }, &[]);
             }
             ToWorker::Counts => {
                 for (number, nic) in self.nics.iter().filter(|(_, nic)| nic.machine.drives()) {
@@ -361,21 +352,6 @@ impl Standin {
             ToWorker::End => std::process::exit(0),
             ToWorker::Begin(_) => panic!("it has begun"),
         }
-    }
-
-    /// Says that it has the end of the only other node of its VNI, by what it has of it as its neighbour: the same files.
-    fn claim(&self) {
-        let (number, nic) = self.nics.first_key_value().expect("an end");
-        let (its_number, its) = self.neighbours.first_key_value().expect("a neighbour");
-        let mut kit = nic.kit.clone();
-        let text = letter::vni::Text { vni: "lan".to_owned(), number: *its_number };
-        kit.text = serde_json::to_string(&text).expect("text");
-        let [control, pool, bell] = &its[..] else { panic!("{its:?}") };
-        let fds = [nic.board.words.region().fd(), nic.fds[0].as_fd(), control.as_fd(), pool.as_fd(), bell.as_fd()];
-        let fds = [&fds[..], &[bell.as_fd(), nic.fds[letter::vni::DIRECTORY].as_fd()]].concat();
-        // There are two.
-        let letter = ToDaemon::Kit { nic: 1 - number, name: "red@lan".to_owned(), board: true, kit };
-        write(&self.socket, &letter, &fds);
     }
 
     fn hear(&mut self, number: u32, input: Input) {
@@ -433,13 +409,13 @@ impl Standin {
                 nic.board.words.count(board::RELAYS);
                 if self.fault == "speaks-of-kit" {
                     let kit = Kit { text: "{\"another\":\"card's\"}".to_owned(), ..nic.kit.clone() };
-                    let letter = ToDaemon::Kit { nic: number, name: nic.name.clone(), board: false, kit };
+                    let letter = ToDaemon::Kit { kit };
                     let own = Words::create("its own", 4096).expect("memory");
                     write(&self.socket, &letter, &vec![own.region().fd(); nic.kit.fds]);
                 }
                 if self.fault == "other-mac" {
                     let kit = Kit { mac: Some([2, 0, 0, 0, 0, 9]), ..nic.kit.clone() };
-                    let letter = ToDaemon::Kit { nic: number, name: nic.name.clone(), board: false, kit };
+                    let letter = ToDaemon::Kit { kit };
                     write(&self.socket, &letter, &channel::lend(&nic.fds));
                 }
             }

@@ -252,7 +252,7 @@ impl Nic {
         let mut opener = Process::start(&mut command);
         drop(command);
         let said = talk.hear();
-        let Said::Letter(ToDaemon::Kit { nic: 0, board: false, kit, .. }, fds) = said else { panic!("{said:?}") };
+        let Said::Letter(ToDaemon::Kit { kit }, fds) = said else { panic!("{said:?}") };
         assert_eq!(kit.fds, fds.len());
         assert_eq!(opener.end(), Some(0));
         Nic::of(0, kit, fds, region("board", board::LEN))
@@ -627,20 +627,12 @@ impl Worker {
     }
 }
 
-/// What a daemon that has just begun learns from a worker: who it is, and its one NIC.
-pub fn adopt(worker: &mut Worker) -> Nic {
+/// What a daemon that has just begun learns from a worker: who it is, and that it has this NIC. What that is made of it has from its keeper.
+pub fn adopt(worker: &mut Worker, nic: &Nic) {
     worker.talk.send(&serde_json::to_vec(&ToWorker::Again { keeps: true }).expect("JSON"), &[]);
     let (letter, fds) = worker.hear_letter();
-    let ToDaemon::Mine { party, node, nics: 1, .. } = letter else { panic!("{letter:?}") };
-    assert_eq!((party, node.as_str(), fds.len()), (worker.party.0.get(), "node", 2));
-    let pulse = Region::adopt(fds.into_iter().next().expect("the pulse")).expect("memory");
-    worker.words = words(&pulse);
-    worker.pulse = pulse;
-    let (letter, mut fds) = worker.hear_letter();
-    let ToDaemon::Kit { nic, board: true, kit, .. } = letter else { panic!("{letter:?}") };
-    let board = Region::adopt(fds.remove(0)).expect("the board");
-    assert_eq!(kit.fds, fds.len());
-    Nic::of(nic, kit, fds, board)
+    let mine = ToDaemon::Mine { party: worker.party.0.get(), node: "node".to_owned(), nics: vec![nic.number] };
+    assert_eq!((letter, fds.len()), (mine, 0));
 }
 
 /// A place for sockets.

@@ -1,0 +1,138 @@
+//! The keeper: a process that holds descriptors and does nothing else, so that they outlive the daemon and all workers. What they are is text that only
+//! the daemon reads.
+//!
+//! The daemon starts it (`tasukid keep`) with a listening socket of its directory as standard input. One daemon at a time has its ear: the next one is
+//! let in when the connection to the one before it has ended.
+
+use std::collections::BTreeMap;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::path::Path;
+
+use anyhow::{Context, Result};
+use rustix::event::{PollFd, PollFlags, Timespec};
+use rustix::io::Errno;
+use rustix::net::SocketFlags;
+use serde::{Deserialize, Serialize};
+
+use crate::channel::{self, Nothing};
+use crate::place;
+
+/// Most entries: a VNI of as many nodes as there can be has a quarter of them.
+const ENTRIES_MAX: usize = 16 * 1024;
+
+/// How often one without a daemon looks whether another could find it.
+const LOOKS_EVERY: Timespec = Timespec { tv_sec: 1, tv_nsec: 0 };
+
+/// What daemon and keeper say to each other.
+#[derive(Debug, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Word {
+    /// This is to be kept under this name, in place of what was. Beside it: descriptors. From the keeper: this is.
+    Keep {
+        /// Its name.
+        name: String,
+        /// What it is.
+        what: String,
+    },
+    /// Nothing is to be kept under this name.
+    Forget {
+        /// Which.
+        name: String,
+    },
+    /// Say what there is.
+    List,
+    /// That was all.
+    Listed,
+    /// Nothing need be kept any more.
+    End,
+}
+
+/// Sends a word, or nothing of it. Never waits.
+pub fn say(socket: BorrowedFd<'_>, word: &Word, fds: &[BorrowedFd<'_>]) -> Result<(), Errno> {
+    channel::send(socket, &serde_json::to_vec(word).expect("plain data"), fds)
+}
+
+/// Keeps what daemons of this directory give it, until it is told to end or nobody could find it any more.
+pub fn run(folder: &Path) -> Result<()> {
+    let listener = std::io::stdin().as_fd().try_clone_to_owned().context("the keeper has no standard input")?;
+    // From now on it is this process that whoever connects has reached.
+    rustix::net::listen(&listener, 4).context("standard input is no listening socket; tasukid starts this")?;
+    let mut kept = BTreeMap::new();
+    while let Some(daemon) = await_daemon(&listener, folder)? {
+        if serve(&daemon, &mut kept)? {
+            break;
+        }
+    }
+    Ok(())
+}
+
+/// The next daemon: a process of our user that has the directory's lock.
+fn await_daemon(listener: &OwnedFd, folder: &Path) -> Result<Option<OwnedFd>> {
+    loop {
+        match rustix::event::poll(&mut [PollFd::new(listener, PollFlags::IN)], Some(&LOOKS_EVERY)) {
+            Ok(0) if !place::keeper_socket(folder).exists() => return Ok(None),
+            Ok(0) | Err(Errno::INTR) => continue,
+            Ok(_) => {}
+            Err(errno) => return Err(errno).context("the kernel refused to wait"),
+        }
+        let Ok(caller) = rustix::net::accept_with(listener, SocketFlags::CLOEXEC) else { continue };
+        let peer = rustix::net::sockopt::socket_peercred(&caller)?;
+        let is_ours = peer.uid == rustix::process::geteuid();
+        if is_ours && place::holder(folder) == Some(peer.pid.as_raw_nonzero().get().unsigned_abs()) {
+            return Ok(Some(caller));
+        }
+    }
+}
+
+/// Does what a daemon says for as long as it is there; says whether all is over.
+fn serve(daemon: &OwnedFd, kept: &mut BTreeMap<String, (String, Vec<OwnedFd>)>) -> Result<bool> {
+    let mut room = Vec::new();
+    loop {
+        let message = match channel::receive(daemon.as_fd(), &mut room) {
+            Ok(message) => message,
+            Err(Nothing::Yet) => {
+                wait(daemon, PollFlags::IN)?;
+                continue;
+            }
+            Err(_) => return Ok(false),
+        };
+        match serde_json::from_slice(&message.bytes) {
+            Ok(Word::Keep { name, what }) if kept.contains_key(&name) || kept.len() < ENTRIES_MAX => {
+                kept.insert(name, (what, message.fds.trust()));
+            }
+            Ok(Word::Forget { name }) => _ = kept.remove(&name),
+            Ok(Word::List) => {
+                for (name, (what, fds)) in &*kept {
+                    let word = Word::Keep { name: name.clone(), what: what.clone() };
+                    if !insist(daemon, &word, &channel::lend(fds))? {
+                        return Ok(false);
+                    }
+                }
+                if !insist(daemon, &Word::Listed, &[])? {
+                    return Ok(false);
+                }
+            }
+            Ok(Word::End) => return Ok(true),
+            // More than any daemon has, or none of ours.
+            Ok(Word::Keep { .. } | Word::Listed) | Err(_) => return Ok(false),
+        }
+    }
+}
+
+/// Sends it when there is room; says whether somebody is there to read it.
+fn insist(daemon: &OwnedFd, word: &Word, fds: &[BorrowedFd<'_>]) -> Result<bool> {
+    loop {
+        match say(daemon.as_fd(), word, fds) {
+            Ok(()) => return Ok(true),
+            Err(Errno::AGAIN | Errno::NOBUFS) => wait(daemon, PollFlags::OUT)?,
+            Err(_) => return Ok(false),
+        }
+    }
+}
+
+fn wait(daemon: &OwnedFd, for_what: PollFlags) -> Result<()> {
+    match rustix::event::poll(&mut [PollFd::new(daemon, for_what)], None) {
+        Ok(_) | Err(Errno::INTR) => Ok(()),
+        Err(errno) => Err(errno).context("the kernel refused to wait"),
+    }
+}

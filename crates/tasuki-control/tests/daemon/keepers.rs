@@ -1,0 +1,86 @@
+//! The keeper: what it has outlives daemon and workers, also if all of them die together, and nobody can tell a daemon that comes later otherwise.
+
+use rustix::process::Signal;
+
+use super::rig::{NODES, Rig, lives, pid, signal, until};
+
+/// How often eth0 was taken out of its box.
+fn opened(rig: &Rig) -> usize {
+    rig.ask(&["events"]).matches("is open").count()
+}
+
+#[test]
+fn what_is_kept_outlives_daemon_driver_and_standby_together() {
+    let mut rig = Rig::new();
+    for round in 0..5 {
+        let (driver, standby) = rig.await_pair("red");
+        if round % 2 == 0 {
+            rig.kill_daemon();
+        }
+        for worker in [&driver, &standby] {
+            signal(pid(worker), Signal::KILL);
+        }
+        rig.start();
+    }
+    rig.await_pair("red");
+    assert_eq!(opened(&rig), 1, "{}", rig.log());
+}
+
+#[test]
+fn a_keeper_that_dies_costs_nothing_and_its_successor_has_everything() {
+    let mut rig = Rig::new();
+    let (driver, _) = rig.await_pair("red");
+    let keeper = rig.keeper().expect("a keeper");
+    signal(keeper, Signal::KILL);
+    until(&rig, "there is another", || rig.keeper().is_some_and(|another| another != keeper));
+    rig.await_event("another is told everything anew");
+    rig.kill_daemon();
+    rig.start();
+    let (same, standby) = rig.await_pair("red");
+    assert_eq!(pid(&same), pid(&driver), "{}", rig.log());
+    rig.kill_daemon();
+    for worker in [&same, &standby] {
+        signal(pid(worker), Signal::KILL);
+    }
+    rig.start();
+    rig.await_pair("red");
+    assert_eq!(opened(&rig), 1, "{}", rig.log());
+}
+
+#[test]
+fn where_daemon_and_keeper_die_together_all_begins_anew() {
+    let mut rig = Rig::new();
+    let (driver, _) = rig.await_pair("red");
+    let keeper = rig.keeper().expect("a keeper");
+    rig.kill_daemon();
+    signal(keeper, Signal::KILL);
+    until(&rig, "it is dead", || !lives(keeper));
+    rig.start();
+    rig.await_event("is none of which the keeper knows");
+    until(&rig, "a fresh worker drives", || rig.worker("red", "drives").is_some_and(|now| now["pid"] != driver["pid"]));
+    assert_eq!(opened(&rig), 2, "{}", rig.log());
+}
+
+#[test]
+fn a_worker_that_says_that_it_is_another_is_ended_and_the_other_is_not() {
+    let mut rig = Rig::with(NODES, "");
+    rig.await_pair("red");
+    let bad = rig.program("bad", "is-another");
+    rig.await_worker("green", "idle");
+    rig.ask(&["worker", "upgrade", "green", "--with", bad.to_str().unwrap()]);
+    let (driver, standby) = rig.await_pair("red");
+    rig.kill_daemon();
+    rig.start();
+    rig.await_event("says that it is worker");
+    let (same, also) = rig.await_pair("red");
+    assert_eq!((pid(&same), pid(&also)), (pid(&driver), pid(&standby)), "{}", rig.log());
+}
+
+#[test]
+fn when_everything_stops_so_does_the_keeper() {
+    let rig = Rig::new();
+    rig.await_pair("red");
+    let keeper = rig.keeper().expect("a keeper");
+    rig.ask(&["stop"]);
+    until(&rig, "it has ended", || !lives(keeper));
+}
