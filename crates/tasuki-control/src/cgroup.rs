@@ -24,6 +24,7 @@ use std::fs::{self, File, OpenOptions};
 use std::io;
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
+use std::time::Duration;
 
 use rustix::process::{Pid, Signal};
 
@@ -40,6 +41,12 @@ pub struct Bounds {
 
 /// µs in which a bound on CPU time is kept.
 const CPU_PERIOD: u64 = 100_000;
+
+/// Of version 1, what we use.
+const CONTROLLERS: &[&str] = &["memory", "pids", "cpu", "freezer"];
+
+/// An empty group of another daemon that is older is left over.
+const LEFT_FOR: Duration = Duration::from_secs(60);
 
 /// A mounted hierarchy, and where our groups are in it.
 #[derive(Debug, Clone)]
@@ -103,6 +110,7 @@ impl Groups {
             let there = read(&it.own.join("cgroup.controllers"));
             it.controllers = there.split_whitespace().map(str::to_owned).collect();
         }
+        all.retain(|it| it.is_v2 || CONTROLLERS.iter().any(|name| it.has(name)));
         all.retain(|it| fs::create_dir_all(it.own.join("tasuki").join(id)).is_ok());
         Groups { hierarchies: all, id: id.to_owned() }
     }
@@ -142,16 +150,22 @@ impl Groups {
             fs::create_dir_all(&path)?;
             bound(&path, it, bounds)?;
             let freezes = it.is_v2 || it.has("freezer");
-            group.places.push(Place { path, is_v2: it.is_v2, freezes });
+            group.places.push(Place { path, is_v2: it.is_v2, freezes, is_its: true });
         }
         group.open_freezer()?;
         Ok(group)
     }
 
-    /// Removes what daemons have left in which no process is, ours and others'.
+    /// Removes what daemons have left in which no process is: ours, and others' that have not just begun.
     pub fn sweep(&self) {
         for it in &self.hierarchies {
-            remove_empty(&it.own.join("tasuki"), 3);
+            for entry in fs::read_dir(it.own.join("tasuki")).into_iter().flatten().flatten() {
+                let age = entry.metadata().and_then(|meta| meta.modified()).ok().and_then(|made| made.elapsed().ok());
+                if *entry.file_name() == *self.id || age.is_some_and(|age| age > LEFT_FOR) {
+                    remove_empty(&entry.path(), 3);
+                }
+            }
+            let _ = fs::remove_dir(it.own.join("tasuki"));
         }
     }
 }
@@ -226,6 +240,8 @@ struct Place {
     path: PathBuf,
     is_v2: bool,
     freezes: bool,
+    /// It is not the group around this one.
+    is_its: bool,
 }
 
 /// A node's processes, or one worker's.
@@ -267,7 +283,7 @@ impl Group {
             // What bounds alone needs no group of its own.
             let path = if place.freezes { place.path.join(name) } else { place.path.clone() };
             fs::create_dir_all(&path)?;
-            Ok(Place { path, ..*place })
+            Ok(Place { path, is_its: place.freezes, ..*place })
         });
         let mut group = Group { places: places.collect::<io::Result<_>>()?, freezer: None };
         group.open_freezer()?;
@@ -352,7 +368,7 @@ impl Group {
 
     /// Removes it, and those in it, as far as no process is there any more.
     pub fn remove(&self) {
-        for place in &self.places {
+        for place in self.places.iter().filter(|place| place.is_its) {
             remove_empty(&place.path, 2);
         }
     }
@@ -361,7 +377,7 @@ impl Group {
 #[cfg(test)]
 mod tests {
     use std::process::{Child, Command, Stdio};
-    use std::time::{Duration, Instant};
+    use std::time::Instant;
 
     use super::*;
 

@@ -83,6 +83,10 @@ pub struct Daemon {
     pub prepare_ms: u64,
     /// Whether a node whose workers keep dying waits for the next.
     pub restart: Restart,
+    /// How workers are confined before they begin; without, not at all: they confine themselves when they do.
+    pub confine: Option<Confine>,
+    /// Users, of which each node gets one.
+    pub uids: Uids,
     /// The program that is the worker; without, `tasuki-worker` beside the daemon, or on the PATH.
     pub worker: Option<PathBuf>,
 }
@@ -100,11 +104,73 @@ pub enum Restart {
 
 impl Default for Daemon {
     fn default() -> Self {
-        Daemon { hang_after_ms: 1000, deadline_ms: 1000, prepare_ms: 10_000, restart: Restart::Careful, worker: None }
+        Daemon {
+            hang_after_ms: 1000,
+            deadline_ms: 1000,
+            prepare_ms: 10_000,
+            restart: Restart::Careful,
+            confine: None,
+            uids: Uids::default(),
+            worker: None,
+        }
+    }
+}
+
+/// What becomes of a worker that cannot be confined as it is to be.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Confine {
+    /// It is not started.
+    Strict,
+    /// It is started, and `tasuki status` says what does not hold.
+    BestEffort,
+    /// Nothing is tried before it begins: for a debugger, or a program that is no worker of Tasuki's. What its runtime gives up by itself, it gives up.
+    Off,
+}
+
+/// Users by number, the first and the last.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Deserialize)]
+#[serde(try_from = "String")]
+pub struct Uids(u32, u32);
+
+impl Default for Uids {
+    fn default() -> Self {
+        // Neither systemd nor adduser, nor what is handed out for containers, has them (systemd's UIDS-GIDS).
+        Uids(65536, 99999)
+    }
+}
+
+impl TryFrom<String> for Uids {
+    type Error = String;
+
+    fn try_from(text: String) -> Result<Self, String> {
+        let ends = text.split_once('-').and_then(|(first, last)| Some((first.parse().ok()?, last.parse().ok()?)));
+        match ends {
+            Some((first, last)) if 0 < first && first <= last && last < u32::MAX - 1 => Ok(Uids(first, last)),
+            _ => Err(format!("{text:?} names no users; write the first and the last, without root, as 65536-99999")),
+        }
+    }
+}
+
+impl Uids {
+    /// Whether it is one of them.
+    pub fn has(&self, uid: u32) -> bool {
+        (self.0..=self.1).contains(&uid)
+    }
+
+    /// All of them, beginning anywhere.
+    pub fn from(self, seed: u32) -> impl Iterator<Item = u32> {
+        let count = self.1 - self.0 + 1;
+        (0..count).map(move |step| self.0 + (seed % count + step) % count)
     }
 }
 
 impl Daemon {
+    /// How workers are confined.
+    pub fn confine(&self) -> Confine {
+        self.confine.unwrap_or(Confine::Off)
+    }
+
     /// As a duration.
     pub fn hang_after(&self) -> Duration {
         Duration::from_millis(self.hang_after_ms)
@@ -155,6 +221,9 @@ pub struct Node {
     /// Whether a second worker stands by while it has a NIC.
     #[serde(default = "yes")]
     pub standby: bool,
+    /// What its processes may have together; without, half of the machine's memory, and 512 processes and threads.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub bounds: Option<Bounds>,
     /// The nodes that it trusts: a NIC moves between nodes that trust each other without anybody being ended.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub trusts: Vec<String>,
@@ -170,6 +239,24 @@ pub enum Spoof {
     Allow,
 }
 
+/// Of a node's processes, together.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+#[serde(deny_unknown_fields)]
+pub struct Bounds {
+    /// MiB of memory; without, half of the machine's.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub memory_mib: Option<u32>,
+    /// Processes and threads; without, 512.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub pids: Option<u32>,
+    /// CPU time, in hundredths of one CPU; without, as much as there is. Its drivers' `nice` then counts within the node alone.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub cpu: Option<u32>,
+}
+
+/// Processes and threads of a node.
+const PIDS: u32 = 512;
+
 /// The least nice value: before everybody else's.
 pub const NICE_MIN: i32 = -20;
 
@@ -178,6 +265,13 @@ impl Node {
     pub fn nice(&self) -> i32 {
         let usual = if self.poll || self.program().is_some() { 0 } else { NICE_MIN };
         self.nice.unwrap_or(usual)
+    }
+
+    /// What its processes may have together.
+    pub fn bounds(&self) -> crate::cgroup::Bounds {
+        let bounds = self.bounds.unwrap_or_default();
+        let memory = bounds.memory_mib.map_or_else(half_of_memory, |mib| Some(u64::from(mib) << 20));
+        crate::cgroup::Bounds { memory, pids: Some(bounds.pids.unwrap_or(PIDS)), cpu: bounds.cpu }
     }
 
     /// Its TAP, if it has one.
@@ -259,6 +353,11 @@ impl From<StationAddress> for String {
 #[expect(clippy::trivially_copy_pass_by_ref, reason = "serde asks with a reference")]
 fn is_yes(it: &bool) -> bool {
     *it
+}
+
+fn half_of_memory() -> Option<u64> {
+    let info = rustix::system::sysinfo();
+    Some(u64::try_from(info.totalram).ok()? * u64::from(info.mem_unit) / 2)
 }
 
 fn yes() -> bool {

@@ -6,11 +6,13 @@
 
 pub mod api;
 pub mod aside;
+pub mod bucket;
 pub mod cgroup;
 pub mod channel;
 pub mod cli;
 pub mod config;
 pub mod foreign;
+pub mod jail;
 pub mod keeper;
 pub mod log;
 pub mod place;

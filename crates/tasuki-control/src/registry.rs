@@ -89,6 +89,9 @@ pub struct NodeRecord {
     pub binary: Option<PathBuf>,
     /// How often it was upgraded.
     pub generation: u32,
+    /// The user that its processes are.
+    #[serde(default)]
+    pub uid: Option<u32>,
 }
 
 /// Something that happened.

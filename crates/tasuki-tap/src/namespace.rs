@@ -62,6 +62,12 @@ impl Namespace {
 #[derive(Debug)]
 pub struct Unnamed(OwnedFd);
 
+impl AsFd for Unnamed {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.0.as_fd()
+    }
+}
+
 impl Unnamed {
     /// A new one.
     pub fn new() -> Result<Self, TapError> {

@@ -30,8 +30,48 @@ fn try_it(attack: &str, argument: &str) -> libc::c_long {
         let page = unsafe { libc::mmap(std::ptr::null_mut(), 4096, protection, flags, -1, 0) };
         page as libc::c_long
     };
+    let path = std::ffi::CString::new(argument).expect("no zero");
+    let path = path.as_ptr() as libc::c_long;
+    let socket = |family: libc::c_int| call(libc::SYS_socket, [family.into(), libc::SOCK_STREAM.into(), 0, 0]);
     match attack {
         "nothing" => 0,
+        "kill" => call(libc::SYS_kill, [number, 0, 0, 0]),
+        "kill-all" => call(libc::SYS_kill, [-1, 0, 0, 0]),
+        "queue" => call(libc::SYS_rt_sigqueueinfo, [number, 0, path, 0]),
+        "pidfd" => call(libc::SYS_pidfd_open, [number, 0, 0, 0]),
+        "ptrace" => call(libc::SYS_ptrace, [libc::PTRACE_SEIZE.into(), number, 0, 0]),
+        "read-memory" => call(libc::SYS_process_vm_readv, [number, 0, 0, 0]),
+        "renice" => call(libc::SYS_setpriority, [libc::PRIO_PROCESS.into(), number, 19, 0]),
+        "renice-user" => call(libc::SYS_setpriority, [libc::PRIO_USER.into(), 0, 19, 0]),
+        "affinity" => call(libc::SYS_sched_setaffinity, [number, 8, std::ptr::from_ref(&1_u64) as libc::c_long, 0]),
+        "open" => call(libc::SYS_openat, [libc::AT_FDCWD.into(), path, libc::O_RDONLY.into(), 0]),
+        "create" => {
+            call(libc::SYS_openat, [libc::AT_FDCWD.into(), path, (libc::O_WRONLY | libc::O_CREAT).into(), 0o600])
+        }
+        "unix-socket" => socket(libc::AF_UNIX),
+        "tcp" => socket(libc::AF_INET),
+        "netlink" => socket(libc::AF_NETLINK),
+        "vsock" => socket(libc::AF_VSOCK),
+        "datagrams" => call(libc::SYS_socketpair, [libc::AF_UNIX.into(), libc::SOCK_DGRAM.into(), 0, path]),
+        "namespace" => call(libc::SYS_unshare, [libc::CLONE_NEWUSER.into(), 0, 0, 0]),
+        "clone-namespace" => call(libc::SYS_clone, [(libc::CLONE_NEWUSER | libc::SIGCHLD).into(), 0, 0, 0]),
+        "mount" => call(libc::SYS_mount, [path, path, path, 0]),
+        "bpf" => call(libc::SYS_bpf, [0, path, 0, 0]),
+        "io-uring" => call(libc::SYS_io_uring_setup, [1, path, 0, 0]),
+        "userfaultfd" => call(libc::SYS_userfaultfd, [1, 0, 0, 0]),
+        "keys" => call(libc::SYS_keyctl, [0, -3, 0, 0]),
+        "perf" => call(libc::SYS_perf_event_open, [path, 0, -1, -1]),
+        "shared-memory" => call(libc::SYS_shmget, [1, 4096, 0o1666, 0]),
+        "root" => call(libc::SYS_setresuid, [0, 0, 0, 0]),
+        "truncate-log" => call(libc::SYS_ftruncate, [2, 0, 0, 0]),
+        "fill-log" => {
+            for line in 0..number {
+                eprintln!("filling \x1b[2J the log, line {line}");
+            }
+            number
+        }
+        "forks" => fork_bomb(),
+        "memory" => memory_bomb(number),
         "prlimit" => call(libc::SYS_prlimit64, [number, libc::RLIMIT_NOFILE.into(), limits, 0]),
         "prlimit-self" => call(libc::SYS_prlimit64, [0, libc::RLIMIT_NOFILE.into(), limits, 0]),
         "setown" => fcntl(libc::F_SETOWN, number),
@@ -46,6 +86,31 @@ fn try_it(attack: &str, argument: &str) -> libc::c_long {
         ),
         other => panic!("no attack is called {other}"),
     }
+}
+
+/// Has children, and those wait, until there are no more; they end with it.
+fn fork_bomb() -> libc::c_long {
+    for _ in 0..1000 {
+        // SAFETY: H1; the child makes system calls alone.
+        match unsafe { libc::fork() } {
+            -1 => return -1,
+            0 => loop {
+                // SAFETY: H1.
+                unsafe { libc::prctl(libc::PR_SET_PDEATHSIG, libc::SIGKILL) };
+                // SAFETY: H1.
+                unsafe { libc::sleep(1) };
+            },
+            _ => {}
+        }
+    }
+    1000
+}
+
+/// Writes so many MiB.
+fn memory_bomb(mib: libc::c_long) -> libc::c_long {
+    let len = usize::try_from(mib).unwrap_or_default() << 20;
+    std::hint::black_box(vec![1_u8; len]);
+    mib
 }
 
 /// Not in libc.

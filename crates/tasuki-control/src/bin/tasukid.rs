@@ -8,12 +8,13 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, ExitCode, Stdio};
 use std::time::Duration;
 
-use anyhow::{Context, Result, bail};
+use anyhow::{Context, Result, bail, ensure};
 use clap::Parser;
 use rustix::process::{Resource, Rlimit};
 use rustix::thread::CpuSet;
 use tasuki_control::api::server;
-use tasuki_control::config::{self, Config};
+use tasuki_control::config::{self, Config, Confine};
+use tasuki_control::jail;
 use tasuki_control::log;
 use tasuki_control::place::{self, Place};
 use tasuki_control::supervisor::door::Door;
@@ -105,6 +106,12 @@ fn serve(file: &Path, folder: &Path) -> Result<()> {
     if let Some(stray) = config::stray_cpu(&config, may_use) {
         bail!("{}: {stray}", file.display());
     }
+    let is_root = rustix::process::geteuid().is_root();
+    ensure!(
+        is_root || config.daemon.confine() != Confine::Strict,
+        "{}: only root can confine workers strictly; start tasukid as root, or write confine = \"best-effort\" under [daemon]: tasuki status then says what does not hold",
+        file.display()
+    );
     let programs = programs(&config, file)?;
     open_many();
     let place = Place::take(folder)?;
@@ -199,6 +206,12 @@ fn go_into_background(folder: &Path) -> Result<()> {
 }
 
 fn main() -> ExitCode {
+    let words: Vec<_> = std::env::args().take(4).collect();
+    if let [_, word, terms] = &words[..]
+        && word == jail::WORD
+    {
+        return jail::run(terms);
+    }
     let arguments = Arguments::parse();
     if let Some(Verb::Keep { folder }) = &arguments.verb {
         return match tasuki_control::keeper::run(folder) {

@@ -17,7 +17,8 @@ use tasuki_shm::crash;
 use super::card::Card;
 use super::deeds::party;
 use super::keeping::{CardText, Found, Key};
-use super::worker::{Stage, Words, Worker};
+use super::lines::Lines;
+use super::worker::{Stage, Words, Worker, tells};
 use super::{About, BOOK_LEN, Node, Supervisor, Token, now, watch};
 use crate::channel;
 use crate::process::Process;
@@ -82,6 +83,7 @@ impl Supervisor {
         let living: Vec<u32> = alive.iter().map(|(record, _)| record.party).collect();
         for record in workers.iter().filter(|record| !living.contains(&record.party)) {
             let _ = std::fs::remove_file(&record.socket);
+            super::lines::forget(&record.socket);
             self.changes.push(Change::NoWorker(record.party));
         }
         for (record, process) in alive {
@@ -147,6 +149,10 @@ impl Supervisor {
         let (pulse, given) = its.unzip();
         let (is_kept, given) = (pulse.is_some(), given.unwrap_or_default());
         pulse.iter().for_each(|pulse| self.tombs.watch(number, pulse));
+        let lines = Lines::find(&record.socket).ok();
+        if let Some(lines) = &lines {
+            self.watch_lines(number, lines)?;
+        }
         let worker = Worker {
             record,
             process,
@@ -160,6 +166,12 @@ impl Supervisor {
             given,
             has_begun: true,
             unconfined: Vec::new(),
+            lacks: Vec::new(),
+            jailing: None,
+            unsaid: None,
+            group: None,
+            lines,
+            tells: tells(asked),
             deaf: None,
             is_adopted: true,
             asked: Default::default(),
@@ -170,6 +182,7 @@ impl Supervisor {
         drop(theirs);
         let node = worker.record.node.clone();
         self.workers.insert(number, worker);
+        self.regroup(number);
         match () {
             () if is_fenced => self.condemn(number, "was fenced by the tasukid before this one".to_owned()),
             () if !is_ours => self.condemn(number, "is not whose it was".to_owned()),

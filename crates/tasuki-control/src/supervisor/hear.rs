@@ -118,22 +118,34 @@ impl Supervisor {
             ToDaemon::Client { nic, client } => self.has_client(number, nic, client, fds),
             ToDaemon::NoClient { nic, socket } => self.has_client_no_more(number, nic, socket),
             ToDaemon::Counts { nic, counts } => self.counted(number, nic, &counts),
-            ToDaemon::Told { nic, sentence } => {
-                let node = self.workers.get(&number).map(|worker| worker.record.node.clone());
-                let sentence: String = sentence.chars().filter(|c| !c.is_control()).take(1000).collect();
-                let its = |nic: &u32| self.workers.get(&number).is_some_and(|worker| worker.given.contains(nic));
-                let card = nic.filter(its).and_then(|nic| self.cards.get_mut(&nic));
-                let name = card.map(|card| {
-                    // What whoever drives it has to say of it stands with the NIC until it changes hands.
-                    if card.holder() == Some(number) && !card.has_lost_its_model() {
-                        card.trouble = Some(sentence.clone());
-                    }
-                    card.name().to_owned()
-                });
-                let about = About { node: node.as_deref(), nic: name.as_deref(), worker: Some(number) };
-                self.note(about, format!("worker {number} says: {sentence}"));
-            }
+            ToDaemon::Told { nic, sentence } => self.has_told(number, nic, &sentence),
         }
+    }
+
+    /// A sentence for people; more than so many are counted instead.
+    fn has_told(&mut self, number: u32, nic: Option<u32>, sentence: &str) {
+        let Some(worker) = self.workers.get_mut(&number) else { return };
+        let node = worker.record.node.clone();
+        let left_out = worker.tells.left_out(now());
+        if !worker.tells.take(now()) {
+            return;
+        }
+        let sentence: String = sentence.chars().filter(|c| !c.is_control()).take(1000).collect();
+        let its = |nic: &u32| worker.given.contains(nic);
+        let card = nic.filter(its).and_then(|nic| self.cards.get_mut(&nic));
+        let name = card.map(|card| {
+            // What whoever drives it has to say of it stands with the NIC until it changes hands.
+            if card.holder() == Some(number) && !card.has_lost_its_model() {
+                card.trouble = Some(sentence.clone());
+            }
+            card.name().to_owned()
+        });
+        if let Some(count) = left_out {
+            let why = format!("worker {number} has said {count} sentences more, which are left out: it says too much");
+            self.note(About::worker(&node, number), why);
+        }
+        let about = About { node: Some(&node), nic: name.as_deref(), worker: Some(number) };
+        self.note(about, format!("worker {number} says: {sentence}"));
     }
 
     fn has_begun(&mut self, number: u32, speech: u32, unconfined: Vec<String>) {
@@ -146,6 +158,9 @@ impl Supervisor {
         }
         if !matches!(worker.stage, Stage::Starting(_)) {
             return;
+        }
+        if worker.unsaid.is_some() {
+            return self.condemn(number, "began before it was told what it is".to_owned());
         }
         worker.unconfined = unconfined;
         let (node, binary) = (worker.record.node.clone(), worker.record.binary.display().to_string());
@@ -230,6 +245,8 @@ impl Supervisor {
     pub(super) fn worker_ended(&mut self, number: u32) {
         crash::point("daemon.death");
         // What it said last is heard before its death is.
+        self.jail_says(number);
+        self.worker_writes(number);
         self.worker_says(number);
         let Some(mut worker) = self.workers.remove(&number) else { return };
         worker.pulse.iter().for_each(super::tombs::close);
@@ -254,8 +271,14 @@ impl Supervisor {
         }
         self.cards.values_mut().for_each(|card| card.forget_memory_of(number));
         let how = worker.process.ended();
+        // What it has started ends with it.
+        if let Some(group) = &worker.group {
+            let _ = group.kill();
+            group.remove();
+        }
         let node_name = worker.record.node.clone();
         let _ = std::fs::remove_file(&worker.record.socket);
+        super::lines::forget(&worker.record.socket);
         self.changes.push(Change::NoWorker(number));
         self.keep(Key::Worker(number));
         let had_no_part =

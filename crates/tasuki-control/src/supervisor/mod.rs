@@ -6,6 +6,8 @@
 //! - [`keeping`] what outlives the daemon, with the keeper
 //! - [`kits`] what they send besides words
 //! - [`tend`] nodes get the workers that they should have
+//! - [`jails`] what a worker's process is started under
+//! - [`lines`] what workers write on their standard error
 //! - [`jobs`] upgrades and handovers that somebody asked for
 //! - [`split`] uplinks whose two sides have come to two workers
 //! - [`open`] cards out of their boxes, and models
@@ -26,9 +28,11 @@ pub mod card;
 pub mod deeds;
 pub mod door;
 pub mod hear;
+pub mod jails;
 pub mod jobs;
 mod keeping;
 pub mod kits;
+pub mod lines;
 pub mod memifs;
 pub mod nodes;
 pub mod open;
@@ -55,6 +59,7 @@ use rustix::time::{ClockId, clock_gettime};
 use tasuki_relay::arbiter;
 use tasuki_shm::crash;
 
+use crate::cgroup::Groups;
 use crate::config::Config;
 use crate::place::Place;
 use crate::registry::{Change, Event, News, NodeRecord, Registry};
@@ -87,6 +92,7 @@ enum Token {
     /// First of all: whoever waits for a dead driver's lease waits no longer than it must.
     LivesEnd,
     WorkerEnd(u32),
+    JailSays(u32),
     WorkerSays(u32),
     OpenerSays(u32),
     OpenerEnd(u32),
@@ -94,6 +100,7 @@ enum Token {
     KeeperSays,
     Requests,
     Signal,
+    WorkerWrites(u32),
 }
 
 impl Token {
@@ -107,7 +114,9 @@ impl Token {
             Token::Requests => (5, 0),
             Token::Signal => (6, 0),
             Token::LivesEnd => (7, 0),
-            Token::KeeperSays => (8, 0),
+            Token::JailSays(id) => (8, id),
+            Token::WorkerWrites(id) => (9, id),
+            Token::KeeperSays => (10, 0),
         };
         epoll::EventData::new_u64(kind << 32 | u64::from(id))
     }
@@ -124,7 +133,9 @@ impl Token {
             5 => Token::Requests,
             6 => Token::Signal,
             7 => Token::LivesEnd,
-            8 => Token::KeeperSays,
+            8 => Token::JailSays(id),
+            9 => Token::WorkerWrites(id),
+            10 => Token::KeeperSays,
             _ => return None,
         })
     }
@@ -141,6 +152,7 @@ struct Node {
     trouble: Option<String>,
     /// Of an uplink.
     mending: split::Mending,
+    ward: jails::Ward,
 }
 
 impl Node {
@@ -148,7 +160,15 @@ impl Node {
     fn new(record: NodeRecord) -> Result<Self> {
         let book = Words::create("tasuki book", BOOK_LEN).context("no memory for a node's book")?;
         let (deaths, not_before, trouble) = (Vec::new(), Duration::ZERO, None);
-        Ok(Node { record, book, deaths, not_before, trouble, mending: split::Mending::default() })
+        Ok(Node {
+            record,
+            book,
+            deaths,
+            not_before,
+            trouble,
+            mending: split::Mending::default(),
+            ward: jails::Ward::default(),
+        })
     }
 }
 
@@ -189,6 +209,8 @@ pub struct Supervisor {
     door: Door,
     signals: UnixStream,
     tombs: Tombs,
+    /// Looked for when there is the first worker to confine.
+    groups: Option<Groups>,
     workers: BTreeMap<u32, Worker>,
     cards: BTreeMap<u32, Card>,
     nodes: BTreeMap<String, Node>,
@@ -259,6 +281,7 @@ impl Supervisor {
             door,
             signals,
             tombs: Tombs::new()?,
+            groups: None,
             workers: BTreeMap::new(),
             cards: BTreeMap::new(),
             nodes: BTreeMap::new(),
@@ -305,6 +328,8 @@ impl Supervisor {
                     self.close_memifs();
                     self.close_taps();
                     self.end_keeper();
+                    self.nodes.clear();
+                    self.groups.iter().for_each(Groups::sweep);
                 }
                 self.flush();
                 return Ok(ended);
@@ -332,11 +357,13 @@ impl Supervisor {
         match token {
             Token::LivesEnd => self.lives_ended(),
             Token::WorkerEnd(party) => self.worker_ended(party),
+            Token::JailSays(party) => self.jail_says(party),
             Token::WorkerSays(party) => self.worker_says(party),
             Token::OpenerSays(nic) => self.opener_says(nic),
             Token::OpenerEnd(nic) => self.opener_ended(nic),
             Token::ModelEnd(nic) => self.model_ended(nic),
             Token::KeeperSays => self.keeper_says(),
+            Token::WorkerWrites(party) => self.worker_writes(party),
             Token::Requests => self.answer_requests(),
             Token::Signal => self.ended = Some(Ended::Alone),
         }
@@ -468,6 +495,7 @@ mod tests {
     fn a_token_comes_back_as_it_was_and_deaths_come_first() {
         let all = [
             Token::WorkerEnd(7),
+            Token::JailSays(7),
             Token::WorkerSays(1),
             Token::OpenerSays(2),
             Token::OpenerEnd(3),
@@ -475,6 +503,7 @@ mod tests {
             Token::KeeperSays,
             Token::Requests,
             Token::Signal,
+            Token::WorkerWrites(7),
         ];
         assert!(all.iter().all(|token| Token::from_data(token.to_data()) == Some(*token)));
         assert!(all.is_sorted());

@@ -3,7 +3,7 @@
 
 use std::os::fd::{AsFd, OwnedFd};
 use std::path::PathBuf;
-use std::process::{Command, Stdio};
+use std::process::Stdio;
 use std::time::Duration;
 
 use anyhow::{Context, Result};
@@ -19,9 +19,11 @@ use tasuki_shm::crash;
 use super::card::Board;
 use super::card::Opening;
 use super::deeds::party;
+use super::jails::Unsaid;
 use super::keeping::Key;
+use super::lines::Lines;
 use super::policy::{self, Death, Trouble};
-use super::worker::{Fit, Stage, Words, Worker};
+use super::worker::{Fit, Stage, Words, Worker, tells};
 use super::{About, PATIENCE, Supervisor, Token, iova_of, now, split, watch};
 use crate::channel;
 use crate::config::{Device, Work, not_startable};
@@ -35,7 +37,12 @@ const SOON: Duration = Duration::from_millis(500);
 const MEMLOCK: u64 = 512 << 20;
 
 /// The first letter, and what belongs to it.
-fn tell_what_it_is(worker: &Worker, begin: Begin, [book, listener]: [&OwnedFd; 2], outlet: Option<(String, OwnedFd)>) {
+pub(super) fn tell_what_it_is(
+    worker: &Worker,
+    begin: Begin,
+    [book, listener]: [&OwnedFd; 2],
+    outlet: Option<(String, OwnedFd)>,
+) {
     let pulse = worker.pulse.as_ref().expect("just made").region().fd();
     let (label, device) = outlet.unzip();
     let fds = [pulse, book.as_fd(), listener.as_fd()].into_iter().chain(device.iter().map(OwnedFd::as_fd));
@@ -232,13 +239,18 @@ impl Supervisor {
             channel::listen(&socket).with_context(|| format!("{} cannot be listened at", socket.display()))?;
         let (ours, theirs) = channel::pair().context("the kernel has no sockets left")?;
         let pulse = Words::create("tasuki pulse", pulse::LEN)?;
-        let mut command = Command::new(&binary);
-        command.arg("worker").stdin(Stdio::from(theirs)).stdout(Stdio::null());
+        let (mut command, jailing) = self.command_for(name, number, &binary)?;
+        command.stdin(Stdio::from(theirs));
+        // A log that has no room is no reason to go without a worker.
+        let (lines, its) =
+            Lines::create(&socket).map_or((None, Stdio::null()), |(lines, its)| (Some(lines), its.into()));
+        command.stderr(its);
         let spawned = Process::spawn(&mut command).with_context(|| format!("{} does not start", binary.display()));
         let process = match spawned {
             Ok(process) => process,
             Err(error) => {
                 let _ = std::fs::remove_file(&socket);
+                super::lines::forget(&socket);
                 return Err(error);
             }
         };
@@ -259,7 +271,14 @@ impl Supervisor {
         crash::point("daemon.worker-recorded");
         watch(&self.epoll, process.pidfd(), Token::WorkerEnd(number))?;
         watch(&self.epoll, ours.as_fd(), Token::WorkerSays(number))?;
-        let worker = Worker {
+        let (jailing, group) = jailing.map_or((None, None), |(jailing, group)| (Some(jailing), group));
+        if let Some(jailing) = &jailing {
+            self.watch_jail(number, jailing)?;
+        }
+        if let Some(lines) = &lines {
+            self.watch_lines(number, lines)?;
+        }
+        let mut worker = Worker {
             record,
             process,
             socket: ours,
@@ -272,6 +291,12 @@ impl Supervisor {
             given: Default::default(),
             has_begun: false,
             unconfined: Vec::new(),
+            lacks: Vec::new(),
+            jailing,
+            unsaid: None,
+            group,
+            lines,
+            tells: tells(now()),
             deaf: None,
             is_adopted: false,
             asked: Default::default(),
@@ -295,11 +320,14 @@ impl Supervisor {
                 keeps: true,
             }),
         };
+        worker.unsaid = Some(Unsaid { begin, fds: [book, listener], outlet });
         self.workers.insert(number, worker);
         self.keep(Key::Worker(number));
         self.deposit();
-        let worker = &self.workers[&number];
-        tell_what_it_is(worker, begin, [&book, &listener], outlet);
+        let Some(worker) = self.workers.get_mut(&number) else { return Ok(number) };
+        if worker.jailing.is_none() {
+            worker.tell_what_it_is();
+        }
         worker.pulse.iter().for_each(|pulse| self.tombs.watch(number, pulse));
         crash::point("daemon.worker-told");
         if let Some(nice) = config.nice.filter(|&nice| !may_be_nice(nice)) {

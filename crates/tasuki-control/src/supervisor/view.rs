@@ -76,7 +76,7 @@ impl Supervisor {
             missing: count(pulse::MISSING),
             late: count(pulse::LATE),
             refused: count(pulse::REFUSED),
-            unconfined: worker.unconfined.clone(),
+            unconfined: worker.lacks.iter().chain(&worker.unconfined).cloned().collect(),
         }
     }
 

@@ -13,6 +13,10 @@ use tasuki_relay::wire::{Order, Plan, Reason};
 use tasuki_shm::region::{Region, RegionError, Span};
 use tasuki_shm::sync::AtomicU64;
 
+use super::jails::{Jailing, Unsaid};
+use super::lines::Lines;
+use crate::bucket::Bucket;
+use crate::cgroup::Group;
 use crate::channel;
 use crate::process::Process;
 use crate::registry::WorkerRecord;
@@ -92,6 +96,15 @@ pub enum Stage {
     Condemned,
 }
 
+/// Sentences that a worker may tell people at once, and how long one more takes.
+const TELLS: u32 = 50;
+const TELLS_EVERY: Duration = Duration::from_millis(500);
+
+/// How much one may tell that has told nothing yet.
+pub fn tells(now: Duration) -> Bucket {
+    Bucket::new(TELLS, TELLS_EVERY, now)
+}
+
 /// A worker.
 #[derive(Debug)]
 pub struct Worker {
@@ -119,6 +132,18 @@ pub struct Worker {
     pub given: BTreeSet<u32>,
     /// What it could not confine itself with.
     pub unconfined: Vec<String>,
+    /// What it was not confined with before it began: stage one.
+    pub lacks: Vec<String>,
+    /// Its process is being confined.
+    pub jailing: Option<Jailing>,
+    /// What it is told once that is so.
+    pub unsaid: Option<Unsaid>,
+    /// What it writes on its standard error.
+    pub lines: Option<Lines>,
+    /// How much it may tell people.
+    pub tells: Bucket,
+    /// Its control group, in its node's: see [`crate::cgroup`]. Nothing where it was not confined by this daemon.
+    pub group: Option<Group>,
     /// Since when it runs no more, or has closed its end: it is ending, or does not want to hear us.
     pub deaf: Option<Duration>,
     /// A daemon before us started it.

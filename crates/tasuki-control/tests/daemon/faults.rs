@@ -336,7 +336,7 @@ fn a_configuration_that_cannot_be_read_is_refused_before_anything_is_started() {
         assert!(output.status.code() == Some(1) && said.contains(part), "{said}");
         assert_eq!(said.lines().count(), 1, "{said}");
     };
-    refused("tasuki.toml:9: the key `colour` means nothing here");
+    refused("tasuki.toml:10: the key `colour` means nothing here");
     fs::remove_file(rig.path("tasuki.toml")).unwrap();
     refused("tasuki.toml cannot be read");
     assert!(!rig.dir().exists(), "nothing was made");

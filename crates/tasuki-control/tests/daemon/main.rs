@@ -4,6 +4,7 @@
 mod attacks;
 mod callers;
 mod captures;
+mod confined;
 mod endures;
 mod faults;
 mod forged;

@@ -67,8 +67,9 @@ impl Rig {
         fs::write(rig.path("alive"), "").expect("a file");
         let worker = rig.program("worker", fault);
         // A machine that is busy is no worker that hangs.
-        let limits =
-            format!("[daemon]\nhang_after_ms = 5000\ndeadline_ms = 20000\nprepare_ms = 20000\nworker = {worker:?}\n");
+        let limits = format!(
+            "[daemon]\nconfine = \"off\"\nhang_after_ms = 5000\ndeadline_ms = 20000\nprepare_ms = 20000\nworker = {worker:?}\n"
+        );
         fs::write(rig.path("tasuki.toml"), limits + nodes).expect("a file");
         rig
     }
@@ -249,6 +250,12 @@ impl Rig {
     pub fn await_event(&self, part: &str) {
         until(self, part, || self.ask(&["events"]).contains(part));
     }
+}
+
+/// A configuration in which workers are confined as far as this test's user can have them: with the real one, which is no script.
+pub fn confined(text: &str) -> String {
+    let how = if rustix::process::geteuid().is_root() { "strict" } else { "best-effort" };
+    text.replace("confine = \"off\"", &format!("confine = {how:?}"))
 }
 
 /// Its process.

@@ -1,0 +1,331 @@
+//! Confinement, stage one: what a worker's process cannot do from its program's first instruction on, whatever that program is. The daemon starts itself as `tasukid jail`,
+//! which gives up all that a worker does not need, says so on its standard output, and becomes the program. The daemon then looks for itself ([`verify`]), and gives nothing
+//! before.
+//!
+//! Stage two is the runtime's (`tasuki-worker/src/confine.rs`). docs/design/worker.md says what each bars.
+
+mod filter;
+
+use std::os::fd::{AsFd, AsRawFd, OwnedFd};
+use std::os::unix::process::CommandExt;
+use std::path::{Path, PathBuf};
+use std::process::{Command, ExitCode};
+
+use anyhow::{Context, Result};
+use landlock::{
+    ABI, Access, AccessFs, AccessNet, CompatLevel, Compatible, PathBeneath, Ruleset, RulesetAttr, RulesetCreatedAttr,
+    RulesetStatus, Scope,
+};
+use rustix::fs::{Mode, OFlags};
+use rustix::process::{Gid, Resource, Rlimit, Uid};
+use rustix::thread::{CapabilitySet, CapabilitySets, LinkNameSpaceType};
+use serde::{Deserialize, Serialize};
+
+/// The word by which tasukid is asked for this.
+pub const WORD: &str = "jail";
+
+/// What landlock is to bar, as of this kernel interface (Linux 6.12).
+const LANDLOCK: ABI = ABI::V6;
+/// Where a program's libraries are; it may read those, and run what is there.
+const LIBRARIES: &[&str] = &["/lib", "/lib32", "/lib64", "/usr/lib", "/usr/lib32", "/usr/lib64", "/usr/local/lib"];
+/// What a program and its libraries look at when they begin.
+const READ: &[&str] = &["/etc/ld.so.cache", "/etc/ld.so.preload", "/proc/self", "/sys/devices/system/cpu"];
+const READ_AND_WRITE: &[&str] = &["/dev/null", "/dev/zero", "/dev/urandom"];
+/// What a program lowers its nice value to at most, as RLIMIT_NICE has it: 20 - nice.
+const ANY_NICE: u64 = 40;
+
+/// What is to be given up.
+#[derive(Debug, Clone, Serialize, Deserialize)]
+pub struct Terms {
+    /// What the process is to become.
+    pub program: PathBuf,
+    /// Whose it is to be; without, it stays the daemon's user's.
+    pub uid: Option<u32>,
+    /// The network namespace to enter.
+    pub network: Option<PathBuf>,
+    /// The control groups to enter: files that want a 0.
+    pub doors: Vec<PathBuf>,
+    /// It may go before others on its CPU.
+    pub urgent: bool,
+    /// What cannot be given up ends it.
+    pub strict: bool,
+    /// What the daemon knows that does not hold.
+    pub lacks: Vec<String>,
+}
+
+/// What the jail says to the daemon, a line each: that it becomes the program now, or why not.
+#[derive(Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub enum Says {
+    /// All that holds, holds; this does not, as sentences.
+    Confined(Vec<String>),
+    /// It ends.
+    Failed(String),
+}
+
+/// `tasukid jail TERMS`.
+pub fn run(terms: &str) -> ExitCode {
+    let sentence = match become_program(terms) {
+        Ok(never) => match never {},
+        Err(error) => format!("{error:#}"),
+    };
+    // Where standard output is the daemon's no more, its duplicate was used.
+    say(&std::io::stdout(), &Says::Failed(sentence));
+    ExitCode::FAILURE
+}
+
+fn say(to: impl AsFd, what: &Says) {
+    let mut line = serde_json::to_vec(what).expect("plain data");
+    line.push(b'\n');
+    // A daemon that is gone needs no answer.
+    let _ = rustix::io::write(to, &line);
+}
+
+fn become_program(terms: &str) -> Result<std::convert::Infallible> {
+    let terms: Terms = serde_json::from_str(terms).context("tasukid starts this by itself, for its workers")?;
+    let says = rustix::io::fcntl_dupfd_cloexec(std::io::stdout(), 3).context("it has no standard output")?;
+    let nowhere = open("/dev/null", OFlags::RDWR).context("/dev/null")?;
+    let path = find(&terms.program);
+    let program = open(&path, OFlags::PATH).with_context(|| format!("{} cannot be started", path.display()))?;
+    let mut lacks = terms.lacks.clone();
+    confine(&terms, &program, &mut lacks)?;
+    anyhow::ensure!(
+        lacks.is_empty() || !terms.strict,
+        "this cannot be kept from it: {}; mend that, or write confine = \"best-effort\" under [daemon]",
+        lacks.join("; ")
+    );
+    say(&says, &Says::Confined(lacks));
+    rustix::stdio::dup2_stdout(&nowhere)?;
+    drop(nowhere);
+    let mut error = Command::new(&path).arg("worker").exec();
+    if error.kind() == std::io::ErrorKind::PermissionDenied {
+        // It lies where its user cannot go, in somebody's home for instance.
+        let by_descriptor = format!("/proc/self/fd/{}", program.as_raw_fd());
+        error = Command::new(by_descriptor).arg0(&path).arg("worker").exec();
+    }
+    say(&says, &Says::Failed(format!("{} does not start: {error}", path.display())));
+    std::process::exit(1)
+}
+
+/// Where a program is: as the PATH has it, if it has no path of its own.
+fn find(program: &Path) -> PathBuf {
+    let on_path = std::env::var_os("PATH").filter(|_| program.components().count() == 1);
+    let found = on_path.and_then(|path| {
+        std::env::split_paths(&path).map(|folder| folder.join(program)).find(|candidate| candidate.is_file())
+    });
+    found.unwrap_or_else(|| program.to_owned())
+}
+
+fn open(path: impl AsRef<Path>, flags: OFlags) -> rustix::io::Result<OwnedFd> {
+    rustix::fs::open(path.as_ref(), flags | OFlags::CLOEXEC, Mode::empty())
+}
+
+/// Notes what could not be done.
+fn note<E: std::fmt::Display>(lacks: &mut Vec<String>, outcome: Result<(), E>, what: &str) {
+    if let Err(error) = outcome {
+        lacks.push(format!("{what} ({error})"));
+    }
+}
+
+/// Gives all of it up; what cannot be is noted. What would leave it root is an error.
+fn confine(terms: &Terms, program: &OwnedFd, lacks: &mut Vec<String>) -> Result<()> {
+    for door in &terms.doors {
+        note(lacks, std::fs::write(door, "0"), "it uses memory and processes without a bound");
+    }
+    if let Some(network) = &terms.network {
+        note(lacks, enter(network), "it is in the machine's network");
+    }
+    let keeps = limit(terms, lacks);
+    let files = landlock(program)?;
+    if let Some(uid) = terms.uid {
+        become_user(uid, keeps)?;
+    }
+    let kept = if keeps.is_empty() { keeps } else { keeps & rustix::thread::capabilities(None)?.permitted };
+    let sets = CapabilitySets { effective: kept, permitted: kept, inheritable: kept };
+    rustix::thread::set_capabilities(None, sets).context("it cannot give up its capabilities")?;
+    rustix::thread::clear_ambient_capability_set().context("it cannot give up its capabilities")?;
+    if !kept.is_empty() {
+        let raised = rustix::thread::configure_capability_in_ambient_set(kept, true);
+        note(lacks, raised, "its nice value stays 0");
+    }
+    rustix::thread::set_no_new_privs(true).context("the kernel does not bar it from new privileges")?;
+    note(lacks, bar_files(files), "files, abstract sockets and signals to others are not all barred");
+    let filter = filter::filter(std::process::id())?;
+    note(lacks, seccompiler::apply_filter(&filter), "system calls are not barred");
+    Ok(())
+}
+
+fn enter(network: &Path) -> Result<()> {
+    let network = open(network, OFlags::RDONLY)?;
+    Ok(rustix::thread::move_into_link_name_space(network.as_fd(), Some(LinkNameSpaceType::Network))?)
+}
+
+/// Limits; and which capabilities are to be kept, for want of one of them. By RLIMIT_NICE it can set its own nice value and nothing else; who cannot raise that
+/// (containers without CAP_SYS_RESOURCE) keeps CAP_SYS_NICE, of which the filter leaves what it does with itself.
+fn limit(terms: &Terms, lacks: &mut Vec<String>) -> CapabilitySet {
+    let set = |resource, to| rustix::process::setrlimit(resource, Rlimit { current: Some(to), maximum: Some(to) });
+    note(lacks, set(Resource::Core, 0), "a dump of its memory is possible");
+    note(lacks, set(Resource::Msgqueue, 0), "it may have message queues");
+    note(lacks, set(Resource::Rtprio, 0), "it may have real-time priority");
+    let nice = if terms.urgent { set(Resource::Nice, ANY_NICE) } else { set(Resource::Nice, 0) };
+    let ours = rustix::thread::capabilities(None).map_or(CapabilitySet::empty(), |ours| ours.permitted);
+    match nice {
+        Err(_) if terms.urgent => ours & CapabilitySet::SYS_NICE,
+        _ => CapabilitySet::empty(),
+    }
+}
+
+/// From here on it is nobody but this user, of no group but its own; what it keeps of its capabilities is what may be kept, and no program gives it any.
+fn become_user(uid: u32, keeps: CapabilitySet) -> Result<()> {
+    // What a program inherits must be said while the bounding set has it.
+    let ours = rustix::thread::capabilities(None)?;
+    rustix::thread::set_capabilities(None, CapabilitySets { inheritable: keeps, ..ours })
+        .context("it cannot give up its capabilities")?;
+    for capability in CapabilitySet::all().iter() {
+        let known = rustix::thread::capability_is_in_bounding_set(capability);
+        if known == Ok(true) {
+            rustix::thread::remove_capability_from_bounding_set(capability)
+                .context("it cannot give up its capabilities for good")?;
+        }
+    }
+    let (user, group) = (Uid::from_raw(uid), Gid::from_raw(uid));
+    let what = || format!("it cannot become user {uid}; name others with uids = \"FIRST-LAST\" under [daemon]");
+    rustix::thread::set_keep_capabilities(!keeps.is_empty())?;
+    rustix::thread::set_thread_groups(&[]).with_context(what)?;
+    rustix::thread::set_thread_res_gid(group, group, group).with_context(what)?;
+    rustix::thread::set_thread_res_uid(user, user, user).with_context(what)
+}
+
+/// The program, its libraries, and little else: made while we may look there.
+fn landlock(program: &OwnedFd) -> Result<landlock::RulesetCreated> {
+    let run = AccessFs::Execute | AccessFs::ReadFile | AccessFs::ReadDir;
+    let read = AccessFs::ReadFile | AccessFs::ReadDir;
+    let write = AccessFs::ReadFile | AccessFs::WriteFile;
+    let lists = [(LIBRARIES, run), (READ, read), (READ_AND_WRITE, write)];
+    let mut rules = vec![PathBeneath::new(program.try_clone()?, AccessFs::Execute | AccessFs::ReadFile)];
+    for (paths, rights) in lists {
+        for path in paths {
+            let Ok(fd) = open(path, OFlags::PATH) else { continue };
+            let is_file = Path::new(path).is_file() || path.starts_with("/dev/");
+            rules.push(PathBeneath::new(fd, if is_file { rights & !AccessFs::ReadDir } else { rights }));
+        }
+    }
+    let mut ruleset = Ruleset::default()
+        .set_compatibility(CompatLevel::BestEffort)
+        .handle_access(AccessFs::from_all(LANDLOCK))?
+        .handle_access(AccessNet::from_all(LANDLOCK))?
+        .scope(Scope::from_all(LANDLOCK))?
+        .create()?;
+    for rule in rules {
+        ruleset = ruleset.add_rule(rule)?;
+    }
+    Ok(ruleset)
+}
+
+fn bar_files(ruleset: landlock::RulesetCreated) -> Result<()> {
+    let status = ruleset.restrict_self()?;
+    match status.ruleset {
+        RulesetStatus::FullyEnforced => Ok(()),
+        RulesetStatus::PartiallyEnforced => anyhow::bail!("this kernel's landlock is older than Linux 6.12's"),
+        RulesetStatus::NotEnforced => anyhow::bail!("this kernel has no landlock, or it is not switched on"),
+    }
+}
+
+/// What the kernel says of a process that does not hold, though it should by these terms.
+pub fn verify(pid: u32, terms: &Terms) -> Vec<String> {
+    let status = std::fs::read_to_string(format!("/proc/{pid}/status")).unwrap_or_default();
+    let network = |of: &str| std::fs::read_link(format!("/proc/{of}/ns/net")).ok();
+    let is_apart = terms.network.is_none() || network(&pid.to_string()) != network("self");
+    found_wanting(&status, terms, is_apart)
+}
+
+fn found_wanting(status: &str, terms: &Terms, is_apart: bool) -> Vec<String> {
+    let field = |name: &str| {
+        let line = status.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix(':'));
+        line.unwrap_or("?").split_whitespace().collect::<Vec<_>>().join(" ")
+    };
+    let mut wanting = Vec::new();
+    let mut hold = |name: &str, is_so: &dyn Fn(&str) -> bool| {
+        let value = field(name);
+        if !is_so(&value) {
+            wanting.push(format!("the kernel says {name}: {value}"));
+        }
+    };
+    if let Some(uid) = terms.uid {
+        let four = [uid; 4].map(|id| id.to_string()).join(" ");
+        hold("Uid", &|value| value == four);
+        hold("Gid", &|value| value == four);
+        hold("Groups", &str::is_empty);
+        hold("CapBnd", &|value| bits(value) == Some(0));
+    }
+    let may_have = if terms.urgent { CapabilitySet::SYS_NICE.bits() } else { 0 };
+    for name in ["CapInh", "CapPrm", "CapEff", "CapAmb"] {
+        hold(name, &|value| bits(value).is_some_and(|bits| bits & !may_have == 0));
+    }
+    hold("NoNewPrivs", &|value| value == "1");
+    hold("Seccomp", &|value| value == "2");
+    if !is_apart {
+        wanting.push("it is in tasukid's network namespace".to_owned());
+    }
+    wanting
+}
+
+fn bits(value: &str) -> Option<u64> {
+    u64::from_str_radix(value, 16).ok()
+}
+
+/// Reads what the jail has said: nothing unless all of it is there.
+pub fn said(text: &[u8]) -> Option<Says> {
+    let lines = text.split(|byte| *byte == b'\n').filter(|line| !line.is_empty());
+    // What it says last counts: a program that does not start comes after all else.
+    serde_json::from_slice(lines.last()?).ok()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const STATUS: &str = "Name:\tx\nUid:\t7\t7\t7\t7\nGid:\t7\t7\t7\t7\nGroups:\t \nNoNewPrivs:\t1\nSeccomp:\t2\nCapInh:\t0000000000000000\n\
+         CapPrm:\t0000000000000000\nCapEff:\t0000000000000000\nCapBnd:\t0000000000000000\nCapAmb:\t0000000000000000\n";
+
+    fn terms(urgent: bool) -> Terms {
+        Terms {
+            program: "/bin/true".into(),
+            uid: Some(7),
+            network: None,
+            doors: Vec::new(),
+            urgent,
+            strict: true,
+            lacks: Vec::new(),
+        }
+    }
+
+    #[test]
+    fn what_the_kernel_says_is_held_against_the_terms() {
+        assert_eq!(found_wanting(STATUS, &terms(false), true), [""; 0]);
+        let wrong = [
+            ("Uid:\t7\t7\t7\t7", "Uid:\t7\t0\t7\t7"),
+            ("Gid:\t7\t7\t7\t7", "Gid:\t0\t0\t0\t0"),
+            ("Groups:\t ", "Groups:\t0 27"),
+            ("NoNewPrivs:\t1", "NoNewPrivs:\t0"),
+            ("Seccomp:\t2", "Seccomp:\t0"),
+            ("CapBnd:\t0000000000000000", "CapBnd:\t0000000000000001"),
+            ("CapEff:\t0000000000000000", "CapEff:\t0000000000800000"),
+        ];
+        for (right, changed) in wrong {
+            let found = found_wanting(&STATUS.replace(right, changed), &terms(false), true);
+            assert_eq!(found.len(), 1, "{changed}: {found:?}");
+        }
+        let nice = STATUS.replace("CapEff:\t0000000000000000", "CapEff:\t0000000000800000");
+        assert_eq!(found_wanting(&nice, &terms(true), true), [""; 0], "CAP_SYS_NICE, for who may go before others");
+        assert_eq!(found_wanting(STATUS, &terms(false), false).len(), 1);
+        assert!(!found_wanting("", &terms(false), true).is_empty(), "who is dead is nothing that holds");
+    }
+
+    #[test]
+    fn what_is_said_last_counts() {
+        assert_eq!(said(b""), None);
+        assert_eq!(said(b"{\"Confined\":[]}\n"), Some(Says::Confined(Vec::new())));
+        let both = b"{\"Confined\":[]}\n{\"Failed\":\"no\"}\n";
+        assert_eq!(said(both), Some(Says::Failed("no".to_owned())));
+    }
+}

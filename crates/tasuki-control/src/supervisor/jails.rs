@@ -1,0 +1,226 @@
+//! What a worker's process is started under: stage one of confinement ([`crate::jail`]). It is given its socket and nothing else until the kernel says that this holds.
+
+use std::io::Read;
+use std::os::fd::{AsFd, AsRawFd, OwnedFd};
+use std::path::Path;
+use std::process::{Command, Stdio};
+
+use anyhow::{Context, Result};
+use tasuki_relay::letter::Begin;
+use tasuki_shm::crash;
+use tasuki_tap::namespace::Unnamed;
+
+use super::worker::Worker;
+use super::{About, Supervisor, Token, watch};
+use crate::cgroup::{Group, Groups};
+use crate::config::Confine;
+use crate::jail::{self, Says, Terms};
+
+/// Of what a jail says, so much is read.
+const SAYS_MAX: usize = 16 << 10;
+
+/// What a worker will be told once it is confined.
+#[derive(Debug)]
+pub struct Unsaid {
+    /// The first letter,
+    pub begin: Begin,
+    /// the node's book and the worker's listening socket,
+    pub fds: [OwnedFd; 2],
+    /// and its TAP, or where it serves memif.
+    pub outlet: Option<(String, OwnedFd)>,
+}
+
+/// A worker whose process is not known to be confined yet.
+#[derive(Debug)]
+pub struct Jailing {
+    /// Its standard output, until it becomes the program.
+    says: std::io::PipeReader,
+    said: Vec<u8>,
+    terms: Terms,
+}
+
+/// What a node's processes have together.
+#[derive(Debug, Default)]
+pub struct Ward {
+    /// Their bounds,
+    group: Option<Group>,
+    /// and a network in which there is nothing.
+    network: Option<Unnamed>,
+}
+
+impl Drop for Ward {
+    fn drop(&mut self) {
+        self.group.iter().for_each(Group::remove);
+    }
+}
+
+impl Supervisor {
+    /// A node's user: the same as long as the node is known.
+    fn uid_of(&mut self, name: &str) -> Option<u32> {
+        if !rustix::process::geteuid().is_root() {
+            return None;
+        }
+        let range = self.config.daemon.uids;
+        let has = self.nodes.get(name)?.record.uid.filter(|uid| range.has(*uid));
+        let taken = |uid: u32| self.nodes.iter().any(|(other, node)| other != name && node.record.uid == Some(uid));
+        let uid = has.or_else(|| {
+            // Another daemon's node of this name has another.
+            let whole = format!("{}/{name}", self.place.folder().display());
+            range.from(crc32c::crc32c(whole.as_bytes())).find(|uid| !taken(*uid))
+        })?;
+        if has.is_none() {
+            self.nodes.get_mut(name)?.record.uid = Some(uid);
+            let record = self.nodes[name].record.clone();
+            self.changes.push(crate::registry::Change::Node(name.to_owned(), record));
+        }
+        Some(uid)
+    }
+
+    /// The control group of a worker, in its node's.
+    fn group_for(&mut self, name: &str, number: u32) -> std::io::Result<Group> {
+        let none = || std::io::Error::other("there is no such node");
+        let bounds = self.config.node(name).ok_or_else(none)?.bounds();
+        let groups = self.groups.get_or_insert_with(|| groups_of(self.place.folder()));
+        let ward = &mut self.nodes.get_mut(name).ok_or_else(none)?.ward;
+        if ward.group.is_none() {
+            ward.group = Some(groups.node(name, &bounds)?);
+        }
+        ward.group.as_ref().ok_or_else(none)?.child(&format!("worker-{number}"))
+    }
+
+    /// A worker of the daemon before this one is in its group, or is now.
+    pub(super) fn regroup(&mut self, number: u32) {
+        let Some(worker) = self.workers.get(&number) else { return };
+        let (node, pid) = (worker.record.node.clone(), worker.process.name().pid);
+        if self.config.daemon.confine() == Confine::Off {
+            return;
+        }
+        let group = self.group_for(&node, number).and_then(|group| group.add(pid).map(|()| group));
+        if let (Ok(group), Some(worker)) = (group, self.workers.get_mut(&number)) {
+            worker.group = Some(group);
+        }
+    }
+
+    /// What a fresh worker of this node is started under, and its control group.
+    fn terms_for(&mut self, name: &str, number: u32, program: &Path) -> Result<(Terms, Option<Group>)> {
+        let config = self.config.node(name).context("there is no such node")?;
+        let (bounds, urgent) = (config.bounds(), config.nice() < 0);
+        let strict = self.config.daemon.confine() == Confine::Strict;
+        let uid = self.uid_of(name);
+        let is_root = rustix::process::geteuid().is_root();
+        let mut lacks = Vec::new();
+        if !is_root {
+            lacks.push(
+                "it has tasukid's own user and network: what is lent to it to be read it can open for writing, and sockets in the file system are barred by the filter of system calls alone (start tasukid as root)".to_owned(),
+            );
+        } else if uid.is_none() {
+            lacks.push(
+                "there are fewer users than nodes; name more with uids = \"FIRST-LAST\" under [daemon]".to_owned(),
+            );
+        }
+        let group = self.group_for(name, number);
+        let group = group.map_err(|error| lacks.push(format!("it has no control group ({error})"))).ok();
+        let missing = self.groups.iter().flat_map(|groups| groups.lacks(&bounds));
+        lacks.extend(missing.map(|lack| format!("this machine has no {lack} for tasukid")));
+        let ward = &mut self.nodes.get_mut(name).context("there is no such node")?.ward;
+        if is_root && ward.network.is_none() {
+            match Unnamed::new() {
+                Ok(network) => ward.network = Some(network),
+                Err(error) => lacks.push(format!("it is in the machine's network ({error})")),
+            }
+        }
+        let network = ward
+            .network
+            .as_ref()
+            .map(|network| format!("/proc/{}/fd/{}", std::process::id(), network.as_fd().as_raw_fd()).into());
+        let doors = group.as_ref().map(Group::doors).unwrap_or_default();
+        let terms = Terms { program: program.to_owned(), uid, network, doors, urgent, strict, lacks };
+        Ok((terms, group))
+    }
+
+    /// What starts a worker of this program, and what is to be heard of its jail; nothing of that where there is none.
+    pub(super) fn command_for(
+        &mut self,
+        name: &str,
+        number: u32,
+        program: &Path,
+    ) -> Result<(Command, Option<(Jailing, Option<Group>)>)> {
+        if self.config.daemon.confine() == Confine::Off {
+            let mut command = Command::new(program);
+            command.arg("worker").stdout(Stdio::null());
+            return Ok((command, None));
+        }
+        let (terms, group) = self.terms_for(name, number, program)?;
+        let (says, stdout) = std::io::pipe().context("the kernel has no pipes left")?;
+        rustix::io::ioctl_fionbio(&says, true).context("the kernel has no pipes left")?;
+        let mut command = Command::new("/proc/self/exe");
+        command.arg(jail::WORD).arg(serde_json::to_string(&terms)?).stdout(Stdio::from(stdout));
+        Ok((command, Some((Jailing { says, said: Vec::new(), terms }, group))))
+    }
+
+    /// Has what a jail says heard.
+    pub(super) fn watch_jail(&self, number: u32, jailing: &Jailing) -> Result<()> {
+        watch(&self.epoll, jailing.says.as_fd(), Token::JailSays(number))
+    }
+
+    /// A jail has said something, or has become the program, or has ended.
+    pub(super) fn jail_says(&mut self, number: u32) {
+        let Some(worker) = self.workers.get_mut(&number) else { return };
+        let Some(jailing) = &mut worker.jailing else { return };
+        let mut text = [0; 1024];
+        loop {
+            match jailing.says.read(&mut text) {
+                Ok(0) => break,
+                Ok(len) if jailing.said.len() + len <= SAYS_MAX => jailing.said.extend_from_slice(&text[..len]),
+                Err(error) if error.kind() == std::io::ErrorKind::WouldBlock => return,
+                _ => break,
+            }
+        }
+        let Some(jailing) = worker.jailing.take() else { return };
+        let _ = rustix::event::epoll::delete(&self.epoll, &jailing.says);
+        crash::point("daemon.jailed");
+        let node = worker.record.node.clone();
+        match jail::said(&jailing.said) {
+            Some(Says::Confined(lacks)) => {
+                let found = jail::verify(worker.process.name().pid, &jailing.terms);
+                if jailing.terms.strict && !found.is_empty() {
+                    return self.is_not_confined(number, &found.join("; "));
+                }
+                worker.lacks = lacks.into_iter().chain(found).collect();
+                worker.tell_what_it_is();
+            }
+            Some(Says::Failed(sentence)) => self.is_not_confined(number, &sentence),
+            // It is dead: its pidfd says so.
+            None => tracing::debug!("the jail of a worker of node {node} says nothing"),
+        }
+    }
+
+    fn is_not_confined(&mut self, number: u32, why: &str) {
+        let Some(node) = self.workers.get(&number).map(|worker| worker.record.node.clone()) else { return };
+        let sentence = format!("no worker for node {node}: {why}");
+        if let Some(known) = self.nodes.get_mut(&node) {
+            let is_news = known.trouble.as_ref() != Some(&sentence);
+            known.trouble = Some(sentence.clone());
+            if is_news {
+                self.note(About::node(&node), sentence);
+            }
+        }
+        self.condemn(number, "was not confined".to_owned());
+    }
+}
+
+/// Those of the daemon of this directory.
+fn groups_of(folder: &Path) -> Groups {
+    let groups = Groups::find(&format!("{:08x}", crc32c::crc32c(folder.as_os_str().as_encoded_bytes())));
+    groups.sweep();
+    groups
+}
+
+impl Worker {
+    /// Sends the first letter, and what belongs to it, once.
+    pub(super) fn tell_what_it_is(&mut self) {
+        if let Some(Unsaid { begin, fds: [book, listener], outlet }) = self.unsaid.take() {
+            super::tend::tell_what_it_is(self, begin, [&book, &listener], outlet);
+        }
+    }
+}

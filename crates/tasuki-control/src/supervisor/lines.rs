@@ -1,0 +1,192 @@
+//! What workers write on their standard error: a pipe each, of which the daemon logs whole lines, so many and no more. The log itself nobody else has.
+//!
+//! The pipe has a name in the daemon's directory, and a worker's end of it is open for reading, too: while no daemon is there nobody is ended by what it writes, and the next
+//! daemon reads on. Who has written 64 KiB by then waits for that daemon.
+
+use std::fs::{File, OpenOptions};
+use std::io::Read;
+use std::os::fd::AsFd;
+use std::os::unix::fs::OpenOptionsExt;
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use rustix::fs::{CWD, FileType, Mode, OFlags};
+
+use super::{Supervisor, Token, now, watch};
+use crate::bucket::Bucket;
+
+/// Bytes of a line; what is longer is cut.
+const LINE_MAX: usize = 1000;
+/// Lines of a worker that are logged at once, and how long one more takes.
+const LINES: u32 = 200;
+const LINE_EVERY: Duration = Duration::from_millis(100);
+/// Bytes that are read of one worker before another has its turn: more than its pipe holds.
+const AT_ONCE: usize = 128 << 10;
+
+/// The daemon's end.
+#[derive(Debug)]
+pub struct Lines {
+    pipe: File,
+    begun: Vec<u8>,
+    bucket: Bucket,
+}
+
+/// Beside the worker's socket.
+fn path_beside(socket: &Path) -> PathBuf {
+    socket.with_extension("stderr")
+}
+
+/// Takes the name away of the pipe of a worker that is no more; a daemon that only goes leaves it to the next one.
+pub fn forget(socket: &Path) {
+    let _ = std::fs::remove_file(path_beside(socket));
+}
+
+impl Lines {
+    /// A fresh one for the worker with this socket, and the worker's end.
+    pub fn create(socket: &Path) -> std::io::Result<(Self, File)> {
+        let path = path_beside(socket);
+        let _ = std::fs::remove_file(&path);
+        rustix::fs::mknodat(CWD, &path, FileType::Fifo, Mode::RUSR | Mode::WUSR, 0)?;
+        let lines = Self::find(socket)?;
+        // Apart from ours: what it sets of its end, it sets of that alone.
+        let its = OpenOptions::new().read(true).write(true).open(path)?;
+        Ok((lines, its))
+    }
+
+    /// That of a worker of the daemon before this one.
+    pub fn find(socket: &Path) -> std::io::Result<Self> {
+        let path = path_beside(socket);
+        let flags = OFlags::NONBLOCK.bits().cast_signed();
+        let pipe = OpenOptions::new().read(true).custom_flags(flags).open(&path)?;
+        Ok(Lines { pipe, begun: Vec::new(), bucket: Bucket::new(LINES, LINE_EVERY, now()) })
+    }
+
+    /// Lines that have come and are to be logged, without what a terminal would obey; whether there may be more at once, and whether there can be more at all.
+    fn read(&mut self) -> (Vec<String>, Next) {
+        let (mut lines, mut room) = (Vec::new(), [0; 4096]);
+        for _ in 0..AT_ONCE / room.len() {
+            match self.pipe.read(&mut room) {
+                Ok(0) => return (self.finish(lines), Next::Never),
+                Ok(len) => self.split(&room[..len], &mut lines),
+                Err(error) if error.kind() == std::io::ErrorKind::Interrupted => {}
+                Err(_) => return (lines, Next::Later),
+            }
+        }
+        (lines, Next::Later)
+    }
+
+    fn split(&mut self, bytes: &[u8], lines: &mut Vec<String>) {
+        for &byte in bytes {
+            if byte == b'\n' {
+                self.end_line(lines);
+            } else if self.begun.len() < LINE_MAX {
+                self.begun.push(byte);
+            }
+        }
+    }
+
+    fn end_line(&mut self, lines: &mut Vec<String>) {
+        let now = now();
+        if let Some(count) = self.bucket.left_out(now) {
+            lines.push(left_out(count));
+        }
+        if self.bucket.take(now) {
+            lines.push(printable(&self.begun));
+        }
+        self.begun.clear();
+    }
+
+    fn finish(&mut self, mut lines: Vec<String>) -> Vec<String> {
+        if !self.begun.is_empty() {
+            self.end_line(&mut lines);
+        }
+        let count = self.bucket.finish();
+        lines.extend((count > 0).then(|| left_out(count)));
+        lines
+    }
+}
+
+/// When there may be more.
+#[derive(Debug, PartialEq, Eq)]
+enum Next {
+    Later,
+    Never,
+}
+
+fn left_out(count: u64) -> String {
+    format!("({count} lines are left out: it writes more than tasukid logs)")
+}
+
+fn printable(bytes: &[u8]) -> String {
+    let text = String::from_utf8_lossy(bytes);
+    text.chars().map(|char| if char.is_control() { ' ' } else { char }).collect()
+}
+
+impl Supervisor {
+    /// Has what a worker writes heard.
+    pub(super) fn watch_lines(&self, number: u32, lines: &Lines) -> anyhow::Result<()> {
+        watch(&self.epoll, lines.pipe.as_fd(), Token::WorkerWrites(number))
+    }
+
+    /// A worker has written something, or can write no more.
+    pub(super) fn worker_writes(&mut self, number: u32) {
+        let Some(worker) = self.workers.get_mut(&number) else { return };
+        let Some(lines) = &mut worker.lines else { return };
+        let (said, next) = lines.read();
+        if next == Next::Never {
+            let _ = rustix::event::epoll::delete(&self.epoll, &lines.pipe);
+        }
+        let node = &worker.record.node;
+        for line in said {
+            tracing::info!(node, worker = number, "worker {number} of node {node} writes: {line}");
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::io::Write;
+
+    use super::*;
+
+    #[test]
+    fn lines_are_cut_cleaned_and_counted() {
+        let folder = tempfile::tempdir().expect("a folder");
+        let socket = folder.path().join("worker-1.sock");
+        let (mut lines, mut its) = Lines::create(&socket).expect("a pipe");
+        assert_eq!(lines.read(), (Vec::new(), Next::Later));
+        write!(its, "one\x1b[2J\ttwo\r\nhalf of ").expect("room");
+        assert_eq!(lines.read(), (vec!["one [2J two ".to_owned()], Next::Later));
+        writeln!(its, "a line").expect("room");
+        writeln!(its, "{}", "x".repeat(5000)).expect("room");
+        assert_eq!(lines.read().0, ["half of a line".to_owned(), "x".repeat(LINE_MAX)]);
+        for number in 0..1000 {
+            writeln!(its, "{number}").expect("room");
+        }
+        let said = lines.read().0;
+        assert!((190..300).contains(&said.len()), "{}", said.len());
+        // The next daemon reads on, and nobody is ended by writing meanwhile.
+        drop(lines);
+        writeln!(its, "nobody reads this").expect("no daemon is no reason to fail");
+        let mut lines = Lines::find(&socket).expect("it has a name");
+        assert_eq!(lines.read(), (vec!["nobody reads this".to_owned()], Next::Later));
+        write!(its, "the end").expect("room");
+        drop(its);
+        assert_eq!(lines.read(), (vec!["the end".to_owned()], Next::Never));
+        forget(&socket);
+        assert!(Lines::find(&socket).is_err());
+    }
+
+    #[test]
+    fn who_writes_too_much_is_told_of_once() {
+        let folder = tempfile::tempdir().expect("a folder");
+        let (mut lines, mut its) = Lines::create(&folder.path().join("worker-1.sock")).expect("a pipe");
+        lines.bucket = Bucket::new(2, Duration::from_secs(3600), now());
+        for number in 0..10 {
+            writeln!(its, "{number}").expect("room");
+        }
+        drop(its);
+        let expected = ["0", "1", "(8 lines are left out: it writes more than tasukid logs)"];
+        assert_eq!(lines.read(), (expected.map(str::to_owned).to_vec(), Next::Never));
+    }
+}
