@@ -357,7 +357,7 @@ fn is_yes(it: &bool) -> bool {
 
 fn half_of_memory() -> Option<u64> {
     let info = rustix::system::sysinfo();
-    Some(u64::try_from(info.totalram).ok()? * u64::from(info.mem_unit) / 2)
+    Some(info.totalram * u64::from(info.mem_unit) / 2)
 }
 
 fn yes() -> bool {

@@ -95,9 +95,9 @@ fn fork_bomb() -> libc::c_long {
         match unsafe { libc::fork() } {
             -1 => return -1,
             0 => loop {
-                // SAFETY: H1.
+                // SAFETY: H1: a system call on numbers.
                 unsafe { libc::prctl(libc::PR_SET_PDEATHSIG, libc::SIGKILL) };
-                // SAFETY: H1.
+                // SAFETY: H1: a system call on a number.
                 unsafe { libc::sleep(1) };
             },
             _ => {}

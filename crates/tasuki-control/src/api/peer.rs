@@ -3,10 +3,7 @@
 //! # Invariants
 //!
 //! - **P1** getsockopt(2) writes at most as many bytes as it is told that there are, and says how many; any bytes are `u32`s.
-#![allow(
-    unsafe_code,
-    reason = "SO_PEERGROUPS, which rustix lacks, and SO_PEERCRED of a process that has no number here"
-)]
+#![allow(unsafe_code, reason = "SO_PEERGROUPS, which rustix lacks (P1)")]
 
 use std::io;
 use std::os::fd::{AsFd, AsRawFd};

@@ -69,7 +69,7 @@ pub fn run(terms: &str) -> ExitCode {
         Err(error) => format!("{error:#}"),
     };
     // Where standard output is the daemon's no more, its duplicate was used.
-    say(&std::io::stdout(), &Says::Failed(sentence));
+    say(std::io::stdout(), &Says::Failed(sentence));
     ExitCode::FAILURE
 }
 
@@ -275,9 +275,9 @@ fn bits(value: &str) -> Option<u64> {
 
 /// Reads what the jail has said: nothing unless all of it is there.
 pub fn said(text: &[u8]) -> Option<Says> {
-    let lines = text.split(|byte| *byte == b'\n').filter(|line| !line.is_empty());
+    let mut lines = text.split(|byte| *byte == b'\n').filter(|line| !line.is_empty());
     // What it says last counts: a program that does not start comes after all else.
-    serde_json::from_slice(lines.last()?).ok()
+    serde_json::from_slice(lines.next_back()?).ok()
 }
 
 #[cfg(test)]

@@ -39,6 +39,9 @@ pub struct Jailing {
     terms: Terms,
 }
 
+/// Of a worker that is being confined: what its jail says, and its control group.
+pub type Start = (Jailing, Option<Group>);
+
 /// What a node's processes have together.
 #[derive(Debug, Default)]
 pub struct Ward {
@@ -139,12 +142,7 @@ impl Supervisor {
     }
 
     /// What starts a worker of this program, and what is to be heard of its jail; nothing of that where there is none.
-    pub(super) fn command_for(
-        &mut self,
-        name: &str,
-        number: u32,
-        program: &Path,
-    ) -> Result<(Command, Option<(Jailing, Option<Group>)>)> {
+    pub(super) fn command_for(&mut self, name: &str, number: u32, program: &Path) -> Result<(Command, Option<Start>)> {
         if self.config.daemon.confine() == Confine::Off {
             let mut command = Command::new(program);
             command.arg("worker").stdout(Stdio::null());

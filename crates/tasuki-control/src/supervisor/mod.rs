@@ -30,7 +30,7 @@ pub mod door;
 pub mod hear;
 pub mod jails;
 pub mod jobs;
-mod keeping;
+pub mod keeping;
 pub mod kits;
 pub mod lines;
 pub mod memifs;
