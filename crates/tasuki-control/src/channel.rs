@@ -169,7 +169,12 @@ mod tests {
             return println!("skipped: needs root, or a higher limit: sysctl net.core.wmem_max={UNREAD_MAX}");
         }
         for number in 0..NODES_MAX {
-            let letter = serde_json::to_vec(&ToWorker::Neighbour { nic: u32::MAX, number }).unwrap();
+            let letter = serde_json::to_vec(&ToWorker::Neighbour {
+                nic: u32::MAX,
+                number,
+                addresses: vec![[0xfe; 16].into(); 8],
+            })
+            .unwrap();
             let sent = send(ours.as_fd(), &letter, &[theirs.as_fd(), ours.as_fd(), theirs.as_fd()]);
             assert_eq!(sent, Ok(()), "letter {number}");
         }

@@ -4,7 +4,7 @@ mod mistake;
 mod sense;
 
 use std::fmt;
-use std::net::Ipv4Addr;
+use std::net::{IpAddr, Ipv4Addr};
 use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
@@ -205,6 +205,11 @@ pub struct Node {
     /// else is said here. An address that another node of the VNI has is refused in any case.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub spoof: Option<Spoof>,
+    /// Its addresses of IP there, if what it sends is to be held against them: ARP, neighbour discovery, and the source of IP. All that it has, but for the
+    /// link-local one of IPv6 that follows from its station address. Its frames then go by its worker, and not by the shortcut.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    #[schema(value_type = Vec<String>)]
+    pub addresses: Vec<IpAddr>,
     /// KiB of memory for frames that it has sent there and that are not read yet; without, 2048.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub pool_kib: Option<u32>,
@@ -807,6 +812,11 @@ ring = 512
             ),
             (tap("red", "name = \"t\"") + "pool_kib = 4096\n", &["pool_kib is of a node's end of a VNI"]),
             (tap("red", "name = \"t\"") + "spoof = \"allow\"\n", &["spoof is of a node's end of a VNI"]),
+            (
+                tap("red", "name = \"t\"") + "vni = \"lan\"\nspoof = \"allow\"\naddresses = [\"192.0.2.1\"]\n",
+                &["it may send in others' addresses; leave addresses out"],
+            ),
+            (tap("red", "name = \"t\"") + "vni = \"lan\"\naddresses = [\"192.0.2.1/24\"]\n", &["t.toml:5: "]),
             (tap("red", "name = \"t\"") + "vni = \"lan\"\nspoof = \"no\"\n", &["t.toml:5: ", "`check` or `allow`"]),
             (
                 "[[node]]\nname = \"red\"\nvni = \"lan\"\nwork = \"uplink\"\nspoof = \"check\"\n".to_owned() + &nic("e", "red"),

@@ -6,6 +6,7 @@
 //! | [`nic`]  | drivers of network cards, and the buses over which they reach them |
 //! | [`vni`]  | Ethernet between nodes through memory                         |
 //! | [`switch`] | where a frame goes: who has which address                   |
+//! | [`own`] | whether what a frame says of IP is true of its sender         |
 //! | [`tap`]  | a network namespace on a VNI                                  |
 //! | [`memif`] | a program of DPDK's or VPP's on a VNI                        |
 //! | [`capture`] | copies of the frames that pass a port, for whoever looks on |
@@ -15,6 +16,7 @@
 pub mod capture;
 pub mod memif;
 pub mod nic;
+pub mod own;
 pub mod port;
 mod slow;
 pub mod switch;

@@ -17,10 +17,12 @@ use std::collections::HashMap;
 use std::ops::Deref;
 use std::time::{Duration, Instant};
 
+use arrayvec::ArrayVec;
 use tasuki_shm::line::Line;
 use tasuki_shm::vni::NODES_MAX;
 use tasuki_shm::vni::directory::{Lookup, Mac, NodeSet};
 
+use crate::own::FRONT_MAX;
 use crate::vni::Incoming;
 
 /// How long an address that was learnt is remembered after it was seen last, as IEEE 802.1Q-2018, 8.8.3 has it.
@@ -62,21 +64,11 @@ pub struct Switch<M> {
 /// No node's: that of a group.
 const NONE: Mac = [0xff; 6];
 
-/// Bytes of a frame that are looked at to see from whom it is.
+/// Bytes of a frame that are looked at to see from which station it is.
 pub const FRONT: usize = 12;
 
 /// The first bytes of a frame as they were checked: its sender can change what lies in its memory afterwards.
-#[derive(Debug, Clone, Copy)]
-pub struct Front([u8; FRONT]);
-
-impl Deref for Front {
-    type Target = [u8];
-
-    #[inline]
-    fn deref(&self) -> &[u8] {
-        &self.0
-    }
-}
+pub type Front = ArrayVec<u8, FRONT_MAX>;
 
 impl<M: Deref<Target = [Line]>> Switch<M> {
     /// What node `us` knows.
@@ -133,13 +125,20 @@ impl<M: Deref<Target = [Line]>> Switch<M> {
     #[inline]
     pub fn admits(&mut self, incoming: &Incoming<'_>) -> Option<Front> {
         let front = incoming.front()?;
-        self.may_be_from(source(&front), incoming.from).then_some(Front(front))
+        if !incoming.own.is_empty() {
+            // Once, and no more bytes than were looked at: what says from whom it is must not change in between.
+            let front = incoming.long_front();
+            let may = self.may_be_from(source(front.first_chunk()?), incoming.from) && incoming.own.may_send(&front);
+            return may.then_some(front);
+        }
+        self.may_be_from(source(&front), incoming.from).then(|| front.into_iter().collect())
     }
 
     /// The same of a frame in memory of our own, from byte 0 on.
     #[inline]
     pub fn admits_copy(&mut self, frame: &[u8], incoming: &Incoming<'_>) -> bool {
         frame.first_chunk().is_some_and(|front| self.may_be_from(source(front), incoming.from))
+            && incoming.own.may_send(&frame[..frame.len().min(FRONT_MAX)])
     }
 
     /// Whether the programs of this node may send a frame from this address (W3). A worker that means harm does not ask: its receivers do.

@@ -8,7 +8,7 @@
 //! A letter with a field that the reader does not know is read without it; a letter of a kind that it does not know is refused with a
 //! sentence. [`SPEECH`] stands in the first one each way.
 
-use std::net::Ipv4Addr;
+use std::net::{IpAddr, Ipv4Addr};
 
 use serde::{Deserialize, Serialize};
 
@@ -247,6 +247,9 @@ pub enum ToWorker {
         nic: u32,
         /// The node's number on the VNI.
         number: u16,
+        /// The node's addresses of IP, if what it sends is to be held against them.
+        #[serde(default, skip_serializing_if = "Vec::is_empty")]
+        addresses: Vec<IpAddr>,
     },
     /// A node that is on the VNI no more.
     NoNeighbour {

@@ -333,7 +333,9 @@ impl<D: Duty> Node<D> {
                 }
             }
             ToWorker::Sash { nic } => self.of(nic, |seat| each!(seat, seat => seat.stored(fds.into_iter().next()))),
-            ToWorker::Neighbour { nic, number } => self.of_vni(nic, |seat| seat.meet(number, fds)),
+            ToWorker::Neighbour { nic, number, addresses } => {
+                self.of_vni(nic, |seat| seat.meet(number, &addresses, fds))
+            }
             ToWorker::NoNeighbour { nic, number } => self.of_vni(nic, |seat| {
                 seat.part(number);
                 Ok(())

@@ -8,6 +8,7 @@ mod client;
 mod end;
 
 use std::collections::{BTreeMap, VecDeque};
+use std::net::IpAddr;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::time::{Duration, Instant};
 
@@ -17,6 +18,7 @@ use tasuki_net::memif::MemifNode;
 use tasuki_net::memif::client::Inherited;
 use tasuki_net::memif::refusal::Refusal;
 use tasuki_net::nic::Mac;
+use tasuki_net::own::Own;
 use tasuki_net::port::{Armed, Transactional};
 use tasuki_net::switch::Switch;
 use tasuki_net::tap::TapNode;
@@ -73,6 +75,8 @@ struct Known {
     estate: EstateFds,
     bell: OwnedFd,
     inode: u64,
+    /// Its addresses of IP, if they are known.
+    own: Own,
 }
 
 /// A node's end of a VNI that this worker drives, or may be told to.
@@ -182,17 +186,21 @@ impl<D: Duty> VniSeat<D> {
     }
 
     /// A node of the VNI, or the same with other memory.
-    pub fn meet(&mut self, number: u16, fds: Vec<OwnedFd>) -> Result<()> {
+    pub fn meet(&mut self, number: u16, addresses: &[IpAddr], fds: Vec<OwnedFd>) -> Result<()> {
         ensure!(number < NODES_MAX, "the daemon speaks of node {number}, and a VNI has {NODES_MAX}");
         let count = fds.len();
         let [control, pool, bell] = <[OwnedFd; 3]>::try_from(fds).ok().with_context(|| {
             format!("{count} descriptors came with node {number}, and 3 belong to it; rebuild the older of daemon and worker")
         })?;
         let inode = rustix::fs::fstat(&control).context("a node's estate cannot be used")?.st_ino;
-        if self.neighbours.get(&number).is_some_and(|known| known.inode == inode) {
+        let own = addresses.iter().copied().collect::<Own>();
+        if let Some(known) = self.neighbours.get_mut(&number).filter(|known| known.inode == inode) {
+            // A daemon that has just begun may know of others.
+            known.own = own.clone();
+            self.end.iter_mut().for_each(|end| end.set_own(number, own.clone()));
             return Ok(());
         }
-        let known = Known { estate: EstateFds { control, pool }, bell, inode };
+        let known = Known { estate: EstateFds { control, pool }, bell, inode, own };
         if let Some(end) = &mut self.end {
             end.add(introduction(number, &known)?)?;
         }
@@ -602,5 +610,6 @@ fn introduction(number: u16, known: &Known) -> Result<Introduction> {
         estate,
         // The daemon has opened it for us alone.
         bell: Clapper::own(copy(&known.bell)?),
+        own: known.own.clone(),
     })
 }

@@ -45,7 +45,7 @@ pub fn join(fds: &mut Fds, number: u16, others: impl IntoIterator<Item = u16>) -
     let mut vni = Vni::new(number, estate, fds.next()?)?;
     for number in others {
         let estate = EstateFds { control: fds.next()?, pool: fds.next()? };
-        vni.add(Introduction { number, estate, bell: Clapper::from_peer(fds.next()?) })?;
+        vni.add(Introduction { number, estate, bell: Clapper::from_peer(fds.next()?), own: Default::default() })?;
     }
     vni.settle();
     Ok(vni)

@@ -9,6 +9,8 @@ use super::{Config, Device, Memif, NICE_MIN, Node, PAGE_KIB, Program, SIZES, Sou
 
 /// Longest name of a node, a NIC or a VNI.
 const NAME_MAX: usize = 24;
+/// Addresses of IP of a node: a letter about it stays short, for there may be a thousand of them unread.
+const ADDRESSES_MAX: usize = 8;
 /// Bytes of a socket's path (`sun_path` of unix(7), with a zero behind it),
 const SOCKET_MAX: usize = 107;
 /// and of memif's secret.
@@ -77,6 +79,7 @@ impl Config {
             let set = [
                 ("mac", node.mac.is_some()),
                 ("spoof", node.spoof.is_some()),
+                ("addresses", !node.addresses.is_empty()),
                 ("pool_kib", node.pool_kib.is_some()),
                 ("shortcut", detour),
             ];
@@ -92,6 +95,15 @@ impl Config {
             return named(
                 "what is behind an uplink's NIC has addresses of its own; leave spoof = \"check\" out".to_owned(),
             );
+        }
+        if !node.addresses.is_empty() && node.has_others() {
+            return named("it may send in others' addresses; leave addresses out, or set spoof = \"check\"".to_owned());
+        }
+        if node.addresses.len() > ADDRESSES_MAX {
+            let count = node.addresses.len();
+            return named(format!(
+                "{count} addresses are more than the {ADDRESSES_MAX} that are checked; leave them out"
+            ));
         }
         let pages = node.pool_pages();
         if !(POOL_PAGES_MIN..=POOL_PAGES_MAX).contains(&pages) {

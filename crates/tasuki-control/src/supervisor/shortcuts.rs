@@ -23,7 +23,9 @@ pub struct OnVni {
 impl OnVni {
     /// That of a node which is a namespace on one.
     pub fn of(node: &config::Node) -> Option<Self> {
-        Some(OnVni { vni: node.vni.clone()?, may: node.tap()?.shortcut, mac: node.mac() })
+        // Only workers look at addresses of IP.
+        let may = node.tap()?.shortcut && node.addresses.is_empty();
+        Some(OnVni { vni: node.vni.clone()?, may, mac: node.mac() })
     }
 }
 

@@ -5,6 +5,7 @@
 //! forgotten before the address is gone from there.
 
 use std::collections::{BTreeMap, BTreeSet};
+use std::net::IpAddr;
 use std::os::fd::{AsFd, OwnedFd};
 
 use anyhow::{Context, Result};
@@ -51,6 +52,8 @@ struct Member {
     node: String,
     nic: u32,
     mac: [u8; 6],
+    /// Its addresses of IP, if they are known.
+    addresses: Vec<IpAddr>,
     /// There may be others behind it, whose addresses are learnt.
     is_uplink: bool,
     /// For the others.
@@ -93,7 +96,8 @@ fn introduce(worker: &Worker, nic: u32, number: u16, member: &Member) -> Result<
     let [control, pool] = member.estate.fds();
     // One for itself: who shares an end can make it block for all.
     let bell = tasuki_shm::wake::open_anew(member.bell.as_fd()).map_err(|_| Errno::MFILE)?;
-    worker.write(&ToWorker::Neighbour { nic, number }, &[control, pool, bell.as_fd()])
+    let addresses = member.addresses.clone();
+    worker.write(&ToWorker::Neighbour { nic, number, addresses }, &[control, pool, bell.as_fd()])
 }
 
 /// Whether a letter is lost to somebody who lives: who is dead or dying is told by its pidfd.
@@ -224,7 +228,7 @@ impl Supervisor {
         let (vni, node) = (card.vni().context("it is a NIC")?.to_owned(), card.node.clone());
         let number = card.number_on_vni.context("it has no number")?;
         let config = self.config.node(&node).context("there is no such node")?;
-        let (mac, is_uplink) = (config.mac(), config.has_others());
+        let (mac, is_uplink, addresses) = (config.mac(), config.has_others(), config.addresses.clone());
         let kept = card.kept.as_ref().context("it has no estate")?;
         let copy = |at: usize| {
             let fd = kept.fds.get(at).context("a descriptor of it is not there")?;
@@ -239,7 +243,7 @@ impl Supervisor {
         // From here on nothing fails but the address.
         net.directory.add(mac, number).map_err(|error| anyhow::anyhow!("{}: {error}", StationAddress(mac)))?;
         net.next = net.next.max((number + 1) % NODES_MAX);
-        net.members.insert(number, Member { node, nic, mac, is_uplink, estate, bell });
+        net.members.insert(number, Member { node, nic, mac, addresses, is_uplink, estate, bell });
         let card = self.cards.get_mut(&nic).context("there is no such end")?;
         // It was that which is over.
         card.trouble = None;

@@ -21,6 +21,7 @@ mod rig;
 mod rooms;
 mod ruled;
 mod standin;
+mod spoofs;
 mod storm;
 mod taps;
 mod unplugged;

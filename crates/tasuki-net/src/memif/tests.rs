@@ -116,7 +116,7 @@ fn end(number: u16, estates: &[EstateFds], bells: &[(OwnedFd, OwnedFd)]) -> Vni 
     for other in (0..NODES).filter(|other| *other != number) {
         let estate = estates[usize::from(other)].to_read().unwrap();
         let bell = Clapper::from_peer(bells[usize::from(other)].1.try_clone().unwrap());
-        vni.add(Introduction { number: other, estate, bell }).unwrap();
+        vni.add(Introduction { number: other, estate, bell, own: Default::default() }).unwrap();
     }
     vni.settle();
     vni

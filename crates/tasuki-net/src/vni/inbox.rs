@@ -13,13 +13,12 @@ use zerocopy::{FromZeros, IntoBytes};
 use super::ledger::point;
 use super::offload::{HEADER_LEN, Offload};
 use super::outbox::{WITH_HEADER, piece_of};
+use crate::own::{FRONT_MAX, Own};
 use crate::switch::{FRONT, Front};
 
 /// Bytes before a frame that has them.
 #[expect(clippy::cast_possible_truncation, reason = "10")]
 const HEADER: u32 = HEADER_LEN as u32;
-#[expect(clippy::cast_possible_truncation, reason = "12")]
-const FRONT_LEN: u32 = FRONT as u32;
 
 /// The frame was taken back before it was read: we were too slow.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
@@ -50,7 +49,9 @@ pub struct Incoming<'a> {
     pub from: u16,
     /// Its place in that node's ring to us.
     pub(super) index: u32,
-    /// Frames of that node that were not from it.
+    /// That node's addresses of IP,
+    pub(crate) own: &'a Own,
+    /// and frames of it that were not from it.
     forged: &'a Cell<u64>,
 }
 
@@ -72,6 +73,15 @@ impl Incoming<'_> {
         let mut front = [0; FRONT];
         (self.len() >= 14).then(|| self.pool.copy_to(self.frame(), &mut front))?;
         Some(front)
+    }
+
+    /// More of them, as much as says from whose address of IP the frame is.
+    #[cold]
+    pub(crate) fn long_front(&self) -> Front {
+        let mut front = [0; FRONT_MAX];
+        let len = self.len().min(FRONT_MAX);
+        self.pool.copy_to(self.frame(), &mut front[..len]);
+        front[..len].iter().copied().collect()
     }
 
     /// Counts it as a frame that is not from the node that sent it; as one that came too late, if its sender has taken it back meanwhile.
@@ -128,13 +138,15 @@ impl Incoming<'_> {
     /// which was checked.
     #[inline]
     pub fn write_with_header(&self, fd: BorrowedFd<'_>, front: &Front) -> io::Result<usize> {
-        let mut before = [0; HEADER_LEN + FRONT];
+        let mut before = [0; HEADER_LEN + FRONT_MAX];
         if self.header > 0 {
             self.pool.copy_to(self.piece, &mut before[..HEADER_LEN]);
         }
+        let before = &mut before[..HEADER_LEN + front.len()];
         before[HEADER_LEN..].copy_from_slice(front);
         let Piece { offset, len, generation } = self.frame();
-        self.pool.write_to(fd, &before, Piece { offset: offset + FRONT_LEN, len: len - FRONT_LEN, generation })
+        let checked = u32::try_from(front.len()).expect("no longer than the frame");
+        self.pool.write_to(fd, before, Piece { offset: offset + checked, len: len - checked, generation })
     }
 
     /// The frame's bytes where they lie, as 64-bit words in native order, each loaded once. The last is filled up with what lies behind. `None`
@@ -182,6 +194,8 @@ pub(super) struct Inbox {
     pool: PeerPool,
     /// Of the message at this index so many parts were handled by a predecessor: what a segment was cut into.
     begun: (u32, u32),
+    /// The node's addresses of IP.
+    pub(super) own: Own,
     /// Frames that were not from the node, and were not counted yet.
     pub(super) forged: Cell<u64>,
     /// The rule that was broken, until somebody [asks](Self::breach).
@@ -193,9 +207,9 @@ pub(super) struct Inbox {
 
 impl Inbox {
     /// `parts` of the first message were handled.
-    pub(super) fn new(ring: Consumer<Span<Line>, Span<Line>, 1>, pool: PeerPool, parts: u32) -> Self {
+    pub(super) fn new(ring: Consumer<Span<Line>, Span<Line>, 1>, pool: PeerPool, parts: u32, own: Own) -> Self {
         let begun = (ring.head(), parts);
-        Inbox { ring, pool, begun, forged: Cell::new(0), breach: None }
+        Inbox { ring, pool, begun, own, forged: Cell::new(0), breach: None }
     }
 
     /// Everything before `head` was handled, and of the message there so many parts.
@@ -247,7 +261,10 @@ impl Inbox {
                 break;
             }
             let handled = if self.begun.0 == index { self.begun.1 } else { 0 };
-            if !each(Incoming { pool: &self.pool, piece, header, from, index, forged: &self.forged }, handled) {
+            if !each(
+                Incoming { pool: &self.pool, piece, header, from, index, own: &self.own, forged: &self.forged },
+                handled,
+            ) {
                 self.ring.put_back(index);
                 break;
             }

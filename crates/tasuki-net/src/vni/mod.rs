@@ -48,6 +48,7 @@ use tasuki_shm::vni::estate::{Estate, EstateFds, PeerEstate};
 use tasuki_shm::wake::{Clapper, this_cpu};
 
 use crate::capture::Captures;
+use crate::own::Own;
 use aside::Aside;
 use inbox::Inbox;
 pub use inbox::{Breach, Incoming, Reader, TakenBack};
@@ -76,6 +77,8 @@ pub struct Introduction {
     pub estate: EstateFds,
     /// What rings its bell.
     pub bell: Clapper,
+    /// Its addresses of IP, if they are known: what it sends is held against them.
+    pub own: Own,
 }
 
 /// A node's end of a VNI.
@@ -170,7 +173,7 @@ impl Vni {
 
     /// Makes another node known, or the same one with other memory.
     pub fn add(&mut self, kit: Introduction) -> Result<(), RegionError> {
-        let Introduction { number, estate, bell } = kit;
+        let Introduction { number, estate, bell, own } = kit;
         assert!(number < NODES_MAX && number != self.number, "node {number} is no neighbour of node {}", self.number);
         let (estate, pool) = PeerEstate::map(&estate)?;
         if self.neighbours[usize::from(number)].is_some() {
@@ -179,7 +182,7 @@ impl Vni {
         let line = self.estate.line_of(number);
         // What is ours to know stands in our own memory: a predecessor may have left it.
         let (head, parts) = halves(line[0].word(0).load(Relaxed));
-        let inbox = Inbox::new(Consumer::go_on(estate.ring_to(self.number), line.clone(), head), pool, parts);
+        let inbox = Inbox::new(Consumer::go_on(estate.ring_to(self.number), line.clone(), head), pool, parts, own);
         let mut left = self.left.remove(&number).unwrap_or_default();
         let mut stock = Stock { pool: &mut self.pool, shared: &mut self.shared, quota: self.quota };
         let talks = says_that_it_talks(&Claims::of(self.estate.talks()), number);
@@ -287,6 +290,13 @@ impl Vni {
             }
         }
         again
+    }
+
+    /// A neighbour has other addresses of IP from now on.
+    pub fn set_own(&mut self, number: u16, own: Own) {
+        if let Some(neighbour) = self.neighbours.get_mut(usize::from(number)).and_then(Option::as_mut) {
+            neighbour.inbox.own = own;
+        }
     }
 
     /// What is counted of a neighbour.

@@ -23,6 +23,7 @@ use super::ledger::{HEADS_MAX, Handled, Ledger, point};
 use super::{Incoming, Introduction, PATIENCE, SendError, Vni};
 use crate::capture::{Captures, Direction};
 use crate::nic::Mac;
+use crate::own::Own;
 use crate::port::{Armed, BURST_MAX, Burst, Frame, Port, Transactional};
 use crate::slow::Slow;
 use crate::switch::{Switch, To};
@@ -150,6 +151,11 @@ impl<M: Deref<Target = [Line]>> VniPort<M> {
     pub fn add(&mut self, kit: Introduction) -> Result<(), RegionError> {
         self.forget(kit.number);
         self.vni.add(kit)
+    }
+
+    /// A node has other addresses of IP from now on: see [`Introduction::own`].
+    pub fn set_own(&mut self, number: u16, own: Own) {
+        self.vni.set_own(number, own);
     }
 
     /// Forgets a node that is there no more.

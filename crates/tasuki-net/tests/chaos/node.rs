@@ -173,7 +173,9 @@ impl Node {
             Deed::Add => {
                 let [control, pool, bell] = fds.try_into().expect("three descriptors");
                 let bell = Clapper::from_peer(bell);
-                self.vni.add(Introduction { number, estate: EstateFds { control, pool }, bell }).expect("it is mapped");
+                self.vni
+                    .add(Introduction { number, estate: EstateFds { control, pool }, bell, own: Default::default() })
+                    .expect("it is mapped");
                 self.checker.others[usize::from(number)] = Some(Other { id: order.id, again: 0, is_fresh: false });
                 self.count_doubtful(number);
                 let counts = self.vni.counts(number).expect("it was added");

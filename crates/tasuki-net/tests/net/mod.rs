@@ -32,6 +32,7 @@ impl Kept {
             number,
             estate: self.estate.to_read().unwrap(),
             bell: Clapper::from_peer(self.bell.try_clone().unwrap()),
+            own: Default::default(),
         }
     }
 }

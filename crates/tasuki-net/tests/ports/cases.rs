@@ -2,6 +2,7 @@
 
 use std::time::Duration;
 
+use tasuki_net::own::Own;
 use tasuki_net::port::Armed;
 use tasuki_net::vni::PIECE_MAX;
 
@@ -340,4 +341,38 @@ pub fn an_uplink_sends_in_nobodys_address_and_in_no_nodes(pair: [Kind; 2]) {
     world.send(TO, &right);
     assert_same(&world.take(FROM, 1), &[right]);
     assert!(world.came[OTHER].is_empty());
+}
+
+/// Node 2's addresses of IP are known: its worker sends ARP, neighbour discovery and IP in others' all the same.
+pub fn a_worker_that_sends_in_anothers_address_of_ip_is_not_heard(pair: [Kind; 2]) {
+    let Some(mut world) = world(pair) else { return };
+    let own = Own { v4: vec![[10, 0, 0, 2].into()], v6: Vec::new() };
+    world.end(TO).vni().set_own(2, own);
+    let arp = |hardware: [u8; 6], protocol: [u8; 4]| {
+        let fixed = [0x08, 0x06, 0, 1, 8, 0, 6, 4, 0, 2];
+        [&mac(1)[..], &mac(2), &fixed, &hardware, &protocol, &mac(1), &[10, 0, 0, 1], &[0; 18]].concat()
+    };
+    let ip = |source: [u8; 4]| {
+        // A bridge may look whether its sum is right.
+        let words = [0x4500, 46, 0x4011, 0x0a00, u32::from(source[3]), 0x0a00, 1];
+        let sum = words.iter().sum::<u32>();
+        let [high, low] = (!(sum % 0x1_0000 + sum / 0x1_0000)).to_be_bytes()[2..] else { panic!("four bytes") };
+        let head = [0x08, 0, 0x45, 0, 0, 46, 0, 0, 0, 0, 64, 17, high, low];
+        [&mac(1)[..], &mac(2), &head, &source, &[10, 0, 0, 1], &[0; 26]].concat()
+    };
+    let lies = [
+        arp(mac(0), [10, 0, 0, 2]),
+        arp(mac(2), [10, 0, 0, 9]),
+        ip([10, 0, 0, 9]),
+        arp(mac(2), [10, 0, 0, 2])[..30].to_vec(),
+    ];
+    let right = [arp(mac(2), [10, 0, 0, 2]), ip([10, 0, 0, 2]), frame(TO, OTHER, 7, 3000)];
+    for lie in &lies {
+        world.send(OTHER, lie);
+        for frame in &right {
+            world.send(OTHER, frame);
+        }
+        assert_same(&world.take(TO, 3), &right);
+    }
+    assert_eq!(world.end(TO).lost(), Lost { forged: 4, ..Lost::default() });
 }

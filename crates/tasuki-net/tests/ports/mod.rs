@@ -210,6 +210,7 @@ macro_rules! suite {
                 an_idle_node_is_woken_by_a_frame
                 a_program_that_sends_in_anothers_address_is_not_heard
                 a_worker_that_sends_in_anothers_address_is_not_heard
+                a_worker_that_sends_in_anothers_address_of_ip_is_not_heard
                 an_uplink_sends_in_nobodys_address_and_in_no_nodes
             );
         }

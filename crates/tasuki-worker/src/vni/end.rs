@@ -8,6 +8,7 @@ use std::time::{Duration, Instant};
 use anyhow::{Context, Result};
 use tasuki_net::capture::Captures;
 use tasuki_net::memif::MemifNode;
+use tasuki_net::own::Own;
 use tasuki_net::port::{Armed, Burst, Frame, Port, Transactional};
 use tasuki_net::switch::Switch;
 use tasuki_net::tap::TapNode;
@@ -245,6 +246,10 @@ impl End {
 
     pub fn remove(&mut self, number: u16) {
         each!(self, end => end.vni().remove(number), port => port.remove(number));
+    }
+
+    pub fn set_own(&mut self, number: u16, own: Own) {
+        each!(self, end => end.vni().set_own(number, own), port => port.set_own(number, own));
     }
 
     pub fn set_switch(&mut self, switch: Switch<Span<Line>>) {

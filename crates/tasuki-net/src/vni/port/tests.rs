@@ -66,6 +66,7 @@ impl Net {
             number,
             estate: kept.estate.to_read().unwrap(),
             bell: Clapper::from_peer(kept.bell.try_clone().unwrap()),
+            own: Default::default(),
         };
         others.map(introduction).collect()
     }

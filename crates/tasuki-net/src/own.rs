@@ -1,0 +1,333 @@
+//! Whether what a frame says of IP is true of the node that sent it: its addresses, where they are known.
+//!
+//! | frame | passes if |
+//! |---|---|
+//! | ARP | sender's hardware address is the frame's source; sender's protocol address is the node's, or 0.0.0.0 (a probe: RFC 5227) |
+//! | IPv4 | source is the node's; or 0.0.0.0, in a question to a DHCP server |
+//! | IPv6 | source is the node's, or the link-local address that follows from its station address (RFC 4291, appendix A); or ::, in a question by ICMPv6 |
+//! | neighbour discovery | besides: a link-layer address in an option is the frame's source; an advertisement's target is the node's. No node is a router: no advertisement or redirection of routers' |
+//! | reverse ARP, and what is cut off or not as its protocol has it | never |
+//! | any other | always: it says nothing of IP |
+//!
+//! Behind VLAN tags the same holds. What does not stand within [`FRONT_MAX`] bytes counts as cut off: a chain of headers that hides what comes behind it.
+
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
+
+use tasuki_shm::vni::directory::Mac;
+
+/// Bytes of a frame that are looked at.
+pub const FRONT_MAX: usize = 256;
+
+/// Ethernet's types.
+const IPV4: u16 = 0x0800;
+const ARP: u16 = 0x0806;
+const RARP: u16 = 0x8035;
+const IPV6: u16 = 0x86dd;
+const TAGS: [u16; 3] = [0x8100, 0x88a8, 0x9100];
+
+/// IP's.
+const UDP: u8 = 17;
+const ICMPV6: u8 = 58;
+const FRAGMENT: u8 = 44;
+const AUTHENTICATION: u8 = 51;
+/// Headers before those of ICMPv6 that say how long they are, in eight bytes: hop by hop, routing, destination, mobility, HIP, Shim6.
+const EXTENSIONS: [u8; 6] = [0, 43, 60, 135, 139, 140];
+
+/// ICMPv6's, of neighbour discovery (RFC 4861).
+const ROUTER_SOLICITATION: u8 = 133;
+const ROUTER_ADVERTISEMENT: u8 = 134;
+const NEIGHBOUR_SOLICITATION: u8 = 135;
+const NEIGHBOUR_ADVERTISEMENT: u8 = 136;
+const REDIRECT: u8 = 137;
+
+/// A node's addresses of IP.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct Own {
+    /// Of version 4,
+    pub v4: Vec<Ipv4Addr>,
+    /// and of version 6, without the link-local one that follows from its station address.
+    pub v6: Vec<Ipv6Addr>,
+}
+
+impl FromIterator<IpAddr> for Own {
+    fn from_iter<I: IntoIterator<Item = IpAddr>>(addresses: I) -> Self {
+        let mut own = Own::default();
+        for address in addresses {
+            match address {
+                IpAddr::V4(address) => own.v4.push(address),
+                IpAddr::V6(address) => own.v6.push(address),
+            }
+        }
+        own
+    }
+}
+
+/// The next bytes, as a number's.
+fn take<const N: usize>(bytes: &mut &[u8]) -> Option<[u8; N]> {
+    let (first, rest) = bytes.split_first_chunk()?;
+    *bytes = rest;
+    Some(*first)
+}
+
+fn skip(bytes: &mut &[u8], count: usize) -> Option<()> {
+    *bytes = bytes.get(count..)?;
+    Some(())
+}
+
+impl Own {
+    /// Whether nothing is known, and everything passes.
+    pub fn is_empty(&self) -> bool {
+        self.v4.is_empty() && self.v6.is_empty()
+    }
+
+    /// Whether a frame whose first bytes these are, at most [`FRONT_MAX`], may be from the node.
+    pub fn may_send(&self, front: &[u8]) -> bool {
+        self.is_empty() || self.is_true(front).unwrap_or(false)
+    }
+
+    /// None: it is cut off.
+    fn is_true(&self, mut front: &[u8]) -> Option<bool> {
+        let [_, from] = [take::<6>(&mut front)?, take::<6>(&mut front)?];
+        let mut kind = u16::from_be_bytes(take(&mut front)?);
+        while TAGS.contains(&kind) {
+            skip(&mut front, 2)?;
+            kind = u16::from_be_bytes(take(&mut front)?);
+        }
+        match kind {
+            ARP => self.is_arp_true(from, front),
+            RARP => Some(false),
+            IPV4 => self.is_ipv4_true(front),
+            IPV6 => self.is_ipv6_true(from, front),
+            _ => Some(true),
+        }
+    }
+
+    fn is_arp_true(&self, from: Mac, mut arp: &[u8]) -> Option<bool> {
+        let head: [u8; 6] = take(&mut arp)?;
+        skip(&mut arp, 2)?;
+        let hardware: Mac = take(&mut arp)?;
+        let protocol = Ipv4Addr::from(take::<4>(&mut arp)?);
+        // Ethernet and IPv4, of so many bytes.
+        let is_known = head == [0, 1, 8, 0, 6, 4];
+        Some(is_known && hardware == from && (protocol.is_unspecified() || self.v4.contains(&protocol)))
+    }
+
+    fn is_ipv4_true(&self, ip: &[u8]) -> Option<bool> {
+        let source = Ipv4Addr::from(*ip.get(12..)?.first_chunk::<4>()?);
+        if !source.is_unspecified() {
+            return Some(ip[0] >> 4 == 4 && self.v4.contains(&source));
+        }
+        // From a client's port to a server's.
+        let ports = ip.get(usize::from(ip[0] & 0xf) * 4..)?.first_chunk()?;
+        Some(ip[9] == UDP && *ports == [0, 68, 0, 67] && ip[6] & 0x3f == 0 && ip[7] == 0)
+    }
+
+    fn has_v6(&self, from: Mac, address: Ipv6Addr) -> bool {
+        let [a, b, c, d, e, f] = from;
+        let link_local = Ipv6Addr::from([0xfe, 0x80, 0, 0, 0, 0, 0, 0, a ^ 2, b, c, 0xff, 0xfe, d, e, f]);
+        address == link_local || self.v6.contains(&address)
+    }
+
+    fn is_ipv6_true(&self, from: Mac, mut ip: &[u8]) -> Option<bool> {
+        let head: [u8; 8] = take(&mut ip)?;
+        let source = Ipv6Addr::from(take::<16>(&mut ip)?);
+        skip(&mut ip, 16)?;
+        let is_nobodys = source.is_unspecified();
+        if head[0] >> 4 != 6 || !is_nobodys && !self.has_v6(from, source) {
+            return Some(false);
+        }
+        let mut next = head[6];
+        loop {
+            next = match next {
+                ICMPV6 => return self.is_icmp_true(from, is_nobodys, ip),
+                FRAGMENT => {
+                    let [next, _, high, low, ..]: [u8; 8] = take(&mut ip)?;
+                    if high != 0 || low & 0xf8 != 0 {
+                        // Not the first: what it belongs to was looked at.
+                        return Some(!is_nobodys);
+                    }
+                    next
+                }
+                kind if EXTENSIONS.contains(&kind) => {
+                    let [next, len] = take(&mut ip)?;
+                    skip(&mut ip, usize::from(len) * 8 + 6)?;
+                    next
+                }
+                AUTHENTICATION => {
+                    let [next, len] = take(&mut ip)?;
+                    skip(&mut ip, usize::from(len) * 4 + 6)?;
+                    next
+                }
+                _ => return Some(!is_nobodys),
+            }
+        }
+    }
+
+    fn is_icmp_true(&self, from: Mac, is_nobodys: bool, mut icmp: &[u8]) -> Option<bool> {
+        let [kind, ..]: [u8; 4] = take(&mut icmp)?;
+        skip(&mut icmp, 4)?;
+        match kind {
+            ROUTER_ADVERTISEMENT | REDIRECT => return Some(false),
+            ROUTER_SOLICITATION => {}
+            NEIGHBOUR_SOLICITATION => skip(&mut icmp, 16)?,
+            NEIGHBOUR_ADVERTISEMENT => {
+                let target = Ipv6Addr::from(take::<16>(&mut icmp)?);
+                if is_nobodys || !self.has_v6(from, target) {
+                    return Some(false);
+                }
+            }
+            // As nobody one may ask whether an address is free, and say which groups one hears (RFC 2710, RFC 3810).
+            131 | 132 | 143 => return Some(true),
+            _ => return Some(!is_nobodys),
+        }
+        while !icmp.is_empty() {
+            let [option, len, rest @ ..] = icmp else { return None };
+            // The sender's link-layer address, or its target's.
+            if (1..=2).contains(option) && rest.first_chunk() != Some(&from) {
+                return Some(false);
+            }
+            if *len == 0 {
+                return Some(false);
+            }
+            skip(&mut icmp, usize::from(*len) * 8)?;
+        }
+        Some(true)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    const MAC: Mac = [2, 0, 0, 0, 0, 1];
+    const OTHER: Mac = [2, 0, 0, 0, 0, 2];
+    const LOCAL: [u8; 16] = [0xfe, 0x80, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0xff, 0xfe, 0, 0, 1];
+    const OURS: [u8; 16] = [0xfd, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 7];
+    const THEIRS: [u8; 16] = [0xfd, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 8];
+
+    fn own() -> Own {
+        Own { v4: vec![Ipv4Addr::new(10, 0, 0, 1)], v6: vec![OURS.into()] }
+    }
+
+    fn ethernet(kind: &[u8], rest: &[u8]) -> Vec<u8> {
+        [&OTHER[..], &MAC, kind, rest].concat()
+    }
+
+    fn arp(hardware: Mac, protocol: [u8; 4]) -> Vec<u8> {
+        ethernet(&[8, 6], &[&[0, 1, 8, 0, 6, 4, 0, 2][..], &hardware, &protocol, &OTHER, &[10, 0, 0, 2]].concat())
+    }
+
+    fn ipv4(source: [u8; 4], protocol: u8, rest: &[u8]) -> Vec<u8> {
+        let head = [0x45, 0, 0, 28, 0, 0, 0, 0, 64, protocol, 0, 0];
+        ethernet(&[8, 0], &[&head[..], &source, &[10, 0, 0, 2], rest].concat())
+    }
+
+    fn ipv6(source: [u8; 16], next: u8, rest: &[u8]) -> Vec<u8> {
+        ethernet(&[0x86, 0xdd], &[&[0x60, 0, 0, 0, 0, 0, next, 255][..], &source, &THEIRS, rest].concat())
+    }
+
+    fn discovery(kind: u8, target: [u8; 16], option: u8, mac: Mac) -> Vec<u8> {
+        [&[kind, 0, 0, 0, 0, 0, 0, 0][..], &target, &[option, 1], &mac].concat()
+    }
+
+    fn hidden(kind: u8, len: u8, behind: &[u8]) -> Vec<u8> {
+        [&[kind, len][..], &vec![0; usize::from(len) * 8 + 6], behind].concat()
+    }
+
+    #[test]
+    fn the_table_holds() {
+        let advertises = |target, mac| discovery(136, target, 2, mac);
+        let asks = |mac| discovery(135, THEIRS, 1, mac);
+        let (mine, dhcp) = ([10, 0, 0, 1], [0, 68, 0, 67, 0, 8, 0, 0]);
+        let table = [
+            ("ARP", arp(MAC, mine), true),
+            ("a probe", arp(MAC, [0; 4]), true),
+            ("another's hardware", arp(OTHER, mine), false),
+            ("another's address", arp(MAC, [10, 0, 0, 2]), false),
+            ("ARP that is cut off", arp(MAC, mine)[..30].to_vec(), false),
+            (
+                "ARP of another length",
+                ethernet(&[8, 6], &[0, 1, 8, 0, 8, 4, 0, 2, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0]),
+                false,
+            ),
+            ("reverse ARP", ethernet(&[0x80, 0x35], &[0; 28]), false),
+            ("IPv4", ipv4(mine, 17, &[]), true),
+            ("IPv4 of another", ipv4([10, 0, 0, 2], 17, &[]), false),
+            ("DHCP", ipv4([0; 4], 17, &dhcp), true),
+            ("nobody's IPv4", ipv4([0; 4], 17, &[0, 53, 0, 67, 0, 8, 0, 0]), false),
+            ("nobody's TCP", ipv4([0; 4], 6, &dhcp), false),
+            ("IPv4 that is none", ethernet(&[8, 0], &ipv6(OURS, 17, &[])[14..]), false),
+            ("IPv6", ipv6(OURS, 17, &[]), true),
+            ("its link-local", ipv6(LOCAL, 17, &[]), true),
+            ("IPv6 of another", ipv6(THEIRS, 17, &[]), false),
+            ("nobody's IPv6", ipv6([0; 16], 17, &[]), false),
+            ("is it free?", ipv6([0; 16], 58, &discovery(135, OURS, 14, OTHER)), true),
+            ("groups", ipv6([0; 16], 58, &[143, 0, 0, 0, 0, 0, 0, 1]), true),
+            ("a question", ipv6(OURS, 58, &asks(MAC)), true),
+            ("a question with another's", ipv6(OURS, 58, &asks(OTHER)), false),
+            ("an answer", ipv6(OURS, 58, &advertises(OURS, MAC)), true),
+            ("an answer for its link-local", ipv6(LOCAL, 58, &advertises(LOCAL, MAC)), true),
+            ("an answer for another", ipv6(OURS, 58, &advertises(THEIRS, MAC)), false),
+            ("an answer with another's", ipv6(OURS, 58, &advertises(OURS, OTHER)), false),
+            ("an answer from nobody", ipv6([0; 16], 58, &advertises(OURS, MAC)), false),
+            ("a router", ipv6(LOCAL, 58, &[134, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0]), false),
+            ("a redirection", ipv6(LOCAL, 58, &discovery(137, OURS, 2, MAC)), false),
+            ("ping", ipv6(OURS, 58, &[128, 0, 0, 0, 0, 0, 0, 0]), true),
+            ("options without end", ipv6(OURS, 58, &discovery(136, OURS, 2, MAC)[..25]), false),
+            ("an option of length 0", ipv6(OURS, 58, &[&discovery(135, OURS, 14, MAC)[..], &[3, 0]].concat()), false),
+            ("hidden", ipv6(OURS, 0, &hidden(58, 0, &advertises(THEIRS, MAC))), false),
+            ("hidden twice", ipv6(OURS, 60, &hidden(43, 1, &hidden(58, 2, &advertises(THEIRS, MAC)))), false),
+            ("hidden too far away", ipv6(OURS, 60, &hidden(58, 30, &advertises(OURS, MAC))), false),
+            ("behind options", ipv6(OURS, 60, &hidden(58, 1, &advertises(OURS, MAC))), true),
+            (
+                "in a first fragment",
+                ipv6(OURS, 44, &[&[58, 0, 0, 1, 0, 0, 0, 0][..], &advertises(THEIRS, MAC)].concat()),
+                false,
+            ),
+            ("a second fragment", ipv6(OURS, 44, &[58, 0, 1, 0, 0, 0, 0, 0]), true),
+            ("nothing of IP's", ethernet(&[0x88, 0xb5], &[]), true),
+            ("a short one", vec![0; 13], false),
+        ];
+        for (what, frame, passes) in table {
+            let front = |frame: &[u8]| own().may_send(&frame[..frame.len().min(FRONT_MAX)]);
+            assert_eq!(front(&frame), passes, "{what}: {frame:02x?}");
+            assert!(Own::default().may_send(&frame), "{what}: nothing is known");
+            if frame.len() >= 14 {
+                let tagged = [&frame[..12], &[0x88, 0xa8, 0, 5, 0x81, 0, 0, 7], &frame[12..]].concat();
+                assert_eq!(front(&tagged), passes, "{what}, behind tags");
+            }
+        }
+    }
+
+    /// One that is true, with some bytes changed and its end cut off.
+    fn nearly() -> impl Strategy<Value = Vec<u8>> {
+        let frames = prop_oneof![
+            Just(arp(MAC, [10, 0, 0, 1])),
+            Just(ipv4([0; 4], 17, &[0, 68, 0, 67, 0, 8, 0, 0])),
+            Just(ipv6(OURS, 58, &discovery(136, OURS, 2, MAC))),
+            Just(ipv6(OURS, 60, &hidden(58, 1, &discovery(135, OURS, 1, MAC)))),
+        ];
+        let changes = prop::collection::vec((any::<prop::sample::Index>(), any::<u8>()), 0..4);
+        (frames, changes, any::<prop::sample::Index>(), any::<bool>()).prop_map(|(mut frame, changes, end, cuts)| {
+            changes.into_iter().for_each(|(at, byte)| *at.get_mut(&mut frame) = byte);
+            frame.truncate(if cuts { end.index(frame.len()) } else { frame.len() });
+            frame
+        })
+    }
+
+    proptest! {
+        #[test]
+        fn whatever_comes_is_answered(frame in prop_oneof![nearly(), prop::collection::vec(any::<u8>(), 0..FRONT_MAX)]) {
+            let may = own().may_send(&frame);
+            // What passes as IP says nowhere that it is from another.
+            if let Some([8, 0]) = frame.get(12..14).filter(|_| may) {
+                prop_assert!(frame[26..30] == [10, 0, 0, 1] || frame[26..30] == [0; 4]);
+            }
+            if let Some([8, 6]) = frame.get(12..14).filter(|_| may) {
+                prop_assert!(frame[6..12] == frame[22..28]);
+            }
+        }
+    }
+}
