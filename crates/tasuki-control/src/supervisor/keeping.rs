@@ -1,4 +1,4 @@
-//! The daemon's side of the [keeper](crate::keeper): each descriptor that must outlive the daemon is given to it before anybody else has it, and the
+//! The daemon's side of the [`crate::keeper`]: each descriptor that must outlive the daemon is given to it before anybody else has it, and the
 //! next daemon takes it from there.
 //!
 //! What is to be kept is named by a `Key`; what that is now is looked up when it is said. So it may be named as often as one likes, and a keeper that
