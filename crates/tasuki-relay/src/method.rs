@@ -38,9 +38,13 @@ impl std::fmt::Display for Method {
 }
 
 impl Method {
-    /// Whether the new owner has memory of its own for the card.
-    pub fn is_apart(self) -> bool {
-        self != Method::Keep
+    /// Whether the new owner has memory of its own for the card. From a node that is not trusted it has that by `cold`, too.
+    pub fn is_apart(self, trust: Trust) -> bool {
+        match self {
+            Method::Keep => false,
+            Method::Mbb | Method::Repoint => true,
+            Method::Cold => trust == Trust::None,
+        }
     }
 }
 

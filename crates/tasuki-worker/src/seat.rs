@@ -88,7 +88,7 @@ enum Card<N: InPlace + Repoint> {
     Unknown,
     /// Everything but the sash.
     Ready(N::Prepared),
-    /// All that is needed to start it anew, with memory of our own.
+    /// All that is needed to start it anew: from an owner that is not trusted, in memory of our own.
     Cold(N::Bus, NicMemory),
     /// It is driven, or could be at once.
     Driven(N),
@@ -221,7 +221,11 @@ where
 
     /// Whether it is about to be driven from memory of our own: that the daemon which ordered it knows, and no other.
     pub fn is_apart(&self) -> bool {
-        matches!(self.card, Card::Apart(_) | Card::Cold(..))
+        match self.card {
+            Card::Apart(_) => true,
+            Card::Cold(..) => self.own.is_some(),
+            _ => false,
+        }
     }
 
     /// Whether it is driven, or could be at once.
@@ -364,7 +368,7 @@ where
             return Err(Refused { reason: Reason::CardGone, sentence: NicError::Gone.to_string() });
         }
         let how = apart::how(self.method);
-        if cold || how.is_some() {
+        if how.is_some() || cold && self.given.fenced {
             let may = rustix::process::getrlimit(Resource::Memlock).current;
             kit::may_lock(text.locks(), may).map_err(|reason| Refused { reason, sentence: reason.to_string() })?;
         }
@@ -380,7 +384,10 @@ where
         let Opened { wake, ledger, bus, memory } = kit::open::<N::Bus>(text, copies)?;
         D::may_go_on(&common.book, self.given.number, Some(ledger.turns()), text.ring)?;
         (self.wake, self.ledger, self.arena) = (Some(wake), Some(ledger), Some(memory.arena().clone()));
-        self.card = Card::Ready(N::prepare(bus, memory).map_err(|failed| store::refused(&failed.error))?);
+        self.card = match cold {
+            true => Card::Cold(bus, memory),
+            false => Card::Ready(N::prepare(bus, memory).map_err(|failed| store::refused(&failed.error))?),
+        };
         Ok(())
     }
 

@@ -296,7 +296,7 @@ impl Supervisor {
         let asked_for = give.method.map(Method::from);
         let choice = method::choose(&can, trust, asked_for)
             .map_err(|not| No::now(format!("{nic} cannot go that way: {not}")))?;
-        if choice.method.is_apart() && give.state == Some(SashBy::Store) {
+        if choice.method.is_apart(trust) && give.state == Some(SashBy::Store) {
             return Err(No::now(format!(
                 "{nic} goes by {}, which takes nothing along that could be stored; leave --state out, or ask for --method keep",
                 choice.method

@@ -11,7 +11,7 @@ use rustix::process::{Pid, Resource, Rlimit};
 use rustix::thread::CapabilitySet;
 use tasuki_relay::arbiter::{Arbiter, Input, Node, Page, State};
 use tasuki_relay::letter::{self, Begin, SPEECH, ToWorker, pulse};
-use tasuki_relay::method::Method;
+use tasuki_relay::method::{Method, Trust};
 use tasuki_relay::pulse::Pulse;
 use tasuki_relay::wire::Use;
 use tasuki_shm::crash;
@@ -401,9 +401,11 @@ impl Supervisor {
             return false;
         };
         // Who has memory of its own sees nothing of the old owner's.
-        let apart = kept.apart().filter(|_| method.is_apart());
+        let is_trusted = self.config.trust(&card.node, &worker.record.node);
+        let trust = if is_trusted { Trust::Full } else { Trust::None };
+        let apart = kept.apart().filter(|_| method.is_apart(trust));
         let (kit, count) = apart.unwrap_or_else(|| (kept.kit.clone(), kept.fds.len()));
-        let fenced = method.is_apart() && !self.config.trust(&card.node, &worker.record.node);
+        let fenced = method != Method::Keep && !is_trusted;
         let letter = ToWorker::Nic { nic, name: card.config.name.clone(), iova: iova_of(number), fenced, kit };
         worker.has(nic, Fit::Preparing(now()));
         self.keep(Key::Worker(number));

@@ -134,10 +134,12 @@ where
         fail::point("map.told");
     }
 
-    /// Starts the card anew, in memory of our own. What its last driver had not handled is lost, and so is what comes before its link is up.
+    /// Starts the card anew: in memory of our own, or in that of an owner that trusts us and can take it back there. What its last driver had not handled is
+    /// lost, and so is what comes before its link is up.
     pub(super) fn start(&mut self, common: &Common, mut bus: N::Bus, memory: NicMemory) -> Result<(), Refused> {
-        // As below.
-        if let Err(refused) = self.duty.go_on(&common.book, self.given.number, None) {
+        // Memory of our own has a ledger of its own, as below; in the old one the next is counted on from the last.
+        let old = self.ledger.as_ref().filter(|_| self.own.is_none()).map(Ledger::turns);
+        if let Err(refused) = self.duty.go_on(&common.book, self.given.number, old) {
             self.own = None;
             return Err(refused);
         }
@@ -190,10 +192,10 @@ where
         Ok(())
     }
 
-    /// Drives a card that lies in memory of our own from here on.
+    /// Drives a card that lies in memory of our own from here on, if we have made some.
     fn move_in(&mut self, nic: N) {
-        self.old = self.text().map(|text| text.nic.memory.layout());
         if let Some(Own { moved, ledger, arena }) = self.own.take() {
+            self.old = self.text().map(|text| text.nic.memory.layout());
             (self.given.kit, self.given.text) = (moved.kit, Ok(moved.text));
             // To close so many takes as long as a few frames, and nobody drives yet.
             self.spent = std::mem::replace(&mut self.given.fds, moved.fds);
@@ -204,10 +206,9 @@ where
 
     /// It comes to nothing: the card reaches our memory no longer.
     pub(super) fn give_up(&mut self) {
+        let is_apart = self.is_apart();
         self.own = None;
-        if self.is_apart()
-            && let Card::Apart(ready) = std::mem::replace(&mut self.card, Card::Unknown)
-        {
+        if is_apart && let Card::Apart(ready) = std::mem::replace(&mut self.card, Card::Unknown) {
             drop(N::give_up(ready));
         }
     }
