@@ -1,4 +1,4 @@
-//! The way in to the API: who comes in, how many at once, how long they may take to say what they want, and what is written down of it.
+//! The way in to the API: roles of callers, bounds on connections, deadlines for requests, and the audit log.
 
 use std::collections::BTreeMap;
 use std::future::{Future, poll_fn};
@@ -29,9 +29,9 @@ use crate::supervisor::door::{Door, Request as Asked};
 
 /// Connections at once,
 const CONNECTIONS_MAX: usize = 256;
-/// of one user who has a role,
+/// of one user with a role,
 const OF_ONE_USER: usize = 64;
-/// and of all together who have none: they cannot keep out who has one.
+/// and of all users without a role together, so that they cannot keep out users with one.
 const OF_STRANGERS: usize = 16;
 /// How long somebody may take for the head of a request, and to begin with the next one,
 const HEAD_WITHIN: Duration = Duration::from_secs(5);
@@ -39,7 +39,7 @@ const HEAD_WITHIN: Duration = Duration::from_secs(5);
 const BODY_WITHIN: Duration = Duration::from_secs(5);
 /// Bytes of a body: a node is much less.
 const BODY_MAX: usize = 64 << 10;
-/// How long whoever has asked something may take to read the answer when the daemon ends.
+/// How long a caller may take to read its answer when the daemon ends.
 const LAST: Duration = Duration::from_secs(2);
 /// Lines that one user may have written down at once, and how long one more takes.
 const LINES: f64 = 20.0;
@@ -61,7 +61,7 @@ struct Inner {
     lines: Mutex<BTreeMap<u32, Bucket>>,
 }
 
-/// A connection's place among those that there may be: of a user who has a role, or of those who have none.
+/// A connection's place among those that there may be: a user's with a role, or one that users without a role share.
 struct Seat {
     gate: Gate,
     of: Option<u32>,
@@ -103,7 +103,7 @@ impl Gate {
             None if taken >= OF_STRANGERS => {
                 return Err(format!("users without a role have {taken} connections to tasukid, and may have no more"));
             }
-            // The daemon's own user gets in whoever else is there.
+            // The daemon's own user gets in however many others are connected.
             of if of != Some(self.0.own) && all >= CONNECTIONS_MAX - OF_ONE_USER => {
                 return Err("tasukid has as many connections as it takes; ask again later".to_owned());
             }
@@ -166,7 +166,7 @@ fn refusal(status: StatusCode, error: String) -> Response {
     (status, axum::Json(Refused { error, relays: Vec::new() })).into_response()
 }
 
-/// Lets a request in, if whoever asks may ask that and has said all of it in time, and writes down what changes something or was refused.
+/// Lets a request in, if its caller has the role for it and has sent all of it in time. What changes something or was refused goes into the audit log.
 pub async fn guard(
     State(gate): State<Gate>,
     Extension(peer): Extension<Arc<Peer>>,

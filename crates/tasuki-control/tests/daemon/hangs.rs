@@ -4,7 +4,6 @@ use std::os::unix::net::UnixDatagram;
 use std::time::Duration;
 
 use rustix::process::Signal;
-use serde_json::Value;
 
 use super::rig::{lives, pid, signal, until};
 use super::storm::{Storm, need_storm, send, state};
@@ -69,19 +68,8 @@ fn somebody_drives(storm: &Storm) {
 #[test]
 fn a_handover_whose_taker_is_late_is_done_again() {
     need_storm!();
-    let folder = tempfile::tempdir().expect("a folder");
-    let pcap = folder.path().join("wire.pcap");
-    let rate = RATE.to_string();
-    let wire = ["--source", &u64::MAX.to_string(), "--rate", &rate, "--pcap", pcap.to_str().expect("a path")];
-    let mut storm = Storm::on(&wire, false, &[]);
-    let len = || std::fs::metadata(&pcap).map_or(0, |meta| meta.len());
-    storm.settle();
-    let said = storm_late(&mut storm, "blue", &len);
-    assert!(said.is_ok(), "{said:?}\n{}", storm.rig.log());
-    assert_eq!(storm.nic()["node"], "blue");
+    let storm = given_to_a_late_taker("blue");
     assert!(storm.rig.log().contains("it is given once more"), "{}", storm.rig.log());
-    storm.settle();
-    storm.flows();
     storm.nothing_is_lost();
 }
 
@@ -89,6 +77,12 @@ fn a_handover_whose_taker_is_late_is_done_again() {
 #[test]
 fn a_late_taker_from_a_stranger_has_the_nic_all_the_same() {
     need_storm!();
+    let storm = given_to_a_late_taker("green");
+    storm.ends_with_losses();
+}
+
+/// A NIC under traffic that was given to a node whose worker was stopped for longer than the partner pauses.
+fn given_to_a_late_taker(to: &str) -> Storm {
     let folder = tempfile::tempdir().expect("a folder");
     let pcap = folder.path().join("wire.pcap");
     let rate = RATE.to_string();
@@ -96,20 +90,10 @@ fn a_late_taker_from_a_stranger_has_the_nic_all_the_same() {
     let mut storm = Storm::on(&wire, false, &[]);
     let len = || std::fs::metadata(&pcap).map_or(0, |meta| meta.len());
     storm.settle();
-    let said = storm_late(&mut storm, "green", &len);
-    assert!(said.is_ok(), "{said:?}\n{}", storm.rig.log());
-    assert_eq!(storm.nic()["node"], "green");
-    storm.settle();
-    storm.flows();
-    storm.ends_with_losses();
-}
-
-/// Gives the NIC to a node whose worker is stopped for longer than the partner pauses.
-fn storm_late(storm: &mut Storm, to: &str, len: &(impl Fn() -> u64 + Sync)) -> Result<Value, String> {
     storm.plan("TASUKI_STOP=take.won:1");
     storm.upgrade(to, false).expect("a node without a NIC");
     storm.forget_plans();
-    std::thread::scope(|scope| {
+    let said = std::thread::scope(|scope| {
         let given = scope.spawn(|| storm.give(to, Some("repoint")));
         let late = || storm.workers().iter().map(pid).find(|pid| state(*pid) == Some('T'));
         until(&storm.rig, "the taker is stopped", || late().is_some());
@@ -119,7 +103,12 @@ fn storm_late(storm: &mut Storm, to: &str, len: &(impl Fn() -> u64 + Sync)) -> R
         until(&storm.rig, "frames come again", || len() > before + 16_384);
         signal(late, Signal::CONT);
         given.join().expect("no panic")
-    })
+    });
+    assert!(said.is_ok(), "{said:?}\n{}", storm.rig.log());
+    assert_eq!(storm.nic()["node"], to);
+    storm.settle();
+    storm.flows();
+    storm
 }
 
 #[test]
