@@ -368,7 +368,8 @@ where
             return Err(Refused { reason: Reason::CardGone, sentence: NicError::Gone.to_string() });
         }
         let how = apart::how(self.method);
-        if how.is_some() || cold && self.given.fenced {
+        let is_apart = how.is_some() || cold && self.given.fenced;
+        if is_apart {
             let may = rustix::process::getrlimit(Resource::Memlock).current;
             kit::may_lock(text.locks(), may).map_err(|reason| Refused { reason, sentence: reason.to_string() })?;
         }
@@ -377,7 +378,7 @@ where
             reason: Reason::Missing { position: 0 },
             sentence: format!("the NIC's descriptors cannot be copied ({error}); raise RLIMIT_NOFILE"),
         })?;
-        if cold || how.is_some() {
+        if is_apart {
             D::may_go_on(&common.book, self.given.number, None, text.ring)?;
             return self.open_apart(common.party, how, copies);
         }
