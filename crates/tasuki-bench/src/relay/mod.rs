@@ -80,6 +80,9 @@ pub const CASES: &[Case] = &[
     system!("handover-repoint-line64", 64, Traffic::Line, Relay::Give(Method::Repoint)),
     system!("handover-repoint-line1518", 1518, Traffic::Line, Relay::Give(Method::Repoint)),
     system!("handover-repoint-paper", PAPER, Traffic::Paper, Relay::Give(Method::Repoint)),
+    system!("handover-fenced-line64", 64, Traffic::Line, Relay::Fence(Method::Repoint)),
+    system!("handover-fenced-line1518", 1518, Traffic::Line, Relay::Fence(Method::Repoint)),
+    system!("handover-fenced-paper", PAPER, Traffic::Paper, Relay::Fence(Method::Repoint)),
     system!("handover-mbb-line64", 64, Traffic::Line, Relay::Give(Method::Mbb), serve_virtio),
     system!("handover-mbb-line1518", 1518, Traffic::Line, Relay::Give(Method::Mbb), serve_virtio),
     system!("handover-mbb-paper", PAPER, Traffic::Paper, Relay::Give(Method::Mbb), serve_virtio),
@@ -127,5 +130,7 @@ const PAPER: u32 = 1024;
 
 /// What else is measured in the same rounds: what it costs to wake another process.
 pub fn floors() -> impl Iterator<Item = &'static Case> {
-    floors::CASES.iter().filter(|case| ["futex-same-core", "eventfd-same-core"].contains(&case.name))
+    floors::CASES
+        .iter()
+        .filter(|case| ["futex-same-core", "eventfd-same-core", "eventfd-other-core"].contains(&case.name))
 }

@@ -45,6 +45,8 @@ pub enum Relay {
     Takeover,
     /// The NIC goes to the other node.
     Give(Method),
+    /// The same, and neither node trusts the other: all workers that had the NIC are fenced on the way.
+    Fence(Method),
 }
 
 /// A daemon, which is ended with all its workers when dropped.
@@ -85,12 +87,11 @@ pub fn now_ns() -> u64 {
 }
 
 impl System {
-    /// Two nodes that trust each other and send back what comes, each on its CPU, which may be the same; the card is the first one's.
-    pub fn start(folder: &Path, card: &Path, cpus: [usize; 2]) -> Result<Self> {
+    /// Two nodes that send back what comes, each on its CPU, which may be the same; the card is the first one's.
+    pub fn start(folder: &Path, card: &Path, cpus: [usize; 2], they_trust: bool) -> Result<Self> {
         let node = |name: &str, other: &str, cpu: usize| {
-            format!(
-                "[[node]]\nname = \"{name}\"\nwork = \"echo\"\ncpu = {cpu}\npoll = true\ntrusts = [\"{other}\"]\n\n"
-            )
+            let trusts = if they_trust { format!("\"{other}\"") } else { String::new() };
+            format!("[[node]]\nname = \"{name}\"\nwork = \"echo\"\ncpu = {cpu}\npoll = true\ntrusts = [{trusts}]\n\n")
         };
         let nic = format!("[[nic]]\nname = \"nic0\"\ndevice = \"vfio-user:{}\"\nnode = \"red\"\n", card.display());
         let system =
@@ -204,7 +205,7 @@ impl System {
                 let body = if store { json!({"state": "store"}) } else { json!({}) };
                 self.ask(Verb::POST, &format!("/v1/nodes/{}/upgrade", before.node), Some(&body))?
             }
-            Relay::Give(method) => {
+            Relay::Give(method) | Relay::Fence(method) => {
                 let to = if before.node == "red" { "blue" } else { "red" };
                 self.await_worker(to)?;
                 let body = json!({"to": to, "method": method});
@@ -253,7 +254,8 @@ fn relays_on(mut orders: Orders, cpus: [usize; 2], relay: Relay, traffic: Traffi
         ensure!(began.elapsed() < PATIENCE, "the card is not served");
         std::thread::sleep(LOOK);
     }
-    let system = System::start(&orders.directory, &orders.directory.join(SOCKET), cpus)?;
+    let they_trust = !matches!(relay, Relay::Fence(_));
+    let system = System::start(&orders.directory, &orders.directory.join(SOCKET), cpus, they_trust)?;
     // Whoever asks is on the card's CPU at no time: it sleeps while it matters.
     let rate = match traffic {
         Traffic::Line => driver::line_rate(size),
