@@ -1,4 +1,4 @@
-//! Control groups: a node's processes together have bounds, and stop at one word.
+//! Control groups: a node's processes together have bounds, and a worker's stop at one word.
 //!
 //! [`Groups`] is what this machine has of them, both kinds: version 2 where it is mounted, version 1's controllers for the rest. Beneath the daemon's own group lie
 //! `tasuki/ID/node-NAME`, with the node's [`Bounds`], and in it a group of each worker, without bounds of its own:
@@ -7,7 +7,7 @@
 //! let groups = Groups::find("a name that stays over restarts");
 //! let node = groups.node("red", &bounds)?;      // made, or that of a daemon before us
 //! let worker = node.child("worker-7")?;
-//! worker.add(pid)?;                             // or the process itself writes 0 into each of worker.doors()
+//! spawn::start(&program, worker.birthplace())?; // and the process writes 0 into each of worker.doors(); or worker.add(pid)
 //! worker.freeze()?;                             // asks; comes back at once
 //! while !worker.is_frozen()? { hint::spin_loop() }   // from here on none of its threads runs an instruction in user space
 //! worker.kill()?;                               // also of what is frozen; it runs nothing more
@@ -22,6 +22,7 @@
 
 use std::fs::{self, File, OpenOptions};
 use std::io;
+use std::os::fd::{AsFd, BorrowedFd};
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
@@ -139,7 +140,8 @@ impl Groups {
     /// What the kernel refuses.
     pub fn node(&self, name: &str, bounds: &Bounds) -> io::Result<Group> {
         let mut group = Group { places: Vec::new(), freezer: None };
-        for it in self.hierarchies.iter().filter(|it| is_of_use(it, bounds)) {
+        let any_v2 = self.hierarchies.iter().any(|it| it.is_v2);
+        for it in self.hierarchies.iter().filter(|it| is_of_use(it, bounds, any_v2)) {
             let parent = it.own.join("tasuki").join(&self.id);
             fs::create_dir_all(&parent)?;
             if it.is_v2 {
@@ -186,8 +188,8 @@ fn wanted(bounds: &Bounds) -> Vec<&'static str> {
     all.into_iter().filter_map(|(name, is_wanted)| is_wanted.then_some(name)).collect()
 }
 
-fn is_of_use(it: &Hierarchy, bounds: &Bounds) -> bool {
-    it.is_v2 || it.has("freezer") || wanted(bounds).iter().any(|name| it.has(name))
+fn is_of_use(it: &Hierarchy, bounds: &Bounds, any_v2: bool) -> bool {
+    it.is_v2 || it.has("freezer") && !any_v2 || wanted(bounds).iter().any(|name| it.has(name))
 }
 
 /// Has the groups from `own` down to `parent` hand these controllers on. Version 2 does that for groups alone that have no process of their own: the daemon goes aside.
@@ -256,6 +258,8 @@ pub struct Group {
 struct Freezer {
     path: PathBuf,
     is_v2: bool,
+    /// The group itself.
+    folder: File,
     /// `freezer.state`, or `cgroup.freeze`.
     state: File,
     /// The same, or `cgroup.events`.
@@ -270,7 +274,8 @@ impl Group {
         let (state, seen) =
             if *is_v2 { ("cgroup.freeze", "cgroup.events") } else { ("freezer.state", "freezer.state") };
         let state = OpenOptions::new().write(true).open(path.join(state))?;
-        self.freezer = Some(Freezer { path: path.clone(), is_v2: *is_v2, state, seen: File::open(path.join(seen))? });
+        let (folder, seen) = (File::open(path)?, File::open(path.join(seen))?);
+        self.freezer = Some(Freezer { path: path.clone(), is_v2: *is_v2, folder, state, seen });
         Ok(())
     }
 
@@ -290,17 +295,22 @@ impl Group {
         Ok(group)
     }
 
-    /// Files into which a process writes 0 to be of this group.
-    pub fn doors(&self) -> Vec<PathBuf> {
-        self.places.iter().map(|place| place.path.join("cgroup.procs")).collect()
+    /// Where a process can be started so that it is of this group from its beginning; in the others it enters by [`Self::doors`].
+    pub fn birthplace(&self) -> Option<BorrowedFd<'_>> {
+        self.freezer.as_ref().filter(|it| it.is_v2).map(|it| it.folder.as_fd())
     }
 
-    /// Has a process be of this group, and what it starts from then on.
+    /// Files into which a process writes 0 to be of this group in all else.
+    pub fn doors(&self) -> Vec<PathBuf> {
+        self.places.iter().filter(|place| !place.is_v2).map(|place| place.path.join("cgroup.procs")).collect()
+    }
+
+    /// Has a process be of this group, and what it starts from then on. It takes some 10 ms.
     ///
     /// # Errors
     /// What the kernel refuses: it may be dead.
     pub fn add(&self, pid: u32) -> io::Result<()> {
-        self.doors().iter().try_for_each(|door| fs::write(door, pid.to_string()))
+        self.places.iter().try_for_each(|place| fs::write(place.path.join("cgroup.procs"), pid.to_string()))
     }
 
     fn freezer(&self) -> io::Result<&Freezer> {
@@ -506,7 +516,8 @@ mod tests {
                 continue;
             }
             let node = ours.0.node("red", &bounds).expect("a group");
-            let doors: Vec<String> = node.doors().iter().map(|door| format!("echo 0 > {}", door.display())).collect();
+            let doors = node.places.iter().map(|place| place.path.join("cgroup.procs"));
+            let doors: Vec<String> = doors.map(|door| format!("echo 0 > {}", door.display())).collect();
             let script = format!("{}; sleep 0 && echo more than one || echo refused", doors.join("; "));
             let said = Command::new("sh").args(["-c", &script]).output().expect("a shell");
             let said = String::from_utf8_lossy(&said.stdout).into_owned();

@@ -18,5 +18,6 @@ pub mod log;
 pub mod place;
 pub mod process;
 pub mod registry;
+pub mod spawn;
 pub mod supervisor;
 pub mod watchdog;

@@ -4,12 +4,15 @@
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::unix::fs::MetadataExt;
-use std::os::unix::process::{CommandExt, ExitStatusExt};
-use std::process::{Child, Command};
+use std::os::unix::process::CommandExt;
+use std::process::Command;
 
 use rustix::event::{PollFd, PollFlags, Timespec};
-use rustix::process::{Pid, PidfdFlags, Signal};
+use rustix::process::{Pid, PidfdFlags, Signal, WaitId, WaitIdOptions};
 use serde::{Deserialize, Serialize};
+
+use crate::cgroup::Group;
+use crate::spawn::{self, Program};
 
 /// Which process.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
@@ -26,7 +29,7 @@ pub struct Process {
     name: Name,
     pidfd: OwnedFd,
     /// Ours to reap; those of a daemon before us are init's.
-    child: Option<Child>,
+    is_ours: bool,
 }
 
 impl Process {
@@ -35,28 +38,45 @@ impl Process {
         // What is typed into our terminal is for us: workers and cards outlive the daemon.
         command.process_group(0).env_remove("NOTIFY_SOCKET").env_remove("WATCHDOG_USEC").env_remove("WATCHDOG_PID");
         let mut child = command.spawn()?;
-        // It may be dead by now, and is ours to reap all the same.
-        let opened = Self::open(child.id(), true);
-        match opened {
-            Ok((name, pidfd)) => Ok(Process { name, pidfd, child: Some(child) }),
-            Err(error) => {
-                let _ = child.kill();
-                let _ = child.wait();
-                Err(error)
+        Self::of_child(child.id()).inspect_err(|_| {
+            let _ = child.kill();
+            let _ = child.wait();
+        })
+    }
+
+    /// Starts a program in this group, if it can be; says whether it is there. It is nowhere else, and not there in a part of its time only.
+    pub fn start(program: &Program, group: Option<&Group>) -> io::Result<(Self, bool)> {
+        let started = group.and_then(Group::birthplace).map(|place| spawn::start(program, Some(place)));
+        let (pid, is_there) = match started {
+            Some(Ok(pid)) => (pid, true),
+            // A program that does not start does not start out of a group either, and then it is known to be that.
+            _ => (spawn::start(program, None)?, false),
+        };
+        let process = Self::of_child(pid).inspect_err(|_| {
+            if let Some(pid) = i32::try_from(pid).ok().and_then(Pid::from_raw) {
+                let _ = rustix::process::kill_process(pid, Signal::KILL);
+                let _ = rustix::process::waitpid(Some(pid), rustix::process::WaitOptions::empty());
             }
-        }
+        })?;
+        Ok((process, is_there))
+    }
+
+    /// It may be dead by now, and is ours to reap all the same.
+    fn of_child(pid: u32) -> io::Result<Self> {
+        let (name, pidfd) = Self::open(pid, true)?;
+        Ok(Process { name, pidfd, is_ours: true })
     }
 
     /// One that somebody else started; nothing if it is no more.
     pub fn find(name: Name) -> Option<Self> {
         let (found, pidfd) = Self::open(name.pid, false).ok()?;
-        (found == name).then_some(Process { name, pidfd, child: None })
+        (found == name).then_some(Process { name, pidfd, is_ours: false })
     }
 
     /// The process that the kernel says is at the other end of a socket.
     pub fn by_pid(pid: Pid) -> Option<Self> {
         let (name, pidfd) = Self::open(pid.as_raw_nonzero().get().unsigned_abs(), false).ok()?;
-        Some(Process { name, pidfd, child: None })
+        Some(Process { name, pidfd, is_ours: false })
     }
 
     fn open(pid: u32, or_dead: bool) -> io::Result<(Name, OwnedFd)> {
@@ -107,17 +127,14 @@ impl Process {
         let _ = rustix::process::pidfd_send_signal(&self.pidfd, Signal::TERM);
     }
 
-    /// Of one that is dead: how it ended, as the end of the sentence "it …".
+    /// Of one that is dead: how it ended, as the end of the sentence "it …". To be asked once.
     pub fn ended(&mut self) -> String {
-        let Some(child) = &mut self.child else { return "ended".to_owned() };
-        match child.wait() {
-            Ok(status) => match (status.code(), status.signal()) {
-                (Some(0), _) => "ended".to_owned(),
-                (Some(code), _) => format!("ended with code {code}"),
-                (_, Some(signal)) => format!("was killed by signal {signal}"),
-                _ => "ended".to_owned(),
-            },
-            Err(_) => "ended".to_owned(),
+        let id = WaitId::PidFd(self.pidfd.as_fd());
+        let status = self.is_ours.then(|| rustix::process::waitid(id, WaitIdOptions::EXITED).ok().flatten()).flatten();
+        match status.map(|status| (status.exit_status(), status.terminating_signal())) {
+            Some((Some(code), _)) if code != 0 => format!("ended with code {code}"),
+            Some((_, Some(signal))) => format!("was killed by signal {signal}"),
+            _ => "ended".to_owned(),
         }
     }
 }

@@ -515,17 +515,21 @@ pub struct Plan {
     pub inflight: Inflight,
     /// The sash goes by the store: the giver writes it as bytes, to [`ToDaemon::Sash`](crate::letter::ToDaemon::Sash), before it passes the lease.
     pub store: bool,
+    /// The taker does not trust the giver, which is fenced once it has passed the lease.
+    pub fenced: bool,
 }
 
 impl Plan {
     const HANDOVER: u64 = 1;
     const DROP: u64 = 2;
     const STORE: u64 = 4;
+    const FENCED: u64 = 8;
 
     /// As bytes.
     pub fn to_bytes(self) -> [u8; LEN] {
-        let Plan { method, handover, inflight, store } = self;
-        let bits = [(handover, Self::HANDOVER), (inflight == Inflight::Drop, Self::DROP), (store, Self::STORE)];
+        let Plan { method, handover, inflight, store, fenced } = self;
+        let drops = inflight == Inflight::Drop;
+        let bits = [(handover, Self::HANDOVER), (drops, Self::DROP), (store, Self::STORE), (fenced, Self::FENCED)];
         let bits = bits.into_iter().filter(|(is, _)| *is).map(|(_, bit)| bit).sum();
         Packet::bytes(9, 0, method as u16, 0, bits, 0)
     }
@@ -542,6 +546,7 @@ impl Plan {
             handover: has(Self::HANDOVER),
             inflight: if has(Self::DROP) { Inflight::Drop } else { Inflight::Deliver },
             store: has(Self::STORE),
+            fenced: has(Self::FENCED),
         };
         exactly(plan, &packet, plan.to_bytes())
     }
@@ -640,11 +645,12 @@ mod tests {
     }
 
     fn plan() -> impl Strategy<Value = Plan> {
-        (0..4_usize, any::<[bool; 3]>()).prop_map(|(method, [handover, drops, store])| Plan {
+        (0..4_usize, any::<[bool; 4]>()).prop_map(|(method, [handover, drops, store, fenced])| Plan {
             method: Method::ALL[method],
             handover,
             inflight: if drops { Inflight::Drop } else { Inflight::Deliver },
             store,
+            fenced,
         })
     }
 

@@ -150,6 +150,8 @@ pub struct Seat<N: InPlace + Repoint, D: Duty> {
     gone: bool,
     /// The card is left to a successor with memory of its own.
     halted: bool,
+    /// We are fenced once the lease is passed.
+    is_last: bool,
     /// It is noted when the last burst ended, though the lease is not passed yet.
     stamped: bool,
     /// What it is made of once its rings are in memory that we have made.
@@ -194,6 +196,7 @@ where
             link_is_up: false,
             gone: false,
             halted: false,
+            is_last: false,
             stamped: false,
             own: None,
             old: None,
@@ -447,6 +450,7 @@ where
         let plan = self.plan.take();
         let stores = plan.as_ref().is_some_and(|plan| plan.store);
         let leaves = plan.is_some_and(|plan| plan.handover);
+        self.is_last = plan.is_some_and(|plan| plan.fenced);
         if self.halted {
             // Where it stands was committed before the card was stopped, and nobody else reads it.
             self.close_book(&common.book);
@@ -498,7 +502,8 @@ where
             }
             // What we have left to do can wait, and whoever was rung for may wait for this CPU. It is done elsewhere, then.
             std::thread::yield_now();
-            if common.drives_one {
+            // Whoever is to be stopped is so at once only where nobody else runs, and aside is where the daemon is.
+            if common.drives_one && !self.is_last {
                 common.cpus.step_aside();
             }
             fail::point("give.passed");

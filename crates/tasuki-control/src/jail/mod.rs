@@ -21,6 +21,8 @@ use rustix::process::{Gid, Resource, Rlimit, Uid};
 use rustix::thread::{CapabilitySet, CapabilitySets, LinkNameSpaceType};
 use serde::{Deserialize, Serialize};
 
+use crate::spawn;
+
 /// The word by which tasukid is asked for this.
 pub const WORD: &str = "jail";
 
@@ -43,7 +45,7 @@ pub struct Terms {
     pub uid: Option<u32>,
     /// The network namespace to enter.
     pub network: Option<PathBuf>,
-    /// The control groups to enter: files that want a 0.
+    /// The control groups to enter, beside that in which it is started: files that want a 0.
     pub doors: Vec<PathBuf>,
     /// It may go before others on its CPU.
     pub urgent: bool,
@@ -84,7 +86,7 @@ fn become_program(terms: &str) -> Result<std::convert::Infallible> {
     let terms: Terms = serde_json::from_str(terms).context("tasukid starts this by itself, for its workers")?;
     let says = rustix::io::fcntl_dupfd_cloexec(std::io::stdout(), 3).context("it has no standard output")?;
     let nowhere = open("/dev/null", OFlags::RDWR).context("/dev/null")?;
-    let path = find(&terms.program);
+    let path = spawn::find(&terms.program);
     let program = open(&path, OFlags::PATH).with_context(|| format!("{} cannot be started", path.display()))?;
     let mut lacks = terms.lacks.clone();
     confine(&terms, &program, &mut lacks)?;
@@ -104,15 +106,6 @@ fn become_program(terms: &str) -> Result<std::convert::Infallible> {
     }
     say(&says, &Says::Failed(format!("{} does not start: {error}", path.display())));
     std::process::exit(1)
-}
-
-/// Where a program is: as the PATH has it, if it has no path of its own.
-fn find(program: &Path) -> PathBuf {
-    let on_path = std::env::var_os("PATH").filter(|_| program.components().count() == 1);
-    let found = on_path.and_then(|path| {
-        std::env::split_paths(&path).map(|folder| folder.join(program)).find(|candidate| candidate.is_file())
-    });
-    found.unwrap_or_else(|| program.to_owned())
 }
 
 fn open(path: impl AsRef<Path>, flags: OFlags) -> rustix::io::Result<OwnedFd> {

@@ -183,8 +183,12 @@ impl Supervisor {
         let node = worker.record.node.clone();
         self.workers.insert(number, worker);
         self.regroup(number);
+        let group = self.workers.get(&number).and_then(|worker| worker.group.as_ref());
+        let is_frozen = group.is_some_and(|group| group.is_frozen().is_ok_and(|is_frozen| is_frozen));
         match () {
-            () if is_fenced => self.condemn(number, "was fenced by the tasukid before this one".to_owned()),
+            () if is_fenced || is_frozen => {
+                self.condemn(number, "was fenced by the tasukid before this one".to_owned());
+            }
             () if !is_ours => self.condemn(number, "is not whose it was".to_owned()),
             () if !reached || sent.is_err() => self.condemn(number, "is not to be reached by this tasukid".to_owned()),
             () if !is_itself => self.condemn(number, "is not the process that answers for it".to_owned()),

@@ -13,7 +13,24 @@ use tasuki_shm::crash;
 use super::keeping::Key;
 use super::worker::Stage;
 use super::{About, Supervisor, now};
+use crate::cgroup::Group;
 use crate::registry::Change;
+
+/// A process that has not stopped after this long is waited for until it is dead; it takes some 50 µs for each of its CPUs.
+const FREEZES: std::time::Duration = std::time::Duration::from_millis(1);
+
+/// A process that died in a talk with a device is not waited for by the next one, but a frozen one is.
+pub(super) const STANDS: std::time::Duration = std::time::Duration::from_millis(2);
+
+/// A worker that stands frozen, and is still to be ended.
+#[derive(Debug)]
+pub(super) struct Frozen {
+    /// For the sake of this NIC.
+    nic: u32,
+    number: u32,
+    because: String,
+    pub since: std::time::Duration,
+}
 
 /// How much longer than usual a card may take that starts anew: it negotiates its link.
 const COLD: std::time::Duration = std::time::Duration::from_secs(10);
@@ -41,6 +58,10 @@ impl Supervisor {
 
     /// Does what an arbiter says, in its order; what the arbiter is to hear of it.
     pub(super) fn do_all(&mut self, nic: u32, doing: Vec<Do>) -> Vec<Input> {
+        // Each takes a moment to stop; all of them do at once.
+        let fences =
+            doing.iter().filter_map(|what| if let Do::Fence(party) = what { Some(party.0.get()) } else { None });
+        fences.for_each(|number| self.freeze(number));
         doing.into_iter().filter_map(|what| self.do_one(nic, what)).collect()
     }
 
@@ -108,34 +129,97 @@ impl Supervisor {
         self.condemn(number, format!("said of {name} what it had no right to say ({because})"));
     }
 
-    /// Records that it is fenced, then kills it. The dead need no fence.
+    /// The control group of a worker that is not dying already.
+    fn group(&self, number: u32) -> Option<&Group> {
+        self.workers.get(&number).filter(|worker| worker.stage != Stage::Condemned)?.group.as_ref()
+    }
+
+    /// Stops a worker and all that it has started, if the machine lets us: it goes on only to die.
+    fn freeze(&self, number: u32) {
+        // Where that fails, its death is waited for.
+        let _ = self.group(number).map(Group::freeze);
+    }
+
+    /// Whether it runs no instruction any more, though it may not be dead yet.
+    fn is_frozen(&self, number: u32) -> bool {
+        let Some(group) = self.group(number) else { return false };
+        let since = std::time::Instant::now();
+        while since.elapsed() < FREEZES {
+            match group.is_frozen() {
+                Ok(true) => return true,
+                Ok(false) => std::hint::spin_loop(),
+                Err(_) => return false,
+            }
+        }
+        false
+    }
+
+    /// Keeps it from the NIC. One that stands frozen is recorded and killed once nothing is urgent: a daemon that comes before that finds it frozen. Of any other the end
+    /// is waited for. The dead need no fence.
     fn fence(&mut self, nic: u32, party: Party) -> Option<Input> {
         let number = party.0.get();
         if party == ARBITER || !self.workers.contains_key(&number) {
             return Some(Input::Fenced(party));
         }
+        let because = format!("is kept from {} for good", self.cards[&nic].name());
+        if self.is_frozen(number) {
+            crash::point("daemon.fence-frozen");
+            self.rule_out(number);
+            self.frozen.push(Frozen { nic, number, because, since: now() });
+            return Some(Input::Fenced(party));
+        }
         if let Some(card) = self.cards.get_mut(&nic) {
             card.condemned.insert(number);
         }
-        let name = self.cards[&nic].name().to_owned();
-        self.condemn(number, format!("is kept from {name} for good"));
+        self.condemn(number, because);
         None
+    }
+
+    /// Ends those that were frozen once somebody drives, or when they may hold what the taker waits for; apart from the CPUs of the nodes, for to die takes them longer
+    /// than a pause may.
+    pub(super) fn end_frozen(&mut self) {
+        let is_over = |it: &Frozen| {
+            let is_settled = self.cards.get(&it.nic).is_none_or(|card| card.watch.is_none());
+            is_settled || it.since + STANDS <= now()
+        };
+        let (over, rest) = std::mem::take(&mut self.frozen).into_iter().partition(is_over);
+        self.frozen = rest;
+        for Frozen { number, because, .. } in over {
+            if let Some(worker) = self.workers.get(&number) {
+                worker.process.send_to(&self.aside);
+            }
+            self.execute(number, &because);
+        }
     }
 
     /// Kills a worker that must not go on, after that is recorded (Y6).
     pub(super) fn condemn(&mut self, number: u32, because: String) {
-        let Some(worker) = self.workers.get_mut(&number) else { return };
-        if worker.stage == Stage::Condemned {
-            return;
+        if self.rule_out(number) {
+            self.execute(number, &because);
         }
+    }
+
+    /// Nobody is to count on it from here on. Whether anybody did.
+    fn rule_out(&mut self, number: u32) -> bool {
+        let Some(worker) = self.workers.get_mut(&number).filter(|worker| worker.stage != Stage::Condemned) else {
+            return false;
+        };
         worker.stage = Stage::Condemned;
+        let arbiters = self.cards.values_mut().filter_map(|card| card.arbiter.as_mut());
+        arbiters.for_each(|arbiter| party(number).into_iter().for_each(|party| arbiter.rule_out(party)));
+        true
+    }
+
+    /// Records that it is fenced, then kills it.
+    fn execute(&mut self, number: u32, because: &str) {
+        let Some(worker) = self.workers.get(&number) else { return };
         crash::point("daemon.fencing");
         // Whoever is killed is fenced, recorded or not; only a daemon that dies before the worker does would not know.
         let news = self.registry.write(&[Change::Fence(number)], now());
         crash::point("daemon.fence-recorded");
         worker.process.kill();
-        let arbiters = self.cards.values_mut().filter_map(|card| card.arbiter.as_mut());
-        arbiters.for_each(|arbiter| party(number).into_iter().for_each(|party| arbiter.rule_out(party)));
+        // So that nothing of what it has started goes on where it stopped.
+        let _ = worker.group.as_ref().map(Group::kill);
         crash::point("daemon.fence-killed");
         let node = worker.record.node.clone();
         self.note(About::worker(&node, number), format!("worker {number} {because}: it is ended"));

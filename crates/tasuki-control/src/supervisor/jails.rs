@@ -1,9 +1,9 @@
 //! What a worker's process is started under: stage one of confinement ([`crate::jail`]). It is given its socket and nothing else until the kernel says that this holds.
 
+use std::ffi::OsString;
 use std::io::Read;
 use std::os::fd::{AsFd, AsRawFd, OwnedFd};
-use std::path::Path;
-use std::process::{Command, Stdio};
+use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result};
 use tasuki_relay::letter::Begin;
@@ -12,7 +12,7 @@ use tasuki_tap::namespace::Unnamed;
 
 use super::worker::Worker;
 use super::{About, Supervisor, Token, watch};
-use crate::cgroup::{Group, Groups};
+use crate::cgroup::{Bounds, Group, Groups};
 use crate::config::Confine;
 use crate::jail::{self, Says, Terms};
 
@@ -39,8 +39,18 @@ pub struct Jailing {
     terms: Terms,
 }
 
-/// Of a worker that is being confined: what its jail says, and its control group.
-pub type Start = (Jailing, Option<Group>);
+/// What starts a worker, without its standard input and error.
+#[derive(Debug)]
+pub struct Start {
+    /// Its path and arguments.
+    pub command: (PathBuf, Vec<OsString>),
+    /// Its standard output.
+    pub stdout: OwnedFd,
+    /// What is to be heard of its jail, if it begins in one.
+    pub jailing: Option<Jailing>,
+    /// Its control group.
+    pub group: Option<Group>,
+}
 
 /// What a node's processes have together.
 #[derive(Debug, Default)]
@@ -82,7 +92,10 @@ impl Supervisor {
     /// The control group of a worker, in its node's.
     fn group_for(&mut self, name: &str, number: u32) -> std::io::Result<Group> {
         let none = || std::io::Error::other("there is no such node");
-        let bounds = self.config.node(name).ok_or_else(none)?.bounds();
+        let bounds = match self.config.daemon.confine() {
+            Confine::Off => Bounds::default(),
+            Confine::Strict | Confine::BestEffort => self.config.node(name).ok_or_else(none)?.bounds(),
+        };
         let groups = self.groups.get_or_insert_with(|| groups_of(self.place.folder()));
         let ward = &mut self.nodes.get_mut(name).ok_or_else(none)?.ward;
         if ward.group.is_none() {
@@ -95,11 +108,9 @@ impl Supervisor {
     pub(super) fn regroup(&mut self, number: u32) {
         let Some(worker) = self.workers.get(&number) else { return };
         let (node, pid) = (worker.record.node.clone(), worker.process.name().pid);
-        if self.config.daemon.confine() == Confine::Off {
-            return;
-        }
-        let group = self.group_for(&node, number).and_then(|group| group.add(pid).map(|()| group));
-        if let (Ok(group), Some(worker)) = (group, self.workers.get_mut(&number)) {
+        let Ok(group) = self.group_for(&node, number) else { return };
+        let is_there = group.processes().is_ok_and(|there| there.contains(&pid)) || group.add(pid).is_ok();
+        if let (true, Some(worker)) = (is_there, self.workers.get_mut(&number)) {
             worker.group = Some(group);
         }
     }
@@ -142,18 +153,19 @@ impl Supervisor {
     }
 
     /// What starts a worker of this program, and what is to be heard of its jail; nothing of that where there is none.
-    pub(super) fn command_for(&mut self, name: &str, number: u32, program: &Path) -> Result<(Command, Option<Start>)> {
+    pub(super) fn start_for(&mut self, name: &str, number: u32, program: &Path) -> Result<Start> {
         if self.config.daemon.confine() == Confine::Off {
-            let mut command = Command::new(program);
-            command.arg("worker").stdout(Stdio::null());
-            return Ok((command, None));
+            let stdout = nowhere()?;
+            // Without a freezer a fence waits for the end of each process.
+            let group = self.group_for(name, number).ok();
+            return Ok(Start { command: (program.to_owned(), vec!["worker".into()]), stdout, jailing: None, group });
         }
         let (terms, group) = self.terms_for(name, number, program)?;
         let (says, stdout) = std::io::pipe().context("the kernel has no pipes left")?;
         rustix::io::ioctl_fionbio(&says, true).context("the kernel has no pipes left")?;
-        let mut command = Command::new("/proc/self/exe");
-        command.arg(jail::WORD).arg(serde_json::to_string(&terms)?).stdout(Stdio::from(stdout));
-        Ok((command, Some((Jailing { says, said: Vec::new(), terms }, group))))
+        let command = ("/proc/self/exe".into(), vec![jail::WORD.into(), serde_json::to_string(&terms)?.into()]);
+        let jailing = Some(Jailing { says, said: Vec::new(), terms });
+        Ok(Start { command, stdout: stdout.into(), jailing, group })
     }
 
     /// Has what a jail says heard.
@@ -205,6 +217,12 @@ impl Supervisor {
         }
         self.condemn(number, "was not confined".to_owned());
     }
+}
+
+/// Where what a worker writes is lost.
+pub(super) fn nowhere() -> Result<OwnedFd> {
+    let nowhere = std::fs::OpenOptions::new().write(true).open("/dev/null");
+    Ok(nowhere.context("/dev/null cannot be opened")?.into())
 }
 
 /// Those of the daemon of this directory.

@@ -451,7 +451,8 @@ impl Supervisor {
         let driver = card.holder();
         let (kind, version) = kit.unwrap_or_default();
         let Some(to) = party(job.target) else { return };
-        let plan = Plan { method, handover: job.purpose == Use::Handover, inflight: job.inflight, store: job.store };
+        let (handover, fenced) = (job.purpose == Use::Handover, job.fence_first);
+        let plan = Plan { method, handover, inflight: job.inflight, store: job.store, fenced };
         let ask = Ask { purpose: job.purpose, to, method, kind, version, carries: Positions::default() };
         job.asked = Some(driver);
         (card.said, card.method) = (None, method);

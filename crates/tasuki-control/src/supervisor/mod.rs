@@ -240,6 +240,8 @@ pub struct Supervisor {
     adopting: bool,
     room: Vec<u8>,
     ended: Option<Ended>,
+    /// Workers that are still to be ended.
+    frozen: Vec<deeds::Frozen>,
 }
 
 /// What a supervisor is made of.
@@ -307,6 +309,7 @@ impl Supervisor {
             adopting: false,
             room: Vec::new(),
             ended: None,
+            frozen: Vec::new(),
         };
         let bell = supervisor.door.clone();
         watch(&supervisor.epoll, bell.bell().as_fd(), Token::Requests)?;
@@ -371,6 +374,7 @@ impl Supervisor {
 
     /// What can wait until whatever was urgent is done.
     fn keep_house(&mut self) {
+        self.end_frozen();
         if self.stopping.is_some() {
             self.go_on_stopping();
         } else {

@@ -3,7 +3,6 @@
 
 use std::os::fd::{AsFd, OwnedFd};
 use std::path::PathBuf;
-use std::process::Stdio;
 use std::time::Duration;
 
 use anyhow::{Context, Result};
@@ -18,17 +17,19 @@ use tasuki_shm::crash;
 
 use super::card::Board;
 use super::card::Opening;
-use super::deeds::party;
-use super::jails::Unsaid;
+use super::deeds::{STANDS, party};
+use super::jails::{Start, Unsaid, nowhere};
 use super::keeping::Key;
 use super::lines::Lines;
 use super::policy::{self, Death, Trouble};
 use super::worker::{Fit, Stage, Words, Worker, tells};
 use super::{About, PATIENCE, Supervisor, Token, iova_of, now, split, watch};
+use crate::cgroup::Group;
 use crate::channel;
 use crate::config::{Device, Work, not_startable};
 use crate::process::Process;
 use crate::registry::{Change, WorkerRecord};
+use crate::spawn::Program;
 
 /// A worker that is about to be ready is so within this time, on a machine that is not too busy.
 const SOON: Duration = Duration::from_millis(500);
@@ -239,16 +240,18 @@ impl Supervisor {
             channel::listen(&socket).with_context(|| format!("{} cannot be listened at", socket.display()))?;
         let (ours, theirs) = channel::pair().context("the kernel has no sockets left")?;
         let pulse = Words::create("tasuki pulse", pulse::LEN)?;
-        let (mut command, jailing) = self.command_for(name, number, &binary)?;
-        command.stdin(Stdio::from(theirs));
+        let Start { command: (path, args), stdout, jailing, group } = self.start_for(name, number, &binary)?;
         // A log that has no room is no reason to go without a worker.
-        let (lines, its) =
-            Lines::create(&socket).map_or((None, Stdio::null()), |(lines, its)| (Some(lines), its.into()));
-        command.stderr(its);
-        let spawned = Process::spawn(&mut command).with_context(|| format!("{} does not start", binary.display()));
-        let process = match spawned {
-            Ok(process) => process,
+        let (lines, stderr) = match Lines::create(&socket) {
+            Ok((lines, its)) => (Some(lines), its.into()),
+            Err(_) => (None, nowhere()?),
+        };
+        let program = Program { path, args, stdio: [theirs, stdout, stderr] };
+        let started = Process::start(&program, group.as_ref());
+        let (process, is_there) = match started.with_context(|| format!("{} does not start", binary.display())) {
+            Ok(started) => started,
             Err(error) => {
+                group.iter().for_each(Group::remove);
                 let _ = std::fs::remove_file(&socket);
                 super::lines::forget(&socket);
                 return Err(error);
@@ -271,7 +274,10 @@ impl Supervisor {
         crash::point("daemon.worker-recorded");
         watch(&self.epoll, process.pidfd(), Token::WorkerEnd(number))?;
         watch(&self.epoll, ours.as_fd(), Token::WorkerSays(number))?;
-        let (jailing, group) = jailing.map_or((None, None), |(jailing, group)| (Some(jailing), group));
+        drop(program);
+        // On a machine with version 1 alone the jail enters by its doors.
+        let enters = |group: &Group| group.birthplace().is_none() || group.add(process.name().pid).is_ok();
+        let group = group.filter(|group| is_there || jailing.is_some() && enters(group));
         if let Some(jailing) = &jailing {
             self.watch_jail(number, jailing)?;
         }
@@ -518,7 +524,14 @@ impl Supervisor {
         let busy =
             self.workers.values().any(|worker| !worker.serves()) || !self.jobs.is_empty() || self.stopping.is_some();
         let soon = (busy || self.is_opening() || self.is_depositing()).then(|| now() + Duration::from_millis(20));
-        let all = watches.chain(waits).chain(openings).chain(self.registry.not_before()).chain(hearts).chain(soon);
+        let frozen = self.frozen.iter().map(|it| it.since + STANDS);
+        let all = watches
+            .chain(frozen)
+            .chain(waits)
+            .chain(openings)
+            .chain(self.registry.not_before())
+            .chain(hearts)
+            .chain(soon);
         all.min().unwrap_or_else(|| now() + Duration::from_secs(3600))
     }
 

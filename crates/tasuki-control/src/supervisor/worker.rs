@@ -142,7 +142,7 @@ pub struct Worker {
     pub lines: Option<Lines>,
     /// How much it may tell people.
     pub tells: Bucket,
-    /// Its control group, in its node's: see [`crate::cgroup`]. Nothing where it was not confined by this daemon.
+    /// Its control group, in its node's: see [`crate::cgroup`]. Nothing where the machine has none for us.
     pub group: Option<Group>,
     /// Since when it runs no more, or has closed its end: it is ending, or does not want to hear us.
     pub deaf: Option<Duration>,

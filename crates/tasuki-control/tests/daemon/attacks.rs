@@ -3,6 +3,7 @@
 //! Rows of docs/design/threat-model.md: a worker and the daemon; a NIC between two nodes.
 
 use std::fs;
+use std::os::unix::fs::PermissionsExt;
 
 use serde_json::Value;
 
@@ -109,7 +110,7 @@ fn no_process_of_the_old_node_is_left_when_a_stranger_has_its_nic() {
     until(&rig, "green has two workers", || of(&rig, "green").len() == 2);
     let before = of(&rig, "green");
     rig.ask(&["nic", "give", "eth0", "--to", "red"]);
-    assert!(before.iter().all(|pid| !lives(*pid)), "{}", rig.log());
+    until(&rig, "those that had it are dead", || before.iter().all(|pid| !lives(*pid)));
     until(&rig, "eth1 stays with green", || {
         let nics = rig.json(&["nic", "list"]);
         let eth1 = nics.as_array().expect("a list").iter().find(|nic| nic["name"] == "eth1").expect("it").clone();
@@ -133,4 +134,35 @@ fn no_process_of_the_old_node_is_left_when_a_stranger_has_its_nic() {
         !events[fence..].lines().any(|line| line.contains("eth0 is driven by") && line.contains("green")),
         "{events}"
     );
+}
+
+/// A worker can lend what it was given to a process that it starts, which is no stand-by of anybody's.
+#[test]
+fn what_a_worker_has_started_is_fenced_with_it() {
+    let rig = Rig::with(&NODES.replace("node = \"red\"\n", "node = \"green\"\n"), "");
+    rig.await_pair("green");
+    if !fs::read_to_string("/proc/mounts").is_ok_and(|mounts| mounts.contains(" cgroup2 ")) {
+        return println!("skipped: without control groups of version 2 a worker's processes are not known");
+    }
+    let honest = rig.program("honest", "");
+    let with = rig.path("starts-another");
+    let script = format!(
+        "#!/bin/sh\nsleep 1003 & echo $! >> {}\nexec {} \"$@\"\n",
+        rig.path("others").display(),
+        honest.display()
+    );
+    fs::write(&with, script).expect("a file");
+    fs::set_permissions(&with, fs::Permissions::from_mode(0o755)).expect("a mode");
+    rig.ask(&["worker", "upgrade", "green", "--with", &with.to_string_lossy()]);
+    rig.await_pair("green");
+    let others = || -> Vec<u32> {
+        let text = fs::read_to_string(rig.path("others")).expect("a file");
+        text.lines().map(|pid| pid.parse().expect("a number")).collect()
+    };
+    let started = others();
+    assert!(started.len() >= 2 && started.iter().all(|pid| lives(*pid)), "{started:?}");
+    rig.ask(&["nic", "give", "eth0", "--to", "red"]);
+    until(&rig, "they are dead", || started.iter().all(|pid| !lives(*pid)));
+    rig.ask(&["stop"]);
+    assert!(others().iter().all(|pid| !lives(*pid)), "what a worker starts ends with it");
 }

@@ -52,6 +52,7 @@ const DAEMON: &[&str] = &[
     "daemon.retired",
     "daemon.fencing",
     "daemon.fence-recorded",
+    "daemon.fence-frozen",
     "daemon.fence-killed",
     "daemon.death",
     "daemon.death-heard",

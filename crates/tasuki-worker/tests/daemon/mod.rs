@@ -502,7 +502,7 @@ impl Worker {
 
     /// How it is to let go of `nic` to another node.
     pub fn plan_handover(&self, nic: &Nic, method: Method, inflight: Inflight) {
-        self.tell_plan(nic, Plan { method, handover: true, inflight, store: false });
+        self.tell_plan(nic, Plan { method, handover: true, inflight, store: false, fenced: false });
     }
 
     pub fn prepare(&self, nic: &Nic, purpose: Use) {
@@ -568,7 +568,10 @@ impl Worker {
     }
 
     pub fn plan(&self, nic: &Nic, store: bool) {
-        self.tell_plan(nic, Plan { method: Method::Keep, handover: false, inflight: Inflight::Deliver, store });
+        self.tell_plan(
+            nic,
+            Plan { method: Method::Keep, handover: false, inflight: Inflight::Deliver, store, fenced: false },
+        );
     }
 }
 

@@ -203,10 +203,8 @@ pub trait Bus {
         pci::enable_again(self)
     }
 
-    /// The same as [`unmap_dma`](Self::unmap_dma), by whoever has rings to look at: where an answer is waited for, that is done without sleeping for longer.
-    fn unmap_at_work(&mut self, at: Iova, len: usize) -> Result<(), BusError> {
-        self.unmap_dma(at, len)
-    }
+    /// From here on, or no more, frames wait while an answer is waited for: that is done without sleeping for longer.
+    fn hurry(&mut self, _hurries: bool) {}
 }
 
 /// The registers behind a BAR. Accesses do not fail: as on a real bus, who is gone reads as all ones, and what is written is lost.

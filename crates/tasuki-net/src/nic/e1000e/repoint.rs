@@ -577,6 +577,7 @@ impl<B: Bus> Repoint for E1000e<B> {
 
     fn repoint(ready: Ready<B>, left: Left) -> Result<Self, Failed<B>> {
         let Ready { mut nic, controls, fenced } = ready;
+        nic.bus.hurry(true);
         let longest = if fenced.is_some() { longest(&nic.mmio) } else { 0 };
         let stopped = match left.0 & RUNS {
             0 if fenced.is_some() => Ok(()),
@@ -600,6 +601,7 @@ impl<B: Bus> Repoint for E1000e<B> {
             }
         };
         let stopped = stopped.and_then(|()| if fenced.is_some() { nic.inherit(controls, longest) } else { Ok(()) });
+        nic.bus.hurry(false);
         if let Err(error) = stopped {
             return Err(nic.failed(error));
         }
@@ -627,10 +629,12 @@ impl<B: Bus> Repoint for E1000e<B> {
         if std::mem::take(&mut self.suspect) {
             self.put_right(&mut between)?;
         }
-        let arena = self.bus.unmap_at_work(old.arena_at(), old.slots.len());
+        self.bus.hurry(true);
+        let arena = self.bus.unmap_dma(old.arena_at(), old.slots.len());
         between(self);
         // An owner that has taken away the one itself may have left the other.
-        let rings = self.bus.unmap_at_work(old.rings_at, old.rings_len);
+        let rings = self.bus.unmap_dma(old.rings_at, old.rings_len);
+        self.bus.hurry(false);
         Ok(arena.and(rings)?)
     }
 }

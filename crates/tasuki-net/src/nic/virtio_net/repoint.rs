@@ -466,8 +466,11 @@ impl<B: Bus> Repoint for VirtioNet<B> {
             self.renew_spare(&mut between)?;
         }
         between(self);
-        self.bus.unmap_at_work(old.arena_at(), old.slots.len())?;
+        self.bus.hurry(true);
+        let arena = self.bus.unmap_dma(old.arena_at(), old.slots.len());
         between(self);
-        Ok(self.bus.unmap_at_work(old.rings_at, old.rings_len)?)
+        let both = arena.and_then(|()| self.bus.unmap_dma(old.rings_at, old.rings_len));
+        self.bus.hurry(false);
+        Ok(both?)
     }
 }

@@ -388,11 +388,8 @@ impl Bus for VfioUser {
         }
     }
 
-    fn unmap_at_work(&mut self, at: Iova, len: usize) -> Result<(), BusError> {
-        self.link.lock().hurry(true);
-        let unmapped = self.unmap_dma(at, len);
-        self.link.lock().hurry(false);
-        unmapped
+    fn hurry(&mut self, hurries: bool) {
+        self.link.lock().hurry(hurries);
     }
 
     fn unmap_dma(&mut self, at: Iova, len: usize) -> Result<(), BusError> {

@@ -1,0 +1,214 @@
+//! Starts a program in a control group: its process is in that from its first instruction on, and so is all that it starts. To move a process there later takes the
+//! kernel some 10 ms, in which it may have started others.
+//!
+//! # Invariants
+//!
+//! - **C1** Between clone3(2) and execve(2) or _exit(2) the new process calls system calls alone, by wrappers that signal-safety(7) names, on what was made before: another
+//!   thread may have held any lock of the C library or of the allocator when it was cloned, and nobody would ever give that back.
+//! - **C2** All that it passes to the kernel lives until it has become the program or is dead: it has a copy of the memory of [`start`], which does not end in it.
+#![allow(unsafe_code, reason = "clone3(2) with a control group, which no library offers (C1, C2)")]
+
+use std::ffi::{CString, OsStr, OsString};
+use std::io;
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
+use std::os::unix::ffi::{OsStrExt, OsStringExt};
+use std::path::{Path, PathBuf};
+
+use rustix::pipe::PipeFlags;
+
+/// Descriptors from here on are not those of standard input, output and error.
+const FIRST_OTHER: i32 = 3;
+/// CLONE_INTO_CGROUP, for which the library's type is too short.
+const INTO_CGROUP: u64 = 0x2_0000_0000;
+/// What belongs to the daemon and not to what it starts.
+const NOT_ITS: &[&str] = &["NOTIFY_SOCKET", "WATCHDOG_USEC", "WATCHDOG_PID"];
+
+/// What to start, and with what.
+#[derive(Debug)]
+pub struct Program {
+    /// Looked for as the PATH has it, if it has no path of its own.
+    pub path: PathBuf,
+    /// What follows its name.
+    pub args: Vec<OsString>,
+    /// Its standard input, output and error.
+    pub stdio: [OwnedFd; 3],
+}
+
+/// Where a program is: as the PATH has it, if it has no path of its own.
+pub fn find(program: &Path) -> PathBuf {
+    let on_path = std::env::var_os("PATH").filter(|_| program.components().count() == 1);
+    let found = on_path.and_then(|path| {
+        std::env::split_paths(&path).map(|folder| folder.join(program)).find(|candidate| candidate.is_file())
+    });
+    found.unwrap_or_else(|| program.to_owned())
+}
+
+/// Starts it in a process group of its own, and in this control group of version 2 if there is one; says which process it is. Whoever starts it reaps it.
+///
+/// # Errors
+/// What the kernel says of it: no such program, no room for a process, or not in this group.
+pub fn start(program: &Program, group: Option<BorrowedFd<'_>>) -> io::Result<u32> {
+    let text = |text: &OsStr| CString::new(text.as_bytes()).map_err(|_| io::Error::from(io::ErrorKind::InvalidInput));
+    let path = text(find(&program.path).as_os_str())?;
+    let args = [program.path.as_os_str()].into_iter().chain(program.args.iter().map(OsString::as_os_str));
+    let args = args.map(text).collect::<io::Result<Vec<_>>>()?;
+    let its = std::env::vars_os().filter(|(name, _)| !NOT_ITS.iter().any(|not| name == not));
+    let environment =
+        its.map(|(name, value)| text(&OsString::from_vec([name.as_bytes(), b"=", value.as_bytes()].concat())));
+    let environment = environment.collect::<io::Result<Vec<_>>>()?;
+    let pointers =
+        |texts: &[CString]| -> Vec<_> { texts.iter().map(|text| text.as_ptr()).chain([std::ptr::null()]).collect() };
+    let (argv, envp) = (pointers(&args), pointers(&environment));
+    // One that is 0, 1 or 2 already would be closed when the program begins, or by the one before it.
+    let stdio = program.stdio.each_ref().map(|fd| rustix::io::fcntl_dupfd_cloexec(fd, FIRST_OTHER));
+    let [stdin, stdout, stderr] = stdio;
+    let stdio = [stdin?, stdout?, stderr?];
+    let (says, failed) = rustix::pipe::pipe_with(PipeFlags::CLOEXEC)?;
+    let failed = rustix::io::fcntl_dupfd_cloexec(failed, FIRST_OTHER)?;
+    let image = Image { path: &path, argv: &argv, envp: &envp, stdio: stdio.each_ref().map(AsFd::as_fd) };
+    let pid = clone(group, &image, failed.as_fd())?;
+    drop(failed);
+    let mut errno = [0; 4];
+    // Its end is closed when it is the program.
+    if rustix::io::retry_on_intr(|| rustix::io::read(&says, &mut errno))? == errno.len() {
+        let dead = i32::try_from(pid).ok().and_then(rustix::process::Pid::from_raw);
+        let _ = rustix::process::waitpid(dead, rustix::process::WaitOptions::empty());
+        return Err(io::Error::from_raw_os_error(i32::from_ne_bytes(errno)));
+    }
+    Ok(pid)
+}
+
+/// A new process becomes the program; says which it is.
+fn clone(group: Option<BorrowedFd<'_>>, image: &Image<'_>, failed: BorrowedFd<'_>) -> io::Result<u32> {
+    // Filters of older containers know no clone3, and without a group fork does.
+    let (flags, cgroup) = group.map_or((0, 0), |group| (INTO_CGROUP, u64::from(group.as_raw_fd().unsigned_abs())));
+    let how = libc::clone_args {
+        flags,
+        pidfd: 0,
+        child_tid: 0,
+        parent_tid: 0,
+        exit_signal: u64::from(libc::SIGCHLD.unsigned_abs()),
+        stack: 0,
+        stack_size: 0,
+        tls: 0,
+        set_tid: 0,
+        set_tid_size: 0,
+        cgroup,
+    };
+    let pid = match group {
+        // SAFETY: `how` is as long as it is said to be, and names no memory; without CLONE_VM the new process has a copy of ours, and `begin` alone runs there, which
+        // calls nothing that could wait for another thread (C1).
+        Some(_) => unsafe { libc::syscall(libc::SYS_clone3, &raw const how, size_of_val(&how)) },
+        // SAFETY: as above (C1).
+        None => unsafe { libc::fork() }.into(),
+    };
+    match pid {
+        0 => image.begin(failed),
+        -1 => Err(io::Error::last_os_error()),
+        pid => u32::try_from(pid).map_err(io::Error::other),
+    }
+}
+
+/// All that the new process needs, made before it is there.
+struct Image<'a> {
+    path: &'a CString,
+    argv: &'a [*const libc::c_char],
+    envp: &'a [*const libc::c_char],
+    stdio: [BorrowedFd<'a>; 3],
+}
+
+impl Image<'_> {
+    /// Becomes the program, or says why not and ends.
+    fn begin(&self, failed: BorrowedFd<'_>) -> ! {
+        let [stdin, stdout, stderr] = self.stdio;
+        let stdio = rustix::stdio::dup2_stdin(stdin)
+            .and_then(|()| rustix::stdio::dup2_stdout(stdout))
+            .and_then(|()| rustix::stdio::dup2_stderr(stderr));
+        if let Err(errno) = stdio {
+            end(failed, errno);
+        }
+        let _ = rustix::process::setpgid(None, None);
+        // What the daemon blocks or ignores is not for the program.
+        let (none, set) = (0_u64, libc::c_long::from(libc::SIG_SETMASK));
+        call(libc::SYS_rt_sigprocmask, [set, std::ptr::from_ref(&none) as libc::c_long, 0, 8]);
+        // SAFETY: no handler of ours is named, and the call takes no lock (C1).
+        unsafe { libc::signal(libc::SIGPIPE, libc::SIG_DFL) };
+        // What somebody has left open in the daemon, or a library has, is not the program's.
+        let all = [FIRST_OTHER.into(), u32::MAX.into(), libc::CLOSE_RANGE_CLOEXEC.into(), 0];
+        call(libc::SYS_close_range, all);
+        // SAFETY: all of them end with a zero, and live as long as this memory does (C1, C2).
+        unsafe { libc::execve(self.path.as_ptr(), self.argv.as_ptr(), self.envp.as_ptr()) };
+        let why = io::Error::last_os_error().raw_os_error().unwrap_or(libc::EINVAL);
+        end(failed, rustix::io::Errno::from_raw_os_error(why))
+    }
+}
+
+/// A system call of the new process of which nothing depends.
+fn call(number: libc::c_long, [a, b, c, d]: [libc::c_long; 4]) {
+    // SAFETY: what an argument points at lives while the call runs, and no memory but that is touched (C1, C2).
+    unsafe { libc::syscall(number, a, b, c, d) };
+}
+
+/// Says why it is not the program, and ends.
+fn end(failed: BorrowedFd<'_>, errno: rustix::io::Errno) -> ! {
+    let _ = rustix::io::write(failed, &errno.raw_os_error().to_ne_bytes());
+    // SAFETY: nothing of ours runs any more (C1).
+    unsafe { libc::_exit(127) }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::io::Read;
+
+    use super::*;
+    use crate::cgroup::{Bounds, Groups};
+    use crate::process::Process;
+
+    fn program(args: &[&str], stdout: OwnedFd) -> Program {
+        let null = || OwnedFd::from(std::fs::OpenOptions::new().read(true).write(true).open("/dev/null").unwrap());
+        let args = args.iter().map(OsString::from).collect();
+        Program { path: "sh".into(), args, stdio: [null(), stdout, null()] }
+    }
+
+    #[test]
+    fn a_program_begins_with_what_it_was_given_and_nothing_else() {
+        let (mut said, stdout) = std::io::pipe().unwrap();
+        let script = "echo $# $0 $1; ls /proc/self/fd | wc -l; grep SigBlk /proc/self/status; [ $(cut -d' ' -f5 /proc/$$/stat) = $$ ] && echo alone; exit 7";
+        let (mut process, is_there) =
+            Process::start(&program(&["-c", script, "a", "b c"], stdout.into()), None).unwrap();
+        let mut text = String::new();
+        said.read_to_string(&mut text).unwrap();
+        // ls has the folder open besides its three.
+        assert_eq!(text, "1 a b c\n4\nSigBlk:\t0000000000000000\nalone\n");
+        assert!(!is_there);
+        assert_eq!(process.ended(), "ended with code 7");
+    }
+
+    #[test]
+    fn what_does_not_start_is_said_and_leaves_nothing() {
+        let (said, stdout) = std::io::pipe().unwrap();
+        let nothing = Program { path: "/proc/nothing".into(), ..program(&[], stdout.into()) };
+        assert_eq!(start(&nothing, None).unwrap_err().kind(), io::ErrorKind::NotFound);
+        drop(said);
+    }
+
+    #[test]
+    fn a_process_is_in_its_group_before_it_can_start_others() {
+        let groups = Groups::find(&format!("test-spawn-{}", std::process::id()));
+        let node = groups.node("red", &Bounds::default());
+        let group = node.as_ref().ok().and_then(|node| node.child("worker-1").ok());
+        let Some(group) = group.filter(|group| group.birthplace().is_some()) else {
+            println!("skipped: no control groups of version 2 are mounted, or not for us");
+            return groups.sweep();
+        };
+        let (mut said, stdout) = std::io::pipe().unwrap();
+        let script = "(cut -d/ -f2- /proc/self/cgroup | grep -c worker-1)";
+        let (mut process, is_there) = Process::start(&program(&["-c", script], stdout.into()), Some(&group)).unwrap();
+        let mut text = String::new();
+        said.read_to_string(&mut text).unwrap();
+        assert_eq!((process.ended().as_str(), text.trim(), is_there), ("ended", "1", true));
+        group.remove();
+        node.unwrap().remove();
+        groups.sweep();
+    }
+}
