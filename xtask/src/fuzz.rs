@@ -90,7 +90,9 @@ pub fn fuzz_all(checkout: &Checkout, plan: &Plan) -> anyhow::Result<Tally> {
     let programs = build(checkout, plan.sanitizer)?;
     let mut tally = Tally::default();
     for target in &targets {
-        tally += &Tally::one(fuzz(checkout, &programs, target, plan)?);
+        let mut one = Tally::one(fuzz(checkout, &programs, target, plan)?);
+        one.failures.extend((one.failed > 0).then(|| format!("fuzz target {target}")));
+        tally += &one;
     }
     Ok(tally)
 }

@@ -60,10 +60,10 @@ pub fn run(checkout: &Checkout) -> anyhow::Result<Tally> {
     let wires = CARDS.iter().map(|(name, _)| Wire::lay(folder.path(), name)).collect::<anyhow::Result<Vec<_>>>()?;
     let mut reader = Reader::default();
     let mut status = None;
-    let booted = stream::run(&mut machine(&system.kernel, &archive, folder.path(), &wires), |line| {
+    let booted = stream::run_showing(&mut machine(&system.kernel, &archive, folder.path(), &wires), |line| {
         let line = line.trim_end_matches('\r');
-        reader.line(line);
         status = line.strip_prefix(ENDED).map(str::to_owned).or(status.take());
+        reader.line(line)
     })?;
     if status.is_none() {
         println!("xtask: the guest did not come to the end of its tests (QEMU ended with {booted})");

@@ -26,6 +26,6 @@ pub fn explore(checkout: &Checkout, filter: &[OsString]) -> anyhow::Result<Tally
         .env_remove("CARGO_ENCODED_RUSTFLAGS")
         .env("CARGO_TARGET_DIR", checkout.target.join("loom"));
     let mut reader = Reader::default();
-    let status = stream::run(&mut command, |line| reader.line(line))?;
+    let status = stream::run_showing(&mut command, |line| reader.line(line))?;
     Ok(reader.finish(status.success()))
 }

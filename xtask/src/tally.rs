@@ -11,7 +11,13 @@ pub struct Tally {
     pub skipped: u32,
     /// One entry per skipped test: what it said after `skipped: `.
     pub reasons: Vec<String>,
+    /// The lines that failing tests printed, each test's after its name. A closing report repeats
+    /// them: the end of a long log is the part that is kept and read.
+    pub failures: Vec<String>,
 }
+
+/// Lines that are kept of what one failing test printed: its first ones, with the panic.
+const KEPT_LINES: usize = 40;
 
 impl Tally {
     /// `count` tests that could not run, for one reason.
@@ -31,6 +37,7 @@ impl AddAssign<&Tally> for Tally {
         self.failed += other.failed;
         self.skipped += other.skipped;
         self.reasons.extend_from_slice(&other.reasons);
+        self.failures.extend_from_slice(&other.failures);
     }
 }
 
@@ -53,22 +60,42 @@ pub struct Reader {
     programs_failed: u32,
     /// Inside the part of the output that shows what passing tests printed.
     in_successes: bool,
+    /// Inside the part that shows what failing tests printed: lines that may still be kept.
+    keeps: Option<usize>,
     /// The test whose output is being shown has said why it skips itself.
     said_why: bool,
 }
 
 impl Reader {
-    pub fn line(&mut self, line: &str) {
+    /// Says whether the line is worth showing: what a passing test printed is not.
+    pub fn line(&mut self, line: &str) -> bool {
+        self.count(line);
+        if let Some(left) = self.keeps
+            && left > 0
+            && !line.is_empty()
+            && line != "failures:"
+        {
+            self.tally.failures.push(line.to_owned());
+            self.keeps = Some(left - 1);
+        }
+        !self.in_successes
+    }
+
+    fn count(&mut self, line: &str) {
         if line == "successes:" {
             self.in_successes = true;
         } else if line == "failures:" {
             self.in_successes = false;
+            // It stands before what they printed, and once more before their names.
+            self.keeps = if self.keeps.is_some() { None } else { Some(0) };
         } else if line.starts_with("---- ") && line.ends_with(" stdout ----") {
             self.said_why = false;
+            self.keeps = self.keeps.and(Some(KEPT_LINES));
         } else if let Some(counts) = line.strip_prefix("test result: ") {
             self.result(counts);
         } else if line.starts_with("error: test failed") || line.starts_with("error: doctest failed") {
             self.programs_failed += 1;
+            self.tally.failures.push(line.to_owned());
         } else if let Some(reason) = line.strip_prefix("skipped: ")
             && self.in_successes
             && !self.said_why
@@ -82,6 +109,7 @@ impl Reader {
     /// `ok. 3 passed; 0 failed; 1 ignored; 0 measured; 0 filtered out; finished in 0.01s`
     fn result(&mut self, counts: &str) {
         self.in_successes = false;
+        self.keeps = None;
         if counts.starts_with("FAILED") {
             self.results_failed += 1;
         }
@@ -116,7 +144,9 @@ mod tests {
 
     fn tally(output: &str, succeeded: bool) -> Tally {
         let mut reader = Reader::default();
-        output.lines().for_each(|line| reader.line(line));
+        output.lines().for_each(|line| {
+            reader.line(line);
+        });
         reader.finish(succeeded)
     }
 
@@ -174,6 +204,30 @@ mod tests {
         );
 
         assert_eq!(sum.to_string(), "0 passed, 1 failed, 0 skipped");
+    }
+
+    #[test]
+    fn what_a_failing_test_printed_is_kept_and_what_a_passing_one_printed_is_not_shown() {
+        let output = [
+            "successes:",
+            "---- one stdout ----",
+            "seed 7",
+            "failures:",
+            "",
+            "---- two stdout ----",
+            "two panicked at here",
+            "failures:",
+            "    two",
+            "test result: FAILED. 1 passed; 1 failed; 0 ignored; 0 measured; 0 filtered out; finished in 0.00s",
+            "error: test failed, to rerun pass `--lib`",
+        ];
+        let mut reader = Reader::default();
+
+        let shown: Vec<_> = output.into_iter().filter(|line| reader.line(line)).collect();
+
+        assert!(!shown.contains(&"seed 7") && shown.contains(&"two panicked at here"));
+        let kept = ["---- two stdout ----", "two panicked at here", "error: test failed, to rerun pass `--lib`"];
+        assert_eq!(reader.finish(false).failures, kept);
     }
 
     #[test]

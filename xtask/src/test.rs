@@ -50,10 +50,15 @@ pub fn run(checkout: &Checkout, only: Option<Stage>, fuzz_seconds: u32) -> anyho
 }
 
 impl Report {
-    /// Prints the sums: per stage, then the reasons of skipped tests, then one line for the whole.
+    /// Prints what failing tests printed and the sums: per stage, then the reasons of skipped tests,
+    /// then one line for the whole.
     /// Says whether nothing failed.
     pub fn close(self) -> bool {
         let mut sum = Tally::default();
+        for (stage, tally) in self.0.iter().filter(|(_, tally)| !tally.failures.is_empty()) {
+            println!("\nfailed ({})", name(*stage));
+            tally.failures.iter().for_each(|line| println!("  {line}"));
+        }
         println!("\nsummary");
         for (stage, tally) in &self.0 {
             println!("  {:<5} {tally}", name(*stage));
@@ -93,7 +98,7 @@ fn unit(checkout: &Checkout) -> anyhow::Result<Tally> {
     command.env("TASUKI_OTHER_WORKER", other);
     command.args(["--workspace", "--all-features", "--no-fail-fast", "--", "--show-output"]);
     let mut reader = Reader::default();
-    let status = stream::run(&mut command, |line| reader.line(line))?;
+    let status = stream::run_showing(&mut command, |line| reader.line(line))?;
     Ok(reader.finish(status.success()))
 }
 
