@@ -81,7 +81,7 @@ impl Process {
 
     fn open(pid: u32, or_dead: bool) -> io::Result<(Name, OwnedFd)> {
         let number = i32::try_from(pid).ok().and_then(Pid::from_raw).ok_or(io::ErrorKind::NotFound)?;
-        let pidfd = rustix::process::pidfd_open(number, PidfdFlags::NONBLOCK)?;
+        let pidfd = rustix::process::pidfd_open(number, PidfdFlags::empty())?;
         // Read after the pidfd is open: if the start is the one that we look for, so is whom the pidfd means.
         Ok((Name { pid, start: start_of(pid, or_dead)? }, pidfd))
     }
@@ -127,10 +127,10 @@ impl Process {
         let _ = rustix::process::pidfd_send_signal(&self.pidfd, Signal::TERM);
     }
 
-    /// Of one that is dead: how it ended, as the end of the sentence "it …". To be asked once.
+    /// Waits for its end, if it is ours, and says how it ended, as the end of the sentence "it …". To be asked once.
     pub fn ended(&mut self) -> String {
-        let id = WaitId::PidFd(self.pidfd.as_fd());
-        let status = self.is_ours.then(|| rustix::process::waitid(id, WaitIdOptions::EXITED).ok().flatten()).flatten();
+        let wait = || rustix::process::waitid(WaitId::PidFd(self.pidfd.as_fd()), WaitIdOptions::EXITED);
+        let status = self.is_ours.then(|| rustix::io::retry_on_intr(wait).ok().flatten()).flatten();
         match status.map(|status| (status.exit_status(), status.terminating_signal())) {
             Some((Some(code), _)) if code != 0 => format!("ended with code {code}"),
             Some((_, Some(signal))) => format!("was killed by signal {signal}"),
