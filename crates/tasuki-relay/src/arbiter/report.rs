@@ -13,6 +13,9 @@ impl Arbiter {
             (Verdict::Hear, _) if self.denies(party, report, word) => {
                 (Verdict::Breach, "the lease word denies what it says")
             }
+            (Verdict::Breach, _) if is == Is::Given && self.is_outdated(report) => {
+                (Verdict::Stale, "it was given the device anew before this was heard")
+            }
             verdict => verdict,
         }
     }
@@ -36,6 +39,19 @@ impl Arbiter {
         doing.push(Do::Breach(party, because));
         self.set(party, Is::Condemned);
         self.absent(party, Event::GiverSilent)
+    }
+
+    /// Whether it speaks of a tenure that is over. Taker and giver say by two sockets that one has taken and the other has passed: a giver can be told
+    /// to leave, and be given the device anew, before it is heard.
+    fn is_outdated(&self, report: Report) -> bool {
+        match report {
+            Report::Released { epoch }
+            | Report::Kept { epoch, .. }
+            | Report::Taken { epoch }
+            | Report::Failed { epoch, .. }
+            | Report::Replaced { epoch } => epoch.wrapping_sub(self.seen.epoch).cast_signed() < 0,
+            Report::Hello { .. } | Report::Ready | Report::Unfit(_) | Report::Lost { .. } => false,
+        }
     }
 
     /// Whether the word denies it: it was the worker's own swap that it speaks of.

@@ -74,6 +74,36 @@ fn a_report_of_a_worker_that_was_given_nothing_is_a_breach() {
     assert_eq!(arbiter.driver(), Some(party(1)), "nobody else loses anything");
 }
 
+/// The taker is heard first, and the giver is a worker like any other by then.
+#[test]
+fn a_giver_that_is_heard_late_was_honest() {
+    let (mut arbiter, table) = steady();
+    arbiter.give(party(2), HOME);
+    says(&mut arbiter, &table, 2, Report::Ready);
+    let asked = Ask {
+        purpose: Use::Upgrade,
+        to: party(2),
+        method: Method::Keep,
+        kind: 0,
+        version: 0,
+        carries: Positions::default(),
+    };
+    arbiter.hear(&table, Input::Asked(asked)).unwrap();
+    says(&mut arbiter, &table, 2, Report::Ready);
+    let taken = Input::Report(party(2), Report::Taken { epoch: 2 }, held_by(2, 2));
+    let doing = arbiter.hear(&table, taken).unwrap();
+    assert!(doing.contains(&Do::Tell(party(1), Order::Leave)), "{doing:?}");
+    assert_eq!(arbiter.driver(), Some(party(2)));
+    assert_eq!(arbiter.give(party(1), HOME), Some(Page::Shared));
+    let released = |epoch| Input::Report(party(1), Report::Released { epoch }, held_by(2, 2));
+    assert_eq!(arbiter.hear(&table, released(1)), Ok(vec![]), "it was said before it was given the device anew");
+    let doing = arbiter.hear(&table, released(2)).unwrap();
+    assert!(
+        matches!(doing[..], [Do::Breach(who, _)] if who == party(1)),
+        "of this tenure it has none to pass: {doing:?}"
+    );
+}
+
 /// Finding 3: the giver names a victim in its lease word.
 #[test]
 fn a_lease_word_that_names_a_stranger_condemns_its_writers_and_not_the_stranger() {
