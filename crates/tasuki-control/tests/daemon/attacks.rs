@@ -166,3 +166,44 @@ fn what_a_worker_has_started_is_fenced_with_it() {
     rig.ask(&["stop"]);
     assert!(others().iter().all(|pid| !lives(*pid)), "what a worker starts ends with it");
 }
+
+/// Rounds of babble by default; `TASUKI_BABBLE=FROM..TO` takes these seeds instead.
+fn seeds() -> std::ops::Range<u32> {
+    let said = std::env::var("TASUKI_BABBLE").ok();
+    let parse = |said: String| {
+        let (from, to) = said.split_once("..")?;
+        Some(from.parse().ok()?..to.parse().ok()?)
+    };
+    said.map_or(0..24, |said| parse(said).expect("TASUKI_BABBLE=FROM..TO"))
+}
+
+/// A driver, a stand-by and a worker without a NIC say in turn what a seed says. The daemon lives, nobody of another node is harmed, and their own node has workers
+/// and its NIC again.
+#[test]
+fn whatever_a_worker_says_and_writes_only_its_own_node_suffers() {
+    let mut rig = Rig::without_daemon(NODES, "attacks");
+    rig.configure(|text| text.replace("[daemon]\n", "[daemon]\nrestart = \"always\"\n"));
+    rig.start();
+    rig.await_worker("green", "idle");
+    for seed in seeds() {
+        println!("seed {seed}");
+        let (node, by) = [("green", "any"), ("red", "driver"), ("red", "spare")][seed as usize % 3];
+        let (driver, standby) = rig.await_pair("red");
+        let green = of(&rig, "green");
+        attack(&rig, node, by, &format!("babble {seed} 200"));
+        until(&rig, "somebody babbles", || !rig.path(&format!("attack.{node}")).exists());
+        let liar = || match by {
+            "driver" => lives(pid(&driver)),
+            "spare" => lives(pid(&standby)),
+            _ => green.iter().all(|pid| lives(*pid)),
+        };
+        until(&rig, "the liar is gone", || !liar());
+        let (drives, stands_by) = rig.await_pair("red");
+        match node {
+            "green" => assert_eq!((pid(&drives), pid(&stands_by)), (pid(&driver), pid(&standby)), "{}", rig.log()),
+            _ => assert_eq!(of(&rig, "green"), green, "{}", rig.log()),
+        }
+        rig.await_worker("green", "idle");
+    }
+    assert_eq!(rig.nic()["is"], "driven");
+}

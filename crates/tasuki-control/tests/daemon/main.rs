@@ -2,6 +2,7 @@
 #![allow(clippy::tests_outside_test_module, reason = "the whole file is tests")]
 
 mod attacks;
+mod babble;
 mod callers;
 mod captures;
 mod confined;

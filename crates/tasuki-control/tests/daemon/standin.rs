@@ -17,6 +17,8 @@ use tasuki_relay::wire::{Order, Plan, Reason, Report};
 use tasuki_relay::worker::{Do, Input, Tables, Worker};
 use tasuki_relay::{Party, Tenure};
 
+use super::babble::{self, Babble};
+
 /// What it was started as, from the script that starts it.
 #[derive(Debug)]
 pub struct Orders {
@@ -276,6 +278,7 @@ impl Standin {
                     let word = Tenure { holder, epoch: number(3) }.to_word();
                     self.nics[&number(1)].board.words.store(board::LEASE_LINE / 8, word);
                 }
+                "babble" => self.babble(number(1).into(), number(2)),
                 "ended" => self.pulse.store(pulse::LIFE, u64::from(pulse::ENDED)),
                 // No report that there is: the fence of another, as an older protocol had it.
                 "fenced" => {
@@ -290,6 +293,29 @@ impl Standin {
                 }
             }
         }
+    }
+
+    /// Says and writes what a seed says, until it is ended, or has said it all and ends.
+    fn babble(&self, seed: u64, count: u32) -> ! {
+        for babble in babble::of_seed(seed, count) {
+            let (bytes, gifts) = match babble {
+                Babble::Packet(nic, packet, gifts) => (letter::frame(nic, packet).to_vec(), gifts),
+                Babble::Letter(bytes, gifts) => (bytes, gifts),
+                Babble::Lease(nic, word) => {
+                    // What a stand-by writes there nobody looks at before the next relay.
+                    let its = self.nics.get(&nic).filter(|nic| nic.machine.drives());
+                    its.inspect(|nic| nic.board.words.store(board::LEASE_LINE / 8, word));
+                    continue;
+                }
+                Babble::Pulse(at, word) => {
+                    self.pulse.store(at, word);
+                    continue;
+                }
+            };
+            let gifts: Vec<OwnedFd> = gifts.into_iter().map(|gift| gift.open(&self.socket)).collect();
+            let _ = channel::send(self.socket.as_fd(), &bytes, &channel::lend(&gifts));
+        }
+        std::process::exit(0);
     }
 
     fn let_in(&mut self) {
