@@ -302,9 +302,7 @@ impl Standin {
                 Babble::Packet(nic, packet, gifts) => (letter::frame(nic, packet).to_vec(), gifts),
                 Babble::Letter(bytes, gifts) => (bytes, gifts),
                 Babble::Lease(nic, word) => {
-                    // What a stand-by writes there nobody looks at before the next relay.
-                    let its = self.nics.get(&nic).filter(|nic| nic.machine.drives());
-                    its.inspect(|nic| nic.board.words.store(board::LEASE_LINE / 8, word));
+                    self.nics.get(&nic).inspect(|nic| nic.board.words.store(board::LEASE_LINE / 8, word));
                     continue;
                 }
                 Babble::Pulse(at, word) => {

@@ -539,6 +539,11 @@ impl Arbiter {
             }
             Input::Report(party, report, word) => self.report(authority, party, report, word, doing),
             Input::Gone(party) => {
+                // While another drives nobody looks at the word, which this one could write to the last.
+                let could_write = self.may_hold(party) && ![self.giver, self.next].contains(&Some(party));
+                if could_write && self.state == State::Steady {
+                    doing.push(Do::Look);
+                }
                 self.set(party, Is::Dead);
                 self.absent(party, Event::GiverGone)
             }
@@ -567,6 +572,7 @@ impl Arbiter {
                 self.all_heard()
             }
             Input::Deadline(_) => Some(Event::Deadline),
+            Input::Word(now) if self.state == State::Steady => (now.holder != self.giver).then(|| self.forged()),
             Input::Word(now) => Some(self.look(now)),
             Input::Swapped(Ok(())) if self.state == State::Granting => {
                 self.seen = self.seen.passed();

@@ -268,11 +268,11 @@ pub const TABLE: &[Row<State, Event, Action>] = {
 
         Row { from: &[Choosing], on: E::Chosen, then: Go(Granting, &[A::PassOn]), because: "the next that was asked for, else the giver, else a stand-by" },
         Row { from: &[Choosing], on: E::ChosenBehindFence, then: Go(Fencing, &[A::Fence]), because: "no process that had the device may run when it goes to a node that does not trust it" },
-        Row { from: &[Finding, Seizing, Granting], on: E::Forged, then: Go(Fencing, &[A::Fence]), because: "the word names a worker that cannot hold it, or will not stand still: all that can have written it are fenced, and nobody else" },
+        Row { from: &[Finding, Steady, Seizing, Granting], on: E::Forged, then: Go(Fencing, &[A::Fence]), because: "the word names a worker that cannot hold it, or will not stand still: all that can have written it are fenced, and nobody else" },
         Row { from: &[Choosing], on: E::NobodyLeft, then: Go(Parked, &[A::Say]), because: "the card goes on filling its ring; nobody reads it until somebody is ready" },
         Row { from: &[Finding, Steady, Preparing, Letting, Passing, Recalling, Clearing, Fencing, Seizing, Granting, Parked], on: E::Chosen, then: Refuse, because: OUTCOME },
         Row { from: &[Finding, Steady, Preparing, Letting, Passing, Recalling, Clearing, Fencing, Seizing, Granting, Parked], on: E::ChosenBehindFence, then: Refuse, because: OUTCOME },
-        Row { from: &[Steady, Preparing, Letting, Passing, Recalling, Clearing, Fencing, Choosing, Parked], on: E::Forged, then: Refuse, because: OUTCOME },
+        Row { from: &[Preparing, Letting, Passing, Recalling, Clearing, Fencing, Choosing, Parked], on: E::Forged, then: Refuse, because: OUTCOME },
         Row { from: &[Finding, Steady, Preparing, Letting, Passing, Recalling, Clearing, Fencing, Seizing, Granting, Parked], on: E::NobodyLeft, then: Refuse, because: OUTCOME },
         Row { from: &[Granting], on: E::PassedOn, then: Stay(&[A::Take, A::Watch]), because: "only whoever is told so now can take from this word (Y2)" },
         Row { from: &[Finding, Steady, Preparing, Letting, Passing, Recalling, Clearing, Fencing, Seizing, Choosing, Parked], on: E::PassedOn, then: Refuse, because: OUTCOME },

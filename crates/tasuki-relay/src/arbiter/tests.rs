@@ -74,6 +74,22 @@ fn a_report_of_a_worker_that_was_given_nothing_is_a_breach() {
     assert_eq!(arbiter.driver(), Some(party(1)), "nobody else loses anything");
 }
 
+/// A stand-by writes into the word before it ends.
+#[test]
+fn what_a_standby_has_left_in_the_word_is_found_when_it_is_dead() {
+    let (mut arbiter, table) = steady();
+    for number in [2, 3] {
+        arbiter.give(party(number), HOME);
+        says(&mut arbiter, &table, number, Report::Ready);
+    }
+    assert_eq!(arbiter.hear(&table, Input::Gone(party(2))), Ok(vec![Do::Look]));
+    assert_eq!(arbiter.clone().hear(&table, Input::Word(held_by(1, 1))), Ok(vec![]), "it was honest");
+    for word in [held_by(2, 1), held_by(3, 2), held_by(99, 1), Tenure::free(1)] {
+        let doing = arbiter.clone().hear(&table, Input::Word(word)).unwrap();
+        assert_eq!(doing, [Do::Fence(party(1)), Do::Fence(party(3))], "all that live and could write {word:?}");
+    }
+}
+
 /// The taker is heard first, and the giver is a worker like any other by then.
 #[test]
 fn a_giver_that_is_heard_late_was_honest() {
