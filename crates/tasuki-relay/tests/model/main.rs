@@ -29,6 +29,12 @@ fn an_upgrade_settles_whatever_two_faults_there_are() {
     explored(Relay::new(Some((Use::Upgrade, false)), 2));
 }
 
+/// A giver that drives another NIC, too, is to stand by for the one that it gave: it is told so while what it says of that is under way.
+#[test]
+fn a_giver_that_stands_by_at_once_is_no_liar() {
+    explored(Relay::new(Some((Use::Upgrade, false)), 1).giving_again());
+}
+
 #[test]
 fn a_handover_behind_a_fence_settles_whatever_two_faults_there_are() {
     explored(Relay::new(Some((Use::Handover, true)), 2));

@@ -16,6 +16,12 @@ pub const GIVER: usize = 0;
 pub const TAKER: usize = 1;
 pub const SPARE: usize = 2;
 
+/// To a worker that is to be ready for the death of another.
+fn stand_by() -> Order {
+    let (purpose, method, carries) = (Use::Takeover, Method::Keep, Positions::default());
+    Order::Prepare { purpose, method, kind: 0, version: 0, carries }
+}
+
 pub fn party(index: usize) -> Party {
     Party(NonZeroU32::new(u32::try_from(index).unwrap() + 1).unwrap())
 }
@@ -34,6 +40,8 @@ pub struct Relay {
     /// A worker that says and stores what it likes, and how often it may.
     pub liar: Option<usize>,
     pub lies: u8,
+    /// How often a worker that is told to leave is given the device anew, as one is that drives another.
+    pub again: u8,
     /// How many faults there may be, of any kind, at any time.
     pub faults: u8,
     /// Positions of the ring.
@@ -45,11 +53,15 @@ pub struct Relay {
 impl Relay {
     pub fn new(ask: Option<(Use, bool)>, faults: u8) -> Self {
         let (workers, arbiter) = (Tables::default(), arbiter::Table::default());
-        Relay { workers, arbiter, ask, liar: None, lies: 0, faults, positions: 2, epochs_checked: true }
+        Relay { workers, arbiter, ask, liar: None, lies: 0, again: 0, faults, positions: 2, epochs_checked: true }
     }
 
     pub fn with_liar(self, liar: usize, lies: u8) -> Self {
         Relay { liar: Some(liar), lies, ..self }
+    }
+
+    pub fn giving_again(self) -> Self {
+        Relay { again: 1, ..self }
     }
 
     fn strangers(&self) -> bool {
@@ -78,6 +90,8 @@ pub struct Process {
     pub fenced: bool,
     todo: VecDeque<worker::Do>,
     inbox: VecDeque<Order>,
+    /// Behind the order to leave it is given the device anew.
+    again: bool,
     outbox: VecDeque<Report>,
     /// The next position, in its own memory.
     at: u8,
@@ -118,6 +132,7 @@ pub struct World {
     pub page: Node,
     given: [bool; WORKERS],
     pub lies: u8,
+    pub again: u8,
     /// Positions that the ring says are done.
     pub handled: u8,
     /// What the sash says, and of which epoch it is.
@@ -148,6 +163,8 @@ pub enum Act {
     /// It hears that a fence is up.
     FenceUp(usize),
     Ask,
+    /// The daemon gives a worker that it has told to leave the device anew.
+    Again(usize),
     Restart,
     /// Faults. The time that was set is over, whoever was only slow.
     Deadline,
@@ -246,6 +263,10 @@ impl Relay {
                 }
                 return;
             }
+            Do::Go if std::mem::take(&mut process.again) => {
+                process.worker = Worker::new(party(i));
+                return;
+            }
             Do::Go => {
                 process.life = Life::Dead;
                 return;
@@ -339,6 +360,7 @@ impl Relay {
             fenced: false,
             todo: VecDeque::new(),
             inbox: VecDeque::new(),
+            again: false,
             outbox: VecDeque::new(),
             at: 0,
             gone_told: false,
@@ -350,18 +372,23 @@ impl Relay {
         let (handled, wrong) = (0, None);
         let (page, mut given) = (self.node(GIVER), [true; WORKERS]);
         given[TAKER] = false;
-        let mut world =
-            World { word, processes, daemon: None, record, page, given, lies: 0, handled, sash, faults: 0, wrong };
+        let mut world = World {
+            word,
+            processes,
+            daemon: None,
+            record,
+            page,
+            given,
+            lies: 0,
+            again: 0,
+            handled,
+            sash,
+            faults: 0,
+            wrong,
+        };
         let honest = Relay::new(None, 0);
         self.restart(&mut world);
-        let order = Order::Prepare {
-            purpose: Use::Takeover,
-            method: Method::Keep,
-            kind: 0,
-            version: 0,
-            carries: Positions::default(),
-        };
-        world.processes[SPARE].inbox.push_back(order);
+        world.processes[SPARE].inbox.push_back(stand_by());
         loop {
             let mut acts = Vec::new();
             honest.steps(&world, &mut acts);
@@ -371,7 +398,7 @@ impl Relay {
         }
         assert_eq!(world.daemon.as_ref().unwrap().arbiter.driver(), Some(party(GIVER)));
         assert!(world.processes[SPARE].candidate());
-        (world.faults, world.lies) = (self.faults, self.lies);
+        (world.faults, world.lies, world.again) = (self.faults, self.lies, self.again);
         if self.ask.is_some() {
             self.apply(&mut world, Act::Ask);
         }
@@ -420,6 +447,14 @@ impl Relay {
             if process.fenced && !process.fence_told {
                 acts.push(Act::FenceUp(i));
             }
+        }
+        let left = |i: &usize| {
+            let is_left = |member: &arbiter::Member| member.party == party(*i) && member.is == arbiter::Is::Left;
+            daemon.arbiter.members().iter().any(is_left)
+        };
+        let leaves = |i: &usize| world.processes[*i].life == Life::Alive && !world.processes[*i].fenced;
+        if world.again > 0 {
+            acts.extend((0..WORKERS).filter(left).filter(leaves).map(Act::Again));
         }
         // A liar can have everybody wait for what never comes. Otherwise that a deadline is over is a fault.
         if self.liar.is_some() && acts.is_empty() && daemon.deadline.is_some() {
@@ -501,6 +536,13 @@ impl Relay {
                     daemon.arbiter.give(to, self.node(TAKER)).expect("there is room");
                 }
                 self.daemon_hears(world, Input::Asked(ask));
+            }
+            Act::Again(i) => {
+                world.again -= 1;
+                let daemon = world.daemon.as_mut().expect("only where there is one");
+                daemon.arbiter.give(party(i), self.node(i)).expect("it has left");
+                world.processes[i].again = true;
+                world.processes[i].inbox.push_back(stand_by());
             }
             Act::Restart => self.restart(world),
             Act::Deadline => {
