@@ -33,6 +33,17 @@ impl<W: Write> Write for Log<W> {
     }
 }
 
+/// At most so many characters of what somebody else wrote, without what has a terminal do something or show it in another order.
+pub fn plain(text: &str, most: usize) -> String {
+    let steers = |c: char| {
+        // Unicode 16.0, PropList.txt, Bidi_Control.
+        let turns =
+            matches!(c, '\u{61c}' | '\u{200e}' | '\u{200f}' | '\u{202a}'..='\u{202e}' | '\u{2066}'..='\u{2069}');
+        c.is_control() || turns || matches!(c, '\u{2028}' | '\u{2029}')
+    };
+    text.chars().take(most).map(|c| if steers(c) { ' ' } else { c }).collect()
+}
+
 /// Has `tracing` write to standard error from now on.
 pub fn begin() {
     let filter = EnvFilter::try_from_default_env().unwrap_or_else(|_| "info".into());

@@ -8,6 +8,8 @@
 use std::io;
 use std::os::fd::{AsFd, AsRawFd};
 
+use crate::log::plain;
+
 /// Groups that there is room for at first; most users have less.
 const GROUPS: usize = 32;
 
@@ -41,7 +43,7 @@ impl Peer {
         groups.truncate(count.map_err(|(_, error)| error)?);
         groups.push(gid);
         let program = std::fs::read_to_string(format!("/proc/{pid}/comm")).unwrap_or_default();
-        let program = program.chars().filter(|c| !c.is_control()).take(32).collect();
+        let program = plain(program.trim_end(), 32);
         Ok(Peer { uid, groups, pid, program })
     }
 }

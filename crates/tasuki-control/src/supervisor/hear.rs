@@ -19,10 +19,17 @@ use super::{About, PATIENCE, PROBE, Supervisor, kits, now};
 use crate::api::types::Counts;
 use crate::channel::{self, Message, Nothing};
 use crate::foreign::Foreign;
+use crate::log::plain;
 use crate::registry::Change;
 
 /// Messages of one worker that are heard before anybody else is.
 const AT_ONCE: usize = 64;
+/// Characters of a sentence of a worker's that people see.
+const SENTENCE_MAX: usize = 1000;
+/// Sentences about what it could not confine itself with.
+const UNCONFINED_MAX: usize = 16;
+/// Characters of the name of something that it counts.
+const COUNT_NAME_MAX: usize = 64;
 
 impl Supervisor {
     pub(super) fn worker_says(&mut self, number: u32) {
@@ -130,7 +137,7 @@ impl Supervisor {
         if !worker.tells.take(now()) {
             return;
         }
-        let sentence: String = sentence.chars().filter(|c| !c.is_control()).take(1000).collect();
+        let sentence = plain(sentence, SENTENCE_MAX);
         let its = |nic: &u32| worker.given.contains(nic);
         let card = nic.filter(its).and_then(|nic| self.cards.get_mut(&nic));
         let name = card.map(|card| {
@@ -162,7 +169,8 @@ impl Supervisor {
         if worker.unsaid.is_some() {
             return self.condemn(number, "began before it was told what it is".to_owned());
         }
-        worker.unconfined = unconfined;
+        worker.unconfined =
+            unconfined.iter().take(UNCONFINED_MAX).map(|sentence| plain(sentence, SENTENCE_MAX)).collect();
         let (node, binary) = (worker.record.node.clone(), worker.record.binary.display().to_string());
         self.hears_orders(number);
         self.note(About::worker(&node, number), format!("worker {number} of node {node} has begun ({binary})"));
@@ -210,8 +218,9 @@ impl Supervisor {
         let is_its = |(of, asked, ..): &(u32, u32, _, _)| (*of, *asked) == (nic, number);
         let (asked, rest) = std::mem::take(&mut self.counting).into_iter().partition(is_its);
         self.counting = rest;
+        let counts: Vec<_> = counts.iter().map(|(name, count)| (plain(name, COUNT_NAME_MAX), *count)).collect();
         for (.., answer) in asked {
-            let _ = answer.send(Ok(Counts { nic: name.clone(), worker: number, counts: counts.to_vec() }));
+            let _ = answer.send(Ok(Counts { nic: name.clone(), worker: number, counts: counts.clone() }));
         }
     }
 

@@ -14,6 +14,7 @@ use rustix::fs::{CWD, FileType, Mode, OFlags};
 
 use super::{Supervisor, Token, now, watch};
 use crate::bucket::Bucket;
+use crate::log::plain;
 
 /// Bytes of a line; what is longer is cut.
 const LINE_MAX: usize = 1000;
@@ -118,8 +119,7 @@ fn left_out(count: u64) -> String {
 }
 
 fn printable(bytes: &[u8]) -> String {
-    let text = String::from_utf8_lossy(bytes);
-    text.chars().map(|char| if char.is_control() { ' ' } else { char }).collect()
+    plain(&String::from_utf8_lossy(bytes), LINE_MAX)
 }
 
 impl Supervisor {
@@ -155,7 +155,7 @@ mod tests {
         let socket = folder.path().join("worker-1.sock");
         let (mut lines, mut its) = Lines::create(&socket).expect("a pipe");
         assert_eq!(lines.read(), (Vec::new(), Next::Later));
-        write!(its, "one\x1b[2J\ttwo\r\nhalf of ").expect("room");
+        write!(its, "one\x1b[2J\ttwo\u{202e}\nhalf of ").expect("room");
         assert_eq!(lines.read(), (vec!["one [2J two ".to_owned()], Next::Later));
         writeln!(its, "a line").expect("room");
         writeln!(its, "{}", "x".repeat(5000)).expect("room");
