@@ -6,7 +6,7 @@ use std::num::NonZeroU32;
 use tasuki_relay::arbiter::{Do, Input, State, Told};
 use tasuki_relay::letter::{ToWorker, board};
 use tasuki_relay::method::Method;
-use tasuki_relay::wire::Order;
+use tasuki_relay::wire::{Order, Reason};
 use tasuki_relay::{ARBITER, Party};
 use tasuki_shm::crash;
 
@@ -234,7 +234,9 @@ impl Supervisor {
         card.watch = None;
         card.settle_memory();
         let holder = card.holder();
-        card.trouble = told.why.map(|why| why.to_string());
+        // That nobody was left is over once somebody drives.
+        let why = told.why.filter(|why| holder.is_none() || *why != Reason::NobodyLeft);
+        card.trouble = why.map(|why| why.to_string());
         if let Some(node) = holder.and_then(|holder| self.workers.get(&holder)).map(|worker| worker.record.node.clone())
         {
             card.node = node;
@@ -244,7 +246,7 @@ impl Supervisor {
         let pause = card.board.pause_ns().filter(|_| card.board.words.load(board::RELAYS) > 1);
         // At the very beginning nobody is ready yet, and at the end nobody is to be, which is no news.
         let is_news = (tenure.epoch > 1 && !leaves) || holder.is_some();
-        let sentence = match (holder, told.why) {
+        let sentence = match (holder, why) {
             (Some(holder), None) => match pause {
                 Some(pause) => format!("{name} is driven by worker {holder} of node {node}, after {}", time(pause)),
                 None => format!("{name} is driven by worker {holder} of node {node}"),

@@ -206,4 +206,6 @@ fn whatever_a_worker_says_and_writes_only_its_own_node_suffers() {
         rig.await_worker("green", "idle");
     }
     assert_eq!(rig.nic()["is"], "driven");
+    let events = rig.ask(&["events"]);
+    assert!(!events.lines().any(|line| line.contains("stays with") && line.contains("nobody is left")), "{events}");
 }
