@@ -374,7 +374,6 @@ impl Supervisor {
 
     /// What can wait until whatever was urgent is done.
     fn keep_house(&mut self) {
-        self.end_frozen();
         if self.stopping.is_some() {
             self.go_on_stopping();
         } else {
@@ -393,6 +392,9 @@ impl Supervisor {
             self.fit_detours();
             self.fit_captures();
         }
+        self.flush();
+        // Last: registry and keeper know by now whose the NIC is, should this daemon die over it.
+        self.end_frozen();
         self.flush();
     }
 
