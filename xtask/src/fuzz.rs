@@ -90,9 +90,7 @@ pub fn fuzz_all(checkout: &Checkout, plan: &Plan) -> anyhow::Result<Tally> {
     let programs = build(checkout, plan.sanitizer)?;
     let mut tally = Tally::default();
     for target in &targets {
-        let mut one = Tally::one(fuzz(checkout, &programs, target, plan)?);
-        one.failures.extend((one.failed > 0).then(|| format!("fuzz target {target}")));
-        tally += &one;
+        tally += &Tally::one(fuzz(checkout, &programs, target, plan)?, &format!("fuzz target {target}"));
     }
     Ok(tally)
 }

@@ -25,9 +25,10 @@ impl Tally {
         Tally { skipped: count, reasons: vec![reason.to_owned(); count as usize], ..Tally::default() }
     }
 
-    /// One test.
-    pub fn one(passed: bool) -> Tally {
-        Tally { passed: passed.into(), failed: (!passed).into(), ..Tally::default() }
+    /// One test of this name.
+    pub fn one(passed: bool, name: &str) -> Tally {
+        let failures = if passed { Vec::new() } else { vec![name.to_owned()] };
+        Tally { passed: passed.into(), failed: (!passed).into(), failures, ..Tally::default() }
     }
 }
 

@@ -42,7 +42,7 @@ pub fn run(checkout: &Checkout, only: Option<Stage>, fuzz_seconds: u32) -> anyho
         };
         let tally = tally.unwrap_or_else(|error| {
             println!("xtask: the {} stage could not run: {error:#}", name(stage));
-            Tally::one(false)
+            Tally::one(false, &format!("{error:#}"))
         });
         report.0.push((stage, tally));
     }

@@ -14,7 +14,7 @@ use tasuki_relay::letter::{ToWorker, pulse, vni};
 use tasuki_relay::pulse::Pulse;
 use tasuki_shm::crash;
 
-use super::card::Card;
+use super::card::{Board, Card};
 use super::deeds::party;
 use super::keeping::{CardText, Found, Key};
 use super::lines::Lines;
@@ -222,6 +222,20 @@ impl Supervisor {
         have.into_iter().filter_map(|(number, node)| Some((party(number)?, self.node_number(&node)))).collect()
     }
 
+    /// Of a NIC that no living worker has: its node has its page, too. The daemon before us may have died between the two when a stranger was to have the NIC: it is the
+    /// stranger's if that drove it, in memory of its own, and otherwise stays where it was.
+    fn own_page(&mut self, nic: u32, has_driven: bool) {
+        let Some(card) = self.cards.get_mut(&nic).filter(|card| !card.page_of.contains(&card.node)) else { return };
+        let next = card.page_of.first().filter(|_| has_driven).filter(|node| self.config.node(node).is_some());
+        if let Some(next) = next {
+            card.node = next.clone();
+        } else if let Ok(board) = Board::create() {
+            card.coming_board = Some((card.node.clone(), board));
+            card.turn_page(&card.node.clone(), card.board.tenure());
+        }
+        self.record_nic(nic);
+    }
+
     /// When all have answered, or are dead: the arbiters begin.
     pub(super) fn go_on_adopting(&mut self) {
         if !self.adopting {
@@ -247,7 +261,14 @@ impl Supervisor {
             let home = self.node_number(&self.cards[&nic].node.clone());
             // Where the NIC was going to, if that is where its page is.
             let home = if page.contains(&home) { home } else { page.first().copied().unwrap_or(home) };
-            let Some(card) = self.cards.get_mut(&nic).filter(|_| !members.is_empty()) else { continue };
+            // One that only won the lease has not pointed the card at its memory.
+            let settle = |card: &mut Card| card.board.pause_ns().is_some() && card.settle_memory();
+            let has_driven = self.cards.get_mut(&nic).is_some_and(settle);
+            if members.is_empty() {
+                self.own_page(nic, has_driven);
+                continue;
+            }
+            let Some(card) = self.cards.get_mut(&nic) else { continue };
             let (arbiter, doing) = Arbiter::begin(home, &page, &members, &[]);
             card.arbiter = Some(arbiter);
             let name = card.name().to_owned();

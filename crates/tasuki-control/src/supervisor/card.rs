@@ -272,13 +272,14 @@ impl Card {
         std::iter::once(coming.unwrap_or(&self.board).words.region().fd()).chain(kit.map(AsFd::as_fd)).collect()
     }
 
-    /// A relay has settled: if whoever has memory of its own drives now, the NIC is made of that.
-    pub fn settle_memory(&mut self) {
+    /// A relay has settled: if whoever has memory of its own drives now, the NIC is made of that. Whether that is so.
+    pub fn settle_memory(&mut self) -> bool {
         let holder = self.holder();
         let coming = self.coming.take_if(|(party, _)| Some(*party) == holder);
         if let Some((kept, (party, memory))) = self.kept.as_mut().zip(coming) {
             kept.move_to(party, memory);
         }
+        self.kept.as_ref().is_some_and(|kept| Some(kept.made_by) == holder)
     }
 
     /// This worker will not drive it, or not again: nothing will come of its memory.

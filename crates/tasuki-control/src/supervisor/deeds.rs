@@ -89,6 +89,8 @@ impl Supervisor {
                 let turned = name.is_some_and(|name| card.turn_page(name, word));
                 debug_assert!(turned, "whoever can be chosen was given a page");
                 self.record_nic(nic);
+                // From here on the taker can take, and unmap the old memory: a daemon that comes after this one must not give that to the old node again.
+                self.deposit();
                 crash::point("daemon.renewed");
             }
             Do::Say(told) => self.settled(nic, told),

@@ -313,7 +313,6 @@ impl Card {
             let ComingText { party, lies } = serde_json::from_str(&what).ok()?;
             Some((party, Memory { lies, fds }))
         });
-        self.settle_memory();
     }
 }
 

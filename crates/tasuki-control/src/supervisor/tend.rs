@@ -455,7 +455,7 @@ impl Supervisor {
         let ours = self.node_number(&node);
         let trusts: Vec<Node> = trusts.iter().map(|other| self.node_number(other)).collect();
         let (Some(card), Some(party)) = (self.cards.get_mut(&nic), party(number)) else { return false };
-        let Some(arbiter) = &mut card.arbiter else { return true };
+        let Some(arbiter) = &mut card.arbiter else { return card.page_of.contains(&node) };
         arbiter.befriend(ours, &trusts);
         let is_stranger = arbiter.page_for(ours) == Page::Fresh;
         // A worker of the node that the NIC leaves would have to be fenced, too.

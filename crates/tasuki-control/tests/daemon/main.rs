@@ -2,13 +2,13 @@
 #![allow(clippy::tests_outside_test_module, reason = "the whole file is tests")]
 
 mod attacks;
-mod babble;
 mod callers;
 mod captures;
 mod confined;
 mod endures;
 mod faults;
 mod forged;
+mod fuzz;
 mod hangs;
 mod keepers;
 mod kills;

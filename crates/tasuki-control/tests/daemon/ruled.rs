@@ -2,7 +2,7 @@
 
 use rustix::process::Signal;
 
-use super::rig::{NODES, Rig, lives, pid, signal, until};
+use super::rig::{NODES, Rig, lives, pid, runs, signal, until};
 
 #[test]
 fn it_starts_a_worker_for_each_node_and_one_that_stands_by_for_a_node_with_a_nic() {
@@ -78,7 +78,8 @@ fn a_giver_that_is_not_trusted_is_ended_after_it_has_let_go() {
     let (old, _) = rig.await_pair("red");
     let said = rig.json(&["nic", "give", "eth0", "--to", "green"]);
     assert!(said["relays"][0]["done"] == true && said["relays"][0]["node"] == "green", "{said}");
-    assert!(!lives(pid(&old)), "it is kept from the device before anybody else has it");
+    assert!(!runs(pid(&old)), "it is kept from the device before anybody else has it");
+    until(&rig, "it is ended", || !lives(pid(&old)));
     rig.await_pair("green");
     rig.await_worker("red", "idle");
     let status = rig.json(&["status"]);

@@ -17,7 +17,7 @@ use tasuki_relay::wire::{Order, Plan, Reason, Report};
 use tasuki_relay::worker::{Do, Input, Tables, Worker};
 use tasuki_relay::{Party, Tenure};
 
-use super::babble::{self, Babble};
+use super::fuzz::{self, Act};
 
 /// What it was started as, from the script that starts it.
 #[derive(Debug)]
@@ -167,7 +167,11 @@ fn work(orders: &Orders, socket: OwnedFd) -> ! {
     let speech = if orders.fault == "speech" { SPEECH + 1 } else { SPEECH };
     write(
         &socket,
-        &ToDaemon::Begun { speech, reads: Vec::new(), unconfined: vec!["it is a stand-in".to_owned()] },
+        &ToDaemon::Begun {
+            speech,
+            reads: Vec::new(),
+            unconfined: vec!["it is a \u{1b}[7mstand-in\u{202e}".to_owned()],
+        },
         &[],
     );
     // Of a NIC that another node drives, and of which nothing was asked.
@@ -278,7 +282,7 @@ impl Standin {
                     let word = Tenure { holder, epoch: number(3) }.to_word();
                     self.nics[&number(1)].board.words.store(board::LEASE_LINE / 8, word);
                 }
-                "babble" => self.babble(number(1).into(), number(2)),
+                "fuzz" => self.fuzz(number(1).into(), number(2)),
                 "ended" => self.pulse.store(pulse::LIFE, u64::from(pulse::ENDED)),
                 // No report that there is: the fence of another, as an older protocol had it.
                 "fenced" => {
@@ -296,16 +300,16 @@ impl Standin {
     }
 
     /// Says and writes what a seed says, until it is ended, or has said it all and ends.
-    fn babble(&self, seed: u64, count: u32) -> ! {
-        for babble in babble::of_seed(seed, count) {
-            let (bytes, gifts) = match babble {
-                Babble::Packet(nic, packet, gifts) => (letter::frame(nic, packet).to_vec(), gifts),
-                Babble::Letter(bytes, gifts) => (bytes, gifts),
-                Babble::Lease(nic, word) => {
+    fn fuzz(&self, seed: u64, count: u32) -> ! {
+        for act in fuzz::of_seed(seed, count) {
+            let (bytes, gifts) = match act {
+                Act::Packet(nic, packet, gifts) => (letter::frame(nic, packet).to_vec(), gifts),
+                Act::Letter(bytes, gifts) => (bytes, gifts),
+                Act::Lease(nic, word) => {
                     self.nics.get(&nic).inspect(|nic| nic.board.words.store(board::LEASE_LINE / 8, word));
                     continue;
                 }
-                Babble::Pulse(at, word) => {
+                Act::Pulse(at, word) => {
                     self.pulse.store(at, word);
                     continue;
                 }
@@ -356,7 +360,8 @@ impl Standin {
             }
             ToWorker::Counts => {
                 for (number, nic) in self.nics.iter().filter(|(_, nic)| nic.machine.drives()) {
-                    let counts = vec![("rx_packets".to_owned(), self.pulse.load(pulse::RECEIVED))];
+                    let received = self.pulse.load(pulse::RECEIVED);
+                    let counts = vec![("rx_packets".to_owned(), received), ("rx\u{1b}[7m\u{202e}_odd".to_owned(), 1)];
                     assert!(!nic.name.is_empty());
                     write(&self.socket, &ToDaemon::Counts { nic: *number, counts }, &[]);
                 }

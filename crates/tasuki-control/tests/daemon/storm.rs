@@ -316,6 +316,13 @@ impl Storm {
         self.nic()["node"].as_str().expect("a node").to_owned()
     }
 
+    /// Kills all workers there are, and waits until they are dead; whether or not there is a daemon to ask.
+    pub fn kill_all_workers(&mut self) {
+        let living: Vec<u32> = self.ever().into_iter().filter(|pid| lives(*pid)).collect();
+        self.killed += living.iter().map(|pid| u32::from(send(*pid, Signal::KILL))).sum::<u32>();
+        until(&self.rig, "they are dead", || !living.iter().any(|pid| lives(*pid)));
+    }
+
     /// Kills the daemon where it stands.
     pub fn kill_daemon(&mut self) {
         self.killed += 1;

@@ -91,7 +91,7 @@ pub struct Process {
     todo: VecDeque<worker::Do>,
     inbox: VecDeque<Order>,
     /// Behind the order to leave it is given the device anew.
-    again: bool,
+    is_given_anew: bool,
     outbox: VecDeque<Report>,
     /// The next position, in its own memory.
     at: u8,
@@ -263,7 +263,7 @@ impl Relay {
                 }
                 return;
             }
-            Do::Go if std::mem::take(&mut process.again) => {
+            Do::Go if std::mem::take(&mut process.is_given_anew) => {
                 process.worker = Worker::new(party(i));
                 return;
             }
@@ -360,7 +360,7 @@ impl Relay {
             fenced: false,
             todo: VecDeque::new(),
             inbox: VecDeque::new(),
-            again: false,
+            is_given_anew: false,
             outbox: VecDeque::new(),
             at: 0,
             gone_told: false,
@@ -541,7 +541,7 @@ impl Relay {
                 world.again -= 1;
                 let daemon = world.daemon.as_mut().expect("only where there is one");
                 daemon.arbiter.give(party(i), self.node(i)).expect("it has left");
-                world.processes[i].again = true;
+                world.processes[i].is_given_anew = true;
                 world.processes[i].inbox.push_back(stand_by());
             }
             Act::Restart => self.restart(world),

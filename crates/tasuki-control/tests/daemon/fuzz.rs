@@ -12,7 +12,7 @@ use tasuki_relay::wire::{LEN, Reason, Report};
 
 /// One act of such a worker.
 #[derive(Debug, Clone)]
-pub enum Babble {
+pub enum Act {
     /// A packet about a NIC, and what kinds of descriptors go beside it.
     Packet(u32, [u8; LEN], Vec<Gift>),
     /// A letter, or what looks like one.
@@ -109,7 +109,7 @@ fn letter() -> impl Strategy<Value = ToDaemon> {
     ]
 }
 
-fn babble() -> impl Strategy<Value = Babble> {
+fn act() -> impl Strategy<Value = Act> {
     let gift = || {
         let kinds = [Gift::Sealed, Gift::Loose, Gift::Pipe, Gift::Epoll, Gift::Null, Gift::ItsOwnSocket];
         let some = prop::collection::vec(prop::sample::select(kinds.to_vec()), 0..32);
@@ -128,19 +128,19 @@ fn babble() -> impl Strategy<Value = Babble> {
     // A holder that there is, or not, and an epoch that there was, or not.
     let word = prop_oneof![(0..12_u64, 0..6_u64).prop_map(|(low, high)| low | high << 32), any::<u64>()];
     prop_oneof![
-        4 => (nic(), packet, gift()).prop_map(|(nic, packet, gifts)| Babble::Packet(nic, packet, gifts)),
-        4 => (bytes, gift()).prop_map(|(bytes, gifts)| Babble::Letter(bytes, gifts)),
-        1 => (nic(), word).prop_map(|(nic, word)| Babble::Lease(nic, word)),
-        1 => (0..16_usize, prop_oneof![0..4_u64, any::<u64>()]).prop_map(|(at, word)| Babble::Pulse(at, word)),
+        4 => (nic(), packet, gift()).prop_map(|(nic, packet, gifts)| Act::Packet(nic, packet, gifts)),
+        4 => (bytes, gift()).prop_map(|(bytes, gifts)| Act::Letter(bytes, gifts)),
+        1 => (nic(), word).prop_map(|(nic, word)| Act::Lease(nic, word)),
+        1 => (0..16_usize, prop_oneof![0..4_u64, any::<u64>()]).prop_map(|(at, word)| Act::Pulse(at, word)),
     ]
 }
 
 /// So many of them, always the same of one seed.
-pub fn of_seed(seed: u64, count: u32) -> Vec<Babble> {
+pub fn of_seed(seed: u64, count: u32) -> Vec<Act> {
     let mut bytes = [0; 32];
     bytes[..8].copy_from_slice(&seed.to_le_bytes());
     let rng = TestRng::from_seed(RngAlgorithm::ChaCha, &bytes);
     let mut runner = TestRunner::new_with_rng(Config::default(), rng);
-    let strategy = babble();
+    let strategy = act();
     (0..count).map(|_| strategy.new_tree(&mut runner).expect("nothing is refused").current()).collect()
 }
