@@ -229,13 +229,16 @@ impl NicMemory {
 
     /// Lets the device of `bus` reach it, all of it or nothing.
     pub fn map(&self, bus: &mut impl Bus) -> Result<(), BusError> {
-        bus.map_dma(&self.rings, self.rings_at())?;
-        let mapped = bus.map_dma(self.arena.region(), self.arena_at());
-        if mapped.is_err() {
-            // That it could not be mapped is what is to be told.
+        let parts = [(&self.rings, self.rings_at()), (self.arena.region(), self.arena_at())];
+        let [rings, arena] = bus.map_each(parts)?;
+        // That one could not be mapped is what is to be told.
+        if arena.is_err() && rings.is_ok() {
             let _ = bus.unmap_dma(self.rings_at(), self.rings.len());
         }
-        mapped
+        if rings.is_err() && arena.is_ok() {
+            let _ = bus.unmap_dma(self.arena_at(), self.arena.region().len());
+        }
+        rings.and(arena)
     }
 
     /// Lets the device of `bus` reach it, whether a predecessor did so or not.

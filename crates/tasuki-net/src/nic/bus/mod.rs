@@ -179,6 +179,11 @@ pub trait Bus {
     /// Lets the device read and write all of `memory` at `at` and after. Both are multiples of the page size.
     fn map_dma(&mut self, memory: &Region, at: Iova) -> Result<(), BusError>;
 
+    /// The same for several parts, in the time of one where each takes long; says of each whether it was mapped.
+    fn map_each<const N: usize>(&mut self, parts: [(&Region, Iova); N]) -> Result<[Result<(), BusError>; N], BusError> {
+        Ok(parts.map(|(memory, at)| self.map_dma(memory, at)))
+    }
+
     /// Takes back what [`map_dma`](Self::map_dma) gave at `at`.
     fn unmap_dma(&mut self, at: Iova, len: usize) -> Result<(), BusError>;
 
@@ -227,6 +232,11 @@ pub trait Registers {
     /// Reads registers of 32 bits, one behind the other: in one go where each of them takes long.
     fn read_block(&self, offset: u32, into: &mut [u32]) {
         (0..).zip(into).for_each(|(index, value)| *value = self.read32(offset + 4 * index));
+    }
+
+    /// Reads registers of 32 bits in this order, wherever they lie: in one go where each of them takes long.
+    fn read_each<const N: usize>(&self, offsets: [u32; N]) -> [u32; N] {
+        offsets.map(|offset| self.read32(offset))
     }
 
     /// Does what `access` does; what that writes may reach the device all at once, and then no later than the next register that is read, or the end.

@@ -178,11 +178,11 @@ impl Row {
 /// Whether nothing is left that could not be undone. Both units are off, and have been for as long as what they had begun may take.
 pub fn judge<R: Registers>(mmio: &Mmio<R>) -> Result<(), NicError> {
     let left = |what, value| Err(NicError::LeftBehind { what, value });
-    let [head, tail] = [mmio.read(regs::TDFH), mmio.read(regs::TDFT)];
+    let [head, tail, share] = mmio.read_each([regs::TDFH, regs::TDFT, regs::PBA.to_be_read()]);
     if head != tail {
         return left("a packet without an end", tail.into());
     }
-    match mmio.read(regs::PBA) {
+    match share {
         u32::MAX => Err(NicError::Gone),
         share if share & 0xffff == setup::PBA => Ok(()),
         other => left("another packet buffer", other.into()),

@@ -41,6 +41,13 @@ impl<A> Reg<A> {
     }
 }
 
+impl Reg<Rw> {
+    /// The same, to be read together with registers that cannot be written.
+    pub const fn to_be_read(self) -> Reg<Ro> {
+        Reg::at(self.offset)
+    }
+}
+
 /// A register of which there are several, at equal distances.
 #[derive(Debug)]
 pub struct Regs<A, const COUNT: u32, const STRIDE: u32> {
@@ -381,6 +388,11 @@ impl<R: Registers> Mmio<R> {
     /// Reads registers that lie one behind the other, from this one on.
     pub fn read_block(&self, first: Reg<impl Readable>, into: &mut [u32]) {
         self.0.read_block(first.offset, into);
+    }
+
+    /// Reads these, in their order.
+    pub fn read_each<const N: usize>(&self, registers: [Reg<Ro>; N]) -> [u32; N] {
+        self.0.read_each(registers.map(|register| register.offset))
     }
 
     /// Reads a register that reading clears. A separate verb, so that nobody does it in passing.

@@ -335,23 +335,31 @@ impl<B: Bus> E1000e<B> {
 
     /// Comes into a card of an owner that is not trusted, and was fenced: it is stopped, whatever that owner says, what it had begun is over, nothing is
     /// left that could not be undone, and then it reaches our memory. Its owner's `controls` are written back where it is refused.
-    fn inherit(&mut self, controls: [u32; 2], longest: u16) -> Result<(), NicError> {
+    ///
+    /// Each question may take as long as a server needs to wake up, so they are as few as can be.
+    fn inherit(&mut self, left: Left, controls: [u32; 2]) -> Result<(), NicError> {
         let mmio = &self.mmio;
-        let status = mmio.0.together(|| {
+        let longest = longest(mmio);
+        let [first, second, status] = mmio.0.together(|| {
             mmio.write(regs::RCTL, controls[0]);
             mmio.write(regs::TCTL, controls[1]);
-            mmio.read(regs::STATUS)
+            mmio.read_each([regs::RDH.of(0).to_be_read(), regs::RDH.of(1).to_be_read(), regs::STATUS])
         });
         if status == u32::MAX {
             return Err(NicError::Gone);
         }
+        let found = runs([first, if self.receive.len() > 1 { second } else { 0 }]);
+        let moved = left.0 & RUNS != 0 && found != left.0 & !SINCE;
         let speed = if let Link::Up { speed, .. } = park::link(status) { speed } else { 1000 };
         // Descriptors that the card has read already may name addresses that will be our memory's.
         let off = Instant::now();
-        while off.elapsed() < park::quiet(longest, speed) {
+        while !moved && off.elapsed() < park::quiet(longest, speed) {
             std::hint::spin_loop();
         }
-        let judged = left::judge(mmio).and_then(|()| Ok(self.memory.map_anew(&mut self.bus)?));
+        let judged = match moved {
+            true => Err(NicError::FramesCame { head: first }),
+            false => left::judge(mmio).and_then(|()| Ok(self.memory.map_anew(&mut self.bus)?)),
+        };
         if judged.is_err() {
             let mmio = &self.mmio;
             mmio.write(regs::TCTL, controls[1] | tctl::EN);
@@ -578,9 +586,8 @@ impl<B: Bus> Repoint for E1000e<B> {
     fn repoint(ready: Ready<B>, left: Left) -> Result<Self, Failed<B>> {
         let Ready { mut nic, controls, fenced } = ready;
         nic.bus.hurry(true);
-        let longest = if fenced.is_some() { longest(&nic.mmio) } else { 0 };
         let stopped = match left.0 & RUNS {
-            0 if fenced.is_some() => Ok(()),
+            0 if fenced.is_some() => nic.inherit(left, controls),
             // Its giver switches the transmit side off last: where that is off, the receive side is.
             0 => match nic.mmio.read(regs::TCTL) {
                 u32::MAX => Err(NicError::Gone),
@@ -595,12 +602,12 @@ impl<B: Bus> Repoint for E1000e<B> {
                 }
                 let found = heads_of(&nic.mmio, if is_old { nic.receive.len() } else { 0 });
                 match !is_old || runs(found) == left.0 & !SINCE {
+                    true if fenced.is_some() => nic.inherit(left, controls),
                     true => stop_where(&nic.mmio, nic.receive.len(), left.0, controls),
                     false => Err(NicError::FramesCame { head: found[0] }),
                 }
             }
         };
-        let stopped = stopped.and_then(|()| if fenced.is_some() { nic.inherit(controls, longest) } else { Ok(()) });
         nic.bus.hurry(false);
         if let Err(error) = stopped {
             return Err(nic.failed(error));

@@ -1,4 +1,4 @@
-//! The connection to a server: one command at a time, its answer checked, and silence once the server has failed.
+//! The connection to a server: a command, or some of a kind at a time, their answers checked in the order of the questions, and silence once the server has failed.
 //!
 //! An answer leaves the socket in one piece: its header is looked at first, then all of it is received by one call. So whoever is killed, whenever
 //! that is, leaves the stream whole to those that it shared the connection with (`turns.rs`). That holds for servers that send an answer in one
@@ -109,6 +109,16 @@ impl Looks {
 /// What came with an answer.
 pub type Fds = ArrayVec<OwnedFd, FDS_MAX>;
 
+/// What is asked, together with others of its kind.
+#[derive(Debug)]
+pub struct Question<'a, F> {
+    /// Writes its body.
+    pub fill: F,
+    pub fds: &'a [BorrowedFd<'a>],
+    /// Where the body of its answer goes.
+    pub answer: &'a mut [u8],
+}
+
 /// One end of a connection, with what both sides agreed on.
 #[derive(Debug)]
 pub struct Link {
@@ -218,63 +228,93 @@ impl Link {
         &mut self,
         doing: &'static str,
         command: Command,
-        fill: impl FnOnce(&mut Message),
+        fill: impl Fn(&mut Message),
         fds: &[BorrowedFd<'_>],
         answer: &mut [u8],
         fds_max: usize,
     ) -> Result<(usize, Fds), BusError> {
-        let mut strays = 0;
-        let outcome = self.exchange(doing, command, fill, fds, answer, &mut strays)?;
-        self.strays += strays;
-        if outcome.is_ok() {
-            // What was sent before was done before.
-            self.behind.answered();
-        }
-        match outcome {
-            Ok(Answer::Reply(_, fds)) if fds.len() > fds_max => {
-                self.breach(format!("{} descriptors came with an answer to {command:?}", fds.len()))
-            }
-            Ok(Answer::Reply(len, fds)) => Ok((len, fds)),
-            Ok(Answer::Refusal(errno)) => Err(BusError::Refused { doing, source: io::Error::from_raw_os_error(errno) }),
-            Err(fault) => self.fail(doing, fault),
-        }
+        let [(outcome, fds)] = self.call_each(doing, command, [Question { fill, fds, answer }], fds_max)?;
+        Ok((outcome?, fds))
     }
 
-    /// Asks, when it is our turn, and waits for the answer.
-    fn exchange(
+    /// Asks several questions of one kind before it waits for the answers: the time of one trip to the server instead of many. Says of each how long the
+    /// body of its answer is, or that the server refused it; a refused one does not keep the server from doing those behind it.
+    #[expect(clippy::type_complexity, reason = "what `call` says, of each")]
+    pub fn call_each<F: Fn(&mut Message), const N: usize>(
         &mut self,
         doing: &'static str,
         command: Command,
-        fill: impl FnOnce(&mut Message),
-        fds: &[BorrowedFd<'_>],
-        answer: &mut [u8],
+        questions: [Question<'_, F>; N],
+        fds_max: usize,
+    ) -> Result<[(Result<usize, BusError>, Fds); N], BusError> {
+        let mut strays = 0;
+        let outcome = self.exchange(doing, command, questions, &mut strays)?;
+        self.strays += strays;
+        let answers = match outcome {
+            Ok(answers) => answers,
+            Err(fault) => return self.fail(doing, fault),
+        };
+        // What was sent before was done before.
+        self.behind.answered();
+        let mut said = ArrayVec::<_, N>::new();
+        for answer in answers {
+            said.push(match answer {
+                Answer::Reply(_, fds) if fds.len() > fds_max => {
+                    return self.breach(format!("{} descriptors came with an answer to {command:?}", fds.len()));
+                }
+                Answer::Reply(len, fds) => (Ok(len), fds),
+                Answer::Refusal(errno) => {
+                    (Err(BusError::Refused { doing, source: io::Error::from_raw_os_error(errno) }), Fds::new())
+                }
+            });
+        }
+        Ok(said.into_inner().unwrap_or_else(|_| unreachable!("each was answered")))
+    }
+
+    /// Asks, when it is our turn, and waits for the answers.
+    fn exchange<F: Fn(&mut Message), const N: usize>(
+        &mut self,
+        doing: &'static str,
+        command: Command,
+        questions: [Question<'_, F>; N],
         strays: &mut u64,
-    ) -> Result<Result<Answer, Fault>, BusError> {
-        let next = self.next_id();
-        let turn = match self.turns.as_ref().map(Turns::take).transpose() {
+    ) -> Result<Result<ArrayVec<Answer, N>, Fault>, BusError> {
+        let count = u16::try_from(N).expect("a few");
+        let first = self.next.wrapping_add(1);
+        self.next = self.next.wrapping_add(count);
+        let turn = match self.turns.as_ref().map(|turns| turns.take(count)).transpose() {
             Ok(turn) => turn,
             Err(errno) => return Err(BusError::Refused { doing, source: errno.into() }),
         };
-        let id = turn.as_ref().map_or(next, super::turns::Turn::number);
-        let mut message = Message::command(id, command, false);
-        fill(&mut message);
+        let first = turn.as_ref().map_or(first, super::turns::Turn::number);
+        let ids = (0..count).map(|index| first.wrapping_add(index));
         let deadline = Instant::now() + self.timeout;
-        let may_be_others = turn.is_some().then_some(strays);
+        let mut may_be_others = turn.is_some().then_some(strays);
         let socket = self.socket(doing)?;
         let mut collected = self.collected.borrow_mut();
-        let sent = match (collected.is_empty(), fds.is_empty()) {
-            (true, _) => send(socket, message.finish(), fds),
-            (false, true) => {
+        let sent = ids.clone().zip(&questions).try_for_each(|(id, question)| {
+            let mut message = Message::command(id, command, false);
+            (question.fill)(&mut message);
+            if question.fds.is_empty() {
                 collected.extend_from_slice(message.finish());
-                send(socket, &collected, &[])
+                return Ok(());
             }
             // Descriptors go with the message that speaks of them.
-            (false, false) => send(socket, &collected, &[]).and_then(|()| send(socket, message.finish(), fds)),
-        };
+            send(socket, &collected, &[])?;
+            collected.clear();
+            send(socket, message.finish(), question.fds)
+        });
+        let sent = sent.and_then(|()| send(socket, &collected, &[]));
         collected.clear();
-        Ok(sent
-            .map_err(Fault::from)
-            .and_then(|()| await_answer((socket, &self.looks), (id, command), may_be_others, deadline, answer)))
+        let wait = || {
+            let mut answers = ArrayVec::new();
+            for (id, question) in ids.zip(questions) {
+                let others = may_be_others.as_deref_mut();
+                answers.push(await_answer((socket, &self.looks), (id, command), others, deadline, question.answer)?);
+            }
+            Ok(answers)
+        };
+        Ok(sent.map_err(Fault::from).and_then(|()| wait()))
     }
 
     /// Collects what is [posted](Self::post), until somebody asks something.
@@ -325,6 +365,9 @@ impl Link {
 }
 
 fn send(socket: BorrowedFd<'_>, bytes: &[u8], fds: &[BorrowedFd<'_>]) -> Result<(), Errno> {
+    if bytes.is_empty() {
+        return Ok(());
+    }
     let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(FDS_MAX))];
     let mut control = SendAncillaryBuffer::new(&mut space);
     if !fds.is_empty() {

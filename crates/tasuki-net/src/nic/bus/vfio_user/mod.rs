@@ -34,7 +34,7 @@ use super::bar::{BLOCK_MAX, Bar, Far};
 use super::mmio::Mmio;
 use super::pci::{self, Capability, Header};
 use super::{Bus, BusError, IntX, Iova};
-use link::Link;
+use link::{Link, Question};
 use turns::Behind;
 pub use twin::{BarTwin, Twin};
 pub(super) use wire::RegionInfo;
@@ -301,20 +301,49 @@ fn doorbells(link: &mut Link, index: u32, len: u64) -> Result<Option<Doorbells>,
     Ok(Doorbells::map(link.behind(), memory, places))
 }
 
+/// Asks for `count` bytes of a region.
+fn asks(message: &mut wire::Message, region: u32, offset: u64, count: u32) {
+    message.u64(offset).u32(region).u32(count);
+}
+
+/// What was read, if the answer is that to `asks`.
+fn answers<'a>(link: &mut Link, answer: &'a [u8], region: u32, offset: u64, count: u32) -> Result<&'a [u8], BusError> {
+    let mut from = Reader(answer);
+    let its = (from.u64(), from.u32(), from.u32());
+    if its != (Some(offset), Some(region), Some(count)) || from.0.len() as u64 != u64::from(count) {
+        return link
+            .breach(format!("it answers another read than that of {count} bytes at {offset:#x} of region {region}"));
+    }
+    Ok(from.0)
+}
+
 /// Reads `into` from a region.
 fn read(link: &mut Link, doing: &'static str, region: u32, offset: u64, into: &mut [u8]) -> Result<(), BusError> {
     let mut answer = [0; 16 + BLOCK_MAX];
     let count = u32::try_from(into.len()).expect("a block has a few bytes");
-    let ask = |message: &mut wire::Message| _ = message.u64(offset).u32(region).u32(count);
     let answer = &mut answer[..16 + into.len()];
+    let ask = |message: &mut wire::Message| asks(message, region, offset, count);
     let (len, _) = link.call(doing, Command::RegionRead, ask, &[], answer, 0)?;
-    let mut from = Reader(&answer[..len]);
-    if (from.u64(), from.u32(), from.u32()) != (Some(offset), Some(region), Some(count)) || from.0.len() != into.len() {
-        return link
-            .breach(format!("it answers another read than that of {count} bytes at {offset:#x} of region {region}"));
-    }
-    into.copy_from_slice(from.0);
+    into.copy_from_slice(answers(link, &answer[..len], region, offset, count)?);
     Ok(())
+}
+
+/// Reads the words of 32 bits at these offsets of a region.
+fn read_each<const N: usize>(link: &mut Link, region: u32, offsets: [u32; N]) -> Result<[u32; N], BusError> {
+    let mut room = [[0; 16 + 4]; N];
+    let mut room_of = room.iter_mut();
+    let questions = offsets.map(|offset| Question {
+        fill: move |message: &mut wire::Message| asks(message, region, offset.into(), 4),
+        fds: &[],
+        answer: &mut room_of.next().expect("as many")[..],
+    });
+    let said = link.call_each("reading registers", Command::RegionRead, questions, 0)?;
+    let mut values = [0; N];
+    for (((value, offset), answer), (len, _)) in values.iter_mut().zip(offsets).zip(&room).zip(said) {
+        let bytes = answers(link, &answer[..len?], region, offset.into(), 4)?;
+        *value = u32::from_le_bytes(bytes.try_into().expect("four were checked"));
+    }
+    Ok(values)
 }
 
 /// Writes a 32-bit word to a region and waits until the server has it.
@@ -368,24 +397,39 @@ impl Bus for VfioUser {
     }
 
     fn map_dma(&mut self, memory: &Region, at: Iova) -> Result<(), BusError> {
-        let len = memory.len();
-        let dma = |why: String| BusError::Dma { at, len, why };
-        if !at.0.is_multiple_of(PAGE_LEN as u64) || at.0.checked_add(len as u64).is_none() {
-            return Err(dma(
-                "the address is not on a whole page, or the end is beyond the last; choose another".to_owned()
-            ));
+        let [mapped] = self.map_each([(memory, at)])?;
+        mapped
+    }
+
+    fn map_each<const N: usize>(&mut self, parts: [(&Region, Iova); N]) -> Result<[Result<(), BusError>; N], BusError> {
+        let dma = |(memory, at): (&Region, Iova), why| BusError::Dma { at, len: memory.len(), why };
+        let is_odd = |&&(memory, at): &&(&Region, Iova)| {
+            !at.0.is_multiple_of(PAGE_LEN as u64) || at.0.checked_add(memory.len() as u64).is_none()
+        };
+        if let Some(&odd) = parts.iter().find(is_odd) {
+            let why = "the address is not on a whole page, or the end is beyond the last; choose another";
+            return Err(dma(odd, why.to_owned()));
         }
         let flags = wire::DMA_READ | wire::DMA_WRITE;
-        let ask = |message: &mut wire::Message| _ = message.u32(32).u32(flags).u64(0).u64(at.0).u64(len as u64);
-        let mut link = self.link.lock();
-        match link.call("mapping memory", Command::DmaMap, ask, &[memory.fd()], &mut [], 0) {
-            Ok(_) => Ok(()),
-            Err(BusError::Refused { source, .. }) if source.kind() == io::ErrorKind::AlreadyExists => {
-                Err(dma("the device has memory there already; unmap it, or choose another address".to_owned()))
+        let fds = parts.map(|(memory, _)| [memory.fd()]);
+        let mut fds_of = fds.iter();
+        let questions = parts.map(|(memory, at)| Question {
+            fill: move |message: &mut wire::Message| {
+                message.u32(32).u32(flags).u64(0).u64(at.0).u64(memory.len() as u64);
+            },
+            fds: &fds_of.next().expect("as many")[..],
+            answer: &mut [],
+        });
+        let said = self.link.lock().call_each("mapping memory", Command::DmaMap, questions, 0)?;
+        let mut parts = parts.into_iter();
+        Ok(said.map(|(answer, _)| match (answer, parts.next().expect("as many")) {
+            (Ok(_), _) => Ok(()),
+            (Err(BusError::Refused { source, .. }), part) if source.kind() == io::ErrorKind::AlreadyExists => {
+                Err(dma(part, "the device has memory there already; unmap it, or choose another address".to_owned()))
             }
-            Err(BusError::Refused { source, .. }) => Err(dma(format!("its server refused: {source}"))),
-            Err(other) => Err(other),
-        }
+            (Err(BusError::Refused { source, .. }), part) => Err(dma(part, format!("its server refused: {source}"))),
+            (Err(other), _) => Err(other),
+        }))
     }
 
     fn hurry(&mut self, hurries: bool) {
@@ -543,6 +587,10 @@ impl Far for Messages {
     /// Who refuses or is gone does not answer; the link remembers why.
     fn read(&self, offset: u32, into: &mut [u8]) -> bool {
         read(&mut self.link.lock(), "reading a register", self.region, offset.into(), into).is_ok()
+    }
+
+    fn read_each<const N: usize>(&self, offsets: [u32; N]) -> Option<[u32; N]> {
+        read_each(&mut self.link.lock(), self.region, offsets).ok()
     }
 
     fn cork(&self) {

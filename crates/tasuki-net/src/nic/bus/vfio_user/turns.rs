@@ -142,8 +142,8 @@ impl Turns {
         self.memory().fd().try_clone_to_owned()
     }
 
-    /// Waits until it is our turn, for as long as the others need.
-    pub fn take(&self) -> Result<Turn<'_>, Errno> {
+    /// Waits until it is our turn to ask `count` questions, for as long as the others need.
+    pub fn take(&self, count: u16) -> Result<Turn<'_>, Errno> {
         let here = here();
         loop {
             match fcntl_lock(self.memory().fd(), FlockOperation::LockExclusive) {
@@ -152,9 +152,10 @@ impl Turns {
                 other => break other?,
             }
         }
-        let number = self.words[LAST].load(Relaxed).wrapping_add(1);
-        // Before it is asked: whoever finds our answer must not have the same number.
-        self.words[LAST].store(number, Relaxed);
+        let last = self.words[LAST].load(Relaxed);
+        // Before they are asked: whoever finds our answers must not have the same numbers.
+        self.words[LAST].store(last.wrapping_add(count.into()), Relaxed);
+        let number = last.wrapping_add(1);
         Ok(Turn { turns: self, number, _here: here })
     }
 }
@@ -166,7 +167,7 @@ impl Drop for Turns {
     }
 }
 
-/// The right to ask one question.
+/// The right to ask as many questions as were asked for.
 #[derive(Debug)]
 pub struct Turn<'a> {
     turns: &'a Turns,
@@ -176,7 +177,7 @@ pub struct Turn<'a> {
 }
 
 impl Turn<'_> {
-    /// The question's.
+    /// That of the first question.
     #[expect(clippy::cast_possible_truncation, reason = "numbers go round: the last of a few are told apart")]
     pub fn number(&self) -> u16 {
         self.number as u16
