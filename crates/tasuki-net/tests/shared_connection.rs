@@ -42,6 +42,7 @@ fn ask(bus: &mut VfioUser, registers: &impl Registers, own: u32, round: u32, exp
     registers.write32(at, round);
     assert_eq!(registers.read32(at), round, "what was written is there");
     assert_eq!(registers.read32(RAL), expected.0, "the card's address");
+    assert_eq!(registers.read_each([RAL, at, RAL]), [expected.0, round, expected.0], "the same, asked in one go");
     assert_eq!(bus.read_config(0).expect("the server answers"), expected.1, "who it is");
 }
 
@@ -69,7 +70,10 @@ fn asker(own: u32) {
     socket.write_all(&[0]).expect("the first process lives");
     for round in own.. {
         ask(&mut bus, &registers, own, round, expected);
-        bus.map_dma(&memory, Iova(MAPPED_AT.0 + u64::from(own) * 4096)).expect("nothing is there");
+        let at = Iova(MAPPED_AT.0 + u64::from(own) * 4096);
+        let [first, again] = bus.map_each([(&memory, at), (&memory, at)]).expect("the server answers");
+        first.expect("nothing is there");
+        again.expect_err("it is there already");
         bus.unmap_dma(Iova(MAPPED_AT.0 + u64::from(own) * 4096), 4096).expect("it is there");
     }
 }

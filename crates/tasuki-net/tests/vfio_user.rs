@@ -155,6 +155,23 @@ fn memory_that_cannot_be_given_is_an_error_that_says_why() {
 }
 
 #[test]
+fn of_memory_that_is_given_together_each_part_has_its_answer() {
+    let served = Served::new();
+    let mut bus = connect(&served);
+    let memory = region(1);
+    let [low, high] = [Iova(0x10_0000), Iova(0x20_0000)];
+    let parts = [(&memory, low), (&memory, low), (&memory, high)];
+    let [first, second, third] = bus.map_each(parts).unwrap();
+    assert!(first.is_ok() && third.is_ok(), "{first:?}, {third:?}");
+    assert!(second.unwrap_err().to_string().contains("has memory there already"));
+    bus.unmap_dma(low, 4096).unwrap();
+    bus.unmap_dma(high, 4096).unwrap();
+    // A part that no bus could have keeps all of them from being asked for.
+    assert!(bus.map_each([(&memory, low), (&memory, Iova(1))]).is_err());
+    bus.map_dma(&memory, low).unwrap();
+}
+
+#[test]
 fn more_interrupts_than_there_are_is_an_error() {
     let served = Served::new();
     let mut bus = connect(&served);
