@@ -260,7 +260,7 @@ fn an_upgrade_that_fails_half_way_leaves_no_uplink_with_two_workers() {
     need_storm!();
     let Some(mut world) = World::new() else { return };
     world.rig.kill_daemon();
-    world.rig.configure(|text| text.replace("prepare_ms = 20000", "prepare_ms = 1000"));
+    world.rig.configure(|text| text.replace("prepare_ms = 20000", "prepare_ms = 500"));
     world.rig.start();
     world.settles();
     let exchange = Exchange::begin([(&world.far, FAR), (&world.shop, SHOP)]);
@@ -269,7 +269,7 @@ fn an_upgrade_that_fails_half_way_leaves_no_uplink_with_two_workers() {
         storm::plan_for(&world.rig, number, "TASUKI_STOP=map.begun:2");
         let (driver, _) = world.rig.await_pair("up");
         let said = world.rig.refused(&["worker", "upgrade", "up"]);
-        assert!(said.contains("has not prepared within 1000 ms"), "{said}");
+        assert!(said.contains("has not prepared within 500 ms"), "{said}");
         if is_killed {
             world.kill(&driver);
         }
@@ -287,7 +287,7 @@ fn a_standby_that_hangs_when_it_is_ready_for_the_nic_only_keeps_nobody_else_from
     let Some(mut world) = World::new() else { return };
     world.rig.kill_daemon();
     world.rig.configure(|text| {
-        text.replace("prepare_ms = 20000", "prepare_ms = 1000").replace("deadline_ms = 20000", "deadline_ms = 500")
+        text.replace("prepare_ms = 20000", "prepare_ms = 500").replace("deadline_ms = 20000", "deadline_ms = 500")
     });
     world.rig.start();
     world.settles();
