@@ -107,7 +107,7 @@ fn readable(fd: BorrowedFd<'_>, limit: Duration) -> Fallible<bool> {
 
 /// Who is ready for a turn.
 enum Next {
-    InPlace(<Card as InPlace>::Prepared),
+    InPlace(Box<<Card as InPlace>::Prepared>),
     Apart(Box<Ready<Vfio>>),
 }
 
@@ -121,7 +121,7 @@ impl Next {
 
     fn go_on(self, left: Left) -> Fallible<Card> {
         match self {
-            Next::InPlace(prepared) => Ok(Card::pick_up(prepared)?),
+            Next::InPlace(prepared) => Ok(Card::pick_up(*prepared)?),
             Next::Apart(ready) => Ok(Card::repoint(*ready, left).map_err(|failed| failed.error)?),
         }
     }
@@ -169,7 +169,7 @@ impl Worker {
         self.board.words[PAUSES + usize::try_from(relay)? % PAUSES_MAX].store(pause, Relaxed);
         let replaced = self.replaced.take().map(Card::stand_down);
         if let Some((bus, memory)) = replaced.or_else(|| self.unused.take()) {
-            self.next = Some(Next::InPlace(Card::prepare(bus, memory)?));
+            self.next = Some(Next::InPlace(Box::new(Card::prepare(bus, memory)?)));
         }
         Ok(Some(nic))
     }
@@ -291,7 +291,7 @@ fn worker(
     let (next, unused) = match method {
         Method::Keep => {
             let (bus, memory) = way.open()?;
-            (Some(Next::InPlace(Card::prepare(bus, memory)?)), Some(way.open()?))
+            (Some(Next::InPlace(Box::new(Card::prepare(bus, memory)?))), Some(way.open()?))
         }
         Method::Repoint if drives => (None, None),
         Method::Repoint => {
