@@ -4,7 +4,7 @@
 //! `tasuki/ID/node-NAME`, with the node's [`Bounds`], and in it a group of each worker, without bounds of its own:
 //!
 //! ```text
-//! let groups = Groups::find("a name that stays over restarts");
+//! let groups = Groups::find("a name that stays over restarts", None);
 //! let node = groups.node("red", &bounds)?;      // made, or that of a daemon before us
 //! let worker = node.child("worker-7")?;
 //! spawn::start(&program, worker.birthplace())?; // and the process writes 0 into each of worker.doors(); or worker.add(pid)
@@ -45,6 +45,9 @@ const CPU_PERIOD: u64 = 100_000;
 
 /// Of version 1, what we use.
 const CONTROLLERS: &[&str] = &["memory", "pids", "cpu", "freezer"];
+
+/// The daemon's place in its own group, once it hands controllers on: version 2 does that for groups alone that have no process of their own.
+const ASIDE: &str = "tasukid";
 
 /// An empty group of another daemon that is older is left over.
 const LEFT_FOR: Duration = Duration::from_secs(60);
@@ -97,23 +100,37 @@ fn hierarchies(mountinfo: &str, of_us: &str) -> Vec<Hierarchy> {
         // A container sees a part of the tree, or all paths from there.
         let path = Path::new(&path);
         let below = path.strip_prefix(root).or_else(|_| path.strip_prefix("/")).unwrap_or(path);
+        // Who starts the daemon may have put it aside already, as systemd does (DelegateSubgroup=).
+        let below = if is_v2 && below.ends_with(ASIDE) { below.parent().unwrap_or(below) } else { below };
         found.push(Hierarchy { own: Path::new(mount).join(below), controllers: names, is_v2 });
     }
     found
 }
 
 impl Groups {
-    /// Those of this machine that we may use. `id` tells one daemon's from another's, and stays over its restarts.
-    pub fn find(id: &str) -> Self {
+    /// Those of this machine that we may use. `id` tells one daemon's from another's, and stays over its restarts. Of version 2 it may be `named` which is to be ours,
+    /// if not the one that we are in.
+    pub fn find(id: &str, named: Option<&Path>) -> Self {
         let read = |path: &Path| fs::read_to_string(path).unwrap_or_default();
         let mut all = hierarchies(&read(Path::new("/proc/self/mountinfo")), &read(Path::new("/proc/self/cgroup")));
         for it in all.iter_mut().filter(|it| it.is_v2) {
+            if let Some(named) = named.filter(|named| named.join("cgroup.controllers").exists()) {
+                it.own = named.to_owned();
+            }
             let there = read(&it.own.join("cgroup.controllers"));
             it.controllers = there.split_whitespace().map(str::to_owned).collect();
         }
         all.retain(|it| it.is_v2 || CONTROLLERS.iter().any(|name| it.has(name)));
         all.retain(|it| fs::create_dir_all(it.own.join("tasuki").join(id)).is_ok());
         Groups { hierarchies: all, id: id.to_owned() }
+    }
+
+    /// Has the daemon go aside before it starts anybody, who would else be where it was, and in the way of bounds for nodes.
+    pub fn go_aside(&self) {
+        // The root has no type, and may have processes. What the kernel refuses here stands in the way of a node's group, and is said then.
+        for it in self.hierarchies.iter().filter(|it| it.is_v2 && it.own.join("cgroup.type").exists()) {
+            let _ = go_aside(&it.own);
+        }
     }
 
     /// What of this no group of ours could do, as ends of the sentence "this machine has no …".
@@ -192,7 +209,7 @@ fn is_of_use(it: &Hierarchy, bounds: &Bounds, any_v2: bool) -> bool {
     it.is_v2 || it.has("freezer") && !any_v2 || wanted(bounds).iter().any(|name| it.has(name))
 }
 
-/// Has the groups from `own` down to `parent` hand these controllers on. Version 2 does that for groups alone that have no process of their own: the daemon goes aside.
+/// Has the groups from `own` down to `parent` hand these controllers on. The daemon goes aside for it.
 fn enable(own: &Path, parent: &Path, controllers: &[&str]) -> io::Result<()> {
     if controllers.is_empty() {
         return Ok(());
@@ -200,9 +217,7 @@ fn enable(own: &Path, parent: &Path, controllers: &[&str]) -> io::Result<()> {
     let text: Vec<String> = controllers.iter().map(|name| format!("+{name}")).collect();
     let hand_on = |group: &Path| fs::write(group.join("cgroup.subtree_control"), text.join(" "));
     if hand_on(own).is_err() {
-        let aside = own.join("tasukid");
-        fs::create_dir_all(&aside)?;
-        fs::write(aside.join("cgroup.procs"), "0")?;
+        go_aside(own)?;
         hand_on(own)?;
     }
     let between = parent.strip_prefix(own).unwrap_or(Path::new("")).components();
@@ -212,6 +227,13 @@ fn enable(own: &Path, parent: &Path, controllers: &[&str]) -> io::Result<()> {
         hand_on(&group)?;
     }
     Ok(())
+}
+
+/// This process, and what it starts from then on, leaves `own` for a group in it.
+fn go_aside(own: &Path) -> io::Result<()> {
+    let aside = own.join(ASIDE);
+    fs::create_dir_all(&aside)?;
+    fs::write(aside.join("cgroup.procs"), "0")
 }
 
 fn bound(group: &Path, it: &Hierarchy, bounds: &Bounds) -> io::Result<()> {
@@ -407,6 +429,8 @@ mod tests {
         ];
         assert_eq!(owns, expected);
         assert!(found[0].has("memory") && found[1].has("cpu") && !found[0].has("cpu"));
+        let aside = hierarchies(mounts, &of_us.replace(".service", ".service/tasukid"));
+        assert_eq!(aside[2].own, found[2].own, "one that is aside from its beginning has the same group");
     }
 
     /// Groups of this machine of one version, which go when the test ends; nothing where there are none.
@@ -414,7 +438,7 @@ mod tests {
 
     impl Ours {
         fn find(test: &str, is_v2: bool) -> Option<Self> {
-            let mut groups = Groups::find(&format!("test-{test}-{}", std::process::id()));
+            let mut groups = Groups::find(&format!("test-{test}-{}", std::process::id()), None);
             groups.hierarchies.retain(|it| it.is_v2 == is_v2);
             if !groups.freezes() {
                 println!("skipped: no freezer of version {} is mounted, or not for us", if is_v2 { 2 } else { 1 });

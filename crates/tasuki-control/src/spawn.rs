@@ -194,7 +194,7 @@ mod tests {
 
     #[test]
     fn a_process_is_in_its_group_before_it_can_start_others() {
-        let groups = Groups::find(&format!("test-spawn-{}", std::process::id()));
+        let groups = Groups::find(&format!("test-spawn-{}", std::process::id()), None);
         let node = groups.node("red", &Bounds::default());
         let group = node.as_ref().ok().and_then(|node| node.child("worker-1").ok());
         let Some(group) = group.filter(|group| group.birthplace().is_some()) else {

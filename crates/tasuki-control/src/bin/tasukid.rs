@@ -35,6 +35,9 @@ struct Arguments {
     /// Where its sockets and its memory of itself are [default: TASUKI_DIR, or /run/tasuki; not as root $XDG_RUNTIME_DIR/tasuki].
     #[arg(long, value_name = "DIR")]
     dir: Option<PathBuf>,
+    /// The control group of version 2 in which nodes have theirs, and no process is [default: where tasukid is itself].
+    #[arg(long, value_name = "DIR")]
+    groups: Option<PathBuf>,
     /// Stay in the terminal, and log to it. Without, the log is tasukid.log in DIR.
     #[arg(long)]
     foreground: bool,
@@ -98,7 +101,7 @@ fn listen(folder: &Path, is_for_others: bool) -> Result<UnixListener> {
     Ok(listener)
 }
 
-fn serve(file: &Path, folder: &Path) -> Result<()> {
+fn serve(file: &Path, folder: &Path, groups: Option<PathBuf>) -> Result<()> {
     rustix::process::umask(rustix::fs::Mode::from_raw_mode(0o077));
     let config = Config::read(file)?;
     let allowed = rustix::thread::sched_getaffinity(None).context("the kernel does not say where we may run")?;
@@ -124,7 +127,8 @@ fn serve(file: &Path, folder: &Path) -> Result<()> {
     let (sender, requests) = std::sync::mpsc::channel();
     let door = Door::new(sender).context("the kernel has no eventfd left")?;
     let roles = config.api.clone();
-    let mut supervisor = Supervisor::begin(Parts { config, programs, place, door: door.clone(), requests, signals })?;
+    let mut supervisor =
+        Supervisor::begin(Parts { config, programs, place, groups, door: door.clone(), requests, signals })?;
     let listener = listen(&folder, roles.are_given())?;
     let (over, is_over) = tokio::sync::oneshot::channel::<()>();
     let http = std::thread::Builder::new().name("http".to_owned()).spawn(move || {
@@ -224,7 +228,7 @@ fn main() -> ExitCode {
     let folder = arguments.dir.clone().unwrap_or_else(place::usual);
     log::begin();
     let done = if stays {
-        serve(&file, &folder)
+        serve(&file, &folder, arguments.groups)
     } else {
         Config::read(&file).map_err(Into::into).and_then(|_| go_into_background(&folder))
     };

@@ -24,7 +24,6 @@ const CALLS: &[i64] = &[
     libc::SYS_preadv2,
     libc::SYS_pwritev2,
     libc::SYS_lseek,
-    libc::SYS_openat,
     libc::SYS_close,
     libc::SYS_close_range,
     libc::SYS_dup,
@@ -154,7 +153,6 @@ const CALLS: &[i64] = &[
 #[cfg(target_arch = "x86_64")]
 const OLD_CALLS: &[i64] = &[
     libc::SYS_arch_prctl,
-    libc::SYS_open,
     libc::SYS_stat,
     libc::SYS_lstat,
     libc::SYS_access,
@@ -264,6 +262,10 @@ pub fn filter(ourselves: u32) -> Result<BpfProgram> {
     let kind = |kind: i32| one(1, Some(0xf), bits(kind));
     let pairs = vec![rule(vec![unix()?, kind(libc::SOCK_STREAM)?])?, rule(vec![unix()?, kind(libc::SOCK_SEQPACKET)?])?];
     rules.insert(libc::SYS_socketpair, pairs);
+    // To empty a file takes no right to write it, as landlock before Linux 6.2 sees it.
+    rules.insert(libc::SYS_openat, vec![rule(vec![one(2, Some(bits(libc::O_TRUNC)), 0)?])?]);
+    #[cfg(target_arch = "x86_64")]
+    rules.insert(libc::SYS_open, vec![rule(vec![one(1, Some(bits(libc::O_TRUNC)), 0)?])?]);
     let (no_such_call, arch) = (SeccompAction::Errno(libc::ENOSYS.cast_unsigned()), std::env::consts::ARCH.try_into()?);
     Ok(SeccompFilter::new(rules, no_such_call, SeccompAction::Allow, arch)?.try_into()?)
 }

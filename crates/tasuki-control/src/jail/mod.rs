@@ -124,9 +124,9 @@ fn confine(terms: &Terms, program: &OwnedFd, lacks: &mut Vec<String>) -> Result<
     for door in &terms.doors {
         note(lacks, std::fs::write(door, "0"), "it uses memory and processes without a bound");
     }
-    if let Some(network) = &terms.network {
-        note(lacks, enter(network), "it is in the machine's network");
-    }
+    let entered = terms.network.as_deref().map(enter);
+    let is_apart = terms.uid.is_some() && matches!(entered, Some(Ok(())));
+    note(lacks, entered.unwrap_or(Ok(())), "it is in the machine's network");
     let keeps = limit(terms, lacks);
     let files = landlock(program)?;
     if let Some(uid) = terms.uid {
@@ -141,7 +141,7 @@ fn confine(terms: &Terms, program: &OwnedFd, lacks: &mut Vec<String>) -> Result<
         note(lacks, raised, "its nice value stays 0");
     }
     rustix::thread::set_no_new_privs(true).context("the kernel does not bar it from new privileges")?;
-    note(lacks, bar_files(files), "files, abstract sockets and signals to others are not all barred");
+    note(lacks, bar_files(files, is_apart), "files, abstract sockets and signals to others are not all barred");
     let filter = filter::filter(std::process::id())?;
     note(lacks, seccompiler::apply_filter(&filter), "system calls are not barred");
     Ok(())
@@ -214,10 +214,13 @@ fn landlock(program: &OwnedFd) -> Result<landlock::RulesetCreated> {
     Ok(ruleset)
 }
 
-fn bar_files(ruleset: landlock::RulesetCreated) -> Result<()> {
+/// Every landlock bars files. What one before Linux 6.12's does not know (truncation, devices' requests, TCP, abstract sockets, signals) is barred by the filter of system calls,
+/// and who `is_apart`, with a user and a network of its own, has nothing there to reach for besides.
+fn bar_files(ruleset: landlock::RulesetCreated, is_apart: bool) -> Result<()> {
     let status = ruleset.restrict_self()?;
     match status.ruleset {
         RulesetStatus::FullyEnforced => Ok(()),
+        RulesetStatus::PartiallyEnforced if is_apart => Ok(()),
         RulesetStatus::PartiallyEnforced => anyhow::bail!("this kernel's landlock is older than Linux 6.12's"),
         RulesetStatus::NotEnforced => anyhow::bail!("this kernel has no landlock, or it is not switched on"),
     }

@@ -89,6 +89,16 @@ impl Supervisor {
         Some(uid)
     }
 
+    /// Where nodes are to have bounds, the daemon leaves the group that those come from, and whom it starts is where it is.
+    pub(super) fn find_groups(&mut self, named: Option<PathBuf>) {
+        let id = format!("{:08x}", crc32c::crc32c(self.place.folder().as_os_str().as_encoded_bytes()));
+        let groups = self.groups.insert(Groups::find(&id, named.as_deref()));
+        groups.sweep();
+        if self.config.daemon.confine() != Confine::Off && named.is_none() {
+            groups.go_aside();
+        }
+    }
+
     /// The control group of a worker, in its node's.
     fn group_for(&mut self, name: &str, number: u32) -> std::io::Result<Group> {
         let none = || std::io::Error::other("there is no such node");
@@ -96,7 +106,7 @@ impl Supervisor {
             Confine::Off => Bounds::default(),
             Confine::Strict | Confine::BestEffort => self.config.node(name).ok_or_else(none)?.bounds(),
         };
-        let groups = self.groups.get_or_insert_with(|| groups_of(self.place.folder()));
+        let groups = self.groups.as_ref().ok_or_else(none)?;
         let ward = &mut self.nodes.get_mut(name).ok_or_else(none)?.ward;
         if ward.group.is_none() {
             ward.group = Some(groups.node(name, &bounds)?);
@@ -223,13 +233,6 @@ impl Supervisor {
 pub(super) fn nowhere() -> Result<OwnedFd> {
     let nowhere = std::fs::OpenOptions::new().write(true).open("/dev/null");
     Ok(nowhere.context("/dev/null cannot be opened")?.into())
-}
-
-/// Those of the daemon of this directory.
-fn groups_of(folder: &Path) -> Groups {
-    let groups = Groups::find(&format!("{:08x}", crc32c::crc32c(folder.as_os_str().as_encoded_bytes())));
-    groups.sweep();
-    groups
 }
 
 impl Worker {

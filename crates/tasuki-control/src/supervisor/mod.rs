@@ -253,6 +253,8 @@ pub struct Parts {
     pub programs: Programs,
     /// The runtime directory.
     pub place: Place,
+    /// The control group in which nodes have theirs; without, the daemon's own.
+    pub groups: Option<PathBuf>,
     /// Where requests come in.
     pub door: Door,
     /// Where they come out.
@@ -264,7 +266,7 @@ pub struct Parts {
 impl Supervisor {
     /// Begins: takes over what a daemon before it has left running.
     pub fn begin(parts: Parts) -> Result<Self> {
-        let Parts { config, programs, place, door, requests, signals } = parts;
+        let Parts { config, programs, place, groups, door, requests, signals } = parts;
         let (may_use, aside) = (crate::aside::cpus(&Config::default()), crate::aside::cpus(&config));
         crate::aside::stay(&aside);
         let (registry, known) = Registry::open(place.folder())?;
@@ -315,6 +317,7 @@ impl Supervisor {
         watch(&supervisor.epoll, bell.bell().as_fd(), Token::Requests)?;
         watch(&supervisor.epoll, supervisor.signals.as_fd(), Token::Signal)?;
         watch(&supervisor.epoll, supervisor.tombs.fd(), Token::LivesEnd)?;
+        supervisor.find_groups(groups);
         let found = supervisor.begin_keeping();
         supervisor.adopt(known, found)?;
         Ok(supervisor)
