@@ -4,15 +4,16 @@
 //! shell, the kernel's modules and the test program, which is linked statically. What the program prints on the serial line is counted
 //! like any other test's output. The other ends of its cards' wires are ports of the guest (see `wire`), and so is QEMU's monitor.
 //!
-//! The bench of relays has a guest of the same make (see `relay`). `target/guest/` holds what was fetched and built.
+//! The daemon has a guest with Debian's systemd (see `systemd`). The bench of relays has a guest of the same make (see `relay`). `target/guest/` holds what was fetched and built.
 
 mod archive;
 mod relay;
 mod system;
+mod systemd;
 mod wire;
 
 use std::fs;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::process::Command;
 
 use anyhow::Context;
@@ -22,11 +23,11 @@ use crate::needs::QEMU;
 use crate::stream;
 use crate::tally::{Reader, Tally};
 pub use relay::prepare as prepare_relay;
-use system::{ENDED, KERNEL_LINE};
+use system::{ENDED, KERNEL_LINE, System};
 use wire::Wire;
 
-/// The guest boots in seconds, and its tests take one minute or two. Whoever needs more hangs.
-const LIMIT_SECONDS: &str = "290";
+/// A guest boots in seconds, and the drivers' tests take one minute or two, the daemon's some more. Whoever needs longer than this hangs.
+const LIMIT_SECONDS: &str = "480";
 
 /// The cards that are tested, each with its name and what QEMU's `-device` is told of it. Each is at a wire of that name.
 const CARDS: [(&str, &str); 2] =
@@ -38,8 +39,46 @@ const MAC: &str = "52:54:00:12:34:57";
 /// What the guest runs.
 const TESTS: &str = "/program --test-threads=1 --show-output";
 
-/// As a stage of the suite, and as a verb.
-pub fn run(checkout: &Checkout) -> anyhow::Result<Tally> {
+/// What is tested in a guest of its own.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
+pub enum Part {
+    /// The drivers, each alone
+    Drivers,
+    /// The daemon, under systemd
+    Daemon,
+}
+
+/// As a verb: one part, or both.
+pub fn run(checkout: &Checkout, only: Option<Part>) -> anyhow::Result<Tally> {
+    let mut tally = Tally::default();
+    if only != Some(Part::Daemon) {
+        tally += &drivers(checkout)?;
+    }
+    if only != Some(Part::Drivers) {
+        tally += &daemon(checkout)?;
+    }
+    Ok(tally)
+}
+
+/// The drivers' tests: a stage of the suite, too.
+pub fn drivers(checkout: &Checkout) -> anyhow::Result<Tally> {
+    in_guest(checkout, |place, system| {
+        let words = ["-p", "tasuki-net", "--test", "guest", "--no-run"];
+        let program = system::build(checkout, place, "test", &words)?;
+        Ok((place.join("initrd"), system::pack(system, &program, TESTS)?))
+    })
+}
+
+/// The daemon's. They take minutes, so they are no stage of the suite.
+fn daemon(checkout: &Checkout) -> anyhow::Result<Tally> {
+    in_guest(checkout, |place, system| Ok((place.join("systemd.initrd"), systemd::pack(checkout, place, system)?)))
+}
+
+/// Boots what `make` makes: a file, and the archive that is to be in it.
+fn in_guest(
+    checkout: &Checkout,
+    make: impl FnOnce(&Path, &System) -> anyhow::Result<(PathBuf, Vec<u8>)>,
+) -> anyhow::Result<Tally> {
     if !QEMU.is_met() {
         return Ok(Tally::skip(1, "needs QEMU: sudo apt-get install -y qemu-system-x86"));
     }
@@ -51,11 +90,8 @@ pub fn run(checkout: &Checkout) -> anyhow::Result<Tally> {
             return Ok(Tally::skip(1, "needs a kernel from Debian's archive, by apt-get download"));
         }
     };
-    let words = ["-p", "tasuki-net", "--test", "guest", "--no-run"];
-    let program = system::build(checkout, &place, "test", &words)?;
-    let archive = place.join("initrd");
-    fs::write(&archive, system::pack(&system, &program, TESTS)?)
-        .with_context(|| format!("cannot write {}", archive.display()))?;
+    let (archive, bytes) = make(&place, &system)?;
+    fs::write(&archive, bytes).with_context(|| format!("cannot write {}", archive.display()))?;
     let folder = tempfile::tempdir().context("cannot make a folder for sockets")?;
     let wires = CARDS.iter().map(|(name, _)| Wire::lay(folder.path(), name)).collect::<anyhow::Result<Vec<_>>>()?;
     let mut reader = Reader::default();

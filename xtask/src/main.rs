@@ -56,8 +56,12 @@ enum Verb {
     Tidy,
     /// Explore the loom models; a name selects the tests that contain it
     Loom { filter: Vec<OsString> },
-    /// Run the tests that need VFIO and an IOMMU, in a guest that has both
-    Guest,
+    /// Run the tests that need VFIO and an IOMMU, in a guest that has both: the drivers', and the daemon's under its systemd unit
+    Guest {
+        /// Run those of one guest only
+        #[arg(long, value_enum)]
+        only: Option<guest::Part>,
+    },
     /// Fuzz one target, or each in turn
     Fuzz {
         target: Option<String>,
@@ -97,9 +101,9 @@ fn run(verb: Verb) -> anyhow::Result<bool> {
         Verb::Ci => ci::run(&checkout),
         Verb::Tidy => tidy::run(&checkout),
         Verb::Loom { filter } => loom::run(&checkout, &filter),
-        Verb::Guest => {
+        Verb::Guest { only } => {
             needs::provide(&[needs::QEMU]);
-            let tally = guest::run(&checkout)?;
+            let tally = guest::run(&checkout, only)?;
             println!("{tally}");
             Ok(tally.failed == 0)
         }

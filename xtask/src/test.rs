@@ -37,7 +37,7 @@ pub fn run(checkout: &Checkout, only: Option<Stage>, fuzz_seconds: u32) -> anyho
         let tally = match stage {
             Stage::Unit => unit(checkout),
             Stage::Loom => loom::explore(checkout, &[]),
-            Stage::Guest => guest::run(checkout),
+            Stage::Guest => guest::drivers(checkout),
             Stage::Fuzz => fuzz::fuzz_all(checkout, &Plan::short(fuzz_seconds)),
         };
         let tally = tally.unwrap_or_else(|error| {

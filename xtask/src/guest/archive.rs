@@ -1,5 +1,14 @@
 //! What the guest finds in its memory.
 
+use std::fs;
+use std::os::unix::ffi::OsStrExt;
+use std::os::unix::fs::MetadataExt;
+use std::path::Path;
+
+use anyhow::Context;
+
+use super::system::read;
+
 /// A cpio archive in the format that kernels unpack, `newc` (the kernel's Documentation/driver-api/early-userspace/buffer-format.rst).
 #[derive(Default)]
 pub struct Archive {
@@ -8,7 +17,7 @@ pub struct Archive {
 }
 
 impl Archive {
-    /// Adds a file, or a folder.
+    /// Adds a file, a folder, or a link: `mode` says which, and what a link leads to is its content.
     pub fn add(&mut self, name: &str, mode: u32, content: &[u8]) {
         self.count += 1;
         let (inode, len, name_len) = (self.count, content.len(), name.len() + 1);
@@ -23,6 +32,21 @@ impl Archive {
         self.align();
         self.bytes.extend(content);
         self.align();
+    }
+
+    /// Adds all that is in a folder as `name`, with the modes that it has there.
+    pub fn add_tree(&mut self, name: &str, folder: &Path) -> anyhow::Result<()> {
+        self.add(name, 0o040_755, &[]);
+        for entry in fs::read_dir(folder).with_context(|| format!("cannot read {}", folder.display()))? {
+            let (entry, mode) = entry.and_then(|entry| Ok((entry.path(), entry.metadata()?.mode())))?;
+            let name = format!("{name}/{}", entry.file_name().context("a name")?.display());
+            match mode & 0o170_000 {
+                0o040_000 => self.add_tree(&name, &entry)?,
+                0o120_000 => self.add(&name, mode, fs::read_link(&entry)?.as_os_str().as_bytes()),
+                _ => self.add(&name, mode, &read(&entry)?),
+            }
+        }
+        Ok(())
     }
 
     fn align(&mut self) {

@@ -86,18 +86,24 @@ pub fn fetch(place: &Path) -> anyhow::Result<System> {
         let mut download = Command::new("apt-get");
         download.args(["download", &kernel, "busybox-static"]).current_dir(&root);
         ensure!(stream::succeeds(&mut download)?, "apt-get did not download {kernel} and busybox-static");
-        for entry in fs::read_dir(&root)? {
-            let package = entry?.path();
-            if package.extension().is_some_and(|end| end == "deb") {
-                output(Command::new("dpkg").arg("-x").arg(&package).arg(&root))?;
-                fs::remove_file(package)?;
-            }
-        }
+        unpack(&root, &root)?;
         fs::write(root.join("complete"), "")?;
     }
     let kernel = files_under(&root.join("boot"))?.into_iter().find(|file| has_prefix(file, "vmlinuz-"));
     let kernel = kernel.context("the package of the kernel has no vmlinuz")?;
     Ok(System { kernel, modules: root.join("lib/modules"), busybox: root.join("bin/busybox") })
+}
+
+/// Unpacks the packages in a folder into `root`.
+pub fn unpack(packages: &Path, root: &Path) -> anyhow::Result<()> {
+    for entry in fs::read_dir(packages)? {
+        let package = entry?.path();
+        if package.extension().is_some_and(|end| end == "deb") {
+            output(Command::new("dpkg").arg("-x").arg(&package).arg(root))?;
+            fs::remove_file(package)?;
+        }
+    }
+    Ok(())
 }
 
 /// The package of the kernel that Debian has now.
@@ -131,29 +137,38 @@ fn files_under(folder: &Path) -> anyhow::Result<Vec<PathBuf>> {
 
 /// Builds a program so that it needs nothing of the guest but the kernel: `verb` and `words` say to cargo which.
 pub fn build(checkout: &Checkout, place: &Path, verb: &str, words: &[&str]) -> anyhow::Result<PathBuf> {
+    match build_all(checkout, place, verb, words)?.as_slice() {
+        [program] => Ok(program.clone()),
+        others => bail!("the guest's program was built into {} programs", others.len()),
+    }
+}
+
+/// The same, where there may be several.
+pub fn build_all(checkout: &Checkout, place: &Path, verb: &str, words: &[&str]) -> anyhow::Result<Vec<PathBuf>> {
     let mut command = checkout.cargo(verb);
     command.args(words).args(["--message-format=json", "--target", &host()?]);
     command.env("CARGO_TARGET_DIR", place.join("build")).env_remove("CARGO_ENCODED_RUSTFLAGS");
     command.env("RUSTFLAGS", "-Ctarget-feature=+crt-static -Cstrip=symbols");
     let messages = output(&mut command).context("the guest's program does not build")?;
     let messages = messages.split(|&byte| byte == b'\n').filter_map(|line| serde_json::from_slice::<Value>(line).ok());
-    let programs = messages.filter_map(|message| Some(PathBuf::from(message["executable"].as_str()?)));
-    match programs.collect::<Vec<_>>().as_slice() {
-        [program] => Ok(program.clone()),
-        others => bail!("the guest's program was built into {} programs", others.len()),
-    }
+    Ok(messages.filter_map(|message| Some(PathBuf::from(message["executable"].as_str()?))).collect())
 }
 
 /// The archive that the guest finds in its memory: it runs `commands` of the shell, to which `program` is `/program`.
 pub fn pack(system: &System, program: &Path, commands: &str) -> anyhow::Result<Vec<u8>> {
-    let read = |path: &Path| fs::read(path).with_context(|| format!("cannot read {}", path.display()));
+    let mut archive = begin(system, commands)?;
+    archive.add("program", 0o100_755, &read(program)?);
+    Ok(archive.finish())
+}
+
+/// The same without a program yet.
+pub fn begin(system: &System, commands: &str) -> anyhow::Result<Archive> {
     let mut archive = Archive::default();
     for folder in ["bin", "dev", "proc", "sys", "tmp", "modules"] {
         archive.add(folder, 0o040_755, &[]);
     }
     archive.add("init", 0o100_755, INIT.as_bytes());
     archive.add("commands", 0o100_644, commands.as_bytes());
-    archive.add("program", 0o100_755, &read(program)?);
     archive.add("bin/busybox", 0o100_755, &read(&system.busybox)?);
     let modules = files_under(&system.modules)?;
     for (number, name) in MODULES.iter().enumerate() {
@@ -163,7 +178,12 @@ pub fn pack(system: &System, program: &Path, commands: &str) -> anyhow::Result<V
             archive.add(&format!("modules/{number:02}-{name}.ko"), 0o100_644, &read(file)?);
         }
     }
-    Ok(archive.finish())
+    Ok(archive)
+}
+
+/// A whole file.
+pub fn read(path: &Path) -> anyhow::Result<Vec<u8>> {
+    fs::read(path).with_context(|| format!("cannot read {}", path.display()))
 }
 
 #[cfg(test)]

@@ -1,0 +1,313 @@
+//! tasukid under its systemd unit, with cards behind VFIO and an IOMMU. Runs in the guest that `cargo xtask guest` boots, and nowhere else.
+//!
+//! The guest has Debian's systemd, the unit of contrib/systemd, and an 82574L (QEMU's e1000e) and a virtio-net. A card's partner is this program, which sends numbered frames
+//! and counts those that come back. Workers are confined strictly.
+#![allow(clippy::tests_outside_test_module, reason = "an integration test")]
+
+#[path = "../../tasuki-net/tests/behind_vfio/serial.rs"]
+#[allow(dead_code, reason = "the drivers' tests use the rest")]
+mod serial;
+#[path = "guest/traffic.rs"]
+mod traffic;
+#[path = "guest/unit.rs"]
+mod unit;
+
+use std::fs;
+use std::path::Path;
+use std::process::Command;
+use std::time::{Duration, Instant};
+
+use traffic::{Outcome, Traffic};
+use unit::{Unit, ask, group, kill, lives, log, property, run};
+
+/// What `serial` takes from the suite of all drivers.
+mod conformance {
+    use std::time::{Duration, Instant};
+
+    /// How long anything may take: the guest is emulated.
+    pub const PATIENCE: Duration = Duration::from_secs(60);
+
+    /// Waits for what `ask` finds.
+    pub fn until<T>(what: &str, mut ask: impl FnMut() -> Option<T>) -> T {
+        let deadline = Instant::now() + PATIENCE;
+        loop {
+            if let Some(answer) = ask() {
+                return answer;
+            }
+            assert!(Instant::now() < deadline, "{what}: not within {PATIENCE:?}\n{}", crate::log());
+            std::thread::sleep(Duration::from_millis(20));
+        }
+    }
+}
+use conformance::until;
+
+/// Two nodes that trust each other, and one that nobody trusts.
+const NODES: &str = r#"
+[[node]]
+name = "red"
+work = "echo"
+trusts = ["blue"]
+
+[[node]]
+name = "blue"
+work = "echo"
+trusts = ["red"]
+
+[[node]]
+name = "green"
+work = "echo"
+"#;
+
+/// The wires of both cards.
+const WIRES: [&str; 2] = ["e1000e", "virtio_net"];
+
+/// Frames that a worker which is killed may have sent already, and its successor sends again: a burst for each card.
+const BURST: u32 = 32;
+
+#[track_caller]
+fn assert_none_lost(what: &str, outcomes: &[Outcome], again: u32) {
+    for (wire, outcome) in WIRES.iter().zip(outcomes) {
+        println!("{what}, {wire}: {outcome:?}");
+        assert_eq!(outcome.lost, 0, "{what} loses frames of {wire}: {outcome:?}\n{}", log());
+        assert!(outcome.again <= again, "{what} has frames of {wire} come again: {outcome:?}");
+    }
+}
+
+fn traffic() -> Vec<Traffic> {
+    WIRES.into_iter().map(Traffic::begin).collect()
+}
+
+fn finish(traffic: Vec<Traffic>) -> Vec<Outcome> {
+    traffic.into_iter().map(Traffic::finish).collect()
+}
+
+#[test]
+fn the_unit_is_ready_when_tasukid_serves_and_frames_cross() {
+    let begun = Instant::now();
+    let unit = Unit::begin(NODES);
+    assert_eq!((property("ActiveState").as_str(), property("Type").as_str()), ("active", "notify"));
+    let status = ask(&["status"]);
+    assert_eq!(status["pid"].as_u64(), Some(unit.pid().into()), "tasukid serves when systemd says that it is ready");
+    unit.is_at_work();
+    println!("both NICs are driven {:?} after systemctl start", begun.elapsed());
+    let traffic = traffic();
+    traffic[0].for_a_while();
+    assert_none_lost("nothing", &finish(traffic), 0);
+    assert_eq!(property("NRestarts"), "0", "systemd has restarted tasukid\n{}", log());
+}
+
+/// The page for operators says how exposed the unit is.
+#[test]
+fn the_score_of_the_unit_is_what_the_guide_says() {
+    let analysis = run("systemd-analyze", &["security", "--no-pager", unit::UNIT]);
+    let verdict = analysis.lines().find(|line| line.contains("Overall exposure level")).expect("a verdict");
+    println!("{verdict}");
+    let score = verdict.split_whitespace().find(|word| word.parse::<f32>().is_ok()).expect("a score");
+    let guide = include_str!("../../../docs/users/run-under-systemd.md");
+    assert!(
+        guide.contains(&format!("gives it {score} ")),
+        "docs/users/run-under-systemd.md does not say that the unit's score is {score}"
+    );
+}
+
+#[test]
+fn a_restart_by_systemctl_loses_no_frame_and_no_worker() {
+    let unit = Unit::begin(NODES);
+    unit.is_at_work();
+    let (workers, keeper) = (unit.workers("red"), unit.keeper());
+    let traffic = traffic();
+    for _ in 0..3 {
+        let before = unit.pid();
+        run("systemctl", &["restart", unit::UNIT]);
+        assert_ne!(unit.pid(), before);
+        traffic[0].for_a_while();
+    }
+    assert_none_lost("systemctl restart", &finish(traffic), 0);
+    assert_eq!((unit.workers("red"), unit.keeper()), (workers, keeper), "workers and keeper live on");
+}
+
+#[test]
+fn a_tasukid_that_is_killed_is_back_by_itself() {
+    let unit = Unit::begin(NODES);
+    unit.is_at_work();
+    let workers = unit.workers("red");
+    let traffic = traffic();
+    let before = unit.pid();
+    kill(&[before]);
+    until("systemd starts another tasukid", || {
+        (property("ActiveState") == "active" && unit.pid() != before).then_some(())
+    });
+    traffic[0].for_a_while();
+    assert_none_lost("SIGKILL of tasukid", &finish(traffic), 0);
+    assert_eq!(unit.workers("red"), workers, "workers live on");
+}
+
+#[test]
+fn worker_stand_by_and_tasukid_killed_together_leave_the_cards_as_they_are() {
+    let unit = Unit::begin(NODES);
+    unit.is_at_work();
+    let keeper = unit.keeper();
+    for round in 0..3 {
+        let (daemon, mut dead) = (unit.pid(), unit.workers("red"));
+        assert_eq!(dead.len(), 2, "a worker and one that stands by");
+        let held = cards_of(keeper);
+        assert!(held >= 2, "the keeper has both cards");
+        let opened = openings();
+        let traffic = traffic();
+        dead.push(daemon);
+        let begun = Instant::now();
+        kill(&dead);
+        until("all three are dead", || dead.iter().all(|pid| !lives(*pid)).then_some(()));
+        assert_eq!(cards_of(keeper), held, "the keeper has the cards when nobody else has them");
+        until("systemd starts another tasukid", || {
+            (property("ActiveState") == "active" && unit.pid() != daemon).then_some(())
+        });
+        unit.is_at_work();
+        println!("round {round}: both NICs are driven again, with a stand-by, after {:?}", begun.elapsed());
+        traffic[0].for_a_while();
+        assert_none_lost("a triple fault", &finish(traffic), BURST);
+        assert_eq!((unit.keeper(), openings()), (keeper, opened), "the cards were opened anew\n{}", log());
+    }
+}
+
+/// Descriptors of cards that a process has.
+fn cards_of(pid: u32) -> usize {
+    let descriptors = fs::read_dir(format!("/proc/{pid}/fd")).expect("a process").flatten();
+    descriptors
+        .filter(|it| fs::read_link(it.path()).is_ok_and(|to| to == Path::new("anon_inode:[vfio-device]")))
+        .count()
+}
+
+/// How often a card was taken out of its box.
+fn openings() -> usize {
+    let events = run("tasuki", &["events"]);
+    events.lines().filter(|line| line.contains("is open")).count()
+}
+
+fn field(pid: u32, name: &str) -> String {
+    let status = fs::read_to_string(format!("/proc/{pid}/status")).expect("a process");
+    let line = status.lines().find_map(|line| line.strip_prefix(name)).unwrap_or_else(|| panic!("no {name}"));
+    line.trim_start_matches(':').trim().to_owned()
+}
+
+#[test]
+fn workers_are_confined_strictly() {
+    let unit = Unit::begin(NODES);
+    unit.is_at_work();
+    for pid in unit.workers("red") {
+        let user: u32 = field(pid, "Uid").split_whitespace().next().and_then(|uid| uid.parse().ok()).expect("a user");
+        assert!((65536..=99999).contains(&user), "a worker is user {user}");
+        for (name, expected) in [
+            ("CapEff", "0000000000000000"),
+            ("CapBnd", "0000000000000000"),
+            ("NoNewPrivs", "1"),
+            ("Seccomp", "2"),
+            ("Groups", ""),
+        ] {
+            assert_eq!(field(pid, name), expected, "{name} of a worker");
+        }
+    }
+    // Debian's kernel is older than all that landlock can be asked for; tasukid's own filter bars the rest.
+    let workers = ask(&["worker", "list"]);
+    for lack in workers
+        .as_array()
+        .expect("workers")
+        .iter()
+        .flat_map(|worker| worker["unconfined"].as_array().expect("sentences"))
+    {
+        let is_landlock = lack.as_str().is_some_and(|lack| lack.contains("this kernel's landlock does not know"));
+        assert!(is_landlock, "something does not hold: {lack}");
+    }
+}
+
+/// A node whose program takes what it can get harms itself alone.
+#[test]
+fn nodes_have_bounds_by_control_groups_of_version_2() {
+    let hostile = |name: &str, options: &str, bounds: &str| {
+        format!(
+            "[[node]]\nname = {name:?}\nwork = {{ program = {{ path = \"/usr/bin/hostile\", options = {options:?} }} }}\nbounds = {{ {bounds} }}\n"
+        )
+    };
+    let memory = hostile("greedy", "first memory 256", "memory_mib = 48");
+    let forks = hostile("fertile", "first forks", "pids = 20");
+    let bounds = "bounds = { memory_mib = 256, pids = 32, cpu = 150 }\n";
+    let unit = Unit::begin(&format!("[[node]]\nname = \"red\"\nwork = \"echo\"\n{bounds}{memory}{forks}"));
+    unit.is_at_work();
+    let (worker, traffic) = (unit.workers("red")[0], traffic());
+    let own = group(worker);
+    let nodes = own.parent().and_then(Path::parent).expect("a group of nodes").to_owned();
+    assert!(own.starts_with("/sys/fs/cgroup/system.slice/tasuki-nodes.service"), "a worker is in {}", own.display());
+    let read = |node: &str, file: &str| {
+        let file = nodes.join(format!("node-{node}")).join(file);
+        fs::read_to_string(&file).unwrap_or_else(|error| panic!("{}: {error}", file.display())).trim().to_owned()
+    };
+    for (node, file, expected) in [
+        ("red", "memory.max", "268435456"),
+        ("red", "pids.max", "32"),
+        ("red", "cpu.max", "150000 100000"),
+        ("greedy", "memory.max", "50331648"),
+        ("fertile", "pids.max", "20"),
+    ] {
+        assert_eq!(read(node, file), expected, "{file} of node {node}");
+    }
+    let counted = |node: &str, file: &str, what: &str| {
+        let text = read(node, file);
+        let count =
+            text.lines().find_map(|line| line.strip_prefix(what)).and_then(|count| count.trim().parse::<u64>().ok());
+        count.filter(|count| *count > 0)
+    };
+    let killed = until("the kernel ends who takes too much memory", || counted("greedy", "memory.events", "oom_kill "));
+    let refused = until("the kernel refuses one more process", || counted("fertile", "pids.events", "max "));
+    println!("{killed} killed for want of memory, {refused} processes refused");
+    let daemon = unit.pid();
+    traffic[0].for_a_while();
+    assert_none_lost("a node that takes all there is", &finish(traffic), 0);
+    assert_eq!(
+        (unit.workers("red")[0], daemon, property("NRestarts").as_str()),
+        (worker, unit.pid(), "0"),
+        "others are harmed"
+    );
+}
+
+/// A partner pauses for so long, and not longer, while a card's rings are written anew (docs/users/move-a-nic.md).
+const PAUSE_MAX: Duration = Duration::from_millis(33);
+
+/// There and back, under traffic: by each method that a card has, and once to a node that nobody trusts.
+#[test]
+fn nics_go_from_node_to_node_by_every_method() {
+    let unit = Unit::begin(NODES);
+    unit.is_at_work();
+    // What a stranger has left in a virtio device nobody could undo, so it is reset.
+    for (wire, nic, to_strangers) in [(WIRES[0], "eth0", "repoint"), (WIRES[1], "eth1", "cold")] {
+        for (method, to) in [("keep", "blue"), ("repoint", "blue"), (to_strangers, "green"), ("cold", "blue")] {
+            let traffic = Traffic::begin(wire);
+            let mut longest = Duration::ZERO;
+            for to in [to, "red"] {
+                // Who gives a NIC to a stranger is ended for it, and its node gets another worker.
+                unit.has_a_worker(to);
+                let relay = ask(&["nic", "give", nic, "--to", to, "--method", method])["relays"][0].clone();
+                assert_eq!((&relay["done"], &relay["method"]), (&true.into(), &method.into()), "{relay}");
+                longest = longest.max(Duration::from_nanos(relay["pause_ns"].as_u64().expect("a pause")));
+                traffic.for_a_while();
+            }
+            let outcome = traffic.finish();
+            println!("{nic} to {to} and back by {method}: nobody drove it for {longest:?}; {outcome:?}");
+            let may_lose = match method {
+                "keep" => false,
+                "repoint" => wire == "virtio_net" || longest > PAUSE_MAX,
+                _ => true,
+            };
+            assert!(may_lose || outcome.lost == 0, "{nic} loses frames by {method} to {to}: {outcome:?}\n{}", log());
+            assert_eq!(outcome.again, 0, "{nic} has frames come again by {method} to {to}: {outcome:?}");
+        }
+    }
+    let refused = Command::new("tasuki")
+        .args(["nic", "give", "eth0", "--to", "blue", "--method", "mbb"])
+        .output()
+        .expect("it is installed");
+    let sentence = String::from_utf8_lossy(&refused.stderr);
+    assert!(
+        !refused.status.success() && sentence.contains("mbb"),
+        "a card that cannot go by mbb is given so: {sentence}"
+    );
+}

@@ -1,0 +1,189 @@
+//! The unit, as a person at the guest's shell would see it: by `systemctl`, `tasuki` and what the kernel shows.
+
+use std::fs;
+use std::os::fd::AsFd;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::time::Duration;
+
+use rustix::process::{Pid, PidfdFlags, Signal};
+use serde_json::Value;
+
+use crate::conformance::until;
+
+/// The unit's name.
+pub const UNIT: &str = "tasukid.service";
+
+/// The 82574L's, and the virtio-net's, vendor and device.
+const CARDS: [(&str, &str); 2] = [("0x8086", "0x10d3"), ("0x1af4", "0x1041")];
+
+/// Runs a program that must succeed; what it says.
+#[track_caller]
+pub fn run(program: &str, words: &[&str]) -> String {
+    let output = Command::new(program).args(words).output().unwrap_or_else(|error| panic!("{program}: {error}"));
+    let said = String::from_utf8_lossy(&output.stdout).into_owned();
+    let complaint = String::from_utf8_lossy(&output.stderr);
+    assert!(output.status.success(), "{program} {}: {said}{complaint}\n{}", words.join(" "), log());
+    said
+}
+
+/// What tasukid wrote last, and says of itself.
+pub fn log() -> String {
+    let words = ["--unit", UNIT, "--no-pager", "--lines", "30", "--output", "short-monotonic"];
+    let kernels = ["--dmesg", "--no-pager", "--lines", "5"];
+    let ways: [(&str, &[&str]); 4] =
+        [("journalctl", &words), ("journalctl", &kernels), ("tasuki", &["status"]), ("tasuki", &["events"])];
+    let said = ways.map(|(program, words)| {
+        let output = Command::new(program).args(words).output().expect("it is installed");
+        let lines = String::from_utf8_lossy(&output.stdout).into_owned();
+        lines
+            .lines()
+            .rev()
+            .take(30)
+            .collect::<Vec<_>>()
+            .into_iter()
+            .rev()
+            .fold(String::new(), |all, line| all + line + "\n")
+    });
+    said.concat()
+}
+
+/// A property of the unit.
+pub fn property(name: &str) -> String {
+    run("systemctl", &["show", "--value", "--property", name, UNIT]).trim().to_owned()
+}
+
+/// What `tasuki` says as JSON.
+#[track_caller]
+pub fn ask(words: &[&str]) -> Value {
+    let said = run("tasuki", &[words, &["--json"]].concat());
+    serde_json::from_str(&said).unwrap_or_else(|error| panic!("{error}: {said}"))
+}
+
+/// The address of a card, which vfio-pci has from now on: docs/your-nic-with-vfio.md, section 4.
+fn bound((vendor, device): (&str, &str)) -> String {
+    let folders = fs::read_dir("/sys/bus/pci/devices").expect("a bus").map(|folder| folder.expect("a folder").path());
+    let is =
+        |folder: &Path, file: &str, number| fs::read_to_string(folder.join(file)).expect("a number").trim() == number;
+    let card = folders.filter(|folder| is(folder, "vendor", vendor) && is(folder, "device", device)).next();
+    let card = card.unwrap_or_else(|| panic!("the guest has no {vendor}:{device}"));
+    let address = card.file_name().and_then(|name| name.to_str()).expect("an address").to_owned();
+    let holder = fs::read_link(card.join("driver")).ok();
+    if !holder.as_ref().is_some_and(|driver| driver.ends_with("vfio-pci")) {
+        fs::write(card.join("driver_override"), "vfio-pci").expect("root may");
+        if holder.is_some() {
+            fs::write(card.join("driver/unbind"), &address).expect("root may");
+        }
+        fs::write("/sys/bus/pci/drivers_probe", &address).expect("root may");
+    }
+    address
+}
+
+/// The unit with a configuration of its own, freshly started. All that a test before had is ended.
+pub struct Unit;
+
+impl Unit {
+    /// Starts it with these nodes, and one NIC a card: eth0 and eth1 are red's.
+    pub fn begin(nodes: &str) -> Unit {
+        stop_all();
+        let mut text = format!(
+            "[daemon]\nconfine = \"strict\"\nhang_after_ms = 5000\ndeadline_ms = 20000\nprepare_ms = 20000\n{nodes}\n"
+        );
+        for (number, card) in CARDS.into_iter().enumerate() {
+            let address = bound(card);
+            text += &format!("[[nic]]\nname = \"eth{number}\"\ndevice = \"vfio:{address}\"\nnode = \"red\"\n");
+        }
+        fs::write("/etc/tasuki.toml", text).expect("a file");
+        run("systemctl", &["start", UNIT]);
+        Unit
+    }
+
+    /// Waits until both NICs are driven and have somebody who stands by.
+    pub fn is_at_work(&self) {
+        let is_so = || {
+            let workers = ask(&["worker", "list"]);
+            let (nics, workers) = (ask(&["nic", "list"]), workers.as_array().expect("workers").clone());
+            let driven = nics.as_array().expect("NICs").iter().all(|nic| nic["is"] == "driven");
+            let ready = workers.iter().any(|worker| worker["is"] == "stands by");
+            (driven && ready).then_some(())
+        };
+        until("both NICs are driven, and somebody stands by", is_so);
+    }
+
+    /// Waits until a node has a worker that could have a NIC.
+    pub fn has_a_worker(&self, node: &str) {
+        let is_ready = || {
+            let workers = ask(&["worker", "list"]);
+            let mut workers = workers.as_array().expect("workers").iter();
+            workers.any(|worker| worker["node"] == node && worker["is"] != "starting").then_some(())
+        };
+        until("a node has a worker", is_ready);
+    }
+
+    /// Its process.
+    pub fn pid(&self) -> u32 {
+        property("MainPID").parse().expect("a number")
+    }
+
+    /// Processes of a node's workers.
+    pub fn workers(&self, node: &str) -> Vec<u32> {
+        let workers = ask(&["worker", "list"]);
+        let of_node = workers.as_array().expect("workers").iter().filter(|worker| worker["node"] == node);
+        of_node.map(|worker| u32::try_from(worker["pid"].as_u64().expect("a number")).expect("a pid")).collect()
+    }
+
+    /// The keeper's process.
+    pub fn keeper(&self) -> u32 {
+        let keepers: Vec<u32> =
+            processes().filter(|(_, line)| line.contains("tasukid keep ")).map(|(pid, _)| pid).collect();
+        assert_eq!(keepers.len(), 1, "one process keeps what must outlive tasukid");
+        keepers[0]
+    }
+}
+
+/// Whether a process of ours is there still.
+pub fn lives(pid: u32) -> bool {
+    processes().any(|(its, _)| its == pid)
+}
+
+/// Ends processes at once.
+pub fn kill(pids: &[u32]) {
+    let open = |pid: &u32| {
+        let pid = Pid::from_raw(i32::try_from(*pid).expect("a pid")).expect("a pid");
+        rustix::process::pidfd_open(pid, PidfdFlags::empty()).expect("a process")
+    };
+    let processes: Vec<_> = pids.iter().map(open).collect();
+    for process in &processes {
+        rustix::process::pidfd_send_signal(process.as_fd(), Signal::KILL).expect("root may");
+    }
+}
+
+/// All that run a program, with its words.
+fn processes() -> impl Iterator<Item = (u32, String)> {
+    let all = fs::read_dir("/proc").expect("processes").flatten();
+    all.filter_map(|process| {
+        let pid = process.file_name().to_str()?.parse().ok()?;
+        let words = fs::read(process.path().join("cmdline")).ok().filter(|words| !words.is_empty())?;
+        Some((pid, words.split(|byte| *byte == 0).map(String::from_utf8_lossy).collect::<Vec<_>>().join(" ")))
+    })
+}
+
+/// `tasuki stop` ends all, and systemd does not begin anew.
+fn stop_all() {
+    if property("ActiveState") == "inactive" {
+        return;
+    }
+    run("tasuki", &["stop"]);
+    until("tasuki stop ends the unit", || (property("ActiveState") == "inactive").then_some(()));
+    std::thread::sleep(Duration::from_millis(500));
+    assert_eq!(property("ActiveState"), "inactive", "systemd starts tasukid again though tasuki stop has ended it");
+    let left: Vec<_> = processes().filter(|(_, line)| line.contains("tasuki")).collect();
+    assert!(left.is_empty(), "tasuki stop leaves {left:?}");
+}
+
+/// The control group of a process, in version 2.
+pub fn group(pid: u32) -> PathBuf {
+    let of_it = fs::read_to_string(format!("/proc/{pid}/cgroup")).expect("a process");
+    let path = of_it.trim().strip_prefix("0::/").unwrap_or_else(|| panic!("no group of version 2 alone: {of_it}"));
+    Path::new("/sys/fs/cgroup").join(path)
+}
