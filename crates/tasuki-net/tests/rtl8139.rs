@@ -8,7 +8,7 @@ use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 use std::time::{Duration, Instant};
 
 use qemu::{MEMORY_AT, Machine, PATIENCE, QtestBus, regions};
-use tasuki_net::nic::bus::{Bus, BusError, IntX, Iova, Registers};
+use tasuki_net::nic::bus::{Bus, BusError, IntX, Iova, Part, Registers};
 use tasuki_net::nic::rtl8139::{Rtl8139, sash::Sash};
 use tasuki_net::nic::{Failed, Filter, How, Left, Link, Mac, Nic, NicError, NicMemory, NicOptions, Repoint};
 use tasuki_net::port::{Armed, Burst, Frame, Port};
@@ -139,8 +139,8 @@ impl Bus for Pinless {
     fn registers(&mut self, index: u8) -> Result<Self::Registers, BusError> {
         self.0.registers(index)
     }
-    fn map_dma(&mut self, memory: &Region, at: Iova) -> Result<(), BusError> {
-        self.0.map_dma(memory, at)
+    fn map_part(&mut self, part: Part<'_>) -> Result<(), BusError> {
+        self.0.map_part(part)
     }
     fn unmap_dma(&mut self, at: Iova, len: usize) -> Result<(), BusError> {
         self.0.unmap_dma(at, len)

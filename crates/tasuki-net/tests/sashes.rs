@@ -10,7 +10,7 @@ use std::sync::atomic::AtomicU64;
 use std::sync::atomic::Ordering::Relaxed;
 
 use rustix::event::EventfdFlags;
-use tasuki_net::nic::bus::{Bus, BusError, IntX, Iova, Registers};
+use tasuki_net::nic::bus::{Bus, BusError, IntX, Iova, Part, Registers};
 use tasuki_net::nic::e1000e::E1000e;
 use tasuki_net::nic::rtl8139::Rtl8139;
 use tasuki_net::nic::virtio_net::VirtioNet;
@@ -99,9 +99,9 @@ impl Bus for EchoBus {
     fn registers(&mut self, _index: u8) -> Result<EchoBus, BusError> {
         Ok(self.clone())
     }
-    fn map_dma(&mut self, memory: &Region, at: Iova) -> Result<(), BusError> {
+    fn map_part(&mut self, Part { len, at, .. }: Part<'_>) -> Result<(), BusError> {
         let mut echo = self.0.borrow_mut();
-        let (len, end) = (memory.len(), at + memory.len() as u64);
+        let end = at + len as u64;
         // As a real IOMMU: what is mapped is not mapped once more.
         if echo.mapped.iter().any(|&(other, len)| at < other + len as u64 && other < end) {
             return Err(BusError::Dma { at, len, why: "the device has memory there already".to_owned() });

@@ -15,7 +15,7 @@ use rustix::net::{
     SendFlags, SocketFlags, SocketType,
 };
 use tasuki_net::nic::bus::vfio_user::{BarTwin, Connection, TIMEOUT, Twin, VfioUser};
-use tasuki_net::nic::bus::{Bus, Iova, Registers};
+use tasuki_net::nic::bus::{Bus, Iova, Part, Registers};
 use tasuki_shm::region::{Pages, Region};
 use tasuki_sim::e1000e::{Device, Options};
 use tasuki_sim::served::Served;
@@ -71,7 +71,7 @@ fn asker(own: u32) {
     for round in own.. {
         ask(&mut bus, &registers, own, round, expected);
         let at = Iova(MAPPED_AT.0 + u64::from(own) * 4096);
-        let [first, again] = bus.map_each([(&memory, at), (&memory, at)]).expect("the server answers");
+        let [first, again] = bus.map_each([Part::all(&memory, at); 2]).expect("the server answers");
         first.expect("nothing is there");
         again.expect_err("it is there already");
         bus.unmap_dma(Iova(MAPPED_AT.0 + u64::from(own) * 4096), 4096).expect("it is there");

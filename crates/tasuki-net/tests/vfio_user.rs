@@ -14,7 +14,7 @@ use rustix::net::{
 };
 use tasuki_net::nic::PciId;
 use tasuki_net::nic::bus::vfio_user::{Connection, TIMEOUT};
-use tasuki_net::nic::bus::{Bus, BusError, Capability, Header, Iova, Registers, VfioUser};
+use tasuki_net::nic::bus::{Bus, BusError, Capability, Header, Iova, Part, Registers, VfioUser};
 use tasuki_shm::region::{Pages, Region};
 
 fn connect(served: &Served) -> VfioUser {
@@ -160,14 +160,14 @@ fn of_memory_that_is_given_together_each_part_has_its_answer() {
     let mut bus = connect(&served);
     let memory = region(1);
     let [low, high] = [Iova(0x10_0000), Iova(0x20_0000)];
-    let parts = [(&memory, low), (&memory, low), (&memory, high)];
+    let parts = [low, low, high].map(|at| Part::all(&memory, at));
     let [first, second, third] = bus.map_each(parts).unwrap();
     assert!(first.is_ok() && third.is_ok(), "{first:?}, {third:?}");
     assert!(second.unwrap_err().to_string().contains("has memory there already"));
     bus.unmap_dma(low, 4096).unwrap();
     bus.unmap_dma(high, 4096).unwrap();
     // A part that no bus could have keeps all of them from being asked for.
-    assert!(bus.map_each([(&memory, low), (&memory, Iova(1))]).is_err());
+    assert!(bus.map_each([low, Iova(1)].map(|at| Part::all(&memory, at))).is_err());
     bus.map_dma(&memory, low).unwrap();
 }
 

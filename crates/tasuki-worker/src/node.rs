@@ -183,7 +183,10 @@ impl<D: Duty> Node<D> {
             let (moved, drives) = self.turn();
             idle = if moved > 0 { 0 } else { idle.saturating_add(1) };
             let may_sleep = !drives || (!self.poll && idle >= self.idle_looks);
-            if may_sleep && !self.spins() {
+            if may_sleep && self.is_called() {
+                // The giver may be on this CPU, and is stopped when it runs next.
+                std::thread::yield_now();
+            } else if may_sleep && !self.spins() {
                 self.sleep()?;
                 idle = 0;
             }
@@ -210,12 +213,18 @@ impl<D: Duty> Node<D> {
         (moved, drives)
     }
 
-    /// Whether a lease is waited for that is worth a core.
+    /// Whether the order to take comes at once.
+    fn is_called(&self) -> bool {
+        self.seats.iter().any(|seat| each!(seat, seat => seat.is_called()))
+    }
+
+    /// Whether a lease is waited for that is worth a core; or a fence, which stops a busy process sooner than one that must be woken for it.
     fn spins(&self) -> bool {
         let cpu = self.common.cpus.cpu();
-        self.seats.iter().any(
-            |seat| each!(seat, seat => seat.waits().is_some_and(|since| seat.may_spin(cpu) && since.elapsed() < SPIN)),
-        )
+        let waits = |seat: &AnySeat<D>| {
+            each!(seat, seat => seat.waits().is_some_and(|since| seat.may_spin(cpu) && since.elapsed() < SPIN))
+        };
+        self.seats.iter().any(|seat| waits(seat) || each!(seat, seat => seat.awaits_fence()))
     }
 
     /// Sleeps until somebody rings, says something, or calls.
@@ -310,8 +319,11 @@ impl<D: Duty> Node<D> {
         }
         self.common.drives_one = self.seats.iter().filter(|seat| each!(seat, seat => seat.drives())).count() == 1;
         each!(&mut self.seats[index], seat => seat.hear(&mut self.common, input));
+        let awaits_fence = |seat: &AnySeat<D>| each!(seat, seat => seat.awaits_fence());
         match self.seats.iter().any(|seat| each!(seat, seat => seat.is_ready())) {
             true => self.common.go_home(),
+            // It would be stopped late there: the daemon, which stops it, runs aside, too.
+            false if self.seats.iter().any(awaits_fence) => {}
             false => self.common.cpus.step_aside(),
         }
         if each!(&self.seats[index], seat => seat.is_left()) {

@@ -34,6 +34,12 @@ use crate::tap::Tap;
 use crate::vni::Joint;
 use crate::{fail, store};
 
+/// A taker that was called stays awake for the order to take so long.
+const CALLED: Duration = Duration::from_millis(1);
+
+/// A giver that is to be fenced stays awake for it so long.
+const FENCED_WITHIN: Duration = Duration::from_millis(2);
+
 /// How long a giver waits for its card to take the frames that it has in hand: where a successor can have them,
 const LAST_BURST: Duration = Duration::from_millis(1);
 
@@ -150,8 +156,12 @@ pub struct Seat<N: InPlace + Repoint, D: Duty> {
     gone: bool,
     /// The card is left to a successor with memory of its own.
     halted: bool,
-    /// We are fenced once the lease is passed.
+    /// We are fenced once the lease is passed,
     is_last: bool,
+    /// which was then.
+    passed: Option<Instant>,
+    /// The giver is being fenced, after which we are to take.
+    called: Option<Instant>,
     /// It is noted when the last burst ended, though the lease is not passed yet.
     stamped: bool,
     /// What it is made of once its rings are in memory that we have made.
@@ -197,6 +207,8 @@ where
             gone: false,
             halted: false,
             is_last: false,
+            passed: None,
+            called: None,
             stamped: false,
             own: None,
             old: None,
@@ -246,9 +258,21 @@ where
         matches!((self.given.board.driver_cpu(), cpu), (Some(its), Some(ours)) if its != ours)
     }
 
+    /// Whether it was passed to a node that has us fenced for it: a matter of microseconds.
+    pub fn awaits_fence(&self) -> bool {
+        self.passed.is_some_and(|since| since.elapsed() < FENCED_WITHIN)
+    }
+
     /// How the next order to release is meant.
     pub fn plan(&mut self, plan: Plan) {
+        // Heard once more by a taker that is ready, it says that the giver has let go, and is being fenced.
+        self.called = (plan.fenced && matches!(self.card, Card::Apart(_))).then(Instant::now);
         self.plan = Some(plan);
+    }
+
+    /// Whether an order to take is a matter of microseconds.
+    pub fn is_called(&self) -> bool {
+        self.called.is_some_and(|since| since.elapsed() < CALLED)
     }
 
     /// The sash by which the next order to take is to go.
@@ -273,6 +297,7 @@ where
             (self.asked, self.method) = ((kind, version), method);
         }
         if let Input::Order(Order::Take { epoch, after, .. }) = input {
+            self.called = None;
             // Once only: where that comes to nothing, the lease is granted anew and the ledger says where to go on.
             let stores = self.plan.as_mut().is_some_and(|plan| std::mem::take(&mut plan.store));
             self.awaits_sash = (stores && after == After::Passed).then_some(epoch);
@@ -502,6 +527,7 @@ where
             }
             // What we have left to do can wait, and whoever was rung for may wait for this CPU. It is done elsewhere, then.
             std::thread::yield_now();
+            self.passed = self.is_last.then(Instant::now);
             // Whoever is to be stopped is so at once only where nobody else runs, and aside is where the daemon is.
             if common.drives_one && !self.is_last {
                 common.cpus.step_aside();

@@ -157,6 +157,16 @@ impl<D: Duty> VniSeat<D> {
         self.is_ready && !self.is_left()
     }
 
+    /// Whether an order to take is a matter of microseconds.
+    pub fn is_called(&self) -> bool {
+        false
+    }
+
+    /// Whether it was passed to a node that has us fenced for it: an end stays with its node.
+    pub fn awaits_fence(&self) -> bool {
+        false
+    }
+
     /// Since when it waits for the lease, if it does.
     pub fn waits(&self) -> Option<Instant> {
         self.waits_since

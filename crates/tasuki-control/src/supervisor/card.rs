@@ -182,6 +182,10 @@ pub struct Card {
     pub said: Option<Told>,
     /// The method of the relay that is under way.
     pub method: method::Method,
+    /// The page that the lease was on before, while a relay is under way.
+    pub past: Option<Board>,
+    /// How a relay is meant that is under way, if its giver is to be fenced.
+    pub plan: Option<tasuki_relay::wire::Plan>,
     /// Why nobody drives it, or why the last relay failed.
     pub trouble: Option<String>,
 }
@@ -207,6 +211,8 @@ impl Card {
             condemned: BTreeSet::new(),
             said: None,
             method: method::Method::Keep,
+            plan: None,
+            past: None,
             trouble: None,
         })
     }
@@ -233,7 +239,9 @@ impl Card {
         for stamp in [board::STOPPED_AT, board::RELAYS] {
             board.words.store(stamp, self.board.words.load(stamp));
         }
-        (self.board, self.page_of) = (board, BTreeSet::from([node.to_owned()]));
+        // To give it back takes as long as a few frames, and nobody drives.
+        self.past = Some(std::mem::replace(&mut self.board, board));
+        self.page_of = BTreeSet::from([node.to_owned()]);
         true
     }
 

@@ -3,7 +3,7 @@
 use std::collections::VecDeque;
 use std::num::NonZeroU32;
 
-use tasuki_relay::arbiter::{Do, Input, State, Told};
+use tasuki_relay::arbiter::{Arbiter, Do, Input, State, Told};
 use tasuki_relay::letter::{ToWorker, board};
 use tasuki_relay::method::Method;
 use tasuki_relay::wire::{Order, Reason};
@@ -19,6 +19,9 @@ use crate::registry::Change;
 /// A process that has not stopped after this long is waited for until it is dead; it takes some 50 µs for each of its CPUs.
 const FREEZES: std::time::Duration = std::time::Duration::from_millis(1);
 
+/// One that has not stopped after this long may wait for our CPU.
+const YIELDS: std::time::Duration = std::time::Duration::from_micros(200);
+
 /// A process that died in a talk with a device is not waited for by the next one, but a frozen one is.
 pub(super) const STANDS: std::time::Duration = std::time::Duration::from_millis(2);
 
@@ -29,6 +32,14 @@ pub(super) struct Frozen {
     nic: u32,
     number: u32,
     because: String,
+    pub since: std::time::Duration,
+}
+
+/// A stand-by that stands frozen while its node's driver lets go, and is fenced then.
+#[derive(Debug)]
+pub(super) struct Ahead {
+    nic: u32,
+    number: u32,
     pub since: std::time::Duration,
 }
 
@@ -62,6 +73,7 @@ impl Supervisor {
         let fences =
             doing.iter().filter_map(|what| if let Do::Fence(party) = what { Some(party.0.get()) } else { None });
         fences.for_each(|number| self.freeze(number));
+        self.call_taker(nic, &doing);
         doing.into_iter().filter_map(|what| self.do_one(nic, what)).collect()
     }
 
@@ -105,6 +117,11 @@ impl Supervisor {
             self.cards.get_mut(&nic).into_iter().for_each(|card| card.forget_memory_of(party));
         }
         let sent = worker.order(nic, order);
+        match order {
+            Order::Release { .. } => self.freeze_ahead(nic),
+            _ => self.thaw_ahead(|it| it.number == party),
+        }
+        let Some(worker) = self.workers.get_mut(&party) else { return };
         if order == Order::Leave && worker.nics.is_empty() && worker.stage == Stage::Begun {
             // It ends with its last NIC: nobody may count on it from here on.
             worker.stage = Stage::Leaving(now());
@@ -142,6 +159,38 @@ impl Supervisor {
         let _ = self.group(number).map(Group::freeze);
     }
 
+    /// Wakes who is to take from those that are being fenced: it is awake when they are.
+    fn call_taker(&mut self, nic: u32, doing: &[Do]) {
+        let Some(card) = self.cards.get(&nic) else { return };
+        let next = card.arbiter.as_ref().filter(|arbiter| arbiter.state() == State::Fencing).and_then(Arbiter::next);
+        let is_fenced = doing.iter().any(|what| matches!(what, Do::Fence(_)));
+        if let (true, Some(next), Some(plan)) = (is_fenced, next, card.plan)
+            && let Some(worker) = self.workers.get_mut(&next.0.get())
+        {
+            // It comes all the same without, a little later.
+            let _ = worker.plan(nic, plan);
+        }
+    }
+
+    /// Has the stand-bys of a driver stop that is about to let go for a stranger: they are fenced then, and only the driver is to be waited for.
+    fn freeze_ahead(&mut self, nic: u32) {
+        let arbiter = self.cards.get(&nic).and_then(|card| card.arbiter.as_ref());
+        let others = arbiter.map(Arbiter::fenced_next).unwrap_or_default();
+        let mut others: Vec<u32> = others.into_iter().map(|party| party.0.get()).collect();
+        others.retain(|number| !self.is_needed(*number));
+        for number in others {
+            self.freeze(number);
+            self.ahead.push(Ahead { nic, number, since: now() });
+        }
+    }
+
+    /// Has them go on, if they were not fenced meanwhile.
+    fn thaw_ahead(&mut self, which: impl Fn(&Ahead) -> bool) {
+        for it in self.ahead.extract_if(.., |it| which(it)).collect::<Vec<_>>() {
+            let _ = self.group(it.number).map(Group::thaw);
+        }
+    }
+
     /// Whether it runs no instruction any more, though it may not be dead yet.
     fn is_frozen(&self, number: u32) -> bool {
         let Some(group) = self.group(number) else { return false };
@@ -149,7 +198,8 @@ impl Supervisor {
         while since.elapsed() < FREEZES {
             match group.is_frozen() {
                 Ok(true) => return true,
-                Ok(false) => std::hint::spin_loop(),
+                Ok(false) if since.elapsed() < YIELDS => std::hint::spin_loop(),
+                Ok(false) => std::thread::yield_now(),
                 Err(_) => return false,
             }
         }
@@ -177,14 +227,22 @@ impl Supervisor {
         None
     }
 
-    /// Ends those that were frozen once somebody drives, or when they may hold what the taker waits for; apart from the CPUs of the nodes, for to die takes them longer
-    /// than a pause may.
+    /// Whether somebody is about to take from those that stand frozen: whatever else the daemon does takes a CPU from the taker, or from its card.
+    pub(super) fn is_pressing(&self) -> bool {
+        self.frozen.iter().any(|it| !self.is_over(it))
+    }
+
+    /// Whether somebody drives, or it may hold what the taker waits for.
+    fn is_over(&self, it: &Frozen) -> bool {
+        let is_settled = self.cards.get(&it.nic).is_none_or(|card| card.watch.is_none());
+        is_settled || it.since + STANDS <= now()
+    }
+
+    /// Ends those that were frozen once that is over; apart from the CPUs of the nodes, for to die takes them longer than a pause may.
     pub(super) fn end_frozen(&mut self) {
-        let is_over = |it: &Frozen| {
-            let is_settled = self.cards.get(&it.nic).is_none_or(|card| card.watch.is_none());
-            is_settled || it.since + STANDS <= now()
-        };
-        let (over, rest) = std::mem::take(&mut self.frozen).into_iter().partition(is_over);
+        // One may hold what a driver waits for that lets go.
+        self.thaw_ahead(|it| it.since + STANDS <= now());
+        let (over, rest) = std::mem::take(&mut self.frozen).into_iter().partition(|it| self.is_over(it));
         self.frozen = rest;
         for Frozen { number, because, .. } in over {
             if let Some(worker) = self.workers.get(&number) {
@@ -232,9 +290,12 @@ impl Supervisor {
     fn settled(&mut self, nic: u32, told: Told) {
         let leaves = self.cards.get(&nic).is_some_and(|card| self.leaves(&card.node));
         let Some(card) = self.cards.get_mut(&nic) else { return };
-        card.said = Some(told);
+        (card.said, card.plan) = (Some(told), None);
         card.watch = None;
         card.settle_memory();
+        card.past = None;
+        self.thaw_ahead(|it| it.nic == nic);
+        let Some(card) = self.cards.get_mut(&nic) else { return };
         let holder = card.holder();
         // That nobody was left is over once somebody drives.
         let why = told.why.filter(|why| holder.is_none() || *why != Reason::NobodyLeft);

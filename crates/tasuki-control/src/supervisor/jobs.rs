@@ -455,7 +455,7 @@ impl Supervisor {
         let plan = Plan { method, handover, inflight: job.inflight, store: job.store, fenced };
         let ask = Ask { purpose: job.purpose, to, method, kind, version, carries: Positions::default() };
         job.asked = Some(driver);
-        (card.said, card.method) = (None, method);
+        (card.said, card.method, card.plan) = (None, method, plan.fenced.then_some(plan));
         // Both sides must know how it is meant before either is ordered to do it.
         for side in [driver, Some(job.target)].into_iter().flatten() {
             if let Some(worker) = self.workers.get_mut(&side) {

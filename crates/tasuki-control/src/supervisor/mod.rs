@@ -242,6 +242,8 @@ pub struct Supervisor {
     ended: Option<Ended>,
     /// Workers that are still to be ended.
     frozen: Vec<deeds::Frozen>,
+    /// Stand-bys that stand frozen because their driver is about to be fenced.
+    ahead: Vec<deeds::Ahead>,
 }
 
 /// What a supervisor is made of.
@@ -312,6 +314,7 @@ impl Supervisor {
             room: Vec::new(),
             ended: None,
             frozen: Vec::new(),
+            ahead: Vec::new(),
         };
         let bell = supervisor.door.clone();
         watch(&supervisor.epoll, bell.bell().as_fd(), Token::Requests)?;
@@ -377,6 +380,9 @@ impl Supervisor {
 
     /// What can wait until whatever was urgent is done.
     fn keep_house(&mut self) {
+        if self.is_pressing() {
+            return;
+        }
         if self.stopping.is_some() {
             self.go_on_stopping();
         } else {

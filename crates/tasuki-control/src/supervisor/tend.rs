@@ -524,7 +524,8 @@ impl Supervisor {
         let busy =
             self.workers.values().any(|worker| !worker.serves()) || !self.jobs.is_empty() || self.stopping.is_some();
         let soon = (busy || self.is_opening() || self.is_depositing()).then(|| now() + Duration::from_millis(20));
-        let frozen = self.frozen.iter().map(|it| it.since + STANDS);
+        let ahead = self.ahead.iter().map(|it| it.since);
+        let frozen = self.frozen.iter().map(|it| it.since).chain(ahead).map(|since| since + STANDS);
         let all = watches
             .chain(frozen)
             .chain(waits)

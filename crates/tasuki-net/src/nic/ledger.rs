@@ -16,6 +16,7 @@
 //! | 1         | commits                                                                                          |
 //! | 2         | which copy of what seldom changes is valid                                                       |
 //! | 3         | 1 while the driver may have its card halted: a successor has it go on                            |
+//! | 4         | 1 while the card reaches the first slots alone: a successor has it reach all                     |
 //! | 8..24     | two copies of the cursors, a cache line each                                                     |
 //! | 32..288   | two copies of what seldom changes                                                                |
 //! | 288..416  | undo: for each of two queues 64 places, by the low bits of a position in the ring: position + 1  |
@@ -62,6 +63,7 @@ const WHOSE: usize = 0;
 const COMMITS: usize = 1;
 const VALID: usize = 2;
 const HALTED: usize = 3;
+const PARTIAL: usize = 4;
 const CURSORS_AT: usize = 8;
 const SELDOM_AT: usize = 32;
 const KEYS_AT: usize = SELDOM_AT + 2 * SELDOM;
@@ -120,6 +122,16 @@ impl Ledger {
     /// Whether the card may be halted.
     pub fn is_halted(&self) -> bool {
         self.0[HALTED].load(Acquire) != 0
+    }
+
+    /// The card reaches the first slots of its memory alone from here on, or may, or it reaches all.
+    pub fn partial(&self, is: bool) {
+        settle(&self.0[PARTIAL], is.into());
+    }
+
+    /// Whether the card may reach the first slots alone.
+    pub fn is_partial(&self) -> bool {
+        self.0[PARTIAL].load(Acquire) != 0
     }
 
     /// How often was committed.

@@ -13,14 +13,19 @@ use std::io;
 use std::os::fd::OwnedFd;
 use std::sync::atomic::AtomicU64;
 
+use arrayvec::ArrayVec;
 use tasuki_shm::arena::{AdoptError, Arena, Geometry, Slot};
 use tasuki_shm::line::Line;
 use tasuki_shm::region::{PAGE_LEN, Pages, Region, RegionError, Span};
 use tasuki_shm::slots::{SlotId, WrongSlot, table_lines};
 
-use super::bus::{Bus, BusError, Iova, pci};
+use super::bus::{Bus, BusError, Iova, Part, pci};
 use super::ledger::{LEDGER_LEN, Ledger};
 use super::{NicError, Sash};
+
+/// Slots that are mapped by themselves: a taker that can map nothing before its giver is fenced maps them first, and drives with them, for to map all takes
+/// longer than all else that it does meanwhile.
+pub(super) const HEAD: u32 = 64;
 
 /// Most slots of memory that is adopted: whoever says that there are more wants us to run out of memory for their table.
 const ADOPTED_MAX: u32 = 1 << 22;
@@ -53,6 +58,15 @@ impl MemoryLayout {
     pub fn arena_at(&self) -> Iova {
         Iova(self.rings_at.0.wrapping_add(self.rings_len as u64))
     }
+
+    /// The stretches as which the card's bus knows it, and their bytes: the rings, the first [`HEAD`] slots, and the others, if there are any.
+    pub fn stretches(&self) -> ArrayVec<(Iova, usize), 3> {
+        let (all, head) = (self.slots.len(), HEAD.min(self.slots.count) as usize * self.slots.slot_len as usize);
+        let rest_at = Iova(self.arena_at().0.wrapping_add(head as u64));
+        let three = [(self.rings_at, self.rings_len), (self.arena_at(), head), (rest_at, all - head)];
+        three.into_iter().filter(|(_, len)| *len > 0).collect()
+    }
+
 }
 
 /// What another process needs to go on with a NIC's memory, beside the sash.
@@ -227,37 +241,52 @@ impl NicMemory {
         self.arena_at() + u64::from(id.index) * u64::from(self.arena.geometry().slot_len)
     }
 
+    /// The parts as which the device of a bus knows it.
+    fn parts_of_it(&self) -> ArrayVec<Part<'_>, 3> {
+        let part = |(index, (at, len))| match index {
+            0 => Part { memory: &self.rings, from: 0, len, at },
+            1 => Part { memory: self.arena.region(), from: 0, len, at },
+            _ => Part { memory: self.arena.region(), from: self.arena.region().len() - len, len, at },
+        };
+        self.layout().stretches().into_iter().enumerate().map(part).collect()
+    }
+
     /// Lets the device of `bus` reach it, all of it or nothing.
     pub fn map(&self, bus: &mut impl Bus) -> Result<(), BusError> {
-        let parts = [(&self.rings, self.rings_at()), (self.arena.region(), self.arena_at())];
-        let [rings, arena] = bus.map_each(parts)?;
-        // That one could not be mapped is what is to be told.
-        if arena.is_err() && rings.is_ok() {
-            let _ = bus.unmap_dma(self.rings_at(), self.rings.len());
-        }
-        if rings.is_err() && arena.is_ok() {
-            let _ = bus.unmap_dma(self.arena_at(), self.arena.region().len());
-        }
-        rings.and(arena)
+        map_all(bus, &self.parts_of_it())
     }
 
     /// Lets the device of `bus` reach it, whether a predecessor did so or not.
     pub(super) fn map_anew(&self, bus: &mut impl Bus) -> Result<(), BusError> {
-        match self.map(bus) {
-            // What lies there may be this memory, as a predecessor mapped it. If it is something else, the second refusal says so.
-            Err(BusError::Dma { .. }) => {
-                let _ = bus.unmap_dma(self.arena_at(), self.arena.region().len());
-                let _ = bus.unmap_dma(self.rings_at(), self.rings.len());
-                self.map(bus)
-            }
-            other => other,
-        }
+        map_anew(bus, &self.parts_of_it())
+    }
+
+    /// The same of the rings and the first slots alone.
+    pub(super) fn map_head(&self, bus: &mut impl Bus) -> Result<(), BusError> {
+        let parts = self.parts_of_it();
+        map_anew(bus, &parts[..2.min(parts.len())])
+    }
+
+    /// The same of the other slots, none of which the card has.
+    pub(super) fn map_rest(&self, bus: &mut impl Bus) -> Result<(), BusError> {
+        let parts = self.parts_of_it();
+        map_anew(bus, &parts[2.min(parts.len())..])
+    }
+
+    /// Free slots that are not among the first: nobody can have them until they are dropped.
+    pub(super) fn hold_rest(&self) -> Vec<Slot> {
+        let all: Vec<Slot> = std::iter::from_fn(|| self.arena.take()).collect();
+        all.into_iter().filter(|slot| slot.id().index >= HEAD).collect()
     }
 
     /// The device of `bus` can reach it no longer.
     pub fn unmap(&self, bus: &mut impl Bus) -> Result<(), BusError> {
-        bus.unmap_dma(self.arena_at(), self.arena.region().len())?;
-        bus.unmap_dma(self.rings_at(), self.rings.len())
+        let stretches = self.layout().stretches().into_iter().rev();
+        // What is not there any more is no reason to leave the rest there.
+        stretches.fold(Ok(()), |outcome, (at, len)| {
+            let unmapped = bus.unmap_dma(at, len);
+            outcome.and(unmapped)
+        })
     }
 
     /// The card was reset: it holds no slot any more.
@@ -269,7 +298,36 @@ impl NicMemory {
     /// Its slots are not taken back: that needs a reset that is known to have worked.
     pub(super) fn withdraw(&self, bus: &mut impl Bus) {
         let _ = pci::enable(bus, false);
-        let _ = bus.unmap_dma(self.arena_at(), self.arena.region().len());
-        let _ = bus.unmap_dma(self.rings_at(), self.rings.len());
+        let _ = self.unmap(bus);
+    }
+}
+
+/// All of them or nothing.
+fn map_all(bus: &mut impl Bus, parts: &[Part<'_>]) -> Result<(), BusError> {
+    let mapped: ArrayVec<_, 3> = match *parts {
+        [a, b, c] => ArrayVec::from(bus.map_each([a, b, c])?),
+        [a, b] => bus.map_each([a, b])?.into_iter().collect(),
+        _ => parts.iter().map(|part| bus.map_part(*part)).collect(),
+    };
+    if mapped.iter().any(Result::is_err) {
+        // That one could not be mapped is what is to be told.
+        for (part, _) in parts.iter().zip(&mapped).filter(|(_, outcome)| outcome.is_ok()) {
+            let _ = bus.unmap_dma(part.at, part.len);
+        }
+    }
+    mapped.into_iter().collect()
+}
+
+/// The same, whether a predecessor did so or not.
+fn map_anew(bus: &mut impl Bus, parts: &[Part<'_>]) -> Result<(), BusError> {
+    match map_all(bus, parts) {
+        // What lies there may be this memory, as a predecessor mapped it. If it is something else, the second refusal says so.
+        Err(BusError::Dma { .. }) => {
+            for part in parts {
+                let _ = bus.unmap_dma(part.at, part.len);
+            }
+            map_all(bus, parts)
+        }
+        other => other,
     }
 }

@@ -7,7 +7,7 @@ use std::os::fd::OwnedFd;
 use std::sync::{Arc, Mutex};
 
 use tasuki_net::nic::bus::pci::{self, Capability, Header};
-use tasuki_net::nic::bus::{BarKind, Bus, BusError, IntX, Iova, Registers};
+use tasuki_net::nic::bus::{BarKind, Bus, BusError, IntX, Iova, Part, Registers};
 use tasuki_shm::region::Region;
 
 use super::qtest::Qtest;
@@ -137,8 +137,8 @@ impl Bus for QtestBus {
         Ok(QtestRegisters { bus: self.clone(), at, len })
     }
 
-    fn map_dma(&mut self, memory: &Region, at: Iova) -> Result<(), BusError> {
-        let wanted = Announced::of(memory, at);
+    fn map_part(&mut self, Part { memory, from, at, .. }: Part<'_>) -> Result<(), BusError> {
+        let wanted = Announced::of(memory, Iova(at.0.wrapping_sub(from as u64)));
         match self.announced_at(wanted.file) {
             Some(announced) if announced.at == at && announced.len == wanted.len => Ok(()),
             Some(announced) => {
@@ -154,7 +154,8 @@ impl Bus for QtestBus {
 
     /// Cannot be taken back: the memory belongs to the machine. Says only whether it was there.
     fn unmap_dma(&mut self, at: Iova, len: usize) -> Result<(), BusError> {
-        match self.announced.iter().any(|announced| announced.at == at && announced.len == len) {
+        let has = |it: &Announced| it.at <= at && at + len as u64 <= it.at + it.len as u64;
+        match self.announced.iter().any(has) {
             true => Ok(()),
             false => Err(BusError::Dma { at, len, why: "no memory was mapped there".into() }),
         }

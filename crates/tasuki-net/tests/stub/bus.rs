@@ -4,8 +4,7 @@ use std::os::fd::OwnedFd;
 use std::rc::Rc;
 
 use rustix::event::EventfdFlags;
-use tasuki_net::nic::bus::{Bus, BusError, IntX, Iova, Registers};
-use tasuki_shm::region::Region;
+use tasuki_net::nic::bus::{Bus, BusError, IntX, Iova, Part, Registers};
 
 /// What a card answers. Its registers are the same behind every BAR; narrow ones are the low bits of what is answered.
 pub trait Answers {
@@ -43,7 +42,7 @@ impl<C: Answers> Bus for Stub<C> {
         Ok(self.clone())
     }
 
-    fn map_dma(&mut self, _: &Region, _: Iova) -> Result<(), BusError> {
+    fn map_part(&mut self, _: Part<'_>) -> Result<(), BusError> {
         Ok(())
     }
 

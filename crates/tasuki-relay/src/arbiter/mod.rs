@@ -316,6 +316,17 @@ impl Arbiter {
         self.members.iter().filter(harms).map(|member| member.party).collect()
     }
 
+    /// Who is to have it next.
+    pub fn next(&self) -> Option<Party> {
+        self.next
+    }
+
+    /// Those that will be fenced once the giver has let go of it, beside the giver.
+    pub fn fenced_next(&self) -> Vec<Party> {
+        let Some(next) = self.next.filter(|_| self.state == State::Letting) else { return Vec::new() };
+        self.strangers_to(next).into_iter().filter(|party| Some(*party) != self.giver).collect()
+    }
+
     /// Those that can have written the word.
     fn writers(&self) -> Vec<Party> {
         let writes = |member: &&Member| !member.is.is_harmless() && self.page.contains(&member.node);

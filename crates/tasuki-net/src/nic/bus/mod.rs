@@ -162,6 +162,26 @@ pub(super) fn ring(eventfd: impl AsFd) {
     }
 }
 
+/// Memory that a device may come to reach, or a part of it.
+#[derive(Debug, Clone, Copy)]
+pub struct Part<'a> {
+    /// The memory,
+    pub memory: &'a Region,
+    /// from which byte on, a multiple of the page size,
+    pub from: usize,
+    /// and how many bytes of it, a multiple of the page size.
+    pub len: usize,
+    /// Where the device sees the first of them: a multiple of the page size.
+    pub at: Iova,
+}
+
+impl<'a> Part<'a> {
+    /// All of it.
+    pub fn all(memory: &'a Region, at: Iova) -> Self {
+        Part { memory, from: 0, len: memory.len(), at }
+    }
+}
+
 /// The way to one PCI device.
 pub trait Bus {
     /// How its registers are reached.
@@ -176,15 +196,20 @@ pub trait Bus {
     /// The registers behind BAR `index`. Memory decoding is on afterwards.
     fn registers(&mut self, index: u8) -> Result<Self::Registers, BusError>;
 
-    /// Lets the device read and write all of `memory` at `at` and after. Both are multiples of the page size.
-    fn map_dma(&mut self, memory: &Region, at: Iova) -> Result<(), BusError>;
+    /// Lets the device read and write a part of some memory.
+    fn map_part(&mut self, part: Part<'_>) -> Result<(), BusError>;
 
     /// The same for several parts, in the time of one where each takes long; says of each whether it was mapped.
-    fn map_each<const N: usize>(&mut self, parts: [(&Region, Iova); N]) -> Result<[Result<(), BusError>; N], BusError> {
-        Ok(parts.map(|(memory, at)| self.map_dma(memory, at)))
+    fn map_each<const N: usize>(&mut self, parts: [Part<'_>; N]) -> Result<[Result<(), BusError>; N], BusError> {
+        Ok(parts.map(|part| self.map_part(part)))
     }
 
-    /// Takes back what [`map_dma`](Self::map_dma) gave at `at`.
+    /// Lets the device read and write all of `memory` at `at` and after. Both are multiples of the page size.
+    fn map_dma(&mut self, memory: &Region, at: Iova) -> Result<(), BusError> {
+        self.map_part(Part::all(memory, at))
+    }
+
+    /// Takes back what was mapped at `at`, as it was mapped.
     fn unmap_dma(&mut self, at: Iova, len: usize) -> Result<(), BusError>;
 
     /// An eventfd for each of the first `count` MSI-X vectors, which are enabled. They stay the same for as long as the bus lives.

@@ -54,6 +54,15 @@ impl<B: Bus> Prepared<B> {
         sash.check_seldom(&layout)
     }
 
+    /// A predecessor died before the card reached all of the memory.
+    fn reach_all(&mut self) -> Result<(), NicError> {
+        if self.memory.ledger().is_partial() {
+            self.memory.map_rest(&mut self.bus)?;
+            self.memory.ledger().partial(false);
+        }
+        Ok(())
+    }
+
     /// What stands in the rings at these cursors is the card's.
     fn pick_up_rings(&self, shape: Shape) -> Result<Rings, NicError> {
         let (memory, sash) = (&self.memory, &*self.sash);
@@ -154,7 +163,10 @@ impl<B: Bus> InPlace for E1000e<B> {
         }
     }
 
-    fn go_on(prepared: Prepared<B>, sash: &Sash) -> Result<Self, Failed<B>> {
+    fn go_on(mut prepared: Prepared<B>, sash: &Sash) -> Result<Self, Failed<B>> {
+        if let Err(error) = prepared.reach_all() {
+            return Err(prepared.refused(error));
+        }
         let memory = &prepared.memory;
         let layout = memory.layout();
         let fits = sash.check_alone(&layout).and_then(|()| sash.shape(&layout));
@@ -179,7 +191,7 @@ impl<B: Bus> InPlace for E1000e<B> {
     }
 
     fn pick_up(mut prepared: Prepared<B>) -> Result<Self, Failed<B>> {
-        let picked = prepared.read_ledger().and_then(|shape| {
+        let picked = prepared.reach_all().and_then(|()| prepared.read_ledger()).and_then(|shape| {
             let rings = prepared.pick_up_rings(shape)?;
             let mut receive = (0..).zip(&rings.receive);
             receive.try_for_each(|(queue, ring)| ring.undo(&prepared.memory, queue))?;

@@ -36,6 +36,7 @@ use super::scrub::Dirt;
 use super::{Failed, Filter, Link, Mac, Nic, NicError, NicMemory, NicOptions, PciId, Scrub, loan};
 use crate::capture::{Captures, Direction};
 use crate::port::{Armed, BURST_MAX, Burst, Port};
+use tasuki_shm::arena::Slot;
 use tasuki_shm::crash;
 
 /// The cards that this driver drives: the 82574L, and its variant without management.
@@ -74,6 +75,8 @@ pub struct E1000e<B: Bus> {
     committed: [u64; CURSORS],
     /// It was pointed here from an owner that is not trusted, and what that left is still to be put right.
     suspect: bool,
+    /// Slots that such a card does not reach yet.
+    rest: Vec<Slot>,
     /// If the memory is kept clean: what is not.
     dirt: Option<Dirt>,
     /// Whoever looks on.
@@ -266,6 +269,7 @@ impl<B: Bus> E1000e<B> {
             commits: 0,
             committed: [0; CURSORS],
             suspect: false,
+            rest: Vec::new(),
             dirt: None,
             captures: None,
         }
@@ -336,6 +340,7 @@ impl<R: Registers> Assembly<R> {
         memory.ledger().belongs(None);
         memory.ledger().forget();
         memory.ledger().halted(false);
+        memory.ledger().partial(false);
         let mmio = Mmio(bus.registers(BAR)?);
         setup::reset(&mmio)?;
         memory.take_back();

@@ -235,6 +235,7 @@ impl<B: Bus> Ready<B> {
         ledger.belongs(None);
         ledger.forget();
         ledger.halted(false);
+        ledger.partial(false);
         let asked = Self::ask(&mut bus, &memory, options);
         let (mmio, bell, shape, mac) = match asked {
             Ok(asked) => asked,
@@ -261,6 +262,8 @@ impl<B: Bus> Ready<B> {
                 (flow::is_prepared(&mmio), filter, mac)
             }
         };
+        let rest = if matches!(how, How::Fenced(_)) { memory.hold_rest() } else { Vec::new() };
+        ledger.partial(!rest.is_empty());
         let rings = |index| ReceiveRing::new(&memory, index, shape.ring);
         let mut receive: ArrayVec<_, QUEUES_MAX> = (0..usize::from(shape.queues)).map(rings).collect();
         for ring in &mut receive {
@@ -276,6 +279,7 @@ impl<B: Bus> Ready<B> {
         nic.open_ledger();
         nic.memory.ledger().belongs(None);
         nic.suspect = matches!(how, How::Fenced(_));
+        nic.rest = rest;
         let fenced = nic.suspect.then(|| setup::controls(shape, nic.filter_bits()));
         Ok(Ready { nic, controls: [controls[0] & !rctl::EN, controls[1] & !(tctl::EN | tctl::SWXOFF)], fenced })
     }
@@ -358,7 +362,7 @@ impl<B: Bus> E1000e<B> {
         }
         let judged = match moved {
             true => Err(NicError::FramesCame { head: first }),
-            false => left::judge(mmio).and_then(|()| Ok(self.memory.map_anew(&mut self.bus)?)),
+            false => left::judge(mmio).and_then(|()| Ok(self.memory.map_head(&mut self.bus)?)),
         };
         if judged.is_err() {
             let mmio = &self.mmio;
@@ -398,6 +402,19 @@ impl<B: Bus> E1000e<B> {
             u32::MAX => Err(NicError::Gone),
             _ => Ok(()),
         }
+    }
+
+    /// Has the card reach all of its memory, of which it was given no more at first than it can go on with.
+    fn have_all(&mut self) -> Result<(), NicError> {
+        if self.memory.ledger().is_partial() {
+            self.bus.hurry(true);
+            let mapped = self.memory.map_rest(&mut self.bus);
+            self.bus.hurry(false);
+            mapped?;
+            self.memory.ledger().partial(false);
+            self.rest = Vec::new();
+        }
+        Ok(())
     }
 
     fn heads(&self) -> [u32; QUEUES_MAX] {
@@ -633,15 +650,20 @@ impl<B: Bus> Repoint for E1000e<B> {
     }
 
     fn forget(&mut self, old: &MemoryLayout, mut between: impl FnMut(&mut Self)) -> Result<(), NicError> {
+        self.have_all()?;
+        between(self);
         if std::mem::take(&mut self.suspect) {
             self.put_right(&mut between)?;
         }
         self.bus.hurry(true);
-        let arena = self.bus.unmap_dma(old.arena_at(), old.slots.len());
-        between(self);
-        // An owner that has taken away the one itself may have left the other.
-        let rings = self.bus.unmap_dma(old.rings_at, old.rings_len);
+        let mut outcome = Ok(());
+        for (at, len) in old.stretches().into_iter().rev() {
+            // An owner that has taken away the one itself may have left the other.
+            let unmapped = self.bus.unmap_dma(at, len);
+            outcome = outcome.and(unmapped);
+            between(self);
+        }
         self.bus.hurry(false);
-        Ok(arena.and(rings)?)
+        Ok(outcome?)
     }
 }

@@ -229,8 +229,13 @@ impl<B: Bus> Repoint for Rtl8139<B> {
     }
 
     fn forget(&mut self, old: &MemoryLayout, mut between: impl FnMut(&mut Self)) -> Result<(), NicError> {
-        self.bus.unmap_dma(old.arena_at(), old.slots.len())?;
-        between(self);
-        Ok(self.bus.unmap_dma(old.rings_at, old.rings_len)?)
+        let mut outcome = Ok(());
+        for (at, len) in old.stretches().into_iter().rev() {
+            // An owner that has taken away the one itself may have left the other.
+            let unmapped = self.bus.unmap_dma(at, len);
+            outcome = outcome.and(unmapped);
+            between(self);
+        }
+        Ok(outcome?)
     }
 }

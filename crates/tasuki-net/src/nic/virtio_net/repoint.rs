@@ -467,10 +467,13 @@ impl<B: Bus> Repoint for VirtioNet<B> {
         }
         between(self);
         self.bus.hurry(true);
-        let arena = self.bus.unmap_dma(old.arena_at(), old.slots.len());
-        between(self);
-        let both = arena.and_then(|()| self.bus.unmap_dma(old.rings_at, old.rings_len));
+        let mut outcome = Ok(());
+        for (at, len) in old.stretches().into_iter().rev() {
+            let unmapped = self.bus.unmap_dma(at, len);
+            outcome = outcome.and(unmapped);
+            between(self);
+        }
         self.bus.hurry(false);
-        Ok(both?)
+        Ok(outcome?)
     }
 }

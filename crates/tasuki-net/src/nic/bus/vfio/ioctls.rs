@@ -11,13 +11,14 @@ use std::io;
 use std::os::fd::{AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
 
 use rustix::ioctl::{Ioctl, IoctlOutput, Opcode, opcode};
-use tasuki_shm::region::Region;
 use vfio_bindings::bindings::vfio::{
     VFIO_DMA_MAP_FLAG_READ, VFIO_DMA_MAP_FLAG_WRITE, VFIO_GROUP_FLAGS_VIABLE, VFIO_IRQ_INFO_EVENTFD,
     VFIO_IRQ_SET_ACTION_TRIGGER, VFIO_IRQ_SET_ACTION_UNMASK, VFIO_IRQ_SET_DATA_EVENTFD, VFIO_IRQ_SET_DATA_NONE,
     VFIO_PCI_INTX_IRQ_INDEX, VFIO_PCI_MSIX_IRQ_INDEX, VFIO_TYPE1v2_IOMMU, vfio_device_info, vfio_group_status,
     vfio_iommu_type1_dma_map, vfio_irq_info,
 };
+
+use super::super::Part;
 
 /// The number of an ioctl in VFIO's range. They all are `_IO(';', n)`, whatever they take.
 const fn number(of: u8) -> Opcode {
@@ -198,14 +199,14 @@ pub fn reset(device: BorrowedFd<'_>) -> io::Result<()> {
     with_number(device, DEVICE_RESET, 0).map(|_| ())
 }
 
-/// Lets the container's devices reach all of `memory` at `at`. Its pages stay where they are, and stay, until they are unmapped.
-pub fn map_dma(container: BorrowedFd<'_>, memory: &Region, at: u64) -> io::Result<()> {
+/// Lets the container's devices reach a part of some memory. Its pages stay where they are, and stay, until they are unmapped.
+pub fn map_dma(container: BorrowedFd<'_>, part: &Part<'_>) -> io::Result<()> {
     let mut map = vfio_iommu_type1_dma_map {
         argsz: argsz::<vfio_iommu_type1_dma_map>(),
         flags: VFIO_DMA_MAP_FLAG_READ | VFIO_DMA_MAP_FLAG_WRITE,
-        vaddr: memory.address() as u64,
-        iova: at,
-        size: memory.len() as u64,
+        vaddr: (part.memory.address() + part.from) as u64,
+        iova: part.at.0,
+        size: part.len as u64,
     };
     with(container, IOMMU_MAP_DMA, &mut map).map(|_| ())
 }
@@ -222,6 +223,9 @@ pub fn unmap_dma(container: BorrowedFd<'_>, at: u64, len: u64) -> io::Result<u64
 mod tests {
     use std::os::fd::AsFd;
 
+    use tasuki_shm::region::Region;
+
+    use super::super::super::Iova;
     use super::*;
 
     /// As `<linux/vfio.h>` has them, on the machines where `_IO` is the plain combination.
@@ -252,7 +256,7 @@ mod tests {
             set_intx(fd, Some((fd, fd))),
             set_intx(fd, None),
             reset(fd),
-            map_dma(fd, &memory, 0),
+            map_dma(fd, &Part::all(&memory, Iova(0))),
             unmap_dma(fd, 0, 4096).map(|_| ()),
         ];
         for (i, error) in errors.into_iter().enumerate() {

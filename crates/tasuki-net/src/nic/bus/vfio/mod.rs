@@ -17,7 +17,7 @@ use rustix::event::EventfdFlags;
 use rustix::io::Errno;
 use rustix::process::Resource;
 use rustix::thread::CapabilitySet;
-use tasuki_shm::region::{PAGE_LEN, Region};
+use tasuki_shm::region::PAGE_LEN;
 use vfio_bindings::bindings::vfio::{
     VFIO_API_VERSION, VFIO_DEVICE_FLAGS_PCI, VFIO_DEVICE_FLAGS_RESET, VFIO_PCI_CONFIG_REGION_INDEX,
     VFIO_PCI_MSIX_IRQ_INDEX, VFIO_REGION_INFO_FLAG_READ, VFIO_REGION_INFO_FLAG_WRITE,
@@ -26,7 +26,7 @@ use vfio_bindings::bindings::vfio::{
 use super::bar::{Bar, Far};
 use super::mmio::Mmio;
 use super::vfio_user::RegionInfo;
-use super::{Bus, BusError, IntX, Iova, pci};
+use super::{Bus, BusError, IntX, Iova, Part, pci};
 pub use sysfs::{Address, BadAddress, OpenError, Places};
 
 /// The descriptors of a device, ready for use.
@@ -228,8 +228,8 @@ impl Bus for Vfio {
         }))
     }
 
-    fn map_dma(&mut self, memory: &Region, at: Iova) -> Result<(), BusError> {
-        let len = memory.len();
+    fn map_part(&mut self, part: Part<'_>) -> Result<(), BusError> {
+        let Part { len, at, .. } = part;
         let dma = |why: String| BusError::Dma { at, len, why };
         if !at.0.is_multiple_of(PAGE_LEN as u64) || at.0.checked_add(len as u64).is_none() {
             return Err(dma(
@@ -238,7 +238,7 @@ impl Bus for Vfio {
         }
         let lock = Lock::of_this_process(self.mapped + len as u64);
         lock.check()?;
-        let mapped = ioctls::map_dma(self.container.as_fd(), memory, at.0).map_err(|source| {
+        let mapped = ioctls::map_dma(self.container.as_fd(), &part).map_err(|source| {
             match source.raw_os_error().map(Errno::from_raw_os_error) {
                 // In a user namespace, a capability there does not count.
                 Some(Errno::NOMEM) if lock.limit.is_some_and(|limit| lock.need > limit) => lock.error(),

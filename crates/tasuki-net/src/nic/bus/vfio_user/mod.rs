@@ -28,12 +28,12 @@ use std::time::Duration;
 
 use rustix::event::EventfdFlags;
 use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType};
-use tasuki_shm::region::{PAGE_LEN, Region};
+use tasuki_shm::region::PAGE_LEN;
 
 use super::bar::{BLOCK_MAX, Bar, Far};
 use super::mmio::Mmio;
 use super::pci::{self, Capability, Header};
-use super::{Bus, BusError, IntX, Iova};
+use super::{Bus, BusError, IntX, Iova, Part};
 use link::{Link, Question};
 use turns::Behind;
 pub use twin::{BarTwin, Twin};
@@ -396,26 +396,26 @@ impl Bus for VfioUser {
         }))
     }
 
-    fn map_dma(&mut self, memory: &Region, at: Iova) -> Result<(), BusError> {
-        let [mapped] = self.map_each([(memory, at)])?;
+    fn map_part(&mut self, part: Part<'_>) -> Result<(), BusError> {
+        let [mapped] = self.map_each([part])?;
         mapped
     }
 
-    fn map_each<const N: usize>(&mut self, parts: [(&Region, Iova); N]) -> Result<[Result<(), BusError>; N], BusError> {
-        let dma = |(memory, at): (&Region, Iova), why| BusError::Dma { at, len: memory.len(), why };
-        let is_odd = |&&(memory, at): &&(&Region, Iova)| {
-            !at.0.is_multiple_of(PAGE_LEN as u64) || at.0.checked_add(memory.len() as u64).is_none()
+    fn map_each<const N: usize>(&mut self, parts: [Part<'_>; N]) -> Result<[Result<(), BusError>; N], BusError> {
+        let dma = |Part { at, len, .. }: Part<'_>, why| BusError::Dma { at, len, why };
+        let is_odd = |&&Part { at, len, .. }: &&Part<'_>| {
+            !at.0.is_multiple_of(PAGE_LEN as u64) || at.0.checked_add(len as u64).is_none()
         };
         if let Some(&odd) = parts.iter().find(is_odd) {
             let why = "the address is not on a whole page, or the end is beyond the last; choose another";
             return Err(dma(odd, why.to_owned()));
         }
         let flags = wire::DMA_READ | wire::DMA_WRITE;
-        let fds = parts.map(|(memory, _)| [memory.fd()]);
+        let fds = parts.map(|part| [part.memory.fd()]);
         let mut fds_of = fds.iter();
-        let questions = parts.map(|(memory, at)| Question {
+        let questions = parts.map(|Part { from, len, at, .. }| Question {
             fill: move |message: &mut wire::Message| {
-                message.u32(32).u32(flags).u64(0).u64(at.0).u64(memory.len() as u64);
+                message.u32(32).u32(flags).u64(from as u64).u64(at.0).u64(len as u64);
             },
             fds: &fds_of.next().expect("as many")[..],
             answer: &mut [],
