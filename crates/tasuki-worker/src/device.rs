@@ -22,8 +22,11 @@ use crate::model::Model;
 /// Where the card sees its memory. Any address will do behind an IOMMU; this one is above what firmware reserves.
 pub const MEMORY_AT: Iova = Iova(1 << 32);
 
-/// Bytes for the rings of any card that we drive, with rings of the largest size.
-const RINGS_LEN: usize = 1 << 20;
+/// Bytes for the rings of any card that we drive, of so many descriptors each: three of 16 bytes, or two of 26, and what is as long with each. No more: whoever takes a
+/// card maps them while nobody drives it.
+fn rings_len(ring: u16) -> usize {
+    64 * usize::from(ring) + (32 << 10)
+}
 
 /// A card, as the command line names it.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -124,7 +127,7 @@ pub fn connect(path: &Path) -> Result<VfioUser> {
 
 /// Memory for a card with such rings.
 pub fn memory(ring: u16, at: Iova) -> Result<NicMemory, RegionError> {
-    NicMemory::create(slots(ring), RINGS_LEN, at)
+    NicMemory::create(slots(ring), rings_len(ring), at)
 }
 
 /// Finds the way to the card, starts it and does `job`. `show` is told what the card says it is, and which BARs have memory.

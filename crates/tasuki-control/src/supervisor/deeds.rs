@@ -102,7 +102,7 @@ impl Supervisor {
                 debug_assert!(turned, "whoever can be chosen was given a page");
                 self.record_nic(nic);
                 // From here on the taker can take, and unmap the old memory: a daemon that comes after this one must not give that to the old node again.
-                self.deposit();
+                self.deposit_one(&Key::Card(nic));
                 crash::point("daemon.renewed");
             }
             Do::Say(told) => self.settled(nic, told),

@@ -12,7 +12,6 @@ use std::time::Duration;
 
 use anyhow::{Context, Result, bail, ensure};
 use rustix::event::{PollFd, PollFlags, Timespec};
-use rustix::io::Errno;
 use serde::{Deserialize, Serialize};
 use tasuki_relay::letter;
 
@@ -228,22 +227,25 @@ impl Supervisor {
 
     /// Tells the keeper what is due, as far as it has room. What another daemon left stays as it is until all have been adopted.
     pub(super) fn deposit(&mut self) {
-        if self.adopting {
-            return;
-        }
-        while let (Some(way), Some(key)) = (&self.keeping.way, self.keeping.due.first()) {
-            let name = text(key);
-            let said = match self.kept_as(key) {
-                Some((what, fds)) => keeper::say(way.socket.as_fd(), &Word::Keep { name, what }, &fds),
-                None => keeper::say(way.socket.as_fd(), &Word::Forget { name }, &[]),
-            };
-            match said {
-                Ok(()) => _ = self.keeping.due.pop_first(),
-                // Its end is closed: that comes as an event.
-                Err(Errno::PIPE | Errno::CONNRESET) => return,
-                // It has no room, or we have none for what is under way.
-                Err(_) => return,
+        while let Some(key) = self.keeping.due.first().cloned() {
+            if !self.deposit_one(&key) {
+                return;
             }
+        }
+    }
+
+    /// Tells it of one thing; says whether it has room for more.
+    pub(super) fn deposit_one(&mut self, key: &Key) -> bool {
+        let Some(way) = self.keeping.way.as_ref().filter(|_| !self.adopting) else { return false };
+        let name = text(key);
+        let said = match self.kept_as(key) {
+            Some((what, fds)) => keeper::say(way.socket.as_fd(), &Word::Keep { name, what }, &fds),
+            None => keeper::say(way.socket.as_fd(), &Word::Forget { name }, &[]),
+        };
+        // If its end is closed, that comes as an event. Else it has no room, or we have none for what is under way.
+        said.is_ok() && {
+            self.keeping.due.remove(key);
+            true
         }
     }
 
