@@ -23,7 +23,6 @@ mod post;
 mod program;
 mod run;
 mod seat;
-mod slice;
 mod stock;
 mod store;
 mod tap;

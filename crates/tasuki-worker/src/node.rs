@@ -15,6 +15,7 @@ use tasuki_relay::Party;
 use tasuki_relay::letter::{self, Begin, SPEECH, ToDaemon, ToWorker};
 use tasuki_relay::wire::Order;
 use tasuki_relay::worker::{Input, Tables};
+use tasuki_shm::slice;
 
 use crate::board::{Board, Book, Pulse};
 use crate::cpus::Cpus;
@@ -25,7 +26,7 @@ use crate::post::{Heard, Post};
 use crate::seat::{Common, Given, Seat};
 use crate::tap::Tap;
 use crate::vni::VniSeat;
-use crate::{confine, kit, sentence, slice, store, warm};
+use crate::{confine, kit, sentence, store, warm};
 
 /// Looks in vain before a worker that may sleep does,
 const IDLE_LOOKS: u32 = 4096;
@@ -221,9 +222,7 @@ impl<D: Duty> Node<D> {
     /// Whether a lease is waited for that is worth a core; or a fence, which stops a busy process sooner than one that must be woken for it.
     fn spins(&self) -> bool {
         let cpu = self.common.cpus.cpu();
-        let waits = |seat: &AnySeat<D>| {
-            each!(seat, seat => seat.waits().is_some_and(|since| seat.may_spin(cpu) && since.elapsed() < SPIN))
-        };
+        let waits = |seat: &AnySeat<D>| each!(seat, seat => seat.waits().is_some_and(|since| seat.may_spin(cpu) && since.elapsed() < SPIN));
         self.seats.iter().any(|seat| waits(seat) || each!(seat, seat => seat.awaits_fence()))
     }
 

@@ -328,6 +328,8 @@ impl Supervisor {
 
     /// Runs until it is told to go.
     pub fn run(&mut self) -> Result<Ended> {
+        // What a worker says while a NIC changes hands is heard at once, also beside a busy program.
+        tasuki_shm::slice::brief();
         let mut events = Vec::with_capacity(64);
         let mut watchdog = Watchdog::begin(now());
         loop {

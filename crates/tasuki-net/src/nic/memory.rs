@@ -66,7 +66,6 @@ impl MemoryLayout {
         let three = [(self.rings_at, self.rings_len), (self.arena_at(), head), (rest_at, all - head)];
         three.into_iter().filter(|(_, len)| *len > 0).collect()
     }
-
 }
 
 /// What another process needs to go on with a NIC's memory, beside the sash.

@@ -1,4 +1,4 @@
-//! How long a worker runs at a time where others want its CPU too.
+//! How long a process runs at a time where others want its CPU too.
 //!
 //! Whoever asks the scheduler for a shorter slice than others is run at once when it is woken, also while one of them is busy (EEVDF, Linux 6.12): a
 //! frame that a busy program sends leaves when it is sent, and not at the next tick, four milliseconds later; and a worker that takes a NIC over is not kept
@@ -12,14 +12,17 @@
 /// Nanoseconds: the shortest that the kernel grants.
 const BRIEF_NS: u64 = 100_000;
 
-/// Asks for slices of 0.1 ms, and else for what it has. An older kernel takes no notice.
+/// What it starts has slices of its own.
+const RESET_ON_FORK: u64 = 1;
+
+/// Asks for slices of 0.1 ms for this thread, not for what it starts, and else for what it has. An older kernel takes no notice.
 pub fn brief() {
     let Some(now) = attributes() else { return };
     if now.sched_policy != SCHED_OTHER {
         // Somebody has chosen another class for it, and knows why.
         return;
     }
-    let asked = libc::sched_attr { sched_runtime: BRIEF_NS, ..now };
+    let asked = libc::sched_attr { sched_runtime: BRIEF_NS, sched_flags: now.sched_flags | RESET_ON_FORK, ..now };
     // SAFETY: the structure outlives the call, and the kernel only reads it (L1).
     let _ = unsafe { libc::syscall(libc::SYS_sched_setattr, 0, &raw const asked, 0) };
 }
