@@ -140,7 +140,7 @@ impl Bus for QtestBus {
     fn map_part(&mut self, Part { memory, from, at, .. }: Part<'_>) -> Result<(), BusError> {
         let wanted = Announced::of(memory, Iova(at.0.wrapping_sub(from as u64)));
         match self.announced_at(wanted.file) {
-            Some(announced) if announced.at == at && announced.len == wanted.len => Ok(()),
+            Some(announced) if announced.at == wanted.at && announced.len == wanted.len => Ok(()),
             Some(announced) => {
                 let why = format!("QEMU was started with this memory at {}; map it there", announced.at);
                 Err(BusError::Dma { at, len: wanted.len, why })
