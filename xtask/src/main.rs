@@ -1,6 +1,7 @@
 //! The one door: everything a developer or CI runs is a verb of `cargo xtask`.
 
 mod bench;
+mod campaign;
 mod checkout;
 mod ci;
 mod fuzz;
@@ -50,6 +51,9 @@ enum Verb {
         #[arg(trailing_var_arg = true, allow_hyphen_values = true)]
         args: Vec<OsString>,
     },
+    /// Try what the suite tries a few times thousands of times, and write down what was seen
+    #[command(subcommand)]
+    Campaign(campaign::Campaign),
     /// What a change must pass: fmt, clippy, tidy, doc, test
     Ci,
     /// Check the house rules that the compiler does not know
@@ -97,6 +101,7 @@ fn run(verb: Verb) -> anyhow::Result<bool> {
     match verb {
         Verb::Demo { args } => Err(bench::demo(&checkout, &args)),
         Verb::Bench { args } => Err(bench::bench(&checkout, &args)),
+        Verb::Campaign(campaign) => campaign::run(&checkout, &campaign),
         Verb::Test { only, fuzz_seconds } => test::run(&checkout, only, fuzz_seconds).map(|report| report.close()),
         Verb::Ci => ci::run(&checkout),
         Verb::Tidy => tidy::run(&checkout),

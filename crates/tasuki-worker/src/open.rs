@@ -6,6 +6,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail, ensure};
 use rustix::net::{SendFlags, SocketType};
+use rustix::process::Signal;
 use tasuki_net::nic::bus::Iova;
 use tasuki_net::nic::bus::pci::Header;
 use tasuki_net::nic::bus::vfio::Vfio;
@@ -46,6 +47,8 @@ pub fn open(how: &How) -> Result<()> {
         kind == Ok(SocketType::SEQPACKET),
         "standard input is not the daemon's socket; tasukid starts this, and `tasuki nic probe` looks at a card by hand"
     );
+    // The next daemon opens the card itself, and whoever serves it may serve one at a time.
+    rustix::process::set_parent_process_death_signal(Some(Signal::KILL))?;
     let (letter, fds) = match &how.device {
         Device::Vfio(address) => start(Vfio::open(*address)?, how)?,
         Device::VfioUser(path) => start(device::connect(path)?, how)?,

@@ -170,6 +170,8 @@ pub struct Card {
     pub opening: Opening,
     /// Openers that failed.
     pub failures: usize,
+    /// How often it was opened anew since somebody drove it.
+    pub renewals: usize,
     /// Its model, if it is ours.
     pub model: Option<Process>,
     /// Its arbiter, once there is a worker to ask.
@@ -205,6 +207,7 @@ impl Card {
             coming: None,
             opening: Opening::NotBefore(Duration::ZERO),
             failures: 0,
+            renewals: 0,
             model: None,
             arbiter: None,
             watch: None,
@@ -288,6 +291,16 @@ impl Card {
             kept.move_to(party, memory);
         }
         self.kept.as_ref().is_some_and(|kept| Some(kept.made_by) == holder)
+    }
+
+    /// Nobody can go on with it: it is as at the very beginning, with this board, and is to be opened.
+    pub fn give_up(&mut self, board: Board, now: Duration) {
+        self.opening = Opening::NotBefore(now + super::policy::retry(self.renewals));
+        self.renewals = self.renewals.saturating_add(1);
+        (self.board, self.page_of) = (board, BTreeSet::from([self.node.clone()]));
+        (self.kept, self.coming, self.coming_board) = (None, None, None);
+        (self.arbiter, self.watch, self.said) = (None, None, None);
+        self.condemned.clear();
     }
 
     /// This worker will not drive it, or not again: nothing will come of its memory.

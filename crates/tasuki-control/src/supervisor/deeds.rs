@@ -110,7 +110,7 @@ impl Supervisor {
         None
     }
 
-    fn order(&mut self, nic: u32, party: u32, order: Order) {
+    pub(super) fn order(&mut self, nic: u32, party: u32, order: Order) {
         let Some(worker) = self.workers.get_mut(&party) else { return };
         if order == Order::Leave {
             worker.nics.remove(&nic);
@@ -303,6 +303,7 @@ impl Supervisor {
         if let Some(node) = holder.and_then(|holder| self.workers.get(&holder)).map(|worker| worker.record.node.clone())
         {
             card.node = node;
+            card.renewals = 0;
         }
         let (name, node) = (card.name().to_owned(), card.node.clone());
         let tenure = card.board.tenure();

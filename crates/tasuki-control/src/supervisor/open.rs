@@ -7,9 +7,11 @@ use std::time::Duration;
 
 use anyhow::{Context, Result};
 use tasuki_relay::letter::{Kit, ToDaemon, board};
+use tasuki_relay::wire::{Order, Reason};
 
-use super::card::{Kept, Opener, Opening};
+use super::card::{Board, Kept, Opener, Opening};
 use super::policy;
+use super::worker::{Fit, Worker};
 use super::{About, PATIENCE, Supervisor, Token, iova_of, kits, now, watch};
 use crate::channel::{self, Nothing};
 use crate::config::{self, Device};
@@ -17,6 +19,14 @@ use crate::process::Process;
 
 /// Of what an opener says to people, so much is repeated.
 const SAYS_MAX: usize = 2000;
+
+/// Whether it is the card that a worker cannot go on with, and not the worker that cannot go on.
+fn is_of_the_card(reason: &Reason) -> bool {
+    matches!(
+        reason,
+        Reason::WrongSash { .. } | Reason::DamagedSash { .. } | Reason::LeftBehind { .. } | Reason::CardGone
+    )
+}
 
 impl Supervisor {
     pub(super) fn is_opening(&self) -> bool {
@@ -30,6 +40,7 @@ impl Supervisor {
         if self.adopting {
             return;
         }
+        self.begin_anew();
         let numbers: Vec<u32> = self.cards.keys().copied().collect();
         for nic in numbers {
             let Some(card) = self.cards.get(&nic) else { continue };
@@ -46,6 +57,42 @@ impl Supervisor {
                 self.not_opened(nic, &format!("{error:#}"));
             }
         }
+    }
+
+    /// A NIC that nobody drives, and with which no worker of its node can go on from where its last driver left it: it is opened anew. Nobody else could help it, and
+    /// a person could do no more.
+    fn begin_anew(&mut self) {
+        let numbers: Vec<u32> = self.cards.keys().copied().collect();
+        for nic in numbers {
+            let Some(reason) = self.is_lost(nic) else { continue };
+            let Ok(board) = Board::create() else { continue };
+            let having = self.workers.values().filter(|worker| worker.nics.contains_key(&nic)).map(Worker::party);
+            for number in having.collect::<Vec<_>>() {
+                self.order(nic, number, Order::Leave);
+            }
+            let Some(card) = self.cards.get_mut(&nic) else { continue };
+            card.give_up(board, now());
+            let (name, node) = (card.name().to_owned(), card.node.clone());
+            let about = About { node: Some(&node), nic: Some(&name), worker: None };
+            self.note(about, format!("{name} is opened anew, and what was under way in it is lost: no worker of node {node} can go on with it ({reason})"));
+            self.record_nic(nic);
+        }
+    }
+
+    /// Why no worker of its node can go on with a NIC that nobody drives, if the card is why.
+    fn is_lost(&self, nic: u32) -> Option<Reason> {
+        let card = self.cards.get(&nic).filter(|card| card.is_parked() && card.vni().is_none())?;
+        let is_open = matches!(card.opening, Opening::Open) && card.kept.is_some() && !card.has_lost_its_model();
+        if !is_open || self.jobs.iter().any(|job| job.is_about(nic)) {
+            return None;
+        }
+        let of_node = self.workers.values().filter(|worker| worker.record.node == card.node && worker.counts());
+        let fits: Vec<Option<&Fit>> = of_node.map(|worker| worker.nics.get(&nic)).collect();
+        let lost = |fit: &Option<&Fit>| match fit {
+            Some(Fit::Unfit(reason)) if is_of_the_card(reason) => Some(*reason),
+            _ => None,
+        };
+        fits.iter().map(lost).collect::<Option<Vec<Reason>>>()?.first().copied()
     }
 
     fn begin_opening(&mut self, nic: u32) -> Result<()> {

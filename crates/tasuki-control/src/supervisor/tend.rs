@@ -576,7 +576,7 @@ fn in_words(name: &str, trouble: Trouble) -> String {
 
 impl super::card::Card {
     /// Whether nobody drives, and nobody could.
-    fn is_parked(&self) -> bool {
+    pub(super) fn is_parked(&self) -> bool {
         self.arbiter.as_ref().map(Arbiter::state) == Some(State::Parked)
     }
 

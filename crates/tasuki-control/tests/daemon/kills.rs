@@ -3,6 +3,7 @@
 
 use std::collections::BTreeSet;
 
+use super::rig::{lives, pid, until};
 use super::storm::{Storm, need_storm};
 
 /// Frames a second.
@@ -352,6 +353,60 @@ fn the_daemon_together_with_driver_and_standby() {
     }
     let (kills, _) = storm.nothing_is_lost();
     assert!(kills >= 60, "{kills}");
+}
+
+/// Where a taker with memory of its own dies before anybody can have noted that it drives, together with the daemon and all who had the card before.
+const UNKNOWN: &[&str] = &["take.won", "take.pointed", "take.read", "take.looked"];
+
+fn a_taker_dies_with_the_daemon(card: &str, to: &str, method: &str) {
+    let mut storm = Storm::with_card(card, RARELY, false, &[]);
+    for place in UNKNOWN {
+        let from = storm.node();
+        let to = if from == to { "red" } else { to };
+        storm.plan_death(place, 1);
+        storm.upgrade(to, false).expect("a node without a NIC");
+        storm.settle();
+        storm.kill_daemon();
+        // What it says last: a stranger is told to take when the giver has let go, anybody else before.
+        let last = if [from.as_str(), to].contains(&"green") { "take" } else { "release" };
+        storm.start_daemon(Some(format!("daemon.{last}:1")));
+        assert!(!storm.settle_or_die(), "{}", storm.rig.log());
+        let taker = storm.workers().iter().find(|worker| worker["node"] == to).map(pid).expect("a worker");
+        let _ = storm.give(to, Some(method));
+        assert!(storm.quiet_or_dead(), "it dies when it has told the taker to take\n{}", storm.rig.log());
+        until(&storm.rig, place, || !lives(taker));
+        storm.kill_all_workers();
+        storm.start_daemon(None);
+        storm.settle();
+        storm.flows();
+        storm.forget_plans();
+    }
+    println!("opened anew {} times", storm.rig.log().matches("is opened anew").count());
+    storm.ends_with_losses();
+}
+
+#[test]
+fn a_taker_that_dies_with_the_daemon_before_it_is_known_to_drive_leaves_a_nic_that_somebody_drives() {
+    need_storm!();
+    a_taker_dies_with_the_daemon("82574l", "green", "repoint");
+    a_taker_dies_with_the_daemon("82574l", "blue", "repoint");
+    a_taker_dies_with_the_daemon("virtio-net", "blue", "repoint");
+    a_taker_dies_with_the_daemon("virtio-net", "blue", "mbb");
+}
+
+/// A taker that has won the lease hangs before it has pointed the card at its memory, so that by the deadline it counts as the driver; then it is fenced.
+#[test]
+fn a_card_whose_driver_never_pointed_it_at_its_memory_is_opened_anew() {
+    need_storm!();
+    let mut storm = Storm::new(RARELY, false, &[("hang_after_ms", 1000), ("deadline_ms", 300)]);
+    storm.plan("TASUKI_STOP=take.won:1");
+    storm.upgrade("green", false).expect("a node without a NIC");
+    storm.settle();
+    let _ = storm.give("green", None);
+    storm.settle();
+    storm.flows();
+    storm.rig.await_event("eth0 is opened anew, and what was under way in it is lost");
+    storm.ends_with_losses();
 }
 
 /// The way that loses frames: it loses nothing else.

@@ -275,13 +275,18 @@ pub fn lives(pid: u32) -> bool {
         .is_ok_and(|stat| !stat.rsplit(')').next().is_some_and(|rest| rest.trim().starts_with('Z')))
 }
 
+/// Its control group of version 2, if there is such a thing.
+pub fn group(pid: u32) -> Option<PathBuf> {
+    let group = fs::read_to_string(format!("/proc/{pid}/cgroup")).ok()?;
+    let group = group.lines().find_map(|line| line.strip_prefix("0::"))?;
+    let mounts = fs::read_to_string("/proc/mounts").expect("mounts");
+    let mount = mounts.lines().find(|line| line.contains(" cgroup2 ")).and_then(|line| line.split(' ').nth(1))?;
+    Some(PathBuf::from(format!("{mount}{group}")))
+}
+
 /// Whether it may run an instruction: it lives, and its control group is not frozen.
 pub fn runs(pid: u32) -> bool {
-    let Ok(group) = fs::read_to_string(format!("/proc/{pid}/cgroup")) else { return lives(pid) };
-    let group = group.lines().find_map(|line| line.strip_prefix("0::")).unwrap_or_default();
-    let mounts = fs::read_to_string("/proc/mounts").expect("mounts");
-    let mount = mounts.lines().find(|line| line.contains(" cgroup2 ")).and_then(|line| line.split(' ').nth(1));
-    let events = mount.and_then(|mount| fs::read_to_string(format!("{mount}{group}/cgroup.events")).ok());
+    let events = group(pid).and_then(|group| fs::read_to_string(group.join("cgroup.events")).ok());
     lives(pid) && !events.is_some_and(|events| events.contains("frozen 1"))
 }
 

@@ -125,14 +125,20 @@ fn datagram(number: u64) -> [u8; 64] {
 
 impl Exchange {
     /// Between programs of these rooms, which have these addresses.
-    pub fn begin([(near, at_near), (far, at_far)]: [(&Room, &str); 2]) -> Self {
+    pub fn begin(between: [(&Room, &str); 2]) -> Self {
+        // As many a second as an ordinary program sends, not as many as go.
+        Self::resting(between, Duration::from_millis(1))
+    }
+
+    /// The same, with so long a rest after each window.
+    pub fn resting([(near, at_near), (far, at_far)]: [(&Room, &str); 2], rest: Duration) -> Self {
         let (over, moved) = (Arc::new(AtomicBool::new(false)), Arc::new(AtomicU64::new(0)));
         let (near, far) = (socket(near, at_near), socket(far, at_far));
         for (one, other) in [(&near, &far), (&far, &near)] {
             one.connect(other.local_addr().expect("an address")).expect("an address");
         }
         let (ends, counts) = (over.clone(), moved.clone());
-        let near = std::thread::spawn(move || ask(&near, &ends, &counts));
+        let near = std::thread::spawn(move || ask(&near, rest, &ends, &counts));
         let ends = over.clone();
         let far = std::thread::spawn(move || answer(&far, &ends));
         Exchange { over, moved, near, far }
@@ -152,7 +158,7 @@ impl Exchange {
     }
 }
 
-fn ask(socket: &UdpSocket, over: &AtomicBool, moved: &AtomicU64) -> Tally {
+fn ask(socket: &UdpSocket, rest: Duration, over: &AtomicBool, moved: &AtomicU64) -> Tally {
     let (mut tally, mut seen, mut since) = (Tally::default(), BTreeMap::<u64, u32>::new(), Instant::now());
     let mut missing = 0_u64;
     loop {
@@ -164,8 +170,7 @@ fn ask(socket: &UdpSocket, over: &AtomicBool, moved: &AtomicU64) -> Tally {
             (missing, since) = (0, Instant::now());
         }
         if missing == 0 && !ends {
-            // As many a second as an ordinary program sends, not as many as go.
-            std::thread::sleep(Duration::from_millis(1));
+            std::thread::sleep(rest);
             for _ in 0..WINDOW {
                 // Refused while nobody listens there, or the interface is not there.
                 let _ = socket.send(&datagram(tally.sent));

@@ -85,7 +85,8 @@ pub struct Model {
 }
 
 impl Model {
-    fn start(socket: &Path, wire: &[&str]) -> Self {
+    /// One with this wire that serves there.
+    pub fn start(socket: &Path, wire: &[&str]) -> Self {
         let mut command = Command::new(beside("tasuki-sim").expect("looked for before"));
         command.args(["sim", "nic"]).args(wire).args(link(wire));
         command.arg("--socket").arg(socket).stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::null());
@@ -105,6 +106,30 @@ impl Model {
     /// Its process.
     pub fn pid(&self) -> u32 {
         self.child.id()
+    }
+
+    /// Has its source finish, and waits until all is back; what it says instead, if it is not.
+    pub fn all_come_back(&mut self) -> Result<(), String> {
+        signal(self.pid(), Signal::USR1);
+        // If it never comes, whoever waits for this line is told so by the model's end.
+        let watch = Watch::over(self.pid());
+        let said = self.line();
+        watch.end();
+        if said.trim() == "all came back" { Ok(()) } else { Err(said + &self.rest()) }
+    }
+
+    /// What it says at its end, which is near.
+    pub fn ends(&mut self) -> String {
+        let watch = Watch::over(self.pid());
+        let said = self.rest();
+        watch.end();
+        said
+    }
+
+    fn rest(&mut self) -> String {
+        let mut said = String::new();
+        self.out.read_to_string(&mut said).expect("text");
+        said
     }
 
     /// Has it die, as a card that somebody pulls out.
@@ -363,16 +388,9 @@ impl Storm {
     /// Has the source finish, and waits until all is back.
     pub fn all_come_back(&mut self) {
         self.settle();
-        signal(self.model.pid(), Signal::USR1);
-        // If it never comes, whoever waits for this line is told so by the model's end.
-        let watch = Watch::over(self.model.pid());
-        let said = self.model.line();
-        watch.end();
-        if said.trim() != "all came back" {
+        if let Err(said) = self.model.all_come_back() {
             let counts = self.ask(Method::GET, "/v1/nics/eth0/counts", None);
-            let mut rest = String::new();
-            let _ = self.model.out.read_to_string(&mut rest);
-            panic!("frames are missing: {said}{rest}\n{counts:?}\n{}\n{}", self.nic(), self.rig.log());
+            panic!("frames are missing: {said}\n{counts:?}\n{}\n{}", self.nic(), self.rig.log());
         }
     }
 
@@ -397,10 +415,7 @@ impl Storm {
     pub fn end(&mut self) -> String {
         self.ask(Method::POST, "/v1/stop", None).expect("an end");
         self.rig.daemon_ends();
-        let mut said = String::new();
-        let watch = Watch::over(self.model.pid());
-        self.model.out.read_to_string(&mut said).expect("text");
-        watch.end();
+        let said = self.model.ends();
         until(&self.rig, "nobody is left", || self.ever().into_iter().all(|pid| !lives(pid)));
         let (kills, longest) = (self.kills(), self.longest);
         println!("{kills} killed, {} workers in all; settled within {longest:?}; {}", self.ever().len(), said.trim());

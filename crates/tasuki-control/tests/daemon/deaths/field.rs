@@ -1,0 +1,363 @@
+//! What deaths come over: a NIC, native nodes and namespaces under one daemon, each path with numbered traffic, and who of them can be killed.
+
+use std::collections::BTreeMap;
+use std::sync::MutexGuard;
+use std::time::{Duration, Instant};
+
+use hyper::Method;
+use rustix::process::Signal;
+use rustix::time::{ClockId, clock_gettime};
+use serde_json::{Value, json};
+use tasuki_control::api::client;
+
+use super::dice::Dice;
+use crate::rig::{Rig, lives, pid, signal, until};
+use crate::rooms::{BURST, Exchange, Room, is_impossible};
+use crate::storm::{self, Model, beside, send};
+
+/// A node with a NIC that sends back what comes, and one whose NIC does not open while its model stands still.
+const NODES: &str = r#"
+[[node]]
+name = "red"
+work = "echo"
+
+[[node]]
+name = "green"
+work = "sink"
+
+[[nic]]
+name = "eth0"
+device = "vfio-user:CARD"
+node = "red"
+ring = 1024
+
+[[nic]]
+name = "eth1"
+device = "vfio-user:STILL"
+node = "green"
+"#;
+
+/// Each of these nodes has a worker that drives this, and one that stands by.
+pub const ENDS: &[(&str, &str)] = &[
+    ("red", "eth0"),
+    ("sink", "sink@lan"),
+    ("source", "source@lan"),
+    ("shop", "shop@lan"),
+    ("desk", "desk@lan"),
+    ("yard", "yard@lan"),
+];
+
+/// What is under way.
+#[derive(Debug, Clone, Copy)]
+pub struct Traffic {
+    /// The NIC's card,
+    pub card: &'static str,
+    /// frames a second to it, of which its ring holds as many as it can have, up to 1,024,
+    pub nic: &'static str,
+    /// and from the native source.
+    pub native: &'static str,
+    /// After a window of a namespace's datagrams.
+    pub rest: Duration,
+}
+
+/// Addresses for documentation (RFC 5737).
+const ADDRESSES: [&str; 3] = ["192.0.2.1", "192.0.2.2", "192.0.2.3"];
+
+/// Whatever was killed, nobody need be asked for longer than this.
+const MENDED_WITHIN: Duration = Duration::from_secs(30);
+
+/// Now, on the clock of the boards' stamps.
+pub fn now() -> Duration {
+    let now = clock_gettime(ClockId::Monotonic);
+    Duration::new(now.tv_sec.unsigned_abs(), u32::try_from(now.tv_nsec).expect("less than a second"))
+}
+
+/// Who is killed.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+pub enum Who {
+    Driver,
+    Standby,
+    Opener,
+    Keeper,
+    Daemon,
+}
+
+/// What the daemon says of workers and NICs.
+#[derive(Debug)]
+pub struct Sight {
+    workers: Vec<Value>,
+    nics: Vec<Value>,
+}
+
+impl Sight {
+    fn nic(&self, end: &str) -> &Value {
+        self.nics.iter().find(|nic| nic["name"] == end).unwrap_or(&Value::Null)
+    }
+
+    /// Of a node: processes of those who live.
+    pub fn workers_of(&self, node: &str) -> Vec<u32> {
+        let its = self.workers.iter().filter(|worker| worker["node"] == node);
+        its.map(pid).filter(|pid| lives(*pid)).collect()
+    }
+
+    /// Who drives this end, and since when.
+    pub fn driver(&self, end: &str) -> Option<(u32, Duration)> {
+        let nic = self.nic(end);
+        let its = |worker: &&Value| worker["worker"] == nic["worker"];
+        let driver = self.workers.iter().find(its).filter(|_| nic["is"] == "driven")?;
+        Some((pid(driver), Duration::from_nanos(nic["driving_at_ns"].as_u64()?)))
+    }
+
+    /// Who drives, and who stands by, if that is all there is of a node.
+    pub fn pair(&self, node: &str, end: &str) -> Option<(u32, u32)> {
+        let (driver, _) = self.driver(end)?;
+        let its: Vec<&Value> = self.workers.iter().filter(|worker| worker["node"] == node).collect();
+        let standby = its.iter().find(|worker| worker["is"] == "stands by").map(|worker| pid(worker))?;
+        (its.len() == 2 && lives(driver) && lives(standby)).then_some((driver, standby))
+    }
+}
+
+/// All of it. What is dropped first is ended first.
+pub struct Field {
+    pub rig: Rig,
+    card: Model,
+    still: Model,
+    rooms: [Room; 3],
+    pub dice: Dice,
+    /// How many were killed until now, by what they were.
+    kills: BTreeMap<Who, u64>,
+    /// Deaths of workers that drove a namespace's end that is reached by workers.
+    by_workers: u64,
+    /// Between namespaces that may take the shortcut, and by workers.
+    talks: Vec<Exchange>,
+    has_shortcut: bool,
+    _one: MutexGuard<'static, ()>,
+}
+
+/// What became of each path.
+#[derive(Debug)]
+pub struct Outcome {
+    /// How many were killed, by what they were.
+    pub kills: BTreeMap<Who, u64>,
+    /// What the model of the card says.
+    pub nic: String,
+    /// Of the native source's frames: seen, missing, late, the next number.
+    pub native: [u64; 4],
+    /// Of the namespaces' datagrams: sent, back, twice, twice there; by the shortcut, and by workers.
+    pub talks: Vec<[u64; 4]>,
+    /// How many a dead worker may have had in hand on the latter.
+    pub pardoned: u64,
+}
+
+impl Field {
+    /// Nothing, with the reason said, where it cannot be.
+    pub fn new(dice: Dice, traffic: Traffic) -> Option<Self> {
+        if let Some(why) = is_impossible() {
+            println!("skipped: {why}");
+            return None;
+        }
+        let one = storm::alone();
+        let rig = Rig::without_daemon(NODES, "");
+        let (card, still) = (rig.path("card.sock"), rig.path("still.sock"));
+        let (stand_in, worker) = (rig.path("worker"), beside("tasuki-worker").expect("looked for before"));
+        rig.configure(|text| {
+            let text = text.replace(&format!("{stand_in:?}"), &format!("{worker:?}"));
+            // The most that the driver of a virtio device has.
+            let text = if traffic.card == "virtio-net" { text.replace("ring = 1024", "ring = 512") } else { text };
+            text.replace("CARD", &card.display().to_string()).replace("STILL", &still.display().to_string())
+        });
+        let source = ["--card", traffic.card, "--source", &u64::MAX.to_string(), "--rate", traffic.nic];
+        let (card, still) = (Model::start(&card, &source), Model::start(&still, &["--source", "100", "--rate", "100"]));
+        signal(still.pid(), Signal::STOP);
+        let rooms = [Room::new(), Room::new(), Room::new()];
+        let mut field = Field {
+            rig,
+            card,
+            still,
+            rooms,
+            dice,
+            kills: BTreeMap::new(),
+            by_workers: 0,
+            talks: Vec::new(),
+            has_shortcut: false,
+            _one: one,
+        };
+        field.rig.start();
+        field.add_nodes(traffic);
+        Some(field)
+    }
+
+    fn add_nodes(&mut self, traffic: Traffic) {
+        let rig = &self.rig;
+        let mac = "02:00:00:00:00:99";
+        rig.ask(&["node", "add", "sink", "--native", "--work", "sink", "--mac", mac]);
+        rig.ask(&["node", "add", "source", "--native", "--work", "source", "--to", mac, "--rate", traffic.native]);
+        let ways: [&[&str]; 3] = [&[], &[], &["--no-shortcut"]];
+        for (((node, _), way), (room, address)) in ENDS[3..].iter().zip(ways).zip(self.rooms.iter().zip(ADDRESSES)) {
+            let (path, address) = (room.path(), format!("{address}/24"));
+            rig.ask(&[&["node", "add", node, "--netns", &path, "--address", &address], way].concat());
+        }
+        self.settle();
+        let table = self.get("/v1/vnis/lan/table").expect("a table");
+        let shop = table.as_array().and_then(|nodes| nodes.iter().find(|its| its["node"] == "shop"));
+        self.has_shortcut = shop.is_some_and(|shop| !shop["shortcut"].is_null());
+        let [shop, desk, yard] = &self.rooms;
+        for other in [(desk, ADDRESSES[1]), (yard, ADDRESSES[2])] {
+            let talk = Exchange::resting([(shop, ADDRESSES[0]), other], traffic.rest);
+            talk.goes_on(rig, 100);
+            self.talks.push(talk);
+        }
+        let flows = || self.native().is_some_and(|[seen, ..]| seen > 100);
+        until(rig, "native nodes talk", flows);
+    }
+
+    fn get(&self, address: &str) -> Option<Value> {
+        client::ask(&self.rig.dir(), Method::GET, address, None).ok()
+    }
+
+    /// What the daemon says, if there is one.
+    pub fn look(&self) -> Option<Sight> {
+        let list = |address| self.get(address).and_then(|it| it.as_array().cloned());
+        Some(Sight { workers: list("/v1/workers")?, nics: list("/v1/nics")? })
+    }
+
+    /// Of the native source's frames: seen, missing, late, the next number.
+    fn native(&self) -> Option<[u64; 4]> {
+        let said = self.get("/v1/nics/sink@lan/counts")?;
+        let counts = said["counts"].as_array()?;
+        let count = |name| counts.iter().find(|count| count[0] == name).and_then(|count| count[1].as_u64());
+        Some([count("numbered")?, count("missing")?, count("late")?, count("next")?])
+    }
+
+    /// Waits until something is so; what it was when it was.
+    pub fn until<T>(&self, what: &str, is_so: impl Fn(&Sight) -> Option<T>) -> T {
+        let begun = Instant::now();
+        loop {
+            let sight = self.look();
+            if let Some(it) = sight.as_ref().and_then(&is_so) {
+                return it;
+            }
+            assert!(begun.elapsed() < MENDED_WITHIN, "not by itself: {what}\n{sight:#?}\n{}", self.rig.log());
+            std::thread::sleep(Duration::from_millis(2));
+        }
+    }
+
+    /// Waits until each end is driven and another stands by, nobody else is on his way, and there is a keeper.
+    pub fn settle(&self) {
+        self.until("everybody is there", |sight| {
+            let is_calm = |worker: &Value| matches!(worker["is"].as_str(), Some("drives" | "stands by" | "idle"));
+            let is_whole = ENDS.iter().all(|(node, end)| sight.pair(node, end).is_some());
+            let is_calm = is_whole && sight.workers.iter().all(is_calm) && sight.workers_of("green").len() == 2;
+            is_calm.then(|| self.rig.keeper()).flatten()
+        });
+    }
+
+    /// Waits until somebody drives that was not killed; when that was.
+    pub fn is_driven(&self, end: &str, dead: &[u32]) -> Duration {
+        self.until(end, |sight| sight.driver(end).filter(|(driver, _)| !dead.contains(driver))).1
+    }
+
+    /// Kills a process of a node's.
+    pub fn kill(&mut self, who: Who, node: &str, victim: u32) {
+        if send(victim, Signal::KILL) {
+            *self.kills.entry(who).or_default() += 1;
+            self.by_workers += u64::from(who == Who::Driver && ["shop", "yard"].contains(&node));
+        }
+    }
+
+    /// Kills the daemon where it stands.
+    pub fn kill_daemon(&mut self) {
+        *self.kills.entry(Who::Daemon).or_default() += 1;
+        self.rig.kill_daemon();
+    }
+
+    /// Starts another, and waits until it serves.
+    pub fn start_daemon(&mut self) {
+        self.rig.start_to_die(None);
+        let begun = Instant::now();
+        while self.get("/v1/status").is_none() {
+            assert!(begun.elapsed() < MENDED_WITHIN, "no daemon serves\n{}", self.rig.log());
+            std::thread::sleep(Duration::from_millis(1));
+        }
+    }
+
+    /// The process that opens eth1 now.
+    pub fn opener(&self) -> Option<u32> {
+        let words = format!("open\0vfio-user:{}\0", self.rig.path("still.sock").display());
+        let processes = std::fs::read_dir("/proc").expect("a folder").flatten();
+        let mut numbers = processes.filter_map(|entry| entry.file_name().to_str()?.parse::<u32>().ok());
+        let words = words.as_bytes();
+        let is_it = |line: Vec<u8>| line.windows(words.len()).any(|window| window == words);
+        numbers.find(|pid| std::fs::read(format!("/proc/{pid}/cmdline")).is_ok_and(is_it))
+    }
+
+    /// A time that nobody can foresee, up to so many milliseconds.
+    pub fn wait(&mut self, up_to_ms: usize) {
+        std::thread::sleep(Duration::from_micros(self.dice.below(up_to_ms * 1000) as u64));
+    }
+
+    /// That no frame of the native nodes is missing until now, nor came twice.
+    pub fn natives_are_exact(&self, after: &str) {
+        let counts = self.native();
+        if let Some([_, missing, late, _]) = counts {
+            assert_eq!((missing, late), (0, 0), "after {after}: {counts:?}\n{}", self.rig.log());
+        }
+    }
+
+    /// Has eth1's model move, and kills who opens it at whatever it does then.
+    fn kill_openers(&mut self) {
+        signal(self.still.pid(), Signal::CONT);
+        for _ in 0..2 {
+            let is_open = |sight: &Sight| sight.driver("eth1").map(|_| None);
+            let found = self.until("somebody opens eth1", |sight| is_open(sight).or_else(|| self.opener().map(Some)));
+            let Some(opener) = found else { return };
+            self.wait(20);
+            self.kill(Who::Opener, "green", opener);
+            until(&self.rig, "it is dead", || !lives(opener));
+        }
+    }
+
+    /// Lets all traffic end, and everybody; eth1 is opened by itself now that its model moves.
+    pub fn end(mut self) -> Outcome {
+        self.settle();
+        self.kill_openers();
+        self.until("eth1 is opened", |sight| sight.pair("green", "eth1"));
+        until(&self.rig, "no opener is left, nor of a daemon that was killed", || self.opener().is_none());
+        self.rig.ask(&["node", "remove", "source"]);
+        let native = self.native().expect("who counts is there");
+        let tally = |talk: Exchange| talk.end();
+        let talks = self.talks.drain(..).map(tally).map(|it| [it.sent, it.back, it.twice, it.twice_there]).collect();
+        let back = self.card.all_come_back();
+        let log = self.rig.log();
+        client::ask(&self.rig.dir(), Method::POST, "/v1/stop", Some(&json!({}))).expect("an end");
+        self.rig.daemon_ends();
+        let nic = back.map_or_else(|said| said, |()| self.card.ends());
+        let pardoned = 2 * BURST * if self.has_shortcut { self.by_workers } else { self.kills.values().sum() };
+        let kills = std::mem::take(&mut self.kills);
+        let outcome = Outcome { kills, nic: nic.trim().to_owned(), native, talks, pardoned };
+        println!("{outcome:?}");
+        outcome.is_as_promised(self.has_shortcut).unwrap_or_else(|why| panic!("{why}: {outcome:?}\n{log}"));
+        outcome
+    }
+}
+
+impl Outcome {
+    /// Nothing is lost and nothing comes twice, but what a dead worker had in hand between a namespace and a VNI.
+    fn is_as_promised(&self, has_shortcut: bool) -> Result<(), &'static str> {
+        let nic = ["lost 0", "twice 0, out of order 0, damaged 0"];
+        if !nic.iter().all(|part| self.nic.contains(part)) {
+            return Err("frames of the NIC are missing, or came twice");
+        }
+        let [seen, missing, late, next] = self.native;
+        if (missing, late, seen) != (0, 0, next) {
+            return Err("frames of the native nodes are missing, or came twice");
+        }
+        for (number, [sent, back, twice, there]) in self.talks.iter().enumerate() {
+            let pardoned = if number == 0 && has_shortcut { 0 } else { self.pardoned };
+            if sent - back > pardoned || twice + there > pardoned {
+                return Err("datagrams of namespaces are missing, or came twice");
+            }
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,91 @@
+//! A worker that drives is frozen at any time, as a fence does it: how long that takes until it is seen, and whether it holds the turn at its card's connection then.
+//!
+//! The suite freezes some; `cargo xtask campaign freezes` does it thousands of times, by `TASUKI_FREEZES`.
+
+use std::fs::{self, File, OpenOptions};
+use std::os::unix::fs::FileExt;
+use std::time::{Duration, Instant};
+
+use serde_json::json;
+
+use super::deaths::dice::Dice;
+use super::rig::{group, pid};
+use super::storm::{Storm, need_storm};
+use super::times::{Times, asked, record};
+
+/// Of the suite.
+const SOME: usize = 100;
+/// Frames a second.
+const RATE: u32 = 4000;
+
+/// The words by which a control group stops, and says that it has.
+struct Freezer {
+    freeze: File,
+    events: File,
+}
+
+impl Freezer {
+    fn of(process: u32) -> Option<Self> {
+        let group = group(process)?;
+        let freeze = OpenOptions::new().write(true).open(group.join("cgroup.freeze")).ok()?;
+        Some(Freezer { freeze, events: File::open(group.join("cgroup.events")).ok()? })
+    }
+
+    fn is_frozen(&self) -> bool {
+        let mut text = [0; 64];
+        let len = self.events.read_at(&mut text, 0).expect("events");
+        text[..len].windows(8).any(|word| word == b"frozen 1")
+    }
+
+    fn set(&self, word: &[u8]) {
+        self.freeze.write_all_at(word, 0).expect("a group that can be frozen");
+    }
+
+    /// How long it is until it is seen to be frozen.
+    fn freeze(&self) -> Duration {
+        let since = Instant::now();
+        self.set(b"1");
+        while !self.is_frozen() {
+            assert!(since.elapsed() < Duration::from_secs(10), "it does not stop");
+            std::hint::spin_loop();
+        }
+        since.elapsed()
+    }
+}
+
+/// Whether it holds a record lock: that of whose turn it is to ask is the only one that a worker has.
+fn has_the_turn(process: u32) -> bool {
+    let locks = fs::read_to_string("/proc/locks").expect("locks");
+    let is_its =
+        |line: &str| line.contains(" POSIX ") && line.split_whitespace().any(|word| word == process.to_string());
+    locks.lines().any(is_its)
+}
+
+#[test]
+fn a_worker_that_is_frozen_at_any_time_stops_and_goes_on_and_nothing_is_lost() {
+    need_storm!();
+    let mut dice = Dice::new("freezes");
+    let count = asked("TASUKI_FREEZES").unwrap_or(SOME);
+    let mut seen = Vec::new();
+    for (card, poll) in [("82574l", false), ("82574l", true), ("virtio-net", false)] {
+        // Nobody is taken to hang because this machine is busy.
+        let mut storm = Storm::with_card(card, RATE, poll, &[("hang_after_ms", 30_000)]);
+        let (driver, _) = storm.settle();
+        let driver = pid(&driver);
+        let Some(freezer) = Freezer::of(driver) else {
+            return println!("skipped: needs control groups of version 2, and root");
+        };
+        let (mut times, mut with_turn) = (Times::default(), 0_u32);
+        for _ in 0..count {
+            std::thread::sleep(Duration::from_micros(dice.below(2000) as u64));
+            times.0.push(freezer.freeze());
+            with_turn += u32::from(has_the_turn(driver));
+            freezer.set(b"0");
+        }
+        storm.flows();
+        assert_eq!(storm.pair().map(|(now, _)| pid(&now)), Some(driver), "{}", storm.rig.log());
+        storm.nothing_is_lost();
+        seen.push(json!({ "card": card, "poll": poll, "frozen": times.to_json(), "with_the_turn": with_turn }));
+    }
+    record(&json!({ "freezes": seen }));
+}
