@@ -485,7 +485,8 @@ impl Arbiter {
         let next = self.next.into_iter().chain(self.giver).chain(at_home).find(can);
         self.next = next;
         let Some(next) = next else {
-            self.why = Some(Reason::NobodyLeft);
+            // Of a relay that is under way it is known better.
+            self.why = self.why.filter(|_| self.ask.is_some()).or(Some(Reason::NobodyLeft));
             return Event::NobodyLeft;
         };
         self.fencing = self.strangers_to(next);
@@ -526,9 +527,14 @@ impl Arbiter {
         match input {
             Input::Asked(ask) => {
                 // Refused by the table where it does not fit; nothing may be noted of it then.
-                if self.state == State::Steady {
-                    let can = matches!(self.is(ask.to), Some(Is::Given | Is::Ready | Is::Late | Is::Unfit));
-                    if !can || Some(ask.to) == self.giver {
+                if matches!(self.state, State::Steady | State::Parked) {
+                    let is = self.is(ask.to);
+                    let can = match self.state {
+                        // What takes time is to be done already: nobody drives meanwhile.
+                        State::Parked => is == Some(Is::Ready),
+                        _ => matches!(is, Some(Is::Given | Is::Ready | Is::Late | Is::Unfit)),
+                    };
+                    if !can || Some(ask.to) == self.driver() {
                         (self.why, self.next) = (Some(Reason::Died), None);
                         doing.push(Do::Say(Told { driver: self.driver(), why: self.why }));
                         return None;
