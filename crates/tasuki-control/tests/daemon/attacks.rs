@@ -169,6 +169,34 @@ fn what_a_worker_has_started_is_fenced_with_it() {
     until(&rig, "what a worker starts ends with it", || others().iter().all(|pid| !lives(*pid)));
 }
 
+/// What it has left in the card only a reset undoes, or has frames come when nobody may take them: the taker refuses, and the NIC goes there by `cold`, from where
+/// nobody drives it. Its old node, all of which is fenced, does not get it back in between.
+#[test]
+fn a_card_that_its_taker_refuses_goes_there_by_the_next_method() {
+    for (fault, found) in [("finds-left", "only a reset undoes (0x2)"), ("finds-frames", "frames came before")] {
+        let rig = Rig::with(NODES, fault);
+        let (driver, standby) = rig.await_pair("red");
+        rig.await_worker("green", "idle");
+        let said = rig.json(&["nic", "give", "eth0", "--to", "green"]);
+        let relay = &said["relays"][0];
+        assert_eq!((&relay["done"], &relay["method"], &relay["node"]), (&true.into(), &"cold".into(), &"green".into()));
+        let because = relay["because"].as_str().expect("a sentence");
+        assert!(because.starts_with("repoint was refused (") && because.contains(found), "{because}");
+        assert!(because.ends_with("any card can do it") && !because.contains("; hand it"), "{because}");
+        assert!(!lives(pid(&driver)) && !lives(pid(&standby)), "{}", rig.log());
+        let events = rig.ask(&["events"]);
+        let refused = events.find("refuses eth0 by repoint (").unwrap_or_else(|| panic!("{events}"));
+        assert!(!events[refused..].contains("of node red, after") && !events[refused..].contains("stays with"), "{events}");
+        rig.await_pair("green");
+        // Its old node has another worker, and none of the NIC.
+        rig.await_worker("red", "idle");
+        // Who asked for that very method hears why it was not had, and the NIC stays with its node, whose next worker drives it.
+        let said = rig.refused(&["nic", "give", "eth0", "--to", "red", "--method", "repoint"]);
+        assert!(said.contains(found), "{said}");
+        rig.await_pair("green");
+    }
+}
+
 /// Rounds of fuzzing by default; `TASUKI_FUZZ=FROM..TO` takes these seeds instead.
 fn seeds() -> std::ops::Range<u32> {
     let said = std::env::var("TASUKI_FUZZ").ok();

@@ -13,6 +13,7 @@ use tasuki_control::supervisor::card::Board;
 use tasuki_control::supervisor::now;
 use tasuki_control::supervisor::worker::Words;
 use tasuki_relay::letter::{self, Can, Kit, LETTER_MAX, SPEECH, ToDaemon, ToWorker, board, pulse};
+use tasuki_relay::method::Method;
 use tasuki_relay::wire::{Order, Plan, Reason, Report};
 use tasuki_relay::worker::{Do, Input, Tables, Worker};
 use tasuki_relay::{Party, Tenure};
@@ -428,6 +429,14 @@ impl Standin {
             }
             Do::Swap { from, to } => return Some(self.swap(number, from, to)),
             Do::Look => nic.looks = true,
+            Do::Read { .. } if nic.plan.as_ref().is_some_and(|plan| plan.method == Method::Repoint) => {
+                // What a taker finds that does not believe its last owner.
+                return Some(match &self.fault[..] {
+                    "finds-left" => Input::Broken(Reason::LeftBehind { value: 2 }),
+                    "finds-frames" => Input::Broken(Reason::FramesCame),
+                    _ => Input::Sound,
+                });
+            }
             Do::Read { .. } if self.fault == "broken" => return Some(Input::Broken(Reason::WrongSash { value: 9 })),
             Do::Read { .. } => {
                 dies("dies-at-read");
