@@ -7,6 +7,8 @@
 #[path = "../../tasuki-net/tests/behind_vfio/serial.rs"]
 #[allow(dead_code, reason = "the drivers' tests use the rest")]
 mod serial;
+#[path = "guest/hostile.rs"]
+mod hostile;
 #[path = "guest/traffic.rs"]
 mod traffic;
 #[path = "guest/unit.rs"]
