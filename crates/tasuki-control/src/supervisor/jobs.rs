@@ -453,6 +453,11 @@ impl Supervisor {
         }
     }
 
+    /// Whether a NIC that its taker has refused is being given the next way.
+    pub(super) fn goes_on(&self, nic: u32) -> bool {
+        self.jobs.iter().any(|job| job.is_about(nic) && job.refused.is_some())
+    }
+
     fn ask_arbiter(&mut self, at: usize, nic: u32, method: Method) {
         let Some(card) = self.cards.get_mut(&nic) else { return };
         let (job, kit) = (&mut self.jobs[at], card.kept.as_ref().map(|kept| (kept.kit.kind, kept.kit.version)));

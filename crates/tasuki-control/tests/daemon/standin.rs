@@ -283,7 +283,7 @@ impl Standin {
                     let word = Tenure { holder, epoch: number(3) }.to_word();
                     self.nics[&number(1)].board.words.store(board::LEASE_LINE / 8, word);
                 }
-                "fuzz" => self.fuzz(number(1).into(), number(2)),
+                "fuzz" => self.fuzz(number(1).into(), number(2), number(3)),
                 "ended" => self.pulse.store(pulse::LIFE, u64::from(pulse::ENDED)),
                 // No report that there is: the fence of another, as an older protocol had it.
                 "fenced" => {
@@ -301,8 +301,8 @@ impl Standin {
     }
 
     /// Says and writes what a seed says, until it is ended, or has said it all and ends.
-    fn fuzz(&self, seed: u64, count: u32) -> ! {
-        for act in fuzz::of_seed(seed, count) {
+    fn fuzz(&self, seed: u64, count: u32, own: u32) -> ! {
+        for act in fuzz::of_seed(seed, count, own) {
             let (bytes, gifts) = match act {
                 Act::Packet(nic, packet, gifts) => (letter::frame(nic, packet).to_vec(), gifts),
                 Act::Letter(bytes, gifts) => (bytes, gifts),

@@ -21,10 +21,13 @@ fn nodes() -> String {
         + "[[node]]\nname = \"green\"\nwork = \"echo\"\n"
 }
 
-/// How often the IOMMU has refused a card something, as far as the kernel says so: ten times in five seconds.
-fn faults() -> usize {
+/// How often the IOMMU has refused a card to reach somebody's memory, as far as the kernel says so: ten times in five seconds. (QEMU's virtio-net is refused address 0 now
+/// and then, whoever drives it.)
+fn faults(wire: &str) -> usize {
+    let device = if wire == WIRES[0] { "[01:00.0]" } else { "[02:00.0]" };
     let said = run("journalctl", &["--dmesg", "--no-pager", "--output", "cat"]);
-    said.lines().filter(|line| line.contains("DMAR:") && line.contains("fault addr")).count()
+    let is = |line: &&str| line.contains("DMAR:") && line.contains(device) && line.contains("fault addr 0x");
+    said.lines().filter(is).filter(|line| !line.contains("fault addr 0x0 ")).count()
 }
 
 /// Gives a NIC, by that method or the best; how it went. Nothing runs any more that its old node had.
@@ -53,12 +56,12 @@ fn given(node: &str, nic: &str) -> Vec<u32> {
 
 /// Frames go there and back, none is lost, none comes that nobody has sent, and the card asks for no memory that it may not have.
 fn is_sound(what: &str, wire: &'static str) {
-    let (traffic, before) = (Traffic::begin(wire), faults());
+    let (traffic, before) = (Traffic::begin(wire), faults(wire));
     (0..4).for_each(|_| traffic.for_a_while());
     let outcome = traffic.finish();
     println!("{what}: {outcome:?}");
     assert_eq!((outcome.lost, outcome.again, outcome.foreign), (0, 0, 0), "{what}: {outcome:?}\n{}", log());
-    assert_eq!(faults(), before, "{what}: the card reaches for what its last owner has set up\n{}", log());
+    assert_eq!(faults(wire), before, "{what}: the card reaches for what its last owner has set up\n{}", log());
 }
 
 fn is_driven(nic: &str, by: &str) {
@@ -76,8 +79,8 @@ fn a_hostile_last_owner_leaves_nothing_in_a_card_that_harms_the_next() {
     unit.is_at_work();
     let [e1000e, virtio] = WIRES;
     // Its second queue asks for the memory of whoever may be next: the IOMMU refuses that, which is how we know of it.
-    until("the trick works", || (faults() > 0).then_some(()));
-    println!("{} faults of the IOMMU under the hostile owner", faults());
+    until("the trick works", || (faults(e1000e) > 0).then_some(()));
+    println!("{} faults of the IOMMU under the hostile owner", faults(e1000e));
     let relay = give(&unit, "eth0", "red", "green", None);
     assert_eq!(relay["method"], "repoint", "what it has left is undone: {relay}");
     is_sound("a second queue, repoint", e1000e);
@@ -100,7 +103,10 @@ fn a_hostile_last_owner_leaves_nothing_in_a_card_that_harms_the_next() {
     std::thread::sleep(Duration::from_millis(500));
     let relay = give(&unit, "eth0", "blue", "green", None);
     let because = relay["because"].as_str().expect("a sentence");
-    assert!(relay["method"] == "cold" && because.contains("repoint was refused (") && because.contains("0x2"), "{relay}");
+    assert!(
+        relay["method"] == "cold" && because.contains("repoint was refused (") && because.contains("0x2"),
+        "{relay}"
+    );
     is_sound("a packet buffer without room", e1000e);
 
     let relay = give(&unit, "eth1", "red", "green", None);

@@ -55,7 +55,18 @@ pub struct Relay {
 impl Relay {
     pub fn new(ask: Option<(Use, bool)>, faults: u8) -> Self {
         let (workers, arbiter) = (Tables::default(), arbiter::Table::default());
-        Relay { workers, arbiter, ask, liar: None, lies: 0, again: 0, anew: 0, faults, positions: 2, epochs_checked: true }
+        Relay {
+            workers,
+            arbiter,
+            ask,
+            liar: None,
+            lies: 0,
+            again: 0,
+            anew: 0,
+            faults,
+            positions: 2,
+            epochs_checked: true,
+        }
     }
 
     pub fn with_liar(self, liar: usize, lies: u8) -> Self {
@@ -484,7 +495,8 @@ impl Relay {
             acts.extend((0..WORKERS).filter(left).filter(leaves).map(Act::Again));
         }
         if daemon.arbiter.state() == arbiter::State::Parked && world.processes[TAKER].life == Life::Alive {
-            let is = daemon.arbiter.members().iter().find(|member| member.party == party(TAKER)).map(|member| member.is);
+            let is =
+                daemon.arbiter.members().iter().find(|member| member.party == party(TAKER)).map(|member| member.is);
             match is {
                 Some(arbiter::Is::Unfit) if world.anew > 0 => acts.push(Act::Dismiss),
                 Some(arbiter::Is::Ready) if world.asks => acts.push(Act::AskAnew),

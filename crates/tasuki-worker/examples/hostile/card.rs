@@ -126,7 +126,8 @@ fn second_queue(card: Card, page: &'static Page, round: u32) {
     if drives && !round.is_multiple_of(2048) {
         return;
     }
-    let (from, count) = if drives { ((round / 2048) as usize % memories().count(), 1) } else { (0, memories().count()) };
+    let (from, count) =
+        if drives { ((round / 2048) as usize % memories().count(), 1) } else { (0, memories().count()) };
     for (at, descriptor) in memories().skip(from).take(count).zip(page.0.as_chunks::<2>().0) {
         descriptor[0].store(at, Relaxed);
         // 64 bytes, a whole frame, with its check sequence to be added.
