@@ -7,6 +7,8 @@ mod behind_vfio;
 #[path = "conformance/mod.rs"]
 #[allow(dead_code, reason = "a suite's parts for other worlds")]
 mod conformance;
+#[path = "guest/freezes.rs"]
+mod freezes;
 #[path = "guest/intx.rs"]
 mod intx;
 #[path = "intx/mod.rs"]
