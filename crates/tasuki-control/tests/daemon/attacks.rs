@@ -258,7 +258,9 @@ fn several_liars_at_once_cost_their_neighbour_no_frame() {
     });
     rig.start();
     let victims = rig.await_pair("red");
-    until(&rig, "frames flow", || real::moves(&rig) > 0);
+    // Stand-ins count turns, not frames.
+    let received = || rig.worker("red", "drives").and_then(|worker| worker["received"].as_u64()).unwrap_or(0);
+    until(&rig, "frames flow", || received() > 0);
     for seed in seeds() {
         println!("seed {seed}");
         let pairs = liars.map(|node| rig.await_pair(node));
@@ -274,7 +276,7 @@ fn several_liars_at_once_cost_their_neighbour_no_frame() {
     }
     liars.iter().for_each(|node| _ = rig.await_pair(node));
     model.finish();
-    real::until_quiet(&rig);
+    real::until_still(received);
     let said = real::stop(&mut rig, model);
     assert!(said.contains("lost 0"), "{said}\n{}", rig.log());
 }

@@ -69,10 +69,15 @@ pub fn moves(rig: &Rig) -> u64 {
 
 /// Waits until the source has sent all, and all has come back.
 pub fn until_quiet(rig: &Rig) {
-    let (mut seen, mut since) = (moves(rig), Instant::now());
+    until_still(|| moves(rig));
+}
+
+/// Waits until a count stands still.
+pub fn until_still(count: impl Fn() -> u64) {
+    let (mut seen, mut since) = (count(), Instant::now());
     while since.elapsed() < QUIET {
         std::thread::sleep(Duration::from_millis(100));
-        let now = moves(rig);
+        let now = count();
         if now != seen {
             (seen, since) = (now, Instant::now());
         }

@@ -183,7 +183,8 @@ pub fn judge<R: Registers>(mmio: &Mmio<R>) -> Result<(), NicError> {
         return left("a packet without an end", tail.into());
     }
     match share {
-        u32::MAX => Err(NicError::Gone),
+        // A last owner may have written that, where a card keeps it.
+        u32::MAX if mmio.read(regs::STATUS) == u32::MAX => Err(NicError::Gone),
         share if share & 0xffff == setup::PBA => Ok(()),
         other => left("another packet buffer", other.into()),
     }
