@@ -261,11 +261,12 @@ fn several_liars_at_once_cost_their_neighbour_no_frame() {
     // Stand-ins count turns, not frames.
     let received = || rig.worker("red", "drives").and_then(|worker| worker["received"].as_u64()).unwrap_or(0);
     until(&rig, "frames flow", || received() > 0);
-    for seed in seeds() {
+    // Each has two liars, and frames all the while.
+    for seed in seeds().step_by(3) {
         println!("seed {seed}");
         let pairs = liars.map(|node| rig.await_pair(node));
         for (at, node) in (0..).zip(liars) {
-            let by = ["driver", "spare"][(seed + at) as usize % 2];
+            let by = ["driver", "spare"][(seed / 3 + at) as usize % 2];
             attack(&rig, node, by, &format!("fuzz {} 200 {}", 2 * seed + at, 1 + at));
         }
         until(&rig, "both have begun", || liars.iter().all(|node| !rig.path(&format!("attack.{node}")).exists()));
