@@ -138,7 +138,7 @@ fn second_queue(card: Card, page: &'static Page, round: u32) {
     card.write(TDBAL1 + 4, &high(PAGE_AT));
     card.write32(TARC1, 0x0400_0403);
     card.write32(TDBAL1 + 0x10, 0);
-    card.write32(TDBAL1 + 0x18, count as u32);
+    card.write32(TDBAL1 + 0x18, u32::try_from(count).unwrap_or_default());
     card.write32(TDLEN1, 512);
 }
 
