@@ -511,7 +511,7 @@ impl Supervisor {
     }
 
     /// Whether nobody drives the NIC, because its taker does not believe the card: its last owner, who is not trusted and is fenced, left something that cannot
-    /// be undone, or frames came too late for the taker. By which method, and why. Who asked for this very method is told so.
+    /// be undone, or so that the taker finds it late. By which method, and why. Who asked for this very method is told so.
     fn was_refused(&self, at: usize) -> Option<(Method, Reason)> {
         let job = &self.jobs[at];
         let card = job.asked().and_then(|nic| self.cards.get(&nic))?;

@@ -170,7 +170,7 @@ fn what_a_worker_has_started_is_fenced_with_it() {
     until(&rig, "what a worker starts ends with it", || others().iter().all(|pid| !lives(*pid)));
 }
 
-/// What it has left in the card only a reset undoes, or has frames come when nobody may take them: the taker refuses, and the NIC goes there by `cold`, from where
+/// What it has left in the card only a reset undoes, or it has the taker find frames that came too early: that refuses, and the NIC goes there by `cold`, from where
 /// nobody drives it. Its old node, all of which is fenced, does not get it back in between.
 #[test]
 fn a_card_that_its_taker_refuses_goes_there_by_the_next_method() {
