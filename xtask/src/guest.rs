@@ -107,11 +107,19 @@ fn in_guest(
     Ok(reader.finish(status.as_deref() == Some("0")))
 }
 
+/// What the kernel is told. What it does not know the shell finds in its environment, and so do the tests.
+fn kernel_line() -> String {
+    match std::env::var("TASUKI_FREEZES") {
+        Ok(count) => format!("{KERNEL_LINE} TASUKI_FREEZES={count}"),
+        Err(_) => KERNEL_LINE.to_owned(),
+    }
+}
+
 /// The machine with the cards, each at its wire. The machine's monitor is a port of the guest, too.
 fn machine(kernel: &Path, archive: &Path, folder: &Path, wires: &[Wire]) -> Command {
     let mut command = Command::new("timeout");
     command.args(["--kill-after=5", LIMIT_SECONDS, QEMU.program]);
-    command.args(system::machine(kernel, archive)).args(["-serial", "stdio", "-append", KERNEL_LINE]);
+    command.args(system::machine(kernel, archive)).args(["-serial", "stdio", "-append", &kernel_line()]);
     command.args(["-device", "virtio-serial-pci"]);
     let monitor = format!("path={}", folder.join("monitor").display());
     command.args(["-chardev", &format!("socket,id=asked,server=on,wait=off,{monitor}")]);

@@ -4,6 +4,8 @@
 //! and counts those that come back. Workers are confined strictly.
 #![allow(clippy::tests_outside_test_module, reason = "an integration test")]
 
+#[path = "guest/hostile.rs"]
+mod hostile;
 #[path = "../../tasuki-net/tests/behind_vfio/serial.rs"]
 #[allow(dead_code, reason = "the drivers' tests use the rest")]
 mod serial;

@@ -11,7 +11,10 @@ use std::time::Duration;
 
 use conformance::World;
 use conformance::in_place::Twinned;
+use conformance::last_owner::{LastOwned, RegistersOf};
 use conformance::repoint::Repointed;
+use conformance::tricks::Trick;
+use conformance::tricks_virtio;
 use qemu::{MEMORY_AT, Machine, QtestBus, regions};
 use tasuki_net::nic::bus::Iova;
 use tasuki_net::nic::virtio_net::VirtioNet;
@@ -109,6 +112,17 @@ impl<P: Properties> Repointed for OnQemu<P> {
         Self::with(&[first, second])
     }
 }
+
+impl<P: Properties> LastOwned for OnQemu<P> {
+    fn tricks() -> Vec<Trick<RegistersOf<Self>>> {
+        tricks_virtio::of_virtio_net()
+    }
+
+    fn way(bus: &mut QtestBus) -> (u8, u32) {
+        tricks_virtio::way(bus)
+    }
+}
+suite!(modern_after_a_hostile_owner, super::OnQemu<super::Modern>: a_cold_start_undoes_what_a_last_owner_leaves);
 
 suite!(modern, super::OnQemu<super::Modern>);
 suite!(transitional, super::OnQemu<super::Transitional>);

@@ -3,11 +3,11 @@
 #![allow(clippy::tests_outside_test_module, reason = "an integration test")]
 
 mod plugged;
+#[path = "conformance/tricks.rs"]
+#[allow(dead_code, reason = "a part for other worlds")]
+mod tricks;
 
-use std::collections::BTreeSet;
 use std::os::fd::OwnedFd;
-use std::sync::atomic::AtomicU64;
-use std::sync::atomic::Ordering::Relaxed;
 use std::time::{Duration, Instant};
 
 use plugged::{Card, PATIENCE, Wire, with_card};
@@ -18,7 +18,6 @@ use tasuki_net::nic::{Failed, Filter, How, InPlace, Left, Link, Nic, NicError, N
 use tasuki_net::port::{Armed, Burst, Port};
 use tasuki_shm::arena::Geometry;
 use tasuki_shm::region::Region;
-use tasuki_sim::e1000e::{Bar, Device, Options};
 use tasuki_sim::journal::{Class, Entry};
 use tasuki_sim::wire::Counts;
 
@@ -30,21 +29,13 @@ const AFTER: u64 = 300;
 /// How long a partner pauses at a gigabit (IEEE 802.3, annex 31B), and a little.
 const LONGEST_PAUSE: Duration = Duration::from_millis(40);
 
+// Registers, by the data sheet's chapter 10.
+const TDBAL1: u32 = 0x3900;
+const TARC1: u32 = 0x3940;
+
 /// Where the memory of each lies.
 const OLD: Iova = Iova(1 << 32);
 const NEW: Iova = Iova(2 << 32);
-
-// Registers, by the data sheet's chapter 10; this test shares no table with the driver.
-const MDIC: u32 = 0x0020;
-const TCTL: u32 = 0x0400;
-const PBA: u32 = 0x1000;
-const RDBAL1: u32 = 0x2900;
-const TDBAL: u32 = 0x3800;
-const TDBAL1: u32 = 0x3900;
-const TARC1: u32 = 0x3940;
-const RXCSUM: u32 = 0x5000;
-const MRQC: u32 = 0x5818;
-const RETA: u32 = 0x5c00;
 
 fn memory(at: Iova) -> NicMemory {
     NicMemory::create(Geometry { slot_len: 4096, count: 640 }, 256 << 10, at).unwrap()
@@ -54,42 +45,8 @@ fn options() -> NicOptions {
     NicOptions { filter: Filter { promiscuous: true, ..Filter::default() }, ..NicOptions::default() }
 }
 
-/// The card's registers and its memory, as the last owner has them when it has let go.
-struct Hostile {
-    registers: <VfioUser as Bus>::Registers,
-    rings: Region,
-    _bus: VfioUser,
-}
-
-impl Hostile {
-    fn write(&self, offset: u32, value: u32) {
-        self.registers.write32(offset, value);
-    }
-
-    /// Writes words into its memory for rings, where its own do not reach.
-    fn put(&self, at: usize, words: &[u64]) -> u64 {
-        let span = self.rings.span::<AtomicU64>(at, words.len()).unwrap();
-        span.iter().zip(words).for_each(|(to, word)| to.store(*word, Relaxed));
-        OLD.0 + at as u64
-    }
-
-    /// A ring of eight descriptors there, of which `count` are the card's.
-    fn ring(&self, base: u32, at: u64, count: u32) {
-        self.write(base + 8, 128);
-        self.write(base, (at & 0xffff_ffff) as u32);
-        self.write(base + 4, (at >> 32) as u32);
-        self.write(base + 0x10, 0);
-        self.write(base + 0x18, count);
-    }
-
-    fn write_phy(&self, register: u32, value: u32) {
-        self.write(MDIC, 1 << 26 | 1 << 21 | register << 16 | value);
-        let began = Instant::now();
-        while self.registers.read32(MDIC) >> 28 & 1 == 0 {
-            assert!(began.elapsed() < PATIENCE, "the PHY answers");
-        }
-    }
-}
+/// The card's registers and its memory, as the last owner has them when it has let go, and its way to the card.
+type Hostile = tricks::Hostile<<VfioUser as Bus>::Registers>;
 
 /// Sends back what comes, until `left` frames have; where none comes, because the link is down, it waits for that.
 fn echo(nic: &mut Card, left: u64, mut done: impl FnMut(&mut Card) -> bool) -> u64 {
@@ -151,7 +108,7 @@ fn owners_by(socket: OwnedFd, is_fenced: bool) -> (Card, Ready<VfioUser>, Hostil
     let registers = other.registers(0).unwrap();
     let how = if is_fenced { How::Fenced(giver.mac()) } else { How::Point };
     let next = Card::prepare_rings(bus, memory(NEW), &options(), how, OLD).unwrap();
-    (giver, next, Hostile { registers, rings, _bus: other })
+    (giver, next, Hostile { registers, common: 0, rings, old: OLD, next: NEW })
 }
 
 /// Goes on until nothing is left to do, and leaves the card.
@@ -231,57 +188,31 @@ fn a_card_that_was_left_well_is_taken_and_nothing_is_lost() {
     assert_eq!(counts.reordered, 0);
 }
 
-/// Sends 64 bytes from the next owner's memory by a queue that nobody knows of, as soon as there is memory.
-fn second_transmit_queue(hostile: &Hostile) {
-    const SEND: u64 = 0x0b << 24 | 64;
-    hostile.write(TCTL, 0);
-    let at = hostile.put(128 << 10, &[NEW.0, SEND, NEW.0 + 4096, SEND, NEW.0 + 8192, SEND]);
-    hostile.ring(TDBAL1, at, 3);
-    hostile.write(TARC1, 0x0400_0403);
-}
-
 #[test]
 fn a_second_transmit_queue_sends_nothing_of_the_next_owners() {
     // Whether it says that it has stopped the card, or that it runs: then the card faults before the memory is mapped.
     for is_stopped in [true, false] {
-        let (outcome, counts, journal) = turn(second_transmit_queue, true, is_stopped);
+        let (outcome, counts, journal) = turn(tricks::second_transmit_queue, true, is_stopped);
         assert_eq!(outcome, Outcome::Took);
         let faults: Vec<_> = journal.into_iter().filter(|entry| is_stopped || entry.place < NEW.0).collect();
         assert_harmless(&counts, &faults);
     }
     // Between nodes that trust each other nobody looks: this is what is kept away.
-    let (_, counts, _) = turn(second_transmit_queue, false, false);
+    let (_, counts, _) = turn(tricks::second_transmit_queue, false, false);
     assert!(counts.foreign + counts.damaged > 0, "the trick works: {counts:?}");
 }
 
 #[test]
 fn a_second_receive_queue_writes_nothing_into_the_next_owners_memory() {
-    let (outcome, counts, journal) = fenced(|hostile| {
-        let at = hostile.put(128 << 10, &[NEW.0, 0, NEW.0 + 4096, 0, NEW.0 + 8192, 0, NEW.0 + 12288, 0]);
-        hostile.ring(RDBAL1, at, 4);
-        (0..32).for_each(|index| hostile.write(RETA + 4 * index, u32::MAX));
-        hostile.write(RXCSUM, 1 << 13);
-        hostile.write(MRQC, 0x0037_0001);
-    });
+    let (outcome, counts, journal) = fenced(tricks::second_receive_queue);
     assert_eq!(outcome, Outcome::Took);
     assert_harmless(&counts, &journal);
 }
 
 #[test]
 fn a_packet_without_an_end_is_not_what_the_next_owners_first_frame_becomes_a_part_of() {
-    for base in [TDBAL, TDBAL1] {
-        let (outcome, counts, journal) = fenced(|hostile| {
-            // Without EOP: what comes next is a part of it.
-            hostile.write(TCTL, 0);
-            let at = hostile.put(128 << 10, &[OLD.0, 0x0a << 24 | 64]);
-            hostile.ring(base, at, 1);
-            hostile.write(TARC1, 0x0400_0403);
-            hostile.write(TCTL, 0x0003_f0fa);
-            let began = Instant::now();
-            while hostile.registers.read32(base + 0x10) == 0 {
-                assert!(began.elapsed() < PATIENCE, "it is fetched");
-            }
-        });
+    for is_second in [false, true] {
+        let (outcome, counts, journal) = fenced(|hostile| tricks::packet_without_an_end(hostile, is_second));
         assert!(matches!(&outcome, Outcome::Refused(why) if why.contains("a packet without an end")), "{outcome:?}");
         assert_harmless(&counts, &journal);
     }
@@ -289,15 +220,14 @@ fn a_packet_without_an_end_is_not_what_the_next_owners_first_frame_becomes_a_par
 
 #[test]
 fn another_packet_buffer_is_refused() {
-    let (outcome, counts, journal) = fenced(|hostile| hostile.write(PBA, 2));
+    let (outcome, counts, journal) = fenced(tricks::other_packet_buffer);
     assert!(matches!(&outcome, Outcome::Refused(why) if why.contains("packet buffer")), "{outcome:?}");
     assert_harmless(&counts, &journal);
 }
 
 #[test]
 fn a_phy_that_was_tampered_with_begins_anew() {
-    // Power down, loopback, isolation, 10 Mb/s without negotiation, another page, nothing offered.
-    for (register, value) in [(0, 0x1940), (0, 0x5140), (0, 0x1540), (0, 0x0100), (22, 3), (4, 1)] {
+    for (register, value) in tricks::PHY {
         let (outcome, counts, journal) = fenced(|hostile| hostile.write_phy(register, value));
         assert_eq!(outcome, Outcome::Took, "{register} = {value:#x}");
         assert_harmless(&counts, &journal);
@@ -324,28 +254,10 @@ fn interrupts_that_go_elsewhere_come_back_and_so_does_the_bus() {
     assert_harmless(&counts, &journal);
 }
 
-/// Each register that the model has, by what is asked of its journal.
-fn registers() -> Vec<u32> {
-    let mut model = Device::new(Options::default());
-    model.write_config(4, 2, 6, 0);
-    let has = |offset: &u32| {
-        let before = model.journal.count(Class::UnknownRegister);
-        model.read(Bar::Registers, *offset, 4, 1 << 30);
-        model.journal.count(Class::UnknownRegister) == before
-    };
-    // Of long rows, the first, one in the middle and the last.
-    let all: Vec<u32> = (0..128 << 10).step_by(4).filter(has).collect();
-    let set: BTreeSet<u32> = all.iter().copied().collect();
-    let is_inside =
-        |offset: &u32| (1..=8).all(|by| set.contains(&(offset - 4 * by)) && set.contains(&(offset + 4 * by)));
-    let is_counter = |offset: u32| (0x4004..0x4124).contains(&offset);
-    all.iter().copied().filter(|&offset| !is_counter(offset) && (offset < 0x30 || !is_inside(&offset))).collect()
-}
-
 #[test]
 fn whatever_stands_in_any_register_the_next_owner_works_or_refuses() {
     let (mut took, mut refused) = (0, Vec::new());
-    for (index, offset) in registers().into_iter().enumerate() {
+    for (index, offset) in tricks::registers().into_iter().enumerate() {
         // All ones; or what looks like an address in the next owner's memory, and a small number.
         for value in [u32::MAX, [0, 2, 0x0001_0080][index % 3]] {
             let (outcome, counts, journal) = fenced(|hostile| hostile.write(offset, value));

@@ -1,7 +1,7 @@
 //! A program that means harm, for the tests of what a node's program can do to others: nothing for you to copy from.
 //!
 //! `options` are attacks, with `;` between them: `first ATTACK [ARGUMENT]` before the runtime has confined the program (what holds then, tasukid has set), `then ATTACK
-//! [ARGUMENT]` when it is given a NIC. What came of each is a line on standard error.
+//! [ARGUMENT]` when it is given a NIC. What came of each is a line on standard error. `first card TRICK` goes on for as long as the process runs (`hostile/card.rs`).
 //!
 //! # Invariants
 //!
@@ -9,18 +9,23 @@
 //!   structures live while the call runs.
 #![allow(unsafe_code, reason = "a hostile program calls what no library offers (H1)")]
 
+#[path = "hostile/card.rs"]
+mod card;
+
 use std::process::ExitCode;
 use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 
 use tasuki_worker::{Fate, Program, Transactional, Turn};
 
+/// A system call.
+fn call(call: libc::c_long, [a, b, c, d]: [libc::c_long; 4]) -> libc::c_long {
+    // SAFETY: what an argument points at is alive here, and as the call expects it (H1).
+    unsafe { libc::syscall(call, a, b, c, d) }
+}
+
 /// What came of an attack: 0 or more if the kernel let it pass.
 fn try_it(attack: &str, argument: &str) -> libc::c_long {
     let number: libc::c_long = argument.parse().unwrap_or_default();
-    let call = |call, [a, b, c, d]: [libc::c_long; 4]| {
-        // SAFETY: what an argument points at is alive here, and as the call expects it (H1).
-        unsafe { libc::syscall(call, a, b, c, d) }
-    };
     let fcntl = |command: libc::c_int, value| call(libc::SYS_fcntl, [0, command.into(), value, 0]);
     let no_files = libc::rlimit { rlim_cur: 0, rlim_max: 0 };
     let limits = std::ptr::from_ref(&no_files) as libc::c_long;
@@ -35,6 +40,7 @@ fn try_it(attack: &str, argument: &str) -> libc::c_long {
     let socket = |family: libc::c_int| call(libc::SYS_socket, [family.into(), libc::SOCK_STREAM.into(), 0, 0]);
     match attack {
         "nothing" => 0,
+        "card" => card::torment(argument),
         "kill" => call(libc::SYS_kill, [number, 0, 0, 0]),
         "kill-all" => call(libc::SYS_kill, [-1, 0, 0, 0]),
         "queue" => call(libc::SYS_rt_sigqueueinfo, [number, 0, path, 0]),

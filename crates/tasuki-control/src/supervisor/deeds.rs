@@ -309,7 +309,8 @@ impl Supervisor {
         let tenure = card.board.tenure();
         let pause = card.board.pause_ns().filter(|_| card.board.words.load(board::RELAYS) > 1);
         // At the very beginning nobody is ready yet, and at the end nobody is to be, which is no news.
-        let is_news = (tenure.epoch > 1 && !leaves) || holder.is_some();
+        let is_going_on = why == Some(Reason::NobodyLeft) && self.goes_on(nic);
+        let is_news = (tenure.epoch > 1 && !leaves && !is_going_on) || holder.is_some();
         let sentence = match (holder, why) {
             (Some(holder), None) => match pause {
                 Some(pause) => format!("{name} is driven by worker {holder} of node {node}, after {}", time(pause)),

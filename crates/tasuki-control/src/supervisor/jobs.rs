@@ -56,8 +56,10 @@ pub struct Job {
     done: Vec<Settled>,
     /// How often its taker came too late, so that frames had come to the old owner meanwhile.
     late: u32,
-    /// The method by which its taker refused the card.
-    refused: Option<Method>,
+    /// The method by which its taker refused the card, and why.
+    refused: Option<(Method, Reason)>,
+    /// Who drove the card that was refused.
+    gave: Option<u32>,
     since: Duration,
     /// Since when somebody is looked for who could have it.
     looks_since: Duration,
@@ -82,6 +84,7 @@ impl Job {
             done: Vec::new(),
             late: 0,
             refused: None,
+            gave: None,
             since: now(),
             looks_since: now(),
             answer: None,
@@ -108,11 +111,6 @@ impl Job {
         self.is_about(nic) && self.fences(node)
     }
 
-    /// Whether a giver was fenced for it in vain.
-    fn is_tried_again(&self) -> bool {
-        self.fence_first && (self.late > 0 || self.refused.is_some())
-    }
-
     /// The NIC whose relay is under way.
     pub fn asked(&self) -> Option<u32> {
         self.asked.and(self.todo.front().copied())
@@ -128,6 +126,12 @@ impl Job {
 pub(super) fn there_are(names: impl Iterator<Item = impl AsRef<str>>) -> String {
     let names: Vec<_> = names.map(|name| name.as_ref().to_owned()).collect();
     if names.is_empty() { "there is none".to_owned() } else { format!("there are: {}", names.join(", ")) }
+}
+
+/// What was found, of a sentence that says what to do about it as well.
+fn finding(why: Reason) -> String {
+    let sentence = why.to_string();
+    sentence.split(';').next().unwrap_or_default().to_owned()
 }
 
 /// What a step of a job has led to.
@@ -375,9 +379,8 @@ impl Supervisor {
             self.try_again(at);
             return Step::Again;
         }
-        if self.was_refused(at) {
-            let nic = self.jobs[at].asked();
-            self.jobs[at].refused = nic.and_then(|nic| self.cards.get(&nic)).map(|card| card.method);
+        if let Some(refused) = self.was_refused(at) {
+            (self.jobs[at].refused, self.jobs[at].gave) = (Some(refused), self.jobs[at].asked.flatten());
             self.try_again(at);
             return Step::Again;
         }
@@ -425,7 +428,12 @@ impl Supervisor {
                 Step::Again
             }
             Some(Fit::Ready) => match card.arbiter.as_ref().map(|arbiter| arbiter.state()) {
-                Some(State::Steady) if self.others_are_cared_for(at, nic) && self.may_be_fenced_again(at, nic) => {
+                Some(State::Steady) if self.others_are_cared_for(at, nic) => {
+                    self.ask_arbiter(at, nic, choice.method);
+                    Step::Again
+                }
+                // All of the old node that had it are fenced, and none of its others is given it meanwhile.
+                Some(State::Parked) if job.refused.is_some() => {
                     self.ask_arbiter(at, nic, choice.method);
                     Step::Again
                 }
@@ -438,17 +446,22 @@ impl Supervisor {
     fn choice(&self, at: usize, nic: u32) -> Result<method::Choice, method::NotPossible> {
         let job = &self.jobs[at];
         let trust = if job.fence_first { Trust::None } else { Trust::Full };
-        let next = |can: &method::Card| job.refused.and_then(|refused| method::after(can, trust, refused));
+        let next = |can: &method::Card| job.refused.and_then(|(refused, _)| method::after(can, trust, refused));
         match self.cards.get(&nic).and_then(|card| card.can()) {
             Some(can) => next(&can).map_or_else(|| method::choose(&can, trust, job.asked_for), Ok),
             None => Ok(method::Choice { method: Method::Cold, because: "nothing is known of the card" }),
         }
     }
 
+    /// Whether a NIC that its taker has refused is being given the next way.
+    pub(super) fn goes_on(&self, nic: u32) -> bool {
+        self.jobs.iter().any(|job| job.is_about(nic) && job.refused.is_some())
+    }
+
     fn ask_arbiter(&mut self, at: usize, nic: u32, method: Method) {
         let Some(card) = self.cards.get_mut(&nic) else { return };
         let (job, kit) = (&mut self.jobs[at], card.kept.as_ref().map(|kept| (kept.kit.kind, kept.kit.version)));
-        let driver = card.holder();
+        let driver = card.holder().or(job.gave);
         let (kind, version) = kit.unwrap_or_default();
         let Some(to) = party(job.target) else { return };
         let (handover, fenced) = (job.purpose == Use::Handover, job.fence_first);
@@ -497,15 +510,15 @@ impl Supervisor {
         why == Some(Reason::FramesCame) && is_back && job.late < LATE_MOST
     }
 
-    /// Whether the NIC is driven as before, because its taker does not believe the card: its last owner, who is not trusted, left something that cannot be
-    /// undone, or has it look late time and again. Who asked for this very method is told so.
-    fn was_refused(&self, at: usize) -> bool {
+    /// Whether nobody drives the NIC, because its taker does not believe the card: its last owner, who is not trusted and is fenced, left something that cannot
+    /// be undone, or so that the taker finds it late. By which method, and why. Who asked for this very method is told so.
+    fn was_refused(&self, at: usize) -> Option<(Method, Reason)> {
         let job = &self.jobs[at];
-        let Some(card) = job.asked().and_then(|nic| self.cards.get(&nic)) else { return false };
-        let why = card.said.as_ref().and_then(|told| told.why);
-        let is_back = card.is_settled() && card.holder().is_some_and(|holder| holder != job.target);
-        let is_odd = matches!(why, Some(Reason::LeftBehind { .. } | Reason::FramesCame));
-        is_odd && is_back && job.fence_first && job.asked_for.is_none() && job.refused.is_none()
+        let card = job.asked().and_then(|nic| self.cards.get(&nic))?;
+        let why = card.said.as_ref().and_then(|told| told.why)?;
+        let is_odd = matches!(why, Reason::LeftBehind { .. } | Reason::FramesCame);
+        let may = job.fence_first && job.asked_for.is_none() && job.refused.is_none();
+        (is_odd && may && card.is_settled() && card.holder().is_none()).then_some((card.method, why))
     }
 
     /// Gives it once more: by the same way, for the next time somebody may be quicker, or by the next.
@@ -513,7 +526,9 @@ impl Supervisor {
         let job = &mut self.jobs[at];
         let (Some(nic), target, node) = (job.asked(), job.target, job.node.clone()) else { return };
         (job.asked, job.looks_since) = (None, now());
-        // The arbiter has told it to leave the NIC. If that was its last one it ends, and another comes.
+        // It was told to leave the NIC, or is now. If that was its last one it ends, and another comes.
+        self.dismiss(nic, target);
+        let job = &mut self.jobs[at];
         if !self.workers.get(&target).is_some_and(super::worker::Worker::serves) {
             job.target = NOBODY;
         }
@@ -524,8 +539,9 @@ impl Supervisor {
             None => format!(
                 "frames came before worker {target} could take {name}, which stays where it is; it is given once more"
             ),
-            Some(method) => format!(
-                "worker {target} does not take {name} by {method}, for what its last owner has left in it; it is given another way"
+            Some((method, why)) => format!(
+                "worker {target} refuses {name} by {method} ({}); nobody of its old node can run, and it is given the next way",
+                finding(why)
             ),
         };
         self.note(About::worker(&node, target), sentence);
@@ -558,20 +574,6 @@ impl Supervisor {
         { nics }.any(|nic| self.others_of(node, nic).next().is_some())
     }
 
-    /// Whether somebody of the NIC's node is there to have it back, should its driver be fenced once more for nothing.
-    fn may_be_fenced_again(&self, at: usize, nic: u32) -> bool {
-        let Some(card) = self.cards.get(&nic).filter(|_| self.jobs[at].is_tried_again()) else {
-            return true;
-        };
-        let stands_by = |worker: &super::worker::Worker| {
-            worker.record.node == card.node
-                && worker.serves()
-                && card.holder() != Some(worker.party())
-                && worker.nics.get(&nic) == Some(&Fit::Ready)
-        };
-        self.config.node(&card.node).is_none_or(|node| !node.standby) || self.workers.values().any(stands_by)
-    }
-
     /// A NIC has gone where it was to go.
     fn note_outcome(&mut self, at: usize, nic: u32, from: Option<u32>) {
         let settled = self.outcome(at, nic, from, None);
@@ -586,6 +588,10 @@ impl Supervisor {
         let choice = self.choice(at, nic);
         let (method, because) =
             choice.map_or((card.method, String::new()), |choice| (choice.method, choice.because.to_owned()));
+        let because = match job.refused {
+            Some((refused, why)) => format!("{refused} was refused ({}); {because}", finding(why)),
+            None => because,
+        };
         let holder = card.holder().and_then(|holder| self.workers.get(&holder));
         let pause_ns = card.board.pause_ns().filter(|_| failed.is_none());
         let name = card.name();

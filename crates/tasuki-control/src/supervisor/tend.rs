@@ -159,7 +159,7 @@ impl Supervisor {
     }
 
     /// Has a worker let go of what it has of a NIC that it does not drive.
-    fn dismiss(&mut self, nic: u32, number: u32) {
+    pub(super) fn dismiss(&mut self, nic: u32, number: u32) {
         let arbiter = self.cards.get_mut(&nic).and_then(|card| card.arbiter.as_mut());
         let Some((arbiter, party)) = arbiter.zip(party(number)) else { return };
         let doing = arbiter.dismiss(party);

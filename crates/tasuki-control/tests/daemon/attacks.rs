@@ -7,6 +7,7 @@ use std::os::unix::fs::PermissionsExt;
 
 use serde_json::Value;
 
+use super::real;
 use super::rig::{NODES, Rig, lives, pid, until};
 
 /// Nodes whose workers do what a test writes for them.
@@ -169,6 +170,37 @@ fn what_a_worker_has_started_is_fenced_with_it() {
     until(&rig, "what a worker starts ends with it", || others().iter().all(|pid| !lives(*pid)));
 }
 
+/// What it has left in the card only a reset undoes, or it has the taker find frames that came too early: that refuses, and the NIC goes there by `cold`, from where
+/// nobody drives it. Its old node, all of which is fenced, does not get it back in between.
+#[test]
+fn a_card_that_its_taker_refuses_goes_there_by_the_next_method() {
+    for (fault, found) in [("finds-left", "only a reset undoes (0x2)"), ("finds-frames", "frames came before")] {
+        let rig = Rig::with(NODES, fault);
+        let (driver, standby) = rig.await_pair("red");
+        rig.await_worker("green", "idle");
+        let said = rig.json(&["nic", "give", "eth0", "--to", "green"]);
+        let relay = &said["relays"][0];
+        assert_eq!((&relay["done"], &relay["method"], &relay["node"]), (&true.into(), &"cold".into(), &"green".into()));
+        let because = relay["because"].as_str().expect("a sentence");
+        assert!(because.starts_with("repoint was refused (") && because.contains(found), "{because}");
+        assert!(because.ends_with("any card can do it") && !because.contains("; hand it"), "{because}");
+        assert!(!lives(pid(&driver)) && !lives(pid(&standby)), "{}", rig.log());
+        let events = rig.ask(&["events"]);
+        let refused = events.find("refuses eth0 by repoint (").unwrap_or_else(|| panic!("{events}"));
+        assert!(
+            !events[refused..].contains("of node red, after") && !events[refused..].contains("stays with"),
+            "{events}"
+        );
+        rig.await_pair("green");
+        // Its old node has another worker, and none of the NIC.
+        rig.await_worker("red", "idle");
+        // Who asked for that very method hears why it was not had, and the NIC stays with its node, whose next worker drives it.
+        let said = rig.refused(&["nic", "give", "eth0", "--to", "red", "--method", "repoint"]);
+        assert!(said.contains(found), "{said}");
+        rig.await_pair("green");
+    }
+}
+
 /// Rounds of fuzzing by default; `TASUKI_FUZZ=FROM..TO` takes these seeds instead.
 fn seeds() -> std::ops::Range<u32> {
     let said = std::env::var("TASUKI_FUZZ").ok();
@@ -192,7 +224,7 @@ fn whatever_a_worker_says_and_writes_only_its_own_node_suffers() {
         let (node, by) = [("green", "any"), ("red", "driver"), ("red", "spare")][seed as usize % 3];
         let (driver, standby) = rig.await_pair("red");
         let green = of(&rig, "green");
-        attack(&rig, node, by, &format!("fuzz {seed} 200"));
+        attack(&rig, node, by, &format!("fuzz {seed} 200 0"));
         until(&rig, "it has begun", || !rig.path(&format!("attack.{node}")).exists());
         let liar = || match by {
             "driver" => lives(pid(&driver)),
@@ -210,6 +242,44 @@ fn whatever_a_worker_says_and_writes_only_its_own_node_suffers() {
     assert_eq!(rig.nic()["is"], "driven");
     let events = rig.ask(&["events"]);
     assert!(!events.lines().any(|line| line.contains("stays with") && line.contains("nobody is left")), "{events}");
+}
+
+/// Two nodes whose workers, drivers and stand-bys, lose their minds at once, each with a NIC of its own; and a neighbour whose frames all come back.
+#[test]
+fn several_liars_at_once_cost_their_neighbour_no_frame() {
+    let liars = ["green", "blue"];
+    let nodes: String = "[[node]]\nname = \"red\"\nwork = \"echo\"\n\n[[nic]]\nname = \"eth0\"\ndevice = \"vfio-user:/nowhere/card.sock\"\nnode = \"red\"\n".to_owned()
+        + &liars.map(|node| format!("[[node]]\nname = \"{node}\"\nwork = {{ program = {{ path = \"LIAR\" }} }}\n\n[[nic]]\nname = \"of-{node}\"\ndevice = \"sim\"\nnode = \"{node}\"\n")).concat();
+    let Some((mut rig, model)) = real::with_model(&nodes, &u64::MAX.to_string(), "1000") else { return };
+    let liar = rig.program("liar", "attacks");
+    rig.configure(|text| {
+        let text = text.replace("\"LIAR\"", &format!("{liar:?}"));
+        text.replace("[daemon]\n", "[daemon]\nrestart = \"always\"\n")
+    });
+    rig.start();
+    let victims = rig.await_pair("red");
+    // Stand-ins count turns, not frames.
+    let received = || rig.worker("red", "drives").and_then(|worker| worker["received"].as_u64()).unwrap_or(0);
+    until(&rig, "frames flow", || received() > 0);
+    // Each has two liars, and frames all the while.
+    for seed in seeds().step_by(3) {
+        println!("seed {seed}");
+        let pairs = liars.map(|node| rig.await_pair(node));
+        for (at, node) in (0..).zip(liars) {
+            let by = ["driver", "spare"][(seed / 3 + at) as usize % 2];
+            attack(&rig, node, by, &format!("fuzz {} 200 {}", 2 * seed + at, 1 + at));
+        }
+        until(&rig, "both have begun", || liars.iter().all(|node| !rig.path(&format!("attack.{node}")).exists()));
+        let is_gone = |(driver, standby): &(Value, Value)| !lives(pid(driver)) || !lives(pid(standby));
+        until(&rig, "the liars are gone", || pairs.iter().all(is_gone));
+        let (driver, standby) = rig.await_pair("red");
+        assert_eq!((pid(&driver), pid(&standby)), (pid(&victims.0), pid(&victims.1)), "{}", rig.log());
+    }
+    liars.iter().for_each(|node| _ = rig.await_pair(node));
+    model.finish();
+    real::until_still(received);
+    let said = real::stop(&mut rig, model);
+    assert!(said.contains("lost 0"), "{said}\n{}", rig.log());
 }
 
 /// All stand-ins say these words with an escape sequence and a change of direction in them.

@@ -54,9 +54,9 @@ impl Gift {
     }
 }
 
-/// The number of the NIC that there is, mostly: another costs a worker its life at once.
-fn nic() -> impl Strategy<Value = u32> {
-    prop_oneof![30 => Just(0), 2 => 0..3_u32, 1 => any::<u32>()]
+/// The number of the worker's own NIC, mostly: another costs it its life at once.
+fn nic(own: u32) -> impl Strategy<Value = u32> {
+    prop_oneof![30 => Just(own), 2 => 0..4_u32, 1 => any::<u32>()]
 }
 
 fn report() -> impl Strategy<Value = Report> {
@@ -88,7 +88,8 @@ fn client() -> impl Strategy<Value = Client> {
     })
 }
 
-fn letter() -> impl Strategy<Value = ToDaemon> {
+fn letter(own: u32) -> impl Strategy<Value = ToDaemon> {
+    let nic = move || nic(own);
     let text = || prop_oneof![4 => ".{0,40}", 1 => (0..LETTER_MAX).prop_map(|len| "x".repeat(len))];
     let nics = prop::collection::vec(nic(), 0..4);
     let counts = prop::collection::vec((text(), any::<u64>()), 0..4);
@@ -103,13 +104,14 @@ fn letter() -> impl Strategy<Value = ToDaemon> {
         (nic(), counts).prop_map(|(nic, counts)| ToDaemon::Counts { nic, counts }),
         (nic(), client()).prop_map(|(nic, client)| ToDaemon::Client { nic, client }),
         (nic(), any::<u64>()).prop_map(|(nic, socket)| ToDaemon::NoClient { nic, socket }),
-        (0..12_u32, prop_oneof![Just("red"), Just("green"), Just("")], nics)
+        (0..12_u32, prop_oneof![Just("red"), Just("green"), Just("blue"), Just("")], nics)
             .prop_map(|(party, node, nics)| ToDaemon::Mine { party, node: node.to_owned(), nics }),
         (prop::option::of(nic()), text()).prop_map(|(nic, sentence)| ToDaemon::Told { nic, sentence }),
     ]
 }
 
-fn act() -> impl Strategy<Value = Act> {
+fn act(own: u32) -> impl Strategy<Value = Act> {
+    let (nic, letter) = (move || nic(own), move || letter(own));
     let gift = || {
         let kinds = [Gift::Sealed, Gift::Loose, Gift::Pipe, Gift::Epoll, Gift::Null, Gift::ItsOwnSocket];
         let some = prop::collection::vec(prop::sample::select(kinds.to_vec()), 0..32);
@@ -135,12 +137,12 @@ fn act() -> impl Strategy<Value = Act> {
     ]
 }
 
-/// So many of them, always the same of one seed.
-pub fn of_seed(seed: u64, count: u32) -> Vec<Act> {
+/// So many of them, always the same of one seed, by a worker that was given this NIC.
+pub fn of_seed(seed: u64, count: u32, own: u32) -> Vec<Act> {
     let mut bytes = [0; 32];
     bytes[..8].copy_from_slice(&seed.to_le_bytes());
     let rng = TestRng::from_seed(RngAlgorithm::ChaCha, &bytes);
     let mut runner = TestRunner::new_with_rng(Config::default(), rng);
-    let strategy = act();
+    let strategy = act(own);
     (0..count).map(|_| strategy.new_tree(&mut runner).expect("nothing is refused").current()).collect()
 }

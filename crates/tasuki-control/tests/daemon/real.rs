@@ -18,6 +18,13 @@ const QUIET: Duration = Duration::from_secs(5);
 /// A model of ours, ended with this.
 pub struct Model(Child, #[expect(dead_code, reason = "held until the end")] MutexGuard<'static, ()>);
 
+impl Model {
+    /// Its source sends no more.
+    pub fn finish(&self) {
+        signal(self.0.id(), Signal::USR1);
+    }
+}
+
 impl Drop for Model {
     fn drop(&mut self) {
         let _ = self.0.kill();
@@ -62,10 +69,15 @@ pub fn moves(rig: &Rig) -> u64 {
 
 /// Waits until the source has sent all, and all has come back.
 pub fn until_quiet(rig: &Rig) {
-    let (mut seen, mut since) = (moves(rig), Instant::now());
+    until_still(|| moves(rig));
+}
+
+/// Waits until a count stands still.
+pub fn until_still(count: impl Fn() -> u64) {
+    let (mut seen, mut since) = (count(), Instant::now());
     while since.elapsed() < QUIET {
         std::thread::sleep(Duration::from_millis(100));
-        let now = moves(rig);
+        let now = count();
         if now != seen {
             (seen, since) = (now, Instant::now());
         }

@@ -13,6 +13,7 @@ use tasuki_control::supervisor::card::Board;
 use tasuki_control::supervisor::now;
 use tasuki_control::supervisor::worker::Words;
 use tasuki_relay::letter::{self, Can, Kit, LETTER_MAX, SPEECH, ToDaemon, ToWorker, board, pulse};
+use tasuki_relay::method::Method;
 use tasuki_relay::wire::{Order, Plan, Reason, Report};
 use tasuki_relay::worker::{Do, Input, Tables, Worker};
 use tasuki_relay::{Party, Tenure};
@@ -282,7 +283,7 @@ impl Standin {
                     let word = Tenure { holder, epoch: number(3) }.to_word();
                     self.nics[&number(1)].board.words.store(board::LEASE_LINE / 8, word);
                 }
-                "fuzz" => self.fuzz(number(1).into(), number(2)),
+                "fuzz" => self.fuzz(number(1).into(), number(2), number(3)),
                 "ended" => self.pulse.store(pulse::LIFE, u64::from(pulse::ENDED)),
                 // No report that there is: the fence of another, as an older protocol had it.
                 "fenced" => {
@@ -300,8 +301,8 @@ impl Standin {
     }
 
     /// Says and writes what a seed says, until it is ended, or has said it all and ends.
-    fn fuzz(&self, seed: u64, count: u32) -> ! {
-        for act in fuzz::of_seed(seed, count) {
+    fn fuzz(&self, seed: u64, count: u32, own: u32) -> ! {
+        for act in fuzz::of_seed(seed, count, own) {
             let (bytes, gifts) = match act {
                 Act::Packet(nic, packet, gifts) => (letter::frame(nic, packet).to_vec(), gifts),
                 Act::Letter(bytes, gifts) => (bytes, gifts),
@@ -428,6 +429,14 @@ impl Standin {
             }
             Do::Swap { from, to } => return Some(self.swap(number, from, to)),
             Do::Look => nic.looks = true,
+            Do::Read { .. } if nic.plan.as_ref().is_some_and(|plan| plan.method == Method::Repoint) => {
+                // What a taker finds that does not believe its last owner.
+                return Some(match &self.fault[..] {
+                    "finds-left" => Input::Broken(Reason::LeftBehind { value: 2 }),
+                    "finds-frames" => Input::Broken(Reason::FramesCame),
+                    _ => Input::Sound,
+                });
+            }
             Do::Read { .. } if self.fault == "broken" => return Some(Input::Broken(Reason::WrongSash { value: 9 })),
             Do::Read { .. } => {
                 dies("dies-at-read");

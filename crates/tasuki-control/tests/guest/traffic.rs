@@ -26,6 +26,8 @@ pub struct Outcome {
     pub lost: u32,
     /// those that came more than once, with each time that was too much,
     pub again: u32,
+    /// frames that nobody has sent to the card, once its own come back,
+    pub foreign: u32,
     /// and the longest time in which none came back.
     pub gap: Duration,
 }
@@ -68,12 +70,12 @@ impl Traffic {
 fn run(wire: &Wire, stop: &AtomicBool, mut first: impl FnMut()) -> Outcome {
     wire.clear();
     let mut times: Vec<u32> = Vec::new();
-    let (mut back, mut again, mut gap, mut last) = (0, 0, Duration::ZERO, Instant::now());
+    let (mut back, mut again, mut foreign, mut gap, mut last) = (0, 0, 0, Duration::ZERO, Instant::now());
     loop {
         let sent = u32::try_from(times.len()).expect("not so many");
         let is_over = stop.load(Relaxed);
         if is_over && (back == sent || last.elapsed() > QUIET) {
-            return Outcome { sent, lost: sent - back, again, gap };
+            return Outcome { sent, lost: sent - back, again, foreign, gap };
         }
         if !is_over && sent - back < UNANSWERED && wire.try_send(&frame(sent)) {
             times.push(0);
@@ -81,6 +83,10 @@ fn run(wire: &Wire, stop: &AtomicBool, mut first: impl FnMut()) -> Outcome {
         // The sender sleeps when it may not send: the guest has few CPUs, and the emulation makes them slow.
         let patience = Duration::from_millis(if times.len() as u32 - back < UNANSWERED { 0 } else { 5 });
         while let Some(frame) = wire.take(patience) {
+            if frame.get(12..14) != Some(&[0x88, 0xb5]) {
+                foreign += u32::from(back >= 100);
+                continue;
+            }
             let number =
                 frame.get(14..18).and_then(|bytes| bytes.first_chunk()).map(|bytes| u32::from_le_bytes(*bytes));
             // What a test before this one had under way may come late.

@@ -15,9 +15,12 @@ pub mod cases;
 pub mod failing;
 pub mod frames;
 pub mod in_place;
+pub mod last_owner;
 pub mod on_qemu;
 pub mod on_sim;
 pub mod repoint;
+pub mod tricks;
+pub mod tricks_virtio;
 
 use std::time::{Duration, Instant};
 
@@ -320,7 +323,7 @@ macro_rules! suite {
             $(#[test]
             fn $case() {
                 #[allow(unused_imports, reason = "not every list has cases of both kinds")]
-                use $crate::conformance::{cases::*, failing::*, in_place::*, repoint::*};
+                use $crate::conformance::{cases::*, failing::*, in_place::*, last_owner::*, repoint::*};
                 $case::<$world>();
             })*
         }
@@ -336,6 +339,18 @@ macro_rules! suite_in_place {
             who_goes_on_is_woken
             a_driver_that_went_on_can_be_parked
             who_leaves_no_sash_is_followed_without_a_loss
+        );
+    };
+}
+
+/// The cases of cards whose last owner is not trusted, of drivers that point them elsewhere all the same.
+#[macro_export]
+macro_rules! suite_last_owner {
+    ($name:ident, $world:ty) => {
+        $crate::suite!($name, $world:
+            what_a_last_owner_leaves_is_undone_or_refused
+            whatever_stands_in_any_register_the_next_owner_works_or_refuses
+            a_cold_start_undoes_what_a_last_owner_leaves
         );
     };
 }

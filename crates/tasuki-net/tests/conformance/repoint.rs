@@ -49,7 +49,7 @@ impl<W: Repointed> Bench<W> {
     }
 
     /// Goes on until nothing is left, and stops the card; says what came meanwhile.
-    fn hush_and_stop(&mut self) -> Vec<Vec<u8>> {
+    pub fn hush_and_stop(&mut self) -> Vec<Vec<u8>> {
         let mut came = Vec::new();
         self.nic().hush(W::HOW, |_| ());
         until("the card stops", || {

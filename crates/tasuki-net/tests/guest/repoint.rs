@@ -36,7 +36,7 @@ type Card = E1000e<Vfio>;
 type Behind = BehindVfio<Card>;
 
 /// Set in the other processes.
-const ROLE: &str = "TASUKI_ANOTHER_PROCESS";
+pub const ROLE: &str = "TASUKI_ANOTHER_PROCESS";
 /// Descriptors that a message has at most: VFIO's three and the card's vectors.
 const FDS_MAX: usize = 16;
 const WORDS_MAX: usize = 4096;
@@ -55,7 +55,7 @@ fn memory(owner: u64) -> NicMemory {
     NicMemory::create(slots, 256 << 10, Behind::MEMORY_AT + (owner << 30)).expect("a little memory")
 }
 
-fn say(socket: &OwnedFd, words: &str, fds: &[BorrowedFd<'_>]) {
+pub fn say(socket: &OwnedFd, words: &str, fds: &[BorrowedFd<'_>]) {
     let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(FDS_MAX))];
     let mut control = SendAncillaryBuffer::new(&mut space);
     assert!(fds.is_empty() || control.push(SendAncillaryMessage::ScmRights(fds)), "as many descriptors fit");
@@ -64,7 +64,7 @@ fn say(socket: &OwnedFd, words: &str, fds: &[BorrowedFd<'_>]) {
 }
 
 /// A message; nothing if nobody is left to send one.
-fn hear(socket: &OwnedFd) -> Option<(String, Vec<OwnedFd>)> {
+pub fn hear(socket: &OwnedFd) -> Option<(String, Vec<OwnedFd>)> {
     let mut words = [0; WORDS_MAX];
     let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(FDS_MAX))];
     let mut control = RecvAncillaryBuffer::new(&mut space);
@@ -197,14 +197,14 @@ fn other_process() {
 }
 
 /// A process that is ended with the test.
-struct Process {
-    child: Child,
-    socket: OwnedFd,
+pub struct Process {
+    pub child: Child,
+    pub socket: OwnedFd,
 }
 
 impl Process {
     /// Starts one, which has the same way to the card as `bus`.
-    fn start(test: &str, bus: &Vfio) -> Process {
+    pub fn start(test: &str, bus: &Vfio) -> Process {
         let pair = rustix::net::socketpair(AddressFamily::UNIX, SocketType::SEQPACKET, SocketFlags::CLOEXEC, None);
         let (socket, theirs) = pair.expect("a pair of sockets");
         let mut command = Command::new(std::env::current_exe().expect("this test"));
@@ -216,7 +216,7 @@ impl Process {
         Process { child, socket }
     }
 
-    fn kill(mut self) {
+    pub fn kill(mut self) {
         self.child.kill().expect("our own child");
         self.child.wait().expect("our own child");
     }

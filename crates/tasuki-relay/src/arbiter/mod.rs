@@ -496,7 +496,8 @@ impl Arbiter {
         let next = self.next.into_iter().chain(self.giver).chain(at_home).find(can);
         self.next = next;
         let Some(next) = next else {
-            self.why = Some(Reason::NobodyLeft);
+            // Of a relay that is under way it is known better.
+            self.why = self.why.filter(|_| self.ask.is_some()).or(Some(Reason::NobodyLeft));
             return Event::NobodyLeft;
         };
         self.fencing = self.strangers_to(next);
@@ -535,19 +536,7 @@ impl Arbiter {
     /// What an input means, after what it says of somebody was noted.
     fn classify(&mut self, authority: &[Rule], input: Input, doing: &mut Vec<Do>) -> Option<Event> {
         match input {
-            Input::Asked(ask) => {
-                // Refused by the table where it does not fit; nothing may be noted of it then.
-                if self.state == State::Steady {
-                    let can = matches!(self.is(ask.to), Some(Is::Given | Is::Ready | Is::Late | Is::Unfit));
-                    if !can || Some(ask.to) == self.giver {
-                        (self.why, self.next) = (Some(Reason::Died), None);
-                        doing.push(Do::Say(Told { driver: self.driver(), why: self.why }));
-                        return None;
-                    }
-                    (self.ask, self.next, self.why) = (Some(ask), Some(ask.to), None);
-                }
-                Some(Event::Asked)
-            }
+            Input::Asked(ask) => self.asked(ask, doing),
             Input::Report(party, report, word) => self.report(authority, party, report, word, doing),
             Input::Gone(party) => {
                 // While another drives nobody looks at the word, which this one could write to the last.
@@ -606,6 +595,24 @@ impl Arbiter {
             }
             Input::Swapped(Err(now)) => Some(self.look(now)),
         }
+    }
+
+    /// Somebody is to have the device. Where that does not fit it is refused by the table, and nothing may be noted of it then.
+    fn asked(&mut self, ask: Ask, doing: &mut Vec<Do>) -> Option<Event> {
+        let is = self.is(ask.to);
+        let can = match self.state {
+            State::Steady => matches!(is, Some(Is::Given | Is::Ready | Is::Late | Is::Unfit)),
+            // What takes time is to be done already: nobody drives meanwhile.
+            State::Parked => is == Some(Is::Ready),
+            _ => return Some(Event::Asked),
+        };
+        if !can || Some(ask.to) == self.driver() {
+            (self.why, self.next) = (Some(Reason::Died), None);
+            doing.push(Do::Say(Told { driver: self.driver(), why: self.why }));
+            return None;
+        }
+        (self.ask, self.next, self.why) = (Some(ask), Some(ask.to), None);
+        Some(Event::Asked)
     }
 
     /// Somebody is dead, or silent.

@@ -185,7 +185,7 @@ pub const TABLE: &[Row<State, Event, Action>] = {
         Row { from: &[Steady], on: E::Asked, then: Go(Preparing, &[A::Prepare, A::Watch]), because: "what takes time is done while the giver drives" },
         Row { from: BUSY, on: E::Asked, then: Refuse, because: "one relay at a time; ask again when this one has settled" },
         Row { from: INSIDE, on: E::Asked, then: Refuse, because: FIRST },
-        Row { from: &[Parked], on: E::Asked, then: Refuse, because: "nobody drives; a worker that is ready gets the device without asking" },
+        Row { from: &[Parked], on: E::Asked, then: Go(Choosing, &[A::Choose]), because: "nobody drives, and all that the next does not trust are fenced: it is ready, and need not wait for anybody" },
 
         Row { from: &[Preparing], on: E::Ready, then: Go(Passing, &[A::Take, A::Release, A::Watch]), because: "the taker watches the word when the giver passes it: no message stands between release and take" },
         Row { from: &[Granting, Finding, Steady, Letting, Passing, Recalling, Clearing, Fencing], on: E::Ready, then: Stay(&[]), because: NOTED },

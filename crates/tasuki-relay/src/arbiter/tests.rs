@@ -177,6 +177,34 @@ fn a_stranger_gets_the_device_when_nobody_of_the_old_node_can_run() {
     assert!(!arbiter.may_hold(party(1)) && arbiter.page_for(HOME) == Page::Fresh);
 }
 
+/// The taker refuses what the last owner has left, and all of that owner's are fenced: from where nobody drives the device goes to who is ready, and to nobody else.
+#[test]
+fn a_device_that_nobody_drives_goes_to_whom_it_is_asked_for_and_who_is_ready() {
+    let (mut arbiter, table) = steady();
+    arbiter.give(party(3), ABROAD);
+    arbiter.hear(&table, ask(3)).unwrap();
+    says(&mut arbiter, &table, 3, Report::Ready);
+    arbiter.hear(&table, Input::Report(party(1), Report::Released { epoch: 1 }, Tenure::free(1))).unwrap();
+    arbiter.hear(&table, Input::Fenced(party(1))).unwrap();
+    arbiter.hear(&table, Input::Swapped(Ok(()))).unwrap();
+    arbiter.hear(&table, Input::Swapped(Ok(()))).unwrap();
+    let reason = Reason::LeftBehind { value: 2 };
+    let failed = Input::Report(party(3), Report::Failed { epoch: 3, reason }, Tenure::free(3));
+    assert!(matches!(arbiter.hear(&table, failed).unwrap()[..], [Do::Swap { .. }]));
+    let doing = arbiter.hear(&table, Input::Swapped(Ok(()))).unwrap();
+    assert_eq!(doing, [Do::Say(Told { driver: None, why: Some(reason) })], "whoever asked hears what was wrong");
+    // Who is not ready would leave it parked.
+    assert!(matches!(arbiter.hear(&table, ask(3)).unwrap()[..], [Do::Say(Told { driver: None, .. })]));
+    assert_eq!(arbiter.state(), State::Parked);
+    assert_eq!(arbiter.dismiss(party(3)), [Do::Tell(party(3), Order::Leave)]);
+    assert_eq!(arbiter.give(party(4), ABROAD), Some(Page::Shared), "the page is that node's by now");
+    says(&mut arbiter, &table, 4, Report::Ready);
+    let doing = arbiter.hear(&table, ask(4)).unwrap();
+    assert!(matches!(doing[..], [Do::Swap { .. }]), "nobody is left to be fenced: {doing:?}");
+    let doing = arbiter.hear(&table, Input::Swapped(Ok(()))).unwrap();
+    assert!(matches!(doing[..], [Do::Tell(to, Order::Take { .. }), Do::Watch(_)] if to == party(4)), "{doing:?}");
+}
+
 /// Finding 1 without malice: when the new owner's driver dies, no worker of the old owner is chosen.
 #[test]
 fn a_stand_by_of_another_node_is_not_chosen() {

@@ -40,6 +40,13 @@ fn a_handover_behind_a_fence_settles_whatever_two_faults_there_are() {
     explored(Relay::new(Some((Use::Handover, true)), 2));
 }
 
+/// The taker refuses what its last owner has left in the device. It is given it anew, and goes on from where nobody drives.
+#[test]
+fn a_device_that_was_refused_is_asked_for_once_more_whatever_two_faults_there_are() {
+    let taken = explored(Relay::new(Some((Use::Handover, true)), 2).asking_anew());
+    assert!(taken > explored(Relay::new(Some((Use::Handover, true)), 2)), "it is asked for once more");
+}
+
 #[test]
 fn a_takeover_settles_whatever_two_faults_there_are() {
     explored(Relay::new(None, 2));
@@ -51,7 +58,7 @@ fn a_liar_harms_nobody_else() {
     let (upgrade, strangers) = (Some((Use::Upgrade, false)), Some((Use::Handover, true)));
     for liar in [GIVER, TAKER, SPARE] {
         explored(Relay::new(strangers, 0).with_liar(liar, 2));
-        explored(Relay::new(strangers, 1).with_liar(liar, 1));
+        explored(Relay::new(strangers, 1).with_liar(liar, 1).asking_anew());
         explored(Relay::new(upgrade, 0).with_liar(liar, 1));
     }
     for liar in [GIVER, SPARE] {

@@ -42,6 +42,8 @@ pub struct Relay {
     pub lies: u8,
     /// How often a worker that is told to leave is given the device anew, as one is that drives another.
     pub again: u8,
+    /// How often the taker of another node that has refused the device is given it anew, and asked for once more.
+    pub anew: u8,
     /// How many faults there may be, of any kind, at any time.
     pub faults: u8,
     /// Positions of the ring.
@@ -53,7 +55,18 @@ pub struct Relay {
 impl Relay {
     pub fn new(ask: Option<(Use, bool)>, faults: u8) -> Self {
         let (workers, arbiter) = (Tables::default(), arbiter::Table::default());
-        Relay { workers, arbiter, ask, liar: None, lies: 0, again: 0, faults, positions: 2, epochs_checked: true }
+        Relay {
+            workers,
+            arbiter,
+            ask,
+            liar: None,
+            lies: 0,
+            again: 0,
+            anew: 0,
+            faults,
+            positions: 2,
+            epochs_checked: true,
+        }
     }
 
     pub fn with_liar(self, liar: usize, lies: u8) -> Self {
@@ -62,6 +75,10 @@ impl Relay {
 
     pub fn giving_again(self) -> Self {
         Relay { again: 1, ..self }
+    }
+
+    pub fn asking_anew(self) -> Self {
+        Relay { anew: 1, ..self }
     }
 
     fn strangers(&self) -> bool {
@@ -133,6 +150,9 @@ pub struct World {
     given: [bool; WORKERS],
     pub lies: u8,
     pub again: u8,
+    anew: u8,
+    /// Whether it may be asked for once more.
+    asks: bool,
     /// Positions that the ring says are done.
     pub handled: u8,
     /// What the sash says, and of which epoch it is.
@@ -165,6 +185,10 @@ pub enum Act {
     Ask,
     /// The daemon gives a worker that it has told to leave the device anew.
     Again(usize),
+    /// A taker that has refused a device which nobody drives is to leave it, and to be given it anew.
+    Dismiss,
+    /// It is ready, and is to have the device.
+    AskAnew,
     Restart,
     /// Faults. The time that was set is over, whoever was only slow.
     Deadline,
@@ -208,18 +232,29 @@ impl Relay {
     fn daemon_hears(&self, world: &mut World, input: arbiter::Input) {
         let Some(daemon) = &mut world.daemon else { return };
         if let Ok(doing) = daemon.arbiter.hear(&self.arbiter, input) {
-            for doing in doing {
-                match doing {
-                    arbiter::Do::Tell(to, order) if daemon.todo.is_empty() => {
-                        let process = &mut world.processes[index(to)];
-                        process.inbox.extend((process.life == Life::Alive).then_some(order));
-                    }
-                    arbiter::Do::Watch(number) if daemon.todo.is_empty() => daemon.deadline = Some(number),
-                    arbiter::Do::Say(_) => {}
-                    doing => daemon.todo.push_back(doing),
+            Relay::daemon_is_to(world, doing);
+        }
+    }
+
+    fn daemon_is_to(world: &mut World, doing: Vec<arbiter::Do>) {
+        let Some(daemon) = &mut world.daemon else { return };
+        for doing in doing {
+            match doing {
+                arbiter::Do::Tell(to, order) if daemon.todo.is_empty() => {
+                    let process = &mut world.processes[index(to)];
+                    process.inbox.extend((process.life == Life::Alive).then_some(order));
                 }
+                arbiter::Do::Watch(number) if daemon.todo.is_empty() => daemon.deadline = Some(number),
+                arbiter::Do::Say(_) => {}
+                doing => daemon.todo.push_back(doing),
             }
         }
+    }
+
+    fn asked(&self) -> arbiter::Input {
+        let (purpose, _) = self.ask.expect("only where something is asked for");
+        let (to, method, carries) = (party(TAKER), Method::Keep, Positions::default());
+        arbiter::Input::Asked(Ask { purpose, to, method, kind: 0, version: 0, carries })
     }
 
     fn worker_does(&self, world: &mut World, i: usize, fails: bool) {
@@ -381,6 +416,8 @@ impl Relay {
             given,
             lies: 0,
             again: 0,
+            anew: 0,
+            asks: false,
             handled,
             sash,
             faults: 0,
@@ -399,6 +436,7 @@ impl Relay {
         assert_eq!(world.daemon.as_ref().unwrap().arbiter.driver(), Some(party(GIVER)));
         assert!(world.processes[SPARE].candidate());
         (world.faults, world.lies, world.again) = (self.faults, self.lies, self.again);
+        (world.anew, world.asks) = (self.anew, self.anew > 0);
         if self.ask.is_some() {
             self.apply(&mut world, Act::Ask);
         }
@@ -455,6 +493,15 @@ impl Relay {
         let leaves = |i: &usize| world.processes[*i].life == Life::Alive && !world.processes[*i].fenced;
         if world.again > 0 {
             acts.extend((0..WORKERS).filter(left).filter(leaves).map(Act::Again));
+        }
+        if daemon.arbiter.state() == arbiter::State::Parked && world.processes[TAKER].life == Life::Alive {
+            let is =
+                daemon.arbiter.members().iter().find(|member| member.party == party(TAKER)).map(|member| member.is);
+            match is {
+                Some(arbiter::Is::Unfit) if world.anew > 0 => acts.push(Act::Dismiss),
+                Some(arbiter::Is::Ready) if world.asks => acts.push(Act::AskAnew),
+                _ => {}
+            }
         }
         // A liar can have everybody wait for what never comes. Otherwise that a deadline is over is a fault.
         if self.liar.is_some() && acts.is_empty() && daemon.deadline.is_some() {
@@ -528,14 +575,21 @@ impl Relay {
                 self.daemon_hears(world, Input::Fenced(party(i)));
             }
             Act::Ask => {
-                let (purpose, _) = self.ask.expect("only where something is asked for");
-                let (to, method, carries) = (party(TAKER), Method::Keep, Positions::default());
-                let ask = Ask { purpose, to, method, kind: 0, version: 0, carries };
                 world.given[TAKER] = true;
                 if let Some(daemon) = &mut world.daemon {
-                    daemon.arbiter.give(to, self.node(TAKER)).expect("there is room");
+                    daemon.arbiter.give(party(TAKER), self.node(TAKER)).expect("there is room");
                 }
-                self.daemon_hears(world, Input::Asked(ask));
+                self.daemon_hears(world, self.asked());
+            }
+            Act::Dismiss => {
+                (world.anew, world.again) = (world.anew - 1, world.again + 1);
+                let daemon = world.daemon.as_mut().expect("only where there is one");
+                let doing = daemon.arbiter.dismiss(party(TAKER));
+                Relay::daemon_is_to(world, doing);
+            }
+            Act::AskAnew => {
+                world.asks = false;
+                self.daemon_hears(world, self.asked());
             }
             Act::Again(i) => {
                 world.again -= 1;

@@ -183,7 +183,8 @@ pub fn judge<R: Registers>(mmio: &Mmio<R>) -> Result<(), NicError> {
         return left("a packet without an end", tail.into());
     }
     match share {
-        u32::MAX => Err(NicError::Gone),
+        // A last owner may have written that, where a card keeps it.
+        u32::MAX if mmio.read(regs::STATUS) == u32::MAX => Err(NicError::Gone),
         share if share & 0xffff == setup::PBA => Ok(()),
         other => left("another packet buffer", other.into()),
     }
@@ -192,6 +193,23 @@ pub fn judge<R: Registers>(mmio: &Mmio<R>) -> Result<(), NicError> {
 /// Writes what decides where the card reads and writes, and is not for rings of ours. Both units are off.
 pub fn quell<R: Registers>(mmio: &Mmio<R>) {
     write(mmio, |done| if let Before(value) = done { Some(value) } else { None });
+}
+
+/// The same, and what merely makes the card misbehave, of one that was reset: no reset is trusted to do it.
+pub fn begin_anew<R: Registers>(mmio: &Mmio<R>) {
+    mmio.0.together(|| {
+        quell(mmio);
+        write(mmio, |done| if let After(value) = done { Some(value) } else { None });
+        forget_addresses(mmio);
+    });
+}
+
+/// All addresses that are let in besides the card's own.
+fn forget_addresses<R: Registers>(mmio: &Mmio<R>) {
+    for index in 1..16 {
+        mmio.write(regs::RAL.of(index), 0);
+        mmio.write(regs::RAH.of(index), 0);
+    }
 }
 
 fn write<R: Registers>(mmio: &Mmio<R>, which: impl Fn(Done) -> Option<u32>) {
@@ -209,10 +227,7 @@ pub fn put_right<R: Registers>(mmio: &Mmio<R>, Mac(mac): Mac, multicast: &[u32; 
         let [a, b, c, d, e, f] = mac;
         mmio.write(regs::RAL.of(0), u32::from_le_bytes([a, b, c, d]));
         mmio.write(regs::RAH.of(0), u32::from_le_bytes([e, f, 0, 0x80]));
-        for index in 1..16 {
-            mmio.write(regs::RAL.of(index), 0);
-            mmio.write(regs::RAH.of(index), 0);
-        }
+        forget_addresses(mmio);
         (0..).zip(multicast).for_each(|(index, word)| mmio.write(regs::MTA.of(index), *word));
     });
     setup::general(mmio);

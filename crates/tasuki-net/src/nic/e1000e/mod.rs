@@ -343,6 +343,8 @@ impl<R: Registers> Assembly<R> {
         memory.ledger().partial(false);
         let mmio = Mmio(bus.registers(BAR)?);
         setup::reset(&mmio)?;
+        // QEMU's card, up to version 7.2 at least, keeps over this reset what its last owner has set up: a second transmit queue, for one.
+        left::begin_anew(&mmio);
         memory.take_back();
         // Not before: what a predecessor had it do would go on in our memory.
         memory.map_anew(bus)?;

@@ -1,0 +1,148 @@
+//! A process that talks to its card is frozen at any point (control groups of version 2): how long that takes, and whether it has anything locked then that the next owner
+//! must wait for. `TASUKI_FREEZES=10000 cargo xtask guest --only drivers` for the long one. The guest is emulated: times are of that.
+
+use std::fs;
+use std::os::fd::AsFd;
+use std::path::Path;
+use std::process::Command;
+use std::sync::mpsc::{Receiver, Sender, channel};
+use std::time::{Duration, Instant};
+
+use tasuki_net::nic::bus::{Bus, Iova, Registers, Vfio, pci};
+use tasuki_net::nic::kit::{Fds, KitBus};
+
+use super::conformance::PATIENCE;
+use super::repoint::{Process, ROLE, hear, say};
+use super::{E1000E, STATUS, TDBAL, open, region};
+
+const TEST: &str = "freezes::a_process_frozen_at_any_point_has_nothing_locked_for_the_next_owner";
+const FREEZES: usize = 200;
+/// One in so many is killed where it stands, as a fence does it, and another takes its place.
+const KILLED: usize = 20;
+const GROUPS: &str = "/tmp/groups";
+
+/// Where each has memory for the card.
+const THEIRS: Iova = Iova(0x2_0000_0000);
+const OURS: Iova = Iova(0x3_0000_0000);
+
+/// A few numbers that no scheduler knows.
+struct Dice(u64);
+
+impl Dice {
+    fn roll(&mut self, sides: u64) -> u64 {
+        self.0 = self.0.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+        (self.0 >> 33) % sides
+    }
+}
+
+/// One of the things that an owner asks of card and kernel: registers, the configuration space, memory, vectors.
+fn ask(bus: &mut Vfio, what: u64, at: Iova) {
+    let registers = bus.registers(0).expect("BAR 0");
+    match what {
+        0 => _ = registers.read32(STATUS),
+        1 => registers.write32(TDBAL, 0x1234_5670),
+        2 => _ = bus.read_config(0).expect("the card is there"),
+        3 => pci::enable(bus, true).expect("the card is there"),
+        4 => {
+            let memory = region(64);
+            // One that was killed may have left its own there.
+            let _ = bus.unmap_dma(at, memory.len());
+            bus.map_dma(&memory, at).expect("nothing is there");
+            bus.unmap_dma(at, memory.len()).expect("it was mapped");
+        }
+        _ => bus.renew().expect("the card is there"),
+    }
+}
+
+/// The other process: talks to the card for ever.
+fn talk() {
+    let socket = std::io::stdin().as_fd().try_clone_to_owned().expect("a descriptor is free");
+    let (text, fds) = hear(&socket).expect("a way to the card");
+    let text = serde_json::from_str(&text).expect("the text of a bus");
+    let mut bus = Vfio::unpack(&text, &mut Fds::new(fds)).expect("the descriptors of a card");
+    say(&socket, "talks", &[]);
+    let mut dice = Dice(std::process::id().into());
+    loop {
+        ask(&mut bus, dice.roll(6), THEIRS);
+    }
+}
+
+/// A process in a group of its own, which talks.
+fn start(bus: &Vfio, group: &Path) -> Process {
+    let process = Process::start(TEST, bus);
+    assert_eq!(hear(&process.socket).expect("it lives").0, "talks");
+    fs::write(group.join("cgroup.procs"), process.child.id().to_string()).expect("root may");
+    process
+}
+
+/// Freezes all in a group; how long that takes.
+fn freeze(group: &Path) -> Duration {
+    let since = Instant::now();
+    fs::write(group.join("cgroup.freeze"), "1").expect("root may");
+    while !fs::read_to_string(group.join("cgroup.events")).expect("a group").contains("frozen 1") {
+        assert!(since.elapsed() < PATIENCE, "it does not freeze");
+    }
+    since.elapsed()
+}
+
+/// The next owner, who asks for everything once each time that it is told to, and says how long that took.
+fn next_owner(mut bus: Vfio) -> (Sender<()>, Receiver<Duration>) {
+    let ((told, hears), (says, answers)) = (channel(), channel());
+    std::thread::spawn(move || {
+        while hears.recv().is_ok() {
+            let since = Instant::now();
+            (0..6).for_each(|what| ask(&mut bus, what, OURS));
+            let _ = says.send(since.elapsed());
+        }
+    });
+    (told, answers)
+}
+
+fn spread(what: &str, mut times: Vec<Duration>) {
+    times.sort();
+    let of = |share: usize| times[(times.len() - 1) * share / 100];
+    println!("{what}: {} times, p50 {:?}, p99 {:?}, at most {:?}", times.len(), of(50), of(99), of(100));
+}
+
+#[test]
+fn a_process_frozen_at_any_point_has_nothing_locked_for_the_next_owner() {
+    if std::env::var_os(ROLE).is_some() {
+        return talk();
+    }
+    let count = std::env::var("TASUKI_FREEZES").ok().and_then(|count| count.parse().ok()).unwrap_or(FREEZES);
+    fs::create_dir_all(GROUPS).expect("a folder");
+    let mounted = Command::new("/bin/busybox").args(["mount", "-t", "cgroup2", "none", GROUPS]).status();
+    assert!(mounted.expect("a shell").success(), "the kernel has control groups of version 2");
+    let group = Path::new(GROUPS).join("owner");
+    fs::create_dir(&group).expect("root may");
+
+    let mut bus = open(E1000E);
+    bus.reset().expect("the card works");
+    pci::enable(&mut bus, true).expect("the card works");
+    // None of them ever rings: no cause is let through.
+    let _vectors = bus.interrupts(2).expect("the card has five");
+    let (told, answers) =
+        next_owner(Vfio::from_twin(bus.twin().expect("descriptors are free")).expect("the same card"));
+    let mut owner = start(&bus, &group);
+    let (mut frozen, mut asked, mut dice) = (Vec::new(), Vec::new(), Dice(1));
+    for round in 1..=count {
+        std::thread::sleep(Duration::from_micros(dice.roll(3000)));
+        frozen.push(freeze(&group));
+        told.send(()).expect("it waits");
+        let answer = answers.recv_timeout(PATIENCE);
+        asked.push(answer.unwrap_or_else(|_| panic!("freeze {round} has left something locked")));
+        if round.is_multiple_of(KILLED) {
+            fs::write(group.join("cgroup.kill"), "1").expect("root may");
+            owner.kill();
+            fs::write(group.join("cgroup.freeze"), "0").expect("root may");
+            owner = start(&bus, &group);
+        } else {
+            fs::write(group.join("cgroup.freeze"), "0").expect("root may");
+        }
+    }
+    owner.kill();
+    spread("until it is frozen", frozen);
+    spread("what the next owner asks then", asked);
+    // Only an empty group can be removed, and it is empty once the kernel has seen to the dead.
+    super::conformance::until("an empty group", || fs::remove_dir(&group).ok());
+}
