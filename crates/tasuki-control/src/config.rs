@@ -83,8 +83,8 @@ pub struct Daemon {
     pub prepare_ms: u64,
     /// Whether a node whose workers keep dying waits for the next.
     pub restart: Restart,
-    /// How workers are confined before they begin; without, not at all: they confine themselves when they do.
-    pub confine: Option<Confine>,
+    /// What becomes of a worker that cannot be confined, before it begins, as it is to be.
+    pub confine: Confine,
     /// Users, of which each node gets one.
     pub uids: Uids,
     /// The program that is the worker; without, `tasuki-worker` beside the daemon, or on the PATH.
@@ -109,14 +109,14 @@ impl Default for Daemon {
             deadline_ms: 1000,
             prepare_ms: 10_000,
             restart: Restart::Careful,
-            confine: None,
+            confine: Confine::Strict,
             uids: Uids::default(),
             worker: None,
         }
     }
 }
 
-/// What becomes of a worker that cannot be confined as it is to be.
+/// What becomes of a worker that cannot be confined as it is to be: docs/design/worker.md says how that is.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Confine {
@@ -124,7 +124,7 @@ pub enum Confine {
     Strict,
     /// It is started, and `tasuki status` says what does not hold.
     BestEffort,
-    /// Nothing is tried before it begins: for a debugger, or a program that is no worker of Tasuki's. What its runtime gives up by itself, it gives up.
+    /// Nothing is tried before it begins: for tests whose workers are scripts, and a debugger. What its runtime gives up by itself, it gives up.
     Off,
 }
 
@@ -166,11 +166,6 @@ impl Uids {
 }
 
 impl Daemon {
-    /// How workers are confined.
-    pub fn confine(&self) -> Confine {
-        self.confine.unwrap_or(Confine::Off)
-    }
-
     /// As a duration.
     pub fn hang_after(&self) -> Duration {
         Duration::from_millis(self.hang_after_ms)

@@ -94,7 +94,7 @@ impl Supervisor {
         let id = format!("{:08x}", crc32c::crc32c(self.place.folder().as_os_str().as_encoded_bytes()));
         let groups = self.groups.insert(Groups::find(&id, named.as_deref()));
         groups.sweep();
-        if self.config.daemon.confine() != Confine::Off && named.is_none() {
+        if self.config.daemon.confine != Confine::Off && named.is_none() {
             groups.go_aside();
         }
     }
@@ -102,7 +102,7 @@ impl Supervisor {
     /// The control group of a worker, in its node's.
     fn group_for(&mut self, name: &str, number: u32) -> std::io::Result<Group> {
         let none = || std::io::Error::other("there is no such node");
-        let bounds = match self.config.daemon.confine() {
+        let bounds = match self.config.daemon.confine {
             Confine::Off => Bounds::default(),
             Confine::Strict | Confine::BestEffort => self.config.node(name).ok_or_else(none)?.bounds(),
         };
@@ -129,7 +129,7 @@ impl Supervisor {
     fn terms_for(&mut self, name: &str, number: u32, program: &Path) -> Result<(Terms, Option<Group>)> {
         let config = self.config.node(name).context("there is no such node")?;
         let (bounds, urgent) = (config.bounds(), config.nice() < 0);
-        let strict = self.config.daemon.confine() == Confine::Strict;
+        let strict = self.config.daemon.confine == Confine::Strict;
         let uid = self.uid_of(name);
         let is_root = rustix::process::geteuid().is_root();
         let mut lacks = Vec::new();
@@ -164,7 +164,7 @@ impl Supervisor {
 
     /// What starts a worker of this program, and what is to be heard of its jail; nothing of that where there is none.
     pub(super) fn start_for(&mut self, name: &str, number: u32, program: &Path) -> Result<Start> {
-        if self.config.daemon.confine() == Confine::Off {
+        if self.config.daemon.confine == Confine::Off {
             let stdout = nowhere()?;
             // Without a freezer a fence waits for the end of each process.
             let group = self.group_for(name, number).ok();

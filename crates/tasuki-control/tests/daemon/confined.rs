@@ -2,7 +2,7 @@
 
 use std::os::unix::fs::MetadataExt;
 
-use super::rig::{Rig, confined, lives, pid, until};
+use super::rig::{Rig, lives, pid, until};
 use super::storm::beside;
 
 /// A stock node, and what becomes of it is asked.
@@ -33,8 +33,7 @@ macro_rules! need_hostile {
 /// A daemon with a victim that has begun.
 fn with_victim() -> (Rig, u32) {
     let mut rig = Rig::without_daemon(VICTIM, "");
-    let (stand_in, worker) = (rig.path("worker"), beside("tasuki-worker").expect("looked for before"));
-    rig.configure(|text| confined(&text).replace(&format!("{stand_in:?}"), &format!("{worker:?}")));
+    rig.with_stock_workers();
     rig.start();
     let victim = pid(&rig.await_worker("red", "idle"));
     (rig, victim)

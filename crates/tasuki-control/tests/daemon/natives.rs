@@ -87,7 +87,7 @@ fn wherever_a_native_node_is_killed_its_frames_are_handled_once() {
     if !cfg!(feature = "crash-points") {
         return println!("skipped: needs the feature crash-points");
     }
-    let Some(world) = World::new() else { return };
+    let Some(world) = World::of_scripts() else { return };
     with_source_and_sink(&world, "1000");
     let worker = beside("tasuki-worker").expect("looked for before").display().to_string();
     let mut killed = 0;
@@ -161,7 +161,7 @@ fn what_a_program_of_ones_own_counts_on_a_vni_is_exact_wherever_it_is_killed() {
     if !cfg!(feature = "crash-points") || beside("examples/reflector").is_none() {
         return println!("skipped: needs the feature crash-points, and the examples of tasuki-worker");
     }
-    let Some(world) = World::new() else { return };
+    let Some(world) = World::of_scripts() else { return };
     let rig = &world.rig;
     let program = beside("examples/reflector").expect("just seen").display().to_string();
     rig.ask(&["node", "add", "sink", "--native", "--work", "sink"]);

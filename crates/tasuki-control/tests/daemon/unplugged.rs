@@ -57,8 +57,7 @@ fn a_model_of_the_daemon_that_dies_is_named_and_started_with_the_next_daemon() {
         "[[node]]\nname = \"red\"\nwork = \"echo\"\n\n[[nic]]\nname = \"eth0\"\ndevice = \"sim\"\nnode = \"red\"\n",
         "",
     );
-    let (stand_in, worker) = (rig.path("worker"), super::storm::beside("tasuki-worker").expect("looked for before"));
-    rig.configure(|text| text.replace(&format!("{stand_in:?}"), &format!("{worker:?}")));
+    rig.with_stock_workers();
     rig.start();
     rig.await_pair("red");
     let children = || {

@@ -87,7 +87,7 @@ impl Unit {
     pub fn begin(nodes: &str) -> Unit {
         stop_all();
         let mut text = format!(
-            "[daemon]\nconfine = \"strict\"\nhang_after_ms = 5000\ndeadline_ms = 20000\nprepare_ms = 20000\n{nodes}\n"
+            "[daemon]\nhang_after_ms = 5000\ndeadline_ms = 20000\nprepare_ms = 20000\n{nodes}\n"
         );
         for (number, card) in CARDS.into_iter().enumerate() {
             let address = bound(card);
