@@ -310,7 +310,7 @@ fn text(bytes: &[u8]) -> String {
 }
 
 /// Whether a process is one of this rig's.
-fn is_ours(pid: u32, folder: &Path) -> bool {
+pub fn is_ours(pid: u32, folder: &Path) -> bool {
     let environment = fs::read(format!("/proc/{pid}/environ")).unwrap_or_default();
     let named = folder.as_os_str().as_encoded_bytes();
     environment.windows(named.len()).any(|window| window == named)
