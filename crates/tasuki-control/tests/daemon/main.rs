@@ -4,6 +4,7 @@
 mod attacks;
 mod callers;
 mod captures;
+mod clients;
 mod confined;
 mod endures;
 mod faults;
@@ -21,6 +22,7 @@ mod real;
 mod rig;
 mod rooms;
 mod ruled;
+mod servers;
 mod spoofs;
 mod standin;
 mod storm;

@@ -19,9 +19,9 @@ use super::vnis::{World, fds};
 /// A client that was written from the protocol's text.
 #[path = "../../../tasuki-net/tests/memif/client.rs"]
 #[allow(dead_code, reason = "another suite uses the rest of it")]
-mod client;
+pub mod client;
 
-const SECRET: &str = "hush";
+pub const SECRET: &str = "hush";
 
 /// The program, and the node that sends everything back to it.
 const US: [u8; 6] = [2, 0, 0, 0, 0, 0x77];
@@ -111,7 +111,7 @@ fn exchange(mut client: Client, over: &AtomicBool, back: &AtomicU64) -> Tally {
 }
 
 /// A program's node, and one that sends everything back.
-fn with_echo(world: Option<World>) -> Option<(World, PathBuf)> {
+pub fn with_echo(world: Option<World>) -> Option<(World, PathBuf)> {
     let world = world?;
     let socket = world.rig.path("client.sock");
     world.rig.ask(&["node", "add", "echo", "--native", "--work", "echo", "--mac", "02:00:00:00:00:99"]);

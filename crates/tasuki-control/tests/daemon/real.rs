@@ -18,6 +18,13 @@ const QUIET: Duration = Duration::from_secs(5);
 /// A model of ours, ended with this.
 pub struct Model(Child, #[expect(dead_code, reason = "held until the end")] MutexGuard<'static, ()>);
 
+impl Model {
+    /// Has its source send no more.
+    pub fn finish(&self) {
+        signal(self.0.id(), Signal::USR1);
+    }
+}
+
 impl Drop for Model {
     fn drop(&mut self) {
         let _ = self.0.kill();
