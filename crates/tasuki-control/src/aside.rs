@@ -4,7 +4,7 @@
 use rustix::process::Pid;
 use rustix::thread::CpuSet;
 
-use crate::config::Config;
+use crate::config::{Config, Node};
 
 /// Those of the CPUs that this thread may use of which no node's workers are told to stay there.
 pub fn cpus(config: &Config) -> Vec<u32> {
@@ -12,6 +12,20 @@ pub fn cpus(config: &Config) -> Vec<u32> {
     let may_use = |cpu: &u32| usize::try_from(*cpu).is_ok_and(|cpu| ours.is_set(cpu));
     let most = u32::try_from(CpuSet::MAX_CPU).unwrap_or(u32::MAX);
     (0..most).filter(may_use).filter(|&cpu| config.node.iter().all(|node| node.cpu != Some(cpu))).collect()
+}
+
+/// Where a node's processes may run: on its CPU, and on those on which no node's workers stay. Nothing where no node has one for itself, or none is left for it.
+pub fn of(node: &Node, config: &Config, aside: &[u32]) -> Option<CpuSet> {
+    let is_divided = config.node.iter().any(|node| node.cpu.is_some());
+    let its = set(&{ aside.iter().copied() }.chain(node.cpu).collect::<Vec<_>>());
+    (is_divided && its.count() > 0).then_some(its)
+}
+
+fn set(cpus: &[u32]) -> CpuSet {
+    let mut set = CpuSet::new();
+    let cpus = cpus.iter().filter_map(|&cpu| usize::try_from(cpu).ok());
+    cpus.filter(|&cpu| cpu < CpuSet::MAX_CPU).for_each(|cpu| set.set(cpu));
+    set
 }
 
 /// This thread, and whatever it starts, runs on these from now on, if there are any.
@@ -25,8 +39,7 @@ pub fn send(process: Pid, cpus: &[u32]) {
 }
 
 fn keep(thread: Option<Pid>, cpus: &[u32]) {
-    let mut set = CpuSet::new();
-    cpus.iter().filter_map(|&cpu| usize::try_from(cpu).ok()).for_each(|cpu| set.set(cpu));
+    let set = set(cpus);
     if set.count() > 0 {
         // They are among those that it had; where that is not so any more, it runs where it ran.
         let _ = rustix::thread::sched_setaffinity(thread, &set);
@@ -53,5 +66,20 @@ mod tests {
         // Other tests may come after this one in the same thread.
         stay(&ours);
         assert_eq!(stays, if ours.len() > 1 { &ours[1..] } else { &ours[..] });
+    }
+
+    #[test]
+    fn a_node_runs_on_its_cpu_and_on_nobodys() {
+        let its = |config: &Config, aside: &[u32]| {
+            let set = of(&config.node[0], config, aside);
+            set.map(|set| (0..CpuSet::MAX_CPU).filter(|&cpu| set.is_set(cpu)).collect::<Vec<_>>())
+        };
+        assert_eq!(its(&config(None), &[0, 1]), None, "nobody has one");
+        assert_eq!(its(&config(Some(3)), &[0, 1]), Some(vec![0, 1, 3]));
+        assert_eq!(its(&config(Some(3)), &[]), Some(vec![3]));
+        let mut two = config(None);
+        two.node.extend(config(Some(1)).node);
+        assert_eq!(its(&two, &[0]), Some(vec![0]));
+        assert_eq!(its(&two, &[]), None, "it has to run somewhere");
     }
 }

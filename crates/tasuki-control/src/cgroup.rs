@@ -28,6 +28,7 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use rustix::process::{Pid, Signal};
+use rustix::thread::CpuSet;
 
 /// What all processes of a node may have together.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
@@ -38,13 +39,15 @@ pub struct Bounds {
     pub pids: Option<u32>,
     /// Hundredths of one CPU.
     pub cpu: Option<u32>,
+    /// Where they may run.
+    pub cpus: Option<CpuSet>,
 }
 
 /// µs in which a bound on CPU time is kept.
 const CPU_PERIOD: u64 = 100_000;
 
 /// Of version 1, what we use.
-const CONTROLLERS: &[&str] = &["memory", "pids", "cpu", "freezer"];
+const CONTROLLERS: &[&str] = &["memory", "pids", "cpu", "cpuset", "freezer"];
 
 /// The daemon's place in its own group, once it hands controllers on: version 2 does that for groups alone that have no process of their own.
 const ASIDE: &str = "tasukid";
@@ -141,6 +144,7 @@ impl Groups {
             (bounds.memory.is_some() && !has("memory"), "control group for memory"),
             (bounds.pids.is_some() && !has("pids"), "control group for numbers of processes"),
             (bounds.cpu.is_some() && !has("cpu"), "control group for CPU time"),
+            (bounds.cpus.is_some() && !has("cpuset"), "control group for CPUs"),
             (!self.freezes(), "freezer"),
         ];
         lacks.extend(wanted.into_iter().filter_map(|(is_missing, what)| is_missing.then_some(what)));
@@ -167,6 +171,9 @@ impl Groups {
             }
             let path = parent.join(format!("node-{name}"));
             fs::create_dir_all(&path)?;
+            if !it.is_v2 && it.has("cpuset") {
+                furnish(&it.own, &path)?;
+            }
             bound(&path, it, bounds)?;
             let freezes = it.is_v2 || it.has("freezer");
             group.places.push(Place { path, is_v2: it.is_v2, freezes, is_its: true });
@@ -201,7 +208,12 @@ fn remove_empty(group: &Path, depth: u32) {
 
 /// Controllers that these bounds take.
 fn wanted(bounds: &Bounds) -> Vec<&'static str> {
-    let all = [("memory", bounds.memory.is_some()), ("pids", bounds.pids.is_some()), ("cpu", bounds.cpu.is_some())];
+    let all = [
+        ("memory", bounds.memory.is_some()),
+        ("pids", bounds.pids.is_some()),
+        ("cpu", bounds.cpu.is_some()),
+        ("cpuset", bounds.cpus.is_some()),
+    ];
     all.into_iter().filter_map(|(name, is_wanted)| is_wanted.then_some(name)).collect()
 }
 
@@ -229,6 +241,21 @@ fn enable(own: &Path, parent: &Path, controllers: &[&str]) -> io::Result<()> {
     Ok(())
 }
 
+/// Version 1 takes nobody into a group without CPUs and memory: each below `own` gets those of the one around it, if it has none.
+fn furnish(own: &Path, group: &Path) -> io::Result<()> {
+    let mut around = own.to_owned();
+    for part in group.strip_prefix(own).unwrap_or(Path::new("")) {
+        let inner = around.join(part);
+        for file in ["cpuset.cpus", "cpuset.mems"] {
+            if fs::read_to_string(inner.join(file))?.trim().is_empty() {
+                fs::write(inner.join(file), fs::read_to_string(around.join(file))?)?;
+            }
+        }
+        around = inner;
+    }
+    Ok(())
+}
+
 /// This process, and what it starts from then on, leaves `own` for a group in it.
 fn go_aside(own: &Path) -> io::Result<()> {
     let aside = own.join(ASIDE);
@@ -247,6 +274,10 @@ fn bound(group: &Path, it: &Hierarchy, bounds: &Bounds) -> io::Result<()> {
     }
     if bounds.pids.is_some() {
         set("pids", "pids.max", or_max(bounds.pids.map(u64::from)))?;
+    }
+    if let Some(cpus) = bounds.cpus {
+        let numbers = (0..CpuSet::MAX_CPU).filter(|&cpu| cpus.is_set(cpu)).map(|cpu| cpu.to_string());
+        set("cpuset", "cpuset.cpus", numbers.collect::<Vec<_>>().join(","))?;
     }
     if let Some(hundredths) = bounds.cpu {
         let quota = u64::from(hundredths) * CPU_PERIOD / 100;
@@ -534,7 +565,7 @@ mod tests {
     fn a_group_is_bounded_and_that_of_a_daemon_before_us_is_found_again() {
         for is_v2 in [false, true] {
             let Some(ours) = Ours::find(if is_v2 { "bound2" } else { "bound1" }, is_v2) else { continue };
-            let bounds = Bounds { memory: Some(64 << 20), pids: Some(1), cpu: None };
+            let bounds = Bounds { memory: Some(64 << 20), pids: Some(1), ..Bounds::default() };
             if !ours.0.lacks(&bounds).is_empty() {
                 println!("skipped: {:?}, of version {}", ours.0.lacks(&bounds), if is_v2 { 2 } else { 1 });
                 continue;

@@ -83,8 +83,8 @@ pub struct Daemon {
     pub prepare_ms: u64,
     /// Whether a node whose workers keep dying waits for the next.
     pub restart: Restart,
-    /// How workers are confined before they begin; without, not at all: they confine themselves when they do.
-    pub confine: Option<Confine>,
+    /// What becomes of a worker that cannot be confined, before it begins, as it is to be.
+    pub confine: Confine,
     /// Users, of which each node gets one.
     pub uids: Uids,
     /// The program that is the worker; without, `tasuki-worker` beside the daemon, or on the PATH.
@@ -109,14 +109,14 @@ impl Default for Daemon {
             deadline_ms: 1000,
             prepare_ms: 10_000,
             restart: Restart::Careful,
-            confine: None,
+            confine: Confine::Strict,
             uids: Uids::default(),
             worker: None,
         }
     }
 }
 
-/// What becomes of a worker that cannot be confined as it is to be.
+/// What becomes of a worker that cannot be confined as it is to be: docs/design/worker.md says how that is.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Confine {
@@ -124,7 +124,7 @@ pub enum Confine {
     Strict,
     /// It is started, and `tasuki status` says what does not hold.
     BestEffort,
-    /// Nothing is tried before it begins: for a debugger, or a program that is no worker of Tasuki's. What its runtime gives up by itself, it gives up.
+    /// Nothing is tried before it begins: for tests whose workers are scripts, and a debugger. What its runtime gives up by itself, it gives up.
     Off,
 }
 
@@ -166,11 +166,6 @@ impl Uids {
 }
 
 impl Daemon {
-    /// How workers are confined.
-    pub fn confine(&self) -> Confine {
-        self.confine.unwrap_or(Confine::Off)
-    }
-
     /// As a duration.
     pub fn hang_after(&self) -> Duration {
         Duration::from_millis(self.hang_after_ms)
@@ -276,7 +271,7 @@ impl Node {
     pub fn bounds(&self) -> crate::cgroup::Bounds {
         let bounds = self.bounds.unwrap_or_default();
         let memory = bounds.memory_mib.map_or_else(half_of_memory, |mib| Some(u64::from(mib) << 20));
-        crate::cgroup::Bounds { memory, pids: Some(bounds.pids.unwrap_or(PIDS)), cpu: bounds.cpu }
+        crate::cgroup::Bounds { memory, pids: Some(bounds.pids.unwrap_or(PIDS)), cpu: bounds.cpu, cpus: None }
     }
 
     /// Its TAP, if it has one.
@@ -360,6 +355,11 @@ fn is_yes(it: &bool) -> bool {
     *it
 }
 
+#[expect(clippy::trivially_copy_pass_by_ref, reason = "serde asks with a reference")]
+fn is_no(it: &bool) -> bool {
+    !*it
+}
+
 fn half_of_memory() -> Option<u64> {
     let info = rustix::system::sysinfo();
     Some(info.totalram * u64::from(info.mem_unit) / 2)
@@ -402,6 +402,13 @@ pub struct Program {
     /// What only it understands.
     #[serde(default)]
     pub options: String,
+    /// Files and folders that it may read, from `/`, as far as its user may.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    #[schema(value_type = Vec<String>)]
+    pub files: Vec<PathBuf>,
+    /// Whether it may start threads once it has NICs.
+    #[serde(default, skip_serializing_if = "is_no")]
+    pub threads: bool,
 }
 
 /// Of who answers.
@@ -699,7 +706,7 @@ work = { answer = { address = "192.0.2.2" } }
 
 [[node]]
 name = "pink"
-work = { program = { path = "/opt/mine", options = "fast" } }
+work = { program = { path = "/opt/mine", options = "fast", files = ["/opt/list"], threads = true } }
 
 [[node]]
 name = "shop"
@@ -720,8 +727,9 @@ ring = 512
         assert_eq!(config.node[1].work, Work::Source(Source { rate: 1000, size: 64, to: None }));
         assert_eq!(config.node[3].work, Work::Answer(Answer { address: Ipv4Addr::new(192, 0, 2, 2) }));
         assert!(config.node[0].standby && !config.node[1].standby);
-        let (path, options) = ("/opt/mine".into(), "fast".to_owned());
-        assert_eq!(config.node[4].program(), Some(&Program { path, options }));
+        let program = config.node[4].program().expect("it has one");
+        assert_eq!((program.path.as_path(), program.options.as_str()), (Path::new("/opt/mine"), "fast"));
+        assert_eq!((&program.files[..], program.threads), (&[PathBuf::from("/opt/list")][..], true));
         assert_eq!(config.node[0].program(), None);
         let nice: Vec<_> =
             ["red", "blue", "pink", "shop"].iter().filter_map(|name| config.node(name)).map(Node::nice).collect();
@@ -785,6 +793,10 @@ ring = 512
             (
                 "[[node]]\nname = \"red\"\nwork = { program = { options = \"a\" } }\n".to_owned(),
                 &["t.toml:3: the key `path`"],
+            ),
+            (
+                "[[node]]\nname = \"red\"\nwork = { program = { path = \"/a\", files = [\"b\"] } }\n".to_owned(),
+                &["node \"red\": a file that its program may read is named by a path from /, not b"],
             ),
             (
                 format!(

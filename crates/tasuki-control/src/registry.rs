@@ -53,6 +53,9 @@ pub struct WorkerRecord {
     pub binary: PathBuf,
     /// How often the node had been upgraded.
     pub generation: u32,
+    /// What it is not confined with.
+    #[serde(default)]
+    pub unconfined: Vec<String>,
 }
 
 /// A NIC.
@@ -71,6 +74,9 @@ pub struct NicRecord {
     pub number_on_vni: Option<u16>,
     /// The model that the daemon started.
     pub model: Option<process::Name>,
+    /// The user of its model and its openers.
+    #[serde(default)]
+    pub uid: Option<u32>,
     /// Who made the memory of its kit: says which addresses are taken.
     pub made_by: u32,
     /// The nodes whose workers can write the page of its lease.
@@ -452,6 +458,7 @@ mod tests {
             socket: "/x".into(),
             binary: "/y".into(),
             generation: 3,
+            unconfined: Vec::new(),
         };
         let event = |number| Event { number, at_ms: 0, node: None, nic: None, worker: None, sentence: "so".to_owned() };
         {

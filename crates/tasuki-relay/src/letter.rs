@@ -105,6 +105,12 @@ pub struct Begin {
     pub nice: i32,
     /// Bytes of memory that it may lock, for devices that need that.
     pub memlock: u64,
+    /// A program of the user's own goes on opening the files that it may read,
+    #[serde(default)]
+    pub files: bool,
+    /// and may start threads.
+    #[serde(default)]
+    pub threads: bool,
     /// Of [`Work::Tap`] and [`Work::Memif`]: what the daemon calls the TAP or the socket.
     #[serde(default)]
     pub tap: Option<String>,

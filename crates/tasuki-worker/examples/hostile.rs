@@ -50,6 +50,9 @@ fn try_it(attack: &str, argument: &str) -> libc::c_long {
         "renice" => call(libc::SYS_setpriority, [libc::PRIO_PROCESS.into(), number, 19, 0]),
         "renice-user" => call(libc::SYS_setpriority, [libc::PRIO_USER.into(), 0, 19, 0]),
         "affinity" => call(libc::SYS_sched_setaffinity, [number, 8, std::ptr::from_ref(&1_u64) as libc::c_long, 0]),
+        "other-cpu" => {
+            call(libc::SYS_sched_setaffinity, [0, 8, std::ptr::from_ref(&(1_u64 << number)) as libc::c_long, 0])
+        }
         "open" => call(libc::SYS_openat, [libc::AT_FDCWD.into(), path, libc::O_RDONLY.into(), 0]),
         "create" => {
             call(libc::SYS_openat, [libc::AT_FDCWD.into(), path, (libc::O_WRONLY | libc::O_CREAT).into(), 0o600])
@@ -70,6 +73,61 @@ fn try_it(attack: &str, argument: &str) -> libc::c_long {
         "shared-memory" => call(libc::SYS_shmget, [1, 4096, 0o1666, 0]),
         "root" => call(libc::SYS_setresuid, [0, 0, 0, 0]),
         "truncate-log" => call(libc::SYS_ftruncate, [2, 0, 0, 0]),
+        "signal-thread" => call(libc::SYS_tgkill, [number, number, 0, 0]),
+        "queue-thread" => call(libc::SYS_rt_tgsigqueueinfo, [number, number, 0, path]),
+        "steal-descriptor" => call(libc::SYS_pidfd_getfd, [3, 0, 0, 0]),
+        "advise" => call(libc::SYS_process_madvise, [3, path, 1, libc::MADV_COLD.into()]),
+        "compare" => call(libc::SYS_kcmp, [number, number, 0, 0]),
+        "migrate" => call(libc::SYS_migrate_pages, [number, 64, path, path]),
+        "real-time" => real_time(),
+        "schedule" => call(
+            libc::SYS_sched_setscheduler,
+            [0, libc::SCHED_RR.into(), std::ptr::from_ref(&1_i32) as libc::c_long, 0],
+        ),
+        "io-priority" => call(libc::SYS_ioprio_set, [1, number, 0, 0]),
+        "join-namespace" => call(libc::SYS_setns, [0, 0, 0, 0]),
+        "chroot" => call(libc::SYS_chroot, [path, 0, 0, 0]),
+        "pivot" => call(libc::SYS_pivot_root, [path, path, 0, 0]),
+        "module" => call(libc::SYS_finit_module, [0, path, 0, 0]),
+        "kernel-log" => call(libc::SYS_syslog, [3, path, 1, 0]),
+        "watch-all" => call(libc::SYS_fanotify_init, [0, 0, 0, 0]),
+        "watch-files" => call(libc::SYS_inotify_init1, [0, 0, 0, 0]),
+        "by-handle" => call(libc::SYS_open_by_handle_at, [libc::AT_FDCWD.into(), path, 0, 0]),
+        "personality" => call(libc::SYS_personality, [0x0040_0000, 0, 0, 0]),
+        "clock" => call(libc::SYS_clock_settime, [0, path, 0, 0]),
+        "host-name" => call(libc::SYS_sethostname, [path, 1, 0, 0]),
+        "messages" => call(libc::SYS_msgget, [1, 0o1666, 0, 0]),
+        "semaphores" => call(libc::SYS_semget, [1, 1, 0o1666, 0]),
+        "posix-messages" => call(libc::SYS_mq_open, [path, libc::O_CREAT.into(), 0o666, 0]),
+        "mode" => call(libc::SYS_fchmodat, [libc::AT_FDCWD.into(), path, 0o777, 0]),
+        "owner" => call(libc::SYS_fchownat, [libc::AT_FDCWD.into(), path, 0, 0]),
+        "link" => call(libc::SYS_symlinkat, [path, libc::AT_FDCWD.into(), path, 0]),
+        "remove" => call(libc::SYS_unlinkat, [libc::AT_FDCWD.into(), path, 0, 0]),
+        "shell" => shell(),
+        "thread" => thread(),
+        "read" => std::fs::read(argument).map_or(-1, |bytes| bytes.len().try_into().unwrap_or(libc::c_long::MAX)),
+        "log-long" => {
+            let _ =
+                std::io::Write::write_all(&mut std::io::stderr(), &vec![b'x'; usize::try_from(number).unwrap_or(0)]);
+            number
+        }
+        "log-bytes" => {
+            let bytes: Vec<u8> = (0..=255).cycle().take(usize::try_from(number).unwrap_or(0)).collect();
+            let _ = std::io::Write::write_all(&mut std::io::stderr(), &bytes);
+            number
+        }
+        "log-forged" => {
+            for _ in 0..number {
+                eprint!(
+                    "\r\x1b[1A1970-01-01T00:00:00Z  INFO tasuki_control: worker 1 of node red was killed by signal 9\u{2028}tasukid: forged\n"
+                );
+            }
+            number
+        }
+        "log-empty" => {
+            (0..number).for_each(|_| eprintln!());
+            number
+        }
         "fill-log" => {
             for line in 0..number {
                 eprintln!("filling \x1b[2J the log, line {line}");
@@ -92,6 +150,32 @@ fn try_it(attack: &str, argument: &str) -> libc::c_long {
         ),
         other => panic!("no attack is called {other}"),
     }
+}
+
+/// Goes before everybody on its CPU.
+fn real_time() -> libc::c_long {
+    let asked = libc::sched_attr {
+        size: u32::try_from(size_of::<libc::sched_attr>()).expect("small"),
+        sched_policy: libc::SCHED_FIFO.unsigned_abs(),
+        sched_flags: 0,
+        sched_nice: 0,
+        sched_priority: 1,
+        sched_runtime: 0,
+        sched_deadline: 0,
+        sched_period: 0,
+    };
+    // SAFETY: H1: the structure lives while the call runs.
+    unsafe { libc::syscall(libc::SYS_sched_setattr, 0, &raw const asked, 0) }
+}
+
+/// Has a child that becomes a shell.
+fn shell() -> libc::c_long {
+    let status = std::process::Command::new("/bin/sh").args(["-c", "exit 0"]).status();
+    status.map_or(-1, |status| if status.success() { 0 } else { -1 })
+}
+
+fn thread() -> libc::c_long {
+    std::thread::Builder::new().spawn(|| 7).map_or(-1, |thread| thread.join().unwrap_or(-1))
 }
 
 /// Has children, and those wait, until there are no more; they end with it.

@@ -82,9 +82,40 @@ const CALLS: &[i64] = &[
     libc::SYS_capget,
 ];
 
+/// What opens files and reads them takes; which, stage one says.
+const FILES: &[i64] = &[libc::SYS_faccessat, libc::SYS_faccessat2, libc::SYS_getdents64, libc::SYS_readv];
+
+/// What a thread takes, beside `clone`. Of `clone3`, whose flags no filter sees, stage one's says that it is not there, and libraries take the other.
+const THREADS: &[i64] = &[
+    libc::SYS_clone3,
+    libc::SYS_set_robust_list,
+    libc::SYS_rseq,
+    libc::SYS_prctl,
+    libc::SYS_sched_getaffinity,
+    libc::SYS_rt_sigpending,
+];
+
+/// Flags of `clone`: a thread has the first, and none of a namespace (CLONE_NEWNS, NEWCGROUP, NEWUTS, NEWIPC, NEWUSER, NEWPID, NEWNET, NEWTIME).
+const THREAD: u64 = 0x1_0000;
+const NAMESPACES: u64 = 0x7e02_0080;
+
+/// What a worker keeps of what it could have.
+#[derive(Debug, Clone, Copy, Default)]
+pub struct Keeps {
+    /// It may go before others on its CPU: it keeps CAP_SYS_NICE, if it has it, of which the filter of system calls leaves its own nice value and its own CPU.
+    pub urgent: bool,
+    /// It goes on opening files, to read them: those that stage one leaves it.
+    pub files: bool,
+    /// It may start threads.
+    pub threads: bool,
+}
+
 /// Requests of `ioctl`: whether a socket waits, and those of VFIO, which all have one letter.
 const FIONBIO: u64 = 0x5421;
 const VFIO_TYPE: u64 = (b';' as u64) << 8;
+
+/// Of `openat`: whoever only reads has none of these.
+const NOT_TO_READ: u64 = (libc::O_ACCMODE | libc::O_CREAT | libc::O_TRUNC).unsigned_abs() as u64;
 
 /// Of a mapping.
 const PROT_EXEC: u64 = libc::PROT_EXEC.unsigned_abs() as u64;
@@ -124,12 +155,11 @@ fn identity(said: Option<&str>) -> (u32, u32) {
     ids.filter(|&(user, group)| ![0, u32::MAX].contains(&user) && ![0, u32::MAX].contains(&group)).unwrap_or(NOBODY)
 }
 
-/// Gives up what the worker does not need. It may lock `memlock` bytes afterwards, and go before others on its CPU if it is to be `urgent`: then it keeps CAP_SYS_NICE, of
-/// which the filter of system calls leaves its own nice value and its own CPU.
+/// Gives up what the worker does not need. It may lock `memlock` bytes afterwards.
 ///
 /// # Errors
 /// What must be given up and could not: privileges.
-pub fn confine(memlock: u64, urgent: bool) -> Result<Unconfined> {
+pub fn confine(memlock: u64, keeps: Keeps) -> Result<Unconfined> {
     let mut without = Unconfined::default();
     if let Err(error) = may_lock(memlock) {
         without
@@ -138,16 +168,16 @@ pub fn confine(memlock: u64, urgent: bool) -> Result<Unconfined> {
     }
     let no_dump = rustix::process::setrlimit(Resource::Core, Rlimit { current: Some(0), maximum: Some(0) });
     without.note(no_dump, "a dump of the worker's memory is possible");
-    become_nobody(urgent)
+    become_nobody(keeps.urgent)
         .context("the worker could not give up its privileges; start tasukid as root, or as a user without any")?;
     let has = rustix::thread::capabilities(None).context("the worker cannot ask for its capabilities")?.permitted;
-    let kept = if urgent { has & CapabilitySet::SYS_NICE } else { CapabilitySet::empty() };
+    let kept = if keeps.urgent { has & CapabilitySet::SYS_NICE } else { CapabilitySet::empty() };
     give_up_but(kept)?;
     rustix::thread::set_no_new_privs(true).context("the kernel does not bar the worker from new privileges")?;
     let dumpable = rustix::process::set_dumpable_behavior(DumpableBehavior::NotDumpable);
     without.note(dumpable, "other processes of the worker's user can look into it");
-    without.note(no_files(), "files, TCP ports, abstract sockets and signals are not all barred");
-    let filtered = only_calls();
+    without.note(no_files(keeps.files), "files, TCP ports, abstract sockets and signals are not all barred");
+    let filtered = only_calls(keeps);
     if filtered.is_err() {
         give_up_but(CapabilitySet::empty())?;
     }
@@ -186,11 +216,13 @@ fn become_nobody(keeps: bool) -> Result<()> {
 /// What landlock is to bar, as of this kernel interface (Linux 6.12).
 const LANDLOCK: ABI = ABI::V6;
 
-/// No file, no TCP port, no abstract socket and no signal to anybody outside: landlock.
-fn no_files() -> Result<()> {
+/// No file, but to read what stage one leaves if it keeps that, no TCP port, no abstract socket and no signal to anybody outside: landlock.
+fn no_files(but_those_of_stage_one: bool) -> Result<()> {
+    let files = AccessFs::from_all(LANDLOCK);
+    let to_read = AccessFs::ReadFile | AccessFs::ReadDir;
     let ruleset = Ruleset::default()
         .set_compatibility(CompatLevel::BestEffort)
-        .handle_access(AccessFs::from_all(LANDLOCK))?
+        .handle_access(if but_those_of_stage_one { files & !to_read } else { files })?
         .handle_access(AccessNet::from_all(LANDLOCK))?
         .scope(Scope::from_all(LANDLOCK))?;
     let status = ruleset.create()?.restrict_self()?;
@@ -246,8 +278,18 @@ fn commands() -> Result<Vec<SeccompRule>> {
 }
 
 /// Only the system calls that a worker makes: seccomp.
-fn only_calls() -> Result<()> {
-    let mut rules: BTreeMap<i64, Vec<SeccompRule>> = CALLS.iter().map(|&call| (call, Vec::new())).collect();
+fn only_calls(keeps: Keeps) -> Result<()> {
+    let files = FILES.iter().filter(|_| keeps.files);
+    let threads = THREADS.iter().filter(|_| keeps.threads);
+    let calls = CALLS.iter().chain(files).chain(threads);
+    let mut rules: BTreeMap<i64, Vec<SeccompRule>> = calls.map(|&call| (call, Vec::new())).collect();
+    if keeps.files {
+        rules.insert(libc::SYS_openat, vec![only_if(2, Some(NOT_TO_READ), 0)?]);
+    }
+    if keeps.threads {
+        let is_thread = vec![condition(0, Some(THREAD), THREAD)?, condition(0, Some(NAMESPACES), 0)?];
+        rules.insert(libc::SYS_clone, vec![SeccompRule::new(is_thread)?]);
+    }
     rules.insert(libc::SYS_ioctl, vec![only_if(1, None, FIONBIO)?, only_if(1, Some(0xff00), VFIO_TYPE)?]);
     let ourselves = std::process::id().into();
     rules.insert(libc::SYS_prlimit64, vec![only_to_look_at_itself()?]);

@@ -18,6 +18,7 @@ use tasuki_relay::worker::{Input, Tables};
 use tasuki_shm::slice;
 
 use crate::board::{Board, Book, Pulse};
+use crate::confine::Keeps;
 use crate::cpus::Cpus;
 use crate::device::Driver;
 use crate::duty::Duty;
@@ -109,7 +110,8 @@ pub fn run<D: Duty>() -> Result<()> {
     let _ = rustix::thread::set_current_timer_slack(NonZeroU64::new(1));
     slice::brief();
     warm::up();
-    let mut unconfined = confine::confine(begin.memlock, begin.nice < 0)?.0;
+    let keeps = Keeps { urgent: begin.nice < 0, files: begin.files, threads: begin.threads };
+    let mut unconfined = confine::confine(begin.memlock, keeps)?.0;
     unconfined.extend(marked.map(|error| format!("the end of this worker will be noticed late: {error}")));
     let reads = vec![store::versions::<e1000e::Sash>(), store::versions::<virtio::Sash>()];
     node.common.post.write(&ToDaemon::Begun { speech: SPEECH, reads, unconfined }, Vec::new());

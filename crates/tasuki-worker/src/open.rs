@@ -1,7 +1,7 @@
 //! The opener: it has the rights that a worker has not. It takes a card out of its box, starts it, hands all that it is made of to the daemon,
 //! and ends; the card runs on, and nobody drives it yet.
 
-use std::os::fd::{AsFd, OwnedFd};
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail, ensure};
@@ -10,11 +10,12 @@ use rustix::process::Signal;
 use tasuki_net::nic::bus::Iova;
 use tasuki_net::nic::bus::pci::Header;
 use tasuki_net::nic::bus::vfio::Vfio;
+use tasuki_net::nic::bus::vfio_user::{TIMEOUT, VfioUser};
 use tasuki_net::nic::e1000e::E1000e;
 use tasuki_net::nic::kit::KitBus;
 use tasuki_net::nic::virtio_net::VirtioNet;
 use tasuki_net::nic::{Filter, InPlace, Link, NicError, NicOptions, Repoint};
-use tasuki_relay::letter::{Can, ToDaemon};
+use tasuki_relay::letter::{Can, SPEECH, ToDaemon};
 
 use crate::device::{self, Device, Driver};
 use crate::{kit, post};
@@ -51,12 +52,20 @@ pub fn open(how: &How) -> Result<()> {
     rustix::process::set_parent_process_death_signal(Some(Signal::KILL))?;
     let (letter, fds) = match &how.device {
         Device::Vfio(address) => start(Vfio::open(*address)?, how)?,
-        Device::VfioUser(path) => start(device::connect(path)?, how)?,
+        Device::VfioUser(_) => start(meet(socket.as_fd())?, how)?,
         Device::Sim => bail!("the opener starts no model: tasukid does, and names its socket as vfio-user:PATH"),
     };
     let letter = serde_json::to_vec(&letter)?;
     post::send(socket.as_fd(), &letter, &fds, SendFlags::empty())
         .context("the daemon did not take the card's descriptors")
+}
+
+/// Meets the server of a card at the other end of a connection that the daemon gives to who has given up what it does not need: the server is no part of us.
+fn meet(daemon: BorrowedFd<'_>) -> Result<VfioUser> {
+    let letter = serde_json::to_vec(&ToDaemon::Begun { speech: SPEECH, reads: Vec::new(), unconfined: Vec::new() })?;
+    post::send(daemon, &letter, &[], SendFlags::empty()).context("the daemon is gone")?;
+    let connection = post::receive_one(daemon).context("the daemon gave no connection to the card's server")?;
+    VfioUser::meet(connection, TIMEOUT).map_err(Into::into)
 }
 
 fn start<B: KitBus>(mut bus: B, how: &How) -> Result<(ToDaemon, Vec<OwnedFd>)> {

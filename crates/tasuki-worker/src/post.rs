@@ -176,6 +176,14 @@ impl Post {
     }
 }
 
+/// Waits for a message that is one descriptor; nothing at the end, or if it is something else.
+pub fn receive_one(socket: BorrowedFd<'_>) -> Option<OwnedFd> {
+    let mut poll = [rustix::event::PollFd::from_borrowed_fd(socket, rustix::event::PollFlags::IN)];
+    rustix::io::retry_on_intr(|| rustix::event::poll(&mut poll, None)).ok()?;
+    let (_, mut fds, _) = receive(socket, &mut [0; 1]).ok()??;
+    fds.pop()
+}
+
 /// A message: its bytes, its descriptors, and whether that was all. Nothing at the end.
 fn receive(socket: BorrowedFd<'_>, into: &mut [u8]) -> Result<Option<(usize, Vec<OwnedFd>, bool)>, Errno> {
     let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(FDS_MAX))];

@@ -1,4 +1,6 @@
 //! What a program tries against others once its runtime has confined it (stage two): the kernel ends it, and its victim goes on.
+//!
+//! Attacks of docs/design/threat-model.md.
 #![allow(clippy::tests_outside_test_module, reason = "the whole file is tests")]
 
 #[macro_use]
@@ -27,6 +29,20 @@ fn limits(worker: &Worker) -> String {
     std::fs::read_to_string(format!("/proc/{}/limits", worker.process.id())).expect("a child of ours")
 }
 
+/// Each with its row of the threat model.
+const ATTACKS: &[(&str, &str)] = &[
+    ("T11", "prlimit"),
+    ("T11", "prlimit-self"),
+    ("T12", "setown"),
+    ("T12", "setsig"),
+    ("T12", "async"),
+    ("T12", "notify"),
+    ("T12", "lease"),
+    ("T13", "code"),
+    ("T13", "code-map"),
+];
+
+/// rows: in the table
 #[test]
 fn a_confined_program_that_reaches_for_others_is_killed_and_they_go_on() {
     need_model!();
@@ -36,8 +52,7 @@ fn a_confined_program_that_reaches_for_others_is_killed_and_they_go_on() {
     let mut victim = Node::new(folder.path(), Work::Echo).ready(&nic, &[]);
     let before = limits(&victim);
     let pid = victim.process.id();
-    let attacks = ["prlimit", "prlimit-self", "setown", "setsig", "async", "notify", "lease", "code", "code-map"];
-    for (attack, first) in attacks.iter().zip((10..).step_by(10)) {
+    for ((_, attack), first) in ATTACKS.iter().zip((10..).step_by(10)) {
         let Some(mut node) = hostile(folder.path(), format!("then {attack} {pid}"), first) else { return };
         let mut worker = node.worker(&[]);
         worker.give(&nic);

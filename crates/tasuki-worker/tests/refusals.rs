@@ -266,6 +266,8 @@ fn refused_tap(tap: Option<OwnedFd>) -> String {
         nice: 0,
         poll: false,
         memlock: 0,
+        files: false,
+        threads: false,
         memif: None,
         tap: Some("room:nic0".to_owned()),
     };

@@ -7,6 +7,7 @@ mod leftovers;
 mod paths;
 mod size;
 mod source;
+mod threats;
 mod unsafety;
 
 use std::fmt;
@@ -56,6 +57,8 @@ pub fn run(checkout: &Checkout) -> anyhow::Result<bool> {
     findings.extend(sources.iter().flat_map(leftovers::check));
     findings.extend(files.iter().flat_map(paths::check));
     findings.extend(arrows::check(&metadata(&checkout.root.join("Cargo.toml"))?, &files)?);
+    let (of_threats, tally) = threats::check(&files, &sources);
+    findings.extend(of_threats);
     findings.sort_unstable();
     for finding in &findings {
         println!("{finding}");
@@ -64,6 +67,7 @@ pub fn run(checkout: &Checkout) -> anyhow::Result<bool> {
     for warning in &warnings {
         println!("{}:{}: warning: {}", warning.path, warning.line, warning.advice);
     }
+    println!("tidy: {} attacks against the {} rows of the threat model", tally.attacks, tally.rows);
     println!("tidy: {} files, {} findings, {} warnings", files.len(), findings.len(), warnings.len());
     Ok(findings.is_empty())
 }

@@ -105,7 +105,10 @@ impl System {
     pub fn configured(folder: &Path, configuration: &str) -> Result<Self> {
         let config = folder.join("tasuki.toml");
         // What is measured is no hang, and on a machine with much to do nobody has to run every 200 ms.
-        std::fs::write(&config, format!("[daemon]\nhang_after_ms = 5000\nrestart = \"always\"\n\n{configuration}"))?;
+        let daemon = "[daemon]\nhang_after_ms = 5000\nrestart = \"always\"\n";
+        // As usual, where that can be had.
+        let confine = if rustix::process::geteuid().is_root() { "" } else { "confine = \"best-effort\"\n" };
+        std::fs::write(&config, format!("{daemon}{confine}\n{configuration}"))?;
         let this = std::env::current_exe().context("the bench could not find its own executable")?;
         let program = this.with_file_name("tasukid");
         let mut command = Command::new(&program);

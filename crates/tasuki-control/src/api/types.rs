@@ -43,6 +43,9 @@ pub struct NodeView {
     /// Whether somebody captures its frames.
     #[serde(default)]
     pub captured: bool,
+    /// What its workers are not confined with.
+    #[serde(default)]
+    pub unconfined: std::collections::BTreeSet<String>,
 }
 
 /// A VNI.

@@ -111,8 +111,8 @@ fn serve(file: &Path, folder: &Path, groups: Option<PathBuf>) -> Result<()> {
     }
     let is_root = rustix::process::geteuid().is_root();
     ensure!(
-        is_root || config.daemon.confine() != Confine::Strict,
-        "{}: only root can confine workers strictly; start tasukid as root, or write confine = \"best-effort\" under [daemon]: tasuki status then says what does not hold",
+        is_root || config.daemon.confine != Confine::Strict,
+        "{}: only root can confine workers as they are to be; start tasukid as root, or write confine = \"best-effort\" under [daemon]: tasuki status then says what does not hold",
         file.display()
     );
     let programs = programs(&config, file)?;

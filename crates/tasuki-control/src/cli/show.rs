@@ -83,7 +83,12 @@ fn table_of_nodes(nodes: &[NodeView]) -> String {
 }
 
 fn troubles(nodes: &[NodeView]) -> String {
-    nodes.iter().filter_map(|node| node.trouble.as_ref()).map(|trouble| format!("\n{trouble}\n")).collect()
+    let troubles = nodes.iter().filter_map(|node| node.trouble.as_ref()).map(|trouble| format!("\n{trouble}\n"));
+    let unconfined = nodes.iter().filter(|node| !node.unconfined.is_empty()).map(|node| {
+        let what: Vec<&str> = node.unconfined.iter().map(String::as_str).collect();
+        format!("\nnode {} is not confined as it is to be: {}\n", node.name, what.join("; "))
+    });
+    troubles.chain(unconfined).collect()
 }
 
 fn nodes(nodes: &[NodeView]) -> String {

@@ -229,7 +229,11 @@ fn odd_memif(memif: &Memif) -> Option<String> {
 }
 
 fn program_of(node: &Node) -> Option<String> {
-    let Program { path, options } = node.program()?;
+    let Program { path, options, files, threads: _ } = node.program()?;
+    if let Some(file) = files.iter().find(|file| !file.is_absolute()) {
+        let (node, file) = (&node.name, file.display());
+        return Some(format!("node {node:?}: a file that its program may read is named by a path from /, not {file}"));
+    }
     let most = letter::OPTIONS_MAX;
     match () {
         () if !path.is_absolute() => {

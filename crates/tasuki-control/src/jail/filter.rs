@@ -171,7 +171,7 @@ const OLD_CALLS: &[i64] = &[
 const OLD_CALLS: &[i64] = &[];
 
 /// About itself alone: its first argument is 0, or its own number.
-const ABOUT_ITSELF: &[i64] = &[libc::SYS_prlimit64, libc::SYS_sched_setaffinity, libc::SYS_sched_setattr];
+const ABOUT_ITSELF: &[i64] = &[libc::SYS_prlimit64, libc::SYS_sched_setaffinity];
 /// Signals.
 const SIGNALS: &[i64] = &[libc::SYS_kill, libc::SYS_tgkill];
 
@@ -234,12 +234,13 @@ fn any_of(argument: u8, values: &[i32]) -> Result<Vec<SeccompRule>> {
     values.iter().map(|&value| rule(vec![one(argument, None, u64::from(value.cast_unsigned()))?])).collect()
 }
 
-/// For the process of this number, whatever program it becomes.
-pub fn filter(ourselves: u32) -> Result<BpfProgram> {
+/// For the process of this number, whatever program it becomes. How its time is shared out it may choose where it `has_no_say` before others: with CAP_SYS_NICE it would
+/// choose to go before everybody, whatever limits it has.
+pub fn filter(ourselves: u32, has_no_say: bool) -> Result<BpfProgram> {
     let mut rules: BTreeMap<i64, Vec<SeccompRule>> =
         CALLS.iter().chain(OLD_CALLS).map(|&call| (call, Vec::new())).collect();
     let us = u64::from(ourselves);
-    for &call in ABOUT_ITSELF {
+    for &call in ABOUT_ITSELF.iter().chain(has_no_say.then_some(&libc::SYS_sched_setattr)) {
         rules.insert(call, vec![rule(vec![one(0, None, 0)?])?, rule(vec![one(0, None, us)?])?]);
     }
     for &call in SIGNALS {
@@ -276,7 +277,7 @@ mod tests {
 
     #[test]
     fn the_kernel_has_room_for_it() {
-        let program = filter(7).expect("a filter");
+        let program = filter(7, true).expect("a filter");
         assert!((1..4096).contains(&program.len()), "{}", program.len());
     }
 }

@@ -39,8 +39,10 @@ const ANY_NICE: u64 = 40;
 /// What is to be given up.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 pub struct Terms {
-    /// What the process is to become.
+    /// What the process is to become,
     pub program: PathBuf,
+    /// and what follows its name.
+    pub args: Vec<String>,
     /// Whose it is to be; without, it stays the daemon's user's.
     pub uid: Option<u32>,
     /// The network namespace to enter.
@@ -49,6 +51,10 @@ pub struct Terms {
     pub doors: Vec<PathBuf>,
     /// It may go before others on its CPU.
     pub urgent: bool,
+    /// Files and folders that it may read,
+    pub reads: Vec<PathBuf>,
+    /// and devices that it may use, of which some lock its memory.
+    pub devices: Vec<PathBuf>,
     /// What cannot be given up ends it.
     pub strict: bool,
     /// What the daemon knows that does not hold.
@@ -98,11 +104,11 @@ fn become_program(terms: &str) -> Result<std::convert::Infallible> {
     say(&says, &Says::Confined(lacks));
     rustix::stdio::dup2_stdout(&nowhere)?;
     drop(nowhere);
-    let mut error = Command::new(&path).arg("worker").exec();
+    let mut error = Command::new(&path).args(&terms.args).exec();
     if error.kind() == std::io::ErrorKind::PermissionDenied {
         // It lies where its user cannot go, in somebody's home for instance.
         let by_descriptor = format!("/proc/self/fd/{}", program.as_raw_fd());
-        error = Command::new(by_descriptor).arg0(&path).arg("worker").exec();
+        error = Command::new(by_descriptor).arg0(&path).args(&terms.args).exec();
     }
     say(&says, &Says::Failed(format!("{} does not start: {error}", path.display())));
     std::process::exit(1)
@@ -128,7 +134,7 @@ fn confine(terms: &Terms, program: &OwnedFd, lacks: &mut Vec<String>) -> Result<
     let is_apart = terms.uid.is_some() && matches!(entered, Some(Ok(())));
     note(lacks, entered.unwrap_or(Ok(())), "it is in the machine's network");
     let keeps = limit(terms, lacks);
-    let files = landlock(program)?;
+    let files = landlock(terms, program)?;
     if let Some(uid) = terms.uid {
         become_user(uid, keeps)?;
     }
@@ -142,7 +148,9 @@ fn confine(terms: &Terms, program: &OwnedFd, lacks: &mut Vec<String>) -> Result<
     }
     rustix::thread::set_no_new_privs(true).context("the kernel does not bar it from new privileges")?;
     note(lacks, bar_files(files, is_apart), "files, abstract sockets and signals to others are not all barred");
-    let filter = filter::filter(std::process::id())?;
+    // While it may: see `tasuki-worker/src/slice.rs`.
+    spawn::brief();
+    let filter = filter::filter(std::process::id(), kept.is_empty())?;
     note(lacks, seccompiler::apply_filter(&filter), "system calls are not barred");
     Ok(())
 }
@@ -162,6 +170,7 @@ fn limit(terms: &Terms, lacks: &mut Vec<String>) -> CapabilitySet {
     let nice = if terms.urgent { set(Resource::Nice, ANY_NICE) } else { set(Resource::Nice, 0) };
     let ours = rustix::thread::capabilities(None).map_or(CapabilitySet::empty(), |ours| ours.permitted);
     match nice {
+        _ if !terms.devices.is_empty() => ours & CapabilitySet::IPC_LOCK,
         Err(_) if terms.urgent => ours & CapabilitySet::SYS_NICE,
         _ => CapabilitySet::empty(),
     }
@@ -189,18 +198,20 @@ fn become_user(uid: u32, keeps: CapabilitySet) -> Result<()> {
 }
 
 /// The program, its libraries, and little else: made while we may look there.
-fn landlock(program: &OwnedFd) -> Result<landlock::RulesetCreated> {
+fn landlock(terms: &Terms, program: &OwnedFd) -> Result<landlock::RulesetCreated> {
     let run = AccessFs::Execute | AccessFs::ReadFile | AccessFs::ReadDir;
     let read = AccessFs::ReadFile | AccessFs::ReadDir;
     let write = AccessFs::ReadFile | AccessFs::WriteFile;
-    let lists = [(LIBRARIES, run), (READ, read), (READ_AND_WRITE, write)];
+    let ours = |paths: &'static [&str]| paths.iter().map(Path::new);
+    let list = ours(LIBRARIES).map(|path| (path, run)).chain(ours(READ).map(|path| (path, read)));
+    let list = list.chain(ours(READ_AND_WRITE).map(|path| (path, write)));
+    let list = list.chain(terms.reads.iter().map(|path| (path.as_path(), read)));
+    let list =
+        list.chain(terms.devices.iter().map(|path| (path.as_path(), write | AccessFs::ReadDir | AccessFs::IoctlDev)));
     let mut rules = vec![PathBeneath::new(program.try_clone()?, AccessFs::Execute | AccessFs::ReadFile)];
-    for (paths, rights) in lists {
-        for path in paths {
-            let Ok(fd) = open(path, OFlags::PATH) else { continue };
-            let is_file = Path::new(path).is_file() || path.starts_with("/dev/");
-            rules.push(PathBeneath::new(fd, if is_file { rights & !AccessFs::ReadDir } else { rights }));
-        }
+    for (path, rights) in list {
+        let Ok(fd) = open(path, OFlags::PATH) else { continue };
+        rules.push(PathBeneath::new(fd, if path.is_dir() { rights } else { rights & !AccessFs::ReadDir }));
     }
     let mut ruleset = Ruleset::default()
         .set_compatibility(CompatLevel::BestEffort)
@@ -253,9 +264,13 @@ fn found_wanting(status: &str, terms: &Terms, is_apart: bool) -> Vec<String> {
         hold("Groups", &str::is_empty);
         hold("CapBnd", &|value| bits(value) == Some(0));
     }
-    let may_have = if terms.urgent { CapabilitySet::SYS_NICE.bits() } else { 0 };
+    let may_have = match terms.devices.is_empty() {
+        true if terms.urgent => CapabilitySet::SYS_NICE,
+        true => CapabilitySet::empty(),
+        false => CapabilitySet::IPC_LOCK,
+    };
     for name in ["CapInh", "CapPrm", "CapEff", "CapAmb"] {
-        hold(name, &|value| bits(value).is_some_and(|bits| bits & !may_have == 0));
+        hold(name, &|value| bits(value).is_some_and(|bits| bits & !may_have.bits() == 0));
     }
     hold("NoNewPrivs", &|value| value == "1");
     hold("Seccomp", &|value| value == "2");
@@ -286,10 +301,13 @@ mod tests {
     fn terms(urgent: bool) -> Terms {
         Terms {
             program: "/bin/true".into(),
+            args: vec!["worker".to_owned()],
             uid: Some(7),
             network: None,
             doors: Vec::new(),
             urgent,
+            reads: Vec::new(),
+            devices: Vec::new(),
             strict: true,
             lacks: Vec::new(),
         }

@@ -105,6 +105,7 @@ impl Supervisor {
     /// What the registry says of a NIC, as far as that is still true.
     fn remember(&self, card: &mut Card, record: &crate::registry::NicRecord, is_driven: bool) -> Result<()> {
         card.model = record.model.and_then(Process::find);
+        card.uid = record.uid;
         if let Some(model) = &card.model {
             watch(&self.epoll, model.pidfd(), Token::ModelEnd(card.number))?;
         }
@@ -165,7 +166,6 @@ impl Supervisor {
             nics: Default::default(),
             given,
             has_begun: true,
-            unconfined: Vec::new(),
             lacks: Vec::new(),
             jailing: None,
             unsaid: None,

@@ -1,6 +1,7 @@
 //! A NIC, as the daemon sees it.
 
 use std::collections::BTreeSet;
+use std::io::Read;
 use std::num::NonZeroU32;
 use std::os::fd::{AsFd, OwnedFd};
 use std::time::Duration;
@@ -15,7 +16,13 @@ use tasuki_shm::region::{RegionError, Span};
 
 use super::worker::Words;
 use crate::config;
+use crate::jail::{self, Says, Terms};
 use crate::process::Process;
+
+/// Of what an opener or a model says, so much is heard,
+const SAYS_MAX: usize = 16 << 10;
+/// and so much of it told.
+const SENTENCE_MAX: usize = 1000;
 
 /// The lease word and the stamps beside it.
 #[derive(Debug)]
@@ -85,7 +92,7 @@ fn to_shm(tenure: Tenure) -> tasuki_shm::lease::Tenure {
 pub enum Opening {
     /// Not begun; not before this time.
     NotBefore(Duration),
-    /// Its model was started, then, and does not serve yet.
+    /// Its model was started, then, and is not known to be confined yet.
     Model(Duration),
     /// Somebody opens it.
     Opener(Opener),
@@ -101,13 +108,73 @@ pub struct Opener {
     /// The way to it.
     pub socket: OwnedFd,
     /// What it says to people.
-    pub says: std::io::PipeReader,
+    pub speech: Speech,
     /// Why it was of no use, if we know better than it.
     pub why: Option<String>,
     /// The number that its addresses come from.
     pub party: u32,
     /// When it began.
     pub since: Duration,
+}
+
+/// What a process says that a card takes: its jail a line, and then it to people.
+#[derive(Debug)]
+pub struct Speech {
+    pipe: std::io::PipeReader,
+    heard: Vec<u8>,
+    /// What it was started under, if it was.
+    terms: Option<Box<Terms>>,
+}
+
+impl Speech {
+    /// Of a process that says it here, and is started under these.
+    pub fn new(terms: Option<Terms>) -> std::io::Result<(Self, std::io::PipeWriter)> {
+        let (pipe, theirs) = std::io::pipe()?;
+        rustix::io::ioctl_fionbio(&pipe, true)?;
+        Ok((Speech { pipe, heard: Vec::new(), terms: terms.map(Box::new) }, theirs))
+    }
+
+    fn hear(&mut self) {
+        let mut text = [0; 1024];
+        while let Ok(len @ 1..) = self.pipe.read(&mut text) {
+            let room = SAYS_MAX.saturating_sub(self.heard.len()).min(len);
+            self.heard.extend_from_slice(&text[..room]);
+        }
+    }
+
+    /// Whether this process is the program by now, confined as it was to be; why not, if that is not so.
+    pub fn is_confined(&mut self, process: &Process) -> Result<bool, String> {
+        self.hear();
+        let Some(terms) = &self.terms else { return Ok(true) };
+        // The jail speaks before its program does.
+        match { self.heard.split_inclusive(|byte| *byte == b'\n').next() }.and_then(jail::said) {
+            Some(Says::Confined(lacks)) => {
+                let found = jail::verify(process.name().pid, terms);
+                if terms.strict && !found.is_empty() {
+                    return Err(format!("it is not confined: {}", found.join("; ")));
+                }
+                tracing::debug!(
+                    "{} begins; of its confinement does not hold: {lacks:?} {found:?}",
+                    terms.program.display()
+                );
+                Ok(true)
+            }
+            Some(Says::Failed(why)) => Err(why),
+            None => Ok(false),
+        }
+    }
+
+    /// The last that it said, once it is dead.
+    pub fn last(&mut self) -> Option<String> {
+        self.hear();
+        let text = String::from_utf8_lossy(&self.heard);
+        let last = text.lines().rev().find(|line| !line.trim().is_empty())?;
+        match jail::said(last.as_bytes()) {
+            Some(Says::Failed(why)) => Some(why),
+            Some(Says::Confined(_)) => None,
+            None => Some(crate::log::plain(last.trim().trim_start_matches("tasuki: "), SENTENCE_MAX)),
+        }
+    }
 }
 
 /// A kit and its descriptors.
@@ -172,8 +239,12 @@ pub struct Card {
     pub failures: usize,
     /// How often it was opened anew since somebody drove it.
     pub renewals: usize,
-    /// Its model, if it is ours.
+    /// Its model, if it is ours,
     pub model: Option<Process>,
+    /// and what that says, if this daemon has started it.
+    pub speech: Option<Speech>,
+    /// The user of its model and its openers.
+    pub uid: Option<u32>,
     /// Its arbiter, once there is a worker to ask.
     pub arbiter: Option<Arbiter>,
     /// The deadline that is set: its number and when it is over.
@@ -209,6 +280,8 @@ impl Card {
             failures: 0,
             renewals: 0,
             model: None,
+            speech: None,
+            uid: None,
             arbiter: None,
             watch: None,
             condemned: BTreeSet::new(),

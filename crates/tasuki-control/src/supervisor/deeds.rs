@@ -338,6 +338,7 @@ impl Supervisor {
             node: card.node.clone(),
             number_on_vni: card.number_on_vni,
             model: card.model.as_ref().map(|model| model.name()),
+            uid: card.uid,
             made_by: card.kept.as_ref().map_or(0, |kept| kept.made_by),
             page_of: card.page_of.iter().cloned().collect(),
             epoch: tenure.epoch,

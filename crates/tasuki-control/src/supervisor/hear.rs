@@ -169,8 +169,8 @@ impl Supervisor {
         if worker.unsaid.is_some() {
             return self.condemn(number, "began before it was told what it is".to_owned());
         }
-        worker.unconfined =
-            unconfined.iter().take(UNCONFINED_MAX).map(|sentence| plain(sentence, SENTENCE_MAX)).collect();
+        let says = unconfined.iter().take(UNCONFINED_MAX).map(|sentence| plain(sentence, SENTENCE_MAX));
+        worker.record.unconfined = worker.lacks.iter().cloned().chain(says).collect();
         let (node, binary) = (worker.record.node.clone(), worker.record.binary.display().to_string());
         self.hears_orders(number);
         self.note(About::worker(&node, number), format!("worker {number} of node {node} has begun ({binary})"));

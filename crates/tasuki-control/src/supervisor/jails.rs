@@ -1,9 +1,11 @@
 //! What a worker's process is started under: stage one of confinement ([`crate::jail`]). It is given its socket and nothing else until the kernel says that this holds.
 
+use std::collections::BTreeSet;
 use std::ffi::OsString;
 use std::io::Read;
 use std::os::fd::{AsFd, AsRawFd, OwnedFd};
 use std::path::{Path, PathBuf};
+use std::process::Command;
 
 use anyhow::{Context, Result};
 use tasuki_relay::letter::Begin;
@@ -68,20 +70,29 @@ impl Drop for Ward {
 }
 
 impl Supervisor {
-    /// A node's user: the same as long as the node is known.
-    fn uid_of(&mut self, name: &str) -> Option<u32> {
+    /// A user of nobody else's, for `whom`: the one that it has, if that may be.
+    fn uid_for(&self, whom: &str, has: Option<u32>) -> Option<u32> {
+        let range = self.config.daemon.uids;
         if !rustix::process::geteuid().is_root() {
             return None;
         }
-        let range = self.config.daemon.uids;
-        let has = self.nodes.get(name)?.record.uid.filter(|uid| range.has(*uid));
-        let taken = |uid: u32| self.nodes.iter().any(|(other, node)| other != name && node.record.uid == Some(uid));
-        let uid = has.or_else(|| {
+        let mut taken = { self.nodes.values() }
+            .map(|node| node.record.uid)
+            .chain(self.cards.values().map(|card| card.uid))
+            .flatten()
+            .collect::<BTreeSet<u32>>();
+        has.filter(|uid| range.has(*uid)).or_else(|| {
             // Another daemon's node of this name has another.
-            let whole = format!("{}/{name}", self.place.folder().display());
-            range.from(crc32c::crc32c(whole.as_bytes())).find(|uid| !taken(*uid))
-        })?;
-        if has.is_none() {
+            let whole = format!("{}/{whom}", self.place.folder().display());
+            range.from(crc32c::crc32c(whole.as_bytes())).find(|uid| taken.insert(*uid))
+        })
+    }
+
+    /// A node's user: the same as long as the node is known.
+    fn uid_of(&mut self, name: &str) -> Option<u32> {
+        let has = self.nodes.get(name)?.record.uid;
+        let uid = self.uid_for(name, has)?;
+        if has != Some(uid) {
             self.nodes.get_mut(name)?.record.uid = Some(uid);
             let record = self.nodes[name].record.clone();
             self.changes.push(crate::registry::Change::Node(name.to_owned(), record));
@@ -94,17 +105,38 @@ impl Supervisor {
         let id = format!("{:08x}", crc32c::crc32c(self.place.folder().as_os_str().as_encoded_bytes()));
         let groups = self.groups.insert(Groups::find(&id, named.as_deref()));
         groups.sweep();
-        if self.config.daemon.confine() != Confine::Off && named.is_none() {
+        if self.config.daemon.confine != Confine::Off && named.is_none() {
             groups.go_aside();
+        }
+    }
+
+    /// What a node's processes may have together.
+    fn bounds_of(&self, name: &str) -> Option<Bounds> {
+        let node = self.config.node(name)?;
+        let cpus = crate::aside::of(node, &self.config, &self.aside);
+        Some(Bounds { cpus, ..node.bounds() })
+    }
+
+    /// The nodes' CPUs are divided otherwise from now on.
+    pub(super) fn divide_anew(&mut self) {
+        self.nodes.values_mut().for_each(|node| node.ward.group = None);
+        let workers = self.workers.values().filter(|worker| worker.group.is_some());
+        let workers: Vec<_> = workers.map(|worker| (worker.record.party, worker.process.name().pid)).collect();
+        for (number, pid) in workers {
+            let node = self.workers[&number].record.node.clone();
+            let group = self.group_for(&node, number).ok().filter(|group| group.add(pid).is_ok());
+            if let (Some(worker), Some(group)) = (self.workers.get_mut(&number), group) {
+                worker.group = Some(group);
+            }
         }
     }
 
     /// The control group of a worker, in its node's.
     fn group_for(&mut self, name: &str, number: u32) -> std::io::Result<Group> {
         let none = || std::io::Error::other("there is no such node");
-        let bounds = match self.config.daemon.confine() {
+        let bounds = match self.config.daemon.confine {
             Confine::Off => Bounds::default(),
-            Confine::Strict | Confine::BestEffort => self.config.node(name).ok_or_else(none)?.bounds(),
+            Confine::Strict | Confine::BestEffort => self.bounds_of(name).ok_or_else(none)?,
         };
         let groups = self.groups.as_ref().ok_or_else(none)?;
         let ward = &mut self.nodes.get_mut(name).ok_or_else(none)?.ward;
@@ -128,8 +160,9 @@ impl Supervisor {
     /// What a fresh worker of this node is started under, and its control group.
     fn terms_for(&mut self, name: &str, number: u32, program: &Path) -> Result<(Terms, Option<Group>)> {
         let config = self.config.node(name).context("there is no such node")?;
-        let (bounds, urgent) = (config.bounds(), config.nice() < 0);
-        let strict = self.config.daemon.confine() == Confine::Strict;
+        let (urgent, reads) = (config.nice() < 0, config.program().map(|program| program.files.clone()));
+        let bounds = self.bounds_of(name).context("there is no such node")?;
+        let strict = self.config.daemon.confine == Confine::Strict;
         let uid = self.uid_of(name);
         let is_root = rustix::process::geteuid().is_root();
         let mut lacks = Vec::new();
@@ -153,18 +186,70 @@ impl Supervisor {
                 Err(error) => lacks.push(format!("it is in the machine's network ({error})")),
             }
         }
-        let network = ward
-            .network
-            .as_ref()
-            .map(|network| format!("/proc/{}/fd/{}", std::process::id(), network.as_fd().as_raw_fd()).into());
+        let network = ward.network.as_ref().map(path_of);
         let doors = group.as_ref().map(Group::doors).unwrap_or_default();
-        let terms = Terms { program: program.to_owned(), uid, network, doors, urgent, strict, lacks };
+        let terms = Terms {
+            program: program.to_owned(),
+            args: vec!["worker".to_owned()],
+            uid,
+            network,
+            doors,
+            urgent,
+            reads: reads.unwrap_or_default(),
+            devices: Vec::new(),
+            strict,
+            lacks,
+        };
         Ok((terms, group))
+    }
+
+    /// What opens a card, or is a model of one, begins like this: as a user of the card's own. Who opens `devices` of the machine stays the daemon's user,
+    /// without its capabilities, and is confined as far as that goes.
+    pub(super) fn start_apart(
+        &mut self,
+        nic: u32,
+        program: &Path,
+        args: Vec<String>,
+        devices: &[&str],
+    ) -> Result<(Command, Option<Terms>)> {
+        if self.config.daemon.confine == Confine::Off {
+            let mut command = Command::new(program);
+            command.args(args);
+            return Ok((command, None));
+        }
+        let card = self.cards.get(&nic).context("there is no such NIC")?;
+        let uid = self.uid_for(&format!("nic/{}", card.name()), card.uid).filter(|_| devices.is_empty());
+        if let Some(card) = self.cards.get_mut(&nic).filter(|_| uid.is_some()) {
+            card.uid = uid;
+        }
+        let is_root = rustix::process::geteuid().is_root();
+        let mut lacks = Vec::new();
+        if devices.is_empty() && uid.is_none() {
+            lacks.push("it has tasukid's own user".to_owned());
+        }
+        if is_root && self.apart.is_none() {
+            self.apart = Some(Unnamed::new().context("it cannot be kept out of the machine's network")?);
+        }
+        let terms = Terms {
+            program: program.to_owned(),
+            args,
+            uid,
+            network: self.apart.as_ref().map(path_of),
+            doors: Vec::new(),
+            urgent: false,
+            reads: if devices.is_empty() { Vec::new() } else { vec!["/sys".into()] },
+            devices: devices.iter().map(PathBuf::from).collect(),
+            strict: self.config.daemon.confine == Confine::Strict && devices.is_empty(),
+            lacks,
+        };
+        let mut command = Command::new("/proc/self/exe");
+        command.args([jail::WORD, &serde_json::to_string(&terms)?]);
+        Ok((command, Some(terms)))
     }
 
     /// What starts a worker of this program, and what is to be heard of its jail; nothing of that where there is none.
     pub(super) fn start_for(&mut self, name: &str, number: u32, program: &Path) -> Result<Start> {
-        if self.config.daemon.confine() == Confine::Off {
+        if self.config.daemon.confine == Confine::Off {
             let stdout = nowhere()?;
             // Without a freezer a fence waits for the end of each process.
             let group = self.group_for(name, number).ok();
@@ -227,6 +312,11 @@ impl Supervisor {
         }
         self.condemn(number, "was not confined".to_owned());
     }
+}
+
+/// Where a process that the daemon starts finds it.
+fn path_of(network: &Unnamed) -> PathBuf {
+    format!("/proc/{}/fd/{}", std::process::id(), network.as_fd().as_raw_fd()).into()
 }
 
 /// Where what a worker writes is lost.

@@ -209,6 +209,8 @@ pub struct Supervisor {
     door: Door,
     signals: UnixStream,
     tombs: Tombs,
+    /// The network of openers and models, in which there is nothing.
+    apart: Option<tasuki_tap::namespace::Unnamed>,
     /// Looked for when there is the first worker to confine.
     groups: Option<Groups>,
     workers: BTreeMap<u32, Worker>,
@@ -287,6 +289,7 @@ impl Supervisor {
             door,
             signals,
             tombs: Tombs::new()?,
+            apart: None,
             groups: None,
             workers: BTreeMap::new(),
             cards: BTreeMap::new(),

@@ -91,6 +91,7 @@ impl Supervisor {
         if node.cpu.is_some() {
             self.aside = crate::aside::cpus(&self.config);
             crate::aside::stay(&self.aside);
+            self.divide_anew();
         }
         self.record_node(&node, true);
         self.note(About::node(&name), format!("node {name} was added"));

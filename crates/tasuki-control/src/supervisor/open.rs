@@ -1,24 +1,58 @@
 //! Cards out of their boxes. Who opens a device has privileges, and ends when the card runs; who drives it never has any.
 
-use std::io::Read;
-use std::os::fd::AsFd;
+use std::os::fd::{AsFd, OwnedFd};
+use std::os::unix::fs::FileTypeExt;
+use std::os::unix::net::UnixListener;
+use std::path::Path;
 use std::process::{Command, Stdio};
 use std::time::Duration;
 
-use anyhow::{Context, Result};
+use anyhow::{Context, Result, ensure};
+use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType};
 use tasuki_relay::letter::{Kit, ToDaemon, board};
 use tasuki_relay::wire::{Order, Reason};
 
-use super::card::{Board, Kept, Opener, Opening};
+use super::card::{Board, Card, Kept, Opener, Opening, Speech};
 use super::policy;
 use super::worker::{Fit, Worker};
 use super::{About, PATIENCE, Supervisor, Token, iova_of, kits, now, watch};
 use crate::channel::{self, Nothing};
-use crate::config::{self, Device};
+use crate::config::{self, Confine, Device};
+use crate::jail::Terms;
 use crate::process::Process;
 
-/// Of what an opener says to people, so much is repeated.
-const SAYS_MAX: usize = 2000;
+/// A word of a model's wire by which it would reach for something of the machine.
+fn out_of_reach(wire: &[String]) -> Option<&str> {
+    let words = ["--tap", "--dgram", "--pcap"];
+    let reaches = |word: &&String| words.contains(&word.split('=').next().unwrap_or_default());
+    wire.iter().find(reaches).map(String::as_str)
+}
+
+/// Starts a process whose words are heard: those of its jail, and those to people.
+fn speaking(command: &mut Command, stdin: OwnedFd, terms: Option<Terms>) -> Result<(Process, Speech)> {
+    let stdout_is_jails = terms.is_some();
+    let (speech, theirs) = Speech::new(terms).context("the kernel has no pipes left")?;
+    let stdout = if stdout_is_jails { theirs.try_clone()?.into() } else { Stdio::null() };
+    command.stdin(Stdio::from(stdin)).stdout(stdout).stderr(theirs);
+    Ok((Process::spawn(command)?, speech))
+}
+
+/// Connects to a card's server, which may be anybody's: who takes no connection is not waited for.
+fn connect(path: &Path) -> Result<OwnedFd> {
+    let at = path.display();
+    let file = path.metadata();
+    ensure!(file.is_ok(), "there is no socket at {at}; start the device's server, or correct the path");
+    ensure!(file.is_ok_and(|file| file.file_type().is_socket()), "{at} is not a socket; correct the path");
+    let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
+    let socket = rustix::net::socket_with(AddressFamily::UNIX, SocketType::STREAM, flags, None)?;
+    rustix::net::connect(&socket, &SocketAddrUnix::new(path)?).with_context(|| {
+        format!(
+            "no device is served at {at}, or by one that takes no connection; start its server, or end who is connected"
+        )
+    })?;
+    rustix::io::ioctl_fionbio(&socket, false)?;
+    Ok(socket)
+}
 
 /// Whether it is the card that a worker cannot go on with, and not the worker that cannot go on.
 fn is_of_the_card(reason: &Reason) -> bool {
@@ -103,30 +137,49 @@ impl Supervisor {
         if card.config.device != Device::Sim || card.model.is_some() {
             return self.start_opener(nic);
         }
+        self.start_model(nic)
+    }
+
+    fn start_model(&mut self, nic: u32) -> Result<()> {
+        let Some(card) = self.cards.get(&nic) else { return Ok(()) };
+        if let Some(word) = out_of_reach(&card.config.wire).filter(|_| self.config.daemon.confine != Confine::Off) {
+            anyhow::bail!(
+                "its model is confined, and {word} is out of its reach; serve it yourself (tasuki sim nic --socket PATH {}), and write device = \"vfio-user:PATH\"",
+                card.config.wire.join(" ")
+            );
+        }
         let socket = self.place.model_socket(&card.config.name);
         let _ = std::fs::remove_file(&socket);
-        let mut command = Command::new(&self.programs.model);
-        command.args(["sim", "nic", "--socket"]).arg(&socket).args(&card.config.wire);
-        command.stdin(Stdio::null()).stdout(Stdio::null());
-        let program = self.programs.model.display();
-        let model = Process::spawn(&mut command)
-            .with_context(|| format!("{program} does not start; build it: cargo build --package tasuki-sim"))?;
+        let listener =
+            UnixListener::bind(&socket).with_context(|| format!("{} cannot be served at", socket.display()))?;
+        let args = ["sim", "nic", "--stdin"].into_iter().map(str::to_owned).chain(card.config.wire.clone());
+        let program = self.programs.model.clone();
+        let (mut command, terms) = self.start_apart(nic, &program, args.collect(), &[])?;
+        let model = speaking(&mut command, listener.into(), terms).with_context(|| {
+            format!("{} does not start; build it: cargo build --package tasuki-sim", program.display())
+        });
+        let (model, speech) = model?;
         watch(&self.epoll, model.pidfd(), Token::ModelEnd(nic))?;
-        (card.model, card.opening) = (Some(model), Opening::Model(now()));
+        let Some(card) = self.cards.get_mut(&nic) else { return Ok(()) };
+        (card.model, card.speech, card.opening) = (Some(model), Some(speech), Opening::Model(now()));
         self.record_nic(nic);
         self.flush();
         Ok(())
     }
 
-    /// A model serves once its socket is there.
+    /// Who opens the card waits until its model serves.
     fn look_for_model(&mut self, nic: u32, since: Duration) -> Result<()> {
-        let Some(card) = self.cards.get(&nic) else { return Ok(()) };
-        let socket = self.place.model_socket(card.name());
-        if socket.exists() {
-            return self.start_opener(nic);
+        let Some(card) = self.cards.get_mut(&nic) else { return Ok(()) };
+        let (Some(model), Some(speech)) = (&card.model, &mut card.speech) else { return Ok(()) };
+        match speech.is_confined(model) {
+            Ok(true) => self.start_opener(nic),
+            Ok(false) if now().saturating_sub(since) < PATIENCE => Ok(()),
+            // It says why, when it has ended.
+            _ => {
+                model.kill();
+                Ok(())
+            }
         }
-        anyhow::ensure!(now().saturating_sub(since) < PATIENCE, "its model does not serve at {}", socket.display());
-        Ok(())
     }
 
     fn start_opener(&mut self, nic: u32) -> Result<()> {
@@ -138,30 +191,45 @@ impl Supervisor {
             other => other.clone(),
         };
         let (ours, theirs) = channel::pair().context("the kernel has no sockets left")?;
-        let (says, stderr) = std::io::pipe().context("the kernel has no pipes left")?;
-        let program = &self.programs.worker;
-        let mut command = Command::new(program);
-        command.arg("open").arg(device.to_string()).args(["--iova", &iova_of(party).to_string()]);
+        let mut args = vec!["open".to_owned(), device.to_string(), "--iova".to_owned(), iova_of(party).to_string()];
         if let Some(ring) = card.config.ring {
-            command.args(["--ring", &ring.to_string()]);
+            args.extend(["--ring".to_owned(), ring.to_string()]);
         }
         let joins = |node: &config::Node| node.name == card.config.node && node.work == config::Work::Uplink;
         if self.config.node.iter().any(joins) {
             // What is for nodes of the VNI is none of the card's addresses.
-            command.arg("--promiscuous");
+            args.push("--promiscuous".to_owned());
         } else if has_taps {
             // A kernel asks for its neighbours by multicast.
-            command.arg("--all-multicast");
+            args.push("--all-multicast".to_owned());
         }
         if scrub {
-            command.arg("--scrub");
+            args.push("--scrub".to_owned());
         }
-        command.stdin(Stdio::from(theirs)).stdout(Stdio::null()).stderr(Stdio::from(stderr));
-        let process = Process::spawn(&mut command).with_context(|| format!("{} does not start", program.display()))?;
+        let devices: &[&str] = if matches!(device, Device::Vfio(_)) { &["/dev/vfio"] } else { &[] };
+        let program = self.programs.worker.clone();
+        let (mut command, terms) = self.start_apart(nic, &program, args, devices)?;
+        let opener = speaking(&mut command, theirs, terms);
+        let (process, speech) = opener.with_context(|| format!("{} does not start", program.display()))?;
         watch(&self.epoll, process.pidfd(), Token::OpenerEnd(nic))?;
         watch(&self.epoll, ours.as_fd(), Token::OpenerSays(nic))?;
-        card.opening = Opening::Opener(Opener { process, socket: ours, says, why: None, party, since: now() });
+        let Some(card) = self.cards.get_mut(&nic) else { return Ok(()) };
+        card.opening = Opening::Opener(Opener { process, socket: ours, speech, why: None, party, since: now() });
         Ok(())
+    }
+
+    /// Gives an opener, which is confined by now, the way to a card's server, which is no part of us.
+    fn show_way(&mut self, nic: u32) -> Result<()> {
+        let Some(card) = self.cards.get_mut(&nic) else { return Ok(()) };
+        let path = match &card.config.device {
+            Device::VfioUser(path) => path.clone(),
+            _ => self.place.model_socket(&card.config.name),
+        };
+        let Opening::Opener(opener) = &mut card.opening else { return Ok(()) };
+        let is_confined = opener.speech.is_confined(&opener.process).map_err(anyhow::Error::msg)?;
+        ensure!(is_confined, "who was to open it speaks before it is confined");
+        let way = connect(&path)?;
+        channel::send(opener.socket.as_fd(), b".", &[way.as_fd()]).context("who was to open it reads nothing")
     }
 
     pub(super) fn opener_says(&mut self, nic: u32) {
@@ -173,8 +241,9 @@ impl Supervisor {
                 Ok(message) => message,
                 Err(Nothing::Yet) => return,
                 Err(nothing) => {
-                    let is_over = matches!(nothing, Nothing::Closed);
-                    opener.why = (!is_over).then(|| format!("tasukid could not take what it is made of ({nothing})"));
+                    if !matches!(nothing, Nothing::Closed) {
+                        opener.why = Some(format!("tasukid could not take what it is made of ({nothing})"));
+                    }
                     let _ = rustix::event::epoll::delete(&self.epoll, &opener.socket);
                     return;
                 }
@@ -182,6 +251,14 @@ impl Supervisor {
             match serde_json::from_slice(&message.bytes) {
                 Ok(ToDaemon::Kit { kit, .. }) if kit.fds == message.fds.len() => {
                     self.opened(nic, kit, message.fds.trust(), made_by)
+                }
+                Ok(ToDaemon::Begun { .. }) => {
+                    if let Err(error) = self.show_way(nic)
+                        && let Some(Card { opening: Opening::Opener(opener), .. }) = self.cards.get_mut(&nic)
+                    {
+                        opener.why = Some(format!("{error:#}"));
+                        opener.process.kill();
+                    }
                 }
                 Ok(ToDaemon::Told { sentence, .. }) => {
                     let name = card.config.name.clone();
@@ -215,7 +292,7 @@ impl Supervisor {
         let is_open = card.kept.is_some();
         let next = if is_open { Opening::Open } else { Opening::NotBefore(now()) };
         let was = std::mem::replace(&mut card.opening, next);
-        let Opening::Opener(Opener { mut process, mut says, why, .. }) = was else {
+        let Opening::Opener(Opener { mut process, mut speech, why, .. }) = was else {
             card.opening = was;
             return;
         };
@@ -223,16 +300,9 @@ impl Supervisor {
         if is_open {
             return;
         }
-        // It is dead, so this ends.
-        let mut text = Vec::new();
-        let _ = says.by_ref().take(SAYS_MAX as u64).read_to_end(&mut text);
-        let text = String::from_utf8_lossy(&text);
-        let last = text.lines().rev().find(|line| !line.trim().is_empty()).map(str::trim);
-        let why = why.unwrap_or_else(|| match last {
-            Some(line) => line.strip_prefix("tasuki: ").unwrap_or(line).to_owned(),
-            None => format!("the process that was to open it {how}, and did not say why"),
-        });
-        self.not_opened(nic, &why);
+        let said = || speech.last();
+        let nothing = || format!("the process that was to open it {how}, and did not say why");
+        self.not_opened(nic, &why.or_else(said).unwrap_or_else(nothing));
     }
 
     fn not_opened(&mut self, nic: u32, why: &str) {
@@ -257,8 +327,10 @@ impl Supervisor {
         if self.stopping.is_some() {
             return;
         }
-        if matches!(self.cards[&nic].opening, Opening::Model(_)) {
-            return self.not_opened(nic, &format!("its model {how}; tasukid's log says why"));
+        if matches!(card.opening, Opening::Model(_)) {
+            let said = card.speech.take().and_then(|mut speech| speech.last());
+            let said = said.unwrap_or_else(|| "it did not say why".to_owned());
+            return self.not_opened(nic, &format!("its model {how}: {said}"));
         }
         let trouble =
             format!("the model of {name} {how}: the card is gone. Stop all (tasuki stop) and start tasukid anew");

@@ -267,6 +267,7 @@ impl Supervisor {
             socket,
             binary,
             generation,
+            unconfined: Vec::new(),
         };
         // Recorded before it is told anything: a daemon that comes later must find whoever can drive.
         self.changes.push(Change::Worker(record.clone()));
@@ -296,7 +297,6 @@ impl Supervisor {
             nics: Default::default(),
             given: Default::default(),
             has_begun: false,
-            unconfined: Vec::new(),
             lacks: Vec::new(),
             jailing,
             unsaid: None,
@@ -319,6 +319,8 @@ impl Supervisor {
             poll: config.poll,
             nice: config.nice(),
             memlock,
+            files: config.program().is_some_and(|program| !program.files.is_empty()),
+            threads: config.program().is_some_and(|program| program.threads),
             tap: None,
             memif: config.memif().map(|memif| letter::Memif {
                 id: memif.id,

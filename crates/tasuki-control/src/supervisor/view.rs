@@ -42,6 +42,9 @@ impl Supervisor {
             generation: node.record.generation,
             trouble: self.trouble_of(name),
             captured: self.is_captured(name),
+            unconfined: { self.workers.values().filter(|worker| worker.record.node == name) }
+                .flat_map(|worker| worker.record.unconfined.iter().cloned())
+                .collect(),
         })
     }
 
@@ -76,7 +79,7 @@ impl Supervisor {
             missing: count(pulse::MISSING),
             late: count(pulse::LATE),
             refused: count(pulse::REFUSED),
-            unconfined: worker.lacks.iter().chain(&worker.unconfined).cloned().collect(),
+            unconfined: worker.record.unconfined.clone(),
         }
     }
 

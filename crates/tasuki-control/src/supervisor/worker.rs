@@ -130,8 +130,6 @@ pub struct Worker {
     pub has_begun: bool,
     /// Those that it was ever given.
     pub given: BTreeSet<u32>,
-    /// What it could not confine itself with.
-    pub unconfined: Vec<String>,
     /// What it was not confined with before it began: stage one.
     pub lacks: Vec<String>,
     /// Its process is being confined.

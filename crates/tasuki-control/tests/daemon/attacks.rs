@@ -1,6 +1,6 @@
 //! What a hostile worker says and writes, against the real daemon: it loses its life for it, and nobody else loses anything.
 //!
-//! Rows of docs/design/threat-model.md: a worker and the daemon; a NIC between two nodes.
+//! Attacks of docs/design/threat-model.md.
 
 use std::fs;
 use std::os::unix::fs::PermissionsExt;
@@ -47,13 +47,24 @@ fn green_says(lines: &str, event: &str) {
     assert_ne!(pid(&next), pid(&green));
 }
 
+/// rows: in the table
 #[test]
 fn any_report_of_a_nic_that_a_worker_was_not_given_costs_that_worker_its_life() {
-    for said in ["ready", "unfit", "released", "kept", "taken", "lost", "failed", "replaced"] {
+    for (_, said) in [
+        ("T41", "ready"),
+        ("T41", "unfit"),
+        ("T41", "released"),
+        ("T41", "kept"),
+        ("T41", "taken"),
+        ("T41", "lost"),
+        ("T41", "failed"),
+        ("T41", "replaced"),
+    ] {
         green_says(&format!("{said} 0 1"), "speaks of NIC 0, which it was not given");
     }
 }
 
+/// row: T43
 #[test]
 fn no_worker_says_that_another_is_fenced() {
     let rig = rig();
@@ -67,6 +78,8 @@ fn no_worker_says_that_another_is_fenced() {
 }
 
 /// It names a worker of another node in its own lease word, and says that it has let go: again and again, as often as its node gets workers.
+///
+/// row: T44
 #[test]
 fn a_lease_word_that_names_another_nodes_worker_harms_nobody_there() {
     let rig = rig();
@@ -84,9 +97,15 @@ fn a_lease_word_that_names_another_nodes_worker_harms_nobody_there() {
     assert_eq!(pid(&rig.await_worker("green", "idle")), pid(&victim), "{}", rig.log());
 }
 
+/// rows: in the table
 #[test]
 fn a_worker_that_says_what_its_state_does_not_allow_is_ended() {
-    for (by, said) in [("driver", "ready 0"), ("driver", "unfit 0"), ("spare", "unfit 0"), ("spare", "taken 0 1000")] {
+    for (_, by, said) in [
+        ("T42", "driver", "ready 0"),
+        ("T42", "driver", "unfit 0"),
+        ("T42", "spare", "unfit 0"),
+        ("T42", "spare", "taken 0 1000"),
+    ] {
         let rig = rig();
         let (driver, standby) = rig.await_pair("red");
         let liar = if by == "driver" { &driver } else { &standby };
@@ -100,6 +119,8 @@ fn a_worker_that_says_what_its_state_does_not_allow_is_ended() {
 
 /// Green has two NICs and trusts nobody. When it gives one away no process that ever had that one is left, its stand-by least of all; and the new
 /// owner's stand-by comes from its own node.
+///
+/// row: T51
 #[test]
 fn no_process_of_the_old_node_is_left_when_a_stranger_has_its_nic() {
     let nodes = NODES.replace("node = \"red\"\n", "node = \"green\"\n")
@@ -138,6 +159,8 @@ fn no_process_of_the_old_node_is_left_when_a_stranger_has_its_nic() {
 }
 
 /// A worker can lend what it was given to a process that it starts, which is no stand-by of anybody's.
+///
+/// row: T51
 #[test]
 fn what_a_worker_has_started_is_fenced_with_it() {
     let rig = Rig::with(&NODES.replace("node = \"red\"\n", "node = \"green\"\n"), "");
@@ -213,6 +236,8 @@ fn seeds() -> std::ops::Range<u32> {
 
 /// A driver, a stand-by and a worker without a NIC say in turn what a seed says. The daemon lives, nobody of another node is harmed, and their own node has workers
 /// and its NIC again.
+///
+/// row: T42
 #[test]
 fn whatever_a_worker_says_and_writes_only_its_own_node_suffers() {
     let mut rig = Rig::without_daemon(NODES, "attacks");
@@ -283,6 +308,8 @@ fn several_liars_at_once_cost_their_neighbour_no_frame() {
 }
 
 /// All stand-ins say these words with an escape sequence and a change of direction in them.
+///
+/// row: T26
 #[test]
 fn words_of_a_worker_reach_people_without_what_a_terminal_obeys() {
     let rig = Rig::new();

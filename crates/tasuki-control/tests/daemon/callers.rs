@@ -1,4 +1,6 @@
 //! Who asks the daemon: users with a role and without, and those who say nothing, too slowly, or too much at once. Needs root, to be others.
+//!
+//! Attacks of docs/design/threat-model.md.
 
 use std::fs::{self, Permissions};
 use std::io::{Read, Write};
@@ -55,6 +57,7 @@ fn may_not(rig: &Rig, words: &[&str], part: &str) {
     assert_eq!(said.lines().count(), 1, "{said}");
 }
 
+/// Asks without a role, row: T61, and for more than its role, row: T62
 #[test]
 fn what_a_user_may_ask_is_what_its_role_says() {
     let Some(mut rig) = rig("") else { return };
@@ -94,19 +97,22 @@ fn say(rig: &Rig, text: &str) -> String {
     answer
 }
 
+/// rows: in the table
 #[test]
 fn one_who_says_too_little_or_too_much_is_told_so_and_others_are_served() {
     let rig = Rig::new();
     std::thread::scope(|scope| {
-        for (text, status, part) in [
-            ("", "408", "the head of a request must be here within 5 s"),
-            ("GET /v1/status HT", "408", "the head of a request must be here within 5 s"),
+        for (_, text, status, part) in [
+            ("T63", "", "408", "the head of a request must be here within 5 s"),
+            ("T63", "GET /v1/status HT", "408", "the head of a request must be here within 5 s"),
             (
+                "T63",
                 "POST /v1/nodes/red/upgrade HTTP/1.1\r\ncontent-length: 9\r\n\r\n{",
                 "408",
                 "the body of a request must be here",
             ),
             (
+                "T63",
                 "POST /v1/nodes/red/upgrade HTTP/1.1\r\ncontent-length: 99999999\r\n\r\n{",
                 "413",
                 "no whole body of at most 65536 bytes",
@@ -125,6 +131,7 @@ fn one_who_says_too_little_or_too_much_is_told_so_and_others_are_served() {
     });
 }
 
+/// row: T63
 #[test]
 fn a_thousand_connections_of_one_user_keep_out_that_user_alone() {
     let Some(rig) = rig("read = [\"user:61234\"]") else { return };

@@ -1,8 +1,13 @@
-//! What a node's program tries against others before any runtime of ours has confined it: under what tasukid has set (stage one). docs/design/threat-model.md has a row for each.
+//! What a node's program tries against others before any runtime of ours has confined it: under what tasukid has set (stage one).
+//!
+//! Attacks of docs/design/threat-model.md.
 
-use std::os::unix::fs::MetadataExt;
+use std::fs::Permissions;
+use std::os::unix::fs::{MetadataExt, PermissionsExt};
+use std::os::unix::process::CommandExt;
+use std::process::{Command, Stdio};
 
-use super::rig::{Rig, confined, lives, pid, until};
+use super::rig::{Rig, lives, pid, until};
 use super::storm::beside;
 
 /// A stock node, and what becomes of it is asked.
@@ -33,8 +38,7 @@ macro_rules! need_hostile {
 /// A daemon with a victim that has begun.
 fn with_victim() -> (Rig, u32) {
     let mut rig = Rig::without_daemon(VICTIM, "");
-    let (stand_in, worker) = (rig.path("worker"), beside("tasuki-worker").expect("looked for before"));
-    rig.configure(|text| confined(&text).replace(&format!("{stand_in:?}"), &format!("{worker:?}")));
+    rig.with_stock_workers();
     rig.start();
     let victim = pid(&rig.await_worker("red", "idle"));
     (rig, victim)
@@ -50,65 +54,106 @@ fn status(pid: u32, file: &str) -> String {
     std::fs::read_to_string(format!("/proc/{pid}/{file}")).expect("a process")
 }
 
+/// Each with its row of the threat model; what is not here by itself is in [`FILES`].
+const ATTACKS: &[(&str, &str)] = &[
+    ("T111", "kill"),
+    ("T111", "kill-all"),
+    ("T111", "queue"),
+    ("T111", "signal-thread"),
+    ("T111", "queue-thread"),
+    ("T111", "pidfd"),
+    ("T111", "prlimit"),
+    ("T111", "renice"),
+    ("T111", "renice-user"),
+    ("T111", "affinity"),
+    ("T111", "real-time"),
+    ("T111", "schedule"),
+    ("T111", "io-priority"),
+    ("T111", "migrate"),
+    ("T112", "ptrace"),
+    ("T112", "read-memory"),
+    ("T112", "perf"),
+    ("T112", "bpf"),
+    ("T112", "steal-descriptor"),
+    ("T112", "advise"),
+    ("T112", "compare"),
+    ("T112", "kernel-log"),
+    ("T113", "watch-all"),
+    ("T113", "watch-files"),
+    ("T113", "shell"),
+    ("T114", "unix-socket"),
+    ("T114", "tcp"),
+    ("T114", "netlink"),
+    ("T114", "vsock"),
+    ("T114", "datagrams"),
+    ("T115", "root"),
+    ("T115", "namespace"),
+    ("T115", "clone-namespace"),
+    ("T115", "join-namespace"),
+    ("T115", "mount"),
+    ("T115", "module"),
+    ("T115", "personality"),
+    ("T115", "clock"),
+    ("T115", "host-name"),
+    ("T115", "io-uring"),
+    ("T115", "userfaultfd"),
+    ("T115", "keys"),
+    ("T115", "shared-memory"),
+    ("T115", "messages"),
+    ("T115", "semaphores"),
+    ("T115", "posix-messages"),
+    ("T115", "setown"),
+    ("T115", "setsig"),
+    ("T115", "async"),
+    ("T115", "notify"),
+    ("T115", "lease"),
+    ("T117", "truncate-log"),
+];
+
+/// The same, of a file of the daemon's.
+const FILES: &[(&str, &str)] = &[
+    ("T113", "open"),
+    ("T113", "mode"),
+    ("T113", "owner"),
+    ("T113", "link"),
+    ("T113", "remove"),
+    ("T113", "by-handle"),
+    ("T115", "chroot"),
+    ("T115", "pivot"),
+];
+
+/// Files of others that it tries to read.
+fn others(rig: &Rig, victim: u32) -> Vec<String> {
+    let of_daemon = ["registry.redb", "api.sock"].map(|name| rig.dir().join(name).display().to_string());
+    let of_victim = ["mem", "environ", "maps", "fd/0"].map(|name| format!("/proc/{victim}/{name}"));
+    of_daemon.into_iter().chain(of_victim).chain(["/etc/passwd".to_owned()]).collect()
+}
+
+/// rows: in the tables; creates a file, row: T113
 #[test]
 fn a_program_that_reaches_for_others_before_it_is_a_worker_is_refused() {
     need_hostile!();
     let (mut rig, victim) = with_victim();
     let limits = status(victim, "limits");
-    let (registry, api) = (rig.dir().join("registry.redb"), rig.dir().join("api.sock"));
-    let attacks = [
-        "kill",
-        "kill-all",
-        "queue",
-        "pidfd",
-        "ptrace",
-        "read-memory",
-        "prlimit",
-        "setown",
-        "setsig",
-        "async",
-        "notify",
-        "lease",
-        "renice",
-        "renice-user",
-        "affinity",
-        "unix-socket",
-        "tcp",
-        "netlink",
-        "vsock",
-        "datagrams",
-        "namespace",
-        "clone-namespace",
-        "mount",
-        "bpf",
-        "io-uring",
-        "userfaultfd",
-        "keys",
-        "perf",
-        "shared-memory",
-        "root",
-        "truncate-log",
-    ];
-    let mut orders: Vec<String> = attacks.iter().map(|attack| format!("first {attack} {victim}")).collect();
-    let files = [
-        "/etc/passwd".into(),
-        registry,
-        api,
-        format!("/proc/{victim}/mem").into(),
-        format!("/proc/{victim}/environ").into(),
-    ];
-    orders.extend(files.iter().map(|file: &std::path::PathBuf| format!("first open {}", file.display())));
+    let registry = rig.dir().join("registry.redb").display().to_string();
+    let mut orders: Vec<String> = ATTACKS.iter().map(|(_, attack)| format!("first {attack} {victim}")).collect();
+    orders.extend(FILES.iter().map(|(_, attack)| format!("first {attack} {registry}")));
+    orders.extend(others(&rig, victim).iter().map(|file| format!("first open {file}")));
     orders.push(format!("first create {}", rig.path("made").display()));
     // The daemon that knows of the hostile node is another one, which takes over the victim.
     rig.kill_daemon();
-    rig.configure(|text| text + &hostile("green", &orders.join("; "), "pids = 20"));
+    // It may go before others: what it could do with that it must not, either.
+    rig.configure(|text| text + &hostile("green", &orders.join("; "), "pids = 20") + "nice = -5\n");
     rig.start();
-    let tried = attacks.len() + files.len() + 1;
+    let tried = orders.len();
     until(&rig, "all is tried", || rig.log().matches("attack ").count() >= tried);
     let log = rig.log();
-    for attack in attacks.iter().chain(&["open", "create"]) {
-        assert!(log.contains(&format!("attack {attack}: refused")), "{attack}\n{log}");
-        assert!(!log.contains(&format!("attack {attack}: done")), "{attack}\n{log}");
+    for attack in ATTACKS.iter().chain(FILES).map(|(_, attack)| *attack).chain(["create"]) {
+        let tried = format!("attack {attack}: ");
+        let said: Vec<&str> = log.lines().filter_map(|line| line.split_once(&tried)).map(|(_, said)| said).collect();
+        assert!(!said.is_empty() && said.iter().all(|said| said.starts_with("refused")), "{attack}: {said:?}\n{log}");
+        // For want of what it named, it would prove nothing.
+        assert!(!said.iter().any(|said| said.contains("No such file")), "{attack}: {said:?}");
     }
     let (green, red) = (pid(&rig.await_worker("green", "idle")), pid(&rig.await_worker("red", "idle")));
     assert!(red == victim && lives(victim), "the victim goes on");
@@ -128,6 +173,7 @@ fn a_program_that_reaches_for_others_before_it_is_a_worker_is_refused() {
     assert!(rig.ask(&["stop"]).contains("ended"));
 }
 
+/// Forks without end, row: T116, and uses memory without end, row: T116
 #[test]
 fn a_program_that_takes_all_there_is_harms_its_own_node() {
     need_hostile!();
@@ -151,6 +197,7 @@ fn a_program_that_takes_all_there_is_harms_its_own_node() {
     until(&rig, "its children are gone", || count_of(user) == 0);
 }
 
+/// row: T117
 #[test]
 fn a_program_that_writes_without_end_is_cut_short_and_counted() {
     need_hostile!();
@@ -168,4 +215,135 @@ fn a_program_that_writes_without_end_is_cut_short_and_counted() {
     assert!(lines < 2000, "{lines} lines");
     assert!(log.contains("lines are left out: it writes more than tasukid logs"), "{log}");
     assert!(!log.contains('\x1b'), "a terminal would obey that");
+}
+
+/// Each with its row of the threat model: what it writes on standard error, and how often.
+const WRITES: &[(&str, &str, &str)] = &[
+    ("T117", "green", "log-long 4000000"),
+    ("T117", "blue", "log-bytes 400000"),
+    ("T117", "pink", "log-forged 5000"),
+    ("T117", "grey", "log-empty 50000"),
+];
+
+/// rows: in the table
+#[test]
+fn what_a_program_writes_is_its_own_and_no_terminal_obeys_it() {
+    need_hostile!();
+    let (mut rig, victim) = with_victim();
+    rig.kill_daemon();
+    let before = rig.log().len();
+    let nodes: String =
+        WRITES.iter().map(|(_, node, order)| hostile(node, &format!("first {order}"), "pids = 20")).collect();
+    rig.configure(|text| text + &nodes);
+    rig.start();
+    for (_, node, _) in WRITES {
+        rig.await_worker(node, "idle");
+    }
+    assert_eq!(pid(&rig.await_worker("red", "idle")), victim, "the victim goes on");
+    assert!(rig.ask(&["stop"]).contains("ended"));
+    rig.daemon_ends();
+    let log = rig.log();
+    assert!(log.len() - before < 1 << 20, "{} bytes", log.len() - before);
+    let obeyed = |c: char| c.is_control() && c != '\n' || c == '\u{2028}';
+    assert!(!log.contains(obeyed), "{:?}", log.lines().find(|line| line.contains(obeyed)));
+    // What looks like the daemon's own is said to be who wrote it.
+    let forged = log.lines().filter(|line| line.contains("killed by signal 9"));
+    let mut count = 0;
+    assert!(forged.inspect(|_| count += 1).all(|line| line.contains("pink")), "{log}");
+    assert!(count > 0, "{log}");
+}
+
+/// It may read what its node's configuration names, and start threads where that says so: also once its runtime has confined it. Any other file, row: T113
+#[test]
+fn a_program_has_the_files_and_threads_that_are_configured_and_no_other() {
+    need_hostile!();
+    let (mut rig, victim) = with_victim();
+    rig.kill_daemon();
+    std::fs::set_permissions(rig.path(""), Permissions::from_mode(0o755)).expect("a mode");
+    let (list, other) = (rig.path("list"), rig.path("other"));
+    for file in [&list, &other] {
+        std::fs::write(file, "192.0.2.1").expect("a file");
+        std::fs::set_permissions(file, Permissions::from_mode(0o644)).expect("a mode");
+    }
+    let program = beside("examples/hostile").expect("looked for before");
+    let tries = |when: &str| format!("{when} read {}; {when} open {}; {when} thread", list.display(), other.display());
+    let orders = format!("{}; {}", tries("first"), tries("then"));
+    let more = format!("files = [{list:?}], threads = true");
+    let work = format!("{{ program = {{ path = {program:?}, options = {orders:?}, {more} }} }}");
+    rig.configure(|text| text + &format!("\n[[node]]\nname = \"green\"\nvni = \"lan\"\nwork = {work}\n"));
+    rig.start();
+    rig.await_worker("green", "drives");
+    let log = rig.log();
+    for (attack, said) in [("read", "done"), ("thread", "done"), ("open", "refused: Permission denied")] {
+        let count = log.matches(&format!("attack {attack}: {said}")).count();
+        assert!(count >= 2 && count == log.matches(&format!("attack {attack}: ")).count(), "{attack}\n{log}");
+    }
+    assert!(lives(victim) && rig.ask(&["stop"]).contains("ended"));
+}
+
+/// It asks for the CPU of another node, row: T111
+#[test]
+fn a_program_runs_on_no_other_nodes_cpu() {
+    need_hostile!();
+    let ours = rustix::thread::sched_getaffinity(None).expect("a thread");
+    let cpus: Vec<usize> = (0..rustix::thread::CpuSet::MAX_CPU).filter(|&cpu| ours.is_set(cpu)).collect();
+    let [its, others, ..] = cpus[..] else { return println!("skipped: needs two CPUs") };
+    let is_there = |file: &str, word: &str| std::fs::read_to_string(file).is_ok_and(|text| text.contains(word));
+    if !is_there("/proc/mounts", "cpuset") && !is_there("/sys/fs/cgroup/cgroup.controllers", "cpuset") {
+        return println!("skipped: needs a control group for CPUs (cpuset)");
+    }
+    let (mut rig, victim) = with_victim();
+    rig.kill_daemon();
+    let tries = format!("first other-cpu {others}; first other-cpu {its}");
+    let green = hostile("green", &tries, "pids = 20") + &format!("cpu = {its}\n");
+    rig.configure(|text| text.replace("name = \"red\"\n", &format!("name = \"red\"\ncpu = {others}\n")) + &green);
+    rig.start();
+    until(&rig, "both are tried", || rig.log().matches("attack other-cpu: ").count() >= 2);
+    let log = rig.log();
+    assert!(log.contains("attack other-cpu: refused") && log.contains("attack other-cpu: done"), "{log}");
+    let green = i32::try_from(pid(&rig.await_worker("green", "idle"))).ok().and_then(rustix::process::Pid::from_raw);
+    let allowed = rustix::thread::sched_getaffinity(green).expect("a process");
+    assert!(!allowed.is_set(others), "{allowed:?}");
+    assert!(lives(victim) && rig.ask(&["stop"]).contains("ended"));
+}
+
+/// A user who is none of the machine's.
+const NOBODYS: u32 = 61_237;
+
+/// It says what to write, and when that is written, what then does not hold.
+///
+/// rows: none, for it is nobody's attack
+#[test]
+fn a_tasukid_that_is_not_roots_begins_only_where_it_is_told_that_less_will_do() {
+    need_hostile!();
+    let rig = Rig::without_daemon("", "");
+    std::fs::set_permissions(rig.path(""), Permissions::from_mode(0o755)).expect("a mode");
+    for name in ["tasukid", "tasuki", "tasuki-worker"] {
+        std::fs::copy(beside(name).expect("it was built"), rig.path(name)).expect("a copy");
+    }
+    let (dir, config) = (rig.path("theirs"), rig.path("theirs.toml"));
+    std::fs::create_dir(&dir).expect("a folder");
+    std::os::unix::fs::chown(&dir, Some(NOBODYS), Some(NOBODYS)).expect("root may");
+    let run = |name: &str, words: &[&str]| {
+        let mut command = Command::new(rig.path(name));
+        command.uid(NOBODYS).gid(NOBODYS).env_remove("NOTIFY_SOCKET").arg("--dir").arg(&dir).args(words);
+        let output = command.stdin(Stdio::null()).output().expect("a program");
+        let said = [&output.stdout[..], &output.stderr].concat();
+        (output.status.success(), String::from_utf8_lossy(&said).into_owned())
+    };
+    let begin = |text: &str| {
+        std::fs::write(&config, text).expect("a file");
+        std::fs::set_permissions(&config, Permissions::from_mode(0o644)).expect("a mode");
+        run("tasukid", &["--config", config.to_str().expect("text")])
+    };
+    let (begins, said) = begin(VICTIM);
+    assert!(!begins && said.lines().count() == 1, "{said}");
+    assert!(said.contains("start tasukid as root, or write confine = \"best-effort\" under [daemon]"), "{said}");
+    let (begins, said) = begin(&format!("[daemon]\nconfine = \"best-effort\"\n{VICTIM}"));
+    assert!(begins, "{said}");
+    until(&rig, "it says what does not hold", || {
+        run("tasuki", &["status"]).1.contains("it has tasukid's own user and network")
+    });
+    until(&rig, "its worker serves", || run("tasuki", &["worker", "list"]).1.contains("idle"));
+    assert!(run("tasuki", &["stop"]).0);
 }

@@ -40,22 +40,27 @@ fn a_worker_that_speaks_another_version() {
     upgrade_fails("speech", &["speaks version 4 of the letters, and this tasukid 3", "rebuild the older"]);
 }
 
+/// row: T24
 #[test]
 fn a_worker_that_writes_nonsense() {
     upgrade_fails("nonsense", &["sent what is no letter", "ransom"]);
 }
 
+/// row: T101
 #[test]
 fn a_worker_that_stores_a_sash_for_which_nobody_asked() {
     upgrade_fails("sash-uninvited", &["sent the sash of NIC 0, for which nobody asked it"]);
 }
 
+/// row: T101
 #[test]
 fn a_worker_that_says_what_it_counted_and_was_not_asked() {
     upgrade_fails("counts-uninvited", &["sent counts, for which nobody asked it"]);
 }
 
 /// A giver has one answer to one question: a second sash would fill the taker's socket.
+///
+/// row: T101
 #[test]
 fn a_giver_that_stores_a_sash_twice_is_ended_and_the_taker_is_not() {
     let rig = Rig::with(NODES, "sash-twice");
@@ -78,6 +83,7 @@ fn a_worker_that_dies_while_it_prepares() {
     upgrade_fails("dies-at-prepare", &["ended with code 7"]);
 }
 
+/// row: T42
 #[test]
 fn a_worker_that_says_that_it_drives_and_does_not() {
     upgrade_fails("lies", &["said of eth0 what it had no right to say (it was not told to take)"]);
@@ -189,6 +195,7 @@ vni = "lan"
 work = "sink"
 "#;
 
+/// row: T42
 #[test]
 fn a_worker_that_gives_its_node_another_station_address_is_ended() {
     let rig = Rig::with(ON_A_VNI, "");
@@ -200,6 +207,7 @@ fn a_worker_that_gives_its_node_another_station_address_is_ended() {
     rig.await_event("says what a NIC is made of, which is not for it to say");
 }
 
+/// row: T102
 #[test]
 fn a_worker_that_claims_the_end_of_another_node_is_ended() {
     let mut rig = Rig::with(ON_A_VNI, "");

@@ -1,4 +1,6 @@
 //! Workers that send the daemon descriptors which are not theirs to send: it costs them their life, and nobody else anything.
+//!
+//! Attacks of docs/design/threat-model.md.
 
 use std::net::TcpListener;
 
@@ -17,20 +19,21 @@ fn drivers(rig: &Rig) -> Vec<(String, u32)> {
     drivers
 }
 
+/// rows: in the table
 #[test]
 fn memory_that_is_none_of_its_own_costs_who_sends_it_its_life_and_nobody_else_anything() {
     let rig = Rig::with(&two_nics(), "");
     until(&rig, "both NICs are driven", || drivers(&rig).len() == 2);
     rig.await_worker("blue", "idle");
     let before = drivers(&rig);
-    for (fault, says) in [
-        ("memory-of-another-nic", "which it was not given to move"),
-        ("memory-overfull", "it says too much of how it lies"),
-        ("memory-too-many", "not as many descriptors as the NIC has of memory"),
-        ("memory-twice", "it is a NIC's already"),
-        ("memory-is-the-way", "it is a NIC's already"),
-        ("memory-is-none", "it could change its size, or is no memory"),
-        ("memory-loose", "it could change its size, or is no memory"),
+    for (_, fault, says) in [
+        ("T21", "memory-of-another-nic", "which it was not given to move"),
+        ("T21", "memory-overfull", "it says too much of how it lies"),
+        ("T21", "memory-too-many", "not as many descriptors as the NIC has of memory"),
+        ("T21", "memory-twice", "it is a NIC's already"),
+        ("T21", "memory-is-the-way", "it is a NIC's already"),
+        ("T21", "memory-is-none", "it could change its size, or is no memory"),
+        ("T21", "memory-loose", "it could change its size, or is no memory"),
     ] {
         let bad = rig.program(fault, fault);
         rig.ask(&["worker", "upgrade", "blue", "--with", bad.to_str().unwrap()]);
@@ -45,6 +48,7 @@ fn memory_that_is_none_of_its_own_costs_who_sends_it_its_life_and_nobody_else_an
     assert_eq!(drivers(&rig)[1], before[1], "the other NIC's driver");
 }
 
+/// row: T22
 #[test]
 fn a_driver_that_says_what_its_nic_is_made_of_is_ended_and_its_successor_gets_what_the_opener_made() {
     let rig = Rig::new();
@@ -58,6 +62,7 @@ fn a_driver_that_says_what_its_nic_is_made_of_is_ended_and_its_successor_gets_wh
     rig.await_pair("red");
 }
 
+/// row: T24
 #[test]
 fn descriptors_beside_a_letter_to_which_none_belong_cost_the_connection() {
     let rig = Rig::new();
@@ -68,6 +73,7 @@ fn descriptors_beside_a_letter_to_which_none_belong_cost_the_connection() {
     assert_eq!(pid(&rig.await_worker("red", "drives")), pid(&driver));
 }
 
+/// row: T25
 #[test]
 fn a_descriptor_that_takes_an_hour_to_close_holds_up_nobody() {
     let rig = Rig::new();
@@ -81,6 +87,7 @@ fn a_descriptor_that_takes_an_hour_to_close_holds_up_nobody() {
     until(&rig, "the giver is gone", || !lives(pid(&driver)));
 }
 
+/// row: T23
 #[test]
 fn a_card_of_which_no_worker_could_be_told_is_not_open() {
     let rig = Rig::with(NODES, "opener-overfills");

@@ -61,6 +61,7 @@ fn where_daemon_and_keeper_die_together_all_begins_anew() {
     assert_eq!(opened(&rig), 2, "{}", rig.log());
 }
 
+/// row: T102
 #[test]
 fn a_worker_that_says_that_it_is_another_is_ended_and_the_other_is_not() {
     let mut rig = Rig::with(NODES, "");

@@ -4,6 +4,7 @@
 mod attacks;
 mod callers;
 mod captures;
+mod clients;
 mod confined;
 mod deaths;
 mod endures;
@@ -23,6 +24,7 @@ mod real;
 mod rig;
 mod rooms;
 mod ruled;
+mod servers;
 mod spoofs;
 mod standin;
 mod storm;

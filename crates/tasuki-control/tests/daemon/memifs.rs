@@ -19,9 +19,9 @@ use super::vnis::{World, fds};
 /// A client that was written from the protocol's text.
 #[path = "../../../tasuki-net/tests/memif/client.rs"]
 #[allow(dead_code, reason = "another suite uses the rest of it")]
-mod client;
+pub mod client;
 
-const SECRET: &str = "hush";
+pub const SECRET: &str = "hush";
 
 /// The program, and the node that sends everything back to it.
 const US: [u8; 6] = [2, 0, 0, 0, 0, 0x77];
@@ -111,8 +111,8 @@ fn exchange(mut client: Client, over: &AtomicBool, back: &AtomicU64) -> Tally {
 }
 
 /// A program's node, and one that sends everything back.
-fn with_echo() -> Option<(World, PathBuf)> {
-    let world = World::new()?;
+pub fn with_echo(world: Option<World>) -> Option<(World, PathBuf)> {
+    let world = world?;
     let socket = world.rig.path("client.sock");
     world.rig.ask(&["node", "add", "echo", "--native", "--work", "echo", "--mac", "02:00:00:00:00:99"]);
     let shown = socket.to_str().expect("text");
@@ -125,7 +125,7 @@ fn with_echo() -> Option<(World, PathBuf)> {
 
 #[test]
 fn a_client_of_memif_loses_nothing_and_gets_nothing_twice_while_workers_and_daemon_are_replaced() {
-    let Some((mut world, socket)) = with_echo() else { return };
+    let Some((mut world, socket)) = with_echo(World::new()) else { return };
     let program = Program::begin(&socket);
     program.goes_on(&world, 500);
     let had = |world: &World| {
@@ -164,7 +164,7 @@ fn a_client_of_memif_loses_nothing_and_gets_nothing_twice_while_workers_and_daem
 
 #[test]
 fn a_client_of_memif_outlives_workers_that_are_killed() {
-    let Some((mut world, socket)) = with_echo() else { return };
+    let Some((mut world, socket)) = with_echo(World::new()) else { return };
     let program = Program::begin(&socket);
     for _ in 0..6 {
         program.goes_on(&world, 300);
@@ -215,7 +215,7 @@ fn wherever_a_worker_is_killed_its_client_of_memif_loses_nothing() {
     if !cfg!(feature = "crash-points") {
         return println!("skipped: needs the feature crash-points");
     }
-    let Some((world, socket)) = with_echo() else { return };
+    let Some((world, socket)) = with_echo(World::of_scripts()) else { return };
     let worker = beside("tasuki-worker").expect("looked for before").display().to_string();
     let program = Program::begin(&socket);
     program.goes_on(&world, 100);

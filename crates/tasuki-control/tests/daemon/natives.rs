@@ -25,24 +25,24 @@ fn count(rig: &Rig, end: &str, name: &str) -> u64 {
 }
 
 /// A native node that takes numbered frames in, and one that sends them there.
-fn with_source_and_sink(world: &World, rate: &str) {
+pub fn with_source_and_sink(world: &World, rate: &str) {
     let rig = &world.rig;
-    rig.ask(&["node", "add", "sink", "--native", "--work", "sink", "--mac", "02:00:00:00:00:99"]);
+    rig.ask(&["node", "add", "sink", "--native", "--work", "sink", "--mac", "02:00:00:00:00:88"]);
     rig.await_pair("sink");
-    let words = ["node", "add", "source", "--native", "--work", "source", "--to", "02:00:00:00:00:99", "--rate", rate];
+    let words = ["node", "add", "source", "--native", "--work", "source", "--to", "02:00:00:00:00:88", "--rate", rate];
     rig.ask(&words);
     rig.await_pair("source");
     flows(rig, 500);
 }
 
 /// Waits until the sink has seen so many frames more.
-fn flows(rig: &Rig, more: u64) {
+pub fn flows(rig: &Rig, more: u64) {
     let before = count(rig, "sink@lan", "numbered");
     until(rig, "frames flow", || count(rig, "sink@lan", "numbered") >= before + more);
 }
 
 /// No number is missing or came twice, from the first to the last.
-fn assert_exact(rig: &Rig) {
+pub fn assert_exact(rig: &Rig) {
     let [seen, missing, late, next] = ["numbered", "missing", "late", "next"].map(|name| count(rig, "sink@lan", name));
     println!("numbered {seen}, missing {missing}, late {late}, next {next}");
     assert_eq!((missing, late, seen), (0, 0, next), "{}", rig.log());
@@ -87,7 +87,7 @@ fn wherever_a_native_node_is_killed_its_frames_are_handled_once() {
     if !cfg!(feature = "crash-points") {
         return println!("skipped: needs the feature crash-points");
     }
-    let Some(world) = World::new() else { return };
+    let Some(world) = World::of_scripts() else { return };
     with_source_and_sink(&world, "1000");
     let worker = beside("tasuki-worker").expect("looked for before").display().to_string();
     let mut killed = 0;
@@ -161,7 +161,7 @@ fn what_a_program_of_ones_own_counts_on_a_vni_is_exact_wherever_it_is_killed() {
     if !cfg!(feature = "crash-points") || beside("examples/reflector").is_none() {
         return println!("skipped: needs the feature crash-points, and the examples of tasuki-worker");
     }
-    let Some(world) = World::new() else { return };
+    let Some(world) = World::of_scripts() else { return };
     let rig = &world.rig;
     let program = beside("examples/reflector").expect("just seen").display().to_string();
     rig.ask(&["node", "add", "sink", "--native", "--work", "sink"]);

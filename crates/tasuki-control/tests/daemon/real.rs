@@ -19,7 +19,7 @@ const QUIET: Duration = Duration::from_secs(5);
 pub struct Model(Child, #[expect(dead_code, reason = "held until the end")] MutexGuard<'static, ()>);
 
 impl Model {
-    /// Its source sends no more.
+    /// Has its source send no more.
     pub fn finish(&self) {
         signal(self.0.id(), Signal::USR1);
     }
@@ -39,7 +39,7 @@ pub fn with_model(nodes: &str, frames: &str, rate: &str) -> Option<(Rig, Model)>
 
 /// The same, of another card.
 pub fn with_card(card: &str, nodes: &str, frames: &str, rate: &str) -> Option<(Rig, Model)> {
-    let (Some(worker), Some(sim)) = (beside("tasuki-worker"), beside("tasuki-sim")) else {
+    let (Some(_), Some(sim)) = (beside("tasuki-worker"), beside("tasuki-sim")) else {
         println!("skipped: needs tasuki-worker and tasuki-sim beside tasukid: cargo build --workspace");
         return None;
     };
@@ -52,9 +52,8 @@ pub fn with_card(card: &str, nodes: &str, frames: &str, rate: &str) -> Option<(R
     let one = storm::alone();
     let model = Model(command.spawn().expect("a model"), one);
     until(&rig, "the model serves", || socket.exists());
-    let stand_in = rig.path("worker");
+    rig.with_stock_workers();
     rig.configure(|text| {
-        let text = text.replace(&format!("{stand_in:?}"), &format!("{worker:?}"));
         // All echo, so that whoever drives sends every frame back.
         text.replace("/nowhere/card.sock", &socket.display().to_string()).replace("work = \"sink\"", "work = \"echo\"")
     });

@@ -12,11 +12,16 @@ use rustix::process::{Pid, Signal, kill_process};
 use serde_json::Value;
 use tempfile::TempDir;
 
+use super::storm::beside;
+
 const TASUKID: &str = env!("CARGO_BIN_EXE_tasukid");
 pub const TASUKI: &str = env!("CARGO_BIN_EXE_tasuki");
 
 /// How long anything may take on a machine that is busy.
 const LIMIT: Duration = Duration::from_secs(60);
+
+/// Stand-ins are started by a shell, and write files.
+pub const UNCONFINED: &str = "confine = \"off\"\n";
 
 /// Two nodes that trust each other, one that nobody trusts, and a NIC.
 pub const NODES: &str = r#"
@@ -68,7 +73,7 @@ impl Rig {
         let worker = rig.program("worker", fault);
         // A machine that is busy is no worker that hangs.
         let limits = format!(
-            "[daemon]\nconfine = \"off\"\nhang_after_ms = 5000\ndeadline_ms = 20000\nprepare_ms = 20000\nworker = {worker:?}\n"
+            "[daemon]\n{UNCONFINED}hang_after_ms = 5000\ndeadline_ms = 20000\nprepare_ms = 20000\nworker = {worker:?}\n"
         );
         fs::write(rig.path("tasuki.toml"), limits + nodes).expect("a file");
         rig
@@ -107,6 +112,12 @@ impl Rig {
         let path = self.path("tasuki.toml");
         let text = fs::read_to_string(&path).expect("a file");
         fs::write(&path, change(text)).expect("a file");
+    }
+
+    /// Has the stock worker be the worker, confined as far as this test's user can have it.
+    pub fn with_stock_workers(&self) {
+        let worker = beside("tasuki-worker").expect("looked for before");
+        self.configure(|text| confined(&text).replace(&format!("{:?}", self.path("worker")), &format!("{worker:?}")));
     }
 
     /// What runs the daemon in the foreground.
@@ -252,10 +263,10 @@ impl Rig {
     }
 }
 
-/// A configuration in which workers are confined as far as this test's user can have them: with the real one, which is no script.
-pub fn confined(text: &str) -> String {
-    let how = if rustix::process::geteuid().is_root() { "strict" } else { "best-effort" };
-    text.replace("confine = \"off\"", &format!("confine = {how:?}"))
+/// A configuration in which workers, which are no scripts, are confined as far as this test's user can have them.
+fn confined(text: &str) -> String {
+    let as_usual = rustix::process::geteuid().is_root();
+    text.replace(UNCONFINED, if as_usual { "" } else { "confine = \"best-effort\"\n" })
 }
 
 /// Its process.
@@ -304,7 +315,7 @@ fn text(bytes: &[u8]) -> String {
 }
 
 /// Whether a process is one of this rig's.
-fn is_ours(pid: u32, folder: &Path) -> bool {
+pub fn is_ours(pid: u32, folder: &Path) -> bool {
     let environment = fs::read(format!("/proc/{pid}/environ")).unwrap_or_default();
     let named = folder.as_os_str().as_encoded_bytes();
     environment.windows(named.len()).any(|window| window == named)

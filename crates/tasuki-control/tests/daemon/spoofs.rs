@@ -1,6 +1,6 @@
 //! What a namespace's programs send in other addresses than its own goes nowhere. Needs root.
 //!
-//! Row of docs/design/threat-model.md: nodes of one VNI.
+//! Attacks of docs/design/threat-model.md.
 
 use std::net::UdpSocket;
 use std::process::Command;
@@ -11,6 +11,7 @@ use super::vnis::{DESK, SHOP, World};
 /// An address of IP that nobody was given.
 const FORGED: &str = "192.0.2.66";
 
+/// row: T82
 #[test]
 fn a_namespace_whose_addresses_are_known_sends_in_no_other() {
     let Some(mut world) = World::new() else { return };

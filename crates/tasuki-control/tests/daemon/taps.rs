@@ -62,9 +62,8 @@ impl World {
             wire.add_address(addresses[0].parse().expect("an address")).expect("an address");
             wire.up().expect("a link");
         });
-        let (stand_in, worker) = (rig.path("worker"), beside("tasuki-worker").expect("looked for before"));
+        rig.with_stock_workers();
         rig.configure(|text| {
-            let text = text.replace(&format!("{stand_in:?}"), &format!("{worker:?}"));
             // Workers are killed on purpose.
             let text = text.replace("[daemon]\n", "[daemon]\nrestart = \"always\"\n");
             text.replace("/nowhere/card.sock", &socket.display().to_string())

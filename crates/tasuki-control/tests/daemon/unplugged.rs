@@ -1,9 +1,10 @@
 //! The card goes in the middle of it: one clear sentence, nobody spins, and what the sentence says helps.
 
 use std::fs;
+use std::os::unix::net::UnixListener;
 use std::time::{Duration, Instant};
 
-use super::rig::{Rig, lives, pid, until};
+use super::rig::{Rig, is_ours, lives, pid, until};
 use super::storm::{Storm, need_storm, send};
 
 /// Ticks of processor time that a process has used.
@@ -50,6 +51,61 @@ fn a_card_whose_server_is_gone_is_said_to_be_gone_and_comes_back_when_all_is_sta
     storm.nothing_is_lost();
 }
 
+/// What the daemon has started with this word.
+fn started(rig: &Rig, word: &str) -> Option<u32> {
+    let all = fs::read_dir("/proc").expect("a folder").flatten();
+    let mut pids = all.filter_map(|entry| entry.file_name().to_str()?.parse::<u32>().ok());
+    let is_it = |pid: &u32| {
+        let words = fs::read_to_string(format!("/proc/{pid}/cmdline")).unwrap_or_default();
+        words.split('\0').nth(1) == Some(word) && is_ours(*pid, rig.path("").as_path())
+    };
+    pids.find(is_it)
+}
+
+/// Whatever their card's server does to them: what they have to do harm with is what a program of stage one has, row: T33
+#[test]
+fn a_model_and_what_opens_a_card_are_confined() {
+    need_storm!();
+    if !rustix::process::geteuid().is_root() {
+        return println!("skipped: only root can confine a model as another user");
+    }
+    let mut rig = Rig::without_daemon("", "");
+    let deaf = UnixListener::bind(rig.path("deaf.sock")).expect("a place");
+    let nic = |name: &str, device: &str, more: &str| {
+        format!("[[nic]]\nname = {name:?}\ndevice = {device:?}\nnode = \"red\"\n{more}\n")
+    };
+    let device = format!("vfio-user:{}", rig.path("deaf.sock").display());
+    let nics = nic("eth0", "sim", "") + &nic("eth1", &device, "") + &nic("eth2", "sim", "wire = [\"--tap\", \"far0\"]");
+    rig.with_stock_workers();
+    rig.configure(|text| format!("{text}[[node]]\nname = \"red\"\nwork = \"echo\"\n\n{nics}"));
+    rig.start();
+    deaf.set_nonblocking(true).expect("a socket");
+    let met = std::cell::RefCell::new(Vec::new());
+    until(&rig, "a model serves, and somebody meets who says nothing", || {
+        // Two may be at it; the one that is met goes on waiting.
+        met.borrow_mut().extend(deaf.accept().ok());
+        started(&rig, "sim").is_some() && started(&rig, "open").is_some() && !met.borrow().is_empty()
+    });
+    let field = |pid: u32, name: &str| {
+        let status = fs::read_to_string(format!("/proc/{pid}/status")).unwrap_or_default();
+        let line = status.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix(':'));
+        line.unwrap_or_default().split_whitespace().next().unwrap_or_default().to_owned()
+    };
+    let network = |pid: u32| fs::read_link(format!("/proc/{pid}/ns/net")).expect("a process");
+    let both = ["sim", "open"].map(|word| started(&rig, word).expect("just seen"));
+    for pid in both {
+        let said = ["CapPrm", "CapBnd", "NoNewPrivs", "Seccomp", "Groups"].map(|name| field(pid, name));
+        assert_eq!(said, ["0000000000000000", "0000000000000000", "1", "2", ""].map(str::to_owned));
+        assert_ne!(network(pid), network(std::process::id()));
+    }
+    let users = both.map(|pid| field(pid, "Uid"));
+    assert!(users[0] != users[1] && !users.contains(&"0".to_owned()), "{users:?}");
+    let nics = rig.json(&["nic", "list"]);
+    assert!(nics.to_string().contains("its model is confined, and --tap is out of its reach"), "{nics}");
+    rig.ask(&["stop"]);
+    rig.daemon_ends();
+}
+
 #[test]
 fn a_model_of_the_daemon_that_dies_is_named_and_started_with_the_next_daemon() {
     need_storm!();
@@ -57,20 +113,10 @@ fn a_model_of_the_daemon_that_dies_is_named_and_started_with_the_next_daemon() {
         "[[node]]\nname = \"red\"\nwork = \"echo\"\n\n[[nic]]\nname = \"eth0\"\ndevice = \"sim\"\nnode = \"red\"\n",
         "",
     );
-    let (stand_in, worker) = (rig.path("worker"), super::storm::beside("tasuki-worker").expect("looked for before"));
-    rig.configure(|text| text.replace(&format!("{stand_in:?}"), &format!("{worker:?}")));
+    rig.with_stock_workers();
     rig.start();
     rig.await_pair("red");
-    let children = || {
-        let of = |pid: u32| fs::read_to_string(format!("/proc/{pid}/comm")).unwrap_or_default();
-        let all = fs::read_dir("/proc").expect("a folder").flatten();
-        let pids = all.filter_map(|entry| entry.file_name().to_str()?.parse::<u32>().ok());
-        let socket = rig.dir().display().to_string();
-        let names =
-            |pid: &u32| fs::read_to_string(format!("/proc/{pid}/cmdline")).unwrap_or_default().contains(&socket);
-        pids.filter(names).find(|pid| of(*pid).starts_with("tasuki-sim"))
-    };
-    let model = children().expect("a model");
+    let model = started(&rig, "sim").expect("a model");
     send(model, rustix::process::Signal::KILL);
     until(&rig, "it is said", || rig.ask(&["status"]).contains("the model of eth0 was killed by signal 9"));
     let status = rig.ask(&["status"]);

@@ -12,9 +12,9 @@ use rustix::process::Signal;
 use serde_json::Value;
 use tasuki_tap::interface::Interface;
 
-use super::rig::{Rig, lives, pid, signal, until};
+use super::rig::{Rig, UNCONFINED, lives, pid, signal, until};
 use super::rooms::{BURST, Exchange, Program, Room, Stream, deaths, is_impossible};
-use super::storm::{self, beside};
+use super::storm;
 
 /// Addresses for documentation (RFC 5737).
 pub const SHOP: &str = "192.0.2.1";
@@ -31,18 +31,24 @@ pub struct World {
 impl World {
     /// Nothing, with the reason said, where it cannot be.
     pub fn new() -> Option<Self> {
+        Self::configured(|text| text)
+    }
+
+    /// The same, where workers may be scripts: those begin unconfined.
+    pub fn of_scripts() -> Option<Self> {
+        Self::configured(|text| text.replace("[daemon]\n", &format!("[daemon]\n{UNCONFINED}")))
+    }
+
+    fn configured(how: impl Fn(String) -> String) -> Option<Self> {
         if let Some(why) = is_impossible() {
             println!("skipped: {why}");
             return None;
         }
         let one = storm::alone();
         let rig = Rig::without_daemon("", "");
-        let (stand_in, worker) = (rig.path("worker"), beside("tasuki-worker").expect("looked for before"));
-        rig.configure(|text| {
-            let text = text.replace(&format!("{stand_in:?}"), &format!("{worker:?}"));
-            // Workers are killed on purpose.
-            text.replace("[daemon]\n", "[daemon]\nrestart = \"always\"\n")
-        });
+        rig.with_stock_workers();
+        // Workers are killed on purpose.
+        rig.configure(|text| how(text).replace("[daemon]\n", "[daemon]\nrestart = \"always\"\n"));
         let mut world = World { rig, shop: Room::new(), desk: Room::new(), _one: one };
         world.rig.start();
         Some(world)

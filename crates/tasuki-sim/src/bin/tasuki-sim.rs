@@ -147,7 +147,7 @@ struct PlaceArguments {
     /// Where drivers connect, one after the other. Nothing may be there.
     #[arg(long, value_name = "PATH")]
     socket: Option<PathBuf>,
-    /// The driver is at the other end of the socket that is our standard input. Ends when it leaves.
+    /// The driver is at the other end of the socket that is our standard input, or drivers connect there if it listens. Ends when the only one leaves.
     #[arg(long)]
     stdin: bool,
 }
@@ -198,7 +198,8 @@ fn server(place: &PlaceArguments, card: Card) -> Result<Server> {
             let connection = std::io::stdin().as_fd().try_clone_to_owned()?;
             let is_socket = rustix::net::sockopt::socket_type(&connection).is_ok();
             ensure!(is_socket, "--stdin: standard input is not a socket; --socket PATH makes one");
-            Ok(Server::over(connection)?)
+            let listens = rustix::net::sockopt::socket_acceptconn(&connection)?;
+            Ok(if listens { Server::on(connection)? } else { Server::over(connection)? })
         }
     }
 }
@@ -267,7 +268,7 @@ fn serve_card<W: Wire, M: Model>(arguments: &NicArguments, card: M, wire: W, cou
         }
         had_driver |= server.has_client();
         let left = had_driver && !server.has_client();
-        if left && (arguments.place.stdin || (course.is_done)(served.wire())) {
+        if left && (!server.listens() || (course.is_done)(served.wire())) {
             break;
         }
     }

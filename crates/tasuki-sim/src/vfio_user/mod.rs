@@ -121,14 +121,16 @@ pub enum Turn {
 /// Serves one device.
 #[derive(Debug)]
 pub struct Server {
-    listener: Option<(OwnedFd, PathBuf)>,
+    listener: Option<OwnedFd>,
+    /// Where it listens, if that is for it to remove.
+    path: Option<PathBuf>,
     client: Option<Client>,
     poll: OwnedFd,
 }
 
 impl Drop for Server {
     fn drop(&mut self) {
-        if let Some((_, path)) = &self.listener {
+        if let Some(path) = &self.path {
             let _ = std::fs::remove_file(path);
         }
     }
@@ -147,19 +149,30 @@ impl Server {
         let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
         let listener = rustix::net::socket_with(AddressFamily::UNIX, SocketType::STREAM, flags, None)?;
         rustix::net::bind(&listener, &SocketAddrUnix::new(path)?)?;
-        let server = Server { listener: Some((listener, path.to_owned())), client: None, poll: new_poll()? };
-        if let Some((listener, _)) = &server.listener {
-            rustix::net::listen(listener, 8)?;
-            watch(&server.poll, listener.as_fd(), epoll::EventFlags::IN)?;
-        }
+        rustix::net::listen(&listener, 8)?;
+        let mut server = Self::on(listener)?;
+        server.path = Some(path.to_owned());
         Ok(server)
+    }
+
+    /// Serves whoever connects to this listening socket, one after the other.
+    pub fn on(listener: OwnedFd) -> io::Result<Self> {
+        rustix::io::ioctl_fionbio(&listener, true)?;
+        let poll = new_poll()?;
+        watch(&poll, listener.as_fd(), epoll::EventFlags::IN)?;
+        Ok(Server { listener: Some(listener), path: None, client: None, poll })
     }
 
     /// Serves the client at the other end of `connection`, and nobody after it.
     pub fn over(connection: OwnedFd) -> io::Result<Self> {
         let poll = new_poll()?;
         let client = Client::new(connection, &poll)?;
-        Ok(Server { listener: None, client: Some(client), poll })
+        Ok(Server { listener: None, path: None, client: Some(client), poll })
+    }
+
+    /// Whether another client can come when one is gone.
+    pub fn listens(&self) -> bool {
+        self.listener.is_some()
     }
 
     /// Whether a client is there.
@@ -170,7 +183,7 @@ impl Server {
     /// Does what there is to do, up to a bound, and waits for nothing.
     pub fn turn(&mut self, device: &mut impl Device) -> io::Result<Turn> {
         let Some(client) = &mut self.client else {
-            let Some((listener, _)) = &self.listener else { return Ok(Turn::Over) };
+            let Some(listener) = &self.listener else { return Ok(Turn::Over) };
             return match rustix::net::accept_with(listener, SocketFlags::CLOEXEC) {
                 Err(Errno::AGAIN | Errno::INTR | Errno::CONNABORTED) => Ok(Turn::Idle),
                 connection => {
@@ -191,7 +204,7 @@ impl Server {
         epoll::delete(&self.poll, &client.socket)?;
         self.client = None;
         match &self.listener {
-            Some((listener, _)) => watch(&self.poll, listener.as_fd(), epoll::EventFlags::IN)?,
+            Some(listener) => watch(&self.poll, listener.as_fd(), epoll::EventFlags::IN)?,
             None if end == End::Closed => return Ok(Turn::Over),
             None => {}
         }

@@ -252,6 +252,10 @@ impl Nic {
         let mut opener = Process::start(&mut command);
         drop(command);
         let said = talk.hear();
+        let Said::Letter(ToDaemon::Begun { .. }, _) = said else { panic!("{said:?}") };
+        let way = std::os::unix::net::UnixStream::connect(socket).expect("a server");
+        talk.send(b".", &[way.into()]);
+        let said = talk.hear();
         let Said::Letter(ToDaemon::Kit { kit }, fds) = said else { panic!("{said:?}") };
         assert_eq!(kit.fds, fds.len());
         assert_eq!(opener.end(), Some(0));
@@ -388,6 +392,8 @@ impl Node {
             nice: self.nice,
             poll: self.poll,
             memlock: 64 << 20,
+            files: false,
+            threads: false,
             memif: None,
             tap: None,
         };
