@@ -18,6 +18,7 @@ use redb::{Database, ReadableDatabase, ReadableTable, StorageBackend, TableDefin
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 
+use crate::supervisor::staging::FileName;
 use crate::{config, place, process};
 use mirror::Mirror;
 
@@ -53,6 +54,9 @@ pub struct WorkerRecord {
     pub binary: PathBuf,
     /// How often the node had been upgraded.
     pub generation: u32,
+    /// It is started ahead of an upgrade that wants this very file.
+    #[serde(default)]
+    pub staged: Option<FileName>,
 }
 
 /// A NIC.
@@ -452,6 +456,7 @@ mod tests {
             socket: "/x".into(),
             binary: "/y".into(),
             generation: 3,
+            staged: None,
         };
         let event = |number| Event { number, at_ms: 0, node: None, nic: None, worker: None, sentence: "so".to_owned() };
         {

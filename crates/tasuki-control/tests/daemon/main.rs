@@ -22,6 +22,7 @@ mod rig;
 mod rooms;
 mod ruled;
 mod spoofs;
+mod staged;
 mod standin;
 mod storm;
 mod taps;
