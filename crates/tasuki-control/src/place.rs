@@ -120,6 +120,17 @@ impl Place {
         self.folder.join(format!("worker-{party}.sock"))
     }
 
+    /// Takes away what workers have left that are not among these.
+    pub fn forget_workers_but(&self, living: &[u32]) {
+        for entry in std::fs::read_dir(&self.folder).into_iter().flatten().flatten() {
+            let name = entry.file_name();
+            let party = name.to_str().and_then(|name| name.strip_prefix("worker-")?.split_once('.')?.0.parse().ok());
+            if party.is_some_and(|party: u32| !living.contains(&party)) {
+                let _ = std::fs::remove_file(entry.path());
+            }
+        }
+    }
+
     /// Where the keeper listens.
     pub fn keeper_socket(&self) -> PathBuf {
         keeper_socket(&self.folder)

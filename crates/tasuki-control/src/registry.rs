@@ -18,6 +18,7 @@ use redb::{Database, ReadableDatabase, ReadableTable, StorageBackend, TableDefin
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 
+use crate::supervisor::staging::FileName;
 use crate::{config, place, process};
 use mirror::Mirror;
 
@@ -56,6 +57,9 @@ pub struct WorkerRecord {
     /// What it is not confined with.
     #[serde(default)]
     pub unconfined: Vec<String>,
+    /// It is started ahead of an upgrade that wants this very file.
+    #[serde(default)]
+    pub staged: Option<FileName>,
 }
 
 /// A NIC.
@@ -459,6 +463,7 @@ mod tests {
             binary: "/y".into(),
             generation: 3,
             unconfined: Vec::new(),
+            staged: None,
         };
         let event = |number| Event { number, at_ms: 0, node: None, nic: None, worker: None, sentence: "so".to_owned() };
         {

@@ -149,21 +149,6 @@ fn call(number: libc::c_long, [a, b, c, d]: [libc::c_long; 4]) {
     unsafe { libc::syscall(number, a, b, c, d) };
 }
 
-/// Has this process, and what it becomes, run for 0.1 ms at a time where others want its CPU. An older kernel takes no notice.
-pub fn brief() {
-    let asked = libc::sched_attr {
-        size: u32::try_from(size_of::<libc::sched_attr>()).expect("small"),
-        sched_policy: 0,
-        sched_flags: 0,
-        sched_nice: rustix::process::getpriority_process(None).unwrap_or_default(),
-        sched_priority: 0,
-        sched_runtime: 100_000,
-        sched_deadline: 0,
-        sched_period: 0,
-    };
-    call(libc::SYS_sched_setattr, [0, &raw const asked as libc::c_long, 0, 0]);
-}
-
 /// Says why it is not the program, and ends.
 fn end(failed: BorrowedFd<'_>, errno: rustix::io::Errno) -> ! {
     let _ = rustix::io::write(failed, &errno.raw_os_error().to_ne_bytes());

@@ -122,7 +122,7 @@ fn play(mut orders: Orders) -> Result<Sample> {
         control.say(&Ask::Begin(trial))?;
         for _ in 0..act.times {
             std::thread::sleep(QUIET);
-            let (pause, _) = system.relay(act.relay)?;
+            let pause = system.relay(act.relay)?.pause;
             sample.note(&format!("{} pause", act.name), pause as f64);
         }
         await_frames(&control).with_context(|| format!("{}: {}", act.what, system.describe()))?;

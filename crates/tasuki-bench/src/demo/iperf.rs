@@ -55,7 +55,7 @@ fn row(act: &Act, system: &System, interrupt: &Interrupt) -> Result<()> {
         let mut pauses = Vec::new();
         for _ in 0..act.times {
             std::thread::sleep(SHARE / 4);
-            pauses.push(system.relay(act.relay)?.0);
+            pauses.push(system.relay(act.relay)?.pause);
         }
         let driving_at = system.nic()?.driving_at_ns.context("nobody drives the card")?;
         let (said, ended_at) = sent.join().map_err(|_| anyhow!("the thread that waits for iperf3 panicked"))??;

@@ -94,7 +94,7 @@ fn once(act: &Act, system: &System, interrupt: &Interrupt) -> Result<(u64, Said)
     std::thread::scope(|scope| {
         let asked = scope.spawn(|| asking.end(interrupt).map(|said| (said, now_ns())));
         std::thread::sleep(QUIET);
-        let pause = system.relay(act.relay)?.0;
+        let pause = system.relay(act.relay)?.pause;
         let driving_at = system.nic()?.driving_at_ns.context("nobody drives the card")?;
         let (said, ended_at) = asked.join().map_err(|_| anyhow!("the thread that waits for ping panicked"))??;
         ensure!(

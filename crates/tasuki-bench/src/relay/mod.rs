@@ -68,6 +68,8 @@ pub const CASES: &[Case] = &[
     system!("upgrade-inplace-line64", 64, Traffic::Line, Relay::Upgrade { store: false }),
     system!("upgrade-inplace-line1518", 1518, Traffic::Line, Relay::Upgrade { store: false }),
     system!("upgrade-inplace-paper", PAPER, Traffic::Paper, Relay::Upgrade { store: false }),
+    system!("upgrade-staged-line64", 64, Traffic::Line, Relay::Staged),
+    system!("upgrade-staged-paper", PAPER, Traffic::Paper, Relay::Staged),
     system!("upgrade-store-line64", 64, Traffic::Line, Relay::Upgrade { store: true }),
     system!("upgrade-store-line1518", 1518, Traffic::Line, Relay::Upgrade { store: true }),
     system!("upgrade-store-paper", PAPER, Traffic::Paper, Relay::Upgrade { store: true }),

@@ -133,7 +133,7 @@ pub fn play(folder: &Path, trials: u32) -> Result<()> {
         std::thread::sleep(wait);
         let asked = now_ns();
         let pause = match relay {
-            Some(relay) => Some(system.relay(relay)?.0),
+            Some(relay) => Some(system.relay(relay)?.pause),
             // As long as the last relay took, so that as much of all else happens meanwhile.
             None => {
                 std::thread::sleep(like);

@@ -3,6 +3,8 @@
 //! What is measured is what a user has: processes that are started, confined, told by a daemon, and ended. A pause is from the giver's last
 //! burst (of one that is killed: from the kill) to the taker's first look at the rings, by the clock that all processes share.
 
+use std::io::{Read, Write};
+use std::os::unix::net::UnixStream;
 use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
@@ -41,12 +43,54 @@ pub enum Relay {
         /// Whether the sash goes by the daemon's store.
         store: bool,
     },
+    /// The same, of a program that was staged for it.
+    Staged,
     /// The worker is killed.
     Takeover,
     /// The NIC goes to the other node.
     Give(Method),
     /// The same, and neither node trusts the other: all workers that had the NIC are fenced on the way.
     Fence(Method),
+}
+
+/// An open connection to the daemon: from asking to the answer it is one write and, as a rule, one read.
+#[derive(Debug)]
+struct Open(UnixStream);
+
+impl Open {
+    fn to(folder: &Path) -> Result<Self> {
+        Ok(Open(UnixStream::connect(tasuki_control::place::api_socket(folder))?))
+    }
+
+    /// Asks; the answer, and how long it took.
+    fn ask(&mut self, address: &str, body: &Value) -> Result<(Value, Duration)> {
+        let body = body.to_string();
+        let head = format!("POST {address} HTTP/1.1\r\nhost: tasukid\r\ncontent-type: application/json\r\n");
+        let request = format!("{head}content-length: {}\r\n\r\n{body}", body.len());
+        let (mut answer, mut room) = (Vec::new(), vec![0; 16 << 10]);
+        let asked = Instant::now();
+        self.0.write_all(request.as_bytes())?;
+        loop {
+            let len = self.0.read(&mut room)?;
+            ensure!(len > 0, "tasukid hung up before it had answered");
+            answer.extend_from_slice(&room[..len]);
+            if let Some(body) = whole(&answer)? {
+                let took = asked.elapsed();
+                let value: Value = serde_json::from_slice(body)?;
+                ensure!(answer.starts_with(b"HTTP/1.1 200"), "tasukid refuses {address}: {value}");
+                return Ok((value, took));
+            }
+        }
+    }
+}
+
+/// The body of an answer, if all of it is there.
+fn whole(answer: &[u8]) -> Result<Option<&[u8]>> {
+    let Some(end) = answer.windows(4).position(|four| four == b"\r\n\r\n") else { return Ok(None) };
+    let (head, body) = (std::str::from_utf8(&answer[..end])?.to_ascii_lowercase(), &answer[end + 4..]);
+    let len = head.lines().find_map(|line| line.strip_prefix("content-length:"));
+    let len: usize = len.context("tasukid does not say how long its answer is")?.trim().parse()?;
+    Ok(body.get(..len))
 }
 
 /// A daemon, which is ended with all its workers when dropped.
@@ -199,29 +243,43 @@ impl System {
         Ok(())
     }
 
-    /// Has the NIC change hands; says how long nobody drove it, and of that how long until the daemon knew, in ns.
-    pub fn relay(&self, relay: Relay) -> Result<(u64, u64)> {
-        let before = self.nic()?;
-        let settled: Relayed = match relay {
-            Relay::Takeover => return self.takeover(&before),
-            Relay::Upgrade { store } => {
-                let body = if store { json!({"state": "store"}) } else { json!({}) };
-                self.ask(Verb::POST, &format!("/v1/nodes/{}/upgrade", before.node), Some(&body))?
+    /// Makes all ready that whoever asks does not wait for.
+    fn get_ready(&self, relay: Relay) -> Result<()> {
+        let node = self.nic()?.node;
+        match relay {
+            Relay::Staged => {
+                let address = format!("/v1/nodes/{node}/stage");
+                let _: Relayed = self.ask(Verb::POST, &address, Some(&json!({})))?;
             }
+            Relay::Give(_) | Relay::Fence(_) => self.await_worker(other(&node))?,
+            Relay::Upgrade { .. } | Relay::Takeover => {}
+        }
+        Ok(())
+    }
+
+    /// Has the NIC change hands.
+    pub fn relay(&self, relay: Relay) -> Result<Turn> {
+        let before = self.nic()?;
+        let (address, body) = match relay {
+            Relay::Takeover => return self.takeover(&before),
+            Relay::Staged | Relay::Upgrade { store: false } => {
+                (format!("/v1/nodes/{}/upgrade", before.node), json!({}))
+            }
+            Relay::Upgrade { store: true } => (format!("/v1/nodes/{}/upgrade", before.node), json!({"state": "store"})),
             Relay::Give(method) | Relay::Fence(method) => {
-                let to = if before.node == "red" { "blue" } else { "red" };
-                self.await_worker(to)?;
-                let body = json!({"to": to, "method": method});
-                self.ask(Verb::POST, "/v1/nics/nic0/give", Some(&body))?
+                ("/v1/nics/nic0/give".to_owned(), json!({"to": other(&before.node), "method": method}))
             }
         };
+        let mut open = Open::to(&self.folder)?;
+        let (settled, asked) = open.ask(&address, &body)?;
+        let settled: Relayed = serde_json::from_value(settled)?;
         ensure!(settled.relays.iter().all(|relay| relay.done), "{}", settled.sentence);
         let pause = settled.relays.first().and_then(|relay| relay.pause_ns);
         self.await_steady(before.worker)?;
-        Ok((pause.context("the relay has no pause")?, 0))
+        Ok(Turn { pause: pause.context("the relay has no pause")?, until_known: 0, asked: Some(asked) })
     }
 
-    fn takeover(&self, before: &NicView) -> Result<(u64, u64)> {
+    fn takeover(&self, before: &NicView) -> Result<Turn> {
         let worker = self.workers()?.into_iter().find(|worker| Some(worker.worker) == before.worker);
         let pid = worker.context("nobody drives the NIC")?.pid;
         let at = now_ns();
@@ -229,8 +287,24 @@ impl System {
         let after = self.await_steady(before.worker)?;
         let (until, since) = (after.driving_at_ns, after.pause_ns);
         let pause = until.context("nobody drives the NIC")?.saturating_sub(at);
-        Ok((pause, pause.saturating_sub(since.context("the takeover has no pause")?)))
+        let until_known = pause.saturating_sub(since.context("the takeover has no pause")?);
+        Ok(Turn { pause, until_known, asked: None })
     }
+}
+
+/// How a NIC changed hands.
+#[derive(Debug, Clone, Copy)]
+pub struct Turn {
+    /// How long nobody drove, in ns,
+    pub pause: u64,
+    /// and of that how long until the daemon knew.
+    pub until_known: u64,
+    /// From asking, on an open connection, to the answer.
+    pub asked: Option<Duration>,
+}
+
+fn other(node: &str) -> &'static str {
+    if node == "red" { "blue" } else { "red" }
 }
 
 /// Has the NIC change hands `orders.calls` times under traffic, between workers on one CPU; times each.
@@ -276,17 +350,19 @@ fn relays_on(mut orders: Orders, cpus: [usize; 2], relay: Relay, traffic: Traffi
     };
     let mut like = QUIET;
     for _ in 0..orders.calls {
+        system.get_ready(relay)?;
         window()?;
         std::thread::sleep(like);
         let (gap, trip) = window()?;
         sample.note("gap_quiet", gap);
         sample.note("trip_quiet", trip);
         let asked = Instant::now();
-        let (pause, until_known) = system.relay(relay)?;
+        let turn = system.relay(relay)?;
         like = asked.elapsed().max(QUIET);
-        sample.note("replaced", asked.elapsed().as_nanos() as f64);
-        sample.record(Duration::from_nanos(pause));
-        sample.note("until_known", until_known as f64);
+        // Nobody asks for a takeover: it is over when somebody stands by again.
+        sample.note("replaced", turn.asked.unwrap_or(asked.elapsed()).as_nanos() as f64);
+        sample.record(Duration::from_nanos(turn.pause));
+        sample.note("until_known", turn.until_known as f64);
         let (gap, trip) = window()?;
         sample.note("gap", gap);
         sample.note("trip", trip);

@@ -96,12 +96,13 @@ impl Roles {
     }
 }
 
-/// What somebody must be to ask this, by the route that it goes to. An upgrade that names a program takes more: its handler sees to that.
+/// What somebody must be to ask this, by the route that it goes to. To name a program takes more: the handler sees to that.
 pub fn needed(method: &Method, route: &str) -> Role {
     match (method, route) {
         (_, "/v1/nodes/{name}/capture" | "/v1/nics/{name}/capture") => Role::Administer,
         (&Method::GET | &Method::HEAD, _) => Role::Read,
         (&Method::POST, "/v1/nodes/{name}/upgrade" | "/v1/nics/{name}/give") => Role::Operate,
+        (_, "/v1/nodes/{name}/stage") => Role::Operate,
         _ => Role::Administer,
     }
 }
@@ -148,6 +149,7 @@ mod tests {
         assert_eq!(needed(&Method::HEAD, "/v1/nodes/{name}/capture"), Role::Administer);
         assert_eq!(needed(&Method::POST, "/v1/nics/{name}/give"), Role::Operate);
         assert_eq!(needed(&Method::DELETE, "/v1/nodes/{name}"), Role::Administer);
+        assert_eq!(needed(&Method::DELETE, "/v1/nodes/{name}/stage"), Role::Operate);
         assert_eq!(needed(&Method::POST, "/v1/anything"), Role::Administer);
     }
 }

@@ -20,8 +20,8 @@ use super::gate::{self, Gate};
 use super::peer::Peer;
 use super::roles::{Role, Roles};
 use super::types::{
-    Counts, Ended, Event, Give, NicView, NodeView, Refused, Relayed, Removed, Status, Stopped, TalkView, Upgrade,
-    VniNodeView, VniView, WorkerView,
+    Counts, Ended, Event, Give, NicView, NodeView, Refused, Relayed, Removed, Staging, Status, Stopped, TalkView,
+    Upgrade, VniNodeView, VniView, WorkerView,
 };
 use crate::config;
 use crate::supervisor::captures::Of;
@@ -43,6 +43,8 @@ use crate::supervisor::door::{Door, No, Request};
         nics,
         events,
         upgrade,
+        stage,
+        unstage,
         give,
         counts,
         vnis,
@@ -145,13 +147,37 @@ async fn upgrade(
     body: Result<Json<Upgrade>, JsonRejection>,
 ) -> Answered<Relayed> {
     match words(body) {
-        // To name a program is to do whatever a program can.
-        Ok(Upgrade { with: Some(_), .. }) if role < Role::Administer => {
-            Answered(Err(No::Forbidden(gate::may_not(&peer, Some(role), Role::Administer))))
-        }
+        Ok(Upgrade { with: Some(_), .. }) if role < Role::Administer => Answered(Err(may_not_name(&peer, role))),
         Ok(upgrade) => ask(&door, |answer| Request::Upgrade { node, upgrade, answer }).await,
         Err(no) => Answered(Err(no)),
     }
+}
+
+/// To name a program is to do whatever a program can.
+fn may_not_name(peer: &Peer, role: Role) -> No {
+    No::Forbidden(gate::may_not(peer, Some(role), Role::Administer))
+}
+
+#[utoipa::path(post, path = "/v1/nodes/{name}/stage", params(("name" = String, Path, description = "a node")), request_body = Staging,
+    responses((status = 200, body = Relayed), (status = 403, body = Refused), (status = 404, body = Refused), (status = 409, body = Refused), (status = 422, body = Refused)))]
+async fn stage(
+    State(door): State<Door>,
+    Path(node): Path<String>,
+    Extension(role): Extension<Role>,
+    Extension(peer): Extension<Arc<Peer>>,
+    body: Result<Json<Staging>, JsonRejection>,
+) -> Answered<Relayed> {
+    match words(body) {
+        Ok(Staging { with: Some(_) }) if role < Role::Administer => Answered(Err(may_not_name(&peer, role))),
+        Ok(staging) => ask(&door, |answer| Request::Stage { node, staging, answer }).await,
+        Err(no) => Answered(Err(no)),
+    }
+}
+
+#[utoipa::path(delete, path = "/v1/nodes/{name}/stage", params(("name" = String, Path, description = "a node")),
+    responses((status = 200, body = Relayed), (status = 404, body = Refused), (status = 409, body = Refused)))]
+async fn unstage(State(door): State<Door>, Path(node): Path<String>) -> Answered<Relayed> {
+    ask(&door, |answer| Request::Unstage { node, answer }).await
 }
 
 #[utoipa::path(post, path = "/v1/nics/{name}/give", params(("name" = String, Path, description = "a NIC")), request_body = Give,
@@ -307,6 +333,7 @@ fn router(door: Door, gate: Gate) -> Router {
         .route("/v1/nics", get(nics))
         .route("/v1/events", get(events))
         .route("/v1/nodes/{name}/upgrade", post(upgrade))
+        .route("/v1/nodes/{name}/stage", post(stage).delete(unstage))
         .route("/v1/nics/{name}/give", post(give))
         .route("/v1/nics/{name}/counts", get(counts))
         .route("/v1/nodes/{name}/capture", get(capture_node))
@@ -357,6 +384,7 @@ mod tests {
             "/v1/nodes",
             "/v1/nodes/{name}",
             "/v1/nodes/{name}/capture",
+            "/v1/nodes/{name}/stage",
             "/v1/nodes/{name}/upgrade",
             "/v1/status",
             "/v1/stop",

@@ -131,7 +131,7 @@ pub struct WorkerView {
     pub pid: u32,
     /// Its node.
     pub node: String,
-    /// `starting`, `prepares`, `drives`, `stands by`, `idle` or `leaves`.
+    /// `starting`, `prepares`, `drives`, `stands by`, `staged`, `idle` or `leaves`.
     pub is: String,
     /// The NICs that it drives.
     pub drives: Vec<String>,
@@ -208,6 +208,15 @@ pub struct Upgrade {
     pub with: Option<std::path::PathBuf>,
     /// How the sash travels; without, in place.
     pub state: Option<SashBy>,
+}
+
+/// What is started ahead of an upgrade.
+#[derive(Debug, Clone, Default, Serialize, Deserialize, ToSchema)]
+#[serde(deny_unknown_fields)]
+pub struct Staging {
+    /// The program that the upgrade will want; without, the one that the node's workers are now, as its file is now.
+    #[schema(value_type = Option<String>)]
+    pub with: Option<std::path::PathBuf>,
 }
 
 /// A way for a NIC to change hands.

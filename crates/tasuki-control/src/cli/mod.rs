@@ -33,6 +33,13 @@ pub enum Workers {
     List,
     /// Replaces a node's worker by a fresh one while packets flow.
     Upgrade(Upgrade),
+    /// Starts the program that an upgrade will want ahead of it: the upgrade then takes what is ready.
+    Stage(Stage),
+    /// Ends what is staged for a node.
+    Unstage {
+        /// The node.
+        node: String,
+    },
 }
 
 /// What can be asked of nodes.
@@ -164,6 +171,16 @@ pub struct Upgrade {
     pub state: Option<State>,
 }
 
+/// What is started ahead of an upgrade.
+#[derive(Debug, Args)]
+pub struct Stage {
+    /// The node.
+    pub node: String,
+    /// The program that the upgrade will want; without, the one that its workers are now, as its file is now.
+    #[arg(long, value_name = "BINARY")]
+    pub with: Option<PathBuf>,
+}
+
 /// See [`crate::api::types::SashBy`].
 #[derive(Debug, Clone, Copy, ValueEnum)]
 #[expect(missing_docs, reason = "said there")]
@@ -239,6 +256,11 @@ fn word(value: Option<impl ValueEnum>) -> Value {
     value.and_then(|value| value.to_possible_value()).map_or(Value::Null, |value| json!(value.get_name()))
 }
 
+/// A program's path, from /.
+fn absolute(program: Option<&PathBuf>) -> Result<Option<PathBuf>> {
+    program.map(std::path::absolute).transpose().context("that program has no path")
+}
+
 /// A name as a part of an address.
 fn part(name: &str) -> String {
     name.bytes()
@@ -312,8 +334,14 @@ pub fn run(reach: &Reach, asked: &Asked) -> Result<()> {
         Asked::Status => get("/v1/status")?,
         Asked::Workers(Workers::List) => get("/v1/workers")?,
         Asked::Workers(Workers::Upgrade(Upgrade { node, with, state })) => {
-            let with = with.as_ref().map(std::path::absolute).transpose().context("that program has no path")?;
-            post(&format!("/v1/nodes/{}/upgrade", part(node)), json!({ "with": with, "state": word(*state) }))?
+            let body = json!({ "with": absolute(with.as_ref())?, "state": word(*state) });
+            post(&format!("/v1/nodes/{}/upgrade", part(node)), body)?
+        }
+        Asked::Workers(Workers::Stage(Stage { node, with })) => {
+            post(&format!("/v1/nodes/{}/stage", part(node)), json!({ "with": absolute(with.as_ref())? }))?
+        }
+        Asked::Workers(Workers::Unstage { node }) => {
+            client::ask(&folder, Verb::DELETE, &format!("/v1/nodes/{}/stage", part(node)), None)?
         }
         Asked::NicList => get("/v1/nics")?,
         Asked::Give(Give { nic, to, method, inflight, state }) => {

@@ -34,7 +34,7 @@ pub fn show(asked: &Asked, value: Value) -> Result<String> {
         Asked::Vnis(Vnis::Stats { .. }) => vni_stats(&read::<Vec<TalkView>>(value)?),
         Asked::Workers(Workers::List) => workers(&read::<Vec<WorkerView>>(value)?),
         Asked::NicList => nics(&read::<Vec<NicView>>(value)?),
-        Asked::Workers(Workers::Upgrade(_)) | Asked::Give(_) => format!("{}\n", read::<Relayed>(value)?.sentence),
+        Asked::Workers(_) | Asked::Give(_) => format!("{}\n", read::<Relayed>(value)?.sentence),
         Asked::Counts(_) => counts(&read(value)?),
         Asked::Events { .. } => read::<Vec<Event>>(value)?.iter().map(event).collect(),
         Asked::Stop => format!("{}\n", read::<Stopped>(value)?.sentence),

@@ -1,12 +1,14 @@
 //! Confinement, stage one: what a worker's process cannot do from its program's first instruction on, whatever that program is. The daemon starts itself as `tasukid jail`,
-//! which gives up all that a worker does not need, says so on its standard output, and becomes the program. The daemon then looks for itself ([`verify`]), and gives nothing
-//! before.
+//! which gives up all that a worker does not need, says so on its standard output, waits on its standard input to be told the program, and becomes that. The daemon looks for itself
+//! ([`verify`]), and gives nothing before.
+//!
+//! Most of what a start takes is over when it waits: to enter a control group of version 1 takes the kernel up to 12 ms. So one waits for each node (a *cell*).
 //!
 //! Stage two is the runtime's (`tasuki-worker/src/confine.rs`). docs/design/worker.md says what each bars.
 
 mod filter;
 
-use std::os::fd::{AsFd, AsRawFd, OwnedFd};
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
 use std::process::{Command, ExitCode};
@@ -16,11 +18,13 @@ use landlock::{
     ABI, Access, AccessFs, AccessNet, CompatLevel, Compatible, PathBeneath, Ruleset, RulesetAttr, RulesetCreatedAttr,
     RulesetStatus, Scope,
 };
+use rustix::event::{PollFd, PollFlags};
 use rustix::fs::{Mode, OFlags};
 use rustix::process::{Gid, Resource, Rlimit, Uid};
 use rustix::thread::{CapabilitySet, CapabilitySets, LinkNameSpaceType};
 use serde::{Deserialize, Serialize};
 
+use crate::channel::{self, Nothing};
 use crate::spawn;
 
 /// The word by which tasukid is asked for this.
@@ -39,10 +43,8 @@ const ANY_NICE: u64 = 40;
 /// What is to be given up.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 pub struct Terms {
-    /// What the process is to become,
-    pub program: PathBuf,
-    /// and what follows its name.
-    pub args: Vec<String>,
+    /// What the process is to become at once, and what follows its name; without, it is told.
+    pub program: Option<(PathBuf, Vec<String>)>,
     /// Whose it is to be; without, it stays the daemon's user's.
     pub uid: Option<u32>,
     /// The network namespace to enter.
@@ -61,9 +63,34 @@ pub struct Terms {
     pub lacks: Vec<String>,
 }
 
-/// What the jail says to the daemon, a line each: that it becomes the program now, or why not.
+/// What the process is to become; its file comes beside it.
+#[derive(Debug, Serialize, Deserialize)]
+struct Become {
+    program: PathBuf,
+}
+
+/// Has a process that waits in its jail become a program.
+///
+/// # Errors
+/// The file cannot be opened, or the process hears nothing.
+pub fn tell(socket: BorrowedFd<'_>, program: &Path, file: BorrowedFd<'_>) -> rustix::io::Result<()> {
+    let what = serde_json::to_vec(&Become { program: program.to_owned() }).expect("plain data");
+    channel::send(socket, &what, &[file])
+}
+
+/// A program's file, for [`tell`]: that is what will run, whatever stands at its path by then.
+///
+/// # Errors
+/// It is not there.
+pub fn open_program(program: &Path) -> rustix::io::Result<OwnedFd> {
+    open(spawn::find(program), OFlags::PATH)
+}
+
+/// What the jail says to the daemon, a line each: how far it is, or why not.
 #[derive(Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Says {
+    /// It waits to be told its program; this does not hold, as sentences.
+    Waits(Vec<String>),
     /// All that holds, holds; this does not, as sentences.
     Confined(Vec<String>),
     /// It ends.
@@ -92,26 +119,64 @@ fn become_program(terms: &str) -> Result<std::convert::Infallible> {
     let terms: Terms = serde_json::from_str(terms).context("tasukid starts this by itself, for its workers")?;
     let says = rustix::io::fcntl_dupfd_cloexec(std::io::stdout(), 3).context("it has no standard output")?;
     let nowhere = open("/dev/null", OFlags::RDWR).context("/dev/null")?;
-    let path = spawn::find(&terms.program);
-    let program = open(&path, OFlags::PATH).with_context(|| format!("{} cannot be started", path.display()))?;
     let mut lacks = terms.lacks.clone();
-    confine(&terms, &program, &mut lacks)?;
+    // While we may look there.
+    let known = terms.program.as_ref().map(|(path, args)| {
+        let file = open_program(path).with_context(|| format!("{} cannot be started", path.display()))?;
+        anyhow::Ok((path.clone(), args.clone(), file))
+    });
+    let known = known.transpose()?;
+    let (files, is_apart) = confine(&terms, &mut lacks)?;
+    is_enough(&terms, &lacks)?;
+    let (path, args, program) = match known {
+        Some(known) => known,
+        None => {
+            say(&says, &Says::Waits(lacks.clone()));
+            let (path, program) = hear()?;
+            (path, vec!["worker".to_owned()], program)
+        }
+    };
+    let path = spawn::find(&path);
+    let files = files.add_rule(PathBeneath::new(program.try_clone()?, AccessFs::Execute | AccessFs::ReadFile))?;
+    note(&mut lacks, bar_files(files, is_apart), "files, abstract sockets and signals to others are not all barred");
+    is_enough(&terms, &lacks)?;
+    say(&says, &Says::Confined(lacks));
+    rustix::stdio::dup2_stdout(&nowhere)?;
+    drop(nowhere);
+    let mut error = Command::new(&path).args(&args).exec();
+    if error.kind() == std::io::ErrorKind::PermissionDenied {
+        // It lies where its user cannot go, in somebody's home for instance.
+        let by_descriptor = format!("/proc/self/fd/{}", program.as_raw_fd());
+        error = Command::new(by_descriptor).arg0(&path).args(&args).exec();
+    }
+    say(&says, &Says::Failed(format!("{} does not start: {error}", path.display())));
+    std::process::exit(1)
+}
+
+fn is_enough(terms: &Terms, lacks: &[String]) -> Result<()> {
     anyhow::ensure!(
         lacks.is_empty() || !terms.strict,
         "this cannot be kept from it: {}; mend that, or write confine = \"best-effort\" under [daemon]",
         lacks.join("; ")
     );
-    say(&says, &Says::Confined(lacks));
-    rustix::stdio::dup2_stdout(&nowhere)?;
-    drop(nowhere);
-    let mut error = Command::new(&path).args(&terms.args).exec();
-    if error.kind() == std::io::ErrorKind::PermissionDenied {
-        // It lies where its user cannot go, in somebody's home for instance.
-        let by_descriptor = format!("/proc/self/fd/{}", program.as_raw_fd());
-        error = Command::new(by_descriptor).arg0(&path).args(&terms.args).exec();
-    }
-    say(&says, &Says::Failed(format!("{} does not start: {error}", path.display())));
-    std::process::exit(1)
+    Ok(())
+}
+
+/// Waits for the program. Without a daemon there is none, and it ends.
+fn hear() -> Result<(PathBuf, OwnedFd)> {
+    let (socket, mut room) = (std::io::stdin(), Vec::new());
+    let message = loop {
+        let _ = rustix::event::poll(&mut [PollFd::new(&socket, PollFlags::IN)], None);
+        match channel::receive(socket.as_fd(), &mut room) {
+            Ok(message) => break message,
+            Err(Nothing::Yet) => {}
+            Err(Nothing::Closed) => std::process::exit(0),
+            Err(nothing) => anyhow::bail!("{nothing}"),
+        }
+    };
+    let Become { program } = serde_json::from_slice(&message.bytes).context("it is told no program")?;
+    let file = message.fds.trust().into_iter().next();
+    Ok((program, file.context("it is told a program without its file")?))
 }
 
 fn open(path: impl AsRef<Path>, flags: OFlags) -> rustix::io::Result<OwnedFd> {
@@ -125,8 +190,8 @@ fn note<E: std::fmt::Display>(lacks: &mut Vec<String>, outcome: Result<(), E>, w
     }
 }
 
-/// Gives all of it up; what cannot be is noted. What would leave it root is an error.
-fn confine(terms: &Terms, program: &OwnedFd, lacks: &mut Vec<String>) -> Result<()> {
+/// Gives up all but the files, which want the program; what cannot be is noted, and whether user and network are its node's own is said. What would leave it root is an error.
+fn confine(terms: &Terms, lacks: &mut Vec<String>) -> Result<(landlock::RulesetCreated, bool)> {
     for door in &terms.doors {
         note(lacks, std::fs::write(door, "0"), "it uses memory and processes without a bound");
     }
@@ -134,7 +199,7 @@ fn confine(terms: &Terms, program: &OwnedFd, lacks: &mut Vec<String>) -> Result<
     let is_apart = terms.uid.is_some() && matches!(entered, Some(Ok(())));
     note(lacks, entered.unwrap_or(Ok(())), "it is in the machine's network");
     let keeps = limit(terms, lacks);
-    let files = landlock(terms, program)?;
+    let files = landlock(terms)?;
     if let Some(uid) = terms.uid {
         become_user(uid, keeps)?;
     }
@@ -147,12 +212,11 @@ fn confine(terms: &Terms, program: &OwnedFd, lacks: &mut Vec<String>) -> Result<
         note(lacks, raised, "its nice value stays 0");
     }
     rustix::thread::set_no_new_privs(true).context("the kernel does not bar it from new privileges")?;
-    note(lacks, bar_files(files, is_apart), "files, abstract sockets and signals to others are not all barred");
-    // While it may: see `tasuki-worker/src/slice.rs`.
-    spawn::brief();
+    // While it may: the filter may bar that, and what it becomes keeps them.
+    tasuki_shm::slice::brief();
     let filter = filter::filter(std::process::id(), kept.is_empty())?;
     note(lacks, seccompiler::apply_filter(&filter), "system calls are not barred");
-    Ok(())
+    Ok((files, is_apart))
 }
 
 fn enter(network: &Path) -> Result<()> {
@@ -197,8 +261,8 @@ fn become_user(uid: u32, keeps: CapabilitySet) -> Result<()> {
     rustix::thread::set_thread_res_uid(user, user, user).with_context(what)
 }
 
-/// The program, its libraries, and little else: made while we may look there.
-fn landlock(terms: &Terms, program: &OwnedFd) -> Result<landlock::RulesetCreated> {
+/// A program's libraries, what its node's files name, and little else: made while we may look there.
+fn landlock(terms: &Terms) -> Result<landlock::RulesetCreated> {
     let run = AccessFs::Execute | AccessFs::ReadFile | AccessFs::ReadDir;
     let read = AccessFs::ReadFile | AccessFs::ReadDir;
     let write = AccessFs::ReadFile | AccessFs::WriteFile;
@@ -208,7 +272,7 @@ fn landlock(terms: &Terms, program: &OwnedFd) -> Result<landlock::RulesetCreated
     let list = list.chain(terms.reads.iter().map(|path| (path.as_path(), read)));
     let list =
         list.chain(terms.devices.iter().map(|path| (path.as_path(), write | AccessFs::ReadDir | AccessFs::IoctlDev)));
-    let mut rules = vec![PathBeneath::new(program.try_clone()?, AccessFs::Execute | AccessFs::ReadFile)];
+    let mut rules = Vec::new();
     for (path, rights) in list {
         let Ok(fd) = open(path, OFlags::PATH) else { continue };
         rules.push(PathBeneath::new(fd, if path.is_dir() { rights } else { rights & !AccessFs::ReadDir }));
@@ -300,8 +364,7 @@ mod tests {
 
     fn terms(urgent: bool) -> Terms {
         Terms {
-            program: "/bin/true".into(),
-            args: vec!["worker".to_owned()],
+            program: None,
             uid: Some(7),
             network: None,
             doors: Vec::new(),

@@ -82,10 +82,9 @@ impl Supervisor {
         }
         let living: Vec<u32> = alive.iter().map(|(record, _)| record.party).collect();
         for record in workers.iter().filter(|record| !living.contains(&record.party)) {
-            let _ = std::fs::remove_file(&record.socket);
-            super::lines::forget(&record.socket);
             self.changes.push(Change::NoWorker(record.party));
         }
+        self.place.forget_workers_but(&living);
         for (record, process) in alive {
             let is_fenced = fenced.contains(&record.party);
             let its = found.remove(&Key::Worker(record.party));
@@ -154,6 +153,7 @@ impl Supervisor {
         if let Some(lines) = &lines {
             self.watch_lines(number, lines)?;
         }
+        let wanted = record.staged.is_some();
         let worker = Worker {
             record,
             process,
@@ -175,7 +175,7 @@ impl Supervisor {
             deaf: None,
             is_adopted: true,
             asked: Default::default(),
-            wanted: false,
+            wanted,
         };
         let sent = worker.write(&ToWorker::Again { keeps: true }, &[]);
         crash::point("daemon.again");
@@ -269,7 +269,9 @@ impl Supervisor {
                 continue;
             }
             let Some(card) = self.cards.get_mut(&nic) else { continue };
-            let (arbiter, doing) = Arbiter::begin(home, &page, &members, &[]);
+            let (mut arbiter, doing) = Arbiter::begin(home, &page, &members, &[]);
+            let staged = self.workers.values().filter(|worker| worker.record.staged.is_some());
+            staged.filter_map(|worker| party(worker.party())).for_each(|staged| arbiter.stage(staged));
             card.arbiter = Some(arbiter);
             let name = card.name().to_owned();
             let inputs = self.do_all(nic, doing);
@@ -277,6 +279,9 @@ impl Supervisor {
             // Of one that came while no daemon was there, those who stand by have not heard.
             self.tell_all_of_client(nic);
             let holder = self.cards[&nic].holder();
+            if let Some(drives) = holder.filter(|holder| self.is_staged_now(*holder)) {
+                self.was_upgraded_to(drives);
+            }
             if let Some(holder) = holder.and_then(|holder| self.workers.get(&holder)) {
                 let (holder, node) = (holder.party(), holder.record.node.clone());
                 if let Some(card) = self.cards.get_mut(&nic) {

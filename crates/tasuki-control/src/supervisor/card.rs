@@ -153,14 +153,11 @@ impl Speech {
                 if terms.strict && !found.is_empty() {
                     return Err(format!("it is not confined: {}", found.join("; ")));
                 }
-                tracing::debug!(
-                    "{} begins; of its confinement does not hold: {lacks:?} {found:?}",
-                    terms.program.display()
-                );
+                tracing::debug!("{:?} begins; of its confinement does not hold: {lacks:?} {found:?}", terms.program);
                 Ok(true)
             }
             Some(Says::Failed(why)) => Err(why),
-            None => Ok(false),
+            Some(Says::Waits(_)) | None => Ok(false),
         }
     }
 
@@ -171,7 +168,7 @@ impl Speech {
         let last = text.lines().rev().find(|line| !line.trim().is_empty())?;
         match jail::said(last.as_bytes()) {
             Some(Says::Failed(why)) => Some(why),
-            Some(Says::Confined(_)) => None,
+            Some(Says::Waits(_) | Says::Confined(_)) => None,
             None => Some(crate::log::plain(last.trim().trim_start_matches("tasuki: "), SENTENCE_MAX)),
         }
     }

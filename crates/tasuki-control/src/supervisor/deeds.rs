@@ -116,17 +116,37 @@ impl Supervisor {
             worker.nics.remove(&nic);
             self.cards.get_mut(&nic).into_iter().for_each(|card| card.forget_memory_of(party));
         }
+        if order == Order::Leave {
+            let is_last = worker.nics.is_empty() && worker.stage == Stage::Begun;
+            if is_last {
+                // It ends with its last NIC: nobody may count on it from here on.
+                worker.stage = Stage::Leaving(now());
+            }
+            // To take itself apart keeps it, and the CPU, busy: whoever has asked for the relay does not wait for that.
+            return self.goodbyes.push((party, nic, is_last));
+        }
         let sent = worker.order(nic, order);
         match order {
             Order::Release { .. } => self.freeze_ahead(nic),
             _ => self.thaw_ahead(|it| it.number == party),
         }
-        let Some(worker) = self.workers.get_mut(&party) else { return };
-        if order == Order::Leave && worker.nics.is_empty() && worker.stage == Stage::Begun {
-            // It ends with its last NIC: nobody may count on it from here on.
-            worker.stage = Stage::Leaving(now());
-            let _ = worker.write(&ToWorker::End, &[]);
+        self.has_sent(party, order, sent);
+    }
+
+    /// Has those leave who were told to.
+    pub(super) fn say_goodbye(&mut self) {
+        for (party, nic, is_last) in std::mem::take(&mut self.goodbyes) {
+            let Some(worker) = self.workers.get_mut(&party) else { continue };
+            let sent = worker.order(nic, Order::Leave);
+            if is_last {
+                let _ = worker.write(&ToWorker::End, &[]);
+            }
+            self.thaw_ahead(|it| it.number == party);
+            self.has_sent(party, Order::Leave, sent);
         }
+    }
+
+    fn has_sent(&mut self, party: u32, order: Order, sent: Result<(), rustix::io::Errno>) {
         match sent {
             Ok(()) => crash::point(match order {
                 Order::Prepare { .. } => "daemon.prepare",

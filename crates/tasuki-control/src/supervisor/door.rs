@@ -9,8 +9,8 @@ use tokio::sync::oneshot;
 use super::captures::Of;
 use crate::api::capture::Begun;
 use crate::api::types::{
-    Counts, Ended, Event, Give, NicView, NodeView, Refused, Relayed, Removed, Settled, Status, Stopped, TalkView,
-    Upgrade, VniNodeView, VniView, WorkerView,
+    Counts, Ended, Event, Give, NicView, NodeView, Refused, Relayed, Removed, Settled, Staging, Status, Stopped,
+    TalkView, Upgrade, VniNodeView, VniView, WorkerView,
 };
 use crate::config;
 
@@ -71,6 +71,15 @@ pub enum Request {
     Upgrade {
         node: String,
         upgrade: Upgrade,
+        answer: Answer<Relayed>,
+    },
+    Stage {
+        node: String,
+        staging: Staging,
+        answer: Answer<Relayed>,
+    },
+    Unstage {
+        node: String,
         answer: Answer<Relayed>,
     },
     Give {

@@ -252,6 +252,9 @@ impl Supervisor {
 
     /// Its process is dead.
     pub(super) fn worker_ended(&mut self, number: u32) {
+        if self.cell_ended(number) {
+            return;
+        }
         crash::point("daemon.death");
         // What it said last is heard before its death is.
         self.jail_says(number);
@@ -295,7 +298,7 @@ impl Supervisor {
         let was_meant = had_no_part && how == "ended" || self.stopping.is_some();
         // Who was fenced for a relay's sake has done nothing wrong.
         let for_relay = worker.stage == Stage::Condemned && self.jobs.iter().any(|job| job.fences(&node_name));
-        let is_candidate = self.jobs.iter().any(|job| job.target == number);
+        let is_candidate = worker.record.staged.is_some() || self.jobs.iter().any(|job| job.target == number);
         if !was_meant && !for_relay && !is_candidate {
             // A SIGKILL of somebody else's says nothing of its program.
             let was_killed = how == "was killed by signal 9" && worker.stage != Stage::Condemned;
@@ -306,6 +309,7 @@ impl Supervisor {
                 " before it had begun; is {} a worker of Tasuki's? tasukid's log has what it wrote",
                 worker.record.binary.display()
             ),
+            _ if worker.record.staged.is_some() => ", which was staged: stage it again".to_owned(),
             _ => String::new(),
         };
         self.note(About::worker(&node_name, number), format!("worker {number} of node {node_name} {how}{early}"));

@@ -6,24 +6,33 @@ use std::io::Read;
 use std::os::fd::{AsFd, AsRawFd, OwnedFd};
 use std::path::{Path, PathBuf};
 use std::process::Command;
+use std::time::Duration;
 
 use anyhow::{Context, Result};
 use tasuki_relay::letter::Begin;
 use tasuki_shm::crash;
 use tasuki_tap::namespace::Unnamed;
 
+use super::lines::Lines;
 use super::worker::Worker;
-use super::{About, Supervisor, Token, watch};
+use super::{About, Supervisor, Token, now, watch};
 use crate::cgroup::{Bounds, Group, Groups};
+use crate::channel;
 use crate::config::Confine;
 use crate::jail::{self, Says, Terms};
+use crate::process::Process;
+use crate::spawn::Program;
 
 /// Of what a jail says, so much is read.
 const SAYS_MAX: usize = 16 << 10;
+/// After one that waited for a program has ended by itself, the node has none for so long.
+const FURNISHED: Duration = Duration::from_secs(1);
 
 /// What a worker will be told once it is confined.
 #[derive(Debug)]
 pub struct Unsaid {
+    /// The program that its process is to become, if it is not that already, and that program's file;
+    pub program: Option<(PathBuf, OwnedFd)>,
     /// The first letter,
     pub begin: Begin,
     /// the node's book and the worker's listening socket,
@@ -32,26 +41,63 @@ pub struct Unsaid {
     pub outlet: Option<(String, OwnedFd)>,
 }
 
-/// A worker whose process is not known to be confined yet.
+/// A process that is not its program yet, as far as is known.
 #[derive(Debug)]
 pub struct Jailing {
     /// Its standard output, until it becomes the program.
     says: std::io::PipeReader,
     said: Vec<u8>,
     terms: Terms,
+    /// The kernel has said that the terms hold, as far as it says; this does not, as sentences.
+    verified: Option<Vec<String>>,
 }
 
-/// What starts a worker, without its standard input and error.
+/// What starts a process, without its standard input and error.
 #[derive(Debug)]
-pub struct Start {
+struct Start {
     /// Its path and arguments.
-    pub command: (PathBuf, Vec<OsString>),
+    command: (PathBuf, Vec<OsString>),
     /// Its standard output.
-    pub stdout: OwnedFd,
+    stdout: OwnedFd,
     /// What is to be heard of its jail, if it begins in one.
-    pub jailing: Option<Jailing>,
+    jailing: Option<Jailing>,
     /// Its control group.
+    group: Option<Group>,
+}
+
+/// A process for a worker with this number, and what is its from its beginning.
+#[derive(Debug)]
+pub struct Cell {
+    /// The worker's,
+    pub number: u32,
+    /// and its
+    pub process: Process,
+    /// Our end of its standard input.
+    pub socket: OwnedFd,
+    /// Where a daemon that comes later finds it,
+    pub path: PathBuf,
+    /// and the socket that listens there.
+    pub listener: OwnedFd,
+    /// See [`Worker`].
+    pub lines: Option<Lines>,
+    /// See [`Worker`].
+    pub jailing: Option<Jailing>,
+    /// See [`Worker`].
     pub group: Option<Group>,
+    /// What it may lock.
+    pub memlock: u64,
+}
+
+impl Cell {
+    /// Ends one that was told no program.
+    fn end(self) {
+        let Cell { mut process, path, group, .. } = self;
+        process.kill();
+        process.ended();
+        group.iter().for_each(Group::remove);
+        let _ = std::fs::remove_file(&path);
+        super::lines::forget(&path);
+    }
 }
 
 /// What a node's processes have together.
@@ -59,12 +105,17 @@ pub struct Start {
 pub struct Ward {
     /// Their bounds,
     group: Option<Group>,
-    /// and a network in which there is nothing.
+    /// a network in which there is nothing,
     network: Option<Unnamed>,
+    /// and a process in its jail that waits for a program.
+    cell: Option<Cell>,
+    /// When there may be the next one.
+    not_before: Duration,
 }
 
 impl Drop for Ward {
     fn drop(&mut self) {
+        self.cell.take().into_iter().for_each(Cell::end);
         self.group.iter().for_each(Group::remove);
     }
 }
@@ -158,7 +209,7 @@ impl Supervisor {
     }
 
     /// What a fresh worker of this node is started under, and its control group.
-    fn terms_for(&mut self, name: &str, number: u32, program: &Path) -> Result<(Terms, Option<Group>)> {
+    fn terms_for(&mut self, name: &str, number: u32) -> Result<(Terms, Option<Group>)> {
         let config = self.config.node(name).context("there is no such node")?;
         let (urgent, reads) = (config.nice() < 0, config.program().map(|program| program.files.clone()));
         let bounds = self.bounds_of(name).context("there is no such node")?;
@@ -189,8 +240,7 @@ impl Supervisor {
         let network = ward.network.as_ref().map(path_of);
         let doors = group.as_ref().map(Group::doors).unwrap_or_default();
         let terms = Terms {
-            program: program.to_owned(),
-            args: vec!["worker".to_owned()],
+            program: None,
             uid,
             network,
             doors,
@@ -231,8 +281,7 @@ impl Supervisor {
             self.apart = Some(Unnamed::new().context("it cannot be kept out of the machine's network")?);
         }
         let terms = Terms {
-            program: program.to_owned(),
-            args,
+            program: Some((program.to_owned(), args)),
             uid,
             network: self.apart.as_ref().map(path_of),
             doors: Vec::new(),
@@ -247,57 +296,138 @@ impl Supervisor {
         Ok((command, Some(terms)))
     }
 
-    /// What starts a worker of this program, and what is to be heard of its jail; nothing of that where there is none.
-    pub(super) fn start_for(&mut self, name: &str, number: u32, program: &Path) -> Result<Start> {
+    /// What starts a worker, and what is to be heard of its jail; where there is none, it is this program at once.
+    fn start_for(&mut self, name: &str, number: u32, program: &Path) -> Result<Start> {
         if self.config.daemon.confine == Confine::Off {
             let stdout = nowhere()?;
             // Without a freezer a fence waits for the end of each process.
             let group = self.group_for(name, number).ok();
             return Ok(Start { command: (program.to_owned(), vec!["worker".into()]), stdout, jailing: None, group });
         }
-        let (terms, group) = self.terms_for(name, number, program)?;
+        let (terms, group) = self.terms_for(name, number)?;
         let (says, stdout) = std::io::pipe().context("the kernel has no pipes left")?;
         rustix::io::ioctl_fionbio(&says, true).context("the kernel has no pipes left")?;
         let command = ("/proc/self/exe".into(), vec![jail::WORD.into(), serde_json::to_string(&terms)?.into()]);
-        let jailing = Some(Jailing { says, said: Vec::new(), terms });
+        let jailing = Some(Jailing { says, said: Vec::new(), terms, verified: None });
         Ok(Start { command, stdout: stdout.into(), jailing, group })
     }
 
-    /// Has what a jail says heard.
-    pub(super) fn watch_jail(&self, number: u32, jailing: &Jailing) -> Result<()> {
-        watch(&self.epoll, jailing.says.as_fd(), Token::JailSays(number))
+    /// A process for the node's next worker: that which waits, or a fresh one. Without a jail it is this program at once.
+    pub(super) fn process_for(&mut self, name: &str, program: &Path) -> Result<Cell> {
+        let waiting = self.nodes.get_mut(name).and_then(|node| node.ward.cell.take());
+        waiting.map_or_else(|| self.begin_process(name, program), Ok)
+    }
+
+    fn begin_process(&mut self, name: &str, program: &Path) -> Result<Cell> {
+        let number = self.next_party();
+        let path = self.place.worker_socket(number);
+        let listener = channel::listen(&path).with_context(|| format!("{} cannot be listened at", path.display()))?;
+        let (socket, theirs) = channel::pair().context("the kernel has no sockets left")?;
+        let Start { command: (file, args), stdout, jailing, group } = self.start_for(name, number, program)?;
+        // A log that has no room is no reason to go without a worker.
+        let (lines, stderr) = match Lines::create(&path) {
+            Ok((lines, its)) => (Some(lines), its.into()),
+            Err(_) => (None, nowhere()?),
+        };
+        let started = Process::start(&Program { path: file, args, stdio: [theirs, stdout, stderr] }, group.as_ref());
+        let (process, is_there) = match started.with_context(|| format!("{} does not start", program.display())) {
+            Ok(started) => started,
+            Err(error) => {
+                group.iter().for_each(Group::remove);
+                let _ = std::fs::remove_file(&path);
+                super::lines::forget(&path);
+                return Err(error);
+            }
+        };
+        // On a machine with version 1 alone the jail enters by its doors.
+        let enters = |group: &Group| group.birthplace().is_none() || group.add(process.name().pid).is_ok();
+        let group = group.filter(|group| is_there || jailing.is_some() && enters(group));
+        let memlock = self.memlock(process.name().pid);
+        watch(&self.epoll, process.pidfd(), Token::WorkerEnd(number))?;
+        if let Some(jailing) = &jailing {
+            watch(&self.epoll, jailing.says.as_fd(), Token::JailSays(number))?;
+        }
+        Ok(Cell { number, process, socket, path, listener, lines, jailing, group, memlock })
+    }
+
+    /// Has a process wait in its node's jail, so that the next worker need not wait for that.
+    pub(super) fn furnish(&mut self, name: &str) {
+        let Some(node) = self.nodes.get(name) else { return };
+        if self.config.daemon.confine == Confine::Off || node.ward.cell.is_some() || node.ward.not_before > now() {
+            return;
+        }
+        let begun = self.begin_process(name, Path::new(""));
+        let Some(node) = self.nodes.get_mut(name) else { return };
+        match begun {
+            Ok(cell) => node.ward.cell = Some(cell),
+            // A worker that is started without it says why.
+            Err(error) => tracing::debug!("no cell for node {name}: {error:#}"),
+        }
+    }
+
+    /// The numbers of those that wait.
+    pub(super) fn cells(&self) -> impl Iterator<Item = u32> + '_ {
+        self.nodes.values().filter_map(|node| Some(node.ward.cell.as_ref()?.number))
+    }
+
+    /// One that waited has ended. Whether there was one.
+    pub(super) fn cell_ended(&mut self, number: u32) -> bool {
+        let is_it = |cell: &Cell| cell.number == number;
+        let wards = self.nodes.values_mut().map(|node| &mut node.ward);
+        let Some(ward) = { wards }.find(|ward| ward.cell.as_ref().is_some_and(is_it)) else { return false };
+        // A worker that is started without one says why that cannot be.
+        ward.not_before = now() + FURNISHED;
+        ward.cell.take().into_iter().for_each(Cell::end);
+        true
     }
 
     /// A jail has said something, or has become the program, or has ended.
     pub(super) fn jail_says(&mut self, number: u32) {
+        let waiting = self.nodes.values_mut().filter_map(|node| node.ward.cell.as_mut());
+        let cell = { waiting }.find(|cell| cell.number == number);
+        let (jailing, pid) = match (cell, self.workers.get_mut(&number)) {
+            (Some(cell), _) => (&mut cell.jailing, cell.process.name().pid),
+            (None, Some(worker)) => (&mut worker.jailing, worker.process.name().pid),
+            (None, None) => return,
+        };
+        let Some(its) = jailing else { return };
+        let is_over = its.read();
+        if is_over {
+            let _ = rustix::event::epoll::delete(&self.epoll, &its.says);
+        }
+        let said = jail::said(&its.said);
+        if let (Some(Says::Waits(_)), None) = (&said, &its.verified) {
+            crash::point("daemon.jailed");
+            its.verified = Some(jail::verify(pid, &its.terms));
+        }
+        match is_over {
+            true => self.jail_is_over(number, said),
+            false => self.let_begin(number),
+        }
+    }
+
+    /// A worker's process has become its program, or has ended.
+    fn jail_is_over(&mut self, number: u32, said: Option<Says>) {
         let Some(worker) = self.workers.get_mut(&number) else { return };
-        let Some(jailing) = &mut worker.jailing else { return };
-        let mut text = [0; 1024];
-        loop {
-            match jailing.says.read(&mut text) {
-                Ok(0) => break,
-                Ok(len) if jailing.said.len() + len <= SAYS_MAX => jailing.said.extend_from_slice(&text[..len]),
-                Err(error) if error.kind() == std::io::ErrorKind::WouldBlock => return,
-                _ => break,
-            }
-        }
-        let Some(jailing) = worker.jailing.take() else { return };
-        let _ = rustix::event::epoll::delete(&self.epoll, &jailing.says);
-        crash::point("daemon.jailed");
-        let node = worker.record.node.clone();
-        match jail::said(&jailing.said) {
-            Some(Says::Confined(lacks)) => {
-                let found = jail::verify(worker.process.name().pid, &jailing.terms);
-                if jailing.terms.strict && !found.is_empty() {
-                    return self.is_not_confined(number, &found.join("; "));
-                }
-                worker.lacks = lacks.into_iter().chain(found).collect();
-                worker.tell_what_it_is();
-            }
-            Some(Says::Failed(sentence)) => self.is_not_confined(number, &sentence),
+        let verified = worker.jailing.take().and_then(|jailing| jailing.verified);
+        match (said, verified) {
+            (Some(Says::Confined(lacks)), Some(found)) => worker.lacks = lacks.into_iter().chain(found).collect(),
+            (Some(Says::Failed(sentence)), _) => self.is_not_confined(number, &sentence),
             // It is dead: its pidfd says so.
-            None => tracing::debug!("the jail of a worker of node {node} says nothing"),
+            _ => tracing::debug!("the jail of worker {number} says nothing"),
         }
+    }
+
+    /// Tells a worker what it is, unless its process is not known to be confined, or not as it must be.
+    pub(super) fn let_begin(&mut self, number: u32) {
+        let Some(worker) = self.workers.get_mut(&number) else { return };
+        let Some(jailing) = &worker.jailing else { return worker.tell_what_it_is() };
+        let Some(found) = &jailing.verified else { return };
+        if jailing.terms.strict && !found.is_empty() {
+            let why = found.join("; ");
+            return self.is_not_confined(number, &why);
+        }
+        worker.tell_what_it_is();
     }
 
     fn is_not_confined(&mut self, number: u32, why: &str) {
@@ -325,10 +455,26 @@ pub(super) fn nowhere() -> Result<OwnedFd> {
     Ok(nowhere.context("/dev/null cannot be opened")?.into())
 }
 
+impl Jailing {
+    /// Reads on; whether it will say no more.
+    fn read(&mut self) -> bool {
+        let mut text = [0; 1024];
+        loop {
+            match self.says.read(&mut text) {
+                Ok(len @ 1..) if self.said.len() + len <= SAYS_MAX => self.said.extend_from_slice(&text[..len]),
+                Err(error) if error.kind() == std::io::ErrorKind::WouldBlock => return false,
+                _ => return true,
+            }
+        }
+    }
+}
+
 impl Worker {
     /// Sends the first letter, and what belongs to it, once.
     pub(super) fn tell_what_it_is(&mut self) {
-        if let Some(Unsaid { begin, fds: [book, listener], outlet }) = self.unsaid.take() {
+        if let Some(Unsaid { program, begin, fds: [book, listener], outlet }) = self.unsaid.take() {
+            // If it is dead already, its pidfd says so.
+            let _ = program.map(|(path, file)| jail::tell(self.socket.as_fd(), &path, file.as_fd()));
             super::tend::tell_what_it_is(self, begin, [&book, &listener], outlet);
         }
     }

@@ -5,7 +5,7 @@
 //! costs nothing.
 
 use std::collections::VecDeque;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use tasuki_relay::arbiter::{Ask, Input, State};
@@ -37,6 +37,8 @@ pub struct Job {
     purpose: Use,
     /// Whether it only brings together what one worker should have, at one that is there.
     mends: bool,
+    /// Whether it only has somebody get ready.
+    stages: bool,
     /// The node that is to have the NICs.
     node: String,
     /// The node that loses its NIC's driver to a fence.
@@ -71,6 +73,7 @@ impl Job {
         Job {
             purpose,
             mends: false,
+            stages: false,
             node: node.to_owned(),
             fenced_node: None,
             target,
@@ -94,6 +97,11 @@ impl Job {
     /// One that nobody asked for: of an uplink, these go to a worker that has the rest, or could have all.
     pub fn mending(node: &str, nics: VecDeque<u32>, to: u32) -> Self {
         Job { mends: true, ..Job::new(Use::Upgrade, node, to, nics) }
+    }
+
+    /// One that has a worker get ready for these.
+    pub fn staging(node: &str, worker: u32, nics: VecDeque<u32>) -> Self {
+        Job { stages: true, ..Job::new(Use::Upgrade, node, worker, nics) }
     }
 
     /// The node that is to have the NICs.
@@ -170,6 +178,11 @@ impl Supervisor {
                 Ok(job) => self.jobs.push(Job { answer: Some(answer), ..job }),
                 Err(no) => drop(answer.send(Err(no))),
             },
+            Request::Stage { node, staging, answer } => match self.begin_staging(&node, staging) {
+                Ok(job) => self.jobs.push(Job { answer: Some(answer), ..job }),
+                Err(no) => drop(answer.send(Err(no))),
+            },
+            Request::Unstage { node, answer } => drop(answer.send(self.unstage(&node))),
             Request::Give { nic, give, answer } => match self.begin_give(&nic, &give) {
                 Ok(job) => self.jobs.push(Job { answer: Some(answer), ..job }),
                 Err(no) => drop(answer.send(Err(no))),
@@ -234,36 +247,39 @@ impl Supervisor {
         }
     }
 
-    fn begin_upgrade(&mut self, node: &str, upgrade: Upgrade) -> Result<Job, No> {
-        let Upgrade { with, state } = upgrade;
+    /// The NICs that a worker of another program would have, if it can be started now.
+    pub(super) fn nics_to_upgrade(&self, node: &str, with: Option<&Path>) -> Result<VecDeque<u32>, No> {
         if !self.nodes.contains_key(node) {
             return Err(self.no_node(node));
         }
-        let nics: VecDeque<u32> = self
-            .cards
-            .values()
-            .filter(|card| card.node == node && card.kept.is_some())
-            .map(|card| card.number)
-            .collect();
+        let its = self.cards.values().filter(|card| card.node == node && card.kept.is_some());
+        let nics: VecDeque<u32> = its.map(|card| card.number).collect();
         self.is_free(node, nics.as_slices().0)?;
+        if let Some(path) = with {
+            let why = if path.is_absolute() { not_startable(path) } else { Some("is no path from /; name one") };
+            if let Some(why) = why {
+                return Err(No::Wrong(format!("{} {why}", path.display())));
+            }
+        }
+        Ok(nics)
+    }
+
+    fn begin_upgrade(&mut self, node: &str, upgrade: Upgrade) -> Result<Job, No> {
+        let Upgrade { with, state } = upgrade;
+        let nics = self.nics_to_upgrade(node, with.as_deref())?;
         let end = nics.iter().find_map(|nic| self.cards[nic].vni().map(|_| self.cards[nic].name()));
         if let Some(end) = end.filter(|_| state == Some(SashBy::Store)) {
             return Err(No::now(format!(
                 "{end} has nothing that could be stored: all that a successor must know stands in the node's memory; leave --state out"
             )));
         }
-        if let Some(path) = &with {
-            let why = if path.is_absolute() { not_startable(path) } else { Some("is no path from /; name one") };
-            if let Some(why) = why {
-                return Err(No::Wrong(format!("{} {why}", path.display())));
-            }
-        }
         if let Some(node) = self.nodes.get_mut(node) {
             // Somebody has looked at what they died of.
             (node.deaths, node.not_before, node.trouble) = (Vec::new(), Duration::ZERO, None);
             node.mending = Default::default();
         }
-        let started = self.start_worker(node, with.clone(), true);
+        let staged = self.staged_as(node, &self.program_of(node, with.clone()));
+        let started = staged.map_or_else(|| self.start_worker(node, with.clone(), true), Ok);
         let target = started.map_err(|error| No::now(format!("no fresh worker for node {node}: {error:#}")))?;
         Ok(Job { with, store: state == Some(SashBy::Store), ..Job::new(Use::Upgrade, node, target, nics) })
     }
@@ -351,6 +367,7 @@ impl Supervisor {
     }
 
     pub(super) fn go_on_with_jobs(&mut self) {
+        let count = self.jobs.len();
         let mut at = 0;
         while at < self.jobs.len() {
             match self.step(at) {
@@ -365,6 +382,10 @@ impl Supervisor {
                     self.fail(job, &why);
                 }
             }
+        }
+        if self.jobs.len() < count {
+            // The thread that answers may want this CPU.
+            std::thread::yield_now();
         }
     }
 
@@ -399,7 +420,12 @@ impl Supervisor {
         if !worker.serves() {
             return Step::Wait;
         }
-        let Some(nic) = job.todo.front().copied() else { return Step::Over };
+        let Some(nic) = job.todo.front().copied() else {
+            if job.stages && !self.is_the_staged(target) {
+                return Step::Fail("the program was changed while it was started; stage it again".to_owned());
+            }
+            return Step::Over;
+        };
         let Some(card) = self.cards.get(&nic).filter(|card| card.kept.is_some()) else {
             self.jobs[at].todo.pop_front();
             return Step::Again;
@@ -422,6 +448,10 @@ impl Supervisor {
             }
             Some(Fit::Preparing(_)) => Step::Wait,
             Some(Fit::Unfit(reason)) => Step::Fail(reason.to_string()),
+            Some(Fit::Ready) if job.stages => {
+                self.jobs[at].todo.pop_front();
+                Step::Again
+            }
             Some(Fit::Ready) if card.holder() == Some(target) => {
                 // Its driver died in the middle of this, and it was there.
                 self.note_outcome(at, nic, None);
@@ -625,13 +655,20 @@ impl Supervisor {
     }
 
     fn finish(&mut self, job: Job) {
-        let Job { purpose, mends, node: name, target, with, done, answer, .. } = job;
+        let Job { purpose, mends, stages, node: name, target, with, done, answer, .. } = job;
+        if stages {
+            return self.has_staged(&name, target, answer);
+        }
         let is_upgrade = purpose == Use::Upgrade && !mends;
         if let Some(worker) = self.workers.get_mut(&target) {
             worker.wanted = false;
         }
         if let (true, Some(node)) = (is_upgrade, self.nodes.get_mut(&name)) {
             node.record.generation += 1;
+            if let Some(worker) = self.workers.get_mut(&target).filter(|worker| worker.record.staged.is_some()) {
+                (worker.record.staged, worker.record.generation) = (None, node.record.generation);
+                self.changes.push(Change::Worker(worker.record.clone()));
+            }
             node.record.binary = with.or(node.record.binary.take());
             let record = node.record.clone();
             self.changes.push(Change::Node(name.clone(), record));
@@ -654,22 +691,24 @@ impl Supervisor {
             (true, false) => format!("node {name} is now worker {target}; {}", said.join("; ")),
             _ => said.join("; "),
         };
-        self.note(About::node(&name), sentence.clone());
         if let Some(answer) = answer {
-            let _ = answer.send(Ok(Relayed { relays: done, sentence }));
+            let _ = answer.send(Ok(Relayed { relays: done, sentence: sentence.clone() }));
         }
+        self.note(About::node(&name), sentence);
     }
 
     fn fail(&mut self, mut job: Job, why: &str) {
         let (nic, answer, name, target) = (job.todo.front().copied(), job.answer.take(), job.node.clone(), job.target);
-        let (purpose, mends, from) = (job.purpose, job.mends, job.asked.flatten());
+        let (purpose, mends, stages, from) = (job.purpose, job.mends, job.stages, job.asked.flatten());
         // What it looks like now, by the job that is to be forgotten.
         self.jobs.push(job);
         let at = self.jobs.len() - 1;
-        let failed = nic.filter(|nic| self.cards.contains_key(nic)).map(|nic| self.outcome(at, nic, from, Some(why)));
+        let failed = nic.filter(|nic| !stages && self.cards.contains_key(nic));
+        let failed = failed.map(|nic| self.outcome(at, nic, from, Some(why)));
         let mut relays = self.jobs.pop().map(|job| job.done).unwrap_or_default();
         let said = failed.as_ref().map(|settled| settled.sentence.clone());
         let what = match purpose {
+            Use::Upgrade if stages => format!("nothing is staged for node {name}"),
             Use::Upgrade if mends => format!("uplink {name} stays with two workers"),
             Use::Upgrade => format!("node {name} was not upgraded"),
             _ => "the NIC was not given".to_owned(),
@@ -677,9 +716,7 @@ impl Supervisor {
         relays.extend(failed);
         let sentence = format!("{what}: {}", said.unwrap_or_else(|| why.to_owned()));
         self.note(About::node(&name), sentence.clone());
-        if let Some(worker) = self.workers.get_mut(&target) {
-            worker.wanted = false;
-        }
+        self.is_staged(target, None);
         self.end_strangers(nic);
         if purpose == Use::Upgrade && !mends && !self.is_needed(target) {
             self.retire(target);

@@ -9,6 +9,7 @@
 //! - [`jails`] what a worker's process is started under
 //! - [`lines`] what workers write on their standard error
 //! - [`jobs`] upgrades and handovers that somebody asked for
+//! - [`staging`] programs that are started ahead of an upgrade
 //! - [`split`] uplinks whose two sides have come to two workers
 //! - [`open`] cards out of their boxes, and models
 //! - [`vnis`] Ethernet between nodes: who is on it, and what outlives workers of that
@@ -39,6 +40,7 @@ pub mod open;
 pub mod policy;
 pub mod shortcuts;
 pub mod split;
+pub mod staging;
 pub mod taps;
 pub mod tend;
 mod tombs;
@@ -246,6 +248,8 @@ pub struct Supervisor {
     frozen: Vec<deeds::Frozen>,
     /// Stand-bys that stand frozen because their driver is about to be fenced.
     ahead: Vec<deeds::Ahead>,
+    /// Workers that are still to hear that they leave a NIC, and whether that was their last one.
+    goodbyes: Vec<(u32, u32, bool)>,
 }
 
 /// What a supervisor is made of.
@@ -318,6 +322,7 @@ impl Supervisor {
             ended: None,
             frozen: Vec::new(),
             ahead: Vec::new(),
+            goodbyes: Vec::new(),
         };
         let bell = supervisor.door.clone();
         watch(&supervisor.epoll, bell.bell().as_fd(), Token::Requests)?;
@@ -392,14 +397,19 @@ impl Supervisor {
             self.go_on_stopping();
         } else {
             self.go_on_adopting();
+            // Whoever waits for an answer has it before anything is done that can wait.
+            self.go_on_with_jobs();
+            self.say_goodbye();
             self.go_on_opening();
             self.fit_vnis();
             // Before anybody else has it.
             self.deposit();
             self.go_on_with_jobs();
+            self.say_goodbye();
             self.tend();
             self.go_on_removing();
             self.go_on_with_jobs();
+            self.say_goodbye();
             self.mend_keeper();
             self.deposit();
             self.fit_taps();
@@ -460,6 +470,7 @@ impl Supervisor {
             .workers
             .keys()
             .copied()
+            .chain(self.cells())
             .chain(self.cards.values().filter_map(|card| Some(card.kept.as_ref()?.made_by)))
             .collect();
         let free = |party: u32| taken.iter().all(|other| iova_of(*other) != iova_of(party));

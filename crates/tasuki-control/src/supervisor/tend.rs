@@ -18,18 +18,14 @@ use tasuki_shm::crash;
 use super::card::Board;
 use super::card::Opening;
 use super::deeds::{STANDS, party};
-use super::jails::{Start, Unsaid, nowhere};
+use super::jails::{Cell, Unsaid};
 use super::keeping::Key;
-use super::lines::Lines;
 use super::policy::{self, Death, Trouble};
 use super::worker::{Fit, Stage, Words, Worker, tells};
 use super::{About, PATIENCE, Supervisor, Token, iova_of, now, split, watch};
-use crate::cgroup::Group;
-use crate::channel;
 use crate::config::{Device, Work, not_startable};
-use crate::process::Process;
+use crate::jail;
 use crate::registry::{Change, WorkerRecord};
-use crate::spawn::Program;
 
 /// A worker that is about to be ready is so within this time, on a machine that is not too busy.
 const SOON: Duration = Duration::from_millis(500);
@@ -74,6 +70,9 @@ impl Supervisor {
         let is_calm = |card: &super::card::Card| card.arbiter.is_none() || card.is_settled() || card.is_not_urgent();
         if self.cards.values().all(is_calm) && self.workers.values().all(|worker| worker.deaf.is_none()) {
             names.iter().for_each(|name| self.staff(name));
+            if self.jobs.is_empty() && self.workers.values().all(Worker::serves) {
+                names.iter().for_each(|name| self.furnish(name));
+            }
         }
         self.end_the_slow();
     }
@@ -152,6 +151,7 @@ impl Supervisor {
         for nic in nics {
             self.dismiss(nic, number);
         }
+        self.say_goodbye();
         if let Some(worker) = self.workers.get(&number) {
             let _ = worker.write(&ToWorker::End, &[]);
         }
@@ -218,6 +218,13 @@ impl Supervisor {
         }
     }
 
+    /// What a worker of a node is started from: what somebody names, what the node was upgraded to, what is configured, or the usual worker.
+    pub(super) fn program_of(&self, name: &str, named: Option<PathBuf>) -> PathBuf {
+        let upgraded = || self.nodes.get(name)?.record.binary.clone();
+        let own = || Some(self.config.node(name)?.program()?.path.clone());
+        named.or_else(upgraded).or_else(own).unwrap_or_else(|| self.programs.worker.clone())
+    }
+
     /// Starts a worker for a node, and tells it what it is.
     pub(super) fn start_worker(&mut self, name: &str, binary: Option<PathBuf>, wanted: bool) -> Result<u32> {
         let node = self.nodes.get(name).context("there is no such node")?;
@@ -228,37 +235,18 @@ impl Supervisor {
             None => self.memif_for(name)?,
         };
         let node = self.nodes.get(name).context("there is no such node")?;
-        let own = config.program().map(|program| program.path.clone());
-        let binary = binary.or_else(|| node.record.binary.clone()).or(own).unwrap_or(self.programs.worker.clone());
+        let binary = self.program_of(name, binary);
         // Without a path it is looked for where programs are.
         if let Some(why) = not_startable(&binary).filter(|_| binary.is_absolute()) {
             anyhow::bail!("{} {why}", binary.display());
         }
-        let (book, number) = (node.book.region().fd().try_clone_to_owned()?, self.next_party());
-        let socket = self.place.worker_socket(number);
-        let listener =
-            channel::listen(&socket).with_context(|| format!("{} cannot be listened at", socket.display()))?;
-        let (ours, theirs) = channel::pair().context("the kernel has no sockets left")?;
+        let book = node.book.region().fd().try_clone_to_owned()?;
         let pulse = Words::create("tasuki pulse", pulse::LEN)?;
-        let Start { command: (path, args), stdout, jailing, group } = self.start_for(name, number, &binary)?;
-        // A log that has no room is no reason to go without a worker.
-        let (lines, stderr) = match Lines::create(&socket) {
-            Ok((lines, its)) => (Some(lines), its.into()),
-            Err(_) => (None, nowhere()?),
-        };
-        let program = Program { path, args, stdio: [theirs, stdout, stderr] };
-        let started = Process::start(&program, group.as_ref());
-        let (process, is_there) = match started.with_context(|| format!("{} does not start", binary.display())) {
-            Ok(started) => started,
-            Err(error) => {
-                group.iter().for_each(Group::remove);
-                let _ = std::fs::remove_file(&socket);
-                super::lines::forget(&socket);
-                return Err(error);
-            }
-        };
+        let file = jail::open_program(&binary).with_context(|| format!("{} does not start", binary.display()))?;
+        let cell = self.process_for(name, &binary)?;
+        let Cell { number, process, socket: ours, path: socket, listener, lines, jailing, group, memlock } = cell;
+        let program = jailing.as_ref().map(|_| (binary.clone(), file));
         crash::point("daemon.worker-started");
-        let memlock = self.memlock(process.name().pid);
         let record = WorkerRecord {
             party: number,
             process: process.name(),
@@ -268,20 +256,13 @@ impl Supervisor {
             binary,
             generation,
             unconfined: Vec::new(),
+            staged: None,
         };
         // Recorded before it is told anything: a daemon that comes later must find whoever can drive.
         self.changes.push(Change::Worker(record.clone()));
         self.flush();
         crash::point("daemon.worker-recorded");
-        watch(&self.epoll, process.pidfd(), Token::WorkerEnd(number))?;
         watch(&self.epoll, ours.as_fd(), Token::WorkerSays(number))?;
-        drop(program);
-        // On a machine with version 1 alone the jail enters by its doors.
-        let enters = |group: &Group| group.birthplace().is_none() || group.add(process.name().pid).is_ok();
-        let group = group.filter(|group| is_there || jailing.is_some() && enters(group));
-        if let Some(jailing) = &jailing {
-            self.watch_jail(number, jailing)?;
-        }
         if let Some(lines) = &lines {
             self.watch_lines(number, lines)?;
         }
@@ -328,14 +309,12 @@ impl Supervisor {
                 keeps: true,
             }),
         };
-        worker.unsaid = Some(Unsaid { begin, fds: [book, listener], outlet });
+        worker.unsaid = Some(Unsaid { program, begin, fds: [book, listener], outlet });
         self.workers.insert(number, worker);
         self.keep(Key::Worker(number));
         self.deposit();
+        self.let_begin(number);
         let Some(worker) = self.workers.get_mut(&number) else { return Ok(number) };
-        if worker.jailing.is_none() {
-            worker.tell_what_it_is();
-        }
         worker.pulse.iter().for_each(|pulse| self.tombs.watch(number, pulse));
         crash::point("daemon.worker-told");
         if let Some(nice) = config.nice.filter(|&nice| !may_be_nice(nice)) {
@@ -345,7 +324,7 @@ impl Supervisor {
     }
 
     /// What a worker may lock; raised for it, if we may.
-    fn memlock(&self, pid: u32) -> u64 {
+    pub(super) fn memlock(&self, pid: u32) -> u64 {
         let is_needed = self.config.nic.iter().any(|nic| matches!(nic.device, Device::Vfio(_)));
         if !is_needed {
             return 0;
@@ -368,7 +347,8 @@ impl Supervisor {
             .map(|card| (card.number, card.node == name))
             .collect();
         let joiner = self.joiner_of(name, &serving);
-        for number in serving {
+        let staged = self.staged_of(name).filter(|staged| staged.serves()).map(Worker::party);
+        for number in serving.into_iter().chain(staged) {
             for (nic, is_its) in &cards {
                 let has = self.workers.get(&number).is_some_and(|worker| worker.nics.contains_key(nic));
                 match (is_its, has) {
@@ -398,6 +378,8 @@ impl Supervisor {
 
     /// Gives a worker what it needs to drive a NIC, and has it prepare. Nothing is given to it while it could harm those who have the NIC.
     pub(super) fn attach(&mut self, nic: u32, number: u32, purpose: Use, method: Method) -> bool {
+        // Who has left it may be given it again.
+        self.say_goodbye();
         if !self.has_page(nic, number) {
             return false;
         }
@@ -441,7 +423,10 @@ impl Supervisor {
             }
         }
         if first {
-            let (arbiter, doing) = Arbiter::begin(home, &[home], &[(party, home)], &[]);
+            let (mut arbiter, doing) = Arbiter::begin(home, &[home], &[(party, home)], &[]);
+            if worker.record.staged.is_some() {
+                arbiter.stage(party);
+            }
             card.arbiter = Some(arbiter);
             self.do_all(nic, doing);
         }
@@ -450,7 +435,8 @@ impl Supervisor {
 
     /// Whether there is a page for the lease that this worker can have: that of those who have the NIC, or one of its node's own.
     fn has_page(&mut self, nic: u32, number: u32) -> bool {
-        let Some(node) = self.workers.get(&number).map(|worker| worker.record.node.clone()) else { return false };
+        let its = self.workers.get(&number).map(|worker| (worker.record.node.clone(), worker.record.staged.is_some()));
+        let Some((node, is_staged)) = its else { return false };
         let is_target = self.jobs.iter().any(|job| job.target == number && job.is_about(nic));
         let is_going = self.jobs.iter().any(|job| job.keeps_away(nic, &node));
         let trusts: Vec<String> = self.nodes.keys().filter(|other| self.config.trust(&node, other)).cloned().collect();
@@ -470,6 +456,9 @@ impl Supervisor {
         }
         if arbiter.give(party, ours).is_none() {
             return false;
+        }
+        if is_staged {
+            arbiter.stage(party);
         }
         if !is_stranger && card.page_of.insert(node) {
             self.record_nic(nic);

@@ -62,6 +62,7 @@ impl Supervisor {
             Stage::Leaving(_) | Stage::Condemned => "leaves",
             _ if worker.deaf.is_some() => "leaves",
             Stage::Begun if worker.nics.values().any(|fit| matches!(fit, Fit::Preparing(_))) => "prepares",
+            Stage::Begun if worker.record.staged.is_some() => "staged",
             Stage::Begun if worker.nics.values().any(|fit| *fit == Fit::Ready) => "stands by",
             Stage::Begun => "idle",
         };

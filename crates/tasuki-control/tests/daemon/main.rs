@@ -26,6 +26,7 @@ mod rooms;
 mod ruled;
 mod servers;
 mod spoofs;
+mod staged;
 mod standin;
 mod storm;
 mod taps;

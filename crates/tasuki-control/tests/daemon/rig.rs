@@ -264,7 +264,7 @@ impl Rig {
 }
 
 /// A configuration in which workers, which are no scripts, are confined as far as this test's user can have them.
-fn confined(text: &str) -> String {
+pub fn confined(text: &str) -> String {
     let as_usual = rustix::process::geteuid().is_root();
     text.replace(UNCONFINED, if as_usual { "" } else { "confine = \"best-effort\"\n" })
 }

@@ -280,12 +280,13 @@ impl NicMemory {
 
     /// The device of `bus` can reach it no longer.
     pub fn unmap(&self, bus: &mut impl Bus) -> Result<(), BusError> {
-        let stretches = self.layout().stretches().into_iter().rev();
-        // What is not there any more is no reason to leave the rest there.
-        stretches.fold(Ok(()), |outcome, (at, len)| {
+        let mut outcome = Ok(());
+        for (at, len) in self.layout().stretches().into_iter().rev() {
+            // What is not there any more is no reason to leave the rest there.
             let unmapped = bus.unmap_dma(at, len);
-            outcome.and(unmapped)
-        })
+            outcome = outcome.and(unmapped);
+        }
+        outcome
     }
 
     /// The card was reset: it holds no slot any more.

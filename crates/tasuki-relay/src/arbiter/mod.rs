@@ -102,6 +102,8 @@ pub struct Member {
     pub node: Node,
     /// What is known of it.
     pub is: Is,
+    /// It is staged: it takes the device when somebody asks for that, and does not stand by for anybody's death.
+    staged: bool,
     /// How often in a row it was told to take and said that it could not.
     lost: u8,
 }
@@ -227,7 +229,7 @@ impl Arbiter {
     /// them trust each other. `workers` have the device, and the page. `fenced` is the record of those that an arbiter before this one has fenced.
     pub fn begin(home: Node, page: &[Node], workers: &[(Party, Node)], fenced: &[Party]) -> (Self, Vec<Do>) {
         let is = |party| if fenced.contains(&party) { Is::Condemned } else { Is::Unheard };
-        let member = |&(party, node)| Member { party, node, is: is(party), lost: 0 };
+        let member = |&(party, node)| Member { party, node, is: is(party), staged: false, lost: 0 };
         let members: Vec<_> = workers.iter().map(member).collect();
         // The one before may have died between record and fence.
         let first = |member: &Member| match member.is {
@@ -271,7 +273,7 @@ impl Arbiter {
         let page = self.page_for(node);
         let has_part = [self.giver, self.next, self.seen.holder].contains(&Some(party));
         let at = self.members.iter().position(|member| member.party == party);
-        let new = Member { party, node, is: Is::Given, lost: 0 };
+        let new = Member { party, node, is: Is::Given, staged: false, lost: 0 };
         match at {
             Some(at) if !has_part && self.members[at].is.live() => self.members[at] = new,
             Some(_) => return None,
@@ -291,6 +293,11 @@ impl Arbiter {
             self.page.push(node);
         }
         Some(page)
+    }
+
+    /// This worker takes the device when somebody asks for that, and is not chosen before: it is of a program that nobody has asked for yet.
+    pub fn stage(&mut self, party: Party) {
+        self.members.iter_mut().filter(|member| member.party == party).for_each(|member| member.staged = true);
     }
 
     /// Which page a worker of this node gets.
@@ -492,7 +499,8 @@ impl Arbiter {
 
     fn choose(&mut self) -> Event {
         let can = |party: &Party| matches!(self.is(*party), Some(Is::Ready | Is::Waiting));
-        let at_home = self.members.iter().filter(|member| member.node == self.home).map(|member| member.party);
+        let stands_by = |member: &&Member| member.node == self.home && !member.staged;
+        let at_home = self.members.iter().filter(stands_by).map(|member| member.party);
         let next = self.next.into_iter().chain(self.giver).chain(at_home).find(can);
         self.next = next;
         let Some(next) = next else {
@@ -612,7 +620,11 @@ impl Arbiter {
             return None;
         }
         (self.ask, self.next, self.why) = (Some(ask), Some(ask.to), None);
-        Some(Event::Asked)
+        // It has prepared for this very day. Behind a fence it is asked once more.
+        let asked = self.members.iter_mut().find(|member| member.party == ask.to);
+        let was_staged = asked.is_some_and(|member| std::mem::take(&mut member.staged));
+        let at_once = self.state == State::Steady && is == Some(Is::Ready) && self.strangers_to(ask.to).is_empty();
+        Some(if was_staged && at_once { Event::AskedStaged } else { Event::Asked })
     }
 
     /// Somebody is dead, or silent.

@@ -38,6 +38,8 @@ pub enum Event {
     Heard,
     /// Somebody asks for an upgrade or a handover.
     Asked,
+    /// Somebody asks for the upgrade for which a worker was staged.
+    AskedStaged,
     /// The next could go on at once.
     Ready,
     /// The next could, and the giver must be fenced before it does.
@@ -137,6 +139,7 @@ impl All for Event {
         &[
             Heard,
             Asked,
+            AskedStaged,
             Ready,
             ReadyBehindFence,
             Unfit,
@@ -186,6 +189,11 @@ pub const TABLE: &[Row<State, Event, Action>] = {
         Row { from: BUSY, on: E::Asked, then: Refuse, because: "one relay at a time; ask again when this one has settled" },
         Row { from: INSIDE, on: E::Asked, then: Refuse, because: FIRST },
         Row { from: &[Parked], on: E::Asked, then: Go(Choosing, &[A::Choose]), because: "nobody drives, and all that the next does not trust are fenced: it is ready, and need not wait for anybody" },
+
+        Row { from: &[Steady], on: E::AskedStaged, then: Go(Passing, &[A::Take, A::Release, A::Watch]), because: "it has said before that it could go on at once" },
+        Row { from: BUSY, on: E::AskedStaged, then: Refuse, because: "one relay at a time; ask again when this one has settled" },
+        Row { from: INSIDE, on: E::AskedStaged, then: Refuse, because: FIRST },
+        Row { from: &[Parked], on: E::AskedStaged, then: Refuse, because: "nobody drives, and who was staged is asked for as anybody" },
 
         Row { from: &[Preparing], on: E::Ready, then: Go(Passing, &[A::Take, A::Release, A::Watch]), because: "the taker watches the word when the giver passes it: no message stands between release and take" },
         Row { from: &[Granting, Finding, Steady, Letting, Passing, Recalling, Clearing, Fencing], on: E::Ready, then: Stay(&[]), because: NOTED },

@@ -50,6 +50,49 @@ fn a_dismissed_worker_is_told_so_and_not_chosen_any_more() {
     assert_eq!(doing, [Do::Say(Told { driver: None, why: Some(Reason::NobodyLeft) })]);
 }
 
+/// One that is staged stands by for nobody's death, and begins at once when it is asked for.
+#[test]
+fn a_staged_worker_takes_when_it_is_asked_for_and_not_before() {
+    let upgrade = |number| {
+        let (purpose, method, carries) = (Use::Upgrade, Method::Keep, Positions::default());
+        Input::Asked(Ask { purpose, to: party(number), method, kind: 0, version: 0, carries })
+    };
+    let (mut arbiter, table) = steady();
+    for number in [2, 3] {
+        arbiter.give(party(number), HOME).unwrap();
+        says(&mut arbiter, &table, number, Report::Ready);
+    }
+    arbiter.stage(party(2));
+    let mut asked = arbiter.clone();
+    let doing = asked.hear(&table, upgrade(2)).unwrap();
+    let (take, release) = (Order::Take { epoch: 1, after: After::Passed, wrote: 1 }, Order::Release { epoch: 1 });
+    assert_eq!(doing, [Do::Tell(party(2), take), Do::Tell(party(1), release), Do::Watch(1)]);
+    let doing = asked.hear(&table, Input::Report(party(2), Report::Taken { epoch: 2 }, held_by(2, 2))).unwrap();
+    assert_eq!(doing[0], Do::Tell(party(1), Order::Leave));
+    assert_eq!((asked.driver(), asked.state()), (Some(party(2)), State::Steady));
+    // Who stands by is chosen, and without one nobody.
+    for (dead, next) in [(1, Some(3)), (3, None)] {
+        arbiter.hear(&table, Input::Gone(party(dead))).unwrap();
+        let doing = arbiter.hear(&table, Input::Swapped(Ok(()))).unwrap_or_default();
+        if next.is_some() {
+            assert!(matches!(doing[..], [Do::Swap { .. }]), "{doing:?}");
+            let doing = arbiter.hear(&table, Input::Swapped(Ok(()))).unwrap();
+            assert!(matches!(doing[0], Do::Tell(who, Order::Take { .. }) if who == party(3)), "{doing:?}");
+        }
+    }
+    assert_eq!(
+        (arbiter.state(), arbiter.driver()),
+        (State::Parked, None),
+        "a program that nobody asked for does not drive"
+    );
+    // Others that stand by are told to prepare once more.
+    let (mut arbiter, table) = steady();
+    arbiter.give(party(2), HOME).unwrap();
+    says(&mut arbiter, &table, 2, Report::Ready);
+    let doing = arbiter.hear(&table, upgrade(2)).unwrap();
+    assert!(matches!(doing[0], Do::Tell(who, Order::Prepare { .. }) if who == party(2)), "{doing:?}");
+}
+
 #[test]
 fn however_many_have_died_there_is_room_for_a_fresh_one() {
     let (mut arbiter, table) = steady();
