@@ -195,6 +195,8 @@ fn what_a_worker_has_started_is_fenced_with_it() {
 
 /// What it has left in the card only a reset undoes, or it has the taker find frames that came too early: that refuses, and the NIC goes there by `cold`, from where
 /// nobody drives it. Its old node, all of which is fenced, does not get it back in between.
+///
+/// row: T55
 #[test]
 fn a_card_that_its_taker_refuses_goes_there_by_the_next_method() {
     for (fault, found) in [("finds-left", "only a reset undoes (0x2)"), ("finds-frames", "frames came before")] {
@@ -270,6 +272,8 @@ fn whatever_a_worker_says_and_writes_only_its_own_node_suffers() {
 }
 
 /// Two nodes whose workers, drivers and stand-bys, lose their minds at once, each with a NIC of its own; and a neighbour whose frames all come back.
+///
+/// row: T42
 #[test]
 fn several_liars_at_once_cost_their_neighbour_no_frame() {
     let liars = ["green", "blue"];
@@ -278,8 +282,9 @@ fn several_liars_at_once_cost_their_neighbour_no_frame() {
     let Some((mut rig, model)) = real::with_model(&nodes, &u64::MAX.to_string(), "1000") else { return };
     let liar = rig.program("liar", "attacks");
     rig.configure(|text| {
-        let text = text.replace("\"LIAR\"", &format!("{liar:?}"));
-        text.replace("[daemon]\n", "[daemon]\nrestart = \"always\"\n")
+        let text = text.replace("\"LIAR\"", &format!("{liar:?}")).replace("confine = \"best-effort\"\n", "");
+        // The liars are scripts.
+        text.replace("[daemon]\n", "[daemon]\nrestart = \"always\"\nconfine = \"off\"\n")
     });
     rig.start();
     let victims = rig.await_pair("red");
