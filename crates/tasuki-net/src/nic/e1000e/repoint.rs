@@ -376,7 +376,7 @@ impl<B: Bus> E1000e<B> {
     fn begin_anew(&self) {
         let mmio = &self.mmio;
         left::quell(mmio);
-        setup::receive(mmio, self.shape, self.memory.rings_at(), &self.receive);
+        setup::receive_but_tails(mmio, self.shape, self.memory.rings_at(), &self.receive);
         setup::transmit(mmio, self.shape, ring_at(self.memory.rings_at(), self.receive.len(), self.shape.ring));
         match self.flow_control {
             true => flow::prepare(mmio, self.shape.frame(), false),
@@ -642,6 +642,9 @@ impl<B: Bus> Repoint for E1000e<B> {
             }
             nic.mmio.write(regs::FCTTV, if nic.flow_control { PAUSE_MIN } else { 0 });
             go_on_with(&nic.mmio, &nic.memory, (&nic.receive, &nic.transmit), nic.shape, go_on);
+            if fenced.is_some() && nic.receive.len() < QUEUES_MAX {
+                nic.mmio.write(regs::RDT.of(1), 0);
+            }
         });
         nic.memory.ledger().halted(false);
         nic.hush.let_go_at = nic.flow_control.then(Instant::now);

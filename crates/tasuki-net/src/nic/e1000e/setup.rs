@@ -162,8 +162,14 @@ pub fn general<R: Registers>(mmio: &Mmio<R>) {
     mmio.write(regs::TADV, 0);
 }
 
-/// The receive side, still off: section 4.6.5.
+/// The receive side, still off, with empty rings: section 4.6.5.
 pub fn receive<R: Registers>(mmio: &Mmio<R>, shape: Shape, rings_at: Iova, rings: &[ReceiveRing]) {
+    receive_but_tails(mmio, shape, rings_at, rings);
+    (0..2).for_each(|index| mmio.write(regs::RDT.of(index), 0));
+}
+
+/// The same of a card whose frames wait: QEMU's model loses one for each tail that is written while it is off.
+pub fn receive_but_tails<R: Registers>(mmio: &Mmio<R>, shape: Shape, rings_at: Iova, rings: &[ReceiveRing]) {
     for queue in 0..QUEUES_MAX {
         let index = u32::try_from(queue).expect("there are two");
         let used = queue < rings.len();
@@ -175,7 +181,6 @@ pub fn receive<R: Registers>(mmio: &Mmio<R>, shape: Shape, rings_at: Iova, rings
         mmio.write(regs::RDBAL.of(index), low);
         // Allowed between a reset and the first enabling only.
         mmio.write(regs::RDH.of(index), 0);
-        mmio.write(regs::RDT.of(index), 0);
         mmio.write(regs::RXDCTL.of(index), dctl::EACH);
     }
     mmio.write(regs::RFCTL, rfctl::EXSTEN);
