@@ -340,14 +340,17 @@ impl<B: Bus> E1000e<B> {
     /// Comes into a card of an owner that is not trusted, and was fenced: it is stopped, whatever that owner says, what it had begun is over, nothing is
     /// left that could not be undone, and then it reaches our memory. Its owner's `controls` are written back where it is refused.
     ///
-    /// Each question may take as long as a server needs to wake up, so they are as few as can be.
-    fn inherit(&mut self, left: Left, controls: [u32; 2]) -> Result<(), NicError> {
+    /// Each question may take as long as a server needs to wake up, so they are as few as can be. Says whether a receive ring's tail is where the card would
+    /// go beyond what we have posted.
+    fn inherit(&mut self, left: Left, controls: [u32; 2]) -> Result<bool, NicError> {
         let mmio = &self.mmio;
         let longest = longest(mmio);
-        let [first, second, status] = mmio.0.together(|| {
+        let [first, second, tail, second_tail, status] = mmio.0.together(|| {
             mmio.write(regs::RCTL, controls[0]);
             mmio.write(regs::TCTL, controls[1]);
-            mmio.read_each([regs::RDH.of(0).to_be_read(), regs::RDH.of(1).to_be_read(), regs::STATUS])
+            let queue = |index| (regs::RDH.of(index).to_be_read(), regs::RDT.of(index).to_be_read());
+            let ((first, tail), (second, second_tail)) = (queue(0), queue(1));
+            mmio.read_each([first, second, tail, second_tail, regs::STATUS])
         });
         if status == u32::MAX {
             return Err(NicError::Gone);
@@ -369,14 +372,19 @@ impl<B: Bus> E1000e<B> {
             mmio.write(regs::TCTL, controls[1] | tctl::EN);
             mmio.write(regs::RCTL, controls[0] | rctl::EN);
         }
-        judged
+        let tails = [tail, second_tail].into_iter().zip(&self.receive);
+        let is_odd = { tails }.any(|(tail, ring)| tail >= u32::from(self.shape.ring) || !ring.is_full());
+        judged.map(|()| is_odd)
     }
 
     /// Writes all of a card whose units are off that decides where it reads and writes.
-    fn begin_anew(&self) {
+    fn begin_anew(&self, tails_are_odd: bool) {
         let mmio = &self.mmio;
         left::quell(mmio);
-        setup::receive_but_tails(mmio, self.shape, self.memory.rings_at(), &self.receive);
+        match tails_are_odd {
+            true => setup::receive(mmio, self.shape, self.memory.rings_at(), &self.receive),
+            false => setup::receive_but_tails(mmio, self.shape, self.memory.rings_at(), &self.receive),
+        }
         setup::transmit(mmio, self.shape, ring_at(self.memory.rings_at(), self.receive.len(), self.shape.ring));
         match self.flow_control {
             true => flow::prepare(mmio, self.shape.frame(), false),
@@ -609,7 +617,7 @@ impl<B: Bus> Repoint for E1000e<B> {
             0 => match nic.mmio.read(regs::TCTL) {
                 u32::MAX => Err(NicError::Gone),
                 control if control & tctl::EN != 0 => Err(broken("the card sends, though stopped", control.into())),
-                _ => Ok(()),
+                _ => Ok(false),
             },
             _ => {
                 let is_old = since(Duration::ZERO).wrapping_sub(left.0 & SINCE) & SINCE > PAUSED << 32;
@@ -620,15 +628,16 @@ impl<B: Bus> Repoint for E1000e<B> {
                 let found = heads_of(&nic.mmio, if is_old { nic.receive.len() } else { 0 });
                 match !is_old || runs(found) == left.0 & !SINCE {
                     true if fenced.is_some() => nic.inherit(left, controls),
-                    true => stop_where(&nic.mmio, nic.receive.len(), left.0, controls),
+                    true => stop_where(&nic.mmio, nic.receive.len(), left.0, controls).map(|()| false),
                     false => Err(NicError::FramesCame { head: found[0] }),
                 }
             }
         };
         nic.bus.hurry(false);
-        if let Err(error) = stopped {
-            return Err(nic.failed(error));
-        }
+        let tails_are_odd = match stopped {
+            Ok(tails_are_odd) => tails_are_odd,
+            Err(error) => return Err(nic.failed(error)),
+        };
         let controls = fenced.unwrap_or(controls);
         // Should we die in the middle of it, who comes next has the card go on, or points it elsewhere.
         nic.memory.ledger().halted(true);
@@ -638,7 +647,7 @@ impl<B: Bus> Repoint for E1000e<B> {
         nic.mmio.0.together(|| {
             nic.mmio.write(regs::TCTL, controls[1]);
             if fenced.is_some() {
-                nic.begin_anew();
+                nic.begin_anew(tails_are_odd);
             }
             nic.mmio.write(regs::FCTTV, if nic.flow_control { PAUSE_MIN } else { 0 });
             go_on_with(&nic.mmio, &nic.memory, (&nic.receive, &nic.transmit), nic.shape, go_on);
