@@ -12,7 +12,7 @@
 //! | [`bell`]    | how a parked process is woken, for nothing when it is awake             |
 //! | [`wake`]    | the kernel's part of a bell                                             |
 //! | [`lease`]   | who owns something now                                                  |
-//! | [`slice`]   | how long a process runs at a time                                       |
+//! | [`mod@slice`] | how long a process runs at a time                                       |
 //! | [`stats`]   | counters and histograms for strangers to read                           |
 //! | [`vni`]     | what lies in memory of a VNI                                            |
 //! | [`call`]    | request and response between processes                                  |
