@@ -57,7 +57,7 @@ pub fn run(folder: &Path) -> Result<()> {
     let listener = std::io::stdin().as_fd().try_clone_to_owned().context("the keeper has no standard input")?;
     // From now on it is this process that whoever connects has reached.
     rustix::net::listen(&listener, 4).context("standard input is no listening socket; tasukid starts this")?;
-    // What it is told is told for later: it need not run before whoever tells it, who may be about to give a NIC to another.
+    // The daemon writes to it while a NIC changes hands, and must not lose its CPU to it then.
     let _ = rustix::process::nice(10);
     let mut kept = BTreeMap::new();
     while let Some(daemon) = await_daemon(&listener, folder)? {

@@ -243,7 +243,7 @@ impl System {
         Ok(())
     }
 
-    /// Makes all ready that whoever asks does not wait for.
+    /// Prepares the relay: its time is not the relay's.
     fn get_ready(&self, relay: Relay) -> Result<()> {
         let node = self.nic()?.node;
         match relay {

@@ -153,7 +153,7 @@ async fn upgrade(
     }
 }
 
-/// To name a program is to do whatever a program can.
+/// The user who names a program runs it.
 fn may_not_name(peer: &Peer, role: Role) -> No {
     No::Forbidden(gate::may_not(peer, Some(role), Role::Administer))
 }

@@ -234,13 +234,13 @@ fn any_of(argument: u8, values: &[i32]) -> Result<Vec<SeccompRule>> {
     values.iter().map(|&value| rule(vec![one(argument, None, u64::from(value.cast_unsigned()))?])).collect()
 }
 
-/// For the process of this number, whatever program it becomes. How its time is shared out it may choose where it `has_no_say` before others: with CAP_SYS_NICE it would
-/// choose to go before everybody, whatever limits it has.
-pub fn filter(ourselves: u32, has_no_say: bool) -> Result<BpfProgram> {
+/// The filter of the process with this number, which keeps it when it becomes its program. `may_schedule` lets it call sched_setattr(2) for itself: a process that
+/// keeps CAP_SYS_NICE must not, for no limit would bind it, and it could make itself real-time.
+pub fn filter(ourselves: u32, may_schedule: bool) -> Result<BpfProgram> {
     let mut rules: BTreeMap<i64, Vec<SeccompRule>> =
         CALLS.iter().chain(OLD_CALLS).map(|&call| (call, Vec::new())).collect();
     let us = u64::from(ourselves);
-    for &call in ABOUT_ITSELF.iter().chain(has_no_say.then_some(&libc::SYS_sched_setattr)) {
+    for &call in ABOUT_ITSELF.iter().chain(may_schedule.then_some(&libc::SYS_sched_setattr)) {
         rules.insert(call, vec![rule(vec![one(0, None, 0)?])?, rule(vec![one(0, None, us)?])?]);
     }
     for &call in SIGNALS {

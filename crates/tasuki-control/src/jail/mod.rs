@@ -78,7 +78,7 @@ pub fn tell(socket: BorrowedFd<'_>, program: &Path, file: BorrowedFd<'_>) -> rus
     channel::send(socket, &what, &[file])
 }
 
-/// A program's file, for [`tell`]: that is what will run, whatever stands at its path by then.
+/// Opens a program's file, for [`tell`]: this file runs, also if its path names another by then.
 ///
 /// # Errors
 /// It is not there.
