@@ -120,7 +120,7 @@ fn sent_away(channel: &Channel, what: &str) -> String {
             return "closed".to_owned();
         }
         assert!(Instant::now() < limit, "a client that {what} is not sent away");
-        std::thread::sleep(Duration::from_millis(2));
+        channel.wait(Duration::from_secs(1));
     }
 }
 
@@ -174,8 +174,10 @@ fn holes_and_crowds(world: &World, socket: &Path) {
     // There is room for who comes next.
     until(&world.rig, "it is let in", || {
         let next = silent(socket);
-        std::thread::sleep(Duration::from_millis(20));
-        next.is_some_and(|next| next.hear().is_some_and(|(kind, _)| kind == HELLO))
+        next.is_some_and(|next| {
+            next.wait(Duration::from_secs(1));
+            next.hear().is_some_and(|(kind, _)| kind == HELLO)
+        })
     });
     drop(connected(socket));
 }

@@ -20,7 +20,7 @@ use rustix::net::{
 };
 use serde_json::Value;
 
-use super::real::{moves, stop, with_model};
+use super::real::{moves, stop, until_still, with_model};
 use super::rig::{Rig, pid, until};
 use super::storm::beside;
 
@@ -342,12 +342,7 @@ fn a_server_of_a_card_that_means_harm_has_its_own_nic_out_of_use_and_no_other() 
     });
     // What is under way comes back before the last is counted.
     model.finish();
-    let seen = std::cell::Cell::new(0);
-    until(&rig, "all is back", || {
-        std::thread::sleep(Duration::from_millis(500));
-        let now = moves(&rig);
-        seen.replace(now) == now
-    });
+    until_still(|| moves(&rig));
     let said = stop(&mut rig, model);
     println!("{said}");
     assert!(said.contains("lost 0"), "{said}\n{}", rig.log());

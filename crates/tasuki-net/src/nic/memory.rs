@@ -62,6 +62,19 @@ impl MemoryLayout {
         Iova(self.rings_at.0.wrapping_add(self.rings_len as u64))
     }
 
+    /// Unmaps each stretch by `unmap`, whether the others are there or not; says which was the first that could not be.
+    ///
+    /// # Errors
+    /// What `unmap` says.
+    pub fn unmap_by(&self, mut unmap: impl FnMut(Iova, usize) -> Result<(), BusError>) -> Result<(), BusError> {
+        let mut outcome = Ok(());
+        for (at, len) in self.stretches().into_iter().rev() {
+            let unmapped = unmap(at, len);
+            outcome = outcome.and(unmapped);
+        }
+        outcome
+    }
+
     /// The stretches as which the card's bus knows it, and their bytes: the rings, the first slots, and the others, if there are any.
     pub fn stretches(&self) -> ArrayVec<(Iova, usize), 3> {
         let (all, head) = (self.slots.len(), head_of(self.slots) as usize * self.slots.slot_len as usize);
@@ -284,13 +297,7 @@ impl NicMemory {
 
     /// The device of `bus` can reach it no longer.
     pub fn unmap(&self, bus: &mut impl Bus) -> Result<(), BusError> {
-        let mut outcome = Ok(());
-        for (at, len) in self.layout().stretches().into_iter().rev() {
-            // What is not there any more is no reason to leave the rest there.
-            let unmapped = bus.unmap_dma(at, len);
-            outcome = outcome.and(unmapped);
-        }
-        outcome
+        self.layout().unmap_by(|at, len| bus.unmap_dma(at, len))
     }
 
     /// The card was reset: it holds no slot any more.

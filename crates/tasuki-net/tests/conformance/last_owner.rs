@@ -81,8 +81,8 @@ impl<W: LastOwned> Turns<W> {
     }
 
     /// What is on the wire is the last owner's own.
-    fn clear_wire(&self) {
-        while self.bench.world.take(Duration::from_millis(5)).is_some() {}
+    fn clear_wire(&self, quiet: Duration) {
+        while self.bench.world.take(quiet).is_some() {}
     }
 
     fn change_hands(&mut self, trick: impl FnOnce(&Hostile<RegistersOf<W>>), is_cold: bool) -> Outcome {
@@ -104,7 +104,7 @@ impl<W: LastOwned> Turns<W> {
             old: self.at,
             next: next_at,
         });
-        self.clear_wire();
+        self.clear_wire(Duration::from_millis(5));
         W::calm();
         let giver = self.bench.take();
         let left = giver.left();
@@ -198,8 +198,7 @@ pub fn whatever_stands_in_any_register_the_next_owner_works_or_refuses<W: LastOw
         );
         // A head or tail that was moved has the last owner's own ring send once more, or half.
         if (0x3800..=0x3818).contains(&offset) {
-            std::thread::sleep(Duration::from_millis(50));
-            turns.clear_wire();
+            turns.clear_wire(Duration::from_millis(50));
         }
         turns.works();
         if !keeps {

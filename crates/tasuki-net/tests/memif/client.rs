@@ -5,6 +5,7 @@ use std::io::{IoSlice, IoSliceMut};
 use std::mem::MaybeUninit;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::path::Path;
+use std::time::Duration;
 
 use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec};
 use rustix::fs::{MemfdFlags, SealFlags};
@@ -97,6 +98,14 @@ impl Channel {
         }
         assert_eq!(len, 128, "a message has 128 bytes");
         Some((u16::from_le_bytes([bytes[0], bytes[1]]), bytes[2..len].to_vec()))
+    }
+
+    /// Waits until the server has said something, or has hung up.
+    #[allow(dead_code, reason = "for servers that are other processes")]
+    pub fn wait(&self, most: Duration) {
+        let most = Timespec::try_from(most).expect("not for long");
+        let mut poll = [PollFd::new(&self.0, PollFlags::IN)];
+        let _ = rustix::event::poll(&mut poll, Some(&most));
     }
 
     /// The next message, which comes after some turns of the server's, or by itself where that is another process.

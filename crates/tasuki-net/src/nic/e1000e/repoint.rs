@@ -662,20 +662,17 @@ impl<B: Bus> Repoint for E1000e<B> {
     }
 
     fn forget(&mut self, old: &MemoryLayout, mut between: impl FnMut(&mut Self)) -> Result<(), NicError> {
-        self.have_all()?;
+        // None of the three keeps the card from the others.
+        let all = self.have_all();
         between(self);
-        if std::mem::take(&mut self.suspect) {
-            self.put_right(&mut between)?;
-        }
+        let right = if std::mem::take(&mut self.suspect) { self.put_right(&mut between) } else { Ok(()) };
         self.bus.hurry(true);
-        let mut outcome = Ok(());
-        for (at, len) in old.stretches().into_iter().rev() {
-            // An owner that has taken away the one itself may have left the other.
+        let outcome = old.unmap_by(|at, len| {
             let unmapped = self.bus.unmap_dma(at, len);
-            outcome = outcome.and(unmapped);
             between(self);
-        }
+            unmapped
+        });
         self.bus.hurry(false);
-        Ok(outcome?)
+        all.and(right).and(outcome.map_err(NicError::from))
     }
 }

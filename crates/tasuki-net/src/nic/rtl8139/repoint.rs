@@ -229,13 +229,11 @@ impl<B: Bus> Repoint for Rtl8139<B> {
     }
 
     fn forget(&mut self, old: &MemoryLayout, mut between: impl FnMut(&mut Self)) -> Result<(), NicError> {
-        let mut outcome = Ok(());
-        for (at, len) in old.stretches().into_iter().rev() {
-            // An owner that has taken away the one itself may have left the other.
+        let outcome = old.unmap_by(|at, len| {
             let unmapped = self.bus.unmap_dma(at, len);
-            outcome = outcome.and(unmapped);
             between(self);
-        }
+            unmapped
+        });
         Ok(outcome?)
     }
 }

@@ -467,12 +467,11 @@ impl<B: Bus> Repoint for VirtioNet<B> {
         }
         between(self);
         self.bus.hurry(true);
-        let mut outcome = Ok(());
-        for (at, len) in old.stretches().into_iter().rev() {
+        let outcome = old.unmap_by(|at, len| {
             let unmapped = self.bus.unmap_dma(at, len);
-            outcome = outcome.and(unmapped);
             between(self);
-        }
+            unmapped
+        });
         self.bus.hurry(false);
         Ok(outcome?)
     }
