@@ -12,12 +12,12 @@ pub enum Campaign {
     /// SIGKILLs of workers, stand-bys, openers, keeper and daemon at random times under traffic: single, double and triple faults. Needs root
     Kills {
         /// Single faults; for 20 of them there are three double faults, one in a storm and one with the daemon
-        #[arg(long, default_value_t = 2000)]
+        #[arg(long, default_value_t = 2000, value_parser = clap::value_parser!(u32).range(1..))]
         kills: u32,
         /// One kind of faults alone
         #[arg(long, value_parser = ["singles", "doubles", "storm", "triples"])]
         only: Option<String>,
-        /// Whoever is killed, when: as in the run that printed this
+        /// The seed of victims and times, as an earlier run printed it
         #[arg(long)]
         seed: Option<u64>,
         /// Write what was seen there
@@ -27,9 +27,9 @@ pub enum Campaign {
     /// Freezes of a worker that drives at random times under traffic: how long they take, and what it holds then. Needs root
     Freezes {
         /// Of each card
-        #[arg(long, default_value_t = 10_000)]
+        #[arg(long, default_value_t = 10_000, value_parser = clap::value_parser!(u32).range(1..))]
         freezes: u32,
-        /// When: as in the run that printed this
+        /// The seed of the times, as an earlier run printed it
         #[arg(long)]
         seed: Option<u64>,
         /// Write what was seen there
