@@ -23,12 +23,9 @@ use super::bus::{Bus, BusError, Iova, Part, pci};
 use super::ledger::{LEDGER_LEN, Ledger};
 use super::{NicError, Sash};
 
-/// Of these slots, how many are mapped by themselves: a taker that can map nothing before its giver is fenced maps them first, and drives with them, for to map all
-/// takes longer than all else that it does meanwhile. A receive ring is full of them where there are twice as many slots as descriptors and some to spare, as a
-/// worker makes them: of one that is not full the tail must be written while the card is off, by which QEMU's 82574L loses a frame that waits.
-fn head_of(slots: Geometry) -> u32 {
-    (slots.count / 2).max(64).min(slots.count)
-}
+/// Slots that are mapped by themselves. A taker that can map nothing before its giver is fenced maps them first, and drives with them: to map all takes longer
+/// than all else that it does meanwhile.
+pub(super) const HEAD: u32 = 64;
 
 /// Most slots of memory that is adopted: whoever says that there are more wants us to run out of memory for their table.
 const ADOPTED_MAX: u32 = 1 << 22;
@@ -77,7 +74,7 @@ impl MemoryLayout {
 
     /// The stretches as which the card's bus knows it, and their bytes: the rings, the first slots, and the others, if there are any.
     pub fn stretches(&self) -> ArrayVec<(Iova, usize), 3> {
-        let (all, head) = (self.slots.len(), head_of(self.slots) as usize * self.slots.slot_len as usize);
+        let (all, head) = (self.slots.len(), HEAD.min(self.slots.count) as usize * self.slots.slot_len as usize);
         let rest_at = Iova(self.arena_at().0.wrapping_add(head as u64));
         let three = [(self.rings_at, self.rings_len), (self.arena_at(), head), (rest_at, all - head)];
         three.into_iter().filter(|(_, len)| *len > 0).collect()
@@ -291,8 +288,7 @@ impl NicMemory {
     /// Free slots that are not among the first: nobody can have them until they are dropped.
     pub(super) fn hold_rest(&self) -> Vec<Slot> {
         let all: Vec<Slot> = std::iter::from_fn(|| self.arena.take()).collect();
-        let head = head_of(self.arena.geometry());
-        all.into_iter().filter(|slot| slot.id().index >= head).collect()
+        all.into_iter().filter(|slot| slot.id().index >= HEAD).collect()
     }
 
     /// The device of `bus` can reach it no longer.

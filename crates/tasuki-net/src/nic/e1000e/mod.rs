@@ -113,7 +113,7 @@ impl<B: Bus> E1000e<B> {
 
     /// Commits that of each receive queue the frames before these positions are handled, and so many turns more; then tells the card (D5).
     #[inline]
-    fn commit_up_to(&mut self, handled: [u32; QUEUES_MAX], turns: u64) {
+    pub(super) fn commit_up_to(&mut self, handled: [u32; QUEUES_MAX], turns: u64) {
         let mut cursors = [0; CURSORS];
         for (queue, ring) in self.receive.iter().enumerate() {
             let (word, skipping) = ring.cursors(handled[queue]);

@@ -25,6 +25,7 @@ use super::sash::{COUNTERS, QUEUES_MAX, Sash};
 use super::setup::{self, LONG_FROM, Shape};
 use super::{Assembly, BAR, E1000e, MTA_WORDS, bell, filter_of, left, recognise};
 use crate::nic::bus::{Bus, Iova, Registers};
+use crate::nic::memory::HEAD;
 use crate::nic::sash::{Sash as _, broken};
 use crate::nic::{Can, Failed, How, Left, Link, Mac, MemoryLayout, NicError, NicMemory, NicOptions, Repoint};
 use crate::port::Burst;
@@ -128,13 +129,15 @@ impl<B: Bus> std::fmt::Debug for Ready<B> {
 /// may follow a frame at once, and a PAUSE frame is sent.
 ///
 /// A receive ring's tail is written last, as drivers do that start a card: QEMU's model drops what waits for it when a tail is written while it is off. Until
-/// then the card has the tail of the ring before. Where a ring is full that is inside of what is posted, wherever it is; else the tail goes first.
+/// then the card has the tail of the ring before. Where a ring is full that is inside of what is posted, wherever it is, and where it begins there nothing is
+/// posted yet; else the tail goes first.
 fn go_on_with<R: Registers>(
     mmio: &Mmio<R>,
     memory: &NicMemory,
     (receive, transmit): (&[ReceiveRing], &TransmitRing),
     shape: Shape,
     [receive_control, transmit_control]: [u32; 2],
+    begins_at_tail: bool,
 ) {
     let rings = || (0_usize..).zip(0_u32..).zip(receive);
     mmio.0.together(|| {
@@ -143,7 +146,7 @@ fn go_on_with<R: Registers>(
             mmio.write(regs::RDBAL.of(index), low);
             mmio.write(regs::RDBAH.of(index), high);
             mmio.write(regs::RDH.of(index), its.head());
-            if !its.is_full() {
+            if !its.is_full() && !begins_at_tail {
                 mmio.write(regs::RDT.of(index), its.tail());
             }
         }
@@ -154,7 +157,7 @@ fn go_on_with<R: Registers>(
         mmio.write(regs::TDT, transmit.tail());
         mmio.write(regs::TCTL, transmit_control | tctl::EN);
         mmio.write(regs::RCTL, receive_control | rctl::EN);
-        for ((_, index), its) in rings().filter(|(_, its)| its.is_full()) {
+        for ((_, index), its) in rings().filter(|(_, its)| its.is_full() || begins_at_tail) {
             mmio.write(regs::RDT.of(index), its.tail());
         }
     });
@@ -266,10 +269,9 @@ impl<B: Bus> Ready<B> {
         ledger.partial(!rest.is_empty());
         let rings = |index| ReceiveRing::new(&memory, index, shape.ring);
         let mut receive: ArrayVec<_, QUEUES_MAX> = (0..usize::from(shape.queues)).map(rings).collect();
-        for ring in &mut receive {
-            ring.refill(&memory);
-            // The card is told together with all the rest.
-            ring.committed(0);
+        // Of a giver that is not trusted they begin where its tail is, which it can move until it is fenced.
+        for ring in receive.iter_mut().filter(|_| rest.is_empty()) {
+            ring.begin_at(0, &memory, usize::MAX);
         }
         let transmit = TransmitRing::new(&memory, receive.len(), shape.ring);
         // What the card has counted since its last owner asked will be ours.
@@ -334,18 +336,18 @@ impl<B: Bus> E1000e<B> {
         let mmio = &self.mmio;
         let heads = || [mmio.read(regs::RDH.of(0)), mmio.read(regs::TDH)];
         park::settles(STOP_LIMIT, park::quiet(self.shape.frame(), 1000), heads);
-        go_on_with(&self.mmio, &self.memory, (&self.receive, &self.transmit), self.shape, controls);
+        go_on_with(&self.mmio, &self.memory, (&self.receive, &self.transmit), self.shape, controls, false);
     }
 
     /// Comes into a card of an owner that is not trusted, and was fenced: it is stopped, whatever that owner says, what it had begun is over, nothing is
     /// left that could not be undone, and then it reaches our memory. Its owner's `controls` are written back where it is refused.
     ///
-    /// Each question may take as long as a server needs to wake up, so they are as few as can be. Says whether a receive ring's tail is where the card would
-    /// go beyond what we have posted.
-    fn inherit(&mut self, left: Left, controls: [u32; 2]) -> Result<bool, NicError> {
+    /// Each question may take as long as a server needs to wake up, so they are as few as can be. Says where the tails of the receive rings are, if they are
+    /// inside of rings of ours.
+    fn inherit(&mut self, left: Left, controls: [u32; 2]) -> Result<Option<[u32; QUEUES_MAX]>, NicError> {
         let mmio = &self.mmio;
         let longest = longest(mmio);
-        let [first, second, tail, second_tail, status] = mmio.0.together(|| {
+        let [first, second, first_tail, second_tail, status] = mmio.0.together(|| {
             mmio.write(regs::RCTL, controls[0]);
             mmio.write(regs::TCTL, controls[1]);
             let queue = |index| (regs::RDH.of(index).to_be_read(), regs::RDT.of(index).to_be_read());
@@ -372,18 +374,26 @@ impl<B: Bus> E1000e<B> {
             mmio.write(regs::TCTL, controls[1] | tctl::EN);
             mmio.write(regs::RCTL, controls[0] | rctl::EN);
         }
-        let tails = [tail, second_tail].into_iter().zip(&self.receive);
-        let is_odd = { tails }.any(|(tail, ring)| tail >= u32::from(self.shape.ring) || !ring.is_full());
-        judged.map(|()| is_odd)
+        let tails = [first_tail, second_tail];
+        let are_ours = tails[..self.receive.len()].iter().all(|tail| *tail < self.shape.ring.into());
+        judged.map(|()| are_ours.then_some(tails))
+    }
+
+    /// Has empty receive rings begin there, with the slots that the card reaches.
+    fn begin_rings(&mut self, at: [u32; QUEUES_MAX]) {
+        let each = HEAD as usize / self.receive.len();
+        self.receive.iter_mut().zip(at).for_each(|(ring, at)| ring.begin_at(at, &self.memory, each));
+        // That is no turn: nothing was handled.
+        self.commit_up_to(at, 0);
     }
 
     /// Writes all of a card whose units are off that decides where it reads and writes.
-    fn begin_anew(&self, tails_are_odd: bool) {
+    fn begin_anew(&self, keeps_tails: bool) {
         let mmio = &self.mmio;
         left::quell(mmio);
-        match tails_are_odd {
-            true => setup::receive(mmio, self.shape, self.memory.rings_at(), &self.receive),
-            false => setup::receive_but_tails(mmio, self.shape, self.memory.rings_at(), &self.receive),
+        match keeps_tails {
+            true => setup::receive_but_tails(mmio, self.shape, self.memory.rings_at(), &self.receive),
+            false => setup::receive(mmio, self.shape, self.memory.rings_at(), &self.receive),
         }
         setup::transmit(mmio, self.shape, ring_at(self.memory.rings_at(), self.receive.len(), self.shape.ring));
         match self.flow_control {
@@ -617,7 +627,7 @@ impl<B: Bus> Repoint for E1000e<B> {
             0 => match nic.mmio.read(regs::TCTL) {
                 u32::MAX => Err(NicError::Gone),
                 control if control & tctl::EN != 0 => Err(broken("the card sends, though stopped", control.into())),
-                _ => Ok(false),
+                _ => Ok(None),
             },
             _ => {
                 let is_old = since(Duration::ZERO).wrapping_sub(left.0 & SINCE) & SINCE > PAUSED << 32;
@@ -628,16 +638,19 @@ impl<B: Bus> Repoint for E1000e<B> {
                 let found = heads_of(&nic.mmio, if is_old { nic.receive.len() } else { 0 });
                 match !is_old || runs(found) == left.0 & !SINCE {
                     true if fenced.is_some() => nic.inherit(left, controls),
-                    true => stop_where(&nic.mmio, nic.receive.len(), left.0, controls).map(|()| false),
+                    true => stop_where(&nic.mmio, nic.receive.len(), left.0, controls).map(|()| None),
                     false => Err(NicError::FramesCame { head: found[0] }),
                 }
             }
         };
         nic.bus.hurry(false);
-        let tails_are_odd = match stopped {
-            Ok(tails_are_odd) => tails_are_odd,
+        let tails = match stopped {
+            Ok(tails) => tails,
             Err(error) => return Err(nic.failed(error)),
         };
+        if nic.memory.ledger().is_partial() {
+            nic.begin_rings(tails.unwrap_or_default());
+        }
         let controls = fenced.unwrap_or(controls);
         // Should we die in the middle of it, who comes next has the card go on, or points it elsewhere.
         nic.memory.ledger().halted(true);
@@ -647,10 +660,11 @@ impl<B: Bus> Repoint for E1000e<B> {
         nic.mmio.0.together(|| {
             nic.mmio.write(regs::TCTL, controls[1]);
             if fenced.is_some() {
-                nic.begin_anew(tails_are_odd);
+                nic.begin_anew(tails.is_some());
             }
             nic.mmio.write(regs::FCTTV, if nic.flow_control { PAUSE_MIN } else { 0 });
-            go_on_with(&nic.mmio, &nic.memory, (&nic.receive, &nic.transmit), nic.shape, go_on);
+            let begins_at_tail = tails.is_some() && nic.memory.ledger().is_partial();
+            go_on_with(&nic.mmio, &nic.memory, (&nic.receive, &nic.transmit), nic.shape, go_on, begins_at_tail);
             if fenced.is_some() && nic.receive.len() < QUEUES_MAX {
                 nic.mmio.write(regs::RDT.of(1), 0);
             }

@@ -218,6 +218,13 @@ impl ReceiveRing {
         ReceiveRing { ring, next: 0, tail: 0, handled: 0, rung: 0, hint: 0, skipping: false }
     }
 
+    /// Has a ring in which nothing stands begin at this descriptor, with up to `most` slots, of which the card is told together with all the rest.
+    pub fn begin_at(&mut self, place: u32, memory: &NicMemory, most: usize) {
+        (self.next, self.tail, self.handled, self.hint) = (place, place, place, place);
+        self.refill_some(memory, most);
+        self.committed(place);
+    }
+
     /// The ring that a predecessor left. Changes nothing in it.
     pub fn resume(memory: &NicMemory, index: usize, sash: &Sash) -> Self {
         let ring = Descriptors::new(memory, index, sash.head.ring);
