@@ -42,7 +42,8 @@ fn ask(bus: &mut VfioUser, registers: &impl Registers, own: u32, round: u32, exp
     registers.write32(at, round);
     assert_eq!(registers.read32(at), round, "what was written is there");
     assert_eq!(registers.read32(RAL), expected.0, "the card's address");
-    assert_eq!(registers.read_each([RAL, at, RAL]), [expected.0, round, expected.0], "the same, asked in one go");
+    let around = registers.read_around([at, RAL, at], 1, &[(at, !round)]);
+    assert_eq!(around, [round, expected.0, !round], "the same, written and asked in one go");
     assert_eq!(bus.read_config(0).expect("the server answers"), expected.1, "who it is");
 }
 

@@ -165,10 +165,13 @@ impl NicMemory {
         if memory.layout() != *layout {
             return Err(PartsError::Impossible { what: "the bytes of its rings", value: memory.rings.len() as u64 });
         }
-        memory.rings.populate();
-        memory.arena.region().populate();
-        memory.book.populate();
+        memory.populate();
         Ok(memory)
+    }
+
+    /// Makes all pages be there, so that none is missed when the card is ours.
+    pub fn populate(&self) {
+        [&self.rings, self.arena.region(), &self.book].into_iter().for_each(Region::populate);
     }
 
     /// The card has these slots, which are free in our table.

@@ -95,9 +95,7 @@ where
         let (wake, bus) = kit::open_way::<N::Bus>(text, &self.given.kit, fds)?;
         let at = place(self.given.iova, &text.nic.memory.layout());
         let memory = device::memory(text.ring, at).map_err(|error| no_memory(&error))?;
-        // A page that is not there yet would be missed when the card is ours.
-        memory.rings().populate();
-        memory.arena().region().populate();
+        memory.populate();
         let parts = || memory.parts().map_err(|error| no_descriptors(&error.into()));
         let book = Region::adopt(parts()?.ledger).map_err(|error| no_memory(&error))?;
         let ledger = Ledger::over(&book).map_err(|error| no_memory(&error))?;

@@ -1,15 +1,16 @@
 //! The registers behind a BAR, of which some parts are mapped and the rest is far away.
 
-use super::Registers;
 use super::mmio::{Mmio, Register};
+use super::{Registers, one_by_one};
 
 /// How the parts of a BAR are reached that are not mapped. Whole registers inside of the BAR only.
 pub trait Far {
     /// Reads `into.len()` bytes, at most `BLOCK_MAX`; says whether somebody answered.
     fn read(&self, offset: u32, into: &mut [u8]) -> bool;
 
-    /// Reads the words of 32 bits at these offsets, where that takes less long than one after the other, and somebody answered for each.
-    fn read_each<const N: usize>(&self, _offsets: [u32; N]) -> Option<[u32; N]> {
+    /// Reads the words of 32 bits at these offsets, and writes others before the `nth` of them, where that takes less long than one after the other, and
+    /// somebody answered for each.
+    fn read_around<const N: usize>(&self, _offsets: [u32; N], _nth: usize, _writes: &[(u32, u32)]) -> Option<[u32; N]> {
         None
     }
 
@@ -112,10 +113,15 @@ impl<F: Far> Registers for Bar<F> {
         (0..).zip(into).for_each(|(index, value)| *value = self.read32(offset + 4 * index));
     }
 
-    fn read_each<const N: usize>(&self, offsets: [u32; N]) -> [u32; N] {
-        let are_far = offsets.iter().all(|&offset| self.window(offset, 4).is_none() && self.is_register(offset, 4));
+    fn read_around<const N: usize>(&self, offsets: [u32; N], nth: usize, writes: &[(u32, u32)]) -> [u32; N] {
+        let is_far = |&offset: &u32| self.window(offset, 4).is_none() && self.is_register(offset, 4);
+        if offsets.iter().chain(writes.iter().map(|(offset, _)| offset)).all(is_far)
+            && let Some(values) = self.far.read_around(offsets, nth, writes)
+        {
+            return values;
+        }
         // As above.
-        are_far.then(|| self.far.read_each(offsets)).flatten().unwrap_or_else(|| offsets.map(|at| self.read32(at)))
+        one_by_one(self, offsets, nth, writes)
     }
 
     fn together<T>(&self, access: impl FnOnce() -> T) -> T {

@@ -237,6 +237,20 @@ pub trait Bus {
     fn hurry(&mut self, _hurries: bool) {}
 }
 
+/// What [`Registers::read_around`] does, one after the other.
+fn one_by_one<R: Registers + ?Sized, const N: usize>(
+    registers: &R,
+    offsets: [u32; N],
+    nth: usize,
+    writes: &[(u32, u32)],
+) -> [u32; N] {
+    std::array::from_fn(|index| {
+        let writes = if index == nth { writes } else { &[] };
+        writes.iter().for_each(|&(offset, value)| registers.write32(offset, value));
+        registers.read32(offsets[index])
+    })
+}
+
 /// The registers behind a BAR. Accesses do not fail: as on a real bus, who is gone reads as all ones, and what is written is lost.
 ///
 /// Offsets are in bytes and below the BAR's length; whoever reaches beyond it reads ones as well.
@@ -259,9 +273,9 @@ pub trait Registers {
         (0..).zip(into).for_each(|(index, value)| *value = self.read32(offset + 4 * index));
     }
 
-    /// Reads registers of 32 bits in this order, wherever they lie: in one go where each of them takes long.
-    fn read_each<const N: usize>(&self, offsets: [u32; N]) -> [u32; N] {
-        offsets.map(|offset| self.read32(offset))
+    /// Reads registers of 32 bits in this order, wherever they lie, and writes others before the `nth` of them: in one go where each of them takes long.
+    fn read_around<const N: usize>(&self, offsets: [u32; N], nth: usize, writes: &[(u32, u32)]) -> [u32; N] {
+        one_by_one(self, offsets, nth, writes)
     }
 
     /// Does what `access` does; what that writes may reach the device all at once, and then no later than the next register that is read, or the end.

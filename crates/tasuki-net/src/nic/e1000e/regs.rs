@@ -392,7 +392,18 @@ impl<R: Registers> Mmio<R> {
 
     /// Reads these, in their order.
     pub fn read_each<const N: usize>(&self, registers: [Reg<Ro>; N]) -> [u32; N] {
-        self.0.read_each(registers.map(|register| register.offset))
+        self.read_around(registers, 0, [])
+    }
+
+    /// Reads these, in their order, and writes those before the `nth` of them.
+    pub fn read_around<const N: usize, const W: usize>(
+        &self,
+        registers: [Reg<Ro>; N],
+        nth: usize,
+        writes: [(Reg<Rw>, u32); W],
+    ) -> [u32; N] {
+        let writes = writes.map(|(register, value)| (register.offset, value));
+        self.0.read_around(registers.map(|register| register.offset), nth, &writes)
     }
 
     /// Reads a register that reading clears. A separate verb, so that nobody does it in passing.

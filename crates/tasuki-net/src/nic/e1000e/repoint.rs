@@ -19,7 +19,7 @@ use arrayvec::ArrayVec;
 use super::counters::Counters;
 use super::flow::{self, PAUSE_MAX};
 use super::park::{self, DRAIN_LIMIT, PAUSE_MIN, SILENCE_LIMIT, STOP_LIMIT};
-use super::regs::{self, Mmio, rctl, tctl};
+use super::regs::{self, Mmio, Reg, rctl, tctl};
 use super::ring::{DESCRIPTOR_LEN, ReceiveRing, TransmitRing, ring_at};
 use super::sash::{COUNTERS, QUEUES_MAX, Sash};
 use super::setup::{self, LONG_FROM, Shape};
@@ -191,11 +191,6 @@ fn stop_where<R: Registers>(mmio: &Mmio<R>, queues: usize, left: u64, controls: 
     Err(NicError::FramesCame { head: found[0] })
 }
 
-/// The longest frame that may be under way on a card that another has set up.
-fn longest<R: Registers>(mmio: &Mmio<R>) -> u16 {
-    if mmio.read(regs::RCTL) & rctl::LPE != 0 { LONGEST } else { LONG_FROM }
-}
-
 /// Where the card is in its receive rings.
 fn heads_of<R: Registers>(mmio: &Mmio<R>, queues: usize) -> [u32; QUEUES_MAX] {
     std::array::from_fn(|queue| if queue < queues { mmio.read(regs::RDH.of(u32::from(queue > 0))) } else { 0 })
@@ -346,22 +341,26 @@ impl<B: Bus> E1000e<B> {
     /// inside of rings of ours.
     fn inherit(&mut self, left: Left, controls: [u32; 2]) -> Result<Option<[u32; QUEUES_MAX]>, NicError> {
         let mmio = &self.mmio;
-        let longest = longest(mmio);
-        let [first, second, first_tail, second_tail, status] = mmio.0.together(|| {
-            mmio.write(regs::RCTL, controls[0]);
-            mmio.write(regs::TCTL, controls[1]);
-            let queue = |index| (regs::RDH.of(index).to_be_read(), regs::RDT.of(index).to_be_read());
-            let ((first, tail), (second, second_tail)) = (queue(0), queue(1));
-            mmio.read_each([first, second, tail, second_tail, regs::STATUS])
-        });
+        let units_off = [(regs::RCTL, controls[0]), (regs::TCTL, controls[1])];
+        let [before, status] = mmio.read_around([regs::RCTL.to_be_read(), regs::STATUS], 1, units_off);
+        let off = Instant::now();
         if status == u32::MAX {
             return Err(NicError::Gone);
         }
+        let [head, tail] = [regs::RDH, regs::RDT].map(|of| [of.of(0), of.of(1)].map(Reg::to_be_read));
+        let [first, second, first_tail, second_tail] = mmio.read_each([head[0], head[1], tail[0], tail[1]]);
         let found = runs([first, if self.receive.len() > 1 { second } else { 0 }]);
         let moved = left.0 & RUNS != 0 && found != left.0 & !SINCE;
         let speed = if let Link::Up { speed, .. } = park::link(status) { speed } else { 1000 };
-        // Descriptors that the card has read already may name addresses that will be our memory's.
-        let off = Instant::now();
+        // Descriptors that the card has read already may name addresses that will be our memory's, and as long a frame may be under way as it let in.
+        let longest = if before & rctl::LPE != 0 { LONGEST } else { LONG_FROM };
+        let tails = [first_tail, second_tail];
+        let are_ours = tails[..self.receive.len()].iter().all(|tail| *tail < self.shape.ring.into());
+        let tails = are_ours.then_some(tails);
+        if self.memory.ledger().is_partial() {
+            self.begin_rings(tails.unwrap_or_default());
+        }
+        let mmio = &self.mmio;
         while !moved && off.elapsed() < park::quiet(longest, speed) {
             std::hint::spin_loop();
         }
@@ -374,9 +373,7 @@ impl<B: Bus> E1000e<B> {
             mmio.write(regs::TCTL, controls[1] | tctl::EN);
             mmio.write(regs::RCTL, controls[0] | rctl::EN);
         }
-        let tails = [first_tail, second_tail];
-        let are_ours = tails[..self.receive.len()].iter().all(|tail| *tail < self.shape.ring.into());
-        judged.map(|()| are_ours.then_some(tails))
+        judged.map(|()| tails)
     }
 
     /// Has empty receive rings begin there, with the slots that the card reaches.
@@ -648,9 +645,6 @@ impl<B: Bus> Repoint for E1000e<B> {
             Ok(tails) => tails,
             Err(error) => return Err(nic.failed(error)),
         };
-        if nic.memory.ledger().is_partial() {
-            nic.begin_rings(tails.unwrap_or_default());
-        }
         let controls = fenced.unwrap_or(controls);
         // Should we die in the middle of it, who comes next has the card go on, or points it elsewhere.
         nic.memory.ledger().halted(true);

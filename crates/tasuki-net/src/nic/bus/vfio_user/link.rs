@@ -112,6 +112,8 @@ pub type Fds = ArrayVec<OwnedFd, FDS_MAX>;
 /// What is asked, together with others of its kind.
 #[derive(Debug)]
 pub struct Question<'a, F> {
+    /// Messages that want no answer, and go before it.
+    pub ahead: &'a [u8],
     /// Writes its body.
     pub fill: F,
     pub fds: &'a [BorrowedFd<'a>],
@@ -233,7 +235,7 @@ impl Link {
         answer: &mut [u8],
         fds_max: usize,
     ) -> Result<(usize, Fds), BusError> {
-        let [(outcome, fds)] = self.call_each(doing, command, [Question { fill, fds, answer }], fds_max)?;
+        let [(outcome, fds)] = self.call_each(doing, command, [Question { ahead: &[], fill, fds, answer }], fds_max)?;
         Ok((outcome?, fds))
     }
 
@@ -293,6 +295,7 @@ impl Link {
         let socket = self.socket(doing)?;
         let mut collected = self.collected.borrow_mut();
         let sent = ids.clone().zip(&questions).try_for_each(|(id, question)| {
+            collected.extend_from_slice(question.ahead);
             let mut message = Message::command(id, command, false);
             (question.fill)(&mut message);
             if question.fds.is_empty() {
@@ -347,12 +350,17 @@ impl Link {
         }
     }
 
-    /// Sends `command` and wants no answer. Whether it arrives is learnt from what is asked next.
-    pub fn post(&mut self, command: Command, fill: impl FnOnce(&mut Message)) {
-        let id = self.next_id();
-        let mut message = Message::command(id, command, true);
+    /// A message that wants no answer.
+    pub fn unanswered(&mut self, command: Command, fill: impl FnOnce(&mut Message)) -> Message {
+        let mut message = Message::command(self.next_id(), command, true);
         fill(&mut message);
         self.behind.posting();
+        message
+    }
+
+    /// Sends `command` and wants no answer. Whether it arrives is learnt from what is asked next.
+    pub fn post(&mut self, command: Command, fill: impl FnOnce(&mut Message)) {
+        let mut message = self.unanswered(command, fill);
         let bytes = message.finish();
         if self.corked {
             if self.collected.get_mut().len() + bytes.len() > COLLECTED_MAX {

@@ -26,6 +26,7 @@ use std::path::Path;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
+use arrayvec::ArrayVec;
 use rustix::event::EventfdFlags;
 use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType};
 use tasuki_shm::region::PAGE_LEN;
@@ -50,6 +51,8 @@ const COMMAND: u16 = 0x04;
 /// MSI-X capability: PCI Local Bus Specification 3.0, 6.8.2.
 const MSIX_CONTROL_ENABLE: u32 = 1 << 31;
 const MSIX_CONTROL_MASK_ALL: u32 = 1 << 30;
+/// Bytes of messages that can go ahead of a question: for three writes.
+const AHEAD_LEN: usize = 128;
 const MSIX_TABLE: u16 = 4;
 const MSIX_ENTRY_LEN: u64 = 16;
 const MSIX_ENTRY_CONTROL: u64 = 12;
@@ -328,14 +331,19 @@ fn read(link: &mut Link, doing: &'static str, region: u32, offset: u64, into: &m
     Ok(())
 }
 
-/// Reads the words of 32 bits at these offsets of a region.
-fn read_each<const N: usize>(link: &mut Link, region: u32, offsets: [u32; N]) -> Result<[u32; N], BusError> {
+/// Reads the words of 32 bits at these offsets of a region; `ahead` of the `nth` of them go these messages.
+fn read_around<const N: usize>(
+    link: &mut Link,
+    region: u32,
+    offsets: [u32; N],
+    (nth, ahead): (usize, &[u8]),
+) -> Result<[u32; N], BusError> {
     let mut room = [[0; 16 + 4]; N];
-    let mut room_of = room.iter_mut();
-    let questions = offsets.map(|offset| Question {
-        fill: move |message: &mut wire::Message| asks(message, region, offset.into(), 4),
-        fds: &[],
-        answer: &mut room_of.next().expect("as many")[..],
+    let mut room_of = room.iter_mut().enumerate();
+    let questions = offsets.map(|offset| {
+        let (index, room) = room_of.next().expect("as many");
+        let fill = move |message: &mut wire::Message| asks(message, region, offset.into(), 4);
+        Question { ahead: if index == nth { ahead } else { &[] }, fill, fds: &[], answer: &mut room[..] }
     });
     let said = link.call_each("reading registers", Command::RegionRead, questions, 0)?;
     let mut values = [0; N];
@@ -414,6 +422,7 @@ impl Bus for VfioUser {
         let fds = parts.map(|part| [part.memory.fd()]);
         let mut fds_of = fds.iter();
         let questions = parts.map(|Part { from, len, at, .. }| Question {
+            ahead: &[],
             fill: move |message: &mut wire::Message| {
                 message.u32(32).u32(flags).u64(from as u64).u64(at.0).u64(len as u64);
             },
@@ -589,8 +598,16 @@ impl Far for Messages {
         read(&mut self.link.lock(), "reading a register", self.region, offset.into(), into).is_ok()
     }
 
-    fn read_each<const N: usize>(&self, offsets: [u32; N]) -> Option<[u32; N]> {
-        read_each(&mut self.link.lock(), self.region, offsets).ok()
+    fn read_around<const N: usize>(&self, offsets: [u32; N], nth: usize, writes: &[(u32, u32)]) -> Option<[u32; N]> {
+        let mut link = self.link.lock();
+        let mut ahead = ArrayVec::<u8, AHEAD_LEN>::new();
+        for (offset, value) in writes {
+            let mut message = link.unanswered(Command::RegionWrite, |message| {
+                message.u64((*offset).into()).u32(self.region).u32(4).u32(*value);
+            });
+            ahead.try_extend_from_slice(message.finish()).ok()?;
+        }
+        read_around(&mut link, self.region, offsets, (nth, &ahead)).ok()
     }
 
     fn cork(&self) {
