@@ -44,6 +44,8 @@ impl Board {
     }
 
     fn of(words: Words) -> Result<Self, RegionError> {
+        // It is first written while nobody drives.
+        words.region().populate();
         let line = words.region().span(board::LEASE_LINE, 1)?;
         Ok(Board { words, lease: Lease::new(line) })
     }
@@ -226,6 +228,8 @@ pub struct Card {
     pub page_of: BTreeSet<String>,
     /// The one that takes its place when this node has the NIC: the node does not trust those that can write the other.
     pub coming_board: Option<(String, Board)>,
+    /// How often a page took the place of another. Only daemons and the keeper have this memory, so no worker can say that it did.
+    pub turns: Words,
     /// What it is made of.
     pub kept: Option<Kept>,
     /// Its memory once this worker drives it.
@@ -271,6 +275,7 @@ impl Card {
             config,
             number_on_vni: None,
             board: Board::create()?,
+            turns: Words::create("tasuki turns", size_of::<u64>())?,
             kept: None,
             coming: None,
             opening: Opening::NotBefore(Duration::ZERO),
@@ -315,6 +320,7 @@ impl Card {
         // To give it back takes as long as a few frames, and nobody drives.
         self.past = Some(std::mem::replace(&mut self.board, board));
         self.page_of = BTreeSet::from([node.to_owned()]);
+        self.turns.count(0);
         true
     }
 

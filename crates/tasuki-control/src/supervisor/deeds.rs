@@ -3,11 +3,11 @@
 use std::collections::VecDeque;
 use std::num::NonZeroU32;
 
-use tasuki_relay::arbiter::{Arbiter, Do, Input, State, Told};
+use tasuki_relay::arbiter::{Arbiter, Do, Input, Node, State, Told};
 use tasuki_relay::letter::{ToWorker, board};
 use tasuki_relay::method::Method;
 use tasuki_relay::wire::{Order, Reason};
-use tasuki_relay::{ARBITER, Party};
+use tasuki_relay::{ARBITER, Party, Tenure};
 use tasuki_shm::crash;
 
 use super::keeping::Key;
@@ -72,8 +72,9 @@ impl Supervisor {
         // Each takes a moment to stop; all of them do at once.
         let fences =
             doing.iter().filter_map(|what| if let Do::Fence(party) = what { Some(party.0.get()) } else { None });
-        fences.for_each(|number| self.freeze(number));
-        self.call_taker(nic, &doing);
+        if fences.map(|number| self.freeze(number)).count() > 0 {
+            self.call_taker(nic);
+        }
         doing.into_iter().filter_map(|what| self.do_one(nic, what)).collect()
     }
 
@@ -96,18 +97,25 @@ impl Supervisor {
             }
             Do::Fence(party) => return self.fence(nic, party),
             Do::Breach(party, because) => self.breach(nic, party.0.get(), because),
-            Do::Renew { node, word } => {
-                let name = self.node_numbers.iter().find(|(_, number)| **number == node.0).map(|(name, _)| name);
-                let turned = name.is_some_and(|name| card.turn_page(name, word));
-                debug_assert!(turned, "whoever can be chosen was given a page");
-                self.record_nic(nic);
-                // From here on the taker can take, and unmap the old memory: a daemon that comes after this one must not give that to the old node again.
-                self.deposit_one(&Key::Card(nic));
-                crash::point("daemon.renewed");
-            }
+            Do::Renew { node, word } => self.renew(nic, node, word),
             Do::Say(told) => self.settled(nic, told),
         }
         None
+    }
+
+    /// The lease goes to the page of a node that those who could write the last one do not trust.
+    fn renew(&mut self, nic: u32, node: Node, word: Tenure) {
+        let knows_both = self.knows(&[Key::Card(nic), Key::Page(nic)]);
+        let name = self.node_numbers.iter().find(|(_, number)| **number == node.0).map(|(name, _)| name);
+        let turned = name.zip(self.cards.get_mut(&nic)).is_some_and(|(name, card)| card.turn_page(name, word));
+        debug_assert!(turned, "whoever can be chosen was given a page");
+        self.renewed.push(nic);
+        // From here on the taker can take, and unmap the old memory: a daemon that comes after this one must not give that to the old node again. It sees that the page
+        // was turned, if the keeper has both: so nothing is said now, which would cost the taker the time of a message.
+        if !knows_both {
+            self.deposit_one(&Key::Card(nic));
+        }
+        crash::point("daemon.renewed");
     }
 
     pub(super) fn order(&mut self, nic: u32, party: u32, order: Order) {
@@ -127,7 +135,10 @@ impl Supervisor {
         }
         let sent = worker.order(nic, order);
         match order {
-            Order::Release { .. } => self.freeze_ahead(nic),
+            Order::Release { .. } => {
+                self.freeze_ahead(nic);
+                self.call_taker(nic);
+            }
             _ => self.thaw_ahead(|it| it.number == party),
         }
         self.has_sent(party, order, sent);
@@ -179,12 +190,11 @@ impl Supervisor {
         let _ = self.group(number).map(Group::freeze);
     }
 
-    /// Wakes who is to take from those that are being fenced: it is awake when they are.
-    fn call_taker(&mut self, nic: u32, doing: &[Do]) {
+    /// Wakes the worker that is to take from those that are being fenced, or will be: it is awake when they are.
+    fn call_taker(&mut self, nic: u32) {
         let Some(card) = self.cards.get(&nic) else { return };
-        let next = card.arbiter.as_ref().filter(|arbiter| arbiter.state() == State::Fencing).and_then(Arbiter::next);
-        let is_fenced = doing.iter().any(|what| matches!(what, Do::Fence(_)));
-        if let (true, Some(next), Some(plan)) = (is_fenced, next, card.plan)
+        let next = card.arbiter.as_ref().and_then(Arbiter::next);
+        if let Some((next, plan)) = next.zip(card.plan.filter(|plan| plan.fenced))
             && let Some(worker) = self.workers.get_mut(&next.0.get())
         {
             // It comes all the same without, a little later.
@@ -366,6 +376,7 @@ impl Supervisor {
         });
         self.changes.push(record);
         self.keep(Key::Card(nic));
+        self.keep(Key::Page(nic));
         self.keep(Key::Coming(nic));
     }
 

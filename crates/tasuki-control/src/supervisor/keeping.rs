@@ -32,6 +32,8 @@ const RETRY: Duration = Duration::from_secs(1);
 pub(super) enum Key {
     /// A NIC's board and kit.
     Card(u32),
+    /// The page that will take the place of its board.
+    Page(u32),
     /// The memory that it will lie in.
     Coming(u32),
     /// A node's book.
@@ -52,8 +54,10 @@ pub(super) struct CardText {
     pub name: String,
     pub device: String,
     pub made_by: u32,
-    /// Whose the page of its lease is.
+    /// Whose the page of its lease is,
     pub page_of: BTreeSet<String>,
+    /// and how often it was turned until this one came.
+    pub turns: u64,
     pub kit: letter::Kit,
 }
 
@@ -212,7 +216,7 @@ impl Supervisor {
         }
         let mut due = std::mem::take(&mut self.keeping.due);
         due.extend(std::mem::take(&mut self.keeping.left));
-        due.extend(self.cards.keys().flat_map(|nic| [Key::Card(*nic), Key::Coming(*nic)]));
+        due.extend(self.cards.keys().flat_map(|nic| [Key::Card(*nic), Key::Page(*nic), Key::Coming(*nic)]));
         due.extend(self.nodes.keys().cloned().map(Key::Book));
         due.extend(self.workers.keys().copied().map(Key::Worker));
         due.extend(self.taps.keys().cloned().map(Key::Tap));
@@ -249,6 +253,11 @@ impl Supervisor {
         }
     }
 
+    /// Whether the keeper knows all that there is to know of these.
+    pub(super) fn knows(&self, keys: &[Key]) -> bool {
+        self.keeping.way.is_some() && !keys.iter().any(|key| self.keeping.due.contains(key))
+    }
+
     /// What there is of that name now.
     fn kept_as(&self, key: &Key) -> Option<(String, Vec<BorrowedFd<'_>>)> {
         Some(match key {
@@ -260,10 +269,15 @@ impl Supervisor {
                     device: card.config.device.to_string(),
                     made_by: kept.made_by,
                     page_of: card.page_of.clone(),
+                    turns: card.turns.load(0),
                     kit: kept.kit.clone(),
                 };
-                let board = card.board.words.region().fd();
-                (text(&what), [board].into_iter().chain(channel::lend(&kept.fds)).collect())
+                let ours = [&card.board.words, &card.turns].map(|words| words.region().fd());
+                (text(&what), ours.into_iter().chain(channel::lend(&kept.fds)).collect())
+            }
+            Key::Page(nic) => {
+                let (node, board) = self.cards.get(nic)?.coming_board.as_ref()?;
+                (node.clone(), vec![board.words.region().fd()])
             }
             Key::Coming(nic) => {
                 let (party, memory) = self.cards.get(nic)?.coming.as_ref()?;
@@ -301,14 +315,23 @@ impl Card {
     /// What it is made of, if a daemon before us has left that with the keeper. Of a card that is no more there is only a socket that was hung up.
     pub(super) fn restore(&mut self, found: &mut Found, is_used: bool) {
         use super::card::{Board, Kept, Memory, Opening};
+        use super::worker::Words;
         let Some((what, mut fds)) = found.remove(&Key::Card(self.number)) else { return };
-        let Ok(CardText { name, device, made_by, page_of, kit }) = serde_json::from_str(&what) else { return };
-        let is_it = name == self.name() && device == self.config.device.to_string() && fds.len() == kit.fds + 1;
+        let Ok(CardText { name, device, made_by, page_of, turns, kit }) = serde_json::from_str(&what) else { return };
+        let is_it = name == self.name() && device == self.config.device.to_string() && fds.len() == kit.fds + 2;
         if !is_it || (!is_used && fds.iter().any(is_hung_up)) {
             return;
         }
-        let Ok(board) = Board::adopt(fds.remove(0)) else { return };
-        self.page_of = page_of;
+        let board = fds.remove(0);
+        let Ok(turned) = Words::adopt(fds.remove(0), size_of::<u64>()) else { return };
+        // The daemon before us turned to the page that was to come, and died before it could tell the keeper.
+        let (board, page_of) = match (turned.load(0) == turns, found.remove(&Key::Page(self.number))) {
+            (true, _) => (board, page_of),
+            (false, Some((node, mut page))) if page.len() == 1 => (page.remove(0), BTreeSet::from([node])),
+            (false, _) => return,
+        };
+        let Ok(board) = Board::adopt(board) else { return };
+        (self.page_of, self.turns) = (page_of, turned);
         (self.board, self.kept, self.opening) = (board, Some(Kept { kit, fds, made_by }), Opening::Open);
         let coming = found.remove(&Key::Coming(self.number));
         self.coming = coming.and_then(|(what, fds)| {

@@ -248,6 +248,8 @@ pub struct Supervisor {
     frozen: Vec<deeds::Frozen>,
     /// Stand-bys that stand frozen because their driver is about to be fenced.
     ahead: Vec<deeds::Ahead>,
+    /// NICs whose lease went to another page, of which the registry does not know yet.
+    renewed: Vec<u32>,
     /// Workers that are still to hear that they leave a NIC, and whether that was their last one.
     goodbyes: Vec<(u32, u32, bool)>,
 }
@@ -322,6 +324,7 @@ impl Supervisor {
             ended: None,
             frozen: Vec::new(),
             ahead: Vec::new(),
+            renewed: Vec::new(),
             goodbyes: Vec::new(),
         };
         let bell = supervisor.door.clone();
@@ -393,6 +396,7 @@ impl Supervisor {
         if self.is_pressing() {
             return;
         }
+        std::mem::take(&mut self.renewed).into_iter().for_each(|nic| self.record_nic(nic));
         if self.stopping.is_some() {
             self.go_on_stopping();
         } else {

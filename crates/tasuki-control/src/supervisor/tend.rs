@@ -450,7 +450,8 @@ impl Supervisor {
         if is_going || is_stranger && !is_target && card.node != node {
             return false;
         }
-        if is_stranger && card.coming_board.as_ref().is_none_or(|(of, _)| *of != node) {
+        let is_new = is_stranger && card.coming_board.as_ref().is_none_or(|(of, _)| *of != node);
+        if is_new {
             let Ok(board) = Board::create() else { return false };
             card.coming_board = Some((node.clone(), board));
         }
@@ -460,7 +461,7 @@ impl Supervisor {
         if is_staged {
             arbiter.stage(party);
         }
-        if !is_stranger && card.page_of.insert(node) {
+        if is_new || !is_stranger && card.page_of.insert(node) {
             self.record_nic(nic);
         }
         true
