@@ -211,7 +211,14 @@ impl<W: Wire, M: Model> Served<W, M> {
             if idle == 1 {
                 idle_since = self.clock.now();
             }
-            if idle > 0 && idle.is_multiple_of(IDLE_ROUNDS) && self.clock.now() >= idle_since + IDLE_NS {
+            if idle == 0 || !idle.is_multiple_of(IDLE_ROUNDS) {
+                continue;
+            }
+            if self.clock.now() < idle_since + IDLE_NS {
+                // A card takes no CPU from anybody while it has nothing to do.
+                self.clock.sleeps();
+                std::thread::yield_now();
+            } else {
                 idle = 0;
                 if self.card.doze(&mut self.reach) {
                     continue;

@@ -11,7 +11,6 @@ use tasuki_sim::virtio_net;
 use tasuki_sim::wire::{Source, SourceOptions, Wire};
 
 use super::trial::{Ask, Control, Outcome, Say, Trial};
-use crate::cpus;
 use crate::orders::Orders;
 
 /// From a reset to the link: what a trial waits for, and not what it measures.
@@ -23,6 +22,9 @@ const UNHEARD: u32 = 1024;
 /// Frames a second at which the model sleeps between two. Woken it goes before everybody else then, for silicon is held up by nobody; at more it would take its CPU from all that
 /// share it, and its time stands still when it is held up.
 const SLOW: u64 = 10_000;
+
+/// Its nice value then. Programs of other classes or of -20 would wait for it while it looks for work in vain.
+const FIRST: i32 = -5;
 
 /// A frame that has not come back so long after the last one is lost. A driver that a busy machine does not run for a while has lost none.
 const PATIENCE: Duration = Duration::from_secs(2);
@@ -115,7 +117,8 @@ fn turn(
             *stage = Stage::Sending;
             if trial.rate.is_some_and(|rate| rate <= SLOW) {
                 // Where it may not, what holds it up is in the gaps too.
-                let _ = cpus::first(1, std::process::id());
+                let _ = rustix::process::setpriority_process(None, FIRST);
+                tasuki_shm::slice::brief();
             }
         }
         Some(Ask::Window) => {

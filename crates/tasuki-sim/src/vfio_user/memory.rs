@@ -8,6 +8,7 @@
 //!   one atomic word.
 #![allow(unsafe_code, reason = "maps the client's memory, and copies out of it and into it")]
 
+use std::ops::RangeInclusive;
 use std::os::fd::BorrowedFd;
 use std::ptr::NonNull;
 use std::sync::atomic::{AtomicU16, AtomicU64, Ordering};
@@ -16,8 +17,9 @@ use rustix::fs::SealFlags;
 use rustix::io::Errno;
 use rustix::mm::{MapFlags, ProtFlags};
 
-/// Bytes of a window up to which all of its pages are had at once. More than that a driver does not use, and it may be a whole guest's memory.
-const POPULATED_MAX: usize = 64 << 20;
+/// Bytes of a window of which all pages are had at once. Of one with rings few pages are used, and they are mapped while frames wait; what is larger a driver does not
+/// use as a whole, and it may be a whole guest's memory.
+const POPULATED: RangeInclusive<usize> = (64 << 10) + 1..=64 << 20;
 
 /// A device reached for memory that it was not given, or not for that.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
@@ -65,7 +67,7 @@ impl DmaMemory {
         protection.set(ProtFlags::WRITE, rights.write);
         // A card does not stop at each page that it reaches for the first time, as this process would.
         let mut flags = MapFlags::SHARED;
-        flags.set(MapFlags::POPULATE, len <= POPULATED_MAX);
+        flags.set(MapFlags::POPULATE, POPULATED.contains(&len));
         // SAFETY: a new mapping at an address of the kernel's choice replaces nothing (D1).
         let base = unsafe { rustix::mm::mmap(std::ptr::null_mut(), len, protection, flags, memory, offset) }?;
         let base = NonNull::new(base.cast::<u8>()).expect("the kernel maps nothing at address 0");
