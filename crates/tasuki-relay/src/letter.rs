@@ -437,6 +437,8 @@ pub mod board {
     pub const LEFT: usize = 12;
     /// Word: 1 once whoever drives has found the link up since the card was started, and has told the card what comes of that. Who takes the NIC has nothing to ask then.
     pub const LINK: usize = 13;
+    /// Word: until when, in ns of `CLOCK_MONOTONIC`, a worker that gets ready waits for the CPU on which the driver stays; 0 if none does.
+    pub const COMING: usize = 14;
 }
 
 /// A worker's pulse: a memfd of one page, one for each worker, shared with the daemon. Words are 8 bytes.

@@ -15,6 +15,9 @@ use tasuki_shm::region::{Region, RegionError, Span};
 use crate::program::STATE_MAX;
 use crate::tomb;
 
+/// How long a driver gives way to a worker that comes to its CPU.
+const COMES_WITHIN_NS: u64 = 10_000_000;
+
 /// Words of a page.
 const WORDS: usize = board::LEN / 8;
 
@@ -97,6 +100,20 @@ impl Board {
         self.words[board::CPU].store(cpu.map_or(0, |cpu| u64::from(cpu) + 1), Relaxed);
         let relays = self.words[board::RELAYS].load(Relaxed);
         self.words[board::RELAYS].store(relays.wrapping_add(1), Release);
+    }
+
+    /// A worker goes to the driver's CPU, and runs there as soon as the driver [yields](Self::is_awaited): by itself the kernel sees to that with the next tick,
+    /// which takes milliseconds.
+    pub fn come(&self, go: impl FnOnce()) {
+        self.words[board::COMING].store(now_ns() + COMES_WITHIN_NS, Relaxed);
+        go();
+        self.words[board::COMING].store(0, Relaxed);
+    }
+
+    /// Whether a worker waits for the driver's CPU. Not for longer than it may, whatever stands there.
+    pub fn is_awaited(&self) -> bool {
+        let until = self.words[board::COMING].load(Relaxed);
+        until != 0 && until.wrapping_sub(now_ns()) <= COMES_WITHIN_NS
     }
 
     /// The CPU on which the driver stays, if it does.

@@ -182,6 +182,9 @@ impl<D: Duty> Node<D> {
             }
             if look.is_multiple_of(TURNS) {
                 self.common.cpus.toil();
+                if self.seats.iter().any(|seat| each!(seat, seat => seat.is_awaited())) {
+                    std::thread::yield_now();
+                }
             }
             let (moved, drives) = self.turn();
             idle = if moved > 0 { 0 } else { idle.saturating_add(1) };

@@ -263,6 +263,11 @@ where
         self.passed.is_some_and(|since| since.elapsed() < FENCED_WITHIN)
     }
 
+    /// Whether a worker that gets ready for it waits for the CPU that we keep.
+    pub fn is_awaited(&self) -> bool {
+        self.drives() && self.given.board.is_awaited()
+    }
+
     /// How the next order to release is meant.
     pub fn plan(&mut self, plan: Plan) {
         // Heard once more by a taker that is ready, it says that the giver has let go, and is being fenced.
@@ -360,7 +365,7 @@ where
         fail::point("map.begun");
         let mapped = self.open(common);
         if mapped.is_ok() {
-            common.go_home();
+            self.given.board.come(|| common.go_home());
             // What is run there once is the faster when it counts.
             if let Card::Ready(prepared) = &mut self.card {
                 N::rehearse(prepared);
@@ -521,16 +526,18 @@ where
             fail::point("take.won");
         }
         if won && gives {
-            if let Some(wake) = &self.wake {
-                // Full it cannot be before it was rung as often as there are numbers.
-                let _ = rustix::io::write(wake, &1_u64.to_ne_bytes());
-            }
-            // What we have left to do can wait, and whoever was rung for may wait for this CPU. It is done elsewhere, then.
-            std::thread::yield_now();
             self.passed = self.is_last.then(Instant::now);
-            // Whoever is to be stopped is so at once only where nobody else runs, and aside is where the daemon is.
-            if common.drives_one && !self.is_last {
-                common.cpus.step_aside();
+            // Who is to be fenced first is not waited for here, but by the daemon, and stops at once only where that does not run.
+            if !self.is_last {
+                if let Some(wake) = &self.wake {
+                    // Full it cannot be before it was rung as often as there are numbers.
+                    let _ = rustix::io::write(wake, &1_u64.to_ne_bytes());
+                }
+                // What we have left to do can wait, and whoever was rung for may wait for this CPU. It is done elsewhere, then.
+                std::thread::yield_now();
+                if common.drives_one {
+                    common.cpus.step_aside();
+                }
             }
             fail::point("give.passed");
             self.keep_captures();

@@ -147,6 +147,11 @@ impl<D: Duty> VniSeat<D> {
         self.worker.drives()
     }
 
+    /// Whether a worker that gets ready for it waits for the CPU that we keep.
+    pub fn is_awaited(&self) -> bool {
+        self.drives() && self.given.board.is_awaited()
+    }
+
     /// Whether the worker was told to leave it.
     pub fn is_left(&self) -> bool {
         matches!(self.worker.side(), Side::Taker(taker::State::Left))
@@ -333,7 +338,7 @@ impl<D: Duty> VniSeat<D> {
         fail::point("map.done");
         match fits {
             Ok(()) => {
-                common.go_home();
+                self.given.board.come(|| common.go_home());
                 self.is_ready = true;
                 Input::Prepared
             }
