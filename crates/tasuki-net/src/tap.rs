@@ -3,6 +3,12 @@
 //! The kernel at the other side of the TAP hands over segments of up to 64 KiB whose check sums nobody has computed, and takes such; they cross as
 //! they are. A frame is copied by the kernel out of the namespace into the node's pool, and by the kernel of the receiving node out of that pool
 //! into its namespace: nobody else touches it.
+//!
+//! A worker that is killed has read frames that nobody has seen. Its successor sends them ([`notes`]).
+
+mod notes;
+#[cfg(test)]
+mod tests;
 
 use std::io;
 use std::ops::Deref;
@@ -18,8 +24,10 @@ use tasuki_shm::vni::directory::Mac;
 use crate::port::Armed;
 use crate::slow::Slow;
 use crate::switch::{Front, Switch, To};
+use crate::vni::ledger::point;
 use crate::vni::offload::HEADER_LEN;
 use crate::vni::{Incoming, SendError, Vni};
+use notes::{FRONT_LEN, Notes, len_of};
 
 /// Frames that are read from the TAP before those that have come are looked at.
 const READS: usize = 64;
@@ -69,6 +77,7 @@ impl Dropped {
 pub struct TapNode<M> {
     tap: OwnedFd,
     vni: Vni,
+    notes: Notes,
     switch: Switch<M>,
     /// Frames that the namespace got,
     pub given: u64,
@@ -87,11 +96,14 @@ pub struct TapNode<M> {
 }
 
 impl<M: Deref<Target = [Line]>> TapNode<M> {
-    /// The namespace behind `tap`, a TAP device with offload headers (`IFF_VNET_HDR`) which does not block.
+    /// The namespace behind `tap`, a TAP device with offload headers (`IFF_VNET_HDR`) which does not block. All neighbours are known to `vni`; what a predecessor had
+    /// read, and nobody has seen, is sent.
     pub fn new(tap: OwnedFd, vni: Vni, switch: Switch<M>) -> Self {
-        TapNode {
+        let notes = Notes::over(vni.notes());
+        let mut node = TapNode {
             tap,
             vni,
+            notes,
             switch,
             given: 0,
             taken: 0,
@@ -100,7 +112,38 @@ impl<M: Deref<Target = [Line]>> TapNode<M> {
             waits: None,
             slow: Slow::default(),
             full: false,
+        };
+        node.send_left();
+        node
+    }
+
+    /// Sends what a predecessor had read.
+    fn send_left(&mut self) {
+        // All are copied before one is sent, for they lie in pages that are free.
+        let mut frames = Vec::new();
+        for (page, len) in self.notes.left() {
+            let len = len.or_else(|| len_of(&self.vni.left_at(page, FRONT_LEN)?));
+            frames.extend(len.and_then(|len| self.vni.left_at(page, len)));
         }
+        for frame in frames.iter().filter(|frame| frame.len() >= HEADER_LEN + 14) {
+            let Some(room) = self.vni.stage() else { break };
+            room[..frame.len()].copy_from_slice(frame);
+            if !self.pass_in(frame.len()) {
+                // One is waited for; a ring that has no room for that has none for the others.
+                break;
+            }
+        }
+        self.flush();
+    }
+
+    /// Lets others see what goes, and forgets that nobody had.
+    fn flush(&mut self) {
+        let waits = self.waits.and_then(|(_, len, _)| Some((self.vni.staging_page()?, len)));
+        let notes = &mut self.notes;
+        self.vni.flush_with(|| {
+            point("tap.published");
+            notes.published(waits);
+        });
     }
 
     /// The node's end of the VNI.
@@ -123,7 +166,7 @@ impl<M: Deref<Target = [Line]>> TapNode<M> {
         while let Some((node, len, _)) = self.waits {
             self.pass_to(node, len);
         }
-        self.vni.flush();
+        self.flush();
     }
 
     /// One turn in each direction; says how many frames moved.
@@ -134,7 +177,7 @@ impl<M: Deref<Target = [Line]>> TapNode<M> {
             std::thread::yield_now();
         }
         let went = self.take();
-        self.vni.flush();
+        self.flush();
         came + went
     }
 
@@ -169,7 +212,10 @@ impl<M: Deref<Target = [Line]>> TapNode<M> {
                 self.full = true;
                 return count;
             };
-            let len = match rustix::io::read(&self.tap, &mut *room) {
+            room[..HEADER_LEN + 12].fill(0);
+            let page = self.vni.staging_page();
+            self.notes.reads_to(page);
+            let len = match rustix::io::read(&self.tap, self.vni.staged_mut()) {
                 Ok(len) if len >= HEADER_LEN + 14 => len,
                 Ok(_) => continue,
                 Err(errno) => {
@@ -177,15 +223,29 @@ impl<M: Deref<Target = [Line]>> TapNode<M> {
                     return count;
                 }
             };
-            let [to, from] =
-                [0, 6].map(|at| Mac::try_from(&room[HEADER_LEN + at..HEADER_LEN + at + 6]).expect("six bytes"));
-            if !self.switch.may_send(from) {
-                self.dropped.not_own += 1;
-            } else if !self.pass_on(to, len) {
+            point("tap.read");
+            let taken = self.taken;
+            let goes_on = self.pass_in(len);
+            if self.taken > taken {
+                self.notes.goes(page, len);
+            }
+            point("tap.staged");
+            if !goes_on {
                 return count;
             }
         }
         READS
+    }
+
+    /// Sends what was staged where its addresses say, or drops it; says no if it has to wait.
+    fn pass_in(&mut self, len: usize) -> bool {
+        let frame = &self.vni.staged_mut()[HEADER_LEN..];
+        let [to, from] = [0, 6].map(|at| Mac::try_from(&frame[at..at + 6]).expect("six bytes"));
+        if !self.switch.may_send(from) {
+            self.dropped.not_own += 1;
+            return true;
+        }
+        self.pass_on(to, len)
     }
 
     /// Sends what was staged, or drops it; says no if it has to wait.
@@ -216,9 +276,9 @@ impl<M: Deref<Target = [Line]>> TapNode<M> {
             Err(SendError::NoRoom(_)) => {
                 let since = waited.map_or_else(Instant::now, |(.., since)| since);
                 if self.slow.may_wait(node, since) {
-                    // Whoever has no room is to read what there is.
-                    self.vni.flush();
                     self.waits = Some((node, len, since));
+                    // Whoever has no room is to read what there is.
+                    self.flush();
                     return false;
                 }
                 self.dropped.no_room += 1;

@@ -302,6 +302,13 @@ impl Pool {
         bytes.expect("a run lies in its pool")
     }
 
+    /// A copy of the `len` bytes from this page on, whether it is free or not: what a predecessor put there. `None` if they are not all in the pool.
+    pub fn copy_of(&mut self, page: u32, len: usize) -> Option<Vec<u8>> {
+        // SAFETY: as in `bytes_mut`: nobody but us writes a pool (P1), and these are lent for as long as they are copied.
+        let bytes = unsafe { self.region.bytes_of_owner(page as usize * PAGE_LEN, len) };
+        bytes.ok().map(|bytes| bytes.to_vec())
+    }
+
     /// Asks the CPU for the lines of `len` bytes from `at` on of a run, as far as it goes, for they are to be written soon. A hint: it changes
     /// nothing.
     #[inline]

@@ -18,8 +18,7 @@ impl Aside {
         Aside { bytes: vec![0; PIECE_MAX].into(), is_used: false }
     }
 
-    pub(super) fn stage(&mut self) -> &mut [u8] {
-        self.is_used = true;
+    pub(super) fn bytes_mut(&mut self) -> &mut [u8] {
         &mut self.bytes
     }
 }

@@ -348,6 +348,6 @@ fn left_behind(estate: &Estate, pool: &mut Pool, shared: &mut SharedRuns) -> Has
 
 /// The low half of a word, and the high one.
 #[expect(clippy::cast_possible_truncation, reason = "the halves are what is meant")]
-fn halves(word: u64) -> (u32, u32) {
+pub(crate) fn halves(word: u64) -> (u32, u32) {
     (word as u32, (word >> 32) as u32)
 }

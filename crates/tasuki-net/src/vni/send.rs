@@ -1,6 +1,6 @@
 //! What a node sends.
 
-use tasuki_shm::pool::{LINE, PAGE, Piece};
+use tasuki_shm::pool::{LINE, PAGE, Piece, Run};
 use tasuki_shm::region::PAGE_LEN;
 use tasuki_shm::ring::Message;
 
@@ -125,12 +125,34 @@ impl Vni {
                 self.staging = self.pool.take(PAGES);
             }
         }
-        self.aside.is_used = false;
+        self.aside.is_used = self.staging.is_none() && self.pool.left() >= PAGES;
+        (self.staging.is_some() || self.aside.is_used).then(|| self.staged_mut())
+    }
+
+    /// The room that was [staged](Self::stage) last.
+    ///
+    /// # Panics
+    /// Without such.
+    #[inline]
+    pub(crate) fn staged_mut(&mut self) -> &mut [u8] {
         match &self.staging {
-            Some(run) => Some(self.pool.bytes_mut(run, 0, PIECE_MAX)),
-            None if self.pool.left() >= PAGES => Some(self.aside.stage()),
-            None => None,
+            Some(run) if !self.aside.is_used => {
+                let len = PIECE_MAX.min(run.pages() as usize * PAGE_LEN);
+                self.pool.bytes_mut(run, 0, len)
+            }
+            _ => self.aside.bytes_mut(),
         }
+    }
+
+    /// The first page of what was staged last, if it lies in the pool.
+    #[inline]
+    pub(crate) fn staging_page(&self) -> Option<u32> {
+        self.staging.as_ref().filter(|_| !self.aside.is_used).map(Run::first)
+    }
+
+    /// A copy of the `len` bytes from this page of the pool on, which a predecessor may have written.
+    pub(crate) fn left_at(&mut self, page: u32, len: usize) -> Option<Vec<u8>> {
+        (len <= PIECE_MAX).then(|| self.pool.copy_of(page, len)).flatten()
     }
 
     /// Sends the first `len` bytes of what was staged, a frame behind an offload header, to node `to`. Without room for it, it stays staged.
@@ -289,11 +311,21 @@ impl Vni {
     /// Wakes whoever sleeps and was sent something since the last time.
     #[inline]
     pub fn flush(&mut self) {
+        self.flush_with(|| ());
+    }
+
+    /// The same, and does `published` once all is published, before it rings for anybody: that takes system calls, in which one is killed most likely.
+    #[inline]
+    pub(crate) fn flush_with(&mut self, published: impl FnOnce()) {
+        for to in &self.touched {
+            let Some(neighbour) = self.neighbours[usize::from(*to)].as_mut() else { continue };
+            point("vni.publishing");
+            neighbour.outbox.publish();
+        }
+        published();
         for to in self.touched.drain(..) {
             let Some(neighbour) = self.neighbours[usize::from(to)].as_mut() else { continue };
             neighbour.touched = false;
-            point("vni.publishing");
-            neighbour.outbox.publish();
             // V2: whoever hears of us for the first time is told who we are.
             let is_new = std::mem::replace(&mut neighbour.talk, Talk::Known) != Talk::Known;
             if neighbour.outbox.ringer.must_ring() || is_new {

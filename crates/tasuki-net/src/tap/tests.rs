@@ -1,0 +1,157 @@
+//! A worker that is killed at any place in its code while a namespace sends: what it had read comes to the other node all the same.
+
+use std::sync::Arc;
+
+use rustix::net::{AddressFamily, SocketFlags, SocketType};
+use tasuki_shm::line::Claims;
+use tasuki_shm::vni::directory::{Directory, Lookup};
+use tasuki_shm::vni::estate::EstateFds;
+use tasuki_shm::wake::Clapper;
+
+use super::*;
+use crate::vni::Introduction;
+use crate::vni::fixture::{Lines, directory, mac};
+use crate::vni::mortal::lives_for;
+
+const US: u16 = 0;
+const OTHER: u16 = 1;
+
+/// The namespace's end of a TAP is a socket that keeps messages apart, which is read and written as one.
+struct Net {
+    estates: Vec<EstateFds>,
+    bells: Vec<(OwnedFd, OwnedFd)>,
+    lines: Lines,
+    _directory: Directory<Lines>,
+    other: Vni,
+    tap: OwnedFd,
+    namespace: OwnedFd,
+}
+
+impl Net {
+    fn new() -> Self {
+        let estates: Vec<_> = (0..2).map(|number| EstateFds::create(&format!("test-{number}"), 512).unwrap()).collect();
+        let bells: Vec<_> = (0..2).map(|_| tasuki_shm::wake::bell_pipe().unwrap()).collect();
+        let (lines, _directory) = directory(2);
+        let other = end(OTHER, &estates, &bells);
+        let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
+        let (tap, namespace) =
+            rustix::net::socketpair(AddressFamily::UNIX, SocketType::SEQPACKET, flags, None).unwrap();
+        Net { estates, bells, lines, _directory, other, tap, namespace }
+    }
+
+    /// Another worker goes on.
+    fn worker(&self) -> TapNode<Lines> {
+        let switch = Switch::new(US, Lookup::new(Claims::of(Arc::clone(&self.lines))));
+        TapNode::new(self.tap.try_clone().unwrap(), end(US, &self.estates, &self.bells), switch)
+    }
+
+    /// The namespace sends frames with these numbers.
+    fn send(&self, numbers: std::ops::Range<u16>) {
+        for number in numbers {
+            let message = [&[0; HEADER_LEN][..], &frame(number)].concat();
+            rustix::io::write(&self.namespace, &message).unwrap();
+        }
+    }
+
+    /// The frames that came to the other node.
+    fn frames(&mut self) -> Vec<Vec<u8>> {
+        let mut came = Vec::new();
+        for _ in 0..8 {
+            self.other.wake();
+            self.other.receive(|incoming| {
+                let mut bytes = vec![0; incoming.len()];
+                incoming.copy_to(&mut bytes).expect("nothing was taken back");
+                came.push(bytes);
+            });
+        }
+        came
+    }
+
+    /// The numbers of the frames that came to the other node, each of which is whole.
+    fn came(&mut self) -> Vec<u16> {
+        let number = |bytes: Vec<u8>| {
+            let number = u16::from_be_bytes([bytes[18], bytes[19]]);
+            assert!(bytes == frame(number), "frame {number} is not what it was");
+            number
+        };
+        self.frames().into_iter().map(number).collect()
+    }
+}
+
+fn end(number: u16, estates: &[EstateFds], bells: &[(OwnedFd, OwnedFd)]) -> Vni {
+    let [control, pool] = estates[usize::from(number)].fds().map(|fd| fd.try_clone_to_owned().unwrap());
+    let ear = bells[usize::from(number)].0.try_clone().unwrap();
+    let mut vni = Vni::new(number, EstateFds { control, pool }, ear).unwrap();
+    let other = 1 - number;
+    let estate = estates[usize::from(other)].to_read().unwrap();
+    let bell = Clapper::from_peer(bells[usize::from(other)].1.try_clone().unwrap());
+    vni.add(Introduction { number: other, estate, bell, own: Default::default() }).unwrap();
+    vni.settle();
+    vni
+}
+
+/// IPv4 with a number, of a length that follows from it.
+fn frame(number: u16) -> Vec<u8> {
+    let len = 20 + [40, 700, 1480, 4000][usize::from(number % 4)];
+    let ip = [&[0x45, 0][..], &u16::try_from(len).unwrap().to_be_bytes(), &number.to_be_bytes()].concat();
+    let mut frame = [&mac(OTHER)[..], &mac(US), &[8, 0], &ip].concat();
+    frame.extend((frame.len()..14 + len).map(|at| (at * 7 + usize::from(number)).to_le_bytes()[0]));
+    frame
+}
+
+#[test]
+fn no_frame_is_lost_wherever_a_worker_is_killed() {
+    const BEFORE: u16 = 3;
+    const ALL: u16 = 9;
+    let mut twice = 0;
+    for places in 0.. {
+        let mut net = Net::new();
+        let mut worker = net.worker();
+        net.send(0..BEFORE);
+        worker.turn();
+        let mut came = net.came();
+        net.send(BEFORE..ALL);
+        let was_killed = lives_for(places, || _ = worker.turn());
+        drop(worker);
+        // Once with what was published read before the next worker comes, and its pages free, and once not.
+        if places % 2 == 0 {
+            came.extend(net.came());
+        }
+        let mut worker = net.worker();
+        while worker.turn() > 0 {}
+        came.extend(net.came());
+        drop(worker);
+        // What one has sent for another is not sent by a third.
+        net.worker().turn();
+        assert!(net.came().is_empty(), "killed at place {places}");
+        let len = came.len();
+        came.sort_unstable();
+        came.dedup();
+        assert_eq!(came, (0..ALL).collect::<Vec<_>>(), "killed at place {places}");
+        twice += usize::from(came.len() < len);
+        if !was_killed {
+            assert!(places > 2 * u32::from(ALL - BEFORE), "a frame is read, and staged");
+            break;
+        }
+    }
+    assert!(twice <= 1, "between what is published and that this is noted is one place, and not {twice}");
+}
+
+#[test]
+fn what_a_liar_leaves_on_the_page_harms_nobody() {
+    let mut net = Net::new();
+    let page = end(US, &net.estates, &net.bells).notes();
+    for word in [0, 1, u64::from(u32::MAX), u64::MAX, 1 << 32 | 30, 5 << 32 | u64::from(u32::MAX)] {
+        for line in &*page {
+            (0..8).for_each(|at| line.word(at).store(word, std::sync::atomic::Ordering::Relaxed));
+        }
+        let mut worker = net.worker();
+        net.send(0..4);
+        while worker.turn() > 0 {}
+        // Of what the liar named, at most frames of its own node come again, or parts of them.
+        let came = net.frames();
+        let expected: Vec<_> = (0..4).map(frame).collect();
+        assert!(came.ends_with(&expected), "{word:#x}");
+        assert!(came.iter().all(|bytes| (0..4).any(|number| frame(number).starts_with(bytes))), "{word:#x}");
+    }
+}
