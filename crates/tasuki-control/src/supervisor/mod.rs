@@ -248,6 +248,8 @@ pub struct Supervisor {
     frozen: Vec<deeds::Frozen>,
     /// Stand-bys that stand frozen because their driver is about to be fenced.
     ahead: Vec<deeds::Ahead>,
+    /// Events that are still to stand in the log.
+    unlogged: Vec<Event>,
     /// NICs whose lease went to another page, of which the registry does not know yet.
     renewed: Vec<u32>,
     /// Workers that are still to hear that they leave a NIC, and whether that was their last one.
@@ -324,6 +326,7 @@ impl Supervisor {
             ended: None,
             frozen: Vec::new(),
             ahead: Vec::new(),
+            unlogged: Vec::new(),
             renewed: Vec::new(),
             goodbyes: Vec::new(),
         };
@@ -428,6 +431,10 @@ impl Supervisor {
 
     /// Writes what is to be written.
     fn flush(&mut self) {
+        // Who waits for an answer does not wait for a line in the log.
+        for Event { node, nic, worker, sentence, .. } in std::mem::take(&mut self.unlogged) {
+            tracing::info!(node, nic, worker, "{sentence}");
+        }
         let changes = std::mem::take(&mut self.changes);
         if !changes.is_empty() {
             crash::point("daemon.writing");
@@ -450,7 +457,6 @@ impl Supervisor {
     /// Notes that something happened.
     fn note(&mut self, about: About<'_>, sentence: impl Into<String>) {
         let sentence = sentence.into();
-        tracing::info!(node = about.node, nic = about.nic, worker = about.worker, "{sentence}");
         self.last_event += 1;
         let at = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
         let event = Event {
@@ -462,6 +468,7 @@ impl Supervisor {
             sentence,
         };
         self.changes.push(Change::Event(event.clone()));
+        self.unlogged.push(event.clone());
         if self.events.len() == EVENTS_MAX {
             self.events.remove(0);
         }
