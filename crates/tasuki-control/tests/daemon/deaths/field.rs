@@ -167,7 +167,9 @@ impl Field {
             text.replace("CARD", &card.display().to_string()).replace("STILL", &still.display().to_string())
         });
         let source = ["--card", traffic.card, "--source", &u64::MAX.to_string(), "--rate", traffic.nic];
-        let (card, still) = (Model::start(&card, &source), Model::start(&still, &["--source", "100", "--rate", "100"]));
+        // Of frames that are due while it stands still, more than can be sent before its first opener is killed: a model ends once it has sent all.
+        let (card, still) =
+            (Model::start(&card, &source), Model::start(&still, &["--source", "1000000", "--rate", "100"]));
         signal(still.pid(), Signal::STOP);
         let rooms = [Room::new(), Room::new(), Room::new()];
         let mut field = Field {
