@@ -4,7 +4,7 @@
 //! they are. A frame is copied by the kernel out of the namespace into the node's pool, and by the kernel of the receiving node out of that pool
 //! into its namespace: nobody else touches it.
 //!
-//! A worker that is killed has read frames that nobody has seen. Its successor sends them ([`notes`]).
+//! A worker that is killed has read frames that nobody has seen. Its successor sends them (`tap/notes.rs`).
 
 mod notes;
 #[cfg(test)]
