@@ -109,6 +109,7 @@ fn run(verb: Verb) -> anyhow::Result<bool> {
         Verb::Guest { only } => {
             needs::provide(&[needs::QEMU]);
             let tally = guest::run(&checkout, only)?;
+            test::told(&tally.reasons).iter().for_each(|line| println!("skipped: {line}"));
             println!("{tally}");
             Ok(tally.failed == 0)
         }

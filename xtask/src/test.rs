@@ -73,7 +73,7 @@ impl Report {
 }
 
 /// Each reason once, with the number of tests that gave it.
-fn told(reasons: &[String]) -> Vec<String> {
+pub fn told(reasons: &[String]) -> Vec<String> {
     let mut reasons = reasons.to_vec();
     reasons.sort_unstable();
     let alike = reasons.chunk_by(|one, next| one == next);

@@ -277,7 +277,7 @@ impl<M: Deref<Target = [Line]>> TapNode<M> {
                 let since = waited.map_or_else(Instant::now, |(.., since)| since);
                 if self.slow.may_wait(node, since) {
                     self.waits = Some((node, len, since));
-                    // Whoever has no room is to read what there is.
+                    // The node has no room: it is to read what there is.
                     self.flush();
                     return false;
                 }

@@ -102,15 +102,15 @@ impl Board {
         self.words[board::RELAYS].store(relays.wrapping_add(1), Release);
     }
 
-    /// A worker goes to the driver's CPU, and runs there as soon as the driver [yields](Self::is_awaited): by itself the kernel sees to that with the next tick,
-    /// which takes milliseconds.
+    /// Has a worker go to the driver's CPU. It runs there once the driver yields, which [looks](Self::is_awaited) for it; without, once the next tick comes, in
+    /// milliseconds.
     pub fn come(&self, go: impl FnOnce()) {
         self.words[board::COMING].store(now_ns() + COMES_WITHIN_NS, Relaxed);
         go();
         self.words[board::COMING].store(0, Relaxed);
     }
 
-    /// Whether a worker waits for the driver's CPU. Not for longer than it may, whatever stands there.
+    /// Whether a worker waits for the driver's CPU. A word further ahead than [`COMES_WITHIN_NS`] counts for nothing.
     pub fn is_awaited(&self) -> bool {
         let until = self.words[board::COMING].load(Relaxed);
         until != 0 && until.wrapping_sub(now_ns()) <= COMES_WITHIN_NS

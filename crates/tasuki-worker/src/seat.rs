@@ -263,7 +263,7 @@ where
         self.passed.is_some_and(|since| since.elapsed() < FENCED_WITHIN)
     }
 
-    /// Whether a worker that gets ready for it waits for the CPU that we keep.
+    /// Whether a worker that gets ready for this NIC waits for our CPU.
     pub fn is_awaited(&self) -> bool {
         self.drives() && self.given.board.is_awaited()
     }
@@ -527,13 +527,13 @@ where
         }
         if won && gives {
             self.passed = self.is_last.then(Instant::now);
-            // Who is to be fenced first is not waited for here, but by the daemon, and stops at once only where that does not run.
+            // A stranger takes when the daemon says so. We stay on this CPU to be fenced: the daemon, which looks whether we stand still, runs on those aside.
             if !self.is_last {
                 if let Some(wake) = &self.wake {
                     // Full it cannot be before it was rung as often as there are numbers.
                     let _ = rustix::io::write(wake, &1_u64.to_ne_bytes());
                 }
-                // What we have left to do can wait, and whoever was rung for may wait for this CPU. It is done elsewhere, then.
+                // The taker may wait for this CPU, and what is left to do can wait: it is done aside.
                 std::thread::yield_now();
                 if common.drives_one {
                     common.cpus.step_aside();

@@ -147,7 +147,7 @@ impl<D: Duty> VniSeat<D> {
         self.worker.drives()
     }
 
-    /// Whether a worker that gets ready for it waits for the CPU that we keep.
+    /// Whether a worker that gets ready for this end waits for our CPU.
     pub fn is_awaited(&self) -> bool {
         self.drives() && self.given.board.is_awaited()
     }

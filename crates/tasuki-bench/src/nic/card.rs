@@ -23,7 +23,7 @@ const UNHEARD: u32 = 1024;
 /// share it, and its time stands still when it is held up.
 const SLOW: u64 = 10_000;
 
-/// Its nice value then. Programs of other classes or of -20 would wait for it while it looks for work in vain.
+/// Its nice value then. At -20, or as SCHED_FIFO, it keeps its CPU from tasukid while it looks for work in vain.
 const FIRST: i32 = -5;
 
 /// A frame that has not come back so long after the last one is lost. A driver that a busy machine does not run for a while has lost none.

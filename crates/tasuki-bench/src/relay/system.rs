@@ -29,9 +29,6 @@ use crate::sample::Sample;
 /// Bounds whatever is waited for.
 const PATIENCE: Duration = Duration::from_secs(30);
 
-/// What is left to do of the relay before is done by then: a program's place in the jail, the registry.
-const SETTLES: Duration = Duration::from_millis(10);
-
 /// Between two looks at what the daemon says.
 const LOOK: Duration = Duration::from_millis(2);
 
@@ -274,7 +271,6 @@ impl System {
             }
         };
         let mut open = Open::to(&self.folder)?;
-        std::thread::sleep(SETTLES);
         let (settled, asked) = open.ask(&address, &body)?;
         let settled: Relayed = serde_json::from_value(settled)?;
         ensure!(settled.relays.iter().all(|relay| relay.done), "{}", settled.sentence);

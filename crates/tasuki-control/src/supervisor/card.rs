@@ -228,7 +228,8 @@ pub struct Card {
     pub page_of: BTreeSet<String>,
     /// The one that takes its place when this node has the NIC: the node does not trust those that can write the other.
     pub coming_board: Option<(String, Board)>,
-    /// How often a page took the place of another. Only daemons and the keeper have this memory, so no worker can say that it did.
+    /// How often the page that the keeper knows as the coming one took the board's place. Only daemons and the keeper have this memory, so no worker can say
+    /// that it did.
     pub turns: Words,
     /// What it is made of.
     pub kept: Option<Kept>,
@@ -320,7 +321,6 @@ impl Card {
         // To give it back takes as long as a few frames, and nobody drives.
         self.past = Some(std::mem::replace(&mut self.board, board));
         self.page_of = BTreeSet::from([node.to_owned()]);
-        self.turns.count(0);
         true
     }
 

@@ -72,7 +72,9 @@ impl Supervisor {
         // Each takes a moment to stop; all of them do at once.
         let fences =
             doing.iter().filter_map(|what| if let Do::Fence(party) = what { Some(party.0.get()) } else { None });
-        if fences.map(|number| self.freeze(number)).count() > 0 {
+        let fences: Vec<u32> = fences.collect();
+        fences.iter().for_each(|number| self.freeze(*number));
+        if !fences.is_empty() {
             self.call_taker(nic);
         }
         doing.into_iter().filter_map(|what| self.do_one(nic, what)).collect()
@@ -107,14 +109,17 @@ impl Supervisor {
     fn renew(&mut self, nic: u32, node: Node, word: Tenure) {
         let knows_both = self.knows(&[Key::Card(nic), Key::Page(nic)]);
         let name = self.node_numbers.iter().find(|(_, number)| **number == node.0).map(|(name, _)| name);
-        let turned = name.zip(self.cards.get_mut(&nic)).is_some_and(|(name, card)| card.turn_page(name, word));
-        debug_assert!(turned, "whoever can be chosen was given a page");
-        self.renewed.push(nic);
-        // From here on the taker can take, and unmap the old memory: a daemon that comes after this one must not give that to the old node again. It sees that the page
-        // was turned, if the keeper has both: so nothing is said now, which would cost the taker the time of a message.
-        if !knows_both {
+        let Some(card) = self.cards.get_mut(&nic) else { return };
+        let turned = name.is_some_and(|name| card.turn_page(name, word));
+        debug_assert!(turned, "a worker that can be chosen was given a page");
+        // From here on the taker can take, and unmap the old memory: the next daemon must not give that to the old node again. Where the keeper has both pages, a
+        // store tells the next daemon; a message takes the taker's time.
+        if knows_both {
+            card.turns.count(0);
+        } else {
             self.deposit_one(&Key::Card(nic));
         }
+        self.renewed.push(nic);
         crash::point("daemon.renewed");
     }
 

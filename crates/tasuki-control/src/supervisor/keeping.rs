@@ -253,7 +253,7 @@ impl Supervisor {
         }
     }
 
-    /// Whether the keeper knows all that there is to know of these.
+    /// Whether the keeper has all of these as they are now.
     pub(super) fn knows(&self, keys: &[Key]) -> bool {
         self.keeping.way.is_some() && !keys.iter().any(|key| self.keeping.due.contains(key))
     }
@@ -324,7 +324,7 @@ impl Card {
         }
         let board = fds.remove(0);
         let Ok(turned) = Words::adopt(fds.remove(0), size_of::<u64>()) else { return };
-        // The daemon before us turned to the page that was to come, and died before it could tell the keeper.
+        // Where the count differs, the daemon before us turned to the coming page, and died before it told the keeper.
         let (board, page_of) = match (turned.load(0) == turns, found.remove(&Key::Page(self.number))) {
             (true, _) => (board, page_of),
             (false, Some((node, mut page))) if page.len() == 1 => (page.remove(0), BTreeSet::from([node])),

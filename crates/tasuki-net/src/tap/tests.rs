@@ -6,11 +6,9 @@ use rustix::net::{AddressFamily, SocketFlags, SocketType};
 use tasuki_shm::line::Claims;
 use tasuki_shm::vni::directory::{Directory, Lookup};
 use tasuki_shm::vni::estate::EstateFds;
-use tasuki_shm::wake::Clapper;
 
 use super::*;
-use crate::vni::Introduction;
-use crate::vni::fixture::{Lines, directory, mac};
+use crate::vni::fixture::{Lines, directory, end, mac, received};
 use crate::vni::mortal::lives_for;
 
 const US: u16 = 0;
@@ -53,20 +51,6 @@ impl Net {
         }
     }
 
-    /// The frames that came to the other node.
-    fn frames(&mut self) -> Vec<Vec<u8>> {
-        let mut came = Vec::new();
-        for _ in 0..8 {
-            self.other.wake();
-            self.other.receive(|incoming| {
-                let mut bytes = vec![0; incoming.len()];
-                incoming.copy_to(&mut bytes).expect("nothing was taken back");
-                came.push(bytes);
-            });
-        }
-        came
-    }
-
     /// The numbers of the frames that came to the other node, each of which is whole.
     fn came(&mut self) -> Vec<u16> {
         let number = |bytes: Vec<u8>| {
@@ -74,20 +58,8 @@ impl Net {
             assert!(bytes == frame(number), "frame {number} is not what it was");
             number
         };
-        self.frames().into_iter().map(number).collect()
+        received(&mut self.other).into_iter().map(number).collect()
     }
-}
-
-fn end(number: u16, estates: &[EstateFds], bells: &[(OwnedFd, OwnedFd)]) -> Vni {
-    let [control, pool] = estates[usize::from(number)].fds().map(|fd| fd.try_clone_to_owned().unwrap());
-    let ear = bells[usize::from(number)].0.try_clone().unwrap();
-    let mut vni = Vni::new(number, EstateFds { control, pool }, ear).unwrap();
-    let other = 1 - number;
-    let estate = estates[usize::from(other)].to_read().unwrap();
-    let bell = Clapper::from_peer(bells[usize::from(other)].1.try_clone().unwrap());
-    vni.add(Introduction { number: other, estate, bell, own: Default::default() }).unwrap();
-    vni.settle();
-    vni
 }
 
 /// IPv4 with a number, of a length that follows from it.
@@ -149,7 +121,7 @@ fn what_a_liar_leaves_on_the_page_harms_nobody() {
         net.send(0..4);
         while worker.turn() > 0 {}
         // Of what the liar named, at most frames of its own node come again, or parts of them.
-        let came = net.frames();
+        let came = received(&mut net.other);
         let expected: Vec<_> = (0..4).map(frame).collect();
         assert!(came.ends_with(&expected), "{word:#x}");
         assert!(came.iter().all(|bytes| (0..4).any(|number| frame(number).starts_with(bytes))), "{word:#x}");

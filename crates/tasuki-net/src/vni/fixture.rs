@@ -1,9 +1,14 @@
-//! What tests of this crate's own modules give the nodes of a VNI besides their estates.
+//! What tests of this crate's own modules give the nodes of a VNI, and what they get.
 
+use std::os::fd::OwnedFd;
 use std::sync::Arc;
 
 use tasuki_shm::line::Line;
 use tasuki_shm::vni::directory::{Directory, Mac, NodeSet, directory_lines};
+use tasuki_shm::vni::estate::EstateFds;
+use tasuki_shm::wake::Clapper;
+
+use super::{Introduction, Vni};
 
 /// A directory's memory, in one process.
 pub type Lines = Arc<[Line]>;
@@ -24,4 +29,31 @@ pub fn directory(nodes: u16) -> (Lines, Directory<Lines>) {
     }
     directory.set_nodes(&set);
     (lines, directory)
+}
+
+/// The end of node `number` on an estate and a bell for each node. All the others are known to it.
+pub fn end(number: u16, estates: &[EstateFds], bells: &[(OwnedFd, OwnedFd)]) -> Vni {
+    let [control, pool] = estates[usize::from(number)].fds().map(|fd| fd.try_clone_to_owned().unwrap());
+    let ear = bells[usize::from(number)].0.try_clone().unwrap();
+    let mut vni = Vni::new(number, EstateFds { control, pool }, ear).unwrap();
+    for (other, (estate, bell)) in (0..).zip(estates.iter().zip(bells)).filter(|(other, _)| *other != number) {
+        let (estate, bell) = (estate.to_read().unwrap(), Clapper::from_peer(bell.1.try_clone().unwrap()));
+        vni.add(Introduction { number: other, estate, bell, own: Default::default() }).unwrap();
+    }
+    vni.settle();
+    vni
+}
+
+/// The frames that have come to a node.
+pub fn received(vni: &mut Vni) -> Vec<Vec<u8>> {
+    let mut came = Vec::new();
+    for _ in 0..16 {
+        vni.wake();
+        vni.receive(|incoming| {
+            let mut bytes = vec![0; incoming.len()];
+            incoming.copy_to(&mut bytes).expect("nothing was taken back");
+            came.push(bytes);
+        });
+    }
+    came
 }

@@ -21,7 +21,7 @@
 //! | 2048 on                  | the generations of the pool's pages, 4 bytes each                                      |
 //! | next page, 64 for a node | the line of each node: how far its ring to us was read, and what went between us       |
 //! | next page, a page a node | the ring to each node: [`RING_PLACES`] messages of 16 bytes                              |
-//! | last page                | the ledger: what a native node's program has done, or a node with a memif does in its client's rings, for a successor |
+//! | last page                | the ledger: what a native node's program has done, or a node with a memif does in its client's rings, or a namespace's has read from its TAP, for a successor |
 
 #![allow(unsafe_code, reason = "answers for the keeper of a node's memory towards the pool (K1)")]
 

@@ -344,7 +344,7 @@ impl Field {
 }
 
 impl Outcome {
-    /// Nothing is lost and nothing comes twice, but what a dead worker had in hand between a namespace and a VNI.
+    /// Nothing is lost, and nothing comes twice but what a dead worker had in hand between a namespace and a VNI.
     fn is_as_promised(&self, has_shortcut: bool) -> Result<(), &'static str> {
         let nic = ["lost 0", "twice 0, out of order 0, damaged 0"];
         if !nic.iter().all(|part| self.nic.contains(part)) {
@@ -356,7 +356,7 @@ impl Outcome {
         }
         for (number, [sent, back, twice, there]) in self.talks.iter().enumerate() {
             let pardoned = if number == 0 && has_shortcut { 0 } else { self.pardoned };
-            if sent - back > pardoned || twice + there > pardoned {
+            if sent != back || twice + there > pardoned {
                 return Err("datagrams of namespaces are missing, or came twice");
             }
         }

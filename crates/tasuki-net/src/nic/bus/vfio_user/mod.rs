@@ -44,6 +44,9 @@ use wire::{Command, FDS_MAX, Limits, Reader};
 /// How long a server may take for an answer, unless it is said otherwise.
 pub const TIMEOUT: Duration = Duration::from_secs(10);
 
+/// Bytes of messages that can go ahead of a question: three writes.
+const AHEAD_LEN: usize = 128;
+
 /// Bytes of a PCI Express configuration space.
 const CONFIG_MAX: u64 = 4096;
 /// Offset and value bits of the command register: PCI Local Bus Specification 3.0, 6.2.2.
@@ -51,8 +54,6 @@ const COMMAND: u16 = 0x04;
 /// MSI-X capability: PCI Local Bus Specification 3.0, 6.8.2.
 const MSIX_CONTROL_ENABLE: u32 = 1 << 31;
 const MSIX_CONTROL_MASK_ALL: u32 = 1 << 30;
-/// Bytes of messages that can go ahead of a question: for three writes.
-const AHEAD_LEN: usize = 128;
 const MSIX_TABLE: u16 = 4;
 const MSIX_ENTRY_LEN: u64 = 16;
 const MSIX_ENTRY_CONTROL: u64 = 12;
