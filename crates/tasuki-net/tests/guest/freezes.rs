@@ -6,6 +6,7 @@ use std::os::fd::AsFd;
 use std::path::Path;
 use std::process::Command;
 use std::sync::mpsc::{Receiver, Sender, channel};
+use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use tasuki_net::nic::bus::{Bus, Iova, Registers, Vfio, pci};
@@ -86,16 +87,16 @@ fn freeze(group: &Path) -> Duration {
 }
 
 /// The next owner, who asks for everything once each time that it is told to, and says how long that took.
-fn next_owner(mut bus: Vfio) -> (Sender<()>, Receiver<Duration>) {
+fn next_owner(mut bus: Vfio) -> (Sender<()>, Receiver<Duration>, JoinHandle<()>) {
     let ((told, hears), (says, answers)) = (channel(), channel());
-    std::thread::spawn(move || {
+    let thread = std::thread::spawn(move || {
         while hears.recv().is_ok() {
             let since = Instant::now();
             (0..6).for_each(|what| ask(&mut bus, what, OURS));
             let _ = says.send(since.elapsed());
         }
     });
-    (told, answers)
+    (told, answers, thread)
 }
 
 fn spread(what: &str, mut times: Vec<Duration>) {
@@ -121,7 +122,7 @@ fn a_process_frozen_at_any_point_has_nothing_locked_for_the_next_owner() {
     pci::enable(&mut bus, true).expect("the card works");
     // None of them ever rings: no cause is let through.
     let _vectors = bus.interrupts(2).expect("the card has five");
-    let (told, answers) =
+    let (told, answers, next) =
         next_owner(Vfio::from_twin(bus.twin().expect("descriptors are free")).expect("the same card"));
     let mut owner = start(&bus, &group);
     let (mut frozen, mut asked, mut dice) = (Vec::new(), Vec::new(), Dice(1));
@@ -141,6 +142,9 @@ fn a_process_frozen_at_any_point_has_nothing_locked_for_the_next_owner() {
         }
     }
     owner.kill();
+    // It has the card open until it ends, and the next test would find it busy.
+    drop(told);
+    next.join().expect("it only asks");
     spread("until it is frozen", frozen);
     spread("what the next owner asks then", asked);
     // Only an empty group can be removed, and it is empty once the kernel has seen to the dead.
