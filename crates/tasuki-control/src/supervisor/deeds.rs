@@ -71,10 +71,9 @@ impl Supervisor {
     pub(super) fn do_all(&mut self, nic: u32, doing: Vec<Do>) -> Vec<Input> {
         // Each takes a moment to stop; all of them do at once.
         let fences =
-            doing.iter().filter_map(|what| if let Do::Fence(party) = what { Some(party.0.get()) } else { None });
-        let fences: Vec<u32> = fences.collect();
-        fences.iter().for_each(|number| self.freeze(*number));
-        if !fences.is_empty() {
+            || doing.iter().filter_map(|what| if let Do::Fence(party) = what { Some(party.0.get()) } else { None });
+        fences().for_each(|number| self.freeze(number));
+        if fences().next().is_some() {
             self.call_taker(nic);
         }
         doing.into_iter().filter_map(|what| self.do_one(nic, what)).collect()
