@@ -305,18 +305,19 @@ fn memory_is_not_the_cards_before_its_last_owner_is_fenced() {
 }
 
 #[test]
-fn who_is_lied_to_about_where_the_card_is_refuses_and_the_last_owner_can_go_on() {
+fn who_is_lied_to_about_where_the_card_is_goes_on_and_says_what_it_was_told() {
     let ((), counts, _) = with_card(RATE, u64::MAX, |socket, wire| {
         let (mut giver, next, _) = owners(socket);
         wire.begin();
         echo(&mut giver, BEFORE, |_| false);
         let mut lie = let_go(&mut giver);
-        // As if it ran, and were elsewhere.
+        // As if it ran, and had been elsewhere.
         lie.0 = lie.0 & !0xff | 1 << 63 | (lie.0 ^ 1) & 0xff;
-        let Failed { error, .. } = Card::repoint(next, lie).expect_err("it says that it is elsewhere");
-        assert!(matches!(error, NicError::FramesCame { .. }), "{error}");
-        giver.go_back().unwrap();
-        works(&mut giver, wire);
+        let (_, old) = giver.stand_down();
+        let mut next = Card::repoint(next, lie).unwrap();
+        assert!(next.came_too_late() > 0);
+        next.forget(&old.layout(), |nic| _ = echo(nic, u64::MAX, |_| true)).unwrap();
+        works(&mut next, wire);
     });
     assert_eq!((counts.foreign, counts.damaged, counts.duplicated), (0, 0, 0), "{counts:?}");
 }

@@ -82,4 +82,7 @@ pub trait Model {
 
     /// What a driver did that it must not do.
     fn journal(&self) -> &Journal;
+
+    /// Frames that the wire brought for a driver and the card did not keep: why not, and how many.
+    fn dropped(&self) -> Vec<(&'static str, u64)>;
 }

@@ -314,8 +314,8 @@ impl Card {
     pub fn turn_page(&mut self, node: &str, word: Tenure) -> bool {
         let Some((_, board)) = self.coming_board.take_if(|(of, _)| of == node) else { return false };
         board.begin_with(word);
-        // How long nobody drove is counted over both.
-        for stamp in [board::STOPPED_AT, board::RELAYS] {
+        // How long nobody drove is counted over both. How the card was left the old node says: it is believed for how long ago its partner was asked to pause.
+        for stamp in [board::STOPPED_AT, board::RELAYS, board::LEFT] {
             board.words.store(stamp, self.board.words.load(stamp));
         }
         // To give it back takes as long as a few frames, and nobody drives.

@@ -122,8 +122,13 @@ pub trait Repoint: Nic {
     /// Points the card, which its giver has `left` so, at the prepared rings, and drives it.
     ///
     /// # Errors
-    /// The card is not as it was left, because frames have come, or it is gone. It goes on as it was then.
+    /// The card is not as it was left, because frames have come for a giver that is not fenced, or it is gone. It goes on as it was then.
     fn repoint(ready: Self::Ready, left: Left) -> Result<Self, Failed<Self::Bus>>;
+
+    /// Frames that came, by what `repoint` was told and has found, between a giver's [`leave`](Self::leave) and its fence, and which nobody has therefore.
+    fn came_too_late(&self) -> u64 {
+        0
+    }
 
     /// Keeps the card from memory of a former owner's that lies there, and that it uses no longer: whether that owner is alive or not. Asks the card
     /// and the bus, and waits for their answers; after each, whoever drives sees in `between` to the frames that have come meanwhile.

@@ -276,6 +276,11 @@ fn serve_card<W: Wire, M: Model>(arguments: &NicArguments, card: M, wire: W, cou
     for offence in served.card().journal().broken(&Class::ALWAYS) {
         println!("{offence}");
     }
+    for (why, count) in served.card().dropped() {
+        if count > 0 {
+            println!("the card dropped {count} frames: {why}");
+        }
+    }
     let stalls = served.stalls();
     if stalls.count > 0 {
         let ms = |nanos: u64| nanos as f64 / 1e6;

@@ -115,6 +115,8 @@ pub struct Unseen {
     pub no_queue: u64,
     /// Did not pass the address filter.
     pub filtered: u64,
+    /// Found the packet buffer full: MPC counts them too, until it is read.
+    pub overflow: u64,
 }
 
 /// From a reset to when registers may be accessed again, in nanoseconds (§10.2.2.1, CTRL.RST).

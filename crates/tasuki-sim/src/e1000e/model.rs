@@ -1,7 +1,7 @@
 //! The card as whoever serves it knows it.
 
 use super::pci::VECTORS;
-use super::{Bar, Device, regs};
+use super::{Bar, Device, Unseen, regs};
 use crate::journal::Journal;
 use crate::model::{Host, Model};
 use crate::wire::Wire;
@@ -58,5 +58,15 @@ impl Model for Device {
 
     fn journal(&self) -> &Journal {
         &self.journal
+    }
+
+    fn dropped(&self) -> Vec<(&'static str, u64)> {
+        let Unseen { receive_off, no_link, no_queue, filtered: _, overflow } = self.unseen;
+        vec![
+            ("its receive unit was off", receive_off),
+            ("its packet buffer was full", overflow),
+            ("its queue had no ring", no_queue),
+            ("there was no link", no_link),
+        ]
     }
 }

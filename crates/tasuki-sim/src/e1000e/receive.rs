@@ -144,6 +144,7 @@ impl Device {
         }
         if !self.fifo.fits(wire_len) {
             self.count(regs::MPC, 1);
+            self.unseen.overflow += 1;
             self.raise(icr::RXO);
             return Fate::Overflow;
         }

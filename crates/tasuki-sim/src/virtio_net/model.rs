@@ -1,6 +1,6 @@
 //! The card as whoever serves it knows it.
 
-use super::{Bar, Device, VECTORS};
+use super::{Bar, Counts, Device, VECTORS};
 use crate::journal::Journal;
 use crate::model::{Host, Model};
 use crate::wire::Wire;
@@ -53,5 +53,14 @@ impl Model for Device {
 
     fn journal(&self) -> &Journal {
         &self.journal
+    }
+
+    fn dropped(&self) -> Vec<(&'static str, u64)> {
+        let Counts { received: _, sent: _, not_ready, filtered: _, unfit, no_buffer, rings: _ } = self.counts;
+        vec![
+            ("it had no driver or no link", not_ready),
+            ("they were of a length that fits no buffer", unfit),
+            ("no buffer was there", no_buffer),
+        ]
     }
 }

@@ -222,6 +222,11 @@ where
         self.spent.clear();
         let (Card::Driven(nic), Some(arena)) = (&mut self.card, &self.arena) else { return };
         let Some(old) = self.old.take() else { return };
+        let late = nic.came_too_late();
+        if late > 0 {
+            let sentence = format!("{late} frames came to the former owner after it had let go, before it was fenced, and are lost");
+            common.post.tell(Some(self.given.number), sentence);
+        }
         let desk = common.desk(arena, self.given.number);
         let mut fault = None;
         let (duty, burst) = (&mut self.duty, &mut self.burst);

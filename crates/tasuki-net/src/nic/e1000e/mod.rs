@@ -75,6 +75,8 @@ pub struct E1000e<B: Bus> {
     committed: [u64; CURSORS],
     /// It was pointed here from an owner that is not trusted, and what that left is still to be put right.
     suspect: bool,
+    /// Frames that nobody has, since they came to that owner.
+    came_too_late: u64,
     /// Slots that such a card does not reach yet.
     rest: Vec<Slot>,
     /// If the memory is kept clean: what is not.
@@ -269,6 +271,7 @@ impl<B: Bus> E1000e<B> {
             commits: 0,
             committed: [0; CURSORS],
             suspect: false,
+            came_too_late: 0,
             rest: Vec::new(),
             dirt: None,
             captures: None,
