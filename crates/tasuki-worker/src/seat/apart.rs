@@ -224,7 +224,9 @@ where
         let Some(old) = self.old.take() else { return };
         let late = nic.came_too_late();
         if late > 0 {
-            let sentence = format!("{late} frames came to the former owner after it had let go, before it was fenced, and are lost");
+            let sentence = format!(
+                "{late} frames came to the former owner after it had let go, before it was fenced, and are lost"
+            );
             common.post.tell(Some(self.given.number), sentence);
         }
         let desk = common.desk(arena, self.given.number);
