@@ -1,6 +1,6 @@
 //! An 82574L that writes anything into its registers, its descriptors and its frames, at any time.
 //!
-//! What must hold: no panic, no endless call, no slot with two, no frame beyond its slot, and no sash that names what is not the card's.
+//! What must hold: no panic, no endless call, no slot with two, no frame beyond its slot, and no driver state that names what is not the card's.
 #![no_main]
 
 #[path = "../common/mod.rs"]

@@ -1,6 +1,6 @@
 //! A virtio network device that writes anything into its registers, its rings and its frames, at any time.
 //!
-//! What must hold: no panic, no endless call, no slot with two, no frame beyond its slot, and no sash that names what is not the device's.
+//! What must hold: no panic, no endless call, no slot with two, no frame beyond its slot, and no driver state that names what is not the device's.
 #![no_main]
 
 #[path = "../common/mod.rs"]

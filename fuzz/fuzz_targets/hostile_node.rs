@@ -15,7 +15,7 @@ use std::time::{Duration, Instant};
 use common::Choices;
 use libfuzzer_sys::fuzz_target;
 use tasuki_net::vni::Vni;
-use tasuki_shm::vni::estate::Estate;
+use tasuki_shm::vni::node_memory::NodeMemory;
 
 use net::{Net, frame};
 
@@ -50,7 +50,7 @@ fuzz_target!(|input: &[u8]| {
     common::ignore_broken_pipes();
     let mut choices = Choices(input);
     let mut net = Net::with(3, 64);
-    let (liar, _pool) = Estate::adopt(net.estate(LIAR.into())).expect("a liar has memory too");
+    let (liar, _pool) = NodeMemory::adopt(net.node_memory(LIAR.into())).expect("a liar has memory too");
     drop(net.take(LIAR.into()));
     let mut under_way = UnderWay::default();
     let mut now = Instant::now();

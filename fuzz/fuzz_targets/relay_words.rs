@@ -1,12 +1,12 @@
-//! Any bytes where daemon and worker read packets, letters, and sashes.
+//! Any bytes where daemon and worker read packets, messages, and driver states.
 //!
-//! What must hold: no panic; what is read says the same when it is written again; a sash has the checksum that it says.
+//! What must hold: no panic; what is read says the same when it is written again; a driver state has the checksum that it says.
 #![no_main]
 
 use libfuzzer_sys::fuzz_target;
 use tasuki_relay::Tenure;
-use tasuki_relay::letter::{self, ToDaemon, ToWorker};
-use tasuki_relay::sash::Sash;
+use tasuki_relay::message::{self, ToDaemon, ToWorker};
+use tasuki_relay::driver_state::DriverState;
 use tasuki_relay::wire::{Order, Plan, Report};
 
 fn packet(bytes: &[u8]) {
@@ -32,25 +32,25 @@ fuzz_target!(|data: &[u8]| {
             whole.resize(32, 0);
             packet(&whole);
             if let Some((nic, inner)) =
-                letter::unframe(&letter::frame(7, whole.as_slice().try_into().expect("32 bytes")))
+                message::unframe(&message::frame(7, whole.as_slice().try_into().expect("32 bytes")))
             {
                 assert_eq!((nic, inner), (7, &whole[..]));
             }
         }
         2 => {
-            if let Ok(letter) = serde_json::from_slice::<ToWorker>(bytes) {
-                let text = serde_json::to_vec(&letter).expect("plain data");
-                assert_eq!(serde_json::from_slice::<ToWorker>(&text).expect("our own"), letter);
+            if let Ok(message) = serde_json::from_slice::<ToWorker>(bytes) {
+                let text = serde_json::to_vec(&message).expect("plain data");
+                assert_eq!(serde_json::from_slice::<ToWorker>(&text).expect("our own"), message);
             }
-            if let Ok(letter) = serde_json::from_slice::<ToDaemon>(bytes) {
-                let text = serde_json::to_vec(&letter).expect("plain data");
-                assert_eq!(serde_json::from_slice::<ToDaemon>(&text).expect("our own"), letter);
+            if let Ok(message) = serde_json::from_slice::<ToDaemon>(bytes) {
+                let text = serde_json::to_vec(&message).expect("plain data");
+                assert_eq!(serde_json::from_slice::<ToDaemon>(&text).expect("our own"), message);
             }
         }
         3 => {
-            if let Ok(sash) = Sash::read(bytes) {
+            if let Ok(driver_state) = DriverState::read(bytes) {
                 let mut again = vec![0; bytes.len()];
-                let len = sash.write(&mut again).expect("it was there");
+                let len = driver_state.write(&mut again).expect("it was there");
                 assert_eq!(again[..len], bytes[..len]);
             }
             if let Some(word) = bytes.first_chunk::<8>() {
@@ -58,15 +58,15 @@ fuzz_target!(|data: &[u8]| {
                 assert_eq!(Tenure::from_word(tenure.to_word()), tenure);
             }
         }
-        // A sash of ours with one place changed.
+        // A driver state of ours with one place changed.
         _ => {
             let Some((&[at, with], rest)) = bytes.split_first_chunk::<2>() else { return };
-            let sash = Sash { kind: 1, version: 2, epoch: 3, bytes: rest };
+            let driver_state = DriverState { kind: 1, version: 2, epoch: 3, bytes: rest };
             let mut memory = vec![0; rest.len() + 64];
-            let len = sash.write(&mut memory).expect("there is room");
+            let len = driver_state.write(&mut memory).expect("there is room");
             memory[usize::from(at) % len] ^= with;
-            match Sash::read(&memory) {
-                Ok(read) => assert!(with == 0 && read == sash, "a change that nobody saw"),
+            match DriverState::read(&memory) {
+                Ok(read) => assert!(with == 0 && read == driver_state, "a change that nobody saw"),
                 Err(_) => assert!(with != 0),
             }
         }

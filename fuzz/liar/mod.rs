@@ -16,7 +16,7 @@ use std::sync::atomic::Ordering::{Acquire, Release};
 
 use bus::{Answers, Stub};
 use tasuki_net::nic::bus::Iova;
-use tasuki_net::nic::{Failed, Filter, Mac, Nic, NicError, NicMemory, NicOptions, Parked, Sash};
+use tasuki_net::nic::{Failed, Filter, Mac, Nic, NicError, NicMemory, NicOptions, Parked, DriverState};
 use tasuki_net::port::{Burst, Frame};
 use tasuki_shm::arena::{Arena, Geometry};
 use tasuki_shm::region::{Region, Span};
@@ -241,7 +241,7 @@ struct User<P> {
     card: Rc<Liar<P>>,
     arena: Arena,
     held: Vec<Frame>,
-    /// Whether a sash was believed that no driver has written: then slots may be with nobody.
+    /// Whether a driver state was believed that no driver has written: then slots may be with nobody.
     misled: bool,
     options: NicOptions,
 }
@@ -300,7 +300,7 @@ impl<P: Part> User<P> {
         self.held.extend(burst);
     }
 
-    /// Parks the NIC and resumes it, perhaps with another sash than it gave. What fails gives card and memory back: with them it is started
+    /// Parks the NIC and resumes it, perhaps with another driver state than it gave. What fails gives card and memory back: with them it is started
     /// anew.
     fn hand_over<N: Nic<Bus = Stub<Liar<P>>>>(&mut self, nic: N, choices: &mut Choices<'_>) -> Option<N> {
         let failed = match nic.park() {
@@ -324,15 +324,15 @@ impl<P: Part> User<P> {
 
     fn resume<N: Nic<Bus = Stub<Liar<P>>>>(
         &mut self,
-        (bus, memory, sash): Parked<N>,
+        (bus, memory, driver_state): Parked<N>,
         choices: &mut Choices<'_>,
     ) -> Result<N, Failed<N::Bus>> {
-        let slots: Vec<_> = sash.slots().map(|slot| slot.to_word()).collect();
+        let slots: Vec<_> = driver_state.slots().map(|slot| slot.to_word()).collect();
         let (different, peer) = (slots.iter().collect::<BTreeSet<_>>().len(), self.arena.census().peer as usize);
-        assert_eq!(different, slots.len(), "no slot stands in a sash twice");
+        assert_eq!(different, slots.len(), "no slot stands in a driver state twice");
         assert!(slots.len() == peer || self.misled && slots.len() < peer, "{} of {peer} slots", slots.len());
         self.account();
-        let mut bytes = sash.bytes().to_vec();
+        let mut bytes = driver_state.bytes().to_vec();
         let changes = choices.below(4);
         for _ in 0..changes {
             mutate(&mut bytes, choices);
@@ -340,9 +340,9 @@ impl<P: Part> User<P> {
         for _ in 0..choices.below(3) {
             self.card.scheme(choices);
         }
-        match N::Sash::read(&bytes) {
-            Ok(sash) => {
-                let nic = N::resume(bus, memory, &sash)?;
+        match N::DriverState::read(&bytes) {
+            Ok(driver_state) => {
+                let nic = N::resume(bus, memory, &driver_state)?;
                 self.misled |= changes > 0;
                 Ok(nic)
             }

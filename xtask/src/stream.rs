@@ -82,7 +82,7 @@ fn lines_of(pipe: PipeReader) -> Receiver<String> {
     receiver
 }
 
-/// Drops the escape sequences that colour a terminal: ESC `[` parameters letter.
+/// Drops the escape sequences that colour a terminal: ESC `[` parameters message.
 fn without_colours(line: &str) -> String {
     let mut plain = String::with_capacity(line.len());
     let mut rest = line;

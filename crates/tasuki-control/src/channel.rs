@@ -9,18 +9,18 @@ use rustix::net::{
     AddressFamily, RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, ReturnFlags, SendAncillaryBuffer,
     SendAncillaryMessage, SendFlags, SocketFlags, SocketType,
 };
-use tasuki_relay::letter::{FDS_MAX, LETTER_MAX};
+use tasuki_relay::message::{FDS_MAX, MESSAGE_MAX};
 
 use crate::foreign::Foreign;
 
-/// Bytes that one who reads nothing may be sent, as the kernel counts them: a letter about another node of a VNI, with its three descriptors, is 766
+/// Bytes that one who reads nothing may be sent, as the kernel counts them: a message about another node of a VNI, with its three descriptors, is 766
 /// of them (Linux 6.18), and there are as many such nodes as `NODES_MAX`, who may all be told of at once. The kernel takes it twice.
 const UNREAD_MAX: usize = 1 << 20;
 
 /// What came in.
 #[derive(Debug)]
 pub struct Message {
-    /// A packet or a letter.
+    /// A packet or a message.
     pub bytes: Vec<u8>,
     /// What came beside it.
     pub fds: Foreign,
@@ -37,7 +37,7 @@ pub enum Nothing {
     Closed,
     /// More than any message of ours has.
     #[error(
-        "a message is longer than {LETTER_MAX} bytes or brings more than {FDS_MAX} descriptors; whoever sent it is no part of Tasuki"
+        "a message is longer than {MESSAGE_MAX} bytes or brings more than {FDS_MAX} descriptors; whoever sent it is no part of Tasuki"
     )]
     TooLong,
     /// The kernel's reason.
@@ -100,7 +100,7 @@ pub fn send(socket: BorrowedFd<'_>, bytes: &[u8], fds: &[BorrowedFd<'_>]) -> Res
 
 /// The next message. Never waits.
 pub fn receive(socket: BorrowedFd<'_>, room: &mut Vec<u8>) -> Result<Message, Nothing> {
-    room.resize(LETTER_MAX, 0);
+    room.resize(MESSAGE_MAX, 0);
     let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(FDS_MAX))];
     let mut beside = RecvAncillaryBuffer::new(&mut space);
     let flags = RecvFlags::DONTWAIT | RecvFlags::CMSG_CLOEXEC;
@@ -119,7 +119,7 @@ pub fn receive(socket: BorrowedFd<'_>, room: &mut Vec<u8>) -> Result<Message, No
         }
     }
     let fds = Foreign::new(fds);
-    // The kernel says the same of a letter that is too long and of a reader that may have no more descriptors.
+    // The kernel says the same of a message that is too long and of a reader that may have no more descriptors.
     if got.flags.contains(ReturnFlags::CTRUNC)
         && let Err(errno @ (Errno::MFILE | Errno::NFILE)) = rustix::io::fcntl_dupfd_cloexec(socket, 0)
     {
@@ -162,21 +162,21 @@ mod tests {
     }
     #[test]
     fn a_worker_that_reads_nothing_yet_is_told_of_all_nodes_of_a_vni() {
-        use tasuki_relay::letter::ToWorker;
+        use tasuki_relay::message::ToWorker;
         use tasuki_shm::vni::NODES_MAX;
         let (ours, theirs) = pair().unwrap();
         if rustix::net::sockopt::socket_send_buffer_size(&ours).unwrap() < UNREAD_MAX {
             return println!("skipped: needs root, or a higher limit: sysctl net.core.wmem_max={UNREAD_MAX}");
         }
         for number in 0..NODES_MAX {
-            let letter = serde_json::to_vec(&ToWorker::Neighbour {
+            let message = serde_json::to_vec(&ToWorker::Neighbour {
                 nic: u32::MAX,
                 number,
                 addresses: vec![[0xfe; 16].into(); 8],
             })
             .unwrap();
-            let sent = send(ours.as_fd(), &letter, &[theirs.as_fd(), ours.as_fd(), theirs.as_fd()]);
-            assert_eq!(sent, Ok(()), "letter {number}");
+            let sent = send(ours.as_fd(), &message, &[theirs.as_fd(), ours.as_fd(), theirs.as_fd()]);
+            assert_eq!(sent, Ok(()), "message {number}");
         }
         let mut room = Vec::new();
         for _ in 0..NODES_MAX {

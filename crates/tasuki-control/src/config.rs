@@ -10,8 +10,8 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
-use tasuki_relay::letter;
-use tasuki_shm::vni::estate::POOL_PAGES;
+use tasuki_relay::message;
+use tasuki_shm::vni::node_memory::POOL_PAGES;
 use tasuki_tap::Address;
 use utoipa::ToSchema;
 
@@ -369,7 +369,7 @@ fn yes() -> bool {
     true
 }
 
-/// What a node does with frames: [`letter::Work`], as it is written by people.
+/// What a node does with frames: [`message::Work`], as it is written by people.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 #[serde(deny_unknown_fields, rename_all = "kebab-case")]
 pub enum Work {
@@ -512,17 +512,17 @@ fn shortest() -> u16 {
     *SIZES.start()
 }
 
-impl From<&Work> for letter::Work {
+impl From<&Work> for message::Work {
     fn from(work: &Work) -> Self {
         match *work {
-            Work::Echo => letter::Work::Echo,
-            Work::Sink => letter::Work::Sink,
-            Work::Answer(Answer { address }) => letter::Work::Answer { address },
-            Work::Tap(_) => letter::Work::Tap,
-            Work::Memif(_) => letter::Work::Memif,
-            Work::Uplink => letter::Work::Uplink,
-            Work::Source(Source { rate, size, to }) => letter::Work::Source { rate, size, to: to.map(|to| to.0) },
-            Work::Program(_) => letter::Work::Program,
+            Work::Echo => message::Work::Echo,
+            Work::Sink => message::Work::Sink,
+            Work::Answer(Answer { address }) => message::Work::Answer { address },
+            Work::Tap(_) => message::Work::Tap,
+            Work::Memif(_) => message::Work::Memif,
+            Work::Uplink => message::Work::Uplink,
+            Work::Source(Source { rate, size, to }) => message::Work::Source { rate, size, to: to.map(|to| to.0) },
+            Work::Program(_) => message::Work::Program,
         }
     }
 }

@@ -81,7 +81,7 @@ pub struct NicRecord {
     /// The user of its model and its openers.
     #[serde(default)]
     pub uid: Option<u32>,
-    /// Who made the memory of its kit: says which addresses are taken.
+    /// Who made the memory of its device bundle: says which addresses are taken.
     pub made_by: u32,
     /// The nodes whose workers can write the page of its lease.
     #[serde(default)]

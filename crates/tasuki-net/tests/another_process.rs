@@ -1,4 +1,4 @@
-//! A card that one process parked goes on in another, which gets the way to the card, the memory and the sash over a socket.
+//! A card that one process parked goes on in another, which gets the way to the card, the memory and the driver state over a socket.
 #![allow(clippy::tests_outside_test_module, reason = "the whole file is tests")]
 
 #[path = "conformance/mod.rs"]
@@ -25,8 +25,8 @@ use rustix::net::{
 };
 use tasuki_net::nic::bus::VfioUser;
 use tasuki_net::nic::bus::vfio_user::{Connection, TIMEOUT};
-use tasuki_net::nic::e1000e::{E1000e, Sash as E1000eSash};
-use tasuki_net::nic::{Nic, NicMemory, NicOptions, Parked, Parts, PartsError, Sash};
+use tasuki_net::nic::e1000e::{DriverState as E1000eDriverState, E1000e};
+use tasuki_net::nic::{DriverState, Nic, NicMemory, NicOptions, Parked, Parts, PartsError};
 use tasuki_net::port::{Armed, Burst, Port};
 use tasuki_shm::region::{Pages, Region, RegionError};
 
@@ -35,11 +35,11 @@ type Card = E1000e<VfioUser>;
 /// Set in the other process.
 const ROLE: &str = "TASUKI_ANOTHER_PROCESS";
 
-/// What goes before the sash: what is agreed on the connection, and how many frames the sender has passed on.
+/// What goes before the driver state: what is agreed on the connection, and how many frames the sender has passed on.
 type Words = [u32; 4];
 
-/// Hands a parked card over: its connection and its memory as descriptors, its sash as bytes.
-fn give(socket: &mut UnixStream, (bus, memory, sash): Parked<Card>, passed: u32) {
+/// Hands a parked card over: its connection and its memory as descriptors, its driver state as bytes.
+fn give(socket: &mut UnixStream, (bus, memory, driver_state): Parked<Card>, passed: u32) {
     let Connection { socket: way, fds_max, transfer_max, io_fds } =
         bus.into_connection().expect("the connection stands");
     let Parts { rings, frames, ledger } = memory.parts().expect("descriptors are free");
@@ -51,7 +51,7 @@ fn give(socket: &mut UnixStream, (bus, memory, sash): Parked<Card>, passed: u32)
     assert!(control.push(SendAncillaryMessage::ScmRights(&fds)), "four descriptors fit");
     let sent = rustix::net::sendmsg(&*socket, &[IoSlice::new(&bytes)], &mut control, SendFlags::NOSIGNAL);
     assert_eq!(sent, Ok(bytes.len()));
-    socket.write_all(sash.bytes()).expect("the other process reads");
+    socket.write_all(driver_state.bytes()).expect("the other process reads");
 }
 
 /// Takes a card over and goes on with it; says how many frames the giver has passed on.
@@ -69,14 +69,15 @@ fn take(socket: &mut UnixStream) -> (Card, tasuki_shm::arena::Arena, u32) {
     let mut fd = || fds.next().expect("four descriptors");
     let (way, rings, frames, ledger) = (fd(), fd(), fd(), fd());
     let word = |i: usize| u32::from_ne_bytes(*bytes[4 * i..].first_chunk().expect("four words"));
-    let mut sash = vec![0; E1000eSash::LEN];
-    socket.read_exact(&mut sash).expect("a sash follows");
-    let sash = E1000eSash::read(&sash).expect("the sash is one of ours");
+    let mut driver_state = vec![0; E1000eDriverState::LEN];
+    socket.read_exact(&mut driver_state).expect("a driver state follows");
+    let driver_state = E1000eDriverState::read(&driver_state).expect("the driver state is one of ours");
     let connection = Connection { socket: way, fds_max: word(0), transfer_max: word(1), io_fds: word(2) == 1 };
     let bus = VfioUser::from_connection(connection, TIMEOUT).expect("the device is there");
-    let memory = NicMemory::adopt(Parts { rings, frames, ledger }, &sash).expect("the memory is what the sash says");
+    let memory = NicMemory::adopt(Parts { rings, frames, ledger }, &driver_state)
+        .expect("the memory is what the driver state says");
     let arena = memory.arena().clone();
-    (Card::resume(bus, memory, &sash).expect("the card goes on"), arena, word(3))
+    (Card::resume(bus, memory, &driver_state).expect("the card goes on"), arena, word(3))
 }
 
 /// The other process: sends back what comes, until it is told to give the card back.
@@ -191,9 +192,9 @@ fn a_card_goes_to_another_process_and_back_under_traffic_without_a_loss() {
 }
 
 #[test]
-fn memory_that_is_not_what_the_sash_says_is_refused() {
+fn memory_that_is_not_what_the_driver_state_says_is_refused() {
     let Some(mut bench) = Bench::<OnSim>::start(&NicOptions { ring: 64, ..NicOptions::default() }) else { return };
-    let (bus, memory, sash) = bench.take().park().expect("the card stops");
+    let (bus, memory, driver_state) = bench.take().park().expect("the card stops");
     let parts = || memory.parts().expect("descriptors are free");
     let other = |len: usize| -> OwnedFd {
         let region = Region::create("test", len, Pages::Small).expect("a little memory");
@@ -208,47 +209,47 @@ fn memory_that_is_not_what_the_sash_says_is_refused() {
     let (rings_len, frames_len) = (memory.rings().len(), memory.arena().region().len());
     let impossible = |error: &PartsError| matches!(error, PartsError::Impossible { .. });
     let region = |error: &PartsError| matches!(error, PartsError::Region(_));
-    let of_sash = |error: &PartsError| matches!(error, PartsError::Sash(_));
-    let refused = |what: &str, parts: Parts, sash: &E1000eSash, is: &dyn Fn(&PartsError) -> bool| {
-        let error = NicMemory::adopt(parts, sash).expect_err(what);
+    let of_driver_state = |error: &PartsError| matches!(error, PartsError::DriverState(_));
+    let refused = |what: &str, parts: Parts, driver_state: &E1000eDriverState, is: &dyn Fn(&PartsError) -> bool| {
+        let error = NicMemory::adopt(parts, driver_state).expect_err(what);
         assert!(is(&error), "{what}: {error}");
     };
-    refused("no memory", Parts { rings: file(), ..parts() }, &sash, &region);
-    refused("memory that may shrink", Parts { frames: unsealed(), ..parts() }, &sash, &|error| {
+    refused("no memory", Parts { rings: file(), ..parts() }, &driver_state, &region);
+    refused("memory that may shrink", Parts { frames: unsealed(), ..parts() }, &driver_state, &|error| {
         matches!(error, PartsError::Region(RegionError::Unsealed))
     });
-    refused("frames that are the rings", Parts { rings: parts().frames, ..parts() }, &sash, &impossible);
-    refused("frames that are the ledger", Parts { ledger: parts().frames, ..parts() }, &sash, &impossible);
-    refused("a shorter ledger", Parts { ledger: other(4096), ..parts() }, &sash, &impossible);
-    refused("fewer frames", Parts { frames: other(frames_len - 4096), ..parts() }, &sash, &impossible);
-    refused("more frames", Parts { frames: other(frames_len + 4096), ..parts() }, &sash, &impossible);
-    refused("shorter rings", Parts { rings: other(rings_len - 4096), ..parts() }, &sash, &of_sash);
-    refused("longer rings", Parts { rings: other(rings_len + 4096), ..parts() }, &sash, &of_sash);
-    type Change = (&'static str, fn(&mut E1000eSash));
+    refused("frames that are the rings", Parts { rings: parts().frames, ..parts() }, &driver_state, &impossible);
+    refused("frames that are the ledger", Parts { ledger: parts().frames, ..parts() }, &driver_state, &impossible);
+    refused("a shorter ledger", Parts { ledger: other(4096), ..parts() }, &driver_state, &impossible);
+    refused("fewer frames", Parts { frames: other(frames_len - 4096), ..parts() }, &driver_state, &impossible);
+    refused("more frames", Parts { frames: other(frames_len + 4096), ..parts() }, &driver_state, &impossible);
+    refused("shorter rings", Parts { rings: other(rings_len - 4096), ..parts() }, &driver_state, &of_driver_state);
+    refused("longer rings", Parts { rings: other(rings_len + 4096), ..parts() }, &driver_state, &of_driver_state);
+    type Change = (&'static str, fn(&mut E1000eDriverState));
     let changes: [Change; 6] = [
-        ("slots of no length", |sash| sash.head.slot_len = 0),
-        ("slots of half a page", |sash| sash.head.slot_len = 2048),
-        ("billions of slots", |sash| sash.head.slots = u32::MAX),
-        ("no slots", |sash| sash.head.slots = 0),
-        ("not on a page", |sash| sash.head.rings_at += 8),
-        ("beyond the last address", |sash| sash.head.rings_at = u64::MAX - 4095),
+        ("slots of no length", |driver_state| driver_state.head.slot_len = 0),
+        ("slots of half a page", |driver_state| driver_state.head.slot_len = 2048),
+        ("billions of slots", |driver_state| driver_state.head.slots = u32::MAX),
+        ("no slots", |driver_state| driver_state.head.slots = 0),
+        ("not on a page", |driver_state| driver_state.head.rings_at += 8),
+        ("beyond the last address", |driver_state| driver_state.head.rings_at = u64::MAX - 4095),
     ];
     for (what, change) in changes {
-        let mut wrong = sash.clone();
+        let mut wrong = driver_state.clone();
         change(&mut wrong);
         refused(what, parts(), &wrong, &impossible);
     }
-    let mut twice = sash.clone();
+    let mut twice = driver_state.clone();
     twice.posted[0][0] = twice.posted[0][1];
-    refused("a slot twice", parts(), &twice, &of_sash);
+    refused("a slot twice", parts(), &twice, &of_driver_state);
     // The card and the memory have felt nothing of that.
     let census = memory.arena().census();
-    let adopted = NicMemory::adopt(parts(), &sash).expect("the right parts");
+    let adopted = NicMemory::adopt(parts(), &driver_state).expect("the right parts");
     assert_eq!(adopted.arena().census().peer, census.peer);
     assert_eq!(adopted.layout(), memory.layout());
     drop(memory);
     let arena = adopted.arena().clone();
-    bench.put(Card::resume(bus, adopted, &sash).expect("the card goes on"), arena);
+    bench.put(Card::resume(bus, adopted, &driver_state).expect("the card goes on"), arena);
     let sent: Vec<_> = (0..100).map(numbered).collect();
     assert_same(&bench.bring_in(&sent), &sent);
 }

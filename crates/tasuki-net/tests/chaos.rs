@@ -9,8 +9,8 @@
 mod dice;
 #[cfg(test)]
 mod chaos {
-    pub mod board;
     pub mod daemon;
+    pub mod lease_page;
     pub mod node;
     pub mod orders;
     pub mod path;
@@ -28,8 +28,8 @@ mod tests {
     use tasuki_net::vni::{PIECE_MAX, Vni};
     use tasuki_shm::region::PAGE_LEN;
 
-    use crate::chaos::board::{Between, Of, Tally};
     use crate::chaos::daemon::{Daemon, Member};
+    use crate::chaos::lease_page::{Between, Of, Tally};
     use crate::chaos::orders::Deed;
     use crate::dice::Dice;
 
@@ -198,7 +198,7 @@ mod tests {
 
     /// What both ends of a pair say.
     fn compare(daemon: &Daemon, from: &Member, to: &Member) -> Result<[u64; 5], String> {
-        let get = |what| daemon.board.get(from.number, to.number, what);
+        let get = |what| daemon.lease_page.get(from.number, to.number, what);
         let (one, all) = (get(Between::One), get(Between::All));
         let [came_one, came_all] = [Between::CameOne, Between::CameAll].map(|what| Tally::of(get(what)));
         let (late, doubtful, taken_back) = (get(Between::Late), get(Between::Doubtful), get(Between::TakenBack));
@@ -246,13 +246,13 @@ mod tests {
 
     /// Bytes of control memory that the kernel has allocated.
     fn allocated(member: &Member) -> u64 {
-        let stat = rustix::fs::fstat(&member.estate.control).unwrap();
+        let stat = rustix::fs::fstat(&member.node_memory.control).unwrap();
         u64::try_from(stat.st_blocks).unwrap() * 512
     }
 
     /// The pages of a node's control memory that there are, and whether anything stands in them; beside that, to whom it says that it talks.
     fn pages_of(member: &Member) -> (Vec<(u64, bool)>, Vec<u8>) {
-        let (mut pages, mut at, memory) = (Vec::new(), 0, &member.estate.control);
+        let (mut pages, mut at, memory) = (Vec::new(), 0, &member.node_memory.control);
         while let Ok(data) = rustix::fs::seek(memory, SeekFrom::Data(at)) {
             let mut bytes = vec![0; PAGE_LEN];
             rustix::io::pread(memory, &mut bytes[..], data).unwrap();
@@ -266,7 +266,7 @@ mod tests {
 
     /// The bell, counters and the generations of 512 pages; and a line for each other node that there is or was, in whole pages.
     fn of_a_silent_node() -> u64 {
-        let lines = u64::from(crate::chaos::board::NUMBERS) * 64;
+        let lines = u64::from(crate::chaos::lease_page::NUMBERS) * 64;
         PAGE_LEN as u64 + lines.next_multiple_of(PAGE_LEN as u64)
     }
 
@@ -274,14 +274,14 @@ mod tests {
         std::fs::read_dir("/proc/self/fd").unwrap().count()
     }
 
-    /// Descriptors, and mappings of estates, of a node's process, without those of its neighbours.
+    /// Descriptors, and mappings of node memories, of a node's process, without those of its neighbours.
     fn of_itself(daemon: &Daemon, member: &Member) -> (usize, usize) {
         let others = daemon.members.len() - 1;
         let folder = format!("/proc/{}", member.process.as_ref().expect("it is driven").pid().as_raw_nonzero());
         let files = std::fs::read_dir(format!("{folder}/fd")).unwrap().count();
         let maps = std::fs::read_to_string(format!("{folder}/maps")).unwrap();
-        let estates = maps.lines().filter(|line| line.contains("memfd:chaos-")).count();
-        (files - others, estates - 2 * others)
+        let node_memories = maps.lines().filter(|line| line.contains("memfd:chaos-")).count();
+        (files - others, node_memories - 2 * others)
     }
 
     #[test]
@@ -308,13 +308,13 @@ mod tests {
         }
         println!("{events} events in {:?}: {:?}", start.elapsed(), story.told);
         let Story { mut daemon, .. } = story;
-        daemon.tell_all(Deed::Hush);
+        daemon.tell_all(Deed::Quiesce);
         settle(&mut daemon);
         daemon.tell_all(Deed::Rest);
         // The last frame for all, or where the next would be staged: as much as the longest frame takes.
         let held = u64::try_from(PIECE_MAX.div_ceil(PAGE_LEN)).unwrap();
         let lack = |member: &Member| {
-            let rested = daemon.board.of_node(member.number, Of::Rested).load(SeqCst);
+            let rested = daemon.lease_page.of_node(member.number, Of::Rested).load(SeqCst);
             rested.checked_sub(1).map(|left| i64::from(member.pages) - i64::try_from(left + held).unwrap())
         };
         let start = Instant::now();
@@ -336,8 +336,8 @@ mod tests {
         assert!(of_all.iter().all(|of_one| of_one == &of_all[0] && of_one.1 == 2), "{of_all:?}");
         (0..daemon.members.len()).for_each(|at| daemon.end(at));
         for member in std::mem::take(&mut daemon.members) {
-            let (number, pages, estate, ear) = member.give_up();
-            let mut vni = Vni::new(number, estate, ear).unwrap();
+            let (number, pages, node_memory, bell_receiver) = member.give_up();
+            let mut vni = Vni::new(number, node_memory, bell_receiver).unwrap();
             vni.settle();
             assert_eq!(vni.pages_left(), pages, "a successor of node {number} finds every page free");
         }

@@ -108,7 +108,7 @@ impl World for OnQemu {
     }
 }
 
-// All but `a_hundred_successors_lose_nothing_under_traffic`, `wrong_sashes_under_traffic_lose_nothing` and
+// All but `a_hundred_successors_lose_nothing_under_traffic`, `wrong_driver_states_under_traffic_lose_nothing` and
 // `a_parked_nic_touches_no_memory`, in which frames come while the card is parked (tests/rtl8139.rs has its own); and `memory_that_is_too_small_is_refused`, whose rings are longer than this card's; and
 // `interrupts_do_not_block`, of which the bus has none for it.
 suite!(rtl8139_on_qemu, super::OnQemu:
@@ -128,8 +128,8 @@ suite!(rtl8139_on_qemu, super::OnQemu:
     a_successor_goes_on_exactly
     a_card_that_is_pulled_out_is_gone
     options_that_the_card_cannot_do_are_refused
-    a_wrong_sash_is_refused_and_the_right_one_goes_on
-    a_refused_sash_changes_no_memory
+    a_wrong_driver_state_is_refused_and_the_right_one_goes_on
+    a_refused_driver_state_changes_no_memory
     after_a_start_that_failed_a_good_one_works
     a_parked_card_can_be_started_anew
 );

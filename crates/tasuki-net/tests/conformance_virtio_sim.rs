@@ -110,9 +110,9 @@ suite!(kept, super::OnSim<super::Card<super::Kept>>:
     a_successor_goes_on_exactly
     a_hundred_successors_lose_nothing_under_traffic
     a_card_that_is_pulled_out_is_gone
-    a_wrong_sash_is_refused_and_the_right_one_goes_on
-    a_refused_sash_changes_no_memory
-    wrong_sashes_under_traffic_lose_nothing
+    a_wrong_driver_state_is_refused_and_the_right_one_goes_on
+    a_refused_driver_state_changes_no_memory
+    wrong_driver_states_under_traffic_lose_nothing
     after_a_start_that_failed_a_good_one_works
     a_parked_card_can_be_started_anew
     interrupts_do_not_block
@@ -134,9 +134,9 @@ suite!(mute, super::OnSim<super::Card<super::Mute>>:
     a_successor_goes_on_exactly
     a_hundred_successors_lose_nothing_under_traffic
     a_card_that_is_pulled_out_is_gone
-    a_wrong_sash_is_refused_and_the_right_one_goes_on
-    a_refused_sash_changes_no_memory
-    wrong_sashes_under_traffic_lose_nothing
+    a_wrong_driver_state_is_refused_and_the_right_one_goes_on
+    a_refused_driver_state_changes_no_memory
+    wrong_driver_states_under_traffic_lose_nothing
     after_a_start_that_failed_a_good_one_works
     a_parked_card_can_be_started_anew
     interrupts_do_not_block

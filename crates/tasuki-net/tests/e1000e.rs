@@ -10,7 +10,7 @@ use std::time::Duration;
 use stub::bus::Stub;
 use stub::{Card, MEMORY_AT, Play, RDH, RDT, StubBus, TDT, XOFFTXC};
 use tasuki_net::nic::bus::{Bus, Iova, Registers};
-use tasuki_net::nic::e1000e::{E1000e, Sash};
+use tasuki_net::nic::e1000e::{DriverState, E1000e};
 use tasuki_net::nic::{Failed, Filter, How, Link, Mac, Nic, NicError, NicMemory, NicOptions, PciId, Repoint};
 use tasuki_net::port::{Armed, BURST_MAX, Burst, Frame, Port};
 use tasuki_shm::arena::Geometry;
@@ -221,8 +221,8 @@ fn a_card_may_count_what_it_likes() {
     let errors = count(&mut nic, "rx_errors");
     assert!(errors > count(&mut nic, "rx_length_errors").map(|count| count / 2), "{errors:?}");
     // And hands on what it has counted.
-    let (bus, memory, sash) = nic.park().expect("the card stops");
-    let mut nic = E1000e::resume(bus, memory, &sash).expect("another goes on");
+    let (bus, memory, driver_state) = nic.park().expect("the card stops");
+    let mut nic = E1000e::resume(bus, memory, &driver_state).expect("another goes on");
     assert_eq!(count(&mut nic, "rx_bytes"), Some(u64::MAX));
 }
 
@@ -254,57 +254,57 @@ fn another_card_is_refused_by_name() {
     assert!(error.to_string().contains("8086:1533") && error.to_string().contains("82574"), "{error}");
 }
 
-/// A parked card whose ring was used, and its sash.
-fn parked() -> (Play, NicMemory, Sash) {
+/// A parked card whose ring was used, and its driver state.
+fn parked() -> (Play, NicMemory, DriverState) {
     let (play, mut nic) = start();
     play.write_back(0, 60);
     assert_eq!(nic.receive(&mut Burst::new()).expect("one good frame"), 1);
     // The card's heads follow, as a card's do.
     play.card.set(RDH, 1);
-    let (_, memory, sash) = nic.park().expect("the card stops");
+    let (_, memory, driver_state) = nic.park().expect("the card stops");
     assert!(!play.receives());
-    (play, memory, sash)
+    (play, memory, driver_state)
 }
 
 #[test]
-fn a_sash_is_plain_bytes() {
-    let (play, memory, sash) = parked();
-    let bytes = sash.as_bytes().to_vec();
-    let copy = Sash::read_from_bytes(&bytes).expect("as many bytes");
-    assert_eq!(copy, sash);
+fn a_driver_state_is_plain_bytes() {
+    let (play, memory, driver_state) = parked();
+    let bytes = driver_state.as_bytes().to_vec();
+    let copy = DriverState::read_from_bytes(&bytes).expect("as many bytes");
+    assert_eq!(copy, driver_state);
     let nic = E1000e::resume(play.bus(), memory, &copy).expect("the copy is as good");
     assert_eq!(nic.mac(), Mac([0x52, 0x54, 0x00, 0x12, 0x34, 0x57]));
     assert!(play.receives());
 }
 
 #[test]
-fn a_sash_that_does_not_fit_is_refused() {
-    type Change = (&'static str, fn(&mut Sash));
+fn a_driver_state_that_does_not_fit_is_refused() {
+    type Change = (&'static str, fn(&mut DriverState));
     let changes: [Change; 13] = [
-        ("kind", |sash| sash.head.kind ^= 1),
-        ("version", |sash| sash.head.version += 1),
-        ("rings_at", |sash| sash.head.rings_at += 4096),
-        ("slots", |sash| sash.head.slots += 1),
-        ("ring", |sash| sash.head.ring = 16),
-        ("ring of none", |sash| sash.head.ring = 0),
-        ("queues", |sash| sash.queues = 3),
-        ("cursors", |sash| sash.receive[0].tail += 1),
-        ("cursors far apart", |sash| sash.receive[0].next = 1 << 31),
-        ("a slot that is free", |sash| sash.posted[0][1] ^= 1 << 32),
-        ("a slot twice", |sash| sash.posted[0][1] = sash.posted[0][2]),
-        ("a frame to send that is none", |sash| sash.filled += 1),
-        ("more dropped than can be counted", |sash| sash.counters[27] = u64::MAX),
+        ("kind", |driver_state| driver_state.head.kind ^= 1),
+        ("version", |driver_state| driver_state.head.version += 1),
+        ("rings_at", |driver_state| driver_state.head.rings_at += 4096),
+        ("slots", |driver_state| driver_state.head.slots += 1),
+        ("ring", |driver_state| driver_state.head.ring = 16),
+        ("ring of none", |driver_state| driver_state.head.ring = 0),
+        ("queues", |driver_state| driver_state.queues = 3),
+        ("cursors", |driver_state| driver_state.receive[0].tail += 1),
+        ("cursors far apart", |driver_state| driver_state.receive[0].next = 1 << 31),
+        ("a slot that is free", |driver_state| driver_state.posted[0][1] ^= 1 << 32),
+        ("a slot twice", |driver_state| driver_state.posted[0][1] = driver_state.posted[0][2]),
+        ("a frame to send that is none", |driver_state| driver_state.filled += 1),
+        ("more dropped than can be counted", |driver_state| driver_state.counters[27] = u64::MAX),
     ];
     for (what, change) in changes {
-        let (play, memory, mut sash) = parked();
-        change(&mut sash);
-        assert!(E1000e::resume(play.bus(), memory, &sash).is_err(), "{what}");
+        let (play, memory, mut driver_state) = parked();
+        change(&mut driver_state);
+        assert!(E1000e::resume(play.bus(), memory, &driver_state).is_err(), "{what}");
         assert!(!play.receives(), "{what}: the card stays parked");
     }
 }
 
 #[test]
-fn a_card_that_is_not_as_the_sash_says_is_refused() {
+fn a_card_that_is_not_as_the_driver_state_says_is_refused() {
     for (what, offset, value) in [
         ("it receives", 0x100, 2),
         ("it sends", 0x400, 2),
@@ -312,14 +312,14 @@ fn a_card_that_is_not_as_the_sash_says_is_refused() {
         ("its tail is elsewhere", RDT, 3),
         ("its transmit ring is elsewhere", 0x3800, 0x5000_0000),
     ] {
-        let (play, memory, sash) = parked();
+        let (play, memory, driver_state) = parked();
         play.card.set(offset, value);
-        let error = E1000e::resume(play.bus(), memory, &sash).expect_err(what);
-        assert!(matches!(error.error, NicError::BrokenSash { .. }), "{what}: {error}");
+        let error = E1000e::resume(play.bus(), memory, &driver_state).expect_err(what);
+        assert!(matches!(error.error, NicError::BrokenDriverState { .. }), "{what}: {error}");
     }
-    let (play, memory, sash) = parked();
+    let (play, memory, driver_state) = parked();
     play.card.pull();
-    assert!(matches!(E1000e::resume(play.bus(), memory, &sash), Err(Failed { error: NicError::Gone, .. })));
+    assert!(matches!(E1000e::resume(play.bus(), memory, &driver_state), Err(Failed { error: NicError::Gone, .. })));
 }
 
 #[test]
@@ -333,9 +333,9 @@ fn frames_left_in_the_rings_are_a_successors() {
     fill(&arena, &mut burst, 5);
     assert_eq!(nic.transmit(&mut burst).expect("room"), 5);
     (0..2).for_each(|place| play.complete(place));
-    let (bus, memory, sash) = nic.park().expect("the card stops");
-    assert_eq!((sash.sent, sash.filled), (2, 5));
-    let mut nic = E1000e::resume(bus, memory, &sash).expect("another goes on");
+    let (bus, memory, driver_state) = nic.park().expect("the card stops");
+    assert_eq!((driver_state.sent, driver_state.filled), (2, 5));
+    let mut nic = E1000e::resume(bus, memory, &driver_state).expect("another goes on");
     assert_eq!(nic.receive(&mut burst).expect("three good frames"), 3);
     let mut burst = Burst::new();
     fill(&arena, &mut burst, 7);
@@ -352,10 +352,10 @@ const SWXOFF: u32 = 1 << 22;
 
 #[test]
 fn a_card_whose_link_went_while_it_was_parked_lets_its_partner_go_on_by_itself_again() {
-    let (play, memory, sash) = parked();
+    let (play, memory, driver_state) = parked();
     assert_eq!(play.card.get(FCRTL) & XONE, 0, "a parked card keeps its partner waiting");
     play.card.set(STATUS, 0x81);
-    let mut nic = E1000e::resume(play.bus(), memory, &sash).expect("the link is no matter");
+    let mut nic = E1000e::resume(play.bus(), memory, &driver_state).expect("the link is no matter");
     assert_eq!(nic.receive(&mut Burst::new()).expect("nothing"), 0);
     assert_ne!(play.card.get(FCRTL) & XONE, 0);
     assert_eq!(play.card.get(TCTL) & SWXOFF, 0, "nobody is there to be told");
@@ -363,9 +363,9 @@ fn a_card_whose_link_went_while_it_was_parked_lets_its_partner_go_on_by_itself_a
 
 #[test]
 fn a_partner_waits_while_what_came_before_finds_no_place() {
-    let (play, memory, sash) = parked();
+    let (play, memory, driver_state) = parked();
     let arena = memory.arena().clone();
-    let mut nic = E1000e::resume(play.bus(), memory, &sash).expect("another goes on");
+    let mut nic = E1000e::resume(play.bus(), memory, &driver_state).expect("another goes on");
     let waits = || play.card.get(FCRTL) & XONE == 0;
     // A burst that is full takes nothing in.
     play.write_back(1, 60);
@@ -391,7 +391,7 @@ fn a_partner_waits_while_what_came_before_finds_no_place() {
 #[test]
 fn a_giver_asks_sixteen_times_until_it_believes_that_its_partner_is_not_told() {
     let (play, mut nic) = start();
-    nic.hush(How::Point, |_| ());
+    nic.quiesce(How::Point, |_| ());
     // Longer than a PAUSE frame may take in three questions: whoever answers for a modelled card may have been asleep.
     play.card.slow_down(XOFFTXC, Duration::from_micros(100));
     while !nic.is_quiet() {}
@@ -450,11 +450,11 @@ fn parking_leaves_reset_phy_and_link_alone() {
     // CTRL, STATUS, the ring's base, RFCTL, the multicast table's first word, IVAR.
     let look = || [0x0, 0x8, 0x2800, 0x2804, 0x5008, 0x5200, 0xe4].map(|offset| registers.read32(offset));
     let before = look();
-    let (bus, memory, sash) = nic.park().expect("the card stops");
+    let (bus, memory, driver_state) = nic.park().expect("the card stops");
     assert_eq!(look(), before);
     assert_eq!(registers.read32(0x100) & 2, 0, "receiving is off");
     assert_eq!(registers.read32(0x400) & 2, 0, "sending is off");
-    let mut nic = E1000e::resume(bus, memory, &sash).expect("another goes on");
+    let mut nic = E1000e::resume(bus, memory, &driver_state).expect("another goes on");
     assert_eq!(look(), before);
     assert!(matches!(nic.link(), Link::Up { speed: 1000, full_duplex: true }));
     assert!(machine.wire().receive_frame(Duration::ZERO).is_none());

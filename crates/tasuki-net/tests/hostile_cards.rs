@@ -142,8 +142,8 @@ fn drive<N: Nic<Bus = MadBus>>(seed: u64, config: &[(u16, u32)], never: fn(u32) 
             return step;
         }
         assert!(armed.is_ok_and(|armed| matches!(armed, Armed::Idle | Armed::Busy)));
-        let Ok((bus, memory, sash)) = nic.park() else { return step };
-        let Ok(successor) = N::resume(bus, memory, &sash) else { return step };
+        let Ok((bus, memory, driver_state)) = nic.park() else { return step };
+        let Ok(successor) = N::resume(bus, memory, &driver_state) else { return step };
         nic = successor;
     }
     0

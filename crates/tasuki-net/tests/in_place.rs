@@ -9,8 +9,8 @@ use std::time::Instant;
 use plugged::{Card, PATIENCE, with_card};
 use tasuki_net::nic::bus::Iova;
 use tasuki_net::nic::bus::vfio_user::{TIMEOUT, VfioUser};
-use tasuki_net::nic::e1000e::Sash;
-use tasuki_net::nic::{InPlace, Nic, NicError, NicMemory, Sash as _};
+use tasuki_net::nic::e1000e::DriverState;
+use tasuki_net::nic::{DriverState as _, InPlace, Nic, NicError, NicMemory};
 use tasuki_net::port::{Burst, Port};
 use tasuki_shm::arena::Geometry;
 use tasuki_sim::journal::Class;
@@ -48,13 +48,13 @@ fn echo(nic: &mut Card, turns: u32, left: u64) -> u64 {
 fn drivers_that_take_turns_lose_nothing_and_touch_nothing() {
     let ((), counts, journal) = with_card(RATE, FRAMES, |socket, wire| {
         let (mut nic, mut next) = start(socket);
-        let mut sash = Sash::blank();
+        let mut driver_state = DriverState::blank();
         wire.begin();
         let (mut frames, mut turns) = (0, 0);
         while frames < FRAMES {
             frames += echo(&mut nic, 50, FRAMES - frames);
-            nic.sash(&mut sash);
-            let successor = Card::go_on(next, &sash).unwrap();
+            nic.driver_state(&mut driver_state);
+            let successor = Card::go_on(next, &driver_state).unwrap();
             let (bus, memory) = std::mem::replace(&mut nic, successor).stand_down();
             next = Card::prepare(bus, memory).unwrap();
             turns += 1;
@@ -73,16 +73,16 @@ fn a_giver_whose_taker_refuses_goes_on() {
     let ((), counts, _) = with_card(RATE, FRAMES, |socket, wire| {
         let (mut nic, mut next) = start(socket);
         wire.begin();
-        let mut sash = Sash::blank();
-        let spoilers: [fn(&mut Sash); 4] = [
-            |sash| sash.head.version += 1,
-            |sash| sash.receive[0].tail += 1,
-            |sash| {
-                let place = |at: u32| at as usize % usize::from(sash.head.ring);
-                let [one, other] = [0, 1].map(|i| place(sash.receive[0].next.wrapping_add(i)));
-                sash.posted[0][one] = sash.posted[0][other];
+        let mut driver_state = DriverState::blank();
+        let spoilers: [fn(&mut DriverState); 4] = [
+            |driver_state| driver_state.head.version += 1,
+            |driver_state| driver_state.receive[0].tail += 1,
+            |driver_state| {
+                let place = |at: u32| at as usize % usize::from(driver_state.head.ring);
+                let [one, other] = [0, 1].map(|i| place(driver_state.receive[0].next.wrapping_add(i)));
+                driver_state.posted[0][one] = driver_state.posted[0][other];
             },
-            |sash| sash.head.slots += 1,
+            |driver_state| driver_state.head.slots += 1,
         ];
         let mut frames = 0;
         for spoil in spoilers.into_iter().cycle() {
@@ -90,10 +90,13 @@ fn a_giver_whose_taker_refuses_goes_on() {
             if frames >= FRAMES {
                 break;
             }
-            nic.sash(&mut sash);
-            spoil(&mut sash);
-            let failed = Card::go_on(next, &sash).expect_err("a sash that cannot be true");
-            assert!(matches!(failed.error, NicError::BrokenSash { .. } | NicError::OtherSash { .. }), "{failed}");
+            nic.driver_state(&mut driver_state);
+            spoil(&mut driver_state);
+            let failed = Card::go_on(next, &driver_state).expect_err("a driver state that cannot be true");
+            assert!(
+                matches!(failed.error, NicError::BrokenDriverState { .. } | NicError::OtherDriverState { .. }),
+                "{failed}"
+            );
             let census = failed.memory.arena().census();
             assert_eq!((census.owner, census.peer), (0, 0), "nothing was taken over");
             next = Card::prepare(failed.bus, failed.memory).unwrap();

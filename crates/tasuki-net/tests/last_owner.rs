@@ -14,7 +14,7 @@ use plugged::{Card, PATIENCE, Wire, with_card};
 use tasuki_net::nic::bus::vfio_user::{TIMEOUT, VfioUser};
 use tasuki_net::nic::bus::{Bus, Iova, Registers};
 use tasuki_net::nic::e1000e::Ready;
-use tasuki_net::nic::{Failed, Filter, How, InPlace, Left, Link, Nic, NicError, NicMemory, NicOptions, Repoint};
+use tasuki_net::nic::{Failed, Filter, How, InPlace, Left, Link, Nic, NicMemory, NicOptions, Repoint};
 use tasuki_net::port::{Armed, Burst, Port};
 use tasuki_shm::arena::Geometry;
 use tasuki_shm::region::Region;
@@ -113,7 +113,7 @@ fn owners_by(socket: OwnedFd, is_fenced: bool) -> (Card, Ready<VfioUser>, Hostil
 
 /// Goes on until nothing is left to do, and leaves the card.
 fn let_go(giver: &mut Card) -> Left {
-    giver.hush(How::Point, |_| ());
+    giver.quiesce(How::Point, |_| ());
     loop {
         echo(giver, u64::MAX, Card::is_quiet);
         if giver.leave().unwrap() {

@@ -134,7 +134,7 @@ fn a_successor_tells_the_card_what_the_dead_one_was_about_to() {
 fn a_card_that_the_dead_one_had_halted_runs_again() {
     let mut desk = start();
     let card = std::rc::Rc::clone(&desk.play.card);
-    // Parked, and whoever had the sash is gone with it.
+    // Parked, and whoever had the driver state is gone with it.
     let parked = desk.nic.take().expect("it runs").park().expect("it stops");
     assert_eq!((card.get(RCTL) & EN, card.get(TCTL) & EN), (0, 0));
     drop(parked);
@@ -160,7 +160,7 @@ fn nobody_goes_on_where_nobody_drove() {
     let (play, memory) = Play::new(RING);
     let prepared = Card::prepare(play.bus(), memory).expect("it is ready");
     let error = Card::pick_up(prepared).expect_err("no driver ever ran").error;
-    assert!(matches!(error, NicError::BrokenSash { .. }), "{error}");
+    assert!(matches!(error, NicError::BrokenDriverState { .. }), "{error}");
 }
 
 #[test]

@@ -12,8 +12,8 @@ use std::sync::atomic::Ordering::{Acquire, Relaxed};
 use std::sync::atomic::{AtomicU32, AtomicU64};
 
 use tasuki_net::nic::bus::Iova;
-use tasuki_net::nic::virtio_net::{VirtioNet, sash};
-use tasuki_net::nic::{How, InPlace, Nic, NicError, NicMemory, NicOptions, Parts, Repoint, Sash, Scrub};
+use tasuki_net::nic::virtio_net::{VirtioNet, driver_state};
+use tasuki_net::nic::{DriverState, How, InPlace, Nic, NicError, NicMemory, NicOptions, Parts, Repoint, Scrub};
 use tasuki_net::port::{Armed, Burst, Frame, Port, Transactional};
 use tasuki_shm::arena::Arena;
 use tasuki_shm::region::{Region, Span};
@@ -165,8 +165,8 @@ fn a_frame_that_was_changed_in_hand_comes_as_it_came() {
 
 /// Words of the ledger.
 fn words(memory: &NicMemory) -> Span<AtomicU64> {
-    let book = Region::adopt(memory.parts().expect("descriptors are free").ledger).expect("memory of ours");
-    book.span(0, book.len() / 8).expect("all of it")
+    let program_state = Region::adopt(memory.parts().expect("descriptors are free").ledger).expect("memory of ours");
+    program_state.span(0, program_state.len() / 8).expect("all of it")
 }
 
 /// Where the table of each queue begins in the ledger: of four words a chain, its slot, when it was posted, when it was taken back, and bytes.
@@ -176,7 +176,7 @@ const TABLES: [usize; 2] = [1536, 2560];
 #[test]
 fn what_was_posted_and_not_committed_is_free_for_good() {
     let mut desk = start(PLAIN);
-    let book = words(&(desk.parts)());
+    let program_state = words(&(desk.parts)());
     // Nothing to receive into is left.
     let held: Vec<_> = std::iter::from_fn(|| desk.arena.take()).collect();
     (0..5).for_each(|number| assert!(desk.play.deliver(number)));
@@ -184,7 +184,7 @@ fn what_was_posted_and_not_committed_is_free_for_good() {
     assert_eq!(desk.receive(&mut burst), 5);
     assert_eq!(desk.nic().receive(&mut Burst::new()).expect("the device works"), 0);
     // As one leaves it who is killed while it posts.
-    let table = &book[TABLES[0]..TABLES[0] + 4 * CHAINS];
+    let table = &program_state[TABLES[0]..TABLES[0] + 4 * CHAINS];
     let free = table.as_chunks::<4>().0.iter().filter(|chain| chain[2].load(Relaxed) > 0);
     let count = (0..).zip(free).map(|(i, chain)| {
         chain[1].store(8 + (i + 2) % 5, Relaxed);
@@ -229,7 +229,7 @@ fn queues_that_the_dead_one_had_reset_are_there_again() {
         let first = 3 * round;
         (first..first + 3).for_each(|number| assert!(desk.play.deliver(number)));
         desk.send(first..first + 3);
-        // Parked, and whoever had the sash is gone with it. What had come is in the rings, and so is what was to be sent.
+        // Parked, and whoever had the driver state is gone with it. What had come is in the rings, and so is what was to be sent.
         let parked = desk.nic.take().expect("it runs").park().expect("it stops");
         assert!(!parked.2.is_kept());
         assert!(desk.play.device.queue(RX).is_none() && desk.play.device.queue(TX).is_none());
@@ -254,26 +254,26 @@ fn queues_that_the_dead_one_had_reset_are_there_again() {
     }
 }
 
-/// What had come when it was parked is a successor's who dies before it has received it (the sash was used up).
+/// What had come when it was parked is a successor's who dies before it has received it (the driver state was used up).
 #[test]
-fn what_a_sash_says_is_in_the_ledger_as_soon_as_it_was_gone_on_with() {
+fn what_a_driver_state_says_is_in_the_ledger_as_soon_as_it_was_gone_on_with() {
     for features in [PLAIN, PLAIN | RING_RESET] {
         let mut desk = start(features);
         (0..5).for_each(|number| assert!(desk.play.deliver(number)));
-        let (bus, memory, sash) = desk.nic.take().expect("it runs").park().expect("it stops");
-        assert_eq!(sash.is_kept(), features == PLAIN);
-        let nic = Card::resume(bus, memory, &sash).expect("it goes on");
+        let (bus, memory, driver_state) = desk.nic.take().expect("it runs").park().expect("it stops");
+        assert_eq!(driver_state.is_kept(), features == PLAIN);
+        let nic = Card::resume(bus, memory, &driver_state).expect("it goes on");
         desk.nic = Some(nic);
         desk.takes_over();
         assert_eq!(desk.numbers(), [0, 1, 2, 3, 4]);
         // The same of one that goes on with a running device.
         (5..8).for_each(|number| assert!(desk.play.deliver(number)));
-        let mut sash = sash::Sash::blank();
-        desk.nic().sash(&mut sash);
-        assert!(sash.is_kept(), "the queues stay as they are, whether they can be reset or not");
+        let mut driver_state = driver_state::DriverState::blank();
+        desk.nic().driver_state(&mut driver_state);
+        assert!(driver_state.is_kept(), "the queues stay as they are, whether they can be reset or not");
         let prepared = desk.prepared();
         desk.nic = None;
-        desk.nic = Some(Card::go_on(prepared, &sash).expect("it goes on"));
+        desk.nic = Some(Card::go_on(prepared, &driver_state).expect("it goes on"));
         desk.takes_over();
         assert_eq!(desk.numbers(), [5, 6, 7]);
     }
@@ -297,7 +297,7 @@ fn nobody_goes_on_where_nobody_drove() {
     let (play, memory) = Play::new(PLAIN);
     let prepared = Card::prepare(play.bus(), memory).expect("it is ready");
     let error = Card::pick_up(prepared).expect_err("no driver ever ran").error;
-    assert!(matches!(error, NicError::BrokenSash { .. }), "{error}");
+    assert!(matches!(error, NicError::BrokenDriverState { .. }), "{error}");
 }
 
 /// A device that has changed its used ring since: a successor believes nothing that its predecessor saw there.
@@ -340,7 +340,9 @@ fn a_ledger_that_was_changed_is_refused_or_harmless() {
             words(&memory)[word].fetch_xor(change, Relaxed);
             std::mem::forget(desk.nic.take());
             match desk.pick_up() {
-                Err(NicError::BrokenSash { .. } | NicError::OtherSash { .. } | NicError::Bus(_)) => refused += 1,
+                Err(NicError::BrokenDriverState { .. } | NicError::OtherDriverState { .. } | NicError::Bus(_)) => {
+                    refused += 1
+                }
                 Err(other) => panic!("word {word}, {change:#x}: {other}"),
                 Ok(mut nic) => {
                     harmless += 1;
@@ -364,7 +366,7 @@ fn what_cannot_be_pointed_elsewhere_says_so_and_is_not_touched() {
         .expect_err("queues that cannot be reset");
     assert!(failed.error.to_string().contains("VIRTIO_F_RING_RESET"), "{failed}");
     assert_eq!(failed.memory.arena().census().free, SLOTS.count);
-    desk.nic().hush(How::Point, |_| ());
+    desk.nic().quiesce(How::Point, |_| ());
     assert!(desk.nic().leave().is_err(), "it cannot be left either");
     desk.nic().go_back().expect("it runs");
     assert!(desk.play.deliver(0));
@@ -378,7 +380,7 @@ fn a_device_that_was_being_left_is_taken_over() {
         let mut desk = start(PLAIN | RING_RESET);
         (0..3).for_each(|number| assert!(desk.play.deliver(number)));
         if steps > 0 {
-            desk.nic().hush(How::Point, |_| ());
+            desk.nic().quiesce(How::Point, |_| ());
         }
         if steps > 1 {
             assert!(!desk.nic().leave().expect("it can be left"), "something has come");

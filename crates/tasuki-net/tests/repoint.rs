@@ -51,7 +51,7 @@ fn echo(nic: &mut Card, left: u64, mut done: impl FnMut(&mut Card) -> bool) -> u
 /// Goes on until nothing is left to do, and stops the card; says how many frames came meanwhile.
 fn stop(nic: &mut Card) -> u64 {
     let mut frames = 0;
-    nic.hush(How::Point, |nic| frames += echo(nic, u64::MAX, |_| true));
+    nic.quiesce(How::Point, |nic| frames += echo(nic, u64::MAX, |_| true));
     loop {
         frames += echo(nic, u64::MAX, Card::is_quiet);
         if nic.leave().unwrap() {
@@ -111,7 +111,7 @@ fn a_giver_takes_its_card_back_under_traffic_without_a_loss() {
         for turn in 0..TURNS {
             frames += echo(&mut nic, 500, |_| false);
             if turn % 2 == 0 {
-                nic.hush(How::Point, |_| ());
+                nic.quiesce(How::Point, |_| ());
                 frames += echo(&mut nic, 50, Card::is_quiet);
             } else {
                 frames += stop(&mut nic);
@@ -187,7 +187,7 @@ fn what_the_card_is_not_is_refused_and_the_giver_drives_on() {
         let mut frames = echo(&mut nic, 1000, |_| false);
         // While its owner drives.
         let Failed { error, mut bus, mut memory } = Card::repoint(next, Left::STOPPED).expect_err("the card runs");
-        assert!(matches!(error, NicError::BrokenSash { .. }), "{error}");
+        assert!(matches!(error, NicError::BrokenDriverState { .. }), "{error}");
         memory.unmap(&mut bus).unwrap();
         let wrong = [
             (NicOptions { ring: 512, ..NicOptions::default() }, "ring = 512"),

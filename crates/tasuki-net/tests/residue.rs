@@ -10,7 +10,7 @@ use std::time::Instant;
 use plugged::{Card, PATIENCE, with_card};
 use tasuki_net::nic::bus::Iova;
 use tasuki_net::nic::bus::vfio_user::{TIMEOUT, VfioUser};
-use tasuki_net::nic::{Filter, How, InPlace, Link, Nic, NicMemory, NicOptions, Parts, Repoint, Sash, Scrub};
+use tasuki_net::nic::{DriverState, Filter, How, InPlace, Link, Nic, NicMemory, NicOptions, Parts, Repoint, Scrub};
 use tasuki_net::port::{Burst, Port, Transactional};
 use tasuki_shm::arena::Geometry;
 use tasuki_shm::region::Region;
@@ -100,10 +100,10 @@ fn keep(inflight: Inflight, scrub: bool) -> usize {
         while scrub && !nic.wipe_rest() {
             assert!(began.elapsed() < PATIENCE, "frames leave");
         }
-        let mut sash = <Card as Nic>::Sash::blank();
-        nic.sash(&mut sash);
+        let mut driver_state = <Card as Nic>::DriverState::blank();
+        nic.driver_state(&mut driver_state);
         let found = secrets(theirs);
-        let mut taker = Card::go_on(next, &sash).unwrap();
+        let mut taker = Card::go_on(next, &driver_state).unwrap();
         drop(nic.stand_down());
         taker.keep_clean();
         assert_eq!(taker.receive(&mut Burst::new()).unwrap(), 0, "all had been received");
@@ -138,7 +138,7 @@ fn repoint(inflight: Inflight) -> usize {
         let next = Card::prepare_rings(bus, taker, &NicOptions::default(), How::Point, Iova(1 << 32)).unwrap();
         wire.begin();
         let mut came = handle(&mut nic, inflight, FRAMES / 2, |_| false);
-        nic.hush(How::Point, |_| ());
+        nic.quiesce(How::Point, |_| ());
         loop {
             came += handle(&mut nic, inflight, u64::MAX, Card::is_quiet);
             if nic.leave().unwrap() {

@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 
 use qemu::{MEMORY_AT, Machine, PATIENCE, QtestBus, regions};
 use tasuki_net::nic::bus::{Bus, BusError, IntX, Iova, Part, Registers};
-use tasuki_net::nic::rtl8139::{Rtl8139, sash::Sash};
+use tasuki_net::nic::rtl8139::{Rtl8139, driver_state::DriverState};
 use tasuki_net::nic::{Failed, Filter, How, Left, Link, Mac, Nic, NicError, NicMemory, NicOptions, Repoint};
 use tasuki_net::port::{Armed, Burst, Frame, Port};
 use tasuki_shm::arena::{Arena, Geometry};
@@ -112,14 +112,14 @@ fn each_frame_wakes_who_sleeps_for_it_whoever_drives_the_card() {
         // In some rounds parked as it is woken, in others while nothing is asserted.
         if round % 3 == 0 {
             until_come(&mut card, 2 * u64::from(round) + 2);
-            let (bus, memory, sash) = card.park().expect("the card parks");
-            card = Card::resume(bus, memory, &sash).expect("the card goes on");
+            let (bus, memory, driver_state) = card.park().expect("the card parks");
+            card = Card::resume(bus, memory, &driver_state).expect("the card goes on");
             assert_eq!(card.arm().expect("the card works"), Armed::Busy, "they are there");
         }
         assert_eq!(receive(&mut card, 2), frames);
         if round % 3 == 1 {
-            let (bus, memory, sash) = card.park().expect("the card parks");
-            card = Card::resume(bus, memory, &sash).expect("the card goes on");
+            let (bus, memory, driver_state) = card.park().expect("the card parks");
+            card = Card::resume(bus, memory, &driver_state).expect("the card goes on");
         }
     }
 }
@@ -166,8 +166,8 @@ fn a_card_whose_pin_does_not_reach_us_is_polled() {
         let sent = frame(MAC, number, 60);
         machine.wire().send_frame(&sent);
         assert_eq!(receive(&mut card, 1), [sent]);
-        let (bus, memory, sash) = card.park().expect("the card parks");
-        card = Rtl8139::resume(bus, memory, &sash).expect("the card goes on");
+        let (bus, memory, driver_state) = card.park().expect("the card parks");
+        card = Rtl8139::resume(bus, memory, &driver_state).expect("the card goes on");
     }
 }
 
@@ -189,9 +189,10 @@ fn a_resumed_card_goes_on_wherever_it_stood_in_its_rings() {
         frames.iter().for_each(|frame| machine.wire().send_frame(frame));
         come += before as u64 + waiting as u64;
         until_come(&mut card, come);
-        let (bus, memory, sash) = card.park().expect("the card parks");
-        let sash = Sash::read_from_bytes(sash.as_bytes()).expect("a sash is plain bytes");
-        card = Card::resume(bus, memory, &sash).expect("the card goes on");
+        let (bus, memory, driver_state) = card.park().expect("the card parks");
+        let driver_state =
+            DriverState::read_from_bytes(driver_state.as_bytes()).expect("a driver state is plain bytes");
+        card = Card::resume(bus, memory, &driver_state).expect("the card goes on");
         let after = next();
         machine.wire().send_frame(&after);
         come += 1;
@@ -214,10 +215,10 @@ fn frames_that_were_not_sent_are_sent_by_the_successor() {
     let frames: Vec<_> = (0..5).map(|i| frame(OTHER, i, 100)).collect();
     let mut burst: Burst = frames.iter().map(|frame| outgoing(&arena, frame)).collect();
     assert_eq!(card.transmit(&mut burst).expect("the card works"), 5);
-    let (bus, memory, sash) = card.park().expect("the card parks");
-    assert_eq!(sash.unsent, 5);
+    let (bus, memory, driver_state) = card.park().expect("the card parks");
+    assert_eq!(driver_state.unsent, 5);
     assert_eq!(machine.wire().receive_frame(Duration::ZERO), None);
-    let _card = Card::resume(bus, memory, &sash).expect("the card goes on");
+    let _card = Card::resume(bus, memory, &driver_state).expect("the card goes on");
     for frame in frames {
         assert_eq!(machine.wire().receive_frame(PATIENCE), Some(frame));
     }
@@ -227,7 +228,7 @@ fn frames_that_were_not_sent_are_sent_by_the_successor() {
 fn a_parked_card_touches_no_memory() {
     // A ring with room for all that the wire can hold.
     let Some((machine, card, arena)) = start(&NicOptions { ring: 32, ..options() }) else { return };
-    let (bus, memory, sash) = card.park().expect("the card parks");
+    let (bus, memory, driver_state) = card.park().expect("the card parks");
     let before = words_of(&memory);
     // More than fit into the wire's socket, so QEMU has taken some of them.
     for i in 0..1000 {
@@ -236,7 +237,7 @@ fn a_parked_card_touches_no_memory() {
     assert!(words_of(&memory) == before, "its memory has changed");
     assert_eq!(arena.census().peer, 32);
     // What came meanwhile is lost, and what comes after is not.
-    let mut card = Card::resume(bus, memory, &sash).expect("the card goes on");
+    let mut card = Card::resume(bus, memory, &driver_state).expect("the card goes on");
     let last = frame(MAC, 99, 60);
     machine.wire().send_frame(&last);
     while receive(&mut card, 1).last() != Some(&last) {}
@@ -269,12 +270,12 @@ fn the_filter_lets_in_what_it_says() {
 }
 
 #[test]
-fn a_sash_with_a_slot_twice_is_refused() {
+fn a_driver_state_with_a_slot_twice_is_refused() {
     let Some((_machine, card, arena)) = start(&options()) else { return };
-    let (bus, memory, mut sash) = card.park().expect("the card parks");
-    sash.rx[1] = sash.rx[0];
-    let error = Card::resume(bus, memory, &sash).expect_err("one slot cannot take two frames");
-    assert!(matches!(error.error, NicError::BrokenSash { .. }), "{error}");
+    let (bus, memory, mut driver_state) = card.park().expect("the card parks");
+    driver_state.rx[1] = driver_state.rx[0];
+    let error = Card::resume(bus, memory, &driver_state).expect_err("one slot cannot take two frames");
+    assert!(matches!(error.error, NicError::BrokenDriverState { .. }), "{error}");
     assert_eq!(arena.census().peer, 8, "the card has what it had");
 }
 
@@ -341,7 +342,7 @@ const GROUP: [u8; 6] = [1, 0, 0x5e, 0, 0, 1];
 /// Stops a card of which everything is handled that came; says what came meanwhile.
 fn stop(card: &mut Card) -> Vec<Vec<u8>> {
     let (deadline, mut came) = (Instant::now() + PATIENCE, Vec::new());
-    card.hush(How::Point, |_| ());
+    card.quiesce(How::Point, |_| ());
     loop {
         let mut burst = Burst::new();
         let none = card.receive(&mut burst).expect("the card works") == 0;
@@ -413,10 +414,10 @@ fn a_giver_takes_its_card_back() {
     let Some((machine, mut card, next, [arena, _])) = start_two() else { return };
     let frames: Vec<_> = (0..3).map(|number| frame(MAC, number, 60)).collect();
     // Before it was stopped, when nothing is let in any more, when it is off, and after a taker that is no more.
-    card.hush(How::Point, |_| ());
+    card.quiesce(How::Point, |_| ());
     card.go_back().expect("the card works");
     passes(&machine, &mut card, &arena, &frames);
-    card.hush(How::Point, |_| ());
+    card.quiesce(How::Point, |_| ());
     assert!(!card.leave().expect("the card works"), "what comes now comes after it was shut");
     let (bus, memory) = Card::give_up(next);
     let Failed { error, bus, memory } =
@@ -439,8 +440,8 @@ fn a_giver_takes_its_card_back() {
 fn a_card_that_runs_is_not_pointed_elsewhere() {
     let Some((machine, mut card, next, [arena, _])) = start_two() else { return };
     let Failed { error, bus, memory } = Card::repoint(next, Left::STOPPED).expect_err("its owner drives");
-    assert!(matches!(error, NicError::BrokenSash { .. }), "{error}");
-    assert!(matches!(card.leave(), Err(NicError::BrokenSash { .. })), "it was not hushed");
+    assert!(matches!(error, NicError::BrokenDriverState { .. }), "{error}");
+    assert!(matches!(card.leave(), Err(NicError::BrokenDriverState { .. })), "it was not quiesced");
     let wrong = NicOptions { ring: 128, ..options() };
     let Failed { error, mut bus, memory } =
         Card::prepare_rings(bus, memory, &wrong, How::Point, MEMORY_AT).expect_err("128 descriptors");

@@ -32,13 +32,13 @@ const AT: Iova = Iova(1 << 32);
 const SIGKILL: i32 = 9;
 
 /// All that a process needs to drive the card: of the twin only what the others do not know, and the descriptors in their order.
-struct Kit {
+struct DeviceBundle {
     words: Vec<u32>,
     fds: Vec<OwnedFd>,
 }
 
-impl Kit {
-    fn of(bus: &VfioUser, parts: Parts) -> Kit {
+impl DeviceBundle {
+    fn of(bus: &VfioUser, parts: Parts) -> DeviceBundle {
         let Twin { connection, lock, config_len, bars, vectors, .. } = bus.twin().expect("descriptors are free");
         let Connection { socket, fds_max, transfer_max, .. } = connection;
         let [BarTwin { len, doorbells: Some(doorbells), places, .. }] = <[BarTwin; 1]>::try_from(bars).expect("BAR 0")
@@ -49,7 +49,7 @@ impl Kit {
         let mut words = vec![fds_max, transfer_max, small(config_len), small(len)];
         words.extend(places.iter().flat_map(|(offset, place)| [*offset, *place]));
         let [vector] = <[OwnedFd; 1]>::try_from(vectors).expect("one vector");
-        Kit { words, fds: vec![socket, lock, doorbells, vector, parts.rings, parts.frames, parts.ledger] }
+        DeviceBundle { words, fds: vec![socket, lock, doorbells, vector, parts.rings, parts.frames, parts.ledger] }
     }
 
     fn send(&self, socket: &UnixStream) {
@@ -92,7 +92,7 @@ impl Kit {
 /// The process that is killed: sends back what comes, turned round. It ends by itself only if something is wrong.
 fn drive() -> ! {
     let mut socket = UnixStream::from(std::io::stdin().as_fd().try_clone_to_owned().expect("a descriptor is free"));
-    let (bus, memory) = Kit::receive(&socket);
+    let (bus, memory) = DeviceBundle::receive(&socket);
     let prepared = Card::prepare(bus, memory).expect("it is ready");
     socket.write_all(&[1]).expect("somebody waits for that");
     socket.read_exact(&mut [0]).expect("the one before is dead");
@@ -117,14 +117,14 @@ struct Other(Child, UnixStream);
 
 impl Other {
     /// Ready to go on, which takes all its time now. It ends itself where `crash` says.
-    fn ready(test: &str, kit: &Kit, crash: Option<&str>) -> Other {
+    fn ready(test: &str, bundle: &DeviceBundle, crash: Option<&str>) -> Other {
         let (ours, theirs) = UnixStream::pair().expect("a pair of sockets");
         ours.set_read_timeout(Some(PATIENCE)).expect("a timeout above zero");
         let mut command = Command::new(std::env::current_exe().expect("this test"));
         command.args(["--exact", test, "--nocapture"]).env(ROLE, "1").envs(crash.map(|crash| ("TASUKI_CRASH", crash)));
         command.stdin(Stdio::from(OwnedFd::from(theirs))).stdout(Stdio::null());
         let mut other = Other(command.spawn().expect("this test can be started again"), ours);
-        kit.send(&other.1);
+        bundle.send(&other.1);
         other.1.read_exact(&mut [0]).expect("it gets ready");
         other
     }
@@ -153,17 +153,17 @@ impl Drop for Other {
 }
 
 /// The card, started by a driver that is gone at once; and what the others need.
-fn start(socket: OwnedFd) -> Kit {
+fn start(socket: OwnedFd) -> DeviceBundle {
     let memory = NicMemory::create(SLOTS, RINGS_LEN, AT).expect("a little memory");
     let parts = memory.parts().expect("descriptors are free");
     let nic = plugged::start(socket, memory, true);
-    Kit::of(nic.bus(), parts)
+    DeviceBundle::of(nic.bus(), parts)
 }
 
 /// Has drivers end one after the other as `ends` say, and a last one that stays until all frames are back. Says how many were killed.
 fn one_after_the_other(
     test: &str,
-    kit: &Kit,
+    bundle: &DeviceBundle,
     wire: &Wire,
     frames: u64,
     ends: impl Iterator<Item = (Option<String>, Duration)>,
@@ -171,7 +171,8 @@ fn one_after_the_other(
     wire.begin();
     let mut ends = ends.peekable();
     let mut killed = 0;
-    let next = |end: Option<&(Option<String>, Duration)>| Other::ready(test, kit, end.and_then(|end| end.0.as_deref()));
+    let next =
+        |end: Option<&(Option<String>, Duration)>| Other::ready(test, bundle, end.and_then(|end| end.0.as_deref()));
     let mut other = next(ends.peek());
     while let Some((_, patience)) = ends.next() {
         let spare = next(ends.peek());
@@ -187,8 +188,8 @@ fn one_after_the_other(
 
 fn nothing_is_lost(test: &str, frames: u64, ends: impl Iterator<Item = (Option<String>, Duration)> + Send) {
     let (killed, counts, _) = with_card(RATE, frames, |socket, wire| {
-        let kit = start(socket);
-        one_after_the_other(test, &kit, wire, frames, ends)
+        let bundle = start(socket);
+        one_after_the_other(test, &bundle, wire, frames, ends)
     });
     let got = (counts.received, counts.duplicated, counts.reordered, counts.damaged);
     assert_eq!(got, (frames, 0, 0, 0), "after {killed} kills");

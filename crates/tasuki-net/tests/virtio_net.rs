@@ -7,7 +7,7 @@ use std::time::Instant;
 
 use qemu::{MEMORY_AT, Machine, PATIENCE, QtestBus, regions};
 use tasuki_net::nic::bus::{Bus, Registers};
-use tasuki_net::nic::virtio_net::{VirtioNet, sash::Sash};
+use tasuki_net::nic::virtio_net::{VirtioNet, driver_state::DriverState};
 use tasuki_net::nic::{Link, Nic, NicError, NicMemory, NicOptions};
 use tasuki_net::port::{Burst, Frame, Port};
 use tasuki_shm::arena::{Arena, Geometry};
@@ -55,8 +55,8 @@ fn receive(card: &mut Card, count: usize) -> Vec<Vec<u8>> {
 #[test]
 fn a_kept_device_goes_on_while_it_is_parked_and_its_successor_finds_what_came() {
     let Some((machine, card, arena)) = start(KEPT) else { return };
-    let (bus, memory, sash) = card.park().expect("the card parks");
-    assert!(sash.is_kept());
+    let (bus, memory, driver_state) = card.park().expect("the card parks");
+    assert!(driver_state.is_kept());
     let frames: Vec<_> = (0..5).map(frame).collect();
     frames.iter().for_each(|frame| machine.wire().send_frame(frame));
     // The device's index in the used ring of the receive queue: behind 16 descriptors and the available ring.
@@ -65,8 +65,8 @@ fn a_kept_device_goes_on_while_it_is_parked_and_its_successor_finds_what_came() 
     while used[0].load(std::sync::atomic::Ordering::Acquire) >> 16 != 5 {
         assert!(Instant::now() < deadline, "the device goes on");
     }
-    let sash = Sash::read_from_bytes(sash.as_bytes()).expect("a sash is plain bytes");
-    let mut card = Card::resume(bus, memory, &sash).expect("the card goes on");
+    let driver_state = DriverState::read_from_bytes(driver_state.as_bytes()).expect("a driver state is plain bytes");
+    let mut card = Card::resume(bus, memory, &driver_state).expect("the card goes on");
     assert_eq!(receive(&mut card, 5), frames);
     // What came is handled with the next call.
     assert_eq!(card.receive(&mut Burst::new()).expect("the card works"), 0);
@@ -80,10 +80,11 @@ fn frames_that_had_come_are_the_successors_first_again_and_again() {
     // Six lie in the rings all the time, of eight that have room.
     frames[..6].iter().for_each(|frame| machine.wire().send_frame(frame));
     for (round, next) in frames[6..].iter().enumerate() {
-        let (bus, memory, sash) = card.park().expect("the card parks");
-        assert!(!sash.is_kept() && sash.come <= 6 && sash.come + sash.empty >= 7);
-        let sash = Sash::read_from_bytes(sash.as_bytes()).expect("a sash is plain bytes");
-        card = Card::resume(bus, memory, &sash).expect("the card goes on");
+        let (bus, memory, driver_state) = card.park().expect("the card parks");
+        assert!(!driver_state.is_kept() && driver_state.come <= 6 && driver_state.come + driver_state.empty >= 7);
+        let driver_state =
+            DriverState::read_from_bytes(driver_state.as_bytes()).expect("a driver state is plain bytes");
+        card = Card::resume(bus, memory, &driver_state).expect("the card goes on");
         machine.wire().send_frame(next);
         let mut burst = Burst::new();
         // One place.
@@ -103,24 +104,24 @@ fn frames_that_had_come_are_the_successors_first_again_and_again() {
 fn a_device_that_was_reset_meanwhile_is_noticed() {
     for properties in ["", KEPT] {
         let Some((machine, card, _arena)) = start(properties) else { return };
-        let (bus, memory, sash) = card.park().expect("the card parks");
+        let (bus, memory, driver_state) = card.park().expect("the card parks");
         // The device's status, in the common configuration that QEMU has at the beginning of BAR 4.
         let registers = machine.bus().registers(4).expect("BAR 4");
         assert_eq!(registers.read8(0x14), 0xf);
         registers.write8(0x14, 0);
-        let error = Card::resume(bus, memory, &sash).expect_err("nothing is as it was");
-        assert!(matches!(error.error, NicError::BrokenSash { value: 0, .. }), "{error}");
+        let error = Card::resume(bus, memory, &driver_state).expect_err("nothing is as it was");
+        assert!(matches!(error.error, NicError::BrokenDriverState { value: 0, .. }), "{error}");
     }
 }
 
 #[test]
-fn a_slot_that_stands_twice_in_a_sash_is_refused() {
+fn a_slot_that_stands_twice_in_a_driver_state_is_refused() {
     for properties in ["", KEPT] {
         let Some((_machine, card, arena)) = start(properties) else { return };
-        let (bus, memory, mut sash) = card.park().expect("the card parks");
-        sash.rx[1] = sash.rx[0];
-        let error = Card::resume(bus, memory, &sash).expect_err("one slot cannot take two frames");
-        assert!(matches!(error.error, NicError::BrokenSash { .. }), "{error}");
+        let (bus, memory, mut driver_state) = card.park().expect("the card parks");
+        driver_state.rx[1] = driver_state.rx[0];
+        let error = Card::resume(bus, memory, &driver_state).expect_err("one slot cannot take two frames");
+        assert!(matches!(error.error, NicError::BrokenDriverState { .. }), "{error}");
         assert_eq!(arena.census().peer, 8, "the card has what it had");
     }
 }

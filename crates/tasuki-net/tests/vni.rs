@@ -18,7 +18,7 @@ mod tests {
     use tasuki_net::vni::{IDLE, Incoming, NoRoom, PATIENCE, PIECE_MAX, SendError};
     use tasuki_shm::line::{Claims, Line};
     use tasuki_shm::vni::directory::{Directory, Lookup, directory_lines};
-    use tasuki_shm::vni::estate::{Estate, PeerEstate};
+    use tasuki_shm::vni::node_memory::{NodeMemory, PeerNodeMemory};
     use zerocopy::IntoBytes;
 
     use crate::net::{Net, frame, readable, received};
@@ -87,8 +87,8 @@ mod tests {
         let sent = (0..300).filter(|&number| net.node(0).send(1, &frame(number, 60)).is_ok()).count();
         assert_eq!(sent, 256);
         net.node(0).flush();
-        let (estate, _) = PeerEstate::map(&net.estate(0)).unwrap();
-        let line = estate.line_of(1);
+        let (node_memory, _) = PeerNodeMemory::map(&net.node_memory(0)).unwrap();
+        let line = node_memory.line_of(1);
         // Received, sent, and refused since the ring was full.
         assert_eq!([1, 2, 3].map(|word| line.load(0, word)), [0, 256, 44]);
     }
@@ -383,9 +383,9 @@ mod tests {
     }
 
     /// A node that was an honest one's neighbour, and its memory for somebody to scribble in.
-    fn turned(net: &mut Net, number: usize) -> Estate {
+    fn turned(net: &mut Net, number: usize) -> NodeMemory {
         drop(net.take(number));
-        Estate::adopt(net.estate(number)).unwrap().0
+        NodeMemory::adopt(net.node_memory(number)).unwrap().0
     }
 
     #[test]
@@ -601,7 +601,7 @@ mod tests {
         directory.add(VICTIM, 0).unwrap();
         let mut switch = Switch::new(0, Lookup::new(Claims::of(lines)));
         let mut net = Net::of(2);
-        let pool = std::fs::File::from(net.estate(1).pool);
+        let pool = std::fs::File::from(net.node_memory(1).pool);
         let (mut out, into) = std::io::pipe().unwrap();
         for with_header in [false, true] {
             let sent = [&VICTIM[..], &OWN, &[0x88, 0xb5], &[7; 86]].concat();

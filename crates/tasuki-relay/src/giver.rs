@@ -1,7 +1,7 @@
 //! The side that holds the lease: a worker that drives a device until it is told to let go.
 //!
 //! Its data path looks once a burst whether a release was ordered: one load of a word that names the epoch to be released, beside
-//! the lease. What follows in place is [`Action::WriteSash`] (the cursors) and [`Action::Pass`] (one compare-and-swap).
+//! the lease. What follows in place is [`Action::WriteDriverState`] (the cursors) and [`Action::Pass`] (one compare-and-swap).
 
 use crate::table::{All, Row, Then::*};
 
@@ -46,8 +46,8 @@ pub enum Action {
     Stop,
     /// Go on driving, from what it has in hand.
     Resume,
-    /// Write the cursors to the sash.
-    WriteSash,
+    /// Write the cursors to the driver state.
+    WriteDriverState,
     /// Compare-and-swap: from its own tenure to nobody's.
     Pass,
     /// Let go of the device without touching it.
@@ -90,7 +90,7 @@ pub const TABLE: &[Row<State, Event, Action>] = {
         Row { from: &[Stopping], on: Recall, then: Go(Driving, &[Resume, SayKept]), because: "nobody else has begun: it still holds the lease" },
         Row { from: &[Passing], on: Recall, then: Refuse, because: FIRST },
         Row { from: ENDED, on: Recall, then: Refuse, because: "passed is final; an order to take, as any taker gets it, is the way back" },
-        Row { from: &[Stopping], on: Stopped, then: Go(Passing, &[WriteSash, Pass]), because: "the sash must be true before anybody can win the lease (Y4)" },
+        Row { from: &[Stopping], on: Stopped, then: Go(Passing, &[WriteDriverState, Pass]), because: "the driver state must be true before anybody can win the lease (Y4)" },
         Row { from: &[Driving, Passing], on: Stopped, then: Refuse, because: "it was not stopping" },
         Row { from: ENDED, on: Stopped, then: Refuse, because: OVER },
         Row { from: &[Stopping], on: Stuck, then: Go(Driving, &[Resume, SayKept]), because: "a card that will not stop stays where it is" },

@@ -11,7 +11,7 @@
 //! - **Y1** The lease word decides, never a timeout: a deadline makes the arbiter try a compare-and-swap, and nothing else.
 //! - **Y2** A worker takes the lease only from the very word that an order named, so an order that comes late is void.
 //! - **Y3** Only workers that have stopped, died or been fenced lose the lease: the first pass it, from the others the arbiter seizes it.
-//! - **Y4** The sash is written before the lease is passed, and read after it was won.
+//! - **Y4** The driver state is written before the lease is passed, and read after it was won.
 //! - **Y5** A machine does all that a row says before it hears of anything else.
 //! - **Y6** Whoever was fenced never drives again, and a fence is recorded before it is put up.
 
@@ -20,11 +20,11 @@
 use std::num::NonZeroU32;
 
 pub mod arbiter;
+pub mod driver_state;
 pub mod giver;
-pub mod letter;
+pub mod heartbeat;
+pub mod message;
 pub mod method;
-pub mod pulse;
-pub mod sash;
 pub mod table;
 pub mod taker;
 pub mod wire;
@@ -79,7 +79,7 @@ impl Tenure {
 /// How the last driver ended, and so what is true of its device.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum After {
-    /// It stopped and wrote its sash.
+    /// It stopped and wrote its driver state.
     Passed,
     /// It died or was fenced in the middle of something, or nobody knows: the rings have the truth, as its last store left them.
     Lost,

@@ -171,16 +171,16 @@ fn first_of(methods: &[Method], card: &Card, trust: Trust) -> Choice {
 /// How a successor gets at the state of its predecessor.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum State {
-    /// It reads the sash where it is.
+    /// It reads the driver state where it is.
     InPlace,
     /// The giver writes it to the daemon's store, in the form of another version.
     Store,
 }
 
-/// A sash's layout that nobody here can turn into one that the successor reads.
+/// A driver state's layout that nobody here can turn into one that the successor reads.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 #[error(
-    "the giver writes sashes of version {writes}, and the successor reads {reads_from} to {reads_to}; go by a version between them, or hand the NIC over cold"
+    "the giver writes driver states of version {writes}, and the successor reads {reads_from} to {reads_to}; go by a version between them, or hand the NIC over cold"
 )]
 pub struct Apart {
     /// What the giver writes.

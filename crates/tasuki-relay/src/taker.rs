@@ -9,7 +9,7 @@ use crate::table::{All, Row, Then::*};
 pub enum State {
     /// It has begun and nothing was asked of it.
     Idle,
-    /// It maps the memory and the registers, and checks that it understands the sash's kind and version.
+    /// It maps the memory and the registers, and checks that it understands the driver state's kind and version.
     Preparing,
     /// It could go on at once.
     Ready,
@@ -17,11 +17,11 @@ pub enum State {
     Waiting,
     /// It has tried the compare-and-swap.
     Taking,
-    /// It holds the lease, and reads the sash.
+    /// It holds the lease, and reads the driver state.
     Reading,
     /// It drives. From here on it is a giver.
     Driving,
-    /// It cannot go on from the sash, and passes the lease back.
+    /// It cannot go on from the driver state, and passes the lease back.
     Returning,
     /// It cannot take this device.
     Failed,
@@ -48,7 +48,7 @@ pub enum Event {
     Won,
     /// Its compare-and-swap failed.
     Lost,
-    /// The sash is whole and the card is as it says.
+    /// The driver state is whole and the card is as it says.
     Sound,
     /// It is not.
     Broken,
@@ -61,13 +61,13 @@ pub enum Event {
 /// What a taker does.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Action {
-    /// Map everything, and look at kind and version of the sash.
+    /// Map everything, and look at kind and version of the driver state.
     Map,
     /// Look at the word until it is the one that the order named, or has moved on.
     Look,
     /// Compare-and-swap: from the word that the order named to its own tenure.
     Take,
-    /// Read and check the sash, or the rings if the last driver was lost.
+    /// Read and check the driver state, or the rings if the last driver was lost.
     Read,
     /// Look at the rings once, whether something rang or not.
     LookOnce,
@@ -130,7 +130,7 @@ pub const TABLE: &[Row<State, Event, Action>] = {
         Row { from: &[Idle, Preparing, Ready, Failed, Taking, Reading, Returning, Driving, Left], on: E::Free, then: Refuse, because: "nobody told it to take" },
         Row { from: &[Waiting], on: E::Moved, then: Go(Ready, &[A::SayLost]), because: "the order is void: the lease is in another epoch (Y2)" },
         Row { from: &[Idle, Preparing, Ready, Failed, Taking, Reading, Returning, Driving, Left], on: E::Moved, then: Refuse, because: "it was not looking" },
-        Row { from: &[Taking], on: E::Won, then: Go(Reading, &[A::Read]), because: "the sash stays as it is while we hold the lease (Y4)" },
+        Row { from: &[Taking], on: E::Won, then: Go(Reading, &[A::Read]), because: "the driver state stays as it is while we hold the lease (Y4)" },
         Row { from: &[Returning], on: E::Won, then: Go(Failed, &[A::SayFailed]), because: "the giver, or another stand-by, can have it" },
         Row { from: &[Taking], on: E::Lost, then: Go(Ready, &[A::SayLost]), because: "somebody else was quicker" },
         Row { from: &[Returning], on: E::Lost, then: Go(Failed, &[A::SayFailed]), because: "it was fenced and replaced meanwhile" },

@@ -16,7 +16,7 @@ use zerocopy::little_endian::{U16, U32, U64};
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout};
 
 use crate::After;
-use crate::letter::Inflight;
+use crate::message::Inflight;
 use crate::method::Method;
 use crate::table::All;
 
@@ -43,8 +43,8 @@ pub enum Use {
 pub enum Position {
     /// The line with the lease word and the word of orders.
     Lease,
-    /// The memory of the sash.
-    Sash,
+    /// The memory of the driver state.
+    DriverState,
     /// The device, or the connection to whoever serves it.
     Device,
     /// What gives the device its view of memory.
@@ -62,7 +62,7 @@ pub enum Position {
 impl All for Position {
     const ALL: &'static [Self] = {
         use Position::*;
-        &[Lease, Sash, Device, Iommu, Rings, Arena, Bell, Life]
+        &[Lease, DriverState, Device, Iommu, Rings, Arena, Bell, Life]
     };
 }
 
@@ -106,27 +106,27 @@ pub enum Reason {
         /// Its [`Position`].
         position: u64,
     },
-    /// It does not read this sash.
+    /// It does not read this driver state.
     #[error(
-        "the worker does not read sashes of kind {kind:#x} version {version}; hand the NIC over by the store, or cold"
+        "the worker does not read driver states of kind {kind:#x} version {version}; hand the NIC over by the store, or cold"
     )]
-    OtherSash {
+    OtherDriverState {
         /// Whose it is.
         kind: u64,
         /// Of which version.
         version: u64,
     },
     /// What it read is not what was written.
-    #[error("the sash is damaged: its checksum is {is:#x} and should be {should:#x}; the giver goes on")]
-    DamagedSash {
+    #[error("the driver state is damaged: its checksum is {is:#x} and should be {should:#x}; the giver goes on")]
+    DamagedDriverState {
         /// What the bytes have.
         is: u64,
         /// What the envelope says.
         should: u64,
     },
-    /// The sash is not true of the device.
-    #[error("the sash is not true of the device ({value:#x}); the giver goes on")]
-    WrongSash {
+    /// The driver state is not true of the device.
+    #[error("the driver state is not true of the device ({value:#x}); the giver goes on")]
+    WrongDriverState {
         /// What stands there.
         value: u64,
     },
@@ -201,9 +201,9 @@ impl Reason {
         match self {
             Reason::MemLock { may, needs } => (1, may, needs),
             Reason::Missing { position } => (2, position, 0),
-            Reason::OtherSash { kind, version } => (3, kind, version),
-            Reason::DamagedSash { is, should } => (4, is, should),
-            Reason::WrongSash { value } => (5, value, 0),
+            Reason::OtherDriverState { kind, version } => (3, kind, version),
+            Reason::DamagedDriverState { is, should } => (4, is, should),
+            Reason::WrongDriverState { value } => (5, value, 0),
             Reason::CardStuck { limit_ms } => (6, limit_ms, 0),
             Reason::CardGone => (7, 0, 0),
             Reason::Recalled => (8, 0, 0),
@@ -223,9 +223,9 @@ impl Reason {
         match code {
             1 => Reason::MemLock { may: a, needs: b },
             2 => Reason::Missing { position: a },
-            3 => Reason::OtherSash { kind: a, version: b },
-            4 => Reason::DamagedSash { is: a, should: b },
-            5 => Reason::WrongSash { value: a },
+            3 => Reason::OtherDriverState { kind: a, version: b },
+            4 => Reason::DamagedDriverState { is: a, should: b },
+            5 => Reason::WrongDriverState { value: a },
             6 => Reason::CardStuck { limit_ms: a },
             7 => Reason::CardGone,
             8 => Reason::Recalled,
@@ -269,13 +269,13 @@ impl All for Standing {
 pub enum Order {
     /// Say who you are.
     Who,
-    /// Map all this, and see whether you understand such a sash.
+    /// Map all this, and see whether you understand such a driver state.
     Prepare {
         /// What for.
         purpose: Use,
         /// How.
         method: Method,
-        /// Whose sash.
+        /// Whose driver state.
         kind: u32,
         /// Of which version.
         version: u32,
@@ -298,7 +298,7 @@ pub enum Order {
         epoch: u32,
         /// How the last driver ended.
         after: After,
-        /// The epoch in which the sash was written, where that driver passed the lease.
+        /// The epoch in which the driver state was written, where that driver passed the lease.
         wrote: u32,
     },
     /// Wait for nothing any more.
@@ -467,8 +467,8 @@ impl Order {
         match self {
             Order::Who => plain(1, 0),
             Order::Prepare { purpose, method, kind, version, carries } => {
-                let sash = u64::from(kind) << 32 | u64::from(version);
-                Packet::bytes(2, 0, purpose as u16, method as u16, sash, carries.0.into())
+                let driver_state = u64::from(kind) << 32 | u64::from(version);
+                Packet::bytes(2, 0, purpose as u16, method as u16, driver_state, carries.0.into())
             }
             Order::Release { epoch } => plain(3, epoch),
             Order::Recall { epoch } => plain(4, epoch),
@@ -504,7 +504,7 @@ impl Order {
     }
 }
 
-/// How a relay is meant, told to both sides before either is ordered to do its part. A packet, for a letter takes as long to read as a hundred frames.
+/// How a relay is meant, told to both sides before either is ordered to do its part. A packet, for a message takes as long to read as a hundred frames.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Plan {
     /// How; an upgrade is a `keep` within the node.
@@ -513,7 +513,7 @@ pub struct Plan {
     pub handover: bool,
     /// What becomes of frames in flight.
     pub inflight: Inflight,
-    /// The sash goes by the store: the giver writes it as bytes, to [`ToDaemon::Sash`](crate::letter::ToDaemon::Sash), before it passes the lease.
+    /// The driver state goes by the store: the giver writes it as bytes, to [`ToDaemon::DriverState`](crate::message::ToDaemon::DriverState), before it passes the lease.
     pub store: bool,
     /// The taker does not trust the giver, which is fenced once it has passed the lease.
     pub fenced: bool,
@@ -724,6 +724,6 @@ mod tests {
     fn descriptors_are_named_by_what_they_are() {
         let came = Positions::of(&[Position::Arena, Position::Lease]);
         assert!(came.iter().eq([Position::Lease, Position::Arena]), "in the order of positions");
-        assert_eq!(came.lacks(&[Position::Lease, Position::Sash]), Some(Position::Sash));
+        assert_eq!(came.lacks(&[Position::Lease, Position::DriverState]), Some(Position::DriverState));
     }
 }

@@ -52,7 +52,7 @@ pub enum Input {
     Prepared,
     /// Something is missing or not understood.
     Unfit(Reason),
-    /// The sash is whole and true.
+    /// The driver state is whole and true.
     Sound,
     /// It is not.
     Broken(Reason),
@@ -61,14 +61,14 @@ pub enum Input {
 /// What a worker does.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Do {
-    /// Map everything, and look at kind and version of the sash. Then [`Input::Prepared`] or [`Input::Unfit`].
+    /// Map everything, and look at kind and version of the driver state. Then [`Input::Prepared`] or [`Input::Unfit`].
     Map,
     /// End the burst, and have the card stop. Then [`Input::Stopped`] or [`Input::Stuck`].
     Stop,
     /// Go on driving.
     Resume,
-    /// Write the sash of this epoch.
-    WriteSash {
+    /// Write the driver state of this epoch.
+    WriteDriverState {
         /// Which.
         epoch: u32,
     },
@@ -81,7 +81,7 @@ pub enum Do {
     },
     /// Watch the word, and hear it as [`Input::Word`] until it has led on.
     Look,
-    /// Read the sash. Then [`Input::Sound`] or [`Input::Broken`].
+    /// Read the driver state. Then [`Input::Sound`] or [`Input::Broken`].
     Read {
         /// How the last driver ended.
         after: After,
@@ -106,7 +106,7 @@ pub struct Worker {
     /// What it holds; or the word from which it is to take; or what it held last.
     tenure: Tenure,
     after: After,
-    /// The epoch in which the sash was written that it is to read.
+    /// The epoch in which the driver state was written that it is to read.
     wrote: u32,
     reason: Reason,
 }
@@ -242,7 +242,7 @@ impl Worker {
         let act = |action: &Action| match action {
             Action::Stop => Do::Stop,
             Action::Resume => Do::Resume,
-            Action::WriteSash => Do::WriteSash { epoch },
+            Action::WriteDriverState => Do::WriteDriverState { epoch },
             Action::Pass => Do::Swap { from: tenure, to: tenure.passed() },
             Action::Yield => Do::Yield,
             Action::SayReleased => Do::Say(Report::Released { epoch }),

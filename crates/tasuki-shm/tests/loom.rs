@@ -158,13 +158,13 @@ mod tests {
     }
 
     /// One end of a connection: what it reads, where it sleeps.
-    struct Ear {
+    struct BellReceiver {
         rx: Rx,
         bell: Bell<Lines>,
         pipe: Pipe,
     }
 
-    impl Ear {
+    impl BellReceiver {
         /// Waits as a client and a server do. A wake-up that is lost is a deadlock, and loom says so.
         fn hear(&mut self) -> Message {
             loop {
@@ -199,9 +199,9 @@ mod tests {
         }
     }
 
-    fn line_of_speech(capacity: usize) -> (Mouth, Ear) {
+    fn line_of_speech(capacity: usize) -> (Mouth, BellReceiver) {
         let ((tx, rx), (bell, ringer), pipe) = (ring(capacity, 0), bell(), Pipe::new());
-        (Mouth { tx, ringer, pipe: pipe.clone() }, Ear { rx, bell, pipe })
+        (Mouth { tx, ringer, pipe: pipe.clone() }, BellReceiver { rx, bell, pipe })
     }
 
     fn passes_through_a_ring_whole_and_in_order(capacity: usize, start: u32, count: u64) {
@@ -298,13 +298,13 @@ mod tests {
     #[test]
     fn no_wake_up_is_lost() {
         explore(|| {
-            let (mut mouth, mut ear) = line_of_speech(2);
+            let (mut mouth, mut bell_receiver) = line_of_speech(2);
             let speaker = thread::spawn(move || {
                 mouth.say(&message(1));
                 mouth.say(&message(2));
             });
-            assert_eq!(ear.hear(), message(1));
-            assert_eq!(ear.hear(), message(2));
+            assert_eq!(bell_receiver.hear(), message(1));
+            assert_eq!(bell_receiver.hear(), message(2));
             speaker.join().unwrap();
         });
     }

@@ -522,7 +522,7 @@ mod tests {
         let stage = Stage::new(0);
         let _server = stage.server();
         let refused = refusal(Successor::approach(stage.socket()));
-        assert_eq!(refused, Refusal::NoEstate);
+        assert_eq!(refused, Refusal::NoInheritance);
         assert!(refused.to_string().contains("ServerOptions::state"), "{refused}");
         let mut client = stage.client(&small());
         let _ = client.call(Ask::new(ECHO, b"it serves on"), ample()).unwrap();

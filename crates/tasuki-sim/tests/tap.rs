@@ -90,7 +90,7 @@ fn inside() {
 
 #[test]
 fn an_interface_needs_a_name_that_fits() {
-    for name in ["", "sixteen-letters!"] {
+    for name in ["", "sixteen-messages!"] {
         assert!(matches!(Tap::open(name), Err(TapError::Name(_))), "{name:?}");
     }
 }

@@ -21,9 +21,9 @@ const IFF_TAP: u16 = 0x0002;
 const IFF_NO_PI: u16 = 0x1000;
 /// but with the one of virtio-net, 10 bytes.
 const IFF_VNET_HDR: u16 = 0x4000;
-/// IFF_ONE_QUEUE, which does nothing (`<linux/if_tun.h>`) and is kept: the mark of a TAP that stands beside a leg. Whoever has the interface in a
+/// IFF_ONE_QUEUE, which does nothing (`<linux/if_tun.h>`) and is kept: the mark of a TAP that stands beside a veth end. Whoever has the interface in a
 /// namespace of their own may rename it and move it to another; its flags are set by who makes it alone.
-const IFF_OF_LEG: u16 = 0x2000;
+const IFF_OF_VETH_END: u16 = 0x2000;
 
 /// Frames need no check sum, and may be segments of TCP over IPv4 and IPv6, with ECN too,
 const OFFLOADS: usize = 0x01 | 0x02 | 0x04 | 0x08;
@@ -66,9 +66,9 @@ pub fn open(name: &str, before: Before) -> Result<OwnedFd, TapError> {
     open_with(name, before, 0)
 }
 
-/// The same for one that stands beside a leg, which [`identity`] tells from all others.
-pub fn open_beside_leg(name: &str) -> Result<OwnedFd, TapError> {
-    open_with(name, Before::Offload, IFF_OF_LEG)
+/// The same for one that stands beside a veth end, which [`identity`] tells from all others.
+pub fn open_beside_veth_end(name: &str) -> Result<OwnedFd, TapError> {
+    open_with(name, Before::Offload, IFF_OF_VETH_END)
 }
 
 fn open_with(name: &str, before: Before, mark: u16) -> Result<OwnedFd, TapError> {
@@ -104,7 +104,7 @@ fn take_unfinished(device: &OwnedFd) -> Result<(), Errno> {
     set(OFFLOADS | UDP_TOO).or_else(|_| set(OFFLOADS))
 }
 
-/// What the interface of a TAP device is called, and whether it was made to stand beside a leg.
+/// What the interface of a TAP device is called, and whether it was made to stand beside a veth end.
 pub fn identity(device: BorrowedFd<'_>) -> Result<(String, bool), Errno> {
     let mut request = Request { name: [0; NAME_LEN], flags: 0, rest: [0; 22] };
     // SAFETY: the structure is the one that this request fills in (T1).
@@ -112,7 +112,7 @@ pub fn identity(device: BorrowedFd<'_>) -> Result<(String, bool), Errno> {
     // SAFETY: of another device it is refused; the request outlives the call (T1).
     unsafe { rustix::ioctl::ioctl(device, updater) }?;
     let len = request.name.iter().position(|byte| *byte == 0).unwrap_or(NAME_LEN);
-    Ok((String::from_utf8_lossy(&request.name[..len]).into_owned(), request.flags & IFF_OF_LEG != 0))
+    Ok((String::from_utf8_lossy(&request.name[..len]).into_owned(), request.flags & IFF_OF_VETH_END != 0))
 }
 
 /// The network namespace that the interface of a TAP device is in, whoever asks.

@@ -72,8 +72,8 @@ pub enum TapError {
     #[error("a VNI has 2048 namespaces, and no more fit; remove one")]
     Crowded,
     /// A TAP that no daemon of ours made in this way.
-    #[error("the TAP {0} is no leg of a namespace on this VNI")]
-    NoLeg(String),
+    #[error("the TAP {0} is no veth end of a namespace on this VNI")]
+    NoVethEnd(String),
     /// It is there, and could not be set up.
     #[error("the interface {name} cannot have {what}: {why}")]
     SetUp {

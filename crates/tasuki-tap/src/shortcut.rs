@@ -2,7 +2,7 @@
 //! sender's call into the receiver's namespace, copied by nobody.
 //!
 //! ```text
-//!   namespace A                     the VNI's junction                          namespace B
+//!   namespace A                     the VNI's hub namespace                          namespace B
 //!   ┌───────────┐        ┌───────────────────────────────────────────┐        ┌───────────┐
 //!   │    lan ───┼─ veth ─┼─ leg1 ─ sorter ─ is it for B? ────────────┼─ veth ─┼─▶ lan     │
 //!   │           │        │              └── else ─▶ tap1 ─▶ worker A │        │           │
@@ -10,7 +10,7 @@
 //!   └───────────┘        └───────────────────────────────────────────┘        └───────────┘
 //! ```
 //!
-//! A namespace has one end of a pair; the other end, its *leg*, is in a network namespace without a name, the *junction*, with a TAP beside it whose
+//! A namespace has one end of a pair; the other end, its *veth end*, is in a network namespace without a name, the *hub namespace*, with a TAP beside it whose
 //! descriptor the node's worker has. Whatever the [sorter](Program::sorter) does not know goes there: broadcasts, what is for a node that is no
 //! namespace, and what is sent in another's name.
 
@@ -28,27 +28,27 @@ use crate::{Address, TapError, is_name};
 /// Namespaces of a VNI at most, and some that are going.
 const WAYS: u32 = 2048;
 
-/// Bytes of a frame behind its header that a TAP takes, and a pair: whatever a namespace is set to, its leg takes it.
+/// Bytes of a frame behind its header that a TAP takes, and a pair: whatever a namespace is set to, its veth end takes it.
 const TAP_MTU: u32 = 65_521;
 const PAIR_MTU: u32 = 65_535;
 
-/// What interfaces of a junction are called, with a number behind.
-const LEG: &str = "leg";
+/// What interfaces of a hub namespace are called, with a number behind.
+const VETH_END: &str = "veth_end";
 const TAP: &str = "tap";
 
 /// What the namespaces of one VNI hang together by.
 #[derive(Debug)]
 pub struct Shortcut {
-    junction: Unnamed,
+    hub: Unnamed,
     ways: Arc<Ways>,
-    /// Legs are numbered.
+    /// Veth ends are numbered.
     next: u32,
 }
 
 /// What one namespace hangs on. It stays when this is dropped, for a worker may go on with it; it goes by [`remove`](Self::remove), with the
-/// namespace, or when nobody has the junction any more.
+/// namespace, or when nobody has the hub namespace any more.
 #[derive(Debug)]
-pub struct Leg {
+pub struct VethEnd {
     /// Our end of its pair,
     pair: Interface,
     /// and what stands beside it.
@@ -74,9 +74,9 @@ pub struct Crossed {
     pub received: u64,
 }
 
-/// The leg of this number in the caller's network namespace, if it is there,
-fn leg_at(number: u32) -> Result<Option<Interface>, TapError> {
-    Interface::if_there(&format!("{LEG}{number}"))
+/// The veth end of this number in the caller's network namespace, if it is there,
+fn veth_end_at(number: u32) -> Result<Option<Interface>, TapError> {
+    Interface::if_there(&format!("{VETH_END}{number}"))
 }
 
 /// and the TAP beside it.
@@ -89,33 +89,33 @@ fn no_program(errno: Errno) -> TapError {
 }
 
 impl Shortcut {
-    fn at(junction: Unnamed) -> Result<Self, TapError> {
-        Ok(Shortcut { junction, ways: Arc::new(Ways::new(WAYS).map_err(no_program)?), next: 0 })
+    fn at(hub: Unnamed) -> Result<Self, TapError> {
+        Ok(Shortcut { hub, ways: Arc::new(Ways::new(WAYS).map_err(no_program)?), next: 0 })
     }
 
     /// One with nobody on it.
     pub fn new() -> Result<Self, TapError> {
-        let junction = Unnamed::new()?;
-        // Nothing there is to speak of itself: what a leg sent would reach a namespace. Without IPv6 there is no such file.
+        let hub = Unnamed::new()?;
+        // Nothing there is to speak of itself: what a veth end sent would reach a namespace. Without IPv6 there is no such file.
         let quiet = || Ok(std::fs::write("/proc/sys/net/ipv6/conf/default/disable_ipv6", "1"));
-        let _ = junction.within(quiet)?;
-        Self::at(junction)
+        let _ = hub.within(quiet)?;
+        Self::at(hub)
     }
 
-    /// The one that a daemon before this one made, by the TAP of one of its legs. It knows of no leg until each was [adopted](Self::adopt);
+    /// The one that a daemon before this one made, by the TAP of one of its veth ends. It knows of no veth end until each was [adopted](Self::adopt);
     /// until then they go on as they did. Around another TAP there is none: where that is, others may rule.
     pub fn around(device: &OwnedFd) -> Result<Self, TapError> {
-        Self::at(Found::by(device)?.junction)
+        Self::at(Found::by(device)?.hub)
     }
 
-    /// Gives the namespace an interface `name` with the station address `mac`, and a leg; and returns what its worker reads and writes.
+    /// Gives the namespace an interface `name` with the station address `mac`, and a veth end; and returns what its worker reads and writes.
     pub fn connect(
         &mut self,
         place: &Namespace,
         name: &str,
         address: Option<Address>,
         mac: [u8; 6],
-    ) -> Result<(Leg, OwnedFd), TapError> {
+    ) -> Result<(VethEnd, OwnedFd), TapError> {
         if !is_name(name) {
             return Err(TapError::Name(name.to_owned()));
         }
@@ -124,7 +124,7 @@ impl Shortcut {
             Err(TapError::Taken(_)) if self.sweep()? => self.plug(place, name, mac),
             made => made,
         };
-        let (leg, device) = made?;
+        let (veth_end, device) = made?;
         let set_up = place.within(|| {
             let interface = Interface::find(name)?;
             interface.set_mac(mac)?;
@@ -134,46 +134,46 @@ impl Shortcut {
             interface.up()
         });
         match set_up {
-            Ok(()) => Ok((leg, device)),
+            Ok(()) => Ok((veth_end, device)),
             Err(error) => {
-                leg.remove();
+                veth_end.remove();
                 Err(error)
             }
         }
     }
 
-    fn plug(&mut self, place: &Namespace, name: &str, mac: [u8; 6]) -> Result<(Leg, OwnedFd), TapError> {
+    fn plug(&mut self, place: &Namespace, name: &str, mac: [u8; 6]) -> Result<(VethEnd, OwnedFd), TapError> {
         let there = place.open()?;
         let number = self.free_number()?;
         let sender = Sender::new().map_err(no_program)?;
-        let (pair, tap, device) = self.junction.within(|| {
+        let (pair, tap, device) = self.hub.within(|| {
             let tap_name = format!("{TAP}{number}");
-            let device = device::open_beside_leg(&tap_name)?;
+            let device = device::open_beside_veth_end(&tap_name)?;
             let tap = Interface::find(&tap_name)?;
-            let pair = Interface::create_pair(&format!("{LEG}{number}"), PAIR_MTU, name, there.as_fd())?;
+            let pair = Interface::create_pair(&format!("{VETH_END}{number}"), PAIR_MTU, name, there.as_fd())?;
             Ok((pair, tap, device))
         })?;
         self.next = number + 1;
-        let mut leg = self.leg(pair, tap, sender, mac, true);
-        match leg.start() {
-            Ok(()) => Ok((leg, device)),
+        let mut veth_end = self.veth_end(pair, tap, sender, mac, true);
+        match veth_end.start() {
+            Ok(()) => Ok((veth_end, device)),
             Err(error) => {
-                leg.remove();
+                veth_end.remove();
                 Err(error)
             }
         }
     }
 
-    fn leg(&self, pair: Interface, tap: Interface, sender: Sender, mac: [u8; 6], may_open: bool) -> Leg {
-        Leg { pair, tap, sender, ways: Arc::clone(&self.ways), mac, received: 0, is_open: false, may_open }
+    fn veth_end(&self, pair: Interface, tap: Interface, sender: Sender, mac: [u8; 6], may_open: bool) -> VethEnd {
+        VethEnd { pair, tap, sender, ways: Arc::clone(&self.ways), mac, received: 0, is_open: false, may_open }
     }
 
     fn free_number(&self) -> Result<u32, TapError> {
         let next = self.next;
-        self.junction.within(|| {
+        self.hub.within(|| {
             for number in (next..WAYS).chain(0..next.min(WAYS)) {
-                // Of a leg that went with its namespace the TAP may be there still.
-                if leg_at(number)?.is_none() && tap_at(number)?.is_none() {
+                // Of a veth end that went with its namespace the TAP may be there still.
+                if veth_end_at(number)?.is_none() && tap_at(number)?.is_none() {
                     return Ok(number);
                 }
             }
@@ -181,14 +181,14 @@ impl Shortcut {
         })
     }
 
-    /// Takes away the legs whose TAPs nobody has; says whether there were any.
+    /// Takes away the veth ends whose TAPs nobody has; says whether there were any.
     pub fn sweep(&self) -> Result<bool, TapError> {
-        self.junction.within(|| {
+        self.hub.within(|| {
             let mut swept = false;
             for number in 0..WAYS {
-                let Some(leg) = leg_at(number)? else { continue };
+                let Some(veth_end) = veth_end_at(number)? else { continue };
                 if tap_at(number)?.is_none() {
-                    leg.delete()?;
+                    veth_end.delete()?;
                     swept = true;
                 }
             }
@@ -196,24 +196,24 @@ impl Shortcut {
         })
     }
 
-    /// A leg that a daemon before this one made, by its TAP: with programs that look into this one's table. Its frames all go by its worker if it
+    /// A veth end that a daemon before this one made, by its TAP: with programs that look into this one's table. Its frames all go by its worker if it
     /// may not take the shortcut, or hangs elsewhere than the others do.
-    pub fn adopt(&mut self, device: &OwnedFd, mac: [u8; 6], may: bool) -> Result<Leg, TapError> {
-        let Found { junction, number, pair, tap } = Found::by(device)?;
-        let is_here = junction.is(&self.junction);
-        let mut leg = self.leg(pair, tap, Sender::new().map_err(no_program)?, mac, may && is_here);
+    pub fn adopt(&mut self, device: &OwnedFd, mac: [u8; 6], may: bool) -> Result<VethEnd, TapError> {
+        let Found { hub, number, pair, tap } = Found::by(device)?;
+        let is_here = hub.is(&self.hub);
+        let mut veth_end = self.veth_end(pair, tap, Sender::new().map_err(no_program)?, mac, may && is_here);
         if is_here {
             self.next = self.next.max(number + 1);
         }
-        leg.sort()?;
-        leg.set_detour(false)?;
-        Ok(leg)
+        veth_end.sort()?;
+        veth_end.set_detour(false)?;
+        Ok(veth_end)
     }
 }
 
-/// A leg, as it is found by its TAP.
+/// A veth end, as it is found by its TAP.
 struct Found {
-    junction: Unnamed,
+    hub: Unnamed,
     number: u32,
     pair: Interface,
     tap: Interface,
@@ -221,23 +221,23 @@ struct Found {
 
 impl Found {
     fn by(device: &OwnedFd) -> Result<Self, TapError> {
-        let (name, is_beside_leg) = device::identity(device.as_fd()).map_err(TapError::of)?;
-        let number = name.strip_prefix(TAP).filter(|_| is_beside_leg).and_then(|number| number.parse().ok());
-        let number: u32 = number.ok_or_else(|| TapError::NoLeg(name.clone()))?;
-        let junction = Unnamed::of(device::namespace_of(device.as_fd()).map_err(TapError::of)?);
-        let (pair, tap) = junction.within(|| {
+        let (name, is_beside_veth_end) = device::identity(device.as_fd()).map_err(TapError::of)?;
+        let number = name.strip_prefix(TAP).filter(|_| is_beside_veth_end).and_then(|number| number.parse().ok());
+        let number: u32 = number.ok_or_else(|| TapError::NoVethEnd(name.clone()))?;
+        let hub = Unnamed::of(device::namespace_of(device.as_fd()).map_err(TapError::of)?);
+        let (pair, tap) = hub.within(|| {
             let tap = Interface::find(&name)?;
-            match leg_at(number)? {
+            match veth_end_at(number)? {
                 Some(pair) => Ok((pair, tap)),
                 // It went with its namespace: whoever reads the TAP is to see that.
-                None => tap.delete().and(Err(TapError::NoLeg(name.clone()))),
+                None => tap.delete().and(Err(TapError::NoVethEnd(name.clone()))),
             }
         })?;
-        Ok(Found { junction, number, pair, tap })
+        Ok(Found { hub, number, pair, tap })
     }
 }
 
-/// Takes away the leg beside this TAP, if it is a leg's, with its namespace's interface, and the TAP: also where it could not be
+/// Takes away the veth end beside this TAP, if it is a veth end's, with its namespace's interface, and the TAP: also where it could not be
 /// [adopted](Shortcut::adopt).
 pub fn remove_beside(device: &OwnedFd) {
     if let Ok(found) = Found::by(device) {
@@ -247,7 +247,7 @@ pub fn remove_beside(device: &OwnedFd) {
     }
 }
 
-impl Leg {
+impl VethEnd {
     fn start(&mut self) -> Result<(), TapError> {
         self.tap.set_mtu(TAP_MTU)?;
         self.sort()?;

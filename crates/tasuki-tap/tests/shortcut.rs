@@ -12,7 +12,7 @@ mod tests {
     use tasuki_tap::TapError;
     use tasuki_tap::interface::Interface;
     use tasuki_tap::namespace::Namespace;
-    use tasuki_tap::shortcut::{Crossed, Leg, Shortcut, remove_beside};
+    use tasuki_tap::shortcut::{Crossed, Shortcut, VethEnd, remove_beside};
 
     /// Longer than anything here takes on a machine that has other things to do.
     const PATIENCE: Duration = Duration::from_secs(20);
@@ -52,12 +52,12 @@ mod tests {
         Command::new("ip").args(words).status().is_ok_and(|status| status.success())
     }
 
-    /// Two namespaces, 192.0.2.1 and 192.0.2.2, their legs, and what their workers would have.
+    /// Two namespaces, 192.0.2.1 and 192.0.2.2, their veth ends, and what their workers would have.
     struct Rig {
         places: [Place; 2],
         sockets: [UdpSocket; 2],
         shortcut: Shortcut,
-        legs: [Option<Leg>; 2],
+        veth_ends: [Option<VethEnd>; 2],
         devices: [OwnedFd; 2],
         /// Frames that each of the workers has seen.
         seen: [usize; 2],
@@ -93,16 +93,16 @@ mod tests {
             };
             let sockets = [0, 1].map(|end| places[end].socket(&format!("192.0.2.{}", end + 1)));
             let [(one, first), (other, second)] = made;
-            let legs = [Some(one), Some(other)];
-            Some(Rig { places, sockets, shortcut, legs, devices: [first, second], seen: [0; 2] })
+            let veth_ends = [Some(one), Some(other)];
+            Some(Rig { places, sockets, shortcut, veth_ends, devices: [first, second], seen: [0; 2] })
         }
 
-        fn leg(&self, end: usize) -> &Leg {
-            self.legs[end].as_ref().expect("it has one")
+        fn veth_end(&self, end: usize) -> &VethEnd {
+            self.veth_ends[end].as_ref().expect("it has one")
         }
 
-        fn leg_mut(&mut self, end: usize) -> &mut Leg {
-            self.legs[end].as_mut().expect("it has one")
+        fn veth_end_mut(&mut self, end: usize) -> &mut VethEnd {
+            self.veth_ends[end].as_mut().expect("it has one")
         }
 
         /// Passes on what workers see.
@@ -166,12 +166,12 @@ mod tests {
     fn frames_between_namespaces_take_no_worker() {
         let Some(mut rig) = Rig::new("direct") else { return };
         rig.acquaint();
-        let (seen, before) = (rig.seen, [0, 1].map(|end| rig.leg(end).crossed()));
+        let (seen, before) = (rig.seen, [0, 1].map(|end| rig.veth_end(end).crossed()));
         rig.cross(50);
         rig.pump();
         assert_eq!(rig.seen, seen, "no worker has seen any");
         for end in [0, 1] {
-            let now = rig.leg(end).crossed();
+            let now = rig.veth_end(end).crossed();
             assert!(now.sent - before[end].sent >= 50 && now.received - before[end].received >= 50, "{now:?}");
         }
     }
@@ -181,8 +181,8 @@ mod tests {
         let Some(mut rig) = Rig::new("detour") else { return };
         rig.acquaint();
         rig.cross(3);
-        let before = rig.leg(0).crossed();
-        rig.leg_mut(0).set_detour(true).expect("it can be told");
+        let before = rig.veth_end(0).crossed();
+        rig.veth_end_mut(0).set_detour(true).expect("it can be told");
         for from in [0, 1] {
             let seen = rig.seen[from];
             rig.send(from, 7);
@@ -192,17 +192,17 @@ mod tests {
             });
             rig.until("it arrives", |rig| rig.take(1 - from) == Some(7));
         }
-        assert_eq!(rig.leg(0).crossed(), before, "what was counted stays counted");
-        rig.leg_mut(0).set_detour(false).expect("it can be told");
+        assert_eq!(rig.veth_end(0).crossed(), before, "what was counted stays counted");
+        rig.veth_end_mut(0).set_detour(false).expect("it can be told");
         rig.cross(5);
-        assert!(rig.leg(0).crossed().received >= before.received + 5);
+        assert!(rig.veth_end(0).crossed().received >= before.received + 5);
     }
 
     #[test]
     fn what_is_sent_in_anothers_name_takes_no_shortcut() {
         let Some(mut rig) = Rig::new("name") else { return };
         rig.acquaint();
-        let crossed = rig.leg(1).crossed().received;
+        let crossed = rig.veth_end(1).crossed().received;
         let other = [2, 0, 0, 0, 0x5c, 0x77];
         rig.places[0].here().within(|| Interface::find("lan")?.set_mac(other)).expect("root gives it another address");
         // Who is there is forgotten with the address.
@@ -212,7 +212,7 @@ mod tests {
             let read = rustix::io::read(&rig.devices[0], &mut frame);
             read.is_ok() && frame[HEADER + 6..HEADER + 12] == other
         });
-        assert_eq!(rig.leg(1).crossed().received, crossed);
+        assert_eq!(rig.veth_end(1).crossed().received, crossed);
         assert_eq!(rig.take(1), None, "nothing arrived past its worker");
     }
 
@@ -220,12 +220,12 @@ mod tests {
     fn a_namespace_that_goes_is_seen_to_go() {
         let Some(mut rig) = Rig::new("gone") else { return };
         rig.acquaint();
-        assert!(rig.leg(1).is_there());
+        assert!(rig.veth_end(1).is_there());
         assert!(ip(&["netns", "del", &rig.places[1].0]));
         // The socket in it keeps it.
         rig.sockets[1] = UdpSocket::bind("127.0.0.1:0").expect("there is loopback");
-        rig.until("its leg is gone", |rig| !rig.leg(1).is_there());
-        rig.legs[1].take().expect("it had one").remove();
+        rig.until("its veth end is gone", |rig| !rig.veth_end(1).is_there());
+        rig.veth_ends[1].take().expect("it had one").remove();
         let read = rustix::io::read(&rig.devices[1], &mut [0; 2048]);
         assert_eq!(read, Err(Errno::BADFD), "its worker sees it too");
     }
@@ -234,51 +234,53 @@ mod tests {
     fn a_daemon_that_comes_later_goes_on_with_them() {
         let Some(mut rig) = Rig::new("adopted") else { return };
         rig.acquaint();
-        let Rig { places, sockets, shortcut, legs, devices, .. } = rig;
-        drop((shortcut, legs));
+        let Rig { places, sockets, shortcut, veth_ends, devices, .. } = rig;
+        drop((shortcut, veth_ends));
         let mut shortcut = Shortcut::around(&devices[0]).expect("a TAP knows where it is");
-        let legs = [0, 1].map(|end| Some(shortcut.adopt(&devices[end], mac(end), true).expect("it is a leg")));
-        let mut rig = Rig { places, sockets, shortcut, legs, devices, seen: [0; 2] };
+        let veth_ends =
+            [0, 1].map(|end| Some(shortcut.adopt(&devices[end], mac(end), true).expect("it is a veth end")));
+        let mut rig = Rig { places, sockets, shortcut, veth_ends, devices, seen: [0; 2] };
         rig.cross(5);
         rig.pump();
         // A third can be added beside them, and each of them removed.
         let place = Place::new("adopted", 2);
         let third = rig.shortcut.connect(&place.here(), "lan", None, mac(2)).expect("there is room for one more");
-        let leg = rig.legs[1].take().expect("it has one");
-        leg.remove();
+        let veth_end = rig.veth_ends[1].take().expect("it has one");
+        veth_end.remove();
         let found = rig.places[1].here().within(|| Interface::find("lan"));
         assert!(matches!(found, Err(TapError::SetUp { .. })), "its interface is gone: {found:?}");
         drop(third);
     }
 
     #[test]
-    fn a_leg_that_nobody_drives_makes_room_for_a_new_one() {
+    fn a_veth_end_that_nobody_drives_makes_room_for_a_new_one() {
         let Some(rig) = Rig::new("swept") else { return };
-        let Rig { places, sockets, mut shortcut, legs, devices, .. } = rig;
-        drop((legs, sockets));
+        let Rig { places, sockets, mut shortcut, veth_ends, devices, .. } = rig;
+        drop((veth_ends, sockets));
         let again = shortcut.connect(&places[1].here(), "lan", None, mac(1)).map(drop).expect_err("it is driven");
         assert!(matches!(&again, TapError::Taken(name) if name == "lan"), "{again}");
         let [kept, ended] = devices;
         drop(ended);
-        let (leg, _) = shortcut.connect(&places[1].here(), "lan", None, mac(1)).expect("nobody drives it any more");
-        assert!(leg.is_there());
+        let (veth_end, _) =
+            shortcut.connect(&places[1].here(), "lan", None, mac(1)).expect("nobody drives it any more");
+        assert!(veth_end.is_there());
         drop(kept);
     }
 
     #[test]
-    fn a_leg_that_went_while_no_daemon_ran_keeps_no_other_from_coming() {
+    fn a_veth_end_that_went_while_no_daemon_ran_keeps_no_other_from_coming() {
         let Some(rig) = Rig::new("went") else { return };
-        let Rig { places, sockets, shortcut, legs, devices, .. } = rig;
-        drop((shortcut, legs, sockets));
+        let Rig { places, sockets, shortcut, veth_ends, devices, .. } = rig;
+        drop((shortcut, veth_ends, sockets));
         places[1].here().within(|| Interface::find("lan")?.delete()).expect("root takes it away");
         let mut shortcut = Shortcut::around(&devices[0]).expect("a TAP knows where it is");
-        let first = shortcut.adopt(&devices[0], mac(0), true).expect("it is a leg");
+        let first = shortcut.adopt(&devices[0], mac(0), true).expect("it is a veth end");
         // Its worker has the TAP still.
         let place = Place::new("went", 2);
         let (third, _) = shortcut.connect(&place.here(), "lan", None, mac(2)).expect("there is room for one more");
         assert!(first.is_there() && third.is_there());
         let gone = shortcut.adopt(&devices[1], mac(1), true).map(drop).expect_err("there is none");
-        assert!(matches!(gone, TapError::NoLeg(_)), "{gone}");
+        assert!(matches!(gone, TapError::NoVethEnd(_)), "{gone}");
         let read = rustix::io::read(&devices[1], &mut [0; 2048]);
         assert_eq!(read, Err(Errno::BADFD), "its worker sees it");
     }
@@ -288,16 +290,16 @@ mod tests {
         let Some(mut rig) = Rig::new("no-more") else { return };
         rig.acquaint();
         rig.cross(3);
-        let Rig { places, sockets, shortcut, legs, devices, .. } = rig;
-        drop((shortcut, legs));
+        let Rig { places, sockets, shortcut, veth_ends, devices, .. } = rig;
+        drop((shortcut, veth_ends));
         let mut shortcut = Shortcut::around(&devices[0]).expect("a TAP knows where it is");
-        let adopt = |end: usize| Some(shortcut.adopt(&devices[end], mac(end), end == 1).expect("it is a leg"));
-        let legs = [0, 1].map(adopt);
-        let mut rig = Rig { places, sockets, shortcut, legs, devices, seen: [0; 2] };
+        let adopt = |end: usize| Some(shortcut.adopt(&devices[end], mac(end), end == 1).expect("it is a veth end"));
+        let veth_ends = [0, 1].map(adopt);
+        let mut rig = Rig { places, sockets, shortcut, veth_ends, devices, seen: [0; 2] };
         // Also when it is captured no more, and when it gets another address and its own back.
-        rig.leg_mut(0).set_detour(false).expect("it can be told");
-        rig.leg_mut(0).set_mac(mac(7)).expect("it can be told");
-        rig.leg_mut(0).set_mac(mac(0)).expect("it can be told");
+        rig.veth_end_mut(0).set_detour(false).expect("it can be told");
+        rig.veth_end_mut(0).set_mac(mac(7)).expect("it can be told");
+        rig.veth_end_mut(0).set_mac(mac(0)).expect("it can be told");
         for from in [0, 1] {
             let seen = rig.seen[from];
             rig.send(from, 7);
@@ -307,8 +309,8 @@ mod tests {
             });
             assert!(rig.seen[from] > seen, "its worker has seen it");
         }
-        assert_eq!(rig.leg(0).crossed(), Crossed::default());
-        rig.legs[0].take().expect("it has one").remove();
+        assert_eq!(rig.veth_end(0).crossed(), Crossed::default());
+        rig.veth_ends[0].take().expect("it has one").remove();
         let found = rig.places[0].here().within(|| Interface::find("lan"));
         assert!(found.is_err(), "its interface is gone");
         // Nor is anything left of one that nobody could adopt.
@@ -318,7 +320,7 @@ mod tests {
     }
 
     #[test]
-    fn a_tap_that_a_namespace_calls_as_a_leg_is_called_is_none() {
+    fn a_tap_that_a_namespace_calls_as_a_veth_end_is_called_is_none() {
         let Some(_rig) = Rig::new("called") else { return };
         let place = Place::new("called", 2);
         let plain = tasuki_tap::Tap::create(&place.here(), "lan", None, tasuki_tap::device::Before::Offload);
@@ -329,7 +331,7 @@ mod tests {
         inside(&["link", "set", "lan", "name", "tap7"]);
         inside(&["link", "add", "leg7", "type", "veth", "peer", "name", "other"]);
         let said = Shortcut::around(&device).map(drop).expect_err("others rule there");
-        assert!(matches!(&said, TapError::NoLeg(name) if name == "tap7"), "{said}");
+        assert!(matches!(&said, TapError::NoVethEnd(name) if name == "tap7"), "{said}");
         remove_beside(&device);
         assert!(place.here().within(|| Interface::find("leg7")).is_ok(), "it is left alone");
     }
@@ -355,7 +357,7 @@ mod tests {
         let said = rig.shortcut.connect(&rig.places[0].here(), "a b", None, mac(3)).map(drop).expect_err("no name");
         assert!(matches!(said, TapError::Name(_)), "{said}");
         let plain = tasuki_tap::Tap::create(&rig.places[0].here(), "other", None, tasuki_tap::device::Before::Offload);
-        let said = rig.shortcut.adopt(&plain.expect("a TAP").device, mac(3), true).map(drop).expect_err("no leg");
-        assert!(matches!(&said, TapError::NoLeg(name) if name == "other"), "{said}");
+        let said = rig.shortcut.adopt(&plain.expect("a TAP").device, mac(3), true).map(drop).expect_err("no veth end");
+        assert!(matches!(&said, TapError::NoVethEnd(name) if name == "other"), "{said}");
     }
 }

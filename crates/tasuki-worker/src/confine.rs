@@ -110,7 +110,7 @@ pub struct Keeps {
     pub threads: bool,
 }
 
-/// Requests of `ioctl`: whether a socket waits, and those of VFIO, which all have one letter.
+/// Requests of `ioctl`: whether a socket waits, and those of VFIO, which all have one message.
 const FIONBIO: u64 = 0x5421;
 const VFIO_TYPE: u64 = (b';' as u64) << 8;
 

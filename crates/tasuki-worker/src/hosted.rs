@@ -2,20 +2,20 @@
 //!
 //! The driver commits what is handled at the end of `transmit` and at the beginning of `receive`. So a turn is receive, handle, transmit, with nothing
 //! in between that commits, and frames go only when the card takes all of them: then one commit says that all frames of the turn are handled, that
-//! those that go are given, and which copy of the state in the book is valid. Until then all of it is in hand.
+//! those that go are given, and which copy of the state in the program state is valid. Until then all of it is in hand.
 
 use std::time::Duration;
 
 use anyhow::Result;
 use tasuki_net::port::{BURST_MAX, Burst, Transactional};
-use tasuki_relay::letter::{Begin, pulse};
+use tasuki_relay::message::{Begin, heartbeat};
 use tasuki_relay::wire::Reason;
 use zerocopy::{FromBytes, FromZeros, IntoBytes};
 
-use crate::board::{Book, STATE_WORDS, Written};
-use crate::duty::{Desk, Duty, FIRST_LOOK};
+use crate::bundle::Refused;
 use crate::fail;
-use crate::kit::Refused;
+use crate::handler::{FIRST_LOOK, FrameHandler, HandlerContext};
+use crate::lease_page::{ProgramState, STATE_WORDS, Written};
 use crate::program::{Program, STATE_MAX, Turn};
 use crate::tap::Tap;
 
@@ -36,9 +36,9 @@ pub struct Hosted<P: Program> {
     kept: Burst,
     /// Of the frames that go in that turn, by their place: they are in slots of ours.
     ours: u32,
-    /// Counts what is written into the book.
+    /// Counts what is written into the program state.
     count: u64,
-    /// The turn for which the state stands in the book, as it is.
+    /// The turn for which the state stands in the program state, as it is.
     noted: Option<u64>,
 }
 
@@ -58,8 +58,8 @@ fn read<P: Program>(written: &Written) -> Result<P::State, Refused> {
 }
 
 /// What stands in the copy that is true after so many turns, or was written last; and how often was written.
-fn last(book: &Book, nic: u32, turns: Option<u64>) -> Option<(Written, u64)> {
-    let [one, other] = [book.state(nic, 0)?, book.state(nic, 1)?];
+fn last(program_state: &ProgramState, nic: u32, turns: Option<u64>) -> Option<(Written, u64)> {
+    let [one, other] = [program_state.state(nic, 0)?, program_state.state(nic, 1)?];
     let is_one = turns.map_or(one.count >= other.count, |turns| turns & 1 == 0);
     Some((if is_one { one } else { other }, one.count.max(other.count)))
 }
@@ -67,7 +67,7 @@ fn last(book: &Book, nic: u32, turns: Option<u64>) -> Option<(Written, u64)> {
 fn no_room<P: Program>(nic: u32) -> Refused {
     Refused {
         reason: Reason::OtherState { kind: P::STATE.0.into(), version: P::STATE.1.into() },
-        sentence: format!("the node's book has no room for the state of NIC {nic}; configure fewer NICs"),
+        sentence: format!("the node's program state has no room for the state of NIC {nic}; configure fewer NICs"),
     }
 }
 
@@ -81,8 +81,8 @@ impl<P: Program> Hosted<P> {
 
     /// What came is handled; nothing goes yet.
     #[inline]
-    fn handle<N: Transactional>(&mut self, nic: &mut N, desk: &Desk<'_>, burst: &mut Burst) {
-        let mut turn = Turn::new(nic, desk.arena, burst, &mut self.kept);
+    fn handle<N: Transactional>(&mut self, nic: &mut N, context: &HandlerContext<'_>, burst: &mut Burst) {
+        let mut turn = Turn::new(nic, context.arena, burst, &mut self.kept);
         (self.before, self.noted) = (self.state, None);
         self.program.turn(&mut self.state, &mut turn);
         self.ours = turn.end();
@@ -94,14 +94,14 @@ impl<P: Program> Hosted<P> {
     fn receive<N: Transactional>(
         &mut self,
         nic: &mut N,
-        desk: &Desk<'_>,
+        context: &HandlerContext<'_>,
         burst: &mut Burst,
         most: usize,
     ) -> Result<usize, N::Fault> {
-        self.remember(desk.book, desk.nic, nic.turns().wrapping_add(1));
+        self.remember(context.program_state, context.nic, nic.turns().wrapping_add(1));
         let came = nic.receive_some(burst, most)?;
         if came > 0 {
-            desk.pulse.add(pulse::RECEIVED, came as u64);
+            context.heartbeat.add(heartbeat::RECEIVED, came as u64);
             fail::point("burst.received");
         }
         Ok(came)
@@ -110,29 +110,29 @@ impl<P: Program> Hosted<P> {
     fn work<N: Transactional>(
         &mut self,
         nic: &mut N,
-        desk: &Desk<'_>,
+        context: &HandlerContext<'_>,
         burst: &mut Burst,
         is_due: impl FnOnce(&Self) -> bool,
     ) -> Result<usize, N::Fault> {
         // What found no room goes first: its turn is not over.
         if !burst.is_empty() {
-            return self.send(nic, desk, burst);
+            return self.send(nic, context, burst);
         }
-        let came = self.receive(nic, desk, burst, BURST_MAX)?;
+        let came = self.receive(nic, context, burst, BURST_MAX)?;
         if came == 0 && !is_due(self) {
             return Ok(0);
         }
-        self.handle(nic, desk, burst);
-        Ok(came + if burst.is_empty() { 0 } else { self.send(nic, desk, burst)? })
+        self.handle(nic, context, burst);
+        Ok(came + if burst.is_empty() { 0 } else { self.send(nic, context, burst)? })
     }
 }
 
-impl<P: Program> Duty for Hosted<P> {
+impl<P: Program> FrameHandler for Hosted<P> {
     type Told = String;
 
     fn told(begin: &Begin, _: Option<&'static Tap>) -> Result<String> {
         anyhow::ensure!(
-            begin.work == tasuki_relay::letter::Work::Program,
+            begin.work == tasuki_relay::message::Work::Program,
             "node {} has a work that tasuki-worker does by itself; for a program of your own write work = {{ program = {{ path = … }} }} in its configuration",
             begin.node
         );
@@ -151,18 +151,18 @@ impl<P: Program> Duty for Hosted<P> {
         Hosted { program, state, before, kept: Burst::new(), ours: 0, count: 0, noted: None }
     }
 
-    fn may_go_on(book: &Book, nic: u32, turns: Option<u64>, ring: u16) -> Result<(), Refused> {
+    fn may_go_on(program_state: &ProgramState, nic: u32, turns: Option<u64>, ring: u16) -> Result<(), Refused> {
         if ring < RING_MIN {
             let reason = Reason::ShortRing { has: ring.into(), needs: RING_MIN.into() };
             return Err(Refused { reason, sentence: reason.to_string() });
         }
         // While somebody writes there its words may be of two turns, but they are of one layout.
-        let (written, _) = last(book, nic, turns).ok_or_else(|| no_room::<P>(nic))?;
+        let (written, _) = last(program_state, nic, turns).ok_or_else(|| no_room::<P>(nic))?;
         read::<P>(&written).map(drop)
     }
 
-    fn go_on(&mut self, book: &Book, nic: u32, turns: Option<u64>) -> Result<(), Refused> {
-        let (written, count) = last(book, nic, turns).ok_or_else(|| no_room::<P>(nic))?;
+    fn go_on(&mut self, program_state: &ProgramState, nic: u32, turns: Option<u64>) -> Result<(), Refused> {
+        let (written, count) = last(program_state, nic, turns).ok_or_else(|| no_room::<P>(nic))?;
         self.state = read::<P>(&written)?;
         (self.before, self.count, self.noted) = (self.state, count, None);
         self.kept.clear();
@@ -170,10 +170,10 @@ impl<P: Program> Duty for Hosted<P> {
     }
 
     #[inline]
-    fn remember(&mut self, book: &Book, nic: u32, turn: u64) {
+    fn remember(&mut self, program_state: &ProgramState, nic: u32, turn: u64) {
         if self.noted != Some(turn) {
             self.count = self.count.wrapping_add(1);
-            book.note(nic, turn, &self.written());
+            program_state.note(nic, turn, &self.written());
             self.noted = Some(turn);
             fail::point("state.written");
         }
@@ -181,34 +181,54 @@ impl<P: Program> Duty for Hosted<P> {
         self.kept.clear();
     }
 
-    fn close(&self, book: &Book, nic: u32) {
-        (0..2).for_each(|copy| book.note(nic, copy, &self.written()));
+    fn close(&self, program_state: &ProgramState, nic: u32) {
+        (0..2).for_each(|copy| program_state.note(nic, copy, &self.written()));
     }
 
     #[inline]
-    fn turn<N: Transactional>(&mut self, nic: &mut N, desk: &Desk<'_>, burst: &mut Burst) -> Result<usize, N::Fault> {
-        self.work(nic, desk, burst, |ours| ours.rest().is_some_and(|rest| rest.is_zero()))
+    fn turn<N: Transactional>(
+        &mut self,
+        nic: &mut N,
+        context: &HandlerContext<'_>,
+        burst: &mut Burst,
+    ) -> Result<usize, N::Fault> {
+        self.work(nic, context, burst, |ours| ours.rest().is_some_and(|rest| rest.is_zero()))
     }
 
-    fn finish<N: Transactional>(&mut self, nic: &mut N, desk: &Desk<'_>, burst: &mut Burst) -> Result<usize, N::Fault> {
-        self.work(nic, desk, burst, |_| false)
+    fn finish<N: Transactional>(
+        &mut self,
+        nic: &mut N,
+        context: &HandlerContext<'_>,
+        burst: &mut Burst,
+    ) -> Result<usize, N::Fault> {
+        self.work(nic, context, burst, |_| false)
     }
 
-    fn look<N: Transactional>(&mut self, nic: &mut N, desk: &Desk<'_>, burst: &mut Burst) -> Result<(), N::Fault> {
-        if burst.is_empty() && self.receive(nic, desk, burst, FIRST_LOOK)? > 0 {
-            self.handle(nic, desk, burst);
+    fn look<N: Transactional>(
+        &mut self,
+        nic: &mut N,
+        context: &HandlerContext<'_>,
+        burst: &mut Burst,
+    ) -> Result<(), N::Fault> {
+        if burst.is_empty() && self.receive(nic, context, burst, FIRST_LOOK)? > 0 {
+            self.handle(nic, context, burst);
         }
         Ok(())
     }
 
     #[inline]
-    fn send<N: Transactional>(&mut self, nic: &mut N, desk: &Desk<'_>, burst: &mut Burst) -> Result<usize, N::Fault> {
+    fn send<N: Transactional>(
+        &mut self,
+        nic: &mut N,
+        context: &HandlerContext<'_>,
+        burst: &mut Burst,
+    ) -> Result<usize, N::Fault> {
         if !nic.takes(burst) {
             return Ok(0);
         }
-        self.remember(desk.book, desk.nic, nic.turns().wrapping_add(1));
+        self.remember(context.program_state, context.nic, nic.turns().wrapping_add(1));
         let went = nic.transmit(burst)?;
-        desk.pulse.add(pulse::SENT, went as u64);
+        context.heartbeat.add(heartbeat::SENT, went as u64);
         fail::point("burst.sent");
         Ok(went)
     }

@@ -4,14 +4,14 @@
 //! says what is promised and what is to be kept to, and docs/design/worker.md how it works. The examples are programs to copy from.
 
 mod answer;
-mod board;
+mod bundle;
 mod confine;
 mod cpus;
 mod device;
-mod duty;
 mod fail;
+mod handler;
 mod hosted;
-mod kit;
+mod lease_page;
 mod memif;
 mod model;
 mod node;
@@ -19,14 +19,14 @@ mod numbered;
 mod open;
 mod pace;
 
-mod post;
+mod attachment;
+mod channel;
+mod exit_mark;
 mod program;
 mod run;
-mod seat;
 mod stock;
 mod store;
 mod tap;
-mod tomb;
 mod vni;
 mod warm;
 mod work;

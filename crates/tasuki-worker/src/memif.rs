@@ -8,7 +8,7 @@ use rustix::net::SocketType;
 use tasuki_net::memif::client::Parts;
 use tasuki_net::memif::control::{RingPlace, Terms};
 use tasuki_net::memif::refusal::Way;
-use tasuki_relay::letter::{Begin, Client, ClientRing};
+use tasuki_relay::message::{Begin, Client, ClientRing};
 
 /// A listening socket, and what a client must know.
 #[derive(Debug)]
@@ -75,18 +75,18 @@ pub fn unpack(client: Client, fds: Vec<OwnedFd>) -> Result<Parts> {
 #[cfg(test)]
 mod tests {
     use serde::Deserialize;
-    use tasuki_relay::letter::{Memif, ToWorker};
+    use tasuki_relay::message::{Memif, ToWorker};
 
     use super::*;
 
     #[test]
     fn daemons_and_workers_of_before_clients_were_handed_on_are_understood() {
-        let again: ToWorker = serde_json::from_str(r#"{"letter":"again"}"#).unwrap();
+        let again: ToWorker = serde_json::from_str(r#"{"message":"again"}"#).unwrap();
         assert_eq!(again, ToWorker::Again { keeps: false });
         let memif: Memif = serde_json::from_str(r#"{"id":1,"secret":""}"#).unwrap();
         assert!(!memif.keeps);
         #[derive(Debug, PartialEq, Eq, Deserialize)]
-        #[serde(tag = "letter", rename_all = "kebab-case")]
+        #[serde(tag = "message", rename_all = "kebab-case")]
         enum Before {
             Again,
         }

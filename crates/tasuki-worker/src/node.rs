@@ -10,24 +10,24 @@ use tasuki_net::capture::{Capture, Terms};
 use tasuki_net::nic::bus::{Vfio, VfioUser};
 use tasuki_net::nic::e1000e::{self, E1000e};
 use tasuki_net::nic::virtio_net::VirtioNet;
-use tasuki_net::nic::virtio_net::sash as virtio;
+use tasuki_net::nic::virtio_net::driver_state as virtio;
 use tasuki_relay::Party;
-use tasuki_relay::letter::{self, Begin, SPEECH, ToDaemon, ToWorker};
+use tasuki_relay::message::{self, Begin, SPEECH, ToDaemon, ToWorker};
 use tasuki_relay::wire::Order;
 use tasuki_relay::worker::{Input, Tables};
 use tasuki_shm::slice;
 
-use crate::board::{Board, Book, Pulse};
+use crate::attachment::{Attachment, Common, Given};
+use crate::channel::{DaemonChannel, Heard};
 use crate::confine::Keeps;
 use crate::cpus::Cpus;
 use crate::device::Driver;
-use crate::duty::Duty;
+use crate::handler::FrameHandler;
+use crate::lease_page::{Heartbeat, LeasePage, ProgramState};
 use crate::memif::Memif;
-use crate::post::{Heard, Post};
-use crate::seat::{Common, Given, Seat};
 use crate::tap::Tap;
-use crate::vni::VniSeat;
-use crate::{confine, kit, sentence, store, warm};
+use crate::vni::VniAttachment;
+use crate::{bundle, confine, sentence, store, warm};
 
 /// Looks in vain before a worker that may sleep does,
 const IDLE_LOOKS: u32 = 4096;
@@ -46,32 +46,32 @@ const TURNS: u64 = 16;
 const SPIN: Duration = Duration::from_millis(20);
 
 /// A NIC, by its driver and the way to it: its data path is compiled for them. Or the node's end of a VNI.
-enum AnySeat<D: Duty> {
-    E1000eUser(Box<Seat<E1000e<VfioUser>, D>>),
-    E1000eVfio(Box<Seat<E1000e<Vfio>, D>>),
-    VirtioUser(Box<Seat<VirtioNet<VfioUser>, D>>),
-    VirtioVfio(Box<Seat<VirtioNet<Vfio>, D>>),
-    Vni(Box<VniSeat<D>>),
+enum AnyAttachment<D: FrameHandler> {
+    E1000eUser(Box<Attachment<E1000e<VfioUser>, D>>),
+    E1000eVfio(Box<Attachment<E1000e<Vfio>, D>>),
+    VirtioUser(Box<Attachment<VirtioNet<VfioUser>, D>>),
+    VirtioVfio(Box<Attachment<VirtioNet<Vfio>, D>>),
+    Vni(Box<VniAttachment<D>>),
 }
 
 macro_rules! each {
-    ($any:expr, $seat:ident => $what:expr) => {
+    ($any:expr, $attachment:ident => $what:expr) => {
         match $any {
-            AnySeat::E1000eUser($seat) => $what,
-            AnySeat::E1000eVfio($seat) => $what,
-            AnySeat::VirtioUser($seat) => $what,
-            AnySeat::VirtioVfio($seat) => $what,
-            AnySeat::Vni($seat) => $what,
+            AnyAttachment::E1000eUser($attachment) => $what,
+            AnyAttachment::E1000eVfio($attachment) => $what,
+            AnyAttachment::VirtioUser($attachment) => $what,
+            AnyAttachment::VirtioVfio($attachment) => $what,
+            AnyAttachment::Vni($attachment) => $what,
         }
     };
 }
 
-struct Node<D: Duty> {
+struct Node<D: FrameHandler> {
     name: String,
     common: Common,
     /// What is done with frames.
     told: D::Told,
-    seats: Vec<AnySeat<D>>,
+    attachments: Vec<AnyAttachment<D>>,
     poll: bool,
     idle_looks: u32,
     /// Messages that were announced when it read last.
@@ -80,14 +80,14 @@ struct Node<D: Duty> {
 }
 
 /// Runs a worker, with the daemon at the other end of standard input.
-pub fn run<D: Duty>() -> Result<()> {
+pub fn run<D: FrameHandler>() -> Result<()> {
     let socket = std::io::stdin().as_fd().try_clone_to_owned().context("the worker has no standard input")?;
-    let mut post = Post::new(socket)?;
-    let (begin, mut fds) = match post.wait()? {
-        Heard::Letter(letter, fds) => match *letter {
+    let mut channel = DaemonChannel::new(socket)?;
+    let (begin, mut fds) = match channel.wait()? {
+        Heard::Message(message, fds) => match *message {
             ToWorker::Begin(begin) => (begin, fds),
             other => bail!(
-                "the daemon's first letter is {other:?}, and says nothing of what this worker is; rebuild the older of the two"
+                "the daemon's first message is {other:?}, and says nothing of what this worker is; rebuild the older of the two"
             ),
         },
         Heard::Order(..) | Heard::Plan(..) => {
@@ -97,15 +97,15 @@ pub fn run<D: Duty>() -> Result<()> {
     };
     ensure!(
         begin.speech == SPEECH,
-        "the daemon speaks version {} of the letters, and this worker {SPEECH}; rebuild the older of the two",
+        "the daemon speaks version {} of the messages, and this worker {SPEECH}; rebuild the older of the two",
         begin.speech
     );
     // Also to who has asked for this program, and does not see what it writes.
     let outlet = take_outlet(&begin, &mut fds)?;
-    let told = D::told(&begin, outlet.0).inspect_err(|error| post.tell(None, sentence(error)))?;
-    let mut node = Node::<D>::begin(post, &begin, (told, outlet), fds)?;
+    let told = D::told(&begin, outlet.0).inspect_err(|error| channel.tell(None, sentence(error)))?;
+    let mut node = Node::<D>::begin(channel, &begin, (told, outlet), fds)?;
     // Without, the daemon learns of our end by our pidfd, a little later.
-    let marked = node.common.pulse.mark_life().err();
+    let marked = node.common.heartbeat.mark_life().err();
     // What is waited for by the clock comes within tens of microseconds. Where it cannot be so, it is waited for a little longer.
     let _ = rustix::thread::set_current_timer_slack(NonZeroU64::new(1));
     slice::brief();
@@ -113,76 +113,76 @@ pub fn run<D: Duty>() -> Result<()> {
     let keeps = Keeps { urgent: begin.nice < 0, files: begin.files, threads: begin.threads };
     let mut unconfined = confine::confine(begin.memlock, keeps)?.0;
     unconfined.extend(marked.map(|error| format!("the end of this worker will be noticed late: {error}")));
-    let reads = vec![store::versions::<e1000e::Sash>(), store::versions::<virtio::Sash>()];
-    node.common.post.write(&ToDaemon::Begun { speech: SPEECH, reads, unconfined }, Vec::new());
+    let reads = vec![store::versions::<e1000e::DriverState>(), store::versions::<virtio::DriverState>()];
+    node.common.channel.write(&ToDaemon::Begun { speech: SPEECH, reads, unconfined }, Vec::new());
     node.serve()
 }
 
 /// Where the node's programs are: behind a TAP, or clients of memif.
 type Outlet = (Option<&'static Tap>, Option<Memif>);
 
-/// The last descriptor of the first letter, if the node has a TAP or serves memif: whatever is done with its NICs, it is the worker's to its end.
+/// The last descriptor of the first message, if the node has a TAP or serves memif: whatever is done with its NICs, it is the worker's to its end.
 fn take_outlet(begin: &Begin, fds: &mut Vec<OwnedFd>) -> Result<Outlet> {
     let count = fds.len();
-    let has_one = matches!(begin.work, letter::Work::Tap | letter::Work::Memif);
+    let has_one = matches!(begin.work, message::Work::Tap | message::Work::Memif);
     ensure!(
         count == 4 || !has_one,
-        "the daemon sent {count} descriptors with its first letter, and 4 belong to it; rebuild the older of the two"
+        "the daemon sent {count} descriptors with its first message, and 4 belong to it; rebuild the older of the two"
     );
     let Some(fd) = has_one.then(|| fds.pop()).flatten() else { return Ok((None, None)) };
-    if begin.work == letter::Work::Memif {
+    if begin.work == message::Work::Memif {
         return Ok((None, Some(Memif::over(fd, begin)?)));
     }
     let tap = Tap::over(fd, begin.tap.clone().unwrap_or_default())?;
     Ok((Some(&*Box::leak(Box::new(tap))), None))
 }
 
-impl<D: Duty> Node<D> {
+impl<D: FrameHandler> Node<D> {
     fn begin(
-        mut post: Post,
+        mut channel: DaemonChannel,
         begin: &Begin,
         (told, (tap, memif)): (D::Told, Outlet),
         fds: Vec<OwnedFd>,
     ) -> Result<Self> {
         let count = fds.len();
-        let Ok([pulse, book, listening]) = <[OwnedFd; 3]>::try_from(fds) else {
+        let Ok([heartbeat, program_state, listening]) = <[OwnedFd; 3]>::try_from(fds) else {
             bail!(
-                "the daemon sent {count} descriptors with its first letter, and 3 belong to it; rebuild the older of the two"
+                "the daemon sent {count} descriptors with its first message, and 3 belong to it; rebuild the older of the two"
             );
         };
         let party = std::num::NonZeroU32::new(begin.party)
             .context("the daemon gave this worker the number 0, which is nobody's")?;
-        post.listen(listening)?;
+        channel.listen(listening)?;
         let common = Common {
             tables: Tables::default(),
-            post,
-            pulse: Pulse::over(pulse).context("the worker's pulse")?,
-            book: Book::over(book).context("the node's book")?,
+            channel,
+            heartbeat: Heartbeat::over(heartbeat).context("the worker's heartbeat")?,
+            program_state: ProgramState::over(program_state).context("the node's program state")?,
             party: Party(party),
             tap,
             memif,
-            joins: begin.work == letter::Work::Uplink,
+            joins: begin.work == message::Work::Uplink,
             joint: None,
             cpus: Cpus::new(begin.cpu, &begin.aside, begin.nice)?,
             drives_one: false,
         };
         let name = begin.node.clone();
-        let asks_kernel = matches!(begin.work, letter::Work::Tap);
+        let asks_kernel = matches!(begin.work, message::Work::Tap);
         let idle_looks = if asks_kernel { IDLE_LOOKS_OF_KERNEL } else { IDLE_LOOKS };
-        let (seats, poll) = (Vec::new(), begin.poll);
-        Ok(Node { name, common, told, seats, poll, idle_looks, read: 0, over: false })
+        let (attachments, poll) = (Vec::new(), begin.poll);
+        Ok(Node { name, common, told, attachments, poll, idle_looks, read: 0, over: false })
     }
 
     fn serve(&mut self) -> Result<()> {
         let mut idle = 0_u32;
         while !self.over {
-            let look = self.common.pulse.look();
-            if self.common.pulse.posts() != self.read || look.is_multiple_of(ROUND) {
+            let look = self.common.heartbeat.look();
+            if self.common.heartbeat.posts() != self.read || look.is_multiple_of(ROUND) {
                 self.hear(look.is_multiple_of(ROUND));
             }
             if look.is_multiple_of(TURNS) {
                 self.common.cpus.toil();
-                if self.seats.iter().any(|seat| each!(seat, seat => seat.is_awaited())) {
+                if self.attachments.iter().any(|attachment| each!(attachment, attachment => attachment.is_awaited())) {
                     std::thread::yield_now();
                 }
             }
@@ -205,14 +205,14 @@ impl<D: Duty> Node<D> {
     #[inline]
     fn turn(&mut self) -> (usize, bool) {
         let (mut moved, mut drives) = (0, false);
-        for seat in &mut self.seats {
-            each!(seat, seat => {
-                if (seat.drives() || seat.waits().is_some()) && let Some(word) = seat.word() {
-                    seat.hear(&mut self.common, word);
+        for attachment in &mut self.attachments {
+            each!(attachment, attachment => {
+                if (attachment.drives() || attachment.waits().is_some()) && let Some(word) = attachment.word() {
+                    attachment.hear(&mut self.common, word);
                 }
-                if seat.drives() {
+                if attachment.drives() {
                     drives = true;
-                    moved += seat.turn(&mut self.common);
+                    moved += attachment.turn(&mut self.common);
                 }
             });
         }
@@ -221,14 +221,16 @@ impl<D: Duty> Node<D> {
 
     /// Whether the order to take comes at once.
     fn is_called(&self) -> bool {
-        self.seats.iter().any(|seat| each!(seat, seat => seat.is_called()))
+        self.attachments.iter().any(|attachment| each!(attachment, attachment => attachment.is_called()))
     }
 
     /// Whether a lease is waited for that is worth a core; or a fence, which stops a busy process sooner than one that must be woken for it.
     fn spins(&self) -> bool {
         let cpu = self.common.cpus.cpu();
-        let waits = |seat: &AnySeat<D>| each!(seat, seat => seat.waits().is_some_and(|since| seat.may_spin(cpu) && since.elapsed() < SPIN));
-        self.seats.iter().any(|seat| waits(seat) || each!(seat, seat => seat.awaits_fence()))
+        let waits = |attachment: &AnyAttachment<D>| each!(attachment, attachment => attachment.waits().is_some_and(|since| attachment.may_spin(cpu) && since.elapsed() < SPIN));
+        self.attachments
+            .iter()
+            .any(|attachment| waits(attachment) || each!(attachment, attachment => attachment.awaits_fence()))
     }
 
     /// Sleeps until somebody rings, says something, or calls.
@@ -236,75 +238,77 @@ impl<D: Duty> Node<D> {
         self.hear(true);
         let mut rest: Option<Duration> = None;
         let mut is_ready = false;
-        for seat in &mut self.seats {
-            each!(seat, seat => {
-                if let Some(word) = seat.waits().and_then(|_| seat.word()) {
-                    seat.hear(&mut self.common, word);
+        for attachment in &mut self.attachments {
+            each!(attachment, attachment => {
+                if let Some(word) = attachment.waits().and_then(|_| attachment.word()) {
+                    attachment.hear(&mut self.common, word);
                 }
-                if !seat.arm(&mut self.common) {
-                    self.hush();
+                if !attachment.arm(&mut self.common) {
+                    self.quiesce();
                     return Ok(());
                 }
-                rest = [rest, seat.rest()].into_iter().flatten().min();
-                is_ready |= seat.is_ready();
+                rest = [rest, attachment.rest()].into_iter().flatten().min();
+                is_ready |= attachment.is_ready();
             });
         }
         if self.over {
             return Ok(());
         }
-        let out = if self.common.post.is_behind() { PollFlags::OUT } else { PollFlags::empty() };
-        let bells = self.seats.iter().filter_map(|seat| each!(seat, seat => seat.bell()));
-        let daemon = self.common.post.fd().map(|fd| PollFd::from_borrowed_fd(fd, PollFlags::IN | out));
+        let out = if self.common.channel.is_behind() { PollFlags::OUT } else { PollFlags::empty() };
+        let bells = self.attachments.iter().filter_map(|attachment| each!(attachment, attachment => attachment.bell()));
+        let daemon = self.common.channel.fd().map(|fd| PollFd::from_borrowed_fd(fd, PollFlags::IN | out));
         let bells = bells.map(|bell| PollFd::from_borrowed_fd(bell, PollFlags::IN));
         // That the other end is gone is said unasked.
-        let lines = self.seats.iter().filter_map(|seat| each!(seat, seat => seat.line()));
+        let lines = self.attachments.iter().filter_map(|attachment| each!(attachment, attachment => attachment.line()));
         let lines = lines.map(|line| PollFd::from_borrowed_fd(line, PollFlags::empty()));
         // What the namespace sends is for whoever drives.
-        let taps = self.seats.iter().filter_map(|seat| each!(seat, seat => seat.tap()));
+        let taps = self.attachments.iter().filter_map(|attachment| each!(attachment, attachment => attachment.tap()));
         let taps = taps.map(|tap| PollFd::from_borrowed_fd(tap, PollFlags::IN));
         let mut poll: Vec<_> = daemon.into_iter().chain(bells).chain(lines).chain(taps).collect();
         let rest = rest.map(|rest| Timespec::try_from(rest).expect("less than a second"));
         if is_ready {
             self.common.cpus.hurry();
         }
-        self.common.pulse.asleep(true);
+        self.common.heartbeat.asleep(true);
         let woken = rustix::event::poll(&mut poll, rest.as_ref());
-        self.common.pulse.asleep(false);
+        self.common.heartbeat.asleep(false);
         self.common.cpus.woken();
         match woken {
             Ok(_) | Err(rustix::io::Errno::INTR) => {}
             Err(errno) => return Err(errno).context("the kernel refused to wait"),
         }
         drop(poll);
-        self.hush();
+        self.quiesce();
         Ok(())
     }
 
     /// Nobody sleeps any more.
-    fn hush(&mut self) {
-        self.seats.iter_mut().for_each(|seat| each!(seat, seat => seat.hush()));
+    fn quiesce(&mut self) {
+        self.attachments.iter_mut().for_each(|attachment| each!(attachment, attachment => attachment.quiesce()));
     }
 
     /// Hears everything that was said, and now and then looks at what is not looked at once a burst.
     #[cold]
     fn hear(&mut self, round: bool) {
         // In this order: what is announced was said before.
-        self.read = self.common.pulse.posts();
-        while let Some(heard) = self.common.post.next() {
+        self.read = self.common.heartbeat.posts();
+        while let Some(heard) = self.common.channel.next() {
             match heard {
                 Heard::Order(nic, order) => self.order(nic, Input::Order(order)),
-                Heard::Plan(nic, plan) => self.of(nic, |seat| each!(seat, seat => seat.plan(plan))),
-                Heard::Letter(letter, fds) => self.letter(*letter, fds),
-                Heard::Nonsense(sentence) => self.common.post.tell(None, sentence),
+                Heard::Plan(nic, plan) => {
+                    self.of(nic, |attachment| each!(attachment, attachment => attachment.plan(plan)))
+                }
+                Heard::Message(message, fds) => self.message(*message, fds),
+                Heard::Nonsense(sentence) => self.common.channel.tell(None, sentence),
             }
         }
         if round {
-            self.common.post.flush();
-            for seat in &mut self.seats {
-                each!(seat, seat => if seat.drives() { seat.now_and_then(&mut self.common) });
+            self.common.channel.flush();
+            for attachment in &mut self.attachments {
+                each!(attachment, attachment => if attachment.drives() { attachment.now_and_then(&mut self.common) });
             }
             if let Some(trouble) = self.common.tap.and_then(Tap::trouble) {
-                self.common.post.tell(None, trouble);
+                self.common.channel.tell(None, trouble);
             }
         }
     }
@@ -313,69 +317,76 @@ impl<D: Duty> Node<D> {
         let Some(index) = self.index(nic) else {
             return self
                 .common
-                .post
+                .channel
                 .tell(Some(nic), format!("an order came for NIC {nic}, of which this worker has nothing"));
         };
-        let is_at_work = |seat: &AnySeat<D>| each!(seat, seat => seat.drives() || seat.waits().is_some());
-        let is_ready = each!(&self.seats[index], seat => seat.is_ready());
-        if matches!(input, Input::Order(Order::Prepare { .. })) && !is_ready && !self.seats.iter().any(is_at_work) {
+        let is_at_work = |attachment: &AnyAttachment<D>| each!(attachment, attachment => attachment.drives() || attachment.waits().is_some());
+        let is_ready = each!(&self.attachments[index], attachment => attachment.is_ready());
+        if matches!(input, Input::Order(Order::Prepare { .. })) && !is_ready && !self.attachments.iter().any(is_at_work)
+        {
             self.common.cpus.step_aside();
         }
-        self.common.drives_one = self.seats.iter().filter(|seat| each!(seat, seat => seat.drives())).count() == 1;
-        each!(&mut self.seats[index], seat => seat.hear(&mut self.common, input));
-        let awaits_fence = |seat: &AnySeat<D>| each!(seat, seat => seat.awaits_fence());
-        match self.seats.iter().any(|seat| each!(seat, seat => seat.is_ready())) {
+        self.common.drives_one =
+            self.attachments.iter().filter(|attachment| each!(attachment, attachment => attachment.drives())).count()
+                == 1;
+        each!(&mut self.attachments[index], attachment => attachment.hear(&mut self.common, input));
+        let awaits_fence = |attachment: &AnyAttachment<D>| each!(attachment, attachment => attachment.awaits_fence());
+        match self.attachments.iter().any(|attachment| each!(attachment, attachment => attachment.is_ready())) {
             true => self.common.go_home(),
             // It would be stopped late there: the daemon, which stops it, runs aside, too.
-            false if self.seats.iter().any(awaits_fence) => {}
+            false if self.attachments.iter().any(awaits_fence) => {}
             false => self.common.cpus.step_aside(),
         }
-        if each!(&self.seats[index], seat => seat.is_left()) {
-            self.seats.remove(index);
-            self.over = self.seats.is_empty();
+        if each!(&self.attachments[index], attachment => attachment.is_left()) {
+            self.attachments.remove(index);
+            self.over = self.attachments.is_empty();
         }
     }
 
     fn index(&self, nic: u32) -> Option<usize> {
-        self.seats.iter().position(|seat| each!(seat, seat => seat.number()) == nic)
+        self.attachments.iter().position(|attachment| each!(attachment, attachment => attachment.number()) == nic)
     }
 
-    fn letter(&mut self, letter: ToWorker, fds: Vec<OwnedFd>) {
-        match letter {
-            ToWorker::Begin(_) => self.common.post.tell(None, "the daemon said twice what this worker is".to_owned()),
-            ToWorker::Nic { nic, name, iova, fenced, kit } => {
-                if let Err(error) = self.take_in(nic, name, (iova, fenced, kit), fds) {
-                    self.common.post.tell(Some(nic), format!("{error:#}"));
+    fn message(&mut self, message: ToWorker, fds: Vec<OwnedFd>) {
+        match message {
+            ToWorker::Begin(_) => {
+                self.common.channel.tell(None, "the daemon said twice what this worker is".to_owned())
+            }
+            ToWorker::Nic { nic, name, iova, fenced, bundle } => {
+                if let Err(error) = self.take_in(nic, name, (iova, fenced, bundle), fds) {
+                    self.common.channel.tell(Some(nic), format!("{error:#}"));
                 }
             }
-            ToWorker::Sash { nic } => self.of(nic, |seat| each!(seat, seat => seat.stored(fds.into_iter().next()))),
-            ToWorker::Neighbour { nic, number, addresses } => {
-                self.of_vni(nic, |seat| seat.meet(number, &addresses, fds))
+            ToWorker::DriverState { nic } => {
+                self.of(nic, |attachment| each!(attachment, attachment => attachment.stored(fds.into_iter().next())))
             }
-            ToWorker::NoNeighbour { nic, number } => self.of_vni(nic, |seat| {
-                seat.part(number);
+            ToWorker::Neighbour { nic, number, addresses } => {
+                self.of_vni(nic, |attachment| attachment.meet(number, &addresses, fds))
+            }
+            ToWorker::NoNeighbour { nic, number } => self.of_vni(nic, |attachment| {
+                attachment.part(number);
                 Ok(())
             }),
-            ToWorker::Directory { nic, nodes } => self.of_vni(nic, |seat| {
-                seat.keep_only(&nodes);
-                seat.look_up_in(
+            ToWorker::Directory { nic, nodes } => self.of_vni(nic, |attachment| {
+                attachment.keep_only(&nodes);
+                attachment.look_up_in(
                     fds.into_iter().next().context("no directory came; rebuild the older of daemon and worker")?,
                 )
             }),
             ToWorker::Capture { nic, capture, interface, snap } => {
                 if let Err(error) = self.capture(nic, (capture, interface, snap), fds) {
-                    self.common.post.tell(Some(nic), sentence(&error));
+                    self.common.channel.tell(Some(nic), sentence(&error));
                 }
             }
             // Of a NIC that is left already nothing is left to end.
             ToWorker::NoCapture { nic, capture } => {
                 if let Some(index) = self.index(nic) {
-                    each!(&mut self.seats[index], seat => seat.end_capture(capture));
+                    each!(&mut self.attachments[index], attachment => attachment.end_capture(capture));
                 }
             }
-            ToWorker::Client { nic, client } => self.of_vni(nic, |seat| seat.hear_of_client(client, fds)),
-            ToWorker::NoClient { nic, socket } => self.of_vni(nic, |seat| {
-                seat.forget_client(socket);
+            ToWorker::Client { nic, client } => self.of_vni(nic, |attachment| attachment.hear_of_client(client, fds)),
+            ToWorker::NoClient { nic, socket } => self.of_vni(nic, |attachment| {
+                attachment.forget_client(socket);
                 Ok(())
             }),
             ToWorker::Again { keeps } => {
@@ -383,13 +394,13 @@ impl<D: Duty> Node<D> {
                 self.again();
             }
             ToWorker::Counts => {
-                for seat in &mut self.seats {
-                    each!(seat, seat => seat.tell_counts(&mut self.common.post));
+                for attachment in &mut self.attachments {
+                    each!(attachment, attachment => attachment.tell_counts(&mut self.common.channel));
                 }
             }
             ToWorker::End => {
-                for seat in &mut self.seats {
-                    each!(seat, seat => seat.park(&mut self.common));
+                for attachment in &mut self.attachments {
+                    each!(attachment, attachment => attachment.park(&mut self.common));
                 }
                 self.common.cpus.step_aside();
                 self.over = true;
@@ -397,13 +408,13 @@ impl<D: Duty> Node<D> {
         }
     }
 
-    fn of(&mut self, nic: u32, then: impl FnOnce(&mut AnySeat<D>)) {
+    fn of(&mut self, nic: u32, then: impl FnOnce(&mut AnyAttachment<D>)) {
         match self.index(nic) {
-            Some(index) => then(&mut self.seats[index]),
+            Some(index) => then(&mut self.attachments[index]),
             None => {
                 self.common
-                    .post
-                    .tell(Some(nic), format!("a letter came about NIC {nic}, of which this worker has nothing"));
+                    .channel
+                    .tell(Some(nic), format!("a message came about NIC {nic}, of which this worker has nothing"));
             }
         }
     }
@@ -418,19 +429,19 @@ impl<D: Duty> Node<D> {
             .with_context(|| format!("NIC {nic} is to be captured, of which this worker has nothing"))?;
         let terms = Terms { number, socket, missed, interface, snap };
         let capture = Capture::begin(terms).context("a capture cannot begin")?;
-        each!(&mut self.seats[index], seat => seat.capture(capture));
+        each!(&mut self.attachments[index], attachment => attachment.capture(capture));
         Ok(())
     }
 
-    /// Of a letter about a node's end of a VNI.
-    fn of_vni(&mut self, nic: u32, then: impl FnOnce(&mut VniSeat<D>) -> Result<()>) {
-        let seat = self.index(nic).map(|index| &mut self.seats[index]);
-        let done = match seat {
-            Some(AnySeat::Vni(seat)) => then(seat),
-            _ => Err(anyhow::anyhow!("a letter came about end {nic} of a VNI, of which this worker has nothing")),
+    /// Of a message about a node's end of a VNI.
+    fn of_vni(&mut self, nic: u32, then: impl FnOnce(&mut VniAttachment<D>) -> Result<()>) {
+        let attachment = self.index(nic).map(|index| &mut self.attachments[index]);
+        let done = match attachment {
+            Some(AnyAttachment::Vni(attachment)) => then(attachment),
+            _ => Err(anyhow::anyhow!("a message came about end {nic} of a VNI, of which this worker has nothing")),
         };
         if let Err(error) = done {
-            self.common.post.tell(Some(nic), sentence(&error));
+            self.common.channel.tell(Some(nic), sentence(&error));
         }
     }
 
@@ -438,32 +449,37 @@ impl<D: Duty> Node<D> {
         &mut self,
         number: u32,
         name: String,
-        (iova, fenced, kit): (u64, bool, letter::Kit),
+        (iova, fenced, bundle): (u64, bool, message::DeviceBundle),
         fds: Vec<OwnedFd>,
     ) -> Result<()> {
         ensure!(self.index(number).is_none(), "NIC {number} was given to this worker twice");
         let mut fds = fds.into_iter();
-        let board = fds.next().context("the NIC's board did not come; rebuild the older of daemon and worker")?;
-        let board = Board::over(board).context("the NIC's board")?;
-        let text = kit::read(&kit);
-        let way = text.as_ref().map(|text| (text.driver, kit::is_vfio(text))).ok();
-        let is_vni = kit.kind == letter::vni::KIND;
-        let given = Given { number, name, iova, fenced, kit, fds: fds.collect(), board, text };
+        let lease_page =
+            fds.next().context("the NIC's lease page did not come; rebuild the older of daemon and worker")?;
+        let lease_page = LeasePage::over(lease_page).context("the NIC's lease page")?;
+        let text = bundle::read(&bundle);
+        let way = text.as_ref().map(|text| (text.driver, bundle::is_vfio(text))).ok();
+        let is_vni = bundle.kind == message::vni::KIND;
+        let given = Given { number, name, iova, fenced, bundle, fds: fds.collect(), lease_page, text };
         if is_vni {
-            self.seats.push(AnySeat::Vni(Box::new(VniSeat::new(given, &self.common, &self.told))));
+            self.attachments.push(AnyAttachment::Vni(Box::new(VniAttachment::new(given, &self.common, &self.told))));
             self.idle_looks = IDLE_LOOKS_OF_KERNEL;
             return Ok(());
         }
         let (common, told) = (&self.common, &self.told);
-        self.seats.push(match way {
-            Some((Driver::VirtioNet, true)) => AnySeat::VirtioVfio(Box::new(Seat::new(given, common, told))),
-            Some((Driver::VirtioNet, false)) => AnySeat::VirtioUser(Box::new(Seat::new(given, common, told))),
-            Some((Driver::E1000e | Driver::Rtl8139, true)) => {
-                AnySeat::E1000eVfio(Box::new(Seat::new(given, common, told)))
+        self.attachments.push(match way {
+            Some((Driver::VirtioNet, true)) => {
+                AnyAttachment::VirtioVfio(Box::new(Attachment::new(given, common, told)))
             }
-            // One that is not understood is refused by any seat, with what is wrong with it.
+            Some((Driver::VirtioNet, false)) => {
+                AnyAttachment::VirtioUser(Box::new(Attachment::new(given, common, told)))
+            }
+            Some((Driver::E1000e | Driver::Rtl8139, true)) => {
+                AnyAttachment::E1000eVfio(Box::new(Attachment::new(given, common, told)))
+            }
+            // One that is not understood is refused by any attachment, with what is wrong with it.
             Some((Driver::E1000e | Driver::Rtl8139, false)) | None => {
-                AnySeat::E1000eUser(Box::new(Seat::new(given, common, told)))
+                AnyAttachment::E1000eUser(Box::new(Attachment::new(given, common, told)))
             }
         });
         Ok(())
@@ -472,21 +488,22 @@ impl<D: Duty> Node<D> {
     /// Says who we are to a daemon that has just begun. What we were to point at memory of our own stays with those who have its old
     /// memory: of ours the new daemon knows nothing, nor whether the giver had to be fenced.
     fn again(&mut self) {
-        for seat in &mut self.seats {
+        for attachment in &mut self.attachments {
             // Who looked on did so through the daemon before.
-            each!(seat, seat => seat.end_captures());
-            each!(seat, seat => if seat.is_apart() {
-                seat.hear(&mut self.common, Input::Order(Order::Leave));
+            each!(attachment, attachment => attachment.end_captures());
+            each!(attachment, attachment => if attachment.is_apart() {
+                attachment.hear(&mut self.common, Input::Order(Order::Leave));
             });
         }
-        self.seats.retain(|seat| each!(seat, seat => !seat.is_left()));
-        for seat in &mut self.seats {
-            if let AnySeat::Vni(seat) = seat {
-                seat.tell_client_again(&mut self.common);
+        self.attachments.retain(|attachment| each!(attachment, attachment => !attachment.is_left()));
+        for attachment in &mut self.attachments {
+            if let AnyAttachment::Vni(attachment) = attachment {
+                attachment.tell_client_again(&mut self.common);
             }
         }
-        let nics = self.seats.iter().map(|seat| each!(seat, seat => seat.number())).collect();
+        let nics =
+            self.attachments.iter().map(|attachment| each!(attachment, attachment => attachment.number())).collect();
         let mine = ToDaemon::Mine { party: self.common.party.0.get(), node: self.name.clone(), nics };
-        self.common.post.write(&mine, Vec::new());
+        self.common.channel.write(&mine, Vec::new());
     }
 }

@@ -7,18 +7,18 @@ use std::time::{Duration, Instant};
 use anyhow::{Context, Result, bail, ensure};
 use rustix::net::{SendFlags, SocketType};
 use rustix::process::Signal;
+use tasuki_net::nic::bundle::BundleBus;
 use tasuki_net::nic::bus::Iova;
 use tasuki_net::nic::bus::pci::Header;
 use tasuki_net::nic::bus::vfio::Vfio;
 use tasuki_net::nic::bus::vfio_user::{TIMEOUT, VfioUser};
 use tasuki_net::nic::e1000e::E1000e;
-use tasuki_net::nic::kit::KitBus;
 use tasuki_net::nic::virtio_net::VirtioNet;
 use tasuki_net::nic::{Filter, InPlace, Link, NicError, NicOptions, Repoint};
-use tasuki_relay::letter::{Can, SPEECH, ToDaemon};
+use tasuki_relay::message::{Can, SPEECH, ToDaemon};
 
 use crate::device::{self, Device, Driver};
-use crate::{kit, post};
+use crate::{bundle, channel};
 
 /// How long the link is waited for: negotiation takes two to three seconds. Without, the card goes on all the same.
 const NEGOTIATION: Duration = Duration::from_secs(5);
@@ -50,25 +50,25 @@ pub fn open(how: &How) -> Result<()> {
     );
     // The next daemon opens the card itself, and whoever serves it may serve one at a time.
     rustix::process::set_parent_process_death_signal(Some(Signal::KILL))?;
-    let (letter, fds) = match &how.device {
+    let (message, fds) = match &how.device {
         Device::Vfio(address) => start(Vfio::open(*address)?, how)?,
         Device::VfioUser(_) => start(meet(socket.as_fd())?, how)?,
         Device::Sim => bail!("the opener starts no model: tasukid does, and names its socket as vfio-user:PATH"),
     };
-    let letter = serde_json::to_vec(&letter)?;
-    post::send(socket.as_fd(), &letter, &fds, SendFlags::empty())
+    let message = serde_json::to_vec(&message)?;
+    channel::send(socket.as_fd(), &message, &fds, SendFlags::empty())
         .context("the daemon did not take the card's descriptors")
 }
 
 /// Meets the server of a card at the other end of a connection that the daemon gives to who has given up what it does not need: the server is no part of us.
 fn meet(daemon: BorrowedFd<'_>) -> Result<VfioUser> {
-    let letter = serde_json::to_vec(&ToDaemon::Begun { speech: SPEECH, reads: Vec::new(), unconfined: Vec::new() })?;
-    post::send(daemon, &letter, &[], SendFlags::empty()).context("the daemon is gone")?;
-    let connection = post::receive_one(daemon).context("the daemon gave no connection to the card's server")?;
+    let message = serde_json::to_vec(&ToDaemon::Begun { speech: SPEECH, reads: Vec::new(), unconfined: Vec::new() })?;
+    channel::send(daemon, &message, &[], SendFlags::empty()).context("the daemon is gone")?;
+    let connection = channel::receive_one(daemon).context("the daemon gave no connection to the card's server")?;
     VfioUser::meet(connection, TIMEOUT).map_err(Into::into)
 }
 
-fn start<B: KitBus>(mut bus: B, how: &How) -> Result<(ToDaemon, Vec<OwnedFd>)> {
+fn start<B: BundleBus>(mut bus: B, how: &How) -> Result<(ToDaemon, Vec<OwnedFd>)> {
     let found = Header::read(&mut bus)?.id;
     match device::driver_of(found) {
         Some((driver @ Driver::E1000e, _)) => go::<E1000e<B>>(bus, driver, how),
@@ -82,7 +82,7 @@ fn start<B: KitBus>(mut bus: B, how: &How) -> Result<(ToDaemon, Vec<OwnedFd>)> {
 
 fn go<N: InPlace + Repoint>(bus: N::Bus, driver: Driver, how: &How) -> Result<(ToDaemon, Vec<OwnedFd>)>
 where
-    N::Bus: KitBus,
+    N::Bus: BundleBus,
 {
     let ring = how.ring.unwrap_or(driver.ring());
     let filter = Filter { promiscuous: how.promiscuous, all_multicast: how.all_multicast, ..Filter::default() };
@@ -97,6 +97,6 @@ where
     let its = nic.can();
     let can =
         Can { in_place: true, spare_queue: its.steer, repoint: its.point, pauses: its.pauses, fenced: its.fenced };
-    let (kit, fds) = kit::pack(&nic, driver, &options, (parts, layout), &kit::wake()?, can)?;
-    Ok((ToDaemon::Kit { kit }, fds))
+    let (bundle, fds) = bundle::pack(&nic, driver, &options, (parts, layout), &bundle::wake()?, can)?;
+    Ok((ToDaemon::DeviceBundle { bundle }, fds))
 }

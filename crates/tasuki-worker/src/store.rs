@@ -1,34 +1,34 @@
-//! A sash as bytes, in its envelope: how it goes by the daemon's store.
+//! A driver state as bytes, in its envelope: how it goes by the daemon's store.
 
 use std::os::fd::{AsFd, OwnedFd};
 
 use anyhow::{Context, Result};
 use rustix::fs::{MemfdFlags, SealFlags};
-use tasuki_net::nic::{NicError, Sash};
-use tasuki_relay::sash::{HEAD, LEN_MAX, NotASash, Sash as Envelope};
+use tasuki_net::nic::{DriverState, NicError};
+use tasuki_relay::driver_state::{DriverState as Envelope, HEAD, LEN_MAX, NotADriverState};
 use tasuki_relay::wire::Reason;
 
-use crate::board::now_ns;
-use crate::kit::Refused;
+use crate::bundle::Refused;
+use crate::lease_page::now_ns;
 
 /// Layouts beyond the driver's own that are read, and the last of which is written. A later one has a field more at its end.
-const LATER: u32 = cfg!(feature = "next-sash") as u32;
+const LATER: u32 = cfg!(feature = "next-driver_state") as u32;
 
-/// Bytes of the field that a later layout has: when the sash was stored, on the machine's clock.
+/// Bytes of the field that a later layout has: when the driver state was stored, on the machine's clock.
 const STORED_AT: usize = 8;
 
-/// Whether a sash of this kind and version can be gone on with.
-pub fn reads<S: Sash>(kind: u32, version: u32) -> bool {
+/// Whether a driver state of this kind and version can be gone on with.
+pub fn reads<S: DriverState>(kind: u32, version: u32) -> bool {
     kind == S::KIND && (S::VERSION..=S::VERSION + LATER).contains(&version)
 }
 
-/// Versions of the sashes of `S` that are read, from and to.
-pub fn versions<S: Sash>() -> (u32, u32, u32) {
+/// Versions of the driver states of `S` that are read, from and to.
+pub fn versions<S: DriverState>() -> (u32, u32, u32) {
     (S::KIND, S::VERSION, S::VERSION + LATER)
 }
 
 /// The driver's bytes in the layout that is stored.
-fn to_stored<S: Sash>(bytes: &[u8]) -> (u32, Vec<u8>) {
+fn to_stored<S: DriverState>(bytes: &[u8]) -> (u32, Vec<u8>) {
     let mut bytes = bytes.to_vec();
     let version = S::VERSION + LATER;
     if LATER > 0 {
@@ -39,7 +39,7 @@ fn to_stored<S: Sash>(bytes: &[u8]) -> (u32, Vec<u8>) {
 }
 
 /// The reverse, of a version that is read.
-fn from_stored<S: Sash>(version: u32, bytes: &[u8]) -> Vec<u8> {
+fn from_stored<S: DriverState>(version: u32, bytes: &[u8]) -> Vec<u8> {
     let mut bytes = bytes.to_vec();
     if version > S::VERSION && bytes.len() >= STORED_AT + 8 {
         bytes.truncate(bytes.len() - STORED_AT);
@@ -48,15 +48,15 @@ fn from_stored<S: Sash>(version: u32, bytes: &[u8]) -> Vec<u8> {
     bytes
 }
 
-/// Memory with the sash in an envelope, which nobody can change any more.
-pub fn write<S: Sash>(sash: &S, epoch: u32) -> Result<OwnedFd> {
-    let (version, driver) = to_stored::<S>(sash.bytes());
+/// Memory with the driver state in an envelope, which nobody can change any more.
+pub fn write<S: DriverState>(driver_state: &S, epoch: u32) -> Result<OwnedFd> {
+    let (version, driver) = to_stored::<S>(driver_state.bytes());
     let mut bytes = vec![0; HEAD + driver.len()];
     let envelope = Envelope { kind: S::KIND, version, epoch, bytes: &driver };
     let len = envelope.write(&mut bytes)?;
-    let what = "the sash could not be stored: the kernel has no memory for it";
-    let memory =
-        rustix::fs::memfd_create("tasuki-sash", MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING).context(what)?;
+    let what = "the driver state could not be stored: the kernel has no memory for it";
+    let memory = rustix::fs::memfd_create("tasuki-driver_state", MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING)
+        .context(what)?;
     let mut written = 0;
     while written < len {
         written += rustix::io::pwrite(&memory, &bytes[written..len], written as u64).context(what)?;
@@ -66,25 +66,25 @@ pub fn write<S: Sash>(sash: &S, epoch: u32) -> Result<OwnedFd> {
     Ok(memory)
 }
 
-/// The sash that stands in `memory`, of the tenure in which the lease was passed.
-pub fn read<S: Sash>(memory: OwnedFd, wrote: u32) -> Result<Box<S>, Refused> {
+/// The driver state that stands in `memory`, of the tenure in which the lease was passed.
+pub fn read<S: DriverState>(memory: OwnedFd, wrote: u32) -> Result<Box<S>, Refused> {
     let bytes = copy(memory.as_fd()).map_err(|error| {
         let reason = Reason::Odd { position: 1 };
-        Refused { reason, sentence: format!("the stored sash cannot be read ({error}); let the giver go on") }
+        Refused { reason, sentence: format!("the stored driver state cannot be read ({error}); let the giver go on") }
     })?;
-    let envelope = Envelope::read(&bytes).map_err(not_a_sash)?;
+    let envelope = Envelope::read(&bytes).map_err(not_a_driver_state)?;
     let whole = match reads::<S>(envelope.kind, envelope.version) {
-        true => Envelope::read_as(&bytes, envelope.kind, envelope.version, wrote).map_err(not_a_sash)?,
+        true => Envelope::read_as(&bytes, envelope.kind, envelope.version, wrote).map_err(not_a_driver_state)?,
         false => {
             let (kind, version) = (envelope.kind.into(), envelope.version.into());
-            let reason = Reason::OtherSash { kind, version };
+            let reason = Reason::OtherDriverState { kind, version };
             return Err(Refused { reason, sentence: reason.to_string() });
         }
     };
     S::read(&from_stored::<S>(envelope.version, whole)).map(Box::new).map_err(|error| refused(&error))
 }
 
-/// A copy that nobody else can write, of as many bytes as a sash can have.
+/// A copy that nobody else can write, of as many bytes as a driver state can have.
 fn copy(memory: std::os::fd::BorrowedFd<'_>) -> std::io::Result<Vec<u8>> {
     let mut bytes = vec![0; HEAD + LEN_MAX];
     let mut have = 0;
@@ -98,14 +98,16 @@ fn copy(memory: std::os::fd::BorrowedFd<'_>) -> std::io::Result<Vec<u8>> {
     Ok(bytes)
 }
 
-fn not_a_sash(error: NotASash) -> Refused {
+fn not_a_driver_state(error: NotADriverState) -> Refused {
     let reason = match error {
-        NotASash::Damaged { is, should } => Reason::DamagedSash { is: is.into(), should: should.into() },
-        NotASash::Other { kind, version, .. } => Reason::OtherSash { kind: kind.into(), version: version.into() },
-        NotASash::Stale { epoch, .. } => Reason::WrongSash { value: epoch.into() },
-        NotASash::Absent { mark, .. } => Reason::WrongSash { value: mark.into() },
-        NotASash::Cut { says, .. } => Reason::WrongSash { value: says.into() },
-        NotASash::Envelope { version } => Reason::WrongSash { value: version.into() },
+        NotADriverState::Damaged { is, should } => Reason::DamagedDriverState { is: is.into(), should: should.into() },
+        NotADriverState::Other { kind, version, .. } => {
+            Reason::OtherDriverState { kind: kind.into(), version: version.into() }
+        }
+        NotADriverState::Stale { epoch, .. } => Reason::WrongDriverState { value: epoch.into() },
+        NotADriverState::Absent { mark, .. } => Reason::WrongDriverState { value: mark.into() },
+        NotADriverState::Cut { says, .. } => Reason::WrongDriverState { value: says.into() },
+        NotADriverState::Envelope { version } => Reason::WrongDriverState { value: version.into() },
     };
     Refused { reason, sentence: error.to_string() }
 }
@@ -113,8 +115,12 @@ fn not_a_sash(error: NotASash) -> Refused {
 /// Why a driver did not go on.
 pub fn refused(error: &NicError) -> Refused {
     let reason = match *error {
-        NicError::OtherSash { kind, version, .. } => Reason::OtherSash { kind: kind.into(), version: version.into() },
-        NicError::BrokenSash { value, .. } | NicError::Absurd { value, .. } => Reason::WrongSash { value },
+        NicError::OtherDriverState { kind, version, .. } => {
+            Reason::OtherDriverState { kind: kind.into(), version: version.into() }
+        }
+        NicError::BrokenDriverState { value, .. } | NicError::Absurd { value, .. } => {
+            Reason::WrongDriverState { value }
+        }
         NicError::FramesCame { .. } => Reason::FramesCame,
         NicError::LeftBehind { value, .. } => Reason::LeftBehind { value },
         _ => Reason::CardGone,

@@ -7,11 +7,11 @@ use anyhow::{Context, Result, ensure};
 use rustix::fs::FileType;
 use rustix::io::Errno;
 use tasuki_net::port::{BURST_MAX, Burst, Frame};
-use tasuki_relay::letter::pulse;
+use tasuki_relay::message::heartbeat;
 use tasuki_shm::arena::Arena;
 
-use crate::board::Pulse;
 use crate::fail;
+use crate::lease_page::Heartbeat;
 
 /// Bytes of a frame, without check sequence, that no card sends shorter,
 pub const SHORTEST: usize = 60;
@@ -83,7 +83,7 @@ impl Tap {
     /// Gives the namespace what came. What it does not take now it does not get: a card whose frames nobody takes away would have its
     /// partner pause.
     #[inline]
-    pub fn give(&self, came: &Burst, pulse: &Pulse) {
+    pub fn give(&self, came: &Burst, heartbeat: &Heartbeat) {
         let mut refused = 0;
         for frame in came {
             match rustix::io::write(&self.device, frame.bytes()) {
@@ -95,12 +95,12 @@ impl Tap {
             }
             fail::point("tap.given");
         }
-        pulse.add(pulse::REFUSED, refused);
+        heartbeat.add(heartbeat::REFUSED, refused);
     }
 
     /// What the namespace sends, straight into slots of the card's: as much as there is, up to a burst.
     #[inline]
-    pub fn take(&self, arena: &Arena, burst: &mut Burst, pulse: &Pulse) {
+    pub fn take(&self, arena: &Arena, burst: &mut Burst, heartbeat: &Heartbeat) {
         // Some more than fit into the burst may have to be passed over; not for ever.
         for _ in 0..BURST_MAX {
             if burst.is_full() || self.is_gone.get() {
@@ -118,7 +118,7 @@ impl Tap {
                     burst.push(Frame { slot, len });
                     fail::point("tap.taken");
                 }
-                Ok(_) => pulse.add(pulse::REFUSED, 1),
+                Ok(_) => heartbeat.add(heartbeat::REFUSED, 1),
                 Err(errno) => return self.note(errno),
             }
         }

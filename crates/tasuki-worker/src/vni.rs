@@ -1,7 +1,7 @@
 //! A node's end of a VNI: the relay's tables have it change hands as a NIC does, and whoever drives it passes frames on between the VNI and the
 //! node's network namespace, or a client of memif, or is the node's program itself.
 //!
-//! There is no sash. How far a driver had come stands in the node's estate, which is written before anybody can count on it, so a successor reads
+//! There is no driver state. How far a driver had come stands in the node's node memory, which is written before anybody can count on it, so a successor reads
 //! the same whether its predecessor let go or died.
 
 mod client;
@@ -23,8 +23,8 @@ use tasuki_net::port::{Armed, Transactional};
 use tasuki_net::switch::Switch;
 use tasuki_net::tap::TapNode;
 use tasuki_net::vni::port::{Frames, VniPort};
-use tasuki_net::vni::{Introduction, Vni};
-use tasuki_relay::letter::{ToDaemon, pulse, vni};
+use tasuki_net::vni::{PeerDescriptor, Vni};
+use tasuki_relay::message::{ToDaemon, heartbeat, vni};
 use tasuki_relay::wire::{Order, Plan, Position, Reason};
 use tasuki_relay::worker::{Do, Input, Side, Worker};
 use tasuki_relay::{After, Tenure, taker};
@@ -32,14 +32,14 @@ use tasuki_shm::line::{LINE_LEN, Line};
 use tasuki_shm::region::{PeerRegion, RegionError, Span};
 use tasuki_shm::vni::NODES_MAX;
 use tasuki_shm::vni::directory::Lookup;
-use tasuki_shm::vni::estate::EstateFds;
+use tasuki_shm::vni::node_memory::NodeMemoryFds;
 use tasuki_shm::wake::Clapper;
 
-use crate::duty::Duty;
+use crate::attachment::{Common, Given, captured};
+use crate::bundle::Refused;
+use crate::channel::DaemonChannel;
 use crate::fail;
-use crate::kit::Refused;
-use crate::post::Post;
-use crate::seat::{Common, Given, captured};
+use crate::handler::FrameHandler;
 pub use end::Joint;
 use end::{End, Native, Uplink};
 
@@ -52,14 +52,14 @@ const TURNS: u32 = 256;
 /// What to do when the namespace's interface is gone.
 const ADD_ANEW: &str = "remove the node and add it anew (tasuki node remove, tasuki node add)";
 
-/// Where among the kit's descriptors what is.
+/// Where among the device bundle's descriptors what is.
 const WAKE: usize = 0;
 const CONTROL: usize = 1;
 const POOL: usize = 2;
-const EAR: usize = 3;
+const BELL_RECEIVER: usize = 3;
 
-/// Where in the node's book stands what its end's program remembers: a node with an end has no NICs that remember anything.
-const BOOK: u32 = 0;
+/// Where in the node's program state stands what its end's program remembers: a node with an end has no NICs that remember anything.
+const PROGRAM_STATE: u32 = 0;
 
 /// Frames that its port takes at once, at least: there is no ring that somebody configures.
 const ROOM: u16 = 256;
@@ -72,7 +72,7 @@ fn is_native(common: &Common) -> bool {
 /// Another node, and which memory it has: the daemon says it again when it has begun anew.
 #[derive(Debug)]
 struct Known {
-    estate: EstateFds,
+    node_memory: NodeMemoryFds,
     bell: OwnedFd,
     inode: u64,
     /// Its addresses of IP, if they are known.
@@ -80,18 +80,18 @@ struct Known {
 }
 
 /// A node's end of a VNI that this worker drives, or may be told to.
-pub struct VniSeat<D: Duty> {
+pub struct VniAttachment<D: FrameHandler> {
     given: Given,
     text: Result<vni::Text, Refused>,
     worker: Worker,
     /// What we hold the lease by, or held last.
     tenure: Tenure,
-    /// The kit of which the order to prepare spoke.
+    /// The device bundle of which the order to prepare spoke.
     asked: (u32, u32),
     neighbours: BTreeMap<u16, Known>,
     is_ready: bool,
     /// What is done with frames, if nothing passes them on.
-    duty: D,
+    handler: D,
     /// For a native node: made in advance.
     frames: Option<Frames>,
     end: Option<End>,
@@ -99,7 +99,7 @@ pub struct VniSeat<D: Duty> {
     client: Option<Inherited>,
     /// The socket of the client of which the daemon was told last.
     told_client: Option<u64>,
-    /// What was counted when the pulse was told last: given, taken, dropped.
+    /// What was counted when the heartbeat was told last: given, taken, dropped.
     told: (u64, u64, u64),
     waits_since: Option<Instant>,
     turns: u32,
@@ -108,14 +108,17 @@ pub struct VniSeat<D: Duty> {
     captures: Option<Box<Captures>>,
 }
 
-impl<D: Duty> VniSeat<D> {
+impl<D: FrameHandler> VniAttachment<D> {
     /// Of which nothing was asked yet.
     pub fn new(given: Given, common: &Common, told: &D::Told) -> Self {
-        let text = serde_json::from_str(&given.kit.text).map_err(|error| Refused {
+        let text = serde_json::from_str(&given.bundle.text).map_err(|error| Refused {
             reason: Reason::Odd { position: Position::Device as u64 },
-            sentence: format!("the kit of {} is not understood ({error}); rebuild the older of the two", given.name),
+            sentence: format!(
+                "the device bundle of {} is not understood ({error}); rebuild the older of the two",
+                given.name
+            ),
         });
-        VniSeat {
+        VniAttachment {
             given,
             text,
             worker: Worker::new(common.party),
@@ -123,7 +126,7 @@ impl<D: Duty> VniSeat<D> {
             asked: (vni::KIND, vni::VERSION),
             neighbours: BTreeMap::new(),
             is_ready: false,
-            duty: D::new(told),
+            handler: D::new(told),
             frames: None,
             end: None,
             client: None,
@@ -149,7 +152,7 @@ impl<D: Duty> VniSeat<D> {
 
     /// Whether a worker that gets ready for this end waits for our CPU.
     pub fn is_awaited(&self) -> bool {
-        self.drives() && self.given.board.is_awaited()
+        self.drives() && self.given.lease_page.is_awaited()
     }
 
     /// Whether the worker was told to leave it.
@@ -177,7 +180,7 @@ impl<D: Duty> VniSeat<D> {
         self.waits_since
     }
 
-    /// Whether it is about to be driven from memory of our own: an estate stays where it is.
+    /// Whether it is about to be driven from memory of our own: a node memory stays where it is.
     pub fn is_apart(&self) -> bool {
         false
     }
@@ -185,18 +188,18 @@ impl<D: Duty> VniSeat<D> {
     /// How the next order to release is meant: there is one way only.
     pub fn plan(&mut self, _: Plan) {}
 
-    /// A sash for the next order to take: there is none.
+    /// A driver state for the next order to take: there is none.
     pub fn stored(&mut self, _: Option<OwnedFd>) {}
 
     /// Whether a taker may look at the lease word without a rest: whoever drives stays on another CPU than ours.
     pub fn may_spin(&self, cpu: Option<u32>) -> bool {
-        matches!((self.given.board.driver_cpu(), cpu), (Some(its), Some(ours)) if its != ours)
+        matches!((self.given.lease_page.driver_cpu(), cpu), (Some(its), Some(ours)) if its != ours)
     }
 
     /// What the lease word says, if that is not what we believe.
     #[inline]
     pub fn word(&self) -> Option<Input> {
-        let now = self.given.board.tenure();
+        let now = self.given.lease_page.tenure();
         (self.waits_since.is_some() || now != self.tenure).then_some(Input::Word(now))
     }
 
@@ -207,7 +210,7 @@ impl<D: Duty> VniSeat<D> {
         let [control, pool, bell] = <[OwnedFd; 3]>::try_from(fds).ok().with_context(|| {
             format!("{count} descriptors came with node {number}, and 3 belong to it; rebuild the older of daemon and worker")
         })?;
-        let inode = rustix::fs::fstat(&control).context("a node's estate cannot be used")?.st_ino;
+        let inode = rustix::fs::fstat(&control).context("a node's memory cannot be used")?.st_ino;
         let own = addresses.iter().copied().collect::<Own>();
         if let Some(known) = self.neighbours.get_mut(&number).filter(|known| known.inode == inode) {
             // A daemon that has just begun may know of others.
@@ -215,9 +218,9 @@ impl<D: Duty> VniSeat<D> {
             self.end.iter_mut().for_each(|end| end.set_own(number, own.clone()));
             return Ok(());
         }
-        let known = Known { estate: EstateFds { control, pool }, bell, inode, own };
+        let known = Known { node_memory: NodeMemoryFds { control, pool }, bell, inode, own };
         if let Some(end) = &mut self.end {
-            end.add(introduction(number, &known)?)?;
+            end.add(peer_descriptor(number, &known)?)?;
         }
         self.neighbours.insert(number, known);
         Ok(())
@@ -272,13 +275,13 @@ impl<D: Duty> VniSeat<D> {
     }
 
     /// What it has counted, if it is driven.
-    pub fn tell_counts(&mut self, post: &mut Post) {
+    pub fn tell_counts(&mut self, channel: &mut DaemonChannel) {
         let Some(end) = &mut self.end else { return };
         let mut counts: Vec<_> = end.counts().into_iter().map(|(name, count)| (name.to_owned(), count)).collect();
         if let End::Native(_) = end {
-            counts.extend(self.duty.counts());
+            counts.extend(self.handler.counts());
         }
-        post.write(&ToDaemon::Counts { nic: self.given.number, counts }, Vec::new());
+        channel.write(&ToDaemon::Counts { nic: self.given.number, counts }, Vec::new());
     }
 
     /// Hears something, and does what follows from it.
@@ -290,7 +293,7 @@ impl<D: Duty> VniSeat<D> {
         while let Some(input) = inputs.pop_front() {
             match self.worker.hear(&common.tables, input) {
                 Ok(todo) => inputs.extend(todo.into_iter().filter_map(|what| self.act(common, what))),
-                Err(refused) => common.post.tell(Some(self.given.number), format!("{input:?} was {refused}")),
+                Err(refused) => common.channel.tell(Some(self.given.number), format!("{input:?} was {refused}")),
             }
         }
         let waits = matches!(self.worker.side(), Side::Taker(taker::State::Waiting));
@@ -305,17 +308,17 @@ impl<D: Duty> VniSeat<D> {
                 Some(Input::Stopped)
             }
             // All that a successor must know is written, or is now.
-            Do::WriteSash { .. } => {
+            Do::WriteDriverState { .. } => {
                 self.conclude(common);
                 None
             }
             Do::Resume | Do::Go => None,
             Do::Swap { from, to } => Some(self.swap(common, from, to)),
-            Do::Look => Some(Input::Word(self.given.board.tenure())),
+            Do::Look => Some(Input::Word(self.given.lease_page.tenure())),
             Do::Read { after, .. } => Some(self.read(common, after)),
             Do::LookOnce => {
                 self.look_once(common);
-                self.given.board.driving(common.cpus.cpu());
+                self.given.lease_page.driving(common.cpus.cpu());
                 fail::point("take.looked");
                 None
             }
@@ -325,7 +328,7 @@ impl<D: Duty> VniSeat<D> {
                 None
             }
             Do::Say(report) => {
-                common.post.report(self.given.number, report);
+                common.channel.report(self.given.number, report);
                 None
             }
         }
@@ -338,12 +341,12 @@ impl<D: Duty> VniSeat<D> {
         fail::point("map.done");
         match fits {
             Ok(()) => {
-                self.given.board.come(|| common.go_home());
+                self.given.lease_page.come(|| common.go_home());
                 self.is_ready = true;
                 Input::Prepared
             }
             Err(Refused { reason, sentence }) => {
-                common.post.tell(Some(self.given.number), sentence);
+                common.channel.tell(Some(self.given.number), sentence);
                 Input::Unfit(reason)
             }
         }
@@ -352,7 +355,7 @@ impl<D: Duty> VniSeat<D> {
     fn fits(&mut self, common: &Common) -> Result<(), Refused> {
         let (kind, version) = self.asked;
         if (kind, version) != (vni::KIND, vni::VERSION) {
-            let reason = Reason::OtherSash { kind: kind.into(), version: version.into() };
+            let reason = Reason::OtherDriverState { kind: kind.into(), version: version.into() };
             return Err(Refused { reason, sentence: reason.to_string() });
         }
         let odd = |sentence: String| Refused { reason: Reason::Odd { position: Position::Device as u64 }, sentence };
@@ -367,7 +370,7 @@ impl<D: Duty> VniSeat<D> {
             )));
         }
         if is_native(common) {
-            D::may_go_on(&common.book, BOOK, None, ROOM)?;
+            D::may_go_on(&common.program_state, PROGRAM_STATE, None, ROOM)?;
             if self.frames.is_none() {
                 let frames = Frames::new().map_err(|error| odd(format!("no memory for frames: {error}")))?;
                 self.frames = Some(frames);
@@ -379,7 +382,7 @@ impl<D: Duty> VniSeat<D> {
     /// Ends the burst.
     fn stop(&mut self, common: &mut Common) {
         match &mut self.end {
-            Some(End::Native(native)) => native.stop(&mut self.duty, common),
+            Some(End::Native(native)) => native.stop(&mut self.handler, common),
             Some(end) => end.finish(),
             None => {}
         }
@@ -404,7 +407,7 @@ impl<D: Duty> VniSeat<D> {
     /// A successor may go on from here.
     fn conclude(&mut self, common: &Common) {
         match &mut self.end {
-            Some(End::Native(native)) => native.conclude(&mut self.duty, common),
+            Some(End::Native(native)) => native.conclude(&mut self.handler, common),
             Some(End::Uplink(uplink)) => uplink.conclude(),
             _ => {}
         }
@@ -414,7 +417,7 @@ impl<D: Duty> VniSeat<D> {
     /// Looks at the rings, whatever has rung.
     fn look_once(&mut self, common: &mut Common) {
         match &mut self.end {
-            Some(End::Native(native)) => native.look(&mut self.duty, common),
+            Some(End::Native(native)) => native.look(&mut self.handler, common),
             _ => drop(self.turn(common)),
         }
     }
@@ -423,9 +426,9 @@ impl<D: Duty> VniSeat<D> {
     fn swap(&mut self, common: &mut Common, from: Tenure, to: Tenure) -> Input {
         let gives = to.holder.is_none() && self.end.is_some();
         if gives {
-            self.given.board.stopped();
+            self.given.lease_page.stopped();
         }
-        let won = self.given.board.swap(from, to);
+        let won = self.given.lease_page.swap(from, to);
         if won && to.holder == Some(common.party) {
             self.tenure = to;
             fail::point("take.won");
@@ -453,7 +456,7 @@ impl<D: Duty> VniSeat<D> {
             }
             Err(error) => {
                 common
-                    .post
+                    .channel
                     .tell(Some(self.given.number), format!("the node's end of the VNI cannot be used: {error:#}"));
                 Input::Broken(Reason::Odd { position: Position::Arena as u64 })
             }
@@ -463,16 +466,22 @@ impl<D: Duty> VniSeat<D> {
     fn go_on(&mut self, common: &mut Common) -> Result<End> {
         let copy =
             |at: usize| self.given.fds[at].try_clone().context("a descriptor cannot be copied; raise RLIMIT_NOFILE");
-        let estate = EstateFds { control: copy(CONTROL)?, pool: copy(POOL)? };
-        let (number, ear, switch) = (self.own_number()?, copy(EAR)?, self.switch()?);
+        let node_memory = NodeMemoryFds { control: copy(CONTROL)?, pool: copy(POOL)? };
+        let (number, bell_receiver, switch) = (self.own_number()?, copy(BELL_RECEIVER)?, self.switch()?);
         if is_native(common) {
             let frames = self.frames.take().map_or_else(Frames::new, Ok)?;
-            let station = Mac(self.given.kit.mac.context("the kit does not say what the node's station address is")?);
-            let mut port = VniPort::new(number, station, estate, ear, switch, frames)?;
-            self.add_all(common, |kit| port.add(kit));
+            let station = Mac(self
+                .given
+                .bundle
+                .mac
+                .context("the device bundle does not say what the node's station address is")?);
+            let mut port = VniPort::new(number, station, node_memory, bell_receiver, switch, frames)?;
+            self.add_all(common, |bundle| port.add(bundle));
             port.settle();
             let turns = Some(port.turns());
-            self.duty.go_on(&common.book, BOOK, turns).map_err(|refused| anyhow::anyhow!(refused.sentence))?;
+            self.handler
+                .go_on(&common.program_state, PROGRAM_STATE, turns)
+                .map_err(|refused| anyhow::anyhow!(refused.sentence))?;
             if common.joins {
                 let (uplink, joint) = Uplink::new(port)?;
                 common.joint = Some(joint);
@@ -480,8 +489,8 @@ impl<D: Duty> VniSeat<D> {
             }
             return Ok(End::Native(Box::new(Native::new(port))));
         }
-        let mut vni = Vni::new(number, estate, ear)?;
-        self.add_all(common, |kit| vni.add(kit));
+        let mut vni = Vni::new(number, node_memory, bell_receiver)?;
+        self.add_all(common, |bundle| vni.add(bundle));
         vni.settle();
         if let Some(memif) = &common.memif {
             let mut node = MemifNode::new(memif.fd()?, memif.terms.clone(), vni, switch)?;
@@ -492,12 +501,14 @@ impl<D: Duty> VniSeat<D> {
         Ok(End::Tap(Box::new(TapNode::new(tap, vni, switch))))
     }
 
-    fn add_all(&self, common: &mut Common, mut add: impl FnMut(Introduction) -> Result<(), RegionError>) {
+    fn add_all(&self, common: &mut Common, mut add: impl FnMut(PeerDescriptor) -> Result<(), RegionError>) {
         for (number, known) in &self.neighbours {
             // One whose memory cannot be used is nobody's neighbour, and keeps nobody from the others.
-            let added = introduction(*number, known).and_then(|kit| Ok(add(kit)?));
+            let added = peer_descriptor(*number, known).and_then(|bundle| Ok(add(bundle)?));
             if let Err(error) = added {
-                common.post.tell(Some(self.given.number), format!("node {number} of the VNI is left out: {error:#}"));
+                common
+                    .channel
+                    .tell(Some(self.given.number), format!("node {number} of the VNI is left out: {error:#}"));
             }
         }
     }
@@ -505,7 +516,7 @@ impl<D: Duty> VniSeat<D> {
     fn own_number(&self) -> Result<u16> {
         let number =
             self.text.as_ref().map(|text| text.number).map_err(|refused| anyhow::anyhow!(refused.sentence.clone()))?;
-        ensure!(number < NODES_MAX, "the kit says that this is node {number}, and a VNI has {NODES_MAX}");
+        ensure!(number < NODES_MAX, "the device bundle says that this is node {number}, and a VNI has {NODES_MAX}");
         Ok(number)
     }
 
@@ -521,17 +532,17 @@ impl<D: Duty> VniSeat<D> {
     pub fn turn(&mut self, common: &mut Common) -> usize {
         let Some(end) = &mut self.end else { return 0 };
         let moved = match end {
-            End::Native(native) => native.turn(&mut self.duty, common),
+            End::Native(native) => native.turn(&mut self.handler, common),
             _ => end.turn(),
         };
         self.turns = self.turns.wrapping_add(1);
-        // The seat of an uplink's NIC moves the frames that its end drops.
+        // The attachment of an uplink's NIC moves the frames that its end drops.
         let (now_given, now_taken, now_dropped) = end.moved();
         let (given, taken, dropped) = self.told;
         if (now_given, now_taken, now_dropped) != self.told {
-            common.pulse.add(pulse::RECEIVED, now_given - given);
-            common.pulse.add(pulse::SENT, now_taken - taken);
-            common.pulse.add(pulse::REFUSED, now_dropped - dropped);
+            common.heartbeat.add(heartbeat::RECEIVED, now_given - given);
+            common.heartbeat.add(heartbeat::SENT, now_taken - taken);
+            common.heartbeat.add(heartbeat::REFUSED, now_dropped - dropped);
             self.told = (now_given, now_taken, now_dropped);
         }
         self.tell_news_of_client(common);
@@ -573,7 +584,7 @@ impl<D: Duty> VniSeat<D> {
         let due = self.tick();
         let waits = self.end.as_ref().and_then(End::waits);
         // Who waits for room has nothing else to do.
-        let works = matches!(self.end, Some(End::Native(_)) if waits.is_none()).then(|| self.duty.rest()).flatten();
+        let works = matches!(self.end, Some(End::Native(_)) if waits.is_none()).then(|| self.handler.rest()).flatten();
         [due, waits, works].into_iter().flatten().min()
     }
 
@@ -596,7 +607,7 @@ impl<D: Duty> VniSeat<D> {
     }
 
     /// It is not slept on any more.
-    pub fn hush(&mut self) {
+    pub fn quiesce(&mut self) {
         match (&mut self.end, self.waits_since) {
             (Some(end), _) => end.wake(),
             (None, Some(_)) => {
@@ -617,12 +628,13 @@ impl<D: Duty> VniSeat<D> {
     }
 }
 
-fn introduction(number: u16, known: &Known) -> Result<Introduction> {
+fn peer_descriptor(number: u16, known: &Known) -> Result<PeerDescriptor> {
     let copy = |fd: &OwnedFd| fd.try_clone().context("a descriptor cannot be copied; raise RLIMIT_NOFILE");
-    let estate = EstateFds { control: copy(&known.estate.control)?, pool: copy(&known.estate.pool)? };
-    Ok(Introduction {
+    let node_memory =
+        NodeMemoryFds { control: copy(&known.node_memory.control)?, pool: copy(&known.node_memory.pool)? };
+    Ok(PeerDescriptor {
         number,
-        estate,
+        node_memory,
         // The daemon has opened it for us alone.
         bell: Clapper::own(copy(&known.bell)?),
         own: known.own.clone(),

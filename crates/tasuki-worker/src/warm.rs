@@ -11,7 +11,7 @@
 
 use rustix::mm::Advice;
 
-use crate::board::now_ns;
+use crate::lease_page::now_ns;
 
 /// Bytes of heap that are there before they are needed. What a worker allocates once it has begun is less than half of that.
 const ROOM: usize = 256 << 10;

@@ -7,12 +7,12 @@ use std::time::{Duration, Instant};
 use anyhow::{Result, bail};
 use tasuki_net::nic::Mac;
 use tasuki_net::port::{BURST_MAX, Burst, Frame, Transactional};
-use tasuki_relay::letter::{self, Begin, pulse};
+use tasuki_relay::message::{self, Begin, heartbeat};
 
 use crate::answer::answer;
-use crate::board::{Book, COPY, Pulse};
-use crate::duty::{Desk, Duty, FIRST_LOOK};
-use crate::kit::Refused;
+use crate::bundle::Refused;
+use crate::handler::{FIRST_LOOK, FrameHandler, HandlerContext};
+use crate::lease_page::{COPY, Heartbeat, ProgramState};
 use crate::numbered::{self, Account};
 use crate::pace::Pace;
 use crate::tap::Tap;
@@ -25,22 +25,22 @@ const TO: Mac = Mac([0xff; 6]);
 #[derive(Debug, Clone, Copy)]
 pub struct Work {
     /// What.
-    pub kind: letter::Work,
+    pub kind: message::Work,
     /// The node's TAP, which is the worker's to its end.
     pub tap: Option<&'static Tap>,
 }
 
 /// Whether this work must remember anything exactly.
 fn remembers(work: Work) -> bool {
-    work.kind == letter::Work::Sink
+    work.kind == message::Work::Sink
 }
 
-impl Duty for Job {
+impl FrameHandler for Job {
     type Told = Work;
 
     fn told(begin: &Begin, tap: Option<&'static Tap>) -> Result<Work> {
         match begin.work {
-            letter::Work::Program => bail!(
+            message::Work::Program => bail!(
                 "the work of node {} is a program of its own, and this is the stock worker; upgrade with that program",
                 begin.node
             ),
@@ -52,57 +52,77 @@ impl Duty for Job {
         Self::at(*told, [0; COPY])
     }
 
-    fn may_go_on(_: &Book, _: u32, _: Option<u64>, _: u16) -> Result<(), Refused> {
+    fn may_go_on(_: &ProgramState, _: u32, _: Option<u64>, _: u16) -> Result<(), Refused> {
         Ok(())
     }
 
-    fn go_on(&mut self, book: &Book, nic: u32, turns: Option<u64>) -> Result<(), Refused> {
+    fn go_on(&mut self, program_state: &ProgramState, nic: u32, turns: Option<u64>) -> Result<(), Refused> {
         let words = match turns {
             _ if !remembers(self.work) => [0; COPY],
-            Some(turns) => book.read(nic, turns),
-            None => Self::latest([0, 1].map(|copy| book.read(nic, copy))),
+            Some(turns) => program_state.read(nic, turns),
+            None => Self::latest([0, 1].map(|copy| program_state.read(nic, copy))),
         };
         *self = Self::at(self.work, words);
         Ok(())
     }
 
     #[inline]
-    fn remember(&mut self, book: &Book, nic: u32, turn: u64) {
+    fn remember(&mut self, program_state: &ProgramState, nic: u32, turn: u64) {
         if let Some(words) = self.words() {
-            book.write(nic, turn, words);
+            program_state.write(nic, turn, words);
         }
     }
 
-    fn close(&self, book: &Book, nic: u32) {
+    fn close(&self, program_state: &ProgramState, nic: u32) {
         if let Some(words) = self.words() {
-            (0..2).for_each(|copy| book.write(nic, copy, words));
+            (0..2).for_each(|copy| program_state.write(nic, copy, words));
         }
     }
 
     #[inline]
-    fn turn<N: Transactional>(&mut self, nic: &mut N, desk: &Desk<'_>, burst: &mut Burst) -> Result<usize, N::Fault> {
-        self.remember(desk.book, desk.nic, nic.turns().wrapping_add(1));
-        self.turn(nic, desk, burst)
+    fn turn<N: Transactional>(
+        &mut self,
+        nic: &mut N,
+        context: &HandlerContext<'_>,
+        burst: &mut Burst,
+    ) -> Result<usize, N::Fault> {
+        self.remember(context.program_state, context.nic, nic.turns().wrapping_add(1));
+        self.turn(nic, context, burst)
     }
 
-    fn finish<N: Transactional>(&mut self, nic: &mut N, desk: &Desk<'_>, burst: &mut Burst) -> Result<usize, N::Fault> {
-        self.finish(nic, desk, burst)
+    fn finish<N: Transactional>(
+        &mut self,
+        nic: &mut N,
+        context: &HandlerContext<'_>,
+        burst: &mut Burst,
+    ) -> Result<usize, N::Fault> {
+        self.finish(nic, context, burst)
     }
 
-    fn look<N: Transactional>(&mut self, nic: &mut N, desk: &Desk<'_>, burst: &mut Burst) -> Result<(), N::Fault> {
-        self.look(nic, burst, desk.pulse)
+    fn look<N: Transactional>(
+        &mut self,
+        nic: &mut N,
+        context: &HandlerContext<'_>,
+        burst: &mut Burst,
+    ) -> Result<(), N::Fault> {
+        self.look(nic, burst, context.heartbeat)
     }
 
-    fn send<N: Transactional>(&mut self, nic: &mut N, desk: &Desk<'_>, burst: &mut Burst) -> Result<usize, N::Fault> {
+    fn send<N: Transactional>(
+        &mut self,
+        nic: &mut N,
+        context: &HandlerContext<'_>,
+        burst: &mut Burst,
+    ) -> Result<usize, N::Fault> {
         match self.work.kind {
             // What came goes the other way.
-            letter::Work::Uplink => Ok(desk.joint.map_or(0, |joint| joint.borrow_mut().give(burst))),
-            _ => transmit(nic, burst, desk.pulse),
+            message::Work::Uplink => Ok(context.joint.map_or(0, |joint| joint.borrow_mut().give(burst))),
+            _ => transmit(nic, burst, context.heartbeat),
         }
     }
 
-    fn can_work(&self, desk: &Desk<'_>) -> bool {
-        self.work.kind != letter::Work::Uplink || desk.joint.is_some()
+    fn can_work(&self, context: &HandlerContext<'_>) -> bool {
+        self.work.kind != message::Work::Uplink || context.joint.is_some()
     }
 
     fn conclude<N: Transactional>(&mut self, nic: &mut N, burst: &Burst) {
@@ -122,7 +142,7 @@ impl Duty for Job {
     }
 
     fn holds_its_own(&self) -> bool {
-        self.work.kind == letter::Work::Tap
+        self.work.kind == message::Work::Tap
     }
 
     fn counts(&self) -> Vec<(String, u64)> {
@@ -144,13 +164,13 @@ pub struct Job {
 }
 
 impl Job {
-    /// Where a predecessor stopped, as the book says.
-    fn at(work: Work, book: [u64; COPY]) -> Self {
+    /// Where a predecessor stopped, as the program state says.
+    fn at(work: Work, program_state: [u64; COPY]) -> Self {
         let rate = match work.kind {
-            letter::Work::Source { rate, .. } if rate > 0 => Some(rate),
+            message::Work::Source { rate, .. } if rate > 0 => Some(rate),
             _ => None,
         };
-        let [seen, missing, late, next, ..] = book;
+        let [seen, missing, late, next, ..] = program_state;
         let account = Account { seen, missing, late, next };
         Job { work, pace: Pace::new(rate, Instant::now()), account, came: Burst::new() }
     }
@@ -161,7 +181,7 @@ impl Job {
         one.max(other)
     }
 
-    /// What must be remembered exactly, if anything: it goes into the book before any call of the driver that commits.
+    /// What must be remembered exactly, if anything: it goes into the program state before any call of the driver that commits.
     #[inline]
     fn words(&self) -> Option<[u64; COPY]> {
         let Account { seen, missing, late, next } = self.account;
@@ -170,61 +190,76 @@ impl Job {
 
     /// One burst in and one out; says how many frames moved. What stands in `burst` afterwards is in hand.
     #[inline]
-    fn turn<N: Transactional>(&mut self, nic: &mut N, desk: &Desk<'_>, burst: &mut Burst) -> Result<usize, N::Fault> {
-        let pulse = desk.pulse;
+    fn turn<N: Transactional>(
+        &mut self,
+        nic: &mut N,
+        context: &HandlerContext<'_>,
+        burst: &mut Burst,
+    ) -> Result<usize, N::Fault> {
+        let heartbeat = context.heartbeat;
         match self.work.kind {
-            letter::Work::Echo => {
-                send_back(nic, burst, pulse, |nic, burst, pulse| receive_and_turn(nic, burst, pulse, BURST_MAX))
-            }
-            letter::Work::Answer { address } => send_back(nic, burst, pulse, |nic, burst, pulse| {
-                receive_and_answer(nic, burst, pulse, address, BURST_MAX)
+            message::Work::Echo => send_back(nic, burst, heartbeat, |nic, burst, heartbeat| {
+                receive_and_turn(nic, burst, heartbeat, BURST_MAX)
             }),
-            letter::Work::Sink => self.sink(nic, burst, pulse, BURST_MAX),
+            message::Work::Answer { address } => send_back(nic, burst, heartbeat, |nic, burst, heartbeat| {
+                receive_and_answer(nic, burst, heartbeat, address, BURST_MAX)
+            }),
+            message::Work::Sink => self.sink(nic, burst, heartbeat, BURST_MAX),
             // Refused before anything was driven; and whoever serves memif has no NIC.
-            letter::Work::Program | letter::Work::Memif => Ok(0),
-            letter::Work::Uplink => self.join(nic, desk, burst),
-            letter::Work::Source { size, to, .. } => self.source(nic, desk, burst, (size, to.map_or(TO, Mac))),
-            letter::Work::Tap => {
-                let came = self.feed_tap(nic, pulse, BURST_MAX)?;
+            message::Work::Program | message::Work::Memif => Ok(0),
+            message::Work::Uplink => self.join(nic, context, burst),
+            message::Work::Source { size, to, .. } => self.source(nic, context, burst, (size, to.map_or(TO, Mac))),
+            message::Work::Tap => {
+                let came = self.feed_tap(nic, heartbeat, BURST_MAX)?;
                 // What found no room in the last turn goes first.
                 if let (Some(tap), true) = (self.work.tap, burst.is_empty()) {
-                    tap.take(desk.arena, burst, pulse);
+                    tap.take(context.arena, burst, heartbeat);
                 }
                 // Also where nothing is to be sent: what the TAP has got must not be given to it by a successor again.
-                let went = if came > 0 || !burst.is_empty() { transmit(nic, burst, pulse)? } else { 0 };
+                let went = if came > 0 || !burst.is_empty() { transmit(nic, burst, heartbeat)? } else { 0 };
                 Ok(came + went)
             }
         }
     }
 
     /// The same, of who is to let go: nothing new is sent.
-    fn finish<N: Transactional>(&mut self, nic: &mut N, desk: &Desk<'_>, burst: &mut Burst) -> Result<usize, N::Fault> {
-        let pulse = desk.pulse;
+    fn finish<N: Transactional>(
+        &mut self,
+        nic: &mut N,
+        context: &HandlerContext<'_>,
+        burst: &mut Burst,
+    ) -> Result<usize, N::Fault> {
+        let heartbeat = context.heartbeat;
         match self.work.kind {
-            letter::Work::Source { .. } => {
-                let went = if burst.is_empty() { 0 } else { transmit(nic, burst, pulse)? };
+            message::Work::Source { .. } => {
+                let went = if burst.is_empty() { 0 } else { transmit(nic, burst, heartbeat)? };
                 let came = nic.receive(&mut self.came)?;
                 self.came.clear();
                 Ok(went + came)
             }
-            letter::Work::Tap => {
-                let came = self.feed_tap(nic, pulse, BURST_MAX)?;
-                Ok(came + if came > 0 || !burst.is_empty() { transmit(nic, burst, pulse)? } else { 0 })
+            message::Work::Tap => {
+                let came = self.feed_tap(nic, heartbeat, BURST_MAX)?;
+                Ok(came + if came > 0 || !burst.is_empty() { transmit(nic, burst, heartbeat)? } else { 0 })
             }
-            _ => self.turn(nic, desk, burst),
+            _ => self.turn(nic, context, burst),
         }
     }
 
     /// What came from the NIC goes to the VNI, and what came from there out at the NIC. A worker that is killed between the two ends of that may have done
     /// it, and its successor does it again: a burst twice at most, each way.
-    fn join<N: Transactional>(&mut self, nic: &mut N, desk: &Desk<'_>, burst: &mut Burst) -> Result<usize, N::Fault> {
-        let Some(joint) = desk.joint else { return Ok(0) };
+    fn join<N: Transactional>(
+        &mut self,
+        nic: &mut N,
+        context: &HandlerContext<'_>,
+        burst: &mut Burst,
+    ) -> Result<usize, N::Fault> {
+        let Some(joint) = context.joint else { return Ok(0) };
         let joint = &mut *joint.borrow_mut();
         joint.is_joined = true;
         let mut moved = 0;
         if burst.is_empty() {
             moved = nic.receive(burst)?;
-            desk.pulse.add(pulse::RECEIVED, moved as u64);
+            context.heartbeat.add(heartbeat::RECEIVED, moved as u64);
             if moved > 0 {
                 fail::point("burst.received");
             }
@@ -238,10 +273,10 @@ impl Job {
             fail::point("burst.turned");
         }
         moved += joint.take();
-        if joint.fill(desk, &mut self.came) == 0 {
+        if joint.fill(context, &mut self.came) == 0 {
             return Ok(moved);
         }
-        let went = transmit(nic, &mut self.came, desk.pulse)?;
+        let went = transmit(nic, &mut self.came, context.heartbeat)?;
         joint.went(went);
         // What found no room is copied once more when there is some.
         self.came.iter_mut().for_each(|frame| frame.slot.bytes_mut()[..frame.len.into()].fill(0));
@@ -249,17 +284,22 @@ impl Job {
         Ok(moved + went)
     }
 
-    fn feed_tap<N: Transactional>(&mut self, nic: &mut N, pulse: &Pulse, most: usize) -> Result<usize, N::Fault> {
+    fn feed_tap<N: Transactional>(
+        &mut self,
+        nic: &mut N,
+        heartbeat: &Heartbeat,
+        most: usize,
+    ) -> Result<usize, N::Fault> {
         let came = nic.receive_some(&mut self.came, most)?;
         if came == 0 {
             return Ok(0);
         }
         fail::point("burst.received");
         if let Some(tap) = self.work.tap {
-            tap.give(&self.came, pulse);
+            tap.give(&self.came, heartbeat);
         }
         self.came.clear();
-        pulse.add(pulse::RECEIVED, came as u64);
+        heartbeat.add(heartbeat::RECEIVED, came as u64);
         fail::point("burst.turned");
         Ok(came)
     }
@@ -268,7 +308,7 @@ impl Job {
         &mut self,
         nic: &mut N,
         burst: &mut Burst,
-        pulse: &Pulse,
+        heartbeat: &Heartbeat,
         most: usize,
     ) -> Result<usize, N::Fault> {
         let came = nic.receive_some(burst, most)?;
@@ -278,32 +318,32 @@ impl Job {
         fail::point("burst.received");
         for frame in burst.drain(..) {
             if let Some(number) = numbered::number(frame.bytes()) {
-                self.account.book(number);
+                self.account.program_state(number);
             }
         }
         fail::point("burst.turned");
-        pulse.add(pulse::RECEIVED, came as u64);
-        pulse.set(pulse::MISSING, self.account.missing);
-        pulse.set(pulse::LATE, self.account.late);
+        heartbeat.add(heartbeat::RECEIVED, came as u64);
+        heartbeat.set(heartbeat::MISSING, self.account.missing);
+        heartbeat.set(heartbeat::LATE, self.account.late);
         Ok(came)
     }
 
     fn source<N: Transactional>(
         &mut self,
         nic: &mut N,
-        desk: &Desk<'_>,
+        context: &HandlerContext<'_>,
         burst: &mut Burst,
         (size, to): (u16, Mac),
     ) -> Result<usize, N::Fault> {
         let size = size.clamp(numbered::SHORTEST, 1514);
         let due = self.pace.due(Instant::now(), BURST_MAX as u64);
         while (burst.len() as u64) < due {
-            let Some(mut slot) = desk.arena.take() else { break };
+            let Some(mut slot) = context.arena.take() else { break };
             let number = nic.given() + burst.len() as u64;
             numbered::write(&mut slot.bytes_mut()[..size.into()], to, nic.station(), number);
             burst.push(Frame { slot, len: size });
         }
-        let went = transmit(nic, burst, desk.pulse)?;
+        let went = transmit(nic, burst, context.heartbeat)?;
         self.pace.sent(went as u64);
         // Whatever comes is none of a source's business, but must not fill the card's buffer.
         let came = nic.receive(&mut self.came)?;
@@ -312,14 +352,21 @@ impl Job {
     }
 
     /// The first look at the rings of a card that was taken over: nothing is sent yet.
-    fn look<N: Transactional>(&mut self, nic: &mut N, burst: &mut Burst, pulse: &Pulse) -> Result<(), N::Fault> {
+    fn look<N: Transactional>(
+        &mut self,
+        nic: &mut N,
+        burst: &mut Burst,
+        heartbeat: &Heartbeat,
+    ) -> Result<(), N::Fault> {
         match self.work.kind {
-            letter::Work::Echo => receive_and_turn(nic, burst, pulse, FIRST_LOOK).map(drop),
-            letter::Work::Answer { address } => receive_and_answer(nic, burst, pulse, address, FIRST_LOOK).map(drop),
-            letter::Work::Sink => self.sink(nic, burst, pulse, FIRST_LOOK).map(drop),
-            letter::Work::Tap => self.feed_tap(nic, pulse, FIRST_LOOK).map(drop),
-            letter::Work::Program | letter::Work::Memif | letter::Work::Uplink => Ok(()),
-            letter::Work::Source { .. } => {
+            message::Work::Echo => receive_and_turn(nic, burst, heartbeat, FIRST_LOOK).map(drop),
+            message::Work::Answer { address } => {
+                receive_and_answer(nic, burst, heartbeat, address, FIRST_LOOK).map(drop)
+            }
+            message::Work::Sink => self.sink(nic, burst, heartbeat, FIRST_LOOK).map(drop),
+            message::Work::Tap => self.feed_tap(nic, heartbeat, FIRST_LOOK).map(drop),
+            message::Work::Program | message::Work::Memif | message::Work::Uplink => Ok(()),
+            message::Work::Source { .. } => {
                 nic.receive(&mut self.came)?;
                 self.came.clear();
                 Ok(())
@@ -329,7 +376,7 @@ impl Job {
 
     /// How long until there is something to do though nothing comes.
     fn rest(&self) -> Option<Duration> {
-        matches!(self.work.kind, letter::Work::Source { .. }).then(|| self.pace.rest(Instant::now()))
+        matches!(self.work.kind, message::Work::Source { .. }).then(|| self.pace.rest(Instant::now()))
     }
 }
 
@@ -337,12 +384,12 @@ impl Job {
 fn send_back<N: Transactional>(
     nic: &mut N,
     burst: &mut Burst,
-    pulse: &Pulse,
-    receive: impl FnOnce(&mut N, &mut Burst, &Pulse) -> Result<usize, N::Fault>,
+    heartbeat: &Heartbeat,
+    receive: impl FnOnce(&mut N, &mut Burst, &Heartbeat) -> Result<usize, N::Fault>,
 ) -> Result<usize, N::Fault> {
     // What found no room in the last turn goes first, and nothing new is taken until it is gone.
-    let came = if burst.is_empty() { receive(nic, burst, pulse)? } else { 0 };
-    if burst.is_empty() { Ok(came) } else { Ok(came + transmit(nic, burst, pulse)?) }
+    let came = if burst.is_empty() { receive(nic, burst, heartbeat)? } else { 0 };
+    if burst.is_empty() { Ok(came) } else { Ok(came + transmit(nic, burst, heartbeat)?) }
 }
 
 /// Takes in `most` frames at most, and handles them; says how many have come.
@@ -350,7 +397,7 @@ fn send_back<N: Transactional>(
 fn receive_and<N: Transactional>(
     nic: &mut N,
     burst: &mut Burst,
-    pulse: &Pulse,
+    heartbeat: &Heartbeat,
     most: usize,
     handle: impl FnOnce(&mut N, &mut Burst),
 ) -> Result<usize, N::Fault> {
@@ -360,7 +407,7 @@ fn receive_and<N: Transactional>(
     }
     fail::point("burst.received");
     handle(nic, burst);
-    pulse.add(pulse::RECEIVED, came as u64);
+    heartbeat.add(heartbeat::RECEIVED, came as u64);
     fail::point("burst.turned");
     Ok(came)
 }
@@ -369,10 +416,10 @@ fn receive_and<N: Transactional>(
 fn receive_and_turn<N: Transactional>(
     nic: &mut N,
     burst: &mut Burst,
-    pulse: &Pulse,
+    heartbeat: &Heartbeat,
     most: usize,
 ) -> Result<usize, N::Fault> {
-    receive_and(nic, burst, pulse, most, |nic, burst| {
+    receive_and(nic, burst, heartbeat, most, |nic, burst| {
         for frame in burst.iter_mut() {
             nic.save(frame);
             fail::point("frame.saved");
@@ -386,11 +433,11 @@ fn receive_and_turn<N: Transactional>(
 fn receive_and_answer<N: Transactional>(
     nic: &mut N,
     burst: &mut Burst,
-    pulse: &Pulse,
+    heartbeat: &Heartbeat,
     address: Ipv4Addr,
     most: usize,
 ) -> Result<usize, N::Fault> {
-    receive_and(nic, burst, pulse, most, |nic, burst| {
+    receive_and(nic, burst, heartbeat, most, |nic, burst| {
         let mac = nic.station();
         burst.retain(|frame| {
             nic.save(frame);
@@ -403,9 +450,9 @@ fn receive_and_answer<N: Transactional>(
 
 /// Sends what is in hand, and takes nothing in; says how many frames went.
 #[inline]
-fn transmit<N: Transactional>(nic: &mut N, burst: &mut Burst, pulse: &Pulse) -> Result<usize, N::Fault> {
+fn transmit<N: Transactional>(nic: &mut N, burst: &mut Burst, heartbeat: &Heartbeat) -> Result<usize, N::Fault> {
     let went = nic.transmit(burst)?;
-    pulse.add(pulse::SENT, went as u64);
+    heartbeat.add(heartbeat::SENT, went as u64);
     if went > 0 {
         fail::point("burst.sent");
     }

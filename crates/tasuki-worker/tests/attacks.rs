@@ -9,7 +9,7 @@ mod daemon;
 use std::path::Path;
 
 use daemon::{Model, Nic, Node, Worker, folder};
-use tasuki_relay::letter::Work;
+use tasuki_relay::message::Work;
 use tasuki_relay::wire::{Report, Use};
 
 /// A node whose program tries this when it is given its NIC.

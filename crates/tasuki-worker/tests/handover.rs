@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 use daemon::{Model, Nic, Node, Worker, nothing_is_lost, taken, until};
 use rustix::process::Signal;
 use tasuki_relay::After;
-use tasuki_relay::letter::{Inflight, Work, pulse};
+use tasuki_relay::message::{Inflight, Work, heartbeat};
 use tasuki_relay::method::Method;
 use tasuki_relay::wire::{Order, Reason, Report};
 
@@ -35,7 +35,7 @@ fn repoint(node: &mut Node, giver: &mut Worker, nic: &mut Nic, inflight: Infligh
     for _ in 0..TRIALS {
         let mut taker = node.worker(&[]);
         taker.give_apart(nic);
-        let (kit, fds) = taker.ready_apart(nic).expect("a worker that lives");
+        let (bundle, fds) = taker.ready_apart(nic).expect("a worker that lives");
         giver.plan_handover(nic, Method::Repoint, inflight);
         let epoch = nic.tenure().epoch;
         let (released, took) = giver.pass_to(&mut taker, nic);
@@ -49,7 +49,7 @@ fn repoint(node: &mut Node, giver: &mut Worker, nic: &mut Nic, inflight: Infligh
         assert_eq!(took, Report::Taken { epoch: epoch + 1 }, "{:?}", taker.told);
         giver.order(nic, Order::Leave);
         assert_eq!(giver.process.end(), Some(0));
-        (nic.kit, nic.fds) = (kit, fds);
+        (nic.bundle, nic.fds) = (bundle, fds);
         return taker;
     }
     panic!("the partner's pause was over each time before the taker was run");
@@ -126,10 +126,10 @@ const PAUSED: Duration = Duration::from_millis(25);
 
 /// Waits until nothing comes any more: all has, or is lost.
 fn until_quiet(model: &mut Model, driver: &Worker) {
-    let (mut seen, mut since) = (driver.pulse(pulse::SENT), Instant::now());
+    let (mut seen, mut since) = (driver.heartbeat(heartbeat::SENT), Instant::now());
     while model.process.is_running() && since.elapsed() < Duration::from_secs(3) {
         std::thread::sleep(Duration::from_millis(20));
-        let now = driver.pulse(pulse::SENT);
+        let now = driver.heartbeat(heartbeat::SENT);
         if now != seen {
             (seen, since) = (now, Instant::now());
         }
@@ -163,7 +163,7 @@ fn kill(deaths: Deaths, at_most: u64) -> Option<Driver> {
     let mut giver = red.ready(&nic, &orders(deaths.giver));
     let mut standby = red.ready(&nic, &[]);
     taken(giver.grant(&nic));
-    until("frames flow", || giver.pulse(pulse::SENT) > 300);
+    until("frames flow", || giver.heartbeat(heartbeat::SENT) > 300);
     let mut taker = blue.worker(&orders(deaths.taker));
     taker.give_apart(&nic);
     let own = taker.ready_apart(&nic);
@@ -204,7 +204,7 @@ fn kill(deaths: Deaths, at_most: u64) -> Option<Driver> {
         Driver::Standby => &standby,
     };
     until_quiet(&mut model, drives);
-    assert!(drives.pulse(pulse::SENT) > 100, "{deaths:?}: it drives");
+    assert!(drives.heartbeat(heartbeat::SENT) > 100, "{deaths:?}: it drives");
     // Whoever could not take the card because of what had come meanwhile has said so.
     let was_late = taker.told.iter().any(|sentence| sentence.contains("frames have come"));
     drop((giver, taker, standby, nic));
@@ -247,8 +247,8 @@ fn a_taker_that_dies_after_it_has_pointed_the_card_costs_what_had_come_to_it() {
 #[test]
 fn a_giver_that_dies_while_it_lets_go_costs_nothing() {
     need_places!();
-    let hushed = Deaths { giver: Some("give.hushed"), taker: None };
-    assert_eq!(killed(hushed, 0), Driver::Standby, "the card was not stopped");
+    let quiesced = Deaths { giver: Some("give.quiesced"), taker: None };
+    assert_eq!(killed(quiesced, 0), Driver::Standby, "the card was not stopped");
     for place in ["give.stopped", "give.written", "give.passed", "give.said"] {
         assert_eq!(killed(Deaths { giver: Some(place), taker: None }, 0), Driver::Taker, "{place}");
     }
@@ -275,7 +275,7 @@ fn what_is_ordered_to_be_dropped_is_counted_and_nothing_else_is_lost() {
     for turn in 0..10 {
         let node = if turn % 2 == 0 { &mut blue } else { &mut red };
         let mut taker = repoint(node, &mut driver, &mut nic, Inflight::Drop);
-        dropped += driver.pulse(pulse::DROPPED);
+        dropped += driver.heartbeat(heartbeat::DROPPED);
         longest = longest.max(nic.pause());
         std::mem::swap(&mut driver, &mut taker);
     }

@@ -7,7 +7,7 @@ use std::time::Instant;
 
 use daemon::{Model, Nic, Node, PATIENCE, Said, Worker, model_program, nothing_is_lost};
 use tasuki_relay::After;
-use tasuki_relay::letter::{ToDaemon, Work, pulse};
+use tasuki_relay::message::{ToDaemon, Work, heartbeat};
 use tasuki_relay::wire::{Order, Report, Use};
 
 /// Frames of the source, and how many it sends in a second.
@@ -104,7 +104,7 @@ fn kill(node: &mut Node, nic: &Nic, plain: &mut Worker, (place, way): (&str, Way
         }
     }
     assert_eq!(victim.process.end(), None, "{place}: killed");
-    let sent = victim.pulse(pulse::SENT);
+    let sent = victim.heartbeat(heartbeat::SENT);
     take_back(plain, nic);
     sent
 }
@@ -126,7 +126,7 @@ fn killed_at_every_step(poll: bool) {
     let mut plain = node.ready(&nic, &[]);
     daemon::taken(plain.grant(&nic));
     let (mut kills, mut sent) = (0_usize, 0);
-    while sent + plain.pulse(pulse::SENT) < frames * 9 / 10 {
+    while sent + plain.heartbeat(heartbeat::SENT) < frames * 9 / 10 {
         let place = PLACES[kills % PLACES.len()];
         let nth = 1 + (kills / PLACES.len()) as u64 % 7 * 3;
         // Places of a relay are passed once.
@@ -141,7 +141,7 @@ fn killed_at_every_step(poll: bool) {
     );
     plain.until_sent(frames);
     while let Some(said) = plain.talk.hear_within(std::time::Duration::ZERO) {
-        assert!(!matches!(said, Said::Letter(ToDaemon::Told { .. }, _)), "{said:?}");
+        assert!(!matches!(said, Said::Message(ToDaemon::Told { .. }, _)), "{said:?}");
     }
     drop((plain, nic));
     nothing_is_lost(&model.report(), frames);

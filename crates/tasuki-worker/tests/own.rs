@@ -8,7 +8,7 @@ use std::path::{Path, PathBuf};
 
 use daemon::{Model, Nic, Node, Worker, model_program, nothing_is_lost, numbered_in, until};
 use rustix::process::Signal;
-use tasuki_relay::letter::{ToWorker, Work, pulse};
+use tasuki_relay::message::{ToWorker, Work, heartbeat};
 use tasuki_relay::wire::Report;
 
 /// Where a driver dies, and how often it passes there before.
@@ -81,7 +81,8 @@ fn reflected(options: &str) -> Option<String> {
     if !options.contains("drop") {
         let driver = &driver;
         until("the last of them", || {
-            driver.pulse(pulse::SENT) > 0 && driver.pulse(pulse::SENT) == driver.pulse(pulse::RECEIVED)
+            driver.heartbeat(heartbeat::SENT) > 0
+                && driver.heartbeat(heartbeat::SENT) == driver.heartbeat(heartbeat::RECEIVED)
         });
     }
     assert_eq!(node.remembered(0), FRAMES, "{options}");
@@ -129,7 +130,7 @@ fn what_finds_no_room_is_sent_once_whoever_dies() {
     let mut driver = one_after_the_other(&mut node, &nic, PLACES);
     until("all that is to be sent", || node.remembered(0) >= COUNT);
     // What is given to the card is sent before it is parked.
-    driver.letter(&ToWorker::End, &[]);
+    driver.message(&ToWorker::End, &[]);
     assert_eq!(driver.process.end(), Some(0), "{:?}", driver.told);
     drop((driver, nic));
     model.process.signal(Signal::TERM);

@@ -1,4 +1,4 @@
-//! What a worker refuses, and what it says then: kits that are not whole, sashes that are damaged, cards that are gone.
+//! What a worker refuses, and what it says then: device bundles that are not whole, driver states that are damaged, cards that are gone.
 #![allow(clippy::tests_outside_test_module, reason = "the whole file is tests")]
 
 #[macro_use]
@@ -9,33 +9,33 @@ use std::process::{Command, Stdio};
 
 use daemon::{Model, Nic, Node, Talk, Worker, folder, nothing_is_lost, taken, unfit, until};
 use rustix::fs::MemfdFlags;
-use tasuki_relay::letter::{Begin, SPEECH, ToDaemon, ToWorker, Work, pulse};
-use tasuki_relay::sash::{HEAD, Sash};
+use tasuki_relay::driver_state::{DriverState, HEAD};
+use tasuki_relay::message::{Begin, SPEECH, ToDaemon, ToWorker, Work, heartbeat};
 use tasuki_relay::wire::{Order, Reason, Report, Standing, Use};
 use tasuki_relay::{After, Tenure};
 
 fn memfd(bytes: &[u8]) -> OwnedFd {
-    let memory = rustix::fs::memfd_create("sash", MemfdFlags::CLOEXEC).expect("memory");
+    let memory = rustix::fs::memfd_create("driver_state", MemfdFlags::CLOEXEC).expect("memory");
     assert_eq!(rustix::io::pwrite(&memory, bytes, 0), Ok(bytes.len()));
     memory
 }
 
-fn copy(nic: &Nic, kit: impl FnOnce(&mut tasuki_relay::letter::Kit, &mut Vec<OwnedFd>)) -> Nic {
-    let mut changed = nic.kit.clone();
+fn copy(nic: &Nic, bundle: impl FnOnce(&mut tasuki_relay::message::DeviceBundle, &mut Vec<OwnedFd>)) -> Nic {
+    let mut changed = nic.bundle.clone();
     let mut fds = nic.copies();
-    let board = fds.remove(0);
-    kit(&mut changed, &mut fds);
-    Nic::of(0, changed, fds, tasuki_shm::region::Region::adopt(board).expect("the board"))
+    let lease_page = fds.remove(0);
+    bundle(&mut changed, &mut fds);
+    Nic::of(0, changed, fds, tasuki_shm::region::Region::adopt(lease_page).expect("the lease page"))
 }
 
 #[test]
-fn a_kit_that_is_not_whole_is_refused_before_anything_is_touched() {
+fn a_bundle_that_is_not_whole_is_refused_before_anything_is_touched() {
     need_model!();
     let folder = folder();
     let model = Model::start(folder.path(), &["--source", "500", "--rate", "5000"]);
     let nic = Nic::open(&model.socket, &["--promiscuous"]);
     let mut node = Node::new(folder.path(), Work::Echo);
-    type Change = fn(&mut tasuki_relay::letter::Kit, &mut Vec<OwnedFd>);
+    type Change = fn(&mut tasuki_relay::message::DeviceBundle, &mut Vec<OwnedFd>);
     let changes: [(Change, &str); 10] = [
         (|_, fds| fds.truncate(fds.len() - 1), "did not get descriptor"),
         (|_, fds| fds.clear(), "did not get descriptor 6"),
@@ -44,9 +44,9 @@ fn a_kit_that_is_not_whole_is_refused_before_anything_is_touched() {
         (|_, fds| fds.swap(1, 2), "descriptor 2 of the device is not what it should be"),
         (|_, fds| fds.push(fds[0].try_clone().unwrap()), "descriptor"),
         (|_, fds| *fds.last_mut().unwrap() = memfd(&[0; 4096]), "descriptor 5 of the device"),
-        (|kit, _| kit.text = kit.text.replace("e1000e", "ne2000"), "descriptor 2 of the device"),
-        (|kit, _| kit.text = "{".to_owned(), "descriptor 2 of the device"),
-        (|kit, _| kit.version = 77, "does not read sashes of kind 0x808610d3 version 77"),
+        (|bundle, _| bundle.text = bundle.text.replace("e1000e", "ne2000"), "descriptor 2 of the device"),
+        (|bundle, _| bundle.text = "{".to_owned(), "descriptor 2 of the device"),
+        (|bundle, _| bundle.version = 77, "does not read driver states of kind 0x808610d3 version 77"),
     ];
     for (index, (change, why)) in changes.into_iter().enumerate() {
         let broken = copy(&nic, change);
@@ -77,7 +77,7 @@ fn what_was_stored_for_a_relay_that_came_to_nothing_is_not_read_in_the_next() {
     let epoch = taken(red.grant(&nic));
     blue.plan(&nic, true);
     blue.order(&nic, Order::Take { epoch, after: After::Passed, wrote: epoch });
-    blue.letter(&ToWorker::Sash { nic: 0 }, &[memfd(b"no sash")]);
+    blue.message(&ToWorker::DriverState { nic: 0 }, &[memfd(b"no driver state")]);
     blue.order(&nic, Order::StandDown);
     assert!(matches!(blue.report(&nic), Report::Lost { .. }), "{:?}", blue.told);
     assert_eq!(red.pass_to(&mut blue, &nic), (Report::Released { epoch }, Report::Taken { epoch: epoch + 1 }));
@@ -86,7 +86,7 @@ fn what_was_stored_for_a_relay_that_came_to_nothing_is_not_read_in_the_next() {
     nothing_is_lost(&model.report(), 2000);
 }
 
-/// The giver stores its sash; somebody has changed it when it comes to the successor.
+/// The giver stores its driver state; somebody has changed it when it comes to the successor.
 fn stored_and_changed(change: impl Fn(&mut Vec<u8>), why: fn(Reason) -> bool) {
     let folder = folder();
     let model = Model::start(folder.path(), &["--source", "4000", "--rate", "8000"]);
@@ -97,7 +97,7 @@ fn stored_and_changed(change: impl Fn(&mut Vec<u8>), why: fn(Reason) -> bool) {
     let (epoch, bytes) = store(&mut red, &nic);
     let mut changed = bytes;
     change(&mut changed);
-    blue.letter(&ToWorker::Sash { nic: 0 }, &[memfd(&changed)]);
+    blue.message(&ToWorker::DriverState { nic: 0 }, &[memfd(&changed)]);
     blue.order(&nic, Order::Take { epoch, after: After::Passed, wrote: epoch });
     match blue.report(&nic) {
         Report::Failed { reason, .. } if why(reason) => {}
@@ -111,13 +111,13 @@ fn stored_and_changed(change: impl Fn(&mut Vec<u8>), why: fn(Reason) -> bool) {
     nothing_is_lost(&model.report(), 4000);
 }
 
-/// Has the giver let go by the store: the epoch, and the bytes of the sash.
+/// Has the giver let go by the store: the epoch, and the bytes of the driver state.
 fn store(giver: &mut Worker, nic: &Nic) -> (u32, Vec<u8>) {
     let epoch = nic.tenure().epoch;
     giver.plan(nic, true);
     giver.order(nic, Order::Release { epoch });
-    let (letter, fds) = giver.hear_letter();
-    assert!(matches!(letter, ToDaemon::Sash { nic: 0 }), "{letter:?}");
+    let (message, fds) = giver.hear_message();
+    assert!(matches!(message, ToDaemon::DriverState { nic: 0 }), "{message:?}");
     assert_eq!(giver.report(nic), Report::Released { epoch });
     let mut bytes = vec![0; 1 << 20];
     let len = rustix::io::pread(&fds[0], &mut bytes, 0).expect("memory");
@@ -126,26 +126,30 @@ fn store(giver: &mut Worker, nic: &Nic) -> (u32, Vec<u8>) {
 }
 
 #[test]
-fn a_damaged_sash_is_refused_and_the_giver_goes_on() {
+fn a_damaged_driver_state_is_refused_and_the_giver_goes_on() {
     need_model!();
-    stored_and_changed(|bytes| bytes[HEAD + 100] ^= 4, |reason| matches!(reason, Reason::DamagedSash { .. }));
-    stored_and_changed(|bytes| bytes.truncate(HEAD + 5), |reason| matches!(reason, Reason::WrongSash { .. }));
-    stored_and_changed(Vec::clear, |reason| matches!(reason, Reason::WrongSash { .. }));
+    stored_and_changed(|bytes| bytes[HEAD + 100] ^= 4, |reason| matches!(reason, Reason::DamagedDriverState { .. }));
+    stored_and_changed(|bytes| bytes.truncate(HEAD + 5), |reason| matches!(reason, Reason::WrongDriverState { .. }));
+    stored_and_changed(Vec::clear, |reason| matches!(reason, Reason::WrongDriverState { .. }));
 }
 
 #[test]
-fn a_sash_of_an_unknown_version_or_another_epoch_is_refused_and_the_giver_goes_on() {
+fn a_driver_state_of_an_unknown_version_or_another_epoch_is_refused_and_the_giver_goes_on() {
     need_model!();
-    let written_as = |change: fn(&mut Sash<'_>)| {
+    let written_as = |change: fn(&mut DriverState<'_>)| {
         move |bytes: &mut Vec<u8>| {
             let old = bytes.clone();
-            let mut sash = Sash::read(&old).expect("a sash");
-            change(&mut sash);
-            sash.write(bytes).expect("room");
+            let mut driver_state = DriverState::read(&old).expect("a driver state");
+            change(&mut driver_state);
+            driver_state.write(bytes).expect("room");
         }
     };
-    stored_and_changed(written_as(|sash| sash.version += 7), |reason| matches!(reason, Reason::OtherSash { .. }));
-    stored_and_changed(written_as(|sash| sash.epoch += 1), |reason| matches!(reason, Reason::WrongSash { .. }));
+    stored_and_changed(written_as(|driver_state| driver_state.version += 7), |reason| {
+        matches!(reason, Reason::OtherDriverState { .. })
+    });
+    stored_and_changed(written_as(|driver_state| driver_state.epoch += 1), |reason| {
+        matches!(reason, Reason::WrongDriverState { .. })
+    });
 }
 
 #[test]
@@ -162,14 +166,14 @@ fn an_upgrade_goes_by_the_store() {
         blue.plan(&nic, true);
         blue.order(&nic, Order::Take { epoch, after: After::Passed, wrote: epoch });
         let (_, bytes) = store(&mut red, &nic);
-        // It was rung for, has had turns since, and goes by the sash, not by what it sees.
+        // It was rung for, has had turns since, and goes by the driver state, not by what it sees.
         for _ in 0..3 {
             blue.order(&nic, Order::Who);
             let said = blue.report(&nic);
             assert!(matches!(said, Report::Hello { standing: Standing::Waiting, .. }), "{said:?}: {:?}", blue.told);
         }
         assert_eq!(nic.tenure(), Tenure { holder: None, epoch });
-        blue.letter(&ToWorker::Sash { nic: 0 }, &[memfd(&bytes)]);
+        blue.message(&ToWorker::DriverState { nic: 0 }, &[memfd(&bytes)]);
         assert_eq!(blue.report(&nic), Report::Taken { epoch: epoch + 1 }, "{:?}", blue.told);
         std::mem::swap(&mut red, &mut blue);
     }
@@ -189,7 +193,7 @@ fn a_card_that_is_gone_is_said_to_be_once_and_nobody_takes_it() {
         node.poll = poll;
         let (mut red, mut blue) = (node.ready(&nic, &[]), node.ready(&nic, &[]));
         taken(red.grant(&nic));
-        until("some frames", || red.pulse(pulse::SENT) > 100);
+        until("some frames", || red.heartbeat(heartbeat::SENT) > 100);
         model.process.kill();
         until("a sentence", || red.hears_trouble());
         assert!(red.told[0].contains("the card is gone from its bus"), "{:?}", red.told);
@@ -208,7 +212,7 @@ fn a_card_that_is_gone_is_said_to_be_once_and_nobody_takes_it() {
     }
 }
 
-/// Two real workers, of this version and as the next may be: `TASUKI_OTHER_WORKER` names one that was built with the feature `next-sash` if
+/// Two real workers, of this version and as the next may be: `TASUKI_OTHER_WORKER` names one that was built with the feature `next-driver_state` if
 /// ours was not, and without it if ours was.
 #[test]
 fn a_worker_of_the_next_version_reads_what_this_one_stored_and_not_the_other_way_round() {
@@ -216,7 +220,7 @@ fn a_worker_of_the_next_version_reads_what_this_one_stored_and_not_the_other_way
     let Some(other) = std::env::var_os("TASUKI_OTHER_WORKER").map(std::path::PathBuf::from) else {
         return println!("skipped: needs TASUKI_OTHER_WORKER, as cargo xtask test builds it");
     };
-    let is_next = cfg!(feature = "next-sash");
+    let is_next = cfg!(feature = "next-driver_state");
     let folder = folder();
     let model = Model::start(folder.path(), &["--source", "8000", "--rate", "8000"]);
     let nic = Nic::open(&model.socket, &["--promiscuous"]);
@@ -230,22 +234,22 @@ fn a_worker_of_the_next_version_reads_what_this_one_stored_and_not_the_other_way
     let (mut new, mut newer) = (node.ready(&nic, &[]), node.ready(&nic, &[]));
     // This version's, read by the next.
     let (epoch, bytes) = store(&mut old, &nic);
-    assert_eq!(Sash::read(&bytes).map(|sash| sash.version), Ok(nic.kit.version));
-    new.letter(&ToWorker::Sash { nic: 0 }, &[memfd(&bytes)]);
+    assert_eq!(DriverState::read(&bytes).map(|driver_state| driver_state.version), Ok(nic.bundle.version));
+    new.message(&ToWorker::DriverState { nic: 0 }, &[memfd(&bytes)]);
     new.order(&nic, Order::Take { epoch, after: After::Passed, wrote: epoch });
     taken(new.report(&nic));
     // The next version's, read by the next.
     let (epoch, bytes) = store(&mut new, &nic);
-    assert_eq!(Sash::read(&bytes).map(|sash| sash.version), Ok(nic.kit.version + 1));
-    newer.letter(&ToWorker::Sash { nic: 0 }, &[memfd(&bytes)]);
+    assert_eq!(DriverState::read(&bytes).map(|driver_state| driver_state.version), Ok(nic.bundle.version + 1));
+    newer.message(&ToWorker::DriverState { nic: 0 }, &[memfd(&bytes)]);
     newer.order(&nic, Order::Take { epoch, after: After::Passed, wrote: epoch });
     taken(newer.report(&nic));
     // The next version's, not read by this one: the giver goes on.
     let (epoch, bytes) = store(&mut newer, &nic);
-    old.letter(&ToWorker::Sash { nic: 0 }, &[memfd(&bytes)]);
+    old.message(&ToWorker::DriverState { nic: 0 }, &[memfd(&bytes)]);
     old.order(&nic, Order::Take { epoch, after: After::Passed, wrote: epoch });
     let failed = old.report(&nic);
-    assert!(matches!(failed, Report::Failed { reason: Reason::OtherSash { .. }, .. }), "{failed:?}");
+    assert!(matches!(failed, Report::Failed { reason: Reason::OtherDriverState { .. }, .. }), "{failed:?}");
     taken(newer.grant(&nic));
     newer.until_sent(8000);
     drop((old, new, newer, nic));

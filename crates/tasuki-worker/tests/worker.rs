@@ -1,4 +1,4 @@
-//! A worker as a daemon has it: real processes, real letters and packets, and our model of a card with a source on its wire.
+//! A worker as a daemon has it: real processes, real messages and packets, and our model of a card with a source on its wire.
 #![allow(clippy::tests_outside_test_module, reason = "the whole file is tests")]
 
 #[macro_use]
@@ -6,12 +6,12 @@ mod daemon;
 
 use daemon::{Model, Nic, Node, folder, nothing_is_lost, numbered_in, taken, until};
 use rustix::process::Signal;
-use tasuki_relay::letter::{ToWorker, Work, pulse};
+use tasuki_relay::message::{ToWorker, Work, heartbeat};
 use tasuki_relay::method::Method;
 use tasuki_relay::wire::{Order, Report, Standing, Use};
 
 #[test]
-fn a_worker_takes_a_card_from_a_kit_and_echoes() {
+fn a_worker_takes_a_card_from_a_bundle_and_echoes() {
     need_model!();
     let folder = folder();
     let model = Model::start(folder.path(), &["--source", "2000", "--rate", "20000"]);
@@ -137,8 +137,8 @@ fn a_worker_that_is_killed_is_taken_over_from_and_no_frame_is_lost() {
     taken(driver.grant(&nic));
     for round in 0..20 {
         let mut next = node.ready(&nic, &[]);
-        let before = driver.pulse(pulse::SENT);
-        until("some frames", || driver.pulse(pulse::SENT) > before || driver.hears_trouble());
+        let before = driver.heartbeat(heartbeat::SENT);
+        until("some frames", || driver.heartbeat(heartbeat::SENT) > before || driver.hears_trouble());
         assert_eq!(driver.told, [""; 0], "in round {round}");
         driver.process.kill();
         taken(next.grant(&nic));
@@ -201,8 +201,8 @@ fn a_worker_outlives_its_daemon_and_the_next_one_finds_it() {
             worker.talk = daemon::Talk::pair().0;
             worker.talk = daemon::Talk::call(&worker.path);
         }
-        let before = red.pulse(pulse::SENT);
-        until("frames without a daemon", || red.pulse(pulse::SENT) > before);
+        let before = red.heartbeat(heartbeat::SENT);
+        until("frames without a daemon", || red.heartbeat(heartbeat::SENT) > before);
         daemon::adopt(&mut red, &nic);
         daemon::adopt(&mut blue, &nic);
         for (worker, standing, epoch) in [(&mut red, Standing::Holding, epoch), (&mut blue, Standing::Ready, 0)] {
@@ -234,7 +234,7 @@ fn a_sink_knows_what_it_has_received_though_its_workers_are_killed() {
     }
     let seen = || node.booked(0);
     until("all frames", || seen() >= 12000);
-    assert_eq!((seen(), driver.pulse(pulse::MISSING), driver.pulse(pulse::LATE)), (12000, 0, 0));
+    assert_eq!((seen(), driver.heartbeat(heartbeat::MISSING), driver.heartbeat(heartbeat::LATE)), (12000, 0, 0));
     drop((driver, nic));
     model.report();
 }
@@ -251,14 +251,14 @@ fn a_source_sends_each_number_once_though_its_workers_are_killed() {
     taken(driver.grant(&nic));
     for _ in 0..15 {
         let mut next = node.ready(&nic, &[]);
-        let before = driver.pulse(pulse::SENT);
-        until("some frames", || driver.pulse(pulse::SENT) > before);
+        let before = driver.heartbeat(heartbeat::SENT);
+        until("some frames", || driver.heartbeat(heartbeat::SENT) > before);
         driver.process.kill();
         taken(next.grant(&nic));
         driver = next;
     }
     // What is given to the card is sent before it is parked.
-    driver.letter(&ToWorker::End, &[]);
+    driver.message(&ToWorker::End, &[]);
     assert_eq!(driver.process.end(), Some(0), "{:?}", driver.told);
     drop((driver, nic));
     model.process.signal(Signal::TERM);
@@ -278,7 +278,7 @@ fn a_worker_that_drives_and_polls_asks_the_kernel_for_nothing() {
     let mut worker = node.ready(&nic, &[]);
     taken(worker.grant(&nic));
     // Its link is known to be up by then.
-    until("a while", || worker.pulse(pulse::LOOKS) > 200_000 && worker.pulse(pulse::SENT) > 1000);
+    until("a while", || worker.heartbeat(heartbeat::LOOKS) > 200_000 && worker.heartbeat(heartbeat::SENT) > 1000);
     let calls = folder.path().join("calls");
     let id = worker.process.id().as_raw_nonzero().to_string();
     let mut strace = std::process::Command::new("strace");
@@ -291,9 +291,11 @@ fn a_worker_that_drives_and_polls_asks_the_kernel_for_nothing() {
     if !strace.is_running() {
         return println!("skipped: strace may not attach to a process here");
     }
-    let (looks, sent) = (worker.pulse(pulse::LOOKS), worker.pulse(pulse::SENT));
-    until("frames", || worker.pulse(pulse::SENT) > sent + 4000 && worker.pulse(pulse::LOOKS) > looks + 200_000);
-    let looked = worker.pulse(pulse::LOOKS) - looks;
+    let (looks, sent) = (worker.heartbeat(heartbeat::LOOKS), worker.heartbeat(heartbeat::SENT));
+    until("frames", || {
+        worker.heartbeat(heartbeat::SENT) > sent + 4000 && worker.heartbeat(heartbeat::LOOKS) > looks + 200_000
+    });
+    let looked = worker.heartbeat(heartbeat::LOOKS) - looks;
     strace.signal(Signal::INT);
     strace.end();
     let calls = std::fs::read_to_string(&calls).expect("what strace wrote");
@@ -322,7 +324,7 @@ fn a_card_is_started_anew_by_its_next_worker() {
         "{:?}",
         blue.told
     );
-    until("frames of the new owner", || blue.pulse(pulse::SENT) > 100);
+    until("frames of the new owner", || blue.heartbeat(heartbeat::SENT) > 100);
     assert_eq!(blue.told, [""; 0]);
     drop((red, blue, nic, model));
 }

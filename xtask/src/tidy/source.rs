@@ -170,7 +170,7 @@ pub fn is_word(c: char) -> bool {
     c.is_alphanumeric() || c == '_'
 }
 
-/// Where `word` stands in `text` with no letter, digit or underscore at either side.
+/// Where `word` stands in `text` with no message, digit or underscore at either side.
 pub fn find_word(text: &str, word: &str) -> Option<usize> {
     text.match_indices(word).map(|(at, _)| at).find(|at| {
         let before = text[..*at].chars().next_back();

@@ -169,8 +169,8 @@ impl Trials {
     /// Has another driver go on with the card.
     fn replace(&mut self) -> Result<()> {
         if let Some(nic) = self.nic.take() {
-            let (bus, memory, sash) = nic.park()?;
-            self.nic = Some(Card::resume(bus, memory, &sash)?);
+            let (bus, memory, driver_state) = nic.park()?;
+            self.nic = Some(Card::resume(bus, memory, &driver_state)?);
         }
         Ok(())
     }

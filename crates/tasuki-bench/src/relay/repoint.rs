@@ -18,7 +18,7 @@ use tasuki_shm::arena::Geometry;
 use tasuki_shm::lease::Tenure;
 
 use super::worker::{
-    BETWEEN, Board, Card, PATIENCE, PAUSES, PAUSES_MAX, RECEIVED, RELAYS, RELEASED_AT, RING, STOP, Ways, now_ns,
+    BETWEEN, Card, LeasePage, PATIENCE, PAUSES, PAUSES_MAX, RECEIVED, RELAYS, RELEASED_AT, RING, STOP, Ways, now_ns,
     start_other, wait,
 };
 use crate::nic::driver::{self, turn_round};
@@ -26,9 +26,9 @@ use crate::nic::trial::{Ask, Control, Say, Trial};
 use crate::orders::Orders;
 use crate::sample::Sample;
 
-/// Words of the board: the turns that each of the two is ready for, and for how long the card was hushed before it was stopped, in all.
+/// Words of the lease page: the turns that each of the two is ready for, and for how long the card was quiesced before it was stopped, in all.
 const READY: [usize; 3] = [0, 9, 10];
-const HUSHED: usize = 11;
+const QUIESCED: usize = 11;
 /// How the card was left.
 const LEFT: usize = 17;
 
@@ -47,7 +47,7 @@ struct Owner {
     us: NonZeroU32,
     /// What we hold the lease by, while we do.
     tenure: Option<Tenure>,
-    board: Board,
+    lease_page: LeasePage,
     ours: OwnedFd,
     theirs: OwnedFd,
     ready: Option<Ready<VfioUser>>,
@@ -58,15 +58,15 @@ struct Owner {
 }
 
 impl Owner {
-    fn new(us: NonZeroU32, board: Board, [ours, theirs]: [OwnedFd; 2]) -> Self {
-        Owner { us, tenure: None, board, ours, theirs, ready: None, turns: 0, replaced: None }
+    fn new(us: NonZeroU32, lease_page: LeasePage, [ours, theirs]: [OwnedFd; 2]) -> Self {
+        Owner { us, tenure: None, lease_page, ours, theirs, ready: None, turns: 0, replaced: None }
     }
 
     /// Gets ready for a turn while the other one drives.
     fn prepare(&mut self, bus: VfioUser, memory: NicMemory) -> Result<()> {
         self.ready = Some(Card::prepare_rings(bus, memory, &options(), How::Point, Iova(1 << 32))?);
         self.turns += 1;
-        self.board.words[READY[self.us.get() as usize]].store(self.turns, Relaxed);
+        self.lease_page.words[READY[self.us.get() as usize]].store(self.turns, Relaxed);
         Ok(())
     }
 
@@ -78,48 +78,48 @@ impl Owner {
             self.prepare(bus, memory)?;
         }
         wait(&self.ours)?;
-        if self.board.words[STOP].load(Relaxed) == 1 {
+        if self.lease_page.words[STOP].load(Relaxed) == 1 {
             return Ok(None);
         }
-        let tenure = self.board.lease.tenure();
+        let tenure = self.lease_page.lease.tenure();
         ensure!(tenure.holder.is_none(), "an owner was woken, and nobody has passed the lease");
-        self.tenure = Some(self.board.lease.take(tenure, self.us)?);
+        self.tenure = Some(self.lease_page.lease.take(tenure, self.us)?);
         let mut nic = {
             let ready = self.ready.take().context("an owner takes over only when it is ready")?;
-            Card::repoint(ready, Left(self.board.words[LEFT].load(Relaxed)))?
+            Card::repoint(ready, Left(self.lease_page.words[LEFT].load(Relaxed)))?
         };
         let mut burst = Burst::new();
         nic.receive(&mut burst)?;
-        let took = now_ns().saturating_sub(self.board.words[RELEASED_AT].load(Relaxed));
-        let relay = self.board.words[RELAYS].load(Relaxed);
-        self.board.words[PAUSES + usize::try_from(relay)? % PAUSES_MAX].store(took, Relaxed);
-        self.board.words[RELAYS].store(relay + 1, Relaxed);
+        let took = now_ns().saturating_sub(self.lease_page.words[RELEASED_AT].load(Relaxed));
+        let relay = self.lease_page.words[RELAYS].load(Relaxed);
+        self.lease_page.words[PAUSES + usize::try_from(relay)? % PAUSES_MAX].store(took, Relaxed);
+        self.lease_page.words[RELAYS].store(relay + 1, Relaxed);
         self.send_back(&mut nic, &mut burst)?;
         Ok(Some(nic))
     }
 
     /// Hands the card over.
     fn give(&mut self, mut nic: Card) -> Result<()> {
-        let relays = self.board.words[RELAYS].load(Relaxed);
+        let relays = self.lease_page.words[RELAYS].load(Relaxed);
         let began = Instant::now();
-        nic.hush(How::Point, |_| ());
+        nic.quiesce(How::Point, |_| ());
         loop {
             while !(self.echo(&mut nic)? == 0 && nic.is_quiet()) {}
-            self.board.words[RELEASED_AT].store(now_ns(), Relaxed);
+            self.lease_page.words[RELEASED_AT].store(now_ns(), Relaxed);
             if nic.leave()? {
                 break;
             }
         }
-        self.board.words[LEFT].store(nic.left().0, Relaxed);
+        self.lease_page.words[LEFT].store(nic.left().0, Relaxed);
         let ours = self.tenure.take().context("only who holds the lease passes it")?;
-        self.board.lease.pass(ours)?;
+        self.lease_page.lease.pass(ours)?;
         rustix::io::write(&self.theirs, &1_u64.to_ne_bytes()).context("the other owner cannot be woken")?;
-        let hushed = u64::try_from(began.elapsed().as_nanos())?;
+        let quiesced = u64::try_from(began.elapsed().as_nanos())?;
         // What is left to do for the next turn is not to be in the way of this one.
-        while self.board.words[RELAYS].load(Relaxed) == relays && began.elapsed() < PATIENCE {
+        while self.lease_page.words[RELAYS].load(Relaxed) == relays && began.elapsed() < PATIENCE {
             std::thread::yield_now();
         }
-        self.board.words[HUSHED].fetch_add(hushed, Relaxed);
+        self.lease_page.words[QUIESCED].fetch_add(quiesced, Relaxed);
         self.replaced = Some(nic);
         Ok(())
     }
@@ -138,7 +138,7 @@ impl Owner {
             nic.transmit(burst)?;
         }
         if came > 0 {
-            self.board.words[RECEIVED].fetch_add(came, Relaxed);
+            self.lease_page.words[RECEIVED].fetch_add(came, Relaxed);
         }
         Ok(came)
     }
@@ -146,9 +146,9 @@ impl Owner {
     /// Whether the other one is ready for the turn after this one.
     fn is_other_ready(&self) -> bool {
         let other = 3 - self.us.get() as usize;
-        let relays = self.board.words[RELAYS].load(Relaxed);
+        let relays = self.lease_page.words[RELAYS].load(Relaxed);
         // The second has the first turn.
-        self.board.words[READY[other]].load(Relaxed) > relays / 2
+        self.lease_page.words[READY[other]].load(Relaxed) > relays / 2
     }
 
     /// Drives the card until the other one has waited long enough, or until `done`.
@@ -173,9 +173,9 @@ impl Owner {
 }
 
 /// The second owner: takes its turns until the first one says that there are no more.
-pub fn take_turns(ways: &Ways, board: Board, eventfds: [OwnedFd; 2], control: &Control) -> Result<()> {
+pub fn take_turns(ways: &Ways, lease_page: LeasePage, eventfds: [OwnedFd; 2], control: &Control) -> Result<()> {
     let us = NonZeroU32::MIN.saturating_add(1);
-    let mut owner = Owner::new(us, board, eventfds);
+    let mut owner = Owner::new(us, lease_page, eventfds);
     let (bus, _) = ways.open()?;
     owner.prepare(bus, memory(us)?)?;
     control.say(&())?;
@@ -194,11 +194,11 @@ pub fn handovers(mut orders: Orders) -> Result<Sample> {
     let ways = Ways::of(&nic, (parts, layout), true)?;
     let eventfd = || rustix::event::eventfd(0, EventfdFlags::CLOEXEC);
     let (ours, theirs) = (eventfd()?, eventfd()?);
-    let board = Board::new()?;
-    let _other = start_other(&ways, &board, [&theirs, &ours], orders.cpu)?;
+    let lease_page = LeasePage::new()?;
+    let _other = start_other(&ways, &lease_page, [&theirs, &ours], orders.cpu)?;
     let us = NonZeroU32::MIN;
-    let mut owner = Owner::new(us, board, [ours, theirs]);
-    owner.tenure = Some(owner.board.lease.take(owner.board.lease.tenure(), us)?);
+    let mut owner = Owner::new(us, lease_page, [ours, theirs]);
+    owner.tenure = Some(owner.lease_page.lease.take(owner.lease_page.lease.tenure(), us)?);
 
     let rate = driver::line_rate(size);
     let millis = orders.calls * u64::try_from(BETWEEN.as_millis())? * 2 + 50;
@@ -214,7 +214,7 @@ pub fn handovers(mut orders: Orders) -> Result<Sample> {
         })?;
         if over {
             // What is still under way comes to us.
-            let received = owner.board.words[RECEIVED].load(Relaxed);
+            let received = owner.lease_page.words[RECEIVED].load(Relaxed);
             if received > before {
                 (before, last) = (received, Instant::now());
             }
@@ -226,7 +226,7 @@ pub fn handovers(mut orders: Orders) -> Result<Sample> {
         owner.give(nic)?;
         nic = owner.take()?.context("the second owner does not end the turns")?;
     }
-    owner.board.words[STOP].store(1, Relaxed);
+    owner.lease_page.words[STOP].store(1, Relaxed);
     rustix::io::write(&owner.theirs, &1_u64.to_ne_bytes())?;
     control.say(&Ask::End)?;
     let outcome = loop {
@@ -235,9 +235,9 @@ pub fn handovers(mut orders: Orders) -> Result<Sample> {
         }
     };
     let mut sample = Sample::new();
-    let relays = owner.board.words[RELAYS].load(Relaxed);
+    let relays = owner.lease_page.words[RELAYS].load(Relaxed);
     ensure!(relays > 0, "the card never changed hands");
-    for pause in &owner.board.words[PAUSES..PAUSES + usize::try_from(relays)?.min(PAUSES_MAX)] {
+    for pause in &owner.lease_page.words[PAUSES..PAUSES + usize::try_from(relays)?.min(PAUSES_MAX)] {
         sample.record(Duration::from_nanos(pause.load(Relaxed)));
     }
     sample.note("relays", relays as f64);
@@ -245,7 +245,7 @@ pub fn handovers(mut orders: Orders) -> Result<Sample> {
     sample.note("wrong", outcome.wrong as f64);
     sample.note("gap", outcome.longest_gap as f64);
     sample.note("pauses", outcome.pauses as f64);
-    sample.note("hushed", owner.board.words[HUSHED].load(Relaxed) as f64 / relays as f64);
+    sample.note("quiesced", owner.lease_page.words[QUIESCED].load(Relaxed) as f64 / relays as f64);
     nic.park()?;
     Ok(sample)
 }

@@ -40,7 +40,7 @@ const QUIET: Duration = Duration::from_millis(5);
 pub enum Relay {
     /// The node gets a new worker.
     Upgrade {
-        /// Whether the sash goes by the daemon's store.
+        /// Whether the driver state goes by the daemon's store.
         store: bool,
     },
     /// The same, of a program that was staged for it.

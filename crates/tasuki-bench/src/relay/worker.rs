@@ -11,9 +11,9 @@ use std::time::{Duration, Instant};
 use anyhow::{Context, Result, bail, ensure};
 use rustix::event::EventfdFlags;
 use rustix::net::{AddressFamily, SocketFlags, SocketType, socketpair};
+use tasuki_net::nic::bundle::{self, Fds};
 use tasuki_net::nic::bus::VfioUser;
 use tasuki_net::nic::e1000e::E1000e;
-use tasuki_net::nic::kit::{self, Fds};
 use tasuki_net::nic::{InPlace, MemoryLayout, Nic, NicMemory, Parts};
 use tasuki_net::port::{Burst, Port, Transactional};
 use tasuki_shm::lease::{Lease, Tenure};
@@ -47,13 +47,13 @@ pub enum Traffic {
 }
 
 /// The memory that the workers share: the lease and a few words.
-pub(super) struct Board {
+pub(super) struct LeasePage {
     pub(super) lease: Lease<Span<Line>>,
     pub(super) words: Span<AtomicU64>,
     region: Region,
 }
 
-/// Words of the board.
+/// Words of the lease page.
 pub(super) const RECEIVED: usize = 8;
 pub(super) const RELEASED_AT: usize = 16;
 pub(super) const STOP: usize = 24;
@@ -63,13 +63,13 @@ pub(super) const PAUSES: usize = 40;
 pub(super) const PAUSES_MAX: usize = 4096;
 const WORDS: usize = PAUSES + PAUSES_MAX;
 
-impl Board {
+impl LeasePage {
     pub(super) fn over(region: Region) -> Result<Self> {
-        Ok(Board { lease: Lease::new(region.span(0, 1)?), words: region.span(0, WORDS)?, region })
+        Ok(LeasePage { lease: Lease::new(region.span(0, 1)?), words: region.span(0, WORDS)?, region })
     }
 
     pub(super) fn new() -> Result<Self> {
-        Self::over(Region::create("tasuki-bench board", (8 * WORDS).next_multiple_of(PAGE_LEN), Pages::Small)?)
+        Self::over(Region::create("tasuki-bench lease page", (8 * WORDS).next_multiple_of(PAGE_LEN), Pages::Small)?)
     }
 }
 
@@ -83,7 +83,7 @@ struct Worker {
     us: NonZeroU32,
     /// What we hold the lease by, while we do.
     tenure: Option<Tenure>,
-    board: Board,
+    lease_page: LeasePage,
     ours: OwnedFd,
     theirs: OwnedFd,
     /// Ready for the next turn.
@@ -97,23 +97,23 @@ impl Worker {
     /// Waits for our turn and takes the card over; nothing if there is no further turn.
     fn take(&mut self) -> Result<Option<Card>> {
         wait(&self.ours)?;
-        if self.board.words[STOP].load(Relaxed) == 1 {
+        if self.lease_page.words[STOP].load(Relaxed) == 1 {
             return Ok(None);
         }
-        let tenure = self.board.lease.tenure();
+        let tenure = self.lease_page.lease.tenure();
         ensure!(tenure.holder.is_none(), "a worker was woken, and nobody has passed the lease");
-        self.tenure = Some(self.board.lease.take(tenure, self.us)?);
+        self.tenure = Some(self.lease_page.lease.take(tenure, self.us)?);
         let prepared = self.next.take().context("a worker takes over only when it is ready")?;
         let mut nic = Card::pick_up(prepared)?;
         // Whatever has come meanwhile is taken with the first look.
         let mut burst = Burst::new();
         nic.receive(&mut burst)?;
-        let took = now_ns().saturating_sub(self.board.words[RELEASED_AT].load(Relaxed));
+        let took = now_ns().saturating_sub(self.lease_page.words[RELEASED_AT].load(Relaxed));
         self.send_back(&mut nic, &mut burst)?;
-        let relay = self.board.words[RELAYS].load(Relaxed);
+        let relay = self.lease_page.words[RELAYS].load(Relaxed);
         let place = PAUSES + usize::try_from(relay)? % PAUSES_MAX;
-        self.board.words[place].store(took, Relaxed);
-        self.board.words[RELAYS].store(relay + 1, Relaxed);
+        self.lease_page.words[place].store(took, Relaxed);
+        self.lease_page.words[RELAYS].store(relay + 1, Relaxed);
         let replaced = self.replaced.take().map(Card::stand_down);
         if let Some((bus, memory)) = replaced.or_else(|| self.retired.take()) {
             self.next = Some(Card::prepare(bus, memory)?);
@@ -123,10 +123,10 @@ impl Worker {
 
     /// Hands the card over.
     fn give(&mut self, mut nic: Card) -> Result<()> {
-        self.board.words[RELEASED_AT].store(now_ns(), Relaxed);
+        self.lease_page.words[RELEASED_AT].store(now_ns(), Relaxed);
         nic.conclude(&Burst::new());
         let ours = self.tenure.take().context("only who holds the lease passes it")?;
-        self.board.lease.pass(ours)?;
+        self.lease_page.lease.pass(ours)?;
         rustix::io::write(&self.theirs, &1_u64.to_ne_bytes()).context("the other worker cannot be woken")?;
         // Taken apart when there is time.
         self.replaced = Some(nic);
@@ -147,7 +147,7 @@ impl Worker {
             nic.transmit(burst)?;
         }
         if came > 0 {
-            let received = &self.board.words[RECEIVED];
+            let received = &self.lease_page.words[RECEIVED];
             received.store(received.load(Relaxed) + came, Relaxed);
         }
         Ok(came)
@@ -183,7 +183,7 @@ pub(super) fn wait(eventfd: &OwnedFd) -> Result<()> {
 
 /// A way to the card and its memory, twice: one to drive with, and one to be ready with meanwhile.
 pub(super) struct Ways {
-    text: kit::Text,
+    text: bundle::Text,
     /// Each worker has memory of its own, and the card is pointed at it.
     repoint: bool,
     fds: Vec<OwnedFd>,
@@ -191,13 +191,13 @@ pub(super) struct Ways {
 
 impl Ways {
     pub(super) fn of(nic: &Card, (parts, layout): (Parts, MemoryLayout), repoint: bool) -> Result<Self> {
-        let (text, fds) = kit::pack(nic.bus(), parts, &layout)?;
+        let (text, fds) = bundle::pack(nic.bus(), parts, &layout)?;
         Ok(Ways { text, repoint, fds })
     }
 
     pub(super) fn open(&self) -> Result<(VfioUser, NicMemory)> {
         let fds = self.fds.iter().map(OwnedFd::try_clone).collect::<std::io::Result<Vec<_>>>()?;
-        Ok(kit::unpack(&self.text, Fds::new(fds))?)
+        Ok(bundle::unpack(&self.text, Fds::new(fds))?)
     }
 }
 
@@ -211,13 +211,13 @@ impl Drop for Other {
     }
 }
 
-pub(super) fn start_other(ways: &Ways, board: &Board, eventfds: [&OwnedFd; 2], cpu: usize) -> Result<Other> {
+pub(super) fn start_other(ways: &Ways, lease_page: &LeasePage, eventfds: [&OwnedFd; 2], cpu: usize) -> Result<Other> {
     let (ours, theirs) = socketpair(AddressFamily::UNIX, SocketType::SEQPACKET, SocketFlags::CLOEXEC, None)?;
     let program = std::env::current_exe().context("the bench could not find its own executable")?;
     let other = Command::new(program).arg("take-turns").stdin(Stdio::from(theirs)).spawn();
     let other = Other(other.context("the second worker could not be started")?);
     let mut fds = ways.fds.iter().map(OwnedFd::try_clone).collect::<std::io::Result<Vec<_>>>()?;
-    fds.push(board.region.fd().try_clone_to_owned()?);
+    fds.push(lease_page.region.fd().try_clone_to_owned()?);
     fds.extend(eventfds.into_iter().map(OwnedFd::try_clone).collect::<std::io::Result<Vec<_>>>()?);
     Orders::new(0, 0, cpu, std::path::PathBuf::new(), String::new()).send(ours.as_fd(), &fds)?;
     let control = Control::new(ours);
@@ -234,16 +234,16 @@ pub fn take_turns() -> Result<()> {
     let mut orders = Orders::receive(stdin.as_fd())?;
     cpus::pin(orders.cpu)?;
     let control = Control::new(stdin);
-    let (text, repoint): (kit::Text, bool) = control.hear()?;
+    let (text, repoint): (bundle::Text, bool) = control.hear()?;
     let fds = std::iter::from_fn(|| orders.next_fd().ok()).collect::<Vec<_>>();
-    let [fds @ .., board, ours, theirs] = &fds[..] else { bail!("descriptors are missing") };
+    let [fds @ .., lease_page, ours, theirs] = &fds[..] else { bail!("descriptors are missing") };
     let ways = Ways { text, repoint, fds: fds.iter().map(OwnedFd::try_clone).collect::<std::io::Result<_>>()? };
-    let board = Board::over(Region::adopt(board.try_clone()?)?)?;
+    let lease_page = LeasePage::over(Region::adopt(lease_page.try_clone()?)?)?;
     let eventfds = [ours.try_clone()?, theirs.try_clone()?];
     if ways.repoint {
-        return super::repoint::take_turns(&ways, board, eventfds, &control);
+        return super::repoint::take_turns(&ways, lease_page, eventfds, &control);
     }
-    let mut worker = worker(NonZeroU32::MIN.saturating_add(1), board, eventfds, &ways)?;
+    let mut worker = worker(NonZeroU32::MIN.saturating_add(1), lease_page, eventfds, &ways)?;
     control.say(&())?;
     while let Some(mut nic) = worker.take()? {
         worker.drive(&mut nic, |_| Ok(false))?;
@@ -252,9 +252,9 @@ pub fn take_turns() -> Result<()> {
     Ok(())
 }
 
-fn worker(us: NonZeroU32, board: Board, [ours, theirs]: [OwnedFd; 2], ways: &Ways) -> Result<Worker> {
+fn worker(us: NonZeroU32, lease_page: LeasePage, [ours, theirs]: [OwnedFd; 2], ways: &Ways) -> Result<Worker> {
     let (bus, memory) = ways.open()?;
-    let mut worker = Worker { us, tenure: None, board, ours, theirs, next: None, replaced: None, retired: None };
+    let mut worker = Worker { us, tenure: None, lease_page, ours, theirs, next: None, replaced: None, retired: None };
     worker.next = Some(Card::prepare(bus, memory)?);
     // For the turn after the next.
     if us.get() > 1 {
@@ -271,11 +271,11 @@ pub fn upgrades(mut orders: Orders, traffic: Traffic) -> Result<Sample> {
     let ways = Ways::of(&nic, (parts, layout), false)?;
     let eventfd = || rustix::event::eventfd(0, EventfdFlags::CLOEXEC);
     let (ours, theirs) = (eventfd()?, eventfd()?);
-    let board = Board::new()?;
-    let _other = start_other(&ways, &board, [&theirs, &ours], orders.cpu)?;
+    let lease_page = LeasePage::new()?;
+    let _other = start_other(&ways, &lease_page, [&theirs, &ours], orders.cpu)?;
     let us = NonZeroU32::MIN;
-    let mut worker = worker(us, board, [ours, theirs], &ways)?;
-    worker.tenure = Some(worker.board.lease.take(worker.board.lease.tenure(), us)?);
+    let mut worker = worker(us, lease_page, [ours, theirs], &ways)?;
+    worker.tenure = Some(worker.lease_page.lease.take(worker.lease_page.lease.tenure(), us)?);
 
     let rate = match traffic {
         Traffic::Line => driver::line_rate(size),
@@ -287,7 +287,7 @@ pub fn upgrades(mut orders: Orders, traffic: Traffic) -> Result<Sample> {
     control.say(&Ask::Begin(Trial { count, size, rate: Some(rate), pauses: true }))?;
     let (mut sent, mut last, mut before) = (false, Instant::now(), 0);
     loop {
-        let received = |worker: &Worker| worker.board.words[RECEIVED].load(Relaxed);
+        let received = |worker: &Worker| worker.lease_page.words[RECEIVED].load(Relaxed);
         let over = worker.drive(&mut nic, |look| {
             if look {
                 sent = sent || matches!(control.heard()?, Some(Say::Sent));
@@ -307,7 +307,7 @@ pub fn upgrades(mut orders: Orders, traffic: Traffic) -> Result<Sample> {
         worker.give(nic)?;
         nic = worker.take()?.context("the second worker does not end the turns")?;
     }
-    worker.board.words[STOP].store(1, Relaxed);
+    worker.lease_page.words[STOP].store(1, Relaxed);
     rustix::io::write(&worker.theirs, &1_u64.to_ne_bytes())?;
     control.say(&Ask::End)?;
     let outcome = loop {
@@ -316,9 +316,9 @@ pub fn upgrades(mut orders: Orders, traffic: Traffic) -> Result<Sample> {
         }
     };
     let mut sample = Sample::new();
-    let relays = usize::try_from(worker.board.words[RELAYS].load(Relaxed))?;
+    let relays = usize::try_from(worker.lease_page.words[RELAYS].load(Relaxed))?;
     ensure!(relays > 0, "the card never changed hands");
-    for pause in &worker.board.words[PAUSES..PAUSES + relays.min(PAUSES_MAX)] {
+    for pause in &worker.lease_page.words[PAUSES..PAUSES + relays.min(PAUSES_MAX)] {
         sample.record(Duration::from_nanos(pause.load(Relaxed)));
     }
     sample.note("relays", relays as f64);

@@ -6,7 +6,7 @@ use anyhow::{Context, Result, ensure};
 use rustix::process::{Resource, Rlimit};
 use tasuki_net::vni::Vni;
 use tasuki_shm::region::PAGE_LEN;
-use tasuki_shm::vni::estate::POOL_PAGES;
+use tasuki_shm::vni::node_memory::POOL_PAGES;
 
 use super::nodes::{Kept, join};
 use crate::orders::{Fds, Orders};
@@ -87,8 +87,8 @@ fn note(sample: &mut Sample, who: &str, kept: &[Kept]) -> Result<()> {
     let bytes = |fd: &dyn Fn(&Kept) -> rustix::io::Result<rustix::fs::Stat>| -> Result<u64> {
         kept.iter().try_fold(0, |sum, kept| Ok(sum + u64::try_from(fd(kept)?.st_blocks)? * 512))
     };
-    let control = bytes(&|kept| rustix::fs::fstat(kept.estate.control.as_fd()))?;
-    let pools = bytes(&|kept| rustix::fs::fstat(kept.estate.pool.as_fd()))?;
+    let control = bytes(&|kept| rustix::fs::fstat(kept.node_memory.control.as_fd()))?;
+    let pools = bytes(&|kept| rustix::fs::fstat(kept.node_memory.pool.as_fd()))?;
     sample.note(who, (control + POOL * u64::from(NODES)) as f64);
     sample.note(&format!("{who}-allocated"), (control + pools) as f64);
     Ok(())

@@ -87,7 +87,7 @@ const fn case(
 
 /// Frames of so many bytes, as fast as they go.
 const fn frames<const LEN: usize, const IN_PLACE: bool>(name: &'static str, frames: u64) -> Case {
-    case(name, frames, pair::estates, pair::receive::<LEN, IN_PLACE>, pair::send::<LEN, IN_PLACE>)
+    case(name, frames, pair::node_memories, pair::receive::<LEN, IN_PLACE>, pair::send::<LEN, IN_PLACE>)
 }
 
 /// The same by nothing but `memcpy`.
@@ -111,7 +111,7 @@ const fn calls(sleeps: bool) -> u64 {
 
 /// A frame there and back.
 const fn trips<const LEN: usize, const SLEEPS: bool>(name: &'static str) -> Case {
-    case(name, calls(SLEEPS), pair::estates, trips::answer::<LEN, SLEEPS>, trips::trips::<LEN, SLEEPS>)
+    case(name, calls(SLEEPS), pair::node_memories, trips::answer::<LEN, SLEEPS>, trips::trips::<LEN, SLEEPS>)
 }
 
 /// The same by UNIX datagrams.

@@ -42,7 +42,7 @@ impl Buffer {
 }
 
 /// The memory of two nodes, and their bells.
-pub fn estates() -> Result<Ends> {
+pub fn node_memories() -> Result<Ends> {
     let (sink, source) = (Kept::new(SINK)?, Kept::new(SOURCE)?);
     Ok(Ends { server: sink.fds([&source])?, client: source.fds([&sink])? })
 }

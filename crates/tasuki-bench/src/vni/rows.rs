@@ -52,7 +52,7 @@ pub fn rows_of_namespaces(effort: Effort, interrupt: &Interrupt) -> Result<Vec<R
     Ok(rows)
 }
 
-/// Whether what begins so is one of those. A letter or two may be those of others.
+/// Whether what begins so is one of those. A message or two may be those of others.
 pub fn is_of_namespaces(prefix: &str) -> bool {
     prefix.len() > 2 && [Traffic::Tcp, Traffic::Udp].iter().any(|traffic| traffic.case().starts_with(prefix))
 }

@@ -55,7 +55,7 @@ pub struct VniView {
     pub name: String,
     /// Nodes that are on it.
     pub nodes: u32,
-    /// Bytes of memory that their estates have taken.
+    /// Bytes of memory that their node memories have taken.
     pub memory: u64,
 }
 
@@ -72,7 +72,7 @@ pub struct VniNodeView {
     pub interface: Option<String>,
     /// The worker that drives it.
     pub worker: Option<u32>,
-    /// Bytes of memory that its estate has taken.
+    /// Bytes of memory that its node memory has taken.
     pub memory: u64,
     /// Bytes of the others' memory that its workers may be charged for, at most: pages that are read before they were written. A bound on the memory of
     /// the node's workers has to leave room for them.
@@ -189,10 +189,10 @@ pub struct Counts {
     pub counts: Vec<(String, u64)>,
 }
 
-/// How a node's sash travels to its successor.
+/// How a node's driver state travels to its successor.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 #[serde(rename_all = "kebab-case")]
-pub enum SashBy {
+pub enum DriverStateBy {
     /// It is read where it lies.
     Place,
     /// The giver writes it to the daemon's store.
@@ -206,8 +206,8 @@ pub struct Upgrade {
     /// Another program than the one that the node's workers are now.
     #[schema(value_type = Option<String>)]
     pub with: Option<std::path::PathBuf>,
-    /// How the sash travels; without, in place.
-    pub state: Option<SashBy>,
+    /// How the driver state travels; without, in place.
+    pub state: Option<DriverStateBy>,
 }
 
 /// What is started ahead of an upgrade.
@@ -253,8 +253,8 @@ pub struct Give {
     pub method: Option<Method>,
     /// Of frames in flight; without, `deliver`.
     pub inflight: Option<Inflight>,
-    /// How the sash travels; without, in place.
-    pub state: Option<SashBy>,
+    /// How the driver state travels; without, in place.
+    pub state: Option<DriverStateBy>,
 }
 
 /// How one relay has settled.

@@ -181,7 +181,7 @@ pub struct Stage {
     pub with: Option<PathBuf>,
 }
 
-/// See [`crate::api::types::SashBy`].
+/// See [`crate::api::types::DriverStateBy`].
 #[derive(Debug, Clone, Copy, ValueEnum)]
 #[expect(missing_docs, reason = "said there")]
 pub enum State {

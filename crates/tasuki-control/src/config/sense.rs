@@ -2,14 +2,14 @@
 
 use std::collections::BTreeSet;
 
-use tasuki_relay::letter;
-use tasuki_shm::vni::estate::{POOL_PAGES_MAX, POOL_PAGES_MIN};
+use tasuki_relay::message;
+use tasuki_shm::vni::node_memory::{POOL_PAGES_MAX, POOL_PAGES_MIN};
 
 use super::{Config, Device, Memif, NICE_MIN, Node, PAGE_KIB, Program, SIZES, Source, StationAddress, Work};
 
 /// Longest name of a node, a NIC or a VNI.
 const NAME_MAX: usize = 24;
-/// Addresses of IP of a node: a letter about it stays short, for there may be a thousand of them unread.
+/// Addresses of IP of a node: a message about it stays short, for there may be a thousand of them unread.
 const ADDRESSES_MAX: usize = 8;
 /// Bytes of a socket's path (`sun_path` of unix(7), with a zero behind it),
 const SOCKET_MAX: usize = 107;
@@ -23,7 +23,7 @@ impl Config {
             let mut seen = BTreeSet::new();
             all.into_iter().find_map(|name| match () {
                 () if !is_name(name) => Some(format!(
-                    "{kind} {name:?}: a name is 1 to {NAME_MAX} of the characters a-z, 0-9, - and _, and begins with a letter"
+                    "{kind} {name:?}: a name is 1 to {NAME_MAX} of the characters a-z, 0-9, - and _, and begins with a message"
                 )),
                 () if !seen.insert(name) => Some(format!("two {kind}s are called {name:?}; give one another name")),
                 () => None,
@@ -88,7 +88,7 @@ impl Config {
         };
         if !is_name(vni) {
             return named(format!(
-                "vni {vni:?}: a name is 1 to {NAME_MAX} of the characters a-z, 0-9, - and _, and begins with a letter"
+                "vni {vni:?}: a name is 1 to {NAME_MAX} of the characters a-z, 0-9, - and _, and begins with a message"
             ));
         }
         if node.work == Work::Uplink && !node.has_others() {
@@ -234,7 +234,7 @@ fn program_of(node: &Node) -> Option<String> {
         let (node, file) = (&node.name, file.display());
         return Some(format!("node {node:?}: a file that its program may read is named by a path from /, not {file}"));
     }
-    let most = letter::OPTIONS_MAX;
+    let most = message::OPTIONS_MAX;
     match () {
         () if !path.is_absolute() => {
             Some(format!("node {:?}: its program is named by a path from /, not {}", node.name, path.display()))

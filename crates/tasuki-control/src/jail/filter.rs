@@ -194,7 +194,7 @@ const FCNTL: &[i32] = &[
     libc::F_GETPIPE_SZ,
 ];
 
-/// Requests of `ioctl`: whether a descriptor waits, how much there is to read, what a terminal is asked first; and those of VFIO, which have one letter.
+/// Requests of `ioctl`: whether a descriptor waits, how much there is to read, what a terminal is asked first; and those of VFIO, which have one message.
 const IOCTL: &[u64] = &[0x5421, 0x541b, 0x5401, 0x5450, 0x5451];
 const VFIO_TYPE: u64 = (b';' as u64) << 8;
 

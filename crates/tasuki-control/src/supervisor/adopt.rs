@@ -10,16 +10,16 @@ use std::os::fd::{AsFd, OwnedFd};
 use anyhow::{Context, Result};
 use tasuki_relay::Party;
 use tasuki_relay::arbiter::{Arbiter, Node as Numbered};
-use tasuki_relay::letter::{ToWorker, pulse, vni};
-use tasuki_relay::pulse::Pulse;
+use tasuki_relay::heartbeat::Heartbeat;
+use tasuki_relay::message::{ToWorker, heartbeat, vni};
 use tasuki_shm::crash;
 
-use super::card::{Board, Card};
+use super::card::{Card, LeasePage};
 use super::deeds::party;
 use super::keeping::{CardText, Found, Key};
 use super::lines::Lines;
 use super::worker::{Stage, Words, Worker, tells};
-use super::{About, BOOK_LEN, Node, Supervisor, Token, now, watch};
+use super::{About, Node, PROGRAM_STATE_LEN, Supervisor, Token, now, watch};
 use crate::channel;
 use crate::process::Process;
 use crate::registry::{Change, Known, WorkerRecord};
@@ -28,7 +28,7 @@ use crate::registry::{Change, Known, WorkerRecord};
 fn stray(key: &Key, what: &str) -> Option<u32> {
     let Key::Card(nic) = key else { return None };
     let text: CardText = serde_json::from_str(what).ok()?;
-    (text.kit.kind != vni::KIND).then_some(*nic)
+    (text.bundle.kind != vni::KIND).then_some(*nic)
 }
 
 impl Supervisor {
@@ -47,8 +47,11 @@ impl Supervisor {
             let record = nodes.iter().find(|(name, _)| *name == node.name).map(|(_, record)| record.clone());
             let record = record.filter(|_| goes_on).unwrap_or_default();
             let mut made = Node::new(record)?;
-            let book = found.remove(&Key::Book(node.name.clone())).and_then(|(_, fds)| fds.into_iter().next());
-            made.book = book.and_then(|book| Words::adopt(book, BOOK_LEN).ok()).unwrap_or(made.book);
+            let program_state =
+                found.remove(&Key::ProgramState(node.name.clone())).and_then(|(_, fds)| fds.into_iter().next());
+            made.program_state = program_state
+                .and_then(|program_state| Words::adopt(program_state, PROGRAM_STATE_LEN).ok())
+                .unwrap_or(made.program_state);
             self.nodes.insert(node.name, made);
         }
         let mut numbers: BTreeSet<u32> = nics.iter().map(|record| record.number).collect();
@@ -57,7 +60,7 @@ impl Supervisor {
             let number =
                 record.map(|record| record.number).or_else(|| self.next_nic(&numbers)).context("too many NICs")?;
             numbers.insert(number);
-            let mut card = Card::new(number, config).context("no memory for a NIC's board")?;
+            let mut card = Card::new(number, config).context("no memory for a NIC's lease page")?;
             card.restore(&mut found, is_used);
             if let Some(record) = record {
                 let is_driven = is_used || card.kept.is_some();
@@ -95,7 +98,7 @@ impl Supervisor {
         Ok(())
     }
 
-    /// A number in messages that no NIC has; none that would make a letter of a packet.
+    /// A number in messages that no NIC has; none that would make a message of a packet.
     pub(super) fn next_nic(&self, taken: &BTreeSet<u32>) -> Option<u32> {
         let is_free = |number: &u32| !taken.contains(number) && !self.cards.contains_key(number);
         (0..).find(|number| is_free(number) && number & 0xFF != u32::from(b'{'))
@@ -143,12 +146,12 @@ impl Supervisor {
         watch(&self.epoll, socket.as_fd(), Token::WorkerSays(number))?;
         let asked = now();
         let its = its.and_then(|(given, fds)| {
-            let pulse = Words::adopt(fds.into_iter().next()?, pulse::LEN).ok()?;
-            Some((pulse, serde_json::from_str(&given).ok()?))
+            let heartbeat = Words::adopt(fds.into_iter().next()?, heartbeat::LEN).ok()?;
+            Some((heartbeat, serde_json::from_str(&given).ok()?))
         });
-        let (pulse, given) = its.unzip();
-        let (is_kept, given) = (pulse.is_some(), given.unwrap_or_default());
-        pulse.iter().for_each(|pulse| self.tombs.watch(number, pulse));
+        let (heartbeat, given) = its.unzip();
+        let (is_kept, given) = (heartbeat.is_some(), given.unwrap_or_default());
+        heartbeat.iter().for_each(|heartbeat| self.exit_watch.watch(number, heartbeat));
         let lines = Lines::find(&record.socket).ok();
         if let Some(lines) = &lines {
             self.watch_lines(number, lines)?;
@@ -158,8 +161,8 @@ impl Supervisor {
             record,
             process,
             socket,
-            pulse,
-            heart: Pulse::new(asked),
+            heartbeat,
+            heart: Heartbeat::new(asked),
             probe: None,
             heard: asked,
             stage: Stage::Asked(asked),
@@ -229,9 +232,9 @@ impl Supervisor {
         let next = card.page_of.first().filter(|_| has_driven).filter(|node| self.config.node(node).is_some());
         if let Some(next) = next {
             card.node = next.clone();
-        } else if let Ok(board) = Board::create() {
-            card.coming_board = Some((card.node.clone(), board));
-            card.turn_page(&card.node.clone(), card.board.tenure());
+        } else if let Ok(lease_page) = LeasePage::create() {
+            card.coming_lease_page = Some((card.node.clone(), lease_page));
+            card.turn_page(&card.node.clone(), card.lease_page.tenure());
         }
         self.record_nic(nic);
     }
@@ -262,7 +265,7 @@ impl Supervisor {
             // Where the NIC was going to, if that is where its page is.
             let home = if page.contains(&home) { home } else { page.first().copied().unwrap_or(home) };
             // One that only won the lease has not pointed the card at its memory.
-            let settle = |card: &mut Card| card.board.pause_ns().is_some() && card.settle_memory();
+            let settle = |card: &mut Card| card.lease_page.pause_ns().is_some() && card.settle_memory();
             let has_driven = self.cards.get_mut(&nic).is_some_and(settle);
             if members.is_empty() {
                 self.own_page(nic, has_driven);

@@ -8,7 +8,7 @@ use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
 
 use rustix::io::Errno;
-use tasuki_relay::letter::ToWorker;
+use tasuki_relay::message::ToWorker;
 use tokio::sync::mpsc::{UnboundedSender, unbounded_channel};
 
 use super::card::Card;
@@ -184,13 +184,13 @@ impl Supervisor {
                     continue;
                 }
                 if known.is_none() {
-                    let mac = card.kept.as_ref().and_then(|kept| kept.kit.mac);
+                    let mac = card.kept.as_ref().and_then(|kept| kept.bundle.mac);
                     // If nobody hears it, we are about to hear that.
                     let _ = said.send(Port { name: card.name().to_owned(), mac });
                     capture.ports.push(nic);
                 }
-                let letter = ToWorker::Capture { nic, capture: *number, interface, snap: capture.snap };
-                let sent = worker.write(&letter, &[socket.as_fd(), capture.missed.region().fd()]);
+                let message = ToWorker::Capture { nic, capture: *number, interface, snap: capture.snap };
+                let sent = worker.write(&message, &[socket.as_fd(), capture.missed.region().fd()]);
                 // One that has no room now is told when house is kept next; one that is dead, or dying, need not be.
                 if matches!(sent, Ok(()) | Err(Errno::PIPE | Errno::CONNRESET)) {
                     capture.told.insert((nic, party));

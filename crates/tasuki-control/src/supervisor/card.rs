@@ -6,8 +6,8 @@ use std::num::NonZeroU32;
 use std::os::fd::{AsFd, OwnedFd};
 use std::time::Duration;
 
-use tasuki_relay::arbiter::{Arbiter, State, Told};
-use tasuki_relay::letter::{Kit, board};
+use tasuki_relay::arbiter::{Arbiter, RelayOutcome, State};
+use tasuki_relay::message::{DeviceBundle, lease_page};
 use tasuki_relay::wire::{Order, Positions, Use};
 use tasuki_relay::{ARBITER, Tenure, method};
 use tasuki_shm::lease::{Lease, Lost};
@@ -26,28 +26,28 @@ const SENTENCE_MAX: usize = 1000;
 
 /// The lease word and the stamps beside it.
 #[derive(Debug)]
-pub struct Board {
+pub struct LeasePage {
     /// All words.
     pub words: Words,
     lease: Lease<Span<Line>>,
 }
 
-impl Board {
+impl LeasePage {
     /// A new one: a lease that nobody ever had.
     pub fn create() -> Result<Self, RegionError> {
-        Self::of(Words::create("tasuki board", board::LEN)?)
+        Self::of(Words::create("tasuki lease page", lease_page::LEN)?)
     }
 
     /// One that a worker kept.
     pub fn adopt(memory: OwnedFd) -> Result<Self, RegionError> {
-        Self::of(Words::adopt(memory, board::LEN)?)
+        Self::of(Words::adopt(memory, lease_page::LEN)?)
     }
 
     fn of(words: Words) -> Result<Self, RegionError> {
         // It is first written while nobody drives.
         words.region().populate();
-        let line = words.region().span(board::LEASE_LINE, 1)?;
-        Ok(Board { words, lease: Lease::new(line) })
+        let line = words.region().span(lease_page::LEASE_LINE, 1)?;
+        Ok(LeasePage { words, lease: Lease::new(line) })
     }
 
     /// What the lease word says.
@@ -71,12 +71,12 @@ impl Board {
 
     /// Says this from the first, on a page that nobody else has read yet.
     fn begin_with(&self, word: Tenure) {
-        self.words.store(board::LEASE_LINE / size_of::<u64>(), word.to_word());
+        self.words.store(lease_page::LEASE_LINE / size_of::<u64>(), word.to_word());
     }
 
     /// How long nobody drove when it last changed hands.
     pub fn pause_ns(&self) -> Option<u64> {
-        let (stopped, driving) = (self.words.load(board::STOPPED_AT), self.words.load(board::DRIVING_AT));
+        let (stopped, driving) = (self.words.load(lease_page::STOPPED_AT), self.words.load(lease_page::DRIVING_AT));
         (stopped != 0).then(|| driving.checked_sub(stopped)).flatten()
     }
 }
@@ -98,7 +98,7 @@ pub enum Opening {
     Model(Duration),
     /// Somebody opens it.
     Opener(Opener),
-    /// Its kit is here.
+    /// Its device bundle is here.
     Open,
 }
 
@@ -176,11 +176,11 @@ impl Speech {
     }
 }
 
-/// A kit and its descriptors.
+/// A device bundle and its descriptors.
 #[derive(Debug)]
 pub struct Kept {
     /// What it is.
-    pub kit: Kit,
+    pub bundle: DeviceBundle,
     /// Of it.
     pub fds: Vec<OwnedFd>,
     /// Who made its memory.
@@ -199,15 +199,15 @@ pub struct Memory {
 impl Kept {
     /// The NIC lies in memory of this worker from now on. The way to it stays.
     fn move_to(&mut self, party: u32, Memory { lies, fds }: Memory) {
-        self.fds.truncate(self.fds.len().saturating_sub(self.kit.memory));
+        self.fds.truncate(self.fds.len().saturating_sub(self.bundle.memory));
         self.fds.extend(fds);
-        (self.kit.lies, self.kit.made_by, self.made_by) = (Some(lies), Some(party), party);
+        (self.bundle.lies, self.bundle.made_by, self.made_by) = (Some(lies), Some(party), party);
     }
 
-    /// The same as somebody gets it who is to drive the NIC from memory of its own: the letter, and how many descriptors go with it.
-    pub fn apart(&self) -> Option<(Kit, usize)> {
-        let fds = self.fds.len().checked_sub(self.kit.memory).filter(|_| self.kit.memory > 0)?;
-        Some((Kit { fds, partial: true, ..self.kit.clone() }, fds))
+    /// The same as somebody gets it who is to drive the NIC from memory of its own: the message, and how many descriptors go with it.
+    pub fn apart(&self) -> Option<(DeviceBundle, usize)> {
+        let fds = self.fds.len().checked_sub(self.bundle.memory).filter(|_| self.bundle.memory > 0)?;
+        Some((DeviceBundle { fds, partial: true, ..self.bundle.clone() }, fds))
     }
 }
 
@@ -223,12 +223,12 @@ pub struct Card {
     /// The node's number on its VNI, if it is an end of one and has been opened.
     pub number_on_vni: Option<u16>,
     /// The lease and the stamps.
-    pub board: Board,
+    pub lease_page: LeasePage,
     /// The nodes whose workers can write it; all of them trust each other.
     pub page_of: BTreeSet<String>,
     /// The one that takes its place when this node has the NIC: the node does not trust those that can write the other.
-    pub coming_board: Option<(String, Board)>,
-    /// How often the page that the keeper knows as the coming one took the board's place. Only daemons and the keeper have this memory, so no worker can say
+    pub coming_lease_page: Option<(String, LeasePage)>,
+    /// How often the page that the keeper knows as the coming one took the lease page's place. Only daemons and the keeper have this memory, so no worker can say
     /// that it did.
     pub turns: Words,
     /// What it is made of.
@@ -254,11 +254,11 @@ pub struct Card {
     /// Who is to be kept from it.
     pub condemned: BTreeSet<u32>,
     /// What the arbiter has said last, if nobody has heard it yet.
-    pub said: Option<Told>,
+    pub said: Option<RelayOutcome>,
     /// The method of the relay that is under way.
     pub method: method::Method,
     /// The page that the lease was on before, while a relay is under way.
-    pub past: Option<Board>,
+    pub past: Option<LeasePage>,
     /// How a relay is meant that is under way, if its giver is to be fenced.
     pub plan: Option<tasuki_relay::wire::Plan>,
     /// Why nobody drives it, or why the last relay failed.
@@ -272,10 +272,10 @@ impl Card {
             number,
             node: config.node.clone(),
             page_of: BTreeSet::from([config.node.clone()]),
-            coming_board: None,
+            coming_lease_page: None,
             config,
             number_on_vni: None,
-            board: Board::create()?,
+            lease_page: LeasePage::create()?,
             turns: Words::create("tasuki turns", size_of::<u64>())?,
             kept: None,
             coming: None,
@@ -307,19 +307,19 @@ impl Card {
             let named = NonZeroU32::new(*holder).map(tasuki_relay::Party);
             self.arbiter.as_ref().zip(named).is_none_or(|(arbiter, party)| arbiter.may_hold(party))
         };
-        self.board.holder().filter(can)
+        self.lease_page.holder().filter(can)
     }
 
     /// From here on the lease is on the page that was made for this node, and says this.
     pub fn turn_page(&mut self, node: &str, word: Tenure) -> bool {
-        let Some((_, board)) = self.coming_board.take_if(|(of, _)| of == node) else { return false };
-        board.begin_with(word);
+        let Some((_, lease_page)) = self.coming_lease_page.take_if(|(of, _)| of == node) else { return false };
+        lease_page.begin_with(word);
         // How long nobody drove is counted over both. How the card was left the old node says: it is believed for how long ago its partner was asked to pause.
-        for stamp in [board::STOPPED_AT, board::RELAYS, board::LEFT] {
-            board.words.store(stamp, self.board.words.load(stamp));
+        for stamp in [lease_page::STOPPED_AT, lease_page::RELAYS, lease_page::LEFT] {
+            lease_page.words.store(stamp, self.lease_page.words.load(stamp));
         }
         // To give it back takes as long as a few frames, and nobody drives.
-        self.past = Some(std::mem::replace(&mut self.board, board));
+        self.past = Some(std::mem::replace(&mut self.lease_page, lease_page));
         self.page_of = BTreeSet::from([node.to_owned()]);
         true
     }
@@ -337,7 +337,7 @@ impl Card {
 
     /// What the choice of a method wants to know.
     pub fn can(&self) -> Option<method::Card> {
-        let can = self.kept.as_ref()?.kit.can;
+        let can = self.kept.as_ref()?.bundle.can;
         let repointing = match (can.repoint, can.pauses) {
             (true, true) => method::Repointing::Paused,
             (true, false) => method::Repointing::Unpaused,
@@ -348,15 +348,15 @@ impl Card {
 
     /// What a worker is told that is to be ready for it.
     pub fn prepare(&self, purpose: Use, method: method::Method) -> Option<Order> {
-        let Kit { kind, version, .. } = self.kept.as_ref()?.kit;
+        let DeviceBundle { kind, version, .. } = self.kept.as_ref()?.bundle;
         Some(Order::Prepare { purpose, method, kind, version, carries: Positions::default() })
     }
 
-    /// Descriptors of the board and of the kit, as many as are to travel.
+    /// Descriptors of the lease page and of the device bundle, as many as are to travel.
     pub fn lend(&self, count: usize, to: &str) -> Vec<std::os::fd::BorrowedFd<'_>> {
-        let kit = self.kept.iter().flat_map(|kept| &kept.fds).take(count);
-        let coming = self.coming_board.as_ref().filter(|(of, _)| of == to).map(|(_, board)| board);
-        std::iter::once(coming.unwrap_or(&self.board).words.region().fd()).chain(kit.map(AsFd::as_fd)).collect()
+        let bundle = self.kept.iter().flat_map(|kept| &kept.fds).take(count);
+        let coming = self.coming_lease_page.as_ref().filter(|(of, _)| of == to).map(|(_, lease_page)| lease_page);
+        std::iter::once(coming.unwrap_or(&self.lease_page).words.region().fd()).chain(bundle.map(AsFd::as_fd)).collect()
     }
 
     /// A relay has settled: if whoever has memory of its own drives now, the NIC is made of that. Whether that is so.
@@ -369,12 +369,12 @@ impl Card {
         self.kept.as_ref().is_some_and(|kept| Some(kept.made_by) == holder)
     }
 
-    /// Nobody can go on with it: it is as at the very beginning, with this board, and is to be opened.
-    pub fn give_up(&mut self, board: Board, now: Duration) {
+    /// Nobody can go on with it: it is as at the very beginning, with this lease page, and is to be opened.
+    pub fn give_up(&mut self, lease_page: LeasePage, now: Duration) {
         self.opening = Opening::NotBefore(now + super::policy::retry(self.renewals));
         self.renewals = self.renewals.saturating_add(1);
-        (self.board, self.page_of) = (board, BTreeSet::from([self.node.clone()]));
-        (self.kept, self.coming, self.coming_board) = (None, None, None);
+        (self.lease_page, self.page_of) = (lease_page, BTreeSet::from([self.node.clone()]));
+        (self.kept, self.coming, self.coming_lease_page) = (None, None, None);
         (self.arbiter, self.watch, self.said) = (None, None, None);
         self.condemned.clear();
     }

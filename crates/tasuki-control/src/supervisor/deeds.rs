@@ -3,8 +3,8 @@
 use std::collections::VecDeque;
 use std::num::NonZeroU32;
 
-use tasuki_relay::arbiter::{Arbiter, Do, Input, Node, State, Told};
-use tasuki_relay::letter::{ToWorker, board};
+use tasuki_relay::arbiter::{Arbiter, Do, Input, Node, RelayOutcome, State};
+use tasuki_relay::message::{ToWorker, lease_page};
 use tasuki_relay::method::Method;
 use tasuki_relay::wire::{Order, Reason};
 use tasuki_relay::{ARBITER, Party, Tenure};
@@ -82,9 +82,9 @@ impl Supervisor {
     fn do_one(&mut self, nic: u32, what: Do) -> Option<Input> {
         let card = self.cards.get_mut(&nic)?;
         match what {
-            Do::Look => return Some(Input::Word(card.board.tenure())),
+            Do::Look => return Some(Input::Word(card.lease_page.tenure())),
             Do::Swap { from, to } => {
-                let swapped = card.board.swap(from, to);
+                let swapped = card.lease_page.swap(from, to);
                 crash::point(if to.holder.is_some() { "daemon.seized" } else { "daemon.passed" });
                 return Some(Input::Swapped(swapped));
             }
@@ -321,7 +321,7 @@ impl Supervisor {
     }
 
     /// A relay has settled.
-    fn settled(&mut self, nic: u32, told: Told) {
+    fn settled(&mut self, nic: u32, told: RelayOutcome) {
         let leaves = self.cards.get(&nic).is_some_and(|card| self.leaves(&card.node));
         let Some(card) = self.cards.get_mut(&nic) else { return };
         (card.said, card.plan) = (Some(told), None);
@@ -340,8 +340,8 @@ impl Supervisor {
             card.renewals = 0;
         }
         let (name, node) = (card.name().to_owned(), card.node.clone());
-        let tenure = card.board.tenure();
-        let pause = card.board.pause_ns().filter(|_| card.board.words.load(board::RELAYS) > 1);
+        let tenure = card.lease_page.tenure();
+        let pause = card.lease_page.pause_ns().filter(|_| card.lease_page.words.load(lease_page::RELAYS) > 1);
         // At the very beginning nobody is ready yet, and at the end nobody is to be, which is no news.
         let is_going_on = why == Some(Reason::NobodyLeft) && self.goes_on(nic);
         let is_news = (tenure.epoch > 1 && !leaves && !is_going_on) || holder.is_some();
@@ -364,7 +364,7 @@ impl Supervisor {
     /// Has the registry know a NIC as it is.
     pub(super) fn record_nic(&mut self, nic: u32) {
         let Some(card) = self.cards.get(&nic) else { return };
-        let tenure = card.board.tenure();
+        let tenure = card.lease_page.tenure();
         let record = Change::Nic(crate::registry::NicRecord {
             number: nic,
             name: card.name().to_owned(),
@@ -388,7 +388,7 @@ impl Supervisor {
     pub(super) fn stamp_death(&self, nic: u32, number: u32) {
         let Some(card) = self.cards.get(&nic) else { return };
         if card.holder() == Some(number) {
-            card.board.words.store(board::STOPPED_AT, u64::try_from(now().as_nanos()).unwrap_or(u64::MAX));
+            card.lease_page.words.store(lease_page::STOPPED_AT, u64::try_from(now().as_nanos()).unwrap_or(u64::MAX));
         }
     }
 }

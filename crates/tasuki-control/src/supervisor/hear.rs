@@ -6,16 +6,16 @@ use std::os::fd::AsFd;
 use std::time::Duration;
 
 use tasuki_relay::arbiter::{Input, Verdict};
-use tasuki_relay::letter::{self, SPEECH, ToDaemon, ToWorker, pulse};
+use tasuki_relay::heartbeat::Heartbeat;
+use tasuki_relay::message::{self, SPEECH, ToDaemon, ToWorker, heartbeat};
 use tasuki_relay::method::Method;
-use tasuki_relay::pulse::Pulse;
 use tasuki_relay::wire::{Order, Report, Standing, Use};
 use tasuki_shm::crash;
 
 use super::deeds::party;
 use super::keeping::Key;
 use super::worker::{Fit, Stage};
-use super::{About, PATIENCE, PROBE, Supervisor, kits, now};
+use super::{About, PATIENCE, PROBE, Supervisor, bundles, now};
 use crate::api::types::Counts;
 use crate::channel::{self, Message, Nothing};
 use crate::foreign::Foreign;
@@ -55,7 +55,7 @@ impl Supervisor {
         let Some(worker) = self.workers.get_mut(&number) else { return };
         worker.heard = now();
         worker.probe = None;
-        if let Some((nic, packet)) = letter::unframe(&message.bytes) {
+        if let Some((nic, packet)) = message::unframe(&message.bytes) {
             if !message.fds.is_empty() {
                 return self.condemn(number, "sent descriptors beside a report, to which none belong".to_owned());
             }
@@ -65,15 +65,15 @@ impl Supervisor {
             };
         }
         match serde_json::from_slice::<ToDaemon>(&message.bytes) {
-            Ok(letter) => match kits::belong(&letter) {
+            Ok(said) => match bundles::belong(&said) {
                 Some(belong) if belong != message.fds.len() => {
                     let came = message.fds.len();
-                    self.condemn(number, format!("sent {came} descriptors beside a letter to which {belong} belong"))
+                    self.condemn(number, format!("sent {came} descriptors beside a message to which {belong} belong"))
                 }
-                _ => self.wrote(number, letter, message.fds),
+                _ => self.wrote(number, said, message.fds),
             },
             Err(broken) => {
-                self.condemn(number, format!("sent what is no letter ({broken}); rebuild the older of the two"))
+                self.condemn(number, format!("sent what is no message ({broken}); rebuild the older of the two"))
             }
         }
     }
@@ -85,7 +85,7 @@ impl Supervisor {
         }
         // Of a NIC that went with its node there is nothing left to say.
         let (Some(card), Some(party)) = (self.cards.get(&nic), party(number)) else { return };
-        let word = card.board.tenure();
+        let word = card.lease_page.tenure();
         let weighed = card.arbiter.as_ref().map(|arbiter| arbiter.weigh(&self.table.authority, party, report, word));
         match (report, weighed) {
             (_, Some((Verdict::Stale, _)) | None) => return,
@@ -113,15 +113,15 @@ impl Supervisor {
         self.tell_arbiter(nic, Input::Report(party, report, word));
     }
 
-    fn wrote(&mut self, number: u32, letter: ToDaemon, fds: Foreign) {
-        match letter {
+    fn wrote(&mut self, number: u32, message: ToDaemon, fds: Foreign) {
+        match message {
             ToDaemon::Begun { speech, unconfined, .. } => self.has_begun(number, speech, unconfined),
             ToDaemon::Mine { party, node, nics } => self.says_who_it_is(number, party, &node, &nics),
             ToDaemon::Memory { nic, lies } => self.has_memory(number, nic, lies, fds),
-            ToDaemon::Kit { .. } => {
+            ToDaemon::DeviceBundle { .. } => {
                 self.condemn(number, "says what a NIC is made of, which is not for it to say".to_owned());
             }
-            ToDaemon::Sash { nic } => self.forward_sash(number, nic, &fds),
+            ToDaemon::DriverState { nic } => self.forward_driver_state(number, nic, &fds),
             ToDaemon::Client { nic, client } => self.has_client(number, nic, client, fds),
             ToDaemon::NoClient { nic, socket } => self.has_client_no_more(number, nic, socket),
             ToDaemon::Counts { nic, counts } => self.counted(number, nic, &counts),
@@ -159,7 +159,7 @@ impl Supervisor {
         let Some(worker) = self.workers.get_mut(&number) else { return };
         if speech != SPEECH {
             let sentence = format!(
-                "speaks version {speech} of the letters, and this tasukid {SPEECH}; rebuild the older of the two"
+                "speaks version {speech} of the messages, and this tasukid {SPEECH}; rebuild the older of the two"
             );
             return self.condemn(number, sentence);
         }
@@ -180,7 +180,7 @@ impl Supervisor {
     pub(super) fn hears_orders(&mut self, number: u32) {
         let Some(worker) = self.workers.get_mut(&number) else { return };
         (worker.stage, worker.has_begun) = (Stage::Begun, true);
-        worker.heart = Pulse::new(now());
+        worker.heart = Heartbeat::new(now());
         worker.record.uid = worker.process.uid();
         self.changes.push(Change::Worker(worker.record.clone()));
         if let Some(node) = self.nodes.get_mut(&worker.record.node) {
@@ -191,21 +191,21 @@ impl Supervisor {
         crash::point("daemon.begun");
     }
 
-    /// The sash that a giver stored goes to the taker, once for each time that the daemon asked this worker for it. The taker checks the memory.
-    fn forward_sash(&mut self, number: u32, nic: u32, fds: &Foreign) {
+    /// The driver state that a giver stored goes to the taker, once for each time that the daemon asked this worker for it. The taker checks the memory.
+    fn forward_driver_state(&mut self, number: u32, nic: u32, fds: &Foreign) {
         let Some(worker) = self.workers.get_mut(&number) else { return };
-        let Some(at) = worker.asked.sashes.iter().position(|asked| *asked == nic) else {
-            return self.was_not_asked(number, &format!("the sash of NIC {nic}"));
+        let Some(at) = worker.asked.driver_states.iter().position(|asked| *asked == nic) else {
+            return self.was_not_asked(number, &format!("the driver state of NIC {nic}"));
         };
-        worker.asked.sashes.swap_remove(at);
+        worker.asked.driver_states.swap_remove(at);
         if fds.len() != 1 {
-            return self.condemn(number, format!("sent a sash of {} descriptors, which is one", fds.len()));
+            return self.condemn(number, format!("sent a driver state of {} descriptors, which is one", fds.len()));
         }
         // The relay may be over meanwhile.
         let Some(target) = self.jobs.iter().find(|job| job.asked() == Some(nic)).map(|job| job.target) else { return };
         let Some(worker) = self.workers.get(&target) else { return };
-        if let Err(errno) = worker.write(&ToWorker::Sash { nic }, &channel::lend(fds)) {
-            self.condemn(target, format!("does not take letters ({errno})"));
+        if let Err(errno) = worker.write(&ToWorker::DriverState { nic }, &channel::lend(fds)) {
+            self.condemn(target, format!("does not take messages ({errno})"));
         }
     }
 
@@ -224,7 +224,7 @@ impl Supervisor {
         }
     }
 
-    /// A worker wrote a letter for which this daemon did not ask. The daemon before this one may have asked an adopted worker: its letter is dropped.
+    /// A worker wrote a message for which this daemon did not ask. The daemon before this one may have asked an adopted worker: its message is dropped.
     fn was_not_asked(&mut self, number: u32, what: &str) {
         let is_adopted = self.workers.get(&number).is_some_and(|worker| worker.is_adopted);
         if !is_adopted {
@@ -261,7 +261,7 @@ impl Supervisor {
         self.worker_writes(number);
         self.worker_says(number);
         let Some(mut worker) = self.workers.remove(&number) else { return };
-        worker.pulse.iter().for_each(super::tombs::close);
+        worker.heartbeat.iter().for_each(super::exit_watch::close);
         let nics: Vec<u32> = self.cards.keys().copied().collect();
         if let (None, Some(party)) = (&self.stopping, party(number)) {
             nics.iter().for_each(|nic| self.stamp_death(*nic, number));
@@ -321,10 +321,10 @@ impl Supervisor {
         let mut silent = Vec::new();
         let mut ask = Vec::new();
         for (number, worker) in &mut self.workers {
-            let Some(words) = worker.pulse.as_ref().filter(|_| worker.stage == Stage::Begun) else { continue };
+            let Some(words) = worker.heartbeat.as_ref().filter(|_| worker.stage == Stage::Begun) else { continue };
             let drives = self.cards.values().any(|card| card.holder() == Some(*number));
-            let sleeps = words.load(pulse::ASLEEP) != 0;
-            worker.heart.beat(now, words.load(pulse::LOOKS));
+            let sleeps = words.load(heartbeat::ASLEEP) != 0;
+            worker.heart.beat(now, words.load(heartbeat::LOOKS));
             let patience = if drives { limit } else { PATIENCE.max(limit) };
             match worker.probe {
                 Some(asked) if now.saturating_sub(asked) >= patience => silent.push(*number),
@@ -339,7 +339,7 @@ impl Supervisor {
             }
             // While it slept nothing moved, and that was right.
             if sleeps || !drives {
-                worker.heart = Pulse::new(now);
+                worker.heart = Heartbeat::new(now);
             }
         }
         for (number, nic) in ask {
@@ -355,7 +355,7 @@ impl Supervisor {
         let Some(worker) = self.workers.get_mut(&number) else { return };
         worker.probe = None;
         worker.heard = now();
-        worker.heart = Pulse::new(now());
+        worker.heart = Heartbeat::new(now());
         let node = worker.record.node.clone();
         let driven: Vec<u32> =
             self.cards.iter().filter(|(_, card)| card.holder() == Some(number)).map(|(nic, _)| *nic).collect();

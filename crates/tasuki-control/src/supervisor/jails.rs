@@ -9,7 +9,7 @@ use std::process::Command;
 use std::time::Duration;
 
 use anyhow::{Context, Result};
-use tasuki_relay::letter::Begin;
+use tasuki_relay::message::Begin;
 use tasuki_shm::crash;
 use tasuki_tap::namespace::Unnamed;
 
@@ -33,9 +33,9 @@ const FURNISHED: Duration = Duration::from_secs(1);
 pub struct Unsaid {
     /// The program that its process is to become, if it is not that already, and that program's file;
     pub program: Option<(PathBuf, OwnedFd)>,
-    /// The first letter,
+    /// The first message,
     pub begin: Begin,
-    /// the node's book and the worker's listening socket,
+    /// the node's program state and the worker's listening socket,
     pub fds: [OwnedFd; 2],
     /// and its TAP, or where it serves memif.
     pub outlet: Option<(String, OwnedFd)>,
@@ -470,12 +470,12 @@ impl Jailing {
 }
 
 impl Worker {
-    /// Sends the first letter, and what belongs to it, once.
+    /// Sends the first message, and what belongs to it, once.
     pub(super) fn tell_what_it_is(&mut self) {
-        if let Some(Unsaid { program, begin, fds: [book, listener], outlet }) = self.unsaid.take() {
+        if let Some(Unsaid { program, begin, fds: [program_state, listener], outlet }) = self.unsaid.take() {
             // If it is dead already, its pidfd says so.
             let _ = program.map(|(path, file)| jail::tell(self.socket.as_fd(), &path, file.as_fd()));
-            super::tend::tell_what_it_is(self, begin, [&book, &listener], outlet);
+            super::tend::tell_what_it_is(self, begin, [&program_state, &listener], outlet);
         }
     }
 }

@@ -9,7 +9,7 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use tasuki_relay::arbiter::{Ask, Input, State};
-use tasuki_relay::letter::{self, ToWorker};
+use tasuki_relay::message::{self, ToWorker};
 use tasuki_relay::method::{self, Method, Trust};
 use tasuki_relay::wire::{Plan, Positions, Reason, Use};
 use tasuki_shm::crash;
@@ -18,7 +18,7 @@ use super::deeds::{party, time};
 use super::door::{Answer, No, Request};
 use super::worker::Fit;
 use super::{About, Supervisor, now};
-use crate::api::types::{Give, Inflight, Relayed, SashBy, Settled, Stopped, Upgrade};
+use crate::api::types::{DriverStateBy, Give, Inflight, Relayed, Settled, Stopped, Upgrade};
 use crate::config::not_startable;
 use crate::registry::Change;
 
@@ -53,7 +53,7 @@ pub struct Job {
     asked: Option<Option<u32>>,
     asked_for: Option<Method>,
     fence_first: bool,
-    inflight: letter::Inflight,
+    inflight: message::Inflight,
     store: bool,
     done: Vec<Settled>,
     /// How often its taker came too late, so that frames had come to the old owner meanwhile.
@@ -82,7 +82,7 @@ impl Job {
             asked: None,
             asked_for: None,
             fence_first: false,
-            inflight: letter::Inflight::Deliver,
+            inflight: message::Inflight::Deliver,
             store: false,
             done: Vec::new(),
             late: 0,
@@ -268,7 +268,7 @@ impl Supervisor {
         let Upgrade { with, state } = upgrade;
         let nics = self.nics_to_upgrade(node, with.as_deref())?;
         let end = nics.iter().find_map(|nic| self.cards[nic].vni().map(|_| self.cards[nic].name()));
-        if let Some(end) = end.filter(|_| state == Some(SashBy::Store)) {
+        if let Some(end) = end.filter(|_| state == Some(DriverStateBy::Store)) {
             return Err(No::now(format!(
                 "{end} has nothing that could be stored: all that a successor must know stands in the node's memory; leave --state out"
             )));
@@ -281,7 +281,7 @@ impl Supervisor {
         let staged = self.staged_as(node, &self.program_of(node, with.clone()));
         let started = staged.map_or_else(|| self.start_worker(node, with.clone(), true), Ok);
         let target = started.map_err(|error| No::now(format!("no fresh worker for node {node}: {error:#}")))?;
-        Ok(Job { with, store: state == Some(SashBy::Store), ..Job::new(Use::Upgrade, node, target, nics) })
+        Ok(Job { with, store: state == Some(DriverStateBy::Store), ..Job::new(Use::Upgrade, node, target, nics) })
     }
 
     fn begin_give(&mut self, nic: &str, give: &Give) -> Result<Job, No> {
@@ -316,7 +316,7 @@ impl Supervisor {
         let asked_for = give.method.map(Method::from);
         let choice = method::choose(&can, trust, asked_for)
             .map_err(|not| No::now(format!("{nic} cannot go that way: {not}")))?;
-        if choice.method.is_apart(trust) && give.state == Some(SashBy::Store) {
+        if choice.method.is_apart(trust) && give.state == Some(DriverStateBy::Store) {
             return Err(No::now(format!(
                 "{nic} goes by {}, which takes nothing along that could be stored; leave --state out, or ask for --method keep",
                 choice.method
@@ -329,10 +329,10 @@ impl Supervisor {
             asked_for,
             fence_first: !is_trusted,
             inflight: match give.inflight {
-                Some(Inflight::Drop) => letter::Inflight::Drop,
-                _ => letter::Inflight::Deliver,
+                Some(Inflight::Drop) => message::Inflight::Drop,
+                _ => message::Inflight::Deliver,
             },
-            store: give.state == Some(SashBy::Store),
+            store: give.state == Some(DriverStateBy::Store),
             ..Job::new(Use::Handover, &give.to, target, VecDeque::from([number]))
         })
     }
@@ -490,9 +490,10 @@ impl Supervisor {
 
     fn ask_arbiter(&mut self, at: usize, nic: u32, method: Method) {
         let Some(card) = self.cards.get_mut(&nic) else { return };
-        let (job, kit) = (&mut self.jobs[at], card.kept.as_ref().map(|kept| (kept.kit.kind, kept.kit.version)));
+        let (job, bundle) =
+            (&mut self.jobs[at], card.kept.as_ref().map(|kept| (kept.bundle.kind, kept.bundle.version)));
         let driver = card.holder().or(job.gave);
-        let (kind, version) = kit.unwrap_or_default();
+        let (kind, version) = bundle.unwrap_or_default();
         let Some(to) = party(job.target) else { return };
         let (handover, fenced) = (job.purpose == Use::Handover, job.fence_first);
         let plan = Plan { method, handover, inflight: job.inflight, store: job.store, fenced };
@@ -504,7 +505,7 @@ impl Supervisor {
             if let Some(worker) = self.workers.get_mut(&side) {
                 let _ = worker.plan(nic, plan);
                 if plan.store && driver == Some(side) {
-                    worker.asked.sashes.push(nic);
+                    worker.asked.driver_states.push(nic);
                 }
             }
         }
@@ -623,7 +624,7 @@ impl Supervisor {
             None => because,
         };
         let holder = card.holder().and_then(|holder| self.workers.get(&holder));
-        let pause_ns = card.board.pause_ns().filter(|_| failed.is_none());
+        let pause_ns = card.lease_page.pause_ns().filter(|_| failed.is_none());
         let name = card.name();
         let drives = holder.map_or_else(
             || format!("nobody drives {name}"),

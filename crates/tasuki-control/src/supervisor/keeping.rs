@@ -13,7 +13,7 @@ use std::time::Duration;
 use anyhow::{Context, Result, bail, ensure};
 use rustix::event::{PollFd, PollFlags, Timespec};
 use serde::{Deserialize, Serialize};
-use tasuki_relay::letter;
+use tasuki_relay::message;
 
 use super::card::Card;
 use super::{About, Supervisor, Token, now, watch};
@@ -30,15 +30,15 @@ const RETRY: Duration = Duration::from_secs(1);
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub(super) enum Key {
-    /// A NIC's board and kit.
+    /// A NIC's lease page and device bundle.
     Card(u32),
-    /// The page that will take the place of its board.
+    /// The page that will take the place of its lease page.
     Page(u32),
     /// The memory that it will lie in.
     Coming(u32),
-    /// A node's book.
-    Book(String),
-    /// A worker's pulse, and what it was given.
+    /// A node's program state.
+    ProgramState(String),
+    /// A worker's heartbeat, and what it was given.
     Worker(u32),
     /// A TAP.
     Tap(String),
@@ -58,7 +58,7 @@ pub(super) struct CardText {
     pub page_of: BTreeSet<String>,
     /// and how often it was turned until this one came.
     pub turns: u64,
-    pub kit: letter::Kit,
+    pub bundle: message::DeviceBundle,
 }
 
 /// Of memory that comes.
@@ -217,7 +217,7 @@ impl Supervisor {
         let mut due = std::mem::take(&mut self.keeping.due);
         due.extend(std::mem::take(&mut self.keeping.left));
         due.extend(self.cards.keys().flat_map(|nic| [Key::Card(*nic), Key::Page(*nic), Key::Coming(*nic)]));
-        due.extend(self.nodes.keys().cloned().map(Key::Book));
+        due.extend(self.nodes.keys().cloned().map(Key::ProgramState));
         due.extend(self.workers.keys().copied().map(Key::Worker));
         due.extend(self.taps.keys().cloned().map(Key::Tap));
         due.extend(self.memifs.keys().flat_map(|label| [Key::Memif(label.clone()), Key::Client(label.clone())]));
@@ -270,23 +270,23 @@ impl Supervisor {
                     made_by: kept.made_by,
                     page_of: card.page_of.clone(),
                     turns: card.turns.load(0),
-                    kit: kept.kit.clone(),
+                    bundle: kept.bundle.clone(),
                 };
-                let ours = [&card.board.words, &card.turns].map(|words| words.region().fd());
+                let ours = [&card.lease_page.words, &card.turns].map(|words| words.region().fd());
                 (text(&what), ours.into_iter().chain(channel::lend(&kept.fds)).collect())
             }
             Key::Page(nic) => {
-                let (node, board) = self.cards.get(nic)?.coming_board.as_ref()?;
-                (node.clone(), vec![board.words.region().fd()])
+                let (node, lease_page) = self.cards.get(nic)?.coming_lease_page.as_ref()?;
+                (node.clone(), vec![lease_page.words.region().fd()])
             }
             Key::Coming(nic) => {
                 let (party, memory) = self.cards.get(nic)?.coming.as_ref()?;
                 (text(&ComingText { party: *party, lies: memory.lies.clone() }), channel::lend(&memory.fds))
             }
-            Key::Book(node) => (String::new(), vec![self.nodes.get(node)?.book.region().fd()]),
+            Key::ProgramState(node) => (String::new(), vec![self.nodes.get(node)?.program_state.region().fd()]),
             Key::Worker(number) => {
                 let worker = self.workers.get(number)?;
-                (text(&worker.given), vec![worker.pulse.as_ref()?.region().fd()])
+                (text(&worker.given), vec![worker.heartbeat.as_ref()?.region().fd()])
             }
             Key::Tap(label) => (String::new(), vec![self.taps.get(label)?.fd()?]),
             Key::Memif(label) => self.memifs.get(label)?.to_keep()?,
@@ -314,25 +314,27 @@ fn text<T: Serialize>(what: &T) -> String {
 impl Card {
     /// What it is made of, if a daemon before us has left that with the keeper. Of a card that is no more there is only a socket that was hung up.
     pub(super) fn restore(&mut self, found: &mut Found, is_used: bool) {
-        use super::card::{Board, Kept, Memory, Opening};
+        use super::card::{Kept, LeasePage, Memory, Opening};
         use super::worker::Words;
         let Some((what, mut fds)) = found.remove(&Key::Card(self.number)) else { return };
-        let Ok(CardText { name, device, made_by, page_of, turns, kit }) = serde_json::from_str(&what) else { return };
-        let is_it = name == self.name() && device == self.config.device.to_string() && fds.len() == kit.fds + 2;
+        let Ok(CardText { name, device, made_by, page_of, turns, bundle }) = serde_json::from_str(&what) else {
+            return;
+        };
+        let is_it = name == self.name() && device == self.config.device.to_string() && fds.len() == bundle.fds + 2;
         if !is_it || (!is_used && fds.iter().any(is_hung_up)) {
             return;
         }
-        let board = fds.remove(0);
+        let lease_page = fds.remove(0);
         let Ok(turned) = Words::adopt(fds.remove(0), size_of::<u64>()) else { return };
         // Where the count differs, the daemon before us turned to the coming page, and died before it told the keeper.
-        let (board, page_of) = match (turned.load(0) == turns, found.remove(&Key::Page(self.number))) {
-            (true, _) => (board, page_of),
+        let (lease_page, page_of) = match (turned.load(0) == turns, found.remove(&Key::Page(self.number))) {
+            (true, _) => (lease_page, page_of),
             (false, Some((node, mut page))) if page.len() == 1 => (page.remove(0), BTreeSet::from([node])),
             (false, _) => return,
         };
-        let Ok(board) = Board::adopt(board) else { return };
+        let Ok(lease_page) = LeasePage::adopt(lease_page) else { return };
         (self.page_of, self.turns) = (page_of, turned);
-        (self.board, self.kept, self.opening) = (board, Some(Kept { kit, fds, made_by }), Opening::Open);
+        (self.lease_page, self.kept, self.opening) = (lease_page, Some(Kept { bundle, fds, made_by }), Opening::Open);
         let coming = found.remove(&Key::Coming(self.number));
         self.coming = coming.and_then(|(what, fds)| {
             let ComingText { party, lies } = serde_json::from_str(&what).ok()?;

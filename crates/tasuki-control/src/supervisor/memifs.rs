@@ -12,7 +12,7 @@ use std::path::Path;
 use anyhow::{Context, Result, bail};
 use rustix::io::Errno;
 use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType};
-use tasuki_relay::letter::{self, ToWorker};
+use tasuki_relay::message::{self, ToWorker};
 
 use super::card::Card;
 use super::keeping::{Found, Key};
@@ -38,7 +38,7 @@ pub struct MemifEnd {
 /// A client that is connected.
 #[derive(Debug)]
 struct Connected {
-    letter: letter::Client,
+    message: message::Client,
     /// Its socket first.
     fds: Foreign,
     /// By what that is known.
@@ -47,22 +47,22 @@ struct Connected {
 
 impl Connected {
     /// Says no to what cannot be one.
-    fn new(letter: letter::Client, fds: Foreign) -> Option<Self> {
-        let regions = letter.regions.len();
-        if regions > letter::REGIONS_MAX
-            || letter.name.len() > NAME_MAX
-            || fds.len() != letter::Client::OTHERS + regions
+    fn new(message: message::Client, fds: Foreign) -> Option<Self> {
+        let regions = message.regions.len();
+        if regions > message::REGIONS_MAX
+            || message.name.len() > NAME_MAX
+            || fds.len() != message::Client::OTHERS + regions
         {
             return None;
         }
         // No file of anybody's file system, which would have to be asked.
         rustix::net::sockopt::socket_type(&fds[0]).ok()?;
         let socket = rustix::fs::fstat(&fds[0]).ok()?.st_ino;
-        Some(Connected { letter, fds, socket })
+        Some(Connected { message, fds, socket })
     }
 
     fn tell(&self, worker: &Worker, nic: u32) -> Result<(), Errno> {
-        worker.write(&ToWorker::Client { nic, client: self.letter.clone() }, &channel::lend(&self.fds))
+        worker.write(&ToWorker::Client { nic, client: self.message.clone() }, &channel::lend(&self.fds))
     }
 }
 
@@ -81,8 +81,8 @@ impl MemifEnd {
 
     /// The client that is connected, as text and descriptors.
     pub fn client_to_keep(&self) -> Option<(String, Vec<BorrowedFd<'_>>)> {
-        let Connected { letter, fds, .. } = self.client.as_ref()?;
-        Some((serde_json::to_string(letter).expect("plain data"), channel::lend(fds)))
+        let Connected { message, fds, .. } = self.client.as_ref()?;
+        Some((serde_json::to_string(message).expect("plain data"), channel::lend(fds)))
     }
 
     /// Makes it, if it is not there.
@@ -194,7 +194,7 @@ impl Supervisor {
 
     /// A worker serves a client, or has heard of one that another serves: the node's other workers are to know it, too. What whoever drives says
     /// counts more; one who has just passed the lease is heard by whoever has it.
-    pub(super) fn has_client(&mut self, number: u32, nic: u32, client: letter::Client, fds: Foreign) {
+    pub(super) fn has_client(&mut self, number: u32, nic: u32, client: message::Client, fds: Foreign) {
         let holder = self.cards.get(&nic).and_then(|card| card.holder());
         let Some(end) = self.memif_of(number, nic) else {
             return self.condemn(number, format!("speaks of a client of memif at NIC {nic}, where its node has none"));

@@ -4,7 +4,7 @@
 //! - [`deeds`] what an arbiter says, done: orders, swaps, fences
 //! - [`hear`] what workers say
 //! - [`keeping`] what outlives the daemon, with the keeper
-//! - [`kits`] what they send besides words
+//! - [`bundles`] what they send besides words
 //! - [`tend`] nodes get the workers that they should have
 //! - [`jails`] what a worker's process is started under
 //! - [`lines`] what workers write on their standard error
@@ -24,15 +24,16 @@
 //! The way from a death to the order to take touches no file and starts nothing: what is to be written and tended comes after it.
 
 pub mod adopt;
+pub mod bundles;
 pub mod captures;
 pub mod card;
 pub mod deeds;
 pub mod door;
+mod exit_watch;
 pub mod hear;
 pub mod jails;
 pub mod jobs;
 pub mod keeping;
-pub mod kits;
 pub mod lines;
 pub mod memifs;
 pub mod nodes;
@@ -43,7 +44,6 @@ pub mod split;
 pub mod staging;
 pub mod taps;
 pub mod tend;
-mod tombs;
 pub mod view;
 pub mod vnis;
 pub mod worker;
@@ -68,13 +68,13 @@ use crate::registry::{Change, Event, News, NodeRecord, Registry};
 use crate::watchdog::Watchdog;
 use card::Card;
 use door::{Answer, Door, Request};
+use exit_watch::ExitWatch;
 use jobs::Job;
 use policy::Death;
-use tombs::Tombs;
 use worker::{Words, Worker};
 
-/// Bytes of a node's book.
-const BOOK_LEN: usize = 64 << 10;
+/// Bytes of a node's program state.
+const PROGRAM_STATE_LEN: usize = 64 << 10;
 /// Events that are kept at hand.
 const EVENTS_MAX: usize = 1000;
 /// How often a worker that sleeps is asked whether it lives.
@@ -147,7 +147,7 @@ impl Token {
 #[derive(Debug)]
 struct Node {
     record: NodeRecord,
-    book: Words,
+    program_state: Words,
     deaths: Vec<Death>,
     /// When there may be a fresh worker.
     not_before: Duration,
@@ -160,11 +160,12 @@ struct Node {
 impl Node {
     /// One that has no worker yet.
     fn new(record: NodeRecord) -> Result<Self> {
-        let book = Words::create("tasuki book", BOOK_LEN).context("no memory for a node's book")?;
+        let program_state =
+            Words::create("tasuki program state", PROGRAM_STATE_LEN).context("no memory for a node's program state")?;
         let (deaths, not_before, trouble) = (Vec::new(), Duration::ZERO, None);
         Ok(Node {
             record,
-            book,
+            program_state,
             deaths,
             not_before,
             trouble,
@@ -210,7 +211,7 @@ pub struct Supervisor {
     requests: Receiver<Request>,
     door: Door,
     signals: UnixStream,
-    tombs: Tombs,
+    exit_watch: ExitWatch,
     /// The network of openers and models, in which there is nothing.
     apart: Option<tasuki_tap::namespace::Unnamed>,
     /// Looked for when there is the first worker to confine.
@@ -220,7 +221,7 @@ pub struct Supervisor {
     nodes: BTreeMap<String, Node>,
     taps: BTreeMap<String, taps::TapEnd>,
     shortcuts: shortcuts::Shortcuts,
-    legs_looked_at: Duration,
+    veth_ends_looked_at: Duration,
     vnis: BTreeMap<String, vnis::Net>,
     memifs: BTreeMap<String, memifs::MemifEnd>,
     leaving: Vec<nodes::Leaving>,
@@ -296,7 +297,7 @@ impl Supervisor {
             requests,
             door,
             signals,
-            tombs: Tombs::new()?,
+            exit_watch: ExitWatch::new()?,
             apart: None,
             groups: None,
             workers: BTreeMap::new(),
@@ -304,7 +305,7 @@ impl Supervisor {
             nodes: BTreeMap::new(),
             taps: BTreeMap::new(),
             shortcuts: shortcuts::Shortcuts::default(),
-            legs_looked_at: Duration::ZERO,
+            veth_ends_looked_at: Duration::ZERO,
             vnis: BTreeMap::new(),
             memifs: BTreeMap::new(),
             leaving: Vec::new(),
@@ -333,7 +334,7 @@ impl Supervisor {
         let bell = supervisor.door.clone();
         watch(&supervisor.epoll, bell.bell().as_fd(), Token::Requests)?;
         watch(&supervisor.epoll, supervisor.signals.as_fd(), Token::Signal)?;
-        watch(&supervisor.epoll, supervisor.tombs.fd(), Token::LivesEnd)?;
+        watch(&supervisor.epoll, supervisor.exit_watch.fd(), Token::LivesEnd)?;
         supervisor.find_groups(groups);
         let found = supervisor.begin_keeping();
         supervisor.adopt(known, found)?;

@@ -1,7 +1,7 @@
 //! Nodes that are added and removed while all runs. They are remembered for the daemon that comes after this one, until they are removed or it
 //! stops everything and starts anew with nobody to adopt: what stands in the configuration counts more.
 
-use tasuki_relay::letter::ToWorker;
+use tasuki_relay::message::ToWorker;
 
 use super::door::{Answer, No};
 use super::keeping::Key;
@@ -105,7 +105,7 @@ impl Supervisor {
         let end = self.end_of(node, number)?;
         self.nodes.insert(node.name.clone(), Node::new(NodeRecord::default())?);
         self.cards.extend(end.map(|card| (number, card)));
-        self.keep(Key::Book(node.name.clone()));
+        self.keep(Key::ProgramState(node.name.clone()));
         Ok(())
     }
 
@@ -197,7 +197,7 @@ impl Supervisor {
                 self.keep(Key::Card(nic));
             }
             self.nodes.remove(&name);
-            self.keep(Key::Book(name.clone()));
+            self.keep(Key::ProgramState(name.clone()));
             if let Some(at) = self.config.node.iter().position(|node| node.name == name) {
                 let node = self.config.node.remove(at);
                 self.forget_outlet(&node);

@@ -9,13 +9,13 @@ use std::time::Duration;
 
 use anyhow::{Context, Result, ensure};
 use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType};
-use tasuki_relay::letter::{Kit, ToDaemon, board};
+use tasuki_relay::message::{DeviceBundle, ToDaemon, lease_page};
 use tasuki_relay::wire::{Order, Reason};
 
-use super::card::{Board, Card, Kept, Opener, Opening, Speech};
+use super::card::{Card, Kept, LeasePage, Opener, Opening, Speech};
 use super::policy;
 use super::worker::{Fit, Worker};
-use super::{About, PATIENCE, Supervisor, Token, iova_of, kits, now, watch};
+use super::{About, PATIENCE, Supervisor, Token, bundles, iova_of, now, watch};
 use crate::channel::{self, Nothing};
 use crate::config::{self, Confine, Device};
 use crate::jail::Terms;
@@ -58,7 +58,10 @@ fn connect(path: &Path) -> Result<OwnedFd> {
 fn is_of_the_card(reason: &Reason) -> bool {
     matches!(
         reason,
-        Reason::WrongSash { .. } | Reason::DamagedSash { .. } | Reason::LeftBehind { .. } | Reason::CardGone
+        Reason::WrongDriverState { .. }
+            | Reason::DamagedDriverState { .. }
+            | Reason::LeftBehind { .. }
+            | Reason::CardGone
     )
 }
 
@@ -99,13 +102,13 @@ impl Supervisor {
         let numbers: Vec<u32> = self.cards.keys().copied().collect();
         for nic in numbers {
             let Some(reason) = self.is_lost(nic) else { continue };
-            let Ok(board) = Board::create() else { continue };
+            let Ok(lease_page) = LeasePage::create() else { continue };
             let having = self.workers.values().filter(|worker| worker.nics.contains_key(&nic)).map(Worker::party);
             for number in having.collect::<Vec<_>>() {
                 self.order(nic, number, Order::Leave);
             }
             let Some(card) = self.cards.get_mut(&nic) else { continue };
-            card.give_up(board, now());
+            card.give_up(lease_page, now());
             let (name, node) = (card.name().to_owned(), card.node.clone());
             let about = About { node: Some(&node), nic: Some(&name), worker: None };
             self.note(about, format!("{name} is opened anew, and what was under way in it is lost: no worker of node {node} can go on with it ({reason})"));
@@ -249,8 +252,8 @@ impl Supervisor {
                 }
             };
             match serde_json::from_slice(&message.bytes) {
-                Ok(ToDaemon::Kit { kit, .. }) if kit.fds == message.fds.len() => {
-                    self.opened(nic, kit, message.fds.trust(), made_by)
+                Ok(ToDaemon::DeviceBundle { bundle, .. }) if bundle.fds == message.fds.len() => {
+                    self.opened(nic, bundle, message.fds.trust(), made_by)
                 }
                 Ok(ToDaemon::Begun { .. }) => {
                     if let Err(error) = self.show_way(nic)
@@ -269,16 +272,16 @@ impl Supervisor {
         }
     }
 
-    fn opened(&mut self, nic: u32, kit: Kit, fds: Vec<std::os::fd::OwnedFd>, made_by: u32) {
+    fn opened(&mut self, nic: u32, bundle: DeviceBundle, fds: Vec<std::os::fd::OwnedFd>, made_by: u32) {
         let Some(card) = self.cards.get_mut(&nic) else { return };
-        if let (Some(why), Opening::Opener(opener)) = (kits::too_much(nic, card.name(), &kit), &card.opening) {
+        if let (Some(why), Opening::Opener(opener)) = (bundles::too_much(nic, card.name(), &bundle), &card.opening) {
             opener.process.kill();
             let name = card.config.name.clone();
             return self.note(About::nic(&name), why);
         }
         // It was just started: what a driver of before found of its link says nothing of it.
-        card.board.words.store(board::LINK, 0);
-        card.kept = Some(Kept { kit, fds, made_by });
+        card.lease_page.words.store(lease_page::LINK, 0);
+        card.kept = Some(Kept { bundle, fds, made_by });
         card.trouble = None;
         card.failures = 0;
         let (name, device) = (card.config.name.clone(), card.config.device.to_string());

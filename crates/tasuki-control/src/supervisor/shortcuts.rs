@@ -5,7 +5,7 @@ use std::os::fd::OwnedFd;
 
 use tasuki_tap::namespace::Namespace;
 use tasuki_tap::shortcut::Shortcut;
-pub use tasuki_tap::shortcut::{Crossed, Leg};
+pub use tasuki_tap::shortcut::{Crossed, VethEnd};
 use tasuki_tap::{Address, TapError};
 
 use crate::config;
@@ -34,19 +34,19 @@ impl OnVni {
 pub struct Shortcuts(BTreeMap<String, Shortcut>);
 
 impl Shortcuts {
-    /// Gives a namespace an interface and a leg; and returns what its worker reads and writes.
+    /// Gives a namespace an interface and a veth end; and returns what its worker reads and writes.
     pub fn connect(
         &mut self,
         on: &OnVni,
         place: &Namespace,
         name: &str,
         address: Option<Address>,
-    ) -> Result<(Leg, OwnedFd), TapError> {
+    ) -> Result<(VethEnd, OwnedFd), TapError> {
         self.with(&on.vni, Shortcut::new, |shortcut| shortcut.connect(place, name, address, on.mac))
     }
 
-    /// Goes on with the leg beside a TAP, also where its namespace may take the shortcut no more: then all its frames go by its worker.
-    pub fn adopt(&mut self, on: &OnVni, device: &OwnedFd) -> Result<Leg, TapError> {
+    /// Goes on with the veth end beside a TAP, also where its namespace may take the shortcut no more: then all its frames go by its worker.
+    pub fn adopt(&mut self, on: &OnVni, device: &OwnedFd) -> Result<VethEnd, TapError> {
         self.with(&on.vni, || Shortcut::around(device), |shortcut| shortcut.adopt(device, on.mac, on.may))
     }
 
@@ -66,7 +66,7 @@ impl Shortcuts {
         Ok(done)
     }
 
-    /// Takes away the legs that nobody drives and no node has.
+    /// Takes away the veth ends that nobody drives and no node has.
     pub fn sweep(&self) -> Result<(), TapError> {
         self.0.values().try_for_each(|shortcut| shortcut.sweep().map(drop))
     }

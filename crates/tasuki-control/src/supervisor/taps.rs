@@ -1,6 +1,6 @@
 //! TAPs: the interfaces that network namespaces have instead of nodes' NICs. The daemon makes them, gives every worker of their nodes the
 //! descriptor, and sees that each has the station address of the NIC that it stands for, for that is what the card lets in. One that stands for
-//! the end of a VNI has a [leg](super::shortcuts) besides, if it can have one.
+//! the end of a VNI has a [veth end](super::shortcuts) besides, if it can have one.
 
 use std::collections::BTreeMap;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
@@ -15,12 +15,12 @@ use tasuki_tap::{Tap, TapError};
 
 use super::door::No;
 use super::keeping::{Found, Key};
-use super::shortcuts::{Crossed, Leg, OnVni, Shortcuts};
+use super::shortcuts::{Crossed, OnVni, Shortcuts, VethEnd};
 use super::{About, Supervisor, now};
 use crate::config;
 
-/// How often it is asked whether a leg's namespace is there.
-const LEGS_EVERY: Duration = Duration::from_secs(1);
+/// How often it is asked whether a veth end's namespace is there.
+const VETH_ENDS_EVERY: Duration = Duration::from_secs(1);
 
 /// A TAP, as far as there is one.
 #[derive(Debug)]
@@ -28,9 +28,9 @@ pub struct TapEnd {
     config: config::Tap,
     /// What stands before each frame.
     before: Before,
-    /// Where it may have a leg, or has one from before.
+    /// Where it may have a veth end, or has one from before.
     on: Option<OnVni>,
-    leg: Option<Leg>,
+    veth_end: Option<VethEnd>,
     device: Option<OwnedFd>,
     /// Its other side, or what is plugged into that.
     interface: Option<Interface>,
@@ -45,7 +45,7 @@ impl TapEnd {
         // A card takes finished frames only; a VNI those that the next kernel may finish.
         let before = if node.vni.is_some() { Before::Offload } else { Before::Nothing };
         let on = OnVni::of(node);
-        Some((config.label(), TapEnd { config, before, on, leg: None, device: None, interface: None, mac: None }))
+        Some((config.label(), TapEnd { config, before, on, veth_end: None, device: None, interface: None, mac: None }))
     }
 
     fn place(&self) -> Namespace {
@@ -57,13 +57,13 @@ impl TapEnd {
         self.device.as_ref().map(AsFd::as_fd)
     }
 
-    /// Makes it, if it is not there. What comes with it is why it has no leg, if it was to have one.
+    /// Makes it, if it is not there. What comes with it is why it has no veth end, if it was to have one.
     pub fn make(&mut self, shortcuts: &mut Shortcuts) -> Result<(&OwnedFd, Option<String>), TapError> {
         let mut why = None;
         let device = match self.device.take() {
             Some(device) => device,
             None => {
-                (self.interface, self.mac, self.leg) = (None, None, None);
+                (self.interface, self.mac, self.veth_end) = (None, None, None);
                 match self.connect(shortcuts) {
                     Some(Ok(device)) => device,
                     Some(Err(error @ (TapError::NoNamespace(_) | TapError::Namespace { .. }))) => return Err(error),
@@ -79,13 +79,13 @@ impl TapEnd {
         Ok((self.device.insert(device), why))
     }
 
-    /// Makes it with a leg, if it is to have one.
+    /// Makes it with a veth end, if it is to have one.
     fn connect(&mut self, shortcuts: &mut Shortcuts) -> Option<Result<OwnedFd, TapError>> {
         let on = self.on.as_ref().filter(|on| on.may)?;
         let place = self.place();
         let made = shortcuts.connect(on, &place, &self.config.name, self.config.address);
-        Some(made.map(|(leg, device)| {
-            self.leg = Some(leg);
+        Some(made.map(|(veth_end, device)| {
+            self.veth_end = Some(veth_end);
             device
         }))
     }
@@ -97,7 +97,7 @@ impl TapEnd {
         )
     }
 
-    /// What the daemon before this one had; says why it has no leg, if it was to have one.
+    /// What the daemon before this one had; says why it has no veth end, if it was to have one.
     fn adopt(&mut self, device: OwnedFd, shortcuts: &mut Shortcuts) -> Option<String> {
         if self.device.is_some() {
             return None;
@@ -105,13 +105,13 @@ impl TapEnd {
         let adopted = self.on.as_ref().map(|on| (on.may, shortcuts.adopt(on, &device)));
         self.device = Some(device);
         match adopted? {
-            (_, Ok(leg)) => {
-                self.leg = Some(leg);
+            (_, Ok(veth_end)) => {
+                self.veth_end = Some(veth_end);
                 None
             }
             // It never had one.
-            (false, Err(TapError::NoLeg(_))) => None,
-            (true, Err(error @ TapError::NoLeg(_))) => Some(self.long_way(&error)),
+            (false, Err(TapError::NoVethEnd(_))) => None,
+            (true, Err(error @ TapError::NoVethEnd(_))) => Some(self.long_way(&error)),
             (_, Err(error)) => Some(format!(
                 "frames between {} and other namespaces go on as the tasukid before this one had it, and no capture sees them: {error}",
                 self.config.label()
@@ -125,13 +125,13 @@ impl TapEnd {
             None => self.place().within(|| Interface::find(&self.config.name))?,
         };
         self.interface.insert(interface).set_mac(mac)?;
-        self.leg.as_mut().map_or(Ok(()), |leg| leg.set_mac(mac))
+        self.veth_end.as_mut().map_or(Ok(()), |veth_end| veth_end.set_mac(mac))
     }
 
     /// Takes it away as far as it does not go with its descriptors.
     pub fn close(self) {
-        match (self.leg, self.device) {
-            (Some(leg), _) => leg.remove(),
+        match (self.veth_end, self.device) {
+            (Some(veth_end), _) => veth_end.remove(),
             // It may have one that could not be adopted.
             (None, Some(device)) => remove_beside(&device),
             (None, None) => {}
@@ -200,8 +200,8 @@ impl Supervisor {
         let labels: Vec<(String, bool)> =
             nodes.filter_map(|node| Some((node.tap()?.label(), self.is_captured(&node.name)))).collect();
         for (label, is_captured) in labels {
-            let Some(leg) = self.taps.get_mut(&label).and_then(|tap| tap.leg.as_mut()) else { continue };
-            if let Err(error) = leg.set_detour(is_captured) {
+            let Some(veth_end) = self.taps.get_mut(&label).and_then(|tap| tap.veth_end.as_mut()) else { continue };
+            if let Err(error) = veth_end.set_detour(is_captured) {
                 self.note(About::default(), format!("of {label} not all frames are captured: {error}"));
             }
         }
@@ -212,33 +212,33 @@ impl Supervisor {
         std::mem::take(&mut self.taps).into_values().for_each(TapEnd::close);
     }
 
-    /// Looks whether namespaces are there still. A worker sees that of a TAP in its namespace, and not of one beside a leg.
-    pub(super) fn look_at_legs(&mut self) {
-        if now().saturating_sub(self.legs_looked_at) < LEGS_EVERY {
+    /// Looks whether namespaces are there still. A worker sees that of a TAP in its namespace, and not of one beside a veth end.
+    pub(super) fn look_at_veth_ends(&mut self) {
+        if now().saturating_sub(self.veth_ends_looked_at) < VETH_ENDS_EVERY {
             return;
         }
-        self.legs_looked_at = now();
+        self.veth_ends_looked_at = now();
         for tap in self.taps.values_mut() {
-            // Whose leg is gone has no TAP either: what becomes of it then is its worker's to say.
-            tap.leg.take_if(|leg| !leg.is_there()).into_iter().for_each(Leg::remove);
+            // Whose veth end is gone has no TAP either: what becomes of it then is its worker's to say.
+            tap.veth_end.take_if(|veth_end| !veth_end.is_there()).into_iter().for_each(VethEnd::remove);
         }
     }
 
-    /// Frames that a node sent and got past its worker, if it has a leg.
+    /// Frames that a node sent and got past its worker, if it has a veth end.
     pub(super) fn crossed(&self, node: &str) -> Option<Crossed> {
         let tap = self.taps.get(&self.config.tap(node).filter(|tap| tap.shortcut)?.label())?;
-        tap.leg.as_ref().map(Leg::crossed)
+        tap.veth_end.as_ref().map(VethEnd::crossed)
     }
 
     /// Every TAP has the station address of the NIC that it stands for, or is about to. That of an end of a VNI is the configuration's, whatever
-    /// a worker says: where its leg has it, no other node gets what is sent there (W1).
+    /// a worker says: where its veth end has it, no other node gets what is sent there (W1).
     pub(super) fn fit_taps(&mut self) {
         if self.taps.is_empty() {
             return;
         }
         let mut wanted = Vec::new();
         for card in self.cards.values() {
-            let Some(mac) = card.kept.as_ref().and_then(|kept| kept.kit.mac) else { continue };
+            let Some(mac) = card.kept.as_ref().and_then(|kept| kept.bundle.mac) else { continue };
             let next = self.jobs.iter().filter(|job| job.is_about(card.number)).map(super::jobs::Job::node);
             let nodes = [card.node.as_str()].into_iter().chain(next);
             wanted.extend(nodes.filter_map(|node| self.config.node(node)).filter_map(|node| {

@@ -9,13 +9,13 @@ use anyhow::{Context, Result};
 use rustix::process::{Pid, Resource, Rlimit};
 use rustix::thread::CapabilitySet;
 use tasuki_relay::arbiter::{Arbiter, Input, Node, Page, State};
-use tasuki_relay::letter::{self, Begin, SPEECH, ToWorker, pulse};
+use tasuki_relay::heartbeat::Heartbeat;
+use tasuki_relay::message::{self, Begin, SPEECH, ToWorker, heartbeat};
 use tasuki_relay::method::{Method, Trust};
-use tasuki_relay::pulse::Pulse;
 use tasuki_relay::wire::Use;
 use tasuki_shm::crash;
 
-use super::card::Board;
+use super::card::LeasePage;
 use super::card::Opening;
 use super::deeds::{STANDS, party};
 use super::jails::{Cell, Unsaid};
@@ -33,16 +33,16 @@ const SOON: Duration = Duration::from_millis(500);
 /// What a worker may lock where there are devices that reach its memory by themselves.
 const MEMLOCK: u64 = 512 << 20;
 
-/// The first letter, and what belongs to it.
+/// The first message, and what belongs to it.
 pub(super) fn tell_what_it_is(
     worker: &Worker,
     begin: Begin,
-    [book, listener]: [&OwnedFd; 2],
+    [program_state, listener]: [&OwnedFd; 2],
     outlet: Option<(String, OwnedFd)>,
 ) {
-    let pulse = worker.pulse.as_ref().expect("just made").region().fd();
+    let heartbeat = worker.heartbeat.as_ref().expect("just made").region().fd();
     let (label, device) = outlet.unzip();
-    let fds = [pulse, book.as_fd(), listener.as_fd()].into_iter().chain(device.iter().map(OwnedFd::as_fd));
+    let fds = [heartbeat, program_state.as_fd(), listener.as_fd()].into_iter().chain(device.iter().map(OwnedFd::as_fd));
     // If it is dead already, its pidfd says so.
     let _ = worker.write(&ToWorker::Begin(Begin { tap: label, ..begin }), &fds.collect::<Vec<_>>());
 }
@@ -240,8 +240,8 @@ impl Supervisor {
         if let Some(why) = not_startable(&binary).filter(|_| binary.is_absolute()) {
             anyhow::bail!("{} {why}", binary.display());
         }
-        let book = node.book.region().fd().try_clone_to_owned()?;
-        let pulse = Words::create("tasuki pulse", pulse::LEN)?;
+        let program_state = node.program_state.region().fd().try_clone_to_owned()?;
+        let heartbeat = Words::create("tasuki heartbeat", heartbeat::LEN)?;
         let file = jail::open_program(&binary).with_context(|| format!("{} does not start", binary.display()))?;
         let cell = self.process_for(name, &binary)?;
         let Cell { number, process, socket: ours, path: socket, listener, lines, jailing, group, memlock } = cell;
@@ -270,8 +270,8 @@ impl Supervisor {
             record,
             process,
             socket: ours,
-            pulse: Some(pulse),
-            heart: Pulse::new(now()),
+            heartbeat: Some(heartbeat),
+            heart: Heartbeat::new(now()),
             probe: None,
             heard: now(),
             stage: Stage::Starting(now()),
@@ -303,19 +303,19 @@ impl Supervisor {
             files: config.program().is_some_and(|program| !program.files.is_empty()),
             threads: config.program().is_some_and(|program| program.threads),
             tap: None,
-            memif: config.memif().map(|memif| letter::Memif {
+            memif: config.memif().map(|memif| message::Memif {
                 id: memif.id,
                 secret: memif.secret.clone(),
                 keeps: true,
             }),
         };
-        worker.unsaid = Some(Unsaid { program, begin, fds: [book, listener], outlet });
+        worker.unsaid = Some(Unsaid { program, begin, fds: [program_state, listener], outlet });
         self.workers.insert(number, worker);
         self.keep(Key::Worker(number));
         self.deposit();
         self.let_begin(number);
         let Some(worker) = self.workers.get_mut(&number) else { return Ok(number) };
-        worker.pulse.iter().for_each(|pulse| self.tombs.watch(number, pulse));
+        worker.heartbeat.iter().for_each(|heartbeat| self.exit_watch.watch(number, heartbeat));
         crash::point("daemon.worker-told");
         if let Some(nice) = config.nice.filter(|&nice| !may_be_nice(nice)) {
             self.note(About::node(name), format!("its workers may not have nice = {nice}, and have 0; start tasukid as root, or with CAP_SYS_NICE, or leave it out"));
@@ -394,17 +394,17 @@ impl Supervisor {
         let is_trusted = self.config.trust(&card.node, &worker.record.node);
         let trust = if is_trusted { Trust::Full } else { Trust::None };
         let apart = kept.apart().filter(|_| method.is_apart(trust));
-        let (kit, count) = apart.unwrap_or_else(|| (kept.kit.clone(), kept.fds.len()));
+        let (bundle, count) = apart.unwrap_or_else(|| (kept.bundle.clone(), kept.fds.len()));
         let fenced = method != Method::Keep && !is_trusted;
-        let letter = ToWorker::Nic { nic, name: card.config.name.clone(), iova: iova_of(number), fenced, kit };
+        let message = ToWorker::Nic { nic, name: card.config.name.clone(), iova: iova_of(number), fenced, bundle };
         worker.has(nic, Fit::Preparing(now()));
         self.keep(Key::Worker(number));
         self.deposit();
         let (Some(card), Some(worker)) = (self.cards.get_mut(&nic), self.workers.get_mut(&number)) else {
             return false;
         };
-        let sent = worker.write(&letter, &card.lend(count, &worker.record.node));
-        crash::point("daemon.kit");
+        let sent = worker.write(&message, &card.lend(count, &worker.record.node));
+        crash::point("daemon.bundle");
         self.tell_neighbours(nic, number);
         self.tell_client(nic, number);
         let home = self.node_number(&self.cards[&nic].node.clone());
@@ -450,10 +450,10 @@ impl Supervisor {
         if is_going || is_stranger && !is_target && card.node != node {
             return false;
         }
-        let is_new = is_stranger && card.coming_board.as_ref().is_none_or(|(of, _)| *of != node);
+        let is_new = is_stranger && card.coming_lease_page.as_ref().is_none_or(|(of, _)| *of != node);
         if is_new {
-            let Ok(board) = Board::create() else { return false };
-            card.coming_board = Some((node.clone(), board));
+            let Ok(lease_page) = LeasePage::create() else { return false };
+            card.coming_lease_page = Some((node.clone(), lease_page));
         }
         if arbiter.give(party, ours).is_none() {
             return false;
@@ -540,7 +540,7 @@ impl Supervisor {
             self.tell_arbiter(nic, Input::Deadline(number));
         }
         self.look_at_hearts();
-        self.look_at_legs();
+        self.look_at_veth_ends();
         let late = |since: Duration| now.saturating_sub(since) >= PATIENCE;
         let (over, rest) = std::mem::take(&mut self.counting).into_iter().partition(|(_, _, since, _)| late(*since));
         self.counting = rest;

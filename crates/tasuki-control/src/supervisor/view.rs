@@ -1,7 +1,7 @@
 //! What people see.
 
 use tasuki_relay::arbiter::State;
-use tasuki_relay::letter::{board, pulse};
+use tasuki_relay::message::{heartbeat, lease_page};
 
 use super::card::{Card, Opening};
 use super::worker::{Fit, Stage, Worker};
@@ -66,7 +66,7 @@ impl Supervisor {
             Stage::Begun if worker.nics.values().any(|fit| *fit == Fit::Ready) => "stands by",
             Stage::Begun => "idle",
         };
-        let count = |word| worker.pulse.as_ref().map_or(0, |pulse| pulse.load(word));
+        let count = |word| worker.heartbeat.as_ref().map_or(0, |heartbeat| heartbeat.load(word));
         WorkerView {
             worker: number,
             pid: worker.process.name().pid,
@@ -75,11 +75,11 @@ impl Supervisor {
             drives,
             binary: worker.binary().display().to_string(),
             generation: worker.record.generation,
-            received: count(pulse::RECEIVED),
-            sent: count(pulse::SENT),
-            missing: count(pulse::MISSING),
-            late: count(pulse::LATE),
-            refused: count(pulse::REFUSED),
+            received: count(heartbeat::RECEIVED),
+            sent: count(heartbeat::SENT),
+            missing: count(heartbeat::MISSING),
+            late: count(heartbeat::LATE),
+            refused: count(heartbeat::REFUSED),
             unconfined: worker.record.unconfined.clone(),
         }
     }
@@ -98,17 +98,17 @@ impl Supervisor {
             (None, _) => "waits for a worker",
             _ => "changes hands",
         };
-        let relays = card.board.words.load(board::RELAYS);
+        let relays = card.lease_page.words.load(lease_page::RELAYS);
         NicView {
             name: card.name().to_owned(),
             device: card.config.device.to_string(),
             node: card.node.clone(),
             worker: holder,
             is: is.to_owned(),
-            epoch: card.board.tenure().epoch,
+            epoch: card.lease_page.tenure().epoch,
             relays,
-            driving_at_ns: holder.map(|_| card.board.words.load(board::DRIVING_AT)),
-            pause_ns: card.board.pause_ns().filter(|_| relays > 1),
+            driving_at_ns: holder.map(|_| card.lease_page.words.load(lease_page::DRIVING_AT)),
+            pause_ns: card.lease_page.pause_ns().filter(|_| relays > 1),
             trouble: card.trouble.clone(),
         }
     }

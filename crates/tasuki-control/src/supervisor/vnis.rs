@@ -1,5 +1,5 @@
-//! VNIs: for each the directory that all its nodes read, and the estates of those nodes, which outlive workers. A node's end of one is to the rest
-//! of the daemon a card: it is opened (its estate is made), has a lease, and changes hands by the same relays.
+//! VNIs: for each the directory that all its nodes read, and the node memories of those nodes, which outlive workers. A node's end of one is to the rest
+//! of the daemon a card: it is opened (its node memory is made), has a lease, and changes hands by the same relays.
 //!
 //! Which nodes there are is said in an order that loses no frame: a node is known to the others before its address is in the directory, and not
 //! forgotten before the address is gone from there.
@@ -11,13 +11,13 @@ use std::os::fd::{AsFd, OwnedFd};
 use anyhow::{Context, Result};
 use rustix::event::EventfdFlags;
 use rustix::io::Errno;
-use tasuki_relay::letter::{Can, Kit, ToWorker, vni};
+use tasuki_relay::message::{Can, DeviceBundle, ToWorker, vni};
 use tasuki_shm::crash;
 use tasuki_shm::line::{LINE_LEN, Line};
 use tasuki_shm::region::{Pages, Region, Span};
 use tasuki_shm::vni::NODES_MAX;
 use tasuki_shm::vni::directory::{Directory, NodeSet, directory_lines};
-use tasuki_shm::vni::estate::{EstateFds, PeerEstate, readable_len};
+use tasuki_shm::vni::node_memory::{NodeMemoryFds, PeerNodeMemory, readable_len};
 
 use super::card::{Card, Kept, Opening};
 use super::door::No;
@@ -31,7 +31,7 @@ use crate::config::{self, Device, StationAddress};
 /// Addresses that a directory has room for.
 const ADDRESSES: usize = 2 * NODES_MAX as usize;
 
-/// Where among a kit's descriptors the estate and the bell are.
+/// Where among a device bundle's descriptors the node memory and the bell are.
 const CONTROL: usize = 1;
 const POOL: usize = 2;
 const BELL: usize = 4;
@@ -57,7 +57,7 @@ struct Member {
     /// There may be others behind it, whose addresses are learnt.
     is_uplink: bool,
     /// For the others.
-    estate: EstateFds,
+    node_memory: NodeMemoryFds,
     bell: OwnedFd,
 }
 
@@ -93,14 +93,14 @@ impl Net {
 
 /// Tells a worker of another node.
 fn introduce(worker: &Worker, nic: u32, number: u16, member: &Member) -> Result<(), Errno> {
-    let [control, pool] = member.estate.fds();
+    let [control, pool] = member.node_memory.fds();
     // One for itself: who shares an end can make it block for all.
     let bell = tasuki_shm::wake::open_anew(member.bell.as_fd()).map_err(|_| Errno::MFILE)?;
     let addresses = member.addresses.clone();
     worker.write(&ToWorker::Neighbour { nic, number, addresses }, &[control, pool, bell.as_fd()])
 }
 
-/// Whether a letter is lost to somebody who lives: who is dead or dying is told by its pidfd.
+/// Whether a message is lost to somebody who lives: who is dead or dying is told by its pidfd.
 pub(super) fn is_lost(sent: Result<(), Errno>) -> bool {
     sent.is_err_and(|errno| !matches!(errno, Errno::PIPE | Errno::CONNRESET))
 }
@@ -117,7 +117,7 @@ impl Supervisor {
             ring: None,
             wire: Vec::new(),
         };
-        Ok(Some(Card::new(number, nic).context("no memory for the board of a node's end of a VNI")?))
+        Ok(Some(Card::new(number, nic).context("no memory for the lease page of a node's end of a VNI")?))
     }
 
     /// A number on a VNI that no node has or is remembered to have had.
@@ -131,7 +131,7 @@ impl Supervisor {
         })
     }
 
-    /// Makes a node's estate: what opening is to a card.
+    /// Makes a node's memory: what opening is to a card.
     pub(super) fn make_end(&mut self, nic: u32) -> Result<()> {
         let card = self.cards.get(&nic).context("there is no such end")?;
         let vni = card.vni().context("it is a NIC")?.to_owned();
@@ -142,12 +142,12 @@ impl Supervisor {
         let net = self.net(&vni)?;
         net.next = (number + 1) % NODES_MAX;
         let directory = net.directory_to_read()?;
-        let estate = EstateFds::create(&name, pages)?;
-        let (ear, bell) = tasuki_shm::wake::bell_pipe().context("the kernel gave no pipe for a bell")?;
+        let node_memory = NodeMemoryFds::create(&name, pages)?;
+        let (bell_receiver, bell) = tasuki_shm::wake::bell_pipe().context("the kernel gave no pipe for a bell")?;
         let wake = rustix::event::eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)
             .context("the kernel gave no eventfd")?;
-        let fds = vec![wake, estate.control, estate.pool, ear, bell, directory];
-        let kit = Kit {
+        let fds = vec![wake, node_memory.control, node_memory.pool, bell_receiver, bell, directory];
+        let bundle = DeviceBundle {
             kind: vni::KIND,
             version: vni::VERSION,
             can: Can { in_place: true, spare_queue: false, repoint: false, pauses: false, fenced: false },
@@ -161,7 +161,7 @@ impl Supervisor {
         };
         let card = self.cards.get_mut(&nic).context("there is no such end")?;
         card.number_on_vni = Some(number);
-        (card.kept, card.opening, card.trouble) = (Some(Kept { kit, fds, made_by: 0 }), Opening::Open, None);
+        (card.kept, card.opening, card.trouble) = (Some(Kept { bundle, fds, made_by: 0 }), Opening::Open, None);
         self.record_nic(nic);
         Ok(())
     }
@@ -196,7 +196,7 @@ impl Supervisor {
         self.condemn_those_without(missed);
     }
 
-    /// Whoever has missed a letter would send into nothing for ever.
+    /// Whoever has missed a message would send into nothing for ever.
     fn condemn_those_without(&mut self, missed: impl IntoIterator<Item = u32>) {
         for number in missed {
             self.condemn(number, "does not take what it must know of its VNI".to_owned());
@@ -229,27 +229,27 @@ impl Supervisor {
         let number = card.number_on_vni.context("it has no number")?;
         let config = self.config.node(&node).context("there is no such node")?;
         let (mac, is_uplink, addresses) = (config.mac(), config.has_others(), config.addresses.clone());
-        let kept = card.kept.as_ref().context("it has no estate")?;
+        let kept = card.kept.as_ref().context("it has no node memory")?;
         let copy = |at: usize| {
             let fd = kept.fds.get(at).context("a descriptor of it is not there")?;
             fd.try_clone().context("a descriptor cannot be copied; raise LimitNOFILE= of tasukid")
         };
-        let estate = EstateFds { control: copy(CONTROL)?, pool: copy(POOL)? }.to_read()?;
+        let node_memory = NodeMemoryFds { control: copy(CONTROL)?, pool: copy(POOL)? }.to_read()?;
         // As its neighbours will: what cannot be read is nobody's.
-        PeerEstate::map(&estate).context("its estate cannot be read")?;
+        PeerNodeMemory::map(&node_memory).context("its node memory cannot be read")?;
         let bell = copy(BELL)?;
         let net = self.net(&vni)?;
         let directory = net.directory_to_read()?;
         // From here on nothing fails but the address.
         net.directory.add(mac, number).map_err(|error| anyhow::anyhow!("{}: {error}", StationAddress(mac)))?;
         net.next = net.next.max((number + 1) % NODES_MAX);
-        net.members.insert(number, Member { node, nic, mac, addresses, is_uplink, estate, bell });
+        net.members.insert(number, Member { node, nic, mac, addresses, is_uplink, node_memory, bell });
         let card = self.cards.get_mut(&nic).context("there is no such end")?;
         // It was that which is over.
         card.trouble = None;
         if let Some(kept) = &mut card.kept {
             // The interface has the address that the directory has, whatever it was given before.
-            kept.kit.mac = Some(mac);
+            kept.bundle.mac = Some(mac);
             if let Some(place) = kept.fds.get_mut(vni::DIRECTORY) {
                 *place = directory;
             }
@@ -348,7 +348,7 @@ impl Supervisor {
         let view = |(name, net): (&String, &Net)| VniView {
             name: name.clone(),
             nodes: u32::try_from(net.members.len()).unwrap_or(u32::MAX),
-            memory: net.members.values().map(|member| bytes_of(&member.estate)).sum(),
+            memory: net.members.values().map(|member| bytes_of(&member.node_memory)).sum(),
         };
         self.vnis.iter().map(view).collect()
     }
@@ -362,7 +362,7 @@ impl Supervisor {
             mac: StationAddress(member.mac).to_string(),
             interface: self.config.node(&member.node).and_then(config::Node::outlet),
             worker: self.cards.get(&member.nic).and_then(|card| card.holder()),
-            memory: bytes_of(&member.estate),
+            memory: bytes_of(&member.node_memory),
             chargeable: self.chargeable(&member.node),
             shortcut: self
                 .crossed(&member.node)
@@ -379,15 +379,15 @@ impl Supervisor {
         others.map(|other| readable_len(other.pool_pages())).sum()
     }
 
-    /// What each node of a VNI has counted of each other, as it stands in their estates.
+    /// What each node of a VNI has counted of each other, as it stands in their node memories.
     pub(super) fn vni_stats(&self, name: &str) -> Result<Vec<TalkView>, No> {
         let net = self.net_by_name(name)?;
         let mut talks = Vec::new();
         for (number, member) in &net.members {
-            let (estate, _) = PeerEstate::map(&member.estate)
+            let (node_memory, _) = PeerNodeMemory::map(&member.node_memory)
                 .map_err(|error| No::now(format!("what node {} has counted cannot be read: {error}", member.node)))?;
             for (other, its) in net.members.iter().filter(|(other, _)| *other != number) {
-                let line = estate.line_of(*other);
+                let line = node_memory.line_of(*other);
                 // Word 0 says how far its ring was read.
                 let [received, sent, ring_full, over_quota, pool_full, taken_back, forged] =
                     [1, 2, 3, 4, 5, 6, 7].map(|word| line.load(0, word));
@@ -425,8 +425,8 @@ fn text(vni: &str, number: u16) -> String {
     serde_json::to_string(&vni::Text { vni: vni.to_owned(), number }).expect("plain data")
 }
 
-/// Bytes of memory that an estate has taken.
-fn bytes_of(estate: &EstateFds) -> u64 {
+/// Bytes of memory that a node memory has taken.
+fn bytes_of(node_memory: &NodeMemoryFds) -> u64 {
     let blocks = |fd| rustix::fs::fstat(fd).map_or(0, |stat| stat.st_blocks.unsigned_abs());
-    estate.fds().into_iter().map(blocks).sum::<u64>() * 512
+    node_memory.fds().into_iter().map(blocks).sum::<u64>() * 512
 }

@@ -7,8 +7,8 @@ use std::sync::atomic::Ordering::{Relaxed, Release};
 use std::time::Duration;
 
 use rustix::io::Errno;
-use tasuki_relay::letter::{self, ToWorker, pulse};
-use tasuki_relay::pulse::Pulse;
+use tasuki_relay::heartbeat::Heartbeat;
+use tasuki_relay::message::{self, ToWorker, heartbeat};
 use tasuki_relay::wire::{Order, Plan, Reason};
 use tasuki_shm::region::{Region, RegionError, Span};
 use tasuki_shm::sync::AtomicU64;
@@ -115,9 +115,9 @@ pub struct Worker {
     /// The way to it.
     pub socket: OwnedFd,
     /// Nothing while it is asked for it.
-    pub pulse: Option<Words>,
+    pub heartbeat: Option<Words>,
     /// Of it.
-    pub heart: Pulse,
+    pub heart: Heartbeat,
     /// Since when an answer is waited for that shows that it lives, and when it was last asked.
     pub probe: Option<Duration>,
     /// When it was last heard.
@@ -148,15 +148,15 @@ pub struct Worker {
     pub is_adopted: bool,
     /// Somebody asked for it, by name of an upgrade or a handover.
     pub wanted: bool,
-    /// Letters that it may write because this daemon asked for them.
+    /// Messages that it may write because this daemon asked for them.
     pub asked: Asked,
 }
 
-/// Letters that a worker may write only if it was asked for them.
+/// Messages that a worker may write only if it was asked for them.
 #[derive(Debug, Default)]
 pub struct Asked {
-    /// NICs whose sash it is to store, once for each time that it was asked.
-    pub sashes: Vec<u32>,
+    /// NICs whose driver state it is to store, once for each time that it was asked.
+    pub driver_states: Vec<u32>,
     /// Whether it was ever asked what it has counted. One answer for each NIC that it drives is due then.
     pub counts: bool,
 }
@@ -183,26 +183,26 @@ impl Worker {
         self.deaf.is_none() && matches!(self.stage, Stage::Begun | Stage::Starting(_) | Stage::Asked(_))
     }
 
-    /// Sends a letter.
-    pub fn write(&self, letter: &ToWorker, fds: &[std::os::fd::BorrowedFd<'_>]) -> Result<(), Errno> {
-        let bytes = serde_json::to_vec(letter).expect("a letter is plain data");
+    /// Sends a message.
+    pub fn write(&self, message: &ToWorker, fds: &[std::os::fd::BorrowedFd<'_>]) -> Result<(), Errno> {
+        let bytes = serde_json::to_vec(message).expect("a message is plain data");
         self.post(&bytes, fds)
     }
 
     /// Sends an order.
     pub fn order(&self, nic: u32, order: Order) -> Result<(), Errno> {
-        self.post(&letter::frame(nic, order.to_bytes()), &[])
+        self.post(&message::frame(nic, order.to_bytes()), &[])
     }
 
     /// Says how the next order about a NIC is meant.
     pub fn plan(&self, nic: u32, plan: Plan) -> Result<(), Errno> {
-        self.post(&letter::frame(nic, plan.to_bytes()), &[])
+        self.post(&message::frame(nic, plan.to_bytes()), &[])
     }
 
     fn post(&self, bytes: &[u8], fds: &[std::os::fd::BorrowedFd<'_>]) -> Result<(), Errno> {
         channel::send(self.socket.as_fd(), bytes, fds)?;
-        if let Some(pulse) = &self.pulse {
-            pulse.count(pulse::POSTS);
+        if let Some(heartbeat) = &self.heartbeat {
+            heartbeat.count(heartbeat::POSTS);
         }
         Ok(())
     }

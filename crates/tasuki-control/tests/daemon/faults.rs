@@ -37,19 +37,19 @@ fn a_worker_that_dies_at_its_start() {
 
 #[test]
 fn a_worker_that_speaks_another_version() {
-    upgrade_fails("speech", &["speaks version 4 of the letters, and this tasukid 3", "rebuild the older"]);
+    upgrade_fails("speech", &["speaks version 4 of the messages, and this tasukid 3", "rebuild the older"]);
 }
 
 /// row: T24
 #[test]
 fn a_worker_that_writes_nonsense() {
-    upgrade_fails("nonsense", &["sent what is no letter", "ransom"]);
+    upgrade_fails("nonsense", &["sent what is no message", "ransom"]);
 }
 
 /// row: T101
 #[test]
-fn a_worker_that_stores_a_sash_for_which_nobody_asked() {
-    upgrade_fails("sash-uninvited", &["sent the sash of NIC 0, for which nobody asked it"]);
+fn a_worker_that_stores_a_driver_state_for_which_nobody_asked() {
+    upgrade_fails("driver_state-uninvited", &["sent the driver state of NIC 0, for which nobody asked it"]);
 }
 
 /// row: T101
@@ -58,17 +58,17 @@ fn a_worker_that_says_what_it_counted_and_was_not_asked() {
     upgrade_fails("counts-uninvited", &["sent counts, for which nobody asked it"]);
 }
 
-/// A giver has one answer to one question: a second sash would fill the taker's socket.
+/// A giver has one answer to one question: a second driver state would fill the taker's socket.
 ///
 /// row: T101
 #[test]
-fn a_giver_that_stores_a_sash_twice_is_ended_and_the_taker_is_not() {
-    let rig = Rig::with(NODES, "sash-twice");
+fn a_giver_that_stores_a_driver_state_twice_is_ended_and_the_taker_is_not() {
+    let rig = Rig::with(NODES, "driver_state-twice");
     rig.await_pair("red");
     let good = rig.program("good", "");
     let said = rig.ask(&["worker", "upgrade", "red", "--with", good.to_str().unwrap(), "--state", "store"]);
     assert!(said.contains("node red is now worker"), "{said}");
-    rig.await_event("sent the sash of NIC 0, for which nobody asked it");
+    rig.await_event("sent the driver state of NIC 0, for which nobody asked it");
     let driver = rig.await_worker("red", "drives");
     assert!(driver["binary"].as_str().unwrap().ends_with("good"), "{driver}");
 }
@@ -113,7 +113,7 @@ fn a_worker_that_dies_when_it_has_taken() {
 
 #[test]
 fn a_worker_that_cannot_go_on_from_what_it_reads() {
-    relay_goes_wrong("broken", "the sash is not true of the device");
+    relay_goes_wrong("broken", "the driver state is not true of the device");
 }
 
 #[test]
@@ -170,7 +170,7 @@ fn a_worker_that_was_given_a_nic_by_a_daemon_that_died_of_it_is_ready_for_it_und
     }
     for nth in 1..=2 {
         let mut rig = Rig::without_daemon(NODES, "");
-        rig.start_to_die(Some(format!("daemon.kit:{nth}")));
+        rig.start_to_die(Some(format!("daemon.bundle:{nth}")));
         rig.daemon_ends();
         rig.start();
         let (driver, standby) = rig.await_pair("red");

@@ -53,7 +53,7 @@ fn memory_that_is_none_of_its_own_costs_who_sends_it_its_life_and_nobody_else_an
 fn a_driver_that_says_what_its_nic_is_made_of_is_ended_and_its_successor_gets_what_the_opener_made() {
     let rig = Rig::new();
     rig.await_pair("red");
-    let bad = rig.program("bad", "speaks-of-kit");
+    let bad = rig.program("bad", "speaks-of-bundle");
     // It has the lease when it says so: whether the relay counts as done is another matter.
     let output = rig.tasuki(&["worker", "upgrade", "red", "--with", bad.to_str().unwrap()]);
     drop(output);
@@ -64,12 +64,12 @@ fn a_driver_that_says_what_its_nic_is_made_of_is_ended_and_its_successor_gets_wh
 
 /// row: T24
 #[test]
-fn descriptors_beside_a_letter_to_which_none_belong_cost_the_connection() {
+fn descriptors_beside_a_message_to_which_none_belong_cost_the_connection() {
     let rig = Rig::new();
     let (driver, _) = rig.await_pair("red");
     let bad = rig.program("bad", "hides");
     rig.refused(&["worker", "upgrade", "red", "--with", bad.to_str().unwrap()]);
-    rig.await_event("sent 2 descriptors beside a letter to which 0 belong");
+    rig.await_event("sent 2 descriptors beside a message to which 0 belong");
     assert_eq!(pid(&rig.await_worker("red", "drives")), pid(&driver));
 }
 
@@ -82,7 +82,7 @@ fn a_descriptor_that_takes_an_hour_to_close_holds_up_nobody() {
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
     let bad = rig.program("bad", &format!("lingers-{}", listener.local_addr().unwrap().port()));
     rig.refused(&["worker", "upgrade", "red", "--with", bad.to_str().unwrap()]);
-    rig.await_event("sent 1 descriptors beside a letter to which 0 belong");
+    rig.await_event("sent 1 descriptors beside a message to which 0 belong");
     rig.ask(&["worker", "upgrade", "red", "--with", rig.program("good", "").to_str().unwrap()]);
     until(&rig, "the giver is gone", || !lives(pid(&driver)));
 }
@@ -91,7 +91,7 @@ fn a_descriptor_that_takes_an_hour_to_close_holds_up_nobody() {
 #[test]
 fn a_card_of_which_no_worker_could_be_told_is_not_open() {
     let rig = Rig::with(NODES, "opener-overfills");
-    rig.await_event("bytes, of which 32 and 65536 fit into a letter");
+    rig.await_event("bytes, of which 32 and 65536 fit into a message");
     assert_eq!(rig.nic()["is"], "not open");
     let dead = rig.ask(&["events"]);
     assert!(!dead.contains("does not take what it needs"), "{dead}");

@@ -7,7 +7,7 @@ use proptest::prelude::*;
 use proptest::strategy::ValueTree as _;
 use proptest::test_runner::{Config, RngAlgorithm, TestRng, TestRunner};
 use tasuki_control::supervisor::worker::Words;
-use tasuki_relay::letter::{Client, ClientRing, LETTER_MAX, SPEECH, ToDaemon};
+use tasuki_relay::message::{Client, ClientRing, MESSAGE_MAX, SPEECH, ToDaemon};
 use tasuki_relay::wire::{LEN, Reason, Report};
 
 /// One act of such a worker.
@@ -15,12 +15,12 @@ use tasuki_relay::wire::{LEN, Reason, Report};
 pub enum Act {
     /// A packet about a NIC, and what kinds of descriptors go beside it.
     Packet(u32, [u8; LEN], Vec<Gift>),
-    /// A letter, or what looks like one.
-    Letter(Vec<u8>, Vec<Gift>),
+    /// A message, or what looks like one.
+    Message(Vec<u8>, Vec<Gift>),
     /// A lease word of a NIC.
     Lease(u32, u64),
-    /// A word of its pulse.
-    Pulse(usize, u64),
+    /// A word of its heartbeat.
+    Heartbeat(usize, u64),
 }
 
 /// A descriptor that no worker has a reason to send.
@@ -61,7 +61,8 @@ fn nic(own: u32) -> impl Strategy<Value = u32> {
 
 fn report() -> impl Strategy<Value = Report> {
     let epoch = || prop_oneof![4 => 0..6_u32, 1 => any::<u32>()];
-    let reason = || prop_oneof![Just(Reason::CardGone), any::<u64>().prop_map(|value| Reason::WrongSash { value })];
+    let reason =
+        || prop_oneof![Just(Reason::CardGone), any::<u64>().prop_map(|value| Reason::WrongDriverState { value })];
     prop_oneof![
         Just(Report::Ready),
         reason().prop_map(Report::Unfit),
@@ -88,9 +89,9 @@ fn client() -> impl Strategy<Value = Client> {
     })
 }
 
-fn letter(own: u32) -> impl Strategy<Value = ToDaemon> {
+fn message(own: u32) -> impl Strategy<Value = ToDaemon> {
     let nic = move || nic(own);
-    let text = || prop_oneof![4 => ".{0,40}", 1 => (0..LETTER_MAX).prop_map(|len| "x".repeat(len))];
+    let text = || prop_oneof![4 => ".{0,40}", 1 => (0..MESSAGE_MAX).prop_map(|len| "x".repeat(len))];
     let nics = prop::collection::vec(nic(), 0..4);
     let counts = prop::collection::vec((text(), any::<u64>()), 0..4);
     prop_oneof![
@@ -100,7 +101,7 @@ fn letter(own: u32) -> impl Strategy<Value = ToDaemon> {
             unconfined
         }),
         (nic(), text()).prop_map(|(nic, lies)| ToDaemon::Memory { nic, lies }),
-        nic().prop_map(|nic| ToDaemon::Sash { nic }),
+        nic().prop_map(|nic| ToDaemon::DriverState { nic }),
         (nic(), counts).prop_map(|(nic, counts)| ToDaemon::Counts { nic, counts }),
         (nic(), client()).prop_map(|(nic, client)| ToDaemon::Client { nic, client }),
         (nic(), any::<u64>()).prop_map(|(nic, socket)| ToDaemon::NoClient { nic, socket }),
@@ -111,29 +112,29 @@ fn letter(own: u32) -> impl Strategy<Value = ToDaemon> {
 }
 
 fn act(own: u32) -> impl Strategy<Value = Act> {
-    let (nic, letter) = (move || nic(own), move || letter(own));
+    let (nic, message) = (move || nic(own), move || message(own));
     let gift = || {
         let kinds = [Gift::Sealed, Gift::Loose, Gift::Pipe, Gift::Epoll, Gift::Null, Gift::ItsOwnSocket];
         let some = prop::collection::vec(prop::sample::select(kinds.to_vec()), 0..32);
         prop_oneof![20 => Just(Vec::new()), 1 => some]
     };
     let packet = prop_oneof![20 => report().prop_map(Report::to_bytes), 1 => any::<[u8; LEN]>()];
-    let text = |letter: ToDaemon| serde_json::to_vec(&letter).expect("plain data");
-    // One byte of a letter is another.
-    let torn = (letter(), any::<prop::sample::Index>(), any::<u8>()).prop_map(move |(letter, at, with)| {
-        let mut bytes = text(letter);
+    let text = |message: ToDaemon| serde_json::to_vec(&message).expect("plain data");
+    // One byte of a message is another.
+    let torn = (message(), any::<prop::sample::Index>(), any::<u8>()).prop_map(move |(message, at, with)| {
+        let mut bytes = text(message);
         let at = at.index(bytes.len());
         bytes[at] = with;
         bytes
     });
-    let bytes = prop_oneof![20 => letter().prop_map(text), 2 => torn, 1 => prop::collection::vec(any::<u8>(), 1..200)];
+    let bytes = prop_oneof![20 => message().prop_map(text), 2 => torn, 1 => prop::collection::vec(any::<u8>(), 1..200)];
     // A holder that there is, or not, and an epoch that there was, or not.
     let word = prop_oneof![(0..12_u64, 0..6_u64).prop_map(|(low, high)| low | high << 32), any::<u64>()];
     prop_oneof![
         4 => (nic(), packet, gift()).prop_map(|(nic, packet, gifts)| Act::Packet(nic, packet, gifts)),
-        4 => (bytes, gift()).prop_map(|(bytes, gifts)| Act::Letter(bytes, gifts)),
+        4 => (bytes, gift()).prop_map(|(bytes, gifts)| Act::Message(bytes, gifts)),
         1 => (nic(), word).prop_map(|(nic, word)| Act::Lease(nic, word)),
-        1 => (0..16_usize, prop_oneof![0..4_u64, any::<u64>()]).prop_map(|(at, word)| Act::Pulse(at, word)),
+        1 => (0..16_usize, prop_oneof![0..4_u64, any::<u64>()]).prop_map(|(at, word)| Act::Heartbeat(at, word)),
     ]
 }
 

@@ -1,4 +1,4 @@
-//! The daemon with real processes: real sockets, real boards, and workers without a card whose faults are ordered.
+//! The daemon with real processes: real sockets, real lease pages, and workers without a card whose faults are ordered.
 #![allow(clippy::tests_outside_test_module, reason = "the whole file is tests")]
 
 mod attacks;
@@ -16,7 +16,6 @@ mod hangs;
 mod keepers;
 mod kills;
 mod leaks;
-mod legs;
 mod memifs;
 mod natives;
 mod own;
@@ -33,6 +32,7 @@ mod taps;
 mod times;
 mod unplugged;
 mod uplinks;
+mod veth_ends;
 mod vnis;
 
 /// What `standin` is started as; without its orders it is nothing.

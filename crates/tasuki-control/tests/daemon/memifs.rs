@@ -21,7 +21,7 @@ use super::vnis::{World, fds};
 #[allow(dead_code, reason = "another suite uses the rest of it")]
 pub mod client;
 
-pub const SECRET: &str = "hush";
+pub const SECRET: &str = "quiesce";
 
 /// The program, and the node that sends everything back to it.
 const US: [u8; 6] = [2, 0, 0, 0, 0, 0x77];

@@ -43,7 +43,7 @@ fn an_upgrade_has_a_fresh_worker_drive_and_says_how_long_nobody_did() {
     let other = rig.program("another", "");
     let said = rig.ask(&["worker", "upgrade", "red", "--with", other.to_str().unwrap(), "--state", "store"]);
     assert!(said.contains("node red is now worker") && said.contains("by keep"), "{said}");
-    rig.await_event("a sash came");
+    rig.await_event("a driver state came");
     until(&rig, "all of the other program", || {
         let (_, standby) = rig.await_pair("red");
         standby["binary"].as_str().is_some_and(|binary| binary.ends_with("another"))

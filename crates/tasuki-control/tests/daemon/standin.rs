@@ -1,4 +1,4 @@
-//! A worker without a card: the real machine of a worker, on the real socket and the real board. It drives nothing but its pulse.
+//! A worker without a card: the real machine of a worker, on the real socket and the real lease page. It drives nothing but its heartbeat.
 //!
 //! It is there for the faults that no honest worker has.
 
@@ -9,10 +9,10 @@ use std::time::{Duration, Instant};
 
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use tasuki_control::channel::{self, Nothing};
-use tasuki_control::supervisor::card::Board;
+use tasuki_control::supervisor::card::LeasePage;
 use tasuki_control::supervisor::now;
 use tasuki_control::supervisor::worker::Words;
-use tasuki_relay::letter::{self, Can, Kit, LETTER_MAX, SPEECH, ToDaemon, ToWorker, board, pulse};
+use tasuki_relay::message::{self, Can, DeviceBundle, MESSAGE_MAX, SPEECH, ToDaemon, ToWorker, heartbeat, lease_page};
 use tasuki_relay::method::Method;
 use tasuki_relay::wire::{Order, Plan, Reason, Report};
 use tasuki_relay::worker::{Do, Input, Tables, Worker};
@@ -42,8 +42,8 @@ pub fn orders() -> Option<Orders> {
 struct Nic {
     name: String,
     machine: Worker,
-    board: Board,
-    kit: Kit,
+    lease_page: LeasePage,
+    bundle: DeviceBundle,
     fds: Vec<OwnedFd>,
     looks: bool,
     plan: Option<Plan>,
@@ -56,7 +56,7 @@ struct Standin {
     party: u32,
     node: String,
     socket: OwnedFd,
-    pulse: Words,
+    heartbeat: Words,
     listener: OwnedFd,
     nics: BTreeMap<u32, Nic>,
     /// Other nodes of its VNI, by number, and what it has of them.
@@ -121,12 +121,12 @@ fn open(orders: &Orders, socket: &OwnedFd) -> ! {
     let part = |name| Words::create(name, 4096).expect("memory");
     let [way, rings, frames, ledger] = ["a card's way", "rings", "frames", "ledger"].map(part);
     let can = Can { in_place: true, spare_queue: false, repoint: true, pauses: true, fenced: true };
-    let kit = Kit {
+    let bundle = DeviceBundle {
         kind: 0x8086_10d3,
         version: 1,
         can,
-        // Longer than a letter, in the hands of whoever tells of it.
-        text: if orders.fault == "opener-overfills" { "x".repeat(LETTER_MAX - 300) } else { "{}".to_owned() },
+        // Longer than a message, in the hands of whoever tells of it.
+        text: if orders.fault == "opener-overfills" { "x".repeat(MESSAGE_MAX - 300) } else { "{}".to_owned() },
         lies: None,
         fds: 4,
         memory: 3,
@@ -134,13 +134,13 @@ fn open(orders: &Orders, socket: &OwnedFd) -> ! {
         made_by: None,
         mac: None,
     };
-    let letter = ToDaemon::Kit { kit };
-    write(socket, &letter, &[&way, &rings, &frames, &ledger].map(|part| part.region().fd()));
+    let message = ToDaemon::DeviceBundle { bundle };
+    write(socket, &message, &[&way, &rings, &frames, &ledger].map(|part| part.region().fd()));
     std::process::exit(0);
 }
 
-fn write(socket: &OwnedFd, letter: &ToDaemon, fds: &[std::os::fd::BorrowedFd<'_>]) {
-    let _ = channel::send(socket.as_fd(), &serde_json::to_vec(letter).expect("text"), fds);
+fn write(socket: &OwnedFd, message: &ToDaemon, fds: &[std::os::fd::BorrowedFd<'_>]) {
+    let _ = channel::send(socket.as_fd(), &serde_json::to_vec(message).expect("text"), fds);
 }
 
 fn work(orders: &Orders, socket: OwnedFd) -> ! {
@@ -162,8 +162,8 @@ fn work(orders: &Orders, socket: OwnedFd) -> ! {
     let mut fds = message.fds.trust();
     // The TAP of a node that has one is of no use to a worker without a card.
     fds.truncate(3);
-    let [pulse, _book, listener] = <[OwnedFd; 3]>::try_from(fds).expect("three descriptors");
-    let pulse = Words::adopt(pulse, pulse::LEN).expect("a pulse");
+    let [heartbeat, _program_state, listener] = <[OwnedFd; 3]>::try_from(fds).expect("three descriptors");
+    let heartbeat = Words::adopt(heartbeat, heartbeat::LEN).expect("a heartbeat");
     rustix::net::listen(&listener, 4).expect("a listening socket");
     let speech = if orders.fault == "speech" { SPEECH + 1 } else { SPEECH };
     write(
@@ -176,9 +176,9 @@ fn work(orders: &Orders, socket: OwnedFd) -> ! {
         &[],
     );
     // Of a NIC that another node drives, and of which nothing was asked.
-    if orders.fault == "sash-uninvited" {
-        let memory = Words::create("a sash", 4096).expect("memory");
-        write(&socket, &ToDaemon::Sash { nic: 0 }, &[memory.region().fd()]);
+    if orders.fault == "driver_state-uninvited" {
+        let memory = Words::create("a driver state", 4096).expect("memory");
+        write(&socket, &ToDaemon::DriverState { nic: 0 }, &[memory.region().fd()]);
     }
     if orders.fault == "counts-uninvited" {
         let counts = vec![("rx_packets".to_owned(), 666)];
@@ -188,8 +188,8 @@ fn work(orders: &Orders, socket: OwnedFd) -> ! {
         let _ = channel::send(socket.as_fd(), b"{\"letter\":\"ransom\"}", &[]);
     }
     if orders.fault == "hides" {
-        let letter = ToDaemon::Told { nic: None, sentence: "two".to_owned() };
-        write(&socket, &letter, &[socket.as_fd(), socket.as_fd()]);
+        let message = ToDaemon::Told { nic: None, sentence: "two".to_owned() };
+        write(&socket, &message, &[socket.as_fd(), socket.as_fd()]);
     }
     if let Some(port) = orders.fault.strip_prefix("lingers-") {
         write(&socket, &ToDaemon::Told { nic: None, sentence: "take it".to_owned() }, &[lingering(port).as_fd()]);
@@ -200,7 +200,7 @@ fn work(orders: &Orders, socket: OwnedFd) -> ! {
         party: begin.party,
         node: begin.node,
         socket,
-        pulse,
+        heartbeat,
         listener,
         nics: BTreeMap::new(),
         neighbours: BTreeMap::new(),
@@ -239,13 +239,13 @@ impl Standin {
         if drives || looks {
             wait(wait_for, Duration::from_micros(500));
         } else {
-            self.pulse.store(pulse::ASLEEP, 1);
+            self.heartbeat.store(heartbeat::ASLEEP, 1);
             wait(wait_for, Duration::from_millis(100));
-            self.pulse.store(pulse::ASLEEP, 0);
+            self.heartbeat.store(heartbeat::ASLEEP, 0);
         }
-        self.pulse.count(pulse::LOOKS);
+        self.heartbeat.count(heartbeat::LOOKS);
         if drives {
-            self.pulse.count(pulse::RECEIVED);
+            self.heartbeat.count(heartbeat::RECEIVED);
         }
         if self.alone {
             self.let_in();
@@ -258,7 +258,7 @@ impl Standin {
         for number in numbers {
             let nic = &self.nics[&number];
             if nic.looks {
-                let word = nic.board.tenure();
+                let word = nic.lease_page.tenure();
                 self.hear(number, Input::Word(word));
             }
         }
@@ -281,20 +281,20 @@ impl Standin {
                 "word" => {
                     let holder = number(2).try_into().ok().map(Party);
                     let word = Tenure { holder, epoch: number(3) }.to_word();
-                    self.nics[&number(1)].board.words.store(board::LEASE_LINE / 8, word);
+                    self.nics[&number(1)].lease_page.words.store(lease_page::LEASE_LINE / 8, word);
                 }
                 "fuzz" => self.fuzz(number(1).into(), number(2), number(3)),
-                "ended" => self.pulse.store(pulse::LIFE, u64::from(pulse::ENDED)),
+                "ended" => self.heartbeat.store(heartbeat::LIFE, u64::from(heartbeat::ENDED)),
                 // No report that there is: the fence of another, as an older protocol had it.
                 "fenced" => {
                     let mut packet = Report::Released { epoch: 1 }.to_bytes();
                     packet[6] = 110;
                     packet[16..20].copy_from_slice(&number(2).to_le_bytes());
-                    let _ = channel::send(self.socket.as_fd(), &letter::frame(number(1), packet), &[]);
+                    let _ = channel::send(self.socket.as_fd(), &message::frame(number(1), packet), &[]);
                 }
                 said => {
                     let report = report(said, words.get(2).map_or(0, |_| number(2)));
-                    let _ = channel::send(self.socket.as_fd(), &letter::frame(number(1), report.to_bytes()), &[]);
+                    let _ = channel::send(self.socket.as_fd(), &message::frame(number(1), report.to_bytes()), &[]);
                 }
             }
         }
@@ -304,14 +304,14 @@ impl Standin {
     fn fuzz(&self, seed: u64, count: u32, own: u32) -> ! {
         for act in fuzz::of_seed(seed, count, own) {
             let (bytes, gifts) = match act {
-                Act::Packet(nic, packet, gifts) => (letter::frame(nic, packet).to_vec(), gifts),
-                Act::Letter(bytes, gifts) => (bytes, gifts),
+                Act::Packet(nic, packet, gifts) => (message::frame(nic, packet).to_vec(), gifts),
+                Act::Message(bytes, gifts) => (bytes, gifts),
                 Act::Lease(nic, word) => {
-                    self.nics.get(&nic).inspect(|nic| nic.board.words.store(board::LEASE_LINE / 8, word));
+                    self.nics.get(&nic).inspect(|nic| nic.lease_page.words.store(lease_page::LEASE_LINE / 8, word));
                     continue;
                 }
-                Act::Pulse(at, word) => {
-                    self.pulse.store(at, word);
+                Act::Heartbeat(at, word) => {
+                    self.heartbeat.store(at, word);
                     continue;
                 }
             };
@@ -331,12 +331,12 @@ impl Standin {
         let mut room = Vec::new();
         while !self.alone {
             match channel::receive(self.socket.as_fd(), &mut room) {
-                Ok(message) => match letter::unframe(&message.bytes) {
+                Ok(message) => match message::unframe(&message.bytes) {
                     Some((nic, packet)) => match Plan::parse(packet) {
                         Ok(plan) => self.nics.get_mut(&nic).into_iter().for_each(|nic| nic.plan = Some(plan)),
                         Err(_) => self.hear(nic, Input::Order(Order::parse(packet).expect("an order"))),
                     },
-                    None => self.read(serde_json::from_slice(&message.bytes).expect("a letter"), message.fds.trust()),
+                    None => self.read(serde_json::from_slice(&message.bytes).expect("a message"), message.fds.trust()),
                 },
                 Err(Nothing::Yet) => return,
                 Err(_) => self.alone = true,
@@ -344,13 +344,13 @@ impl Standin {
         }
     }
 
-    fn read(&mut self, letter: ToWorker, mut fds: Vec<OwnedFd>) {
-        match letter {
-            ToWorker::Nic { nic, name, kit, .. } => {
-                let board = Board::adopt(fds.remove(0)).expect("a board");
-                assert_eq!(fds.len(), kit.fds);
+    fn read(&mut self, message: ToWorker, mut fds: Vec<OwnedFd>) {
+        match message {
+            ToWorker::Nic { nic, name, bundle, .. } => {
+                let lease_page = LeasePage::adopt(fds.remove(0)).expect("a lease page");
+                assert_eq!(fds.len(), bundle.fds);
                 let machine = Worker::new(Party(self.party.try_into().expect("a party")));
-                self.nics.insert(nic, Nic { name, machine, board, kit, fds, looks: false, plan: None });
+                self.nics.insert(nic, Nic { name, machine, lease_page, bundle, fds, looks: false, plan: None });
             }
             ToWorker::Again { .. } => {
                 let mut nics: Vec<u32> = self.nics.keys().copied().collect();
@@ -361,15 +361,15 @@ impl Standin {
             }
             ToWorker::Counts => {
                 for (number, nic) in self.nics.iter().filter(|(_, nic)| nic.machine.drives()) {
-                    let received = self.pulse.load(pulse::RECEIVED);
+                    let received = self.heartbeat.load(heartbeat::RECEIVED);
                     let counts = vec![("rx_packets".to_owned(), received), ("rx\u{1b}[7m\u{202e}_odd".to_owned(), 1)];
                     assert!(!nic.name.is_empty());
                     write(&self.socket, &ToDaemon::Counts { nic: *number, counts }, &[]);
                 }
             }
-            ToWorker::Sash { .. } => write(
+            ToWorker::DriverState { .. } => write(
                 &self.socket,
-                &ToDaemon::Told { nic: None, sentence: format!("a sash came, with {} memory", fds.len()) },
+                &ToDaemon::Told { nic: None, sentence: format!("a driver state came, with {} memory", fds.len()) },
                 &[],
             ),
             // No frame passes here.
@@ -411,7 +411,7 @@ impl Standin {
             Do::Map if self.fault == "unfit" => return Some(Input::Unfit(Reason::MemLock { may: 1, needs: 2 })),
             Do::Map => {
                 dies("dies-at-prepare");
-                if nic.kit.partial {
+                if nic.bundle.partial {
                     self.make_memory(number);
                 }
                 return Some(Input::Prepared);
@@ -420,11 +420,11 @@ impl Standin {
                 std::thread::park();
             },
             Do::Stop => return Some(Input::Stopped),
-            Do::WriteSash { .. } if nic.plan.as_ref().is_some_and(|plan| plan.store) => {
-                let memory = Words::create("a sash", 4096).expect("memory");
-                write(&self.socket, &ToDaemon::Sash { nic: number }, &[memory.region().fd()]);
-                if self.fault == "sash-twice" {
-                    write(&self.socket, &ToDaemon::Sash { nic: number }, &[memory.region().fd()]);
+            Do::WriteDriverState { .. } if nic.plan.as_ref().is_some_and(|plan| plan.store) => {
+                let memory = Words::create("a driver state", 4096).expect("memory");
+                write(&self.socket, &ToDaemon::DriverState { nic: number }, &[memory.region().fd()]);
+                if self.fault == "driver_state-twice" {
+                    write(&self.socket, &ToDaemon::DriverState { nic: number }, &[memory.region().fd()]);
                 }
             }
             Do::Swap { from, to } => return Some(self.swap(number, from, to)),
@@ -437,31 +437,33 @@ impl Standin {
                     _ => Input::Sound,
                 });
             }
-            Do::Read { .. } if self.fault == "broken" => return Some(Input::Broken(Reason::WrongSash { value: 9 })),
+            Do::Read { .. } if self.fault == "broken" => {
+                return Some(Input::Broken(Reason::WrongDriverState { value: 9 }));
+            }
             Do::Read { .. } => {
                 dies("dies-at-read");
                 return Some(Input::Sound);
             }
             Do::LookOnce => {
-                nic.board.words.store(board::DRIVING_AT, stamp());
-                nic.board.words.count(board::RELAYS);
-                if self.fault == "speaks-of-kit" {
-                    let kit = Kit { text: "{\"another\":\"card's\"}".to_owned(), ..nic.kit.clone() };
-                    let letter = ToDaemon::Kit { kit };
+                nic.lease_page.words.store(lease_page::DRIVING_AT, stamp());
+                nic.lease_page.words.count(lease_page::RELAYS);
+                if self.fault == "speaks-of-bundle" {
+                    let bundle = DeviceBundle { text: "{\"another\":\"card's\"}".to_owned(), ..nic.bundle.clone() };
+                    let message = ToDaemon::DeviceBundle { bundle };
                     let own = Words::create("its own", 4096).expect("memory");
-                    write(&self.socket, &letter, &vec![own.region().fd(); nic.kit.fds]);
+                    write(&self.socket, &message, &vec![own.region().fd(); nic.bundle.fds]);
                 }
                 if self.fault == "other-mac" {
-                    let kit = Kit { mac: Some([2, 0, 0, 0, 0, 9]), ..nic.kit.clone() };
-                    let letter = ToDaemon::Kit { kit };
-                    write(&self.socket, &letter, &channel::lend(&nic.fds));
+                    let bundle = DeviceBundle { mac: Some([2, 0, 0, 0, 0, 9]), ..nic.bundle.clone() };
+                    let message = ToDaemon::DeviceBundle { bundle };
+                    write(&self.socket, &message, &channel::lend(&nic.fds));
                 }
             }
             Do::Go => {
                 self.nics.remove(&number);
             }
             Do::Say(report) => self.say(number, report),
-            Do::WriteSash { .. } | Do::Resume | Do::Yield => {}
+            Do::WriteDriverState { .. } | Do::Resume | Do::Yield => {}
         }
         None
     }
@@ -474,7 +476,7 @@ impl Standin {
         let loose = rustix::fs::memfd_create("loose", rustix::fs::MemfdFlags::ALLOW_SEALING).expect("memory");
         match &self.fault[..] {
             "memory-of-another-nic" => nic = number + 1,
-            "memory-overfull" => lies = "x".repeat(LETTER_MAX - 300),
+            "memory-overfull" => lies = "x".repeat(MESSAGE_MAX - 300),
             "memory-too-many" => fds.push(made[0].region().fd()),
             "memory-twice" => fds[2] = fds[1],
             "memory-is-the-way" => fds[1] = self.nics[&number].fds[0].as_fd(),
@@ -486,13 +488,13 @@ impl Standin {
     }
 
     fn swap(&mut self, number: u32, from: Tenure, to: Tenure) -> Input {
-        let board = &self.nics[&number].board;
+        let lease_page = &self.nics[&number].lease_page;
         if to.holder.is_none() {
-            board.words.store(board::STOPPED_AT, u64::try_from(now().as_nanos()).expect("not so long"));
+            lease_page.words.store(lease_page::STOPPED_AT, u64::try_from(now().as_nanos()).expect("not so long"));
         } else if self.is("dies-at-take") {
             std::process::exit(7);
         }
-        let won = board.swap(from, to).is_ok();
+        let won = lease_page.swap(from, to).is_ok();
         if won && self.is("dies-after-pass") && to.holder.is_none() {
             std::process::exit(7);
         }
@@ -501,9 +503,9 @@ impl Standin {
 
     fn say(&self, number: u32, report: Report) {
         let said = match report {
-            Report::Ready if self.is("lies") => Report::Taken { epoch: self.nics[&number].board.tenure().epoch },
+            Report::Ready if self.is("lies") => Report::Taken { epoch: self.nics[&number].lease_page.tenure().epoch },
             said => said,
         };
-        let _ = channel::send(self.socket.as_fd(), &letter::frame(number, said.to_bytes()), &[]);
+        let _ = channel::send(self.socket.as_fd(), &message::frame(number, said.to_bytes()), &[]);
     }
 }

@@ -308,7 +308,7 @@ fn what_a_daemon_gave_and_did_not_live_to_speak_of_is_driven_under_the_next() {
     need_storm!();
     for nth in 1..=2 {
         let Some(mut world) = World::without_daemon("standby = false\n", 10) else { return };
-        world.rig.start_to_die(Some(format!("daemon.kit:{nth}")));
+        world.rig.start_to_die(Some(format!("daemon.bundle:{nth}")));
         world.rig.daemon_ends();
         world.rig.start();
         until(&world.rig, "one worker drives both", || world.is_whole());

@@ -124,7 +124,7 @@ fn programs_on_a_vni_lose_nothing_and_get_nothing_twice_while_workers_and_daemon
         world.await_pairs();
         exchange.goes_on(&world.rig, 200);
     }
-    // The next daemon gets the estates from the workers, and knows the nodes that were added by hand.
+    // The next daemon gets the node memories from the workers, and knows the nodes that were added by hand.
     world.rig.kill_daemon();
     exchange.goes_on(&world.rig, 200);
     world.rig.start();
@@ -370,8 +370,10 @@ fn an_interface_that_somebody_takes_away_is_told_of_and_stops_nobody_else() {
 
 /// A program on stock DPDK that answers `ping`, as a client of memif.
 fn echoing(socket: &Path) -> Program {
-    let vdev =
-        format!("net_memif0,role=client,socket={},socket-abstract=no,zero-copy=no,id=7,secret=hush", socket.display());
+    let vdev = format!(
+        "net_memif0,role=client,socket={},socket-abstract=no,zero-copy=no,id=7,secret=quiesce",
+        socket.display()
+    );
     let mut command = Command::new("dpdk-testpmd");
     command.args(["--lcores", "0,1", "--no-huge", "-m", "64", "--no-pci", "--no-shconf", "--no-telemetry"]);
     command.args(["--vdev", &vdev, "--", "--nb-cores=1", "--forward-mode=icmpecho", "--total-num-mbufs=2048"]);
@@ -390,7 +392,7 @@ fn a_namespace_talks_to_a_program_on_stock_dpdk() {
     world.add("shop", &world.shop, SHOP, &[]);
     let socket = world.rig.path("dpdk.sock");
     let shown = socket.to_str().expect("text");
-    let secret = world.secret("hush");
+    let secret = world.secret("quiesce");
     world.rig.ask(&["node", "add", "dpdk", "--memif", shown, "--id", "7", "--secret-file", &secret]);
     world.rig.await_pair("dpdk");
     let said = world.rig.refused(&["node", "add", "other", "--memif", shown]);

@@ -57,18 +57,18 @@ pub enum Method {
 const OF_VFIO: usize = 3;
 const OF_MEMORY: usize = 3;
 
-/// Descriptors that the other process is passed at most: those of VFIO and of the NIC's memory, the board, two eventfds, and the card's vectors.
+/// Descriptors that the other process is passed at most: those of VFIO and of the NIC's memory, the lease page, two eventfds, and the card's vectors.
 const PASSED: usize = 9;
 const VECTORS_MAX: usize = 8;
 
 /// Memory that both share: the lease, and a few words.
-struct Board {
+struct LeasePage {
     lease: Lease<Span<Line>>,
     words: Span<AtomicU64>,
     region: Region,
 }
 
-/// Words of the board, on lines of their own: when the giver stopped, how it left the card, whether there are no more turns, frames that went back, relays, and how
+/// Words of the lease page, on lines of their own: when the giver stopped, how it left the card, whether there are no more turns, frames that went back, relays, and how
 /// long each took in ns.
 const STOPPED_AT: usize = 8;
 const LEFT: usize = 9;
@@ -77,12 +77,12 @@ const BACK: usize = 24;
 const RELAYS: usize = 32;
 const PAUSES: usize = 40;
 const PAUSES_MAX: usize = 1 << 16;
-const BOARD_LEN: usize = (8 * (PAUSES + PAUSES_MAX)).next_multiple_of(PAGE_LEN);
+const LEASE_PAGE_LEN: usize = (8 * (PAUSES + PAUSES_MAX)).next_multiple_of(PAGE_LEN);
 
-impl Board {
+impl LeasePage {
     fn over(region: Region) -> Fallible<Self> {
         let words = region.span(0, PAUSES + PAUSES_MAX)?;
-        Ok(Board { lease: Lease::new(region.span(0, 1)?), words, region })
+        Ok(LeasePage { lease: Lease::new(region.span(0, 1)?), words, region })
     }
 
     fn word(&self, word: usize) -> u64 {
@@ -137,7 +137,7 @@ struct Worker {
     us: NonZeroU32,
     /// What we hold the lease by, while we do.
     tenure: Option<Tenure>,
-    board: Board,
+    lease_page: LeasePage,
     ours: OwnedFd,
     theirs: OwnedFd,
     /// Ready for the next turn, but for where the giver stopped.
@@ -154,19 +154,19 @@ impl Worker {
             return Err("the other process does not hand the card over".into());
         }
         rustix::io::read(&self.ours, &mut [0; 8])?;
-        if self.board.word(OVER) == 1 {
+        if self.lease_page.word(OVER) == 1 {
             return Ok(None);
         }
-        self.tenure = Some(self.board.lease.take(self.board.lease.tenure(), self.us)?);
+        self.tenure = Some(self.lease_page.lease.take(self.lease_page.lease.tenure(), self.us)?);
         let next = self.next.take().ok_or("a process takes over only when it is ready")?;
-        let mut nic = next.go_on(Left(self.board.word(LEFT)))?;
+        let mut nic = next.go_on(Left(self.lease_page.word(LEFT)))?;
         let mut burst = Burst::new();
         nic.receive(&mut burst)?;
-        let pause = now_ns().saturating_sub(self.board.word(STOPPED_AT));
-        let relay = self.board.word(RELAYS);
-        self.board.words[RELAYS].store(relay + 1, Relaxed);
+        let pause = now_ns().saturating_sub(self.lease_page.word(STOPPED_AT));
+        let relay = self.lease_page.word(RELAYS);
+        self.lease_page.words[RELAYS].store(relay + 1, Relaxed);
         self.send_back(&mut nic, &mut burst)?;
-        self.board.words[PAUSES + usize::try_from(relay)? % PAUSES_MAX].store(pause, Relaxed);
+        self.lease_page.words[PAUSES + usize::try_from(relay)? % PAUSES_MAX].store(pause, Relaxed);
         let replaced = self.replaced.take().map(Card::stand_down);
         if let Some((bus, memory)) = replaced.or_else(|| self.unused.take()) {
             self.next = Some(Next::InPlace(Box::new(Card::prepare(bus, memory)?)));
@@ -177,11 +177,11 @@ impl Worker {
     /// Hands the card over, no frame of which is in hand.
     fn give(&mut self, mut nic: Card) -> Fallible<()> {
         match self.method {
-            Method::Keep => self.board.words[STOPPED_AT].store(now_ns(), Relaxed),
+            Method::Keep => self.lease_page.words[STOPPED_AT].store(now_ns(), Relaxed),
             Method::Repoint => self.leave(&mut nic)?,
         }
         let ours = self.tenure.take().ok_or("only who holds the lease passes it")?;
-        self.board.lease.pass(ours)?;
+        self.lease_page.lease.pass(ours)?;
         rustix::io::write(&self.theirs, &1_u64.to_ne_bytes())?;
         match self.method {
             Method::Keep => self.replaced = Some(nic),
@@ -196,15 +196,15 @@ impl Worker {
 
     /// Goes on until nothing is left to do, and leaves the card.
     fn leave(&self, nic: &mut Card) -> Fallible<()> {
-        nic.hush(How::Point, |_| ());
+        nic.quiesce(How::Point, |_| ());
         let (began, mut burst) = (Instant::now(), Burst::new());
         while began.elapsed() < PATIENCE {
             if nic.receive(&mut burst)? > 0 {
                 self.send_back(nic, &mut burst)?;
             } else if nic.is_quiet() {
-                self.board.words[STOPPED_AT].store(now_ns(), Relaxed);
+                self.lease_page.words[STOPPED_AT].store(now_ns(), Relaxed);
                 if nic.leave()? {
-                    self.board.words[LEFT].store(nic.left().0, Relaxed);
+                    self.lease_page.words[LEFT].store(nic.left().0, Relaxed);
                     return Ok(());
                 }
             }
@@ -213,7 +213,7 @@ impl Worker {
     }
 
     fn send_back(&self, nic: &mut Card, burst: &mut Burst) -> Fallible<()> {
-        let relays = u32::try_from(self.board.word(RELAYS))?;
+        let relays = u32::try_from(self.lease_page.word(RELAYS))?;
         let came = burst.len() as u64;
         for frame in burst.iter_mut() {
             turn_round(frame.slot.bytes_mut(), relays);
@@ -221,7 +221,7 @@ impl Worker {
         while !burst.is_empty() {
             nic.transmit(burst)?;
         }
-        self.board.words[BACK].store(self.board.word(BACK) + came, Relaxed);
+        self.lease_page.words[BACK].store(self.lease_page.word(BACK) + came, Relaxed);
         Ok(())
     }
 
@@ -285,7 +285,7 @@ impl Way {
 fn worker(
     (us, method, drives): (NonZeroU32, Method, bool),
     way: &Way,
-    board: Board,
+    lease_page: LeasePage,
     [ours, theirs]: [OwnedFd; 2],
 ) -> Fallible<Worker> {
     let (next, unused) = match method {
@@ -300,7 +300,7 @@ fn worker(
             (Some(Next::apart(way.bus(0)?, memory)?), None)
         }
     };
-    Ok(Worker { method, us, tenure: None, board, ours, theirs, next, replaced: None, unused })
+    Ok(Worker { method, us, tenure: None, lease_page, ours, theirs, next, replaced: None, unused })
 }
 
 /// The other process, which ends with this one.
@@ -315,13 +315,13 @@ impl Drop for Other {
 }
 
 /// Starts the other process and waits until it is ready.
-fn start_other(method: Method, way: &Way, board: &Board, eventfds: [&OwnedFd; 2]) -> Fallible<Other> {
+fn start_other(method: Method, way: &Way, lease_page: &LeasePage, eventfds: [&OwnedFd; 2]) -> Fallible<Other> {
     let (mut ours, theirs) = UnixStream::pair()?;
     let program = std::env::current_exe()?;
     let mut command = Command::new(program);
     command.args(["other", if method == Method::Keep { "handover" } else { "repoint" }]);
     let other = Other(command.stdin(Stdio::from(OwnedFd::from(theirs))).spawn()?);
-    let fds = [board.region.fd(), eventfds[0].as_fd(), eventfds[1].as_fd()];
+    let fds = [lease_page.region.fd(), eventfds[0].as_fd(), eventfds[1].as_fd()];
     let fds: Vec<_> = fds.into_iter().chain(way.0.iter().map(AsFd::as_fd)).collect();
     let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(PASSED + VECTORS_MAX))];
     let mut control = SendAncillaryBuffer::new(&mut space);
@@ -347,9 +347,9 @@ pub fn other(method: Method) -> Fallible<()> {
     });
     let mut fds = messages.flatten();
     let mut next = || fds.next().ok_or("a descriptor is missing");
-    let (board, ours, theirs) = (Board::over(Region::adopt(next()?)?)?, next()?, next()?);
+    let (lease_page, ours, theirs) = (LeasePage::over(Region::adopt(next()?)?)?, next()?, next()?);
     let who = (NonZeroU32::MIN.saturating_add(1), method, false);
-    let mut worker = worker(who, &Way(fds.collect()), board, [ours, theirs])?;
+    let mut worker = worker(who, &Way(fds.collect()), lease_page, [ours, theirs])?;
     stdin.write_all(b"!")?;
     while let Some(mut nic) = worker.take()? {
         worker.drive(&mut nic, BETWEEN)?;
@@ -367,35 +367,35 @@ pub fn relays(method: Method, count: u32) -> Fallible<()> {
     let way = Way::of(&nic, parts)?;
     let eventfd = || rustix::event::eventfd(0, EventfdFlags::CLOEXEC);
     let (ours, theirs) = (eventfd()?, eventfd()?);
-    let board = Board::over(Region::create("guest-relay-board", BOARD_LEN, Pages::Small)?)?;
-    let other = start_other(method, &way, &board, [&theirs, &ours])?;
+    let lease_page = LeasePage::over(Region::create("guest-relay-lease_page", LEASE_PAGE_LEN, Pages::Small)?)?;
+    let other = start_other(method, &way, &lease_page, [&theirs, &ours])?;
     let us = NonZeroU32::MIN;
-    let mut worker = worker((us, method, true), &way, board, [ours, theirs])?;
-    worker.tenure = Some(worker.board.lease.take(worker.board.lease.tenure(), us)?);
+    let mut worker = worker((us, method, true), &way, lease_page, [ours, theirs])?;
+    worker.tenure = Some(worker.lease_page.lease.take(worker.lease_page.lease.tenure(), us)?);
     println!("{SAYS}ready");
     let began = Instant::now();
-    while worker.board.word(BACK) == 0 {
+    while worker.lease_page.word(BACK) == 0 {
         if began.elapsed() > PATIENCE {
             return Err("no stream came".into());
         }
         worker.drive(&mut nic, NAP)?;
     }
     worker.drive(&mut nic, AT_REST)?;
-    while worker.board.word(RELAYS) < u64::from(count) {
+    while worker.lease_page.word(RELAYS) < u64::from(count) {
         worker.give(nic)?;
         nic = worker.take()?.ok_or("the other process does not end the turns")?;
         worker.drive(&mut nic, BETWEEN)?;
     }
-    worker.board.words[OVER].store(1, Relaxed);
+    worker.lease_page.words[OVER].store(1, Relaxed);
     rustix::io::write(&worker.theirs, &1_u64.to_ne_bytes())?;
     println!("{SAYS}done");
     // Until the stream ends.
     let mut before = 0;
-    while std::mem::replace(&mut before, worker.board.word(BACK)) != worker.board.word(BACK) {
+    while std::mem::replace(&mut before, worker.lease_page.word(BACK)) != worker.lease_page.word(BACK) {
         worker.drive(&mut nic, SILENCE)?;
     }
-    let relays = usize::try_from(worker.board.word(RELAYS))?;
-    for pauses in worker.board.words[PAUSES..PAUSES + relays.min(PAUSES_MAX)].chunks(16) {
+    let relays = usize::try_from(worker.lease_page.word(RELAYS))?;
+    for pauses in worker.lease_page.words[PAUSES..PAUSES + relays.min(PAUSES_MAX)].chunks(16) {
         let pauses: Vec<_> = pauses.iter().map(|pause| pause.load(Relaxed).to_string()).collect();
         println!("{SAYS}pauses {}", pauses.join(" "));
     }

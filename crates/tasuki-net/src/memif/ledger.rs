@@ -1,4 +1,4 @@
-//! Where a node stands in its client's rings while it changes them, for its successor: a page of the node's estate, that its worker alone writes.
+//! Where a node stands in its client's rings while it changes them, for its successor: a page of the node's node memory, that its worker alone writes.
 //!
 //! A ring's own tail says how far its server is. But before it moves, descriptors are written over: in a frame's last buffer stands how much of it
 //! was filled, where the client said how much it holds; and frames that were read take back that they go on (see [`Ring`](super::ring::Ring)). A
@@ -17,7 +17,7 @@
 use tasuki_shm::line::{LINE_WORDS, Line};
 use tasuki_shm::region::Span;
 use tasuki_shm::sync::{Acquire, AtomicU64, Relaxed, Release, fence};
-use tasuki_shm::vni::estate::LEDGER_LINES;
+use tasuki_shm::vni::node_memory::LEDGER_LINES;
 
 const READ: usize = 0;
 const COUNT: usize = 1;
@@ -45,7 +45,7 @@ fn settle(word: &AtomicU64, value: u64) {
 }
 
 impl Ledger {
-    /// That of an estate, with what a predecessor has left there.
+    /// That of a node memory, with what a predecessor has left there.
     pub fn over(lines: Span<Line>) -> Self {
         let mut ledger = Ledger { lines, held: 0 };
         ledger.held = usize::try_from(ledger.word(COUNT).load(Acquire)).map_or(HELD_MAX, |held| held.min(HELD_MAX));

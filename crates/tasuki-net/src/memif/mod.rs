@@ -173,7 +173,7 @@ pub struct MemifNode<M> {
     /// Something waits for room, of which nobody is told.
     naps: bool,
     /// Whether the client was told that it need not ring, if we know.
-    is_hushed: Option<bool>,
+    is_quiesced: Option<bool>,
     /// It was told that it has to, and it may not have seen that when it last sent.
     in_doubt: bool,
 }
@@ -208,7 +208,7 @@ impl<M: Deref<Target = [Line]>> MemifNode<M> {
             slow: Slow::default(),
             stalls: None,
             naps: false,
-            is_hushed: Some(false),
+            is_quiesced: Some(false),
             in_doubt: false,
         })
     }
@@ -341,12 +341,12 @@ impl<M: Deref<Target = [Line]>> MemifNode<M> {
 
     /// Takes what the client sends. It has it back when that is [flushed](Vni::flush).
     fn take(&mut self) -> Result<usize, Refusal> {
-        let Self { vni, switch, client, taken, dropped, slow, waits, chain, is_hushed, .. } = self;
+        let Self { vni, switch, client, taken, dropped, slow, waits, chain, is_quiesced, .. } = self;
         let Some(attached) = client.as_mut().and_then(|client| client.attached.as_mut()) else { return Ok(0) };
         if attached.from.look()? == 0 {
             return Ok(0);
         }
-        if is_hushed.replace(true) != Some(true) {
+        if is_quiesced.replace(true) != Some(true) {
             attached.from.want_rings(false);
         }
         let mut taker = Taker { vni, switch, taken, dropped, slow, waits };
@@ -365,7 +365,7 @@ impl<M: Deref<Target = [Line]>> MemifNode<M> {
     /// Says that whoever drives the node is about to [rest](Self::rest), and looks once more.
     pub fn arm(&mut self) -> Armed {
         if let Some(Client { attached: Some(attached), .. }) = self.client.as_deref_mut() {
-            if self.is_hushed.replace(false) != Some(false) {
+            if self.is_quiesced.replace(false) != Some(false) {
                 attached.from.want_rings(true);
                 self.in_doubt = true;
             }
@@ -473,14 +473,14 @@ impl<M: Deref<Target = [Line]>> MemifNode<M> {
     }
 
     /// The client is connected, and was told that it need not ring, or not, if we know.
-    fn begin(&mut self, is_hushed: Option<bool>) {
+    fn begin(&mut self, is_quiesced: Option<bool>) {
         self.has_news = true;
         let Some(Client { attached: Some(attached), .. }) = self.client.as_deref() else { return };
         if watch(&self.epoll, attached.bell.as_fd()).is_err() {
             return self.end(Refusal::RingSilent(Way::ToServer).into());
         }
         (self.waits, self.stalls) = (None, None);
-        (self.is_hushed, self.in_doubt) = (is_hushed, false);
+        (self.is_quiesced, self.in_doubt) = (is_quiesced, false);
     }
 
     /// The client is there no more, and nothing of it is kept.

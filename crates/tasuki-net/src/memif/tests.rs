@@ -6,7 +6,7 @@ use proptest::prelude::*;
 use rustix::net::{AddressFamily, SocketType};
 use tasuki_shm::line::Claims;
 use tasuki_shm::vni::directory::{Directory, Lookup};
-use tasuki_shm::vni::estate::EstateFds;
+use tasuki_shm::vni::node_memory::NodeMemoryFds;
 use theirs::{Client, Shape};
 
 use super::*;
@@ -28,7 +28,7 @@ const NODES: u16 = 3;
 const BURST: usize = 32;
 
 struct Net {
-    estates: Vec<EstateFds>,
+    node_memories: Vec<NodeMemoryFds>,
     bells: Vec<(OwnedFd, OwnedFd)>,
     lines: Lines,
     _directory: Directory<Lines>,
@@ -54,30 +54,30 @@ fn number_of(frame: &[u8]) -> usize {
 
 impl Net {
     fn new(shape: Shape) -> Self {
-        let estates: Vec<_> =
-            (0..NODES).map(|number| EstateFds::create(&format!("test-{number}"), 512).unwrap()).collect();
+        let node_memories: Vec<_> =
+            (0..NODES).map(|number| NodeMemoryFds::create(&format!("test-{number}"), 512).unwrap()).collect();
         let bells: Vec<_> = (0..NODES).map(|_| tasuki_shm::wake::bell_pipe().unwrap()).collect();
         let (lines, directory) = directory(NODES);
-        let [other, third] = [OTHER, THIRD].map(|number| end(number, &estates, &bells));
+        let [other, third] = [OTHER, THIRD].map(|number| end(number, &node_memories, &bells));
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("memif.sock");
         let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
         let listener = rustix::net::socket_with(AddressFamily::UNIX, SocketType::SEQPACKET, flags, None).unwrap();
         rustix::net::bind(&listener, &rustix::net::SocketAddrUnix::new(&path).unwrap()).unwrap();
         rustix::net::listen(&listener, 4).unwrap();
-        let mut node = node(&listener, end(US, &estates, &bells), &lines);
+        let mut node = node(&listener, end(US, &node_memories, &bells), &lines);
         let client = Client::connect(&path, shape, "", || {
             node.rest(Duration::ZERO);
             node.turn();
         });
         let (node, _folder, _directory) = (Some(node), folder, directory);
-        Net { estates, bells, lines, _directory, other, third, listener, _folder, node, client }
+        Net { node_memories, bells, lines, _directory, other, third, listener, _folder, node, client }
     }
 
     /// Another worker goes on, with what a daemon has kept.
     fn replace(&mut self, parts: Parts) {
         self.node = None;
-        let mut node = node(&self.listener, end(US, &self.estates, &self.bells), &self.lines);
+        let mut node = node(&self.listener, end(US, &self.node_memories, &self.bells), &self.lines);
         node.go_on(Inherited::new(parts));
         self.node = Some(node);
     }
@@ -109,7 +109,7 @@ struct Account {
 }
 
 impl Account {
-    fn book(&mut self, to: u16, from: u16, came: Vec<Vec<u8>>) {
+    fn program_state(&mut self, to: u16, from: u16, came: Vec<Vec<u8>>) {
         for bytes in came {
             let number = number_of(&bytes);
             assert!(bytes == frame(to, from, number), "frame {number} is not what it was");
@@ -188,14 +188,14 @@ proptest! {
                     let parts = net.parts();
                     let mut node = net.node.take().unwrap();
                     // What it has seen before is not seen again.
-                    there.book(OTHER, US, received(&mut net.other));
-                    back.book(US, OTHER, net.client.receive());
+                    there.program_state(OTHER, US, received(&mut net.other));
+                    back.program_state(US, OTHER, net.client.receive());
                     lives_for(places, || (0..8).for_each(|_| {
                         node.rest(Duration::ZERO);
                         node.turn();
                     }));
-                    there.book(OTHER, US, received(&mut net.other));
-                    back.book(US, OTHER, net.client.receive());
+                    there.program_state(OTHER, US, received(&mut net.other));
+                    back.program_state(US, OTHER, net.client.receive());
                     (there.again, back.again) = (BURST, BURST);
                     drop(node);
                     net.replace(parts);
@@ -206,8 +206,8 @@ proptest! {
                     net.replace(parts);
                 }
                 Step::Read => {
-                    there.book(OTHER, US, received(&mut net.other));
-                    back.book(US, OTHER, net.client.receive());
+                    there.program_state(OTHER, US, received(&mut net.other));
+                    back.program_state(US, OTHER, net.client.receive());
                 }
                 Step::Rest => {
                     let node = net.node.as_mut().unwrap();

@@ -1,6 +1,6 @@
 //! The ledger of a NIC's memory: where its driver stands, true at every store, for a successor whose predecessor died.
 //!
-//! A sash is written when a driver is told to let go; who is killed is told nothing. So a driver that runs keeps what a successor cannot
+//! A driver state is written when a driver is told to let go; who is killed is told nothing. So a driver that runs keeps what a successor cannot
 //! read from the rings (its cursors) in shared memory, and changes it by *commits*: it writes the copy that is not valid, then adds one to
 //! the count of commits, whose parity says which copy is. A commit is made before what it speaks of is told to the card (the doorbell), so
 //! a successor rings both doorbells again: at worst the card hears the same twice.
@@ -12,7 +12,7 @@
 //!
 //! | words     | what                                                                                             |
 //! |-----------|--------------------------------------------------------------------------------------------------|
-//! | 0         | whose: kind and version of the driver's sash while it runs, 0 while nobody does                  |
+//! | 0         | whose: kind and version of the driver's driver state while it runs, 0 while nobody does                  |
 //! | 1         | commits                                                                                          |
 //! | 2         | which copy of what seldom changes is valid                                                       |
 //! | 3         | 1 while the driver may have its card halted: a successor has it go on                            |
@@ -26,7 +26,7 @@
 //! # Rules
 //!
 //! - **E1** One process writes it: whoever holds the lease of the NIC. A successor reads it when it has the lease.
-//! - **E2** What it says is a claim: a successor makes a sash of it, which is checked as any other.
+//! - **E2** What it says is a claim: a successor makes a driver state of it, which is checked as any other.
 //! - **E3** Stores become visible in the order of the program, for a process that dies no less than for one that lives. What a word speaks of is
 //!   stored before it (Release), and what is stored next, into the copy that was valid until then, into a frame that was saved, or to the card, stays
 //!   behind it: a Release store alone lets later stores go before it, so a release fence follows. On x86-64 that is the compiler's order and no
@@ -100,7 +100,7 @@ impl Ledger {
         table.expect("a ledger's region is as long as a ledger")
     }
 
-    /// Kind and version of the sashes of the driver that runs, if one does.
+    /// Kind and version of the driver states of the driver that runs, if one does.
     pub fn whose(&self) -> Option<(u32, u32)> {
         let word = self.0[WHOSE].load(Acquire);
         #[expect(clippy::cast_possible_truncation, reason = "the two halves of a word")]

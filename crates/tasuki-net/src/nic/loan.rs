@@ -1,9 +1,9 @@
-//! Slots that a card has: lending them, taking them back, and believing a sash that lists them.
+//! Slots that a card has: lending them, taking them back, and believing a driver state that lists them.
 
 use tasuki_shm::arena::Slot;
 use tasuki_shm::slots::SlotId;
 
-use super::sash::broken;
+use super::driver_state::broken;
 use super::{NicError, NicMemory};
 
 /// Lends a slot to the card.
@@ -12,7 +12,7 @@ pub fn lend(memory: &NicMemory, slot: Slot) -> SlotId {
     lent.expect("an arena for a device withdraws no pages, so the kernel is not asked").id()
 }
 
-/// Takes back a slot that the card has had. Fails only where our own book is wrong.
+/// Takes back a slot that the card has had. Fails only where our own program state is wrong.
 pub fn back(memory: &NicMemory, id: SlotId) -> Result<Slot, NicError> {
     memory.arena().attach_named(id).map_err(|_| broken("a slot of it is not the card's", id.to_word()))
 }

@@ -21,7 +21,7 @@ use tasuki_shm::slots::{SlotId, WrongSlot, table_lines};
 
 use super::bus::{Bus, BusError, Iova, Part, pci};
 use super::ledger::{LEDGER_LEN, Ledger};
-use super::{NicError, Sash};
+use super::{DriverState, NicError};
 
 /// Slots that are mapped by themselves. A taker that can map nothing before its giver is fenced maps them first, and drives with them: to map all takes longer
 /// than all else that it does meanwhile.
@@ -38,11 +38,11 @@ pub struct NicMemory {
     /// The rings come first, the arena follows.
     at: Iova,
     /// Where the driver stands. Not for the card.
-    book: Region,
+    program_state: Region,
     ledger: Ledger,
 }
 
-/// Where a NIC's memory lies and how it is cut: what a sash is held against.
+/// Where a NIC's memory lies and how it is cut: what a driver state is held against.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct MemoryLayout {
     /// Where the card sees the rings.
@@ -81,7 +81,7 @@ impl MemoryLayout {
     }
 }
 
-/// What another process needs to go on with a NIC's memory, beside the sash.
+/// What another process needs to go on with a NIC's memory, beside the driver state.
 #[derive(Debug)]
 pub struct Parts {
     /// The memory of the rings.
@@ -106,9 +106,9 @@ pub enum PartsError {
         /// What stands there.
         value: u64,
     },
-    /// It is not the memory that the sash is of.
+    /// It is not the memory that the driver state is of.
     #[error("{0}")]
-    Sash(#[from] NicError),
+    DriverState(#[from] NicError),
 }
 
 impl From<AdoptError> for PartsError {
@@ -132,29 +132,29 @@ impl NicMemory {
         let rings = Region::create("tasuki-nic-rings", rings_len.next_multiple_of(PAGE_LEN), Pages::Small)?;
         // SAFETY: the card, which alone is lent slots, writes no others (N1).
         let arena = unsafe { Arena::for_device("tasuki-nic-frames", slots, slot_table(slots)?) }?;
-        let book = Region::create("tasuki-nic-ledger", LEDGER_LEN, Pages::Small)?;
-        let ledger = Ledger::over(&book)?;
-        Ok(NicMemory { arena, rings, at, book, ledger })
+        let program_state = Region::create("tasuki-nic-ledger", LEDGER_LEN, Pages::Small)?;
+        let ledger = Ledger::over(&program_state)?;
+        Ok(NicMemory { arena, rings, at, program_state, ledger })
     }
 
-    /// What another process needs, beside the sash, to [adopt](Self::adopt) this memory. It stays ours until then, so that a giver whose
+    /// What another process needs, beside the driver state, to [adopt](Self::adopt) this memory. It stays ours until then, so that a giver whose
     /// taker fails goes on; afterwards it must not be touched, nor any slot that is still in hand (N2).
     pub fn parts(&self) -> io::Result<Parts> {
         let copy = |region: &Region| region.fd().try_clone_to_owned();
-        Ok(Parts { rings: copy(&self.rings)?, frames: copy(self.arena.region())?, ledger: copy(&self.book)? })
+        Ok(Parts { rings: copy(&self.rings)?, frames: copy(self.arena.region())?, ledger: copy(&self.program_state)? })
     }
 
-    /// Memory that another process has handed over with the sash of its card: the card has the slots that the sash names, and all
+    /// Memory that another process has handed over with the driver state of its card: the card has the slots that the driver state names, and all
     /// others are free.
     ///
     /// # Errors
-    /// When the parts are no sealed memory, not two, not whole, or not those that the sash is of; and when the sash is broken.
-    pub fn adopt(parts: Parts, sash: &impl Sash) -> Result<Self, PartsError> {
-        let head = sash.head();
+    /// When the parts are no sealed memory, not two, not whole, or not those that the driver state is of; and when the driver state is broken.
+    pub fn adopt(parts: Parts, driver_state: &impl DriverState) -> Result<Self, PartsError> {
+        let head = driver_state.head();
         let slots = Geometry { slot_len: head.slot_len, count: head.slots };
         let memory = Self::of_parts(parts, slots, Iova(head.rings_at))?;
-        sash.check(&memory.layout())?;
-        memory.lend(sash.slots()).map_err(AdoptError::Slot)?;
+        driver_state.check(&memory.layout())?;
+        memory.lend(driver_state.slots()).map_err(AdoptError::Slot)?;
         Ok(memory)
     }
 
@@ -171,7 +171,7 @@ impl NicMemory {
 
     /// Makes all pages be there, so that none is missed when the card is ours.
     pub fn populate(&self) {
-        [&self.rings, self.arena.region(), &self.book].into_iter().for_each(Region::populate);
+        [&self.rings, self.arena.region(), &self.program_state].into_iter().for_each(Region::populate);
     }
 
     /// The card has these slots, which are free in our table.
@@ -182,15 +182,15 @@ impl NicMemory {
     /// Maps the parts. No slot is lent yet.
     fn of_parts(parts: Parts, slots: Geometry, at: Iova) -> Result<Self, PartsError> {
         let (rings, frames) = (Region::adopt(parts.rings)?, Region::adopt(parts.frames)?);
-        let book = Region::adopt(parts.ledger)?;
+        let program_state = Region::adopt(parts.ledger)?;
         let impossible = |what, value| Err(PartsError::Impossible { what, value });
         let file = |region: &Region| rustix::fs::fstat(region).map(|stat| (stat.st_dev, stat.st_ino));
-        let files = [file(&rings), file(&frames), file(&book)];
+        let files = [file(&rings), file(&frames), file(&program_state)];
         if files[0].is_err() || files[0] == files[1] || files[..2].contains(&files[2]) {
             return impossible("two of rings, frames and ledger are the same", rings.len() as u64);
         }
-        if book.len() != LEDGER_LEN {
-            return impossible("the bytes of its ledger", book.len() as u64);
+        if program_state.len() != LEDGER_LEN {
+            return impossible("the bytes of its ledger", program_state.len() as u64);
         }
         if !slots.is_sound() || slots.count > ADOPTED_MAX {
             return impossible("the shape of its slots", u64::from(slots.count) << 32 | u64::from(slots.slot_len));
@@ -205,8 +205,8 @@ impl NicMemory {
         }
         // SAFETY: the card writes no slots but those that it is lent (N1), and the giver none any more (N2).
         let arena = unsafe { Arena::adopt_for_device(frames, slots, slot_table(slots)?, []) }?;
-        let ledger = Ledger::over(&book)?;
-        Ok(NicMemory { arena, rings, at, book, ledger })
+        let ledger = Ledger::over(&program_state)?;
+        Ok(NicMemory { arena, rings, at, program_state, ledger })
     }
 
     /// Where it lies and how it is cut.
@@ -226,7 +226,7 @@ impl NicMemory {
 
     /// The slots in the descriptors of ring number `ring`, of so many, as the ledger lists them.
     pub(super) fn slot_list(&self, ring: usize, count: usize) -> Span<AtomicU64> {
-        Ledger::table(&self.book, ring, count)
+        Ledger::table(&self.program_state, ring, count)
     }
 
     /// Where the driver stands.

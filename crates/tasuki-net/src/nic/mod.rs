@@ -1,11 +1,11 @@
 //! Drivers of network cards.
 //!
 //! A driver is a value that owns its [`Bus`] and its [`NicMemory`] and is a [`Port`]. What it must remember while it
-//! runs is a plain struct, its *sash*: a parked NIC's sash is all that a successor needs to go on where this one stopped.
+//! runs is a plain struct, its *driver state*: a parked NIC's driver state is all that a successor needs to go on where this one stopped.
 //!
 //! ```text
 //!            start (reset, initialise, wait for nothing)
-//!   bus, memory ──────────────────────────────► running ──── park ───► sash (+ the bus and memory, back)
+//!   bus, memory ──────────────────────────────► running ──── park ───► driver state (+ the bus and memory, back)
 //!                                                  ▲                      │
 //!                                                  └─────── resume ◄──────┘   no reset, no PHY, no link change
 //! ```
@@ -14,23 +14,23 @@
 //!
 //! Each of these steps, if it fails, gives bus and memory back ([`Failed`]), and says in [`Nic`] what can be done with them.
 
+pub mod bundle;
 pub mod bus;
+pub mod driver_state;
 pub mod e1000e;
-pub mod kit;
 pub mod ledger;
 mod loan;
 mod memory;
 mod register;
 mod repoint;
 pub mod rtl8139;
-pub mod sash;
 pub mod scrub;
 pub mod virtio_net;
 
 use bus::{Bus, BusError};
+pub use driver_state::DriverState;
 pub use memory::{MemoryLayout, NicMemory, Parts, PartsError};
 pub use repoint::{Can, How, Left, Repoint};
-pub use sash::Sash;
 pub use scrub::Scrub;
 
 use crate::capture::Captures;
@@ -167,11 +167,11 @@ pub enum NicError {
         /// What it wrote.
         value: u64,
     },
-    /// The sash is not one that this driver understands.
+    /// The driver state is not one that this driver understands.
     #[error(
-        "the sash is of {kind} version {version}, and this driver understands {ours}; hand the NIC over by the store, or upgrade"
+        "the driver state is of {kind} version {version}, and this driver understands {ours}; hand the NIC over by the store, or upgrade"
     )]
-    OtherSash {
+    OtherDriverState {
         /// The driver it names.
         kind: u32,
         /// Its version.
@@ -195,9 +195,11 @@ pub enum NicError {
         /// What stands there.
         value: u64,
     },
-    /// The sash cannot be true.
-    #[error("the sash contradicts itself, the NIC's memory or the card: {what} ({value:#x}); start the card anew")]
-    BrokenSash {
+    /// The driver state cannot be true.
+    #[error(
+        "the driver state contradicts itself, the NIC's memory or the card: {what} ({value:#x}); start the card anew"
+    )]
+    BrokenDriverState {
         /// What is wrong with it.
         what: &'static str,
         /// What stands there.
@@ -206,7 +208,7 @@ pub enum NicError {
 }
 
 /// A parked NIC: the way to its card, its memory, and what a successor must know.
-pub type Parked<N> = (<N as Nic>::Bus, NicMemory, <N as Nic>::Sash);
+pub type Parked<N> = (<N as Nic>::Bus, NicMemory, <N as Nic>::DriverState);
 
 /// A step that failed, and what it was to be done with.
 pub struct Failed<B> {
@@ -249,7 +251,7 @@ pub trait Nic: Port<Fault = NicError> + Sized {
     type Bus: Bus;
 
     /// All that a successor must know.
-    type Sash: Sash;
+    type DriverState: DriverState;
 
     /// Resets the card and sets it up, with slots posted to every receive ring. The link comes up when it comes up.
     ///
@@ -264,12 +266,12 @@ pub trait Nic: Port<Fault = NicError> + Sized {
     /// Goes on with a card that another driver has parked. Touches neither the link nor the filters.
     ///
     /// # Errors
-    /// [`NicError::OtherSash`] and [`NicError::BrokenSash`] are found before card and memory are touched, so that whoever has the right
-    /// sash can still resume. After any other error the card must be [started](Self::start), with the same memory if one likes.
-    fn resume(bus: Self::Bus, memory: NicMemory, sash: &Self::Sash) -> Result<Self, Failed<Self::Bus>>;
+    /// [`NicError::OtherDriverState`] and [`NicError::BrokenDriverState`] are found before card and memory are touched, so that whoever has the right
+    /// driver state can still resume. After any other error the card must be [started](Self::start), with the same memory if one likes.
+    fn resume(bus: Self::Bus, memory: NicMemory, driver_state: &Self::DriverState) -> Result<Self, Failed<Self::Bus>>;
 
     /// Has the card finish what it has begun and touch no memory any more. Frames that have come and were not received, and
-    /// frames that were not sent, stay in the rings, and the sash says where.
+    /// frames that were not sent, stay in the rings, and the driver state says where.
     ///
     /// # Errors
     /// The card is gone or does not stop. It may still use the slots that it had; [`start`](Self::start) resets it and takes them back.
@@ -301,21 +303,21 @@ pub trait Nic: Port<Fault = NicError> + Sized {
 ///   dead     ledger, rings ────────────────────────────┘
 /// ```
 ///
-/// What came before `conclude` and was received is the giver's, what came later the taker's. A `sash`, which goes by another way than the NIC's memory, is gone on with by `go_on`. Who calls sees to it that only one of the two drives.
+/// What came before `conclude` and was received is the giver's, what came later the taker's. A `driver_state`, which goes by another way than the NIC's memory, is gone on with by `go_on`. Who calls sees to it that only one of the two drives.
 ///
-/// A giver that is killed writes no sash. Its [ledger] says what it had handled, by the rule of [`Transactional`].
+/// A giver that is killed writes no driver state. Its [ledger] says what it had handled, by the rule of [`Transactional`].
 pub trait InPlace: Nic + Transactional {
-    /// A successor that has everything but the sash.
+    /// A successor that has everything but the driver state.
     type Prepared;
 
     /// The way to the card, of which a successor needs a second one. Not for the card's registers.
     fn bus(&self) -> &Self::Bus;
 
-    /// [Ends the last turn](Transactional::conclude) with nothing in hand, and writes what a successor elsewhere must know, into a sash that was [blank](Sash::blank) or written by a driver of this
+    /// [Ends the last turn](Transactional::conclude) with nothing in hand, and writes what a successor elsewhere must know, into a driver state that was [blank](DriverState::blank) or written by a driver of this
     /// card before.
-    fn sash(&mut self, into: &mut Self::Sash);
+    fn driver_state(&mut self, into: &mut Self::DriverState);
 
-    /// Gets ready all that needs no sash, touching neither card nor bus: `bus` is one that needs no word with the device to be used, and `memory` was
+    /// Gets ready all that needs no driver state, touching neither card nor bus: `bus` is one that needs no word with the device to be used, and `memory` was
     /// [prepared](NicMemory::prepare), or was used for this card before.
     fn prepare(bus: Self::Bus, memory: NicMemory) -> Result<Self::Prepared, Failed<Self::Bus>>;
 
@@ -335,11 +337,11 @@ pub trait InPlace: Nic + Transactional {
     /// No driver of this kind and version ran, or what stands there contradicts itself: the card must be started anew.
     fn pick_up(prepared: Self::Prepared) -> Result<Self, Failed<Self::Bus>>;
 
-    /// The same by a sash, which has come here by itself.
+    /// The same by a driver state, which has come here by itself.
     ///
     /// # Errors
-    /// A sash that is broken, or of another version, is found before anything is touched: the giver can go on.
-    fn go_on(prepared: Self::Prepared, sash: &Self::Sash) -> Result<Self, Failed<Self::Bus>>;
+    /// A driver state that is broken, or of another version, is found before anything is touched: the giver can go on.
+    fn go_on(prepared: Self::Prepared, driver_state: &Self::DriverState) -> Result<Self, Failed<Self::Bus>>;
 
     /// Frames that the card would take now: a burst of no more is taken whole by the next [`transmit`](Port::transmit). Commits nothing.
     fn room(&mut self) -> usize;

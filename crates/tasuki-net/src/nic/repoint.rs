@@ -64,12 +64,12 @@ impl Can {
 /// A driver that can point its card at the rings of a successor which has memory of its own, or take it back.
 ///
 /// ```text
-///   giver    hush ─► receive, handle, transmit … is_quiet ─► leave ──► (could go back) ──► stand_down
+///   giver    quiesce ─► receive, handle, transmit … is_quiet ─► leave ──► (could go back) ──► stand_down
 ///                                                              │  how it left it: a word, and nothing else
 ///   taker    prepare_rings .......... waits .................. repoint ───► running
 /// ```
 ///
-/// The partner is asked to pause, if the card can do that, from `hush` until the taker has gone on. The giver handles what had come before. Nothing
+/// The partner is asked to pause, if the card can do that, from `quiesce` until the taker has gone on. The giver handles what had come before. Nothing
 /// of the card is initialised but where its rings are; interrupts ring the same eventfds. As the memory is another, what the giver had in its frames the taker cannot see.
 ///
 /// A card that can have nobody pause loses what comes from `leave` on.
@@ -102,7 +102,7 @@ pub trait Repoint: Nic {
 
     /// Has the partner pause, if that is possible; or has the card steer what comes to the successor's queue. Frames go on coming for a while, and are
     /// received and sent as before, also in `between`, while the card is asked for one thing after the other.
-    fn hush(&mut self, how: How, between: impl FnMut(&mut Self));
+    fn quiesce(&mut self, how: How, between: impl FnMut(&mut Self));
 
     /// Whether nothing is left to be done by a giver that goes on receiving and sending: to be asked whenever a call of `receive` gave nothing. True, too, when
     /// the partner does not pause, or does not take what is to be sent, for too long.

@@ -66,7 +66,7 @@ impl Dirt {
 /// A driver whose memory can be handed on without anything of the frames that it has handled.
 ///
 /// ```text
-///   start with NicOptions::scrub, or keep_clean ... wipe_free ... last burst, wipe_rest ─► sash
+///   start with NicOptions::scrub, or keep_clean ... wipe_free ... last burst, wipe_rest ─► driver state
 /// ```
 pub trait Scrub: Nic {
     /// From now on, no slot goes to the card with bytes of an older frame. What the card has already is not touched: to be called before the first frame

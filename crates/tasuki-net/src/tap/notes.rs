@@ -1,4 +1,4 @@
-//! What a node's worker has read from its TAP and nobody else has seen: on a page of the node's estate, for the successor of one that is killed.
+//! What a node's worker has read from its TAP and nobody else has seen: on a page of the node's node memory, for the successor of one that is killed.
 //!
 //! The kernel forgets a frame once it is read, so the worker must know before where it will lie, and says so here. How long it is the worker alone is told, and a
 //! kill takes effect when a system call ends: of the frame that was being read a successor learns its length from the frame itself ([`len_of`]), which says it for IP
@@ -41,7 +41,7 @@ pub(super) struct Notes {
 }
 
 impl Notes {
-    /// Those that a predecessor has left on this page of an estate.
+    /// Those that a predecessor has left on this page of a node memory.
     pub(super) fn over(lines: Span<Line>) -> Self {
         Notes { lines, count: 0 }
     }

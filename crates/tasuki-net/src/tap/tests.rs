@@ -5,7 +5,7 @@ use std::sync::Arc;
 use rustix::net::{AddressFamily, SocketFlags, SocketType};
 use tasuki_shm::line::Claims;
 use tasuki_shm::vni::directory::{Directory, Lookup};
-use tasuki_shm::vni::estate::EstateFds;
+use tasuki_shm::vni::node_memory::NodeMemoryFds;
 
 use super::*;
 use crate::vni::fixture::{Lines, directory, end, mac, received};
@@ -16,7 +16,7 @@ const OTHER: u16 = 1;
 
 /// The namespace's end of a TAP is a socket that keeps messages apart, which is read and written as one.
 struct Net {
-    estates: Vec<EstateFds>,
+    node_memories: Vec<NodeMemoryFds>,
     bells: Vec<(OwnedFd, OwnedFd)>,
     lines: Lines,
     _directory: Directory<Lines>,
@@ -27,20 +27,21 @@ struct Net {
 
 impl Net {
     fn new() -> Self {
-        let estates: Vec<_> = (0..2).map(|number| EstateFds::create(&format!("test-{number}"), 512).unwrap()).collect();
+        let node_memories: Vec<_> =
+            (0..2).map(|number| NodeMemoryFds::create(&format!("test-{number}"), 512).unwrap()).collect();
         let bells: Vec<_> = (0..2).map(|_| tasuki_shm::wake::bell_pipe().unwrap()).collect();
         let (lines, _directory) = directory(2);
-        let other = end(OTHER, &estates, &bells);
+        let other = end(OTHER, &node_memories, &bells);
         let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
         let (tap, namespace) =
             rustix::net::socketpair(AddressFamily::UNIX, SocketType::SEQPACKET, flags, None).unwrap();
-        Net { estates, bells, lines, _directory, other, tap, namespace }
+        Net { node_memories, bells, lines, _directory, other, tap, namespace }
     }
 
     /// Another worker goes on.
     fn worker(&self) -> TapNode<Lines> {
         let switch = Switch::new(US, Lookup::new(Claims::of(Arc::clone(&self.lines))));
-        TapNode::new(self.tap.try_clone().unwrap(), end(US, &self.estates, &self.bells), switch)
+        TapNode::new(self.tap.try_clone().unwrap(), end(US, &self.node_memories, &self.bells), switch)
     }
 
     /// The namespace sends frames with these numbers.
@@ -112,7 +113,7 @@ fn no_frame_is_lost_wherever_a_worker_is_killed() {
 #[test]
 fn what_a_liar_leaves_on_the_page_harms_nobody() {
     let mut net = Net::new();
-    let page = end(US, &net.estates, &net.bells).notes();
+    let page = end(US, &net.node_memories, &net.bells).notes();
     for word in [0, 1, u64::from(u32::MAX), u64::MAX, 1 << 32 | 30, 5 << 32 | u64::from(u32::MAX)] {
         for line in &*page {
             (0..8).for_each(|at| line.word(at).store(word, std::sync::atomic::Ordering::Relaxed));

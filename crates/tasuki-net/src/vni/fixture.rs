@@ -5,10 +5,10 @@ use std::sync::Arc;
 
 use tasuki_shm::line::Line;
 use tasuki_shm::vni::directory::{Directory, Mac, NodeSet, directory_lines};
-use tasuki_shm::vni::estate::EstateFds;
+use tasuki_shm::vni::node_memory::NodeMemoryFds;
 use tasuki_shm::wake::Clapper;
 
-use super::{Introduction, Vni};
+use super::{PeerDescriptor, Vni};
 
 /// A directory's memory, in one process.
 pub type Lines = Arc<[Line]>;
@@ -31,14 +31,15 @@ pub fn directory(nodes: u16) -> (Lines, Directory<Lines>) {
     (lines, directory)
 }
 
-/// The end of node `number` on an estate and a bell for each node. All the others are known to it.
-pub fn end(number: u16, estates: &[EstateFds], bells: &[(OwnedFd, OwnedFd)]) -> Vni {
-    let [control, pool] = estates[usize::from(number)].fds().map(|fd| fd.try_clone_to_owned().unwrap());
-    let ear = bells[usize::from(number)].0.try_clone().unwrap();
-    let mut vni = Vni::new(number, EstateFds { control, pool }, ear).unwrap();
-    for (other, (estate, bell)) in (0..).zip(estates.iter().zip(bells)).filter(|(other, _)| *other != number) {
-        let (estate, bell) = (estate.to_read().unwrap(), Clapper::from_peer(bell.1.try_clone().unwrap()));
-        vni.add(Introduction { number: other, estate, bell, own: Default::default() }).unwrap();
+/// The end of node `number` on a node memory and a bell for each node. All the others are known to it.
+pub fn end(number: u16, node_memories: &[NodeMemoryFds], bells: &[(OwnedFd, OwnedFd)]) -> Vni {
+    let [control, pool] = node_memories[usize::from(number)].fds().map(|fd| fd.try_clone_to_owned().unwrap());
+    let bell_receiver = bells[usize::from(number)].0.try_clone().unwrap();
+    let mut vni = Vni::new(number, NodeMemoryFds { control, pool }, bell_receiver).unwrap();
+    for (other, (node_memory, bell)) in (0..).zip(node_memories.iter().zip(bells)).filter(|(other, _)| *other != number)
+    {
+        let (node_memory, bell) = (node_memory.to_read().unwrap(), Clapper::from_peer(bell.1.try_clone().unwrap()));
+        vni.add(PeerDescriptor { number: other, node_memory, bell, own: Default::default() }).unwrap();
     }
     vni.settle();
     vni

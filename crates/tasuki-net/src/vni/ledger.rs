@@ -1,4 +1,4 @@
-//! What a native node's program has done, and was about to do: a page of the node's estate that its worker alone writes, for its successor (V5).
+//! What a native node's program has done, and was about to do: a page of the node's node memory that its worker alone writes, for its successor (V5).
 //!
 //! A turn is over with one store, that of the count of turns. Before it stands here what was received and is handled, and every message that goes;
 //! after it that is done, and then noted as done. A successor that finds a turn which is not noted as done does it again: it writes the same
@@ -23,7 +23,7 @@ use tasuki_shm::region::Span;
 use tasuki_shm::ring::{Message, Producer};
 use tasuki_shm::sync::{Acquire, AtomicU64, Relaxed, Release, fence};
 use tasuki_shm::vni::NODES_MAX;
-use tasuki_shm::vni::estate::{Estate, LEDGER_LINES};
+use tasuki_shm::vni::node_memory::{LEDGER_LINES, NodeMemory};
 
 use super::halves;
 use super::neighbour::say_that_we_talk;
@@ -76,7 +76,7 @@ fn index(len: usize) -> u32 {
 }
 
 impl Ledger {
-    /// That of an estate.
+    /// That of a node memory.
     pub(super) fn over(lines: Span<Line>) -> Self {
         let mut ledger = Ledger { lines, turns: 0, given: 0 };
         ledger.turns = ledger.word(TURNS).load(Acquire);
@@ -136,7 +136,7 @@ impl Ledger {
 
     /// Does what a predecessor may not have come to do. What stands here was written by a worker of this node: it is held against what there is, and no
     /// more believed than that.
-    pub(super) fn redo(&self, estate: &Estate) {
+    pub(super) fn redo(&self, node_memory: &NodeMemory) {
         if self.word(DONE).load(Acquire) == self.turns {
             return;
         }
@@ -147,14 +147,14 @@ impl Ledger {
             let (place, to) = halves(get(at));
             let Some(to) = node(to) else { continue };
             let Some(tag) = NonZeroU32::new(halves(get(at + 1)).0) else { continue };
-            say_that_we_talk(&estate.talks(), to, true);
+            say_that_we_talk(&node_memory.talks(), to, true);
             let message = Message { tag, words: [get(at + 2)] };
-            Producer::<_, Span<Line>, 1>::push_again(&estate.ring_to(to), place, &message);
+            Producer::<_, Span<Line>, 1>::push_again(&node_memory.ring_to(to), place, &message);
         }
         for i in 0..(heads as usize).min(HEADS_MAX) {
             let at = HEADS_AT + 2 * i;
             if let Some(from) = node(halves(get(at)).0) {
-                estate.line_of(from)[0].word(0).store(get(at + 1), Release);
+                node_memory.line_of(from)[0].word(0).store(get(at + 1), Release);
             }
         }
         self.done();

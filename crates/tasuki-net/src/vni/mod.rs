@@ -1,13 +1,13 @@
 //! The virtual network interface: Ethernet between nodes through memory, with nobody in between.
 //!
-//! Each node has an [estate](tasuki_shm::vni::estate) that its worker alone writes and the others read. Whoever sends looks up whose the
+//! Each node has an [node memory](tasuki_shm::vni::node_memory) that its worker alone writes and the others read. Whoever sends looks up whose the
 //! destination address is, writes the frame into its own pool, and a message of 16 bytes into its ring to that node; whoever receives copies the
 //! frame out and says how far it is. So n nodes have n pools; a ring is one page, and costs memory once two nodes have talked.
 //!
 //! # Rules
 //!
-//! - **V1** Only a node's worker writes the node's estate: nobody locks anything, and a node can spoil nothing but its own frames.
-//! - **V2** A node that talks to another has said so in its estate, and has then rung the other's bell with its number, before it counts on being
+//! - **V1** Only a node's worker writes the node's node memory: nobody locks anything, and a node can spoil nothing but its own frames.
+//! - **V2** A node that talks to another has said so in its node memory, and has then rung the other's bell with its number, before it counts on being
 //!   heard. Rings of nodes that have not said so are not looked at.
 //! - **V3** A frame's pages are its reader's until it has said that it has read it, or until they are taken back, and then the reader finds a
 //!   generation that is another (P3, P4).
@@ -44,7 +44,7 @@ use tasuki_shm::region::{RegionError, Span};
 use tasuki_shm::ring::{Consumer, Producer};
 use tasuki_shm::sync::Relaxed;
 use tasuki_shm::vni::NODES_MAX;
-use tasuki_shm::vni::estate::{Estate, EstateFds, PeerEstate};
+use tasuki_shm::vni::node_memory::{NodeMemory, NodeMemoryFds, PeerNodeMemory};
 use tasuki_shm::wake::{Clapper, this_cpu};
 
 use crate::capture::Captures;
@@ -70,11 +70,11 @@ pub const PATIENCE: Duration = Duration::from_secs(1);
 
 /// What another node is reached by.
 #[derive(Debug)]
-pub struct Introduction {
+pub struct PeerDescriptor {
     /// Its number.
     pub number: u16,
-    /// Its estate, to be read.
-    pub estate: EstateFds,
+    /// Its node memory, to be read.
+    pub node_memory: NodeMemoryFds,
     /// What rings its bell.
     pub bell: Clapper,
     /// Its addresses of IP, if they are known: what it sends is held against them.
@@ -85,12 +85,12 @@ pub struct Introduction {
 #[derive(Debug)]
 pub struct Vni {
     number: u16,
-    estate: Estate,
+    node_memory: NodeMemory,
     pool: Pool,
     shared: SharedRuns,
     quota: u32,
     bell: Bell<Span<Line>>,
-    ear: OwnedFd,
+    bell_receiver: OwnedFd,
     neighbours: Vec<Option<Box<Neighbour>>>,
     /// Whose rings we look at.
     heard: Vec<u16>,
@@ -112,36 +112,40 @@ pub struct Vni {
 }
 
 impl Vni {
-    /// Node `number`'s end, on memory that belongs to the node; `ear` is the reading end of its bell's pipe. What a predecessor sent and was not
+    /// Node `number`'s end, on memory that belongs to the node; `bell_receiver` is the reading end of its bell's pipe. What a predecessor sent and was not
     /// read stays with its readers, which are then [added](Self::add); after the last, [`settle`](Self::settle) frees what is nobody's.
-    pub fn new(number: u16, estate: EstateFds, ear: OwnedFd) -> Result<Self, RegionError> {
+    pub fn new(number: u16, node_memory: NodeMemoryFds, bell_receiver: OwnedFd) -> Result<Self, RegionError> {
         assert!(number < NODES_MAX, "a VNI has no node {number}");
-        let (estate, pool) = Estate::adopt(estate)?;
-        Ok(Self::over(number, estate, pool, ear))
+        let (node_memory, pool) = NodeMemory::adopt(node_memory)?;
+        Ok(Self::over(number, node_memory, pool, bell_receiver))
     }
 
     /// The same with a ledger, in which a predecessor may have left what it was about to do: that is done, before anybody looks.
-    fn with_ledger(number: u16, estate: EstateFds, ear: OwnedFd) -> Result<(Self, ledger::Ledger), RegionError> {
+    fn with_ledger(
+        number: u16,
+        node_memory: NodeMemoryFds,
+        bell_receiver: OwnedFd,
+    ) -> Result<(Self, ledger::Ledger), RegionError> {
         assert!(number < NODES_MAX, "a VNI has no node {number}");
-        let (estate, pool) = Estate::adopt(estate)?;
-        let ledger = ledger::Ledger::over(estate.ledger());
-        ledger.redo(&estate);
-        Ok((Self::over(number, estate, pool, ear), ledger))
+        let (node_memory, pool) = NodeMemory::adopt(node_memory)?;
+        let ledger = ledger::Ledger::over(node_memory.ledger());
+        ledger.redo(&node_memory);
+        Ok((Self::over(number, node_memory, pool, bell_receiver), ledger))
     }
 
-    fn over(number: u16, estate: Estate, mut pool: Pool, ear: OwnedFd) -> Self {
+    fn over(number: u16, node_memory: NodeMemory, mut pool: Pool, bell_receiver: OwnedFd) -> Self {
         let quota = pool.left() / 2;
         let mut shared = SharedRuns::default();
-        let left = left_behind(&estate, &mut pool, &mut shared);
-        let bell = Bell::go_on(estate.bell(), this_cpu());
+        let left = left_behind(&node_memory, &mut pool, &mut shared);
+        let bell = Bell::go_on(node_memory.bell(), this_cpu());
         Vni {
             number,
-            estate,
+            node_memory,
             pool,
             shared,
             quota,
             bell,
-            ear,
+            bell_receiver,
             neighbours: (0..NODES_MAX).map(|_| None).collect(),
             heard: Vec::with_capacity(16),
             active: ArrayVec::new(),
@@ -161,9 +165,9 @@ impl Vni {
         self.number
     }
 
-    /// A page of the estate for whoever passes frames on: written by the node's worker alone, and there for its successor.
+    /// A page of the node memory for whoever passes frames on: written by the node's worker alone, and there for its successor.
     pub(crate) fn notes(&self) -> Span<Line> {
-        self.estate.ledger()
+        self.node_memory.ledger()
     }
 
     /// Whoever looks on, if anybody does: at each frame that comes, and that is sent.
@@ -172,32 +176,32 @@ impl Vni {
     }
 
     /// Makes another node known, or the same one with other memory.
-    pub fn add(&mut self, kit: Introduction) -> Result<(), RegionError> {
-        let Introduction { number, estate, bell, own } = kit;
+    pub fn add(&mut self, bundle: PeerDescriptor) -> Result<(), RegionError> {
+        let PeerDescriptor { number, node_memory, bell, own } = bundle;
         assert!(number < NODES_MAX && number != self.number, "node {number} is no neighbour of node {}", self.number);
-        let (estate, pool) = PeerEstate::map(&estate)?;
+        let (node_memory, pool) = PeerNodeMemory::map(&node_memory)?;
         if self.neighbours[usize::from(number)].is_some() {
             self.remove(number);
         }
-        let line = self.estate.line_of(number);
+        let line = self.node_memory.line_of(number);
         // What is ours to know stands in our own memory: a predecessor may have left it.
         let (head, parts) = halves(line[0].word(0).load(Relaxed));
-        let inbox = Inbox::new(Consumer::go_on(estate.ring_to(self.number), line.clone(), head), pool, parts, own);
+        let inbox = Inbox::new(Consumer::go_on(node_memory.ring_to(self.number), line.clone(), head), pool, parts, own);
         let mut left = self.left.remove(&number).unwrap_or_default();
         let mut stock = Stock { pool: &mut self.pool, shared: &mut self.shared, quota: self.quota };
-        let talks = says_that_it_talks(&Claims::of(self.estate.talks()), number);
-        let ring = || Producer::go_on(self.estate.ring_to(number), estate.line_of(self.number));
+        let talks = says_that_it_talks(&Claims::of(self.node_memory.talks()), number);
+        let ring = || Producer::go_on(self.node_memory.ring_to(number), node_memory.line_of(self.number));
         let ring = match talks.then(ring).flatten() {
             Some(ring) => ring,
             None => {
                 // Nobody looks at it, or it was for another node of that number.
                 left.drain(..).for_each(|(_, which)| stock.shared.release(which, true, stock.pool));
-                self.estate.give_back_ring(number)?;
-                let (head, _) = halves(estate.line_of(self.number).load(0, 0));
-                Producer::new(self.estate.ring_to(number), estate.line_of(self.number), head)
+                self.node_memory.give_back_ring(number)?;
+                let (head, _) = halves(node_memory.line_of(self.number).load(0, 0));
+                Producer::new(self.node_memory.ring_to(number), node_memory.line_of(self.number), head)
             }
         };
-        let outbox = Outbox::new(ring, Ringer::new(estate.bell()), left, &mut stock);
+        let outbox = Outbox::new(ring, Ringer::new(node_memory.bell()), left, &mut stock);
         let talk = if talks { Talk::Known } else { Talk::Silent };
         let neighbour = Neighbour {
             clapper: bell,
@@ -211,7 +215,7 @@ impl Vni {
             breach: None,
             progress: None,
             quiet: (0, Instant::now()),
-            talks: estate.talks(),
+            talks: node_memory.talks(),
         };
         if talk == Talk::Known {
             // A predecessor may have ended between saying that it talks and ringing.
@@ -228,20 +232,20 @@ impl Vni {
         let Some(mut neighbour) = self.neighbours.get_mut(usize::from(number)).and_then(Option::take) else { return };
         let mut stock = Stock { pool: &mut self.pool, shared: &mut self.shared, quota: self.quota };
         neighbour.outbox.take_back(&mut stock);
-        say_that_we_talk(&self.estate.talks(), number, false);
+        say_that_we_talk(&self.node_memory.talks(), number, false);
         self.touched.retain(|touched| *touched != number);
         // Fails only where there is nothing to give back, and then nothing is lost.
-        let _ = self.estate.give_back_ring(number);
+        let _ = self.node_memory.give_back_ring(number);
         neighbour.clear_line();
     }
 
     /// All nodes that there are have been added: what a predecessor sent to others is free.
     pub fn settle(&mut self) {
         for (number, left) in self.left.drain() {
-            say_that_we_talk(&self.estate.talks(), number, false);
+            say_that_we_talk(&self.node_memory.talks(), number, false);
             // Fails only where there is nothing to give back.
-            let _ = self.estate.give_back_ring(number);
-            self.estate.line_of(number)[0].word(0).store(0, Relaxed);
+            let _ = self.node_memory.give_back_ring(number);
+            self.node_memory.line_of(number)[0].word(0).store(0, Relaxed);
             left.into_iter().for_each(|(_, which)| self.shared.release(which, true, &mut self.pool));
         }
         // A predecessor that was killed between taking back that it talks and giving back the ring has left that allocated.
@@ -249,7 +253,7 @@ impl Vni {
         for number in 0..=NODES_MAX {
             if self.neighbours.get(usize::from(number)).is_none_or(Option::is_some) {
                 // As above.
-                let _ = self.estate.give_back_rings(first..number);
+                let _ = self.node_memory.give_back_rings(first..number);
                 first = number + 1;
             }
         }
@@ -285,7 +289,7 @@ impl Vni {
                 }
                 Ok(None) => {
                     neighbour.progress = None;
-                    again |= neighbour.rest(&self.estate, number, &mut stock, now);
+                    again |= neighbour.rest(&self.node_memory, number, &mut stock, now);
                 }
             }
         }
@@ -316,12 +320,12 @@ impl Vni {
 }
 
 /// Takes the pages in which frames lie that a predecessor has sent, whoever has read them.
-fn left_behind(estate: &Estate, pool: &mut Pool, shared: &mut SharedRuns) -> HashMap<u16, LeftBehind> {
+fn left_behind(node_memory: &NodeMemory, pool: &mut Pool, shared: &mut SharedRuns) -> HashMap<u16, LeftBehind> {
     let mut pages = HashMap::new();
     let mut left = HashMap::new();
-    let talks = Claims::of(estate.talks());
+    let talks = Claims::of(node_memory.talks());
     for to in (0..NODES_MAX).filter(|&to| says_that_it_talks(&talks, to)) {
-        let messages = Producer::<_, Span<Line>, 1>::left_behind(&estate.ring_to(to));
+        let messages = Producer::<_, Span<Line>, 1>::left_behind(&node_memory.ring_to(to));
         let of_node: &mut LeftBehind = left.entry(to).or_default();
         for (index, message) in messages {
             let piece = piece_of(&message);

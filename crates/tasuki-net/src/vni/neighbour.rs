@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 use tasuki_shm::line::{Claims, Line};
 use tasuki_shm::region::Span;
 use tasuki_shm::sync::Relaxed;
-use tasuki_shm::vni::estate::Estate;
+use tasuki_shm::vni::node_memory::NodeMemory;
 use tasuki_shm::wake::Clapper;
 
 use super::inbox::{Breach, Inbox};
@@ -96,9 +96,9 @@ impl Counts {
 impl Neighbour {
     /// Says that we talk to it, before there is anything to be seen of that (V2).
     #[inline]
-    pub(super) fn announce(&mut self, estate: &Estate, number: u16) {
+    pub(super) fn announce(&mut self, node_memory: &NodeMemory, number: u16) {
         if matches!(self.talk, Talk::Silent | Talk::Ending) {
-            say_that_we_talk(&estate.talks(), number, true);
+            say_that_we_talk(&node_memory.talks(), number, true);
             self.talk = Talk::Begun;
         }
     }
@@ -112,7 +112,7 @@ impl Neighbour {
     }
 
     /// Everything was read. Says whether its ring's memory is still to be given back.
-    pub(super) fn rest(&mut self, estate: &Estate, number: u16, stock: &mut Stock<'_>, now: Instant) -> bool {
+    pub(super) fn rest(&mut self, node_memory: &NodeMemory, number: u16, stock: &mut Stock<'_>, now: Instant) -> bool {
         if self.touched || self.quiet.0 != self.counts.sent {
             self.quiet = (self.counts.sent, now);
             return true;
@@ -123,19 +123,19 @@ impl Neighbour {
             Talk::Silent => false,
             Talk::Begun => {
                 // It had no room for the one frame that it was to get.
-                say_that_we_talk(&estate.talks(), number, false);
+                say_that_we_talk(&node_memory.talks(), number, false);
                 self.talk = Talk::Silent;
                 false
             }
             Talk::Known if now.saturating_duration_since(self.quiet.1) < IDLE => true,
             Talk::Known => {
-                say_that_we_talk(&estate.talks(), number, false);
+                say_that_we_talk(&node_memory.talks(), number, false);
                 self.talk = Talk::Ending;
                 true
             }
             Talk::Ending => {
                 // Fails only where there is nothing to give back, and then nothing is lost.
-                let _ = estate.give_back_ring(number);
+                let _ = node_memory.give_back_ring(number);
                 self.talk = Talk::Silent;
                 false
             }

@@ -1,4 +1,4 @@
-//! What we send to one node: a ring of messages in our estate, and the runs of our pool in which their frames lie.
+//! What we send to one node: a ring of messages in our node memory, and the runs of our pool in which their frames lie.
 
 use std::collections::VecDeque;
 use std::num::NonZeroU32;

@@ -16,11 +16,11 @@ use tasuki_shm::arena::{Arena, Detach, Geometry, Slot};
 use tasuki_shm::line::{LINE_LEN, Line};
 use tasuki_shm::region::{Pages, Region, RegionError};
 use tasuki_shm::slots::table_lines;
-use tasuki_shm::vni::estate::EstateFds;
+use tasuki_shm::vni::node_memory::NodeMemoryFds;
 
 use super::finish::{CUTS_MAX, GSO_NONE, finish, is_finished};
 use super::ledger::{HEADS_MAX, Handled, Ledger, point};
-use super::{Incoming, Introduction, PATIENCE, SendError, Vni};
+use super::{Incoming, PATIENCE, PeerDescriptor, SendError, Vni};
 use crate::capture::{Captures, Direction};
 use crate::nic::Mac;
 use crate::own::Own;
@@ -132,12 +132,12 @@ impl<M: Deref<Target = [Line]>> VniPort<M> {
     pub fn new(
         number: u16,
         station: Mac,
-        estate: EstateFds,
-        ear: OwnedFd,
+        node_memory: NodeMemoryFds,
+        bell_receiver: OwnedFd,
         switch: Switch<M>,
         intake: Frames,
     ) -> Result<Self, RegionError> {
-        let (vni, ledger) = Vni::with_ledger(number, estate, ear)?;
+        let (vni, ledger) = Vni::with_ledger(number, node_memory, bell_receiver)?;
         let (staged, slow, dropped) = (ArrayVec::new(), Slow::default(), Dropped::default());
         Ok(VniPort { vni, switch, ledger, station, intake, staged, waits: None, slow, patience: PATIENCE, dropped })
     }
@@ -148,12 +148,12 @@ impl<M: Deref<Target = [Line]>> VniPort<M> {
     }
 
     /// Makes another node known, or the same one with other memory.
-    pub fn add(&mut self, kit: Introduction) -> Result<(), RegionError> {
-        self.forget(kit.number);
-        self.vni.add(kit)
+    pub fn add(&mut self, bundle: PeerDescriptor) -> Result<(), RegionError> {
+        self.forget(bundle.number);
+        self.vni.add(bundle)
     }
 
-    /// A node has other addresses of IP from now on: see [`Introduction::own`].
+    /// A node has other addresses of IP from now on: see [`PeerDescriptor::own`].
     pub fn set_own(&mut self, number: u16, own: Own) {
         self.vni.set_own(number, own);
     }

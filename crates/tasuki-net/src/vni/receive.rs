@@ -38,7 +38,7 @@ impl Vni {
     fn hear(&mut self) {
         let mut bytes = [0; 512];
         // Our end is ours alone, and does not block.
-        let Ok(len @ 1..) = rustix::io::read(&self.ear, &mut bytes[..]) else { return };
+        let Ok(len @ 1..) = rustix::io::read(&self.bell_receiver, &mut bytes[..]) else { return };
         if len == bytes.len() {
             // There may be more, or none may have fitted: everybody is looked at.
             return (0..NODES_MAX).for_each(|number| self.listen_to(number));
@@ -245,7 +245,7 @@ impl Vni {
 
     /// The descriptor that becomes readable when somebody rings for an [armed](Self::arm) end.
     pub fn fd(&self) -> BorrowedFd<'_> {
-        self.ear.as_fd()
+        self.bell_receiver.as_fd()
     }
 }
 

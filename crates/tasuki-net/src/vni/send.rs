@@ -91,7 +91,7 @@ impl Vni {
         if let Some(captures) = &mut self.captures {
             captures.sent(without_header(neighbour.outbox.drafted(len, &mut self.pool), with_header));
         }
-        neighbour.announce(&self.estate, to);
+        neighbour.announce(&self.node_memory, to);
         neighbour.outbox.post(len, flags, &self.pool);
         neighbour.count_sent(&mut self.touched, to);
     }
@@ -179,7 +179,7 @@ impl Vni {
                 if let Some(captures) = &mut self.captures {
                     captures.sent(without_header(stock.pool.bytes_mut(&run, 0, len), true));
                 }
-                neighbour.announce(&self.estate, to);
+                neighbour.announce(&self.node_memory, to);
                 neighbour.outbox.post_run(run, bytes, WITH_HEADER, &mut stock);
                 neighbour.count_sent(&mut self.touched, to);
                 Ok(())
@@ -247,7 +247,7 @@ impl Vni {
             if neighbour.breach.is_some() {
                 continue;
             }
-            neighbour.announce(&self.estate, to);
+            neighbour.announce(&self.node_memory, to);
             match neighbour.outbox.share(piece, which, flags, &mut stock) {
                 Ok(Ok(())) => {
                     count += 1;

@@ -12,10 +12,10 @@ use tasuki_shm::line::LINE_LEN;
 use tasuki_shm::line::Line;
 use tasuki_shm::region::{Pages, Region, Span, read_only};
 use tasuki_shm::vni::directory::{Directory, NodeSet, directory_lines};
-use tasuki_shm::vni::estate::EstateFds;
+use tasuki_shm::vni::node_memory::NodeMemoryFds;
 use tasuki_shm::wake::{bell_pipe, open_anew};
 
-use super::board::{Between, Board, NUMBERS, Of};
+use super::lease_page::{Between, LeasePage, NUMBERS, Of};
 use super::orders::{Deed, Order};
 use super::path::mac;
 
@@ -88,8 +88,8 @@ pub struct Member {
     pub id: u32,
     pub pages: u32,
     pub stages: bool,
-    pub estate: EstateFds,
-    ear: OwnedFd,
+    pub node_memory: NodeMemoryFds,
+    bell_receiver: OwnedFd,
     bell: OwnedFd,
     /// None drives it after it was killed, until another does.
     pub process: Option<Process>,
@@ -99,18 +99,18 @@ pub struct Member {
 
 impl Member {
     fn own(&self) -> [OwnedFd; 3] {
-        let [control, pool] = self.estate.fds();
-        [control, pool, self.ear.as_fd()].map(|fd| fd.try_clone_to_owned().expect("a descriptor is left"))
+        let [control, pool] = self.node_memory.fds();
+        [control, pool, self.bell_receiver.as_fd()].map(|fd| fd.try_clone_to_owned().expect("a descriptor is left"))
     }
 
-    fn introduction(&self) -> [OwnedFd; 3] {
-        let EstateFds { control, pool } = self.estate.to_read().expect("it can be opened to read");
+    fn peer_descriptor(&self) -> [OwnedFd; 3] {
+        let NodeMemoryFds { control, pool } = self.node_memory.to_read().expect("it can be opened to read");
         [control, pool, open_anew(self.bell.as_fd()).expect("a bell can be opened anew")]
     }
 
-    /// Its estate and its ear, for whoever looks at what is left.
-    pub fn give_up(self) -> (u16, u32, EstateFds, OwnedFd) {
-        (self.number, self.pages, self.estate, self.ear)
+    /// Its node memory and its bell receiver, for whoever looks at what is left.
+    pub fn give_up(self) -> (u16, u32, NodeMemoryFds, OwnedFd) {
+        (self.number, self.pages, self.node_memory, self.bell_receiver)
     }
 }
 
@@ -122,7 +122,7 @@ struct Freed {
 }
 
 pub struct Daemon {
-    pub board: Board,
+    pub lease_page: LeasePage,
     memory: Region,
     directory: Directory<Span<Line>>,
     pub members: Vec<Member>,
@@ -137,7 +137,7 @@ impl Daemon {
         let memory = Region::create("chaos directory", lines * LINE_LEN, Pages::Small).expect("there is memory");
         let directory = Directory::new(memory.span(0, lines).expect("all of it"));
         let freed = (0..NUMBERS).map(|number| Freed { number, by: Vec::new() }).collect();
-        Daemon { board: Board::create(), memory, directory, members: Vec::new(), freed, serial: 0, next_id: 0 }
+        Daemon { lease_page: LeasePage::create(), memory, directory, members: Vec::new(), freed, serial: 0, next_id: 0 }
     }
 
     /// The set of nodes that get what is for all.
@@ -148,7 +148,7 @@ impl Daemon {
     }
 
     pub fn is_done(&self, number: u16, serial: u64) -> bool {
-        self.board.of_node(number, Of::Done).load(SeqCst) >= serial
+        self.lease_page.of_node(number, Of::Done).load(SeqCst) >= serial
     }
 
     /// Tells a node something, if there is a process; says which order that was.
@@ -177,18 +177,28 @@ impl Daemon {
     /// A node comes, if there is a number for it.
     pub fn join(&mut self, pages: u32, stages: bool, seed: u64) -> bool {
         let Some(number) = self.number() else { return false };
-        self.board.clear(number);
-        let (ear, bell) = bell_pipe().expect("a pipe");
-        let estate = EstateFds::create(&format!("chaos-{number}"), pages).expect("there is memory");
+        self.lease_page.clear(number);
+        let (bell_receiver, bell) = bell_pipe().expect("a pipe");
+        let node_memory = NodeMemoryFds::create(&format!("chaos-{number}"), pages).expect("there is memory");
         self.next_id += 1;
         let id = self.next_id;
-        self.members.push(Member { number, id, pages, stages, estate, ear, bell, process: None, kills: 0 });
+        self.members.push(Member {
+            number,
+            id,
+            pages,
+            stages,
+            node_memory,
+            bell_receiver,
+            bell,
+            process: None,
+            kills: 0,
+        });
         self.start(self.members.len() - 1, false, seed);
         let us = self.members.len() - 1;
         let mut told = Vec::new();
         for at in 0..us {
-            let introduction = self.members[us].introduction();
-            told.push((at, self.tell(at, Deed::Add, (number, id), &introduction)));
+            let peer_descriptor = self.members[us].peer_descriptor();
+            told.push((at, self.tell(at, Deed::Add, (number, id), &peer_descriptor)));
         }
         // Who stands still hears of it later, and sends it nothing before.
         for (at, serial) in told {
@@ -208,7 +218,7 @@ impl Daemon {
         let (key, member) = (self.serial, &self.members[at]);
         let process = Process::start(key);
         let mut fds = Vec::from(member.own());
-        fds.push(self.board.fd().try_clone_to_owned().expect("a descriptor is left"));
+        fds.push(self.lease_page.fd().try_clone_to_owned().expect("a descriptor is left"));
         fds.push(read_only(self.memory.fd()).expect("it can be opened to read"));
         let order =
             Order { seed, after_death, stages: member.stages, ..Order::new(Deed::Be, key, member.number, member.id) };
@@ -219,8 +229,8 @@ impl Daemon {
         eventually("a node is there", || self.is_done(number, key));
         for other in (0..self.members.len()).filter(|other| *other != at) {
             let about = (self.members[other].number, self.members[other].id);
-            let introduction = self.members[other].introduction();
-            self.tell(at, Deed::Add, about, &introduction);
+            let peer_descriptor = self.members[other].peer_descriptor();
+            self.tell(at, Deed::Add, about, &peer_descriptor);
         }
         let go = self.tell(at, Deed::Go, (0, 0), &[]);
         eventually("a node knows all others", || self.is_done(number, go));
@@ -280,12 +290,12 @@ impl Daemon {
 
     /// Frames that have come to all that are there.
     pub fn came(&self) -> u64 {
-        self.members.iter().map(|member| self.board.of_node(member.number, Of::Came).load(SeqCst)).sum()
+        self.members.iter().map(|member| self.lease_page.of_node(member.number, Of::Came).load(SeqCst)).sum()
     }
 
     /// How often something was taken back from a node.
     pub fn taken_back_from(&self, to: u16) -> u64 {
-        self.members.iter().map(|from| self.board.get(from.number, to, Between::TakenBack)).sum()
+        self.members.iter().map(|from| self.lease_page.get(from.number, to, Between::TakenBack)).sum()
     }
 
     /// Tells all nodes the same, and waits until they have done it.

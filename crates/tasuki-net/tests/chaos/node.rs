@@ -10,14 +10,14 @@ use rustix::process::Signal;
 use tasuki_net::port::Armed;
 use tasuki_net::switch::{Switch, To};
 use tasuki_net::vni::offload::HEADER_LEN;
-use tasuki_net::vni::{Counts, IDLE, Incoming, Introduction, PIECE_MAX, SendError, Vni};
+use tasuki_net::vni::{Counts, IDLE, Incoming, PIECE_MAX, PeerDescriptor, SendError, Vni};
 use tasuki_shm::line::{LINE_LEN, Line};
 use tasuki_shm::region::{PeerRegion, Span};
 use tasuki_shm::vni::directory::Lookup;
-use tasuki_shm::vni::estate::EstateFds;
+use tasuki_shm::vni::node_memory::NodeMemoryFds;
 use tasuki_shm::wake::Clapper;
 
-use super::board::{Between, Board, NUMBERS, Of, Tally};
+use super::lease_page::{Between, LeasePage, NUMBERS, Of, Tally};
 use super::orders::{Deed, Order};
 use super::path::{ALL, Path, SHORTEST, mac};
 use crate::dice::Dice;
@@ -37,7 +37,7 @@ enum Mood {
     Waits,
     Sends,
     /// It has one more frame to send, and says by this when it has.
-    Hushes(u64),
+    Quiesces(u64),
     Quiet,
     /// Its time runs ahead, for it does nothing but wait for it.
     Rests(Duration),
@@ -67,7 +67,7 @@ struct Checker {
 pub struct Node {
     vni: Vni,
     switch: Switch<Span<Line>>,
-    board: Board,
+    lease_page: LeasePage,
     socket: OwnedFd,
     stages: bool,
     dice: Dice,
@@ -90,7 +90,7 @@ fn die() -> ! {
 pub fn be(socket: OwnedFd) {
     let (order, fds) = Order::receive(socket.as_fd(), RecvFlags::empty()).expect("the test says who we are");
     assert_eq!(order.deed, Deed::Be);
-    let [control, pool, ear, board, directory] = fds.try_into().expect("five descriptors");
+    let [control, pool, bell_receiver, lease_page, directory] = fds.try_into().expect("five descriptors");
     let directory = PeerRegion::map_kept_whole(directory.as_fd()).expect("the directory");
     let lookup = Lookup::new(directory.claims(0, directory.len() / LINE_LEN).expect("all of it"));
     let us = order.number;
@@ -102,12 +102,12 @@ pub fn be(socket: OwnedFd) {
         buffer: vec![0; PIECE_MAX],
         dies_after: None,
     };
-    let board = Board::adopt(board);
-    let is_first = board.of_node(us, Of::Done).load(SeqCst) == 0;
+    let lease_page = LeasePage::adopt(lease_page);
+    let is_first = lease_page.of_node(us, Of::Done).load(SeqCst) == 0;
     let mut node = Node {
-        vni: Vni::new(us, EstateFds { control, pool }, ear).expect("an estate"),
+        vni: Vni::new(us, NodeMemoryFds { control, pool }, bell_receiver).expect("a node memory"),
         switch: Switch::new(us, lookup),
-        board,
+        lease_page,
         socket,
         stages: order.stages,
         dice: Dice::of(order.seed),
@@ -127,7 +127,7 @@ impl Node {
     }
 
     fn done(&self, serial: u64) {
-        self.board.of_node(self.us(), Of::Done).store(serial, SeqCst);
+        self.lease_page.of_node(self.us(), Of::Done).store(serial, SeqCst);
     }
 
     /// Until its end is ordered.
@@ -174,7 +174,12 @@ impl Node {
                 let [control, pool, bell] = fds.try_into().expect("three descriptors");
                 let bell = Clapper::from_peer(bell);
                 self.vni
-                    .add(Introduction { number, estate: EstateFds { control, pool }, bell, own: Default::default() })
+                    .add(PeerDescriptor {
+                        number,
+                        node_memory: NodeMemoryFds { control, pool },
+                        bell,
+                        own: Default::default(),
+                    })
                     .expect("it is mapped");
                 self.checker.others[usize::from(number)] = Some(Other { id: order.id, again: 0, is_fresh: false });
                 self.count_doubtful(number);
@@ -190,8 +195,8 @@ impl Node {
                 self.vni.settle();
                 self.mood = Mood::Sends;
             }
-            Deed::Hush => {
-                self.mood = Mood::Hushes(order.serial);
+            Deed::Quiesce => {
+                self.mood = Mood::Quiesces(order.serial);
                 return true;
             }
             Deed::Rest => self.mood = Mood::Rests(Duration::ZERO),
@@ -209,28 +214,28 @@ impl Node {
     /// What a node before this one had posted and was not seen to see: nobody knows of it.
     fn count_doubtful(&self, to: u16) {
         for (posted, seen) in [(Between::One, Between::SeenOne), (Between::All, Between::SeenAll)] {
-            let posted = self.board.get(self.us(), to, posted);
-            let doubtful = posted - self.board.get(self.us(), to, seen);
+            let posted = self.lease_page.get(self.us(), to, posted);
+            let doubtful = posted - self.lease_page.get(self.us(), to, seen);
             assert!(doubtful == 0 || self.checker.after_death, "who is told to end sends what it has");
-            self.board.add(self.us(), to, Between::Doubtful, doubtful);
-            self.board.set(self.us(), to, seen, posted);
+            self.lease_page.add(self.us(), to, Between::Doubtful, doubtful);
+            self.lease_page.set(self.us(), to, seen, posted);
         }
     }
 
     fn receive(&mut self) -> u64 {
-        let Self { vni, board, checker, .. } = self;
+        let Self { vni, lease_page, checker, .. } = self;
         let mut came = 0;
         for _ in 0..8 {
             let mut in_batch = 0;
             came += vni.receive(|incoming| {
-                checker.check(board, &incoming);
+                checker.check(lease_page, &incoming);
                 in_batch += 1;
                 if checker.dies_after.is_some_and(|after| in_batch >= after) {
                     die();
                 }
             }) as u64;
         }
-        board.of_node(checker.us, Of::Came).fetch_add(came, SeqCst);
+        lease_page.of_node(checker.us, Of::Came).fetch_add(came, SeqCst);
         came
     }
 
@@ -255,7 +260,7 @@ impl Node {
                     }
                 }
             }
-            Mood::Hushes(serial) => {
+            Mood::Quiesces(serial) => {
                 if !self.send_to_all(GOODBYE_LEN) {
                     return;
                 }
@@ -277,17 +282,17 @@ impl Node {
     }
 
     fn count(&self, what: Of) {
-        self.board.of_node(self.us(), what).fetch_add(1, SeqCst);
+        self.lease_page.of_node(self.us(), what).fetch_add(1, SeqCst);
     }
 
     fn send_to(&mut self, id: u32, len: usize) {
         let To::Node(to) = self.switch.find(mac(id)) else { return self.count(Of::Nobody) };
         let known = self.checker.others[usize::from(to)];
         assert!(known.is_none_or(|known| known.id == id), "the directory gives {id} number {to}, which is {known:?}");
-        let posted = self.board.get(self.us(), to, Between::One) + 1;
+        let posted = self.lease_page.get(self.us(), to, Between::One) + 1;
         let path = Path { from: self.checker.id, to: id, number: u32::try_from(posted).expect("so many are not sent") };
         // It is counted before it is posted: what a killed node had counted, somebody may have seen.
-        let count = |count| self.board.set(self.checker.us, to, Between::One, count);
+        let count = |count| self.lease_page.set(self.checker.us, to, Between::One, count);
         let sent = if self.stages {
             let Some(room) = self.vni.stage() else { return self.count(Of::NoRoom) };
             room[..HEADER_LEN].fill(0);
@@ -328,7 +333,7 @@ impl Node {
         assert_eq!(all, To::All);
         let nodes: Vec<_> = self.switch.nodes_of(all).iter().filter(|to| *to < NUMBERS).collect();
         let before: Vec<_> = nodes.iter().map(|to| self.sent(*to)).collect();
-        let number = u32::try_from(self.board.of_node(self.us(), Of::ToAll).fetch_add(1, SeqCst) + 1);
+        let number = u32::try_from(self.lease_page.of_node(self.us(), Of::ToAll).fetch_add(1, SeqCst) + 1);
         let path = Path { from: self.checker.id, to: ALL, number: number.expect("so many are not sent") };
         let sent = if self.stages {
             let Some(room) = self.vni.stage() else {
@@ -351,7 +356,7 @@ impl Node {
                     .collect();
                 assert_eq!(got.len(), count);
                 for to in got {
-                    self.board.add(self.us(), to, Between::All, 1);
+                    self.lease_page.add(self.us(), to, Between::All, 1);
                     self.unseen.push(to);
                 }
             }
@@ -364,7 +369,7 @@ impl Node {
         self.vni.flush();
         for to in self.unseen.drain(..) {
             for (posted, seen) in [(Between::One, Between::SeenOne), (Between::All, Between::SeenAll)] {
-                self.board.set(self.checker.us, to, seen, self.board.get(self.checker.us, to, posted));
+                self.lease_page.set(self.checker.us, to, seen, self.lease_page.get(self.checker.us, to, posted));
             }
         }
     }
@@ -381,24 +386,24 @@ impl Node {
         let again = self.vni.tick(now);
         for to in (0..NUMBERS).filter(|to| self.checker.others[usize::from(*to)].is_some()) {
             let counts = self.vni.counts(to).expect("it was added");
-            self.board.set(self.us(), to, Between::TakenBack, counts.taken_back);
+            self.lease_page.set(self.us(), to, Between::TakenBack, counts.taken_back);
             assert_eq!(self.vni.breach(to), None, "an honest node breaks no rule");
         }
         if matches!(self.mood, Mood::Rests(_)) && !again {
             // A node that stages has room for its next frame, as each has that reads from a TAP.
             let has_room = !self.stages || self.vni.stage().is_some();
             let left = u64::from(self.vni.pages_left());
-            self.board.of_node(self.us(), Of::Rested).store(if has_room { left + 1 } else { 0 }, SeqCst);
+            self.lease_page.of_node(self.us(), Of::Rested).store(if has_room { left + 1 } else { 0 }, SeqCst);
         }
     }
 }
 
 impl Checker {
-    fn check(&mut self, board: &Board, incoming: &Incoming<'_>) {
+    fn check(&mut self, lease_page: &LeasePage, incoming: &Incoming<'_>) {
         let (us, from) = (self.us, incoming.from);
         let other = self.others[usize::from(from)].as_mut().expect("a frame of nobody's");
         let Ok(len) = incoming.copy_to(&mut self.buffer) else {
-            return board.add(from, us, Between::Late, 1);
+            return lease_page.add(from, us, Between::Late, 1);
         };
         assert_eq!(len, incoming.len());
         let path = Path::read(&self.buffer[..len])
@@ -410,10 +415,10 @@ impl Checker {
             other.id
         );
         let came = if path.to == ALL { Between::CameAll } else { Between::CameOne };
-        let Tally { count, last } = Tally::of(board.get(from, us, came));
+        let Tally { count, last } = Tally::of(lease_page.get(from, us, came));
         if path.number > last {
             other.is_fresh = true;
-            board.set(from, us, came, Tally { count: count + 1, last: path.number }.word());
+            lease_page.set(from, us, came, Tally { count: count + 1, last: path.number }.word());
             return;
         }
         other.again += 1;
@@ -422,6 +427,6 @@ impl Checker {
             "node {us} ({}) got {path:?} from {from} after {last}",
             self.id
         );
-        board.add(from, us, Between::Again, 1);
+        lease_page.add(from, us, Between::Again, 1);
     }
 }

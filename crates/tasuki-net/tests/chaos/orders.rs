@@ -13,16 +13,16 @@ const FDS: usize = 8;
 /// What is to be done.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Deed {
-    /// The first order: who it is. With its estate, its ear, the board and the directory.
+    /// The first order: who it is. With its node memory, its bell receiver, the lease page and the directory.
     Be,
-    /// Another node is there. With its estate and its bell.
+    /// Another node is there. With its node memory and its bell.
     Add,
     /// It is not there any more.
     Remove,
     /// All that there are were added: frames go.
     Go,
     /// No more frames, but one for all that is long.
-    Hush,
+    Quiesce,
     /// What is due after a while is done now.
     Rest,
     /// It ends.
@@ -38,7 +38,7 @@ const DEEDS: [Deed; 9] = [
     Deed::Add,
     Deed::Remove,
     Deed::Go,
-    Deed::Hush,
+    Deed::Quiesce,
     Deed::Rest,
     Deed::End,
     Deed::DieReading,

@@ -5,7 +5,7 @@ use std::sync::atomic::AtomicBool;
 use std::sync::atomic::Ordering::{Relaxed, SeqCst};
 
 use tasuki_net::nic::bus::{Bus, Iova};
-use tasuki_net::nic::{Failed, Nic, NicError, NicMemory, NicOptions, Sash};
+use tasuki_net::nic::{DriverState, Failed, Nic, NicError, NicMemory, NicOptions};
 use tasuki_net::port::Armed;
 use tasuki_net::port::Port;
 use tasuki_shm::arena::Geometry;
@@ -14,7 +14,7 @@ use super::cases::{Words, small};
 use super::frames::{LONGEST, SHORTEST, assert_same, frame, frames, mixed};
 use super::{Bench, World, memory, until};
 
-/// A change of a byte in the part that all sashes begin with, and what it is.
+/// A change of a byte in the part that all driver states begin with, and what it is.
 const WRONG: [(usize, &str); 9] = [
     (0, "kind"),
     (4, "version"),
@@ -27,23 +27,23 @@ const WRONG: [(usize, &str); 9] = [
     (39, "more descriptors than the memory has"),
 ];
 
-/// The sash with that change.
-fn wrong<S: Sash>(sash: &S, at: usize) -> Result<S, NicError> {
-    let mut bytes = sash.bytes().to_vec();
+/// The driver state with that change.
+fn wrong<S: DriverState>(driver_state: &S, at: usize) -> Result<S, NicError> {
+    let mut bytes = driver_state.bytes().to_vec();
     bytes[at] ^= 0x11;
     S::read(&bytes)
 }
 
-/// Has another driver go on with the card, after one that was given a wrong sash.
+/// Has another driver go on with the card, after one that was given a wrong driver state.
 fn refuse_then_replace<W: World>(bench: &mut Bench<W>, (at, what): (usize, &str)) {
-    bench.replace_by(|bus, memory, sash| {
+    bench.replace_by(|bus, memory, driver_state| {
         let before = memory.arena().census();
-        let (bus, memory) = match wrong(sash, at) {
+        let (bus, memory) = match wrong(driver_state, at) {
             // It does not come as far as to a driver.
             Err(error) => {
-                assert!(at < 8 && matches!(error, NicError::OtherSash { .. }), "{what}: {error}");
+                assert!(at < 8 && matches!(error, NicError::OtherDriverState { .. }), "{what}: {error}");
                 // Nor does it if it comes by another way: a driver looks for itself.
-                refused::<W>(bus, memory, &foreign(sash, at), what)
+                refused::<W>(bus, memory, &foreign(driver_state, at), what)
             }
             Ok(wrong) => refused::<W>(bus, memory, &wrong, what),
         };
@@ -53,19 +53,24 @@ fn refuse_then_replace<W: World>(bench: &mut Bench<W>, (at, what): (usize, &str)
 }
 
 /// What [`wrong`] refuses to read.
-fn foreign<S: Sash>(sash: &S, at: usize) -> S {
-    let mut bytes = sash.bytes().to_vec();
+fn foreign<S: DriverState>(driver_state: &S, at: usize) -> S {
+    let mut bytes = driver_state.bytes().to_vec();
     bytes[at] ^= 0x11;
     S::read_from_bytes(&bytes).expect("as many bytes")
 }
 
-fn refused<W: World>(bus: W::Bus, memory: NicMemory, sash: &<W::Nic as Nic>::Sash, what: &str) -> (W::Bus, NicMemory) {
-    let Failed { error, bus, memory } = W::Nic::resume(bus, memory, sash).err().expect(what);
-    assert!(matches!(error, NicError::OtherSash { .. } | NicError::BrokenSash { .. }), "{what}: {error}");
+fn refused<W: World>(
+    bus: W::Bus,
+    memory: NicMemory,
+    driver_state: &<W::Nic as Nic>::DriverState,
+    what: &str,
+) -> (W::Bus, NicMemory) {
+    let Failed { error, bus, memory } = W::Nic::resume(bus, memory, driver_state).err().expect(what);
+    assert!(matches!(error, NicError::OtherDriverState { .. } | NicError::BrokenDriverState { .. }), "{what}: {error}");
     (bus, memory)
 }
 
-pub fn a_wrong_sash_is_refused_and_the_right_one_goes_on<W: World>() {
+pub fn a_wrong_driver_state_is_refused_and_the_right_one_goes_on<W: World>() {
     let Some(mut bench) = Bench::<W>::start(&small()) else { return };
     for (round, wrong) in (0..).zip(WRONG) {
         // Frames that have come and were not received wait for who goes on.
@@ -84,9 +89,9 @@ pub fn a_wrong_sash_is_refused_and_the_right_one_goes_on<W: World>() {
     assert!(bench.poll().is_empty(), "nothing comes twice");
 }
 
-pub fn a_refused_sash_changes_no_memory<W: World>() {
+pub fn a_refused_driver_state_changes_no_memory<W: World>() {
     let Some(mut bench) = Bench::<W>::start(&small()) else { return };
-    bench.replace_by(|mut bus, mut memory, sash| {
+    bench.replace_by(|mut bus, mut memory, driver_state| {
         let words = Words::of(&memory);
         let all = || words.all().map(|word| word.load(SeqCst)).collect::<Vec<_>>();
         // A device that cannot be stopped may be about to say how far it has looked.
@@ -101,9 +106,9 @@ pub fn a_refused_sash_changes_no_memory<W: World>() {
         });
         let census = memory.arena().census();
         for (at, what) in WRONG {
-            (bus, memory) = refused::<W>(bus, memory, &foreign(sash, at), what);
+            (bus, memory) = refused::<W>(bus, memory, &foreign(driver_state, at), what);
         }
-        // The right sash, of other memory: elsewhere, and of another shape.
+        // The right driver state, of other memory: elsewhere, and of another shape.
         let layout = memory.layout();
         let Iova(at) = layout.rings_at;
         let few = Geometry { count: layout.slots.count / 2, ..layout.slots };
@@ -114,7 +119,7 @@ pub fn a_refused_sash_changes_no_memory<W: World>() {
             ("none of its slots lent", layout.slots, layout.rings_len, at),
         ] {
             let other = NicMemory::create(slots, rings_len, Iova(at)).expect("a little memory");
-            let (back, other) = refused::<W>(bus, other, sash, what);
+            let (back, other) = refused::<W>(bus, other, driver_state, what);
             assert_eq!(other.arena().census().free, slots.count, "{what}");
             bus = back;
         }
@@ -125,7 +130,7 @@ pub fn a_refused_sash_changes_no_memory<W: World>() {
     assert_same(&bench.bring_in(&sent), &sent);
 }
 
-pub fn wrong_sashes_under_traffic_lose_nothing<W: World>() {
+pub fn wrong_driver_states_under_traffic_lose_nothing<W: World>() {
     let Some(mut bench) = Bench::<W>::start(&small()) else { return };
     let send = bench.world.sender();
     let stop = Arc::new(AtomicBool::new(false));

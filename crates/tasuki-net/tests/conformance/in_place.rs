@@ -4,7 +4,7 @@ use std::os::fd::OwnedFd;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 
-use tasuki_net::nic::{InPlace, Nic, NicMemory, NicOptions, Parts, Sash};
+use tasuki_net::nic::{DriverState, InPlace, Nic, NicMemory, NicOptions, Parts};
 use tasuki_net::port::{Armed, Burst, Port, Transactional};
 use tasuki_shm::arena::Arena;
 
@@ -22,7 +22,7 @@ pub trait Twinned: World<Nic: InPlace> {
 pub struct Spare<W: Twinned> {
     prepared: <W::Nic as InPlace>::Prepared,
     arena: Arena,
-    sash: Box<<W::Nic as Nic>::Sash>,
+    driver_state: Box<<W::Nic as Nic>::DriverState>,
 }
 
 impl<W: Twinned> Bench<W> {
@@ -30,19 +30,19 @@ impl<W: Twinned> Bench<W> {
     pub fn spare(&mut self, memory: NicMemory) -> Spare<W> {
         let arena = memory.arena().clone();
         let prepared = W::Nic::prepare(W::twin(self.nic().bus()), memory).expect("a second driver gets ready");
-        Spare { prepared, arena, sash: <W::Nic as Nic>::Sash::blank() }
+        Spare { prepared, arena, driver_state: <W::Nic as Nic>::DriverState::blank() }
     }
 
     /// Has the spare driver go on, and makes the other one the spare.
     pub fn take_turns(&mut self, mut spare: Spare<W>) -> Spare<W> {
         let mut nic = self.take();
-        nic.sash(&mut spare.sash);
-        let next = W::Nic::go_on(spare.prepared, &spare.sash).expect("the sash of the one before");
+        nic.driver_state(&mut spare.driver_state);
+        let next = W::Nic::go_on(spare.prepared, &spare.driver_state).expect("the driver state of the one before");
         let arena = self.arena().clone();
         self.put(next, spare.arena);
         let (bus, memory) = nic.stand_down();
         let prepared = W::Nic::prepare(bus, memory).expect("it was ready before");
-        Spare { prepared, arena, sash: spare.sash }
+        Spare { prepared, arena, driver_state: spare.driver_state }
     }
 }
 
@@ -121,7 +121,7 @@ pub fn a_driver_that_went_on_can_be_parked<W: Twinned>() {
 }
 
 /// Drivers that are gone, with frames in hand or without: each finds in ledger and rings where the one before was.
-pub fn who_leaves_no_sash_is_followed_without_a_loss<W: Twinned>() {
+pub fn who_leaves_no_driver_state_is_followed_without_a_loss<W: Twinned>() {
     let memory = super::memory::<W>(&options());
     let (layout, Parts { rings, frames, ledger }) = (memory.layout(), memory.parts().expect("descriptors are free"));
     let again = || {

@@ -96,7 +96,7 @@ impl<W: LastOwned> Turns<W> {
             true => Err((bus, memory)),
             false => Ok(W::Nic::prepare_rings(bus, memory, &options(), How::Fenced(W::MAC), self.at).expect("it can")),
         };
-        self.bench.hush_and_stop();
+        self.bench.quiesce_and_stop();
         trick(&Hostile {
             registers,
             common,

@@ -25,7 +25,7 @@ pub mod tricks_virtio;
 use std::time::{Duration, Instant};
 
 use tasuki_net::nic::bus::{Bus, Iova};
-use tasuki_net::nic::{Filter, Link, Mac, Nic, NicError, NicMemory, NicOptions, Sash};
+use tasuki_net::nic::{DriverState, Filter, Link, Mac, Nic, NicError, NicMemory, NicOptions};
 use tasuki_net::port::{Armed, Burst, Frame, Port};
 use tasuki_shm::arena::{Arena, Geometry};
 
@@ -165,27 +165,27 @@ impl<W: World> Bench<W> {
     /// The same, for a successor that reaches the card by what `way` makes of its predecessor's bus.
     pub fn hand_over(&mut self, way: impl FnOnce(&W, W::Bus, &NicMemory) -> W::Bus) {
         let nic = self.take();
-        let (bus, memory, sash) = nic.park().expect("the card can be parked");
+        let (bus, memory, driver_state) = nic.park().expect("the card can be parked");
         let bus = way(&self.world, bus, &memory);
-        self.go_on(bus, memory, &sash);
+        self.go_on(bus, memory, &driver_state);
     }
 
     /// The same, after `meanwhile` has had the parked card.
     pub fn replace_by(
         &mut self,
-        meanwhile: impl FnOnce(W::Bus, NicMemory, &<W::Nic as Nic>::Sash) -> (W::Bus, NicMemory),
+        meanwhile: impl FnOnce(W::Bus, NicMemory, &<W::Nic as Nic>::DriverState) -> (W::Bus, NicMemory),
     ) {
         let nic = self.take();
-        let (bus, memory, sash) = nic.park().expect("the card can be parked");
-        let (bus, memory) = meanwhile(bus, memory, &sash);
-        self.go_on(bus, memory, &sash);
+        let (bus, memory, driver_state) = nic.park().expect("the card can be parked");
+        let (bus, memory) = meanwhile(bus, memory, &driver_state);
+        self.go_on(bus, memory, &driver_state);
     }
 
     /// What is known of a parked card is carried as bytes.
-    fn go_on(&mut self, bus: W::Bus, memory: NicMemory, sash: &<W::Nic as Nic>::Sash) {
-        let bytes = sash.bytes().to_vec();
-        let sash = Sash::read(&bytes).expect("bytes of a sash");
-        self.nic = Some(W::Nic::resume(bus, memory, &sash).expect("another goes on"));
+    fn go_on(&mut self, bus: W::Bus, memory: NicMemory, driver_state: &<W::Nic as Nic>::DriverState) {
+        let bytes = driver_state.bytes().to_vec();
+        let driver_state = DriverState::read(&bytes).expect("bytes of a driver state");
+        self.nic = Some(W::Nic::resume(bus, memory, &driver_state).expect("another goes on"));
     }
 
     /// Has another driver begin anew, with the same way to the card and the same memory.
@@ -310,9 +310,9 @@ macro_rules! suite {
             a_card_that_is_pulled_out_is_gone
             options_that_the_card_cannot_do_are_refused
             memory_that_is_too_small_is_refused
-            a_wrong_sash_is_refused_and_the_right_one_goes_on
-            a_refused_sash_changes_no_memory
-            wrong_sashes_under_traffic_lose_nothing
+            a_wrong_driver_state_is_refused_and_the_right_one_goes_on
+            a_refused_driver_state_changes_no_memory
+            wrong_driver_states_under_traffic_lose_nothing
             after_a_start_that_failed_a_good_one_works
             a_parked_card_can_be_started_anew
             interrupts_do_not_block
@@ -338,7 +338,7 @@ macro_rules! suite_in_place {
             drivers_take_turns_under_traffic_without_a_loss
             who_goes_on_is_woken
             a_driver_that_went_on_can_be_parked
-            who_leaves_no_sash_is_followed_without_a_loss
+            who_leaves_no_driver_state_is_followed_without_a_loss
         );
     };
 }

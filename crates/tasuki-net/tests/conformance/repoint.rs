@@ -49,9 +49,9 @@ impl<W: Repointed> Bench<W> {
     }
 
     /// Goes on until nothing is left, and stops the card; says what came meanwhile.
-    pub fn hush_and_stop(&mut self) -> Vec<Vec<u8>> {
+    pub fn quiesce_and_stop(&mut self) -> Vec<Vec<u8>> {
         let mut came = Vec::new();
-        self.nic().hush(W::HOW, |_| ());
+        self.nic().quiesce(W::HOW, |_| ());
         until("the card stops", || {
             let frames = self.poll();
             let none = frames.is_empty();
@@ -110,7 +110,7 @@ pub fn owners_take_turns_under_traffic_without_a_loss<W: Repointed>() {
         for _ in 0..1 + turn % 5 {
             check(bench.receive());
         }
-        check(bench.hush_and_stop());
+        check(bench.quiesce_and_stop());
         next = bench.repoint(next);
         // What the next one sends leaves.
         let out = numbered(turn);
@@ -140,7 +140,7 @@ pub fn all_queues_go_to_another_owner<W: Repointed>() {
             (came.len() >= 150).then_some(())
         });
         // The rest comes to the one or the other.
-        came.extend(bench.hush_and_stop());
+        came.extend(bench.quiesce_and_stop());
         next = bench.repoint(next);
         until("the other frames", || {
             while rest.next_if(|frame| bench.world.try_send(frame)).is_some() {}
@@ -157,7 +157,7 @@ pub fn an_owner_with_other_memory_is_woken<W: Repointed>() {
     let Some((mut bench, mut next)) = start::<W>(1) else { return };
     for number in 0..6 {
         assert_eq!(bench.nic().arm().expect("the card works"), Armed::Idle);
-        assert_same(&bench.hush_and_stop(), &[]);
+        assert_same(&bench.quiesce_and_stop(), &[]);
         next = bench.repoint(next);
         while bench.nic().arm().expect("the card works") == Armed::Busy {}
         let sent = frame(W::MAC, number, SHORTEST);
@@ -171,7 +171,7 @@ pub fn an_owner_with_other_memory_is_woken<W: Repointed>() {
 pub fn who_gives_up_is_not_missed<W: Repointed>() {
     let Some((mut bench, next)) = start::<W>(1) else { return };
     let from = next.layout.rings_at;
-    assert_same(&bench.hush_and_stop(), &[]);
+    assert_same(&bench.quiesce_and_stop(), &[]);
     let mut next = bench.repoint(next);
     for round in 0..3 {
         let Owner { ready, options, .. } = next;
@@ -190,7 +190,7 @@ pub fn who_gives_up_is_not_missed<W: Repointed>() {
         assert_same(&came, &sent);
         next = Bench::next_owner(bus, memory, options, from);
     }
-    assert_same(&bench.hush_and_stop(), &[]);
+    assert_same(&bench.quiesce_and_stop(), &[]);
     drop(bench.repoint(next));
     let last = frame(W::MAC, 0, SHORTEST);
     assert_same(&bench.bring_in(std::slice::from_ref(&last)), &[last]);
@@ -200,12 +200,12 @@ pub fn a_card_goes_back_to_its_giver<W: Repointed>() {
     let Some((mut bench, next)) = start::<W>(1) else { return };
     let sent: Vec<_> = (0..120).map(|number| frame(W::MAC, number, SHORTEST)).collect();
     assert_same(&bench.bring_in(&sent[..40]), &sent[..40]);
-    assert_same(&bench.hush_and_stop(), &[]);
+    assert_same(&bench.quiesce_and_stop(), &[]);
     // Nobody came.
     bench.nic().go_back().expect("the card works");
     assert_same(&bench.bring_in(&sent[40..80]), &sent[40..80]);
     assert_same(&bench.bring_out(&sent[..40]), &sent[..40]);
-    assert_same(&bench.hush_and_stop(), &[]);
+    assert_same(&bench.quiesce_and_stop(), &[]);
     // Somebody came, and is no more.
     let left = bench.nic().left();
     drop(W::Nic::repoint(next.ready, left).expect("a card that has stopped"));

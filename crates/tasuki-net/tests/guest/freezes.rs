@@ -9,8 +9,8 @@ use std::sync::mpsc::{Receiver, Sender, channel};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
+use tasuki_net::nic::bundle::{BundleBus, Fds};
 use tasuki_net::nic::bus::{Bus, Iova, Registers, Vfio, pci};
-use tasuki_net::nic::kit::{Fds, KitBus};
 
 use super::conformance::PATIENCE;
 use super::repoint::{Process, ROLE, hear, say};

@@ -3,8 +3,8 @@
 use std::time::{Duration, Instant};
 
 use rustix::event::{PollFd, PollFlags, Timespec};
+use tasuki_net::nic::bundle::{BundleBus, Fds};
 use tasuki_net::nic::bus::{Bus, Iova, Registers, Vfio};
-use tasuki_net::nic::kit::{Fds, KitBus};
 use tasuki_net::nic::rtl8139::Rtl8139;
 use tasuki_net::nic::{How, Left, Mac, Nic, NicMemory, NicOptions, PciId, Repoint};
 use tasuki_net::port::{Armed, Burst, Frame, Port};
@@ -45,14 +45,14 @@ fn each_frame_wakes_who_sleeps_for_it_whoever_drives_the_card() {
     let mut nic = Rtl8139::start(bus, memory, &options).unwrap();
     for number in 0..12 {
         // Behind the driver's back: nobody is at this card's wire.
-        let (bus, memory, sash) = nic.park().unwrap();
+        let (bus, memory, driver_state) = nic.park().unwrap();
         let mut bus = match number % 2 {
             0 => bus,
             // As another process would go on with it.
             _ => Vfio::from_descriptors(bus.into_descriptors().unwrap()).unwrap(),
         };
         let registers = bus.registers(1).unwrap();
-        nic = Rtl8139::resume(bus, memory, &sash).unwrap();
+        nic = Rtl8139::resume(bus, memory, &driver_state).unwrap();
         come_back_and_wake(&mut nic, &registers, &arena, number);
     }
 }
@@ -86,11 +86,11 @@ fn the_pin_rings_for_an_owner_with_other_memory_and_for_one_that_takes_the_card_
     let options = NicOptions { ring: 8, ..NicOptions::default() };
     let started = Rtl8139::start(open(RTL8139), first, &options).unwrap();
     // A way of which the pin is part, once it is connected.
-    let (bus, first, sash) = started.park().unwrap();
+    let (bus, first, driver_state) = started.park().unwrap();
     let (text, fds) = bus.pack().unwrap();
     let mut other = Vfio::unpack(&text, &mut Fds::new(fds)).unwrap();
     let registers = other.registers(1).unwrap();
-    let mut nic = Rtl8139::resume(bus, first, &sash).unwrap();
+    let mut nic = Rtl8139::resume(bus, first, &driver_state).unwrap();
     let mut next = Rtl8139::prepare_rings(other, second, &options, How::Point, Iova(1 << 32)).unwrap();
     for number in 0..8 {
         let [ours, theirs] = [0, 1].map(|i| &arenas[(number as usize + i) % 2]);
@@ -109,7 +109,7 @@ fn the_pin_rings_for_an_owner_with_other_memory_and_for_one_that_takes_the_card_
 
 fn stop(nic: &mut Rtl8139<Vfio>) {
     let begin = Instant::now();
-    nic.hush(How::Point, |_| ());
+    nic.quiesce(How::Point, |_| ());
     while !(nic.is_quiet() && nic.leave().unwrap()) {
         assert_eq!(nic.receive(&mut Burst::new()).unwrap(), 0, "nothing has come");
         assert!(begin.elapsed() < PATIENCE, "the card does not stop");

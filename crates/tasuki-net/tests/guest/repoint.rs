@@ -20,9 +20,9 @@ use rustix::net::{
 };
 use rustix::process::{Resource, Rlimit};
 use rustix::thread::CapabilitySet;
+use tasuki_net::nic::bundle::{BundleBus, Fds};
 use tasuki_net::nic::bus::{Bus, BusError, Vfio};
 use tasuki_net::nic::e1000e::{E1000e, Ready};
-use tasuki_net::nic::kit::{Fds, KitBus};
 use tasuki_net::nic::{How, InPlace, Left, Link, Nic, NicMemory, NicOptions, Parts, Repoint};
 use tasuki_net::port::{Armed, Burst, Port};
 use tasuki_shm::arena::Geometry;
@@ -99,7 +99,7 @@ fn echo(nic: &mut Card) -> bool {
 
 /// Goes on until nothing is left to do, and stops the card.
 fn stop(nic: &mut Card) {
-    nic.hush(How::Point, |_| ());
+    nic.quiesce(How::Point, |_| ());
     until("the card stops", || (!echo(nic) && nic.is_quiet() && nic.leave().expect("the card works")).then_some(()));
 }
 

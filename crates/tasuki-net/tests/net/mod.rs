@@ -4,33 +4,33 @@ use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::time::Duration;
 
 use rustix::event::{PollFd, PollFlags, Timespec};
-use tasuki_net::vni::{Introduction, Vni};
-use tasuki_shm::vni::estate::{EstateFds, POOL_PAGES};
+use tasuki_net::vni::{PeerDescriptor, Vni};
+use tasuki_shm::vni::node_memory::{NodeMemoryFds, POOL_PAGES};
 use tasuki_shm::wake::Clapper;
 
 /// What a daemon keeps of a node.
 struct Kept {
-    estate: EstateFds,
-    ear: OwnedFd,
+    node_memory: NodeMemoryFds,
+    bell_receiver: OwnedFd,
     bell: OwnedFd,
 }
 
 impl Kept {
     fn new(number: u16, pages: u32) -> Self {
-        let estate = EstateFds::create(&format!("test-{number}"), pages).unwrap();
-        let (ear, bell) = tasuki_shm::wake::bell_pipe().unwrap();
-        Kept { estate, ear, bell }
+        let node_memory = NodeMemoryFds::create(&format!("test-{number}"), pages).unwrap();
+        let (bell_receiver, bell) = tasuki_shm::wake::bell_pipe().unwrap();
+        Kept { node_memory, bell_receiver, bell }
     }
 
-    fn own(&self) -> EstateFds {
-        let [control, pool] = self.estate.fds().map(|fd| fd.try_clone_to_owned().unwrap());
-        EstateFds { control, pool }
+    fn own(&self) -> NodeMemoryFds {
+        let [control, pool] = self.node_memory.fds().map(|fd| fd.try_clone_to_owned().unwrap());
+        NodeMemoryFds { control, pool }
     }
 
-    fn introduction(&self, number: u16) -> Introduction {
-        Introduction {
+    fn peer_descriptor(&self, number: u16) -> PeerDescriptor {
+        PeerDescriptor {
             number,
-            estate: self.estate.to_read().unwrap(),
+            node_memory: self.node_memory.to_read().unwrap(),
             bell: Clapper::from_peer(self.bell.try_clone().unwrap()),
             own: Default::default(),
         }
@@ -60,9 +60,9 @@ impl Net {
     /// A worker of a node.
     fn join(&self, number: u16) -> Vni {
         let kept = &self.kept[usize::from(number)];
-        let mut vni = Vni::new(number, kept.own(), kept.ear.try_clone().unwrap()).unwrap();
+        let mut vni = Vni::new(number, kept.own(), kept.bell_receiver.try_clone().unwrap()).unwrap();
         for (other, kept) in (0..).zip(&self.kept).filter(|(other, _)| *other != number) {
-            vni.add(kept.introduction(other)).unwrap();
+            vni.add(kept.peer_descriptor(other)).unwrap();
         }
         vni.settle();
         vni
@@ -87,7 +87,7 @@ impl Net {
         drop(self.nodes[number].take());
         let kept = &self.kept[number];
         let name = u16::try_from(number).unwrap();
-        let mut vni = Vni::new(name, kept.own(), kept.ear.try_clone().unwrap()).unwrap();
+        let mut vni = Vni::new(name, kept.own(), kept.bell_receiver.try_clone().unwrap()).unwrap();
         vni.settle();
         self.nodes[number] = Some(vni);
     }
@@ -99,17 +99,17 @@ impl Net {
         self.nodes.iter_mut().flatten().for_each(|other| other.remove(name));
         self.kept[number] = Kept::new(name, self.pages);
         self.nodes[number] = Some(self.join(name));
-        let introductions: Vec<_> = (0..self.nodes.len())
+        let peer_descriptors: Vec<_> = (0..self.nodes.len())
             .filter(|it| *it != number)
-            .map(|it| (it, self.kept[number].introduction(name)))
+            .map(|it| (it, self.kept[number].peer_descriptor(name)))
             .collect();
-        for (other, introduction) in introductions {
-            self.node(other).add(introduction).unwrap();
+        for (other, peer_descriptor) in peer_descriptors {
+            self.node(other).add(peer_descriptor).unwrap();
         }
     }
 
     /// The memory of a node, for whoever plays it otherwise.
-    pub fn estate(&self, number: usize) -> EstateFds {
+    pub fn node_memory(&self, number: usize) -> NodeMemoryFds {
         self.kept[number].own()
     }
 
@@ -124,7 +124,7 @@ impl Net {
 
     /// Bytes of control memory that the kernel has allocated for a node.
     pub fn memory(&self, number: usize) -> u64 {
-        let stat = rustix::fs::fstat(&self.kept[number].estate.control).unwrap();
+        let stat = rustix::fs::fstat(&self.kept[number].node_memory.control).unwrap();
         u64::try_from(stat.st_blocks).unwrap() * 512
     }
 }

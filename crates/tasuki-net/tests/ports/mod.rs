@@ -73,7 +73,7 @@ pub trait End {
     fn end(self: Box<Self>, told: bool) -> Box<dyn Rest>;
 }
 
-/// What a node has that outlives its worker, but for the estate.
+/// What a node has that outlives its worker, but for the node memory.
 pub trait Rest {
     fn succeed(self: Box<Self>, vni: Vni, switch: Switch<Lines>) -> Box<dyn End>;
 }

@@ -225,20 +225,20 @@ pub struct QtestRegisters {
 }
 
 impl QtestRegisters {
-    fn read(&self, letter: char, offset: u32) -> u64 {
+    fn read(&self, message: char, offset: u32) -> u64 {
         if offset >= self.len {
             return u64::MAX;
         }
         let at = self.at + u64::from(offset);
         // As on a real bus, who is gone reads as ones.
-        self.bus.ask("reading a register", &format!("read{letter} {at:#x}")).unwrap_or(u64::MAX)
+        self.bus.ask("reading a register", &format!("read{message} {at:#x}")).unwrap_or(u64::MAX)
     }
 
-    fn write(&self, letter: char, offset: u32, value: u32) {
+    fn write(&self, message: char, offset: u32, value: u32) {
         if offset < self.len {
             let at = self.at + u64::from(offset);
             // And what is written to it is lost.
-            let _ = self.bus.ask("writing a register", &format!("write{letter} {at:#x} {value:#x}"));
+            let _ = self.bus.ask("writing a register", &format!("write{message} {at:#x} {value:#x}"));
         }
     }
 }

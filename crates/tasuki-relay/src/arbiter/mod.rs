@@ -117,7 +117,7 @@ pub struct Ask {
     pub to: Party,
     /// How.
     pub method: Method,
-    /// Whose sash the giver will write.
+    /// Whose driver state the giver will write.
     pub kind: u32,
     /// Of which version.
     pub version: u32,
@@ -145,7 +145,7 @@ pub enum Input {
     Gone(Party),
     /// A mark in memory that it can write says that it has ended.
     Ended(Party),
-    /// Its heart has not beaten for too long ([`crate::pulse`]).
+    /// Its heart has not beaten for too long ([`crate::heartbeat`]).
     Silent(Party),
     /// No store of its reaches the device any more.
     Fenced(Party),
@@ -185,12 +185,12 @@ pub enum Do {
         to: Tenure,
     },
     /// Tell whoever asked, and the log.
-    Say(Told),
+    Say(RelayOutcome),
 }
 
 /// How a relay ended.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub struct Told {
+pub struct RelayOutcome {
     /// Who drives now.
     pub driver: Option<Party>,
     /// Why that is not who was to.
@@ -217,7 +217,7 @@ pub struct Arbiter {
     /// What the lease is believed to be.
     seen: Tenure,
     after: After,
-    /// The epoch of the sash, where the last driver has passed the lease.
+    /// The epoch of the driver state, where the last driver has passed the lease.
     wrote: u32,
     ask: Option<Ask>,
     why: Option<Reason>,
@@ -492,7 +492,7 @@ impl Arbiter {
                 doing.push(Do::Swap { from: self.seen, to: self.seen.passed() });
             }
             Action::Settle => self.settle(doing),
-            Action::Say => doing.push(Do::Say(Told { driver: self.driver(), why: self.why })),
+            Action::Say => doing.push(Do::Say(RelayOutcome { driver: self.driver(), why: self.why })),
         }
         None
     }
@@ -616,7 +616,7 @@ impl Arbiter {
         };
         if !can || Some(ask.to) == self.driver() {
             (self.why, self.next) = (Some(Reason::Died), None);
-            doing.push(Do::Say(Told { driver: self.driver(), why: self.why }));
+            doing.push(Do::Say(RelayOutcome { driver: self.driver(), why: self.why }));
             return None;
         }
         (self.ask, self.next, self.why) = (Some(ask), Some(ask.to), None);

@@ -47,7 +47,7 @@ fn a_dismissed_worker_is_told_so_and_not_chosen_any_more() {
     let doing = arbiter.hear(&table, Input::Gone(party(1))).unwrap();
     assert!(matches!(doing[..], [Do::Swap { .. }]), "{doing:?}");
     let doing = arbiter.hear(&table, Input::Swapped(Ok(()))).unwrap();
-    assert_eq!(doing, [Do::Say(Told { driver: None, why: Some(Reason::NobodyLeft) })]);
+    assert_eq!(doing, [Do::Say(RelayOutcome { driver: None, why: Some(Reason::NobodyLeft) })]);
 }
 
 /// One that is staged stands by for nobody's death, and begins at once when it is asked for.
@@ -235,9 +235,13 @@ fn a_device_that_nobody_drives_goes_to_whom_it_is_asked_for_and_who_is_ready() {
     let failed = Input::Report(party(3), Report::Failed { epoch: 3, reason }, Tenure::free(3));
     assert!(matches!(arbiter.hear(&table, failed).unwrap()[..], [Do::Swap { .. }]));
     let doing = arbiter.hear(&table, Input::Swapped(Ok(()))).unwrap();
-    assert_eq!(doing, [Do::Say(Told { driver: None, why: Some(reason) })], "whoever asked hears what was wrong");
+    assert_eq!(
+        doing,
+        [Do::Say(RelayOutcome { driver: None, why: Some(reason) })],
+        "whoever asked hears what was wrong"
+    );
     // Who is not ready would leave it parked.
-    assert!(matches!(arbiter.hear(&table, ask(3)).unwrap()[..], [Do::Say(Told { driver: None, .. })]));
+    assert!(matches!(arbiter.hear(&table, ask(3)).unwrap()[..], [Do::Say(RelayOutcome { driver: None, .. })]));
     assert_eq!(arbiter.state(), State::Parked);
     assert_eq!(arbiter.dismiss(party(3)), [Do::Tell(party(3), Order::Leave)]);
     assert_eq!(arbiter.give(party(4), ABROAD), Some(Page::Shared), "the page is that node's by now");
@@ -257,7 +261,7 @@ fn a_stand_by_of_another_node_is_not_chosen() {
     says(&mut arbiter, &table, 2, Report::Ready);
     arbiter.hear(&table, Input::Gone(party(1))).unwrap();
     let doing = arbiter.hear(&table, Input::Swapped(Ok(()))).unwrap();
-    assert_eq!(doing, [Do::Say(Told { driver: None, why: Some(Reason::NobodyLeft) })]);
+    assert_eq!(doing, [Do::Say(RelayOutcome { driver: None, why: Some(Reason::NobodyLeft) })]);
 }
 
 #[test]

@@ -42,12 +42,12 @@ fn a_giver_that_does_not_keep_to_its_table_is_caught() {
         change(&mut relay.workers.giver, state, event, then);
         relay
     };
-    let pass = Then::Go(State::Passing, &[Action::Pass, Action::WriteSash]);
-    caught("the sash after the lease", mutant(State::Stopping, Event::Stopped, pass));
+    let pass = Then::Go(State::Passing, &[Action::Pass, Action::WriteDriverState]);
+    caught("the driver state after the lease", mutant(State::Stopping, Event::Stopped, pass));
     let mut unchecked = mutant(State::Stopping, Event::Stopped, pass);
     unchecked.epochs_checked = false;
-    caught("the sash after the lease, its epoch unchecked", unchecked);
-    caught("no sash", mutant(State::Stopping, Event::Stopped, Then::Go(State::Passing, &[Action::Pass])));
+    caught("the driver state after the lease, its epoch unchecked", unchecked);
+    caught("no driver state", mutant(State::Stopping, Event::Stopped, Then::Go(State::Passing, &[Action::Pass])));
     let on = Then::Go(State::Driving, &[Action::SayReleased]);
     caught("goes on after it has passed the lease", mutant(State::Passing, Event::Won, on));
     caught("deaf to a release", mutant(State::Driving, Event::Release, Then::Stay(&[])));

@@ -48,7 +48,7 @@ pub struct Relay {
     pub faults: u8,
     /// Positions of the ring.
     pub positions: u8,
-    /// Whether a sash is found stale by its epoch. Without it only the positions show what the order of write and pass is for.
+    /// Whether a driver state is found stale by its epoch. Without it only the positions show what the order of write and pass is for.
     pub epochs_checked: bool,
 }
 
@@ -103,7 +103,7 @@ pub enum Life {
 pub struct Process {
     pub worker: Worker,
     pub life: Life,
-    /// Nothing that it stores reaches the device, the sash or the lease.
+    /// Nothing that it stores reaches the device, the driver state or the lease.
     pub fenced: bool,
     todo: VecDeque<worker::Do>,
     inbox: VecDeque<Order>,
@@ -155,8 +155,8 @@ pub struct World {
     asks: bool,
     /// Positions that the ring says are done.
     pub handled: u8,
-    /// What the sash says, and of which epoch it is.
-    sash: (u8, u32),
+    /// What the driver state says, and of which epoch it is.
+    driver_state: (u8, u32),
     pub faults: u8,
     /// What should not have happened.
     pub wrong: Option<&'static str>,
@@ -267,9 +267,9 @@ impl Relay {
             Do::Map => Input::Prepared,
             Do::Stop if fails => Input::Stuck(Reason::CardStuck { limit_ms: 1 }),
             Do::Stop => Input::Stopped,
-            Do::WriteSash { epoch } => {
+            Do::WriteDriverState { epoch } => {
                 if !fenced {
-                    world.sash = (at, epoch);
+                    world.driver_state = (at, epoch);
                 }
                 return;
             }
@@ -281,15 +281,15 @@ impl Relay {
                 }
                 Input::Swapped { won }
             }
-            Do::Read { .. } if fails => Input::Broken(Reason::WrongSash { value: 0 }),
+            Do::Read { .. } if fails => Input::Broken(Reason::WrongDriverState { value: 0 }),
             Do::Read { after: After::Passed, wrote }
-                if wrote != world.sash.1 && self.epochs_checked && self.liar.is_none() =>
+                if wrote != world.driver_state.1 && self.epochs_checked && self.liar.is_none() =>
             {
-                world.wrong = Some("the lease was passed, and the sash that was read is another's");
-                Input::Broken(Reason::WrongSash { value: 1 })
+                world.wrong = Some("the lease was passed, and the driver state that was read is another's");
+                Input::Broken(Reason::WrongDriverState { value: 1 })
             }
             Do::Read { after, .. } => {
-                process.at = if after == After::Passed { world.sash.0 } else { world.handled };
+                process.at = if after == After::Passed { world.driver_state.0 } else { world.handled };
                 Input::Sound
             }
             Do::Say(report) => {
@@ -402,7 +402,7 @@ impl Relay {
             silent_told: false,
             fence_told: true,
         });
-        let (processes, sash) = (processes.collect(), (0, 0));
+        let (processes, driver_state) = (processes.collect(), (0, 0));
         let record = [false; WORKERS];
         let (handled, wrong) = (0, None);
         let (page, mut given) = (self.node(GIVER), [true; WORKERS]);
@@ -419,7 +419,7 @@ impl Relay {
             anew: 0,
             asks: false,
             handled,
-            sash,
+            driver_state,
             faults: 0,
             wrong,
         };
@@ -734,7 +734,7 @@ impl Model for Relay {
             Property::always("nobody runs beside a driver that does not trust it", |relay: &Relay, world: &World| {
                 !relay.is_harmed(world)
             }),
-            Property::always("each position once, from a true sash", |_, world: &World| world.wrong.is_none()),
+            Property::always("each position once, from a true driver state", |_, world: &World| world.wrong.is_none()),
             // Each round that ends where it began takes the lease a time more: a relay that never ends shows here.
             Property::always("nothing goes round and round", |_, world: &World| world.word.epoch < 20),
             Property::always("every relay settles", |relay: &Relay, world: &World| {

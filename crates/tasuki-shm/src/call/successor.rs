@@ -4,7 +4,7 @@
 //!
 //! | state    | event    | next     | action  | because                                                         |
 //! |----------|----------|----------|---------|-----------------------------------------------------------------|
-//! | Serving  | Succeed  | Watched  | Estate  | a stand-by holds listener and state, and learns of our death    |
+//! | Serving  | Succeed  | Watched  | Inheritance  | a stand-by holds listener and state, and learns of our death    |
 //! | Watched  | Release  | Draining | Drain   | what has begun is finished; nothing new is begun                |
 //! | Watched  | Gone     | Serving  | Forget  | a stand-by that dies changes nothing                            |
 //! | Draining | Drained  | Passed   | Pass    | nobody has begun anything: the successor may                    |
@@ -70,7 +70,7 @@ pub struct Successor {
 }
 
 /// Who is asked while it leaves or dies closes the socket; its successor listens at the same path.
-fn ask_for_estate(path: &Path) -> Result<(OwnedFd, Received), SucceedError> {
+fn ask_for_inheritance(path: &Path) -> Result<(OwnedFd, Received), SucceedError> {
     for _ in 1..DIALS_MAX {
         let socket = dial(path, Duration::from_secs(5))?;
         let asked = wire::send(socket.as_fd(), &Packet::Succeed, &[]);
@@ -88,12 +88,12 @@ impl Successor {
     /// Asks the server at `path` for what its successor needs. It serves on, and learns nothing but that a stand-by exists.
     pub fn approach(path: impl AsRef<Path>) -> Result<Self, SucceedError> {
         let path = path.as_ref().to_owned();
-        let (socket, answer) = ask_for_estate(&path)?;
+        let (socket, answer) = ask_for_inheritance(&path)?;
         let refused = |refusal| SucceedError::Connect(ConnectError::Refused(refusal));
         let generation = match answer.packet {
-            Ok(Packet::Estate { generation }) => generation,
+            Ok(Packet::Inheritance { generation }) => generation,
             Ok(Packet::Refused(refusal)) => return Err(refused(refusal)),
-            Ok(_) => return Err(refused(Refusal::NoEstate)),
+            Ok(_) => return Err(refused(Refusal::NoInheritance)),
             Err(malformed) => return Err(ConnectError::Malformed(malformed).into()),
         };
         let [listener, state] = <[OwnedFd; 2]>::try_from(answer.fds).map_err(|_| refused(Refusal::NoMemory))?;

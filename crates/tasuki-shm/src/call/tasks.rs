@@ -2,7 +2,7 @@
 //!
 //! # Invariants
 //!
-//! - **T1** An `Ear` owns its descriptor, and gives out that one and no other for as long as it lives.
+//! - **T1** An `BellReceiver` owns its descriptor, and gives out that one and no other for as long as it lives.
 #![allow(unsafe_code, reason = "tokio has us promise that a registered descriptor stays the same one")]
 
 use std::future::poll_fn;
@@ -119,15 +119,15 @@ impl Drop for InFlight {
 }
 
 /// A descriptor of the client's own, so that the client may change its link while we sleep in the old one.
-struct Ear(OwnedFd);
+struct BellReceiver(OwnedFd);
 
-impl AsRawFd for Ear {
+impl AsRawFd for BellReceiver {
     fn as_raw_fd(&self) -> RawFd {
         self.0.as_raw_fd()
     }
 }
 
-impl AsFd for Ear {
+impl AsFd for BellReceiver {
     fn as_fd(&self) -> BorrowedFd<'_> {
         self.0.as_fd()
     }
@@ -135,9 +135,9 @@ impl AsFd for Ear {
 
 /// Sleeps in the bell and gathers results, over as many servers as follow each other.
 async fn listen(client: Arc<Mutex<Client>>) {
-    while let Ok(Some((ear, generation))) = ear(&client) {
+    while let Ok(Some((bell_receiver, generation))) = bell_receiver(&client) {
         loop {
-            let Ok(mut ready) = ear.readable().await else { return };
+            let Ok(mut ready) = bell_receiver.readable().await else { return };
             let mut client = lock(&client);
             ready.clear_ready();
             client.woken();
@@ -152,15 +152,15 @@ async fn listen(client: Arc<Mutex<Client>>) {
 }
 
 /// A place to sleep in, and the generation of the server that it is for; `None` when there is no server.
-fn ear(client: &Mutex<Client>) -> io::Result<Option<(AsyncFd<Ear>, u32)>> {
+fn bell_receiver(client: &Mutex<Client>) -> io::Result<Option<(AsyncFd<BellReceiver>, u32)>> {
     let mut client = lock(client);
     if client.generation().is_none() {
         // Perhaps there is a successor that nobody has waited for to the end.
         let _ = client.arm();
     }
     let (Some(fd), Some(generation)) = (client.fd(), client.generation()) else { return Ok(None) };
-    let ear = Ear(fd.as_fd().try_clone_to_owned()?);
-    // SAFETY: the descriptor stays open and the same until the AsyncFd drops the Ear (T1).
-    let registered = unsafe { AsyncFd::register_with_interest(ear, Interest::READABLE) }?;
+    let bell_receiver = BellReceiver(fd.as_fd().try_clone_to_owned()?);
+    // SAFETY: the descriptor stays open and the same until the AsyncFd drops the Bell receiver (T1).
+    let registered = unsafe { AsyncFd::register_with_interest(bell_receiver, Interest::READABLE) }?;
     Ok(Some((registered, generation)))
 }

@@ -10,7 +10,7 @@
 //! | Succeed   | successor | nothing                                                            | none                                                         |
 //! | Welcome   | server    | service, generation, ring, reply geometry                          | segment, reply arena, end to ring, end to sleep in           |
 //! | Refused   | server    | code, two numbers                                                  | none                                                         |
-//! | Estate    | server    | generation                                                         | listening socket, state                                      |
+//! | Inheritance    | server    | generation                                                         | listening socket, state                                      |
 //! | Release   | successor | nothing: stop, I take over                                         | none                                                         |
 //! | Released  | server    | nothing: the lease is passed                                       | none                                                         |
 //! | Taken     | successor | nothing: the lease is mine                                         | none                                                         |
@@ -133,7 +133,7 @@ pub enum Refusal {
     #[error(
         "the server has no state to take over, or another user's; start it with ServerOptions::state, and the successor as the same user"
     )]
-    NoEstate,
+    NoInheritance,
     /// The server has a stand-by already.
     #[error("the server has a stand-by already; stop that one first")]
     Watched,
@@ -159,7 +159,7 @@ impl Refusal {
             Refusal::NoMemory => (7, 0, 0),
             Refusal::BadMemory => (8, 0, 0),
             Refusal::NotEnforceable => (9, 0, 0),
-            Refusal::NoEstate => (10, 0, 0),
+            Refusal::NoInheritance => (10, 0, 0),
             Refusal::Watched => (11, 0, 0),
             Refusal::Unknown { code } => (0, code, 0),
         }
@@ -176,7 +176,7 @@ impl Refusal {
             7 => Refusal::NoMemory,
             8 => Refusal::BadMemory,
             9 => Refusal::NotEnforceable,
-            10 => Refusal::NoEstate,
+            10 => Refusal::NoInheritance,
             11 => Refusal::Watched,
             code => Refusal::Unknown { code: code.into() },
         }
@@ -190,7 +190,7 @@ pub(crate) enum Packet {
     Succeed,
     Welcome(Welcome),
     Refused(Refusal),
-    Estate { generation: u32 },
+    Inheritance { generation: u32 },
     Release,
     Released,
     Taken,
@@ -275,7 +275,7 @@ impl Packet {
             Packet::Succeed => 2,
             Packet::Welcome(_) => 3,
             Packet::Refused(_) => 4,
-            Packet::Estate { .. } => 5,
+            Packet::Inheritance { .. } => 5,
             Packet::Release => 6,
             Packet::Released => 7,
             Packet::Taken => 8,
@@ -308,7 +308,7 @@ impl Packet {
                 out.0.extend(a.to_le_bytes());
                 out.0.extend(b.to_le_bytes());
             }
-            Packet::Estate { generation } => out.0.extend(generation.to_le_bytes()),
+            Packet::Inheritance { generation } => out.0.extend(generation.to_le_bytes()),
             Packet::Succeed | Packet::Release | Packet::Released | Packet::Taken | Packet::Detached => {}
         }
         out.0
@@ -344,7 +344,7 @@ impl Packet {
                 replies: from.geometry()?,
             }),
             4 => Packet::Refused(Refusal::from_parts(from.u16()?, from.u64()?, from.u64()?)),
-            5 => Packet::Estate { generation: from.u32()? },
+            5 => Packet::Inheritance { generation: from.u32()? },
             6 => Packet::Release,
             7 => Packet::Released,
             8 => Packet::Taken,
@@ -423,7 +423,7 @@ mod tests {
             hello,
             welcome,
             refused.prop_map(Packet::Refused),
-            any::<u32>().prop_map(|generation| Packet::Estate { generation }),
+            any::<u32>().prop_map(|generation| Packet::Inheritance { generation }),
             prop_oneof![
                 Just(Packet::Succeed),
                 Just(Packet::Release),

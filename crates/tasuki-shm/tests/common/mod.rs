@@ -32,13 +32,13 @@ pub use dice::Dice;
 
 /// The answer is the request.
 pub const ECHO: u16 = 1;
-/// Books the call whose number the request begins with, then as [`ECHO`].
+/// Program states the call whose number the request begins with, then as [`ECHO`].
 pub const COUNT: u16 = 2;
-/// Books the call, then keeps the server busy until the board's [`GATE`] is open, then as [`ECHO`].
+/// Program states the call, then keeps the server busy until the board's [`GATE`] is open, then as [`ECHO`].
 pub const HOLD: u16 = 3;
-/// Books the call, then kills the server.
+/// Program states the call, then kills the server.
 pub const DIE: u16 = 4;
-/// Books the call; the answer, as [`ECHO`]'s, waits for the board's [`RELEASE`].
+/// Program states the call; the answer, as [`ECHO`]'s, waits for the board's [`RELEASE`].
 pub const DEFER: u16 = 5;
 /// Is let go without an answer.
 pub const DROP: u16 = 6;
@@ -78,7 +78,7 @@ pub const RELEASE: usize = 2;
 pub const DEFERRED: usize = 3;
 /// Board words from here on: what children say of themselves.
 pub const MARKS: usize = 16;
-/// Board words from here on: how often each call was run, where the server has no state to book it in.
+/// Board words from here on: how often each call was run, where the server has no state to program state it in.
 pub const LEDGER: usize = 512;
 const BOARD_WORDS: usize = LEDGER + (1 << 16);
 
@@ -208,28 +208,28 @@ impl Worker {
         match request.method() {
             ECHO => echo(request),
             COUNT => {
-                self.book(&request);
+                self.program_state(&request);
                 echo(request);
             }
             SLOW => {
-                self.book(&request);
+                self.program_state(&request);
                 std::thread::sleep(Duration::from_micros(300));
                 echo(request);
             }
             HOLD => {
-                self.book(&request);
+                self.program_state(&request);
                 self.board.add(HELD, 1);
                 let board = Arc::clone(&self.board);
                 eventually("the gate is open", || board.get(GATE) != 0);
                 echo(request);
             }
             DIE => {
-                self.book(&request);
+                self.program_state(&request);
                 rustix::process::kill_process(rustix::process::getpid(), Signal::KILL).unwrap();
                 std::thread::park();
             }
             DEFER => {
-                self.book(&request);
+                self.program_state(&request);
                 self.deferred.push(request.defer());
                 self.board.add(DEFERRED, 1);
             }
@@ -250,7 +250,7 @@ impl Worker {
         }
     }
 
-    fn book(&self, request: &Request<'_>) {
+    fn program_state(&self, request: &Request<'_>) {
         self.ledger[usize::try_from(number(request)).unwrap()].fetch_add(1, SeqCst);
     }
 

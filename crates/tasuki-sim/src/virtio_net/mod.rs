@@ -435,7 +435,7 @@ impl Device {
         self.pass_time();
         let mut busy = false;
         if self.runs() && self.pci.master() {
-            self.hush(host);
+            self.quiesce(host);
             busy |= self.serve_commands(host);
             for pair in 0..usize::from(self.pairs()) {
                 busy |= self.transmit(pair, host, wire);

@@ -216,11 +216,11 @@ impl Device {
     }
 
     /// No queue wants notifications for now.
-    pub(super) fn hush(&mut self, host: &mut impl Host) {
+    pub(super) fn quiesce(&mut self, host: &mut impl Host) {
         let event_index = self.has(feature::EVENT_IDX);
         for place in 0..QUEUES {
             if self.queues[place].is_on()
-                && let Err(trouble) = self.queues[place].hush(event_index, host)
+                && let Err(trouble) = self.queues[place].quiesce(event_index, host)
             {
                 self.fail(trouble);
             }

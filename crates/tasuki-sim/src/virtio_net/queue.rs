@@ -204,7 +204,7 @@ impl Queue {
     }
 
     /// No notifications are wanted for now. With indices there are none anyhow until they are asked for, but one in 65,536.
-    pub fn hush(&mut self, event_index: bool, host: &mut impl Host) -> Result<(), Trouble> {
+    pub fn quiesce(&mut self, event_index: bool, host: &mut impl Host) -> Result<(), Trouble> {
         if !std::mem::replace(&mut self.asked, false) {
             return Ok(());
         }

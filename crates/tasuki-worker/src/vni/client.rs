@@ -5,15 +5,15 @@ use std::os::fd::{AsFd, OwnedFd};
 use anyhow::Result;
 use tasuki_net::memif::client::{Inherited, Parts, name_of};
 use tasuki_net::memif::refusal::Refusal;
-use tasuki_relay::letter::{Client, ToDaemon};
+use tasuki_relay::message::{Client, ToDaemon};
 
-use super::VniSeat;
+use super::VniAttachment;
 use super::end::End;
-use crate::duty::Duty;
+use crate::attachment::Common;
+use crate::handler::FrameHandler;
 use crate::memif;
-use crate::seat::Common;
 
-impl<D: Duty> VniSeat<D> {
+impl<D: FrameHandler> VniAttachment<D> {
     /// A client of memif that another worker of the node serves, or served when it passed the lease to us.
     pub fn hear_of_client(&mut self, client: Client, fds: Vec<OwnedFd>) -> Result<()> {
         let inherited = Inherited::new(memif::unpack(client, fds)?);
@@ -30,12 +30,12 @@ impl<D: Duty> VniSeat<D> {
         self.client.take_if(|client| name_of(client.socket()) == socket);
     }
 
-    /// Says who is connected, if that may be another than before. One letter at a time: whoever connects and leaves all the time fills no queue.
+    /// Says who is connected, if that may be another than before. One message at a time: whoever connects and leaves all the time fills no queue.
     #[inline]
     pub(super) fn tell_news_of_client(&mut self, common: &mut Common) {
         if let Some(End::Memif(end)) = &mut self.end
             && end.has_news()
-            && !common.post.is_behind()
+            && !common.channel.is_behind()
         {
             self.tell_client(common);
         }
@@ -68,7 +68,7 @@ impl<D: Duty> VniSeat<D> {
             let sentence = format!(
                 "the client of memif will be sent away when its worker is replaced: its descriptors cannot be copied ({error}); raise RLIMIT_NOFILE"
             );
-            common.post.tell(Some(nic), sentence);
+            common.channel.tell(Some(nic), sentence);
             None
         });
         let socket = parts.as_ref().map(|parts| name_of(parts.socket.as_fd()));
@@ -76,10 +76,10 @@ impl<D: Duty> VniSeat<D> {
             return;
         }
         if let Some(gone) = std::mem::replace(&mut self.told_client, socket) {
-            common.post.write(&ToDaemon::NoClient { nic, socket: gone }, Vec::new());
+            common.channel.write(&ToDaemon::NoClient { nic, socket: gone }, Vec::new());
         }
         if let Some((client, fds)) = parts.map(memif::pack) {
-            common.post.write(&ToDaemon::Client { nic, client }, fds);
+            common.channel.write(&ToDaemon::Client { nic, client }, fds);
         }
     }
 

@@ -12,16 +12,16 @@ use tasuki_net::own::Own;
 use tasuki_net::port::{Armed, Burst, Frame, Port, Transactional};
 use tasuki_net::switch::Switch;
 use tasuki_net::tap::TapNode;
-use tasuki_net::vni::Introduction;
+use tasuki_net::vni::PeerDescriptor;
 use tasuki_net::vni::port::VniPort;
-use tasuki_relay::letter::pulse;
+use tasuki_relay::message::heartbeat;
 use tasuki_shm::arena::Arena;
 use tasuki_shm::line::Line;
 use tasuki_shm::region::{RegionError, Span};
 
-use super::BOOK;
-use crate::duty::{Desk, Duty};
-use crate::seat::Common;
+use super::PROGRAM_STATE;
+use crate::attachment::Common;
+use crate::handler::{FrameHandler, HandlerContext};
 use crate::tap::{LONGEST, SHORTEST};
 
 /// How long a giver waits for room for what it has in hand; a successor gets it otherwise.
@@ -56,21 +56,21 @@ impl Native {
 
     /// One turn; says how many frames moved.
     #[inline]
-    pub fn turn(&mut self, duty: &mut impl Duty, common: &Common) -> usize {
-        let Ok(moved) = duty.turn(&mut self.port, &common.desk(&self.arena, BOOK), &mut self.burst);
+    pub fn turn(&mut self, handler: &mut impl FrameHandler, common: &Common) -> usize {
+        let Ok(moved) = handler.turn(&mut self.port, &common.context(&self.arena, PROGRAM_STATE), &mut self.burst);
         moved
     }
 
     /// The first look at the rings: nothing is sent yet.
-    pub fn look(&mut self, duty: &mut impl Duty, common: &Common) {
-        let Ok(()) = duty.look(&mut self.port, &common.desk(&self.arena, BOOK), &mut self.burst);
+    pub fn look(&mut self, handler: &mut impl FrameHandler, common: &Common) {
+        let Ok(()) = handler.look(&mut self.port, &common.context(&self.arena, PROGRAM_STATE), &mut self.burst);
     }
 
     /// Ends the burst. What finds no room stays in hand, and comes to the successor as it came to us.
-    pub fn stop(&mut self, duty: &mut impl Duty, common: &Common) {
+    pub fn stop(&mut self, handler: &mut impl FrameHandler, common: &Common) {
         let end = Instant::now() + LAST_BURST;
         while !self.burst.is_empty() {
-            let Ok(went) = duty.send(&mut self.port, &common.desk(&self.arena, BOOK), &mut self.burst);
+            let Ok(went) = handler.send(&mut self.port, &common.context(&self.arena, PROGRAM_STATE), &mut self.burst);
             if went == 0 && Instant::now() > end {
                 return;
             }
@@ -78,9 +78,9 @@ impl Native {
     }
 
     /// Writes what a successor reads.
-    pub fn conclude(&mut self, duty: &mut impl Duty, common: &Common) {
-        duty.remember(&common.book, BOOK, self.port.turns().wrapping_add(1));
-        duty.conclude(&mut self.port, &self.burst);
+    pub fn conclude(&mut self, handler: &mut impl FrameHandler, common: &Common) {
+        handler.remember(&common.program_state, PROGRAM_STATE, self.port.turns().wrapping_add(1));
+        handler.conclude(&mut self.port, &self.burst);
     }
 
     fn arm(&mut self) -> Armed {
@@ -93,7 +93,7 @@ impl Native {
     }
 }
 
-/// An uplink's end of a VNI, as the seat of its NIC has it too: that one moves the frames.
+/// An uplink's end of a VNI, as the attachment of its NIC has it too: that one moves the frames.
 #[derive(Debug)]
 pub struct Joint {
     port: VniPort<Span<Line>>,
@@ -130,12 +130,12 @@ impl Joint {
 
     /// Copies what came into slots of the NIC's, oldest first; says how much that is. What no card sends is dropped.
     #[inline]
-    pub fn fill(&mut self, desk: &Desk<'_>, into: &mut Burst) -> usize {
+    pub fn fill(&mut self, context: &HandlerContext<'_>, into: &mut Burst) -> usize {
         let before = self.burst.len();
         self.burst.retain(|frame| usize::from(frame.len) <= LONGEST);
-        desk.pulse.add(pulse::REFUSED, (before - self.burst.len()) as u64);
+        context.heartbeat.add(heartbeat::REFUSED, (before - self.burst.len()) as u64);
         for frame in &self.burst {
-            let Some(mut slot) = desk.arena.take() else { break };
+            let Some(mut slot) = context.arena.take() else { break };
             let bytes = frame.bytes();
             let len = bytes.len().max(SHORTEST);
             let room = &mut slot.bytes_mut()[..len];
@@ -160,17 +160,18 @@ impl Joint {
 pub struct Uplink {
     joint: Rc<RefCell<Joint>>,
     /// Its port's descriptor, once more.
-    ear: OwnedFd,
+    bell_receiver: OwnedFd,
 }
 
 impl Uplink {
-    /// An end, and what the NIC's seat has of it.
+    /// An end, and what the NIC's attachment has of it.
     pub fn new(mut port: VniPort<Span<Line>>) -> Result<(Self, Rc<RefCell<Joint>>)> {
         // A switch drops for those who do not read.
         port.set_patience(WAIT);
-        let ear = port.fd().try_clone_to_owned().context("a descriptor cannot be copied; raise RLIMIT_NOFILE")?;
+        let bell_receiver =
+            port.fd().try_clone_to_owned().context("a descriptor cannot be copied; raise RLIMIT_NOFILE")?;
         let joint = Rc::new(RefCell::new(Joint { port, burst: Burst::new(), stuck: None, is_joined: false }));
-        Ok((Uplink { joint: Rc::clone(&joint), ear }, joint))
+        Ok((Uplink { joint: Rc::clone(&joint), bell_receiver }, joint))
     }
 
     /// Writes what a successor reads: what has not gone out comes to it again.
@@ -240,8 +241,8 @@ impl End {
         each!(self, end => end.finish(), _port => ());
     }
 
-    pub fn add(&mut self, kit: Introduction) -> Result<(), RegionError> {
-        each!(self, end => end.vni().add(kit), port => port.add(kit))
+    pub fn add(&mut self, bundle: PeerDescriptor) -> Result<(), RegionError> {
+        each!(self, end => end.vni().add(bundle), port => port.add(bundle))
     }
 
     pub fn remove(&mut self, number: u16) {
@@ -306,7 +307,7 @@ impl End {
             End::Tap(end) => Some(end.bell()),
             End::Memif(end) => end.bell(),
             End::Native(native) => Some(native.port.fd()),
-            End::Uplink(uplink) => Some(uplink.ear.as_fd()),
+            End::Uplink(uplink) => Some(uplink.bell_receiver.as_fd()),
         }
     }
 

@@ -1,4 +1,4 @@
-//! A small daemon of the tests' own: it speaks the real letters and packets with real workers, which drive our model of a card.
+//! A small daemon of the tests' own: it speaks the real messages and packets with real workers, which drive our model of a card.
 
 #![allow(dead_code, reason = "each test file uses a part of it")]
 
@@ -29,8 +29,9 @@ use rustix::net::{
     SendFlags, SocketAddrUnix, SocketFlags, SocketType,
 };
 use rustix::process::{Pid, Signal};
-use tasuki_relay::letter::{
-    Begin, FDS_MAX, Inflight, Kit, LETTER_MAX, SPEECH, ToDaemon, ToWorker, Work, board, frame, pulse, unframe,
+use tasuki_relay::message::{
+    Begin, DeviceBundle, FDS_MAX, Inflight, MESSAGE_MAX, SPEECH, ToDaemon, ToWorker, Work, frame, heartbeat,
+    lease_page, unframe,
 };
 use tasuki_relay::method::Method;
 use tasuki_relay::wire::{Order, Plan, Positions, Reason, Report, Use};
@@ -125,7 +126,7 @@ pub struct Talk(OwnedFd);
 /// What a worker said.
 #[derive(Debug)]
 pub enum Said {
-    Letter(ToDaemon, Vec<OwnedFd>),
+    Message(ToDaemon, Vec<OwnedFd>),
     Report(u32, Report),
     /// It hung up.
     End,
@@ -162,7 +163,7 @@ impl Talk {
         if rustix::event::poll(&mut poll, Some(&patience)).expect("poll") == 0 {
             return None;
         }
-        let mut bytes = vec![0; LETTER_MAX];
+        let mut bytes = vec![0; MESSAGE_MAX];
         let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(FDS_MAX))];
         let mut control = RecvAncillaryBuffer::new(&mut space);
         let into = &mut [IoSliceMut::new(&mut bytes)];
@@ -179,7 +180,7 @@ impl Talk {
         let bytes = &bytes[..got.bytes];
         Some(match unframe(bytes) {
             Some((nic, packet)) => Said::Report(nic, Report::parse(packet).expect("a report")),
-            None => Said::Letter(serde_json::from_slice(bytes).expect("a letter"), fds),
+            None => Said::Message(serde_json::from_slice(bytes).expect("a message"), fds),
         })
     }
 
@@ -233,13 +234,13 @@ impl Model {
     }
 }
 
-/// A NIC as the daemon has it: what the opener made of it, and its board.
+/// A NIC as the daemon has it: what the opener made of it, and its lease page.
 #[derive(Debug)]
 pub struct Nic {
     pub number: u32,
-    pub kit: Kit,
+    pub bundle: DeviceBundle,
     pub fds: Vec<OwnedFd>,
-    board: Region,
+    lease_page: Region,
     words: Span<AtomicU64>,
 }
 
@@ -252,19 +253,19 @@ impl Nic {
         let mut opener = Process::start(&mut command);
         drop(command);
         let said = talk.hear();
-        let Said::Letter(ToDaemon::Begun { .. }, _) = said else { panic!("{said:?}") };
+        let Said::Message(ToDaemon::Begun { .. }, _) = said else { panic!("{said:?}") };
         let way = std::os::unix::net::UnixStream::connect(socket).expect("a server");
         talk.send(b".", &[way.into()]);
         let said = talk.hear();
-        let Said::Letter(ToDaemon::Kit { kit }, fds) = said else { panic!("{said:?}") };
-        assert_eq!(kit.fds, fds.len());
+        let Said::Message(ToDaemon::DeviceBundle { bundle }, fds) = said else { panic!("{said:?}") };
+        assert_eq!(bundle.fds, fds.len());
         assert_eq!(opener.end(), Some(0));
-        Nic::of(0, kit, fds, region("board", board::LEN))
+        Nic::of(0, bundle, fds, region("lease_page", lease_page::LEN))
     }
 
-    pub fn of(number: u32, kit: Kit, fds: Vec<OwnedFd>, board: Region) -> Self {
-        let words = words(&board);
-        Nic { number, kit, fds, board, words }
+    pub fn of(number: u32, bundle: DeviceBundle, fds: Vec<OwnedFd>, lease_page: Region) -> Self {
+        let words = words(&lease_page);
+        Nic { number, bundle, fds, lease_page, words }
     }
 
     pub fn tenure(&self) -> Tenure {
@@ -286,16 +287,16 @@ impl Nic {
 
     pub fn pause(&self) -> Duration {
         let (stopped, driving) =
-            (self.words[board::STOPPED_AT].load(Acquire), self.words[board::DRIVING_AT].load(Acquire));
+            (self.words[lease_page::STOPPED_AT].load(Acquire), self.words[lease_page::DRIVING_AT].load(Acquire));
         Duration::from_nanos(driving.saturating_sub(stopped))
     }
 
     pub fn relays(&self) -> u64 {
-        self.words[board::RELAYS].load(Acquire)
+        self.words[lease_page::RELAYS].load(Acquire)
     }
 
     pub fn copies(&self) -> Vec<OwnedFd> {
-        [fd_of(&self.board)]
+        [fd_of(&self.lease_page)]
             .into_iter()
             .chain(self.fds.iter().map(|fd| fd.try_clone().expect("a descriptor")))
             .collect()
@@ -311,7 +312,7 @@ pub struct Node {
     pub cpu: Option<u32>,
     pub aside: Vec<u32>,
     pub nice: i32,
-    pub book: Region,
+    pub program_state: Region,
     pub folder: PathBuf,
     pub program: PathBuf,
     next: u32,
@@ -319,7 +320,7 @@ pub struct Node {
 
 impl Node {
     pub fn new(folder: &Path, work: Work) -> Self {
-        let (book, folder) = (region("book", 64 * 1024), folder.to_owned());
+        let (program_state, folder) = (region("program_state", 64 * 1024), folder.to_owned());
         let program = PathBuf::from(env!("CARGO_BIN_EXE_tasuki-worker"));
         Node {
             work,
@@ -328,7 +329,7 @@ impl Node {
             cpu: None,
             aside: Vec::new(),
             nice: 0,
-            book,
+            program_state,
             folder,
             program,
             next: 1,
@@ -340,15 +341,15 @@ impl Node {
         Node { next: first, ..Node::new(folder, work) }
     }
 
-    /// What the book says of numbered frames that were seen, in the later of its two copies.
+    /// What the program state says of numbered frames that were seen, in the later of its two copies.
     pub fn booked(&self, nic: usize) -> u64 {
-        let words = words(&self.book);
+        let words = words(&self.program_state);
         words[nic * 16].load(Acquire).max(words[nic * 16 + 8].load(Acquire))
     }
 
     /// The first word of what the node's program remembers, in the later of its two copies.
     pub fn remembered(&self, nic: usize) -> u64 {
-        let words = words(&self.book);
+        let words = words(&self.program_state);
         let copy = |copy: usize| words[2048 + nic * 128 + copy * 64 + 4].load(Acquire);
         copy(0).max(copy(1))
     }
@@ -368,15 +369,15 @@ impl Node {
         command.envs(environment.iter().map(|(name, value)| (name, value)));
         let process = Process::start(&mut command);
         drop(command);
-        let pulse = region("pulse", pulse::LEN);
-        let words = words(&pulse);
+        let heartbeat = region("heartbeat", heartbeat::LEN);
+        let words = words(&heartbeat);
         let mut worker = Worker {
             process,
             talk,
             party: Party(NonZeroU32::new(party).unwrap()),
             path,
             words,
-            pulse,
+            heartbeat,
             heard: VecDeque::new(),
             told: Vec::new(),
             unconfined: Vec::new(),
@@ -397,10 +398,10 @@ impl Node {
             memif: None,
             tap: None,
         };
-        let fds = [fd_of(&worker.pulse), fd_of(&self.book), listening];
-        worker.letter(&ToWorker::Begin(begin), &fds);
+        let fds = [fd_of(&worker.heartbeat), fd_of(&self.program_state), listening];
+        worker.message(&ToWorker::Begin(begin), &fds);
         match worker.talk.hear() {
-            Said::Letter(ToDaemon::Begun { unconfined, .. }, _) => worker.unconfined = unconfined,
+            Said::Message(ToDaemon::Begun { unconfined, .. }, _) => worker.unconfined = unconfined,
             other => panic!("{other:?}"),
         }
         worker
@@ -425,7 +426,7 @@ pub struct Worker {
     /// Where it listens.
     pub path: PathBuf,
     words: Span<AtomicU64>,
-    pulse: Region,
+    heartbeat: Region,
     heard: VecDeque<(u32, Report)>,
     /// What it told a person.
     pub told: Vec<String>,
@@ -433,8 +434,8 @@ pub struct Worker {
 }
 
 impl Worker {
-    pub fn letter(&self, letter: &ToWorker, fds: &[OwnedFd]) {
-        self.talk.send(&serde_json::to_vec(letter).expect("JSON"), fds);
+    pub fn message(&self, message: &ToWorker, fds: &[OwnedFd]) {
+        self.talk.send(&serde_json::to_vec(message).expect("JSON"), fds);
         self.posted();
     }
 
@@ -449,22 +450,22 @@ impl Worker {
     }
 
     fn posted(&self) {
-        self.words[pulse::POSTS].fetch_add(1, Release);
+        self.words[heartbeat::POSTS].fetch_add(1, Release);
     }
 
-    pub fn pulse(&self, word: usize) -> u64 {
+    pub fn heartbeat(&self, word: usize) -> u64 {
         self.words[word].load(Acquire)
     }
 
     pub fn give(&self, nic: &Nic) {
-        let letter = ToWorker::Nic {
+        let message = ToWorker::Nic {
             nic: nic.number,
             name: "nic".to_owned(),
             iova: self.iova(),
             fenced: false,
-            kit: nic.kit.clone(),
+            bundle: nic.bundle.clone(),
         };
-        self.letter(&letter, &nic.copies());
+        self.message(&message, &nic.copies());
     }
 
     /// Where the card may see what this worker makes.
@@ -475,30 +476,30 @@ impl Worker {
     /// Gives it what it needs to drive `nic` from memory of its own, and nothing of the memory that is.
     pub fn give_apart(&self, nic: &Nic) {
         let mut fds = nic.copies();
-        fds.truncate(fds.len() - nic.kit.memory);
-        let kit = Kit { partial: true, fds: fds.len() - 1, ..nic.kit.clone() };
-        self.letter(
-            &ToWorker::Nic { nic: nic.number, name: "nic".to_owned(), iova: self.iova(), fenced: false, kit },
+        fds.truncate(fds.len() - nic.bundle.memory);
+        let bundle = DeviceBundle { partial: true, fds: fds.len() - 1, ..nic.bundle.clone() };
+        self.message(
+            &ToWorker::Nic { nic: nic.number, name: "nic".to_owned(), iova: self.iova(), fenced: false, bundle },
             &fds,
         );
         self.prepare_by(nic, Use::Handover, Method::Repoint);
     }
 
     /// What the NIC will be made of once this worker drives it from memory of its own; it is ready then. Nothing if it dies.
-    pub fn ready_apart(&mut self, nic: &Nic) -> Option<(Kit, Vec<OwnedFd>)> {
+    pub fn ready_apart(&mut self, nic: &Nic) -> Option<(DeviceBundle, Vec<OwnedFd>)> {
         let mut own = None;
         loop {
             match self.talk.hear() {
-                Said::Letter(ToDaemon::Memory { lies, .. }, memory) => {
-                    assert_eq!(memory.len(), nic.kit.memory);
+                Said::Message(ToDaemon::Memory { lies, .. }, memory) => {
+                    assert_eq!(memory.len(), nic.bundle.memory);
                     let mut fds = nic.copies();
                     drop(fds.remove(0));
                     fds.truncate(fds.len() - memory.len());
                     fds.extend(memory);
                     let made_by = Some(self.party.0.get());
-                    own = Some((Kit { lies: Some(lies), made_by, ..nic.kit.clone() }, fds));
+                    own = Some((DeviceBundle { lies: Some(lies), made_by, ..nic.bundle.clone() }, fds));
                 }
-                Said::Letter(ToDaemon::Told { sentence, .. }, _) => self.told.push(sentence),
+                Said::Message(ToDaemon::Told { sentence, .. }, _) => self.told.push(sentence),
                 Said::Report(_, Report::Ready) => return own,
                 Said::End => return None,
                 other => panic!("{other:?}: {:?}", self.told),
@@ -516,7 +517,7 @@ impl Worker {
     }
 
     pub fn prepare_by(&self, nic: &Nic, purpose: Use, method: Method) {
-        let Kit { kind, version, .. } = nic.kit;
+        let DeviceBundle { kind, version, .. } = nic.bundle;
         let carries = Positions::default();
         self.order(nic, Order::Prepare { purpose, method, kind, version, carries });
     }
@@ -534,19 +535,19 @@ impl Worker {
                     assert_eq!(number, nic.number);
                     return Some(report);
                 }
-                Said::Letter(ToDaemon::Told { sentence, .. }, _) => self.told.push(sentence),
-                Said::Letter(..) => {}
+                Said::Message(ToDaemon::Told { sentence, .. }, _) => self.told.push(sentence),
+                Said::Message(..) => {}
                 Said::End => return None,
             }
         }
     }
 
-    /// The next letter that is none for a person.
-    pub fn hear_letter(&mut self) -> (ToDaemon, Vec<OwnedFd>) {
+    /// The next message that is none for a person.
+    pub fn hear_message(&mut self) -> (ToDaemon, Vec<OwnedFd>) {
         loop {
             match self.talk.hear() {
-                Said::Letter(ToDaemon::Told { sentence, .. }, _) => self.told.push(sentence),
-                Said::Letter(letter, fds) => return (letter, fds),
+                Said::Message(ToDaemon::Told { sentence, .. }, _) => self.told.push(sentence),
+                Said::Message(message, fds) => return (message, fds),
                 other => panic!("{other:?}"),
             }
         }
@@ -602,7 +603,7 @@ impl Worker {
     pub fn hears_trouble(&mut self) -> bool {
         while let Some(said) = self.talk.hear_within(Duration::ZERO) {
             match said {
-                Said::Letter(ToDaemon::Told { sentence, .. }, _) => self.told.push(sentence),
+                Said::Message(ToDaemon::Told { sentence, .. }, _) => self.told.push(sentence),
                 Said::End => self.told.push("it has ended".to_owned()),
                 _ => {}
             }
@@ -612,9 +613,9 @@ impl Worker {
 
     /// Frames that the card has sent, PAUSE frames not counted.
     pub fn sent_on_the_wire(&mut self) -> u64 {
-        self.letter(&ToWorker::Counts, &[]);
+        self.message(&ToWorker::Counts, &[]);
         let counts = loop {
-            if let (ToDaemon::Counts { counts, .. }, _) = self.hear_letter() {
+            if let (ToDaemon::Counts { counts, .. }, _) = self.hear_message() {
                 break counts;
             }
         };
@@ -639,9 +640,9 @@ impl Worker {
 /// What a daemon that has just begun learns from a worker: who it is, and that it has this NIC. What that is made of it has from its keeper.
 pub fn adopt(worker: &mut Worker, nic: &Nic) {
     worker.talk.send(&serde_json::to_vec(&ToWorker::Again { keeps: true }).expect("JSON"), &[]);
-    let (letter, fds) = worker.hear_letter();
+    let (message, fds) = worker.hear_message();
     let mine = ToDaemon::Mine { party: worker.party.0.get(), node: "node".to_owned(), nics: vec![nic.number] };
-    assert_eq!((letter, fds.len()), (mine, 0));
+    assert_eq!((message, fds.len()), (mine, 0));
 }
 
 /// A place for sockets.

@@ -66,7 +66,7 @@ const ADDRESSES: [&str; 3] = ["192.0.2.1", "192.0.2.2", "192.0.2.3"];
 /// Whatever was killed, nobody need be asked for longer than this.
 const MENDED_WITHIN: Duration = Duration::from_secs(30);
 
-/// Now, on the clock of the boards' stamps.
+/// Now, on the clock of the lease pages' stamps.
 pub fn now() -> Duration {
     let now = clock_gettime(ClockId::Monotonic);
     Duration::new(now.tv_sec.unsigned_abs(), u32::try_from(now.tv_nsec).expect("less than a second"))

@@ -141,7 +141,7 @@ impl IntX {
 
 /// Forgets that an eventfd rang; says whether it had. Never waits: whoever serves the device has the same eventfd, and can have made reading
 /// it wait.
-pub(super) fn hush(eventfd: impl AsFd) -> Result<bool, BusError> {
+pub(super) fn quiesce(eventfd: impl AsFd) -> Result<bool, BusError> {
     let mut count = [0; 8];
     let into = &mut [IoSliceMut::new(&mut count)];
     // From where it is.
@@ -300,13 +300,13 @@ mod tests {
     fn an_eventfd_that_somebody_else_has_made_wait_is_not_waited_for() {
         // Blocking, as its other holder may make it at any time.
         let eventfd = rustix::event::eventfd(0, EventfdFlags::CLOEXEC).unwrap();
-        assert!(!hush(&eventfd).unwrap());
+        assert!(!quiesce(&eventfd).unwrap());
         ring(&eventfd);
         ring(&eventfd);
-        assert!(hush(&eventfd).unwrap());
-        assert!(!hush(&eventfd).unwrap());
+        assert!(quiesce(&eventfd).unwrap());
+        assert!(!quiesce(&eventfd).unwrap());
         rustix::io::write(&eventfd, &(u64::MAX - 1).to_ne_bytes()).unwrap();
         ring(&eventfd);
-        assert!(hush(&eventfd).unwrap());
+        assert!(quiesce(&eventfd).unwrap());
     }
 }

@@ -1,11 +1,11 @@
 //! What the card counts, by the names that `ethtool -S` shows for it.
 
+use super::driver_state::COUNTERS;
 use super::regs::{self, Cleared, Mmio, Reg, Ro};
 use super::ring::Dropped;
-use super::sash::COUNTERS;
 use crate::nic::NicError;
 use crate::nic::bus::Registers;
-use crate::nic::sash::check_counts;
+use crate::nic::driver_state::check_counts;
 
 /// Where a counter of the card stands.
 enum Source {
@@ -15,7 +15,7 @@ enum Source {
 }
 use Source::{Pair, Word};
 
-/// In the order of the sash, which is part of its version.
+/// In the order of the driver state, which is part of its version.
 const SOURCES: [(&str, Source); 26] = [
     ("rx_packets", Word(regs::GPRC)),
     ("tx_packets", Word(regs::GPTC)),
@@ -85,7 +85,7 @@ impl Counters {
     }
 
     /// What a successor goes on from.
-    pub fn to_sash(&self) -> [u64; COUNTERS] {
+    pub fn to_driver_state(&self) -> [u64; COUNTERS] {
         let mut words = *self.accumulated;
         words[OURS..OURS + 3].copy_from_slice(&[self.dropped.errors, self.dropped.too_long, self.refused]);
         words

@@ -2,19 +2,19 @@
 
 use arrayvec::ArrayVec;
 
+use super::driver_state::{DriverState, MTA_WORDS, ReceiveDriverState};
 use super::regs::{self, Mmio};
 use super::ring::{ReceiveRing, TransmitRing, not_a_slot};
-use super::sash::{MTA_WORDS, ReceiveSash, Sash};
 use super::setup::Shape;
 use super::{Assembly, BAR, Counters, E1000e, QUEUES_MAX, SENT, SKIPPING, bell};
 use crate::capture::Captures;
 use crate::nic::bus::{Bus, Registers};
+use crate::nic::driver_state::{DriverState as _, Head, broken};
 use crate::nic::ledger::TURNS;
-use crate::nic::sash::{Head, Sash as _, broken};
 use crate::nic::{Failed, InPlace, Mac, Nic, NicError, NicMemory};
 use crate::port::{BURST_MAX, Burst, Frame, Transactional};
 
-/// Everything but the sash.
+/// Everything but the driver state.
 #[derive(Debug)]
 pub struct Prepared<B: Bus> {
     bus: B,
@@ -22,7 +22,7 @@ pub struct Prepared<B: Bus> {
     mmio: Mmio<B::Registers>,
     bell: std::os::fd::OwnedFd,
     /// Room for what the ledger says, and for the multicast table: whoever takes over has no time to ask for memory.
-    sash: Box<Sash>,
+    driver_state: Box<DriverState>,
     mta: Box<[u32; MTA_WORDS]>,
 }
 
@@ -35,23 +35,25 @@ struct Rings {
 impl<B: Bus> Prepared<B> {
     /// Reads what seldom changes, and the cursors. Nothing is touched.
     fn read_ledger(&mut self) -> Result<Shape, NicError> {
-        let (ledger, sash) = (self.memory.ledger(), &mut *self.sash);
+        let (ledger, driver_state) = (self.memory.ledger(), &mut *self.driver_state);
         match ledger.whose() {
             None => return Err(broken("nobody drove the card", 0)),
-            Some((Sash::KIND, Sash::VERSION)) => {}
-            Some((kind, version)) => return Err(NicError::OtherSash { kind, version, ours: Sash::VERSION }),
+            Some((DriverState::KIND, DriverState::VERSION)) => {}
+            Some((kind, version)) => {
+                return Err(NicError::OtherDriverState { kind, version, ours: DriverState::VERSION });
+            }
         }
-        sash.set_seldom(&ledger.read_seldom());
+        driver_state.set_seldom(&ledger.read_seldom());
         let cursors = ledger.cursors();
-        for (queue, (receive, word)) in sash.receive.iter_mut().zip(cursors).enumerate() {
+        for (queue, (receive, word)) in driver_state.receive.iter_mut().zip(cursors).enumerate() {
             let (next, tail) = halves(word);
             let skipping = u32::from(cursors[SKIPPING] >> queue & 1 == 1);
-            *receive = ReceiveSash { next, tail, skipping, reserved: 0 };
+            *receive = ReceiveDriverState { next, tail, skipping, reserved: 0 };
         }
-        (sash.sent, sash.filled) = halves(cursors[SENT]);
+        (driver_state.sent, driver_state.filled) = halves(cursors[SENT]);
         let layout = self.memory.layout();
-        sash.head.check::<Sash>(&layout)?;
-        sash.check_seldom(&layout)
+        driver_state.head.check::<DriverState>(&layout)?;
+        driver_state.check_seldom(&layout)
     }
 
     /// A predecessor died before the card reached all of the memory.
@@ -65,12 +67,13 @@ impl<B: Bus> Prepared<B> {
 
     /// What stands in the rings at these cursors is the card's.
     fn pick_up_rings(&self, shape: Shape) -> Result<Rings, NicError> {
-        let (memory, sash) = (&self.memory, &*self.sash);
+        let (memory, driver_state) = (&self.memory, &*self.driver_state);
         let mut receive: ArrayVec<_, QUEUES_MAX> = ArrayVec::new();
         for queue in 0..usize::from(shape.queues) {
-            receive.push(ReceiveRing::pick_up(memory, queue, shape.ring, &sash.receive[queue])?);
+            receive.push(ReceiveRing::pick_up(memory, queue, shape.ring, &driver_state.receive[queue])?);
         }
-        let transmit = TransmitRing::pick_up(memory, shape.queues.into(), shape.ring, [sash.sent, sash.filled])?;
+        let transmit =
+            TransmitRing::pick_up(memory, shape.queues.into(), shape.ring, [driver_state.sent, driver_state.filled])?;
         Ok(Rings { receive, transmit })
     }
 
@@ -80,40 +83,43 @@ impl<B: Bus> Prepared<B> {
         Failed { error, bus: self.bus, memory: self.memory }
     }
 
-    /// The driver that goes on with these rings, as `sash` says, or what the ledger said.
-    fn drive(self, sash: Option<&Sash>, shape: Shape, Rings { receive, transmit }: Rings) -> E1000e<B> {
-        let Prepared { bus, memory, mmio, bell, sash: said, mut mta } = self;
-        let sash = sash.unwrap_or(&said);
-        *mta = sash.mta;
+    /// The driver that goes on with these rings, as `driver_state` says, or what the ledger said.
+    fn drive(self, driver_state: Option<&DriverState>, shape: Shape, Rings { receive, transmit }: Rings) -> E1000e<B> {
+        let Prepared { bus, memory, mmio, bell, driver_state: said, mut mta } = self;
+        let driver_state = driver_state.unwrap_or(&said);
+        *mta = driver_state.mta;
         let parts = Assembly {
             mmio,
             bell,
             receive,
             transmit,
             shape,
-            mac: Mac(sash.head.mac),
-            filter: sash.filter,
-            flow_control: sash.flow_control & 1 == 1,
+            mac: Mac(driver_state.head.mac),
+            filter: driver_state.filter,
+            flow_control: driver_state.flow_control & 1 == 1,
             mta,
-            counters: Counters::resume(&sash.counters),
+            counters: Counters::resume(&driver_state.counters),
         };
-        E1000e { held: sash.flow_control & 2 == 2, ..E1000e::assemble(bus, memory, parts) }
+        E1000e { held: driver_state.flow_control & 2 == 2, ..E1000e::assemble(bus, memory, parts) }
     }
 }
 
 impl<B: Bus> E1000e<B> {
-    /// What a successor must know: where the driver stands, whether the card runs or not. The sash was blank, or was written by this driver before.
-    pub(super) fn write_sash(&self, sash: &mut Sash) {
-        sash.head = Head::of::<Sash>(&self.memory.layout(), self.mac, self.shape.ring);
-        (sash.queues, sash.mtu, sash.filter) = (self.shape.queues.into(), self.shape.mtu, self.filter);
-        sash.flow_control = u16::from(self.flow_control) | u16::from(self.held) << 1;
-        sash.receive.fill(ReceiveSash::default());
-        for (ring, (cursors, posted)) in self.receive.iter().zip(sash.receive.iter_mut().zip(&mut sash.posted)) {
-            *cursors = ring.to_sash(posted);
+    /// What a successor must know: where the driver stands, whether the card runs or not. The driver state was blank, or was written by this driver before.
+    pub(super) fn write_driver_state(&self, driver_state: &mut DriverState) {
+        driver_state.head = Head::of::<DriverState>(&self.memory.layout(), self.mac, self.shape.ring);
+        (driver_state.queues, driver_state.mtu, driver_state.filter) =
+            (self.shape.queues.into(), self.shape.mtu, self.filter);
+        driver_state.flow_control = u16::from(self.flow_control) | u16::from(self.held) << 1;
+        driver_state.receive.fill(ReceiveDriverState::default());
+        for (ring, (cursors, posted)) in
+            self.receive.iter().zip(driver_state.receive.iter_mut().zip(&mut driver_state.posted))
+        {
+            *cursors = ring.to_driver_state(posted);
         }
-        (sash.sent, sash.filled) = self.transmit.to_sash(&mut sash.sending);
-        sash.mta = *self.mta;
-        sash.counters = self.counters.to_sash();
+        (driver_state.sent, driver_state.filled) = self.transmit.to_driver_state(&mut driver_state.sending);
+        driver_state.mta = *self.mta;
+        driver_state.counters = self.counters.to_driver_state();
     }
 
     /// The ledger is ours. A predecessor that died may have committed what it did not tell the card, so the doorbells are rung again; and it
@@ -147,39 +153,45 @@ impl<B: Bus> InPlace for E1000e<B> {
         &self.bus
     }
 
-    fn sash(&mut self, into: &mut Sash) {
+    fn driver_state(&mut self, into: &mut DriverState) {
         self.conclude(&Burst::new());
-        self.write_sash(into);
+        self.write_driver_state(into);
     }
 
     fn prepare(mut bus: B, memory: NicMemory) -> Result<Prepared<B>, Failed<B>> {
         memory.take_back();
         let ready = bus.registers(BAR).map(Mmio).and_then(|mmio| Ok((mmio, bell(&mut bus)?)));
         match ready {
-            Ok((mmio, bell)) => {
-                Ok(Prepared { bus, memory, mmio, bell, sash: Sash::blank(), mta: Box::new([0; MTA_WORDS]) })
-            }
+            Ok((mmio, bell)) => Ok(Prepared {
+                bus,
+                memory,
+                mmio,
+                bell,
+                driver_state: DriverState::blank(),
+                mta: Box::new([0; MTA_WORDS]),
+            }),
             Err(error) => Err(Failed { error: error.into(), bus, memory }),
         }
     }
 
-    fn go_on(mut prepared: Prepared<B>, sash: &Sash) -> Result<Self, Failed<B>> {
+    fn go_on(mut prepared: Prepared<B>, driver_state: &DriverState) -> Result<Self, Failed<B>> {
         if let Err(error) = prepared.reach_all() {
             return Err(prepared.refused(error));
         }
         let memory = &prepared.memory;
         let layout = memory.layout();
-        let fits = sash.check_alone(&layout).and_then(|()| sash.shape(&layout));
-        let lent = fits.and_then(|shape| memory.lend(sash.slots()).map_err(not_a_slot).map(|()| shape));
+        let fits = driver_state.check_alone(&layout).and_then(|()| driver_state.shape(&layout));
+        let lent = fits.and_then(|shape| memory.lend(driver_state.slots()).map_err(not_a_slot).map(|()| shape));
         let shape = match lent {
             Ok(shape) => shape,
             Err(error) => return Err(prepared.refused(error)),
         };
-        let receive = (0..usize::from(shape.queues)).map(|queue| ReceiveRing::resume(memory, queue, sash)).collect();
-        let rings = Rings { receive, transmit: TransmitRing::resume(memory, sash) };
+        let receive =
+            (0..usize::from(shape.queues)).map(|queue| ReceiveRing::resume(memory, queue, driver_state)).collect();
+        let rings = Rings { receive, transmit: TransmitRing::resume(memory, driver_state) };
         // Nothing of that is the driver's alone, and somebody waits.
-        memory.ledger().write_seldom(sash.seldom());
-        let mut nic = prepared.drive(Some(sash), shape, rings);
+        memory.ledger().write_seldom(driver_state.seldom());
+        let mut nic = prepared.drive(Some(driver_state), shape, rings);
         nic.take_over_ledger();
         Ok(nic)
     }

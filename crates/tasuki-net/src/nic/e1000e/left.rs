@@ -7,8 +7,8 @@
 use std::fmt;
 use std::time::Duration;
 
+use super::driver_state::MTA_WORDS;
 use super::regs::{self, Mmio, ctrl, phy};
-use super::sash::MTA_WORDS;
 use super::{flow, setup};
 use crate::nic::bus::Registers;
 use crate::nic::{Mac, NicError};

@@ -1,10 +1,11 @@
 //! The Intel 82574L: gigabit, two receive queues, MSI-X.
 //!
 //! `regs.rs` is the data sheet, `ring.rs` moves slots, `setup.rs` gets a card ready, `park.rs` stops it and has it go on, `in_place.rs`
-//! has it run on while its driver is replaced, `repoint.rs` points it at another owner's rings, `left.rs` says what a last owner can have left in it, `scrub.rs` keeps its memory clean, `flow.rs` has card and partner pause for each other, and `sash.rs` is what a successor needs. One vector signals all that is received; what was sent is looked at when there is
+//! has it run on while its driver is replaced, `repoint.rs` points it at another owner's rings, `left.rs` says what a last owner can have left in it, `scrub.rs` keeps its memory clean, `flow.rs` has card and partner pause for each other, and `driver_state.rs` is what a successor needs. One vector signals all that is received; what was sent is looked at when there is
 //! more to send.
 
 mod counters;
+mod driver_state;
 mod flow;
 mod in_place;
 mod left;
@@ -12,7 +13,6 @@ mod park;
 mod regs;
 mod repoint;
 mod ring;
-mod sash;
 mod scrub;
 mod setup;
 
@@ -21,17 +21,17 @@ use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use arrayvec::ArrayVec;
 
 use self::counters::Counters;
+pub use self::driver_state::DriverState;
+use self::driver_state::{MTA_WORDS, QUEUES_MAX};
 use self::regs::{Mmio, cause, rctl};
-use self::repoint::Hush;
+use self::repoint::Quiesce;
 pub use self::repoint::Ready;
 use self::ring::{Lengths, ReceiveRing, TransmitRing, ring_at};
-pub use self::sash::Sash;
-use self::sash::{MTA_WORDS, QUEUES_MAX};
 use self::setup::Shape;
 use super::bus::pci::{self, Header};
 use super::bus::{self, Bus, BusError, Registers};
+use super::driver_state::{DriverState as _, broken};
 use super::ledger::{CURSORS, TURNS};
-use super::sash::{Sash as _, broken};
 use super::scrub::Dirt;
 use super::{Failed, Filter, Link, Mac, Nic, NicError, NicMemory, NicOptions, PciId, Scrub, loan};
 use crate::capture::{Captures, Direction};
@@ -66,7 +66,7 @@ pub struct E1000e<B: Bus> {
     /// The partner pauses since the card was parked, until what had come before is received.
     held: bool,
     /// On the way to another owner's rings.
-    hush: Hush,
+    quiesce: Quiesce,
     /// What stands in the multicast table.
     mta: Box<[u32; MTA_WORDS]>,
     counters: Counters,
@@ -96,7 +96,7 @@ impl<B: Bus> E1000e<B> {
     /// may be one that a successor needs (D5).
     #[inline]
     fn refill(&mut self) {
-        if self.hush.is_off() || self.receive.iter().any(ReceiveRing::has_unhandled) {
+        if self.quiesce.is_off() || self.receive.iter().any(ReceiveRing::has_unhandled) {
             return;
         }
         if self.dirt.is_some() {
@@ -171,7 +171,7 @@ impl<B: Bus> E1000e<B> {
     /// The same, where it says already how things are.
     fn enter_ledger(&mut self) {
         let ledger = self.memory.ledger();
-        if ledger.whose() == Some((Sash::KIND, Sash::VERSION)) {
+        if ledger.whose() == Some((DriverState::KIND, DriverState::VERSION)) {
             self.transmit.set_given(ledger.cursors()[GIVEN]);
         }
         self.commits = self.memory.ledger().commits();
@@ -179,15 +179,15 @@ impl<B: Bus> E1000e<B> {
         self.committed = [u64::MAX; CURSORS];
         self.committed[TURNS] = self.memory.ledger().turns();
         self.commit(&Burst::new());
-        self.memory.ledger().belongs(Some((Sash::KIND, Sash::VERSION)));
+        self.memory.ledger().belongs(Some((DriverState::KIND, DriverState::VERSION)));
     }
 
     /// What seldom changes has changed.
     #[cold]
     fn write_seldom(&self) {
-        let mut sash = Sash::blank();
-        self.write_sash(&mut sash);
-        self.memory.ledger().write_seldom(sash.seldom());
+        let mut driver_state = DriverState::blank();
+        self.write_driver_state(&mut driver_state);
+        self.memory.ledger().write_seldom(driver_state.seldom());
     }
 
     /// The frames of each queue, in turn.
@@ -220,7 +220,7 @@ impl<B: Bus> E1000e<B> {
     }
 
     fn let_go(&mut self) {
-        if let Some(since) = self.hush.let_go_at() {
+        if let Some(since) = self.quiesce.let_go_at() {
             return self.finish_letting_go(since);
         }
         self.held = false;
@@ -250,7 +250,7 @@ impl<B: Bus> E1000e<B> {
     fn assemble(bus: B, memory: NicMemory, parts: Assembly<B::Registers>) -> Self {
         let Assembly { mmio, bell, receive, transmit, shape, mac, filter, flow_control, mta, counters } = parts;
         // A successor's link may have gone and come meanwhile.
-        let (first, agreed, held, hush) = (0, false, false, Hush::default());
+        let (first, agreed, held, quiesce) = (0, false, false, Quiesce::default());
         E1000e {
             bus,
             memory,
@@ -265,7 +265,7 @@ impl<B: Bus> E1000e<B> {
             flow_control,
             agreed,
             held,
-            hush,
+            quiesce,
             mta,
             counters,
             commits: 0,
@@ -300,19 +300,19 @@ impl<B: Bus> E1000e<B> {
     }
 
     /// Has the card stop; what a successor must know.
-    fn stop(&mut self) -> Result<Sash, NicError> {
+    fn stop(&mut self) -> Result<DriverState, NicError> {
         self.memory.ledger().halted(true);
         park::stop(&self.mmio, self.shape.frame(), &mut self.counters)?;
         self.transmit.reclaim(self.memory.arena());
         self.commit(&Burst::new());
         self.counters.collect(&self.mmio);
-        let mut sash = Sash::blank();
-        self.write_sash(&mut sash);
-        Ok(*sash)
+        let mut driver_state = DriverState::blank();
+        self.write_driver_state(&mut driver_state);
+        Ok(*driver_state)
     }
 }
 
-/// A filter as a sash has it, and the multicast table.
+/// A filter as a driver state has it, and the multicast table.
 fn filter_of(filter: &Filter) -> (u16, [u32; MTA_WORDS]) {
     let mut table = [0_u32; MTA_WORDS];
     for Mac([.., e, f]) in &filter.multicast {
@@ -371,39 +371,44 @@ impl<R: Registers> Assembly<R> {
     }
 
     /// Where a predecessor stopped. Up to the interrupts, nothing is changed, neither in the card nor in memory.
-    fn warm<B: Bus<Registers = R>>(bus: &mut B, memory: &NicMemory, sash: &Sash) -> Result<Self, NicError> {
+    fn warm<B: Bus<Registers = R>>(
+        bus: &mut B,
+        memory: &NicMemory,
+        driver_state: &DriverState,
+    ) -> Result<Self, NicError> {
         let layout = memory.layout();
-        sash.check(&layout)?;
-        loan::check(memory, sash.slots())?;
-        let shape = sash.shape(&layout)?;
+        driver_state.check(&layout)?;
+        loan::check(memory, driver_state.slots())?;
+        let shape = driver_state.shape(&layout)?;
         recognise(bus)?;
-        let receive = (0..usize::from(shape.queues)).map(|queue| ReceiveRing::resume(memory, queue, sash)).collect();
-        let transmit = TransmitRing::resume(memory, sash);
+        let receive =
+            (0..usize::from(shape.queues)).map(|queue| ReceiveRing::resume(memory, queue, driver_state)).collect();
+        let transmit = TransmitRing::resume(memory, driver_state);
         let mmio = Mmio(bus.registers(BAR)?);
-        check_parked(&mmio, memory, sash, (&receive, &transmit))?;
+        check_parked(&mmio, memory, driver_state, (&receive, &transmit))?;
         let bell = bell(bus)?;
-        let (mac, filter) = (Mac(sash.head.mac), sash.filter);
-        let (mta, counters) = (Box::new(sash.mta), Counters::resume(&sash.counters));
-        let flow_control = sash.flow_control & 1 == 1;
+        let (mac, filter) = (Mac(driver_state.head.mac), driver_state.filter);
+        let (mta, counters) = (Box::new(driver_state.mta), Counters::resume(&driver_state.counters));
+        let flow_control = driver_state.flow_control & 1 == 1;
         Ok(Assembly { mmio, bell, receive, transmit, shape, mac, filter, flow_control, mta, counters })
     }
 }
 
-/// Whether the card is where the sash says.
+/// Whether the card is where the driver state says.
 fn check_parked(
     mmio: &Mmio<impl Registers>,
     memory: &NicMemory,
-    sash: &Sash,
+    driver_state: &DriverState,
     (receive, transmit): (&ArrayVec<ReceiveRing, QUEUES_MAX>, &TransmitRing),
 ) -> Result<(), NicError> {
     let is = |what, found: u32, said: u32| if found == said { Ok(()) } else { Err(broken(what, found.into())) };
     if mmio.read(regs::STATUS) == u32::MAX {
         return Err(NicError::Gone);
     }
-    sash.head.check_mac(setup::mac(mmio)?)?;
+    driver_state.head.check_mac(setup::mac(mmio)?)?;
     is("the card receives, though parked", mmio.read(regs::RCTL) & rctl::EN, 0)?;
     is("the card sends, though parked", mmio.read(regs::TCTL) & regs::tctl::EN, 0)?;
-    let at = |index| setup::halves(ring_at(memory.rings_at(), index, sash.head.ring));
+    let at = |index| setup::halves(ring_at(memory.rings_at(), index, driver_state.head.ring));
     for (index, ring) in (0_u8..).zip(receive) {
         let ((low, high), index) = (at(index.into()), index.into());
         is("the card has a receive ring elsewhere, at", mmio.read(regs::RDBAL.of(index)), low)?;
@@ -479,7 +484,7 @@ impl<B: Bus> Port for E1000e<B> {
             self.commit(&Burst::new());
         }
         self.rest();
-        bus::hush(&self.bell)?;
+        bus::quiesce(&self.bell)?;
         // In this order: a frame that came before the causes were cleared is seen by the look at the rings, which is not before the
         // card has answered; one that comes later sets its cause again, and that cause is not masked.
         self.mmio.clear(regs::ICR, cause::RXQ);
@@ -504,7 +509,7 @@ impl<B: Bus> Port for E1000e<B> {
 
 impl<B: Bus> Nic for E1000e<B> {
     type Bus = B;
-    type Sash = Sash;
+    type DriverState = DriverState;
 
     fn start(mut bus: B, memory: NicMemory, options: &NicOptions) -> Result<Self, Failed<B>> {
         let shape = Shape::new(options.ring, options.queues, options.mtu, &memory.layout());
@@ -523,8 +528,8 @@ impl<B: Bus> Nic for E1000e<B> {
         Ok(nic)
     }
 
-    fn resume(mut bus: B, memory: NicMemory, sash: &Sash) -> Result<Self, Failed<B>> {
-        let mut nic = match Assembly::warm(&mut bus, &memory, sash) {
+    fn resume(mut bus: B, memory: NicMemory, driver_state: &DriverState) -> Result<Self, Failed<B>> {
+        let mut nic = match Assembly::warm(&mut bus, &memory, driver_state) {
             Ok(parts) => Self::assemble(bus, memory, parts),
             Err(error) => return Err(Failed { error, bus, memory }),
         };
@@ -537,9 +542,9 @@ impl<B: Bus> Nic for E1000e<B> {
         Ok(nic)
     }
 
-    fn park(mut self) -> Result<(B, NicMemory, Sash), Failed<B>> {
+    fn park(mut self) -> Result<(B, NicMemory, DriverState), Failed<B>> {
         match self.stop() {
-            Ok(sash) => Ok((self.bus, self.memory, sash)),
+            Ok(driver_state) => Ok((self.bus, self.memory, driver_state)),
             Err(error) => Err(self.failed(error)),
         }
     }

@@ -17,16 +17,16 @@ use std::time::{Duration, Instant};
 use arrayvec::ArrayVec;
 
 use super::counters::Counters;
+use super::driver_state::{COUNTERS, DriverState, QUEUES_MAX};
 use super::flow::{self, PAUSE_MAX};
 use super::park::{self, DRAIN_LIMIT, PAUSE_MIN, SILENCE_LIMIT, STOP_LIMIT};
 use super::regs::{self, Mmio, Reg, rctl, tctl};
 use super::ring::{DESCRIPTOR_LEN, ReceiveRing, TransmitRing, ring_at};
-use super::sash::{COUNTERS, QUEUES_MAX, Sash};
 use super::setup::{self, LONG_FROM, Shape};
 use super::{Assembly, BAR, E1000e, MTA_WORDS, bell, filter_of, left, recognise};
 use crate::nic::bus::{Bus, Iova, Registers};
+use crate::nic::driver_state::{DriverState as _, broken};
 use crate::nic::memory::HEAD;
-use crate::nic::sash::{Sash as _, broken};
 use crate::nic::{Can, Failed, How, Left, Link, Mac, MemoryLayout, NicError, NicMemory, NicOptions, Repoint};
 use crate::port::Burst;
 
@@ -40,7 +40,7 @@ const ASK_AFTER: Duration = Duration::from_micros(4);
 
 /// How far a giver is.
 #[derive(Debug, Clone, Copy, Default)]
-pub struct Hush {
+pub struct Quiesce {
     /// Since the partner was asked to pause, or was found not to be there.
     asked: Option<Asked>,
     /// The receive unit is off: no slots are posted.
@@ -53,7 +53,7 @@ pub struct Hush {
     let_go_at: Option<Instant>,
 }
 
-impl Hush {
+impl Quiesce {
     #[inline]
     pub fn is_off(self) -> bool {
         self.off
@@ -307,13 +307,13 @@ impl<B: Bus> E1000e<B> {
         }
         let late = waited > park::xoff_limit(self.shape.frame(), 10);
         let sent = self.counters.collect_xoff_sent(&self.mmio);
-        self.hush.unsent = self.hush.unsent.saturating_sub(sent);
-        if self.hush.unsent > 0 && !late {
+        self.quiesce.unsent = self.quiesce.unsent.saturating_sub(sent);
+        if self.quiesce.unsent > 0 && !late {
             return;
         }
         self.mmio.write(regs::FCTTV, PAUSE_MAX);
         flow::go_on_by_itself(&self.mmio, true);
-        (self.held, self.hush.let_go_at) = (false, None);
+        (self.held, self.quiesce.let_go_at) = (false, None);
         self.write_seldom();
     }
 
@@ -496,7 +496,7 @@ impl<B: Bus> Repoint for E1000e<B> {
         (bus, memory)
     }
 
-    fn hush(&mut self, _: How, mut between: impl FnMut(&mut Self)) {
+    fn quiesce(&mut self, _: How, mut between: impl FnMut(&mut Self)) {
         self.memory.ledger().halted(true);
         // A partner that pauses still need not be let go any more.
         self.held = false;
@@ -522,11 +522,11 @@ impl<B: Bus> Repoint for E1000e<B> {
         let heads = self.heads();
         let asked =
             Asked { at: now, link, control, told: false, paused: false, asks: 0, looks: 0, still_since: now, heads };
-        self.hush = Hush { asked: Some(asked), ..Hush::default() };
+        self.quiesce = Quiesce { asked: Some(asked), ..Quiesce::default() };
     }
 
     fn is_quiet(&mut self) -> bool {
-        let Some(mut asked) = self.hush.asked else { return false };
+        let Some(mut asked) = self.quiesce.asked else { return false };
         self.transmit.reclaim(self.memory.arena());
         let told = self.is_told(&mut asked);
         let queues = (0_u32..).zip(&self.receive);
@@ -537,7 +537,7 @@ impl<B: Bus> Repoint for E1000e<B> {
             true => asked.looks += 1,
             false => (asked.heads, asked.still_since, asked.looks) = (self.heads(), Instant::now(), 0),
         }
-        self.hush.asked = Some(asked);
+        self.quiesce.asked = Some(asked);
         let Link::Up { speed, .. } = asked.link else { return true };
         let frame = self.shape.frame();
         let silent = self.is_silent(&asked, speed);
@@ -548,25 +548,25 @@ impl<B: Bus> Repoint for E1000e<B> {
     }
 
     fn leave(&mut self) -> Result<bool, NicError> {
-        let Some(asked) = self.hush.asked else {
-            return Err(broken("it was not hushed before it was to be left", 0));
+        let Some(asked) = self.quiesce.asked else {
+            return Err(broken("it was not quiesced before it was to be left", 0));
         };
         let Asked { link, control: [receive, transmit], .. } = asked;
-        if !self.hush.off {
+        if !self.quiesce.off {
             self.commit(&Burst::new());
             if let Link::Up { speed, full_duplex: true } = link
                 && asked.paused
                 && self.is_silent(&asked, speed)
                 && self.transmit.unsent() == 0
             {
-                self.hush.left = runs(self.heads()) | since(asked.at.elapsed());
+                self.quiesce.left = runs(self.heads()) | since(asked.at.elapsed());
                 return Ok(true);
             }
         }
         let queues = self.receive.len();
         let mmio = &self.mmio;
         let heads = || heads_of(mmio, queues);
-        let was_off = std::mem::replace(&mut self.hush.off, true);
+        let was_off = std::mem::replace(&mut self.quiesce.off, true);
         let mut found: [u32; QUEUES_MAX] = mmio.0.together(|| {
             if !was_off {
                 mmio.write(regs::RCTL, receive & !rctl::EN);
@@ -595,23 +595,23 @@ impl<B: Bus> Repoint for E1000e<B> {
             // A partner that has us pause, or none at all. What had begun is finished; the rest goes with the memory, unless the card comes back.
             park::settles(STOP_LIMIT, park::quiet(self.shape.frame(), 10), || [mmio.read(regs::TDH), 0]);
         }
-        self.hush.left = Left::STOPPED.0;
+        self.quiesce.left = Left::STOPPED.0;
         Ok(true)
     }
 
     fn left(&self) -> Left {
-        Left(self.hush.left)
+        Left(self.quiesce.left)
     }
 
     fn go_back(&mut self) -> Result<(), NicError> {
-        if self.hush.asked.is_none() {
+        if self.quiesce.asked.is_none() {
             return Ok(());
         }
-        if self.hush.off || self.hush.left != 0 {
+        if self.quiesce.off || self.quiesce.left != 0 {
             // A taker that got so far as to point it elsewhere is gone by now.
             self.go_on_halted();
         }
-        self.hush = Hush::default();
+        self.quiesce = Quiesce::default();
         self.held = true;
         self.write_seldom();
         self.memory.ledger().halted(false);
@@ -657,7 +657,7 @@ impl<B: Bus> Repoint for E1000e<B> {
         let controls = fenced.unwrap_or(controls);
         // Should we die in the middle of it, who comes next has the card go on, or points it elsewhere.
         nic.memory.ledger().halted(true);
-        nic.memory.ledger().belongs(Some((Sash::KIND, Sash::VERSION)));
+        nic.memory.ledger().belongs(Some((DriverState::KIND, DriverState::VERSION)));
         // The giver has received all that had come: the partner can go on. In so few words that the card says so itself, with the next frame that it sends.
         let go_on = [controls[0], controls[1] | tctl::SWXOFF];
         nic.mmio.0.together(|| {
@@ -673,8 +673,8 @@ impl<B: Bus> Repoint for E1000e<B> {
             }
         });
         nic.memory.ledger().halted(false);
-        nic.hush.let_go_at = nic.flow_control.then(Instant::now);
-        nic.hush.unsent = if left.0 & RUNS == 0 { 1 } else { 2 };
+        nic.quiesce.let_go_at = nic.flow_control.then(Instant::now);
+        nic.quiesce.unsent = if left.0 & RUNS == 0 { 1 } else { 2 };
         Ok(nic)
     }
 

@@ -23,9 +23,9 @@ use tasuki_shm::arena::{Arena, Slot};
 use tasuki_shm::region::Span;
 use tasuki_shm::slots::{SlotId, WrongSlot};
 
-use super::sash::{NO_SLOT, ReceiveSash, Sash};
+use super::driver_state::{DriverState, NO_SLOT, ReceiveDriverState};
 use crate::nic::bus::Iova;
-use crate::nic::sash::broken;
+use crate::nic::driver_state::broken;
 use crate::nic::{NicError, NicMemory};
 use crate::port::{Burst, Frame};
 
@@ -110,8 +110,8 @@ impl Descriptors {
         self.mask
     }
 
-    /// The slots that the descriptors `from..to` hold. What lies beyond the ring is as in a blank sash.
-    fn to_sash(&self, words: &mut [u64; RING_MAX], from: u32, to: u32) {
+    /// The slots that the descriptors `from..to` hold. What lies beyond the ring is as in a blank driver state.
+    fn to_driver_state(&self, words: &mut [u64; RING_MAX], from: u32, to: u32) {
         words[..self.slots.len()].fill(NO_SLOT);
         for place in (0..to.wrapping_sub(from)).map(|i| self.place(from.wrapping_add(i))) {
             words[place] = self.slots[place].load(Relaxed);
@@ -133,7 +133,7 @@ impl Descriptors {
         SlotId::from_word(self.slots[place].load(Relaxed))
     }
 
-    /// Takes over the slots that stand in a sash that was checked.
+    /// Takes over the slots that stand in a driver state that was checked.
     fn take_over(&self, words: &[u64; RING_MAX]) {
         self.slots.iter().zip(words).for_each(|(slot, word)| slot.store(*word, Relaxed));
     }
@@ -226,18 +226,18 @@ impl ReceiveRing {
     }
 
     /// The ring that a predecessor left. Changes nothing in it.
-    pub fn resume(memory: &NicMemory, index: usize, sash: &Sash) -> Self {
-        let ring = Descriptors::new(memory, index, sash.head.ring);
-        ring.take_over(&sash.posted[index]);
-        let cursors = &sash.receive[index];
-        let ReceiveSash { next, tail, skipping, .. } = *cursors;
+    pub fn resume(memory: &NicMemory, index: usize, driver_state: &DriverState) -> Self {
+        let ring = Descriptors::new(memory, index, driver_state.head.ring);
+        ring.take_over(&driver_state.posted[index]);
+        let cursors = &driver_state.receive[index];
+        let ReceiveDriverState { next, tail, skipping, .. } = *cursors;
         ReceiveRing { ring, next, tail, handled: next, rung: tail, hint: next, skipping: skipping == 1 }
     }
 
     /// What a successor must know.
-    pub fn to_sash(&self, posted: &mut [u64; RING_MAX]) -> ReceiveSash {
-        self.ring.to_sash(posted, self.next, self.tail);
-        ReceiveSash { next: self.next, tail: self.tail, skipping: self.skipping.into(), reserved: 0 }
+    pub fn to_driver_state(&self, posted: &mut [u64; RING_MAX]) -> ReceiveDriverState {
+        self.ring.to_driver_state(posted, self.next, self.tail);
+        ReceiveDriverState { next: self.next, tail: self.tail, skipping: self.skipping.into(), reserved: 0 }
     }
 
     /// What the tail register is to be.
@@ -433,9 +433,14 @@ impl ReceiveRing {
 
     /// The ring that a predecessor left without a word, at the cursors that its ledger says: the card has the slots there. Whatever else stands in the
     /// ring was being written.
-    pub fn pick_up(memory: &NicMemory, index: usize, count: u16, cursors: &ReceiveSash) -> Result<Self, NicError> {
+    pub fn pick_up(
+        memory: &NicMemory,
+        index: usize,
+        count: u16,
+        cursors: &ReceiveDriverState,
+    ) -> Result<Self, NicError> {
         let ring = Descriptors::new(memory, index, count);
-        let ReceiveSash { next, tail, skipping, .. } = *cursors;
+        let ReceiveDriverState { next, tail, skipping, .. } = *cursors;
         memory.lend(ring.held(next, tail)).map_err(not_a_slot)?;
         Ok(ReceiveRing { ring, next, tail, handled: next, rung: tail, hint: next, skipping: skipping == 1 })
     }
@@ -529,10 +534,10 @@ impl TransmitRing {
     }
 
     /// The ring that a predecessor left, behind those of its receive queues. Changes nothing in it.
-    pub fn resume(memory: &NicMemory, sash: &Sash) -> Self {
-        let ring = Descriptors::new(memory, sash.queues.into(), sash.head.ring);
-        ring.take_over(&sash.sending);
-        let Sash { sent, filled, .. } = *sash;
+    pub fn resume(memory: &NicMemory, driver_state: &DriverState) -> Self {
+        let ring = Descriptors::new(memory, driver_state.queues.into(), driver_state.head.ring);
+        ring.take_over(&driver_state.sending);
+        let DriverState { sent, filled, .. } = *driver_state;
         TransmitRing { ring, sent, filled, reusable: sent, rung: filled, given: 0 }
     }
 
@@ -574,8 +579,8 @@ impl TransmitRing {
     }
 
     /// What a successor must know: the cursors, and the slots.
-    pub fn to_sash(&self, sending: &mut [u64; RING_MAX]) -> (u32, u32) {
-        self.ring.to_sash(sending, self.sent, self.filled);
+    pub fn to_driver_state(&self, sending: &mut [u64; RING_MAX]) -> (u32, u32) {
+        self.ring.to_driver_state(sending, self.sent, self.filled);
         (self.sent, self.filled)
     }
 

@@ -2,9 +2,9 @@
 
 use std::time::Duration;
 
+use super::driver_state::{QUEUES_MAX, rings_len};
 use super::regs::{self, Mmio, ctrl, ctrl_ext, dctl, eecd, gcr, mrqc, rah, rctl, rfctl, rxcsum, status, tarc, tctl};
 use super::ring::{RING_MAX, RING_MIN, ReceiveRing, ring_at};
-use super::sash::{QUEUES_MAX, rings_len};
 use crate::nic::bus::{Iova, Registers};
 use crate::nic::register::Waiting;
 use crate::nic::{Mac, MemoryLayout, NicError};

@@ -39,7 +39,7 @@ impl Bell {
     pub fn unmask(&self) -> Result<bool, BusError> {
         let Some(unmasks) = &self.unmasks else { return Ok(false) };
         // If it has not rung, it is not masked, or is about to ring and to be seen.
-        if bus::hush(&self.rings)? {
+        if bus::quiesce(&self.rings)? {
             bus::ring(unmasks);
         }
         Ok(true)

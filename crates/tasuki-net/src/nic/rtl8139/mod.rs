@@ -7,10 +7,10 @@
 //! [`arm`](Port::arm) always answers [`Armed::Busy`], and its descriptor never becomes readable.
 
 mod bell;
+pub mod driver_state;
 mod regs;
 mod repoint;
 mod ring;
-pub mod sash;
 
 use std::os::fd::BorrowedFd;
 use std::sync::atomic::AtomicU64;
@@ -20,13 +20,13 @@ use std::time::Duration;
 use tasuki_shm::region::Span;
 
 use self::bell::Bell;
+use self::driver_state::{Counts, DriverState, Loan};
 use self::regs::{DESCRIPTORS_MAX, RING_ALIGN, ability, bmcr, cpcr, cr, cr9346, dtccr, isr, msr, rcr, tcr, tppoll};
-use self::repoint::Hush;
+use self::repoint::Quiesce;
 use self::ring::{RxRing, TxRing};
-use self::sash::{Counts, Loan, Sash};
 use super::bus::{Bus, Header, pci};
+use super::driver_state::{DriverState as _, Head, broken};
 use super::register::{Waiting, wait};
-use super::sash::{Head, Sash as _, broken};
 use super::{Failed, Filter, Link, Mac, Nic, NicError, NicMemory, NicOptions, PciId, loan};
 use crate::port::{Armed, Burst, Port};
 
@@ -83,7 +83,7 @@ pub struct Rtl8139<B: Bus> {
     frame_max: u16,
     counts: Counts,
     bell: Bell,
-    hush: Hush,
+    quiesce: Quiesce,
 }
 
 impl<B: Bus> std::fmt::Debug for Rtl8139<B> {
@@ -224,7 +224,7 @@ impl<B: Bus> Rtl8139<B> {
 
     fn new(bus: B, memory: NicMemory, parts: Assembly<B::Registers>) -> Self {
         let Assembly { registers, rx, tx, mac, frame_max, counts, bell } = parts;
-        Rtl8139 { bus, memory, registers, rx, tx, mac, frame_max, counts, bell, hush: Hush::default() }
+        Rtl8139 { bus, memory, registers, rx, tx, mac, frame_max, counts, bell, quiesce: Quiesce::default() }
     }
 
     /// Resets the card and sets it up.
@@ -249,14 +249,14 @@ impl<B: Bus> Rtl8139<B> {
         Ok(Assembly { registers, rx, tx, mac, frame_max, counts, bell })
     }
 
-    /// Goes on from a sash. Up to where the rings are written, nothing is changed, neither in the card nor in memory.
-    fn warm(bus: &mut B, memory: &NicMemory, sash: &Sash) -> Result<Assembly<B::Registers>, NicError> {
-        sash.check(&memory.layout())?;
-        loan::check(memory, sash.slots())?;
+    /// Goes on from a driver state. Up to where the rings are written, nothing is changed, neither in the card nor in memory.
+    fn warm(bus: &mut B, memory: &NicMemory, driver_state: &DriverState) -> Result<Assembly<B::Registers>, NicError> {
+        driver_state.check(&memory.layout())?;
+        loan::check(memory, driver_state.slots())?;
         check_card(bus)?;
         let registers = bus.registers(REGISTERS)?;
         let mac = Self::read_mac(&registers)?;
-        sash.head.check_mac(mac)?;
+        driver_state.head.check_mac(mac)?;
         let command = regs::CR.read(&registers);
         if gone(command) {
             return Err(NicError::Gone);
@@ -265,21 +265,21 @@ impl<B: Bus> Rtl8139<B> {
             return Err(broken("the card runs, though parked", command.into()));
         }
         let bell = Bell::new(bus)?;
-        let count = usize::from(sash.head.ring);
-        let rx = RxRing::resume(memory, words(memory, RX_AT, 2 * count), sash.received());
-        let tx = TxRing::new(memory, words(memory, TX_AT, 2 * count), count, sash.unsent());
+        let count = usize::from(driver_state.head.ring);
+        let rx = RxRing::resume(memory, words(memory, RX_AT, 2 * count), driver_state.received());
+        let tx = TxRing::new(memory, words(memory, TX_AT, 2 * count), count, driver_state.unsent());
         Self::enable(&registers, memory);
-        Ok(Assembly { registers, rx, tx, mac, frame_max: sash.frame_max, counts: sash.counts, bell })
+        Ok(Assembly { registers, rx, tx, mac, frame_max: driver_state.frame_max, counts: driver_state.counts, bell })
     }
 
     /// Switches both units off; what a successor must know.
-    fn stop(&mut self) -> Result<Sash, NicError> {
+    fn stop(&mut self) -> Result<DriverState, NicError> {
         self.drain()?;
         self.switch_off()?;
         // The successor connects the pin anew, and must not find it asserted for us.
         Self::silence(&self.registers);
         self.tx.reap(&self.memory, &mut self.counts)?;
-        Ok(self.sash())
+        Ok(self.driver_state())
     }
 
     /// Switches both units off, and waits until they are.
@@ -311,13 +311,13 @@ impl<B: Bus> Rtl8139<B> {
         }
     }
 
-    fn sash(&self) -> Sash {
+    fn driver_state(&self) -> DriverState {
         let (mut rx, mut tx) = ([Loan::default(); DESCRIPTORS_MAX], [Loan::default(); DESCRIPTORS_MAX]);
         let ring = rx.iter_mut().zip(self.rx.loans()).map(|(to, loan)| *to = loan).count();
         let unsent = tx.iter_mut().zip(self.tx.loans()).map(|(to, loan)| *to = loan).count();
         let fits = |count| u16::try_from(count).expect("at most 64");
-        Sash {
-            head: Head::of::<Sash>(&self.memory.layout(), self.mac, fits(ring)),
+        DriverState {
+            head: Head::of::<DriverState>(&self.memory.layout(), self.mac, fits(ring)),
             frame_max: self.frame_max,
             unsent: fits(unsent),
             reserved: 0,
@@ -390,7 +390,7 @@ impl<B: Bus> Port for Rtl8139<B> {
 
 impl<B: Bus> Nic for Rtl8139<B> {
     type Bus = B;
-    type Sash = Sash;
+    type DriverState = DriverState;
 
     fn start(mut bus: B, memory: NicMemory, options: &NicOptions) -> Result<Self, Failed<B>> {
         let checked = check_options(options).and_then(|()| check_memory(&memory, options.ring));
@@ -406,8 +406,8 @@ impl<B: Bus> Nic for Rtl8139<B> {
         }
     }
 
-    fn resume(mut bus: B, memory: NicMemory, sash: &Sash) -> Result<Self, Failed<B>> {
-        match Self::warm(&mut bus, &memory, sash) {
+    fn resume(mut bus: B, memory: NicMemory, driver_state: &DriverState) -> Result<Self, Failed<B>> {
+        match Self::warm(&mut bus, &memory, driver_state) {
             Ok(parts) => {
                 let nic = Self::new(bus, memory, parts);
                 nic.poll();
@@ -419,9 +419,9 @@ impl<B: Bus> Nic for Rtl8139<B> {
 
     /// Switches both units off. The card answers that one is off when it has finished the frame it is at; what comes from then
     /// on until it is resumed is lost, as on any card without a place for it.
-    fn park(mut self) -> Result<(B, NicMemory, Sash), Failed<B>> {
+    fn park(mut self) -> Result<(B, NicMemory, DriverState), Failed<B>> {
         match self.stop() {
-            Ok(sash) => Ok((self.bus, self.memory, sash)),
+            Ok(driver_state) => Ok((self.bus, self.memory, driver_state)),
             Err(error) => Err(Failed { error, bus: self.bus, memory: self.memory }),
         }
     }

@@ -10,15 +10,15 @@
 use std::time::{Duration, Instant};
 
 use super::bell::Bell;
+use super::driver_state::Counts;
 use super::regs::{self, cr, cr9346, rcr};
 use super::ring::{RxRing, TxRing};
-use super::sash::Counts;
 use super::{
     AROUND_PAYLOAD, Assembly, DRAIN, REGISTERS, RX_AT, Rtl8139, TX_AT, check_card, check_memory, check_options, gone,
     words,
 };
 use crate::nic::bus::{Bus, Iova, Registers};
-use crate::nic::sash::broken;
+use crate::nic::driver_state::broken;
 use crate::nic::{Can, Failed, How, Left, Mac, MemoryLayout, NicError, NicMemory, NicOptions, Repoint, loan};
 
 /// How long a frame may take from the wire to the ring, once no other is let in: the longest at 10 Mb/s takes 1.3 ms.
@@ -26,7 +26,7 @@ const LAST: Duration = Duration::from_millis(2);
 
 /// How far a giver is.
 #[derive(Debug, Clone, Copy, Default)]
-pub struct Hush {
+pub struct Quiesce {
     /// Since it was told to stop.
     since: Option<Instant>,
     /// Since nothing is let in, and what was.
@@ -151,38 +151,38 @@ impl<B: Bus> Repoint for Rtl8139<B> {
     }
 
     /// Nobody can be asked to pause.
-    fn hush(&mut self, _: How, _: impl FnMut(&mut Self)) {
-        self.hush = Hush { since: Some(Instant::now()), ..Hush::default() };
+    fn quiesce(&mut self, _: How, _: impl FnMut(&mut Self)) {
+        self.quiesce = Quiesce { since: Some(Instant::now()), ..Quiesce::default() };
     }
 
     fn is_quiet(&mut self) -> bool {
-        let late = self.hush.since.is_none_or(|since| since.elapsed() > DRAIN);
+        let late = self.quiesce.since.is_none_or(|since| since.elapsed() > DRAIN);
         // What cannot be reaped is found by whoever sends next.
         late || self.tx.reap(&self.memory, &mut self.counts).is_err() || self.tx.is_empty()
     }
 
     /// At first lets nothing in, so that what had come can be handled while it can be answered; then switches both units off.
     fn leave(&mut self) -> Result<bool, NicError> {
-        if self.hush.since.is_none() {
-            return Err(broken("it was not hushed before it was to be left", 0));
+        if self.quiesce.since.is_none() {
+            return Err(broken("it was not quiesced before it was to be left", 0));
         }
-        if self.hush.off {
+        if self.quiesce.off {
             return Ok(!self.rx.is_ready());
         }
-        let Some((since, _)) = self.hush.shut else {
+        let Some((since, _)) = self.quiesce.shut else {
             let accept = Accept::read(&self.registers);
             if gone(regs::CR.read(&self.registers)) {
                 return Err(NicError::Gone);
             }
             regs::RCR.write(&self.registers, accept.rcr & !rcr::ANY);
-            self.hush.shut = Some((Instant::now(), accept));
+            self.quiesce.shut = Some((Instant::now(), accept));
             return Ok(false);
         };
         if since.elapsed() < LAST || self.rx.is_ready() {
             return Ok(false);
         }
         self.switch_off()?;
-        self.hush.off = true;
+        self.quiesce.off = true;
         Ok(!self.rx.is_ready())
     }
 
@@ -192,7 +192,7 @@ impl<B: Bus> Repoint for Rtl8139<B> {
 
     /// What it had not sent is sent, and what had come is still there.
     fn go_back(&mut self) -> Result<(), NicError> {
-        let Hush { shut, off, .. } = std::mem::take(&mut self.hush);
+        let Quiesce { shut, off, .. } = std::mem::take(&mut self.quiesce);
         let Some((_, accept)) = shut else { return Ok(()) };
         if !off {
             accept.write(&self.registers);
@@ -202,10 +202,10 @@ impl<B: Bus> Repoint for Rtl8139<B> {
         self.switch_off()?;
         self.bell = Bell::new(&mut self.bus)?;
         self.tx.reap(&self.memory, &mut self.counts)?;
-        let sash = self.sash();
-        let count = usize::from(sash.head.ring);
-        self.rx = RxRing::resume(&self.memory, words(&self.memory, RX_AT, 2 * count), sash.received());
-        self.tx = TxRing::new(&self.memory, words(&self.memory, TX_AT, 2 * count), count, sash.unsent());
+        let driver_state = self.driver_state();
+        let count = usize::from(driver_state.head.ring);
+        self.rx = RxRing::resume(&self.memory, words(&self.memory, RX_AT, 2 * count), driver_state.received());
+        self.tx = TxRing::new(&self.memory, words(&self.memory, TX_AT, 2 * count), count, driver_state.unsent());
         Self::begin(&self.registers, &self.memory, accept)?;
         self.poll();
         Ok(())

@@ -13,8 +13,8 @@ use std::sync::atomic::Ordering::{Acquire, Relaxed, Release};
 use tasuki_shm::region::Span;
 use tasuki_shm::slots::SlotId;
 
+use super::driver_state::{Counts, Loan};
 use super::regs::{DESCRIPTORS_MAX, descriptor, received, sent};
-use super::sash::{Counts, Loan};
 use crate::nic::bus::Iova;
 use crate::nic::loan::{back, lend};
 use crate::nic::{NicError, NicMemory};

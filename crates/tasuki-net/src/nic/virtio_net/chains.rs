@@ -24,11 +24,11 @@ use tasuki_shm::crash;
 use tasuki_shm::region::Span;
 use tasuki_shm::slots::{SlotId, WrongSlot};
 
+use super::driver_state::{CHAINS_MAX, Cursor, Loan};
 use super::regs::HEADER_LEN;
 use super::ring::{NEXT, SplitRing, Used, WRITE, low};
-use super::sash::{CHAINS_MAX, Cursor, Loan};
 use crate::nic::bus::Iova;
-use crate::nic::sash::broken;
+use crate::nic::driver_state::broken;
 use crate::nic::{NicError, NicMemory};
 
 /// Words of a chain in the ledger.
@@ -86,7 +86,7 @@ pub struct Chains {
     /// Whether the device writes the slots.
     write: u16,
     /// V1, C1.
-    book: Span<AtomicU64>,
+    program_state: Span<AtomicU64>,
     /// By index, modulo the number of chains: the chain that was taken back there. It is posted again when our index is so much larger.
     order: Order,
     /// Chains, less one.
@@ -99,17 +99,25 @@ pub struct Chains {
 
 /// A chain's words.
 #[inline]
-fn words(book: &[AtomicU64], chain: u16) -> Option<Words<'_>> {
-    let [slot, posted, taken, len] = book.as_chunks::<WORDS>().0.get(usize::from(chain))?;
+fn words(program_state: &[AtomicU64], chain: u16) -> Option<Words<'_>> {
+    let [slot, posted, taken, len] = program_state.as_chunks::<WORDS>().0.get(usize::from(chain))?;
     Some(Words { slot, posted, taken, len })
 }
 
 impl Chains {
     /// Chains of `ring`, the `queue`th, which has `size` descriptors and goes on where it stands. Changes nothing.
     pub fn new(memory: &NicMemory, queue: usize, ring: SplitRing, size: u16, write: bool, order: Order) -> Self {
-        let book = memory.slot_list(queue, usize::from(size / 2) * WORDS);
+        let program_state = memory.slot_list(queue, usize::from(size / 2) * WORDS);
         let handled = ring.cursor().used;
-        Chains { ring, write: if write { WRITE } else { 0 }, book, order, mask: size / 2 - 1, handled, wrong: None }
+        Chains {
+            ring,
+            write: if write { WRITE } else { 0 },
+            program_state,
+            order,
+            mask: size / 2 - 1,
+            handled,
+            wrong: None,
+        }
     }
 
     /// Chains in the queue.
@@ -119,14 +127,14 @@ impl Chains {
 
     /// All chains, with their words.
     fn all(&self) -> impl Iterator<Item = (u16, Words<'_>)> {
-        (0..self.count()).filter_map(|chain| Some((chain, words(&self.book, chain)?)))
+        (0..self.count()).filter_map(|chain| Some((chain, words(&self.program_state, chain)?)))
     }
 
     /// Whether this slot came back at this index.
     #[inline]
     pub fn is_at(&self, index: u64, id: SlotId) -> bool {
         let chain = self.order[self.place(index)];
-        words(&self.book, chain).is_some_and(|its| its.slot.load(Relaxed) == id.to_word())
+        words(&self.program_state, chain).is_some_and(|its| its.slot.load(Relaxed) == id.to_word())
     }
 
     /// All chains begin with this header.
@@ -145,7 +153,7 @@ impl Chains {
     pub fn post(&mut self, arena_at: Iova, slot_len: u64, id: SlotId, len: u32) {
         let index = self.ring.cursor().available;
         let chain = self.order[self.place(index)];
-        let Some(its) = words(&self.book, chain) else { return };
+        let Some(its) = words(&self.program_state, chain) else { return };
         // C2, E3
         its.posted.store(index, Relaxed);
         crash::point("virtio.posting");
@@ -165,7 +173,7 @@ impl Chains {
         }
         let Some(Used { head, len: written }) = self.ring.peek()? else { return Ok(None) };
         let chain = u16::try_from(head / 2).ok().filter(|_| head % 2 == 0);
-        if let Some((chain, its)) = chain.and_then(|chain| Some((chain, words(&self.book, chain)?)))
+        if let Some((chain, its)) = chain.and_then(|chain| Some((chain, words(&self.program_state, chain)?)))
             // One that was used twice may be posted again by now, but the device has not been shown that yet.
             && its.posted.load(Relaxed) < self.ring.shown()
             && its.taken.load(Relaxed) == 0
@@ -182,7 +190,7 @@ impl Chains {
     #[inline]
     pub fn take(&mut self, chain: u16) {
         let used = self.ring.cursor().used;
-        if let Some(its) = words(&self.book, chain) {
+        if let Some(its) = words(&self.program_state, chain) {
             its.taken.store(used + 1, Relaxed);
         }
         crash::point("virtio.taken");
@@ -254,7 +262,7 @@ impl Chains {
 
     /// What is in them.
     pub fn loans(&self) -> Vec<Loan> {
-        let loan = |chain| words(&self.book, chain).map_or(Loan::NONE, |its| Loan { turn: 0, ..its.loan() });
+        let loan = |chain| words(&self.program_state, chain).map_or(Loan::NONE, |its| Loan { turn: 0, ..its.loan() });
         self.oldest_first().into_iter().map(loan).collect()
     }
 
@@ -295,7 +303,7 @@ impl Chains {
         let at = self.ring.cursor();
         let mut place = at.available;
         for chain in 0..self.count() {
-            let Some(its) = words(&self.book, chain) else { continue };
+            let Some(its) = words(&self.program_state, chain) else { continue };
             if its.is_out(at) {
                 its.taken.store(0, Relaxed);
             } else {
@@ -308,11 +316,11 @@ impl Chains {
         }
     }
 
-    /// The chains are as a sash says that was checked, and describes the ring as it stands.
+    /// The chains are as a driver state says that was checked, and describes the ring as it stands.
     pub fn adopt_kept(&mut self, loans: &[Loan]) {
         let available = self.ring.cursor().available;
         for (chain, loan) in (0..self.count()).zip(loans) {
-            let Some(its) = words(&self.book, chain) else { continue };
+            let Some(its) = words(&self.program_state, chain) else { continue };
             if *loan == Loan::NONE {
                 its.never_posted();
                 continue;
@@ -337,7 +345,7 @@ impl Chains {
         for (chain, (loan, is_come)) in
             (0..).zip(come.iter().map(|loan| (loan, true)).chain(out.iter().map(|loan| (loan, false))))
         {
-            let Some(its) = words(&self.book, chain) else { break };
+            let Some(its) = words(&self.program_state, chain) else { break };
             its.slot.store(loan.slot().to_word(), Relaxed);
             its.len.store(loan.len.into(), Relaxed);
             match is_come {
@@ -365,7 +373,7 @@ impl Chains {
     fn post_again(&mut self, memory: &NicMemory, chains: &[u16]) {
         let slot_len = memory.arena().geometry().slot_len.into();
         for &chain in chains {
-            let Some(loan) = words(&self.book, chain).map(|its| its.loan()) else { continue };
+            let Some(loan) = words(&self.program_state, chain).map(|its| its.loan()) else { continue };
             self.post(memory.arena_at(), slot_len, loan.slot(), loan.len);
         }
     }
@@ -381,9 +389,9 @@ impl Chains {
             let place = self.place(index);
             self.order[place] = chain;
         }
-        free.iter().filter_map(|&chain| words(&self.book, chain)).for_each(|its| its.never_posted());
+        free.iter().filter_map(|&chain| words(&self.program_state, chain)).for_each(|its| its.never_posted());
         for (index, &(chain, _)) in (self.handled..).zip(come) {
-            if let Some(its) = words(&self.book, chain) {
+            if let Some(its) = words(&self.program_state, chain) {
                 its.posted.store(index, Relaxed);
                 its.taken.store(0, Relaxed);
             }

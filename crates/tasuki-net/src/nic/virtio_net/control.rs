@@ -5,9 +5,9 @@ use std::sync::atomic::Ordering::{Acquire, Relaxed};
 
 use tasuki_shm::region::Span;
 
+use super::driver_state::Cursor;
 use super::regs::control;
 use super::ring::{NEXT, Place, SplitRing, WRITE};
-use super::sash::Cursor;
 use super::transport::{Doorbell, Transport};
 use crate::nic::bus::{Iova, Registers};
 use crate::nic::register::wait;

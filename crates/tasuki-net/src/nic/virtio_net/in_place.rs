@@ -5,26 +5,26 @@ use std::sync::atomic::Ordering::Relaxed;
 
 use super::chains::{Order, not_a_slot};
 use super::control::Control;
-use super::sash::{Cursor, Sash};
+use super::driver_state::{Cursor, DriverState};
 use super::setup::{Assembly, Cursors, Terms, cursors_of, interrupt, orders};
 use super::transport::{Transport, Way};
 use super::{RX_AVAILABLE, RX_HANDLED, TX_AVAILABLE, TX_HANDLED, VirtioNet};
 use crate::capture::Captures;
 use crate::nic::bus::Bus;
+use crate::nic::driver_state::{DriverState as _, broken};
 use crate::nic::ledger::TURNS;
-use crate::nic::sash::{Sash as _, broken};
 use crate::nic::{Failed, InPlace, Mac, Nic, NicError, NicMemory};
 use crate::port::{BURST_MAX, Burst, Frame, Transactional};
 
-/// Everything but the sash.
+/// Everything but the driver state.
 pub struct Prepared<B: Bus> {
     bus: B,
     memory: NicMemory,
-    /// The registers, once a ledger or a sash has said where they are.
+    /// The registers, once a ledger or a driver state has said where they are.
     transport: Option<Transport<B::Registers>>,
     interrupt: OwnedFd,
     /// Room for what the ledger says: whoever takes over has no time to ask for memory.
-    sash: Box<Sash>,
+    driver_state: Box<DriverState>,
     orders: [Order; 2],
 }
 
@@ -35,24 +35,26 @@ impl<B: Bus> std::fmt::Debug for Prepared<B> {
 }
 
 impl<B: Bus> Prepared<B> {
-    /// Reads what seldom changes, and the cursors, into our sash. Nothing is touched.
+    /// Reads what seldom changes, and the cursors, into our driver state. Nothing is touched.
     fn read_ledger(&mut self) -> Result<(), NicError> {
-        let (ledger, sash) = (self.memory.ledger(), &mut *self.sash);
+        let (ledger, driver_state) = (self.memory.ledger(), &mut *self.driver_state);
         match ledger.whose() {
             None => return Err(broken("nobody drove the card", 0)),
-            Some((Sash::KIND, Sash::VERSION)) => {}
-            Some((kind, version)) => return Err(NicError::OtherSash { kind, version, ours: Sash::VERSION }),
+            Some((DriverState::KIND, DriverState::VERSION)) => {}
+            Some((kind, version)) => {
+                return Err(NicError::OtherDriverState { kind, version, ours: DriverState::VERSION });
+            }
         }
-        sash.set_seldom(&ledger.read_seldom());
+        driver_state.set_seldom(&ledger.read_seldom());
         let cursors = ledger.cursors();
-        sash.rx_at = Cursor { available: cursors[RX_AVAILABLE], used: cursors[RX_HANDLED] };
-        sash.tx_at = Cursor { available: cursors[TX_AVAILABLE], used: cursors[TX_HANDLED] };
+        driver_state.rx_at = Cursor { available: cursors[RX_AVAILABLE], used: cursors[RX_HANDLED] };
+        driver_state.tx_at = Cursor { available: cursors[TX_AVAILABLE], used: cursors[TX_HANDLED] };
         let layout = self.memory.layout();
-        sash.head.check::<Sash>(&layout)?;
-        sash.check_seldom(&layout)?;
-        let chains = sash.chains() as u64;
-        sash.rx_at.check(chains)?;
-        sash.tx_at.check(chains)
+        driver_state.head.check::<DriverState>(&layout)?;
+        driver_state.check_seldom(&layout)?;
+        let chains = driver_state.chains() as u64;
+        driver_state.rx_at.check(chains)?;
+        driver_state.tx_at.check(chains)
     }
 
     /// The registers that are there. The bus is asked for them once.
@@ -63,14 +65,14 @@ impl<B: Bus> Prepared<B> {
         Ok(())
     }
 
-    /// The driver's ends of the queues at the cursors that stand in our sash, or in this one. Nothing is changed.
+    /// The driver's ends of the queues at the cursors that stand in our driver state, or in this one. Nothing is changed.
     fn assemble(self, cursors: Cursors, terms: Terms, mac: Mac) -> Result<Ends<B>, Failed<B>> {
-        let Prepared { bus, memory, transport, interrupt, sash, orders } = self;
+        let Prepared { bus, memory, transport, interrupt, driver_state, orders } = self;
         let assembled = transport
             .ok_or(NicError::Gone)
             .and_then(|transport| Assembly::new(&memory, (transport, interrupt, mac), terms, cursors, orders));
         match assembled {
-            Ok(parts) => Ok(Ends { bus, memory, parts, sash }),
+            Ok(parts) => Ok(Ends { bus, memory, parts, driver_state }),
             Err(error) => Err(Failed { error, bus, memory }),
         }
     }
@@ -87,7 +89,7 @@ struct Ends<B: Bus> {
     bus: B,
     memory: NicMemory,
     parts: Assembly<B::Registers>,
-    sash: Box<Sash>,
+    driver_state: Box<DriverState>,
 }
 
 impl<B: Bus> Ends<B> {
@@ -125,9 +127,9 @@ impl<B: Bus> InPlace for VirtioNet<B> {
         &self.bus
     }
 
-    fn sash(&mut self, into: &mut Sash) {
+    fn driver_state(&mut self, into: &mut DriverState) {
         self.conclude(&Burst::new());
-        self.write_sash(into);
+        self.write_driver_state(into);
     }
 
     fn prepare(mut bus: B, memory: NicMemory) -> Result<Prepared<B>, Failed<B>> {
@@ -136,26 +138,27 @@ impl<B: Bus> InPlace for VirtioNet<B> {
             Ok(interrupt) => interrupt,
             Err(error) => return Err(Failed { error: error.into(), bus, memory }),
         };
-        let mut prepared = Prepared { bus, memory, transport: None, interrupt, sash: Sash::blank(), orders: orders() };
+        let mut prepared =
+            Prepared { bus, memory, transport: None, interrupt, driver_state: DriverState::blank(), orders: orders() };
         // Where nobody drives yet, nobody says where the registers are, which is for who goes on to find out.
         if prepared.read_ledger().is_ok()
-            && let Err(error) = prepared.reach(prepared.sash.way)
+            && let Err(error) = prepared.reach(prepared.driver_state.way)
         {
             return Err(prepared.refused(error));
         }
         Ok(prepared)
     }
 
-    fn go_on(mut prepared: Prepared<B>, sash: &Sash) -> Result<Self, Failed<B>> {
+    fn go_on(mut prepared: Prepared<B>, driver_state: &DriverState) -> Result<Self, Failed<B>> {
         let layout = prepared.memory.layout();
-        let fits = sash.check_alone(&layout).and_then(|()| prepared.reach(sash.way));
-        if let Err(error) = fits.and_then(|()| prepared.memory.lend(sash.slots()).map_err(not_a_slot)) {
+        let fits = driver_state.check_alone(&layout).and_then(|()| prepared.reach(driver_state.way));
+        if let Err(error) = fits.and_then(|()| prepared.memory.lend(driver_state.slots()).map_err(not_a_slot)) {
             return Err(prepared.refused(error));
         }
         let Ends { bus, memory, parts, .. } =
-            prepared.assemble(cursors_of(sash), Terms::of(sash), Mac(sash.head.mac))?;
-        let mut nic = VirtioNet::new(bus, memory, parts, sash.counts);
-        match nic.take_in(sash) {
+            prepared.assemble(cursors_of(driver_state), Terms::of(driver_state), Mac(driver_state.head.mac))?;
+        let mut nic = VirtioNet::new(bus, memory, parts, driver_state.counts);
+        match nic.take_in(driver_state) {
             Ok(()) => Ok(nic),
             Err(error) => Err(nic.failed(error)),
         }
@@ -163,26 +166,26 @@ impl<B: Bus> InPlace for VirtioNet<B> {
 
     fn rehearse(prepared: &mut Prepared<B>) {
         // Whatever comes of it: somebody else writes there meanwhile.
-        let _ = prepared.read_ledger().and_then(|()| prepared.reach(prepared.sash.way));
+        let _ = prepared.read_ledger().and_then(|()| prepared.reach(prepared.driver_state.way));
         for queue in [0, 1] {
-            let book = prepared.memory.slot_list(queue, usize::MAX);
-            std::hint::black_box(book.iter().fold(0, |all, word| all | word.load(Relaxed)));
+            let program_state = prepared.memory.slot_list(queue, usize::MAX);
+            std::hint::black_box(program_state.iter().fold(0, |all, word| all | word.load(Relaxed)));
         }
     }
 
     fn pick_up(mut prepared: Prepared<B>) -> Result<Self, Failed<B>> {
-        if let Err(error) = prepared.read_ledger().and_then(|()| prepared.reach(prepared.sash.way)) {
+        if let Err(error) = prepared.read_ledger().and_then(|()| prepared.reach(prepared.driver_state.way)) {
             return Err(prepared.refused(error));
         }
-        let sash = &prepared.sash;
-        let (cursors, terms, mac) = (cursors_of(sash), Terms::of(sash), Mac(sash.head.mac));
+        let driver_state = &prepared.driver_state;
+        let (cursors, terms, mac) = (cursors_of(driver_state), Terms::of(driver_state), Mac(driver_state.head.mac));
         let ends = prepared.assemble(cursors, terms, mac)?;
         if let Err(error) = ends.lend() {
             ends.memory.take_back();
             return Err(Failed { error, bus: ends.bus, memory: ends.memory });
         }
-        let Ends { bus, memory, parts, sash } = ends;
-        let mut nic = VirtioNet::new(bus, memory, parts, sash.counts);
+        let Ends { bus, memory, parts, driver_state } = ends;
+        let mut nic = VirtioNet::new(bus, memory, parts, driver_state.counts);
         match nic.take_over_ledger() {
             Ok(()) => Ok(nic),
             Err(error) => Err(nic.failed(error)),

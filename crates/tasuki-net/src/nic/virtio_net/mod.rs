@@ -4,7 +4,7 @@
 //! # Parking
 //!
 //! Virtio has no pause. A device that offers VIRTIO_F_RING_RESET has its queues reset, after which it touches neither rings nor
-//! slots; what had come is listed in the sash, and the successor sets the queues up anew. On a device that does not, only a reset of
+//! slots; what had come is listed in the driver state, and the successor sets the queues up anew. On a device that does not, only a reset of
 //! the whole would stop it, and lose link, filters and frames: there the rings are **kept**. The driver stops touching them and asks
 //! for no interrupts, but **the device may go on to fill the slots that it has and to send the frames that it has**. The successor finds
 //! what was done in the used rings. So whoever takes a kept NIC's memory away must reset the device first; that the device is
@@ -18,12 +18,12 @@
 
 mod chains;
 mod control;
+pub mod driver_state;
 mod in_place;
 mod queue;
 mod regs;
 mod repoint;
 mod ring;
-pub mod sash;
 mod scrub;
 mod setup;
 mod transport;
@@ -34,17 +34,17 @@ use std::time::Duration;
 use tasuki_shm::crash;
 
 use self::control::Control;
+use self::driver_state::{Counts, Cursor, DriverState, Loan};
 use self::queue::{Receiver, Transmitter};
 use self::regs::{common, queue as queues};
-use self::repoint::Hush;
+use self::repoint::Quiesce;
 pub use self::repoint::Ready;
-use self::sash::{Counts, Cursor, Loan, Sash};
 use self::setup::{Assembly, Layout, Terms};
 use self::transport::{Doorbell, Transport};
 use super::bus::{self, Bus};
+use super::driver_state::{DriverState as _, Head};
 use super::ledger::{CURSORS, TURNS};
 use super::register::Waiting;
-use super::sash::{Head, Sash as _};
 use super::scrub::Dirt;
 use super::{Failed, Filter, Link, Mac, Nic, NicError, NicMemory, NicOptions, Scrub};
 use crate::capture::{Captures, Direction};
@@ -81,7 +81,7 @@ pub struct VirtioNet<B: Bus> {
     mac: Mac,
     counts: Counts,
     /// On the way to another owner's rings.
-    hush: Option<Hush>,
+    quiesce: Option<Quiesce>,
     /// How often was committed, and what.
     commits: u64,
     committed: [u64; CURSORS],
@@ -117,7 +117,7 @@ impl<B: Bus> VirtioNet<B> {
             terms,
             mac,
             counts,
-            hush: None,
+            quiesce: None,
             commits: 0,
             committed: [0; CURSORS],
             dirt: None,
@@ -146,12 +146,12 @@ impl<B: Bus> VirtioNet<B> {
         Ok(())
     }
 
-    /// Goes on where the sash says, which was checked.
-    fn take_in(&mut self, sash: &Sash) -> Result<(), NicError> {
+    /// Goes on where the driver state says, which was checked.
+    fn take_in(&mut self, driver_state: &DriverState) -> Result<(), NicError> {
         let given = self.given_so_far();
         self.control.iter_mut().for_each(Control::adopt);
-        let [rx, tx] = sash.by_chain();
-        if sash.is_kept() {
+        let [rx, tx] = driver_state.by_chain();
+        if driver_state.is_kept() {
             self.rx.chains.adopt_kept(rx);
             self.tx.chains.adopt_kept(tx);
             if self.memory.ledger().is_halted() {
@@ -161,7 +161,7 @@ impl<B: Bus> VirtioNet<B> {
             // Should we die in the middle of it, the device must be started anew.
             self.memory.ledger().belongs(None);
             self.memory.ledger().forget();
-            let [come, empty, unsent] = sash.in_order();
+            let [come, empty, unsent] = driver_state.in_order();
             self.rx.chains.fill(&self.memory, come, empty);
             self.tx.chains.fill(&self.memory, &[], unsent);
             self.control.iter_mut().for_each(Control::begin);
@@ -177,14 +177,14 @@ impl<B: Bus> VirtioNet<B> {
     }
 
     /// Resets the queues, or keeps them; what a successor must know.
-    fn stop(&mut self) -> Result<Box<Sash>, NicError> {
+    fn stop(&mut self) -> Result<Box<DriverState>, NicError> {
         self.drain()?;
         self.commit(&Burst::new());
-        let mut sash = Sash::blank();
-        self.write_sash(&mut sash);
+        let mut driver_state = DriverState::blank();
+        self.write_driver_state(&mut driver_state);
         if !self.terms.resets_queues() {
             self.transport.status()?;
-            return Ok(sash);
+            return Ok(driver_state);
         }
         self.memory.ledger().halted(true);
         // Transmission first, so that receiving pauses as briefly as it can.
@@ -195,15 +195,15 @@ impl<B: Bus> VirtioNet<B> {
             self.transport.reset_queue(queues::CONTROL)?;
         }
         self.take_spare_back()?;
-        sash.commands = 0;
-        (sash.kept, sash.rx_at, sash.tx_at) = (0, Cursor::default(), Cursor::default());
-        sash.rx.fill(Loan::NONE);
-        sash.tx.fill(Loan::NONE);
+        driver_state.commands = 0;
+        (driver_state.kept, driver_state.rx_at, driver_state.tx_at) = (0, Cursor::default(), Cursor::default());
+        driver_state.rx.fill(Loan::NONE);
+        driver_state.tx.fill(Loan::NONE);
         let (come, empty) = self.rx.harvest()?;
-        sash.come = list(&mut sash.rx, 0, come);
-        sash.empty = list(&mut sash.rx, sash.come, empty);
-        sash.unsent = list(&mut sash.tx, 0, self.tx.harvest(self.memory.arena())?);
-        Ok(sash)
+        driver_state.come = list(&mut driver_state.rx, 0, come);
+        driver_state.empty = list(&mut driver_state.rx, driver_state.come, empty);
+        driver_state.unsent = list(&mut driver_state.tx, 0, self.tx.harvest(self.memory.arena())?);
+        Ok(driver_state)
     }
 
     fn failed(self, error: NicError) -> Failed<B> {
@@ -251,16 +251,16 @@ impl<B: Bus> VirtioNet<B> {
     }
 
     fn filter(&mut self, filter: &Filter) -> Result<(), NicError> {
-        let mut sash = Sash::blank();
-        self.write_seldom_to(&mut sash);
+        let mut driver_state = DriverState::blank();
+        self.write_seldom_to(&mut driver_state);
         let Some(control) = &mut self.control else {
             // Without commands the device lets in what it likes (§5.1.6.5.1), and we have nothing to say.
             return self.transport.status().map(drop);
         };
         // A successor has to know of a command before the device does.
         let mut announce = |commands| {
-            sash.commands = commands;
-            self.memory.ledger().write_seldom(sash.seldom());
+            driver_state.commands = commands;
+            self.memory.ledger().write_seldom(driver_state.seldom());
         };
         control.set_filter(&self.transport, filter, &mut announce)
     }
@@ -282,7 +282,7 @@ impl<B: Bus> VirtioNet<B> {
     /// successor needs. Says whether the device has as many as it can.
     #[inline]
     fn refill(&mut self) -> bool {
-        if self.rx.chains.has_unhandled() || self.hush.is_some_and(Hush::is_off) {
+        if self.rx.chains.has_unhandled() || self.quiesce.is_some_and(Quiesce::is_off) {
             return true;
         }
         match &mut self.dirt {
@@ -351,7 +351,7 @@ impl<B: Bus> VirtioNet<B> {
     /// Frames that this driver's predecessors gave to the device, by the ledger.
     fn given_so_far(&self) -> u64 {
         let ledger = self.memory.ledger();
-        match ledger.whose() == Some((Sash::KIND, Sash::VERSION)) {
+        match ledger.whose() == Some((DriverState::KIND, DriverState::VERSION)) {
             true => ledger.cursors()[GIVEN],
             false => 0,
         }
@@ -365,37 +365,38 @@ impl<B: Bus> VirtioNet<B> {
         self.committed = [u64::MAX; CURSORS];
         self.committed[TURNS] = self.memory.ledger().turns();
         self.commit(&Burst::new());
-        self.memory.ledger().belongs(Some((Sash::KIND, Sash::VERSION)));
+        self.memory.ledger().belongs(Some((DriverState::KIND, DriverState::VERSION)));
     }
 
     /// What seldom changes has changed.
     #[cold]
     fn write_seldom(&self) {
-        let mut sash = Sash::blank();
-        self.write_seldom_to(&mut sash);
-        self.memory.ledger().write_seldom(sash.seldom());
+        let mut driver_state = DriverState::blank();
+        self.write_seldom_to(&mut driver_state);
+        self.memory.ledger().write_seldom(driver_state.seldom());
     }
 
-    /// All of a sash but the queues.
-    fn write_seldom_to(&self, sash: &mut Sash) {
-        sash.head = Head::of::<Sash>(&self.memory.layout(), self.mac, self.terms.ring);
-        (sash.features, sash.frame_max, sash.way) = (self.terms.features, self.terms.frame_max, self.transport.way());
-        (sash.kept, sash.come, sash.empty, sash.unsent) = (1, 0, 0, 0);
-        sash.commands = self.control.as_ref().map_or(0, Control::commands);
-        sash.counts = self.counts;
+    /// All of a driver state but the queues.
+    fn write_seldom_to(&self, driver_state: &mut DriverState) {
+        driver_state.head = Head::of::<DriverState>(&self.memory.layout(), self.mac, self.terms.ring);
+        (driver_state.features, driver_state.frame_max, driver_state.way) =
+            (self.terms.features, self.terms.frame_max, self.transport.way());
+        (driver_state.kept, driver_state.come, driver_state.empty, driver_state.unsent) = (1, 0, 0, 0);
+        driver_state.commands = self.control.as_ref().map_or(0, Control::commands);
+        driver_state.counts = self.counts;
     }
 
-    /// What a successor must know that goes on with the queues as they stand, all that was received being handled. The sash was blank, or was written by this
+    /// What a successor must know that goes on with the queues as they stand, all that was received being handled. The driver state was blank, or was written by this
     /// driver before.
-    fn write_sash(&self, sash: &mut Sash) {
-        self.write_seldom_to(sash);
-        (sash.rx_at, sash.tx_at) = (self.rx.chains.cursor(), self.tx.chains.cursor());
-        list(&mut sash.rx, 0, self.rx.chains.by_chain());
-        list(&mut sash.tx, 0, self.tx.chains.by_chain());
+    fn write_driver_state(&self, driver_state: &mut DriverState) {
+        self.write_seldom_to(driver_state);
+        (driver_state.rx_at, driver_state.tx_at) = (self.rx.chains.cursor(), self.tx.chains.cursor());
+        list(&mut driver_state.rx, 0, self.rx.chains.by_chain());
+        list(&mut driver_state.tx, 0, self.tx.chains.by_chain());
     }
 }
 
-/// Writes `loans` into the sash, from entry `from` on; says how many.
+/// Writes `loans` into the driver state, from entry `from` on; says how many.
 fn list(to: &mut [Loan], from: u16, loans: impl IntoIterator<Item = Loan>) -> u16 {
     let written = to[from.into()..].iter_mut().zip(loans).map(|(to, loan)| *to = loan).count();
     u16::try_from(written).expect("at most as many as there are chains")
@@ -448,7 +449,7 @@ impl<B: Bus> Port for VirtioNet<B> {
         }
         self.rest()?;
         // Emptied first: what rings from here on stays in it.
-        bus::hush(&self.interrupt)?;
+        bus::quiesce(&self.interrupt)?;
         if self.rx.arm()? {
             return Ok(Armed::Busy);
         }
@@ -464,7 +465,7 @@ impl<B: Bus> Port for VirtioNet<B> {
 
 impl<B: Bus> Nic for VirtioNet<B> {
     type Bus = B;
-    type Sash = Sash;
+    type DriverState = DriverState;
 
     fn start(mut bus: B, memory: NicMemory, options: &NicOptions) -> Result<Self, Failed<B>> {
         let checked = setup::check_options(options).and_then(|()| setup::check_memory(&memory, options));
@@ -488,21 +489,21 @@ impl<B: Bus> Nic for VirtioNet<B> {
         }
     }
 
-    fn resume(mut bus: B, memory: NicMemory, sash: &Sash) -> Result<Self, Failed<B>> {
-        let mut nic = match Assembly::warm(&mut bus, &memory, sash) {
-            Ok(parts) => Self::new(bus, memory, parts, sash.counts),
+    fn resume(mut bus: B, memory: NicMemory, driver_state: &DriverState) -> Result<Self, Failed<B>> {
+        let mut nic = match Assembly::warm(&mut bus, &memory, driver_state) {
+            Ok(parts) => Self::new(bus, memory, parts, driver_state.counts),
             Err(error) => return Err(Failed { error, bus, memory }),
         };
-        match nic.take_in(sash).and_then(|()| nic.rest()) {
+        match nic.take_in(driver_state).and_then(|()| nic.rest()) {
             Ok(()) => Ok(nic),
             Err(error) => Err(nic.failed(error)),
         }
     }
 
     /// Resets the queues, or keeps them: see the head of the module.
-    fn park(mut self) -> Result<(B, NicMemory, Sash), Failed<B>> {
+    fn park(mut self) -> Result<(B, NicMemory, DriverState), Failed<B>> {
         match self.stop() {
-            Ok(sash) => Ok((self.bus, self.memory, *sash)),
+            Ok(driver_state) => Ok((self.bus, self.memory, *driver_state)),
             Err(error) => Err(self.failed(error)),
         }
     }

@@ -5,8 +5,8 @@ use tasuki_shm::arena::{Arena, Slot};
 use tasuki_shm::slots::SlotId;
 
 use super::chains::{Chains, Done, lend, position, take_back};
+use super::driver_state::{CHAINS_MAX, Counts, Loan};
 use super::regs::HEADER_LEN;
-use super::sash::{CHAINS_MAX, Counts, Loan};
 use crate::nic::scrub::Dirt;
 use crate::nic::{NicError, NicMemory};
 use crate::port::{Burst, Frame};

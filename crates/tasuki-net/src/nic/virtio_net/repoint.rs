@@ -10,19 +10,19 @@
 
 use std::time::Instant;
 
+use super::driver_state::{Counts, DriverState};
 use super::regs::{common, feature, queue as queues, status};
-use super::sash::{Counts, Sash};
 use super::setup::{self, Assembly, Cursors, Layout, Terms, wrong};
 use super::transport::{Transport, other};
 use super::{DRAIN, VirtioNet, control};
 use crate::nic::bus::{Bus, Iova, Registers};
-use crate::nic::sash::{Sash as _, broken};
+use crate::nic::driver_state::{DriverState as _, broken};
 use crate::nic::{Can, Failed, How, Left, MemoryLayout, NicError, NicMemory, NicOptions, Repoint};
 use crate::port::Burst;
 
 /// How far a giver is.
 #[derive(Debug, Clone, Copy)]
-pub struct Hush {
+pub struct Quiesce {
     since: Instant,
     /// The receive queue is reset: nothing is posted.
     off: bool,
@@ -32,7 +32,7 @@ pub struct Hush {
     how: How,
 }
 
-impl Hush {
+impl Quiesce {
     #[inline]
     pub fn is_off(self) -> bool {
         self.off
@@ -171,16 +171,16 @@ impl<B: Bus> VirtioNet<B> {
     }
 
     /// How far a giver is, once the device has answered whether frames come elsewhere, if it was asked.
-    fn is_steered(&mut self) -> Option<Hush> {
-        let hush = self.hush.as_mut()?;
-        if hush.asked.is_some() && !hush.steered {
+    fn is_steered(&mut self) -> Option<Quiesce> {
+        let quiesce = self.quiesce.as_mut()?;
+        if quiesce.asked.is_some() && !quiesce.steered {
             match self.control.as_mut()?.is_obeyed() {
                 Ok(false) => return None,
-                Ok(true) => (hush.steered, hush.since) = (true, Instant::now()),
-                Err(_) => hush.asked = None,
+                Ok(true) => (quiesce.steered, quiesce.since) = (true, Instant::now()),
+                Err(_) => quiesce.asked = None,
             }
         }
-        Some(*hush)
+        Some(*quiesce)
     }
 
     /// The other pair of queues lies in our memory, and not in somebody's that is gone, or will be.
@@ -200,12 +200,12 @@ impl<B: Bus> VirtioNet<B> {
 
     /// Asks the device to.
     fn ask_to_steer(&mut self, pair: u16) -> Result<(), NicError> {
-        let mut sash = Sash::blank();
-        self.write_seldom_to(&mut sash);
+        let mut driver_state = DriverState::blank();
+        self.write_seldom_to(&mut driver_state);
         let Some(control) = &mut self.control else { return Err(broken("it has no queue for commands", 0)) };
         let mut announce = |commands| {
-            sash.commands = commands;
-            self.memory.ledger().write_seldom(sash.seldom());
+            driver_state.commands = commands;
+            self.memory.ledger().write_seldom(driver_state.seldom());
         };
         control.steer(&self.transport, pair, &mut announce)
     }
@@ -353,42 +353,42 @@ impl<B: Bus> Repoint for VirtioNet<B> {
         (bus, memory)
     }
 
-    fn hush(&mut self, how: How, _: impl FnMut(&mut Self)) {
+    fn quiesce(&mut self, how: How, _: impl FnMut(&mut Self)) {
         self.memory.ledger().halted(true);
         let other = other(self.transport.way().pair);
         // A device that refuses is not left: nothing goes elsewhere.
         let asked = (how == How::Steer && self.ask_to_steer(other).is_ok()).then_some(other);
-        self.hush = Some(Hush { since: Instant::now(), off: false, asked, steered: false, how });
+        self.quiesce = Some(Quiesce { since: Instant::now(), off: false, asked, steered: false, how });
     }
 
     fn is_quiet(&mut self) -> bool {
-        let Some(hush) = self.is_steered() else { return false };
-        if hush.how == How::Steer && !hush.steered {
+        let Some(quiesce) = self.is_steered() else { return false };
+        if quiesce.how == How::Steer && !quiesce.steered {
             // It refuses, which whoever leaves it is told.
             return true;
         }
         // What the device writes that it must not is found out by who receives or sends next.
         let sent = self.tx.reap(self.memory.arena()).is_ok() && self.tx.chains.is_empty();
         let silent = self.rx.is_ready().is_ok_and(|ready| !ready);
-        silent && sent || hush.since.elapsed() > DRAIN
+        silent && sent || quiesce.since.elapsed() > DRAIN
     }
 
     fn leave(&mut self) -> Result<bool, NicError> {
-        let Some(hush) = self.hush else {
-            return Err(broken("it was not hushed before it was to be left", 0));
+        let Some(quiesce) = self.quiesce else {
+            return Err(broken("it was not quiesced before it was to be left", 0));
         };
-        self.can_do().go(hush.how)?;
+        self.can_do().go(quiesce.how)?;
         self.commit(&Burst::new());
-        if hush.how == How::Steer {
+        if quiesce.how == How::Steer {
             // What is on its way to our pair yet comes at once, or was given up with what waits there.
-            return match hush.steered {
+            return match quiesce.steered {
                 true => Ok(!self.rx.is_ready()? && self.tx.chains.is_empty()),
                 false => Err(broken("the device does not have frames come to its other queues", 0)),
             };
         }
-        if !hush.off {
+        if !quiesce.off {
             self.transport.reset_queue(queues::RECEIVE)?;
-            self.hush = Some(Hush { off: true, ..hush });
+            self.quiesce = Some(Quiesce { off: true, ..quiesce });
         }
         if self.rx.is_ready()? {
             // It came at the last moment.
@@ -404,23 +404,23 @@ impl<B: Bus> Repoint for VirtioNet<B> {
     }
 
     fn left(&self) -> Left {
-        match self.hush.filter(|hush| hush.steered).and_then(|hush| hush.asked) {
+        match self.quiesce.filter(|quiesce| quiesce.steered).and_then(|quiesce| quiesce.asked) {
             Some(pair) => Left(STEERED | u64::from(pair)),
             None => Left::STOPPED,
         }
     }
 
     fn go_back(&mut self) -> Result<(), NicError> {
-        let Some(hush) = self.hush else { return Ok(()) };
-        match hush.how {
+        let Some(quiesce) = self.quiesce else { return Ok(()) };
+        match quiesce.how {
             How::Steer => self.steer(self.transport.way().pair)?,
             How::Point | How::Fenced(_) => self.bring_back()?,
         }
-        self.hush = None;
+        self.quiesce = None;
         self.refill();
         self.write_seldom();
         self.commit_sent();
-        self.memory.ledger().belongs(Some((Sash::KIND, Sash::VERSION)));
+        self.memory.ledger().belongs(Some((DriverState::KIND, DriverState::VERSION)));
         self.memory.ledger().halted(false);
         self.ring_both();
         self.transport.status().map(drop)
@@ -436,7 +436,7 @@ impl<B: Bus> Repoint for VirtioNet<B> {
             }
             // Until the rest of the device is ours, too, who comes next has to see to that: `forget`.
             nic.memory.ledger().halted(true);
-            nic.memory.ledger().belongs(Some((Sash::KIND, Sash::VERSION)));
+            nic.memory.ledger().belongs(Some((DriverState::KIND, DriverState::VERSION)));
             return Ok(nic);
         }
         let uses = nic.queues().try_for_each(|queue| match nic.transport.queue(queue)? {
@@ -448,7 +448,7 @@ impl<B: Bus> Repoint for VirtioNet<B> {
         }
         // Should we die in the middle of it, who comes next has the device go on, or points it elsewhere.
         nic.memory.ledger().halted(true);
-        nic.memory.ledger().belongs(Some((Sash::KIND, Sash::VERSION)));
+        nic.memory.ledger().belongs(Some((DriverState::KIND, DriverState::VERSION)));
         if let Err(error) = nic.enable_queues().and_then(|()| nic.enable_control()) {
             return Err(nic.failed(error));
         }

@@ -20,7 +20,7 @@ use std::sync::atomic::{AtomicU32, AtomicU64, fence};
 
 use tasuki_shm::region::Span;
 
-use super::sash::Cursor;
+use super::driver_state::Cursor;
 use crate::nic::bus::Iova;
 use crate::nic::{NicError, NicMemory};
 

@@ -6,13 +6,13 @@ use std::sync::atomic::Ordering::Relaxed;
 
 use super::chains::{Chains, Order};
 use super::control::{self, Control};
+use super::driver_state::{self, CHAINS_MAX, Cursor, DESCRIPTORS_MAX, DriverState};
 use super::queue::{Receiver, Transmitter};
 use super::regs::{HEADER_LEN, feature, queue as queues, status};
 use super::ring::{Place, SplitRing};
-use super::sash::{self, CHAINS_MAX, Cursor, DESCRIPTORS_MAX, Sash};
 use super::transport::{Doorbell, Transport};
 use crate::nic::bus::{Bus, BusError, Header, Iova, Registers, pci};
-use crate::nic::sash::{Sash as _, broken};
+use crate::nic::driver_state::{DriverState as _, broken};
 use crate::nic::{Mac, NicError, NicMemory, NicOptions, PciId, loan};
 
 /// What this driver drives: the modern device, and the transitional one by its modern interface.
@@ -74,9 +74,9 @@ pub struct Terms {
 }
 
 impl Terms {
-    /// As a sash says that was checked.
-    pub fn of(sash: &Sash) -> Self {
-        Terms { features: sash.features, ring: sash.head.ring, frame_max: sash.frame_max }
+    /// As a driver state says that was checked.
+    pub fn of(driver_state: &DriverState) -> Self {
+        Terms { features: driver_state.features, ring: driver_state.head.ring, frame_max: driver_state.frame_max }
     }
 
     /// Whether queues can be reset one by one.
@@ -195,7 +195,7 @@ impl<R: Registers> Assembly<R> {
         let split = |place, cursor| SplitRing::new(memory, place, ring, event_index, cursor);
         let rx = Chains::new(memory, 0, split(layout.rx, cursors.rx).armed(), ring, true, rx_order);
         let tx = Chains::new(memory, 1, split(layout.tx, cursors.tx), ring, false, tx_order);
-        let (rx, tx) = (Receiver::new(rx, sash::room(frame_max)), Transmitter::new(tx, frame_max.into()));
+        let (rx, tx) = (Receiver::new(rx, driver_state::room(frame_max)), Transmitter::new(tx, frame_max.into()));
         let control = (features & feature::CTRL_RX != 0).then(|| {
             let bell = transport.doorbell(queues::CONTROL);
             Control::new(memory, layout.control, layout.command, event_index, cursors.commands, bell)
@@ -253,9 +253,13 @@ impl<R: Registers> Assembly<R> {
     }
 
     /// Where a predecessor stopped. Up to the interrupts, nothing is changed, neither in the device nor in memory.
-    pub fn warm<B: Bus<Registers = R>>(bus: &mut B, memory: &NicMemory, sash: &Sash) -> Result<Self, NicError> {
-        sash.check(&memory.layout())?;
-        loan::check(memory, sash.slots())?;
+    pub fn warm<B: Bus<Registers = R>>(
+        bus: &mut B,
+        memory: &NicMemory,
+        driver_state: &DriverState,
+    ) -> Result<Self, NicError> {
+        driver_state.check(&memory.layout())?;
+        loan::check(memory, driver_state.slots())?;
         let header = check_card(bus)?;
         let mut transport = Transport::find(bus, &header)?;
         let found = transport.status()?;
@@ -263,19 +267,19 @@ impl<R: Registers> Assembly<R> {
             return Err(broken("the device was reset after it was parked", found.into()));
         }
         let mac = transport.mac()?;
-        sash.head.check_mac(mac)?;
-        transport.find_pairs(sash.features)?;
-        transport.choose(sash.way.pair);
-        transport.find_bells(sash.features)?;
-        if transport.way() != sash.way {
+        driver_state.head.check_mac(mac)?;
+        transport.find_pairs(driver_state.features)?;
+        transport.choose(driver_state.way.pair);
+        transport.find_bells(driver_state.features)?;
+        if transport.way() != driver_state.way {
             return Err(broken("the device has its registers elsewhere, at", transport.way().common.base.into()));
         }
         let interrupt = interrupt(bus)?;
-        Self::new(memory, (transport, interrupt, mac), Terms::of(sash), cursors_of(sash), orders())
+        Self::new(memory, (transport, interrupt, mac), Terms::of(driver_state), cursors_of(driver_state), orders())
     }
 }
 
-/// Where a driver goes on that has a sash.
-pub fn cursors_of(sash: &Sash) -> Cursors {
-    Cursors { rx: sash.rx_at, tx: sash.tx_at, commands: sash.commands }
+/// Where a driver goes on that has a driver state.
+pub fn cursors_of(driver_state: &DriverState) -> Cursors {
+    Cursors { rx: driver_state.rx_at, tx: driver_state.tx_at, commands: driver_state.commands }
 }

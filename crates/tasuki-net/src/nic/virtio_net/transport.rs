@@ -5,8 +5,8 @@ use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout};
 use super::control::PAIRS;
 use super::regs::{capability, common, feature, net, queue as queues, status};
 use crate::nic::bus::{Bus, BusError, Capability, Header, Iova, Registers};
+use crate::nic::driver_state::broken;
 use crate::nic::register::{Readable, Register, Width, Wo, Writable, wait};
-use crate::nic::sash::broken;
 use crate::nic::{Link, Mac, NicError};
 
 /// How long the device may take for one step of the handshake.

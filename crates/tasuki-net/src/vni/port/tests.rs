@@ -15,8 +15,8 @@ use crate::vni::offload::{HEADER_LEN, NEEDS_CSUM, Offload};
 
 /// What a daemon keeps of a node.
 struct Kept {
-    estate: EstateFds,
-    ear: OwnedFd,
+    node_memory: NodeMemoryFds,
+    bell_receiver: OwnedFd,
     bell: OwnedFd,
 }
 
@@ -37,16 +37,16 @@ struct Net {
 impl Net {
     fn new() -> Self {
         let kept = (0..NODES).map(|number| {
-            let (ear, bell) = tasuki_shm::wake::bell_pipe().unwrap();
-            Kept { estate: EstateFds::create(&format!("test-{number}"), 512).unwrap(), ear, bell }
+            let (bell_receiver, bell) = tasuki_shm::wake::bell_pipe().unwrap();
+            Kept { node_memory: NodeMemoryFds::create(&format!("test-{number}"), 512).unwrap(), bell_receiver, bell }
         });
         let kept: Vec<_> = kept.collect();
         let (lines, directory) = directory(NODES);
         let mut net = Net { kept, lines, _directory: directory, others: BTreeMap::new(), port: None };
         for number in (0..NODES).filter(|number| *number != US) {
-            let (estate, ear) = net.own(number);
-            let mut vni = Vni::new(number, estate, ear).unwrap();
-            net.introductions(number).into_iter().for_each(|kit| vni.add(kit).unwrap());
+            let (node_memory, bell_receiver) = net.own(number);
+            let mut vni = Vni::new(number, node_memory, bell_receiver).unwrap();
+            net.peer_descriptors(number).into_iter().for_each(|bundle| vni.add(bundle).unwrap());
             vni.settle();
             net.others.insert(number, vni);
         }
@@ -54,31 +54,31 @@ impl Net {
         net
     }
 
-    fn own(&self, number: u16) -> (EstateFds, OwnedFd) {
+    fn own(&self, number: u16) -> (NodeMemoryFds, OwnedFd) {
         let kept = &self.kept[usize::from(number)];
-        let [control, pool] = kept.estate.fds().map(|fd| fd.try_clone_to_owned().unwrap());
-        (EstateFds { control, pool }, kept.ear.try_clone().unwrap())
+        let [control, pool] = kept.node_memory.fds().map(|fd| fd.try_clone_to_owned().unwrap());
+        (NodeMemoryFds { control, pool }, kept.bell_receiver.try_clone().unwrap())
     }
 
-    fn introductions(&self, to: u16) -> Vec<Introduction> {
+    fn peer_descriptors(&self, to: u16) -> Vec<PeerDescriptor> {
         let others = (0..).zip(&self.kept).filter(|(number, _)| *number != to);
-        let introduction = |(number, kept): (u16, &Kept)| Introduction {
+        let peer_descriptor = |(number, kept): (u16, &Kept)| PeerDescriptor {
             number,
-            estate: kept.estate.to_read().unwrap(),
+            node_memory: kept.node_memory.to_read().unwrap(),
             bell: Clapper::from_peer(kept.bell.try_clone().unwrap()),
             own: Default::default(),
         };
-        others.map(introduction).collect()
+        others.map(peer_descriptor).collect()
     }
 
     /// Another worker of the native node goes on.
     fn replace(&mut self) {
         self.port = None;
-        let (estate, ear) = self.own(US);
+        let (node_memory, bell_receiver) = self.own(US);
         let switch = Switch::new(US, Lookup::new(Claims::of(Arc::clone(&self.lines))));
         let frames = Frames::new().unwrap();
-        let mut port = VniPort::new(US, Mac(mac(US)), estate, ear, switch, frames).unwrap();
-        self.introductions(US).into_iter().for_each(|kit| port.add(kit).unwrap());
+        let mut port = VniPort::new(US, Mac(mac(US)), node_memory, bell_receiver, switch, frames).unwrap();
+        self.peer_descriptors(US).into_iter().for_each(|bundle| port.add(bundle).unwrap());
         port.settle();
         // Whoever has newly begun to talk is heard when it wakes.
         port.wake();
@@ -146,16 +146,16 @@ fn number_of(bytes: &[u8]) -> (u16, u64) {
 /// What a program remembers: of each sender, the number that is due.
 type State = [u64; 2];
 
-/// A program that checks what comes and sends it on, and its book in two copies, as a worker has them.
+/// A program that checks what comes and sends it on, and its program state in two copies, as a worker has them.
 struct Worker {
     state: State,
-    book: [State; 2],
+    program_state: [State; 2],
     burst: Burst,
 }
 
 impl Worker {
     fn remember(&mut self, turn: u64) {
-        self.book[usize::from(turn & 1 == 1)] = self.state;
+        self.program_state[usize::from(turn & 1 == 1)] = self.state;
     }
 
     /// Wholly or not at all, like a program of a user's own.
@@ -230,7 +230,7 @@ proptest! {
     #[test]
     fn wherever_a_worker_dies_each_frame_is_handled_once_and_what_it_sends_comes_once(steps in steps()) {
         let mut net = Net::new();
-        let mut worker = Worker { state: [0; 2], book: [[0; 2]; 2], burst: Burst::new() };
+        let mut worker = Worker { state: [0; 2], program_state: [[0; 2]; 2], burst: Burst::new() };
         let (mut sent, mut got) = ([0_u64; 2], [Vec::new(), Vec::new()]);
         let finish = [Step::Turns(200), Step::Read(0), Step::Read(1)].repeat(6);
         for step in steps.into_iter().chain(finish) {
@@ -248,7 +248,7 @@ proptest! {
                     // At a place, or between two turns.
                     worker.burst.clear();
                     net.replace();
-                    worker.state = worker.book[usize::from(net.port.as_ref().unwrap().turns() & 1 == 1)];
+                    worker.state = worker.program_state[usize::from(net.port.as_ref().unwrap().turns() & 1 == 1)];
                 }
                 Step::HandOver => {
                     let port = net.port.as_mut().unwrap();
@@ -261,7 +261,7 @@ proptest! {
                     }
                     worker.burst.clear();
                     net.replace();
-                    worker.state = worker.book[usize::from(net.port.as_ref().unwrap().turns() & 1 == 1)];
+                    worker.state = worker.program_state[usize::from(net.port.as_ref().unwrap().turns() & 1 == 1)];
                 }
                 Step::Read(which) => read(net.others.get_mut(&TO[which]).unwrap(), &mut got[which]),
                 Step::Tick => {

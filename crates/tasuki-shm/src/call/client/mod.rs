@@ -326,7 +326,7 @@ impl Client {
         for _ in 0..self.options.ring {
             match self.next_answer() {
                 Ok(Some(answer)) if answer.call == call => return self.conclude(&answer).map(Some),
-                Ok(Some(answer)) => self.book(&answer),
+                Ok(Some(answer)) => self.program_state(&answer),
                 Ok(None) => break,
                 Err(breach) => drop(self.broken(breach)),
             }
@@ -367,7 +367,7 @@ impl Client {
             if self.link.is_ok() && self.spin(deadline, &mut until) {
                 match self.next_answer() {
                     Ok(Some(answer)) if answer.call == call => return self.conclude(&answer),
-                    Ok(Some(answer)) => self.book(&answer),
+                    Ok(Some(answer)) => self.program_state(&answer),
                     Ok(None) => {}
                     Err(breach) => drop(self.broken(breach)),
                 }
@@ -517,7 +517,7 @@ impl Client {
         let mut count = 0;
         while count < self.options.ring {
             match self.next_answer() {
-                Ok(Some(answer)) => self.book(&answer),
+                Ok(Some(answer)) => self.program_state(&answer),
                 Ok(None) => break,
                 Err(breach) => drop(self.broken(breach)),
             }
@@ -526,8 +526,8 @@ impl Client {
         self.link.as_ref().map(|_| count).map_err(|why| why.clone())
     }
 
-    /// Books an answer, for whoever asks for it later.
-    fn book(&mut self, answer: &FromServer) {
+    /// Program states an answer, for whoever asks for it later.
+    fn program_state(&mut self, answer: &FromServer) {
         let booked = self.pending.take_slot(answer.call).map_err(Breach::from).and_then(|lent| {
             let (body, returned) = self.unpack(answer, lent)?;
             Ok(self.pending.finish(answer.call, outcome(answer.status, body, returned))?)

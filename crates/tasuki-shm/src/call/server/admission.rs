@@ -65,7 +65,7 @@ impl Server {
         };
         let Received { packet, fds } = received;
         let answer = match (packet, shake.hello.take()) {
-            (Ok(Packet::Succeed), None) => return self.show_estate(shake.socket),
+            (Ok(Packet::Succeed), None) => return self.show_inheritance(shake.socket),
             (Ok(Packet::Hello(hello)), None) if hello.enforced_base.is_some() => {
                 shake.hello = Some((hello, fds));
                 return self.handshakes.push(shake);
@@ -115,7 +115,7 @@ impl Server {
         epoll::add(&self.epoll, session.pipe(), data, EventFlags::IN | EventFlags::ET)
             .map_err(|_| Refusal::NoMemory)?;
         self.welcome(socket, hello, &session, theirs)?;
-        self.seat(index, session);
+        self.attachment(index, session);
         crash::point("server.accept.welcomed");
         Ok(())
     }
@@ -154,7 +154,7 @@ impl Server {
         wire::send(socket.as_fd(), &Packet::Welcome(welcome), &fds).map_err(|_| Refusal::NoMemory)
     }
 
-    fn seat(&mut self, index: u32, session: Session) {
+    fn attachment(&mut self, index: u32, session: Session) {
         match self.vacant.pop() {
             Some(_) => self.sessions[index as usize] = Some(Box::new(session)),
             None => self.sessions.push(Some(Box::new(session))),

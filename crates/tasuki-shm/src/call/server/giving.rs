@@ -21,20 +21,20 @@ pub(super) enum Giving {
 
 impl Server {
     /// Serving → Watched: gives a stand-by the listening socket and the state.
-    pub(super) fn show_estate(&mut self, socket: OwnedFd) {
+    pub(super) fn show_inheritance(&mut self, socket: OwnedFd) {
         let refuse = |refusal| drop(wire::send(socket.as_fd(), &Packet::Refused(refusal), &[]));
         let (Some(state), Some(listener)) = (&self.options.state, &self.listener) else {
-            return refuse(Refusal::NoEstate);
+            return refuse(Refusal::NoInheritance);
         };
         let uid = rustix::net::sockopt::socket_peercred(&socket).map(|creds| creds.uid.as_raw());
         if !uid.is_ok_and(|uid| uid == rustix::process::geteuid().as_raw() || uid == 0) {
-            return refuse(Refusal::NoEstate);
+            return refuse(Refusal::NoInheritance);
         }
         if !matches!(self.giving, Giving::Serving) {
             return refuse(Refusal::Watched);
         }
-        let estate = Packet::Estate { generation: self.tenure.epoch };
-        let sent = wire::send(socket.as_fd(), &estate, &[listener.as_fd(), state.fd()]);
+        let inheritance = Packet::Inheritance { generation: self.tenure.epoch };
+        let sent = wire::send(socket.as_fd(), &inheritance, &[listener.as_fd(), state.fd()]);
         // It was watched as a handshake.
         let watched = epoll::modify(&self.epoll, &socket, Source::Successor.data(), EventFlags::IN);
         if sent.is_ok() && watched.is_ok() {

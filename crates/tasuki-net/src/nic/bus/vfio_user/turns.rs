@@ -27,7 +27,7 @@
 //!
 //! # What it does not do
 //!
-//! A process that is stopped while it has the lock has it until it goes on or is killed: whoever supervises it finds that by its pulse. And closing
+//! A process that is stopped while it has the lock has it until it goes on or is killed: whoever supervises it finds that by its heartbeat. And closing
 //! *any* descriptor of the lock's memory lets go of a lock that the process has: a process whose threads use twins of one connection closes spare
 //! descriptors (those of a [`Twin`](super::Twin) that it has passed on) only while none of them asks. Dropping a bus sees to that by itself.
 

@@ -7,8 +7,8 @@ use proptest::prelude::*;
 use tasuki_shm::arena::Geometry;
 use tasuki_shm::region::Span;
 
+use super::super::driver_state::Cursor;
 use super::super::ring::{Place, SplitRing};
-use super::super::sash::Cursor;
 use super::*;
 use crate::nic::bus::Iova;
 use crate::port::BURST_MAX;

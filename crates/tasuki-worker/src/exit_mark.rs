@@ -1,7 +1,7 @@
 //! How the daemon learns early that this worker is no more.
 //!
 //! A process that is killed takes itself apart before its pidfd tells of it: its memory first, which takes half a millisecond. But the kernel looks at
-//! a thread's robust futexes before that, and marks those that it holds. So the worker's one thread holds one, in its pulse.
+//! a thread's robust futexes before that, and marks those that it holds. So the worker's one thread holds one, in its heartbeat.
 //!
 //! # Invariants
 //!

@@ -3,7 +3,7 @@
 use std::os::fd::OwnedFd;
 
 use rustix::fs::{SealFlags, Stat};
-use tasuki_relay::letter::{self, FDS_MAX, Kit, LETTER_MAX, LIES_MAX, ToDaemon, ToWorker};
+use tasuki_relay::message::{self, DeviceBundle, FDS_MAX, LIES_MAX, MESSAGE_MAX, ToDaemon, ToWorker};
 
 use super::card::{Kept, Memory};
 use super::keeping::Key;
@@ -14,31 +14,32 @@ use crate::foreign::{Foreign, seals};
 /// Bytes of memory that a worker makes for a card, at most: half of the addresses that there are for it.
 const MEMORY_MAX: u64 = 128 << 20;
 
-/// How many descriptors belong to a letter, if that does not depend on what was said before.
-pub(super) fn belong(letter: &ToDaemon) -> Option<usize> {
-    match letter {
+/// How many descriptors belong to a message, if that does not depend on what was said before.
+pub(super) fn belong(message: &ToDaemon) -> Option<usize> {
+    match message {
         ToDaemon::Begun { .. }
         | ToDaemon::Mine { .. }
         | ToDaemon::Counts { .. }
         | ToDaemon::NoClient { .. }
         | ToDaemon::Told { .. } => Some(0),
-        ToDaemon::Sash { .. } => Some(1),
-        ToDaemon::Client { client, .. } => Some(letter::Client::OTHERS + client.regions.len()),
-        ToDaemon::Kit { .. } | ToDaemon::Memory { .. } => None,
+        ToDaemon::DriverState { .. } => Some(1),
+        ToDaemon::Client { client, .. } => Some(message::Client::OTHERS + client.regions.len()),
+        ToDaemon::DeviceBundle { .. } | ToDaemon::Memory { .. } => None,
     }
 }
 
 /// Why a NIC cannot be made of this: a worker could not be told of it, also once it lies in memory of a worker's.
-pub(super) fn too_much(nic: u32, name: &str, kit: &Kit) -> Option<String> {
+pub(super) fn too_much(nic: u32, name: &str, bundle: &DeviceBundle) -> Option<String> {
     // With everything that needs room as it may come to be.
-    let kit = Kit { lies: Some("\"".repeat(LIES_MAX)), partial: true, made_by: Some(u32::MAX), ..kit.clone() };
-    let fds = kit.fds + 1;
-    let odd = kit.partial && kit.memory > kit.fds;
-    let letter = ToWorker::Nic { nic, name: name.to_owned(), iova: u64::MAX, fenced: false, kit };
-    let len = serde_json::to_vec(&letter).expect("a letter is plain data").len();
-    (fds > FDS_MAX || len > LETTER_MAX || odd).then(|| {
+    let bundle =
+        DeviceBundle { lies: Some("\"".repeat(LIES_MAX)), partial: true, made_by: Some(u32::MAX), ..bundle.clone() };
+    let fds = bundle.fds + 1;
+    let odd = bundle.partial && bundle.memory > bundle.fds;
+    let message = ToWorker::Nic { nic, name: name.to_owned(), iova: u64::MAX, fenced: false, bundle };
+    let len = serde_json::to_vec(&message).expect("a message is plain data").len();
+    (fds > FDS_MAX || len > MESSAGE_MAX || odd).then(|| {
         format!(
-            "{name} cannot be opened: what it is made of is {fds} descriptors and {len} bytes, of which {FDS_MAX} and {LETTER_MAX} fit into a letter"
+            "{name} cannot be opened: what it is made of is {fds} descriptors and {len} bytes, of which {FDS_MAX} and {MESSAGE_MAX} fit into a message"
         )
     })
 }
@@ -76,7 +77,7 @@ impl Supervisor {
 
     /// What is wrong with memory that a worker of this user has made.
     fn odd_memory(&self, kept: &Kept, uid: Option<u32>, lies: &str, fds: &[OwnedFd]) -> Option<&'static str> {
-        if fds.len() != kept.kit.memory {
+        if fds.len() != kept.bundle.memory {
             return Some("not as many descriptors as the NIC has of memory");
         }
         if lies.len() > LIES_MAX {

@@ -1,9 +1,9 @@
 //! What a successor must know of a parked NIC: plain data, which any process can store, carry and hand on as bytes.
 //!
-//! Every driver's sash begins with a [`Head`], so whoever stores one need not know whose it is. It has no padding, and its numbers are
+//! Every driver's driver state begins with a [`Head`], so whoever stores one need not know whose it is. It has no padding, and its numbers are
 //! in the byte order of the machine, which it never leaves.
 //!
-//! A sash is a claim. [`Sash::check`] holds it against itself and against where the memory lies, and touches nothing; whether the
+//! A driver state is a claim. [`DriverState::check`] holds it against itself and against where the memory lies, and touches nothing; whether the
 //! slots that it names are the card's, and whether the card is where it says, is looked at after that and still before anything is
 //! changed.
 
@@ -12,11 +12,11 @@ use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout};
 
 use super::{Mac, MemoryLayout, NicError};
 
-/// What every sash begins with: whose it is, and of which memory.
+/// What every driver state begins with: whose it is, and of which memory.
 #[repr(C)]
 #[derive(Debug, Clone, Copy, PartialEq, Eq, FromBytes, IntoBytes, Immutable, KnownLayout)]
 pub struct Head {
-    /// Whose sash it is: vendor and device of the card that the driver is named for.
+    /// Whose driver state it is: vendor and device of the card that the driver is named for.
     pub kind: u32,
     /// Of the layout of what follows.
     pub version: u32,
@@ -37,8 +37,8 @@ pub struct Head {
 const _: () = assert!(size_of::<Head>() == 40);
 
 impl Head {
-    /// The head of a sash of `S`.
-    pub(super) fn of<S: Sash>(memory: &MemoryLayout, mac: Mac, ring: u16) -> Self {
+    /// The head of a driver state of `S`.
+    pub(super) fn of<S: DriverState>(memory: &MemoryLayout, mac: Mac, ring: u16) -> Self {
         Head {
             kind: S::KIND,
             version: S::VERSION,
@@ -51,7 +51,7 @@ impl Head {
         }
     }
 
-    pub(super) fn check<S: Sash>(&self, memory: &MemoryLayout) -> Result<(), NicError> {
+    pub(super) fn check<S: DriverState>(&self, memory: &MemoryLayout) -> Result<(), NicError> {
         is_of::<S>(self.kind, self.version)?;
         let ours = Head::of::<S>(memory, Mac(self.mac), self.ring);
         let same = [
@@ -76,19 +76,19 @@ impl Head {
 }
 
 /// Kind and version must be those that `S` has.
-fn is_of<S: Sash>(kind: u32, version: u32) -> Result<(), NicError> {
+fn is_of<S: DriverState>(kind: u32, version: u32) -> Result<(), NicError> {
     match (kind, version) == (S::KIND, S::VERSION) {
         true => Ok(()),
-        false => Err(NicError::OtherSash { kind, version, ours: S::VERSION }),
+        false => Err(NicError::OtherDriverState { kind, version, ours: S::VERSION }),
     }
 }
 
-/// A sash that cannot be true.
+/// A driver state that cannot be true.
 pub(super) fn broken(what: &'static str, value: u64) -> NicError {
-    NicError::BrokenSash { what, value }
+    NicError::BrokenDriverState { what, value }
 }
 
-/// More than any driver counts: bytes at a gigabit come to it in two thousand years. A sash that says more is not true.
+/// More than any driver counts: bytes at a gigabit come to it in two thousand years. A driver state that says more is not true.
 const COUNT_MAX: u64 = u64::MAX / 2;
 
 /// What a predecessor counted must be what a driver can have counted: more could overflow.
@@ -114,8 +114,8 @@ fn each_once(slots: impl Iterator<Item = SlotId>, count: u32) -> Result<(), NicE
 }
 
 /// What a driver leaves to its successor.
-pub trait Sash: FromBytes + IntoBytes + Immutable + KnownLayout + Clone + Send + 'static {
-    /// What the first word of its sashes says: vendor and device of the card that the driver is named for.
+pub trait DriverState: FromBytes + IntoBytes + Immutable + KnownLayout + Clone + Send + 'static {
+    /// What the first word of its driver states says: vendor and device of the card that the driver is named for.
     const KIND: u32;
     /// What the second word says. Changes with every change of the layout, or of what is meant by it.
     const VERSION: u32;
@@ -128,7 +128,7 @@ pub trait Sash: FromBytes + IntoBytes + Immutable + KnownLayout + Clone + Send +
     /// Whether what follows the head makes sense in this memory. Touches nothing.
     fn check_body(&self, memory: &MemoryLayout) -> Result<(), NicError>;
 
-    /// The slots that the card has. Of a sash that was checked.
+    /// The slots that the card has. Of a driver state that was checked.
     fn slots(&self) -> impl Iterator<Item = SlotId>;
 
     /// Whether the driver understands it, and whether it can be true of a NIC whose memory lies so. Touches nothing.
@@ -147,12 +147,12 @@ pub trait Sash: FromBytes + IntoBytes + Immutable + KnownLayout + Clone + Send +
     /// One in which nothing stands.
     fn blank() -> Box<Self>;
 
-    /// The sash as bytes, to be stored or sent.
+    /// The driver state as bytes, to be stored or sent.
     fn bytes(&self) -> &[u8] {
         self.as_bytes()
     }
 
-    /// The sash that stands in `bytes`, all of them. Of another driver's, or another version's, it says which it is.
+    /// The driver state that stands in `bytes`, all of them. Of another driver's, or another version's, it says which it is.
     fn read(bytes: &[u8]) -> Result<Self, NicError> {
         if let Ok(([kind, version], _)) = <[u32; 2]>::read_from_prefix(bytes) {
             is_of::<Self>(kind, version)?;
@@ -168,9 +168,9 @@ pub(super) mod tests {
 
     use super::*;
 
-    /// Whatever becomes of a sash's bytes on the way, reading and checking them is an error or leaves a sash that is safe to use:
+    /// Whatever becomes of a driver state's bytes on the way, reading and checking them is an error or leaves a driver state that is safe to use:
     /// each slot is the arena's and stands there once.
-    pub fn bytes_of_all_kinds<S: Sash + PartialEq + std::fmt::Debug>(honest: &S, memory: &MemoryLayout) {
+    pub fn bytes_of_all_kinds<S: DriverState + PartialEq + std::fmt::Debug>(honest: &S, memory: &MemoryLayout) {
         honest.check(memory).unwrap();
         let bytes = honest.bytes();
         assert_eq!((bytes.len(), &bytes[..4]), (S::LEN, &S::KIND.to_ne_bytes()[..]), "whose it is comes first");
@@ -178,12 +178,12 @@ pub(super) mod tests {
         assert_eq!(&S::read(bytes).unwrap(), honest);
         for len in [0, 1, 4, 7, 8, size_of::<Head>(), S::LEN - 1] {
             let error = S::read(&bytes[..len]).unwrap_err();
-            assert!(matches!(error, NicError::BrokenSash { value, .. } if value == len as u64), "{error}");
+            assert!(matches!(error, NicError::BrokenDriverState { value, .. } if value == len as u64), "{error}");
         }
         assert!(S::read(&[bytes, &[0]].concat()).is_err(), "a byte too many");
         let next = [&bytes[..4], &(S::VERSION + 1).to_ne_bytes(), &bytes[8..100]].concat();
         let error = S::read(&next).unwrap_err();
-        let NicError::OtherSash { version, .. } = error else { panic!("{error}") };
+        let NicError::OtherDriverState { version, .. } = error else { panic!("{error}") };
         assert_eq!(version, S::VERSION + 1, "a later version is named, however long it is");
         // Places where something stands come up as often as the others.
         let full: Vec<usize> = (0..bytes.len()).filter(|&at| bytes[at] != 0 && bytes[at] != 0xff).collect();
@@ -194,9 +194,9 @@ pub(super) mod tests {
             |changes| {
                 let mut bytes = honest.bytes().to_vec();
                 changes.iter().for_each(|&(at, value)| bytes[at] = value);
-                let Ok(sash) = S::read(&bytes) else { return Ok(()) };
-                if sash.check(memory).is_ok() {
-                    let mut slots: Vec<_> = sash.slots().map(|id| id.index).collect();
+                let Ok(driver_state) = S::read(&bytes) else { return Ok(()) };
+                if driver_state.check(memory).is_ok() {
+                    let mut slots: Vec<_> = driver_state.slots().map(|id| id.index).collect();
                     let all = slots.len();
                     slots.sort_unstable();
                     slots.dedup();

@@ -13,23 +13,23 @@ use std::time::{Duration, Instant};
 use rustix::event::{PollFd, PollFlags, Timespec};
 use rustix::process::Resource;
 use tasuki_net::capture::Captures;
-use tasuki_net::nic::kit::KitBus;
+use tasuki_net::nic::bundle::BundleBus;
 use tasuki_net::nic::ledger::Ledger;
-use tasuki_net::nic::{InPlace, MemoryLayout, NicError, NicMemory, Repoint, Sash, Scrub};
+use tasuki_net::nic::{DriverState, InPlace, MemoryLayout, NicError, NicMemory, Repoint, Scrub};
 use tasuki_net::port::Burst;
-use tasuki_relay::letter::{self, ToDaemon, pulse};
+use tasuki_relay::message::{self, ToDaemon, heartbeat};
 use tasuki_relay::method::Method;
 use tasuki_relay::wire::{Order, Plan, Reason, Report};
 use tasuki_relay::worker::{Do, Input, Side, Tables, Worker};
 use tasuki_relay::{After, Party, Tenure, taker};
 use tasuki_shm::arena::Arena;
 
-use crate::board::{Board, Book, Pulse};
+use crate::bundle::{self, Opened, Refused, Text};
+use crate::channel::DaemonChannel;
 use crate::cpus::Cpus;
-use crate::duty::{Desk, Duty};
-use crate::kit::{self, Opened, Refused, Text};
+use crate::handler::{FrameHandler, HandlerContext};
+use crate::lease_page::{Heartbeat, LeasePage, ProgramState};
 use crate::memif::Memif;
-use crate::post::Post;
 use crate::tap::Tap;
 use crate::vni::Joint;
 use crate::{fail, store};
@@ -52,11 +52,11 @@ pub struct Common {
     /// The relay's.
     pub tables: Tables,
     /// To the daemon.
-    pub post: Post,
+    pub channel: DaemonChannel,
     /// The worker's.
-    pub pulse: Pulse,
+    pub heartbeat: Heartbeat,
     /// The node's.
-    pub book: Book,
+    pub program_state: ProgramState,
     /// The worker's number.
     pub party: Party,
     /// The node's TAP, if it has one.
@@ -77,14 +77,20 @@ impl Common {
     /// To where NICs are driven. They are driven elsewhere rather than not at all.
     pub fn go_home(&mut self) {
         if let Err(error) = self.cpus.go_home() {
-            self.post.tell(None, format!("{error:#}"));
+            self.channel.tell(None, format!("{error:#}"));
         }
     }
 
     /// For whoever handles frames of this NIC, which lie there.
     #[inline]
-    pub fn desk<'a>(&'a self, arena: &'a Arena, nic: u32) -> Desk<'a> {
-        Desk { arena, pulse: &self.pulse, book: &self.book, nic, joint: self.joint.as_deref() }
+    pub fn context<'a>(&'a self, arena: &'a Arena, nic: u32) -> HandlerContext<'a> {
+        HandlerContext {
+            arena,
+            heartbeat: &self.heartbeat,
+            program_state: &self.program_state,
+            nic,
+            joint: self.joint.as_deref(),
+        }
     }
 }
 
@@ -92,7 +98,7 @@ impl Common {
 enum Card<N: InPlace + Repoint> {
     /// Nothing is known of it.
     Unknown,
-    /// Everything but the sash.
+    /// Everything but the driver state.
     Ready(N::Prepared),
     /// All that is needed to start it anew: from an owner that is not trusted, in memory of our own.
     Cold(N::Bus, NicMemory),
@@ -116,24 +122,24 @@ pub struct Given {
     /// Whoever has it is not trusted, and will be fenced.
     pub fenced: bool,
     /// What it is made of.
-    pub kit: letter::Kit,
+    pub bundle: message::DeviceBundle,
     /// The descriptors of it.
     pub fds: Vec<OwnedFd>,
-    /// The board.
-    pub board: Board,
-    /// What the kit says, if it is one that we understand.
+    /// The lease page.
+    pub lease_page: LeasePage,
+    /// What the device bundle says, if it is one that we understand.
     pub text: Result<Text, Refused>,
 }
 
 /// A NIC that this worker drives, or may be told to.
-pub struct Seat<N: InPlace + Repoint, D: Duty> {
+pub struct Attachment<N: InPlace + Repoint, D: FrameHandler> {
     given: Given,
     worker: Worker,
     /// What we hold the lease by, or held last.
     tenure: Tenure,
     card: Card<N>,
     /// What is done with frames.
-    duty: D,
+    handler: D,
     burst: Burst,
     arena: Option<Arena>,
     /// Rung by a giver after it has passed the lease.
@@ -141,13 +147,13 @@ pub struct Seat<N: InPlace + Repoint, D: Duty> {
     /// Where its driver stands, whoever that is.
     ledger: Option<Ledger>,
     /// For the store.
-    sash: Box<N::Sash>,
-    /// How the next order to release is meant, and the sash that the next order to take is to go by.
+    driver_state: Box<N::DriverState>,
+    /// How the next order to release is meant, and the driver state that the next order to take is to go by.
     plan: Option<Plan>,
     stored: Option<OwnedFd>,
     /// With the epoch of the order to take that goes by it: before it is there the lease is not taken.
-    awaits_sash: Option<u32>,
-    /// The sash of which the order to prepare spoke, and the method.
+    awaits_driver_state: Option<u32>,
+    /// The driver state of which the order to prepare spoke, and the method.
     asked: (u32, u32),
     method: Method,
     waits_since: Option<Instant>,
@@ -179,28 +185,28 @@ pub struct Seat<N: InPlace + Repoint, D: Duty> {
 /// A rest of no time.
 const AT_ONCE: Timespec = Timespec { tv_sec: 0, tv_nsec: 0 };
 
-impl<N: InPlace + Repoint + Scrub, D: Duty> Seat<N, D>
+impl<N: InPlace + Repoint + Scrub, D: FrameHandler> Attachment<N, D>
 where
-    N::Bus: KitBus,
+    N::Bus: BundleBus,
 {
     /// Of a NIC that nothing was asked of yet.
     pub fn new(given: Given, common: &Common, told: &D::Told) -> Self {
-        Seat {
+        Attachment {
             given,
             worker: Worker::new(common.party),
             tenure: Tenure::free(0),
             card: Card::Unknown,
             // What a predecessor remembered is read when it is over.
-            duty: D::new(told),
+            handler: D::new(told),
             burst: Burst::new(),
             arena: None,
             wake: None,
             ledger: None,
-            sash: N::Sash::blank(),
+            driver_state: N::DriverState::blank(),
             plan: None,
             stored: None,
-            awaits_sash: None,
-            asked: (N::Sash::KIND, N::Sash::VERSION),
+            awaits_driver_state: None,
+            asked: (N::DriverState::KIND, N::DriverState::VERSION),
             method: Method::Keep,
             waits_since: None,
             link_is_up: false,
@@ -255,7 +261,7 @@ where
 
     /// Whether a taker may look at the lease word without a rest: whoever drives stays on another CPU than ours.
     pub fn may_spin(&self, cpu: Option<u32>) -> bool {
-        matches!((self.given.board.driver_cpu(), cpu), (Some(its), Some(ours)) if its != ours)
+        matches!((self.given.lease_page.driver_cpu(), cpu), (Some(its), Some(ours)) if its != ours)
     }
 
     /// Whether it was passed to a node that has us fenced for it: a matter of microseconds.
@@ -265,7 +271,7 @@ where
 
     /// Whether a worker that gets ready for this NIC waits for our CPU.
     pub fn is_awaited(&self) -> bool {
-        self.drives() && self.given.board.is_awaited()
+        self.drives() && self.given.lease_page.is_awaited()
     }
 
     /// How the next order to release is meant.
@@ -280,20 +286,20 @@ where
         self.called.is_some_and(|since| since.elapsed() < CALLED)
     }
 
-    /// The sash by which the next order to take is to go.
+    /// The driver state by which the next order to take is to go.
     pub fn stored(&mut self, memory: Option<OwnedFd>) {
         self.stored = memory;
     }
 
     /// What it has counted, if it is driven.
-    pub fn tell_counts(&mut self, post: &mut Post) {
+    pub fn tell_counts(&mut self, channel: &mut DaemonChannel) {
         let Card::Driven(nic) = &mut self.card else { return };
         let mut counts: Vec<_> = nic.statistics().into_iter().map(|(name, count)| (name.to_owned(), count)).collect();
         // Of the arena: what grows here is lost for good.
         let slots = self.arena.as_ref().map(Arena::census);
         counts.extend(slots.map(|slots| ("slots_with_card".to_owned(), slots.peer.into())));
-        counts.extend(self.duty.counts());
-        post.write(&ToDaemon::Counts { nic: self.given.number, counts }, Vec::new());
+        counts.extend(self.handler.counts());
+        channel.write(&ToDaemon::Counts { nic: self.given.number, counts }, Vec::new());
     }
 
     /// Hears something, and does what follows from it.
@@ -305,17 +311,17 @@ where
             self.called = None;
             // Once only: where that comes to nothing, the lease is granted anew and the ledger says where to go on.
             let stores = self.plan.as_mut().is_some_and(|plan| std::mem::take(&mut plan.store));
-            self.awaits_sash = (stores && after == After::Passed).then_some(epoch);
+            self.awaits_driver_state = (stores && after == After::Passed).then_some(epoch);
         }
         if matches!(input, Input::Order(Order::StandDown)) {
             // What was stored for a relay that came to nothing is not for the next.
-            (self.stored, self.awaits_sash) = (None, None);
+            (self.stored, self.awaits_driver_state) = (None, None);
         }
         let mut inputs = VecDeque::from([input]);
         while let Some(input) = inputs.pop_front() {
             match self.worker.hear(&common.tables, input) {
                 Ok(todo) => inputs.extend(todo.into_iter().filter_map(|what| self.act(common, what))),
-                Err(refused) => common.post.tell(Some(self.given.number), format!("{input:?} was {refused}")),
+                Err(refused) => common.channel.tell(Some(self.given.number), format!("{input:?} was {refused}")),
             }
         }
         let waits = matches!(self.worker.side(), Side::Taker(taker::State::Waiting));
@@ -327,15 +333,15 @@ where
             Do::Map => Some(self.map(common)),
             Do::Stop => Some(self.stop(common)),
             Do::Resume => None,
-            Do::WriteSash { epoch } => {
-                self.write_sash(common, epoch);
+            Do::WriteDriverState { epoch } => {
+                self.write_driver_state(common, epoch);
                 None
             }
             Do::Swap { from, to } => Some(self.swap(common, from, to)),
             Do::Look => {
                 self.get_ready(common);
                 // The word may be the one already.
-                let now = self.given.board.tenure();
+                let now = self.given.lease_page.tenure();
                 (!self.is_early(now)).then_some(Input::Word(now))
             }
             Do::Read { after, wrote } => Some(self.read(common, after, wrote)),
@@ -360,12 +366,12 @@ where
         }
     }
 
-    /// Maps everything, and looks whether the sash is one that we read.
+    /// Maps everything, and looks whether the driver state is one that we read.
     fn map(&mut self, common: &mut Common) -> Input {
         fail::point("map.begun");
         let mapped = self.open(common);
         if mapped.is_ok() {
-            self.given.board.come(|| common.go_home());
+            self.given.lease_page.come(|| common.go_home());
             // What is run there once is the faster when it counts.
             if let Card::Ready(prepared) = &mut self.card {
                 N::rehearse(prepared);
@@ -374,11 +380,11 @@ where
         fail::point("map.done");
         match mapped {
             Ok(()) => {
-                self.tell_own(&mut common.post);
+                self.tell_own(&mut common.channel);
                 Input::Prepared
             }
             Err(Refused { reason, sentence }) => {
-                common.post.tell(Some(self.given.number), sentence);
+                common.channel.tell(Some(self.given.number), sentence);
                 Input::Unfit(reason)
             }
         }
@@ -387,8 +393,8 @@ where
     fn open(&mut self, common: &Common) -> Result<(), Refused> {
         let (kind, version) = self.asked;
         let cold = self.method == Method::Cold;
-        if !cold && !store::reads::<N::Sash>(kind, version) {
-            let reason = Reason::OtherSash { kind: kind.into(), version: version.into() };
+        if !cold && !store::reads::<N::DriverState>(kind, version) {
+            let reason = Reason::OtherDriverState { kind: kind.into(), version: version.into() };
             return Err(Refused { reason, sentence: reason.to_string() });
         }
         let text = match &self.given.text {
@@ -404,7 +410,7 @@ where
         let is_apart = how.is_some() || cold && self.given.fenced;
         if is_apart {
             let may = rustix::process::getrlimit(Resource::Memlock).current;
-            kit::may_lock(text.locks(), may).map_err(|reason| Refused { reason, sentence: reason.to_string() })?;
+            bundle::may_lock(text.locks(), may).map_err(|reason| Refused { reason, sentence: reason.to_string() })?;
         }
         let copies = self.given.fds.iter().map(OwnedFd::try_clone).collect::<std::io::Result<Vec<_>>>();
         let copies = copies.map_err(|error| Refused {
@@ -412,11 +418,11 @@ where
             sentence: format!("the NIC's descriptors cannot be copied ({error}); raise RLIMIT_NOFILE"),
         })?;
         if is_apart {
-            D::may_go_on(&common.book, self.given.number, None, text.ring)?;
+            D::may_go_on(&common.program_state, self.given.number, None, text.ring)?;
             return self.open_apart(common.party, how, copies);
         }
-        let Opened { wake, ledger, bus, memory } = kit::open::<N::Bus>(text, copies)?;
-        D::may_go_on(&common.book, self.given.number, Some(ledger.turns()), text.ring)?;
+        let Opened { wake, ledger, bus, memory } = bundle::open::<N::Bus>(text, copies)?;
+        D::may_go_on(&common.program_state, self.given.number, Some(ledger.turns()), text.ring)?;
         (self.wake, self.ledger, self.arena) = (Some(wake), Some(ledger), Some(memory.arena().clone()));
         self.card = match cold {
             true => Card::Cold(bus, memory),
@@ -428,12 +434,12 @@ where
     /// Whether whoever serves the device has hung up.
     fn is_hung_up(&self) -> bool {
         // The way to the card comes after what is the relay's.
-        let Some(device) = self.given.fds.get(kit::DEVICE) else { return false };
+        let Some(device) = self.given.fds.get(bundle::DEVICE) else { return false };
         let mut poll = [PollFd::new(device, PollFlags::empty())];
         rustix::event::poll(&mut poll, Some(&AT_ONCE)) == Ok(1) && poll[0].revents().contains(PollFlags::HUP)
     }
 
-    /// Ends the burst. What the card does not take in time stays in hand, and comes to the successor as it came to us; but a sash that is
+    /// Ends the burst. What the card does not take in time stays in hand, and comes to the successor as it came to us; but a driver state that is
     /// stored speaks of none.
     fn stop(&mut self, common: &Common) -> Input {
         if let Some(plan) = &self.plan {
@@ -447,16 +453,16 @@ where
         let (Card::Driven(nic), Some(arena)) = (&mut self.card, &self.arena) else {
             return Input::Stuck(Reason::CardGone);
         };
-        let desk = common.desk(arena, self.given.number);
+        let context = common.context(arena, self.given.number);
         if self.gone {
             return Input::Stuck(Reason::CardGone);
         }
         let stores = self.plan.as_ref().is_some_and(|plan| plan.store);
-        let is_own = self.duty.holds_its_own();
+        let is_own = self.handler.holds_its_own();
         let patience = if stores || is_own { EMPTY_HANDS } else { LAST_BURST };
         let end = Instant::now() + patience;
         while !self.burst.is_empty() {
-            match self.duty.send(nic, &desk, &mut self.burst) {
+            match self.handler.send(nic, &context, &mut self.burst) {
                 Err(_) => return Input::Stuck(Reason::CardGone),
                 Ok(0) if Instant::now() > end && stores => {
                     let limit_ms = u64::try_from(patience.as_millis()).unwrap_or(u64::MAX);
@@ -464,7 +470,7 @@ where
                 }
                 Ok(0) if Instant::now() > end && is_own => {
                     // The link is down, or the partner pauses for good: no successor finds them.
-                    common.pulse.add(pulse::REFUSED, self.burst.len() as u64);
+                    common.heartbeat.add(heartbeat::REFUSED, self.burst.len() as u64);
                     self.burst.clear();
                 }
                 Ok(0) if Instant::now() > end => break,
@@ -475,32 +481,32 @@ where
         Input::Stopped
     }
 
-    /// Commits what is handled: that is what a successor reads in place. For the store, writes the sash.
-    fn write_sash(&mut self, common: &mut Common, epoch: u32) {
+    /// Commits what is handled: that is what a successor reads in place. For the store, writes the driver state.
+    fn write_driver_state(&mut self, common: &mut Common, epoch: u32) {
         let plan = self.plan.take();
         let stores = plan.as_ref().is_some_and(|plan| plan.store);
         let leaves = plan.is_some_and(|plan| plan.handover);
         self.is_last = plan.is_some_and(|plan| plan.fenced);
         if self.halted {
             // Where it stands was committed before the card was stopped, and nobody else reads it.
-            self.close_book(&common.book);
+            self.close_program_state(&common.program_state);
             fail::point("give.written");
             return;
         }
-        self.remember(&common.book);
+        self.remember(&common.program_state);
         let Card::Driven(nic) = &mut self.card else { return };
         match stores {
             // For the store nothing is in hand any more.
-            true => nic.sash(&mut self.sash),
-            false => self.duty.conclude(nic, &self.burst),
+            true => nic.driver_state(&mut self.driver_state),
+            false => self.handler.conclude(nic, &self.burst),
         }
         if leaves {
-            self.close_book(&common.book);
+            self.close_program_state(&common.program_state);
         }
         if stores {
-            match store::write(&*self.sash, epoch) {
-                Ok(memory) => common.post.write(&ToDaemon::Sash { nic: self.given.number }, vec![memory]),
-                Err(error) => common.post.tell(Some(self.given.number), error.to_string()),
+            match store::write(&*self.driver_state, epoch) {
+                Ok(memory) => common.channel.write(&ToDaemon::DriverState { nic: self.given.number }, vec![memory]),
+                Err(error) => common.channel.tell(Some(self.given.number), error.to_string()),
             }
         }
         fail::point("give.written");
@@ -508,9 +514,9 @@ where
 
     /// What must be remembered exactly is true with the next commit.
     #[inline]
-    fn remember(&mut self, book: &Book) {
+    fn remember(&mut self, program_state: &ProgramState) {
         if let Card::Driven(nic) = &self.card {
-            self.duty.remember(book, self.given.number, nic.turns().wrapping_add(1));
+            self.handler.remember(program_state, self.given.number, nic.turns().wrapping_add(1));
         }
     }
 
@@ -518,9 +524,9 @@ where
     fn swap(&mut self, common: &Common, from: Tenure, to: Tenure) -> Input {
         let gives = to.holder.is_none() && matches!(self.card, Card::Driven(_));
         if gives && !std::mem::take(&mut self.stamped) {
-            self.given.board.stopped();
+            self.given.lease_page.stopped();
         }
-        let won = self.given.board.swap(from, to);
+        let won = self.given.lease_page.swap(from, to);
         if won && to.holder == Some(common.party) {
             self.tenure = to;
             fail::point("take.won");
@@ -559,7 +565,7 @@ where
                 match N::prepare(bus, memory) {
                     Ok(prepared) => Card::Ready(prepared),
                     Err(failed) => {
-                        common.post.tell(Some(self.given.number), failed.error.to_string());
+                        common.channel.tell(Some(self.given.number), failed.error.to_string());
                         Card::Unknown
                     }
                 }
@@ -568,14 +574,14 @@ where
         };
     }
 
-    /// Reads the sash and goes on.
+    /// Reads the driver state and goes on.
     fn read(&mut self, common: &mut Common, after: After, wrote: u32) -> Input {
         let outcome = self.go_on(common, after, wrote);
         fail::point("take.read");
         match outcome {
             Ok(()) => Input::Sound,
             Err(Refused { reason, sentence }) => {
-                common.post.tell(Some(self.given.number), sentence);
+                common.channel.tell(Some(self.given.number), sentence);
                 Input::Broken(reason)
             }
         }
@@ -599,13 +605,13 @@ where
         }
         // To go on is a turn: what a predecessor remembered is true before and after.
         let turns = self.ledger.as_ref().map_or(0, Ledger::turns);
-        self.duty.go_on(&common.book, self.given.number, Some(turns))?;
-        self.duty.remember(&common.book, self.given.number, turns.wrapping_add(1));
+        self.handler.go_on(&common.program_state, self.given.number, Some(turns))?;
+        self.handler.remember(&common.program_state, self.given.number, turns.wrapping_add(1));
         fail::point("take.booked");
         let nic = match self.stored.take().filter(|_| after == After::Passed) {
             Some(stored) => {
-                self.sash = store::read(stored, wrote)?;
-                N::go_on(prepared, &self.sash)
+                self.driver_state = store::read(stored, wrote)?;
+                N::go_on(prepared, &self.driver_state)
             }
             // Whether its last driver passed it or died, what it left says the same in both cases.
             None => N::pick_up(prepared),
@@ -615,15 +621,15 @@ where
             nic.keep_clean();
         }
         self.drive(nic);
-        (self.gone, self.link_is_up, self.halted) = (false, self.given.board.link_was_up(), false);
+        (self.gone, self.link_is_up, self.halted) = (false, self.given.lease_page.link_was_up(), false);
         Ok(())
     }
 
     /// Looks at the rings, whatever has rung, and says that it drives.
     fn look_once(&mut self, common: &mut Common) {
         let (Card::Driven(nic), Some(arena)) = (&mut self.card, &self.arena) else { return };
-        let looked = self.duty.look(nic, &common.desk(arena, self.given.number), &mut self.burst);
-        self.given.board.driving(common.cpus.cpu());
+        let looked = self.handler.look(nic, &common.context(arena, self.given.number), &mut self.burst);
+        self.given.lease_page.driving(common.cpus.cpu());
         fail::point("take.looked");
         // Answers to what has waited do not wait for what is left to do.
         let looked = looked.and_then(|()| self.send(common));
@@ -642,16 +648,16 @@ where
         if self.burst.is_empty() {
             return Ok(0);
         }
-        self.remember(&common.book);
+        self.remember(&common.program_state);
         let (Card::Driven(nic), Some(arena)) = (&mut self.card, &self.arena) else { return Ok(0) };
-        self.duty.send(nic, &common.desk(arena, self.given.number), &mut self.burst)
+        self.handler.send(nic, &common.context(arena, self.given.number), &mut self.burst)
     }
 
     fn say(&mut self, common: &mut Common, report: Report) {
-        common.post.report(self.given.number, report);
+        common.channel.report(self.given.number, report);
         if matches!(report, Report::Released { .. }) {
             fail::point("give.said");
-            self.tell_dropped(&mut common.post);
+            self.tell_dropped(&mut common.channel);
             #[cfg(feature = "crash-points")]
             if fail::goes_on() {
                 self.drive_for_ever(common);
@@ -670,15 +676,15 @@ where
         }
     }
 
-    /// Whether this is the word that is waited for, and the sash has not come by which it is gone on.
+    /// Whether this is the word that is waited for, and the driver state has not come by which it is gone on.
     fn is_early(&self, now: Tenure) -> bool {
-        self.stored.is_none() && now.holder.is_none() && self.awaits_sash == Some(now.epoch)
+        self.stored.is_none() && now.holder.is_none() && self.awaits_driver_state == Some(now.epoch)
     }
 
     /// What the lease word says, if that is not what we believe.
     #[inline]
     pub fn word(&self) -> Option<Input> {
-        let now = self.given.board.tenure();
+        let now = self.given.lease_page.tenure();
         let is_news = if self.waits_since.is_some() { !self.is_early(now) } else { now != self.tenure };
         is_news.then_some(Input::Word(now))
     }
@@ -690,7 +696,7 @@ where
         if let Card::Driven(nic) = std::mem::replace(&mut self.card, Card::Unknown)
             && let Err(failed) = nic.park()
         {
-            common.post.tell(Some(self.given.number), failed.error.to_string());
+            common.channel.tell(Some(self.given.number), failed.error.to_string());
         }
     }
 }

@@ -1,4 +1,4 @@
-//! The socket to the daemon: letters and packets, in and out. Nobody waits here for a daemon: what its socket does not take is kept until it
+//! The socket to the daemon: messages and packets, in and out. Nobody waits here for a daemon: what its socket does not take is kept until it
 //! does, and a daemon that is gone is waited for at the listening socket.
 
 use std::collections::VecDeque;
@@ -13,7 +13,7 @@ use rustix::net::{
     SendFlags, SocketFlags, SocketType,
 };
 use rustix::process::Uid;
-use tasuki_relay::letter::{self, FDS_MAX, LETTER_MAX, ToDaemon, ToWorker};
+use tasuki_relay::message::{self, FDS_MAX, MESSAGE_MAX, ToDaemon, ToWorker};
 use tasuki_relay::wire::{Order, Plan, Report};
 
 /// Messages that a daemon leaves unread before it is taken for one that reads nothing any more.
@@ -26,15 +26,15 @@ pub enum Heard {
     Order(u32, Order),
     /// How the next order to release a NIC, or to take it, is meant.
     Plan(u32, Plan),
-    /// A letter, and what came beside it.
-    Letter(Box<ToWorker>, Vec<OwnedFd>),
+    /// A message, and what came beside it.
+    Message(Box<ToWorker>, Vec<OwnedFd>),
     /// What this is not, as a sentence.
     Nonsense(String),
 }
 
 /// The socket, and where the next daemon calls.
 #[derive(Debug)]
-pub struct Post {
+pub struct DaemonChannel {
     daemon: Option<OwnedFd>,
     listening: Option<OwnedFd>,
     /// Whose calls are answered.
@@ -59,7 +59,7 @@ pub fn send(socket: BorrowedFd<'_>, bytes: &[u8], fds: &[OwnedFd], flags: SendFl
     }
 }
 
-impl Post {
+impl DaemonChannel {
     /// With the daemon that has started us at the other end of `socket`, which must keep the bounds of messages.
     pub fn new(socket: OwnedFd) -> Result<Self> {
         let kind = rustix::net::sockopt::socket_type(&socket);
@@ -67,9 +67,9 @@ impl Post {
             kind == Ok(SocketType::SEQPACKET),
             "standard input is not the daemon's socket; tasukid starts this, and `tasuki nic run` drives a card by hand"
         );
-        let buffer = vec![0; LETTER_MAX].into_boxed_slice();
+        let buffer = vec![0; MESSAGE_MAX].into_boxed_slice();
         let trusted = rustix::process::getuid();
-        Ok(Post { daemon: Some(socket), listening: None, trusted, unsent: VecDeque::new(), buffer })
+        Ok(DaemonChannel { daemon: Some(socket), listening: None, trusted, unsent: VecDeque::new(), buffer })
     }
 
     /// Where the next daemon calls.
@@ -133,14 +133,14 @@ impl Post {
     }
 
     /// Says something, and passes descriptors.
-    pub fn write(&mut self, letter: &ToDaemon, fds: Vec<OwnedFd>) {
-        let bytes = serde_json::to_vec(letter).expect("a letter of ours has a form as JSON");
+    pub fn write(&mut self, message: &ToDaemon, fds: Vec<OwnedFd>) {
+        let bytes = serde_json::to_vec(message).expect("a message of ours has a form as JSON");
         self.put(bytes, fds);
     }
 
     /// Reports about a NIC.
     pub fn report(&mut self, nic: u32, report: Report) {
-        let bytes = letter::frame(nic, report.to_bytes());
+        let bytes = message::frame(nic, report.to_bytes());
         if self.unsent.is_empty()
             && let Some(socket) = &self.daemon
             && send(socket.as_fd(), &bytes, &[], SendFlags::DONTWAIT).is_ok()
@@ -206,10 +206,10 @@ fn receive(socket: BorrowedFd<'_>, into: &mut [u8]) -> Result<Option<(usize, Vec
 fn understand(bytes: &[u8], fds: Vec<OwnedFd>, whole: bool) -> Heard {
     if !whole {
         return Heard::Nonsense(format!(
-            "a message of the daemon's is longer than {LETTER_MAX} bytes, or has more than {FDS_MAX} descriptors, or more than this worker may open; raise its RLIMIT_NOFILE"
+            "a message of the daemon's is longer than {MESSAGE_MAX} bytes, or has more than {FDS_MAX} descriptors, or more than this worker may open; raise its RLIMIT_NOFILE"
         ));
     }
-    if let Some((nic, packet)) = letter::unframe(bytes) {
+    if let Some((nic, packet)) = message::unframe(bytes) {
         return match (Order::parse(packet), Plan::parse(packet)) {
             (Ok(order), _) => Heard::Order(nic, order),
             (_, Ok(plan)) => Heard::Plan(nic, plan),
@@ -217,9 +217,9 @@ fn understand(bytes: &[u8], fds: Vec<OwnedFd>, whole: bool) -> Heard {
         };
     }
     match serde_json::from_slice(bytes) {
-        Ok(letter) => Heard::Letter(Box::new(letter), fds),
+        Ok(message) => Heard::Message(Box::new(message), fds),
         Err(error) => Heard::Nonsense(format!(
-            "a letter came that this worker does not read ({error}); rebuild the older of daemon and worker"
+            "a message came that this worker does not read ({error}); rebuild the older of daemon and worker"
         )),
     }
 }

@@ -14,7 +14,7 @@ use super::bus::vfio_user::{BarTwin, Connection, TIMEOUT, Twin};
 use super::bus::{Bus, BusError, IntX, Iova, Vfio, VfioUser};
 use super::{MemoryLayout, NicMemory, Parts, PartsError};
 
-/// Vectors of a device that a kit carries, at most.
+/// Vectors of a device that a device bundle carries, at most.
 const VECTORS_MAX: usize = 16;
 
 /// What a descriptor is.
@@ -38,24 +38,24 @@ pub enum What {
     Ledger,
 }
 
-/// Why a kit is of no use. Nothing was touched.
+/// Why a device bundle is of no use. Nothing was touched.
 #[derive(Debug, thiserror::Error)]
-pub enum KitError {
+pub enum BundleError {
     /// A descriptor did not come.
-    #[error("the kit lacks a descriptor ({0:?}); daemon and worker do not fit together: rebuild the older")]
+    #[error("the device bundle lacks a descriptor ({0:?}); daemon and worker do not fit together: rebuild the older")]
     Missing(What),
     /// It is something else.
     #[error(
-        "a descriptor of the kit ({0:?}) is of another kind; daemon and worker do not fit together: rebuild the older"
+        "a descriptor of the device bundle ({0:?}) is of another kind; daemon and worker do not fit together: rebuild the older"
     )]
     Odd(What),
     /// More came than the text speaks of.
     #[error(
-        "the kit has {0} descriptors that its text does not name; daemon and worker do not fit together: rebuild the older"
+        "the device bundle has {0} descriptors that its text does not name; daemon and worker do not fit together: rebuild the older"
     )]
     Extra(usize),
     /// The text cannot be true.
-    #[error("the kit's text cannot be true: {what} ({value:#x}); open the NIC anew")]
+    #[error("the device bundle's text cannot be true: {what} ({value:#x}); open the NIC anew")]
     Text {
         /// What is wrong with it.
         what: &'static str,
@@ -81,8 +81,8 @@ impl Fds {
     }
 
     /// The next one, which must be of a kind that `what` can be.
-    pub fn take(&mut self, what: What) -> Result<OwnedFd, KitError> {
-        let fd = self.0.next().ok_or(KitError::Missing(what))?;
+    pub fn take(&mut self, what: What) -> Result<OwnedFd, BundleError> {
+        let fd = self.0.next().ok_or(BundleError::Missing(what))?;
         let is_right = rustix::fs::fstat(&fd).is_ok_and(|stat| match (what, FileType::from_raw_mode(stat.st_mode)) {
             (What::Device, kind) => matches!(kind, FileType::Socket | FileType::Unknown | FileType::CharacterDevice),
             (What::Iommu, kind) => kind == FileType::CharacterDevice,
@@ -92,14 +92,14 @@ impl Fds {
                 kind == FileType::RegularFile
             }
         });
-        if is_right { Ok(fd) } else { Err(KitError::Odd(what)) }
+        if is_right { Ok(fd) } else { Err(BundleError::Odd(what)) }
     }
 
     /// Nothing may be left over.
-    pub fn end(self) -> Result<(), KitError> {
+    pub fn end(self) -> Result<(), BundleError> {
         match self.0.len() {
             0 => Ok(()),
-            extra => Err(KitError::Extra(extra)),
+            extra => Err(BundleError::Extra(extra)),
         }
     }
 }
@@ -177,16 +177,16 @@ pub struct Text {
 }
 
 /// A bus of which a second one can be made in another process.
-pub trait KitBus: Bus + Sized {
+pub trait BundleBus: Bus + Sized {
     /// What is to be said of it, and its descriptors.
     fn pack(&self) -> Result<(BusText, Vec<OwnedFd>), BusError>;
 
     /// The reverse, without a word to the device. It must not be used while the bus that it is of is.
-    fn unpack(text: &BusText, fds: &mut Fds) -> Result<Self, KitError>;
+    fn unpack(text: &BusText, fds: &mut Fds) -> Result<Self, BundleError>;
 }
 
 /// What another process needs to go on with a card: `bus` is the way to it, `parts` are of the memory that lies so.
-pub fn pack(bus: &impl KitBus, parts: Parts, layout: &MemoryLayout) -> Result<(Text, Vec<OwnedFd>), BusError> {
+pub fn pack(bus: &impl BundleBus, parts: Parts, layout: &MemoryLayout) -> Result<(Text, Vec<OwnedFd>), BusError> {
     let (bus, mut fds) = bus.pack()?;
     let Parts { rings, frames, ledger } = parts;
     fds.extend([rings, frames, ledger]);
@@ -194,7 +194,7 @@ pub fn pack(bus: &impl KitBus, parts: Parts, layout: &MemoryLayout) -> Result<(T
 }
 
 /// The reverse: a way to the card that must not be used yet, and its memory, [prepared](NicMemory::prepare). All of `fds` are used up.
-pub fn unpack<B: KitBus>(text: &Text, mut fds: Fds) -> Result<(B, NicMemory), KitError> {
+pub fn unpack<B: BundleBus>(text: &Text, mut fds: Fds) -> Result<(B, NicMemory), BundleError> {
     let bus = B::unpack(&text.bus, &mut fds)?;
     let (rings, frames) = (fds.take(What::Rings)?, fds.take(What::Frames)?);
     let parts = Parts { rings, frames, ledger: fds.take(What::Ledger)? };
@@ -202,14 +202,14 @@ pub fn unpack<B: KitBus>(text: &Text, mut fds: Fds) -> Result<(B, NicMemory), Ki
     Ok((bus, NicMemory::prepare(parts, &text.memory.layout())?))
 }
 
-fn count(vectors: usize) -> Result<usize, KitError> {
+fn count(vectors: usize) -> Result<usize, BundleError> {
     match vectors <= VECTORS_MAX {
         true => Ok(vectors),
-        false => Err(KitError::Text { what: "the number of its vectors", value: vectors as u64 }),
+        false => Err(BundleError::Text { what: "the number of its vectors", value: vectors as u64 }),
     }
 }
 
-impl KitBus for VfioUser {
+impl BundleBus for VfioUser {
     fn pack(&self) -> Result<(BusText, Vec<OwnedFd>), BusError> {
         let Twin { connection, lock, config_len, can_reset, bars, vectors } = self.twin()?;
         let Connection { socket, fds_max, transfer_max, io_fds } = connection;
@@ -222,10 +222,10 @@ impl KitBus for VfioUser {
         Ok((text, fds))
     }
 
-    fn unpack(text: &BusText, fds: &mut Fds) -> Result<Self, KitError> {
+    fn unpack(text: &BusText, fds: &mut Fds) -> Result<Self, BundleError> {
         let &BusText::VfioUser { fds_max, transfer_max, io_fds, config_len, can_reset, ref bars, vectors } = text
         else {
-            return Err(KitError::Text { what: "the way is not vfio-user", value: 0 });
+            return Err(BundleError::Text { what: "the way is not vfio-user", value: 0 });
         };
         let vectors = count(vectors)?;
         let connection = Connection { socket: fds.take(What::Device)?, fds_max, transfer_max, io_fds };
@@ -234,13 +234,13 @@ impl KitBus for VfioUser {
             let doorbells = if places.is_empty() { None } else { Some(fds.take(What::Doorbells)?) };
             Ok(BarTwin { index: *index, len: *len, doorbells, places: places.clone() })
         });
-        let bars = bars.collect::<Result<Vec<_>, KitError>>()?;
+        let bars = bars.collect::<Result<Vec<_>, BundleError>>()?;
         let vectors = (0..vectors).map(|_| fds.take(What::Vector)).collect::<Result<Vec<_>, _>>()?;
         Ok(VfioUser::from_twin(Twin { connection, lock, config_len, can_reset, bars, vectors }, TIMEOUT)?)
     }
 }
 
-impl KitBus for Vfio {
+impl BundleBus for Vfio {
     fn pack(&self) -> Result<(BusText, Vec<OwnedFd>), BusError> {
         let vfio::Twin { descriptors: Descriptors { container, group, device }, vectors, intx } = self.twin()?;
         let text = BusText::Vfio { vectors: vectors.len(), intx: intx.is_some() };
@@ -248,9 +248,9 @@ impl KitBus for Vfio {
         Ok((text, [container, group, device].into_iter().chain(vectors).chain(pin).collect()))
     }
 
-    fn unpack(text: &BusText, fds: &mut Fds) -> Result<Self, KitError> {
+    fn unpack(text: &BusText, fds: &mut Fds) -> Result<Self, BundleError> {
         let &BusText::Vfio { vectors, intx } = text else {
-            return Err(KitError::Text { what: "the way is not VFIO", value: 0 });
+            return Err(BundleError::Text { what: "the way is not VFIO", value: 0 });
         };
         let vectors = count(vectors)?;
         let (container, group) = (fds.take(What::Iommu)?, fds.take(What::Iommu)?);

@@ -1,18 +1,18 @@
-//! The envelope of a sash: what stands around a driver's bytes, so that whoever opens it knows that they are those that were written.
+//! The envelope of a driver state: what stands around a driver's bytes, so that whoever opens it knows that they are those that were written.
 //!
 //! | bytes   | what                                                                                  |
 //! |---------|---------------------------------------------------------------------------------------|
-//! | 0..4    | `SASH`                                                                                |
+//! | 0..4    | `DRIVER_STATE`                                                                                |
 //! | 4..8    | CRC-32C of all that follows, the envelope's own fields included                       |
 //! | 8..12   | version of the envelope, 1                                                            |
-//! | 12..16  | kind: whose sash it is (vendor and device of the card that the driver is named for)   |
+//! | 12..16  | kind: whose driver state it is (vendor and device of the card that the driver is named for)   |
 //! | 16..20  | version of the driver's layout                                                        |
 //! | 20..24  | epoch of the lease in which it was written                                            |
 //! | 24..28  | length of what follows                                                                |
 //! | 28..32  | zero                                                                                  |
 //! | 32..    | the driver's bytes                                                                    |
 //!
-//! In the machine's byte order, which a sash never leaves. The mark is written last: an envelope that a writer died over has none.
+//! In the machine's byte order, which a driver state never leaves. The mark is written last: an envelope that a writer died over has none.
 
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout};
 
@@ -42,9 +42,9 @@ const _: () = assert!(HEAD == 32);
 /// The checksum covers all from here on.
 const COVERED: usize = 8;
 
-/// A sash in its envelope.
+/// A driver state in its envelope.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Sash<'b> {
+pub struct DriverState<'b> {
     /// Whose it is.
     pub kind: u32,
     /// Of the driver's layout.
@@ -55,10 +55,10 @@ pub struct Sash<'b> {
     pub bytes: &'b [u8],
 }
 
-/// Why a sash could not be written.
+/// Why a driver state could not be written.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 #[error(
-    "a sash of {len} bytes needs {need} with its envelope, and there are {have} (a driver's sash has at most {LEN_MAX}); make the NIC's sash memory larger"
+    "a driver state of {len} bytes needs {need} with its envelope, and there are {have} (a driver's driver state has at most {LEN_MAX}); make the NIC's driver state memory larger"
 )]
 pub struct NoRoom {
     /// Bytes of the driver's.
@@ -69,12 +69,12 @@ pub struct NoRoom {
     pub have: usize,
 }
 
-/// Why a sash is not to be used. The giver still has what it wrote, and can go on.
+/// Why a driver state is not to be used. The giver still has what it wrote, and can go on.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
-pub enum NotASash {
+pub enum NotADriverState {
     /// Nothing was written, or not to its end.
     #[error(
-        "no sash stands there ({have} bytes, mark {mark:#010x}): nobody wrote one to its end; let the giver go on, or start the card anew"
+        "no driver state stands there ({have} bytes, mark {mark:#010x}): nobody wrote one to its end; let the giver go on, or start the card anew"
     )]
     Absent {
         /// Bytes there.
@@ -84,7 +84,7 @@ pub enum NotASash {
     },
     /// Shorter than it says.
     #[error(
-        "the sash says that it has {says} bytes, and {have} are there; it was cut, or is damaged: let the giver go on, or start the card anew"
+        "the driver state says that it has {says} bytes, and {have} are there; it was cut, or is damaged: let the giver go on, or start the card anew"
     )]
     Cut {
         /// What it says.
@@ -94,7 +94,7 @@ pub enum NotASash {
     },
     /// Not what was written.
     #[error(
-        "the sash is damaged: its checksum is {is:#010x} and should be {should:#010x}; let the giver go on, or start the card anew"
+        "the driver state is damaged: its checksum is {is:#010x} and should be {should:#010x}; let the giver go on, or start the card anew"
     )]
     Damaged {
         /// Of what stands there.
@@ -104,7 +104,7 @@ pub enum NotASash {
     },
     /// Of a later version, undamaged.
     #[error(
-        "the sash has an envelope of version {version}, and this program opens {VERSION}; upgrade, or hand the NIC over by the store"
+        "the driver state has an envelope of version {version}, and this program opens {VERSION}; upgrade, or hand the NIC over by the store"
     )]
     Envelope {
         /// Which.
@@ -112,7 +112,7 @@ pub enum NotASash {
     },
     /// Of another driver or another version of it.
     #[error(
-        "the sash is of {kind:#010x} version {version}, and {want_kind:#010x} version {want_version} is wanted; hand the NIC over by the store, or cold"
+        "the driver state is of {kind:#010x} version {version}, and {want_kind:#010x} version {want_version} is wanted; hand the NIC over by the store, or cold"
     )]
     Other {
         /// Whose it is.
@@ -126,7 +126,7 @@ pub enum NotASash {
     },
     /// Written in another tenure: an older one stands there.
     #[error(
-        "the sash was written in epoch {epoch}, and the lease was passed in epoch {want}; its giver did not write one: let it go on, or start the card anew"
+        "the driver state was written in epoch {epoch}, and the lease was passed in epoch {want}; its giver did not write one: let it go on, or start the card anew"
     )]
     Stale {
         /// When it was written.
@@ -136,7 +136,7 @@ pub enum NotASash {
     },
 }
 
-impl<'b> Sash<'b> {
+impl<'b> DriverState<'b> {
     /// Writes it to `memory`, the mark last; says how many bytes it takes.
     pub fn write(&self, memory: &mut [u8]) -> Result<usize, NoRoom> {
         let (len, have) = (self.bytes.len(), memory.len());
@@ -144,7 +144,7 @@ impl<'b> Sash<'b> {
         let room = NoRoom { len, need, have };
         let bytes = u32::try_from(len).ok().filter(|_| len <= LEN_MAX).ok_or(room)?;
         let memory = memory.get_mut(..need).ok_or(room)?;
-        let Sash { kind, version, epoch, .. } = *self;
+        let DriverState { kind, version, epoch, .. } = *self;
         let head = Head { magic: 0, checksum: 0, envelope: VERSION, kind, version, epoch, len: bytes, zero: 0 };
         let checksum = crc32c::crc32c_append(crc32c::crc32c(&head.as_bytes()[COVERED..]), self.bytes);
         memory[..HEAD].copy_from_slice(Head { checksum, ..head }.as_bytes());
@@ -154,35 +154,40 @@ impl<'b> Sash<'b> {
     }
 
     /// What stands in `memory`, which may be longer. It must be a copy that nobody else can write.
-    pub fn read(memory: &'b [u8]) -> Result<Self, NotASash> {
-        let absent = |mark| NotASash::Absent { have: memory.len(), mark };
+    pub fn read(memory: &'b [u8]) -> Result<Self, NotADriverState> {
+        let absent = |mark| NotADriverState::Absent { have: memory.len(), mark };
         let (head, rest) = Head::read_from_prefix(memory).map_err(|_| absent(0))?;
         if head.magic != MAGIC {
             return Err(absent(head.magic));
         }
-        let cut = NotASash::Cut { says: head.len, have: rest.len() };
+        let cut = NotADriverState::Cut { says: head.len, have: rest.len() };
         let len = usize::try_from(head.len).ok().filter(|&len| len <= LEN_MAX).ok_or(cut)?;
         let bytes = rest.get(..len).ok_or(cut)?;
         let is = crc32c::crc32c_append(crc32c::crc32c(&head.as_bytes()[COVERED..]), bytes);
         if is != head.checksum {
-            return Err(NotASash::Damaged { is, should: head.checksum });
+            return Err(NotADriverState::Damaged { is, should: head.checksum });
         }
         if head.envelope != VERSION || head.zero != 0 {
-            return Err(NotASash::Envelope { version: head.envelope });
+            return Err(NotADriverState::Envelope { version: head.envelope });
         }
-        Ok(Sash { kind: head.kind, version: head.version, epoch: head.epoch, bytes })
+        Ok(DriverState { kind: head.kind, version: head.version, epoch: head.epoch, bytes })
     }
 
     /// [`read`](Self::read) by a driver that wants this kind and version, of the tenure in which the lease was passed.
-    pub fn read_as(memory: &'b [u8], kind: u32, version: u32, epoch: u32) -> Result<&'b [u8], NotASash> {
-        let sash = Sash::read(memory)?;
-        if (sash.kind, sash.version) != (kind, version) {
+    pub fn read_as(memory: &'b [u8], kind: u32, version: u32, epoch: u32) -> Result<&'b [u8], NotADriverState> {
+        let driver_state = DriverState::read(memory)?;
+        if (driver_state.kind, driver_state.version) != (kind, version) {
             let (want_kind, want_version) = (kind, version);
-            return Err(NotASash::Other { kind: sash.kind, version: sash.version, want_kind, want_version });
+            return Err(NotADriverState::Other {
+                kind: driver_state.kind,
+                version: driver_state.version,
+                want_kind,
+                want_version,
+            });
         }
-        match sash.epoch == epoch {
-            true => Ok(sash.bytes),
-            false => Err(NotASash::Stale { epoch: sash.epoch, want: epoch }),
+        match driver_state.epoch == epoch {
+            true => Ok(driver_state.bytes),
+            false => Err(NotADriverState::Stale { epoch: driver_state.epoch, want: epoch }),
         }
     }
 }
@@ -195,7 +200,7 @@ mod tests {
 
     fn written(kind: u32, version: u32, epoch: u32, bytes: &[u8], beyond: usize) -> Vec<u8> {
         let mut memory = vec![0xa5; HEAD + bytes.len() + beyond];
-        assert_eq!(Sash { kind, version, epoch, bytes }.write(&mut memory), Ok(HEAD + bytes.len()));
+        assert_eq!(DriverState { kind, version, epoch, bytes }.write(&mut memory), Ok(HEAD + bytes.len()));
         memory
     }
 
@@ -210,11 +215,11 @@ mod tests {
         ) {
             let [kind, version, epoch] = numbers;
             let memory = written(kind, version, epoch, &bytes, beyond);
-            prop_assert_eq!(Sash::read(&memory), Ok(Sash { kind, version, epoch, bytes: &bytes }));
-            prop_assert_eq!(Sash::read_as(&memory, kind, version, epoch), Ok(&bytes[..]));
-            let stale = Sash::read_as(&memory, kind, version, epoch ^ 1);
-            prop_assert_eq!(stale, Err(NotASash::Stale { epoch, want: epoch ^ 1 }));
-            let other = matches!(Sash::read_as(&memory, kind, version ^ 1, epoch), Err(NotASash::Other { .. }));
+            prop_assert_eq!(DriverState::read(&memory), Ok(DriverState { kind, version, epoch, bytes: &bytes }));
+            prop_assert_eq!(DriverState::read_as(&memory, kind, version, epoch), Ok(&bytes[..]));
+            let stale = DriverState::read_as(&memory, kind, version, epoch ^ 1);
+            prop_assert_eq!(stale, Err(NotADriverState::Stale { epoch, want: epoch ^ 1 }));
+            let other = matches!(DriverState::read_as(&memory, kind, version ^ 1, epoch), Err(NotADriverState::Other { .. }));
             prop_assert!(other);
         }
 
@@ -229,8 +234,8 @@ mod tests {
                 bytes[..4].copy_from_slice(b"SASH");
                 bytes[24..28].copy_from_slice(&len.to_ne_bytes());
             }
-            if let Ok(sash) = Sash::read(&bytes) {
-                let again = written(sash.kind, sash.version, sash.epoch, sash.bytes, 0);
+            if let Ok(driver_state) = DriverState::read(&bytes) {
+                let again = written(driver_state.kind, driver_state.version, driver_state.epoch, driver_state.bytes, 0);
                 prop_assert_eq!(&again[..], &bytes[..again.len()], "the same as if it had been written");
             }
         }
@@ -242,7 +247,7 @@ mod tests {
         for bit in 0..memory.len() * 8 {
             let mut flipped = memory.clone();
             flipped[bit / 8] ^= 1 << (bit % 8);
-            let error = Sash::read(&flipped).expect_err("a flipped bit");
+            let error = DriverState::read(&flipped).expect_err("a flipped bit");
             assert!(error.to_string().contains("; "), "what to do is said: {error}");
         }
     }
@@ -255,28 +260,28 @@ mod tests {
         for (first, second) in (0..bits).flat_map(|first| (first + 1..bits).map(move |second| (first, second))) {
             let mut flipped = memory.clone();
             [first, second].iter().for_each(|bit| flipped[bit / 8] ^= 1 << (bit % 8));
-            assert!(Sash::read(&flipped).is_err(), "bits {first} and {second}");
+            assert!(DriverState::read(&flipped).is_err(), "bits {first} and {second}");
         }
     }
 
     #[test]
-    fn what_a_writer_died_over_is_no_sash() {
+    fn what_a_writer_died_over_is_no_driver_state() {
         let whole = written(1, 2, 3, b"cursors", 0);
         for end in 0..whole.len() {
-            assert!(Sash::read(&whole[..end]).is_err());
+            assert!(DriverState::read(&whole[..end]).is_err());
         }
         let mut unmarked = whole;
         unmarked[..4].fill(0);
-        assert_eq!(Sash::read(&unmarked), Err(NotASash::Absent { have: 39, mark: 0 }));
+        assert_eq!(DriverState::read(&unmarked), Err(NotADriverState::Absent { have: 39, mark: 0 }));
     }
 
     #[test]
     fn room_is_needed_for_all_of_it() {
-        let sash = Sash { kind: 1, version: 1, epoch: 1, bytes: &[1, 2, 3] };
-        assert_eq!(sash.write(&mut [0; 34]), Err(NoRoom { len: 3, need: 35, have: 34 }));
-        assert_eq!(sash.write(&mut [0; 35]), Ok(35));
+        let driver_state = DriverState { kind: 1, version: 1, epoch: 1, bytes: &[1, 2, 3] };
+        assert_eq!(driver_state.write(&mut [0; 34]), Err(NoRoom { len: 3, need: 35, have: 34 }));
+        assert_eq!(driver_state.write(&mut [0; 35]), Ok(35));
         let long = vec![0; LEN_MAX + 1];
-        assert!(Sash { bytes: &long, ..sash }.write(&mut vec![0; LEN_MAX + HEAD + 1]).is_err());
+        assert!(DriverState { bytes: &long, ..driver_state }.write(&mut vec![0; LEN_MAX + HEAD + 1]).is_err());
     }
 
     #[test]

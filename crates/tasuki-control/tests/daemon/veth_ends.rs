@@ -1,4 +1,4 @@
-//! Legs, when a daemon comes after another: those that are gone on with, those that are not to be any more, and what is taken for none. Needs root.
+//! Veth ends, when a daemon comes after another: those that are gone on with, those that are not to be any more, and what is taken for none. Needs root.
 
 use std::os::fd::OwnedFd;
 
@@ -114,7 +114,7 @@ fn place(mac: u8) -> OnVni {
 }
 
 #[test]
-fn no_namespace_of_a_plain_tap_becomes_the_junction() {
+fn no_namespace_of_a_plain_tap_becomes_the_hub() {
     if let Some(why) = is_impossible() {
         return println!("skipped: {why}");
     }
@@ -132,11 +132,11 @@ fn no_namespace_of_a_plain_tap_becomes_the_junction() {
     drop(before);
     // The worker of the plain one is the first that is heard.
     let mut next = Shortcuts::default();
-    let said = next.adopt(&place(1), &plain).map(drop).expect_err("it has no leg");
-    assert!(matches!(&said, TapError::NoLeg(name) if name == "lan"), "{said}");
-    let leg = next.adopt(&place(2), &device).expect("a leg of the shortcut's");
+    let said = next.adopt(&place(1), &plain).map(drop).expect_err("it has no veth end");
+    assert!(matches!(&said, TapError::NoVethEnd(name) if name == "lan"), "{said}");
+    let veth_end = next.adopt(&place(2), &device).expect("a veth end of the shortcut's");
     let (other, _device) = next.connect(&place(3), &c, "lan", None).expect("there is room");
-    assert!(leg.is_there() && other.is_there());
+    assert!(veth_end.is_there() && other.is_there());
     for name in ["leg0", "leg1", "tap0", "tap1"] {
         let found = a.within(|| Interface::find(name)).map(drop);
         assert!(found.is_err(), "{name} is in a namespace of somebody's");

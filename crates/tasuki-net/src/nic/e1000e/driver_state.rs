@@ -8,8 +8,8 @@ use zerocopy::{FromBytes, FromZeros, Immutable, IntoBytes, KnownLayout};
 use super::counters::Counters;
 use super::ring::{self, RING_MAX};
 use super::setup::Shape;
+use crate::nic::driver_state::{self, Head, broken};
 use crate::nic::ledger::SELDOM;
-use crate::nic::sash::{self, Head, broken};
 use crate::nic::{MemoryLayout, NicError};
 
 /// Receive queues that the card has.
@@ -25,8 +25,8 @@ pub const NO_SLOT: u64 = u64::MAX;
 /// All that a successor must know. Made only by parking; whatever else it holds is refused by resuming.
 #[repr(C)]
 #[derive(Debug, Clone, PartialEq, Eq, FromBytes, IntoBytes, Immutable, KnownLayout)]
-pub struct Sash {
-    /// What every sash begins with.
+pub struct DriverState {
+    /// What every driver state begins with.
     pub head: Head,
     /// Receive queues.
     pub queues: u16,
@@ -37,7 +37,7 @@ pub struct Sash {
     /// 1 if the card controls the flow, 2 if its partner still pauses since a predecessor parked it.
     pub flow_control: u16,
     /// The receive rings' cursors.
-    pub receive: [ReceiveSash; QUEUES_MAX],
+    pub receive: [ReceiveDriverState; QUEUES_MAX],
     /// Transmit: the next descriptor that the card will be done with, in the running count.
     pub sent: u32,
     /// Transmit: the next descriptor to be filled.
@@ -52,15 +52,16 @@ pub struct Sash {
     pub sending: [u64; RING_MAX],
 }
 
-const _: () = assert!(size_of::<Sash>() == 25_432);
-const _: () = assert!(offset_of!(Sash, posted).is_multiple_of(8));
-const _: () =
-    assert!(offset_of!(Sash, sending) == offset_of!(Sash, posted) + QUEUES_MAX * size_of::<[u64; RING_MAX]>());
+const _: () = assert!(size_of::<DriverState>() == 25_432);
+const _: () = assert!(offset_of!(DriverState, posted).is_multiple_of(8));
+const _: () = assert!(
+    offset_of!(DriverState, sending) == offset_of!(DriverState, posted) + QUEUES_MAX * size_of::<[u64; RING_MAX]>()
+);
 
 /// The cursors of a receive ring. They count descriptors without end; their low bits are the place in the ring.
 #[repr(C)]
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, FromBytes, IntoBytes, Immutable, KnownLayout)]
-pub struct ReceiveSash {
+pub struct ReceiveDriverState {
     /// The next descriptor to be received from.
     pub next: u32,
     /// The next descriptor to be given a slot.
@@ -71,17 +72,17 @@ pub struct ReceiveSash {
     pub reserved: u32,
 }
 
-/// Bytes of a sash before the rings' tables.
-const SELDOM_LEN: usize = offset_of!(Sash, posted);
+/// Bytes of a driver state before the rings' tables.
+const SELDOM_LEN: usize = offset_of!(DriverState, posted);
 const _: () = assert!(SELDOM_LEN <= SELDOM * 8);
 
-impl Sash {
+impl DriverState {
     /// What of it the ledger keeps as what seldom changes: all but the tables, the cursors too, which count for nothing there.
     pub(super) fn seldom(&self) -> &[u8] {
         &self.as_bytes()[..SELDOM_LEN]
     }
 
-    /// The reverse of [`seldom`](Self::seldom), on a blank sash.
+    /// The reverse of [`seldom`](Self::seldom), on a blank driver state.
     pub(super) fn set_seldom(&mut self, words: &[u64; SELDOM]) {
         self.as_mut_bytes()[..SELDOM_LEN].copy_from_slice(&words.as_bytes()[..SELDOM_LEN]);
     }
@@ -100,7 +101,7 @@ impl Sash {
             if cursors.skipping > 1 || cursors.reserved != 0 {
                 return Err(broken("the state of a receive ring", cursors.skipping.into()));
             }
-            if queue >= shape.queues.into() && *cursors != ReceiveSash::default() {
+            if queue >= shape.queues.into() && *cursors != ReceiveDriverState::default() {
                 return Err(broken("the cursors of a queue that is not used", cursors.next.into()));
             }
             held(shape.ring, cursors.next, cursors.tail)?;
@@ -120,7 +121,7 @@ impl Sash {
     }
 }
 
-impl sash::Sash for Sash {
+impl driver_state::DriverState for DriverState {
     const KIND: u32 = 0x8086_10d3;
     const VERSION: u32 = 3;
 
@@ -137,7 +138,7 @@ impl sash::Sash for Sash {
     }
 
     fn blank() -> Box<Self> {
-        let mut blank = Box::new(Sash::new_zeroed());
+        let mut blank = Box::new(DriverState::new_zeroed());
         blank.posted.as_flattened_mut().fill(NO_SLOT);
         blank.sending.fill(NO_SLOT);
         blank
@@ -189,7 +190,7 @@ mod tests {
     use super::*;
     use crate::nic::Mac;
     use crate::nic::bus::Iova;
-    use crate::nic::sash::{Sash as _, tests};
+    use crate::nic::driver_state::{DriverState as _, tests};
 
     const MEMORY: MemoryLayout =
         MemoryLayout { rings_at: Iova(0x1000), rings_len: 4096, slots: Geometry { slot_len: 4096, count: 64 } };
@@ -199,44 +200,45 @@ mod tests {
     }
 
     /// Of a ring of 8 that has gone round the numbers, with a frame on its way out.
-    fn sash() -> Sash {
-        let head = Head::of::<Sash>(&MEMORY, Mac([2, 0, 0, 0, 0, 1]), 8);
-        let mut sash = Sash { head, queues: 1, mtu: 1500, sent: 9, filled: 10, ..Sash::new_zeroed() };
-        sash.receive[0] = ReceiveSash { next: u32::MAX - 1, tail: 5, ..ReceiveSash::default() };
-        sash.posted = [[NO_SLOT; RING_MAX]; QUEUES_MAX];
-        sash.sending = [NO_SLOT; RING_MAX];
-        (0..7).zip([6, 7, 0, 1, 2, 3, 4]).for_each(|(slot, place)| sash.posted[0][place] = word(slot));
-        sash.sending[1] = word(63);
-        sash
+    fn driver_state() -> DriverState {
+        let head = Head::of::<DriverState>(&MEMORY, Mac([2, 0, 0, 0, 0, 1]), 8);
+        let mut driver_state =
+            DriverState { head, queues: 1, mtu: 1500, sent: 9, filled: 10, ..DriverState::new_zeroed() };
+        driver_state.receive[0] = ReceiveDriverState { next: u32::MAX - 1, tail: 5, ..ReceiveDriverState::default() };
+        driver_state.posted = [[NO_SLOT; RING_MAX]; QUEUES_MAX];
+        driver_state.sending = [NO_SLOT; RING_MAX];
+        (0..7).zip([6, 7, 0, 1, 2, 3, 4]).for_each(|(slot, place)| driver_state.posted[0][place] = word(slot));
+        driver_state.sending[1] = word(63);
+        driver_state
     }
 
     #[test]
-    fn a_sash_that_cannot_be_true_is_refused() {
-        sash().check(&MEMORY).unwrap();
-        type Change = (&'static str, fn(&mut Sash));
+    fn a_driver_state_that_cannot_be_true_is_refused() {
+        driver_state().check(&MEMORY).unwrap();
+        type Change = (&'static str, fn(&mut DriverState));
         let changes: [Change; 19] = [
-            ("version 4", |sash| sash.head.version += 1),
-            ("the sash is of", |sash| sash.head.kind ^= 1),
-            ("rings are at another address", |sash| sash.head.rings_at += 4096),
-            ("frames are at another address", |sash| sash.head.arena_at += 4096),
-            ("the length of its slots", |sash| sash.head.slot_len *= 2),
-            ("the number of its slots", |sash| sash.head.slots += 1),
-            ("ring (0x0)", |sash| sash.head.ring = 0),
-            ("ring (0x800)", |sash| sash.head.ring = 2048),
-            ("frames (0x80000)", |sash| sash.head.ring = 128),
-            ("queues (0x3)", |sash| sash.queues = 3),
-            ("mtu (0x2329)", |sash| sash.mtu = 9001),
-            ("slots (0x4000)", |sash| sash.mtu = 9000),
-            ("further apart", |sash| sash.receive[0].next = 0x1000),
-            ("in descriptor (0x4)", |sash| sash.receive[0].tail -= 1),
-            ("in descriptor (0x6)", |sash| sash.receive[0].next += 1),
-            ("not used", |sash| sash.receive[1].next = 1),
-            ("a slot twice", |sash| sash.sending[1] = sash.posted[0][0]),
-            ("does not have", |sash| sash.sending[1] = word(64)),
-            ("the filter", |sash| sash.filter = 4),
+            ("version 4", |driver_state| driver_state.head.version += 1),
+            ("the driver state is of", |driver_state| driver_state.head.kind ^= 1),
+            ("rings are at another address", |driver_state| driver_state.head.rings_at += 4096),
+            ("frames are at another address", |driver_state| driver_state.head.arena_at += 4096),
+            ("the length of its slots", |driver_state| driver_state.head.slot_len *= 2),
+            ("the number of its slots", |driver_state| driver_state.head.slots += 1),
+            ("ring (0x0)", |driver_state| driver_state.head.ring = 0),
+            ("ring (0x800)", |driver_state| driver_state.head.ring = 2048),
+            ("frames (0x80000)", |driver_state| driver_state.head.ring = 128),
+            ("queues (0x3)", |driver_state| driver_state.queues = 3),
+            ("mtu (0x2329)", |driver_state| driver_state.mtu = 9001),
+            ("slots (0x4000)", |driver_state| driver_state.mtu = 9000),
+            ("further apart", |driver_state| driver_state.receive[0].next = 0x1000),
+            ("in descriptor (0x4)", |driver_state| driver_state.receive[0].tail -= 1),
+            ("in descriptor (0x6)", |driver_state| driver_state.receive[0].next += 1),
+            ("not used", |driver_state| driver_state.receive[1].next = 1),
+            ("a slot twice", |driver_state| driver_state.sending[1] = driver_state.posted[0][0]),
+            ("does not have", |driver_state| driver_state.sending[1] = word(64)),
+            ("the filter", |driver_state| driver_state.filter = 4),
         ];
         for (why, change) in changes {
-            let mut wrong = sash();
+            let mut wrong = driver_state();
             change(&mut wrong);
             let error = wrong.check(&MEMORY).unwrap_err().to_string();
             assert!(error.contains(why), "{why}: {error}");
@@ -245,6 +247,6 @@ mod tests {
 
     #[test]
     fn bytes_of_all_kinds_are_refused_or_harmless() {
-        tests::bytes_of_all_kinds(&sash(), &MEMORY);
+        tests::bytes_of_all_kinds(&driver_state(), &MEMORY);
     }
 }

@@ -1,7 +1,7 @@
 //! Learning early that a worker is no more.
 //!
 //! A process that was killed takes itself apart before its pidfd tells: half a millisecond, in which nobody drives its NIC. But the kernel marks the
-//! robust futex in the worker's pulse (`letter::pulse::LIFE`) as soon as its thread begins to end. A thread of ours sleeps on each, and says so.
+//! robust futex in the worker's heartbeat (`message::heartbeat::LIFE`) as soon as its thread begins to end. A thread of ours sleeps on each, and says so.
 
 use std::io::Read;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
@@ -12,7 +12,7 @@ use std::time::Duration;
 
 use anyhow::{Context, Result};
 use rustix::thread::futex;
-use tasuki_relay::letter::pulse;
+use tasuki_relay::message::heartbeat;
 use tasuki_shm::region::Span;
 
 use super::Supervisor;
@@ -23,31 +23,31 @@ const YET: Duration = Duration::from_millis(50);
 
 /// Where it is told.
 #[derive(Debug)]
-pub struct Tombs {
+pub struct ExitWatch {
     told: std::io::PipeReader,
     tell: Arc<OwnedFd>,
 }
 
-fn life(pulse: &Words) -> Option<Span<AtomicU32>> {
-    pulse.region().span(8 * pulse::LIFE, 1).ok()
+fn life(heartbeat: &Words) -> Option<Span<AtomicU32>> {
+    heartbeat.region().span(8 * heartbeat::LIFE, 1).ok()
 }
 
-impl Tombs {
+impl ExitWatch {
     pub fn new() -> Result<Self> {
         let (told, tell) = std::io::pipe().context("the kernel has no pipes left")?;
         rustix::io::ioctl_fionbio(&told, true)?;
-        Ok(Tombs { told, tell: Arc::new(tell.into()) })
+        Ok(ExitWatch { told, tell: Arc::new(tell.into()) })
     }
 
     pub fn fd(&self) -> BorrowedFd<'_> {
         self.told.as_fd()
     }
 
-    /// Has it told when worker `number`, whose pulse this is, ends.
-    pub fn watch(&self, number: u32, pulse: &Words) {
-        let (Some(life), tell) = (life(pulse), Arc::clone(&self.tell)) else { return };
+    /// Has it told when worker `number`, whose heartbeat this is, ends.
+    pub fn watch(&self, number: u32, heartbeat: &Words) {
+        let (Some(life), tell) = (life(heartbeat), Arc::clone(&self.tell)) else { return };
         // Without a thread its pidfd tells.
-        let _ = std::thread::Builder::new().name(format!("tomb of {number}")).spawn(move || {
+        let _ = std::thread::Builder::new().name(format!("exit of {number}")).spawn(move || {
             await_end(&life[0]);
             let _ = rustix::io::write(&*tell, &number.to_ne_bytes());
         });
@@ -65,7 +65,7 @@ impl Tombs {
 fn await_end(life: &AtomicU32) {
     loop {
         let word = life.load(Acquire);
-        if word & pulse::ENDED != 0 {
+        if word & heartbeat::ENDED != 0 {
             return;
         }
         let yet = (word == 0).then(|| YET.try_into().expect("50 ms"));
@@ -75,9 +75,9 @@ fn await_end(life: &AtomicU32) {
 }
 
 /// Ends the thread that waits for a worker that is gone by now, whether the kernel has marked its futex or not.
-pub fn close(pulse: &Words) {
-    if let Some(life) = life(pulse) {
-        life[0].fetch_or(pulse::ENDED, AcqRel);
+pub fn close(heartbeat: &Words) {
+    if let Some(life) = life(heartbeat) {
+        life[0].fetch_or(heartbeat::ENDED, AcqRel);
         let _ = futex::wake(&life[0], futex::Flags::empty(), 1);
     }
 }
@@ -85,7 +85,7 @@ pub fn close(pulse: &Words) {
 impl Supervisor {
     /// Threads have ended, as the kernel says or as they do: who says so and lives is killed for it, before anybody acts on it.
     pub(super) fn lives_ended(&mut self) {
-        for number in self.tombs.take() {
+        for number in self.exit_watch.take() {
             let Some(worker) = self.workers.get(&number) else { continue };
             worker.process.kill();
             self.driver_ended(number);

@@ -7,23 +7,23 @@ pub const BEAT: Duration = Duration::from_millis(1);
 
 /// What is known of a worker's heart.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub struct Pulse {
+pub struct Heartbeat {
     /// Its count of bursts, as it last changed.
     bursts: u64,
     /// When that was, on the caller's clock.
     at: Duration,
 }
 
-impl Pulse {
+impl Heartbeat {
     /// Of a worker that is alive now.
     pub fn new(now: Duration) -> Self {
-        Pulse { bursts: 0, at: now }
+        Heartbeat { bursts: 0, at: now }
     }
 
     /// It says that it has looked `bursts` times for work. A count that does not move is no beat: somebody else may be saying it.
     pub fn beat(&mut self, now: Duration, bursts: u64) {
         if bursts != self.bursts {
-            *self = Pulse { bursts, at: now };
+            *self = Heartbeat { bursts, at: now };
         }
     }
 
@@ -40,12 +40,12 @@ mod tests {
     #[test]
     fn only_a_count_that_moves_is_a_beat() {
         let ms = Duration::from_millis;
-        let mut pulse = Pulse::new(ms(10));
-        assert!(!pulse.silent(ms(19), ms(10)));
-        pulse.beat(ms(15), 1);
-        assert!(!pulse.silent(ms(24), ms(10)));
-        pulse.beat(ms(24), 1);
-        assert!(pulse.silent(ms(25), ms(10)));
-        assert!(!pulse.silent(ms(3), ms(10)), "a clock that went back");
+        let mut heartbeat = Heartbeat::new(ms(10));
+        assert!(!heartbeat.silent(ms(19), ms(10)));
+        heartbeat.beat(ms(15), 1);
+        assert!(!heartbeat.silent(ms(24), ms(10)));
+        heartbeat.beat(ms(24), 1);
+        assert!(heartbeat.silent(ms(25), ms(10)));
+        assert!(!heartbeat.silent(ms(3), ms(10)), "a clock that went back");
     }
 }

@@ -3,23 +3,23 @@
 use std::os::fd::{AsFd, BorrowedFd};
 use std::time::Duration;
 
-use tasuki_net::nic::kit::KitBus;
+use tasuki_net::nic::bundle::BundleBus;
 use tasuki_net::nic::{InPlace, Link, NicError, Repoint, Scrub};
 use tasuki_net::port::Armed;
 
-use super::{Card, Common, LAST_BURST, Seat};
-use crate::duty::Duty;
-use crate::kit;
+use super::{Attachment, Card, Common, LAST_BURST};
+use crate::bundle;
+use crate::handler::FrameHandler;
 
-impl<N: InPlace + Repoint + Scrub, D: Duty> Seat<N, D>
+impl<N: InPlace + Repoint + Scrub, D: FrameHandler> Attachment<N, D>
 where
-    N::Bus: KitBus,
+    N::Bus: BundleBus,
 {
     /// One burst; says how many frames moved.
     #[inline]
     pub fn turn(&mut self, common: &mut Common) -> usize {
         let (Card::Driven(nic), Some(arena), false) = (&mut self.card, &self.arena, self.gone) else { return 0 };
-        match self.duty.turn(nic, &common.desk(arena, self.given.number), &mut self.burst) {
+        match self.handler.turn(nic, &common.context(arena, self.given.number), &mut self.burst) {
             Ok(moved) => moved,
             Err(error) => {
                 self.lose(common, &error);
@@ -41,22 +41,23 @@ where
             self.link_is_up = nic.link() != Link::Down;
             // Asks once more: what the driver has told the card since has arrived then, and doorbells are stores again.
             nic.link();
-            self.given.board.found_link(self.link_is_up);
+            self.given.lease_page.found_link(self.link_is_up);
         }
     }
 
     /// Whether it may be slept on.
     pub fn arm(&mut self, common: &mut Common) -> bool {
         // Where a namespace goes on sending and the card takes nothing, its link is down: that is slept on. What is in hand then has not come from the card.
-        if self.drives() && !self.gone && !self.burst.is_empty() && !self.duty.holds_its_own() {
+        if self.drives() && !self.gone && !self.burst.is_empty() && !self.handler.holds_its_own() {
             // Armed, a ring without slots counts what is in hand as handled.
             return false;
         }
-        let works = self.arena.as_ref().is_none_or(|arena| self.duty.can_work(&common.desk(arena, self.given.number)));
+        let works =
+            self.arena.as_ref().is_none_or(|arena| self.handler.can_work(&common.context(arena, self.given.number)));
         if self.drives() && !works {
             return true;
         }
-        self.remember(&common.book);
+        self.remember(&common.program_state);
         let Card::Driven(nic) = &mut self.card else { return true };
         if self.gone {
             return true;
@@ -73,20 +74,20 @@ where
 
     /// How long until there is something to do though nothing rings.
     pub fn rest(&self) -> Option<Duration> {
-        let is_stuck = self.duty.holds_its_own() && !self.burst.is_empty();
-        if self.drives() && !self.gone { self.duty.rest().or(is_stuck.then_some(LAST_BURST)) } else { None }
+        let is_stuck = self.handler.holds_its_own() && !self.burst.is_empty();
+        if self.drives() && !self.gone { self.handler.rest().or(is_stuck.then_some(LAST_BURST)) } else { None }
     }
 
     /// What becomes readable when the node's programs send, while it is driven and all that they sent before is sent.
     pub fn tap(&self) -> Option<BorrowedFd<'_>> {
         let takes = self.drives() && !self.gone && self.burst.is_empty();
-        self.duty.bell().filter(|_| takes)
+        self.handler.bell().filter(|_| takes)
     }
 
     /// What hangs up when whoever serves the card is no more, while it is driven.
     pub fn line(&self) -> Option<BorrowedFd<'_>> {
         let is_used = self.drives() && !self.gone;
-        self.given.fds.get(kit::DEVICE).filter(|_| is_used).map(AsFd::as_fd)
+        self.given.fds.get(bundle::DEVICE).filter(|_| is_used).map(AsFd::as_fd)
     }
 
     /// What rings for it: the card's bell while it is driven, and whoever passes the lease while it is waited for.
@@ -99,7 +100,7 @@ where
     }
 
     /// Forgets that somebody rang who has passed the lease.
-    pub fn hush(&self) {
+    pub fn quiesce(&self) {
         if let (Some(_), Some(wake)) = (self.waits_since, &self.wake) {
             let _ = rustix::io::read(wake, &mut [0; 8]);
         }
@@ -114,7 +115,7 @@ where
                 NicError::Gone => "; when it is there again, stop all (tasuki stop) and start tasukid anew",
                 _ => "",
             };
-            common.post.tell(Some(self.given.number), format!("{error}{help}"));
+            common.channel.tell(Some(self.given.number), format!("{error}{help}"));
         }
     }
 }

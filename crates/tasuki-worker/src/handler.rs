@@ -1,4 +1,4 @@
-//! What a seat asks of whatever handles the frames of its NIC, or of its end of a VNI: the works of the stock worker, or a program of the user's own.
+//! What an attachment asks of whatever handles the frames of its NIC, or of its end of a VNI: the works of the stock worker, or a program of the user's own.
 
 use std::cell::RefCell;
 use std::os::fd::BorrowedFd;
@@ -6,23 +6,23 @@ use std::time::Duration;
 
 use anyhow::Result;
 use tasuki_net::port::{Burst, Transactional};
-use tasuki_relay::letter::Begin;
+use tasuki_relay::message::Begin;
 use tasuki_shm::arena::Arena;
 
-use crate::board::{Book, Pulse};
-use crate::kit::Refused;
+use crate::bundle::Refused;
+use crate::lease_page::{Heartbeat, ProgramState};
 use crate::tap::Tap;
 use crate::vni::Joint;
 
-/// What there is on a worker's desk while it handles frames of a NIC.
+/// What there is on a worker's handler context while it handles frames of a NIC.
 #[derive(Debug, Clone, Copy)]
-pub struct Desk<'a> {
+pub struct HandlerContext<'a> {
     /// Where frames lie.
     pub arena: &'a Arena,
     /// Of the worker.
-    pub pulse: &'a Pulse,
+    pub heartbeat: &'a Heartbeat,
     /// Of the node.
-    pub book: &'a Book,
+    pub program_state: &'a ProgramState,
     /// The NIC's number.
     pub nic: u32,
     /// The node's end of a VNI, if the node is an uplink and its end is driven here.
@@ -34,13 +34,13 @@ pub const FIRST_LOOK: usize = 8;
 
 /// Handling the frames of one NIC.
 ///
-/// What must be remembered exactly stands in the book in two copies: one is written before each call of the driver that commits, for the turn
+/// What must be remembered exactly stands in the program state in two copies: one is written before each call of the driver that commits, for the turn
 /// that this call ends. A successor reads the copy of the last turn.
-pub trait Duty: Sized {
+pub trait FrameHandler: Sized {
     /// What the worker was told of it.
     type Told;
 
-    /// What the first letter says of it, and the node's TAP, if it has one.
+    /// What the first message says of it, and the node's TAP, if it has one.
     ///
     /// # Errors
     /// A sentence: it is not what this program does.
@@ -49,35 +49,55 @@ pub trait Duty: Sized {
     /// Before anything is known of a predecessor.
     fn new(told: &Self::Told) -> Self;
 
-    /// Whether it could [go on](Self::go_on), with rings of so many descriptors. A predecessor may be writing into the book.
+    /// Whether it could [go on](Self::go_on), with rings of so many descriptors. A predecessor may be writing into the program state.
     ///
     /// # Errors
     /// It cannot, and why.
-    fn may_go_on(book: &Book, nic: u32, turns: Option<u64>, ring: u16) -> Result<(), Refused>;
+    fn may_go_on(program_state: &ProgramState, nic: u32, turns: Option<u64>, ring: u16) -> Result<(), Refused>;
 
     /// Goes on where a predecessor stopped, of whom `turns` were committed; without, from what was written last: another ledger counts from here on.
     ///
     /// # Errors
-    /// What stands in the book is not read by this program.
-    fn go_on(&mut self, book: &Book, nic: u32, turns: Option<u64>) -> Result<(), Refused>;
+    /// What stands in the program state is not read by this program.
+    fn go_on(&mut self, program_state: &ProgramState, nic: u32, turns: Option<u64>) -> Result<(), Refused>;
 
-    /// Writes into the book what is true once turn number `turn` is committed.
-    fn remember(&mut self, book: &Book, nic: u32, turn: u64);
+    /// Writes into the program state what is true once turn number `turn` is committed.
+    fn remember(&mut self, program_state: &ProgramState, nic: u32, turn: u64);
 
     /// Writes what is committed into both copies: another ledger will count when the NIC comes back.
-    fn close(&self, book: &Book, nic: u32);
+    fn close(&self, program_state: &ProgramState, nic: u32);
 
     /// One burst in and one out; says how many frames moved. What stands in `burst` afterwards is in hand.
-    fn turn<N: Transactional>(&mut self, nic: &mut N, desk: &Desk<'_>, burst: &mut Burst) -> Result<usize, N::Fault>;
+    fn turn<N: Transactional>(
+        &mut self,
+        nic: &mut N,
+        context: &HandlerContext<'_>,
+        burst: &mut Burst,
+    ) -> Result<usize, N::Fault>;
 
     /// The same, of who is to let go: nothing new is sent.
-    fn finish<N: Transactional>(&mut self, nic: &mut N, desk: &Desk<'_>, burst: &mut Burst) -> Result<usize, N::Fault>;
+    fn finish<N: Transactional>(
+        &mut self,
+        nic: &mut N,
+        context: &HandlerContext<'_>,
+        burst: &mut Burst,
+    ) -> Result<usize, N::Fault>;
 
     /// The first look at the rings of a card that was taken over, at [`FIRST_LOOK`] frames: nothing is sent yet.
-    fn look<N: Transactional>(&mut self, nic: &mut N, desk: &Desk<'_>, burst: &mut Burst) -> Result<(), N::Fault>;
+    fn look<N: Transactional>(
+        &mut self,
+        nic: &mut N,
+        context: &HandlerContext<'_>,
+        burst: &mut Burst,
+    ) -> Result<(), N::Fault>;
 
     /// Sends what is in hand, and takes nothing in; says how many frames went.
-    fn send<N: Transactional>(&mut self, nic: &mut N, desk: &Desk<'_>, burst: &mut Burst) -> Result<usize, N::Fault>;
+    fn send<N: Transactional>(
+        &mut self,
+        nic: &mut N,
+        context: &HandlerContext<'_>,
+        burst: &mut Burst,
+    ) -> Result<usize, N::Fault>;
 
     /// Ends the last turn, for a successor: what is in `burst` it receives again.
     fn conclude<N: Transactional>(&mut self, nic: &mut N, burst: &Burst);
@@ -94,7 +114,7 @@ pub trait Duty: Sized {
     }
 
     /// Whether it does anything now: without the other of two that it joins there is nothing to be done, and nothing is looked at.
-    fn can_work(&self, _: &Desk<'_>) -> bool {
+    fn can_work(&self, _: &HandlerContext<'_>) -> bool {
         true
     }
 

@@ -1,16 +1,16 @@
 //! What a NIC is made of, as one worker tells another through the daemon: text that only workers read, and descriptors.
 //!
 //! Descriptors, in order: the eventfd that a giver rings after it has passed the lease; those of the way to the card and of its memory, as
-//! `tasuki_net::nic::kit` has them.
+//! `tasuki_net::nic::bundle` has them.
 
 use std::os::fd::OwnedFd;
 
 use rustix::event::EventfdFlags;
 use serde::{Deserialize, Serialize};
-use tasuki_net::nic::kit::{self, BusText, Fds, KitBus, KitError, What};
+use tasuki_net::nic::bundle::{self, BundleBus, BundleError, BusText, Fds, What};
 use tasuki_net::nic::ledger::Ledger;
-use tasuki_net::nic::{Filter, InPlace, MemoryLayout, NicMemory, NicOptions, Parts, Sash};
-use tasuki_relay::letter;
+use tasuki_net::nic::{DriverState, Filter, InPlace, MemoryLayout, NicMemory, NicOptions, Parts};
+use tasuki_relay::message;
 use tasuki_relay::wire::{Position, Reason};
 use tasuki_shm::region::Region;
 
@@ -25,7 +25,7 @@ const MEMORY: usize = 3;
 /// Of the text.
 const VERSION: u32 = 1;
 
-/// A kit's text.
+/// A device bundle's text.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Text {
     /// [`VERSION`] of whoever wrote it.
@@ -43,10 +43,10 @@ pub struct Text {
     #[serde(default)]
     pub scrub: bool,
     /// The way to the card, and its memory.
-    pub nic: kit::Text,
+    pub nic: bundle::Text,
 }
 
-/// Why a kit is refused: for the daemon, and for a person.
+/// Why a device bundle is refused: for the daemon, and for a person.
 #[derive(Debug)]
 pub struct Refused {
     /// For the daemon.
@@ -55,8 +55,8 @@ pub struct Refused {
     pub sentence: String,
 }
 
-impl From<KitError> for Refused {
-    fn from(error: KitError) -> Self {
+impl From<BundleError> for Refused {
+    fn from(error: BundleError) -> Self {
         let at = |what| {
             let position = match what {
                 What::Device | What::Turns | What::Doorbells => Position::Device,
@@ -64,15 +64,15 @@ impl From<KitError> for Refused {
                 What::Vector => Position::Bell,
                 What::Rings => Position::Rings,
                 What::Frames => Position::Arena,
-                What::Ledger => Position::Sash,
+                What::Ledger => Position::DriverState,
             };
             position as u64
         };
         let reason = match &error {
-            KitError::Missing(what) => Reason::Missing { position: at(*what) },
-            KitError::Odd(what) => Reason::Odd { position: at(*what) },
-            KitError::Memory(_) => Reason::Odd { position: Position::Arena as u64 },
-            KitError::Extra(_) | KitError::Text { .. } | KitError::Bus(_) => {
+            BundleError::Missing(what) => Reason::Missing { position: at(*what) },
+            BundleError::Odd(what) => Reason::Odd { position: at(*what) },
+            BundleError::Memory(_) => Reason::Odd { position: Position::Arena as u64 },
+            BundleError::Extra(_) | BundleError::Text { .. } | BundleError::Bus(_) => {
                 Reason::Odd { position: Position::Device as u64 }
             }
         };
@@ -80,7 +80,7 @@ impl From<KitError> for Refused {
     }
 }
 
-/// A kit that was opened.
+/// A device bundle that was opened.
 #[derive(Debug)]
 pub struct Opened<B> {
     /// Rung by a giver that has passed the lease.
@@ -93,19 +93,19 @@ pub struct Opened<B> {
     pub memory: NicMemory,
 }
 
-/// Of a card that runs, for others to go on with: the letter, and its descriptors.
+/// Of a card that runs, for others to go on with: the message, and its descriptors.
 pub fn pack<N: InPlace>(
     nic: &N,
     driver: Driver,
     options: &NicOptions,
     (parts, layout): (Parts, MemoryLayout),
     wake: &OwnedFd,
-    can: letter::Can,
-) -> anyhow::Result<(letter::Kit, Vec<OwnedFd>)>
+    can: message::Can,
+) -> anyhow::Result<(message::DeviceBundle, Vec<OwnedFd>)>
 where
-    N::Bus: KitBus,
+    N::Bus: BundleBus,
 {
-    let (text, fds) = kit::pack(nic.bus(), parts, &layout)?;
+    let (text, fds) = bundle::pack(nic.bus(), parts, &layout)?;
     let text = serde_json::to_string(&Text {
         version: VERSION,
         driver,
@@ -117,8 +117,8 @@ where
     })?;
     let mut all = vec![wake.try_clone()?];
     all.extend(fds);
-    let (kind, version) = (N::Sash::KIND, N::Sash::VERSION);
-    let kit = letter::Kit {
+    let (kind, version) = (N::DriverState::KIND, N::DriverState::VERSION);
+    let bundle = message::DeviceBundle {
         kind,
         version,
         can,
@@ -130,17 +130,17 @@ where
         made_by: None,
         mac: Some(nic.mac().0),
     };
-    Ok((kit, all))
+    Ok((bundle, all))
 }
 
 /// What a NIC is made of once its rings are in other memory.
 #[derive(Debug)]
 pub struct Moved {
-    /// The letter,
-    pub kit: letter::Kit,
+    /// The message,
+    pub bundle: message::DeviceBundle,
     /// its descriptors,
     pub fds: Vec<OwnedFd>,
-    /// and what the letter says.
+    /// and what the message says.
     pub text: Text,
 }
 
@@ -149,7 +149,7 @@ impl Moved {
     pub fn memory(&self) -> std::io::Result<(String, Vec<OwnedFd>)> {
         let memory = &self.fds[self.fds.len() - MEMORY..];
         Ok((
-            self.kit.lies.clone().unwrap_or_default(),
+            self.bundle.lies.clone().unwrap_or_default(),
             memory.iter().map(OwnedFd::try_clone).collect::<Result<_, _>>()?,
         ))
     }
@@ -157,35 +157,39 @@ impl Moved {
 
 /// Of a card whose rings will be in memory that `party` has made: the way to it stays as it is.
 pub fn moved(
-    (kit, text, fds): (&letter::Kit, &Text, &[OwnedFd]),
+    (bundle, text, fds): (&message::DeviceBundle, &Text, &[OwnedFd]),
     (parts, layout): (Parts, MemoryLayout),
     party: u32,
 ) -> anyhow::Result<Moved> {
     let mut text = text.clone();
-    text.nic.memory = kit::MemoryText::of(&layout);
-    let mut all = way(kit, fds).iter().map(OwnedFd::try_clone).collect::<Result<Vec<_>, _>>()?;
+    text.nic.memory = bundle::MemoryText::of(&layout);
+    let mut all = way(bundle, fds).iter().map(OwnedFd::try_clone).collect::<Result<Vec<_>, _>>()?;
     all.extend([parts.rings, parts.frames, parts.ledger]);
-    let kit = letter::Kit {
+    let bundle = message::DeviceBundle {
         lies: Some(serde_json::to_string(&text.nic.memory)?),
         fds: all.len(),
         memory: MEMORY,
         partial: false,
         made_by: Some(party),
-        ..kit.clone()
+        ..bundle.clone()
     };
-    Ok(Moved { kit, fds: all, text })
+    Ok(Moved { bundle, fds: all, text })
 }
 
-/// The descriptors of a kit without those of its memory.
-fn way<'a>(kit: &letter::Kit, fds: &'a [OwnedFd]) -> &'a [OwnedFd] {
-    let memory = if kit.partial { 0 } else { kit.memory };
+/// The descriptors of a device bundle without those of its memory.
+fn way<'a>(bundle: &message::DeviceBundle, fds: &'a [OwnedFd]) -> &'a [OwnedFd] {
+    let memory = if bundle.partial { 0 } else { bundle.memory };
     &fds[..fds.len().saturating_sub(memory)]
 }
 
 /// What rings, and the way to the card, for who has memory of its own. Nothing is touched, and not one of `fds` is left over.
-pub fn open_way<B: KitBus>(text: &Text, kit: &letter::Kit, fds: Vec<OwnedFd>) -> Result<(OwnedFd, B), Refused> {
+pub fn open_way<B: BundleBus>(
+    text: &Text,
+    bundle: &message::DeviceBundle,
+    fds: Vec<OwnedFd>,
+) -> Result<(OwnedFd, B), Refused> {
     let mut fds = fds;
-    fds.truncate(way(kit, &fds).len());
+    fds.truncate(way(bundle, &fds).len());
     let mut fds = Fds::new(fds);
     let wake = fds.take(What::Vector)?;
     let bus = B::unpack(&text.nic.bus, &mut fds)?;
@@ -193,18 +197,19 @@ pub fn open_way<B: KitBus>(text: &Text, kit: &letter::Kit, fds: Vec<OwnedFd>) ->
     Ok((wake, bus))
 }
 
-/// What a kit's text says, if it is one of a card that a worker of this version can go on with.
-pub fn read(kit: &letter::Kit) -> Result<Text, Refused> {
+/// What a device bundle's text says, if it is one of a card that a worker of this version can go on with.
+pub fn read(bundle: &message::DeviceBundle) -> Result<Text, Refused> {
     let device = Position::Device as u64;
     let odd = |sentence| Refused { reason: Reason::Odd { position: device }, sentence };
-    let none = |error| odd(format!("the kit's text is none that this worker reads ({error}); rebuild the older"));
-    let mut text: Text = serde_json::from_str(&kit.text).map_err(none)?;
-    if let Some(lies) = &kit.lies {
+    let none =
+        |error| odd(format!("the device bundle's text is none that this worker reads ({error}); rebuild the older"));
+    let mut text: Text = serde_json::from_str(&bundle.text).map_err(none)?;
+    if let Some(lies) = &bundle.lies {
         text.nic.memory = serde_json::from_str(lies).map_err(none)?;
     }
     if text.version != VERSION {
         return Err(odd(format!(
-            "the kit's text is of version {}, and this worker reads {VERSION}; rebuild the older",
+            "the device bundle's text is of version {}, and this worker reads {VERSION}; rebuild the older",
             text.version
         )));
     }
@@ -217,18 +222,18 @@ pub fn read(kit: &letter::Kit) -> Result<Text, Refused> {
 }
 
 /// The way to the card and its memory, ready for a successor. Nothing is touched, and not one of `fds` is left over.
-pub fn open<B: KitBus>(text: &Text, fds: Vec<OwnedFd>) -> Result<Opened<B>, Refused> {
+pub fn open<B: BundleBus>(text: &Text, fds: Vec<OwnedFd>) -> Result<Opened<B>, Refused> {
     let ledger = fds.last().map(OwnedFd::try_clone);
     let mut fds = Fds::new(fds);
     let wake = fds.take(What::Vector)?;
-    let (bus, memory) = kit::unpack(&text.nic, fds)?;
+    let (bus, memory) = bundle::unpack(&text.nic, fds)?;
     // The last one, and memory of the right length: it was just mapped.
     let ledger = ledger.and_then(|memory| {
         let region = Region::adopt(memory.ok()?).ok()?;
         region.populate();
         Ledger::over(&region).ok()
     });
-    let ledger = ledger.ok_or_else(|| Refused::from(KitError::Missing(What::Ledger)))?;
+    let ledger = ledger.ok_or_else(|| Refused::from(BundleError::Missing(What::Ledger)))?;
     Ok(Opened { wake, ledger, bus, memory })
 }
 

@@ -4,30 +4,30 @@
 use std::os::fd::OwnedFd;
 use std::time::{Duration, Instant};
 
+use tasuki_net::nic::bundle::BundleBus;
 use tasuki_net::nic::bus::{Bus, Iova};
-use tasuki_net::nic::kit::KitBus;
 use tasuki_net::nic::ledger::Ledger;
 use tasuki_net::nic::{Failed, How, InPlace, Left, Mac, MemoryLayout, NicError, NicMemory, Repoint, Scrub};
 use tasuki_relay::Party;
-use tasuki_relay::letter::{Inflight, ToDaemon, pulse};
+use tasuki_relay::message::{Inflight, ToDaemon, heartbeat};
 use tasuki_relay::method::Method;
 use tasuki_relay::wire::{Plan, Position, Reason};
 use tasuki_relay::worker::Input;
 use tasuki_shm::arena::Arena;
 use tasuki_shm::region::{Region, RegionError};
 
-use super::{Card, Common, EMPTY_HANDS, LAST_BURST, Seat};
-use crate::board::Book;
-use crate::duty::Duty;
-use crate::kit::{self, Moved, Refused, Text};
-use crate::post::Post;
+use super::{Attachment, Card, Common, EMPTY_HANDS, LAST_BURST};
+use crate::bundle::{self, Moved, Refused, Text};
+use crate::channel::DaemonChannel;
+use crate::handler::FrameHandler;
+use crate::lease_page::ProgramState;
 use crate::{device, fail, store};
 
 /// Of the addresses that a worker has for its memory: while the NIC's memory lies in the one half, other memory can be made in the other.
 const HALF: u64 = 128 << 20;
 
 /// How long frames may go on coming after the partner was asked to pause, until the card is stopped all the same.
-const HUSH: Duration = Duration::from_millis(20);
+const QUIESCE: Duration = Duration::from_millis(20);
 
 /// How long a giver tries to stop its card: less would be enough, were the machine not busy.
 const STOP: Duration = Duration::from_secs(1);
@@ -76,9 +76,9 @@ const GOES_ON: Duration = Duration::from_micros(60);
 /// Bursts between two questions to a card, at most: a question takes as long as some tens of frames.
 const TURNS: u32 = 8;
 
-impl<N: InPlace + Repoint + Scrub, D: Duty> Seat<N, D>
+impl<N: InPlace + Repoint + Scrub, D: FrameHandler> Attachment<N, D>
 where
-    N::Bus: KitBus,
+    N::Bus: BundleBus,
 {
     fn text(&self) -> Option<&Text> {
         self.given.text.as_ref().ok()
@@ -92,19 +92,19 @@ where
     /// Makes memory, has the card's bus know it, and posts rings there. For a card that is to start anew, makes memory and no more.
     pub(super) fn open_apart(&mut self, party: Party, how: Option<How>, fds: Vec<OwnedFd>) -> Result<(), Refused> {
         let Some(text) = self.text() else { return Ok(()) };
-        let (wake, bus) = kit::open_way::<N::Bus>(text, &self.given.kit, fds)?;
+        let (wake, bus) = bundle::open_way::<N::Bus>(text, &self.given.bundle, fds)?;
         let at = place(self.given.iova, &text.nic.memory.layout());
         let memory = device::memory(text.ring, at).map_err(|error| no_memory(&error))?;
         memory.populate();
         let parts = || memory.parts().map_err(|error| no_descriptors(&error.into()));
-        let book = Region::adopt(parts()?.ledger).map_err(|error| no_memory(&error))?;
-        let ledger = Ledger::over(&book).map_err(|error| no_memory(&error))?;
-        let had = (&self.given.kit, text, &self.given.fds[..]);
-        let moved = kit::moved(had, (parts()?, memory.layout()), party.0.get());
+        let program_state = Region::adopt(parts()?.ledger).map_err(|error| no_memory(&error))?;
+        let ledger = Ledger::over(&program_state).map_err(|error| no_memory(&error))?;
+        let had = (&self.given.bundle, text, &self.given.fds[..]);
+        let moved = bundle::moved(had, (parts()?, memory.layout()), party.0.get());
         let moved = moved.map_err(|error| no_descriptors(&error))?;
         let arena = memory.arena().clone();
         let from = text.nic.memory.layout().rings_at;
-        let how = match (how, self.given.kit.mac) {
+        let how = match (how, self.given.bundle.mac) {
             (Some(How::Point), Some(mac)) if self.given.fenced => Some(How::Fenced(Mac(mac))),
             (how, _) => how,
         };
@@ -122,12 +122,12 @@ where
     }
 
     /// What the NIC will be made of once we drive it: the daemon must have it before, for whoever goes on should we die.
-    pub(super) fn tell_own(&self, post: &mut Post) {
+    pub(super) fn tell_own(&self, channel: &mut DaemonChannel) {
         let Some(Own { moved, .. }) = &self.own else { return };
         let nic = self.given.number;
         match moved.memory() {
-            Ok((lies, fds)) => post.write(&ToDaemon::Memory { nic, lies }, fds),
-            Err(error) => post.tell(Some(nic), no_descriptors(&error.into()).sentence),
+            Ok((lies, fds)) => channel.write(&ToDaemon::Memory { nic, lies }, fds),
+            Err(error) => channel.tell(Some(nic), no_descriptors(&error.into()).sentence),
         }
         fail::point("map.told");
     }
@@ -137,11 +137,11 @@ where
     pub(super) fn start(&mut self, common: &Common, mut bus: N::Bus, memory: NicMemory) -> Result<(), Refused> {
         // Memory of our own has a ledger of its own, as below; in the old one the next is counted on from the last.
         let old = self.ledger.as_ref().filter(|_| self.own.is_none()).map(Ledger::turns);
-        if let Err(refused) = self.duty.go_on(&common.book, self.given.number, old) {
+        if let Err(refused) = self.handler.go_on(&common.program_state, self.given.number, old) {
             self.own = None;
             return Err(refused);
         }
-        self.duty.close(&common.book, self.given.number);
+        self.handler.close(&common.program_state, self.given.number);
         if self.given.fenced {
             // What a reset of the card itself leaves alone, where the bus knows a stronger one; and who hears its interrupts.
             let _ = bus.reset();
@@ -160,20 +160,20 @@ where
         };
         self.move_in(nic);
         (self.gone, self.link_is_up, self.halted) = (false, false, false);
-        self.given.board.found_link(false);
+        self.given.lease_page.found_link(false);
         Ok(())
     }
 
     /// Points the card at our rings.
     pub(super) fn point(&mut self, common: &Common, ready: N::Ready) -> Result<(), Refused> {
         // What the node remembers of this NIC is from when it last had it, with another ledger.
-        if let Err(refused) = self.duty.go_on(&common.book, self.given.number, None) {
+        if let Err(refused) = self.handler.go_on(&common.program_state, self.given.number, None) {
             drop(N::give_up(ready));
             self.own = None;
             return Err(refused);
         }
-        self.duty.close(&common.book, self.given.number);
-        let mut nic = match N::repoint(ready, self.given.board.left()) {
+        self.handler.close(&common.program_state, self.given.number);
+        let mut nic = match N::repoint(ready, self.given.lease_page.left()) {
             Ok(nic) => nic,
             Err(Failed { error, mut bus, memory }) => {
                 let _ = memory.unmap(&mut bus);
@@ -186,7 +186,7 @@ where
             nic.keep_clean();
         }
         self.move_in(nic);
-        (self.gone, self.link_is_up, self.halted) = (false, self.given.board.link_was_up(), false);
+        (self.gone, self.link_is_up, self.halted) = (false, self.given.lease_page.link_was_up(), false);
         Ok(())
     }
 
@@ -194,7 +194,7 @@ where
     fn move_in(&mut self, nic: N) {
         if let Some(Own { moved, ledger, arena }) = self.own.take() {
             self.old = self.text().map(|text| text.nic.memory.layout());
-            (self.given.kit, self.given.text) = (moved.kit, Ok(moved.text));
+            (self.given.bundle, self.given.text) = (moved.bundle, Ok(moved.text));
             // To close so many takes as long as a few frames, and nobody drives yet.
             self.spent = std::mem::replace(&mut self.given.fds, moved.fds);
             (self.ledger, self.arena) = (Some(ledger), Some(arena));
@@ -227,17 +227,17 @@ where
             let sentence = format!(
                 "{late} frames came to the former owner after it had let go, before it was fenced, and are lost"
             );
-            common.post.tell(Some(self.given.number), sentence);
+            common.channel.tell(Some(self.given.number), sentence);
         }
-        let desk = common.desk(arena, self.given.number);
+        let context = common.context(arena, self.given.number);
         let mut fault = None;
-        let (duty, burst) = (&mut self.duty, &mut self.burst);
+        let (handler, burst) = (&mut self.handler, &mut self.burst);
         let forgotten = nic.forget(&old, |nic| {
             for _ in 0..TURNS {
                 if fault.is_some() {
                     break;
                 }
-                match duty.turn(nic, &desk, burst) {
+                match handler.turn(nic, &context, burst) {
                     Ok(0) => break,
                     Ok(_) => {}
                     Err(error) => fault = Some(error),
@@ -246,7 +246,7 @@ where
         });
         if let Err(error) = forgotten {
             let sentence = format!("the former owner's memory stays mapped for the card: {error}");
-            common.post.tell(Some(self.given.number), sentence);
+            common.channel.tell(Some(self.given.number), sentence);
         }
         if let Some(fault) = fault {
             self.lose(common, &fault);
@@ -261,18 +261,18 @@ where
         if self.gone {
             return Input::Stuck(Reason::CardGone);
         }
-        self.given.board.leaves(Left::STOPPED);
+        self.given.lease_page.leaves(Left::STOPPED);
         let mut fault = None;
-        let (duty, burst) = (&mut self.duty, &mut self.burst);
-        let desk = self.arena.as_ref().map(|arena| common.desk(arena, self.given.number));
-        nic.hush(how, |nic| {
+        let (handler, burst) = (&mut self.handler, &mut self.burst);
+        let context = self.arena.as_ref().map(|arena| common.context(arena, self.given.number));
+        nic.quiesce(how, |nic| {
             // What is to be dropped waits until it is.
-            if let (Some(desk), None, false) = (&desk, &fault, drops) {
-                duty.remember(desk.book, desk.nic, nic.turns().wrapping_add(1));
-                fault = duty.finish(nic, desk, burst).err();
+            if let (Some(context), None, false) = (&context, &fault, drops) {
+                handler.remember(context.program_state, context.nic, nic.turns().wrapping_add(1));
+                fault = handler.finish(nic, context, burst).err();
             }
         });
-        fail::point("give.hushed");
+        fail::point("give.quiesced");
         let stopped = fault.map_or_else(|| self.drain(common, drops), Err);
         if matches!(stopped, Ok(true)) {
             self.halted = true;
@@ -292,12 +292,12 @@ where
         while since.elapsed() < STOP {
             let moved = self.last(common, drops)?;
             let Card::Driven(nic) = &mut self.card else { break };
-            let still = moved == 0 || since.elapsed() > HUSH;
+            let still = moved == 0 || since.elapsed() > QUIESCE;
             if self.burst.is_empty() && still && nic.is_quiet() {
-                self.given.board.stopped();
+                self.given.lease_page.stopped();
                 self.stamped = true;
                 if nic.leave()? {
-                    self.given.board.leaves(nic.left());
+                    self.given.lease_page.leaves(nic.left());
                     return Ok(true);
                 }
             }
@@ -309,18 +309,18 @@ where
     fn last(&mut self, common: &Common, drops: bool) -> Result<usize, NicError> {
         let had = self.burst.len();
         if drops {
-            self.duty.drop_hand(&mut self.burst);
+            self.handler.drop_hand(&mut self.burst);
         }
-        self.remember(&common.book);
+        self.remember(&common.program_state);
         let (Card::Driven(nic), Some(arena)) = (&mut self.card, &self.arena) else { return Ok(0) };
         if !drops {
-            return self.duty.finish(nic, &common.desk(arena, self.given.number), &mut self.burst);
+            return self.handler.finish(nic, &common.context(arena, self.given.number), &mut self.burst);
         }
         let came = nic.receive(&mut self.burst)?;
         self.burst.clear();
         let count = (had + came) as u64;
         self.dropped += count;
-        common.pulse.add(pulse::DROPPED, count);
+        common.heartbeat.add(heartbeat::DROPPED, count);
         Ok(came)
     }
 
@@ -364,7 +364,7 @@ where
             return Ok(false);
         }
         let since = Instant::now();
-        self.given.board.stopped();
+        self.given.lease_page.stopped();
         self.stamped = true;
         let Card::Driven(nic) = &mut self.card else { return Ok(false) };
         while scrubs && !nic.wipe_rest() {
@@ -387,17 +387,16 @@ where
     }
 
     /// The NIC goes to another node: what this one remembers of it does not depend on a ledger any more that others go on with.
-    pub(super) fn close_book(&self, book: &Book) {
-        self.duty.close(book, self.given.number);
+    pub(super) fn close_program_state(&self, program_state: &ProgramState) {
+        self.handler.close(program_state, self.given.number);
     }
 
     /// How many frames were dropped by order.
-    pub(super) fn tell_dropped(&mut self, post: &mut Post) {
+    pub(super) fn tell_dropped(&mut self, channel: &mut DaemonChannel) {
         match std::mem::take(&mut self.dropped) {
             0 => {}
-            count => {
-                post.tell(Some(self.given.number), format!("{count} frames that had come were dropped, as was ordered"))
-            }
+            count => channel
+                .tell(Some(self.given.number), format!("{count} frames that had come were dropped, as was ordered")),
         }
     }
 }

@@ -1,7 +1,7 @@
 //! What a successor must know of a virtio network device.
 //!
-//! A NIC that was parked by a reset of its queues (VIRTIO_F_RING_RESET) has a sash that lists frames and slots, in order: the queues begin anew.
-//! Where they cannot be reset, and where the device runs on while its driver is replaced, the sash is *kept*: it describes the queues as they stand in
+//! A NIC that was parked by a reset of its queues (VIRTIO_F_RING_RESET) has a driver state that lists frames and slots, in order: the queues begin anew.
+//! Where they cannot be reset, and where the device runs on while its driver is replaced, the driver state is *kept*: it describes the queues as they stand in
 //! memory, the driver's indices, and what is in each chain.
 
 use std::mem::offset_of;
@@ -13,8 +13,8 @@ use super::Layout;
 use super::queue::FRAME_MIN;
 use super::regs::feature;
 use super::transport::Way;
+use crate::nic::driver_state::{self, Head, broken, check_counts};
 use crate::nic::ledger::SELDOM;
-use crate::nic::sash::{self, Head, broken, check_counts};
 use crate::nic::{MemoryLayout, NicError};
 
 /// Most descriptors in a queue.
@@ -98,11 +98,11 @@ pub struct Counts {
     pub tx_kicks: u64,
 }
 
-/// The sash.
+/// The driver state.
 #[derive(Debug, Clone, PartialEq, Eq, FromBytes, IntoBytes, Immutable, KnownLayout)]
 #[repr(C)]
-pub struct Sash {
-    /// What every sash begins with.
+pub struct DriverState {
+    /// What every driver state begins with.
     pub head: Head,
     /// What driver and device agreed on.
     pub features: u64,
@@ -133,10 +133,10 @@ pub struct Sash {
     pub tx: [Loan; CHAINS_MAX],
 }
 
-const _: () = assert!(size_of::<Sash>() == 8416);
+const _: () = assert!(size_of::<DriverState>() == 8416);
 
-/// Bytes of a sash before the queues.
-const SELDOM_LEN: usize = offset_of!(Sash, rx);
+/// Bytes of a driver state before the queues.
+const SELDOM_LEN: usize = offset_of!(DriverState, rx);
 const _: () = assert!(SELDOM_LEN <= SELDOM * 8 && SELDOM_LEN.is_multiple_of(8));
 
 /// Bytes of a slot that the device may fill where frames have up to `frame_max` bytes: at least what a device may count on
@@ -145,7 +145,7 @@ pub fn room(frame_max: u16) -> u32 {
     frame_max.max(1514).into()
 }
 
-impl Sash {
+impl DriverState {
     /// Whether the queues are as they stand in memory, and not reset.
     pub fn is_kept(&self) -> bool {
         self.kept == 1
@@ -156,7 +156,7 @@ impl Sash {
         &self.as_bytes()[..SELDOM_LEN]
     }
 
-    /// The reverse of [`seldom`](Self::seldom), on a blank sash.
+    /// The reverse of [`seldom`](Self::seldom), on a blank driver state.
     pub(super) fn set_seldom(&mut self, words: &[u64; SELDOM]) {
         self.as_mut_bytes()[..SELDOM_LEN].copy_from_slice(&words.as_bytes()[..SELDOM_LEN]);
     }
@@ -259,7 +259,7 @@ impl Sash {
     }
 }
 
-impl sash::Sash for Sash {
+impl driver_state::DriverState for DriverState {
     const KIND: u32 = 0x1af4_1041;
     const VERSION: u32 = 3;
 
@@ -268,7 +268,7 @@ impl sash::Sash for Sash {
     }
 
     fn blank() -> Box<Self> {
-        let mut blank = Box::new(Sash::new_zeroed());
+        let mut blank = Box::new(DriverState::new_zeroed());
         blank.rx.fill(Loan::NONE);
         blank.tx.fill(Loan::NONE);
         blank
@@ -291,7 +291,7 @@ mod tests {
     use super::*;
     use crate::nic::Mac;
     use crate::nic::bus::Iova;
-    use crate::nic::sash::{Sash as _, tests};
+    use crate::nic::driver_state::{DriverState as _, tests};
     use crate::nic::virtio_net::transport::Place;
 
     const MEMORY: MemoryLayout =
@@ -302,9 +302,9 @@ mod tests {
     }
 
     /// Of queues of four chains, that were reset.
-    fn sash() -> Sash {
+    fn driver_state() -> DriverState {
         let features = feature::VERSION_1 | feature::RING_RESET;
-        let head = Head::of::<Sash>(&MEMORY, Mac([2, 0, 0, 0, 0, 1]), 8);
+        let head = Head::of::<DriverState>(&MEMORY, Mac([2, 0, 0, 0, 0, 1]), 8);
         let place = |base, len| Place { bar: 4, base, len };
         let way = Way {
             common: place(0, 0x1000),
@@ -314,61 +314,62 @@ mod tests {
             pairs: 1,
             pair: 0,
         };
-        let blank = *Sash::blank();
-        let mut sash = Sash { head, features, way, frame_max: 1518, come: 1, empty: 3, unsent: 1, ..blank };
-        (0..4).for_each(|i| sash.rx[i as usize] = loan(i, 1518, 0));
-        sash.tx[0] = loan(63, 60, 0);
-        sash
+        let blank = *DriverState::blank();
+        let mut driver_state =
+            DriverState { head, features, way, frame_max: 1518, come: 1, empty: 3, unsent: 1, ..blank };
+        (0..4).for_each(|i| driver_state.rx[i as usize] = loan(i, 1518, 0));
+        driver_state.tx[0] = loan(63, 60, 0);
+        driver_state
     }
 
     /// Of queues that are kept.
-    fn kept() -> Sash {
+    fn kept() -> DriverState {
         let cursor = |available, used| Cursor { available, used };
         let (rx_at, tx_at) = (cursor((1 << 32) + 2, (1 << 32) - 2), cursor((1 << 32) + 9, (1 << 32) + 8));
-        let mut sash = Sash { kept: 1, come: 0, empty: 0, unsent: 0, rx_at, tx_at, ..sash() };
-        (0..4_u32).for_each(|k| sash.rx[k as usize].turn = k.wrapping_sub(2));
-        sash.tx.swap(0, 2);
-        sash.tx[2].turn = 8;
-        sash
+        let mut driver_state = DriverState { kept: 1, come: 0, empty: 0, unsent: 0, rx_at, tx_at, ..driver_state() };
+        (0..4_u32).for_each(|k| driver_state.rx[k as usize].turn = k.wrapping_sub(2));
+        driver_state.tx.swap(0, 2);
+        driver_state.tx[2].turn = 8;
+        driver_state
     }
 
     #[test]
-    fn a_sash_that_cannot_be_true_is_refused() {
-        type Change = (&'static str, fn(&mut Sash));
+    fn a_driver_state_that_cannot_be_true_is_refused() {
+        type Change = (&'static str, fn(&mut DriverState));
         let changes: [Change; 31] = [
-            ("version 4", |sash| sash.head.version += 1),
-            ("the sash is of", |sash| sash.head.kind = 0x8086_10d3),
-            ("rings are at another address", |sash| sash.head.rings_at = 0),
-            ("frames are at another address", |sash| sash.head.arena_at = 0),
-            ("the features", |sash| sash.features = 0),
-            ("the features", |sash| sash.features = u64::MAX),
-            ("the number of descriptors", |sash| sash.head.ring = 1024),
-            ("the number of descriptors", |sash| sash.head.ring = 12),
-            ("the number of descriptors", |sash| sash.head.ring = 0),
-            ("the bytes for rings", |sash| sash.head.ring = 128),
-            ("the longest frame", |sash| sash.frame_max = 4097),
-            ("the number of commands", |sash| sash.commands = u64::MAX),
-            ("are kept", |sash| sash.kept = 2),
-            ("are kept", |sash| sash.reserved[2] = 1),
-            ("it has no registers at", |sash| sash.way.common.bar = 6),
-            ("it has no registers at", |sash| sash.way.net.base = 2),
-            ("it has no registers at", |sash| sash.way.notify.len = u32::MAX),
-            ("it has no registers at", |sash| sash.way.common.len = 0x37),
-            ("it has no registers at", |sash| sash.way.bells[1] = 0xfff),
-            ("it has no registers at", |sash| sash.way.bells[0] = 3),
-            ("no pair of queues", |sash| sash.way.pair = 1),
-            ("no pair of queues", |sash| sash.way.pairs = 2),
-            ("no pair of queues", |sash| sash.way.pairs = 0),
-            ("queue", |sash| sash.head.ring = 4),
-            ("queue", |sash| (sash.head.ring, sash.rx[8]) = (16, sash.rx[3])),
-            ("the length of a frame", |sash| sash.rx[3].len = 1519),
-            ("the length of a frame", |sash| sash.rx[3].len = u32::MAX),
-            ("slots beyond the end", |sash| sash.rx[4] = loan(9, 60, 0)),
-            ("slots beyond the end", |sash| sash.tx[4] = loan(9, 60, 0)),
-            ("a slot twice", |sash| sash.rx[1] = sash.rx[0]),
-            ("does not have", |sash| sash.rx[1] = loan(64, 64, 0)),
+            ("version 4", |driver_state| driver_state.head.version += 1),
+            ("the driver state is of", |driver_state| driver_state.head.kind = 0x8086_10d3),
+            ("rings are at another address", |driver_state| driver_state.head.rings_at = 0),
+            ("frames are at another address", |driver_state| driver_state.head.arena_at = 0),
+            ("the features", |driver_state| driver_state.features = 0),
+            ("the features", |driver_state| driver_state.features = u64::MAX),
+            ("the number of descriptors", |driver_state| driver_state.head.ring = 1024),
+            ("the number of descriptors", |driver_state| driver_state.head.ring = 12),
+            ("the number of descriptors", |driver_state| driver_state.head.ring = 0),
+            ("the bytes for rings", |driver_state| driver_state.head.ring = 128),
+            ("the longest frame", |driver_state| driver_state.frame_max = 4097),
+            ("the number of commands", |driver_state| driver_state.commands = u64::MAX),
+            ("are kept", |driver_state| driver_state.kept = 2),
+            ("are kept", |driver_state| driver_state.reserved[2] = 1),
+            ("it has no registers at", |driver_state| driver_state.way.common.bar = 6),
+            ("it has no registers at", |driver_state| driver_state.way.net.base = 2),
+            ("it has no registers at", |driver_state| driver_state.way.notify.len = u32::MAX),
+            ("it has no registers at", |driver_state| driver_state.way.common.len = 0x37),
+            ("it has no registers at", |driver_state| driver_state.way.bells[1] = 0xfff),
+            ("it has no registers at", |driver_state| driver_state.way.bells[0] = 3),
+            ("no pair of queues", |driver_state| driver_state.way.pair = 1),
+            ("no pair of queues", |driver_state| driver_state.way.pairs = 2),
+            ("no pair of queues", |driver_state| driver_state.way.pairs = 0),
+            ("queue", |driver_state| driver_state.head.ring = 4),
+            ("queue", |driver_state| (driver_state.head.ring, driver_state.rx[8]) = (16, driver_state.rx[3])),
+            ("the length of a frame", |driver_state| driver_state.rx[3].len = 1519),
+            ("the length of a frame", |driver_state| driver_state.rx[3].len = u32::MAX),
+            ("slots beyond the end", |driver_state| driver_state.rx[4] = loan(9, 60, 0)),
+            ("slots beyond the end", |driver_state| driver_state.tx[4] = loan(9, 60, 0)),
+            ("a slot twice", |driver_state| driver_state.rx[1] = driver_state.rx[0]),
+            ("does not have", |driver_state| driver_state.rx[1] = loan(64, 64, 0)),
         ];
-        for honest in [sash(), kept()] {
+        for honest in [driver_state(), kept()] {
             honest.check(&MEMORY).unwrap();
             for (why, change) in changes {
                 refused(&honest, why, change);
@@ -377,7 +378,7 @@ mod tests {
     }
 
     #[track_caller]
-    fn refused(honest: &Sash, why: &str, change: fn(&mut Sash)) {
+    fn refused(honest: &DriverState, why: &str, change: fn(&mut DriverState)) {
         let mut wrong = honest.clone();
         change(&mut wrong);
         let error = wrong.check(&MEMORY).unwrap_err().to_string();
@@ -386,34 +387,38 @@ mod tests {
 
     #[test]
     fn what_only_one_way_of_parking_leaves_is_refused_of_the_other() {
-        refused(&sash(), "slots in the receive queue", |sash| sash.empty = 4);
-        refused(&sash(), "when a slot was posted", |sash| sash.rx[2].turn = 1);
-        refused(&sash(), "slots in the receive queue", |sash| (sash.come, sash.empty) = (0xffff, 0xffff));
-        refused(&sash(), "unsent", |sash| sash.unsent = 5);
-        refused(&sash(), "the length of a frame", |sash| sash.rx[0].len = 13);
-        refused(&sash(), "begin at index", |sash| sash.rx_at = Cursor { available: 1, used: 1 });
-        refused(&sash(), "missing", |sash| sash.rx[3] = Loan::NONE);
-        refused(&kept(), "slots in a queue", |sash| sash.rx[3] = Loan::NONE);
-        refused(&kept(), "slots in a queue", |sash| sash.tx_at.available += 1);
-        refused(&kept(), "the indices of a queue", |sash| sash.tx_at.available -= 2);
-        refused(&kept(), "the indices of a queue", |sash| sash.rx_at.used -= 1);
-        refused(&kept(), "the indices of a queue", |sash| {
-            (sash.rx_at.available, sash.rx_at.used) = (u64::MAX, u64::MAX - 4);
+        refused(&driver_state(), "slots in the receive queue", |driver_state| driver_state.empty = 4);
+        refused(&driver_state(), "when a slot was posted", |driver_state| driver_state.rx[2].turn = 1);
+        refused(&driver_state(), "slots in the receive queue", |driver_state| {
+            (driver_state.come, driver_state.empty) = (0xffff, 0xffff)
         });
-        refused(&kept(), "when a slot was posted", |sash| sash.tx[2].turn = 9);
-        refused(&kept(), "when a slot was posted", |sash| {
-            (sash.tx_at.available, sash.tx_at.used, sash.tx[2].turn) = (2, 1, 3);
+        refused(&driver_state(), "unsent", |driver_state| driver_state.unsent = 5);
+        refused(&driver_state(), "the length of a frame", |driver_state| driver_state.rx[0].len = 13);
+        refused(&driver_state(), "begin at index", |driver_state| {
+            driver_state.rx_at = Cursor { available: 1, used: 1 }
+        });
+        refused(&driver_state(), "missing", |driver_state| driver_state.rx[3] = Loan::NONE);
+        refused(&kept(), "slots in a queue", |driver_state| driver_state.rx[3] = Loan::NONE);
+        refused(&kept(), "slots in a queue", |driver_state| driver_state.tx_at.available += 1);
+        refused(&kept(), "the indices of a queue", |driver_state| driver_state.tx_at.available -= 2);
+        refused(&kept(), "the indices of a queue", |driver_state| driver_state.rx_at.used -= 1);
+        refused(&kept(), "the indices of a queue", |driver_state| {
+            (driver_state.rx_at.available, driver_state.rx_at.used) = (u64::MAX, u64::MAX - 4);
+        });
+        refused(&kept(), "when a slot was posted", |driver_state| driver_state.tx[2].turn = 9);
+        refused(&kept(), "when a slot was posted", |driver_state| {
+            (driver_state.tx_at.available, driver_state.tx_at.used, driver_state.tx[2].turn) = (2, 1, 3);
         });
         // A queue that could not be filled.
         let mut short = kept();
         (short.rx[3], short.rx_at.used) = (Loan::NONE, short.rx_at.used + 1);
         short.check(&MEMORY).unwrap();
-        refused(&kept(), "and of others", |sash| sash.unsent = 1);
+        refused(&kept(), "and of others", |driver_state| driver_state.unsent = 1);
     }
 
     #[test]
     fn bytes_of_all_kinds_are_refused_or_harmless() {
-        tests::bytes_of_all_kinds(&sash(), &MEMORY);
+        tests::bytes_of_all_kinds(&driver_state(), &MEMORY);
         tests::bytes_of_all_kinds(&kept(), &MEMORY);
     }
 }

@@ -7,9 +7,9 @@
 //!
 //! # Invariants
 //!
-//! - **K1** The keeper gives descriptors by which an estate can be written to one worker of its node after another, and to the next only when the one
+//! - **K1** The keeper gives descriptors by which a node memory can be written to one worker of its node after another, and to the next only when the one
 //!   before can write no more: it has passed the lease on, and touches nothing from then on, or it is dead. Everybody else's can only be read
-//!   through ([`EstateFds::to_read`]). That is a promise, as a giver's of a NIC's memory is (N2 of `tasuki-net`'s `nic/memory.rs`): no type sees who
+//!   through ([`NodeMemoryFds::to_read`]). That is a promise, as a giver's of a NIC's memory is (N2 of `tasuki-net`'s `nic/memory.rs`): no type sees who
 //!   else has a descriptor. A node whose workers break it changes its own frames.
 //!
 //! # Layout of the control memory
@@ -57,7 +57,7 @@ pub const POOL_PAGES_MIN: u32 = 64;
 /// Most: 2 GiB. A piece names its place in 32 bits.
 pub const POOL_PAGES_MAX: u32 = 1 << 19;
 
-/// Bytes of the estate of a node with a pool of so many pages that one other node reads, at most. A page of them that the node's worker has not written,
+/// Bytes of the node memory of a node with a pool of so many pages that one other node reads, at most. A page of them that the node's worker has not written,
 /// or has punched out, is allocated when it is read, and charged to the reader's control group: a bound on a node's memory has to leave room for
 /// this much of each of its neighbours, or they could have its worker killed.
 pub fn readable_len(pool_pages: u32) -> u64 {
@@ -68,7 +68,7 @@ pub fn readable_len(pool_pages: u32) -> u64 {
 
 /// Why a node has no memory.
 #[derive(Debug, thiserror::Error)]
-pub enum EstateError {
+pub enum NodeMemoryError {
     /// No pool can be of that size.
     #[error(
         "a pool of {pages} pages (4 KiB each) was asked for; it has {POOL_PAGES_MIN} to {POOL_PAGES_MAX}, {POOL_PAGES} where nobody says"
@@ -111,20 +111,20 @@ impl Layout {
     }
 }
 
-/// An estate, for whoever makes it and keeps it: descriptors, mapped by nobody yet.
+/// A node memory, for whoever makes it and keeps it: descriptors, mapped by nobody yet.
 #[derive(Debug)]
-pub struct EstateFds {
+pub struct NodeMemoryFds {
     /// The control memory.
     pub control: OwnedFd,
     /// The pool.
     pub pool: OwnedFd,
 }
 
-impl EstateFds {
+impl NodeMemoryFds {
     /// Makes the memory of a node, with a pool of `pool_pages` pages.
-    pub fn create(name: &str, pool_pages: u32) -> Result<Self, EstateError> {
+    pub fn create(name: &str, pool_pages: u32) -> Result<Self, NodeMemoryError> {
         if !(POOL_PAGES_MIN..=POOL_PAGES_MAX).contains(&pool_pages) {
-            return Err(EstateError::PoolPages { pages: pool_pages });
+            return Err(NodeMemoryError::PoolPages { pages: pool_pages });
         }
         let make = |what: &str, len| {
             let memory = Region::create(&format!("{name}-{what}"), len, Pages::Small)?;
@@ -133,15 +133,15 @@ impl EstateFds {
         };
         let control = make("control", Layout::of(pool_pages).len)?;
         let pool = make("pool", pool_pages as usize * PAGE_LEN)?;
-        Ok(EstateFds { control, pool })
+        Ok(NodeMemoryFds { control, pool })
     }
 
     /// The same memory for those who may read it: descriptors that cannot be written through.
     ///
     /// A process of the same user can open them anew for writing, unless it is kept from `/proc`; one of another user cannot.
-    pub fn to_read(&self) -> Result<EstateFds, RegionError> {
+    pub fn to_read(&self) -> Result<NodeMemoryFds, RegionError> {
         let read_only = crate::region::read_only;
-        Ok(EstateFds { control: read_only(self.control.as_fd())?, pool: read_only(self.pool.as_fd())? })
+        Ok(NodeMemoryFds { control: read_only(self.control.as_fd())?, pool: read_only(self.pool.as_fd())? })
     }
 
     /// The descriptors.
@@ -150,17 +150,17 @@ impl EstateFds {
     }
 }
 
-/// The estate as its node has it.
+/// The node memory as its node has it.
 #[derive(Debug)]
-pub struct Estate {
+pub struct NodeMemory {
     control: Region,
     layout: Layout,
 }
 
-impl Estate {
+impl NodeMemory {
     /// Takes over the memory that a keeper made for this node, with what a predecessor left in it; gives the pool beside it, all of whose pages
     /// are free.
-    pub fn adopt(fds: EstateFds) -> Result<(Self, Pool), RegionError> {
+    pub fn adopt(fds: NodeMemoryFds) -> Result<(Self, Pool), RegionError> {
         let pool = Region::adopt(fds.pool)?;
         let pages = u32::try_from(pool.len() / PAGE_LEN).unwrap_or(u32::MAX);
         let layout = Layout::of(pages);
@@ -168,11 +168,11 @@ impl Estate {
         if control.len() < layout.len {
             return Err(RegionError::Truncated { have: control.len(), need: layout.len });
         }
-        let estate = Estate { control, layout };
-        let generations = estate.control.span(GENERATIONS_AT, generation_lines(pages))?;
+        let node_memory = NodeMemory { control, layout };
+        let generations = node_memory.control.span(GENERATIONS_AT, generation_lines(pages))?;
         // SAFETY: the keeper lets one worker at a time write it, and that is this one (K1); nothing else maps it here.
         let pool = unsafe { Pool::new(pool, generations) }?;
-        Ok((estate, pool))
+        Ok((node_memory, pool))
     }
 
     fn lines(&self, at: usize, count: usize) -> Span<Line> {
@@ -216,22 +216,22 @@ impl Estate {
     }
 }
 
-/// The estate of another node.
+/// The node memory of another node.
 #[derive(Debug)]
-pub struct PeerEstate {
+pub struct PeerNodeMemory {
     control: PeerRegion,
     layout: Layout,
 }
 
-impl PeerEstate {
+impl PeerNodeMemory {
     /// Maps what the keeper of the memory let us read; gives the pool beside it.
-    pub fn map(fds: &EstateFds) -> Result<(Self, PeerPool), RegionError> {
+    pub fn map(fds: &NodeMemoryFds) -> Result<(Self, PeerPool), RegionError> {
         let pool = PeerRegion::map_kept_whole(fds.pool.as_fd())?;
         let pages = u32::try_from(pool.len() / PAGE_LEN).unwrap_or(u32::MAX);
         let layout = Layout::of(pages);
-        let estate = PeerEstate { control: PeerRegion::map_kept(fds.control.as_fd(), layout.len)?, layout };
-        let generations = estate.lines(GENERATIONS_AT, generation_lines(pages));
-        Ok((estate, PeerPool::new(pool, generations)?))
+        let node_memory = PeerNodeMemory { control: PeerRegion::map_kept(fds.control.as_fd(), layout.len)?, layout };
+        let generations = node_memory.lines(GENERATIONS_AT, generation_lines(pages));
+        Ok((node_memory, PeerPool::new(pool, generations)?))
     }
 
     fn lines(&self, at: usize, count: usize) -> Claims<Span<Line>> {
@@ -275,8 +275,8 @@ mod tests {
         if !rustix::process::geteuid().is_root() {
             return println!("skipped: being another user needs root");
         }
-        let fds = EstateFds::create("test", POOL_PAGES).unwrap();
-        let EstateFds { control, pool } = fds.to_read().unwrap();
+        let fds = NodeMemoryFds::create("test", POOL_PAGES).unwrap();
+        let NodeMemoryFds { control, pool } = fds.to_read().unwrap();
         for memory in [control, pool] {
             // Nobody, with the memory as its standard input, as a worker of another node has it.
             let nobody = |script: &str| {
@@ -293,19 +293,19 @@ mod tests {
 
     #[test]
     fn a_node_that_talks_to_nobody_costs_its_pool_and_little_more() {
-        let fds = EstateFds::create("test", POOL_PAGES).unwrap();
+        let fds = NodeMemoryFds::create("test", POOL_PAGES).unwrap();
         let copies = fds.control.try_clone().unwrap();
         let theirs = fds.to_read().unwrap();
-        let (estate, _pool) = Estate::adopt(fds).unwrap();
-        let (peer, _) = PeerEstate::map(&theirs).unwrap();
-        estate.bell()[0].word(0).store(7, Relaxed);
+        let (node_memory, _pool) = NodeMemory::adopt(fds).unwrap();
+        let (peer, _) = PeerNodeMemory::map(&theirs).unwrap();
+        node_memory.bell()[0].word(0).store(7, Relaxed);
         assert_eq!(peer.bell().load(0, 0), 7);
         assert_eq!(allocated(copies.as_fd()), 4096);
-        estate.ring_to(99)[0].word(0).store(8, Relaxed);
-        estate.line_of(99)[0].word(0).store(9, Relaxed);
+        node_memory.ring_to(99)[0].word(0).store(8, Relaxed);
+        node_memory.line_of(99)[0].word(0).store(9, Relaxed);
         assert_eq!((peer.ring_to(99).load(0, 0), peer.line_of(99).load(0, 0)), (8, 9));
         assert_eq!(allocated(copies.as_fd()), 3 * 4096);
-        estate.give_back_ring(99).unwrap();
+        node_memory.give_back_ring(99).unwrap();
         assert_eq!(allocated(copies.as_fd()), 2 * 4096);
         assert_eq!(peer.ring_to(99).load(0, 0), 0, "and can still be read");
     }
@@ -314,14 +314,16 @@ mod tests {
     #[test]
     fn a_reader_is_charged_for_holes_up_to_what_is_said() {
         for pages in [POOL_PAGES_MIN, POOL_PAGES] {
-            let fds = EstateFds::create("test", pages).unwrap();
-            let (estate, pool) = PeerEstate::map(&fds.to_read().unwrap()).unwrap();
+            let fds = NodeMemoryFds::create("test", pages).unwrap();
+            let (node_memory, pool) = PeerNodeMemory::map(&fds.to_read().unwrap()).unwrap();
             let region = PeerRegion::map_kept_whole(fds.pool.as_fd()).unwrap();
             let mut room = vec![0; region.len()];
             region.copy_to(0, &mut room).unwrap();
-            let generations = estate.lines(GENERATIONS_AT, generation_lines(pages));
+            let generations = node_memory.lines(GENERATIONS_AT, generation_lines(pages));
             let each = |lines: &Claims<Span<Line>>| (0..lines.len()).for_each(|line| _ = lines.load(line, 0));
-            [estate.bell(), estate.talks(), generations, estate.line_of(7), estate.ring_to(7)].iter().for_each(each);
+            [node_memory.bell(), node_memory.talks(), generations, node_memory.line_of(7), node_memory.ring_to(7)]
+                .iter()
+                .for_each(each);
             let charged = fds.fds().into_iter().map(allocated).sum::<u64>();
             assert!(charged <= readable_len(pages), "{charged} bytes, where {} were said", readable_len(pages));
             assert!(charged + 2 * PAGE_LEN as u64 >= readable_len(pages), "and no more is said than that");
@@ -331,7 +333,7 @@ mod tests {
 
     #[test]
     fn what_is_lent_to_be_read_cannot_be_written() {
-        let fds = EstateFds::create("test", 64).unwrap();
+        let fds = NodeMemoryFds::create("test", 64).unwrap();
         let theirs = fds.to_read().unwrap();
         assert!(Region::adopt(theirs.pool).is_err());
         assert!(Region::adopt(theirs.control).is_err());
@@ -340,16 +342,16 @@ mod tests {
     #[test]
     fn a_pool_that_cannot_be_is_refused_with_what_could() {
         for pages in [0, 63, POOL_PAGES_MAX + 1, u32::MAX] {
-            let said = EstateFds::create("test", pages).unwrap_err().to_string();
+            let said = NodeMemoryFds::create("test", pages).unwrap_err().to_string();
             assert!(said.contains(&format!("{pages} pages")) && said.contains("64 to 524288"), "{said}");
         }
     }
 
     #[test]
     fn memory_that_is_too_small_is_refused() {
-        let (small, large) = (EstateFds::create("test", 64).unwrap(), EstateFds::create("test", 4096).unwrap());
-        let mixed = EstateFds { control: small.control, pool: large.pool };
-        assert!(matches!(PeerEstate::map(&mixed).unwrap_err(), RegionError::Truncated { .. }));
-        assert!(matches!(Estate::adopt(mixed).unwrap_err(), RegionError::Truncated { .. }));
+        let (small, large) = (NodeMemoryFds::create("test", 64).unwrap(), NodeMemoryFds::create("test", 4096).unwrap());
+        let mixed = NodeMemoryFds { control: small.control, pool: large.pool };
+        assert!(matches!(PeerNodeMemory::map(&mixed).unwrap_err(), RegionError::Truncated { .. }));
+        assert!(matches!(NodeMemory::adopt(mixed).unwrap_err(), RegionError::Truncated { .. }));
     }
 }

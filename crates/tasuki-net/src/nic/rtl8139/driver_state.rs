@@ -9,7 +9,7 @@ use zerocopy::{FromBytes, FromZeros, Immutable, IntoBytes, KnownLayout};
 use super::regs::DESCRIPTORS_MAX;
 use super::ring::BUFFER_LEN;
 use super::{MTU_MIN, RINGS_LEN};
-use crate::nic::sash::{self, Head, broken, check_counts};
+use crate::nic::driver_state::{self, Head, broken, check_counts};
 use crate::nic::{MemoryLayout, NicError};
 
 /// A slot that is in a ring.
@@ -34,7 +34,7 @@ impl Loan {
     }
 
     /// Bytes to be sent.
-    #[expect(clippy::cast_possible_truncation, reason = "Sash::check saw that it fits")]
+    #[expect(clippy::cast_possible_truncation, reason = "DriverState::check saw that it fits")]
     pub fn to_send(&self) -> u16 {
         self.status as u16
     }
@@ -64,11 +64,11 @@ pub struct Counts {
     pub tx_dropped: u64,
 }
 
-/// The sash.
+/// The driver state.
 #[derive(Debug, Clone, PartialEq, Eq, FromBytes, IntoBytes, Immutable, KnownLayout)]
 #[repr(C)]
-pub struct Sash {
-    /// What every sash begins with.
+pub struct DriverState {
+    /// What every driver state begins with.
     pub head: Head,
     /// Longest frame that is sent, in bytes.
     pub frame_max: u16,
@@ -83,9 +83,9 @@ pub struct Sash {
     pub counts: Counts,
 }
 
-const _: () = assert!(size_of::<Sash>() == 2168);
+const _: () = assert!(size_of::<DriverState>() == 2168);
 
-impl Sash {
+impl DriverState {
     /// The receive ring.
     pub fn received(&self) -> &[Loan] {
         &self.rx[..self.head.ring.into()]
@@ -97,7 +97,7 @@ impl Sash {
     }
 }
 
-impl sash::Sash for Sash {
+impl driver_state::DriverState for DriverState {
     const KIND: u32 = 0x10ec_8139;
     const VERSION: u32 = 2;
 
@@ -154,7 +154,7 @@ mod tests {
     use super::*;
     use crate::nic::Mac;
     use crate::nic::bus::Iova;
-    use crate::nic::sash::{Sash as _, tests};
+    use crate::nic::driver_state::{DriverState as _, tests};
 
     const MEMORY: MemoryLayout =
         MemoryLayout { rings_at: Iova(0x1000), rings_len: 4096, slots: Geometry { slot_len: 4096, count: 64 } };
@@ -164,49 +164,49 @@ mod tests {
     }
 
     /// Of a ring of eight, with two frames that have come and one that was not sent.
-    fn sash() -> Sash {
-        let head = Head::of::<Sash>(&MEMORY, Mac([2, 0, 0, 0, 0, 1]), 8);
-        let mut sash = Sash { head, frame_max: 1518, unsent: 1, ..Sash::new_zeroed() };
-        (0..8).for_each(|i| sash.rx[i as usize] = loan(i, if i < 2 { 0x3000_0040 } else { 0 }));
-        sash.tx[0] = loan(63, 1518);
-        sash
+    fn driver_state() -> DriverState {
+        let head = Head::of::<DriverState>(&MEMORY, Mac([2, 0, 0, 0, 0, 1]), 8);
+        let mut driver_state = DriverState { head, frame_max: 1518, unsent: 1, ..DriverState::new_zeroed() };
+        (0..8).for_each(|i| driver_state.rx[i as usize] = loan(i, if i < 2 { 0x3000_0040 } else { 0 }));
+        driver_state.tx[0] = loan(63, 1518);
+        driver_state
     }
 
     #[test]
-    fn a_sash_that_cannot_be_true_is_refused() {
-        sash().check(&MEMORY).unwrap();
-        type Change = (&'static str, fn(&mut Sash));
+    fn a_driver_state_that_cannot_be_true_is_refused() {
+        driver_state().check(&MEMORY).unwrap();
+        type Change = (&'static str, fn(&mut DriverState));
         let changes: [Change; 17] = [
-            ("version 3", |sash| sash.head.version += 1),
-            ("the sash is of", |sash| sash.head.kind = 0x8086_10d3),
-            ("rings are at another address", |sash| sash.head.rings_at = 0),
-            ("frames are at another address", |sash| sash.head.arena_at = 0),
-            ("the number of its slots", |sash| sash.head.slots = 32),
-            ("the number of descriptors (0x80)", |sash| sash.head.ring = 128),
-            ("the number of descriptors (0x0)", |sash| sash.head.ring = 0),
-            ("the number of descriptors (0x9)", |sash| sash.head.ring = 9),
-            ("beyond the end", |sash| sash.head.ring = 4),
-            ("unsent frames (0x9)", |sash| sash.unsent = 9),
-            ("beyond the end", |sash| sash.unsent = 0),
-            ("the longest frame", |sash| sash.frame_max = 9000),
-            ("length of an unsent frame", |sash| sash.tx[0].status += 1),
-            ("behind slots that are empty", |sash| sash.rx[0].status = 0),
-            ("a slot twice", |sash| sash.rx[1] = sash.rx[0]),
-            ("does not have", |sash| sash.rx[1] = loan(64, 64)),
-            ("what is reserved", |sash| sash.rx[7].reserved = 1),
+            ("version 3", |driver_state| driver_state.head.version += 1),
+            ("the driver state is of", |driver_state| driver_state.head.kind = 0x8086_10d3),
+            ("rings are at another address", |driver_state| driver_state.head.rings_at = 0),
+            ("frames are at another address", |driver_state| driver_state.head.arena_at = 0),
+            ("the number of its slots", |driver_state| driver_state.head.slots = 32),
+            ("the number of descriptors (0x80)", |driver_state| driver_state.head.ring = 128),
+            ("the number of descriptors (0x0)", |driver_state| driver_state.head.ring = 0),
+            ("the number of descriptors (0x9)", |driver_state| driver_state.head.ring = 9),
+            ("beyond the end", |driver_state| driver_state.head.ring = 4),
+            ("unsent frames (0x9)", |driver_state| driver_state.unsent = 9),
+            ("beyond the end", |driver_state| driver_state.unsent = 0),
+            ("the longest frame", |driver_state| driver_state.frame_max = 9000),
+            ("length of an unsent frame", |driver_state| driver_state.tx[0].status += 1),
+            ("behind slots that are empty", |driver_state| driver_state.rx[0].status = 0),
+            ("a slot twice", |driver_state| driver_state.rx[1] = driver_state.rx[0]),
+            ("does not have", |driver_state| driver_state.rx[1] = loan(64, 64)),
+            ("what is reserved", |driver_state| driver_state.rx[7].reserved = 1),
         ];
         for (why, change) in changes {
-            let mut wrong = sash();
+            let mut wrong = driver_state();
             change(&mut wrong);
             let error = wrong.check(&MEMORY).unwrap_err().to_string();
             assert!(error.contains(why), "{why}: {error}");
         }
-        let error = sash().check(&MemoryLayout { rings_len: 2048, ..MEMORY }).unwrap_err();
+        let error = driver_state().check(&MemoryLayout { rings_len: 2048, ..MEMORY }).unwrap_err();
         assert!(error.to_string().contains("at another address"), "{error}");
     }
 
     #[test]
     fn bytes_of_all_kinds_are_refused_or_harmless() {
-        tests::bytes_of_all_kinds(&sash(), &MEMORY);
+        tests::bytes_of_all_kinds(&driver_state(), &MEMORY);
     }
 }

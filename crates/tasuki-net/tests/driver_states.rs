@@ -14,7 +14,7 @@ use tasuki_net::nic::bus::{Bus, BusError, IntX, Iova, Part, Registers};
 use tasuki_net::nic::e1000e::E1000e;
 use tasuki_net::nic::rtl8139::Rtl8139;
 use tasuki_net::nic::virtio_net::VirtioNet;
-use tasuki_net::nic::{Failed, Nic, NicError, NicMemory, NicOptions, Sash};
+use tasuki_net::nic::{DriverState, Failed, Nic, NicError, NicMemory, NicOptions};
 use tasuki_net::port::{Burst, Frame};
 use tasuki_shm::arena::Geometry;
 use tasuki_shm::region::{Region, Span};
@@ -246,61 +246,65 @@ fn starts_anew<N: Nic<Bus = EchoBus>>(Failed { bus, memory, .. }: Failed<EchoBus
     let arena = memory.arena().clone();
     let nic = started::<N>(bus.clone(), memory);
     assert_eq!(bus.0.borrow().mapped.len(), 2, "rings and frames");
-    let (_, memory, sash) = nic.park().expect("the card stops");
+    let (_, memory, driver_state) = nic.park().expect("the card stops");
     accounted(&memory);
-    assert_eq!(arena.census().peer as usize, sash.slots().count(), "what was lent before came back");
+    assert_eq!(arena.census().peer as usize, driver_state.slots().count(), "what was lent before came back");
 }
 
-fn a_wrong_sash_touches_nothing<N: Nic<Bus = EchoBus>>(kind: Kind) {
+fn a_wrong_driver_state_touches_nothing<N: Nic<Bus = EchoBus>>(kind: Kind) {
     let bus = EchoBus::new(kind);
-    let (mut bus, mut memory, sash) = started::<N>(bus, memory()).park().expect("the card stops");
+    let (mut bus, mut memory, driver_state) = started::<N>(bus, memory()).park().expect("the card stops");
     let words = rings(&memory);
     let all = || words.iter().map(|word| word.load(Relaxed)).collect::<Vec<_>>();
     let (before, touched, census) = (all(), bus.touched(), memory.arena().census());
-    for at in 0..N::Sash::LEN {
-        let mut bytes = sash.bytes().to_vec();
+    for at in 0..N::DriverState::LEN {
+        let mut bytes = driver_state.bytes().to_vec();
         bytes[at] ^= 0x40;
-        let wrong = N::Sash::read_from_bytes(&bytes).expect("as many bytes");
+        let wrong = N::DriverState::read_from_bytes(&bytes).expect("as many bytes");
         // Counters, and what a driver only carries on, may be what they like; they are below.
         if wrong.check(&memory.layout()).is_ok() {
             continue;
         }
-        let Failed { error, bus: way, memory: back } = N::resume(bus, memory, &wrong).err().expect("a wrong sash");
-        assert!(matches!(error, NicError::OtherSash { .. } | NicError::BrokenSash { .. }), "byte {at}: {error}");
+        let Failed { error, bus: way, memory: back } =
+            N::resume(bus, memory, &wrong).err().expect("a wrong driver state");
+        assert!(
+            matches!(error, NicError::OtherDriverState { .. } | NicError::BrokenDriverState { .. }),
+            "byte {at}: {error}"
+        );
         (bus, memory) = (way, back);
         assert_eq!(bus.touched(), touched, "byte {at}: the card was touched ({error})");
         assert_eq!(memory.arena().census(), census, "byte {at}");
     }
     assert!(all() == before, "the rings have changed");
-    // Memory that the sash is not of.
-    let (back, other) = match N::resume(bus, self::memory(), &sash) {
-        Err(Failed { error: NicError::BrokenSash { .. }, bus, memory }) => (bus, memory),
+    // Memory that the driver state is not of.
+    let (back, other) = match N::resume(bus, self::memory(), &driver_state) {
+        Err(Failed { error: NicError::BrokenDriverState { .. }, bus, memory }) => (bus, memory),
         other => panic!("{:?}", other.err()),
     };
     assert_eq!((back.touched(), other.arena().census().free), (touched, SLOTS.count));
-    N::resume(back, memory, &sash).expect("the right sash of the right memory");
+    N::resume(back, memory, &driver_state).expect("the right driver state of the right memory");
 }
 
-/// Bits of a sash that are flipped one by one are refused or harmless: the driver that goes on with them neither panics nor gets at a
+/// Bits of a driver state that are flipped one by one are refused or harmless: the driver that goes on with them neither panics nor gets at a
 /// slot that is not its own, and whatever it comes to, the card can be started anew.
 fn flipped_bits_are_refused_or_harmless<N: Nic<Bus = EchoBus>>(kind: Kind) {
     let (mut refused, mut harmless) = (0, 0);
     // Every bit of the first bytes, and one bit of each byte of the rest where something stands.
     let mut bit = 0;
     let mut parked = None;
-    while bit < 8 * N::Sash::LEN {
-        let (bus, memory, sash) =
+    while bit < 8 * N::DriverState::LEN {
+        let (bus, memory, driver_state) =
             parked.take().unwrap_or_else(|| started::<N>(EchoBus::new(kind), memory()).park().expect("the card stops"));
-        let mut bytes = sash.bytes().to_vec();
+        let mut bytes = driver_state.bytes().to_vec();
         let step = if bit < 8 * 128 { 1 } else { 83 };
         bytes[bit / 8] ^= 1 << (bit % 8);
         bit += step;
-        let wrong = N::Sash::read_from_bytes(&bytes).expect("as many bytes");
+        let wrong = N::DriverState::read_from_bytes(&bytes).expect("as many bytes");
         match N::resume(bus, memory, &wrong) {
             Err(Failed { bus, memory, .. }) => {
                 refused += 1;
                 accounted(&memory);
-                parked = Some((bus, memory, sash));
+                parked = Some((bus, memory, driver_state));
             }
             Ok(mut nic) => {
                 harmless += 1;
@@ -339,9 +343,9 @@ fn a_card_that_fails_can_be_started_anew<N: Nic<Bus = EchoBus>>(kind: Kind) {
     gone(&bus, false);
     starts_anew::<N>(failed);
     let bus = EchoBus::new(kind);
-    let (_, memory, sash) = started::<N>(bus.clone(), self::memory()).park().expect("the card stops");
+    let (_, memory, driver_state) = started::<N>(bus.clone(), self::memory()).park().expect("the card stops");
     gone(&bus, true);
-    let failed = N::resume(bus.clone(), memory, &sash).err().expect("a card that is gone");
+    let failed = N::resume(bus.clone(), memory, &driver_state).err().expect("a card that is gone");
     assert!(matches!(failed.error, NicError::Gone), "{failed}");
     gone(&bus, false);
     starts_anew::<N>(failed);
@@ -369,9 +373,10 @@ fn a_card_that_is_another_is_refused_and_the_memory_still_good<N: Nic<Bus = Echo
 fn what_a_step_leaves_that_failed_half_way_a_start_gets_over() {
     // A virtio device that takes no interrupt vector any more.
     let bus = EchoBus::new(VIRTIO);
-    let (_, memory, sash) = started::<VirtioNet<EchoBus>>(bus.clone(), self::memory()).park().expect("the card stops");
+    let (_, memory, driver_state) =
+        started::<VirtioNet<EchoBus>>(bus.clone(), self::memory()).park().expect("the card stops");
     bus.0.borrow_mut().stuck = Some((0x1a, 0xffff));
-    let failed = VirtioNet::resume(bus.clone(), memory, &sash).expect_err("no vector");
+    let failed = VirtioNet::resume(bus.clone(), memory, &driver_state).expect_err("no vector");
     assert!(matches!(failed.error, NicError::Absurd { .. }), "{failed}");
     bus.0.borrow_mut().stuck = None;
     starts_anew::<VirtioNet<EchoBus>>(failed);
@@ -390,8 +395,8 @@ macro_rules! of_each_driver {
             use super::*;
 
             #[test]
-            fn a_wrong_sash_touches_nothing() {
-                super::a_wrong_sash_touches_nothing::<$card<EchoBus>>($kind);
+            fn a_wrong_driver_state_touches_nothing() {
+                super::a_wrong_driver_state_touches_nothing::<$card<EchoBus>>($kind);
             }
             #[test]
             fn flipped_bits_are_refused_or_harmless() {

@@ -1,4 +1,4 @@
-//! Memory that a worker shares with others: a NIC's board, its own pulse, its node's book. All of it can be written by others at any time:
+//! Memory that a worker shares with others: a NIC's lease page, its own heartbeat, its node's program state. All of it can be written by others at any time:
 //! words are loaded once, and mean only what they may mean.
 
 use std::os::fd::OwnedFd;
@@ -6,20 +6,20 @@ use std::sync::atomic::AtomicU64;
 use std::sync::atomic::Ordering::{Acquire, Relaxed, Release};
 
 use tasuki_net::nic::Left;
-use tasuki_relay::letter::{board, pulse};
+use tasuki_relay::message::{heartbeat, lease_page};
 use tasuki_relay::{Party, Tenure};
 use tasuki_shm::lease::{self, Lease};
 use tasuki_shm::line::Line;
 use tasuki_shm::region::{Region, RegionError, Span};
 
+use crate::exit_mark;
 use crate::program::STATE_MAX;
-use crate::tomb;
 
 /// How long a driver gives way to a worker that comes to its CPU.
 const COMES_WITHIN_NS: u64 = 10_000_000;
 
 /// Words of a page.
-const WORDS: usize = board::LEN / 8;
+const WORDS: usize = lease_page::LEN / 8;
 
 /// Now, on the clock that all processes of the machine share.
 pub fn now_ns() -> u64 {
@@ -38,18 +38,18 @@ fn adopt(memory: OwnedFd, len: usize) -> Result<Region, RegionError> {
     Ok(region)
 }
 
-/// A NIC's board.
+/// A NIC's lease page.
 #[derive(Debug)]
-pub struct Board {
+pub struct LeasePage {
     lease: Lease<Span<Line>>,
     words: Span<AtomicU64>,
 }
 
-impl Board {
+impl LeasePage {
     /// What the daemon has made.
     pub fn over(memory: OwnedFd) -> Result<Self, RegionError> {
-        let region = adopt(memory, board::LEN)?;
-        Ok(Board { lease: Lease::new(region.span(board::LEASE_LINE * 64, 1)?), words: region.span(0, WORDS)? })
+        let region = adopt(memory, lease_page::LEN)?;
+        Ok(LeasePage { lease: Lease::new(region.span(lease_page::LEASE_LINE * 64, 1)?), words: region.span(0, WORDS)? })
     }
 
     /// What the lease word says.
@@ -70,96 +70,96 @@ impl Board {
 
     /// The giver has ended its last burst.
     pub fn stopped(&self) {
-        self.words[board::STOPPED_AT].store(now_ns(), Relaxed);
+        self.words[lease_page::STOPPED_AT].store(now_ns(), Relaxed);
     }
 
     /// How the giver has left the card, to who points it elsewhere.
     pub fn left(&self) -> Left {
-        Left(self.words[board::LEFT].load(Acquire))
+        Left(self.words[lease_page::LEFT].load(Acquire))
     }
 
     /// The giver has left the card so.
     pub fn leaves(&self, left: Left) {
-        self.words[board::LEFT].store(left.0, Release);
+        self.words[lease_page::LEFT].store(left.0, Release);
     }
 
     /// Whether the link was found up since the card was started.
     pub fn link_was_up(&self) -> bool {
-        self.words[board::LINK].load(Relaxed) == 1
+        self.words[lease_page::LINK].load(Relaxed) == 1
     }
 
     /// The link was found up; or, of a card that was just started, not yet.
     pub fn found_link(&self, up: bool) {
-        self.words[board::LINK].store(up.into(), Relaxed);
+        self.words[lease_page::LINK].store(up.into(), Relaxed);
     }
 
     /// The taker has looked at the rings and drives.
     pub fn driving(&self, cpu: Option<u32>) {
         self.leaves(Left::STOPPED);
-        self.words[board::DRIVING_AT].store(now_ns(), Relaxed);
-        self.words[board::CPU].store(cpu.map_or(0, |cpu| u64::from(cpu) + 1), Relaxed);
-        let relays = self.words[board::RELAYS].load(Relaxed);
-        self.words[board::RELAYS].store(relays.wrapping_add(1), Release);
+        self.words[lease_page::DRIVING_AT].store(now_ns(), Relaxed);
+        self.words[lease_page::CPU].store(cpu.map_or(0, |cpu| u64::from(cpu) + 1), Relaxed);
+        let relays = self.words[lease_page::RELAYS].load(Relaxed);
+        self.words[lease_page::RELAYS].store(relays.wrapping_add(1), Release);
     }
 
     /// Has a worker go to the driver's CPU. It runs there once the driver yields, which [looks](Self::is_awaited) for it; without, once the next tick comes, in
     /// milliseconds.
     pub fn come(&self, go: impl FnOnce()) {
-        self.words[board::COMING].store(now_ns() + COMES_WITHIN_NS, Relaxed);
+        self.words[lease_page::COMING].store(now_ns() + COMES_WITHIN_NS, Relaxed);
         go();
-        self.words[board::COMING].store(0, Relaxed);
+        self.words[lease_page::COMING].store(0, Relaxed);
     }
 
     /// Whether a worker waits for the driver's CPU. A word further ahead than [`COMES_WITHIN_NS`] counts for nothing.
     pub fn is_awaited(&self) -> bool {
-        let until = self.words[board::COMING].load(Relaxed);
+        let until = self.words[lease_page::COMING].load(Relaxed);
         until != 0 && until.wrapping_sub(now_ns()) <= COMES_WITHIN_NS
     }
 
     /// The CPU on which the driver stays, if it does.
     pub fn driver_cpu(&self) -> Option<u32> {
-        let word = self.words[board::CPU].load(Relaxed);
+        let word = self.words[lease_page::CPU].load(Relaxed);
         word.checked_sub(1).and_then(|cpu| u32::try_from(cpu).ok())
     }
 }
 
-/// A worker's pulse.
+/// A worker's heartbeat.
 #[derive(Debug)]
-pub struct Pulse {
+pub struct Heartbeat {
     words: Span<AtomicU64>,
     region: Region,
     looks: u64,
 }
 
-impl Pulse {
+impl Heartbeat {
     /// What the daemon has made.
     pub fn over(memory: OwnedFd) -> Result<Self, RegionError> {
-        let region = adopt(memory, pulse::LEN)?;
-        Ok(Pulse { words: region.span(0, WORDS)?, region, looks: 0 })
+        let region = adopt(memory, heartbeat::LEN)?;
+        Ok(Heartbeat { words: region.span(0, WORDS)?, region, looks: 0 })
     }
 
     /// Has the daemon learn early that this process ends.
     pub fn mark_life(&self) -> std::io::Result<()> {
-        tomb::mark(self.region.span(8 * pulse::LIFE, 1).map_err(std::io::Error::other)?)
+        exit_mark::mark(self.region.span(8 * heartbeat::LIFE, 1).map_err(std::io::Error::other)?)
     }
 
     /// How many messages the daemon has put into the socket.
     #[inline]
     pub fn posts(&self) -> u64 {
-        self.words[pulse::POSTS].load(Acquire)
+        self.words[heartbeat::POSTS].load(Acquire)
     }
 
     /// It has looked for work once more; says how often.
     #[inline]
     pub fn look(&mut self) -> u64 {
         self.looks = self.looks.wrapping_add(1);
-        self.words[pulse::LOOKS].store(self.looks, Relaxed);
+        self.words[heartbeat::LOOKS].store(self.looks, Relaxed);
         self.looks
     }
 
     /// Whether it sleeps on purpose.
     pub fn asleep(&self, is: bool) {
-        self.words[pulse::ASLEEP].store(is.into(), Relaxed);
+        self.words[heartbeat::ASLEEP].store(is.into(), Relaxed);
     }
 
     /// So many frames more.
@@ -177,14 +177,14 @@ impl Pulse {
     }
 }
 
-/// A node's book: memory that outlives workers, for what its work must remember. Of the stock worker's works a line and another for each NIC, by
+/// A node's program state: memory that outlives workers, for what its work must remember. Of the stock worker's works a line and another for each NIC, by
 /// its number; of a program of the user's own, behind those, [`STATE_PAGE`] words for each.
 #[derive(Debug)]
-pub struct Book {
+pub struct ProgramState {
     words: Span<AtomicU64>,
 }
 
-/// Words of a page of the book that is one NIC's: two copies of [`COPY`] words.
+/// Words of a page of the program state that is one NIC's: two copies of [`COPY`] words.
 const PAGE: usize = 2 * COPY;
 
 /// Words that are remembered of a NIC.
@@ -217,14 +217,14 @@ impl Default for Written {
     }
 }
 
-/// Bytes of a book.
-const BOOK_LEN: usize = 64 * 1024;
+/// Bytes of a program state.
+const PROGRAM_STATE_LEN: usize = 64 * 1024;
 
-impl Book {
+impl ProgramState {
     /// What the daemon has made.
     pub fn over(memory: OwnedFd) -> Result<Self, RegionError> {
-        let region = adopt(memory, BOOK_LEN)?;
-        Ok(Book { words: region.span(0, BOOK_LEN / 8)? })
+        let region = adopt(memory, PROGRAM_STATE_LEN)?;
+        Ok(ProgramState { words: region.span(0, PROGRAM_STATE_LEN / 8)? })
     }
 
     /// What stands in a copy of what a program remembers of a NIC; nothing where there is no room for so many NICs.

@@ -72,15 +72,15 @@ impl Tally {
     }
 }
 
-pub struct Board {
+pub struct LeasePage {
     region: Region,
     words: Span<AtomicU64>,
 }
 
-impl Board {
+impl LeasePage {
     pub fn create() -> Self {
         let words = usize::from(NUMBERS) * (OF_NODE + usize::from(NUMBERS) * OF_PAIR);
-        Self::of(Region::create("board", words * 8, Pages::Small).expect("there is memory"))
+        Self::of(Region::create("lease_page", words * 8, Pages::Small).expect("there is memory"))
     }
 
     pub fn adopt(memory: OwnedFd) -> Self {
@@ -89,7 +89,7 @@ impl Board {
 
     fn of(region: Region) -> Self {
         let words = region.span(0, region.len() / 8).expect("all of it");
-        Board { region, words }
+        LeasePage { region, words }
     }
 
     pub fn fd(&self) -> BorrowedFd<'_> {

@@ -3,9 +3,9 @@
 //! All travels on one unix socket that keeps bounds, the worker's standard input. A message is one of two:
 //!
 //! - 36 bytes, the number of a NIC (little-endian, as the daemon gave it in [`ToWorker::Nic`]) and a packet: [`frame`], [`unframe`];
-//! - a letter: JSON, which begins with `{`. The descriptors that it speaks of travel beside it, in the order in which it names them.
+//! - a message: JSON, which begins with `{`. The descriptors that it speaks of travel beside it, in the order in which it names them.
 //!
-//! A letter with a field that the reader does not know is read without it; a letter of a kind that it does not know is refused with a
+//! A message with a field that the reader does not know is read without it; a message of a kind that it does not know is refused with a
 //! sentence. [`SPEECH`] stands in the first one each way.
 
 use std::net::{IpAddr, Ipv4Addr};
@@ -14,11 +14,11 @@ use serde::{Deserialize, Serialize};
 
 use crate::wire;
 
-/// Of the letters. Grows when one of them changes what it means.
+/// Of the messages. Grows when one of them changes what it means.
 pub const SPEECH: u32 = 3;
 
-/// Most bytes of a letter.
-pub const LETTER_MAX: usize = 64 * 1024;
+/// Most bytes of a message.
+pub const MESSAGE_MAX: usize = 64 * 1024;
 
 /// Most bytes of a program's options.
 pub const OPTIONS_MAX: usize = 4096;
@@ -37,7 +37,7 @@ pub fn frame(nic: u32, packet: [u8; wire::LEN]) -> [u8; wire::LEN + 4] {
     bytes
 }
 
-/// The reverse of [`frame`]; nothing if this is a letter.
+/// The reverse of [`frame`]; nothing if this is a message.
 pub fn unframe(bytes: &[u8]) -> Option<(u32, &[u8])> {
     let (nic, packet) = bytes.split_first_chunk::<4>()?;
     let is_packet = bytes.len() == wire::LEN + 4 && bytes[0] != b'{';
@@ -78,7 +78,7 @@ pub enum Work {
     Program,
 }
 
-/// The first letter to a worker: what it is.
+/// The first message to a worker: what it is.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Begin {
     /// [`SPEECH`] of the daemon.
@@ -168,8 +168,8 @@ pub struct ClientRing {
 ///
 /// Whoever opened the device wrote the text. A worker that moves a NIC to other memory says how that lies, and nothing else.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Kit {
-    /// Whose sash its driver writes: vendor and device.
+pub struct DeviceBundle {
+    /// Whose driver state its driver writes: vendor and device.
     pub kind: u32,
     /// Of which version.
     pub version: u32,
@@ -225,13 +225,13 @@ pub enum Inflight {
 
 /// From the daemon to a worker.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(tag = "letter", rename_all = "kebab-case")]
+#[serde(tag = "message", rename_all = "kebab-case")]
 pub enum ToWorker {
-    /// Who it is. Beside it: the worker's pulse (see [`pulse`](mod@crate::letter::pulse)), the node's book (memory for what its work must
+    /// Who it is. Beside it: the worker's heartbeat (see [`heartbeat`](mod@crate::message::heartbeat)), the node's program state (memory for what its work must
     /// remember), and a listening socket on which a daemon that comes later finds it; of [`Work::Tap`] and [`Work::Memif`] the TAP's descriptor
     /// or the listening socket of memif, last.
     Begin(Begin),
-    /// A NIC that it may be ordered to prepare. Beside it: the NIC's board (see [`board`]), and the kit's descriptors.
+    /// A NIC that it may be ordered to prepare. Beside it: the NIC's lease page (see [`lease_page`]), and the device bundle's descriptors.
     Nic {
         /// Its number from now on.
         nic: u32,
@@ -244,9 +244,9 @@ pub enum ToWorker {
         #[serde(default)]
         fenced: bool,
         /// It was taken out of its box and runs, and nobody drives it: it starts with [`crate::worker::Worker::first`] if it is this worker's.
-        kit: Kit,
+        bundle: DeviceBundle,
     },
-    /// Another node on a VNI of which this worker has, or may be given, a node's end; or the same node with other memory. Beside it: its estate's
+    /// Another node on a VNI of which this worker has, or may be given, a node's end; or the same node with other memory. Beside it: its node memory's
     /// control memory and pool, to be read, and the end of its bell's pipe that is written.
     Neighbour {
         /// The worker's own end, as a NIC's number.
@@ -285,8 +285,8 @@ pub enum ToWorker {
         /// Its socket's inode.
         socket: u64,
     },
-    /// The sash that the giver stored, for the next order to take. Beside it: a memfd with its bytes, in an envelope.
-    Sash {
+    /// The driver state that the giver stored, for the next order to take. Beside it: a memfd with its bytes, in an envelope.
+    DriverState {
         /// The NIC.
         nic: u32,
     },
@@ -324,32 +324,32 @@ pub enum ToWorker {
 
 /// From a worker to the daemon.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(tag = "letter", rename_all = "kebab-case")]
+#[serde(tag = "message", rename_all = "kebab-case")]
 pub enum ToDaemon {
     /// It has read its [`Begin`], has given up what it does not need, and hears orders.
     Begun {
         /// [`SPEECH`] of the worker.
         speech: u32,
-        /// Kind of the sashes that it reads, and the versions from and to.
+        /// Kind of the driver states that it reads, and the versions from and to.
         reads: Vec<(u32, u32, u32)>,
         /// What it could not confine itself with, as sentences.
         unconfined: Vec<String>,
     },
     /// The memory that a NIC will have once this worker drives it: of one that was ordered to prepare for `repoint`, before it says that it is ready.
-    /// Beside it: as many descriptors as the kit has of memory. The way to the card stays as the opener gave it.
+    /// Beside it: as many descriptors as the device bundle has of memory. The way to the card stays as the opener gave it.
     Memory {
         /// The NIC.
         nic: u32,
-        /// For [`Kit::lies`], at most [`LIES_MAX`] bytes.
+        /// For [`DeviceBundle::lies`], at most [`LIES_MAX`] bytes.
         lies: String,
     },
-    /// From an opener alone: what the NIC is made of. Beside it: the kit's descriptors.
-    Kit {
+    /// From an opener alone: what the NIC is made of. Beside it: the device bundle's descriptors.
+    DeviceBundle {
         /// Of it.
-        kit: Kit,
+        bundle: DeviceBundle,
     },
-    /// A sash for the store. Beside it: a memfd with its bytes, in an envelope.
-    Sash {
+    /// A driver state for the store. Beside it: a memfd with its bytes, in an envelope.
+    DriverState {
         /// The NIC.
         nic: u32,
     },
@@ -393,23 +393,23 @@ pub enum ToDaemon {
     },
 }
 
-/// A node's end of a VNI: its kit. It changes hands as a NIC does, and there is no sash, for all that a successor must know stands in the estate.
+/// A node's end of a VNI: its device bundle. It changes hands as a NIC does, and there is no driver state, for all that a successor must know stands in the node memory.
 ///
-/// Descriptors, in order: the eventfd that a giver rings after it has passed the lease; the estate's control memory and pool, to be written; the bell's
+/// Descriptors, in order: the eventfd that a giver rings after it has passed the lease; the node memory's control memory and pool, to be written; the bell's
 /// pipe, the end that is read and the end that is written; the directory, to be read.
 pub mod vni {
     use serde::{Deserialize, Serialize};
 
-    /// What stands in [`Kit::kind`](super::Kit::kind): no vendor has this number.
+    /// What stands in [`DeviceBundle::kind`](super::DeviceBundle::kind): no vendor has this number.
     pub const KIND: u32 = 0xffff_0001;
-    /// Of the estate's layout.
+    /// Of the node memory's layout.
     pub const VERSION: u32 = 2;
-    /// Descriptors of a kit.
+    /// Descriptors of a device bundle.
     pub const FDS: usize = 6;
     /// Where among them the directory is.
     pub const DIRECTORY: usize = 5;
 
-    /// What stands in [`Kit::text`](super::Kit::text), as JSON.
+    /// What stands in [`DeviceBundle::text`](super::DeviceBundle::text), as JSON.
     #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
     pub struct Text {
         /// The VNI.
@@ -419,8 +419,8 @@ pub mod vni {
     }
 }
 
-/// A NIC's board: a memfd of one page that the daemon and all who may drive the NIC write. Words are 8 bytes, lines 64.
-pub mod board {
+/// A NIC's lease page: a memfd of one page that the daemon and all who may drive the NIC write. Words are 8 bytes, lines 64.
+pub mod lease_page {
     /// Bytes.
     pub const LEN: usize = 4096;
     /// The line of the lease: `tasuki_shm::lease`.
@@ -441,8 +441,8 @@ pub mod board {
     pub const COMING: usize = 14;
 }
 
-/// A worker's pulse: a memfd of one page, one for each worker, shared with the daemon. Words are 8 bytes.
-pub mod pulse {
+/// A worker's heartbeat: a memfd of one page, one for each worker, shared with the daemon. Words are 8 bytes.
+pub mod heartbeat {
     /// Bytes.
     pub const LEN: usize = 4096;
     /// Word, the daemon's: how many messages it has put into the worker's socket. A worker that drives looks at this one word once a burst.
@@ -476,12 +476,12 @@ mod tests {
     use crate::wire::Order;
 
     #[test]
-    fn packets_and_letters_are_told_apart() {
+    fn packets_and_messages_are_told_apart() {
         let packet = Order::Release { epoch: 7 }.to_bytes();
         let bytes = frame(3, packet);
         assert_eq!(unframe(&bytes), Some((3, &packet[..])));
         assert_eq!(unframe(&bytes[..35]), None);
-        // A NIC of this number would look like a letter: the daemon counts from 0.
+        // A NIC of this number would look like a message: the daemon counts from 0.
         assert_eq!(unframe(&frame(u32::from(b'{'), packet)), None);
     }
 }

@@ -1,11 +1,11 @@
 //! Whoever looks on at a NIC: with the driver while there is one, here otherwise, so that a successor has them as soon as it drives.
 
 use tasuki_net::capture::{Capture, Captures};
-use tasuki_net::nic::kit::KitBus;
+use tasuki_net::nic::bundle::BundleBus;
 use tasuki_net::nic::{InPlace, Repoint, Scrub};
 
-use super::{Card, Seat};
-use crate::duty::Duty;
+use super::{Attachment, Card};
+use crate::handler::FrameHandler;
 
 /// One more, among those that there are.
 pub fn add(captures: &mut Option<Box<Captures>>, capture: Capture) {
@@ -19,9 +19,9 @@ pub fn end(captures: &mut Option<Box<Captures>>, number: u32) {
     }
 }
 
-impl<N: InPlace + Repoint + Scrub, D: Duty> Seat<N, D>
+impl<N: InPlace + Repoint + Scrub, D: FrameHandler> Attachment<N, D>
 where
-    N::Bus: KitBus,
+    N::Bus: BundleBus,
 {
     fn captures(&mut self) -> &mut Option<Box<Captures>> {
         match &mut self.card {

@@ -1,6 +1,6 @@
-//! Any text of a kit, with descriptors of every kind beside it, read by a worker.
+//! Any text of a device bundle, with descriptors of every kind beside it, read by a worker.
 //!
-//! What must hold: no panic; a kit that cannot be true is refused before anything is asked of the device.
+//! What must hold: no panic; a device bundle that cannot be true is refused before anything is asked of the device.
 #![no_main]
 
 #[path = "../common/mod.rs"]
@@ -12,7 +12,7 @@ use std::os::unix::net::UnixStream;
 use common::Choices;
 use libfuzzer_sys::fuzz_target;
 use tasuki_net::nic::bus::VfioUser;
-use tasuki_net::nic::kit::{Fds, Text, unpack};
+use tasuki_net::nic::bundle::{Fds, Text, unpack};
 use tasuki_shm::region::{Pages, Region};
 
 /// Of a card as our model serves it.
@@ -49,7 +49,7 @@ fuzz_target!(|data: &[u8]| {
     common::ignore_broken_pipes();
     let mut choices = Choices(data);
     let count = choices.below(9);
-    // Those that an honest kit has, in its order, or any.
+    // Those that an honest device bundle has, in its order, or any.
     let fds: Vec<OwnedFd> = if choices.below(2) == 0 {
         let mut of = |kind: u8| descriptor(&mut Choices(&[kind]));
         [5, 0, 0, 4, 1, 2, 3].map(&mut of).into_iter().take(count.into()).collect()
