@@ -3,6 +3,7 @@
 //! [`supervisor`] is one thread and one loop; [`api`] is another thread that talks HTTP and puts requests into that loop.
 
 #![deny(unsafe_code)]
+#![allow(missing_docs, reason = "the audience is ourselves: a comment says what a name cannot")]
 
 pub mod api;
 pub mod aside;

@@ -11,6 +11,8 @@
 //!
 //! A crate of its own, for the models' wire and the daemon need it, and must know nothing of each other nor of a driver.
 
+#![allow(missing_docs, reason = "the audience is ourselves: a comment says what a name cannot")]
+
 pub mod device;
 pub mod interface;
 pub mod namespace;
