@@ -12,7 +12,10 @@ pub fn demo(checkout: &Checkout, args: &[OsString]) -> anyhow::Error {
     if args.iter().any(|word| word.to_string_lossy().contains("tap")) {
         needs::provide(&[needs::PING, needs::IP, needs::IPERF3]);
     }
-    become_tasuki_bench(checkout, &[&["demo".into()], args].concat())
+    println!(
+        "xtask: builds the daemon, the worker, the card's model and the demonstration; from nothing that takes a minute or two"
+    );
+    become_tasuki_bench(checkout, Build::Demo, &[&["demo".into()], args].concat())
 }
 
 /// Returns only if tasuki-bench could not be started.
@@ -36,12 +39,12 @@ pub fn bench(checkout: &Checkout, args: &[OsString]) -> anyhow::Error {
         match guest::prepare_relay(checkout) {
             Ok(machine) => {
                 let more = ["--guest".into(), machine.into_os_string()];
-                return become_tasuki_bench(checkout, &[args, &more].concat());
+                return become_tasuki_bench(checkout, Build::Bench, &[args, &more].concat());
             }
             Err(error) => println!("xtask: the guest's cases are left out: {error:#}"),
         }
     }
-    become_tasuki_bench(checkout, args)
+    become_tasuki_bench(checkout, Build::Bench, args)
 }
 
 /// Whether a bench of relays runs the cases that need a guest: minutes of a full run, or somebody's wish.
@@ -50,25 +53,50 @@ fn wants_guest(args: &[OsString]) -> bool {
     has("guest") || !(has("--quick") || has("--only"))
 }
 
-/// The programs that the bench starts beside itself.
-const PROGRAMS: [&str; 3] = ["tasuki-control", "tasuki-worker", "tasuki-sim"];
+/// tasuki-bench and the programs that it starts beside itself. One build has all of them: two would build most crates twice, with other features.
+const PROGRAMS: [&str; 4] = ["tasuki-control", "tasuki-worker", "tasuki-sim", "tasuki-bench"];
+
+/// How the programs are built.
+#[derive(Debug, Clone, Copy)]
+enum Build {
+    /// In a minute or two: without link-time optimisation, and without peers.
+    Demo,
+    /// As they ship, with the peers that they are compared with.
+    Bench,
+}
+
+impl Build {
+    fn words(self) -> &'static [&'static str] {
+        match self {
+            Build::Demo => &["--profile", "demo"],
+            Build::Bench => &["--release", "--features", "tasuki-bench/peers"],
+        }
+    }
+
+    fn folder(self) -> &'static str {
+        match self {
+            Build::Demo => "demo",
+            Build::Bench => "release",
+        }
+    }
+}
 
 /// Replaces this process, so that signals and the exit code are tasuki-bench's own.
 ///
 /// The working folder stays the caller's: relative files in `args` are relative to it.
-fn become_tasuki_bench(checkout: &Checkout, args: &[OsString]) -> anyhow::Error {
-    let mut build = Command::new(cargo());
-    build.args(["build", "--release", "--bins", "--manifest-path"]).arg(checkout.root.join("Cargo.toml"));
-    PROGRAMS.iter().for_each(|program| _ = build.args(["--package", program]));
-    match stream::succeeds(&mut build) {
+fn become_tasuki_bench(checkout: &Checkout, build: Build, args: &[OsString]) -> anyhow::Error {
+    let mut command = Command::new(cargo());
+    command.arg("build").args(build.words()).args(["--bins", "--manifest-path"]);
+    command.arg(checkout.root.join("Cargo.toml"));
+    PROGRAMS.iter().for_each(|program| _ = command.args(["--package", program]));
+    match stream::succeeds(&mut command) {
         Ok(true) => {}
         Ok(false) => return anyhow::anyhow!("the programs that are measured do not build"),
         Err(error) => return error,
     }
-    let mut command = Command::new(cargo());
-    command.args(["run", "--release", "--package", "tasuki-bench", "--manifest-path"]);
-    command.arg(checkout.root.join("Cargo.toml")).arg("--").args(args);
-    anyhow::Error::new(command.exec()).context("cannot start cargo")
+    let program = checkout.target.join(build.folder()).join("tasuki-bench");
+    let error = Command::new(&program).args(args).exec();
+    anyhow::Error::new(error).context(format!("cannot start {}", program.display()))
 }
 
 #[cfg(test)]

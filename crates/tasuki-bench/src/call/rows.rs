@@ -33,21 +33,30 @@ fn spinning(samples: &Samples) -> Result<Vec<Row>> {
     let (floor, read_only) = (ping_pong_p50(samples)?, ping_pong_read_only_p50(samples)?);
     let ant = ANT.best_ns("call").context("the paper has a whole call")?;
     let mut rows = round_trip(samples, "spin-inline", |row| {
-        row.against(PING_PONG, Kind::Floor, floor)
+        let row = row
+            .against(PING_PONG, Kind::Floor, floor)
             .against(PING_PONG_READ_ONLY, Kind::Floor, read_only)
             .against(PING_PONG_ONE_LINE, Kind::Floor, ping_pong_one_line_p50(samples)?)
-            .against("iceoryx2", Kind::Peer, samples.p50("iceoryx2")?)
-            .against("iceoryx2-topics", Kind::Peer, samples.p50("iceoryx2-topics")?)
             .against("ant", Kind::Paper, ant)
-            .bar(1.3, PING_PONG)?
-            .bar(1.0 / 3.0, "iceoryx2")
+            .bar(1.3, PING_PONG)?;
+        match cfg!(feature = "peers") {
+            true => row
+                .against("iceoryx2", Kind::Peer, samples.p50("iceoryx2")?)
+                .against("iceoryx2-topics", Kind::Peer, samples.p50("iceoryx2-topics")?)
+                .bar(1.0 / 3.0, "iceoryx2"),
+            false => Ok(row),
+        }
     })?;
     rows.extend(round_trip(samples, "spin-slot", |row| {
-        row.against(PING_PONG, Kind::Floor, floor)
+        let row = row
+            .against(PING_PONG, Kind::Floor, floor)
             .against(PING_PONG_READ_ONLY, Kind::Floor, read_only)
-            .against("iceoryx2", Kind::Peer, samples.p50("iceoryx2-4k")?)
-            .against("ant", Kind::Paper, ant)
-            .bar(3.0, PING_PONG)
+            .against("ant", Kind::Paper, ant);
+        let row = match cfg!(feature = "peers") {
+            true => row.against("iceoryx2", Kind::Peer, samples.p50("iceoryx2-4k")?),
+            false => row,
+        };
+        row.bar(3.0, PING_PONG)
     })?);
     rows.extend(round_trip(samples, "async", |row| {
         row.against("spin-inline", Kind::Floor, samples.p50("spin-inline")?).bar(1.2, "spin-inline")

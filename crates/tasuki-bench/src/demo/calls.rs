@@ -22,7 +22,7 @@ use crate::workplace::Workplace;
 
 /// Cases whose figures the demo shows.
 const SHOWN: &[&str] =
-    &["ping-pong-tight", "spin-inline", "spin-slot", "same-core", "pipelined", "iceoryx2", "seqpacket-same-core"];
+    &["ping-pong-tight", "spin-inline", "spin-slot", "same-core", "pipelined", "seqpacket-same-core"];
 
 /// Replacements of each kind.
 const REPLACEMENTS: u32 = 5;
@@ -228,7 +228,6 @@ fn figures(cpus: Cpus, interrupt: &Interrupt) -> Result<()> {
     let inline = samples.p50("spin-inline")?;
     line("48 bytes and back, both processes awake", inline, &format!("{:.0} × faster than AnT", ant / inline));
     line("  … what the CPUs need to exchange two cache lines", samples.p50("ping-pong-tight")?, "the floor");
-    line("  … the same call with iceoryx2", samples.p50("iceoryx2")?, "");
     line("4 KiB written by the client, all read by the server", samples.p50("spin-slot")?, "no copy");
     line("48 bytes and back on one CPU, each giving way to the other", samples.p50("same-core")?, "");
     line("  … the same through a unix socket", samples.p50("seqpacket-same-core")?, "");

@@ -1,5 +1,6 @@
 //! Peers: other programs and mechanisms that make the same call, in the best set-up we know for each.
 
+#[cfg(feature = "peers")]
 mod iceoryx2;
 mod kernel;
 
@@ -15,13 +16,23 @@ const MESSAGE_LEN: usize = 48;
 
 /// All peers' cases, in the order in which a round runs them.
 pub fn cases() -> impl Iterator<Item = &'static Case> {
-    iceoryx2::CASES.iter().chain(kernel::CASES)
+    iceoryx2_cases().iter().chain(kernel::CASES)
+}
+
+#[cfg(feature = "peers")]
+fn iceoryx2_cases() -> &'static [Case] {
+    iceoryx2::CASES
+}
+
+#[cfg(not(feature = "peers"))]
+fn iceoryx2_cases() -> &'static [Case] {
+    &[]
 }
 
 /// The rows of all peers, each compared with the floor that binds it.
 pub fn rows(samples: &Samples) -> Result<Vec<Row>> {
     let mut rows = Vec::new();
-    for case in iceoryx2::CASES {
+    for case in iceoryx2_cases() {
         let mut of_case = Row::round_trip(case.name, samples.of(case.name)?);
         let median = of_case.remove(0);
         rows.push(median.against(floors::PING_PONG, Kind::Floor, floors::ping_pong_p50(samples)?));
