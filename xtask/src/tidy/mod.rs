@@ -9,6 +9,7 @@ mod size;
 mod source;
 mod threats;
 mod unsafety;
+mod words;
 
 use std::fmt;
 use std::fs;
@@ -56,6 +57,8 @@ pub fn run(checkout: &Checkout) -> anyhow::Result<bool> {
     let mut findings = unsafety::check(&sources, &files);
     findings.extend(sources.iter().flat_map(leftovers::check));
     findings.extend(files.iter().flat_map(paths::check));
+    findings.extend(words::check(&sources, &files)?);
+    findings.extend(sources.iter().flat_map(words::repeats));
     findings.extend(arrows::check(&metadata(&checkout.root.join("Cargo.toml"))?, &files)?);
     let (of_threats, tally) = threats::check(&files, &sources);
     findings.extend(of_threats);
