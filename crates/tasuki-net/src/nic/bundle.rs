@@ -1,7 +1,9 @@
-//! A card that runs, as another process can go on with it: text, and the descriptors that stand beside it in a fixed order.
+//! Device bundle: a running card in a form with which another process can go on, as text and as descriptors beside
+//! it in a fixed order.
 //!
-//! The text says what is the same in every process; it is made of a bus's twin and of memory. Whoever reads it believes nothing: each
-//! descriptor must be there and of its kind, and nothing may be left over, before any of them is used.
+//! The text holds the values that are the same in every process; it describes a bus's twin and the memory. The
+//! reader trusts none of it: before it uses any descriptor, each must be there and of its kind, and none may be left
+//! over.
 
 use std::os::fd::OwnedFd;
 
@@ -14,42 +16,42 @@ use super::bus::vfio_user::{BarTwin, Connection, TIMEOUT, Twin};
 use super::bus::{Bus, BusError, IntX, Iova, Vfio, VfioUser};
 use super::{MemoryLayout, NicMemory, Parts, PartsError};
 
-/// Vectors of a device that a device bundle carries, at most.
+/// Maximum number of a device's vectors in a device bundle.
 const VECTORS_MAX: usize = 16;
 
-/// What a descriptor is.
+/// Kind of a descriptor in a device bundle.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum What {
-    /// The connection to whoever serves the device; of VFIO, the device.
+    /// Connection to the server of the device; for VFIO, the device.
     Device,
-    /// Memory by which those that share a connection take turns at asking.
+    /// Memory by which the processes that share a connection take turns at asking.
     Turns,
-    /// Where a BAR's doorbells are stored.
+    /// Memory in which a BAR's doorbell values are stored.
     Doorbells,
-    /// What the device may reach: VFIO's container, or its group.
+    /// Limits of what the device may reach: VFIO's container, or its group.
     Iommu,
-    /// An eventfd that a vector rings.
+    /// Eventfd that a vector rings.
     Vector,
-    /// The memory of the rings.
+    /// Memory of the rings.
     Rings,
-    /// The memory of the frames.
+    /// Memory of the frames.
     Frames,
-    /// The memory of the ledger.
+    /// Memory of the ledger.
     Ledger,
 }
 
-/// Why a device bundle is of no use. Nothing was touched.
+/// Reason why a device bundle is unusable. Nothing was touched.
 #[derive(Debug, thiserror::Error)]
 pub enum BundleError {
-    /// A descriptor did not come.
+    /// A descriptor is missing.
     #[error("the device bundle lacks a descriptor ({0:?}); daemon and worker do not fit together: rebuild the older")]
     Missing(What),
-    /// It is something else.
+    /// A descriptor is of another kind.
     #[error(
         "a descriptor of the device bundle ({0:?}) is of another kind; daemon and worker do not fit together: rebuild the older"
     )]
     Odd(What),
-    /// More came than the text speaks of.
+    /// There are more descriptors than the text names.
     #[error(
         "the device bundle has {0} descriptors that its text does not name; daemon and worker do not fit together: rebuild the older"
     )]
@@ -57,12 +59,12 @@ pub enum BundleError {
     /// The text cannot be true.
     #[error("the device bundle's text cannot be true: {what} ({value:#x}); open the NIC anew")]
     Text {
-        /// What is wrong with it.
+        /// What is wrong with the text.
         what: &'static str,
-        /// What stands there.
+        /// The value found.
         value: u64,
     },
-    /// The device is not reached.
+    /// The bus does not reach the device.
     #[error("{0}")]
     Bus(#[from] BusError),
     /// The memory is not the NIC's.
@@ -70,23 +72,23 @@ pub enum BundleError {
     Memory(#[from] PartsError),
 }
 
-/// Descriptors that are taken one by one, in the order in which they came.
+/// Descriptors of a device bundle, taken one by one in the order in which they came.
 #[derive(Debug)]
 pub struct Fds(std::vec::IntoIter<OwnedFd>);
 
 impl Fds {
-    /// All of them.
+    /// Wraps all descriptors of a device bundle.
     pub fn new(fds: Vec<OwnedFd>) -> Self {
         Fds(fds.into_iter())
     }
 
-    /// The next one, which must be of a kind that `what` can be.
+    /// Returns the next descriptor, which must be of a kind that `what` allows.
     pub fn take(&mut self, what: What) -> Result<OwnedFd, BundleError> {
         let fd = self.0.next().ok_or(BundleError::Missing(what))?;
         let is_right = rustix::fs::fstat(&fd).is_ok_and(|stat| match (what, FileType::from_raw_mode(stat.st_mode)) {
             (What::Device, kind) => matches!(kind, FileType::Socket | FileType::Unknown | FileType::CharacterDevice),
             (What::Iommu, kind) => kind == FileType::CharacterDevice,
-            // An eventfd is a file of no kind.
+            // An eventfd is a file without a type.
             (What::Vector, kind) => kind == FileType::Unknown,
             (What::Turns | What::Doorbells | What::Rings | What::Frames | What::Ledger, kind) => {
                 kind == FileType::RegularFile
@@ -95,7 +97,7 @@ impl Fds {
         if is_right { Ok(fd) } else { Err(BundleError::Odd(what)) }
     }
 
-    /// Nothing may be left over.
+    /// Checks that no descriptor is left over.
     pub fn end(self) -> Result<(), BundleError> {
         match self.0.len() {
             0 => Ok(()),
@@ -104,47 +106,49 @@ impl Fds {
     }
 }
 
-/// What is said of a BAR.
+/// Description of a BAR.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct BarText {
     index: u8,
     len: u64,
-    /// Of each doorbell, the register's offset and its place; without any, there is no descriptor.
+    /// Offset of the register and place of each doorbell. If there are none, the BAR has no descriptor.
     places: Vec<(u32, u32)>,
 }
 
-/// What is said of the way to a device.
+/// Description of the bus to a device.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(tag = "way", rename_all = "kebab-case")]
 pub enum BusText {
-    /// Somebody serves it. Descriptors: the connection, the memory for taking turns at it, doorbells of the BARs that have some, vectors.
+    /// A vfio-user server provides the device. Descriptors: the connection, the memory for taking turns at it, the
+    /// doorbells of BARs that have some, vectors.
     VfioUser {
-        /// Descriptors that the server takes in a message.
+        /// Maximum number of descriptors that the server accepts in a message.
         fds_max: u32,
-        /// Bytes of a region that it takes in a message.
+        /// Maximum number of bytes of a region that the server accepts in a message.
         transfer_max: u32,
-        /// Whether it can be asked for doorbells.
+        /// Whether the server can be asked for doorbells.
         io_fds: bool,
-        /// Bytes of the configuration space.
+        /// Size of the configuration space in bytes.
         config_len: u64,
         /// Whether the device can be reset.
         can_reset: bool,
-        /// Those that are used.
+        /// BARs that are in use.
         bars: Vec<BarText>,
-        /// Those that are enabled.
+        /// Number of enabled vectors.
         vectors: usize,
     },
-    /// The kernel hands it out. Descriptors: container, group, device, vectors, and for the pin what it rings and what unmasks it.
+    /// The kernel provides the device by VFIO. Descriptors: container, group, device, vectors, and for the interrupt
+    /// pin the eventfd that it rings and the one that unmasks it.
     Vfio {
-        /// Those that are enabled.
+        /// Number of enabled vectors.
         vectors: usize,
-        /// Whether the pin is.
+        /// Whether the interrupt pin is enabled.
         #[serde(default)]
         intx: bool,
     },
 }
 
-/// What is said of a NIC's memory. Descriptors: rings, frames, ledger.
+/// Description of a NIC's memory. Descriptors: rings, frames, ledger.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub struct MemoryText {
     rings_at: u64,
@@ -154,38 +158,39 @@ pub struct MemoryText {
 }
 
 impl MemoryText {
-    /// What is said of memory that lies and is cut like this.
+    /// Describes memory with this layout.
     pub fn of(layout: &MemoryLayout) -> Self {
         let MemoryLayout { rings_at, rings_len, slots } = *layout;
         MemoryText { rings_at: rings_at.0, rings_len, slot_len: slots.slot_len, slots: slots.count }
     }
 
-    /// Where the memory lies and how it is cut.
+    /// Returns the layout of the memory.
     pub fn layout(&self) -> MemoryLayout {
         let slots = Geometry { slot_len: self.slot_len, count: self.slots };
         MemoryLayout { rings_at: Iova(self.rings_at), rings_len: self.rings_len, slots }
     }
 }
 
-/// What is said of a card that runs: first of the way to it, then of its memory, and so come the descriptors.
+/// Description of a running card: first its bus, then its memory. The descriptors come in the same order.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Text {
-    /// The way to it.
+    /// Bus to the card.
     pub bus: BusText,
-    /// Its memory.
+    /// Memory of the card.
     pub memory: MemoryText,
 }
 
-/// A bus of which a second one can be made in another process.
+/// A bus of which another process can make a second one.
 pub trait BundleBus: Bus + Sized {
-    /// What is to be said of it, and its descriptors.
+    /// Returns the description of the bus, and its descriptors.
     fn pack(&self) -> Result<(BusText, Vec<OwnedFd>), BusError>;
 
-    /// The reverse, without a word to the device. It must not be used while the bus that it is of is.
+    /// Makes a bus from its description and descriptors, without asking the device. It must not be used while the
+    /// original bus is in use.
     fn unpack(text: &BusText, fds: &mut Fds) -> Result<Self, BundleError>;
 }
 
-/// What another process needs to go on with a card: `bus` is the way to it, `parts` are of the memory that lies so.
+/// Packs a card for another process. `bus` is the bus to it; `parts` are of the memory with this `layout`.
 pub fn pack(bus: &impl BundleBus, parts: Parts, layout: &MemoryLayout) -> Result<(Text, Vec<OwnedFd>), BusError> {
     let (bus, mut fds) = bus.pack()?;
     let Parts { rings, frames, ledger } = parts;
@@ -193,7 +198,8 @@ pub fn pack(bus: &impl BundleBus, parts: Parts, layout: &MemoryLayout) -> Result
     Ok((Text { bus, memory: MemoryText::of(layout) }, fds))
 }
 
-/// The reverse: a way to the card that must not be used yet, and its memory, [prepared](NicMemory::prepare). All of `fds` are used up.
+/// Unpacks a card: returns a bus to it that must not be used yet, and its memory, [prepared](NicMemory::prepare).
+/// Takes all of `fds`.
 pub fn unpack<B: BundleBus>(text: &Text, mut fds: Fds) -> Result<(B, NicMemory), BundleError> {
     let bus = B::unpack(&text.bus, &mut fds)?;
     let (rings, frames) = (fds.take(What::Rings)?, fds.take(What::Frames)?);

@@ -1,43 +1,44 @@
-//! What a successor must know of a parked NIC: plain data, which any process can store, carry and hand on as bytes.
+//! State of a parked NIC that a successor needs: plain data, which any process can store, carry and pass on as
+//! bytes.
 //!
-//! Every driver's driver state begins with a [`Head`], so whoever stores one need not know whose it is. It has no padding, and its numbers are
-//! in the byte order of the machine, which it never leaves.
+//! Every driver's driver state begins with a [`Head`], so a process can store one without knowing which driver wrote
+//! it. It has no padding. Its numbers are in the byte order of the machine, which it never leaves.
 //!
-//! A driver state is a claim. [`DriverState::check`] holds it against itself and against where the memory lies, and touches nothing; whether the
-//! slots that it names are the card's, and whether the card is where it says, is looked at after that and still before anything is
-//! changed.
+//! A driver state is a claim. [`DriverState::check`] compares it with itself and with the layout of the memory, and
+//! touches nothing. After that, and still before anything is changed, the driver checks whether the slots that it
+//! names are the card's, and whether the card is where it says.
 
 use tasuki_shm::slots::SlotId;
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout};
 
 use super::{Mac, MemoryLayout, NicError};
 
-/// What every driver state begins with: whose it is, and of which memory.
+/// Beginning of every driver state: it names the driver and the memory.
 #[repr(C)]
 #[derive(Debug, Clone, Copy, PartialEq, Eq, FromBytes, IntoBytes, Immutable, KnownLayout)]
 pub struct Head {
-    /// Whose driver state it is: vendor and device of the card that the driver is named for.
+    /// Driver that wrote the driver state: vendor and device ID of the card that the driver is named for.
     pub kind: u32,
-    /// Of the layout of what follows.
+    /// Version of the layout of what follows the head.
     pub version: u32,
-    /// Where the card sees the rings.
+    /// Address of the rings, as the card sees it.
     pub rings_at: u64,
-    /// Where the card sees the frames.
+    /// Address of the frames, as the card sees it.
     pub arena_at: u64,
-    /// Bytes in a slot.
+    /// Size of a slot in bytes.
     pub slot_len: u32,
-    /// Slots.
+    /// Number of slots.
     pub slots: u32,
-    /// The card's own address.
+    /// Ethernet address of the card.
     pub mac: [u8; 6],
-    /// Descriptors in a ring.
+    /// Number of descriptors in a ring.
     pub ring: u16,
 }
 
 const _: () = assert!(size_of::<Head>() == 40);
 
 impl Head {
-    /// The head of a driver state of `S`.
+    /// Returns the head of a driver state of type `S`.
     pub(super) fn of<S: DriverState>(memory: &MemoryLayout, mac: Mac, ring: u16) -> Self {
         Head {
             kind: S::KIND,
@@ -66,7 +67,7 @@ impl Head {
         }
     }
 
-    /// The card must be the one that was parked.
+    /// Checks that the card is the one that was parked.
     pub(super) fn check_mac(&self, found: Mac) -> Result<(), NicError> {
         match found == Mac(self.mac) {
             true => Ok(()),
@@ -75,7 +76,7 @@ impl Head {
     }
 }
 
-/// Kind and version must be those that `S` has.
+/// Checks that kind and version are those of `S`.
 fn is_of<S: DriverState>(kind: u32, version: u32) -> Result<(), NicError> {
     match (kind, version) == (S::KIND, S::VERSION) {
         true => Ok(()),
@@ -83,15 +84,16 @@ fn is_of<S: DriverState>(kind: u32, version: u32) -> Result<(), NicError> {
     }
 }
 
-/// A driver state that cannot be true.
+/// Returns the error of a driver state that cannot be true.
 pub(super) fn broken(what: &'static str, value: u64) -> NicError {
     NicError::BrokenDriverState { what, value }
 }
 
-/// More than any driver counts: bytes at a gigabit come to it in two thousand years. A driver state that says more is not true.
+/// Upper limit of a driver's counts: a byte counter at 1 Gb/s needs two thousand years to reach it. A driver state
+/// with a higher count is not true.
 const COUNT_MAX: u64 = u64::MAX / 2;
 
-/// What a predecessor counted must be what a driver can have counted: more could overflow.
+/// Checks that a predecessor can have counted these counts: higher ones could overflow.
 pub(super) fn check_counts(counts: &(impl IntoBytes + Immutable)) -> Result<(), NicError> {
     let (counts, _) = counts.as_bytes().as_chunks::<8>();
     match counts.iter().map(|count| u64::from_ne_bytes(*count)).find(|&count| count > COUNT_MAX) {
@@ -100,7 +102,7 @@ pub(super) fn check_counts(counts: &(impl IntoBytes + Immutable)) -> Result<(), 
     }
 }
 
-/// Each of these is a slot of the arena, and none stands there twice.
+/// Checks that each of `slots` is a slot of the arena, and that none is named twice.
 fn each_once(slots: impl Iterator<Item = SlotId>, count: u32) -> Result<(), NicError> {
     let mut named: Vec<_> = slots.collect();
     named.sort_unstable_by_key(|id| id.index);
@@ -113,46 +115,48 @@ fn each_once(slots: impl Iterator<Item = SlotId>, count: u32) -> Result<(), NicE
     }
 }
 
-/// What a driver leaves to its successor.
+/// State that a driver leaves to its successor.
 pub trait DriverState: FromBytes + IntoBytes + Immutable + KnownLayout + Clone + Send + 'static {
-    /// What the first word of its driver states says: vendor and device of the card that the driver is named for.
+    /// First word of the driver states: vendor and device ID of the card that the driver is named for.
     const KIND: u32;
-    /// What the second word says. Changes with every change of the layout, or of what is meant by it.
+    /// Second word of the driver states. It changes whenever the layout or the meaning of a field changes.
     const VERSION: u32;
-    /// Bytes of it.
+    /// Size of the driver state in bytes.
     const LEN: usize = size_of::<Self>();
 
-    /// Its beginning.
+    /// Returns the head.
     fn head(&self) -> &Head;
 
-    /// Whether what follows the head makes sense in this memory. Touches nothing.
+    /// Checks whether the data after the head makes sense for this memory. Touches nothing.
     fn check_body(&self, memory: &MemoryLayout) -> Result<(), NicError>;
 
-    /// The slots that the card has. Of a driver state that was checked.
+    /// Returns the slots that the card has. The driver state must have been checked.
     fn slots(&self) -> impl Iterator<Item = SlotId>;
 
-    /// Whether the driver understands it, and whether it can be true of a NIC whose memory lies so. Touches nothing.
+    /// Checks whether the driver understands the driver state, and whether it can be true of a NIC with this memory
+    /// layout. Touches nothing.
     fn check(&self, memory: &MemoryLayout) -> Result<(), NicError> {
         self.head().check::<Self>(memory)?;
         self.check_body(memory)?;
         each_once(self.slots(), memory.slots.count)
     }
 
-    /// The same, but for slots that are named twice, which whoever adopts them finds out.
+    /// Like [`check`](Self::check), but does not find slots that are named twice: adopting the slots finds those.
     fn check_alone(&self, memory: &MemoryLayout) -> Result<(), NicError> {
         self.head().check::<Self>(memory)?;
         self.check_body(memory)
     }
 
-    /// One in which nothing stands.
+    /// Returns an empty driver state.
     fn blank() -> Box<Self>;
 
-    /// The driver state as bytes, to be stored or sent.
+    /// Returns the driver state as bytes, to be stored or sent.
     fn bytes(&self) -> &[u8] {
         self.as_bytes()
     }
 
-    /// The driver state that stands in `bytes`, all of them. Of another driver's, or another version's, it says which it is.
+    /// Reads a driver state from `bytes`, which must be exactly one. For another driver's, or another version's, the
+    /// error says which it is.
     fn read(bytes: &[u8]) -> Result<Self, NicError> {
         if let Ok(([kind, version], _)) = <[u32; 2]>::read_from_prefix(bytes) {
             is_of::<Self>(kind, version)?;
@@ -168,8 +172,8 @@ pub(super) mod tests {
 
     use super::*;
 
-    /// Whatever becomes of a driver state's bytes on the way, reading and checking them is an error or leaves a driver state that is safe to use:
-    /// each slot is the arena's and stands there once.
+    /// Changes bytes of a driver state, then reads and checks it. The outcome must be an error, or a driver state
+    /// that is safe to use: each slot is one of the arena's and is named once.
     pub fn bytes_of_all_kinds<S: DriverState + PartialEq + std::fmt::Debug>(honest: &S, memory: &MemoryLayout) {
         honest.check(memory).unwrap();
         let bytes = honest.bytes();
@@ -185,7 +189,7 @@ pub(super) mod tests {
         let error = S::read(&next).unwrap_err();
         let NicError::OtherDriverState { version, .. } = error else { panic!("{error}") };
         assert_eq!(version, S::VERSION + 1, "a later version is named, however long it is");
-        // Places where something stands come up as often as the others.
+        // Change bytes that hold a value as often as the others.
         let full: Vec<usize> = (0..bytes.len()).filter(|&at| bytes[at] != 0 && bytes[at] != 0xff).collect();
         let place = prop_oneof![0..bytes.len(), proptest::sample::select(full), 0..100_usize];
         let changes = proptest::collection::vec((place, any::<u8>()), 1..4);

@@ -1,4 +1,4 @@
-//! Slots that a card has: lending them, taking them back, and believing a driver state that lists them.
+//! Slots that a card has: lends them, takes them back, and checks a driver state that lists them.
 
 use tasuki_shm::arena::Slot;
 use tasuki_shm::slots::SlotId;
@@ -12,7 +12,7 @@ pub fn lend(memory: &NicMemory, slot: Slot) -> SlotId {
     lent.expect("an arena for a device withdraws no pages, so the kernel is not asked").id()
 }
 
-/// Takes back a slot that the card has had. Fails only where our own program state is wrong.
+/// Takes back a slot that the card has had. Fails only if our own slot table is wrong.
 pub fn back(memory: &NicMemory, id: SlotId) -> Result<Slot, NicError> {
     memory.arena().attach_named(id).map_err(|_| broken("a slot of it is not the card's", id.to_word()))
 }
@@ -27,7 +27,7 @@ pub fn stock(memory: &NicMemory, count: usize) -> Result<Vec<SlotId>, NicError> 
     Err(NicError::Memory { what: "receive ring", need: count * slot_len, have: ids.len() * slot_len })
 }
 
-/// Whether there will be `count` slots for the card once those that it has are taken back. Changes nothing.
+/// Checks whether there will be `count` slots for the card once its present ones are taken back. Changes nothing.
 pub fn check_stock(memory: &NicMemory, count: usize) -> Result<(), NicError> {
     let census = memory.arena().census();
     let have = (census.free + census.peer) as usize;
@@ -38,7 +38,7 @@ pub fn check_stock(memory: &NicMemory, count: usize) -> Result<(), NicError> {
     }
 }
 
-/// Whether the card has each of these slots, which are all different, and no others. Changes nothing.
+/// Checks that the card has each of these slots, and no others. The slots must all differ. Changes nothing.
 pub fn check(memory: &NicMemory, ids: impl Iterator<Item = SlotId>) -> Result<(), NicError> {
     let mut named = 0;
     for id in ids {

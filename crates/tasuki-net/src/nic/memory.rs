@@ -2,11 +2,12 @@
 //!
 //! # Invariants
 //!
-//! - **N1** The card writes slots of the arena only while it holds them (they are lent), and of the rings what its data sheet says.
-//!   No software can enforce that on a card; behind an IOMMU it holds for everything outside of this memory. A card that is
-//!   not trusted so far must have its frames copied out of memory that we never lend references into.
-//! - **N2** Whoever has handed memory over touches it no longer. As with the card, that is a promise: a giver that is not trusted
-//!   so far must be dead, or fenced, before its memory is adopted.
+//! - **N1** The card writes slots of the arena only while it holds them (they are lent), and of the rings only what
+//!   its data sheet says. No software can enforce that on a card; behind an IOMMU it holds for everything outside
+//!   this memory. Frames of a card that is not trusted that far must be copied out of memory into which we never
+//!   lend references.
+//! - **N2** A process that has handed memory over no longer touches it. As with the card, that is a promise: a giver
+//!   that is not trusted that far must be dead, or fenced, before its memory is adopted.
 #![allow(unsafe_code, reason = "answers for the card and for a giver towards the arena (N1, N2)")]
 
 use std::io;
@@ -23,46 +24,48 @@ use super::bus::{Bus, BusError, Iova, Part, pci};
 use super::ledger::{LEDGER_LEN, Ledger};
 use super::{DriverState, NicError};
 
-/// Slots that are mapped by themselves. A taker that can map nothing before its giver is fenced maps them first, and drives with them: to map all takes longer
-/// than all else that it does meanwhile.
+/// Number of slots at the start of the arena that are mapped on their own. A taker that can map nothing before its
+/// giver is fenced maps these first, and drives with them: mapping all of them takes longer than everything else
+/// that it does meanwhile.
 pub(super) const HEAD: u32 = 64;
 
-/// Most slots of memory that is adopted: whoever says that there are more wants us to run out of memory for their table.
+/// Maximum number of slots in adopted memory: a giver that claims more wants us to run out of memory for the slot
+/// table.
 const ADOPTED_MAX: u32 = 1 << 22;
 
-/// The memory that a card reaches, with the addresses at which the card sees it.
+/// Memory that a card reaches, with the addresses at which the card sees it.
 #[derive(Debug)]
 pub struct NicMemory {
     arena: Arena,
     rings: Region,
-    /// The rings come first, the arena follows.
+    /// Address of the rings, as the card sees it. The arena follows the rings.
     at: Iova,
-    /// Where the driver stands. Not for the card.
+    /// Memory of the ledger. The card does not reach it.
     program_state: Region,
     ledger: Ledger,
 }
 
-/// Where a NIC's memory lies and how it is cut: what a driver state is held against.
+/// Location and division of a NIC's memory. A driver state is checked against it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct MemoryLayout {
-    /// Where the card sees the rings.
+    /// Address of the rings, as the card sees it.
     pub rings_at: Iova,
-    /// Bytes for the rings.
+    /// Size of the rings in bytes.
     pub rings_len: usize,
-    /// The slots that follow them.
+    /// Geometry of the slots, which follow the rings.
     pub slots: Geometry,
 }
 
 impl MemoryLayout {
-    /// Where the card sees the first byte of the arena.
+    /// Returns the address of the first byte of the arena, as the card sees it.
     pub fn arena_at(&self) -> Iova {
         Iova(self.rings_at.0.wrapping_add(self.rings_len as u64))
     }
 
-    /// Unmaps each stretch by `unmap`, whether the others are there or not; says which was the first that could not be.
+    /// Unmaps every stretch by `unmap`, even if another stretch fails.
     ///
     /// # Errors
-    /// What `unmap` says.
+    /// The first error that `unmap` returned.
     pub fn unmap_by(&self, mut unmap: impl FnMut(Iova, usize) -> Result<(), BusError>) -> Result<(), BusError> {
         let mut outcome = Ok(());
         for (at, len) in self.stretches().into_iter().rev() {
@@ -72,7 +75,8 @@ impl MemoryLayout {
         outcome
     }
 
-    /// The stretches as which the card's bus knows it, and their bytes: the rings, the first slots, and the others, if there are any.
+    /// Returns address and length in bytes of each stretch that the card's bus knows: the rings, the first slots,
+    /// and the other slots, if there are any.
     pub fn stretches(&self) -> ArrayVec<(Iova, usize), 3> {
         let (all, head) = (self.slots.len(), HEAD.min(self.slots.count) as usize * self.slots.slot_len as usize);
         let rest_at = Iova(self.arena_at().0.wrapping_add(head as u64));
@@ -81,32 +85,32 @@ impl MemoryLayout {
     }
 }
 
-/// What another process needs to go on with a NIC's memory, beside the driver state.
+/// Descriptors of a NIC's memory: with the driver state, they let another process go on with it.
 #[derive(Debug)]
 pub struct Parts {
-    /// The memory of the rings.
+    /// Memory of the rings.
     pub rings: OwnedFd,
-    /// The memory of the frames.
+    /// Memory of the frames.
     pub frames: OwnedFd,
-    /// The memory of the [ledger](super::ledger), which the card does not reach.
+    /// Memory of the [ledger](super::ledger), which the card does not reach.
     pub ledger: OwnedFd,
 }
 
-/// Why memory that was handed over is of no use.
+/// Reason why memory that was handed over is unusable.
 #[derive(Debug, thiserror::Error)]
 pub enum PartsError {
-    /// It is no memory, or can be taken away under us.
+    /// A descriptor is not memory, or its memory can be taken away while we use it.
     #[error("{0}")]
     Region(#[from] RegionError),
-    /// It cannot be a NIC's.
+    /// The memory cannot be a NIC's.
     #[error("the memory handed over cannot be a NIC's: {what} ({value:#x}); start the card with memory of its own")]
     Impossible {
-        /// What is wrong with it.
+        /// What is wrong with the memory.
         what: &'static str,
-        /// What stands there.
+        /// The value found.
         value: u64,
     },
-    /// It is not the memory that the driver state is of.
+    /// The driver state belongs to other memory.
     #[error("{0}")]
     DriverState(#[from] NicError),
 }
@@ -127,28 +131,31 @@ fn slot_table(slots: Geometry) -> Result<Span<Line>, RegionError> {
 }
 
 impl NicMemory {
-    /// New memory: `slots` for frames and `rings_len` bytes for the rings, which the card sees at `at` (a multiple of a page).
+    /// Creates memory with `slots` for frames and `rings_len` bytes for the rings. The card sees it at `at`, a
+    /// multiple of a page.
     pub fn create(slots: Geometry, rings_len: usize, at: Iova) -> Result<Self, RegionError> {
         let rings = Region::create("tasuki-nic-rings", rings_len.next_multiple_of(PAGE_LEN), Pages::Small)?;
-        // SAFETY: the card, which alone is lent slots, writes no others (N1).
+        // SAFETY: slots are lent to the card alone, and it writes no others (N1).
         let arena = unsafe { Arena::for_device("tasuki-nic-frames", slots, slot_table(slots)?) }?;
         let program_state = Region::create("tasuki-nic-ledger", LEDGER_LEN, Pages::Small)?;
         let ledger = Ledger::over(&program_state)?;
         Ok(NicMemory { arena, rings, at, program_state, ledger })
     }
 
-    /// What another process needs, beside the driver state, to [adopt](Self::adopt) this memory. It stays ours until then, so that a giver whose
-    /// taker fails goes on; afterwards it must not be touched, nor any slot that is still in hand (N2).
+    /// Returns what another process needs, beside the driver state, to [adopt](Self::adopt) this memory. The memory
+    /// stays ours until then, so that a giver whose taker fails can go on. Afterwards the giver must not touch the
+    /// memory, nor any slot that it still holds (N2).
     pub fn parts(&self) -> io::Result<Parts> {
         let copy = |region: &Region| region.fd().try_clone_to_owned();
         Ok(Parts { rings: copy(&self.rings)?, frames: copy(self.arena.region())?, ledger: copy(&self.program_state)? })
     }
 
-    /// Memory that another process has handed over with the driver state of its card: the card has the slots that the driver state names, and all
-    /// others are free.
+    /// Adopts memory that another process has handed over with the driver state of its card. The card has the slots
+    /// that the driver state names; all others are free.
     ///
     /// # Errors
-    /// When the parts are no sealed memory, not two, not whole, or not those that the driver state is of; and when the driver state is broken.
+    /// The parts are not sealed memory, are not distinct, have a wrong size, or are not those of the driver state;
+    /// or the driver state is broken.
     pub fn adopt(parts: Parts, driver_state: &impl DriverState) -> Result<Self, PartsError> {
         let head = driver_state.head();
         let slots = Geometry { slot_len: head.slot_len, count: head.slots };
@@ -158,8 +165,9 @@ impl NicMemory {
         Ok(memory)
     }
 
-    /// The memory of a NIC that another process still drives, of which nothing may be used before it [hands the card
-    /// over](super::InPlace::go_on) (N2). It is mapped as a whole, so that nothing of it costs a page fault later.
+    /// Maps the memory of a NIC that another process still drives. The caller must use nothing of it before that
+    /// process [hands the card over](super::InPlace::go_on) (N2). Every page is mapped now, so that none costs a
+    /// page fault later.
     pub fn prepare(parts: Parts, layout: &MemoryLayout) -> Result<Self, PartsError> {
         let memory = Self::of_parts(parts, layout.slots, layout.rings_at)?;
         if memory.layout() != *layout {
@@ -169,17 +177,17 @@ impl NicMemory {
         Ok(memory)
     }
 
-    /// Makes all pages be there, so that none is missed when the card is ours.
+    /// Maps all pages now, so that none costs a page fault while we drive the card.
     pub fn populate(&self) {
         [&self.rings, self.arena.region(), &self.program_state].into_iter().for_each(Region::populate);
     }
 
-    /// The card has these slots, which are free in our table.
+    /// Marks these slots, which are free in our slot table, as lent to the card.
     pub(super) fn lend(&self, slots: impl Iterator<Item = SlotId>) -> Result<(), WrongSlot> {
         self.arena.adopt_all(slots)
     }
 
-    /// Maps the parts. No slot is lent yet.
+    /// Maps the parts. Lends no slot yet.
     fn of_parts(parts: Parts, slots: Geometry, at: Iova) -> Result<Self, PartsError> {
         let (rings, frames) = (Region::adopt(parts.rings)?, Region::adopt(parts.frames)?);
         let program_state = Region::adopt(parts.ledger)?;
@@ -195,7 +203,7 @@ impl NicMemory {
         if !slots.is_sound() || slots.count > ADOPTED_MAX {
             return impossible("the shape of its slots", u64::from(slots.count) << 32 | u64::from(slots.slot_len));
         }
-        // Larger it can be only where slots fill no whole huge pages, which such slots do.
+        // The frames could be larger only if slots did not fill whole huge pages, but such slots do.
         if frames.len() != slots.len() {
             return impossible("the bytes of its frames", frames.len() as u64);
         }
@@ -203,60 +211,60 @@ impl NicMemory {
         if !at.0.is_multiple_of(PAGE_LEN as u64) || at.0.checked_add(len).is_none() {
             return impossible("the address at which the card sees it", at.0);
         }
-        // SAFETY: the card writes no slots but those that it is lent (N1), and the giver none any more (N2).
+        // SAFETY: the card writes only slots that it is lent (N1), and the giver no longer writes any (N2).
         let arena = unsafe { Arena::adopt_for_device(frames, slots, slot_table(slots)?, []) }?;
         let ledger = Ledger::over(&program_state)?;
         Ok(NicMemory { arena, rings, at, program_state, ledger })
     }
 
-    /// Where it lies and how it is cut.
+    /// Returns location and division of the memory.
     pub fn layout(&self) -> MemoryLayout {
         MemoryLayout { rings_at: self.at, rings_len: self.rings.len(), slots: self.arena.geometry() }
     }
 
-    /// Where frames lie.
+    /// Returns the arena that holds the frames.
     pub fn arena(&self) -> &Arena {
         &self.arena
     }
 
-    /// Where the rings lie.
+    /// Returns the region that holds the rings.
     pub fn rings(&self) -> &Region {
         &self.rings
     }
 
-    /// The slots in the descriptors of ring number `ring`, of so many, as the ledger lists them.
+    /// Returns the ledger's list of the slots in the descriptors of ring number `ring`, for `count` descriptors.
     pub(super) fn slot_list(&self, ring: usize, count: usize) -> Span<AtomicU64> {
         Ledger::table(&self.program_state, ring, count)
     }
 
-    /// Where the driver stands.
+    /// Returns the ledger, which records the driver's progress.
     pub fn ledger(&self) -> &Ledger {
         &self.ledger
     }
 
-    /// Where the card sees the first byte of the rings.
+    /// Returns the address of the first byte of the rings, as the card sees it.
     pub fn rings_at(&self) -> Iova {
         self.at
     }
 
-    /// Where the card sees the first byte of the arena.
+    /// Returns the address of the first byte of the arena, as the card sees it.
     #[inline]
     pub fn arena_at(&self) -> Iova {
         self.at + self.rings.len() as u64
     }
 
-    /// Where the card sees the first byte of a slot.
+    /// Returns the address of the first byte of a slot, as the card sees it.
     pub fn slot_at(&self, slot: &Slot) -> Iova {
         self.at_of(slot.id())
     }
 
-    /// The same of a slot that the card holds.
+    /// Like [`slot_at`](Self::slot_at), for a slot that the card holds.
     #[inline]
     pub fn at_of(&self, id: SlotId) -> Iova {
         self.arena_at() + u64::from(id.index) * u64::from(self.arena.geometry().slot_len)
     }
 
-    /// The parts as which the device of a bus knows it.
+    /// Returns the parts that the bus maps for the device: one for each stretch.
     fn parts_of_it(&self) -> ArrayVec<Part<'_>, 3> {
         let part = |(index, (at, len))| match index {
             0 => Part { memory: &self.rings, from: 0, len, at },
@@ -266,53 +274,53 @@ impl NicMemory {
         self.layout().stretches().into_iter().enumerate().map(part).collect()
     }
 
-    /// Lets the device of `bus` reach it, all of it or nothing.
+    /// Lets the device of `bus` reach the memory: all of it or, on error, nothing.
     pub fn map(&self, bus: &mut impl Bus) -> Result<(), BusError> {
         map_all(bus, &self.parts_of_it())
     }
 
-    /// Lets the device of `bus` reach it, whether a predecessor did so or not.
+    /// Lets the device of `bus` reach the memory, whether or not a predecessor mapped it already.
     pub(super) fn map_anew(&self, bus: &mut impl Bus) -> Result<(), BusError> {
         map_anew(bus, &self.parts_of_it())
     }
 
-    /// The same of the rings and the first slots alone.
+    /// Like [`map_anew`](Self::map_anew), for the rings and the first slots alone.
     pub(super) fn map_head(&self, bus: &mut impl Bus) -> Result<(), BusError> {
         let parts = self.parts_of_it();
         map_anew(bus, &parts[..2.min(parts.len())])
     }
 
-    /// The same of the other slots, none of which the card has.
+    /// Like [`map_anew`](Self::map_anew), for the other slots, none of which the card has.
     pub(super) fn map_rest(&self, bus: &mut impl Bus) -> Result<(), BusError> {
         let parts = self.parts_of_it();
         map_anew(bus, &parts[2.min(parts.len())..])
     }
 
-    /// Free slots that are not among the first: nobody can have them until they are dropped.
+    /// Takes the free slots beyond the first [`HEAD`], so that they stay out of use until they are dropped.
     pub(super) fn hold_rest(&self) -> Vec<Slot> {
         let all: Vec<Slot> = std::iter::from_fn(|| self.arena.take()).collect();
         all.into_iter().filter(|slot| slot.id().index >= HEAD).collect()
     }
 
-    /// The device of `bus` can reach it no longer.
+    /// Cuts the device of `bus` off from the memory.
     pub fn unmap(&self, bus: &mut impl Bus) -> Result<(), BusError> {
         self.layout().unmap_by(|at, len| bus.unmap_dma(at, len))
     }
 
-    /// The card was reset: it holds no slot any more.
+    /// Takes all slots back from the card. Call it after a reset.
     pub(super) fn take_back(&self) {
         self.arena.reclaim();
     }
 
-    /// A card that could not be started is kept from this memory, by whatever means still work: nobody is left to be told of those that do not.
-    /// Its slots are not taken back: that needs a reset that is known to have worked.
+    /// Cuts a card that could not be started off from this memory. Best effort: errors are ignored, since the caller
+    /// already returns one. Does not take the card's slots back: that needs a reset that is known to have worked.
     pub(super) fn withdraw(&self, bus: &mut impl Bus) {
         let _ = pci::enable(bus, false);
         let _ = self.unmap(bus);
     }
 }
 
-/// All of them or nothing.
+/// Maps all of `parts` or, on error, none.
 fn map_all(bus: &mut impl Bus, parts: &[Part<'_>]) -> Result<(), BusError> {
     let mapped: ArrayVec<_, 3> = match *parts {
         [a, b, c] => ArrayVec::from(bus.map_each([a, b, c])?),
@@ -320,7 +328,7 @@ fn map_all(bus: &mut impl Bus, parts: &[Part<'_>]) -> Result<(), BusError> {
         _ => parts.iter().map(|part| bus.map_part(*part)).collect(),
     };
     if mapped.iter().any(Result::is_err) {
-        // That one could not be mapped is what is to be told.
+        // Ignore errors of the unmapping: the error of the mapping is the one to report.
         for (part, _) in parts.iter().zip(&mapped).filter(|(_, outcome)| outcome.is_ok()) {
             let _ = bus.unmap_dma(part.at, part.len);
         }
@@ -328,10 +336,11 @@ fn map_all(bus: &mut impl Bus, parts: &[Part<'_>]) -> Result<(), BusError> {
     mapped.into_iter().collect()
 }
 
-/// The same, whether a predecessor did so or not.
+/// Like [`map_all`], whether or not a predecessor mapped the parts already.
 fn map_anew(bus: &mut impl Bus, parts: &[Part<'_>]) -> Result<(), BusError> {
     match map_all(bus, parts) {
-        // What lies there may be this memory, as a predecessor mapped it. If it is something else, the second refusal says so.
+        // This memory may be mapped already, by a predecessor. If something else is mapped there, the second attempt
+        // is refused and says so.
         Err(BusError::Dma { .. }) => {
             for part in parts {
                 let _ = bus.unmap_dma(part.at, part.len);

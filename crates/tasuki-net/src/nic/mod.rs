@@ -1,7 +1,8 @@
 //! Drivers of network cards.
 //!
-//! A driver is a value that owns its [`Bus`] and its [`NicMemory`] and is a [`Port`]. What it must remember while it
-//! runs is a plain struct, its *driver state*: a parked NIC's driver state is all that a successor needs to go on where this one stopped.
+//! A driver is a value that owns its [`Bus`] and its [`NicMemory`] and is a [`Port`]. It keeps what it must remember
+//! while it runs in a plain struct, its *driver state*. A successor needs only the driver state of a parked NIC to
+//! continue where its predecessor stopped.
 //!
 //! ```text
 //!            start (reset, initialise, wait for nothing)
@@ -10,9 +11,10 @@
 //!                                                  └─────── resume ◄──────┘   no reset, no PHY, no link change
 //! ```
 //!
-//! A parked NIC touches no memory: its receive and transmit units are off and what they had begun is finished.
+//! A parked NIC touches no memory: its receive and transmit units are off and have finished what they had begun.
 //!
-//! Each of these steps, if it fails, gives bus and memory back ([`Failed`]), and says in [`Nic`] what can be done with them.
+//! Each of these steps returns the bus and the memory if it fails ([`Failed`]). [`Nic`] says what the caller can do
+//! with them.
 
 pub mod bundle;
 pub mod bus;
@@ -36,12 +38,12 @@ pub use scrub::Scrub;
 use crate::capture::Captures;
 use crate::port::{Port, Transactional};
 
-/// Who a card is, as its configuration space says.
+/// Vendor and device ID of a card, from its configuration space.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct PciId {
-    /// Of the maker.
+    /// Vendor ID.
     pub vendor: u16,
-    /// Of the card.
+    /// Device ID.
     pub device: u16,
 }
 
@@ -62,137 +64,140 @@ impl std::fmt::Display for Mac {
     }
 }
 
-/// The state of the wire.
+/// State of the link.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Link {
-    /// No partner, or still negotiating.
+    /// The link has no partner, or still negotiates.
     Down,
     /// Frames can pass.
     Up {
-        /// In Mb/s; 0 if the card does not say.
+        /// Speed in Mb/s; 0 if the card does not say.
         speed: u32,
-        /// Whether both directions carry frames at the same time.
+        /// Whether both directions can carry frames at the same time.
         full_duplex: bool,
     },
 }
 
-/// Which frames a card lets in, besides broadcasts and those for its own address.
+/// Frames that a card accepts besides broadcasts and frames for its own address.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Filter {
-    /// Every frame there is.
+    /// Accept every frame.
     pub promiscuous: bool,
-    /// Every multicast.
+    /// Accept every multicast frame.
     pub all_multicast: bool,
-    /// These multicasts.
+    /// Accept frames for these multicast addresses.
     pub multicast: Vec<Mac>,
 }
 
-/// What somebody who starts a card asks for.
+/// Settings for [`Nic::start`].
 #[derive(Debug, Clone)]
 pub struct NicOptions {
-    /// Descriptors in each receive ring and each transmit ring: a power of two, within the card's limits.
+    /// Number of descriptors in each receive ring and each transmit ring: a power of two within the card's limits.
     pub ring: u16,
-    /// Receive queues.
+    /// Number of receive queues.
     pub queues: u8,
-    /// Longest payload of a frame, in bytes, without Ethernet header and check sequence.
+    /// Maximum payload of a frame in bytes, without Ethernet header and frame check sequence.
     pub mtu: u16,
-    /// What is let in.
+    /// Frames that the card accepts.
     pub filter: Filter,
-    /// Whether card and partner have each other pause instead of losing frames (IEEE 802.3, annex 31B), if the card can and the partner
-    /// agrees. What was agreed on is learnt by [`Nic::link`].
+    /// Whether the card and its link partner may pause each other instead of losing frames (IEEE 802.3, annex 31B).
+    /// It takes effect if the card supports it and the partner agrees. [`Nic::link`] learns the result of the
+    /// negotiation.
     pub flow_control: bool,
-    /// Whether the memory is kept clean of frames that were handled ([`Scrub`]), so that it can go to another owner with the card.
+    /// Whether the driver wipes handled frames from the memory ([`Scrub`]), so that the memory can pass to another
+    /// owner with the card.
     pub scrub: bool,
 }
 
 impl Default for NicOptions {
-    /// One queue of 256 descriptors, frames of up to 1,500 bytes, only what is addressed to the card, and flow control.
+    /// One queue of 256 descriptors, payloads of up to 1,500 bytes, only frames addressed to the card, and flow
+    /// control.
     fn default() -> Self {
         NicOptions { ring: 256, queues: 1, mtu: 1500, filter: Filter::default(), flow_control: true, scrub: false }
     }
 }
 
-/// Why a card could not be started or does not work any more.
+/// Error of a card that cannot start or that has stopped working.
 #[derive(Debug, thiserror::Error)]
 pub enum NicError {
-    /// The bus does not carry us to the device.
+    /// The bus does not reach the device.
     #[error("{0}")]
     Bus(#[from] BusError),
-    /// It is another card.
+    /// The device is not one that this driver drives.
     #[error(
         "the device is {found}, and this driver drives {driver}; `tasuki nic probe` says which driver fits, if any"
     )]
     OtherCard {
-        /// Who it is.
+        /// IDs of the device.
         found: PciId,
-        /// What the driver drives.
+        /// Name of the card that the driver drives.
         driver: &'static str,
     },
-    /// The card cannot do what was asked for.
+    /// The card does not support a requested option.
     #[error("the card cannot have {field} = {value}; {must}")]
     Options {
-        /// Which option.
+        /// Name of the option.
         field: &'static str,
-        /// What was asked for.
+        /// Requested value.
         value: u64,
-        /// What it can do.
+        /// Values that the card supports.
         must: &'static str,
     },
     /// The memory is too small for the rings or the frames.
     #[error("the card's {what} needs {need} bytes, and there are {have}; make the NIC's memory larger")]
     Memory {
-        /// Which part.
+        /// Part that does not fit.
         what: &'static str,
-        /// Bytes needed.
+        /// Number of bytes needed.
         need: usize,
-        /// Bytes there.
+        /// Number of bytes available.
         have: usize,
     },
-    /// The card did not do in time what it must.
+    /// The card did not finish a step in time.
     #[error("the card did not finish {step} within {limit_ms} ms; it is stuck: reset it")]
     Stuck {
-        /// The step.
+        /// Step that the driver waited for.
         step: &'static str,
-        /// How long we waited, in milliseconds.
+        /// Time that the driver waited, in milliseconds.
         limit_ms: u32,
     },
     /// The card is gone: every register reads as ones.
     #[error("the card is gone from its bus: it was removed, or whoever models it has ended")]
     Gone,
-    /// The card wrote what no such card writes. Nothing it says can be believed any more.
+    /// The card wrote a value that no such card writes. Nothing that it says can be trusted any more.
     #[error("the card wrote what it must not: {what} ({value:#x}); reset it")]
     Absurd {
-        /// Where, and what is wrong with it.
+        /// Location of the value, and what is wrong with it.
         what: &'static str,
-        /// What it wrote.
+        /// Value that the card wrote.
         value: u64,
     },
-    /// The driver state is not one that this driver understands.
+    /// This driver does not understand the driver state.
     #[error(
         "the driver state is of {kind} version {version}, and this driver understands {ours}; hand the NIC over by the store, or upgrade"
     )]
     OtherDriverState {
-        /// The driver it names.
+        /// Driver that the driver state names ([`DriverState::KIND`]).
         kind: u32,
-        /// Its version.
+        /// Version that the driver state names.
         version: u32,
-        /// What we understand.
+        /// Version that this driver understands.
         ours: u32,
     },
-    /// A card that was left to somebody with memory of its own has gone on receiving.
+    /// The card went on receiving after its owner left it to a taker with memory of its own.
     #[error(
         "frames have come since the card's owner left it, up to descriptor {head}: they are in that owner's memory, and so the card stays there; hand it over again"
     )]
     FramesCame {
-        /// Where its first receive ring is.
+        /// Head of the card's first receive ring: the descriptor that the card uses next.
         head: u32,
     },
-    /// Somebody who is not trusted had the card, and has left something there that cannot be undone while it runs.
+    /// The card's last owner was not trusted, and left a setting that only a reset undoes.
     #[error("the card's last owner has left {what} in it ({value:#x}), which only a reset undoes; hand it over cold")]
     LeftBehind {
-        /// What.
+        /// Setting that the owner left.
         what: &'static str,
-        /// What stands there.
+        /// Value of the setting.
         value: u64,
     },
     /// The driver state cannot be true.
@@ -200,23 +205,24 @@ pub enum NicError {
         "the driver state contradicts itself, the NIC's memory or the card: {what} ({value:#x}); start the card anew"
     )]
     BrokenDriverState {
-        /// What is wrong with it.
+        /// What is wrong with the driver state.
         what: &'static str,
-        /// What stands there.
+        /// Value found in the driver state, the memory or the card.
         value: u64,
     },
 }
 
-/// A parked NIC: the way to its card, its memory, and what a successor must know.
+/// A parked NIC: the bus, the memory, and the driver state for a successor.
 pub type Parked<N> = (<N as Nic>::Bus, NicMemory, <N as Nic>::DriverState);
 
-/// A step that failed, and what it was to be done with.
+/// Error of a failed step, with the bus and the memory that the caller passed in.
 pub struct Failed<B> {
-    /// Why.
+    /// Reason for the failure.
     pub error: NicError,
-    /// The way to the card.
+    /// Bus of the card.
     pub bus: B,
-    /// The card's memory, whose every slot is free, in somebody's hands, or counted as the card's.
+    /// Memory of the card. Each slot is free, held as a [`Slot`](tasuki_shm::arena::Slot), or counted as lent to the
+    /// card.
     pub memory: NicMemory,
 }
 
@@ -233,7 +239,7 @@ impl<B> std::fmt::Display for Failed<B> {
 }
 
 impl<B> std::error::Error for Failed<B> {
-    /// The error's own: it speaks for itself already.
+    /// Returns the source of the inner error, since `Display` already prints the inner error itself.
     fn source(&self) -> Option<&(dyn std::error::Error + 'static)> {
         self.error.source()
     }
@@ -245,55 +251,59 @@ impl<B> From<Failed<B>> for NicError {
     }
 }
 
-/// A card that runs.
+/// A running card.
 pub trait Nic: Port<Fault = NicError> + Sized {
-    /// How the driver reaches the card.
+    /// Bus by which the driver reaches the card.
     type Bus: Bus;
 
-    /// All that a successor must know.
+    /// State that a successor needs.
     type DriverState: DriverState;
 
-    /// Resets the card and sets it up, with slots posted to every receive ring. The link comes up when it comes up.
+    /// Resets the card, sets it up, and posts slots to every receive ring. Does not wait for the link.
     ///
-    /// Slots that the card had before are free when it has been reset, whatever a predecessor did or failed to do.
+    /// The reset frees all slots that the card had before, whatever a predecessor did or failed to do.
     ///
     /// # Errors
-    /// Options that the driver does not know, memory that is too small and a card that is another are found before the card is
-    /// touched: it goes on with what it did. After any other error it can no longer reach the memory, as far as we could bring that about.
-    /// Either way another `start` is possible with the same bus and memory.
+    /// Unknown options, memory that is too small and a wrong card are found before the driver touches the card: the
+    /// card goes on as before. After any other error the driver has cut the card off from the memory as far as it
+    /// could. Either way the caller can call `start` again with the same bus and memory.
     fn start(bus: Self::Bus, memory: NicMemory, options: &NicOptions) -> Result<Self, Failed<Self::Bus>>;
 
-    /// Goes on with a card that another driver has parked. Touches neither the link nor the filters.
+    /// Continues with a card that another driver parked. Touches neither the link nor the filters.
     ///
     /// # Errors
-    /// [`NicError::OtherDriverState`] and [`NicError::BrokenDriverState`] are found before card and memory are touched, so that whoever has the right
-    /// driver state can still resume. After any other error the card must be [started](Self::start), with the same memory if one likes.
+    /// [`NicError::OtherDriverState`] and [`NicError::BrokenDriverState`] are found before the driver touches the
+    /// card or the memory, so a process with the right driver state can still resume. After any other error the card
+    /// must be [started](Self::start), possibly with the same memory.
     fn resume(bus: Self::Bus, memory: NicMemory, driver_state: &Self::DriverState) -> Result<Self, Failed<Self::Bus>>;
 
-    /// Has the card finish what it has begun and touch no memory any more. Frames that have come and were not received, and
-    /// frames that were not sent, stay in the rings, and the driver state says where.
+    /// Lets the card finish what it has begun, then stops it from touching memory. Frames that came but were not
+    /// received, and frames that were not sent, stay in the rings; the driver state says where.
     ///
     /// # Errors
-    /// The card is gone or does not stop. It may still use the slots that it had; [`start`](Self::start) resets it and takes them back.
+    /// The card is gone or does not stop. It may still use the slots that it had; [`start`](Self::start) resets it
+    /// and takes them back.
     fn park(self) -> Result<Parked<Self>, Failed<Self::Bus>>;
 
-    /// A successor has gone on: what the giver is left with, for the next time. Nothing is touched.
+    /// Returns the giver's bus and memory after a successor took over, for the next time. Touches nothing.
     fn stand_down(self) -> (Self::Bus, NicMemory);
 
-    /// The card's own address.
+    /// Returns the card's own Ethernet address.
     fn mac(&self) -> Mac;
 
-    /// The state of the wire. Ask when it may have changed: a card whose link came up controls the flow from then on.
+    /// Returns the state of the link. Call it whenever the link may have changed: a card whose link came up uses
+    /// flow control only from this call on.
     fn link(&mut self) -> Link;
 
-    /// What is let in from now on.
+    /// Sets the frames that the card accepts from now on.
     fn set_filter(&mut self, filter: &Filter) -> Result<(), NicError>;
 
-    /// What the card and the driver have counted since they started, by the names that `ethtool -S` shows.
+    /// Returns the counts of the card and the driver since they started, under the names that `ethtool -S` shows.
     fn statistics(&mut self) -> Vec<(&'static str, u64)>;
 }
 
-/// A driver that hands a card on while it runs: nobody is asked, and frames go on coming into the rings.
+/// A driver that hands over a card while the card runs, without asking any other process. Frames keep coming into
+/// the rings.
 ///
 /// ```text
 ///   giver    conclude ─────────────► (stands still, and could go on) ───► stand_down
@@ -303,49 +313,58 @@ pub trait Nic: Port<Fault = NicError> + Sized {
 ///   dead     ledger, rings ────────────────────────────┘
 /// ```
 ///
-/// What came before `conclude` and was received is the giver's, what came later the taker's. A `driver_state`, which goes by another way than the NIC's memory, is gone on with by `go_on`. Who calls sees to it that only one of the two drives.
+/// Frames that the giver received before `conclude` are the giver's; later frames are the taker's. A taker with a
+/// `driver_state`, which does not travel in the NIC's memory, calls `go_on` instead. The caller ensures that only
+/// one of the two drives.
 ///
-/// A giver that is killed writes no driver state. Its [ledger] says what it had handled, by the rule of [`Transactional`].
+/// A giver that is killed writes no driver state. Its [ledger] says which frames it had handled, by the rule of
+/// [`Transactional`].
 pub trait InPlace: Nic + Transactional {
     /// A successor that has everything but the driver state.
     type Prepared;
 
-    /// The way to the card, of which a successor needs a second one. Not for the card's registers.
+    /// Returns the bus, so that a second one can be made for a successor. Do not use it for the card's registers.
     fn bus(&self) -> &Self::Bus;
 
-    /// [Ends the last turn](Transactional::conclude) with nothing in hand, and writes what a successor elsewhere must know, into a driver state that was [blank](DriverState::blank) or written by a driver of this
+    /// [Ends the last turn](Transactional::conclude) with no frame pending, and writes the state for a successor
+    /// elsewhere into `into`. `into` must be [blank](DriverState::blank) or have been written by a driver of this
     /// card before.
     fn driver_state(&mut self, into: &mut Self::DriverState);
 
-    /// Gets ready all that needs no driver state, touching neither card nor bus: `bus` is one that needs no word with the device to be used, and `memory` was
-    /// [prepared](NicMemory::prepare), or was used for this card before.
+    /// Prepares everything that needs no driver state, without touching card or bus. `bus` must be usable without
+    /// asking the device. `memory` was [prepared](NicMemory::prepare), or was used for this card before.
     fn prepare(bus: Self::Bus, memory: NicMemory) -> Result<Self::Prepared, Failed<Self::Bus>>;
 
-    /// Waits until all that a driver that died had sent to the card has arrived there: what is stored later must not be overtaken by it.
+    /// Waits until every write of a driver that died has reached the card, so that later stores cannot arrive before
+    /// it.
     ///
     /// # Errors
     /// The card is gone.
     fn settle(prepared: &Self::Prepared) -> Result<(), NicError>;
 
-    /// Reads what [`pick_up`](Self::pick_up) will read, while somebody else drives, so that what it runs and reads is at hand then. Changes nothing.
+    /// Reads what [`pick_up`](Self::pick_up) will read, while another driver still drives, so that its code and data
+    /// are cached by then. Changes nothing.
     fn rehearse(prepared: &mut Self::Prepared);
 
-    /// Goes on where the last driver stopped, whether it let go or died, by what it left behind: its ledger, and its rings, in which what it had begun is
-    /// undone. Rings the doorbells once more, since one that died may have been about to.
+    /// Continues where the last driver stopped, whether it let go or died, from its ledger and its rings. Undoes in
+    /// the rings what that driver had begun. Rings the doorbells once more, since a driver that died may have been
+    /// about to.
     ///
     /// # Errors
-    /// No driver of this kind and version ran, or what stands there contradicts itself: the card must be started anew.
+    /// No driver of this kind and version ran, or the ledger or rings contradict themselves: the card must be
+    /// started anew.
     fn pick_up(prepared: Self::Prepared) -> Result<Self, Failed<Self::Bus>>;
 
-    /// The same by a driver state, which has come here by itself.
+    /// Like [`pick_up`](Self::pick_up), but from a driver state that was sent separately.
     ///
     /// # Errors
-    /// A driver state that is broken, or of another version, is found before anything is touched: the giver can go on.
+    /// A driver state that is broken or of another version is found before anything is touched: the giver can go on.
     fn go_on(prepared: Self::Prepared, driver_state: &Self::DriverState) -> Result<Self, Failed<Self::Bus>>;
 
-    /// Frames that the card would take now: a burst of no more is taken whole by the next [`transmit`](Port::transmit). Commits nothing.
+    /// Returns the number of frames that the card would take now. The next [`transmit`](Port::transmit) takes a
+    /// burst of up to this many frames whole. Commits nothing.
     fn room(&mut self) -> usize;
 
-    /// Whoever looks on, if anybody does: at each frame that is received, and that the card takes.
+    /// Returns the captures, if any, that see each received frame and each frame that the card takes.
     fn captures(&mut self) -> &mut Option<Box<Captures>>;
 }

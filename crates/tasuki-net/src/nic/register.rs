@@ -1,4 +1,4 @@
-//! A register as a type: where it is, how wide, and what may be done to it.
+//! A register as a type: its offset, its width, and the accesses that it allows.
 
 use std::marker::PhantomData;
 use std::time::{Duration, Instant};
@@ -6,31 +6,31 @@ use std::time::{Duration, Instant};
 use super::NicError;
 use super::bus::Registers;
 
-/// Can only be read.
+/// Access of a register that can only be read.
 #[derive(Debug)]
 pub enum Ro {}
-/// Can be read and written.
+/// Access of a register that can be read and written.
 #[derive(Debug)]
 pub enum Rw {}
-/// Can only be written; reading it says nothing.
+/// Access of a register that can only be written; the value read from it has no meaning.
 #[derive(Debug)]
 pub enum Wo {}
 
-/// What may be read.
+/// Accesses that allow reading.
 pub trait Readable {}
 impl Readable for Ro {}
 impl Readable for Rw {}
 
-/// What may be written.
+/// Accesses that allow writing.
 pub trait Writable {}
 impl Writable for Rw {}
 impl Writable for Wo {}
 
-/// The widths of registers.
+/// Integer types with the width of a register.
 pub trait Width: Copy {
-    /// Reads as many bits at `offset`.
+    /// Reads a value of this width at `offset`, in bytes.
     fn load(registers: &impl Registers, offset: u32) -> Self;
-    /// Writes them.
+    /// Writes the value at `offset`, in bytes.
     fn store(self, registers: &impl Registers, offset: u32);
 }
 
@@ -61,7 +61,7 @@ impl Width for u32 {
     }
 }
 
-/// A register of `W` bits' width and access `A`.
+/// A register of width `W` and access `A`.
 #[derive(Debug)]
 pub struct Register<W, A> {
     offset: u32,
@@ -77,48 +77,48 @@ impl<W, A> Clone for Register<W, A> {
 impl<W, A> Copy for Register<W, A> {}
 
 impl<W, A> Register<W, A> {
-    /// The register at `offset` in bytes.
+    /// Returns the register at `offset`, in bytes.
     pub const fn at(offset: u32) -> Self {
         Register { offset, _is: PhantomData }
     }
 
-    /// The same register of a table that begins `base` bytes further on.
+    /// Returns the same register of a table that begins `base` bytes further on.
     pub const fn after(self, base: u32) -> Self {
         Register::at(base.wrapping_add(self.offset))
     }
 }
 
 impl<W: Width, A: Readable> Register<W, A> {
-    /// Its value.
+    /// Reads the register.
     pub fn read(self, registers: &impl Registers) -> W {
         W::load(registers, self.offset)
     }
 }
 
 impl<W: Width, A: Writable> Register<W, A> {
-    /// Sets it.
+    /// Writes `value` to the register.
     pub fn write(self, registers: &impl Registers, value: W) {
         value.store(registers, self.offset);
     }
 }
 
-/// Whoever waits for a card, and gives way to others meanwhile: it may be modelled by a process that needs this CPU.
+/// A wait for a card. It yields to other processes meanwhile: a process that models the card may need this CPU.
 #[derive(Debug)]
 pub struct Waiting(Instant);
 
 impl Waiting {
-    /// From now on.
+    /// Starts the wait now.
     pub fn begin() -> Self {
         Waiting(Instant::now())
     }
 
-    /// How long it has been.
+    /// Returns how long the wait has lasted.
     pub fn since(&self) -> Duration {
         self.0.elapsed()
     }
 
-    /// Between two looks: spins first, for most cards need no longer; then sleeps. Who yielded instead might not run again before the
-    /// next tick (kernels since 6.12).
+    /// Pauses between two polls. Spins first, for most cards need no longer; then sleeps. A process that yielded
+    /// instead might not run again before the next tick (kernels since 6.12).
     pub fn rest(&self) {
         const SPIN: Duration = Duration::from_micros(100);
         const NAP: Duration = Duration::from_micros(50);
@@ -129,12 +129,15 @@ impl Waiting {
     }
 }
 
-/// Waits until `done`, giving way to others meanwhile, and no longer than a card may take.
+/// Waits until `done`, yielding to other processes meanwhile.
+///
+/// # Errors
+/// [`NicError::Stuck`] if it takes longer than `limit_ms` milliseconds.
 pub fn wait(step: &'static str, limit_ms: u32, mut done: impl FnMut() -> bool) -> Result<(), NicError> {
     let limit = Duration::from_millis(limit_ms.into());
     let waiting = Waiting::begin();
     loop {
-        // Asked before the clock is looked at, so that a machine under load does not make a card look stuck.
+        // Read the clock before the poll, so that a machine under load does not make a card look stuck.
         let late = waiting.since() >= limit;
         if done() {
             return Ok(());

@@ -1,48 +1,50 @@
-//! A card whose rings are elsewhere from now on, in another owner's memory, while its link stays up.
+//! Hands a card's traffic to another owner's memory while its link stays up: its rings are there from then on.
 //!
-//! A card with one queue is pointed elsewhere, with nobody's rings between the old and the new (the method `repoint`). A card with a queue to spare
-//! gets that one filled by the new owner first, and then what comes is steered there (`mbb`, make before break).
+//! A card with one queue is pointed at the new rings directly, with no other rings in between (the method
+//! `repoint`). On a card with a spare queue, the new owner fills that queue first, and then the card steers received
+//! frames there (`mbb`, make before break).
 
 use super::bus::Iova;
 use super::{Failed, Mac, MemoryLayout, Nic, NicError, NicMemory, NicOptions};
 
-/// How a card's traffic gets to its next owner's rings.
+/// Method by which a card's traffic gets to its next owner's rings.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum How {
-    /// Its queue is pointed at them: `repoint`.
+    /// `repoint`: the card's queue is pointed at the new rings.
     Point,
-    /// The same, from an owner that is not trusted and was fenced: nothing of what it left is believed, and the memory is mapped after the fence. The
-    /// card's address is this one.
+    /// Like `Point`, from an owner that is not trusted and was fenced. The taker trusts nothing that this owner
+    /// left, and maps the memory after the fence. The field is the card's Ethernet address.
     Fenced(Mac),
-    /// Its spare queue has them already, and is what it steers to from then on: `mbb`.
+    /// `mbb`: the spare queue has the new rings already, and the card steers to it from then on.
     Steer,
 }
 
-/// How a giver has left its card to who is to point it elsewhere, in a word that travels beside the lease. Who reads it believes nothing that the card does not
-/// say, too.
+/// How a giver left its card to the taker that will point it elsewhere, as one word that travels beside the lease.
+/// The reader trusts nothing in it that the card does not confirm.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Left(pub u64);
 
 impl Left {
-    /// It has stopped it, or has not said how it left it.
+    /// The giver stopped the card, or did not say how it left it.
     pub const STOPPED: Left = Left(0);
 }
 
-/// What a card can do of being left to an owner that has memory of its own.
+/// Ways in which a card can be left to an owner that has memory of its own.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Can {
-    /// [`How::Point`],
+    /// The card supports [`How::Point`].
     pub point: bool,
-    /// with a partner that pauses meanwhile;
+    /// With [`How::Point`], the card can have its link partner pause meanwhile.
     pub pauses: bool,
-    /// [`How::Fenced`]: all that an owner can leave in it is written anew, or read back;
+    /// The card supports [`How::Fenced`]: everything that an owner can leave in it is written anew or can be read
+    /// back.
     pub fenced: bool,
-    /// and [`How::Steer`].
+    /// The card supports [`How::Steer`].
     pub steer: bool,
 }
 
 impl Can {
-    /// Whether it can go this way, and if not, why.
+    /// Checks whether the card supports `how`; the error says why not.
     pub fn go(self, how: How) -> Result<(), NicError> {
         let refuse = |field, must| Err(NicError::Options { field, value: 0, must });
         match how {
@@ -61,7 +63,7 @@ impl Can {
     }
 }
 
-/// A driver that can point its card at the rings of a successor which has memory of its own, or take it back.
+/// A driver that can point its card at the rings of a successor that has memory of its own, or take the card back.
 ///
 /// ```text
 ///   giver    quiesce ─► receive, handle, transmit … is_quiet ─► leave ──► (could go back) ──► stand_down
@@ -69,23 +71,26 @@ impl Can {
 ///   taker    prepare_rings .......... waits .................. repoint ───► running
 /// ```
 ///
-/// The partner is asked to pause, if the card can do that, from `quiesce` until the taker has gone on. The giver handles what had come before. Nothing
-/// of the card is initialised but where its rings are; interrupts ring the same eventfds. As the memory is another, what the giver had in its frames the taker cannot see.
+/// If the card supports it, the giver asks the link partner to pause, from `quiesce` until the taker has gone on.
+/// The giver handles the frames that came before. The taker initialises nothing of the card but the location of its
+/// rings; interrupts ring the same eventfds. Since the memory is another, the taker cannot see the contents of the
+/// giver's frames.
 ///
-/// A card that can have nobody pause loses what comes from `leave` on.
+/// A card that cannot have its partner pause loses the frames that come from `leave` on.
 ///
-/// Whoever calls sees to it that only one of the two drives; both have a way to the card, one the twin of the other.
+/// The caller ensures that only one of the two drives. Each has a bus to the card, one the twin of the other.
 pub trait Repoint: Nic {
-    /// A taker whose rings are posted, and which the card does not know yet.
+    /// A taker that has posted its rings, which the card does not know yet.
     type Ready;
 
-    /// Maps `memory`, which the card does not reach so far and which nobody else uses, and puts free slots into rings there. The card is asked for what it
-    /// is set up for, and nothing of it is changed but a queue to spare: the giver drives meanwhile, and must not change its filter from now
-    /// on. Its rings begin at `from`: a card with several queues is asked which it is.
+    /// Maps `memory` and posts free slots to rings there. The card must not reach `memory` so far, and no other
+    /// process may use it. Reads from the card how it is set up, and changes nothing of it but a spare queue. The
+    /// giver drives meanwhile, and must not change its filter from now on. `from` is the address of the giver's
+    /// rings: a driver whose card has several queues asks the card which of them begins there.
     ///
     /// # Errors
-    /// `options` are not what the card was started with (ring, queues, payload; others are the card's), the memory cannot be mapped, or the card cannot
-    /// go this way.
+    /// `options` differ from those that the card was started with, the memory cannot be mapped, or the card does not
+    /// support `how`. Of the options, only ring, queues and payload must match; the others are the card's.
     fn prepare_rings(
         bus: Self::Bus,
         memory: NicMemory,
@@ -94,44 +99,51 @@ pub trait Repoint: Nic {
         from: Iova,
     ) -> Result<Self::Ready, Failed<Self::Bus>>;
 
-    /// What this card can do of it.
+    /// Returns which methods this card supports.
     fn can(&self) -> Can;
 
-    /// It comes to nothing: takes the memory away from the card.
+    /// Abandons the handover: takes the memory away from the card.
     fn give_up(ready: Self::Ready) -> (Self::Bus, NicMemory);
 
-    /// Has the partner pause, if that is possible; or has the card steer what comes to the successor's queue. Frames go on coming for a while, and are
-    /// received and sent as before, also in `between`, while the card is asked for one thing after the other.
+    /// Has the link partner pause, if the card supports it, or has the card steer received frames to the successor's
+    /// queue. Frames keep coming for a while; the giver receives and sends as before. It does so in `between`, too,
+    /// which is called between the requests to the card.
     fn quiesce(&mut self, how: How, between: impl FnMut(&mut Self));
 
-    /// Whether nothing is left to be done by a giver that goes on receiving and sending: to be asked whenever a call of `receive` gave nothing. True, too, when
-    /// the partner does not pause, or does not take what is to be sent, for too long.
+    /// Returns whether a giver that keeps receiving and sending has nothing left to do. Ask whenever a call of
+    /// `receive` returned no frames. Also true when, for too long, the partner does not pause, or does not take the
+    /// frames that are to be sent.
     fn is_quiet(&mut self) -> bool;
 
-    /// Leaves a card that is [quiet](Self::is_quiet): how, [`left`](Self::left) says. If its partner pauses it runs on, and what comes once the pause is over comes into our
-    /// rings, for whoever drives it by then: a taker that is late has nothing lost. Else it is stopped, and touches no memory. If this says no, frames
-    /// have come at the last moment: they are to be received and handled, and this is to be called again.
+    /// Leaves a [quiet](Self::is_quiet) card; [`left`](Self::left) says in what state. If its partner pauses, the
+    /// card runs on. Frames that come after the pause go into our rings, for the driver that has the card by then.
+    /// So a late taker loses none. Otherwise the card is stopped and touches no memory. Returns false if frames came
+    /// at the last moment: receive and handle them, then call this again.
     fn leave(&mut self) -> Result<bool, NicError>;
 
-    /// How the card was left.
+    /// Returns how the card was left.
     fn left(&self) -> Left;
 
-    /// Drives the card again after `leave`, whatever a taker has done that is no more: its memory may be gone.
+    /// Drives the card again after `leave`, whatever a taker that has ended did to it: the taker's memory may be
+    /// gone.
     fn go_back(&mut self) -> Result<(), NicError>;
 
-    /// Points the card, which its giver has `left` so, at the prepared rings, and drives it.
+    /// Points the card at the prepared rings, and drives it. `left` says how the giver left the card.
     ///
     /// # Errors
-    /// The card is not as it was left, because frames have come for a giver that is not fenced, or it is gone. It goes on as it was then.
+    /// The card is gone, or is not as it was left, because frames have come for a giver that is not fenced. The card
+    /// then goes on as it was.
     fn repoint(ready: Self::Ready, left: Left) -> Result<Self, Failed<Self::Bus>>;
 
-    /// Frames that came, by what `repoint` was told and has found, between a giver's [`leave`](Self::leave) and its fence, and which nobody has therefore.
+    /// Number of frames that are lost because they came between a giver's [`leave`](Self::leave) and its fence, as
+    /// far as `repoint` was told and has found.
     fn came_too_late(&self) -> u64 {
         0
     }
 
-    /// Keeps the card from memory of a former owner's that lies there, and that it uses no longer: whether that owner is alive or not. Asks the card
-    /// and the bus, and waits for their answers; after each, whoever drives sees in `between` to the frames that have come meanwhile.
+    /// Cuts the card off from memory of a former owner that the card no longer uses, whether that owner is alive or
+    /// not. Sends requests to the card and the bus, and waits for their answers; calls `between` after each, so that
+    /// the caller can handle frames that have come meanwhile.
     ///
     /// # Errors
     /// Nothing is mapped there, or the card or the bus refuses.

@@ -1,48 +1,48 @@
-//! The registers behind a BAR, of which some parts are mapped and the rest is far away.
+//! Registers of a BAR. Some parts are mapped; the others are accessed through [`Far`].
 
 use super::mmio::{Mmio, Register};
 use super::{Registers, one_by_one};
 
-/// How the parts of a BAR are reached that are not mapped. Whole registers inside of the BAR only.
+/// Access to the parts of a BAR that are not mapped. It handles only whole registers inside the BAR.
 pub trait Far {
-    /// Reads `into.len()` bytes, at most `BLOCK_MAX`; says whether somebody answered.
+    /// Reads `into.len()` bytes, at most `BLOCK_MAX`. Returns whether the device answered.
     fn read(&self, offset: u32, into: &mut [u8]) -> bool;
 
-    /// Reads the words of 32 bits at these offsets, and writes others before the `nth` of them, where that takes less long than one after the other, and
-    /// somebody answered for each.
+    /// Reads the 32-bit words at these offsets, and does the `writes` before the `nth` read. Returns `None` if this
+    /// is not faster than single accesses, or if any read got no answer.
     fn read_around<const N: usize>(&self, _offsets: [u32; N], _nth: usize, _writes: &[(u32, u32)]) -> Option<[u32; N]> {
         None
     }
 
-    /// Writes. Nobody learns here whether it arrived.
+    /// Writes a register. The caller does not learn whether the write arrived.
     fn write(&self, offset: u32, bytes: &[u8]);
 
-    /// What is written from here on may wait until the next read, or until [`uncork`](Self::uncork).
+    /// Lets later writes wait until the next read, or until [`uncork`](Self::uncork).
     fn cork(&self) {}
 
-    /// What was written is on its way.
+    /// Sends the writes that wait.
     fn uncork(&self) {}
 
-    /// Whether something was written that may not have arrived yet.
+    /// Returns whether a write may not have arrived yet.
     fn is_behind(&self) -> bool {
         true
     }
 
-    /// Whatever was written by others has arrived.
+    /// Notes that every write of other drivers has arrived.
     fn settled(&self) {}
 }
 
-/// Bytes of registers that are read in one go at most.
+/// Maximum number of bytes of registers read in one go.
 pub(super) const BLOCK_MAX: usize = 512;
 
-/// A part of a BAR that is mapped.
+/// A mapped part of a BAR.
 #[derive(Debug)]
 struct Window {
     start: u32,
     mmio: Mmio,
 }
 
-/// The registers behind a BAR.
+/// Registers of a BAR.
 #[derive(Debug)]
 pub struct Bar<F> {
     far: F,
@@ -51,18 +51,19 @@ pub struct Bar<F> {
 }
 
 impl<F: Far> Bar<F> {
-    /// A BAR of `len` bytes. `map` is asked for each of the `areas` that could be mapped; those that it declines are far away.
+    /// Returns a BAR of `len` bytes. Calls `map` for each of the `areas` that could be mapped; areas that it
+    /// declines are accessed through `far`.
     pub(super) fn new(far: F, len: u64, areas: &[(u64, u64)], mut map: impl FnMut(u64, u32) -> Option<Mmio>) -> Self {
         let windows = areas.iter().filter_map(|&(start, len)| {
             let mmio = map(start, u32::try_from(len).ok()?)?;
             Some(Window { start: u32::try_from(start).ok()?, mmio })
         });
         let windows = windows.collect();
-        // Registers are named by 32 bits; what is beyond has no name.
+        // Register offsets have 32 bits, so bytes beyond that are unreachable.
         Bar { far, len: u32::try_from(len).unwrap_or(u32::MAX), windows }
     }
 
-    /// Whether an access of `size` bytes at `offset` is a load or a store.
+    /// Returns whether an access of `size` bytes at `offset` is a load or a store in mapped memory.
     pub fn is_mapped(&self, offset: u32, size: u32) -> bool {
         self.window(offset, size).is_some()
     }
@@ -86,7 +87,7 @@ impl<F: Far> Bar<F> {
         }
         let mut bytes = [0; 4];
         let bytes = &mut bytes[..T::SIZE as usize];
-        // As on a real bus, where nobody answers reads as ones.
+        // As on a real bus, a read without an answer returns ones.
         if self.is_register(offset, T::SIZE) && self.far.read(offset, bytes) { T::from_le(bytes) } else { T::ONES }
     }
 
@@ -109,7 +110,7 @@ impl<F: Far> Registers for Bar<F> {
             let (words, _) = bytes.as_chunks();
             return into.iter_mut().zip(words).for_each(|(value, word)| *value = u32::from_le_bytes(*word));
         }
-        // Mapped, or behind somebody who answers for one register at a time.
+        // The registers are mapped, or the device answers for only one register at a time.
         (0..).zip(into).for_each(|(index, value)| *value = self.read32(offset + 4 * index));
     }
 
@@ -120,7 +121,7 @@ impl<F: Far> Registers for Bar<F> {
         {
             return values;
         }
-        // As above.
+        // See above.
         one_by_one(self, offsets, nth, writes)
     }
 

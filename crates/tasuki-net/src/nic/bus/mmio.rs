@@ -1,12 +1,12 @@
-//! Registers in memory that is mapped: one load or store of the CPU each.
+//! Registers in mapped memory: each access is one load or store of the CPU.
 //!
 //! # Invariants
 //!
 //! - **I1** A mapping's `base` is page-aligned and stays mapped for `len` bytes until the value is dropped.
-//! - **I2** What is behind a mapping does not vanish: it is a device's own memory, which the kernel answers for, or a memfd of small pages
-//!   that is sealed against shrinking, so that no load or store inside `len` raises SIGBUS.
-//! - **I3** Nothing refers to these bytes: they are only loaded and stored, at multiples of the access's size below `len`, volatile, since
-//!   each access means something to the device.
+//! - **I2** The memory behind a mapping does not vanish. It is a device's own memory, which the kernel answers for,
+//!   or a memfd of small pages that is sealed against shrinking. So no load or store inside `len` raises SIGBUS.
+//! - **I3** No reference points to these bytes: they are only loaded and stored, at multiples of the access's size
+//!   below `len`. The accesses are volatile, since each has a meaning for the device.
 #![allow(unsafe_code, reason = "maps registers, loads and stores them")]
 
 use std::io;
@@ -25,13 +25,14 @@ pub(super) struct Mmio {
     len: u32,
 }
 
-// SAFETY: a mapping belongs to the process, not to a thread (I1); accesses are volatile and of one machine word (I3).
+// SAFETY: a mapping belongs to the process, not to a thread (I1); accesses are volatile and of one machine word
+// (I3).
 unsafe impl Send for Mmio {}
 // SAFETY: as above (I1, I3).
 unsafe impl Sync for Mmio {}
 
 impl Mmio {
-    /// Maps `len` bytes of a device's own memory from `offset` of its descriptor on.
+    /// Maps `len` bytes of a device's own memory, from `offset` of its descriptor on.
     pub fn of_device(device: BorrowedFd<'_>, offset: u64, len: u32) -> io::Result<Self> {
         Self::map(device, offset, len, MapFlags::SHARED)
     }
@@ -46,7 +47,8 @@ impl Mmio {
         Ok(Mmio { base, len })
     }
 
-    /// Maps `len` bytes of what another process handed over, if they are there and cannot go away (I2). Says `None` if they could.
+    /// Maps `len` bytes of memory that another process handed over, if they exist and cannot go away (I2). Returns
+    /// `None` otherwise.
     pub fn of_process(memory: BorrowedFd<'_>, offset: u64, len: u32) -> io::Result<Option<Self>> {
         let Ok(seals) = rustix::fs::fcntl_get_seals(memory) else { return Ok(None) };
         let stat = rustix::fs::fstat(memory)?;
@@ -56,37 +58,37 @@ impl Mmio {
         if !(seals.contains(SealFlags::SHRINK) && small && there) {
             return Ok(None);
         }
-        // A page that is not there yet would be missed when the card is taken over.
+        // Map all pages now: a page fault would cost time when the card is taken over.
         Self::map(memory, offset, len, MapFlags::SHARED | MapFlags::POPULATE).map(Some)
     }
 
-    /// Bytes.
+    /// Length of the mapping in bytes.
     pub fn len(&self) -> u32 {
         self.len
     }
 
-    /// Where `N` bytes at `offset` lie, if they do.
+    /// Returns the address of the register at `offset`, or `None` if it is out of bounds or not aligned.
     #[inline]
     fn at<T: Register>(&self, offset: u32) -> Option<NonNull<T>> {
         if !offset.is_multiple_of(T::SIZE) || self.len < T::SIZE || offset > self.len - T::SIZE {
             return None;
         }
-        // SAFETY: below `len`, just checked (I1).
+        // SAFETY: below `len`, as checked above (I1).
         Some(unsafe { self.base.add(offset as usize) }.cast())
     }
 
-    /// Loads a register; `None` beyond the end or between two.
+    /// Loads a register. Returns `None` if it is out of bounds or not aligned.
     #[inline]
     pub fn load<T: Register>(&self, offset: u32) -> Option<T> {
         let at = self.at::<T>(offset)?;
         // SAFETY: mapped (I1, I2), in bounds and aligned (`at`), and any bits are an integer (I3).
         let value = unsafe { at.read_volatile() };
-        // What the device wrote to memory before it changed the register is read after it.
+        // Later loads see the data that the device wrote to memory before it changed the register.
         fence(Ordering::Acquire);
         Some(value)
     }
 
-    /// Stores a register; does nothing beyond the end or between two.
+    /// Stores a register. Does nothing if it is out of bounds or not aligned.
     #[inline]
     pub fn store<T: Register>(&self, offset: u32, value: T) {
         let Some(at) = self.at::<T>(offset) else { return };
@@ -96,15 +98,15 @@ impl Mmio {
     }
 }
 
-/// What was stored to memory before is there for a device that sees what is stored to a register after.
+/// Makes earlier stores to memory visible to a device that sees a later store to a register.
 #[inline]
 fn publish() {
-    // The CPU of a PC keeps stores in order, and uncached ones behind cached ones; so does the compiler from here on.
+    // A PC's CPU keeps stores in order, and uncached ones after cached ones; from here on, so does the compiler.
     #[cfg(not(target_arch = "aarch64"))]
     fence(Ordering::Release);
     // A device is in the outer shareable domain, which no fence of Rust's reaches.
     #[cfg(target_arch = "aarch64")]
-    // SAFETY: a barrier changes nothing but order (I3).
+    // SAFETY: a barrier affects nothing but order (I3).
     unsafe {
         std::arch::asm!("dmb oshst", options(nostack, preserves_flags))
     }
@@ -112,23 +114,23 @@ fn publish() {
 
 impl Drop for Mmio {
     fn drop(&mut self) {
-        // SAFETY: `base` and `len` are what mmap gave, and nobody refers to them (I1, I3).
+        // SAFETY: `base` and `len` come from mmap, and no reference points to them (I1, I3).
         let unmapped = unsafe { rustix::mm::munmap(self.base.as_ptr().cast(), self.len as usize) };
         debug_assert!(unmapped.is_ok(), "munmap of our own mapping failed: {unmapped:?}");
     }
 }
 
-/// The sizes that registers have.
+/// Integer types with the size of a register.
 pub(super) trait Register: Copy {
-    /// Bytes.
+    /// Size in bytes.
     const SIZE: u32;
-    /// What is read where nobody answers.
+    /// Value read from an absent device.
     const ONES: Self;
 
-    /// From the bytes as they stand in the device.
+    /// Converts from the device's byte order.
     fn from_le(bytes: &[u8]) -> Self;
 
-    /// The bytes as they stand in the device, and zeros.
+    /// Converts to the device's byte order, padded with zeros.
     fn to_le(self) -> [u8; 4];
 }
 

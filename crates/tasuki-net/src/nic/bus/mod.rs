@@ -1,4 +1,4 @@
-//! How a driver reaches its card: configuration space, registers, DMA, interrupts.
+//! Access of a driver to its card: configuration space, registers, DMA, interrupts.
 
 mod bar;
 mod mmio;
@@ -17,7 +17,7 @@ use tasuki_shm::region::Region;
 pub use vfio::Vfio;
 pub use vfio_user::VfioUser;
 
-/// An address as the device sees it.
+/// An address as the device sees it, in bytes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct Iova(pub u64);
 
@@ -35,116 +35,117 @@ impl std::fmt::Display for Iova {
     }
 }
 
-/// Why a device cannot be reached.
+/// Reason why a device cannot be reached.
 #[derive(Debug, thiserror::Error)]
 pub enum BusError {
-    /// It was there and is not any more.
+    /// The device is gone.
     #[error("the device is gone (while {doing}): it was removed, or its server has ended; connect again")]
     Gone {
-        /// The step.
+        /// Step at which this was noticed.
         doing: &'static str,
     },
-    /// Its server is there and does not answer.
+    /// The device's server is there but does not answer.
     #[error(
         "what serves the device does not answer (while {doing}): another driver may have it, or it is stuck; end the one or the other"
     )]
     Silent {
-        /// The step.
+        /// Step at which this was noticed.
         doing: &'static str,
     },
-    /// The device has no such BAR, or one of another kind.
+    /// The device has no such BAR, or the BAR is of another kind.
     #[error("the device has no memory at BAR {index}; it is not the card that it says it is")]
     NoBar {
-        /// Which.
+        /// Number of the BAR.
         index: u8,
     },
     /// The device has fewer interrupts than the driver needs.
     #[error("the device has {have} MSI-X interrupts and the driver needs {need}")]
     FewInterrupts {
-        /// Vectors there are.
+        /// Number of vectors that the device has.
         have: u16,
-        /// Vectors needed.
+        /// Number of vectors that the driver needs.
         need: u16,
     },
-    /// The device's INTx interrupt does not reach us.
+    /// The device's INTx interrupt does not reach this process.
     #[error("the device cannot interrupt by INTx: {why}; a driver that can poll does so")]
     NoIntX {
-        /// What stands against it.
+        /// The obstacle.
         why: String,
     },
-    /// The device cannot be made to see memory there.
+    /// The device cannot be given access to memory at this address.
     #[error("the device cannot be given memory at {at} ({len} bytes): {why}")]
     Dma {
-        /// Where.
+        /// Address of the memory, as the device would see it.
         at: Iova,
-        /// Bytes.
+        /// Length of the memory in bytes.
         len: usize,
-        /// What stands against it, and what to do.
+        /// The obstacle, and the remedy.
         why: String,
     },
-    /// The memory that the device is to reach cannot be locked.
+    /// The kernel cannot lock the memory that the device is to reach.
     #[error(
         "the device is to reach {need} bytes of memory, which must be locked, and this process may lock {limit}; raise the limit \
          to {} KiB (`ulimit -l`, or LimitMEMLOCK= of its service), or give it CAP_IPC_LOCK", need.div_ceil(1024)
     )]
     Memlock {
-        /// Bytes to be locked, with those that are.
+        /// Number of bytes to be locked, including those that are locked already.
         need: u64,
-        /// Bytes that may be.
+        /// Number of bytes that this process may lock.
         limit: u64,
     },
     /// The kernel, or the device's server, refused.
     #[error("{doing} was refused: {source}")]
     Refused {
-        /// The step.
+        /// Step that was refused.
         doing: &'static str,
-        /// The reason.
+        /// Reason for the refusal.
         source: io::Error,
     },
-    /// Whoever is at the other end does not keep to the bus's protocol.
+    /// The peer, which is the kernel or the device's server, broke the bus's protocol.
     #[error("what serves the device broke its protocol: {what}")]
     Protocol {
-        /// The rule.
+        /// The broken rule.
         what: String,
     },
-    /// The configuration space makes no sense.
+    /// The configuration space is invalid.
     #[error("{0}")]
     Pci(#[from] PciError),
 }
 
-/// A device's interrupt pin (INTA# to INTD#), for those that have no MSI-X. Neither eventfd blocks.
+/// Interrupt pin of a device (INTA# to INTD#), for devices without MSI-X. Both eventfds are non-blocking.
 ///
-/// The pin has a level: the device asserts it for as long as it has a cause that it may interrupt for. Some buses therefore mask it
-/// when it rings (the kernel does), and some ring each time it is asserted anew. A driver does right by both which takes the device
-/// all its causes, empties `rings`, unmasks if it had rung, and then looks whether there is something to do: what comes later
-/// asserts the pin again.
+/// The pin has a level: the device asserts it for as long as it has a cause that it may interrupt for. Some buses
+/// therefore mask the pin when it rings (the kernel does); others ring each time it is asserted anew. A driver that
+/// does the following steps is right for both. It takes all causes from the device, empties `rings`, unmasks the pin
+/// if it had rung, and then checks for work: later work asserts the pin again.
 #[derive(Debug)]
 pub struct IntX {
-    /// Becomes readable when the device asserts the pin. The bus may have masked it then.
+    /// Becomes readable when the device asserts the pin. The bus may have masked the pin then.
     pub rings: OwnedFd,
-    /// Unmasks: whoever has silenced the device writes to it. Where the pin is asserted still, it rings again.
+    /// Unmasks the pin: the driver writes to it once it has silenced the device. If the device still asserts the
+    /// pin, it rings again.
     pub unmasks: OwnedFd,
 }
 
 impl IntX {
-    /// A pair, which a bus then connects to the device.
+    /// Creates a pair of eventfds, which a bus then connects to the device.
     pub fn create() -> io::Result<IntX> {
         let eventfd = || rustix::event::eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK);
         Ok(IntX { rings: eventfd()?, unmasks: eventfd()? })
     }
 
-    /// The same pair, by descriptors of its own.
+    /// Duplicates both descriptors. The copy is for the same pin.
     pub fn try_clone(&self) -> io::Result<IntX> {
         Ok(IntX { rings: self.rings.try_clone()?, unmasks: self.unmasks.try_clone()? })
     }
 }
 
-/// Forgets that an eventfd rang; says whether it had. Never waits: whoever serves the device has the same eventfd, and can have made reading
-/// it wait.
+/// Empties an eventfd, and returns whether it had rung. Never waits: the device's server has the same eventfd, and
+/// may have set it to blocking.
 pub(super) fn quiesce(eventfd: impl AsFd) -> Result<bool, BusError> {
     let mut count = [0; 8];
     let into = &mut [IoSliceMut::new(&mut count)];
-    // From where it is.
+    // Offset that stands for the current file position.
     const HERE: u64 = u64::MAX;
     match rustix::io::preadv2(&eventfd, into, HERE, ReadWriteFlags::NOWAIT) {
         Ok(_) => Ok(true),
@@ -153,7 +154,7 @@ pub(super) fn quiesce(eventfd: impl AsFd) -> Result<bool, BusError> {
     }
 }
 
-/// Rings an eventfd, unless that would wait because it is full.
+/// Rings an eventfd, unless it is full and the write would block.
 pub(super) fn ring(eventfd: impl AsFd) {
     let mut room = [PollFd::new(&eventfd, PollFlags::OUT)];
     if rustix::event::poll(&mut room, Some(&Timespec::default())) == Ok(1) && room[0].revents().contains(PollFlags::OUT)
@@ -162,44 +163,45 @@ pub(super) fn ring(eventfd: impl AsFd) {
     }
 }
 
-/// Memory that a device may come to reach, or a part of it.
+/// A part of a memory region that a device may be given access to.
 #[derive(Debug, Clone, Copy)]
 pub struct Part<'a> {
-    /// The memory,
+    /// Region that the part belongs to.
     pub memory: &'a Region,
-    /// from which byte on, a multiple of the page size,
+    /// Offset of the part in the region, in bytes: a multiple of the page size.
     pub from: usize,
-    /// and how many bytes of it, a multiple of the page size.
+    /// Length of the part in bytes: a multiple of the page size.
     pub len: usize,
-    /// Where the device sees the first of them: a multiple of the page size.
+    /// Address of the part's first byte, as the device sees it: a multiple of the page size.
     pub at: Iova,
 }
 
 impl<'a> Part<'a> {
-    /// All of it.
+    /// Returns the part that covers all of `memory`.
     pub fn all(memory: &'a Region, at: Iova) -> Self {
         Part { memory, from: 0, len: memory.len(), at }
     }
 }
 
-/// The way to one PCI device.
+/// Access to one PCI device.
 pub trait Bus {
-    /// How its registers are reached.
+    /// Access to the device's registers.
     type Registers: Registers;
 
-    /// The 32-bit word at `offset` (a multiple of 4) of the configuration space.
+    /// Reads the 32-bit word at `offset` (a multiple of 4) of the configuration space.
     fn read_config(&mut self, offset: u16) -> Result<u32, BusError>;
 
     /// Writes the 32-bit word at `offset` (a multiple of 4) of the configuration space.
     fn write_config(&mut self, offset: u16, value: u32) -> Result<(), BusError>;
 
-    /// The registers behind BAR `index`. Memory decoding is on afterwards.
+    /// Returns the registers of BAR `index`. Memory decoding is on afterwards.
     fn registers(&mut self, index: u8) -> Result<Self::Registers, BusError>;
 
-    /// Lets the device read and write a part of some memory.
+    /// Lets the device read and write a part of a memory region.
     fn map_part(&mut self, part: Part<'_>) -> Result<(), BusError>;
 
-    /// The same for several parts, in the time of one where each takes long; says of each whether it was mapped.
+    /// Like [`map_part`](Self::map_part), for several parts. On a bus where each takes long, it takes the time of
+    /// one. Returns for each part whether it was mapped.
     fn map_each<const N: usize>(&mut self, parts: [Part<'_>; N]) -> Result<[Result<(), BusError>; N], BusError> {
         Ok(parts.map(|part| self.map_part(part)))
     }
@@ -209,23 +211,26 @@ pub trait Bus {
         self.map_part(Part::all(memory, at))
     }
 
-    /// Takes back what was mapped at `at`, as it was mapped.
+    /// Takes back the mapping at `at`. `len` must be as when it was mapped.
     fn unmap_dma(&mut self, at: Iova, len: usize) -> Result<(), BusError>;
 
-    /// An eventfd for each of the first `count` MSI-X vectors, which are enabled. They stay the same for as long as the bus lives.
+    /// Returns an eventfd for each of the first `count` MSI-X vectors, and enables these. They stay the same for the
+    /// life of the bus.
     ///
-    /// They are non-blocking: reading one that has not rung fails with `EAGAIN`, and a driver that clears its bell never waits.
+    /// The eventfds are non-blocking: reading one that has not rung fails with `EAGAIN`, so a driver that clears its
+    /// bell never waits.
     fn interrupts(&mut self, count: u16) -> Result<Vec<OwnedFd>, BusError>;
 
-    /// The device's interrupt pin, which is switched on and unmasked. A device has either this or [MSI-X](Self::interrupts): nobody
-    /// asks for both. It stays the same for as long as the bus lives.
+    /// Returns the device's interrupt pin, switched on and unmasked. A driver uses either this or
+    /// [MSI-X](Self::interrupts), not both. It stays the same for the life of the bus.
     fn intx(&mut self) -> Result<IntX, BusError>;
 
-    /// Resets the whole device as its bus can, if it can.
+    /// Resets the whole device, if the bus supports it.
     fn reset(&mut self) -> Result<(), BusError>;
 
-    /// Connects the interrupts that are in use anew, and has the device decode memory and be master of the bus, whatever somebody else has made of
-    /// that who had the device, too. What rings meanwhile may be lost: whoever asks looks at its rings afterwards.
+    /// Connects the interrupts in use anew, and lets the device decode memory and be bus master, whatever another
+    /// process with access to the device changed. Interrupts may be lost meanwhile: the caller must look at its
+    /// rings afterwards.
     fn renew(&mut self) -> Result<(), BusError>
     where
         Self: Sized,
@@ -233,11 +238,11 @@ pub trait Bus {
         pci::enable_again(self)
     }
 
-    /// From here on, or no more, frames wait while an answer is waited for: that is done without sleeping for longer.
+    /// Sets whether frames wait while the bus waits for answers. If so, the bus polls for longer before it sleeps.
     fn hurry(&mut self, _hurries: bool) {}
 }
 
-/// What [`Registers::read_around`] does, one after the other.
+/// Does the accesses of [`Registers::read_around`] one by one.
 fn one_by_one<R: Registers + ?Sized, const N: usize>(
     registers: &R,
     offsets: [u32; N],
@@ -251,9 +256,10 @@ fn one_by_one<R: Registers + ?Sized, const N: usize>(
     })
 }
 
-/// The registers behind a BAR. Accesses do not fail: as on a real bus, who is gone reads as all ones, and what is written is lost.
+/// Registers of a BAR. Accesses do not fail: as on a real bus, reads from an absent device return all ones, and
+/// writes are lost.
 ///
-/// Offsets are in bytes and below the BAR's length; whoever reaches beyond it reads ones as well.
+/// Offsets are in bytes and below the BAR's length. Reads beyond it return ones as well.
 pub trait Registers {
     /// Reads 8 bits.
     fn read8(&self, offset: u32) -> u8;
@@ -265,30 +271,33 @@ pub trait Registers {
     fn write8(&self, offset: u32, value: u8);
     /// Writes 16 bits at an even offset.
     fn write16(&self, offset: u32, value: u16);
-    /// Writes 32 bits at a multiple of 4. What was stored to memory before is there when the device sees it.
+    /// Writes 32 bits at a multiple of 4. Earlier stores to memory are visible to the device when it sees this
+    /// write.
     fn write32(&self, offset: u32, value: u32);
 
-    /// Reads registers of 32 bits, one behind the other: in one go where each of them takes long.
+    /// Reads consecutive 32-bit registers: in one go where each read takes long.
     fn read_block(&self, offset: u32, into: &mut [u32]) {
         (0..).zip(into).for_each(|(index, value)| *value = self.read32(offset + 4 * index));
     }
 
-    /// Reads registers of 32 bits in this order, wherever they lie, and writes others before the `nth` of them: in one go where each of them takes long.
+    /// Reads 32-bit registers at these offsets, in order, and does the `writes` (offset and value) before the `nth`
+    /// read: in one go where each access takes long.
     fn read_around<const N: usize>(&self, offsets: [u32; N], nth: usize, writes: &[(u32, u32)]) -> [u32; N] {
         one_by_one(self, offsets, nth, writes)
     }
 
-    /// Does what `access` does; what that writes may reach the device all at once, and then no later than the next register that is read, or the end.
+    /// Calls `access`. Its writes may reach the device all at once: at the latest with the next register read, or at
+    /// the end of `access`.
     fn together<T>(&self, access: impl FnOnce() -> T) -> T {
         access()
     }
 
-    /// Whether something was written that may not have reached the device yet. Reading any register waits for it.
+    /// Returns whether a write may not have reached the device yet. Reading any register waits for it.
     fn is_behind(&self) -> bool {
         true
     }
 
-    /// A register was read since we drive the device: what a predecessor wrote has reached it.
+    /// Notes that a register was read since this driver took over: the predecessor's writes have reached the device.
     fn settled(&self) {}
 }
 
@@ -298,7 +307,7 @@ mod tests {
 
     #[test]
     fn an_eventfd_that_somebody_else_has_made_wait_is_not_waited_for() {
-        // Blocking, as its other holder may make it at any time.
+        // Blocking, since the other holder may set it to that at any time.
         let eventfd = rustix::event::eventfd(0, EventfdFlags::CLOEXEC).unwrap();
         assert!(!quiesce(&eventfd).unwrap());
         ring(&eventfd);

@@ -1,10 +1,10 @@
-//! What a PCI configuration space says. Offsets: PCI Local Bus Specification 3.0, section 6.1 and 6.8; PCI Express
-//! Base Specification 5.0, section 7.5.
+//! Reads a PCI configuration space. Offsets: PCI Local Bus Specification 3.0, sections 6.1 and 6.8; PCI Express Base
+//! Specification 5.0, section 7.5.
 
 use super::{Bus, BusError};
 use crate::nic::PciId;
 
-/// Vendor and device.
+/// Vendor and device ID.
 const ID: u16 = 0x00;
 /// Command in the low half, status in the high half.
 const COMMAND: u16 = 0x04;
@@ -20,74 +20,74 @@ const FIRST_BAR: u16 = 0x10;
 const BARS: u8 = 6;
 const CAPABILITIES: u16 = 0x34;
 
-/// More capabilities than this cannot stand in 192 bytes: the list is a loop.
+/// Maximum number of capabilities that fit in 192 bytes: a longer list is a loop.
 const CAPABILITIES_MAX: usize = 48;
 
-/// Why a configuration space is no use to us.
+/// Reason why a configuration space is unusable.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 pub enum PciError {
-    /// Nobody answers.
+    /// No device answers.
     #[error("no device answers: its configuration space reads as ones; check the address, and that it is switched on")]
     NoDevice,
-    /// It is a bridge or the like.
+    /// The device is a bridge or the like. The field is its header type.
     #[error("the device has configuration header type {0}, where a card has type 0")]
     NoCard(u8),
-    /// The list of capabilities has no end.
+    /// The list of capabilities has no end. The field is the offset at which reading stopped.
     #[error("the device's list of capabilities does not end (at {0:#x}); it is broken")]
     EndlessCapabilities(u8),
 }
 
-/// What is behind a BAR.
+/// Kind of a BAR.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum BarKind {
-    /// Nothing.
+    /// Unused.
     None,
     /// Ports of the x86 I/O space.
     Io,
     /// Memory, addressed with 32 bits.
     Memory32,
-    /// Memory, addressed with 64 bits: takes the next BAR's place as well.
+    /// Memory, addressed with 64 bits: it takes up the next BAR as well.
     Memory64,
 }
 
 /// A capability of a device.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Capability {
-    /// Which: the list is kept by the PCI-SIG.
+    /// Capability ID, assigned by the PCI-SIG.
     pub id: u8,
-    /// Where it stands in the configuration space.
+    /// Offset in the configuration space.
     pub offset: u16,
 }
 
 impl Capability {
     /// MSI-X.
     pub const MSI_X: u8 = 0x11;
-    /// Vendor-specific; virtio describes its structures by these.
+    /// Vendor-specific; virtio uses it to describe its structures.
     pub const VENDOR: u8 = 0x09;
 }
 
-/// What the header of a card says.
+/// Header of a card's configuration space.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Header {
-    /// Who it is.
+    /// Vendor and device ID.
     pub id: PciId,
     /// Class code: base class, subclass, interface.
     pub class: u32,
-    /// What is behind each BAR.
+    /// Kind of each BAR.
     pub bars: [BarKind; 6],
-    /// In the order of the list.
+    /// Capabilities, in the order of the list.
     pub capabilities: Vec<Capability>,
 }
 
 impl Header {
-    /// Reads the header.
+    /// Reads the header from the device.
     pub fn read(bus: &mut impl Bus) -> Result<Self, BusError> {
         let word = bus.read_config(ID)?;
         if word == u32::MAX {
             return Err(PciError::NoDevice.into());
         }
         let [.., kind, _] = bus.read_config(HEADER_TYPE)?.to_le_bytes();
-        // The highest bit says that the device has several functions.
+        // The highest bit marks a device with several functions.
         if kind & 0x7f != 0 {
             return Err(PciError::NoCard(kind & 0x7f).into());
         }
@@ -97,7 +97,7 @@ impl Header {
         Ok(Header { id, class, bars: bars(bus)?, capabilities: capabilities(bus)? })
     }
 
-    /// The first capability of kind `id`.
+    /// Returns the first capability with this ID.
     pub fn capability(&self, id: u8) -> Option<Capability> {
         self.capabilities.iter().copied().find(|capability| capability.id == id)
     }
@@ -138,14 +138,14 @@ fn capabilities(bus: &mut impl Bus) -> Result<Vec<Capability>, BusError> {
     Ok(found)
 }
 
-/// Lets the device decode its memory and be master of the bus, or only the former.
+/// Lets the device decode its memory, and sets whether it may be bus master.
 pub fn enable(bus: &mut impl Bus, master: bool) -> Result<(), BusError> {
     let command = bus.read_config(COMMAND)? & 0xffff;
     let command = if master { command | COMMAND_MASTER } else { command & !COMMAND_MASTER };
     bus.write_config(COMMAND, command | COMMAND_MEMORY)
 }
 
-/// Lets the device decode its memory and be master of the bus, if it does not: one that does is left alone, as in [`decode`].
+/// Lets the device decode its memory and be bus master, unless it does both already: see [`decode`].
 pub fn enable_again(bus: &mut impl Bus) -> Result<(), BusError> {
     const BOTH: u32 = COMMAND_MASTER | COMMAND_MEMORY;
     let command = bus.read_config(COMMAND)? & 0xffff;
@@ -155,7 +155,7 @@ pub fn enable_again(bus: &mut impl Bus) -> Result<(), BusError> {
 /// Lets the device decode its memory.
 pub fn decode(bus: &mut impl Bus) -> Result<(), BusError> {
     let command = bus.read_config(COMMAND)? & 0xffff;
-    // A card that decodes already is left alone: QEMU's e1000e drops a frame when the register is written.
+    // Leave a card that decodes already alone: QEMU's e1000e drops a frame when the register is written.
     if command & COMMAND_MEMORY != 0 { Ok(()) } else { bus.write_config(COMMAND, command | COMMAND_MEMORY) }
 }
 

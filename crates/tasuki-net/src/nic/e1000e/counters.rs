@@ -1,4 +1,4 @@
-//! What the card counts, by the names that `ethtool -S` shows for it.
+//! Counts of the card, under the names that `ethtool -S` shows for it.
 
 use super::driver_state::COUNTERS;
 use super::regs::{self, Cleared, Mmio, Reg, Ro};
@@ -7,15 +7,15 @@ use crate::nic::NicError;
 use crate::nic::bus::Registers;
 use crate::nic::driver_state::check_counts;
 
-/// Where a counter of the card stands.
+/// Register or registers of a counter.
 enum Source {
     Word(Reg<Cleared>),
-    /// Low, and high: reading the latter clears both.
+    /// Low and high half: reading the high half clears both.
     Pair(Reg<Ro>, Reg<Cleared>),
 }
 use Source::{Pair, Word};
 
-/// In the order of the driver state, which is part of its version.
+/// Counters in the order of the driver state. The order is part of its version.
 const SOURCES: [(&str, Source); 26] = [
     ("rx_packets", Word(regs::GPRC)),
     ("tx_packets", Word(regs::GPTC)),
@@ -47,25 +47,25 @@ const SOURCES: [(&str, Source); 26] = [
 
 const LONG: usize = 17;
 const SHORT: usize = 18;
-/// Those that together are `rx_errors`: check sequence, length, alignment, the PHY's.
+/// Counters that add up to `rx_errors`: check sequence, length, alignment, and the PHY's errors.
 const ERRORS: [usize; 5] = [9, LONG, SHORT, 19, 24];
 pub(super) const XOFF_SENT: usize = 23;
 
-/// Counted by the driver, behind the card's own.
+/// Index of the first counter of the driver, after those of the card.
 const OURS: usize = SOURCES.len();
 const _: () = assert!(OURS + 3 <= COUNTERS);
 
-/// What was counted since the card was started, by whichever driver.
+/// Counts since the card was started, of this driver and its predecessors.
 #[derive(Debug, Clone)]
 pub struct Counters {
     accumulated: Box<[u64; COUNTERS]>,
     pub dropped: Dropped,
-    /// Frames that were to be sent and could not be.
+    /// Number of frames that could not be sent.
     pub refused: u64,
 }
 
 impl Counters {
-    /// All at zero, the card's too.
+    /// Returns counters at zero, and clears the card's.
     pub fn start(mmio: &Mmio<impl Registers>) -> Self {
         let mut counters = Counters { accumulated: Box::new([0; COUNTERS]), dropped: Dropped::default(), refused: 0 };
         counters.collect(mmio);
@@ -73,42 +73,43 @@ impl Counters {
         counters
     }
 
-    /// Whether a predecessor can have counted that.
+    /// Checks that a predecessor can have counted this.
     pub fn check(accumulated: &[u64; COUNTERS]) -> Result<(), NicError> {
         check_counts(&[accumulated[OURS], accumulated[OURS + 1], accumulated[OURS + 2]])
     }
 
-    /// What a predecessor counted, [checked](Self::check).
+    /// Continues the counts of a predecessor, which must be [checked](Self::check).
     pub fn resume(accumulated: &[u64; COUNTERS]) -> Self {
         let dropped = Dropped { errors: accumulated[OURS], too_long: accumulated[OURS + 1] };
         Counters { accumulated: Box::new(*accumulated), dropped, refused: accumulated[OURS + 2] }
     }
 
-    /// What a successor goes on from.
+    /// Returns the counts for a successor.
     pub fn to_driver_state(&self) -> [u64; COUNTERS] {
         let mut words = *self.accumulated;
         words[OURS..OURS + 3].copy_from_slice(&[self.dropped.errors, self.dropped.too_long, self.refused]);
         words
     }
 
-    /// Adds what the card has counted since. Needed before any of its counters is full: an hour, at a gigabit.
+    /// Adds the card's counts since the last call. Must be called before any of its counters is full: within an
+    /// hour, at a gigabit.
     pub fn collect(&mut self, mmio: &Mmio<impl Registers>) {
         let counted: [u64; SOURCES.len()] = std::array::from_fn(|i| match SOURCES[i].1 {
             Word(reg) => u64::from(mmio.take(reg)),
             Pair(low, high) => u64::from(mmio.read(low)) | u64::from(mmio.take(high)) << 32,
         });
-        // The totals that include bad frames are of no use to us. But QEMU's model copies them into those of good frames with
-        // each frame, so they have to be cleared at the same time.
+        // The driver does not use the totals that include bad frames. But QEMU's model copies them into those of
+        // good frames with each frame, so they must be cleared at the same time.
         for reg in [regs::TPR, regs::TPT, regs::TORH, regs::TOTH] {
             mmio.take(reg);
         }
-        // What a card says that was pulled out meanwhile is ones, and no counts.
+        // A card that was pulled out meanwhile reads as ones, which are no counts.
         if mmio.read(regs::STATUS) != u32::MAX {
             self.accumulated.iter_mut().zip(counted).for_each(|(sum, counted)| *sum = sum.saturating_add(counted));
         }
     }
 
-    /// What the card says of PAUSE frames sent since it was last asked, which is collected, too.
+    /// Returns the number of PAUSE frames that the card has sent since the last call, and adds it to the counts.
     pub fn collect_xoff_sent(&mut self, mmio: &Mmio<impl Registers>) -> u64 {
         let sent = u64::from(mmio.take(regs::XOFFTXC));
         let sum = &mut self.accumulated[XOFF_SENT];
@@ -116,7 +117,7 @@ impl Counters {
         sent
     }
 
-    /// All of them, by name. What the card says may be anything, so nothing is added without a limit.
+    /// Returns all counts by name. The card may report any values, so additions saturate.
     pub fn list(&self) -> Vec<(&'static str, u64)> {
         let sums = &self.accumulated;
         let mut list: Vec<_> = SOURCES.iter().zip(sums.iter()).map(|((name, _), sum)| (*name, *sum)).collect();

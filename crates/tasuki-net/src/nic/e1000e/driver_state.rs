@@ -1,4 +1,5 @@
-//! All that a successor must know of a parked 82574. The rings stay as they are; what is in them, and where, stands here.
+//! State of a parked 82574 that a successor needs. The rings stay in the NIC's memory; the driver state says where
+//! they are and which slots they hold.
 
 use std::mem::offset_of;
 
@@ -12,43 +13,44 @@ use crate::nic::driver_state::{self, Head, broken};
 use crate::nic::ledger::SELDOM;
 use crate::nic::{MemoryLayout, NicError};
 
-/// Receive queues that the card has.
+/// Number of receive queues of the card.
 pub const QUEUES_MAX: usize = 2;
-/// Registers of the multicast table.
+/// Number of registers in the multicast table.
 pub const MTA_WORDS: usize = 128;
-/// What is counted: see [`super::counters`].
+/// Number of counters in the driver state: see [`super::counters`].
 pub const COUNTERS: usize = 32;
 
-/// A descriptor in which no slot stands.
+/// Word for a descriptor without a slot.
 pub const NO_SLOT: u64 = u64::MAX;
 
-/// All that a successor must know. Made only by parking; whatever else it holds is refused by resuming.
+/// State that a successor needs. Only parking creates a valid one; resuming refuses any other content.
 #[repr(C)]
 #[derive(Debug, Clone, PartialEq, Eq, FromBytes, IntoBytes, Immutable, KnownLayout)]
 pub struct DriverState {
-    /// What every driver state begins with.
+    /// Common head of all driver states.
     pub head: Head,
-    /// Receive queues.
+    /// Number of receive queues.
     pub queues: u16,
-    /// Longest payload of a frame.
+    /// Maximum payload of a frame in bytes.
     pub mtu: u16,
-    /// 1 for every frame, 2 for every multicast.
+    /// Filter bits: 1 accepts every frame, 2 every multicast frame.
     pub filter: u16,
-    /// 1 if the card controls the flow, 2 if its partner still pauses since a predecessor parked it.
+    /// Flow-control bits: 1 if the card uses flow control, 2 if its partner still pauses since a predecessor parked
+    /// the card.
     pub flow_control: u16,
-    /// The receive rings' cursors.
+    /// Cursors of the receive rings.
     pub receive: [ReceiveDriverState; QUEUES_MAX],
-    /// Transmit: the next descriptor that the card will be done with, in the running count.
+    /// Transmit cursor: the next descriptor that the card will finish, as a running count.
     pub sent: u32,
-    /// Transmit: the next descriptor to be filled.
+    /// Transmit cursor: the next descriptor to be filled.
     pub filled: u32,
-    /// The multicast table.
+    /// Contents of the multicast table.
     pub mta: [u32; MTA_WORDS],
-    /// Accumulated, in the driver's order.
+    /// Accumulated counters, in the driver's order.
     pub counters: [u64; COUNTERS],
-    /// The slot (`SlotId::to_word`) in each receive descriptor, or all ones where none stands.
+    /// Slot (`SlotId::to_word`) in each receive descriptor, or all ones if it has none.
     pub posted: [[u64; RING_MAX]; QUEUES_MAX],
-    /// The slot in each transmit descriptor, or all ones where none stands.
+    /// Slot in each transmit descriptor, or all ones if it has none.
     pub sending: [u64; RING_MAX],
 }
 
@@ -58,36 +60,37 @@ const _: () = assert!(
     offset_of!(DriverState, sending) == offset_of!(DriverState, posted) + QUEUES_MAX * size_of::<[u64; RING_MAX]>()
 );
 
-/// The cursors of a receive ring. They count descriptors without end; their low bits are the place in the ring.
+/// Cursors of a receive ring. They count descriptors without end; their low bits are the place in the ring.
 #[repr(C)]
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, FromBytes, IntoBytes, Immutable, KnownLayout)]
 pub struct ReceiveDriverState {
-    /// The next descriptor to be received from.
+    /// Next descriptor to receive from.
     pub next: u32,
-    /// The next descriptor to be given a slot.
+    /// Next descriptor to be given a slot.
     pub tail: u32,
-    /// 1 in the middle of a frame that spans several descriptors, and is dropped.
+    /// 1 in the middle of a frame that spans several descriptors and is dropped.
     pub skipping: u32,
-    /// Nothing.
+    /// Always 0.
     pub reserved: u32,
 }
 
-/// Bytes of a driver state before the rings' tables.
+/// Size in bytes of the driver state before the tables of slots.
 const SELDOM_LEN: usize = offset_of!(DriverState, posted);
 const _: () = assert!(SELDOM_LEN <= SELDOM * 8);
 
 impl DriverState {
-    /// What of it the ledger keeps as what seldom changes: all but the tables, the cursors too, which count for nothing there.
+    /// Returns the part that the ledger keeps as seldom-changed data: everything before the tables of slots. It
+    /// includes the cursors, which have no meaning there.
     pub(super) fn seldom(&self) -> &[u8] {
         &self.as_bytes()[..SELDOM_LEN]
     }
 
-    /// The reverse of [`seldom`](Self::seldom), on a blank driver state.
+    /// Sets the part that [`seldom`](Self::seldom) returns. `self` must be a blank driver state.
     pub(super) fn set_seldom(&mut self, words: &[u64; SELDOM]) {
         self.as_mut_bytes()[..SELDOM_LEN].copy_from_slice(&words.as_bytes()[..SELDOM_LEN]);
     }
 
-    /// Whether all but the tables of slots makes sense in this memory: the shape.
+    /// Checks whether everything but the tables of slots makes sense for this memory, and returns the shape.
     pub(super) fn check_seldom(&self, memory: &MemoryLayout) -> Result<Shape, NicError> {
         let shape = self.shape(memory)?;
         if self.filter > 3 {
@@ -110,7 +113,7 @@ impl DriverState {
         Ok(shape)
     }
 
-    /// The shape of rings and frames.
+    /// Returns the shape of rings and frames.
     pub(super) fn shape(&self, memory: &MemoryLayout) -> Result<Shape, NicError> {
         let queues = u8::try_from(self.queues).unwrap_or(u8::MAX);
         Shape::new(self.head.ring, queues, self.mtu, memory).map_err(|error| match error {
@@ -151,7 +154,7 @@ impl driver_state::DriverState for DriverState {
     }
 }
 
-/// How many slots a ring holds, which are fewer than it has descriptors.
+/// Returns the number of slots that a ring holds, which must be less than the number of its descriptors.
 fn held(ring: u16, from: u32, to: u32) -> Result<u32, NicError> {
     match to.wrapping_sub(from) {
         held if held < u32::from(ring) => Ok(held),
@@ -159,7 +162,8 @@ fn held(ring: u16, from: u32, to: u32) -> Result<u32, NicError> {
     }
 }
 
-/// A ring holds slots in the descriptors `from..to`, of which there are fewer than in the ring, and nowhere else.
+/// Checks that a ring holds slots in the descriptors `from..to`, and nowhere else. There must be fewer of them than
+/// descriptors in the ring.
 fn check_ring(words: &[u64; RING_MAX], ring: u16, from: u32, to: u32) -> Result<(), NicError> {
     let (held, mask) = (held(ring, from, to)?, u32::from(ring) - 1);
     let wrong = |place: u64| Err(broken("a slot where none is, or none where one is, in descriptor", place));
@@ -170,14 +174,14 @@ fn check_ring(words: &[u64; RING_MAX], ring: u16, from: u32, to: u32) -> Result<
             return wrong(place.into());
         }
     }
-    // All at once, since whoever goes on with a running card has no time: all ones is what no slot is.
+    // Check all words at once, since a driver that takes over a running card has no time. All ones is no slot.
     match beyond.iter().fold(NO_SLOT, |all, word| all & word) {
         NO_SLOT => Ok(()),
         _ => wrong(ring.into()),
     }
 }
 
-/// Bytes of the rings' region that rings of this shape need.
+/// Returns the number of bytes that rings of this shape need in the rings' region.
 pub fn rings_len(queues: u8, ring: u16) -> usize {
     (usize::from(queues) + 1) * usize::from(ring) * ring::DESCRIPTOR_LEN
 }
@@ -199,7 +203,7 @@ mod tests {
         SlotId { index, generation: 3 }.to_word()
     }
 
-    /// Of a ring of 8 that has gone round the numbers, with a frame on its way out.
+    /// A ring of 8 whose cursors have wrapped around, with one frame to be sent.
     fn driver_state() -> DriverState {
         let head = Head::of::<DriverState>(&MEMORY, Mac([2, 0, 0, 0, 0, 1]), 8);
         let mut driver_state =

@@ -1,8 +1,9 @@
-//! Flow control: the card has its partner pause before its packet buffer is full, and pauses when the partner says so (IEEE 802.3,
-//! annexes 28B and 31B; data sheet sections 3.5.5 and 10.2.2).
+//! Flow control: the card asks its link partner to pause before its packet buffer is full, and pauses when the
+//! partner asks (IEEE 802.3, annexes 28B and 31B; data sheet sections 3.5.5 and 10.2.2).
 //!
-//! The card does it all by itself once it knows what the two partners agreed on. That stands in the PHY, which is read and not
-//! written (but by `left.rs`, of a last owner's that has changed it): our side offers what the card offers by itself.
+//! The card does this by itself once it knows the result of the negotiation. The PHY holds that result. The driver
+//! reads the PHY and does not write it: our side offers the card's default abilities. Only `left.rs` writes it,
+//! after a last owner that has changed it.
 
 use std::time::Duration;
 
@@ -10,25 +11,27 @@ use super::regs::{self, Mmio, ctrl, fcrtl, mdic, phy};
 use super::setup::{PBA, within};
 use crate::nic::bus::Registers;
 
-/// The longest pause there is: 65,535 times 512 bits, 33 ms at a gigabit.
+/// Longest pause: 65,535 times 512 bits, 33 ms at a gigabit.
 pub const PAUSE_MAX: u32 = 0xffff;
 
-/// When so much of a pause is left, the partner is told again.
+/// Remainder of a pause at which the card tells the partner again.
 const REFRESH_AT: u32 = PAUSE_MAX / 2;
 
-/// Bytes that come while a partner reacts: two quanta, and 200 m of cable (IEEE 802.3, 31B.3.7).
+/// Number of bytes that come while a partner reacts: two quanta, and 200 m of cable (IEEE 802.3, 31B.3.7).
 const REACTION_LEN: u32 = 128 + 256;
 
-/// The check sequence, which lies in the buffer as well.
+/// Length in bytes of the check sequence, which occupies the buffer as well.
 const CRC_LEN: u32 = 4;
 
-/// How long a register of the PHY may take: 64 bits at 2.5 MHz, and a bus.
+/// Time limit for an access to a register of the PHY: 64 bits at 2.5 MHz, and a bus.
 const PHY_LIMIT: Duration = Duration::from_millis(1);
 
-/// When the partner is to pause, and when to go on, if the card may tell it so by itself. Nothing is asked of it before the two have agreed.
+/// Sets the fill levels at which the card asks the partner to pause and to go on. `by_itself` says whether the card
+/// may tell it to go on by itself. The card asks nothing of the partner before the two have agreed.
 pub fn prepare<R: Registers>(mmio: &Mmio<R>, frame: u16, by_itself: bool) {
     let buffer = PBA << 10;
-    // A frame of ours that is being sent, and one of the partner's, before it can react. Very long frames leave no room for that.
+    // Leave room for a frame of ours that is being sent, and one of the partner's, before it can react. Very long
+    // frames leave no room for that.
     let high = buffer.saturating_sub(2 * (u32::from(frame) + CRC_LEN) + REACTION_LEN).max(buffer / 4) & 0xfff8;
     mmio.write(regs::FCTTV, PAUSE_MAX);
     mmio.write(regs::FCRTV, REFRESH_AT);
@@ -36,22 +39,22 @@ pub fn prepare<R: Registers>(mmio: &Mmio<R>, frame: u16, by_itself: bool) {
     mmio.write(regs::FCRTH, high);
 }
 
-/// The card has nobody pause.
+/// Keeps the card from asking the partner to pause.
 pub fn leave_off<R: Registers>(mmio: &Mmio<R>) {
     [regs::FCRTV, regs::FCRTL, regs::FCRTH].into_iter().for_each(|register| mmio.write(register, 0));
 }
 
-/// Whether a driver has the card control the flow, a predecessor perhaps.
+/// Returns whether a driver, possibly a predecessor, has enabled flow control on the card.
 pub fn is_prepared<R: Registers>(mmio: &Mmio<R>) -> bool {
     mmio.read(regs::FCRTH) != 0
 }
 
-/// Keeps the card from telling the partner to go on by itself, or lets it.
+/// Sets whether the card may tell the partner to go on by itself.
 pub fn go_on_by_itself<R: Registers>(mmio: &Mmio<R>, may: bool) {
     mmio.change(regs::FCRTL, fcrtl::XONE, if may { fcrtl::XONE } else { 0 });
 }
 
-/// Has the card do what the partners agreed on when the link came up, if that can be learnt.
+/// Sets the card to the flow control that the partners agreed on when the link came up, if the PHY can be read.
 pub fn agree<R: Registers>(mmio: &Mmio<R>) {
     let (Some(ours), Some(theirs)) = (read_phy(mmio, phy::ADVERTISED), read_phy(mmio, phy::PARTNER)) else { return };
     let (obeys, asks) = resolve(ours, theirs);
@@ -59,12 +62,12 @@ pub fn agree<R: Registers>(mmio: &Mmio<R>) {
     mmio.change(regs::CTRL, ctrl::RFCE | ctrl::TFCE, bit(obeys, ctrl::RFCE) | bit(asks, ctrl::TFCE));
 }
 
-/// Nobody pauses for anybody: there are no pauses in half duplex.
+/// Turns flow control off: there are no pauses in half duplex.
 pub fn disagree<R: Registers>(mmio: &Mmio<R>) {
     mmio.change(regs::CTRL, ctrl::RFCE | ctrl::TFCE, 0);
 }
 
-/// Whether we pause for the partner, and it for us: IEEE 802.3, table 28B-3.
+/// Returns whether we pause for the partner, and whether it pauses for us: IEEE 802.3, table 28B-3.
 fn resolve(ours: u16, theirs: u16) -> (bool, bool) {
     let of = |abilities: u16| (abilities & phy::PAUSE != 0, abilities & phy::ASYMMETRIC != 0);
     match (of(ours), of(theirs)) {
@@ -75,12 +78,12 @@ fn resolve(ours: u16, theirs: u16) -> (bool, bool) {
     }
 }
 
-/// What a register of the PHY holds; nothing if it cannot be learnt.
+/// Returns the value of a register of the PHY, or `None` if it cannot be read.
 pub fn read_phy<R: Registers>(mmio: &Mmio<R>, register: u32) -> Option<u16> {
     ask_phy(mmio, mdic::READ | register << mdic::REGISTER_SHIFT)
 }
 
-/// Writes a register of the PHY, of one that is to begin anew.
+/// Writes a register of a PHY that is being reset.
 pub fn write_phy<R: Registers>(mmio: &Mmio<R>, register: u32, value: u16) {
     ask_phy(mmio, mdic::WRITE | register << mdic::REGISTER_SHIFT | u32::from(value));
 }

@@ -1,4 +1,4 @@
-//! A card that goes on running while its driver is replaced.
+//! Replaces the driver of a card that goes on running.
 
 use arrayvec::ArrayVec;
 
@@ -14,26 +14,27 @@ use crate::nic::ledger::TURNS;
 use crate::nic::{Failed, InPlace, Mac, Nic, NicError, NicMemory};
 use crate::port::{BURST_MAX, Burst, Frame, Transactional};
 
-/// Everything but the driver state.
+/// A successor that has everything but the driver state.
 #[derive(Debug)]
 pub struct Prepared<B: Bus> {
     bus: B,
     memory: NicMemory,
     mmio: Mmio<B::Registers>,
     bell: std::os::fd::OwnedFd,
-    /// Room for what the ledger says, and for the multicast table: whoever takes over has no time to ask for memory.
+    /// Buffer for the ledger's data; `mta` is one for the multicast table. They are allocated in advance, since a
+    /// taker has no time to allocate memory.
     driver_state: Box<DriverState>,
     mta: Box<[u32; MTA_WORDS]>,
 }
 
-/// Both kinds of rings.
+/// Receive and transmit rings.
 struct Rings {
     receive: ArrayVec<ReceiveRing, QUEUES_MAX>,
     transmit: TransmitRing,
 }
 
 impl<B: Bus> Prepared<B> {
-    /// Reads what seldom changes, and the cursors. Nothing is touched.
+    /// Reads the seldom-changed data and the cursors. Touches nothing.
     fn read_ledger(&mut self) -> Result<Shape, NicError> {
         let (ledger, driver_state) = (self.memory.ledger(), &mut *self.driver_state);
         match ledger.whose() {
@@ -56,7 +57,7 @@ impl<B: Bus> Prepared<B> {
         driver_state.check_seldom(&layout)
     }
 
-    /// A predecessor died before the card reached all of the memory.
+    /// Maps the rest of the memory if a predecessor died before the card reached all of it.
     fn reach_all(&mut self) -> Result<(), NicError> {
         if self.memory.ledger().is_partial() {
             self.memory.map_rest(&mut self.bus)?;
@@ -65,7 +66,7 @@ impl<B: Bus> Prepared<B> {
         Ok(())
     }
 
-    /// What stands in the rings at these cursors is the card's.
+    /// Takes over the rings at these cursors: the slots in them are the card's.
     fn pick_up_rings(&self, shape: Shape) -> Result<Rings, NicError> {
         let (memory, driver_state) = (&self.memory, &*self.driver_state);
         let mut receive: ArrayVec<_, QUEUES_MAX> = ArrayVec::new();
@@ -77,13 +78,14 @@ impl<B: Bus> Prepared<B> {
         Ok(Rings { receive, transmit })
     }
 
-    /// What was lent so far is free again: nothing was touched.
+    /// Frees the slots lent so far, and returns the error: nothing else was touched.
     fn refused(self, error: NicError) -> Failed<B> {
         self.memory.take_back();
         Failed { error, bus: self.bus, memory: self.memory }
     }
 
-    /// The driver that goes on with these rings, as `driver_state` says, or what the ledger said.
+    /// Returns the driver that goes on with these rings, from `driver_state` or, without one, from the ledger's
+    /// data.
     fn drive(self, driver_state: Option<&DriverState>, shape: Shape, Rings { receive, transmit }: Rings) -> E1000e<B> {
         let Prepared { bus, memory, mmio, bell, driver_state: said, mut mta } = self;
         let driver_state = driver_state.unwrap_or(&said);
@@ -105,7 +107,8 @@ impl<B: Bus> Prepared<B> {
 }
 
 impl<B: Bus> E1000e<B> {
-    /// What a successor must know: where the driver stands, whether the card runs or not. The driver state was blank, or was written by this driver before.
+    /// Writes the state for a successor: the driver's progress, whether the card runs or not. `driver_state` must be
+    /// blank, or written by this driver before.
     pub(super) fn write_driver_state(&self, driver_state: &mut DriverState) {
         driver_state.head = Head::of::<DriverState>(&self.memory.layout(), self.mac, self.shape.ring);
         (driver_state.queues, driver_state.mtu, driver_state.filter) =
@@ -122,8 +125,8 @@ impl<B: Bus> E1000e<B> {
         driver_state.counters = self.counters.to_driver_state();
     }
 
-    /// The ledger is ours. A predecessor that died may have committed what it did not tell the card, so the doorbells are rung again; and it
-    /// may have been about to halt the card.
+    /// Marks the ledger as ours. Rings the doorbells again, since a predecessor that died may have committed without
+    /// telling the card. Lets the card go on if that predecessor may have been about to halt it.
     fn take_over_ledger(&mut self) {
         self.enter_ledger();
         if self.memory.ledger().is_halted() {
@@ -140,7 +143,7 @@ impl<B: Bus> E1000e<B> {
     }
 }
 
-/// The two cursors of a word.
+/// Returns the two cursors in a word.
 #[expect(clippy::cast_possible_truncation, reason = "the two halves of a word")]
 fn halves(word: u64) -> (u32, u32) {
     (word as u32, (word >> 32) as u32)
@@ -189,7 +192,7 @@ impl<B: Bus> InPlace for E1000e<B> {
         let receive =
             (0..usize::from(shape.queues)).map(|queue| ReceiveRing::resume(memory, queue, driver_state)).collect();
         let rings = Rings { receive, transmit: TransmitRing::resume(memory, driver_state) };
-        // Nothing of that is the driver's alone, and somebody waits.
+        // Copy the giver's data unchanged: none of it is specific to this driver, and the peer waits.
         memory.ledger().write_seldom(driver_state.seldom());
         let mut nic = prepared.drive(Some(driver_state), shape, rings);
         nic.take_over_ledger();
@@ -197,7 +200,7 @@ impl<B: Bus> InPlace for E1000e<B> {
     }
 
     fn rehearse(prepared: &mut Prepared<B>) {
-        // Whatever comes of it: somebody else writes there meanwhile.
+        // Ignore errors: another driver writes there meanwhile.
         let _ = prepared.read_ledger().and_then(|shape| prepared.pick_up_rings(shape));
         prepared.memory.take_back();
     }
@@ -223,7 +226,7 @@ impl<B: Bus> InPlace for E1000e<B> {
         if !prepared.mmio.0.is_behind() {
             return Ok(());
         }
-        // Reading any register waits for what was written before, by whomever.
+        // Reading any register waits for all earlier writes, of any process.
         match prepared.mmio.read(regs::STATUS) {
             u32::MAX => Err(NicError::Gone),
             _ => {
@@ -260,7 +263,7 @@ impl<B: Bus> Transactional for E1000e<B> {
     }
 
     fn withdraw(&mut self) {
-        // What the card was told has arrived there once it has answered.
+        // Once the card has answered, earlier writes have arrived there.
         self.link();
     }
 

@@ -1,8 +1,9 @@
-//! What a last owner that is not trusted can have left in a card whose link stays up: each group of registers of the data sheet's chapter 10, and what is
-//! done about it. docs/design/nic.md has the same table.
+//! Settings that an untrusted last owner can have left in a card whose link stays up. The table lists each group of
+//! registers of the data sheet's chapter 10, and the remedy. docs/design/nic.md has the same table.
 //!
-//! What decides where the card reads and writes memory is written anew while both units are off, after that owner was fenced and before our memory is
-//! mapped. What merely makes it misbehave is put right once frames flow again. What can be neither is looked at, and makes the card one that goes `cold`.
+//! Registers that decide where the card reads and writes memory are written anew while both units are off, after
+//! that owner was fenced and before our memory is mapped. Registers that merely make the card misbehave are put
+//! right once frames flow again. Registers that allow neither are checked; a wrong value makes the card go `cold`.
 
 use std::fmt;
 use std::time::Duration;
@@ -13,20 +14,20 @@ use super::{flow, setup};
 use crate::nic::bus::Registers;
 use crate::nic::{Mac, NicError};
 
-/// What is done about registers that a last owner can have written.
+/// Remedy for registers that a last owner can have written.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Done {
-    /// This is written before the card may reach our memory.
+    /// The value is written before the card may reach our memory.
     Before(u32),
-    /// They are written then with what our rings and options make of them ([`setup`], [`flow`]).
+    /// Written before that, too, with values for our rings and options ([`setup`], [`flow`]).
     SetUp,
-    /// They are read then; odd ones make the card go cold.
+    /// Read before that; an odd value makes the card go cold.
     Judged,
-    /// This is written once frames flow.
+    /// The value is written once frames flow.
     After(u32),
-    /// They are put right once frames flow, by a step of their own.
+    /// Put right once frames flow, by a step of their own.
     PutRight,
-    /// Nothing, because of this.
+    /// No remedy, for this reason.
     Nothing(&'static str),
 }
 
@@ -43,7 +44,7 @@ impl fmt::Display for Done {
     }
 }
 
-/// Registers at equal distances, what they could be used for, and what is done about them.
+/// Registers at equal distances, the harm that they can do, and the remedy.
 #[derive(Debug)]
 #[cfg_attr(not(test), expect(dead_code, reason = "names and harm are for the page that has the table"))]
 pub struct Row {
@@ -71,7 +72,7 @@ const OFF_IN_RCTL: &str = "RCTL, which is written, has it off";
 const OFF_IN_WUFC: &str = "WUFC, which is written, has it off";
 const UNUSED: &str = "we use none of it, and it reaches no memory";
 
-/// Every group of registers that a driver can write.
+/// All groups of registers that a driver can write.
 #[rustfmt::skip]
 pub const TABLE: &[Row] = &[
     one("CTRL", 0x0000, "no DMA, a forced link, VLAN tags taken off", PutRight),
@@ -175,7 +176,8 @@ impl Row {
     }
 }
 
-/// Whether nothing is left that could not be undone. Both units are off, and have been for as long as what they had begun may take.
+/// Checks that no setting is left that cannot be undone. Both units must have been off for as long as the card may
+/// need to finish what it had begun.
 pub fn judge<R: Registers>(mmio: &Mmio<R>) -> Result<(), NicError> {
     let left = |what, value| Err(NicError::LeftBehind { what, value });
     let [head, tail, share] = mmio.read_each([regs::TDFH, regs::TDFT, regs::PBA.to_be_read()]);
@@ -183,19 +185,21 @@ pub fn judge<R: Registers>(mmio: &Mmio<R>) -> Result<(), NicError> {
         return left("a packet without an end", tail.into());
     }
     match share {
-        // A last owner may have written that, where a card keeps it.
+        // A last owner may have written this value, where a card keeps it.
         u32::MAX if mmio.read(regs::STATUS) == u32::MAX => Err(NicError::Gone),
         share if share & 0xffff == setup::PBA => Ok(()),
         other => left("another packet buffer", other.into()),
     }
 }
 
-/// Writes what decides where the card reads and writes, and is not for rings of ours. Both units are off.
+/// Writes the registers that decide where the card reads and writes, except those for our rings. Both units must be
+/// off.
 pub fn quell<R: Registers>(mmio: &Mmio<R>) {
     write(mmio, |done| if let Before(value) = done { Some(value) } else { None });
 }
 
-/// The same, and what merely makes the card misbehave, of one that was reset: no reset is trusted to do it.
+/// Writes the same registers of a card that was reset, and those that merely make it misbehave: we trust no reset to
+/// do it.
 pub fn begin_anew<R: Registers>(mmio: &Mmio<R>) {
     mmio.0.together(|| {
         quell(mmio);
@@ -204,7 +208,7 @@ pub fn begin_anew<R: Registers>(mmio: &Mmio<R>) {
     });
 }
 
-/// All addresses that are let in besides the card's own.
+/// Removes all addresses that the card accepts besides its own.
 fn forget_addresses<R: Registers>(mmio: &Mmio<R>) {
     for index in 1..16 {
         mmio.write(regs::RAL.of(index), 0);
@@ -220,7 +224,7 @@ fn write<R: Registers>(mmio: &Mmio<R>, which: impl Fn(Done) -> Option<u32>) {
     }
 }
 
-/// Writes what merely makes the card misbehave. Frames flow.
+/// Writes the registers that merely make the card misbehave. Frames flow meanwhile.
 pub fn put_right<R: Registers>(mmio: &Mmio<R>, Mac(mac): Mac, multicast: &[u32; MTA_WORDS]) {
     mmio.0.together(|| {
         write(mmio, |done| if let After(value) = done { Some(value) } else { None });
@@ -233,28 +237,28 @@ pub fn put_right<R: Registers>(mmio: &Mmio<R>, Mac(mac): Mac, multicast: &[u32; 
     setup::general(mmio);
 }
 
-/// What of the PHY is looked at: the register, which of its bits, and how they must be.
+/// Checked registers of the PHY: the register, the bits that are checked, and their required value.
 pub const PHY: [(u32, u16, u16); 3] = [
     (phy::PAGE, u16::MAX, 0),
     (phy::CONTROL, phy::CONTROL_SOUND, phy::CONTROL_NEGOTIATES),
     (phy::ADVERTISED, phy::OFFERS, phy::OFFERS),
 ];
 
-/// Whether a register of the PHY is as after a reset, as far as it matters.
+/// Returns whether a register of the PHY is as after a reset, in the bits that matter.
 pub fn is_sound<R: Registers>(mmio: &Mmio<R>, (register, bits, must): (u32, u16, u16)) -> bool {
     flow::read_phy(mmio, register).is_some_and(|found| found & bits == must)
 }
 
-/// How long the PHY is held in its reset: the maker's drivers wait for as long.
+/// Time for which the PHY is held in reset: the maker's drivers wait as long.
 const PHY_RESET: Duration = Duration::from_micros(100);
 
-/// Has the PHY begin anew: the link goes down, and comes up as it was made to.
+/// Resets the PHY: the link goes down, and comes up again with the PHY's default settings.
 #[cold]
 pub fn reset_phy<R: Registers>(mmio: &Mmio<R>) {
     mmio.change(regs::CTRL, 0, ctrl::PHY_RST);
     setup::within(PHY_RESET, || false);
     mmio.change(regs::CTRL, ctrl::PHY_RST, 0);
-    // QEMU's PHY has no reset by that bit. What is offered to the partner it does not keep back.
+    // QEMU's PHY does not reset by that bit. It does not hold back what is offered to the partner.
     flow::write_phy(mmio, phy::PAGE, 0);
     flow::write_phy(mmio, phy::CONTROL, phy::CONTROL_RESET);
 }
@@ -278,7 +282,7 @@ mod tests {
         }
     }
 
-    /// Every register that the model has is in the table.
+    /// The table must have every register of the model.
     #[test]
     fn every_register_has_a_row() {
         let mut model = Device::new(Options::default());
@@ -292,7 +296,7 @@ mod tests {
         }
     }
 
-    /// The page has the table: its rows are what this says.
+    /// The page must have the rows of this table.
     #[test]
     fn the_page_has_the_table() {
         let page = include_str!("../../../../../docs/design/nic.md");

@@ -1,8 +1,17 @@
 //! The Intel 82574L: gigabit, two receive queues, MSI-X.
 //!
-//! `regs.rs` is the data sheet, `ring.rs` moves slots, `setup.rs` gets a card ready, `park.rs` stops it and has it go on, `in_place.rs`
-//! has it run on while its driver is replaced, `repoint.rs` points it at another owner's rings, `left.rs` says what a last owner can have left in it, `scrub.rs` keeps its memory clean, `flow.rs` has card and partner pause for each other, and `driver_state.rs` is what a successor needs. One vector signals all that is received; what was sent is looked at when there is
-//! more to send.
+//! - `regs.rs` holds the registers of the data sheet.
+//! - `ring.rs` moves slots.
+//! - `setup.rs` prepares a card.
+//! - `park.rs` stops the card and lets it go on.
+//! - `in_place.rs` replaces the driver while the card runs on.
+//! - `repoint.rs` points the card at another owner's rings.
+//! - `left.rs` says what a last owner can have left in the card.
+//! - `scrub.rs` keeps the memory clean.
+//! - `flow.rs` has card and link partner pause for each other.
+//! - `driver_state.rs` is the state that a successor needs.
+//!
+//! One vector signals all received frames. The driver looks for sent frames when it has more to send.
 
 mod counters;
 mod driver_state;
@@ -39,10 +48,10 @@ use crate::port::{Armed, BURST_MAX, Burst, Port};
 use tasuki_shm::arena::Slot;
 use tasuki_shm::crash;
 
-/// The cards that this driver drives: the 82574L, and its variant without management.
+/// IDs of the cards that this driver drives: the 82574L, and its variant without management.
 pub const IDS: [PciId; 2] = [PciId { vendor: 0x8086, device: 0x10d3 }, PciId { vendor: 0x8086, device: 0x10f6 }];
 
-/// Where the registers are.
+/// BAR that holds the registers.
 const BAR: u8 = 0;
 
 /// A running 82574L.
@@ -51,49 +60,51 @@ pub struct E1000e<B: Bus> {
     bus: B,
     memory: NicMemory,
     mmio: Mmio<B::Registers>,
-    /// Readable when something was received.
+    /// Readable when the card has received something.
     bell: OwnedFd,
     receive: ArrayVec<ReceiveRing, QUEUES_MAX>,
-    /// The queue that is received from first, in turn.
+    /// Queue that is received from first; the queues take turns.
     first: usize,
     transmit: TransmitRing,
     shape: Shape,
     mac: Mac,
     filter: u16,
-    /// Whether the card is to control the flow, and whether it knows what was agreed on since the link came up.
+    /// Whether the card is to use flow control. `agreed` says whether it has the result of the negotiation since the
+    /// link came up.
     flow_control: bool,
     agreed: bool,
-    /// The partner pauses since the card was parked, until what had come before is received.
+    /// Whether the partner pauses since the card was parked, until all frames that had come before are received.
     held: bool,
-    /// On the way to another owner's rings.
+    /// Progress of a handover to another owner's rings.
     quiesce: Quiesce,
-    /// What stands in the multicast table.
+    /// Contents of the multicast table.
     mta: Box<[u32; MTA_WORDS]>,
     counters: Counters,
-    /// How often was committed, and what.
+    /// Number of commits, and the cursors of the last one.
     commits: u64,
     committed: [u64; CURSORS],
-    /// It was pointed here from an owner that is not trusted, and what that left is still to be put right.
+    /// Whether the card was pointed here from an owner that is not trusted, and some of what that owner left is
+    /// still to be put right.
     suspect: bool,
-    /// Frames that nobody has, since they came to that owner.
+    /// Number of frames lost because they came to that owner.
     came_too_late: u64,
     /// Slots that such a card does not reach yet.
     rest: Vec<Slot>,
-    /// If the memory is kept clean: what is not.
+    /// If the memory is kept clean: the bytes that are not.
     dirt: Option<Dirt>,
-    /// Whoever looks on.
+    /// Captures of the passing frames, if any.
     captures: Option<Box<Captures>>,
 }
 
-/// Words of the ledger's cursors, behind those of the receive queues.
+/// Indices of the ledger's cursors, after those of the receive queues.
 const SKIPPING: usize = QUEUES_MAX;
 const SENT: usize = 3;
 const GIVEN: usize = 4;
 const _: () = assert!(GIVEN < TURNS);
 
 impl<B: Bus> E1000e<B> {
-    /// Gives the card's receive rings what free slots there are, once all that was received is committed as handled: up to then a slot that was let go
-    /// may be one that a successor needs (D5).
+    /// Gives the free slots to the card's receive rings, once all received frames are committed as handled. Until
+    /// then, a freed slot may be one that a successor needs (D5).
     #[inline]
     fn refill(&mut self) {
         if self.quiesce.is_off() || self.receive.iter().any(ReceiveRing::has_unhandled) {
@@ -105,7 +116,8 @@ impl<B: Bus> E1000e<B> {
         self.receive.iter_mut().for_each(|ring| ring.refill(&self.memory));
     }
 
-    /// Commits that all frames are handled but those in `burst`, with what has been given to the card since: that ends a turn.
+    /// Commits all frames but those in `burst` as handled, and the frames given to the card since the last commit.
+    /// That ends a turn.
     #[inline]
     fn commit(&mut self, burst: &Burst) {
         let mut handled = [0; QUEUES_MAX];
@@ -113,7 +125,8 @@ impl<B: Bus> E1000e<B> {
         self.commit_up_to(handled, 1);
     }
 
-    /// Commits that of each receive queue the frames before these positions are handled, and so many turns more; then tells the card (D5).
+    /// Commits the frames before these positions of each receive queue as handled, and adds `turns` turns; then
+    /// tells the card (D5).
     #[inline]
     pub(super) fn commit_up_to(&mut self, handled: [u32; QUEUES_MAX], turns: u64) {
         let mut cursors = [0; CURSORS];
@@ -123,7 +136,7 @@ impl<B: Bus> E1000e<B> {
             cursors[SKIPPING] |= u64::from(skipping) << queue;
         }
         (cursors[SENT], cursors[GIVEN]) = (self.transmit.cursors(), self.transmit.given());
-        // Nothing else changes without one of these.
+        // No other cursor changes without one of these.
         let is_same = |word: usize| cursors[word] == self.committed[word];
         if (0..QUEUES_MAX).all(is_same) && is_same(SENT) {
             return;
@@ -146,7 +159,7 @@ impl<B: Bus> E1000e<B> {
         }
     }
 
-    /// Gives the card all that was committed as handled; what is in hand stays that.
+    /// Gives the card all slots that were committed as handled. Pending frames stay pending.
     #[inline]
     fn rest(&mut self) {
         self.refill();
@@ -154,7 +167,8 @@ impl<B: Bus> E1000e<B> {
         self.commit_sent();
     }
 
-    /// Commits what the card has taken or sent, and nothing as handled or given: that ends no turn.
+    /// Commits which slots the card has taken and which frames it has sent, but no frame as handled or given. That
+    /// ends no turn.
     #[inline]
     fn commit_sent(&mut self) {
         let mut handled = [0; QUEUES_MAX];
@@ -162,27 +176,27 @@ impl<B: Bus> E1000e<B> {
         self.commit_up_to(handled, 0);
     }
 
-    /// The ledger is ours, and says how things are.
+    /// Writes all state to the ledger, and marks the ledger as ours.
     fn open_ledger(&mut self) {
         self.write_seldom();
         self.enter_ledger();
     }
 
-    /// The same, where it says already how things are.
+    /// Marks the ledger as ours, when its seldom-changed data is right already.
     fn enter_ledger(&mut self) {
         let ledger = self.memory.ledger();
         if ledger.whose() == Some((DriverState::KIND, DriverState::VERSION)) {
             self.transmit.set_given(ledger.cursors()[GIVEN]);
         }
         self.commits = self.memory.ledger().commits();
-        // Whatever was committed before: this is another, one turn later.
+        // Make the next commit differ from any earlier one: it counts one turn more.
         self.committed = [u64::MAX; CURSORS];
         self.committed[TURNS] = self.memory.ledger().turns();
         self.commit(&Burst::new());
         self.memory.ledger().belongs(Some((DriverState::KIND, DriverState::VERSION)));
     }
 
-    /// What seldom changes has changed.
+    /// Writes the seldom-changed data to the ledger again, after a change.
     #[cold]
     fn write_seldom(&self) {
         let mut driver_state = DriverState::blank();
@@ -190,7 +204,7 @@ impl<B: Bus> E1000e<B> {
         self.memory.ledger().write_seldom(driver_state.seldom());
     }
 
-    /// The frames of each queue, in turn.
+    /// Receives frames from each queue in turn.
     #[inline]
     fn collect(&mut self, burst: &mut Burst, most: usize) -> Result<usize, NicError> {
         let lengths = Lengths { buffer: self.shape.buffer, frame: self.shape.frame() };
@@ -201,7 +215,7 @@ impl<B: Bus> E1000e<B> {
             let ring = &mut self.receive[(self.first + turn) % queues];
             match ring.receive(self.memory.arena(), lengths, &mut self.counters.dropped, burst, full) {
                 Ok(count) => frames += count,
-                // What was received before is delivered before. The fault is found again.
+                // Deliver the frames from before the fault. The next call finds the fault again.
                 Err(_) if frames > 0 => return Ok(frames),
                 Err(error) => return Err(error),
             }
@@ -210,8 +224,8 @@ impl<B: Bus> E1000e<B> {
         Ok(frames)
     }
 
-    /// Lets the partner go on once everything that had come before the card was parked has been received. What waits in the card's buffer
-    /// while a ring has no slots has not been.
+    /// Lets the partner go on once all frames from before the parking have been received. Frames that wait in the
+    /// card's buffer while a ring has no slots are not received yet.
     #[cold]
     fn let_go_if_empty(&mut self) {
         if self.receive.iter().all(|ring| ring.has_slots() && !ring.is_ready()) {
@@ -239,17 +253,17 @@ impl<B: Bus> E1000e<B> {
         }
     }
 
-    /// The filter's part of the receive control register.
+    /// Returns the filter's part of the receive control register.
     fn filter_bits(&self) -> u32 {
         let everything = if self.filter & 1 == 1 { rctl::UPE | rctl::MPE } else { 0 };
         let multicast = if self.filter & 2 == 2 { rctl::MPE } else { 0 };
         everything | multicast
     }
 
-    /// Puts the driver together.
+    /// Assembles the driver from its parts.
     fn assemble(bus: B, memory: NicMemory, parts: Assembly<B::Registers>) -> Self {
         let Assembly { mmio, bell, receive, transmit, shape, mac, filter, flow_control, mta, counters } = parts;
-        // A successor's link may have gone and come meanwhile.
+        // A successor's link may have gone down and come back meanwhile.
         let (first, agreed, held, quiesce) = (0, false, false, Quiesce::default());
         E1000e {
             bus,
@@ -278,7 +292,7 @@ impl<B: Bus> E1000e<B> {
         }
     }
 
-    /// The last steps of a start.
+    /// Does the last steps of a start.
     fn go(&mut self, options: &NicOptions) {
         if options.flow_control {
             flow::prepare(&self.mmio, self.shape.frame(), true);
@@ -288,7 +302,7 @@ impl<B: Bus> E1000e<B> {
         setup::enable(&self.mmio, self.shape, self.filter_bits());
         if options.scrub {
             self.keep_clean();
-            // There is time now: later only what was used is left to do.
+            // There is time now: later, only used slots are left to wipe.
             self.dirt.iter_mut().for_each(|dirt| dirt.wipe_free(self.memory.arena()));
         }
         self.refill();
@@ -299,7 +313,7 @@ impl<B: Bus> E1000e<B> {
         Failed { error, bus: self.bus, memory: self.memory }
     }
 
-    /// Has the card stop; what a successor must know.
+    /// Stops the card, and returns the state for a successor.
     fn stop(&mut self) -> Result<DriverState, NicError> {
         self.memory.ledger().halted(true);
         park::stop(&self.mmio, self.shape.frame(), &mut self.counters)?;
@@ -312,18 +326,19 @@ impl<B: Bus> E1000e<B> {
     }
 }
 
-/// A filter as a driver state has it, and the multicast table.
+/// Returns the filter in the driver state's format, and the multicast table.
 fn filter_of(filter: &Filter) -> (u16, [u32; MTA_WORDS]) {
     let mut table = [0_u32; MTA_WORDS];
     for Mac([.., e, f]) in &filter.multicast {
-        // The 12 highest bits of the address, in the order of the wire: section 10.2.5, Multicast Table Array, and RCTL.MO = 0.
+        // The hash is the 12 highest bits of the address, in the order of the wire: section 10.2.5, Multicast Table
+        // Array, and RCTL.MO = 0.
         let hash = (u16::from(*f) << 8 | u16::from(*e)) >> 4;
         table[usize::from(hash >> 5)] |= 1 << (hash & 0x1f);
     }
     (u16::from(filter.promiscuous) | u16::from(filter.all_multicast) << 1, table)
 }
 
-/// All of a driver but the way to its card and its memory.
+/// Parts of a driver, other than its bus and its memory.
 struct Assembly<R> {
     mmio: Mmio<R>,
     bell: OwnedFd,
@@ -338,7 +353,7 @@ struct Assembly<R> {
 }
 
 impl<R: Registers> Assembly<R> {
-    /// Resets a card and sets it up, all but the filter and with both units off.
+    /// Resets a card and sets it up, except for the filter, and with both units off.
     fn cold<B: Bus<Registers = R>>(bus: &mut B, memory: &NicMemory, shape: Shape) -> Result<Self, NicError> {
         memory.ledger().belongs(None);
         memory.ledger().forget();
@@ -346,10 +361,12 @@ impl<R: Registers> Assembly<R> {
         memory.ledger().partial(false);
         let mmio = Mmio(bus.registers(BAR)?);
         setup::reset(&mmio)?;
-        // QEMU's card, up to version 7.2 at least, keeps over this reset what its last owner has set up: a second transmit queue, for one.
+        // QEMU's card, up to version 7.2 at least, keeps its last owner's setup over this reset: a second transmit
+        // queue, for one.
         left::begin_anew(&mmio);
         memory.take_back();
-        // Not before: what a predecessor had it do would go on in our memory.
+        // Map the memory only after the reset: otherwise the card would go on in it with what a predecessor told it
+        // to do.
         memory.map_anew(bus)?;
         pci::enable(bus, true)?;
         let bell = bell(bus)?;
@@ -357,7 +374,7 @@ impl<R: Registers> Assembly<R> {
         let receive: ArrayVec<_, QUEUES_MAX> = (0..usize::from(shape.queues)).map(rings).collect();
         let transmit = TransmitRing::new(memory, receive.len(), shape.ring);
         setup::general(&mmio);
-        // The reset leaves it alone, and so it may be as a last owner has made it.
+        // The reset does not cover the PHY, so it may be as a last owner has set it.
         if !left::PHY.into_iter().all(|register| left::is_sound(&mmio, register)) {
             left::reset_phy(&mmio);
         }
@@ -370,7 +387,8 @@ impl<R: Registers> Assembly<R> {
         Ok(Assembly { mmio, bell, receive, transmit, shape, mac, filter: 0, flow_control: false, mta, counters })
     }
 
-    /// Where a predecessor stopped. Up to the interrupts, nothing is changed, neither in the card nor in memory.
+    /// Continues where a predecessor stopped. Changes nothing, neither in the card nor in memory, before it sets up
+    /// the interrupts.
     fn warm<B: Bus<Registers = R>>(
         bus: &mut B,
         memory: &NicMemory,
@@ -394,7 +412,7 @@ impl<R: Registers> Assembly<R> {
     }
 }
 
-/// Whether the card is where the driver state says.
+/// Checks that the card is where the driver state says.
 fn check_parked(
     mmio: &Mmio<impl Registers>,
     memory: &NicMemory,
@@ -421,12 +439,12 @@ fn check_parked(
     is("the card has another tail of its transmit ring", mmio.read(regs::TDT), transmit.tail())
 }
 
-/// The eventfd of vector 0.
+/// Returns the eventfd of vector 0.
 fn bell(bus: &mut impl Bus) -> Result<OwnedFd, BusError> {
     bus.interrupts(1)?.pop().ok_or(BusError::FewInterrupts { have: 0, need: 1 })
 }
 
-/// The card must be one of ours.
+/// Checks that the card is one that this driver drives.
 fn recognise(bus: &mut impl Bus) -> Result<(), NicError> {
     let found = Header::read(bus)?.id;
     match IDS.contains(&found) {
@@ -440,7 +458,7 @@ impl<B: Bus> Port for E1000e<B> {
 
     #[inline]
     fn receive_some(&mut self, burst: &mut Burst, most: usize) -> Result<usize, NicError> {
-        // What was handled is committed, and posted anew, and that is committed.
+        // Commit the handled frames; then post their slots anew, and commit that.
         self.commit(burst);
         self.rest();
         let before = burst.len();
@@ -477,16 +495,17 @@ impl<B: Bus> Port for E1000e<B> {
     }
 
     fn arm(&mut self) -> Result<Armed, NicError> {
-        // What was sent is of use to receive into.
+        // The slots of sent frames are free to receive into.
         self.transmit.reclaim(self.memory.arena());
         if !self.receive.iter().all(ReceiveRing::has_slots) {
-            // A ring without slots wakes nobody: what was received counts as handled, also what is in hand.
+            // A ring without slots wakes no driver, so commit all received frames as handled, even pending ones.
             self.commit(&Burst::new());
         }
         self.rest();
         bus::quiesce(&self.bell)?;
-        // In this order: a frame that came before the causes were cleared is seen by the look at the rings, which is not before the
-        // card has answered; one that comes later sets its cause again, and that cause is not masked.
+        // The order matters. The rings are looked at only after the card has answered a read, so that look sees
+        // every frame that came before the causes were cleared. A later frame sets its cause again, and that cause
+        // is not masked.
         self.mmio.clear(regs::ICR, cause::RXQ);
         self.mmio.write(regs::IMS, cause::RXQ);
         if self.mmio.read(regs::STATUS) == u32::MAX {
@@ -559,13 +578,13 @@ impl<B: Bus> Nic for E1000e<B> {
 
     fn link(&mut self) -> Link {
         let link = match self.mmio.read(regs::STATUS) {
-            // Gone, which the next `arm` says.
+            // The card is gone; the next `arm` reports it.
             u32::MAX => Link::Down,
             status => park::link(status),
         };
         match (link, self.agreed, self.flow_control) {
             (Link::Up { full_duplex: true, .. }, false, true) => flow::agree(&self.mmio),
-            // What another partner had agreed to.
+            // Undo the agreement with an earlier partner.
             (Link::Up { full_duplex: false, .. }, false, true) => flow::disagree(&self.mmio),
             _ => {}
         }
@@ -577,7 +596,7 @@ impl<B: Bus> Nic for E1000e<B> {
         self.apply_filter(filter);
         self.write_seldom();
         self.mmio.change(regs::RCTL, rctl::UPE | rctl::MPE, self.filter_bits());
-        // Writes are on their way until something is read: what comes from now on meets the new filter.
+        // Writes are in transit until a read completes. Frames that come after this read meet the new filter.
         match self.mmio.read(regs::STATUS) {
             u32::MAX => Err(NicError::Gone),
             _ => Ok(()),

@@ -7,20 +7,20 @@ use std::marker::PhantomData;
 
 use crate::nic::bus::Registers;
 
-/// Can be read and written.
+/// Access of a register that can be read and written.
 #[derive(Debug)]
 pub enum Rw {}
-/// Can be read.
+/// Access of a register that can only be read.
 #[derive(Debug)]
 pub enum Ro {}
-/// Can be written.
+/// Access of a register that can only be written.
 #[derive(Debug)]
 pub enum Wo {}
-/// Can be read, which clears it.
+/// Access of a register that reading clears.
 #[derive(Debug)]
 pub enum Cleared {}
 
-/// A register of 32 bits.
+/// A register of 32 bits, with access `A`.
 #[derive(Debug)]
 pub struct Reg<A> {
     offset: u32,
@@ -42,13 +42,13 @@ impl<A> Reg<A> {
 }
 
 impl Reg<Rw> {
-    /// The same, to be read together with registers that cannot be written.
+    /// Returns the same register as read-only, so that it can be read together with others that are.
     pub const fn to_be_read(self) -> Reg<Ro> {
         Reg::at(self.offset)
     }
 }
 
-/// A register of which there are several, at equal distances.
+/// `COUNT` registers of the same kind, `STRIDE` bytes apart.
 #[derive(Debug)]
 pub struct Regs<A, const COUNT: u32, const STRIDE: u32> {
     first: u32,
@@ -60,7 +60,7 @@ impl<A, const COUNT: u32, const STRIDE: u32> Regs<A, COUNT, STRIDE> {
         Regs { first, access: PhantomData }
     }
 
-    /// The one with number `index`, of all there are.
+    /// Returns register number `index`.
     pub const fn of(&self, index: u32) -> Reg<A> {
         assert!(index < COUNT, "there are not so many of this register");
         Reg::at(self.first + index * STRIDE)
@@ -127,7 +127,7 @@ pub const TARC0: Reg<Rw> = Reg::at(0x3840); //     Arbitration Count
 pub const TDFH: Reg<Ro> = Reg::at(0x3410); //      Transmit Data FIFO Head
 pub const TDFT: Reg<Ro> = Reg::at(0x3418); //      Transmit Data FIFO Tail
 
-// Statistics: 10.2.7. Each sticks at its highest value.
+// Statistics: 10.2.7. Each counter stops at its highest value.
 pub const CRCERRS: Reg<Cleared> = Reg::at(0x4000); // CRC Error
 pub const ALGNERRC: Reg<Cleared> = Reg::at(0x4004); // Alignment Error
 pub const RXERRC: Reg<Cleared> = Reg::at(0x400c); // Receive Error
@@ -163,7 +163,7 @@ pub const BPTC: Reg<Cleared> = Reg::at(0x40f4); // Broadcast Packets Transmitted
 
 /// Device Control.
 pub mod ctrl {
-    /// Finish what goes over the bus, and begin nothing more.
+    /// Finish the transactions on the bus, and begin no more.
     pub const GIO_MASTER_DISABLE: u32 = 1 << 2;
     /// Set Link Up: lets the PHY's link reach the MAC. Starts no negotiation.
     pub const SLU: u32 = 1 << 6;
@@ -173,13 +173,13 @@ pub mod ctrl {
     pub const FRCDPLX: u32 = 1 << 12;
     /// Software reset. Clears itself when the device is done.
     pub const RST: u32 = 1 << 26;
-    /// Receive Flow Control Enable: pause when the partner says so.
+    /// Receive Flow Control Enable: pause when the partner asks for it.
     pub const RFCE: u32 = 1 << 27;
-    /// Transmit Flow Control Enable: have the partner pause.
+    /// Transmit Flow Control Enable: ask the partner to pause.
     pub const TFCE: u32 = 1 << 28;
-    /// Take VLAN tags off.
+    /// VLAN Mode Enable: strip VLAN tags.
     pub const VME: u32 = 1 << 30;
-    /// Resets the PHY as well: the link goes down for seconds.
+    /// PHY reset, too: the link goes down for seconds.
     pub const PHY_RST: u32 = 1 << 31;
 }
 
@@ -189,85 +189,85 @@ pub mod status {
     pub const FD: u32 = 1 << 0;
     /// Link Up.
     pub const LU: u32 = 1 << 1;
-    /// Where the speed stands: 0 is 10 Mb/s, 1 is 100, 2 and 3 are 1,000.
+    /// Shift of the speed field: 0 is 10 Mb/s, 1 is 100, 2 and 3 are 1,000.
     pub const SPEED_SHIFT: u32 = 6;
-    /// Requests of the device are under way on the bus, or may be begun.
+    /// The device has requests in progress on the bus, or may begin some.
     pub const GIO_MASTER_ENABLE: u32 = 1 << 19;
 }
 
-/// MDI Control: the way to the PHY.
+/// MDI Control: access to the PHY.
 pub mod mdic {
-    /// Where the register's number stands.
+    /// Shift of the register number.
     pub const REGISTER_SHIFT: u32 = 16;
-    /// The PHY, which has address 1.
+    /// PHY address, which is 1.
     pub const PHY: u32 = 1 << 21;
     /// Write.
     pub const WRITE: u32 = 1 << 26;
     /// Read.
     pub const READ: u32 = 2 << 26;
-    /// Ready: the value is there.
+    /// Ready: the value is valid.
     pub const R: u32 = 1 << 28;
-    /// Error: it is not.
+    /// Error: the value is not valid.
     pub const E: u32 = 1 << 30;
 }
 
 /// Registers of the PHY (IEEE 802.3, clauses 22.2.4 and 28.2.4).
 pub mod phy {
-    /// How it works (clause 22.2.4.1).
+    /// Control register (clause 22.2.4.1).
     pub const CONTROL: u32 = 0;
-    /// Which of its pages the others are of: 0 after a reset (the data sheet's 10.2.1).
+    /// Page that the other register numbers refer to: 0 after a reset (the data sheet's 10.2.1).
     pub const PAGE: u32 = 22;
-    /// Of its control: reset, loopback, negotiation, power down, isolation.
+    /// Checked bits of the control register: reset, loopback, negotiation, power down, isolation.
     pub const CONTROL_SOUND: u16 = 1 << 15 | 1 << 14 | 1 << 12 | 1 << 11 | 1 << 10;
-    /// A reset of it, after which it negotiates, for a gigabit and both directions at the same time if it can.
+    /// Value that resets the PHY. It then negotiates, for a gigabit and full duplex if possible.
     pub const CONTROL_RESET: u16 = 1 << 15 | 1 << 12 | 1 << 9 | 1 << 8 | 1 << 6;
-    /// Of these, it negotiates, and nothing else.
+    /// Required value of the checked bits: negotiation is on, all others are off.
     pub const CONTROL_NEGOTIATES: u16 = 1 << 12;
-    /// All of 10 and 100 Mb/s in both duplexes, and IEEE 802.3: what it offers after a reset.
+    /// Abilities that the PHY offers after a reset: 10 and 100 Mb/s, both in either duplex, and IEEE 802.3.
     pub const OFFERS: u16 = 0x01e1;
-    /// What our side offers.
+    /// Register with the abilities that our side offers.
     pub const ADVERTISED: u32 = 4;
-    /// What the partner offers.
+    /// Register with the abilities that the partner offers.
     pub const PARTNER: u32 = 5;
-    /// Pauses, and may ask for it.
+    /// Ability bit: pauses, and may ask the partner to.
     pub const PAUSE: u16 = 1 << 10;
-    /// One of the two only.
+    /// Ability bit: does only one of the two.
     pub const ASYMMETRIC: u16 = 1 << 11;
 }
 
 /// Flow Control Receive Threshold Low.
 pub mod fcrtl {
-    /// XON Enable: the partner is told when it may go on.
+    /// XON Enable: the card tells the partner when it may go on.
     pub const XONE: u32 = 1 << 31;
 }
 
 /// EEPROM/Flash Control.
 pub mod eecd {
-    /// The configuration was read from the EEPROM, or there is none.
+    /// The card has read its configuration from the EEPROM, or has no EEPROM.
     pub const AUTO_RD: u32 = 1 << 9;
 }
 
 /// Extended Device Control.
 pub mod ctrl_ext {
-    /// Must be one, and its neighbour zero (the maker's own drivers).
+    /// Must be one, and its neighbour zero (according to the maker's own drivers).
     pub const RESERVED_ONE: u32 = 1 << 22;
-    /// See above.
+    /// See [`RESERVED_ONE`].
     pub const RESERVED_ZERO: u32 = 1 << 23;
-    /// Interrupt masks are changed by what `EIAC` says.
+    /// An interrupt changes the interrupt mask as `EIAC` says.
     pub const EIAME: u32 = 1 << 24;
-    /// Reading the causes changes the mask.
+    /// Reading the causes changes the interrupt mask.
     pub const IAME: u32 = 1 << 27;
     /// Tells the management firmware that a driver is there.
     pub const DRV_LOAD: u32 = 1 << 28;
-    /// Setting a mask bit clears the pending bit of the vector.
+    /// Setting a mask bit clears the vector's pending bit.
     pub const PBA_CLR: u32 = 1 << 31;
 }
 
 /// PCIe Control, and PCIe Control 2.
 pub mod gcr {
-    /// Without these two, completions get lost while the bus sleeps (erratum of the 82574).
+    /// Without this bit and the next, completions get lost while the bus sleeps (erratum of the 82574).
     pub const COMPLETIONS: u32 = 1 << 22;
-    /// See above; in `GCR2`.
+    /// See [`COMPLETIONS`]; this bit is in `GCR2`.
     pub const COMPLETIONS_2: u32 = 1 << 0;
 }
 
@@ -279,7 +279,7 @@ pub mod cause {
 
 /// Interrupt Vector Allocation.
 pub mod ivar {
-    /// Both receive queues to vector 0.
+    /// Maps both receive queues to vector 0.
     pub const RXQ_TO_0: u32 = 1 << 3 | 1 << 7;
 }
 
@@ -291,19 +291,19 @@ pub mod rctl {
     pub const UPE: u32 = 1 << 3;
     /// Multicast Promiscuous.
     pub const MPE: u32 = 1 << 4;
-    /// Long Packets.
+    /// Long Packet Enable.
     pub const LPE: u32 = 1 << 5;
     /// Accept broadcasts.
     pub const BAM: u32 = 1 << 15;
-    /// Strip the check sequence.
+    /// Strip the frame check sequence.
     pub const SECRC: u32 = 1 << 26;
 
-    /// The bits that say how long buffers are: BSIZE, BSEX.
+    /// Bits of the buffer length: BSIZE, BSEX.
     pub const BUFFER: u32 = 3 << 16 | 1 << 25;
 
-    /// The bits that set the length of buffers, if the card knows it.
+    /// Returns the bits for buffers of this length, if the card supports it.
     pub const fn buffer(bytes: u32) -> Option<u32> {
-        // BSIZE, and BSEX, which makes 16 times as much of it.
+        // BSEX multiplies the BSIZE length by 16.
         const BSEX: u32 = 1 << 25;
         match bytes {
             2048 => Some(0),
@@ -329,23 +329,23 @@ pub mod rah {
 
 /// Receive Checksum Control.
 pub mod rxcsum {
-    /// The descriptor has the RSS hash instead of a checksum; RSS needs it.
+    /// The descriptor has the RSS hash instead of a checksum. RSS needs it.
     pub const PCSD: u32 = 1 << 13;
 }
 
 /// Multiple Receive Queues Command.
 pub mod mrqc {
-    /// Two queues, by the hash.
+    /// Two queues, selected by the hash.
     pub const RSS: u32 = 1;
-    /// Hash of TCP over IPv4, of IPv4, of TCP over IPv6 with extensions, of IPv6, of TCP over IPv6.
+    /// Hashed fields: TCP over IPv4, IPv4, TCP over IPv6 with extensions, IPv6, TCP over IPv6.
     pub const FIELDS: u32 = 1 << 16 | 1 << 17 | 1 << 18 | 1 << 20 | 1 << 21;
 }
 
-/// Descriptor Control, of receive and transmit queues.
+/// Descriptor Control of receive and transmit queues.
 pub mod dctl {
-    /// Thresholds count descriptors, and each descriptor is written back as soon as it is done (`WTHRESH` = 1).
+    /// Thresholds count descriptors, and the card writes back each descriptor as soon as it is done (`WTHRESH` = 1).
     pub const EACH: u32 = 1 << 24 | 1 << 16;
-    /// Must be one in a transmit queue's.
+    /// Must be one for a transmit queue.
     pub const TX_RESERVED_ONE: u32 = 1 << 22;
 }
 
@@ -363,14 +363,14 @@ pub mod tctl {
 
 /// Transmit Arbitration Count.
 pub mod tarc {
-    /// What it holds after a reset (count 3, enabled), with the bit that must be one on the 82574.
+    /// Value after a reset (count 3, enabled), with the bit that must be one on the 82574.
     pub const SOUND: u32 = 0x403 | 1 << 26;
 }
 
 /// Transmit Inter-Packet Gap: 8, 8 and 6, as the data sheet advises for copper.
 pub const TIPG_COPPER: u32 = 8 | 8 << 10 | 6 << 20;
 
-/// The card's registers, reached over `R`, each by what it allows.
+/// Registers of the card, accessed over `R`. Each allows only the accesses of its type.
 #[derive(Debug)]
 pub struct Mmio<R>(pub R);
 
@@ -385,17 +385,17 @@ impl<R: Registers> Mmio<R> {
         self.0.write32(reg.offset, value);
     }
 
-    /// Reads registers that lie one behind the other, from this one on.
+    /// Reads consecutive registers, starting with `first`.
     pub fn read_block(&self, first: Reg<impl Readable>, into: &mut [u32]) {
         self.0.read_block(first.offset, into);
     }
 
-    /// Reads these, in their order.
+    /// Reads `registers` in order.
     pub fn read_each<const N: usize>(&self, registers: [Reg<Ro>; N]) -> [u32; N] {
         self.read_around(registers, 0, [])
     }
 
-    /// Reads these, in their order, and writes those before the `nth` of them.
+    /// Reads `registers` in order, and does the `writes` before the `nth` read.
     pub fn read_around<const N: usize, const W: usize>(
         &self,
         registers: [Reg<Ro>; N],
@@ -406,28 +406,28 @@ impl<R: Registers> Mmio<R> {
         self.0.read_around(registers.map(|register| register.offset), nth, &writes)
     }
 
-    /// Reads a register that reading clears. A separate verb, so that nobody does it in passing.
+    /// Reads a register that reading clears. It is a method of its own, so that no caller clears one by accident.
     pub fn take(&self, reg: Reg<Cleared>) -> u32 {
         self.0.read32(reg.offset)
     }
 
-    /// Clears bits of a register where writing ones does that.
+    /// Clears bits of a register where writing ones clears them.
     pub fn clear(&self, reg: Reg<Cleared>, bits: u32) {
         self.0.write32(reg.offset, bits);
     }
 
-    /// Clears and sets bits.
+    /// Clears the bits of `clear`, then sets those of `set`.
     pub fn change(&self, reg: Reg<Rw>, clear: u32, set: u32) {
         self.write(reg, self.read(reg) & !clear | set);
     }
 }
 
-/// What [`Mmio::read`] takes.
+/// Access that [`Mmio::read`] accepts.
 pub trait Readable {}
 impl Readable for Rw {}
 impl Readable for Ro {}
 
-/// What [`Mmio::write`] takes.
+/// Access that [`Mmio::write`] accepts.
 pub trait Writable {}
 impl Writable for Rw {}
 impl Writable for Wo {}

@@ -1,15 +1,21 @@
-//! A card that is pointed at another owner's rings (the data sheet's sections 4.6.5, 4.6.6 and 10.2.5 to 10.2.6).
+//! Points a card at another owner's rings (the data sheet's sections 4.6.5, 4.6.6 and 10.2.5 to 10.2.6).
 //!
-//! Base and head of a ring may be written while its unit is off, and at no other time. While the receive unit is off the card loses what comes, and does
-//! not count it. So the partner is asked to pause first, the giver goes on until nothing comes any more, and only then the units are switched off: by the
-//! taker, and for no longer than it takes to write where its rings are. Between the two the card runs, however long that is: the giver is ended, or a daemon
-//! dies. The partner's pause is over after 33 ms, and what comes then comes into the giver's ring, or makes the card ask for another pause; a taker finds
-//! that its head has moved on, and leaves the card to those who have that ring. A giver whose partner does not pause switches the units off itself. What is
-//! written are eight values: base (two halves), head and tail of the receive ring, and of the transmit ring; four more for a second receive
-//! queue. All of it is posted: that messages arrive in order is all that is needed. Address and data of the MSI-X message stay as they are, and so does
-//! the eventfd that it becomes: the taker's twin has the same.
+//! Base and head of a ring may be written only while its unit is off. While the receive unit is off, the card loses
+//! the frames that come, and does not count them. So the giver first asks the link partner to pause, and goes on
+//! until no more frames come. Only then are the units switched off: by the taker, and only for as long as it takes
+//! to write where its rings are.
 //!
-//! What is waited for while nobody drives is one answer: has the card stopped where its giver was?
+//! Between the two the card runs, however long that is: the giver may be ended, or a daemon may die. The partner's
+//! pause is over after 33 ms. Frames that come then go into the giver's ring, or make the card ask for another
+//! pause. A taker finds that the head has moved on, and leaves the card to the process that has that ring. A giver
+//! whose partner does not pause switches the units off itself.
+//!
+//! The taker writes eight values: base (two halves), head and tail of the receive ring, and of the transmit ring;
+//! four more for a second receive queue. All writes are posted: it is enough that messages arrive in order. Address
+//! and data of the MSI-X message stay as they are, and so does the eventfd that it becomes: the taker's twin has the
+//! same.
+//!
+//! While neither drives, the taker waits for only one answer: has the card stopped where its giver was?
 
 use std::os::fd::OwnedFd;
 use std::time::{Duration, Instant};
@@ -30,26 +36,28 @@ use crate::nic::memory::HEAD;
 use crate::nic::{Can, Failed, How, Left, Link, Mac, MemoryLayout, NicError, NicMemory, NicOptions, Repoint};
 use crate::port::Burst;
 
-/// A card is asked so often however long each takes: whoever answers for a modelled one may have been asleep meanwhile.
+/// Minimum number of requests to a card before we give up, however long each takes: the process that models a card
+/// may have been asleep meanwhile.
 const ASKED_AT_LEAST: u32 = 16;
-/// Whoever takes the card looks once more.
+/// Minimum number of looks at a silent card. The taker looks once more.
 const LOOKS_AT_LEAST: u32 = 2;
 
-/// How long a PAUSE frame takes to leave, at least, with the way there: to ask for it sooner is in vain, and in the way of what has come.
+/// Minimum time until a PAUSE frame has left, including the way to the card. Asking sooner is in vain, and delays
+/// received frames.
 const ASK_AFTER: Duration = Duration::from_micros(4);
 
-/// How far a giver is.
+/// Progress of a giver.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct Quiesce {
-    /// Since the partner was asked to pause, or was found not to be there.
+    /// Set once the partner was asked to pause, or was found to be absent.
     asked: Option<Asked>,
-    /// The receive unit is off: no slots are posted.
+    /// Whether the receive unit is off: no slots are posted.
     off: bool,
     /// How the card was left.
     left: u64,
-    /// Frames that have the partner pause, and have not left: the last of them lets it go.
+    /// Number of PAUSE frames that have not left yet: the last of them lets the partner go on.
     unsent: u64,
-    /// When the partner was let go, as long as not everything is put back that was changed for that.
+    /// Time at which we let the partner go on. Set until every setting changed for that is put back.
     let_go_at: Option<Instant>,
 }
 
@@ -68,55 +76,61 @@ impl Quiesce {
 struct Asked {
     at: Instant,
     link: Link,
-    /// What the receive and the transmit control register held.
+    /// Former values of the receive and the transmit control register.
     control: [u32; 2],
-    /// The partner has been told, or does not seem to be there; and how often the card was asked since, or until then.
+    /// Whether the partner has been told to pause, or seems absent. `asks` counts the requests to the card since
+    /// then, or until then.
     told: bool,
-    /// The card has really asked it.
+    /// Whether the card has really asked the partner.
     paused: bool,
     asks: u32,
-    /// How often the card was asked, since something came last, whether anything had.
+    /// Number of looks for new frames since the last one came.
     looks: u32,
-    /// When something came last, as far as was seen, and how far the rings were.
+    /// Time at which a frame was last seen to come. `heads` are the positions of the rings then.
     still_since: Instant,
     heads: [u32; QUEUES_MAX],
 }
 
-/// How long a frame that lets the partner go takes to leave, at least: to ask for it sooner is in vain, and in the way of what has come.
+/// Minimum time until the frame that lets the partner go on has left. Asking sooner is in vain, and delays received
+/// frames.
 const LEAVES_AFTER: Duration = Duration::from_micros(50);
 
-/// Its second queue cannot be given rings while the first one runs (docs/decisions/0014).
+/// The card's second queue cannot be given rings while the first one runs (docs/decisions/0014).
 const CAN: Can = Can { point: true, pauses: true, fenced: true, steer: false };
 
 /// A taker with rings of its own: a driver that has everything but the card.
 pub struct Ready<B: Bus> {
     nic: E1000e<B>,
-    /// What the receive and the transmit control register hold, but that their units are on: the giver changes nothing else of them from when we are ready.
+    /// Values of the receive and the transmit control register, without the bits that switch the units on. Once we
+    /// are ready, the giver changes no other bits.
     controls: [u32; 2],
-    /// Of a giver that is not trusted: what they are to hold then, as our options have it. The memory is not mapped yet.
+    /// For a giver that is not trusted: the values that the two registers are to get, from our options. The memory
+    /// is not mapped yet.
     fenced: Option<[u32; 2]>,
 }
 
-/// Of how a card was left: it runs, when its partner was asked to pause in ms, and the receive rings' heads are where the halves of the low word say.
+/// Format of the word that says how a card was left: `RUNS` if it runs. `SINCE` is the time in ms at which the
+/// partner was asked to pause. The halves of the low word are the heads of the receive rings.
 const RUNS: u64 = 1 << 63;
 const SINCE: u64 = 0x7fff_ffff << 32;
 
-/// How a card was left that runs with these heads of its receive rings.
+/// Returns the word for a card that was left running with these heads of its receive rings.
 fn runs(heads: [u32; QUEUES_MAX]) -> u64 {
     RUNS | u64::from(heads[0] & 0xffff) | u64::from(heads[1] & 0xffff) << 16
 }
 
-/// So long ago, as the word says it, on the clock that all processes share.
+/// Returns the time `ago` before now in the format of the word, on the clock that all processes share.
 fn since(ago: Duration) -> u64 {
     let now = rustix::time::clock_gettime(rustix::time::ClockId::Monotonic);
     let ms = now.tv_sec.unsigned_abs() * 1000 + now.tv_nsec.unsigned_abs() / 1_000_000;
     ms.wrapping_sub(u64::try_from(ago.as_millis()).unwrap_or(u64::MAX)) << 32 & SINCE
 }
 
-/// The longest frame with RCTL.LPE.
+/// Length in bytes of the longest frame with RCTL.LPE.
 const LONGEST: u16 = 16_384;
 
-/// So many ms after it was asked a partner pauses still, at a gigabit: two thirds of the longest pause.
+/// Time in ms for which a partner is sure to pause after it was asked, at a gigabit: two thirds of the longest
+/// pause.
 const PAUSED: u64 = 20;
 
 impl<B: Bus> std::fmt::Debug for Ready<B> {
@@ -125,12 +139,14 @@ impl<B: Bus> std::fmt::Debug for Ready<B> {
     }
 }
 
-/// Has a card that is off go on with these rings: where they are, and how far their owner is in them; then both units on, the transmit side first: an answer
-/// may follow a frame at once, and a PAUSE frame is sent.
+/// Lets a card that is off go on with these rings. Writes where the rings are, and their owner's positions in them.
+/// Then switches both units on, the transmit side first, for two reasons: an answer may follow a frame at once, and
+/// a PAUSE frame is to be sent.
 ///
-/// A receive ring's tail is written last, as drivers do that start a card: QEMU's model drops what waits for it when a tail is written while it is off. Until
-/// then the card has the tail of the ring before. Where a ring is full that is inside of what is posted, wherever it is, and where it begins there nothing is
-/// posted yet; else the tail goes first.
+/// Writes a receive ring's tail last, as drivers do that start a card: QEMU's model drops its waiting frames when a
+/// tail is written while the unit is off. Until then the card has the tail of the previous ring. In a full ring that
+/// tail is within the posted descriptors, wherever it is. In a ring that begins at that tail, nothing is posted yet.
+/// In all other cases the tail is written first.
 fn go_on_with<R: Registers>(
     mmio: &Mmio<R>,
     memory: &NicMemory,
@@ -163,7 +179,8 @@ fn go_on_with<R: Registers>(
     });
 }
 
-/// Has a partner pause again whose pause may be over, and waits until it does. The card runs: what comes meanwhile is seen by its head.
+/// Asks a partner whose pause may be over to pause again, and waits until it does. The card runs: its head shows
+/// frames that come meanwhile.
 fn pause_again<R: Registers>(mmio: &Mmio<R>, counters: &mut Counters, frame: u16, transmit_control: u32) {
     counters.collect_xoff_sent(mmio);
     mmio.write(regs::TCTL, transmit_control | tctl::EN | tctl::SWXOFF);
@@ -172,11 +189,12 @@ fn pause_again<R: Registers>(mmio: &Mmio<R>, counters: &mut Counters, frame: u16
     park::settles(SILENCE_LIMIT, park::quiet(frame, 1000), heads);
 }
 
-/// Switches off a card that runs, and was left with these heads of its receive rings, if they are there still; else it runs on.
+/// Switches off a running card that was left with these heads of its receive rings, if the heads are still there.
+/// Otherwise the card runs on.
 fn stop_where<R: Registers>(mmio: &Mmio<R>, queues: usize, left: u64, controls: [u32; 2]) -> Result<(), NicError> {
     let left = left & !SINCE;
     let found = mmio.0.together(|| {
-        // The partner's pause may be as good as over.
+        // The partner's pause may be about to end.
         mmio.write(regs::TCTL, controls[1] | tctl::EN | tctl::SWXOFF);
         mmio.write(regs::RCTL, controls[0]);
         heads_of(mmio, queues)
@@ -191,12 +209,12 @@ fn stop_where<R: Registers>(mmio: &Mmio<R>, queues: usize, left: u64, controls: 
     Err(NicError::FramesCame { head: found[0] })
 }
 
-/// Where the card is in its receive rings.
+/// Returns the card's positions in its receive rings.
 fn heads_of<R: Registers>(mmio: &Mmio<R>, queues: usize) -> [u32; QUEUES_MAX] {
     std::array::from_fn(|queue| if queue < queues { mmio.read(regs::RDH.of(u32::from(queue > 0))) } else { 0 })
 }
 
-/// Whether the card was started with these rings and frames. They stay as they are.
+/// Checks that the card was started with rings and frames of these sizes, which stay as they are.
 fn check_shape<R: Registers>(mmio: &Mmio<R>, shape: Shape) -> Result<(), NicError> {
     let len = u32::from(shape.ring) * u32::try_from(DESCRIPTOR_LEN).expect("16");
     let of_second = if shape.queues > 1 { len } else { 0 };
@@ -226,7 +244,7 @@ fn check_shape<R: Registers>(mmio: &Mmio<R>, shape: Shape) -> Result<(), NicErro
 }
 
 impl<B: Bus> Ready<B> {
-    /// Gets all ready that the card does not notice.
+    /// Prepares everything that the card does not notice.
     fn new(mut bus: B, memory: NicMemory, options: &NicOptions, how: How) -> Result<Self, Failed<B>> {
         memory.take_back();
         let ledger = memory.ledger();
@@ -264,12 +282,12 @@ impl<B: Bus> Ready<B> {
         ledger.partial(!rest.is_empty());
         let rings = |index| ReceiveRing::new(&memory, index, shape.ring);
         let mut receive: ArrayVec<_, QUEUES_MAX> = (0..usize::from(shape.queues)).map(rings).collect();
-        // Of a giver that is not trusted they begin where its tail is, which it can move until it is fenced.
+        // With a giver that is not trusted, the rings begin at its tail, which it can move until it is fenced.
         for ring in receive.iter_mut().filter(|_| rest.is_empty()) {
             ring.begin_at(0, &memory, usize::MAX);
         }
         let transmit = TransmitRing::new(&memory, receive.len(), shape.ring);
-        // What the card has counted since its last owner asked will be ours.
+        // The counts since the last owner's last read will be ours.
         let counters = Counters::resume(&[0; COUNTERS]);
         let parts = Assembly { mmio, bell, receive, transmit, shape, mac, filter, flow_control, mta, counters };
         let mut nic = E1000e { held: flow_control, ..E1000e::assemble(bus, memory, parts) };
@@ -297,8 +315,8 @@ impl<B: Bus> Ready<B> {
 }
 
 impl<B: Bus> E1000e<B> {
-    /// Has the card use the longest pause again, and let its partner go on by itself, once the frame that lets the partner go has left. Asks for that
-    /// at most once.
+    /// Lets the card use the longest pause again, and the partner go on by itself, once the frame that lets the
+    /// partner go on has left. Asks the card for that at most once.
     #[cold]
     pub(super) fn finish_letting_go(&mut self, since: Instant) {
         let waited = since.elapsed();
@@ -317,7 +335,8 @@ impl<B: Bus> E1000e<B> {
         self.write_seldom();
     }
 
-    /// Has a card that a predecessor had halted go on, with our rings: it may have been pointed at those of a taker that is no more.
+    /// Lets a card that a predecessor had halted go on with our rings: it may have been pointed at the rings of a
+    /// taker that has ended.
     pub(super) fn go_on_halted(&mut self) {
         let (low, high) = setup::halves(ring_at(self.memory.rings_at(), 0, self.shape.ring));
         if [self.mmio.read(regs::RDBAL.of(0)), self.mmio.read(regs::RDBAH.of(0))] == [low, high] {
@@ -334,15 +353,17 @@ impl<B: Bus> E1000e<B> {
         go_on_with(&self.mmio, &self.memory, (&self.receive, &self.transmit), self.shape, controls, false);
     }
 
-    /// Comes into a card of an owner that is not trusted, and was fenced: it is stopped, whatever that owner says, what it had begun is over, nothing is
-    /// left that could not be undone, and then it reaches our memory. Its owner's `controls` are written back where it is refused.
+    /// Takes over a card from an owner that is not trusted and was fenced. Stops the card, whatever that owner says,
+    /// waits until the card has finished what it had begun, and checks that nothing is left that cannot be undone.
+    /// Then the card reaches our memory. If the card is refused, the owner's `controls` are written back.
     ///
-    /// Each question may take as long as a server needs to wake up, so they are as few as can be. Says where the tails of the receive rings are, if they are
-    /// inside of rings of ours.
+    /// Each request may take as long as a server needs to wake up, so there are as few as possible. Returns the
+    /// tails of the receive rings, if they are within rings of our size.
     fn inherit(&mut self, left: Left, controls: [u32; 2]) -> Result<Option<[u32; QUEUES_MAX]>, NicError> {
         let mmio = &self.mmio;
-        // All of the longest pause begins with that, however old the last one is: the machine may run others between any two of our steps. Its frame goes before all
-        // that waits, and the transmit unit goes off behind it.
+        // This starts a full longest pause, however old the last one is: the machine may run other processes between
+        // any two of our steps. The PAUSE frame goes before all waiting frames, and the transmit unit switches off
+        // after it.
         let runs_on = left.0 & RUNS != 0;
         let pause = controls[1] | if runs_on { tctl::EN | tctl::SWXOFF } else { 0 };
         let receive_off = [(regs::FCTTV, PAUSE_MAX), (regs::TCTL, pause), (regs::RCTL, controls[0])];
@@ -361,7 +382,8 @@ impl<B: Bus> E1000e<B> {
             self.came_too_late = came(0) + came(16);
         }
         let speed = if let Link::Up { speed, .. } = park::link(status) { speed } else { 1000 };
-        // Descriptors that the card has read already may name addresses that will be our memory's, and as long a frame may be under way as it let in.
+        // Wait until the card has finished: descriptors that it has already read may name addresses that become our
+        // memory's. A frame as long as the card accepted may be in transit.
         let longest = if before & rctl::LPE != 0 { LONGEST } else { LONG_FROM };
         let tails = [first_tail, second_tail];
         let are_ours = tails[..self.receive.len()].iter().all(|tail| *tail < self.shape.ring.into());
@@ -382,15 +404,15 @@ impl<B: Bus> E1000e<B> {
         judged.map(|()| tails)
     }
 
-    /// Has empty receive rings begin there, with the slots that the card reaches.
+    /// Lets empty receive rings begin at these positions, with the slots that the card reaches.
     fn begin_rings(&mut self, at: [u32; QUEUES_MAX]) {
         let each = HEAD as usize / self.receive.len();
         self.receive.iter_mut().zip(at).for_each(|(ring, at)| ring.begin_at(at, &self.memory, each));
-        // That is no turn: nothing was handled.
+        // No turn: no frame was handled.
         self.commit_up_to(at, 0);
     }
 
-    /// Writes all of a card whose units are off that decides where it reads and writes.
+    /// Writes every setting that decides where the card reads and writes. Both units must be off.
     fn begin_anew(&self, keeps_tails: bool) {
         let mmio = &self.mmio;
         left::quell(mmio);
@@ -405,7 +427,7 @@ impl<B: Bus> E1000e<B> {
         }
     }
 
-    /// Undoes what a former owner has left that merely makes the card misbehave.
+    /// Undoes settings of a former owner that merely make the card misbehave.
     fn put_right(&mut self, mut between: impl FnMut(&mut Self)) -> Result<(), NicError> {
         left::put_right(&self.mmio, self.mac, &self.mta);
         between(self);
@@ -425,7 +447,7 @@ impl<B: Bus> E1000e<B> {
         }
     }
 
-    /// Has the card reach all of its memory, of which it was given no more at first than it can go on with.
+    /// Lets the card reach all of its memory. At first it was given only as much as it needs to go on.
     fn have_all(&mut self) -> Result<(), NicError> {
         if self.memory.ledger().is_partial() {
             self.bus.hurry(true);
@@ -442,12 +464,12 @@ impl<B: Bus> E1000e<B> {
         std::array::from_fn(|queue| self.receive.get(queue).map_or(0, ReceiveRing::head))
     }
 
-    /// Whether nothing has come for as long as a frame takes that was under way.
+    /// Returns whether no frame has come for as long as a frame in transit takes.
     fn is_silent(&self, asked: &Asked, speed: u32) -> bool {
         asked.looks >= LOOKS_AT_LEAST && asked.still_since.elapsed() >= park::silent(self.shape.frame(), speed)
     }
 
-    /// Whether the partner was told to pause. Asks the card until it was, and not for too long.
+    /// Returns whether the partner was told to pause. Asks the card until it was, but not for too long.
     fn is_told(&mut self, asked: &mut Asked) -> bool {
         let Link::Up { full_duplex: true, speed } = asked.link else { return true };
         if !asked.told && asked.at.elapsed() < ASK_AFTER {
@@ -456,7 +478,8 @@ impl<B: Bus> E1000e<B> {
         asked.asks += 1;
         if !asked.told {
             let late = asked.at.elapsed() > park::xoff_limit(self.shape.frame(), speed) && asked.asks >= ASKED_AT_LEAST;
-            // Counted from the question on: what the answer says was so before it came, and the time of a few trips over the bus is allowed for.
+            // Count from this request on: the answer describes a moment before it came. The limit allows for a few
+            // trips over the bus.
             (asked.still_since, asked.looks) = (Instant::now(), 0);
             asked.paused = self.counters.collect_xoff_sent(&self.mmio) > 0;
             asked.told = asked.paused || late;
@@ -490,7 +513,7 @@ impl<B: Bus> Repoint for E1000e<B> {
 
     fn give_up(ready: Ready<B>) -> (B, NicMemory) {
         let E1000e { mut bus, memory, .. } = ready.nic;
-        // Nobody has to be told that it was gone already.
+        // Best effort: it may not be mapped any more.
         let _ = memory.unmap(&mut bus);
         memory.take_back();
         (bus, memory)
@@ -498,7 +521,7 @@ impl<B: Bus> Repoint for E1000e<B> {
 
     fn quiesce(&mut self, _: How, mut between: impl FnMut(&mut Self)) {
         self.memory.ledger().halted(true);
-        // A partner that pauses still need not be let go any more.
+        // A partner that still pauses need not be let go on any more.
         self.held = false;
         let link = match self.mmio.read(regs::STATUS) {
             u32::MAX => Link::Down,
@@ -510,10 +533,11 @@ impl<B: Bus> Repoint for E1000e<B> {
         let control = [receive, self.mmio.read(regs::TCTL)];
         between(self);
         if let Link::Up { full_duplex: true, .. } = link {
-            // The buffer is about to become empty, and the card must not take that for a reason to let the partner go on.
+            // The buffer is about to become empty. The card must not let the partner go on because of that.
             flow::go_on_by_itself(&self.mmio, false);
             between(self);
-            // What it has sent until now, for want of room, is not what is waited for.
+            // Discard the count of PAUSE frames that the card has sent until now, for want of room: we wait for a
+            // new one.
             self.counters.collect_xoff_sent(&self.mmio);
             self.mmio.write(regs::FCTTV, PAUSE_MAX);
             self.mmio.write(regs::TCTL, control[1] | tctl::SWXOFF);
@@ -577,7 +601,7 @@ impl<B: Bus> Repoint for E1000e<B> {
             return Err(NicError::Gone);
         }
         if found != self.heads() {
-            // Something came at the last moment. What had begun is finished, and handled.
+            // A frame came at the last moment. Let the card finish it, and have the caller handle it.
             let speed = if let Link::Up { speed, .. } = link { speed } else { 10 };
             if !park::settles(STOP_LIMIT, park::quiet(self.shape.frame(), speed), heads) {
                 return Err(NicError::Stuck {
@@ -592,7 +616,8 @@ impl<B: Bus> Repoint for E1000e<B> {
         }
         mmio.write(regs::TCTL, transmit & !(tctl::EN | tctl::SWXOFF));
         if self.transmit.unsent() > 0 {
-            // A partner that has us pause, or none at all. What had begun is finished; the rest goes with the memory, unless the card comes back.
+            // The partner has us pause, or there is none. Let the card finish the frame that it had begun. The other
+            // frames are lost with the memory, unless the card comes back.
             park::settles(STOP_LIMIT, park::quiet(self.shape.frame(), 10), || [mmio.read(regs::TDH), 0]);
         }
         self.quiesce.left = Left::STOPPED.0;
@@ -608,7 +633,7 @@ impl<B: Bus> Repoint for E1000e<B> {
             return Ok(());
         }
         if self.quiesce.off || self.quiesce.left != 0 {
-            // A taker that got so far as to point it elsewhere is gone by now.
+            // A taker that had already pointed the card elsewhere has ended by now.
             self.go_on_halted();
         }
         self.quiesce = Quiesce::default();
@@ -630,7 +655,7 @@ impl<B: Bus> Repoint for E1000e<B> {
         nic.bus.hurry(true);
         let stopped = match left.0 & RUNS {
             _ if fenced.is_some() => nic.inherit(left, controls),
-            // Its giver switches the transmit side off last: where that is off, the receive side is.
+            // The giver switches the transmit side off last: if that is off, the receive side is, too.
             0 => match nic.mmio.read(regs::TCTL) {
                 u32::MAX => Err(NicError::Gone),
                 control if control & tctl::EN != 0 => Err(broken("the card sends, though stopped", control.into())),
@@ -655,10 +680,11 @@ impl<B: Bus> Repoint for E1000e<B> {
             Err(error) => return Err(nic.failed(error)),
         };
         let controls = fenced.unwrap_or(controls);
-        // Should we die in the middle of it, who comes next has the card go on, or points it elsewhere.
+        // If we die in the middle of this, the next driver lets the card go on, or points it elsewhere.
         nic.memory.ledger().halted(true);
         nic.memory.ledger().belongs(Some((DriverState::KIND, DriverState::VERSION)));
-        // The giver has received all that had come: the partner can go on. In so few words that the card says so itself, with the next frame that it sends.
+        // The giver has received all frames that had come, so the partner can go on. SWXOFF with a short pause makes
+        // the card tell it so by itself, with the next frame that it sends.
         let go_on = [controls[0], controls[1] | tctl::SWXOFF];
         nic.mmio.0.together(|| {
             nic.mmio.write(regs::TCTL, controls[1]);
@@ -679,7 +705,7 @@ impl<B: Bus> Repoint for E1000e<B> {
     }
 
     fn forget(&mut self, old: &MemoryLayout, mut between: impl FnMut(&mut Self)) -> Result<(), NicError> {
-        // None of the three keeps the card from the others.
+        // Do all three steps, even if one fails.
         let all = self.have_all();
         between(self);
         let right = if std::mem::take(&mut self.suspect) { self.put_right(&mut between) } else { Ok(()) };

@@ -1,13 +1,15 @@
-//! The descriptor rings: what moves slots between us and the card.
+//! The descriptor rings: they move slots between us and the card.
 //!
 //! # Rules
 //!
-//! - **D1** The card owns the descriptors from its head up to, not including, its tail. We write the others only.
-//! - **D2** A slot that stands in a descriptor is lent; it comes back only when the card has said DD there, in order.
-//! - **D3** What the card writes is loaded once. The cursors are ours and never read from the card.
-//! - **D4** A descriptor is written whole when it is posted: what a card wrote where it owned nothing is gone by then, and was never looked at.
-//! - **D5** What was received counts as handled, and what was filled as given to the card, with the commit that says so, and not before. Up to
-//!   then the descriptors stay as a successor needs them: neither is a receive descriptor given another slot, nor a transmit descriptor used again.
+//! - **D1** The card owns the descriptors from its head up to, not including, its tail. We write only the others.
+//! - **D2** A slot in a descriptor is lent; it comes back only when the card has set DD there, in order.
+//! - **D3** We load a value that the card writes only once. The cursors are ours and never read from the card.
+//! - **D4** We write a descriptor whole when we post it. That overwrites anything that a card wrote while it did not
+//!   own the descriptor, and we never read that.
+//! - **D5** Received frames count as handled, and filled ones as given to the card, only with the commit that says
+//!   so. Until then the descriptors stay as a successor needs them: a receive descriptor gets no other slot, and a
+//!   transmit descriptor is not used again.
 //!
 //! # Orderings
 //!
@@ -29,53 +31,54 @@ use crate::nic::driver_state::broken;
 use crate::nic::{NicError, NicMemory};
 use crate::port::{Burst, Frame};
 
-/// Most descriptors in a ring.
+/// Maximum number of descriptors in a ring.
 pub const RING_MAX: usize = 1024;
-/// Fewest: the card takes rings of whole 128 bytes.
+/// Minimum number of descriptors in a ring: the card requires a ring length that is a multiple of 128 bytes.
 pub const RING_MIN: usize = 8;
-/// Bytes in a descriptor.
+/// Size of a descriptor in bytes.
 pub const DESCRIPTOR_LEN: usize = 16;
-/// 64-bit words in a descriptor.
+/// Size of a descriptor in 64-bit words.
 const WORDS: usize = 2;
 
-/// Ethernet header.
+/// Length of the Ethernet header in bytes.
 const HEADER_LEN: u16 = 14;
 
-/// The second word of a receive descriptor that the card has written back.
+/// Second word of a receive descriptor that the card has written back.
 mod done {
     /// Descriptor Done.
     pub const DD: u64 = 1 << 0;
     /// End Of Packet.
     pub const EOP: u64 = 1 << 1;
-    /// CRC, symbol, sequence, carrier extension or data error. Checksums are not our business.
+    /// CRC, symbol, sequence, carrier extension or data error. The driver ignores checksum errors.
     pub const ERRORS: u64 = 1 << 24 | 1 << 25 | 1 << 26 | 1 << 28 | 1 << 31;
 
-    /// Bytes of the frame in this descriptor's buffer.
+    /// Returns the number of bytes of the frame in this descriptor's buffer.
     #[expect(clippy::cast_possible_truncation, reason = "these are the 16 bits")]
     pub fn len(word: u64) -> u16 {
         (word >> 32) as u16
     }
 }
 
-/// The second word of a transmit descriptor.
+/// Second word of a transmit descriptor.
 mod send {
-    /// End Of Packet, insert the check sequence, Report Status.
+    /// End Of Packet, insert the frame check sequence, Report Status.
     pub const COMMAND: u64 = (1 << 0 | 1 << 1 | 1 << 3) << 24;
     /// Descriptor Done.
     pub const DD: u64 = 1 << 32;
 }
 
-/// A ring of descriptors and the slots that stand in them.
+/// A ring of descriptors, and the slots in them.
 #[derive(Debug)]
 struct Descriptors {
     words: Span<AtomicU64>,
-    /// The slot in each descriptor that the card owns, in the ledger (N2). What stands in the others is stale.
+    /// Slot of each descriptor that the card owns, in the ledger (N2). Entries of the other descriptors are stale.
     slots: Span<AtomicU64>,
     mask: u32,
 }
 
 impl Descriptors {
-    /// The ring with number `index` of rings of `count` descriptors (a power of two) each, for which the memory suffices.
+    /// Returns ring number `index` of rings of `count` descriptors (a power of two) each. The memory must be large
+    /// enough for it.
     fn new(memory: &NicMemory, index: usize, count: u16) -> Self {
         let words = memory.rings().span(index * usize::from(count) * DESCRIPTOR_LEN, usize::from(count) * WORDS);
         let words = words.expect("a Shape saw that the rings fit");
@@ -83,12 +86,12 @@ impl Descriptors {
         Descriptors { words, slots, mask: u32::from(count) - 1 }
     }
 
-    /// The ring as the card sees it.
+    /// Clears all descriptors.
     fn clear(&self) {
         self.words.iter().for_each(|word| word.store(0, Relaxed));
     }
 
-    /// The two words of the descriptor at `place`.
+    /// Returns the two words of the descriptor at `place`.
     #[inline]
     fn descriptor(&self, place: usize) -> [&AtomicU64; 2] {
         let words = &self.words[place * WORDS..];
@@ -100,17 +103,18 @@ impl Descriptors {
         (cursor & self.mask) as usize
     }
 
-    /// What the tail register is to be when `cursor` is the first descriptor that is not the card's.
+    /// Returns the value of the tail register if `cursor` is the first descriptor that is not the card's.
     fn register(&self, cursor: u32) -> u32 {
         cursor & self.mask
     }
 
-    /// Descriptors in the ring, less one: a full ring would look empty to the card.
+    /// Returns the number of descriptors in the ring, less one: a full ring would look empty to the card.
     fn most(&self) -> u32 {
         self.mask
     }
 
-    /// The slots that the descriptors `from..to` hold. What lies beyond the ring is as in a blank driver state.
+    /// Writes the slots of the descriptors `from..to` to `words`. All other entries, up to the ring's length, become
+    /// [`NO_SLOT`]; entries beyond the ring stay as in a blank driver state.
     fn to_driver_state(&self, words: &mut [u64; RING_MAX], from: u32, to: u32) {
         words[..self.slots.len()].fill(NO_SLOT);
         for place in (0..to.wrapping_sub(from)).map(|i| self.place(from.wrapping_add(i))) {
@@ -118,48 +122,49 @@ impl Descriptors {
         }
     }
 
-    /// The slots that the descriptors `from..to` hold, of which there are fewer than in the ring, as the ledger lists them.
+    /// Returns the slots of the descriptors `from..to`, as the ledger lists them. There must be fewer of them than
+    /// descriptors in the ring.
     fn held(&self, from: u32, to: u32) -> impl Iterator<Item = SlotId> {
-        // To the end of the ring, and from its beginning.
+        // To the end of the ring, then from its beginning.
         let (first, len) = (self.place(from), to.wrapping_sub(from) as usize);
         let (before, after) = self.slots.split_at(first);
         let words = after.iter().chain(before).take(len);
         words.map(|word| SlotId::from_word(word.load(Relaxed)))
     }
 
-    /// The slot in the descriptor at `place`.
+    /// Returns the slot in the descriptor at `place`.
     #[inline]
     fn slot(&self, place: usize) -> SlotId {
         SlotId::from_word(self.slots[place].load(Relaxed))
     }
 
-    /// Takes over the slots that stand in a driver state that was checked.
+    /// Takes over the slots of a driver state that was checked.
     fn take_over(&self, words: &[u64; RING_MAX]) {
         self.slots.iter().zip(words).for_each(|(slot, word)| slot.store(*word, Relaxed));
     }
 }
 
-/// The slot goes to the card.
+/// Lends the slot to the card.
 #[inline]
 fn lend(arena: &Arena, slot: Slot) -> SlotId {
     let lent = arena.lend(slot).expect("lending by move asks nothing of the kernel");
     lent.id()
 }
 
-/// The slot in a descriptor that the card is done with, from the word that stands for it there.
+/// Takes back the slot of a descriptor that the card has finished with. `word` names the slot there.
 #[inline(always)]
 #[expect(clippy::cast_possible_truncation, reason = "the low half of a word is the slot's index")]
 fn take_back(arena: &Arena, word: u64) -> Result<Slot, NicError> {
     arena.attach_at(word as u32).map_err(|_| not_lent(word))
 }
 
-/// Apart, since it never happens while all who have the NIC's memory keep to N2.
+/// A function apart, since it never runs while every process with the NIC's memory keeps to N2.
 #[cold]
 fn not_lent(word: u64) -> NicError {
     broken("a slot that is not the card's stands in one of its descriptors", word)
 }
 
-/// A slot is named that there is not, or one twice.
+/// Returns the error for a slot that does not exist, or that is named twice.
 #[cold]
 pub fn not_a_slot(wrong: WrongSlot) -> NicError {
     let (WrongSlot::S1 { index, .. }
@@ -168,64 +173,64 @@ pub fn not_a_slot(wrong: WrongSlot) -> NicError {
     broken("it names a slot twice, or one that is not there", index.into())
 }
 
-/// What was wrong with frames, each counted by us because the card does not.
+/// Number of dropped frames by reason. The driver counts these because the card does not.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Dropped {
-    /// The card found errors in the frame.
+    /// Number of frames in which the card found errors.
     pub errors: u64,
-    /// The frame was longer than the MTU allows.
+    /// Number of frames longer than the MTU allows.
     pub too_long: u64,
 }
 
-/// What stands in a receive descriptor.
+/// Assessment of a receive descriptor.
 enum Verdict {
     NotDone,
     Good,
-    /// To be dropped and counted.
+    /// The frame is to be dropped and counted.
     Bad,
     Absurd,
 }
 
-/// What every receive ring must know about frames.
+/// Length limits for received frames, the same for all receive rings.
 #[derive(Debug, Clone, Copy)]
 pub struct Lengths {
-    /// Bytes of a slot that the card writes at most.
+    /// Maximum number of bytes of a slot that the card writes.
     pub buffer: u16,
-    /// Longest frame that is let through.
+    /// Maximum length in bytes of a frame that the ring delivers.
     pub frame: u16,
 }
 
-/// A receive ring.
 #[derive(Debug)]
 pub struct ReceiveRing {
     ring: Descriptors,
     next: u32,
     tail: u32,
-    /// The first descriptor whose frame was not handled by the last commit (D5).
+    /// First descriptor whose frame was not handled by the last commit (D5).
     handled: u32,
-    /// The tail that the card was last told.
+    /// Tail that the card was last told.
     rung: u32,
-    /// Where the next frame that is saved is looked for first.
+    /// Position at which the search for the next frame to save starts.
     hint: u32,
     skipping: bool,
 }
 
 impl ReceiveRing {
-    /// An empty ring.
+    /// Returns an empty ring.
     pub fn new(memory: &NicMemory, index: usize, count: u16) -> Self {
         let ring = Descriptors::new(memory, index, count);
         ring.clear();
         ReceiveRing { ring, next: 0, tail: 0, handled: 0, rung: 0, hint: 0, skipping: false }
     }
 
-    /// Has a ring in which nothing stands begin at this descriptor, with up to `most` slots, of which the card is told together with all the rest.
+    /// Lets an empty ring begin at this descriptor, with up to `most` slots. The caller tells the card, together
+    /// with everything else.
     pub fn begin_at(&mut self, place: u32, memory: &NicMemory, most: usize) {
         (self.next, self.tail, self.handled, self.hint) = (place, place, place, place);
         self.refill_some(memory, most);
         self.committed(place);
     }
 
-    /// The ring that a predecessor left. Changes nothing in it.
+    /// Returns the ring that a predecessor left. Changes nothing in it.
     pub fn resume(memory: &NicMemory, index: usize, driver_state: &DriverState) -> Self {
         let ring = Descriptors::new(memory, index, driver_state.head.ring);
         ring.take_over(&driver_state.posted[index]);
@@ -234,41 +239,42 @@ impl ReceiveRing {
         ReceiveRing { ring, next, tail, handled: next, rung: tail, hint: next, skipping: skipping == 1 }
     }
 
-    /// What a successor must know.
+    /// Returns the cursors for a successor, and writes the posted slots to `posted`.
     pub fn to_driver_state(&self, posted: &mut [u64; RING_MAX]) -> ReceiveDriverState {
         self.ring.to_driver_state(posted, self.next, self.tail);
         ReceiveDriverState { next: self.next, tail: self.tail, skipping: self.skipping.into(), reserved: 0 }
     }
 
-    /// What the tail register is to be.
+    /// Returns the value for the tail register.
     pub fn tail(&self) -> u32 {
         self.ring.register(self.tail)
     }
 
-    /// What the head register is once all that came was received.
+    /// Returns the value of the head register once all frames that came were received.
     pub fn head(&self) -> u32 {
         self.ring.register(self.next)
     }
 
-    /// Whether the card has a slot in each descriptor but the one that must stay free.
+    /// Returns whether the card has a slot in each descriptor but the one that must stay free.
     pub fn is_full(&self) -> bool {
         self.tail.wrapping_sub(self.next) == self.ring.most()
     }
 
-    /// Whether the card has a slot for the next frame, or has filled it.
+    /// Returns whether the card has a slot for the next frame, or has filled it.
     pub fn has_slots(&self) -> bool {
         self.next != self.tail
     }
 
-    /// Whether a frame, or what is left of one, has come.
+    /// Returns whether a frame, or the remainder of one, has come.
     pub fn is_ready(&self) -> bool {
         self.next != self.tail && self.ring.descriptor(self.ring.place(self.next))[1].load(Acquire) & done::DD != 0
     }
 
-    /// Appends frames to `burst` until there are `full` in it or no more have come; says how many.
+    /// Appends frames to `burst` until it holds `full` frames or no more have come. Returns the number of frames
+    /// appended.
     ///
     /// # Errors
-    /// When the card wrote what it must not. Frames from before that are delivered first.
+    /// The card wrote a value that it must not write. Frames from before that are delivered first.
     pub fn receive(
         &mut self,
         arena: &Arena,
@@ -287,13 +293,13 @@ impl ReceiveRing {
             if burst.len() >= full || self.next == self.tail {
                 break;
             }
-            // What stands here is no good frame, or begins anew at the ring's first descriptor.
+            // This descriptor holds no good frame, or is the ring's first after a wrap.
             let word = self.ring.descriptor(self.ring.place(self.next))[1].load(Acquire);
             match self.judge(word, lengths) {
                 Verdict::NotDone => break,
                 Verdict::Good => {}
                 Verdict::Bad => self.refuse(arena, word, dropped),
-                // Frames from before it come first; then the same is found again, first thing next time.
+                // Deliver the frames before it first; the next call finds the fault again at once.
                 Verdict::Absurd if burst.len() > before => break,
                 Verdict::Absurd => {
                     return Err(NicError::Absurd { what: "the length of a received frame", value: word });
@@ -303,7 +309,7 @@ impl ReceiveRing {
         Ok(burst.len() - before)
     }
 
-    /// Appends good frames until there is none, or the ring's last descriptor was looked at.
+    /// Appends good frames until it meets another descriptor, or has looked at the ring's last one.
     #[inline]
     fn receive_good(
         &mut self,
@@ -342,7 +348,7 @@ impl ReceiveRing {
         Ok(())
     }
 
-    /// What stands in the next descriptor.
+    /// Assesses the next descriptor.
     #[cold]
     fn judge(&self, word: u64, lengths: Lengths) -> Verdict {
         let len = done::len(word);
@@ -356,11 +362,11 @@ impl ReceiveRing {
         }
     }
 
-    /// Counts a frame that is not delivered, once. Its slot is free again.
+    /// Counts a frame that is not delivered, once, and frees its slot.
     #[cold]
     fn refuse(&mut self, arena: &Arena, word: u64, dropped: &mut Dropped) {
         let place = self.ring.place(self.next);
-        // A slot that is not the card's is not freed either. How much of it the card has written, nobody remembers.
+        // Wipe all of the slot, since its fill level is not recorded. A slot that is not the card's is not freed.
         if let Ok(mut slot) = take_back(arena, self.ring.slots[place].load(Relaxed)) {
             slot.bytes_mut().fill(0);
         }
@@ -374,7 +380,7 @@ impl ReceiveRing {
         self.next = self.next.wrapping_add(1);
     }
 
-    /// The first descriptor whose frame is not handled yet, if those in `burst` are all that are in hand.
+    /// Returns the first descriptor whose frame is not handled yet, if only the frames in `burst` are pending.
     #[inline]
     pub fn handled_but(&self, burst: &Burst) -> u32 {
         match burst.is_empty() {
@@ -393,12 +399,12 @@ impl ReceiveRing {
         { received }.find(|&position| in_hand(position)).unwrap_or(self.next)
     }
 
-    /// The first descriptor whose frame was not handled by the last commit.
+    /// Returns the first descriptor whose frame was not handled by the last commit.
     pub fn handled(&self) -> u32 {
         self.handled
     }
 
-    /// Where a frame stands that is in hand.
+    /// Returns the position of a pending frame.
     #[inline]
     pub fn position_of(&mut self, id: SlotId) -> Option<u32> {
         let is_there = |ring: &Self, position: u32| {
@@ -417,13 +423,15 @@ impl ReceiveRing {
         Some(position)
     }
 
-    /// The cursors as they are in the ledger, with everything before `handled` handled; and whether a frame is skipped there.
+    /// Returns the cursors in the ledger's format, with everything before `handled` handled, and whether a frame is
+    /// skipped there.
     #[inline]
     pub fn cursors(&self, handled: u32) -> (u64, bool) {
         (u64::from(handled) | u64::from(self.tail) << 32, self.skipping && handled == self.next)
     }
 
-    /// It is committed that everything before `handled` was handled: says what the tail register is to be, if that has changed.
+    /// Notes that the commit of everything before `handled` is done. Returns the value for the tail register if it
+    /// has changed.
     #[inline]
     pub fn committed(&mut self, handled: u32) -> Option<u32> {
         let changed = self.rung != self.tail;
@@ -431,8 +439,8 @@ impl ReceiveRing {
         changed.then(|| self.tail())
     }
 
-    /// The ring that a predecessor left without a word, at the cursors that its ledger says: the card has the slots there. Whatever else stands in the
-    /// ring was being written.
+    /// Returns the ring of a predecessor that died, at the cursors in its ledger: the card has the slots there. The
+    /// predecessor was still writing any other content of the ring.
     pub fn pick_up(
         memory: &NicMemory,
         index: usize,
@@ -445,7 +453,7 @@ impl ReceiveRing {
         Ok(ReceiveRing { ring, next, tail, handled: next, rung: tail, hint: next, skipping: skipping == 1 })
     }
 
-    /// Heads of frames that a predecessor had in hand are as they came.
+    /// Restores the heads of the frames that a predecessor had pending.
     pub fn undo(&self, memory: &NicMemory, index: usize) -> Result<(), NicError> {
         let held = self.tail.wrapping_sub(self.next);
         for position in memory.ledger().saved(index).filter(|at| at.wrapping_sub(self.next) < held) {
@@ -453,7 +461,7 @@ impl ReceiveRing {
             if self.ring.descriptor(place)[1].load(Acquire) & done::DD == 0 {
                 continue;
             }
-            // Ours for as long as it takes.
+            // Borrow the slot from the card for the restoration.
             let mut slot = take_back(memory.arena(), self.ring.slot(place).to_word())?;
             memory.ledger().undo(index, position, &mut slot);
             lend(memory.arena(), slot);
@@ -467,11 +475,11 @@ impl ReceiveRing {
         self.refill_some(memory, usize::MAX);
     }
 
-    /// The same, with `most` slots at most.
+    /// Like [`refill`](Self::refill), with at most `most` slots.
     #[inline]
     pub fn refill_some(&mut self, memory: &NicMemory, most: usize) {
         let end = self.tail.wrapping_add(u32::try_from(self.room().min(most)).expect("a ring is short"));
-        // To the end of the ring, and from its beginning.
+        // To the end of the ring, then from its beginning.
         for _ in 0..2 {
             let first = self.ring.place(self.tail);
             let room = (end.wrapping_sub(self.tail) as usize).min(self.ring.slots.len() - first);
@@ -482,13 +490,13 @@ impl ReceiveRing {
         }
     }
 
-    /// Slots that there is room for.
+    /// Returns the number of slots that the ring has room for.
     #[inline]
     pub fn room(&self) -> usize {
         (self.ring.most() - self.tail.wrapping_sub(self.handled)) as usize
     }
 
-    /// Whether frames were received that are not committed as handled.
+    /// Returns whether frames were received that are not committed as handled.
     #[inline]
     pub fn has_unhandled(&self) -> bool {
         self.next != self.handled
@@ -512,28 +520,28 @@ impl ReceiveRing {
     }
 }
 
-/// The transmit ring.
 #[derive(Debug)]
 pub struct TransmitRing {
     ring: Descriptors,
     sent: u32,
     filled: u32,
-    /// The first descriptor that was not known to be sent by the last commit (D5), and the tail that the card was last told.
+    /// First descriptor that was not known to be sent by the last commit (D5). `rung` is the tail that the card was
+    /// last told.
     reusable: u32,
     rung: u32,
-    /// Frames that were ever filled in.
+    /// Number of frames ever filled in.
     given: u64,
 }
 
 impl TransmitRing {
-    /// An empty ring.
+    /// Returns an empty ring.
     pub fn new(memory: &NicMemory, index: usize, count: u16) -> Self {
         let ring = Descriptors::new(memory, index, count);
         ring.clear();
         TransmitRing { ring, sent: 0, filled: 0, reusable: 0, rung: 0, given: 0 }
     }
 
-    /// The ring that a predecessor left, behind those of its receive queues. Changes nothing in it.
+    /// Returns the ring that a predecessor left; it follows the rings of the receive queues. Changes nothing in it.
     pub fn resume(memory: &NicMemory, driver_state: &DriverState) -> Self {
         let ring = Descriptors::new(memory, driver_state.queues.into(), driver_state.head.ring);
         ring.take_over(&driver_state.sending);
@@ -541,30 +549,30 @@ impl TransmitRing {
         TransmitRing { ring, sent, filled, reusable: sent, rung: filled, given: 0 }
     }
 
-    /// The ring that a predecessor left without a word, at these cursors.
+    /// Returns the ring of a predecessor that died, at these cursors.
     pub fn pick_up(memory: &NicMemory, index: usize, count: u16, [sent, filled]: [u32; 2]) -> Result<Self, NicError> {
         let ring = Descriptors::new(memory, index, count);
         memory.lend(ring.held(sent, filled)).map_err(not_a_slot)?;
         Ok(TransmitRing { ring, sent, filled, reusable: sent, rung: filled, given: 0 })
     }
 
-    /// Frames that were ever given to the card.
+    /// Returns the number of frames ever given to the card.
     pub fn given(&self) -> u64 {
         self.given
     }
 
-    /// As predecessors have counted.
+    /// Sets the number of frames given, as predecessors have counted it.
     pub fn set_given(&mut self, given: u64) {
         self.given = given;
     }
 
-    /// The cursors as they are in the ledger.
+    /// Returns the cursors in the ledger's format.
     #[inline]
     pub fn cursors(&self) -> u64 {
         u64::from(self.sent) | u64::from(self.filled) << 32
     }
 
-    /// They are committed: says what the tail register is to be, if that has changed.
+    /// Notes that the cursors are committed. Returns the value for the tail register if it has changed.
     #[inline]
     pub fn committed(&mut self) -> Option<u32> {
         let changed = self.rung != self.filled;
@@ -572,29 +580,29 @@ impl TransmitRing {
         changed.then(|| self.tail())
     }
 
-    /// Whether more frames fit once it is committed that others were sent.
+    /// Returns whether more frames fit once a commit says that others were sent.
     #[inline]
     pub fn can_make_room(&self, frames: usize) -> bool {
         self.room() < frames && self.reusable != self.sent
     }
 
-    /// What a successor must know: the cursors, and the slots.
+    /// Returns the cursors for a successor, and writes the slots to `sending`.
     pub fn to_driver_state(&self, sending: &mut [u64; RING_MAX]) -> (u32, u32) {
         self.ring.to_driver_state(sending, self.sent, self.filled);
         (self.sent, self.filled)
     }
 
-    /// What the tail register is to be.
+    /// Returns the value for the tail register.
     pub fn tail(&self) -> u32 {
         self.ring.register(self.filled)
     }
 
-    /// What the head register is to be of a card that goes on with what is not sent yet.
+    /// Returns the value for the head register of a card that goes on with the unsent frames.
     pub fn head(&self) -> u32 {
         self.ring.register(self.sent)
     }
 
-    /// Frames that the card has not said it has sent.
+    /// Returns the number of frames that the card has not reported as sent.
     pub fn unsent(&self) -> u32 {
         self.filled.wrapping_sub(self.sent)
     }
@@ -612,13 +620,13 @@ impl TransmitRing {
         }
     }
 
-    /// Frames that the ring has room for.
+    /// Returns the number of frames that the ring has room for.
     pub fn room(&self) -> usize {
         (self.ring.most() - self.filled.wrapping_sub(self.reusable)) as usize
     }
 
-    /// Takes frames from the front of `burst`, as many as there is room for; says how many. Such as cannot be sent are
-    /// `refused`, and counted among them.
+    /// Takes as many frames from the front of `burst` as the ring has room for, and returns their number. It
+    /// includes frames that cannot be sent, which are also counted in `refused`.
     pub fn transmit(&mut self, memory: &NicMemory, longest: u16, refused: &mut u64, burst: &mut Burst) -> usize {
         let taken = self.room().min(burst.len());
         for Frame { slot, len } in burst.drain(..taken) {
@@ -638,7 +646,7 @@ impl TransmitRing {
     }
 }
 
-/// Where the card sees the ring with number `index` of rings of `count` descriptors.
+/// Returns the address, as the card sees it, of ring number `index` of rings of `count` descriptors each.
 pub fn ring_at(rings_at: Iova, index: usize, count: u16) -> Iova {
     rings_at + (index * usize::from(count) * DESCRIPTOR_LEN) as u64
 }

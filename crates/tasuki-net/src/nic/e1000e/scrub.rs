@@ -1,4 +1,4 @@
-//! A driver that keeps its memory clean.
+//! Keeps the memory of a driver clean.
 
 use arrayvec::ArrayVec;
 use tasuki_shm::arena::Slot;
@@ -9,11 +9,11 @@ use crate::nic::bus::Bus;
 use crate::nic::scrub::Dirt;
 use crate::port::Burst;
 
-/// Slots that are wiped and posted at once.
+/// Number of slots that are wiped and posted at once.
 const CHUNK: usize = 64;
 
 impl<B: Bus> E1000e<B> {
-    /// Gives the card's receive rings what free slots there are, with nothing of older frames in them.
+    /// Gives the free slots to the card's receive rings, wiped of older frames.
     pub(super) fn refill_clean(&mut self) {
         let Some(dirt) = &mut self.dirt else { return };
         for ring in &mut self.receive {
@@ -26,7 +26,7 @@ impl<B: Bus> E1000e<B> {
                     clean.push(slot);
                 }
                 let count = clean.len();
-                // Free slots are supplied in the order in which they are taken.
+                // The arena supplies free slots in the order in which they are taken.
                 drop(clean);
                 ring.refill_some(&self.memory, count);
                 if count < CHUNK {

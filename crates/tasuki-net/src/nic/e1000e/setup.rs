@@ -1,4 +1,4 @@
-//! From a card in whatever state to one that is ready: the data sheet's chapter 4.6.
+//! Sets up a card from any state until it is ready: the data sheet's chapter 4.6.
 
 use std::time::Duration;
 
@@ -9,22 +9,23 @@ use crate::nic::bus::{Iova, Registers};
 use crate::nic::register::Waiting;
 use crate::nic::{Mac, MemoryLayout, NicError};
 
-/// Ethernet header and a VLAN tag: what the longest frame has besides its payload.
+/// Length in bytes of an Ethernet header and a VLAN tag: the longest frame has these besides its payload.
 pub const HEADERS_LEN: u16 = 14 + 4;
-/// Longest payload that the card's packet buffer is made for.
+/// Maximum payload in bytes for the card's packet buffer.
 const MTU_MAX: u16 = 9000;
-/// Shortest that IPv4 allows.
+/// Minimum payload in bytes that IPv4 allows.
 const MTU_MIN: u16 = 68;
-/// Frames longer than this (with check sequence) are let in only if asked for.
+/// Length in bytes, with check sequence, above which the card accepts frames only if told to.
 pub const LONG_FROM: u16 = 1522;
 
-/// How long the card may take for what the data sheet gives no time for. The maker's drivers wait 10 to 100 ms.
+/// Time limit for steps for which the data sheet gives no time. The maker's drivers wait 10 to 100 ms.
 const RESET_LIMIT: Duration = Duration::from_millis(100);
 
-/// KB of the packet buffer for what comes, as it is when power comes on. The rest of 40, which the upper half says and nobody writes, is for what goes.
+/// Share of the packet buffer for received frames in KB, as after power-on. The rest of the 40 KB is for
+/// transmission; the register's upper half gives that share, and no driver writes it.
 pub const PBA: u32 = 20;
 
-/// The key of the receive-side hash, from its specification ("RSS Hashing Functions", the verification suite's key).
+/// Key of the receive-side hash, from its specification ("RSS Hashing Functions", the verification suite's key).
 const RSS_KEY: [u32; 10] = [
     0xda56_5a6d,
     0xc20e_5b25,
@@ -38,18 +39,18 @@ const RSS_KEY: [u32; 10] = [
     0xfa01_acbe,
 ];
 
-/// Which shape the rings and frames have.
+/// Shape of rings and frames.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Shape {
     pub ring: u16,
     pub queues: u8,
     pub mtu: u16,
-    /// Bytes of each slot that the card writes.
+    /// Number of bytes of each slot that the card may write.
     pub buffer: u16,
 }
 
 impl Shape {
-    /// What is asked for, if the card can do it and the memory suffices.
+    /// Returns the requested shape, if the card supports it and the memory is large enough.
     pub fn new(ring: u16, queues: u8, mtu: u16, memory: &MemoryLayout) -> Result<Shape, NicError> {
         let refuse = |field, value, must| Err(NicError::Options { field, value, must });
         if !ring.is_power_of_two() || !(RING_MIN..=RING_MAX).contains(&ring.into()) {
@@ -62,7 +63,7 @@ impl Shape {
             return refuse("mtu", mtu.into(), "it must be from 68 to 9000");
         }
         let lacks = |what, need, have| Err(NicError::Memory { what, need, have });
-        // Without the check sequence, which is stripped, but the buffer must have room for it.
+        // Without the check sequence. The card strips it, but the buffer must have room for it.
         let frame = mtu + HEADERS_LEN;
         let buffer = [2048_u16, 4096, 8192, 16384].into_iter().find(|&buffer| buffer >= frame + 4);
         let buffer = buffer.expect("an MTU of at most 9,000 fits 16 KiB");
@@ -81,15 +82,15 @@ impl Shape {
         Ok(Shape { ring, queues, mtu, buffer })
     }
 
-    /// Longest frame, without its check sequence.
+    /// Returns the maximum length of a frame in bytes, without its check sequence.
     pub fn frame(self) -> u16 {
         self.mtu + HEADERS_LEN
     }
 }
 
-/// Asks until `done`, for at most `limit`; says whether it came to that.
+/// Polls until `done`, for at most `limit`. Returns whether it was done.
 ///
-/// Asks a few times however long each takes: whoever answers for a modelled card may have been asleep meanwhile.
+/// Polls a few times, however long each takes: the process that models a card may have been asleep meanwhile.
 pub fn within(limit: Duration, mut done: impl FnMut() -> bool) -> bool {
     const ASKED_AT_LEAST: u32 = 16;
     let waiting = Waiting::begin();
@@ -116,7 +117,7 @@ fn wait(step: &'static str, done: impl FnMut() -> bool) -> Result<(), NicError> 
     }
 }
 
-/// Stops whatever a predecessor left running, and resets the card, but not its PHY: section 4.6.1 and 5.2.
+/// Stops whatever a predecessor left running, and resets the card, but not its PHY: sections 4.6.1 and 5.2.
 pub fn reset<R: Registers>(mmio: &Mmio<R>) -> Result<(), NicError> {
     if mmio.read(regs::STATUS) == u32::MAX {
         return Err(NicError::Gone);
@@ -125,9 +126,9 @@ pub fn reset<R: Registers>(mmio: &Mmio<R>) -> Result<(), NicError> {
     mmio.write(regs::RCTL, 0);
     mmio.write(regs::TCTL, tctl::PSP);
     mmio.change(regs::CTRL, 0, ctrl::GIO_MASTER_DISABLE);
-    // If it does not come to that, a bus transaction is stuck, and the reset ends it.
+    // If the time runs out, a bus transaction is stuck, and the reset ends it.
     within(RESET_LIMIT, || mmio.read(regs::STATUS) & status::GIO_MASTER_ENABLE == 0);
-    // In force from the reset on, which does not touch it.
+    // The value takes effect with the reset, which does not change it.
     mmio.write(regs::PBA, PBA);
     mmio.change(regs::CTRL, ctrl::PHY_RST, ctrl::RST);
     wait("its reset", || mmio.read(regs::CTRL) & ctrl::RST == 0)?;
@@ -137,9 +138,9 @@ pub fn reset<R: Registers>(mmio: &Mmio<R>) -> Result<(), NicError> {
     Ok(())
 }
 
-/// The general part: section 4.6.3 and 4.6.4, and what the maker's drivers set besides.
+/// Does the general setup: sections 4.6.3 and 4.6.4, and the further settings of the maker's drivers.
 pub fn general<R: Registers>(mmio: &Mmio<R>) {
-    // The link is negotiated by the PHY alone.
+    // The PHY alone negotiates the link.
     mmio.change(
         regs::CTRL,
         ctrl::GIO_MASTER_DISABLE | ctrl::FRCSPD | ctrl::FRCDPLX | ctrl::VME | ctrl::PHY_RST,
@@ -152,7 +153,7 @@ pub fn general<R: Registers>(mmio: &Mmio<R>) {
     );
     mmio.change(regs::GCR, 0, gcr::COMPLETIONS);
     mmio.change(regs::GCR2, 0, gcr::COMPLETIONS_2);
-    // Interrupts: one vector for all that receives, which masks itself when it fires, and fires at once.
+    // Interrupts: one vector for both receive queues. It fires at once, and masks itself when it does.
     mmio.write(regs::IVAR, regs::ivar::RXQ_TO_0);
     mmio.write(regs::EIAC, regs::cause::RXQ);
     mmio.write(regs::EITR.of(0), 0);
@@ -162,13 +163,14 @@ pub fn general<R: Registers>(mmio: &Mmio<R>) {
     mmio.write(regs::TADV, 0);
 }
 
-/// The receive side, still off, with empty rings: section 4.6.5.
+/// Sets up the receive side, still off, with empty rings: section 4.6.5.
 pub fn receive<R: Registers>(mmio: &Mmio<R>, shape: Shape, rings_at: Iova, rings: &[ReceiveRing]) {
     receive_but_tails(mmio, shape, rings_at, rings);
     (0..2).for_each(|index| mmio.write(regs::RDT.of(index), 0));
 }
 
-/// The same of a card whose frames wait: QEMU's model loses one for each tail that is written while it is off.
+/// Does the same, except for the tails. This is for a card with waiting frames: QEMU's model loses one for each tail
+/// that is written while it is off.
 pub fn receive_but_tails<R: Registers>(mmio: &Mmio<R>, shape: Shape, rings_at: Iova, rings: &[ReceiveRing]) {
     for queue in 0..QUEUES_MAX {
         let index = u32::try_from(queue).expect("there are two");
@@ -179,7 +181,7 @@ pub fn receive_but_tails<R: Registers>(mmio: &Mmio<R>, shape: Shape, rings_at: I
         mmio.write(regs::RDLEN.of(index), len);
         mmio.write(regs::RDBAH.of(index), high);
         mmio.write(regs::RDBAL.of(index), low);
-        // Allowed between a reset and the first enabling only.
+        // This is allowed only between a reset and the first enabling.
         mmio.write(regs::RDH.of(index), 0);
         mmio.write(regs::RXDCTL.of(index), dctl::EACH);
     }
@@ -193,14 +195,14 @@ pub fn receive_but_tails<R: Registers>(mmio: &Mmio<R>, shape: Shape, rings_at: I
         mmio.write(regs::RSSRK.of(index), word);
     }
     for index in 0..32 {
-        // Bit 7 of each byte is the queue.
+        // Bit 7 of each byte selects the queue.
         mmio.write(regs::RETA.of(index), 0x8000_8000);
     }
     mmio.write(regs::RXCSUM, rxcsum::PCSD);
     mmio.write(regs::MRQC, mrqc::RSS | mrqc::FIELDS);
 }
 
-/// The transmit side, still off: section 4.6.6.
+/// Sets up the transmit side, still off: section 4.6.6.
 pub fn transmit<R: Registers>(mmio: &Mmio<R>, shape: Shape, at: Iova) {
     let (low, high) = halves(at);
     mmio.write(regs::TDLEN, u32::from(shape.ring) * 16);
@@ -213,21 +215,21 @@ pub fn transmit<R: Registers>(mmio: &Mmio<R>, shape: Shape, at: Iova) {
     mmio.write(regs::TIPG, regs::TIPG_COPPER);
 }
 
-/// What the receive and the transmit control register hold, but that their units are on.
+/// Returns the values of the receive and the transmit control register, without the bits that switch the units on.
 pub fn controls(shape: Shape, filter: u32) -> [u32; 2] {
     let buffer = rctl::buffer(shape.buffer.into()).expect("a shape's buffers are of a length that the card knows");
     let long = if shape.frame() + 4 > LONG_FROM { rctl::LPE } else { 0 };
     [rctl::BAM | rctl::SECRC | buffer | long | filter, tctl::PSP | tctl::COLLISIONS]
 }
 
-/// Both sides on, the transmit side first: an answer may follow a frame at once.
+/// Switches both sides on, the transmit side first: an answer may follow a frame at once.
 pub fn enable<R: Registers>(mmio: &Mmio<R>, shape: Shape, filter: u32) {
     let [receive, transmit] = controls(shape, filter);
     mmio.write(regs::TCTL, tctl::EN | transmit);
     mmio.write(regs::RCTL, rctl::EN | receive);
 }
 
-/// The address that the card read from its EEPROM.
+/// Returns the Ethernet address that the card read from its EEPROM.
 pub fn mac<R: Registers>(mmio: &Mmio<R>) -> Result<Mac, NicError> {
     let (low, high) = (mmio.read(regs::RAL.of(0)), mmio.read(regs::RAH.of(0)));
     let ([a, b, c, d], [e, f, ..]) = (low.to_le_bytes(), high.to_le_bytes());
@@ -238,7 +240,7 @@ pub fn mac<R: Registers>(mmio: &Mmio<R>) -> Result<Mac, NicError> {
     Ok(Mac([a, b, c, d, e, f]))
 }
 
-/// The two halves of an address, low and high.
+/// Returns the low and the high half of an address.
 pub fn halves(at: Iova) -> (u32, u32) {
     let [a, b, c, d, e, f, g, h] = at.0.to_le_bytes();
     (u32::from_le_bytes([a, b, c, d]), u32::from_le_bytes([e, f, g, h]))

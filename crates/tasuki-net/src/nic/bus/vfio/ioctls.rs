@@ -2,8 +2,9 @@
 //!
 //! # Invariants
 //!
-//! - **V1** What an ioctl is given points to a live value of the structure that it takes, as long as that structure's `argsz` says.
-//! - **V2** A number that an ioctl returned as a new descriptor belongs to nobody else.
+//! - **V1** The argument of an ioctl points to a live value of the structure that the ioctl takes. The value is as
+//!   long as the structure's `argsz` says.
+//! - **V2** A number that an ioctl returned as a new descriptor belongs to no other owner.
 #![allow(unsafe_code, reason = "the ioctls of VFIO")]
 
 use std::ffi::{CStr, c_void};
@@ -20,7 +21,7 @@ use vfio_bindings::bindings::vfio::{
 
 use super::super::Part;
 
-/// The number of an ioctl in VFIO's range. They all are `_IO(';', n)`, whatever they take.
+/// Returns the number of an ioctl in VFIO's range. All are `_IO(';', n)`, whatever argument they take.
 const fn number(of: u8) -> Opcode {
     opcode::none(b';', 100 + of)
 }
@@ -44,7 +45,7 @@ struct Call {
     argument: *mut c_void,
 }
 
-// SAFETY: it hands the kernel the opcode and the argument as they are; what that may be is the caller's business (V1).
+// SAFETY: it passes opcode and argument to the kernel unchanged; the caller ensures that they are valid (V1).
 unsafe impl Ioctl for Call {
     type Output = IoctlOutput;
 
@@ -63,50 +64,50 @@ unsafe impl Ioctl for Call {
     }
 }
 
-/// An ioctl that takes a number, or nothing.
+/// Calls an ioctl that takes a number, or nothing.
 fn with_number(fd: BorrowedFd<'_>, opcode: Opcode, number: usize) -> io::Result<i32> {
     let call = Call { opcode, argument: std::ptr::without_provenance_mut(number) };
-    // SAFETY: those that are called so take a number and write nowhere (V1).
+    // SAFETY: the ioctls called this way take a number and write nowhere (V1).
     Ok(unsafe { rustix::ioctl::ioctl(fd, call) }?)
 }
 
-/// An ioctl that takes a structure.
+/// Calls an ioctl that takes a structure.
 fn with<T>(fd: BorrowedFd<'_>, opcode: Opcode, argument: &mut T) -> io::Result<i32> {
     let call = Call { opcode, argument: std::ptr::from_mut(argument).cast() };
-    // SAFETY: each is called with the structure that it takes, alive for as long as the call is (V1).
+    // SAFETY: each is called with the structure that it takes, which lives for the duration of the call (V1).
     Ok(unsafe { rustix::ioctl::ioctl(fd, call) }?)
 }
 
-/// An ioctl that takes a structure with something behind it, in words.
+/// Calls an ioctl that takes a structure followed by more data, in words.
 fn with_words(fd: BorrowedFd<'_>, opcode: Opcode, words: &mut [u64]) -> io::Result<i32> {
     let call = Call { opcode, argument: words.as_mut_ptr().cast() };
     // SAFETY: the first word has `argsz`, which is at most the length of `words` (V1).
     Ok(unsafe { rustix::ioctl::ioctl(fd, call) }?)
 }
 
-/// Bytes of a structure, for its `argsz`.
+/// Returns the size of a structure in bytes, for its `argsz`.
 fn argsz<T>() -> u32 {
     u32::try_from(size_of::<T>()).expect("the structures of VFIO are small")
 }
 
-/// The version of the interface: 0.
+/// Returns the version of the interface: 0.
 pub fn api_version(container: BorrowedFd<'_>) -> io::Result<i32> {
     with_number(container, GET_API_VERSION, 0)
 }
 
-/// Whether the kernel has type 1 IOMMUs (those of PCs).
+/// Returns whether the kernel has type 1 IOMMUs (those of PCs).
 pub fn has_type1(container: BorrowedFd<'_>) -> io::Result<bool> {
     Ok(with_number(container, CHECK_EXTENSION, VFIO_TYPE1v2_IOMMU as usize)? == 1)
 }
 
-/// Whether nobody else drives a device of the group.
+/// Returns whether no other driver has a device of the group.
 pub fn is_viable(group: BorrowedFd<'_>) -> io::Result<bool> {
     let mut status = vfio_group_status { argsz: argsz::<vfio_group_status>(), flags: 0 };
     with(group, GROUP_GET_STATUS, &mut status)?;
     Ok(status.flags & VFIO_GROUP_FLAGS_VIABLE != 0)
 }
 
-/// The group's devices see memory by the container from now on.
+/// Joins the group to the container: its devices see memory through the container from now on.
 pub fn set_container(group: BorrowedFd<'_>, container: BorrowedFd<'_>) -> io::Result<()> {
     with(group, GROUP_SET_CONTAINER, &mut container.as_raw_fd()).map(|_| ())
 }
@@ -116,25 +117,25 @@ pub fn set_type1(container: BorrowedFd<'_>) -> io::Result<()> {
     with_number(container, SET_IOMMU, VFIO_TYPE1v2_IOMMU as usize).map(|_| ())
 }
 
-/// Opens a device of the group, by its PCI address.
+/// Opens a device of the group by its PCI address.
 pub fn open_device(group: BorrowedFd<'_>, address: &CStr) -> io::Result<OwnedFd> {
     let call = Call { opcode: GROUP_GET_DEVICE_FD, argument: address.as_ptr().cast_mut().cast() };
-    // SAFETY: it takes a string that ends with a zero, and only reads it (V1).
+    // SAFETY: it takes a zero-terminated string, and only reads it (V1).
     let fd = unsafe { rustix::ioctl::ioctl(group, call) }?;
-    // SAFETY: the kernel has just made it for us (V2).
+    // SAFETY: the kernel has just made this descriptor for us (V2).
     let device = unsafe { OwnedFd::from_raw_fd(fd) };
     rustix::io::fcntl_setfd(&device, rustix::io::FdFlags::CLOEXEC)?;
     Ok(device)
 }
 
-/// The flags of a device, and how many regions and kinds of interrupt it has.
+/// Returns the flags of a device, and its numbers of regions and of kinds of interrupt.
 pub fn device_info(device: BorrowedFd<'_>) -> io::Result<(u32, u32, u32)> {
     let mut info = vfio_device_info { argsz: argsz::<vfio_device_info>(), ..Default::default() };
     with(device, DEVICE_GET_INFO, &mut info)?;
     Ok((info.flags, info.num_regions, info.num_irqs))
 }
 
-/// What the kernel says of a region: `struct vfio_region_info` and its capabilities.
+/// Returns the kernel's description of a region: `struct vfio_region_info` and its capabilities.
 pub fn region_info(device: BorrowedFd<'_>, index: u32) -> io::Result<Vec<u8>> {
     let mut words = [0_u64; 512];
     words[0] = word(u32::try_from(size_of_val(&words)).expect("4096"), 0);
@@ -145,45 +146,46 @@ pub fn region_info(device: BorrowedFd<'_>, index: u32) -> io::Result<Vec<u8>> {
     Ok(bytes[..argsz.clamp(32, bytes.len())].to_vec())
 }
 
-/// Two 32-bit fields of a structure that follow each other.
+/// Packs two consecutive 32-bit fields of a structure.
 fn word(first: u32, second: u32) -> u64 {
     let [[a, b, c, d], [e, f, g, h]] = [first.to_ne_bytes(), second.to_ne_bytes()];
     u64::from_ne_bytes([a, b, c, d, e, f, g, h])
 }
 
-/// How many MSI-X vectors can ring an eventfd.
+/// Returns the number of MSI-X vectors that can ring an eventfd.
 pub fn count_vectors(device: BorrowedFd<'_>) -> io::Result<u32> {
     count_interrupts(device, VFIO_PCI_MSIX_IRQ_INDEX)
 }
 
-/// Whether the device has an interrupt pin.
+/// Returns whether the device has an interrupt pin.
 pub fn has_intx(device: BorrowedFd<'_>) -> io::Result<bool> {
     Ok(count_interrupts(device, VFIO_PCI_INTX_IRQ_INDEX)? > 0)
 }
 
-/// How many interrupts of a kind can ring an eventfd.
+/// Returns the number of interrupts of a kind that can ring an eventfd.
 fn count_interrupts(device: BorrowedFd<'_>, index: u32) -> io::Result<u32> {
     let mut info = vfio_irq_info { argsz: argsz::<vfio_irq_info>(), index, ..Default::default() };
     with(device, DEVICE_GET_IRQ_INFO, &mut info)?;
     Ok(if info.flags & VFIO_IRQ_INFO_EVENTFD == 0 { 0 } else { info.count })
 }
 
-/// Switches MSI-X on, with an eventfd for each of the first vectors; off if there are none.
+/// Enables MSI-X, with an eventfd for each of the first vectors. Without eventfds, disables it.
 pub fn set_vectors(device: BorrowedFd<'_>, eventfds: &[BorrowedFd<'_>]) -> io::Result<()> {
     set_interrupts(device, VFIO_PCI_MSIX_IRQ_INDEX, VFIO_IRQ_SET_ACTION_TRIGGER, eventfds)
 }
 
-/// Switches the interrupt pin on, with an eventfd that it rings and one that unmasks it; off if there are none.
+/// Enables the interrupt pin, with an eventfd that it rings and one that unmasks it. Without eventfds, disables it.
 pub fn set_intx(device: BorrowedFd<'_>, eventfds: Option<(BorrowedFd<'_>, BorrowedFd<'_>)>) -> io::Result<()> {
     let Some((rings, unmasks)) = eventfds else {
         return set_interrupts(device, VFIO_PCI_INTX_IRQ_INDEX, VFIO_IRQ_SET_ACTION_TRIGGER, &[]);
     };
-    // In this order: what is not switched on has no mask.
+    // The order matters: an interrupt that is not enabled has no mask.
     set_interrupts(device, VFIO_PCI_INTX_IRQ_INDEX, VFIO_IRQ_SET_ACTION_TRIGGER, &[rings])?;
     set_interrupts(device, VFIO_PCI_INTX_IRQ_INDEX, VFIO_IRQ_SET_ACTION_UNMASK, &[unmasks])
 }
 
-/// Connects the first interrupts of a kind to eventfds, for what `action` says; to none, and switches them off, if there are none.
+/// Connects the first interrupts of a kind to eventfds, for `action`. Without eventfds, disconnects and disables
+/// them.
 fn set_interrupts(device: BorrowedFd<'_>, index: u32, action: u32, eventfds: &[BorrowedFd<'_>]) -> io::Result<()> {
     let data = if eventfds.is_empty() { VFIO_IRQ_SET_DATA_NONE } else { VFIO_IRQ_SET_DATA_EVENTFD };
     let count = u32::try_from(eventfds.len()).expect("at most 2048 vectors");
@@ -194,12 +196,11 @@ fn set_interrupts(device: BorrowedFd<'_>, index: u32, action: u32, eventfds: &[B
     with_words(device, DEVICE_SET_IRQS, &mut words).map(|_| ())
 }
 
-/// Resets the device.
 pub fn reset(device: BorrowedFd<'_>) -> io::Result<()> {
     with_number(device, DEVICE_RESET, 0).map(|_| ())
 }
 
-/// Lets the container's devices reach a part of some memory. Its pages stay where they are, and stay, until they are unmapped.
+/// Lets the container's devices reach a part of a memory region. The kernel pins its pages until they are unmapped.
 pub fn map_dma(container: BorrowedFd<'_>, part: &Part<'_>) -> io::Result<()> {
     let mut map = vfio_iommu_type1_dma_map {
         argsz: argsz::<vfio_iommu_type1_dma_map>(),
@@ -211,7 +212,7 @@ pub fn map_dma(container: BorrowedFd<'_>, part: &Part<'_>) -> io::Result<()> {
     with(container, IOMMU_MAP_DMA, &mut map).map(|_| ())
 }
 
-/// Takes it back; says how many bytes were mapped there.
+/// Unmaps memory. Returns the number of bytes that were mapped there.
 pub fn unmap_dma(container: BorrowedFd<'_>, at: u64, len: u64) -> io::Result<u64> {
     // `struct vfio_iommu_type1_dma_unmap`: argsz, flags, iova, size.
     let mut words = [word(24, 0), at, len];
@@ -228,7 +229,7 @@ mod tests {
     use super::super::super::Iova;
     use super::*;
 
-    /// As `<linux/vfio.h>` has them, on the machines where `_IO` is the plain combination.
+    /// The values of `<linux/vfio.h>`, on the machines where `_IO` is the plain combination.
     #[test]
     fn the_numbers_are_the_kernels() {
         assert_eq!(GET_API_VERSION, 0x3b64);

@@ -1,7 +1,9 @@
-//! A device that the kernel hands to user space through VFIO: groups and type 1 IOMMUs (the kernel's Documentation/driver-api/vfio.rst).
+//! A device that the kernel gives to user space through VFIO: groups and type 1 IOMMUs (the kernel's
+//! Documentation/driver-api/vfio.rst).
 //!
-//! Three descriptors are all that there is: the container holds what the device may reach, the group is the IOMMU's unit, the device is
-//! the device. Whoever has them can go on with it, so they can be handed in and handed out.
+//! There are only three descriptors: the container limits what the device may reach, the group is the IOMMU's unit,
+//! and the device is the device itself. A process that holds them can go on with the device, so they can be passed
+//! in and out.
 
 mod ioctls;
 mod sysfs;
@@ -29,14 +31,14 @@ use super::vfio_user::RegionInfo;
 use super::{Bus, BusError, IntX, Iova, Part, pci};
 pub use sysfs::{Address, BadAddress, OpenError, Places};
 
-/// The descriptors of a device, ready for use.
+/// Descriptors of an opened device.
 #[derive(Debug)]
 pub struct Descriptors {
-    /// What the device may reach.
+    /// Container: it limits what the device may reach.
     pub container: OwnedFd,
-    /// The group that it is in. It stays open for as long as the device is.
+    /// Group of the device. It stays open for as long as the device is.
     pub group: OwnedFd,
-    /// The device.
+    /// The device itself.
     pub device: OwnedFd,
 }
 
@@ -76,14 +78,14 @@ fn open(path: &Path) -> Result<OwnedFd, OpenError> {
     }
 }
 
-/// What a second way to a device is made of: its descriptors, and the eventfds that ring.
+/// Parts of a second bus to a device: its descriptors, and the eventfds of its interrupts.
 #[derive(Debug)]
 pub struct Twin {
-    /// The device's.
+    /// Descriptors of the device.
     pub descriptors: Descriptors,
-    /// One for each vector that is enabled.
+    /// Eventfds of the enabled vectors.
     pub vectors: Vec<OwnedFd>,
-    /// What the pin rings, if it is enabled.
+    /// Eventfds of the interrupt pin, if it is enabled.
     pub intx: Option<IntX>,
 }
 
@@ -96,18 +98,19 @@ pub struct Vfio {
     config_at: u64,
     config_len: u64,
     can_reset: bool,
-    /// One for each vector that is enabled.
+    /// Eventfds of the enabled vectors.
     vectors: Vec<OwnedFd>,
-    /// If it is enabled.
+    /// Interrupt pin, if it is enabled.
     intx: Option<IntX>,
-    /// Bytes that the device reaches by us. What the whole process has locked stands in a file, and whoever opens one in a confined worker is killed for it.
+    /// Number of bytes that this bus has mapped for the device. The kernel reports the whole process's locked memory
+    /// in a file only, and a confined worker that opens a file is killed.
     mapped: u64,
 }
 
 impl Vfio {
-    /// Has the kernel ring the eventfds of all vectors, and no others.
+    /// Lets the kernel ring the eventfds of all vectors, and no others.
     fn connect_vectors(&self) -> Result<(), BusError> {
-        // Somebody before us may have switched on fewer, or others.
+        // An earlier process may have enabled fewer vectors, or others.
         let _ = ioctls::set_vectors(self.device.as_fd(), &[]);
         let vectors = self.vectors.iter().map(AsFd::as_fd).collect::<Vec<_>>();
         ioctls::set_vectors(self.device.as_fd(), &vectors).map_err(refused("setting up interrupts"))
@@ -118,8 +121,8 @@ impl Vfio {
         Ok(Self::from_descriptors(Descriptors::open(address, &Places::default())?)?)
     }
 
-    /// Goes on with a device that somebody has opened. What that somebody mapped is still mapped, and its interrupts arrive where
-    /// they did until [`interrupts`](Bus::interrupts) is called.
+    /// Continues with a device that another process has opened. That process's mappings still exist, and its
+    /// interrupts arrive where they did until [`interrupts`](Bus::interrupts) is called.
     pub fn from_descriptors(descriptors: Descriptors) -> Result<Self, BusError> {
         let Descriptors { container, group, device } = descriptors;
         let (flags, _, irqs) = ioctls::device_info(device.as_fd()).map_err(refused("asking for the device"))?;
@@ -142,7 +145,7 @@ impl Vfio {
         })
     }
 
-    /// Hands out the descriptors, for a successor. Registers that are still there keep the device open and work on.
+    /// Returns the descriptors, for a successor. Registers that still exist keep the device open and go on working.
     pub fn into_descriptors(self) -> Result<Descriptors, BusError> {
         let device = match Arc::try_unwrap(self.device) {
             Ok(device) => device,
@@ -151,7 +154,8 @@ impl Vfio {
         Ok(Descriptors { container: self.container, group: self.group, device })
     }
 
-    /// What a twin of this bus needs: a second way to the device, for a successor that gets ready while its predecessor drives.
+    /// Returns the parts for a twin of this bus: a second bus to the device, for a successor that prepares while its
+    /// predecessor drives.
     pub fn twin(&self) -> Result<Twin, BusError> {
         let copy = |descriptor: &OwnedFd| descriptor.try_clone().map_err(refused("copying a descriptor"));
         let (container, group, device) = (copy(&self.container)?, copy(&self.group)?, copy(&self.device)?);
@@ -160,7 +164,7 @@ impl Vfio {
         Ok(Twin { descriptors: Descriptors { container, group, device }, vectors, intx })
     }
 
-    /// A twin. Interrupts ring where they rang for its predecessor, and are not touched.
+    /// Makes a twin. Its interrupts ring the predecessor's eventfds, and are not touched.
     pub fn from_twin(twin: Twin) -> Result<Self, BusError> {
         Ok(Vfio { vectors: twin.vectors, intx: twin.intx, ..Self::from_descriptors(twin.descriptors)? })
     }
@@ -173,7 +177,7 @@ impl Vfio {
     }
 }
 
-/// What a refusal means at a step: a device that was removed is gone.
+/// Returns the error for a refusal at a step. A device that was removed is gone.
 fn refused(doing: &'static str) -> impl Fn(io::Error) -> BusError {
     move |source| match source.raw_os_error().map(Errno::from_raw_os_error) {
         Some(Errno::NODEV | Errno::NXIO) => BusError::Gone { doing },
@@ -181,7 +185,7 @@ fn refused(doing: &'static str) -> impl Fn(io::Error) -> BusError {
     }
 }
 
-/// The kernel describes regions as vfio-user does, which took it from there.
+/// Parses with the vfio-user type: vfio-user took the kernel's description of regions.
 fn region_info(device: &OwnedFd, index: u32) -> Result<RegionInfo, BusError> {
     let bytes = ioctls::region_info(device.as_fd(), index).map_err(refused("asking for a region"))?;
     RegionInfo::parse(&bytes, index).map_err(|what| BusError::Protocol { what })
@@ -220,7 +224,7 @@ impl Bus for Vfio {
         if info.len == 0 || info.flags & both != both {
             return Err(BusError::NoBar { index });
         }
-        // The kernel kills whoever touches the memory of a device that does not decode it.
+        // The kernel kills a process that touches the memory of a device that does not decode it.
         pci::decode(self)?;
         let far = File { device: Arc::clone(&self.device), at: info.offset };
         Ok(Bar::new(far, info.len, &info.areas, |start, len| {
@@ -240,7 +244,7 @@ impl Bus for Vfio {
         lock.check()?;
         let mapped = ioctls::map_dma(self.container.as_fd(), &part).map_err(|source| {
             match source.raw_os_error().map(Errno::from_raw_os_error) {
-                // In a user namespace, a capability there does not count.
+                // A capability in a user namespace does not count.
                 Some(Errno::NOMEM) if lock.limit.is_some_and(|limit| lock.need > limit) => lock.error(),
                 Some(Errno::NOMEM) => dma(lock.refused()),
                 Some(Errno::EXIST) => {
@@ -259,7 +263,7 @@ impl Bus for Vfio {
         let dma = |why: String| BusError::Dma { at, len, why };
         match ioctls::unmap_dma(self.container.as_fd(), at.0, len as u64) {
             Ok(gone) if gone == len as u64 => {
-                // A taker has its giver's memory forgotten, too, which it never mapped.
+                // A taker also unmaps its giver's memory, which the taker never mapped.
                 self.mapped = self.mapped.saturating_sub(gone);
                 Ok(())
             }
@@ -269,8 +273,8 @@ impl Bus for Vfio {
         }
     }
 
-    /// All vectors are switched on at once, as the kernel wants it. To ask for more later, or as a successor, switches them off for a moment:
-    /// whoever does so looks at its rings afterwards.
+    /// Enables all vectors at once, as the kernel requires. A caller that asks for more later, or a successor,
+    /// switches them off for a moment, and must look at its rings afterwards.
     fn interrupts(&mut self, count: u16) -> Result<Vec<OwnedFd>, BusError> {
         let before = self.vectors.len();
         if before < count.into() {
@@ -291,8 +295,8 @@ impl Bus for Vfio {
         self.vectors.iter().take(count.into()).map(copy).collect()
     }
 
-    /// What somebody before us had set up is switched off first, so that its mask is gone with it. A device that cannot say whether it
-    /// asserts its pin (before PCI 2.3) cannot share it, and then the kernel refuses.
+    /// Switches an earlier process's setup off first, which also removes its mask. A device that cannot say whether
+    /// it asserts its pin (before PCI 2.3) cannot share the pin, so the kernel may refuse.
     fn intx(&mut self) -> Result<IntX, BusError> {
         let copy = |intx: &IntX| intx.try_clone().map_err(refused("making an eventfd"));
         if let Some(intx) = &self.intx {
@@ -335,10 +339,10 @@ impl Bus for Vfio {
     }
 }
 
-/// The registers of a device behind VFIO.
+/// Registers of a device behind VFIO.
 pub type VfioRegisters = Bar<File>;
 
-/// Registers that are reached by reading and writing the device's file.
+/// Registers that are accessed by reading and writing the device's file.
 #[derive(Debug)]
 pub struct File {
     device: Arc<OwnedFd>,
@@ -352,23 +356,25 @@ impl Far for File {
     }
 
     fn write(&self, offset: u32, bytes: &[u8]) {
-        // As on a real bus, nobody learns that a write is lost.
+        // Ignore the error: as on a real bus, a lost write goes unnoticed.
         let _ = rustix::io::pwrite(&*self.device, bytes, self.at + u64::from(offset));
     }
 }
 
-/// The kernel says the same in both cases. (It was Linux 6.0 that began to let whoever has the container unmap anything: until then only the process that
-/// had mapped it could, so that no taker could have it forget its giver's memory, and nobody that of a process that is no more.)
+/// The kernel returns the same in both cases. (Since Linux 6.0, every holder of the container can unmap anything.
+/// Before that, only the process that had mapped memory could unmap it. So no taker could unmap its giver's memory,
+/// and no process that of a process that had ended.)
 const NOTHING_THERE: &str = "nothing is mapped there, or another process has mapped it and this kernel is older than Linux 6.0; use a newer one";
 
-/// What a process may lock, before it asks for more. What a device can reach cannot be moved or swapped out, so it counts as locked.
+/// Limit of the memory that a process may lock, checked before it asks for more. Memory that a device can reach
+/// cannot be moved or swapped out, so it counts as locked.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 struct Lock {
-    /// Bytes that would be locked afterwards.
+    /// Number of bytes that would be locked afterwards.
     need: u64,
-    /// Bytes that may be. `None`: any number.
+    /// Number of bytes that may be locked, or `None` for any number.
     limit: Option<u64>,
-    /// Whether the limit is no matter.
+    /// Whether the limit does not apply.
     privileged: bool,
 }
 
@@ -389,7 +395,7 @@ impl Lock {
         }
     }
 
-    /// What to say when the kernel refuses though there seems to be enough.
+    /// Returns the text for a refusal by the kernel although the limit seems high enough.
     fn refused(self) -> String {
         let limit = self.limit.map_or("any number of".to_owned(), |limit| limit.to_string());
         format!(

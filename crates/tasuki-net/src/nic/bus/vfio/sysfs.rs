@@ -1,4 +1,4 @@
-//! What stands in the way of driving a device through VFIO, as far as the file system shows it.
+//! Checks in the file system for obstacles to driving a device through VFIO.
 
 use std::fs;
 use std::io;
@@ -7,16 +7,16 @@ use std::str::FromStr;
 
 use super::BusError;
 
-/// Where a device is on the PCI buses of a machine.
+/// Address of a device on the PCI buses of a machine.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct Address {
-    /// Which tree of buses. Mostly 0.
+    /// Domain: the tree of buses. Mostly 0.
     pub domain: u32,
-    /// Bus.
+    /// Bus in the domain.
     pub bus: u8,
-    /// Device, below 32.
+    /// Device on the bus, below 32.
     pub device: u8,
-    /// Function, below 8.
+    /// Function of the device, below 8.
     pub function: u8,
 }
 
@@ -26,7 +26,7 @@ impl std::fmt::Display for Address {
     }
 }
 
-/// What was given is no address.
+/// The given text is not an address.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("{0:?} is no PCI address; it looks like 0000:03:00.0, and `lspci -D` lists those that there are")]
 pub struct BadAddress(pub String);
@@ -34,7 +34,7 @@ pub struct BadAddress(pub String);
 impl FromStr for Address {
     type Err = BadAddress;
 
-    /// Reads `0000:03:00.0`, or `03:00.0` in domain 0.
+    /// Parses `0000:03:00.0`, or `03:00.0` in domain 0.
     fn from_str(text: &str) -> Result<Self, BadAddress> {
         parse(text).ok_or_else(|| BadAddress(text.to_owned()))
     }
@@ -57,58 +57,58 @@ fn parse(text: &str) -> Option<Address> {
     (address.device < 32 && address.function < 8).then_some(address)
 }
 
-/// Why a device cannot be driven through VFIO. One variant per thing that can be done about it.
+/// Reason why a device cannot be driven through VFIO. Each variant has its own remedy.
 #[derive(Debug, thiserror::Error)]
 pub enum OpenError {
-    /// There is none.
+    /// There is no device at this address.
     #[error("there is no PCI device {0}; `lspci -D` lists those that there are")]
     NoDevice(Address),
-    /// Nothing stands between the device and all memory.
+    /// No IOMMU limits which memory the device can reach.
     #[error(
         "{0} is behind no IOMMU, so it cannot be kept to the memory that it is given; switch the IOMMU on in the firmware (VT-d, AMD-Vi), \
          and on Intel boot with intel_iommu=on"
     )]
     NoIommu(Address),
-    /// A driver of the kernel has it.
+    /// A driver of the kernel has the device.
     #[error(
         "{address} is held by the kernel driver {driver}; take it away from there as root: echo vfio-pci > \
          /sys/bus/pci/devices/{address}/driver_override; echo {address} > /sys/bus/pci/drivers/{driver}/unbind; echo {address} > \
          /sys/bus/pci/drivers_probe"
     )]
     HeldByKernel {
-        /// The device.
+        /// Address of the device.
         address: Address,
-        /// The driver.
+        /// Name of the driver.
         driver: String,
     },
-    /// No driver has it, VFIO's neither.
+    /// No driver has the device, not even VFIO's.
     #[error(
         "{0} has no driver; give it to VFIO as root: modprobe vfio-pci; echo vfio-pci > /sys/bus/pci/devices/{0}/driver_override; echo {0} > \
          /sys/bus/pci/drivers_probe"
     )]
     NoDriver(Address),
-    /// The IOMMU cannot tell it from another device, which a driver of the kernel has.
+    /// The IOMMU cannot separate the device from another one, which a driver of the kernel has.
     #[error(
         "{address} is in IOMMU group {group} together with {other}, which the kernel driver {driver} holds; unbind that one too, or move the \
          card to another slot"
     )]
     GroupShared {
-        /// The device.
+        /// Address of the device.
         address: Address,
-        /// The group.
+        /// Number of the IOMMU group.
         group: u32,
-        /// The other.
+        /// Address of the other device.
         other: String,
-        /// Its driver.
+        /// Name of the other device's driver.
         driver: String,
     },
-    /// The kernel has no VFIO.
+    /// The kernel has no VFIO. The field is the missing file.
     #[error("{0} does not exist, so the kernel's VFIO is not there; modprobe vfio-pci")]
     NoVfio(PathBuf),
-    /// We may not.
+    /// This user may not open the file.
     #[error("this user may not open {0}; as root, give it to them: chown USER {0}")]
     NoPermission(PathBuf),
-    /// Somebody else has it.
+    /// Another process has the file open.
     #[error("another process has {0} open; end it (`fuser -v {0}` names it)")]
     Busy(PathBuf),
     /// The platform cannot keep the device from forging interrupts.
@@ -117,25 +117,25 @@ pub enum OpenError {
          you trust the device, modprobe vfio_iommu_type1 allow_unsafe_interrupts=1"
     )]
     NoRemapping(Address),
-    /// The kernel refused for a reason of its own.
+    /// The kernel refused for another reason.
     #[error("the kernel refused while {doing}: {source}")]
     Kernel {
-        /// The step.
+        /// Step that was refused.
         doing: &'static str,
-        /// Its reason.
+        /// Reason that the kernel gave.
         source: io::Error,
     },
-    /// It was opened and is no use.
+    /// The device was opened but is unusable.
     #[error("{0}")]
     Bus(#[from] BusError),
 }
 
-/// Where the kernel shows its devices, and where it lets them be opened: `/sys` and `/dev`, but for tests.
+/// Directories where the kernel shows its devices and lets them be opened: `/sys` and `/dev`, except in tests.
 #[derive(Debug, Clone)]
 pub struct Places {
-    /// `/sys`
+    /// The `/sys` directory.
     pub sys: PathBuf,
-    /// `/dev`
+    /// The `/dev` directory.
     pub dev: PathBuf,
 }
 
@@ -146,7 +146,7 @@ impl Default for Places {
 }
 
 impl Places {
-    /// The file of the IOMMU group that the device is in, if nothing stands in the way that can be seen.
+    /// Returns the file of the IOMMU group that the device is in, unless an obstacle is visible.
     pub fn group(&self, address: Address) -> Result<PathBuf, OpenError> {
         let device = self.sys.join("bus/pci/devices").join(address.to_string());
         if !device.exists() {
@@ -166,35 +166,36 @@ impl Places {
         if file.exists() { Ok(file) } else { Err(OpenError::NoVfio(file)) }
     }
 
-    /// A device of the group that a driver of the kernel has, and the driver.
+    /// Returns a device of the group that a driver of the kernel has, and that driver.
     fn held_neighbour(&self, group: u32) -> Option<(String, String)> {
         let devices = self.sys.join(format!("kernel/iommu_groups/{group}/devices"));
         let mut devices = fs::read_dir(devices).ok()?.flatten();
         devices.find_map(|device| {
             let driver = target_name(&device.path().join("driver"))?;
-            // The kernel keeps bridges for itself, and pci-stub drives nothing: kernel, vfio_dev_driver_allowed().
+            // The kernel keeps bridges for itself, and pci-stub drives nothing: see vfio_dev_driver_allowed() in the
+            // kernel.
             let allowed = is_vfio(&driver) || ["pci-stub", "pcieport"].contains(&driver.as_str());
             (!allowed).then(|| (device.file_name().to_string_lossy().into_owned(), driver))
         })
     }
 
-    /// The file that containers come from.
+    /// Returns the file that containers are opened from.
     pub fn container(&self) -> PathBuf {
         self.dev.join("vfio/vfio")
     }
 }
 
-/// `vfio-pci`, or what a maker has put in its place, like `mlx5_vfio_pci`.
+/// Returns whether this is `vfio-pci`, or a maker's replacement like `mlx5_vfio_pci`.
 fn is_vfio(driver: &str) -> bool {
     driver.contains("vfio")
 }
 
-/// The last name of what a link points to.
+/// Returns the last component of a link's target.
 fn target_name(link: &Path) -> Option<String> {
     Some(fs::read_link(link).ok()?.file_name()?.to_string_lossy().into_owned())
 }
 
-/// What a file that cannot be opened means.
+/// Returns the error for a file that cannot be opened.
 pub fn cannot_open(path: &Path, source: io::Error) -> OpenError {
     use rustix::io::Errno;
     let path = path.to_owned();
@@ -216,7 +217,7 @@ mod tests {
 
     const CARD: &str = "0000:03:00.0";
 
-    /// A machine with one card in group 7, as a test wants it.
+    /// A machine with one card in group 7, which a test builds up.
     struct Machine {
         folder: tempfile::TempDir,
     }

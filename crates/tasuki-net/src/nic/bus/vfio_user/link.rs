@@ -1,8 +1,10 @@
-//! The connection to a server: a command, or some of a kind at a time, their answers checked in the order of the questions, and silence once the server has failed.
+//! The connection to a server. It sends a command, or several of one kind at a time, and checks the answers in the
+//! order of the requests. It stays silent once the server has failed.
 //!
-//! An answer leaves the socket in one piece: its header is looked at first, then all of it is received by one call. So whoever is killed, whenever
-//! that is, leaves the stream whole to those that it shared the connection with (`turns.rs`). That holds for servers that send an answer in one
-//! piece, as those that we know do; and for questions of a server, which none that we know asks, it does not hold.
+//! An answer leaves the socket in one piece: the client peeks at its header, then receives all of it by one call. So
+//! a client that is killed at any time leaves the stream whole for the clients that share the connection
+//! (`turns.rs`). That holds for servers that send an answer in one piece, as all servers do that we know. It does
+//! not hold for requests of a server, which no server that we know sends.
 
 use std::cell::{Cell, RefCell};
 use std::io::{self, IoSlice, IoSliceMut};
@@ -24,36 +26,36 @@ use super::super::BusError;
 use super::turns::{Behind, Turns};
 use super::wire::{Breach, Command, FDS_MAX, HEADER_LEN, Incoming, Limits, Message};
 
-/// How long an answer is looked for before the process sleeps until it comes: a wake-up costs more than most answers.
+/// Time to poll for an answer before the process sleeps until it comes: a wake-up costs more than most answers take.
 const SPIN: Duration = Duration::from_micros(50);
 
-/// The same for whoever [is in a hurry](Link::hurry): a card's server takes a quarter of a millisecond to let go of memory, and the process that sleeps
-/// meanwhile comes back to its rings behind whoever had its CPU.
+/// Time to poll for a caller [in a hurry](Link::hurry). A card's server takes a quarter of a millisecond to release
+/// memory. A process that slept meanwhile would get its CPU back only after the process that has it by then.
 const HURRY: Duration = Duration::from_micros(500);
 
-/// Questions whose answers are slept for at once, after one was looked for in vain.
+/// Number of requests without polling after a poll was in vain.
 const VAIN: u32 = 16;
 
-/// A server that asks this often before it answers does not mean to answer.
+/// Maximum number of requests from a server before its answer. A server that sends more does not mean to answer.
 const QUESTIONS_MAX: u32 = 64;
 
-/// Bytes of an answer that is skipped, received at once: the longest that there is to what we ask.
+/// Number of bytes of a skipped answer received at once: the longest answer to our requests.
 const SKIPPED_MAX: usize = 4096;
 
-/// Bytes of messages that are collected at most.
+/// Maximum size in bytes of the collected messages.
 const COLLECTED_MAX: usize = 2048;
 
-/// How long is waited for the rest of a header. Servers send it as a whole.
+/// Time to wait for the rest of a header. Servers send it as a whole.
 const DRIBBLE: Timespec = Timespec { tv_sec: 0, tv_nsec: 50_000 };
 
-/// Why the server cannot be talked to any more.
+/// Reason why the server cannot be used any more.
 #[derive(Debug, Clone)]
 enum Fault {
-    /// It closed the connection.
+    /// The server closed the connection.
     Gone,
-    /// It said nothing for too long.
+    /// The server did not answer in time.
     Silent,
-    /// It broke a rule.
+    /// The server broke a rule.
     Breach(Breach),
 }
 
@@ -68,28 +70,29 @@ impl Fault {
 }
 
 impl From<Errno> for Fault {
-    /// A timeout, or a socket that fails: either way nobody answers.
+    /// Converts a timeout or a failing socket: in either case the server does not answer.
     fn from(errno: Errno) -> Self {
         if errno == Errno::AGAIN { Fault::Silent } else { Fault::Gone }
     }
 }
 
-/// Whether to look for an answer before sleeping for it. Where a server shares our CPU it cannot answer while we look: yielding to it
-/// does not help, for on kernels since 6.12 who yields may not run again before the next tick, while who sleeps is woken by the answer.
+/// Decides whether to poll for an answer before sleeping. A server that shares our CPU cannot answer while we poll.
+/// Yielding to it does not help: on kernels since 6.12 a process that yields may not run again before the next tick,
+/// while a process that sleeps is woken by the answer.
 #[derive(Debug, Default)]
 struct Looks {
-    /// The CPU on which one was looked for in vain, and how many are to be slept for there yet.
+    /// CPU on which a poll was in vain, and the number of requests left to sleep for there.
     vain: Cell<Option<(usize, u32)>>,
     hurries: bool,
 }
 
 impl Looks {
-    /// How long.
+    /// Returns the time to poll.
     fn limit(&self) -> Duration {
         if self.hurries { HURRY } else { SPIN }
     }
 
-    /// Whether to look now. A worker that has moved to another CPU starts anew.
+    /// Returns whether to poll now. A worker that has moved to another CPU starts anew.
     fn is_worth(&self) -> bool {
         match self.vain.get() {
             Some((cpu, left)) if left > 0 && cpu == rustix::thread::sched_getcpu() => {
@@ -100,28 +103,28 @@ impl Looks {
         }
     }
 
-    /// What came of it.
+    /// Records whether the poll found an answer.
     fn learn(&self, found: bool) {
         self.vain.set((!found).then(|| (rustix::thread::sched_getcpu(), VAIN)));
     }
 }
 
-/// What came with an answer.
+/// Descriptors that came with an answer.
 pub type Fds = ArrayVec<OwnedFd, FDS_MAX>;
 
-/// What is asked, together with others of its kind.
+/// A request, to be sent together with others of its kind.
 #[derive(Debug)]
 pub struct Question<'a, F> {
-    /// Messages that want no answer, and go before it.
+    /// Messages without an answer that are sent before it.
     pub ahead: &'a [u8],
-    /// Writes its body.
+    /// Function that writes its body.
     pub fill: F,
     pub fds: &'a [BorrowedFd<'a>],
-    /// Where the body of its answer goes.
+    /// Buffer for the body of its answer.
     pub answer: &'a mut [u8],
 }
 
-/// One end of a connection, with what both sides agreed on.
+/// Client end of a connection, with the limits that both sides agreed on.
 #[derive(Debug)]
 pub struct Link {
     socket: Option<OwnedFd>,
@@ -130,19 +133,20 @@ pub struct Link {
     next: u16,
     fault: Option<Fault>,
     behind: Arc<Behind>,
-    /// Messages that want no answer, while they are collected: a system call for each costs more than what it says.
+    /// Whether messages without an answer are collected in `collected`: a system call for each costs more than the
+    /// message itself.
     corked: bool,
     collected: RefCell<Vec<u8>>,
-    /// Once others have the connection, too.
+    /// Set once other clients have the connection, too.
     turns: Option<Turns>,
     strays: u64,
     looks: Looks,
 }
 
 impl Link {
-    /// Talks over `socket`, and waits for no answer longer than `timeout`.
+    /// Returns a link over `socket` that waits for an answer no longer than `timeout`.
     pub fn new(socket: OwnedFd, limits: Limits, timeout: Duration) -> io::Result<Self> {
-        // We wait in the socket itself: a reply costs a system call less than with poll.
+        // Wait in the socket itself: that saves a system call per reply, compared to poll.
         rustix::io::ioctl_fionbio(&socket, false)?;
         set_socket_timeout(&socket, Timeout::Recv, Some(timeout))?;
         set_socket_timeout(&socket, Timeout::Send, Some(timeout))?;
@@ -152,23 +156,23 @@ impl Link {
         Ok(Link { socket: Some(socket), limits, timeout, next, fault, behind, corked, collected, turns, strays, looks })
     }
 
-    /// Whether to look for answers for longer before sleeping for them.
+    /// Sets whether to poll longer for answers before sleeping.
     pub fn hurry(&mut self, hurries: bool) {
         self.looks.hurries = hurries;
     }
 
-    /// Whether the server may have something to do yet.
+    /// Returns the state that says whether the server may still have messages to process.
     pub fn behind(&self) -> Arc<Behind> {
         Arc::clone(&self.behind)
     }
 
-    /// From now on, others ask on this connection as well.
+    /// Shares the connection: from now on, other clients send requests on it as well.
     pub fn share(&mut self, turns: Turns) {
         turns.tell(&self.behind);
         self.turns = Some(turns);
     }
 
-    /// What those need who ask, too: the same for all of them.
+    /// Returns the descriptor that every other client needs for its requests: the same for all.
     pub fn turns(&mut self, doing: &'static str) -> Result<OwnedFd, BusError> {
         let refused = |source| BusError::Refused { doing, source };
         if self.turns.is_none() {
@@ -178,12 +182,12 @@ impl Link {
         self.turns.as_ref().expect("just made").copy().map_err(refused)
     }
 
-    /// Answers that were found and skipped, since those that had asked were gone.
+    /// Returns the number of answers that were skipped because the client that had asked was gone.
     pub fn strays(&self) -> u64 {
         self.strays
     }
 
-    /// Takes the connection away. Everybody else who has the link finds the device gone.
+    /// Takes the connection away. All other holders of the link find the device gone.
     pub fn take(&mut self, doing: &'static str) -> Result<OwnedFd, BusError> {
         if let Some(fault) = &self.fault {
             return Err(fault.to_error(doing));
@@ -191,7 +195,7 @@ impl Link {
         self.socket.take().ok_or(BusError::Gone { doing })
     }
 
-    /// Another descriptor of the connection.
+    /// Returns another descriptor of the connection.
     pub fn copy(&self, doing: &'static str) -> Result<OwnedFd, BusError> {
         let copy = self.socket(doing)?.try_clone_to_owned();
         copy.map_err(|source| BusError::Refused { doing, source })
@@ -200,17 +204,17 @@ impl Link {
     fn fail<T>(&mut self, doing: &'static str, fault: Fault) -> Result<T, BusError> {
         let error = fault.to_error(doing);
         self.fault.get_or_insert(fault);
-        // The server learns that we are gone as well.
+        // Close our end, so that the server notices, too.
         self.socket = None;
         Err(error)
     }
 
-    /// Says that the server broke a rule; nothing is believed from now on.
+    /// Records that the server broke a rule, and closes the connection.
     pub fn breach<T>(&mut self, what: Breach) -> Result<T, BusError> {
         self.fail("", Fault::Breach(what))
     }
 
-    /// The connection, unless it has failed before.
+    /// Returns the connection, unless it has failed before.
     fn socket(&self, doing: &'static str) -> Result<BorrowedFd<'_>, BusError> {
         match (&self.fault, &self.socket) {
             (Some(fault), _) => Err(fault.to_error(doing)),
@@ -224,8 +228,9 @@ impl Link {
         self.next
     }
 
-    /// Asks `command` with the body that `fill` writes, and puts the body of the answer into `answer`: says how long it is,
-    /// and hands out the descriptors that came with it, of which `fds_max` are allowed.
+    /// Sends `command` with the body that `fill` writes, and stores the body of the answer in `answer`. Returns the
+    /// length of that body in bytes, and the descriptors that came with it. At most `fds_max` descriptors are
+    /// allowed.
     pub fn call(
         &mut self,
         doing: &'static str,
@@ -239,8 +244,9 @@ impl Link {
         Ok((outcome?, fds))
     }
 
-    /// Asks several questions of one kind before it waits for the answers: the time of one trip to the server instead of many. Says of each how long the
-    /// body of its answer is, or that the server refused it; a refused one does not keep the server from doing those behind it.
+    /// Sends several requests of one kind before it waits for the answers, which takes the time of one trip to the
+    /// server instead of many. Returns for each request the length of its answer's body in bytes, or the server's
+    /// refusal. After a refusal the server still processes the later requests.
     #[expect(clippy::type_complexity, reason = "what `call` says, of each")]
     pub fn call_each<F: Fn(&mut Message), const N: usize>(
         &mut self,
@@ -256,7 +262,7 @@ impl Link {
             Ok(answers) => answers,
             Err(fault) => return self.fail(doing, fault),
         };
-        // What was sent before was done before.
+        // The server has processed all earlier messages.
         self.behind.answered();
         let mut said = ArrayVec::<_, N>::new();
         for answer in answers {
@@ -273,7 +279,7 @@ impl Link {
         Ok(said.into_inner().unwrap_or_else(|_| unreachable!("each was answered")))
     }
 
-    /// Asks, when it is our turn, and waits for the answers.
+    /// Sends the requests, once it is our turn, and waits for the answers.
     fn exchange<F: Fn(&mut Message), const N: usize>(
         &mut self,
         doing: &'static str,
@@ -302,7 +308,7 @@ impl Link {
                 collected.extend_from_slice(message.finish());
                 return Ok(());
             }
-            // Descriptors go with the message that speaks of them.
+            // Descriptors go with the message that refers to them.
             send(socket, &collected, &[])?;
             collected.clear();
             send(socket, message.finish(), question.fds)
@@ -320,12 +326,12 @@ impl Link {
         Ok(sent.map_err(Fault::from).and_then(|()| wait()))
     }
 
-    /// Collects what is [posted](Self::post), until somebody asks something.
+    /// Collects [posted](Self::post) messages until the next request.
     pub fn cork(&mut self) {
         self.corked = true;
     }
 
-    /// Sends what was collected; from now on, nothing is.
+    /// Sends the collected messages, and stops collecting.
     pub fn uncork(&mut self) {
         self.corked = false;
         self.flush();
@@ -338,7 +344,7 @@ impl Link {
         }
         let collected = std::mem::take(collected);
         self.send_all(&collected);
-        // Its room is used again.
+        // Reuse the buffer.
         self.collected = RefCell::new(collected);
         self.collected.get_mut().clear();
     }
@@ -350,7 +356,7 @@ impl Link {
         }
     }
 
-    /// A message that wants no answer.
+    /// Returns a message that wants no answer.
     pub fn unanswered(&mut self, command: Command, fill: impl FnOnce(&mut Message)) -> Message {
         let mut message = Message::command(self.next_id(), command, true);
         fill(&mut message);
@@ -358,7 +364,7 @@ impl Link {
         message
     }
 
-    /// Sends `command` and wants no answer. Whether it arrives is learnt from what is asked next.
+    /// Sends `command` and wants no answer. The next request shows whether it arrived.
     pub fn post(&mut self, command: Command, fill: impl FnOnce(&mut Message)) {
         let mut message = self.unanswered(command, fill);
         let bytes = message.finish();
@@ -402,8 +408,8 @@ enum Answer {
     Refusal(i32),
 }
 
-/// Receives until the answer to `id` is there. A server may ask us something meanwhile: it is told that we do not do that. Answers to others are
-/// skipped where there `may_be_others`, and counted.
+/// Receives messages until the answer to `id` comes. The server may send a request meanwhile: the client answers
+/// that it is unsupported. Answers to other clients are skipped and counted if there `may_be_others`.
 fn await_answer(
     (socket, looks): (BorrowedFd<'_>, &Looks),
     (id, command): (u16, Command),
@@ -453,7 +459,7 @@ fn await_answer(
     Err(Fault::Breach(format!("it asks {QUESTIONS_MAX} times and does not answer")))
 }
 
-/// Looks at the header of what comes next, and leaves it there.
+/// Peeks at the header of the next message, and leaves it in the socket.
 fn peek(socket: BorrowedFd<'_>, deadline: Instant) -> Result<[u8; HEADER_LEN], Fault> {
     let mut header = [0; HEADER_LEN];
     let mut closed = false;
@@ -472,7 +478,7 @@ fn peek(socket: BorrowedFd<'_>, deadline: Instant) -> Result<[u8; HEADER_LEN], F
     }
 }
 
-/// Waits for a while until there is a header to look at, or nothing ever will be, if that is worth it.
+/// Polls for a while, if that is worth it, until there is a header or an error.
 fn spin(socket: BorrowedFd<'_>, looks: &Looks) -> Option<[u8; HEADER_LEN]> {
     if !looks.is_worth() {
         return None;
@@ -486,7 +492,7 @@ fn spin(socket: BorrowedFd<'_>, looks: &Looks) -> Option<[u8; HEADER_LEN]> {
                 return Some(header);
             }
             Err(Errno::AGAIN) if Instant::now() < end => std::hint::spin_loop(),
-            // Whatever it is, who waits for it finds it again.
+            // On any other outcome, the blocking wait that follows finds it again.
             _ => {
                 looks.learn(false);
                 return None;
@@ -495,13 +501,13 @@ fn spin(socket: BorrowedFd<'_>, looks: &Looks) -> Option<[u8; HEADER_LEN]> {
     }
 }
 
-/// Who talks and talks and does not answer says nothing.
+/// Treats a server that keeps sending without answering as silent, once the deadline is over.
 fn in_time(deadline: Instant) -> Result<(), Fault> {
     if Instant::now() > deadline { Err(Fault::Silent) } else { Ok(()) }
 }
 
-/// Receives a message that was [looked at](peek): its header, and exactly `into`. Whoever sends byte by byte has until `deadline` as well, and one
-/// timeout more at most.
+/// Receives a message whose header was [peeked at](peek): the header, and exactly `into`. A server that sends byte
+/// by byte has until `deadline` as well, and one timeout more at most.
 fn receive(socket: BorrowedFd<'_>, into: &mut [u8], mut fds: Option<&mut Fds>, deadline: Instant) -> Result<(), Fault> {
     let mut header = [0; HEADER_LEN];
     let whole = HEADER_LEN + into.len();
@@ -509,7 +515,7 @@ fn receive(socket: BorrowedFd<'_>, into: &mut [u8], mut fds: Option<&mut Fds>, d
     while have < whole {
         let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(FDS_MAX))];
         let mut control = match fds {
-            // What comes without being asked for, the kernel closes.
+            // The kernel closes descriptors that come unasked.
             None => RecvAncillaryBuffer::default(),
             Some(_) => RecvAncillaryBuffer::new(&mut space),
         };
@@ -541,7 +547,7 @@ fn receive(socket: BorrowedFd<'_>, into: &mut [u8], mut fds: Option<&mut Fds>, d
     Ok(())
 }
 
-/// Receives a message that was [looked at](peek), with `len` bytes behind its header, and forgets it.
+/// Receives and discards a message whose header was [peeked at](peek), with `len` bytes after the header.
 fn skip(socket: BorrowedFd<'_>, len: u32, deadline: Instant) -> Result<(), Fault> {
     let mut rubbish = [0; SKIPPED_MAX];
     let mut left = len as usize;

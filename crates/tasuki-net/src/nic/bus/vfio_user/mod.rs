@@ -1,17 +1,20 @@
 //! A device that another process serves by the vfio-user protocol (QEMU's docs/interop/vfio-user.rst).
 //!
-//! The server is not trusted: whatever it says is checked, a rule that it breaks ends the connection, and it has a bounded time for
-//! each answer. After that every register reads as ones, what is written is lost, and the next step that can fail says why.
+//! The server is not trusted. The client checks everything that it says, ends the connection if it breaks a rule,
+//! and gives it a bounded time for each answer. After that every register reads as ones, writes are lost, and the
+//! next step that can fail returns the reason.
 //!
-//! A BAR, or the parts of it, that the server lets us map is accessed by plain loads and stores. That needs memory which the server
-//! cannot take away under us: a memfd of small pages, sealed against shrinking. Everything else goes by messages. Writes want no answer, so
-//! they cost one system call, and arrive in order with what is asked after.
+//! The client accesses a BAR, or the parts of it, that the server lets it map by plain loads and stores. That needs
+//! memory which the server cannot take away while we use it: a memfd of small pages, sealed against shrinking. All
+//! other accesses go by messages. Writes want no answer, so they cost one system call, and arrive in order with
+//! later requests.
 //!
-//! Registers that are doorbells, a server may have us store to such memory as well, where it looks by itself: then a burst costs no system
-//! call at all. A store must not overtake what was sent before it, so while that may be under way, doorbells go by messages, too.
+//! For doorbell registers, a server may offer such memory as well, which it polls: then a burst costs no system call
+//! at all. A store must not overtake messages sent before it, so while some may be in transit, doorbells go by
+//! messages, too.
 //!
-//! What a kernel does for a VFIO device, this does for the server: it enables MSI-X in the configuration space and unmasks the vectors
-//! in their table, and after a reset it puts back the command register and the interrupts.
+//! The client does for the server what a kernel does for a VFIO device. It enables MSI-X in the configuration space
+//! and unmasks the vectors in their table. After a reset it restores the command register and the interrupts.
 //!
 //! docs/decisions/0008-vfio-user.md says why the client is our own.
 
@@ -41,13 +44,13 @@ pub use twin::{BarTwin, Twin};
 pub(super) use wire::RegionInfo;
 use wire::{Command, FDS_MAX, Limits, Reader};
 
-/// How long a server may take for an answer, unless it is said otherwise.
+/// Default time limit for an answer of the server.
 pub const TIMEOUT: Duration = Duration::from_secs(10);
 
-/// Bytes of messages that can go ahead of a question: three writes.
+/// Size in bytes of the messages that can precede a request: three writes.
 const AHEAD_LEN: usize = 128;
 
-/// Bytes of a PCI Express configuration space.
+/// Size in bytes of a PCI Express configuration space.
 const CONFIG_MAX: u64 = 4096;
 /// Offset and value bits of the command register: PCI Local Bus Specification 3.0, 6.2.2.
 const COMMAND: u16 = 0x04;
@@ -58,35 +61,37 @@ const MSIX_TABLE: u16 = 4;
 const MSIX_ENTRY_LEN: u64 = 16;
 const MSIX_ENTRY_CONTROL: u64 = 12;
 
-/// A connection on which client and server have met. Another client can go on with it: the server does not notice.
+/// A connection on which client and server have agreed on a version. Another client can go on with it: the server
+/// does not notice.
 #[derive(Debug)]
 pub struct Connection {
-    /// The socket.
+    /// Socket to the server.
     pub socket: OwnedFd,
-    /// Descriptors that the server takes in a message.
+    /// Maximum number of descriptors that the server accepts in a message.
     pub fds_max: u32,
-    /// Bytes of a region that it takes in a message.
+    /// Maximum number of bytes of a region that the server accepts in a message.
     pub transfer_max: u32,
-    /// Whether it can be asked for doorbells.
+    /// Whether the server can be asked for doorbells.
     pub io_fds: bool,
 }
 
-/// A device that a vfio-user server serves.
+/// A device of a vfio-user server.
 #[derive(Debug)]
 pub struct VfioUser {
     link: Shared,
     config_len: u64,
     can_reset: bool,
-    /// One for each vector that is enabled.
+    /// Eventfds of the enabled vectors.
     vectors: Vec<OwnedFd>,
-    /// What is known of each BAR. Asked for once: the server forgets older doorbells when it is asked again.
+    /// Descriptions of the BARs. Each is asked for only once: the server forgets older doorbells when it is asked
+    /// again.
     bars: [Option<Known>; 6],
-    /// If it is enabled.
+    /// Interrupt pin, if it is enabled.
     intx: Option<IntX>,
 }
 
 impl VfioUser {
-    /// Connects to the server at `path`.
+    /// Connects to the server at `path`, which has `timeout` for each answer.
     pub fn connect(path: &Path, timeout: Duration) -> Result<Self, BusError> {
         let refused = |source: rustix::io::Errno| BusError::Refused {
             doing: "connecting to the device's server",
@@ -99,7 +104,7 @@ impl VfioUser {
         Self::meet(socket, timeout)
     }
 
-    /// Meets the server at the other end of a socket on which nothing was said yet.
+    /// Agrees on a version with the server at the other end of a new socket.
     pub fn meet(socket: OwnedFd, timeout: Duration) -> Result<Self, BusError> {
         let mut link = open(socket, Limits::default(), timeout)?;
         let mut answer = [0; wire::VERSION_MAX];
@@ -114,8 +119,8 @@ impl VfioUser {
         Self::over(link)
     }
 
-    /// Goes on with a connection on which somebody has met the server before. What that somebody mapped is still mapped, and
-    /// its interrupts arrive where they did until [`interrupts`](Bus::interrupts) is called.
+    /// Continues with a connection on which another client has agreed on a version before. That client's mappings
+    /// still exist, and its interrupts arrive where they did until [`interrupts`](Bus::interrupts) is called.
     pub fn from_connection(connection: Connection, timeout: Duration) -> Result<Self, BusError> {
         let limits = Limits { fds: connection.fds_max, transfer: connection.transfer_max, io_fds: connection.io_fds };
         Self::over(open(connection.socket, limits, timeout)?)
@@ -149,7 +154,7 @@ impl VfioUser {
         })
     }
 
-    /// Ends our part and hands out the connection, for a successor. Registers that are still there read as ones.
+    /// Returns the connection, for a successor. Registers that still exist read as ones.
     pub fn into_connection(self) -> Result<Connection, BusError> {
         let mut link = self.link.lock();
         let socket = link.take("handing out the connection")?;
@@ -157,7 +162,7 @@ impl VfioUser {
         Ok(Connection { socket, fds_max: fds, transfer_max: transfer, io_fds })
     }
 
-    /// Answers that were skipped because those that had asked, over twins, did not live to read them.
+    /// Returns the number of answers that were skipped because the twin that had asked died before it read them.
     pub fn strays(&self) -> u64 {
         self.link.lock().strays()
     }
@@ -183,7 +188,7 @@ impl VfioUser {
         }
     }
 
-    /// Tells the server which eventfd each vector rings, in as many messages as it needs.
+    /// Tells the server which eventfd each vector rings, in as many messages as needed.
     fn send_vectors(&mut self) -> Result<(), BusError> {
         let mut link = self.link.lock();
         let chunk = (link.limits.fds as usize).clamp(1, FDS_MAX);
@@ -196,7 +201,8 @@ impl VfioUser {
         Ok(())
     }
 
-    /// Tells the server which eventfd the device's pin rings, and which unmasks it, where it masks it at all.
+    /// Tells the server which eventfd the device's pin rings. If the server masks the pin, tells it which eventfd
+    /// unmasks it, too.
     fn send_intx(&mut self) -> Result<(), BusError> {
         if self.intx.is_none() {
             return Ok(());
@@ -211,7 +217,7 @@ impl VfioUser {
         Ok(())
     }
 
-    /// Switches MSI-X on in the device, with every vector unmasked.
+    /// Enables MSI-X in the device, with every vector unmasked.
     fn enable_vectors(&mut self) -> Result<(), BusError> {
         let Some(msix) = Header::read(self)?.capability(Capability::MSI_X) else {
             return Err(BusError::FewInterrupts {
@@ -223,7 +229,7 @@ impl VfioUser {
         for vector in 0..self.vectors.len() as u64 {
             let at = u64::from(table & !7) + vector * MSIX_ENTRY_LEN + MSIX_ENTRY_CONTROL;
             match write(&mut self.link.lock(), "unmasking an interrupt", table & 7, at, 0) {
-                // A server that keeps the table to itself has nothing masked in it.
+                // A server that keeps the table to itself has no vector masked in it.
                 Err(BusError::Refused { .. }) | Ok(()) => {}
                 Err(other) => return Err(other),
             }
@@ -232,7 +238,7 @@ impl VfioUser {
         self.write_config(msix.offset, (control | MSIX_CONTROL_ENABLE) & !MSIX_CONTROL_MASK_ALL)
     }
 
-    /// The flags of a kind of interrupt, and how many there are that can ring an eventfd.
+    /// Returns the flags of a kind of interrupt, and the number of interrupts that can ring an eventfd.
     fn count_interrupts(&mut self, index: u32) -> Result<(u32, u32), BusError> {
         let mut link = self.link.lock();
         let mut answer = [0; 16];
@@ -257,7 +263,7 @@ fn open(socket: OwnedFd, limits: Limits, timeout: Duration) -> Result<Link, BusE
         .map_err(|source| BusError::Refused { doing: "setting up the connection to the device's server", source })
 }
 
-/// Connects interrupts of a kind, from `start` on, to eventfds, for what `action` says.
+/// Connects interrupts of a kind, from `start` on, to eventfds, for `action`.
 fn set_interrupts(
     link: &mut Link,
     index: u32,
@@ -271,7 +277,7 @@ fn set_interrupts(
     link.call("setting up interrupts", Command::DeviceSetIrqs, ask, fds, &mut [], 0).map(|_| ())
 }
 
-/// What the server says of a region, and the memory that it lies in.
+/// Asks the server for the description of a region, and the memory that holds it.
 fn region_info(link: &mut Link, index: u32) -> Result<(RegionInfo, Option<OwnedFd>), BusError> {
     let mut answer = [0; wire::REGION_INFO_MAX];
     let argsz = u32::try_from(answer.len()).expect("4096");
@@ -283,7 +289,7 @@ fn region_info(link: &mut Link, index: u32) -> Result<(RegionInfo, Option<OwnedF
     }
 }
 
-/// The doorbells of a region of `len` bytes.
+/// Asks the server for the doorbells of a region of `len` bytes.
 fn doorbells(link: &mut Link, index: u32, len: u64) -> Result<Option<Doorbells>, BusError> {
     if !link.limits.io_fds {
         return Ok(None);
@@ -293,7 +299,7 @@ fn doorbells(link: &mut Link, index: u32, len: u64) -> Result<Option<Doorbells>,
     let ask = |message: &mut wire::Message| _ = message.u32(argsz).u32(0).u32(index).u32(0);
     let (answered, mut fds) =
         match link.call("asking for doorbells", Command::DeviceGetRegionIoFds, ask, &[], &mut answer, 1) {
-            // It has none.
+            // The region has no doorbells.
             Err(BusError::Refused { .. }) => return Ok(None),
             other => other?,
         };
@@ -305,12 +311,12 @@ fn doorbells(link: &mut Link, index: u32, len: u64) -> Result<Option<Doorbells>,
     Ok(Doorbells::map(link.behind(), memory, places))
 }
 
-/// Asks for `count` bytes of a region.
+/// Writes a request for `count` bytes of a region.
 fn asks(message: &mut wire::Message, region: u32, offset: u64, count: u32) {
     message.u64(offset).u32(region).u32(count);
 }
 
-/// What was read, if the answer is that to `asks`.
+/// Returns the data of `answer`, if it answers the request of `asks`.
 fn answers<'a>(link: &mut Link, answer: &'a [u8], region: u32, offset: u64, count: u32) -> Result<&'a [u8], BusError> {
     let mut from = Reader(answer);
     let its = (from.u64(), from.u32(), from.u32());
@@ -332,7 +338,7 @@ fn read(link: &mut Link, doing: &'static str, region: u32, offset: u64, into: &m
     Ok(())
 }
 
-/// Reads the words of 32 bits at these offsets of a region; `ahead` of the `nth` of them go these messages.
+/// Reads the 32-bit words at these offsets of a region. Sends the messages in `ahead` before the `nth` request.
 fn read_around<const N: usize>(
     link: &mut Link,
     region: u32,
@@ -399,7 +405,7 @@ impl Bus for VfioUser {
         };
         let behind = self.link.lock().behind();
         let far = Messages { link: self.link.clone(), behind, region: index.into(), doorbells: doorbells.clone() };
-        // What cannot be mapped, or could be taken away, is reached by messages.
+        // Parts that cannot be mapped, or whose memory could be taken away, are accessed by messages.
         Ok(Bar::new(far, info.len, &info.areas, |start, len| {
             Mmio::of_process(memory.as_ref()?.as_fd(), info.offset.checked_add(start)?, len).ok()?
         }))
@@ -479,8 +485,9 @@ impl Bus for VfioUser {
         self.vectors.iter().take(count.into()).map(|vector| vector.try_clone().map_err(refused)).collect()
     }
 
-    /// The server must ring an eventfd for its interrupt of kind 0. If it says that it masks the pin when it has rung, it must take
-    /// an eventfd that unmasks it, too (`VFIO_IRQ_SET_ACTION_UNMASK` with `VFIO_IRQ_SET_DATA_EVENTFD`).
+    /// The server must ring an eventfd for its interrupt of kind 0. If it says that it masks the pin when the pin
+    /// rings, it must also accept an eventfd that unmasks the pin (`VFIO_IRQ_SET_ACTION_UNMASK` with
+    /// `VFIO_IRQ_SET_DATA_EVENTFD`).
     fn intx(&mut self) -> Result<IntX, BusError> {
         let refused = |source: io::Error| BusError::Refused { doing: "making an eventfd", source };
         if let Some(intx) = &self.intx {
@@ -533,7 +540,7 @@ impl Bus for VfioUser {
     }
 }
 
-/// The link, for the bus and all registers. A driver is one thread, so nobody ever waits for it.
+/// Link that the bus and all registers share. A driver is one thread, so it never waits for the mutex.
 #[derive(Debug, Clone)]
 struct Shared(Arc<Mutex<Link>>);
 
@@ -543,10 +550,10 @@ impl Shared {
     }
 }
 
-/// The registers of a device that a vfio-user server serves.
+/// Registers of a device that a vfio-user server serves.
 pub type UserRegisters = Bar<Messages>;
 
-/// What the server has said of a BAR.
+/// Description of a BAR, from the server.
 #[derive(Debug)]
 struct Known {
     info: RegionInfo,
@@ -554,7 +561,7 @@ struct Known {
     doorbells: Option<Arc<Doorbells>>,
 }
 
-/// Registers that are written by storing them where the server looks.
+/// Registers that are written by a store to memory that the server polls.
 #[derive(Debug)]
 struct Doorbells {
     behind: Arc<Behind>,
@@ -564,14 +571,14 @@ struct Doorbells {
 }
 
 impl Doorbells {
-    /// Nothing if there are none, or if their memory could be taken away under us.
+    /// Maps the doorbells. Returns `None` if there are none, or if their memory could be taken away while we use it.
     fn map(behind: Arc<Behind>, memory: OwnedFd, places: Vec<wire::Doorbell>) -> Option<Self> {
         let last = places.iter().map(|doorbell| doorbell.place).max()?;
         let mmio = Mmio::of_process(memory.as_fd(), 0, last.checked_add(4)?).ok()??;
         Some(Doorbells { behind, memory, mmio, places: places.into() })
     }
 
-    /// Whether `bytes` were stored for the register at `offset`.
+    /// Stores `bytes` for the register at `offset`. Returns whether it did.
     #[inline]
     fn store(&self, offset: u32, bytes: &[u8]) -> bool {
         let Some(doorbell) = self.places.iter().find(|doorbell| doorbell.offset == offset) else { return false };
@@ -584,7 +591,7 @@ impl Doorbells {
     }
 }
 
-/// Registers that are reached by messages, and some by doorbells.
+/// Registers that are accessed by messages, and some by doorbells.
 #[derive(Debug)]
 pub struct Messages {
     link: Shared,
@@ -594,7 +601,7 @@ pub struct Messages {
 }
 
 impl Far for Messages {
-    /// Who refuses or is gone does not answer; the link remembers why.
+    /// Returns false if the server refuses or is gone; the link keeps the reason.
     fn read(&self, offset: u32, into: &mut [u8]) -> bool {
         read(&mut self.link.lock(), "reading a register", self.region, offset.into(), into).is_ok()
     }

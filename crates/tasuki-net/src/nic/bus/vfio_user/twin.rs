@@ -1,7 +1,8 @@
-//! A second way to a device, for a successor that gets ready while its predecessor drives.
+//! Twin of a bus: a second bus to the same device, for a successor that prepares while its predecessor drives.
 //!
-//! Both have the same connection, and an answer goes to whoever reads first: so those that ask take turns (`turns.rs`). A twin is made without a
-//! word to the server: what it needs to know, its predecessor has been told.
+//! Both share the connection, and an answer goes to the process that reads first, so they take turns at sending
+//! requests (`turns.rs`). Making a twin takes no message to the server: the twin gets everything from its
+//! predecessor.
 
 use std::io;
 use std::os::fd::OwnedFd;
@@ -13,38 +14,38 @@ use super::wire::{Doorbell, Limits, RegionInfo};
 use super::{Connection, Doorbells, Known, Shared, VfioUser, open};
 use crate::nic::bus::BusError;
 
-/// What a twin is made of: descriptors, and numbers that are the same in every process.
+/// Parts of a twin: descriptors, and numbers that are the same in every process.
 #[derive(Debug)]
 pub struct Twin {
-    /// The connection.
+    /// Connection to the server.
     pub connection: Connection,
-    /// Whose turn it is to ask: one memfd for all that share the connection.
+    /// Memory for taking turns: one memfd for all processes that share the connection.
     pub lock: OwnedFd,
-    /// Bytes of the configuration space.
+    /// Size of the configuration space in bytes.
     pub config_len: u64,
     /// Whether the device can be reset.
     pub can_reset: bool,
-    /// The BARs that the predecessor has used.
+    /// BARs that the predecessor has used.
     pub bars: Vec<BarTwin>,
-    /// The eventfd of each vector that is enabled: the same that ring for the predecessor.
+    /// Eventfds of the enabled vectors: the same ones that ring for the predecessor.
     pub vectors: Vec<OwnedFd>,
 }
 
-/// A BAR, and where its doorbells are.
+/// A BAR and its doorbells.
 #[derive(Debug)]
 pub struct BarTwin {
-    /// Which.
+    /// Number of the BAR.
     pub index: u8,
-    /// Bytes.
+    /// Size of the BAR in bytes.
     pub len: u64,
-    /// The memory of its doorbells.
+    /// Memory of the doorbells.
     pub doorbells: Option<OwnedFd>,
-    /// Of each doorbell, the register's offset in the BAR and its place in that memory, in bytes.
+    /// For each doorbell, the register's offset in the BAR and its place in that memory, in bytes.
     pub places: Vec<(u32, u32)>,
 }
 
 impl VfioUser {
-    /// What a twin of this bus needs. BARs that are mapped as a whole are reached by messages there.
+    /// Returns the parts for a twin of this bus. The twin accesses mapped BARs by messages.
     pub fn twin(&self) -> Result<Twin, BusError> {
         let refused = |source: io::Error| BusError::Refused { doing: "copying a descriptor", source };
         let (socket, lock, limits) = {
@@ -74,7 +75,8 @@ impl VfioUser {
         })
     }
 
-    /// A twin. It may ask, map and write while its predecessor drives, but what belongs to who drives (doorbells, above all) it must leave alone.
+    /// Makes a twin. It may send requests, map memory and write while its predecessor drives. But it must not touch
+    /// the driver's own registers, above all the doorbells.
     pub fn from_twin(twin: Twin, timeout: Duration) -> Result<Self, BusError> {
         let Connection { socket, fds_max, transfer_max, io_fds } = twin.connection;
         let mut link = open(socket, Limits { fds: fds_max, transfer: transfer_max, io_fds }, timeout)?;

@@ -1,23 +1,23 @@
-//! What messages look like: the vfio-user protocol, version 0.1 (QEMU's docs/interop/vfio-user.rst). All numbers are in the byte order
-//! of the machine. Everything that a server sends is checked here before it means anything.
+//! Format of the messages: the vfio-user protocol, version 0.1 (QEMU's docs/interop/vfio-user.rst). All numbers are
+//! in the machine's byte order. This module checks everything that a server sends before it is used.
 
 use arrayvec::ArrayVec;
 use serde_json::Value;
 
-/// The major version that we speak. There is no other.
+/// Major version of the protocol. There is no other.
 pub const MAJOR: u16 = 0;
-/// The highest minor version that we speak.
+/// Highest minor version that this client supports.
 pub const MINOR: u16 = 1;
 
-/// Bytes of the header that every message begins with.
+/// Size in bytes of the header of every message.
 pub const HEADER_LEN: usize = 16;
-/// Most descriptors that we take or send in a message.
+/// Maximum number of descriptors in a message, in either direction.
 pub const FDS_MAX: usize = 16;
-/// Longest reply to a question about a region: room for 250 mappable areas.
+/// Maximum size in bytes of an answer about a region: room for 250 mappable areas.
 pub const REGION_INFO_MAX: usize = 4096;
-/// Longest version data that we read.
+/// Maximum size in bytes of the server's version data.
 pub const VERSION_MAX: usize = 4096;
-/// Largest message that a server may send us: the default of max_data_xfer_size and its headers.
+/// Maximum size in bytes of a server's message: the default of max_data_xfer_size, and its headers.
 pub const MESSAGE_MAX: u32 = (1 << 20) + 64;
 
 const TYPE_MASK: u32 = 0xf;
@@ -28,10 +28,10 @@ const ERROR: u32 = 1 << 5;
 
 const EINVAL: i32 = 22;
 const ENOTSUP: u32 = 95;
-/// Linux has no error number above this.
+/// Highest error number of Linux.
 const ERRNO_MAX: u32 = 4095;
 
-/// What can be asked of a server.
+/// Commands to a server.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Command {
     Version = 1,
@@ -47,11 +47,11 @@ pub enum Command {
     DeviceReset = 13,
 }
 
-/// Regions, as `<linux/vfio.h>` numbers them: BARs are 0 to 5.
+/// Number of the configuration space's region, as in `<linux/vfio.h>`: BARs are 0 to 5.
 pub const CONFIG_REGION: u32 = 7;
-/// The kind of interrupt that is MSI-X.
+/// Number of the MSI-X kind of interrupt.
 pub const MSIX: u32 = 2;
-/// The kind of interrupt that is INTx.
+/// Number of the INTx kind of interrupt.
 pub const INTX: u32 = 0;
 
 pub const DEVICE_RESET: u32 = 1 << 0;
@@ -69,20 +69,20 @@ pub const IRQ_TRIGGER: u32 = 1 << 5;
 pub const IRQ_UNMASK: u32 = 1 << 4;
 const CAP_SPARSE_MMAP: u16 = 1;
 
-/// A rule that the server broke.
+/// Description of a rule that the server broke.
 pub type Breach = String;
 
-/// A message to the server. The longest that we send is the version.
+/// A message to the server. The longest one that the client sends is the version.
 pub struct Message(ArrayVec<u8, 256>);
 
 impl Message {
-    /// A command; its size is filled in at the end.
+    /// Begins a command; [`finish`](Self::finish) fills in its size.
     pub fn command(id: u16, command: Command, posted: bool) -> Self {
         let flags = if posted { TYPE_COMMAND | NO_REPLY } else { TYPE_COMMAND };
         Self::header(id, command as u16, flags, 0)
     }
 
-    /// Tells a server that asks something of us that we do not do that.
+    /// Answers a server's request as unsupported.
     pub fn unsupported(id: u16, command: u16) -> Self {
         Self::header(id, command, TYPE_REPLY | ERROR, ENOTSUP)
     }
@@ -110,7 +110,7 @@ impl Message {
         self
     }
 
-    /// The whole message.
+    /// Fills in the size and returns the whole message.
     pub fn finish(&mut self) -> &[u8] {
         let len = u32::try_from(self.0.len()).expect("at most 256");
         self.0[4..8].copy_from_slice(&len.to_ne_bytes());
@@ -118,7 +118,7 @@ impl Message {
     }
 }
 
-/// Reads fixed-size numbers; nothing where the bytes end.
+/// Reads fixed-size numbers; returns `None` at the end of the bytes.
 pub struct Reader<'a>(pub &'a [u8]);
 
 impl Reader<'_> {
@@ -141,19 +141,19 @@ impl Reader<'_> {
     }
 }
 
-/// The header of something that the server sent.
+/// Header of a message from the server.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Incoming {
-    /// An answer, with so many bytes behind the header.
+    /// An answer, with `len` bytes after the header.
     Reply { id: u16, command: u16, len: u32 },
-    /// A refusal. Nothing is behind the header.
+    /// A refusal, with no bytes after the header.
     Refusal { id: u16, command: u16, errno: i32 },
-    /// A question to us, with so many bytes behind the header.
+    /// A request to the client, with `len` bytes after the header.
     Command { id: u16, command: u16, len: u32, posted: bool },
 }
 
 impl Incoming {
-    /// Understands a header.
+    /// Parses a header.
     pub fn parse(header: &[u8; HEADER_LEN]) -> Result<Self, Breach> {
         let mut from = Reader(header);
         let mut next = || from.u16().expect("sixteen bytes");
@@ -179,28 +179,29 @@ impl Incoming {
     }
 }
 
-/// What the server can take, as it said when we met.
+/// Limits of the server, from the negotiation of the version.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Limits {
-    /// Descriptors in a message.
+    /// Maximum number of descriptors in a message.
     pub fds: u32,
-    /// Bytes of a region in a message.
+    /// Maximum number of bytes of a region in a message.
     pub transfer: u32,
-    /// It understands [`Command::DeviceGetRegionIoFds`]. Not every server that does not says so in an answer.
+    /// Whether the server supports [`Command::DeviceGetRegionIoFds`]. Not every server without it refuses the
+    /// command in an answer.
     pub io_fds: bool,
 }
 
 impl Default for Limits {
-    /// What a server can take that says nothing of it.
+    /// Limits of a server that states none.
     fn default() -> Self {
         Limits { fds: 1, transfer: 1 << 20, io_fds: false }
     }
 }
 
-/// What we say of ourselves.
+/// Version data of this client.
 pub const OUR_VERSION: &[u8] = b"{\"capabilities\":{\"max_msg_fds\":16,\"max_data_xfer_size\":1048576}}\0";
 
-/// Understands the server's answer to our version.
+/// Parses the server's answer to our version.
 pub fn parse_version(payload: &[u8]) -> Result<Limits, Breach> {
     let mut from = Reader(payload);
     let (Some(major), Some(minor)) = (from.u16(), from.u16()) else {
@@ -230,19 +231,20 @@ pub fn parse_version(payload: &[u8]) -> Result<Limits, Breach> {
     Ok(limits)
 }
 
-/// What the server says of a region.
+/// Description of a region, from the server.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct RegionInfo {
     pub flags: u32,
     pub len: u64,
-    /// Where it begins in the descriptor that came with it.
+    /// Offset of the region in the descriptor that came with it.
     pub offset: u64,
-    /// Which parts of it can be mapped, in bytes from its beginning: whole pages inside of it.
+    /// Mappable areas: offset from the beginning of the region and length, in bytes. They are whole pages inside the
+    /// region.
     pub areas: Vec<(u64, u64)>,
 }
 
 impl RegionInfo {
-    /// Understands the answer to a question about region `index`.
+    /// Parses the answer about region `index`.
     pub fn parse(payload: &[u8], index: u32) -> Result<Self, Breach> {
         let fields =
             |mut from: Reader<'_>| Some((from.u32()?, from.u32()?, from.u32()?, from.u32()?, from.u64()?, from.u64()?));
@@ -260,7 +262,7 @@ impl RegionInfo {
             0 => None,
             _ => sparse_areas(payload, cap_offset)?,
         };
-        // Without a list of areas, the whole region can be mapped.
+        // Without a list of areas, all of the region can be mapped.
         info.areas = match sparse {
             Some(areas) => areas,
             None if (argsz as usize) > payload.len() => Vec::new(),
@@ -277,20 +279,20 @@ impl RegionInfo {
     }
 }
 
-/// Where a store to memory is as good as a message that writes a register of four bytes.
+/// A place in memory where a store has the effect of a message that writes a register of four bytes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Doorbell {
-    /// The register, in bytes from the beginning of its region.
+    /// Offset of the register in its region, in bytes.
     pub offset: u32,
-    /// The place in the memory.
+    /// Offset of the place in the memory, in bytes.
     pub place: u32,
 }
 
-/// Understands what the server says of the doorbells of region `index`, which has `len` bytes. Sub-regions of kinds that we have no use for
-/// are passed over: those that want a write to an eventfd, which could block for ever.
+/// Parses the server's answer about the doorbells of region `index`, which has `len` bytes. Skips sub-regions of
+/// unusable kinds: those that want a write to an eventfd, which could block for ever.
 ///
-/// The layout is that of libvfio-user's `vfio_user_sub_region_ioeventfd`, for shadow memory: offset, size, eventfd, kind, flags,
-/// memory, place, value.
+/// The layout is that of libvfio-user's `vfio_user_sub_region_ioeventfd`, for shadow memory: offset, size, eventfd,
+/// kind, flags, memory, place, value.
 pub fn parse_doorbells(payload: &[u8], index: u32, len: u64) -> Result<Vec<Doorbell>, Breach> {
     let mut from = Reader(payload);
     let mut fields = || Some((from.u32()?, from.u32()?, from.u32()?, from.u32()?));
@@ -325,18 +327,18 @@ pub fn parse_doorbells(payload: &[u8], index: u32, len: u64) -> Result<Vec<Doorb
     Ok(doorbells)
 }
 
-/// Longest reply to a question about doorbells.
+/// Maximum size in bytes of an answer about doorbells.
 pub const IO_FDS_MAX: usize = 16 + 64 * IO_FD_LEN;
 const IO_FD_LEN: usize = 48;
 const IO_FD_SHADOW: u32 = 2;
 const NO_EVENTFD: u32 = u32::MAX;
-/// Most bytes of memory for doorbells that we map.
+/// Maximum size in bytes of the doorbell memory that the client maps.
 const SHADOW_MAX: u32 = 1 << 20;
 
 const PAGE: u64 = 4096;
 const REGION_INFO_LEN: u32 = 32;
 
-/// The areas of the first capability of that kind. The list must go forward, so it ends.
+/// Returns the areas of the first capability of that kind. The list must go forward, so that it ends.
 fn sparse_areas(payload: &[u8], first: u32) -> Result<Option<Vec<(u64, u64)>>, Breach> {
     let (mut at, mut before) = (first, REGION_INFO_LEN - 1);
     while at != 0 {
