@@ -1,9 +1,9 @@
-//! A capture: copies of the frames that pass a port, for whoever looks on.
+//! A capture: copies of the frames that pass a port, for an observer.
 //!
-//! Who drives a port writes each frame that comes or goes into a batch, as an enhanced packet block of pcapng in little-endian words, and a batch
-//! into a socket that keeps the bounds of messages. Nobody waits for whoever reads there: what the socket does not take is counted as missed, in
-//! memory that is shared with the reader. A port without captures has one branch for them on its way, for each burst of a NIC and for each frame
-//! that is sent on a VNI.
+//! The worker that drives a port writes each received or sent frame into a batch, as an enhanced packet block of pcapng
+//! in little-endian words. It sends each batch to a socket that keeps message boundaries. The worker never waits for
+//! the reader: batches that the socket does not take count as missed, in memory shared with the reader. A port without
+//! captures pays one branch for each burst of a NIC, and one for each frame sent on a VNI.
 //!
 //! Source: PCAP Now Generic (pcapng), draft-ietf-opsawg-pcapng, 4.3 (Enhanced Packet Block).
 
@@ -19,45 +19,45 @@ use crate::port::Frame;
 use crate::vni::offload::HEADER_LEN;
 use crate::vni::{Incoming, PIECE_MAX};
 
-/// Captures of one port, at most.
+/// Maximum number of captures on one port.
 pub const CAPTURES_MAX: usize = 16;
 
-/// Bytes of the longest frame.
+/// Length of the longest frame, in bytes.
 const FRAME_MAX: usize = PIECE_MAX - HEADER_LEN;
 
-/// Bytes of a batch, if none of its frames is longer.
+/// Size of a batch in bytes, unless a single block needs more.
 const BATCH: usize = 32 << 10;
 
-/// Type of an enhanced packet block; what stands before its frame, in bytes, and behind: the option with the direction, the end of the options and
-/// the block's length.
+/// Type of an enhanced packet block; bytes before its frame; bytes behind it: the option with the direction, the end of
+/// the options, and the block's length.
 const PACKET_BLOCK: u32 = 6;
 const BEFORE: usize = 28;
 const BEHIND: usize = 16;
 
-/// The option that says which way a frame went, and its length.
+/// Code and length of the option that holds a frame's direction.
 const FLAGS: u32 = 2 | 4 << 16;
 
-/// Which way a frame went, as that option has it.
+/// Direction of a frame, as pcapng's flags option encodes it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Direction {
-    /// It came to the node.
+    /// The node received the frame.
     Inbound = 1,
-    /// The node sent it.
+    /// The node sent the frame.
     Outbound = 2,
 }
 
-/// Where the frames of a capture go, and as what.
+/// Destination of a capture's frames, and their description.
 #[derive(Debug)]
 pub struct Terms {
-    /// Of the capture.
+    /// Number of the capture; on a port, a new capture replaces one of the same number.
     pub number: u32,
-    /// Takes batches: a socket that keeps the bounds of messages, whose other end belongs to whoever looks on.
+    /// Socket that takes batches and keeps message boundaries. The observer has the other end.
     pub socket: OwnedFd,
-    /// A word for each interface: how many of its frames were missed.
+    /// Shared memory with one 64-bit word for each interface: the number of its frames that were missed.
     pub missed: OwnedFd,
-    /// What the port is called in the blocks.
+    /// Interface number of the port in the blocks.
     pub interface: u32,
-    /// Bytes that are kept of a frame, at most.
+    /// Maximum number of bytes kept of each frame.
     pub snap: u32,
 }
 
@@ -70,14 +70,14 @@ pub struct Capture {
     interface: u32,
     snap: usize,
     batch: Box<[u8]>,
-    /// Bytes of it that are in use, and how many frames that are.
+    /// Bytes of `batch` in use, and the number of frames in them.
     used: usize,
     frames: u64,
-    /// Nobody reads any more.
+    /// The reader is gone.
     is_over: bool,
 }
 
-/// Bytes of a block with so many bytes of a frame.
+/// Length in bytes of a block that holds `kept` bytes of a frame.
 const fn block_len(kept: usize) -> usize {
     BEFORE + kept.next_multiple_of(4) + BEHIND
 }
@@ -88,10 +88,10 @@ fn now_ns() -> u64 {
 }
 
 impl Capture {
-    /// One that begins, and says so: a message of nothing but the interface's number.
+    /// Starts a capture, and announces it with a message that holds only the interface number.
     ///
     /// # Errors
-    /// There is no word for this interface in what came as the memory of missed frames.
+    /// The memory in `missed` has no word for this interface.
     pub fn begin(terms: Terms) -> Result<Self, RegionError> {
         let Terms { number, socket, missed, interface, snap } = terms;
         let missed = Region::adopt(missed)?;
@@ -104,7 +104,8 @@ impl Capture {
         Ok(Capture { number, socket, missed, interface, snap, batch, used: 0, frames: 0, is_over })
     }
 
-    /// Notes a frame of `len` bytes, the first of which `copy` copies; says no if it could not.
+    /// Appends a frame of `len` bytes to the batch. `copy` copies its first bytes, or returns false; the frame then
+    /// counts as missed.
     #[inline]
     fn note(&mut self, at_ns: u64, direction: Direction, len: usize, copy: impl FnOnce(&mut [u8]) -> bool) {
         if self.is_over {
@@ -131,7 +132,7 @@ impl Capture {
         self.frames += 1;
     }
 
-    /// Has whoever looks on have what was noted.
+    /// Sends the batch to the reader.
     fn flush(&mut self) {
         if self.used == 0 {
             return;
@@ -142,7 +143,7 @@ impl Capture {
             Err(Errno::AGAIN | Errno::NOBUFS | Errno::NOMEM | Errno::MSGSIZE | Errno::INTR) => {
                 self.missed[0].fetch_add(self.frames, Relaxed);
             }
-            // Nobody reads there any more, or it is no such socket.
+            // The reader has closed its end, or the descriptor is no such socket.
             Err(_) => self.is_over = true,
         }
         (self.used, self.frames) = (0, 0);
@@ -173,7 +174,7 @@ fn write<const N: usize>(into: &mut [u8], words: [u32; N]) {
 pub struct Captures(Vec<Capture>);
 
 impl Captures {
-    /// One more; it takes the place of one of the same number. Says no if there are too many.
+    /// Adds a capture, in place of one of the same number. Returns false if the port has too many.
     pub fn add(&mut self, capture: Capture) -> bool {
         self.0.retain(|other| other.number != capture.number && !other.is_over);
         let has_room = self.0.len() < CAPTURES_MAX;
@@ -183,13 +184,13 @@ impl Captures {
         has_room
     }
 
-    /// Ends one; says whether any is left.
+    /// Ends capture `number`. Returns whether any capture is left.
     pub fn remove(&mut self, number: u32) -> bool {
         self.0.retain(|capture| capture.number != number && !capture.is_over);
         !self.0.is_empty()
     }
 
-    /// Frames that come to a NIC, or go.
+    /// Captures frames that a NIC received or sent.
     #[cold]
     #[inline(never)]
     pub fn frames(&mut self, direction: Direction, frames: &[Frame]) {
@@ -206,7 +207,7 @@ impl Captures {
         }
     }
 
-    /// A frame that comes from a VNI, wherever it lies.
+    /// Captures a frame received from a VNI, out of its sender's pool.
     #[cold]
     #[inline(never)]
     pub(crate) fn came(&mut self, incoming: &Incoming<'_>) {
@@ -216,7 +217,7 @@ impl Captures {
         }
     }
 
-    /// A frame that a node sends on a VNI.
+    /// Captures a frame that a node sends on a VNI.
     #[cold]
     #[inline(never)]
     pub(crate) fn sent(&mut self, frame: &[u8]) {
@@ -226,7 +227,7 @@ impl Captures {
         }
     }
 
-    /// Has whoever looks on have what was noted.
+    /// Sends all batches to their readers.
     #[cold]
     #[inline(never)]
     pub(crate) fn flush(&mut self) {

@@ -1,17 +1,17 @@
 //! Frames: where they enter, leave and cross.
 //!
-//! | module   | what it is                                                    |
+//! | module   | contents                                                      |
 //! |----------|---------------------------------------------------------------|
-//! | [`port`] | where frames enter or leave: the trait of the data path       |
+//! | [`port`] | the trait of the data path: places where frames enter or leave |
 //! | [`nic`]  | drivers of network cards, and the buses over which they reach them |
 //! | [`vni`]  | Ethernet between nodes through memory                         |
-//! | [`switch`] | where a frame goes: who has which address                   |
-//! | [`own`] | whether what a frame says of IP is true of its sender         |
+//! | [`switch`] | where a frame goes: which node has which address            |
+//! | [`own`] | checks that a frame's IP addresses belong to its sender        |
 //! | [`tap`]  | a network namespace on a VNI                                  |
-//! | [`memif`] | a program of DPDK's or VPP's on a VNI                        |
-//! | [`capture`] | copies of the frames that pass a port, for whoever looks on |
+//! | [`memif`] | a DPDK or VPP program on a VNI                               |
+//! | [`capture`] | copies of the frames that pass a port, for an observer      |
 //!
-//! docs/design/nic.md says what a driver is, and what is promised of it; docs/design/vni.md the same of a VNI.
+//! docs/design/nic.md defines a driver and its guarantees; docs/design/vni.md does the same for a VNI.
 
 pub mod capture;
 pub mod memif;

@@ -1,51 +1,53 @@
-//! Whether what a frame says of IP is true of the node that sent it: its addresses, where they are known.
+//! Checks that the IP addresses in a frame belong to the node that sent it, if the node's addresses are known.
 //!
 //! | frame | passes if |
 //! |---|---|
 //! | ARP | sender's hardware address is the frame's source; sender's protocol address is the node's, or 0.0.0.0 (a probe: RFC 5227) |
-//! | IPv4 | source is the node's; or 0.0.0.0, in a question to a DHCP server |
-//! | IPv6 | source is the node's, or the link-local address that follows from its station address (RFC 4291, appendix A); or ::, in a question by ICMPv6 |
-//! | neighbour discovery | besides: a link-layer address in an option is the frame's source; an advertisement's target is the node's. No node is a router: no advertisement or redirection of routers' |
-//! | reverse ARP, and what is cut off or not as its protocol has it | never |
-//! | any other | always: it says nothing of IP |
+//! | IPv4 | source is the node's; or 0.0.0.0, in a request to a DHCP server |
+//! | IPv6 | source is the node's, or the link-local address that follows from its station address (RFC 4291, appendix A); or ::, in an ICMPv6 query |
+//! | neighbour discovery | also: a link-layer address in an option is the frame's source; an advertisement's target is the node's. No node is a router: router advertisements and redirects never pass |
+//! | reverse ARP; a frame that is cut off or malformed | never |
+//! | any other | always: it says nothing about IP |
 //!
-//! Behind VLAN tags the same holds. What does not stand within [`FRONT_MAX`] bytes counts as cut off: a chain of headers that hides what comes behind it.
+//! The same holds behind VLAN tags. A frame whose chain of headers exceeds [`FRONT_MAX`] bytes counts as cut off: the
+//! chain would hide what follows it.
 
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
 
 use tasuki_shm::vni::directory::Mac;
 
-/// Bytes of a frame that are looked at.
+/// Maximum number of first bytes that the check reads of a frame.
 pub const FRONT_MAX: usize = 256;
 
-/// Ethernet's types.
+/// EtherTypes.
 const IPV4: u16 = 0x0800;
 const ARP: u16 = 0x0806;
 const RARP: u16 = 0x8035;
 const IPV6: u16 = 0x86dd;
 const TAGS: [u16; 3] = [0x8100, 0x88a8, 0x9100];
 
-/// IP's.
+/// IP protocol numbers.
 const UDP: u8 = 17;
 const ICMPV6: u8 = 58;
 const FRAGMENT: u8 = 44;
 const AUTHENTICATION: u8 = 51;
-/// Headers before those of ICMPv6 that say how long they are, in eight bytes: hop by hop, routing, destination, mobility, HIP, Shim6.
+/// Headers before ICMPv6 that state their length in units of eight bytes: hop-by-hop, routing, destination, mobility,
+/// HIP, Shim6.
 const EXTENSIONS: [u8; 6] = [0, 43, 60, 135, 139, 140];
 
-/// ICMPv6's, of neighbour discovery (RFC 4861).
+/// ICMPv6 types of neighbour discovery (RFC 4861).
 const ROUTER_SOLICITATION: u8 = 133;
 const ROUTER_ADVERTISEMENT: u8 = 134;
 const NEIGHBOUR_SOLICITATION: u8 = 135;
 const NEIGHBOUR_ADVERTISEMENT: u8 = 136;
 const REDIRECT: u8 = 137;
 
-/// A node's addresses of IP.
+/// IP addresses of a node.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Own {
-    /// Of version 4,
+    /// IPv4 addresses.
     pub v4: Vec<Ipv4Addr>,
-    /// and of version 6, without the link-local one that follows from its station address.
+    /// IPv6 addresses, without the link-local one that follows from the station address.
     pub v6: Vec<Ipv6Addr>,
 }
 
@@ -62,7 +64,7 @@ impl FromIterator<IpAddr> for Own {
     }
 }
 
-/// The next bytes, as a number's.
+/// Takes the first `N` bytes off the slice.
 fn take<const N: usize>(bytes: &mut &[u8]) -> Option<[u8; N]> {
     let (first, rest) = bytes.split_first_chunk()?;
     *bytes = rest;
@@ -75,17 +77,17 @@ fn skip(bytes: &mut &[u8], count: usize) -> Option<()> {
 }
 
 impl Own {
-    /// Whether nothing is known, and everything passes.
+    /// Returns whether no address is known, so that every frame passes.
     pub fn is_empty(&self) -> bool {
         self.v4.is_empty() && self.v6.is_empty()
     }
 
-    /// Whether a frame whose first bytes these are, at most [`FRONT_MAX`], may be from the node.
+    /// Returns whether the node may have sent the frame that begins with `front`, of at most [`FRONT_MAX`] bytes.
     pub fn may_send(&self, front: &[u8]) -> bool {
         self.is_empty() || self.is_true(front).unwrap_or(false)
     }
 
-    /// None: it is cut off.
+    /// `None` if the frame is cut off.
     fn is_true(&self, mut front: &[u8]) -> Option<bool> {
         let [_, from] = [take::<6>(&mut front)?, take::<6>(&mut front)?];
         let mut kind = u16::from_be_bytes(take(&mut front)?);
@@ -107,7 +109,7 @@ impl Own {
         skip(&mut arp, 2)?;
         let hardware: Mac = take(&mut arp)?;
         let protocol = Ipv4Addr::from(take::<4>(&mut arp)?);
-        // Ethernet and IPv4, of so many bytes.
+        // Ethernet and IPv4, with addresses of 6 and 4 bytes.
         let is_known = head == [0, 1, 8, 0, 6, 4];
         Some(is_known && hardware == from && (protocol.is_unspecified() || self.v4.contains(&protocol)))
     }
@@ -117,7 +119,7 @@ impl Own {
         if !source.is_unspecified() {
             return Some(ip[0] >> 4 == 4 && self.v4.contains(&source));
         }
-        // From a client's port to a server's.
+        // From a DHCP client's port to a server's.
         let ports = ip.get(usize::from(ip[0] & 0xf) * 4..)?.first_chunk()?;
         Some(ip[9] == UDP && *ports == [0, 68, 0, 67] && ip[6] & 0x3f == 0 && ip[7] == 0)
     }
@@ -143,7 +145,7 @@ impl Own {
                 FRAGMENT => {
                     let [next, _, high, low, ..]: [u8; 8] = take(&mut ip)?;
                     if high != 0 || low & 0xf8 != 0 {
-                        // Not the first: what it belongs to was looked at.
+                        // Not the first fragment: the check has seen that one.
                         return Some(!is_nobodys);
                     }
                     next
@@ -176,13 +178,14 @@ impl Own {
                     return Some(false);
                 }
             }
-            // As nobody one may ask whether an address is free, and say which groups one hears (RFC 2710, RFC 3810).
+            // From ::, a node may ask whether an address is free, and report the groups it listens to (RFC 2710, RFC
+            // 3810).
             131 | 132 | 143 => return Some(true),
             _ => return Some(!is_nobodys),
         }
         while !icmp.is_empty() {
             let [option, len, rest @ ..] = icmp else { return None };
-            // The sender's link-layer address, or its target's.
+            // The link-layer address of the sender, or of the target.
             if (1..=2).contains(option) && rest.first_chunk() != Some(&from) {
                 return Some(false);
             }
@@ -301,7 +304,7 @@ mod tests {
         }
     }
 
-    /// One that is true, with some bytes changed and its end cut off.
+    /// A frame that passes the check, with some bytes changed and its end cut off.
     fn nearly() -> impl Strategy<Value = Vec<u8>> {
         let frames = prop_oneof![
             Just(arp(MAC, [10, 0, 0, 1])),
@@ -321,7 +324,7 @@ mod tests {
         #[test]
         fn whatever_comes_is_answered(frame in prop_oneof![nearly(), prop::collection::vec(any::<u8>(), 0..FRONT_MAX)]) {
             let may = own().may_send(&frame);
-            // What passes as IP says nowhere that it is from another.
+            // A frame that passes as IPv4 or ARP states no address of another node.
             if let Some([8, 0]) = frame.get(12..14).filter(|_| may) {
                 prop_assert!(frame[26..30] == [10, 0, 0, 1] || frame[26..30] == [0; 4]);
             }

@@ -1,23 +1,24 @@
-//! Who is waited for, and who is not any more: so that a node without room holds up the frames behind its own once, and only for a moment.
+//! Decides which nodes a sender still waits for, so that a node without room delays the frames behind its own once, and
+//! only briefly.
 
 use std::time::{Duration, Instant};
 
 use tasuki_shm::vni::directory::NodeSet;
 
-/// How long a frame waits for somebody who has no room for it, and all behind it with it.
+/// How long a frame, with all frames behind it, waits for a node that has no room for it.
 pub const WAIT: Duration = Duration::from_millis(2);
 
-/// Nodes that were waited for in vain, and have had no room since.
+/// Nodes that a frame waited for in vain and that have had no room since.
 #[derive(Debug, Default)]
 pub struct Slow(NodeSet);
 
 impl Slow {
-    /// Whether a frame is to wait for `node`, which has no room for it, if it has waited since then.
+    /// Returns whether a frame that has waited since `since` may go on waiting for room at `node`.
     pub fn may_wait(&mut self, node: u16, since: Instant) -> bool {
         self.may_wait_for(node, since, WAIT)
     }
 
-    /// The same, if it may wait for so long.
+    /// Like [`may_wait`](Self::may_wait), with `most` as the longest wait.
     pub fn may_wait_for(&mut self, node: u16, since: Instant, most: Duration) -> bool {
         let may = !self.0.contains(node) && since.elapsed() < most;
         if !may {
@@ -26,7 +27,7 @@ impl Slow {
         may
     }
 
-    /// `node` had room.
+    /// Notes that `node` had room.
     #[inline]
     pub fn had_room(&mut self, node: u16) {
         self.0.remove(node);

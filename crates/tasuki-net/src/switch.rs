@@ -1,15 +1,16 @@
-//! Where a frame goes: whose the address is that it is sent to.
+//! Finds the node that a frame goes to, from its destination address.
 //!
-//! The daemon says who has which address, in a [directory] that everybody reads. Addresses that it does not know are behind a node that has
-//! others behind it (an uplink: a bridge, or a NIC); each node learns by itself behind which, from the frames that come.
+//! The daemon records in a [directory] which node has which address; every worker reads it. An address that is not in
+//! the directory lies behind an uplink: a node with other stations behind it (a bridge, or a NIC). Each node learns
+//! from the frames it receives which uplink that is.
 //!
 //! # Rules
 //!
-//! - **W1** What the directory says stands: nobody can take an address that it gives to another.
-//! - **W2** An address is learnt only from a node that the directory calls an uplink.
-//! - **W3** A frame is from an address that the directory gives to the node that sent it. An uplink has others behind it: its frames may also be from
-//!   an address that the directory gives to nobody. The receiver checks this on a copy of its own, and passes on what it checked: a sender's
-//!   worker may write anything into its ring and its pool, at any time.
+//! - **W1** The directory decides: no node can take an address that the directory gives to another.
+//! - **W2** A node learns addresses only from nodes that the directory calls uplinks.
+//! - **W3** A node sends only from addresses that the directory gives to it. An uplink has others behind it: it may
+//!   also send from an address that the directory gives to no node. The receiver checks this on its own copy and passes
+//!   on the bytes it checked, because a sender's worker may write anything into its ring and its pool at any time.
 //!
 //! [directory]: tasuki_shm::vni::directory
 
@@ -25,53 +26,53 @@ use tasuki_shm::vni::directory::{Lookup, Mac, NodeSet};
 use crate::own::FRONT_MAX;
 use crate::vni::Incoming;
 
-/// How long an address that was learnt is remembered after it was seen last, as IEEE 802.1Q-2018, 8.8.3 has it.
+/// How long a node remembers a learnt address after it last saw it, from IEEE 802.1Q-2018, 8.8.3.
 pub const AGEING: Duration = Duration::from_secs(300);
 
-/// Addresses that are learnt at most.
+/// Maximum number of learnt addresses.
 pub const LEARNT_MAX: usize = 4096;
 
-/// Where a frame goes.
+/// Destination of a frame.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum To {
-    /// To this node.
+    /// This node.
     Node(u16),
-    /// To all nodes but us.
+    /// All nodes except this one.
     All,
-    /// To all nodes with others behind them but us: nobody knows the address.
+    /// All uplinks except this node: the address is unknown.
     Uplinks,
-    /// Nowhere: it is ours already, or nobody's.
+    /// No node: the address is this node's own, or unknown and there is no uplink.
     Nobody,
 }
 
-/// What a node knows of who is where. `M` is the memory of the directory.
+/// What a node knows about addresses and their nodes. `M` is the memory of the directory.
 #[derive(Debug)]
 pub struct Switch<M> {
     us: u16,
     directory: Lookup<M>,
-    /// What is remembered of the directory is of this version.
+    /// Version of the directory that the cached fields below come from.
     version: u64,
     last: Option<(Mac, To)>,
     nodes: NodeSet,
     uplinks: NodeSet,
-    /// Whether we have others behind us.
+    /// Whether this node is an uplink.
     is_uplink: bool,
-    /// By node: the address of which the directory said last that it is the node's own.
+    /// For each node, the address that the directory last confirmed as the node's own.
     own: Box<[Mac]>,
     learnt: HashMap<Mac, (u16, Instant)>,
 }
 
-/// No node's: that of a group.
+/// Address that no node owns: a group address.
 const NONE: Mac = [0xff; 6];
 
-/// Bytes of a frame that are looked at to see from which station it is.
+/// Number of first bytes of a frame that hold its two addresses.
 pub const FRONT: usize = 12;
 
-/// The first bytes of a frame as they were checked: its sender can change what lies in its memory afterwards.
+/// First bytes of a frame, as the receiver checked them: the sender can still change the frame in its own memory.
 pub type Front = ArrayVec<u8, FRONT_MAX>;
 
 impl<M: Deref<Target = [Line]>> Switch<M> {
-    /// What node `us` knows.
+    /// Makes the switch of node `us`.
     pub fn new(us: u16, directory: Lookup<M>) -> Self {
         let nodes = NodeSet::default();
         let own = vec![NONE; NODES_MAX.into()].into_boxed_slice();
@@ -92,7 +93,7 @@ impl<M: Deref<Target = [Line]>> Switch<M> {
         self.own.fill(NONE);
     }
 
-    /// Where a frame to this address goes.
+    /// Returns the destination of a frame to this address.
     #[inline]
     pub fn find(&mut self, mac: Mac) -> To {
         if self.directory.version() != self.version {
@@ -120,13 +121,13 @@ impl<M: Deref<Target = [Line]>> Switch<M> {
         to
     }
 
-    /// The first bytes of a frame that came, if it may be from the node that sent it (W3): these are passed on, not those in the sender's memory. What
-    /// there is to be learnt from the frame is learnt.
+    /// Returns the first bytes of a received frame if its sender may send it (W3), and learns its source address. The
+    /// caller passes these bytes on, not the ones in the sender's memory.
     #[inline]
     pub fn admits(&mut self, incoming: &Incoming<'_>) -> Option<Front> {
         let front = incoming.front()?;
         if !incoming.own.is_empty() {
-            // Once, and no more bytes than were looked at: what says from whom it is must not change in between.
+            // Copy the checked bytes once, and only those: the source must not change between the check and the use.
             let front = incoming.long_front();
             let may = self.may_be_from(source(front.first_chunk()?), incoming.from) && incoming.own.may_send(&front);
             return may.then_some(front);
@@ -134,14 +135,15 @@ impl<M: Deref<Target = [Line]>> Switch<M> {
         self.may_be_from(source(&front), incoming.from).then(|| front.into_iter().collect())
     }
 
-    /// The same of a frame in memory of our own, from byte 0 on.
+    /// Like [`admits`](Self::admits), for a frame that was copied into our own memory, from byte 0 on.
     #[inline]
     pub fn admits_copy(&mut self, frame: &[u8], incoming: &Incoming<'_>) -> bool {
         frame.first_chunk().is_some_and(|front| self.may_be_from(source(front), incoming.from))
             && incoming.own.may_send(&frame[..frame.len().min(FRONT_MAX)])
     }
 
-    /// Whether the programs of this node may send a frame from this address (W3). A worker that means harm does not ask: its receivers do.
+    /// Returns whether the programs of this node may send from this address (W3). A malicious worker skips this check;
+    /// its receivers check too.
     #[inline]
     pub fn may_send(&mut self, from: Mac) -> bool {
         self.may_be_from(from, self.us)
@@ -152,7 +154,7 @@ impl<M: Deref<Target = [Line]>> Switch<M> {
         if self.directory.version() != self.version {
             self.look();
         }
-        // Never a group's.
+        // A group address never matches.
         (self.own[usize::from(node)] == mac && mac != NONE) || self.may_be_anew(mac, node)
     }
 
@@ -171,7 +173,7 @@ impl<M: Deref<Target = [Line]>> Switch<M> {
         true
     }
 
-    /// A frame came from an uplink, from an address that the directory gives to nobody (W1, W2).
+    /// Learns the address of a frame that an uplink sent from an address that the directory gives to no node (W1, W2).
     fn learn(&mut self, mac: Mac, node: u16, now: Instant) {
         if self.learnt.len() >= LEARNT_MAX && !self.learnt.contains_key(&mac) {
             return;
@@ -181,7 +183,8 @@ impl<M: Deref<Target = [Line]>> Switch<M> {
         }
     }
 
-    /// Forgets what was learnt too long ago, and hears of changes, also if nothing is sent. Due now and then.
+    /// Forgets learnt addresses that are too old, and reads changes of the directory even if nothing is sent. Call it
+    /// from time to time.
     pub fn age(&mut self, now: Instant) {
         if self.directory.version() != self.version {
             self.look();
@@ -190,7 +193,7 @@ impl<M: Deref<Target = [Line]>> Switch<M> {
         self.last = None;
     }
 
-    /// The nodes of a destination that is several.
+    /// Returns the nodes of a destination that covers several; for any other, none.
     pub fn nodes_of(&self, to: To) -> NodeSet {
         match to {
             To::All => self.nodes,
@@ -200,7 +203,7 @@ impl<M: Deref<Target = [Line]>> Switch<M> {
     }
 }
 
-/// The address that a frame says it is from.
+/// Returns the source address that a frame states.
 #[inline]
 fn source(front: &[u8; FRONT]) -> Mac {
     let [.., a, b, c, d, e, f] = *front;
@@ -229,7 +232,7 @@ mod tests {
         set
     }
 
-    /// Whether it takes a frame from this address that a node sent.
+    /// Whether the switch admits a frame that `node` sent from this address.
     fn hears(switch: &mut Switch<Lines>, mac: Mac, node: u16) -> bool {
         switch.may_be_from(mac, node)
     }
@@ -305,7 +308,7 @@ mod tests {
             (STRANGER, 0, false),
             (NONE, 99, false),
         ] {
-            // What was found first is remembered.
+            // The second call tests the remembered result.
             assert_eq!(
                 [hears(&mut switch, mac, node), hears(&mut switch, mac, node)],
                 [may; 2],
@@ -332,7 +335,7 @@ mod tests {
     }
 
     proptest! {
-        /// Against a table that is written without any haste.
+        /// Compares the switch with a simple table.
         #[test]
         fn it_says_what_a_plain_table_says(steps in prop::collection::vec((0_u8..12, 0_u16..5, 0_u8..5), 1..300)) {
             let (mut directory, mut switch) = pair(0);
@@ -346,7 +349,8 @@ mod tests {
                     }
                     1 => { directory.remove(mac); known.remove(&mac); }
                     2 => {
-                        // Looks first, as who receives a frame has, for what the daemon says is heard when somebody looks.
+                        // Look up first, as a receiver has done: the switch notices the daemon's changes when it is
+                        // asked.
                         switch.find(mac);
                         let may = known.get(&mac).map_or(uplinks.contains(node), |owner| *owner == node);
                         prop_assert_eq!(hears(&mut switch, mac, node), may);

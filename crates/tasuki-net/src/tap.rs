@@ -1,10 +1,11 @@
-//! A node that is a network namespace: frames between its TAP and a VNI, with what is left to be done to them.
+//! A node that is a network namespace: moves frames between its TAP and a VNI, with the offload work that is still
+//! undone.
 //!
-//! The kernel at the other side of the TAP hands over segments of up to 64 KiB whose check sums nobody has computed, and takes such; they cross as
-//! they are. A frame is copied by the kernel out of the namespace into the node's pool, and by the kernel of the receiving node out of that pool
-//! into its namespace: nobody else touches it.
+//! The kernel behind the TAP sends and accepts segments of up to 64 KiB without computed check sums; they cross the VNI
+//! as they are. The sending node's kernel copies a frame from the namespace into the node's pool. The receiving node's
+//! kernel copies it from that pool into its namespace. No other copy is made.
 //!
-//! A worker that is killed has read frames that nobody has seen. Its successor sends them (`tap/notes.rs`).
+//! A killed worker may have read frames that it has not published. Its successor sends them (`tap/notes.rs`).
 
 mod notes;
 #[cfg(test)]
@@ -29,36 +30,36 @@ use crate::vni::offload::HEADER_LEN;
 use crate::vni::{Incoming, SendError, Vni};
 use notes::{FRONT_LEN, Notes, len_of};
 
-/// Frames that are read from the TAP before those that have come are looked at.
+/// Number of frames read from the TAP before the node turns to received frames.
 const READS: usize = 64;
 
-/// How soon a node that waits looks whether there is room.
+/// How soon a waiting node looks for room again.
 const ROOM_AGAIN: Duration = Duration::from_micros(20);
 
-/// What became of frames that did not cross.
+/// Counts of the frames that did not cross, by reason.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct Dropped {
-    /// The namespace did not take them: its interface is down, or it has no memory.
+    /// The namespace did not take the frame: its interface is down, or it has no memory.
     pub refused: u64,
-    /// The node that they were for had no room for them.
+    /// The destination node had no room.
     pub no_room: u64,
-    /// Nobody has the address.
+    /// No node has the destination address.
     pub nobody: u64,
-    /// Their sender took them back while the kernel copied them.
+    /// The sender took the frame back while the kernel copied it.
     pub too_late: u64,
-    /// They came from a node in an address that is not its own,
+    /// A node sent the frame from an address that is not its own.
     pub forged: u64,
-    /// or from the namespace in one that is not this node's.
+    /// The namespace sent the frame from an address that is not this node's.
     pub not_own: u64,
 }
 
 impl Dropped {
-    /// All of them.
+    /// Returns the sum of all counts.
     pub fn sum(&self) -> u64 {
         self.counts().iter().map(|(_, count)| count).sum()
     }
 
-    /// Each, by name.
+    /// Returns each count with its name.
     pub fn counts(&self) -> [(&'static str, u64); 6] {
         let Dropped { refused, no_room, nobody, too_late, forged, not_own } = *self;
         [
@@ -79,25 +80,25 @@ pub struct TapNode<M> {
     vni: Vni,
     notes: Notes,
     switch: Switch<M>,
-    /// Frames that the namespace got,
+    /// Number of frames that the namespace received.
     pub given: u64,
-    /// and that it sent.
+    /// Number of frames that the namespace sent.
     pub taken: u64,
-    /// Those that did not.
+    /// Frames that did not cross, in either direction.
     pub dropped: Dropped,
     /// The TAP's interface is gone.
     gone: bool,
-    /// What was staged for a node that had no room, and since when it waits.
+    /// The staged frame that waits for room: its node, its length in bytes, and when the wait began.
     waits: Option<(u16, usize, Instant)>,
-    /// Who was waited for in vain, and has had no room since.
+    /// Nodes that a frame waited for in vain and that have had no room since.
     slow: Slow,
-    /// The pool had no room when the namespace was last looked at.
+    /// The pool had no room when the node last read from the namespace.
     full: bool,
 }
 
 impl<M: Deref<Target = [Line]>> TapNode<M> {
-    /// The namespace behind `tap`, a TAP device with offload headers (`IFF_VNET_HDR`) which does not block. All neighbours are known to `vni`; what a predecessor had
-    /// read, and nobody has seen, is sent.
+    /// Connects the namespace behind `tap`, a non-blocking TAP device with offload headers (`IFF_VNET_HDR`). The caller
+    /// has added all neighbours to `vni`. Sends the frames that a predecessor had read but not published.
     pub fn new(tap: OwnedFd, vni: Vni, switch: Switch<M>) -> Self {
         let notes = Notes::over(vni.notes());
         let mut node = TapNode {
@@ -117,9 +118,9 @@ impl<M: Deref<Target = [Line]>> TapNode<M> {
         node
     }
 
-    /// Sends what a predecessor had read.
+    /// Sends the frames that a predecessor had read.
     fn send_left(&mut self) {
-        // All are copied before one is sent, for they lie in pages that are free.
+        // Copy all frames before sending the first: they lie in pages that are free.
         let mut frames = Vec::new();
         for (page, len) in self.notes.left() {
             let len = len.or_else(|| len_of(&self.vni.left_at(page, FRONT_LEN)?));
@@ -129,14 +130,14 @@ impl<M: Deref<Target = [Line]>> TapNode<M> {
             let Some(room) = self.vni.stage() else { break };
             room[..frame.len()].copy_from_slice(frame);
             if !self.pass_in(frame.len()) {
-                // One is waited for; a ring that has no room for that has none for the others.
+                // One frame waits; a ring without room for it has none for the others.
                 break;
             }
         }
         self.flush();
     }
 
-    /// Lets others see what goes, and forgets that nobody had.
+    /// Publishes the staged frames, then drops the notes on them.
     fn flush(&mut self) {
         let waits = self.waits.and_then(|(_, len, _)| Some((self.vni.staging_page()?, len)));
         let notes = &mut self.notes;
@@ -146,22 +147,22 @@ impl<M: Deref<Target = [Line]>> TapNode<M> {
         });
     }
 
-    /// The node's end of the VNI.
+    /// Returns the node's end of the VNI.
     pub fn vni(&mut self) -> &mut Vni {
         &mut self.vni
     }
 
-    /// Pages of the node's pool that nobody holds.
+    /// Returns the number of free pages in the node's pool.
     pub fn pages_left(&self) -> u32 {
         self.vni.pages_left()
     }
 
-    /// Looks addresses up elsewhere from now on.
+    /// Replaces the switch that looks addresses up.
     pub fn set_switch(&mut self, switch: Switch<M>) {
         self.switch = switch;
     }
 
-    /// The last turn of whoever hands the node on: what waits for room that does not come is dropped, for no successor finds it.
+    /// Takes the last turn before a handover. Drops a frame that waits in vain for room: no successor would find it.
     pub fn finish(&mut self) {
         while let Some((node, len, _)) = self.waits {
             self.pass_to(node, len);
@@ -169,11 +170,12 @@ impl<M: Deref<Target = [Line]>> TapNode<M> {
         self.flush();
     }
 
-    /// One turn in each direction; says how many frames moved.
+    /// Takes one turn in each direction. Returns the number of frames that moved.
     pub fn turn(&mut self) -> usize {
         let came = self.give();
         if came > 0 {
-            // Whoever is to read what came may need this very CPU for it: without, it is woken for each frame, or not at all while frames come.
+            // The reader of these frames may need this very CPU. Without the yield, the kernel wakes it for each frame,
+            // or not at all while frames arrive.
             std::thread::yield_now();
         }
         let went = self.take();
@@ -181,7 +183,7 @@ impl<M: Deref<Target = [Line]>> TapNode<M> {
         came + went
     }
 
-    /// Gives the namespace what came.
+    /// Gives received frames to the namespace.
     fn give(&mut self) -> usize {
         let Self { tap, vni, switch, given, dropped, gone, .. } = self;
         vni.receive(|incoming| {
@@ -199,7 +201,7 @@ impl<M: Deref<Target = [Line]>> TapNode<M> {
         })
     }
 
-    /// Takes what the namespace sends.
+    /// Takes frames that the namespace sends.
     fn take(&mut self) -> usize {
         self.full = false;
         if let Some((node, len, _)) = self.waits
@@ -237,7 +239,7 @@ impl<M: Deref<Target = [Line]>> TapNode<M> {
         READS
     }
 
-    /// Sends what was staged where its addresses say, or drops it; says no if it has to wait.
+    /// Sends the staged frame to its destination address, or drops it. Returns false if the frame must wait.
     fn pass_in(&mut self, len: usize) -> bool {
         let frame = &self.vni.staged_mut()[HEADER_LEN..];
         let [to, from] = [0, 6].map(|at| Mac::try_from(&frame[at..at + 6]).expect("six bytes"));
@@ -248,7 +250,7 @@ impl<M: Deref<Target = [Line]>> TapNode<M> {
         self.pass_on(to, len)
     }
 
-    /// Sends what was staged, or drops it; says no if it has to wait.
+    /// Sends the staged frame to the node or nodes of `mac`, or drops it. Returns false if the frame must wait.
     fn pass_on(&mut self, mac: Mac, len: usize) -> bool {
         let several = match self.switch.find(mac) {
             To::Node(node) => return self.pass_to(node, len),
@@ -265,7 +267,7 @@ impl<M: Deref<Target = [Line]>> TapNode<M> {
         true
     }
 
-    /// The same to one node.
+    /// Sends the staged frame to one node, or drops it. Returns false if the frame must wait.
     fn pass_to(&mut self, node: u16, len: usize) -> bool {
         let waited = self.waits.take();
         match self.vni.post_staged(node, len) {
@@ -277,7 +279,7 @@ impl<M: Deref<Target = [Line]>> TapNode<M> {
                 let since = waited.map_or_else(Instant::now, |(.., since)| since);
                 if self.slow.may_wait(node, since) {
                     self.waits = Some((node, len, since));
-                    // The node has no room: it is to read what there is.
+                    // The node has no room: let it see the frames that are already there.
                     self.flush();
                     return false;
                 }
@@ -288,33 +290,33 @@ impl<M: Deref<Target = [Line]>> TapNode<M> {
         true
     }
 
-    /// Says that whoever drives the node is about to [rest](Self::rest), and looks once more.
+    /// Prepares the node for [rest](Self::rest), and looks for frames once more.
     pub fn arm(&mut self) -> Armed {
         self.vni.arm()
     }
 
-    /// The descriptor that becomes readable when the namespace sends; none if its interface is gone.
+    /// Returns the descriptor that becomes readable when the namespace sends, or `None` if its interface is gone.
     pub fn tap(&self) -> Option<BorrowedFd<'_>> {
         (!self.gone).then(|| self.tap.as_fd())
     }
 
-    /// The descriptor that becomes readable when somebody rings for an [armed](Self::arm) node.
+    /// Returns the descriptor that becomes readable when a peer rings for an [armed](Self::arm) node.
     pub fn bell(&self) -> BorrowedFd<'_> {
         self.vni.fd()
     }
 
-    /// How soon an [armed](Self::arm) node must look again though nobody rings, since nobody does when there is room again. What the namespace
-    /// sends is left alone until then.
+    /// Returns how soon an [armed](Self::arm) node must look again without a bell, or `None`: no peer rings when there
+    /// is room again. Until then, leave the namespace's frames alone.
     pub fn waits(&self) -> Option<Duration> {
         (self.waits.is_some() || self.full).then_some(ROOM_AGAIN)
     }
 
-    /// Says that an armed node is awake again.
+    /// Marks an armed node as awake again.
     pub fn wake(&mut self) {
         self.vni.wake();
     }
 
-    /// Sleeps until there is something to do, or for `most`, after [`arm`](Self::arm) has found nothing.
+    /// Sleeps until there is work, or for `most`. Call it after [`arm`](Self::arm) found no frame.
     pub fn rest(&mut self, most: Duration) {
         let (most, tap) = match self.waits() {
             Some(again) => (most.min(again), None),
@@ -324,22 +326,23 @@ impl<M: Deref<Target = [Line]>> TapNode<M> {
         let mut polled: ArrayVec<_, 2> =
             ends.into_iter().flatten().map(|fd| PollFd::from_borrowed_fd(fd, PollFlags::IN)).collect();
         let most = Timespec::try_from(most).expect("seconds at most");
-        // Whatever ended it: the next turn sees.
+        // Ignore why the poll ended: the next turn looks.
         let _ = rustix::event::poll(&mut polled, Some(&most));
         drop(polled);
         self.vni.wake();
     }
 
-    /// Does what is due now and then, a few times a second; says whether there is more to come.
+    /// Does periodic work; call it a few times a second. Returns whether it must be called again even without traffic.
     pub fn tick(&mut self, now: Instant) -> bool {
         self.switch.age(now);
         self.vni.tick(now)
     }
 }
 
-/// Whether the frame was whole when the kernel had copied it.
+/// Writes a frame to the TAP. Returns whether the frame was still whole once the kernel had copied it.
 fn write(tap: &OwnedFd, incoming: &Incoming<'_>, front: &Front) -> io::Result<bool> {
-    // What was taken back while we slept is not given to anybody; what is taken back while the kernel copies it cannot be called back.
+    // Drop a frame that its sender took back while this worker slept. A frame that is taken back while the kernel
+    // copies it cannot be recalled.
     if !incoming.is_whole() {
         return Ok(false);
     }

@@ -1,4 +1,4 @@
-//! One client: its socket, its memory, its two rings, and what it rings with and is rung by.
+//! One client: its socket, its memory, its two rings, and the bells of both sides.
 
 use std::io::{IoSlice, IoSliceMut};
 use std::mem::MaybeUninit;
@@ -21,21 +21,21 @@ use super::refusal::{Refusal, Way};
 use super::ring::{Regions, Ring};
 use super::wire::{MESSAGE_LEN, Message};
 
-/// How long a handshake may take.
+/// Maximum duration of a handshake.
 pub const HANDSHAKE: Duration = Duration::from_secs(5);
 
-/// Messages that are heard at a time: a handshake, and somewhat more.
+/// Maximum number of messages read at a time: a handshake, and some more.
 const AT_ONCE: usize = 16;
 
-/// Descriptors that are taken from a message: one that belongs to it, and one that shows that there are more.
+/// Maximum number of descriptors taken from a message: the one that belongs to it, and one more that shows an excess.
 const DESCRIPTORS: usize = 2;
 
-/// Why a client is there no more.
+/// Why a client is gone.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum End {
-    /// It went, or died.
+    /// The client went, or died.
     Left,
-    /// It was sent away.
+    /// The client was sent away.
     Refused(Refusal),
 }
 
@@ -48,13 +48,13 @@ impl From<Refusal> for End {
 /// Both rings of a client, and its memory.
 #[derive(Debug)]
 pub struct Attached {
-    /// All its memory.
+    /// All memory of the client.
     pub regions: Regions,
-    /// What it sends.
+    /// Ring with the frames that the client sends.
     pub from: Ring,
-    /// It rings by this when it has sent something.
+    /// Eventfd by which the client rings after it has sent frames.
     pub bell: OwnedFd,
-    /// Where it has buffers for what it is sent.
+    /// Ring with the client's buffers for the frames that it receives.
     pub to: Ring,
     clapper: OwnedFd,
 }
@@ -66,15 +66,15 @@ pub struct Client {
     control: Control,
     since: Instant,
     regions: Regions,
-    /// What they are made of, for a successor.
+    /// Memory files and ring places, for a successor.
     memories: ArrayVec<(u64, OwnedFd), REGIONS_MAX>,
     rings: ArrayVec<(RingPlace, OwnedFd), 2>,
-    /// What it has when it is connected.
+    /// Rings and memory; `None` until the handshake is done.
     pub attached: Option<Attached>,
 }
 
 impl Client {
-    /// Greets whoever has connected to `socket`, which does not block.
+    /// Greets the client that connected to `socket`, which must not block.
     pub fn greet(socket: OwnedFd, terms: &Terms, now: Instant) -> Result<Self, End> {
         let client = Self::over(socket, Control::default(), now);
         client.say(&hello(terms))?;
@@ -93,7 +93,7 @@ impl Client {
         }
     }
 
-    /// What a successor needs, if it is connected.
+    /// Returns what a successor needs, if the client is connected.
     pub fn parts(&self) -> std::io::Result<Option<Parts>> {
         let Some(attached) = &self.attached else { return Ok(None) };
         let copy = |fd: &OwnedFd| fd.try_clone();
@@ -107,7 +107,7 @@ impl Client {
         }))
     }
 
-    /// Maps what a predecessor had of a client. Nothing of it is looked at before it is [gone on with](Self::go_on).
+    /// Maps a client's memory from a predecessor. Reads none of it before [`go_on`](Self::go_on).
     fn map_again(parts: Parts) -> Result<Self, (OwnedFd, Refusal)> {
         let Parts { name, socket, regions, to_server, to_client } = parts;
         let regions = regions.into_iter().map(|(size, memory)| Handed::Region(size, memory));
@@ -124,7 +124,7 @@ impl Client {
         Ok(client)
     }
 
-    /// Goes on where a predecessor stopped, if the client has not gone meanwhile.
+    /// Continues where a predecessor stopped, unless the client has gone meanwhile.
     pub fn go_on(&mut self, terms: &Terms, ledger: &mut Ledger) -> Result<(), End> {
         self.hear(terms)?;
         let Some(attached) = &mut self.attached else { return Ok(()) };
@@ -135,32 +135,32 @@ impl Client {
         Ok(())
     }
 
-    /// What is left of it where its memory is let go.
+    /// Unmaps the client's memory and returns its socket.
     pub fn into_socket(self) -> OwnedFd {
         self.socket
     }
 
-    /// It is there no more, for whoever else has its socket either.
+    /// Shuts the connection down, for all processes that hold the socket.
     pub fn hang_up(&self) {
         hang_up(&self.socket);
     }
 
-    /// What it says its name is.
+    /// Returns the name that the client gives itself.
     pub fn name(&self) -> String {
         self.control.client()
     }
 
-    /// Its socket.
+    /// Returns the client's socket.
     pub fn socket(&self) -> BorrowedFd<'_> {
         self.socket.as_fd()
     }
 
-    /// Whether it has been in its handshake for too long.
+    /// Returns whether the handshake has taken longer than [`HANDSHAKE`].
     pub fn is_late(&self, now: Instant) -> bool {
         !self.control.is_connected() && now.saturating_duration_since(self.since) >= HANDSHAKE
     }
 
-    /// Hears what it has said, and answers.
+    /// Reads the client's messages, and answers them.
     pub fn hear(&mut self, terms: &Terms) -> Result<(), End> {
         for _ in 0..AT_ONCE {
             let mut room = [0; MESSAGE_LEN + 1];
@@ -217,14 +217,15 @@ impl Client {
         }
     }
 
-    /// Tells it why it is sent away.
+    /// Tells the client why it is sent away, and hangs up.
     pub fn dismiss(self, refusal: Refusal) {
         dismiss(&self.socket, refusal);
     }
 }
 
 impl Attached {
-    /// Wakes the client, if it wants to be. Does not wait, whatever it has made of its eventfd: one that is full is readable anyway.
+    /// Wakes the client, if it wants that. Never waits, even if the client made its eventfd block: a full eventfd is
+    /// readable anyway.
     pub fn ring(&self) {
         if !self.to.wants_rings() {
             return;
@@ -237,7 +238,8 @@ impl Attached {
     }
 }
 
-/// Tells whoever has connected why it is sent away, and reads what it has said, or it would hear of a reset before it hears the reason.
+/// Tells a client why it is sent away, and hangs up. Reads its pending messages first; otherwise the client would see a
+/// reset before the reason.
 pub fn dismiss(socket: &OwnedFd, refusal: Refusal) {
     let _ = send(socket.as_fd(), &farewell(refusal));
     let mut room = [0; MESSAGE_LEN + 1];
@@ -249,38 +251,38 @@ pub fn dismiss(socket: &OwnedFd, refusal: Refusal) {
     hang_up(socket);
 }
 
-/// Others may have the socket too: whoever keeps it for our successor.
+/// Shuts the connection down, because other processes may hold the socket too: the keeper for our successor.
 fn hang_up(socket: &OwnedFd) {
-    // Fails where it is so already.
+    // Fails if it is shut down already.
     let _ = rustix::net::shutdown(socket, Shutdown::Both);
 }
 
-/// All that a client that is connected is made of: what a successor of its server needs to go on, and nobody has to look at before.
+/// All parts of a connected client, which a successor of its server needs to continue. No process looks at them before.
 #[derive(Debug)]
 pub struct Parts {
-    /// What it calls itself.
+    /// Name that the client gives itself.
     pub name: String,
-    /// Its socket.
+    /// Socket of the client.
     pub socket: OwnedFd,
-    /// Its memory, and how many bytes of each.
+    /// Size in bytes and memory file of each region.
     pub regions: Vec<(u64, OwnedFd)>,
-    /// The ring in which it sends, and by what it rings.
+    /// Ring in which the client sends, and the eventfd by which it rings.
     pub to_server: (RingPlace, OwnedFd),
-    /// The ring in which it is sent, and by what it is rung.
+    /// Ring in which the client receives, and the eventfd by which it is rung.
     pub to_client: (RingPlace, OwnedFd),
 }
 
-/// A client that a predecessor served, mapped by whoever may have to go on; or why it cannot be.
+/// A client of a predecessor, mapped by the process that may have to continue with it; or why that is impossible.
 #[derive(Debug)]
 pub struct Inherited(pub(super) Result<Box<Client>, (OwnedFd, Refusal)>);
 
 impl Inherited {
-    /// Maps the memory, so that it is there when it is needed, and touches nothing of it that counts.
+    /// Maps the memory, so that it is there when needed. Touches none of its rings and frames.
     pub fn new(parts: Parts) -> Self {
         Inherited(Client::map_again(parts).map(Box::new))
     }
 
-    /// Its socket.
+    /// Returns the client's socket.
     pub fn socket(&self) -> BorrowedFd<'_> {
         match &self.0 {
             Ok(client) => client.socket(),
@@ -288,12 +290,12 @@ impl Inherited {
         }
     }
 
-    /// Whether it is this one.
+    /// Returns whether this is the same client.
     pub(super) fn is(&self, client: &Client) -> bool {
         name_of(self.socket()) == name_of(client.socket())
     }
 
-    /// What somebody else needs to go on with it, as long as it is there.
+    /// Returns what another process needs to continue with the client, or `None` once it is gone.
     pub fn parts(&self) -> std::io::Result<Option<Parts>> {
         match &self.0 {
             Ok(client) if !has_hung_up(client.socket()) => client.parts(),
@@ -302,12 +304,12 @@ impl Inherited {
     }
 }
 
-/// By what a client's socket is known, as long as anybody has it open: its inode.
+/// Returns the inode of a client's socket, which identifies it as long as a process has it open.
 pub fn name_of(socket: BorrowedFd<'_>) -> u64 {
     rustix::fs::fstat(socket).map_or(0, |stat| stat.st_ino)
 }
 
-/// Whether the client is gone.
+/// Returns whether the client is gone.
 fn has_hung_up(socket: BorrowedFd<'_>) -> bool {
     let mut polled = [PollFd::from_borrowed_fd(socket, PollFlags::empty())];
     let at_once = Timespec { tv_sec: 0, tv_nsec: 0 };
@@ -322,7 +324,7 @@ fn send(socket: BorrowedFd<'_>, message: &Message) -> Result<(), Errno> {
 
 type Came = ArrayVec<OwnedFd, DESCRIPTORS>;
 
-/// The next message, if there is one: its bytes, and what came along.
+/// Receives the next message, if there is one. Returns its length and its descriptors.
 fn receive(socket: BorrowedFd<'_>, room: &mut [u8]) -> Result<Option<(usize, Came)>, End> {
     let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(DESCRIPTORS))];
     let mut beside = RecvAncillaryBuffer::new(&mut space);
@@ -331,7 +333,7 @@ fn receive(socket: BorrowedFd<'_>, room: &mut [u8]) -> Result<Option<(usize, Cam
     let mut came = Came::new();
     for message in beside.drain() {
         if let RecvAncillaryMessage::ScmRights(descriptors) = message {
-            // There is room for no more than we asked for, and the kernel closes the rest.
+            // The buffer has room for no more, and the kernel closes the rest.
             descriptors.for_each(|descriptor| drop(came.try_push(descriptor)));
         }
     }
@@ -343,7 +345,7 @@ fn receive(socket: BorrowedFd<'_>, room: &mut [u8]) -> Result<Option<(usize, Cam
     }
 }
 
-/// Whether it is an eventfd, and nothing that does more when it is written to.
+/// Returns whether this is an eventfd: writing to other files may do more.
 fn is_eventfd(descriptor: BorrowedFd<'_>) -> bool {
     let path = format!("/proc/self/fd/{}", descriptor.as_raw_fd());
     rustix::fs::readlink(path, Vec::new()).is_ok_and(|name| name.as_bytes() == b"anon_inode:[eventfd]")

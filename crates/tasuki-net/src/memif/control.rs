@@ -1,14 +1,16 @@
-//! The server's side of the control channel, as a table: takes a message with what came along, says what is to be done and what is answered.
+//! The server's side of the control channel, as a table: takes a message and its descriptors, and returns the action
+//! and the answer.
 //!
-//! | when       | hears                     | then                                             |
+//! | state      | message                   | result                                           |
 //! |------------|---------------------------|--------------------------------------------------|
-//! | greeted    | INIT                      | known: version, mode, id and secret are right    |
-//! | known      | ADD_REGION with memory    | known: its number is the next, its size is small enough |
-//! | known      | ADD_RING with an eventfd  | known: it lies within a region that was added    |
-//! | known      | CONNECT                   | connected: there is one ring each way            |
+//! | greeted    | INIT                      | known, if version, mode, id and secret are right |
+//! | known      | ADD_REGION with memory    | known, if its number is the next and its size is small enough |
+//! | known      | ADD_RING with an eventfd  | known, if it lies within a region that was added |
+//! | known      | CONNECT                   | connected, if there is one ring each way         |
 //! | any        | DISCONNECT                | gone                                             |
 //!
-//! Each but the last is acknowledged once the caller has done it. Everything else is refused, and the refusal is the last that is said.
+//! The server acknowledges each message but the last, once the caller has carried it out. It refuses everything else,
+//! and the refusal is its last message.
 
 use zerocopy::FromBytes;
 
@@ -18,27 +20,28 @@ use super::wire::{
     TO_SERVER, VERSION, kind, text,
 };
 
-/// Most regions of a client's.
+/// Maximum number of regions of a client.
 pub const REGIONS_MAX: usize = 16;
 
-/// Most bytes of all its regions. What it has us touch of them is charged to us, if it has not touched it before.
+/// Maximum total size of a client's regions, in bytes. The kernel charges to us the pages that the client makes us
+/// touch first.
 pub const MEMORY_MAX: u64 = 1 << 30;
 
-/// Bytes of a secret.
+/// Length of a secret in bytes.
 pub const SECRET_LEN: usize = 24;
 
-/// What clients have to know to connect.
+/// What a client must know to connect.
 #[derive(Clone)]
 pub struct Terms {
-    /// The number by which the port is asked for.
+    /// Interface id that a client asks for.
     pub id: u32,
-    /// What a client must know besides; zeroes where that is nothing.
+    /// Secret that a client must send; all zeroes if there is none.
     pub secret: [u8; SECRET_LEN],
-    /// What the port is called.
+    /// Name of the port.
     pub name: String,
 }
 
-/// Without the secret: it is not to be found in anybody's log.
+/// Leaves out the secret, to keep it out of logs.
 impl std::fmt::Debug for Terms {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         let Terms { id, name, .. } = self;
@@ -46,13 +49,13 @@ impl std::fmt::Debug for Terms {
     }
 }
 
-/// A secret has more bytes than a client can say.
+/// The secret has more bytes than a client can send.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 #[error("the secret of a memif has {0} bytes; make it {most} at most, which is what DPDK's clients send", most = SECRET_LEN - 1)]
 pub struct SecretTooLong(usize);
 
 impl Terms {
-    /// A port that asks for a secret, or for none if it is empty.
+    /// Makes the terms of a port with this secret; an empty string stands for none.
     pub fn new(id: u32, secret: &str, name: &str) -> Result<Self, SecretTooLong> {
         if secret.len() >= SECRET_LEN {
             return Err(SecretTooLong(secret.len()));
@@ -61,51 +64,51 @@ impl Terms {
     }
 }
 
-/// Where a ring lies: checked against the sizes that its client announced.
+/// Place of a ring, checked against the sizes that its client announced.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct RingPlace {
-    /// In which direction it goes.
+    /// Direction of the ring.
     pub way: Way,
     /// Number of its region.
     pub region: u16,
-    /// Its first byte there.
+    /// Offset of its first byte in the region.
     pub offset: u32,
-    /// How many descriptors it has, as a power of two.
+    /// Base-2 logarithm of its number of descriptors.
     pub log2_size: u8,
 }
 
-/// What is to be done before the answer is sent.
+/// Action to carry out before the answer is sent.
 #[derive(Debug, PartialEq, Eq)]
 pub enum Deed<D> {
-    /// Nothing.
+    /// No action.
     Nothing,
-    /// To map the next region: so many bytes of this.
+    /// Map the next region.
     Map {
-        /// Its number.
+        /// Number of the region.
         index: u16,
-        /// Its bytes.
+        /// Size of the region in bytes.
         size: u64,
-        /// The memory.
+        /// Memory file of the region.
         memory: D,
     },
-    /// To remember a ring, and by what it rings.
+    /// Remember a ring and its eventfd.
     Ring(RingPlace, D),
-    /// To look at the rings from now on.
+    /// Serve the rings from now on.
     Attach,
-    /// To forget the client.
+    /// Forget the client.
     Forget,
 }
 
-/// What a predecessor has of a client that is connected.
+/// A part of a connected client, from a predecessor.
 #[derive(Debug)]
 pub enum Handed<D> {
-    /// Its next region: so many bytes of this memory.
+    /// The next region: its size in bytes and its memory file.
     Region(u64, D),
-    /// A ring in those before, and by what it rings.
+    /// A ring in the regions before it, and its eventfd.
     Ring(RingPlace, D),
 }
 
-/// Where a client is in its handshake.
+/// Stage of a client's handshake.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Stage {
     Greeted,
@@ -114,14 +117,14 @@ enum Stage {
     Gone,
 }
 
-/// What was said with one client.
+/// State of the control channel to one client.
 #[derive(Debug)]
 pub struct Control {
     stage: Stage,
-    /// Sizes of its regions, as announced.
+    /// Sizes of its regions in bytes, as announced.
     sizes: [u64; REGIONS_MAX],
     regions: usize,
-    /// Whether it has the ring to us, and the one from us.
+    /// Whether it has added the ring to us, and the one from us.
     has: [bool; 2],
     client: [u8; 32],
 }
@@ -132,14 +135,14 @@ impl Default for Control {
     }
 }
 
-/// The first message to a client.
+/// Returns the first message to a client.
 pub fn hello(terms: &Terms) -> Message {
     let hello = Hello {
         name: text(&terms.name),
         min_version: VERSION.into(),
         max_version: VERSION.into(),
         max_region: u16::try_from(REGIONS_MAX - 1).expect("a few").into(),
-        // Their highest numbers: one each way.
+        // The highest ring numbers: one ring each way.
         max_m2s_ring: 0.into(),
         max_s2m_ring: 0.into(),
         max_log2_ring_size: LOG2_RING_MAX,
@@ -147,14 +150,14 @@ pub fn hello(terms: &Terms) -> Message {
     Message::with(kind::HELLO, &hello)
 }
 
-/// The last message to a client.
+/// Returns the last message to a client.
 pub fn farewell(refusal: Refusal) -> Message {
     let why = text(&refusal.to_string());
     Message::with(kind::DISCONNECT, &Disconnect { code: 1.into(), why })
 }
 
 impl Control {
-    /// Hears a message and what descriptors came with it; says what is to be done and then to be answered.
+    /// Takes a message and its descriptors. Returns the action, and the answer to send after it.
     pub fn hear<D>(
         &mut self,
         terms: &Terms,
@@ -196,7 +199,7 @@ impl Control {
         if init.id.get() != terms.id {
             return Err(Refusal::Id { asked: init.id.get(), here: terms.id });
         }
-        // Takes as long however much of it is right.
+        // Constant time: it must not depend on the number of right bytes.
         let wrong = init.secret.iter().zip(&terms.secret).fold(0, |wrong, (said, ours)| wrong | (said ^ ours));
         if wrong != 0 {
             return Err(Refusal::Secret);
@@ -268,8 +271,8 @@ impl Control {
         Ok(Deed::Attach)
     }
 
-    /// The same handshake once more, with what a predecessor has of a client that calls itself so: it is held against the same rules. What is to be done
-    /// comes in turn.
+    /// Repeats the handshake with the parts of a client from a predecessor, under the same rules. `name` is the
+    /// client's own name. Returns the actions in order.
     pub fn again<D>(name: &str, handed: impl IntoIterator<Item = Handed<D>>) -> (Self, Vec<Result<Deed<D>, Refusal>>) {
         let mut control = Control { stage: Stage::Known, client: text(name), ..Control::default() };
         let mut deeds: Vec<_> = (0..).zip(handed).map(|(i, it)| control.take_over(i, it)).collect();
@@ -298,12 +301,12 @@ impl Control {
         }
     }
 
-    /// Whether it is through with its handshake.
+    /// Returns whether the handshake is done.
     pub fn is_connected(&self) -> bool {
         self.stage == Stage::Connected
     }
 
-    /// What the client calls itself, as far as it is text.
+    /// Returns the client's own name, as far as it is text.
     pub fn client(&self) -> String {
         let end = self.client.iter().position(|byte| *byte == 0).unwrap_or(self.client.len());
         String::from_utf8_lossy(&self.client[..end]).into_owned()

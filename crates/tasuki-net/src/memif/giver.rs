@@ -1,4 +1,4 @@
-//! Frames on their way from the VNI into a client's buffers.
+//! Moves frames from the VNI into a client's buffers.
 
 use std::ops::Deref;
 
@@ -34,7 +34,7 @@ impl<M: Deref<Target = [Line]>> Reader for Giver<'_, M> {
         }
     }
 
-    /// What the client has not seen would be lost with us.
+    /// Shows the filled buffers now: if we died later, frames that the client has not seen would be lost.
     #[inline]
     fn before_they_go(&mut self) {
         self.attached.to.show(self.ledger);
@@ -70,11 +70,11 @@ impl<M> Giver<'_, M> {
         regions.fill(&self.chain.places, incoming.len(), |at, len, into, offset| {
             incoming.copy_to_common(at, len, into, offset)
         });
-        // What was checked goes on, whatever its sender has written there since.
+        // Write the bytes that were checked; the sender may have changed its copy since.
         regions.fill(&self.chain.places, front.len(), |at, len, into, offset| {
             into.copy_from(offset, &front[at..at + len])
         });
-        // The client sees none of it otherwise.
+        // Otherwise the client sees none of it.
         if incoming.is_whole() {
             to.filled(&self.chain.places, incoming.len(), self.ledger);
             self.given += 1;
@@ -83,7 +83,7 @@ impl<M> Giver<'_, M> {
         }
     }
 
-    /// The same with a frame that lies in two parts in memory of ours.
+    /// Like [`give_finished`](Self::give_finished), with a frame in two parts in our own memory.
     fn give_parts(&mut self, front: &[u8], back: &[u8]) {
         let all = front.len() + back.len();
         if !self.has_room(all) {
@@ -100,7 +100,7 @@ impl<M> Giver<'_, M> {
         self.given += 1;
     }
 
-    /// Looks for buffers for a frame; counts why there are none.
+    /// Looks for buffers for a frame. If there are none, counts why.
     #[inline]
     fn has_room(&mut self, len: usize) -> bool {
         if self.broken.is_some() {

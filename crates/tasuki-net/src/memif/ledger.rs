@@ -1,18 +1,20 @@
-//! Where a node stands in its client's rings while it changes them, for its successor: a page of the node's node memory, that its worker alone writes.
+//! A node's place in its client's rings while it changes them, for its successor: a page of the node memory that only
+//! the node's worker writes.
 //!
-//! A ring's own tail says how far its server is. But before it moves, descriptors are written over: in a frame's last buffer stands how much of it
-//! was filled, where the client said how much it holds; and frames that were read take back that they go on (see [`Ring`](super::ring::Ring)). A
-//! worker that is killed in between leaves a ring in which that is gone, and here is what it takes to put it right.
+//! A ring's own tail says how far its server is. But the server overwrites descriptors before it moves the tail. In a
+//! frame's last buffer it replaces the buffer's size with the number of bytes filled. In frames that it has read it
+//! clears the flag that the chain goes on (see [`Ring`](super::ring::Ring)). A worker that is killed in between leaves
+//! a ring without that information; the ledger holds what it takes to restore it.
 //!
 //! # Layout, in words of 8 bytes
 //!
-//! | words | what                                                                                                                      |
+//! | words | contents                                                                                                                  |
 //! |-------|---------------------------------------------------------------------------------------------------------------------------|
-//! | 0     | of the ring to us: a mark that it stands, and the index up to which frames had been read and are sent on, and that before |
-//! | 1     | how many of the following stand                                                                                           |
-//! | 2..   | of the ring to the client: index of a descriptor that is written over, and the bytes that its buffer holds                |
+//! | 0     | ring to us: a mark that the word is valid, the index up to which frames were read and sent on, and the index before that  |
+//! | 1     | number of valid words that follow                                                                                         |
+//! | 2..   | ring to the client: index of an overwritten descriptor, and the bytes that its buffer holds                               |
 //!
-//! What stands in words 2 and on is of no use once the tail has passed it.
+//! Words 2 and on are of no use once the tail has passed their descriptors.
 
 use tasuki_shm::line::{LINE_WORDS, Line};
 use tasuki_shm::region::Span;
@@ -23,21 +25,21 @@ const READ: usize = 0;
 const COUNT: usize = 1;
 const HELD_AT: usize = 2;
 
-/// Descriptors that are written over between one tail and the next.
+/// Maximum number of descriptors that are overwritten between one tail and the next.
 pub const HELD_MAX: usize = LEDGER_LINES * LINE_WORDS - HELD_AT;
 
-/// In word 0: there is something.
+/// In word 0: the word is valid.
 const STANDS: u64 = 1 << 32;
 
-/// It.
+/// The ledger of a node memory.
 #[derive(Debug)]
 pub struct Ledger {
     lines: Span<Line>,
-    /// As it stands there.
+    /// Number of valid words from [`HELD_AT`] on.
     held: usize,
 }
 
-/// Stores a word behind all that was stored before, and before all that is stored from here on (E3 of nic/ledger.rs).
+/// Stores a word behind all earlier stores and before all later ones (E3 of nic/ledger.rs).
 #[inline(always)]
 fn settle(word: &AtomicU64, value: u64) {
     word.store(value, Release);
@@ -45,7 +47,7 @@ fn settle(word: &AtomicU64, value: u64) {
 }
 
 impl Ledger {
-    /// That of a node memory, with what a predecessor has left there.
+    /// Opens the ledger of a node memory, with what a predecessor left there.
     pub fn over(lines: Span<Line>) -> Self {
         let mut ledger = Ledger { lines, held: 0 };
         ledger.held = usize::try_from(ledger.word(COUNT).load(Acquire)).map_or(HELD_MAX, |held| held.min(HELD_MAX));
@@ -57,27 +59,27 @@ impl Ledger {
         self.lines[at / LINE_WORDS].word(at % LINE_WORDS)
     }
 
-    /// Nothing of it is about the client that comes now.
+    /// Clears the ledger for a new client.
     pub fn begin(&mut self) {
         settle(self.word(READ), 0);
         self.shown();
     }
 
-    /// Frames from index `from` up to `to` were read, and are sent on.
+    /// Notes that the frames from index `from` up to `to` were read and are sent on.
     #[inline]
     pub fn read(&self, from: u16, to: u16) {
         settle(self.word(READ), STANDS | u64::from(to) << 16 | u64::from(from));
     }
 
-    /// The last indices that were [read](Self::read).
+    /// Returns the last indices that were [noted as read](Self::read).
     #[expect(clippy::cast_possible_truncation, reason = "parts of a word")]
     pub fn was_read(&self) -> Option<(u16, u16)> {
         let word = self.word(READ).load(Acquire);
         (word & STANDS != 0).then_some((word as u16, (word >> 16) as u16))
     }
 
-    /// The descriptor at this index is about to be written over; its buffer holds so many bytes. Says no, and it must not be, if there is no room for
-    /// that before the tail has moved.
+    /// Notes that the descriptor at `index` is about to be overwritten; its buffer holds `len` bytes. Returns false if
+    /// there is no room until the tail has moved: then the descriptor must not be overwritten.
     #[inline]
     #[must_use]
     pub fn hold(&mut self, index: u16, len: u32) -> bool {
@@ -90,14 +92,14 @@ impl Ledger {
         true
     }
 
-    /// The client sees all of them.
+    /// Drops all noted descriptors: the client sees the frames.
     #[inline]
     pub fn shown(&mut self) {
         self.held = 0;
         settle(self.word(COUNT), 0);
     }
 
-    /// What a predecessor was about to write over, or had.
+    /// Returns the descriptors that a predecessor had overwritten or was about to.
     #[expect(clippy::cast_possible_truncation, reason = "parts of a word")]
     pub fn held(&self) -> impl Iterator<Item = (u16, u32)> + '_ {
         let words = (0..self.held).map(|i| self.word(HELD_AT + i).load(Relaxed));

@@ -1,25 +1,26 @@
-//! A node that is a program with a memif: DPDK's or VPP's client connects to it, and is on a VNI.
+//! A node that is a program with a memif: a DPDK or VPP client connects to it, and is on a VNI.
 //!
-//! We are memif's server, so that the memory between us is the client's: it makes it, hands it over, and can write all of it at any time. What
-//! that may do to us, and may not: docs/design/vni.md. One client at a time, and any number after one another; a frame is copied once out of
-//! the client's memory into the node's pool, and once out of its sender's pool into the client's buffers. Clients know of no check sums that
-//! are to be computed nor of segments that are to be cut, so that frames which are not finished are [finished](crate::vni::finish) here, in a
-//! copy of our own.
+//! We are memif's server, so the memory between us is the client's: it makes it, hands it over, and can write all of it
+//! at any time. docs/design/vni.md says what that may and may not do to us. A node serves one client at a time, and any
+//! number in succession. One copy takes a frame from the client's memory into the node's pool; one copy takes a frame
+//! from its sender's pool into the client's buffers. Clients know neither missing check sums nor segments to be cut, so
+//! the node [finishes](crate::vni::finish) unfinished frames in a private copy.
 //!
-//! | module      | what it is                                       |
+//! | module      | contents                                         |
 //! |-------------|--------------------------------------------------|
-//! | [`wire`]    | messages, and what lies where in a ring          |
-//! | [`control`] | what is said with a client, as a table           |
-//! | [`refusal`] | why a client is sent away                        |
+//! | [`wire`]    | messages, and the layout of a ring               |
+//! | [`control`] | the exchange with a client, as a table           |
+//! | [`refusal`] | reasons why a client is sent away                |
 //! | [`ring`]    | a ring in a client's memory, and its regions     |
-//! | [`ledger`]  | where we are with its rings, for a successor     |
+//! | [`ledger`]  | our place in its rings, for a successor          |
 //! | [`client`]  | one client: socket, memory, rings, bells         |
-//! | `giver`     | frames into a client's buffers                   |
-//! | `taker`     | frames from a client to where they go            |
+//! | `giver`     | frames from the VNI into a client's buffers      |
+//! | `taker`     | frames from a client to their destinations       |
 //!
-//! A client outlives its server: all that it is made of goes to a [successor](MemifNode::go_on), which goes on in the middle of its rings, also if
-//! its predecessor was killed. Frames are seen by those they go to before whoever they come from is told that they are gone, so that a death loses
-//! none; what one has seen and the other was not told of comes twice: up to a burst each way.
+//! A client outlives its server. All its parts go to a [successor](MemifNode::go_on), which continues in the middle of
+//! its rings, even if the predecessor was killed. A frame's receiver sees it before its sender learns that it is gone,
+//! so a death loses none. A frame that the receiver has seen and the sender has not been told of comes twice: up to a
+//! burst each way.
 
 pub mod client;
 pub mod control;
@@ -56,53 +57,54 @@ use refusal::{Refusal, Way};
 use ring::Chain;
 use taker::Taker;
 
-/// Frames that are taken from the client before those that have come for it are looked at.
+/// Number of frames taken from the client before the node turns to frames for it.
 const TAKES: usize = 32;
 
-/// Turns from one look at the control channel to the next, while frames flow.
+/// Number of turns between two looks at the control channel, while frames flow.
 const ATTEND_EVERY: u32 = 64;
 
-/// How soon a node that waits looks whether there is room.
+/// How soon a waiting node looks for room again.
 const ROOM_AGAIN: Duration = Duration::from_micros(50);
 
-/// How soon it is looked again after the client was asked to ring: it may have put a frame there and looked before it could see that.
+/// How soon the node looks again after it asked the client to ring: the client may have put a frame there and looked
+/// before it could see the request.
 const SECOND_LOOK: Duration = Duration::from_micros(100);
 
-/// Who connect in vain, told so in one turn.
+/// Maximum number of connections that are accepted in one turn.
 const KNOCKS: usize = 4;
 
-/// What became of frames that did not cross.
+/// Counts of the frames that did not cross, by reason.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct Dropped {
-    /// There was no client.
+    /// No client was connected.
     pub away: u64,
-    /// The client had posted no buffers for them.
+    /// The client had posted no buffers for the frame.
     pub no_buffer: u64,
-    /// All buffers of the client together, or as many as make a chain, are too small for them.
+    /// All buffers of the client together, or as many as make a chain, are too small for the frame.
     pub too_long: u64,
-    /// They are not what their sender said of them.
+    /// The frame contradicts its offload header.
     pub malformed: u64,
-    /// Their sender took them back while they were copied.
+    /// The sender took the frame back while it was copied.
     pub too_late: u64,
-    /// Of the client's: the node that they were for had no room for them,
+    /// Frame of the client: the destination node had no room.
     pub no_room: u64,
-    /// nobody has the address,
+    /// Frame of the client: no node has the destination address.
     pub nobody: u64,
-    /// no frame has this length,
+    /// Frame of the client: no frame has this length.
     pub length: u64,
-    /// or they were from an address that is not this node's.
+    /// Frame of the client: its source address is not this node's.
     pub not_own: u64,
-    /// They came from a node in an address that is not its own.
+    /// A node sent the frame from an address that is not its own.
     pub forged: u64,
 }
 
 impl Dropped {
-    /// All of them.
+    /// Returns the sum of all counts.
     pub fn sum(&self) -> u64 {
         self.counts().iter().map(|(_, count)| count).sum()
     }
 
-    /// Each, by name.
+    /// Returns each count with its name.
     pub fn counts(&self) -> [(&'static str, u64); 10] {
         let Dropped { away, no_buffer, too_long, malformed, too_late, no_room, nobody, length, not_own, forged } =
             *self;
@@ -121,16 +123,16 @@ impl Dropped {
     }
 }
 
-/// What became of clients.
+/// Counts of clients.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct Clients {
-    /// Those that were connected,
+    /// Number of clients that were connected.
     pub attached: u64,
-    /// that have left,
+    /// Number of clients that have left.
     pub left: u64,
-    /// and that were sent away, those among them that came while there was another.
+    /// Number of clients that were sent away, including those that came while another was connected.
     pub refused: u64,
-    /// Why the last was.
+    /// Why the last one was sent away.
     pub why: Option<Refusal>,
 }
 
@@ -142,44 +144,45 @@ pub struct MemifNode<M> {
     vni: Vni,
     switch: Switch<M>,
     client: Option<Box<Client>>,
-    /// Where we are with its rings.
+    /// Our place in the client's rings.
     ledger: Ledger,
-    /// Who is connected is another, or nobody any more, and nobody was told.
+    /// The client has changed or gone, and the caller has not asked for its parts since.
     has_news: bool,
     epoll: OwnedFd,
-    /// Frames that the client got,
+    /// Number of frames that the client received.
     pub given: u64,
-    /// and that it sent.
+    /// Number of frames that the client sent.
     pub taken: u64,
-    /// Those that did not cross.
+    /// Frames that did not cross, by reason.
     pub dropped: Dropped,
-    /// Who has been there.
+    /// Counts of the clients so far.
     pub clients: Clients,
-    /// A frame that is to be finished.
+    /// Copy of a frame that is being finished.
     copy: Box<[u8]>,
-    /// Where the frame lies that is looked at.
+    /// Pieces of the frame in hand.
     chain: Chain,
     turns: u32,
-    /// The control channel may have something to say.
+    /// The control channel may have a message.
     knocked: bool,
-    /// Nobody is woken by who connects: there was no descriptor left.
+    /// A new connection does not wake the node, because no descriptor was left.
     is_deaf: bool,
-    /// Since when the client's next frame waits for a node that has no room.
+    /// When the client's next frame began to wait for a node that has no room.
     waits: Option<Instant>,
-    /// Who was waited for in vain, and has had no room since.
+    /// Nodes that a frame waited for in vain and that have had no room since.
     slow: Slow,
-    /// Since when the client has posted few buffers or none. At first, frames wait for it.
+    /// When the client began to have few or no buffers posted. Frames wait for it briefly.
     stalls: Option<Instant>,
-    /// Something waits for room, of which nobody is told.
+    /// A frame waits for room, which no bell announces.
     naps: bool,
-    /// Whether the client was told that it need not ring, if we know.
+    /// Whether the client was told that it need not ring; `None` if unknown.
     is_quiesced: Option<bool>,
-    /// It was told that it has to, and it may not have seen that when it last sent.
+    /// The client was told to ring, and may not have seen that when it last sent.
     in_doubt: bool,
 }
 
 impl<M: Deref<Target = [Line]>> MemifNode<M> {
-    /// Clients that connect to `listener`, a socket that keeps the bounds of messages (`SOCK_SEQPACKET`). Who may connect is its maker's matter.
+    /// Serves clients that connect to `listener`, a socket that keeps message boundaries (`SOCK_SEQPACKET`). Its
+    /// creator decides which programs may connect.
     pub fn new(listener: OwnedFd, terms: Terms, vni: Vni, switch: Switch<M>) -> io::Result<Self> {
         rustix::fs::fcntl_setfl(&listener, OFlags::NONBLOCK)?;
         let epoll = epoll::create(epoll::CreateFlags::CLOEXEC)?;
@@ -213,7 +216,7 @@ impl<M: Deref<Target = [Line]>> MemifNode<M> {
         })
     }
 
-    /// Goes on with a client that a predecessor served, if there is none yet.
+    /// Continues with a client that a predecessor served, if there is none yet.
     pub fn go_on(&mut self, inherited: Inherited) {
         if self.client.as_ref().is_some_and(|client| inherited.is(client)) {
             return;
@@ -240,41 +243,41 @@ impl<M: Deref<Target = [Line]>> MemifNode<M> {
         }
     }
 
-    /// What a successor needs to go on with the client, if one is connected.
+    /// Returns what a successor needs to continue with the client, if one is connected.
     pub fn parts(&mut self) -> io::Result<Option<Parts>> {
         self.has_news = false;
         self.client.as_ref().map_or(Ok(None), |client| client.parts())
     }
 
-    /// Whether another client may be connected than when its [parts](Self::parts) were asked for last, or none any more.
+    /// Returns whether the client may have changed or gone since the last call of [`parts`](Self::parts).
     #[inline]
     pub fn has_news(&self) -> bool {
         self.has_news
     }
 
-    /// The client goes to whoever drives the node next, in this process or another; nothing of it is touched any more.
+    /// Releases the client to the node's next driver, in this process or another. The node no longer touches it.
     pub fn release(&mut self) -> Option<Inherited> {
         let client = self.client.take()?;
         self.unwatch(&client);
         client.attached.is_some().then_some(Inherited(Ok(client)))
     }
 
-    /// The node's end of the VNI.
+    /// Returns the node's end of the VNI.
     pub fn vni(&mut self) -> &mut Vni {
         &mut self.vni
     }
 
-    /// Pages of the node's pool that nobody holds.
+    /// Returns the number of free pages in the node's pool.
     pub fn pages_left(&self) -> u32 {
         self.vni.pages_left()
     }
 
-    /// Looks addresses up elsewhere from now on.
+    /// Replaces the switch that looks addresses up.
     pub fn set_switch(&mut self, switch: Switch<M>) {
         self.switch = switch;
     }
 
-    /// The last turn of whoever hands the node on. A client in its handshake is told to connect anew.
+    /// Takes the last turn before a handover. Tells a client in its handshake to connect anew.
     pub fn finish(&mut self) {
         if self.client.as_ref().is_some_and(|client| client.attached.is_none()) {
             self.end(Refusal::Moved.into());
@@ -282,17 +285,17 @@ impl<M: Deref<Target = [Line]>> MemifNode<M> {
         self.vni.flush();
     }
 
-    /// The client is sent away.
+    /// Sends the client away.
     pub fn dismiss(&mut self, refusal: Refusal) {
         self.end(refusal.into());
     }
 
-    /// What the client calls itself, if one is connected.
+    /// Returns the client's own name, if one is connected.
     pub fn client(&self) -> Option<String> {
         self.client.as_ref().filter(|client| client.attached.is_some()).map(|client| client.name())
     }
 
-    /// One turn in each direction; says how many frames moved.
+    /// Takes one turn in each direction. Returns the number of frames that moved.
     pub fn turn(&mut self) -> usize {
         self.turns = self.turns.wrapping_add(1);
         let in_handshake = self.client.as_ref().is_some_and(|client| client.attached.is_none());
@@ -310,7 +313,7 @@ impl<M: Deref<Target = [Line]>> MemifNode<M> {
         })
     }
 
-    /// Gives the client what came.
+    /// Gives received frames to the client.
     fn give(&mut self) -> Result<usize, Refusal> {
         let Self { vni, switch, client, ledger, given, dropped, copy, chain, stalls, .. } = self;
         let Some(attached) = client.as_mut().and_then(|client| client.attached.as_mut()) else {
@@ -319,7 +322,8 @@ impl<M: Deref<Target = [Line]>> MemifNode<M> {
                 dropped.away += 1;
             }));
         };
-        // A segment makes dozens of frames, and there are some at a time: what is short of room is not filled to the brim.
+        // A segment makes dozens of frames, and several arrive at once: do not fill a ring that is short of buffers to
+        // the brim.
         if usize::from(attached.to.look()?) >= attached.to.size().div_ceil(4) {
             *stalls = None;
         } else if stalls.get_or_insert_with(Instant::now).elapsed() < WAIT {
@@ -339,7 +343,8 @@ impl<M: Deref<Target = [Line]>> MemifNode<M> {
         Ok(came)
     }
 
-    /// Takes what the client sends. It has it back when that is [flushed](Vni::flush).
+    /// Takes frames that the client sends. The client gets its descriptors back once the frames are
+    /// [flushed](Vni::flush).
     fn take(&mut self) -> Result<usize, Refusal> {
         let Self { vni, switch, client, taken, dropped, slow, waits, chain, is_quiesced, .. } = self;
         let Some(attached) = client.as_mut().and_then(|client| client.attached.as_mut()) else { return Ok(0) };
@@ -362,57 +367,57 @@ impl<M: Deref<Target = [Line]>> MemifNode<M> {
         Ok(count)
     }
 
-    /// Says that whoever drives the node is about to [rest](Self::rest), and looks once more.
+    /// Prepares the node for [rest](Self::rest), and looks for frames once more.
     pub fn arm(&mut self) -> Armed {
         if let Some(Client { attached: Some(attached), .. }) = self.client.as_deref_mut() {
             if self.is_quiesced.replace(false) != Some(false) {
                 attached.from.want_rings(true);
                 self.in_doubt = true;
             }
-            // A frame that waits is not looked at before its time.
+            // Do not look at a waiting frame before its time.
             if self.waits.is_none() && attached.from.look() != Ok(0) {
                 return Armed::Busy;
             }
         }
-        // Nor are those that wait for the client, which may need this very CPU to read what it has.
+        // Nor at frames that wait for the client: it may need this very CPU to read what it has.
         let is_stalled = self.stalls.is_some_and(|since| since.elapsed() < WAIT);
         self.naps = is_stalled || self.waits.is_some();
         if is_stalled { Armed::Idle } else { self.vni.arm() }
     }
 
-    /// The descriptor that becomes readable when there is something to do for an [armed](Self::arm) node.
+    /// Returns the descriptor that becomes readable when an [armed](Self::arm) node has work.
     pub fn fd(&self) -> BorrowedFd<'_> {
         self.epoll.as_fd()
     }
 
-    /// The same, of a node that does not look again by itself soon.
+    /// Like [`fd`](Self::fd), but `None` if the node soon looks again by itself.
     pub fn bell(&self) -> Option<BorrowedFd<'_>> {
         (!self.naps).then(|| self.fd())
     }
 
-    /// How soon an [armed](Self::arm) node must look again though nobody rings.
+    /// Returns how soon an [armed](Self::arm) node must look again without a bell, or `None`.
     pub fn waits(&self) -> Option<Duration> {
         match () {
-            // Nobody rings when there is room again.
+            // No peer rings when there is room again.
             () if self.naps => Some(ROOM_AGAIN),
             () if self.in_doubt => Some(SECOND_LOOK),
             () => None,
         }
     }
 
-    /// Sleeps until there is something to do, or for `most`, after [`arm`](Self::arm) has found nothing.
+    /// Sleeps until there is work, or for `most`. Call it after [`arm`](Self::arm) found no frame.
     pub fn rest(&mut self, most: Duration) {
         let most = self.waits().map_or(most, |again| most.min(again));
         let most = Timespec::try_from(most).expect("seconds at most");
         let mut polled: ArrayVec<_, 1> =
             self.bell().into_iter().map(|bell| PollFd::from_borrowed_fd(bell, PollFlags::IN)).collect();
-        // Whatever ended it: the next turn sees.
+        // Ignore why the poll ended: the next turn looks.
         let woken = rustix::event::poll(&mut polled, Some(&most)).is_ok_and(|woken| woken > 0);
         drop(polled);
         self.wake(woken);
     }
 
-    /// Says that an armed node is awake again, and whether its [bell](Self::bell) may have woken it.
+    /// Marks an armed node as awake again. `by_bell` says whether its [bell](Self::bell) may have woken it.
     pub fn wake(&mut self, by_bell: bool) {
         self.knocked |= by_bell | std::mem::take(&mut self.naps);
         self.in_doubt = false;
@@ -422,7 +427,7 @@ impl<M: Deref<Target = [Line]>> MemifNode<M> {
         self.vni.wake();
     }
 
-    /// Does what is due now and then, a few times a second; says whether there is more to come.
+    /// Does periodic work; call it a few times a second. Returns whether the next tick has work.
     pub fn tick(&mut self, now: Instant) -> bool {
         self.knocked = true;
         self.is_deaf = self.is_deaf && watch(&self.epoll, self.listener.as_fd()).is_err();
@@ -433,7 +438,7 @@ impl<M: Deref<Target = [Line]>> MemifNode<M> {
         self.vni.tick(now) | self.client.as_ref().is_some_and(|client| client.attached.is_none())
     }
 
-    /// Hears the client, and who else has connected.
+    /// Reads the client's messages, and accepts new connections.
     fn attend(&mut self) {
         self.knocked = false;
         if let Some(client) = &mut self.client {
@@ -441,7 +446,8 @@ impl<M: Deref<Target = [Line]>> MemifNode<M> {
             match client.hear(&self.terms) {
                 Ok(()) if !was_attached && client.attached.is_some() => {
                     self.ledger.begin();
-                    // It may ring from the start: nothing is written into its rings before it has put something there.
+                    // The client may ring from the start: do not write into its rings before it has put something
+                    // there.
                     self.begin(Some(false));
                     self.clients.attached += 1;
                 }
@@ -454,7 +460,8 @@ impl<M: Deref<Target = [Line]>> MemifNode<M> {
             let socket = match rustix::net::accept_with(&self.listener, flags) {
                 Ok(socket) => socket,
                 Err(Errno::MFILE | Errno::NFILE | Errno::NOBUFS | Errno::NOMEM) => {
-                    // Who knocks is heard at the next tick: to be woken for it until there is a descriptor would be to spin.
+                    // Accept connections at the next tick instead: waking for them until there is a descriptor would
+                    // spin.
                     self.is_deaf |= epoll::delete(&self.epoll, &self.listener).is_ok();
                     return;
                 }
@@ -472,7 +479,8 @@ impl<M: Deref<Target = [Line]>> MemifNode<M> {
         }
     }
 
-    /// The client is connected, and was told that it need not ring, or not, if we know.
+    /// Begins to serve a connected client. `is_quiesced` says whether it was told that it need not ring; `None` if
+    /// unknown.
     fn begin(&mut self, is_quiesced: Option<bool>) {
         self.has_news = true;
         let Some(Client { attached: Some(attached), .. }) = self.client.as_deref() else { return };
@@ -483,7 +491,7 @@ impl<M: Deref<Target = [Line]>> MemifNode<M> {
         (self.is_quiesced, self.in_doubt) = (is_quiesced, false);
     }
 
-    /// The client is there no more, and nothing of it is kept.
+    /// Drops the client and everything kept of it.
     fn end(&mut self, end: End) {
         let Some(client) = self.client.take() else { return };
         self.has_news = true;
@@ -501,7 +509,7 @@ impl<M: Deref<Target = [Line]>> MemifNode<M> {
         }
     }
 
-    /// The client may have these open too, and then closing ours ends no watch.
+    /// Ends the watches: the client may have the descriptors open too, so closing ours would not.
     fn unwatch(&self, client: &Client) {
         let _ = epoll::delete(&self.epoll, client.socket());
         if let Some(attached) = &client.attached {

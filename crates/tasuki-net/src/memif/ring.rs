@@ -1,12 +1,13 @@
-//! One ring in a client's memory, and the regions in which its frames lie. All of it is the client's to write at any time: our place in a ring
-//! is ours alone, the client's is a claim, and a descriptor is read once and then checked.
+//! One ring in a client's memory, and the regions in which its frames lie. The client can write all of it at any time.
+//! Our place in a ring is private, the client's place is a claim, and a descriptor is read once and then checked.
 //!
 //! # Rules
 //!
-//! - **F1** How far we are is kept in private memory, and stored for the client to see. It is loaded once, by a successor that [goes on](Ring::go_on):
-//!   what a client makes of it then is which of its own frames are lost or come twice, for all else is checked as ever.
+//! - **F1** Our place is kept in private memory, and stored for the client to see. Only a successor that [goes
+//!   on](Ring::go_on) loads it, once. A client that falsifies it then decides which of its own frames are lost or come
+//!   twice; everything else is checked as always.
 //! - **F2** The client's head is at most a ring ahead of us.
-//! - **F3** What a descriptor says is looked at once, and used only after its bytes were seen to lie within a region that was added.
+//! - **F3** A descriptor is read once, and used only after a check that its bytes lie within a region that was added.
 //! - **F4** A chain of descriptors ends before the head, and has at most [`CHAIN_MAX`].
 
 use std::sync::atomic::Ordering::{Acquire, Relaxed, Release};
@@ -22,10 +23,10 @@ use super::ledger::Ledger;
 use super::refusal::{Refusal, Way};
 use super::wire::{COOKIE, Descriptor, FLAGS_AT, HEAD_AT, MASK_INT, NEXT, RING_HEADER_LEN, TAIL_AT};
 
-/// Most descriptors of a frame: 64 KiB in pieces of 1 KiB.
+/// Maximum number of descriptors of a frame: 64 KiB in pieces of 1 KiB.
 pub const CHAIN_MAX: usize = 64;
 
-/// A client's memory.
+/// All memory of a client.
 #[derive(Debug, Default)]
 pub struct Regions(ArrayVec<CommonRegion, REGIONS_MAX>);
 
@@ -34,16 +35,16 @@ pub struct Regions(ArrayVec<CommonRegion, REGIONS_MAX>);
 pub struct Place {
     region: u16,
     offset: usize,
-    /// How many they are.
+    /// Number of bytes.
     pub len: usize,
 }
 
-/// The pieces of a frame, in order, and how many bytes they have together.
+/// The pieces of a frame, in order, and their total length.
 #[derive(Debug, Default)]
 pub struct Chain {
-    /// The pieces.
+    /// Pieces of the frame.
     pub places: ArrayVec<Place, CHAIN_MAX>,
-    /// Bytes of all.
+    /// Total length in bytes.
     pub len: usize,
 }
 
@@ -53,7 +54,7 @@ impl Chain {
         self.len = 0;
     }
 
-    /// Says no if it has as many pieces as one may have.
+    /// Returns false if the chain was full.
     #[inline]
     fn push(&mut self, place: Place) -> bool {
         self.len += place.len;
@@ -62,7 +63,7 @@ impl Chain {
 }
 
 impl Regions {
-    /// Adds the next one.
+    /// Adds the next region.
     ///
     /// # Panics
     /// If there are [`REGIONS_MAX`] already.
@@ -70,7 +71,7 @@ impl Regions {
         self.0.push(region);
     }
 
-    /// Where the bytes of a descriptor lie (F3).
+    /// Returns the place of a descriptor's bytes (F3).
     #[inline]
     fn place(&self, way: Way, descriptor: Descriptor) -> Result<Place, Refusal> {
         let Descriptor { region, len, offset, .. } = descriptor;
@@ -81,7 +82,7 @@ impl Regions {
         Ok(Place { region, offset: offset as usize, len: len as usize })
     }
 
-    /// Copies the front of a frame, as much as fits.
+    /// Copies as much of the front of a frame as fits.
     #[inline]
     pub fn copy_to(&self, chain: &Chain, into: &mut [u8]) {
         let mut done = 0;
@@ -92,7 +93,8 @@ impl Regions {
         }
     }
 
-    /// Has `copy` fill the front of each piece in turn, with so many bytes from where in the frame on.
+    /// Has `copy` fill the front of each piece in turn. Its arguments: offset in the frame, number of bytes, region,
+    /// and offset in the region.
     #[inline]
     pub fn fill(
         &self,
@@ -114,25 +116,25 @@ impl Regions {
     }
 }
 
-/// One ring of a client's.
+/// One ring of a client.
 #[derive(Debug)]
 pub struct Ring {
     place: RingPlace,
     header: Span<AtomicU16>,
     descriptors: Span<AtomicU64>,
     mask: u16,
-    /// How far we are (F1).
+    /// Our place (F1).
     at: u16,
-    /// How far the client knows us to be.
+    /// Our place as the client sees it.
     shown: u16,
-    /// How far the client said it was when it was asked last (F2).
+    /// The client's place at the last look (F2).
     head: u16,
-    /// Since then a frame was read that had several pieces.
+    /// A frame of several pieces was read since `shown` was last stored.
     has_chains: bool,
 }
 
 impl Ring {
-    /// The ring that lies there.
+    /// Opens the ring at `place`.
     pub fn new(regions: &Regions, place: RingPlace) -> Result<Self, Refusal> {
         let RingPlace { way, region, offset, log2_size } = place;
         let outside = |_| Refusal::RingOutside(way);
@@ -147,20 +149,21 @@ impl Ring {
         Ok(Ring { place, header, descriptors, mask, at: 0, shown: 0, head: 0, has_chains: false })
     }
 
-    /// Where it lies.
+    /// Returns the place of the ring.
     pub fn place(&self) -> RingPlace {
         self.place
     }
 
-    /// Goes on where a predecessor stopped, wherever in its code that was. Of what its [ledger](super::ledger) says the client is held to what it has
-    /// seen; and what it makes of its own words is its own loss (F1).
+    /// Continues where a predecessor stopped, wherever in its code that was. Uses its [ledger](super::ledger) only
+    /// where that agrees with what the client has seen. A client that changes its own words loses only its own frames
+    /// (F1).
     pub fn go_on(&mut self, ledger: &mut Ledger) {
         let tail = self.header[TAIL_AT].load(Acquire);
         (self.at, self.shown) = (tail, tail);
         let is_within = |from: u16, to: u16| to.wrapping_sub(from) <= self.mask + 1;
         match self.place.way {
             Way::ToServer => {
-                // Those are sent on already, and the client has not heard of it.
+                // These frames are already sent on, and the client has not seen that.
                 if let Some((_, to)) = ledger.was_read().filter(|(from, to)| *from == tail && is_within(*from, *to)) {
                     (self.at, self.has_chains) = (to, true);
                     self.let_go(ledger);
@@ -176,7 +179,7 @@ impl Ring {
         }
     }
 
-    /// How many descriptors the client has put there that we have not handled (F2).
+    /// Returns the number of descriptors that the client has put there and we have not handled (F2).
     #[inline]
     pub fn look(&mut self) -> Result<u16, Refusal> {
         self.head = self.header[HEAD_AT].load(Acquire);
@@ -187,13 +190,13 @@ impl Ring {
         Ok(there)
     }
 
-    /// The same as of the last look.
+    /// Like [`look`](Self::look), as of the last look.
     #[inline]
     pub fn known(&self) -> u16 {
         self.head.wrapping_sub(self.at)
     }
 
-    /// Descriptors of the ring.
+    /// Returns the number of descriptors of the ring.
     pub fn size(&self) -> usize {
         usize::from(self.mask) + 1
     }
@@ -210,8 +213,8 @@ impl Ring {
         Descriptor::of(words[0].load(Relaxed), words[1].load(Relaxed))
     }
 
-    /// The next frame: puts the pieces of its chain, each of which was checked (F3, F4), into `chain`. Says no if there is none as of the last
-    /// look.
+    /// Reads the next frame: puts the checked pieces of its chain (F3, F4) into `chain`. Returns false if there was
+    /// none at the last look.
     #[inline]
     pub fn next(&self, regions: &Regions, chain: &mut Chain) -> Result<bool, Refusal> {
         chain.clear();
@@ -225,11 +228,11 @@ impl Ring {
                 return Ok(true);
             }
         }
-        // It goes on where there is nothing.
+        // The chain continues past the head.
         if known > 0 { Err(Refusal::Chain(self.place.way)) } else { Ok(false) }
     }
 
-    /// Puts empty buffers for a frame of `len` bytes, of those that are known, into `chain`.
+    /// Puts empty buffers for a frame of `len` bytes into `chain`, from those known at the last look.
     #[inline]
     pub fn room(&self, regions: &Regions, len: usize, chain: &mut Chain) -> Result<Room, Refusal> {
         chain.clear();
@@ -244,7 +247,8 @@ impl Ring {
         Ok(if usize::from(self.known()) == self.size() { Room::TooLong } else { Room::None })
     }
 
-    /// Says how much of the buffers at our place was filled: `len` bytes in all. The client sees it after [`show`](Self::show), or sooner.
+    /// Marks the buffers at our place as filled, with `len` bytes in all. The client sees them after
+    /// [`show`](Self::show), or sooner.
     #[inline]
     pub fn filled(&mut self, places: &[Place], len: usize, ledger: &mut Ledger) {
         let mut left = len;
@@ -253,7 +257,7 @@ impl Ring {
             let part = place.len.min(left);
             left -= part;
             let is_last = usize::from(i) + 1 == places.len();
-            // Only the last one can be filled in part.
+            // Only the last buffer can be partly filled.
             if part < place.len && !ledger.hold(index, bytes(place.len)) {
                 self.show_up_to(self.at, ledger);
                 let _ = ledger.hold(index, bytes(place.len));
@@ -265,7 +269,7 @@ impl Ring {
         self.done(places.len());
     }
 
-    /// Has the client see what was filled.
+    /// Lets the client see the filled buffers.
     #[inline]
     pub fn show(&mut self, ledger: &mut Ledger) {
         if self.shown != self.at {
@@ -279,17 +283,17 @@ impl Ring {
         ledger.shown();
     }
 
-    /// Goes on behind a frame that was read.
+    /// Moves past a frame that was read.
     #[inline]
     pub fn read(&mut self, places: &[Place]) {
         self.has_chains |= places.len() > 1;
         self.done(places.len());
     }
 
-    /// What was read is sent on, wholly: the client has its descriptors back.
+    /// Gives the client its descriptors back. Call it once all frames that were read are sent on.
     ///
-    /// They say no more that they go on: DPDK's client takes that back of no descriptor but the first of a frame's when it uses them again
-    /// (`memif_tx` in `rte_eth_memif.c`, 22.11), and its next frames would run together.
+    /// Clears [`NEXT`] in the descriptors. When DPDK's client uses them again, it clears the flag only in the first
+    /// descriptor of a frame (`memif_tx` in `rte_eth_memif.c`, 22.11), so that its next frames would run together.
     #[inline]
     pub fn let_go(&mut self, ledger: &Ledger) {
         if self.shown == self.at {
@@ -310,7 +314,7 @@ impl Ring {
         self.publish(self.at);
     }
 
-    /// Writes what the first word of a descriptor says: after the ledger, so that it stands there if this does.
+    /// Writes the first word of a descriptor, after the ledger: if this store is visible, so is the ledger's.
     #[inline]
     fn write(&self, index: u16, descriptor: Descriptor) {
         self.words(index)[0].store(descriptor.first_word(), Release);
@@ -328,7 +332,7 @@ impl Ring {
         point("memif.shown");
     }
 
-    /// Says whether the client is to ring when it puts something there. It is a hint for it, and it has to be looked again afterwards.
+    /// Tells the client whether to ring when it adds descriptors. This is a hint: look once more afterwards.
     pub fn want_rings(&self, yes: bool) {
         self.header[FLAGS_AT].store(if yes { 0 } else { MASK_INT }, Relaxed);
         if yes {
@@ -336,7 +340,7 @@ impl Ring {
         }
     }
 
-    /// Whether the client says that it wants to be rung for, after what was [shown](Self::show).
+    /// Returns whether the client wants to be rung, after the last [`show`](Self::show).
     #[inline]
     pub fn wants_rings(&self) -> bool {
         fence(std::sync::atomic::Ordering::SeqCst);
@@ -351,10 +355,10 @@ fn bytes(len: usize) -> u32 {
 /// Whether there are buffers for a frame.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Room {
-    /// There are.
+    /// There are enough.
     Enough,
-    /// Too few at present.
+    /// There are too few at present.
     None,
-    /// A whole ring of them, or as many as make a chain, is too small.
+    /// A whole ring of buffers, or as many as make a chain, is too small.
     TooLong,
 }

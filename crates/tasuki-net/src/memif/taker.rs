@@ -1,4 +1,4 @@
-//! Frames on their way from a client to the nodes that they are for.
+//! Moves frames from a client to their destinations.
 
 use std::ops::Deref;
 use std::time::Instant;
@@ -12,7 +12,7 @@ use crate::switch::{Switch, To};
 use crate::vni::offload::HEADER_LEN;
 use crate::vni::{PIECE_MAX, SendError, Vni};
 
-/// Sends a client's frames to where they go.
+/// Sends a client's frames to their destinations.
 pub(super) struct Taker<'a, M> {
     pub(super) vni: &'a mut Vni,
     pub(super) switch: &'a mut Switch<M>,
@@ -23,9 +23,10 @@ pub(super) struct Taker<'a, M> {
 }
 
 impl<M: Deref<Target = [Line]>> Taker<'_, M> {
-    /// Sends a frame of `len` bytes, of which `copy` copies the front into what it is given; says no if it has to wait.
+    /// Sends a frame of `len` bytes; `copy` copies its front. Returns false if the frame must wait.
     ///
-    /// Its owner may change it at any time: where it goes is what was read first, and that is what it says when it gets there.
+    /// The client may change the frame at any time. The addresses read first decide where it goes, and the sent frame
+    /// carries the same ones.
     #[inline]
     pub(super) fn pass_on(&mut self, len: usize, copy: impl Fn(&mut [u8])) -> bool {
         if !(14..=PIECE_MAX - HEADER_LEN).contains(&len) {
@@ -58,7 +59,7 @@ impl<M: Deref<Target = [Line]>> Taker<'_, M> {
         true
     }
 
-    /// The same to one node.
+    /// Like [`pass_on`](Self::pass_on), to one node.
     #[inline]
     fn pass_to(&mut self, node: u16, len: usize, fill: impl FnOnce(&mut [u8])) -> bool {
         let waited = self.waits.take();
@@ -72,7 +73,7 @@ impl<M: Deref<Target = [Line]>> Taker<'_, M> {
             Err(SendError::NoRoom(_)) => {
                 let since = waited.unwrap_or_else(Instant::now);
                 if self.slow.may_wait(node, since) {
-                    // Whoever has no room is to read what there is.
+                    // The node has no room: let it see the frames that are already there.
                     self.vni.flush();
                     *self.waits = Some(since);
                     return false;

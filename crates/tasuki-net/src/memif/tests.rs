@@ -1,4 +1,5 @@
-//! A node whose worker is replaced, or killed at any place in its code, while frames cross both ways; its client notices nothing.
+//! Replaces a node's worker, or kills it at any place in its code, while frames cross both ways; its client must notice
+//! nothing.
 
 use std::sync::Arc;
 
@@ -13,18 +14,18 @@ use super::*;
 use crate::vni::fixture::{Lines, directory, end, mac, received};
 use crate::vni::mortal::lives_for;
 
-/// A client that was written from the protocol's text.
+/// A client written from the protocol's text.
 #[path = "../../tests/memif/client.rs"]
 #[allow(dead_code, reason = "another suite uses the rest of it")]
 mod theirs;
 
-/// The node behind which the client is, the one with which it exchanges frames, and another.
+/// The client's node, the node with which it exchanges frames, and a third one.
 const US: u16 = 0;
 const OTHER: u16 = 1;
 const THIRD: u16 = 2;
 const NODES: u16 = 3;
 
-/// Frames of which it is not known on both sides that they have crossed, when a worker dies.
+/// Maximum number of frames that may come twice after a worker dies.
 const BURST: usize = 32;
 
 struct Net {
@@ -40,7 +41,7 @@ struct Net {
     client: Client,
 }
 
-/// A frame that carries its number, of a length that follows from it.
+/// A frame that carries its number; its length follows from the number.
 fn frame(to: u16, from: u16, number: usize) -> Vec<u8> {
     let len = [60, 100, 700, 1514, 4000][number % 5] + number % 7;
     let mut frame = [&mac(to)[..], &mac(from), &[0x88, 0xb5], &number.to_le_bytes()].concat();
@@ -74,7 +75,7 @@ impl Net {
         Net { node_memories, bells, lines, _directory, other, third, listener, _folder, node, client }
     }
 
-    /// Another worker goes on, with what a daemon has kept.
+    /// Starts another worker, with the parts that a daemon has kept.
     fn replace(&mut self, parts: Parts) {
         self.node = None;
         let mut node = node(&self.listener, end(US, &self.node_memories, &self.bells), &self.lines);
@@ -99,17 +100,17 @@ fn node(listener: &OwnedFd, vni: Vni, lines: &Lines) -> MemifNode<Lines> {
     MemifNode::new(listener.try_clone().unwrap(), terms, vni, switch).unwrap()
 }
 
-/// What has come, of frames that are numbered one after another.
+/// The received frames of a numbered sequence.
 #[derive(Default)]
 struct Account {
-    /// Since the last death so many may come again.
+    /// Number of frames that may come again since the last death.
     again: usize,
     next: usize,
     twice: usize,
 }
 
 impl Account {
-    fn program_state(&mut self, to: u16, from: u16, came: Vec<Vec<u8>>) {
+    fn note(&mut self, to: u16, from: u16, came: Vec<Vec<u8>>) {
         for bytes in came {
             let number = number_of(&bytes);
             assert!(bytes == frame(to, from, number), "frame {number} is not what it was");
@@ -117,7 +118,7 @@ impl Account {
             if number < self.next {
                 assert!(self.next - number <= self.again, "frame {number} came again after {}", self.next);
                 self.twice += 1;
-                // From there on all come again.
+                // All later frames come again too.
                 self.again = 0;
                 self.next = number;
             }
@@ -128,14 +129,14 @@ impl Account {
 
 #[derive(Debug, Clone, Copy)]
 enum Step {
-    /// The client sends so many.
+    /// The client sends this many frames.
     Send(usize),
-    /// So many are sent to it.
+    /// The other node sends it this many frames.
     Give(usize),
     Turns(u8),
-    /// The worker is killed when it has passed so many places,
+    /// The worker is killed after this many places.
     Die(u32),
-    /// or hands over, when all that it was given is done or not.
+    /// The worker hands over, whether or not it has finished its work.
     HandOver,
     /// The client reads.
     Read,
@@ -171,13 +172,14 @@ proptest! {
         for step in steps.into_iter().chain(finish) {
             match step {
                 Step::Send(count) => {
-                    // No more than the other has room for, also where a burst comes twice: who finds no room there for long is dropped.
+                    // No more than the other has room for, even if a burst comes twice: a frame that long finds no room
+                    // there is dropped.
                     let most = count.min(200_usize.saturating_sub(sent - there.next));
                     let due = (sent..sent + most).take_while(|number| net.client.send(&frame(OTHER, US, *number)));
                     sent += due.count();
                 }
                 Step::Give(count) => {
-                    // The same of buffers.
+                    // The same for buffers.
                     let most = count.min(12_usize.saturating_sub(given - back.next));
                     let due = (given..given + most).take_while(|it| net.other.send(US, &frame(US, OTHER, *it)).is_ok());
                     given += due.count();
@@ -187,15 +189,15 @@ proptest! {
                 Step::Die(places) => {
                     let parts = net.parts();
                     let mut node = net.node.take().unwrap();
-                    // What it has seen before is not seen again.
-                    there.program_state(OTHER, US, received(&mut net.other));
-                    back.program_state(US, OTHER, net.client.receive());
+                    // Read first, so that frames seen before are not counted as coming again.
+                    there.note(OTHER, US, received(&mut net.other));
+                    back.note(US, OTHER, net.client.receive());
                     lives_for(places, || (0..8).for_each(|_| {
                         node.rest(Duration::ZERO);
                         node.turn();
                     }));
-                    there.program_state(OTHER, US, received(&mut net.other));
-                    back.program_state(US, OTHER, net.client.receive());
+                    there.note(OTHER, US, received(&mut net.other));
+                    back.note(US, OTHER, net.client.receive());
                     (there.again, back.again) = (BURST, BURST);
                     drop(node);
                     net.replace(parts);
@@ -206,13 +208,13 @@ proptest! {
                     net.replace(parts);
                 }
                 Step::Read => {
-                    there.program_state(OTHER, US, received(&mut net.other));
-                    back.program_state(US, OTHER, net.client.receive());
+                    there.note(OTHER, US, received(&mut net.other));
+                    back.note(US, OTHER, net.client.receive());
                 }
                 Step::Rest => {
                     let node = net.node.as_mut().unwrap();
                     if node.arm() == Armed::Idle {
-                        // The client rings now, or a node that slept would not hear of it.
+                        // The client must ring now: a sleeping node would not notice its frames otherwise.
                         prop_assert_eq!(net.client.flags(true) & 1, 0);
                         node.rest(Duration::ZERO);
                     }
@@ -227,8 +229,8 @@ proptest! {
     }
 }
 
-/// In a ring of eight buffers, of which six hold a short frame each when the worker dies, and nobody has seen them: a long frame that comes from
-/// somebody else before they come again needs seven.
+/// The ring has eight buffers. When the worker dies, six hold a short frame each that the client has not seen. Before
+/// those come again, another node sends a long frame that needs seven buffers.
 #[test]
 fn buffers_that_a_dead_worker_had_filled_in_part_hold_as_much_as_before() {
     const LONG: usize = 4;
@@ -241,7 +243,7 @@ fn buffers_that_a_dead_worker_had_filled_in_part_hold_as_much_as_before() {
                 came.extend(net.client.receive());
             }
         };
-        // Whoever has talked is looked at, and the last of them first.
+        // The node looks at nodes that have sent frames, and at the last of them first.
         for sender in [&mut net.other, &mut net.third] {
             sender.send(US, &frame(US, OTHER, 0)).unwrap();
             sender.flush();

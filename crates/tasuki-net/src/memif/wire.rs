@@ -1,40 +1,41 @@
-//! Messages of the control channel, and what lies where in a ring.
+//! Messages of the control channel, and the layout of a ring.
 //!
-//! Source: memif protocol 2.0, as VPP's `src/plugins/memif/memif.h` and DPDK's `drivers/net/memif/memif.h` state it; numbers are in the order
-//! of the machine, which here is little-endian.
+//! Source: memif protocol 2.0, from VPP's `src/plugins/memif/memif.h` and DPDK's `drivers/net/memif/memif.h`; numbers
+//! are in the byte order of the machine, which here is little-endian.
 
 use zerocopy::little_endian::{U16, U32, U64};
 use zerocopy::{FromBytes, FromZeros, Immutable, IntoBytes, KnownLayout, Unaligned};
 
-/// Bytes of every message.
+/// Length of every message in bytes.
 pub const MESSAGE_LEN: usize = 128;
 
-/// The version that is spoken: 2.0.
+/// Supported version: 2.0.
 pub const VERSION: u16 = 0x0200;
 
-/// What a ring begins with.
+/// First word of a ring.
 pub const COOKIE: u32 = 0x03E3_1F20;
 
-/// The largest ring: 2 to the power of this.
+/// Base-2 logarithm of the largest ring's number of descriptors.
 pub const LOG2_RING_MAX: u8 = 14;
 
-/// Bytes of a ring before its descriptors: a line with cookie, flags and head, and one with tail.
+/// Length in bytes of a ring's header, before its descriptors: a cache line with cookie, flags and head, and one with
+/// tail.
 pub const RING_HEADER_LEN: usize = 128;
 
-/// Bytes of a descriptor.
+/// Length of a descriptor in bytes.
 pub const DESCRIPTOR_LEN: usize = 16;
 
-/// Where flags, head and tail stand in a ring, in units of two bytes.
+/// Offset of the flags in a ring, in units of two bytes.
 pub const FLAGS_AT: usize = 2;
-/// See [`FLAGS_AT`].
+/// Offset of the head in a ring, in units of two bytes.
 pub const HEAD_AT: usize = 3;
-/// See [`FLAGS_AT`].
+/// Offset of the tail in a ring, in units of two bytes.
 pub const TAIL_AT: usize = 32;
 
-/// In a ring's flags: whoever reads the ring does not want to be rung for.
+/// In a ring's flags: the ring's reader does not want to be rung.
 pub const MASK_INT: u16 = 1;
 
-/// In a descriptor's flags: the frame goes on in the next one.
+/// In a descriptor's flags: the frame continues in the next descriptor.
 pub const NEXT: u16 = 1;
 
 /// In `flags` of [`AddRing`]: the ring goes from client to server.
@@ -42,21 +43,21 @@ pub const TO_SERVER: u16 = 1;
 
 /// Kinds of messages.
 pub mod kind {
-    /// Understood.
+    /// Acknowledges a message.
     pub const ACK: u16 = 1;
     /// The server's greeting.
     pub const HELLO: u16 = 2;
-    /// What the client wants.
+    /// The client's request.
     pub const INIT: u16 = 3;
-    /// The client's memory.
+    /// Adds a region of the client's memory.
     pub const ADD_REGION: u16 = 4;
-    /// A ring in it.
+    /// Adds a ring in such a region.
     pub const ADD_RING: u16 = 5;
     /// The client is ready.
     pub const CONNECT: u16 = 6;
-    /// So is the server.
+    /// The server is ready too.
     pub const CONNECTED: u16 = 7;
-    /// It is over.
+    /// Ends the connection.
     pub const DISCONNECT: u16 = 8;
 }
 
@@ -64,19 +65,19 @@ pub mod kind {
 #[derive(Debug, Clone, Copy, FromBytes, IntoBytes, Immutable, KnownLayout, Unaligned)]
 #[repr(C)]
 pub struct Hello {
-    /// The server's name.
+    /// Name of the server.
     pub name: [u8; 32],
-    /// The oldest version that it speaks.
+    /// Oldest version that the server speaks.
     pub min_version: U16,
-    /// The newest.
+    /// Newest version that the server speaks.
     pub max_version: U16,
-    /// The highest number of a region.
+    /// Highest number of a region.
     pub max_region: U16,
-    /// The highest number of a ring to the client.
+    /// Highest number of a ring to the client.
     pub max_m2s_ring: U16,
-    /// The highest number of a ring to the server.
+    /// Highest number of a ring to the server.
     pub max_s2m_ring: U16,
-    /// Of the largest ring.
+    /// Base-2 logarithm of the largest ring's number of descriptors.
     pub max_log2_ring_size: u8,
 }
 
@@ -84,15 +85,15 @@ pub struct Hello {
 #[derive(Debug, Clone, Copy, FromBytes, IntoBytes, Immutable, KnownLayout, Unaligned)]
 #[repr(C)]
 pub struct Init {
-    /// The version that the client speaks.
+    /// Version that the client speaks.
     pub version: U16,
-    /// Whom it wants.
+    /// Interface id that the client asks for.
     pub id: U32,
-    /// What is carried: 0 is Ethernet.
+    /// Kind of traffic: 0 is Ethernet.
     pub mode: u8,
-    /// What only those know who may.
+    /// Secret of the port.
     pub secret: [u8; 24],
-    /// The client's name.
+    /// Name of the client.
     pub name: [u8; 32],
 }
 
@@ -100,9 +101,9 @@ pub struct Init {
 #[derive(Debug, Clone, Copy, FromBytes, IntoBytes, Immutable, KnownLayout, Unaligned)]
 #[repr(C)]
 pub struct AddRegion {
-    /// Its number.
+    /// Number of the region.
     pub index: U16,
-    /// Its bytes.
+    /// Size of the region in bytes.
     pub size: U64,
 }
 
@@ -110,17 +111,17 @@ pub struct AddRegion {
 #[derive(Debug, Clone, Copy, FromBytes, IntoBytes, Immutable, KnownLayout, Unaligned)]
 #[repr(C)]
 pub struct AddRing {
-    /// [`TO_SERVER`].
+    /// Flags: [`TO_SERVER`].
     pub flags: U16,
-    /// Its number in this direction.
+    /// Number of the ring in its direction.
     pub index: U16,
-    /// The region in which it lies,
+    /// Number of the region in which the ring lies.
     pub region: U16,
-    /// and from which byte on.
+    /// Offset of the ring's first byte in the region.
     pub offset: U32,
-    /// How many descriptors it has.
+    /// Base-2 logarithm of its number of descriptors.
     pub log2_size: u8,
-    /// Bytes that stand before each frame.
+    /// Number of bytes before each frame.
     pub private_header_len: U16,
 }
 
@@ -136,22 +137,22 @@ pub struct Connect {
 #[derive(Debug, Clone, Copy, FromBytes, IntoBytes, Immutable, KnownLayout, Unaligned)]
 #[repr(C)]
 pub struct Disconnect {
-    /// 0 where nothing is wrong.
+    /// 0 if there is no error.
     pub code: U32,
-    /// Why, with a zero at the end.
+    /// Reason, with a zero at the end.
     pub why: [u8; WHY_LEN],
 }
 
-/// Bytes of the sentence in a DISCONNECT, with the zero at its end.
+/// Length in bytes of the reason in a DISCONNECT, with the zero at its end.
 pub const WHY_LEN: usize = 96;
 
-/// A message: its kind, and what goes with it.
+/// A message: its kind and its body.
 #[derive(Debug, Clone, Copy, FromBytes, IntoBytes, Immutable, KnownLayout, Unaligned)]
 #[repr(C)]
 pub struct Message {
-    /// See [`kind`].
+    /// Kind of the message: see [`kind`].
     pub kind: U16,
-    /// As much of it as the kind has; the rest is zero.
+    /// Body, as long as the kind requires; the rest is zero.
     pub body: [u8; MESSAGE_LEN - 2],
 }
 
@@ -159,12 +160,12 @@ const _: () = assert!(size_of::<Message>() == MESSAGE_LEN);
 const _: () = assert!(size_of::<Disconnect>() <= MESSAGE_LEN - 2);
 
 impl Message {
-    /// One without more than its kind.
+    /// Makes a message without a body.
     pub fn bare(kind: u16) -> Self {
         Message { kind: kind.into(), ..Message::new_zeroed() }
     }
 
-    /// One with a body.
+    /// Makes a message with a body.
     pub fn with(kind: u16, body: &(impl IntoBytes + Immutable)) -> Self {
         let mut message = Message::bare(kind);
         let bytes = body.as_bytes();
@@ -172,13 +173,13 @@ impl Message {
         message
     }
 
-    /// The body as what its kind has.
+    /// Returns the body as the type that its kind has.
     pub fn body<T: FromBytes>(&self) -> T {
         T::read_from_prefix(&self.body).expect("no body is longer than a message").0
     }
 }
 
-/// A name or a sentence as a field of bytes: what fits, and a zero behind it.
+/// Returns a name or a sentence as a byte field: as much as fits, and a zero behind it.
 pub fn text<const N: usize>(text: &str) -> [u8; N] {
     let mut field = [0; N];
     let mut end = text.len().min(N - 1);
@@ -189,21 +190,21 @@ pub fn text<const N: usize>(text: &str) -> [u8; N] {
     field
 }
 
-/// What one descriptor says, at one moment.
+/// The contents of a descriptor at one moment.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Descriptor {
-    /// [`NEXT`].
+    /// Flags: [`NEXT`].
     pub flags: u16,
-    /// In which region the bytes lie,
+    /// Number of the region in which the bytes lie.
     pub region: u16,
-    /// how many they are,
+    /// Number of bytes.
     pub len: u32,
-    /// and from which on.
+    /// Offset of the first byte in the region.
     pub offset: u32,
 }
 
 impl Descriptor {
-    /// Of its two words.
+    /// Decodes a descriptor's two words.
     #[inline]
     #[expect(clippy::cast_possible_truncation, reason = "parts of a word")]
     pub fn of(first: u64, second: u64) -> Self {
@@ -215,7 +216,7 @@ impl Descriptor {
         }
     }
 
-    /// The first of them.
+    /// Returns the first word of the descriptor.
     #[inline]
     pub fn first_word(self) -> u64 {
         u64::from(self.len) << 32 | u64::from(self.region) << 16 | u64::from(self.flags)

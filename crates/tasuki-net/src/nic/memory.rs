@@ -41,7 +41,7 @@ pub struct NicMemory {
     /// Address of the rings, as the card sees it. The arena follows the rings.
     at: Iova,
     /// Memory of the ledger. The card does not reach it.
-    program_state: Region,
+    ledger_region: Region,
     ledger: Ledger,
 }
 
@@ -137,9 +137,9 @@ impl NicMemory {
         let rings = Region::create("tasuki-nic-rings", rings_len.next_multiple_of(PAGE_LEN), Pages::Small)?;
         // SAFETY: slots are lent to the card alone, and it writes no others (N1).
         let arena = unsafe { Arena::for_device("tasuki-nic-frames", slots, slot_table(slots)?) }?;
-        let program_state = Region::create("tasuki-nic-ledger", LEDGER_LEN, Pages::Small)?;
-        let ledger = Ledger::over(&program_state)?;
-        Ok(NicMemory { arena, rings, at, program_state, ledger })
+        let ledger_region = Region::create("tasuki-nic-ledger", LEDGER_LEN, Pages::Small)?;
+        let ledger = Ledger::over(&ledger_region)?;
+        Ok(NicMemory { arena, rings, at, ledger_region, ledger })
     }
 
     /// Returns what another process needs, beside the driver state, to [adopt](Self::adopt) this memory. The memory
@@ -147,7 +147,7 @@ impl NicMemory {
     /// memory, nor any slot that it still holds (N2).
     pub fn parts(&self) -> io::Result<Parts> {
         let copy = |region: &Region| region.fd().try_clone_to_owned();
-        Ok(Parts { rings: copy(&self.rings)?, frames: copy(self.arena.region())?, ledger: copy(&self.program_state)? })
+        Ok(Parts { rings: copy(&self.rings)?, frames: copy(self.arena.region())?, ledger: copy(&self.ledger_region)? })
     }
 
     /// Adopts memory that another process has handed over with the driver state of its card. The card has the slots
@@ -179,7 +179,7 @@ impl NicMemory {
 
     /// Maps all pages now, so that none costs a page fault while we drive the card.
     pub fn populate(&self) {
-        [&self.rings, self.arena.region(), &self.program_state].into_iter().for_each(Region::populate);
+        [&self.rings, self.arena.region(), &self.ledger_region].into_iter().for_each(Region::populate);
     }
 
     /// Marks these slots, which are free in our slot table, as lent to the card.
@@ -190,15 +190,15 @@ impl NicMemory {
     /// Maps the parts. Lends no slot yet.
     fn of_parts(parts: Parts, slots: Geometry, at: Iova) -> Result<Self, PartsError> {
         let (rings, frames) = (Region::adopt(parts.rings)?, Region::adopt(parts.frames)?);
-        let program_state = Region::adopt(parts.ledger)?;
+        let ledger_region = Region::adopt(parts.ledger)?;
         let impossible = |what, value| Err(PartsError::Impossible { what, value });
         let file = |region: &Region| rustix::fs::fstat(region).map(|stat| (stat.st_dev, stat.st_ino));
-        let files = [file(&rings), file(&frames), file(&program_state)];
+        let files = [file(&rings), file(&frames), file(&ledger_region)];
         if files[0].is_err() || files[0] == files[1] || files[..2].contains(&files[2]) {
             return impossible("two of rings, frames and ledger are the same", rings.len() as u64);
         }
-        if program_state.len() != LEDGER_LEN {
-            return impossible("the bytes of its ledger", program_state.len() as u64);
+        if ledger_region.len() != LEDGER_LEN {
+            return impossible("the bytes of its ledger", ledger_region.len() as u64);
         }
         if !slots.is_sound() || slots.count > ADOPTED_MAX {
             return impossible("the shape of its slots", u64::from(slots.count) << 32 | u64::from(slots.slot_len));
@@ -213,8 +213,8 @@ impl NicMemory {
         }
         // SAFETY: the card writes only slots that it is lent (N1), and the giver no longer writes any (N2).
         let arena = unsafe { Arena::adopt_for_device(frames, slots, slot_table(slots)?, []) }?;
-        let ledger = Ledger::over(&program_state)?;
-        Ok(NicMemory { arena, rings, at, program_state, ledger })
+        let ledger = Ledger::over(&ledger_region)?;
+        Ok(NicMemory { arena, rings, at, ledger_region, ledger })
     }
 
     /// Returns location and division of the memory.
@@ -234,7 +234,7 @@ impl NicMemory {
 
     /// Returns the ledger's list of the slots in the descriptors of ring number `ring`, for `count` descriptors.
     pub(super) fn slot_list(&self, ring: usize, count: usize) -> Span<AtomicU64> {
-        Ledger::table(&self.program_state, ring, count)
+        Ledger::table(&self.ledger_region, ring, count)
     }
 
     /// Returns the ledger, which records the driver's progress.

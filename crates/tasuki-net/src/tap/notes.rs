@@ -1,18 +1,20 @@
-//! What a node's worker has read from its TAP and nobody else has seen: on a page of the node's node memory, for the successor of one that is killed.
+//! Notes on frames that a node's worker read from its TAP and has not published. They lie on a page of the node memory,
+//! for the successor of a killed worker.
 //!
-//! The kernel forgets a frame once it is read, so the worker must know before where it will lie, and says so here. How long it is the worker alone is told, and a
-//! kill takes effect when a system call ends: of the frame that was being read a successor learns its length from the frame itself ([`len_of`]), which says it for IP
-//! and ARP. That of all others, and of one that found no pages in a row in the pool, is lost with the worker.
+//! The kernel forgets a frame once it is read, so the worker notes beforehand where the frame will lie. Only the worker
+//! learns the length, from the system call, and a kill takes effect when a system call ends. For the frame that was
+//! being read, a successor takes the length from the frame itself ([`len_of`]); IP and ARP frames state it. Any other
+//! frame being read is lost with the worker, and so is one for which the pool had no contiguous pages.
 //!
 //! # Layout, in words of 8 bytes
 //!
-//! | words | what                                                                                |
+//! | words | contents                                                                            |
 //! |-------|-------------------------------------------------------------------------------------|
-//! | 0     | how many frames are noted that were read and not published                          |
-//! | 1     | the page to which a frame is being read, and 1; 0 if that is none                    |
-//! | 2..   | frames: the first page of each, and its bytes with its offload header                |
+//! | 0     | number of noted frames: read and not published                                      |
+//! | 1     | page to which a frame is being read, plus 1; 0 if there is none                     |
+//! | 2..   | frames: the first page of each, and its length in bytes with its offload header     |
 //!
-//! Stores become visible in the order of the program, also of a worker that dies (V5 of `vni/ledger.rs`).
+//! Stores become visible in program order, even those of a worker that dies (V5 of `vni/ledger.rs`).
 
 use arrayvec::ArrayVec;
 use tasuki_shm::line::{LINE_WORDS, Line};
@@ -27,10 +29,11 @@ const COUNT: usize = 0;
 const READING: usize = 1;
 const FRAMES_AT: usize = 2;
 
-/// Frames that are noted at most: one that waits for room, and those that are read before they are published.
+/// Maximum number of noted frames: one that waits for room, and those read before the next publication.
 const FRAMES_MAX: usize = READS + 1;
 
-/// Bytes from which on it is known how long a frame is, with its offload header: addresses, two tags, and the longest head that says it.
+/// Number of first bytes, with the offload header, from which [`len_of`] can tell a frame's length: addresses, two
+/// tags, and the longest header part that states a length.
 pub(super) const FRONT_LEN: usize = HEADER_LEN + 14 + 2 * 4 + 8;
 
 /// The notes of a node.
@@ -41,7 +44,7 @@ pub(super) struct Notes {
 }
 
 impl Notes {
-    /// Those that a predecessor has left on this page of a node memory.
+    /// Opens the notes on this page of a node memory; a predecessor may have left some.
     pub(super) fn over(lines: Span<Line>) -> Self {
         Notes { lines, count: 0 }
     }
@@ -51,13 +54,13 @@ impl Notes {
         self.lines[at / LINE_WORDS].word(at % LINE_WORDS)
     }
 
-    /// A frame will be read to this page, where no addresses stand; or to none of the pool.
+    /// Notes that a frame will be read to `page`, which holds no addresses yet; `None` is memory outside the pool.
     #[inline]
     pub(super) fn reads_to(&self, page: Option<u32>) {
         self.word(READING).store(page.map_or(0, |page| u64::from(page) + 1), Release);
     }
 
-    /// What was read to this page goes, and nobody has seen it.
+    /// Notes that the frame read to `page` is staged and not yet published.
     #[inline]
     pub(super) fn goes(&mut self, page: Option<u32>, len: usize) {
         let (Some(page), Ok(len)) = (page, u32::try_from(len)) else { return };
@@ -68,7 +71,7 @@ impl Notes {
         }
     }
 
-    /// All that goes is published, but a frame that waits.
+    /// Notes that all staged frames are published, except one that waits.
     #[inline]
     pub(super) fn published(&mut self, waits: Option<(u32, usize)>) {
         self.reads_to(None);
@@ -80,10 +83,10 @@ impl Notes {
         }
     }
 
-    /// What a predecessor has left: the page of each frame, and its length where that is known.
+    /// Returns the frames that a predecessor left: the page of each, and its length where known.
     pub(super) fn left(&mut self) -> ArrayVec<(u32, Option<usize>), { FRAMES_MAX + 1 }> {
         let count = usize::try_from(self.word(COUNT).load(Acquire)).map_or(FRAMES_MAX, |count| count.min(FRAMES_MAX));
-        // It stands there until what is left is published.
+        // The notes stand until these frames are published.
         self.count = count;
         let noted = (0..count).map(|at| {
             let (len, page) = halves(self.word(FRAMES_AT + at).load(Relaxed));
@@ -98,22 +101,23 @@ impl Notes {
     }
 }
 
-/// How long the frame is of which this is the beginning, [`FRONT_LEN`] bytes, as far as it says that; with its offload header. Nothing if none was read there.
+/// Returns the length in bytes, with the offload header, of the frame that begins with these [`FRONT_LEN`] bytes.
+/// `None` if the frame does not state its length, or if no frame was read there.
 pub(super) fn len_of(front: &[u8]) -> Option<usize> {
     let frame = front.get(HEADER_LEN..)?;
     let number = |at: usize| Some(usize::from(u16::from_be_bytes(*frame.get(at..)?.first_chunk()?)));
     let was_read = frame.get(..12)?.iter().any(|byte| *byte != 0);
     let mut behind = 14;
-    // Tags of VLANs, one in another.
+    // VLAN tags, one in another.
     while behind < 14 + 2 * 4 && matches!(number(behind - 2)?, 0x8100 | 0x88a8) {
         behind += 4;
     }
     let len = match number(behind - 2)? {
         0x0800 => number(behind + 2)?,
-        // Of one of more than 64 KiB no length is said.
+        // A packet of more than 64 KiB states no length.
         0x86dd => number(behind + 4).filter(|len| *len > 0)? + 40,
         0x0806 => 28,
-        // The length itself (IEEE 802.3).
+        // The field is the length itself (IEEE 802.3).
         len if len <= 1500 => len,
         _ => return None,
     };
@@ -142,7 +146,7 @@ mod tests {
             front(&[0, 38, 0x42, 0x42]),
             front(&[&tags[..], &ipv4].concat()),
             front(&[&tags[..], &ipv6].concat()),
-            // LLDP; IPv6 with a length elsewhere; a third tag; nothing.
+            // LLDP; IPv6 with a length elsewhere; a third tag; zeroes; an empty slice.
             front(&[0x88, 0xcc]),
             front(&[0x86, 0xdd, 0x60, 0, 0, 0, 0, 0]),
             front(&[&tags[..], &[0x81, 0], &ipv4].concat()),

@@ -1,4 +1,5 @@
-//! A worker that is killed at any place in its code while a namespace sends: what it had read comes to the other node all the same.
+//! Kills a worker at every place in its code while a namespace sends. The frames it had read must still reach the other
+//! node.
 
 use std::sync::Arc;
 
@@ -14,7 +15,7 @@ use crate::vni::mortal::lives_for;
 const US: u16 = 0;
 const OTHER: u16 = 1;
 
-/// The namespace's end of a TAP is a socket that keeps messages apart, which is read and written as one.
+/// A node whose namespace end of the TAP is a socket that keeps message boundaries; reads and writes work as on a TAP.
 struct Net {
     node_memories: Vec<NodeMemoryFds>,
     bells: Vec<(OwnedFd, OwnedFd)>,
@@ -38,13 +39,13 @@ impl Net {
         Net { node_memories, bells, lines, _directory, other, tap, namespace }
     }
 
-    /// Another worker goes on.
+    /// Starts another worker, which continues.
     fn worker(&self) -> TapNode<Lines> {
         let switch = Switch::new(US, Lookup::new(Claims::of(Arc::clone(&self.lines))));
         TapNode::new(self.tap.try_clone().unwrap(), end(US, &self.node_memories, &self.bells), switch)
     }
 
-    /// The namespace sends frames with these numbers.
+    /// Has the namespace send frames with these numbers.
     fn send(&self, numbers: std::ops::Range<u16>) {
         for number in numbers {
             let message = [&[0; HEADER_LEN][..], &frame(number)].concat();
@@ -52,7 +53,7 @@ impl Net {
         }
     }
 
-    /// The numbers of the frames that came to the other node, each of which is whole.
+    /// Returns the numbers of the frames that reached the other node; asserts that each is whole.
     fn came(&mut self) -> Vec<u16> {
         let number = |bytes: Vec<u8>| {
             let number = u16::from_be_bytes([bytes[18], bytes[19]]);
@@ -63,7 +64,7 @@ impl Net {
     }
 }
 
-/// IPv4 with a number, of a length that follows from it.
+/// An IPv4 frame with a number; its length follows from the number.
 fn frame(number: u16) -> Vec<u8> {
     let len = 20 + [40, 700, 1480, 4000][usize::from(number % 4)];
     let ip = [&[0x45, 0][..], &u16::try_from(len).unwrap().to_be_bytes(), &number.to_be_bytes()].concat();
@@ -86,7 +87,8 @@ fn no_frame_is_lost_wherever_a_worker_is_killed() {
         net.send(BEFORE..ALL);
         let was_killed = lives_for(places, || _ = worker.turn());
         drop(worker);
-        // Once with what was published read before the next worker comes, and its pages free, and once not.
+        // At even places, read the published frames before the next worker starts, which frees their pages; at odd
+        // places, do not.
         if places % 2 == 0 {
             came.extend(net.came());
         }
@@ -94,7 +96,7 @@ fn no_frame_is_lost_wherever_a_worker_is_killed() {
         while worker.turn() > 0 {}
         came.extend(net.came());
         drop(worker);
-        // What one has sent for another is not sent by a third.
+        // A third worker must not send what the second has sent for the first.
         net.worker().turn();
         assert!(net.came().is_empty(), "killed at place {places}");
         let len = came.len();
@@ -121,7 +123,7 @@ fn what_a_liar_leaves_on_the_page_harms_nobody() {
         let mut worker = net.worker();
         net.send(0..4);
         while worker.turn() > 0 {}
-        // Of what the liar named, at most frames of its own node come again, or parts of them.
+        // The lying notes can at most bring back frames of their own node, or parts of them.
         let came = received(&mut net.other);
         let expected: Vec<_> = (0..4).map(frame).collect();
         assert!(came.ends_with(&expected), "{word:#x}");

@@ -1,7 +1,9 @@
-//! Where a frame is put, before anybody knows for whom it is, by a node whose pool has pages but no run of them for the longest.
+//! Private memory for a frame whose destination is not known yet. A node uses it when its pool has pages, but no run
+//! that holds the longest frame.
 //!
-//! Who stages takes a page for the shortest frame. A reader that stands still then holds pages between those that others have read, and its quota
-//! bounds how many, not how they lie: without this, it would hold up everybody until it is found out (V4).
+//! A node that stages takes a page even for the shortest frame. A stalled reader then holds pages between those that
+//! other readers have given back. Its quota bounds their number, not their places. Without this memory, the stalled
+//! reader would hold up all others until the sender takes its pages back (V4).
 
 use super::{PIECE_MAX, SendError, Vni};
 
@@ -9,7 +11,7 @@ use super::{PIECE_MAX, SendError, Vni};
 #[derive(Debug)]
 pub(super) struct Aside {
     bytes: Box<[u8]>,
-    /// The frame that is staged lies here.
+    /// Whether the staged frame lies here.
     pub(super) is_used: bool,
 }
 
@@ -24,7 +26,7 @@ impl Aside {
 }
 
 impl Vni {
-    /// Copies what lies aside to where there is room for as much, and sends it.
+    /// Copies the frame into the pool, where there is room for its length, and sends it.
     #[cold]
     pub(super) fn post_aside(&mut self, to: u16, len: usize) -> Result<(), SendError> {
         self.draft(to, len)?;
@@ -36,7 +38,8 @@ impl Vni {
         Ok(())
     }
 
-    /// The same to all these nodes. It lies there no longer, whoever got it.
+    /// Like [`post_aside`](Self::post_aside), to all these nodes. Afterwards the frame lies here no longer, whichever
+    /// nodes got it.
     #[cold]
     pub(super) fn post_aside_to_all(
         &mut self,
@@ -47,7 +50,7 @@ impl Vni {
         let sent = self.send_to_all(nodes, len, true, |room| room.copy_from_slice(&bytes[..len]));
         self.aside.bytes = bytes;
         self.aside.is_used = false;
-        // Who stages fills no run for all: the next such frame may be long in coming.
+        // A node that stages does not go on filling a common run: the next such frame may be long in coming.
         if let Some((which, _)) = self.common.take() {
             self.shared.release(which, false, &mut self.pool);
         }

@@ -1,49 +1,55 @@
-//! Frames that are not finished are finished here, for whoever takes none but finished ones: the check sum is computed, and a segment of up to
-//! 64 KiB is cut into frames as long as its sender said.
+//! Finishes frames for receivers that take only finished ones: computes the check sum, and cuts a segment of up to 64
+//! KiB into frames of the length that its sender stated.
 //!
-//! Pure functions on a copy that is ours alone. What the header says is its sender's claim: a frame that does not bear it out is [`Malformed`],
-//! and nothing of it goes anywhere.
+//! These are pure functions on a private copy. The header is its sender's claim: a frame that contradicts it is
+//! [`Malformed`], and no part of it goes anywhere.
 //!
-//! Sources: Virtual I/O Device (VIRTIO) 1.2, 5.1.6.2 and 5.1.6.4; RFC 791, 768, 9293, 8200, 1071; what becomes of flags and identifications in
-//! the second frame and those after it: Linux, `net/ipv4/tcp_offload.c` (`tcp_gso_segment`) and `af_inet.c` (`inet_gso_segment`).
+//! Sources: Virtual I/O Device (VIRTIO) 1.2, 5.1.6.2 and 5.1.6.4; RFC 791, 768, 9293, 8200, 1071. For flags and
+//! identifications in the second and later frames: Linux, `net/ipv4/tcp_offload.c` (`tcp_gso_segment`) and `af_inet.c`
+//! (`inet_gso_segment`).
 
 use super::offload::{NEEDS_CSUM, Offload};
 
-/// `gso_type`: nothing is to be cut.
+/// `gso_type`: the frame is not to be cut.
 pub const GSO_NONE: u8 = 0;
 /// `gso_type`: TCP over IPv4.
 pub const GSO_TCPV4: u8 = 1;
 /// `gso_type`: TCP over IPv6.
 pub const GSO_TCPV6: u8 = 4;
-/// `gso_type`: datagrams of UDP, each with a header of its own.
+/// `gso_type`: UDP datagrams, each with a header of its own.
 pub const GSO_UDP_L4: u8 = 5;
-/// Bit of `gso_type`: the segment has an ECN mark. The bits that matter stand in the TCP header.
+/// Bit of `gso_type`: the segment has an ECN mark. The TCP header holds the bits that matter.
 const GSO_ECN: u8 = 0x80;
 
-/// Most frames that a segment is cut into: 64 KiB in pieces of 256 bytes. What is smaller is nobody's path, and costs us more than its sender.
+/// Maximum number of frames that a segment is cut into: 64 KiB in pieces of 256 bytes. No real path needs smaller
+/// pieces, and they cost us more than their sender.
 pub const CUTS_MAX: usize = 256;
 
-/// Most bytes of headers before the payload.
+/// Maximum number of header bytes before the payload.
 const HEADERS_MAX: usize = 256;
 
 const ETHERNET_LEN: usize = 14;
 const TCP: u8 = 6;
 const UDP: u8 = 17;
-/// Where a datagram's check sum stands in its header.
+/// Offset in bytes of the check sum in a UDP header.
 const UDP_CHECK_AT: u16 = 6;
 
-/// A frame's offload header says of it what is not so.
+/// The frame contradicts its offload header.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 #[error("the frame is not what its offload header says")]
 pub struct Malformed;
 
-/// Whether there is nothing left to be done.
+/// Returns whether the frame needs no more work.
 #[inline]
 pub fn is_finished(offload: &Offload) -> bool {
     offload.flags & NEEDS_CSUM == 0 && offload.gso_type == GSO_NONE
 }
 
-/// Finishes a frame. `each` gets every frame that it makes, in two parts that lie one behind the other on the wire; says how many they are.
+/// Finishes a frame. Passes every resulting frame to `each`, in two parts that follow each other on the wire. Returns
+/// the number of frames.
+///
+/// # Errors
+/// The frame contradicts its offload header.
 pub fn finish(offload: &Offload, frame: &mut [u8], mut each: impl FnMut(&[u8], &[u8])) -> Result<usize, Malformed> {
     if offload.gso_type != GSO_NONE {
         let cut = Cut::of(offload, frame)?;
@@ -56,7 +62,8 @@ pub fn finish(offload: &Offload, frame: &mut [u8], mut each: impl FnMut(&[u8], &
     Ok(1)
 }
 
-/// Computes the check sum from `csum_start` on: what stands in its place already is the sum of what is not in the frame.
+/// Computes the check sum from `csum_start` on. The check sum field already holds the sum of the bytes that are not in
+/// the frame.
 fn compute(offload: &Offload, frame: &mut [u8]) -> Result<(), Malformed> {
     let start = usize::from(offload.csum_start.get());
     let at = start + usize::from(offload.csum_offset.get());
@@ -64,26 +71,26 @@ fn compute(offload: &Offload, frame: &mut [u8]) -> Result<(), Malformed> {
         return Err(Malformed);
     }
     let check = !fold(sum(&frame[start..]));
-    // RFC 768: the two zeroes of this arithmetic are alike, and to UDP one of them means that there is no check sum. To others it is the right one
-    // (RFC 1624), though Linux (`skb_checksum_help`) writes the other for them too.
+    // RFC 768: this arithmetic has two equal zeroes, and in UDP one of them means that there is no check sum. For other
+    // protocols it is the right one (RFC 1624), though Linux (`skb_checksum_help`) writes the other for them too.
     let is_udp = offload.csum_offset.get() == UDP_CHECK_AT;
     put(frame, at, if check == 0 && is_udp { u16::MAX } else { check });
     Ok(())
 }
 
-/// How a segment is cut.
+/// How to cut a segment.
 #[derive(Debug, Clone, Copy)]
 struct Cut {
-    /// Where the IP header begins,
+    /// Offset of the IP header.
     network: usize,
-    /// whether it is version 4,
+    /// Whether the IP header is version 4.
     is_v4: bool,
-    /// where TCP's or UDP's,
+    /// Offset of the TCP or UDP header.
     transport: usize,
     is_tcp: bool,
-    /// and where the payload.
+    /// Offset of the payload.
     payload: usize,
-    /// Bytes of it in each frame but the last.
+    /// Payload bytes in each frame except the last.
     size: usize,
 }
 
@@ -139,7 +146,7 @@ impl Cut {
         count
     }
 
-    /// The IP header of frame `i`, with so many bytes of payload behind all headers.
+    /// Completes the IP header of frame `i`, which has `part` bytes of payload behind all headers.
     fn address(self, headers: &mut [u8], i: usize, part: usize) {
         let at = self.network;
         let len = headers.len() - at + part;
@@ -169,7 +176,7 @@ impl Cut {
         }
     }
 
-    /// The check sum of TCP or UDP.
+    /// Writes the check sum of TCP or UDP.
     fn check(self, headers: &mut [u8], part: &[u8]) {
         let addresses =
             if self.is_v4 { self.network + 12..self.network + 20 } else { self.network + 8..self.network + 40 };
@@ -177,13 +184,13 @@ impl Cut {
         put(headers, at, 0);
         let len = headers.len() - self.transport + part.len();
         let pseudo = sum(&headers[addresses]) + len as u64 + u64::from(if self.is_tcp { TCP } else { UDP });
-        // All before the payload has an even number of bytes.
+        // All bytes before the payload are even in number.
         let check = !fold(pseudo + sum(&headers[self.transport..]) + sum(part));
         put(headers, at, if check == 0 && !self.is_tcp { u16::MAX } else { check });
     }
 }
 
-/// Where the IP header begins, behind up to two tags, and whether it is version 4.
+/// Returns the offset of the IP header, behind up to two tags, and whether it is version 4.
 fn network_of(frame: &[u8]) -> Option<(usize, bool)> {
     const TAGS: [u16; 2] = [0x8100, 0x88a8];
     let mut at = 12;
@@ -199,7 +206,7 @@ fn network_of(frame: &[u8]) -> Option<(usize, bool)> {
     None
 }
 
-/// Whether there is an IPv4 header, of a packet that is whole, just before `transport`.
+/// Returns whether an IPv4 header of an unfragmented packet ends at `transport`.
 fn is_v4_before(frame: &[u8], network: usize, transport: usize, protocol: u8) -> bool {
     const FRAGMENT: u16 = 0x3fff;
     let Some(header) = frame.get(network..network + 20) else { return false };
@@ -211,7 +218,7 @@ fn is_v4_before(frame: &[u8], network: usize, transport: usize, protocol: u8) ->
         && get(header, 6) & FRAGMENT == 0
 }
 
-/// Whether there is an IPv6 header before `transport`, and nothing or extensions in between.
+/// Returns whether an IPv6 header, with or without extensions, ends at `transport`.
 fn is_v6_before(frame: &[u8], network: usize, transport: usize, protocol: u8) -> bool {
     const FRAGMENT: u8 = 44;
     let Some(header) = frame.get(network..network + 40) else { return false };
@@ -224,7 +231,7 @@ fn is_v6_before(frame: &[u8], network: usize, transport: usize, protocol: u8) ->
     header[0] >> 4 == 6 && next != FRAGMENT && next == protocol && at == transport
 }
 
-/// The sum of RFC 1071, not yet folded, of bytes of which the first is the higher half of a word.
+/// Returns the unfolded sum of RFC 1071; the first byte is the high half of a word.
 fn sum(bytes: &[u8]) -> u64 {
     let mut fours = bytes.chunks_exact(4);
     let all: u64 = fours.by_ref().map(|four| u64::from(u32::from_be_bytes(four.try_into().expect("four bytes")))).sum();
@@ -249,7 +256,7 @@ fn put(bytes: &mut [u8], at: usize, value: u16) {
     bytes[at..at + 2].copy_from_slice(&value.to_be_bytes());
 }
 
-/// A length in a header. No frame of ours is longer than it can say.
+/// Returns `len` for a 16-bit header field. None of our frames exceeds the field.
 fn short(len: usize) -> u16 {
     u16::try_from(len).unwrap_or(u16::MAX)
 }

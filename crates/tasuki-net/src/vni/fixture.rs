@@ -1,4 +1,4 @@
-//! What tests of this crate's own modules give the nodes of a VNI, and what they get.
+//! Set-up of VNI nodes for the tests of this crate's modules.
 
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
@@ -10,15 +10,15 @@ use tasuki_shm::wake::Clapper;
 
 use super::{PeerDescriptor, Vni};
 
-/// A directory's memory, in one process.
+/// Memory of a directory, in one process.
 pub type Lines = Arc<[Line]>;
 
-/// The station address of a node.
+/// Returns the station address of a node.
 pub fn mac(node: u16) -> Mac {
     [2, 0, 0, 0, 0, node.to_le_bytes()[0]]
 }
 
-/// A directory of so many nodes, and its memory.
+/// Makes a directory of `nodes` nodes, and its memory.
 pub fn directory(nodes: u16) -> (Lines, Directory<Lines>) {
     let lines: Lines = (0..directory_lines(64)).map(|_| Line::default()).collect();
     let mut directory = Directory::new(Arc::clone(&lines));
@@ -31,7 +31,7 @@ pub fn directory(nodes: u16) -> (Lines, Directory<Lines>) {
     (lines, directory)
 }
 
-/// The end of node `number` on a node memory and a bell for each node. All the others are known to it.
+/// Opens the end of node `number`, given a node memory and a bell for each node. Adds all other nodes.
 pub fn end(number: u16, node_memories: &[NodeMemoryFds], bells: &[(OwnedFd, OwnedFd)]) -> Vni {
     let [control, pool] = node_memories[usize::from(number)].fds().map(|fd| fd.try_clone_to_owned().unwrap());
     let bell_receiver = bells[usize::from(number)].0.try_clone().unwrap();
@@ -45,7 +45,7 @@ pub fn end(number: u16, node_memories: &[NodeMemoryFds], bells: &[(OwnedFd, Owne
     vni
 }
 
-/// The frames that have come to a node.
+/// Returns the frames that have reached a node.
 pub fn received(vni: &mut Vni) -> Vec<Vec<u8>> {
     let mut came = Vec::new();
     for _ in 0..16 {

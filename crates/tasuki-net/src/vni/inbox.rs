@@ -1,4 +1,4 @@
-//! What one node sends to us: its ring, which we read, and its pool, in which the frames lie.
+//! Frames from one node: its ring to us, which we read, and its pool, in which the frames lie.
 
 use std::cell::Cell;
 use std::io;
@@ -16,47 +16,48 @@ use super::outbox::{WITH_HEADER, piece_of};
 use crate::own::{FRONT_MAX, Own};
 use crate::switch::{FRONT, Front};
 
-/// Bytes before a frame that has them.
+/// Length in bytes of the offload header.
 #[expect(clippy::cast_possible_truncation, reason = "10")]
 const HEADER: u32 = HEADER_LEN as u32;
 
-/// The frame was taken back before it was read: we were too slow.
+/// The sender took the frame back before it was read: the reader was too slow.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 #[error("the frame was taken back by its sender before it was read")]
 pub struct TakenBack;
 
-/// A rule that the other node broke. Its ring is looked at no more.
+/// A rule that the other node broke. Its ring is no longer looked at.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 pub enum Breach {
-    /// Of the ring.
+    /// A rule of the ring.
     #[error(transparent)]
     Ring(#[from] Broken),
-    /// Of the pool.
+    /// A rule of the pool.
     #[error(transparent)]
     Piece(#[from] NoSuchPiece),
 }
 
-/// A frame in another node's memory. It is the sender's again when this is gone.
+/// A frame in another node's memory. The frame is the sender's again when this value is gone.
 ///
-/// The sender can write it at any time, if it means harm or has waited for us too long: so copy it before looking at what it says.
+/// A sender that is malicious, or that has waited for us too long, can write to it at any time: copy the frame before
+/// looking at its contents.
 #[derive(Debug)]
 pub struct Incoming<'a> {
     pool: &'a PeerPool,
     piece: Piece,
-    /// Bytes before the frame.
+    /// Length in bytes of the offload header before the frame.
     header: u32,
-    /// The node that sent it.
+    /// Number of the node that sent it.
     pub from: u16,
-    /// Its place in that node's ring to us.
+    /// Index of its message in that node's ring to us.
     pub(super) index: u32,
-    /// That node's addresses of IP,
+    /// IP addresses of that node.
     pub(crate) own: &'a Own,
-    /// and frames of it that were not from it.
+    /// Count of that node's frames with an address that is not its own.
     forged: &'a Cell<u64>,
 }
 
 impl Incoming<'_> {
-    /// Bytes of the frame, without check sequence.
+    /// Returns the length of the frame in bytes, without its check sequence.
     #[inline]
     #[expect(clippy::len_without_is_empty, reason = "no frame is empty")]
     pub fn len(&self) -> usize {
@@ -67,7 +68,7 @@ impl Incoming<'_> {
         Piece { offset: self.piece.offset + self.header, len: self.piece.len - self.header, ..self.piece }
     }
 
-    /// A copy of the frame's first bytes; none of what is too short to be a frame.
+    /// Returns a copy of the frame's first bytes, or `None` if it is too short to be a frame.
     #[inline]
     pub(crate) fn front(&self) -> Option<[u8; FRONT]> {
         let mut front = [0; FRONT];
@@ -75,7 +76,7 @@ impl Incoming<'_> {
         Some(front)
     }
 
-    /// More of them, as much as says from whose address of IP the frame is.
+    /// Returns a longer copy: enough to check the frame's IP addresses.
     #[cold]
     pub(crate) fn long_front(&self) -> Front {
         let mut front = [0; FRONT_MAX];
@@ -84,7 +85,8 @@ impl Incoming<'_> {
         front[..len].iter().copied().collect()
     }
 
-    /// Counts it as a frame that is not from the node that sent it; as one that came too late, if its sender has taken it back meanwhile.
+    /// Counts the frame as `forged`: not from the node that sent it. If its sender has taken it back meanwhile, counts
+    /// it as `too_late`.
     #[cold]
     pub fn refuse(&self, forged: &mut u64, too_late: &mut u64) {
         if self.is_whole() {
@@ -95,7 +97,7 @@ impl Incoming<'_> {
         }
     }
 
-    /// Copies the frame into the front of `into`, as much of it as fits; says how many bytes that are.
+    /// Copies as much of the frame as fits to the front of `into`. Returns the number of bytes copied.
     #[inline]
     pub fn copy_to(&self, into: &mut [u8]) -> Result<usize, TakenBack> {
         let len = self.len().min(into.len());
@@ -103,8 +105,8 @@ impl Incoming<'_> {
         self.check().map(|()| len)
     }
 
-    /// Copies `len` bytes from byte `at` of the frame on to where a stranger has its memory. To be believed if the frame
-    /// [is whole](Self::is_whole) afterwards.
+    /// Copies `len` bytes of the frame, from byte `at` on, into memory that another process can write. Trust the copy
+    /// only if the frame [is whole](Self::is_whole) afterwards.
     ///
     /// # Panics
     /// If the frame has fewer bytes.
@@ -113,7 +115,7 @@ impl Incoming<'_> {
         self.pool.copy_to_common(self.frame(), at, len, into, offset)
     }
 
-    /// What is left to be done to the frame.
+    /// Returns the work that is left to do on the frame.
     pub fn offload(&self) -> Result<Offload, TakenBack> {
         let mut offload = Offload::new_zeroed();
         if self.header > 0 {
@@ -122,7 +124,8 @@ impl Incoming<'_> {
         self.check().map(|()| offload)
     }
 
-    /// Copies the offload header and the frame behind it into the front of `into`; says how many bytes that are in all.
+    /// Copies the offload header and the frame behind it to the front of `into`. Returns the number of bytes copied in
+    /// all.
     pub fn copy_with_header(&self, into: &mut [u8]) -> Result<usize, TakenBack> {
         if self.header > 0 {
             let len = (self.piece.len as usize).min(into.len());
@@ -134,8 +137,8 @@ impl Incoming<'_> {
         self.copy_to(frame).map(|len| HEADER_LEN + len)
     }
 
-    /// Writes the offload header and the frame behind it to a descriptor in one go. The kernel copies them out of the sender's memory, but for the front,
-    /// which was checked.
+    /// Writes the offload header and the frame behind it to a descriptor, in one call. The kernel copies the frame out
+    /// of the sender's memory, except for `front`, which was checked.
     #[inline]
     pub fn write_with_header(&self, fd: BorrowedFd<'_>, front: &Front) -> io::Result<usize> {
         let mut before = [0; HEADER_LEN + FRONT_MAX];
@@ -149,17 +152,18 @@ impl Incoming<'_> {
         self.pool.write_to(fd, before, Piece { offset: offset + checked, len: len - checked, generation })
     }
 
-    /// The frame's bytes where they lie, as 64-bit words in native order, each loaded once. The last is filled up with what lies behind. `None`
-    /// for a frame that does not begin on a whole word, as one behind an offload header: copy it.
+    /// Returns the frame's bytes where they lie, as 64-bit words in native order; loads each once. Bytes behind the
+    /// frame fill up the last word. `None` if the frame does not begin on a whole word, as behind an offload header:
+    /// copy it instead.
     ///
-    /// For senders that are trusted to leave alone what they have sent. They too take a frame back from a reader that is too slow: what was
-    /// read is to be believed if the frame [is whole](Self::is_whole) afterwards.
+    /// Use it only for senders that are trusted not to change what they sent. They too take a frame back from a reader
+    /// that is too slow: trust the words only if the frame [is whole](Self::is_whole) afterwards.
     #[inline]
     pub fn words(&self) -> Option<impl ExactSizeIterator<Item = u64>> {
         self.pool.words(self.frame())
     }
 
-    /// Whether the frame was still there when it had been read.
+    /// Returns whether the frame was still there after it had been read.
     #[inline]
     pub fn is_whole(&self) -> bool {
         self.pool.is_whole(self.piece)
@@ -170,12 +174,12 @@ impl Incoming<'_> {
     }
 }
 
-/// Who takes in what comes: a function of each frame, or one who must also know when they go.
+/// Consumer of received frames: a function of each frame, or a type that must also know when they go.
 pub trait Reader {
-    /// A frame has come.
+    /// Takes a frame that has arrived.
     fn frame(&mut self, incoming: Incoming<'_>);
 
-    /// Those that came last are their sender's again next, and come to no successor.
+    /// Called before the frames of the last look go back to their sender; no successor receives them.
     #[inline]
     fn before_they_go(&mut self) {}
 }
@@ -187,21 +191,21 @@ impl<F: FnMut(Incoming<'_>)> Reader for F {
     }
 }
 
-/// What one node sends to us.
+/// Frames from one node.
 #[derive(Debug)]
 pub(super) struct Inbox {
     ring: Consumer<Span<Line>, Span<Line>, 1>,
     pool: PeerPool,
-    /// Of the message at this index so many parts were handled by a predecessor: what a segment was cut into.
+    /// Index of a message, and how many of its parts a predecessor handled; a segment is cut into parts.
     begun: (u32, u32),
-    /// The node's addresses of IP.
+    /// IP addresses of the node.
     pub(super) own: Own,
-    /// Frames that were not from the node, and were not counted yet.
+    /// Number of frames with an address that is not the node's, and that are not counted yet.
     pub(super) forged: Cell<u64>,
-    /// The rule that was broken, until somebody [asks](Self::breach).
+    /// The rule that the node broke, until the caller [takes](Self::breach) it.
     ///
-    /// Not a result of every look: that would be written to memory and read back as a whole at once, for which the CPU waits until all that was
-    /// stored before, a burst of frames, is in its cache.
+    /// Not a result of every look: the code would write that to memory and at once read it back as a whole. The CPU
+    /// would then wait until all earlier stores, a burst of frames, are in its cache.
     breach: Option<Breach>,
 }
 
@@ -212,7 +216,7 @@ impl Inbox {
         Inbox { ring, pool, begun, own, forged: Cell::new(0), breach: None }
     }
 
-    /// Everything before `head` was handled, and of the message there so many parts.
+    /// Marks everything before `head` as handled, and `parts` parts of the message at `head`.
     pub(super) fn retire_to(&mut self, head: u32, parts: u32) {
         self.begun = (head, parts);
         self.ring.retire_to(head, parts);
@@ -223,7 +227,7 @@ impl Inbox {
         self.ring.is_ready()
     }
 
-    /// Hands over up to `most` frames; says how many there were, before the first [breach](Self::breach).
+    /// Passes up to `most` frames to the reader. Returns their number, up to the first [breach](Self::breach).
     #[inline]
     pub(super) fn receive(&mut self, from: u16, most: usize, reader: &mut impl Reader) -> usize {
         let count = self.take(from, most, &mut |incoming, _| {
@@ -238,8 +242,9 @@ impl Inbox {
         count
     }
 
-    /// Hands over up to `most` frames that stay the sender's to keep until they are [retired](Self::retire_to). From the first on that `each` does not
-    /// take they come again. It is told how many parts of the frame were handled by a predecessor: of what it makes when it is cut.
+    /// Passes up to `most` frames to `each`; the sender must keep them until they are [retired](Self::retire_to). The
+    /// first that `each` refuses, and all behind it, come again. `each` also gets the number of parts that a
+    /// predecessor handled, if the frame is one that is cut.
     #[inline]
     pub(super) fn take(&mut self, from: u16, most: usize, each: &mut impl FnMut(Incoming<'_>, u32) -> bool) -> usize {
         let mut count = 0;
@@ -273,13 +278,13 @@ impl Inbox {
         count
     }
 
-    /// Whether a look found a rule broken.
+    /// Returns whether a look found a broken rule.
     #[inline]
     pub(super) fn is_broken(&self) -> bool {
         self.breach.is_some()
     }
 
-    /// Which.
+    /// Takes the rule that was broken.
     pub(super) fn breach(&mut self) -> Option<Breach> {
         self.breach.take()
     }

@@ -1,18 +1,19 @@
-//! What a native node's program has done, and was about to do: a page of the node's node memory that its worker alone writes, for its successor (V5).
+//! What a native node's program has done and was about to do: a page of the node memory that only the node's worker
+//! writes, for its successor (V5).
 //!
-//! A turn is over with one store, that of the count of turns. Before it stands here what was received and is handled, and every message that goes;
-//! after it that is done, and then noted as done. A successor that finds a turn which is not noted as done does it again: it writes the same
-//! messages to the same places, and the same heads.
+//! One store ends a turn: that of the turn count. Before it, the worker writes down which received frames are handled,
+//! and every message to be sent. After it, the worker carries this out, then notes the turn as done. A successor that
+//! finds a turn not noted as done repeats it: it writes the same messages to the same places, and the same heads.
 //!
 //! # Layout, in words of 8 bytes
 //!
-//! | words    | what                                                                                          |
+//! | words    | contents                                                                                      |
 //! |----------|-----------------------------------------------------------------------------------------------|
-//! | 0        | turns that are over                                                                           |
-//! | 1        | turns of which is noted that all was done                                                     |
-//! | 2, 3     | frames that were given, in two copies: that of the turns' parity is valid                      |
-//! | 4        | how many heads and messages stand here                                                        |
-//! | 8..136   | heads, two words each: the node; how far its ring was read, and parts of what stands there    |
+//! | 0        | number of turns that are over                                                                 |
+//! | 1        | number of turns noted as done                                                                 |
+//! | 2, 3     | number of frames given, in two copies: the one of the turn count's parity is valid            |
+//! | 4        | numbers of heads and messages below                                                           |
+//! | 8..136   | heads, two words each: the node; how far its ring was read, and parts of the message there    |
 //! | 136..    | messages, three words each: its place in a ring and the node; its tag; where the frame lies   |
 
 use std::num::NonZeroU32;
@@ -28,10 +29,10 @@ use tasuki_shm::vni::node_memory::{LEDGER_LINES, NodeMemory};
 use super::halves;
 use super::neighbour::say_that_we_talk;
 
-/// Nodes of which frames can be handled in one turn.
+/// Maximum number of nodes whose frames one turn can handle.
 pub(super) const HEADS_MAX: usize = 64;
 
-/// Messages of a turn that a successor does again. Only frames to many nodes make more.
+/// Maximum number of messages of a turn that a successor repeats. Only frames to many nodes make more.
 pub(super) const MESSAGES_MAX: usize = (LEDGER_LINES * LINE_WORDS - MESSAGES_AT) / 3;
 
 const TURNS: usize = 0;
@@ -46,11 +47,11 @@ const _: () = assert!(MESSAGES_AT == 136 && MESSAGES_MAX >= 100);
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Handled {
     pub(super) from: u16,
-    /// All before this index,
+    /// Index of the first message that is not wholly handled.
     pub(super) head: u32,
-    /// and so many parts of it.
+    /// Number of handled parts of that message.
     pub(super) parts: u32,
-    /// Frames since the last turn.
+    /// Number of frames handled since the last turn.
     pub(super) count: u64,
 }
 
@@ -58,12 +59,12 @@ pub(super) struct Handled {
 #[derive(Debug)]
 pub(super) struct Ledger {
     lines: Span<Line>,
-    /// As they stand there.
+    /// As they stand in the ledger.
     pub(super) turns: u64,
     pub(super) given: u64,
 }
 
-/// A place at which a test has the node's worker killed.
+/// A place at which a test may kill the node's worker.
 #[inline(always)]
 pub(crate) fn point(name: &'static str) {
     crash::point(name);
@@ -76,7 +77,7 @@ fn index(len: usize) -> u32 {
 }
 
 impl Ledger {
-    /// That of a node memory.
+    /// Opens the ledger of a node memory.
     pub(super) fn over(lines: Span<Line>) -> Self {
         let mut ledger = Ledger { lines, turns: 0, given: 0 };
         ledger.turns = ledger.word(TURNS).load(Acquire);
@@ -94,8 +95,8 @@ impl Ledger {
         self.word(at).store(word, Relaxed);
     }
 
-    /// Ends a turn: this was handled, these messages go, with so many frames. What is here next is to do it, and then to note that it is
-    /// [done](Self::done).
+    /// Ends a turn that handled these frames, sends these messages and gave `given` frames. The caller then carries it
+    /// out and calls [`done`](Self::done).
     #[inline]
     pub(super) fn commit<'m>(
         &mut self,
@@ -119,23 +120,24 @@ impl Ledger {
         (self.turns, self.given) = (self.turns + 1, self.given + given);
         self.put(GIVEN + usize::from(self.turns & 1 == 1), self.given);
         point("vni.written");
-        // V5: stores become visible in the order of the program, also of one that dies: what is done next stays behind this (E3 of nic/ledger.rs).
+        // V5: stores become visible in program order, even those of a worker that dies. All later stores stay behind
+        // this one (E3 of nic/ledger.rs).
         self.word(TURNS).store(self.turns, Release);
         fence(Release);
         point("vni.committed");
     }
 
-    /// All of the last turn is done.
+    /// Notes that the last turn is carried out.
     #[inline]
     pub(super) fn done(&self) {
         point("vni.done");
         self.word(DONE).store(self.turns, Release);
-        // Nothing of the next turn stands before that.
+        // No store of the next turn precedes this one.
         fence(Release);
     }
 
-    /// Does what a predecessor may not have come to do. What stands here was written by a worker of this node: it is held against what there is, and no
-    /// more believed than that.
+    /// Repeats a turn that a predecessor may not have carried out. A worker of this node wrote the ledger, so this
+    /// checks each entry against what exists and trusts it no further.
     pub(super) fn redo(&self, node_memory: &NodeMemory) {
         if self.word(DONE).load(Acquire) == self.turns {
             return;

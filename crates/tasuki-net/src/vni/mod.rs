@@ -1,21 +1,24 @@
-//! The virtual network interface: Ethernet between nodes through memory, with nobody in between.
+//! The virtual network interface: Ethernet between nodes through memory, without a process in between.
 //!
-//! Each node has an [node memory](tasuki_shm::vni::node_memory) that its worker alone writes and the others read. Whoever sends looks up whose the
-//! destination address is, writes the frame into its own pool, and a message of 16 bytes into its ring to that node; whoever receives copies the
-//! frame out and says how far it is. So n nodes have n pools; a ring is one page, and costs memory once two nodes have talked.
+//! Each node has a [node memory](tasuki_shm::vni::node_memory) that only its worker writes and the others read. A
+//! sender looks up the destination's node, writes the frame into its own pool, and a message of 16 bytes into its ring
+//! to that node. The receiver copies the frame out and publishes how far it has read. So n nodes have n pools; a ring
+//! is one page, and costs memory once two nodes have talked.
 //!
 //! # Rules
 //!
-//! - **V1** Only a node's worker writes the node's node memory: nobody locks anything, and a node can spoil nothing but its own frames.
-//! - **V2** A node that talks to another has said so in its node memory, and has then rung the other's bell with its number, before it counts on being
-//!   heard. Rings of nodes that have not said so are not looked at.
-//! - **V3** A frame's pages are its reader's until it has said that it has read it, or until they are taken back, and then the reader finds a
-//!   generation that is another (P3, P4).
-//! - **V4** What a reader may hold of a pool is bounded, and what it does not read in time is taken back: a slow one holds up itself alone.
-//! - **V5** What a native node's program did in a turn (what it received, what it sent) is in the node's ledger before anybody sees any of it; a successor
-//!   does again what stands there, which does no harm if it was done.
+//! - **V1** Only a node's worker writes the node's node memory: there are no locks, and a node can spoil only its own
+//!   frames.
+//! - **V2** Before a node relies on being heard by another, it announces in its node memory that it talks to the other,
+//!   then rings the other's bell with its own number. A receiver does not look at rings that were not announced to it.
+//! - **V3** A reader keeps a frame's pages until it reports the frame as read, or until the sender takes them back. The
+//!   reader then finds another generation (P3, P4).
+//! - **V4** A reader may hold only a bounded part of a pool, and the sender takes back frames that are not read in
+//!   time: a slow reader holds up only itself.
+//! - **V5** A native node's worker writes into the node's ledger what its program received and sent in a turn, before a
+//!   peer can see any of it. A successor repeats what the ledger holds; the repetition does no harm.
 //!
-//! docs/design/vni.md says what is promised to whom, and how much memory it takes.
+//! docs/design/vni.md states the guarantees, and how much memory a VNI takes.
 
 mod aside;
 pub mod finish;
@@ -59,25 +62,25 @@ pub use outbox::NoRoom;
 use outbox::{LeftBehind, Outbox, SharedRun, SharedRuns, Stock, piece_of};
 pub use send::SendError;
 
-/// Bytes of the longest frame with its offload header: 64 KiB of IP behind Ethernet's header and two tags.
+/// Length in bytes of the longest frame with its offload header: 64 KiB of IP behind Ethernet's header and two tags.
 pub const PIECE_MAX: usize = HEADER_LEN + 14 + 8 + 65_536;
 
-/// Rings that are looked at each time, for they were busy last.
+/// Maximum number of rings that every look includes because they were busy last.
 const ACTIVE: usize = 4;
 
-/// How long a reader may read nothing of what it has before it is taken back.
+/// How long a reader may read nothing before the sender takes its frames back.
 pub const PATIENCE: Duration = Duration::from_secs(1);
 
-/// What another node is reached by.
+/// Handles by which a node reaches another node.
 #[derive(Debug)]
 pub struct PeerDescriptor {
-    /// Its number.
+    /// Number of the other node on the VNI.
     pub number: u16,
-    /// Its node memory, to be read.
+    /// Node memory of the other node, for reading.
     pub node_memory: NodeMemoryFds,
-    /// What rings its bell.
+    /// Rings the other node's bell.
     pub bell: Clapper,
-    /// Its addresses of IP, if they are known: what it sends is held against them.
+    /// IP addresses of the other node, if they are known: the receiver checks its frames against them.
     pub own: Own,
 }
 
@@ -92,35 +95,37 @@ pub struct Vni {
     bell: Bell<Span<Line>>,
     bell_receiver: OwnedFd,
     neighbours: Vec<Option<Box<Neighbour>>>,
-    /// Whose rings we look at.
+    /// Nodes whose rings this node looks at.
     heard: Vec<u16>,
-    /// Those of them that were busy last, and how often they were not since.
+    /// The nodes of `heard` that were busy last, each with its number of empty looks since.
     active: ArrayVec<(u16, u32), ACTIVE>,
     next: usize,
     looks: u32,
     touched: Vec<u16>,
-    /// What goes to several nodes lies here: the run that is being filled, and how many bytes of it are in use.
+    /// The run that is being filled with frames for several nodes, and the bytes of it in use.
     common: Option<(SharedRun, u32)>,
-    /// Where a frame is put before anybody knows for whom it is.
+    /// The run for a frame whose destination is not known yet.
     staging: Option<Run>,
-    /// The same where the pool has no such run.
+    /// Holds that frame when the pool has no such run.
     aside: Aside,
-    /// What a predecessor sent to nodes that were not added yet.
+    /// Frames that a predecessor sent to nodes that are not added yet.
     left: HashMap<u16, LeftBehind>,
-    /// Whoever looks on.
+    /// Captures of this end, if there are any.
     captures: Option<Box<Captures>>,
 }
 
 impl Vni {
-    /// Node `number`'s end, on memory that belongs to the node; `bell_receiver` is the reading end of its bell's pipe. What a predecessor sent and was not
-    /// read stays with its readers, which are then [added](Self::add); after the last, [`settle`](Self::settle) frees what is nobody's.
+    /// Opens the end of node `number`, on memory that belongs to the node. `bell_receiver` is the reading end of its
+    /// bell's pipe. Frames that a predecessor sent and that are unread stay with their readers. The caller then
+    /// [adds](Self::add) all nodes and calls [`settle`](Self::settle), which frees the rest.
     pub fn new(number: u16, node_memory: NodeMemoryFds, bell_receiver: OwnedFd) -> Result<Self, RegionError> {
         assert!(number < NODES_MAX, "a VNI has no node {number}");
         let (node_memory, pool) = NodeMemory::adopt(node_memory)?;
         Ok(Self::over(number, node_memory, pool, bell_receiver))
     }
 
-    /// The same with a ledger, in which a predecessor may have left what it was about to do: that is done, before anybody looks.
+    /// Like [`new`](Self::new), with a ledger. First does what a predecessor may have left undone there, before any
+    /// peer looks.
     fn with_ledger(
         number: u16,
         node_memory: NodeMemoryFds,
@@ -160,22 +165,23 @@ impl Vni {
         }
     }
 
-    /// This node's number.
+    /// Returns this node's number.
     pub fn number(&self) -> u16 {
         self.number
     }
 
-    /// A page of the node memory for whoever passes frames on: written by the node's worker alone, and there for its successor.
+    /// Returns a page of the node memory for a worker that passes frames on. Only the node's worker writes it; its
+    /// successor reads it.
     pub(crate) fn notes(&self) -> Span<Line> {
         self.node_memory.ledger()
     }
 
-    /// Whoever looks on, if anybody does: at each frame that comes, and that is sent.
+    /// The captures, if any, that see each frame that this end receives or sends.
     pub fn captures(&mut self) -> &mut Option<Box<Captures>> {
         &mut self.captures
     }
 
-    /// Makes another node known, or the same one with other memory.
+    /// Adds another node, or replaces the memory of a node that was added before.
     pub fn add(&mut self, bundle: PeerDescriptor) -> Result<(), RegionError> {
         let PeerDescriptor { number, node_memory, bell, own } = bundle;
         assert!(number < NODES_MAX && number != self.number, "node {number} is no neighbour of node {}", self.number);
@@ -184,7 +190,7 @@ impl Vni {
             self.remove(number);
         }
         let line = self.node_memory.line_of(number);
-        // What is ours to know stands in our own memory: a predecessor may have left it.
+        // Resume the read position from our own memory; a predecessor may have left it there.
         let (head, parts) = halves(line[0].word(0).load(Relaxed));
         let inbox = Inbox::new(Consumer::go_on(node_memory.ring_to(self.number), line.clone(), head), pool, parts, own);
         let mut left = self.left.remove(&number).unwrap_or_default();
@@ -194,7 +200,7 @@ impl Vni {
         let ring = match talks.then(ring).flatten() {
             Some(ring) => ring,
             None => {
-                // Nobody looks at it, or it was for another node of that number.
+                // The peer does not look at this ring, or the ring belonged to another node of that number.
                 left.drain(..).for_each(|(_, which)| stock.shared.release(which, true, stock.pool));
                 self.node_memory.give_back_ring(number)?;
                 let (head, _) = halves(node_memory.line_of(self.number).load(0, 0));
@@ -218,7 +224,7 @@ impl Vni {
             talks: node_memory.talks(),
         };
         if talk == Talk::Known {
-            // A predecessor may have ended between saying that it talks and ringing.
+            // A predecessor may have ended between the announcement and the bell.
             neighbour.clapper.ring_as(&name_of(self.number));
         }
         self.neighbours[usize::from(number)] = Some(Box::new(neighbour));
@@ -226,7 +232,7 @@ impl Vni {
         Ok(())
     }
 
-    /// Forgets a node that is there no more: what it had not read is ours again, and what it sent and we have not read is gone.
+    /// Forgets a node that is gone. Takes back what it had not read; drops what it sent and this node has not read.
     pub fn remove(&mut self, number: u16) {
         self.stop_listening_to(number);
         let Some(mut neighbour) = self.neighbours.get_mut(usize::from(number)).and_then(Option::take) else { return };
@@ -234,21 +240,22 @@ impl Vni {
         neighbour.outbox.take_back(&mut stock);
         say_that_we_talk(&self.node_memory.talks(), number, false);
         self.touched.retain(|touched| *touched != number);
-        // Fails only where there is nothing to give back, and then nothing is lost.
+        // Fails only if there is nothing to give back; then nothing is lost.
         let _ = self.node_memory.give_back_ring(number);
         neighbour.clear_line();
     }
 
-    /// All nodes that there are have been added: what a predecessor sent to others is free.
+    /// Frees what a predecessor sent to nodes that no longer exist. Call it once all existing nodes are added.
     pub fn settle(&mut self) {
         for (number, left) in self.left.drain() {
             say_that_we_talk(&self.node_memory.talks(), number, false);
-            // Fails only where there is nothing to give back.
+            // Fails only if there is nothing to give back.
             let _ = self.node_memory.give_back_ring(number);
             self.node_memory.line_of(number)[0].word(0).store(0, Relaxed);
             left.into_iter().for_each(|(_, which)| self.shared.release(which, true, &mut self.pool));
         }
-        // A predecessor that was killed between taking back that it talks and giving back the ring has left that allocated.
+        // A predecessor that was killed between withdrawing its announcement and giving the ring back left the ring
+        // allocated.
         let mut first = 0;
         for number in 0..=NODES_MAX {
             if self.neighbours.get(usize::from(number)).is_none_or(Option::is_some) {
@@ -259,8 +266,9 @@ impl Vni {
         }
     }
 
-    /// Does what is due now and then, a few times a second: takes back everything from a reader that has read nothing for [`PATIENCE`] (V4), and
-    /// gives back the memory of rings on which nothing went for [`IDLE`]. Says whether there is anything left that has to be looked at again.
+    /// Does periodic work; call it a few times a second. Takes back everything from a reader that has read nothing for
+    /// [`PATIENCE`] (V4), and gives back the memory of rings that were idle for [`IDLE`]. Returns whether the next tick
+    /// has work.
     pub fn tick(&mut self, now: Instant) -> bool {
         let mut again = false;
         for (number, slot) in (0_u16..).zip(&mut self.neighbours) {
@@ -296,30 +304,30 @@ impl Vni {
         again
     }
 
-    /// A neighbour has other addresses of IP from now on.
+    /// Replaces the IP addresses of a neighbour.
     pub fn set_own(&mut self, number: u16, own: Own) {
         if let Some(neighbour) = self.neighbours.get_mut(usize::from(number)).and_then(Option::as_mut) {
             neighbour.inbox.own = own;
         }
     }
 
-    /// What is counted of a neighbour.
+    /// Returns the counts of node `of`, or `None` if it was not added.
     pub fn counts(&self, of: u16) -> Option<Counts> {
         self.neighbours.get(usize::from(of))?.as_ref().map(|neighbour| neighbour.counts)
     }
 
-    /// Why a neighbour is not heard any more.
+    /// Returns the rule that node `of` broke, for which it is no longer heard.
     pub fn breach(&self, of: u16) -> Option<Breach> {
         self.neighbours.get(usize::from(of))?.as_ref().and_then(|neighbour| neighbour.breach)
     }
 
-    /// Pages of our pool that nobody holds.
+    /// Returns the number of free pages in this node's pool.
     pub fn pages_left(&self) -> u32 {
         self.pool.left()
     }
 }
 
-/// Takes the pages in which frames lie that a predecessor has sent, whoever has read them.
+/// Takes from the pool the pages of all frames that a predecessor sent, whether or not they have been read.
 fn left_behind(node_memory: &NodeMemory, pool: &mut Pool, shared: &mut SharedRuns) -> HashMap<u16, LeftBehind> {
     let mut pages = HashMap::new();
     let mut left = HashMap::new();
@@ -350,7 +358,7 @@ fn left_behind(node_memory: &NodeMemory, pool: &mut Pool, shared: &mut SharedRun
     left
 }
 
-/// The low half of a word, and the high one.
+/// Returns the low half of a word, then the high half.
 #[expect(clippy::cast_possible_truncation, reason = "the halves are what is meant")]
 pub(crate) fn halves(word: u64) -> (u32, u32) {
     (word as u32, (word >> 32) as u32)

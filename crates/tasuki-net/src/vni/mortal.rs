@@ -1,14 +1,14 @@
-//! A worker that a test kills at a place in its code: nothing of it runs after that, and all that it had published stands.
+//! Lets a test kill a worker at a place in its code: none of its later code runs, and all that it had published stays.
 
 use std::cell::Cell;
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 
 thread_local! {
-    /// How many places are passed until the worker is killed.
+    /// Number of places that the worker still passes before it is killed.
     static LIFE: Cell<Option<u32>> = const { Cell::new(None) };
 }
 
-/// What a worker that is killed unwinds with.
+/// Panic payload of a killed worker.
 struct Killed;
 
 /// A place at which the worker may be killed.
@@ -21,7 +21,7 @@ pub fn may_die(_: &'static str) {
     }
 }
 
-/// Has a worker work until it has passed so many places, or is through; says whether it was killed.
+/// Runs `work` until it has passed `places` places or returns. Returns whether it was killed.
 pub fn lives_for(places: u32, work: impl FnOnce()) -> bool {
     LIFE.set(Some(places));
     let died = catch_unwind(AssertUnwindSafe(work));

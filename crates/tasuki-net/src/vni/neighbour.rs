@@ -11,73 +11,73 @@ use tasuki_shm::wake::Clapper;
 use super::inbox::{Breach, Inbox};
 use super::outbox::{NoRoom, Outbox, Stock};
 
-/// How long nothing is sent before it is said that a ring need not be looked at; at the next tick its memory is given back.
+/// How long a ring stays idle before its sender withdraws the announcement. The next tick gives the ring's memory back.
 pub const IDLE: Duration = Duration::from_secs(10);
 
-/// What is counted of a neighbour.
+/// Counts of a neighbour.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct Counts {
-    /// Frames received.
+    /// Number of frames received from it.
     pub received: u64,
-    /// Frames sent.
+    /// Number of frames sent to it.
     pub sent: u64,
-    /// Frames not sent since its ring was full,
+    /// Number of frames not sent because the ring to it was full.
     pub ring_full: u64,
-    /// since it held as much of our pool as one may,
+    /// Number of frames not sent because it held as much of our pool as one reader may.
     pub over_quota: u64,
-    /// or since our pool had no room.
+    /// Number of frames not sent because our pool had no room.
     pub pool_full: u64,
-    /// How often everything was taken back from it, since it read nothing.
+    /// Number of times that we took everything back because it read nothing.
     pub taken_back: u64,
-    /// Frames that came from it and were not from it.
+    /// Number of frames that it sent with an address that is not its own.
     pub forged: u64,
 }
 
 #[derive(Debug)]
 pub(super) struct Neighbour {
-    /// To whom it says that it talks.
+    /// The nodes to which it announces that it talks.
     pub(super) talks: Claims<Span<Line>>,
     pub(super) clapper: Clapper,
     pub(super) outbox: Outbox,
     pub(super) inbox: Inbox,
-    /// Our line of it: what is counted stands there for strangers to read.
+    /// Our line for it; other processes read the counts there.
     pub(super) line: Span<Line>,
     pub(super) counts: Counts,
     /// Whether its ring is among those that we look at.
     pub(super) is_heard: bool,
-    /// Whether we have said that we talk to it.
+    /// How far our announcement to it has come.
     pub(super) talk: Talk,
-    /// Something was sent since it was last rung for.
+    /// Whether we sent it frames since we last rang its bell.
     pub(super) touched: bool,
-    /// Why it is not listened to any more.
+    /// The rule that it broke; we no longer listen to it.
     pub(super) breach: Option<Breach>,
-    /// How far it was, if it had not read everything, and since when.
+    /// How far it had read, if not everything, and since when.
     pub(super) progress: Option<(u32, Instant)>,
-    /// How many frames it had been sent, and since when they are not more.
+    /// Number of frames sent to it, and since when that number stands.
     pub(super) quiet: (u64, Instant),
 }
 
 /// Whether a node knows that we talk to it (V2).
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Talk {
-    /// Our ring to it is not looked at, and costs nothing.
+    /// It does not look at our ring, which costs nothing.
     Silent,
-    /// That it is to be looked at was said, and it was not rung for yet.
+    /// We have announced the ring, and not rung its bell yet.
     Begun,
-    /// It is looked at.
+    /// It looks at our ring.
     Known,
-    /// That it need not be looked at was said; its memory goes next.
+    /// We have withdrawn the announcement; the ring's memory goes next.
     Ending,
 }
 
 impl Counts {
-    /// As they stand in a node's line, from word 1 on: word 0 says how far its ring was read.
+    /// Returns the counts in the order of a node's line, from word 1 on. Word 0 holds how far its ring was read.
     fn words(&self) -> [u64; 7] {
         let Counts { received, sent, ring_full, over_quota, pool_full, taken_back, forged } = *self;
         [received, sent, ring_full, over_quota, pool_full, taken_back, forged]
     }
 
-    /// What a predecessor had counted, as it stands in the node's line.
+    /// Reads the counts of a predecessor from the node's line.
     pub(super) fn of(line: &Line) -> Self {
         let [received, sent, ring_full, over_quota, pool_full, taken_back, forged] =
             std::array::from_fn(|word| line.word(word + 1).load(Relaxed));
@@ -94,7 +94,7 @@ impl Counts {
 }
 
 impl Neighbour {
-    /// Says that we talk to it, before there is anything to be seen of that (V2).
+    /// Announces that we talk to it, before it can see any frame (V2).
     #[inline]
     pub(super) fn announce(&mut self, node_memory: &NodeMemory, number: u16) {
         if matches!(self.talk, Talk::Silent | Talk::Ending) {
@@ -111,18 +111,18 @@ impl Neighbour {
         }
     }
 
-    /// Everything was read. Says whether its ring's memory is still to be given back.
+    /// Handles a neighbour that has read everything. Returns whether its ring's memory is still to be given back.
     pub(super) fn rest(&mut self, node_memory: &NodeMemory, number: u16, stock: &mut Stock<'_>, now: Instant) -> bool {
         if self.touched || self.quiet.0 != self.counts.sent {
             self.quiet = (self.counts.sent, now);
             return true;
         }
-        // Whoever is sent something next may have the run.
+        // Another node may need the run for its next frames.
         let _ = self.outbox.rest(stock);
         match self.talk {
             Talk::Silent => false,
             Talk::Begun => {
-                // It had no room for the one frame that it was to get.
+                // There was no room for the one frame that it was to get.
                 say_that_we_talk(&node_memory.talks(), number, false);
                 self.talk = Talk::Silent;
                 false
@@ -134,7 +134,7 @@ impl Neighbour {
                 true
             }
             Talk::Ending => {
-                // Fails only where there is nothing to give back, and then nothing is lost.
+                // Fails only if there is nothing to give back; then nothing is lost.
                 let _ = node_memory.give_back_ring(number);
                 self.talk = Talk::Silent;
                 false
@@ -142,7 +142,7 @@ impl Neighbour {
         }
     }
 
-    /// Nothing was read from a node that comes with this number next, and nothing counted of it.
+    /// Clears the line, so that the next node of this number starts with nothing read and nothing counted.
     pub(super) fn clear_line(&self) {
         (0..=Counts::default().words().len()).for_each(|word| self.line[0].word(word).store(0, Relaxed));
     }
@@ -159,20 +159,20 @@ impl Neighbour {
     }
 }
 
-/// A node's number as it stands in the pipe of a bell: two bytes that are told from one another, so that whoever writes something else there
-/// spoils nobody's.
+/// Returns a node's number as two bytes for a bell's pipe. The top bit tells the two bytes apart, so that a peer that
+/// writes other bytes there spoils no other node's number.
 pub(super) fn name_of(number: u16) -> [u8; 2] {
     let [low, high] = [number & 0x7f, number >> 7].map(|half| half.to_le_bytes()[0]);
     [low, high | 0x80]
 }
 
-/// The reverse.
+/// Returns the number that two bytes name, if they do.
 pub(super) fn number_of(name: [u8; 2]) -> Option<u16> {
     let [low, high] = name;
     (low < 0x80 && high >= 0x80).then(|| u16::from(high & 0x7f) << 7 | u16::from(low))
 }
 
-/// The line and the word of a node's bit in a set, and the bit.
+/// Returns the line, the word and the mask of a node's bit in a set.
 fn bit_of(node: u16) -> (usize, usize, u64) {
     let word = usize::from(node / 64);
     (word / 8, word % 8, 1 << (node % 64))

@@ -1,31 +1,31 @@
-//! What travels before a frame that is not finished: the header of virtio-net, as a TAP with `IFF_VNET_HDR` and a guest's card have it.
+//! The header before an unfinished frame: that of virtio-net, as a TAP with `IFF_VNET_HDR` and a guest's card use it.
 //!
 //! Source: Virtual I/O Device (VIRTIO) 1.2, 5.1.6 (`struct virtio_net_hdr`, without `num_buffers`), little-endian.
 
 use zerocopy::little_endian::U16;
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout, Unaligned};
 
-/// Bytes of the header.
+/// Length of the header in bytes.
 pub const HEADER_LEN: usize = 10;
 
-/// `flags`: the check sum at `csum_start + csum_offset` is to be computed from `csum_start` on.
+/// `flags`: the check sum must be computed from `csum_start` on and stored at `csum_start + csum_offset`.
 pub const NEEDS_CSUM: u8 = 1;
 
-/// What is left to be done to a frame.
+/// Work that is left to do on a frame.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, FromBytes, IntoBytes, Immutable, KnownLayout, Unaligned)]
 #[repr(C)]
 pub struct Offload {
-    /// [`NEEDS_CSUM`], and what else virtio has.
+    /// [`NEEDS_CSUM`], and other flags of virtio.
     pub flags: u8,
-    /// What it is to be cut into.
+    /// Kind of frames that a segment is to be cut into.
     pub gso_type: u8,
-    /// Bytes of all headers, which each segment begins with.
+    /// Length in bytes of all headers, with which each segment begins.
     pub hdr_len: U16,
-    /// Bytes of payload in each segment.
+    /// Payload bytes in each segment.
     pub gso_size: U16,
-    /// Where the check sum begins, in bytes from the frame's first.
+    /// First byte that the check sum covers, counted from the start of the frame.
     pub csum_start: U16,
-    /// Where it goes, in bytes from `csum_start`.
+    /// Place of the check sum, in bytes from `csum_start`.
     pub csum_offset: U16,
 }
 

@@ -1,4 +1,4 @@
-//! What we send to one node: a ring of messages in our node memory, and the runs of our pool in which their frames lie.
+//! Frames to one node: a ring of messages in our node memory, and the runs of our pool in which the frames lie.
 
 use std::collections::VecDeque;
 use std::num::NonZeroU32;
@@ -11,30 +11,31 @@ use tasuki_shm::pool::{LINE, PAGE, Piece, Pool, Run};
 use tasuki_shm::region::Span;
 use tasuki_shm::ring::{Broken, Message, Producer};
 
-/// Most pages of a run for frames that need fewer: it is taken once for many frames.
+/// Maximum number of pages in a run for frames that need fewer: one run serves many frames.
 const RUN_PAGES: u32 = 16;
 
-/// Pages of the next run from a pool with so many left: fewer as it empties, so that there is some for everybody who is talked to.
+/// Returns the number of pages for the next run from a pool with `left` pages: fewer as it empties, so that some remain
+/// for every reader.
 pub(super) fn run_pages(left: u32) -> u32 {
     (left / 32).clamp(1, RUN_PAGES)
 }
 
-/// Most messages that become visible at a time.
+/// Maximum number of messages that are published at a time.
 const BATCH: usize = 32;
 
 /// Bit of a message's tag: the piece begins with an [offload header](super::offload).
 pub(super) const WITH_HEADER: u32 = 1 << 24;
 
-/// Bits of a message's tag that say how many bytes the piece has.
+/// Bits of a message's tag that hold the piece's length in bytes.
 pub(super) const LEN_MASK: u32 = (1 << 24) - 1;
 
-/// A message on a ring: where a frame lies.
+/// Returns the message that tells a reader where a frame lies.
 pub(super) fn message_of(piece: Piece, flags: u32) -> Message<1> {
     let tag = NonZeroU32::new(piece.len | flags).expect("a frame has bytes");
     Message { tag, words: [u64::from(piece.generation) << 32 | u64::from(piece.offset)] }
 }
 
-/// The reverse.
+/// Returns the piece that a message names.
 #[expect(clippy::cast_possible_truncation, reason = "the halves of a word")]
 #[inline]
 pub(super) fn piece_of(message: &Message<1>) -> Piece {
@@ -49,18 +50,18 @@ pub(super) struct SharedRuns(Vec<Option<Shared>>);
 #[derive(Debug)]
 struct Shared {
     run: Run,
-    /// Nodes that have not read all of it, and we while we fill it.
+    /// Number of nodes that have not read all of it, plus one for us while we fill it.
     holders: u32,
-    /// One of them was taken it by force, and may still be reading.
+    /// We took it back from a node by force, which may still be reading.
     late: bool,
 }
 
-/// Which of them.
+/// Index of a shared run.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct SharedRun(usize);
 
 impl SharedRuns {
-    /// A run that nobody but us holds, as yet.
+    /// Adds a run that only we hold as yet.
     pub(super) fn add(&mut self, run: Run) -> SharedRun {
         let shared = Some(Shared { run, holders: 1, late: false });
         let place = self.0.iter().position(Option::is_none);
@@ -84,7 +85,7 @@ impl SharedRuns {
         self.get(which).holders += 1;
     }
 
-    /// One less holds it. `late`: by force, and it may go on reading.
+    /// Removes one holder. `late`: we took it back by force, and the node may go on reading.
     pub(super) fn release(&mut self, which: SharedRun, late: bool, pool: &mut Pool) {
         let shared = self.get(which);
         shared.holders -= 1;
@@ -100,29 +101,30 @@ impl SharedRuns {
     }
 }
 
-/// A run that a reader has not done with.
+/// A run that a reader still holds.
 #[derive(Debug)]
 enum Held {
     Own(Run),
     Shared(SharedRun),
 }
 
-/// What there is to a node's rest when it reads no more: the index behind the last frame in a run, and the run.
+/// A run that is no longer being filled, and the ring index behind its last frame. The reader is done with the run once
+/// it has read up to there.
 #[derive(Debug)]
 struct Sent {
     upto: u32,
     held: Held,
 }
 
-/// Bytes behind a frame that are asked for when it is posted, at most: the next one's, if it is as long (docs/decisions/0015-a-pool-goes-round.md). The
-/// CPU finds the rest of a longer one by itself.
+/// Maximum number of bytes behind a frame to prefetch when the frame is posted: those of the next one, if it is as long
+/// (docs/decisions/0015-a-pool-goes-round.md). The CPU prefetches the rest of a longer one by itself.
 const AHEAD: u32 = 2048;
 
 /// The run that is being filled.
 #[derive(Debug)]
 struct Stream {
     run: Run,
-    /// Bytes of it that are in use.
+    /// Bytes of it in use.
     at: u32,
 }
 
@@ -138,35 +140,35 @@ pub enum NoRoom {
     /// The reader is behind by a whole ring.
     #[error("the ring to the node is full")]
     Ring,
-    /// The reader holds as much of the pool as one may.
+    /// The reader holds as much of the pool as one reader may.
     #[error("the node has not read all that it may have of the pool")]
     Quota,
-    /// The pool has no room for so long a frame: others hold it.
+    /// The pool has no room for a frame this long: other readers hold it.
     #[error("the pool has no room for a frame of this length")]
     Pool,
 }
 
-/// What we send to one node.
+/// Frames to one node.
 #[derive(Debug)]
 pub(super) struct Outbox {
     ring: Producer<Span<Line>, Span<Line>, 1>,
     pub(super) ringer: Ringer<Span<Line>>,
     stream: Option<Stream>,
-    /// Bytes of the stream that were asked for and are not posted yet.
+    /// Bytes of the stream that are drafted and not posted yet.
     drafted: u32,
     sent: VecDeque<Sent>,
     /// Pages that the reader holds, or that are being filled for it.
     held: u32,
-    /// What was posted and is not to be seen yet.
+    /// Messages that are posted and not published yet.
     staged: ArrayVec<Message<1>, BATCH>,
 }
 
-/// What an outbox needs of the node it belongs to.
+/// What an outbox uses of its node.
 #[derive(Debug)]
 pub(super) struct Stock<'a> {
     pub(super) pool: &'a mut Pool,
     pub(super) shared: &'a mut SharedRuns,
-    /// Pages of the pool that one reader may hold.
+    /// Maximum number of pages of the pool that one reader may hold.
     pub(super) quota: u32,
 }
 
@@ -174,7 +176,7 @@ pub(super) struct Stock<'a> {
 pub(super) type LeftBehind = Vec<(u32, SharedRun)>;
 
 impl Outbox {
-    /// Goes on with a ring in which a predecessor may have left frames, in the runs `left`.
+    /// Continues a ring in which a predecessor may have left frames, in the runs `left`.
     pub(super) fn new(
         ring: Producer<Span<Line>, Span<Line>, 1>,
         ringer: Ringer<Span<Line>>,
@@ -190,7 +192,7 @@ impl Outbox {
             if index.wrapping_sub(head) < unread {
                 let upto = index.wrapping_add(1);
                 match outbox.sent.back_mut() {
-                    // The next frame in the same page: it is held once.
+                    // The next frame lies in the same page: hold the page once.
                     Some(Sent { upto: last, held: Held::Shared(same) }) if *same == which => {
                         *last = upto;
                         stock.shared.release(which, false, stock.pool);
@@ -207,10 +209,10 @@ impl Outbox {
         outbox
     }
 
-    /// Looks how far the reader is, and takes back what it has done with. Says whether it has read everything.
+    /// Reads how far the reader is, and frees what it has read. Returns whether it has read everything.
     fn reap(&mut self, stock: &mut Stock<'_>) -> Result<bool, Broken> {
         let head = self.ring.look()?;
-        // Indices wrap: an entry is done with unless its end lies between head and what is staged last.
+        // Indices wrap: an entry is free unless its end lies between the head and the last staged message.
         let open = self.end().wrapping_sub(head);
         while let Some(sent) = self.sent.pop_front_if(|sent| sent.upto.wrapping_sub(head).wrapping_sub(1) >= open) {
             self.free(sent.held, stock, false);
@@ -244,7 +246,7 @@ impl Outbox {
         }
     }
 
-    /// The room that was [made](Self::draft).
+    /// Returns the room that [`draft`](Self::draft) made.
     #[inline]
     pub(super) fn drafted<'p>(&mut self, len: u32, pool: &'p mut Pool) -> &'p mut [u8] {
         let stream = self.stream.as_ref().expect("room was made");
@@ -276,7 +278,7 @@ impl Outbox {
         Ok(Ok(()))
     }
 
-    /// Whether there is a place in the ring beside what is staged.
+    /// Returns whether the ring has a place beyond the staged messages.
     fn has_place(&mut self, stock: &mut Stock<'_>) -> Result<bool, Broken> {
         if self.ring.known_room() as usize <= self.staged.len() {
             self.reap(stock)?;
@@ -284,7 +286,7 @@ impl Outbox {
         Ok(self.ring.known_room() as usize > self.staged.len())
     }
 
-    /// A run of at least so many pages, within the quota.
+    /// Takes a run of at least `least` pages, within the quota.
     fn take(&mut self, least: u32, stock: &mut Stock<'_>) -> Option<Run> {
         let most = stock.quota.saturating_sub(self.held);
         if least > most {
@@ -296,7 +298,7 @@ impl Outbox {
         Some(run)
     }
 
-    /// What is in the run that is being filled is all that will be.
+    /// Stops filling the current run.
     fn close_stream(&mut self, stock: &mut Stock<'_>) {
         let Some(Stream { run, at }) = self.stream.take() else { return };
         self.drafted = 0;
@@ -309,35 +311,36 @@ impl Outbox {
         }
     }
 
-    /// The index behind the last message, if what is staged is published.
+    /// Returns the ring index behind the last message, counting the staged ones.
     #[inline]
     fn end(&self) -> u32 {
         self.ring.tail().wrapping_add(u32::try_from(self.staged.len()).expect("a batch"))
     }
 
-    /// Has a message published with the next batch.
+    /// Adds a message to the next batch.
     #[inline]
     fn stage(&mut self, message: Message<1>) {
-        // Not before there is another: whoever stages no more than a batch says himself when it is published.
+        // Publish only when another message follows: a caller that stages no more than a batch decides itself when to
+        // publish.
         if self.staged.is_full() {
             self.publish();
         }
         self.staged.push(message);
     }
 
-    /// What is staged, with the index that it will have.
+    /// Returns the staged messages, each with its future index.
     pub(super) fn staged(&self) -> impl Iterator<Item = (u32, &Message<1>)> {
         let first = self.ring.tail();
         (0..).map(move |i| first.wrapping_add(i)).zip(&self.staged)
     }
 
-    /// What is staged is not published after all. Says how much that was.
+    /// Drops the staged messages. Returns their number.
     pub(super) fn withdraw(&mut self) -> usize {
         let count = self.staged.len();
         self.staged.clear();
         let tail = self.ring.tail();
         for sent in self.sent.iter_mut().rev().take(count) {
-            // What ends behind the tail ends there.
+            // An entry that ended behind the tail now ends at the tail.
             if sent.upto.wrapping_sub(tail) <= u32::try_from(BATCH).expect("a batch") {
                 sent.upto = tail;
             }
@@ -356,18 +359,19 @@ impl Outbox {
         self.stage(message_of(piece, flags));
     }
 
-    /// Lets the reader see what was posted.
+    /// Lets the reader see the posted messages.
     ///
-    /// Many at a time, for a reader that waits for the next message has its line, and each store to it has to fetch it back.
+    /// Publishes many at a time: a reader that waits for the next message holds its cache line, and each store must
+    /// fetch the line back.
     #[inline]
     pub(super) fn publish(&mut self) {
-        // A draft is given only where there is room, known without a look at the reader.
+        // `draft` makes room only where the ring is known to have some, without a look at the reader.
         let pushed = self.ring.push_batch(&self.staged);
         debug_assert_eq!(pushed, Ok(self.staged.len()), "there is room for what was staged");
         self.staged.clear();
     }
 
-    /// Whether a run of so many pages can be [posted](Self::post_run).
+    /// Returns whether a run of `pages` pages can be [posted](Self::post_run).
     pub(super) fn takes(&mut self, pages: u32, stock: &mut Stock<'_>) -> Result<Result<(), NoRoom>, Broken> {
         if !self.has_place(stock)? {
             return Ok(Err(NoRoom::Ring));
@@ -378,10 +382,10 @@ impl Outbox {
         Ok(if self.held + pages > stock.quota { Err(NoRoom::Quota) } else { Ok(()) })
     }
 
-    /// Sends the first `len` bytes of a run that was filled before anybody knew for whom, after it was asked whether the node
-    /// [takes](Self::takes) it.
+    /// Sends the first `len` bytes of a run that was filled before its destination was known. The caller has asked
+    /// whether the node [takes](Self::takes) it.
     pub(super) fn post_run(&mut self, run: Run, len: u32, flags: u32, stock: &mut Stock<'_>) {
-        // What was posted before ends before.
+        // Earlier frames end before this message.
         self.close_stream(stock);
         self.stage(message_of(stock.pool.piece(&run, 0, len), flags));
         self.held += run.pages();
@@ -389,7 +393,7 @@ impl Outbox {
         self.sent.push_back(Sent { upto, held: Held::Own(run) });
     }
 
-    /// Sends a piece of a run that others get as well.
+    /// Sends a piece of a run that other nodes get as well.
     pub(super) fn share(
         &mut self,
         piece: Piece,
@@ -403,7 +407,7 @@ impl Outbox {
         }
         let is_last = |sent: &Sent| matches!(sent.held, Held::Shared(same) if same == which);
         if !self.sent.back().is_some_and(is_last) {
-            // What was posted before ends before.
+            // Earlier frames end before this message.
             self.close_stream(stock);
             stock.shared.hold(which);
             self.held += pages;
@@ -415,19 +419,19 @@ impl Outbox {
         Ok(Ok(()))
     }
 
-    /// How far the reader is, if it has not read everything.
+    /// Returns how far the reader is, or `None` if it has read everything.
     pub(super) fn behind(&mut self, stock: &mut Stock<'_>) -> Result<Option<u32>, Broken> {
         let all_read = self.reap(stock)?;
         let unread = self.ring.capacity() - self.ring.known_room();
         Ok((!all_read).then(|| self.ring.tail().wrapping_sub(unread)))
     }
 
-    /// Whether the reader holds any page.
+    /// Returns whether the reader holds any page.
     pub(super) fn holds(&self) -> bool {
         self.held > 0
     }
 
-    /// Takes back all pages that the reader has, whatever it is doing with them.
+    /// Takes back all pages from the reader, even if it still reads them.
     pub(super) fn take_back(&mut self, stock: &mut Stock<'_>) {
         self.publish();
         self.close_stream(stock);

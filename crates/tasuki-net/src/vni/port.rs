@@ -1,9 +1,9 @@
-//! A node's end of a VNI as a port, for a native program: frames come as bursts of slots and go so, and what was done with them is done wholly or not
-//! at all, also if its worker is killed (V5).
+//! A node's end of a VNI as a port, for a native program. Frames arrive and leave as bursts of slots. Each turn happens
+//! wholly or not at all, even if the worker is killed (V5).
 //!
-//! A frame is copied out of its sender's pool into a slot of ours, and stays its sender's to keep until the turn is over in which it was
-//! handled. A frame that goes is copied into our pool, and seen by nobody before that. A program gets frames that are finished: what has a check sum left, or
-//! is to be cut, is finished here.
+//! The port copies a received frame from its sender's pool into a slot of its own. The sender must keep the frame until
+//! the turn that handled it is over. The port copies a sent frame into its own pool; no peer sees it before that. A
+//! program gets finished frames: the port computes missing check sums and cuts segments.
 
 use std::collections::VecDeque;
 use std::convert::Infallible;
@@ -28,45 +28,45 @@ use crate::port::{Armed, BURST_MAX, Burst, Frame, Port, Transactional};
 use crate::slow::Slow;
 use crate::switch::{Switch, To};
 
-/// Bytes of a slot: what no frame of a program is longer than. Only pages that are touched cost memory.
+/// Length of a slot in bytes; no frame of a program is longer. Only pages that are touched cost memory.
 const SLOT_LEN: u32 = 16 * 1024;
 
-/// Slots: for what a segment is cut into, and some bursts.
+/// Number of slots: enough for the parts of a segment and some bursts.
 const SLOTS: u32 = 512;
 const _: () = assert!(SLOTS as usize >= CUTS_MAX + 8 * BURST_MAX);
 
-/// Frames that came and are not committed as handled.
+/// Maximum number of received frames that are not committed as handled.
 const OPEN_MAX: usize = HEADS_MAX;
 
 /// How soon a port that waits for room looks again.
 const ROOM_AGAIN: Duration = Duration::from_micros(20);
 
-/// Why frames did not cross.
+/// Counts of the frames that did not cross, by reason.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct Dropped {
-    /// The node that they were for has read nothing for a second.
+    /// The destination node had no room, and had read nothing for a second.
     pub no_room: u64,
-    /// Nobody has the address.
+    /// No node has the destination address.
     pub nobody: u64,
-    /// Longer than a slot.
+    /// The frame is longer than a slot.
     pub too_long: u64,
-    /// Not what their offload header says.
+    /// The frame contradicts its offload header.
     pub malformed: u64,
-    /// Their sender took them back before they were read.
+    /// The sender took the frame back before it was read.
     pub too_late: u64,
-    /// Of no length that a frame has.
+    /// The program gave the port a frame of an impossible length.
     pub length: u64,
-    /// They came from a node in an address that is not its own.
+    /// A node sent the frame from an address that is not its own.
     pub forged: u64,
 }
 
 impl Dropped {
-    /// All of them.
+    /// Returns the sum of all counts.
     pub fn sum(&self) -> u64 {
         self.counts().iter().map(|(_, count)| count).sum()
     }
 
-    /// Each, by name.
+    /// Returns each count with its name.
     pub fn counts(&self) -> [(&'static str, u64); 7] {
         let Dropped { no_room, nobody, too_long, malformed, too_late, length, forged } = *self;
         [
@@ -81,34 +81,35 @@ impl Dropped {
     }
 }
 
-/// A frame that came, or one that makes none, and is not committed as handled.
+/// A received message, or a part of it, that is not committed as handled. A dropped one has no frame.
 #[derive(Debug, Clone, Copy)]
 struct Open {
     from: u16,
-    /// Its message's place in the ring,
+    /// Index of its message in the ring.
     index: u32,
-    /// which part of it this is,
+    /// Number of this part of the message.
     part: u32,
-    /// and whether it is the last.
+    /// Whether this is the last part.
     is_last: bool,
-    /// Its slot; of what was dropped there is none.
+    /// Slot of the frame; `None` if the frame was dropped.
     slot: Option<u32>,
 }
 
-/// A port's own memory, in which frames lie while its program has them. Made in advance, for whoever takes a node's end over has no time for it.
+/// A port's own memory, which holds frames while the program has them. Made in advance, because a worker that takes
+/// over a node's end has no time for it.
 #[derive(Debug)]
 pub struct Frames {
     arena: Arena,
     open: ArrayVec<Open, OPEN_MAX>,
-    /// What a segment was cut into, as far as there was no room in a burst.
+    /// Parts of a segment that found no room in a burst.
     cut: VecDeque<(Open, Frame)>,
-    /// Frames that a burst may have by now.
+    /// Number of frames that the burst may hold in this call.
     full: usize,
-    /// For what is to be cut.
+    /// Copy of a segment that is being cut.
     copy: Box<[u8]>,
 }
 
-/// A node's end of a VNI.
+/// A node's end of a VNI, as a port.
 #[derive(Debug)]
 pub struct VniPort<M> {
     vni: Vni,
@@ -116,19 +117,19 @@ pub struct VniPort<M> {
     ledger: Ledger,
     station: Mac,
     intake: Frames,
-    /// Slots of the frames that are staged and not committed: the front of the burst that was looked at last.
+    /// Slots of the frames that are staged and not committed: the front of the last burst that was passed in.
     staged: ArrayVec<u32, BURST_MAX>,
-    /// Since when the next of them waits for room.
+    /// When the next of them began to wait for room.
     waits: Option<Instant>,
     slow: Slow,
     patience: Duration,
-    /// Frames that did not cross.
+    /// Frames that did not cross, by reason.
     pub dropped: Dropped,
 }
 
 impl<M: Deref<Target = [Line]>> VniPort<M> {
-    /// The end of node `number`, with the station address `station`, on memory that belongs to the node: see [`Vni::new`]. What a predecessor was
-    /// about to do is done.
+    /// Opens the end of node `number`, with the station address `station`, on memory that belongs to the node: see
+    /// [`Vni::new`]. Completes what a predecessor was about to do.
     pub fn new(
         number: u16,
         station: Mac,
@@ -142,67 +143,69 @@ impl<M: Deref<Target = [Line]>> VniPort<M> {
         Ok(VniPort { vni, switch, ledger, station, intake, staged, waits: None, slow, patience: PATIENCE, dropped })
     }
 
-    /// Where frames lie, and new ones are made.
+    /// Returns the arena in which frames lie and the program makes new ones.
     pub fn arena(&self) -> &Arena {
         &self.intake.arena
     }
 
-    /// Makes another node known, or the same one with other memory.
+    /// Adds another node, or replaces the memory of a node that was added before.
     pub fn add(&mut self, bundle: PeerDescriptor) -> Result<(), RegionError> {
         self.forget(bundle.number);
         self.vni.add(bundle)
     }
 
-    /// A node has other addresses of IP from now on: see [`PeerDescriptor::own`].
+    /// Replaces the IP addresses of a node: see [`PeerDescriptor::own`].
     pub fn set_own(&mut self, number: u16, own: Own) {
         self.vni.set_own(number, own);
     }
 
-    /// Forgets a node that is there no more.
+    /// Forgets a node that is gone.
     pub fn remove(&mut self, number: u16) {
         self.forget(number);
         self.vni.remove(number);
     }
 
-    /// What came of it and is not handled is nothing that anybody is to be told of.
+    /// Drops the node's unhandled frames from the turn: there is no peer left to commit them to.
     fn forget(&mut self, number: u16) {
         self.intake.open.retain(|open| open.from != number);
         self.intake.cut.retain(|(open, _)| open.from != number);
     }
 
-    /// All nodes that there are have been added: see [`Vni::settle`].
+    /// Call it once all existing nodes are added: see [`Vni::settle`].
     pub fn settle(&mut self) {
         self.vni.settle();
     }
 
-    /// Looks addresses up elsewhere from now on.
+    /// Replaces the switch that looks addresses up.
     pub fn set_switch(&mut self, switch: Switch<M>) {
         self.switch = switch;
     }
 
-    /// Whoever looks on, if anybody does: at each frame that comes, as the program gets it, and that is sent. One that waits for room may be seen twice.
+    /// The captures, if any. They see each received frame as the program gets it, and each sent frame. A frame that
+    /// waits for room may be captured twice.
     pub fn captures(&mut self) -> &mut Option<Box<Captures>> {
         self.vni.captures()
     }
 
-    /// Pages of the node's pool that nobody holds.
+    /// Returns the number of free pages in the node's pool.
     pub fn pages_left(&self) -> u32 {
         self.vni.pages_left()
     }
 
-    /// Does what is due now and then, a few times a second; says whether there is more to come.
+    /// Does periodic work; call it a few times a second. Returns whether the next tick has work.
     pub fn tick(&mut self, now: Instant) -> bool {
         self.switch.age(now);
         self.vni.tick(now)
     }
 
-    /// How long a frame waits for a node that has no room for it, and all behind it; without, as long as a node may read nothing.
+    /// Sets how long a frame, with all frames behind it, waits for a node that has no room. The default is the time for
+    /// which a node may read nothing, [`PATIENCE`].
     pub fn set_patience(&mut self, patience: Duration) {
         self.patience = patience;
     }
 
-    /// Sends frames that did not come from here, from the front of `burst`, as many as there is room for; says how many. What came from here and is in hand
-    /// beside them stays so.
+    /// Sends frames that this port did not receive, from the front of `burst`, as many as there is room for. Returns
+    /// their number. Frames of this port in `in_hand` stay pending.
     pub fn forward(&mut self, burst: &mut Burst, in_hand: &Burst) -> usize {
         let went = self.stage(burst);
         self.commit(in_hand);
@@ -210,17 +213,18 @@ impl<M: Deref<Target = [Line]>> VniPort<M> {
         went
     }
 
-    /// How soon an [armed](Port::arm) port must look again though nobody rings: nobody does when there is room again.
+    /// Returns how soon an [armed](Port::arm) port must look again without a bell, or `None`: no peer rings when there
+    /// is room again.
     pub fn waits(&self) -> Option<Duration> {
         self.waits.map(|_| ROOM_AGAIN)
     }
 
-    /// Says that an armed port is awake again.
+    /// Marks an armed port as awake again.
     pub fn wake(&mut self) {
         self.vni.wake();
     }
 
-    /// Stages the frames at the front of `burst`, as many as there is room for; says how many those are.
+    /// Stages the frames at the front of `burst`, as many as there is room for. Returns their number.
     #[inline]
     fn stage(&mut self, burst: &[Frame]) -> usize {
         let is_same = self.staged.iter().zip(burst).all(|(slot, frame)| *slot == frame.slot.id().index);
@@ -236,7 +240,7 @@ impl<M: Deref<Target = [Line]>> VniPort<M> {
         self.staged.len()
     }
 
-    /// Says no if the frame has to wait.
+    /// Returns false if the frame must wait.
     #[inline]
     fn stage_one(&mut self, frame: &Frame) -> bool {
         let bytes = frame.bytes();
@@ -287,7 +291,8 @@ impl<M: Deref<Target = [Line]>> VniPort<M> {
         self.waits = None;
     }
 
-    /// Ends the turn, if there is anything to be committed: what was staged goes, and all that came is handled but what is `in_hand`.
+    /// Ends the turn if there is anything to commit: sends the staged frames, and commits all received frames except
+    /// those `in_hand`.
     #[inline]
     fn commit(&mut self, in_hand: &[Frame]) {
         let handled = self.intake.handled(in_hand);
@@ -306,7 +311,7 @@ impl<M: Deref<Target = [Line]>> VniPort<M> {
 }
 
 impl Frames {
-    /// With nothing in it.
+    /// Makes empty memory.
     pub fn new() -> Result<Self, RegionError> {
         let table = Region::create("tasuki-vni-slots", table_lines(SLOTS) * LINE_LEN, Pages::Small)?;
         let table = table.span(0, table_lines(SLOTS))?;
@@ -317,7 +322,8 @@ impl Frames {
         Ok(Frames { arena, open: ArrayVec::new(), cut, full: BURST_MAX, copy })
     }
 
-    /// Which of what came is handled: all but what is `in_hand`, and what came from the same node behind that.
+    /// Removes the handled frames from `open` and returns them: all except those `in_hand`, and later frames of the
+    /// same nodes.
     #[inline]
     fn handled(&mut self, in_hand: &[Frame]) -> ArrayVec<Handled, HEADS_MAX> {
         let mut handled = ArrayVec::<Handled, HEADS_MAX>::new();
@@ -350,7 +356,7 @@ impl Frames {
         handled
     }
 
-    /// Moves what was cut into the burst, as far as there is room.
+    /// Moves parts of a segment into the burst, as far as there is room.
     fn give_cut(&mut self, burst: &mut Burst) {
         while burst.len() < self.full && !self.open.is_full() {
             let Some((open, frame)) = self.cut.pop_front() else { return };
@@ -359,7 +365,7 @@ impl Frames {
         }
     }
 
-    /// Takes in one frame; says no if it is to come again later.
+    /// Takes in one frame. Returns false if the frame is to come again later.
     #[inline]
     fn take(
         &mut self,
@@ -369,7 +375,7 @@ impl Frames {
         dropped: &mut Dropped,
         mut may_be: impl FnMut(&[u8]) -> bool,
     ) -> bool {
-        // What was cut is in the program's hands before anything that came later.
+        // The program gets all parts of a segment before any later frame.
         if burst.len() >= self.full || self.open.is_full() || !self.cut.is_empty() {
             return false;
         }
@@ -408,7 +414,7 @@ impl Frames {
         true
     }
 
-    /// The same of a segment. A predecessor may have `handled` some of what it is cut into.
+    /// Like [`take`](Self::take), for a segment. A predecessor may have `handled` some of its parts.
     #[cold]
     fn cut(
         &mut self,
@@ -448,7 +454,7 @@ impl Frames {
         match made {
             None => dropped.too_late += 1,
             Some(Err(_)) => dropped.malformed += 1,
-            // Frames of such a length nobody's program takes; slots there are for all.
+            // There are slots for all parts, so a part was too long for a slot. No program takes such frames.
             Some(Ok(_)) if is_short => {
                 dropped.too_long += 1;
                 cut.clear();
@@ -475,7 +481,7 @@ impl<M: Deref<Target = [Line]>> Port for VniPort<M> {
     #[inline]
     fn receive_some(&mut self, burst: &mut Burst, most: usize) -> Result<usize, Infallible> {
         if !self.staged.is_empty() {
-            // Asked for and not transmitted: that turn is not over, and this ends one.
+            // `takes` staged these frames, and no `transmit` followed: their turn is not over, and this call ends one.
             self.unstage();
         }
         self.commit(burst);
@@ -529,7 +535,7 @@ impl<M: Deref<Target = [Line]>> Transactional for VniPort<M> {
         self.unstage();
     }
 
-    /// The frame lies in a slot of ours, and as it came in its sender's pool: there is nothing to keep.
+    /// Does nothing: the frame lies in a slot of ours, and the original in its sender's pool.
     #[inline]
     fn save(&mut self, _: &Frame) {}
 

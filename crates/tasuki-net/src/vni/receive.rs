@@ -1,4 +1,4 @@
-//! What a node receives, and whom it looks at for that.
+//! Receives frames, and chooses the rings to look at.
 
 use std::os::fd::{AsFd, BorrowedFd};
 
@@ -11,20 +11,20 @@ use super::neighbour::{Neighbour, number_of, says_that_it_talks};
 use crate::capture::Captures;
 use crate::port::Armed;
 
-/// Frames that are taken from one ring before the next has its turn.
+/// Maximum number of frames from one ring before the next has its turn.
 const BURST: usize = 32;
 
-/// Looks in vain after which a ring is looked at only in turn with all others.
+/// Number of empty looks after which a ring is looked at only in turn with all others.
 const IN_VAIN: u32 = 64;
 
-/// Looks from one time to the next at which those come first that were not busy last.
+/// Every so many looks, the rings that were not busy last come first.
 const LATE_EVERY: u32 = 8;
 
-/// Looks from one time to the next at which whoever has newly begun to talk is heard.
+/// Every so many looks, the node hears the nodes that have newly begun to talk.
 const HEAR_EVERY: u32 = 256;
 
 impl Vni {
-    /// Looks at a node's ring from now on, if it says that it talks to us (V2).
+    /// Looks at a node's ring from now on, if the node announces that it talks to us (V2).
     pub(super) fn listen_to(&mut self, number: u16) {
         let us = self.number;
         let Some(neighbour) = self.neighbours.get_mut(usize::from(number)).and_then(Option::as_mut) else { return };
@@ -34,13 +34,13 @@ impl Vni {
         }
     }
 
-    /// Hears who has rung.
+    /// Reads from the pipe which nodes have rung.
     fn hear(&mut self) {
         let mut bytes = [0; 512];
-        // Our end is ours alone, and does not block.
+        // The reading end belongs to this worker alone and does not block.
         let Ok(len @ 1..) = rustix::io::read(&self.bell_receiver, &mut bytes[..]) else { return };
         if len == bytes.len() {
-            // There may be more, or none may have fitted: everybody is looked at.
+            // The pipe may hold more numbers, or was too full for some: check all nodes.
             return (0..NODES_MAX).for_each(|number| self.listen_to(number));
         }
         let mut heard = &bytes[..len];
@@ -50,21 +50,22 @@ impl Vni {
                     self.listen_to(number);
                     heard = rest;
                 }
-                // Somebody has written something else.
+                // A peer has written other bytes.
                 None => heard = &heard[1..],
             }
         }
     }
 
-    /// Hands over frames that have come, up to a burst of each node's that was looked at; says how many. Does not wait.
+    /// Passes received frames to `each`, up to a burst from each ring that it looks at. Returns their number. Does not
+    /// wait.
     ///
-    /// A look costs the same however many nodes there are: at the rings that were busy last, and at one more.
+    /// A look costs the same for any number of nodes: it covers the rings that were busy last, and one more.
     #[inline]
     pub fn receive(&mut self, mut each: impl FnMut(Incoming<'_>)) -> usize {
         self.receive_by(&mut each)
     }
 
-    /// The same to a reader that must know when frames are given back to their sender.
+    /// Like [`receive`](Self::receive), for a reader that must know when frames go back to their sender.
     #[inline]
     pub fn receive_by(&mut self, reader: &mut impl Reader) -> usize {
         self.begin_look();
@@ -81,8 +82,9 @@ impl Vni {
         came
     }
 
-    /// The same of up to `most` frames, which come again until they are [retired](Self::retire): also from the first on that `each` does not take. Who
-    /// is looked at first changes from time to time, so that nobody has all of it.
+    /// Like [`receive`](Self::receive), for up to `most` frames. Frames that are not [retired](Self::retire) come
+    /// again, and so do the first frame that `each` refuses and all behind it. The ring that comes first changes from
+    /// time to time, so that no node has all of `most`.
     #[inline]
     pub(super) fn take_in(&mut self, most: usize, mut each: impl FnMut(Incoming<'_>, u32) -> bool) -> usize {
         self.begin_look();
@@ -114,7 +116,7 @@ impl Vni {
         }
     }
 
-    /// Looks at the rings that were busy last. `look` says how many frames came.
+    /// Looks at the rings that were busy last. `look` returns the number of frames that it received.
     #[inline]
     fn look_at_active(&mut self, look: &mut impl FnMut(&mut Self, u16) -> usize) {
         let mut i = 0;
@@ -122,7 +124,7 @@ impl Vni {
             let (from, in_vain) = self.active[i];
             let came = look(self, from);
             if self.active.get(i).is_none_or(|(active, _)| *active != from) {
-                // It broke a rule, and is not among them any more.
+                // The node broke a rule and has left the active rings.
                 continue;
             }
             let in_vain = if came > 0 { 0 } else { in_vain + 1 };
@@ -135,7 +137,7 @@ impl Vni {
         }
     }
 
-    /// The same at the next of all that talk to us.
+    /// Looks at the ring of the next node that talks to us.
     #[inline(never)]
     fn look_in_turn(&mut self, look: &mut impl FnMut(&mut Self, u16) -> usize) {
         self.next = if self.next + 1 < self.heard.len() { self.next + 1 } else { 0 };
@@ -183,7 +185,7 @@ impl Vni {
         count
     }
 
-    /// A node broke a rule: it is not looked at any more.
+    /// Stops looking at a node that broke a rule.
     #[cold]
     fn breaks(&mut self, from: u16) {
         let neighbour = self.neighbours[usize::from(from)].as_deref_mut();
@@ -193,7 +195,8 @@ impl Vni {
         }
     }
 
-    /// All frames of a node's before `head` are handled, and of that there so many parts.
+    /// Marks all messages of node `from` before `head` as handled, and `parts` parts of the one at `head`: `count`
+    /// frames more.
     pub(super) fn retire(&mut self, from: u16, head: u32, parts: u32, count: u64) {
         let Some(neighbour) = self.neighbours.get_mut(usize::from(from)).and_then(Option::as_mut) else { return };
         neighbour.inbox.retire_to(head, parts);
@@ -202,7 +205,7 @@ impl Vni {
         neighbour.publish();
     }
 
-    /// Who has taken back that it talks to us is not looked at any more: its ring's memory goes back to the kernel.
+    /// Stops looking at a node that has withdrawn its announcement: the memory of its ring goes back to the kernel.
     fn drop_if_silent(&mut self, from: u16) {
         let neighbour = self.neighbours[usize::from(from)].as_ref();
         if neighbour.is_none_or(|it| !says_that_it_talks(&it.talks, self.number)) {
@@ -218,7 +221,7 @@ impl Vni {
         }
     }
 
-    /// Says that whoever drives this node is about to sleep, and looks once more at everybody who talks to us.
+    /// Prepares this end for the caller's sleep, and looks once more at every node that talks to us.
     pub fn arm(&mut self) -> Armed {
         self.bell.park(this_cpu());
         let neighbours = &self.neighbours;
@@ -228,7 +231,7 @@ impl Vni {
         match self.heard.iter().find(|from| is_ready(from)) {
             Some(from) => {
                 let at = self.heard.iter().position(|heard| heard == from).expect("just found");
-                // The next look is at this one.
+                // The next look starts with this ring.
                 self.next = at.checked_sub(1).unwrap_or(self.heard.len());
                 self.bell.wake(this_cpu());
                 Armed::Busy
@@ -237,19 +240,19 @@ impl Vni {
         }
     }
 
-    /// Says that we are awake again, and hears who has rung.
+    /// Marks this end as awake again, and reads which nodes have rung.
     pub fn wake(&mut self) {
         self.bell.wake(this_cpu());
         self.hear();
     }
 
-    /// The descriptor that becomes readable when somebody rings for an [armed](Self::arm) end.
+    /// Returns the descriptor that becomes readable when a peer rings for an [armed](Self::arm) end.
     pub fn fd(&self) -> BorrowedFd<'_> {
         self.bell_receiver.as_fd()
     }
 }
 
-/// The same while somebody looks on.
+/// Receives frames and captures them.
 #[cold]
 #[inline(never)]
 fn receive_captured(inbox: &mut Inbox, captures: &mut Captures, from: u16, reader: &mut impl Reader) -> usize {
@@ -272,10 +275,10 @@ impl<R: Reader> Reader for Captured<'_, R> {
     }
 }
 
-/// A node whose ring to node `us` may be looked at.
+/// Returns node `from` if its ring to node `us` may be looked at.
 #[inline]
 fn talker(neighbours: &mut [Option<Box<Neighbour>>], from: u16, us: u16) -> Option<&mut Neighbour> {
     let neighbour = neighbours[usize::from(from)].as_deref_mut();
-    // V2: a ring of which this is not said is not looked at, for a look would cost memory.
+    // V2: do not look at a ring without an announcement, for the look would cost memory.
     neighbour.filter(|neighbour| says_that_it_talks(&neighbour.talks, us))
 }

@@ -1,4 +1,4 @@
-//! What a node sends.
+//! Sends frames.
 
 use tasuki_shm::pool::{LINE, PAGE, Piece, Run};
 use tasuki_shm::region::PAGE_LEN;
@@ -11,32 +11,32 @@ use super::offload::HEADER_LEN;
 use super::outbox::{NoRoom, SharedRun, Stock, WITH_HEADER, run_pages};
 use super::{PIECE_MAX, Vni};
 
-/// Pages that are taken at a time for frames of which nobody knows yet for whom they are.
+/// Number of pages taken at a time for frames whose destination is not known yet.
 const STAGED_PAGES: u32 = 64;
 
 /// Why a frame was not sent to a node.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 pub enum SendError {
-    /// Nobody here knows such a node.
+    /// This end knows no node of that number.
     #[error("there is no node {0} on this VNI")]
     NoSuchNode(u16),
-    /// It is not a frame that could be sent.
+    /// A frame cannot have this length.
     #[error("a frame of {len} bytes was to be sent, and a frame has 14 to {} bytes", PIECE_MAX - HEADER_LEN)]
     Length {
-        /// Its length.
+        /// Length of the frame in bytes.
         len: usize,
     },
-    /// There is no room for it.
+    /// There is no room for the frame.
     #[error(transparent)]
     NoRoom(#[from] NoRoom),
-    /// The node broke a rule; it is not sent to any more.
+    /// The node broke a rule; this end no longer sends to it.
     #[error("the node broke a rule and is not sent to any more: {0}")]
     Broken(Breach),
 }
 
 impl Vni {
-    /// Room for a frame of `len` bytes to node `to`, to be filled and then [posted](Self::post); another draft takes its place. Bytes that are
-    /// not written hold what was there before.
+    /// Makes room for a frame of `len` bytes to node `to`, to be filled and then [posted](Self::post). Another draft
+    /// replaces it. Bytes that the caller does not write keep their old contents.
     #[inline]
     pub fn draft(&mut self, to: u16, len: usize) -> Result<&mut [u8], SendError> {
         let piece = u32::try_from(len).unwrap_or(u32::MAX);
@@ -44,7 +44,7 @@ impl Vni {
             return Err(SendError::Length { len });
         }
         if !self.has_room(to, piece)? {
-            // Others may have read what they were sent, and nobody has looked.
+            // Other nodes may have read frames since the last check.
             self.reap();
             if !self.has_room(to, piece)? {
                 return Err(self.no_room(to, NoRoom::Pool));
@@ -54,7 +54,7 @@ impl Vni {
         Ok(neighbour.outbox.drafted(piece, &mut self.pool))
     }
 
-    /// Makes room for a piece to node `to`; says no if the pool has none.
+    /// Makes room for a piece to node `to`. Returns false if the pool has none.
     #[inline]
     fn has_room(&mut self, to: u16, piece: u32) -> Result<bool, SendError> {
         let neighbour = self.neighbours.get_mut(usize::from(to)).and_then(Option::as_mut);
@@ -79,10 +79,11 @@ impl Vni {
         none.into()
     }
 
-    /// Sends the first `len` bytes of the last draft for node `to`. It sees them after the next [`flush`](Self::flush), or sooner.
+    /// Sends the first `len` bytes of the last draft for node `to`. The node sees them after the next
+    /// [`flush`](Self::flush), or sooner.
     ///
     /// # Panics
-    /// Without a draft for it, or if the draft was shorter.
+    /// Without a draft for the node, or if the draft was shorter.
     #[inline]
     pub fn post(&mut self, to: u16, len: usize, with_header: bool) {
         let neighbour = self.neighbours[usize::from(to)].as_mut().expect("there was a draft for it");
@@ -107,8 +108,8 @@ impl Vni {
         }
     }
 
-    /// Room for the longest frame with its offload header, to be filled before anybody knows for whom, and then [posted](Self::post_staged); `None`
-    /// if the pool has fewer pages left than that takes.
+    /// Makes room for the longest frame with its offload header, to be filled before its destination is known, and then
+    /// [posted](Self::post_staged). Returns `None` if the pool has fewer pages left than that takes.
     #[inline]
     #[expect(clippy::cast_possible_truncation, reason = "17")]
     pub fn stage(&mut self) -> Option<&mut [u8]> {
@@ -117,7 +118,7 @@ impl Vni {
             if let Some(run) = self.staging.take() {
                 self.pool.give(run);
             }
-            // No more than leaves some for what was staged before.
+            // Leave some pages for frames that were staged before.
             let pages = (self.pool.left() / 4).clamp(PAGES, STAGED_PAGES);
             self.staging = self.pool.take(pages).or_else(|| self.pool.take(PAGES));
             if self.staging.is_none() {
@@ -129,10 +130,10 @@ impl Vni {
         (self.staging.is_some() || self.aside.is_used).then(|| self.staged_mut())
     }
 
-    /// The room that was [staged](Self::stage) last.
+    /// Returns the room that [`stage`](Self::stage) made last.
     ///
     /// # Panics
-    /// Without such.
+    /// If there is none.
     #[inline]
     pub(crate) fn staged_mut(&mut self) -> &mut [u8] {
         match &self.staging {
@@ -144,18 +145,19 @@ impl Vni {
         }
     }
 
-    /// The first page of what was staged last, if it lies in the pool.
+    /// Returns the first page of the room that was staged last, if it lies in the pool.
     #[inline]
     pub(crate) fn staging_page(&self) -> Option<u32> {
         self.staging.as_ref().filter(|_| !self.aside.is_used).map(Run::first)
     }
 
-    /// A copy of the `len` bytes from this page of the pool on, which a predecessor may have written.
+    /// Returns a copy of `len` bytes from this page of the pool on; a predecessor may have written them.
     pub(crate) fn left_at(&mut self, page: u32, len: usize) -> Option<Vec<u8>> {
         (len <= PIECE_MAX).then(|| self.pool.copy_of(page, len)).flatten()
     }
 
-    /// Sends the first `len` bytes of what was staged, a frame behind an offload header, to node `to`. Without room for it, it stays staged.
+    /// Sends the first `len` staged bytes, a frame behind an offload header, to node `to`. If there is no room, the
+    /// frame stays staged.
     #[inline]
     pub fn post_staged(&mut self, to: u16, len: usize) -> Result<(), SendError> {
         if !(HEADER_LEN + 14..=PIECE_MAX).contains(&len) {
@@ -192,7 +194,7 @@ impl Vni {
         }
     }
 
-    /// Sends the first `len` bytes of what was staged to all these nodes; says how many got it.
+    /// Sends the first `len` staged bytes to all these nodes. Returns the number of nodes that got the frame.
     pub fn post_staged_to_all(&mut self, nodes: impl IntoIterator<Item = u16>, len: usize) -> Result<usize, SendError> {
         if !(HEADER_LEN + 14..=PIECE_MAX).contains(&len) {
             return Err(SendError::Length { len });
@@ -214,7 +216,8 @@ impl Vni {
         Ok(count)
     }
 
-    /// Sends a frame of `len` bytes, which `fill` writes, to all these nodes; says how many got it. For the others it is counted why not.
+    /// Sends a frame of `len` bytes, which `fill` writes, to all these nodes. Returns the number of nodes that got it;
+    /// for each of the others, counts why it did not.
     pub fn send_to_all(
         &mut self,
         nodes: impl IntoIterator<Item = u16>,
@@ -238,7 +241,7 @@ impl Vni {
         Ok(self.share(nodes, piece, which, flags))
     }
 
-    /// Sends a piece to all these nodes; says how many got it.
+    /// Sends a piece to all these nodes. Returns the number of nodes that got it.
     fn share(&mut self, nodes: impl IntoIterator<Item = u16>, piece: Piece, which: SharedRun, flags: u32) -> usize {
         let mut stock = Stock { pool: &mut self.pool, shared: &mut self.shared, quota: self.quota };
         let mut count = 0;
@@ -262,7 +265,7 @@ impl Vni {
         count
     }
 
-    /// Room for a frame that several nodes get, behind those before it.
+    /// Makes room for a frame to several nodes, behind the earlier ones.
     fn common_room(&mut self, len: u32) -> Option<(SharedRun, u32)> {
         if let Some((which, at)) = &mut self.common {
             let place = *at;
@@ -285,7 +288,7 @@ impl Vni {
         Some((which, 0))
     }
 
-    /// Copies a frame, of 14 bytes at least, to node `to`.
+    /// Copies a frame of at least 14 bytes to node `to`.
     #[inline]
     pub fn send(&mut self, to: u16, frame: &[u8]) -> Result<(), SendError> {
         self.draft(to, frame.len())?.copy_from_slice(frame);
@@ -293,13 +296,14 @@ impl Vni {
         Ok(())
     }
 
-    /// What is staged, with its receiver and its place in the ring to it.
+    /// Returns the staged messages, each with its node and its place in the ring to that node.
     pub(super) fn staged(&self) -> impl Iterator<Item = (u16, u32, &Message<1>)> {
         let touched = self.touched.iter().filter_map(|to| Some((*to, self.neighbours[usize::from(*to)].as_ref()?)));
         touched.flat_map(|(to, it)| it.outbox.staged().map(move |(index, message)| (to, index, message)))
     }
 
-    /// What was posted since the last [`flush`](Self::flush) is not sent after all, as far as it was no more than a batch for each.
+    /// Drops what was posted since the last [`flush`](Self::flush), as far as it was no more than a batch for each
+    /// node.
     pub(super) fn withdraw(&mut self) {
         for to in &self.touched {
             if let Some(neighbour) = self.neighbours[usize::from(*to)].as_mut() {
@@ -308,13 +312,14 @@ impl Vni {
         }
     }
 
-    /// Wakes whoever sleeps and was sent something since the last time.
+    /// Publishes the posted frames, and wakes the nodes that sleep and were sent some.
     #[inline]
     pub fn flush(&mut self) {
         self.flush_with(|| ());
     }
 
-    /// The same, and does `published` once all is published, before it rings for anybody: that takes system calls, in which one is killed most likely.
+    /// Like [`flush`](Self::flush). Calls `published` when all frames are published, before it rings any bell: ringing
+    /// takes system calls, in which a kill is most likely.
     #[inline]
     pub(crate) fn flush_with(&mut self, published: impl FnOnce()) {
         for to in &self.touched {
@@ -326,7 +331,7 @@ impl Vni {
         for to in self.touched.drain(..) {
             let Some(neighbour) = self.neighbours[usize::from(to)].as_mut() else { continue };
             neighbour.touched = false;
-            // V2: whoever hears of us for the first time is told who we are.
+            // V2: a node that hears of us for the first time must learn our number.
             let is_new = std::mem::replace(&mut neighbour.talk, Talk::Known) != Talk::Known;
             if neighbour.outbox.ringer.must_ring() || is_new {
                 neighbour.clapper.ring_as(&name_of(self.number));
@@ -339,7 +344,7 @@ impl Vni {
     }
 }
 
-/// The frame behind its offload header, if there is one.
+/// Returns the frame, without its offload header if it has one.
 fn without_header(piece: &[u8], with_header: bool) -> &[u8] {
     if with_header { &piece[HEADER_LEN..] } else { piece }
 }

@@ -1,8 +1,8 @@
-//! How the card wakes who sleeps: its interrupt pin, and the masks on the way.
+//! How the card wakes a sleeping driver: its interrupt pin, and the masks on the way.
 //!
-//! The card asserts the pin while a cause that IMR lets through stands in ISR; the bus may mask the pin once it has rung. So while frames
-//! keep coming and nobody sleeps, it rings once and no more, and polling costs no register. Whoever is about to sleep silences the
-//! card, has the pin unmasked, and lets the causes through again.
+//! The card asserts the pin while ISR holds a cause that IMR lets through; the bus may mask the pin once it has rung.
+//! So while frames keep coming and the driver does not sleep, it rings only once, and polling costs no register access.
+//! A driver that is about to sleep silences the card, unmasks the pin, and lets the causes through again.
 
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 
@@ -10,17 +10,17 @@ use rustix::event::EventfdFlags;
 
 use crate::nic::bus::{self, Bus, BusError, IntX};
 
-/// What the card rings, if its bus can carry that.
+/// Interrupt of the card, if its bus can carry it.
 #[derive(Debug)]
 pub struct Bell {
-    /// Never readable where nothing can ring it.
+    /// Becomes readable when the card rings; never, if nothing can ring it.
     rings: OwnedFd,
-    /// `None`: nothing rings.
+    /// Unmasks the pin; `None` if nothing rings.
     unmasks: Option<OwnedFd>,
 }
 
 impl Bell {
-    /// The card's, or one that is silent where the bus carries no such interrupt.
+    /// Returns the card's bell, or a silent one if the bus carries no such interrupt.
     pub fn new(bus: &mut impl Bus) -> Result<Self, BusError> {
         match bus.intx() {
             Ok(IntX { rings, unmasks }) => Ok(Bell { rings, unmasks: Some(unmasks) }),
@@ -35,17 +35,17 @@ impl Bell {
         Ok(Bell { rings, unmasks: None })
     }
 
-    /// Forgets that it rang and lets it ring again; the card is silent. Says whether it can ring at all.
+    /// Clears an earlier ring and lets the pin ring again; the card must be silent. Returns whether it can ring at all.
     pub fn unmask(&self) -> Result<bool, BusError> {
         let Some(unmasks) = &self.unmasks else { return Ok(false) };
-        // If it has not rung, it is not masked, or is about to ring and to be seen.
+        // A pin that has not rung is not masked, or is about to ring and to be seen.
         if bus::quiesce(&self.rings)? {
             bus::ring(unmasks);
         }
         Ok(true)
     }
 
-    /// What becomes readable.
+    /// Returns the descriptor that becomes readable when the card rings.
     pub fn fd(&self) -> BorrowedFd<'_> {
         self.rings.as_fd()
     }

@@ -1,7 +1,8 @@
-//! What a successor must know of an RTL8139C+: all of it, since the card itself tells nothing of where it stands in its rings.
+//! Driver state of an RTL8139C+, for a successor. It is complete, since the card itself tells nothing about its place
+//! in its rings.
 //!
-//! The rings themselves are not part of it. Enabling the receiver takes the card to descriptor 0, so a successor writes them anew
-//! from the lists that stand here; until it does, nothing has changed, and the giver can go on instead.
+//! The rings are not part of it. Enabling the receiver takes the card to descriptor 0, so a successor writes them anew
+//! from these lists. Until it does, nothing has changed, and the giver can go on instead.
 
 use tasuki_shm::slots::SlotId;
 use zerocopy::{FromBytes, FromZeros, Immutable, IntoBytes, KnownLayout};
@@ -12,86 +13,87 @@ use super::{MTU_MIN, RINGS_LEN};
 use crate::nic::driver_state::{self, Head, broken, check_counts};
 use crate::nic::{MemoryLayout, NicError};
 
-/// A slot that is in a ring.
+/// A slot in a ring.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, FromBytes, IntoBytes, Immutable, KnownLayout)]
 #[repr(C)]
 pub struct Loan {
     slot: u64,
-    /// In the receive ring what the card wrote of the frame in it, and 0 if none has come; in the transmit ring bytes to be sent.
+    /// In the receive ring, the card's status of the frame, or 0 if none has come; in the transmit ring, the number of
+    /// bytes to send.
     pub status: u32,
     reserved: u32,
 }
 
 impl Loan {
-    /// A slot, and what there is to say of it.
+    /// Makes the loan of a slot.
     pub fn new(slot: SlotId, status: u32) -> Self {
         Loan { slot: slot.to_word(), status, reserved: 0 }
     }
 
-    /// Which slot.
+    /// Returns the slot.
     pub fn slot(&self) -> SlotId {
         SlotId::from_word(self.slot)
     }
 
-    /// Bytes to be sent.
+    /// Returns the number of bytes to send.
     #[expect(clippy::cast_possible_truncation, reason = "DriverState::check saw that it fits")]
     pub fn to_send(&self) -> u16 {
         self.status as u16
     }
 }
 
-/// What the driver has counted, by the names that `ethtool -S` has for them.
+/// Counts of the driver; `ethtool -S` shows them under these names.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, FromBytes, IntoBytes, Immutable, KnownLayout)]
 #[repr(C)]
 pub struct Counts {
-    /// Frames received.
+    /// Number of frames received.
     pub rx_packets: u64,
-    /// Bytes of them.
+    /// Number of bytes received.
     pub rx_bytes: u64,
-    /// Frames that the card received with an error.
+    /// Number of frames that the card received with an error.
     pub rx_errors: u64,
-    /// Of these: descriptors with pieces of frames that were longer than a buffer.
+    /// Of `rx_errors`: number of descriptors with pieces of frames that were longer than a buffer.
     pub rx_frags: u64,
-    /// Times that a frame had to wait in the ring because the arena had no slot to replace it by.
+    /// Number of times that a frame had to wait in the ring because the arena had no slot to replace it.
     pub rx_no_slot: u64,
-    /// Frames given to the card.
+    /// Number of frames given to the card.
     pub tx_packets: u64,
-    /// Bytes of them.
+    /// Number of bytes in those frames.
     pub tx_bytes: u64,
-    /// Frames that the card could not send.
+    /// Number of frames that the card could not send.
     pub tx_errors: u64,
-    /// Frames that were thrown away because no Ethernet has frames of their length.
+    /// Number of frames dropped because no Ethernet has frames of their length.
     pub tx_dropped: u64,
 }
 
-/// The driver state.
+/// The driver state of an RTL8139C+.
 #[derive(Debug, Clone, PartialEq, Eq, FromBytes, IntoBytes, Immutable, KnownLayout)]
 #[repr(C)]
 pub struct DriverState {
-    /// What every driver state begins with.
+    /// Header of every driver state.
     pub head: Head,
-    /// Longest frame that is sent, in bytes.
+    /// Length of the longest frame that is sent, in bytes.
     pub frame_max: u16,
-    /// Entries of `tx` that count.
+    /// Number of valid entries in `tx`.
     pub unsent: u16,
     pub(super) reserved: u32,
-    /// The receive ring, the oldest first: frames that have come and were not received, then empty slots.
+    /// Receive ring, the oldest first: frames that have come and were not received, then empty slots.
     pub rx: [Loan; DESCRIPTORS_MAX],
-    /// Frames that were not sent, the oldest first.
+    /// Unsent frames, the oldest first.
     pub tx: [Loan; DESCRIPTORS_MAX],
-    /// Counted so far.
+    /// Counts so far.
     pub counts: Counts,
 }
 
 const _: () = assert!(size_of::<DriverState>() == 2168);
 
 impl DriverState {
-    /// The receive ring.
+    /// Returns the receive ring.
     pub fn received(&self) -> &[Loan] {
         &self.rx[..self.head.ring.into()]
     }
 
-    /// The frames that were not sent.
+    /// Returns the unsent frames.
     pub fn unsent(&self) -> &[Loan] {
         &self.tx[..self.unsent.into()]
     }
@@ -163,7 +165,7 @@ mod tests {
         Loan::new(SlotId { index, generation: 2 }, status)
     }
 
-    /// Of a ring of eight, with two frames that have come and one that was not sent.
+    /// A driver state of a ring of eight, with two frames that have come and one unsent frame.
     fn driver_state() -> DriverState {
         let head = Head::of::<DriverState>(&MEMORY, Mac([2, 0, 0, 0, 0, 1]), 8);
         let mut driver_state = DriverState { head, frame_max: 1518, unsent: 1, ..DriverState::new_zeroed() };

@@ -1,10 +1,12 @@
-//! The RTL8139C+, a card for 100 Mb/s, in its C+ mode: two rings of descriptors instead of one buffer for all.
+//! The RTL8139C+, a 100 Mb/s card, in its C+ mode: two rings of descriptors instead of one buffer for all.
 //!
-//! The card has no register that says where it stands in a ring, and none that sets it: enabling a unit takes it to descriptor 0.
-//! So whoever resumes it writes the rings anew, turned such that descriptor 0 is where the card is to go on (`ring.rs`).
+//! The card has no register that tells or sets its place in a ring: enabling a unit takes it to descriptor 0. So a
+//! driver that resumes it writes the rings anew, rotated so that descriptor 0 is where the card must continue
+//! (`ring.rs`).
 //!
-//! It has no MSI-X, so it interrupts by its pin (`bell.rs`). Where its [`Bus`] cannot carry that ([`NoIntX`](super::bus::BusError::NoIntX)) it is polled: then
-//! [`arm`](Port::arm) always answers [`Armed::Busy`], and its descriptor never becomes readable.
+//! It has no MSI-X, so it interrupts by its pin (`bell.rs`). If its [`Bus`] cannot carry that
+//! ([`NoIntX`](super::bus::BusError::NoIntX)), it is polled: then [`arm`](Port::arm) always returns [`Armed::Busy`],
+//! and its descriptor never becomes readable.
 
 mod bell;
 pub mod driver_state;
@@ -30,7 +32,7 @@ use super::register::{Waiting, wait};
 use super::{Failed, Filter, Link, Mac, Nic, NicError, NicMemory, NicOptions, PciId, loan};
 use crate::port::{Armed, Burst, Port};
 
-/// All of a driver but the way to its card and its memory.
+/// All parts of a driver except its bus and its memory.
 struct Assembly<R> {
     registers: R,
     rx: RxRing,
@@ -41,23 +43,23 @@ struct Assembly<R> {
     bell: Bell,
 }
 
-/// What this driver drives.
+/// Supported card.
 const CARD: PciId = PciId { vendor: 0x10ec, device: 0x8139 };
-/// The first revision with a C+ mode.
+/// First revision with a C+ mode.
 const REVISION_MIN: u8 = 0x20;
-/// What it is called.
+/// Name of the supported card, for errors.
 const DRIVER: &str = "the RTL8139C+ (10ec:8139 from revision 0x20 on)";
-/// The BAR with the registers in memory; BAR 0 has the same in the I/O space.
+/// BAR with the registers in memory; BAR 0 has the same in the I/O space.
 const REGISTERS: u8 = 1;
 
-/// Address, addresses and type before the payload, and room for a VLAN tag.
+/// Bytes around the payload: addresses and type, and room for a VLAN tag.
 const AROUND_PAYLOAD: u16 = 18;
-/// Longest payload.
+/// Maximum MTU in bytes.
 const MTU_MAX: u16 = 1500;
-/// Shortest: what IPv4 asks of a link (RFC 791, section 3.2).
+/// Minimum MTU in bytes: what IPv4 asks of a link (RFC 791, section 3.2).
 const MTU_MIN: u16 = 68;
 
-/// Where in the rings' region what lies: both rings, and 64 bytes for counters.
+/// Layout of the rings' region: both rings, and 64 bytes for counters.
 const RX_AT: usize = 0;
 const TX_AT: usize = RX_AT + DESCRIPTORS_MAX * 16;
 const TALLY_AT: usize = TX_AT + DESCRIPTORS_MAX * 16;
@@ -65,10 +67,10 @@ const RINGS_LEN: usize = TALLY_AT + 64;
 const _: () = assert!(RX_AT.is_multiple_of(RING_ALIGN) && TX_AT.is_multiple_of(RING_ALIGN));
 const _: () = assert!(TALLY_AT.is_multiple_of(dtccr::ALIGN));
 
-/// How long the card may take for a reset, or to finish the frames in its hands when a unit is switched off: 64 frames of the
-/// longest at 10 Mb/s take 79 ms.
+/// Time limit in ms for a reset, and for finishing the frames in the card's hands when a unit is switched off: 64
+/// frames of the longest at 10 Mb/s take 79 ms.
 const STEP_MS: u32 = 1000;
-/// How long we wait, when the card is parked, for it to send what is in its ring: a full ring at 100 Mb/s takes 8 ms.
+/// How long parking waits for the card to send its ring: a full ring at 100 Mb/s takes 8 ms.
 const DRAIN: Duration = Duration::from_millis(10);
 
 /// A running RTL8139C+.
@@ -79,7 +81,7 @@ pub struct Rtl8139<B: Bus> {
     rx: RxRing,
     tx: TxRing,
     mac: Mac,
-    /// Longest frame that is sent.
+    /// Length of the longest frame that is sent, in bytes.
     frame_max: u16,
     counts: Counts,
     bell: Bell,
@@ -113,7 +115,7 @@ fn check_options(options: &NicOptions) -> Result<(), NicError> {
     Ok(())
 }
 
-/// Whether the card behind `bus` is ours.
+/// Checks that this driver supports the card behind `bus`.
 fn check_card(bus: &mut impl Bus) -> Result<(), NicError> {
     let header = Header::read(bus)?;
     // The class word has the revision in its low byte (PCI Local Bus Specification 3.0, section 6.2.1).
@@ -124,7 +126,7 @@ fn check_card(bus: &mut impl Bus) -> Result<(), NicError> {
     Ok(())
 }
 
-/// Whether the memory is large enough.
+/// Checks that the memory is large enough.
 fn check_memory(memory: &NicMemory, ring: u16) -> Result<(), NicError> {
     let have = memory.rings().len();
     match have < RINGS_LEN {
@@ -137,12 +139,12 @@ fn words(memory: &NicMemory, at: usize, count: usize) -> Span<AtomicU64> {
     memory.rings().span(at, count).expect("the region was seen to be large enough")
 }
 
-/// Bits that a reset card must not have: who reads them as ones is gone.
+/// Returns whether the card is gone: a reset card cannot read as all ones.
 fn gone(command: u8) -> bool {
     command == u8::MAX
 }
 
-/// The bit of MAR that lets a multicast in: the six highest bits of the CRC of its address.
+/// Returns the bit of MAR that lets a multicast in: the six highest bits of the CRC of its address.
 fn hash_bit(mac: Mac) -> u32 {
     let mut crc = u32::MAX;
     for byte in mac.0 {
@@ -164,10 +166,10 @@ impl<B: Bus> Rtl8139<B> {
         if gone(regs::CR.read(registers)) { Err(NicError::Gone) } else { Ok(()) }
     }
 
-    /// Tells the card where its rings are and switches it on. It begins with descriptor 0 of each.
+    /// Tells the card the places of its rings and switches it on. It begins with descriptor 0 of each.
     ///
-    /// The bases are set when C+ mode is on, since some cards forget them when it is switched on (§6.33); the high half first,
-    /// since writing the low half is what takes over both.
+    /// The order matters. Set the bases while C+ mode is on, since some cards forget them when it is switched on
+    /// (§6.33). Write the high half first, since writing the low half takes over both.
     fn enable(registers: &B::Registers, memory: &NicMemory) {
         regs::CPCR.write(registers, cpcr::CPTX | cpcr::CPRX | cpcr::MULRW | cpcr::DAC);
         regs::THPDS_HI.write(registers, 0);
@@ -185,7 +187,7 @@ impl<B: Bus> Rtl8139<B> {
         regs::CR.write(registers, cr::RE | cr::TE);
     }
 
-    /// What a reset has forgotten. The transmitter is on: before, TCR cannot be written.
+    /// Sets what a reset has cleared. The transmitter must be on: before, TCR cannot be written.
     fn configure(registers: &B::Registers) {
         Self::silence(registers);
         regs::MULINT.write(registers, 0);
@@ -193,7 +195,7 @@ impl<B: Bus> Rtl8139<B> {
         regs::TCR.write(registers, tcr::IFG | tcr::MXDMA_1024);
     }
 
-    /// Has the card interrupt no more, and forget why it would have.
+    /// Stops the card's interrupts, and clears their causes.
     fn silence(registers: &B::Registers) {
         regs::IMR.write(registers, 0);
         regs::ISR.write(registers, isr::ALL);
@@ -230,7 +232,8 @@ impl<B: Bus> Rtl8139<B> {
     /// Resets the card and sets it up.
     fn cold(bus: &mut B, memory: &NicMemory, options: &NicOptions) -> Result<Assembly<B::Registers>, NicError> {
         let registers = bus.registers(REGISTERS)?;
-        // Reset before it may be master: a card that somebody left running would write to addresses that are ours now.
+        // Reset the card before it may be bus master: if it was left running, it would write to addresses that are ours
+        // now.
         Self::reset(&registers)?;
         memory.take_back();
         memory.map_anew(bus)?;
@@ -249,7 +252,7 @@ impl<B: Bus> Rtl8139<B> {
         Ok(Assembly { registers, rx, tx, mac, frame_max, counts, bell })
     }
 
-    /// Goes on from a driver state. Up to where the rings are written, nothing is changed, neither in the card nor in memory.
+    /// Continues from a driver state. Changes nothing, neither in the card nor in memory, before it writes the rings.
     fn warm(bus: &mut B, memory: &NicMemory, driver_state: &DriverState) -> Result<Assembly<B::Registers>, NicError> {
         driver_state.check(&memory.layout())?;
         loan::check(memory, driver_state.slots())?;
@@ -272,7 +275,7 @@ impl<B: Bus> Rtl8139<B> {
         Ok(Assembly { registers, rx, tx, mac, frame_max: driver_state.frame_max, counts: driver_state.counts, bell })
     }
 
-    /// Switches both units off; what a successor must know.
+    /// Switches both units off. Returns the driver state for a successor.
     fn stop(&mut self) -> Result<DriverState, NicError> {
         self.drain()?;
         self.switch_off()?;
@@ -297,7 +300,8 @@ impl<B: Bus> Rtl8139<B> {
         regs::TPPOLL.write(&self.registers, tppoll::NPQ);
     }
 
-    /// Gives the card time to send what it has. What it does not send, for want of a link or time, stays where it is.
+    /// Gives the card time to send what it has. Frames that it does not send, for want of a link or time, stay where
+    /// they are.
     fn drain(&mut self) -> Result<(), NicError> {
         let waiting = Waiting::begin();
         self.poll();
@@ -327,7 +331,7 @@ impl<B: Bus> Rtl8139<B> {
         }
     }
 
-    /// Has the card write its counters to memory; none if it does not.
+    /// Makes the card write its counters to memory, and returns them; `None` if it does not.
     fn tally(&self) -> Option<[u64; 8]> {
         let at = (self.memory.rings_at() + TALLY_AT as u64).0;
         regs::DTCCR_HI.write(&self.registers, u32::try_from(at >> 32).expect("32 bits"));
@@ -339,7 +343,7 @@ impl<B: Bus> Rtl8139<B> {
     }
 }
 
-/// Bytes of a frame that are in the FIFO before the card begins to send it, in units of 32: 192, as 8139cp has it.
+/// Bytes of a frame that are in the FIFO before the card begins to send it, in units of 32: 192, as in 8139cp.
 const ETTHR_192: u8 = 6;
 
 impl<B: Bus> Port for Rtl8139<B> {
@@ -349,7 +353,7 @@ impl<B: Bus> Port for Rtl8139<B> {
         let starved = self.counts.rx_no_slot;
         let mut received = self.rx.receive(&self.memory, burst, most, &mut self.counts)?;
         if self.counts.rx_no_slot != starved {
-            // The slots that frames left in may be what they can come in by.
+            // Sent frames may leave slots to receive into.
             self.tx.reap(&self.memory, &mut self.counts)?;
             received += self.rx.receive(&self.memory, burst, most - received, &mut self.counts)?;
         }
@@ -365,10 +369,11 @@ impl<B: Bus> Port for Rtl8139<B> {
         Ok(taken)
     }
 
-    /// An idle poller comes by here, so here a card that was removed is noticed.
+    /// An idle poller calls this, so it is here that a removed card is noticed.
     fn arm(&mut self) -> Result<Armed, NicError> {
-        // In this order: a frame that came before its cause was cleared is seen by the look at the ring, since the card has answered in
-        // between; one that comes later sets its cause again, and the card asserts its pin when that is let through.
+        // The order matters. If a frame came before its cause was cleared, the look at the ring sees it, since the card
+        // has answered in between. If one comes later, it sets its cause again, and the card asserts its pin once IMR
+        // lets that through.
         Self::silence(&self.registers);
         if gone(regs::CR.read(&self.registers)) {
             return Err(NicError::Gone);
@@ -417,8 +422,8 @@ impl<B: Bus> Nic for Rtl8139<B> {
         }
     }
 
-    /// Switches both units off. The card answers that one is off when it has finished the frame it is at; what comes from then
-    /// on until it is resumed is lost, as on any card without a place for it.
+    /// Switches both units off. The card reports a unit as off when it has finished its current frame. Frames that come
+    /// from then on until the card is resumed are lost, as on any card without a place for them.
     fn park(mut self) -> Result<(B, NicMemory, DriverState), Failed<B>> {
         match self.stop() {
             Ok(driver_state) => Ok((self.bus, self.memory, driver_state)),
@@ -445,7 +450,7 @@ impl<B: Bus> Nic for Rtl8139<B> {
             control & bmcr::DUPLEX != 0
         } else {
             let common = regs::ANAR.read(&self.registers) & regs::ANLPAR.read(&self.registers);
-            // The best that both can do is what was agreed on (IEEE 802.3, annex 28B.3).
+            // The best mode that both can do is the agreed one (IEEE 802.3, annex 28B.3).
             common & ability::TX_FULL != 0 || common & (ability::TX | ability::T10_FULL) == ability::T10_FULL
         };
         Link::Up { speed, full_duplex }

@@ -1,5 +1,6 @@
-//! The RTL8139C+ as its data sheet has it: *Realtek RTL8139C(L)+*, rev. 1.6. Its registers stand in the order of their offsets, and so
-//! they do here; the descriptors are those of its C+ mode. Bits were held against Linux's 8139cp and QEMU's model.
+//! Registers and descriptors of the RTL8139C+: *Realtek RTL8139C(L)+*, rev. 1.6. Registers are in the order of their
+//! offsets, as in the data sheet; descriptors are those of the C+ mode. Bits were checked against Linux's 8139cp and
+//! QEMU's model.
 
 use crate::nic::register::{Register, Ro, Rw, Wo};
 
@@ -43,27 +44,27 @@ pub mod cr {
 pub mod isr {
     /// Receive OK: a frame has come.
     pub const ROK: u16 = 1 << 0;
-    /// Receive error: a frame with one has come, and took a descriptor, too.
+    /// Receive error: a frame with an error has come, and also took a descriptor.
     pub const RER: u16 = 1 << 1;
     /// Receive descriptor unavailable: a frame came and found none.
     pub const RDU: u16 = 1 << 4;
     /// Receive FIFO overflow.
     pub const FOVW: u16 = 1 << 6;
-    /// Whatever leaves something to be received, or room to be made.
+    /// All causes that leave frames to receive, or require room to be made.
     pub const RECEIVED: u16 = ROK | RER | RDU | FOVW;
-    /// Every cause there is.
+    /// All causes.
     pub const ALL: u16 = u16::MAX;
 }
 
 pub mod tcr {
     /// Interframe gap: the standard one of 9.6 µs (at 10 Mb/s).
     pub const IFG: u32 = 3 << 24;
-    /// Bytes in a DMA burst: 1,024.
+    /// DMA bursts of 1,024 bytes.
     pub const MXDMA_1024: u32 = 6 << 8;
 }
 
 pub mod rcr {
-    /// Accept every frame for one station.
+    /// Accept unicast frames for any station.
     pub const AAP: u32 = 1 << 0;
     /// Accept frames for our own address.
     pub const APM: u32 = 1 << 1;
@@ -71,25 +72,25 @@ pub mod rcr {
     pub const AM: u32 = 1 << 2;
     /// Accept broadcasts.
     pub const AB: u32 = 1 << 3;
-    /// Whatever lets a frame in: these, runts and those with errors.
+    /// All bits that let a frame in: these, runts and those with errors.
     pub const ANY: u32 = 0x3f;
-    /// Bytes in a DMA burst: 1,024.
+    /// DMA bursts of 1,024 bytes.
     pub const MXDMA_1024: u32 = 6 << 8;
-    /// Bytes in the FIFO before they are transferred: the whole frame.
+    /// Receive FIFO threshold: transfer whole frames.
     pub const RXFTH_WHOLE: u32 = 7 << 13;
 }
 
 pub mod cr9346 {
-    /// Configuration registers can be written.
+    /// Unlocks the configuration registers for writing.
     pub const UNLOCK: u8 = 0xc0;
-    /// They cannot.
+    /// Locks the configuration registers.
     pub const LOCK: u8 = 0;
 }
 
 pub mod msr {
     /// The link is down.
     pub const LINKB: u8 = 1 << 2;
-    /// 10 Mb/s, else 100.
+    /// The speed is 10 Mb/s, else 100.
     pub const SPEED_10: u8 = 1 << 3;
 }
 
@@ -102,11 +103,11 @@ pub mod bmcr {
 
 /// Abilities in [`ANAR`] and [`ANLPAR`].
 pub mod ability {
-    /// 100BASE-TX, both directions at the same time.
+    /// 100BASE-TX, full duplex.
     pub const TX_FULL: u16 = 1 << 8;
     /// 100BASE-TX.
     pub const TX: u16 = 1 << 7;
-    /// 10BASE-T, both directions at the same time.
+    /// 10BASE-T, full duplex.
     pub const T10_FULL: u16 = 1 << 6;
 }
 
@@ -116,9 +117,9 @@ pub mod tppoll {
 }
 
 pub mod cpcr {
-    /// The transmitter works with C+ descriptors.
+    /// The transmitter uses C+ descriptors.
     pub const CPTX: u16 = 1 << 0;
-    /// So does the receiver.
+    /// The receiver uses C+ descriptors.
     pub const CPRX: u16 = 1 << 1;
     /// Multiple reads and writes on the bus.
     pub const MULRW: u16 = 1 << 3;
@@ -129,17 +130,17 @@ pub mod cpcr {
 pub mod dtccr {
     /// Dump now. Clears itself when the counters are in memory.
     pub const CMD: u32 = 1 << 3;
-    /// What the address is a multiple of.
+    /// Alignment of the address in bytes.
     pub const ALIGN: usize = 64;
 }
 
-/// Most descriptors in a ring; and what its address is a multiple of.
+/// Maximum number of descriptors in a ring, and the alignment of a ring's address in bytes.
 pub const DESCRIPTORS_MAX: usize = 64;
 pub const RING_ALIGN: usize = 256;
 
-/// The first word of a descriptor, of both rings.
+/// The first word of a descriptor, in both rings.
 pub mod descriptor {
-    /// It is the card's.
+    /// The card owns the descriptor.
     pub const OWN: u32 = 1 << 31;
     /// End of ring: the next one is the first.
     pub const EOR: u32 = 1 << 30;
@@ -153,12 +154,12 @@ pub mod descriptor {
 pub mod received {
     /// Error summary: check sequence, runt, watchdog, alignment.
     pub const RES: u32 = 1 << 20;
-    /// Bytes of the frame, its check sequence included.
+    /// Length of the frame in bytes, including its check sequence.
     pub const LENGTH: u32 = 0x1fff;
 }
 
 /// The first word of a transmit descriptor that the card has given back.
 pub mod sent {
-    /// Error summary: of underrun, collisions out of window, link failure, too many collisions.
+    /// Error summary: underrun, collisions out of window, link failure, too many collisions.
     pub const TES: u32 = 1 << 23;
 }

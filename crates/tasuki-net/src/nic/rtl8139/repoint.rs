@@ -1,11 +1,13 @@
-//! A card that is pointed at another owner's rings by a soft reset (the data sheet's 6.6, Command Register: RST).
+//! A soft reset points the card at another owner's rings (the data sheet's 6.6, Command Register: RST).
 //!
-//! The card has no register for its place in a ring, so a new owner's rings begin at their first descriptor, and a reset takes the card there: it
-//! empties the FIFO and leaves the card's address, its multicast table, its configuration space and the link as they are. It forgets what is let in
-//! ([`Accept`]) and how the units work, which whoever comes writes anew.
+//! The card has no register for its place in a ring, so a new owner's rings begin at their first descriptor, and a
+//! reset takes the card there. The reset empties the FIFO and leaves the card's address, its multicast table, its
+//! configuration space and the link as they are. It clears the receive filter ([`Accept`]) and the modes of the units,
+//! which the taker writes anew.
 //!
-//! It has no PAUSE that software could send. What comes from when the giver lets nothing in any more until the taker lets it in again is lost: some of it
-//! because the giver is to have handled all that came before, the rest as on any card whose receive unit is off.
+//! The card has no PAUSE that software could send. Frames are lost from when the giver shuts the filter until the taker
+//! opens it: some because the giver must have handled all earlier ones, the rest as on any card whose receive unit is
+//! off.
 
 use std::time::{Duration, Instant};
 
@@ -21,21 +23,21 @@ use crate::nic::bus::{Bus, Iova, Registers};
 use crate::nic::driver_state::broken;
 use crate::nic::{Can, Failed, How, Left, Mac, MemoryLayout, NicError, NicMemory, NicOptions, Repoint, loan};
 
-/// How long a frame may take from the wire to the ring, once no other is let in: the longest at 10 Mb/s takes 1.3 ms.
+/// Longest time of a frame from the wire to the ring, once no other is let in: the longest at 10 Mb/s takes 1.3 ms.
 const LAST: Duration = Duration::from_millis(2);
 
-/// How far a giver is.
+/// Progress of a giver.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct Quiesce {
-    /// Since it was told to stop.
+    /// When it was told to stop.
     since: Option<Instant>,
-    /// Since nothing is let in, and what was.
+    /// When the filter was shut, and its former setting.
     shut: Option<(Instant, Accept)>,
     /// Both units are off.
     off: bool,
 }
 
-/// What the card lets in.
+/// Receive filter of the card.
 #[derive(Debug, Clone, Copy)]
 struct Accept {
     rcr: u32,
@@ -54,14 +56,14 @@ impl Accept {
     }
 }
 
-/// A taker with rings of its own: all but the card.
+/// A taker with rings of its own: everything but the card.
 pub struct Ready<B: Bus> {
     bus: B,
     memory: NicMemory,
     parts: Parts<B::Registers>,
 }
 
-/// What a taker has got ready.
+/// Parts that a taker has prepared.
 struct Parts<R> {
     registers: R,
     rx: RxRing,
@@ -78,7 +80,7 @@ impl<B: Bus> std::fmt::Debug for Ready<B> {
 }
 
 impl<B: Bus> Rtl8139<B> {
-    /// Gets all ready that the card does not notice.
+    /// Prepares everything that the card does not notice.
     fn ready(bus: &mut B, memory: &NicMemory, options: &NicOptions) -> Result<Parts<B::Registers>, NicError> {
         check_options(options)?;
         check_memory(memory, options.ring)?;
@@ -87,7 +89,7 @@ impl<B: Bus> Rtl8139<B> {
         let mac = Self::read_mac(&registers)?;
         let accept = Accept::read(&registers);
         if accept.rcr & rcr::ANY == 0 {
-            // What it is to let in is known to nobody but the owner that has shut it.
+            // Only the owner that has shut the filter knows its setting.
             return Err(broken("the card lets nothing in, as if its owner had begun to stop it", accept.rcr.into()));
         }
         memory.take_back();
@@ -98,7 +100,7 @@ impl<B: Bus> Rtl8139<B> {
         Ok(Parts { registers, rx, tx, mac, frame_max: options.mtu + AROUND_PAYLOAD, accept })
     }
 
-    /// Resets a card and has it begin with the first descriptors of the rings in `memory`.
+    /// Resets a card, which then begins with the first descriptors of the rings in `memory`.
     fn begin(registers: &B::Registers, memory: &NicMemory, accept: Accept) -> Result<(), NicError> {
         Self::reset(registers)?;
         regs::CR9346.write(registers, cr9346::UNLOCK);
@@ -109,7 +111,7 @@ impl<B: Bus> Rtl8139<B> {
         Ok(())
     }
 
-    /// Whether both units are off, as whoever points the card elsewhere must find them.
+    /// Checks that both units are off, as a taker must find them.
     fn check_off(registers: &B::Registers) -> Result<(), NicError> {
         match regs::CR.read(registers) {
             command if gone(command) => Err(NicError::Gone),
@@ -119,7 +121,7 @@ impl<B: Bus> Rtl8139<B> {
     }
 }
 
-/// It has one queue.
+/// The card has one queue.
 const CAN: Can = Can { point: true, pauses: false, fenced: false, steer: false };
 
 impl<B: Bus> Repoint for Rtl8139<B> {
@@ -140,7 +142,7 @@ impl<B: Bus> Repoint for Rtl8139<B> {
 
     fn give_up(ready: Ready<B>) -> (B, NicMemory) {
         let Ready { mut bus, memory, .. } = ready;
-        // Nobody has to be told that it was gone already.
+        // An error means that the mapping was gone already.
         let _ = memory.unmap(&mut bus);
         memory.take_back();
         (bus, memory)
@@ -150,18 +152,19 @@ impl<B: Bus> Repoint for Rtl8139<B> {
         CAN
     }
 
-    /// Nobody can be asked to pause.
+    /// The card cannot ask its link partner to pause.
     fn quiesce(&mut self, _: How, _: impl FnMut(&mut Self)) {
         self.quiesce = Quiesce { since: Some(Instant::now()), ..Quiesce::default() };
     }
 
     fn is_quiet(&mut self) -> bool {
         let late = self.quiesce.since.is_none_or(|since| since.elapsed() > DRAIN);
-        // What cannot be reaped is found by whoever sends next.
+        // The next transmit reports frames that cannot be reaped.
         late || self.tx.reap(&self.memory, &mut self.counts).is_err() || self.tx.is_empty()
     }
 
-    /// At first lets nothing in, so that what had come can be handled while it can be answered; then switches both units off.
+    /// First shuts the filter, so that the giver can handle earlier frames while it can still answer; then switches
+    /// both units off.
     fn leave(&mut self) -> Result<bool, NicError> {
         if self.quiesce.since.is_none() {
             return Err(broken("it was not quiesced before it was to be left", 0));
@@ -190,7 +193,7 @@ impl<B: Bus> Repoint for Rtl8139<B> {
         Left::STOPPED
     }
 
-    /// What it had not sent is sent, and what had come is still there.
+    /// Sends the frames that were unsent; those that had come are still there.
     fn go_back(&mut self) -> Result<(), NicError> {
         let Quiesce { shut, off, .. } = std::mem::take(&mut self.quiesce);
         let Some((_, accept)) = shut else { return Ok(()) };
@@ -198,7 +201,7 @@ impl<B: Bus> Repoint for Rtl8139<B> {
             accept.write(&self.registers);
             return if gone(regs::CR.read(&self.registers)) { Err(NicError::Gone) } else { Ok(()) };
         }
-        // A taker may have the card run in memory of its own, and its pin ring for itself.
+        // A taker may have run the card in its own memory, and connected the pin to itself.
         self.switch_off()?;
         self.bell = Bell::new(&mut self.bus)?;
         self.tx.reap(&self.memory, &mut self.counts)?;
@@ -211,11 +214,12 @@ impl<B: Bus> Repoint for Rtl8139<B> {
         Ok(())
     }
 
-    /// It is always stopped.
+    /// The card is always stopped, so `left` says nothing.
     fn repoint(ready: Ready<B>, _: Left) -> Result<Self, Failed<B>> {
         let Ready { mut bus, memory, parts } = ready;
         let begun = Self::check_off(&parts.registers).and_then(|()| {
-            // By a bus that is not told of the pin's eventfds this takes it away from the giver, which sleeps no more.
+            // If the bus does not share the pin's eventfds, this takes the pin away from the giver, which no longer
+            // sleeps.
             let bell = Bell::new(&mut bus)?;
             Self::begin(&parts.registers, &memory, parts.accept)?;
             Ok(bell)

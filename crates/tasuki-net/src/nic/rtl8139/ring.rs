@@ -1,10 +1,10 @@
-//! The two rings of descriptors, and the slots that are in them.
+//! The two rings of descriptors, and the slots in them.
 //!
 //! # Rules
 //!
-//! - **D1** A descriptor with OWN set is the card's; clearing OWN is the last thing that the card does to it. What it says is loaded
-//!   once, then checked, then used.
-//! - **D2** Which slot a descriptor stands for is remembered in private memory and never read from the ring.
+//! - **D1** A descriptor with OWN set is the card's; the card clears OWN last. The driver loads its contents once, then
+//!   checks them, then uses them.
+//! - **D2** The slot of each descriptor is remembered in private memory and never read from the ring.
 //! - **D3** A receive descriptor always has a slot: a frame leaves it only in exchange for another slot.
 
 use std::sync::atomic::AtomicU64;
@@ -20,11 +20,12 @@ use crate::nic::loan::{back, lend};
 use crate::nic::{NicError, NicMemory};
 use crate::port::{BURST_MAX, Burst, Frame};
 
-/// Bytes of a slot that the card may fill: the longest frame with a VLAN tag and its check sequence, on a whole number of lines.
+/// Bytes of a slot that the card may fill: the longest frame with a VLAN tag and its check sequence, rounded up to
+/// whole cache lines.
 pub const BUFFER_LEN: u32 = 1536;
-/// Bytes of the check sequence, which the card leaves at the end of a frame.
+/// Length in bytes of the check sequence, which the card leaves at the end of a frame.
 const CHECK_LEN: u32 = 4;
-/// Bytes of the shortest frame that makes sense: two addresses and a type.
+/// Length in bytes of the shortest meaningful frame: two addresses and a type.
 const HEADER_LEN: u32 = 14;
 
 /// The descriptors of either ring. Each is two words: control with status and VLAN tag, and the address of a buffer.
@@ -43,31 +44,31 @@ impl Descriptors {
     fn give(&self, i: usize, at: Iova, control: u32) {
         let end = if i + 1 == self.count { descriptor::EOR } else { 0 };
         self.words[2 * i + 1].store(at.0, Relaxed);
-        // Release: the card that sees OWN sees the address, too (and for the wire, the frame).
+        // Release: a card that sees OWN also sees the address (and for the wire, the frame).
         self.words[2 * i].store(u64::from(control | end | descriptor::OWN), Release);
     }
 
-    /// Descriptor `i` is ours and says nothing.
+    /// Makes descriptor `i` ours and empty.
     fn clear(&self, i: usize) {
         let end = if i + 1 == self.count { descriptor::EOR } else { 0 };
         self.words[2 * i].store(end.into(), Relaxed);
     }
 
-    /// What the card left in descriptor `i`, if it is done with it (D1).
+    /// Returns the status that the card left in descriptor `i`, if the card is done with it (D1).
     #[expect(clippy::cast_possible_truncation, reason = "the low half: the high one has the VLAN tag")]
     fn done(&self, i: usize) -> Option<u32> {
-        // Acquire: with OWN clear, what the card wrote to the slot before is seen.
+        // Acquire: with OWN clear, the card's earlier writes to the slot are visible.
         let status = self.words[2 * i].load(Acquire) as u32;
         (status & descriptor::OWN == 0).then_some(status)
     }
 }
 
-/// What a receive descriptor that the card gave back holds.
+/// Contents of a receive descriptor that the card gave back.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Received {
-    /// A frame of as many bytes, without check sequence.
+    /// A frame of this length in bytes, without check sequence.
     Frame(u16),
-    /// Something with an error.
+    /// A frame with an error.
     Broken,
     /// A piece of a frame that is longer than a buffer.
     Piece,
@@ -94,14 +95,14 @@ impl Received {
 #[derive(Debug)]
 pub struct RxRing {
     descriptors: Descriptors,
-    /// The next one to be looked at.
+    /// Next descriptor to look at.
     next: usize,
-    /// D2.
+    /// Slot of each descriptor (D2).
     slots: [SlotId; DESCRIPTORS_MAX],
 }
 
 impl RxRing {
-    /// A ring that gives the card all of `slots`.
+    /// Makes a ring that gives the card all of `slots`.
     pub fn new(memory: &NicMemory, words: Span<AtomicU64>, slots: &[SlotId]) -> Self {
         let mut ring = RxRing {
             descriptors: Descriptors { words, count: slots.len() },
@@ -114,8 +115,8 @@ impl RxRing {
         ring
     }
 
-    /// A ring whose last descriptors hold the frames that had come when the card was parked, so that they are taken first, and
-    /// whose first ones are the card's, because enabling the receiver takes it to descriptor 0.
+    /// Makes a ring from a parked card's slots. Its last descriptors hold the frames that had come, so that they are
+    /// taken first. Its first ones are the card's, because enabling the receiver takes it to descriptor 0.
     pub fn resume(memory: &NicMemory, words: Span<AtomicU64>, loans: &[Loan]) -> Self {
         let come = loans.iter().filter(|loan| loan.status != 0).count();
         let slots: Vec<_> = loans[come..].iter().chain(&loans[..come]).map(Loan::slot).collect();
@@ -127,22 +128,23 @@ impl RxRing {
         ring
     }
 
-    /// What is in it, the oldest first: for the frames that have come what the card says of them. The card is parked.
+    /// Returns the contents of the ring, the oldest first, with the card's status for frames that have come. The card
+    /// is parked.
     pub fn loans(&self) -> impl Iterator<Item = Loan> {
         let mut i = self.next;
         let mut come = true;
         (0..self.descriptors.count).map(move |_| {
-            // The card fills its descriptors in order, so behind one that it still has none can be done.
+            // The card fills descriptors in order, so none behind one that it still has can be done.
             let status = self.descriptors.done(i).filter(|_| come);
             come = status.is_some();
-            // A status of nothing at all would read as "none has come". With a 1 in it, it is still a piece and thrown away.
+            // A status of zero would mean "none has come". With a 1 in it, it is still a piece and is dropped.
             let loan = Loan::new(self.slots[i], status.map_or(0, |status| status | u32::from(status == 0)));
             i = self.descriptors.after(i);
             loan
         })
     }
 
-    /// Whether the card has left something in the next descriptor.
+    /// Returns whether the card is done with the next descriptor.
     pub fn is_ready(&self) -> bool {
         self.descriptors.done(self.next).is_some()
     }
@@ -152,7 +154,7 @@ impl RxRing {
         self.descriptors.give(i, memory.at_of(id), BUFFER_LEN);
     }
 
-    /// Appends frames that have come to `burst`, `most` at most; says how many.
+    /// Appends frames that have come to `burst`, at most `most`. Returns their number.
     pub fn receive(
         &mut self,
         memory: &NicMemory,
@@ -161,7 +163,7 @@ impl RxRing {
         counts: &mut Counts,
     ) -> Result<usize, NicError> {
         let before = burst.len();
-        // Bounded, so that a card that produces rubbish as fast as we throw it away does not keep us here.
+        // Bounded: a card that produces rubbish as fast as we drop it must not keep us here.
         for _ in 0..most.min(burst.remaining_capacity()) {
             let Some(status) = self.descriptors.done(self.next) else { break };
             let received = Received::of(status)?;
@@ -193,18 +195,18 @@ impl RxRing {
 #[derive(Debug)]
 pub struct TxRing {
     descriptors: Descriptors,
-    /// The oldest that the card has.
+    /// Oldest descriptor that the card has.
     oldest: usize,
-    /// Descriptors that the card has, from there on.
+    /// Number of descriptors that the card has, from `oldest` on.
     held: usize,
-    /// D2.
+    /// Slot of each descriptor (D2).
     slots: [SlotId; DESCRIPTORS_MAX],
-    /// Bytes of each frame.
+    /// Length of each frame in bytes.
     lens: [u16; DESCRIPTORS_MAX],
 }
 
 impl TxRing {
-    /// A ring of `count` descriptors that gives the card the frames of `loans`.
+    /// Makes a ring of `count` descriptors that gives the card the frames of `loans`.
     pub fn new(memory: &NicMemory, words: Span<AtomicU64>, count: usize, loans: &[Loan]) -> Self {
         let mut ring = TxRing {
             descriptors: Descriptors { words, count },
@@ -220,7 +222,7 @@ impl TxRing {
         ring
     }
 
-    /// The frames that the card has, the oldest first. The card is parked.
+    /// Returns the frames that the card has, the oldest first. The card is parked.
     pub fn loans(&self) -> impl Iterator<Item = Loan> {
         (0..self.held).map(|i| (self.oldest + i) % self.descriptors.count).map(|i| {
             let id = self.slots[i];
@@ -228,7 +230,7 @@ impl TxRing {
         })
     }
 
-    /// Whether the card has sent everything.
+    /// Returns whether the card has sent everything.
     pub fn is_empty(&self) -> bool {
         self.held == 0
     }
@@ -241,7 +243,7 @@ impl TxRing {
         self.descriptors.give(i, memory.at_of(id), descriptor::FS | descriptor::LS | u32::from(len));
     }
 
-    /// Takes back what the card has sent.
+    /// Takes back the frames that the card has sent.
     pub fn reap(&mut self, memory: &NicMemory, counts: &mut Counts) -> Result<(), NicError> {
         while self.held > 0 {
             let Some(status) = self.descriptors.done(self.oldest) else { break };
@@ -253,8 +255,8 @@ impl TxRing {
         Ok(())
     }
 
-    /// Takes frames from the front of `burst`, as many as there is room for; says how many. Those of no length that the wire
-    /// carries (`len_max` bytes) are taken and thrown away.
+    /// Takes frames from the front of `burst`, as many as there is room for. Returns their number. Takes and drops
+    /// frames of a length that the wire does not carry (more than `len_max` bytes, or too short).
     pub fn transmit(&mut self, memory: &NicMemory, burst: &mut Burst, len_max: u16, counts: &mut Counts) -> usize {
         let room = (self.descriptors.count - self.held).min(burst.len());
         for frame in burst.drain(..room) {
@@ -336,7 +338,7 @@ mod tests {
         assert_eq!(card[6].load(Relaxed), u64::from(descriptor::OWN | descriptor::EOR | BUFFER_LEN));
     }
 
-    /// A descriptor that the card writes back once more, when it is ours no longer, is the next one's news, or none.
+    /// A second write-back of a descriptor that was posted again counts as its next frame, or as none.
     #[test]
     fn a_descriptor_written_back_twice_brings_no_frame_twice() {
         let (memory, mut ring, card) = ring();

@@ -1,20 +1,21 @@
-//! Queues of frames: each frame is a chain of two descriptors, a header in the rings' region and a slot, so that a slot holds the
-//! frame and nothing else. Chain `k` is the descriptors `2k` and `2k + 1`.
+//! Queues of frames. Each frame is a chain of two descriptors, a header in the rings' region and a slot, so that a slot
+//! holds the frame and nothing else. Chain `k` is the descriptors `2k` and `2k + 1`.
 //!
-//! All chains of a queue have the same header. On the way out it is zeroes: no offload. On the way in it is where the device writes
-//! what we never read.
+//! All chains of a queue share one header. In the transmit queue it is zeroes: no offload. In the receive queue the
+//! device writes to it, and the driver never reads it.
 //!
 //! # Rules
 //!
-//! - **C1** What is in a chain stands in the ledger, where the device cannot write: the slot, the index at which it was posted, one more than the
-//!   index at which it was taken back (0 while it was not), and bytes.
-//! - **C2** At committed indices, `available` and `handled`, the device has a chain, or has used it for a frame that is not handled, if it was posted
-//!   before `available` and not taken back before `handled`. Else it is free. That is true at every store: a chain is posted again only once it
-//!   is committed that its last frame was handled, and the index at which it is posted is written first.
-//! - **C3** A successor writes of each chain that it finds free that it was never posted, before it posts any: what a dead driver had posted and not
-//!   committed would count as posted once the index has gone on so far.
-//! - **C4** The device is shown what was posted after that is committed. Entries of the used ring are not written again before they are handled, since
-//!   there are as many as descriptors.
+//! - **C1** The ledger, where the device cannot write, records each chain: the slot, the index at which it was posted,
+//!   one more than the index at which it was taken back (0 until then), and the bytes.
+//! - **C2** At committed indices, `available` and `handled`: if a chain was posted before `available` and not taken
+//!   back before `handled`, the device has it, or has used it for an unhandled frame. Otherwise it is free. This holds
+//!   at every store: a chain is posted again only once its last frame is committed as handled, and the driver first
+//!   writes the index at which it posts the chain.
+//! - **C3** Before it posts any chain, a successor marks every free chain as never posted. Otherwise a chain that a
+//!   dead driver had posted and not committed would count as posted once the index has gone on that far.
+//! - **C4** The driver commits posted chains before it shows them to the device. Entries of the used ring are not
+//!   written again before they are handled, since there are as many as descriptors.
 
 use std::sync::atomic::AtomicU64;
 use std::sync::atomic::Ordering::{Relaxed, Release};
@@ -31,16 +32,16 @@ use crate::nic::bus::Iova;
 use crate::nic::driver_state::broken;
 use crate::nic::{NicError, NicMemory};
 
-/// Words of a chain in the ledger.
+/// Number of words of a chain in the ledger.
 const WORDS: usize = 4;
-/// When a chain was posted that was not.
+/// Posting index of a chain that was never posted.
 const NEVER: u64 = u64::MAX;
-/// An index of which the device sees zeroes begins anew at a multiple of this.
+/// An index that begins anew starts at a multiple of this, of which the device sees zeroes.
 const LAP: u64 = 1 << 16;
-/// Room to remember which chains are free.
+/// Record of the free chains.
 pub type Order = Box<[u16; CHAINS_MAX]>;
 
-/// What the ledger says of a chain (C1).
+/// The ledger's words on a chain (C1).
 struct Words<'a> {
     slot: &'a AtomicU64,
     posted: &'a AtomicU64,
@@ -49,13 +50,13 @@ struct Words<'a> {
 }
 
 impl Words<'_> {
-    /// C2.
+    /// Returns whether the chain is not free (C2).
     fn is_out(&self, at: Cursor) -> bool {
         let taken = self.taken.load(Relaxed);
         self.posted.load(Relaxed) < at.available && taken.checked_sub(1).is_none_or(|taken| taken >= at.used)
     }
 
-    /// C3.
+    /// Marks the chain as never posted (C3).
     fn never_posted(&self) {
         self.posted.store(NEVER, Relaxed);
         // E3
@@ -72,10 +73,10 @@ impl Words<'_> {
 /// A chain that the device has used.
 pub struct Done {
     pub chain: u16,
-    /// The word of its slot, and bytes that it is for.
+    /// Word of its slot, and the number of bytes posted with it.
     pub slot: u64,
     pub room: u32,
-    /// Bytes that the device says it wrote.
+    /// Number of bytes that the device claims to have written.
     pub written: u32,
 }
 
@@ -83,77 +84,72 @@ pub struct Done {
 #[derive(Debug)]
 pub struct Chains {
     pub ring: SplitRing,
-    /// Whether the device writes the slots.
+    /// Descriptor flag [`WRITE`], if the device writes the slots.
     write: u16,
-    /// V1, C1.
-    program_state: Span<AtomicU64>,
-    /// By index, modulo the number of chains: the chain that was taken back there. It is posted again when our index is so much larger.
+    /// Words of the chains in the ledger (V1, C1).
+    records: Span<AtomicU64>,
+    /// For each index, modulo the number of chains: the chain taken back there. It is posted again when our index is
+    /// larger by that number.
     order: Order,
-    /// Chains, less one.
+    /// Number of chains minus one.
     mask: u16,
-    /// The first index of the used ring whose frame was not handled by the last commit.
+    /// First index of the used ring whose frame the last commit did not count as handled.
     handled: u64,
-    /// A chain that the device said it had used, and did not have: that stays a fault when it has it.
+    /// Head of a chain that the device claimed to have used and did not have. The fault stays even if the device gets
+    /// that chain later.
     wrong: Option<u32>,
 }
 
-/// A chain's words.
+/// Returns a chain's words.
 #[inline]
-fn words(program_state: &[AtomicU64], chain: u16) -> Option<Words<'_>> {
-    let [slot, posted, taken, len] = program_state.as_chunks::<WORDS>().0.get(usize::from(chain))?;
+fn words(records: &[AtomicU64], chain: u16) -> Option<Words<'_>> {
+    let [slot, posted, taken, len] = records.as_chunks::<WORDS>().0.get(usize::from(chain))?;
     Some(Words { slot, posted, taken, len })
 }
 
 impl Chains {
-    /// Chains of `ring`, the `queue`th, which has `size` descriptors and goes on where it stands. Changes nothing.
+    /// Makes the chains of `ring`, the `queue`th, which has `size` descriptors and continues where it stands. Changes
+    /// nothing.
     pub fn new(memory: &NicMemory, queue: usize, ring: SplitRing, size: u16, write: bool, order: Order) -> Self {
-        let program_state = memory.slot_list(queue, usize::from(size / 2) * WORDS);
+        let records = memory.slot_list(queue, usize::from(size / 2) * WORDS);
         let handled = ring.cursor().used;
-        Chains {
-            ring,
-            write: if write { WRITE } else { 0 },
-            program_state,
-            order,
-            mask: size / 2 - 1,
-            handled,
-            wrong: None,
-        }
+        Chains { ring, write: if write { WRITE } else { 0 }, records, order, mask: size / 2 - 1, handled, wrong: None }
     }
 
-    /// Chains in the queue.
+    /// Returns the number of chains in the queue.
     fn count(&self) -> u16 {
         self.mask + 1
     }
 
-    /// All chains, with their words.
+    /// Returns all chains, with their words.
     fn all(&self) -> impl Iterator<Item = (u16, Words<'_>)> {
-        (0..self.count()).filter_map(|chain| Some((chain, words(&self.program_state, chain)?)))
+        (0..self.count()).filter_map(|chain| Some((chain, words(&self.records, chain)?)))
     }
 
-    /// Whether this slot came back at this index.
+    /// Returns whether this slot came back at this index.
     #[inline]
     pub fn is_at(&self, index: u64, id: SlotId) -> bool {
         let chain = self.order[self.place(index)];
-        words(&self.program_state, chain).is_some_and(|its| its.slot.load(Relaxed) == id.to_word())
+        words(&self.records, chain).is_some_and(|its| its.slot.load(Relaxed) == id.to_word())
     }
 
-    /// All chains begin with this header.
+    /// Makes every chain begin with this header.
     pub fn describe_headers(&self, header: Iova) {
         (0..self.count()).for_each(|k| self.ring.describe(2 * k, header, HEADER_LEN, NEXT | self.write, 2 * k + 1));
     }
 
-    /// Where an index is in [`order`](Self::order).
+    /// Returns the place of an index in [`order`](Self::order).
     #[inline]
     fn place(&self, index: u64) -> usize {
         usize::from(low(index) & self.mask) % CHAINS_MAX
     }
 
-    /// Gives the device a slot with, or for, a frame of `len` bytes. There is a free chain.
+    /// Gives the device a slot with, or for, a frame of `len` bytes. There must be a free chain.
     #[inline]
     pub fn post(&mut self, arena_at: Iova, slot_len: u64, id: SlotId, len: u32) {
         let index = self.ring.cursor().available;
         let chain = self.order[self.place(index)];
-        let Some(its) = words(&self.program_state, chain) else { return };
+        let Some(its) = words(&self.records, chain) else { return };
         // C2, E3
         its.posted.store(index, Relaxed);
         crash::point("virtio.posting");
@@ -165,7 +161,7 @@ impl Chains {
         self.ring.push(2 * chain);
     }
 
-    /// The oldest chain that the device has used and was not [taken](Self::take).
+    /// Returns the oldest chain that the device has used and the driver has not [taken](Self::take).
     #[inline]
     pub fn peek(&mut self) -> Result<Option<Done>, NicError> {
         if let Some(head) = self.wrong {
@@ -173,8 +169,8 @@ impl Chains {
         }
         let Some(Used { head, len: written }) = self.ring.peek()? else { return Ok(None) };
         let chain = u16::try_from(head / 2).ok().filter(|_| head % 2 == 0);
-        if let Some((chain, its)) = chain.and_then(|chain| Some((chain, words(&self.program_state, chain)?)))
-            // One that was used twice may be posted again by now, but the device has not been shown that yet.
+        if let Some((chain, its)) = chain.and_then(|chain| Some((chain, words(&self.records, chain)?)))
+            // A chain that was used twice may be posted again by now, but not shown to the device yet.
             && its.posted.load(Relaxed) < self.ring.shown()
             && its.taken.load(Relaxed) == 0
         {
@@ -186,11 +182,11 @@ impl Chains {
         Err(not_out(head))
     }
 
-    /// The chain that was peeked at is ours.
+    /// Takes back the chain that `peek` returned.
     #[inline]
     pub fn take(&mut self, chain: u16) {
         let used = self.ring.cursor().used;
-        if let Some(its) = words(&self.program_state, chain) {
+        if let Some(its) = words(&self.records, chain) {
             its.taken.store(used + 1, Relaxed);
         }
         crash::point("virtio.taken");
@@ -199,38 +195,39 @@ impl Chains {
         self.ring.take();
     }
 
-    /// Chains that can be posted.
+    /// Returns the number of chains that can be posted.
     #[inline]
     pub fn room(&self) -> usize {
         let out = self.ring.cursor().available - self.handled;
         usize::from(self.count()).saturating_sub(usize::try_from(out).unwrap_or(usize::MAX))
     }
 
-    /// Whether the device has none, and has used none that were not taken.
+    /// Returns whether the device has no chain, and every used one was taken.
     pub fn is_empty(&self) -> bool {
         let Cursor { available, used } = self.ring.cursor();
         available == used
     }
 
-    /// Whether chains were taken back that are not committed as handled.
+    /// Returns whether some chains were taken back and not committed as handled.
     #[inline]
     pub fn has_unhandled(&self) -> bool {
         self.ring.cursor().used != self.handled
     }
 
-    /// The first index whose frame was not handled by the last commit.
+    /// Returns the first index whose frame the last commit did not count as handled.
     #[inline]
     pub fn handled(&self) -> u64 {
         self.handled
     }
 
-    /// Where the driver stands.
+    /// Returns the driver's indices.
     #[inline]
     pub fn cursor(&self) -> Cursor {
         self.ring.cursor()
     }
 
-    /// It is committed that everything before `handled` was handled, and what was posted is shown to the device (C4): whether it wants to be notified.
+    /// Notes that everything before `handled` is committed as handled, and shows posted chains to the device (C4).
+    /// Returns whether the device wants to be notified.
     #[inline]
     pub fn committed(&mut self, handled: u64) -> bool {
         self.handled = handled;
@@ -246,13 +243,14 @@ impl Chains {
         self.ring.publish();
     }
 
-    /// What is in each chain, for a successor that goes on with the same ring. All that was received is handled.
+    /// Returns the contents of each chain, for a successor that continues the same ring. All received frames are
+    /// handled.
     pub fn by_chain(&self) -> impl Iterator<Item = Loan> {
         let at = self.ring.cursor();
         self.all().map(move |(_, its)| if its.is_out(at) { its.loan() } else { Loan::NONE })
     }
 
-    /// Chains that the device has, the oldest first.
+    /// Returns the chains that the device has, the oldest first.
     fn oldest_first(&self) -> Vec<u16> {
         let at = self.ring.cursor();
         let mut out: Vec<_> = self.all().filter(|(_, its)| its.is_out(at)).collect();
@@ -260,13 +258,14 @@ impl Chains {
         out.into_iter().map(|(chain, _)| chain).collect()
     }
 
-    /// What is in them.
+    /// Returns the contents of those chains.
     pub fn loans(&self) -> Vec<Loan> {
-        let loan = |chain| words(&self.program_state, chain).map_or(Loan::NONE, |its| Loan { turn: 0, ..its.loan() });
+        let loan = |chain| words(&self.records, chain).map_or(Loan::NONE, |its| Loan { turn: 0, ..its.loan() });
         self.oldest_first().into_iter().map(loan).collect()
     }
 
-    /// The device has what a predecessor that died has left it, by the ledger (C2), or has used it. Changes nothing but our table of slots.
+    /// Lends the device the slots that it had, or has used, when a predecessor died, by the ledger (C2). Changes only
+    /// our table of slots.
     pub fn lend(&self, memory: &NicMemory) -> Result<(), NicError> {
         let at = self.ring.cursor();
         let out = || self.all().filter(|(_, its)| its.is_out(at));
@@ -281,7 +280,7 @@ impl Chains {
         memory.lend(out().map(|(_, its)| SlotId::from_word(its.slot.load(Relaxed)))).map_err(not_a_slot)
     }
 
-    /// Heads of frames that a predecessor had in hand are as they came.
+    /// Restores the saved heads of frames that a predecessor had in hand.
     pub fn undo(&self, memory: &NicMemory, queue: usize) -> Result<(), NicError> {
         let at = self.ring.cursor();
         for (_, its) in self.all().filter(|(_, its)| its.is_out(at)) {
@@ -290,7 +289,7 @@ impl Chains {
             if !memory.ledger().saved(queue).any(|saved| saved == position) {
                 continue;
             }
-            // Ours for as long as it takes.
+            // Hold the slot while its head is restored.
             let mut slot = take_back(memory.arena(), its.slot.load(Relaxed))?;
             memory.ledger().undo(queue, position, &mut slot);
             its.slot.store(lend(memory.arena(), slot).to_word(), Relaxed);
@@ -298,12 +297,12 @@ impl Chains {
         Ok(())
     }
 
-    /// The ledger is ours: nothing of what a predecessor had begun is left in it (C3).
+    /// Takes over the ledger, and clears from it what a predecessor had begun (C3).
     pub fn adopt(&mut self) {
         let at = self.ring.cursor();
         let mut place = at.available;
         for chain in 0..self.count() {
-            let Some(its) = words(&self.program_state, chain) else { continue };
+            let Some(its) = words(&self.records, chain) else { continue };
             if its.is_out(at) {
                 its.taken.store(0, Relaxed);
             } else {
@@ -316,11 +315,11 @@ impl Chains {
         }
     }
 
-    /// The chains are as a driver state says that was checked, and describes the ring as it stands.
+    /// Fills the chains from a checked driver state that describes the ring as it stands.
     pub fn adopt_kept(&mut self, loans: &[Loan]) {
         let available = self.ring.cursor().available;
         for (chain, loan) in (0..self.count()).zip(loans) {
-            let Some(its) = words(&self.program_state, chain) else { continue };
+            let Some(its) = words(&self.records, chain) else { continue };
             if *loan == Loan::NONE {
                 its.never_posted();
                 continue;
@@ -333,19 +332,19 @@ impl Chains {
         self.adopt();
     }
 
-    /// A queue that the device does not know, and in which nothing is.
+    /// Makes an empty queue, which the device does not know.
     pub fn empty(&mut self) {
         self.lay_out(0, &[], &[], |_| {});
     }
 
-    /// A queue that the device does not know (yet, or any more): frames that have `come` are found in it as if the device had used their chains, and
-    /// `out` is posted.
+    /// Fills a queue that the device does not know (yet, or any more). Frames that have `come` appear in it as if the
+    /// device had used their chains; `out` is posted.
     pub fn fill(&mut self, memory: &NicMemory, come: &[Loan], out: &[Loan]) {
         let (mut used, mut posted) = (Vec::new(), Vec::new());
         for (chain, (loan, is_come)) in
             (0..).zip(come.iter().map(|loan| (loan, true)).chain(out.iter().map(|loan| (loan, false))))
         {
-            let Some(its) = words(&self.program_state, chain) else { break };
+            let Some(its) = words(&self.records, chain) else { break };
             its.slot.store(loan.slot().to_word(), Relaxed);
             its.len.store(loan.len.into(), Relaxed);
             match is_come {
@@ -356,7 +355,7 @@ impl Chains {
         self.lay_out(LAP, &used, &posted, |chains| chains.post_again(memory, &posted));
     }
 
-    /// The device was made to forget the queue: what it has used and what it has not is brought to where it begins anew.
+    /// Restarts a queue that the device was made to forget: moves its used and unused chains to where it begins anew.
     pub fn begin_anew(&mut self, memory: &NicMemory) -> Result<(), NicError> {
         let mut come = Vec::new();
         while let Some(Done { chain, written, .. }) = self.peek()? {
@@ -369,17 +368,17 @@ impl Chains {
         Ok(())
     }
 
-    /// Posts what is in these chains, which are the next to be posted.
+    /// Posts the contents of these chains, which are the next to be posted.
     fn post_again(&mut self, memory: &NicMemory, chains: &[u16]) {
         let slot_len = memory.arena().geometry().slot_len.into();
         for &chain in chains {
-            let Some(loan) = words(&self.program_state, chain).map(|its| its.loan()) else { continue };
+            let Some(loan) = words(&self.records, chain).map(|its| its.loan()) else { continue };
             self.post(memory.arena_at(), slot_len, loan.slot(), loan.len);
         }
     }
 
-    /// The queue as the device is to find it: it begins at `base`; chains that it has used before, with the bytes that it wrote; those that `post` will post,
-    /// in their order; and free ones.
+    /// Lays the queue out as the device is to find it, beginning at `base`: chains that it has used before, with the
+    /// bytes written; then the chains that `post` will post, in order; then free ones.
     fn lay_out(&mut self, base: u64, come: &[(u16, u32)], out: &[u16], post: impl FnOnce(&mut Self)) {
         self.ring.begin_at(base, come.iter().map(|&(chain, len)| Used { head: u32::from(chain) * 2, len }));
         self.handled = self.ring.cursor().used;
@@ -389,9 +388,9 @@ impl Chains {
             let place = self.place(index);
             self.order[place] = chain;
         }
-        free.iter().filter_map(|&chain| words(&self.program_state, chain)).for_each(|its| its.never_posted());
+        free.iter().filter_map(|&chain| words(&self.records, chain)).for_each(|its| its.never_posted());
         for (index, &(chain, _)) in (self.handled..).zip(come) {
-            if let Some(its) = words(&self.program_state, chain) {
+            if let Some(its) = words(&self.records, chain) {
                 its.posted.store(index, Relaxed);
                 its.taken.store(0, Relaxed);
             }
@@ -401,28 +400,28 @@ impl Chains {
     }
 }
 
-/// An index of the used ring as the ledger's places for saved heads are named.
+/// Returns an index of the used ring as the ledger names the places of saved heads.
 #[inline]
 #[expect(clippy::cast_possible_truncation, reason = "frames in hand are not so far apart")]
 pub fn position(index: u64) -> u32 {
     index as u32
 }
 
-/// The slot goes to the device.
+/// Lends the slot to the device.
 #[inline]
 pub fn lend(arena: &Arena, slot: Slot) -> SlotId {
     let lent = arena.lend(slot).expect("lending by move asks nothing of the kernel");
     lent.id()
 }
 
-/// The slot in a chain that the device is done with, from the word that stands for it there.
+/// Takes back the slot of a chain that the device is done with, given the slot's word.
 #[inline(always)]
 #[expect(clippy::cast_possible_truncation, reason = "the low half of a word is the slot's index")]
 pub fn take_back(arena: &Arena, word: u64) -> Result<Slot, NicError> {
     arena.attach_at(word as u32).map_err(|_| not_lent(word))
 }
 
-/// Apart, since it never happens while all who have the NIC's memory keep to N2.
+/// Cold: never happens while all users of the NIC's memory keep to N2.
 #[cold]
 fn not_lent(word: u64) -> NicError {
     broken("a slot that is not the device's stands in one of its chains", word)
@@ -433,7 +432,7 @@ fn not_out(head: u32) -> NicError {
     NicError::Absurd { what: "a used buffer that it does not have", value: head.into() }
 }
 
-/// A slot is named that there is not, or one twice.
+/// Returns the error for a slot that does not exist or is named twice.
 #[cold]
 pub fn not_a_slot(wrong: WrongSlot) -> NicError {
     let (WrongSlot::S1 { index, .. }

@@ -1,4 +1,4 @@
-//! The queue for commands (virtio 1.2, §5.1.6.5): one at a time, and the driver waits for the answer.
+//! The command queue (virtio 1.2, §5.1.6.5): one command at a time, and the driver waits for the answer.
 
 use std::sync::atomic::AtomicU64;
 use std::sync::atomic::Ordering::{Acquire, Relaxed};
@@ -13,35 +13,36 @@ use crate::nic::bus::{Iova, Registers};
 use crate::nic::register::wait;
 use crate::nic::{Filter, Mac, NicError, NicMemory};
 
-/// Descriptors of the queue: the command, and the answer.
+/// Number of descriptors of the queue: the command, and the answer.
 pub const SIZE: u16 = 2;
-/// Bytes of the memory that commands need: an answer on a line of its own, and the longest command.
+/// Bytes of memory for commands: an answer on a line of its own, and the longest command.
 pub const MEMORY_LEN: usize = 64 + COMMAND_LEN;
 const COMMAND_LEN: usize = 2048;
-/// Multicasts that fit into a command, after its class, its name and two counts.
+/// Maximum number of multicast addresses in a command, after its class, its name and two counts.
 const MULTICASTS_MAX: usize = (COMMAND_LEN - 2 - 8) / 6;
 
-/// Pairs of queues of which one is ours.
+/// Pairs of queues in use; one of them is ours.
 pub const PAIRS: u16 = 2;
 
-/// What no device answers.
+/// A value that no device answers.
 const NO_ANSWER: u8 = 0xa5;
-/// How long it may take. It is work for whoever runs the device, not for silicon.
+/// Time limit for a command, in ms. The host's software carries it out, not silicon.
 const COMMAND_MS: u32 = 5000;
 
-/// The queue for commands.
+/// The command queue.
 #[derive(Debug)]
 pub struct Control {
     ring: SplitRing,
     bell: Doorbell,
     /// The answer, then the command.
     words: Span<AtomicU64>,
-    /// Where the device sees them.
+    /// Address at which the device sees `words`.
     at: Iova,
 }
 
 impl Control {
-    /// The queue at `place`, its commands from byte `at` of the rings' region on, of which `commands` were given to the device so far.
+    /// Makes the queue at `place`, with its commands from byte `at` of the rings' region on. `commands` is the number
+    /// of commands given to the device so far.
     pub fn new(memory: &NicMemory, place: Place, at: usize, event_index: bool, commands: u64, bell: Doorbell) -> Self {
         let cursor = Cursor { available: commands, used: commands };
         let ring = SplitRing::new(memory, place, SIZE, event_index, cursor);
@@ -49,28 +50,29 @@ impl Control {
         Control { ring, bell, words, at: memory.rings_at() + at as u64 }
     }
 
-    /// The device does not know the queue.
+    /// Restarts the queue, which the device does not know.
     pub fn begin(&mut self) {
         self.ring.begin_at(0, [].into_iter());
         self.ring.describe(1, self.at, 1, WRITE, 0);
     }
 
-    /// A predecessor has given the device its last command, or was about to: it may not be answered yet.
+    /// Takes over from a predecessor that gave the device its last command, or was about to. That command may not be
+    /// answered yet.
     pub fn adopt(&mut self) {
         self.ring.unless_used();
         self.ring.publish();
     }
 
-    /// Commands that were given to the device.
+    /// Returns the number of commands given to the device.
     pub fn commands(&self) -> u64 {
         self.ring.cursor().available
     }
 
-    /// Asks the device to have all frames come to this pair of queues (§5.1.6.5.7): no hash is of any type that is asked for, so all go where unclassified
-    /// ones do. It has done so once the command [is obeyed](Self::is_obeyed).
+    /// Asks the device to steer all frames to this pair of queues (§5.1.6.5.7): it hashes no type of frame, so that all
+    /// go where unclassified ones do. The device has done so once the command [is obeyed](Self::is_obeyed).
     ///
     /// # Errors
-    /// It does not answer what it was asked before.
+    /// The device does not answer an earlier command.
     pub fn steer<R: Registers>(
         &mut self,
         transport: &Transport<R>,
@@ -78,20 +80,21 @@ impl Control {
         announce: &mut impl FnMut(u64),
     ) -> Result<(), NicError> {
         let mut data = Vec::with_capacity(64);
-        // Types of hashes; the table's length less one; the queue for the unclassified, and the table, of one entry; queues that send.
+        // Hash types; length of the table, less one; queue for unclassified frames; the table, of one entry; transmit
+        // queues.
         data.extend(0_u32.to_le_bytes());
         data.extend([0, pair, pair, PAIRS].into_iter().flat_map(u16::to_le_bytes));
-        // A device takes no key at all for no steering at all.
+        // A device takes an absent key to mean no steering at all.
         data.push(40);
         data.extend([0; 40]);
         self.give(transport, &[&[control::MQ, control::MQ_RSS_CONFIG], &data[..]].concat(), announce)
     }
 
-    /// Lets in what `filter` says. The device is asked for the more before the less, so that nothing is shut out meanwhile that was
-    /// let in before and will be after. Before each command `announce` is told how many there are with it.
+    /// Sets the receive filter. Widens the filter before it narrows it, so that frames let in both before and after are
+    /// never shut out in between. Before each command, tells `announce` the number of commands including it.
     ///
     /// # Errors
-    /// The device refuses, or does not answer, this or what it was asked before.
+    /// The device refuses, or does not answer, this or an earlier command.
     pub fn set_filter<R: Registers>(
         &mut self,
         transport: &Transport<R>,
@@ -124,19 +127,19 @@ impl Control {
         self.obeyed(transport)
     }
 
-    /// Waits until the device has done what it was told last.
+    /// Waits until the device has carried out the last command.
     ///
     /// # Errors
-    /// It refuses, or does not answer.
+    /// The device refuses, or does not answer.
     pub fn obeyed<R: Registers>(&mut self, transport: &Transport<R>) -> Result<(), NicError> {
         self.wait("a command", transport)?;
         self.answer()
     }
 
-    /// Whether the device has done what it was told last. Does not wait.
+    /// Returns whether the device has carried out the last command. Does not wait.
     ///
     /// # Errors
-    /// It refuses.
+    /// The device refuses.
     pub fn is_obeyed(&mut self) -> Result<bool, NicError> {
         if !self.is_answered() && !self.take_answer()? {
             return Ok(false);
@@ -151,7 +154,7 @@ impl Control {
         announce: &mut impl FnMut(u64),
     ) -> Result<(), NicError> {
         if !self.is_answered() {
-            // Whoever gave it is not there any more, or did not wait for so long.
+            // The driver that gave it is gone, or did not wait long enough.
             transport.ring(self.bell);
             self.wait("an earlier command", transport)?;
         }
@@ -166,7 +169,7 @@ impl Control {
         self.ring.push(0);
         announce(self.commands());
         self.ring.publish();
-        // Never left out: there is one command a minute, and nobody waits for less than the answer.
+        // Always ring: there is one command a minute, and its caller waits for the answer anyway.
         transport.ring(self.bell);
         Ok(())
     }
@@ -183,7 +186,7 @@ impl Control {
         self.ring.cursor().available == self.ring.cursor().used
     }
 
-    /// Waits until the device has done with its command.
+    /// Waits until the device is done with its command.
     fn wait<R: Registers>(&mut self, step: &'static str, transport: &Transport<R>) -> Result<(), NicError> {
         let mut taken = Ok(false);
         let waited = wait(step, COMMAND_MS, || {
@@ -194,7 +197,7 @@ impl Control {
         taken.map(drop)
     }
 
-    /// Whether the device has done with its command.
+    /// Returns whether the device is done with its command.
     fn take_answer(&mut self) -> Result<bool, NicError> {
         match self.ring.peek()? {
             None => Ok(false),
@@ -209,7 +212,7 @@ impl Control {
     }
 }
 
-/// The addresses to let in besides our own: no unicasts, then multicasts.
+/// Returns the table of addresses to let in besides our own: no unicasts, then multicasts.
 fn table(multicast: &[Mac]) -> Vec<u8> {
     let count = u32::try_from(multicast.len()).expect("checked to fit into a command");
     let mut bytes = [0_u32.to_le_bytes(), count.to_le_bytes()].concat();

@@ -1,8 +1,9 @@
-//! What a successor must know of a virtio network device.
+//! Driver state of a virtio network device, for a successor.
 //!
-//! A NIC that was parked by a reset of its queues (VIRTIO_F_RING_RESET) has a driver state that lists frames and slots, in order: the queues begin anew.
-//! Where they cannot be reset, and where the device runs on while its driver is replaced, the driver state is *kept*: it describes the queues as they stand in
-//! memory, the driver's indices, and what is in each chain.
+//! A NIC parked by a reset of its queues (VIRTIO_F_RING_RESET) has a driver state that lists frames and slots, in
+//! order: the queues begin anew. Where queues cannot be reset, and where the device runs on while its driver is
+//! replaced, the driver state is *kept*: it describes the queues as they stand in memory, the driver's indices, and
+//! each chain's contents.
 
 use std::mem::offset_of;
 
@@ -17,11 +18,11 @@ use crate::nic::driver_state::{self, Head, broken, check_counts};
 use crate::nic::ledger::SELDOM;
 use crate::nic::{MemoryLayout, NicError};
 
-/// Most descriptors in a queue.
+/// Maximum number of descriptors in a queue.
 pub const DESCRIPTORS_MAX: usize = 512;
-/// Most chains in a queue: two descriptors each.
+/// Maximum number of chains in a queue, of two descriptors each.
 pub const CHAINS_MAX: usize = DESCRIPTORS_MAX / 2;
-/// More than any driver counts: an index that says more is not true.
+/// No driver counts this far: a larger index is false.
 const INDEX_MAX: u64 = u64::MAX / 2;
 
 /// A slot that the device has, or had.
@@ -29,7 +30,7 @@ const INDEX_MAX: u64 = u64::MAX / 2;
 #[repr(C)]
 pub struct Loan {
     pub(super) slot: u64,
-    /// Bytes of the frame in it, or for one.
+    /// Length in bytes of the frame in the slot, or of the longest that it is for.
     pub len: u32,
     /// In kept queues: the low half of the index at which it was posted.
     pub turn: u32,
@@ -39,35 +40,35 @@ impl Loan {
     /// No slot.
     pub const NONE: Loan = Loan { slot: u64::MAX, len: 0, turn: 0 };
 
-    /// A slot, and what there is to say of it.
+    /// Makes the loan of a slot.
     pub fn new(slot: SlotId, len: u32, turn: u32) -> Self {
         Loan { slot: slot.to_word(), len, turn }
     }
 
-    /// Which slot.
+    /// Returns the slot.
     pub fn slot(&self) -> SlotId {
         SlotId::from_word(self.slot)
     }
 
-    /// How long ago it was posted in a queue whose index is `available`, in chains.
+    /// Returns how many chains ago it was posted, in a queue whose index is `available`.
     #[expect(clippy::cast_possible_truncation, reason = "the low half")]
     pub fn age(&self, available: u64) -> u64 {
         (available as u32).wrapping_sub(self.turn).into()
     }
 }
 
-/// Where the driver stands in a queue.
+/// Indices of the driver in a queue.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, FromBytes, IntoBytes, Immutable, KnownLayout)]
 #[repr(C)]
 pub struct Cursor {
-    /// Chains made available so far.
+    /// Number of chains made available so far.
     pub available: u64,
-    /// Chains taken back so far.
+    /// Number of chains taken back so far.
     pub used: u64,
 }
 
 impl Cursor {
-    /// Whether it can be true of a queue of so many chains.
+    /// Checks that the indices are possible in a queue of `chains` chains.
     pub fn check(&self, chains: u64) -> Result<(), NicError> {
         match self.available.checked_sub(self.used) {
             Some(out) if out <= chains && self.available <= INDEX_MAX => Ok(()),
@@ -76,82 +77,82 @@ impl Cursor {
     }
 }
 
-/// What the driver has counted, by the names that `ethtool -S` has for them.
+/// Counts of the driver; `ethtool -S` shows them under these names.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, FromBytes, IntoBytes, Immutable, KnownLayout)]
 #[repr(C)]
 pub struct Counts {
-    /// Frames received.
+    /// Number of frames received.
     pub rx_packets: u64,
-    /// Bytes of them.
+    /// Number of bytes received.
     pub rx_bytes: u64,
-    /// Times that a frame had to wait in the ring because the arena had no slot to replace it by.
+    /// Number of times that a frame had to wait in the ring because the arena had no slot to replace it.
     pub rx_no_slot: u64,
-    /// Notifications that the receive queue has new buffers.
+    /// Number of notifications that the receive queue has new buffers.
     pub rx_kicks: u64,
-    /// Frames given to the device.
+    /// Number of frames given to the device.
     pub tx_packets: u64,
-    /// Bytes of them.
+    /// Number of bytes in those frames.
     pub tx_bytes: u64,
-    /// Frames that were thrown away because the device takes none of their length.
+    /// Number of frames dropped because the device takes none of their length.
     pub tx_dropped: u64,
-    /// Notifications that the transmit queue has new frames.
+    /// Number of notifications that the transmit queue has new frames.
     pub tx_kicks: u64,
 }
 
-/// The driver state.
+/// The driver state of a virtio network device.
 #[derive(Debug, Clone, PartialEq, Eq, FromBytes, IntoBytes, Immutable, KnownLayout)]
 #[repr(C)]
 pub struct DriverState {
-    /// What every driver state begins with.
+    /// Header of every driver state.
     pub head: Head,
-    /// What driver and device agreed on.
+    /// Features that driver and device negotiated.
     pub features: u64,
-    /// Where the device has its registers.
+    /// Places of the device's registers.
     pub way: Way,
-    /// 1 if it describes the queues as they stand in memory.
+    /// 1 if the queues are described as they stand in memory.
     pub kept: u16,
-    /// Longest frame, in bytes.
+    /// Length of the longest frame in bytes.
     pub frame_max: u16,
-    /// After a reset: frames that have come and were not received; the first entries of `rx`.
+    /// After a reset: number of frames that have come and were not received; they are the first entries of `rx`.
     pub come: u16,
-    /// After a reset: empty slots; the entries of `rx` that follow.
+    /// After a reset: number of empty slots; they are the entries of `rx` that follow.
     pub empty: u16,
-    /// After a reset: frames that were not sent; the first entries of `tx`.
+    /// After a reset: number of unsent frames; they are the first entries of `tx`.
     pub unsent: u16,
     pub(super) reserved: [u16; 3],
-    /// Commands that were given to the device so far.
+    /// Number of commands given to the device so far.
     pub commands: u64,
-    /// In kept queues: where the driver stands in the receive queue.
+    /// In kept queues: the driver's indices in the receive queue.
     pub rx_at: Cursor,
-    /// And in the transmit queue.
+    /// In kept queues: the driver's indices in the transmit queue.
     pub tx_at: Cursor,
-    /// Counted so far.
+    /// Counts so far.
     pub counts: Counts,
-    /// The receive queue, in the order of frames; by chain if it is kept.
+    /// Receive queue, in the order of frames; by chain if it is kept.
     pub rx: [Loan; CHAINS_MAX],
-    /// The transmit queue, likewise.
+    /// Transmit queue, in the order of frames; by chain if it is kept.
     pub tx: [Loan; CHAINS_MAX],
 }
 
 const _: () = assert!(size_of::<DriverState>() == 8416);
 
-/// Bytes of a driver state before the queues.
+/// Length in bytes of the driver state before the queues.
 const SELDOM_LEN: usize = offset_of!(DriverState, rx);
 const _: () = assert!(SELDOM_LEN <= SELDOM * 8 && SELDOM_LEN.is_multiple_of(8));
 
-/// Bytes of a slot that the device may fill where frames have up to `frame_max` bytes: at least what a device may count on
-/// (§5.1.6.3.1).
+/// Returns the number of bytes of a slot that the device may fill, for frames of up to `frame_max` bytes: at least the
+/// number that a device may count on (§5.1.6.3.1).
 pub fn room(frame_max: u16) -> u32 {
     frame_max.max(1514).into()
 }
 
 impl DriverState {
-    /// Whether the queues are as they stand in memory, and not reset.
+    /// Returns whether the queues are described as they stand in memory, not reset.
     pub fn is_kept(&self) -> bool {
         self.kept == 1
     }
 
-    /// What of it the ledger keeps as what seldom changes: all but the queues; where the driver stands in them counts for nothing there.
+    /// Returns the part that the ledger keeps as seldom changing: all but the queues. The indices in it are void there.
     pub(super) fn seldom(&self) -> &[u8] {
         &self.as_bytes()[..SELDOM_LEN]
     }
@@ -161,23 +162,23 @@ impl DriverState {
         self.as_mut_bytes()[..SELDOM_LEN].copy_from_slice(&words.as_bytes()[..SELDOM_LEN]);
     }
 
-    /// Chains in each queue.
+    /// Returns the number of chains in each queue.
     pub(super) fn chains(&self) -> usize {
         usize::from(self.head.ring / 2)
     }
 
-    /// By chain, in kept queues: receive, transmit.
+    /// Returns the contents of kept queues by chain: receive, transmit.
     pub fn by_chain(&self) -> [&[Loan]; 2] {
         [&self.rx[..self.chains()], &self.tx[..self.chains()]]
     }
 
-    /// Frames that have come, empty slots, frames that were not sent.
+    /// Returns the frames that have come, the empty slots, and the unsent frames.
     pub fn in_order(&self) -> [&[Loan]; 3] {
         let (come, rest) = self.rx.split_at(self.come.into());
         [come, &rest[..self.empty.into()], &self.tx[..self.unsent.into()]]
     }
 
-    /// Whether all but the queues makes sense in this memory.
+    /// Checks all but the queues against this memory.
     pub(super) fn check_seldom(&self, memory: &MemoryLayout) -> Result<(), NicError> {
         check_counts(&self.counts)?;
         let ring = self.head.ring;
@@ -244,7 +245,7 @@ impl DriverState {
         self.check_loans(all(), [slots, self.unsent.into()])
     }
 
-    /// The loans that count, of which there are so many in each queue, and the rest.
+    /// Checks the lengths of `loans`, and that the entries past `count` in each queue are empty.
     fn check_loans<'a>(&self, mut loans: impl Iterator<Item = &'a Loan>, count: [usize; 2]) -> Result<(), NicError> {
         let is_long = |loan: &&Loan| **loan != Loan::NONE && loan.len > room(self.frame_max);
         if let Some(long) = loans.find(is_long) {
@@ -301,7 +302,7 @@ mod tests {
         Loan::new(SlotId { index, generation: 2 }, len, turn)
     }
 
-    /// Of queues of four chains, that were reset.
+    /// A driver state of queues of four chains, that were reset.
     fn driver_state() -> DriverState {
         let features = feature::VERSION_1 | feature::RING_RESET;
         let head = Head::of::<DriverState>(&MEMORY, Mac([2, 0, 0, 0, 0, 1]), 8);
@@ -322,7 +323,7 @@ mod tests {
         driver_state
     }
 
-    /// Of queues that are kept.
+    /// A driver state of kept queues.
     fn kept() -> DriverState {
         let cursor = |available, used| Cursor { available, used };
         let (rx_at, tx_at) = (cursor((1 << 32) + 2, (1 << 32) - 2), cursor((1 << 32) + 9, (1 << 32) + 8));

@@ -1,4 +1,4 @@
-//! A device that goes on running while its driver is replaced.
+//! Replaces the driver of a device that goes on running.
 
 use std::os::fd::OwnedFd;
 use std::sync::atomic::Ordering::Relaxed;
@@ -16,14 +16,14 @@ use crate::nic::ledger::TURNS;
 use crate::nic::{Failed, InPlace, Mac, Nic, NicError, NicMemory};
 use crate::port::{BURST_MAX, Burst, Frame, Transactional};
 
-/// Everything but the driver state.
+/// A successor that has everything but the driver state.
 pub struct Prepared<B: Bus> {
     bus: B,
     memory: NicMemory,
-    /// The registers, once a ledger or a driver state has said where they are.
+    /// The registers, once a ledger or a driver state has given their places.
     transport: Option<Transport<B::Registers>>,
     interrupt: OwnedFd,
-    /// Room for what the ledger says: whoever takes over has no time to ask for memory.
+    /// Room for the ledger's contents: a taker has no time to allocate memory.
     driver_state: Box<DriverState>,
     orders: [Order; 2],
 }
@@ -35,7 +35,7 @@ impl<B: Bus> std::fmt::Debug for Prepared<B> {
 }
 
 impl<B: Bus> Prepared<B> {
-    /// Reads what seldom changes, and the cursors, into our driver state. Nothing is touched.
+    /// Reads the seldom changing part and the cursors into our driver state. Touches nothing else.
     fn read_ledger(&mut self) -> Result<(), NicError> {
         let (ledger, driver_state) = (self.memory.ledger(), &mut *self.driver_state);
         match ledger.whose() {
@@ -57,7 +57,7 @@ impl<B: Bus> Prepared<B> {
         driver_state.tx_at.check(chains)
     }
 
-    /// The registers that are there. The bus is asked for them once.
+    /// Opens the registers at `way`. Asks the bus for them only once.
     fn reach(&mut self, way: Way) -> Result<(), NicError> {
         if self.transport.as_ref().is_none_or(|transport| transport.way() != way) {
             self.transport = Some(Transport::open(&mut self.bus, way)?);
@@ -65,7 +65,7 @@ impl<B: Bus> Prepared<B> {
         Ok(())
     }
 
-    /// The driver's ends of the queues at the cursors that stand in our driver state, or in this one. Nothing is changed.
+    /// Makes the driver's ends of the queues at these cursors. Changes nothing.
     fn assemble(self, cursors: Cursors, terms: Terms, mac: Mac) -> Result<Ends<B>, Failed<B>> {
         let Prepared { bus, memory, transport, interrupt, driver_state, orders } = self;
         let assembled = transport
@@ -77,14 +77,14 @@ impl<B: Bus> Prepared<B> {
         }
     }
 
-    /// What was lent so far is free again: nothing was touched.
+    /// Frees the slots lent so far; nothing else was touched.
     fn refused(self, error: NicError) -> Failed<B> {
         self.memory.take_back();
         Failed { error, bus: self.bus, memory: self.memory }
     }
 }
 
-/// A driver that is about to go on, and what the ledger said.
+/// A driver that is about to continue, and the ledger's contents.
 struct Ends<B: Bus> {
     bus: B,
     memory: NicMemory,
@@ -93,7 +93,7 @@ struct Ends<B: Bus> {
 }
 
 impl<B: Bus> Ends<B> {
-    /// What stands in the ledger at the cursors is the device's; what a predecessor has changed of it is as it came.
+    /// Lends the device what the ledger records at the cursors, and restores the frames that a predecessor has changed.
     fn lend(&self) -> Result<(), NicError> {
         let Assembly { rx, tx, .. } = &self.parts;
         rx.chains.lend(&self.memory)?;
@@ -103,8 +103,8 @@ impl<B: Bus> Ends<B> {
 }
 
 impl<B: Bus> VirtioNet<B> {
-    /// Goes on by the ledger. A predecessor that died may have committed what it did not tell the device, so the doorbells are rung again; and it
-    /// may have been about to reset the queues.
+    /// Continues from the ledger. A predecessor that died may have committed what it did not tell the device, so this
+    /// rings the doorbells again. The predecessor may also have been about to reset the queues.
     fn take_over_ledger(&mut self) -> Result<(), NicError> {
         let given = self.given_so_far();
         self.rx.chains.adopt();
@@ -140,7 +140,7 @@ impl<B: Bus> InPlace for VirtioNet<B> {
         };
         let mut prepared =
             Prepared { bus, memory, transport: None, interrupt, driver_state: DriverState::blank(), orders: orders() };
-        // Where nobody drives yet, nobody says where the registers are, which is for who goes on to find out.
+        // If no driver runs yet, the ledger does not hold the registers' places; the successor finds them later.
         if prepared.read_ledger().is_ok()
             && let Err(error) = prepared.reach(prepared.driver_state.way)
         {
@@ -165,11 +165,11 @@ impl<B: Bus> InPlace for VirtioNet<B> {
     }
 
     fn rehearse(prepared: &mut Prepared<B>) {
-        // Whatever comes of it: somebody else writes there meanwhile.
+        // Ignore the result: the other driver writes there meanwhile.
         let _ = prepared.read_ledger().and_then(|()| prepared.reach(prepared.driver_state.way));
         for queue in [0, 1] {
-            let program_state = prepared.memory.slot_list(queue, usize::MAX);
-            std::hint::black_box(program_state.iter().fold(0, |all, word| all | word.load(Relaxed)));
+            let records = prepared.memory.slot_list(queue, usize::MAX);
+            std::hint::black_box(records.iter().fold(0, |all, word| all | word.load(Relaxed)));
         }
     }
 
@@ -200,7 +200,7 @@ impl<B: Bus> InPlace for VirtioNet<B> {
     }
 
     fn room(&mut self) -> usize {
-        // A device that writes what it must not is found out by who sends next.
+        // The next transmit reports a device that writes what it must not.
         let _ = self.tx.reap(self.memory.arena());
         if self.tx.can_make_room(BURST_MAX) {
             self.commit_sent();
@@ -225,7 +225,7 @@ impl<B: Bus> Transactional for VirtioNet<B> {
     }
 
     fn withdraw(&mut self) {
-        // What the device was told has arrived there once it has answered.
+        // Once the device answers, everything it was told has arrived.
         if self.transport.is_behind() {
             let _ = self.transport.status();
         }

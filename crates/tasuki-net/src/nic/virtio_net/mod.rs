@@ -1,20 +1,21 @@
-//! Virtio network devices (virtio 1.2, §5.1) over PCI, with split virtqueues, and without offloads: a slot holds a frame as the wire
-//! has it. One pair of queues, and the one for commands if there is one.
+//! Virtio network devices (virtio 1.2, §5.1) over PCI, with split virtqueues, and without offloads: a slot holds a
+//! frame as on the wire. The driver uses one pair of queues, and the command queue if there is one.
 //!
 //! # Parking
 //!
-//! Virtio has no pause. A device that offers VIRTIO_F_RING_RESET has its queues reset, after which it touches neither rings nor
-//! slots; what had come is listed in the driver state, and the successor sets the queues up anew. On a device that does not, only a reset of
-//! the whole would stop it, and lose link, filters and frames: there the rings are **kept**. The driver stops touching them and asks
-//! for no interrupts, but **the device may go on to fill the slots that it has and to send the frames that it has**. The successor finds
-//! what was done in the used rings. So whoever takes a kept NIC's memory away must reset the device first; that the device is
-//! not the memory's only user while nobody drives it is the price (docs/decisions/0009-parking-virtio-and-rtl8139.md).
+//! Virtio has no pause. If the device offers VIRTIO_F_RING_RESET, the driver resets its queues; afterwards the device
+//! touches neither rings nor slots. The driver state lists the frames that had come, and the successor sets the queues
+//! up anew. On any other device only a reset of the whole would stop it, and lose link, filters and frames: there the
+//! rings are **kept**. The driver stops touching them and asks for no interrupts, but **the device may go on filling
+//! the slots and sending the frames that it has**. The successor finds the results in the used rings. So a process that
+//! takes a kept NIC's memory away must reset the device first. The price is that the device still uses the memory while
+//! no driver runs (docs/decisions/0009-parking-virtio-and-rtl8139.md).
 //!
 //! # Replaced while it runs
 //!
-//! The device goes on with its rings, as they stand in memory, whoever drives it: what they do not say is in the [ledger](super::ledger). See `chains.rs` for the
-//! rules, `in_place.rs` for who goes on, `repoint.rs` for queues that are made to lie elsewhere, `scrub.rs` for memory that is kept clean, and `setup.rs` for
-//! a device that is started.
+//! The device goes on with its rings as they stand in memory, whichever driver runs; the [ledger](super::ledger) holds
+//! what the rings do not say. `chains.rs` has the rules, `in_place.rs` the successor, `repoint.rs` the move of queues
+//! to other memory, `scrub.rs` the wiping of memory, and `setup.rs` the start of a device.
 
 mod chains;
 mod control;
@@ -52,11 +53,11 @@ use crate::port::{Armed, Burst, Port};
 
 /// Vector of the receive queue's interrupt, the only one.
 const RECEIVE_VECTOR: u16 = 0;
-/// How long we wait, when the NIC is parked, for the device to send what it has. QEMU throws away, when a queue is reset, the frame
-/// that its wire has not taken yet, and says that it was sent.
+/// How long parking waits for the device to send its frames. When a queue is reset, QEMU drops a frame that its wire
+/// has not taken yet, and reports it as sent.
 const DRAIN: Duration = Duration::from_millis(10);
 
-/// Words of the ledger's cursors: of each queue our index, and the first index of the used ring that is not handled.
+/// Words of the ledger's cursors: for each queue, our index, and the first index of the used ring that is not handled.
 const RX_AVAILABLE: usize = 0;
 const RX_HANDLED: usize = 1;
 const TX_AVAILABLE: usize = 2;
@@ -80,14 +81,14 @@ pub struct VirtioNet<B: Bus> {
     terms: Terms,
     mac: Mac,
     counts: Counts,
-    /// On the way to another owner's rings.
+    /// Progress towards another owner's rings, if the driver is leaving.
     quiesce: Option<Quiesce>,
-    /// How often was committed, and what.
+    /// Number of commits, and the cursors of the last one.
     commits: u64,
     committed: [u64; CURSORS],
-    /// If the memory is kept clean: what is not.
+    /// Slots that are not clean, if the memory is kept clean.
     dirt: Option<Dirt>,
-    /// Whoever looks on.
+    /// Captures of this NIC, if there are any.
     captures: Option<Box<Captures>>,
 }
 
@@ -125,7 +126,7 @@ impl<B: Bus> VirtioNet<B> {
         }
     }
 
-    /// The last steps of a start.
+    /// Takes the last steps of a start.
     fn go(&mut self, options: &NicOptions) -> Result<(), NicError> {
         self.transport.silence_configuration();
         self.enable_queues()?;
@@ -135,10 +136,10 @@ impl<B: Bus> VirtioNet<B> {
         self.filter(&options.filter)?;
         if options.scrub {
             self.keep_clean();
-            // There is time now: later only what was used is left to do.
+            // Wipe all free slots now, while there is time: later only used slots are left to wipe.
             self.dirt.iter_mut().for_each(|dirt| dirt.wipe_free(self.memory.arena()));
         }
-        // Only now, so that nothing has come in before it was filtered.
+        // Only now, so that no frame has come in before the filter was set.
         self.refill();
         self.write_seldom();
         self.enter_ledger(0);
@@ -146,7 +147,7 @@ impl<B: Bus> VirtioNet<B> {
         Ok(())
     }
 
-    /// Goes on where the driver state says, which was checked.
+    /// Continues from a checked driver state.
     fn take_in(&mut self, driver_state: &DriverState) -> Result<(), NicError> {
         let given = self.given_so_far();
         self.control.iter_mut().for_each(Control::adopt);
@@ -158,7 +159,7 @@ impl<B: Bus> VirtioNet<B> {
                 self.bring_all_back()?;
             }
         } else {
-            // Should we die in the middle of it, the device must be started anew.
+            // If we die before this is complete, the device must be started anew.
             self.memory.ledger().belongs(None);
             self.memory.ledger().forget();
             let [come, empty, unsent] = driver_state.in_order();
@@ -176,7 +177,7 @@ impl<B: Bus> VirtioNet<B> {
         Ok(())
     }
 
-    /// Resets the queues, or keeps them; what a successor must know.
+    /// Resets the queues, or keeps them. Returns the driver state for a successor.
     fn stop(&mut self) -> Result<Box<DriverState>, NicError> {
         self.drain()?;
         self.commit(&Burst::new());
@@ -190,7 +191,7 @@ impl<B: Bus> VirtioNet<B> {
         // Transmission first, so that receiving pauses as briefly as it can.
         self.transport.reset_queue(queues::TRANSMIT)?;
         self.transport.reset_queue(queues::RECEIVE)?;
-        // Those in which nothing is are looked at, and written to, as well.
+        // The device also reads, and writes to, queues that are empty.
         if self.control.is_some() {
             self.transport.reset_queue(queues::CONTROL)?;
         }
@@ -210,7 +211,7 @@ impl<B: Bus> VirtioNet<B> {
         Failed { error, bus: self.bus, memory: self.memory }
     }
 
-    /// Tells the device where the queues for frames are.
+    /// Tells the device the places of the queues for frames.
     fn enable_queues(&self) -> Result<(), NicError> {
         self.enable_queue(queues::RECEIVE)?;
         self.enable_queue(queues::TRANSMIT)
@@ -233,7 +234,7 @@ impl<B: Bus> VirtioNet<B> {
         self.transport.enable_queue(queue, size, place.addresses(&self.memory), vector)
     }
 
-    /// Tells the device of what is in the queues, whether it wants to hear of it or not.
+    /// Tells the device that the queues have contents, even if it asked for no notification.
     fn ring_both(&mut self) {
         self.rx.chains.publish();
         self.tx.chains.publish();
@@ -241,8 +242,9 @@ impl<B: Bus> VirtioNet<B> {
         self.transport.ring(self.tx_bell);
     }
 
-    /// Tells the device of buffers to receive into. A device that steers in software looks at what it has for us only when the queue rings that it would have come to
-    /// without: so QEMU's without eBPF, where each pair has a queue of the TAP of its own.
+    /// Tells the device that there are receive buffers. A device that steers in software looks for our frames only when
+    /// the queue rings to which they would have come without steering. QEMU's device does so without eBPF: there, each
+    /// pair has a TAP queue of its own.
     fn ring_receive(&self) {
         self.transport.ring(self.rx_bell);
         if let Some(bell) = self.other_bell {
@@ -254,10 +256,10 @@ impl<B: Bus> VirtioNet<B> {
         let mut driver_state = DriverState::blank();
         self.write_seldom_to(&mut driver_state);
         let Some(control) = &mut self.control else {
-            // Without commands the device lets in what it likes (§5.1.6.5.1), and we have nothing to say.
+            // Without a command queue, the device decides what it lets in (§5.1.6.5.1), and we cannot change that.
             return self.transport.status().map(drop);
         };
-        // A successor has to know of a command before the device does.
+        // A successor must know of a command before the device does.
         let mut announce = |commands| {
             driver_state.commands = commands;
             self.memory.ledger().write_seldom(driver_state.seldom());
@@ -278,8 +280,8 @@ impl<B: Bus> VirtioNet<B> {
         }
     }
 
-    /// Gives the device what free slots there are, once all that was received is committed as handled: up to then a slot that was let go may be one that a
-    /// successor needs. Says whether the device has as many as it can.
+    /// Gives the device the free slots, once all received frames are committed as handled. Before that, a successor may
+    /// need a slot that was let go. Returns whether the device has as many as it can.
     #[inline]
     fn refill(&mut self) -> bool {
         if self.rx.chains.has_unhandled() || self.quiesce.is_some_and(Quiesce::is_off) {
@@ -291,19 +293,19 @@ impl<B: Bus> VirtioNet<B> {
         }
     }
 
-    /// Commits that all frames are handled but those in `burst`, with what has been given to the device since: that ends a turn.
+    /// Ends a turn: commits all frames as handled except those in `burst`, and the frames given to the device since.
     #[inline]
     fn commit(&mut self, burst: &Burst) {
         self.commit_up_to(self.rx.handled_but(burst), 1);
     }
 
-    /// Commits what the device has been given, or has sent, and nothing as handled or given: that ends no turn.
+    /// Commits what the device has been given, or has sent. Commits no frame as handled or given, and ends no turn.
     #[inline]
     fn commit_sent(&mut self) {
         self.commit_up_to(self.rx.chains.handled(), 0);
     }
 
-    /// Commits that the frames before this index are handled, and so many turns more; then tells the device (C4).
+    /// Commits that the frames before `handled` are handled, and `turns` more turns; then tells the device (C4).
     #[inline]
     fn commit_up_to(&mut self, handled: u64, turns: u64) {
         let (rx, tx) = (self.rx.chains.cursor(), self.tx.chains.cursor());
@@ -328,7 +330,7 @@ impl<B: Bus> VirtioNet<B> {
         }
     }
 
-    /// Gives the device all that was committed as handled; what is in hand stays that.
+    /// Gives the device all slots committed as handled. Frames in hand stay in hand.
     #[inline]
     fn rest(&mut self) -> Result<(), NicError> {
         if !self.refill() {
@@ -339,7 +341,7 @@ impl<B: Bus> VirtioNet<B> {
         Ok(())
     }
 
-    /// There are fewer free slots than the device could have: those that frames left in may be what others can come in by.
+    /// There are fewer free slots than the device could have: take back those of sent frames for receiving.
     #[cold]
     fn starved(&mut self) -> Result<(), NicError> {
         self.counts.rx_no_slot += 1;
@@ -348,7 +350,7 @@ impl<B: Bus> VirtioNet<B> {
         Ok(())
     }
 
-    /// Frames that this driver's predecessors gave to the device, by the ledger.
+    /// Returns the number of frames that this driver's predecessors gave to the device, from the ledger.
     fn given_so_far(&self) -> u64 {
         let ledger = self.memory.ledger();
         match ledger.whose() == Some((DriverState::KIND, DriverState::VERSION)) {
@@ -357,18 +359,18 @@ impl<B: Bus> VirtioNet<B> {
         }
     }
 
-    /// The ledger is ours.
+    /// Takes the ledger over.
     fn enter_ledger(&mut self, given: u64) {
         self.tx.set_given(given);
         self.commits = self.memory.ledger().commits();
-        // Whatever was committed before: this is another, one turn later.
+        // Force a commit, one turn later, whatever was committed before.
         self.committed = [u64::MAX; CURSORS];
         self.committed[TURNS] = self.memory.ledger().turns();
         self.commit(&Burst::new());
         self.memory.ledger().belongs(Some((DriverState::KIND, DriverState::VERSION)));
     }
 
-    /// What seldom changes has changed.
+    /// Writes the seldom changing part of the driver state into the ledger.
     #[cold]
     fn write_seldom(&self) {
         let mut driver_state = DriverState::blank();
@@ -376,7 +378,7 @@ impl<B: Bus> VirtioNet<B> {
         self.memory.ledger().write_seldom(driver_state.seldom());
     }
 
-    /// All of a driver state but the queues.
+    /// Writes all of a driver state except the queues.
     fn write_seldom_to(&self, driver_state: &mut DriverState) {
         driver_state.head = Head::of::<DriverState>(&self.memory.layout(), self.mac, self.terms.ring);
         (driver_state.features, driver_state.frame_max, driver_state.way) =
@@ -386,8 +388,8 @@ impl<B: Bus> VirtioNet<B> {
         driver_state.counts = self.counts;
     }
 
-    /// What a successor must know that goes on with the queues as they stand, all that was received being handled. The driver state was blank, or was written by this
-    /// driver before.
+    /// Writes the driver state for a successor that continues the queues as they stand, with all received frames
+    /// handled. `driver_state` must be blank, or have been written by this driver before.
     fn write_driver_state(&self, driver_state: &mut DriverState) {
         self.write_seldom_to(driver_state);
         (driver_state.rx_at, driver_state.tx_at) = (self.rx.chains.cursor(), self.tx.chains.cursor());
@@ -396,7 +398,7 @@ impl<B: Bus> VirtioNet<B> {
     }
 }
 
-/// Writes `loans` into the driver state, from entry `from` on; says how many.
+/// Writes `loans` into the driver state, from entry `from` on. Returns their number.
 fn list(to: &mut [Loan], from: u16, loans: impl IntoIterator<Item = Loan>) -> u16 {
     let written = to[from.into()..].iter_mut().zip(loans).map(|(to, loan)| *to = loan).count();
     u16::try_from(written).expect("at most as many as there are chains")
@@ -407,7 +409,7 @@ impl<B: Bus> Port for VirtioNet<B> {
 
     #[inline]
     fn receive_some(&mut self, burst: &mut Burst, most: usize) -> Result<usize, NicError> {
-        // What was handled is committed, and posted anew, and that is committed.
+        // First commit the handled frames, then post their slots again, then commit that.
         self.commit(burst);
         self.rest()?;
         let before = burst.len();
@@ -441,19 +443,19 @@ impl<B: Bus> Port for VirtioNet<B> {
     }
 
     fn arm(&mut self) -> Result<Armed, NicError> {
-        // What was sent is of use to receive into.
+        // Slots of sent frames can receive others.
         self.tx.reap(self.memory.arena())?;
         if self.rx.chains.is_empty() {
-            // A device without buffers wakes nobody: what was received counts as handled, also what is in hand.
+            // A device without buffers never wakes us: count all received frames as handled, even those in hand.
             self.commit(&Burst::new());
         }
         self.rest()?;
-        // Emptied first: what rings from here on stays in it.
+        // Empty it first: an interrupt from here on stays in it.
         bus::quiesce(&self.interrupt)?;
         if self.rx.arm()? {
             return Ok(Armed::Busy);
         }
-        // Whoever sleeps on a device that is gone sleeps for ever.
+        // A caller that sleeps on a device that is gone would sleep for ever.
         self.transport.status()?;
         Ok(Armed::Idle)
     }
@@ -524,7 +526,7 @@ impl<B: Bus> Nic for VirtioNet<B> {
         self.filter(filter)
     }
 
-    /// The driver's own counts: the device has none.
+    /// Returns the driver's own counts: the device has none.
     fn statistics(&mut self) -> Vec<(&'static str, u64)> {
         self.write_seldom();
         let counts = &self.counts;

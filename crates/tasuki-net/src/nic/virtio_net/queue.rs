@@ -1,4 +1,4 @@
-//! The two queues of frames: receiving, and sending. What they are made of: `chains.rs`.
+//! The two queues of frames: receive and transmit. See `chains.rs` for their structure.
 
 use arrayvec::ArrayVec;
 use tasuki_shm::arena::{Arena, Slot};
@@ -14,31 +14,32 @@ use crate::port::{Burst, Frame};
 #[cfg(test)]
 mod tests;
 
-/// Bytes of the shortest frame that makes sense: two addresses and a type.
+/// Length in bytes of the shortest meaningful frame: two addresses and a type.
 pub const FRAME_MIN: u32 = 14;
-/// Slots that are wiped and posted at once.
+/// Number of slots wiped and posted at once.
 const CHUNK: usize = 64;
 
 /// The receive queue.
 #[derive(Debug)]
 pub struct Receiver {
     pub chains: Chains,
-    /// Bytes of a slot that the device may fill.
+    /// Number of bytes of a slot that the device may fill.
     room: u32,
-    /// Where the next frame that is saved is looked for first.
+    /// Index where the search for the next saved frame starts.
     hint: u64,
 }
 
 impl Receiver {
-    /// A queue for frames of up to `room` bytes.
+    /// Makes a queue for frames of up to `room` bytes.
     pub fn new(chains: Chains, room: u32) -> Self {
         Receiver { chains, room, hint: 0 }
     }
 
-    /// Appends frames that have come to `burst`; says how many. Their chains are posted again by [`refill`](Self::refill).
+    /// Appends frames that have come to `burst`. Returns their number. [`refill`](Self::refill) posts their chains
+    /// again.
     ///
     /// # Errors
-    /// When the device wrote what it must not. Frames from before that are delivered first.
+    /// The device wrote what it must not. Earlier frames are delivered first.
     #[inline]
     pub fn receive(
         &mut self,
@@ -49,7 +50,7 @@ impl Receiver {
     ) -> Result<usize, NicError> {
         let before = burst.len();
         self.chains.ring.disarm();
-        // Bounded, so that a device that produces rubbish as fast as we throw it away does not keep us here.
+        // Bounded: a device that produces rubbish as fast as we drop it must not keep us here.
         for _ in 0..most.min(burst.remaining_capacity()) {
             match self.receive_one(arena) {
                 Ok(Some(frame)) => {
@@ -58,7 +59,7 @@ impl Receiver {
                     burst.push(frame);
                 }
                 Ok(None) => break,
-                // It is found again, first thing next time.
+                // The next call finds the error again, first thing.
                 Err(_) if burst.len() > before => break,
                 Err(error) => return Err(error),
             }
@@ -72,19 +73,19 @@ impl Receiver {
         let len = frame_len(written, room)?;
         let slot = take_back(arena, slot)?;
         self.chains.take(chain);
-        // The device has just written it; whoever handles the burst finds it here then.
+        // The device has just written it; prefetch it for the code that handles the burst.
         slot.fetch();
         Ok(Some(Frame { slot, len }))
     }
 
-    /// Gives the device free slots until it has one in each chain or none are left; says whether all have one.
+    /// Gives the device free slots until every chain has one or none are left. Returns whether every chain has one.
     #[inline]
     pub fn refill(&mut self, memory: &NicMemory) -> bool {
         let room = self.chains.room();
         room == 0 || self.refill_some(memory, room) == room
     }
 
-    /// The same, with `most` slots at most, for which there is room; says how many that were.
+    /// Gives the device up to `most` slots, for which there must be room. Returns their number.
     #[inline]
     fn refill_some(&mut self, memory: &NicMemory, most: usize) -> usize {
         let (arena_at, slot_len) = (memory.arena_at(), u64::from(memory.arena().geometry().slot_len));
@@ -92,7 +93,7 @@ impl Receiver {
         memory.arena().supply(most, |id| chains.post(arena_at, slot_len, id, len))
     }
 
-    /// The same as [`refill`](Self::refill), with nothing of older frames in the slots.
+    /// Like [`refill`](Self::refill), but first wipes older frames from the slots.
     pub fn refill_clean(&mut self, memory: &NicMemory, dirt: &mut Dirt) -> bool {
         while self.chains.room() > 0 {
             let most = self.chains.room().min(CHUNK);
@@ -103,7 +104,7 @@ impl Receiver {
                 clean.push(slot);
             }
             let count = clean.len();
-            // Free slots are supplied in the order in which they are taken.
+            // The arena supplies free slots in the order in which it gives them out.
             drop(clean);
             if self.refill_some(memory, count) < most {
                 return false;
@@ -112,17 +113,17 @@ impl Receiver {
         true
     }
 
-    /// Asks for an interrupt when the next frame comes, and looks once more: whether there is one already.
+    /// Asks for an interrupt when the next frame comes, and looks once more. Returns whether there is one already.
     pub fn arm(&mut self) -> Result<bool, NicError> {
         self.chains.ring.arm()
     }
 
-    /// Whether a frame has come that was not received.
+    /// Returns whether a frame has come that was not received.
     pub fn is_ready(&mut self) -> Result<bool, NicError> {
         Ok(self.chains.peek()?.is_some())
     }
 
-    /// The first index whose frame is not handled yet, if those in `burst` are all that are in hand.
+    /// Returns the first index whose frame is not handled yet, if only the frames in `burst` are in hand.
     #[inline]
     pub fn handled_but(&self, burst: &Burst) -> u64 {
         match burst.is_empty() {
@@ -138,7 +139,7 @@ impl Receiver {
         (self.chains.handled()..used).find(in_hand).unwrap_or(used)
     }
 
-    /// Where a frame came that is in hand, as the ledger's places are named.
+    /// Returns the place of a frame in hand, as the ledger names it.
     #[inline]
     pub fn position_of(&mut self, id: SlotId) -> Option<u32> {
         let mut received = self.chains.handled()..self.chains.cursor().used;
@@ -150,7 +151,8 @@ impl Receiver {
         Some(position(index))
     }
 
-    /// Frames that have come and were not received, the oldest first, and the slots that are empty. The queue was reset.
+    /// Returns the frames that have come and were not received, the oldest first, and the empty slots. The queue was
+    /// reset.
     pub fn harvest(&mut self) -> Result<(Vec<Loan>, Vec<Loan>), NicError> {
         let mut come = Vec::new();
         while let Some(Done { chain, slot, room, written }) = self.chains.peek()? {
@@ -161,7 +163,8 @@ impl Receiver {
     }
 }
 
-/// The length of a frame in a slot with `room` bytes, of which the device says that it wrote `written`, with the header.
+/// Returns the length of a frame in a slot with `room` bytes. The device claims to have written `written` bytes, with
+/// the header.
 #[inline]
 fn frame_len(written: u32, room: u32) -> Result<u16, NicError> {
     let len = written.wrapping_sub(HEADER_LEN);
@@ -175,35 +178,36 @@ fn frame_len(written: u32, room: u32) -> Result<u16, NicError> {
 #[derive(Debug)]
 pub struct Transmitter {
     pub chains: Chains,
-    /// Longest frame.
+    /// Length of the longest frame in bytes.
     len_max: u32,
-    /// Frames that were ever given to the device.
+    /// Number of frames ever given to the device.
     given: u64,
 }
 
 impl Transmitter {
-    /// A queue for frames of up to `len_max` bytes.
+    /// Makes a queue for frames of up to `len_max` bytes.
     pub fn new(chains: Chains, len_max: u32) -> Self {
         Transmitter { chains, len_max, given: 0 }
     }
 
-    /// Frames that were ever given to the device.
+    /// Returns the number of frames ever given to the device.
     #[inline]
     pub fn given(&self) -> u64 {
         self.given
     }
 
-    /// As predecessors have counted.
+    /// Sets the number that predecessors have counted.
     pub fn set_given(&mut self, given: u64) {
         self.given = given;
     }
 
-    /// Takes back what the device has sent.
+    /// Takes back the frames that the device has sent.
     #[inline]
     pub fn reap(&mut self, arena: &Arena) -> Result<(), NicError> {
         // Bounded for the same reason as receiving.
         for _ in 0..CHAINS_MAX {
-            // The length counts bytes that the device wrote, of which there are none; devices have been seen to say otherwise.
+            // Ignore the length: it counts bytes that the device wrote, which is none here, but some devices say
+            // otherwise.
             let Some(Done { chain, slot, .. }) = self.chains.peek()? else { break };
             drop(take_back(arena, slot)?);
             self.chains.take(chain);
@@ -211,13 +215,14 @@ impl Transmitter {
         Ok(())
     }
 
-    /// Whether more frames fit once it is committed that others were sent.
+    /// Returns whether more frames fit once sent ones are committed as such.
     #[inline]
     pub fn can_make_room(&self, frames: usize) -> bool {
         self.chains.room() < frames && self.chains.has_unhandled()
     }
 
-    /// Takes frames from the front of `burst`, as many as there is room for; says how many. Those that cannot be sent are taken and thrown away.
+    /// Takes frames from the front of `burst`, as many as there is room for. Returns their number. Takes and drops
+    /// frames that cannot be sent.
     #[inline]
     pub fn transmit(&mut self, memory: &NicMemory, burst: &mut Burst, counts: &mut Counts) -> usize {
         let room = self.chains.room().min(burst.len());
@@ -236,7 +241,7 @@ impl Transmitter {
         room
     }
 
-    /// The frames that were not sent. The queue was reset.
+    /// Returns the unsent frames. The queue was reset.
     pub fn harvest(&mut self, arena: &Arena) -> Result<Vec<Loan>, NicError> {
         self.reap(arena)?;
         Ok(self.chains.loans())

@@ -1,4 +1,5 @@
-//! Virtio over PCI and its network device: *Virtual I/O Device (VIRTIO) Version 1.2*; the § after each is the section that defines it.
+//! Registers of virtio over PCI and of its network device: *Virtual I/O Device (VIRTIO) Version 1.2*; § marks the
+//! section that defines each.
 
 use crate::nic::register::{Register, Ro, Rw, Wo};
 
@@ -24,9 +25,9 @@ pub mod common {
     pub const QUEUE_DEVICE: [Register<u32, Rw>; 2] = [Register::at(0x30), Register::at(0x34)];
     pub const QUEUE_RESET: Register<u16, Rw> = Register::at(0x3a);
 
-    /// Bytes without the registers that features add.
+    /// Length in bytes without the registers that features add.
     pub const LEN: u32 = 0x38;
-    /// Bytes with QUEUE_RESET.
+    /// Length in bytes with QUEUE_RESET.
     pub const LEN_WITH_RESET: u32 = 0x3c;
     /// No interrupt, in either of the vector registers (§4.1.5.1.2).
     pub const NO_VECTOR: u16 = 0xffff;
@@ -39,25 +40,25 @@ pub mod net {
     pub const MAC: [Register<u8, Ro>; 6] =
         [Register::at(0), Register::at(1), Register::at(2), Register::at(3), Register::at(4), Register::at(5)];
     pub const STATUS: Register<u16, Ro> = Register::at(6);
-    /// Of a device with MQ or RSS: pairs of queues.
+    /// On a device with MQ or RSS: number of pairs of queues.
     pub const PAIRS_MAX: Register<u16, Ro> = Register::at(8);
     pub const MTU: Register<u16, Ro> = Register::at(10);
     pub const SPEED: Register<u32, Ro> = Register::at(12);
     pub const DUPLEX: Register<u8, Ro> = Register::at(16);
 
-    /// Bytes up to and with STATUS,
+    /// Length in bytes up to and including STATUS.
     pub const LEN: u32 = 8;
-    /// and up to PAIRS_MAX.
+    /// Length in bytes up to and including PAIRS_MAX.
     pub const LEN_WITH_PAIRS: u32 = 10;
     /// In STATUS: the link is up.
     pub const LINK_UP: u16 = 1;
-    /// In SPEED: not known.
+    /// In SPEED: unknown.
     pub const SPEED_UNKNOWN: u32 = 0xffff_ffff;
     /// In DUPLEX: full.
     pub const DUPLEX_FULL: u8 = 1;
 }
 
-/// Vendor capabilities by which a device says where its structures are, §4.1.4.
+/// Vendor capabilities that give the places of the device's structures, §4.1.4.
 pub mod capability {
     /// `cfg_type`, in the highest byte of the first word.
     pub const COMMON: u8 = 1;
@@ -72,25 +73,25 @@ pub mod status {
     pub const DRIVER_OK: u8 = 4;
     pub const FEATURES_OK: u8 = 8;
     pub const NEEDS_RESET: u8 = 64;
-    /// A device that runs.
+    /// Status of a running device.
     pub const RUNNING: u8 = ACKNOWLEDGE | DRIVER | FEATURES_OK | DRIVER_OK;
 }
 
 /// Feature bits, §5.1.3 and §6.
 pub mod feature {
-    /// The device says what MTU it wants.
+    /// The device states the MTU that it wants.
     pub const MTU: u64 = 1 << 3;
     /// The device has an address.
     pub const MAC: u64 = 1 << 5;
-    /// The state of the link is in the configuration.
+    /// The configuration holds the state of the link.
     pub const STATUS: u64 = 1 << 16;
-    /// There is a queue for commands.
+    /// There is a command queue.
     pub const CTRL_VQ: u64 = 1 << 17;
     /// Commands for the receive filter.
     pub const CTRL_RX: u64 = 1 << 18;
     /// There are several pairs of queues.
     pub const MQ: u64 = 1 << 22;
-    /// Each side says at which index it wants to hear of the other.
+    /// Each side states the index at which it wants to be notified.
     pub const EVENT_IDX: u64 = 1 << 29;
     /// The interface of virtio 1.
     pub const VERSION_1: u64 = 1 << 32;
@@ -100,17 +101,17 @@ pub mod feature {
     pub const ORDER_PLATFORM: u64 = 1 << 36;
     /// Queues can be reset one by one.
     pub const RING_RESET: u64 = 1 << 40;
-    /// The driver says which queue a frame comes to.
+    /// The driver decides which queue a frame comes to.
     pub const RSS: u64 = 1 << 60;
-    /// Speed and duplex are in the configuration.
+    /// The configuration holds speed and duplex.
     pub const SPEED_DUPLEX: u64 = 1 << 63;
 
-    /// Both of what it takes to have frames come to another pair of queues,
+    /// Both features that steering to another pair of queues takes.
     pub const STEER: u64 = MQ | RSS;
-    /// and what they are of no use without.
+    /// Steering, and the features without which it is of no use.
     pub const STEER_NEEDS: u64 = STEER | CTRL_VQ | CTRL_RX | RING_RESET;
 
-    /// All that we understand.
+    /// All features that this driver understands.
     pub const OURS: u64 = MTU
         | MAC
         | STATUS
@@ -125,12 +126,13 @@ pub mod feature {
         | SPEED_DUPLEX;
 }
 
-/// Queues of a driver, which has one pair of them: see [`Way::number`](super::transport::Way::number) for §5.1.2's numbers.
+/// Queues of a driver, which has one pair of them: see [`Way::number`](super::transport::Way::number) for §5.1.2's
+/// numbers.
 pub mod queue {
     pub const RECEIVE: u16 = 0;
     pub const TRANSMIT: u16 = 1;
     pub const CONTROL: u16 = 2;
-    /// The receive queue of the other pair, to which nothing comes.
+    /// The receive queue of the other pair, to which no frames come.
     pub const OTHER: u16 = 3;
 }
 
@@ -146,5 +148,5 @@ pub mod control {
     pub const OK: u8 = 0;
 }
 
-/// Bytes of the header before each frame, §5.1.6.
+/// Length in bytes of the header before each frame, §5.1.6.
 pub const HEADER_LEN: u32 = 12;

@@ -1,12 +1,15 @@
-//! A device whose queues are made to lie in another owner's memory (VIRTIO_F_RING_RESET, virtio 1.2, §2.6.1), or which has a second pair of them there.
+//! A device whose queues move into another owner's memory (VIRTIO_F_RING_RESET, virtio 1.2, §2.6.1), or which has a
+//! second pair of queues there.
 //!
-//! Virtio has no pause. So a giver goes on until nothing is left to be received or sent, and resets the queues, that for receiving first: what comes from then
-//! on waits where the device has it wait, or is lost, until a taker has the queues begin in its memory. What has come at the last moment is found in the used
-//! ring, and handled, and answered: transmission goes on until then. Features, address, filter, link and interrupts stay as they are.
+//! Virtio has no pause. So a giver goes on until there is nothing left to receive or send, and resets the queues, the
+//! receive queue first. Frames that arrive from then on wait where the device lets them wait, or are lost, until a
+//! taker starts the queues in its memory. The giver finds frames of the last moment in the used ring, handles them, and
+//! answers: it transmits until then. Features, address, filter, link and interrupts stay as they are.
 //!
-//! A device with two pairs of queues or more, which can be told where frames are to come to (VIRTIO_NET_F_RSS, §5.1.6.5.7), has the taker's pair run before
-//! anything goes there, and nothing is ever reset between. The giver has frames come there, handles what had come to its own pair, and lets go; then the taker
-//! begins with what is in its queue. Afterwards the taker resets the old pair, and the queue for commands, which it has begin in its memory.
+//! A device with two or more pairs of queues whose frames can be steered (VIRTIO_NET_F_RSS, §5.1.6.5.7) runs the
+//! taker's pair before any frame goes there, and needs no reset in between. The giver steers frames to that pair,
+//! handles those that had arrived at its own, and lets go; then the taker begins with the frames in its queue.
+//! Afterwards the taker resets the old pair and the command queue, and restarts the latter in its memory.
 
 use std::time::Instant;
 
@@ -20,13 +23,13 @@ use crate::nic::driver_state::{DriverState as _, broken};
 use crate::nic::{Can, Failed, How, Left, MemoryLayout, NicError, NicMemory, NicOptions, Repoint};
 use crate::port::Burst;
 
-/// How far a giver is.
+/// Progress of a giver.
 #[derive(Debug, Clone, Copy)]
 pub struct Quiesce {
     since: Instant,
     /// The receive queue is reset: nothing is posted.
     off: bool,
-    /// The pair of queues that frames are to come to instead of ours, if the device was asked for that; and whether they do.
+    /// The pair of queues to which the device was asked to steer frames; and whether it does so.
     asked: Option<u16>,
     steered: bool,
     how: How,
@@ -39,16 +42,16 @@ impl Quiesce {
     }
 }
 
-/// A taker with rings of its own: a driver that has everything but the device, or but what comes.
+/// A taker with rings of its own: a complete driver, except for the device or for the frames.
 #[derive(Debug)]
 pub struct Ready<B: Bus> {
     nic: VirtioNet<B>,
     how: How,
-    /// Where the giver's rings begin, if what is our pair of queues now was the one in them in which nothing is.
+    /// Address of the giver's rings, if our present pair of queues was the empty spare pair in them.
     lent: Option<Iova>,
 }
 
-/// Has the device know a queue in which nothing is, of rings that begin there.
+/// Sets up an empty spare queue in the device, in rings that begin at `rings_at`.
 fn set_up_spare(
     transport: &Transport<impl Registers>,
     layout: &Layout,
@@ -60,23 +63,23 @@ fn set_up_spare(
     transport.enable_queue(queue, setup::SPARE, place.addresses_from(rings_at), common::NO_VECTOR)
 }
 
-/// In how a device was left: frames come to the pair of queues in the low half.
+/// Bit of [`Left`]: the device steers frames to the pair of queues in the low half.
 const STEERED: u64 = 1 << 63;
 
-/// A device that cannot be made to use other memory while it runs.
+/// Returns the error for a device that cannot change its memory while it runs.
 fn cannot_reset() -> NicError {
     wrong("repoint", 1, "the device does not reset single queues (VIRTIO_F_RING_RESET): hand it over by keep or cold")
 }
 
 impl<B: Bus> VirtioNet<B> {
-    /// All queues of ours.
+    /// Returns all our queues.
     fn queues(&self) -> impl Iterator<Item = u16> + use<B> {
         [Some(queues::TRANSMIT), Some(queues::RECEIVE), self.control.as_ref().map(|_| queues::CONTROL)]
             .into_iter()
             .flatten()
     }
 
-    /// Has the device use our queues again, where they were reset, or lie elsewhere since: of a taker that is no more.
+    /// Makes the device use our queues again, where they were reset, or moved elsewhere by a taker that is gone.
     pub(super) fn bring_back(&mut self) -> Result<(), NicError> {
         for queue in self.queues() {
             let ours = match queue {
@@ -90,7 +93,7 @@ impl<B: Bus> VirtioNet<B> {
                 (_, Some(_)) => self.transport.reset_queue(queue)?,
                 (_, None) => {}
             }
-            // Should we die in the middle of it, the device must be started anew.
+            // If we die before this is complete, the device must be started anew.
             self.memory.ledger().belongs(None);
             match queue {
                 queues::RECEIVE => {
@@ -106,7 +109,8 @@ impl<B: Bus> VirtioNet<B> {
     }
 }
 
-/// What the device runs with: asked for, and nothing of it changed. The pair of queues is that of whoever drives, whose rings begin at `from`.
+/// Reads what the device runs with, and changes nothing. The transport ends up on the driving owner's pair of queues,
+/// whose rings begin at `from`.
 fn ask<B: Bus>(
     bus: &mut B,
     memory: &NicMemory,
@@ -147,7 +151,7 @@ fn ask<B: Bus>(
     Ok((transport, terms))
 }
 
-/// Has the device use none of these queues.
+/// Resets those of these queues that the device uses.
 fn reset_queues(transport: &Transport<impl Registers>, queues: &[u16]) -> Result<(), NicError> {
     queues.iter().try_for_each(|&queue| match transport.queue(queue)? {
         (_, None) => Ok(()),
@@ -160,7 +164,7 @@ impl<B: Bus> VirtioNet<B> {
         Can { point: self.terms.resets_queues(), pauses: false, fenced: false, steer: self.terms.steers() }
     }
 
-    /// Has the device use our queues again, and has what comes come there, whatever a taker has done that is no more.
+    /// Makes the device use our queues again and steer frames to them, whatever a taker that is gone has done.
     pub(super) fn bring_all_back(&mut self) -> Result<(), NicError> {
         self.bring_back()?;
         if self.terms.steers() {
@@ -170,7 +174,7 @@ impl<B: Bus> VirtioNet<B> {
         Ok(())
     }
 
-    /// How far a giver is, once the device has answered whether frames come elsewhere, if it was asked.
+    /// Returns the giver's progress. If the device was asked to steer, returns `None` until it has answered.
     fn is_steered(&mut self) -> Option<Quiesce> {
         let quiesce = self.quiesce.as_mut()?;
         if quiesce.asked.is_some() && !quiesce.steered {
@@ -183,7 +187,7 @@ impl<B: Bus> VirtioNet<B> {
         Some(*quiesce)
     }
 
-    /// The other pair of queues lies in our memory, and not in somebody's that is gone, or will be.
+    /// Moves the other pair of queues into our memory, out of memory whose owner is gone or will be.
     fn renew_spare(&mut self, mut between: impl FnMut(&mut Self)) -> Result<(), NicError> {
         self.reset_others(&[queues::TRANSMIT, queues::RECEIVE], &mut between)?;
         self.lend_spare(between)?;
@@ -191,14 +195,14 @@ impl<B: Bus> VirtioNet<B> {
         self.transport.status().map(drop)
     }
 
-    /// Has all frames come to this pair of queues.
+    /// Steers all frames to this pair of queues.
     pub(super) fn steer(&mut self, pair: u16) -> Result<(), NicError> {
         self.ask_to_steer(pair)?;
         let Self { control, transport, .. } = self;
         control.as_mut().map_or(Ok(()), |control| control.obeyed(transport))
     }
 
-    /// Asks the device to.
+    /// Asks the device to steer all frames to this pair of queues.
     fn ask_to_steer(&mut self, pair: u16) -> Result<(), NicError> {
         let mut driver_state = DriverState::blank();
         self.write_seldom_to(&mut driver_state);
@@ -210,9 +214,9 @@ impl<B: Bus> VirtioNet<B> {
         control.steer(&self.transport, pair, &mut announce)
     }
 
-    /// The device knows the other pair of queues, too, in which nothing is. A queue can be reset, and be used from elsewhere, only if the device knew it before it ran
-    /// (§3.1.1, §2.6.1); and all pairs are to be set up that it is told to use (§5.1.6.5.5.1). QEMU's leaves lying what comes by way of a pair that is not, wherever
-    /// that is steered.
+    /// Sets up the other pair of queues as well; it stays empty. A queue can be reset and moved only if the device knew
+    /// it before it ran (§3.1.1, §2.6.1), and all pairs that it is told to use must be set up (§5.1.6.5.5.1). QEMU's
+    /// device leaves lying all frames that arrive by way of a pair that is not set up, wherever they are steered.
     pub(super) fn lend_spare(&mut self, mut between: impl FnMut(&mut Self)) -> Result<(), NicError> {
         if !self.terms.steers() {
             return Ok(());
@@ -225,7 +229,7 @@ impl<B: Bus> VirtioNet<B> {
         Ok(())
     }
 
-    /// It is nobody's from here on.
+    /// Resets the other pair of queues; it belongs to no owner afterwards.
     pub(super) fn take_spare_back(&mut self) -> Result<(), NicError> {
         if !self.terms.steers() {
             return Ok(());
@@ -233,7 +237,7 @@ impl<B: Bus> VirtioNet<B> {
         self.reset_others(&[queues::TRANSMIT, queues::RECEIVE], |_| ())
     }
 
-    /// The device has none of these queues of the other pair's any more, or the one for commands.
+    /// Resets these queues of the other pair, or the command queue.
     fn reset_others(&mut self, queues: &[u16], mut between: impl FnMut(&mut Self)) -> Result<(), NicError> {
         for &queue in queues {
             if self.with_other_pair(|transport, _| transport.is_enabled(queue))? {
@@ -247,7 +251,7 @@ impl<B: Bus> VirtioNet<B> {
         Ok(())
     }
 
-    /// Has the transport speak of the other pair of queues.
+    /// Calls `then` while the transport stands on the other pair of queues.
     fn with_other_pair<T>(&mut self, then: impl FnOnce(&Transport<B::Registers>, &NicMemory) -> T) -> T {
         let ours = self.transport.way().pair;
         self.transport.choose(other(ours));
@@ -256,7 +260,8 @@ impl<B: Bus> VirtioNet<B> {
         done
     }
 
-    /// The device comes to know our pair of queues, to which nothing comes yet, in the place of whatever was left there.
+    /// Sets up our pair of queues in the device, in place of any queues that were left there. No frames arrive at it
+    /// yet.
     fn open_pair(&mut self) -> Result<(), NicError> {
         reset_queues(&self.transport, &[queues::TRANSMIT, queues::RECEIVE])?;
         self.enable_queues()?;
@@ -264,7 +269,7 @@ impl<B: Bus> VirtioNet<B> {
         self.transport.status().map(drop)
     }
 
-    /// Our pair of queues is what it was before.
+    /// Restores our pair of queues to its former state.
     fn close_pair(&self, lent: Option<Iova>) -> Result<(), NicError> {
         reset_queues(&self.transport, &[queues::TRANSMIT, queues::RECEIVE])?;
         if let Some(rings_at) = lent {
@@ -275,10 +280,11 @@ impl<B: Bus> VirtioNet<B> {
         self.transport.status().map(drop)
     }
 
-    /// What the device has of a former owner's it has no longer: the other pair of queues, and that for commands, which is ours from now on.
+    /// Takes from the device what it still has of a former owner: the other pair of queues, and the command queue,
+    /// which is ours from now on.
     fn close_other_pair(&mut self, mut between: impl FnMut(&mut Self)) -> Result<(), NicError> {
         self.reset_others(&[queues::TRANSMIT, queues::RECEIVE, queues::CONTROL], &mut between)?;
-        // We have given no command yet, so a successor finds no other count of them.
+        // We have given no command yet, so a successor finds the same count of them.
         self.control.iter_mut().for_each(control::Control::begin);
         self.enable_control()?;
         between(self);
@@ -320,7 +326,7 @@ impl<B: Bus> Repoint for VirtioNet<B> {
         ledger.halted(false);
         parts.empty(&memory);
         parts.rx.refill(&memory);
-        // The device is told together with all the rest.
+        // The device is told together with everything else.
         parts.rx.chains.committed(0);
         let mut nic = VirtioNet::new(bus, memory, parts, Counts::default());
         nic.write_seldom();
@@ -343,11 +349,11 @@ impl<B: Bus> Repoint for VirtioNet<B> {
 
     fn give_up(Ready { nic, how, lent }: Ready<B>) -> (B, NicMemory) {
         if how == How::Steer {
-            // Of a device that is gone nothing reaches the memory any more.
+            // If the device is gone, it can no longer reach the memory.
             let _ = nic.close_pair(lent);
         }
         let VirtioNet { mut bus, memory, .. } = nic;
-        // Nobody has to be told that it was gone already.
+        // An error means that the mapping was gone already.
         let _ = memory.unmap(&mut bus);
         memory.take_back();
         (bus, memory)
@@ -356,7 +362,7 @@ impl<B: Bus> Repoint for VirtioNet<B> {
     fn quiesce(&mut self, how: How, _: impl FnMut(&mut Self)) {
         self.memory.ledger().halted(true);
         let other = other(self.transport.way().pair);
-        // A device that refuses is not left: nothing goes elsewhere.
+        // If the device refuses, it is not left: no frames go elsewhere.
         let asked = (how == How::Steer && self.ask_to_steer(other).is_ok()).then_some(other);
         self.quiesce = Some(Quiesce { since: Instant::now(), off: false, asked, steered: false, how });
     }
@@ -364,10 +370,10 @@ impl<B: Bus> Repoint for VirtioNet<B> {
     fn is_quiet(&mut self) -> bool {
         let Some(quiesce) = self.is_steered() else { return false };
         if quiesce.how == How::Steer && !quiesce.steered {
-            // It refuses, which whoever leaves it is told.
+            // The device refuses; `leave` reports it.
             return true;
         }
-        // What the device writes that it must not is found out by who receives or sends next.
+        // The next receive or transmit reports a device that writes what it must not.
         let sent = self.tx.reap(self.memory.arena()).is_ok() && self.tx.chains.is_empty();
         let silent = self.rx.is_ready().is_ok_and(|ready| !ready);
         silent && sent || quiesce.since.elapsed() > DRAIN
@@ -380,7 +386,7 @@ impl<B: Bus> Repoint for VirtioNet<B> {
         self.can_do().go(quiesce.how)?;
         self.commit(&Burst::new());
         if quiesce.how == How::Steer {
-            // What is on its way to our pair yet comes at once, or was given up with what waits there.
+            // Frames still on their way to our pair arrive at once, or were given up with those that wait there.
             return match quiesce.steered {
                 true => Ok(!self.rx.is_ready()? && self.tx.chains.is_empty()),
                 false => Err(broken("the device does not have frames come to its other queues", 0)),
@@ -391,7 +397,7 @@ impl<B: Bus> Repoint for VirtioNet<B> {
             self.quiesce = Some(Quiesce { off: true, ..quiesce });
         }
         if self.rx.is_ready()? {
-            // It came at the last moment.
+            // A frame arrived at the last moment.
             return Ok(false);
         }
         self.drain()?;
@@ -429,12 +435,12 @@ impl<B: Bus> Repoint for VirtioNet<B> {
     fn repoint(Ready { mut nic, how, lent }: Ready<B>, left: Left) -> Result<Self, Failed<B>> {
         if how == How::Steer {
             if left != Left(STEERED | u64::from(nic.transport.way().pair)) {
-                // It may have, and died: the memory of ours goes, and so the queues must.
+                // The giver may have steered and died. Our memory goes away, so the queues in it must, too.
                 let _ = nic.close_pair(lent);
                 let error = broken("the giver has not had frames come to our queues, but left the device at", left.0);
                 return Err(nic.failed(error));
             }
-            // Until the rest of the device is ours, too, who comes next has to see to that: `forget`.
+            // Until the rest of the device is ours as well, the next driver must complete that: see `forget`.
             nic.memory.ledger().halted(true);
             nic.memory.ledger().belongs(Some((DriverState::KIND, DriverState::VERSION)));
             return Ok(nic);
@@ -446,7 +452,7 @@ impl<B: Bus> Repoint for VirtioNet<B> {
         if let Err(error) = uses.and_then(|()| nic.transport.status()) {
             return Err(nic.failed(error));
         }
-        // Should we die in the middle of it, who comes next has the device go on, or points it elsewhere.
+        // If we die before this is complete, the next driver makes the device go on, or points it elsewhere.
         nic.memory.ledger().halted(true);
         nic.memory.ledger().belongs(Some((DriverState::KIND, DriverState::VERSION)));
         if let Err(error) = nic.enable_queues().and_then(|()| nic.enable_control()) {
@@ -459,7 +465,7 @@ impl<B: Bus> Repoint for VirtioNet<B> {
 
     fn forget(&mut self, old: &MemoryLayout, mut between: impl FnMut(&mut Self)) -> Result<(), NicError> {
         if self.memory.ledger().is_halted() {
-            // It was steered to, and has a part of its former owner's yet.
+            // The device was steered to us, and still has a part of its former owner's memory.
             self.close_other_pair(&mut between)?;
             self.memory.ledger().halted(false);
         } else if self.terms.steers() {

@@ -1,4 +1,4 @@
-//! A driver that keeps its memory clean.
+//! Keeps the driver's memory clean.
 
 use super::VirtioNet;
 use crate::nic::Scrub;
@@ -12,7 +12,7 @@ impl<B: Bus> Scrub for VirtioNet<B> {
     }
 
     fn wipe_free(&mut self) {
-        // A device that writes what it must not is found out by who receives or sends next.
+        // The next receive or transmit reports a device that writes what it must not.
         let _ = self.tx.reap(self.memory.arena());
         self.commit(&Burst::new());
         if let Some(dirt) = &mut self.dirt {

@@ -1,4 +1,4 @@
-//! Getting a device ready: what is asked for, what the device allows of it, and the driver's ends of the queues.
+//! Setup of a device: the requested options, what the device allows, and the driver's ends of the queues.
 
 use std::os::fd::OwnedFd;
 use std::sync::atomic::AtomicU64;
@@ -15,39 +15,39 @@ use crate::nic::bus::{Bus, BusError, Header, Iova, Registers, pci};
 use crate::nic::driver_state::{DriverState as _, broken};
 use crate::nic::{Mac, NicError, NicMemory, NicOptions, PciId, loan};
 
-/// What this driver drives: the modern device, and the transitional one by its modern interface.
+/// Supported devices: the modern one, and the transitional one by its modern interface.
 const CARDS: [PciId; 2] = [PciId { vendor: 0x1af4, device: 0x1041 }, PciId { vendor: 0x1af4, device: 0x1000 }];
-/// What it is called.
+/// Name of the supported devices, for errors.
 const DRIVER: &str = "virtio network devices (1af4:1041, and 1af4:1000)";
 
-/// Addresses and type before the payload, and room for a VLAN tag.
+/// Bytes around the payload: addresses and type, and room for a VLAN tag.
 const AROUND_PAYLOAD: u16 = 18;
-/// Shortest payload: what IPv4 asks of a link (RFC 791, section 3.2).
+/// Minimum MTU: what IPv4 asks of a link (RFC 791, section 3.2).
 const MTU_MIN: u16 = 68;
 
-/// Where in the rings' region what lies.
+/// Places in the rings' region.
 #[derive(Debug, Clone, Copy)]
 pub struct Layout {
     pub rx: Place,
     pub tx: Place,
     pub control: Place,
-    /// Queues to spare, as short as can be.
+    /// Spare queues, as short as can be.
     pub spare: [Place; 2],
-    /// The header that the device writes, and the one that it reads.
+    /// Offsets of the header that the device writes, and of the one that it reads.
     rx_header: usize,
     tx_header: usize,
     command: usize,
 }
 
-/// Descriptors of a queue to spare.
+/// Number of descriptors of a spare queue.
 pub const SPARE: u16 = 2;
 
-/// Bytes from one header to what follows it.
+/// Distance in bytes from one header to what follows it.
 const HEADER_ROOM: usize = 64;
 const _: () = assert!(HEADER_LEN as usize <= HEADER_ROOM);
 
 impl Layout {
-    /// For queues of `size` descriptors, in so many bytes.
+    /// Lays out queues of `size` descriptors in `have` bytes.
     pub fn new(have: usize, size: u16) -> Result<Self, NicError> {
         let rx = Place::new(0, size);
         let tx = Place::new(rx.end, size);
@@ -65,7 +65,7 @@ impl Layout {
     }
 }
 
-/// What driver and device have agreed on, and how long their frames and queues are.
+/// What driver and device have agreed on, and the lengths of frames and queues.
 #[derive(Debug, Clone, Copy)]
 pub struct Terms {
     pub features: u64,
@@ -74,22 +74,22 @@ pub struct Terms {
 }
 
 impl Terms {
-    /// As a driver state says that was checked.
+    /// Takes the terms from a checked driver state.
     pub fn of(driver_state: &DriverState) -> Self {
         Terms { features: driver_state.features, ring: driver_state.head.ring, frame_max: driver_state.frame_max }
     }
 
-    /// Whether queues can be reset one by one.
+    /// Returns whether queues can be reset one by one.
     pub fn resets_queues(&self) -> bool {
         self.features & feature::RING_RESET != 0
     }
 
-    /// Whether frames can be had come to another pair of queues.
+    /// Returns whether frames can be steered to another pair of queues.
     pub fn steers(&self) -> bool {
         self.features & feature::STEER != 0
     }
 
-    /// What the device allows of what is asked for.
+    /// Negotiates the requested options with the device.
     fn agree(transport: &Transport<impl Registers>, options: &NicOptions) -> Result<Self, NicError> {
         let features = transport.negotiate(options.mtu)?;
         let (rx, tx) = (transport.queue_size_max(queues::RECEIVE), transport.queue_size_max(queues::TRANSMIT));
@@ -99,7 +99,7 @@ impl Terms {
         Terms::new(transport, features, options)
     }
 
-    /// With these features: the device's network may have a limit of its own.
+    /// Makes the terms for these features. The device's network may have an MTU limit of its own.
     pub fn new(transport: &Transport<impl Registers>, features: u64, options: &NicOptions) -> Result<Self, NicError> {
         if transport.mtu(features)?.is_some_and(|mtu| options.mtu > mtu) {
             return Err(wrong("mtu", options.mtu.into(), "the device's network takes no more than it says"));
@@ -108,7 +108,7 @@ impl Terms {
     }
 }
 
-/// Whether the device behind `bus` is ours.
+/// Checks that this driver supports the device behind `bus`.
 pub fn check_card(bus: &mut impl Bus) -> Result<Header, NicError> {
     let header = Header::read(bus)?;
     match CARDS.contains(&header.id) {
@@ -117,7 +117,7 @@ pub fn check_card(bus: &mut impl Bus) -> Result<Header, NicError> {
     }
 }
 
-/// An option that the card cannot do.
+/// Returns the error for an option that the card cannot do.
 pub fn wrong(field: &'static str, value: u64, must: &'static str) -> NicError {
     NicError::Options { field, value, must }
 }
@@ -136,7 +136,7 @@ pub fn check_options(options: &NicOptions) -> Result<(), NicError> {
     Ok(())
 }
 
-/// Whether the memory suffices.
+/// Checks that the memory suffices.
 pub fn check_memory(memory: &NicMemory, options: &NicOptions) -> Result<(), NicError> {
     let room = u16::try_from(memory.arena().geometry().slot_len).unwrap_or(u16::MAX);
     if options.mtu.checked_add(AROUND_PAYLOAD).is_none_or(|frame| frame > room) {
@@ -146,17 +146,17 @@ pub fn check_memory(memory: &NicMemory, options: &NicOptions) -> Result<(), NicE
     loan::check_stock(memory, usize::from(options.ring / 2))
 }
 
-/// The eventfd of the receive queue's vector.
+/// Returns the eventfd of the receive queue's vector.
 pub fn interrupt(bus: &mut impl Bus) -> Result<OwnedFd, BusError> {
     bus.interrupts(1)?.pop().ok_or(BusError::FewInterrupts { have: 0, need: 1 })
 }
 
-/// Room to remember which chains of both queues are free.
+/// Allocates the record of free chains for both queues.
 pub fn orders() -> [Order; 2] {
     [0; 2].map(|chain| Box::new([chain; CHAINS_MAX]))
 }
 
-/// Where the driver goes on in each queue.
+/// Indices at which the driver continues in each queue.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct Cursors {
     pub rx: Cursor,
@@ -164,7 +164,7 @@ pub struct Cursors {
     pub commands: u64,
 }
 
-/// All of a driver but the way to its card and its memory.
+/// All parts of a driver except its bus and its memory.
 pub struct Assembly<R> {
     pub transport: Transport<R>,
     pub rx: Receiver,
@@ -172,7 +172,7 @@ pub struct Assembly<R> {
     pub control: Option<Control>,
     pub rx_bell: Doorbell,
     pub tx_bell: Doorbell,
-    /// Of the other pair's receive queue.
+    /// Doorbell of the other pair's receive queue.
     pub other_bell: Option<Doorbell>,
     pub interrupt: OwnedFd,
     pub layout: Layout,
@@ -181,7 +181,7 @@ pub struct Assembly<R> {
 }
 
 impl<R: Registers> Assembly<R> {
-    /// The driver's ends of the queues, where they stand at these cursors. Neither the device nor memory is touched.
+    /// Makes the driver's ends of the queues at these cursors. Touches neither device nor memory.
     pub fn new(
         memory: &NicMemory,
         (transport, interrupt, mac): (Transport<R>, OwnedFd, Mac),
@@ -205,7 +205,7 @@ impl<R: Registers> Assembly<R> {
         Ok(Assembly { transport, rx, tx, control, rx_bell, tx_bell, other_bell, interrupt, layout, terms, mac })
     }
 
-    /// Resets a device and agrees with it on what it does; its queues are empty and it does not know of them.
+    /// Resets a device and negotiates with it. The queues are empty, and the device does not know them.
     pub fn cold<B: Bus<Registers = R>>(
         bus: &mut B,
         memory: &NicMemory,
@@ -216,7 +216,8 @@ impl<R: Registers> Assembly<R> {
         memory.ledger().forget();
         memory.ledger().halted(false);
         let mut transport = Transport::find(bus, header)?;
-        // Reset before it may be master: a device that somebody left running would write to addresses that are ours now.
+        // Reset the device before it may be bus master: if it was left running, it would write to addresses that are
+        // ours now.
         transport.reset()?;
         memory.take_back();
         let terms = Terms::agree(&transport, options)?;
@@ -231,19 +232,19 @@ impl<R: Registers> Assembly<R> {
         Ok(parts)
     }
 
-    /// Queues that the device does not know, and in which nothing is.
+    /// Makes the queues empty. The device does not know them.
     pub fn empty(&mut self, memory: &NicMemory) {
         self.rx.chains.empty();
         self.tx.chains.empty();
         self.control.iter_mut().for_each(Control::begin);
         for place in self.layout.spare {
-            // The indices, from which nothing begins.
+            // Set the indices to zero.
             SplitRing::new(memory, place, SPARE, false, Cursor::default()).begin_at(0, [].into_iter());
         }
         self.describe_headers(memory);
     }
 
-    /// What is the same of all frames.
+    /// Writes what all frames have in common.
     pub fn describe_headers(&mut self, memory: &NicMemory) {
         let header = |at: usize| -> Iova { memory.rings_at() + at as u64 };
         let sent = memory.rings().span::<AtomicU64>(self.layout.tx_header, HEADER_ROOM / 8);
@@ -252,7 +253,8 @@ impl<R: Registers> Assembly<R> {
         self.tx.chains.describe_headers(header(self.layout.tx_header));
     }
 
-    /// Where a predecessor stopped. Up to the interrupts, nothing is changed, neither in the device nor in memory.
+    /// Continues where a predecessor stopped. Changes nothing, neither in the device nor in memory, until the
+    /// interrupts.
     pub fn warm<B: Bus<Registers = R>>(
         bus: &mut B,
         memory: &NicMemory,
@@ -279,7 +281,7 @@ impl<R: Registers> Assembly<R> {
     }
 }
 
-/// Where a driver goes on that has a driver state.
+/// Returns the indices in a driver state.
 pub fn cursors_of(driver_state: &DriverState) -> Cursors {
     Cursors { rx: driver_state.rx_at, tx: driver_state.tx_at, commands: driver_state.commands }
 }

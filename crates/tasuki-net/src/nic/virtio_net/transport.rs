@@ -1,4 +1,4 @@
-//! Virtio's way over PCI (virtio 1.2, §4.1): where the structures are, the handshake, and the setting up of queues.
+//! Virtio's transport over PCI (virtio 1.2, §4.1): finding the structures, the handshake, and setting up queues.
 
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout};
 
@@ -9,39 +9,39 @@ use crate::nic::driver_state::broken;
 use crate::nic::register::{Readable, Register, Width, Wo, Writable, wait};
 use crate::nic::{Link, Mac, NicError};
 
-/// How long the device may take for one step of the handshake.
+/// Time limit for one step of the handshake, in ms.
 const STEP_MS: u32 = 1000;
-/// How often the configuration may change while it is read.
+/// Maximum number of configuration changes during one read.
 const CHANGES_MAX: usize = 100;
 
-/// Pairs of queues of a device, at most (§5.1.4).
+/// Maximum number of pairs of queues of a device (§5.1.4).
 const PAIRS_MAX: u16 = 0x8000 / 2;
 
-/// BARs of a device.
+/// Number of BARs of a device.
 const BARS: u32 = 6;
 
-/// What a queue's reset is called where it is not finished in time.
+/// Name of the step, for the error of a queue reset that is not finished in time.
 const RESET: &str = "the reset of a queue";
 
-/// Where a structure of registers is.
+/// Place of a structure of registers.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, FromBytes, IntoBytes, Immutable, KnownLayout)]
 #[repr(C)]
 pub struct Place {
-    /// In which BAR.
+    /// Number of its BAR.
     pub bar: u32,
-    /// Its first byte there.
+    /// Offset of its first byte in the BAR.
     pub base: u32,
-    /// Bytes of it.
+    /// Length in bytes.
     pub len: u32,
 }
 
 impl Place {
-    /// §4.1.4.1 asks for more of some; registers of 32 bits need this.
+    /// Returns whether 32-bit registers fit there. §4.1.4.1 demands more of some structures.
     fn is_sound(&self) -> bool {
         self.bar < BARS && self.base.is_multiple_of(4) && self.base.checked_add(self.len).is_some()
     }
 
-    /// The first capability of `kind`, with the word that follows it.
+    /// Finds the first capability of `kind`. Returns its place and the word that follows it.
     fn find<B: Bus>(bus: &mut B, header: &Header, kind: u8) -> Result<(Self, u32), NicError> {
         for &Capability { id, offset } in &header.capabilities {
             let word = |bus: &mut B, i: u16| bus.read_config(offset.saturating_add(4 * i));
@@ -67,38 +67,39 @@ impl Place {
         }
     }
 
-    /// The registers behind its BAR.
+    /// Opens the registers behind the BAR.
     fn open<B: Bus>(&self, bus: &mut B) -> Result<Window<B::Registers>, BusError> {
         let bar = u8::try_from(self.bar).map_err(|_| BusError::NoBar { index: u8::MAX })?;
         Ok(Window { registers: bus.registers(bar)?, base: self.base })
     }
 
-    /// Whether a notification can be written there.
+    /// Returns whether a notification can be written at this offset.
     fn has_bell(&self, offset: u32) -> bool {
         offset.is_multiple_of(2) && offset < self.len
     }
 }
 
-/// The way to the registers of a device that was found once: a successor has no time to look for them.
+/// Places of the registers of a device, once found: a successor has no time to look for them.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, FromBytes, IntoBytes, Immutable, KnownLayout)]
 #[repr(C)]
 pub struct Way {
-    /// The common configuration.
+    /// Common configuration.
     pub common: Place,
-    /// Where notifications go.
+    /// Notifications.
     pub notify: Place,
-    /// The network device's own configuration.
+    /// Configuration of the network device.
     pub net: Place,
-    /// Where those of each queue go, in bytes from there.
+    /// Notification address of each queue, in bytes from the start of `notify`.
     pub bells: [u32; 4],
-    /// Pairs of queues that the device has, and which of them is ours.
+    /// Number of pairs of queues that the device has.
     pub pairs: u16,
-    /// From 0 on.
+    /// Number of our pair, from 0 on.
     pub pair: u16,
 }
 
 impl Way {
-    /// The device's number of one of our queues (§5.1.2): the pairs one after the other, and the queue for commands behind them.
+    /// Returns the device's number of one of our queues (§5.1.2): the pairs one after the other, then the command
+    /// queue.
     pub fn number(&self, queue: u16) -> u16 {
         match queue {
             queues::RECEIVE => 2 * self.pair,
@@ -108,7 +109,7 @@ impl Way {
         }
     }
 
-    /// Whether it can be that of a device with these features.
+    /// Checks that this can belong to a device with these features.
     pub fn check(&self, features: u64) -> Result<(), NicError> {
         let common_len = if features & feature::RING_RESET == 0 { common::LEN } else { common::LEN_WITH_RESET };
         for (place, len) in [(&self.common, common_len), (&self.notify, 0), (&self.net, net::LEN)] {
@@ -127,32 +128,32 @@ impl Way {
     }
 }
 
-/// The other pair of queues than this.
+/// Returns the pair of queues that is not this one.
 pub fn other(pair: u16) -> u16 {
     (pair + 1) % PAIRS
 }
 
-/// A structure of registers in some BAR.
+/// A structure of registers in a BAR.
 struct Window<R> {
     registers: R,
     base: u32,
 }
 
 impl<R: Registers> Window<R> {
-    /// Register `register` of this structure.
+    /// Returns register `register` of this structure.
     fn at<W, A>(&self, register: Register<W, A>) -> Register<W, A> {
         register.after(self.base)
     }
 }
 
-/// Where a queue's notifications go.
+/// Notification register of a queue.
 #[derive(Debug, Clone, Copy)]
 pub struct Doorbell {
     register: Register<u16, Wo>,
     queue: u16,
 }
 
-/// The way to a virtio network device.
+/// Access to a virtio network device.
 pub struct Transport<R> {
     common: Window<R>,
     notify: Window<R>,
@@ -162,7 +163,7 @@ pub struct Transport<R> {
 }
 
 impl<R: Registers> Transport<R> {
-    /// Finds the structures of the device. Where notifications go is [looked for](Self::find_bells) later.
+    /// Finds the structures of the device. [`find_bells`](Self::find_bells) finds the notification addresses later.
     pub fn find<B: Bus<Registers = R>>(bus: &mut B, header: &Header) -> Result<Self, NicError> {
         let (common, _) = Place::find(bus, header, capability::COMMON)?;
         let (notify, multiplier) = Place::find(bus, header, capability::NOTIFY)?;
@@ -173,18 +174,18 @@ impl<R: Registers> Transport<R> {
         Ok(Transport { notify_multiplier: multiplier, ..Self::open(bus, way)? })
     }
 
-    /// The structures of a device that was found before.
+    /// Opens the structures of a device that was found before.
     pub fn open<B: Bus<Registers = R>>(bus: &mut B, way: Way) -> Result<Self, BusError> {
         let (common, notify, net) = (way.common.open(bus)?, way.notify.open(bus)?, way.net.open(bus)?);
         Ok(Transport { common, notify, net, way, notify_multiplier: 0 })
     }
 
-    /// Where everything is.
+    /// Returns the places of all structures.
     pub fn way(&self) -> Way {
         self.way
     }
 
-    /// Asks how many pairs of queues there are: one, for who cannot steer.
+    /// Reads the number of pairs of queues; without steering, it stays one.
     pub fn find_pairs(&mut self, features: u64) -> Result<(), NicError> {
         if features & feature::STEER != 0 {
             let pairs = self.pairs_max()?;
@@ -200,12 +201,13 @@ impl<R: Registers> Transport<R> {
         self.steady(|net| net.at(net::PAIRS_MAX).read(&net.registers))
     }
 
-    /// This pair of queues is ours.
+    /// Selects the pair of queues that is ours.
     pub fn choose(&mut self, pair: u16) {
         self.way.pair = pair;
     }
 
-    /// Asks where the notifications of each of our queues go (§4.1.4.4), and of the other pair's. A device that takes no commands has none for those.
+    /// Reads the notification address of each of our queues (§4.1.4.4), and of the other pair's receive queue. A device
+    /// that takes no commands has none for the command queue.
     pub fn find_bells(&mut self, features: u64) -> Result<(), NicError> {
         let has = |queue| match queue {
             queues::CONTROL => features & feature::CTRL_RX != 0,
@@ -227,7 +229,7 @@ impl<R: Registers> Transport<R> {
         Ok(())
     }
 
-    /// What is read and written next of a queue is this one's.
+    /// Selects the queue that the next register accesses refer to.
     fn select(&self, queue: u16) {
         self.write(common::QUEUE_SELECT, self.way.number(queue));
     }
@@ -240,12 +242,12 @@ impl<R: Registers> Transport<R> {
         self.common.at(register).write(&self.common.registers, value);
     }
 
-    /// Whether something was written that may not have reached the device yet.
+    /// Returns whether a write may not have reached the device yet.
     pub fn is_behind(&self) -> bool {
         self.common.registers.is_behind() || self.notify.registers.is_behind()
     }
 
-    /// Waits until what was written, by whomever, has reached the device.
+    /// Waits until all writes, even those of other drivers, have reached the device.
     pub fn settle(&self) -> Result<(), NicError> {
         self.status()?;
         self.common.registers.settled();
@@ -253,7 +255,10 @@ impl<R: Registers> Transport<R> {
         Ok(())
     }
 
-    /// What the device says of itself; an error if it is gone or asks for a reset.
+    /// Returns the device status.
+    ///
+    /// # Errors
+    /// The device is gone or asks for a reset.
     pub fn status(&self) -> Result<u8, NicError> {
         match self.read(common::DEVICE_STATUS) {
             u8::MAX => Err(NicError::Gone),
@@ -273,7 +278,7 @@ impl<R: Registers> Transport<R> {
         Ok(())
     }
 
-    /// Agrees on features (§3.1.1), with buffers for payloads of so many bytes.
+    /// Negotiates features (§3.1.1), for payloads of up to `mtu` bytes.
     pub fn negotiate(&self, mtu: u16) -> Result<u64, NicError> {
         let half = |select| {
             self.write(common::DEVICE_FEATURE_SELECT, select);
@@ -284,14 +289,14 @@ impl<R: Registers> Transport<R> {
         if features & feature::VERSION_1 == 0 || features & feature::MAC == 0 {
             return Err(NicError::Absurd { what: "it lacks VERSION_1 or MAC among its features", value: offered });
         }
-        // A feature without the one that it rests on must not be accepted (§5.1.3.1).
+        // The driver must not accept a feature without the one that it depends on (§5.1.3.1).
         if features & feature::CTRL_VQ == 0 {
             features &= !feature::CTRL_RX;
         }
         if self.way.common.len < common::LEN_WITH_RESET {
             features &= !feature::RING_RESET;
         }
-        // Who accepts it has buffers for all that the device says (§5.1.4.2).
+        // A driver that accepts MTU must have buffers for what the device states (§5.1.4.2).
         if self.mtu(features)?.is_some_and(|most| most > mtu) {
             features &= !feature::MTU;
         }
@@ -312,12 +317,12 @@ impl<R: Registers> Transport<R> {
         }
     }
 
-    /// The device may begin.
+    /// Starts the device.
     pub fn run(&self) {
         self.write(common::DEVICE_STATUS, status::RUNNING);
     }
 
-    /// Most descriptors that queue `queue` can have; 0 if there is no such queue.
+    /// Returns the maximum number of descriptors of queue `queue`, or 0 if there is no such queue.
     pub fn queue_size_max(&self, queue: u16) -> u16 {
         if self.way.number(queue) >= self.read(common::NUM_QUEUES) {
             return 0;
@@ -326,12 +331,12 @@ impl<R: Registers> Transport<R> {
         self.read(common::QUEUE_SIZE)
     }
 
-    /// No interrupt when the configuration changes: whoever wants to know asks.
+    /// Switches off the interrupt for configuration changes: callers poll.
     pub fn silence_configuration(&self) {
         self.write(common::CONFIG_MSIX_VECTOR, common::NO_VECTOR);
     }
 
-    /// Tells the device where queue `queue` is (§4.1.5.1.3), and that it may use it.
+    /// Tells the device the place of queue `queue` (§4.1.5.1.3), and enables it.
     pub fn enable_queue(&self, queue: u16, size: u16, at: [Iova; 3], vector: u16) -> Result<(), NicError> {
         self.common.registers.together(|| {
             self.select(queue);
@@ -342,7 +347,7 @@ impl<R: Registers> Transport<R> {
                 self.write(high, u32::try_from(at.0 >> 32).expect("32 bits"));
             }
             self.write(common::QUEUE_MSIX_VECTOR, vector);
-            // A device that has no room for it says so here.
+            // A device without resources for the vector says so here.
             let have = self.read(common::QUEUE_MSIX_VECTOR);
             if have != vector {
                 let what = "it does not take an interrupt vector, but has";
@@ -353,7 +358,7 @@ impl<R: Registers> Transport<R> {
         })
     }
 
-    /// What a predecessor has agreed on with the device.
+    /// Returns the features that a predecessor negotiated with the device.
     pub fn agreed(&self) -> u64 {
         let half = |select| {
             self.write(common::DRIVER_FEATURE_SELECT, select);
@@ -362,7 +367,7 @@ impl<R: Registers> Transport<R> {
         half(0) | half(1) << 32
     }
 
-    /// The length of queue `queue`, and where its descriptors are, if the device uses it.
+    /// Returns the length of queue `queue`, and the address of its descriptors if the device uses it.
     pub fn queue(&self, queue: u16) -> Result<(u16, Option<Iova>), NicError> {
         self.select(queue);
         let size = self.read(common::QUEUE_SIZE);
@@ -371,7 +376,7 @@ impl<R: Registers> Transport<R> {
         Ok((size, self.enabled()?.then_some(at)))
     }
 
-    /// Whether the device uses queue `queue`.
+    /// Returns whether the device uses queue `queue`.
     pub fn is_enabled(&self, queue: u16) -> Result<bool, NicError> {
         self.common.registers.together(|| {
             self.select(queue);
@@ -379,7 +384,7 @@ impl<R: Registers> Transport<R> {
         })
     }
 
-    /// The same, of the queue that was selected.
+    /// Like [`is_enabled`](Self::is_enabled), for the selected queue.
     fn enabled(&self) -> Result<bool, NicError> {
         match self.read(common::QUEUE_ENABLE) {
             0 => Ok(false),
@@ -389,14 +394,14 @@ impl<R: Registers> Transport<R> {
         }
     }
 
-    /// Resets queue `queue` (§2.6.1): afterwards the device touches neither its ring nor its buffers.
+    /// Resets queue `queue` (§2.6.1). Afterwards the device touches neither its ring nor its buffers.
     pub fn reset_queue(&self, queue: u16) -> Result<(), NicError> {
         self.begin_reset(queue)?;
         self.end_reset(queue)?;
         self.status().map(drop)
     }
 
-    /// The first half of it: the device lets go of the queue.
+    /// First half of a reset: asks the device to let go of the queue.
     pub fn begin_reset(&self, queue: u16) -> Result<(), NicError> {
         self.common.registers.together(|| {
             self.select(queue);
@@ -405,7 +410,7 @@ impl<R: Registers> Transport<R> {
         })
     }
 
-    /// The second half: it has.
+    /// Second half of a reset: waits until the queue is disabled.
     pub fn end_reset(&self, queue: u16) -> Result<(), NicError> {
         self.common.registers.together(|| {
             self.select(queue);
@@ -413,19 +418,19 @@ impl<R: Registers> Transport<R> {
         })
     }
 
-    /// Where one says that queue `queue` has something new.
+    /// Returns the doorbell of queue `queue`.
     pub fn doorbell(&self, queue: u16) -> Doorbell {
         let offset = self.way.bells[usize::from(queue) % self.way.bells.len()];
         Doorbell { register: self.notify.at(Register::at(offset)), queue: self.way.number(queue) }
     }
 
-    /// Says so.
+    /// Tells the device that the doorbell's queue has something new.
     #[inline]
     pub fn ring(&self, bell: Doorbell) {
         bell.register.write(&self.notify.registers, bell.queue);
     }
 
-    /// Reads from the network device's configuration what did not change meanwhile (§2.5.1).
+    /// Reads from the network device's configuration until it did not change meanwhile (§2.5.1).
     fn steady<T>(&self, read: impl Fn(&Window<R>) -> T) -> Result<T, NicError> {
         for _ in 0..CHANGES_MAX {
             let before = self.read(common::CONFIG_GENERATION);
@@ -437,13 +442,13 @@ impl<R: Registers> Transport<R> {
         Err(NicError::Stuck { step: "a change of its configuration", limit_ms: 0 })
     }
 
-    /// The device's address.
+    /// Returns the device's address.
     pub fn mac(&self) -> Result<Mac, NicError> {
         let mac = self.steady(|net| net::MAC.map(|byte| net.at(byte).read(&net.registers)))?;
         if mac == [0xff; 6] { Err(NicError::Gone) } else { Ok(Mac(mac)) }
     }
 
-    /// The MTU that the device wants, if it says.
+    /// Returns the MTU that the device wants, if it states one.
     pub fn mtu(&self, features: u64) -> Result<Option<u16>, NicError> {
         if features & feature::MTU == 0 {
             return Ok(None);
@@ -451,10 +456,10 @@ impl<R: Registers> Transport<R> {
         self.steady(|net| net.at(net::MTU).read(&net.registers)).map(Some)
     }
 
-    /// The state of the link.
+    /// Returns the state of the link.
     pub fn link(&self, features: u64) -> Link {
         let down = match features & feature::STATUS {
-            // It is always up, as long as it is there.
+            // Without STATUS, the link is up as long as the device is there.
             0 => self.status().is_err(),
             _ => match self.steady(|net| net.at(net::STATUS).read(&net.registers)) {
                 Ok(u16::MAX) | Err(_) => true,

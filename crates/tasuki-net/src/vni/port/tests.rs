@@ -13,7 +13,7 @@ use crate::vni::fixture::{Lines, directory, mac};
 use crate::vni::mortal::lives_for;
 use crate::vni::offload::{HEADER_LEN, NEEDS_CSUM, Offload};
 
-/// What a daemon keeps of a node.
+/// What a daemon keeps for a node.
 struct Kept {
     node_memory: NodeMemoryFds,
     bell_receiver: OwnedFd,
@@ -21,7 +21,7 @@ struct Kept {
 }
 
 const NODES: u16 = 4;
-/// The native node, who sends to it, and to whom it sends.
+/// The native node, the nodes that send to it, and the nodes that it sends to.
 const US: u16 = 1;
 const SENDERS: [u16; 2] = [0, 3];
 const TO: [u16; 2] = [2, 3];
@@ -71,7 +71,7 @@ impl Net {
         others.map(peer_descriptor).collect()
     }
 
-    /// Another worker of the native node goes on.
+    /// Replaces the native node's worker.
     fn replace(&mut self) {
         self.port = None;
         let (node_memory, bell_receiver) = self.own(US);
@@ -80,12 +80,12 @@ impl Net {
         let mut port = VniPort::new(US, Mac(mac(US)), node_memory, bell_receiver, switch, frames).unwrap();
         self.peer_descriptors(US).into_iter().for_each(|bundle| port.add(bundle).unwrap());
         port.settle();
-        // Whoever has newly begun to talk is heard when it wakes.
+        // A port hears newly talking nodes when it wakes.
         port.wake();
         self.port = Some(port);
     }
 
-    /// Sends the next numbers of a node, each in a frame, or all in one segment; says how many went.
+    /// Sends the next numbers of a node, each in a frame, or all in one segment. Returns how many went.
     fn send(&mut self, from: u16, first: u64, count: u64, in_one: bool) -> u64 {
         let vni = self.others.get_mut(&from).unwrap();
         let went = match in_one && count > 0 {
@@ -115,7 +115,7 @@ fn frame(from: u16, number: u64) -> Vec<u8> {
     frame
 }
 
-/// UDP over IPv4 whose payload is to be cut into frames, each of which carries a number.
+/// UDP over IPv4, to be cut into frames that each carry a number.
 fn segment(from: u16, first: u64, count: u64) -> (Offload, Vec<u8>) {
     let mut bytes = [&mac(US)[..], &mac(from), &[8, 0]].concat();
     let payload = PAYLOAD * usize::try_from(count).unwrap();
@@ -143,10 +143,10 @@ fn number_of(bytes: &[u8]) -> (u16, u64) {
     (u16::from(bytes[11]), u64::from_le_bytes(bytes[42..50].try_into().unwrap()))
 }
 
-/// What a program remembers: of each sender, the number that is due.
+/// What a program remembers: the next number of each sender.
 type State = [u64; 2];
 
-/// A program that checks what comes and sends it on, and its program state in two copies, as a worker has them.
+/// A program that checks received frames and sends them on. It keeps its program state in two copies, as a worker does.
 struct Worker {
     state: State,
     program_state: [State; 2],
@@ -158,7 +158,7 @@ impl Worker {
         self.program_state[usize::from(turn & 1 == 1)] = self.state;
     }
 
-    /// Wholly or not at all, like a program of a user's own.
+    /// Takes one turn, wholly or not at all, as a user's program does.
     fn turn(&mut self, port: &mut VniPort<Lines>) {
         if self.burst.is_empty() {
             self.remember(port.turns() + 1);
@@ -191,10 +191,10 @@ enum Step {
         in_one: bool,
     },
     Turns(u8),
-    /// The worker dies when it has passed so many places, or hands over.
+    /// The worker dies after so many places, or hands over.
     Die(u32),
     HandOver,
-    /// Somebody it sends to reads.
+    /// A node that it sends to reads.
     Read(usize),
     Tick,
 }
@@ -212,7 +212,7 @@ fn steps() -> impl Strategy<Value = Vec<Step>> {
     prop::collection::vec(step, 1..120)
 }
 
-/// Everything that has come to a node, which asserts that nothing came before what was sent before it.
+/// Appends all frames that reached a node to `got`; asserts that none was taken back.
 fn read(vni: &mut Vni, got: &mut Vec<(u16, u64)>) {
     for _ in 0..64 {
         vni.wake();
@@ -245,7 +245,7 @@ proptest! {
                 Step::Die(places) => {
                     let port = net.port.as_mut().unwrap();
                     lives_for(places, || (0..8).for_each(|_| worker.turn(port)));
-                    // At a place, or between two turns.
+                    // It died at a place, or between two turns.
                     worker.burst.clear();
                     net.replace();
                     worker.state = worker.program_state[usize::from(net.port.as_ref().unwrap().turns() & 1 == 1)];
@@ -282,7 +282,7 @@ proptest! {
     }
 }
 
-/// Receives until nothing comes.
+/// Receives until no frame arrives.
 fn all(port: &mut VniPort<Lines>) -> Vec<Vec<u8>> {
     let (mut burst, mut came) = (Burst::new(), Vec::new());
     for _ in 0..32 {
@@ -300,7 +300,7 @@ fn a_program_gets_finished_frames_and_a_successor_the_rest_of_a_segment() {
     let mut burst = Burst::new();
     let port = net.port.as_mut().unwrap();
     assert_eq!(port.receive(&mut burst), Ok(BURST_MAX));
-    // The first ten are handled.
+    // Ten frames are handled.
     let in_hand: Burst = burst.drain(10..).collect();
     drop(burst);
     port.conclude(&in_hand);

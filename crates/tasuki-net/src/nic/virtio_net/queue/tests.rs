@@ -1,4 +1,4 @@
-//! The queues, against a device's end that writes what a test says.
+//! Tests of the queues, against a device's end that writes what a test says.
 
 use std::sync::atomic::AtomicU32;
 use std::sync::atomic::Ordering::Relaxed;
@@ -16,7 +16,7 @@ use crate::port::BURST_MAX;
 const SIZE: u16 = 8;
 const ROOM: u32 = 1518;
 
-/// The device's end of a queue: it can write what it likes.
+/// The device's end of a queue: it can write anything.
 struct Device {
     available: Span<AtomicU32>,
     used: Span<AtomicU32>,
@@ -30,7 +30,7 @@ impl Device {
         Device { available: span(available, 6), used: span(used, 18), index: 0 }
     }
 
-    /// The first descriptors of all chains that were ever made available.
+    /// Returns the first descriptors of all chains that were ever made available.
     fn heads(&self) -> Vec<u32> {
         let count = self.available[0].load(Relaxed) >> 16;
         (0..count)
@@ -39,7 +39,7 @@ impl Device {
             .collect()
     }
 
-    /// Says that the chain from `head` on is used, with `len` bytes written.
+    /// Says that the chain at `head` is used, with `len` bytes written.
     fn use_chain(&mut self, head: u32, len: u32) {
         let entry = 1 + 2 * usize::from(self.index % SIZE);
         self.used[entry].store(head, Relaxed);
@@ -53,7 +53,7 @@ fn memory() -> NicMemory {
     NicMemory::create(Geometry { slot_len: 4096, count: 16 }, 4096, Iova(1 << 32)).unwrap()
 }
 
-/// The chains of queue `queue`, of four, in this memory.
+/// Makes the chains of queue `queue`, four of them, in this memory.
 fn chains(memory: &NicMemory, queue: usize, event_index: bool, at: Cursor) -> (Chains, Place) {
     let place = Place::new(queue * 1024, SIZE);
     let ring = SplitRing::new(memory, place, SIZE, event_index, at);
@@ -71,7 +71,7 @@ fn receiver() -> (NicMemory, Receiver, Device) {
     (memory, receiver, device)
 }
 
-/// Receives, and has all of it handled at once; the lengths of what came.
+/// Receives, and commits all frames as handled at once. Returns their lengths.
 fn receive(memory: &NicMemory, receiver: &mut Receiver) -> Result<Vec<u16>, NicError> {
     let mut burst = Burst::new();
     receiver.receive(memory.arena(), &mut burst, BURST_MAX, &mut Counts::default())?;
@@ -182,7 +182,7 @@ fn a_device_gets_buffers_back_as_soon_as_there_are_slots() {
     assert_eq!(device.heads().len(), 8);
 }
 
-/// The two halves of EVENT: the index at which we want to be woken is there for the device, and a frame from before is seen.
+/// The two halves of EVENT: the device sees the index at which we want to be woken, and we see an earlier frame.
 #[test]
 fn arming_asks_for_the_next_frame_and_sees_one_that_came_before() {
     let (memory, mut receiver, mut device) = receiver();
@@ -198,7 +198,8 @@ fn arming_asks_for_the_next_frame_and_sees_one_that_came_before() {
 
 #[test]
 fn a_device_is_notified_where_it_asks_to_be() {
-    // Where it asks, our index before, our index now (§2.7.10): between the two, around the end of the numbers too.
+    // The index at which it asks, our index before, and our index now (§2.7.10): true between the two, also across the
+    // wrap.
     for (event, old, new, wanted) in [
         (0, 0, 1, true),
         (1, 0, 1, false),
@@ -227,7 +228,7 @@ fn a_device_is_notified_where_it_asks_to_be() {
 fn unsent_frames_are_listed_in_their_order() {
     let (memory, mut transmitter, mut device) = transmitter();
     send(&memory, &mut transmitter, &[100, 101]);
-    // The first two are sent, and their chains used again by the last.
+    // The first two are sent, and the last two use their chains again.
     device.use_chain(2, 0);
     device.use_chain(0, 0);
     transmitter.reap(memory.arena()).unwrap();
@@ -240,7 +241,7 @@ fn unsent_frames_are_listed_in_their_order() {
 }
 
 proptest! {
-    /// Whatever a device writes where it can write, the driver neither panics nor loops, and no slot is held twice or lost.
+    /// Whatever a device writes where it can, the driver neither panics nor loops, and no slot is held twice or lost.
     #[test]
     fn a_device_can_write_what_it_likes(
         writes in proptest::collection::vec((0_usize..24, prop_oneof![any::<u32>(), 0_u32..16, (0_u32..16).prop_map(|i| i << 16)]), 0..64),
