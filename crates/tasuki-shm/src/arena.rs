@@ -1,14 +1,16 @@
-//! An arena: shared memory cut into slots of one size, written by its owner, read by one peer.
+//! An arena: shared memory cut into slots of one size. Its owner writes it, one peer reads it.
 //!
-//! [`Arena`] is the owner's end, [`PeerArena`] the reader's. A slot in hand is a [`Slot`] or a [`PeerSlot`]: a value that can be
-//! moved but not copied, so a slot that was sent cannot be touched any more (it does not compile).
+//! [`Arena`] is the owner's end, [`PeerArena`] the reader's. A held slot is a [`Slot`] or a [`PeerSlot`]: a value
+//! that code can move but not copy. So code that touches a slot after sending it does not compile.
 //!
 //! # Invariants
 //!
-//! - **A1** No other process can write an arena: its memory is sealed against further writers before anyone else gets it. The
-//!   peer of an arena made [for a device](Arena::for_device) can, and writes only slots that are lent to it.
-//! - **A2** At most one [`Slot`] exists for a slot, and only while the slot's holder is the owner (rule S1 of [`crate::slots`]).
-//! - **A3** A withdrawn slot ([`Detach::Guard`]) has no `Slot`, so nobody in this process refers to its bytes.
+//! - **A1** No other process can write an arena: the owner seals its memory against further writers before it hands
+//!   it over. An arena made [for a device](Arena::for_device) is the exception: its peer can write, and writes only
+//!   slots that are lent to it.
+//! - **A2** At most one [`Slot`] exists for a slot, and only while the slot's holder is the owner (rule S1 of
+//!   [`crate::slots`]).
+//! - **A3** A withdrawn slot ([`Detach::Guard`]) has no `Slot`, so no code in this process refers to its bytes.
 #![allow(unsafe_code, reason = "lends the bytes of a slot to the one who holds it")]
 
 use std::mem::ManuallyDrop;
@@ -19,46 +21,48 @@ use crate::line::Line;
 use crate::region::{HUGE_PAGE_LEN, PAGE_LEN, Pages, PeerRegion, Region, RegionError, Span};
 use crate::slots::{Census, SlotId, Slots, WrongSlot};
 
-/// How a slot is taken away from its sender while the peer has it.
+/// Means of taking a slot away from its sender while the peer has it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum Detach {
-    /// By Rust's ownership: the value is gone. Costs nothing; stops nothing but the compiler's users.
+    /// By Rust's ownership: the value is gone. Costs nothing, and stops only code that the compiler checks.
     #[default]
     Move,
-    /// By the sender itself: the pages are withdrawn from its address space, and any stray access faults (SIGSEGV) until
-    /// they come back. Finds bugs of the sender; the sender could undo it.
+    /// By the sender itself: it withdraws the pages from its own address space, and any stray access faults
+    /// (SIGSEGV) until they come back. Finds bugs of the sender. The sender could undo it.
     Guard,
-    /// By the receiver: it holds the sender's userfaultfd and write-protects the pages. A stray write faults (SIGBUS), in any
-    /// thread and through any pointer. Finds bugs; a sender that means to can undo it. See [`crate::enforce`].
+    /// By the receiver: it holds the sender's userfaultfd and write-protects the pages. A stray write faults
+    /// (SIGBUS), in any thread and through any pointer. Finds bugs, but a sender can undo it on purpose. See
+    /// [`crate::enforce`].
     Enforced,
 }
 
-/// The shape of an arena.
+/// The size and number of an arena's slots.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Geometry {
     /// Bytes in a slot: a multiple of 4 KiB.
     pub slot_len: u32,
-    /// Slots.
+    /// Number of slots.
     pub count: u32,
 }
 
 impl Geometry {
-    /// Bytes of the whole arena.
+    /// Returns the length of the whole arena in bytes.
     pub fn len(self) -> usize {
         self.slot_len as usize * self.count as usize
     }
 
-    /// Whether it has no slots.
+    /// Whether the arena has no slots.
     pub fn is_empty(self) -> bool {
         self.count == 0
     }
 
-    /// Whether slots are whole pages.
+    /// Whether a slot is a whole number of pages, and at least one.
     pub fn is_sound(self) -> bool {
         self.slot_len > 0 && (self.slot_len as usize).is_multiple_of(PAGE_LEN)
     }
 
-    /// Huge pages where a slot fills them, if there are any.
+    /// Returns the kind of pages to use: huge pages if slots fill them and the machine has some, otherwise small
+    /// ones.
     pub fn pages(self) -> Pages {
         match (self.slot_len as usize).is_multiple_of(HUGE_PAGE_LEN) && !self.is_empty() {
             true => Pages::HugeIfAny,
@@ -67,13 +71,13 @@ impl Geometry {
     }
 }
 
-/// Why somebody else's arena cannot be gone on with.
+/// Reasons why we cannot take over an arena that another process made.
 #[derive(Debug, thiserror::Error)]
 pub enum AdoptError {
-    /// The memory is not what it was said to be.
+    /// The memory does not match its description.
     #[error(transparent)]
     Region(#[from] RegionError),
-    /// The device cannot have such a slot.
+    /// The device cannot hold such a slot.
     #[error(transparent)]
     Slot(#[from] WrongSlot),
 }
@@ -103,7 +107,7 @@ impl Pool {
 }
 
 impl Arena {
-    /// Makes an arena whose slot table stands in `table`, in other memory of the same owner.
+    /// Creates an arena whose slot table lies in `table`, in other memory of the same owner.
     pub fn create(name: &str, geometry: Geometry, table: Span<Line>, detach: Detach) -> Result<Self, RegionError> {
         let region = Region::create(name, geometry.len(), geometry.pages())?;
         region.seal_writers()?; // A1
@@ -111,24 +115,25 @@ impl Arena {
         Ok(Arena { pool: Arc::new(Pool { region, slots, geometry, detach }) })
     }
 
-    /// Makes an arena whose peer is a device, which writes the slots that are lent to it.
+    /// Creates an arena whose peer is a device that writes the slots lent to it.
     ///
     /// # Safety
-    /// The device, and whoever else gets the memory, writes a slot only while it is lent.
+    /// The device, and every other process that gets the memory, writes a slot only while it is lent.
     pub unsafe fn for_device(name: &str, geometry: Geometry, table: Span<Line>) -> Result<Self, RegionError> {
         let region = Region::create(name, geometry.len(), geometry.pages())?;
         let slots = Slots::new(table.words(geometry.count as usize)?, geometry.count);
         Ok(Arena { pool: Arc::new(Pool { region, slots, geometry, detach: Detach::Move }) })
     }
 
-    /// Goes on with an arena for a device that another process made and no longer uses: the device still has the slots `lent`, with the
-    /// generations that they had; all others are free. `table` is fresh.
+    /// Takes over an arena for a device that another process made and no longer uses. The device still holds the
+    /// slots `lent`, with the generations given there; all others are free. `table` is fresh.
     ///
     /// # Errors
-    /// When the memory is too small for its shape, or a slot in `lent` cannot be one, or stands there twice.
+    /// If the memory is too small for its geometry, or `lent` names a slot that does not exist, or names one twice.
     ///
     /// # Safety
-    /// The device, and whoever else has the memory, the one who handed it over included, writes a slot only while it is lent.
+    /// The device, and every other process that has the memory, including the one that handed it over, writes a slot
+    /// only while it is lent.
     pub unsafe fn adopt_for_device(
         region: Region,
         geometry: Geometry,
@@ -143,36 +148,39 @@ impl Arena {
         Ok(Arena { pool: Arc::new(Pool { region, slots, geometry, detach: Detach::Move }) })
     }
 
-    /// The memory, to hand to the peer.
+    /// Returns the memory, to hand to the peer.
     pub fn region(&self) -> &Region {
         &self.pool.region
     }
 
-    /// The shape.
+    /// Returns the size and number of the slots.
     pub fn geometry(&self) -> Geometry {
         self.pool.geometry
     }
 
-    /// Takes a free slot. Its bytes are whatever its last user left there.
+    /// Takes a free slot. Its bytes are those that its last user left.
     pub fn take(&self) -> Option<Slot> {
         self.pool.slots.take().map(|id| Slot { pool: Arc::clone(&self.pool), id })
     }
 
-    /// Takes free slots straight to the peer, who is to fill them: up to `most`, each handed to `each`; says how many.
+    /// Moves up to `most` free slots straight to the peer, which is to fill them, and passes each to `each`. Returns
+    /// the number of slots moved.
     ///
-    /// What [`take`](Self::take) and [`lend`](Self::lend) do, for many slots at a time.
+    /// Does [`take`](Self::take) and [`lend`](Self::lend) for many slots at a time.
     ///
     /// # Panics
-    /// When slots are taken away by [`Detach::Guard`]: nobody has a use for both.
+    /// If the arena uses [`Detach::Guard`]: no user needs both.
     #[inline(always)]
     pub fn supply(&self, most: usize, each: impl FnMut(SlotId)) -> usize {
         assert!(self.pool.detach != Detach::Guard, "slots whose pages are withdrawn are lent one by one");
         self.pool.slots.supply(most, each)
     }
 
-    /// Chooses the slot that will be taken next and has its first lines fetched for writing: up to `len` bytes, at most a page.
+    /// Chooses the slot that `take` returns next, and fetches its first lines for writing: up to `len` bytes, at
+    /// most a page.
     ///
-    /// For a sender that waits anyway: it takes the lines back from the peer, who read them last, before they are needed.
+    /// For a sender that waits anyway: it takes the lines back from the peer, which read them last, before it needs
+    /// them.
     pub fn warm_next(&self, len: usize) {
         if let Some(index) = self.pool.slots.choose_next() {
             let offset = index as usize * self.pool.slot_len();
@@ -180,10 +188,10 @@ impl Arena {
         }
     }
 
-    /// The slot goes to the peer.
+    /// Hands the slot to the peer.
     ///
     /// # Errors
-    /// When the kernel refuses to withdraw the pages; the slot then comes back.
+    /// If the kernel refuses to withdraw the pages. The error returns the slot.
     #[inline]
     pub fn lend(&self, slot: Slot) -> Result<Lent, (Slot, RegionError)> {
         debug_assert!(self.owns(&slot), "a slot is lent by its own arena");
@@ -195,11 +203,11 @@ impl Arena {
         }
         self.pool.slots.lend_own(slot.id);
         let slot = ManuallyDrop::new(slot);
-        // SAFETY: `slot` is never dropped, so this moves its one count of the pool, once (A2).
+        // SAFETY: `slot` is never dropped, so this moves its one reference to the pool, once (A2).
         Ok(Lent { pool: unsafe { std::ptr::read(&slot.pool) }, id: slot.id })
     }
 
-    /// A lent slot came back from the peer.
+    /// Takes back a lent slot that the peer returned.
     #[inline]
     pub fn attach(&self, lent: Lent) -> Result<Slot, WrongSlot> {
         self.pool.slots.attach(lent.id)?;
@@ -207,7 +215,7 @@ impl Arena {
         Ok(Slot { pool: lent.pool, id: lent.id })
     }
 
-    /// A slot came back from the peer, who names it.
+    /// Takes back a slot that the peer returned by its id.
     #[inline(always)]
     pub fn attach_named(&self, id: SlotId) -> Result<Slot, WrongSlot> {
         self.pool.slots.attach(id)?;
@@ -215,7 +223,8 @@ impl Arena {
         Ok(Slot { pool: Arc::clone(&self.pool), id })
     }
 
-    /// [`attach_named`](Self::attach_named) of the slot at `index`, for whoever lends each slot once and knows its place, and not its generation.
+    /// Takes back the slot at `index`, as [`attach_named`](Self::attach_named) does. For a caller that lends each
+    /// slot once and knows its place but not its generation.
     #[inline(always)]
     pub fn attach_at(&self, index: u32) -> Result<Slot, WrongSlot> {
         let id = self.pool.slots.attach_at(index)?;
@@ -223,20 +232,21 @@ impl Arena {
         Ok(Slot { pool: Arc::clone(&self.pool), id })
     }
 
-    /// A predecessor in another process lent this slot, which is free in our table, to the device: the device has it.
+    /// Records that the device holds this slot: a predecessor in another process lent it, and our table still calls
+    /// it free.
     pub fn adopt(&self, id: SlotId) -> Result<(), WrongSlot> {
         self.pool.slots.adopt(id)
     }
 
-    /// The same of many slots at a time.
+    /// Records many slots at a time, as [`adopt`](Self::adopt) does.
     ///
     /// # Errors
-    /// The first that is wrong. Those before it are the device's by then.
+    /// The first slot that is wrong. The device holds those before it by then.
     pub fn adopt_all(&self, ids: impl IntoIterator<Item = SlotId>) -> Result<(), WrongSlot> {
         self.pool.slots.adopt_all(ids)
     }
 
-    /// Whether the peer has this slot. Changes nothing.
+    /// Checks that the peer holds this slot. Changes nothing.
     pub fn is_lent(&self, id: SlotId) -> Result<(), WrongSlot> {
         self.pool.slots.is_lent(id)
     }
@@ -254,7 +264,7 @@ impl Arena {
         restored.expect("giving back access to our own mapping merges areas and cannot run out of them");
     }
 
-    /// The peer is dead: takes back all it held, in time proportional to the number of slots; says how many there were.
+    /// Takes back every slot of a dead peer, in time proportional to the number of slots. Returns how many it held.
     pub fn reclaim(&self) -> u32 {
         if self.pool.detach == Detach::Guard {
             let restored = self.pool.region.restore(0, self.pool.region.len());
@@ -263,19 +273,19 @@ impl Arena {
         self.pool.slots.reclaim()
     }
 
-    /// Where the slots are.
+    /// Counts the slots by holder.
     pub fn census(&self) -> Census {
         self.pool.slots.census()
     }
 
-    /// Whether `slot` is one of this arena's.
+    /// Whether `slot` belongs to this arena.
     #[inline]
     pub fn owns(&self, slot: &Slot) -> bool {
         Arc::ptr_eq(&self.pool, &slot.pool)
     }
 }
 
-/// A slot that we hold, to write and to send. Free again when dropped.
+/// A slot that we hold, to write and to send. Dropping it frees it.
 #[derive(Debug)]
 pub struct Slot {
     pool: Arc<Pool>,
@@ -283,36 +293,36 @@ pub struct Slot {
 }
 
 impl Slot {
-    /// Which slot, in which of its lives.
+    /// Returns the slot's index and generation.
     pub fn id(&self) -> SlotId {
         self.id
     }
 
-    /// Bytes in it.
+    /// Returns the length in bytes.
     pub fn len(&self) -> usize {
         self.pool.slot_len()
     }
 
-    /// Whether it has no bytes: never.
+    /// Whether the slot has no bytes: always false.
     pub fn is_empty(&self) -> bool {
         self.len() == 0
     }
 
-    /// Asks the CPU for the line of its first bytes, which are to be read soon. A hint: it changes nothing.
+    /// Asks the CPU for the line of the first bytes, for reading soon. A hint: it changes nothing.
     #[inline]
     pub fn fetch(&self) {
         self.pool.region.prefetch_to_read(self.pool.offset(self.id), 1);
     }
 
-    /// All its bytes.
+    /// Returns all bytes of the slot.
     pub fn bytes(&self) -> &[u8] {
-        // SAFETY: nobody else can write them (A1) and ours is the only handle, borrowed shared (A2).
+        // SAFETY: no other process can write them (A1), and ours is the only handle, borrowed shared (A2).
         unsafe { self.pool.region.bytes(self.pool.offset(self.id), self.len()) }.expect("a slot lies in its arena")
     }
 
-    /// All its bytes, to be written.
+    /// Returns all bytes of the slot, for writing.
     pub fn bytes_mut(&mut self) -> &mut [u8] {
-        // SAFETY: nobody else can write them (A1) and ours is the only handle, borrowed exclusively (A2).
+        // SAFETY: no other process can write them (A1), and ours is the only handle, borrowed exclusively (A2).
         unsafe { self.pool.region.bytes_mut(self.pool.offset(self.id), self.len()) }.expect("a slot lies in its arena")
     }
 }
@@ -324,7 +334,8 @@ impl Drop for Slot {
     }
 }
 
-/// A slot that the peer holds. It stays with the peer when this is dropped, until the peer names it or is dead.
+/// A slot that the peer holds. Dropping this value changes nothing: the peer keeps the slot until it names it or
+/// dies.
 #[derive(Debug, Clone)]
 pub struct Lent {
     pool: Arc<Pool>,
@@ -332,30 +343,30 @@ pub struct Lent {
 }
 
 impl Lent {
-    /// Which slot, in which of its lives.
+    /// Returns the slot's index and generation.
     pub fn id(&self) -> SlotId {
         self.id
     }
 }
 
-/// What a peer said about a slot of its own is not possible.
+/// Reasons why a peer's statement about one of its own slots is impossible.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 pub enum WrongLoan {
-    /// There is no such slot.
+    /// The index is out of range.
     #[error("the peer broke slot rule S1: it sent slot {index} of an arena of {count}")]
     NoSuchSlot {
-        /// The index sent.
+        /// Index sent.
         index: u32,
-        /// Slots there are.
+        /// Number of slots in the arena.
         count: u32,
     },
-    /// It was sent already and we still hold it.
+    /// The peer sent a slot that we still hold.
     #[error("the peer broke slot rule S1: it sent slot {index}, which we still hold")]
     Twice {
-        /// The index sent.
+        /// Index sent.
         index: u32,
     },
-    /// The length does not fit.
+    /// The length exceeds a slot.
     #[error("the peer broke slot rule S3: it sent {len} bytes in a slot of {slot_len}")]
     TooLong {
         /// Bytes announced.
@@ -365,7 +376,7 @@ pub enum WrongLoan {
     },
 }
 
-/// Bytes of a slot that are fetched while its message is still being looked at: as many lines as a CPU fetches at a time.
+/// Bytes of a slot that we fetch while we still look at its message: as many lines as a CPU fetches at a time.
 const PREFETCHED: usize = 1024;
 
 /// The reader's end of an arena.
@@ -373,20 +384,21 @@ const PREFETCHED: usize = 1024;
 pub struct PeerArena {
     region: PeerRegion,
     geometry: Geometry,
-    /// One bit a slot: we hold it. Changed only by the end that accepts slots and tells their owner, one thread at a time.
+    /// One bit per slot: set while we hold it. Only the end that accepts slots and reports them to their owner
+    /// changes it, one thread at a time.
     held: Box<[AtomicU64]>,
-    /// One bit a slot: it was dropped, by whatever thread, and its owner has not been told.
+    /// One bit per slot: set when any thread dropped it and we have not yet told its owner.
     done: Box<[AtomicU64]>,
-    /// Slots dropped so far, so that nobody looks for one in vain.
+    /// Number of slots dropped so far, so that `next_return` never searches in vain.
     dropped: AtomicU64,
-    /// Slots that their owner was told of.
+    /// Number of dropped slots reported to their owner so far.
     told: AtomicU64,
-    /// The generation in which we got each slot.
+    /// The generation in which each slot reached us.
     generations: Box<[AtomicU64]>,
 }
 
 impl PeerArena {
-    /// Looks at the arena of a peer.
+    /// Opens a peer's arena for reading.
     pub fn new(region: PeerRegion, geometry: Geometry) -> Result<Arc<Self>, RegionError> {
         if region.len() < geometry.len() {
             return Err(RegionError::Truncated { have: region.len(), need: geometry.len() });
@@ -399,19 +411,20 @@ impl PeerArena {
         Ok(Arc::new(PeerArena { region, geometry, held, done, dropped, told, generations }))
     }
 
-    /// The shape.
+    /// Returns the size and number of the slots.
     pub fn geometry(&self) -> Geometry {
         self.geometry
     }
 
-    /// Has the CPU fetch the beginning of what the peer says it sent. Believes nothing: a wrong claim fetches in vain.
+    /// Makes the CPU fetch the beginning of the slot that the peer claims to have sent. Trusts nothing: a wrong
+    /// claim only wastes the fetch.
     #[inline]
     pub(crate) fn prefetch(&self, id: SlotId, len: u64) {
         let len = usize::try_from(len).unwrap_or(usize::MAX).min(PREFETCHED);
         self.region.prefetch_to_read(id.index as usize * self.geometry.slot_len as usize, len);
     }
 
-    /// The peer sent us a slot with `len` bytes in it.
+    /// Accepts a slot from the peer, with `len` bytes in it.
     pub fn accept(self: &Arc<Self>, id: SlotId, len: u64) -> Result<PeerSlot, WrongLoan> {
         let Geometry { slot_len, count } = self.geometry;
         if id.index >= count {
@@ -431,11 +444,11 @@ impl PeerArena {
         Ok(PeerSlot { arena: Arc::clone(self), id, len })
     }
 
-    /// The next slot that was dropped and must go back to its owner, if any.
+    /// Returns the next dropped slot that must go back to its owner, if any.
     #[inline]
     pub fn next_return(&self) -> Option<SlotId> {
         let told = self.told.load(Relaxed);
-        // Acquire: the bit of every drop that is counted is seen.
+        // Acquire: makes the bit of every counted drop visible.
         if self.dropped.load(Acquire) == told {
             return None;
         }
@@ -459,21 +472,21 @@ impl PeerArena {
         word.store(word.load(Relaxed) & !bit, Relaxed);
     }
 
-    /// How many slots of the peer's we hold.
+    /// Returns how many of the peer's slots we hold.
     pub fn held(&self) -> u32 {
         self.held.iter().map(|word| word.load(Relaxed).count_ones()).sum()
     }
 }
 
-/// The word and the bit of a slot in a bitmap.
+/// Returns the word and the bit of a slot in a bitmap.
 fn bit_of(bits: &[AtomicU64], index: u32) -> (&AtomicU64, u64) {
     (&bits[index as usize / 64], 1 << (index % 64))
 }
 
-/// A slot of a peer's that we hold, to read. Goes back to the peer some time after it is dropped.
+/// A peer's slot that we hold, to read. It goes back to the peer some time after it is dropped.
 ///
-/// A hostile peer can write it at any time, so it is copied or loaded word by word; [`bytes`](Self::bytes) is for peers that
-/// are trusted.
+/// A hostile peer can write it at any time, so we copy it or load it word by word. [`bytes`](Self::bytes) is for
+/// trusted peers.
 #[derive(Debug)]
 pub struct PeerSlot {
     arena: Arc<PeerArena>,
@@ -482,17 +495,17 @@ pub struct PeerSlot {
 }
 
 impl PeerSlot {
-    /// Which slot of the peer's, in which of its lives.
+    /// Returns the index and generation of the peer's slot.
     pub fn id(&self) -> SlotId {
         self.id
     }
 
-    /// Bytes that the peer sent in it.
+    /// Returns the number of bytes that the peer sent in it.
     pub fn len(&self) -> usize {
         self.len
     }
 
-    /// Whether it sent none.
+    /// Whether the peer sent no bytes in it.
     pub fn is_empty(&self) -> bool {
         self.len == 0
     }
@@ -501,43 +514,44 @@ impl PeerSlot {
         self.id.index as usize * self.arena.geometry.slot_len as usize
     }
 
-    /// Copies its first bytes into `into`, as many as there are and fit; says how many.
+    /// Copies the first bytes into `into`, as many as exist and fit. Returns the number copied.
     pub fn copy_to(&self, into: &mut [u8]) -> usize {
         let len = self.len.min(into.len());
         self.arena.region.copy_to(self.offset(), &mut into[..len]).expect("a slot lies in its arena");
         len
     }
 
-    /// A private copy of its bytes.
+    /// Returns a private copy of the bytes.
     pub fn to_vec(&self) -> Vec<u8> {
         let mut copy = vec![0; self.len];
         self.copy_to(&mut copy);
         copy
     }
 
-    /// Its bytes as 64-bit words in native order, each loaded once: reads in place, whatever the peer does meanwhile.
+    /// Returns the bytes as 64-bit words in native order. Loads each word once, in place, whatever the peer does
+    /// meanwhile.
     ///
-    /// The last word is filled up with bytes of the slot that the peer did not send.
+    /// If the length is not a multiple of 8, the last word also holds bytes of the slot that the peer did not send.
     pub fn words(&self) -> impl ExactSizeIterator<Item = u64> {
         let words = self.arena.region.words(self.offset(), self.len.div_ceil(8));
         words.expect("a slot lies in its arena").iter().map(|word| word.load(Relaxed))
     }
 
-    /// Its bytes in place.
+    /// Returns the bytes in place.
     ///
     /// # Safety
-    /// The peer does not write the slot while the result lives. That holds if the peer is trusted to keep to the protocol
-    /// (what it sent it does not touch); nothing on stock Linux makes it hold against a peer that means harm.
+    /// The peer does not write the slot while the result lives. This holds if we trust the peer to keep to the
+    /// protocol (it does not touch a slot that it sent). Nothing on stock Linux enforces it against a hostile peer.
     pub unsafe fn bytes(&self) -> &[u8] {
-        // SAFETY: the caller answers for the peer (A1 says that nobody but the peer could write).
+        // SAFETY: the caller answers for the peer (A1: only the peer could write).
         unsafe { self.arena.region.bytes(self.offset(), self.len) }.expect("a slot lies in its arena")
     }
 
-    /// Ends our hold without a message: the answer to the request that brought it tells the owner.
+    /// Ends our hold without a message: the answer to the request that brought the slot tells the owner.
     pub(crate) fn surrender(self) -> SlotId {
         self.arena.no_longer_held(self.id.index);
         let slot = ManuallyDrop::new(self);
-        // SAFETY: `slot` is never dropped, so this takes its one count of the arena, once (A2).
+        // SAFETY: `slot` is never dropped, so this takes its one reference to the arena, once (A2).
         drop(unsafe { std::ptr::read(&slot.arena) });
         slot.id
     }

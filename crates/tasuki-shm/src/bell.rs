@@ -1,38 +1,39 @@
-//! A bell: how a process that waits is woken, for nothing when it does not sleep.
+//! A bell: wakes a waiting process, and costs no system call while that process is awake.
 //!
-//! Whoever waits publishes what it does: running, spinning, or parked. Whoever has put something into a ring looks at that
-//! word and makes a system call only if the other is parked, and once per nap. The sleeping itself is done in a pipe's read
-//! end, so that it sits in any epoll, and so that the death of the only writer wakes the sleeper as well (end of file).
+//! A waiter publishes its state: running, spinning, or parked. A ringer that has put an entry into a ring looks at
+//! that word. It makes a system call only if the waiter is parked, and only once per nap. The waiter sleeps in the
+//! read end of a pipe, so the bell fits into any epoll. The death of the only writer wakes the sleeper too (end of
+//! file).
 //!
 //! # Rules
 //!
 //! - **B1** A waiter that publishes *parked* looks at its rings once more before it sleeps.
 //! - **B2** A ringer that has published an entry looks at the bell afterwards, with a full fence between.
-//! - **B3** A bell is rung at most once per nap: naps are counted in the word.
+//! - **B3** A ringer rings a bell at most once per nap: the word counts the naps.
 //!
-//! B1 and B2 are the two halves of **DEKKER**: each side stores, fences, and loads what the other stored, so at least one of
-//! them sees the other. That is why no wake-up is lost.
+//! B1 and B2 are the two halves of **DEKKER**: each side stores, fences, and loads what the other stored, so at
+//! least one of them sees the other. That is why no wake-up is lost.
 
 use std::ops::Deref;
 
 use crate::line::{Claims, Line};
 use crate::sync::{Relaxed, SeqCst, fence};
 
-/// What the owner of a bell does.
+/// State of a bell's owner.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum State {
-    /// Busy with something else. It will look at its rings before it parks.
+    /// Busy with other work. The owner will look at its rings before it parks.
     Running,
-    /// Looking at its rings all the time.
+    /// Polling its rings all the time.
     Spinning,
-    /// Asleep, or about to be. Must be rung.
+    /// Asleep, or about to sleep. A ringer must ring.
     Parked,
 }
 
-/// A CPU number that stands for "not known".
+/// The CPU number that means "not known".
 pub const NO_CPU: u32 = 0xff_ffff;
 
-/// `naps: u32`, `cpu: u24`, `state: u8`.
+/// Packs the word: `naps: u32`, `cpu: u24`, `state: u8`.
 fn encode(state: State, cpu: u32, naps: u32) -> u64 {
     let code = match state {
         State::Running => 0,
@@ -42,14 +43,15 @@ fn encode(state: State, cpu: u32, naps: u32) -> u64 {
     u64::from(naps) << 32 | u64::from(cpu & NO_CPU) << 8 | code
 }
 
-/// What a peer says on its bell. An unknown state counts as running: a liar is not woken, and has only itself to blame.
+/// Contents of a peer's bell. An unknown state counts as running: a peer that lies is not woken, and harms only
+/// itself.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Published {
-    /// What it does.
+    /// State of the peer.
     pub state: State,
-    /// On which CPU it did it last, or [`NO_CPU`].
+    /// CPU on which the peer last published, or [`NO_CPU`].
     pub cpu: u32,
-    /// How often it has parked.
+    /// How often the peer has parked.
     pub naps: u32,
 }
 
@@ -76,14 +78,15 @@ pub struct Bell<M> {
 }
 
 impl<M: Deref<Target = [Line]>> Bell<M> {
-    /// A bell whose owner runs, on `cpu`. Its word is word 0 of line 0 of `line`.
+    /// Creates a bell whose owner runs on `cpu`. Its word is word 0 of line 0 of `line`.
     pub fn new(line: M, cpu: u32) -> Self {
         let mut bell = Bell { line, state: State::Running, cpu, naps: 0 };
         bell.publish(cpu);
         bell
     }
 
-    /// The bell of a predecessor on the same line. Its naps go on being counted, for those who have rung for the last one.
+    /// Takes over the bell of a predecessor on the same line. Continues its count of naps, for ringers that have
+    /// rung for the last one.
     pub fn go_on(line: M, cpu: u32) -> Self {
         let naps = Published::decode(line[0].word(0).load(Relaxed)).naps;
         let mut bell = Bell { line, state: State::Running, cpu, naps };
@@ -96,17 +99,17 @@ impl<M: Deref<Target = [Line]>> Bell<M> {
         self.line[0].word(0).store(encode(self.state, cpu, self.naps), Relaxed);
     }
 
-    /// What was published last.
+    /// Returns the state published last.
     pub fn state(&self) -> State {
         self.state
     }
 
-    /// Says that we are awake. Free when that was said already.
+    /// Publishes that we are running. Stores nothing if the word already says so.
     pub fn wake(&mut self, cpu: u32) {
         self.become_awake(State::Running, cpu);
     }
 
-    /// Says that we look at our rings all the time. Free when that was said already.
+    /// Publishes that we poll our rings. Stores nothing if the word already says so.
     pub fn spin(&mut self, cpu: u32) {
         self.become_awake(State::Spinning, cpu);
     }
@@ -118,17 +121,17 @@ impl<M: Deref<Target = [Line]>> Bell<M> {
         }
     }
 
-    /// Says that we are about to sleep. The caller looks at its rings once more before it does (B1).
+    /// Publishes that we are about to sleep. The caller must look at its rings once more before it sleeps (B1).
     pub fn park(&mut self, cpu: u32) {
         self.state = State::Parked;
         self.naps = self.naps.wrapping_add(1);
         self.publish(cpu);
-        // DEKKER: our word stands before we look at the rings again.
+        // DEKKER: publish our word before we look at the rings again.
         fence(SeqCst);
     }
 }
 
-/// The other side: decides whether to ring. `P` is the memory that holds the peer's bell.
+/// The ringer's side: decides whether to ring. `P` is the memory that holds the peer's bell.
 #[derive(Debug)]
 pub struct Ringer<P> {
     claims: Claims<P>,
@@ -136,15 +139,16 @@ pub struct Ringer<P> {
 }
 
 impl<P: Deref<Target = [Line]>> Ringer<P> {
-    /// A ringer of the bell in word 0 of line 0 of `claims`.
+    /// Creates a ringer of the bell in word 0 of line 0 of `claims`.
     pub fn new(claims: Claims<P>) -> Self {
         Ringer { claims, rung: 0 }
     }
 
-    /// Whether the peer must be rung now, after something was put into its ring (B2). Says yes once per nap (B3).
+    /// Whether the caller must ring the peer now, after putting an entry into its ring (B2). Returns true once per
+    /// nap (B3).
     #[inline]
     pub fn must_ring(&mut self) -> bool {
-        // DEKKER: what we put into the ring stands before we look at the bell.
+        // DEKKER: publish our entry in the ring before we look at the bell.
         fence(SeqCst);
         let peer = self.published();
         let asleep = peer.state == State::Parked && peer.naps != self.rung;
@@ -154,7 +158,7 @@ impl<P: Deref<Target = [Line]>> Ringer<P> {
         asleep
     }
 
-    /// What the peer says.
+    /// Returns what the peer published last.
     #[inline]
     pub fn published(&self) -> Published {
         Published::decode(self.claims.load(0, 0))

@@ -1,14 +1,16 @@
-//! Places where a test can have the process killed: between any two steps of a send, a call, a return, a replacement.
+//! Crash points: places where a test can have the process killed, between any two steps of a send, a call, a return,
+//! or a replacement.
 //!
-//! `TASUKI_CRASH=name:n` in the environment kills the process (SIGKILL, by its own hand) when it passes the place `name` for
-//! the n-th time. Without the feature `crash-points`, which no shipped build has, a place is nothing.
+//! `TASUKI_CRASH=name:n` in the environment makes the process kill itself (SIGKILL) when it passes the crash point
+//! `name` for the n-th time. Without the feature `crash-points`, which no shipped build has, a crash point does
+//! nothing.
 
-/// A place with a name.
+/// Marks a crash point. Does nothing in this build.
 #[cfg(not(feature = "crash-points"))]
 #[inline(always)]
 pub fn point(_name: &'static str) {}
 
-/// A place with a name.
+/// Marks a crash point. Kills the process if `TASUKI_CRASH` asks for it.
 #[cfg(feature = "crash-points")]
 pub fn point(name: &'static str) {
     use std::sync::OnceLock;
@@ -25,14 +27,14 @@ pub fn point(name: &'static str) {
         && PASSES.fetch_add(1, Relaxed) + 1 == *nth
     {
         let _ = rustix::process::kill_process(rustix::process::getpid(), rustix::process::Signal::KILL);
-        // The signal is on its way; nothing more may happen here.
+        // The signal is on its way; this thread must do nothing more.
         loop {
             std::hint::spin_loop();
         }
     }
 }
 
-/// Every place, in the order in which a call passes them.
+/// All crash points of a call, in the order in which a call passes them.
 pub const POINTS: &[&str] = &[
     "client.connected",
     "client.send.taken",
@@ -56,7 +58,7 @@ pub const POINTS: &[&str] = &[
     "taker.told",
 ];
 
-/// The same of a NIC's driver, in the order in which a burst passes them.
+/// All crash points of a NIC's driver, in the order in which a burst passes them.
 pub const NIC_POINTS: &[&str] = &[
     "nic.posted",
     "nic.written",

@@ -1,15 +1,17 @@
 //! [`Detach::Enforced`](crate::arena::Detach::Enforced): the receiver write-protects the sender's mapping.
 //!
-//! The sender makes a userfaultfd, registers its arena with it for write protection, hands it to the receiver and closes its
-//! own copy. The arena's memory is sealed against new writable mappings before (A1), so the protected mapping is the only
-//! way to write, and no store of the sender's gets past the protection. A stray write raises SIGBUS in the sender. When the receiver
-//! dies, the kernel closes the userfaultfd and lifts every protection.
+//! The sender makes a userfaultfd, registers its arena with it for write protection, hands it to the receiver and
+//! closes its own copy. Before that, the sender seals the arena's memory against new writable mappings (A1). So the
+//! protected mapping is the only way to write, and no store of the sender passes the protection. A stray write
+//! raises SIGBUS in the sender. When the receiver dies, the kernel closes the userfaultfd and lifts every
+//! protection.
 //!
-//! What it holds against: any bug of the sender, in any thread, with any pointer. What it does not hold against: a sender that
-//! *means* harm and is not confined. It can make another userfaultfd, which lifts the protection (tried on Linux 6.18: the kernel
-//! asks whether the area is registered, not with whom), keep a copy of the first, let a child inherit the mapping, move it
-//! (`mremap`), or have the kernel write through pages that it pinned before (io_uring). The receiver checks that no copy was kept
-//! and that the mapping is registered; the rest needs a sandbox that forbids userfaultfd (docs/design/shm.md, "Detach").
+//! It stops any bug of the sender, in any thread, with any pointer. It does not stop a hostile sender that is not
+//! confined. Such a sender can make another userfaultfd, which lifts the protection (tried on Linux 6.18: the kernel
+//! asks whether the area is registered, not with which userfaultfd). It can keep a copy of the first, let a child
+//! inherit the mapping, move the mapping (`mremap`), or have the kernel write through pages that it pinned before
+//! (io_uring). The receiver checks that the sender kept no copy and that the mapping is registered. The rest needs a
+//! sandbox that forbids userfaultfd (docs/design/shm.md, "Detach").
 //!
 //! # Invariants
 //!
@@ -27,37 +29,37 @@ use rustix::mm::UserfaultfdFlags;
 
 use crate::region::Region;
 
-/// What the kernel lacks for an enforced detach.
+/// Reasons why a detach cannot be enforced.
 #[derive(Debug, thiserror::Error)]
 pub enum EnforceError {
-    /// userfaultfd is not to be had.
+    /// The kernel refuses a userfaultfd.
     #[error(
         "this kernel gives us no userfaultfd ({source}); it needs CONFIG_USERFAULTFD, and no seccomp filter against it: use the detach level guard or move"
     )]
     NoUserfaultfd {
-        /// The kernel's reason.
+        /// The kernel's error.
         source: io::Error,
     },
-    /// It cannot write-protect shared memory.
+    /// The kernel cannot write-protect shared memory.
     #[error(
         "this kernel cannot write-protect shared memory for another process ({source}); it needs Linux 5.19 or later: use the detach level guard or move"
     )]
     NoSharedWriteProtect {
-        /// The kernel's reason.
+        /// The kernel's error.
         source: io::Error,
     },
-    /// The peer's mapping is not as the protocol wants it.
+    /// The peer's mapping breaks the protocol.
     #[error("the client's arena is not enforceable: {what}; the client is broken or lies")]
     NotRegistered {
-        /// What the check found.
+        /// Result of the check.
         what: &'static str,
     },
-    /// A slot could not be protected or released.
+    /// The kernel could not protect or release a slot.
     #[error("the client's slot could not be {doing} ({source}); its arena is no longer registered")]
     Slot {
-        /// Which of the two.
+        /// Failed step: "write-protected" or "released".
         doing: &'static str,
-        /// The kernel's reason.
+        /// The kernel's error.
         source: io::Error,
     },
 }
@@ -94,7 +96,7 @@ struct WriteProtect {
 
 /// `UFFD_API`.
 const API: u64 = 0xAA;
-/// `UFFD_FEATURE_SIGBUS`: a stray write raises a signal instead of waiting for somebody to handle it.
+/// `UFFD_FEATURE_SIGBUS`: a stray write raises a signal instead of waiting for a handler.
 const FEATURE_SIGBUS: u64 = 1 << 7;
 /// `UFFD_FEATURE_WP_HUGETLBFS_SHMEM`: write protection of shared memory, Linux 5.19.
 const FEATURE_WP_SHARED: u64 = 1 << 12;
@@ -102,10 +104,11 @@ const FEATURE_WP_SHARED: u64 = 1 << 12;
 const MODE_WP: u64 = 1 << 1;
 /// `UFFDIO_WRITEPROTECT_MODE_WP`.
 const PROTECT: u64 = 1;
-/// `UFFD_USER_MODE_ONLY`: what an unprivileged process may have.
+/// `UFFD_USER_MODE_ONLY`: the kind that an unprivileged process may have.
 const USER_MODE_ONLY: u32 = 1;
 
-/// How long the kernel may take to close what a dying receiver held, and how often we ask: microseconds, as a rule.
+/// How long the kernel may take to close the descriptors of a dying receiver (usually microseconds); and the pause
+/// between our attempts.
 const BUSY_FOR: Duration = Duration::from_millis(200);
 const BUSY_PAUSE: Duration = Duration::from_micros(50);
 
@@ -113,10 +116,10 @@ const UFFDIO_API: Opcode = opcode::read_write::<Api>(0xAA, 0x3F);
 const UFFDIO_REGISTER: Opcode = opcode::read_write::<Register>(0xAA, 0x00);
 const UFFDIO_WRITEPROTECT: Opcode = opcode::read_write::<WriteProtect>(0xAA, 0x06);
 
-/// Registers the whole of `region` for write protection; the result goes to the receiver and is to be closed here.
+/// Registers all of `region` for write protection. Hand the result to the receiver and close it here.
 pub fn register(region: &Region) -> Result<OwnedFd, EnforceError> {
     let flags = UserfaultfdFlags::CLOEXEC | UserfaultfdFlags::from_bits_retain(USER_MODE_ONLY);
-    // SAFETY: making one changes no memory; what is registered below is our own mapping (U1).
+    // SAFETY: creating a userfaultfd changes no memory; we register only our own mapping below (U1).
     let uffd = unsafe { rustix::mm::userfaultfd(flags) }
         .map_err(|errno| EnforceError::NoUserfaultfd { source: errno.into() })?;
     let unable = |errno: rustix::io::Errno| EnforceError::NoSharedWriteProtect { source: errno.into() };
@@ -127,15 +130,15 @@ pub fn register(region: &Region) -> Result<OwnedFd, EnforceError> {
     let patience = Instant::now() + BUSY_FOR;
     loop {
         match update::<UFFDIO_REGISTER, _>(&uffd, &mut register) {
-            // The receiver that it was registered with is dying, and the kernel has not closed its copy yet.
+            // The receiver that held the last registration is dying, and the kernel has not closed its copy yet.
             Err(rustix::io::Errno::BUSY) if Instant::now() < patience => std::thread::sleep(BUSY_PAUSE),
             done => return done.map(|()| uffd).map_err(unable),
         }
     }
 }
 
-/// The right to make a userfaultfd and hand it over. One at a time in a process: the receiver checks that the process has
-/// none left, so whoever is handing one over would make all others look like liars.
+/// The right to make a userfaultfd and hand it over. A process has one at a time: the receiver checks that the
+/// process has no userfaultfd left, so one hand-over in progress would make all others look like lies.
 #[derive(Debug)]
 pub(crate) struct HandOver(());
 
@@ -147,7 +150,7 @@ fn handing_over() -> MutexGuard<'static, bool> {
 }
 
 impl HandOver {
-    /// Waits for it; `None` when that takes longer than `patience`.
+    /// Waits for the right. Returns `None` if that takes longer than `patience`.
     pub fn begin(patience: Duration) -> Option<Self> {
         let waited = HANDED_OVER.wait_timeout_while(handing_over(), patience, |busy| *busy);
         let (mut busy, _) = waited.unwrap_or_else(PoisonError::into_inner);
@@ -162,27 +165,27 @@ impl Drop for HandOver {
     }
 }
 
-/// The receiver's power over a sender's arena.
+/// The receiver's control over the write protection of a sender's arena.
 #[derive(Debug)]
 pub struct Enforcer {
     uffd: OwnedFd,
-    /// Where the arena lies in the sender's address space.
+    /// Address of the arena in the sender's address space.
     base: u64,
     slot_len: u64,
 }
 
 impl Enforcer {
-    /// Takes over the userfaultfd of a sender whose arena lies at `base` in its own address space.
+    /// Takes over the userfaultfd of a sender whose arena lies at address `base` in the sender's address space.
     pub fn new(uffd: OwnedFd, base: u64, slot_len: u32) -> Self {
         Enforcer { uffd, base, slot_len: slot_len.into() }
     }
 
-    /// From now on the sender cannot write the slot at `offset` of its arena. It may still have written until now.
+    /// Stops the sender from writing the slot at `offset` of its arena. The sender may have written it until now.
     pub fn protect(&self, offset: usize) -> Result<(), EnforceError> {
         self.set(offset, PROTECT).map_err(|source| EnforceError::Slot { doing: "write-protected", source })
     }
 
-    /// The sender may write it again.
+    /// Lets the sender write the slot again.
     pub fn release(&self, offset: usize) -> Result<(), EnforceError> {
         self.set(offset, 0).map_err(|source| EnforceError::Slot { doing: "released", source })
     }
@@ -196,12 +199,14 @@ impl Enforcer {
 fn update<const OPCODE: Opcode, T>(uffd: &OwnedFd, value: &mut T) -> rustix::io::Result<()> {
     // SAFETY: each opcode above is used with the structure it was made from (U1).
     let updater = unsafe { Updater::<OPCODE, T>::new(value) };
-    // SAFETY: the kernel reads and writes that structure, and else only protections in the registered range (U1).
+    // SAFETY: the kernel reads and writes that structure, and otherwise only changes protections in the registered
+    // range (U1).
     unsafe { rustix::ioctl::ioctl(uffd.as_fd(), updater) }
 }
 
-/// Checks, from outside, that process `pid` has its arena at `base` registered for write protection and holds no
-/// userfaultfd itself any more, and that `uffd`, which it handed over, is one (an ioctl on some other file could block us).
+/// Checks, from outside, that process `pid` has registered its arena at `base` for write protection, and holds no
+/// userfaultfd any more. Also checks that `uffd`, which it handed over, is a userfaultfd: an ioctl on another file
+/// could block us.
 pub fn inspect(pid: u32, base: u64, uffd: BorrowedFd<'_>) -> Result<(), EnforceError> {
     let refuse = |what| EnforceError::NotRegistered { what };
     let is_one = |path: &Path| std::fs::read_link(path).is_ok_and(|to| to.as_os_str() == "anon_inode:[userfaultfd]");
@@ -214,7 +219,7 @@ pub fn inspect(pid: u32, base: u64, uffd: BorrowedFd<'_>) -> Result<(), EnforceE
         return Err(refuse("its mapping is not registered for write protection"));
     }
     let open = std::fs::read_dir(format!("/proc/{pid}/fd")).map_err(|_| refuse("its /proc/PID/fd cannot be read"))?;
-    // Our own copy lies in our own table when client and server are one process, as in tests.
+    // If client and server are one process, as in tests, our own copy is in the table that we check.
     let own = pid == std::process::id();
     if !own && open.flatten().any(|entry| is_one(&entry.path())) {
         return Err(refuse("it kept a userfaultfd"));

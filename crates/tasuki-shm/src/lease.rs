@@ -1,17 +1,17 @@
-//! A lease: one shared word that says who owns something now, and how often it has changed hands.
+//! A lease: one shared word that names the present owner of a thing and counts how often it has changed hands.
 //!
 //! # Rules
 //!
-//! - **L1** The word decides, never a timeout: whoever wins the compare-and-swap is the holder.
-//! - **L2** The epoch grows by one whenever somebody takes the lease, so an old holder recognises that it was replaced even if
-//!   the same party holds it again.
+//! - **L1** The word decides, never a timeout: the party that wins the compare-and-swap is the holder.
+//! - **L2** The epoch grows by one with every take. So an old holder recognises that it was replaced, even if the
+//!   same party holds the lease again.
 //!
 //! # Steps
 //!
 //! | from             | verb | to               | because                                                            |
 //! |------------------|------|------------------|--------------------------------------------------------------------|
-//! | held by us, e    | pass | nobody, e        | we have stopped; whoever is next may begin                         |
-//! | nobody, e        | take | held by us, e+1  | it was passed, or never taken                                      |
+//! | held by us, e    | pass | free, e          | we have stopped; the next holder may begin                         |
+//! | free, e          | take | held by us, e+1  | the last holder passed it, or there was none                       |
 //! | held by other, e | take | held by us, e+1  | the caller knows that the other is dead: only then may it try this |
 
 use std::num::NonZeroU32;
@@ -20,12 +20,13 @@ use std::ops::Deref;
 use crate::line::Line;
 use crate::sync::{AcqRel, Acquire};
 
-/// What the word says.
+/// Contents of the lease word.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Tenure {
-    /// Who holds it, by a number that its users agree upon (a process id, say). Nobody while it is passed on.
+    /// Number of the holder, which the users of the lease agree upon (a process id, say). `None` before the first
+    /// take, and between a pass and the next take.
     pub holder: Option<NonZeroU32>,
-    /// How often it was taken.
+    /// How often the lease was taken.
     pub epoch: u32,
 }
 
@@ -40,11 +41,11 @@ impl Tenure {
     }
 }
 
-/// The lease is not what the caller took it for.
+/// The error of a caller whose idea of the lease is out of date.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 #[error("the lease changed hands: it is now in epoch {} with holder {:?}", now.epoch, now.holder)]
 pub struct Lost {
-    /// What the word says instead.
+    /// Contents of the word at the failed swap.
     pub now: Tenure,
 }
 
@@ -53,28 +54,29 @@ pub struct Lost {
 pub struct Lease<M>(M);
 
 impl<M: Deref<Target = [Line]>> Lease<M> {
-    /// A lease in `line`. Zeroed memory is a lease that nobody ever held.
+    /// Opens the lease in `line`. Zeroed memory is a lease that was never held.
     pub fn new(line: M) -> Self {
         Lease(line)
     }
 
-    /// Who holds it now.
+    /// Returns the present holder and epoch.
     pub fn tenure(&self) -> Tenure {
         Tenure::from_word(self.0[0].word(0).load(Acquire))
     }
 
     fn swap(&self, from: Tenure, to: Tenure) -> Result<Tenure, Lost> {
-        // L1. Acquire: the taker sees all that the giver did; Release: and the next one what we do.
+        // L1. Acquire: the taker sees all that the giver did. Release: the next taker sees all that we did.
         let swapped = self.0[0].word(0).compare_exchange(from.to_word(), to.to_word(), AcqRel, Acquire);
         swapped.map(|_| to).map_err(|now| Lost { now: Tenure::from_word(now) })
     }
 
-    /// Takes it from `from`, which is what [`tenure`](Self::tenure) said, once that holder has passed it or is dead.
+    /// Takes the lease from `from`, as [`tenure`](Self::tenure) returned it, once that holder has passed it on or is
+    /// dead.
     pub fn take(&self, from: Tenure, us: NonZeroU32) -> Result<Tenure, Lost> {
         self.swap(from, Tenure { holder: Some(us), epoch: from.epoch.wrapping_add(1) })
     }
 
-    /// Passes on what we hold.
+    /// Passes on the lease that we hold.
     pub fn pass(&self, ours: Tenure) -> Result<Tenure, Lost> {
         self.swap(ours, Tenure { holder: None, epoch: ours.epoch })
     }

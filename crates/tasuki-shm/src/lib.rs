@@ -1,24 +1,25 @@
-//! Memory that two processes write at once: arenas, rings, bells, leases, and calls between processes on top of them.
+//! Memory that several processes write at the same time: arenas, rings, bells, leases, and calls between processes
+//! on top of them.
 //!
-//! | module      | what it is                                                              |
+//! | module      | contents                                                                |
 //! |-------------|-------------------------------------------------------------------------|
 //! | [`region`]  | shared memory: sealed, mapped, lent out as atomics                      |
-//! | [`mod@line`] | a cache line of it; ours to store, a peer's only to load                |
+//! | [`mod@line`] | one cache line of it; we store to our own lines and only load a peer's  |
 //! | [`arena`]   | memory cut into slots that move between owner and peer                  |
-//! | [`slots`]   | who holds which slot                                                    |
-//! | [`pool`]    | memory for frames of any length, which one writes and many read         |
-//! | [`enforce`] | a peer's mapping, write-protected from outside                          |
+//! | [`slots`]   | the holder of each slot                                                 |
+//! | [`pool`]    | memory for frames of any length, with one writer and many readers       |
+//! | [`enforce`] | write-protects a peer's mapping from outside                            |
 //! | [`ring`]    | a queue from one producer to one consumer                               |
-//! | [`bell`]    | how a parked process is woken, for nothing when it is awake             |
+//! | [`bell`]    | wakes a parked process; costs no system call while it is awake          |
 //! | [`wake`]    | the kernel's part of a bell                                             |
-//! | [`lease`]   | who owns something now                                                  |
+//! | [`lease`]   | the present owner of a thing                                            |
 //! | [`mod@slice`] | how long a process runs at a time                                       |
-//! | [`stats`]   | counters and histograms for strangers to read                           |
-//! | [`vni`]     | what lies in memory of a VNI                                            |
+//! | [`stats`]   | counters and histograms that other processes read                       |
+//! | [`vni`]     | the layout of a VNI's memory                                            |
 //! | [`call`]    | request and response between processes                                  |
 //!
-//! The rules that these modules keep are numbered where they are stated, and cited where they are used.
-//! docs/design/shm.md and docs/design/call.md say what is promised to whom, and what is not.
+//! Each module states and numbers its rules; other places cite them by number. docs/design/shm.md and
+//! docs/design/call.md say what each party may rely on, and what it may not.
 
 pub mod bell;
 pub mod lease;

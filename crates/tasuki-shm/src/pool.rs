@@ -1,20 +1,25 @@
-//! A pool: memory of which one process makes runs of pages, writes them, and lets any number of others read them.
+//! A pool: memory in which one process allocates runs of pages, writes them, and lets any number of other processes
+//! read them.
 //!
-//! An [arena](crate::arena) has slots of one size that move to one peer and back. A pool has frames of any length that several readers may hold
-//! at once: its owner alone knows who they are, in memory of its own, so that nobody shares a counter with anybody. Since a reader only reads,
-//! its owner can take pages back from one that never finishes, and the reader finds out.
+//! An [arena](crate::arena) has slots of one size that move to one peer and back. A pool has frames of any length
+//! that several readers may hold at once. Only the owner knows the readers, and it keeps that list in its own
+//! memory, so no two processes share a counter. A reader only reads. So the owner can take pages back from a reader
+//! that never finishes, and the reader finds out.
 //!
 //! # Rules
 //!
-//! - **P1** Only the owner writes the pool and the generations; everybody else has them mapped read-only.
-//! - **P2** A page is free or part of one run. Only who holds the run has its bytes.
-//! - **P3** A reader believes bytes of a piece only after it has read them and then found the generation of the piece's first page unchanged.
-//! - **P4** Pages that were taken back from a reader which may still read them get a new generation before they are written again.
+//! - **P1** Only the owner writes the pool and the generations; every other process maps them read-only.
+//! - **P2** A page is free or part of one run. Only the holder of the run has its bytes.
+//! - **P3** A reader trusts bytes of a piece only after it has read them and then found the generation of the
+//!   piece's first page unchanged.
+//! - **P4** If the owner takes pages back from a reader that may still read them, it gives them a new generation
+//!   before it writes them again.
 //!
 //! # Orderings
 //!
-//! - **RETAKE** a generation: stored by [`Generations::renew`] before the bytes are written anew, loaded by [`PeerGenerations::are`] after they
-//!   were read. (That they were written before they are read at all, the ring sees to that brings the piece.)
+//! - **RETAKE** a generation: [`Generations::renew`] stores it before the owner writes the bytes anew;
+//!   [`PeerGenerations::are`] loads it after the reader read them. (The ring that brings the piece makes sure that
+//!   the bytes are written before they are read at all.)
 #![cfg_attr(not(loom), allow(unsafe_code, reason = "lends the bytes of a run to the one who holds it"))]
 
 use std::ops::Deref;
@@ -29,45 +34,45 @@ use crate::sync::{Acquire, Relaxed, Release, fence};
 /// Bytes in a page.
 pub const PAGE: u32 = 4096;
 
-/// Bytes in a line: where a piece begins that shares none with another.
+/// Bytes in a line. A piece that begins on a line shares no line with another piece.
 pub const LINE: u32 = 64;
 
 #[cfg(not(loom))]
 const _: () = assert!(PAGE as usize == PAGE_LEN && LINE as usize == crate::line::LINE_LEN);
 
-/// Where a frame lies in a pool.
+/// The place of a frame in a pool.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Piece {
-    /// Its first byte, counted from the pool's first.
+    /// First byte of the piece, counted from the pool's first byte.
     pub offset: u32,
-    /// Bytes of it.
+    /// Length in bytes.
     pub len: u32,
-    /// The generation of the page that holds its first byte, when it was written.
+    /// Generation, at the time of writing, of the page that holds the piece's first byte.
     pub generation: u32,
 }
 
-/// Lines that the generations of so many pages need.
+/// Returns the number of lines that the generations of `pages` pages need.
 pub fn generation_lines(pages: u32) -> usize {
     (pages as usize).div_ceil(2 * LINE_WORDS)
 }
 
-/// The line, the word in it and the shift in that where the generation of a page stands: 32 bits each.
+/// Returns the place of a page's 32-bit generation: the line, the word in the line, and the shift in the word.
 fn place_of(page: u32) -> (usize, usize, u32) {
     let word = page as usize / 2;
     (word / LINE_WORDS, word % LINE_WORDS, page % 2 * 32)
 }
 
-/// The owner's side of the generations. `M` is memory of its own.
+/// The owner's side of the generations. `M` is the owner's own memory.
 #[derive(Debug)]
 pub struct Generations<M>(M);
 
 impl<M: Deref<Target = [Line]>> Generations<M> {
-    /// The generations in `lines`, as they stand there.
+    /// Uses the generations in `lines` as they are.
     pub fn new(lines: M) -> Self {
         Generations(lines)
     }
 
-    /// The generation of a page.
+    /// Returns the generation of a page.
     #[inline]
     #[expect(clippy::cast_possible_truncation, reason = "a half is what is meant")]
     pub fn of(&self, page: u32) -> u32 {
@@ -75,7 +80,7 @@ impl<M: Deref<Target = [Line]>> Generations<M> {
         (self.0[line].word(word).load(Relaxed) >> shift) as u32
     }
 
-    /// Gives these pages a new generation, before they are written again (P4).
+    /// Gives `count` pages from `first` on a new generation, before they are written again (P4).
     pub fn renew(&mut self, first: u32, count: u32) {
         for page in first..first + count {
             let (line, word, shift) = place_of(page);
@@ -83,60 +88,62 @@ impl<M: Deref<Target = [Line]>> Generations<M> {
             let next = u64::from(self.of(page).wrapping_add(1)) << shift;
             word.store(word.load(Relaxed) & !(u64::from(u32::MAX) << shift) | next, Relaxed);
         }
-        // RETAKE: the new generation stands before anything is written there.
+        // RETAKE: store the new generation before any byte there is written.
         fence(Release);
     }
 }
 
-/// A reader's side.
+/// A reader's side of the generations.
 #[derive(Debug)]
 pub struct PeerGenerations<M>(Claims<M>);
 
 impl<M: Deref<Target = [Line]>> PeerGenerations<M> {
-    /// Looks at the generations that the owner of a pool says.
+    /// Reads the generations that the owner of a pool publishes.
     pub fn new(claims: Claims<M>) -> Self {
         PeerGenerations(claims)
     }
 
-    /// Whether `page` still has this generation: what was read before is what was written (P3).
+    /// Whether `page` still has this generation. If so, the bytes read before this call are the bytes that the owner
+    /// wrote (P3).
     #[inline]
     #[expect(clippy::cast_possible_truncation, reason = "a half is what is meant")]
     pub fn are(&self, page: u32, generation: u32) -> bool {
-        // RETAKE: the bytes were read before the generation is.
+        // RETAKE: load the generation after the bytes.
         fence(Acquire);
         let (line, word, shift) = place_of(page);
         (self.0.load(line, word) >> shift) as u32 == generation
     }
 }
 
-/// Which pages are free: the owner's private knowledge.
+/// The set of free pages, private to the owner.
 #[derive(Debug)]
 pub struct Pages {
-    /// One bit a page, set when it is free.
+    /// One bit per page, set while it is free.
     free: Box<[u64]>,
     left: u32,
     count: u32,
-    /// Behind what was taken last.
+    /// First page after the run taken last.
     next: u32,
 }
 
 impl Pages {
-    /// So many pages, all free.
+    /// Creates a set of `count` pages, all free.
     pub fn new(count: u32) -> Self {
         let mut pages = Pages { free: vec![0; (count as usize).div_ceil(64)].into(), left: 0, count, next: 0 };
         pages.give(0, count);
         pages
     }
 
-    /// How many are free.
+    /// Returns the number of free pages.
     pub fn left(&self) -> u32 {
         self.left
     }
 
-    /// Takes the next `count` pages in a row that are free, behind those that were taken last; says the first.
+    /// Takes the next `count` free pages in a row, behind those taken last. Returns the first.
     ///
-    /// Not the same again: bytes that were written into another CPU's cache, or out of it, a moment ago cost several times what those cost that have
-    /// found their way to the cache that both share (docs/decisions/0015-a-pool-goes-round.md).
+    /// It does not take the same pages again, because of their cost: bytes that were just written into another CPU's
+    /// cache, or out of it, cost several times as much as bytes that have reached the cache that both CPUs share
+    /// (docs/decisions/0015-a-pool-goes-round.md).
     pub fn take(&mut self, count: u32) -> Option<u32> {
         if count == 0 || count > self.left {
             return None;
@@ -147,7 +154,7 @@ impl Pages {
         Some(first)
     }
 
-    /// The first `count` free pages in a row in `from..to`.
+    /// Returns the first page of the first `count` free pages in a row in `from..to`.
     fn find(&self, from: u32, to: u32, count: u32) -> Option<u32> {
         let (mut first, mut at) = (from, from);
         while at < to {
@@ -166,7 +173,7 @@ impl Pages {
         None
     }
 
-    /// Takes exactly these pages, if all of them are free.
+    /// Takes exactly these pages if all of them are free.
     pub fn take_at(&mut self, first: u32, count: u32) -> bool {
         let pages = first..first.saturating_add(count);
         let all_free = pages.clone().all(|page| {
@@ -186,7 +193,7 @@ impl Pages {
         self.left -= count;
     }
 
-    /// These pages are free again.
+    /// Frees these pages.
     pub fn give(&mut self, first: u32, count: u32) {
         for page in first..first + count {
             self.free[page as usize / 64] |= 1 << (page % 64);
@@ -195,7 +202,8 @@ impl Pages {
     }
 }
 
-/// Pages in a row that are taken. Whoever holds it may write them (P2); give it to [`Pool::give`] when nobody reads them any more.
+/// Consecutive pages that are taken. The holder of this value may write them (P2). Pass it to [`Pool::give`] when no
+/// reader reads them any more.
 #[derive(Debug)]
 #[must_use = "pages that nobody gives back are lost"]
 pub struct Run {
@@ -204,12 +212,12 @@ pub struct Run {
 }
 
 impl Run {
-    /// Its first page.
+    /// Returns the first page.
     pub fn first(&self) -> u32 {
         self.first
     }
 
-    /// Pages.
+    /// Returns the number of pages.
     pub fn pages(&self) -> u32 {
         self.count
     }
@@ -226,10 +234,11 @@ pub struct Pool {
 
 #[cfg(not(loom))]
 impl Pool {
-    /// A pool of all pages of `region`; all of them are free. The generations stand in `generations`, in other memory of ours.
+    /// Creates a pool of all pages of `region`, all free. The generations lie in `generations`, in other memory of
+    /// ours.
     ///
     /// # Safety
-    /// Nobody else writes `region`, in this process or another, while the pool lives (P1).
+    /// No other code, in this process or another, writes `region` while the pool lives (P1).
     pub unsafe fn new(region: Region, generations: Span<Line>) -> Result<Self, RegionError> {
         let len = region.len();
         let pages = u32::try_from(len / PAGE_LEN).unwrap_or(u32::MAX);
@@ -245,7 +254,7 @@ impl Pool {
         Ok(Pool { region, generations: Generations::new(generations), pages: Pages::new(pages) })
     }
 
-    /// How many pages are free.
+    /// Returns the number of free pages.
     pub fn left(&self) -> u32 {
         self.pages.left()
     }
@@ -255,24 +264,24 @@ impl Pool {
         self.pages.take(count).map(|first| Run { first, count })
     }
 
-    /// Takes exactly these pages, if they are free: what a predecessor had.
+    /// Takes exactly these pages, which a predecessor had, if they are free.
     pub fn take_at(&mut self, first: u32, count: u32) -> Option<Run> {
         self.pages.take_at(first, count).then_some(Run { first, count })
     }
 
-    /// Nobody reads this run any more: its pages are free.
+    /// Frees the pages of a run that no reader reads any more.
     #[expect(clippy::needless_pass_by_value, reason = "whoever gives a run away has it no longer")]
     pub fn give(&mut self, run: Run) {
         self.pages.give(run.first, run.count);
     }
 
-    /// Frees a run that somebody may still be reading, and will find changed (P4).
+    /// Frees a run that a reader may still be reading. The reader will find it changed (P4).
     pub fn take_back(&mut self, run: Run) {
         self.generations.renew(run.first, run.count);
         self.give(run);
     }
 
-    /// Cuts a run behind its first `count` pages; gives the rest.
+    /// Cuts a run behind its first `count` pages. Returns the rest.
     pub fn split(&mut self, run: &mut Run, count: u32) -> Run {
         assert!((1..run.count).contains(&count), "a run of {} pages was to be cut behind {count}", run.count);
         let rest = Run { first: run.first + count, count: run.count - count };
@@ -280,7 +289,7 @@ impl Pool {
         rest
     }
 
-    /// Two runs that were one before they were [cut](Self::split), as one again.
+    /// Joins two runs again that were one before [`split`](Self::split) cut them.
     pub fn join(&mut self, mut run: Run, rest: Option<Run>) -> Run {
         if let Some(rest) = rest {
             assert_eq!(run.first + run.count, rest.first, "runs that are joined lie side by side");
@@ -289,7 +298,7 @@ impl Pool {
         run
     }
 
-    /// The bytes of a run from `at` on.
+    /// Returns `len` bytes of a run from byte `at` on.
     #[inline]
     pub fn bytes_mut(&mut self, run: &Run, at: usize, len: usize) -> &mut [u8] {
         assert!(
@@ -297,27 +306,29 @@ impl Pool {
             "{len} bytes from {at} on in {} pages",
             run.count
         );
-        // SAFETY: nobody but us writes a pool, by the word of its maker (P1), and what is lent of it is lent one at a time, by `&mut self`.
+        // SAFETY: the maker of the pool promised that only we write it (P1), and `&mut self` lends its bytes one
+        // borrow at a time.
         let bytes = unsafe { self.region.bytes_of_owner(run.first as usize * PAGE_LEN + at, len) };
         bytes.expect("a run lies in its pool")
     }
 
-    /// A copy of the `len` bytes from this page on, whether it is free or not: what a predecessor put there. `None` if they are not all in the pool.
+    /// Returns a copy of the `len` bytes from this page on, which a predecessor wrote, whether the page is free or
+    /// not. Returns `None` if they are not all in the pool.
     pub fn copy_of(&mut self, page: u32, len: usize) -> Option<Vec<u8>> {
-        // SAFETY: as in `bytes_mut`: nobody but us writes a pool (P1), and these are lent for as long as they are copied.
+        // SAFETY: as in `bytes_mut`: only we write a pool (P1), and we borrow these bytes only while we copy them.
         let bytes = unsafe { self.region.bytes_of_owner(page as usize * PAGE_LEN, len) };
         bytes.ok().map(|bytes| bytes.to_vec())
     }
 
-    /// Asks the CPU for the lines of `len` bytes from `at` on of a run, as far as it goes, for they are to be written soon. A hint: it changes
-    /// nothing.
+    /// Asks the CPU for the lines of `len` bytes of a run from `at` on, up to the end of the run, for writing soon.
+    /// A hint: it changes nothing.
     #[inline]
     pub fn fetch(&self, run: &Run, at: usize, len: usize) {
         let len = len.min((run.count as usize * PAGE_LEN).saturating_sub(at));
         self.region.prefetch_to_write(run.first as usize * PAGE_LEN + at, len);
     }
 
-    /// Where the `len` bytes from `at` on of a run are, for whoever is to read them.
+    /// Returns the place of `len` bytes of a run from `at` on, for a reader.
     #[inline]
     pub fn piece(&self, run: &Run, at: u32, len: u32) -> Piece {
         let offset = run.first * PAGE + at;
@@ -325,15 +336,15 @@ impl Pool {
     }
 }
 
-/// What the owner of a pool said of a piece is not possible.
+/// The owner of a pool named a piece that cannot exist.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 #[error("the peer broke pool rule P2: it named {len} bytes from {offset} on in a pool of {pages} pages")]
 pub struct NoSuchPiece {
-    /// The first byte named.
+    /// First byte named.
     pub offset: u32,
-    /// How many.
+    /// Length named, in bytes.
     pub len: u32,
-    /// Pages there are.
+    /// Number of pages in the pool.
     pub pages: u32,
 }
 
@@ -348,7 +359,7 @@ pub struct PeerPool {
 
 #[cfg(not(loom))]
 impl PeerPool {
-    /// Looks at a peer's pool, whose generations stand in `generations`.
+    /// Opens a peer's pool, whose generations lie in `generations`.
     pub fn new(region: PeerRegion, generations: Claims<Span<Line>>) -> Result<Self, RegionError> {
         let len = region.len();
         let pages = u32::try_from(len / PAGE_LEN).unwrap_or(u32::MAX);
@@ -362,7 +373,7 @@ impl PeerPool {
         Ok(PeerPool { region, pages, generations: PeerGenerations::new(generations) })
     }
 
-    /// Whether a piece lies in this pool.
+    /// Checks that a piece lies in this pool.
     #[inline]
     pub fn check(&self, piece: Piece) -> Result<(), NoSuchPiece> {
         let end = u64::from(piece.offset) + u64::from(piece.len);
@@ -372,7 +383,8 @@ impl PeerPool {
         }
     }
 
-    /// Copies the first bytes of a piece into `into`. They are to be believed only if the piece [is whole](Self::is_whole) afterwards.
+    /// Copies the first bytes of a piece into `into`. Trust them only if the piece [is whole](Self::is_whole)
+    /// afterwards.
     ///
     /// # Panics
     /// If the piece is not in the pool, or has fewer bytes.
@@ -382,8 +394,8 @@ impl PeerPool {
         self.region.copy_to(piece.offset as usize, into).expect("the piece was checked");
     }
 
-    /// Copies `len` bytes from byte `at` of a piece on to where a stranger has its memory. To be believed only if the piece
-    /// [is whole](Self::is_whole) afterwards.
+    /// Copies `len` bytes of a piece, from its byte `at` on, into a stranger's memory at `offset`. Trust them only
+    /// if the piece [is whole](Self::is_whole) afterwards.
     ///
     /// # Panics
     /// If the piece is not in the pool, or has fewer bytes.
@@ -400,23 +412,23 @@ impl PeerPool {
         into.copy_from_peer(offset, &self.region, piece.offset as usize + at, len)
     }
 
-    /// Writes `before`, and then a piece, to a descriptor in one go; says how many bytes it took. What it took is to be believed only if the
-    /// piece [is whole](Self::is_whole) afterwards.
+    /// Writes `before`, and then a piece, to a descriptor in one system call. Returns how many bytes the kernel
+    /// took. Trust them only if the piece [is whole](Self::is_whole) afterwards.
     #[inline]
     pub fn write_to(&self, fd: BorrowedFd<'_>, before: &[u8], piece: Piece) -> io::Result<usize> {
         self.region.write_to(fd, before, piece.offset as usize, piece.len as usize)
     }
 
-    /// The bytes of a piece as 64-bit words in native order, each loaded once; the last is filled up with what lies behind. `None` for a piece
-    /// that does not begin on a whole word. To be believed only if the piece [is whole](Self::is_whole) afterwards, and from a peer that is
-    /// trusted not to write there.
+    /// Returns the bytes of a piece as 64-bit words in native order, each loaded once. The bytes that follow the
+    /// piece fill up the last word. Returns `None` for a piece that does not begin on a whole word. Trust the words
+    /// only if the piece [is whole](Self::is_whole) afterwards, and the peer is trusted not to write there.
     #[inline]
     pub fn words(&self, piece: Piece) -> Option<impl ExactSizeIterator<Item = u64>> {
         let words = self.region.words(piece.offset as usize, (piece.len as usize).div_ceil(8)).ok()?;
         Some(words.iter().map(|word| word.load(Relaxed)))
     }
 
-    /// Whether nothing was written over a piece by the time it had been read (P3).
+    /// Whether the piece was still unchanged once it had been read (P3).
     #[inline]
     pub fn is_whole(&self, piece: Piece) -> bool {
         self.generations.are(piece.offset / PAGE, piece.generation)
@@ -430,13 +442,13 @@ mod tests {
     use crate::region::Pages as PagesOf;
     use proptest::prelude::*;
 
-    /// A pool of so many pages, as its owner and as a peer sees it.
+    /// Returns both ends of a pool of `pages` pages: the owner's and a peer's.
     fn pair(pages: u32) -> (Pool, PeerPool) {
         let (control, region) = (memory(1), memory(pages));
         let lines = generation_lines(pages);
         let claims = PeerRegion::map_kept(control.fd(), control.len()).unwrap().claims(0, lines).unwrap();
         let peer = PeerPool::new(PeerRegion::map_kept(region.fd(), region.len()).unwrap(), claims).unwrap();
-        // SAFETY: made here, and nobody else has it to be written (P1).
+        // SAFETY: made here, and no other code has it for writing (P1).
         (unsafe { Pool::new(region, control.span(0, lines).unwrap()) }.unwrap(), peer)
     }
 
@@ -449,7 +461,7 @@ mod tests {
         let region = memory(8);
         let lent = region.span::<Line>(0, 1).unwrap();
         let generations = memory(1).span(0, 1).unwrap();
-        // SAFETY: made here, and nobody else has it (P1).
+        // SAFETY: made here, and no other code has it (P1).
         assert!(unsafe { Pool::new(region, generations) }.is_err());
         drop(lent);
     }

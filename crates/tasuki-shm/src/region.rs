@@ -1,17 +1,19 @@
-//! Shared memory: sealed memfds, their mappings, and the only places where bytes of them become Rust values.
+//! Shared memory: sealed memfds, their mappings, and the only places that turn their bytes into Rust values.
 //!
-//! A [`Region`] is ours to write. A [`PeerRegion`] is somebody else's and mapped read-only. A [`CommonRegion`] is a stranger's, and both
-//! write it. All keep their mapping alive for as long as any [`Span`] of it lives.
+//! We write a [`Region`]. A peer writes a [`PeerRegion`], which we map read-only. A stranger made a
+//! [`CommonRegion`], and both sides write it. Each keeps its mapping alive as long as any [`Span`] of it lives.
 //!
 //! # Invariants
 //!
 //! - **M1** A mapping's `base` is page-aligned and stays mapped for `len` bytes until `Mapping` is dropped.
-//! - **M2** No reference to plain data is made in memory that another process can write: what is lent out is atomics, or,
-//!   for memory that only we can write, bytes whose owner the arena knows.
-//! - **M3** A load or store inside a mapping never raises SIGBUS: the memory cannot shrink (`F_SEAL_SHRINK`), and what others may punch holes into has
-//!   none but small pages, for a hole in huge ones is filled only while the pool of those lasts. Checked before anybody else's memory is mapped:
-//!   a peer's carries `F_SEAL_FUTURE_WRITE`, under which nobody punches holes, or has small pages; what we adopt has small pages; what we make
-//!   on huge ones is ours to punch, and that of those to whom we hand it to be written. A hole that is filled is charged to who fills it: see
+//! - **M2** We make no reference to plain data in memory that another process can write. We lend out atomics, or, in
+//!   memory that only we can write, bytes whose owner the arena knows.
+//! - **M3** A load or store inside a mapping never raises SIGBUS. The memory cannot shrink (`F_SEAL_SHRINK`). Memory
+//!   into which others may punch holes has small pages only, because the kernel fills a hole in huge pages only
+//!   while the pool of huge pages lasts. We check this before we map foreign memory: a peer's memory carries
+//!   `F_SEAL_FUTURE_WRITE`, which forbids every process to punch holes, or has small pages; memory that we adopt has
+//!   small pages. Into memory that we make on huge pages, only we can punch holes, and the processes to which we
+//!   hand it for writing. The kernel charges a filled hole to the process that fills it: see
 //!   docs/design/threat-model.md.
 #![allow(unsafe_code, reason = "mmap, mprotect, and the lending of atomics out of a mapping")]
 
@@ -33,84 +35,84 @@ mod common;
 
 pub use common::CommonRegion;
 
-/// Bytes in a small page.
+/// Bytes in a small page (4 KiB).
 pub const PAGE_LEN: usize = 4096;
 
-/// Bytes in a huge page.
+/// Bytes in a huge page (2 MiB).
 pub const HUGE_PAGE_LEN: usize = 2 << 20;
 
-/// Which pages a region is made of.
+/// The kind of pages that back a region.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Pages {
-    /// 4 KiB pages, allocated when first touched.
+    /// 4 KiB pages, which the kernel allocates on first touch.
     Small,
     /// 2 MiB pages, reserved at once from the machine's pool (`vm.nr_hugepages`).
     Huge,
-    /// 2 MiB pages when the pool has enough of them, else small ones.
+    /// 2 MiB pages if the pool has enough of them, otherwise small ones.
     HugeIfAny,
 }
 
-/// Why shared memory could not be made or mapped.
+/// Reasons why shared memory cannot be made or mapped.
 #[derive(Debug, thiserror::Error)]
 pub enum RegionError {
-    /// Not enough memory or address space. Free some, raise the limit, or ask for less.
+    /// Memory or address space ran out. Free some, raise the limit, or ask for less.
     #[error("{doing} of {len} bytes was refused for lack of memory; free some, raise the limit, or ask for less")]
     NoMemory {
-        /// The step that was refused.
+        /// Step that the kernel refused.
         doing: &'static str,
-        /// Bytes asked for.
+        /// Number of bytes requested.
         len: usize,
     },
-    /// No descriptor was left. Close some, or raise the limit.
+    /// The process or the system has no free file descriptor. Close some, or raise the limit.
     #[error("{doing} was refused for lack of descriptors; close some, or raise RLIMIT_NOFILE")]
     NoDescriptors {
-        /// The step that was refused.
+        /// Step that the kernel refused.
         doing: &'static str,
     },
     /// The pool of huge pages is too small.
     #[error("{need} free huge pages are needed; raise vm.nr_hugepages by that many or use small pages")]
     NoHugePages {
-        /// Huge pages needed.
+        /// Number of free huge pages needed.
         need: usize,
     },
-    /// The descriptor is no shared memory that can be sealed.
+    /// The descriptor is not shared memory that can be sealed.
     #[error("the descriptor is not a sealable memory file; the peer must pass a memfd")]
     NotMemory,
     /// The peer could shrink the memory under our mapping.
     #[error("the memory handed over is not sealed against shrinking; the peer must seal it before it is passed on")]
     Unsealed,
-    /// The peer could let others write the memory, or punch holes into it.
+    /// The peer could let other processes write the memory, or punch holes into it.
     #[error(
         "the memory handed over is not sealed against further writers; the peer must seal it before it is passed on"
     )]
     Unguarded,
-    /// There is less memory than the peer said.
+    /// The memory is shorter than the peer announced.
     #[error("the memory handed over holds {have} bytes where {need} were announced; the peer is broken or lies")]
     Truncated {
-        /// Bytes there are.
+        /// Bytes present.
         have: usize,
         /// Bytes announced.
         need: usize,
     },
-    /// Atomics of the region are lent that is to hold plain bytes.
+    /// Atomics of the region are lent out, so it cannot hold plain bytes.
     #[error("the region is lent as atomics already, and cannot hold plain bytes as well")]
     Lent,
-    /// A part was asked for that the region does not have.
+    /// The caller asked for a part that the region does not have.
     #[error("bytes {offset} to {end} were asked of a region of {len}, or not on a whole line")]
     OutOfBounds {
-        /// First byte asked for.
+        /// First byte requested.
         offset: usize,
-        /// One past the last byte asked for.
+        /// One past the last byte requested.
         end: usize,
-        /// Bytes there are.
+        /// Length of the region in bytes.
         len: usize,
     },
-    /// The kernel refused for a reason of its own.
+    /// The kernel refused for another reason.
     #[error("the kernel refused while {doing}")]
     Kernel {
-        /// The step that was refused.
+        /// Step that the kernel refused.
         doing: &'static str,
-        /// Its reason.
+        /// The kernel's error.
         source: io::Error,
     },
 }
@@ -126,22 +128,22 @@ impl RegionError {
     }
 }
 
-/// A mapping of `len` bytes, unmapped when dropped (M1).
+/// A mapping of `len` bytes; dropping it unmaps them (M1).
 #[derive(Debug)]
 struct Mapping {
     base: NonNull<u8>,
     len: usize,
 }
 
-// SAFETY: a mapping belongs to the process, not to a thread; what is reached through it is atomics or
-// bytes guarded by the arena's ownership (M2).
+// SAFETY: a mapping belongs to the process, not to a thread; through it we reach only atomics, or bytes guarded by
+// the arena's ownership (M2).
 unsafe impl Send for Mapping {}
-// SAFETY: as above (M2); the struct itself is never changed after it is made.
+// SAFETY: as above (M2); the struct never changes after construction.
 unsafe impl Sync for Mapping {}
 
 impl Mapping {
     fn new(fd: BorrowedFd<'_>, len: usize, protection: ProtFlags) -> Result<Self, RegionError> {
-        // SAFETY: a new mapping at an address of the kernel's choice replaces nothing (M1).
+        // SAFETY: a new mapping at an address that the kernel chooses replaces nothing (M1).
         let base = unsafe { rustix::mm::mmap(std::ptr::null_mut(), len, protection, MapFlags::SHARED, fd, 0) }
             .map_err(|errno| RegionError::from_errno("mapping shared memory", len, errno))?;
         let base = NonNull::new(base.cast::<u8>()).expect("the kernel maps nothing at address 0");
@@ -160,30 +162,30 @@ impl Mapping {
 
 impl Drop for Mapping {
     fn drop(&mut self) {
-        // SAFETY: `base` and `len` are what mmap gave, and nobody borrows them any more: every Span holds an Arc (M1).
+        // SAFETY: mmap returned `base` and `len`, and no borrow is left: every Span holds an Arc (M1).
         let unmapped = unsafe { rustix::mm::munmap(self.base.as_ptr().cast(), self.len) };
         debug_assert!(unmapped.is_ok(), "munmap of our own mapping failed: {unmapped:?}");
     }
 }
 
 mod sealed {
-    /// What may be lent out of shared memory: all its bytes are atomics, and any bytes are a valid value.
+    /// Types that may be lent out of shared memory: they consist of atomics only, and any bytes are a valid value.
     ///
     /// # Safety
     /// The type consists of atomics alone and has no invalid bit pattern.
     pub unsafe trait Shared: Sync {}
-    // SAFETY: an atomic, and every bit pattern is one (M2).
+    // SAFETY: an atomic; every bit pattern is valid (M2).
     unsafe impl Shared for crate::sync::AtomicU64 {}
-    // SAFETY: an atomic, and every bit pattern is one (M2).
+    // SAFETY: an atomic; every bit pattern is valid (M2).
     unsafe impl Shared for std::sync::atomic::AtomicU32 {}
-    // SAFETY: an atomic, and every bit pattern is one (M2).
+    // SAFETY: an atomic; every bit pattern is valid (M2).
     unsafe impl Shared for std::sync::atomic::AtomicU16 {}
     // SAFETY: eight atomics (M2).
     unsafe impl Shared for crate::line::Line {}
 }
 use sealed::Shared;
 
-/// Some atomics of a region. Keeps the mapping alive.
+/// A run of consecutive atomics in a region. Keeps the mapping alive.
 #[derive(Debug)]
 pub struct Span<T> {
     mapping: Arc<Mapping>,
@@ -192,7 +194,7 @@ pub struct Span<T> {
     _lends: PhantomData<T>,
 }
 
-// SAFETY: it lends `&[T]` of atomics (M2) in memory that belongs to the whole process.
+// SAFETY: lends `&[T]` of atomics (M2) in memory that belongs to the whole process.
 unsafe impl<T: Shared> Send for Span<T> {}
 // SAFETY: as above (M2).
 unsafe impl<T: Shared> Sync for Span<T> {}
@@ -215,7 +217,7 @@ impl<T: Shared> Span<T> {
 }
 
 impl Span<Line> {
-    /// The first `count` words of these lines.
+    /// Returns the first `count` words of these lines.
     pub fn words(&self, count: usize) -> Result<Span<AtomicU64>, RegionError> {
         let offset = self.first.addr().get() - self.mapping.base.addr().get();
         Span::new(&self.mapping, offset, count.min(self.count * LINE_LEN / 8))
@@ -240,9 +242,9 @@ impl<T: Shared> Deref for Span<T> {
     #[inline]
     fn deref(&self) -> &[T] {
         // SAFETY:
-        // - in bounds and aligned: checked by `new`, on top of a page-aligned base (M1);
+        // - in bounds and aligned: `new` checked both, on top of a page-aligned base (M1);
         // - initialised: the kernel zeroes fresh pages, and every bit pattern is a `T` (M2);
-        // - alive: `self.mapping` is held (M1), and cannot shrink (M3);
+        // - alive: we hold `self.mapping` (M1), and it cannot shrink (M3);
         // - not aliased by plain data: M2.
         unsafe { std::slice::from_raw_parts(self.first.as_ptr(), self.count) }
     }
@@ -257,10 +259,10 @@ pub struct Region {
 }
 
 impl Region {
-    /// Makes `len` bytes of zeroed shared memory, rounded up to whole pages and sealed against resizing.
+    /// Creates `len` bytes of zeroed shared memory, rounded up to whole pages and sealed against resizing.
     ///
-    /// `name` is what `/proc/PID/maps` shows. Peers that get the descriptor may map it writable until
-    /// [`seal_writers`](Self::seal_writers).
+    /// `/proc/PID/maps` shows `name`. Until [`seal_writers`](Self::seal_writers), peers that get the descriptor may
+    /// map it writable.
     pub fn create(name: &str, len: usize, pages: Pages) -> Result<Self, RegionError> {
         match pages {
             Pages::Small => Self::create_of(name, len, false),
@@ -291,38 +293,41 @@ impl Region {
         }
     }
 
-    /// Maps writable a region that another process made and lets us write. Whoever else has its descriptor may write it, too, and punch holes into
-    /// it: so no page of it may be a huge one (M3), and what is lent of it to be written, but for atomics, is lent by `unsafe` alone (M2).
+    /// Maps, for writing, a region that another process made and lets us write. Every other holder of its descriptor
+    /// may write it too, and punch holes into it. So none of its pages may be a huge page (M3), and apart from
+    /// atomics only `unsafe` functions lend it for writing (M2).
     pub fn adopt(memory: OwnedFd) -> Result<Self, RegionError> {
         let len = kept_len(memory.as_fd())?;
         let mapping = Mapping::new(memory.as_fd(), len, ProtFlags::READ | ProtFlags::WRITE)?;
         Ok(Region { mapping: Arc::new(mapping), memory, huge: false })
     }
 
-    /// Makes our mapping the last that can write: nobody, we included, can map this memory writable from now on.
+    /// Makes our mapping the last one that can write: from now on no process, ours included, can map this memory
+    /// writable.
     pub fn seal_writers(&self) -> Result<(), RegionError> {
         rustix::fs::fcntl_add_seals(&self.memory, SealFlags::FUTURE_WRITE | SealFlags::SEAL)
             .map_err(|e| RegionError::from_errno("sealing shared memory against writers", self.len(), e))
     }
 
-    /// Nobody but its owner (and root) can open it anew by a descriptor: one that can only be read through stays so in another user's hands.
-    /// The kernel makes such memory open to all.
+    /// Lets only the owner and root reopen the memory through a descriptor. So a read-only descriptor stays
+    /// read-only in another user's hands. By default the kernel makes such memory open to all.
     pub fn close_to_others(&self) -> Result<(), RegionError> {
         rustix::fs::fchmod(&self.memory, Mode::RUSR | Mode::WUSR)
             .map_err(|errno| RegionError::from_errno("closing shared memory to other users", self.len(), errno))
     }
 
-    /// The descriptor to hand to a peer (SCM_RIGHTS).
+    /// Returns the descriptor to hand to a peer (SCM_RIGHTS).
     pub fn fd(&self) -> BorrowedFd<'_> {
         self.memory.as_fd()
     }
 
-    /// The descriptor alone.
+    /// Returns the descriptor and drops the rest.
     pub fn into_fd(self) -> OwnedFd {
         self.memory
     }
 
-    /// Gives whole pages back to the kernel. They read as zeroes from then on, and cost memory again when they are written or read.
+    /// Gives whole pages back to the kernel. They then read as zeroes, and cost memory again once they are written
+    /// or read.
     pub fn give_back(&self, offset: usize, len: usize) -> Result<(), RegionError> {
         use rustix::fs::FallocateFlags;
         self.mapping.check(offset, len)?;
@@ -331,22 +336,23 @@ impl Region {
             .map_err(|errno| RegionError::from_errno("giving back shared memory", len, errno))
     }
 
-    /// Bytes.
+    /// Returns the length in bytes.
     pub fn len(&self) -> usize {
         self.mapping.len
     }
 
-    /// Whether it has no bytes: never.
+    /// Whether the region has no bytes: always false.
     pub fn is_empty(&self) -> bool {
         self.len() == 0
     }
 
-    /// Whether it lies on 2 MiB pages.
+    /// Whether the region lies on 2 MiB pages.
     pub fn is_huge(&self) -> bool {
         self.huge
     }
 
-    /// The address of the first byte, for the kernel's interfaces that want one. Stable while the region lives.
+    /// Returns the address of the first byte, for kernel interfaces that need one. It stays the same while the
+    /// region lives.
     pub fn address(&self) -> usize {
         self.mapping.base.as_ptr().addr()
     }
@@ -357,20 +363,20 @@ impl Region {
         Span::new(&self.mapping, offset, count)
     }
 
-    /// The bytes from `offset` on, for their one owner.
+    /// Returns the bytes from `offset` on, for their one owner.
     ///
     /// # Safety
-    /// No other process can write these bytes, and in this process nobody does while the result lives.
+    /// No other process can write these bytes, and no code of this process writes them while the result lives.
     pub(crate) unsafe fn bytes(&self, offset: usize, len: usize) -> Result<&[u8], RegionError> {
         let first = self.mapping.check(offset, len)?;
-        // SAFETY: in bounds (checked), alive (M1, M3); nobody writes, by the caller's word (M2).
+        // SAFETY: in bounds (checked), alive (M1, M3); the caller promises that no code writes (M2).
         Ok(unsafe { std::slice::from_raw_parts(first.as_ptr(), len) })
     }
 
-    /// The bytes from `offset` on, for their one owner to write.
+    /// Returns the bytes from `offset` on, for their one owner to write.
     ///
     /// # Safety
-    /// No other process can write these bytes (peers map them read-only), and in this process nobody else has a
+    /// No other process can write these bytes (peers map them read-only), and no other code of this process has a
     /// reference to them while the result lives.
     #[allow(
         clippy::mut_from_ref,
@@ -378,11 +384,12 @@ impl Region {
     )]
     pub(crate) unsafe fn bytes_mut(&self, offset: usize, len: usize) -> Result<&mut [u8], RegionError> {
         let first = self.mapping.check(offset, len)?;
-        // SAFETY: in bounds (checked), alive (M1, M3), and exclusive by the caller's word, which the arena keeps (M2).
+        // SAFETY: in bounds (checked), alive (M1, M3), and exclusive: the caller promises that, and the arena keeps
+        // the promise (M2).
         Ok(unsafe { std::slice::from_raw_parts_mut(first.as_ptr(), len) })
     }
 
-    /// That no atomics of it are lent.
+    /// Checks that no atomics of the region are lent out.
     pub(crate) fn is_unlent(&self) -> Result<(), RegionError> {
         match Arc::strong_count(&self.mapping) {
             1 => Ok(()),
@@ -390,24 +397,25 @@ impl Region {
         }
     }
 
-    /// The bytes from `offset` on of a region that [nobody has atomics of](Self::is_unlent), nor gets any.
+    /// Returns the bytes from `offset` on. [No atomics of the region are lent](Self::is_unlent), now or later.
     ///
     /// # Safety
     /// No other process writes these bytes: peers map them read-only.
     #[inline]
     pub(crate) unsafe fn bytes_of_owner(&mut self, offset: usize, len: usize) -> Result<&mut [u8], RegionError> {
-        // SAFETY: no other process writes, by the caller's word, and in this one nobody else has a reference: ours is exclusive (M2).
+        // SAFETY: the caller promises that no other process writes, and no other code of this process has a
+        // reference: ours is exclusive (M2).
         unsafe { self.bytes_mut(offset, len) }
     }
 
-    /// Has the CPU fetch the lines of these bytes for writing, while it has nothing better to do.
+    /// Makes the CPU fetch the lines of these bytes for writing, while it has nothing better to do.
     pub(crate) fn prefetch_to_write(&self, offset: usize, len: usize) {
         if let Ok(first) = self.mapping.check(offset, len) {
             prefetch_to_write(first, len);
         }
     }
 
-    /// The same, for reading.
+    /// Makes the CPU fetch the lines of these bytes for reading.
     #[inline]
     pub(crate) fn prefetch_to_read(&self, offset: usize, len: usize) {
         if let Ok(first) = self.mapping.check(offset, len) {
@@ -415,10 +423,10 @@ impl Region {
         }
     }
 
-    /// Has the kernel map every page of it now, so that the first access to one costs no fault. Where the kernel cannot (before Linux
-    /// 5.14), it stays as it was.
+    /// Asks the kernel to map every page of the region now, so that no first access faults. If the kernel cannot
+    /// (before Linux 5.14), nothing changes.
     pub fn populate(&self) {
-        // SAFETY: asks for pages to be mapped, and changes nothing in them (M1).
+        // SAFETY: asks the kernel to map pages, and changes nothing in them (M1).
         let _ = unsafe {
             rustix::mm::madvise(
                 self.mapping.base.as_ptr().cast(),
@@ -428,18 +436,18 @@ impl Region {
         };
     }
 
-    /// Takes these pages away from this process: any access faults until [`restore`](Self::restore).
+    /// Withdraws these pages from this process: any access faults until [`restore`](Self::restore).
     ///
     /// # Safety
     /// No reference into these bytes is alive.
     pub(crate) unsafe fn withdraw(&self, offset: usize, len: usize) -> Result<(), RegionError> {
-        // SAFETY: no reference lives here, by the caller's word (M2).
+        // SAFETY: the caller promises that no reference lives here (M2).
         unsafe { self.protect(offset, len, MprotectFlags::empty()) }
     }
 
-    /// Gives back pages that [`withdraw`](Self::withdraw) took away.
+    /// Makes pages accessible again that [`withdraw`](Self::withdraw) withdrew.
     pub(crate) fn restore(&self, offset: usize, len: usize) -> Result<(), RegionError> {
-        // SAFETY: widens access only, so no reference can be hurt (M1).
+        // SAFETY: only widens access, so it cannot invalidate a reference (M1).
         unsafe { self.protect(offset, len, MprotectFlags::READ | MprotectFlags::WRITE) }
     }
 
@@ -464,19 +472,21 @@ pub struct PeerRegion {
 }
 
 impl PeerRegion {
-    /// Maps `len` bytes of what a peer handed over, after checking that they are there and stay there (M3).
+    /// Maps `len` bytes of memory from a peer, after checking that they exist and cannot go away (M3).
     pub fn map(memory: BorrowedFd<'_>, len: usize) -> Result<Self, RegionError> {
         let (have, page) = sealed_len(memory, SealFlags::FUTURE_WRITE)?;
         if have < len {
             return Err(RegionError::Truncated { have, need: len });
         }
-        // Not all there is, or a peer's empty terabytes would use up our address space. But whole pages: no less is unmapped.
+        // Map only `len` bytes, or a peer's empty terabytes would use up our address space. But map whole pages:
+        // munmap takes no less.
         let len = len.max(1).next_multiple_of(page).min(have);
         Ok(PeerRegion { mapping: Arc::new(Mapping::new(memory, len, ProtFlags::READ)?) })
     }
 
-    /// Maps `len` bytes of what a third party made and keeps for somebody else to write, and successors of theirs. It need not be sealed against
-    /// writers, for then no successor could write it; but no page of it may be a huge one, since a hole in those cannot always be filled (M3).
+    /// Maps `len` bytes of memory that a third party made and keeps for another process, and that process's
+    /// successors, to write. It need not be sealed against writers, because then no successor could write it. But
+    /// none of its pages may be a huge page, since a hole in those cannot always be filled (M3).
     pub fn map_kept(memory: BorrowedFd<'_>, len: usize) -> Result<Self, RegionError> {
         let have = kept_len(memory)?;
         if have < len {
@@ -485,28 +495,28 @@ impl PeerRegion {
         Ok(PeerRegion { mapping: Arc::new(Mapping::new(memory, len, ProtFlags::READ)?) })
     }
 
-    /// The same of all of it.
+    /// Maps all of such memory, as [`map_kept`](Self::map_kept) does.
     pub fn map_kept_whole(memory: BorrowedFd<'_>) -> Result<Self, RegionError> {
         Self::map_kept(memory, kept_len(memory)?)
     }
 
-    /// Bytes.
+    /// Returns the length in bytes.
     pub fn len(&self) -> usize {
         self.mapping.len
     }
 
-    /// Whether it has no bytes.
+    /// Whether the region has no bytes.
     pub fn is_empty(&self) -> bool {
         self.len() == 0
     }
 
-    /// Looks at `count` lines from byte `offset` on.
+    /// Returns `count` lines from byte `offset` on, as the peer's claims.
     pub fn claims(&self, offset: usize, count: usize) -> Result<Claims<Span<Line>>, RegionError> {
         Ok(Claims::of(Span::new(&self.mapping, offset, count)?))
     }
 
-    /// Copies bytes from `offset` on into `into`, whatever the peer does to them meanwhile: what is copied is a value of its
-    /// own, even if no moment ever saw it in the peer's memory.
+    /// Copies bytes from `offset` on into `into`, whatever the peer does to them meanwhile. The copy is a value of
+    /// its own, even if the peer's memory never held exactly these bytes at one moment.
     pub fn copy_to(&self, offset: usize, into: &mut [u8]) -> Result<(), RegionError> {
         let first = self.mapping.check(offset, into.len())?;
         // SAFETY: the source lies in the mapping (checked; M1, M3), the destination is ours alone.
@@ -514,18 +524,19 @@ impl PeerRegion {
         Ok(())
     }
 
-    /// Writes `before`, and then bytes from `offset` on, to a descriptor in one go: the kernel copies them, whatever the peer does to them
-    /// meanwhile. Says how many bytes it took.
+    /// Writes `before`, and then bytes from `offset` on, to a descriptor in one system call. The kernel copies the
+    /// bytes, whatever the peer does to them meanwhile. Returns how many bytes the kernel took.
     pub fn write_to(&self, fd: BorrowedFd<'_>, before: &[u8], offset: usize, len: usize) -> io::Result<usize> {
         let first = self.mapping.check(offset, len).map_err(io::Error::other)?;
         let part = |base: *const u8, len| libc::iovec { iov_base: base.cast_mut().cast(), iov_len: len };
         let parts = [part(before.as_ptr(), before.len()), part(first.as_ptr(), len)];
-        // SAFETY: two parts, one a slice and one in the mapping (checked; M1, M3), which the kernel reads and no reference is made to (M2).
+        // SAFETY: two parts, one a slice and one in the mapping (checked; M1, M3). The kernel reads them, and we
+        // make no reference to them (M2).
         let written = unsafe { libc::writev(fd.as_raw_fd(), parts.as_ptr(), 2) };
         usize::try_from(written).map_err(|_| io::Error::last_os_error())
     }
 
-    /// Has the CPU fetch the lines of these bytes for reading, while it does something else.
+    /// Makes the CPU fetch the lines of these bytes for reading, while it does something else.
     #[inline]
     pub(crate) fn prefetch_to_read(&self, offset: usize, len: usize) {
         if let Ok(first) = self.mapping.check(offset, len) {
@@ -533,7 +544,7 @@ impl PeerRegion {
         }
     }
 
-    /// The 64-bit words from `offset` on, to be loaded (never stored: the mapping is read-only).
+    /// Returns the 64-bit words from `offset` on, for loads only: the mapping is read-only.
     pub(crate) fn words(&self, offset: usize, count: usize) -> Result<&[AtomicU64], RegionError> {
         let len = count.saturating_mul(8);
         let first = self.mapping.check(offset, len)?.cast::<AtomicU64>();
@@ -544,29 +555,32 @@ impl PeerRegion {
         Ok(unsafe { std::slice::from_raw_parts(first.as_ptr(), count) })
     }
 
-    /// The bytes from `offset` on as they lie.
+    /// Returns the bytes from `offset` on in place.
     ///
     /// # Safety
-    /// The peer does not write them while the result lives: it is trusted, or its mapping is write-protected.
+    /// The peer does not write them while the result lives: we trust it, or its mapping is write-protected.
     pub(crate) unsafe fn bytes(&self, offset: usize, len: usize) -> Result<&[u8], RegionError> {
         let first = self.mapping.check(offset, len)?;
-        // SAFETY: in bounds (checked) and alive (M1, M3); nobody writes, by the caller's word (M2).
+        // SAFETY: in bounds (checked) and alive (M1, M3); the caller promises that no process writes (M2).
         Ok(unsafe { std::slice::from_raw_parts(first.as_ptr(), len) })
     }
 }
 
-/// Copies `len` bytes, where another process may be writing those at `from`, and reading or writing those at `to`.
+/// Copies `len` bytes, while another process may write the bytes at `from`, and read or write the bytes at `to`.
 ///
-/// A copy in Rust would be a data race; a copy in assembly is what the CPU makes of it: line by line, and the last line's worth of bytes once
-/// more where the length is no multiple of it. How fast which instructions are: docs/decisions/0015-a-pool-goes-round.md.
+/// A copy in Rust would be a data race; a copy in assembly has the CPU's semantics. It copies line by line. If the
+/// length is not a multiple of a line, it copies the last line's worth of bytes once more.
+/// docs/decisions/0015-a-pool-goes-round.md compares the speed of the instructions.
 ///
 /// # Safety
-/// `from` is mapped for reading and `to` for writing for `len` bytes (M1); in this process nobody has a reference to what is written (M2).
+/// `from` is mapped for reading and `to` for writing for `len` bytes (M1); no code of this process has a reference
+/// to the bytes written (M2).
 #[cfg(target_arch = "x86_64")]
 #[inline]
 unsafe fn copy_abroad(from: *const u8, to: *mut u8, len: usize) {
     if len < LINE_LEN {
-        // SAFETY: reads and writes what the caller vouches for (M1, M2); the direction flag is clear by the ABI.
+        // SAFETY: reads and writes only what the caller vouches for (M1, M2); the ABI keeps the direction flag
+        // clear.
         unsafe {
             std::arch::asm!(
                 "rep movsb",
@@ -578,7 +592,8 @@ unsafe fn copy_abroad(from: *const u8, to: *mut u8, len: usize) {
         }
         return;
     }
-    // SAFETY: the front and the back of what the caller vouches for (M1, M2), each a whole number of lines, to the same of `to`.
+    // SAFETY: copies the front and the back of what the caller vouches for (M1, M2), each a whole number of lines,
+    // to the same place in `to`.
     unsafe {
         std::arch::asm!(
             "2:",
@@ -594,7 +609,8 @@ unsafe fn copy_abroad(from: *const u8, to: *mut u8, len: usize) {
             "add {to}, 64",
             "dec {lines}",
             "jnz 2b",
-            // Back to where a whole line is left to the end; for a whole number of lines that is the last one again.
+            // Go back to one whole line before the end. If the length is a whole number of lines, that is the last
+            // line again.
             "movups {a}, [{from} + {back}]",
             "movups {b}, [{from} + {back} + 16]",
             "movups {c}, [{from} + {back} + 32]",
@@ -616,26 +632,27 @@ unsafe fn copy_abroad(from: *const u8, to: *mut u8, len: usize) {
     }
 }
 
-/// The same elsewhere: byte by byte, each an atomic load.
+/// Copies byte by byte, each by an atomic load: the version for other CPUs.
 ///
 /// # Safety
 /// As above (M1).
 #[cfg(not(target_arch = "x86_64"))]
 unsafe fn copy_abroad(from: *const u8, to: *mut u8, len: usize) {
     use std::sync::atomic::AtomicU8;
-    // SAFETY: mapped for so many bytes by the caller's word (M1), and bytes are always aligned; atomics only (M2).
+    // SAFETY: the caller promises that `len` bytes are mapped (M1), and bytes are always aligned; atomics only (M2).
     let from = unsafe { std::slice::from_raw_parts(from.cast::<AtomicU8>(), len) };
     // SAFETY: as above (M1, M2).
     let to = unsafe { std::slice::from_raw_parts(to.cast::<AtomicU8>(), len) };
     to.iter().zip(from).for_each(|(to, from)| to.store(from.load(crate::sync::Relaxed), crate::sync::Relaxed));
 }
 
-/// Asks the CPU for the lines of `len` bytes from `first` on, to be written soon. A hint: nothing is read or changed.
+/// Asks the CPU for the lines of `len` bytes from `first` on, for writing soon. A hint: it reads and changes
+/// nothing.
 fn prefetch_to_write(first: NonNull<u8>, len: usize) {
     #[cfg(target_arch = "x86_64")]
     for offset in (0..len).step_by(LINE_LEN) {
-        // In assembly, since for a plain x86-64 the compiler makes a prefetch for reading of the intrinsic; CPUs without
-        // the instruction take it for a NOP.
+        // Written in assembly, because on plain x86-64 the compiler turns the intrinsic into a prefetch for reading.
+        // CPUs without the instruction treat it as a NOP.
         // SAFETY: a prefetch of any address has no effect that a program could see; this one is mapped besides (M1).
         unsafe {
             std::arch::asm!(
@@ -649,7 +666,7 @@ fn prefetch_to_write(first: NonNull<u8>, len: usize) {
     let _ = (first, len);
 }
 
-/// The same, to be read soon.
+/// Asks the CPU for the lines of `len` bytes from `first` on, for reading soon. A hint.
 #[inline]
 fn prefetch_to_read(first: NonNull<u8>, len: usize) {
     #[cfg(target_arch = "x86_64")]
@@ -662,7 +679,8 @@ fn prefetch_to_read(first: NonNull<u8>, len: usize) {
     let _ = (first, len);
 }
 
-/// The length of a memory file whose seals say that it cannot shrink, and of its pages. `more` is what must be sealed besides.
+/// Returns the length in bytes of a memory file, and the length of its pages, after checking that its seals forbid
+/// shrinking. `more` names seals that it must carry besides.
 fn sealed_len(memory: BorrowedFd<'_>, more: SealFlags) -> Result<(usize, usize), RegionError> {
     let seals = rustix::fs::fcntl_get_seals(memory).map_err(|_| RegionError::NotMemory)?;
     if !seals.contains(SealFlags::SHRINK) {
@@ -677,7 +695,7 @@ fn sealed_len(memory: BorrowedFd<'_>, more: SealFlags) -> Result<(usize, usize),
     Ok((number(stat.st_size)?, number(stat.st_blksize)?.max(PAGE_LEN)))
 }
 
-/// The same of memory that somebody keeps, which has none but small pages (M3).
+/// Returns the length in bytes of memory that a third party keeps, after checking that it has small pages only (M3).
 fn kept_len(memory: BorrowedFd<'_>) -> Result<usize, RegionError> {
     let (len, page) = sealed_len(memory, SealFlags::empty())?;
     if page > PAGE_LEN {
@@ -686,7 +704,7 @@ fn kept_len(memory: BorrowedFd<'_>) -> Result<usize, RegionError> {
     Ok(len)
 }
 
-/// The same memory, through a descriptor that can only be read through.
+/// Opens the same memory anew through a read-only descriptor.
 pub fn read_only(memory: BorrowedFd<'_>) -> Result<OwnedFd, RegionError> {
     let same = format!("/proc/self/fd/{}", memory.as_raw_fd());
     rustix::fs::open(same, OFlags::RDONLY | OFlags::CLOEXEC, Mode::empty())
@@ -739,7 +757,7 @@ mod tests {
 
     #[test]
     fn m3_huge_pages_that_others_can_punch_are_not_adopted() {
-        // Without a page in the pool: none is needed for a file that nobody has touched.
+        // Needs no page in the pool: the kernel reserves none for a file that was never touched.
         let flags = MemfdFlags::ALLOW_SEALING | MemfdFlags::HUGETLB | MemfdFlags::HUGE_2MB;
         let memory = rustix::fs::memfd_create("test", flags).unwrap();
         rustix::fs::ftruncate(&memory, HUGE_PAGE_LEN as u64).unwrap();
@@ -775,7 +793,7 @@ mod tests {
     fn a_copy_takes_odd_lengths_whole() {
         let ours = Region::create("test", 4096, Pages::Small).unwrap();
         ours.seal_writers().unwrap();
-        // SAFETY: fresh memory of ours, referenced nowhere else (M2).
+        // SAFETY: fresh memory of ours, with no other reference (M2).
         let bytes = unsafe { ours.bytes_mut(0, 4096) }.unwrap();
         bytes.iter_mut().zip(0u8..=255).for_each(|(byte, i)| *byte = i);
         let theirs = PeerRegion::map(ours.fd(), 4096).unwrap();

@@ -1,26 +1,28 @@
 //! A ring: one producer hands messages of a fixed size to one consumer, across processes.
 //!
-//! A message fills its place of 2, 4 or 8 words, a line at most. It is published by that place: its first word carries the message's
-//! index, so the consumer finds out that it is there by the same cache-line transfer that brings it. There is no shared tail. The consumer's
-//! `head` stands in the consumer's own memory, and the producer looks at it only when it believes the ring full.
+//! A message fills its place of 2, 4 or 8 words, a line at most. The place itself publishes the message: its first
+//! word carries the message's index, so the cache-line transfer that brings the message also tells the consumer that
+//! it is there. There is no shared tail. The consumer's `head` lies in the consumer's own memory, and the producer
+//! looks at it only when it believes the ring full.
 //!
-//! The two ends do not trust each other. Each keeps its own index in private memory and treats what the peer wrote as a
-//! claim to be checked.
+//! The two ends do not trust each other. Each keeps its own index in private memory and checks what the peer wrote
+//! as a claim.
 //!
 //! # Rules
 //!
-//! - **R1** An index only grows, wrapping at 2³²; index `i` lives in place `i mod capacity`; capacity is a power of two.
+//! - **R1** An index only grows, wrapping at 2³²; index `i` lives in place `i mod capacity`; capacity is a power of
+//!   two.
 //! - **R2** `tail - head <= capacity`, in wrapping arithmetic.
 //! - **R3** Only the producer stores places; only the consumer stores `head`.
-//! - **R4** A place's stamp is 0 (never written), or `tag << 32 | i` with a tag that is not 0, for the index `i` that was last
-//!   written there: the one the consumer waits for, or the one `capacity` before it.
+//! - **R4** A place's stamp is 0 (never written), or `tag << 32 | i` with a nonzero tag and the index `i` last
+//!   written there. That index is the one the consumer waits for, or the one `capacity` before it.
 //!
 //! # Orderings
 //!
-//! They come in pairs, and are named where the two halves stand:
+//! Orderings come in pairs; a comment at each half names its pair:
 //!
-//! - **PUBLISH** the stamp: stored by [`Producer::push`], loaded by [`Consumer::pop`].
-//! - **RETIRE** `head`: stored by [`Consumer::retire`], loaded by [`Producer::room`].
+//! - **PUBLISH** the stamp: [`Producer::push`] stores it, [`Consumer::pop`] loads it.
+//! - **RETIRE** `head`: [`Consumer::retire`] stores it, [`Producer::room`] loads it.
 
 use std::num::NonZeroU32;
 use std::ops::Deref;
@@ -28,75 +30,76 @@ use std::ops::Deref;
 use crate::line::{Claims, LINE_WORDS, Line};
 use crate::sync::{Acquire, Relaxed, Release, fence};
 
-/// Payload words of a message that fills a line: all but its stamp.
+/// Payload words of a message that fills a line: all words but its stamp.
 pub const MESSAGE_WORDS: usize = LINE_WORDS - 1;
 
-/// What one place carries: `N` words beside the stamp, 1, 3 or 7 of them.
+/// The contents of one place: `N` words beside the stamp, where `N` is 1, 3 or 7.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Message<const N: usize = MESSAGE_WORDS> {
-    /// What the message is; its meaning is the user's of the ring. Travels in the stamp, so it is read exactly once.
+    /// Kind of message; the ring's user defines its meaning. It travels in the stamp, so the consumer reads it
+    /// exactly once.
     pub tag: NonZeroU32,
-    /// The payload.
+    /// The payload. Its meaning depends on `tag`.
     pub words: [u64; N],
 }
 
-/// A rule of this module that the peer broke. The connection is over: nothing it says can be believed.
+/// A rule of this module that the peer broke. The connection is over: nothing the peer says can be trusted any more.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 pub enum Broken {
-    /// The consumer claims to have retired what was not yet pushed, or took back what it had retired.
+    /// The consumer claims to have retired messages that were not yet pushed, or took back what it had retired.
     #[error("the peer broke ring rule R2: it says that its head is {head} where ours goes from {oldest} to {tail}")]
     R2 {
-        /// What the peer claims.
+        /// Head that the peer claims.
         head: u32,
-        /// The last head that was believed.
+        /// The last head that passed the check.
         oldest: u32,
-        /// Our tail.
+        /// Index of the next message that we push.
         tail: u32,
     },
-    /// The producer stamped a line with an index that cannot stand there.
+    /// The producer stamped a line with an index that cannot occur there.
     #[error("the peer broke ring rule R4: place {place} is stamped {stamp:#x} where index {expected} is due")]
     R4 {
-        /// Which place.
+        /// Place of the bad stamp, from 0 to the capacity less one.
         place: u32,
-        /// The stamp found.
+        /// Stamp found.
         stamp: u64,
-        /// The index that is due.
+        /// Index that is due.
         expected: u32,
     },
 }
 
-/// Why a message was not pushed.
+/// Reasons why the producer did not push a message.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 pub enum PushError {
     /// Every place holds a message that the consumer has not retired.
     #[error("the ring is full: all {capacity} messages wait for the peer")]
     Full {
-        /// Places in the ring.
+        /// Number of places in the ring.
         capacity: u32,
     },
-    /// The consumer lies.
+    /// The consumer broke a rule.
     #[error(transparent)]
     Broken(#[from] Broken),
 }
 
-/// Low half of a stamp: the index.
+/// Returns the index: the low half of a stamp.
 #[expect(clippy::cast_possible_truncation, reason = "the low half is what is meant")]
 #[inline]
 fn index_of(stamp: u64) -> u32 {
     stamp as u32
 }
 
-/// High half of a stamp: the tag, unless the place was never written.
+/// Returns the tag, the high half of a stamp, or `None` if the place was never written.
 #[inline]
 fn tag_of(stamp: u64) -> Option<NonZeroU32> {
     NonZeroU32::new(index_of(stamp >> 32))
 }
 
-/// How messages of `N` words beside their stamps lie in lines.
+/// The layout in lines of messages that have `N` words beside their stamps.
 struct Places<const N: usize>;
 
 impl<const N: usize> Places<N> {
-    /// Words of a place.
+    /// Words in a place.
     const WORDS: usize = {
         assert!((N + 1).is_power_of_two() && N < LINE_WORDS && N > 0, "a message has 1, 3 or 7 words beside its stamp");
         N + 1
@@ -112,27 +115,27 @@ impl<const N: usize> Places<N> {
         lines.checked_mul(Self::A_LINE).expect("R1: a ring has fewer than 2^32 places")
     }
 
-    /// The line of a place, and its first word there.
+    /// Returns the line of a place, and the place's first word in that line.
     #[inline(always)]
     fn at(place: u32) -> (usize, usize) {
         ((place / Self::A_LINE) as usize, (place % Self::A_LINE) as usize * Self::WORDS)
     }
 }
 
-/// The end that writes. `M` is our lines; `P` is the memory that holds the consumer's `head`.
+/// The writing end. `M` is our lines; `P` is the memory that holds the consumer's `head`.
 #[derive(Debug)]
 pub struct Producer<M, P, const N: usize = MESSAGE_WORDS> {
     lines: M,
     peer_head: Claims<P>,
     capacity: u32,
-    /// Next index to write. Nothing shared is a source for it.
+    /// Next index to write. We never take it from shared memory.
     tail: u32,
-    /// `head` as last claimed by the consumer. It can be stale, which costs a look, not safety.
+    /// The consumer's last claim of `head`. It can be stale; that costs an extra look, not safety.
     head: u32,
 }
 
 impl<M: Deref<Target = [Line]>, P: Deref<Target = [Line]>, const N: usize> Producer<M, P, N> {
-    /// An end whose next message has index `start`, on `lines` (a power of two of them).
+    /// Creates an end on `lines` (a power of two of them) whose next message has index `start`.
     ///
     /// The consumer stores its head in word 0 of line 0 of `peer_head`, from `start` on.
     pub fn new(lines: M, peer_head: Claims<P>, start: u32) -> Self {
@@ -140,18 +143,18 @@ impl<M: Deref<Target = [Line]>, P: Deref<Target = [Line]>, const N: usize> Produ
         Producer { lines, peer_head, capacity, tail: start, head: start }
     }
 
-    /// An end that goes on where a predecessor stopped, on the lines that it left; `None` if those cannot have been for this consumer, and have to
-    /// be cleared.
+    /// Resumes where a predecessor stopped, on the lines that it left. Returns `None` if those lines cannot have
+    /// been for this consumer; then the caller must clear them.
     ///
-    /// What the consumer has not retired is there still. A batch of which the first message was not written when the predecessor ended was not
-    /// pushed, and is wiped out.
+    /// Messages that the consumer has not retired are still there. If the predecessor ended before it wrote the
+    /// first message of a batch, the batch counts as not pushed, and this function wipes it out.
     pub fn go_on(lines: M, peer_head: Claims<P>) -> Option<Self> {
         let head = index_of(peer_head.load(0, 0));
         let mut producer = Self::new(lines, peer_head, head);
         while producer.used() < producer.capacity && producer.stamp_at(producer.tail) == Some(producer.tail) {
             producer.tail = producer.tail.wrapping_add(1);
         }
-        // R4: behind the last one stands what was there a lap ago, or nothing.
+        // R4: each place behind the last message holds its stamp of one lap ago, or nothing.
         let next = producer.stamp_at(producer.tail);
         let a_lap_ago = producer.tail.wrapping_sub(producer.capacity);
         if next.is_some() && next != Some(a_lap_ago) && producer.used() < producer.capacity {
@@ -166,21 +169,22 @@ impl<M: Deref<Target = [Line]>, P: Deref<Target = [Line]>, const N: usize> Produ
         Some(producer)
     }
 
-    /// Writes a message that a predecessor was to push at `index` and may have pushed; before anybody [goes on](Self::go_on). Once more does no
-    /// harm, as long as nothing was pushed behind it.
+    /// Writes a message that a predecessor was to push at `index` and may have pushed. Call it before
+    /// [`go_on`](Self::go_on). Writing the message a second time does no harm as long as nothing was pushed behind
+    /// it.
     pub fn push_again(lines: &M, index: u32, message: &Message<N>) {
         let (line, first) = Places::<N>::at(index & (Places::<N>::capacity(lines.len()) - 1));
         put_at(&lines[line], first, index, message);
     }
 
-    /// The index that the place of `index` is stamped with, if it was ever written.
+    /// Returns the index in the stamp of the place of `index`, if that place was ever written.
     fn stamp_at(&self, index: u32) -> Option<u32> {
         let (line, first) = Places::<N>::at(index & (self.capacity - 1));
         let stamp = self.lines[line].word(first).load(Relaxed);
         tag_of(stamp).map(|_| index_of(stamp))
     }
 
-    /// Everything that stands in the ring, read or not, with its index; in no order.
+    /// Returns every message in the ring with its index, read or not, in no particular order.
     pub fn left_behind(lines: &M) -> Vec<(u32, Message<N>)> {
         let capacity = Places::<N>::capacity(lines.len());
         let message = |place| {
@@ -192,12 +196,12 @@ impl<M: Deref<Target = [Line]>, P: Deref<Target = [Line]>, const N: usize> Produ
         (0..capacity).filter_map(message).collect()
     }
 
-    /// The index of the next message.
+    /// Returns the index of the next message.
     pub fn tail(&self) -> u32 {
         self.tail
     }
 
-    /// The messages that the consumer had not retired when it was last [looked](Self::look) at, oldest first.
+    /// Returns the messages that the consumer had not retired at the last [`look`](Self::look), oldest first.
     pub fn unretired(&self) -> Vec<Message<N>> {
         let indices = (0..self.used()).map(|i| self.head.wrapping_add(i));
         indices.filter_map(|index| self.message_at(index)).collect()
@@ -210,12 +214,12 @@ impl<M: Deref<Target = [Line]>, P: Deref<Target = [Line]>, const N: usize> Produ
         Some(Message { tag, words: std::array::from_fn(|i| line.word(first + i + 1).load(Relaxed)) })
     }
 
-    /// Places in the ring.
+    /// Returns the number of places in the ring.
     pub fn capacity(&self) -> u32 {
         self.capacity
     }
 
-    /// How many messages can be pushed without a look at the consumer.
+    /// Returns how many messages fit without another look at the consumer.
     #[inline]
     pub fn known_room(&self) -> u32 {
         self.capacity - self.used()
@@ -226,7 +230,7 @@ impl<M: Deref<Target = [Line]>, P: Deref<Target = [Line]>, const N: usize> Produ
         self.tail.wrapping_sub(self.head)
     }
 
-    /// How many messages can be pushed now: a lower bound that needs no look at the peer unless it would be 0.
+    /// Returns how many messages fit now: a lower bound. Looks at the peer only if the bound would otherwise be 0.
     #[inline]
     pub fn room(&mut self) -> Result<u32, Broken> {
         if self.used() == self.capacity {
@@ -235,12 +239,12 @@ impl<M: Deref<Target = [Line]>, P: Deref<Target = [Line]>, const N: usize> Produ
         Ok(self.capacity - self.used())
     }
 
-    /// Looks at the consumer's head and returns it: what it has retired.
+    /// Loads the consumer's head, checks it and returns it. The consumer has retired every message before it.
     pub fn look(&mut self) -> Result<u32, Broken> {
         let head = index_of(self.peer_head.load(0, 0));
-        // RETIRE: whatever the consumer read from the lines before `head`, it has finished reading.
+        // RETIRE: the consumer has finished reading the lines before `head`.
         fence(Acquire);
-        // R1, R2: it moved forward from the last claim, and not past our tail.
+        // R1, R2: the head moved forward from the last claim, and not past our tail.
         if head.wrapping_sub(self.head) > self.used() {
             return Err(Broken::R2 { head, oldest: self.head, tail: self.tail });
         }
@@ -248,7 +252,7 @@ impl<M: Deref<Target = [Line]>, P: Deref<Target = [Line]>, const N: usize> Produ
         Ok(head)
     }
 
-    /// Writes `message` into the next place. The consumer sees it at once; whether it must be woken is the bell's question.
+    /// Writes `message` into the next place. The consumer can see it at once; the bell decides whether to wake it.
     #[inline(always)]
     pub fn push(&mut self, message: &Message<N>) -> Result<(), PushError> {
         if self.room()? == 0 {
@@ -259,9 +263,10 @@ impl<M: Deref<Target = [Line]>, P: Deref<Target = [Line]>, const N: usize> Produ
         Ok(())
     }
 
-    /// Pushes messages from the front of `batch` until the ring is full; says how many it took.
+    /// Pushes messages from the front of `batch` until the ring is full. Returns the number pushed.
     ///
-    /// The first one last: a consumer that waits for it fetches its line again and again, and leaves the others alone until it has come.
+    /// Writes the first message last: a consumer that waits for it fetches its line again and again, and leaves the
+    /// other lines alone until then.
     pub fn push_batch(&mut self, batch: &[Message<N>]) -> Result<usize, Broken> {
         if ((self.capacity - self.used()) as usize) < batch.len() {
             self.look()?;
@@ -285,28 +290,28 @@ impl<M: Deref<Target = [Line]>, P: Deref<Target = [Line]>, const N: usize> Produ
     }
 }
 
-/// Writes a message of index `index` into a line, from word `first` on.
+/// Writes the message with index `index` into a line, from word `first` on.
 #[inline(always)]
 fn put_at<const N: usize>(line: &Line, first: usize, index: u32, message: &Message<N>) {
     for (i, word) in message.words.iter().enumerate() {
         line.word(first + i + 1).store(*word, Relaxed);
     }
-    // PUBLISH: the payload stands before its stamp does.
+    // PUBLISH: store the payload before its stamp.
     line.word(first).store(u64::from(message.tag.get()) << 32 | u64::from(index), Release);
 }
 
-/// The end that reads. `M` is the producer's lines; `H` is our memory that holds our `head`.
+/// The reading end. `M` is the producer's lines; `H` is our memory that holds our `head`.
 #[derive(Debug)]
 pub struct Consumer<M, H, const N: usize = MESSAGE_WORDS> {
     lines: Claims<M>,
     shared_head: H,
     capacity: u32,
-    /// Next index to read. The shared `head` is a copy of this, never a source.
+    /// Next index to read. The shared `head` is only a copy of it; we never load it back.
     head: u32,
 }
 
 impl<M: Deref<Target = [Line]>, H: Deref<Target = [Line]>, const N: usize> Consumer<M, H, N> {
-    /// An end whose next message has index `start`. Its head goes to word 0 of line 0 of `shared_head`.
+    /// Creates an end whose next message has index `start`. It stores its head in word 0 of line 0 of `shared_head`.
     pub fn new(lines: Claims<M>, shared_head: H, start: u32) -> Self {
         let capacity = Places::<N>::capacity(lines.len());
         let consumer = Consumer { lines, shared_head, capacity, head: start };
@@ -314,18 +319,18 @@ impl<M: Deref<Target = [Line]>, H: Deref<Target = [Line]>, const N: usize> Consu
         consumer
     }
 
-    /// An end that goes on at `head`, which stands in `shared_head` already: nothing is stored.
+    /// Resumes at `head`, which `shared_head` already holds. Stores nothing.
     pub fn go_on(lines: Claims<M>, shared_head: H, head: u32) -> Self {
         let capacity = Places::<N>::capacity(lines.len());
         Consumer { lines, shared_head, capacity, head }
     }
 
-    /// The index of the next message to pop.
+    /// Returns the index of the next message to pop.
     pub fn head(&self) -> u32 {
         self.head
     }
 
-    /// Takes the next message, if it is there, as a private copy. Its place is the producer's again after
+    /// Takes the next message, if there is one, as a private copy. Its place belongs to the producer again after
     /// [`retire`](Self::retire).
     #[inline(always)]
     pub fn pop(&mut self) -> Result<Option<Message<N>>, Broken> {
@@ -336,14 +341,14 @@ impl<M: Deref<Target = [Line]>, H: Deref<Target = [Line]>, const N: usize> Consu
             Some(tag) if index_of(stamp) == self.head => tag,
             _ => return self.not_yet(place, stamp),
         };
-        // PUBLISH: the payload that was stored before this stamp is the one we load.
+        // PUBLISH: load the payload that was stored before this stamp.
         fence(Acquire);
         let words = std::array::from_fn(|i| self.lines.load(line, first + i + 1));
         self.head = self.head.wrapping_add(1);
         Ok(Some(Message { tag, words }))
     }
 
-    /// Whether a message is there (or a breach, which [`pop`](Self::pop) will report).
+    /// Whether a message is there, or a breach, which [`pop`](Self::pop) will report.
     #[inline]
     pub fn is_ready(&self) -> bool {
         let place = self.head & (self.capacity - 1);
@@ -351,7 +356,7 @@ impl<M: Deref<Target = [Line]>, H: Deref<Target = [Line]>, const N: usize> Consu
         !matches!(self.not_yet(place, self.lines.load(line, first)), Ok(None))
     }
 
-    /// R4: the place still holds what it held one lap ago, or nothing at all.
+    /// R4: a place without a new message holds its stamp of one lap ago, or nothing at all.
     #[inline(always)]
     fn not_yet(&self, place: u32, stamp: u64) -> Result<Option<Message<N>>, Broken> {
         let a_lap_ago = index_of(stamp) == self.head.wrapping_sub(self.capacity) && tag_of(stamp).is_some();
@@ -361,7 +366,7 @@ impl<M: Deref<Target = [Line]>, H: Deref<Target = [Line]>, const N: usize> Consu
         Err(Broken::R4 { place, stamp, expected: self.head })
     }
 
-    /// Takes up to `into.len()` messages, not yet retired; says how many.
+    /// Takes up to `into.len()` messages and does not retire them. Returns the number taken.
     pub fn pop_batch(&mut self, into: &mut [Message<N>]) -> Result<usize, Broken> {
         for (taken, place) in into.iter_mut().enumerate() {
             match self.pop()? {
@@ -372,21 +377,23 @@ impl<M: Deref<Target = [Line]>, H: Deref<Target = [Line]>, const N: usize> Consu
         Ok(into.len())
     }
 
-    /// Tells the producer that every message popped so far has been copied out and its place may be written again.
+    /// Tells the producer that we have copied every message popped so far, so it may write their places again.
     #[inline]
     pub fn retire(&self) {
-        // RETIRE: our loads from those lines stand before this store.
+        // RETIRE: our loads from those lines come before this store.
         self.retire_to(self.head, 0);
     }
 
-    /// The same of the messages before `head`, of those popped so far. `note` is for whoever goes on after us: the producer does not read it.
+    /// Retires the messages before `head`, out of those popped so far. `note` is for our successor: the producer
+    /// does not read it.
     #[inline]
     pub fn retire_to(&self, head: u32, note: u32) {
-        // RETIRE: our loads from those lines stand before this store.
+        // RETIRE: our loads from those lines come before this store.
         self.shared_head[0].word(0).store(u64::from(note) << 32 | u64::from(head), Release);
     }
 
-    /// Has the messages from index `head` on popped again, which were not retired.
+    /// Sets the read position back to `head`, so that `pop` returns the messages from there on again. They must not
+    /// be retired yet.
     #[inline]
     pub fn put_back(&mut self, head: u32) {
         self.head = head;
@@ -420,7 +427,7 @@ mod tests {
         ring_of(capacity, start)
     }
 
-    /// A ring in so many lines.
+    /// Returns both ends of a ring of `count` lines.
     fn ring_of<const N: usize>(count: usize, start: u32) -> Ring<N> {
         let (ours, head) = (lines(count), lines(1));
         let consumer = Consumer::new(Claims::of(Arc::clone(&ours)), Arc::clone(&head), start);
@@ -521,7 +528,7 @@ mod tests {
         let mut tx: Producer<_, _> = Producer::new(Arc::clone(&ours), Claims::of(Arc::clone(&head)), 0);
         let mut rx: Consumer<_, _> = Consumer::new(Claims::of(Arc::clone(&ours)), Arc::clone(&head), 0);
         tx.push(&message(0)).unwrap();
-        // From its end: 4, 3, 2, and then it is killed.
+        // From its end: 4, 3, 2; then the producer is killed.
         (2..5).rev().for_each(|index| tx.put(index, &message(index.into())));
         drop(tx);
         let mut tx: Producer<_, _> = Producer::go_on(ours, Claims::of(head)).unwrap();
@@ -540,7 +547,7 @@ mod tests {
         assert!(Producer::<_, _>::go_on(ours, Claims::of(lines(1))).is_none());
     }
 
-    /// Pushes and pops as many as `steps` say, in a ring of so many lines.
+    /// Pushes and pops as `steps` say, in a ring of `count` lines.
     fn goes_round<const N: usize>(count: usize, start: u32, steps: &[(usize, usize)]) {
         let (mut tx, mut rx) = ring_of::<N>(count, start);
         let capacity = (count * LINE_WORDS / (N + 1)) as u64;

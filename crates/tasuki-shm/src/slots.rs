@@ -1,60 +1,62 @@
-//! Who owns which slot: the bookkeeping of an arena, kept by the arena's owner alone.
+//! The holder of each slot: the bookkeeping of an arena. Only the arena's owner keeps it.
 //!
-//! The table stands in shared memory that only the owner writes, so that a successor of the owner can read it; what is
-//! free is private. No process but the owner's takes part in allocation.
+//! The table lies in shared memory that only the owner writes, so that a successor of the owner can read it. The set
+//! of free slots is private. Only the owner's process allocates.
 //!
 //! # Rules
 //!
-//! - **S1** A slot has one holder at any instant: nobody ([`Holder::Free`]), the owner ([`Holder::Owner`]), or a peer.
-//! - **S2** A slot's generation grows by one each time it becomes free, so a descriptor from an earlier use is recognised.
-//! - **S3** Only a slot that the owner holds can be lent, and only a lent slot can come back, with the generation it left with. (Where the
-//!   owner knows by itself which slots come back, the index alone names one.)
+//! - **S1** A slot has one holder at any instant: the owner ([`Holder::Owner`]) or a peer, or it is free
+//!   ([`Holder::Free`]).
+//! - **S2** A slot's generation grows by one each time it becomes free, so the owner recognises a descriptor from an
+//!   earlier use.
+//! - **S3** Only a slot that the owner holds can be lent, and only a lent slot can come back, with the generation it
+//!   left with. (If the owner knows by itself which slots come back, the index alone names one.)
 //!
 //! # States
 //!
 //! | holder | event   | next   | because                                                     |
 //! |--------|---------|--------|-------------------------------------------------------------|
 //! | Free   | take    | Owner  | allocation                                                  |
-//! | Free   | supply  | Peer   | the same and lending, in one: the peer is to fill it        |
+//! | Free   | supply  | Peer   | taking and lending in one: the peer is to fill it           |
 //! | Free   | adopt   | Peer   | a predecessor in another process lent it                    |
 //! | Owner  | lend    | Peer   | the slot moves with its descriptor                          |
 //! | Peer   | attach  | Owner  | it came back, and names its generation                      |
-//! | Owner  | release | Free   | nobody needs it                                             |
+//! | Owner  | release | Free   | the owner no longer needs it                                |
 //! | Peer   | reclaim | Free   | the peer is dead, and the dead hold nothing                 |
 //!
-//! Everything else is refused.
+//! Every other step is refused.
 
 use std::sync::Arc;
 
 use crate::line::{LINE_WORDS, Line};
 use crate::sync::{AcqRel, AtomicU64, Relaxed};
 
-/// A slot in use: which, and in which of its lives.
+/// A slot in use: its index and its generation.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct SlotId {
-    /// Which slot of its arena.
+    /// Index of the slot in its arena, from 0.
     pub index: u32,
-    /// How often it had been freed when it was taken.
+    /// How often the slot had been freed when it was taken.
     pub generation: u32,
 }
 
 impl SlotId {
-    /// Both halves in one word, as descriptors carry them.
+    /// Packs index and generation into one word, as descriptors carry them.
     pub fn to_word(self) -> u64 {
         u64::from(self.generation) << 32 | u64::from(self.index)
     }
 
-    /// The reverse of [`to_word`](Self::to_word).
+    /// Reverses [`to_word`](Self::to_word).
     #[expect(clippy::cast_possible_truncation, reason = "the two halves of a word")]
     pub fn from_word(word: u64) -> Self {
         SlotId { index: word as u32, generation: (word >> 32) as u32 }
     }
 }
 
-/// Who holds a slot.
+/// The holder of a slot.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Holder {
-    /// Nobody: it can be taken.
+    /// No holder: the slot can be taken.
     Free,
     /// The owner of the arena.
     Owner,
@@ -82,48 +84,49 @@ impl Holder {
     }
 }
 
-/// A slot was not in the state that the step needs: the peer's claim about it is false, or ours is a bug.
+/// A slot was not in the state that the step needs. Either the peer's claim about it is false, or our own code has a
+/// bug.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 pub enum WrongSlot {
-    /// There is no such slot.
+    /// The index is out of range.
     #[error("slot rule S1 broken: slot {index} was named in an arena of {count}")]
     S1 {
-        /// The index named.
+        /// Index named.
         index: u32,
-        /// Slots there are.
+        /// Number of slots in the arena.
         count: u32,
     },
-    /// The generation is not the slot's.
+    /// The slot has another generation.
     #[error("slot rule S2 broken: slot {} was named with generation {}, but it is in generation {now}", id.index, id.generation)]
     S2 {
-        /// What was named.
+        /// Slot named.
         id: SlotId,
-        /// The slot's generation.
+        /// The slot's present generation.
         now: u32,
     },
-    /// The slot is not in the state from which this step leads on.
+    /// The slot's holder does not permit this step.
     #[error("slot rule S3 broken: slot {} is held by {held:?} where {needed:?} was needed", id.index)]
     S3 {
-        /// What was named.
+        /// Slot named.
         id: SlotId,
-        /// Who holds it.
+        /// Holder of the slot, or `None` if the table's word is invalid.
         held: Option<Holder>,
-        /// Who would have to.
+        /// Holder that the step needs.
         needed: Holder,
     },
 }
 
-/// Memory for a table: a word for each slot.
+/// Memory for a table: one word per slot.
 pub trait Table {
-    /// Words there are.
+    /// Returns the number of words.
     fn len(&self) -> usize;
 
-    /// Whether there are none.
+    /// Whether the table has no words.
     fn is_empty(&self) -> bool {
         self.len() == 0
     }
 
-    /// The word at `index`.
+    /// Returns the word at `index`, or `None` beyond the end.
     fn word(&self, index: u32) -> Option<&AtomicU64>;
 }
 
@@ -142,28 +145,28 @@ macro_rules! table_of_lines {
 }
 table_of_lines!(Box<[Line]> Arc<[Line]>);
 
-/// The slots of one arena. `M` is the owner's shared memory for the table: one word a slot.
+/// The slots of one arena. `M` is the owner's shared memory for the table: one word per slot.
 ///
-/// Threads of the owner's process may use it at the same time.
+/// Several threads of the owner's process may use it at the same time.
 #[derive(Debug)]
 pub struct Slots<M> {
     table: M,
     count: u32,
-    /// One bit a slot, set when it is free. Private to the owner's process.
+    /// One bit per slot, set while it is free. Private to the owner's process.
     free: Box<[AtomicU64]>,
-    /// The slot that is to be taken next if it is still free, or one that does not exist.
+    /// Slot to take next if it is still free, or an index that does not exist.
     next: AtomicU64,
 }
 
-/// Lines that the table of `count` slots needs.
+/// Returns the number of lines that the table of `count` slots needs.
 pub fn table_lines(count: u32) -> usize {
     (count as usize).div_ceil(LINE_WORDS)
 }
 
 impl<M: Table> Slots<M> {
-    /// The bookkeeping of `count` slots. A fresh (zeroed) table has all of them free.
+    /// Starts the bookkeeping of `count` slots. In a fresh (zeroed) table all of them are free.
     ///
-    /// On a table that a dead owner left behind, what the owner held is freed and what a peer holds stays lent.
+    /// In a table that a dead owner left behind, the owner's slots become free and the peer's slots stay lent.
     pub fn new(table: M, count: u32) -> Self {
         assert!(table.len() >= count as usize, "a table of {} words is too small for {count} slots", table.len());
         let free = (0..count.div_ceil(64)).map(|_| AtomicU64::new(0)).collect();
@@ -178,7 +181,7 @@ impl<M: Table> Slots<M> {
         slots
     }
 
-    /// How many slots there are.
+    /// Returns the number of slots.
     pub fn count(&self) -> u32 {
         self.count
     }
@@ -201,7 +204,7 @@ impl<M: Table> Slots<M> {
 
     #[inline(always)]
     fn mark_free(&self, index: u32) {
-        // Every slot has a bit. Pairs with `take_bit`: whoever takes the slot next sees all that was done with it before.
+        // Every slot has a bit. Pairs with `take_bit`: the next taker of the slot sees all earlier accesses to it.
         if let Some(bits) = self.free.get(index as usize / 64) {
             bits.fetch_or(1 << (index % 64), AcqRel);
         }
@@ -216,13 +219,15 @@ impl<M: Table> Slots<M> {
         self.mark_free(id.index);
     }
 
-    /// Takes a free slot: the one that [`choose_next`](Self::choose_next) chose, or else the one with the lowest index.
+    /// Takes a free slot: the one that [`choose_next`](Self::choose_next) chose, or else the one with the lowest
+    /// index.
     pub fn take(&self) -> Option<SlotId> {
         let next = u32::try_from(self.next.load(Relaxed)).ok().filter(|&next| next < self.count);
         next.and_then(|next| self.take_bit(next)).or_else(|| self.take_lowest())
     }
 
-    /// Chooses a free slot that the next [`take`](Self::take) is to get, so that it can be prepared; says which.
+    /// Chooses the free slot that the next [`take`](Self::take) is to get, so that the caller can prepare it.
+    /// Returns its index.
     pub fn choose_next(&self) -> Option<u32> {
         let (i, bits) =
             (0_u32..).zip(&self.free).map(|(i, word)| (i, word.load(Relaxed))).find(|(_, bits)| *bits != 0)?;
@@ -257,7 +262,8 @@ impl<M: Table> Slots<M> {
         Some(id)
     }
 
-    /// Takes free slots straight to the peer, up to `most`, lowest first; hands each to `each`, and says how many there were.
+    /// Moves up to `most` free slots straight to the peer, lowest first, and passes each to `each`. Returns the
+    /// number of slots moved.
     #[inline(always)]
     pub fn supply(&self, most: usize, mut each: impl FnMut(SlotId)) -> usize {
         let mut left = most;
@@ -270,7 +276,7 @@ impl<M: Table> Slots<M> {
                 continue;
             }
             let chosen = lowest(free, left);
-            // Only takers clear bits, so those that were still set are ours. Pairs with `mark_free`.
+            // Only takers clear bits, so bits that were still set are ours. Pairs with `mark_free`.
             let mut ours = word.fetch_and(!chosen, AcqRel) & chosen;
             while ours != 0 {
                 let index = i * 64 + ours.trailing_zeros();
@@ -285,10 +291,10 @@ impl<M: Table> Slots<M> {
         most - left
     }
 
-    /// The word of a slot that `needed` holds.
+    /// Returns the word of a slot, if `needed` holds that slot.
     #[inline(always)]
     fn held(&self, id: SlotId, needed: Holder) -> Result<&AtomicU64, WrongSlot> {
-        // Words beyond the slots', if a table has any, are 0: held by nobody.
+        // If a table has words beyond the last slot, they are 0, which means that they have no holder.
         let right = u64::from(id.generation) << 32 | needed.code();
         match self.table.word(id.index) {
             Some(word) if word.load(Relaxed) == right => Ok(word),
@@ -296,7 +302,7 @@ impl<M: Table> Slots<M> {
         }
     }
 
-    /// What is wrong with a slot that is not as it should be.
+    /// Returns the rule that a slot in the wrong state breaks.
     #[cold]
     fn wrong(&self, id: SlotId, needed: Holder) -> WrongSlot {
         if id.index >= self.count {
@@ -308,7 +314,7 @@ impl<M: Table> Slots<M> {
         }
     }
 
-    /// A predecessor, whose table we do not have, lent this slot to the peer.
+    /// Records that a predecessor, whose table we do not have, lent this slot to the peer.
     pub fn adopt(&self, id: SlotId) -> Result<(), WrongSlot> {
         if id.index >= self.count {
             return Err(WrongSlot::S1 { index: id.index, count: self.count });
@@ -320,10 +326,11 @@ impl<M: Table> Slots<M> {
         Ok(())
     }
 
-    /// [`adopt`](Self::adopt) of many slots at a time: best in runs whose numbers are near to each other.
+    /// Records many slots at a time, as [`adopt`](Self::adopt) does. Fastest for runs of slots with numbers near
+    /// each other.
     ///
     /// # Errors
-    /// The first slot that cannot be one, or is not free, or is named twice. Those before it are lent by then.
+    /// The first slot that does not exist, or is not free, or is named twice. The slots before it are lent by then.
     pub fn adopt_all(&self, ids: impl IntoIterator<Item = SlotId>) -> Result<(), WrongSlot> {
         let mut run = [SlotId { index: 0, generation: 0 }; 64];
         let (mut len, mut place, mut bits) = (0, 0, 0_u64);
@@ -337,19 +344,19 @@ impl<M: Table> Slots<M> {
                 self.adopt_run(&run[..len], place, bits)?;
                 (len, place, bits) = (0, id.index / 64, 0);
             }
-            // Never beyond its end: each of them has a bit of its own.
+            // Never beyond the end of `run`: each slot in it has a bit of its own.
             run[len] = id;
             (len, bits) = (len + 1, bits | bit);
         }
         self.adopt_run(&run[..len], place, bits)
     }
 
-    /// Slots of one word of bits, each once.
+    /// Adopts slots of one word of bits, each named once.
     fn adopt_run(&self, ids: &[SlotId], place: u32, bits: u64) -> Result<(), WrongSlot> {
         if ids.is_empty() {
             return Ok(());
         }
-        // Only takers clear bits, so those that were still set are ours. Pairs with `mark_free`.
+        // Only takers clear bits, so bits that were still set are ours. Pairs with `mark_free`.
         let ours = self.free[place as usize].fetch_and(!bits, AcqRel) & bits;
         for &id in ids {
             if ours >> (id.index % 64) & 1 == 1 {
@@ -362,12 +369,12 @@ impl<M: Table> Slots<M> {
         }
     }
 
-    /// Whether the peer has this slot.
+    /// Checks that the peer holds this slot.
     pub fn is_lent(&self, id: SlotId) -> Result<(), WrongSlot> {
         self.held(id, Holder::Peer).map(drop)
     }
 
-    /// The slot goes to the peer.
+    /// Lends the owner's slot to the peer.
     #[inline(always)]
     pub fn lend(&self, id: SlotId) -> Result<(), WrongSlot> {
         let word = self.held(id, Holder::Owner)?;
@@ -375,7 +382,7 @@ impl<M: Table> Slots<M> {
         Ok(())
     }
 
-    /// The slot came back from the peer.
+    /// Gives a slot that came back from the peer to the owner.
     #[inline(always)]
     pub fn attach(&self, id: SlotId) -> Result<(), WrongSlot> {
         let word = self.held(id, Holder::Peer)?;
@@ -383,7 +390,7 @@ impl<M: Table> Slots<M> {
         Ok(())
     }
 
-    /// [`attach`](Self::attach) of the slot at `index`, in whatever generation it was lent: says in which.
+    /// Does the same as [`attach`](Self::attach) for the slot at `index`, in any generation. Returns its id.
     #[inline(always)]
     pub fn attach_at(&self, index: u32) -> Result<SlotId, WrongSlot> {
         let lent = self.table.word(index).map(|place| (place, place.load(Relaxed)));
@@ -403,7 +410,7 @@ impl<M: Table> Slots<M> {
         self.wrong(SlotId { index, generation }, Holder::Peer)
     }
 
-    /// The owner needs it no longer.
+    /// Frees a slot that the owner no longer needs.
     #[inline(always)]
     pub fn release(&self, id: SlotId) -> Result<(), WrongSlot> {
         let word = self.held(id, Holder::Owner)?;
@@ -412,27 +419,29 @@ impl<M: Table> Slots<M> {
         Ok(())
     }
 
-    /// [`release`](Self::release) of a slot that is known to be the owner's: whoever calls has its one handle.
+    /// Does the same as [`release`](Self::release) for a slot that the owner certainly holds: the caller has its
+    /// only handle.
     #[inline(always)]
     pub(crate) fn release_own(&self, id: SlotId) {
         debug_assert!(self.held(id, Holder::Owner).is_ok(), "S3: a Slot's holder is the owner");
         self.free_again(id);
     }
 
-    /// [`lend`](Self::lend) of a slot that is known to be the owner's.
+    /// Does the same as [`lend`](Self::lend) for a slot that the owner certainly holds.
     #[inline(always)]
     pub(crate) fn lend_own(&self, id: SlotId) {
         debug_assert!(self.held(id, Holder::Owner).is_ok(), "S3: a Slot's holder is the owner");
         self.set(id, Holder::Peer);
     }
 
-    /// The peer is dead: all it held is free. Looks at every slot once; says how many it got back.
+    /// Frees all slots of a dead peer. Looks at every slot once. Returns the number freed.
     pub fn reclaim(&self) -> u32 {
         let held = (0..self.count).filter(|&index| self.state(index).1 == Some(Holder::Peer));
         held.map(|index| self.free_again(SlotId { index, generation: self.state(index).0 })).map(|()| 1).sum()
     }
 
-    /// How many slots are free, with the owner, and with the peer. They add up to [`count`](Self::count).
+    /// Counts the slots that are free, with the owner, and with the peer. The three numbers add up to
+    /// [`count`](Self::count).
     pub fn census(&self) -> Census {
         let mut census = Census::default();
         for index in 0..self.count {
@@ -446,7 +455,7 @@ impl<M: Table> Slots<M> {
     }
 }
 
-/// The `count` lowest bits that are set, or all of them.
+/// Returns the `count` lowest set bits, or all set bits if there are fewer.
 #[inline]
 fn lowest(bits: u64, count: usize) -> u64 {
     let mut rest = bits;
@@ -457,14 +466,14 @@ fn lowest(bits: u64, count: usize) -> u64 {
     bits & !rest
 }
 
-/// Where the slots of an arena are.
+/// Number of slots in each state.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Census {
-    /// With nobody.
+    /// Number of free slots.
     pub free: u32,
-    /// With the arena's owner.
+    /// Number of slots that the arena's owner holds.
     pub owner: u32,
-    /// With the peer.
+    /// Number of slots that the peer holds.
     pub peer: u32,
 }
 
@@ -542,7 +551,7 @@ mod tests {
             many.adopt_all(order.iter().map(|&index| id(index))).unwrap();
             assert_eq!(one.census(), many.census());
             order.iter().for_each(|&index| many.is_lent(id(index)).unwrap());
-            // All others can be taken, and none of these.
+            // All other slots can be taken, and none of these.
             assert_eq!(std::iter::from_fn(|| many.take()).count(), 150 - order.len());
         }
     }
@@ -582,7 +591,7 @@ mod tests {
         assert_eq!(slots.take(), Some(SlotId { index: 3, generation: 11 }));
     }
 
-    /// The table at the head of this file is the expected value: every pair of state and step.
+    /// Takes the table at the head of this file as the expected value: every pair of state and step.
     #[test]
     fn the_table_is_the_code() {
         let rows: Vec<[String; 3]> = include_str!("slots.rs")

@@ -1,49 +1,49 @@
 //! Counters and histograms that another process can read while they are written.
 //!
-//! They have one writer, so counting is a load and a store and no locked instruction. A reader sees every number as it was
-//! at some moment, each counter growing; two counters may be from different moments.
+//! They have one writer, so counting takes a load and a store and no locked instruction. A reader sees each number
+//! as it was at some moment, and each counter grows. Two counters may be from different moments.
 
 use std::ops::Deref;
 
 use crate::line::{Claims, LINE_WORDS, Line};
 use crate::sync::Relaxed;
 
-/// Counters of one writer, by index. `M` is our own memory, eight counters a line.
+/// Counters of one writer, by index. `M` is our own memory, eight counters per line.
 #[derive(Debug)]
 pub struct Counters<M>(M);
 
 impl<M: Deref<Target = [Line]>> Counters<M> {
-    /// Counters in `lines`.
+    /// Uses the counters in `lines`, with their present values.
     pub fn new(lines: M) -> Self {
         Counters(lines)
     }
 
-    /// Adds `n` to counter `which`.
+    /// Adds `n` to counter `which`, wrapping.
     #[inline]
     pub fn add(&self, which: usize, n: u64) {
         let word = self.0[which / LINE_WORDS].word(which % LINE_WORDS);
         word.store(word.load(Relaxed).wrapping_add(n), Relaxed);
     }
 
-    /// What counter `which` says.
+    /// Returns the value of counter `which`.
     pub fn get(&self, which: usize) -> u64 {
         self.0[which / LINE_WORDS].word(which % LINE_WORDS).load(Relaxed)
     }
 }
 
-/// Steps per doubling: a value is known to one part in sixteen.
+/// Steps per doubling: a bucket gives a value to one part in sixteen.
 const STEPS: usize = 16;
 
 /// Values from 2^40 on (18 minutes, in ns) fall into the last bucket.
 const LARGEST_LOG2: usize = 40;
 
-/// Buckets of a histogram.
+/// Number of buckets in a histogram.
 pub const BUCKETS: usize = STEPS * (LARGEST_LOG2 - 3);
 
-/// Lines that a histogram needs.
+/// Number of lines that a histogram needs.
 pub const HISTOGRAM_LINES: usize = BUCKETS.div_ceil(LINE_WORDS);
 
-/// The bucket of `value`: values below 16 have one each, then 16 for each doubling.
+/// Returns the bucket of `value`. Values below 16 have one bucket each; above, each doubling has 16.
 fn bucket(value: u64) -> usize {
     let log2 = 63 - (value | 1).leading_zeros() as usize;
     if log2 < 4 {
@@ -53,7 +53,7 @@ fn bucket(value: u64) -> usize {
     ((log2 - 3) * STEPS + step).min(BUCKETS - 1)
 }
 
-/// The smallest value of a bucket.
+/// Returns the smallest value of a bucket.
 fn floor_of(bucket: usize) -> u64 {
     match bucket / STEPS {
         0 => bucket as u64,
@@ -66,19 +66,19 @@ fn floor_of(bucket: usize) -> u64 {
 pub struct Histogram<M>(Counters<M>);
 
 impl<M: Deref<Target = [Line]>> Histogram<M> {
-    /// A histogram in `lines`: [`HISTOGRAM_LINES`] of them.
+    /// Uses the histogram in `lines`, at least [`HISTOGRAM_LINES`] of them.
     pub fn new(lines: M) -> Self {
         assert!(lines.len() >= HISTOGRAM_LINES, "a histogram needs {HISTOGRAM_LINES} lines, not {}", lines.len());
         Histogram(Counters::new(lines))
     }
 
-    /// Counts one `value` (ns, bytes: the user's unit).
+    /// Counts one `value`, in a unit that the caller chooses (ns, bytes).
     pub fn record(&self, value: u64) {
         self.0.add(bucket(value), 1);
     }
 }
 
-/// What a reader saw of a histogram.
+/// A reader's copy of a histogram.
 #[derive(Debug, Clone)]
 pub struct Snapshot {
     counts: Vec<u64>,
@@ -91,12 +91,13 @@ impl Snapshot {
         Snapshot { counts: counts.collect() }
     }
 
-    /// How many values were counted.
+    /// Returns how many values were counted.
     pub fn count(&self) -> u64 {
         self.counts.iter().fold(0, |sum, n| sum.wrapping_add(*n))
     }
 
-    /// The value below which `share` (0 to 1) of all values lie, to one part in sixteen; `None` when there are none.
+    /// Returns the value below which `share` (0 to 1) of all values lie, to one part in sixteen, or `None` if there
+    /// are no values.
     #[expect(clippy::cast_precision_loss, reason = "a share of a count")]
     pub fn quantile(&self, share: f64) -> Option<u64> {
         let wanted = self.count() as f64 * share;

@@ -1,8 +1,8 @@
-//! The atomics in use: those of the machine, or loom's when a model explores them.
+//! The atomics in use: the machine's, or loom's while loom explores a model.
 //!
-//! Loads from memory that is mapped read-only are always `Relaxed` and followed by a fence where
-//! an ordering is meant: the language promises no more for read-only memory
-//! (`std::sync::atomic`, "Atomic accesses to read-only memory"), and loom models fences exactly.
+//! Loads from memory that is mapped read-only are always `Relaxed`, followed by a fence where an ordering is meant.
+//! The language promises no more for read-only memory (`std::sync::atomic`, "Atomic accesses to read-only memory"),
+//! and loom models fences exactly.
 
 #[cfg(loom)]
 pub use loom::sync::atomic::{AtomicU64, fence};

@@ -1,9 +1,9 @@
-//! The part of a bell that the kernel keeps: a pipe to sleep in, and how long to spin before.
+//! The kernel's part of a bell: a pipe to sleep in, and how long to spin before.
 //!
-//! A pipe and not an eventfd, for two reasons. Its two ends are separate open files, so a hostile holder of one end cannot
-//! make the other end's writes block (clearing `O_NONBLOCK` on an eventfd would do that to us); and the end of its only
-//! writer is an end of file, so a death wakes whoever waits. The price on one core is 4 % of a round trip
-//! (docs/decisions/0003-pipes-for-bells.md).
+//! A pipe and not an eventfd, for two reasons. The two ends of a pipe are separate open files, so a hostile holder
+//! of one end cannot make the other end's writes block. With an eventfd it could, by clearing `O_NONBLOCK`. And when
+//! the only writer ends, the reader sees an end of file, so a death wakes the waiter. The price on one core is 4 %
+//! of a round trip (docs/decisions/0003-pipes-for-bells.md).
 
 use std::io::{self, IoSlice, IoSliceMut};
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
@@ -16,26 +16,27 @@ use rustix::io::{Errno, ReadWriteFlags};
 use rustix::pipe::PipeFlags;
 use rustix::thread::CpuSet;
 
-/// Naps between two drainings of the pipe. Each nap leaves one byte, and a pipe holds 65,536 of them.
+/// Number of naps between two drainings of the pipe. Each nap leaves one byte, and a pipe holds 65,536 bytes.
 const NAPS_BEFORE_DRAIN: u32 = 4096;
 
-/// What ended a sleep.
+/// The event that ended a sleep.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Woken {
-    /// The bell was rung (or the kernel woke us for nothing; look at the rings).
+    /// The bell rang. The kernel can also wake us without a ring: look at the rings.
     Rung,
-    /// The peer is gone: nobody is left who could ring.
+    /// The peer is gone: no process is left that could ring.
     PeerGone,
-    /// The time is up.
+    /// The time limit passed.
     TimedOut,
 }
 
-/// The two ends of a new bell pipe: where to sleep, and what to ring. Both close on exec and never block.
+/// Creates a bell pipe. Returns its read end, to sleep in, and its write end, to ring. Both close on exec and never
+/// block.
 pub fn bell_pipe() -> io::Result<(OwnedFd, OwnedFd)> {
     Ok(rustix::pipe::pipe_with(PipeFlags::CLOEXEC | PipeFlags::NONBLOCK)?)
 }
 
-/// Where one waiter sleeps.
+/// The place where one waiter sleeps.
 #[derive(Debug)]
 pub struct Sleeper {
     epoll: OwnedFd,
@@ -44,15 +45,15 @@ pub struct Sleeper {
 }
 
 impl Sleeper {
-    /// A sleeper in the read end of a bell pipe.
+    /// Creates a sleeper in the read end of a bell pipe.
     pub fn new(pipe: OwnedFd) -> io::Result<Self> {
         let epoll = epoll::create(epoll::CreateFlags::CLOEXEC)?;
-        // Edge-triggered: a nap then costs one system call, since the byte that ended it need not be read.
+        // Edge-triggered: then a nap costs one system call, because the byte that ended it need not be read.
         epoll::add(&epoll, &pipe, epoll::EventData::new_u64(0), epoll::EventFlags::IN | epoll::EventFlags::ET)?;
         Ok(Sleeper { epoll, pipe, naps: 0 })
     }
 
-    /// Sleeps until the bell is rung, the peer is gone, or it is `until`.
+    /// Sleeps until the bell rings, the peer is gone, or the time is `until`.
     pub fn sleep(&mut self, until: Option<Instant>) -> io::Result<Woken> {
         let left = until.map(|at| timespec(at.saturating_duration_since(Instant::now())));
         let mut events = [epoll::Event { flags: epoll::EventFlags::empty(), data: epoll::EventData::new_u64(0) }; 1];
@@ -73,12 +74,12 @@ impl Sleeper {
         Ok(woken)
     }
 
-    /// Whether the peer is gone, without sleeping. Forgets rings that were not yet noticed.
+    /// Whether the peer is gone. Does not sleep. Consumes rings that were not yet noticed.
     pub fn peer_is_gone(&mut self) -> io::Result<bool> {
         Ok(self.sleep(Some(Instant::now()))? == Woken::PeerGone)
     }
 
-    /// The end to put into another epoll. It becomes readable when the bell is rung; [`drain`] it then.
+    /// Returns the end to put into another epoll. It becomes readable when the bell rings; [`drain`] it then.
     pub fn fd(&self) -> BorrowedFd<'_> {
         self.pipe.as_fd()
     }
@@ -88,7 +89,7 @@ pub(crate) fn timespec(left: Duration) -> Timespec {
     Timespec { tv_sec: i64::try_from(left.as_secs()).unwrap_or(i64::MAX), tv_nsec: left.subsec_nanos().into() }
 }
 
-/// Reads what rings have left in a bell pipe. Never blocks, even if the peer has fiddled with our end's flags.
+/// Reads the bytes that rings left in a bell pipe. Never blocks, even if the peer changed the flags of our end.
 pub fn drain(pipe: BorrowedFd<'_>) {
     let mut bytes = [0; 4096];
     loop {
@@ -103,8 +104,8 @@ pub fn drain(pipe: BorrowedFd<'_>) {
     }
 }
 
-/// Whether this kernel has per-call non-blocking pipes (Linux 6.4). If it has, a descriptor of a peer's that refuses to be
-/// one of them is no pipe, and it is not touched in a way that could block.
+/// Whether this kernel has per-call non-blocking pipes (Linux 6.4). If it has, and a peer's descriptor does not
+/// support them, that descriptor is not a pipe. Then we do nothing with it that could block.
 fn knows_nowait() -> bool {
     static KNOWS: OnceLock<bool> = OnceLock::new();
     *KNOWS.get_or_init(|| {
@@ -115,27 +116,29 @@ fn knows_nowait() -> bool {
     })
 }
 
-/// Opens the write end of a bell's pipe anew: an end that shares nothing with the one that was given, not even whether it blocks.
+/// Opens the write end of a bell's pipe anew. The new end shares no state with the given one, not even its blocking
+/// mode.
 pub fn open_anew(bell: BorrowedFd<'_>) -> io::Result<OwnedFd> {
     let same = format!("/proc/self/fd/{}", bell.as_raw_fd());
     Ok(rustix::fs::open(same, OFlags::WRONLY | OFlags::NONBLOCK | OFlags::CLOEXEC, Mode::empty())?)
 }
 
-/// What rings a bell: the write end of its pipe.
+/// Rings a bell: the write end of its pipe.
 #[derive(Debug)]
 pub struct Clapper {
     pipe: OwnedFd,
-    /// Whether somebody else may hold this very end and have made it blocking.
+    /// Whether another process may hold this same open file and have made it blocking.
     shared: bool,
 }
 
 impl Clapper {
-    /// An end that only we hold.
+    /// Uses an end that only we hold.
     pub fn own(pipe: OwnedFd) -> Self {
         Clapper { pipe, shared: false }
     }
 
-    /// An end that a peer made and passed to us: opened anew where the pipe's mode lets us, so that it is ours alone.
+    /// Uses an end that a peer made and passed to us. Opens it anew if the pipe's mode permits, so that it is ours
+    /// alone.
     pub fn from_peer(pipe: OwnedFd) -> Self {
         match open_anew(pipe.as_fd()) {
             Ok(own) => Clapper::own(own),
@@ -143,7 +146,7 @@ impl Clapper {
         }
     }
 
-    /// Rings. A bell nobody listens to any more is rung for nothing: its owner's death is learnt elsewhere.
+    /// Rings. If the bell has no listener any more, the ring has no effect: we learn of its owner's death elsewhere.
     pub fn ring(&self) {
         self.ring_as(&[1]);
     }
@@ -161,25 +164,26 @@ impl Clapper {
     }
 }
 
-/// The CPU we run on.
+/// Returns the CPU on which this thread runs, or [`NO_CPU`](crate::bell::NO_CPU).
 pub fn this_cpu() -> u32 {
     u32::try_from(rustix::thread::sched_getcpu()).unwrap_or(crate::bell::NO_CPU)
 }
 
-/// Rounds of the measurement in [`nap_cost`]: 1 to 2 ms in all.
+/// Number of rounds of the measurement in [`nap_cost`]: 1 to 2 ms in all.
 const ROUNDS: usize = 21;
 
-/// Where [`nap_cost`] is cut off, so that one hiccup of the machine does not make every waiter spin for long.
+/// Upper limit of [`nap_cost`], so that one hiccup of the machine does not make every waiter spin for long.
 const NAP_COST_MAX: Duration = Duration::from_micros(200);
 
-/// What it costs to park here and be woken from another CPU: how long it pays to spin (twice the best choice at
-/// worst). Measured at the first call, in about 2 ms; zero where there is no second CPU, since spinning is then in the way.
+/// Returns the cost of parking here and being woken from another CPU. It pays to spin that long (twice the best
+/// choice at worst). The first call measures it, in about 2 ms. Zero if there is no second CPU, since spinning then
+/// only gets in the way.
 pub fn nap_cost() -> Duration {
     static COST: OnceLock<Duration> = OnceLock::new();
     *COST.get_or_init(|| measure_nap().unwrap_or(Duration::ZERO).min(NAP_COST_MAX))
 }
 
-/// Median of half a round trip between two threads on two CPUs, both sleeping in pipes.
+/// Returns the median of half a round trip between two threads on two CPUs that both sleep in pipes.
 fn measure_nap() -> Option<Duration> {
     let cpus = std::thread::available_parallelism().map_or(1, usize::from).max(online_cpus());
     let here = this_cpu() as usize;

@@ -1,4 +1,4 @@
-//! Bad input: everything that can be wrong from outside is met with the error that names it, in a sentence that says what was
+//! Bad input: every possible fault from outside meets the error that names it, in a sentence that says what was
 //! found and what to do. Run with `--nocapture` to read them all.
 #![cfg(all(test, not(loom)))]
 
@@ -47,15 +47,16 @@ mod tests {
         told.act();
     }
 
-    /// Lowers the limit so that exactly `spare` descriptors can still be opened. The limit is on their numbers, and whoever
-    /// started the tests may have left us open ones of high numbers: so the free numbers are counted, not the open ones.
+    /// Lowers the limit so that exactly `spare` descriptors can still be opened. The limit applies to descriptor
+    /// numbers, and the parent of the tests may have left us open descriptors with high numbers. So count the free
+    /// numbers, not the open ones.
     fn leave_descriptors(spare: usize) {
         let is_free = |number: &u64| !Path::new(&format!("/proc/self/fd/{number}")).is_symlink();
         let free = (0..).filter(is_free).take(spare);
         limit(Resource::Nofile, free.last().map_or(0, |number| number + 1));
     }
 
-    /// Both limits, so that the library cannot raise the one to the other.
+    /// Sets both limits, so that the library cannot raise the soft limit to the hard one.
     fn limit(resource: Resource, to: u64) {
         rustix::process::setrlimit(resource, Rlimit { current: Some(to), maximum: Some(to) }).unwrap();
     }
@@ -66,7 +67,8 @@ mod tests {
         line.split_whitespace().next().unwrap().parse::<u64>().unwrap() * 1024
     }
 
-    /// A process of another user, or one with little: says on its standard output what became of its attempt.
+    /// Runs as a process of another user, or with few resources. Prints the outcome of its attempt on standard
+    /// output.
     fn stranger(what: &str, path: &Path) {
         let said = match what {
             "connect" => Client::connect(path, &small()).map(drop).map_err(|error| error.to_string()),
@@ -87,7 +89,7 @@ mod tests {
         println!("@@{}", said.err().unwrap_or_else(|| "welcome".into()));
     }
 
-    /// What a stranger says; `None` if it cannot even start (another user may not be able to run this file).
+    /// Returns a stranger's output, or `None` if it cannot start (another user may not be able to run this file).
     fn ask_stranger(what: &str, path: &Path, uid: Option<u32>) -> Option<String> {
         let mut command = Command::new(std::env::current_exe().unwrap());
         command.args(["--exact", "tests::child_role", "--nocapture", "--test-threads=1"]);
@@ -107,7 +109,7 @@ mod tests {
         Some(said[at + 2..].lines().next().unwrap().to_owned())
     }
 
-    /// Prints a sentence, and checks that it says what it must.
+    /// Prints a sentence, and checks that it contains all `parts`.
     fn says(case: &str, sentence: impl Display, parts: &[&str]) {
         let sentence = sentence.to_string();
         println!("{case}\n    {sentence}");
@@ -299,7 +301,7 @@ mod tests {
         }
     }
 
-    // ---- the other end is no Tasuki of ours --------------------------------------------------------------------------------
+    // ---- the other end is not a Tasuki process ----------------------------------------------------------------------------
 
     fn socket() -> OwnedFd {
         rustix::net::socket_with(AddressFamily::UNIX, SocketType::SEQPACKET, SocketFlags::CLOEXEC, None).unwrap()
@@ -321,7 +323,7 @@ mod tests {
         rustix::net::sendmsg(socket, &[std::io::IoSlice::new(bytes)], &mut control, SendFlags::NOSIGNAL).unwrap();
     }
 
-    /// The bytes of one packet; no bytes when the other end has closed. Descriptors are dropped.
+    /// Receives one packet. Returns no bytes if the other end has closed the socket. Drops descriptors.
     fn receive(socket: &OwnedFd) -> Vec<u8> {
         let mut bytes = [0; 256];
         let mut space = [std::mem::MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(4))];
@@ -343,7 +345,7 @@ mod tests {
         [geometry.slot_len.to_le_bytes(), geometry.count.to_le_bytes()].concat()
     }
 
-    /// As docs/design/call.md describes it: a client of 64 entries and twice 16 slots.
+    /// Builds a Hello as docs/design/call.md describes it: a client of 64 entries and twice 16 slots.
     fn hello(ring: u32, arena: Geometry, replies: Geometry) -> Vec<u8> {
         let mut packet = head(VERSION, 1);
         packet.extend(ring.to_le_bytes());
@@ -363,7 +365,7 @@ mod tests {
         packet
     }
 
-    /// Bytes of control memory for 64 entries and 16 slots.
+    /// Length in bytes of the control memory for 64 entries and 16 slots.
     const SEGMENT_LEN: usize = (194 * 64_usize).next_multiple_of(4096) + 64 * 64;
 
     fn memory(len: usize, seals: SealFlags) -> OwnedFd {
@@ -375,7 +377,7 @@ mod tests {
 
     const SEALED: SealFlags = SealFlags::SHRINK.union(SealFlags::GROW).union(SealFlags::FUTURE_WRITE);
 
-    /// A segment that is in order, but for its length.
+    /// Returns a segment that is correct except for its length.
     fn segment(len: usize) -> OwnedFd {
         let region = Region::create("test", len, Pages::Small).unwrap();
         let words = region.span::<tasuki_shm::sync::AtomicU64>(0, 1).unwrap();
@@ -384,7 +386,7 @@ mod tests {
         region.fd().try_clone_to_owned().unwrap()
     }
 
-    /// What a real client makes of a server that answers its Hello with this.
+    /// Returns the error of a real client whose Hello a server answers with this packet.
     fn answered_with(bytes: &[u8], fds: &[BorrowedFd<'_>]) -> ConnectError {
         let folder = Folder::new();
         let listener = listener(&folder.socket());
@@ -487,7 +489,7 @@ mod tests {
             error,
             &[&folder.socket().display().to_string(), "hangs or is overloaded", "ms"],
         );
-        // Its backlog of 8, full of those who gave up.
+        // The server's backlog of 8 is full of clients that gave up.
         for _ in 0..20 {
             is!(Client::connect(folder.socket(), &options).unwrap_err(), ConnectError::Silent { .. });
         }
@@ -516,9 +518,9 @@ mod tests {
         });
     }
 
-    // ---- the client is no Tasuki of ours -----------------------------------------------------------------------------------
+    // ---- the client is not a Tasuki process -------------------------------------------------------------------------------
 
-    /// What a real server answers to this as a first packet: the code of its refusal and the two numbers in it.
+    /// Sends `bytes` as a first packet to a real server. Returns the code of its refusal and the two numbers in it.
     fn refusal(path: &Path, bytes: &[u8], fds: &[BorrowedFd<'_>]) -> (u16, u64, u64) {
         let socket = socket();
         rustix::net::connect(&socket, &SocketAddrUnix::new(path).unwrap()).unwrap();
@@ -571,7 +573,7 @@ mod tests {
         assert_eq!(refusal(path, &hello(RING, Geometry { slot_len: 5, count: 1 }, POOL), &[]).0, 5);
         let huge = Geometry { slot_len: u32::MAX - 4095, count: u32::MAX };
         assert_eq!(refusal(path, &hello(RING, huge, huge), &[]).0, 5, "sizes whose sum does not fit into 64 bits");
-        // Those who connect and say nothing, more than are waited for.
+        // More silent connections than the server keeps waiting for.
         let silent: Vec<_> = (0..200)
             .map(|_| {
                 let silent = socket();
@@ -722,9 +724,10 @@ mod tests {
         }
     }
 
-    // ---- two at once ---------------------------------------------------------------------------------------------------------
+    // ---- two at the same time ---------------------------------------------------------------------------------------------
 
-    /// All who bind the same path at the same time: one of them is the server, and it can be reached.
+    /// Lets `threads` threads bind the same path at the same time. One of them becomes the server, and clients can
+    /// reach it.
     fn bind_at_once(path: &Path, threads: usize) {
         let barrier = Barrier::new(threads);
         let bound: Vec<_> = std::thread::scope(|scope| {
@@ -756,7 +759,7 @@ mod tests {
         for round in 0..200 {
             let path = folder.join("s");
             if round % 2 == 0 {
-                // What a dead server left behind is in the way of all of them.
+                // A dead server's socket file is in the way of all of them.
                 drop(listener(&path));
             }
             bind_at_once(&path, 4);

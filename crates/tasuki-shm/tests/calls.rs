@@ -1,4 +1,5 @@
-//! Calls, from the outside: what is sent arrives whole, what cannot be sent is an error, and nothing is lost on the way.
+//! Calls, from the outside: every request arrives whole, an impossible request is an error, and nothing is lost on
+//! the way.
 #![cfg(all(test, not(loom)))]
 
 mod common;
@@ -363,7 +364,7 @@ mod tests {
         }
         eventually("all are back", || match client.call(Ask::new(ECHO, b"last"), ample()) {
             Ok(_) => client.in_flight() == 0,
-            // The server may still have all that were given up.
+            // The server may still have all the calls that the client abandoned.
             Err(failure) => {
                 assert!(matches!(failure.why, CallError::Full { .. }), "{failure}");
                 false
@@ -403,7 +404,8 @@ mod tests {
         }
     }
 
-    /// As many calls as the ring holds, all in flight at the same time, their results fetched last to first.
+    /// Makes as many calls as the ring holds, all in flight at the same time, and fetches their results last to
+    /// first.
     fn all_at_once(client: &mut Client, ring: u32, len: impl Fn(u64) -> usize) {
         let calls = 0..u64::from(ring);
         let mut tickets: Vec<_> =
@@ -458,7 +460,7 @@ mod tests {
             let ticket = defer(&mut client, number);
             if client.arm().unwrap() == Armed::Idle {
                 host.board.add(RELEASE, 1);
-                // The server may see the release before the request: then the next one is for it.
+                // The server may see the release before the request. Then the next release answers the request.
                 while !readable(client.fd().unwrap(), Duration::from_millis(3)) {
                     host.board.add(RELEASE, 1);
                 }
@@ -545,7 +547,7 @@ mod tests {
         for _ in 0..10 {
             echo(&mut last, b"at once");
         }
-        // What the handshakes left to do is done when the server has been quiet for a while.
+        // The server finishes the work that the handshakes left once it has been quiet for a while.
         let (start, used) = (Instant::now(), cpu_time(server.pid()));
         std::thread::sleep(Duration::from_secs(1));
         let share = (cpu_time(server.pid()) - used).as_secs_f64() / start.elapsed().as_secs_f64();
@@ -555,7 +557,7 @@ mod tests {
         echo(&mut hundredth, b"the idle are still connected");
     }
 
-    /// What the model knows of a call in flight.
+    /// The model's record of a call in flight.
     struct Call {
         ticket: Ticket,
         method: u16,
@@ -563,7 +565,7 @@ mod tests {
     }
 
     impl Call {
-        /// Whether the outcome is the one this call must have.
+        /// Asserts that this call may have this outcome.
         fn settle(&self, outcome: Result<Reply, Failure>) -> Option<Slot> {
             let (slot, sent) = (self.bytes.len() > INLINE_MAX, &self.bytes);
             match outcome {

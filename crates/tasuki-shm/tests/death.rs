@@ -1,4 +1,4 @@
-//! Death: who is left gets an answer, its slots, and goes on.
+//! Death: the surviving end gets an answer and its slots, and continues.
 #![cfg(all(test, not(loom)))]
 
 mod common;
@@ -14,7 +14,7 @@ mod tests {
     use super::common::*;
     use crate::watched;
 
-    /// Far more than it should take, even on a machine that does ten other things.
+    /// Far more than the test should take, even on a machine that does ten other things.
     const AT_ONCE: Duration = Duration::from_secs(2);
 
     #[test]
@@ -26,7 +26,7 @@ mod tests {
         }
     }
 
-    /// A client that never stops calling, and holds whatever it gets hold of.
+    /// A client that never stops calling, and keeps every slot and reply that it gets.
     fn caller(told: &Told) {
         let options = ClientOptions { spin: Some(Duration::from_micros(5)), ..small() };
         let mut client = Client::connect(&told.socket, &options).unwrap();
@@ -84,7 +84,8 @@ mod tests {
         Armed,
     }
 
-    /// Kills the server while a client waits in some way for many calls; says how long it took to learn of it.
+    /// Kills the server while a client waits for many calls in one of several ways. Returns how long the client took
+    /// to notice.
     fn kill_while(waits: Waits, detach: Detach) -> Duration {
         let stage = Stage::new(0);
         let mut server = stage.server();
@@ -104,7 +105,7 @@ mod tests {
         stage.board.wait(DEFERRED, 20);
         let pid = server.pid();
         let killer = std::thread::spawn(move || {
-            // So that the client is where it waits; nothing depends on it.
+            // Gives the client time to start waiting. The test does not depend on it.
             std::thread::sleep(Duration::from_millis(5));
             let at = Instant::now();
             rustix::process::kill_process(pid, rustix::process::Signal::KILL).unwrap();
@@ -293,14 +294,14 @@ mod tests {
             let fds = std::fs::read_dir(format!("/proc/{}/fd", server.pid().as_raw_nonzero())).unwrap().count();
             (fds, maps.lines().filter(|line| line.contains("tasuki")).count())
         };
-        // With the first answer, the handshake's descriptors are closed.
+        // After the first answer, the server has closed the handshake's descriptors.
         let _ = witness.call(ask(ECHO, b"x"), ample()).unwrap();
         let before = holds();
         for style in ["in flight", "holding replies", "half way"] {
             let mut victim = stage.spawn_until("caller", SERVING, &[var("TASUKI_STYLE", style)]);
             victim.kill();
             eventually("nothing of it is left", || {
-                // A request that is put off keeps its client's arena mapped until it is let go.
+                // A deferred request keeps its client's arena mapped until the server drops it.
                 stage.board.add(RELEASE, 1);
                 let _ = witness.call(ask(ECHO, b"x"), ample()).unwrap();
                 holds() == before

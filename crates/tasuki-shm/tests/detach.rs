@@ -1,4 +1,4 @@
-//! The detach levels, by what really happens to a process that touches a slot after it was sent.
+//! The detach levels, tested by the fate of a process that touches a slot after it was sent.
 //!
 //! # Invariants
 //!
@@ -21,9 +21,9 @@ mod tests {
 
     const LONG: Duration = Duration::from_secs(30);
 
-    /// Answered at once: by then every request before it has been taken.
+    /// Answers at once. By then the server has taken every earlier request.
     const ECHO: u16 = 1;
-    /// Kept until somebody asks for [`LET_GO`].
+    /// Keeps the request until a client calls [`LET_GO`].
     const KEEP: u16 = 2;
     const LET_GO: u16 = 3;
 
@@ -34,13 +34,13 @@ mod tests {
     const SIGBUS: i32 = 7;
     const SIGSEGV: i32 = 11;
 
-    /// What a child does is in these variables.
+    /// Environment variables that tell a child its task.
     const ROLE: &str = "TASUKI_DETACH_ROLE";
     const PATH: &str = "TASUKI_DETACH_PATH";
     const LEVEL: &str = "TASUKI_DETACH_LEVEL";
     const SLOT_LEN: &str = "TASUKI_DETACH_SLOT_LEN";
 
-    /// The exit code of a child that could not do its part, having said why.
+    /// Exit code of a child that could not do its part and has said why.
     const CANNOT: i32 = 77;
 
     fn level_of(name: &str) -> Detach {
@@ -62,7 +62,7 @@ mod tests {
         }
     }
 
-    /// A server that keeps requests, in this process.
+    /// A server in this process that keeps requests.
     struct Keeper {
         server: Server,
         kept: Vec<Deferred>,
@@ -94,7 +94,7 @@ mod tests {
         }
     }
 
-    /// This very test binary, in a role.
+    /// Returns a command that runs this test binary in a role.
     fn child(role: &str, path: &Path, level: Detach, slot_len: u32) -> Command {
         let mut command = Command::new(std::env::current_exe().unwrap());
         dress(&mut command, role, path, level, slot_len);
@@ -106,7 +106,7 @@ mod tests {
         command.env(ROLE, role).env(PATH, path).env(LEVEL, format!("{level:?}")).env(SLOT_LEN, slot_len.to_string());
     }
 
-    /// Serves until the child has ended; says how, and what it said.
+    /// Serves until the child has ended. Returns its exit status and its output.
     fn serve_until_it_ends(keeper: &mut Keeper, mut child: Child) -> (ExitStatus, String) {
         let status = loop {
             keeper.turn();
@@ -117,7 +117,8 @@ mod tests {
         (status, std::io::read_to_string(child.stdout.take().unwrap()).unwrap())
     }
 
-    /// What becomes of a client that does `role` at `level`. `None` (and a word about it) where that level is not to be had.
+    /// Returns the fate of a client that plays `role` at `level`. Returns `None`, and prints why, if that level is
+    /// not available.
     fn fate_of(role: &str, level: Detach, slot_len: u32) -> Option<ExitStatus> {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("server");
@@ -132,11 +133,11 @@ mod tests {
         Some(status)
     }
 
-    /// What children do. Does nothing in the suite itself.
+    /// Runs a child's role. Does nothing in the suite itself.
     #[test]
     fn child_role() {
         let Ok(role) = std::env::var(ROLE) else { return };
-        // A fault is what is wanted, and no dump of it.
+        // The test wants a fault, but no core dump.
         let none = rustix::process::Rlimit { current: Some(0), maximum: Some(0) };
         let _ = rustix::process::setrlimit(rustix::process::Resource::Core, none);
         let path = std::env::var_os(PATH).unwrap();
@@ -174,7 +175,8 @@ mod tests {
         slot.bytes().iter().zip((0..=250_u8).cycle()).all(|(byte, i)| *byte == i)
     }
 
-    /// Sends a full slot, and returns when the server has it; where it was, as a bug would remember it.
+    /// Sends a full slot, and returns once the server has it. Also returns the slot's old address and length, as a
+    /// bug would remember them.
     fn send_away(client: &mut Client) -> (Ticket, *mut u8, usize) {
         let mut slot = client.take_slot().unwrap();
         fill(&mut slot);
@@ -186,13 +188,13 @@ mod tests {
 
     #[expect(unsafe_code, reason = "the bug that the detach is there to catch")]
     fn stray_write(stale: *mut u8) {
-        // SAFETY: mapped (X1); whether it may be written is what is tested.
+        // SAFETY: mapped (X1); the test finds out whether it may be written.
         unsafe { stale.write_volatile(99) };
     }
 
     #[expect(unsafe_code, reason = "the bug that the detach is there to catch")]
     fn stray_read(stale: *mut u8) -> u8 {
-        // SAFETY: mapped (X1); whether it may be read is what is tested.
+        // SAFETY: mapped (X1); the test finds out whether it may be read.
         unsafe { stale.read_volatile() }
     }
 
@@ -224,7 +226,7 @@ mod tests {
         }
     }
 
-    /// The slot came back: it is as it was, it can be written, and it can be sent again.
+    /// Checks that a returned slot is unchanged, can be written, and can be sent again.
     fn use_again(client: &mut Client, mut slot: Slot) {
         assert!(is_filled(&slot), "whole again after the return");
         slot.bytes_mut().fill(1);
@@ -291,7 +293,7 @@ mod tests {
         }
     }
 
-    /// The machine's pool of huge pages, raised as long as this lives.
+    /// Raises the machine's pool of huge pages for as long as this value lives.
     struct Pool {
         before: u64,
         _alone: MutexGuard<'static, ()>,
@@ -321,7 +323,7 @@ mod tests {
         }
     }
 
-    /// Bytes in a page of the mapping in which `address` lies.
+    /// Returns the page size in bytes of the mapping that contains `address`.
     fn page_len_at(address: usize) -> Option<u64> {
         let smaps = std::fs::read_to_string("/proc/self/smaps").unwrap();
         let mut inside = false;
@@ -382,7 +384,7 @@ mod tests {
         }
     }
 
-    /// strace plays the kernel that lacks it.
+    /// strace plays a kernel that cannot enforce a detach.
     #[test]
     fn where_the_kernel_cannot_enforce_a_client_is_told_what_to_do() {
         let missing = |error: std::io::Error| println!("skipped: needs strace ({error})");

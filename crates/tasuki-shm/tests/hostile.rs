@@ -1,4 +1,4 @@
-//! Peers that lie: each lie ends the liar's connection with the name of the rule, and nobody else notices.
+//! Peers that lie: each lie ends the liar's connection with the name of the rule, and no other client notices.
 #![cfg(all(test, not(loom)))]
 
 mod forger;
@@ -23,13 +23,13 @@ mod tests {
     use crate::forger::{self, Caller, Dice, End, Manners, Memory, Shape};
     use crate::forger::{REPLY_BYTES, REPLY_SLOT, REQUEST_BYTES, REQUEST_SLOT, RETURN};
 
-    /// Longer than anything here takes, even on a machine that does something else.
+    /// Longer than anything here takes, even on a busy machine.
     const LONG: Duration = Duration::from_secs(20);
 
     const ECHO: u16 = 1;
-    /// Answered with a slot full of bytes.
+    /// Answers with a full slot.
     const LARGE: u16 = 2;
-    /// Let go without an answer.
+    /// Drops the request without an answer.
     const DROP: u16 = 3;
 
     const SHAPE: Shape = Shape { ring: 8, arena: 4, replies: 4 };
@@ -61,7 +61,7 @@ mod tests {
         }
     }
 
-    /// A real server in a thread, and where it is.
+    /// A real server in a thread, and its path.
     struct Host {
         path: PathBuf,
         _folder: tempfile::TempDir,
@@ -95,7 +95,7 @@ mod tests {
             Witness(Client::connect(&self.path, &options()).unwrap(), 0)
         }
 
-        /// What the server has done, where its reply slots are, and the CPU time that it used.
+        /// Stops the server. Returns its totals, the census of its reply slots, and the CPU time that it used.
         fn end(mut self) -> (Tally, Census, Duration) {
             self.stop.store(true, Relaxed);
             self.thread.take().unwrap().join().expect("the server did not panic")
@@ -108,7 +108,7 @@ mod tests {
         }
     }
 
-    /// An honest client that must not notice anything.
+    /// An honest client that must not notice any lie of another client.
     struct Witness(Client, u64);
 
     impl Witness {
@@ -129,7 +129,7 @@ mod tests {
         Caller::hail(path, SHAPE, 0, None).settle().expect("the server welcomes the forger")
     }
 
-    /// One honest call by hand, so that what follows fails for the lie and for nothing else.
+    /// Makes one honest call by hand, so that the test then fails for the lie and for nothing else.
     fn behave(end: &mut End) {
         end.push(REQUEST_BYTES, 5, ECHO, &[77, u64::from_ne_bytes(*b"hello\0\0\0")]);
         end.ring();
@@ -149,7 +149,7 @@ mod tests {
 
     type Lie<E> = (&'static str, u64, fn(&mut E));
 
-    /// What a client can lie about, and the verdict that it gets.
+    /// The lies of a client, and the verdict on each.
     const CLIENT_LIES: &[Lie<End>] = &[
         ("stamp out of turn", RING_RULE, |end| {
             end.push_stamped(u64::from(REQUEST_BYTES) << 32 | 5, &[0]);
@@ -160,7 +160,7 @@ mod tests {
         ("stamp with no tag", RING_RULE, |end| end.push_stamped(u64::from(end.tail), &[0])),
         ("head beyond the tail", RING_RULE, |end| {
             end.say_head(1000);
-            // The server looks at the head when it believes the ring of results full.
+            // The server looks at the head only if it believes the result ring full.
             for call in 0..8 {
                 end.push(REQUEST_BYTES, 0, ECHO, &[call]);
             }
@@ -221,7 +221,7 @@ mod tests {
         assert_eq!(replies.peer, 0, "no reply slot is left with anybody: {replies:?}");
     }
 
-    /// A handler that keeps what it was sent while the client sends it again.
+    /// The handler keeps a slot while the client sends the same slot again.
     #[test]
     fn a_slot_that_the_server_still_holds_cannot_be_sent_again() {
         let folder = tempfile::tempdir().unwrap();
@@ -246,7 +246,7 @@ mod tests {
         assert!(server.resume(kept.pop().unwrap()).is_none(), "the client of the first is gone");
     }
 
-    /// A fake server and a real client, which is connected to it.
+    /// Returns a real client connected to a fake server.
     fn pair(options: &ClientOptions) -> (Client, End, tempfile::TempDir) {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("server");
@@ -262,7 +262,8 @@ mod tests {
         failure.why.to_string()
     }
 
-    /// What a server can lie about while the client has one inline call and one with a slot in flight, and what the client says.
+    /// A lie of a server while the client has one inline call and one call with a slot in flight, and the client's
+    /// error text.
     type ServerLie = (&'static str, &'static str, fn(&mut End, [u64; 2]));
 
     const SERVER_LIES: &[ServerLie] = &[
@@ -327,7 +328,7 @@ mod tests {
                     outcome => outcome.map(drop),
                 }
             };
-            // The client looks at the head when it believes its ring of eight full.
+            // The client looks at the head only if it believes its ring of eight full.
             let outcome: Result<(), String> =
                 lies.into_iter().try_for_each(|lie| (0..9).try_for_each(|_| one_call(lie)));
             assert!(outcome.as_ref().is_err_and(|why| why.contains("ring rule R2")), "{lies:?}: {outcome:?}");
@@ -369,7 +370,7 @@ mod tests {
             assert!(Instant::now() < until, "the server takes a ring full");
             std::thread::yield_now();
         }
-        // No result was fetched, so there is no entry for the answer to any of these.
+        // No result was fetched, so the result ring has no entry for the answer to any of these.
         for call in 0..8 {
             end.push(REQUEST_BYTES, 0, ECHO, &[call]);
         }
@@ -378,7 +379,7 @@ mod tests {
         std::thread::sleep(Duration::from_millis(300));
         witness.testify();
         assert_eq!(end.their_head(), 8, "nothing was begun that could not be answered");
-        // It comes to its senses and fetches them all.
+        // The client now fetches all results.
         for _ in 0..8 {
             end.wait_for_message(LONG).unwrap();
         }
@@ -408,7 +409,8 @@ mod tests {
         host.witness().testify();
     }
 
-    /// The same with so few descriptors that the silent ones have them all. In a process of its own: the limit is the process's.
+    /// The silent connections take all descriptors of the server. Runs in a process of its own, since the limit
+    /// applies to the process.
     #[test]
     fn callers_who_say_nothing_keep_nobody_out_even_if_descriptors_run_out() {
         const ROLE: &str = "TASUKI_HOSTILE_FEW_DESCRIPTORS";
@@ -421,10 +423,11 @@ mod tests {
         }
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("server");
-        // The callers come first, and count against the limit, too: what is left is for 30 of the server's.
+        // Connect the callers first, since they count against the limit too. The server then has 30 descriptors
+        // left.
         let mut server = Server::bind(&path, ServerOptions::default()).unwrap();
         let silent: Vec<_> = (0..100).map(|_| forger::dial(&path)).collect();
-        // A limit is on the numbers of descriptors: the next one is the lowest that is free.
+        // The limit applies to descriptor numbers, and a new descriptor gets the lowest free number.
         let next = std::fs::File::open("/dev/null").unwrap().as_raw_fd() as u64;
         let limit = rustix::process::Rlimit { current: Some(next + 30), maximum: Some(next + 30) };
         rustix::process::setrlimit(rustix::process::Resource::Nofile, limit).unwrap();
@@ -458,7 +461,8 @@ mod tests {
         host.witness().testify();
     }
 
-    /// The server maps what was announced and not what there is: 100 TiB more than once do not fit into an address space.
+    /// The server maps the announced length and not the whole memory: 100 TiB several times over would not fit into
+    /// an address space.
     #[test]
     fn memory_without_end_uses_up_nobody_elses_address_space() {
         let host = Host::new();
@@ -504,7 +508,7 @@ mod tests {
         host.witness().testify();
     }
 
-    /// Descriptors that a server may pass for the bell: full, blocking, or no pipe at all.
+    /// Returns descriptors that a server may pass for the bell: full, blocking, or not a pipe at all.
     fn bad_bells(folder: &Path) -> Vec<(&'static str, OwnedFd, OwnedFd)> {
         let blocking = |fd: &OwnedFd| rustix::fs::fcntl_setfl(fd, OFlags::empty()).unwrap();
         let fill = |fd: &OwnedFd| {
@@ -555,7 +559,7 @@ mod tests {
                 let (shape, _) = forger::read_hello(&hello).unwrap();
                 let ours = Memory::segment(shape.ring, shape.replies);
                 let arena = Memory::new(shape.replies as usize * 4096);
-                // It says that it sleeps, so the client rings.
+                // The fake server claims to sleep, so the client rings.
                 ours.words[forger::BELL].store(1 << 32 | 2, Relaxed);
                 let given = [ours.region.as_fd(), arena.region.as_fd(), ring_end.as_fd(), sleep_end.as_fd()];
                 forger::send(socket.as_fd(), &forger::welcome(shape, 5, 3), &given).unwrap();
@@ -575,20 +579,21 @@ mod tests {
                     let _ = client.arm();
                     client.woken();
                 }
-                // As good: it does not take such a bell at all.
+                // Just as good: the client refuses such a bell.
                 Err(error) => println!("{what}: {error}"),
             }
             assert!(start.elapsed() < LONG, "{what}: the client was held up for {:?}", start.elapsed());
         }
     }
 
-    /// The client's end of the bell is full because the client never empties it, and the server rings for every answer.
+    /// The client's end of the bell is full because the client never empties it, and the server rings for every
+    /// answer.
     #[test]
     fn a_client_that_never_empties_its_bell_does_not_block_the_server() {
         let host = Host::new();
         let mut witness = host.witness();
         let mut end = forge(&host.path);
-        // A pipe of which we have the read end opens for writing, too.
+        // Reopening the read end of a pipe gives its write end.
         let again = format!("/proc/self/fd/{}", end.sleep_end.as_raw_fd());
         let their_end = rustix::fs::open(&again, OFlags::WRONLY | OFlags::NONBLOCK, rustix::fs::Mode::empty()).unwrap();
         for full in [&their_end, &end.ring_end] {
@@ -597,11 +602,11 @@ mod tests {
             rustix::fs::fcntl_setfl(full, OFlags::empty()).unwrap();
         }
         for naps in 1..=100 {
-            // It says that it sleeps, so the server rings, into the full pipe, for every answer.
+            // The client claims to sleep, so the server rings, into the full pipe, for every answer.
             end.say_state(2, naps);
             end.push(REQUEST_BYTES, 0, ECHO, &[0]);
             if end.wait_for_message(Duration::from_millis(50)).is_none() {
-                // The server sleeps, and ours is full: nothing more is heard of us, which is our own fault.
+                // The server sleeps, and our own bell is full. It hears nothing more from us, by our own fault.
                 break;
             }
         }
@@ -644,7 +649,7 @@ mod tests {
         let told = Arc::clone(&stop);
         let fake = std::thread::spawn(move || {
             while !told.load(Relaxed) {
-                // Welcomed, and hung up on.
+                // Welcome the client, then hang up.
                 drop(forger::welcome_one(listener.as_fd(), Manners { service: 5, generation: 3 }));
             }
         });
@@ -663,7 +668,7 @@ mod tests {
         fake.join().unwrap();
     }
 
-    /// Found by the fuzz target `hostile_server`: nobody waits, so nobody saw the end of the pipe.
+    /// Found by the fuzz target `hostile_server`: no call waited, so the client never saw the end of the pipe.
     #[test]
     fn a_client_that_gave_up_all_its_calls_learns_of_the_death_of_its_server() {
         let (mut client, end, folder) = pair(&options());
@@ -691,7 +696,7 @@ mod tests {
         seed
     }
 
-    /// One thing that a liar does, at either end.
+    /// Does one hostile act, at either end.
     fn misbehave(end: &mut End, dice: &mut Dice, kinds: [u8; 3]) {
         match dice.below(10) {
             0 => end.store(usize::try_from(dice.below(100_000)).unwrap(), dice.lie()),
@@ -709,7 +714,7 @@ mod tests {
                 let ring = end.ring_words();
                 end.store(ring.start + usize::try_from(dice.below(ring.len() as u64)).unwrap(), dice.lie());
             }
-            // A message that could be meant.
+            // A message that looks plausible.
             _ => {
                 let kind = kinds[usize::try_from(dice.below(3)).unwrap()];
                 let id = slot(dice.below(5), dice.below(3));
@@ -731,7 +736,7 @@ mod tests {
                 while Instant::now() < over {
                     let mut end = forge(&path);
                     lives += 1;
-                    // At least once more after the server has hung up.
+                    // Goes on at least once after the server has hung up.
                     while Instant::now() < over && !end.hangs_up(Duration::ZERO) {
                         for _ in 0..=dice.below(60) {
                             misbehave(&mut end, &mut dice, [REQUEST_BYTES, REQUEST_SLOT, RETURN]);
@@ -785,7 +790,7 @@ mod tests {
             }
         });
         let over = Instant::now() + Duration::from_secs(1);
-        // It scribbles over the first word of its memory, too: then that memory is refused.
+        // The fake server also scribbles over the first word of its memory; then the client refuses that memory.
         let mut client = loop {
             match Client::connect(&path, &options()) {
                 Ok(client) => break client,
@@ -840,7 +845,7 @@ mod tests {
         fake.join().unwrap();
         println!("{} calls: {said:?}", calls.load(Relaxed));
         drop(kept);
-        // The fake server is gone for good now: whatever was in flight fails, and its slot is back.
+        // The fake server is gone for good: every call in flight fails, and its slot is back.
         let _ = client.call(Ask::new(ECHO, b"last"), Deadline::within(Duration::from_millis(200)));
         let _ = client.call(Ask::new(ECHO, b"last"), Deadline::within(Duration::from_millis(200)));
         assert_eq!(client.census().free, 4, "{:?}", client.census());

@@ -1,7 +1,8 @@
-//! Processes killed at every step of a call and of a replacement, more than a thousand of them. After each death no slot is
-//! lost, none has two owners, whoever is left gets an answer, and no call has run twice that may not.
+//! Processes killed at every step of a call and of a replacement, more than a thousand of them. After each death no
+//! slot is lost, none has two owners, every surviving client gets an answer, and no call has run twice unless it
+//! may.
 //!
-//! The seed is printed; `TASUKI_SEED` replays it, as far as the kernel's scheduler lets it.
+//! The test prints its seed; `TASUKI_SEED` replays it, as far as the kernel's scheduler lets it.
 #![cfg(all(test, not(loom)))]
 
 mod common;
@@ -26,13 +27,13 @@ mod tests {
     const SERVER_KILLS: u32 = 650;
     const CLIENT_KILLS: u32 = 450;
 
-    /// Kills by somebody else, at any moment.
+    /// Kills by the assassin thread, at any moment.
     const OUTSIDE: &str = "from outside";
 
     const WORDS: usize = 1 << 21;
 
-    /// A process that holds userfaultfds of its clients cannot itself be a client whose detach is enforced: the two tests, which
-    /// are one process, take turns.
+    /// A process that holds userfaultfds of its clients cannot itself be a client whose detach is enforced. The two
+    /// tests share one process, so they take turns.
     static TURN: Mutex<()> = Mutex::new(());
 
     #[test]
@@ -44,7 +45,7 @@ mod tests {
         }
     }
 
-    /// How many died where.
+    /// Number of deaths at each place.
     #[derive(Debug, Default)]
     struct Tally(BTreeMap<&'static str, u32>);
 
@@ -85,7 +86,7 @@ mod tests {
 
     // ---- servers die -------------------------------------------------------------------------------------------------------
 
-    /// A server, or one that will be.
+    /// A server, or a future server.
     struct Victim {
         child: Child,
         mark: usize,
@@ -94,7 +95,8 @@ mod tests {
     }
 
     impl Victim {
-        /// How it ended, if it has: killed where, or not killed at all.
+        /// Returns the end of the process, if it has ended: the place where it was killed, or `None` if it was not
+        /// killed.
         fn ended(&mut self) -> Option<Option<&'static str>> {
             if self.assassin.as_ref().is_some_and(|thread| !thread.is_finished()) {
                 return None; // it is not to be reaped before its killer knows
@@ -105,20 +107,20 @@ mod tests {
                 (Some(signal), _) if signal == Signal::KILL.as_raw() => {
                     Some(Some(if sent { OUTSIDE } else { self.point.expect("nobody else kills") }))
                 }
-                // It was succeeded, or found nobody to succeed.
+                // A successor took over from it, or it found no server to succeed.
                 (_, Some(0 | 3)) => Some(None),
                 _ => panic!("a server ended with {status}"),
             }
         }
     }
 
-    /// One client of the servers that die, and how it waits.
+    /// One client of the servers that die, and its detach level.
     struct Survivor {
         client: Client,
         detach: Detach,
     }
 
-    /// A call that was made.
+    /// A call in flight.
     struct Call {
         number: u64,
         len: usize,
@@ -135,7 +137,7 @@ mod tests {
         next: Option<Victim>,
         survivors: Vec<Survivor>,
         number: u64,
-        /// By number: whether it may run more than once.
+        /// By call number: whether the call may run more than once.
         again: Vec<bool>,
         heard: BTreeMap<&'static str, u64>,
         points: Vec<&'static str>,
@@ -150,7 +152,7 @@ mod tests {
             Matrix { stage, dice, tally, serving, next, survivors, number: 0, again: vec![false], heard, points }
         }
 
-        /// A point to die at, the rarest so far being the likeliest.
+        /// Picks no crash point once in four times, otherwise the rarer of two random ones that fit.
         fn point(&mut self, of: impl Fn(&str) -> bool) -> Option<&'static str> {
             if self.dice.once_in(4) {
                 return None;
@@ -175,7 +177,7 @@ mod tests {
             Victim { child, mark, point, assassin: None }
         }
 
-        /// Somebody serves, unless they die over it.
+        /// Makes sure that a server serves, unless it dies before that.
         fn somebody_serves(&mut self) {
             if self.serving.is_none() {
                 let point = self.point(|point| !point.starts_with("taker"));
@@ -187,7 +189,7 @@ mod tests {
             }
         }
 
-        /// Perhaps there is somebody who will serve next.
+        /// Starts a future server in some rounds.
         fn somebody_may_be_next(&mut self) {
             if self.next.is_some() || self.serving.is_none() {
                 return;
@@ -211,7 +213,7 @@ mod tests {
             }
         }
 
-        /// Who has died is counted, and who is next serves. Says whether somebody was killed.
+        /// Counts the dead, and makes the next server the serving one. Returns whether a process was killed.
         fn bury(&mut self) -> bool {
             let mut killed = false;
             for victim in [&mut self.serving, &mut self.next] {
@@ -274,7 +276,7 @@ mod tests {
             }
         }
 
-        /// Some calls of one client, answered in any order and in any way.
+        /// Makes some calls of one client, and takes the answers in any order and in any way.
         fn batch(&mut self, which: usize) {
             let count = 1 + self.dice.below(16);
             let mut calls: Vec<Call> = (0..count).filter_map(|_| self.ask(which)).collect();
@@ -322,7 +324,8 @@ mod tests {
             *self.heard.entry(heard).or_default() += 1;
         }
 
-        /// Every client either is cut off and holds all its slots, or calls as if nothing had been.
+        /// Checks that every client either is cut off and holds all its slots, or makes calls as if nothing had
+        /// happened.
         fn settle(&mut self) {
             for which in 0..self.survivors.len() {
                 let Survivor { client, detach } = &mut self.survivors[which];
@@ -350,12 +353,12 @@ mod tests {
 
         fn reconnect(&mut self) {
             for Survivor { client, .. } in &mut self.survivors {
-                // Whoever dies over it is found dead next.
+                // If the server dies meanwhile, the next `bury` finds it.
                 let _ = client.reconnect();
             }
         }
 
-        /// One server's life, or more.
+        /// Runs one life of a server, or more.
         fn round(&mut self) {
             self.somebody_serves();
             self.reconnect();
@@ -413,7 +416,7 @@ mod tests {
         while matrix.tally.total() < SERVER_KILLS || !matrix.tally.covers(&matrix.points) {
             matrix.round();
         }
-        // Nobody dies any more.
+        // From here on no process is killed.
         for mut victim in [matrix.next.take(), matrix.serving.take()].into_iter().flatten() {
             victim.child.kill();
             victim.assassin.into_iter().for_each(|thread| thread.join().unwrap());
@@ -542,7 +545,7 @@ mod tests {
             assert_whole(&witness);
         }
         assert_eq!(kept.to_vec(), [b'w'; 4096], "nobody else got the slot that the witness keeps");
-        // A slot of a client that is dead cannot be write-protected: that looks like a breach.
+        // The server cannot write-protect a slot of a dead client. This looks like a breach.
         let expelled = host.with(|server| server.tally().expelled);
         assert!(expelled == 0 || enforced, "{expelled} clients expelled");
         println!("{expelled} clients were dead before their slots could be write-protected");

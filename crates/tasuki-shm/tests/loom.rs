@@ -1,20 +1,20 @@
 //! Models of the shipping ring, bell, slots and lease: loom runs them in every order that two threads allow.
 //!
-//! Run: `cargo xtask loom`. `PREEMPTIONS` bounds what loom tries; `LOOM_MAX_PREEMPTIONS=8` in the environment tries more.
+//! Run: `cargo xtask loom`. `PREEMPTIONS` bounds the search; `LOOM_MAX_PREEMPTIONS=8` in the environment widens it.
 //!
-//! What loom cannot see: a load that returns a value from the future (load buffering). So a plain value check cannot find a
-//! missing RETIRE; the models put a `Ghost` behind what the orderings protect, in which loom sees every race.
+//! loom cannot see a load that returns a value from the future (load buffering). So a plain value check cannot find a
+//! missing RETIRE. Instead the models put a `Ghost` behind the data that the orderings protect: loom sees every race in it.
 //!
 //! # Invariants
 //!
-//! - **G1** Loom fails the model before two threads are at a `Ghost` at once, one of them writing.
+//! - **G1** loom fails the model before two threads access a `Ghost` at the same time, one of them writing.
 //!
-//! # Mutants tried, and which model catches each
+//! # Mutants tried, and the model that catches each
 //!
 //! | mutant                                                       | caught by                                                      |
 //! |--------------------------------------------------------------|----------------------------------------------------------------|
 //! | PUBLISH: the stamp is stored Relaxed                         | `what_is_popped_…`, `batches_…`, `a_line_…`, `a_slot_…`, `no_wake_up_…` |
-//! | PUBLISH: no Acquire fence after the stamp was loaded         | the same                                                       |
+//! | PUBLISH: no Acquire fence after the stamp was loaded         | the same models                                                |
 //! | PUBLISH: the stamp is stored before the payload              | `what_is_popped_…`, `batches_…`                                |
 //! | RETIRE: head is stored Relaxed                               | `a_line_is_not_written_while_it_is_read_…`                     |
 //! | RETIRE: no Acquire fence after head was loaded               | `a_line_is_not_written_while_it_is_read_…`                     |
@@ -41,7 +41,7 @@
 //! | P3: the generation is looked at before the bytes are read     | `a_slow_reader_…`                                              |
 //! | L1: a take that lost the swap wins all the same              | `of_two_takers_…`, `what_a_lease_guards_…`                     |
 //!
-//! None survives.
+//! No mutant survives.
 #![cfg(all(test, loom))]
 
 #[cfg(test)]
@@ -63,7 +63,7 @@ mod tests {
     type Tx = Producer<Lines, Lines>;
     type Rx = Consumer<Lines, Lines>;
 
-    /// Plain memory behind the protocol: loom fails the model if two threads reach it without an order between them.
+    /// Plain memory behind the protocol. loom fails the model if two threads reach it without an order between them.
     #[derive(Clone)]
     struct Ghost(Arc<loom::cell::UnsafeCell<u64>>);
 
@@ -76,7 +76,7 @@ mod tests {
         fn write(&self, value: u64) {
             #[expect(unsafe_code, reason = "what the model proves is that this access is exclusive")]
             self.0.with_mut(|place| {
-                // SAFETY: nobody else is here (G1).
+                // SAFETY: no other thread is here (G1).
                 unsafe { *place = value };
             });
         }
@@ -84,14 +84,14 @@ mod tests {
         fn read(&self) -> u64 {
             #[expect(unsafe_code, reason = "what the model proves is that nobody writes meanwhile")]
             self.0.with(|place| {
-                // SAFETY: nobody writes here meanwhile (G1).
+                // SAFETY: no thread writes here meanwhile (G1).
                 unsafe { *place }
             })
         }
     }
 
-    /// How often loom takes the CPU away from a thread that could go on. Every mutant below is caught with 2; without a bound
-    /// the eight words of a line make too many orders.
+    /// How often loom takes the CPU away from a thread that could continue. With 2, the models catch every mutant
+    /// above. Without a bound, the eight words of a line make too many orders.
     const PREEMPTIONS: usize = 5;
 
     fn explore(model: impl Fn() + Sync + Send + 'static) {
@@ -134,7 +134,7 @@ mod tests {
         }
     }
 
-    /// The pipe of a bell: a ring that came since the last nap ends the next one at once.
+    /// The pipe of a bell: a ring since the last nap ends the next nap at once.
     #[derive(Clone)]
     struct Pipe(Arc<(Mutex<bool>, Condvar)>);
 
@@ -157,7 +157,7 @@ mod tests {
         }
     }
 
-    /// One end of a connection: what it reads, where it sleeps.
+    /// The receiving end of a connection: the ring that it reads, and the bell in which it sleeps.
     struct BellReceiver {
         rx: Rx,
         bell: Bell<Lines>,
@@ -165,7 +165,7 @@ mod tests {
     }
 
     impl BellReceiver {
-        /// Waits as a client and a server do. A wake-up that is lost is a deadlock, and loom says so.
+        /// Waits as a client and a server do. A lost wake-up is a deadlock, which loom reports.
         fn hear(&mut self) -> Message {
             loop {
                 if let Some(message) = self.rx.pop().unwrap() {
@@ -183,7 +183,7 @@ mod tests {
         }
     }
 
-    /// The other end: what it writes, and how it wakes who reads.
+    /// The sending end: the ring that it writes, and its means of waking the reader.
     struct Mouth {
         tx: Tx,
         ringer: Ringer<Lines>,
@@ -262,7 +262,8 @@ mod tests {
         });
     }
 
-    /// RETIRE: a line is plain memory here, written by the producer before it publishes, read by the consumer before it retires.
+    /// RETIRE: a line is plain memory here. The producer writes it before it publishes; the consumer reads it before
+    /// it retires.
     fn a_line_has_one_user_at_a_time(capacity: usize, count: u64) {
         explore(move || {
             let (mut tx, mut rx) = ring(capacity, 0);
@@ -404,7 +405,8 @@ mod tests {
         two_threads_share_slots(2, 2);
     }
 
-    /// One thread's slot comes back from the peer while the other takes and releases: replies are dropped by any thread.
+    /// One thread's slot comes back from the peer while the other thread takes and releases slots: any thread may
+    /// drop a reply.
     #[test]
     fn a_return_and_an_allocation_do_not_disturb_each_other() {
         explore(|| {
@@ -472,8 +474,8 @@ mod tests {
         });
     }
 
-    /// A frame of two words is sent, taken back while its reader may be reading it, and written over. Loom's atomics stand for the bytes: a
-    /// reader races with the writer, and may read anything.
+    /// The writer sends a frame of two words, takes it back while its reader may be reading it, and writes over it.
+    /// loom's atomics stand for the bytes: the reader races with the writer, and may read anything.
     #[test]
     fn a_slow_reader_believes_no_frame_that_was_written_over() {
         explore(|| {

@@ -1,8 +1,9 @@
-//! The spinning path asks nothing of the allocator and nothing of the kernel: counted by an allocator and by strace.
+//! The spinning path makes no allocation and no system call: an allocator and strace count them.
 //!
 //! # Invariants
 //!
-//! - **C1** The counting allocator hands every request to the system's, unchanged; counting itself allocates nothing.
+//! - **C1** The counting allocator passes every request unchanged to the system's allocator; counting itself
+//!   allocates nothing.
 #![cfg(all(test, not(loom)))]
 
 #[cfg(test)]
@@ -17,25 +18,25 @@ mod tests {
     use tasuki_shm::arena::Geometry;
     use tasuki_shm::call::{Ask, Client, ClientOptions, Deadline, Request, Server, ServerOptions};
 
-    /// Calls between the two marks.
+    /// Number of calls between the two marks.
     const CALLS: u32 = 10_000;
 
-    /// Calls before the first mark: rings gone round, pages touched, tables grown.
+    /// Number of calls before the first mark: enough to fill the rings once, touch all pages and grow all tables.
     const WARM_UP: u32 = 2_000;
 
-    /// Longer than anything here waits, so nobody ever parks.
+    /// Longer than any wait here, so neither end ever parks.
     const SPIN: Duration = Duration::from_secs(5);
 
     const ROLE: &str = "TASUKI_SPIN_ROLE";
     const PATH: &str = "TASUKI_SPIN_PATH";
 
     const ECHO: u16 = 1;
-    /// The answer says how many times the server's thread has allocated.
+    /// Answers with the number of allocations of the server's thread.
     const ALLOCATIONS: u16 = 2;
     const STOP: u16 = 3;
-    /// The answer is the sum of the request's words, which came in a slot; it goes in a slot as well.
+    /// Answers with the sum of the request's words. Request and answer each travel in a slot.
     const SUM: u16 = 4;
-    /// The server calls the kernel so that its trace shows where the measurement begins or ends.
+    /// Makes the server call the kernel, so that its trace shows where the measurement begins or ends.
     const MARK: u16 = 5;
 
     thread_local! {
@@ -45,17 +46,17 @@ mod tests {
     struct Counting;
 
     #[expect(unsafe_code, reason = "an allocator that counts, per thread")]
-    // SAFETY: the system's allocator keeps the contract, and this is it (C1).
+    // SAFETY: passes every request to the system's allocator, which keeps the contract (C1).
     unsafe impl GlobalAlloc for Counting {
         unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
             COUNT.set(COUNT.get() + 1);
-            // SAFETY: the caller's promise is passed on (C1).
+            // SAFETY: passes on the caller's promise (C1).
             unsafe { System.alloc(layout) }
         }
 
         unsafe fn dealloc(&self, pointer: *mut u8, layout: Layout) {
             COUNT.set(COUNT.get() + 1);
-            // SAFETY: the caller's promise is passed on (C1).
+            // SAFETY: passes on the caller's promise (C1).
             unsafe { System.dealloc(pointer, layout) }
         }
     }
@@ -69,7 +70,7 @@ mod tests {
         rustix::thread::sched_setaffinity(None, &one).unwrap();
     }
 
-    /// Two CPUs that this process may use.
+    /// Returns two CPUs that this process may use.
     fn two_cpus() -> Option<[usize; 2]> {
         let may = rustix::thread::sched_getaffinity(None).unwrap();
         let mut cpus = (0..CpuSet::MAX_CPU).filter(|&cpu| may.is_set(cpu));
@@ -77,7 +78,7 @@ mod tests {
         Some(two)
     }
 
-    /// Marks a place in the trace of a process.
+    /// Marks a place in the trace of this process.
     fn mark() {
         let _ = rustix::process::getppid();
     }
@@ -138,7 +139,7 @@ mod tests {
         reply.inline().and_then(|bytes| bytes.try_into().ok()).map_or(0, u64::from_le_bytes)
     }
 
-    /// The calls that are measured: small ones, then ones with a slot each way.
+    /// Makes the calls to measure: small ones, then ones with a slot each way.
     fn call_often(client: &mut Client, times: u32) {
         for i in 0..times {
             let reply = client.call(Ask::new(ECHO, &[7; 48]), ample()).unwrap();
@@ -152,7 +153,7 @@ mod tests {
         }
     }
 
-    /// Many in flight, as far as that goes without a vector to keep the tickets in.
+    /// Keeps several calls in flight, as many as it can without a vector for the tickets.
     fn pipeline_often(client: &mut Client, times: u32) {
         for _ in 0..times / 4 {
             let tickets = [(); 4].map(|()| client.stage(Ask::new(ECHO, &[9; 48])).unwrap());
@@ -188,7 +189,7 @@ mod tests {
         assert_eq!(after.1 - before.1, 0, "allocations of the server");
     }
 
-    /// What children do. Does nothing in the suite itself.
+    /// Runs a child's role. Does nothing in the suite itself.
     #[test]
     fn child_role() {
         let Ok(role) = std::env::var(ROLE) else { return };
@@ -213,7 +214,7 @@ mod tests {
         }
     }
 
-    /// This test binary in a role, traced by strace into `trace`.
+    /// Returns a command that runs this test binary in a role, traced by strace into `trace`.
     fn traced(role: &str, path: &Path, trace: &Path) -> Command {
         let mut command = Command::new("strace");
         command.arg("-f").arg("-qq").arg("-o").arg(trace).arg(std::env::current_exe().unwrap());
@@ -222,7 +223,8 @@ mod tests {
         command
     }
 
-    /// The system calls between the two marks of the thread that made them: `PID name(arguments) = result` a line.
+    /// Returns the system calls between the two marks, made by the thread that made the marks: one `PID
+    /// name(arguments) = result` a line.
     fn between_marks(trace: &str) -> Vec<&str> {
         let thread = |line: &str| line.split_whitespace().next().map(str::to_owned);
         let marker = trace.lines().find(|line| line.contains("getppid(")).and_then(thread).expect("a mark");
@@ -255,7 +257,8 @@ mod tests {
         let took: u64 = said.lines().find_map(|line| line.strip_prefix("took ")?.parse().ok()).expect("how long");
 
         let trace = std::fs::read_to_string(file("client.trace")).unwrap();
-        // Whoever waits for longer than a millisecond (the server was preempted) finds out whether it is still there.
+        // A client that waits longer than a millisecond (because the server was preempted) checks whether the server
+        // is still there.
         let (looks, clients): (Vec<_>, Vec<_>) =
             between_marks(&trace).into_iter().partition(|line| line.contains("epoll_"));
         let due = usize::try_from(took / 1000).unwrap();
@@ -272,7 +275,7 @@ mod tests {
         let servers = between_marks(&trace);
         let others: Vec<_> = servers.iter().filter(|line| !line.contains("epoll_")).collect();
         assert!(others.is_empty(), "other system calls of the server: {others:?}");
-        // Every 100 µs while it spins; the marks lie around what was timed, so a few more.
+        // One look every 100 µs while it spins. The marks lie outside the timed part, so a few more.
         let due = took / 100 + 20;
         let looks = servers.len() as u64;
         println!("{} calls in {took} µs: the client made {asked} system calls, the server {looks}", 2 * CALLS);

@@ -1,4 +1,4 @@
-//! Replacement: the next server goes on where the last one stopped, and each call runs at most once.
+//! Replacement: the next server continues where the last one stopped, and each call runs at most once.
 #![cfg(all(test, not(loom)))]
 
 mod common;
@@ -27,12 +27,12 @@ mod tests {
         }
     }
 
-    /// A request that begins with the number under which it is booked.
+    /// Returns a request that begins with the number of its word in the ledger.
     fn numbered(number: u64, len: usize) -> Vec<u8> {
         pattern(number, len.max(8))
     }
 
-    /// What the clients of a test have heard.
+    /// Number of outcomes of each kind that the clients of a test got.
     #[derive(Debug, Default)]
     struct Heard {
         replies: u64,
@@ -40,7 +40,8 @@ mod tests {
         gone: u64,
     }
 
-    /// Checks one outcome against the ledger: nothing ran twice that may not, nothing was answered that did not run.
+    /// Checks one outcome against the ledger: no call ran twice unless it may, and no call was answered that did not
+    /// run.
     fn audit(stage: &Stage, number: u64, again: bool, outcome: &Result<Reply, Failure>, heard: &mut Heard) {
         let runs = stage.runs(number);
         match outcome {
@@ -64,7 +65,7 @@ mod tests {
         }
     }
 
-    /// Makes calls until told to stop; nothing but a reply is expected.
+    /// Makes calls until told to stop. Every call must get a reply.
     fn load(
         stage_path: &std::path::Path,
         options: &ClientOptions,
@@ -89,7 +90,7 @@ mod tests {
                 done.push((number, u64::from(client.generation().unwrap())));
             }
         }
-        // Whoever answered before has ended by now.
+        // The server that answered before has ended by now.
         let _ = client.call(Ask::new(ECHO, b"x"), ample()).unwrap();
         assert_whole(&client);
         (done, client.generation())
@@ -151,7 +152,6 @@ mod tests {
                 })
             });
             for _ in 0..30 {
-                // Not `spawn_until`: the next one approaches while this one is still taking over.
                 let taker = stage.spawn_until("taker", SERVING, &[]);
                 server.succeeded();
                 server = taker;
@@ -292,7 +292,8 @@ mod tests {
         }
     }
 
-    /// A take-over in which one of the two is killed. Whatever happens, the client is answered and nothing runs twice.
+    /// Runs a take-over in which one of the two processes is killed. In each case the client gets an answer and no
+    /// call runs twice.
     fn broken_take_over(point: &str) -> (Stage, Client, Child, Option<Child>) {
         let stage = Stage::new(WORDS);
         let (giver_plan, taker_plan) = match point.starts_with("giver") {
@@ -310,7 +311,7 @@ mod tests {
             false => taker.ended(),
         };
         let mut after = 0;
-        // Calls during the take-over, and some after it.
+        // Make calls during the take-over, and some after it.
         while after < 20 {
             after += u64::from(victim(&mut giver, &mut taker).is_some());
             number += 1;
@@ -375,7 +376,7 @@ mod tests {
         giver.succeeded();
         assert!(matches!(why(client.call(Ask::new(ECHO, b"x"), ample())), CallError::ServerGone { .. }));
         assert_whole(&client);
-        // The state is still there for whoever comes next.
+        // The state is still there for the next server.
         let server = stage.server();
         client.reconnect().unwrap();
         let _ = client.call(Ask::new(COUNT, &numbered(99_999, 8)), ample()).unwrap();
@@ -391,7 +392,8 @@ mod tests {
         None
     }
 
-    /// A process may keep its `Server` after it was succeeded. That must not keep the clients of a dead successor waiting.
+    /// A process may keep its `Server` after a successor took over. Clients of a dead successor must not wait
+    /// because of that.
     #[test]
     fn a_giver_that_lingers_does_not_hold_up_anybody() {
         watched!();
@@ -470,7 +472,7 @@ mod tests {
         println!("{text}");
         let _ = client.call(Ask::new(COUNT, &numbered(2, 8)), ample()).unwrap();
         assert_eq!(client.generation(), Some(1), "it serves on");
-        // The next one is patient.
+        // The next successor waits long enough.
         let (taker, mark) = stage.spawn("taker", &[]);
         stage.board.wait(mark, APPROACHED);
         let during = client.submit(Ask::new(COUNT, &numbered(3, 8))).unwrap();
@@ -493,7 +495,7 @@ mod tests {
         let mut client = stage.client(&small());
         for round in 0..5 {
             stage.board.set(DEFERRED, 0);
-            // A client that does not look does not learn that its server was replaced.
+            // A client that makes no operation does not notice that its server was replaced.
             let _ = client.call(Ask::new(ECHO, b"x"), ample()).unwrap();
             let first = round * 100;
             let owed = client.submit(Ask::new(DEFER, &numbered(first, 500))).unwrap();
@@ -568,7 +570,7 @@ mod tests {
                 stage.board.wait(HELD, 1);
                 let unbegun = client.submit(Ask::new(COUNT, &numbered(first + 1, 1000))).unwrap();
                 server.kill();
-                // Before the client looks.
+                // Start the new server before the client looks.
                 server = stage.server();
                 assert!(matches!(why(client.wait(begun, ample())), CallError::Retry { .. }));
                 assert_eq!(client.wait(unbegun, ample()).unwrap().to_vec(), numbered(first + 1, 1000));
@@ -646,7 +648,7 @@ mod tests {
         let error = Server::bind(stage.socket(), options()).unwrap_err();
         assert!(error.to_string().contains("already listens"), "{error}");
         assert_eq!(stage.state.as_ref().unwrap().tenure().epoch, 1, "who comes too late does not touch the lease");
-        // Nor while a stand-by is on its way.
+        // The same while a stand-by is about to take over.
         let standby = stage.spawn_until("standby", APPROACHED, &[]);
         standby.stop();
         server.kill();

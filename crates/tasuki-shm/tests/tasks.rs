@@ -1,4 +1,4 @@
-//! The `async fn` face on tokio: many callers, futures that are dropped, servers that die or are replaced.
+//! The `async fn` interface on tokio: many callers, dropped futures, servers that die or are replaced.
 #![cfg(all(test, not(loom), feature = "tokio"))]
 
 mod common;
@@ -36,7 +36,7 @@ mod tests {
         ]
     }
 
-    /// A call that answers within any time that is not a hang.
+    /// Makes a call that must answer unless the server hangs.
     async fn call(client: &AsyncClient, ask: Ask<'_>) -> Result<Reply, Failure> {
         timeout(FOREVER, client.call(ask)).await.expect("an answer before the watchdog")
     }
@@ -165,7 +165,7 @@ mod tests {
                         let limit = Duration::from_micros(dice.below(300) as u64);
                         let _ = timeout(limit, client.call(Ask::new(method, &bytes))).await;
                         if dice.once_in(4) {
-                            // Polled once, and never again.
+                            // Poll it once, and never again.
                             let ask = Ask::new(method, &bytes);
                             let once = client.call(ask);
                             let polled = pin!(once).poll(&mut Context::from_waker(Waker::noop()));
@@ -341,7 +341,8 @@ mod tests {
         }
     }
 
-    /// A caller that notices the replacement before the listening task does must not leave that task with the dead server.
+    /// If a caller notices the replacement before the listening task does, that task must still leave the dead
+    /// server.
     #[test]
     fn results_are_heard_whoever_noticed_the_replacement() {
         watched!();
@@ -353,7 +354,7 @@ mod tests {
             for round in 0..10 {
                 let standby = stage.spawn_until("standby", APPROACHED, &[]);
                 server.kill();
-                // The listening task has had no turn since the death: this thread has not yielded.
+                // The listening task has not run since the death, because this thread has not yielded.
                 let ticket = client.with(|client: &mut Client| client.submit(Ask::new(ECHO, b"sync"))).unwrap();
                 let heard = client.with(|client| client.wait(ticket, ample()));
                 assert_eq!(heard.unwrap().to_vec(), b"sync");

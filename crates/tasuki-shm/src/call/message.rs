@@ -1,4 +1,4 @@
-//! What travels in the two rings of a client, and how it lies in a ring's message.
+//! The messages of a client's two rings, and their layout in a ring's message.
 //!
 //! | kind         | ring    | code   | word 0  | words 1 to 6                          |
 //! |--------------|---------|--------|---------|---------------------------------------|
@@ -8,8 +8,8 @@
 //! | ReplyBytes   | result  | status | call id | up to 48 bytes                        |
 //! | ReplySlot    | result  | status | call id | slot and generation · length in bytes |
 //!
-//! The tag is `kind: u8`, `length of the inline bytes: u8`, `code: u16`, from the lowest bits up. A request's slot comes back
-//! to the client with the reply to it, without being named; a reply's slot goes back to the server by `Return`.
+//! The tag is `kind: u8`, `length of the inline bytes: u8`, `code: u16`, from the lowest bits up. The reply gives a
+//! request's slot back to the client without naming it. `Return` gives a reply's slot back to the server.
 
 use std::num::NonZeroU32;
 
@@ -18,7 +18,7 @@ use zerocopy::IntoBytes;
 use crate::ring::{MESSAGE_WORDS, Message};
 use crate::slots::SlotId;
 
-/// Bytes that travel inside a ring entry: a line less its stamp and the call id.
+/// Maximum number of bytes inside a ring entry: a line less its stamp and the call id.
 pub const INLINE_MAX: usize = 48;
 
 const _: () = assert!(INLINE_MAX == (MESSAGE_WORDS - 1) * 8);
@@ -28,7 +28,7 @@ const INLINE_WORDS: usize = MESSAGE_WORDS - 1;
 
 /// Up to [`INLINE_MAX`] bytes, by value.
 ///
-/// Kept as the words that the ring carries: copying them in other widths makes the CPU wait for its own stores.
+/// Stored as the words that the ring carries: copying them in other widths makes the CPU wait for its own stores.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Inline {
     len: u8,
@@ -36,10 +36,10 @@ pub struct Inline {
 }
 
 impl Inline {
-    /// No bytes.
+    /// Zero bytes.
     pub const EMPTY: Inline = Inline { len: 0, words: [0; INLINE_WORDS] };
 
-    /// A copy of `bytes`, if they fit.
+    /// Copies `bytes`, if they fit.
     #[inline(always)]
     pub fn new(bytes: &[u8]) -> Option<Self> {
         let len = u8::try_from(bytes.len()).ok().filter(|len| usize::from(*len) <= INLINE_MAX)?;
@@ -56,7 +56,7 @@ impl Inline {
         Some(inline)
     }
 
-    /// The bytes.
+    /// Returns the bytes.
     #[inline]
     pub fn bytes(&self) -> &[u8] {
         &self.words.as_bytes()[..self.len.into()]
@@ -68,7 +68,7 @@ impl Inline {
     }
 }
 
-/// What a request or a reply carries.
+/// The contents of a request or a reply.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Cargo {
     Bytes(Inline),
@@ -90,15 +90,15 @@ pub(crate) struct FromServer {
     pub cargo: Cargo,
 }
 
-/// The peer sent something that is no message of this ring.
+/// The peer sent a message that does not exist in this ring.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 #[error(
     "the peer broke the call protocol: a message of kind {kind} and inline length {len} does not belong into this ring"
 )]
 pub struct NoSuchMessage {
-    /// The kind it claims to be.
+    /// Kind that the message claims.
     pub kind: u8,
-    /// The inline length it claims.
+    /// Inline length in bytes that the message claims.
     pub len: u8,
 }
 
@@ -131,7 +131,7 @@ fn tag(kind: u8, len: u8, code: u16) -> NonZeroU32 {
     NonZeroU32::new(u32::from(kind) | u32::from(len) << 8 | u32::from(code) << 16).expect("no kind is 0")
 }
 
-/// The fields of a tag: kind, inline length, code.
+/// Returns the fields of a tag: kind, inline length, code.
 #[expect(clippy::cast_possible_truncation, reason = "fields of a word")]
 #[inline(always)]
 fn fields(message: &Message) -> (u8, u8, u16) {

@@ -1,8 +1,9 @@
 //! Calls: request and response between processes, through memory alone.
 //!
-//! A [`Server`] binds a path; a [`Client`] connects to it once, over a unix socket, and from then on the two talk through two
-//! rings and two arenas, each written by one of them. Small requests travel inside a ring entry; larger ones in a slot, which
-//! moves to the server and comes back with the reply. docs/design/call.md has the protocol and what it promises.
+//! A [`Server`] binds a path. A [`Client`] connects to it once, over a unix socket. From then on the two talk
+//! through two rings and two arenas, each written by one of them. Small requests travel inside a ring entry. Larger
+//! ones travel in a slot, which moves to the server and comes back with the reply. docs/design/call.md describes the
+//! protocol and its guarantees.
 
 mod client;
 mod message;
@@ -36,20 +37,20 @@ use crate::region::RegionError;
 use crate::ring::Broken;
 use crate::slots::WrongSlot;
 
-/// The status of a request that the server's handler let go without an answer.
+/// Status of a request that the server's handler dropped without an answer.
 pub const STATUS_DROPPED: u16 = u16::MAX;
 
-/// The status of a request whose answer did not fit into a slot, or found none free.
+/// Status of a request whose answer did not fit into a reply slot, or found no free one.
 pub const STATUS_REPLY_TOO_LARGE: u16 = u16::MAX - 1;
 
-/// What a request carries to the server.
+/// The contents of a request.
 #[derive(Debug)]
 pub(crate) enum Payload<'a> {
     Bytes(&'a [u8]),
     Slot { slot: Slot, len: usize },
 }
 
-/// A request to be made.
+/// A request that the caller has not yet made.
 #[derive(Debug)]
 #[must_use = "an Ask does nothing until it is called or submitted"]
 pub struct Ask<'a> {
@@ -59,17 +60,18 @@ pub struct Ask<'a> {
 }
 
 impl<'a> Ask<'a> {
-    /// Asks for `method` with `bytes`: up to [`INLINE_MAX`] travel in the ring, more are copied into a slot.
+    /// Creates a request for `method` with `bytes`. Up to [`INLINE_MAX`] bytes travel in the ring; longer requests
+    /// are copied into a slot.
     pub fn new(method: impl Into<u16>, bytes: &'a [u8]) -> Self {
         Ask { method: method.into(), payload: Payload::Bytes(bytes), idempotent: false }
     }
 
-    /// Asks for `method` with the first `len` bytes of `slot`, which moves to the server.
+    /// Creates a request for `method` with the first `len` bytes of `slot`, which moves to the server.
     pub fn with_slot(method: impl Into<u16>, slot: Slot, len: usize) -> Self {
         Ask { method: method.into(), payload: Payload::Slot { slot, len }, idempotent: false }
     }
 
-    /// It is not made; its slot goes back.
+    /// Turns a request that is not made into a failure that returns its slot.
     pub(crate) fn refused(self, why: CallError) -> Failure {
         let slot = match self.payload {
             Payload::Slot { slot, .. } => Some(slot),
@@ -78,14 +80,15 @@ impl<'a> Ask<'a> {
         Failure { why, slot }
     }
 
-    /// Says that running it twice does no harm: it is sent again when the server is replaced while it runs.
+    /// Declares that running the request twice does no harm. If the server is replaced while it runs the request,
+    /// the client sends it again.
     pub fn idempotent(mut self) -> Self {
         self.idempotent = true;
         self
     }
 }
 
-/// How long to wait.
+/// Limit of a wait.
 #[derive(Debug, Clone, Copy)]
 pub struct Deadline(Limit);
 
@@ -97,20 +100,20 @@ enum Limit {
 }
 
 impl Deadline {
-    /// As long as it takes. The death of the server still ends the wait.
+    /// No limit. The death of the server still ends the wait.
     pub const NEVER: Deadline = Deadline(Limit::Never);
 
-    /// Not longer than `limit`, counted from when the wait begins. Costs no look at the clock unless it comes to waiting.
+    /// Limits the wait to `limit`, counted from its start. Reads the clock only if the caller has to wait.
     pub fn within(limit: Duration) -> Self {
         Deadline(Limit::Within(limit))
     }
 
-    /// Not after `instant`.
+    /// Ends the wait at `instant`.
     pub fn at(instant: Instant) -> Self {
         Deadline(Limit::At(instant))
     }
 
-    /// The same with the clock looked at.
+    /// Reads the clock if it must, and returns the instant at which the wait ends, or `None` for no limit.
     pub(crate) fn fixed(self) -> Option<Instant> {
         match self.0 {
             Limit::Never => None,
@@ -120,14 +123,14 @@ impl Deadline {
     }
 }
 
-/// What came back.
+/// The reply to a call.
 #[derive(Debug)]
 pub struct Reply {
     pub(crate) body: Body,
     pub(crate) returned: Option<Slot>,
 }
 
-/// Where the bytes of a request or a reply are.
+/// The place of a request's or a reply's bytes.
 #[derive(Debug)]
 pub(crate) enum Body {
     Inline(Inline),
@@ -180,52 +183,53 @@ impl Body {
 }
 
 impl Reply {
-    /// Bytes in it.
+    /// Returns the length in bytes.
     #[inline]
     pub fn len(&self) -> usize {
         self.body.len()
     }
 
-    /// Whether it has no bytes.
+    /// Whether the reply has no bytes.
     pub fn is_empty(&self) -> bool {
         self.len() == 0
     }
 
-    /// A private copy of its bytes.
+    /// Returns a private copy of the bytes.
     pub fn to_vec(&self) -> Vec<u8> {
         self.body.to_vec()
     }
 
-    /// Copies its first bytes, as many as there are and fit; says how many.
+    /// Copies the first bytes into `into`, as many as exist and fit. Returns the number copied.
     #[inline]
     pub fn copy_to(&self, into: &mut [u8]) -> usize {
         self.body.copy_to(into)
     }
 
-    /// Its bytes, if they came inside the ring entry.
+    /// Returns the bytes, if they came inside the ring entry.
     #[inline]
     pub fn inline(&self) -> Option<&[u8]> {
         self.body.inline()
     }
 
-    /// The server's slot that it came in, if it did. The slot goes back to the server some time after the reply is dropped.
+    /// Returns the server's slot that the reply came in, if it came in one. The slot goes back to the server some
+    /// time after the reply is dropped.
     #[inline]
     pub fn slot(&self) -> Option<&PeerSlot> {
         self.body.slot()
     }
 
-    /// The slot that the request travelled in, with its bytes as they were.
+    /// Returns the slot that the request travelled in, with its bytes unchanged.
     pub fn into_returned(self) -> Option<Slot> {
         self.returned
     }
 }
 
-/// The server answered with an error of its own.
+/// An error with which the server itself answered.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Refused {
-    /// From the server's list of errors; never 0.
+    /// Status from the server's list of errors; never 0.
     pub status: u16,
-    /// What the server says about it.
+    /// The server's explanation, usually UTF-8 text.
     pub note: Inline,
 }
 
@@ -246,28 +250,28 @@ impl std::fmt::Display for Refused {
 /// A rule of the protocol that the peer broke.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 pub enum Breach {
-    /// Of the ring.
+    /// A rule of the ring.
     #[error(transparent)]
     Ring(#[from] Broken),
-    /// About a slot of ours that it sent back.
+    /// A rule about a slot of ours that the peer sent back.
     #[error(transparent)]
     Slot(#[from] WrongSlot),
-    /// About a slot of its own that it sent.
+    /// A rule about a slot of the peer's own that it sent.
     #[error(transparent)]
     Loan(#[from] WrongLoan),
-    /// In a message.
+    /// The format of a message.
     #[error(transparent)]
     Message(#[from] NoSuchMessage),
-    /// In a call's id.
+    /// The rule that a call has one id.
     #[error(transparent)]
     Call(#[from] NoSuchCall),
-    /// Its arena is not write-protected any more.
+    /// The peer's arena is no longer write-protected.
     #[error("the peer took its arena out of the detach that it had agreed to")]
     Detach,
 }
 
 impl Breach {
-    /// What a server writes as its verdict.
+    /// Returns the code that a server writes as its verdict.
     pub(crate) fn code(self) -> u64 {
         match self {
             Breach::Ring(_) => 1,
@@ -280,7 +284,7 @@ impl Breach {
     }
 }
 
-/// The rule whose breach made the server close a connection, as the server's verdict names it.
+/// The rule whose breach made the server close a connection, as the server's verdict gives it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Verdict(pub(crate) u64);
 
@@ -298,21 +302,21 @@ impl std::fmt::Display for Verdict {
     }
 }
 
-/// Why a call has no reply.
+/// Reasons why a call has no reply.
 #[derive(Debug, Clone, thiserror::Error)]
 pub enum CallError {
-    /// As many calls are in flight as the ring holds. Collect results, or connect with a larger ring.
+    /// The ring holds no more calls in flight. Collect results, or connect with a larger ring.
     #[error(
         "{capacity} calls are in flight, as many as the ring holds; collect results first, or connect with a larger ring"
     )]
     Full {
-        /// Entries in the ring.
+        /// Number of entries in the ring.
         capacity: u32,
     },
-    /// The request fits into no slot.
+    /// The request is larger than a slot.
     #[error("the request has {len} bytes, but a slot holds {max}; send it in parts, or connect with larger slots")]
     TooLarge {
-        /// Bytes of the request.
+        /// Length of the request in bytes.
         len: usize,
         /// Bytes in a slot.
         max: usize,
@@ -320,54 +324,56 @@ pub enum CallError {
     /// Every slot is in use.
     #[error("all {count} slots of the arena are in use; drop some, collect results, or connect with more slots")]
     NoSlot {
-        /// Slots in the arena.
+        /// Number of slots in the arena.
         count: u32,
     },
-    /// The slot is another client's.
+    /// The slot belongs to another client.
     #[error("the slot belongs to another client's arena; take it from the client that sends it")]
     ForeignSlot,
-    /// The time is up. The call may still run; its result is thrown away and its slot comes back by itself.
+    /// The deadline passed. The call may still run; the client discards its result, and its slot comes back by
+    /// itself.
     #[error("no answer before the deadline; the call may still run, and its result will be thrown away")]
     DeadlinePassed,
-    /// The server refused.
+    /// The server refused the request.
     #[error("{0}")]
     Refused(Refused),
-    /// The server died or closed, and nobody has taken its place.
+    /// The server died or closed, and no other server has taken its place.
     #[error("the server (generation {generation}) is gone and has no successor; start one, then reconnect")]
     ServerGone {
-        /// Which of the servers that follow each other it was.
+        /// Generation of that server in the sequence of servers.
         generation: u32,
     },
-    /// The server was replaced after it had begun the call and before it answered: it may have run. Ask the new server, or
-    /// declare such calls idempotent.
+    /// The server began the call, and another server replaced it before it answered. The call may have run. Ask the
+    /// new server, or declare such calls idempotent.
     #[error(
         "the server (generation {generation}) was replaced while it ran the call; whether it took effect is not known: check, then retry"
     )]
     Retry {
-        /// The server that had begun it.
+        /// Generation of the server that had begun the call.
         generation: u32,
     },
-    /// The server closed the connection because this side broke a rule. That is a bug on this side.
+    /// The server closed the connection because this side broke a rule. This is a bug on this side.
     #[error("the server closed the connection, because this client broke {0}")]
     Expelled(Verdict),
     /// The server broke a rule. The connection is closed.
     #[error("the connection is closed: {0}")]
     Broken(Breach),
-    /// The kernel refused to take the slot away from this process.
+    /// The kernel refused to detach the slot from this process.
     #[error("the slot could not be detached: {0}")]
     Detach(Arc<RegionError>),
-    /// The kernel refused to let this process sleep.
+    /// The kernel refused the wait for the server.
     #[error("the kernel refused to wait for the server: {0}")]
     Kernel(Arc<std::io::Error>),
 }
 
-/// A call that has no reply, and the slot that it was to travel in or has travelled in, if that is back.
+/// A call without a reply. It returns the slot that the request was to travel in, or has travelled in, if that slot
+/// is back.
 #[derive(Debug, thiserror::Error)]
 #[error("{why}")]
 pub struct Failure {
-    /// Why.
+    /// Reason of the failure.
     pub why: CallError,
-    /// The request's slot, with its bytes as they were.
+    /// Slot of the request, with its bytes unchanged.
     pub slot: Option<Slot>,
 }
 

@@ -1,4 +1,4 @@
-//! The calls of a client that have no result yet, or whose result nobody has fetched.
+//! The calls of a client that have no result yet, or whose result was not fetched.
 
 use std::task::Waker;
 
@@ -7,38 +7,38 @@ use crate::arena::Lent;
 use crate::ring::Message;
 use crate::slots::SlotId;
 
-/// What became of a call.
+/// The result of a call.
 pub(crate) type Outcome = Result<Reply, Failure>;
 
-/// Where a call stands.
+/// Stage of a call.
 #[derive(Debug)]
 enum Stage {
-    /// Its place is free.
+    /// The place is free.
     Vacant,
-    /// The server has it.
+    /// The server has the call.
     Waiting,
-    /// The server has it, and nobody wants the result any more.
+    /// The server has the call, but the client no longer wants the result.
     Abandoned,
-    /// The result is here.
+    /// The result has arrived.
     Done(Outcome),
 }
 
-/// One place.
+/// A place for one call.
 #[derive(Debug)]
 struct Place {
-    /// Grows each time the place is used anew, so that the answer to an earlier call is recognised.
+    /// Grows each time the place is reused, so that we recognise the answer to an earlier call.
     life: u32,
     stage: Stage,
     call: InFlight,
     waker: Option<Waker>,
 }
 
-/// What the client must know of a call while the server has it.
+/// The client's record of a call while the server has it.
 #[derive(Debug, Default, Clone)]
 pub(crate) struct InFlight {
-    /// The slot that travelled with it.
+    /// Slot that travelled with the request.
     pub slot: Option<Lent>,
-    /// Its index in the request ring.
+    /// Index of the request in the request ring.
     pub index: u32,
     /// The request itself, if it may be sent again.
     pub again: Option<Message>,
@@ -47,17 +47,17 @@ pub(crate) struct InFlight {
 /// The places for calls in flight, as many as the rings have entries.
 #[derive(Debug)]
 pub(crate) struct Pending {
-    /// Made when first needed: most clients have few calls in flight.
+    /// Created on first use: most clients have few calls in flight.
     places: Vec<Place>,
     vacant: Vec<u32>,
     capacity: u32,
 }
 
-/// A call id of a peer that names no call in flight.
+/// The peer sent a call id that names no call in flight.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 #[error("the peer broke the call protocol: it answered call {call:#x}, which is not in flight")]
 pub struct NoSuchCall {
-    /// The id.
+    /// Call id that the peer sent.
     pub call: u64,
 }
 
@@ -71,13 +71,13 @@ impl Pending {
         self.in_use() == self.capacity as usize
     }
 
-    /// Calls that have no result, or one that nobody fetched.
+    /// Returns the number of calls without a result, or with a result that was not fetched.
     #[inline]
     pub fn in_use(&self) -> usize {
         self.places.len() - self.vacant.len()
     }
 
-    /// The id that the next call gets, if there is room; it takes its place by [`begin`](Self::begin).
+    /// Returns the id of the next call, if there is room. [`begin`](Self::begin) then occupies its place.
     #[inline]
     pub fn next_id(&mut self) -> u64 {
         if self.vacant.is_empty() {
@@ -88,7 +88,7 @@ impl Pending {
         SlotId { index, generation: self.places[index as usize].life }.to_word()
     }
 
-    /// The call with the id [`next_id`](Self::next_id) is in flight.
+    /// Marks the call with the id [`next_id`](Self::next_id) as in flight.
     #[inline]
     pub fn begin(&mut self, slot: Option<Lent>, index: u32, again: Option<Message>) {
         let vacant = self.vacant.pop().expect("next_id found a vacant place");
@@ -115,7 +115,7 @@ impl Pending {
         }
     }
 
-    /// The call is answered, and whoever waits for it has the answer: its place is free. Gives the slot that travelled with it.
+    /// Frees the place of an answered call whose caller has the answer. Returns the slot that travelled with it.
     #[inline(always)]
     pub fn complete(&mut self, call: u64) -> Result<Option<Lent>, NoSuchCall> {
         let (index, place) = self.place(call)?;
@@ -127,7 +127,7 @@ impl Pending {
         Ok(lent)
     }
 
-    /// The call has its outcome.
+    /// Stores the outcome of a call, and wakes its waker.
     #[inline]
     pub fn finish(&mut self, call: u64, outcome: Outcome) -> Result<(), NoSuchCall> {
         let (index, place) = self.place(call)?;
@@ -153,7 +153,7 @@ impl Pending {
         self.vacant.push(index);
     }
 
-    /// Takes the outcome, if it is there. The call's place is free then.
+    /// Takes the outcome if it has arrived, and then frees the call's place.
     #[inline]
     pub fn take(&mut self, call: u64) -> Option<Outcome> {
         let (index, place) = self.place(call).ok()?;
@@ -175,7 +175,7 @@ impl Pending {
         }
     }
 
-    /// Nobody wants the outcome any more.
+    /// Gives up a call: the client no longer wants its outcome.
     pub fn abandon(&mut self, call: u64) {
         if let Ok((index, place)) = self.place(call) {
             match place.stage {
@@ -186,14 +186,14 @@ impl Pending {
         }
     }
 
-    /// Every call that the server has.
+    /// Returns every call that the server has.
     pub fn in_flight(&self) -> Vec<(u64, InFlight)> {
         let waiting =
             (0_u32..).zip(&self.places).filter(|(_, place)| matches!(place.stage, Stage::Waiting | Stage::Abandoned));
         waiting.map(|(index, place)| (u64::from(place.life) << 32 | u64::from(index), place.call.clone())).collect()
     }
 
-    /// The call was pushed again, at `index` of the request ring.
+    /// Records that the call was pushed again, at `index` of the request ring.
     pub fn moved(&mut self, call: u64, index: u32) {
         if let Ok((_, place)) = self.place(call) {
             place.call.index = index;

@@ -2,7 +2,7 @@
 //!
 //! | line   | holds                                                                   |
 //! |--------|-------------------------------------------------------------------------|
-//! | 0      | word 0: what this memory is, word 1: the verdict (server only)          |
+//! | 0      | word 0: mark of this memory, word 1: the verdict (server only)          |
 //! | 2      | the writer's bell                                                       |
 //! | 4      | the writer's head in the ring that it reads                             |
 //! | 6      | the writer's counters                                                   |
@@ -10,7 +10,7 @@
 //! | 192    | the slot table of the writer's arena                                    |
 //! | then   | the ring that the writer writes, on a page of its own                   |
 //!
-//! Words with different readers or rhythms stand two lines apart: CPUs fetch lines in pairs.
+//! Words with different readers or different rates of change lie two lines apart, because CPUs fetch lines in pairs.
 
 use std::os::fd::BorrowedFd;
 
@@ -20,7 +20,7 @@ use crate::slots::table_lines;
 use crate::stats::{Counters, HISTOGRAM_LINES, Histogram};
 use crate::sync::Relaxed;
 
-/// Says "control memory of a Tasuki call, layout 1". Changes with the layout.
+/// Mark of "control memory of a Tasuki call, layout 1". Changes with the layout.
 pub(crate) const MAGIC: u64 = u64::from_be_bytes(*b"TASUKI\0\x01");
 
 const IDENTITY: usize = 0;
@@ -32,12 +32,12 @@ const TABLE: usize = 192;
 
 const _: () = assert!(SLEPT + HISTOGRAM_LINES <= TABLE);
 
-/// How large the variable parts are. Both ends learn it from the handshake and never from the memory.
+/// Sizes of the variable parts. Both ends learn them from the handshake and never from the memory.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Layout {
-    /// Lines of the writer's ring: a power of two.
+    /// Number of lines of the writer's ring: a power of two.
     pub ring: u32,
-    /// Slots of the writer's arena.
+    /// Number of slots of the writer's arena.
     pub slots: u32,
 }
 
@@ -51,7 +51,7 @@ impl Layout {
     }
 }
 
-/// Our own segment.
+/// The segment that we write.
 #[derive(Debug)]
 pub(crate) struct Segment {
     region: Region,
@@ -104,25 +104,25 @@ impl Segment {
     }
 }
 
-/// The other end's segment.
+/// The segment that the other end writes.
 #[derive(Debug, Clone)]
 pub(crate) struct PeerSegment {
     region: PeerRegion,
     layout: Layout,
 }
 
-/// Why a peer's segment could not be used.
+/// Reasons why we cannot use a peer's segment.
 #[derive(Debug, thiserror::Error)]
 pub enum SegmentError {
-    /// It could not be mapped.
+    /// The memory cannot be mapped.
     #[error(transparent)]
     Memory(#[from] RegionError),
-    /// It is something else.
+    /// The memory holds something else.
     #[error(
         "the memory handed over is no control memory of a Tasuki call (it begins with {found:#018x}); the peer is of another version or broken"
     )]
     Foreign {
-        /// Its first word.
+        /// First word of the memory.
         found: u64,
     },
 }

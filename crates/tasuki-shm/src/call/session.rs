@@ -19,27 +19,27 @@ use crate::ring::{Broken, Consumer, Message, Producer};
 use crate::slots::Census;
 use crate::wake::{Clapper, bell_pipe, drain, this_cpu};
 
-/// Requests that are served for one client before the next has its turn.
+/// Number of requests served for one client before the next client has its turn.
 const BATCH: u32 = 64;
 
-/// Rings after which a client's bell pipe is emptied.
+/// Number of rings after which the server empties a client's bell pipe.
 const RINGS_BEFORE_DRAIN: u32 = 4096;
 
-/// Which client, among all that this server has had.
+/// Identifies a client among all that this server has had.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct ClientId {
     pub(crate) index: u32,
     pub(crate) life: u32,
 }
 
-/// Who a client is, as the kernel says.
+/// Identity of a client, as the kernel reports it.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Peer {
     pub id: ClientId,
     pub uid: u32,
 }
 
-/// Where deferred requests go that were dropped, and what wakes the server then.
+/// Collects dropped deferred requests, and wakes the server for them.
 #[derive(Debug)]
 pub(crate) struct Desk {
     pub dropped: Mutex<Vec<(ClientId, Open)>>,
@@ -75,12 +75,13 @@ impl Open {
     }
 }
 
-/// One client.
+/// The server's state for one client.
 #[derive(Debug)]
 pub(crate) struct Session {
     pub peer: Peer,
     segment: Segment,
-    /// Dropped before the pipes: a client that sees their end must be able to register its arena with the next server.
+    /// Dropped before the pipes. When the client sees the pipes end, it must be able to register its arena with the
+    /// next server.
     enforcer: Option<Enforcer>,
     requests: Consumer<Span<Line>, Span<Line>>,
     results: Producer<Span<Line>, Span<Line>>,
@@ -88,30 +89,30 @@ pub(crate) struct Session {
     ringer: Ringer<Span<Line>>,
     arena: Arc<PeerArena>,
     replies: Arena,
-    /// Requests begun and not answered: as many entries of the result ring are kept for them.
+    /// Requests begun and not answered. The server reserves as many entries of the result ring for their answers.
     unanswered: u32,
-    /// Whether results were pushed and the client's bell not looked at.
+    /// Whether results were pushed since the last look at the client's bell.
     unrung: bool,
-    /// Rings heard since its pipe was emptied.
+    /// Rings counted since the bell pipe was last emptied.
     rings: u32,
-    /// Whether its ring is looked at.
+    /// Whether the server polls this client's request ring.
     pub hot: bool,
-    /// Whether it had a request since the clock was looked at.
+    /// Whether the client made a request since the last look at the clock.
     busy: bool,
-    /// When it last had a request, as far as the clock was looked at.
+    /// Time of the last request, as precise as the looks at the clock.
     last_active: Instant,
     clapper: Clapper,
     pipe: OwnedFd,
 }
 
-/// What a new client gets, in the order of the Welcome packet.
+/// Descriptors for a new client, in the order of the Welcome packet.
 #[derive(Debug)]
 pub(crate) struct Handover {
     pub ring_end: OwnedFd,
     pub sleep_end: OwnedFd,
 }
 
-/// Why a session could not be made.
+/// Reasons why a session cannot be made.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum SessionError {
     #[error(transparent)]
@@ -138,7 +139,7 @@ impl Session {
         let (pipe, ring_end) = bell_pipe()?;
         let (sleep_end, clapper) = bell_pipe()?;
         let mut bell = Bell::new(segment.bell(), this_cpu());
-        // Cold until its first ring: an idle client is nobody's concern.
+        // Cold until the client's first ring: an idle client costs nothing.
         bell.park(this_cpu());
         let session = Session {
             peer,
@@ -166,7 +167,7 @@ impl Session {
         [self.segment.fd(), self.replies.region().fd()]
     }
 
-    /// Where the client's rings are heard.
+    /// Returns the pipe on which the client's rings arrive.
     pub fn pipe(&self) -> BorrowedFd<'_> {
         self.pipe.as_fd()
     }
@@ -179,7 +180,7 @@ impl Session {
         self.replies.census()
     }
 
-    /// For how long it has had no request, when the clock says `now`.
+    /// Returns for how long the client has made no request, at time `now`.
     pub fn idle_at(&mut self, now: Instant) -> Duration {
         if std::mem::take(&mut self.busy) {
             self.last_active = now;
@@ -187,7 +188,7 @@ impl Session {
         now.duration_since(self.last_active)
     }
 
-    /// The client has rung.
+    /// Notes that the client has rung.
     pub fn heard(&mut self, now: Instant) {
         self.last_active = now;
         self.rings += 1;
@@ -198,7 +199,8 @@ impl Session {
         self.bell.spin(this_cpu());
     }
 
-    /// Says that this client must ring from now on; if a request came meanwhile, it is taken back and the result is false.
+    /// Publishes that this client must ring from now on. If a request came meanwhile, takes that back and returns
+    /// false.
     pub fn park(&mut self) -> Result<bool, Breach> {
         self.bell.park(this_cpu());
         crash::point("server.park.parked");
@@ -210,21 +212,22 @@ impl Session {
         Ok(true)
     }
 
-    /// Whether a request is there.
+    /// Whether a request is waiting.
     #[inline]
     pub fn is_ready(&self) -> bool {
         self.requests.is_ready()
     }
 
-    /// Whether the client was last seen on `cpu`.
+    /// Whether the client last ran on `cpu`, according to its bell.
     pub fn is_on(&self, cpu: u32) -> bool {
         self.ringer.published().cpu == cpu
     }
 
-    /// How many requests can be begun: every one begun has an entry of the result ring kept for its answer.
+    /// Returns how many requests the server can begin: each begun request reserves an entry of the result ring for
+    /// its answer.
     ///
-    /// A client with no more calls in flight than its ring holds never meets a 0; for one that does not fetch its results,
-    /// the server does not wait but looks elsewhere.
+    /// A client whose calls in flight fit its ring never causes a 0. If a client does not fetch its results, the
+    /// server does not wait: it turns to other clients.
     #[inline]
     fn room(&mut self) -> Result<u32, Broken> {
         if self.results.known_room() <= self.unanswered {
@@ -233,14 +236,14 @@ impl Session {
         Ok(self.results.known_room().saturating_sub(self.unanswered))
     }
 
-    /// Serves what is there, up to a batch; says how many.
+    /// Serves the waiting requests, up to a batch. Returns the number served.
     pub fn serve<H: FnMut(Request<'_>)>(&mut self, desk: &Arc<Desk>, handler: &mut H) -> Result<u32, Breach> {
         let mut served = 0;
         while served < BATCH && self.room()? > 0 {
-            // One by one: a look at the next line before this one is served would wait for the client's cache.
+            // One by one: a look at the next line before serving this request would wait for the client's cache.
             let Some(message) = self.requests.pop()? else { break };
             crash::point("server.serve.popped");
-            // What is retired has begun: a successor will not run it again. So it is retired before it runs.
+            // Retire the request before it runs. A retired request has begun, so no successor will run it again.
             self.requests.retire();
             crash::point("server.serve.begun");
             self.begin(&message, desk, handler)?;
@@ -270,7 +273,7 @@ impl Session {
         let body = self.unpack(cargo)?;
         self.unanswered += 1;
         handler(Request { open: Open { call, method, body }, answered: false, session: self, desk, alone: false });
-        // A client that sleeps is not to wait for the rest of the batch.
+        // A sleeping client must not wait for the rest of the batch.
         if self.unrung && self.ringer.published().state == State::Parked {
             self.flush();
         }
@@ -293,12 +296,13 @@ impl Session {
         })
     }
 
-    /// Answers, and gives back the slot that the request came in. The entry for the answer was kept.
+    /// Answers, and gives back the slot that the request came in. The result ring has an entry reserved for the
+    /// answer.
     #[inline(always)]
     fn answer(&mut self, call: u64, slot: Option<PeerSlot>, status: u16, cargo: Cargo) {
         if let Some(slot) = slot {
             if let Some(enforcer) = &self.enforcer {
-                // It fails when the client is dead or has unmapped its arena; then nobody needs the slot.
+                // Fails if the client is dead or has unmapped its arena. Then the slot is no longer needed.
                 let _ = enforcer.release(slot.offset());
             }
             slot.surrender();
@@ -324,35 +328,37 @@ impl Session {
         }
     }
 
-    /// Tells the client which rule it broke. It sees its connection end next.
+    /// Publishes the rule that the client broke. The client sees its connection end next.
     pub fn expel(&self, breach: Breach) {
         self.segment.verdict()[0].word(1).store(breach.code(), crate::sync::Release);
     }
 }
 
-/// A request, to be answered. One that is dropped is answered with [`STATUS_DROPPED`](super::STATUS_DROPPED).
+/// A request to answer. Dropping it answers with [`STATUS_DROPPED`](super::STATUS_DROPPED).
 #[derive(Debug)]
 pub struct Request<'a> {
     open: Open,
-    /// Whether it was answered or put off.
+    /// Whether the request was answered or deferred.
     answered: bool,
     session: &'a mut Session,
     desk: &'a Arc<Desk>,
-    /// Whether it is answered outside of a batch, at the end of which the client is woken.
+    /// Whether the answer is sent outside a batch. At the end of a batch the server wakes the client; outside one,
+    /// `finish` must.
     alone: bool,
 }
 
-/// The answer did not fit; the client was told so.
+/// The answer did not fit into a reply slot, or no slot was free. The client got
+/// [`STATUS_REPLY_TOO_LARGE`](super::STATUS_REPLY_TOO_LARGE) instead.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 #[error(
     "the answer has {len} bytes, but a reply slot holds {max} and {free} are free; the client must connect with larger or more reply slots"
 )]
 pub struct ReplyTooLarge {
-    /// Bytes of the answer.
+    /// Length of the answer in bytes.
     pub len: usize,
     /// Bytes in a reply slot.
     pub max: usize,
-    /// Reply slots that are free.
+    /// Number of free reply slots.
     pub free: u32,
 }
 
@@ -365,60 +371,61 @@ impl<'a> Request<'a> {
         &self.open.body
     }
 
-    /// What is asked for.
+    /// Returns the method that the client calls.
     pub fn method(&self) -> u16 {
         self.open.method
     }
 
-    /// Which client asks.
+    /// Returns the client that made the request.
     pub fn client(&self) -> ClientId {
         self.session.peer.id
     }
 
-    /// The user that the client ran as when it connected.
+    /// Returns the user id that the client had when it connected.
     pub fn uid(&self) -> u32 {
         self.session.peer.uid
     }
 
-    /// Bytes in it.
+    /// Returns the length in bytes.
     pub fn len(&self) -> usize {
         self.body().len()
     }
 
-    /// Whether it has no bytes.
+    /// Whether the request has no bytes.
     pub fn is_empty(&self) -> bool {
         self.len() == 0
     }
 
-    /// Its bytes, if they came inside the ring entry. They are a private copy already.
+    /// Returns the bytes, if they came inside the ring entry. They are already a private copy.
     pub fn inline(&self) -> Option<&[u8]> {
         self.body().inline()
     }
 
-    /// The client's slot that it came in, if it did.
+    /// Returns the client's slot that the request came in, if it came in one.
     pub fn slot(&self) -> Option<&PeerSlot> {
         self.body().slot()
     }
 
-    /// A private copy of its bytes.
+    /// Returns a private copy of the bytes.
     pub fn to_vec(&self) -> Vec<u8> {
         self.body().to_vec()
     }
 
-    /// Copies its first bytes, as many as there are and fit; says how many.
+    /// Copies the first bytes into `into`, as many as exist and fit. Returns the number copied.
     #[inline]
     pub fn copy_to(&self, into: &mut [u8]) -> usize {
         self.body().copy_to(into)
     }
 
-    /// A slot to write a large answer into, for [`reply_slot`](Self::reply_slot).
+    /// Takes a slot for a large answer, to be sent with [`reply_slot`](Self::reply_slot).
     #[inline]
     pub fn take_slot(&self) -> Result<Slot, CallError> {
         let count = self.session.replies.geometry().count;
         self.session.replies.take().ok_or(CallError::NoSlot { count })
     }
 
-    /// Answers with `bytes`: up to [`INLINE_MAX`](super::INLINE_MAX) travel in the ring, more are copied into a slot.
+    /// Answers with `bytes`. Up to [`INLINE_MAX`](super::INLINE_MAX) bytes travel in the ring; longer answers are
+    /// copied into a slot.
     #[inline]
     pub fn reply(mut self, bytes: &[u8]) -> Result<(), ReplyTooLarge> {
         if let Some(inline) = Inline::new(bytes) {
@@ -440,7 +447,7 @@ impl<'a> Request<'a> {
         }
     }
 
-    /// Answers with the first `len` bytes of `slot`, which [`take_slot`](Self::take_slot) gave for this client.
+    /// Answers with the first `len` bytes of `slot`, which [`take_slot`](Self::take_slot) returned for this client.
     ///
     /// # Panics
     /// If the slot was taken for another client, or holds fewer than `len` bytes.
@@ -451,7 +458,7 @@ impl<'a> Request<'a> {
     }
 
     fn send_slot(&mut self, slot: Slot, len: usize) {
-        // Replies are detached by move only, which cannot fail.
+        // Replies use `Detach::Move`, whose lend cannot fail.
         let lent = self
             .session
             .replies
@@ -462,8 +469,8 @@ impl<'a> Request<'a> {
         self.finish(0, Cargo::Slot { id: lent.id(), len: len as u64 });
     }
 
-    /// Answers with an error of the server's own, other than 0, and up to [`INLINE_MAX`](super::INLINE_MAX) bytes about it
-    /// (what is more is cut off).
+    /// Answers with an error status of the server's own, other than 0, and a note of up to
+    /// [`INLINE_MAX`](super::INLINE_MAX) bytes. Cuts off the rest of the note.
     ///
     /// # Panics
     /// If `status` is 0, which means success.
@@ -474,7 +481,7 @@ impl<'a> Request<'a> {
         self.finish(status, Cargo::Bytes(Inline::new(note.as_bytes()).expect("cut to what fits")));
     }
 
-    /// Puts the answer off: [`Server::resume`](super::Server::resume) gives the request back.
+    /// Defers the answer: [`Server::resume`](super::Server::resume) returns the request later.
     pub fn defer(mut self) -> Deferred {
         self.answered = true;
         let open = std::mem::replace(&mut self.open, Open::NONE);
@@ -500,7 +507,7 @@ impl Drop for Request<'_> {
     }
 }
 
-/// A request whose answer is put off. One that is dropped is answered with [`STATUS_DROPPED`](super::STATUS_DROPPED).
+/// A request whose answer is deferred. Dropping it answers with [`STATUS_DROPPED`](super::STATUS_DROPPED).
 #[derive(Debug)]
 #[must_use = "a deferred request that is dropped is answered with STATUS_DROPPED"]
 pub struct Deferred {

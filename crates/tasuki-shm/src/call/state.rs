@@ -1,4 +1,4 @@
-//! What a server keeps for its successor: shared memory with a lease on it.
+//! The state that a server keeps for its successor: shared memory with a lease on it.
 
 use std::num::NonZeroU32;
 use std::os::fd::{BorrowedFd, OwnedFd};
@@ -9,36 +9,37 @@ use crate::line::{LINE_LEN, Line};
 use crate::region::{PAGE_LEN, Pages, Region, RegionError, Span};
 use crate::sync::{AtomicU64, Relaxed};
 
-/// Says "state of a Tasuki server, layout 1".
+/// First word of the memory: "state of a Tasuki server, layout 1".
 const MAGIC: u64 = u64::from_be_bytes(*b"TASUKIS\x01");
 
 /// The state of a service: memory that its servers, one after the other, map and write.
 ///
-/// It holds atomics and nothing else, since a server may die between any two stores: keep in it what is right at every store.
-/// The library keeps in its first page which service this is, and the lease: who serves now, in which generation.
+/// It holds atomics only, because a server may die between any two stores. Keep data in it that is right after every
+/// store. The library uses its first page for the identity of the service and for the lease, which names the present
+/// server and its generation.
 #[derive(Debug)]
 pub struct State {
     region: Region,
 }
 
-/// Why memory is no state.
+/// Reasons why memory is not the state of a service.
 #[derive(Debug, thiserror::Error)]
 pub enum StateError {
-    /// It cannot be mapped.
+    /// The memory cannot be mapped.
     #[error("{0}")]
     Memory(#[from] RegionError),
-    /// It is something else.
+    /// The memory holds something else.
     #[error(
         "the memory is no state of a Tasuki server (it begins with {found:#018x}); pass the descriptor that State::create made"
     )]
     Foreign {
-        /// Its first word.
+        /// First word of the memory.
         found: u64,
     },
 }
 
 impl State {
-    /// New state with room for `len` bytes, all zero.
+    /// Creates state with room for `len` bytes, all zero.
     pub fn create(len: usize) -> Result<Self, RegionError> {
         let region = Region::create("tasuki-state", PAGE_LEN + len.max(1), Pages::Small)?;
         let state = State { region };
@@ -49,7 +50,7 @@ impl State {
         Ok(state)
     }
 
-    /// State that an earlier server kept.
+    /// Opens state that an earlier server kept.
     pub fn adopt(memory: OwnedFd) -> Result<Self, StateError> {
         let region = Region::adopt(memory)?;
         if region.len() < 2 * PAGE_LEN {
@@ -66,18 +67,18 @@ impl State {
         self.region.span(line * LINE_LEN, 1).expect("the first page was checked or made")
     }
 
-    /// The descriptor to hand to a successor, or to a supervisor that keeps it for one.
+    /// Returns the descriptor to hand to a successor, or to a supervisor that keeps it for one.
     pub fn fd(&self) -> BorrowedFd<'_> {
         self.region.fd()
     }
 
-    /// The server's own memory.
+    /// Returns the server's own part of the memory, behind the first page.
     pub fn words(&self) -> Span<AtomicU64> {
         let count = (self.region.len() - PAGE_LEN) / 8;
         self.region.span(PAGE_LEN, count).expect("it lies behind the first page")
     }
 
-    /// Which service this is the state of.
+    /// Returns the identity of the service that this state belongs to.
     pub fn service(&self) -> Service {
         let line = self.header(0);
         let half = |word: usize| u128::from(line[0].word(word).load(Relaxed));
@@ -88,12 +89,12 @@ impl State {
         Lease::new(self.header(2))
     }
 
-    /// Who serves now, by process id, and in which generation.
+    /// Returns the process id of the present server, and its generation.
     pub fn tenure(&self) -> Tenure {
         self.lease().tenure()
     }
 
-    /// Takes the lease from `from`, who has passed it or is dead.
+    /// Takes the lease from `from`, a holder that has passed it or is dead.
     pub(crate) fn take(&self, from: Tenure) -> Result<Tenure, Lost> {
         self.lease().take(from, me())
     }
@@ -107,10 +108,10 @@ fn me() -> NonZeroU32 {
     NonZeroU32::new(std::process::id()).expect("no process has id 0")
 }
 
-/// Random bits for ids that must not be guessed right by accident.
+/// Returns random bits for ids that must not match by accident.
 pub(crate) fn random_word() -> u64 {
     use std::hash::{BuildHasher, Hasher, RandomState};
-    // Seeded by the kernel's random numbers for each thread, then counted up: unique is what an id must be.
+    // Each thread seeds it with the kernel's random numbers and then counts up: an id must be unique.
     let mut hasher = RandomState::new().build_hasher();
     hasher.write_u32(std::process::id());
     hasher.finish()

@@ -1,16 +1,16 @@
-//! The other side of a replacement: a process that will be the server next.
+//! The successor's side of a replacement: the process that will be the next server.
 //!
 //! # States of the giver (the server that is replaced)
 //!
 //! | state    | event    | next     | action  | because                                                         |
 //! |----------|----------|----------|---------|-----------------------------------------------------------------|
 //! | Serving  | Succeed  | Watched  | Inheritance  | a stand-by holds listener and state, and learns of our death    |
-//! | Watched  | Release  | Draining | Drain   | what has begun is finished; nothing new is begun                |
+//! | Watched  | Release  | Draining | Drain   | the giver finishes begun requests and begins no new ones        |
 //! | Watched  | Gone     | Serving  | Forget  | a stand-by that dies changes nothing                            |
-//! | Draining | Drained  | Passed   | Pass    | nobody has begun anything: the successor may                    |
+//! | Draining | Drained  | Passed   | Pass    | no request is begun and unanswered: the successor may begin     |
 //! | Draining | Gone     | Serving  | Forget  | the successor gave up                                           |
 //! | Passed   | Taken    | Over     | Leave   | the successor serves                                            |
-//! | Passed   | Gone     | Serving  | TakeBack | the successor died: only the lease says who serves, and we win it |
+//! | Passed   | Gone     | Serving  | TakeBack | the successor died: the lease names the server, and we win it   |
 
 use std::io;
 use std::os::fd::{AsFd, OwnedFd};
@@ -25,51 +25,52 @@ use crate::crash;
 use crate::lease::Lost;
 use crate::wake::nap_cost;
 
-/// Why a successor did not become the server. The old one serves on, unless it is dead.
+/// Reasons why a successor did not become the server. The old server continues to serve, unless it is dead.
 #[derive(Debug, thiserror::Error)]
 pub enum SucceedError {
-    /// The server could not be reached.
+    /// The successor could not reach the server.
     #[error("{0}")]
     Connect(#[from] ConnectError),
-    /// Its state cannot be used.
+    /// The server's state is unusable.
     #[error("{0}")]
     State(#[from] StateError),
-    /// It did not let go in time.
+    /// The server did not let go in time.
     #[error("the server at {} did not let go within {limit:?}; it serves on: answer its deferred requests, or kill it and stand by", path.display())]
     NotReleased {
-        /// Where.
+        /// Path of the socket.
         path: PathBuf,
-        /// How long we waited.
+        /// How long the successor waited.
         limit: Duration,
     },
-    /// Somebody else took the lease.
+    /// Another process took the lease.
     #[error("{0}; another successor was quicker")]
     Lost(#[from] Lost),
-    /// The new server could not be set up.
+    /// The successor could not set up the new server.
     #[error("{0}")]
     Bind(#[from] BindError),
-    /// The kernel refused for a reason of its own.
+    /// The kernel refused for another reason.
     #[error("the kernel refused while {doing}: {source}")]
     Kernel {
-        /// The step.
+        /// Step that the kernel refused.
         doing: &'static str,
-        /// Its reason.
+        /// The kernel's error.
         source: io::Error,
     },
 }
 
-/// A process that has what it needs to be the next server: the listening socket and the state.
+/// A process that has all it needs to be the next server: the listening socket and the state.
 #[derive(Debug)]
 pub struct Successor {
     path: PathBuf,
     socket: OwnedFd,
     listener: OwnedFd,
     state: State,
-    /// The generation of the server that we watch.
+    /// Generation of the server that we watch.
     generation: u32,
 }
 
-/// Who is asked while it leaves or dies closes the socket; its successor listens at the same path.
+/// Asks the server for its listening socket and state. A server that is leaving or dying closes the socket; its
+/// successor listens at the same path, so ask again.
 fn ask_for_inheritance(path: &Path) -> Result<(OwnedFd, Received), SucceedError> {
     for _ in 1..DIALS_MAX {
         let socket = dial(path, Duration::from_secs(5))?;
@@ -85,7 +86,8 @@ fn ask_for_inheritance(path: &Path) -> Result<(OwnedFd, Received), SucceedError>
 }
 
 impl Successor {
-    /// Asks the server at `path` for what its successor needs. It serves on, and learns nothing but that a stand-by exists.
+    /// Asks the server at `path` for the things that its successor needs. The server continues to serve, and learns
+    /// only that a stand-by exists.
     pub fn approach(path: impl AsRef<Path>) -> Result<Self, SucceedError> {
         let path = path.as_ref().to_owned();
         let (socket, answer) = ask_for_inheritance(&path)?;
@@ -97,23 +99,23 @@ impl Successor {
             Err(malformed) => return Err(ConnectError::Malformed(malformed).into()),
         };
         let [listener, state] = <[OwnedFd; 2]>::try_from(answer.fds).map_err(|_| refused(Refusal::NoMemory))?;
-        // What takes time is done now, while the other serves.
+        // Do the slow work now, while the other server serves.
         nap_cost();
         Ok(Successor { path, socket, listener, state: State::adopt(state)?, generation })
     }
 
-    /// The state, to be looked at before the take-over: is it of a version that this program understands?
+    /// Returns the state. Look at it before the take-over: does this program understand its version?
     pub fn state(&self) -> &State {
         &self.state
     }
 
-    /// Has the server finish what it has begun and let go, then takes its place.
+    /// Makes the server finish the requests it has begun and let go, then takes its place.
     ///
     /// # Errors
-    /// [`SucceedError::NotReleased`] when it has not let go within `limit`: it serves on.
+    /// [`SucceedError::NotReleased`] if the server has not let go within `limit`: it continues to serve.
     pub fn take_over(self, options: ServerOptions, limit: Duration) -> Result<Server, SucceedError> {
         let until = Instant::now() + limit;
-        // A server that is dead by now needs no asking.
+        // A dead server needs no request.
         let _ = wire::send(self.socket.as_fd(), &Packet::Release, &[]);
         if !self.wait_for_release(Some(until))? {
             return Err(SucceedError::NotReleased { path: self.path, limit });
@@ -121,13 +123,13 @@ impl Successor {
         self.take(options)
     }
 
-    /// Waits until the server dies or ends, then takes its place. The warm stand-by.
+    /// Waits until the server dies or ends, then takes its place. This is the warm stand-by.
     pub fn stand_by(self, options: ServerOptions) -> Result<Server, SucceedError> {
         self.wait_for_release(None)?;
         self.take(options)
     }
 
-    /// Whether the server has let go (or is dead) by `until`.
+    /// Waits until `until`. Returns whether the server has let go, or is dead.
     fn wait_for_release(&self, until: Option<Instant>) -> Result<bool, SucceedError> {
         let kernel = |source| SucceedError::Kernel { doing: "waiting for the server to let go", source };
         loop {
@@ -140,7 +142,7 @@ impl Successor {
             match wire::receive(self.socket.as_fd()) {
                 Ok(Some(answer)) if answer.packet == Ok(Packet::Released) => return Ok(true),
                 Ok(Some(_)) => {}
-                // The end of its socket is the end of the process: no store of its can come after it.
+                // The end of its socket is the end of the process: none of its stores can come after it.
                 Ok(None) => return Ok(true),
                 Err(error) if error.kind() == io::ErrorKind::WouldBlock => {}
                 Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
@@ -151,7 +153,7 @@ impl Successor {
     }
 
     fn take(self, options: ServerOptions) -> Result<Server, SucceedError> {
-        // Only from the server that we watched: whoever else holds the lease by now may be alive.
+        // Take the lease only from the server that we watched: any other holder may be alive.
         let now = self.state.tenure();
         if now.epoch != self.generation {
             return Err(Lost { now }.into());

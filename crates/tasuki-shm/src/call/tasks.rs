@@ -1,8 +1,8 @@
-//! The `async fn` face of a client, on tokio.
+//! The `async fn` interface of a client, on tokio.
 //!
 //! # Invariants
 //!
-//! - **T1** An `BellReceiver` owns its descriptor, and gives out that one and no other for as long as it lives.
+//! - **T1** A `BellReceiver` owns its descriptor, and returns that one and no other for as long as it lives.
 #![allow(unsafe_code, reason = "tokio has us promise that a registered descriptor stays the same one")]
 
 use std::future::poll_fn;
@@ -20,10 +20,11 @@ use tokio::task::JoinHandle;
 use super::client::{Armed, Client, ClientOptions, ConnectError, Ticket};
 use super::{Ask, Failure, Reply};
 
-/// A client whose calls are futures. It can be shared: any number of tasks call at the same time, up to the ring's size.
+/// A client whose calls are futures. Tasks can share it: any number of them call at the same time, up to the ring's
+/// size.
 ///
-/// One task of the runtime sleeps in the bell's descriptor and wakes the callers whose results have come. A future that is
-/// dropped gives up its call.
+/// One task of the runtime sleeps in the bell's descriptor and wakes the callers whose results have come. Dropping a
+/// future gives up its call.
 #[derive(Debug, Clone)]
 pub struct AsyncClient {
     shared: Arc<Shared>,
@@ -46,24 +47,24 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 }
 
 impl AsyncClient {
-    /// Connects to the server at `path`. Blocks for the time of the handshake.
+    /// Connects to the server at `path`. Blocks during the handshake.
     ///
     /// # Panics
-    /// Outside of a tokio runtime with IO enabled.
+    /// Outside a tokio runtime with IO enabled.
     pub fn connect(path: impl AsRef<Path>, options: &ClientOptions) -> Result<Self, ConnectError> {
-        // The runtime's thread is not to be held up: results wake tasks, nobody spins.
+        // Never spin, because that would hold up the runtime's thread: results wake tasks.
         let options = ClientOptions { spin: Some(Duration::ZERO), ..options.clone() };
         let client = Arc::new(Mutex::new(Client::connect(path, &options)?));
         let listener = tokio::spawn(listen(Arc::clone(&client))).into();
         Ok(AsyncClient { shared: Arc::new(Shared { client, listener }) })
     }
 
-    /// The client itself, for what is not asynchronous: taking slots, looking at its state.
+    /// Runs `what` on the client itself, for synchronous operations: taking slots, looking at its state.
     pub fn with<T>(&self, what: impl FnOnce(&mut Client) -> T) -> T {
         what(&mut lock(&self.shared.client))
     }
 
-    /// Connects again after [`CallError::ServerGone`](super::CallError::ServerGone). Blocks for the time of the handshake.
+    /// Connects again after [`CallError::ServerGone`](super::CallError::ServerGone). Blocks during the handshake.
     pub fn reconnect(&self) -> Result<(), ConnectError> {
         self.with(Client::reconnect)?;
         let listener = tokio::spawn(listen(Arc::clone(&self.shared.client)));
@@ -97,7 +98,7 @@ impl InFlight {
             }
             None => {
                 client.wake_when_done(ticket, context.waker());
-                // If a result came after the look above, the listener must see it: it may be asleep.
+                // If a result came after the look above, the listener, which may be asleep, must see it.
                 match client.arm() {
                     Ok(Armed::Idle) => Poll::Pending,
                     Ok(Armed::Busy) | Err(_) => {
@@ -118,7 +119,7 @@ impl Drop for InFlight {
     }
 }
 
-/// A descriptor of the client's own, so that the client may change its link while we sleep in the old one.
+/// A duplicate descriptor, so that the client may change its link while we sleep in the old one.
 struct BellReceiver(OwnedFd);
 
 impl AsRawFd for BellReceiver {
@@ -133,7 +134,7 @@ impl AsFd for BellReceiver {
     }
 }
 
-/// Sleeps in the bell and gathers results, over as many servers as follow each other.
+/// Sleeps in the bell and gathers results, from all servers that follow each other.
 async fn listen(client: Arc<Mutex<Client>>) {
     while let Ok(Some((bell_receiver, generation))) = bell_receiver(&client) {
         loop {
@@ -141,7 +142,7 @@ async fn listen(client: Arc<Mutex<Client>>) {
             let mut client = lock(&client);
             ready.clear_ready();
             client.woken();
-            // Wakes the callers whose results are here; those that still wait arm the bell again.
+            // Wakes the callers whose results are here. Callers that still wait arm the bell again.
             while let Ok(Armed::Busy) = client.arm() {}
             // A caller may have noticed before us that the server was replaced.
             if client.generation() != Some(generation) {
@@ -151,16 +152,16 @@ async fn listen(client: Arc<Mutex<Client>>) {
     }
 }
 
-/// A place to sleep in, and the generation of the server that it is for; `None` when there is no server.
+/// Returns a bell to sleep in, and the generation of its server, or `None` if there is no server.
 fn bell_receiver(client: &Mutex<Client>) -> io::Result<Option<(AsyncFd<BellReceiver>, u32)>> {
     let mut client = lock(client);
     if client.generation().is_none() {
-        // Perhaps there is a successor that nobody has waited for to the end.
+        // There may be a successor whose handshake no caller has waited out.
         let _ = client.arm();
     }
     let (Some(fd), Some(generation)) = (client.fd(), client.generation()) else { return Ok(None) };
     let bell_receiver = BellReceiver(fd.as_fd().try_clone_to_owned()?);
-    // SAFETY: the descriptor stays open and the same until the AsyncFd drops the Bell receiver (T1).
+    // SAFETY: the descriptor stays open and the same until the AsyncFd drops the `BellReceiver` (T1).
     let registered = unsafe { AsyncFd::register_with_interest(bell_receiver, Interest::READABLE) }?;
     Ok(Some((registered, generation)))
 }

@@ -1,11 +1,11 @@
-//! The handshake: three kinds of packet on a unix socket (SOCK_SEQPACKET), and the descriptors that travel with them.
+//! The handshake: nine kinds of packet on a unix socket (SOCK_SEQPACKET), and the descriptors that travel with them.
 //!
-//! Every packet begins with `TSK` and a zero byte, `version: u16`, `kind: u16`; numbers are little-endian. A version that is not ours is
-//! refused by the first eight bytes, which will never change their meaning.
+//! Every packet begins with `TSK` and a zero byte, `version: u16`, `kind: u16`; numbers are little-endian. A
+//! receiver recognises and refuses another version by the first eight bytes, which will never change their meaning.
 //!
 //! | kind      | from      | then                                                               | descriptors                                                  |
 //! |-----------|-----------|--------------------------------------------------------------------|--------------------------------------------------------------|
-//! | Hello     | client    | ring, arena and reply geometry, first index, what it resumes       | segment, arena, userfaultfd (enforced only)                  |
+//! | Hello     | client    | ring, arena and reply geometry, first index, service to resume     | segment, arena, userfaultfd (enforced only)                  |
 //! | Detached  | client    | nothing: I have closed my copy of the userfaultfd                  | none                                                         |
 //! | Succeed   | successor | nothing                                                            | none                                                         |
 //! | Welcome   | server    | service, generation, ring, reply geometry                          | segment, reply arena, end to ring, end to sleep in           |
@@ -27,39 +27,39 @@ use rustix::net::{
 
 use crate::arena::Geometry;
 
-/// The version of the handshake, the segments and the messages.
+/// Version of the handshake, the segments and the messages.
 pub const VERSION: u16 = 1;
 
 const MAGIC: [u8; 4] = *b"TSK\0";
 
-/// Largest packet, in bytes.
+/// Maximum packet length in bytes.
 const PACKET_MAX: usize = 256;
 
-/// Most descriptors in a packet.
+/// Maximum number of descriptors in a packet.
 const FDS_MAX: usize = 4;
 
-/// Which service a server is: the same for all servers that follow each other on the same state.
+/// Identity of a service: the same for all servers that follow each other on the same state.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Service(pub u128);
 
-/// What a client says first.
+/// A client's first packet.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Hello {
-    /// Lines of the request ring, and of the result ring it wants.
+    /// Number of lines of the client's request ring, and of the result ring that it wants.
     pub ring: u32,
-    /// Its arena.
+    /// Geometry of the client's arena.
     pub arena: Geometry,
-    /// The arena it wants for replies.
+    /// Geometry of the reply arena that the client wants.
     pub replies: Geometry,
     /// Index of the first request that the server is to take.
     pub first: u32,
-    /// The service it was connected to before, whose calls it brings along.
+    /// Service that the client was connected to before; it brings the calls of that service along.
     pub resumes: Option<Service>,
-    /// Where its arena lies, if the server is to enforce the detach.
+    /// Address of the client's arena, if the server is to enforce the detach.
     pub enforced_base: Option<u64>,
 }
 
-/// How a server answers a client.
+/// A server's positive answer to a Hello.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Welcome {
     pub service: Service,
@@ -68,50 +68,50 @@ pub(crate) struct Welcome {
     pub replies: Geometry,
 }
 
-/// Why a server refuses a client.
+/// Reasons why a server refuses a client.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 pub enum Refusal {
-    /// Versions differ.
+    /// The versions differ.
     #[error(
         "the server speaks version {server} of the call protocol and this program version {client}; rebuild the older of the two"
     )]
     WrongVersion {
-        /// The server's.
+        /// Version of the server.
         server: u64,
-        /// Ours.
+        /// Version of this program.
         client: u64,
     },
     /// The server does not serve this user.
     #[error("the server does not serve user {uid}; run as a user it allows, or have the server allow this one")]
     NotAllowed {
-        /// Who we are, as the kernel told the server.
+        /// Our user id, as the kernel reported it to the server.
         uid: u64,
     },
-    /// The server is full.
+    /// The server has as many clients as it allows.
     #[error("the server already has {max} clients, its limit; raise ServerOptions::clients_max or close some")]
     TooManyClients {
-        /// The limit.
+        /// Maximum number of clients.
         max: u64,
     },
-    /// The ring asked for is not to be had.
+    /// The server does not allow the requested ring size.
     #[error("a ring of {asked} entries was asked for; the server allows a power of two from 2 to {max}")]
     RingSize {
-        /// Entries asked for.
+        /// Number of entries requested.
         asked: u64,
-        /// The server's limit.
+        /// Maximum number of entries that the server allows.
         max: u64,
     },
-    /// The arenas asked for are not to be had.
+    /// The server does not allow the requested arenas.
     #[error(
         "arenas of {asked} bytes were asked for; the server allows {max} per client, in slots of whole 4 KiB pages"
     )]
     ArenaSize {
-        /// Bytes asked for, both arenas together.
+        /// Bytes requested, both arenas together.
         asked: u64,
-        /// The server's limit.
+        /// Maximum number of bytes that the server allows per client.
         max: u64,
     },
-    /// The client was connected to another service than this one.
+    /// The client was connected to another service.
     #[error("the server at this path is a new one, without the state of the one before; connect anew")]
     OtherService,
     /// The server lacks memory or descriptors.
@@ -119,30 +119,30 @@ pub enum Refusal {
         "the server lacks memory or descriptors for one more client; free some or raise its limits (RLIMIT_NOFILE)"
     )]
     NoMemory,
-    /// What the client handed over is not usable.
+    /// The memory from the client is unusable.
     #[error(
         "the server cannot use the memory that this client handed over; the two programs do not fit together: rebuild both"
     )]
     BadMemory,
-    /// The arena cannot be write-protected from outside.
+    /// The server cannot write-protect the arena from outside.
     #[error(
         "the server cannot enforce the detach of this client's arena: it needs the same user or root, and Linux 5.19; use the detach level guard or move"
     )]
     NotEnforceable,
-    /// The server has no state that could be taken over, or asks the same user for it.
+    /// The server has no state to take over, or the asking process runs as another user.
     #[error(
         "the server has no state to take over, or another user's; start it with ServerOptions::state, and the successor as the same user"
     )]
     NoInheritance,
-    /// The server has a stand-by already.
+    /// The server already has a stand-by.
     #[error("the server has a stand-by already; stop that one first")]
     Watched,
-    /// A code that this version does not know.
+    /// This version does not know the code.
     #[error(
         "the server refused for a reason that this version does not know (code {code}); rebuild the older of the two"
     )]
     Unknown {
-        /// The code.
+        /// Code from the packet.
         code: u64,
     },
 }
@@ -197,16 +197,16 @@ pub(crate) enum Packet {
     Detached,
 }
 
-/// Bytes that are no packet of ours.
+/// Bytes that are not a packet of this protocol.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 pub enum Malformed {
-    /// Not Tasuki at all.
+    /// The bytes do not begin with the protocol's mark.
     #[error("what answered is no Tasuki call endpoint")]
     Foreign,
-    /// Another version.
+    /// The packet has another version.
     #[error("the peer speaks version {0} of the call protocol, this program {VERSION}; rebuild the older of the two")]
     Version(u16),
-    /// Too short, or a kind or a value that does not exist.
+    /// The packet is too short, or has a kind or a value that does not exist.
     #[error("the peer sent a malformed packet of kind {0}; it is broken or lies")]
     Body(u16),
 }
@@ -354,19 +354,19 @@ impl Packet {
     }
 }
 
-/// A packet that arrived, and its descriptors.
+/// A received packet and its descriptors.
 #[derive(Debug)]
 pub(crate) struct Received {
     pub packet: Result<Packet, Malformed>,
     pub fds: Vec<OwnedFd>,
 }
 
-/// A new handshake socket.
+/// Creates a handshake socket.
 pub(crate) fn socket() -> io::Result<OwnedFd> {
     Ok(rustix::net::socket_with(AddressFamily::UNIX, SocketType::SEQPACKET, SocketFlags::CLOEXEC, None)?)
 }
 
-/// The address of `path`.
+/// Returns the socket address of `path`.
 pub(crate) fn address(path: &Path) -> io::Result<SocketAddrUnix> {
     Ok(SocketAddrUnix::new(path)?)
 }
@@ -383,7 +383,7 @@ pub(crate) fn send(socket: BorrowedFd<'_>, packet: &Packet, fds: &[BorrowedFd<'_
     Ok(())
 }
 
-/// Receives a packet; `None` when the peer has closed the socket.
+/// Receives a packet. Returns `None` if the peer has closed the socket.
 pub(crate) fn receive(socket: BorrowedFd<'_>) -> io::Result<Option<Received>> {
     let mut bytes = [0; PACKET_MAX];
     let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(FDS_MAX))];

@@ -1,8 +1,9 @@
-//! Memory that somebody else made and that we write as well: what a client of another's protocol brings along.
+//! Memory that another party made and that we write as well: memory that the client of a foreign protocol brings
+//! along.
 //!
-//! Whoever made it can do with its bytes what it likes, at any time. So bytes go in and out by copies alone, and atomics are all that is lent
-//! (M2). It need not be sealed against further writers, for there are some anyway; but no page of it may be a huge one, since a hole in those
-//! cannot always be filled (M3).
+//! Its maker can change its bytes at any time. So bytes go in and out only as copies, and we lend out nothing but
+//! atomics (M2). It need not be sealed against further writers, because it has some anyway. But none of its pages
+//! may be a huge page, since a hole in those cannot always be filled (M3).
 #![allow(unsafe_code, reason = "copies bytes that another process reads and writes at will")]
 
 use std::os::fd::BorrowedFd;
@@ -13,19 +14,19 @@ use rustix::mm::ProtFlags;
 
 use super::{Mapping, PeerRegion, RegionError, Shared, Span, copy_abroad, sealed_len};
 
-/// What `statfs` says of a file on huge pages. Source: `include/uapi/linux/magic.h`.
+/// File system type that `statfs` reports for a file on huge pages. Source: `include/uapi/linux/magic.h`.
 const HUGETLBFS_MAGIC: u64 = 0x9584_58f6;
 
-/// Memory that a stranger made, and that both write.
+/// Memory that a stranger made, and that both sides write.
 #[derive(Debug)]
 pub struct CommonRegion {
     mapping: Arc<Mapping>,
 }
 
 impl CommonRegion {
-    /// Maps `len` bytes of what a stranger handed over, after checking that they are there and stay there (M3).
+    /// Maps `len` bytes of memory from a stranger, after checking that they exist and cannot go away (M3).
     pub fn map(memory: BorrowedFd<'_>, len: usize) -> Result<Self, RegionError> {
-        // Whether it has seals is asked first: nothing but a memory file answers, and no other is asked anything else.
+        // Ask for the seals first: only a memory file answers, and we must not ask anything else of other files.
         let (have, _) = sealed_len(memory, SealFlags::empty())?;
         let kind = rustix::fs::fstatfs(memory)
             .map_err(|errno| RegionError::from_errno("looking at shared memory", len, errno))?;
@@ -40,12 +41,12 @@ impl CommonRegion {
         Ok(CommonRegion { mapping: Arc::new(mapping) })
     }
 
-    /// Bytes.
+    /// Returns the length in bytes.
     pub fn len(&self) -> usize {
         self.mapping.len
     }
 
-    /// Whether it has no bytes: never.
+    /// Whether the region has no bytes: always false.
     pub fn is_empty(&self) -> bool {
         self.len() == 0
     }
@@ -56,7 +57,7 @@ impl CommonRegion {
         Span::new(&self.mapping, offset, count)
     }
 
-    /// Copies bytes from `offset` on into `into`, whatever others do to them meanwhile.
+    /// Copies bytes from `offset` on into `into`, whatever other processes do to them meanwhile.
     #[inline]
     pub fn copy_to(&self, offset: usize, into: &mut [u8]) -> Result<(), RegionError> {
         let first = self.mapping.check(offset, into.len())?;
@@ -65,21 +66,22 @@ impl CommonRegion {
         Ok(())
     }
 
-    /// Copies bytes to `offset` and behind, whatever others do there meanwhile.
+    /// Copies `from` into the region at `offset`, whatever other processes do there meanwhile.
     #[inline]
     pub fn copy_from(&self, offset: usize, from: &[u8]) -> Result<(), RegionError> {
         let first = self.mapping.check(offset, from.len())?;
-        // SAFETY: the source is a slice, the destination lies in the mapping (checked; M1, M3), of which no reference to bytes is made (M2).
+        // SAFETY: the source is a slice, the destination lies in the mapping (checked; M1, M3), and we make no
+        // reference to its bytes (M2).
         unsafe { copy_abroad(from.as_ptr(), first.as_ptr(), from.len()) };
         Ok(())
     }
 
-    /// The same with bytes that lie at `at` in a peer's memory: from there to here in one copy.
+    /// Copies `len` bytes at `at` of a peer's memory into this region at `offset`, in one copy.
     #[inline]
     pub fn copy_from_peer(&self, offset: usize, peer: &PeerRegion, at: usize, len: usize) -> Result<(), RegionError> {
         let to = self.mapping.check(offset, len)?;
         let from = peer.mapping.check(at, len)?;
-        // SAFETY: each lies in its mapping (checked; M1, M3), and no reference to bytes is made in either (M2).
+        // SAFETY: each lies in its mapping (checked; M1, M3), and we make no reference to bytes in either (M2).
         unsafe { copy_abroad(from.as_ptr(), to.as_ptr(), len) };
         Ok(())
     }

@@ -1,14 +1,17 @@
-//! Which node has which Ethernet address: a table that one process writes and many look up.
+//! The node that has each Ethernet address: a table that one process writes and many read.
 //!
-//! An entry is one word, so that nobody sees half of one, and never moves: it stands in the line that its address hashes to or in one of the
-//! next few. Who looks while the writer adds or removes one finds what was there or what is there, and nothing else.
+//! An entry is one word, so no reader sees half of one. An entry never moves: it lies in the line that its address
+//! hashes to, or in one of the next few. A reader that looks while the writer adds or removes an entry finds the old
+//! state or the new one, and nothing else.
 //!
 //! # Rules
 //!
-//! - **T1** Only the writer stores; readers have the table mapped read-only.
-//! - **T2** An entry is 0 (free), or an address in bits 16 to 63 and, below, 1 more than the number of the node that has it.
-//! - **T3** An entry stands less than [`REACH`] lines behind the one that its address hashes to.
-//! - **T4** The version grows with every change, after it: who remembers what it found forgets that when the version is another.
+//! - **T1** Only the writer stores; readers map the table read-only.
+//! - **T2** An entry is 0 (free), or an address in bits 16 to 63 and, in the bits below, the number of the node that
+//!   has it plus 1.
+//! - **T3** An entry lies less than [`REACH`] lines behind the line that its address hashes to.
+//! - **T4** The version grows with every change, after the change. A reader that caches a result drops it when the
+//!   version differs.
 
 use std::ops::Deref;
 
@@ -19,46 +22,47 @@ use crate::sync::{Acquire, Relaxed, Release, fence};
 /// An Ethernet address.
 pub type Mac = [u8; 6];
 
-/// Lines in which an address is looked for.
+/// Number of lines in which an address can lie.
 pub const REACH: usize = 4;
 
-/// Words of a set of nodes: one bit each.
+/// Words of a set of nodes: one bit per node.
 pub const SET_WORDS: usize = NODES_MAX as usize / 64;
 
 /// Lines of a set of nodes.
 const SET_LINES: usize = SET_WORDS / LINE_WORDS;
 
-/// Line 0 has the version in word 0, and in word 1 how many lines hold entries. Behind it stand the sets.
+/// Line 0 holds the version in word 0, and the number of lines with entries in word 1. The sets follow it.
 const NODES_AT: usize = 1;
 const UPLINKS_AT: usize = NODES_AT + SET_LINES;
 
-/// Lines before the entries.
+/// Number of lines before the entries.
 const HEAD: usize = 8;
 const _: () = assert!(UPLINKS_AT + SET_LINES <= HEAD);
 
-/// Lines of a directory with room for so many addresses, and as many again, so that one is found soon.
+/// Returns the number of lines of a directory for `addresses` addresses. It has room for twice as many, so that a
+/// search is short.
 pub fn directory_lines(addresses: usize) -> usize {
     HEAD + (2 * addresses).div_ceil(LINE_WORDS).next_power_of_two().max(REACH)
 }
 
-/// Why an address was not added.
+/// Reasons why an address was not added.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 pub enum AddError {
-    /// Another node has it.
+    /// Another node has the address.
     #[error("node {owner} has this address already")]
     Taken {
-        /// Which.
+        /// Number of that node.
         owner: u16,
     },
-    /// No room where it would have to stand.
+    /// All places that the address could take are occupied.
     #[error("the directory has no room left for this address; it has {entries} entries in all")]
     Full {
-        /// Entries there could be.
+        /// Capacity of the directory in entries.
         entries: usize,
     },
 }
 
-/// An address as the upper 48 bits of a word.
+/// Returns an address as the upper 48 bits of a word.
 #[inline]
 fn key(mac: Mac) -> u64 {
     let [a, b, c, d, e, f] = mac;
@@ -69,21 +73,21 @@ fn entry(mac: Mac, node: u16) -> u64 {
     key(mac) | (u64::from(node) + 1)
 }
 
-/// The node of an entry that is one for `mac`.
+/// Returns the node of an entry, if the entry is for `mac`.
 #[inline]
 fn node_of(word: u64, mac: Mac) -> Option<u16> {
     let low = u16::try_from(word & 0xffff).expect("16 bits");
     (word & !0xffff == key(mac) && (1..=NODES_MAX).contains(&low)).then(|| low - 1)
 }
 
-/// Lines of a directory that hold entries: a power of two, whatever the memory's length.
+/// Returns the number of lines that hold entries: a power of two, for memory of any length.
 fn buckets(lines: usize) -> usize {
     let room = lines.saturating_sub(HEAD);
     assert!(room >= REACH, "a directory needs at least {} lines, not {lines}", HEAD + REACH);
     1 << room.ilog2()
 }
 
-/// The lines in which `mac` can stand, the likeliest first (T3).
+/// Returns the lines in which `mac` can lie, the likeliest first (T3).
 #[inline]
 fn places(mac: Mac, buckets: usize) -> impl Iterator<Item = usize> {
     // Fibonacci hashing: the upper bits of the product depend on all bits of the address.
@@ -92,7 +96,7 @@ fn places(mac: Mac, buckets: usize) -> impl Iterator<Item = usize> {
     (0..REACH).map(move |i| HEAD + ((first + i) & (buckets - 1)))
 }
 
-/// A set of nodes, by their numbers.
+/// A set of nodes, by number.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct NodeSet([u64; SET_WORDS]);
 
@@ -107,18 +111,18 @@ impl NodeSet {
         self.0[usize::from(node / 64)] &= !(1 << (node % 64));
     }
 
-    /// Whether the node is in it.
+    /// Whether the set contains the node.
     pub fn contains(&self, node: u16) -> bool {
         self.0[usize::from(node / 64)] >> (node % 64) & 1 == 1
     }
 
-    /// Its nodes, lowest first.
+    /// Returns the nodes, lowest number first.
     pub fn iter(&self) -> impl Iterator<Item = u16> {
         (0..NODES_MAX).filter(|&node| self.contains(node))
     }
 }
 
-/// The side that writes. `M` is memory of its own.
+/// The writing side. `M` is the writer's own memory.
 #[derive(Debug)]
 pub struct Directory<M> {
     lines: M,
@@ -126,7 +130,7 @@ pub struct Directory<M> {
 }
 
 impl<M: Deref<Target = [Line]>> Directory<M> {
-    /// The directory in `lines`, with what stands there: nothing, in fresh memory.
+    /// Opens the directory in `lines` with its present entries. Fresh memory has none.
     pub fn new(lines: M) -> Self {
         let buckets = buckets(lines.len());
         lines[0].word(1).store(buckets as u64, Relaxed);
@@ -134,7 +138,7 @@ impl<M: Deref<Target = [Line]>> Directory<M> {
     }
 
     fn changed(&self) {
-        // T4: the change stands before the version that says so.
+        // T4: store the change before the version that announces it.
         fence(Release);
         let version = self.lines[0].word(0);
         version.store(version.load(Relaxed).wrapping_add(1), Relaxed);
@@ -145,7 +149,7 @@ impl<M: Deref<Target = [Line]>> Directory<M> {
         lines.flat_map(|line| (0..LINE_WORDS).map(|i| line.word(i)))
     }
 
-    /// Says that `node` has the address `mac`. That it has is no change.
+    /// Records that `node` has the address `mac`. If the entry exists already, nothing changes.
     pub fn add(&mut self, mac: Mac, node: u16) -> Result<(), AddError> {
         assert!(node < NODES_MAX, "a VNI has no node {node}");
         match self.words(mac).find_map(|word| node_of(word.load(Relaxed), mac)) {
@@ -160,7 +164,7 @@ impl<M: Deref<Target = [Line]>> Directory<M> {
         Ok(())
     }
 
-    /// Says that nobody has the address `mac` any more.
+    /// Removes the address `mac`.
     pub fn remove(&mut self, mac: Mac) {
         if let Some(word) = self.words(mac).find(|word| node_of(word.load(Relaxed), mac).is_some()) {
             word.store(0, Relaxed);
@@ -168,12 +172,13 @@ impl<M: Deref<Target = [Line]>> Directory<M> {
         }
     }
 
-    /// Says which nodes there are: who gets a frame for everybody.
+    /// Sets the nodes of the VNI: the receivers of a broadcast frame.
     pub fn set_nodes(&mut self, nodes: &NodeSet) {
         self.set(NODES_AT, nodes);
     }
 
-    /// Says which nodes have others behind them, whose addresses nobody knows before they speak: they get frames for strangers.
+    /// Sets the uplinks: nodes with hosts behind them whose addresses are unknown until they send. Uplinks get
+    /// frames for unknown addresses.
     pub fn set_uplinks(&mut self, nodes: &NodeSet) {
         self.set(UPLINKS_AT, nodes);
     }
@@ -186,7 +191,7 @@ impl<M: Deref<Target = [Line]>> Directory<M> {
     }
 }
 
-/// A side that looks up.
+/// The reading side.
 #[derive(Debug)]
 pub struct Lookup<M> {
     claims: Claims<M>,
@@ -194,7 +199,7 @@ pub struct Lookup<M> {
 }
 
 impl<M: Deref<Target = [Line]>> Lookup<M> {
-    /// Looks at the directory in `claims`, which may have more lines than it uses.
+    /// Opens the directory in `claims`, which may have more lines than the directory uses.
     pub fn new(claims: Claims<M>) -> Self {
         let most = buckets(claims.len());
         let said = usize::try_from(claims.load(0, 1)).unwrap_or(0);
@@ -202,7 +207,7 @@ impl<M: Deref<Target = [Line]>> Lookup<M> {
         Lookup { claims, buckets }
     }
 
-    /// How often it was changed. Everything found after this was called is at least as new (T4).
+    /// Returns the number of changes so far. Every result of a later look-up is at least as new (T4).
     #[inline]
     pub fn version(&self) -> u64 {
         let version = self.claims.load(0, 0);
@@ -210,7 +215,7 @@ impl<M: Deref<Target = [Line]>> Lookup<M> {
         version
     }
 
-    /// The node that has the address `mac`.
+    /// Returns the node that has the address `mac`.
     #[inline]
     pub fn find(&self, mac: Mac) -> Option<u16> {
         places(mac, self.buckets)
@@ -218,12 +223,12 @@ impl<M: Deref<Target = [Line]>> Lookup<M> {
             .find_map(|(line, word)| node_of(self.claims.load(line, word), mac))
     }
 
-    /// The nodes there are.
+    /// Returns the nodes of the VNI.
     pub fn nodes(&self) -> NodeSet {
         self.set(NODES_AT)
     }
 
-    /// The nodes that get frames for addresses that nobody has.
+    /// Returns the nodes that get frames for addresses that no node has.
     pub fn uplinks(&self) -> NodeSet {
         self.set(UPLINKS_AT)
     }

@@ -1,10 +1,10 @@
-//! What lies in memory of a VNI: a node's [`node_memory`], and the [`directory`] that says which node has which address.
+//! The contents of a VNI's memory: each node's [`node_memory`], and the [`directory`] that maps addresses to nodes.
 //!
-//! How frames go through it is `tasuki_net::vni`; who makes it is the daemon. Both know it from here.
+//! `tasuki_net::vni` moves frames through it, and the daemon creates it. Both take the layout from here.
 
 pub mod directory;
 #[cfg(not(loom))]
 pub mod node_memory;
 
-/// Most nodes on one VNI: a number for each, from 0.
+/// Maximum number of nodes on one VNI. Nodes have numbers from 0.
 pub const NODES_MAX: u16 = 1024;

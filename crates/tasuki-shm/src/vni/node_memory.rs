@@ -1,27 +1,29 @@
-//! A node's memory on a VNI: the pool with its frames, a ring for each node that it sends to, and where it stands in the rings of those that
-//! send to it.
+//! A node's memory on a VNI: the pool with its frames, a ring to each node that it sends to, and its read positions
+//! in the rings of the nodes that send to it.
 //!
-//! The node's worker alone writes it; the workers of the others read it. It belongs to the node and outlives its workers: the daemon makes it and
-//! keeps its descriptors, and a successor goes on where its predecessor stopped. Memory is allocated page by page where it is first written, so
-//! a ring that nobody uses costs nothing.
+//! Only the node's worker writes it; the workers of the other nodes read it. It belongs to the node and outlives its
+//! workers: the daemon creates it and keeps its descriptors, and a successor resumes where its predecessor stopped.
+//! The kernel allocates each page on its first write, so an unused ring costs nothing.
 //!
 //! # Invariants
 //!
-//! - **K1** The keeper gives descriptors by which a node memory can be written to one worker of its node after another, and to the next only when the one
-//!   before can write no more: it has passed the lease on, and touches nothing from then on, or it is dead. Everybody else's can only be read
-//!   through ([`NodeMemoryFds::to_read`]). That is a promise, as a giver's of a NIC's memory is (N2 of `tasuki-net`'s `nic/memory.rs`): no type sees who
-//!   else has a descriptor. A node whose workers break it changes its own frames.
+//! - **K1** The keeper gives writable descriptors of a node memory to one worker of its node after another. It gives
+//!   them to the next worker only when the one before can write no more: that worker has passed the lease on and
+//!   touches nothing from then on, or it is dead. All other processes get read-only descriptors
+//!   ([`NodeMemoryFds::to_read`]). This is a promise, like a giver's promise about a NIC's memory (N2 of
+//!   `tasuki-net`'s `nic/memory.rs`): no type sees which other process has a descriptor. A node whose workers break
+//!   it changes only its own frames.
 //!
 //! # Layout of the control memory
 //!
-//! | bytes                    | what                                                                                   |
+//! | bytes                    | contents                                                                               |
 //! |--------------------------|----------------------------------------------------------------------------------------|
 //! | 0                        | the bell                                                                               |
-//! | 128 to 255               | the set of nodes that it talks to: those whose rings are to be looked at                |
+//! | 128 to 255               | the set of nodes that it talks to: only these nodes look at its rings to them          |
 //! | 2048 on                  | the generations of the pool's pages, 4 bytes each                                      |
-//! | next page, 64 for a node | the line of each node: how far its ring to us was read, and what went between us       |
+//! | next page, 64 for a node | the line of each node: how far its ring to us was read, and the counters between us    |
 //! | next page, a page a node | the ring to each node: [`RING_PLACES`] messages of 16 bytes                              |
-//! | last page                | the ledger: what a native node's program has done, or a node with a memif does in its client's rings, or a namespace's has read from its TAP, for a successor |
+//! | last page                | the ledger, for a successor: the progress of a native node's program, of a memif node in its client's rings, or of a namespace in reading its TAP |
 
 #![allow(unsafe_code, reason = "answers for the keeper of a node's memory towards the pool (K1)")]
 
@@ -34,13 +36,13 @@ use crate::line::{Claims, LINE_LEN, LINE_WORDS, Line};
 use crate::pool::{PeerPool, Pool, generation_lines};
 use crate::region::{PAGE_LEN, Pages, PeerRegion, Region, RegionError, Span};
 
-/// Messages in the ring from one node to another.
+/// Number of messages that the ring from one node to another holds.
 pub const RING_PLACES: u32 = 256;
 
 /// Lines of such a ring: one page.
 const RING_LINES: usize = PAGE_LEN / LINE_LEN;
 
-/// Lines of the ledger.
+/// Number of lines in the ledger: one page.
 pub const LEDGER_LINES: usize = PAGE_LEN / LINE_LEN;
 
 const BELL_AT: usize = 0;
@@ -48,41 +50,43 @@ const TALKS_AT: usize = 128;
 const GENERATIONS_AT: usize = 2048;
 const _: () = assert!(TALKS_AT + SET_WORDS * 8 <= GENERATIONS_AT);
 
-/// Pages of a pool, where nobody says otherwise: 2 MiB.
+/// Default number of pages of a pool: 2 MiB.
 pub const POOL_PAGES: u32 = 512;
 
-/// Fewest: half of them, which one reader may hold, have room for the longest frame, and the other half for the next.
+/// Minimum number of pages of a pool. One reader may hold half of them, which has room for the longest frame; the
+/// other half has room for the next.
 pub const POOL_PAGES_MIN: u32 = 64;
 
-/// Most: 2 GiB. A piece names its place in 32 bits.
+/// Maximum number of pages of a pool: 2 GiB. A piece names its place in 32 bits.
 pub const POOL_PAGES_MAX: u32 = 1 << 19;
 
-/// Bytes of the node memory of a node with a pool of so many pages that one other node reads, at most. A page of them that the node's worker has not written,
-/// or has punched out, is allocated when it is read, and charged to the reader's control group: a bound on a node's memory has to leave room for
-/// this much of each of its neighbours, or they could have its worker killed.
+/// Returns how many bytes of a node memory with a pool of `pool_pages` pages one other node reads at most. If
+/// another process reads a page that the node's worker has not written, or has punched out, the kernel allocates the
+/// page and charges it to the reader's control group. So the memory limit of a node must leave room for this much of
+/// each of its neighbours. Otherwise they could get its worker killed.
 pub fn readable_len(pool_pages: u32) -> u64 {
     // Bell, set and generations; one line; one ring.
     let control = Layout::of(pool_pages).lines_at + 2 * PAGE_LEN;
     control as u64 + u64::from(pool_pages) * PAGE_LEN as u64
 }
 
-/// Why a node has no memory.
+/// Reasons why a node memory cannot be created.
 #[derive(Debug, thiserror::Error)]
 pub enum NodeMemoryError {
-    /// No pool can be of that size.
+    /// The number of pages is out of range.
     #[error(
         "a pool of {pages} pages (4 KiB each) was asked for; it has {POOL_PAGES_MIN} to {POOL_PAGES_MAX}, {POOL_PAGES} where nobody says"
     )]
     PoolPages {
-        /// Pages asked for.
+        /// Number of pages requested.
         pages: u32,
     },
-    /// The kernel gives none.
+    /// The kernel refused the memory.
     #[error(transparent)]
     Region(#[from] RegionError),
 }
 
-/// Where things lie in the control memory of a node whose pool has so many pages.
+/// Offsets in the control memory of a node, in bytes. They depend on the number of pages of its pool.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 struct Layout {
     lines_at: usize,
@@ -111,17 +115,17 @@ impl Layout {
     }
 }
 
-/// A node memory, for whoever makes it and keeps it: descriptors, mapped by nobody yet.
+/// The descriptors of a node memory that is not mapped, for its maker and keeper.
 #[derive(Debug)]
 pub struct NodeMemoryFds {
-    /// The control memory.
+    /// Descriptor of the control memory.
     pub control: OwnedFd,
-    /// The pool.
+    /// Descriptor of the pool.
     pub pool: OwnedFd,
 }
 
 impl NodeMemoryFds {
-    /// Makes the memory of a node, with a pool of `pool_pages` pages.
+    /// Creates the memory of a node, with a pool of `pool_pages` pages.
     pub fn create(name: &str, pool_pages: u32) -> Result<Self, NodeMemoryError> {
         if !(POOL_PAGES_MIN..=POOL_PAGES_MAX).contains(&pool_pages) {
             return Err(NodeMemoryError::PoolPages { pages: pool_pages });
@@ -136,21 +140,22 @@ impl NodeMemoryFds {
         Ok(NodeMemoryFds { control, pool })
     }
 
-    /// The same memory for those who may read it: descriptors that cannot be written through.
+    /// Returns read-only descriptors of the same memory, for its readers.
     ///
-    /// A process of the same user can open them anew for writing, unless it is kept from `/proc`; one of another user cannot.
+    /// A process of the same user can open them anew for writing unless it has no access to `/proc`; a process of
+    /// another user cannot.
     pub fn to_read(&self) -> Result<NodeMemoryFds, RegionError> {
         let read_only = crate::region::read_only;
         Ok(NodeMemoryFds { control: read_only(self.control.as_fd())?, pool: read_only(self.pool.as_fd())? })
     }
 
-    /// The descriptors.
+    /// Returns the descriptors: control memory, pool.
     pub fn fds(&self) -> [BorrowedFd<'_>; 2] {
         [self.control.as_fd(), self.pool.as_fd()]
     }
 }
 
-/// The node memory as its node has it.
+/// A node memory as its own node maps it.
 #[derive(Debug)]
 pub struct NodeMemory {
     control: Region,
@@ -158,8 +163,8 @@ pub struct NodeMemory {
 }
 
 impl NodeMemory {
-    /// Takes over the memory that a keeper made for this node, with what a predecessor left in it; gives the pool beside it, all of whose pages
-    /// are free.
+    /// Maps the memory that a keeper made for this node, with the contents that a predecessor left in it. Also
+    /// returns the pool, all of whose pages are free.
     pub fn adopt(fds: NodeMemoryFds) -> Result<(Self, Pool), RegionError> {
         let pool = Region::adopt(fds.pool)?;
         let pages = u32::try_from(pool.len() / PAGE_LEN).unwrap_or(u32::MAX);
@@ -170,7 +175,8 @@ impl NodeMemory {
         }
         let node_memory = NodeMemory { control, layout };
         let generations = node_memory.control.span(GENERATIONS_AT, generation_lines(pages))?;
-        // SAFETY: the keeper lets one worker at a time write it, and that is this one (K1); nothing else maps it here.
+        // SAFETY: the keeper lets one worker at a time write it, and this process is that worker (K1); nothing else
+        // maps it here.
         let pool = unsafe { Pool::new(pool, generations) }?;
         Ok((node_memory, pool))
     }
@@ -179,44 +185,44 @@ impl NodeMemory {
         self.control.span(at, count).expect("the layout lies in the memory")
     }
 
-    /// The line of the bell.
+    /// Returns the line of the bell.
     pub fn bell(&self) -> Span<Line> {
         self.lines(BELL_AT, 1)
     }
 
-    /// The set of nodes that we talk to.
+    /// Returns the set of nodes that we talk to.
     pub fn talks(&self) -> Span<Line> {
         self.lines(TALKS_AT, SET_WORDS / LINE_WORDS)
     }
 
-    /// What we say of `node`: how far we have read its ring to us, in word 0.
+    /// Returns our line about `node`. Its word 0 says how far we have read the node's ring to us.
     pub fn line_of(&self, node: u16) -> Span<Line> {
         self.lines(self.layout.line_of(node), 1)
     }
 
-    /// Our ring to `node`.
+    /// Returns our ring to `node`.
     pub fn ring_to(&self, node: u16) -> Span<Line> {
         self.lines(self.layout.ring_to(node), RING_LINES)
     }
 
-    /// The ledger. Whoever reads it makes the kernel allocate it.
+    /// Returns the ledger. A read of it makes the kernel allocate it.
     pub fn ledger(&self) -> Span<Line> {
         self.lines(self.layout.ledger_at, LEDGER_LINES)
     }
 
-    /// Gives the memory of our ring to `node` back to the kernel. It reads as zeroes from then on.
+    /// Gives the memory of our ring to `node` back to the kernel. It then reads as zeroes.
     pub fn give_back_ring(&self, node: u16) -> Result<(), RegionError> {
         self.give_back_rings(node..node + 1)
     }
 
-    /// The same of the rings to several.
+    /// Gives the memory of our rings to several nodes back to the kernel.
     pub fn give_back_rings(&self, nodes: Range<u16>) -> Result<(), RegionError> {
         let len = nodes.len() * PAGE_LEN;
         if len == 0 { Ok(()) } else { self.control.give_back(self.layout.ring_to(nodes.start), len) }
     }
 }
 
-/// The node memory of another node.
+/// The node memory of another node, mapped read-only.
 #[derive(Debug)]
 pub struct PeerNodeMemory {
     control: PeerRegion,
@@ -224,7 +230,7 @@ pub struct PeerNodeMemory {
 }
 
 impl PeerNodeMemory {
-    /// Maps what the keeper of the memory let us read; gives the pool beside it.
+    /// Maps the memory that its keeper lets us read. Also returns the pool.
     pub fn map(fds: &NodeMemoryFds) -> Result<(Self, PeerPool), RegionError> {
         let pool = PeerRegion::map_kept_whole(fds.pool.as_fd())?;
         let pages = u32::try_from(pool.len() / PAGE_LEN).unwrap_or(u32::MAX);
@@ -238,22 +244,22 @@ impl PeerNodeMemory {
         self.control.claims(at, count).expect("the layout lies in the memory")
     }
 
-    /// The line of its bell.
+    /// Returns the line of the node's bell.
     pub fn bell(&self) -> Claims<Span<Line>> {
         self.lines(BELL_AT, 1)
     }
 
-    /// The set of nodes that it talks to.
+    /// Returns the set of nodes that the node talks to.
     pub fn talks(&self) -> Claims<Span<Line>> {
         self.lines(TALKS_AT, SET_WORDS / LINE_WORDS)
     }
 
-    /// What it says of `node`.
+    /// Returns the node's line about `node`.
     pub fn line_of(&self, node: u16) -> Claims<Span<Line>> {
         self.lines(self.layout.line_of(node), 1)
     }
 
-    /// Its ring to `node`.
+    /// Returns the node's ring to `node`.
     pub fn ring_to(&self, node: u16) -> Claims<Span<Line>> {
         self.lines(self.layout.ring_to(node), RING_LINES)
     }
@@ -264,7 +270,7 @@ mod tests {
     use super::*;
     use crate::sync::Relaxed;
 
-    /// Bytes of memory that the kernel has allocated for this.
+    /// Returns how many bytes the kernel has allocated for this memory.
     fn allocated(fd: BorrowedFd<'_>) -> u64 {
         u64::try_from(rustix::fs::fstat(fd).unwrap().st_blocks).unwrap() * 512
     }
@@ -278,7 +284,7 @@ mod tests {
         let fds = NodeMemoryFds::create("test", POOL_PAGES).unwrap();
         let NodeMemoryFds { control, pool } = fds.to_read().unwrap();
         for memory in [control, pool] {
-            // Nobody, with the memory as its standard input, as a worker of another node has it.
+            // Runs as user "nobody", with the memory as its standard input, as the worker of another node has it.
             let nobody = |script: &str| {
                 let mut command = std::process::Command::new("sh");
                 command.args(["-c", script]).uid(65534).gid(65534);
@@ -310,7 +316,7 @@ mod tests {
         assert_eq!(peer.ring_to(99).load(0, 0), 0, "and can still be read");
     }
 
-    /// What a hostile worker can have its neighbour charged for: all pages that the neighbour may read are holes.
+    /// How much a hostile worker can have its neighbour charged: every page that the neighbour may read is a hole.
     #[test]
     fn a_reader_is_charged_for_holes_up_to_what_is_said() {
         for pages in [POOL_PAGES_MIN, POOL_PAGES] {

@@ -1,11 +1,10 @@
-//! Numbers that look random and can be had again from their seed.
+//! Pseudorandom numbers that a seed reproduces.
 
-/// As many as are asked for.
 #[derive(Debug, Clone)]
 pub struct Dice(u64);
 
 impl Dice {
-    /// From `TASUKI_SEED`, or new ones. Prints the seed.
+    /// Takes the seed from `TASUKI_SEED`, or a new one from the clock. Prints the seed.
     pub fn new(what: &str) -> Self {
         let fresh = || {
             std::time::UNIX_EPOCH.elapsed().map_or(1, |since| u64::from(since.subsec_nanos()) << 32 | since.as_secs())
@@ -27,12 +26,12 @@ impl Dice {
         z ^ (z >> 31)
     }
 
-    /// Below `end`.
+    /// Returns a number below `end`.
     pub fn below(&mut self, end: usize) -> usize {
         usize::try_from(self.next() % end as u64).expect("below end")
     }
 
-    /// Once in `times`.
+    /// Returns true once in `times` on average.
     pub fn once_in(&mut self, times: usize) -> bool {
         self.below(times) == 0
     }

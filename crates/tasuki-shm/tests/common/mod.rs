@@ -1,8 +1,9 @@
-//! What the test files share: a server with known methods, child processes that die with their test, a watchdog.
+//! Shared parts of the test files: a server with known methods, child processes that die with their test, a
+//! watchdog.
 //!
-//! A child process is this very test binary, started again with one test, `tests::child_role`, which does nothing unless the
-//! environment names a role. What a child and its test tell each other goes through a [`Board`]: shared memory that the
-//! child opens by way of `/proc`.
+//! A child process is this very test binary, started again with one test, `tests::child_role`, which does nothing
+//! unless the environment names a role. A child and its test exchange data through a [`Board`]: shared memory that
+//! the child opens by way of `/proc`.
 #![allow(dead_code, reason = "each test file uses a part of it")]
 
 mod dice;
@@ -30,28 +31,28 @@ use tasuki_shm::sync::AtomicU64;
 
 pub use dice::Dice;
 
-/// The answer is the request.
+/// Answers with the request.
 pub const ECHO: u16 = 1;
-/// Program states the call whose number the request begins with, then as [`ECHO`].
+/// Records the run of the call whose number the request begins with, then acts as [`ECHO`].
 pub const COUNT: u16 = 2;
-/// Program states the call, then keeps the server busy until the board's [`GATE`] is open, then as [`ECHO`].
+/// Records the run of the call, keeps the server busy until the board's [`GATE`] is open, then acts as [`ECHO`].
 pub const HOLD: u16 = 3;
-/// Program states the call, then kills the server.
+/// Records the run of the call, then kills the server.
 pub const DIE: u16 = 4;
-/// Program states the call; the answer, as [`ECHO`]'s, waits for the board's [`RELEASE`].
+/// Records the run of the call, and defers its answer, which is [`ECHO`]'s, until the board's [`RELEASE`] grows.
 pub const DEFER: u16 = 5;
-/// Is let go without an answer.
+/// Drops the request without an answer.
 pub const DROP: u16 = 6;
-/// Is put off, then let go without an answer.
+/// Defers the request, then drops it without an answer.
 pub const DROP_DEFERRED: u16 = 7;
-/// The answer is written in place, in a slot of the server's: as many bytes as a slot has, all of them the request's first.
+/// Writes the answer in place, in a slot of the server's. It fills the slot with the request's first byte.
 pub const FILL: u16 = 8;
-/// The answer is as long as the request's first eight bytes say.
+/// Answers with as many bytes as the request's first eight bytes say.
 pub const LONG: u16 = 9;
-/// The answer is how many reply slots the server has free for the client that asks.
+/// Answers with the number of reply slots that the server has free for the calling client.
 pub const AUDIT: u16 = 10;
 
-/// As [`COUNT`], but the answer takes so long that whoever waits for it goes to sleep.
+/// Acts as [`COUNT`], but takes so long that a waiting client goes to sleep.
 pub const SLOW: u16 = 11;
 
 /// The server's list of errors.
@@ -68,36 +69,35 @@ impl From<Trouble> for u16 {
     }
 }
 
-/// Board word: [`HOLD`] goes on when it is not 0.
+/// Board word: [`HOLD`] continues when it is not 0.
 pub const GATE: usize = 0;
 /// Board word: how often [`HOLD`] was begun.
 pub const HELD: usize = 1;
-/// Board word: deferred requests are answered, the last one first, whenever it grows.
+/// Board word: whenever it grows, the server answers the deferred requests, the last one first.
 pub const RELEASE: usize = 2;
-/// Board word: how many requests are deferred.
+/// Board word: number of deferred requests.
 pub const DEFERRED: usize = 3;
-/// Board words from here on: what children say of themselves.
+/// First of the board words for the children's marks.
 pub const MARKS: usize = 16;
-/// Board words from here on: how often each call was run, where the server has no state to program state it in.
+/// First of the board words that count the runs of each call, used if the server has no state for that.
 pub const LEDGER: usize = 512;
 const BOARD_WORDS: usize = LEDGER + (1 << 16);
 
-/// A child's mark: it has what a successor needs.
+/// A child's mark: it has the listening socket and the state.
 pub const APPROACHED: u64 = 1;
 /// A child's mark: it serves.
 pub const SERVING: u64 = 2;
-/// A child's mark: it could not.
+/// A child's mark: it failed to serve.
 pub const FAILED: u64 = 3;
 
-/// Long enough for anything that is not a hang.
+/// Longer than anything but a hang takes.
 pub const FOREVER: Duration = Duration::from_secs(50);
 
-/// A deadline that only a hang passes.
+/// Returns a deadline that only a hang passes.
 pub fn ample() -> Deadline {
     Deadline::within(FOREVER)
 }
 
-/// Waits until `condition` holds.
 pub fn eventually(what: &str, mut condition: impl FnMut() -> bool) {
     let start = Instant::now();
     while !condition() {
@@ -106,7 +106,7 @@ pub fn eventually(what: &str, mut condition: impl FnMut() -> bool) {
     }
 }
 
-/// `len` bytes that differ from call to call and from place to place.
+/// Returns `len` bytes that differ from call to call and from place to place.
 pub fn pattern(seed: u64, len: usize) -> Vec<u8> {
     let mut dice = Dice::of(seed);
     let mut bytes: Vec<u8> = seed.to_le_bytes().into();
@@ -117,12 +117,12 @@ pub fn pattern(seed: u64, len: usize) -> Vec<u8> {
     bytes
 }
 
-/// The reason, where a reply would be a surprise.
+/// Returns the reason of a failure. Panics on a reply.
 pub fn why<T: std::fmt::Debug>(outcome: Result<T, Failure>) -> CallError {
     outcome.expect_err("the call has no reply").why
 }
 
-/// A folder of the test's own.
+/// A temporary folder.
 #[derive(Debug)]
 pub struct Folder(tempfile::TempDir);
 
@@ -144,7 +144,7 @@ impl Folder {
     }
 }
 
-/// A path at which a child finds a descriptor of this process.
+/// Returns a path at which a child finds a descriptor of this process.
 pub fn path_of(fd: BorrowedFd<'_>) -> PathBuf {
     format!("/proc/{}/fd/{}", std::process::id(), fd.as_raw_fd()).into()
 }
@@ -187,11 +187,11 @@ impl Board {
     }
 }
 
-/// What serves: the methods above.
+/// The server's handler: implements the methods above.
 #[derive(Debug)]
 pub struct Worker {
     board: Arc<Board>,
-    /// How often each call was run.
+    /// Number of runs of each call.
     ledger: Span<AtomicU64>,
     deferred: Vec<Deferred>,
     released: u64,
@@ -208,28 +208,28 @@ impl Worker {
         match request.method() {
             ECHO => echo(request),
             COUNT => {
-                self.program_state(&request);
+                self.record(&request);
                 echo(request);
             }
             SLOW => {
-                self.program_state(&request);
+                self.record(&request);
                 std::thread::sleep(Duration::from_micros(300));
                 echo(request);
             }
             HOLD => {
-                self.program_state(&request);
+                self.record(&request);
                 self.board.add(HELD, 1);
                 let board = Arc::clone(&self.board);
                 eventually("the gate is open", || board.get(GATE) != 0);
                 echo(request);
             }
             DIE => {
-                self.program_state(&request);
+                self.record(&request);
                 rustix::process::kill_process(rustix::process::getpid(), Signal::KILL).unwrap();
                 std::thread::park();
             }
             DEFER => {
-                self.program_state(&request);
+                self.record(&request);
                 self.deferred.push(request.defer());
                 self.board.add(DEFERRED, 1);
             }
@@ -250,11 +250,11 @@ impl Worker {
         }
     }
 
-    fn program_state(&self, request: &Request<'_>) {
+    fn record(&self, request: &Request<'_>) {
         self.ledger[usize::try_from(number(request)).unwrap()].fetch_add(1, SeqCst);
     }
 
-    /// What is to be done between two turns.
+    /// Answers the deferred requests between two turns, if the test asks for it.
     pub fn between(&mut self, server: &mut Server) {
         let release = self.board.get(RELEASE);
         if release == self.released {
@@ -269,7 +269,7 @@ impl Worker {
     }
 }
 
-/// The number that a request begins with.
+/// Returns the number that a request begins with.
 fn number(request: &Request<'_>) -> u64 {
     let mut bytes = [0; 8];
     request.copy_to(&mut bytes);
@@ -295,7 +295,6 @@ fn fill(request: Request<'_>) {
 
 type Errand = Box<dyn FnOnce(&mut Server) + Send>;
 
-/// A server in a thread of this process.
 #[derive(Debug)]
 pub struct Host {
     pub path: PathBuf,
@@ -321,14 +320,14 @@ impl Host {
         Host { path, board, stop, errands, thread }
     }
 
-    /// Does something with the server, between two of its turns.
+    /// Runs a closure on the server, between two of its turns.
     pub fn with<T: Send + 'static>(&self, what: impl FnOnce(&mut Server) -> T + Send + 'static) -> T {
         let (answer, answered) = channel();
         self.errands.send(Box::new(move |server| answer.send(what(server)).unwrap())).unwrap();
         answered.recv_timeout(FOREVER).unwrap()
     }
 
-    /// All reply slots come back: some time after they were dropped, with the requests that follow.
+    /// Waits until all reply slots are back. Dropped slots go back with later requests.
     pub fn replies_come_back(&self, client: &mut Client) {
         eventually("all reply slots are back", || {
             let reply = client.call(tasuki_shm::call::Ask::new(ECHO, b"anything to return?"), ample());
@@ -362,7 +361,7 @@ fn host(mut server: Server, mut worker: Worker, errands: &Receiver<Errand>, stop
     }
 }
 
-/// A server without spinning, which two CPUs with many tests on them are better off without.
+/// Options of a server that hardly spins, since many tests share two CPUs.
 pub fn options() -> ServerOptions {
     ServerOptions { spin: Some(Duration::from_micros(20)), ..ServerOptions::default() }
 }
@@ -385,20 +384,20 @@ pub fn detached(detach: Detach) -> ClientOptions {
     ClientOptions { detach, ..small() }
 }
 
-/// Nobody holds a slot of this client's arena.
+/// Asserts that all slots of this client's arena are free.
 pub fn assert_whole(client: &Client) {
     let census = client.census();
     assert_eq!((census.owner, census.peer), (0, 0), "every slot is free: {census:?}");
 }
 
-/// The children that are alive, to be killed when a test hangs.
+/// Process ids of the live children; the watchdog kills them when a test hangs.
 static CHILDREN: Mutex<Vec<Pid>> = Mutex::new(Vec::new());
 
 fn children() -> std::sync::MutexGuard<'static, Vec<Pid>> {
     CHILDREN.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// A child process. Killed and reaped when dropped.
+/// A child process. Dropping it kills and reaps the process.
 #[derive(Debug)]
 pub struct Child {
     process: std::process::Child,
@@ -406,17 +405,17 @@ pub struct Child {
     status: Option<ExitStatus>,
 }
 
-/// What a child is to be.
+/// Description of a child to start.
 #[derive(Debug)]
 pub struct Role<'a> {
-    /// One that the test file's `child_role` knows, or one of [`act`]'s.
+    /// A role that the test file's `child_role` knows, or one of [`act`]'s.
     pub name: &'a str,
     pub socket: &'a Path,
     pub board: &'a Board,
-    /// Which board word is its mark.
+    /// Index of the board word for the child's mark.
     pub mark: usize,
     pub state: Option<&'a State>,
-    /// `TASUKI_CRASH`, and whatever else it is to know.
+    /// `TASUKI_CRASH`, and other environment variables for the child.
     pub vars: &'a [(&'a str, String)],
 }
 
@@ -436,13 +435,13 @@ impl Role<'_> {
         command
     }
 
-    /// Starts it. It dies with this thread at the latest.
+    /// Starts the child. It dies with this thread at the latest.
     pub fn spawn(&self) -> Child {
         self.board.set(MARKS + self.mark, 0);
         Child::of(&mut self.command())
     }
 
-    /// Starts it as another user.
+    /// Starts the child as another user.
     pub fn spawn_as(&self, uid: u32) -> Child {
         use std::os::unix::process::CommandExt;
         self.board.set(MARKS + self.mark, 0);
@@ -462,19 +461,19 @@ impl Child {
         self.pid
     }
 
-    /// SIGKILL, without waiting for the end.
+    /// Sends SIGKILL, without waiting for the end.
     pub fn strike(&self) {
         let _ = rustix::process::kill_process(self.pid, Signal::KILL);
     }
 
-    /// Stops it, and waits until it stands still.
+    /// Stops the child, and waits until the kernel reports it as stopped.
     pub fn stop(&self) {
         rustix::process::kill_process(self.pid, Signal::STOP).unwrap();
         let stat = format!("/proc/{}/stat", self.pid.as_raw_nonzero());
         eventually("it has stopped", || std::fs::read_to_string(&stat).unwrap().contains(") T "));
     }
 
-    /// Lets it go on.
+    /// Lets a stopped child continue.
     pub fn go_on(&self) {
         rustix::process::kill_process(self.pid, Signal::CONT).unwrap();
     }
@@ -492,7 +491,7 @@ impl Child {
         self.wait();
     }
 
-    /// Whether it has ended, and how.
+    /// Returns the exit status if the child has ended.
     pub fn ended(&mut self) -> Option<ExitStatus> {
         if self.status.is_none() {
             self.status = self.process.try_wait().unwrap();
@@ -503,13 +502,13 @@ impl Child {
         self.status
     }
 
-    /// Waits for its end, which must be by SIGKILL.
+    /// Waits for the child's end, which must be by SIGKILL.
     pub fn was_killed(&mut self) {
         let status = self.wait();
         assert_eq!(status.signal(), Some(Signal::KILL.as_raw()), "{status}");
     }
 
-    /// Waits for its end, which must be a success.
+    /// Waits for the child's end, which must be a success.
     pub fn succeeded(&mut self) {
         let status = self.wait();
         assert!(status.success(), "{status}");
@@ -524,7 +523,7 @@ impl Drop for Child {
     }
 }
 
-/// What a child was told.
+/// A child's instructions from its test.
 #[derive(Debug)]
 pub struct Told {
     pub role: String,
@@ -535,7 +534,7 @@ pub struct Told {
 }
 
 impl Told {
-    /// `None` in a process that is no child.
+    /// Reads the instructions. Returns `None` in a process that is not a child.
     pub fn hear() -> Option<Self> {
         let role = std::env::var("TASUKI_ROLE").ok()?;
         rustix::process::set_parent_process_death_signal(Some(Signal::KILL)).unwrap();
@@ -557,9 +556,9 @@ impl Told {
         std::env::var(name).ok()
     }
 
-    /// Plays one of the roles that all test files know.
+    /// Plays one of the roles that all test files share.
     ///
-    /// `server` binds and serves; `standby` serves when the server has died; `taker` has the server let go within
+    /// `server` binds and serves; `standby` serves when the server has died; `taker` makes the server let go within
     /// `TASUKI_LIMIT` ms and serves.
     pub fn act(self) {
         match self.role.as_str() {
@@ -623,12 +622,12 @@ impl Told {
     }
 }
 
-/// The same state once more.
+/// Maps the same state again.
 pub fn again(state: &State) -> State {
     State::adopt(state.fd().try_clone_to_owned().unwrap()).unwrap()
 }
 
-/// A server in a child process, with what it shares with the test.
+/// A server in a child process, with the memory that it shares with the test.
 #[derive(Debug)]
 pub struct Stage {
     pub folder: Folder,
@@ -647,7 +646,7 @@ impl Stage {
         self.folder.socket()
     }
 
-    /// Starts a child; says which mark is its.
+    /// Starts a child. Returns it with the index of its mark.
     pub fn spawn(&self, name: &str, vars: &[(&str, String)]) -> (Child, usize) {
         let mark = self.next_mark.replace((self.next_mark.get() + 1) % (LEDGER - MARKS));
         let socket = self.socket();
@@ -655,7 +654,7 @@ impl Stage {
         (role.spawn(), MARKS + mark)
     }
 
-    /// Starts a child and waits until it says `mark`.
+    /// Starts a child and waits until it sets `mark`.
     pub fn spawn_until(&self, name: &str, mark: u64, vars: &[(&str, String)]) -> Child {
         let (mut child, word) = self.spawn(name, vars);
         eventually(&format!("{name} says {mark}"), || {
@@ -674,7 +673,7 @@ impl Stage {
         Client::connect(self.socket(), options).unwrap()
     }
 
-    /// How often the call `number` was run.
+    /// Returns how often the call `number` was run.
     pub fn runs(&self, number: u64) -> u64 {
         let number = usize::try_from(number).unwrap();
         match &self.state {
@@ -684,7 +683,7 @@ impl Stage {
     }
 }
 
-/// Ends the whole test process, and its children, if it is not dropped in time: a hang cannot fail by itself.
+/// Ends the whole test process and its children unless dropped in time: a hang cannot fail by itself.
 #[derive(Debug)]
 pub struct Watchdog {
     over: Arc<(Mutex<bool>, Condvar)>,
@@ -700,7 +699,7 @@ impl Watchdog {
             let (guard, _) =
                 changed.wait_timeout_while(guard, limit, |over| !*over).unwrap_or_else(PoisonError::into_inner);
             if !*guard {
-                // Not by a macro, whose output would be captured and lost.
+                // Not a macro: the test harness would capture its output, and the output would be lost.
                 let _ = writeln!(std::io::stderr(), "watchdog: {test} took longer than {limit:?}");
                 for pid in children().iter() {
                     let _ = rustix::process::kill_process(*pid, Signal::KILL);
@@ -731,17 +730,16 @@ macro_rules! watched {
     };
 }
 
-/// `TASUKI_CRASH` for a child.
+/// Returns the variable `TASUKI_CRASH` for a child.
 pub fn crash_at(point: &str, nth: u64) -> (&'static str, String) {
     ("TASUKI_CRASH", format!("{point}:{nth}"))
 }
 
-/// An environment variable for a child.
 pub fn var(name: &'static str, value: impl ToString) -> (&'static str, String) {
     (name, value.to_string())
 }
 
-/// CPU time that all threads of a process have had.
+/// Returns the CPU time of all threads of a process.
 pub fn cpu_time(pid: Pid) -> Duration {
     let tasks = std::fs::read_dir(format!("/proc/{}/task", pid.as_raw_nonzero())).unwrap();
     let of_task = |task: std::fs::DirEntry| -> u64 {
@@ -751,7 +749,7 @@ pub fn cpu_time(pid: Pid) -> Duration {
     Duration::from_nanos(tasks.flatten().map(of_task).sum())
 }
 
-/// Resident memory of a process, in bytes.
+/// Returns the resident memory of a process in bytes.
 pub fn resident(pid: Pid) -> u64 {
     let status = std::fs::read_to_string(format!("/proc/{}/status", pid.as_raw_nonzero())).unwrap();
     let line = status.lines().find_map(|line| line.strip_prefix("VmRSS:")).unwrap();

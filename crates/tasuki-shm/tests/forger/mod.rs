@@ -1,7 +1,7 @@
 //! Peers made by hand: they speak the call protocol byte by byte, and break it where a test wants them to.
 //!
-//! Nothing in here comes from `tasuki_shm::call`: every number of docs/design/call.md is written down a second time, so that
-//! a mistake in the first cannot hide. Used by tests/hostile.rs and by the fuzz targets.
+//! Nothing here comes from `tasuki_shm::call`. This file writes down every number of docs/design/call.md a second
+//! time, so that a mistake in the first cannot hide. tests/hostile.rs and the fuzz targets use it.
 #![allow(dead_code, reason = "each user needs another part of it")]
 
 use std::io::{self, IoSlice, IoSliceMut};
@@ -28,7 +28,7 @@ pub const REPLY_SLOT: u8 = 5;
 /// Bytes in a slot of every arena made here.
 pub const SLOT_LEN: u32 = 4096;
 
-/// Words from the start of a segment to what stands there.
+/// Offsets in a segment, in words.
 pub const IDENTITY: usize = 0;
 pub const VERDICT: usize = 1;
 pub const BELL: usize = 2 * 8;
@@ -37,7 +37,7 @@ pub const HEAD: usize = 4 * 8;
 /// `TASUKI`, zero, layout 1.
 pub const SEGMENT_MAGIC: u64 = 0x5441_5355_4b49_0001;
 
-/// The numbers of a connection: entries of both rings, slots of the client's arena and of the server's.
+/// The sizes of a connection: entries of both rings, slots of the client's arena and of the server's.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Shape {
     pub ring: u32,
@@ -45,7 +45,8 @@ pub struct Shape {
     pub replies: u32,
 }
 
-/// Words before the ring of a segment with so many slots: head lines and slot table, to a whole page.
+/// Returns the number of words before the ring of a segment with `slots` slots: head lines and slot table, rounded
+/// up to a whole page.
 pub fn ring_at(slots: u32) -> usize {
     ((192 + slots.div_ceil(8) as usize) * 64).next_multiple_of(4096) / 8
 }
@@ -54,7 +55,7 @@ fn segment_len(ring: u32, slots: u32) -> usize {
     ring_at(slots) * 8 + ring as usize * 64
 }
 
-/// Memory of ours, sealed as the protocol wants it, in which we write what we like.
+/// Memory of ours, sealed as the protocol requires, in which we write what we like.
 pub struct Memory {
     pub region: Region,
     pub words: Span<AtomicU64>,
@@ -75,18 +76,17 @@ impl Memory {
     }
 }
 
-/// A word of the peer's memory.
+/// Returns a word of the peer's memory.
 fn peek(region: &PeerRegion, word: usize) -> u64 {
     region.claims(word / 8 * 64, 1).unwrap().load(0, word % 8)
 }
 
-/// `present`, then the value or zeroes.
+/// Writes a byte for `present`, then the value or zeroes.
 fn option(out: &mut Vec<u8>, value: Option<&[u8]>, len: usize) {
     out.push(u8::from(value.is_some()));
     out.extend(value.map_or_else(|| vec![0; len], <[u8]>::to_vec));
 }
 
-/// A Hello packet.
 pub fn hello(shape: Shape, first: u32, resumes: Option<u128>, enforced_base: Option<u64>) -> Vec<u8> {
     let mut out = packet(1);
     for number in [shape.ring, SLOT_LEN, shape.arena, SLOT_LEN, shape.replies, first] {
@@ -97,7 +97,6 @@ pub fn hello(shape: Shape, first: u32, resumes: Option<u128>, enforced_base: Opt
     out
 }
 
-/// A Welcome packet.
 pub fn welcome(shape: Shape, service: u128, generation: u32) -> Vec<u8> {
     let mut out = packet(3);
     out.extend(service.to_le_bytes());
@@ -107,7 +106,7 @@ pub fn welcome(shape: Shape, service: u128, generation: u32) -> Vec<u8> {
     out
 }
 
-/// The first eight bytes of a packet.
+/// Returns the first eight bytes of a packet.
 pub fn packet(kind: u16) -> Vec<u8> {
     let mut out = b"TSK\0\x01\0".to_vec();
     out.extend(kind.to_le_bytes());
@@ -124,7 +123,7 @@ pub fn send(socket: BorrowedFd<'_>, bytes: &[u8], fds: &[BorrowedFd<'_>]) -> io:
     Ok(())
 }
 
-/// A packet and its descriptors; no bytes when the peer has closed.
+/// Receives a packet and its descriptors. Returns no bytes if the peer has closed the socket.
 pub fn receive(socket: BorrowedFd<'_>) -> io::Result<(Vec<u8>, Vec<OwnedFd>)> {
     let mut bytes = [0; 512];
     let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(8))];
@@ -142,7 +141,7 @@ fn socket() -> OwnedFd {
     rustix::net::socket_with(AddressFamily::UNIX, SocketType::SEQPACKET, SocketFlags::CLOEXEC, None).unwrap()
 }
 
-/// A connected socket that has said nothing.
+/// Returns a connected socket on which nothing was sent.
 pub fn dial(path: &Path) -> OwnedFd {
     let socket = socket();
     let limit = Some(Duration::from_secs(10));
@@ -151,7 +150,6 @@ pub fn dial(path: &Path) -> OwnedFd {
     socket
 }
 
-/// A listening socket at `path`.
 pub fn listen(path: &Path) -> OwnedFd {
     let listener = socket();
     rustix::net::bind(&listener, &SocketAddrUnix::new(path).unwrap()).unwrap();
@@ -163,14 +161,14 @@ pub fn accept(listener: BorrowedFd<'_>) -> io::Result<OwnedFd> {
     Ok(rustix::net::accept_with(listener, SocketFlags::CLOEXEC)?)
 }
 
-/// What a fake server says to whom it accepts.
+/// The answer of a fake server to each client that it accepts.
 #[derive(Debug, Clone, Copy)]
 pub struct Manners {
     pub service: u128,
     pub generation: u32,
 }
 
-/// One end of a connection, of either kind.
+/// One end of a connection, a client's or a server's.
 pub struct End {
     pub ours: Memory,
     pub our_arena: Memory,
@@ -179,15 +177,15 @@ pub struct End {
     our_ring: usize,
     their_ring: usize,
     capacity: u32,
-    /// Written to wake the peer.
+    /// Descriptor to write to, to wake the peer.
     pub ring_end: OwnedFd,
-    /// Where the peer wakes us.
+    /// Descriptor on which the peer wakes us.
     pub sleep_end: OwnedFd,
-    /// The service that a server says it is.
+    /// Service that the server claims.
     pub service: u128,
-    /// Index of the next message we push.
+    /// Index of the next message that we push.
     pub tail: u32,
-    /// Index of the next message we pop.
+    /// Index of the next message that we pop.
     pub head: u32,
 }
 
@@ -201,7 +199,7 @@ pub struct Caller {
 }
 
 impl Caller {
-    /// Says hello, and does not wait for an answer.
+    /// Sends the Hello, and does not wait for an answer.
     pub fn hail(path: &Path, shape: Shape, first: u32, resumes: Option<u128>) -> Self {
         let caller = Caller {
             socket: dial(path),
@@ -215,7 +213,7 @@ impl Caller {
         caller
     }
 
-    /// Takes the welcome. `None` when the server refused.
+    /// Takes the Welcome. Returns `None` if the server refused.
     pub fn settle(self) -> Option<End> {
         let (bytes, fds) = receive(self.socket.as_fd()).ok()?;
         if !bytes.starts_with(&packet(3)) {
@@ -240,19 +238,19 @@ impl Caller {
     }
 }
 
-/// The numbers in a Hello: shape and first index. `None` if it is not one of ours.
+/// Reads the shape and the first index from a Hello. Returns `None` for other packets.
 pub fn read_hello(bytes: &[u8]) -> Option<(Shape, u32)> {
     let body = bytes.strip_prefix(&packet(1)[..])?;
     let number = |i: usize| Some(u32::from_le_bytes(body.get(i * 4..i * 4 + 4)?.try_into().ok()?));
     Some((Shape { ring: number(0)?, arena: number(2)?, replies: number(4)? }, number(5)?))
 }
 
-/// Answers the next client at `listener` as a server would.
+/// Accepts and answers the next client at `listener` as a server would.
 pub fn welcome_one(listener: BorrowedFd<'_>, manners: Manners) -> Option<End> {
     welcome_caller(&accept(listener).ok()?, manners)
 }
 
-/// The same for one who was accepted already.
+/// Answers a client that was already accepted, as a server would.
 pub fn welcome_caller(socket: &OwnedFd, manners: Manners) -> Option<End> {
     let (bytes, fds) = receive(socket.as_fd()).ok()?;
     let (shape, first) = read_hello(&bytes)?;
@@ -284,12 +282,12 @@ pub fn welcome_caller(socket: &OwnedFd, manners: Manners) -> Option<End> {
 pub type Entry = [u64; 8];
 
 impl End {
-    /// The word of our ring in which word `word` of the line of message `index` lies.
+    /// Returns the index, in our segment, of word `word` of the line of message `index`.
     pub fn place(&self, index: u32, word: usize) -> usize {
         self.our_ring + (index & (self.capacity - 1)) as usize * 8 + word
     }
 
-    /// The first word of our ring, and one past its last.
+    /// Returns the range of our ring's words.
     pub fn ring_words(&self) -> std::ops::Range<usize> {
         self.our_ring..self.our_ring + self.capacity as usize * 8
     }
@@ -308,13 +306,13 @@ impl End {
         for (i, word) in words.iter().enumerate().take(7) {
             self.store(self.place(self.tail, i + 1), *word);
         }
-        // A store in a Span is atomic, and x86 and Arm alike keep stores behind a fence in order.
+        // A store in a Span is atomic, and x86 and Arm both keep stores behind a fence in order.
         tasuki_shm::sync::fence(tasuki_shm::sync::SeqCst);
         self.store(self.place(self.tail, 0), stamp);
         self.tail = self.tail.wrapping_add(1);
     }
 
-    /// The next message of the peer's, if it is there.
+    /// Returns the peer's next message, if there is one.
     pub fn pop(&mut self) -> Option<Entry> {
         let line = self.their_ring + (self.head & (self.capacity - 1)) as usize * 8;
         let stamp = peek(&self.theirs, line);
@@ -328,32 +326,31 @@ impl End {
         Some(entry)
     }
 
-    /// What we claim to have retired.
+    /// Claims that we have retired the messages before `head`.
     pub fn say_head(&self, head: u64) {
         self.store(HEAD, head);
     }
 
-    /// What we claim to do: 0 running, 1 spinning, 2 parked; for the `naps`-th time.
+    /// Claims a bell state, 0 running, 1 spinning, 2 parked, with `naps` naps.
     pub fn say_state(&self, state: u8, naps: u32) {
         self.store(BELL, u64::from(naps) << 32 | 0xff_ffff << 8 | u64::from(state));
     }
 
-    /// Wakes the peer.
     pub fn ring(&self) {
         let _ = rustix::io::write(&self.ring_end, &[1]);
     }
 
-    /// The server's verdict on us.
+    /// Returns the server's verdict on us.
     pub fn verdict(&self) -> u64 {
         peek(&self.theirs, VERDICT)
     }
 
-    /// What the peer claims to have retired of ours.
+    /// Returns the head that the peer claims: the messages of ours that it has retired.
     pub fn their_head(&self) -> u64 {
         peek(&self.theirs, HEAD)
     }
 
-    /// Whether the peer hangs up within `limit`.
+    /// Waits up to `limit`. Returns whether the peer hangs up.
     pub fn hangs_up(&self, limit: Duration) -> bool {
         let until = Instant::now() + limit;
         loop {
@@ -369,7 +366,7 @@ impl End {
         }
     }
 
-    /// Waits for the peer's next message.
+    /// Waits up to `limit` for the peer's next message.
     pub fn wait_for_message(&mut self, limit: Duration) -> Option<Entry> {
         let until = Instant::now() + limit;
         loop {
@@ -407,7 +404,7 @@ impl Dice {
         self.roll() % limit
     }
 
-    /// A number as a liar would choose it: near zero, near a power of two, near the top, or any.
+    /// Returns a number that a liar would choose: near zero, near a power of two, near the top, or any.
     pub fn lie(&mut self) -> u64 {
         match self.below(4) {
             0 => self.below(10),

@@ -1,4 +1,4 @@
-//! How a client connects: what it asks for, the handshake, and why there may be no connection.
+//! How a client connects: its options, the handshake, and the reasons for failure.
 
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
@@ -20,28 +20,28 @@ use crate::region::{PeerRegion, RegionError};
 use crate::ring::{Consumer, Producer};
 use crate::wake::{Clapper, Sleeper};
 
-/// Servers in a row that may leave or die during a handshake before it is given up.
+/// Number of servers in a row that may leave or die during a handshake before we give up.
 pub(in crate::call) const DIALS_MAX: u32 = 16;
 
-/// What a client asks of the server when it connects.
+/// The wishes of a client at connection time.
 #[derive(Debug, Clone)]
 pub struct ClientOptions {
-    /// Entries of the request ring and of the result ring, a power of two: as many calls can be in flight.
+    /// Number of entries in the request ring and in the result ring, a power of two. As many calls can be in flight.
     pub ring: u32,
-    /// The client's arena, for requests. No slots: all requests travel inside the ring.
+    /// The client's arena, for requests. With no slots, all requests must travel inside the ring.
     pub arena: Geometry,
-    /// The arena that the server makes for replies to this client.
+    /// The arena that the server creates for replies to this client.
     pub replies: Geometry,
-    /// How a slot is taken away from this process while the server has it.
+    /// Means of taking a slot away from this process while the server has it.
     pub detach: Detach,
-    /// How long to spin for an answer before parking; `None` measures what a nap costs and spins as long.
+    /// Spin time for an answer before parking. `None` measures the cost of a nap and spins as long.
     pub spin: Option<Duration>,
-    /// How long the handshake may take.
+    /// Time limit of the handshake.
     pub handshake: Duration,
 }
 
 impl Default for ClientOptions {
-    /// 256 calls in flight; 256 slots of 4 KiB in each direction (memory that is touched only when used).
+    /// 256 calls in flight; 256 slots of 4 KiB in each direction. The kernel allocates the memory only on use.
     fn default() -> Self {
         let pool = Geometry { slot_len: 4096, count: 256 };
         ClientOptions {
@@ -55,89 +55,89 @@ impl Default for ClientOptions {
     }
 }
 
-/// Why there is no connection.
+/// Reasons why a connection failed.
 #[derive(Debug, thiserror::Error)]
 pub enum ConnectError {
-    /// Nothing is there.
+    /// The path does not exist.
     #[error("there is no socket at {}; start the server, or correct the path", path.display())]
     NoSocket {
-        /// Where.
+        /// Path of the socket.
         path: PathBuf,
     },
-    /// Something else is there.
+    /// The path is not a socket.
     #[error("{} is not a socket; correct the path", path.display())]
     NotASocket {
-        /// Where.
+        /// Path that was tried.
         path: PathBuf,
     },
-    /// A socket of another kind is there.
+    /// The path is a socket of another type.
     #[error("{} is a socket of another program; correct the path", path.display())]
     ForeignSocket {
-        /// Where.
+        /// Path of the socket.
         path: PathBuf,
     },
-    /// A server was there.
+    /// The socket exists, but its server has ended.
     #[error("no server listens at {}; it has ended: start it again", path.display())]
     NoServer {
-        /// Where.
+        /// Path of the socket.
         path: PathBuf,
     },
-    /// The file's mode forbids it.
+    /// The file's mode forbids the connection.
     #[error("{} may not be opened by this user; ask for the server's ServerOptions::mode to be widened, or run as its user", path.display())]
     Forbidden {
-        /// Where.
+        /// Path of the socket.
         path: PathBuf,
     },
     /// The path does not fit into a socket address.
     #[error("{} is longer than the 107 bytes that a socket's path may have; use a shorter one", path.display())]
     PathTooLong {
-        /// Where.
+        /// Path that was tried.
         path: PathBuf,
     },
     /// The server did not answer the handshake in time.
     #[error("the server at {} did not answer within {limit:.0?}; it hangs or is overloaded", path.display())]
     Silent {
-        /// Where.
+        /// Path of the socket.
         path: PathBuf,
-        /// How long we waited.
+        /// How long the client waited.
         limit: Duration,
     },
-    /// The server refused.
+    /// The server refused the connection.
     #[error("{0}")]
     Refused(Refusal),
-    /// The server sent something else.
+    /// The server sent an unexpected packet.
     #[error("{0}")]
     Malformed(Malformed),
-    /// What the server handed over is unusable.
+    /// The memory from the server is unusable.
     #[error("{0}")]
     Segment(SegmentError),
-    /// Our own memory could not be made.
+    /// The kernel refused our own memory, or its mapping.
     #[error("{0}")]
     Memory(#[from] RegionError),
-    /// This process may have no more descriptors.
+    /// This process has too few descriptors left.
     #[error(
         "this process has too few descriptors left for a connection, which takes eight; close some, or raise RLIMIT_NOFILE"
     )]
     NoDescriptors,
-    /// The detach level is not to be had.
+    /// The detach level is not available.
     #[error("{0}")]
     Enforce(#[from] EnforceError),
-    /// A number in the options makes no sense.
+    /// An option has an impossible value.
     #[error("ClientOptions::{field} is {value}; it must be {must}")]
     Options {
-        /// Which.
+        /// Name of the option.
         field: &'static str,
-        /// What it is.
+        /// Value of the option.
         value: u64,
-        /// What it must be.
+        /// Permitted values.
         must: &'static str,
     },
-    /// The kernel refused for a reason of its own.
+    /// The kernel refused for another reason.
     #[error("the kernel refused while {doing}: {source}")]
     Kernel {
-        /// The step.
+        /// Step that the kernel refused.
         doing: &'static str,
-        /// Its reason.
+        /// The kernel's error.
         source: io::Error,
     },
 }
@@ -146,12 +146,12 @@ pub enum ConnectError {
 #[derive(Debug)]
 pub(super) struct Greeting {
     socket: OwnedFd,
-    /// Kept until the server has answered, if it is to enforce the detach.
+    /// Kept until the server has answered, if the server is to enforce the detach.
     _handing_over: Option<HandOver>,
 }
 
 impl Client {
-    /// The handshake.
+    /// Performs the handshake, within `patience`.
     pub(super) fn establish(&mut self, resumes: Option<Service>, patience: Duration) -> Result<(), ConnectError> {
         let until = Instant::now() + patience;
         for _ in 1..DIALS_MAX {
@@ -161,7 +161,7 @@ impl Client {
                 None => self.greet(dial(&self.path, patience)?, resumes, patience),
             };
             match greeting.and_then(|greeting| self.be_welcomed(greeting, patience)) {
-                // It was leaving, or died: if there is a successor, it listens at the same socket.
+                // The server was leaving, or died. A successor, if there is one, listens at the same socket.
                 Err(ConnectError::NoServer { .. }) => {}
                 other => return other,
             }
@@ -169,7 +169,7 @@ impl Client {
         Err(ConnectError::NoServer { path: self.path.clone() })
     }
 
-    /// Our half of the handshake.
+    /// Performs our half of the handshake.
     fn greet(&self, socket: OwnedFd, resumes: Option<Service>, patience: Duration) -> Result<Greeting, ConnectError> {
         let (handing_over, uffd) = match self.options.detach {
             Detach::Enforced => {
@@ -195,14 +195,14 @@ impl Client {
         };
         say(&Packet::Hello(hello), &fds)?;
         if uffd.is_some() {
-            // The server checks that we hold no userfaultfd any more, so it is closed before we say that it is.
+            // The server checks that we hold no userfaultfd any more, so close it before saying so.
             drop(uffd);
             say(&Packet::Detached, &[])?;
         }
         Ok(Greeting { socket, _handing_over: handing_over })
     }
 
-    /// The server's half. If there is no answer in time, it can still be waited for.
+    /// Waits for the server's half. If no answer comes in time, keeps the handshake for a later wait.
     fn be_welcomed(&mut self, greeting: Greeting, patience: Duration) -> Result<(), ConnectError> {
         limit(&greeting.socket, patience)?;
         let (welcome, fds) = match self.welcome(&greeting.socket, patience) {
@@ -237,7 +237,7 @@ impl Client {
         match answer.packet {
             Ok(Packet::Welcome(welcome)) => match <[OwnedFd; 4]>::try_from(answer.fds) {
                 Ok(fds) => Ok((welcome, fds)),
-                // The kernel leaves out descriptors for which we have no room.
+                // The kernel drops descriptors for which we have no room.
                 Err(_) => Err(ConnectError::NoDescriptors),
             },
             Ok(Packet::Refused(refusal)) => Err(ConnectError::Refused(refusal)),
@@ -285,7 +285,7 @@ pub(super) fn check(options: &ClientOptions) -> Result<(), ConnectError> {
     Ok(())
 }
 
-/// Whatever is done with the socket takes no longer than `patience` (or 1 ms).
+/// Limits every operation on the socket to `patience`, or to 1 ms if that is longer.
 fn limit(socket: &OwnedFd, patience: Duration) -> Result<(), ConnectError> {
     let timeout = Some(patience.max(Duration::from_millis(1)));
     for which in [Timeout::Recv, Timeout::Send] {
@@ -295,7 +295,7 @@ fn limit(socket: &OwnedFd, patience: Duration) -> Result<(), ConnectError> {
     Ok(())
 }
 
-/// A handshake socket that is connected to the server at `path`.
+/// Connects a handshake socket to the server at `path`.
 pub(in crate::call) fn dial(path: &Path, patience: Duration) -> Result<OwnedFd, ConnectError> {
     let at = path.to_owned();
     let address = wire::address(path).map_err(|_| ConnectError::PathTooLong { path: at.clone() })?;

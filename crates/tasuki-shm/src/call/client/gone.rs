@@ -1,4 +1,4 @@
-//! What a client does when its server is gone: its calls end, or go on with the successor.
+//! How a client handles the loss of its server: its calls end, or continue with the successor.
 
 use std::time::{Duration, Instant};
 
@@ -7,26 +7,26 @@ use crate::call::pending::{InFlight, Outcome};
 use crate::call::{Breach, CallError, Failure, Verdict};
 use crate::ring::Message;
 
-/// What a server left behind, while its successor has not answered.
+/// Calls of a lost server whose successor has not answered yet.
 #[derive(Debug)]
 pub(super) struct Orphaned {
     generation: u32,
-    /// What the dead server had begun ends here in the request ring.
+    /// Index in the request ring of the first request that the dead server had not begun.
     begun: u32,
     unbegun: Vec<Message>,
-    /// When it is given up.
+    /// Time at which we give up the search for a successor.
     until: Instant,
 }
 
 impl Client {
-    /// The server broke a rule: the connection is over, and every call with it.
+    /// Ends the connection and every call, because the server broke a rule.
     pub(super) fn broken(&mut self, breach: Breach) -> CallError {
         let why = CallError::Broken(breach);
         self.end(&why);
         why
     }
 
-    /// There is no server any more: every call fails with `why`, and every slot is back.
+    /// Fails every call with `why` and takes back every slot: there is no server any more.
     fn end(&mut self, why: &CallError) {
         self.link = Err(why.clone());
         self.greeting = None;
@@ -41,7 +41,8 @@ impl Client {
         self.pending.finish(call, outcome).expect("a call that Pending listed is in flight");
     }
 
-    /// The server is gone. What it has answered counts; then its successor, if there is one, gets the rest.
+    /// Handles the loss of the server. Keeps the answers that it gave; its successor, if there is one, gets the
+    /// other calls.
     pub(super) fn lost(&mut self, patience: Duration) {
         if self.gather().is_err() {
             return;
@@ -51,7 +52,7 @@ impl Client {
         if let verdict @ 1.. = link.verdict.load(0, 1) {
             return self.end(&CallError::Expelled(Verdict(verdict)));
         }
-        // What the server has retired it has begun; the rest it has never looked at.
+        // The server has begun the requests that it retired, and has never looked at the rest.
         let (begun, unbegun) = match link.requests.look() {
             Ok(begun) => (begun, link.requests.unretired()),
             Err(broken) => return self.end(&CallError::Broken(broken.into())),
@@ -62,14 +63,14 @@ impl Client {
         self.find_successor(patience);
     }
 
-    /// How long a handshake may take in a wait that ends at `until`.
+    /// Returns how long a handshake may take in a wait that ends at `until`.
     pub(super) fn patience(&self, until: Option<Instant>) -> Duration {
         let left = until.map(|until| until.saturating_duration_since(Instant::now()));
         left.map_or(self.options.handshake, |left| left.min(self.options.handshake))
     }
 
-    /// Has the calls of a server that is gone go on with the one that follows it. If that one does not answer while the
-    /// caller's patience lasts, the next caller goes on asking.
+    /// Continues the calls of a lost server with its successor. If the successor does not answer within the caller's
+    /// patience, the next caller asks again.
     pub(in crate::call) fn find_successor(&mut self, patience: Duration) {
         let Some(orphaned) = self.orphaned.take() else { return };
         let left = orphaned.until.saturating_duration_since(Instant::now());
@@ -83,7 +84,8 @@ impl Client {
         }
     }
 
-    /// Sends the successor what the server `generation` has not begun (all before `begun` it has), and what may run twice.
+    /// Sends the successor the calls that the server `generation` had not begun, and begun calls that may run twice.
+    /// The server had begun all calls before index `begun`.
     fn carry_over(&mut self, generation: u32, begun: u32, unbegun: &[Message]) {
         let mut calls = self.pending.in_flight();
         calls.sort_by_key(|(_, call)| call.index.wrapping_sub(begun).cast_signed());

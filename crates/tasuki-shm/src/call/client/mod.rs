@@ -1,4 +1,4 @@
-//! The client's end: calls, and what becomes of them when the server dies or is replaced.
+//! The client's end: calls, and their fate when the server dies or is replaced.
 
 mod connect;
 mod gone;
@@ -31,26 +31,26 @@ pub use connect::{ClientOptions, ConnectError};
 pub(super) use connect::{DIALS_MAX, dial};
 use gone::Orphaned;
 
-/// Looks at the ring between two looks at the clock while spinning.
+/// Number of looks at the ring between two looks at the clock while spinning.
 const LOOKS_PER_CLOCK: u32 = 64;
 
-/// Looks at the ring before it is asked whether the server shares our CPU.
+/// Number of looks at the ring before we check whether the server shares our CPU.
 const LOOKS_BEFORE_CPU: u32 = 4;
 
-/// How often the server gets the CPU that we share with it before we park.
+/// How often we yield a shared CPU to the server before we park.
 const YIELDS: u32 = 2;
 
-/// How long a client spins before it asks whether the server is still there, and how long one that only polls waits for the
-/// successor of a server that is not.
+/// Spin time after which a client checks whether the server is still there. Also how long a client that only polls
+/// waits for the successor of a dead server.
 const POLL_LIVENESS: Duration = Duration::from_millis(1);
 
-/// A call that was submitted. Give it to [`Client::poll`], [`Client::wait`] or [`Client::abandon`]: its place in the ring is
-/// taken until then.
+/// A submitted call. Pass it to [`Client::poll`], [`Client::wait`] or [`Client::abandon`]: until then it occupies
+/// its place in the ring.
 #[derive(Debug, PartialEq, Eq)]
 #[must_use = "a ticket that is dropped keeps its place in the ring; abandon it instead"]
 pub struct Ticket(pub(crate) u64);
 
-/// Which counter of the segment counts what.
+/// Indices of the segment's counters.
 #[derive(Debug, Clone, Copy)]
 enum Count {
     Calls,
@@ -72,7 +72,7 @@ struct Link {
     generation: u32,
 }
 
-/// A client. It can be moved to another thread, and is used by one at a time.
+/// A client. You may move it to another thread; one thread uses it at a time.
 #[derive(Debug)]
 pub struct Client {
     path: PathBuf,
@@ -85,20 +85,20 @@ pub struct Client {
     pending: Pending,
     spin: Duration,
     link: Result<Link, CallError>,
-    /// While there is no link: what the next one takes over.
+    /// While there is no link: the calls that the next link takes over.
     orphaned: Option<Orphaned>,
-    /// A handshake that we have begun and that was not answered in time.
+    /// A handshake that we have begun and that no server has answered in time.
     greeting: Option<Greeting>,
     service: Service,
-    /// Where the next request goes, whichever server takes it.
+    /// Ring index of the next request, whichever server takes it.
     next_request: u32,
-    /// Whether requests were staged whose bell was not looked at.
+    /// Whether requests were staged since the last look at the server's bell.
     unrung: bool,
-    /// Whether the server was asleep when the last request was sent.
+    /// Whether the last flush had to ring a sleeping server.
     rung: bool,
-    /// The tick of the coarse clock at which the server was last asked whether it is there.
+    /// Tick of the coarse clock at the last check that the server is there.
     last_liveness: Timespec,
-    /// Bytes of the last request if it went in a slot, and nobody has waited since.
+    /// Length in bytes of the last request that went in a slot, or 0 after a wait.
     warm: usize,
 }
 
@@ -134,7 +134,7 @@ impl Client {
         Ok(client)
     }
 
-    /// Connects again after [`CallError::ServerGone`], to whatever server is at the path now.
+    /// Connects again after [`CallError::ServerGone`], to whichever server is at the path now.
     pub fn reconnect(&mut self) -> Result<(), ConnectError> {
         self.find_successor(self.options.handshake);
         if self.link.is_err() {
@@ -143,27 +143,28 @@ impl Client {
         Ok(())
     }
 
-    /// Which server is connected: it grows by one with each that follows on the same state. `None` when it is gone.
+    /// Returns the generation of the connected server, or `None` if it is gone. Each successor on the same state has
+    /// a number one higher.
     pub fn generation(&self) -> Option<u32> {
         self.link.as_ref().ok().map(|link| link.generation)
     }
 
-    /// Which service the server is.
+    /// Returns the service of the connected server.
     pub fn service(&self) -> Service {
         self.service
     }
 
-    /// Calls in flight, and results that were not fetched.
+    /// Returns the number of calls that are in flight or whose results were not fetched.
     pub fn in_flight(&self) -> usize {
         self.pending.in_use()
     }
 
-    /// Takes a free slot of the arena, to write a request into.
+    /// Takes a free slot of the arena, for writing a request.
     pub fn take_slot(&self) -> Result<Slot, CallError> {
         self.arena.take().ok_or(CallError::NoSlot { count: self.arena.geometry().count })
     }
 
-    /// Where the slots of the arena are.
+    /// Counts the slots of the arena by holder.
     pub fn census(&self) -> Census {
         self.arena.census()
     }
@@ -183,16 +184,18 @@ impl Client {
         self.wait(ticket, deadline)
     }
 
-    /// Sends a request. Its result is fetched by [`poll`](Self::poll) or [`wait`](Self::wait).
+    /// Sends a request. [`poll`](Self::poll) or [`wait`](Self::wait) fetches its result.
     ///
-    /// Does not wait, unless the server is gone and its successor has not answered yet: then as long as a handshake may take.
+    /// Does not wait, with one exception: if the server is gone and its successor has not answered yet, it waits as
+    /// long as a handshake may take.
     pub fn submit(&mut self, ask: Ask<'_>) -> Result<Ticket, Failure> {
         let ticket = self.stage(ask)?;
         self.flush();
         Ok(ticket)
     }
 
-    /// Sends a request without looking whether the server sleeps: [`flush`](Self::flush) does, once for many.
+    /// Sends a request without looking whether the server sleeps. [`flush`](Self::flush) looks, once for many
+    /// requests.
     #[inline]
     pub fn stage(&mut self, ask: Ask<'_>) -> Result<Ticket, Failure> {
         if let Err(why) = self.make_room() {
@@ -216,7 +219,8 @@ impl Client {
         Ok(Ticket(call))
     }
 
-    /// There is a link, a place for one more call, and an entry for it in the ring; and slots to be returned are.
+    /// Makes sure that there is a link, a place for one more call, and an entry for it in the ring. Also returns
+    /// slots that the server is to get back.
     #[inline(always)]
     fn make_room(&mut self) -> Result<(), CallError> {
         if self.link.is_err() {
@@ -230,9 +234,10 @@ impl Client {
         let room = link.requests.room().map_err(Breach::from).and_then(|room| return_slots(link, room));
         match room {
             Ok(room) if room == 0 || self.pending.is_full() => {
-                // Whoever only tries again must not wait for a server that was never woken for what was staged.
+                // A caller that only tries again must not wait for a server that was never woken for the staged
+                // requests.
                 self.flush();
-                // Nor for one that died: if all calls were given up, nobody else finds out.
+                // Nor for a dead server: if all calls were abandoned, no other code notices its death.
                 self.check_liveness();
                 match &self.link {
                     Err(why) if self.orphaned.is_none() => Err(why.clone()),
@@ -280,7 +285,7 @@ impl Client {
         Ok((Cargo::Slot { id: lent.id(), len: len as u64 }, Some(lent)))
     }
 
-    /// Pushes into a ring that has room; says at which index.
+    /// Pushes into a ring that has room. Returns the index of the message.
     #[inline(always)]
     fn put(&mut self, message: &Message) -> u32 {
         let link = self.link.as_mut().expect("make_room found a link");
@@ -296,7 +301,7 @@ impl Client {
         index
     }
 
-    /// Wakes the server if it sleeps. Needed after [`stage`](Self::stage) only.
+    /// Wakes the server if it sleeps. Needed only after [`stage`](Self::stage).
     #[inline]
     pub fn flush(&mut self) {
         if !std::mem::take(&mut self.unrung) {
@@ -305,7 +310,7 @@ impl Client {
         let Ok(link) = &mut self.link else { return };
         self.rung = link.ringer.must_ring();
         if self.rung {
-            // The server that we are about to wake may run on this CPU: it must know not to spin then.
+            // The server that we wake may run on this CPU: publish ours first, so that it knows not to spin.
             self.bell.wake(this_cpu());
             link.clapper.ring();
             self.counters.add(Count::Rings as usize, 1);
@@ -313,7 +318,7 @@ impl Client {
         }
     }
 
-    /// Fetches the result of a call if it is there.
+    /// Returns the result of a call if it has arrived.
     pub fn poll(&mut self, ticket: &Ticket) -> Result<Option<Reply>, Failure> {
         let Ticket(call) = *ticket;
         self.flush();
@@ -326,7 +331,7 @@ impl Client {
         for _ in 0..self.options.ring {
             match self.next_answer() {
                 Ok(Some(answer)) if answer.call == call => return self.conclude(&answer).map(Some),
-                Ok(Some(answer)) => self.program_state(&answer),
+                Ok(Some(answer)) => self.record_answer(&answer),
                 Ok(None) => break,
                 Err(breach) => drop(self.broken(breach)),
             }
@@ -339,7 +344,7 @@ impl Client {
         }
     }
 
-    /// Finds out about the server's death even if nobody ever sleeps.
+    /// Notices the server's death even if the client never sleeps.
     fn check_liveness(&mut self) {
         let now = coarse_clock();
         if now == self.last_liveness {
@@ -355,7 +360,7 @@ impl Client {
     /// Waits for the result of a call.
     ///
     /// # Errors
-    /// After [`CallError::DeadlinePassed`] the ticket is gone: the result will be thrown away.
+    /// After [`CallError::DeadlinePassed`] the ticket is gone: the client discards the result when it comes.
     pub fn wait(&mut self, ticket: Ticket, deadline: Deadline) -> Result<Reply, Failure> {
         let Ticket(call) = ticket;
         self.flush();
@@ -367,14 +372,14 @@ impl Client {
             if self.link.is_ok() && self.spin(deadline, &mut until) {
                 match self.next_answer() {
                     Ok(Some(answer)) if answer.call == call => return self.conclude(&answer),
-                    Ok(Some(answer)) => self.program_state(&answer),
+                    Ok(Some(answer)) => self.record_answer(&answer),
                     Ok(None) => {}
                     Err(breach) => drop(self.broken(breach)),
                 }
             } else if self.link.is_ok()
                 && let Err(why) = self.nap(until)
             {
-                // What ended the link has settled the call as well, and its slot is back.
+                // The event that ended the link has also settled the call, and its slot is back.
                 return self.pending.take(call).unwrap_or_else(|| {
                     self.pending.abandon(call);
                     Err(why.into())
@@ -395,7 +400,7 @@ impl Client {
                     self.pending.abandon(call);
                     return Err(CallError::DeadlinePassed.into());
                 }
-                // The new server may have been given the call, or it is over.
+                // Either the new server has the call now, or the call is over.
                 if let Some(outcome) = self.pending.take(call) {
                     return outcome;
                 }
@@ -403,18 +408,18 @@ impl Client {
         }
     }
 
-    /// Gives up a call: its result is thrown away when it comes.
+    /// Gives up a call. The client discards its result when it comes.
     pub fn abandon(&mut self, ticket: Ticket) {
         self.pending.abandon(ticket.0);
     }
 
-    /// Looks for results as long as a nap would cost; says whether there is one. Fixes the deadline.
+    /// Polls for results for as long as a nap would cost. Returns whether there is one. Fixes the deadline.
     fn spin(&mut self, deadline: Deadline, until: &mut Option<Instant>) -> bool {
         if self.look_often(LOOKS_BEFORE_CPU) {
             return true;
         }
         for _ in 0..YIELDS {
-            // It cannot answer while we spin on its CPU: let it run, then sleep.
+            // The server cannot answer while we spin on its CPU: let it run, then sleep.
             if !self.server_is_on(this_cpu()) {
                 return self.spin_apart(deadline, until);
             }
@@ -427,18 +432,18 @@ impl Client {
         false
     }
 
-    /// The same, where the server runs on another CPU.
+    /// Does the same while the server runs on another CPU.
     fn spin_apart(&mut self, deadline: Deadline, until: &mut Option<Instant>) -> bool {
         if self.look_often(LOOKS_PER_CLOCK) {
             return true;
         }
         if let len @ 1.. = std::mem::take(&mut self.warm) {
-            // Whoever sends one slot sends another: its lines can come while we wait.
+            // A caller that sends one slot usually sends another: fetch its lines while we wait.
             self.arena.warm_next(len);
         }
         let start = Instant::now();
         *until = until.or_else(|| deadline.fixed());
-        // A server that was asleep is waited for as long as it takes to wake, and then as long as any other.
+        // For a server that was asleep, add the time that it takes to wake.
         let budget = if std::mem::take(&mut self.rung) { self.spin * 2 } else { self.spin };
         let limit = until.map_or(start + budget, |until| until.min(start + budget));
         loop {
@@ -449,7 +454,7 @@ impl Client {
             if now >= limit {
                 return false;
             }
-            // Only who spins for longer than any nap takes pays for a system call now and then.
+            // Only a client that spins for longer than any nap takes pays for this occasional system call.
             if now.duration_since(start) >= POLL_LIVENESS {
                 self.check_liveness();
                 if self.link.is_err() {
@@ -459,7 +464,7 @@ impl Client {
         }
     }
 
-    /// Whether a result is there (or a breach, which [`fetch`](Self::fetch) will report).
+    /// Whether a result is there, or a breach, which [`next_answer`](Self::next_answer) will report.
     #[inline]
     fn look_often(&self, times: u32) -> bool {
         let Ok(link) = &self.link else { return false };
@@ -490,7 +495,7 @@ impl Client {
         if woken == Woken::PeerGone {
             self.lost(self.patience(until));
             if self.orphaned.is_some() {
-                // Whoever waits goes on waiting for the successor, as long as its deadline allows.
+                // The caller continues to wait for the successor, as long as its deadline allows.
                 return Ok(());
             }
             now = Instant::now();
@@ -512,12 +517,12 @@ impl Client {
         Ok(Some(FromServer::decode(&message)?))
     }
 
-    /// Takes all results from the ring, at most a ring full; says how many.
+    /// Takes all results from the ring, at most as many as it has entries. Returns the number taken.
     pub(crate) fn gather(&mut self) -> Result<u32, CallError> {
         let mut count = 0;
         while count < self.options.ring {
             match self.next_answer() {
-                Ok(Some(answer)) => self.program_state(&answer),
+                Ok(Some(answer)) => self.record_answer(&answer),
                 Ok(None) => break,
                 Err(breach) => drop(self.broken(breach)),
             }
@@ -526,8 +531,8 @@ impl Client {
         self.link.as_ref().map(|_| count).map_err(|why| why.clone())
     }
 
-    /// Program states an answer, for whoever asks for it later.
-    fn program_state(&mut self, answer: &FromServer) {
+    /// Records an answer for a caller that asks for it later.
+    fn record_answer(&mut self, answer: &FromServer) {
         let booked = self.pending.take_slot(answer.call).map_err(Breach::from).and_then(|lent| {
             let (body, returned) = self.unpack(answer, lent)?;
             Ok(self.pending.finish(answer.call, outcome(answer.status, body, returned))?)
@@ -547,7 +552,7 @@ impl Client {
         }
     }
 
-    /// What came with an answer, and the slot that went with the request.
+    /// Returns the contents of an answer, and the slot that went with the request.
     #[inline(always)]
     fn unpack(&self, answer: &FromServer, lent: Option<Lent>) -> Result<(Body, Option<Slot>), Breach> {
         let returned = match lent {
@@ -565,7 +570,7 @@ impl Client {
         Ok((body, returned))
     }
 
-    /// Says that this client is about to sleep elsewhere, and looks once more. See [`Armed`].
+    /// Publishes that this client is about to sleep elsewhere, and looks for results once more. See [`Armed`].
     pub fn arm(&mut self) -> Result<Armed, CallError> {
         if self.link.is_err() {
             self.find_successor(self.options.handshake);
@@ -581,7 +586,7 @@ impl Client {
         }
     }
 
-    /// Says that it is awake again, and finds out about the server's death.
+    /// Publishes that this client is awake again, and notices the server's death.
     pub fn woken(&mut self) {
         self.bell.wake(this_cpu());
         let Ok(link) = &mut self.link else { return };
@@ -591,8 +596,8 @@ impl Client {
         }
     }
 
-    /// The descriptor that becomes readable when an [armed](Self::arm) client has a result or has lost its server. It
-    /// changes when the client connects to another server.
+    /// Returns the descriptor that becomes readable when an [armed](Self::arm) client has a result or has lost its
+    /// server. The descriptor changes when the client connects to another server.
     pub fn fd(&self) -> Option<BorrowedFd<'_>> {
         self.link.as_ref().ok().map(|link| link.sleeper.fd())
     }
@@ -603,12 +608,12 @@ impl Client {
     }
 }
 
-/// A clock that ticks some hundred times a second and costs next to nothing to read.
+/// Reads a clock that ticks some hundred times a second and costs almost nothing to read.
 fn coarse_clock() -> Timespec {
     rustix::time::clock_gettime(ClockId::MonotonicCoarse)
 }
 
-/// What an answer means to the caller.
+/// Turns an answer into the caller's result.
 #[inline(always)]
 fn outcome(status: u16, body: Body, returned: Option<Slot>) -> Outcome {
     match status {
@@ -627,13 +632,14 @@ fn refused(status: u16, body: &Body, slot: Option<Slot>) -> Failure {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[must_use = "a client that is `Busy` will not wake you"]
 pub enum Armed {
-    /// Nothing has come: its descriptor becomes readable when something does.
+    /// No result has come. The client's descriptor becomes readable when one does.
     Idle,
     /// Results are here already.
     Busy,
 }
 
-/// Sends back the server's slots that were dropped, as far as `room` goes while leaving one entry for a call; says what is left.
+/// Sends dropped slots back to the server, as far as `room` goes, but leaves one entry for a call. Returns the room
+/// left.
 #[inline]
 fn return_slots(link: &mut Link, mut room: u32) -> Result<u32, Breach> {
     while room > 1 {

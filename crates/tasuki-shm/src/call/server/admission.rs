@@ -1,4 +1,4 @@
-//! How a client is admitted: accepted, heard, checked, and seated.
+//! How a server admits a client: accepts it, reads its Hello, checks it, and gives it a session.
 
 use std::io;
 use std::os::fd::{AsFd, OwnedFd};
@@ -15,10 +15,10 @@ use crate::crash;
 use crate::enforce::{self, Enforcer};
 use crate::region::RegionError;
 
-/// Connections whose handshake is not finished. More push out the oldest.
+/// Maximum number of unfinished handshakes. A further one displaces the oldest.
 const HANDSHAKES_MAX: usize = 64;
 
-/// A client whose Hello has come and whose word that it is detached has not; or whose Hello has not come.
+/// A client that has not sent its Hello yet, or has sent it but not yet its Detached.
 #[derive(Debug)]
 pub(super) struct Handshake {
     socket: OwnedFd,
@@ -28,16 +28,17 @@ pub(super) struct Handshake {
 
 impl Server {
     pub(super) fn accept(&mut self) {
-        // One at a time: the listener stays readable while more wait, and clients have their turn in between.
+        // Accept one at a time: the listener stays readable while more clients wait, and connected clients have
+        // their turn in between.
         let Some(listener) = &self.listener else { return };
         match rustix::net::accept_with(listener, SocketFlags::CLOEXEC | SocketFlags::NONBLOCK) {
             Ok(socket) => self.begin_handshake(socket),
             Err(Errno::MFILE | Errno::NFILE | Errno::NOMEM | Errno::NOBUFS) if !self.handshakes.is_empty() => {
-                // Who has connected and says nothing makes place.
+                // Drop the oldest connection that has not finished its handshake, to free a descriptor.
                 self.handshakes.remove(0);
             }
             Err(Errno::MFILE | Errno::NFILE | Errno::NOMEM | Errno::NOBUFS) => {
-                // They wait in the backlog for a while.
+                // New clients wait in the backlog for a while.
                 self.stop_listening();
             }
             Err(_) => {}
@@ -82,7 +83,7 @@ impl Server {
         }
     }
 
-    /// Makes a session of a Hello and welcomes the client.
+    /// Creates a session for a Hello and welcomes the client.
     fn admit(&mut self, socket: &OwnedFd, hello: &Hello, fds: Vec<OwnedFd>) -> Result<(), Refusal> {
         crash::point("server.accept.hello");
         let creds = rustix::net::sockopt::socket_peercred(socket).map_err(|_| Refusal::BadMemory)?;
@@ -106,7 +107,7 @@ impl Server {
         let peer = Peer { id: ClientId { index, life: self.next_life }, uid };
         let (session, theirs) =
             Session::new(peer, hello, [segment.as_fd(), arena.as_fd()], enforcer).map_err(|error| match error {
-                // Mapping theirs takes address space of ours.
+                // Mapping the client's memory takes our address space.
                 SessionError::Theirs(SegmentError::Memory(RegionError::NoMemory { .. })) => Refusal::NoMemory,
                 SessionError::Theirs(_) => Refusal::BadMemory,
                 SessionError::Memory(_) | SessionError::Pipes(_) => Refusal::NoMemory,
@@ -115,7 +116,7 @@ impl Server {
         epoll::add(&self.epoll, session.pipe(), data, EventFlags::IN | EventFlags::ET)
             .map_err(|_| Refusal::NoMemory)?;
         self.welcome(socket, hello, &session, theirs)?;
-        self.attachment(index, session);
+        self.add_session(index, session);
         crash::point("server.accept.welcomed");
         Ok(())
     }
@@ -154,7 +155,7 @@ impl Server {
         wire::send(socket.as_fd(), &Packet::Welcome(welcome), &fds).map_err(|_| Refusal::NoMemory)
     }
 
-    fn attachment(&mut self, index: u32, session: Session) {
+    fn add_session(&mut self, index: u32, session: Session) {
         match self.vacant.pop() {
             Some(_) => self.sessions[index as usize] = Some(Box::new(session)),
             None => self.sessions.push(Some(Box::new(session))),

@@ -1,4 +1,4 @@
-//! How a server comes to listen: what it allows, its socket's place, and why it may not have it.
+//! How a server starts to listen: its options, the place of its socket, and the reasons for failure.
 
 use std::fs::Permissions;
 use std::io;
@@ -15,43 +15,45 @@ use crate::call::state::State;
 use crate::call::wire;
 use crate::lease::Lost;
 
-/// How long another server may keep us from its folder, which it needs for less than a millisecond; and how often we ask.
+/// How long another server may keep us from its folder, which it needs for less than a millisecond; and the pause
+/// between our attempts.
 const CLAIM_FOR: Duration = Duration::from_secs(1);
 const CLAIM_PAUSE: Duration = Duration::from_micros(200);
 
-/// Who may connect.
+/// Users that may connect.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub enum Peers {
     /// The server's own user, and root.
     #[default]
     SameUser,
-    /// These users, by id, and root.
+    /// The users with these ids, and root.
     Users(Vec<u32>),
-    /// Everybody whom the socket's mode lets in.
+    /// Every user that the socket's mode admits.
     Any,
 }
 
-/// How a server serves.
+/// Options of a server.
 #[derive(Debug)]
 pub struct ServerOptions {
-    /// The mode of the socket file.
+    /// Mode of the socket file.
     pub mode: u32,
-    /// Who may connect.
+    /// Users that may connect.
     pub peers: Peers,
-    /// Most clients at a time.
+    /// Maximum number of clients at a time.
     pub clients_max: usize,
-    /// Most entries in a client's rings.
+    /// Maximum number of entries in each of a client's rings.
     pub ring_max: u32,
-    /// Most bytes in a client's two arenas together.
+    /// Maximum number of bytes in a client's two arenas together.
     pub arenas_max: u64,
-    /// How long to spin for requests before parking; `None` measures what a nap costs and spins as long.
+    /// Spin time for requests before parking. `None` measures the cost of a nap and spins as long.
     pub spin: Option<Duration>,
-    /// What a successor takes over. Without it the server can be followed, but not succeeded.
+    /// State that a successor takes over. Without it, another server can follow, but it cannot take over calls.
     pub state: Option<State>,
 }
 
 impl Default for ServerOptions {
-    /// Mode 0600, the same user, 4,096 clients with rings of up to 4,096 entries and 256 MiB of arenas each (touched only when used).
+    /// Mode 0600, the same user, 4,096 clients with rings of up to 4,096 entries and 256 MiB of arenas each. The
+    /// kernel allocates the memory only on use.
     fn default() -> Self {
         ServerOptions {
             mode: 0o600,
@@ -65,56 +67,57 @@ impl Default for ServerOptions {
     }
 }
 
-/// Why there is no server.
+/// Reasons why a server cannot start.
 #[derive(Debug, thiserror::Error)]
 pub enum BindError {
-    /// A server is there already.
+    /// Another server already listens at the path.
     #[error("a server already listens at {}; stop it, succeed it, or choose another path", path.display())]
     InUse {
-        /// Where.
+        /// Path of the socket.
         path: PathBuf,
     },
-    /// Something else is there, and stays.
+    /// The path exists and is not a socket. The server does not remove it.
     #[error("{} exists and is not a socket; remove it or choose another path", path.display())]
     Foreign {
-        /// Where.
+        /// Path that was tried.
         path: PathBuf,
     },
     /// The folder does not exist.
     #[error("the folder of {} does not exist; create it or choose another path", path.display())]
     NoFolder {
-        /// Where.
+        /// Path that was tried.
         path: PathBuf,
     },
-    /// We may not create it.
+    /// This user may not create the socket.
     #[error("this user may not create {}; choose a folder that it may write", path.display())]
     Forbidden {
-        /// Where.
+        /// Path that was tried.
         path: PathBuf,
     },
     /// The path does not fit into a socket address.
     #[error("{} is too long: the path of a socket, with its folder, may have 90 bytes; use a shorter one", path.display())]
     PathTooLong {
-        /// Where.
+        /// Path that was tried.
         path: PathBuf,
     },
     /// Another server of the same state is alive.
     #[error("another server holds the lease on this state: {0}")]
     Leased(#[from] Lost),
-    /// The kernel refused for a reason of its own.
+    /// The kernel refused for another reason.
     #[error("the kernel refused while {doing}: {source}")]
     Kernel {
-        /// The step.
+        /// Step that the kernel refused.
         doing: &'static str,
-        /// Its reason.
+        /// The kernel's error.
         source: io::Error,
     },
 }
 
-/// Keeps other servers from binding or removing a socket in the same folder while the result lives: between finding a dead
-/// server's socket and removing it, somebody else could have put a living one there.
+/// Keeps other servers from binding or removing a socket in the same folder while the result lives. Without it,
+/// another server could put a living socket at the path between our finding a dead server's socket and removing it.
 ///
-/// Who cannot have the lock, or not soon, goes on without: anybody who may read the folder could hold it for ever.
+/// A server that cannot get the lock, or not soon, continues without it: any process that may read the folder could
+/// hold the lock for ever.
 pub(super) fn claim_folder(path: &Path) -> Option<OwnedFd> {
     let folder = path.parent().filter(|folder| !folder.as_os_str().is_empty()).unwrap_or(Path::new("."));
     let flags = OFlags::DIRECTORY | OFlags::RDONLY | OFlags::CLOEXEC;
@@ -129,7 +132,7 @@ pub(super) fn claim_folder(path: &Path) -> Option<OwnedFd> {
     Some(folder)
 }
 
-/// Removes a socket file that a dead server left behind; leaves everything else alone.
+/// Removes a socket file that a dead server left behind. Leaves everything else alone.
 pub(super) fn clear_the_way(path: &Path) -> Result<(), BindError> {
     let at = || path.to_owned();
     match std::fs::symlink_metadata(path) {
@@ -141,7 +144,7 @@ pub(super) fn clear_the_way(path: &Path) -> Result<(), BindError> {
         Err(_) => return Ok(()),
     }
     let probe = wire::socket().map_err(|source| BindError::Kernel { doing: "making a socket", source })?;
-    // A server that hangs, with a full backlog, is there too.
+    // A hanging server with a full backlog counts as present too.
     rustix::io::ioctl_fionbio(&probe, true)
         .map_err(|errno| BindError::Kernel { doing: "making a socket", source: errno.into() })?;
     let address = wire::address(path).map_err(|_| BindError::PathTooLong { path: at() })?;
@@ -153,7 +156,8 @@ pub(super) fn clear_the_way(path: &Path) -> Result<(), BindError> {
     Ok(())
 }
 
-/// A listening socket at `path`, and its inode. It appears there with its mode set and listening already.
+/// Creates a listening socket at `path` and returns it with its inode. When the file appears there, its mode is set
+/// and it listens already.
 pub(super) fn listen(path: &Path, mode: u32) -> Result<(OwnedFd, u64), BindError> {
     clear_the_way(path)?;
     let at = || path.to_owned();
@@ -174,7 +178,7 @@ pub(super) fn listen(path: &Path, mode: u32) -> Result<(OwnedFd, u64), BindError
     placed.map(|inode| (listener, inode))
 }
 
-/// Opens the drafted socket for business, under its real name, unless somebody was quicker.
+/// Starts listening on the draft socket and links it to its real name, unless another server was quicker.
 fn place(listener: &OwnedFd, draft: &Path, path: &Path, mode: u32) -> Result<u64, BindError> {
     let kernel = |doing| move |source: io::Error| BindError::Kernel { doing, source };
     std::fs::set_permissions(draft, Permissions::from_mode(mode)).map_err(kernel("setting the socket's mode"))?;
@@ -187,7 +191,8 @@ fn place(listener: &OwnedFd, draft: &Path, path: &Path, mode: u32) -> Result<u64
     Ok(std::fs::metadata(path).map_err(kernel("looking at the socket"))?.ino())
 }
 
-/// As many descriptors as the hard limit allows. Where that fails, fewer clients fit, and they are told.
+/// Raises the descriptor limit to the hard limit. If that fails, fewer clients fit, and the server refuses the
+/// others.
 pub(super) fn raise_descriptor_limit() {
     let mut limit = rustix::process::getrlimit(Resource::Nofile);
     if limit.current != limit.maximum {

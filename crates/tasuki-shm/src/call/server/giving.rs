@@ -1,4 +1,4 @@
-//! How a server gives way to its successor: the giver's table in [`crate::call::successor`].
+//! How a server hands over to its successor: the giver's table in [`crate::call::successor`].
 
 use std::io;
 use std::os::fd::{AsFd, OwnedFd};
@@ -9,7 +9,7 @@ use super::{Server, Source};
 use crate::call::wire::{self, Packet, Refusal};
 use crate::crash;
 
-/// How far a replacement has gone: the giver's table in [`super::successor`].
+/// State of a replacement, as in the giver's table in [`super::successor`].
 #[derive(Debug)]
 pub(super) enum Giving {
     Serving,
@@ -35,14 +35,14 @@ impl Server {
         }
         let inheritance = Packet::Inheritance { generation: self.tenure.epoch };
         let sent = wire::send(socket.as_fd(), &inheritance, &[listener.as_fd(), state.fd()]);
-        // It was watched as a handshake.
+        // epoll watched the socket as a handshake so far.
         let watched = epoll::modify(&self.epoll, &socket, Source::Successor.data(), EventFlags::IN);
         if sent.is_ok() && watched.is_ok() {
             self.giving = Giving::Watched(socket);
         }
     }
 
-    /// What the successor says, by the giver's table.
+    /// Handles a packet from the successor, by the giver's table.
     pub(super) fn hear_successor(&mut self) {
         let (Giving::Watched(socket) | Giving::Draining(socket) | Giving::Passed(socket)) = &self.giving else {
             return;
@@ -57,7 +57,7 @@ impl Server {
             (Giving::Passed(_), Some(Packet::Taken)) => Giving::Over,
             (Giving::Passed(_), None) => self.take_back(),
             (Giving::Watched(_) | Giving::Draining(_), None) => Giving::Serving,
-            // Anything else is out of turn and says nothing.
+            // Any other packet is out of turn: ignore it.
             (giving, _) => giving,
         };
         match self.giving {
@@ -66,7 +66,7 @@ impl Server {
         }
     }
 
-    /// Draining → Passed, once every request that was begun is answered.
+    /// Draining → Passed, once every begun request is answered.
     pub(super) fn go_on_giving(&mut self) {
         if !matches!(self.giving, Giving::Draining(_)) {
             return;
@@ -79,11 +79,11 @@ impl Server {
         };
         let state = self.options.state.as_ref().expect("only a server with state is watched");
         if state.pass(self.tenure).is_err() {
-            // Somebody else took the lease by force: we are no longer the server.
+            // Another process took the lease by force: we are no longer the server.
             return self.leave();
         }
         crash::point("giver.passed");
-        // Who is still shaking hands starts again with the successor.
+        // A client in mid-handshake starts again with the successor.
         self.stop_listening();
         self.handshakes.clear();
         let _ = wire::send(socket.as_fd(), &Packet::Released, &[]);
@@ -91,7 +91,8 @@ impl Server {
         self.giving = Giving::Passed(socket);
     }
 
-    /// The successor died before it said that it had taken over: whatever the lease says, nobody else serves.
+    /// Takes the lease back, because the successor died before it reported its take-over. Whatever the lease says,
+    /// no other process serves.
     fn take_back(&mut self) -> Giving {
         let state = self.options.state.as_ref().expect("only a server with state is watched");
         match state.take(state.tenure()) {
@@ -103,7 +104,7 @@ impl Server {
         }
     }
 
-    /// The successor serves: our clients learn it by the end of their pipes.
+    /// Ends this server, since the successor serves. The end of their pipes tells our clients.
     fn leave(&mut self) {
         self.hot.clear();
         self.sessions.clear();

@@ -1,4 +1,4 @@
-//! The server: one thread that looks at doorbells, and at the rings of those who rang lately.
+//! The server: one thread that looks at doorbells, and at the rings of clients that rang lately.
 
 mod admission;
 mod bind;
@@ -26,47 +26,47 @@ pub use bind::{BindError, Peers, ServerOptions};
 use bind::{claim_folder, clear_the_way, listen, raise_descriptor_limit};
 use giving::Giving;
 
-/// Looks at the rings in a row, with nothing else in between.
+/// Number of looks at the rings in a row, with nothing in between.
 const LOOKS_PER_ROUND: u32 = 8;
 
-/// Rounds of looks at the rings between two looks at the clock.
+/// Number of rounds of looks at the rings between two looks at the clock.
 const ROUNDS_PER_CLOCK: u32 = 16;
 
-/// How often the clients on our own CPU are let run, one round of looks each time, before they must ring: as long as they
-/// call, two context switches carry each call, and neither side sleeps.
+/// How often the server yields to clients on its own CPU, one round of looks each time, before they must ring. While
+/// they call, two context switches carry each call, and neither side sleeps.
 const YIELDS: u32 = 2;
 
-/// How long a server that spins leaves its descriptors unlooked at: new clients, first rings, deaths.
+/// Longest time for which a spinning server ignores its descriptors: new clients, first rings, deaths.
 const DOORBELLS_EVERY: Duration = Duration::from_micros(100);
 
-/// How long a server that has no descriptors for one more client leaves new ones waiting.
+/// How long a server without descriptors for one more client lets new clients wait.
 const DEAF_FOR: Duration = Duration::from_millis(100);
 
-/// Events taken from epoll at once.
+/// Most events taken from epoll at once.
 const EVENTS: usize = 64;
 
-/// Why a server cannot go on.
+/// Reasons why a server cannot continue.
 #[derive(Debug, thiserror::Error)]
 pub enum ServerError {
-    /// The kernel refused to wait.
+    /// The kernel refused to wait for clients.
     #[error("the kernel refused while waiting for clients: {0}")]
     Kernel(#[from] io::Error),
 }
 
-/// What a turn came to.
+/// The result of a turn.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Turn {
-    /// So many messages were taken from clients' rings.
+    /// The server took this many messages from clients' rings.
     Served(u32),
-    /// Clients came or left; [`Server::tally`] and [`Server::clients`] say how many.
+    /// Clients came or left; [`Server::tally`] and [`Server::clients`] give the numbers.
     Changed,
-    /// Nothing came in the time given.
+    /// Nothing happened in the time given.
     Idle,
-    /// A successor serves now. Nothing will ever come again.
+    /// A successor serves now. This server gets no more requests.
     Succeeded,
 }
 
-/// What an epoll event is about.
+/// The source of an epoll event.
 #[derive(Debug, Clone, Copy)]
 enum Source {
     Listener,
@@ -99,13 +99,13 @@ impl Source {
     }
 }
 
-/// A server.
+/// The serving end of calls at one path.
 #[derive(Debug)]
 pub struct Server {
     path: PathBuf,
-    /// The inode of our socket file, so that we remove no other.
+    /// Inode of our socket file, so that we remove no other file.
     inode: Option<u64>,
-    /// Taken away when a successor serves: a copy that nobody listens to would keep clients waiting for a dead one.
+    /// `None` once a successor serves: clients would wait in an unserved copy after the successor's death.
     listener: Option<OwnedFd>,
     listening: bool,
     epoll: OwnedFd,
@@ -122,39 +122,40 @@ pub struct Server {
     vacant: Vec<u32>,
     clients: usize,
     next_life: u32,
-    /// The sessions whose rings are looked at: those that rang and have not been idle for long.
+    /// Sessions whose rings the server polls: those that rang and have not been idle for long.
     hot: Vec<u32>,
     looks: u32,
-    /// Looks since one bore fruit.
+    /// Looks since the last one that found a request.
     fruitless: u32,
-    /// Whether a client whose ring is looked at was on our CPU when a look first bore none.
+    /// Whether a polled client was on our CPU when a look first found nothing.
     crowded: bool,
     last_doorbells: Instant,
     tally: Tally,
-    /// Whether clients came or left since a turn said so.
+    /// Whether clients came or left since a turn last reported it.
     changed: bool,
 }
 
-/// What a server has done so far.
+/// Totals of a server since its start.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Tally {
-    /// Clients that connected.
+    /// Number of clients that connected.
     pub accepted: u64,
-    /// Clients that died or closed.
+    /// Number of clients that died or closed.
     pub departed: u64,
-    /// Clients that were expelled for a breach.
+    /// Number of clients expelled for a breach.
     pub expelled: u64,
-    /// Messages taken from clients' rings.
+    /// Number of messages taken from clients' rings.
     pub served: u64,
 }
 
 impl Server {
-    /// Serves at `path`. Raises this process's limit of open descriptors to what is allowed: a client takes four.
+    /// Serves at `path`. Raises this process's soft limit of open descriptors to the hard limit: a client takes four
+    /// descriptors.
     pub fn bind(path: impl AsRef<Path>, options: ServerOptions) -> Result<Self, BindError> {
         let path = path.as_ref().to_owned();
         let _ours = claim_folder(&path);
         let tenure = match &options.state {
-            // Whoever was given the state and finds nobody at the path is its next server.
+            // A process that was given the state and finds no server at the path is its next server.
             Some(state) => {
                 clear_the_way(&path)?;
                 state.take(state.tenure())?
@@ -165,7 +166,7 @@ impl Server {
         Self::new(path, Some(inode), listener, tenure, options)
     }
 
-    /// Serves on a socket and a state that another server listened on and kept.
+    /// Serves on the listening socket and the state of another server.
     pub(crate) fn assume(
         path: &Path,
         listener: OwnedFd,
@@ -226,32 +227,32 @@ impl Server {
         })
     }
 
-    /// Where it listens.
+    /// Returns the path at which the server listens.
     pub fn path(&self) -> &Path {
         &self.path
     }
 
-    /// How many servers of this state there were before, and this one.
+    /// Returns the number of servers that this state has had, this one included.
     pub fn generation(&self) -> u32 {
         self.tenure.epoch
     }
 
-    /// What its successor takes over.
+    /// Returns the state that a successor takes over.
     pub fn state(&self) -> Option<&State> {
         self.options.state.as_ref()
     }
 
-    /// Clients that are connected.
+    /// Returns the number of connected clients.
     pub fn clients(&self) -> usize {
         self.clients
     }
 
-    /// What it has done so far.
+    /// Returns the totals so far.
     pub fn tally(&self) -> Tally {
         self.tally
     }
 
-    /// Where the reply slots of all clients are.
+    /// Counts the reply slots of all clients by holder.
     pub fn reply_census(&self) -> Census {
         self.sessions.iter().flatten().map(|session| session.replies()).fold(Census::default(), |a, b| Census {
             free: a.free + b.free,
@@ -260,14 +261,14 @@ impl Server {
         })
     }
 
-    /// The descriptor that becomes readable when a client rings whom the server does not look at by itself.
+    /// Returns the descriptor that becomes readable when a client rings whose ring the server does not poll.
     ///
-    /// A server that waits in another epoll [arms](Self::arm) itself before, and takes a turn after.
+    /// A server that waits in another epoll must [`arm`](Self::arm) itself first and take a turn afterwards.
     pub fn fd(&self) -> BorrowedFd<'_> {
         self.epoll.as_fd()
     }
 
-    /// Tells every client to ring; says whether that holds (false: requests are here already, take a turn).
+    /// Tells every client to ring. Returns false if requests are here already: then take a turn.
     pub fn arm(&mut self) -> bool {
         self.cool(|_| true);
         self.hot.is_empty()
@@ -279,7 +280,7 @@ impl Server {
         Ok(())
     }
 
-    /// Serves what is there; if nothing is, waits for it, at most `wait`: spinning, then asleep.
+    /// Serves the waiting requests. If there are none, waits for one, at most `wait`: spins first, then sleeps.
     pub fn turn(&mut self, wait: Option<Duration>, mut handler: impl FnMut(Request<'_>)) -> Result<Turn, ServerError> {
         let mut until = None;
         self.go_on_giving();
@@ -313,7 +314,7 @@ impl Server {
         matches!(self.giving, Giving::Serving | Giving::Watched(_))
     }
 
-    /// Gives back a request whose answer was put off; `None` when its client is gone.
+    /// Returns a deferred request for its answer, or `None` if its client is gone.
     pub fn resume(&mut self, mut deferred: Deferred) -> Option<Request<'_>> {
         let open = deferred.open.take()?;
         let desk = &self.desk;
@@ -321,7 +322,7 @@ impl Server {
         (session.peer.id == deferred.client).then(|| Request::resume(open, session, desk))
     }
 
-    /// Serves the hot sessions once round; says how many messages there were.
+    /// Serves each hot session once. Returns the number of messages taken.
     fn serve_hot<H: FnMut(Request<'_>)>(&mut self, handler: &mut H) -> u32 {
         if !self.any_ready() {
             return 0;
@@ -348,8 +349,8 @@ impl Server {
         (0..LOOKS_PER_ROUND).any(|_| self.hot_sessions().any(Session::is_ready))
     }
 
-    /// Now and then, looks at the clock (and says so): parks sessions that have been idle for long, and looks at the
-    /// descriptors.
+    /// Every [`ROUNDS_PER_CLOCK`] rounds, reads the clock and returns it; then it also parks sessions that have been
+    /// idle for long, and looks at the descriptors.
     fn look_around(&mut self, served: u32) -> Result<Option<Instant>, ServerError> {
         self.looks = self.looks.wrapping_add(1);
         self.fruitless = if served > 0 { 0 } else { self.fruitless.saturating_add(1) };
@@ -373,7 +374,8 @@ impl Server {
         Ok(Some(now))
     }
 
-    /// Lets the clients on our own CPU run, who cannot ask while we look; when that was in vain, they must ring from now on.
+    /// Yields to the clients on our own CPU, which cannot make requests while we look. If that was in vain, makes
+    /// them ring from now on.
     fn give_way(&mut self) {
         match self.fruitless {
             0 => {}
@@ -390,7 +392,7 @@ impl Server {
         self.hot.iter().filter_map(|&index| self.sessions[index as usize].as_deref())
     }
 
-    /// Parks the hot sessions that `idle` names and that have nothing to be served.
+    /// Parks the hot sessions for which `idle` returns true and which have no waiting request.
     fn cool(&mut self, mut idle: impl FnMut(&mut Session) -> bool) {
         let mut position = 0;
         while let Some(&index) = self.hot.get(position) {
@@ -410,7 +412,7 @@ impl Server {
         }
     }
 
-    /// Waits until `until` for something to happen at the descriptors and does what is needed; says how much happened.
+    /// Waits until `until` for events at the descriptors and handles them. Returns the number of events.
     fn doorbells(&mut self, until: Option<Instant>) -> Result<usize, ServerError> {
         let deaf = (!self.listening).then(|| Instant::now() + DEAF_FOR);
         let until = [until, deaf].into_iter().flatten().min();
@@ -440,7 +442,7 @@ impl Server {
         Ok(count)
     }
 
-    /// A client rang.
+    /// Notes that a client rang, and polls its ring from now on.
     fn heat(&mut self, index: u32) {
         let Some(session) = self.sessions.get_mut(index as usize).and_then(Option::as_mut) else { return };
         session.heard(self.last_doorbells);
@@ -449,7 +451,7 @@ impl Server {
         }
     }
 
-    /// A client died or closed. Its slots in our arena are gone with the arena.
+    /// Removes a client that died or closed. Its slots in our arena go with the arena.
     fn depart(&mut self, index: u32) {
         if self.remove(index).is_some() {
             self.tally.departed += 1;
@@ -473,9 +475,9 @@ impl Server {
         Some(session)
     }
 
-    /// There may be descriptors again.
+    /// Resumes accepting clients, since descriptors may be free again.
     fn listen_again(&mut self) {
-        // Who connects after the lease was passed waits for the successor.
+        // A client that connects after the lease was passed waits for the successor.
         if let (false, Some(listener), false) =
             (self.listening, &self.listener, matches!(self.giving, Giving::Passed(_)))
         {
@@ -502,7 +504,7 @@ impl Server {
 
 impl Drop for Server {
     fn drop(&mut self) {
-        // A stand-by goes on listening at the path.
+        // A stand-by continues to listen at the path.
         if !matches!(self.giving, Giving::Serving) {
             return;
         }
