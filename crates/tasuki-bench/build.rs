@@ -1,4 +1,4 @@
-//! Notes which compiler builds the harness, since a record without it cannot be repeated.
+//! Records the compiler that builds the harness: without it, a measurement cannot be repeated.
 
 use std::process::Command;
 

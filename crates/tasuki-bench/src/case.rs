@@ -1,4 +1,4 @@
-//! What a case is, and the list of all cases.
+//! Definition of a case, and the list of all cases.
 
 use std::os::fd::OwnedFd;
 
@@ -11,19 +11,18 @@ use crate::{call, demo, floors, nic, peers, relay, vni};
 
 /// One thing to measure: two processes, one of which serves calls that the other times.
 ///
-/// A role is started by name in a process of its own, so all that a case needs must come through
-/// its [`Orders`].
+/// The bench starts a role by name in a process of its own. Everything a case needs must therefore come through its
+/// [`Orders`].
 #[derive(Debug)]
 pub struct Case {
-    /// Short, stable, unique.
+    /// Short, stable, unique name.
     pub name: &'static str,
-    /// Where the two roles run.
     pub cores: Cores,
-    /// Calls measured per round of a `--quick` run. About a quarter of a second's worth.
+    /// Number of calls measured per round of a `--quick` run; about a quarter of a second's worth.
     pub calls: u64,
-    /// So many times as many in a full run.
+    /// Factor by which a full run multiplies `calls`.
     pub full: u64,
-    /// Makes the descriptors that the roles are given. Runs in the bench's own process.
+    /// Makes the descriptors for the two roles. Runs in the bench's own process.
     pub prepare: fn() -> Result<Ends>,
     /// Answers [`Orders::total`] calls.
     pub serve: fn(Orders) -> Result<()>,
@@ -31,48 +30,46 @@ pub struct Case {
     pub measure: fn(Orders) -> Result<Sample>,
 }
 
-/// The descriptors that a case prepares, each for the one role that holds it.
+/// Descriptors that a case prepares, by the role that holds them.
 #[derive(Debug, Default)]
 pub struct Ends {
-    /// For the serving role.
     pub server: Vec<OwnedFd>,
-    /// For the measuring role.
     pub client: Vec<OwnedFd>,
 }
 
 impl Ends {
-    /// For cases whose roles find each other by [`Orders::directory`] or [`Orders::shm_prefix`].
+    /// Returns no descriptors, for cases whose roles find each other by [`Orders::directory`] or
+    /// [`Orders::shm_prefix`].
     pub fn none() -> Result<Self> {
         Ok(Ends::default())
     }
 }
 
-/// The cases of the bench `call`, in the order in which a round runs them.
+/// Returns the cases of the bench `call`, in the order in which a round runs them.
 pub fn of_call() -> Vec<&'static Case> {
     floors::CASES.iter().chain(call::CASES).chain(peers::cases()).collect()
 }
 
-/// The cases of the bench `nic`, in the order in which a round runs them.
+/// Returns the cases of the bench `nic`, in the order in which a round runs them.
 pub fn of_nic() -> Vec<&'static Case> {
     nic::floors().chain(nic::CASES).collect()
 }
 
-/// The cases of the bench `relay`, in the order in which a round runs them.
+/// Returns the cases of the bench `relay`, in the order in which a round runs them.
 pub fn of_relay() -> Vec<&'static Case> {
     relay::floors().chain(relay::cases()).collect()
 }
 
-/// The cases of the bench `vni`, in the order in which a round runs them.
+/// Returns the cases of the bench `vni`, in the order in which a round runs them.
 pub fn of_vni() -> Vec<&'static Case> {
     vni::cases().collect()
 }
 
-/// Every case there is.
 fn all() -> impl Iterator<Item = &'static Case> {
     of_call().into_iter().chain(nic::CASES).chain(relay::CASES).chain(relay::APART).chain(vni::CASES).chain(demo::CASES)
 }
 
-/// The case of that name.
+/// Returns the case of that name.
 pub fn find(name: &str) -> Result<&'static Case> {
     all().find(|case| case.name == name).with_context(|| format!("there is no case named {name}"))
 }

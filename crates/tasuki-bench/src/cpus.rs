@@ -1,4 +1,4 @@
-//! Which CPUs the two measured processes run on.
+//! CPUs of the two measured processes.
 
 use std::process::Command;
 
@@ -7,7 +7,7 @@ use rustix::thread::CpuSet;
 
 use crate::program;
 
-/// Where the two roles of a case run.
+/// Placement of the two roles of a case.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Cores {
     /// Both on one CPU: every hand-over is a context switch.
@@ -19,9 +19,9 @@ pub enum Cores {
 /// The two CPUs of a bench.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Cpus {
-    /// Where measuring roles run, and serving ones of [`Cores::Same`] too.
+    /// CPU of measuring roles, and of serving roles of [`Cores::Same`].
     pub client: usize,
-    /// Where serving roles of [`Cores::Other`] run.
+    /// CPU of serving roles of [`Cores::Other`].
     pub server: usize,
 }
 
@@ -40,14 +40,14 @@ impl Cpus {
         }
     }
 
-    /// One more, for who must share with neither of the two, if there is one.
+    /// Returns a third CPU that shares a core with neither of the two, if there is one.
     pub fn third(self) -> Result<Option<usize>> {
         let allowed = rustix::thread::sched_getaffinity(None).context("the allowed CPUs could not be asked for")?;
         let taken = [siblings(self.client), siblings(self.server), vec![self.client, self.server]].concat();
         Ok((0..CpuSet::MAX_CPU).rev().find(|&cpu| allowed.is_set(cpu) && !taken.contains(&cpu)))
     }
 
-    /// (server, client)
+    /// Returns (CPU of the server, CPU of the client).
     pub fn of(self, cores: Cores) -> (usize, usize) {
         match cores {
             Cores::Same => (self.client, self.client),
@@ -56,37 +56,37 @@ impl Cpus {
     }
 }
 
-/// Keeps this process on `cpu`.
+/// Pins this process to `cpu`.
 pub fn pin(cpu: usize) -> Result<()> {
     let mut set = CpuSet::new();
     set.set(cpu);
     rustix::thread::sched_setaffinity(None, &set).with_context(|| format!("CPU {cpu} cannot be used"))
 }
 
-/// Lets this process, and what it starts, run on whatever CPU the machine has.
+/// Lets this process, and the processes it starts, run on every CPU of the machine.
 pub fn unpin() -> Result<()> {
     keep_off(&[])
 }
 
-/// The same, on any but `cpus`.
+/// Lets this process, and the processes it starts, run on every CPU but `cpus`.
 pub fn keep_off(cpus: &[usize]) -> Result<()> {
     let mut set = CpuSet::new();
     (0..CpuSet::MAX_CPU).filter(|other| !cpus.contains(other)).for_each(|other| set.set(other));
     rustix::thread::sched_setaffinity(None, &set).context("this process may not use other CPUs")
 }
 
-/// Has a process, or a thread, run before all that have no such rank (SCHED_FIFO). Root may.
+/// Gives a process or thread the real-time priority `rank` (SCHED_FIFO). Needs root.
 pub fn first(rank: u32, thread: u32) -> Result<()> {
     program::run_quietly(Command::new("chrt").args(["-f", "-p", &rank.to_string(), &thread.to_string()]))
 }
 
-/// The hyperthreads of `cpu`'s core, itself included. Empty when the kernel does not say.
+/// Returns the hyperthreads of `cpu`'s core, `cpu` included. Empty when the kernel does not say.
 fn siblings(cpu: usize) -> Vec<usize> {
     let path = format!("/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list");
     std::fs::read_to_string(path).map(|list| cpu_list(&list)).unwrap_or_default()
 }
 
-/// Reads the kernel's notation for CPUs: `0,4-6`.
+/// Parses the kernel's notation for CPUs: `0,4-6`.
 fn cpu_list(list: &str) -> Vec<usize> {
     let range = |part: &str| -> Option<std::ops::RangeInclusive<usize>> {
         let (first, last) = part.split_once('-').unwrap_or((part, part));

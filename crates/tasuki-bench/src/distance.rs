@@ -1,8 +1,8 @@
-//! How far apart the two CPUs are, and what that means for figures that are compared.
+//! Distance between the two CPUs, and its effect on figures that are compared.
 //!
-//! The host of a virtual machine moves its CPUs between cores that share a cache and cores that do not, every few seconds. So the time that a cache
-//! line takes there and back (the ping-pong floor) is measured before and after each run, and figures are compared between rounds in which it was
-//! alike.
+//! The host of a virtual machine moves its CPUs every few seconds between cores that share a cache and cores that do
+//! not. The bench therefore measures a cache line's round trip (the ping-pong floor) before and after each run, and
+//! compares figures only between rounds with alike times.
 
 use anyhow::Result;
 
@@ -13,45 +13,44 @@ use crate::pair;
 use crate::rounds::Samples;
 use crate::sample::{Sample, median};
 
-/// Round trips of one look.
+/// Round trips of one distance measurement.
 const LOOK: u64 = 20_000;
 
-/// Times that differ by no more than this factor are alike.
+/// Times that differ by at most this factor are alike.
 const ALIKE: f64 = 1.5;
 
-/// What is noted of each run: before it, and after.
+/// Names of the distances noted before and after each run.
 const BEFORE: &str = "distance-before";
 const AFTER: &str = "distance-after";
 
-/// The time that a line takes there and back, in ns: of spinning with the hint and without, the faster.
+/// Measures the round trip of a cache line, in ns: the faster of spinning with the hint and without.
 pub fn look(cpus: Cpus, interrupt: &Interrupt) -> Result<f64> {
     let of = |case| Ok::<_, anyhow::Error>(pair::run(case, LOOK, cpus, interrupt)?.summary().p50 as f64);
     floors::ping_pongs().try_fold(f64::INFINITY, |least, case| Ok(least.min(of(case)?)))
 }
 
-/// Notes what was seen before a run and after it.
+/// Notes the distances measured before and after a run.
 pub fn note(sample: &mut Sample, before: f64, after: f64) {
     sample.note(BEFORE, before);
     sample.note(AFTER, after);
 }
 
-/// What a case came to in one round.
+/// Result of a case in one round.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Round {
-    /// Its figure.
     pub value: f64,
-    /// How far apart the CPUs were, in ns; none if that changed meanwhile.
+    /// Distance of the CPUs in ns; `None` if it changed during the run.
     pub distance: Option<f64>,
 }
 
-/// The rounds of a case, by the number that it kept under `name`.
+/// Returns the rounds of a case, by the number that it kept under `name`.
 pub fn rounds(sample: &Sample, name: &str) -> Vec<Round> {
     let distances = sample.numbers(BEFORE).iter().zip(sample.numbers(AFTER));
     let both = sample.numbers(name).iter().zip(distances);
     both.map(|(&value, (&before, &after))| Round { value, distance: steady(before, after) }).collect()
 }
 
-/// How far apart the CPUs were in each round of a case, as something to compare its figures with.
+/// Returns the distance of the CPUs in each round of a case, as a floor to compare its figures with.
 pub fn as_floor(sample: &Sample) -> Vec<Round> {
     let both = sample.numbers(BEFORE).iter().zip(sample.numbers(AFTER));
     both.map(|(&before, &after)| Round { value: before.midpoint(after), distance: steady(before, after) }).collect()
@@ -65,12 +64,13 @@ fn are_alike(one: f64, other: f64) -> bool {
     one.max(other) <= ALIKE * one.min(other)
 }
 
-/// Our value divided by theirs, in pairs of rounds in which the CPUs were as far apart: each of our rounds with the nearest such of theirs.
+/// Ratios of our value to theirs, over pairs of rounds with alike CPU distances. Each of our rounds is paired with
+/// the nearest such round of theirs.
 #[derive(Debug, Clone, PartialEq, Default)]
 pub struct Pairs(Vec<(f64, f64)>);
 
 impl Pairs {
-    /// The pairs that there are.
+    /// Pairs the rounds.
     pub fn of(ours: &[Round], theirs: &[Round]) -> Self {
         let pair = |(number, our): (usize, &Round)| {
             let distance = our.distance?;
@@ -82,12 +82,12 @@ impl Pairs {
         Pairs(ours.iter().enumerate().filter_map(pair).collect())
     }
 
-    /// The median of their ratios.
+    /// Returns the median of the ratios.
     pub fn ratio(&self) -> Option<f64> {
         median(&self.0.iter().map(|(_, ratio)| *ratio).collect::<Vec<_>>())
     }
 
-    /// How many there are in which state: `3 at 110 ns, 2 at 320 ns`.
+    /// Counts the pairs by CPU distance: `3 at 110 ns, 2 at 320 ns`.
     pub fn told(&self) -> String {
         let states = states(self.0.iter().map(|(distance, _)| *distance).collect());
         let one = |(first, last, count): &(f64, f64, usize)| format!("{count} at {:.0} ns", first.midpoint(*last));
@@ -98,7 +98,7 @@ impl Pairs {
     }
 }
 
-/// Times that are alike: the least, the greatest, and how many there are.
+/// Groups alike times: (least, greatest, count) of each group.
 fn states(mut distances: Vec<f64>) -> Vec<(f64, f64, usize)> {
     distances.sort_unstable_by(f64::total_cmp);
     let mut states: Vec<(f64, f64, usize)> = Vec::new();
@@ -111,7 +111,7 @@ fn states(mut distances: Vec<f64>) -> Vec<(f64, f64, usize)> {
     states
 }
 
-/// How many runs there were in which state, as a sentence.
+/// Counts the runs by CPU distance, as a sentence.
 pub fn told(samples: &Samples) -> String {
     let runs = samples.all().flat_map(|sample| sample.numbers(BEFORE).iter().zip(sample.numbers(AFTER)));
     let all: Vec<_> = runs.map(|(&before, &after)| steady(before, after)).collect();

@@ -1,13 +1,15 @@
-//! Physical floors: the least that any call through shared memory or through the kernel costs here.
+//! Physical floors: the least that any call through shared memory or through the kernel costs on this machine.
 //!
-//! None of them carries a payload. A floor is the fastest honest way we know: where two ways
-//! compete (spinning with and without the CPU's hint), both are measured and the better one counts.
+//! No floor carries a payload. A floor is the fastest honest way we know. Where two ways compete (spinning with and
+//! without the CPU's hint), the bench measures both and counts the better one.
 //!
-//! Spinning has three floors. `ping-pong` has a line for each direction, as memory needs that only one
-//! process writes. `ping-pong-read-only` is the same with each process mapping the other's line read-only,
-//! as we do: some CPUs give a line away more cheaply to whoever may write it (docs/decisions/0007).
-//! `ping-pong-one-line` puts both words on one line, which two processes then write: faster (one line moves per
-//! message, where else the answer's line must be won back from its reader), and out of reach for us.
+//! Spinning has three floors:
+//!
+//! - `ping-pong` has a line for each direction, as memory with a single writing process needs.
+//! - `ping-pong-read-only` is the same, but each process maps the other's line read-only, as we do. Some CPUs give a
+//!   line away more cheaply to a process that may write it (docs/decisions/0007).
+//! - `ping-pong-one-line` puts both words on one line, which both processes write. It is faster and out of our
+//!   reach: one line moves per message, where the others must win the answer's line back from its reader.
 
 use std::io::{IoSlice, IoSliceMut};
 use std::mem::MaybeUninit;
@@ -47,13 +49,13 @@ pub const CASES: &[Case] = &[
     eventfd_case("eventfd-other-core", Cores::Other),
 ];
 
-/// The floor of everything that spins and keeps each direction's memory for one writer.
+/// Floor of everything that spins and keeps each direction's memory for one writer.
 pub const PING_PONG: &str = "ping-pong";
 
-/// The floor of everything that spins and maps a peer's memory read-only.
+/// Floor of everything that spins and maps a peer's memory read-only.
 pub const PING_PONG_READ_ONLY: &str = "ping-pong-read-only";
 
-/// The floor of everything that spins and lets both processes write the same line.
+/// Floor of everything that spins and lets both processes write the same line.
 pub const PING_PONG_ONE_LINE: &str = "ping-pong-one-line";
 
 /// Whether a waiting process gives the CPU the spin-loop hint.
@@ -64,8 +66,10 @@ const TIGHT: bool = false;
 const ONE_LINE: bool = true;
 const TWO_LINES: bool = false;
 
-/// Round trips of a sleeping case per round of a quick run. Waking another core is many times dearer
-/// than a context switch, above all in a virtual machine, where the core has to be got back from the host.
+/// Round trips of a sleeping case per round of a quick run.
+///
+/// Waking another core costs many times a context switch, above all in a virtual machine, where the host has to give
+/// the core back.
 pub const fn sleeping_calls(cores: Cores) -> u64 {
     match cores {
         Cores::Same => 40_000,
@@ -99,27 +103,27 @@ const fn eventfd_case(name: &'static str, cores: Cores) -> Case {
     Case { name, cores, calls, full: 2, prepare: two_eventfds, serve: serve_eventfd, measure: measure_eventfd }
 }
 
-/// The cache-line ping-pong, without the CPU's hint and with it.
+/// Returns the cache-line ping-pong cases, without the CPU's hint and with it.
 pub fn ping_pongs() -> impl Iterator<Item = &'static Case> {
     CASES.iter().filter(|case| ["ping-pong-tight", "ping-pong-hinted"].contains(&case.name))
 }
 
-/// The median of the cache-line ping-pong in ns: the floor of everything that spins.
+/// Returns the median of the cache-line ping-pong in ns: the floor of everything that spins.
 pub fn ping_pong_p50(samples: &Samples) -> Result<f64> {
     Ok(ping_pong(samples, "ping-pong-tight", "ping-pong-hinted")?.0.summary().p50 as f64)
 }
 
-/// The median of the ping-pong on one line that both write, in ns.
+/// Returns the median of the ping-pong on one line that both processes write, in ns.
 pub fn ping_pong_one_line_p50(samples: &Samples) -> Result<f64> {
     Ok(ping_pong(samples, "one-line-tight", "one-line-hinted")?.0.summary().p50 as f64)
 }
 
-/// The median of the ping-pong on lines that the other maps read-only, in ns.
+/// Returns the median of the ping-pong on lines that the other process maps read-only, in ns.
 pub fn ping_pong_read_only_p50(samples: &Samples) -> Result<f64> {
     Ok(ping_pong(samples, "read-only-tight", "read-only-hinted")?.0.summary().p50 as f64)
 }
 
-/// The faster of two ways to spin, and which it was.
+/// Returns the faster of two ways to spin, and its name.
 fn ping_pong<'s>(samples: &'s Samples, tight: &str, hinted: &str) -> Result<(&'s Sample, &'static str)> {
     let (tight, hinted) = (samples.of(tight)?, samples.of(hinted)?);
     Ok(if tight.summary().p50 <= hinted.summary().p50 {
@@ -129,7 +133,7 @@ fn ping_pong<'s>(samples: &'s Samples, tight: &str, hinted: &str) -> Result<(&'s
     })
 }
 
-/// The rows of all floors. What sleeps is compared with the futex of the same cores.
+/// Returns the rows of all floors. Sleeping floors are compared with the futex of the same cores.
 pub fn rows(samples: &Samples) -> Result<Vec<Row>> {
     let mut rows = Vec::new();
     for (name, tight, hinted) in [
@@ -151,7 +155,7 @@ pub fn rows(samples: &Samples) -> Result<Vec<Row>> {
     Ok(rows)
 }
 
-/// The rows of case `name`, the median of which is compared with that of case `other`.
+/// Returns the rows of case `name`, its median compared with that of case `other`.
 pub fn rows_beside(samples: &Samples, name: &str, kind: Kind, other: &str) -> Result<Vec<Row>> {
     let mut rows = Row::round_trip(name, samples.of(name)?);
     let median = rows.remove(0).against(other, kind, samples.p50(other)?);
@@ -159,19 +163,19 @@ pub fn rows_beside(samples: &Samples, name: &str, kind: Kind, other: &str) -> Re
     Ok(rows)
 }
 
-/// A region of two lines. Both roles write it.
+/// Makes a region of two lines. Both roles write it.
 fn two_lines() -> Result<Ends> {
     let region = Region::create("tasuki-bench floor", 2 * LINE_LEN, Pages::Small)?;
     let fd = || region.fd().try_clone_to_owned().context("no descriptor is left for a region");
     Ok(Ends { server: vec![fd()?], client: vec![fd()?] })
 }
 
-/// The two lines, as a role maps them.
+/// Maps the two lines in a role.
 fn lines(orders: &mut Orders) -> Result<Span<Line>> {
     Ok(Region::adopt(orders.next_fd()?)?.span(0, 2)?)
 }
 
-/// (the word that the client writes, the word that the server writes)
+/// Returns (the word that the client writes, the word that the server writes).
 fn words<const SHARED_LINE: bool>(lines: &[Line]) -> (&AtomicU64, &AtomicU64) {
     (lines[0].word(0), lines[usize::from(!SHARED_LINE)].word(1))
 }
@@ -196,14 +200,14 @@ fn measure_ping_pong<const HINT: bool, const SHARED_LINE: bool>(mut orders: Orde
     })
 }
 
-/// A connection over which each role hands the other the line that it writes.
+/// Makes a connection over which each role hands the other the line that it writes.
 fn connected() -> Result<Ends> {
     let pair = socketpair(AddressFamily::UNIX, SocketType::SEQPACKET, SocketFlags::CLOEXEC, None);
     let (client, server) = pair.context("the kernel gave no sockets")?;
     Ok(Ends { server: vec![server], client: vec![client] })
 }
 
-/// The line that the role writes, and the one that it reads.
+/// Returns the line that this role writes, and the line that it reads.
 fn own_and_peers(orders: &mut Orders) -> Result<(Span<Line>, Claims<Span<Line>>)> {
     let peer = orders.next_fd()?;
     let own = Region::create("tasuki-bench floor", LINE_LEN, Pages::Small)?;
@@ -260,7 +264,7 @@ fn spin_until<const HINT: bool>(word: &AtomicU64, number: u64) {
     }
 }
 
-/// The futexes of the two directions, a line apart.
+/// Maps the futexes of the two directions, one line apart.
 fn futexes(orders: &mut Orders) -> Result<[Span<AtomicU32>; 2]> {
     let region = Region::adopt(orders.next_fd()?)?;
     Ok([region.span(0, 1)?, region.span(LINE_LEN, 1)?])
@@ -285,20 +289,20 @@ fn measure_futex(mut orders: Orders) -> Result<Sample> {
     })
 }
 
-/// A call's number as a futex has it: it wraps, which is harmless between neighbours.
+/// Truncates a call's number to a futex word. It wraps, which is harmless between neighbouring calls.
 #[allow(clippy::cast_possible_truncation, reason = "the wrapping is meant")]
 fn futex_value(number: u64) -> u32 {
     number as u32
 }
 
-/// Stores `number` and wakes whoever sleeps on `word`.
+/// Stores `number` and wakes the process that sleeps on `word`.
 fn wake(word: &AtomicU32, number: u64) -> Result<()> {
     word.store(futex_value(number), Release);
     futex::wake(word, futex::Flags::empty(), 1).context("the kernel woke nobody")?;
     Ok(())
 }
 
-/// Sleeps until `word` holds `number`. Looks first, as every user of a futex must.
+/// Sleeps until `word` holds `number`. Checks the word first, as every user of a futex must.
 fn sleep_until(word: &AtomicU32, number: u64) -> Result<()> {
     loop {
         let found = word.load(Acquire);
@@ -312,7 +316,7 @@ fn sleep_until(word: &AtomicU32, number: u64) -> Result<()> {
     }
 }
 
-/// Two eventfds: one that the client rings, one that the server rings. Both roles hold both.
+/// Makes two eventfds: the client rings one, the server the other. Both roles hold both.
 fn two_eventfds() -> Result<Ends> {
     let new = || eventfd(0, EventfdFlags::CLOEXEC).context("the kernel gave no eventfd");
     let server = vec![new()?, new()?];

@@ -1,6 +1,6 @@
-//! The machine that was measured, as far as it tells.
+//! The measured machine, as far as it can be read.
 //!
-//! A figure without its machine is a rumour. What cannot be read is left empty rather than guessed.
+//! A figure is worth little without its machine. A property that cannot be read stays empty; it is never guessed.
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -10,47 +10,46 @@ use serde::Serialize;
 
 use crate::cpus::Cpus;
 
-/// What is worth knowing about a machine whose figures one reads later.
+/// Properties of a machine that help to read its figures later.
 #[derive(Debug, Default, Serialize)]
 pub struct Host {
     /// Start of the bench, UTC.
     pub date: String,
-    /// The machine's name.
+    /// Host name.
     pub name: String,
-    /// As `/proc/cpuinfo` has it.
+    /// CPU model as `/proc/cpuinfo` reports it.
     pub cpu_model: String,
-    /// CPUs that are online.
+    /// Number of online CPUs.
     pub cores: usize,
-    /// The CPUs that the measured processes stayed on.
+    /// CPUs that the measured processes stayed on.
     pub cpus_used: Vec<usize>,
-    /// Whether the CPU says that a hypervisor runs it.
+    /// Whether the CPU flags report a hypervisor.
     pub hypervisor: bool,
-    /// Release and build.
+    /// Kernel release and build.
     pub kernel: String,
-    /// Weakness → what the kernel does about it.
+    /// Vulnerability → the kernel's mitigation.
     pub mitigations: BTreeMap<String, String>,
-    /// What `clock_gettime` reads.
+    /// Clock source that `clock_gettime` reads.
     pub clocksource: String,
-    /// How fast CPUs run, and how they rest.
+    /// Frequency governor of CPU 0.
     pub governor: String,
-    /// The driver that puts CPUs to sleep.
     pub idle_driver: String,
-    /// How long an idle CPU of a guest spins before it is given back to the host, in ns. Zero makes waking it dear.
+    /// How long an idle CPU of a guest spins before it returns to the host, in ns. Zero makes waking it expensive.
     pub guest_halt_poll_ns: String,
-    /// MiB of memory.
+    /// Memory in MiB.
     pub memory_mib: u64,
-    /// 2 MiB pages in the pool.
+    /// Number of 2 MiB pages in the pool.
     pub huge_pages: u64,
-    /// When the kernel makes huge pages by itself; the chosen one is in brackets.
+    /// Transparent huge page policy; the chosen one is in brackets.
     pub transparent_huge_pages: String,
-    /// The compiler that built the bench.
+    /// Compiler that built the bench.
     pub rustc: &'static str,
-    /// The profile it was built with. Only `release` counts.
+    /// Build profile. Only figures of `release` count.
     pub profile: &'static str,
 }
 
 impl Host {
-    /// Looks around.
+    /// Reads the properties of this machine.
     pub fn look(cpus: Cpus) -> Self {
         let cpuinfo = read("/proc/cpuinfo");
         let meminfo = read("/proc/meminfo");
@@ -90,7 +89,7 @@ fn read(path: &str) -> String {
     fs::read_to_string(path).unwrap_or_default().trim().to_owned()
 }
 
-/// The first value of `name` in the `name : value` lines of `text`.
+/// Returns the first value of `name` in the `name : value` lines of `text`.
 fn field<'t>(text: &'t str, name: &str) -> &'t str {
     let value =
         |line: &'t str| line.split_once(':').filter(|(key, _)| key.trim() == name).map(|(_, value)| value.trim());

@@ -1,4 +1,4 @@
-//! SIGINT and SIGTERM as something to poll, so that an interrupted bench still cleans up.
+//! SIGINT and SIGTERM as a pollable descriptor, so that an interrupted bench still cleans up.
 
 use std::os::fd::{AsFd, BorrowedFd};
 use std::os::unix::net::UnixStream;
@@ -7,12 +7,12 @@ use anyhow::{Context, Result, ensure};
 use rustix::event::{PollFd, PollFlags, Timespec};
 use signal_hook::consts::{SIGINT, SIGTERM};
 
-/// Readable once the user or the system asked the bench to stop.
+/// A descriptor that becomes readable once the user or the system has asked the bench to stop.
 #[derive(Debug)]
 pub struct Interrupt(UnixStream);
 
 impl Interrupt {
-    /// From now on, the two signals no longer kill the process.
+    /// Catches the two signals: from now on they no longer kill the process.
     pub fn catch() -> Result<Self> {
         let (reader, writer) = UnixStream::pair().context("no socket pair could be made for signals")?;
         for signal in [SIGINT, SIGTERM] {
@@ -22,10 +22,10 @@ impl Interrupt {
         Ok(Interrupt(reader))
     }
 
-    /// Refuses to go on if somebody asked to stop.
+    /// Returns an error if a stop was requested.
     pub fn check(&self) -> Result<()> {
         let mut polled = [PollFd::new(&self.0, PollFlags::IN)];
-        // A wait that a signal cut short is asked again soon.
+        // A poll that a signal cuts short counts as no request; the caller checks again soon.
         let came = rustix::event::poll(&mut polled, Some(&Timespec::default()));
         ensure!(!came.is_ok_and(|count| count > 0), "interrupted");
         Ok(())

@@ -1,4 +1,4 @@
-//! `iperf3`: what it says it sent and received.
+//! `iperf3` and its report of sent and received data.
 
 use std::io::Read;
 use std::process::Command;
@@ -9,36 +9,36 @@ use serde_json::Value;
 use crate::interrupt::Interrupt;
 use crate::program::Program;
 
-/// The name of the program, for what goes wrong.
+/// Name of the program for error messages.
 const NAME: &str = "iperf3";
 
-/// An `iperf3` that listens, as long as this is there.
+/// A listening `iperf3`. Dropping it ends the program.
 pub struct Server {
     _program: Program,
 }
 
 impl Server {
-    /// Has `command`, which ends with the name `iperf3`, listen.
+    /// Starts `command`, which ends with the name `iperf3`, as the listener.
     pub fn start(command: &mut Command, interrupt: &Interrupt) -> Result<Self> {
-        // Said at once, and not when a pipe's worth has come together.
+        // Flush each line at once instead of after a full pipe buffer.
         let mut program = Program::start_as(NAME, command.args(["--server", "--forceflush"]))?;
         program.await_words("Server listening", interrupt)?;
         Ok(Server { _program: program })
     }
 }
 
-/// An `iperf3` that sends.
+/// A sending `iperf3`.
 pub struct Sending(Program);
 
 impl Sending {
-    /// Has `command`, which ends with the name `iperf3`, send to `server`.
+    /// Starts `command`, which ends with the name `iperf3`, as the sender to `server`.
     pub fn begin(command: &mut Command, server: &str) -> Result<Self> {
         Ok(Sending(Program::start_as(NAME, command.args(["--client", server, "--json"]))?))
     }
 
-    /// Waits until it has sent everything.
+    /// Waits until `iperf3` has sent everything, and returns its report.
     pub fn end(mut self, interrupt: &Interrupt) -> Result<Said> {
-        // Read while it runs: what it says in the end need not fit a pipe.
+        // Read while `iperf3` runs: its final report need not fit a pipe.
         let mut pipe = self.0.output()?;
         let reader = std::thread::spawn(move || {
             let mut text = String::new();
@@ -50,12 +50,12 @@ impl Sending {
     }
 }
 
-/// What `iperf3` said in the end.
+/// Final report of `iperf3`.
 #[derive(Debug)]
 pub struct Said(Value);
 
 impl Said {
-    /// Reads what `--json` prints.
+    /// Parses the output of `--json`.
     pub fn read(text: &str) -> Result<Self> {
         let said: Value = serde_json::from_str(text).context("iperf3 said no JSON")?;
         match said["error"].as_str() {
@@ -64,7 +64,7 @@ impl Said {
         }
     }
 
-    /// The number at this place (a JSON pointer).
+    /// Returns the number at `place` (a JSON pointer).
     pub fn number(&self, place: &str) -> Result<f64> {
         let number = self.0.pointer(place).and_then(Value::as_f64);
         number.with_context(|| format!("iperf3 said something else than it used to: there is no number at {place}"))

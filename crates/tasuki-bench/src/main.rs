@@ -1,6 +1,6 @@
 //! Measures Tasuki beside its peers, its physical floors and the papers it comes from.
 //!
-//! Every case runs in two processes, each on one CPU, while the bench itself sleeps.
+//! Every case runs in two processes, each on one CPU, while the bench process sleeps.
 
 mod call;
 mod case;
@@ -54,84 +54,86 @@ struct Arguments {
 
 #[derive(Debug, Subcommand)]
 enum Bench {
-    /// Calls between two processes.
+    /// Measures calls between two processes.
     Call(How),
-    /// A NIC and its driver: our model of a card in one process, the driver in another.
+    /// Measures a NIC and its driver: our model of a card in one process, the driver in another.
     Nic(How),
-    /// Ethernet between nodes through memory.
+    /// Measures Ethernet between nodes through shared memory.
     Vni(How),
-    /// A NIC that changes hands while packets flow.
+    /// Measures a NIC that changes hands while packets flow.
     Relay {
         #[command(flatten)]
         how: How,
-        /// The guest for the cases that need one. `cargo xtask bench relay` makes it.
+        /// Guest for the cases that need one. `cargo xtask bench relay` makes it.
         #[arg(long, value_name = "FILE", hide = true)]
         guest: Option<PathBuf>,
     },
-    /// A namespace's node of the bench `vni`. The bench starts itself with this.
+    /// Plays the node of a namespace in the bench `vni`. The bench starts itself with this subcommand.
     #[command(hide = true)]
     TapNode {
-        /// Its number on the VNI.
+        /// Number of the node on the VNI.
         number: u16,
-        /// The CPU to stay on.
+        /// CPU to stay on.
         cpu: usize,
     },
-    /// A node of the bench `vni` that does nothing. The bench starts itself with this.
+    /// Plays a node of the bench `vni` that does nothing. The bench starts itself with this subcommand.
     #[command(hide = true)]
     IdleNode {
-        /// Its number on the VNI.
+        /// Number of the node on the VNI.
         number: u16,
     },
-    /// The second worker of a relay. The bench starts itself with this.
+    /// Plays the second worker of a relay. The bench starts itself with this subcommand.
     #[command(hide = true)]
     TakeTurns,
-    /// The part of the bench `relay` that runs in a network of its own. The bench starts itself with this.
+    /// Plays the part of the bench `relay` that runs in its own network namespace. The bench starts itself with this
+    /// subcommand.
     #[command(hide = true)]
     Sends {
-        /// Where files may be left.
+        /// Folder for files of this run.
         folder: PathBuf,
-        /// Of each kind.
+        /// Number of trials of each kind.
         trials: u32,
     },
-    /// The program of that part that sends. The bench starts itself with this.
+    /// Plays the sending program of that part. The bench starts itself with this subcommand.
     #[command(hide = true)]
     Sender {
-        /// The CPU to stay on.
+        /// CPU to stay on.
         cpu: usize,
     },
     /// Shows what Tasuki does, with figures, in less than a minute.
     Demo {
-        /// Also has this machine's own kernel on the wire of a network card that changes hands. Needs root.
+        /// Also connects this machine's own kernel to the cable of a network card that changes hands. Needs root.
         #[arg(long, value_enum)]
         wire: Option<demo::Cable>,
     },
-    /// The part of the demo that runs in a network of its own. The demo starts itself with this.
+    /// Plays the part of the demo that runs in its own network namespace. The demo starts itself with this
+    /// subcommand.
     #[command(hide = true)]
     DemoPing {
-        /// Where files may be left.
+        /// Folder for files of this run.
         folder: PathBuf,
     },
-    /// A server of the demo. The demo starts itself with this.
+    /// Plays a server of the demo. The demo starts itself with this subcommand.
     #[command(hide = true)]
     DemoServer {
-        /// How it comes to its office.
+        /// How the server comes to its office.
         office: demo::Office,
-        /// The CPU to stay on.
+        /// CPU to stay on.
         cpu: usize,
-        /// Where it serves.
+        /// Path at which the server serves.
         path: PathBuf,
     },
-    /// One side of a case. The bench starts itself with this.
+    /// Plays one side of a case. The bench starts itself with this subcommand.
     #[command(hide = true)]
     Role {
-        /// What to do.
+        /// Side to play.
         side: Side,
-        /// In which case.
+        /// Name of the case.
         case: String,
     },
 }
 
-/// How much is measured, and where it goes.
+/// How much to measure, and where to write the figures.
 #[derive(Debug, Clone, Args)]
 struct How {
     /// Measure for seconds instead of minutes: enough to see whether something broke.
@@ -140,24 +142,24 @@ struct How {
     /// Write the figures to FILE as JSON.
     #[arg(long, value_name = "FILE")]
     json: Option<PathBuf>,
-    /// Run only the cases whose names begin with PREFIX: to see what a change does. Only `relay` makes a report of some.
+    /// Run only the cases whose names begin with PREFIX, to see the effect of a change. Only `relay` reports on a
+    /// subset of its cases.
     #[arg(long, value_name = "PREFIX")]
     only: Vec<String>,
 }
 
-/// What a bench is.
 #[derive(Debug, Clone, Copy)]
 struct Plan {
-    /// Its name in the report.
+    /// Name of the bench in the report.
     name: &'static str,
     effort: Effort,
     manner: Manner,
-    /// Whether there are rows for some of its cases by themselves.
+    /// Whether the bench can make rows from a subset of its cases.
     reports_some: bool,
 }
 
 impl How {
-    /// The cases that were asked for.
+    /// Returns the cases that `--only` names, or all of them.
     fn choose(&self, all: &[&'static Case]) -> Result<Vec<&'static Case>> {
         let is_wanted = |case: &&&Case| {
             self.only.is_empty() || self.only.iter().any(|prefix| case.name.starts_with(prefix.as_str()))
@@ -173,7 +175,7 @@ impl How {
         Plan { name, effort: self.effort(), manner: Manner::PLAIN, reports_some: false }
     }
 
-    /// Where the figures go. A file that cannot be written is better known before minutes of measuring than after.
+    /// Creates the file for the figures. A file that cannot be written fails here, before minutes of measuring.
     fn json_file(&self) -> Result<Option<(&Path, File)>> {
         let Some(path) = self.json.as_deref() else { return Ok(None) };
         let file =
@@ -190,7 +192,7 @@ fn main() -> ExitCode {
     match run() {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
-            // The whole chain in one line. A backtrace tells a user nothing.
+            // Print the whole error chain on one line. A backtrace would not help a user.
             eprintln!("tasuki-bench: {error:#}");
             ExitCode::FAILURE
         }
@@ -224,9 +226,9 @@ fn run() -> Result<()> {
     }
 }
 
-/// The bench of Ethernet between nodes: with what this machine has for it.
+/// Runs the bench of Ethernet between nodes, with the equipment that this machine has.
 fn vni(how: &How) -> Result<()> {
-    // From here on an interrupt no longer ends the process before it has given back what it takes.
+    // From here on an interrupt no longer ends the process before it has released its resources.
     let interrupt = Interrupt::catch()?;
     let effort = vni::effort(how.quick);
     if !how.only.is_empty() && how.only.iter().all(|prefix| vni::is_of_namespaces(prefix)) {
@@ -242,7 +244,7 @@ fn vni(how: &How) -> Result<()> {
     })
 }
 
-/// The bench of relays: between two processes, and, where there is one, in a guest.
+/// Runs the bench of relays: between two processes and, where a guest is given, in a guest.
 fn relay(how: &How, guest: Option<&Path>) -> Result<()> {
     let relays = if how.quick { Relays::QUICK } else { Relays::FULL };
     let in_guest = |interrupt: &Interrupt| match guest {
@@ -279,7 +281,7 @@ fn relay(how: &How, guest: Option<&Path>) -> Result<()> {
     how.choose(&cases)?;
     let mut how = how.clone();
     if !how.only.is_empty() {
-        // What a pause is held against.
+        // Pauses are compared with these floors.
         how.only.extend(relay::floors().map(|case| case.name.to_owned()));
     }
     let how = &how;
@@ -300,7 +302,9 @@ fn relay(how: &How, guest: Option<&Path>) -> Result<()> {
     })
 }
 
-/// Runs `cases`, and prints the rows that `judge` makes of them, with what else it has to say; of some of them only, what each came to.
+/// Runs `cases`, then prints the rows and the further text that `judge` makes of them.
+///
+/// If the bench cannot report on the chosen subset, it prints the plain sample of each case instead.
 fn bench(
     plan: Plan,
     how: &How,
@@ -327,7 +331,7 @@ fn bench(
     publish(&Report { bench: plan.name, host, rows }, more.as_deref(), json)
 }
 
-/// Prints a report, with what else there is to say, and writes it where it was asked for.
+/// Prints a report and the further text `more`, and writes the report to the JSON file, if given.
 fn publish(report: &Report, more: Option<&str>, json: Option<(&Path, File)>) -> Result<()> {
     println!("{}", table::of(report));
     if let Some(more) = more {

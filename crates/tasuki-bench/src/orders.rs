@@ -1,7 +1,7 @@
-//! What a role is told, and how: one message on a socket pair that is the role's standard input.
+//! The orders of a role, and their transport: one message on a socket pair that is the role's standard input.
 //!
-//! Descriptors come in the same message (SCM_RIGHTS). That needs no numbers on the command line,
-//! no descriptor left inheritable by chance, and no `unsafe` to believe in a number.
+//! Descriptors come in the same message (SCM_RIGHTS). This needs no numbers on the command line, no descriptor left
+//! inheritable by chance, and no `unsafe` to believe in a number.
 
 use std::collections::VecDeque;
 use std::io::{IoSlice, IoSliceMut};
@@ -15,41 +15,41 @@ use rustix::net::{
 };
 use serde::{Deserialize, Serialize};
 
-/// Most descriptors that one role can be given.
+/// Most descriptors that one role can receive.
 const MOST_FDS: usize = 128;
 
 /// Longest message in bytes; the directory is the only part that varies much.
 const LONGEST_MESSAGE: usize = 16 * 1024;
 
-/// What a role is told.
+/// Orders of a role.
 #[derive(Debug, Serialize, Deserialize)]
 pub struct Orders {
-    /// Calls to make before measuring.
+    /// Number of calls to make before measuring.
     pub warmup: u64,
-    /// Calls to measure.
+    /// Number of calls to measure.
     pub calls: u64,
-    /// The CPU to stay on.
+    /// CPU to stay on.
     pub cpu: usize,
-    /// A fresh directory that both roles share. It goes when the pair has ended.
+    /// Fresh directory that both roles share. The bench removes it after the pair has ended.
     pub directory: PathBuf,
-    /// Names in `/dev/shm` that begin with this are removed when the pair has ended.
+    /// Prefix for names in `/dev/shm`. The bench removes such names after the pair has ended.
     pub shm_prefix: String,
-    /// What the case prepared for this role, in order.
+    /// Descriptors that the case prepared for this role, in order.
     #[serde(skip)]
     fds: Fds,
 }
 
-/// Descriptors that were passed on, in order.
+/// Descriptors that came in a message, in order.
 #[derive(Debug, Default)]
 pub struct Fds(VecDeque<OwnedFd>);
 
 impl Fds {
-    /// These, which were not passed on.
+    /// Wraps descriptors of this process.
     pub fn of(fds: Vec<OwnedFd>) -> Self {
         Fds(fds.into())
     }
 
-    /// The next of them.
+    /// Takes the next descriptor.
     pub fn next(&mut self) -> Result<OwnedFd> {
         self.0.pop_front().context("fewer descriptors came than are needed")
     }
@@ -68,7 +68,7 @@ impl Fds {
         Ok(())
     }
 
-    /// Waits for a message that comes through `socket`, and for its descriptors.
+    /// Waits for a message from `socket`, and returns it with its descriptors.
     pub fn receive(socket: BorrowedFd<'_>) -> Result<(Vec<u8>, Self)> {
         let mut message = vec![0; LONGEST_MESSAGE];
         let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(MOST_FDS))];
@@ -88,28 +88,28 @@ impl Fds {
 }
 
 impl Orders {
-    /// Orders with the descriptors that the case prepared for the role.
+    /// Makes orders without descriptors.
     pub fn new(warmup: u64, calls: u64, cpu: usize, directory: PathBuf, shm_prefix: String) -> Self {
         Orders { warmup, calls, cpu, directory, shm_prefix, fds: Fds::default() }
     }
 
-    /// The same with these descriptors, for a role in this process.
+    /// Adds descriptors, for a role in this process.
     #[cfg(test)]
     pub fn with(self, fds: Vec<OwnedFd>) -> Self {
         Orders { fds: Fds::of(fds), ..self }
     }
 
-    /// Calls in all: what a server has to answer before it may leave.
+    /// Returns the number of all calls: a server must answer them before it may leave.
     pub fn total(&self) -> u64 {
         self.warmup + self.calls
     }
 
-    /// The next descriptor, in the order in which the case prepared them.
+    /// Takes the next descriptor, in the order in which the case prepared them.
     pub fn next_fd(&mut self) -> Result<OwnedFd> {
         self.fds.next()
     }
 
-    /// All that were not taken yet.
+    /// Returns the descriptors that were not taken yet.
     pub fn fds(&mut self) -> &mut Fds {
         &mut self.fds
     }
@@ -120,7 +120,7 @@ impl Orders {
         Fds::send(socket, &message, fds)
     }
 
-    /// Waits for the orders that come through `socket`.
+    /// Waits for the orders from `socket`.
     pub fn receive(socket: BorrowedFd<'_>) -> Result<Self> {
         let (message, fds) = Fds::receive(socket)?;
         let orders: Orders = serde_json::from_slice(&message).context("the bench ended before it gave its orders")?;

@@ -1,8 +1,8 @@
-//! Two processes that are measured: how the bench starts them, waits for them and ends them.
+//! The two measured processes: how the bench starts them, waits for them and ends them.
 //!
-//! The bench executes itself twice and sleeps in `poll` until the measuring role has answered, so
-//! the two CPUs are left to the pair. A role dies with the bench (PR_SET_PDEATHSIG, set in
-//! [`play`]), and the bench kills both roles on every way out of [`run`].
+//! The bench executes itself twice and sleeps in `poll` until the measuring role has answered, so the pair has the
+//! two CPUs to itself. A role dies with the bench (PR_SET_PDEATHSIG, set in [`play`]), and the bench kills both
+//! roles on every way out of [`run`].
 
 use std::io::{Read, Write};
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
@@ -21,23 +21,24 @@ use crate::orders::Orders;
 use crate::sample::Sample;
 use crate::workplace::Workplace;
 
-/// How long a pair may take. Many times what the slowest case needs on a slow machine.
+/// Longest time that a pair may take; many times the need of the slowest case on a slow machine.
 const TIMEOUT: Duration = Duration::from_secs(120);
 
-/// A tenth of the measured calls, but never fewer than this, warms up caches, page tables and predictors.
+/// Least number of warm-up calls. A tenth of the measured calls, but never fewer than this, warms up caches, page
+/// tables and predictors.
 const LEAST_WARMUP: u64 = 100;
 
-/// What a process of a pair does.
+/// Side of a pair that a process plays.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
 pub enum Side {
-    /// It answers calls.
+    /// Answers calls.
     Serve,
-    /// It makes and times them.
+    /// Makes calls and times them.
     Measure,
 }
 
 impl Side {
-    /// As on the command line.
+    /// Returns the name on the command line.
     pub fn name(self) -> &'static str {
         match self {
             Side::Serve => "serve",
@@ -74,7 +75,7 @@ fn run_once(case: &Case, calls: u64, cpus: Cpus, interrupt: &Interrupt) -> Resul
 pub fn play(side: Side, case: &str) -> Result<()> {
     rustix::process::set_parent_process_death_signal(Some(Signal::KILL))
         .context("the role could not be tied to the life of its bench")?;
-    // A bench that died before the line above has closed its end, which the next line reports.
+    // If the bench died before the line above, its end of the socket is closed, and the next line reports that.
     let orders = Orders::receive(std::io::stdin().as_fd())?;
     let case = case::find(case)?;
     cpus::pin(orders.cpu)?;
@@ -87,7 +88,7 @@ pub fn play(side: Side, case: &str) -> Result<()> {
     }
 }
 
-/// A running role. Killed, if it still runs, when dropped.
+/// A running role. Dropping it kills the process if it still runs.
 struct Role {
     side: Side,
     process: Child,
@@ -118,7 +119,7 @@ impl Role {
         Ok(role)
     }
 
-    /// Everything the measuring role prints, until it closes its output.
+    /// Reads the measuring role's output until the role closes it.
     fn answer(&mut self, server: &mut Role, interrupt: &Interrupt, deadline: Instant) -> Result<String> {
         let mut stdout: ChildStdout = self.process.stdout.take().context("only a measuring role answers")?;
         let mut answer = Vec::new();
@@ -134,14 +135,14 @@ impl Role {
                     count => answer.extend_from_slice(&chunk[..count]),
                 }
             } else if ended {
-                // It may leave before the last answer is read, but only in good order.
+                // The server may end before the last of the answer is read, but only with success.
                 server.end_well(deadline)?;
                 server_runs = false;
             }
         }
     }
 
-    /// Waits until the process has ended, which must be with success.
+    /// Waits until the process has ended. An unsuccessful exit is an error.
     fn end_well(&mut self, deadline: Instant) -> Result<()> {
         wait_for([self.pidfd.as_fd()], true, deadline)?;
         let status: ExitStatus = self.process.wait().context("a role's exit status could not be read")?;
@@ -158,7 +159,7 @@ impl Drop for Role {
     }
 }
 
-/// Sleeps until one of `fds` is readable, and says which. The last one counts only with `with_last`.
+/// Sleeps until one of `fds` is readable, and returns which ones are. The last one counts only with `with_last`.
 fn wait_for<const N: usize>(fds: [BorrowedFd<'_>; N], with_last: bool, deadline: Instant) -> Result<[bool; N]> {
     let mut polled = fds.map(|fd| PollFd::from_borrowed_fd(fd, PollFlags::IN));
     let count = if with_last { N } else { N - 1 };

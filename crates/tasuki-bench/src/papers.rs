@@ -1,4 +1,5 @@
-//! What the papers measured, as data. Quoted beside our figures, on other machines, and never scaled.
+//! Figures of the papers, as data. The reports quote them beside our figures; they come from other machines and are
+//! never scaled.
 
 use comfy_table::Table;
 
@@ -9,11 +10,10 @@ use crate::table::{self, number};
 pub struct Paper {
     /// Short, stable name.
     pub name: &'static str,
-    /// What it is about, and which of the seeds it is.
+    /// Subject of the paper, and its number among the seeds.
     pub title: &'static str,
-    /// What it was measured on.
+    /// Machine that the paper measured on.
     pub machine: &'static str,
-    /// The figures.
     pub figures: &'static [Figure],
 }
 
@@ -22,15 +22,15 @@ pub struct Paper {
 pub struct Figure {
     /// Short, stable name.
     pub what: &'static str,
-    /// As the paper defines it.
+    /// Definition as the paper gives it.
     pub meaning: &'static str,
-    /// The best that the paper reports, where it reports a range.
+    /// Best value, where the paper reports a range.
     pub low_ns: Option<f64>,
-    /// The worst that the paper reports, or its one figure.
+    /// Worst value that the paper reports, or its single value.
     pub high_ns: f64,
 }
 
-/// Communication between servers in multi-core AnT, a mean of ten.
+/// Communication between servers in multi-core AnT; each figure is a mean of ten.
 pub const ANT: Paper = Paper {
     name: "ant",
     title: "AnT: communication between server programs (S4)",
@@ -44,7 +44,8 @@ pub const ANT: Paper = Paper {
     ],
 };
 
-/// A NIC that another core's Linux takes over, in Mint: by a kernel module, as it was done before, and by the interrupt's routing.
+/// Mint: the Linux of another core takes over a NIC, by a kernel module, as it was done before, and by the
+/// interrupt's routing.
 pub const MINT: Paper = Paper {
     name: "mint",
     title: "Mint: a NIC handed from one core's system to another's (S0)",
@@ -61,18 +62,18 @@ pub const MINT: Paper = Paper {
 };
 
 impl Paper {
-    /// The figure of that name.
+    /// Returns the figure of that name.
     pub fn figure(&self, what: &str) -> Option<&Figure> {
         self.figures.iter().find(|figure| figure.what == what)
     }
 
-    /// The figure of that name that is hardest to beat, in ns.
+    /// Returns the value that is hardest to beat of the figure of that name, in ns.
     pub fn best_ns(&self, what: &str) -> Option<f64> {
         let figure = self.figure(what)?;
         Some(figure.low_ns.unwrap_or(figure.high_ns))
     }
 
-    /// The paper's figures beside `measured`, which are ours: (figure's name, ns).
+    /// Makes a table of the paper's figures beside `measured`, our own: (figure's name, ns).
     pub fn beside(&self, measured: &[(&str, f64)]) -> Table {
         let mut table = table::empty();
         let theirs = format!("{} (ns)", self.name);

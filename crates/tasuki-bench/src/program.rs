@@ -1,4 +1,4 @@
-//! A program of this machine's at work in the demo or in a bench.
+//! Programs of this machine that run as part of the demo or of a bench.
 
 use std::io::{Read, Write};
 use std::os::fd::AsFd;
@@ -12,19 +12,20 @@ use rustix::process::{Pid, PidfdFlags, Signal};
 
 use crate::interrupt::Interrupt;
 
-/// Bounds whatever is waited for.
+/// Upper bound of every wait.
 pub const PATIENCE: Duration = Duration::from_secs(40);
 
-/// From one look at what is waited for to the next.
+/// Interval between two polls while waiting.
 pub const LOOK: Duration = Duration::from_millis(5);
 
-/// Whether there is a program of that name on the path.
+/// Returns whether `PATH` holds a program of that name.
 pub fn is_there(program: &str) -> bool {
     let path = std::env::var_os("PATH").unwrap_or_default();
     std::env::split_paths(&path).any(|folder| folder.join(program).is_file())
 }
 
-/// A part of the bench in a process of its own that has to clean up. Asked to end, and waited for, when dropped.
+/// A part of the bench that runs in its own process and has to clean up. Dropping it sends SIGTERM and waits for its
+/// end.
 pub struct Part(Child);
 
 impl Drop for Part {
@@ -32,7 +33,7 @@ impl Drop for Part {
         let pid = Pid::from_child(&self.0);
         if matches!(self.0.try_wait(), Ok(None)) {
             let _ = rustix::process::kill_process(pid, Signal::TERM);
-            // Where it cannot be waited for, it is killed at once.
+            // If the process cannot be waited for, kill it at once.
             if let Ok(end) = rustix::process::pidfd_open(pid, PidfdFlags::empty()) {
                 let most = Timespec::try_from(PATIENCE).expect("less than a minute");
                 let _ = rustix::event::poll(&mut [PollFd::new(&end, PollFlags::IN)], Some(&most));
@@ -45,12 +46,11 @@ impl Drop for Part {
 }
 
 impl Part {
-    /// Starts it.
     pub fn start(command: &mut Command) -> Result<Self> {
         Ok(Part(command.stdin(Stdio::null()).spawn().context("a part of the bench could not be started")?))
     }
 
-    /// Waits until it has done what it is there for.
+    /// Waits until the part has finished its work.
     pub fn await_end(mut self, interrupt: &Interrupt) -> Result<()> {
         let end = rustix::process::pidfd_open(Pid::from_child(&self.0), PidfdFlags::empty())?;
         loop {
@@ -70,7 +70,7 @@ impl Part {
     }
 }
 
-/// Killed, if it still runs, when dropped.
+/// A running program. Dropping it kills the process if it still runs.
 pub struct Program {
     child: Child,
     name: String,
@@ -85,33 +85,33 @@ impl Drop for Program {
 }
 
 impl Program {
-    /// Starts it; what it says is for [`output`](Self::output).
+    /// Starts the program; [`output`](Self::output) returns its standard output.
     pub fn start(command: &mut Command) -> Result<Self> {
         let name = command.get_program().display().to_string();
         Self::start_as(&name, command)
     }
 
-    /// The same for a program that another starts in its own place: what goes wrong is told under this name.
+    /// Like [`start`](Self::start), for a program that another one executes in its place. Error messages use `name`.
     pub fn start_as(name: &str, command: &mut Command) -> Result<Self> {
         let name = name.to_owned();
         let child = command.stdin(Stdio::null()).stdout(Stdio::piped()).spawn();
         Ok(Program { child: child.with_context(|| format!("{name} could not be started"))?, name })
     }
 
-    /// Starts one that is [told](Self::tell) what to do.
+    /// Starts a program that [`tell`](Self::tell) commands through its standard input.
     pub fn start_to_tell(command: &mut Command) -> Result<Self> {
         let name = command.get_program().display().to_string();
         let child = command.stdin(Stdio::piped()).stdout(Stdio::piped()).spawn();
         Ok(Program { child: child.with_context(|| format!("{name} could not be started"))?, name })
     }
 
-    /// Writes a line to its standard input.
+    /// Writes a line to the program's standard input.
     pub fn tell(&mut self, line: &str) -> Result<()> {
         let stdin = self.child.stdin.as_mut().context("it was not started to be told anything")?;
         writeln!(stdin, "{line}").with_context(|| format!("{} listens no longer", self.name))
     }
 
-    /// Tells it nothing more, and reads what it says until it ends.
+    /// Closes the program's standard input and reads its output until it ends.
     pub fn rest_of_output(mut self) -> Result<String> {
         drop(self.child.stdin.take());
         let mut said = Vec::new();
@@ -120,21 +120,21 @@ impl Program {
         Ok(String::from_utf8_lossy(&said).into_owned())
     }
 
-    /// Its number.
+    /// Returns the process id.
     pub fn id(&self) -> u32 {
         self.child.id()
     }
 
-    /// Whether it has not ended yet.
+    /// Returns whether the program still runs.
     pub fn is_running(&mut self) -> Result<bool> {
         Ok(self.child.try_wait().with_context(|| format!("{} cannot be waited for", self.name))?.is_none())
     }
 
-    /// Waits for its end.
+    /// Waits until the program ends.
     pub fn await_end(&mut self, interrupt: &Interrupt) -> Result<()> {
         let began = Instant::now();
         let end = rustix::process::pidfd_open(Pid::from_child(&self.child), PidfdFlags::empty())?;
-        // An interrupt is looked for now and then.
+        // Check for an interrupt every `LOOK`.
         let rest = Timespec::try_from(LOOK)?;
         while self.is_running()? {
             interrupt.check()?;
@@ -147,7 +147,7 @@ impl Program {
         Ok(())
     }
 
-    /// Reads what it says on standard output until it has said `what`.
+    /// Reads the program's standard output until it contains `what`.
     pub fn await_words(&mut self, what: &str, interrupt: &Interrupt) -> Result<()> {
         let began = Instant::now();
         let stdout = self.child.stdout.as_mut().context("its output was asked for twice")?;
@@ -173,13 +173,13 @@ impl Program {
         Ok(())
     }
 
-    /// What it says on standard output, for who asks first.
+    /// Takes the program's standard output. A second call is an error.
     pub fn output(&mut self) -> Result<ChildStdout> {
         self.child.stdout.take().context("its output was asked for twice")
     }
 }
 
-/// Runs a program to its end.
+/// Runs a program to its end. A failure carries its standard error.
 pub fn run_quietly(command: &mut Command) -> Result<()> {
     let done = command.stdin(Stdio::null()).output().with_context(|| format!("{command:?} cannot be started"))?;
     ensure!(done.status.success(), "{command:?}: {}", String::from_utf8_lossy(&done.stderr).trim());

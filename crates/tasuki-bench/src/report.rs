@@ -1,6 +1,6 @@
-//! What every bench reports: rows of figures, each beside what it is measured against.
+//! The report that every bench makes: rows of figures, each beside the figures it is compared with.
 //!
-//! The JSON form is meant to stay. Fields are only ever added:
+//! The JSON form is stable. Fields are only ever added:
 //!
 //! ```json
 //! {"bench": "call", "host": {…},
@@ -15,89 +15,82 @@ use serde::Serialize;
 use crate::host::Host;
 use crate::sample::Sample;
 
-/// Everything one bench found out.
+/// Results of one bench.
 #[derive(Debug, Serialize)]
 pub struct Report {
-    /// The subcommand that measured.
+    /// Subcommand that measured.
     pub bench: &'static str,
-    /// The machine.
     pub host: Host,
-    /// The figures.
     pub rows: Vec<Row>,
 }
 
-/// One figure.
 #[derive(Debug, Clone, Serialize)]
 pub struct Row {
-    /// What was measured.
+    /// Name of the case.
     pub case: String,
-    /// Which of its figures this is.
+    /// Name of this figure among those of the case.
     pub metric: &'static str,
-    /// Of `value`, and of the values it is measured against.
+    /// Unit of `value` and of the values in `against`.
     pub unit: &'static str,
-    /// The figure.
     pub value: f64,
-    /// Which way is good.
     pub better: Better,
-    /// What the figure is compared with.
+    /// Comparisons of the figure.
     pub against: Vec<Against>,
-    /// What was promised of the figure.
+    /// Promises about the figure.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub bars: Vec<Bar>,
-    /// What a reader must know to read the figure right.
+    /// Caveat for reading the figure.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub note: Option<String>,
 }
 
-/// Which way is good.
+/// Direction in which a figure improves.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Better {
-    /// Less is better.
     Lower,
-    /// More is better.
     Higher,
 }
 
-/// One thing that a figure is compared with.
+/// One comparison of a figure.
 #[derive(Debug, Clone, Serialize)]
 pub struct Against {
-    /// Short, stable name.
+    /// Short, stable name of the thing compared with.
     pub name: String,
-    /// What sort of thing it is.
     pub kind: Kind,
-    /// Its figure, in the row's unit.
+    /// Figure of the thing compared with, in the row's unit.
     pub value: f64,
-    /// The row's value divided by this one, or what that came to in rounds that can be compared; absent when this one is zero, or there are none.
+    /// The row's value divided by `value`, or the median ratio over comparable rounds. Absent when `value` is zero
+    /// or no rounds are comparable.
     pub ratio: Option<f64>,
-    /// Which rounds were compared, where not all of them can be.
+    /// Which rounds were compared, if not all of them are comparable.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub pairs: Option<String>,
 }
 
-/// What a figure can be compared with.
+/// Kinds of things that a figure can be compared with.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Kind {
-    /// What the machine cannot do faster.
+    /// Physical limit of the machine.
     Floor,
     /// Another program that does the same.
     Peer,
-    /// What a paper measured, on its own machine; quoted and never scaled.
+    /// Figure from a paper, measured on the paper's own machine; quoted and never scaled.
     Paper,
 }
 
 /// A promise about a figure.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct Bar {
-    /// The promise: `≤ 1.3 × ping-pong`.
+    /// Text of the promise, such as `≤ 1.3 × ping-pong`.
     pub text: String,
-    /// Whether it was kept.
+    /// Whether the figure keeps the promise.
     pub holds: bool,
 }
 
 impl Row {
-    /// A figure of which less is better.
+    /// Makes a row whose figure is better when lower.
     pub fn lower(case: &str, metric: &'static str, unit: &'static str, value: f64) -> Self {
         Row {
             case: case.to_owned(),
@@ -111,12 +104,12 @@ impl Row {
         }
     }
 
-    /// A figure of which more is better.
+    /// Makes a row whose figure is better when higher.
     pub fn higher(case: &str, metric: &'static str, unit: &'static str, value: f64) -> Self {
         Row { better: Better::Higher, ..Row::lower(case, metric, unit, value) }
     }
 
-    /// The rows of a round trip: median, 99th percentile and maximum, in ns.
+    /// Makes the rows of a round trip: median, 99th percentile and maximum, in ns.
     pub fn round_trip(case: &str, sample: &Sample) -> Vec<Self> {
         let summary = sample.summary();
         let row = |metric, value: u64| Row::lower(case, metric, "ns", value as f64);
@@ -130,8 +123,10 @@ impl Row {
         self
     }
 
-    /// Compares the figure with `value`, in rounds that can be compared: `pairs` says which, and `ratio` is what came out of them. Without any there is
-    /// no ratio, and no bar is judged.
+    /// Compares the figure with `value` over comparable rounds only.
+    ///
+    /// `pairs` says which rounds were compared, and `ratio` is the result. If `ratio` is `None`, the row shows no
+    /// ratio and no bar is judged.
     pub fn against_in_pairs(mut self, name: &str, kind: Kind, value: f64, ratio: Option<f64>, pairs: String) -> Self {
         self = self.against(name, kind, value);
         if let Some(against) = self.against.last_mut() {
@@ -141,9 +136,9 @@ impl Row {
         self
     }
 
-    /// Promises at most (or, when more is better, at least) `factor` times what `name` has.
+    /// Promises at most (or, when more is better, at least) `factor` times the figure of `name`.
     ///
-    /// The figure must have been compared with `name` before.
+    /// The row must have been compared with `name` before.
     pub fn bar(mut self, factor: f64, name: &str) -> Result<Self> {
         let bar = self.compared_promise(factor, name)?;
         self.bars.extend(bar);
@@ -156,12 +151,12 @@ impl Row {
         self
     }
 
-    /// Promises `limit`, in the row's unit, or `factor` times what `name` has: whichever is easier.
+    /// Promises the easier of two limits: `limit`, in the row's unit, or `factor` times the figure of `name`.
     pub fn bar_at_or(mut self, limit: f64, factor: f64, name: &str) -> Result<Self> {
         let (fixed, compared) =
             (self.promise(limit, format!("{limit} {}", self.unit)), self.compared_promise(factor, name)?);
         let text = format!("{} or {} × {name}", fixed.text, factor_text(factor));
-        // Where the one is missed and the other cannot be judged, neither is the bar.
+        // If the figure misses the one limit and the other cannot be judged, drop the bar.
         let holds = if fixed.holds { Some(true) } else { compared.map(|bar| bar.holds) };
         self.bars.extend(holds.map(|holds| Bar { text, holds }));
         Ok(self)
@@ -186,7 +181,7 @@ impl Row {
     }
 }
 
-/// A factor with as many decimals as tell something: `1.3`, `0.33`.
+/// Formats a factor with no trailing zeros: `1.3`, `0.33`.
 fn factor_text(factor: f64) -> String {
     let text = format!("{factor:.2}");
     text.trim_end_matches('0').trim_end_matches('.').to_owned()

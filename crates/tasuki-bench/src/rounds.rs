@@ -1,4 +1,5 @@
-//! Interleaved rounds: floor, ours and peer take turns, so a ratio compares the same minutes of one machine.
+//! Interleaved rounds: floor, ours and peer take turns, so a ratio compares figures of the same minutes on one
+//! machine.
 
 use std::collections::BTreeMap;
 use std::time::Instant;
@@ -12,12 +13,12 @@ use crate::interrupt::Interrupt;
 use crate::pair;
 use crate::sample::Sample;
 
-/// How much is measured.
+/// Amount of measuring.
 #[derive(Debug, Clone, Copy)]
 pub struct Effort {
-    /// How often every case runs.
+    /// Number of times that every case runs.
     pub rounds: u32,
-    /// Whether [`Case::calls`] are multiplied by [`Case::full`].
+    /// Whether to multiply [`Case::calls`] by [`Case::full`].
     pub full: bool,
 }
 
@@ -28,41 +29,41 @@ impl Effort {
     pub const FULL: Effort = Effort { rounds: 10, full: true };
 }
 
-/// How rounds are run.
+/// Manner of running rounds.
 #[derive(Debug, Clone, Copy)]
 pub struct Manner {
-    /// Whether it is noted of each run how far apart the CPUs were, and its median as `p50`.
+    /// Whether to note, for each run, how far apart the CPUs were, and the run's median as `p50`.
     pub distances: bool,
-    /// Cases that take long to begin: in a run that is not full they are in the first round only.
+    /// Selects cases that take long to start. A run that is not full runs them in the first round only.
     pub is_seldom: fn(&Case) -> bool,
 }
 
 impl Manner {
-    /// Every case in every round, and nothing besides.
+    /// Runs every case in every round and notes nothing besides.
     pub const PLAIN: Manner = Manner { distances: false, is_seldom: |_| false };
 }
 
-/// What was measured, by case, over all rounds.
+/// Samples of all cases, each merged over all rounds.
 #[derive(Debug, Default)]
 pub struct Samples(BTreeMap<&'static str, Sample>);
 
 impl Samples {
-    /// What was measured of the case named `case`.
+    /// Returns the sample of the case named `case`.
     pub fn of(&self, case: &str) -> Result<&Sample> {
         self.0.get(case).with_context(|| format!("case {case} was not run"))
     }
 
-    /// The median of the case named `case`, in ns.
+    /// Returns the median of the case named `case`, in ns.
     pub fn p50(&self, case: &str) -> Result<f64> {
         Ok(self.of(case)?.summary().p50 as f64)
     }
 
-    /// What was measured of the case named `case`, if it was run.
+    /// Returns the sample of the case named `case`, if it was run.
     pub fn find(&self, case: &str) -> Option<&Sample> {
         self.0.get(case)
     }
 
-    /// What was measured of each case.
+    /// Returns the sample of each case.
     pub fn all(&self) -> impl Iterator<Item = &Sample> {
         self.0.values()
     }
@@ -72,7 +73,7 @@ impl Samples {
     }
 }
 
-/// Runs all `cases` once, without a word.
+/// Runs all `cases` once, without printing.
 pub fn once(cases: &[&'static Case], cpus: Cpus, interrupt: &Interrupt) -> Result<Samples> {
     let mut samples = Samples::default();
     for case in cases {
@@ -81,7 +82,7 @@ pub fn once(cases: &[&'static Case], cpus: Cpus, interrupt: &Interrupt) -> Resul
     Ok(samples)
 }
 
-/// Runs all `cases` in turn, as often as `effort` says, with one line of progress per run.
+/// Runs all `cases` in turn, as often as `effort` says, and prints one line of progress per run.
 pub fn run(
     cases: &[&'static Case],
     (effort, manner): (Effort, Manner),

@@ -1,7 +1,7 @@
-//! What a measuring role measured: a histogram of durations, and how it travels between processes.
+//! The result of a measuring role: a histogram of durations, and its form for the way between processes.
 //!
-//! Rounds of one case are merged bucket by bucket, so a percentile over all rounds is the
-//! percentile of all their values and not a mean of percentiles.
+//! Rounds of one case are merged bucket by bucket. A percentile over all rounds is therefore the percentile of all
+//! their values, not a mean of percentiles.
 
 use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
@@ -12,51 +12,45 @@ use serde::{Deserialize, Serialize};
 
 use crate::orders::Orders;
 
-/// Decimal digits that the histogram keeps of a duration.
+/// Decimal digits of precision that the histogram keeps of a duration.
 const DIGITS: u8 = 3;
 
-/// Longest duration told apart, in ns. Anything longer counts as this in the percentiles, not in `max`.
+/// Longest duration that the histogram resolves, in ns. The percentiles count longer ones as this long; `max` does
+/// not.
 const LONGEST_NS: u64 = 60_000_000_000;
 
-/// Durations of one case, in ns, and numbers that the case wants to report besides.
+/// Durations of one case, in ns, and further numbers that the case reports.
 #[derive(Debug, Clone)]
 pub struct Sample {
     histogram: Histogram<u64>,
-    /// Shortest and longest as measured; the histogram rounds them to its buckets.
+    /// Shortest and longest duration as measured, in ns; the histogram rounds them to its buckets.
     min_ns: u64,
     max_ns: u64,
     sum_ns: u64,
-    /// One value per round under each name.
+    /// Numbers by name, one value per round.
     numbers: BTreeMap<String, Vec<f64>>,
 }
 
-/// What a reader wants to know of a [`Sample`]. Durations in ns.
+/// Statistics of a [`Sample`]. Durations in ns.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize)]
 pub struct Summary {
-    /// Durations measured.
+    /// Number of durations.
     pub count: u64,
-    /// Shortest.
     pub min: u64,
-    /// Median.
     pub p50: u64,
-    /// 90th percentile.
     pub p90: u64,
-    /// 99th percentile.
     pub p99: u64,
-    /// 99.9th percentile.
     pub p999: u64,
-    /// Longest.
     pub max: u64,
-    /// Arithmetic mean.
     pub mean: f64,
 }
 
-/// A sample as one line of JSON. `summary` is for people who read along; `buckets` is what is merged.
+/// A sample as one line of JSON. `summary` is for human readers; `buckets` is the part that gets merged.
 #[derive(Serialize, Deserialize)]
 struct Line {
     #[serde(skip_deserializing)]
     summary: Option<Summary>,
-    /// (duration in ns, how often), filled buckets only.
+    /// (duration in ns, count) of each filled bucket.
     buckets: Vec<(u64, u64)>,
     min_ns: u64,
     max_ns: u64,
@@ -64,7 +58,7 @@ struct Line {
     numbers: BTreeMap<String, Vec<f64>>,
 }
 
-/// The value in the middle.
+/// Returns the element at the middle of the sorted values; `None` if there are none.
 pub fn median(values: &[f64]) -> Option<f64> {
     let mut sorted = values.to_vec();
     sorted.sort_unstable_by(f64::total_cmp);
@@ -72,7 +66,7 @@ pub fn median(values: &[f64]) -> Option<f64> {
 }
 
 impl Sample {
-    /// Nothing measured yet.
+    /// Makes an empty sample.
     pub fn new() -> Self {
         let histogram = Histogram::new_with_bounds(1, LONGEST_NS, DIGITS).expect("the bounds are constants that fit");
         Sample { histogram, min_ns: u64::MAX, max_ns: 0, sum_ns: 0, numbers: BTreeMap::new() }
@@ -80,7 +74,7 @@ impl Sample {
 
     /// Times every call of `call` by itself, after the warm-up that `orders` ask for.
     ///
-    /// `call` gets the number of the call, counted from 1 through warm-up and measurement alike.
+    /// `call` receives the number of the call, counted from 1 through warm-up and measurement alike.
     pub fn of_calls(orders: &Orders, mut call: impl FnMut(u64) -> Result<()>) -> Result<Self> {
         let mut sample = Sample::new();
         for number in 1..=orders.warmup {
@@ -94,7 +88,6 @@ impl Sample {
         Ok(sample)
     }
 
-    /// Adds one duration.
     pub fn record(&mut self, duration: Duration) {
         let ns = u64::try_from(duration.as_nanos()).unwrap_or(u64::MAX);
         self.histogram.saturating_record(ns);
@@ -103,29 +96,31 @@ impl Sample {
         self.sum_ns = self.sum_ns.saturating_add(ns);
     }
 
-    /// Keeps a number of this round under `name`, for the rows that want it.
+    /// Keeps a number of this round under `name`, for the rows that use it.
     pub fn note(&mut self, name: &str, value: f64) {
         self.numbers.entry(name.to_owned()).or_default().push(value);
     }
 
-    /// Keeps, as `rate`, how many of `count` things that took so long together there were in a second, and how long one took.
+    /// Records the rate and duration of `count` things that together took `took`.
+    ///
+    /// Notes the number per second as `rate`, and records the mean duration of one.
     pub fn rate(&mut self, count: u64, took: Duration) -> Result<()> {
         self.record(took / u32::try_from(count).context("so many calls take too long")?);
         self.note("rate", count as f64 / took.as_secs_f64());
         Ok(())
     }
 
-    /// The numbers kept under `name`, one per round that kept one.
+    /// Returns the numbers kept under `name`, one per round that kept one.
     pub fn numbers(&self, name: &str) -> &[f64] {
         self.numbers.get(name).map_or(&[], Vec::as_slice)
     }
 
-    /// The median over all rounds of the numbers kept under `name`.
+    /// Returns the median over all rounds of the numbers kept under `name`.
     pub fn median(&self, name: &str) -> Result<f64> {
         median(self.numbers(name)).with_context(|| format!("the case notes no {name}"))
     }
 
-    /// All numbers kept, by name.
+    /// Returns all kept numbers, by name.
     pub fn all_numbers(&self) -> &BTreeMap<String, Vec<f64>> {
         &self.numbers
     }
@@ -141,7 +136,7 @@ impl Sample {
         }
     }
 
-    /// Percentiles over everything recorded and merged so far; all zero when that is nothing.
+    /// Returns statistics over everything recorded and merged so far; all zero if nothing was.
     pub fn summary(&self) -> Summary {
         let count = self.histogram.len();
         let at = |quantile| self.histogram.value_at_quantile(quantile).min(self.max_ns);
@@ -157,7 +152,7 @@ impl Sample {
         }
     }
 
-    /// The sample as one line of JSON, for the process that asked for it.
+    /// Returns the sample as one line of JSON, for the process that asked for it.
     pub fn to_line(&self) -> Result<String> {
         let line = Line {
             summary: Some(self.summary()),
@@ -170,7 +165,7 @@ impl Sample {
         serde_json::to_string(&line).context("a measurement could not be written as JSON")
     }
 
-    /// The sample that [`to_line`](Self::to_line) wrote.
+    /// Parses the line that [`to_line`](Self::to_line) wrote.
     pub fn from_line(line: &str) -> Result<Self> {
         let line: Line = serde_json::from_str(line).context("the measuring role did not answer with a measurement")?;
         let mut sample = Sample::new();

@@ -1,10 +1,10 @@
-//! A report as a table for people.
+//! The report as a table for human readers.
 
 use comfy_table::{CellAlignment, ContentArrangement, Table, presets};
 
 use crate::report::{Kind, Report, Row};
 
-/// One line per case, one column per metric, then comparisons, bars and notes.
+/// Makes a table with one line per case and one column per metric, followed by comparisons, bars and notes.
 pub fn of(report: &Report) -> Table {
     let metrics = distinct(report.rows.iter().map(|row| (row.metric, row.unit)));
     let mut header = vec!["case".to_owned()];
@@ -29,14 +29,14 @@ pub fn of(report: &Report) -> Table {
     table
 }
 
-/// A table in the house style, without rows.
+/// Makes an empty table in the house style.
 pub fn empty() -> Table {
     let mut table = Table::new();
     table.load_preset(presets::UTF8_BORDERS_ONLY).set_content_arrangement(ContentArrangement::Disabled);
     table
 }
 
-/// A figure with thousands grouped, and decimals only where they tell something.
+/// Formats a figure with its thousands grouped, and with two decimals only if it is below 100 and not whole.
 pub fn number(value: f64) -> String {
     let decimals = if value.abs() < 100.0 && value.fract() != 0.0 { 2 } else { 0 };
     let plain = format!("{value:.decimals$}");
@@ -70,7 +70,8 @@ fn bar(row: &Row) -> Vec<String> {
     row.bars.iter().map(|bar| format!("{} {}", bar.text, if bar.holds { "holds" } else { "MISSED" })).collect()
 }
 
-/// What `what` says of every row, one line each; of which metric, unless it is the case's first.
+/// Joins the lines that `what` returns for all rows, each with the name of its metric, except those of the first
+/// row.
 fn lines(rows: &[&Row], what: impl Fn(&Row) -> Vec<String>) -> String {
     let mut lines = Vec::new();
     for (index, row) in rows.iter().enumerate() {

@@ -1,4 +1,4 @@
-//! Where a pair of roles may leave files, and the promise that they are gone afterwards.
+//! Places where a pair of roles may leave files, and their cleanup.
 
 use std::fs::{self, DirBuilder};
 use std::os::unix::fs::DirBuilderExt;
@@ -9,13 +9,13 @@ use anyhow::{Context, Result};
 
 use crate::relay::system::stop;
 
-/// How every name begins that a bench leaves anywhere. The process id of the bench follows.
+/// Prefix of every name that a bench leaves anywhere. The process id of the bench follows it.
 const PREFIX: &str = "tasuki-bench-";
 
-/// Where POSIX shared memory shows up as files.
+/// Directory in which POSIX shared memory appears as files.
 const SHM_DIRECTORY: &str = "/dev/shm";
 
-/// A private directory, and a private prefix for names in `/dev/shm`. Both are emptied when dropped.
+/// A private directory, and a private prefix for names in `/dev/shm`. Dropping it removes the files of both.
 #[derive(Debug)]
 pub struct Workplace {
     directory: PathBuf,
@@ -29,7 +29,7 @@ impl Workplace {
         let number = NEXT.fetch_add(1, Ordering::Relaxed);
         let name = format!("{PREFIX}{}-{number}", std::process::id());
         let directory = std::env::temp_dir().join(&name);
-        // A daemon refuses one that others can write to.
+        // The daemon refuses a directory that others can write to.
         DirBuilder::new()
             .mode(0o700)
             .create(&directory)
@@ -37,12 +37,11 @@ impl Workplace {
         Ok(Workplace { directory, shm_prefix: format!("{name}_") })
     }
 
-    /// The directory.
     pub fn directory(&self) -> &Path {
         &self.directory
     }
 
-    /// The prefix for names in `/dev/shm`.
+    /// Returns the prefix for names in `/dev/shm`.
     pub fn shm_prefix(&self) -> &str {
         &self.shm_prefix
     }
@@ -51,20 +50,20 @@ impl Workplace {
 impl Drop for Workplace {
     fn drop(&mut self) {
         stop(&self.directory);
-        // What cannot be removed now is tried again by the next bench (`sweep`).
+        // The next bench retries failed removals (`sweep`).
         let _ = fs::remove_dir_all(&self.directory);
         remove_where(Path::new(SHM_DIRECTORY), |name| name.starts_with(&self.shm_prefix));
     }
 }
 
-/// Removes what benches left that were killed before they could clean up.
+/// Removes the files of benches that were killed before they could clean up.
 pub fn sweep() {
     let left_behind = |name: &str| owner(name).is_some_and(|pid| !Path::new(&format!("/proc/{pid}")).exists());
     remove_where(&std::env::temp_dir(), left_behind);
     remove_where(Path::new(SHM_DIRECTORY), left_behind);
 }
 
-/// The process id of the bench that a name belongs to.
+/// Returns the process id of the bench that a name belongs to.
 fn owner(name: &str) -> Option<u32> {
     name.strip_prefix(PREFIX)?.split('-').next()?.parse().ok()
 }

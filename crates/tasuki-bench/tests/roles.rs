@@ -1,4 +1,4 @@
-//! The hidden half of the command line, as somebody meets it who tries it by hand.
+//! The hidden subcommands, tried by hand.
 #![allow(clippy::tests_outside_test_module, reason = "a file in tests/ is a test module")]
 
 use std::process::{Command, Stdio};

@@ -1,9 +1,9 @@
-//! The bench `vni`, as somebody meets it whose machine lacks something.
+//! The bench `vni` on a machine that lacks the programs it needs.
 #![allow(clippy::tests_outside_test_module, reason = "a file in tests/ is a test module")]
 
 use std::process::Command;
 
-/// What it says on a machine without any program, and that it fails.
+/// Returns the error text of `tasuki-bench vni` on a machine without any program. The command must fail.
 fn said(words: &[&str]) -> String {
     let mut command = Command::new(env!("CARGO_BIN_EXE_tasuki-bench"));
     let output = command.arg("vni").args(words).env("PATH", "").output().unwrap();

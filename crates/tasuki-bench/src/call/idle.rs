@@ -1,4 +1,4 @@
-//! A thousand clients that do nothing: what they cost the server in CPU time and in memory.
+//! Cost of a thousand idle clients to the server, in CPU time and in memory.
 
 use std::time::{Duration, Instant};
 
@@ -10,17 +10,18 @@ use super::{DEADLINE, METHOD, await_server, message};
 use crate::orders::Orders;
 use crate::sample::Sample;
 
-/// Clients that are connected.
+/// Number of connected clients.
 pub const CLIENTS: usize = 1_000;
 
-/// How long they are watched doing nothing.
+/// Time over which the idle clients are watched.
 const WATCHED: Duration = Duration::from_secs(2);
 
 pub fn serve(orders: Orders) -> Result<()> {
     super::echo(orders)
 }
 
-/// Notes `cpu` (share of a core) and `resident` and `resident-client` (bytes per client, at the server and at the clients).
+/// Notes `cpu` (share of a core), and `resident` and `resident-client` (bytes per client, at the server and at the
+/// clients).
 pub fn measure(mut orders: Orders) -> Result<Sample> {
     let mut limit = rustix::process::getrlimit(Resource::Nofile);
     limit.current = limit.maximum;
@@ -31,7 +32,7 @@ pub fn measure(mut orders: Orders) -> Result<Sample> {
     let before = (resident(pid)?, resident(me)?);
     let mut clients =
         (0..CLIENTS).map(|_| Ok(Client::connect(&path, &ClientOptions::default())?)).collect::<Result<Vec<_>>>()?;
-    // One call each: an idle client is one that has done something before.
+    // Each client makes one call first: a typical idle client has worked before.
     for (client, number) in clients.iter_mut().zip(0..) {
         let request = message(number);
         let reply = client.call(Ask::new(METHOD, &request), Deadline::within(DEADLINE))?;
@@ -50,8 +51,8 @@ pub fn measure(mut orders: Orders) -> Result<Sample> {
     Ok(sample)
 }
 
-/// How long the process has run on a CPU (proc_pid_schedstat: the first number, in ns; all its threads but the main one
-/// have ended or sleep).
+/// Returns the CPU time of the process (proc_pid_schedstat: the first number, in ns; all its threads but the main
+/// one have ended or sleep).
 pub fn on_cpu(pid: u32) -> Result<Duration> {
     let text =
         std::fs::read_to_string(format!("/proc/{pid}/schedstat")).context("a process's CPU time cannot be read")?;
@@ -59,7 +60,7 @@ pub fn on_cpu(pid: u32) -> Result<Duration> {
     Ok(Duration::from_nanos(ns))
 }
 
-/// Resident bytes of the process, page tables included.
+/// Returns the resident bytes of the process, page tables included.
 fn resident(pid: u32) -> Result<u64> {
     let status =
         std::fs::read_to_string(format!("/proc/{pid}/status")).context("the server's memory cannot be read")?;

@@ -1,4 +1,4 @@
-//! Our own calls, one case for each way in which they are made.
+//! Our own calls, with one case for each way of making them.
 
 mod idle;
 mod rows;
@@ -50,19 +50,19 @@ pub const CASES: &[Case] = &[
     case("idle-1000", 1, idle::serve, idle::measure),
 ];
 
-/// A slot of the default size.
+/// Slots of the default size.
 const SMALL: Geometry = Geometry { slot_len: 4096, count: 256 };
 const MEDIUM: Geometry = Geometry { slot_len: 64 << 10, count: 16 };
-/// One huge page a slot, where the machine has some.
+/// One huge page per slot, where the machine has some.
 const LARGE: Geometry = Geometry { slot_len: 2 << 20, count: 4 };
 
-/// Calls in flight in the case `pipelined`.
+/// Number of calls in flight in the case `pipelined`.
 const IN_FLIGHT: usize = 64;
 
-/// Results that the case `pipelined` collects before it sends as many new requests.
+/// Number of results that the case `pipelined` collects before it sends as many new requests.
 const BURST: usize = 32;
 
-/// Long enough for a server to have parked, and for its CPU to have gone to rest.
+/// Long enough for a server to have parked, and for its CPU to have gone idle.
 const UNTIL_PARKED: Duration = Duration::from_millis(1);
 
 const DEADLINE: Duration = Duration::from_secs(10);
@@ -78,7 +78,7 @@ const fn case(
     Case { name, cores: Cores::Other, calls, full: 2, prepare: ready_pipe, serve, measure }
 }
 
-/// By which the server says that it listens.
+/// Makes the pipe on which the server reports that it listens.
 fn ready_pipe() -> Result<Ends> {
     let (client, server) = pipe_with(PipeFlags::CLOEXEC).context("the kernel gave no pipe")?;
     Ok(Ends { server: vec![server], client: vec![client] })
@@ -96,7 +96,7 @@ fn serve(mut orders: Orders, mut handler: impl FnMut(Request<'_>)) -> Result<()>
     Ok(())
 }
 
-/// Waits until the server listens; says its process id.
+/// Waits until the server listens; returns its process id.
 fn await_server(ready: OwnedFd) -> Result<u32> {
     let mut pid = [0; 4];
     std::fs::File::from(ready).read_exact(&mut pid).context("the server ended before it listened")?;
@@ -122,9 +122,9 @@ fn echo(orders: Orders) -> Result<()> {
 #[repr(C, align(64))]
 pub(crate) struct AlignedLine([u64; 8]);
 
-/// Reads every byte of a private copy, as one does with a client that is not trusted, and answers with their sum.
+/// Reads every byte of a private copy, as a server does for an untrusted client, and answers with their sum.
 fn read_copy(orders: Orders) -> Result<()> {
-    // On whole lines: a copy to elsewhere costs an eighth more.
+    // On whole lines: a copy to an unaligned buffer costs an eighth more.
     let mut copy = vec![AlignedLine::default(); LARGE.slot_len as usize / LINE_LEN];
     serve(orders, move |request| {
         let copy = copy.as_mut_bytes();
@@ -133,7 +133,7 @@ fn read_copy(orders: Orders) -> Result<()> {
     })
 }
 
-/// Reads every byte where the client wrote it, as one does with a client that is trusted, and answers with their sum.
+/// Reads every byte where the client wrote it, as a server does for a trusted client, and answers with their sum.
 fn read_in_place(orders: Orders) -> Result<()> {
     serve(orders, |request| {
         let sum = request.slot().map_or(0, trusted::sum_in_place);
@@ -141,13 +141,13 @@ fn read_in_place(orders: Orders) -> Result<()> {
     })
 }
 
-/// Sum of the 64-bit words of `bytes`: every byte counts, and reading them is nearly all the work.
+/// Returns the sum of the 64-bit words of `bytes`: it needs every byte, and reading them is nearly all the work.
 fn sum(bytes: &[u8]) -> u64 {
     let (words, _) = bytes.as_chunks::<8>();
     words.iter().fold(0, |sum, word| sum.wrapping_add(u64::from_ne_bytes(*word)))
 }
 
-/// Answers with the time, which is the same clock in both processes.
+/// Answers with the time, by a clock that both processes share.
 fn stamp(orders: Orders) -> Result<()> {
     serve(orders, |request| request.reply(&now_ns().to_ne_bytes()).expect("so few bytes need no slot"))
 }
@@ -157,7 +157,7 @@ fn now_ns() -> u64 {
     now.tv_sec.unsigned_abs() * 1_000_000_000 + now.tv_nsec.unsigned_abs()
 }
 
-/// A request that is told from every other.
+/// Makes a request that differs from every other.
 fn message(number: u64) -> [u8; INLINE_MAX] {
     let mut bytes = [0; INLINE_MAX];
     bytes[..8].copy_from_slice(&number.to_ne_bytes());
@@ -184,7 +184,7 @@ fn inline(mut orders: Orders, pause: Duration) -> Result<Sample> {
     Ok(sample)
 }
 
-/// Times calls whose request fills a slot: writing it is part of the call.
+/// Times calls whose request fills a slot. The time includes writing it.
 fn slots(mut orders: Orders, geometry: Geometry, detach: Detach) -> Result<Sample> {
     let options = ClientOptions { arena: geometry, detach, ..ClientOptions::default() };
     let mut client = connect(&mut orders, &options)?;
@@ -216,7 +216,7 @@ fn submit_and_poll(mut orders: Orders) -> Result<Sample> {
     })
 }
 
-/// Measures how many calls a second go through with [`IN_FLIGHT`] in flight.
+/// Measures the number of calls a second with [`IN_FLIGHT`] in flight.
 fn pipelined(mut orders: Orders) -> Result<Sample> {
     let mut client = connect(&mut orders, &ClientOptions::default())?;
     let mut sample = Sample::new();
@@ -250,7 +250,7 @@ fn many(client: &mut Client, calls: u64) -> Result<()> {
     Ok(())
 }
 
-/// Times the two halves of a call by the server's stamp: notes the median of each.
+/// Times the two halves of a call by the server's stamp, and notes the median of each.
 fn stamped(mut orders: Orders) -> Result<Sample> {
     let mut client = connect(&mut orders, &ClientOptions::default())?;
     let (mut requests, mut returns) = (Sample::new(), Sample::new());

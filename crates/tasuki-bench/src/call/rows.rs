@@ -1,4 +1,4 @@
-//! The rows of our own calls: each figure beside what it is fairly compared with, and the bars that were set.
+//! Rows of our own calls: each figure beside its fair comparisons, and the bars.
 
 use anyhow::{Context, Result};
 
@@ -11,7 +11,6 @@ use crate::report::{Kind, Row};
 use crate::rounds::Samples;
 use crate::sample::median;
 
-/// All our rows.
 pub fn rows(samples: &Samples) -> Result<Vec<Row>> {
     let mut rows = spinning(samples)?;
     rows.extend(sleeping(samples)?);
@@ -21,7 +20,7 @@ pub fn rows(samples: &Samples) -> Result<Vec<Row>> {
     Ok(rows)
 }
 
-/// The rows of case `name`; `compare` adds to the one with the median what it is compared with.
+/// Makes the rows of case `name`; `compare` adds the comparisons to the row of the median.
 fn round_trip(samples: &Samples, name: &str, compare: impl FnOnce(Row) -> Result<Row>) -> Result<Vec<Row>> {
     let mut rows = Row::round_trip(name, samples.of(name)?);
     let median = compare(rows.remove(0))?;
@@ -90,7 +89,7 @@ fn pipelined(samples: &Samples) -> Result<Row> {
     Ok(Row::higher("pipelined", "rate", "calls/s", rate).bar_at(8_000_000.0))
 }
 
-/// Each level of detach, compared with moving and with copying as many bytes.
+/// Makes the rows of each level of detach, compared with moving and with copying as many bytes.
 fn detached(samples: &Samples) -> Result<Vec<Row>> {
     let mut rows = Vec::new();
     for size in ["4k", "64k", "2m"] {
@@ -119,7 +118,7 @@ fn idle_rows(samples: &Samples) -> Result<Vec<Row>> {
     ])
 }
 
-/// Our figures under the names of the paper's, in ns.
+/// Returns our figures under the names of the paper's, in ns.
 pub fn paper(samples: &Samples) -> Result<Vec<(&'static str, f64)>> {
     let half = |which| median(samples.of("stamped")?.numbers(which)).with_context(|| format!("the case notes {which}"));
     let (spin, same, parked) = (samples.p50("spin-inline")?, samples.p50("same-core")?, samples.p50("parked")?);

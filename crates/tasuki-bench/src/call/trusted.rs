@@ -1,4 +1,4 @@
-//! Reading a slot where it lies, as a server does whose clients are trusted.
+//! Reading a slot in place, as a server of trusted clients does.
 //!
 //! # Invariants
 //!
@@ -7,8 +7,8 @@
 
 use tasuki_shm::arena::PeerSlot;
 
-/// Sum of the 64-bit words of the slot.
+/// Returns the sum of the 64-bit words of the slot.
 pub fn sum_in_place(slot: &PeerSlot) -> u64 {
-    // SAFETY: the client does not write it until it is answered (T1).
+    // SAFETY: the client does not write the slot until it has the answer (T1).
     super::sum(unsafe { slot.bytes() })
 }

@@ -1,4 +1,4 @@
-//! Calls between processes, and servers that are replaced or die under them.
+//! Calls between processes, whose servers are replaced or die meanwhile.
 
 use std::io::{Read, Write};
 use std::path::Path;
@@ -24,25 +24,25 @@ use crate::workplace::Workplace;
 const SHOWN: &[&str] =
     &["ping-pong-tight", "spin-inline", "spin-slot", "same-core", "pipelined", "seqpacket-same-core"];
 
-/// Replacements of each kind.
+/// Number of replacements of each kind.
 const REPLACEMENTS: u32 = 5;
 
-/// Calls between two replacements.
+/// Number of calls between two replacements.
 const CALLS_BETWEEN: u64 = 10_000;
 
-/// The ledger's size: one word a call, in the state that the servers hand on.
+/// Size of the ledger: one word a call, in the state that each server hands to the next.
 const LEDGER: u64 = 1 << 20;
 
-/// Counts in the ledger that the call of this number ran.
+/// Method that counts in the ledger that the call of this number ran.
 const COUNT: u16 = 1;
 
-/// Says how often the call of this number ran.
+/// Method that returns how often the call of this number ran.
 const RAN: u16 = 2;
 
-/// Says how many of the calls below this number did not run exactly once.
+/// Method that returns how many of the calls below this number did not run exactly once.
 const AUDIT: u16 = 3;
 
-/// What a server says when it is where it is to be.
+/// Word that a server prints once it serves or stands by.
 const READY: &str = "ready";
 
 const DEADLINE: Duration = Duration::from_secs(10);
@@ -50,15 +50,15 @@ const DEADLINE: Duration = Duration::from_secs(10);
 /// How a demo server comes to its office.
 #[derive(Debug, Clone, Copy, clap::ValueEnum)]
 pub enum Office {
-    /// It is the first.
+    /// Is the first server.
     First,
-    /// It has the one before it finish and let go.
+    /// Makes its predecessor finish and let go.
     Upgrade,
-    /// It waits for the one before it to die.
+    /// Waits for its predecessor to die.
     StandBy,
 }
 
-/// One server of the demo, in a process of its own, until a successor takes over or somebody kills it.
+/// Plays one server of the demo, in a process of its own, until a successor takes over or the demo kills it.
 pub fn serve(office: Office, cpu: usize, path: &Path) -> Result<()> {
     cpus::pin(cpu)?;
     rustix::process::set_parent_process_death_signal(Some(Signal::KILL))
@@ -77,7 +77,7 @@ pub fn serve(office: Office, cpu: usize, path: &Path) -> Result<()> {
         }
         Office::StandBy => {
             let successor = Successor::approach(path)?;
-            // Said before its wait, since it has all that it needs.
+            // Print this before the wait: the server has all that it needs.
             println!("{READY}");
             successor.stand_by(options)?
         }
@@ -88,7 +88,7 @@ pub fn serve(office: Office, cpu: usize, path: &Path) -> Result<()> {
         let number = request.inline().and_then(|bytes| bytes.try_into().ok()).map_or(0, u64::from_ne_bytes);
         let times = |number: u64| &ledger[usize::try_from(number % LEDGER).expect("fits memory")];
         let answer = match request.method() {
-            // One writer at a time, which the lease sees to.
+            // The lease ensures that there is one writer at a time.
             COUNT => {
                 times(number).store(times(number).load(Relaxed) + 1, Relaxed);
                 number
@@ -102,7 +102,7 @@ pub fn serve(office: Office, cpu: usize, path: &Path) -> Result<()> {
     Ok(())
 }
 
-/// A running demo server, killed when dropped.
+/// Process of a demo server. Dropping it kills the process.
 struct Running {
     process: Child,
     says: ChildStdout,
@@ -122,13 +122,13 @@ impl Running {
         Ok(Running { process, says })
     }
 
-    /// Waits until it serves, or stands by.
+    /// Waits until the server serves, or stands by.
     fn await_ready(&mut self) -> Result<()> {
         let mut word = [0; READY.len() + 1];
         self.says.read_exact(&mut word).context("a server of the demo ended before it was ready")
     }
 
-    /// Has a server that was started as an upgrade begin.
+    /// Makes a server that was started as an upgrade begin.
     fn take_over(&mut self) -> Result<()> {
         let stdin = self.process.stdin.as_mut().context("its input was asked for")?;
         writeln!(stdin, "now").context("a server of the demo ended before it took over")
@@ -147,14 +147,14 @@ impl Drop for Running {
     }
 }
 
-/// What calls went through while servers came and went.
+/// Record of the calls while servers came and went.
 #[derive(Debug, Default)]
 struct Story {
     calls: u64,
     retries: u64,
-    /// The longest wait of a call since the last replacement.
+    /// Longest wait of a call since the last replacement.
     longest: Duration,
-    /// The longest wait of a call in each replacement.
+    /// Longest wait of a call in each replacement.
     gaps: Vec<Duration>,
 }
 
@@ -164,7 +164,7 @@ impl Story {
     }
 }
 
-/// Shows what calls cost, and that none is lost when servers come and go.
+/// Shows the cost of calls, and that none is lost when servers come and go.
 pub fn show(cpus: Cpus, interrupt: &Interrupt) -> Result<()> {
     figures(cpus, interrupt)?;
     let place = Workplace::new()?;
@@ -180,7 +180,7 @@ pub fn show(cpus: Cpus, interrupt: &Interrupt) -> Result<()> {
     let mut story = Story::default();
     for _ in 0..REPLACEMENTS {
         interrupt.check()?;
-        // A child dies with the thread that started it, so that is this one; another only waits.
+        // A child dies with the thread that started it, so this thread starts it; the other thread only waits.
         let mut next = start("upgrade")?;
         next.await_ready()?;
         calls(&mut client, &mut story, CALLS_BETWEEN / 2, |_| Ok(()))?;
@@ -218,7 +218,7 @@ pub fn show(cpus: Cpus, interrupt: &Interrupt) -> Result<()> {
     end(server, client)
 }
 
-/// Measures and prints what a call costs here.
+/// Measures and prints the cost of a call on this machine.
 fn figures(cpus: Cpus, interrupt: &Interrupt) -> Result<()> {
     let cases: Vec<_> = SHOWN.iter().map(|name| case::find(name)).collect::<Result<_>>()?;
     let samples = rounds::once(&cases, cpus, interrupt)?;
@@ -236,10 +236,10 @@ fn figures(cpus: Cpus, interrupt: &Interrupt) -> Result<()> {
     Ok(())
 }
 
-/// Makes `count` calls one after the other. `meanwhile` is told how many are done.
+/// Makes `count` calls one after the other. `meanwhile` receives the number of finished calls.
 ///
-/// A call whose server was replaced while it ran comes back as `Retry`; the ledger, which the successor has, says whether it
-/// took effect.
+/// A call whose server was replaced while it ran comes back as `Retry`. The successor has the ledger, which says
+/// whether the call took effect.
 fn calls(
     client: &mut Client,
     story: &mut Story,
@@ -269,7 +269,7 @@ fn calls(
     Ok(())
 }
 
-/// One call with a number to and fro.
+/// Makes one call that takes and returns a number.
 fn ask(client: &mut Client, method: u16, number: u64) -> std::result::Result<u64, CallError> {
     let reply = client
         .call(Ask::new(method, &number.to_ne_bytes()), Deadline::within(DEADLINE))
@@ -295,7 +295,7 @@ fn tell(what: &str, client: &mut Client, story: &Story) -> Result<()> {
     Ok(())
 }
 
-/// The last server is killed and nobody follows.
+/// Kills the last server, which has no successor.
 fn end(mut server: Running, mut client: Client) -> Result<()> {
     let pid = server.process.id();
     let killer = std::thread::spawn(move || {

@@ -1,4 +1,4 @@
-//! A network card at line rate: a daemon, two nodes, and everything that can happen to whoever drives the card.
+//! A network card at line rate: a daemon, two nodes, and everything that can happen to the card's driver.
 
 use std::time::{Duration, Instant};
 
@@ -17,47 +17,48 @@ use crate::relay::system::{Relay, System};
 use crate::sample::Sample;
 use crate::table::number;
 
-/// The link of the real card needs as long.
+/// Time from a reset to the link, in ns, as on the real card.
 const LINK_UP_NS: u64 = 2_200_000_000;
 
-/// Bytes of a frame, with the check sequence: the shortest that there are.
+/// Bytes of a frame, with the check sequence: the shortest possible.
 const SIZE: u32 = 64;
 
-/// Between one relay and the next nothing happens for so long.
+/// Quiet time between two relays.
 const QUIET: Duration = Duration::from_millis(20);
 
 const PATIENCE: Duration = Duration::from_secs(30);
 
-/// Something that happens to the card.
+/// An event for the card.
 #[derive(Debug)]
 pub struct Act {
-    /// Short, unique.
+    /// Short, unique name.
     pub name: &'static str,
-    /// In words, for somebody who has read nothing.
+    /// Description for a reader without background.
     pub what: &'static str,
-    /// What is asked of the daemon.
+    /// Relay to ask the daemon for.
     pub relay: Relay,
-    /// How often. A daemon that loses worker after worker waits longer each time before it starts another.
+    /// Number of repetitions. A daemon that loses worker after worker waits longer each time before it starts
+    /// another.
     pub times: u32,
     /// Whether frames may be lost.
     pub loses: bool,
-    /// What others need for the same.
+    /// Times that the papers need for the same.
     pub papers: &'static str,
 }
 
 impl Act {
-    /// What happens, and how often.
+    /// Returns the description and the number of repetitions.
     pub fn title(&self) -> String {
         if self.times > 1 { format!("{}, {} ×", self.what, self.times) } else { self.what.to_owned() }
     }
 }
 
-/// A line of the table.
+/// Prints a line of the table.
 pub fn line(what: &str, [a, b, c, d, e]: [String; 5]) {
     println!("  {what:<53}{a:>10}{b:>7}{c:>14}{d:>15}{e:>15}");
 }
 
-/// In the order in which they happen.
+/// The acts, in the order in which they happen.
 pub const ACTS: [Act; 4] = [
     Act {
         name: "upgrade",
@@ -104,9 +105,9 @@ pub const CASES: &[Case] = &[Case {
     measure: play,
 }];
 
-/// Has all of it happen, one after the other, under one daemon.
+/// Plays all acts, one after the other, under one daemon.
 fn play(mut orders: Orders) -> Result<Sample> {
-    // The connection that other cases use.
+    // Only other cases use this connection.
     drop(orders.next_fd()?);
     let control = Control::new(orders.next_fd()?);
     let Say::Size(size) = control.hear()? else { bail!("the card did not begin with the size of its frames") };
@@ -143,10 +144,10 @@ fn play(mut orders: Orders) -> Result<Sample> {
     Ok(sample)
 }
 
-/// Waits until frames come back: after a reset that is when the link is up.
+/// Waits until frames come back: after a reset, until the link is up.
 fn await_frames(control: &Control) -> Result<()> {
     let began = Instant::now();
-    // The first answer also speaks of the time before.
+    // The first answer covers the time before this call too.
     for round in 0_u32.. {
         control.say(&Ask::Window)?;
         let gap = loop {
@@ -163,7 +164,7 @@ fn await_frames(control: &Control) -> Result<()> {
     Ok(())
 }
 
-/// Runs it, and says what happened.
+/// Runs the case and prints what happened.
 pub fn show(cpus: Cpus, interrupt: &Interrupt) -> Result<()> {
     println!("a network card (a model of Intel's 82574L) at 1 Gb/s: 1,488,095 frames a second, each sent back");
     line("frames", ["lost", "twice", "out of order", "nobody drives", "longest gap"].map(str::to_owned));

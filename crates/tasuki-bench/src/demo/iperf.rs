@@ -1,5 +1,5 @@
-//! A connection of this machine's kernel through the card: `iperf3` sends to another network namespace, whose interface is the node's NIC,
-//! while the card changes hands.
+//! A connection of this machine's kernel through the card. `iperf3` sends to another network namespace, whose
+//! interface is the node's NIC, while the card changes hands.
 
 use std::path::Path;
 use std::process::Command;
@@ -15,19 +15,21 @@ use crate::program::{LOOK, PATIENCE, Program};
 use crate::relay::system::{System, now_ns};
 use crate::table::number;
 
-/// Bits a second: what leaves a busy machine with two CPUs time for everything else, so that what is sent again was lost on the way.
+/// Rate in bits a second. It leaves a busy machine with two CPUs time for everything else, so a retransmission means
+/// a loss on the way.
 const RATE: &str = "200M";
 
-/// How long it sends for each thing that happens.
+/// How long `iperf3` sends for each relay.
 const SHARE: Duration = Duration::from_secs(1);
 
-/// A link that comes up anew takes so long.
+/// Additional time for a link that comes up anew.
 const LINK_UP: Duration = Duration::from_secs(3);
 
-/// In the namespace of the demo: a daemon, two nodes that are the NIC of one more namespace, and the kernel's programs at both ends.
+/// Runs in the demo's namespace: a daemon, two nodes that are the NIC of one more namespace, and the kernel's
+/// programs at both ends.
 pub fn show(folder: &Path, interrupt: &Interrupt) -> Result<()> {
     std::fs::create_dir(folder).with_context(|| format!("{} cannot be made", folder.display()))?;
-    // The namespace is there as long as its server is.
+    // The namespace exists as long as its server does.
     let server = Program::start(Command::new("unshare").args(["--net", "--", "iperf3", "--server"]))?;
     let netns = format!("/proc/{}/ns/net", server.id());
     let ours = std::fs::read_link("/proc/self/ns/net").context("the kernel does not say in which namespace we are")?;
@@ -46,7 +48,7 @@ pub fn show(folder: &Path, interrupt: &Interrupt) -> Result<()> {
     ACTS.iter().try_for_each(|act| row(act, &system, interrupt))
 }
 
-/// Has something happen as often as it does, while one connection sends.
+/// Repeats an act as often as it says, while one connection sends.
 fn row(act: &Act, system: &System, interrupt: &Interrupt) -> Result<()> {
     let time = SHARE * act.times + if act.loses { LINK_UP } else { Duration::ZERO };
     let sending = begin(&["--fq-rate", RATE, "--time", &time.as_secs().to_string()])?;
@@ -70,7 +72,7 @@ fn row(act: &Act, system: &System, interrupt: &Interrupt) -> Result<()> {
     let pause = pauses.get(pauses.len() / 2).map_or(f64::NAN, |ns| *ns as f64 / 1e3);
     let sent = number((said.number("/end/sum_sent/bytes")? / 1e6).round()) + " MB";
     let rate = number((said.number("/end/sum_sent/bits_per_second")? / 1e6).round());
-    // Segments that TCP sent again, and the longest way there and back that it measured, in µs.
+    // Segments that TCP retransmitted, and the longest round trip that it measured, in µs.
     let resent = number(said.number("/end/sum_sent/retransmits")?);
     let longest_trip = said.number("/end/streams/0/sender/max_rtt")?;
     line(&act.title(), [rate, resent, sent, micros(pause), micros(longest_trip)]);
@@ -87,7 +89,7 @@ fn await_so(what: &str, interrupt: &Interrupt, is_so: impl Fn() -> Result<bool>)
     Ok(())
 }
 
-/// An `iperf3` that sends to the node.
+/// Starts an `iperf3` that sends to the node.
 fn begin(words: &[&str]) -> Result<Sending> {
     Sending::begin(Command::new("iperf3").args(["--connect-timeout", "2000"]).args(words), THEIRS)
 }

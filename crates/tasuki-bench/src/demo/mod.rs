@@ -1,5 +1,6 @@
-//! The demo: what Tasuki does, on one screen. A network card that changes hands while packets flow; calls between processes whose servers are
-//! replaced or die under them; and, for who asks, this machine's own kernel on the wire of such a card.
+//! The demo shows on one screen what Tasuki does: a network card changes hands while packets flow, and calls go on
+//! between processes whose servers are replaced or die. On request, this machine's own kernel is on the wire of such
+//! a card.
 
 mod calls;
 mod cards;
@@ -17,7 +18,7 @@ pub use calls::{Office, serve};
 pub use cards::CASES;
 pub use ping::ping;
 
-/// What else the card of the demo is plugged into.
+/// Other end of the demo card's cable.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
 pub enum Cable {
     /// This machine's kernel.

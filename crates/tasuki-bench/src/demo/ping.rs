@@ -1,6 +1,7 @@
-//! This machine's kernel on the wire: its `ping` asks a node one question a millisecond while the card changes hands.
+//! This machine's kernel on the wire: its `ping` sends a node one request a millisecond while the card changes
+//! hands.
 //!
-//! All of it runs in a network namespace of its own, so that nothing of this machine's network is touched.
+//! All of it runs in a network namespace of its own, so it does not touch this machine's network.
 
 use std::io::Read;
 use std::path::Path;
@@ -19,17 +20,17 @@ use crate::relay::system::{System, now_ns};
 use crate::table::number;
 use crate::workplace::Workplace;
 
-/// Questions while something happens once, one a millisecond.
+/// Number of requests while one act happens, one a millisecond.
 const QUESTIONS: u32 = 1000;
 
-/// `ping` asks for so long before anything happens.
+/// Time that `ping` runs before the act.
 const QUIET: Duration = Duration::from_millis(100);
 
-/// Programs that are needed, and the Debian packages that they come in.
+/// Required programs, and their Debian packages.
 const PROGRAMS: [(&str, &str); 4] =
     [("unshare", "util-linux"), ("ip", "iproute2"), ("ping", "iputils-ping"), ("iperf3", "iperf3")];
 
-/// Refused with a sentence where it cannot work.
+/// Checks that the demo can run here; the error says what is missing.
 pub fn is_possible() -> Result<()> {
     ensure!(
         rustix::process::geteuid().is_root(),
@@ -43,7 +44,7 @@ pub fn is_possible() -> Result<()> {
     }
 }
 
-/// Runs it in a network namespace of its own.
+/// Runs the part in a network namespace of its own.
 pub fn show(interrupt: &Interrupt) -> Result<()> {
     let place = Workplace::new()?;
     let this = std::env::current_exe().context("the demo could not find its own executable")?;
@@ -52,7 +53,8 @@ pub fn show(interrupt: &Interrupt) -> Result<()> {
     Part::start(&mut command)?.await_end(interrupt)
 }
 
-/// In the namespace: a daemon, two nodes with one address, a card whose cable is a TAP, and the kernel's `ping`.
+/// Runs in that namespace: a daemon, two nodes with one address, a card whose cable is a TAP, and the kernel's
+/// `ping`.
 pub fn ping(folder: &Path) -> Result<()> {
     rustix::process::set_parent_process_death_signal(Some(Signal::KILL))
         .context("this part could not be tied to the demo")?;
@@ -66,7 +68,7 @@ pub fn ping(folder: &Path) -> Result<()> {
         format!("[[nic]]\nname = \"nic0\"\ndevice = \"sim\"\nnode = \"red\"\nwire = [\"--tap\", \"{INTERFACE}\"]\n");
     let system = System::configured(folder, &[node("red", "blue"), node("blue", "red"), nic].concat())?;
     set_up(INTERFACE, OURS)?;
-    // Who has the address is asked here once, and the link of a fresh card comes up.
+    // This first request resolves the address (ARP), and waits for the link of a fresh card.
     let first = Asking::begin(&["-c", "1", "-w", "30"])?.end(&interrupt)?;
     ensure!(first.came > 0, "no node answers ping at {THEIRS}; tasukid's log says more: {}", log(folder));
     println!("the same with this machine's own kernel on the wire: its ping asks the node once a millisecond");
@@ -81,14 +83,14 @@ pub fn ping(folder: &Path) -> Result<()> {
         pauses.sort_unstable();
         row(act, &pauses, &all)?;
     }
-    // Its model takes the interface along.
+    // The model takes the interface along.
     drop(system);
     iperf::show(&folder.join("iperf3"), &interrupt)
 }
 
-/// Has something happen once while `ping` asks.
+/// Plays an act once while `ping` runs.
 fn once(act: &Act, system: &System, interrupt: &Interrupt) -> Result<(u64, Said)> {
-    // A link that comes up anew takes as long as all the questions of one that stays up.
+    // A link that comes up anew takes as long as all requests of an act whose link stays up.
     let questions = if act.loses { QUESTIONS * 3 } else { QUESTIONS };
     let asking = Asking::begin(&["-i", "0.001", "-c", &questions.to_string()])?;
     std::thread::scope(|scope| {
@@ -125,7 +127,7 @@ fn log(folder: &Path) -> String {
     std::fs::read_to_string(folder.join("tasukid.log")).unwrap_or_default()
 }
 
-/// A `ping` that runs.
+/// A running `ping`.
 struct Asking(Program);
 
 impl Asking {
@@ -138,13 +140,13 @@ impl Asking {
     fn end(mut self, interrupt: &Interrupt) -> Result<Said> {
         self.0.await_end(interrupt)?;
         let mut text = String::new();
-        // A few lines, which fit its pipe: nothing had to be read before.
+        // The few lines fit the pipe, so they can wait there until now.
         self.0.output()?.read_to_string(&mut text)?;
         Said::read(&text).with_context(|| format!("ping said something else than it used to:\n{text}"))
     }
 }
 
-/// What `ping` said in the end.
+/// Final report of `ping`.
 #[derive(Debug, Default, PartialEq)]
 struct Said {
     asked: u32,
@@ -174,7 +176,7 @@ impl Said {
             asked: of("packets transmitted")?.parse().ok()?,
             came: of(" received")?.parse().ok()?,
             twice: of(" duplicates").map_or(Some(0), |count| count.parse().ok())?,
-            // Nothing came: nothing took any time.
+            // Without replies there is no round-trip time.
             longest_ms: longest_ms.unwrap_or(f64::NAN),
         })
     }

@@ -1,4 +1,4 @@
-//! The card's process: the model, and what it is plugged into.
+//! Process of the card: the model and its wire.
 
 use std::time::{Duration, Instant};
 
@@ -13,20 +13,24 @@ use tasuki_sim::wire::{Source, SourceOptions, Wire};
 use super::trial::{Ask, Control, Outcome, Say, Trial};
 use crate::orders::Orders;
 
-/// From a reset to the link: what a trial waits for, and not what it measures.
+/// Time from a reset to the link, in ns. A trial waits for it and does not measure it.
 const LINK_UP_NS: u64 = 1_000_000;
 
-/// Rounds of the model after which it looks for messages.
+/// Rounds of the model between two checks for messages.
 const UNHEARD: u32 = 1024;
 
-/// Frames a second at which the model sleeps between two. Woken it goes before everybody else then, for silicon is held up by nobody; at more it would take its CPU from all that
-/// share it, and its time stands still when it is held up.
+/// Highest rate, in frames a second, at which the model sleeps between frames.
+///
+/// At such rates the model runs with priority when woken, because nothing delays silicon. At higher rates it would
+/// take its CPU from every process that shares it; there the model's time stands still while it is delayed.
 const SLOW: u64 = 10_000;
 
-/// Its nice value then. At -20, or as SCHED_FIFO, it keeps its CPU from tasukid while it looks for work in vain.
+/// Nice value of the model at such rates. At -20, or as SCHED_FIFO, it would keep its CPU from tasukid while it
+/// polls in vain.
 const FIRST: i32 = -5;
 
-/// A frame that has not come back so long after the last one is lost. A driver that a busy machine does not run for a while has lost none.
+/// A frame that has not come back so long after the last one is lost. The time is long enough that a driver which a
+/// busy machine suspends for a while loses none.
 const PATIENCE: Duration = Duration::from_secs(2);
 
 fn card(link_up_ns: u64) -> Device {
@@ -44,38 +48,39 @@ fn source(trial: Trial) -> Source {
     })
 }
 
-/// Where a trial is.
+/// Stage of a trial.
 enum Stage {
     Idle,
     Sending,
     Sent,
-    /// The driver has ended: what is under way still comes back. How many had, and when the last one did.
+    /// The driver has ended the trial, and frames under way still come back. Holds the number of frames received so
+    /// far, and the time of the last one.
     Ending(u64, Instant),
 }
 
-/// Plays one trial after the other until the driver goes.
+/// Plays one trial after the other until the driver leaves.
 pub fn serve_trials(mut orders: Orders, size: u32) -> Result<()> {
     let server = Server::over(orders.next_fd()?)?;
     play(server, orders, size, card(LINK_UP_NS))
 }
 
-/// Where a card is served that a daemon finds by its path.
+/// Name of the socket for a daemon that finds the card by its path.
 pub const SOCKET: &str = "card.sock";
 
-/// The same, for a system that opens the card by its path.
+/// Plays trials for a system that opens the card by its path.
 pub fn serve_system(orders: Orders, size: u32) -> Result<()> {
     serve_card(orders, size, LINK_UP_NS)
 }
 
-/// The same with a card that needs so long from a reset to the link.
+/// Like [`serve_system`], with a card whose link needs `link_up_ns` after a reset.
 pub fn serve_card(mut orders: Orders, size: u32, link_up_ns: u64) -> Result<()> {
-    // The connection that other cases use.
+    // Only other cases use this connection.
     drop(orders.next_fd()?);
     let server = Server::bind(&orders.directory.join(SOCKET))?;
     play(server, orders, size, card(link_up_ns))
 }
 
-/// The same with a virtio network device.
+/// Like [`serve_system`], with a virtio network device.
 pub fn serve_virtio(mut orders: Orders, size: u32) -> Result<()> {
     drop(orders.next_fd()?);
     let server = Server::bind(&orders.directory.join(SOCKET))?;
@@ -116,7 +121,7 @@ fn turn(
             *served.wire() = source(trial);
             *stage = Stage::Sending;
             if trial.rate.is_some_and(|rate| rate <= SLOW) {
-                // Where it may not, what holds it up is in the gaps too.
+                // If the priority is refused, delays of the model show up in the gaps too.
                 let _ = rustix::process::setpriority_process(None, FIRST);
                 tasuki_shm::slice::brief();
             }
@@ -126,7 +131,7 @@ fn turn(
             control.say(&Say::Window(gap, trip))?;
         }
         Some(Ask::End) => {
-            // It may have frames left to send.
+            // Stop the wire: it may have frames left to send.
             served.wire().pause(true);
             *stage = Stage::Ending(served.wire().counts().received, Instant::now());
         }
@@ -161,13 +166,13 @@ fn turn(
     Ok(())
 }
 
-/// A wire with one frame on it, which is sent again as soon as it has come back.
+/// A wire with one frame on it. It sends the frame again as soon as it has come back.
 #[derive(Debug)]
 struct Pinger {
     frame: [u8; 60],
     number: u64,
     left: Option<Instant>,
-    /// How long each took, in ns.
+    /// Duration of each trip, in ns.
     trips: Vec<u64>,
     total: usize,
 }
@@ -192,7 +197,8 @@ impl Wire for Pinger {
     }
 }
 
-/// Sends frames that the driver sends back, one at a time, from the moment that it says so; then says how long each was away.
+/// Sends frames for the driver to send back, one at a time, once the driver asks for them. Then reports the duration
+/// of each trip.
 pub fn serve_pings(mut orders: Orders) -> Result<()> {
     let mut server = Server::over(orders.next_fd()?)?;
     let control = Control::new(orders.next_fd()?);
@@ -200,7 +206,7 @@ pub fn serve_pings(mut orders: Orders) -> Result<()> {
     frame[..12].copy_from_slice(&[0xff, 0xff, 0xff, 0xff, 0xff, 0xff, 2, 0, 0, 0, 0, 0x51]);
     frame[12..14].copy_from_slice(&[0x88, 0xb5]);
     let total = usize::try_from(orders.total())?;
-    // Nothing is on the wire before the driver is ready.
+    // Put nothing on the wire before the driver is ready.
     let wire = Pinger { frame, number: 0, left: None, trips: Vec::with_capacity(total), total: 0 };
     let mut served = Served::new(card(LINK_UP_NS), wire);
     let mut result = Ok(());
@@ -225,7 +231,7 @@ pub fn serve_pings(mut orders: Orders) -> Result<()> {
     result
 }
 
-/// Trips in a message, at most: a packet has room for each with twenty digits.
+/// Most trips in a message: a packet has room for each with twenty digits.
 pub const TRIPS: usize = 150;
 
 fn say_trips(control: &Control, trips: &[u64]) -> Result<()> {

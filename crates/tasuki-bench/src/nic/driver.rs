@@ -1,4 +1,4 @@
-//! The driver's process: what a node does with its NIC.
+//! Process of the driver: the work that a node does with its NIC.
 
 use std::os::fd::{AsFd, OwnedFd};
 use std::time::{Duration, Instant};
@@ -16,21 +16,21 @@ use super::trial::{Ask, Control, Outcome, Say, Trial};
 use crate::orders::Orders;
 use crate::sample::Sample;
 
-/// The most that the driver takes: rides out 0.7 ms without a CPU at gigabit line rate.
+/// Largest ring that the driver takes, in descriptors: it rides out 0.7 ms without a CPU at gigabit line rate.
 const RING: u16 = 1024;
 
-/// From one replacement of the driver to the next.
+/// Interval between two replacements of the driver.
 const BETWEEN_PARKS: Duration = Duration::from_millis(5);
 
-/// Frames of a warm-up trial.
+/// Number of frames of a warm-up trial.
 const WARM_UP: u64 = 20_000;
 
-/// How long a search offers each rate, and by what it goes down from one to the next.
+/// How long a search offers each rate, and the factor from one rate to the next lower one.
 const SEARCH: Duration = Duration::from_millis(100);
 const STEP: (u64, u64) = (4, 5);
-/// Rates below this, in frames a second, are not tried.
+/// Lowest rate that a search tries, in frames a second.
 const LEAST_RATE: u64 = 300_000;
-/// How often, and how often nothing may be lost, for the rate to count.
+/// Number of tries at each rate, and number of tries without loss for the rate to count.
 const TRIES: u32 = 3;
 const CLEAN_TRIES: u32 = 2;
 
@@ -42,12 +42,12 @@ const LINE_RATE_64: u64 = 1_488_095;
 
 type Card = E1000e<VfioUser>;
 
-/// What the driver does with frames.
+/// Work of the driver.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Work {
-    /// Looks at each and lets it go.
+    /// Reads each frame and releases it.
     Sink,
-    /// Sends each back to where it came from.
+    /// Sends each frame back to its source.
     Echo,
 }
 
@@ -55,7 +55,7 @@ fn start(socket: OwnedFd) -> Result<Card> {
     Ok(start_shared(socket, RING)?.0)
 }
 
-/// Starts the card, and says what another process needs of its memory.
+/// Starts the card; also returns the memory parts and layout that another process needs.
 pub fn start_shared(socket: OwnedFd, ring: u16) -> Result<(Card, Parts, MemoryLayout)> {
     let memory =
         NicMemory::create(Geometry { slot_len: 4096, count: 2 * u32::from(ring) + 128 }, 1 << 20, Iova(1 << 32))?;
@@ -71,23 +71,23 @@ pub fn start_shared(socket: OwnedFd, ring: u16) -> Result<(Card, Parts, MemoryLa
     Ok((nic, parts, layout))
 }
 
-/// Frames of `size` bytes a second that fill a gigabit.
+/// Returns the number of frames of `size` bytes a second that fill a gigabit.
 pub fn line_rate(size: u32) -> u64 {
     1_000_000_000 / (8 * (u64::from(size) + 20))
 }
 
-/// What the driver has seen of a trial.
+/// The driver's view of a trial.
 #[derive(Debug, Clone, Copy, Default)]
 struct Seen {
     received: u64,
-    /// From the first to the last.
+    /// Time from the first frame to the last.
     took: Duration,
-    /// The longest time in which it was not run, or found nothing.
+    /// Longest time between two receptions, whether the driver did not run or found nothing.
     longest_gap: Duration,
 }
 
 impl Seen {
-    /// Frames a second.
+    /// Returns frames a second.
     fn rate(&self) -> u64 {
         let took = self.took.as_nanos().max(1);
         u64::try_from(u128::from(self.received) * 1_000_000_000 / took).unwrap_or(u64::MAX)
@@ -95,7 +95,7 @@ impl Seen {
 }
 
 struct Trials {
-    /// `None` only while another driver takes it over.
+    /// `None` only while another driver takes the card over.
     nic: Option<Card>,
     control: Control,
     work: Work,
@@ -109,7 +109,7 @@ pub fn trials(mut orders: Orders, work: Work) -> Result<Sample> {
     let mut sample = Sample::new();
     trials.run(WARM_UP, None, true)?;
 
-    // As fast as both go, the wire pausing when the card says so.
+    // At full speed; the wire pauses when the card asks it to.
     let (seen, outcome, lost) = trials.run(orders.calls, None, true)?;
     let rate = seen.rate();
     sample.note("rate", rate as f64);
@@ -120,7 +120,7 @@ pub fn trials(mut orders: Orders, work: Work) -> Result<Sample> {
     sample.record(seen.took / u32::try_from(seen.received.max(1)).context("so many frames take too long")?);
 
     if size == 64 {
-        // At line rate: with pauses, and without.
+        // At line rate, with pauses and without.
         for (pauses, lost_as, gap_as) in [(true, "line-lost", "line-gap"), (false, "deaf-lost", "deaf-gap")] {
             let (seen, outcome, lost) = trials.run(orders.calls.min(LINE_RATE_64), Some(LINE_RATE_64), pauses)?;
             sample.note(lost_as, lost as f64);
@@ -136,7 +136,8 @@ pub fn trials(mut orders: Orders, work: Work) -> Result<Sample> {
     Ok(sample)
 }
 
-/// Sends back what comes at line rate, and has another driver go on with the card again and again: times each parking and going on.
+/// Sends frames back at line rate, and replaces the driver of the card again and again. Times each parking and
+/// resuming.
 pub fn parks(mut orders: Orders) -> Result<Sample> {
     let mut trials = Trials::new(&mut orders, Work::Echo)?;
     let mut sample = Sample::new();
@@ -166,7 +167,7 @@ impl Trials {
         Ok(())
     }
 
-    /// Has another driver go on with the card.
+    /// Parks the driver and resumes with another one.
     fn replace(&mut self) -> Result<()> {
         if let Some(nic) = self.nic.take() {
             let (bus, memory, driver_state) = nic.park()?;
@@ -175,12 +176,13 @@ impl Trials {
         Ok(())
     }
 
-    /// One trial: what the driver saw, what the wire saw, and what is missing.
+    /// Runs one trial. Returns the driver's view, the wire's view, and the number of missing frames.
     fn run(&mut self, count: u64, rate: Option<u64>, pauses: bool) -> Result<(Seen, Outcome, u64)> {
         self.run_with(count, rate, pauses, None)
     }
 
-    /// The same, with drivers that are replaced meanwhile if somebody wants to know how long that takes.
+    /// Like [`run`](Self::run). If `parks` is given, replaces drivers meanwhile and records the duration of each
+    /// replacement.
     fn run_with(
         &mut self,
         count: u64,
@@ -202,7 +204,7 @@ impl Trials {
         }
     }
 
-    /// Receives until `count` frames have come or no more come.
+    /// Receives until `count` frames have come, or until no more come.
     fn receive(&mut self, count: u64, release: impl Fn(&mut Burst), mut parks: Option<&mut Sample>) -> Result<Seen> {
         let mut seen = Seen::default();
         let mut burst = Burst::new();
@@ -237,7 +239,7 @@ impl Trials {
             first.get_or_insert(now);
             last = now;
             seen.received += came as u64;
-            // Every frame is looked at, as whoever receives them would.
+            // Touch every frame, as any receiver would.
             burst.iter_mut().for_each(turn_round);
             release(&mut burst);
             while !burst.is_empty() {
@@ -248,7 +250,8 @@ impl Trials {
         Ok(seen)
     }
 
-    /// The highest rate, downwards from `from`, at which a wire that does not pause loses nothing; 0 if there is none.
+    /// Searches downwards from `from` for the highest rate at which a wire that does not pause loses nothing.
+    /// Returns 0 if there is none.
     fn search(&mut self, from: u64) -> Result<u64> {
         let mut rate = from;
         while rate > LEAST_RATE {
@@ -276,7 +279,7 @@ pub fn turn_round(frame: &mut Frame) {
     to.swap_with_slice(&mut rest[..6]);
 }
 
-/// Sends back what comes, one frame at a time, and asks the wire how long each was away.
+/// Sends frames back one at a time, and asks the wire for the duration of each trip.
 pub fn pings(mut orders: Orders, sleeps: bool) -> Result<Sample> {
     let mut nic = start(orders.next_fd()?)?;
     let control = Control::new(orders.next_fd()?);

@@ -1,12 +1,12 @@
-//! What a driver costs by itself: instructions for a packet, as callgrind counts them, with a card that is memory.
+//! Cost of a driver alone: instructions per packet, as callgrind counts them, with a card that is memory.
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
 use anyhow::{Context, Result, ensure};
 
-/// A figure: which program of tasuki-net's examples is run how, which of its functions is counted, and which of the numbers that it prints
-/// is how many packets that was.
+/// A figure: the tasuki-net example to run and its argument, the function to count, and which printed number is the
+/// packet count.
 struct Count {
     case: &'static str,
     program: &'static str,
@@ -35,7 +35,7 @@ impl Count {
         Count { case, program, argument, function, printed }
     }
 
-    /// Instructions a packet.
+    /// Returns instructions per packet.
     fn measure(&self, folder: &Path) -> Result<f64> {
         let program = folder.join(self.program);
         ensure!(
@@ -66,7 +66,7 @@ fn numbers(text: &str) -> impl Iterator<Item = f64> {
     text.split(|c: char| !c.is_ascii_digit()).filter_map(|digits| digits.parse().ok())
 }
 
-/// Every figure by its name, as far as it could be had.
+/// Measures every figure; returns each by its name, with an error where it failed.
 pub fn measure() -> Vec<(&'static str, Result<f64>)> {
     let folder =
         std::env::current_exe().map(|bench| bench.with_file_name("examples")).unwrap_or_else(|_| PathBuf::new());

@@ -19,7 +19,7 @@ use driver::Work;
 
 pub use rows::rows;
 
-/// The cases, in the order in which a round runs them. `calls` are frames of a trial.
+/// The cases, in the order in which a round runs them. `calls` counts the frames of a trial.
 pub const CASES: &[Case] = &[
     case("sim-rx-64", 2_000_000, |orders| card::serve_trials(orders, 64), |orders| driver::trials(orders, Work::Sink)),
     case("sim-echo-64", 750_000, |orders| card::serve_trials(orders, 64), |orders| driver::trials(orders, Work::Echo)),
@@ -36,10 +36,10 @@ pub const CASES: &[Case] = &[
     }),
 ];
 
-/// The case in which drivers are replaced under traffic.
+/// Name of the case that replaces drivers under traffic.
 pub const PARK: &str = "sim-park-64";
 
-/// What else is measured in the same rounds: the floors of what spins, and of what sleeps.
+/// Floors measured in the same rounds: those of spinning, and of sleeping.
 pub fn floors() -> impl Iterator<Item = &'static Case> {
     const NAMES: [&str; 3] = ["ping-pong-tight", "ping-pong-hinted", "eventfd-other-core"];
     floors::CASES.iter().filter(|case| NAMES.contains(&case.name))
@@ -54,7 +54,7 @@ const fn case(
     Case { name, cores: Cores::Other, calls: frames, full: 2, prepare: sockets, serve, measure }
 }
 
-/// One connection for vfio-user, and one on which the driver says what the wire is to do.
+/// Makes two connections: one for vfio-user, and one on which the driver commands the wire.
 pub fn sockets() -> Result<Ends> {
     let pair = |kind| {
         socketpair(AddressFamily::UNIX, kind, SocketFlags::CLOEXEC, None).context("the kernel gave no pair of sockets")

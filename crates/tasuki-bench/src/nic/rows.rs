@@ -1,4 +1,4 @@
-//! What the cases come to, beside floors, papers and bars.
+//! Rows of the NIC cases, beside floors, papers and bars.
 
 use anyhow::{Context, Result};
 
@@ -7,10 +7,9 @@ use crate::floors;
 use crate::report::{Kind, Row};
 use crate::rounds::Samples;
 
-/// Line rate of a gigabit in frames of 64 bytes: what one must stand.
+/// Line rate of a gigabit in frames of 64 bytes a second: the rate that echoing must sustain.
 const LINE_RATE_64: f64 = 1_488_095.0;
 
-/// The rows of the bench.
 pub fn rows(samples: &Samples) -> Result<Vec<Row>> {
     let mut rows = Vec::new();
     rows.extend(throughput(samples, "sim-rx-64", 64, Some(4_000_000.0))?);
@@ -81,7 +80,8 @@ fn throughput(samples: &Samples, case: &'static str, size: u32, bar: Option<f64>
     Ok(rows)
 }
 
-/// How long nobody drives a card that is parked and gone on with, in the same process, and what is lost.
+/// Makes the rows of parking: how long no driver serves a card that is parked and resumed in the same process, and
+/// the frames lost.
 fn parks(samples: &Samples) -> Result<Vec<Row>> {
     let case = super::PARK;
     let of = Numbers { samples, case };

@@ -1,4 +1,4 @@
-//! What the driver's process tells the card's, and what it is told: messages of JSON, one a packet.
+//! Messages between the driver's process and the card's: JSON, one message per packet.
 
 use std::os::fd::OwnedFd;
 
@@ -8,70 +8,70 @@ use rustix::net::{RecvFlags, SendFlags};
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 
-/// To the card's process.
+/// Messages to the card's process.
 #[derive(Debug, Clone, Copy, Serialize, Deserialize)]
 pub enum Ask {
-    /// The wire brings frames from now on.
+    /// Starts a trial: the wire begins to bring frames.
     Begin(Trial),
-    /// The longest gap and trip since this was last asked?
+    /// Asks for the longest gap and trip since the last such question.
     Window,
-    /// The driver has all that it expects, or has given up: what became of them?
+    /// Ends a trial: the driver has all the frames it expects, or has given up. Asks for the outcome.
     End,
 }
 
-/// What a wire brings.
+/// Frames that a wire brings.
 #[derive(Debug, Clone, Copy, Serialize, Deserialize)]
 pub struct Trial {
-    /// Frames.
+    /// Number of frames.
     pub count: u64,
-    /// Of so many bytes, with the check sequence.
+    /// Bytes of a frame, with the check sequence.
     pub size: u32,
-    /// A second; `None` for as many as the card takes.
+    /// Frames a second; `None` for as many as the card takes.
     pub rate: Option<u64>,
     /// Whether the wire pauses when the card asks it to.
     pub pauses: bool,
 }
 
-/// To the driver's process.
+/// Messages to the driver's process.
 #[derive(Debug, Clone, Copy, Serialize, Deserialize)]
 pub enum Say {
-    /// The bytes of the frames of this case.
+    /// Bytes of a frame of this case.
     Size(u32),
-    /// The wire has brought everything.
+    /// The wire has brought all frames.
     Sent,
-    /// The longest time between two frames that came back, and the longest that one was away, in ns.
+    /// Longest time between two frames that came back, and longest trip of a frame, both in ns.
     Window(u64, u64),
-    /// What became of it.
+    /// Outcome of the trial.
     Outcome(Outcome),
 }
 
-/// What the wire has seen of a trial.
+/// The wire's view of a trial.
 #[derive(Debug, Clone, Copy, Default, Serialize, Deserialize)]
 pub struct Outcome {
-    /// Frames that it sent.
+    /// Number of frames that the wire sent.
     pub sent: u64,
-    /// Frames that came back, each counted once.
+    /// Number of frames that came back, each counted once.
     pub back: u64,
-    /// Frames that came back twice, out of order, or with other bytes.
+    /// Number of frames that came back twice, out of order, or with other bytes.
     pub wrong: u64,
-    /// Of these, those that came back twice.
+    /// Number of frames in `wrong` that came back twice.
     pub duplicated: u64,
-    /// Of these, those that came back out of order.
+    /// Number of frames in `wrong` that came back out of order.
     pub reordered: u64,
-    /// The longest time between two that came back, in ns.
+    /// Longest time between two frames that came back, in ns.
     pub longest_gap: u64,
-    /// PAUSE frames that came.
+    /// Number of PAUSE frames that the wire received.
     pub pauses: u64,
-    /// How long the machine ran something else than the card and its wire, in ns.
+    /// Time that the machine did not run the card and its wire, in ns.
     pub stalled: u64,
 }
 
-/// One end of the connection.
+/// One end of the connection between the two processes.
 #[derive(Debug)]
 pub struct Control(OwnedFd);
 
 impl Control {
-    /// Over a SOCK_SEQPACKET socket.
+    /// Wraps a SOCK_SEQPACKET socket.
     pub fn new(socket: OwnedFd) -> Self {
         Control(socket)
     }
@@ -87,7 +87,7 @@ impl Control {
         self.receive(RecvFlags::empty())?.context("a socket that waits says that it would")
     }
 
-    /// A message, if there is one.
+    /// Returns a message, if there is one.
     pub fn heard<T: DeserializeOwned>(&self) -> Result<Option<T>> {
         self.receive(RecvFlags::DONTWAIT)
     }
@@ -105,7 +105,7 @@ impl Control {
         Ok(Some(serde_json::from_slice(&bytes[..len]).context("the other role said something else")?))
     }
 
-    /// Whether the other side has gone without a word.
+    /// Returns whether the other side has closed the connection.
     pub fn is_over(&self) -> bool {
         let mut byte = [0_u8; 1];
         rustix::net::recv(&self.0, &mut byte[..], RecvFlags::DONTWAIT | RecvFlags::PEEK).is_ok_and(|(_, len)| len == 0)

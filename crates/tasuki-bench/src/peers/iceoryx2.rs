@@ -1,16 +1,15 @@
 //! iceoryx2 between two processes that poll busily: its request-response, and the faster exchange of two topics.
 //!
-//! Its best fair set-up, as far as we know it (what each point is worth was measured; what is not
-//! named here made no difference):
+//! Its best fair set-up, as far as we know it. The worth of each point was measured; settings not named here made no
+//! difference:
 //!
 //! - `ipc::Service`, the variant whose ports stay on one thread and take no locks;
 //! - one client, one server, and no more buffers than a call needs, so that polling looks at one queue;
 //! - no spin-loop hint while polling: `receive` is slow enough by itself, and the hint delays it;
-//! - memory for the next request (and, where the pattern allows it, the next answer) is taken while
-//!   waiting for this one, where it costs nothing: worth 200 ns a call.
+//! - memory for the next request (and, where the pattern allows it, the next answer) is taken while waiting for this
+//!   one, where it costs nothing: worth 200 ns a call.
 //!
-//! What remains on the clock is what no caller can avoid: write, send, receive, read, and the
-//! release of what was received.
+//! The clock covers only the steps that no caller can avoid: write, send, receive, read, and release.
 
 use std::hint::black_box;
 
@@ -30,11 +29,11 @@ use crate::sample::Sample;
 
 /// The cases, in the order in which a round runs them.
 ///
-/// `-4k` is 4 KiB there, written by the client and read by the server, and 48 bytes back.
+/// The client of a `-4k` case writes 4 KiB, the server reads them, and 48 bytes come back.
 pub const CASES: &[Case] = &[
     case("iceoryx2", 200_000, serve_calls::<ANSWER_WORDS>, measure_calls::<ANSWER_WORDS>),
     case("iceoryx2-4k", 100_000, serve_calls::<BIG_WORDS>, measure_calls::<BIG_WORDS>),
-    // No call: nothing ties an answer to its request. But iceoryx2 has no faster way there and back.
+    // Not a call: nothing ties an answer to its request. But iceoryx2 has no faster round trip.
     case("iceoryx2-topics", 200_000, serve_topics::<ANSWER_WORDS>, measure_topics::<ANSWER_WORDS>),
     case("iceoryx2-topics-4k", 100_000, serve_topics::<BIG_WORDS>, measure_topics::<BIG_WORDS>),
 ];
@@ -68,7 +67,7 @@ fn serve_calls<const WORDS: usize>(orders: Orders) -> Result<()> {
         let sum = sum(request.payload());
         request.loan_uninit()?.write_payload([sum; ANSWER_WORDS]).send()?;
     }
-    // The client still looks at the last answer. It says that it is done by going away.
+    // The client still reads the last answer. Its departure says that it is done.
     wait_until(|| service.dynamic_config().number_of_clients() == 0);
     Ok(())
 }
@@ -120,7 +119,7 @@ fn measure_topics<const WORDS: usize>(orders: Orders) -> Result<Sample> {
     })
 }
 
-/// Asks again and again until something is there.
+/// Polls `receive` until it returns a message.
 fn poll<T>(mut receive: impl FnMut() -> Result<Option<T>>) -> Result<T> {
     loop {
         if let Some(received) = receive()? {
@@ -136,7 +135,7 @@ fn wait_until(mut done: impl FnMut() -> bool) {
     }
 }
 
-/// Reads every word, as a server that cares about its request would.
+/// Reads every word, as a server that uses its request would.
 fn sum<const WORDS: usize>(request: &Request<WORDS>) -> u64 {
     black_box(request).iter().fold(0, |sum, word| sum.wrapping_add(*word))
 }
@@ -146,19 +145,19 @@ fn check<const WORDS: usize>(number: u64, answer: &Answer) -> Result<()> {
     Ok(())
 }
 
-/// A node whose every trace lies in the pair's own directory or under its own prefix.
+/// Makes a node that leaves files only in the pair's own directory or under its own prefix.
 fn node(orders: &Orders) -> Result<Node<ipc::Service>> {
     set_log_level(LogLevel::Error);
     let root = orders.directory.to_str().context("the directory for temporary files has a name that is no text")?;
     let mut config = Config::default();
     config.global.set_root_path(&Path::new(root.as_bytes()).context("iceoryx2 refused the directory")?);
     config.global.prefix = FileName::new(orders.shm_prefix.as_bytes()).context("iceoryx2 refused the prefix")?;
-    // The bench kills its roles; iceoryx2 need not catch signals for that.
+    // The bench kills its roles, so iceoryx2 need not catch signals.
     let builder = NodeBuilder::new().config(&config).signal_handling_mode(SignalHandlingMode::Disabled);
     builder.create().context("iceoryx2 made no node")
 }
 
-/// The same service in both roles: whoever comes first creates it.
+/// Opens the service in either role; the first role creates it.
 fn calls<const WORDS: usize>(node: &Node<ipc::Service>) -> Result<Calls<WORDS>> {
     node.service_builder(&name("calls")?)
         .request_response::<Request<WORDS>, Answer>()
@@ -173,7 +172,7 @@ fn calls<const WORDS: usize>(node: &Node<ipc::Service>) -> Result<Calls<WORDS>> 
         .context("iceoryx2 neither opened nor created the service")
 }
 
-/// (requests, answers)
+/// Returns (requests, answers).
 fn topics<const WORDS: usize>(node: &Node<ipc::Service>) -> Result<(Topic<Request<WORDS>>, Topic<Answer>)> {
     Ok((topic(node, "requests")?, topic(node, "answers")?))
 }

@@ -22,7 +22,7 @@ pub const CASES: &[Case] = &[
     case("pipe-other-core", Cores::Other, pipes),
 ];
 
-/// (case, the floor that binds it)
+/// (case, its floor)
 pub const FLOORS: [(&str, &str); 4] = [
     ("seqpacket-same-core", "futex-same-core"),
     ("seqpacket-other-core", "futex-other-core"),
@@ -34,7 +34,7 @@ const fn case(name: &'static str, cores: Cores, prepare: fn() -> Result<Ends>) -
     Case { name, cores, calls: sleeping_calls(cores), full: 2, prepare, serve, measure }
 }
 
-/// Each role gets the descriptor it reads and the one it writes; here they are the same socket.
+/// Makes the descriptors that each role reads from and writes to: here the same socket.
 fn socket_pair() -> Result<Ends> {
     let pair = socketpair(AddressFamily::UNIX, SocketType::SEQPACKET, SocketFlags::CLOEXEC, None);
     let (server, client) = pair.context("the kernel gave no socket pair")?;
@@ -71,7 +71,7 @@ fn measure(mut orders: Orders) -> Result<Sample> {
 fn send(output: &OwnedFd, number: u64) -> Result<()> {
     let mut message = [0; MESSAGE_LEN];
     message[..8].copy_from_slice(&number.to_ne_bytes());
-    // Pipes take so few bytes whole, and packets are whole by nature.
+    // One write sends it all: pipes take so few bytes whole, and packets are always whole.
     write(output, &message).context("a message could not be sent")?;
     Ok(())
 }

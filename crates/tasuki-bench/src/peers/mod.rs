@@ -11,10 +11,10 @@ use crate::floors;
 use crate::report::{Kind, Row};
 use crate::rounds::Samples;
 
-/// Bytes of a call's message where nothing else is said, in both directions.
+/// Bytes of a call's message in both directions, unless stated otherwise.
 const MESSAGE_LEN: usize = 48;
 
-/// All peers' cases, in the order in which a round runs them.
+/// Returns all peers' cases, in the order in which a round runs them.
 pub fn cases() -> impl Iterator<Item = &'static Case> {
     iceoryx2_cases().iter().chain(kernel::CASES)
 }
@@ -29,7 +29,7 @@ fn iceoryx2_cases() -> &'static [Case] {
     &[]
 }
 
-/// The rows of all peers, each compared with the floor that binds it.
+/// Makes the rows of all peers, each compared with its floor.
 pub fn rows(samples: &Samples) -> Result<Vec<Row>> {
     let mut rows = Vec::new();
     for case in iceoryx2_cases() {

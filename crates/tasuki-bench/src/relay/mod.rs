@@ -1,5 +1,8 @@
-//! A NIC that changes hands while packets flow: our model of the 82574L, or of a virtio network device for `mbb` and `virtio-…`, on one CPU, and on the other the whole system (`system`), or two workers of
-//! the bench's own that take turns (`worker`, `repoint`); and in a guest the kernel's driver, and ours (`guest`).
+//! A NIC that changes hands while packets flow.
+//!
+//! One CPU runs our model of the 82574L, or of a virtio network device for `mbb` and `virtio-…`. The other runs the
+//! whole system (`system`), or two workers of the bench that take turns (`worker`, `repoint`). A guest runs the
+//! kernel's driver, and ours (`guest`).
 
 pub mod guest;
 mod repoint;
@@ -20,7 +23,7 @@ use system::Relay;
 use tasuki_control::api::types::Method;
 use worker::Traffic;
 
-/// Two workers of the bench's own that take turns, without a daemon: what the relay of a driver costs by itself.
+/// A case of two workers of the bench that take turns, without a daemon: the cost of a driver's relay alone.
 macro_rules! turns {
     ($name:literal, $size:expr, $traffic:expr) => {
         Case {
@@ -35,7 +38,7 @@ macro_rules! turns {
     };
 }
 
-/// The whole system, in which processes are started and ended for every relay.
+/// A case of the whole system, which starts and ends processes for every relay.
 macro_rules! system {
     ($name:literal, $size:expr, $traffic:expr, $relay:expr) => {
         system!($name, $size, $traffic, $relay, serve_system)
@@ -59,7 +62,7 @@ macro_rules! apart {
     };
 }
 
-/// The cases, in the order in which a round runs them. `calls` are relays.
+/// The cases, in the order in which a round runs them. `calls` counts relays.
 pub const CASES: &[Case] = &[
     turns!("turns-line64", 64, Traffic::Line),
     turns!("turns-line1518", 1518, Traffic::Line),
@@ -97,7 +100,7 @@ pub const CASES: &[Case] = &[
     system!("handover-cold-paper", PAPER, Traffic::Paper, Relay::Give(Method::Cold)),
 ];
 
-/// Make before break where each node has a CPU of its own, and the card one, too.
+/// Cases of make before break in which each node, and the card too, has a CPU of its own.
 pub const APART: &[Case] = &[
     Case {
         measure: |orders| system::relays_apart(orders, MBB, Traffic::Line),
@@ -115,7 +118,7 @@ pub const APART: &[Case] = &[
 
 const MBB: Relay = Relay::Give(Method::Mbb);
 
-/// The cases that this machine has CPUs for. Of the others it says so.
+/// Returns the cases that this machine has enough CPUs for. Prints a notice about the others.
 pub fn cases() -> impl Iterator<Item = &'static Case> {
     let third = Cpus::choose().and_then(Cpus::third);
     let apart = if matches!(third, Ok(Some(_))) { APART } else { &[] };
@@ -127,10 +130,10 @@ pub fn cases() -> impl Iterator<Item = &'static Case> {
     CASES.iter().chain(apart)
 }
 
-/// Bytes of a frame of the papers.
+/// Bytes of a frame as the papers use it.
 const PAPER: u32 = 1024;
 
-/// What else is measured in the same rounds: what it costs to wake another process.
+/// Floors measured in the same rounds: the cost of waking another process.
 pub fn floors() -> impl Iterator<Item = &'static Case> {
     floors::CASES
         .iter()

@@ -1,7 +1,8 @@
-//! Two owners of a NIC that take turns, each with memory of its own: the card is pointed at the rings of the other one while its partner pauses.
+//! Two owners of a NIC that take turns, each with memory of its own. While the link partner pauses, the taker points
+//! the card at its own rings.
 //!
-//! Both are on one CPU, the card and its wire on the other. A pause is from the giver's last burst to the taker's first look at its rings, after which
-//! the card has done all that the taker wrote.
+//! Both owners run on one CPU, the card and its wire on the other. A pause lasts from the giver's last burst to the
+//! taker's first look at its rings, after which the card has executed all that the taker wrote.
 
 use std::num::NonZeroU32;
 use std::os::fd::OwnedFd;
@@ -26,17 +27,18 @@ use crate::nic::trial::{Ask, Control, Say, Trial};
 use crate::orders::Orders;
 use crate::sample::Sample;
 
-/// Words of the lease page: the turns that each of the two is ready for, and for how long the card was quiesced before it was stopped, in all.
+/// Words of the lease page: the number of turns that each of the two owners is ready for, and the total time from
+/// quiescing the card to stopping it.
 const READY: [usize; 3] = [0, 9, 10];
 const QUIESCED: usize = 11;
-/// How the card was left.
+/// Word of the lease page that says how the giver left the card.
 const LEFT: usize = 17;
 
 fn options() -> NicOptions {
     NicOptions { ring: RING, ..NicOptions::default() }
 }
 
-/// Memory of its own, where nobody else has any.
+/// Makes memory at an address range that only this owner uses.
 fn memory(us: NonZeroU32) -> Result<NicMemory> {
     let at = Iova(u64::from(us.get() + 1) << 32);
     Ok(NicMemory::create(Geometry { slot_len: 4096, count: 2 * u32::from(RING) + 128 }, 1 << 20, at)?)
@@ -45,15 +47,15 @@ fn memory(us: NonZeroU32) -> Result<NicMemory> {
 /// One of the two owners.
 struct Owner {
     us: NonZeroU32,
-    /// What we hold the lease by, while we do.
+    /// The lease, while we hold it.
     tenure: Option<Tenure>,
     lease_page: LeasePage,
     ours: OwnedFd,
     theirs: OwnedFd,
     ready: Option<Ready<VfioUser>>,
-    /// Turns that we have been ready for.
+    /// Number of turns that we have been ready for.
     turns: u64,
-    /// The driver that was replaced.
+    /// Our replaced driver of the last turn.
     replaced: Option<Card>,
 }
 
@@ -62,7 +64,7 @@ impl Owner {
         Owner { us, tenure: None, lease_page, ours, theirs, ready: None, turns: 0, replaced: None }
     }
 
-    /// Gets ready for a turn while the other one drives.
+    /// Prepares a turn while the other owner drives.
     fn prepare(&mut self, bus: VfioUser, memory: NicMemory) -> Result<()> {
         self.ready = Some(Card::prepare_rings(bus, memory, &options(), How::Point, Iova(1 << 32))?);
         self.turns += 1;
@@ -70,7 +72,7 @@ impl Owner {
         Ok(())
     }
 
-    /// Gets ready, waits for our turn and takes the card over; nothing if there is no further turn.
+    /// Prepares, waits for our turn and takes the card over. Returns `None` if there is no further turn.
     fn take(&mut self) -> Result<Option<Card>> {
         if let Some(replaced) = self.replaced.take() {
             let (mut bus, memory) = replaced.stand_down();
@@ -115,7 +117,7 @@ impl Owner {
         self.lease_page.lease.pass(ours)?;
         rustix::io::write(&self.theirs, &1_u64.to_ne_bytes()).context("the other owner cannot be woken")?;
         let quiesced = u64::try_from(began.elapsed().as_nanos())?;
-        // What is left to do for the next turn is not to be in the way of this one.
+        // Cleaning up for the next turn must not delay this one: wait until the taker has the card.
         while self.lease_page.words[RELAYS].load(Relaxed) == relays && began.elapsed() < PATIENCE {
             std::thread::yield_now();
         }
@@ -124,7 +126,7 @@ impl Owner {
         Ok(())
     }
 
-    /// Sends back what has come; says how many frames that were.
+    /// Sends received frames back and returns their number.
     fn echo(&self, nic: &mut Card) -> Result<u64> {
         let mut burst = Burst::new();
         nic.receive(&mut burst)?;
@@ -143,15 +145,16 @@ impl Owner {
         Ok(came)
     }
 
-    /// Whether the other one is ready for the turn after this one.
+    /// Returns whether the other owner is ready for the turn after this one.
     fn is_other_ready(&self) -> bool {
         let other = 3 - self.us.get() as usize;
         let relays = self.lease_page.words[RELAYS].load(Relaxed);
-        // The second has the first turn.
+        // The second owner has the first turn.
         self.lease_page.words[READY[other]].load(Relaxed) > relays / 2
     }
 
-    /// Drives the card until the other one has waited long enough, or until `done`.
+    /// Drives the card until the other owner's turn is due and it is ready, or until `done`. Returns whether `done`
+    /// ended it.
     fn drive(&self, nic: &mut Card, mut done: impl FnMut(bool) -> Result<bool>) -> Result<bool> {
         let since = Instant::now();
         let mut looks = 0_u32;
@@ -162,7 +165,7 @@ impl Owner {
                 return Ok(true);
             }
             if idle {
-                // The other one has something to do on this CPU.
+                // The other owner has work to do on this CPU.
                 std::thread::yield_now();
             }
             if looks.is_multiple_of(16) && since.elapsed() > BETWEEN && self.is_other_ready() {
@@ -172,7 +175,7 @@ impl Owner {
     }
 }
 
-/// The second owner: takes its turns until the first one says that there are no more.
+/// Plays the second owner, which takes its turns until the first one ends them.
 pub fn take_turns(ways: &Ways, lease_page: LeasePage, eventfds: [OwnedFd; 2], control: &Control) -> Result<()> {
     let us = NonZeroU32::MIN.saturating_add(1);
     let mut owner = Owner::new(us, lease_page, eventfds);
@@ -186,7 +189,7 @@ pub fn take_turns(ways: &Ways, lease_page: LeasePage, eventfds: [OwnedFd; 2], co
     Ok(())
 }
 
-/// Has the card change hands `orders.calls` times at line rate; times each.
+/// Makes the card change hands `orders.calls` times at line rate; times each relay.
 pub fn handovers(mut orders: Orders) -> Result<Sample> {
     let (mut nic, parts, layout) = driver::start_shared(orders.next_fd()?, RING)?;
     let control = Control::new(orders.next_fd()?);
@@ -213,7 +216,7 @@ pub fn handovers(mut orders: Orders) -> Result<Sample> {
             Ok(sent)
         })?;
         if over {
-            // What is still under way comes to us.
+            // Frames still under way come to us.
             let received = owner.lease_page.words[RECEIVED].load(Relaxed);
             if received > before {
                 (before, last) = (received, Instant::now());

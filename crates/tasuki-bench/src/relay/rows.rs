@@ -1,4 +1,4 @@
-//! What the relays come to, beside floors, papers and bars.
+//! Rows of the relays, beside floors, papers and bars.
 
 use anyhow::{Context, Result};
 use comfy_table::Table;
@@ -9,16 +9,16 @@ use crate::rounds::Samples;
 use crate::sample::Sample;
 use crate::table::{self, number};
 
-/// What MINIX 3 and AnT need to replace a driver, the latter idle (S1), in µs.
+/// Time that MINIX 3 and AnT need to replace a driver, AnT idle (S1), in µs.
 const MINIX: f64 = 316.0;
 const ANT: f64 = 568.0;
-/// How long nothing is received when Mint hands a NIC over by interrupt routing: less than this (S0), in µs.
+/// Upper bound of the time without reception when Mint hands a NIC over by interrupt routing (S0), in µs.
 const MINT: f64 = 1000.0;
 
-/// So many wake-ups across CPUs an upgrade may take, from asking to the answer, where what it wants is staged.
+/// Bar of a staged upgrade, from asking to the answer, as a multiple of a wake-up across CPUs.
 const STAGED_BAR: f64 = 6.0;
 
-/// What a pause is held against, in µs: its median and its 99th percentile.
+/// Returns the bars of a pause, in µs: of its median and of its 99th percentile.
 fn bars(case: &str) -> (Option<f64>, Option<f64>) {
     match case {
         _ if case.starts_with("turns-repoint") => (None, Some(160.0)),
@@ -33,7 +33,7 @@ fn bars(case: &str) -> (Option<f64>, Option<f64>) {
     }
 }
 
-/// What a gap on the wire is held against where nobody shares a CPU, in µs: three frames' time.
+/// Returns the bar of a gap on the wire where no processes share a CPU, in µs: three frames' time.
 fn three_frames(case: &str) -> Option<f64> {
     match case.strip_prefix("handover-mbb-apart-")? {
         "line64" => Some(3e6 / line_rate(64) as f64),
@@ -42,11 +42,10 @@ fn three_frames(case: &str) -> Option<f64> {
     }
 }
 
-/// The rows of the bench.
 pub fn rows(samples: &Samples) -> Result<Vec<Row>> {
     let mut rows = Vec::new();
     for case in super::CASES.iter().chain(super::APART) {
-        // Not asked for, or the machine has no CPU for it.
+        // Otherwise the case was not asked for, or the machine has no CPU for it.
         if samples.find(case.name).is_some() {
             rows.extend(relay(samples, case.name)?);
         }
@@ -59,7 +58,7 @@ fn noted<'s>(sample: &'s Sample, case: &str, name: &str) -> Result<&'s [f64]> {
     (!numbers.is_empty()).then_some(numbers).with_context(|| format!("{case} notes {name}"))
 }
 
-/// The number below which so many thousandths of `numbers` lie.
+/// Returns the quantile of `numbers` at `thousandths`; 0 where there are none.
 fn quantile(numbers: &[f64], thousandths: usize) -> f64 {
     let mut sorted = numbers.to_vec();
     sorted.sort_unstable_by(f64::total_cmp);
@@ -73,7 +72,7 @@ fn relay(samples: &Samples, case: &'static str) -> Result<Vec<Row>> {
     let summary = sample.summary();
     let wake = samples.p50("eventfd-same-core")? / 2e3;
     let (median_bar, tail_bar) = match case {
-        // A giver, the daemon and a taker are woken one after the other; the rest is a fourth.
+        // The giver, the daemon and the taker are woken one after the other; a fourth trip covers the rest.
         _ if case.starts_with("handover-fenced") => {
             let trips = 4.0 * samples.p50("eventfd-other-core")? / 1e3;
             (Some(trips), Some(trips))
@@ -105,10 +104,10 @@ fn relay(samples: &Samples, case: &'static str) -> Result<Vec<Row>> {
         row("pause_p99", summary.p99 as f64 / 1e3, tail_bar),
         row("pause_max", summary.max as f64 / 1e3, None),
     ];
-    // The bare workers' turns are asked for by nobody.
+    // A turn of the bare workers has no request, so it has no such time.
     let asked = sample.numbers("replaced");
     if !asked.is_empty() && !case.starts_with("takeover") {
-        // What the papers call the time of a replacement: from asking to the answer, all that is started included.
+        // The papers' time of a replacement: from the request to the answer, including every process start.
         let is_staged = case.starts_with("upgrade-staged");
         let p50 = row("asked_p50", quantile(asked, 500) / 1e3, is_staged.then_some(STAGED_BAR * other_cpu));
         let p50 = p50.against("wake-up across CPUs", Kind::Floor, other_cpu);
@@ -120,7 +119,7 @@ fn relay(samples: &Samples, case: &'static str) -> Result<Vec<Row>> {
         });
         rows.push(row("asked_p99", quantile(asked, 990) / 1e3, None));
     }
-    // The bare workers' turns note none: there is a relay every few milliseconds.
+    // The bare workers note no gap at rest: they relay every few milliseconds.
     let at_rest = sample.numbers("gap_quiet");
     let beside = |row: Row, thousandths| match at_rest {
         [] => row,
@@ -137,12 +136,12 @@ fn relay(samples: &Samples, case: &'static str) -> Result<Vec<Row>> {
     Ok(rows)
 }
 
-/// The tables of S0 and S1, with the papers' figures beside.
+/// Makes the tables of S0 and S1, with the papers' figures beside ours.
 pub fn tables(samples: &Samples) -> Result<String> {
     Ok(format!("{}\n\n{}", of_mint(samples)?, of_minix(samples)?))
 }
 
-/// S0: 1 KB every millisecond.
+/// Makes the table of S0: 1 KB every millisecond.
 fn of_mint(samples: &Samples) -> Result<Table> {
     let mut table = table::empty();
     table.set_header([
@@ -177,7 +176,7 @@ fn of_mint(samples: &Samples) -> Result<Table> {
     Ok(table)
 }
 
-/// S1: the driver's process is replaced; giver, taker and whoever asks on one core.
+/// Makes the table of S1: a driver's process is replaced, with giver, taker and requester on one core.
 fn of_minix(samples: &Samples) -> Result<Table> {
     let mut table = table::empty();
     let header = [

@@ -1,9 +1,11 @@
-//! What a program notices that sends while its NIC's driver is replaced: the experiment of S1.
+//! The experiment of S1: how a driver's replacement affects a program that sends through its NIC.
 //!
-//! One TCP connection of this machine's kernel, from a namespace whose only interface is the node's NIC, to the other end of the card's cable. It sends 1,024 bytes, works
-//! for a millisecond, and sends again, a thousand times; somewhere among them the driver is replaced, or is not. Program and drivers are on one CPU, as in
-//! the paper; on the other are the card's model, with whoever receives from its cable, and tasukid. The model goes before everybody else there (SCHED_FIFO): silicon is
-//! held up by nobody.
+//! This machine's kernel holds one TCP connection from a namespace, whose only interface is the node's NIC, to the
+//! other end of the card's cable. The program sends 1,024 bytes, works for a millisecond, and sends again, a
+//! thousand times. In most kinds of trial, the driver is replaced at some point among them.
+//!
+//! Program and drivers run on one CPU, as in the paper. The other CPU runs the card's model, the receiver at its
+//! cable, and tasukid. The model has priority there (SCHED_FIFO), because nothing delays silicon.
 
 use std::collections::BTreeMap;
 use std::io::{BufRead, Read, Write};
@@ -28,17 +30,17 @@ use crate::sample::{Sample, median};
 use crate::table::{self, number};
 use crate::workplace::Workplace;
 
-/// Bytes of a send, and sends of a trial, as in the paper.
+/// Bytes of a send, and number of sends of a trial, as in the paper.
 const LEN: usize = 1024;
 const SENDS: u32 = 1000;
 
-/// What the program does between two sends.
+/// Time that the program works between two sends.
 const WORK: Duration = Duration::from_millis(1);
 
-/// Where whoever receives listens.
+/// Address of the receiver.
 const RECEIVER: &str = "192.0.2.1:5001";
 
-/// What happens in a trial, and its name.
+/// Kinds of trial: name, and relay to make.
 const KINDS: [(&str, Option<Relay>); 4] = [
     ("sends-alone", None),
     ("sends-upgrade", Some(Relay::Upgrade { store: false })),
@@ -46,20 +48,21 @@ const KINDS: [(&str, Option<Relay>); 4] = [
     ("sends-keep", Some(Relay::Give(Method::Keep))),
 ];
 
-/// What is in the file that the part in the namespace writes.
+/// Name of the file into which the part in the namespace writes its samples.
 const SAMPLES: &str = "sends.json";
 
-/// Trials of each kind: enough for a look, and for a record.
+/// Number of trials of each kind: for a quick look, and for a record.
 pub const QUICK: u32 = 1;
 pub const FULL: u32 = 40;
 
-/// Programs that are needed, and the Debian packages that they come in.
+/// Required programs, and their Debian packages.
 const PROGRAMS: [(&str, &str); 3] = [("unshare", "util-linux"), ("chrt", "util-linux"), ("ip", "iproute2")];
 
-/// What was measured, by kind.
+/// Samples by kind of trial.
 pub struct Sends(BTreeMap<String, Sample>);
 
-/// Runs the trials in a network namespace of their own. `None`, with a word about it, where that cannot be.
+/// Runs the trials in a network namespace of their own. Where that is impossible, prints the reason and returns
+/// `None`.
 pub fn run(trials: u32, interrupt: &Interrupt) -> Result<Option<Sends>> {
     if !rustix::process::geteuid().is_root() {
         eprintln!("sends were left out: they need network namespaces, which only root may make (sudo)");
@@ -81,14 +84,14 @@ pub fn run(trials: u32, interrupt: &Interrupt) -> Result<Option<Sends>> {
     Ok(Some(Sends(samples.collect::<Result<_>>()?)))
 }
 
-/// In the namespace: the daemon, the nodes, the card's cable, and whoever receives from it.
+/// Plays the part in the namespace: the daemon, the nodes, the card's cable, and the receiver at its end.
 pub fn play(folder: &Path, trials: u32) -> Result<()> {
     rustix::process::set_parent_process_death_signal(Some(Signal::KILL))
         .context("this part could not be tied to the bench")?;
     let interrupt = Interrupt::catch()?;
     let Cpus { client: node_cpu, server: card_cpu } = Cpus::choose()?;
     let this = std::env::current_exe().context("the bench could not find its own executable")?;
-    // The namespace is there as long as the program is.
+    // The namespace exists as long as the program does.
     let mut sender = Command::new("unshare");
     sender.args(["--net", "--"]).arg(this).args(["sender", &node_cpu.to_string()]);
     let mut sender = Program::start_to_tell(&mut sender)?;
@@ -127,14 +130,14 @@ pub fn play(folder: &Path, trials: u32) -> Result<()> {
     for trial in 0..trials * u32::try_from(KINDS.len())? {
         interrupt.check()?;
         let (name, relay) = KINDS[trial as usize % KINDS.len()];
-        // Somewhere in the trial: a different place each time, the same ones in each run.
+        // The relay comes at a different place in each trial, at the same places in each run.
         let wait = Duration::from_millis(u64::from(200 + trial * 137 % 400));
         sender.tell(&SENDS.to_string())?;
         std::thread::sleep(wait);
         let asked = now_ns();
         let pause = match relay {
             Some(relay) => Some(system.relay(relay)?.pause),
-            // As long as the last relay took, so that as much of all else happens meanwhile.
+            // Wait as long as the last relay took, so that as much of all else happens meanwhile.
             None => {
                 std::thread::sleep(like);
                 None
@@ -157,21 +160,21 @@ pub fn play(folder: &Path, trials: u32) -> Result<()> {
     std::fs::write(folder.join(SAMPLES), serde_json::to_string(&lines)?).context("the figures cannot be written")
 }
 
-/// What is known of a send once it has arrived, in ns.
+/// Times of one send that has arrived, in ns.
 #[derive(Debug, Clone, Copy)]
 struct Arrival {
-    /// When the program called `send`.
+    /// Time at which the program called `send`.
     at: u64,
-    /// From then until it was here.
+    /// Time from that call until the bytes arrived here.
     took: u64,
-    /// How long the program was in the call before this one, and how long it was from that call to this one.
+    /// Duration of the call before this one, and time from that call to this one.
     call: u64,
     interval: u64,
 }
 
-/// Takes in what is sent, until whoever sends ends.
+/// Receives the sends until the sender ends.
 fn receive(mut connection: TcpStream, tell: &mpsc::Sender<Arrival>) -> Result<()> {
-    // Woken, it goes before the model, which would have it wait.
+    // Once woken, the receiver runs before the model, which would delay it.
     cpus::first(2, rustix::thread::gettid().as_raw_nonzero().get().unsigned_abs())?;
     let mut message = [0; LEN];
     while connection.read_exact(&mut message).is_ok() {
@@ -185,7 +188,7 @@ fn receive(mut connection: TcpStream, tell: &mpsc::Sender<Arrival>) -> Result<()
     Ok(())
 }
 
-/// The program that sends, as told by its standard input.
+/// Plays the sending program, commanded through standard input.
 pub fn send(cpu: usize) -> Result<()> {
     rustix::process::set_parent_process_death_signal(Some(Signal::KILL))?;
     cpus::pin(cpu)?;
@@ -193,7 +196,7 @@ pub fn send(cpu: usize) -> Result<()> {
     println!("ready");
     let mut lines = std::io::stdin().lock().lines();
     ensure!(lines.next().transpose()?.is_some(), "it was not told to connect");
-    // Whatever is lost until the link is up, the kernel asks again.
+    // The kernel retransmits what is lost before the link is up.
     let mut connection = TcpStream::connect_timeout(&RECEIVER.parse()?, PATIENCE)
         .context("the other end of the card's cable does not answer")?;
     connection.set_nodelay(true)?;
@@ -213,7 +216,7 @@ pub fn send(cpu: usize) -> Result<()> {
     Ok(())
 }
 
-/// Rounds of [`work`] in [`WORK`], when nothing else runs.
+/// Returns the number of rounds of [`work`] in [`WORK`] on an otherwise idle CPU.
 fn calibrate() -> u64 {
     const ROUNDS: u64 = 1_000_000;
     let time = || {
@@ -231,7 +234,7 @@ fn work(rounds: u64) {
     }
 }
 
-/// What a trial comes to.
+/// Notes the figures of a trial.
 fn note(sample: &mut Sample, arrivals: &[Arrival], (asked, settled, pause): (u64, u64, Option<u64>)) -> Result<()> {
     let during: Vec<_> = arrivals.iter().filter(|arrival| (asked..settled).contains(&arrival.at)).collect();
     ensure!(!during.is_empty(), "nothing was sent while the driver was replaced: this machine is too busy to tell");
@@ -255,7 +258,8 @@ impl Sends {
         self.0.get(kind).with_context(|| format!("no trial was {kind}"))
     }
 
-    /// The rows of the bench: how long the call takes, how much later than usual the next one comes, and how long a send is under way, at most while the driver is replaced.
+    /// Makes the rows of the bench: the longest times while the driver is replaced of the call, of the next call's
+    /// lateness, and of a send's transit.
     pub fn rows(&self) -> Result<Vec<Row>> {
         let alone = self.of(KINDS[0].0)?;
         let mut rows = Vec::new();
@@ -287,7 +291,7 @@ impl Sends {
         Ok(rows)
     }
 
-    /// S1, of who sends.
+    /// Makes the table of S1 for the sender.
     pub fn table(&self) -> Result<Table> {
         let mut table = table::empty();
         table.set_header([

@@ -1,7 +1,9 @@
-//! The whole system under traffic: tasukid, the workers that it starts, our model on the other CPU, and this process, which asks for relays and kills.
+//! The whole system under traffic: tasukid, the workers that it starts, our model on the other CPU, and this
+//! process, which asks for relays and kills workers.
 //!
-//! What is measured is what a user has: processes that are started, confined, told by a daemon, and ended. A pause is from the giver's last
-//! burst (of one that is killed: from the kill) to the taker's first look at the rings, by the clock that all processes share.
+//! The figures cover the work that a user sees: the daemon starts, confines, instructs and ends processes. A pause
+//! lasts from the giver's last burst to the taker's first look at the rings, by the clock that all processes share.
+//! If the giver is killed, the pause starts at the kill.
 
 use std::io::{Read, Write};
 use std::os::unix::net::UnixStream;
@@ -26,34 +28,36 @@ use crate::nic::trial::{Ask, Control, Outcome, Say, Trial};
 use crate::orders::Orders;
 use crate::sample::Sample;
 
-/// Bounds whatever is waited for.
+/// Upper bound of every wait.
 const PATIENCE: Duration = Duration::from_secs(30);
 
-/// Between two looks at what the daemon says.
+/// Interval between two polls of the daemon.
 const LOOK: Duration = Duration::from_millis(2);
 
-/// How long nothing happens before a relay, at least: as long as the last one took, so that what else happens on the machine happens as often.
+/// Least quiet time before a relay. Otherwise it is as long as the last relay took, so that as much of all else
+/// happens in it.
 const QUIET: Duration = Duration::from_millis(5);
 
-/// What happens to the NIC.
+/// A way for the NIC to change hands.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Relay {
     /// The node gets a new worker.
     Upgrade {
-        /// Whether the driver state goes by the daemon's store.
+        /// Whether the driver state goes through the daemon's store.
         store: bool,
     },
-    /// The same, of a program that was staged for it.
+    /// The node gets a new worker, of a program that was staged for it.
     Staged,
     /// The worker is killed.
     Takeover,
     /// The NIC goes to the other node.
     Give(Method),
-    /// The same, and neither node trusts the other: all workers that had the NIC are fenced on the way.
+    /// The NIC goes to the other node, and neither node trusts the other: the daemon fences all workers that had the
+    /// NIC on the way.
     Fence(Method),
 }
 
-/// An open connection to the daemon: from asking to the answer it is one write and, as a rule, one read.
+/// An open connection to the daemon. A request takes one write and, as a rule, one read.
 #[derive(Debug)]
 struct Open(UnixStream);
 
@@ -62,7 +66,7 @@ impl Open {
         Ok(Open(UnixStream::connect(tasuki_control::place::api_socket(folder))?))
     }
 
-    /// Asks; the answer, and how long it took.
+    /// Sends a request. Returns the answer and its latency.
     fn ask(&mut self, address: &str, body: &Value) -> Result<(Value, Duration)> {
         let body = body.to_string();
         let head = format!("POST {address} HTTP/1.1\r\nhost: tasukid\r\ncontent-type: application/json\r\n");
@@ -84,7 +88,7 @@ impl Open {
     }
 }
 
-/// The body of an answer, if all of it is there.
+/// Returns the body of an answer, if all of it has arrived.
 fn whole(answer: &[u8]) -> Result<Option<&[u8]>> {
     let Some(end) = answer.windows(4).position(|four| four == b"\r\n\r\n") else { return Ok(None) };
     let (head, body) = (std::str::from_utf8(&answer[..end])?.to_ascii_lowercase(), &answer[end + 4..]);
@@ -93,7 +97,7 @@ fn whole(answer: &[u8]) -> Result<Option<&[u8]>> {
     Ok(body.get(..len))
 }
 
-/// A daemon, which is ended with all its workers when dropped.
+/// A daemon. Dropping it ends the daemon and all its workers.
 #[derive(Debug)]
 pub struct System {
     daemon: Child,
@@ -110,28 +114,29 @@ impl Drop for System {
     }
 }
 
-/// Ends the daemon of this directory with all its workers, if there is one: that of a role that was killed.
+/// Ends the daemon of this directory and all its workers, if there is one. A killed role leaves such a daemon.
 pub fn stop(folder: &Path) {
     if tasuki_control::place::api_socket(folder).exists() {
-        // Who does not answer is gone already.
+        // A daemon that does not answer is gone already.
         let _ = client::ask(folder, Verb::POST, "/v1/stop", None);
     }
 }
 
 fn kill(pid: u32) {
     let pid = i32::try_from(pid).ok().and_then(Pid::from_raw);
-    // Who is gone already is what was wanted.
+    // A failure means that the process is gone already.
     let _ = pid.map(|pid| rustix::process::kill_process(pid, Signal::KILL));
 }
 
-/// In ns of the clock that the stamps of a relay are in.
+/// Returns the time in ns, by the clock of a relay's stamps.
 pub fn now_ns() -> u64 {
     let now = rustix::time::clock_gettime(rustix::time::ClockId::Monotonic);
     now.tv_sec.unsigned_abs() * 1_000_000_000 + now.tv_nsec.unsigned_abs()
 }
 
 impl System {
-    /// Two nodes that send back what comes, each on its CPU, which may be the same; the card is the first one's.
+    /// Starts two nodes that send back all frames, each on its CPU; both may share one. The first node gets the
+    /// card.
     pub fn start(folder: &Path, card: &Path, cpus: [usize; 2], they_trust: bool) -> Result<Self> {
         let node = |name: &str, other: &str, cpu: usize| {
             let trusts = if they_trust { format!("\"{other}\"") } else { String::new() };
@@ -145,12 +150,12 @@ impl System {
         Ok(system)
     }
 
-    /// The same with another configuration, in which nodes and card have the same names.
+    /// Starts the daemon with another configuration, whose nodes and card have the same names.
     pub fn configured(folder: &Path, configuration: &str) -> Result<Self> {
         let config = folder.join("tasuki.toml");
-        // What is measured is no hang, and on a machine with much to do nobody has to run every 200 ms.
+        // The bench measures no hang, and on a busy machine a worker may not run every 200 ms.
         let daemon = "[daemon]\nhang_after_ms = 5000\nrestart = \"always\"\n";
-        // As usual, where that can be had.
+        // Confine as usual, where root allows it.
         let confine = if rustix::process::geteuid().is_root() { "" } else { "confine = \"best-effort\"\n" };
         std::fs::write(&config, format!("{daemon}{confine}\n{configuration}"))?;
         let this = std::env::current_exe().context("the bench could not find its own executable")?;
@@ -158,9 +163,9 @@ impl System {
         let mut command = Command::new(&program);
         command.arg("--foreground").arg("--config").arg(&config).arg("--dir").arg(folder);
         let log = std::fs::File::create(folder.join("tasukid.log"))?;
-        // What is typed into the bench's terminal would end it alone, and its workers would go on.
+        // A signal from the bench's terminal would end the daemon alone, and its workers would go on.
         command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(log).process_group(0);
-        // What is started chooses by itself.
+        // Each started process chooses its CPU by itself.
         cpus::unpin()?;
         let daemon = command.spawn().with_context(|| format!("{} cannot be started; build it", program.display()))?;
         let system = System { daemon, folder: folder.to_owned() };
@@ -177,13 +182,12 @@ impl System {
         self.ask(Verb::GET, "/v1/workers", None)
     }
 
-    /// The NIC.
     pub fn nic(&self) -> Result<NicView> {
         let nics: Vec<NicView> = self.ask(Verb::GET, "/v1/nics", None)?;
         nics.into_iter().next().context("the daemon has no NIC")
     }
 
-    /// Waits until somebody else than `than` drives, and somebody stands by.
+    /// Waits until another worker than `than` drives, and a worker stands by.
     pub fn await_steady(&self, than: Option<u32>) -> Result<NicView> {
         let began = Instant::now();
         loop {
@@ -202,17 +206,17 @@ impl System {
         }
     }
 
-    /// The processes of the daemon and of the models that it has started.
+    /// Returns the process ids of the daemon and of the models that it has started.
     pub fn family(&self) -> Result<Vec<u32>> {
         Ok([vec![self.daemon.id()], self.models()?].concat())
     }
 
-    /// Those of the models: children of its threads that drive nothing.
+    /// Returns the process ids of the models: children of the daemon's threads that are not workers.
     pub fn models(&self) -> Result<Vec<u32>> {
         let workers: Vec<_> = self.workers()?.iter().map(|worker| worker.pid).collect();
         let mut models = Vec::new();
         for thread in std::fs::read_dir(format!("/proc/{}/task", self.daemon.id()))? {
-            // One that has ended meanwhile has none.
+            // A thread that has ended meanwhile has no children.
             let children = std::fs::read_to_string(thread?.path().join("children")).unwrap_or_default();
             models.extend(children.split_ascii_whitespace().filter_map(|pid| pid.parse::<u32>().ok()));
         }
@@ -221,7 +225,7 @@ impl System {
         Ok(models)
     }
 
-    /// All that the daemon says, for whoever looks for a reason.
+    /// Returns all that the daemon reports, to diagnose a failure.
     pub fn describe(&self) -> String {
         let log = std::fs::read_to_string(self.folder.join("tasukid.log")).unwrap_or_default();
         let counts: Result<Value> = self.ask(Verb::GET, "/v1/nics/nic0/counts", None);
@@ -243,7 +247,7 @@ impl System {
         Ok(())
     }
 
-    /// Prepares the relay: its time is not the relay's.
+    /// Prepares the relay. The time of the relay does not include this.
     fn get_ready(&self, relay: Relay) -> Result<()> {
         let node = self.nic()?.node;
         match relay {
@@ -257,7 +261,7 @@ impl System {
         Ok(())
     }
 
-    /// Has the NIC change hands.
+    /// Makes the NIC change hands.
     pub fn relay(&self, relay: Relay) -> Result<Turn> {
         let before = self.nic()?;
         let (address, body) = match relay {
@@ -292,14 +296,14 @@ impl System {
     }
 }
 
-/// How a NIC changed hands.
+/// Times of one relay.
 #[derive(Debug, Clone, Copy)]
 pub struct Turn {
-    /// How long nobody drove, in ns,
+    /// Time without a driver, in ns.
     pub pause: u64,
-    /// and of that how long until the daemon knew.
+    /// Part of `pause` until the daemon knew, in ns.
     pub until_known: u64,
-    /// From asking, on an open connection, to the answer.
+    /// Time from the request, on an open connection, to the answer.
     pub asked: Option<Duration>,
 }
 
@@ -307,13 +311,13 @@ fn other(node: &str) -> &'static str {
     if node == "red" { "blue" } else { "red" }
 }
 
-/// Has the NIC change hands `orders.calls` times under traffic, between workers on one CPU; times each.
+/// Makes the NIC change hands `orders.calls` times under traffic, between workers on one CPU; times each relay.
 pub fn relays(orders: Orders, relay: Relay, traffic: Traffic) -> Result<Sample> {
     let cpu = orders.cpu;
     relays_on(orders, [cpu, cpu], relay, traffic)
 }
 
-/// The same between nodes that have a CPU each.
+/// Like [`relays`], between nodes that have a CPU each.
 pub fn relays_apart(orders: Orders, relay: Relay, traffic: Traffic) -> Result<Sample> {
     cpus::unpin()?;
     let third = Cpus::choose()?.third()?.context("there is no third CPU")?;
@@ -322,7 +326,7 @@ pub fn relays_apart(orders: Orders, relay: Relay, traffic: Traffic) -> Result<Sa
 }
 
 fn relays_on(mut orders: Orders, cpus: [usize; 2], relay: Relay, traffic: Traffic) -> Result<Sample> {
-    // The connection that other cases use.
+    // Only other cases use this connection.
     drop(orders.next_fd()?);
     let control = Control::new(orders.next_fd()?);
     let Say::Size(size) = control.hear()? else { bail!("the card did not begin with the size of its frames") };
@@ -333,7 +337,7 @@ fn relays_on(mut orders: Orders, cpus: [usize; 2], relay: Relay, traffic: Traffi
     }
     let they_trust = !matches!(relay, Relay::Fence(_));
     let system = System::start(&orders.directory, &orders.directory.join(SOCKET), cpus, they_trust)?;
-    // Whoever asks is on the card's CPU at no time: it sleeps while it matters.
+    // This process keeps off the card's CPU: it sleeps while a relay is measured.
     let rate = match traffic {
         Traffic::Line => driver::line_rate(size),
         Traffic::Paper => 1000,
@@ -359,7 +363,7 @@ fn relays_on(mut orders: Orders, cpus: [usize; 2], relay: Relay, traffic: Traffi
         let asked = Instant::now();
         let turn = system.relay(relay)?;
         like = asked.elapsed().max(QUIET);
-        // Nobody asks for a takeover: it is over when somebody stands by again.
+        // A takeover has no request: it is over when a worker stands by again.
         sample.note("replaced", turn.asked.unwrap_or(asked.elapsed()).as_nanos() as f64);
         sample.record(Duration::from_nanos(turn.pause));
         sample.note("until_known", turn.until_known as f64);

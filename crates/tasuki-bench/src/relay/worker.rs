@@ -1,6 +1,6 @@
 //! Two workers that take turns at driving a NIC which runs on: each hands it over in place, and takes it over again.
 //!
-//! Both are on one CPU, the card and its wire on the other: who waits sleeps, and who hands over wakes it.
+//! Both workers run on one CPU, the card and its wire on the other. The waiting worker sleeps; the giver wakes it.
 
 use std::num::NonZeroU32;
 use std::os::fd::{AsFd, OwnedFd};
@@ -28,36 +28,36 @@ use crate::sample::Sample;
 
 pub(super) type Card = E1000e<VfioUser>;
 
-/// Descriptors in a ring: what a driver has that nobody asked for another number. Each that is posted is looked at by a taker.
+/// Descriptors in a ring: the driver's default. A taker looks at each posted one.
 pub(super) const RING: u16 = 256;
 
-/// From one relay to the next.
+/// Interval between two relays.
 pub(super) const BETWEEN: Duration = Duration::from_millis(5);
 
 /// Frames that have not come so long after the last one are lost.
 pub(super) const PATIENCE: Duration = Duration::from_millis(200);
 
-/// What is on the wire.
+/// Traffic on the wire.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Traffic {
     /// As many frames as a gigabit carries.
     Line,
-    /// One a millisecond, as in the paper of S1.
+    /// One frame a millisecond, as in the paper of S1.
     Paper,
 }
 
-/// The memory that the workers share: the lease and a few words.
+/// Memory that the workers share: the lease and a few words.
 pub(super) struct LeasePage {
     pub(super) lease: Lease<Span<Line>>,
     pub(super) words: Span<AtomicU64>,
     region: Region,
 }
 
-/// Words of the lease page.
+/// Indices of words in the lease page.
 pub(super) const RECEIVED: usize = 8;
 pub(super) const RELEASED_AT: usize = 16;
 pub(super) const STOP: usize = 24;
-/// How long each relay took, in ns, in the order in which they happened; and how many there were.
+/// Number of relays, and the pause of each relay in ns, in order.
 pub(super) const RELAYS: usize = 32;
 pub(super) const PAUSES: usize = 40;
 pub(super) const PAUSES_MAX: usize = 4096;
@@ -78,23 +78,22 @@ pub(super) fn now_ns() -> u64 {
     now.tv_sec.unsigned_abs() * 1_000_000_000 + now.tv_nsec.unsigned_abs()
 }
 
-/// A worker: what it needs to take its turn, and to wait for it.
 struct Worker {
     us: NonZeroU32,
-    /// What we hold the lease by, while we do.
+    /// The lease, while we hold it.
     tenure: Option<Tenure>,
     lease_page: LeasePage,
     ours: OwnedFd,
     theirs: OwnedFd,
-    /// Ready for the next turn.
+    /// Driver prepared for the next turn.
     next: Option<<Card as InPlace>::Prepared>,
-    /// Left over from the last turn: a driver that was replaced, or what it was made of.
+    /// Remains of the last turn: the replaced driver, or its bus and memory.
     replaced: Option<Card>,
     retired: Option<(VfioUser, NicMemory)>,
 }
 
 impl Worker {
-    /// Waits for our turn and takes the card over; nothing if there is no further turn.
+    /// Waits for our turn and takes the card over. Returns `None` if there is no further turn.
     fn take(&mut self) -> Result<Option<Card>> {
         wait(&self.ours)?;
         if self.lease_page.words[STOP].load(Relaxed) == 1 {
@@ -105,7 +104,7 @@ impl Worker {
         self.tenure = Some(self.lease_page.lease.take(tenure, self.us)?);
         let prepared = self.next.take().context("a worker takes over only when it is ready")?;
         let mut nic = Card::pick_up(prepared)?;
-        // Whatever has come meanwhile is taken with the first look.
+        // The first look takes all frames that have come meanwhile.
         let mut burst = Burst::new();
         nic.receive(&mut burst)?;
         let took = now_ns().saturating_sub(self.lease_page.words[RELEASED_AT].load(Relaxed));
@@ -128,12 +127,12 @@ impl Worker {
         let ours = self.tenure.take().context("only who holds the lease passes it")?;
         self.lease_page.lease.pass(ours)?;
         rustix::io::write(&self.theirs, &1_u64.to_ne_bytes()).context("the other worker cannot be woken")?;
-        // Taken apart when there is time.
+        // `take` stands it down, off the critical path.
         self.replaced = Some(nic);
         Ok(())
     }
 
-    /// Sends back what has come; says how many frames that were.
+    /// Sends received frames back and returns their number.
     fn echo(&self, nic: &mut Card) -> Result<u64> {
         let mut burst = Burst::new();
         nic.receive(&mut burst)?;
@@ -153,7 +152,7 @@ impl Worker {
         Ok(came)
     }
 
-    /// Drives the card until it is time for the other one, or until `done`.
+    /// Drives the card until the other worker's turn is due, or until `done`. Returns whether `done` ended it.
     fn drive(&self, nic: &mut Card, mut done: impl FnMut(bool) -> Result<bool>) -> Result<bool> {
         let since = Instant::now();
         let mut looks = 0_u32;
@@ -170,7 +169,7 @@ impl Worker {
     }
 }
 
-/// Who waits in vain is ended by the bench.
+/// Waits for a wake-up without a limit; the bench ends a worker that waits in vain.
 pub(super) fn wait(eventfd: &OwnedFd) -> Result<()> {
     loop {
         match rustix::io::read(eventfd, &mut [0; 8]) {
@@ -181,10 +180,10 @@ pub(super) fn wait(eventfd: &OwnedFd) -> Result<()> {
     }
 }
 
-/// A way to the card and its memory, twice: one to drive with, and one to be ready with meanwhile.
+/// Access to the card and its memory, for opening more than once: one to drive with, and one to prepare meanwhile.
 pub(super) struct Ways {
     text: bundle::Text,
-    /// Each worker has memory of its own, and the card is pointed at it.
+    /// Whether each worker has memory of its own, at which it points the card.
     repoint: bool,
     fds: Vec<OwnedFd>,
 }
@@ -201,7 +200,7 @@ impl Ways {
     }
 }
 
-/// The second worker, ended with the first.
+/// Process of the second worker. Dropping it kills the process.
 pub(super) struct Other(Child);
 
 impl Drop for Other {
@@ -222,12 +221,12 @@ pub(super) fn start_other(ways: &Ways, lease_page: &LeasePage, eventfds: [&Owned
     Orders::new(0, 0, cpu, std::path::PathBuf::new(), String::new()).send(ours.as_fd(), &fds)?;
     let control = Control::new(ours);
     control.say(&(&ways.text, ways.repoint))?;
-    // It is ready once it says so.
+    // Wait until the worker says that it is ready.
     control.hear::<()>()?;
     Ok(other)
 }
 
-/// The second worker: takes its turns until the first one says that there are no more.
+/// Plays the second worker, which takes its turns until the first one ends them.
 pub fn take_turns() -> Result<()> {
     rustix::process::set_parent_process_death_signal(Some(rustix::process::Signal::KILL))?;
     let stdin = std::io::stdin().as_fd().try_clone_to_owned()?;
@@ -263,7 +262,7 @@ fn worker(us: NonZeroU32, lease_page: LeasePage, [ours, theirs]: [OwnedFd; 2], w
     Ok(worker)
 }
 
-/// Has the card change hands `orders.calls` times under traffic; times each.
+/// Makes the card change hands `orders.calls` times under traffic; times each relay.
 pub fn upgrades(mut orders: Orders, traffic: Traffic) -> Result<Sample> {
     let (mut nic, parts, layout) = driver::start_shared(orders.next_fd()?, RING)?;
     let control = Control::new(orders.next_fd()?);
@@ -281,7 +280,7 @@ pub fn upgrades(mut orders: Orders, traffic: Traffic) -> Result<Sample> {
         Traffic::Line => driver::line_rate(size),
         Traffic::Paper => 1000,
     };
-    // As long as so many relays take, and a little.
+    // Long enough for that many relays, and a little more.
     let millis = orders.calls * u64::try_from(BETWEEN.as_millis())? * 11 / 10 + 50;
     let count = rate * millis / 1000;
     control.say(&Ask::Begin(Trial { count, size, rate: Some(rate), pauses: true }))?;
@@ -295,7 +294,7 @@ pub fn upgrades(mut orders: Orders, traffic: Traffic) -> Result<Sample> {
             Ok(sent)
         })?;
         if over {
-            // What is still under way comes to us.
+            // Frames still under way come to us.
             if received(&worker) > before {
                 (before, last) = (received(&worker), Instant::now());
             }

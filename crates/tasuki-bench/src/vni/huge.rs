@@ -1,24 +1,24 @@
-//! Huge pages for the peer that needs them, given back afterwards.
+//! Huge pages for the peer that needs them, returned afterwards.
 
 use std::fs;
 
 use anyhow::{Context, Result, ensure};
 
-/// How many there are.
+/// Number of huge pages in the kernel's pool.
 const TOTAL: &str = "/proc/sys/vm/nr_hugepages";
 
-/// So many of 2 MiB.
+/// Needed number of free 2 MiB pages.
 const NEEDED: u64 = 512;
 
-/// Huge pages that were made. As many as before are there when this is dropped, whatever went wrong meanwhile.
+/// Reserved huge pages. Dropping it restores the earlier number, also after a failure.
 #[derive(Debug)]
 pub struct HugePages {
-    /// How many there were, if they were too few.
+    /// Earlier number, if it was too low.
     before: Option<u64>,
 }
 
 impl HugePages {
-    /// Sees to it that enough are free.
+    /// Makes sure that enough huge pages are free.
     pub fn reserve() -> Result<Self> {
         let (total, free) = (count("HugePages_Total:")?, count("HugePages_Free:")?);
         if free >= NEEDED {
@@ -51,7 +51,7 @@ impl Drop for HugePages {
     }
 }
 
-/// A number of `/proc/meminfo`.
+/// Returns a number of `/proc/meminfo`.
 fn count(name: &str) -> Result<u64> {
     let text = fs::read_to_string("/proc/meminfo").context("/proc/meminfo cannot be read")?;
     let line = text.lines().find_map(|line| line.strip_prefix(name));

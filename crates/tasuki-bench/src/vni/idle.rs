@@ -1,4 +1,4 @@
-//! Nodes that know each other, have talked, and have nothing to say: what that costs in CPU time.
+//! CPU time of nodes that know each other, have exchanged frames, and now stay idle.
 
 use std::os::fd::{AsFd, OwnedFd};
 use std::process::{Child, Command};
@@ -15,17 +15,17 @@ use crate::call::on_cpu;
 use crate::orders::{Fds, Orders};
 use crate::sample::Sample;
 
-/// Nodes, each of which is a process.
+/// Number of nodes, each in a process of its own.
 pub const NODES: u16 = 32;
 
-/// How long a node may take to have heard all others.
+/// Longest time for a node to hear all others.
 const PATIENCE: Duration = Duration::from_secs(20);
 
 fn others(number: u16) -> impl Iterator<Item = u16> {
     (0..NODES).filter(move |other| *other != number)
 }
 
-/// Node `number`, as told by standard input. Ends with who started it.
+/// Plays node `number`, with descriptors from standard input. Ends with the process that started it.
 pub fn node(number: u16) -> Result<()> {
     rustix::process::set_parent_process_death_signal(Some(rustix::process::Signal::KILL))?;
     let stdin = std::io::stdin();
@@ -47,14 +47,14 @@ pub fn node(number: u16) -> Result<()> {
             vni.tick(ticked);
         }
         if now == 0 && vni.arm() == Armed::Idle {
-            // Whatever ended it: the next look sees.
+            // The cause of the wake-up does not matter: the next receive finds out.
             let _ = rustix::event::poll(&mut [PollFd::from_borrowed_fd(vni.fd(), PollFlags::IN)], Some(&tick));
             vni.wake();
         }
     }
 }
 
-/// Killed when dropped.
+/// Process of a node. Dropping it kills the process.
 struct Node {
     child: Child,
     socket: OwnedFd,
@@ -77,7 +77,7 @@ fn start(number: u16, kept: &[Kept]) -> Result<Node> {
     Ok(node)
 }
 
-/// Notes `cpu`: the share of a core that all nodes take together, over as many seconds as there are calls.
+/// Notes `cpu`: the share of a core that all nodes use together, over as many seconds as there are calls.
 pub fn measure(orders: Orders) -> Result<Sample> {
     let kept = (0..NODES).map(Kept::new).collect::<Result<Vec<_>>>()?;
     let nodes = (0..NODES).map(|number| start(number, &kept)).collect::<Result<Vec<_>>>()?;
@@ -87,7 +87,7 @@ pub fn measure(orders: Orders) -> Result<Sample> {
         let said = if heard > 0 { rustix::io::read(&node.socket, &mut [0; 16])? } else { 0 };
         ensure!(said > 0, "node {number} did not hear all others within {} s", PATIENCE.as_secs());
     }
-    // Until each of them has gone to sleep.
+    // Wait until each node has gone to sleep.
     std::thread::sleep(TICK);
     let busy =
         || nodes.iter().try_fold(Duration::ZERO, |sum, node| Ok::<_, anyhow::Error>(sum + on_cpu(node.child.id())?));

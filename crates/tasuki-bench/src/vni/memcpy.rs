@@ -1,6 +1,7 @@
-//! The floor: frames between private buffers of two cores through shared memory, by nothing but `memcpy` and two counts.
+//! The floor: frames go between private buffers of two cores through shared memory, with only `memcpy` and two
+//! counters.
 //!
-//! There is nobody to find out, nobody who sleeps, and no address; each side believes the other.
+//! It has no address, no sleep and no check of the other side; each side trusts the other.
 
 use std::sync::atomic::Ordering::{Acquire, Release};
 use std::time::Instant;
@@ -15,34 +16,37 @@ use crate::case::Ends;
 use crate::orders::Orders;
 use crate::sample::Sample;
 
-/// Bytes of shared buffers that are used in turn. With so few that they stay in one core's own cache (256 KiB) it takes three to six times as long:
-/// what is written then has to be won back from the core that has just read it. (Copying in pieces of 1 KiB makes no difference.)
+/// Bytes of shared buffers, used in turn.
+///
+/// With so few that they stay in one core's own cache (256 KiB), a transfer takes three to six times as long,
+/// because the writer has to win the lines back from the core that has just read them. (Copying in pieces of 1 KiB
+/// makes no difference.)
 const WINDOW: usize = 2 << 20;
 
 /// Most shared buffers.
 const PLACES_MAX: usize = 4096;
 
-/// Frames of which the other side is told at once, at most.
+/// Most frames to announce to the other side at once.
 const BATCH: u64 = 32;
 
-/// How frames of a length lie in the shared memory.
+/// Returns the distance between frames in the shared memory, in bytes.
 const fn stride(len: usize) -> usize {
     len.next_multiple_of(LINE_LEN)
 }
 
-/// How many there are.
+/// Returns the number of shared buffers.
 const fn places(len: usize) -> u64 {
     let fit = WINDOW / stride(len);
     if fit > PLACES_MAX { PLACES_MAX as u64 } else { fit as u64 }
 }
 
-/// How many are told of at once.
+/// Returns the number of frames to announce at once.
 const fn batch(len: usize) -> u64 {
     let quarter = places(len) / 4;
     if quarter > BATCH { BATCH } else { quarter }
 }
 
-/// Shared buffers, and a line for the count of each side.
+/// Makes the shared buffers, and a line for the count of each side.
 pub fn memory<const LEN: usize>() -> Result<Ends> {
     let buffers = Shared::create(stride(LEN) * usize::try_from(places(LEN))?)?;
     let counts = Region::create("tasuki-bench counts", 2 * LINE_LEN, Pages::Small)?.into_fd();
@@ -50,7 +54,7 @@ pub fn memory<const LEN: usize>() -> Result<Ends> {
     Ok(Ends { server: copies.context("no descriptor is left for a case")?, client: vec![counts, buffers] })
 }
 
-/// One side's mappings.
+/// Mappings of one side.
 struct Side<const LEN: usize> {
     counts: Span<Line>,
     buffers: Shared,
@@ -63,12 +67,12 @@ impl<const LEN: usize> Side<LEN> {
         Ok(Side { counts, buffers })
     }
 
-    /// Frames that were written.
+    /// Returns the number of frames written.
     fn written(&self) -> u64 {
         self.counts[0].word(0).load(Acquire)
     }
 
-    /// Frames that were read.
+    /// Returns the number of frames read.
     fn read(&self) -> u64 {
         self.counts[1].word(0).load(Acquire)
     }

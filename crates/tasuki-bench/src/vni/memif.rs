@@ -1,7 +1,9 @@
-//! Peer: DPDK's memif, between two of its own `dpdk-testpmd`. One only sends, the other only receives; rings of 2,048.
+//! Peer: DPDK's memif, between two of its own `dpdk-testpmd`. One only sends, the other only receives, with rings of
+//! 2,048.
 //!
-//! The receiving role has the server, the measuring one the client, each on its role's CPU. They are told what to do by lines on their standard
-//! input, and end with it. What they say in answer comes in one piece when they end, so it is read then.
+//! The receiving role has the server, the measuring one the client, each on its role's CPU. The roles command the
+//! programs through standard input; end of input ends them. A program's answers arrive in one piece at its end, so
+//! the role reads them then.
 
 use std::fs::File;
 use std::io::{Read, Write};
@@ -19,31 +21,30 @@ use crate::orders::Orders;
 use crate::program::Program;
 use crate::sample::{Sample, median};
 
-/// The program.
 pub const PROGRAM: &str = "dpdk-testpmd";
 
-/// What it says when it can be told something.
+/// Prompt of the program.
 const PROMPT: &str = "testpmd>";
 
-/// From one look at its count to the next.
+/// Interval between two looks at the program's counters.
 const LOOK: Duration = Duration::from_millis(100);
 
-/// Looks that have to remain.
+/// Least number of usable rates.
 const LEAST: usize = 3;
 
-/// On which the roles tell each other how far they are.
+/// Makes the sockets on which the roles report their progress to each other.
 pub fn sockets() -> Result<Ends> {
     let pair = socketpair(AddressFamily::UNIX, SocketType::STREAM, SocketFlags::CLOEXEC, None);
     let (server, client) = pair.context("the kernel gave no sockets")?;
     Ok(Ends { server: vec![server], client: vec![client] })
 }
 
-/// Starts one side, which begins at once.
+/// Starts one side, which begins to forward at once.
 fn start(orders: &Orders, role: &str, words: &[&str]) -> Result<Program> {
-    // It chooses the CPUs of its threads itself, and could not leave the one of this role.
+    // testpmd chooses the CPUs of its threads itself, and could not leave the CPU of this role.
     cpus::unpin()?;
     let (socket, cpu) = (orders.directory.join("memif.sock"), orders.cpu);
-    // All threads on one CPU. Nothing of it is shared by name, so nothing is left in the file system.
+    // All threads run on one CPU. The memory has no names, so nothing remains in the file system.
     let mut command = Command::new(PROGRAM);
     command.args(["--lcores", &format!("0@{cpu},1@{cpu}"), "--no-pci", "--no-telemetry", "--in-memory", "-m", "256"]);
     let mode = if role == "client" {
@@ -62,7 +63,7 @@ fn start(orders: &Orders, role: &str, words: &[&str]) -> Result<Program> {
     Ok(program)
 }
 
-/// Receives, and says how many frames a second came from one look to the next.
+/// Receives, and reports the frames a second of each interval.
 pub fn receive(mut orders: Orders) -> Result<()> {
     let mut socket = File::from(orders.next_fd()?);
     let mut program = start(&orders, "server", &[""])?;
@@ -76,7 +77,7 @@ pub fn receive(mut orders: Orders) -> Result<()> {
     serde_json::to_writer(&mut socket, &rates).context("the sending role is gone")
 }
 
-/// What it counted from each look to the next, as it says it.
+/// Parses the rate of each interval from the program's output.
 fn rates(said: &str) -> Vec<f64> {
     let rate = |line: &str| line.trim().strip_prefix("Rx-pps:")?.split_whitespace().next()?.parse().ok();
     said.lines().filter_map(rate).collect()
@@ -92,7 +93,7 @@ pub fn send<const LEN: usize, const ZERO_COPY: bool>(mut orders: Orders) -> Resu
     let mut said = String::new();
     socket.read_to_string(&mut said).context("the receiving role is gone")?;
     let rates: Vec<f64> = serde_json::from_str(&said).context("the receiving role gave up")?;
-    // The first that is not nothing began before the first frame.
+    // Skip the first nonzero rate too: its interval began before the first frame.
     let rates: Vec<_> = rates.into_iter().skip_while(|rate| *rate == 0.0).skip(1).collect();
     ensure!(rates.len() >= LEAST, "{PROGRAM} received nothing, or not for long; see what it says by hand");
     let rate = median(&rates).context("just counted")?;

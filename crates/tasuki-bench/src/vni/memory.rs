@@ -1,4 +1,4 @@
-//! Memory of a hundred nodes: none of which talks, each of which talks to its neighbour, all of which talk to all.
+//! Memory of a hundred nodes: when none sends, when each sends to its neighbour, and when all send to all.
 
 use std::os::fd::AsFd;
 
@@ -12,30 +12,32 @@ use super::nodes::{Kept, join};
 use crate::orders::{Fds, Orders};
 use crate::sample::Sample;
 
-/// Nodes.
+/// Number of nodes.
 pub const NODES: u16 = 100;
 
 /// Bytes of a node's pool.
 pub const POOL: u64 = POOL_PAGES as u64 * PAGE_LEN as u64;
 
-/// Who talks.
+/// Patterns of traffic.
 pub const WHO: [&str; 3] = ["silent", "neighbours", "all"];
 
-/// Descriptors that it takes: in one process each node has one of every other's bell.
+/// Number of descriptors needed: in one process each node has one of every other node's bell.
 const DESCRIPTORS: u64 = NODES as u64 * NODES as u64 * 6 / 5;
 
-/// Whether this process may have so many descriptors.
+/// Returns whether this process may open so many descriptors.
 pub fn is_possible() -> bool {
     rustix::process::getrlimit(Resource::Nofile).maximum.is_none_or(|maximum| maximum >= DESCRIPTORS)
 }
 
-/// How to let it.
+/// Returns advice on how to allow them.
 pub fn advice() -> String {
     format!("its nodes have {DESCRIPTORS} descriptors; raise the hard limit (ulimit -Hn {DESCRIPTORS}, as root)")
 }
 
-/// Notes for each of [`WHO`] how many bytes there are in all with whole pools, since those go round and are written whole sooner or later; and, as
-/// `WHO-allocated`, how many the kernel has allocated so far.
+/// Notes, for each of [`WHO`], the total bytes with whole pools, and, as `WHO-allocated`, the bytes that the kernel
+/// has allocated so far.
+///
+/// The first figure counts whole pools because nodes use pools in turn, and sooner or later write them whole.
 pub fn measure(_: Orders) -> Result<Sample> {
     let limit = rustix::process::getrlimit(Resource::Nofile);
     let current = limit.current.map(|current| current.max(DESCRIPTORS));
@@ -54,14 +56,14 @@ pub fn measure(_: Orders) -> Result<Sample> {
     Ok(sample)
 }
 
-/// A worker of node `number`, which knows all others.
+/// Makes a worker of node `number` that knows all other nodes.
 fn meet(kept: &[Kept], number: u16) -> Result<Vni> {
     let others = || (0..NODES).filter(|other| *other != number);
     let fds = kept[usize::from(number)].fds(others().map(|other| &kept[usize::from(other)]))?;
     join(&mut Fds::of(fds), number, others())
 }
 
-/// Each sends a frame to all that it is said to, and all of them arrive.
+/// Sends a frame from each node to all nodes that `to_whom` names, and checks that all arrive.
 fn talk(nodes: &mut [Vni], to_whom: impl Fn(u16) -> Vec<u16>) -> Result<()> {
     let mut expected = vec![0; nodes.len()];
     for (from, node) in (0..).zip(&mut *nodes) {
@@ -74,7 +76,7 @@ fn talk(nodes: &mut [Vni], to_whom: impl Fn(u16) -> Vec<u16>) -> Result<()> {
     for (node, expected) in nodes.iter_mut().zip(expected) {
         node.wake();
         let mut came = 0;
-        // A look is at one more ring each time, besides those that were busy last.
+        // Each receive polls one more ring, besides those that were busy last.
         for _ in 0..4 * NODES {
             came += node.receive(|_| {});
         }

@@ -1,9 +1,10 @@
 //! The baseline: the buffers that Mint's virtual network interface had before it was improved (S2).
 //!
-//! One *packet buffer* for all nodes, cut into areas; a *buffer manager*, which says of each area whether it is in use; and an *offset manager*,
-//! which says in which areas there are frames for a node, in order. All nodes write all three, so each use of them excludes all others. The document
-//! says that the old interface needed that exclusion and did not have it; here it has it, by one lock that spins. How far the exclusion has to
-//! reach the document does not say: both ways are measured, with the copies under the lock and without, and the faster one counts.
+//! All nodes share one *packet buffer*, cut into areas. A *buffer manager* marks the areas in use. An *offset
+//! manager* lists, in order, the areas that hold frames for a node. All nodes write all three, so each use of them
+//! excludes all others. The document says that the old interface needed that exclusion and did not have it; here one
+//! spin lock provides it. The document does not say how far the exclusion has to reach. We measure both ways, with
+//! the copies under the lock and without, and count the faster one.
 
 use std::sync::atomic::Ordering::{Acquire, Relaxed, Release};
 use std::time::Instant;
@@ -22,17 +23,18 @@ use crate::sample::Sample;
 /// Bytes of the packet buffer (S2).
 const PACKETS: usize = 392_200;
 
-/// Bytes of an area: a frame of 1,518 bytes and what tells where it is from.
+/// Bytes of an area: a frame of 1,518 bytes and its origin.
 const AREA: usize = 1532;
 const AREAS: usize = PACKETS / AREA;
 
 /// Bytes of a frame.
 const LEN: usize = 1518;
 
-/// The one node of the two that is sent to.
+/// The receiving node of the two.
 const SINK: usize = 0;
 
-/// Lines of the managers: the lock; the hint of the buffer manager; the node's two offsets; whether areas are in use; where frames are.
+/// Lines of the managers: the lock; the hint of the buffer manager; the node's two offsets; the areas' in-use marks;
+/// the areas of the frames.
 const LOCK: usize = 0;
 const HINT: usize = 1;
 const OFFSETS: usize = 2;
@@ -41,7 +43,7 @@ const QUEUE: usize = IN_USE + AREAS / LINE_WORDS;
 const LINES: usize = QUEUE + AREAS / LINE_WORDS;
 const _: () = assert!(AREAS.is_multiple_of(LINE_WORDS));
 
-/// The packet buffer, and the two managers.
+/// Makes the packet buffer and the two managers.
 pub fn memory() -> Result<Ends> {
     let packets = Shared::create(PACKETS)?;
     let managers = Region::create("tasuki-bench managers", LINES * LINE_LEN, Pages::Small)?.into_fd();
@@ -49,7 +51,7 @@ pub fn memory() -> Result<Ends> {
     Ok(Ends { server: copies.context("no descriptor is left for a case")?, client: vec![managers, packets] })
 }
 
-/// A node's mappings. All that stands in the managers is loaded and stored under the lock, unless it says otherwise.
+/// Mappings of a node. The managers are loaded and stored under the lock, except where a comment says otherwise.
 struct Node {
     managers: Span<Line>,
     packets: Shared,
@@ -78,7 +80,7 @@ impl Node {
         self.word(LOCK, 0).store(0, Release);
     }
 
-    /// The buffer manager: an area that is not in use, and is from now on.
+    /// The buffer manager: takes an unused area and marks it as used.
     fn take_area(&self) -> Option<usize> {
         let hint = usize::try_from(self.word(HINT, 0).load(Relaxed)).expect("an area's number");
         let area = (0..AREAS).map(|i| (hint + i) % AREAS).find(|&area| self.word(IN_USE, area).load(Relaxed) == 0)?;
@@ -87,7 +89,7 @@ impl Node {
         Some(area)
     }
 
-    /// The offset manager: how many frames were put there for the node, and how many of them it has taken.
+    /// The offset manager: returns the number of frames put for the node, and the number it has taken.
     fn offsets(&self) -> (&AtomicU64, &AtomicU64) {
         (self.word(OFFSETS, 2 * SINK), self.word(OFFSETS, 2 * SINK + 1))
     }
@@ -96,7 +98,7 @@ impl Node {
         self.word(QUEUE, usize::try_from(number).expect("a number of frames") % AREAS)
     }
 
-    /// Says whether there was room.
+    /// Sends a frame; returns whether there was room.
     fn send<const COPIES_LOCKED: bool>(&self, frame: &[u8]) -> bool {
         let (put, _) = self.offsets();
         self.lock();
@@ -118,10 +120,10 @@ impl Node {
         true
     }
 
-    /// Says whether there was a frame.
+    /// Receives a frame; returns whether there was one.
     fn receive<const COPIES_LOCKED: bool>(&self, into: &mut [u8]) -> bool {
         let (put, taken) = self.offsets();
-        // Without the lock: in Mint an interrupt says that there is something.
+        // Load without the lock: in Mint an interrupt announces a frame.
         if put.load(Relaxed) == taken.load(Relaxed) {
             return false;
         }
@@ -142,7 +144,6 @@ impl Node {
     }
 }
 
-/// Receives all frames.
 pub fn receive<const COPIES_LOCKED: bool>(mut orders: Orders) -> Result<()> {
     let total = orders.total();
     let node = Node::new(&mut orders)?;

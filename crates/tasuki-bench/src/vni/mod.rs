@@ -1,4 +1,4 @@
-//! Ethernet between nodes through memory.
+//! Ethernet between nodes through shared memory.
 
 mod huge;
 mod idle;
@@ -29,8 +29,10 @@ pub use idle::node as idle_node;
 pub use netns::tap_node;
 pub use rows::{is_of_namespaces, rows, rows_of_namespaces};
 
-/// The cases, in the order in which a round runs them: what is compared stands side by side. `calls` are frames, or round trips; so few that a run is
-/// over before the CPUs are likely to be elsewhere, also where they are far apart.
+/// The cases, in the order in which a round runs them: compared cases are neighbours.
+///
+/// `calls` counts frames or round trips. There are so few that a run ends before the host is likely to move the
+/// CPUs, even where they are far apart.
 pub const CASES: &[Case] = &[
     frames::<64, COPY>("copy-64", 4_000_000),
     floor::<64>("memcpy-64", 4_000_000),
@@ -63,15 +65,16 @@ pub const CASES: &[Case] = &[
     alone("idle-32", 2, idle::measure),
 ];
 
-/// How a frame crosses: from a private buffer to a private buffer; or every byte is written where it is sent from, and read where it lies.
+/// How a frame crosses: copied from a private buffer to a private buffer; or written and read in shared memory,
+/// every byte.
 const COPY: bool = false;
 const IN_PLACE: bool = true;
 
-/// Whether the one lock of Mint's buffers is held while a frame is copied.
+/// Whether a node holds the one lock of Mint's buffers while it copies a frame.
 const COPIES_LOCKED: bool = true;
 const COPIES_FREE: bool = false;
 
-/// How one waits for a frame.
+/// How a node waits for a frame.
 const SPINS: bool = false;
 const SLEEPS: bool = true;
 
@@ -85,22 +88,22 @@ const fn case(
     Case { name, cores: Cores::Other, calls, full: 2, prepare, serve, measure }
 }
 
-/// Frames of so many bytes, as fast as they go.
+/// Frames of `LEN` bytes, at full speed.
 const fn frames<const LEN: usize, const IN_PLACE: bool>(name: &'static str, frames: u64) -> Case {
     case(name, frames, pair::node_memories, pair::receive::<LEN, IN_PLACE>, pair::send::<LEN, IN_PLACE>)
 }
 
-/// The same by nothing but `memcpy`.
+/// The same by `memcpy` alone.
 const fn floor<const LEN: usize>(name: &'static str, frames: u64) -> Case {
     case(name, frames, memcpy::memory::<LEN>, memcpy::receive::<LEN>, memcpy::send::<LEN>)
 }
 
-/// The same by DPDK. `calls` are looks at its count.
+/// The same by DPDK. `calls` counts looks at its counters.
 const fn memif<const LEN: usize, const ZERO_COPY: bool>(name: &'static str) -> Case {
     case(name, 8, memif::sockets, memif::receive, memif::send::<LEN, ZERO_COPY>)
 }
 
-/// The same by the buffers that Mint had.
+/// The same through Mint's old buffers.
 const fn mint<const COPIES_LOCKED: bool>(name: &'static str) -> Case {
     case(name, 200_000, mint::memory, mint::receive::<COPIES_LOCKED>, mint::send::<COPIES_LOCKED>)
 }
@@ -109,7 +112,7 @@ const fn calls(sleeps: bool) -> u64 {
     if sleeps { 2_000 } else { 100_000 }
 }
 
-/// A frame there and back.
+/// Round trips of a frame.
 const fn trips<const LEN: usize, const SLEEPS: bool>(name: &'static str) -> Case {
     case(name, calls(SLEEPS), pair::node_memories, trips::answer::<LEN, SLEEPS>, trips::trips::<LEN, SLEEPS>)
 }
@@ -125,42 +128,42 @@ const fn veth<const LEN: usize, const SLEEPS: bool>(name: &'static str) -> Case 
     Case { prepare: sockets::veth, ..unix::<LEN, SLEEPS>(name) }
 }
 
-/// What needs no other side.
+/// A case that needs no other side.
 const fn alone(name: &'static str, calls: u64, measure: fn(Orders) -> Result<Sample>) -> Case {
     case(name, calls, Ends::none, |_| Ok(()), measure)
 }
 
-/// What else is measured in the same rounds: two wake-ups of another CPU.
+/// Floors measured in the same rounds: two wake-ups of another CPU.
 fn floors() -> impl Iterator<Item = &'static Case> {
     floors::CASES.iter().filter(|case| case.name == rows::EVENTFD)
 }
 
-/// All cases.
 pub fn cases() -> impl Iterator<Item = &'static Case> {
     CASES.iter().chain(floors())
 }
 
-/// How they are run: with a note of how far apart the CPUs were; and what takes seconds to begin, or is the same each time, not each time.
+/// How to run the cases. Each run notes how far apart the CPUs were. Cases that take seconds to start, or always
+/// give the same figure, do not run in every round.
 pub const MANNER: Manner = Manner {
     distances: true,
     is_seldom: |case| ["memif", "memory", "idle", "veth"].iter().any(|prefix| case.name.starts_with(prefix)),
 };
 
-/// How much.
+/// Returns the amount of measuring.
 pub fn effort(quick: bool) -> Effort {
     if quick { Effort { rounds: 2, ..Effort::QUICK } } else { Effort::FULL }
 }
 
-/// What this machine has for the cases that need more than others.
+/// Cases that this machine can run, and the resources for them.
 #[derive(Debug)]
 pub struct Equipment {
-    /// The cases that can be run.
     pub cases: Vec<&'static Case>,
     _huge_pages: Option<HugePages>,
 }
 
 impl Equipment {
-    /// Looks what there is for these cases, and reserves what has to be. What has to be left out is said in a sentence each.
+    /// Checks the resources that these cases need, and reserves some. Prints a sentence for each group of cases left
+    /// out.
     pub fn get(mut cases: Vec<&'static Case>) -> Self {
         let mut huge_pages = None;
         let mut leave_out = |prefix: &str, is_possible: &mut dyn FnMut() -> Result<(), String>| {
@@ -195,7 +198,7 @@ mod tests {
 
     use super::*;
 
-    /// Both roles, in this process.
+    /// Plays both roles, in this process.
     fn play(case: &Case, calls: u64) -> Sample {
         let ends = (case.prepare)().unwrap();
         let orders = |fds| Orders::new(40, calls, 0, std::path::PathBuf::new(), String::new()).with(fds);
@@ -205,12 +208,12 @@ mod tests {
         let said_too = said.clone();
         std::thread::spawn(move || said.send(serve(server).map(|()| None)).is_ok());
         std::thread::spawn(move || said_too.send(measure(client).map(Some)).is_ok());
-        // One that gives up leaves the other waiting.
+        // If one role gives up, the other waits forever.
         let next = || heard.recv_timeout(Duration::from_secs(60)).expect(case.name).expect(case.name);
         [next(), next()].into_iter().flatten().next().expect("one of them measures")
     }
 
-    /// What the roles check: that every frame arrives, and is what was sent.
+    /// The roles check that every frame arrives unchanged.
     #[test]
     fn every_frame_of_every_case_arrives() {
         for case in CASES.iter().filter(|case| !(MANNER.is_seldom)(case)) {

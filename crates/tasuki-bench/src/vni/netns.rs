@@ -1,4 +1,4 @@
-//! Two network namespaces: `iperf3` between them, over a VNI and over veth.
+//! Two network namespaces, with `iperf3` between them over a VNI and over veth.
 
 use std::os::fd::{AsFd, OwnedFd};
 use std::process::{Child, Command, Stdio};
@@ -24,33 +24,34 @@ use crate::iperf::{Sending, Server};
 use crate::orders::Fds;
 use crate::program;
 
-/// Looks in vain before a node sleeps.
+/// Number of fruitless looks before a node sleeps.
 const IDLE_LOOKS: u32 = 8;
 
-/// Between two times at which a node does what is due now and then.
+/// Interval between two ticks of a node, for its periodic work.
 pub const TICK: Duration = Duration::from_millis(250);
 
-/// What `iperf3` is to send.
+/// Traffic that `iperf3` sends.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Traffic {
     /// One connection.
     Tcp,
-    /// Datagrams of 1,400 bytes, as fast as they go.
+    /// Datagrams of 1,400 bytes, at full speed.
     Udp,
 }
 
-/// What `iperf3` said it received, in bits a second, a value for each round.
+/// Rates that `iperf3` received, in bits a second, one value for each round.
 #[derive(Debug, Default)]
 pub struct Rates {
-    /// Over a VNI, as `tasukid` connects namespaces,
+    /// Over a VNI, as `tasukid` connects namespaces.
     pub vni: Vec<f64>,
-    /// the same by their nodes' workers, through pools and TAPs,
+    /// Over a VNI, by the nodes' workers, through pools and TAPs.
     pub by_workers: Vec<f64>,
-    /// and over veth.
+    /// Over veth.
     pub veth: Vec<f64>,
 }
 
-/// Has `iperf3` send for so many seconds, over a VNI and over veth in turn. `None`, with a word about it, where that cannot be.
+/// Runs `iperf3` for `seconds`, over a VNI and over veth in turn. Where that is impossible, prints the reason and
+/// returns `None`.
 pub fn compare(traffic: Traffic, seconds: u32, rounds: u32, interrupt: &Interrupt) -> Result<Option<Rates>> {
     if !rustix::process::geteuid().is_root() {
         eprintln!("{} was left out: it makes network namespaces, which only root may (sudo)", traffic.case());
@@ -80,7 +81,7 @@ pub fn compare(traffic: Traffic, seconds: u32, rounds: u32, interrupt: &Interrup
 }
 
 impl Traffic {
-    /// What its case is called.
+    /// Returns the name of the case.
     pub fn case(self) -> &'static str {
         match self {
             Traffic::Tcp => "tcp-netns",
@@ -89,11 +90,11 @@ impl Traffic {
     }
 }
 
-/// Two namespaces that reach each other, and what they need for it.
+/// Two connected namespaces, and the resources of their connection.
 pub struct Namespaces {
     names: [String; 2],
     nodes: Vec<Child>,
-    /// There as long as they are.
+    /// Kept for the life of the namespaces.
     shortcut: Option<Shortcut>,
 }
 
@@ -116,10 +117,10 @@ fn ip(words: &str) -> Result<()> {
 }
 
 impl Namespaces {
-    /// Their addresses (for documentation, RFC 5737).
+    /// Addresses of the two (for documentation, RFC 5737).
     pub const ADDRESSES: [[u8; 4]; 2] = [[192, 0, 2, 1], [192, 0, 2, 2]];
 
-    /// What they are called.
+    /// Returns the names of the two.
     pub fn names(&self) -> &[String; 2] {
         &self.names
     }
@@ -132,7 +133,7 @@ impl Namespaces {
         Ok(Namespaces { names, nodes: Vec::new(), shortcut: None })
     }
 
-    /// With a cable between them that takes IP packets of up to `mtu` bytes.
+    /// Makes two namespaces with a veth pair between them that takes IP packets of up to `mtu` bytes.
     pub fn over_veth(mtu: u32) -> Result<Self> {
         let this = Self::new()?;
         let [a, b] = &this.names;
@@ -209,7 +210,7 @@ fn start_node(number: u16, cpu: usize, fds: &[OwnedFd]) -> Result<Child> {
     Ok(child)
 }
 
-/// A namespace's node, as told by standard input. Ends with the bench.
+/// Plays the node of a namespace, with descriptors from standard input. Ends with the bench.
 pub fn tap_node(number: u16, cpu: usize) -> Result<()> {
     rustix::process::set_parent_process_death_signal(Some(rustix::process::Signal::KILL))?;
     let (_, mut fds) = Fds::receive(std::io::stdin().as_fd())?;

@@ -1,4 +1,4 @@
-//! Nodes of a VNI, made and introduced to each other as a daemon does it.
+//! Nodes of a VNI, made and introduced to each other as the daemon does it.
 
 use std::os::fd::OwnedFd;
 
@@ -9,25 +9,25 @@ use tasuki_shm::wake::Clapper;
 
 use crate::orders::Fds;
 
-/// What a daemon keeps of a node.
+/// Descriptors that the daemon keeps of a node.
 pub struct Kept {
-    /// Its memory,
+    /// Memory of the node.
     pub node_memory: NodeMemoryFds,
-    /// and the pipe of its bell: the end that it reads,
+    /// Bell pipe: the end that the node reads.
     bell_receiver: OwnedFd,
-    /// and the one that the others write.
+    /// Bell pipe: the end that other nodes write.
     bell: OwnedFd,
 }
 
 impl Kept {
-    /// A node.
+    /// Makes the memory and the bell of a node.
     pub fn new(number: u16) -> Result<Self> {
         let node_memory = NodeMemoryFds::create(&format!("bench-{number}"), POOL_PAGES)?;
         let (bell_receiver, bell) = tasuki_shm::wake::bell_pipe().context("the kernel gave no pipe")?;
         Ok(Kept { node_memory, bell_receiver, bell })
     }
 
-    /// What a node needs to know others, for [`join`].
+    /// Returns the descriptors that a node needs to know `others`, for [`join`].
     pub fn fds<'k>(&self, others: impl IntoIterator<Item = &'k Kept>) -> Result<Vec<OwnedFd>> {
         let copy = |fd: &OwnedFd| fd.try_clone().context("no descriptor is left for a node");
         let mut fds = vec![copy(&self.node_memory.control)?, copy(&self.node_memory.pool)?, copy(&self.bell_receiver)?];
@@ -39,7 +39,7 @@ impl Kept {
     }
 }
 
-/// A worker of node `number`, which knows all these `others`, in the order in which their descriptors come.
+/// Makes a worker of node `number` that knows `others`, in the order of their descriptors.
 pub fn join(fds: &mut Fds, number: u16, others: impl IntoIterator<Item = u16>) -> Result<Vni> {
     let node_memory = NodeMemoryFds { control: fds.next()?, pool: fds.next()? };
     let mut vni = Vni::new(number, node_memory, fds.next()?)?;

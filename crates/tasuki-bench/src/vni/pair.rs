@@ -13,11 +13,11 @@ use crate::case::Ends;
 use crate::orders::Orders;
 use crate::sample::Sample;
 
-/// The node that receives, and the one that sends.
+/// The receiving node, and the sending one.
 pub const SINK: u16 = 0;
 pub const SOURCE: u16 = 1;
 
-/// Private frames that are copied from and to in turn, as a program has a burst of them.
+/// Number of private frames to copy from and to in turn, like a program's burst.
 const BUFFERS: usize = 32;
 
 /// Frames between two wake-ups of the receiver.
@@ -30,29 +30,28 @@ pub struct Buffer {
 }
 
 impl Buffer {
-    /// So many bytes.
+    /// Makes a buffer of `len` bytes.
     pub fn new(len: usize) -> Self {
         Buffer { lines: vec![AlignedLine::default(); len.div_ceil(LINE_LEN)], len }
     }
 
-    /// The bytes.
     pub fn bytes(&mut self) -> &mut [u8] {
         &mut self.lines.as_mut_bytes()[..self.len]
     }
 }
 
-/// The memory of two nodes, and their bells.
+/// Makes the memory of two nodes, and their bells.
 pub fn node_memories() -> Result<Ends> {
     let (sink, source) = (Kept::new(SINK)?, Kept::new(SOURCE)?);
     Ok(Ends { server: sink.fds([&source])?, client: source.fds([&sink])? })
 }
 
-/// Which buffer the frame of that number uses.
+/// Returns the buffer for the frame of that number.
 pub fn in_turn(number: u64) -> usize {
     usize::try_from(number % BUFFERS as u64).expect("few buffers")
 }
 
-/// One of each, told apart by what it is full of.
+/// Makes private frames, each filled with a different byte.
 pub fn private_frames(len: usize) -> Vec<Buffer> {
     let mut frames: Vec<_> = (0..BUFFERS).map(|_| Buffer::new(len)).collect();
     (0_u8..).zip(&mut frames).for_each(|(i, frame)| frame.bytes().fill(i));
@@ -80,7 +79,7 @@ pub fn receive<const LEN: usize, const IN_PLACE: bool>(mut orders: Orders) -> Re
                 }
             });
         }
-        // Nobody but the compiler believes that the sum is needed.
+        // Make the compiler keep the sum; nothing else needs it.
         let mut answer = [0; 64];
         answer[..8].copy_from_slice(&std::hint::black_box(sum).to_ne_bytes());
         vni.send(SOURCE, &answer)?;
@@ -90,7 +89,7 @@ pub fn receive<const LEN: usize, const IN_PLACE: bool>(mut orders: Orders) -> Re
     Ok(())
 }
 
-/// Sends all frames as fast as they are received; notes frames a second.
+/// Sends all frames as fast as the receiver takes them; notes frames a second.
 pub fn send<const LEN: usize, const IN_PLACE: bool>(mut orders: Orders) -> Result<Sample> {
     let (warmup, calls) = (orders.warmup, orders.calls);
     let mut vni = join(orders.fds(), SOURCE, [SINK])?;

@@ -1,4 +1,4 @@
-//! What the cases come to, beside floors, peers, the paper and bars.
+//! Rows of the VNI cases, beside floors, peers, the paper and bars.
 
 use anyhow::{Context, Result};
 
@@ -11,22 +11,22 @@ use crate::report::{Kind, Row};
 use crate::rounds::{Effort, Samples};
 use crate::sample::{Sample, median};
 
-/// What Mint's improved VNI came to (S2, its table): TCP and UDP, in bits a second.
+/// Rates of Mint's improved VNI (S2, its table): TCP and UDP, in bits a second.
 const MINT_TCP: f64 = 10e9;
 const MINT_UDP: f64 = 75e9;
 
-/// What its buffers would take for a hundred nodes, in MiB: "about 1.8 GB", which is 4,950 buffers of 392,200 bytes.
+/// Memory that its buffers would take for a hundred nodes, in MiB: "about 1.8 GB", which is 4,950 buffers of 392,200
+/// bytes.
 const MINT_MEMORY: f64 = 1.8 * 1024.0;
 
-/// The floor of what sleeps: each of the two processes is woken once.
+/// Floor of sleeping round trips: each of the two processes is woken once.
 pub const EVENTFD: &str = "eventfd-other-core";
 
 const MIB: f64 = (1 << 20) as f64;
 
-/// What is promised of frames, as a multiple of what `memif` has.
+/// Bars of the frame rates, as multiples of the rate of `memif`.
 pub const MEMIF_BARS: [(&str, f64); 3] = [("copy-64", 1.3), ("copy-1518", 1.5), ("inplace-1518", 3.0)];
 
-/// The rows of the bench.
 pub fn rows(samples: &Samples, effort: Effort, interrupt: &Interrupt) -> Result<Vec<Row>> {
     let mut rows = Vec::new();
     for len in [64, 1518, 15_000] {
@@ -44,7 +44,7 @@ pub fn rows(samples: &Samples, effort: Effort, interrupt: &Interrupt) -> Result<
     Ok(rows)
 }
 
-/// Those of `iperf3` between two namespaces, which are measured by this.
+/// Measures `iperf3` between two namespaces, and makes its rows.
 pub fn rows_of_namespaces(effort: Effort, interrupt: &Interrupt) -> Result<Vec<Row>> {
     let long = if effort.full { (5, 7) } else { (2, 1) };
     let mut rows = between_namespaces(Traffic::Tcp, MINT_TCP, 0.8, long, interrupt)?;
@@ -52,12 +52,14 @@ pub fn rows_of_namespaces(effort: Effort, interrupt: &Interrupt) -> Result<Vec<R
     Ok(rows)
 }
 
-/// Whether what begins so is one of those. A message or two may be those of others.
+/// Returns whether `prefix` selects a case of namespaces. Prefixes of one or two letters do not: they could mean
+/// other cases.
 pub fn is_of_namespaces(prefix: &str) -> bool {
     prefix.len() > 2 && [Traffic::Tcp, Traffic::Udp].iter().any(|traffic| traffic.case().starts_with(prefix))
 }
 
-/// Compares a row, made of the number `number` of `ours`, with the same of the case `theirs`, if that was run; `scale` makes of it what the row has.
+/// Compares a row, made of the number `number` of `ours`, with the same number of the case `theirs`, if that was
+/// run. `scale` converts the number to the row's unit.
 fn beside(
     row: Row,
     (ours, number, scale): (&Sample, &str, f64),
@@ -76,7 +78,7 @@ fn beside_rounds(row: Row, ours: &[Round], (name, kind): (&str, Kind), theirs: &
     row.against_in_pairs(name, kind, value * scale, pairs.ratio(), pairs.told())
 }
 
-/// Frames a second, and the bits in them.
+/// Makes the rows of frames a second, and of the bits in them.
 fn frames(samples: &Samples, way: &str, len: u32) -> Result<Vec<Row>> {
     let case = format!("{way}-{len}");
     let sample = samples.of(&case)?;
@@ -96,7 +98,7 @@ fn frames(samples: &Samples, way: &str, len: u32) -> Result<Vec<Row>> {
     }
     let mut gbps = Row::higher(&case, "gbps", "Gb/s", rate * bits);
     if len == 15_000 {
-        // As many bytes as were sent at a time in that measurement.
+        // That measurement sent as many bytes at a time.
         gbps = gbps.against("mint", Kind::Paper, MINT_UDP / 1e9);
     }
     if case == "inplace-15000" {
@@ -106,23 +108,23 @@ fn frames(samples: &Samples, way: &str, len: u32) -> Result<Vec<Row>> {
     Ok(vec![pps, gbps])
 }
 
-/// The faster of the two ways to lock Mint's buffers.
+/// Returns the faster of the two ways to lock Mint's buffers.
 fn mint_buffers(samples: &Samples) -> Result<&Sample> {
     let (locked, free) = (samples.of("mint-locked")?, samples.of("mint-free")?);
     Ok(if locked.median("rate")? >= free.median("rate")? { locked } else { free })
 }
 
-/// Round trips of a frame.
+/// Makes the rows of a frame's round trips.
 fn trips(samples: &Samples, len: u32, how: &str) -> Result<Vec<Row>> {
     let case = format!("rtt-{len}{how}");
     let sample = samples.of(&case)?;
     let mut rows = Row::round_trip(&case, sample);
     let mut row = rows.remove(0);
     row = if how.is_empty() {
-        // What a line takes there and back was measured before and after each of them.
+        // The round trip of a line was measured before and after each run.
         let (ours, floor) = (distance::rounds(sample, "p50"), distance::as_floor(sample));
         let row = beside_rounds(row, &ours, (PING_PONG, Kind::Floor), &floor, 1.0);
-        // More lines than one take longer, and nothing was promised of them.
+        // Only a frame of 64 bytes has a bar: larger ones move more than one line.
         if len == 64 { row.bar(3.0, PING_PONG)? } else { row }
     } else {
         beside(row, (sample, "p50", 1.0), "eventfd", Kind::Floor, Some(samples.of(EVENTFD)?)).bar(1.2, "eventfd")?

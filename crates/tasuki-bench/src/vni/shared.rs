@@ -1,11 +1,12 @@
-//! Memory that both roles of a case write and read as plain bytes: for the floor and the baseline that Tasuki's own memory, which one process
-//! writes, is measured beside.
+//! Memory that both roles of a case write and read as plain bytes, for the floor and the baseline. Tasuki's own
+//! memory, which one process writes, is measured beside them.
 //!
 //! # Invariants
 //!
-//! - **S1** The mapping is `len` bytes from `base` on, of a file that cannot shrink, and stays until `Shared` is dropped.
-//! - **S2** Both roles are this program, and one of them at a time has a part of the memory: an index or a lock in other memory, stored with
-//!   release and loaded with acquire, says which.
+//! - **S1** The mapping is `len` bytes from `base` on, of a file that cannot shrink, and stays until `Shared` is
+//!   dropped.
+//! - **S2** Both roles are this program, and only one of them at a time has a part of the memory. An index or a lock
+//!   in other memory says which role has it, stored with release and loaded with acquire.
 #![allow(unsafe_code, reason = "maps memory, and copies bytes that another process writes at other times")]
 
 use std::os::fd::OwnedFd;
@@ -23,12 +24,12 @@ pub struct Shared {
 }
 
 impl Shared {
-    /// Makes `len` bytes of it.
+    /// Makes `len` bytes of such memory.
     pub fn create(len: usize) -> Result<OwnedFd> {
         Ok(Region::create("tasuki-bench shared", len, Pages::Small)?.into_fd())
     }
 
-    /// Maps what [`create`](Self::create) made.
+    /// Maps the memory that [`create`](Self::create) made.
     pub fn map(memory: &OwnedFd, len: usize) -> Result<Self> {
         let stat = rustix::fs::fstat(memory).context("the memory of a case cannot be measured")?;
         let seals = rustix::fs::fcntl_get_seals(memory).context("the memory of a case has no seals")?;
@@ -47,24 +48,26 @@ impl Shared {
         assert!(at <= self.len && bytes.len() <= self.len - at, "{} bytes at {at} of {}", bytes.len(), self.len);
         // SAFETY: inside the mapping (S1, asserted).
         let to = unsafe { self.base.as_ptr().add(at) };
-        // SAFETY: `bytes` is no part of the mapping, of which no reference is ever made, and nobody else uses this part now (S1, S2).
+        // SAFETY: `bytes` is no part of the mapping, of which no reference is ever made, and only this role uses
+        // this part now (S1, S2).
         unsafe { std::ptr::copy_nonoverlapping(bytes.as_ptr(), to, bytes.len()) };
     }
 
-    /// Copies what is at `at` out.
+    /// Copies the bytes at `at` into `into`.
     #[inline]
     pub fn copy_out(&self, at: usize, into: &mut [u8]) {
         assert!(at <= self.len && into.len() <= self.len - at, "{} bytes at {at} of {}", into.len(), self.len);
         // SAFETY: inside the mapping (S1, asserted).
         let from = unsafe { self.base.as_ptr().add(at) };
-        // SAFETY: `into` is no part of the mapping, of which no reference is ever made, and nobody writes this part now (S1, S2).
+        // SAFETY: `into` is no part of the mapping, of which no reference is ever made, and no role writes this part
+        // now (S1, S2).
         unsafe { std::ptr::copy_nonoverlapping(from, into.as_mut_ptr(), into.len()) };
     }
 }
 
 impl Drop for Shared {
     fn drop(&mut self) {
-        // SAFETY: the mapping is ours, and nothing was lent of it (S1).
+        // SAFETY: the mapping is ours, and nothing borrows from it (S1).
         let _ = unsafe { rustix::mm::munmap(self.base.as_ptr().cast(), self.len) };
     }
 }

@@ -1,4 +1,5 @@
-//! Peers: the same round trips through the kernel, by UNIX datagrams, and by UDP over veth between two network namespaces.
+//! Peers: the same round trips through the kernel, by UNIX datagrams, and by UDP over veth between two network
+//! namespaces.
 
 use std::net::UdpSocket;
 use std::os::fd::OwnedFd;
@@ -13,20 +14,21 @@ use crate::case::Ends;
 use crate::orders::Orders;
 use crate::sample::Sample;
 
-/// Bytes of a frame before a UDP datagram: Ethernet's, IP's and its own header.
+/// Bytes of a frame before the payload of a UDP datagram: the headers of Ethernet, IP and UDP.
 pub const UDP_HEADERS: usize = 14 + 20 + 8;
 
-/// Where each side of the datagrams over veth is.
+/// UDP port of each side over veth.
 const PORT: u16 = 5202;
 
-/// A pair of UNIX datagram sockets.
+/// Makes a pair of UNIX datagram sockets.
 pub fn unix() -> Result<Ends> {
     let pair = socketpair(AddressFamily::UNIX, SocketType::DGRAM, SocketFlags::CLOEXEC, None);
     let (server, client) = pair.context("the kernel gave no pair of sockets")?;
     Ok(Ends { server: vec![server], client: vec![client] })
 }
 
-/// A UDP socket in each of two namespaces. The namespaces lose their names at once, and live as long as the sockets.
+/// Makes a UDP socket in each of two namespaces. The namespaces lose their names at once, and live as long as the
+/// sockets.
 pub fn veth() -> Result<Ends> {
     let namespaces = Namespaces::over_veth(9000)?;
     let open = |us: usize| -> Result<OwnedFd> {
@@ -40,7 +42,7 @@ pub fn veth() -> Result<Ends> {
     Ok(Ends { server: vec![open(1)?], client: vec![open(0)?] })
 }
 
-/// Sends back every datagram that comes.
+/// Sends every received datagram back.
 pub fn answer<const LEN: usize, const ASLEEP: bool>(mut orders: Orders) -> Result<()> {
     let socket = orders.next_fd()?;
     let mut bytes = [0; LEN];
@@ -51,7 +53,6 @@ pub fn answer<const LEN: usize, const ASLEEP: bool>(mut orders: Orders) -> Resul
     Ok(())
 }
 
-/// Times round trips.
 pub fn trips<const LEN: usize, const ASLEEP: bool>(mut orders: Orders) -> Result<Sample> {
     let socket = orders.next_fd()?;
     let mut bytes = [0; LEN];

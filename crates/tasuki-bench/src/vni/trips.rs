@@ -1,4 +1,4 @@
-//! Round trips of one frame between two nodes: spinning, or both asleep between.
+//! Round trips of one frame between two nodes that spin, or that both sleep in between.
 
 use anyhow::{Context, Result, ensure};
 use rustix::event::{PollFd, PollFlags};
@@ -11,7 +11,7 @@ use super::pair::{Buffer, SINK, SOURCE};
 use crate::orders::Orders;
 use crate::sample::Sample;
 
-/// Sends back every frame that comes.
+/// Sends every received frame back.
 pub fn answer<const LEN: usize, const ASLEEP: bool>(mut orders: Orders) -> Result<()> {
     let mut vni = join(orders.fds(), SINK, [SOURCE])?;
     let mut buffer = Buffer::new(LEN);
@@ -23,7 +23,6 @@ pub fn answer<const LEN: usize, const ASLEEP: bool>(mut orders: Orders) -> Resul
     Ok(())
 }
 
-/// Times round trips.
 pub fn trips<const LEN: usize, const ASLEEP: bool>(mut orders: Orders) -> Result<Sample> {
     let mut vni = join(orders.fds(), SOURCE, [SINK])?;
     let (mut sent, mut came) = (Buffer::new(LEN), Buffer::new(LEN));

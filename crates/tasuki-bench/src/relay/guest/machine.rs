@@ -1,4 +1,4 @@
-//! The guest as a process: QEMU, at whose console and at whose card's wire we are.
+//! The guest as a process: QEMU, with its console and its card's wire connected to us.
 
 use std::io::{BufRead, BufReader};
 use std::os::fd::OwnedFd;
@@ -14,16 +14,16 @@ use serde::Deserialize;
 
 use crate::workplace::Workplace;
 
-/// The card's address.
+/// MAC address of the card.
 pub const MAC: [u8; 6] = [0x52, 0x54, 0x00, 0x12, 0x34, 0x57];
 
-/// Bytes that wait at the wire for the card, as the kernel counts them: what a sender may have under way.
+/// Bytes that may wait at the wire for the card, as the kernel counts them: the sender's limit of frames under way.
 const WIRE_HOLDS: usize = 1 << 20;
 
-/// How long QEMU has to come to our socket.
+/// How long QEMU has to connect to our socket.
 const PATIENCE: Duration = Duration::from_secs(30);
 
-/// What `cargo xtask bench relay` has made ready (xtask/src/guest/relay.rs).
+/// The machine that `cargo xtask bench relay` has prepared (xtask/src/guest/relay.rs).
 #[derive(Debug, Deserialize)]
 pub struct Recipe {
     program: String,
@@ -32,25 +32,25 @@ pub struct Recipe {
 }
 
 impl Recipe {
-    /// Reads the file that says it.
+    /// Reads the recipe from a file.
     pub fn read(file: &Path) -> Result<Self> {
         let text = std::fs::read(file).with_context(|| format!("{} cannot be read", file.display()))?;
         serde_json::from_slice(&text).with_context(|| format!("{} describes no machine", file.display()))
     }
 }
 
-/// A guest that runs. It ends when this is dropped.
+/// A running guest. Dropping it ends the guest.
 pub struct Machine {
     child: Child,
-    /// What it says at its console, line by line, until it ends.
+    /// Lines of its console, until it ends.
     pub lines: Receiver<String>,
-    /// The other end of its card's wire: one frame a datagram. Does not wait.
+    /// Our end of its card's wire: one frame a datagram. Non-blocking.
     pub wire: UnixDatagram,
     _place: Workplace,
 }
 
 impl Machine {
-    /// Boots it, with an environment for its first process.
+    /// Boots the guest, with an environment for its first process.
     pub fn boot(recipe: &Recipe, environment: &[(&str, u32)]) -> Result<Self> {
         let place = Workplace::new()?;
         let listener = UnixListener::bind(place.directory().join("console")).context("no socket for a console")?;
@@ -79,7 +79,7 @@ impl Machine {
     }
 }
 
-/// Waits for QEMU to come.
+/// Waits for QEMU to connect.
 fn console(listener: &UnixListener, child: &mut Child) -> Result<UnixStream> {
     listener.set_nonblocking(true)?;
     let began = Instant::now();
@@ -102,7 +102,7 @@ fn console(listener: &UnixListener, child: &mut Child) -> Result<UnixStream> {
     }
 }
 
-/// The console's lines, read by a thread of their own. It ends with the guest.
+/// Reads the console's lines in a thread of its own, which ends with the guest.
 fn lines_of(console: UnixStream) -> Receiver<String> {
     let (sender, lines) = mpsc::channel();
     thread::spawn(move || {
@@ -119,7 +119,7 @@ fn lines_of(console: UnixStream) -> Receiver<String> {
 }
 
 fn end(child: &mut Child) {
-    // It may have ended by itself.
+    // The process may have ended by itself.
     let _ = child.kill();
     let _ = child.wait();
 }

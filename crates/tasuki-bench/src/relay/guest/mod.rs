@@ -1,8 +1,9 @@
-//! A NIC that changes hands in a guest: the kernel's driver unloaded and loaded, and our two processes through VFIO, that share the card's memory or have
-//! some each, under the same stream.
+//! A NIC that changes hands in a guest under one stream, in two ways. The kernel's driver is unloaded and loaded; or
+//! our two processes hand the NIC over through VFIO, sharing the card's memory or having some each.
 //!
-//! The guest is QEMU's, with Debian's kernel, an IOMMU and QEMU's 82574L; `cargo xtask bench relay` makes it ready. In it runs
-//! `crates/tasuki-net/examples/guest_relay`, which sends back what comes and has the card change hands. Out here is the wire's other end.
+//! The guest runs in QEMU with Debian's kernel, an IOMMU and QEMU's 82574L; `cargo xtask bench relay` prepares it.
+//! In it runs `crates/tasuki-net/examples/guest_relay`, which sends frames back and makes the card change hands.
+//! This process holds the wire's other end.
 
 mod machine;
 mod rows;
@@ -21,36 +22,38 @@ use crate::report::Row;
 use machine::{Machine, Recipe};
 use stream::{Seen, Stream};
 
-/// The kernel's way, and ours: `keep` and `repoint`.
+/// Names of the cases: the kernel's way, and our `keep` and `repoint`.
 const LKM: &str = "guest-lkm";
 const HANDOVER: &str = "guest-handover";
 const REPOINT: &str = "guest-repoint";
 
-/// Frames a second. Translated by QEMU, the guest carries four times as many both ways on an idle host, with nothing lost while nobody
-/// touches the card; on one that is busy with something else not quite twice as many.
+/// Frames a second.
+///
+/// Under QEMU's translation, on an idle host, the guest carries four times as many in both directions and loses none
+/// while the card does not change hands. On a host busy with other work, it carries not quite twice as many.
 const RATE: u64 = 5_000;
 
-/// What the guest's program says begins with this, and the guest's end with that.
+/// Prefixes of the console lines from the guest's program, and of the line about the guest's end.
 const SAYS: &str = "relay: ";
 const ENDED: &str = "guest: ended with ";
 
-/// The guest boots, and gets ready for its next case, within this.
+/// Longest time for the guest to boot, or to get ready for its next case.
 const BOOT: Duration = Duration::from_secs(180);
 
-/// No relay takes longer, whoever does it.
+/// Longest time that any relay takes.
 const RELAY: Duration = Duration::from_secs(30);
 
-/// So long after the last frame nothing is under way any more.
+/// Time after the last frame by which none is under way any more.
 const SILENCE: Duration = Duration::from_millis(500);
 
-/// Lines of the console that are told when the guest fails.
+/// Number of console lines to quote when the guest fails.
 const LINES_TOLD: usize = 5;
 
-/// How many relays there are of each kind.
+/// Number of relays of each kind.
 #[derive(Debug, Clone, Copy)]
 pub struct Relays {
     lkm: u32,
-    /// Of each of our two ways.
+    /// Number of relays of each of our two ways.
     handovers: u32,
 }
 
@@ -61,16 +64,16 @@ impl Relays {
     pub const FULL: Relays = Relays { lkm: 100, handovers: 1000 };
 }
 
-/// What came of one case.
+/// Outcome of one case.
 #[derive(Debug, Default)]
 struct Outcome {
     relays: u32,
     seen: Seen,
-    /// What the guest says of itself: the numbers of each line, in ns.
+    /// Numbers of each line that the guest reports, in ns.
     said: Vec<Vec<u64>>,
 }
 
-/// Runs all cases in the guest that `recipe` describes: rows, and the paper's figures beside them.
+/// Runs all cases in the guest that `recipe` describes. Returns the rows, and the paper's figures beside them.
 pub fn run(recipe: &Path, relays: Relays, interrupt: &Interrupt) -> Result<(Vec<Row>, String)> {
     let recipe = Recipe::read(recipe)?;
     let environment = [("LKM", relays.lkm), ("HANDOVERS", relays.handovers), ("REPOINTS", relays.handovers)];
@@ -83,7 +86,7 @@ pub fn run(recipe: &Path, relays: Relays, interrupt: &Interrupt) -> Result<(Vec<
     Ok((rows::rows(&lkm, &handover, &repoint), rows::paper(&lkm).to_string()))
 }
 
-/// What the guest has to say.
+/// A report of the guest.
 #[derive(Debug, PartialEq)]
 enum Word {
     Ready,
@@ -93,7 +96,7 @@ enum Word {
 }
 
 impl Word {
-    /// What a line of the console is to us.
+    /// Parses a line of the console; `None` if it is not for us.
     fn of(line: &str) -> Result<Option<Word>> {
         if let Some(status) = line.strip_prefix(ENDED) {
             ensure!(status == "0", "the guest's program ended with status {status}");
@@ -112,13 +115,13 @@ impl Word {
 
 struct Guest<'a> {
     machine: Machine,
-    /// The last lines of its console.
+    /// Last lines of its console.
     told: VecDeque<String>,
     interrupt: &'a Interrupt,
 }
 
 impl Guest<'_> {
-    /// One case: from when the guest is ready for it to when it is for the next one, or has ended.
+    /// Runs one case: from the guest's readiness for it until its readiness for the next one, or its end.
     fn case(&mut self, name: &'static str, relays: u32) -> Result<Outcome> {
         let began = Instant::now();
         let mut stream = Stream::begin(self.machine.wire.try_clone()?, RATE, relays)?;
@@ -143,14 +146,14 @@ impl Guest<'_> {
         }
         let seen = stream.end();
         let said = self.hear_numbers()?;
-        // Two between which no frame came are one on the wire, whose gap is that of both.
+        // Two relays with no frame between them look like one on the wire, whose gap is that of both.
         let last = seen.rests.len().saturating_sub(1);
         ensure!(last == relays as usize, "{last} relays were seen on the wire, of {relays}");
         eprintln!("guest · {name:<22} {relays} relays · {:.1} s", began.elapsed().as_secs_f64());
         Ok(Outcome { relays, seen, said })
     }
 
-    /// Sleeps until something comes back, or another frame may be due.
+    /// Sleeps until a frame comes back, or until another frame may be due.
     fn nap(&self) -> Result<()> {
         let limit = Timespec { tv_sec: 0, tv_nsec: i64::try_from(1_000_000_000 / RATE / 2)? };
         let mut fds = [PollFd::new(&self.machine.wire, PollFlags::IN), PollFd::new(self.interrupt, PollFlags::IN)];
@@ -162,7 +165,7 @@ impl Guest<'_> {
         Ok(())
     }
 
-    /// The next line that says something, if it comes within `limit`.
+    /// Returns the next report, if one comes within `limit`.
     fn hear(&mut self, limit: Duration) -> Result<Option<Word>> {
         let line = match self.machine.lines.recv_timeout(limit) {
             Ok(line) => line,
@@ -177,20 +180,20 @@ impl Guest<'_> {
         word
     }
 
-    /// What the console said last.
+    /// Returns the console's last lines, for an error message.
     fn last_words(&self) -> String {
         let lines: Vec<_> = self.told.iter().map(String::as_str).collect();
         if lines.is_empty() { ", before it said anything".to_owned() } else { format!(": {}", lines.join(" / ")) }
     }
 
-    /// The numbers that the guest says until it is ready for its next case, or has ended.
+    /// Collects the numbers that the guest reports until it is ready for its next case, or has ended.
     fn hear_numbers(&mut self) -> Result<Vec<Vec<u64>>> {
         let (began, mut said) = (Instant::now(), Vec::new());
         while began.elapsed() < BOOT {
             match self.hear(Duration::from_millis(50))? {
                 Some(Word::Numbers(numbers)) => said.push(numbers),
                 Some(Word::Ready | Word::Ended) => return Ok(said),
-                // So that a signal is noticed.
+                // Check for signals.
                 Some(Word::Done) | None => self.nap()?,
             }
         }

@@ -1,4 +1,4 @@
-//! What the guest's relays come to, beside each other and the paper.
+//! Rows of the guest's relays, beside each other and the paper.
 
 use comfy_table::Table;
 
@@ -7,15 +7,15 @@ use super::{HANDOVER, LKM, Outcome, RATE, REPOINT};
 use crate::papers::MINT;
 use crate::report::{Kind, Row};
 
-/// What the kernel's way has to be read with.
+/// Caveat for the figures of the kernel's way.
 const FORGIVING: &str =
     "QEMU's card keeps what comes while it takes nothing, as no silicon does, and the wire has room for 1 MB of it";
 
-/// The steps of the kernel's way, by the paper's names, in the order in which the guest says them.
+/// Steps of the kernel's way, by the paper's names, in the order in which the guest reports them.
 const STEPS: [(&str, &str); 4] =
     [("unload", "unload_p50"), ("load", "load_p50"), ("up", "up_p50"), ("link", "link_p50")];
 
-/// The value beyond which no more than all but `part` in a hundred lie, in µs; 0 where there are none.
+/// Returns the percentile `part` of `values`, in µs; 0 where there are none.
 fn micros(values: &[u64], part: usize) -> f64 {
     let mut sorted = values.to_vec();
     sorted.sort_unstable();
@@ -23,17 +23,17 @@ fn micros(values: &[u64], part: usize) -> f64 {
     sorted.get(at).map_or(0.0, |&value| value as f64 / 1e3)
 }
 
-/// The median of each step of the kernel's way, in µs.
+/// Returns the median of a step of the kernel's way, in µs.
 fn step(lkm: &Outcome, step: usize) -> f64 {
     micros(&lkm.said.iter().filter_map(|line| line.get(step).copied()).collect::<Vec<_>>(), 50)
 }
 
-/// A figure of the paper in µs.
+/// Returns a figure of the paper in µs.
 fn mint(what: &str) -> f64 {
     MINT.best_ns(what).map_or(0.0, |ns| ns / 1e3)
 }
 
-/// Loss, order and outage of one case, whose outage is `what` in the paper.
+/// Makes the rows of loss, order and outage of one case; `what` is the paper's name for its outage.
 fn common(case: &'static str, what: &str, outcome: &Outcome) -> Vec<Row> {
     let Outcome { relays, seen, .. } = outcome;
     let Seen { counts, gaps, rests, lost, .. } = seen;
@@ -54,7 +54,7 @@ fn common(case: &'static str, what: &str, outcome: &Outcome) -> Vec<Row> {
     ]
 }
 
-/// The rows of one of our ways.
+/// Makes the rows of one of our ways.
 fn ours(case: &'static str, outcome: &Outcome) -> Vec<Row> {
     let mut rows = common(case, "repoint", outcome);
     rows[0] = rows[0].clone().bar_at(0.0);
@@ -66,7 +66,6 @@ fn ours(case: &'static str, outcome: &Outcome) -> Vec<Row> {
     rows
 }
 
-/// The rows of all cases.
 pub fn rows(lkm: &Outcome, handover: &Outcome, repoint: &Outcome) -> Vec<Row> {
     let mut rows = common(LKM, "outage", lkm);
     rows[0].note = Some(format!("{} relays at {RATE} frames a second; {FORGIVING}", lkm.relays));
@@ -78,7 +77,7 @@ pub fn rows(lkm: &Outcome, handover: &Outcome, repoint: &Outcome) -> Vec<Row> {
     rows
 }
 
-/// The paper's table of the kernel's way, with ours beside it.
+/// Makes the paper's table of the kernel's way, with our figures beside it.
 pub fn paper(lkm: &Outcome) -> Table {
     let mut measured: Vec<_> =
         STEPS.iter().enumerate().map(|(number, (what, _))| (*what, step(lkm, number) * 1e3)).collect();

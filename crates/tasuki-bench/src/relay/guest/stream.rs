@@ -1,4 +1,4 @@
-//! The numbered stream at the guest's wire, and what becomes of it at each relay.
+//! The numbered stream at the guest's wire, and its fate at each relay.
 
 use std::io;
 use std::os::unix::net::UnixDatagram;
@@ -9,28 +9,29 @@ use tasuki_sim::wire::{Counts, Source, SourceOptions, Wire as _};
 
 use super::machine::MAC;
 
-/// Who we are on the wire: the last four bytes say how many relays we have seen, so that the guest knows that its frames arrive.
+/// Our MAC address. Its last four bytes carry the number of relays we have seen, which tells the guest that its
+/// frames arrive.
 const US: [u8; 6] = [0x02, 0, 0, 0, 0, 0];
 
 /// Bytes of a frame with its check sequence: 1 KB of UDP in the paper of S0.
 const SIZE: u32 = 1024 + 46;
 
-/// Where whoever sends a frame back writes how many relays there have been (crates/tasuki-net/examples/guest_relay).
+/// Offset at which the echoing process writes the number of relays so far (crates/tasuki-net/examples/guest_relay).
 const RELAYS_AT: usize = 8;
 
-/// Where frames that come have whom they are for.
+/// Place of the destination address in a received frame.
 const TO: std::ops::Range<usize> = 0..6;
 
-/// What became of the stream.
+/// Fate of the stream.
 #[derive(Debug, Default)]
 pub struct Seen {
-    /// All in all.
+    /// Counts over the whole stream.
     pub counts: Counts,
-    /// At each relay: from the last frame that came from before it to the first from after it, in ns.
+    /// Gap at each relay, in ns: from the last frame of before the relay to the first of after it.
     pub gaps: Vec<u64>,
-    /// Between relays, the first being before any: the longest time without a frame, in ns.
+    /// Longest time without a frame between relays, in ns; the first entry is from before any relay.
     pub rests: Vec<u64>,
-    /// The same for frames that are missing; those of a relay are missed after it.
+    /// Number of frames missing between relays, likewise; frames missing at a relay count after it.
     pub lost: Vec<u64>,
     /// Most frames under way.
     pub held: u64,
@@ -46,7 +47,7 @@ impl Seen {
             if !self.rests.is_empty() {
                 self.gaps.push(gap);
             }
-            // More than one if no frame came between two of them.
+            // More than one relay, if no frame came between two of them.
             self.rests.resize(relays + 1, 0);
             self.lost.resize(relays + 1, 0);
         } else {
@@ -57,7 +58,7 @@ impl Seen {
     }
 }
 
-/// A source of frames, and the wire that it is at.
+/// A source of frames, and its wire.
 #[derive(Debug)]
 pub struct Stream {
     source: Source,
@@ -69,7 +70,7 @@ pub struct Stream {
 }
 
 impl Stream {
-    /// So many frames a second, from now on; who sends them back does not change more often than so many times.
+    /// Starts sending `rate` frames a second. The echoing process changes at most `relays_max` times.
     pub fn begin(wire: UnixDatagram, rate: u64, relays_max: u32) -> Result<Self> {
         let options =
             SourceOptions { to: MAC, from: US, size: SIZE, rate: Some(rate), count: u64::MAX, honours_pause: true };
@@ -87,7 +88,7 @@ impl Stream {
         u64::try_from(self.began.elapsed().as_nanos()).unwrap_or(u64::MAX)
     }
 
-    /// Sends what is due. What the wire does not take is lost, as on any wire.
+    /// Sends the due frames. Frames that the wire does not take are lost, as on any wire.
     pub fn send(&mut self) -> Result<()> {
         let now = self.now();
         let seen = u32::try_from(self.seen.rests.len().saturating_sub(1))?.to_be_bytes();
@@ -105,7 +106,7 @@ impl Stream {
         Ok(())
     }
 
-    /// Takes what has come; says whether that was anything.
+    /// Takes all received frames; returns whether there were any.
     pub fn receive(&mut self) -> Result<bool> {
         let mut came = false;
         loop {
@@ -134,7 +135,7 @@ impl Stream {
         }
     }
 
-    /// What became of it. Nothing of it is under way any more.
+    /// Ends the stream and returns its fate. The caller makes sure that no frame is under way any more.
     pub fn end(self) -> Seen {
         Seen { counts: self.source.counts(), ..self.seen }
     }
@@ -147,7 +148,7 @@ mod tests {
     #[test]
     fn a_relay_is_from_the_last_frame_before_it_to_the_first_after_it() {
         let mut seen = Seen::default();
-        // Number, relays so far, when.
+        // Number, relays so far, time.
         for (number, relays, now) in [(0, 0, 10), (1, 0, 40), (2, 1, 100), (5, 1, 110), (6, 3, 200), (7, 3, 207)] {
             seen.note(number, relays, now);
         }
@@ -164,7 +165,7 @@ mod tests {
         let mut stream = Stream::begin(ours, 1_000_000_000, 1).unwrap();
         let mut bytes = [0; 2048];
         let mut frames = Vec::new();
-        // Until there is no room any more.
+        // Until the wire has no room any more.
         for _ in 0..64 {
             stream.send().unwrap();
         }
