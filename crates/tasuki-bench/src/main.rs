@@ -142,6 +142,9 @@ struct How {
     /// Write the figures to FILE as JSON.
     #[arg(long, value_name = "FILE")]
     json: Option<PathBuf>,
+    /// Print the tables as Markdown.
+    #[arg(long)]
+    markdown: bool,
     /// Run only the cases whose names begin with PREFIX, to see the effect of a change. Only `relay` reports on a
     /// subset of its cases.
     #[arg(long, value_name = "PREFIX")]
@@ -200,7 +203,13 @@ fn main() -> ExitCode {
 }
 
 fn run() -> Result<()> {
-    match Arguments::parse().bench {
+    let asked = Arguments::parse().bench;
+    if let Bench::Call(how) | Bench::Nic(how) | Bench::Vni(how) | Bench::Relay { how, .. } = &asked
+        && how.markdown
+    {
+        table::write_markdown();
+    }
+    match asked {
         Bench::Call(how) => bench(how.plan("call"), &how, &Interrupt::catch()?, &case::of_call(), |samples| {
             let mut rows = floors::rows(samples)?;
             rows.extend(call::rows(samples)?);
