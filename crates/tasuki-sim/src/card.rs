@@ -1,7 +1,8 @@
 //! A model, the memory that it reaches and the wire it is plugged into, for a driver in the same process.
 //!
-//! A [`Card`] is shared: one thread lets it [`step`](Card::step) or has it [run](Card::run), others reach its registers. As on a
-//! real bus, a write does not wait for the card: it is on its way, and there when anything is read or the card moves on.
+//! A [`Card`] is shared: one thread calls [`step`](Card::step) or has it [run](Card::run), others access its
+//! registers. As on a real bus, a write does not wait for the card: it is posted, and arrives before the next read
+//! or step.
 
 use std::io;
 use std::os::fd::OwnedFd;
@@ -18,32 +19,32 @@ use crate::memory::{MapError, Memory};
 use crate::model::Model;
 use crate::wire::Wire;
 
-/// What a read over the bus takes, in nanoseconds: so much does a clock move that nobody else moves.
+/// Nanoseconds that a read over the bus takes: a manual clock advances by this for each read.
 const READ_NS: u64 = 500;
 
-/// Writes that are on their way at most.
+/// Most posted writes.
 const POSTED: usize = 256;
 
-/// Rounds without work after which a card that runs sleeps, and how long it sleeps unless a write wakes it.
+/// Steps without work after which a running card sleeps, and how long it sleeps unless a write wakes it.
 const IDLE_ROUNDS: u32 = 200;
 const NAP: Duration = Duration::from_micros(100);
 
-/// Where the model's time comes from.
+/// Source of the model's time.
 #[derive(Debug)]
 pub enum Clock {
-    /// The machine's.
+    /// The machine's clock, from this instant on.
     Real(Instant),
-    /// A number of nanoseconds, which [`Card::advance`] and reads of registers move on.
+    /// Nanoseconds, which [`Card::advance`] and register reads advance.
     Manual(AtomicU64),
 }
 
 impl Clock {
-    /// The machine's time from now on.
+    /// Returns a clock that starts now and runs with the machine's.
     pub fn real() -> Self {
         Clock::Real(Instant::now())
     }
 
-    /// Stands at 0.
+    /// Returns a clock that stands at 0.
     pub fn manual() -> Self {
         Clock::Manual(AtomicU64::new(0))
     }
@@ -62,16 +63,14 @@ impl Clock {
     }
 }
 
-/// The parts of a card.
 #[derive(Debug)]
 pub struct Parts<W, M: Model = e1000e::Device> {
-    /// The model.
     pub device: M,
-    /// What it reaches.
+    /// The memory that the card reaches.
     pub memory: Memory,
-    /// What it is plugged into.
+    /// The wire that the card is plugged into.
     pub wire: W,
-    /// Writes that are being done.
+    /// Posted writes that are being carried out.
     taken: Vec<Posted<M::Bar>>,
 }
 
@@ -86,17 +85,16 @@ struct Posted<B> {
 #[derive(Debug)]
 struct Shared<W, M: Model> {
     parts: Mutex<Parts<W, M>>,
-    /// Taken after `parts` where both are needed.
+    /// Lock order: `parts` before `posted`.
     posted: Mutex<Vec<Posted<M::Bar>>>,
-    /// Who wants the card now: the thread that runs it lets them go first.
+    /// Number of threads that wait for `parts`: the thread that runs the card lets them go first.
     waiting: AtomicU32,
     clock: Clock,
-    /// The thread that runs it, while there is one.
+    /// The thread that runs the card, if there is one.
     runner: Mutex<Option<Thread>>,
     asleep: AtomicBool,
 }
 
-/// A card in the same process.
 #[derive(Debug)]
 pub struct Card<W, M: Model = e1000e::Device>(Arc<Shared<W, M>>);
 
@@ -106,13 +104,12 @@ impl<W, M: Model> Clone for Card<W, M> {
     }
 }
 
-/// A model that panicked (because a test told it to) can still be looked at.
+/// Locks a mutex even if it is poisoned: a test can still inspect a model that panicked, as the test asked it to.
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 impl<W: Wire, M: Model> Card<W, M> {
-    /// Puts a card together.
     pub fn new(device: M, wire: W, clock: Clock) -> Self {
         let parts = Parts { device, memory: Memory::default(), wire, taken: Vec::with_capacity(POSTED) };
         Card(Arc::new(Shared {
@@ -125,17 +122,17 @@ impl<W: Wire, M: Model> Card<W, M> {
         }))
     }
 
-    /// The time as the card has it, in nanoseconds.
+    /// Returns the card's time in nanoseconds.
     pub fn now(&self) -> u64 {
         self.0.clock.now()
     }
 
-    /// Moves a manual clock on.
+    /// Advances a manual clock; does nothing to a real one.
     pub fn advance(&self, ns: u64) {
         self.0.clock.advance(ns);
     }
 
-    /// Looks into the card, or changes something in it. What was written before is there.
+    /// Calls `look` with the card's parts, to inspect or change them. All posted writes have arrived by then.
     pub fn with<T>(&self, look: impl FnOnce(&mut Parts<W, M>) -> T) -> T {
         self.0.waiting.fetch_add(1, Relaxed);
         let mut parts = lock(&self.0.parts);
@@ -144,7 +141,7 @@ impl<W: Wire, M: Model> Card<W, M> {
         look(&mut parts)
     }
 
-    /// What was written is there now.
+    /// Carries out the posted writes.
     fn arrive(&self, parts: &mut Parts<W, M>) {
         std::mem::swap(&mut parts.taken, &mut lock(&self.0.posted));
         if parts.taken.is_empty() {
@@ -168,7 +165,7 @@ impl<W: Wire, M: Model> Card<W, M> {
     pub fn write(&self, bar: M::Bar, offset: u32, width: u8, value: u32) {
         let posted = Posted { bar, offset, width, value };
         let mut on_their_way = lock(&self.0.posted);
-        // With a clock that others move, a write arrives before the clock is moved.
+        // With a manual clock, a write arrives at once, before the clock advances.
         if on_their_way.len() < POSTED && matches!(self.0.clock, Clock::Real(_)) {
             on_their_way.push(posted);
             drop(on_their_way);
@@ -193,22 +190,22 @@ impl<W: Wire, M: Model> Card<W, M> {
         self.with(|parts| parts.device.write_config(offset, width, value, self.now()));
     }
 
-    /// Resets the card as its bus does.
+    /// Resets the card as a bus reset does.
     pub fn reset(&self) {
         self.with(|parts| parts.device.reset(self.now()));
     }
 
-    /// Lets the card see `region` at `at`.
+    /// Maps `region` at bus address `at`.
     pub fn map(&self, at: u64, region: &Region) -> Result<(), MapError> {
         self.with(|parts| parts.memory.map(at, region))
     }
 
-    /// The card sees it no longer.
+    /// Unmaps the regions that begin within these `len` bytes.
     pub fn unmap(&self, at: u64, len: u64) {
         self.with(|parts| parts.memory.unmap(at, len));
     }
 
-    /// Has the card do what is to be done now; says whether there was anything.
+    /// Does the card's work that is due now; returns whether there was any.
     pub fn step(&self) -> bool {
         while self.0.waiting.load(Relaxed) > 0 {
             std::thread::yield_now();
@@ -219,7 +216,7 @@ impl<W: Wire, M: Model> Card<W, M> {
         device.step(memory, wire, self.now())
     }
 
-    /// Steps until nothing is left to do: at most `limit` times.
+    /// Steps until no work is left, at most `limit` times.
     pub fn settle(&self, limit: usize) {
         for _ in 0..limit {
             if !self.step() {
@@ -230,7 +227,7 @@ impl<W: Wire, M: Model> Card<W, M> {
 }
 
 impl<W: Wire> Card<W> {
-    /// Enables MSI-X, as a system does for a driver: an eventfd for each of the first `count` vectors.
+    /// Enables MSI-X as a system does for a driver. Returns an eventfd for each of the first `count` vectors.
     pub fn interrupts(&self, count: u16) -> io::Result<Vec<OwnedFd>> {
         let flags = EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK;
         let ours: Vec<OwnedFd> = (0..count).map(|_| eventfd(0, flags)).collect::<Result<_, _>>()?;
@@ -244,7 +241,7 @@ impl<W: Wire> Card<W> {
 }
 
 impl<W: Wire + Send + 'static, M: Model + Send + 'static> Card<W, M> {
-    /// Has a thread of its own step the card until the result is dropped.
+    /// Starts a thread that steps the card until the result is dropped.
     pub fn run(&self) -> Running {
         let stop = Arc::new(AtomicBool::new(false));
         let (card, stopped) = (self.clone(), Arc::clone(&stop));
@@ -262,7 +259,8 @@ impl<W: Wire + Send + 'static, M: Model + Send + 'static> Card<W, M> {
                 idle += 1;
                 std::hint::spin_loop();
             } else {
-                // A write that comes in between waits for the nap's end: so does one that a real bus holds up.
+                // A write that arrives before the runner sleeps waits for the end of the nap, like a write that a
+                // real bus holds up.
                 self.0.asleep.store(true, Relaxed);
                 std::thread::park_timeout(NAP);
                 self.0.asleep.store(false, Relaxed);
@@ -272,7 +270,7 @@ impl<W: Wire + Send + 'static, M: Model + Send + 'static> Card<W, M> {
     }
 }
 
-/// A thread that runs a card. Ends with this.
+/// The thread that runs a card. Dropping this ends it.
 #[derive(Debug)]
 pub struct Running {
     stop: Arc<AtomicBool>,

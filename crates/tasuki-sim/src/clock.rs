@@ -1,46 +1,48 @@
-//! The time that a model and its wire live by.
+//! The clock of a model and its wire.
 
 use std::time::{Duration, Instant};
 
-/// What a model takes at most from one look at the clock to the next while it works: 2 to 5 µs, of a thousand looks at line rate one takes longer than 5 and
-/// one of ten thousand longer than 10 (Xeon, 2026-11-23). What is longer, the machine took.
+/// Longest time between two looks at the clock that counts as the model's own work; the machine took any excess. The
+/// model takes 2 to 5 µs; at line rate one look in a thousand takes longer than 5 µs, and one in ten thousand longer
+/// than 10 µs (Xeon, 2026-11-23).
 const STEP_MAX: Duration = Duration::from_micros(10);
 
-/// Time that stands still while the machine runs something else.
+/// A clock that stops while the machine runs something else.
 ///
-/// Silicon is never held up. A model is: its CPU goes to another process, or the host of a virtual machine takes it for milliseconds. Were
-/// time to go on, the wire would bring all at once what was due meanwhile, and timers would have run out unseen: faults that no driver can
-/// be blamed for. So both stand still. What the *driver* is held up for, they do see. While there is nothing to do time goes on, however late
-/// the model is woken: a link comes up in the time that it takes, on a machine with much to do, too.
+/// Hardware is never held up. A model is: its CPU goes to another process, or the host of a virtual machine takes it
+/// for milliseconds. If time went on meanwhile, the wire would deliver all frames that fell due at once, and timers
+/// would run out unseen: faults that are not the driver's. So card and wire stop with the clock. They do see the
+/// time for which the *driver* is held up. While the model has nothing to do, time goes on, however late the model
+/// wakes: a link comes up in its due time on a busy machine, too.
 #[derive(Debug)]
 pub struct Clock {
     last: Instant,
     now: u64,
-    /// What it may advance by at the next look.
+    /// Most that the clock may advance at the next look.
     step_max: Duration,
     stalls: Stalls,
 }
 
-/// How often and how long time stood still.
+/// Number and length of the times that the clock stood still.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Stalls {
-    /// Times.
+    /// Number of stalls.
     pub count: u64,
-    /// In all, in nanoseconds.
+    /// Sum of all stalls, in nanoseconds.
     pub sum: u64,
-    /// At most, in nanoseconds.
+    /// Longest stall, in nanoseconds.
     pub longest: u64,
 }
 
 impl Default for Clock {
-    /// Time, from 0 on.
+    /// Starts a clock at 0.
     fn default() -> Self {
         Clock { last: Instant::now(), now: 0, step_max: STEP_MAX, stalls: Stalls::default() }
     }
 }
 
 impl Clock {
-    /// Nanoseconds since the beginning.
+    /// Returns nanoseconds since the clock started, stalls left out.
     #[inline]
     pub fn now(&mut self) -> u64 {
         self.at(Instant::now())
@@ -62,13 +64,14 @@ impl Clock {
         self.now
     }
 
-    /// The model is about to sleep, since there is nothing to do. Time goes on meanwhile, also if it is woken late.
+    /// Tells the clock that the model is about to sleep for lack of work. Time goes on meanwhile, even if the model
+    /// wakes late.
     pub fn sleeps(&mut self) {
         self.now();
         self.step_max = Duration::MAX;
     }
 
-    /// What was taken from the model until now.
+    /// Returns the stalls until now.
     pub fn stalls(&self) -> Stalls {
         self.stalls
     }

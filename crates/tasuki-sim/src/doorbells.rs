@@ -1,23 +1,25 @@
-//! Registers that a driver in another process writes by storing them to memory, where the card's model looks.
+//! Doorbells: registers that a driver in another process writes by storing to shared memory, which the card's model
+//! polls.
 
 use std::os::fd::BorrowedFd;
 use std::sync::atomic::{AtomicU32, Ordering};
 
 use tasuki_shm::region::{PAGE_LEN, Pages, Region, RegionError, Span};
 
-/// Bytes from one to the next: none shares a cache line with another, or with the line that is fetched beside it.
+/// Bytes from one doorbell to the next: none shares a cache line with another, or with the adjacent line that the
+/// CPU prefetches.
 const STRIDE: usize = 128;
 
-/// A register, and where it is stored.
+/// A register, and the word that stands for it.
 #[derive(Debug)]
 struct Bell {
     offset: u32,
     word: Span<AtomicU32>,
-    /// What was found, or put, there last.
+    /// Value found in, or put into, the word last.
     seen: u32,
 }
 
-/// Registers of a card's that change with every burst.
+/// The registers of a card that change with every burst.
 #[derive(Debug)]
 pub struct Doorbells {
     memory: Region,
@@ -26,7 +28,7 @@ pub struct Doorbells {
 }
 
 impl Doorbells {
-    /// Doorbells that nobody has rung, for registers at these offsets: as many as fit into a page, at most.
+    /// Creates doorbells for the registers at these offsets, as many as fit into a page. None is rung.
     pub fn new(offsets: impl Iterator<Item = u32>) -> Result<Self, RegionError> {
         let memory = Region::create("doorbells", PAGE_LEN, Pages::Small)?;
         let bell = |(place, offset)| Ok(Bell { offset, word: memory.span(place, 1)?, seen: 0 });
@@ -37,17 +39,18 @@ impl Doorbells {
         Ok(Doorbells { memory, bells, places })
     }
 
-    /// The memory in which they lie.
+    /// Returns the memory that holds the doorbells.
     pub fn memory(&self) -> BorrowedFd<'_> {
         self.memory.fd()
     }
 
-    /// Offsets of the registers, and of their places in the memory.
+    /// Returns offset of the register and offset in the memory, for each doorbell.
     pub fn places(&self) -> &[(u64, u64)] {
         &self.places
     }
 
-    /// What was stored since the last look, by offset. What the driver stored to memory before is there.
+    /// Returns offset and new value of each register stored since the last call. All that the driver stored to
+    /// memory before is visible then.
     #[inline]
     pub fn rung(&mut self) -> impl Iterator<Item = (u32, u32)> {
         self.bells.iter_mut().filter_map(|bell| {
@@ -59,7 +62,8 @@ impl Doorbells {
         })
     }
 
-    /// The registers hold these values, in the same order: only what differs from that is a ring.
+    /// Sets the doorbells to the registers' present values, in the same order: from now on only another value counts
+    /// as rung.
     pub fn settle(&mut self, values: impl Iterator<Item = u32>) {
         for (bell, value) in self.bells.iter_mut().zip(values) {
             if bell.seen != value.to_le() {

@@ -1,4 +1,5 @@
-//! What a driver did that it must not do, never or not while it hands a card over.
+//! Records the rules that a driver broke: rules for all times, and rules for a driver that takes over a running
+//! card.
 
 use std::fmt;
 
@@ -8,69 +9,73 @@ use std::fmt;
 pub enum Class {
     /// The card was reset (CTRL.RST; a virtio device's status).
     Reset,
-    /// The PHY was reset, or its negotiation begun anew.
+    /// The PHY was reset, or its auto-negotiation restarted.
     PhyReset,
-    /// A register of the PHY was written.
+    /// The driver wrote a register of the PHY.
     PhyWrite,
-    /// Bits of CTRL that make or force the link were changed.
+    /// The driver changed bits of CTRL that make or force the link.
     LinkWrite,
-    /// RDH or TDH was written while the unit was on: descriptors on the chip are invalid then.
+    /// RDH or TDH was written while the unit was on, which makes the descriptors on the chip invalid.
     HeadWhileEnabled,
-    /// Base or length of a ring was written while the unit was on.
+    /// The base or length of a ring was written while the unit was on.
     RingWhileEnabled,
-    /// A ring has a length that the card cannot have: for the 82574L, one that is no multiple of 128 bytes; for virtio, no power of two.
+    /// A ring has an illegal length: for the 82574L, no multiple of 128 bytes; for virtio, no power of two.
     RingLength,
-    /// The base of a ring is not aligned as it must be: to 16 bytes, and parts of virtio's to 2 and 4.
+    /// The base of a ring is not aligned: to 16 bytes; the available and used rings of virtio, to 2 and 4.
     RingAlignment,
     /// A head or tail is outside of its ring.
     TailOutside,
-    /// A tail was moved back: descriptors were taken away that the card may have fetched.
+    /// A tail moved back, past descriptors that the card may have fetched.
     TailBackwards,
-    /// The card was sent to memory that it cannot reach.
+    /// The driver gave the card an address that it cannot reach.
     UnmappedDma,
-    /// A descriptor makes no sense.
+    /// A descriptor is invalid.
     BadDescriptor,
-    /// There is no such register.
+    /// The driver accessed a register that does not exist.
     UnknownRegister,
-    /// A register was not accessed by as many bits as it has, at a multiple of their bytes: 32 in the 82574L.
+    /// A register was accessed with another width than its own, or at an unaligned offset. All registers of the
+    /// 82574L have 32 bits.
     OddAccess,
-    /// A register was accessed while a reset was going on.
+    /// A register was accessed during a reset.
     DuringReset,
-    /// Something was changed that may be changed only while the unit, or the queue, is off.
+    /// The driver changed a setting that it may change only while the unit, or the queue, is off.
     SetupWhileEnabled,
-    /// Work was given to a card that is not allowed to be master of the bus.
+    /// The driver gave work to a card that may not be bus master.
     NoBusMaster,
-    /// A frame went to a queue that has no ring.
+    /// A frame went to a queue without a ring.
     NoQueue,
-    /// What can only be read was written.
+    /// The driver wrote a read-only field.
     ReadOnly,
-    /// Bits of the device's status were set in an order that is none, or one was taken back; or what comes before or after was done too late or too early.
+    /// The driver set device status bits in a wrong order, took one back, or did a step in a state to which it does
+    /// not belong.
     StatusOrder,
-    /// A feature was accepted that was not offered, or without the one that it rests on, or used without having been accepted.
+    /// The driver accepted a feature that was not offered, or without the feature it depends on, or used one that it
+    /// had not accepted.
     Feature,
-    /// The card was told of work before DRIVER_OK, or in a queue that is off, or by a number that is not the queue's.
+    /// The driver notified the card before DRIVER_OK, for a queue that is off, or with a number that is not the
+    /// queue's.
     EarlyRing,
-    /// More chains were made available than the queue has descriptors, or an index went back.
+    /// The driver made more chains available than the queue has descriptors, or moved an index back.
     IndexAhead,
-    /// A chain was made available that the card has already.
+    /// The driver made a chain available that the card already holds.
     TwiceAvailable,
-    /// The header of a frame asks for what was not agreed on.
+    /// A frame's header asks for an offload that was not negotiated.
     BadHeader,
-    /// A command makes no sense, or is not allowed.
+    /// A command is invalid, or not allowed.
     BadCommand,
-    /// A buffer is too short for a frame of the MTU that was agreed on.
+    /// A buffer is too short for a frame of the negotiated MTU.
     ShortBuffer,
-    /// Frames were sent by a pair of queues that is not in use.
+    /// The driver sent frames through an inactive queue pair.
     InactivePair,
 }
 
 impl Class {
     const COUNT: usize = Class::InactivePair as usize + 1;
 
-    /// What a driver must not do when it takes a running card over: all that makes the link go down.
+    /// Rules for a driver that takes over a running card: all acts that take the link down.
     pub const COLD: [Class; 4] = [Class::Reset, Class::PhyReset, Class::PhyWrite, Class::LinkWrite];
 
-    /// What a driver must never do.
+    /// Rules that no driver may ever break.
     pub const ALWAYS: [Class; 24] = [
         Class::HeadWhileEnabled,
         Class::RingWhileEnabled,
@@ -134,16 +139,15 @@ impl fmt::Display for Class {
     }
 }
 
-/// One time that a rule was broken.
+/// One breach of a rule.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Entry {
-    /// The rule.
     pub class: Class,
-    /// When, in nanoseconds of the model's time.
+    /// Model time of the breach, in nanoseconds since power-on.
     pub at: u64,
-    /// Where: a register's offset or an address in memory.
+    /// Register offset or memory address.
     pub place: u64,
-    /// What was written there.
+    /// Value written there.
     pub value: u64,
 }
 
@@ -154,25 +158,25 @@ impl fmt::Display for Entry {
     }
 }
 
-/// A driver did what was not allowed to it.
+/// Breaches of a rule by a driver.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("the driver did {count} times what it must not; the first: {first}")]
 pub struct Offence {
-    /// How often.
+    /// Number of breaches.
     pub count: u64,
-    /// The first time.
+    /// The first breach.
     pub first: Entry,
 }
 
-/// Entries that are kept; what comes after them is counted.
+/// Number of entries kept; later ones are only counted.
 const KEPT: usize = 1024;
 
-/// What a driver did that it must not do.
+/// The breaches of a driver.
 #[derive(Debug)]
 pub struct Journal {
     entries: Vec<Entry>,
     counts: [u64; Class::COUNT],
-    /// One bit a class.
+    /// One bit per class.
     panic_on: u32,
 }
 
@@ -183,7 +187,8 @@ impl Default for Journal {
 }
 
 impl Journal {
-    /// From now on the model panics when one of these rules is broken, so that a test fails where it happens.
+    /// Makes the model panic from now on when one of these rules is broken, so that a test fails where the breach
+    /// happens.
     pub fn panic_on(&mut self, classes: &[Class]) {
         self.panic_on = classes.iter().fold(0, |bits, &class| bits | 1 << class as u8);
     }
@@ -197,28 +202,32 @@ impl Journal {
         }
     }
 
-    /// How often a rule was broken.
+    /// Returns how often the rule was broken.
     pub fn count(&self, class: Class) -> u64 {
         self.counts[class as usize]
     }
 
-    /// What was done, oldest first: the first thousand times or so.
+    /// Returns the breaches, oldest first: the first 1024.
     pub fn entries(&self) -> &[Entry] {
         &self.entries
     }
 
-    /// The first time of each rule that was broken among `classes`, with how often it was.
+    /// Returns, for each rule among `classes` that was broken, its first breach and the number of breaches.
     pub fn broken(&self, classes: &[Class]) -> Vec<Offence> {
         let broken = classes.iter().filter_map(|&class| self.demand_none(&[class]).err());
         broken.collect()
     }
 
-    /// None of these rules was broken since the journal was last cleared.
+    /// Checks that none of these rules was broken since the journal was last cleared.
+    ///
+    /// # Errors
+    ///
+    /// The first breach, with the number of breaches of all `classes`.
     pub fn demand_none(&self, classes: &[Class]) -> Result<(), Offence> {
         let count = classes.iter().map(|&class| self.count(class)).sum();
         match self.entries.iter().find(|entry| classes.contains(&entry.class)) {
             Some(&first) => Err(Offence { count, first }),
-            // All that was kept was of other classes.
+            // All kept entries are of other classes.
             None if count > 0 => {
                 let class = classes.iter().copied().find(|&class| self.count(class) > 0).expect("they add up");
                 Err(Offence { count, first: Entry { class, at: 0, place: 0, value: 0 } })
@@ -227,7 +236,7 @@ impl Journal {
         }
     }
 
-    /// Forgets all of it.
+    /// Removes all entries and counts.
     pub fn clear(&mut self) {
         self.entries.clear();
         self.counts = [0; Class::COUNT];

@@ -9,12 +9,12 @@ use crate::model::{Host, Interrupt, Unmapped};
 
 const WORD: usize = size_of::<u64>();
 
-/// A region, and where the card sees it.
+/// A region, and the bus address where the card sees it.
 #[derive(Debug)]
 struct Mapped {
     at: u64,
     len: u64,
-    /// Where in `words` it begins, in bytes.
+    /// Where the mapping begins in `words`, in bytes.
     offset: u64,
     words: Span<AtomicU64>,
 }
@@ -22,51 +22,51 @@ struct Mapped {
 /// Memory could not be given to the card.
 #[derive(Debug, thiserror::Error)]
 pub enum MapError {
-    /// Something is there already.
+    /// The range overlaps an earlier mapping.
     #[error("{len} bytes at {at:#x} overlap memory that the card has already; unmap that first")]
     Overlap {
-        /// Where.
+        /// First bus address of the range.
         at: u64,
-        /// Bytes.
+        /// Length of the range in bytes.
         len: u64,
     },
-    /// The region has no such part.
+    /// The range reaches beyond the region.
     #[error("bytes {offset} and {len} more were asked of a region of {have}")]
     Beyond {
-        /// The first.
+        /// First byte asked for, as an offset in the region.
         offset: u64,
-        /// How many.
+        /// Number of bytes asked for.
         len: u64,
-        /// Bytes there are.
+        /// Length of the region in bytes.
         have: u64,
     },
-    /// The region does not lend its words.
+    /// The region does not give access to its words.
     #[error("the region cannot be lent to the card: {0}")]
     Region(#[from] RegionError),
 }
 
-/// An access of the card to memory that it does not have.
+/// An access by the card to memory that is not mapped.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Fault {
-    /// Where.
+    /// First address that is not mapped.
     pub at: u64,
-    /// Bytes.
+    /// Bytes left of the access at `at`.
     pub len: usize,
-    /// Whether it would have written.
+    /// Whether the access was a write.
     pub write: bool,
 }
 
-/// Faults that are kept; later ones are counted.
+/// Number of faults kept; later ones are only counted.
 const FAULTS_KEPT: usize = 256;
 
-/// MSI-X interrupts that somebody can wait for.
+/// Number of MSI-X vectors that can have an eventfd.
 const VECTORS: usize = 8;
 
-/// A [`Host`] of shared memory: what an IOMMU is to a card.
+/// A [`Host`] of shared memory: it translates addresses for the card as an IOMMU does.
 #[derive(Debug)]
 pub struct Memory {
     mapped: Vec<Mapped>,
-    /// The mapping that was hit last.
+    /// Index of the mapping that was hit last.
     last: usize,
     faults: Vec<Fault>,
     fault_count: u64,
@@ -90,12 +90,12 @@ impl Default for Memory {
 }
 
 impl Memory {
-    /// The card sees all of `region` at `at` and after.
+    /// Maps all of `region` at bus address `at`.
     pub fn map(&mut self, at: u64, region: &Region) -> Result<(), MapError> {
         self.map_part(at, region, 0, region.len() as u64)
     }
 
-    /// The card sees `len` bytes of `region`, from `offset` on, at `at` and after.
+    /// Maps `len` bytes of `region`, from `offset` on, at bus address `at`.
     pub fn map_part(&mut self, at: u64, region: &Region, offset: u64, len: u64) -> Result<(), MapError> {
         if offset.checked_add(len).is_none_or(|end| end > region.len() as u64) {
             return Err(MapError::Beyond { offset, len, have: region.len() as u64 });
@@ -109,7 +109,7 @@ impl Memory {
         Ok(())
     }
 
-    /// The card sees nothing any more of what begins within these bytes.
+    /// Removes every mapping that begins within these bytes.
     pub fn unmap(&mut self, at: u64, len: u64) {
         self.mapped.retain(|mapped| mapped.at < at || mapped.at - at >= len);
         self.last = 0;
@@ -122,33 +122,33 @@ impl Memory {
         }
     }
 
-    /// How often the card raised an interrupt.
+    /// Returns how often the card raised this interrupt vector.
     pub fn raised(&self, vector: u16) -> u64 {
         self.raised.get(usize::from(vector)).copied().unwrap_or(0)
     }
 
-    /// Whether the card holds its interrupt line.
+    /// Returns whether the card asserts its interrupt line.
     pub fn intx(&self) -> bool {
         self.intx
     }
 
-    /// Accesses to memory that is not there: the first of them, oldest first.
+    /// Returns the accesses to unmapped memory, oldest first: the first 256.
     pub fn faults(&self) -> &[Fault] {
         &self.faults
     }
 
-    /// How many there were.
+    /// Returns the number of all accesses to unmapped memory.
     pub fn fault_count(&self) -> u64 {
         self.fault_count
     }
 
-    /// Forgets them.
+    /// Removes the faults and resets their count.
     pub fn clear_faults(&mut self) {
         self.faults.clear();
         self.fault_count = 0;
     }
 
-    /// The mapping in which `at` lies, the offset there, and how many of `len` bytes lie in it.
+    /// Returns the mapping that contains `at`, the offset in its words, and how many of `len` bytes lie in it.
     #[inline]
     fn find(&mut self, at: u64, len: usize, write: bool) -> Result<(&Span<AtomicU64>, usize, usize), Unmapped> {
         let inside = |mapped: &Mapped| at >= mapped.at && at - mapped.at < mapped.len;
@@ -170,7 +170,8 @@ impl Memory {
         Ok((words, usize::try_from(offset + within).map_err(|_| Unmapped { at })?, fits))
     }
 
-    /// The same of 16 bits at a multiple of two, all of which lie there.
+    /// Finds 16 bits as [`find`](Self::find) does; `at` must be a multiple of two, and both bytes must lie in one
+    /// mapping.
     fn find_half(&mut self, at: u64, write: bool) -> Result<(&Span<AtomicU64>, usize, usize), Unmapped> {
         let found = self.find(at, 2, write)?;
         if found.1 % 2 == 0 && found.2 == 2 { Ok(found) } else { Err(Unmapped { at }) }
@@ -182,13 +183,15 @@ impl Memory {
             *count += 1;
         }
         if let Some(Some(bell)) = self.bells.get(index) {
-            // A full counter rings as well as one that is one higher; a waiter that is gone is not the card's business.
+            // A full counter wakes a reader as well as one more would; if the reader is gone, that is not the card's
+            // concern.
             let _ = rustix::io::write(bell, &1_u64.to_ne_bytes());
         }
     }
 }
 
-/// Every load and store of the card is ordered as on a PCIe bus: what is written later is seen later. On x86-64 that costs nothing.
+/// Every load and store of the card is ordered as on a PCIe bus: later writes become visible later. On x86-64 this
+/// costs nothing.
 impl Host for Memory {
     #[inline]
     fn read(&mut self, mut at: u64, mut into: &mut [u8]) -> Result<(), Unmapped> {
@@ -225,7 +228,7 @@ impl Host for Memory {
             bytes[offset % WORD..][..2].copy_from_slice(&value.to_le_bytes());
             Some(u64::from_le_bytes(bytes))
         };
-        // What lies beside it may be the driver's.
+        // The other bytes of the word may belong to the driver, which may write them at the same time.
         let _ = words[offset / WORD].fetch_update(Release, Acquire, change);
         Ok(())
     }
@@ -278,8 +281,8 @@ fn store(words: &[AtomicU64], offset: usize, bytes: &[u8]) {
     }
 }
 
-/// Changes some bytes of a word. The others are stored as they were a moment ago: they lie in the same buffer as these or, in a
-/// buffer that begins at an odd address, right before it.
+/// Changes some bytes of a word. Not atomic: the other bytes are stored as they were a moment ago. They lie in the
+/// same buffer or, if a buffer begins at an odd address, right before it.
 fn merge(word: &AtomicU64, skip: usize, bytes: &[u8]) {
     let mut whole = word.load(Acquire).to_le_bytes();
     whole[skip..skip + bytes.len()].copy_from_slice(bytes);

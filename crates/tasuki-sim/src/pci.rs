@@ -1,4 +1,4 @@
-//! What the configuration spaces of all cards have in common, and MSI-X.
+//! The parts of the configuration space that all cards have in common, and MSI-X.
 //!
 //! Offsets: PCI Local Bus Specification 3.0, 6.1 and 6.8.
 #![allow(clippy::cast_possible_truncation, reason = "registers are cut into their fields")]
@@ -13,12 +13,12 @@ pub const COMMAND_MASTER: u16 = 1 << 2;
 pub const COMMAND_NO_INTX: u16 = 1 << 10;
 pub const STATUS: usize = 0x06;
 pub const STATUS_INTX: u16 = 1 << 3;
-/// There is a list of capabilities.
+/// The function has a capability list.
 pub const STATUS_CAPABILITIES: u16 = 1 << 4;
-/// A request of the card's own was answered with "no such address".
+/// A request by the card was answered with "no such address".
 pub const STATUS_RECEIVED_MASTER_ABORT: u16 = 1 << 13;
 
-/// In the control word of the MSI-X capability.
+/// Bits of the control word of the MSI-X capability.
 pub const MSIX_ENABLE: u16 = 1 << 15;
 pub const MSIX_MASK_ALL: u16 = 1 << 14;
 
@@ -26,9 +26,9 @@ pub const MSIX_MASK_ALL: u16 = 1 << 14;
 #[derive(Debug)]
 pub struct Space {
     bytes: Box<[u8; CONFIG_LEN]>,
-    /// Bits that can be written.
+    /// Mask of the bits that can be written.
     writable: Box<[u8; CONFIG_LEN]>,
-    /// Bits that writing a one clears.
+    /// Mask of the bits that writing a one clears.
     clears: Box<[u8; CONFIG_LEN]>,
 }
 
@@ -43,12 +43,12 @@ impl Space {
         self.writable[at..at + writable.len()].copy_from_slice(writable);
     }
 
-    /// Writing ones clears these bits.
+    /// Marks bits that writing a one clears.
     pub fn put_clears(&mut self, at: usize, bits: &[u8]) {
         self.clears[at..at + bits.len()].copy_from_slice(bits);
     }
 
-    /// What can be written is zero again.
+    /// Clears all bits that can be written.
     pub fn reset(&mut self) {
         for (byte, writable) in self.bytes.iter_mut().zip(self.writable.iter()) {
             *byte &= !writable;
@@ -91,7 +91,7 @@ struct Vector {
     masked: bool,
 }
 
-/// MSI-X vectors, and which of them wait.
+/// The table of MSI-X vectors, and their pending bits.
 #[derive(Debug)]
 pub struct Table<const N: usize> {
     vectors: [Vector; N],
@@ -121,7 +121,8 @@ impl<const N: usize> Table<N> {
         self.pending &= !bits;
     }
 
-    /// Sends the message of `vector`, or remembers it while it is masked; `control` is the capability's control word.
+    /// Sends the message of `vector` or, if it is masked, sets its pending bit; `control` is the capability's
+    /// control word.
     pub fn fire(&mut self, vector: usize, control: u16, host: &mut impl Host) {
         if self.vectors[vector].masked || control & MSIX_MASK_ALL != 0 {
             self.pending |= 1 << vector;
@@ -131,7 +132,7 @@ impl<const N: usize> Table<N> {
         }
     }
 
-    /// Sends what was remembered and is masked no longer.
+    /// Sends the pending messages whose vectors are no longer masked.
     pub fn fire_pending(&mut self, control: u16, host: &mut impl Host) {
         if self.pending != 0 && control & MSIX_ENABLE != 0 {
             for vector in 0..N {
@@ -142,7 +143,7 @@ impl<const N: usize> Table<N> {
         }
     }
 
-    /// Address and data of a vector's message, as the driver set them.
+    /// Returns address and data of a vector's message, as the driver set them.
     pub fn message(&self, vector: usize) -> Option<(u64, u32)> {
         self.vectors.get(vector).map(|vector| (vector.address, vector.data))
     }

@@ -1,4 +1,4 @@
-//! A model, served to a driver in another process: the card, the client's memory that it reaches, and its wire.
+//! A model served to a driver in another process: the card, its wire, and the client's memory that the card reaches.
 
 use std::io;
 use std::os::fd::{AsFd, OwnedFd};
@@ -14,35 +14,36 @@ use crate::model::{Host, Interrupt, Model, Unmapped};
 use crate::vfio_user::{self, CONFIG, Dma, DmaMemory, INTX, MSIX, Region, Server, Turn};
 use crate::wire::Wire;
 
-/// Bytes of descriptors that the card writes back at once, at most.
+/// Most bytes of descriptors that the card writes back at once.
 const DESCRIPTORS_LEN: usize = 32 * 16;
 
-/// Bytes that are read word by word, at most.
+/// Most bytes that are read word by word.
 const FEW_LEN: usize = 32;
 
-/// Bytes of a configuration space of PCI Express.
+/// Bytes of a PCI Express configuration space.
 const CONFIG_LEN: u64 = 4096;
 
-/// How long the model looks for work in vain before it sleeps, rounds from one look at the clock to the next meanwhile, and how long it sleeps unless the driver
-/// says something.
+/// Idle behaviour: nanoseconds without work before the model sleeps, rounds between two looks at the clock
+/// meanwhile, and the length of one sleep unless a message from the driver ends it.
 const IDLE_NS: u64 = 60_000;
 const IDLE_ROUNDS: u32 = 64;
 const NAP: Duration = Duration::from_micros(100);
 
-/// Rounds after which the driver is listened to, and time: a round with many frames is long, and a driver that has asked something waits.
+/// The server looks for a driver's message after this many rounds, or after this time: a round with many frames is
+/// long, and the driver may be waiting for a reply.
 const UNHEARD_MAX: u32 = 8;
 const UNHEARD_NS: u64 = 5_000;
 
-/// The same while there is no driver: nothing can happen until one comes.
+/// Length of one sleep without a driver: nothing can happen until one connects.
 const LONG_NAP: Duration = Duration::from_millis(50);
 
-/// What the card reaches over its bus: the client's memory, and its eventfds.
+/// The client's memory and eventfds, as the card reaches them over its bus.
 #[derive(Debug)]
 struct Reach {
     dma: Dma,
-    /// One for each MSI-X vector.
+    /// One per MSI-X vector.
     bells: Vec<Option<OwnedFd>>,
-    /// What INTA# rings, each time that the card asserts it anew; and whether it is asserted.
+    /// The eventfd that is rung each time the card asserts INTA# anew; and whether INTA# is asserted.
     intx: (Option<OwnedFd>, bool),
     faults: u64,
 }
@@ -61,7 +62,7 @@ impl Reach {
 
 impl Host for Reach {
     fn read(&mut self, at: u64, into: &mut [u8]) -> Result<(), Unmapped> {
-        // A descriptor or two, which words are quicker for.
+        // A descriptor or two: word accesses are quicker than a copy.
         let read = if into.len() <= FEW_LEN && into.len().is_multiple_of(8) && at.is_multiple_of(8) {
             let words = into.as_chunks_mut::<8>().0;
             (0_u64..)
@@ -74,8 +75,9 @@ impl Host for Reach {
     }
 
     fn write(&mut self, at: u64, bytes: &[u8]) -> Result<(), Unmapped> {
-        // A descriptor says in its last word that the rest of it stands: words, in order. Up to 32 of them are written at once.
-        // What is longer is a frame, and its descriptor comes after it.
+        // The last word of a descriptor tells the driver that the rest of it is written, so descriptors are written
+        // as words, in order. At most 32 are written at once. Longer writes are frames, and the descriptor of a
+        // frame is written after it.
         let (words, rest) = bytes.as_chunks::<8>();
         let stored = if bytes.len() <= DESCRIPTORS_LEN && rest.is_empty() && at.is_multiple_of(8) {
             (0_u64..).zip(words).try_for_each(|(i, word)| self.dma.store_word(at + 8 * i, u64::from_le_bytes(*word)))
@@ -85,7 +87,8 @@ impl Host for Reach {
         stored.map_err(|_| self.fault(at))
     }
 
-    // Indices that are looked at again and again, also once a driver has gone and took its memory along: that is no fault.
+    // The model polls these indices, even after a driver has left and its memory is gone: that is not counted as a
+    // fault.
     fn read16(&mut self, at: u64) -> Result<u16, Unmapped> {
         self.dma.load_half(at).map_err(|_| Unmapped { at })
     }
@@ -101,15 +104,15 @@ impl Host for Reach {
                 let before = std::mem::replace(&mut self.intx.1, level);
                 self.intx.0.iter().filter(|_| level && !before).for_each(ring);
             }
-            // A driver that comes by vfio-user has none.
+            // A driver on vfio-user has no MSI.
             Interrupt::Msi => {}
         }
     }
 }
 
 fn ring(bell: &OwnedFd) {
-    // Its counter is its maker's, and so is whether a write to a full one waits. It has rung then; a waiter that is gone is not the card's
-    // business either.
+    // The client made the eventfd and may have made it blocking, so write only if it has room. A full counter has
+    // rung already; if its reader is gone, that is not the card's concern.
     let mut room = [PollFd::new(bell, PollFlags::OUT)];
     if rustix::event::poll(&mut room, Some(&Timespec::default())) == Ok(1) && room[0].revents().contains(PollFlags::OUT)
     {
@@ -128,50 +131,48 @@ pub struct Served<W, M = e1000e::Device> {
 }
 
 impl<W: Wire, M: Model> Served<W, M> {
-    /// A card that is plugged into `wire`.
+    /// Makes a device of a card that is plugged into `wire`.
     pub fn new(card: M, wire: W) -> Self {
         Served { card, wire, reach: Reach::new(M::VECTORS), doorbells: None, clock: Clock::default() }
     }
 
-    /// The card.
     pub fn card(&mut self) -> &mut M {
         &mut self.card
     }
 
-    /// What it is plugged into.
     pub fn wire(&mut self) -> &mut W {
         &mut self.wire
     }
 
-    /// What it was plugged into.
     pub fn into_wire(self) -> W {
         self.wire
     }
 
-    /// Whether the card has nothing of a client: no memory, no eventfd, no doorbells.
+    /// Returns whether the card holds nothing of a client: no memory, no eventfd, no doorbells.
     pub fn reaches_nothing(&self) -> bool {
         let Reach { dma, bells, intx, .. } = &self.reach;
         dma.is_empty() && bells.iter().all(Option::is_none) && intx.0.is_none() && self.doorbells.is_none()
     }
 
-    /// How often the card was sent to memory that it was not given.
+    /// Returns how often the driver gave the card an address outside its mapped memory.
     pub fn faults(&self) -> u64 {
         self.reach.faults
     }
 
-    /// How long the model was kept from running. Time stood still for card and wire meanwhile.
+    /// Returns how often and how long the machine kept the model from running. Time stood still for card and wire
+    /// meanwhile.
     pub fn stalls(&self) -> Stalls {
         self.clock.stalls()
     }
 
-    /// Has the card do what is to be done now; says whether there was anything.
+    /// Does the card's work that is due now; returns whether there was any.
     pub fn step(&mut self) -> bool {
         self.look();
         let now = self.clock.now();
         self.card.step(&mut self.reach, &mut self.wire, now)
     }
 
-    /// Tells the card of doorbells that were rung.
+    /// Passes the doorbells that were rung to the card.
     #[inline]
     fn look(&mut self) {
         let (Some(doorbells), Some((bar, _))) = (&mut self.doorbells, M::bar(0)) else { return };
@@ -181,14 +182,14 @@ impl<W: Wire, M: Model> Served<W, M> {
         }
     }
 
-    /// What the card made of a message holds for the doorbells as well.
+    /// Writes the card's present tail values to the doorbells: a message may have changed them.
     fn settle(&mut self) {
         if let Some(doorbells) = &mut self.doorbells {
             doorbells.settle(self.card.tails().map(|(_, value)| value));
         }
     }
 
-    /// Serves drivers and moves frames until `go_on` says otherwise, which is asked in every round.
+    /// Serves drivers and moves frames until `go_on`, called in every round, returns false.
     pub fn serve(&mut self, server: &mut Server, mut go_on: impl FnMut(&mut Self) -> bool) -> io::Result<()> {
         let mut idle = 0_u32;
         let mut idle_since = 0;
@@ -197,7 +198,7 @@ impl<W: Wire, M: Model> Served<W, M> {
         while go_on(self) {
             let mut busy = self.step();
             unheard += 1;
-            // To ask whether the driver said something is dear, and it seldom does.
+            // A look for messages is expensive, and drivers seldom send any.
             let now = if busy { self.clock.now() } else { heard_at };
             if unheard >= UNHEARD_MAX || now >= heard_at + UNHEARD_NS {
                 (unheard, heard_at) = (0, now);
@@ -215,7 +216,7 @@ impl<W: Wire, M: Model> Served<W, M> {
                 continue;
             }
             if self.clock.now() < idle_since + IDLE_NS {
-                // A card takes no CPU from anybody while it has nothing to do.
+                // An idle card leaves the CPU to others.
                 self.clock.sleeps();
                 std::thread::yield_now();
             } else {
@@ -232,7 +233,7 @@ impl<W: Wire, M: Model> Served<W, M> {
     }
 }
 
-/// Sleeps until a driver says something, at most so long.
+/// Sleeps until a driver sends a message, for `at_most` at most.
 fn sleep(server: &Server, at_most: Duration) -> io::Result<()> {
     let nap = Timespec { tv_sec: 0, tv_nsec: at_most.subsec_nanos().into() };
     match rustix::event::poll(&mut [PollFd::from_borrowed_fd(server.as_fd(), PollFlags::IN)], Some(&nap)) {
@@ -241,7 +242,8 @@ fn sleep(server: &Server, at_most: Duration) -> io::Result<()> {
     }
 }
 
-/// Accesses of any length, as the pieces of at most four bytes that a card's bus carries: each aligned to its width.
+/// Cuts an access of any length into the pieces that a card's bus carries: at most four bytes each, aligned to their
+/// width. Yields offset, width and the position in the access.
 fn pieces(offset: u64, len: usize) -> impl Iterator<Item = (u32, u8, usize)> {
     let mut done = 0;
     std::iter::from_fn(move || {
@@ -253,7 +255,7 @@ fn pieces(offset: u64, len: usize) -> impl Iterator<Item = (u32, u8, usize)> {
     })
 }
 
-/// What is behind a region that is a BAR, and how many bytes.
+/// Returns the kind and length in bytes of the BAR that is vfio-user region `region`.
 fn bar<M: Model>(region: u32) -> Option<(M::Bar, u32)> {
     u8::try_from(region).ok().and_then(M::bar)
 }
@@ -280,7 +282,7 @@ impl<W: Wire, M: Model> vfio_user::Device for Served<W, M> {
             return None;
         }
         self.look();
-        // A machine without memory for it has it by messages.
+        // Without memory for doorbells, the driver writes the registers by messages.
         self.doorbells = Doorbells::new(self.card.tails().map(|(offset, _)| offset)).ok();
         self.settle();
         let doorbells = self.doorbells.as_ref()?;
@@ -288,7 +290,7 @@ impl<W: Wire, M: Model> vfio_user::Device for Served<W, M> {
     }
 
     fn forget_doorbells(&mut self) {
-        // What was rung before it went was said before.
+        // Doorbells rung before the driver left are writes that came before its departure.
         self.look();
         self.doorbells = None;
     }
@@ -333,7 +335,7 @@ impl<W: Wire, M: Model> vfio_user::Device for Served<W, M> {
 
     fn set_irq(&mut self, index: u32, vector: u32, eventfd: Option<OwnedFd>) {
         if index == INTX {
-            // Asserted already, for whoever was here before: the level is news to who comes.
+            // INTA# may be asserted since an earlier driver: ring, for the new driver has not seen the level.
             eventfd.iter().filter(|_| self.reach.intx.1).for_each(ring);
             self.reach.intx.0 = eventfd;
         } else if index == MSIX
@@ -356,7 +358,7 @@ mod tests {
 
     #[test]
     fn a_bell_that_is_full_is_not_waited_for() {
-        // Blocking, and the client has filled it.
+        // The eventfd is blocking, and the client has filled it.
         let bell = rustix::event::eventfd(0, rustix::event::EventfdFlags::CLOEXEC).unwrap();
         let read = || {
             let mut count = [0; 8];

@@ -1,4 +1,4 @@
-//! `sim nic` as a user has it: what it refuses, and how it ends.
+//! `sim nic` from the command line: the arguments it refuses, and how it ends.
 #![allow(clippy::tests_outside_test_module, reason = "the whole file is tests")]
 
 use std::io::Read;
@@ -9,18 +9,18 @@ use std::time::{Duration, Instant};
 
 use rustix::process::{Pid, Signal};
 
-/// What takes longer than this has gone wrong.
+/// Longest wait for anything.
 const PATIENCE: Duration = Duration::from_secs(60);
 
-/// What a card says at its end that was given nothing to send.
+/// Last line of a card that was given nothing to send.
 const SENT_NOTHING: &str = "the card sent 0 frames to nowhere";
 
-/// The last line of what a model said. Before it there is another one if the machine held the model up.
+/// Returns the last line of a model's output. If the machine held the model up, a line about that comes before it.
 fn last_of(said: &str) -> &str {
     said.lines().last().unwrap_or_default()
 }
 
-/// A model that runs for as long as this lives.
+/// A running model; dropping this kills it.
 struct Model(Child);
 
 impl Drop for Model {
@@ -37,7 +37,8 @@ impl Model {
         Model(command.spawn().expect("a program that was built"))
     }
 
-    /// Waits until it has ended: its code, what it said, and what it complained of. None of it fills a pipe.
+    /// Waits until the model has ended; returns its exit code, standard output and standard error. Neither output
+    /// fills a pipe.
     fn end(mut self) -> (Option<i32>, String, String) {
         let end = Instant::now() + PATIENCE;
         let status = loop {
@@ -112,7 +113,7 @@ fn it_serves_until_it_is_told_to_end_and_takes_its_socket_away() {
         let mut line = [0; 64];
         let len = out.read(&mut line).expect("a pipe");
         assert!(line[..len].starts_with(name.as_bytes()), "{line:?}");
-        // Somebody comes, and goes without a word.
+        // A client connects and leaves at once.
         drop(UnixStream::connect(&path).expect("it listens"));
         model.signal(signal);
         let (ended, said, errors) = model.end();
@@ -129,7 +130,7 @@ fn on_standard_input_it_ends_with_its_driver() {
     drop(ours);
     let (ended, said, errors) = model.end();
     assert_eq!((ended, last_of(&said), errors.as_str()), (Some(0), SENT_NOTHING, ""));
-    // Nor does one stay that talks nonsense.
+    // The model ends, too, if its client talks nonsense.
     let (mut ours, its) = UnixStream::pair().expect("a pair of sockets");
     let model = Model::start(&["--stdin"], OwnedFd::from(its).into());
     std::io::Write::write_all(&mut ours, &[0xff; 64]).expect("it is there");

@@ -68,7 +68,7 @@ fn msi_sends_a_message_each_time_a_cause_is_set_anew() {
     assert_eq!(rig.raised(0), 2);
 }
 
-/// Whoever counts edges, as an eventfd does, would wait for the second for ever.
+/// A host that counts edges, as an eventfd does, would wait for the second for ever.
 #[test]
 fn intx_that_is_asserted_anew_at_once_has_two_edges() {
     let rig = Rig::running(64);
@@ -76,13 +76,13 @@ fn intx_that_is_asserted_anew_at_once_has_two_edges() {
     rig.write(ICS, LSC);
     rig.pass(1000);
     assert_eq!(rig.raised(0), 1);
-    // Without a moment in which the card does anything else.
+    // The card takes no step in between.
     assert_ne!(rig.read(ICR) & LSC, 0);
     rig.write(ICS, LSC);
     rig.pass(1000);
     assert_eq!(rig.raised(0), 2);
     assert!(rig.card.with(|parts| parts.memory.intx()));
-    // A reset forgets the cause.
+    // A reset clears the cause.
     rig.card.reset();
     rig.pass(1000);
     assert!(!rig.card.with(|parts| parts.memory.intx()));
@@ -149,7 +149,7 @@ fn a_message_masks_what_iam_says_when_eiame_is_set() {
     assert_eq!(rig.read(IMS) & RXQ0, 0);
     frame_comes(&rig);
     assert_eq!(rig.raised(0), 1);
-    // What came meanwhile is not slept through.
+    // The frame that came while the cause was masked is not missed.
     rig.write(IMS, RXQ0);
     rig.pass(1000);
     assert_eq!(rig.raised(0), 2);
@@ -176,7 +176,7 @@ fn a_masked_vector_is_pending_and_fires_when_it_is_unmasked() {
     rig.card.write(Bar::MsiX, 12, 4, 0);
     rig.pass(1000);
     assert_eq!((rig.raised(0), rig.card.read(Bar::MsiX, 0x2000, 4)), (1, 0));
-    // The same by the mask of all vectors.
+    // The same with the mask of all vectors.
     rig.read(ICR);
     rig.card.write_config(0xa2, 2, 0xc000);
     frame_comes(&rig);
@@ -217,7 +217,7 @@ fn rdtr_puts_off_the_cause_but_radv_not_for_ever() {
     rig.write(RADV, 50);
     rig.write(EIAC, RXQ0);
     rig.write(IMS, RXQ0);
-    // The timer starts anew with each frame: 20.48 µs. The absolute one does not: 51.2 µs.
+    // Each frame restarts the packet timer: 20.48 µs. The absolute timer goes on: 51.2 µs.
     for _ in 0..6 {
         rig.come(&frame(60, 0));
         rig.pass(10_000);

@@ -1,4 +1,4 @@
-//! A card that a thread of its own runs, and a driver in another: no frame is unaccounted for, no wake-up is lost.
+//! A card run by a thread of its own, and a driver in another: every frame is accounted for, and no wake-up is lost.
 #![allow(clippy::cast_possible_truncation, reason = "fields are cut out of registers")]
 #![allow(clippy::tests_outside_test_module, reason = "a file in tests/ is a test module")]
 
@@ -19,7 +19,7 @@ use tasuki_sim::wire::{Source, SourceOptions};
 const COUNT: u32 = 256;
 const FRAMES: u64 = 200_000;
 
-/// As much of a driver as it takes to receive by interrupts.
+/// A minimal driver that receives by interrupts.
 struct Driver {
     card: Card<Source>,
     words: Span<AtomicU64>,
@@ -71,7 +71,7 @@ impl Driver {
     fn receive(&mut self) {
         let mut burst = 0;
         while self.words[2 * self.next as usize + 1].load(Acquire) & 1 == 1 {
-            // The number stands in bytes 18 to 26 of the frame.
+            // Bytes 18 to 26 of the frame are its number.
             let at = (RX_BUFFERS[0] + 2048 * self.next as usize + 16) / 8;
             let [low, high] = [0, 1].map(|word| self.words[at + word].load(Relaxed));
             let number = low >> 16 | high << 48;
@@ -88,7 +88,7 @@ impl Driver {
     }
 }
 
-/// Whether the bell rings in time; it is silent again afterwards.
+/// Waits up to `limit` until the bell rings, and silences it; returns whether it rang.
 fn woken_within(bell: &OwnedFd, limit: Duration) -> bool {
     let limit = Timespec { tv_sec: limit.as_secs() as i64, tv_nsec: limit.subsec_nanos().into() };
     let woken = poll(&mut [PollFd::new(bell, PollFlags::IN)], Some(&limit)).unwrap() > 0;
@@ -112,7 +112,7 @@ fn every_frame_is_delivered_in_order_or_counted_as_missed() {
     let mut missed = 0;
     while driver.received + missed < FRAMES {
         driver.write(IMS, RXQ0);
-        // Whatever MPC counts wakes nobody: it is read now and then.
+        // Frames that MPC counts cause no wake-up, so read it from time to time.
         let woken = woken_within(&bell, Duration::from_millis(200));
         let before = driver.received;
         driver.receive();

@@ -1,4 +1,4 @@
-//! QEMU as the other end of our datagram wire: it takes our frames from one socket and passes them on to another.
+//! QEMU at the other end of our datagram wire: it forwards our frames from one socket to another.
 #![allow(clippy::tests_outside_test_module, reason = "a file in tests/ is a test module")]
 
 use std::path::Path;
@@ -17,7 +17,7 @@ impl Drop for Ended {
     }
 }
 
-/// A QEMU without a machine, whose two datagram sockets lead to the same hub.
+/// Starts a QEMU without a machine, whose two datagram sockets lead to the same hub.
 fn hub(folder: &Path) -> std::io::Result<Ended> {
     let mut qemu = Command::new("qemu-system-x86_64");
     qemu.args(["-machine", "none", "-display", "none", "-nodefaults", "-nic", "none"]);
@@ -44,7 +44,7 @@ fn qemu_takes_our_frames_and_sends_us_its() {
     };
     let start = Instant::now();
     let frame = |number: u8| [&[0xff; 6][..], &[2, 0, 0, 0, 0, number, 0x88, 0xb5], &[number; 50]].concat();
-    // Until QEMU has made its sockets, what we send is lost.
+    // Frames sent before QEMU has made its sockets are lost.
     while second.receive(0).is_none() {
         if let Some(status) = qemu.0.try_wait().unwrap() {
             let said = std::io::read_to_string(qemu.0.stderr.take().unwrap()).unwrap();

@@ -33,7 +33,7 @@ fn a_starved_ring_fills_the_buffer_of_20_kb_and_mpc_counts_what_comes_after() {
     assert_eq!(rig.read(RNBC), 23, "also of those that found room in the buffer");
     assert_eq!(rig.read(GPRC), 20);
     assert_ne!(rig.read(ICR) & RXO, 0);
-    // What is in the buffer is not lost.
+    // The frames in the buffer are not lost.
     posted_again(&rig, 6);
     rig.pass(1000);
     let numbers: Vec<u8> = [7, 0, 1, 2, 3, 4, 5].map(|i| rig.receive_bytes(0, i, 1514)[1513]).to_vec();
@@ -102,7 +102,7 @@ fn receives_that_are_switched_off_go_on_for_a_moment_and_then_touch_nothing() {
     rig.write(RDT, 5);
     rig.pass(1000);
     assert_eq!((rig.read(RDH), rig.card.with(|parts| parts.device.waiting().0)), (3, 1), "now it is");
-    // Another ring, and on: what waited goes there.
+    // With another ring and RCTL.EN set again, the waiting frame goes there.
     rig.write(RDH, 0);
     posted_again(&rig, 7);
     rig.write(RCTL, EN | BAM | SECRC);
@@ -181,7 +181,7 @@ fn the_check_sequence_is_there_unless_secrc_strips_it() {
     assert_eq!(rig.received(0, 0).unwrap().len, 64, "padded, and four bytes of check sequence");
     let bytes = rig.receive_bytes(0, 0, 64);
     assert_eq!(bytes[19..60], [0; 41]);
-    // The CRC over a frame and its check sequence leaves a residue that is always the same.
+    // The CRC over a frame and its check sequence leaves a constant residue.
     let residue = bytes.iter().fold(u32::MAX, |crc, byte| {
         (0..8).fold(crc ^ u32::from(*byte), |crc, _| if crc & 1 == 1 { crc >> 1 ^ 0xedb8_8320 } else { crc >> 1 })
     });
@@ -284,7 +284,7 @@ fn a_starved_queue_holds_up_the_other_since_both_share_the_buffer() {
     rig.write(RDT, 0);
     rig.write(RCTL, EN | SECRC);
     rig.come(&frame(60, 0));
-    // Queue 1: no more than its hash is odd.
+    // Queue 1, if the hash is odd.
     let other = (0..100).map(|port| ipv4(6, [10, 0, 0, 1], [10, 0, 0, 2], [port, 80]));
     other.for_each(|frame| rig.come(&frame));
     rig.pass(1000);

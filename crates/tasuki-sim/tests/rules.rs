@@ -1,4 +1,4 @@
-//! What a driver must not do, and that the journal has it; and that whatever it does, the model stands.
+//! Rules for a driver of the 82574L: the journal notes each breach, and the model survives any driver.
 #![allow(clippy::cast_possible_truncation, reason = "fields are cut out of registers")]
 #![allow(clippy::tests_outside_test_module, reason = "a file in tests/ is a test module")]
 
@@ -64,7 +64,7 @@ fn a_ring_that_is_written_while_the_unit_is_on_does_not_change_what_was_fetched(
     let rig = Rig::running(64);
     rig.come(&frame(60, 1));
     rig.pass(1000);
-    // Descriptor 1 is on the chip already; what the driver makes of it in memory comes too late.
+    // Descriptor 1 is on the chip already; the driver's change in memory comes too late.
     rig.store(RX_RING[0] + 16, AT + 0x8000);
     rig.come(&frame(60, 2));
     rig.pass(1000);
@@ -154,7 +154,7 @@ enum Step {
     Map,
 }
 
-/// The registers that move something.
+/// The registers that have effects.
 const BUSY: [u32; 40] = [
     CTRL, EERD, CTRL_EXT, MDIC, ICR, ICS, IMS, IMC, EIAC, IAM, IVAR, EITR, RCTL, TCTL, PBA, FCRTL, FCRTH, RDBAL, RDBAH,
     RDLEN, RDH, RDT, RDTR, RADV, TDBAL, TDBAH, TDLEN, TDH, TDT, TIDV, TARC0, RXCSUM, RFCTL, MRQC, SWSM, FCTTV, RAL,
@@ -207,7 +207,7 @@ fn take(rig: &Rig, step: Step) {
         Step::Config(offset, width, value) => {
             rig.card.write_config(offset.into(), width, value);
             rig.card.read_config(offset.into(), width);
-            // Else most of what follows would meet a card that answers nothing.
+            // Otherwise most later steps would meet a card that does not answer.
             rig.card.write_config(4, 2, 6);
         }
         Step::Descriptor(index, first, second) => {
@@ -221,7 +221,7 @@ fn take(rig: &Rig, step: Step) {
         }
         Step::Pass(ns) => rig.pass(ns.into()),
         Step::Unmap => rig.card.unmap(AT, LEN as u64),
-        // It may be there still.
+        // It may still be mapped.
         Step::Map => _ = rig.card.map(AT, &rig.region),
     }
 }

@@ -1,4 +1,4 @@
-//! A TAP device as a wire, with the kernel's own network at the other end, in a network namespace of its own.
+//! A TAP device as a wire, with the kernel's own network at the other end, in a new network namespace.
 #![allow(clippy::tests_outside_test_module, reason = "a file in tests/ is a test module")]
 
 use std::net::UdpSocket;
@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 
 use tasuki_sim::wire::{Tap, TapError, Wire};
 
-/// Set in the process that is inside of the namespace.
+/// Set in the process inside the namespace.
 const INSIDE: &str = "TASUKI_SIM_TEST_TAP";
 const NAME: &str = "tasuki0";
 const ARP: [u8; 2] = [0x08, 0x06];
@@ -39,12 +39,12 @@ fn the_kernel_asks_and_answers_over_a_tap() {
     }
 }
 
-/// The wire's time: a cable carries no two frames at once.
+/// Returns the wire's time, in nanoseconds: a cable carries no two frames at once.
 fn now(began: Instant) -> u64 {
     u64::try_from(began.elapsed().as_nanos()).expect("centuries")
 }
 
-/// The first frame for which `want` says yes, if one comes in time.
+/// Waits for the first frame that `want` accepts.
 fn wait_for(tap: &mut Tap, began: Instant, want: impl Fn(&[u8]) -> bool) -> Vec<u8> {
     let start = Instant::now();
     while start.elapsed() < Duration::from_secs(20) {
@@ -60,7 +60,7 @@ fn wait_for(tap: &mut Tap, began: Instant, want: impl Fn(&[u8]) -> bool) -> Vec<
 fn inside() {
     let mut tap = match Tap::open(NAME) {
         Ok(tap) => tap,
-        // libtest writes the beginning of this line before us.
+        // libtest writes the start of this line before us.
         Err(TapError::NotAllowed | TapError::Refused(_)) => return println!("\nskipped: no TAP device to be had here"),
         Err(error) => panic!("{error}"),
     };

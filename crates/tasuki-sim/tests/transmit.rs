@@ -117,7 +117,8 @@ fn a_legacy_descriptor_with_ic_puts_a_checksum_where_it_says() {
     assert_eq!((&sent[..40], &sent[42..]), (&frame[..40], &frame[42..]));
 }
 
-/// A TCP packet with so much payload, its pseudo header's sum (without the length) where the checksum goes.
+/// Returns a TCP packet with `payload` bytes, and the pseudo header's sum (without the length) in its checksum
+/// field.
 fn tcp(payload: usize) -> Vec<u8> {
     let mut packet = frame(54 + payload, 0x77);
     packet[12..14].copy_from_slice(&[0x08, 0x00]);

@@ -1,4 +1,5 @@
-//! The server alone, and clients that lie. Messages are written by hand, and the server is turned by the test: no threads.
+//! The vfio-user server with hostile clients. Messages are written by hand, and the test calls the server's turns:
+//! no threads.
 #![allow(clippy::tests_outside_test_module, reason = "an integration test")]
 
 use std::io::IoSlice;
@@ -11,7 +12,7 @@ use rustix::net::{
 use tasuki_shm::region::{Pages, Region as Memory};
 use tasuki_sim::vfio_user::{Breach, Device, Dma, DmaMemory, Doorbells, MSIX, Region, Server, Turn};
 
-/// A region of 256 bytes at every index below 2, and two vectors of MSI-X.
+/// A device with a region of 256 bytes at every index below 2, and two MSI-X vectors.
 #[derive(Default)]
 struct Drawer {
     bytes: Vec<u8>,
@@ -139,7 +140,7 @@ impl Bench {
         }
     }
 
-    /// What the server has said since, up to 1 MiB.
+    /// Returns the server's output since the last call, up to 1 MiB.
     fn hear(&mut self) -> Vec<u8> {
         let mut said = vec![0; 1 << 20];
         match rustix::net::recv(&self.client, &mut said, RecvFlags::DONTWAIT) {
@@ -148,7 +149,7 @@ impl Bench {
         }
     }
 
-    /// The error number and the body of the one answer.
+    /// Returns the error number and the body of the only reply.
     fn answer(&mut self, command: u16) -> (i32, Vec<u8>) {
         let said = self.hear();
         let word = |at: usize| u32::from_ne_bytes(said[at..at + 4].try_into().unwrap());
@@ -169,7 +170,7 @@ impl Bench {
         self.answer(command)
     }
 
-    /// The error number that the server answers with; the connection must go on.
+    /// Returns the error number of the server's reply, and checks that the connection still works.
     fn refusal(&mut self, command: u16, body: &[u8], fds: &[BorrowedFd<'_>]) -> i32 {
         let (errno, body) = self.ask_with(command, body, fds);
         assert!(body.is_empty(), "an error has no body");
@@ -411,7 +412,7 @@ fn descriptors_belong_to_their_message_wherever_the_stream_is_cut() {
     let given = memory(1);
     let window = message(2, &dma(3, 0, 0, 4096));
     let reset = sized(13, 16, 0x10, &[]);
-    // Everything is there at once: a reset before, the window, a reset behind.
+    // All at once: a reset before, the window, a reset behind.
     let mut bench = Bench::met();
     bench.say(&reset);
     bench.say_with(&window, &[given.fd()]);

@@ -1,4 +1,4 @@
-//! Our server with a client that nobody here wrote: rust-vmm's `vfio_user`, as Cloud Hypervisor has it.
+//! Our vfio-user server with an independent client: rust-vmm's `vfio_user`, which Cloud Hypervisor uses.
 #![allow(clippy::tests_outside_test_module, reason = "an integration test")]
 
 use std::os::fd::{AsRawFd, OwnedFd};
@@ -10,7 +10,8 @@ use tasuki_shm::region::{Pages, Region as Memory};
 use tasuki_sim::vfio_user::{Device, Dma, DmaMemory, MSIX, Region, Server, Turn};
 use vfio_user::Client;
 
-/// A BAR by messages, a BAR that is half mapped; a write to the first adds one to what it can reach at 0x1000, and rings.
+/// A device with one BAR accessed by messages, and one BAR half of which is mapped. A write to the first adds one to
+/// the word at DMA address 0x1000, and rings.
 struct Shelf {
     bar: Vec<u8>,
     mapped: Memory,
@@ -85,7 +86,7 @@ fn our_server_and_a_foreign_client_understand_each_other() {
         }
         shelf
     });
-    // Whatever fails below, the thread is told.
+    // Stops the thread, even if a check below fails.
     struct Stop(Arc<AtomicBool>);
     impl Drop for Stop {
         fn drop(&mut self) {

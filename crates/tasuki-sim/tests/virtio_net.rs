@@ -1,4 +1,4 @@
-//! The virtio network device: frames, commands, notifications and resets, as a driver has them that breaks no rule.
+//! The virtio network device with a correct driver: frames, commands, notifications and resets.
 #![allow(clippy::cast_possible_truncation, reason = "fields are cut out of registers")]
 #![allow(clippy::tests_outside_test_module, reason = "a file in tests/ is a test module")]
 
@@ -9,7 +9,7 @@ use rig::frame_to;
 use tasuki_sim::virtio_net::{Bar, Options, feature};
 use virtio::*;
 
-/// What stands in the capability of a structure: BAR, offset, length.
+/// Returns the contents of a structure's capability: BAR, offset, length.
 fn structure(rig: &Rig, kind: u32) -> (u32, u32, u32, u32) {
     let mut at = rig.card.read_config(0x34, 1);
     while at != 0 {
@@ -37,7 +37,7 @@ fn the_configuration_space_says_where_everything_is() {
     assert_eq!((bar, at, len, rig.card.read_config(capability + 16, 4)), (0, NOTIFY, 20, 4));
     assert_eq!(structure(&rig, 3).2, ISR);
     assert_eq!((structure(&rig, 4).2, structure(&rig, 4).3), (OWN, 24));
-    // By the window (4.1.4.9): the same.
+    // The window (4.1.4.9) shows the same.
     let (window, ..) = structure(&rig, 5);
     rig.card.write_config(window + 4, 1, 0);
     rig.card.write_config(window + 8, 4, COMMON + NUM_QUEUES);
@@ -119,7 +119,7 @@ fn frames_leave_whatever_they_are_made_of() {
     let frames = [frame(60, 1), frame(1514, 2)];
     rig.send(1, 0, &frames[0]);
     rig.send(1, 2, &frames[1]);
-    // Header and frame in one.
+    // Header and frame in one descriptor.
     let whole = [&[0; HEADER_LEN][..], &frames[0]].concat();
     rig.store_bytes(buffer(1, 8), &whole);
     rig.descriptor(1, 8, AT + buffer(1, 8) as u64, whole.len() as u32, 0, 0);
@@ -183,7 +183,7 @@ fn what_is_too_long_or_short_leaves_no_trace() {
     }
     rig.pass(1);
     assert_eq!(rig.came(0), [frame(60, 7)]);
-    // Without an MTU it is the buffer that decides, and it is there for the next frame.
+    // Without an MTU the buffer decides, and it stays for the next frame.
     let rig = Rig::running(Options::default(), PLAIN & !feature::MTU, 1);
     rig.come(&frame(2037, 1));
     rig.come(&frame(2036, 2));
@@ -226,7 +226,7 @@ fn flags_say_who_wants_to_be_told_where_there_are_no_indices() {
     rig.come(&frame(60, 1));
     rig.pass(1);
     assert_eq!(rig.raised(1), 1);
-    // The card looks by itself, and wants no notifications unless it is left alone.
+    // The card polls, and wants notifications only before a pause.
     assert_eq!(rig.load16(used(1)), 1);
     assert!(!rig.doze());
     assert_eq!((rig.load16(used(1)), rig.load16(used(2)), rig.load16(used(0))), (0, 0, 1));
@@ -249,7 +249,7 @@ fn before_a_nap_the_card_asks_and_looks_once_more() {
     assert!(rig.doze(), "there is work already");
     rig.pass(1);
     assert_eq!(rig.sent().len(), 3);
-    // A frame waits: now buffers are of interest.
+    // A frame waits, so the device needs buffers.
     rig.come(&frame(60, 0));
     rig.pass(1);
     rig.post(0, 0);
@@ -304,7 +304,7 @@ const GROUP: [u8; 6] = [0x01, 0x00, 0x5e, 0x00, 0x00, 0xfb];
 const OTHER_GROUP: [u8; 6] = [0x01, 0x00, 0x5e, 0x7f, 0x12, 0x34];
 const STRANGER: [u8; 6] = [0x52, 0x54, 0x00, 0xab, 0xcd, 0xef];
 
-/// Which of ourselves, everybody, two groups and a stranger are let in.
+/// Returns which frames pass the filter: to our own address, broadcast, two groups, a stranger.
 fn let_in(rig: &Rig) -> [bool; 5] {
     let before = rig.used(0).len();
     let frames = [MAC, [0xff; 6], GROUP, OTHER_GROUP, STRANGER].map(|to| frame_to(&to, 60, 0));
@@ -314,7 +314,7 @@ fn let_in(rig: &Rig) -> [bool; 5] {
         rig.pass(1);
         let came = rig.used(0).len() > count;
         if came {
-            // Its buffer is free again.
+            // Give its buffer back.
             rig.give(0, (count % 16) as u16);
         }
         assert!(rig.used(0).len() - before <= 5);
@@ -331,7 +331,7 @@ fn commands_say_what_is_let_in() {
         let [a, b] = [unicast, multicast].map(|these| (these.len() as u32).to_le_bytes());
         [&a[..], unicast.as_flattened(), &b[..], multicast.as_flattened()].concat()
     };
-    // The queue for commands is the third.
+    // The control queue is the third.
     let command = |class, command, data: &[u8]| {
         let at = buffer(2, 0);
         rig.store_bytes(at + 64, &[&[class, command], data].concat());
@@ -365,7 +365,7 @@ fn commands_say_what_is_let_in() {
     rig.broke_nothing();
 }
 
-/// A UDP packet over IPv4, of flow `flow`.
+/// Returns a UDP packet over IPv4 of flow `flow`.
 fn packet(flow: u8) -> Vec<u8> {
     let mut packet = frame(60, flow);
     packet[12..15].copy_from_slice(&[0x08, 0x00, 0x45]);
@@ -375,7 +375,7 @@ fn packet(flow: u8) -> Vec<u8> {
     packet
 }
 
-/// Frames that came by each pair.
+/// Returns the number of frames received through each pair.
 fn spread(rig: &Rig, frames: &[Vec<u8>]) -> [usize; 2] {
     let before = [rig.used(0).len(), rig.used(2).len()];
     for frame in frames {
@@ -396,7 +396,8 @@ fn two_pairs() -> Rig {
     rig
 }
 
-/// Hash types, table, queue of what is not hashed, pairs to send by, key.
+/// Returns the data of an RSS command: hash types, table, queue for frames that are not hashed, pairs to send
+/// through, key.
 fn rss(types: u32, table: &[u16], unclassified: u16, transmit: u16, key: &[u8]) -> Vec<u8> {
     let mut bytes = types.to_le_bytes().to_vec();
     [table.len() as u16 - 1, unclassified]
@@ -469,7 +470,7 @@ fn a_queue_that_was_reset_is_left_alone_and_begins_anew() {
     rig.pass(1);
     assert!(!rig.doze());
     assert_eq!(rig.all_memory(), memory);
-    // The other queue goes on.
+    // The other queue continues.
     rig.send(1, 0, &frame(60, 9));
     rig.pass(1);
     assert_eq!(rig.sent(), [frame(60, 9)]);

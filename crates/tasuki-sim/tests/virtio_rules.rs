@@ -1,4 +1,4 @@
-//! What a driver of a virtio network device must not do, and that the journal has it; and that whatever it does, the model stands.
+//! Rules for a driver of a virtio network device: the journal notes each breach, and the model survives any driver.
 #![allow(clippy::cast_possible_truncation, reason = "fields are cut out of registers")]
 #![allow(clippy::tests_outside_test_module, reason = "a file in tests/ is a test module")]
 
@@ -14,7 +14,7 @@ fn plain() -> Rig {
     Rig::running(Options::default(), PLAIN, 4)
 }
 
-/// The journal has this rule so often, and no other.
+/// Checks that the journal has this rule `count` times, and no other.
 fn broke_only(rig: &Rig, class: Class, count: u64) {
     assert_eq!(rig.broke(class), count, "{class:?}");
     let others: Vec<_> = Class::ALWAYS.into_iter().filter(|other| *other != class).collect();
@@ -30,19 +30,19 @@ fn the_status_goes_one_way() {
     broke_only(&rig, Class::StatusOrder, 6);
     assert_eq!(rig.read_common(STATUS), 0);
     rig.agree(PLAIN);
-    // Back, and what was agreed on changed.
+    // An earlier status, and a change of accepted features.
     rig.common(STATUS, 3);
     rig.accept(0);
     assert_eq!(rig.read_common(STATUS), 11);
     broke_only(&rig, Class::StatusOrder, 9);
-    // DRIVER_OK together with FEATURES_OK: nobody has looked whether the device agrees.
+    // DRIVER_OK together with FEATURES_OK: the driver has not checked whether the device accepts the features.
     let rig = Rig::new(Options::default());
     rig.common(STATUS, 3);
     rig.accept(PLAIN);
     rig.common(STATUS, 15);
     assert_eq!(rig.read_common(STATUS), 11);
     broke_only(&rig, Class::StatusOrder, 1);
-    // Queues are set up between the two.
+    // A driver sets up queues between the two.
     let rig = Rig::new(Options::default());
     rig.common(STATUS, 3);
     rig.queue(0);
@@ -70,11 +70,11 @@ fn features_are_a_subset_that_rests_on_itself() {
         assert!(!rig.agree(features), "{features:#x}");
         broke_only(&rig, Class::Feature, 1);
     }
-    // What rests on something that is not offered is not offered.
+    // A feature whose required feature is missing is not offered.
     let rig = Rig::new(without(feature::CTRL_VQ));
     rig.common(DEVICE_FEATURE_SELECT, 0);
     assert_eq!(u64::from(rig.read_common(DEVICE_FEATURE)) & (feature::CTRL_RX | feature::MQ), 0);
-    // A queue is reset only by who has agreed on that.
+    // A driver may reset a queue only with RING_RESET accepted.
     let rig = Rig::running(Options::default(), PLAIN & !feature::RING_RESET, 0);
     rig.common(QUEUE_SELECT, 0);
     rig.common(QUEUE_RESET, 1);
@@ -179,7 +179,8 @@ fn a_card_that_is_not_master_of_the_bus_does_nothing() {
     assert_eq!(rig.sent().len(), 1);
 }
 
-/// What a device cannot get over: it stops and says so, and a reset brings it back.
+/// After an error from which it cannot recover, the device stops and sets DEVICE_NEEDS_RESET; a reset brings it
+/// back.
 #[test]
 fn what_makes_no_sense_needs_a_reset() {
     type Break = fn(&Rig);
@@ -192,7 +193,7 @@ fn what_makes_no_sense_needs_a_reset() {
             rig.give(1, 0);
         }),
         (Class::BadDescriptor, |rig| {
-            // A loop.
+            // The chain loops.
             rig.descriptor(1, 0, AT, 12, NEXT, 1);
             rig.descriptor(1, 1, AT, 12, NEXT, 0);
             rig.give(1, 0);
@@ -206,7 +207,7 @@ fn what_makes_no_sense_needs_a_reset() {
             rig.give(1, 0);
         }),
         (Class::BadDescriptor, |rig| {
-            // Written before read.
+            // A writable buffer before a readable one.
             rig.descriptor(1, 0, AT, 12, NEXT | WRITE, 1);
             rig.descriptor(1, 1, AT, 60, 0, 0);
             rig.give(1, 0);
@@ -283,7 +284,7 @@ fn frames_and_their_headers_are_what_was_agreed_on() {
     rig.pass(1);
     broke_only(&rig, Class::BadHeader, 4);
     let rig = plain();
-    // Too short, too long, and one that the device is to write.
+    // Too short, too long, and one with a writable buffer.
     rig.send(1, 0, &frame(13, 0));
     rig.send(1, 2, &frame(1519, 0));
     rig.descriptor(1, 4, AT, 100, WRITE, 0);
@@ -335,17 +336,17 @@ fn commands_make_sense() {
         assert_eq!(rig.command(*class, *command, data), 1, "{class} {command} {data:?}");
     }
     broke_only(&rig, Class::BadCommand, wrong.len() as u64);
-    // What is right, but for a queue that is off.
+    // A valid command, but for a queue that is off.
     let rig = all();
     assert_eq!(rig.command(4, 1, &rss(1, &[0, 0, 1, 1], &key)), 0);
     rig.reset_queue(2);
     assert_eq!(rig.command(4, 1, &rss(1, &[0, 0, 1, 1], &key)), 1);
     assert_eq!(rig.command(4, 0, &[2, 0]), 1);
-    // What was not agreed on.
+    // Commands of features that were not accepted.
     let rig = Rig::running(Options::default(), feature::VERSION_1 | feature::CTRL_VQ | feature::MQ, 0);
     assert_eq!(rig.command(0, 0, &[1]), 1);
     assert_eq!(rig.command(4, 1, &rss(1, &[0, 0, 0, 1], &key)), 1);
-    // No room for an answer, and an answer only.
+    // No room for a reply, and room for a reply but no command.
     let rig = all();
     rig.descriptor(4, 0, AT, 3, 0, 0);
     rig.give(4, 0);
@@ -395,7 +396,7 @@ fn act() -> impl Strategy<Value = Act> {
 }
 
 proptest! {
-    /// Registers and rings may hold anything: the model does not panic, and comes to an end of what there is to do.
+    /// Whatever registers and rings hold, the model does not panic, and runs out of work.
     #[test]
     fn whatever_a_driver_does_the_model_stands(acts in prop::collection::vec(act(), 0..150), lossy: bool) {
         let rig = Rig::running(Options { lossy, ..Options::default() }, feature::ALL, 4);

@@ -1,10 +1,11 @@
-//! A descriptor becomes a TAP device.
+//! Turns a descriptor into a TAP device.
 //!
 //! # Invariants
 //!
-//! - **T1** `Request` has the layout of `struct ifreq` in `<linux/if.h>`, of which TUNSETIFF reads the name and the flags.
+//! - **T1** `Request` has the layout of `struct ifreq` in `<linux/if.h>`, of which TUNSETIFF reads the name and the
+//!   flags.
 //! - **T2** TUNSETOFFLOAD takes a number where others take an address.
-//! - **T3** TUNGETDEVNETNS takes nothing, and returns a descriptor that nobody else has.
+//! - **T3** TUNGETDEVNETNS takes no argument, and returns a new descriptor that has no other owner.
 #![allow(unsafe_code, reason = "the ioctls that make a descriptor a TAP device, which rustix lacks")]
 
 use std::ffi::c_void;
@@ -16,38 +17,40 @@ use rustix::ioctl::{IntegerSetter, Ioctl, IoctlOutput, Opcode, Updater, opcode};
 
 use crate::{NAME_LEN, TapError, is_name};
 
-/// A TAP device, frames without a header before them,
+/// TAP mode, and no packet information before frames.
 const IFF_TAP: u16 = 0x0002;
 const IFF_NO_PI: u16 = 0x1000;
-/// but with the one of virtio-net, 10 bytes.
+/// A virtio-net header of 10 bytes before each frame.
 const IFF_VNET_HDR: u16 = 0x4000;
-/// IFF_ONE_QUEUE, which does nothing (`<linux/if_tun.h>`) and is kept: the mark of a TAP that stands beside a veth end. Whoever has the interface in a
-/// namespace of their own may rename it and move it to another; its flags are set by who makes it alone.
+/// IFF_ONE_QUEUE, which does nothing (`<linux/if_tun.h>`) but is kept: it marks a TAP that stands beside a veth end.
+/// The owner of a namespace may rename the interface and move it to another namespace; only its creator sets its
+/// flags.
 const IFF_OF_VETH_END: u16 = 0x2000;
 
-/// Frames need no check sum, and may be segments of TCP over IPv4 and IPv6, with ECN too,
+/// The kernel may hand over frames without checksum, and TCP segments over IPv4 and IPv6, with ECN too.
 const OFFLOADS: usize = 0x01 | 0x02 | 0x04 | 0x08;
-/// and datagrams of UDP (from Linux 6.2 on).
+/// The same for UDP datagrams (from Linux 6.2 on).
 const UDP_TOO: usize = 0x20 | 0x40;
 
-/// The number says `int`, the kernel takes a `struct ifreq`.
+/// The number says `int`, but the kernel takes a `struct ifreq`.
 const TUNSETIFF: Opcode = opcode::write::<i32>(b'T', 202);
 
-/// The same, back.
+/// Fills in a `struct ifreq`; the number says `unsigned int`.
 const TUNGETIFF: Opcode = opcode::read::<u32>(b'T', 210);
 
-/// The namespace that its interface is in (since Linux 5.8).
+/// Returns the network namespace of the interface (since Linux 5.8).
 const TUNGETDEVNETNS: Opcode = opcode::none(b'T', 227);
 
 /// Takes a number.
 const TUNSETOFFLOAD: Opcode = opcode::write::<u32>(b'T', 208);
 
-/// What stands before each frame that goes through a TAP device.
+/// Bytes before each frame on a TAP device.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Before {
-    /// Nothing: frames are whole.
+    /// None: frames are complete.
     Nothing,
-    /// The header of virtio-net (10 bytes), which says what is left to be done to a frame: its check sum, and to be cut into segments.
+    /// A virtio-net header (10 bytes), which says what is left to do for a frame: its checksum, and its
+    /// segmentation.
     Offload,
 }
 
@@ -60,13 +63,14 @@ struct Request {
 
 const _: () = assert!(size_of::<Request>() == 40);
 
-/// Makes the interface `name`, or takes it if it is there and nobody has it. Nobody waits at its descriptor. The interface is gone when the
-/// last descriptor is closed, unless it had been made to stay before.
+/// Creates the interface `name`, or attaches to it if it exists and has no other user. The descriptor is
+/// non-blocking. The interface is removed when the last descriptor is closed, unless it existed before as a
+/// persistent one.
 pub fn open(name: &str, before: Before) -> Result<OwnedFd, TapError> {
     open_with(name, before, 0)
 }
 
-/// The same for one that stands beside a veth end, which [`identity`] tells from all others.
+/// Opens a TAP that stands beside a veth end, as [`open`] does; [`identity`] distinguishes it from all others.
 pub fn open_beside_veth_end(name: &str) -> Result<OwnedFd, TapError> {
     open_with(name, Before::Offload, IFF_OF_VETH_END)
 }
@@ -80,7 +84,7 @@ fn open_with(name: &str, before: Before, mark: u16) -> Result<OwnedFd, TapError>
     request.name[..name.len()].copy_from_slice(name.as_bytes());
     let flags = OFlags::RDWR | OFlags::NONBLOCK | OFlags::CLOEXEC;
     let device = rustix::fs::open("/dev/net/tun", flags, Mode::empty()).map_err(TapError::of)?;
-    // SAFETY: the structure is the one that this request is made with (T1).
+    // SAFETY: the request takes this structure (T1).
     let updater = unsafe { Updater::<{ TUNSETIFF }, Request>::new(&mut request) };
     // SAFETY: the descriptor is that of /dev/net/tun, just opened; the request outlives the call (T1).
     unsafe { rustix::ioctl::ioctl(device.as_fd(), updater) }.map_err(|errno| match errno {
@@ -93,32 +97,33 @@ fn open_with(name: &str, before: Before, mark: u16) -> Result<OwnedFd, TapError>
     Ok(device)
 }
 
-/// Has the kernel hand over frames as they are, to be finished where that is cheapest.
+/// Makes the kernel hand over unfinished frames, so that the checksum and the segments are made where that is
+/// cheapest.
 fn take_unfinished(device: &OwnedFd) -> Result<(), Errno> {
     let set = |what| {
         // SAFETY: the request takes a number (T2), and reads and writes no memory.
         let setter = unsafe { IntegerSetter::<{ TUNSETOFFLOAD }>::new_usize(what) };
-        // SAFETY: the descriptor is that of a TAP device, just made (T2).
+        // SAFETY: the descriptor is that of a TAP device, just opened (T2).
         unsafe { rustix::ioctl::ioctl(device.as_fd(), setter) }
     };
     set(OFFLOADS | UDP_TOO).or_else(|_| set(OFFLOADS))
 }
 
-/// What the interface of a TAP device is called, and whether it was made to stand beside a veth end.
+/// Returns the name of a TAP device's interface, and whether the device was made to stand beside a veth end.
 pub fn identity(device: BorrowedFd<'_>) -> Result<(String, bool), Errno> {
     let mut request = Request { name: [0; NAME_LEN], flags: 0, rest: [0; 22] };
-    // SAFETY: the structure is the one that this request fills in (T1).
+    // SAFETY: the request fills in this structure (T1).
     let updater = unsafe { Updater::<{ TUNGETIFF }, Request>::new(&mut request) };
-    // SAFETY: of another device it is refused; the request outlives the call (T1).
+    // SAFETY: the kernel refuses other kinds of descriptors; the request outlives the call (T1).
     unsafe { rustix::ioctl::ioctl(device, updater) }?;
     let len = request.name.iter().position(|byte| *byte == 0).unwrap_or(NAME_LEN);
     Ok((String::from_utf8_lossy(&request.name[..len]).into_owned(), request.flags & IFF_OF_VETH_END != 0))
 }
 
-/// The network namespace that the interface of a TAP device is in, whoever asks.
+/// Returns the network namespace of a TAP device's interface, whatever namespace the caller is in.
 pub fn namespace_of(device: BorrowedFd<'_>) -> Result<OwnedFd, Errno> {
     struct Ask;
-    // SAFETY: the request takes nothing, and what it returns is a descriptor (T3).
+    // SAFETY: the request takes no argument, and returns a descriptor (T3).
     unsafe impl Ioctl for Ask {
         type Output = OwnedFd;
         const IS_MUTATING: bool = false;
@@ -136,6 +141,6 @@ pub fn namespace_of(device: BorrowedFd<'_>) -> Result<OwnedFd, Errno> {
             Ok(unsafe { OwnedFd::from_raw_fd(output) })
         }
     }
-    // SAFETY: of another device it is refused (T3).
+    // SAFETY: the kernel refuses other kinds of descriptors (T3).
     unsafe { rustix::ioctl::ioctl(device, Ask) }
 }

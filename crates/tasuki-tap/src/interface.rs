@@ -1,5 +1,5 @@
-//! An interface, as the kernel's programs have it: found, given addresses, switched on, plugged into another one, and what comes in at it
-//! handed to a program of the kernel's; by route netlink (rtnetlink(7)).
+//! A network interface: found, given addresses, brought up, made as a veth pair, and given a BPF program for its
+//! received frames; by route netlink (rtnetlink(7)).
 
 use std::net::IpAddr;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd};
@@ -10,68 +10,69 @@ use rustix::net::{AddressFamily, netdevice};
 use crate::netlink::{Message, Netlink};
 use crate::{Address, TapError};
 
-/// Kinds of messages (`<linux/rtnetlink.h>`).
+/// Message types (`<linux/rtnetlink.h>`).
 const NEW_LINK: u16 = 16;
 const DELETE_LINK: u16 = 17;
 const NEW_ADDRESS: u16 = 20;
 const NEW_QUEUE: u16 = 36;
 const NEW_FILTER: u16 = 44;
 
-/// Made if it is not there,
+/// Create the object if it does not exist.
 const CREATE: u16 = 0x0400;
-/// and put in its place if it is,
+/// Replace it if it exists.
 const REPLACE: u16 = 0x0100;
-/// or not made if it is.
+/// Fail if it exists.
 const EXCLUSIVE: u16 = 0x0200;
 
-/// Attributes of a link (`<linux/if_link.h>`): its station address, its name, bytes of a frame behind its header, what it is, and the
-/// namespace that it is made in.
+/// Attributes of a link (`<linux/if_link.h>`): its MAC address, its name, its MTU in bytes, its kind, and the
+/// namespace to create it in.
 const IFLA_ADDRESS: u16 = 1;
 const IFLA_IFNAME: u16 = 3;
 const IFLA_MTU: u16 = 4;
 const IFLA_LINKINFO: u16 = 18;
 const IFLA_NET_NS_FD: u16 = 28;
-/// Of what it is: the kind, and what belongs to that.
+/// Attributes of IFLA_LINKINFO: the kind, and its data.
 const IFLA_INFO_KIND: u16 = 1;
 const IFLA_INFO_DATA: u16 = 2;
-/// Of a pair: the other one (`<linux/veth.h>`).
+/// Attribute of a veth pair: the peer (`<linux/veth.h>`).
 const VETH_INFO_PEER: u16 = 1;
 
-/// Of an address: the address, and the same at this end of the cable.
+/// Attributes of an address: the address, and the same for the local end.
 const IFA_ADDRESS: u16 = 1;
 const IFA_LOCAL: u16 = 2;
 
-/// Of queues and filters: the kind, and what belongs to that.
+/// Attributes of queueing disciplines and filters: the kind, and its options.
 const TCA_KIND: u16 = 1;
 const TCA_OPTIONS: u16 = 2;
-/// Of a filter that is a program: which, how people see it, and that what it returns is what is done (`<linux/pkt_cls.h>`).
+/// Options of a BPF filter: its descriptor, its displayed name, and that its result is the action
+/// (`<linux/pkt_cls.h>`).
 const TCA_BPF_FD: u16 = 6;
 const TCA_BPF_NAME: u16 = 7;
 const TCA_BPF_FLAGS: u16 = 8;
 const TCA_BPF_FLAG_ACT_DIRECT: u32 = 1;
 
-/// Where filters hang that look at what comes in (`<linux/pkt_sched.h>`): TC_H_CLSACT, and its TC_H_MIN_INGRESS.
+/// Where filters for received frames are attached (`<linux/pkt_sched.h>`): TC_H_CLSACT, and its TC_H_MIN_INGRESS.
 const CLSACT: u32 = 0xFFFF_FFF1;
 const CLSACT_HANDLE: u32 = 0xFFFF_0000;
 const INGRESS: u32 = 0xFFFF_FFF2;
-/// Frames of every protocol, the first filter of all.
+/// Frames of every protocol, at the highest priority.
 const ALL_FIRST: u32 = 1 << 16 | 0x0003_u16.to_be() as u32;
 
 const IFF_UP: u32 = 1;
 
-/// IFA_F_NODAD. Of IPv4 it means nothing.
+/// IFA_F_NODAD. It has no meaning for IPv4.
 const NO_DAD: u8 = 0x02;
 
-/// An interface of the network namespace in which it was found, from wherever it is used.
+/// An interface of the network namespace in which it was found; usable from any namespace.
 #[derive(Debug)]
 pub struct Interface {
     name: String,
     index: u32,
-    /// Stays with the namespace that it was opened in.
+    /// Socket of the namespace in which it was opened.
     netlink: Netlink,
 }
 
-/// `struct ifinfomsg`, with the flags that become true.
+/// Returns a `struct ifinfomsg` that sets `flags`.
 fn link_of(index: u32, flags: u32) -> Vec<u8> {
     let mut fixed = vec![0; 4];
     fixed.extend_from_slice(&index.to_ne_bytes());
@@ -80,18 +81,18 @@ fn link_of(index: u32, flags: u32) -> Vec<u8> {
     fixed
 }
 
-/// `struct tcmsg`.
+/// Returns a `struct tcmsg`.
 fn traffic_of(index: u32, handle: u32, parent: u32, info: u32) -> Vec<u8> {
     [0, index, handle, parent, info].iter().flat_map(|word| word.to_ne_bytes()).collect()
 }
 
-/// As the kernel has names: with a zero behind.
+/// Returns a name as the kernel expects it, with a zero behind.
 fn text(name: &str) -> Vec<u8> {
     [name.as_bytes(), &[0]].concat()
 }
 
 impl Interface {
-    /// The interface of this name in the caller's network namespace.
+    /// Finds the interface `name` in the caller's network namespace.
     pub fn find(name: &str) -> Result<Self, TapError> {
         Self::look(name).map_err(|errno| TapError::SetUp {
             name: name.to_owned(),
@@ -100,7 +101,8 @@ impl Interface {
         })
     }
 
-    /// The same, or nothing if there is none, which is not the same as that the kernel had no room to look.
+    /// Finds the interface `name` as [`find`](Self::find) does; returns `None` if it does not exist, and an error if
+    /// the kernel could not look.
     pub fn if_there(name: &str) -> Result<Option<Self>, TapError> {
         match Self::look(name) {
             Ok(interface) => Ok(Some(interface)),
@@ -115,8 +117,8 @@ impl Interface {
         Ok(Interface { name: name.to_owned(), index, netlink })
     }
 
-    /// Makes two that are plugged into each other: one in the caller's network namespace, which is returned, and another, `peer`, in the
-    /// one that `place` is. The first takes frames of `mtu` bytes behind the header; the other has the usual 1,500.
+    /// Creates a veth pair: `name` in the caller's network namespace, which is returned, and `peer` in the namespace
+    /// `place`. The first has an MTU of `mtu` bytes; the peer has the usual 1,500.
     pub fn create_pair(name: &str, mtu: u32, peer: &str, place: BorrowedFd<'_>) -> Result<Self, TapError> {
         let other = Message::nested(&link_of(0, 0))
             .with(IFLA_IFNAME, &text(peer))
@@ -139,12 +141,12 @@ impl Interface {
         Self::find(name)
     }
 
-    /// Its number in its namespace.
+    /// Returns the index of the interface in its namespace.
     pub fn index(&self) -> u32 {
         self.index
     }
 
-    /// Whether it is there still: it goes with the other one of its pair, whose namespace may go.
+    /// Returns whether the interface still exists: a veth end goes with its peer, whose namespace may go.
     pub fn is_there(&self) -> bool {
         netdevice::name_to_index(self.netlink.as_fd(), &self.name) == Ok(self.index)
     }
@@ -160,43 +162,43 @@ impl Interface {
         Message::new(NEW_LINK, 0, &link_of(self.index, flags))
     }
 
-    /// Switches it on.
+    /// Brings the interface up.
     pub fn up(&self) -> Result<(), TapError> {
         self.ask(|| "its link up".to_owned(), self.link(IFF_UP))
     }
 
-    /// Takes it away, and the other one of its pair.
+    /// Removes the interface and, if it is a veth end, its peer.
     pub fn delete(&self) -> Result<(), TapError> {
         self.ask(|| "an end".to_owned(), Message::new(DELETE_LINK, 0, &link_of(self.index, 0)))
     }
 
-    /// Gives it this station address, whatever it had.
+    /// Sets the MAC address.
     pub fn set_mac(&self, mac: [u8; 6]) -> Result<(), TapError> {
         let name = || format!("the station address {}", mac.map(|byte| format!("{byte:02x}")).join(":"));
         self.ask(name, self.link(0).with(IFLA_ADDRESS, &mac))
     }
 
-    /// Has it take frames of so many bytes behind their header.
+    /// Sets the MTU, in bytes behind the header.
     pub fn set_mtu(&self, mtu: u32) -> Result<(), TapError> {
         self.ask(|| format!("frames of {mtu} bytes"), self.link(0).with(IFLA_MTU, &mtu.to_ne_bytes()))
     }
 
-    /// Gives it one more address, if it has not got it.
+    /// Adds an IP address, if the interface does not have it yet.
     pub fn add_address(&self, address: Address) -> Result<(), TapError> {
         let (family, bytes) = match address.ip {
             IpAddr::V4(ip) => (AddressFamily::INET, ip.octets().to_vec()),
             IpAddr::V6(ip) => (AddressFamily::INET6, ip.octets().to_vec()),
         };
         let family = u8::try_from(family.as_raw()).expect("a small number");
-        // `struct ifaddrmsg`. Nobody is asked whether he has it already: no card is behind the interface yet.
+        // `struct ifaddrmsg`. No duplicate address detection: no NIC is behind the interface yet.
         let mut fixed = vec![family, address.prefix, NO_DAD, 0];
         fixed.extend_from_slice(&self.index.to_ne_bytes());
         let message = Message::new(NEW_ADDRESS, CREATE | REPLACE, &fixed);
         self.ask(|| format!("the address {address}"), message.with(IFA_LOCAL, &bytes).with(IFA_ADDRESS, &bytes))
     }
 
-    /// Has every frame that comes in at it go to this program, a classifier of the kernel's, which says what is done with it; in place of the
-    /// one before, if there was one.
+    /// Passes every frame received on the interface to this BPF classifier, whose result is the action. It replaces
+    /// the one before.
     pub fn hand_to(&self, program: BorrowedFd<'_>) -> Result<(), TapError> {
         let what = || "a program that is shown what comes in".to_owned();
         let queue = Message::new(NEW_QUEUE, CREATE | EXCLUSIVE, &traffic_of(self.index, CLSACT_HANDLE, CLSACT, 0));

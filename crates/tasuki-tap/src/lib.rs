@@ -1,15 +1,16 @@
-//! TAP devices: network interfaces whose cable is a descriptor. Frames that a kernel sends are read from it, and what is written to it the
-//! kernel receives.
+//! TAP interfaces: network interfaces whose other end is a descriptor. Reading from it returns the frames that the
+//! kernel sends; the kernel receives the frames written to it.
 //!
-//! | module        | what it is                                                |
+//! | module        | contents                                                  |
 //! |---------------|-----------------------------------------------------------|
-//! | [`device`]    | a descriptor becomes a TAP device                         |
-//! | [`interface`] | its other side: address, station address, up; by [`netlink`] |
-//! | [`namespace`] | the same in another network namespace                     |
+//! | [`device`]    | turns a descriptor into a TAP device                      |
+//! | [`interface`] | the interface: IP address, MAC address, up; by [`netlink`] |
+//! | [`namespace`] | work in another network namespace                         |
 //! | [`shortcut`]  | namespaces that reach each other through the kernel       |
-//! | [`program`]   | what the kernel does for that                             |
+//! | [`program`]   | BPF programs for the shortcut                             |
 //!
-//! A crate of its own, for the models' wire and the daemon need it, and must know nothing of each other nor of a driver.
+//! A crate of its own: the models' wire and the daemon need it, and both must stay independent of each other and of
+//! drivers.
 
 #![allow(missing_docs, reason = "the audience is ourselves: a comment says what a name cannot")]
 
@@ -30,60 +31,59 @@ use rustix::io::Errno;
 use interface::Interface;
 use namespace::Namespace;
 
-/// Bytes of an interface's name and the zero after it.
+/// Most bytes of an interface's name, with the zero after it.
 pub const NAME_LEN: usize = 16;
 
-/// Why there is no TAP device.
+/// An error of this crate.
 #[derive(Debug, thiserror::Error)]
 pub enum TapError {
-    /// No interface can be called so.
+    /// The kernel allows no such interface name.
     #[error("{0:?} cannot be the name of an interface; it must have 1 to 15 bytes, without blanks, slashes and colons")]
     Name(String),
-    /// This process may not make one.
+    /// This process may not create TAP devices.
     #[error("a TAP device needs CAP_NET_ADMIN; run as root, or in a user and network namespace of your own")]
     NotAllowed,
-    /// There is such an interface, and it is no TAP that is free.
+    /// The interface exists and is not a free TAP.
     #[error("{0} is an interface already, and no TAP that could be taken; choose another name")]
     Taken(String),
-    /// The kernel has none.
+    /// The kernel has no TAP driver.
     #[error("there is no /dev/net/tun; load its module: modprobe tun")]
     Missing,
     /// The kernel refused for another reason.
     #[error("/dev/net/tun gives us no TAP device: {0}")]
     Refused(io::Error),
-    /// The network namespace is not there.
+    /// The network namespace does not exist.
     #[error("there is no network namespace at {}; make it (ip netns add NAME), or name another", .0.display())]
     NoNamespace(PathBuf),
-    /// What is there is none, or may not be used.
+    /// The path is not a network namespace, or may not be used.
     #[error("{} is no network namespace that could be used ({why}); name another, or run as root", path.display())]
     Namespace {
-        /// Where.
         path: PathBuf,
-        /// Why.
+        /// The kernel's error.
         why: io::Error,
     },
-    /// There is no pair of interfaces.
+    /// The kernel cannot create a veth pair.
     #[error("the kernel makes no pair of interfaces ({0}); load its module: modprobe veth")]
     NoPair(io::Error),
-    /// The kernel takes no program that is shown frames.
+    /// The kernel does not accept the BPF program or its tables.
     #[error(
         "the kernel takes no program that is shown frames ({0}); that needs CAP_BPF and CAP_NET_ADMIN, and Linux 5.12"
     )]
     NoProgram(io::Error),
-    /// Too many.
+    /// The VNI has too many namespaces.
     #[error("a VNI has 2048 namespaces, and no more fit; remove one")]
     Crowded,
-    /// A TAP that no daemon of ours made in this way.
+    /// The TAP does not stand beside a veth end that one of our daemons made.
     #[error("the TAP {0} is no veth end of a namespace on this VNI")]
     NoVethEnd(String),
-    /// It is there, and could not be set up.
+    /// The interface exists, but a setting of it failed.
     #[error("the interface {name} cannot have {what}: {why}")]
     SetUp {
-        /// Its name.
+        /// Name of the interface.
         name: String,
-        /// What it was to have.
+        /// The setting.
         what: String,
-        /// Why.
+        /// The kernel's error.
         why: io::Error,
     },
 }
@@ -98,18 +98,17 @@ impl TapError {
     }
 }
 
-/// Whether an interface can be called so, as the kernel has it.
+/// Returns whether the kernel allows `name` for an interface.
 pub fn is_name(name: &str) -> bool {
     let is_odd = |byte: u8| byte == b'/' || byte == b':' || byte == 0 || byte.is_ascii_whitespace() || byte == 0x0b;
     (1..NAME_LEN).contains(&name.len()) && name != "." && name != ".." && !name.bytes().any(is_odd)
 }
 
-/// An address and how many of its bits are the network's.
+/// An IP address with the prefix length of its network.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Address {
-    /// The address.
     pub ip: IpAddr,
-    /// Bits of the network.
+    /// Prefix length in bits.
     pub prefix: u8,
 }
 
@@ -134,17 +133,18 @@ impl std::fmt::Display for Address {
     }
 }
 
-/// A TAP device that is up, and its other side. Gone when all descriptors of it are closed.
+/// A TAP device with its interface, which is up. The interface is removed when all descriptors of the device are
+/// closed.
 #[derive(Debug)]
 pub struct Tap {
-    /// What frames are read from and written to.
+    /// The descriptor from which frames are read, and to which they are written.
     pub device: OwnedFd,
-    /// Its other side.
+    /// The network interface.
     pub interface: Interface,
 }
 
 impl Tap {
-    /// Makes it in `place`, gives it its address and switches it on.
+    /// Creates the interface in `place`, sets its address and brings it up.
     pub fn create(
         place: &Namespace,
         name: &str,

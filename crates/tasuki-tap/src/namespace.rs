@@ -1,8 +1,9 @@
-//! Work that is done in another network namespace.
+//! Work in another network namespace.
 //!
 //! # Invariants
 //!
-//! - **N1** Only the calling thread leaves its network namespace, which it shares with no memory: nothing that others hold depends on it.
+//! - **N1** Only the calling thread leaves its network namespace. Threads share no memory by way of it, so nothing
+//!   that other threads hold depends on it.
 #![allow(unsafe_code, reason = "unshare(2), which can also take a thread's descriptors from others")]
 
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
@@ -14,28 +15,28 @@ use rustix::thread::{LinkNameSpaceType, UnshareFlags, move_into_link_name_space,
 
 use crate::TapError;
 
-/// Where `ip netns` keeps the names that it gives.
+/// Where `ip netns` keeps its named namespaces.
 const NAMED: &str = "/run/netns";
 
-/// The calling thread's.
+/// Network namespace of the calling thread.
 const OURS: &str = "/proc/thread-self/ns/net";
 
 /// A network namespace.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Namespace {
-    /// This process's.
+    /// The network namespace of this process.
     Own,
     /// The one at this path: `/run/netns/NAME`, or a process's `/proc/PID/ns/net`.
     At(PathBuf),
 }
 
 impl Namespace {
-    /// As people name it: by what `ip netns` calls it, or by a path from /.
+    /// Returns the namespace of a name given to `ip netns`, or of a path that begins with /.
     pub fn named(name: &str) -> Self {
         Namespace::At(if name.starts_with('/') { PathBuf::from(name) } else { Path::new(NAMED).join(name) })
     }
 
-    /// Does `work` there. What it opens stays there.
+    /// Runs `work` in the namespace. Descriptors that it opens stay in that namespace.
     pub fn within<T: Send>(&self, work: impl FnOnce() -> Result<T, TapError> + Send) -> Result<T, TapError> {
         match self {
             Namespace::Own => work(),
@@ -43,13 +44,13 @@ impl Namespace {
         }
     }
 
-    /// A descriptor of it.
+    /// Opens a descriptor of the namespace.
     pub fn open(&self) -> Result<OwnedFd, TapError> {
         let path = match self {
             Namespace::Own => Path::new(OURS),
             Namespace::At(path) => path,
         };
-        // It may name anything: nobody waits until somebody writes into a FIFO.
+        // The path may be a FIFO, for example: do not wait for a writer.
         let flags = OFlags::RDONLY | OFlags::NONBLOCK | OFlags::NOCTTY | OFlags::CLOEXEC;
         rustix::fs::open(path, flags, Mode::empty()).map_err(|errno| match errno {
             Errno::NOENT => TapError::NoNamespace(path.to_owned()),
@@ -58,7 +59,7 @@ impl Namespace {
     }
 }
 
-/// A network namespace that has no name: there as long as something in it, or a descriptor of it, is held.
+/// A network namespace without a name. It exists as long as a process holds something in it, or a descriptor of it.
 #[derive(Debug)]
 pub struct Unnamed(OwnedFd);
 
@@ -69,26 +70,27 @@ impl AsFd for Unnamed {
 }
 
 impl Unnamed {
-    /// A new one.
+    /// Creates a new namespace.
     pub fn new() -> Result<Self, TapError> {
         in_a_thread(Path::new(OURS), || {
-            // SAFETY: it is a thread of its own, and of what it shares with others it leaves the network namespace alone (N1).
+            // SAFETY: the thread is new, and of all it shares with others, it leaves the network namespace only
+            // (N1).
             unsafe { unshare_unsafe(UnshareFlags::NEWNET) }.map_err(TapError::of)?;
             Namespace::Own.open().map(Unnamed)
         })
     }
 
-    /// The one that a descriptor is of.
+    /// Wraps a descriptor of a network namespace.
     pub fn of(namespace: OwnedFd) -> Self {
         Unnamed(namespace)
     }
 
-    /// Does `work` there. What it opens stays there.
+    /// Runs `work` in the namespace. Descriptors that it opens stay in that namespace.
     pub fn within<T: Send>(&self, work: impl FnOnce() -> Result<T, TapError> + Send) -> Result<T, TapError> {
         within(self.0.as_fd(), Path::new(OURS), work)
     }
 
-    /// Whether both are the same one.
+    /// Returns whether both are the same namespace.
     pub fn is(&self, other: &Unnamed) -> bool {
         let who = |it: &Unnamed| rustix::fs::fstat(&it.0).map(|stat| (stat.st_dev, stat.st_ino)).ok();
         who(self).is_some() && who(self) == who(other)
@@ -107,7 +109,7 @@ fn within<T: Send>(
     })
 }
 
-/// In one of its own, that ends there: all others stay where they are.
+/// Runs `work` in a new thread, which ends with it: all other threads stay in their namespace.
 fn in_a_thread<T: Send>(path: &Path, work: impl FnOnce() -> Result<T, TapError> + Send) -> Result<T, TapError> {
     std::thread::scope(|scope| {
         match std::thread::Builder::new().name("netns".to_owned()).spawn_scoped(scope, work).map(|thread| thread.join())

@@ -1,7 +1,7 @@
-//! Route netlink (rtnetlink(7)): what is asked of the kernel, and what it answers.
+//! Route netlink (rtnetlink(7)): requests to the kernel, and its replies.
 //!
-//! What is sent and read here is 16 bytes of `struct nlmsghdr`, the fixed part that the request's kind has, and attributes: a length, a kind,
-//! and bytes, each from a multiple of four on. The bytes may be attributes again.
+//! A message is the 16 bytes of `struct nlmsghdr`, the fixed part of the request's type, and attributes: each has a
+//! length, a type and bytes, and begins at a multiple of four. The bytes may be attributes again.
 
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 
@@ -9,21 +9,21 @@ use rustix::io::Errno;
 use rustix::net::netlink::SocketAddrNetlink;
 use rustix::net::{AddressFamily, RecvFlags, SendFlags, SocketFlags, SocketType};
 
-/// What an answer is (`<linux/netlink.h>`).
+/// Message type of a reply (`<linux/netlink.h>`).
 const ERROR: u16 = 2;
 
-/// The kernel acts on it, and says how that went.
+/// Flags: the kernel acts on the request, and reports the result.
 const REQUEST_AND_ACK: u16 = 0x0001 | 0x0004;
 
 /// Bytes of `struct nlmsghdr`.
 const HEADER: usize = 16;
 
-/// A message, as it grows; or what becomes the value of an attribute of one.
+/// A message under construction, or the value of an attribute.
 #[derive(Debug)]
 pub struct Message(Vec<u8>);
 
 impl Message {
-    /// A request, with the fixed part of its kind.
+    /// Begins a request with the fixed part of its type.
     pub fn new(kind: u16, flags: u16, fixed: &[u8]) -> Self {
         let mut bytes = vec![0; HEADER];
         bytes[4..6].copy_from_slice(&kind.to_ne_bytes());
@@ -32,12 +32,12 @@ impl Message {
         Message(bytes)
     }
 
-    /// Attributes that are an attribute's value, behind a fixed part.
+    /// Begins a value made of attributes, behind a fixed part.
     pub fn nested(fixed: &[u8]) -> Self {
         Message(fixed.to_vec())
     }
 
-    /// With one more attribute.
+    /// Appends an attribute.
     pub fn with(mut self, kind: u16, value: &[u8]) -> Self {
         let len = u16::try_from(4 + value.len()).expect("names and addresses are short");
         self.0.extend_from_slice(&len.to_ne_bytes());
@@ -47,7 +47,7 @@ impl Message {
         self
     }
 
-    /// The value that it is.
+    /// Returns the bytes of the value.
     pub fn into_value(self) -> Vec<u8> {
         self.0
     }
@@ -59,7 +59,7 @@ impl Message {
     }
 }
 
-/// What the kernel answered: nothing is wrong, or this.
+/// Parses the kernel's reply; returns its error, or `BADMSG` if it is no reply.
 fn answer(bytes: &[u8]) -> Result<(), Errno> {
     let kind = bytes.get(4..6).map(|kind| u16::from_ne_bytes([kind[0], kind[1]]));
     let code = bytes.get(HEADER..HEADER + 4).and_then(|code| code.try_into().ok()).map(i32::from_ne_bytes);
@@ -70,24 +70,24 @@ fn answer(bytes: &[u8]) -> Result<(), Errno> {
     }
 }
 
-/// A socket to the kernel, about the network namespace that it was opened in.
+/// A netlink socket for the network namespace in which it was opened.
 #[derive(Debug)]
 pub struct Netlink(OwnedFd);
 
 impl Netlink {
-    /// About the caller's network namespace.
+    /// Opens a socket for the caller's network namespace.
     pub fn open() -> Result<Self, Errno> {
-        // Of netlink's protocols the one about routes and links has the number that stands for none.
+        // NETLINK_ROUTE, the protocol for links and addresses, has number 0, which here is none.
         rustix::net::socket_with(AddressFamily::NETLINK, SocketType::RAW, SocketFlags::CLOEXEC, None).map(Netlink)
     }
 
-    /// Has the kernel do it.
+    /// Sends a request and waits for the kernel's result.
     pub fn ask(&self, message: Message) -> Result<(), Errno> {
         let mut room = [0; 1024];
         let kernel = SocketAddrNetlink::new(0, 0);
         rustix::net::sendto(&self.0, &message.finish(), SendFlags::empty(), &kernel)?;
         let (_, len) = rustix::io::retry_on_intr(|| rustix::net::recv(&self.0, &mut room[..], RecvFlags::empty()))?;
-        // What does not fit is more than the number and the request that an answer is.
+        // The rest of a reply that does not fit is not needed: only the error code at its start is.
         answer(room.get(..len.min(room.len())).unwrap_or_default())
     }
 }

@@ -1,11 +1,13 @@
-//! What the kernel does with a frame by itself: two programs of its own (bpf(2)), shown every frame that comes in at an interface, and the
-//! tables that they look into. They are a few dozen instructions, and written here as such.
+//! BPF programs (bpf(2)) that make the kernel forward frames by itself: two programs, which see every frame received
+//! on an interface, and the tables that they read. They have a few dozen instructions, written here directly.
 //!
 //! # Invariants
 //!
-//! - **B1** The structures have the layout of those parts of `union bpf_attr` in `<linux/bpf.h>` that their commands read.
-//! - **B2** What an address in one of them points at is as long as the command reads or writes there, and outlives the call.
-//! - **B3** What MAP_CREATE and PROG_LOAD return is a descriptor that nobody else has.
+//! - **B1** The structures have the layout of those parts of `union bpf_attr` in `<linux/bpf.h>` that their commands
+//!   read.
+//! - **B2** An address in one of them points to memory as long as the command reads or writes there, which outlives
+//!   the call.
+//! - **B3** MAP_CREATE and PROG_LOAD return a new descriptor that has no other owner.
 #![allow(unsafe_code, reason = "the system call bpf(2), which rustix lacks")]
 
 use std::ffi::c_long;
@@ -13,32 +15,32 @@ use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd, RawFd};
 
 use rustix::io::Errno;
 
-/// Commands.
+/// Commands of bpf(2).
 const MAP_CREATE: c_long = 0;
 const MAP_LOOKUP: c_long = 1;
 const MAP_UPDATE: c_long = 2;
 const MAP_DELETE: c_long = 3;
 const PROGRAM_LOAD: c_long = 5;
 
-/// Kinds of tables and programs.
+/// Types of maps and programs.
 const HASH: u32 = 1;
 const ARRAY: u32 = 2;
 const CLASSIFIER: u32 = 3;
 
-/// Functions of the kernel's that a classifier may call.
+/// Kernel functions that a classifier may call.
 const LOOKUP: i32 = 1;
 const REDIRECT: i32 = 23;
 const CHANGE_TYPE: i32 = 32;
 const REDIRECT_PEER: i32 = 155;
 
-/// A frame that is for whoever gets it (PACKET_HOST).
+/// Packet type of a frame for this host (PACKET_HOST).
 const FOR_US: i32 = 0;
 
-/// Where in `struct __sk_buff` the addresses of a frame's first byte and of the one behind its last are.
+/// Offsets in `struct __sk_buff` of the address of a frame's first byte, and of the address behind its last.
 const DATA: i16 = 76;
 const DATA_END: i16 = 80;
 
-/// Registers: what a function returns, its parameters, and those that outlive a call.
+/// Registers: result of a function, its parameters, and registers that a call preserves.
 const R0: u8 = 0;
 const R1: u8 = 1;
 const R2: u8 = 2;
@@ -55,13 +57,13 @@ const STACK: u8 = 10;
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 struct Instruction {
     code: u8,
-    /// The one that is written in the lower half, the one that is read in the upper.
+    /// Destination register in the lower half, source register in the upper.
     registers: u8,
     offset: i16,
     value: i32,
 }
 
-/// Bytes of what is loaded and stored.
+/// Width in bytes of a load or store.
 #[derive(Clone, Copy)]
 enum Width {
     Two = 0x08,
@@ -93,7 +95,7 @@ const fn store(width: Width, to: u8, offset: i16, from: u8) -> Instruction {
     instruction(0x63 | width as u8, to, from, offset, 0)
 }
 
-/// One more in a word that others count in too.
+/// An atomic addition to a word, for a counter that several CPUs use.
 const fn count(to: u8, offset: i16, from: u8) -> Instruction {
     instruction(0xdb, to, from, offset, 0)
 }
@@ -104,13 +106,13 @@ const fn call(function: i32) -> Instruction {
 
 const EXIT: Instruction = instruction(0x95, 0, 0, 0, 0);
 
-/// A table, or the address of its only value: two instructions.
+/// Loads a map, or the address of its only value: two instructions.
 const fn table(to: u8, table: RawFd, is_value: bool) -> [Instruction; 2] {
     let kind = if is_value { 2 } else { 1 };
     [instruction(0x18, to, kind, 0, table), instruction(0, 0, 0, 0, 0)]
 }
 
-/// What a command reads.
+/// A structure that a command reads.
 trait Attribute {}
 
 #[repr(C)]
@@ -147,7 +149,7 @@ impl Attribute for Element {}
 impl Attribute for ProgramLoad {}
 
 fn bpf<A: Attribute>(command: c_long, attribute: &mut A) -> Result<RawFd, Errno> {
-    // SAFETY: the structure is the one that the command reads (B1), and what it points at holds as long (B2).
+    // SAFETY: the command reads this structure (B1), and its pointers are valid (B2).
     let done = unsafe { libc::syscall(libc::SYS_bpf, command, std::ptr::from_mut(attribute), size_of::<A>()) };
     match RawFd::try_from(done) {
         Ok(fd) if fd >= 0 => Ok(fd),
@@ -168,28 +170,28 @@ fn address_of<T: ?Sized>(what: &T) -> u64 {
     std::ptr::from_ref(what).cast::<u8>().addr() as u64
 }
 
-/// An interface that frames go to, and how many have.
+/// The interface to which frames for a MAC address go, and their number.
 #[repr(C)]
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Way {
-    /// Its number in its namespace.
+    /// Index of the interface in its namespace.
     pub interface: u64,
-    /// Frames, segments of up to 64 KiB among them.
+    /// Number of frames; a segment of up to 64 KiB counts as one.
     pub frames: u64,
 }
 
-/// Which interface a station address is behind.
+/// A map from MAC addresses to interfaces.
 #[derive(Debug)]
 pub struct Ways(OwnedFd);
 
-/// A station address as a key.
+/// Returns a MAC address as a key of the map.
 fn key(mac: [u8; 6]) -> [u8; 8] {
     let [a, b, c, d, e, f] = mac;
     [a, b, c, d, e, f, 0, 0]
 }
 
 impl Ways {
-    /// A table for so many.
+    /// Creates a map for at most `entries` addresses.
     pub fn new(entries: u32) -> Result<Self, Errno> {
         let (key_len, value_len) = (8, 16);
         bpf(MAP_CREATE, &mut MapCreate { kind: HASH, key_len, value_len, entries, flags: 0 }).map(owned).map(Ways)
@@ -201,12 +203,12 @@ impl Ways {
         bpf(command, &mut Element { map, unused: 0, key: address_of(&key), value, flags: 0 }).map(drop)
     }
 
-    /// Frames for `mac` go to this interface of the namespace that they come in at.
+    /// Sends frames for `mac` to this interface of the namespace in which they arrive.
     pub fn insert(&self, mac: [u8; 6], interface: u32) -> Result<(), Errno> {
         self.element(MAP_UPDATE, mac, &mut Way { interface: interface.into(), frames: 0 })
     }
 
-    /// They do not any more.
+    /// Removes the entry of `mac`, if there is one.
     pub fn remove(&self, mac: [u8; 6]) -> Result<(), Errno> {
         let (map, key) = (number_of(&self.0), key(mac));
         match bpf(MAP_DELETE, &mut Element { map, unused: 0, key: address_of(&key), value: 0, flags: 0 }) {
@@ -215,19 +217,19 @@ impl Ways {
         }
     }
 
-    /// Where they go.
+    /// Returns the entry of `mac`.
     pub fn get(&self, mac: [u8; 6]) -> Option<Way> {
         let mut way = Way::default();
         self.element(MAP_LOOKUP, mac, &mut way).ok().map(|()| way)
     }
 }
 
-/// What is one sender's: whether it may take the ways, and how many of its frames have.
+/// The state of one sender: whether it may use the ways, and how many of its frames did.
 #[derive(Debug)]
 pub struct Sender(OwnedFd);
 
 impl Sender {
-    /// One that may not.
+    /// Creates the state of a sender that may not.
     pub fn new() -> Result<Self, Errno> {
         let (key_len, value_len) = (4, 16);
         bpf(MAP_CREATE, &mut MapCreate { kind: ARRAY, key_len, value_len, entries: 1, flags: 0 }).map(owned).map(Sender)
@@ -239,20 +241,20 @@ impl Sender {
         bpf(command, &mut Element { map, unused: 0, key: address_of(&key), value, flags: 0 }).map(drop)
     }
 
-    /// Whether it may from now on. Frames that are under way meanwhile may not be counted.
+    /// Allows or forbids the sender the ways from now on. Frames that pass meanwhile may not be counted.
     pub fn allow(&self, may: bool) -> Result<(), Errno> {
         let frames = self.frames();
         self.element(MAP_UPDATE, &mut [u64::from(may), frames])
     }
 
-    /// Frames that have.
+    /// Returns the number of frames that used a way.
     pub fn frames(&self) -> u64 {
         let mut value = [0; 2];
         self.element(MAP_LOOKUP, &mut value).map_or(0, |()| value[1])
     }
 }
 
-/// A program that has been loaded.
+/// A loaded program.
 #[derive(Debug)]
 pub struct Program(OwnedFd);
 
@@ -277,13 +279,14 @@ impl Program {
         bpf(PROGRAM_LOAD, &mut attribute).map(owned).map(Program)
     }
 
-    /// For where the frames of the node with the address `mac` come in: those that it sends in its own name to one of `ways` go there, and the
-    /// others to `otherwise`, the number of an interface.
+    /// Loads the program for the interface where frames of the node with the address `mac` arrive. A frame with this
+    /// source address and a destination in `ways` goes there; all others go to `otherwise`, an interface index.
     pub fn sorter(mac: [u8; 6], sender: &Sender, ways: &Ways, otherwise: u32) -> Result<Self, Errno> {
         Self::load(&sorter(mac, sender.0.as_raw_fd(), ways.0.as_raw_fd(), number(otherwise)))
     }
 
-    /// For where frames come in that are all for the namespace of the other one of `interface`'s pair.
+    /// Loads the program for an interface whose received frames all go to the namespace of the peer of `interface`,
+    /// a veth end.
     pub fn forwarder(interface: u32) -> Result<Self, Errno> {
         Self::load(&[set(R1, number(interface)), set(R2, 0), call(REDIRECT_PEER), EXIT])
     }
@@ -298,31 +301,31 @@ fn sorter(mac: [u8; 6], sender: RawFd, ways: RawFd, otherwise: i32) -> Vec<Instr
     let (low, high) = (i32::from_ne_bytes([a, b, c, d]), u16::from_ne_bytes([e, f]));
     let mut code = vec![copy(FRAME, R1), load(Width::Four, R2, FRAME, DATA), load(Width::Four, R3, FRAME, DATA_END)];
     let mut leave = Vec::new();
-    // To be sent on to where `otherwise` is, if so.
+    // Adds a jump to the end, where the frame goes to `otherwise`.
     let mut unless = |code: &mut Vec<Instruction>, jump: Instruction| {
         leave.push(code.len());
         code.push(jump);
     };
-    // Shorter than a header?
+    // Leave if the frame is shorter than a header.
     code.extend([copy(R4, R2), add(R4, 14)]);
     unless(&mut code, instruction(0x2d, R4, R3, 0, 0));
-    // In its own name?
+    // Leave if the source address is not the node's.
     code.push(load(Width::Four, R4, R2, 6));
     unless(&mut code, instruction(0x56, R4, 0, 0, low));
     code.push(load(Width::Two, R4, R2, 10));
     unless(&mut code, instruction(0x56, R4, 0, 0, high.into()));
     code.extend([load(Width::Four, LOW, R2, 0), load(Width::Two, HIGH, R2, 4)]);
-    // May it?
+    // Leave if the sender may not use the ways.
     code.extend(table(OWN, sender, true));
     code.push(load(Width::Eight, R1, OWN, 0));
     unless(&mut code, instruction(0x15, R1, 0, 0, 0));
-    // Is there a way?
+    // Leave if the destination has no way.
     code.extend([store(Width::Four, STACK, -8, LOW), store(Width::Four, STACK, -4, HIGH)]);
     code.extend(table(R1, ways, false));
     code.extend([copy(R2, STACK), add(R2, -8), call(LOOKUP)]);
     unless(&mut code, instruction(0x15, R0, 0, 0, 0));
     code.extend([load(Width::Eight, LOW, R0, 0), set(R1, 1), count(R0, 8, R1), count(OWN, 8, R1)]);
-    // Our end of its pair has another address, so the kernel took it for a stranger's.
+    // Our end of the pair has another address, so the kernel took the frame for another host's.
     code.extend([copy(R1, FRAME), set(R2, FOR_US), call(CHANGE_TYPE)]);
     code.extend([copy(R1, LOW), set(R2, 0), call(REDIRECT_PEER), EXIT]);
     let end = code.len();

@@ -1,18 +1,19 @@
-//! How the namespaces of a VNI reach each other without their workers: a frame from one to another is passed on by the kernel, out of the
-//! sender's call into the receiver's namespace, copied by nobody.
+//! Connects the namespaces of a VNI without their workers: the kernel passes a frame from one to another, out of the
+//! sender's call into the receiver's namespace, without a copy.
 //!
 //! ```text
 //!   namespace A                     the VNI's hub namespace                          namespace B
 //!   ┌───────────┐        ┌───────────────────────────────────────────┐        ┌───────────┐
-//!   │    lan ───┼─ veth ─┼─ leg1 ─ sorter ─ is it for B? ────────────┼─ veth ─┼─▶ lan     │
+//!   │    lan ───┼─ veth ─┼─ veth_end1 ─ sorter ─ is it for B? ───────┼─ veth ─┼─▶ lan     │
 //!   │           │        │              └── else ─▶ tap1 ─▶ worker A │        │           │
 //!   │       ◀───┼─ veth ─┼──────────── forwarder ─ tap1 ◀─ worker A  │        │           │
 //!   └───────────┘        └───────────────────────────────────────────┘        └───────────┘
 //! ```
 //!
-//! A namespace has one end of a pair; the other end, its *veth end*, is in a network namespace without a name, the *hub namespace*, with a TAP beside it whose
-//! descriptor the node's worker has. Whatever the [sorter](Program::sorter) does not know goes there: broadcasts, what is for a node that is no
-//! namespace, and what is sent in another's name.
+//! A namespace has one end of a veth pair. The other end, its *veth end*, is in a network namespace without a name,
+//! the *hub namespace*, beside a TAP whose descriptor the node's worker has. The [sorter](Program::sorter) sends all
+//! frames there that it cannot pass on: broadcasts, frames for a node that is no namespace, and frames with another
+//! source address than the node's.
 
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
@@ -25,61 +26,63 @@ use crate::namespace::{Namespace, Unnamed};
 use crate::program::{Program, Sender, Ways};
 use crate::{Address, TapError, is_name};
 
-/// Namespaces of a VNI at most, and some that are going.
+/// Most namespaces of a VNI, with some to spare for those being removed.
 const WAYS: u32 = 2048;
 
-/// Bytes of a frame behind its header that a TAP takes, and a pair: whatever a namespace is set to, its veth end takes it.
+/// MTU, in bytes behind the header, of a TAP and of a veth end: each the largest possible, so that a veth end takes
+/// whatever its namespace is set to.
 const TAP_MTU: u32 = 65_521;
 const PAIR_MTU: u32 = 65_535;
 
-/// What interfaces of a hub namespace are called, with a number behind.
+/// Name prefixes of the interfaces in a hub namespace; a number follows.
 const VETH_END: &str = "veth_end";
 const TAP: &str = "tap";
 
-/// What the namespaces of one VNI hang together by.
+/// The shortcut of one VNI: its hub namespace and its table of ways.
 #[derive(Debug)]
 pub struct Shortcut {
     hub: Unnamed,
     ways: Arc<Ways>,
-    /// Veth ends are numbered.
+    /// Number of the next veth end.
     next: u32,
 }
 
-/// What one namespace hangs on. It stays when this is dropped, for a worker may go on with it; it goes by [`remove`](Self::remove), with the
-/// namespace, or when nobody has the hub namespace any more.
+/// One namespace's connection to the hub. Dropping this keeps the connection, since a worker may still use it. It
+/// goes by [`remove`](Self::remove), with the namespace, or when the last holder of the hub namespace is gone.
 #[derive(Debug)]
 pub struct VethEnd {
-    /// Our end of its pair,
+    /// Our end of the pair.
     pair: Interface,
-    /// and what stands beside it.
+    /// The TAP beside it.
     tap: Interface,
     sender: Sender,
-    /// Those of its VNI.
+    /// The table of its VNI.
     ways: Arc<Ways>,
-    /// The address that frames for it have.
+    /// Destination address of frames for the namespace.
     mac: [u8; 6],
-    /// What came before its way was closed last.
+    /// Frames received until its way was last closed.
     received: u64,
     is_open: bool,
-    /// Whether it ever may be: not where its node may not take the shortcut, nor away from the others of its VNI.
+    /// Whether its way may ever be open: not if its node may not take the shortcut, nor if it is in another hub
+    /// namespace than its VNI's others.
     may_open: bool,
 }
 
-/// Frames of a namespace that took no worker's time, segments of up to 64 KiB counted as one.
+/// Frames of a namespace that bypassed the workers; a segment of up to 64 KiB counts as one.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct Crossed {
-    /// Those that it sent,
+    /// Number of frames sent.
     pub sent: u64,
-    /// and those that it got.
+    /// Number of frames received.
     pub received: u64,
 }
 
-/// The veth end of this number in the caller's network namespace, if it is there,
+/// Finds the veth end of this number in the caller's network namespace.
 fn veth_end_at(number: u32) -> Result<Option<Interface>, TapError> {
     Interface::if_there(&format!("{VETH_END}{number}"))
 }
 
-/// and the TAP beside it.
+/// Finds the TAP of this number in the caller's network namespace.
 fn tap_at(number: u32) -> Result<Option<Interface>, TapError> {
     Interface::if_there(&format!("{TAP}{number}"))
 }
@@ -93,22 +96,25 @@ impl Shortcut {
         Ok(Shortcut { hub, ways: Arc::new(Ways::new(WAYS).map_err(no_program)?), next: 0 })
     }
 
-    /// One with nobody on it.
+    /// Creates a hub namespace without veth ends.
     pub fn new() -> Result<Self, TapError> {
         let hub = Unnamed::new()?;
-        // Nothing there is to speak of itself: what a veth end sent would reach a namespace. Without IPv6 there is no such file.
+        // Interfaces of the hub must send nothing of their own accord: a veth end would carry it to a namespace.
+        // Without IPv6 this file does not exist.
         let quiet = || Ok(std::fs::write("/proc/sys/net/ipv6/conf/default/disable_ipv6", "1"));
         let _ = hub.within(quiet)?;
         Self::at(hub)
     }
 
-    /// The one that a daemon before this one made, by the TAP of one of its veth ends. It knows of no veth end until each was [adopted](Self::adopt);
-    /// until then they go on as they did. Around another TAP there is none: where that is, others may rule.
+    /// Finds the hub namespace that an earlier daemon made, by the TAP of one of its veth ends. The result knows no
+    /// veth end until each is [adopted](Self::adopt); until then they work as before. Fails for any other TAP: its
+    /// namespace may be under another owner's control.
     pub fn around(device: &OwnedFd) -> Result<Self, TapError> {
         Self::at(Found::by(device)?.hub)
     }
 
-    /// Gives the namespace an interface `name` with the station address `mac`, and a veth end; and returns what its worker reads and writes.
+    /// Creates the interface `name` with the MAC address `mac` in the namespace, and a veth end. Returns the veth
+    /// end, and the descriptor that its worker reads and writes.
     pub fn connect(
         &mut self,
         place: &Namespace,
@@ -120,7 +126,7 @@ impl Shortcut {
             return Err(TapError::Name(name.to_owned()));
         }
         let made = match self.plug(place, name, mac) {
-            // Perhaps by one of ours whose worker died while no daemon was there.
+            // The name may belong to one of our veth ends whose worker died while no daemon ran.
             Err(TapError::Taken(_)) if self.sweep()? => self.plug(place, name, mac),
             made => made,
         };
@@ -172,7 +178,7 @@ impl Shortcut {
         let next = self.next;
         self.hub.within(|| {
             for number in (next..WAYS).chain(0..next.min(WAYS)) {
-                // Of a veth end that went with its namespace the TAP may be there still.
+                // The TAP of a veth end that went with its namespace may still exist.
                 if veth_end_at(number)?.is_none() && tap_at(number)?.is_none() {
                     return Ok(number);
                 }
@@ -181,7 +187,7 @@ impl Shortcut {
         })
     }
 
-    /// Takes away the veth ends whose TAPs nobody has; says whether there were any.
+    /// Removes the veth ends whose TAP is gone; returns whether there were any.
     pub fn sweep(&self) -> Result<bool, TapError> {
         self.hub.within(|| {
             let mut swept = false;
@@ -196,8 +202,8 @@ impl Shortcut {
         })
     }
 
-    /// A veth end that a daemon before this one made, by its TAP: with programs that look into this one's table. Its frames all go by its worker if it
-    /// may not take the shortcut, or hangs elsewhere than the others do.
+    /// Adopts a veth end that an earlier daemon made, by its TAP, and gives it programs that read this table. All
+    /// its frames go through its worker if it may not take the shortcut (`may`), or is in another hub namespace.
     pub fn adopt(&mut self, device: &OwnedFd, mac: [u8; 6], may: bool) -> Result<VethEnd, TapError> {
         let Found { hub, number, pair, tap } = Found::by(device)?;
         let is_here = hub.is(&self.hub);
@@ -211,7 +217,7 @@ impl Shortcut {
     }
 }
 
-/// A veth end, as it is found by its TAP.
+/// A veth end, found by its TAP.
 struct Found {
     hub: Unnamed,
     number: u32,
@@ -229,7 +235,7 @@ impl Found {
             let tap = Interface::find(&name)?;
             match veth_end_at(number)? {
                 Some(pair) => Ok((pair, tap)),
-                // It went with its namespace: whoever reads the TAP is to see that.
+                // It went with its namespace: removing the TAP shows that to its reader.
                 None => tap.delete().and(Err(TapError::NoVethEnd(name.clone()))),
             }
         })?;
@@ -237,11 +243,11 @@ impl Found {
     }
 }
 
-/// Takes away the veth end beside this TAP, if it is a veth end's, with its namespace's interface, and the TAP: also where it could not be
-/// [adopted](Shortcut::adopt).
+/// Removes the veth end beside this TAP, with its namespace's interface, and the TAP, even if the veth end could not
+/// be [adopted](Shortcut::adopt). Does nothing for any other TAP.
 pub fn remove_beside(device: &OwnedFd) {
     if let Ok(found) = Found::by(device) {
-        // What is not there any more is as it should be.
+        // Best effort: an interface that is gone already is no error.
         let _ = found.pair.delete();
         let _ = found.tap.delete();
     }
@@ -256,9 +262,10 @@ impl VethEnd {
         self.set_detour(false)
     }
 
-    /// Says what becomes of what comes in at it: all goes by its worker until its way is open.
+    /// Attaches the programs for received frames: until its way is open, all go through its worker.
     fn sort(&mut self) -> Result<(), TapError> {
-        // What its worker writes has addresses that this interface is asked about: the kernel sees which frames are whose.
+        // Frames that the worker writes carry this address as destination, so the kernel knows that they are for
+        // this host.
         self.tap.set_mac(self.mac)?;
         let forwarder = Program::forwarder(self.pair.index()).map_err(no_program)?;
         self.tap.hand_to(forwarder.as_fd())?;
@@ -278,7 +285,7 @@ impl VethEnd {
         self.sender.allow(false).and_then(|()| self.ways.remove(self.mac)).map_err(no_program)
     }
 
-    /// Its namespace has another address from now on.
+    /// Changes the address of the namespace.
     pub fn set_mac(&mut self, mac: [u8; 6]) -> Result<(), TapError> {
         if self.mac == mac {
             return Ok(());
@@ -290,8 +297,8 @@ impl VethEnd {
         self.set_detour(!was_open)
     }
 
-    /// Whether all frames of its namespace, in both directions, take the long way from now on, through its worker. Those of one that may not
-    /// take the shortcut do in any case.
+    /// Sends all frames of the namespace, in both directions, through its worker from now on, or ends that. If the
+    /// veth end may not take the shortcut, its frames go through the worker anyway.
     pub fn set_detour(&mut self, detour: bool) -> Result<(), TapError> {
         match (self.is_open, detour || !self.may_open) {
             (true, true) => self.close(),
@@ -300,20 +307,21 @@ impl VethEnd {
         }
     }
 
-    /// How many frames took the shortcut.
+    /// Returns how many frames took the shortcut.
     pub fn crossed(&self) -> Crossed {
         let now = if self.is_open { self.ways.get(self.mac).map_or(0, |way| way.frames) } else { 0 };
         Crossed { sent: self.sender.frames(), received: self.received + now }
     }
 
-    /// Whether its namespace has it still.
+    /// Returns whether its interface still exists.
     pub fn is_there(&self) -> bool {
         self.pair.is_there()
     }
 
-    /// Takes it away, with its namespace's interface, if that is there, and its TAP: whoever reads that sees.
+    /// Removes the veth end with its namespace's interface, if that is there, and its TAP, which shows that to the
+    /// TAP's reader.
     pub fn remove(mut self) {
-        // What is not there any more is as it should be.
+        // Best effort: an interface that is gone already is no error.
         let _ = self.close();
         let _ = self.pair.delete();
         let _ = self.tap.delete();

@@ -1,4 +1,4 @@
-//! Two namespaces that reach each other through the kernel, with this test in the place of their workers.
+//! Two namespaces that reach each other through the kernel; this test takes the place of their workers.
 
 #[cfg(test)]
 mod tests {
@@ -14,13 +14,13 @@ mod tests {
     use tasuki_tap::namespace::Namespace;
     use tasuki_tap::shortcut::{Crossed, Shortcut, VethEnd, remove_beside};
 
-    /// Longer than anything here takes on a machine that has other things to do.
+    /// Longer than any step takes on a busy machine.
     const PATIENCE: Duration = Duration::from_secs(20);
 
-    /// Bytes of the header of virtio-net before each frame.
+    /// Bytes of the virtio-net header before each frame.
     const HEADER: usize = 10;
 
-    /// A namespace that goes when this does.
+    /// A network namespace; dropping this removes it.
     struct Place(String);
 
     impl Place {
@@ -52,14 +52,14 @@ mod tests {
         Command::new("ip").args(words).status().is_ok_and(|status| status.success())
     }
 
-    /// Two namespaces, 192.0.2.1 and 192.0.2.2, their veth ends, and what their workers would have.
+    /// Two namespaces, 192.0.2.1 and 192.0.2.2, their veth ends, and the TAP descriptors of their workers.
     struct Rig {
         places: [Place; 2],
         sockets: [UdpSocket; 2],
         shortcut: Shortcut,
         veth_ends: [Option<VethEnd>; 2],
         devices: [OwnedFd; 2],
-        /// Frames that each of the workers has seen.
+        /// Number of frames that each worker has seen.
         seen: [usize; 2],
     }
 
@@ -84,7 +84,7 @@ mod tests {
             });
             let (shortcut, made) = match made {
                 Ok(made) => made,
-                // A kernel that has not got what it takes, or does not let us have it.
+                // The kernel lacks veth or BPF, or does not allow them.
                 Err(error @ (TapError::NoPair(_) | TapError::NoProgram(_) | TapError::NotAllowed)) => {
                     println!("skipped: {error}");
                     return None;
@@ -105,7 +105,7 @@ mod tests {
             self.veth_ends[end].as_mut().expect("it has one")
         }
 
-        /// Passes on what workers see.
+        /// Passes frames on as the workers would.
         fn pump(&mut self) {
             for end in [0, 1] {
                 let mut frame = [0; 70_000];
@@ -117,7 +117,7 @@ mod tests {
             }
         }
 
-        /// Sends a datagram from one to the other.
+        /// Sends a datagram from one namespace to the other.
         fn send(&self, from: usize, what: u32) {
             let to = format!("192.0.2.{}:4000", 2 - from);
             self.sockets[from].send_to(&what.to_ne_bytes(), to).expect("a datagram leaves");
@@ -132,7 +132,8 @@ mod tests {
             }
         }
 
-        /// A datagram has crossed, in both directions, with the workers' help: who has which address is known from then on.
+        /// Sends a datagram in each direction through the workers: from then on each namespace knows the other's MAC
+        /// address.
         fn acquaint(&mut self) {
             for from in [0, 1] {
                 self.send(from, u32::MAX);
@@ -151,7 +152,7 @@ mod tests {
             }
         }
 
-        /// Datagrams that cross while nobody looks at the TAPs.
+        /// Sends datagrams that must arrive although the TAPs are not read.
         fn cross(&mut self, count: u32) {
             for from in [0, 1] {
                 for number in 0..count {
@@ -205,7 +206,7 @@ mod tests {
         let crossed = rig.veth_end(1).crossed().received;
         let other = [2, 0, 0, 0, 0x5c, 0x77];
         rig.places[0].here().within(|| Interface::find("lan")?.set_mac(other)).expect("root gives it another address");
-        // Who is there is forgotten with the address.
+        // The change of address clears the neighbour table.
         rig.until("it sends in that name", |rig| {
             rig.send(0, 9);
             let mut frame = [0; 2048];
@@ -222,7 +223,7 @@ mod tests {
         rig.acquaint();
         assert!(rig.veth_end(1).is_there());
         assert!(ip(&["netns", "del", &rig.places[1].0]));
-        // The socket in it keeps it.
+        // The socket keeps the namespace alive.
         rig.sockets[1] = UdpSocket::bind("127.0.0.1:0").expect("there is loopback");
         rig.until("its veth end is gone", |rig| !rig.veth_end(1).is_there());
         rig.veth_ends[1].take().expect("it had one").remove();
@@ -275,7 +276,7 @@ mod tests {
         places[1].here().within(|| Interface::find("lan")?.delete()).expect("root takes it away");
         let mut shortcut = Shortcut::around(&devices[0]).expect("a TAP knows where it is");
         let first = shortcut.adopt(&devices[0], mac(0), true).expect("it is a veth end");
-        // Its worker has the TAP still.
+        // Its worker still has the TAP.
         let place = Place::new("went", 2);
         let (third, _) = shortcut.connect(&place.here(), "lan", None, mac(2)).expect("there is room for one more");
         assert!(first.is_there() && third.is_there());
@@ -296,7 +297,7 @@ mod tests {
         let adopt = |end: usize| Some(shortcut.adopt(&devices[end], mac(end), end == 1).expect("it is a veth end"));
         let veth_ends = [0, 1].map(adopt);
         let mut rig = Rig { places, sockets, shortcut, veth_ends, devices, seen: [0; 2] };
-        // Also when it is captured no more, and when it gets another address and its own back.
+        // The same holds after the end of a capture, and after a change to another address and back.
         rig.veth_end_mut(0).set_detour(false).expect("it can be told");
         rig.veth_end_mut(0).set_mac(mac(7)).expect("it can be told");
         rig.veth_end_mut(0).set_mac(mac(0)).expect("it can be told");
@@ -313,7 +314,7 @@ mod tests {
         rig.veth_ends[0].take().expect("it has one").remove();
         let found = rig.places[0].here().within(|| Interface::find("lan"));
         assert!(found.is_err(), "its interface is gone");
-        // Nor is anything left of one that nobody could adopt.
+        // A veth end that no daemon could adopt can be removed, too.
         remove_beside(&rig.devices[1]);
         let found = rig.places[1].here().within(|| Interface::find("lan"));
         assert!(found.is_err(), "its interface is gone");
@@ -325,7 +326,7 @@ mod tests {
         let place = Place::new("called", 2);
         let plain = tasuki_tap::Tap::create(&place.here(), "lan", None, tasuki_tap::device::Before::Offload);
         let device = plain.expect("a TAP").device;
-        // What root of that namespace can do.
+        // Root of that namespace can do this.
         let inside = |words: &[&str]| assert!(ip(&[&["-n", &place.0], words].concat()), "{words:?}");
         inside(&["link", "set", "lan", "down"]);
         inside(&["link", "set", "lan", "name", "tap7"]);

@@ -1,4 +1,4 @@
-//! A model of a network card as a process of its own: a vfio-user device.
+//! Serves the model of a network card as a vfio-user device in a process of its own.
 
 use std::os::fd::AsFd;
 use std::os::unix::fs::FileTypeExt;
@@ -18,7 +18,7 @@ use tasuki_sim::virtio_net::feature;
 use tasuki_sim::wire::{Counts, Datagram, Nowhere, Recorded, Source, SourceOptions, Tap, Wire};
 use tasuki_sim::{e1000e, virtio_net};
 
-/// Models of devices that forgive a driver nothing.
+/// Models of devices that report every rule a driver breaks.
 #[derive(Debug, Parser)]
 #[command(name = "tasuki", bin_name = "tasuki", version)]
 struct Arguments {
@@ -35,7 +35,7 @@ enum What {
 
 #[derive(Debug, Subcommand)]
 enum SimCommand {
-    /// A network card, served by vfio-user to one driver after the other.
+    /// Serve a network card by vfio-user to one driver after the other.
     Nic(NicArguments),
 }
 
@@ -43,28 +43,29 @@ enum SimCommand {
 struct NicArguments {
     #[command(flatten)]
     place: PlaceArguments,
-    /// What the card is plugged into.
+    /// The other end of the card's cable.
     #[command(flatten)]
     wire: WireArguments,
     #[command(flatten)]
     card: CardArguments,
-    /// Write every frame that the card sends or is sent to FILE.
+    /// Write every frame that the card sends or receives to FILE.
     #[arg(long, value_name = "FILE")]
     pcap: Option<PathBuf>,
 }
 
 #[derive(Debug, Args)]
 struct CardArguments {
-    /// Which card.
+    /// Card to model.
     #[arg(long, value_enum, default_value_t = Card::E1000e)]
     card: Card,
-    /// Milliseconds from a reset to the link of an 82574L; without, 2200.
+    /// Milliseconds from a reset until the link of an 82574L is up; 2200 by default.
     #[arg(long, value_name = "MS")]
     link_up: Option<u64>,
-    /// What a virtio network device does not offer.
+    /// Features that a virtio network device does not offer.
     #[arg(long, value_enum, value_delimiter = ',', value_name = "FEATURES")]
     without: Vec<Feature>,
-    /// A virtio network device loses frames for which there is no buffer; without, they wait at the other end of its wire.
+    /// Let a virtio network device drop frames for which it has no buffer; by default they wait at the other end of
+    /// its wire.
     #[arg(long)]
     lossy: bool,
 }
@@ -89,13 +90,13 @@ impl Card {
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 enum Feature {
-    /// The queue for commands, and all that rests on it.
+    /// The control queue, and every feature that depends on it.
     CtrlVq,
-    /// Indices of events.
+    /// Event indices.
     EventIdx,
-    /// Several pairs of queues by automatic steering.
+    /// Several queue pairs with automatic steering.
     Mq,
-    /// Several pairs of queues by a hash and a table.
+    /// Several queue pairs with a hash and an indirection table.
     Rss,
     /// The reset of single queues.
     RingReset,
@@ -144,35 +145,38 @@ impl CardArguments {
 #[derive(Debug, Args)]
 #[group(required = true, multiple = false)]
 struct PlaceArguments {
-    /// Where drivers connect, one after the other. Nothing may be there.
+    /// Socket where drivers connect, one after the other. The path must be free.
     #[arg(long, value_name = "PATH")]
     socket: Option<PathBuf>,
-    /// The driver is at the other end of the socket that is our standard input, or drivers connect there if it listens. Ends when the only one leaves.
+    /// Serve on the socket that is standard input: a listening socket accepts drivers, a connected one has the
+    /// driver at its other end. With a connected socket, the model ends when its driver leaves.
     #[arg(long)]
     stdin: bool,
 }
 
 #[derive(Debug, Args)]
 struct WireArguments {
-    /// A source of numbered frames that checks what comes back: so many in all. Ends the model when the driver leaves.
+    /// Send COUNT numbered frames and check the frames that come back. The model ends when the driver leaves.
     #[arg(long, value_name = "COUNT")]
     source: Option<u64>,
-    /// Frames a second of the source; without, the line rate of 1 Gb/s.
+    /// Frames per second of the source; the line rate of 1 Gb/s by default.
     #[arg(long, value_parser = clap::value_parser!(u64).range(1..), requires = "source", conflicts_with_all = ["dgram", "tap"])]
     rate: Option<u64>,
-    /// Bytes of the source's frames, with check sequence.
+    /// Bytes per frame of the source, frame check sequence included.
     #[arg(long, default_value_t = 64, value_parser = clap::value_parser!(u32).range(64..=16384))]
     #[arg(requires = "source", conflicts_with_all = ["dgram", "tap"])]
     size: u32,
-    /// Two datagram sockets, ours and the other end's, one frame a datagram, as QEMU's `-netdev dgram` has them.
+    /// Plug the card into a pair of datagram sockets, our end and the peer's, one frame per datagram, as QEMU's
+    /// `-netdev dgram` does.
     #[arg(long, num_args = 2, value_names = ["OURS", "THEIRS"], conflicts_with = "source")]
     dgram: Option<Vec<PathBuf>>,
-    /// A TAP interface of this machine, made if there is none. Needs the right to make one.
+    /// Plug the card into a TAP interface of this machine, and create the interface if it does not exist. Needs the
+    /// right to create one.
     #[arg(long, value_name = "NAME", conflicts_with_all = ["source", "dgram"])]
     tap: Option<String>,
 }
 
-/// Whether a socket can be made at `path`.
+/// Checks that a socket can be created at `path`.
 fn free_place(path: &Path) -> Result<()> {
     let folder = path.parent().filter(|folder| !folder.as_os_str().is_empty()).unwrap_or(Path::new("."));
     ensure!(folder.is_dir(), "the folder of {} does not exist; create it, or choose another path", path.display());
@@ -185,7 +189,7 @@ fn free_place(path: &Path) -> Result<()> {
     }
 }
 
-/// Whom the card is served to.
+/// Returns the vfio-user server for the socket that the arguments name.
 fn server(place: &PlaceArguments, card: Card) -> Result<Server> {
     match &place.socket {
         Some(path) => {
@@ -204,29 +208,30 @@ fn server(place: &PlaceArguments, card: Card) -> Result<Server> {
     }
 }
 
-/// How long a partner leaves a driver alone whose link has just come up: it still has to set up what the two have agreed on.
+/// Time from the moment the card can receive until the wire begins to send: the driver still
+/// has to apply the negotiated settings.
 const SETTLED: Duration = Duration::from_millis(20);
 
-/// What a wire is told, and asked.
+/// Calls that control a wire while the card is served.
 struct Course<W> {
-    /// Soon after the first driver receives.
+    /// Called once, soon after the first driver enables reception.
     begin: fn(&mut W),
-    /// When somebody wants no more of it (SIGUSR1).
+    /// Called after SIGUSR1, which asks the wire to send no more.
     finish: fn(&mut W),
-    /// Whether all is back that it ever sent, once it sends no more.
+    /// Returns whether every frame sent has come back. Asked once the wire sends no more.
     is_back: fn(&mut W) -> bool,
-    /// Whether the model may end once the driver has left.
+    /// Returns whether the model may end once the driver has left.
     is_done: fn(&mut W) -> bool,
 }
 
 impl<W> Course<W> {
-    /// Of a wire that does as it likes.
+    /// Returns calls for a wire that is not controlled: each does nothing or returns false.
     fn endless() -> Self {
         Course { begin: |_| (), finish: |_| (), is_back: |_| false, is_done: |_| false }
     }
 }
 
-/// Serves the card that was asked for. Gives the wire back.
+/// Serves the card that the arguments name. Returns the wire.
 fn serve<W: Wire>(arguments: &NicArguments, wire: W, course: &Course<W>) -> Result<W> {
     match arguments.card.card {
         Card::E1000e => serve_card(arguments, arguments.card.e1000e(), wire, course),
@@ -234,7 +239,7 @@ fn serve<W: Wire>(arguments: &NicArguments, wire: W, course: &Course<W>) -> Resu
     }
 }
 
-/// Serves until it is told to stop or, once the wire is done, until the driver has left.
+/// Serves until a signal stops it or, once the wire is done, until the driver has left.
 fn serve_card<W: Wire, M: Model>(arguments: &NicArguments, card: M, wire: W, course: &Course<W>) -> Result<W> {
     let (stop, finish) = (Arc::new(AtomicBool::new(false)), Arc::new(AtomicBool::new(false)));
     signal_hook::flag::register(signal_hook::consts::SIGUSR1, Arc::clone(&finish))
@@ -248,7 +253,7 @@ fn serve_card<W: Wire, M: Model>(arguments: &NicArguments, card: M, wire: W, cou
     let mut receives_since = None;
     while !stop.load(Relaxed) {
         let mut rounds = 0_u32;
-        // Back here now and then, for what need not be asked in every round.
+        // `serve` returns here every 10,000 rounds, for checks that are not needed in each round.
         served.serve(&mut server, |served| {
             if !has_begun && served.card().receives() {
                 has_begun = receives_since.get_or_insert_with(Instant::now).elapsed() > SETTLED;
@@ -272,7 +277,7 @@ fn serve_card<W: Wire, M: Model>(arguments: &NicArguments, card: M, wire: W, cou
             break;
         }
     }
-    // A reset and the making of a link are for a driver that starts a card; the rest is for none.
+    // `Class::COLD` is left out: a driver that starts a card may reset it and bring its link up.
     for offence in served.card().journal().broken(&Class::ALWAYS) {
         println!("{offence}");
     }
@@ -294,7 +299,7 @@ fn serve_card<W: Wire, M: Model>(arguments: &NicArguments, card: M, wire: W, cou
     Ok(served.into_wire())
 }
 
-/// The same, with everything that passes written to a file if one was asked for.
+/// Serves as [`serve`] does, and records every frame to a file if `--pcap` names one.
 fn serve_recorded<W: Wire>(
     arguments: &NicArguments,
     wire: W,
@@ -321,7 +326,7 @@ fn nic(arguments: &NicArguments) -> Result<()> {
             honours_pause: true,
         };
         let mut source = Source::new(options);
-        // What nobody receives yet is nobody's loss.
+        // Frames sent before a driver receives would count as lost.
         source.pause(true);
         let source = serve_recorded(
             arguments,
@@ -357,7 +362,8 @@ fn report(counts: &Counts) {
     let Counts { sent, received, duplicated, reordered, foreign, damaged, longest_gap, longest_trip, slipped, pauses } =
         *counts;
     if received == 0 {
-        // Whoever only takes frames in loses none by that, and knows best how many it missed.
+        // A driver that only receives sends nothing back, so nothing is lost here; the driver itself counts the
+        // frames it missed.
         println!("sent {sent}, and none came back: the driver sent nothing on that it took in");
     } else {
         println!("sent {sent}, came back {received}, lost {}", counts.lost());

@@ -2,34 +2,35 @@
 
 use std::collections::VecDeque;
 
-/// What the buffer takes for a frame besides its bytes, and the unit in which it is used. The data sheet does not say; a
-/// status word of 16 bytes and lines of 16 bytes make 13 full frames or 256 of the shortest in 20 KB.
+/// Unit of allocation in bytes, and the overhead of a frame. The data sheet gives neither; a status word of 16 bytes
+/// and lines of 16 bytes make 13 full frames or 256 of the shortest in 20 KB.
 const UNIT: usize = 16;
 
-/// More than the largest buffer that PBA can ask for, so that a frame which must not wrap finds room behind those that wait.
+/// Larger than the largest buffer that PBA can select, so that a frame, which must not wrap, fits behind the frames
+/// that wait.
 const STORE_LEN: usize = 128 << 10;
 
-/// A frame that waits. What is known about it was found out when it came.
+/// A waiting frame, with the receiver's findings at its arrival.
 #[derive(Debug, Clone, Copy)]
 pub struct Waiting {
     at: usize,
-    /// Bytes in the store: the frame, and its check sequence if that is kept.
+    /// Bytes in the store: the frame, with its check sequence if that is kept.
     pub len: usize,
-    /// Bytes of the buffer that it takes.
+    /// Bytes of the packet buffer that the frame takes.
     cost: usize,
-    /// Bytes that are in the host's memory already.
+    /// Bytes already written to the host's memory.
     pub done: usize,
-    /// Which receive queue it goes to.
+    /// Receive queue of the frame.
     pub queue: u8,
-    /// RSS type, and the hash, or 0.
+    /// RSS type and hash; the hash is 0 if there is none.
     pub rss: (u8, u32),
-    /// Status and error bits of the descriptor of its last byte, without DD and EOP.
+    /// Status and error bits for the frame's last descriptor, without DD and EOP.
     pub status: u32,
-    /// Its VLAN tag, if that was taken out.
+    /// VLAN tag, if the receiver stripped it.
     pub vlan: u16,
 }
 
-/// What the receiver found out about a frame.
+/// The receiver's findings about a frame.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct Found {
     pub queue: u8,
@@ -44,7 +45,7 @@ pub struct Fifo {
     /// Where the next frame is stored.
     next: usize,
     waiting: VecDeque<Waiting>,
-    /// How many of them go to each queue.
+    /// Number of waiting frames per queue.
     of_queue: [u32; 2],
     used: usize,
     capacity: usize,
@@ -52,12 +53,12 @@ pub struct Fifo {
 
 impl Fifo {
     pub fn new(capacity: usize) -> Self {
-        // 64 KB is the most that the register can say; the shortest frame takes five units.
+        // 64 KB is the most that the register can select; the shortest frame takes five units.
         let waiting = VecDeque::with_capacity((64 << 10) / (4 * UNIT));
         Fifo { store: vec![0; STORE_LEN].into_boxed_slice(), next: 0, waiting, of_queue: [0; 2], used: 0, capacity }
     }
 
-    /// Empties it; it holds `capacity` bytes from now on.
+    /// Empties the buffer and sets its capacity in bytes.
     pub fn reset(&mut self, capacity: usize) {
         self.waiting.clear();
         self.of_queue = [0; 2];
@@ -66,7 +67,7 @@ impl Fifo {
         self.capacity = capacity.min(64 << 10);
     }
 
-    /// What a frame of `len` bytes, check sequence included, takes of the buffer.
+    /// Returns the bytes of the buffer that a frame of `len` bytes takes, check sequence included.
     fn cost(len: usize) -> usize {
         UNIT + len.next_multiple_of(UNIT)
     }
@@ -75,7 +76,7 @@ impl Fifo {
         self.used + Self::cost(wire_len) <= self.capacity
     }
 
-    /// Bytes of it that are taken.
+    /// Returns the bytes in use.
     pub fn used(&self) -> usize {
         self.used
     }
@@ -88,7 +89,7 @@ impl Fifo {
         self.waiting.len()
     }
 
-    /// Frames that wait for descriptors of a queue.
+    /// Returns the number of frames that wait for descriptors of a queue.
     pub fn of_queue(&self, queue: usize) -> u32 {
         self.of_queue[queue]
     }
@@ -114,20 +115,20 @@ impl Fifo {
         self.next += len;
     }
 
-    /// The frame that came first.
+    /// Returns the oldest frame.
     #[inline]
     pub fn front(&self) -> Option<Waiting> {
         self.waiting.front().copied()
     }
 
-    /// Bytes of a waiting frame from what is done already, at most `len`.
+    /// Returns the next bytes of a waiting frame that are not done, at most `len`.
     #[inline]
     pub fn bytes(&self, waiting: &Waiting, len: usize) -> &[u8] {
         let end = (waiting.done + len).min(waiting.len);
         &self.store[waiting.at + waiting.done..waiting.at + end]
     }
 
-    /// So many more bytes of the frame that came first are done. With its last byte it is gone.
+    /// Marks `len` more bytes of the oldest frame as done, and removes the frame after its last byte.
     #[inline]
     pub fn advance(&mut self, len: usize) {
         if let Some(front) = self.waiting.front_mut() {

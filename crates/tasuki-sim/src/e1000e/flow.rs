@@ -1,29 +1,29 @@
-//! PAUSE: honoured and sent (§3.5.5, §10.2.2.7 to 10.2.2.10, §10.2.5.4).
+//! PAUSE frames, honoured and sent (§3.5.5, §10.2.2.7 to 10.2.2.10, §10.2.5.4).
 
 use super::Device;
 use super::regs::{self, ctrl, fcrtl, tctl};
 use crate::wire::Wire;
 
-/// The time that a quantum lasts at 1 Gb/s, in nanoseconds: 512 bits.
+/// Nanoseconds of a quantum at 1 Gb/s: 512 bits.
 const QUANTUM_NS: u64 = 512;
 
 const PAUSE_OPCODE: [u8; 2] = [0x00, 0x01];
 
-/// A frame without its check sequence.
+/// Bytes of a PAUSE frame without its check sequence.
 const PAUSE_LEN: usize = 60;
 
 #[derive(Debug, Default)]
 pub(super) struct Flow {
-    /// Until then the partner wants nothing sent.
+    /// End of the pause that the partner asked for.
     pub paused_until: u64,
-    /// TCTL.SWXOFF was written.
+    /// The driver wrote TCTL.SWXOFF.
     pub software_pause: bool,
-    /// XOFF was sent by the threshold, and when the partner is to be told again.
+    /// When to repeat the XOFF that the threshold caused; `None` if no such XOFF is in force.
     stopped: Option<u64>,
 }
 
 impl Device {
-    /// Whether `frame` is a PAUSE frame for us, and for how many quanta.
+    /// Returns the quanta of `frame` if it is a PAUSE frame for this card.
     pub(super) fn pause_of(&self, frame: &[u8]) -> Option<u16> {
         let (head, rest) = frame.split_at_checked(18)?;
         let kind = (self.get(regs::FCT) as u16).to_be_bytes();
@@ -37,7 +37,7 @@ impl Device {
         (to == [a, b, c, d, e, f] || ours).then(|| u16::from_be_bytes([head[16], head[17]]))
     }
 
-    /// A PAUSE frame came.
+    /// Handles a received PAUSE frame.
     pub(super) fn pause(&mut self, quanta: u16) {
         if self.get(regs::CTRL) & ctrl::RFCE == 0 {
             self.count(regs::FCRUC, 1);
@@ -47,13 +47,13 @@ impl Device {
         self.flow.paused_until = self.now + u64::from(quanta) * QUANTUM_NS;
     }
 
-    /// Whether the partner wants nothing sent.
+    /// Returns whether the partner has asked for a pause.
     pub(super) fn paused(&self) -> bool {
         self.now < self.flow.paused_until
     }
 
-    /// Tells the partner to stop as soon as the buffer is so full: many frames may come in one step of the model, and the partner stops
-    /// between two of them.
+    /// Checks the threshold after each frame once a quarter of the buffer is full: many frames may come in one step
+    /// of the model, and the partner must be able to stop between two of them.
     #[inline]
     pub(super) fn pause_at_once(&mut self, wire: &mut impl Wire) {
         if self.flow.stopped.is_none() && self.fifo.used() > self.fifo.capacity() / 4 {
@@ -61,7 +61,7 @@ impl Device {
         }
     }
 
-    /// Tells the partner to stop or to go on, if it is time. PAUSE frames are not themselves paused.
+    /// Sends the partner XOFF or XON if due; returns whether it sent one. A pause does not hold back PAUSE frames.
     pub(super) fn send_pause(&mut self, wire: &mut impl Wire) -> bool {
         if !self.link.up || self.get(regs::TCTL) & tctl::EN == 0 {
             return false;
@@ -93,7 +93,7 @@ impl Device {
     }
 
     fn stop(&mut self, quanta: u16, wire: &mut impl Wire) {
-        // The partner is told again when its timer has run down to FCRTV; if that is 0, it is not told again.
+        // Repeat XOFF when the partner's timer has run down to FCRTV; never if FCRTV is 0.
         let refresh = self.get(regs::FCRTV) as u16;
         let after = u64::from(quanta.saturating_sub(refresh)) * QUANTUM_NS;
         self.flow.stopped = Some(if refresh == 0 { u64::MAX } else { self.now + after.max(1) });

@@ -1,42 +1,42 @@
-//! Interrupts: causes, masks, vectors, and how often they may come (§7.4, §10.2.4).
+//! Interrupts: causes, masks, vectors, and throttling (§7.4, §10.2.4).
 
 use super::pci::VECTORS;
 use super::regs::{ctrl_ext, icr};
 use super::{Device, regs};
 use crate::model::{Host, Interrupt};
 
-/// The unit of ITR and EITR, in nanoseconds.
+/// Unit of ITR and EITR, in nanoseconds.
 const THROTTLE_NS: u64 = 256;
 
-/// The unit of RDTR, RADV, TIDV and TADV, in nanoseconds.
+/// Unit of RDTR, RADV, TIDV and TADV, in nanoseconds.
 pub(super) const DELAY_NS: u64 = 1024;
 
 #[derive(Debug, Default)]
 pub(super) struct Interrupts {
-    /// ICR, without the bit that says that an interrupt is asserted.
+    /// ICR, without the bit for an asserted interrupt.
     pub cause: u32,
     /// IMS.
     pub mask: u32,
-    /// Causes that a message was sent for and that were neither cleared nor masked since.
+    /// Causes for which a message was sent, and that were neither cleared nor masked since.
     signalled: u32,
-    /// When each vector may fire again; MSI and INTx use the first.
+    /// Earliest time for the next interrupt of each vector; MSI and INTx use the first.
     next_at: [u64; VECTORS],
     intx: bool,
-    /// Whether INTx was deasserted since the host was told of it, if only for a moment.
+    /// Whether INTx was deasserted, if only for a moment, since the host last heard of it.
     released: bool,
-    /// When the causes of frames received or sent, which wait to be joined by others, are raised: causes, timer, last moment.
+    /// Delayed causes of received and of sent frames, which wait for more frames.
     pub receive_delay: Delay,
     pub transmit_delay: Delay,
 }
 
 impl Interrupts {
-    /// All is forgotten, but the host has yet to learn that INTx is asserted no more.
+    /// Resets all state, but keeps INTx: the host has yet to hear that it is deasserted.
     pub fn reset(&mut self) {
         *self = Interrupts { intx: self.intx, released: true, ..Interrupts::default() };
     }
 }
 
-/// Causes that are raised a while after what caused them.
+/// Causes that are raised a while after their event.
 #[derive(Debug, Default)]
 pub(super) struct Delay {
     pub causes: u32,
@@ -45,7 +45,8 @@ pub(super) struct Delay {
 }
 
 impl Delay {
-    /// Another packet: waits `delay` from now on, but not beyond `absolute` after the first.
+    /// Adds the causes of another packet: they wait for `delay` from now on, but at most `absolute` after the first.
+    /// Times in nanoseconds; `absolute` 0 means no limit.
     pub fn add(&mut self, causes: u32, now: u64, delay: u64, absolute: u64) {
         if self.causes == 0 {
             self.last_at = if absolute == 0 { u64::MAX } else { now.saturating_add(absolute) };
@@ -60,7 +61,7 @@ impl Delay {
 }
 
 impl Device {
-    /// Sets causes in ICR, and the one that stands for all which belong to no queue.
+    /// Sets causes in ICR and, with MSI-X, OTHER for those that belong to no queue.
     pub(super) fn raise(&mut self, causes: u32) {
         self.irq.cause |= causes;
         if causes & icr::OTHERS != 0 && self.pci.msix() {
@@ -68,12 +69,13 @@ impl Device {
         }
     }
 
-    /// The causes that say the same of one receive queue (`RXQ0`) or transmit queue (`TXQ0`), which exist only with MSI-X.
+    /// Returns the cause of receive queue (`RXQ0`) or transmit queue (`TXQ0`) `queue`; without MSI-X there is none,
+    /// and the result is 0.
     pub(super) fn of_queue(&self, first: u32, queue: usize) -> u32 {
         if self.pci.msix() { first << queue } else { 0 }
     }
 
-    /// Reading ICR clears it when all is masked or an interrupt is asserted, and not otherwise (§10.2.4.1).
+    /// Reads ICR. The read clears it only if all causes are masked or an interrupt is asserted (§10.2.4.1).
     pub(super) fn read_icr(&mut self) -> u32 {
         let asserted = self.irq.cause & self.irq.mask != 0;
         let value = self.irq.cause | if asserted { icr::INT_ASSERTED } else { 0 };
@@ -98,7 +100,7 @@ impl Device {
         self.irq.released |= self.irq.signalled == 0;
     }
 
-    /// The causes that IVAR gives to a vector.
+    /// Returns the causes that IVAR assigns to a vector.
     fn causes_of(&self, vector: usize) -> u32 {
         let ivar = self.get(regs::IVAR);
         let causes = [icr::RXQ0, icr::RXQ0 << 1, icr::TXQ0, icr::TXQ0 << 1, icr::OTHER];
@@ -106,7 +108,7 @@ impl Device {
         causes.iter().enumerate().filter(|(i, _)| mine(*i)).fold(0, |all, (_, cause)| all | cause)
     }
 
-    /// Sends what is to be sent.
+    /// Raises the interrupts that are due.
     #[inline]
     pub(super) fn signal(&mut self, host: &mut impl Host) {
         let mut late = self.irq.receive_delay.due(self.now);
@@ -119,7 +121,7 @@ impl Device {
             return;
         }
         if !self.pci.master() && (self.pci.msix() || self.pci.msi()) {
-            // A message is a write to memory.
+            // A message is a write to memory, for which the card must be bus master.
             return;
         }
         match (self.pci.msix(), self.pci.msi()) {
@@ -136,7 +138,7 @@ impl Device {
         self.pci.fire_pending(host);
         for vector in 0..VECTORS {
             let due = self.irq.cause & self.irq.mask & !self.irq.signalled & self.causes_of(vector);
-            // What OTHER stands for must itself be unmasked.
+            // OTHER needs one of the causes it stands for, unmasked.
             let other = due & icr::OTHER != 0 && self.irq.cause & self.irq.mask & icr::OTHERS == 0;
             let due = if other { due & !icr::OTHER } else { due };
             if due == 0 || self.now < self.irq.next_at[vector] {
@@ -171,7 +173,8 @@ impl Device {
                 host.interrupt(Interrupt::Msi);
             }
         }
-        // Both edges, where it was asserted anew since: whoever counts edges would wait for ever for the second.
+        // Show both edges if it was released and asserted again since: a host that counts edges would wait for the
+        // second for ever.
         if std::mem::take(&mut self.irq.released) {
             self.set_intx(false, host);
         }
@@ -188,7 +191,7 @@ impl Device {
         }
     }
 
-    /// Whether the interrupt that is about to leave is one that a test wants lost.
+    /// Returns whether a test wants the interrupt that is about to leave lost, and counts it.
     fn lose(&mut self, leaves: bool) -> bool {
         let lose = leaves && self.faults.lost_interrupts > 0;
         self.faults.lost_interrupts -= u32::from(lose);

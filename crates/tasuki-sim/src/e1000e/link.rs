@@ -1,20 +1,20 @@
-//! What lies between the MAC and the cable: NVM, PHY, negotiation (§4.6, §6, §10.2.2).
+//! The parts between MAC and cable: NVM, PHY, auto-negotiation (§4.6, §6, §10.2.2).
 
 use super::Device;
 use super::regs::{self, ctrl, eecd, icr, mdic, status};
 use crate::journal::Class;
 
-/// How long the card takes for a word of the NVM, in nanoseconds.
+/// Nanoseconds that the card takes to read a word of the NVM.
 const NVM_WORD_NS: u64 = 10_000;
 
-/// How long a register of the PHY takes, in nanoseconds: 64 bits at 2.5 MHz.
+/// Nanoseconds that an access to a PHY register takes: 64 bits at 2.5 MHz.
 const MDIO_NS: u64 = 26_000;
 
-/// What the words of an NVM add up to.
+/// Sum of all words of an NVM.
 const NVM_SUM: u16 = 0xbaba;
 const NVM_WORDS: usize = 64;
 
-/// The only PHY there is.
+/// Address of the only PHY.
 const PHY_ADDRESS: u32 = 1;
 
 /// PHY registers (IEEE 802.3 clause 22, and the 82574's own, §10.2.1).
@@ -35,7 +35,7 @@ mod phy {
     pub const LOOPBACK: u16 = 1 << 14;
     pub const POWER_DOWN: u16 = 1 << 11;
     pub const ISOLATE: u16 = 1 << 10;
-    /// Any of these, and no partner is reached.
+    /// Each of these bits alone cuts the PHY off from its partner.
     pub const ALONE: u16 = LOOPBACK | POWER_DOWN | ISOLATE;
     pub const RESTART: u16 = 1 << 9;
     pub const NEGOTIATED: u16 = 1 << 5;
@@ -45,16 +45,16 @@ mod phy {
 #[derive(Debug)]
 pub(super) struct Link {
     pub up: bool,
-    /// When negotiation ends, while it goes on.
+    /// When auto-negotiation ends, while it goes on.
     up_at: Option<u64>,
-    /// Whether there is a partner at the other end of the cable.
+    /// Whether a partner is at the other end of the cable.
     pub partner: bool,
     phy: [u16; 32],
     nvm: [u16; NVM_WORDS],
-    /// When the card has read its NVM after a reset.
+    /// When the card will have read its NVM after a reset.
     nvm_at: u64,
     nvm_loaded: bool,
-    /// Set by a read of EERD's START, and when its data are there.
+    /// Register value and completion time of the access that a write to EERD or MDIC began; time 0: none.
     eerd: (u32, u64),
     mdic: (u32, u64),
     mdic_interrupts: bool,
@@ -105,7 +105,7 @@ impl Link {
 }
 
 impl Device {
-    /// What time alone brings about.
+    /// Applies the changes that are due by now: NVM loaded, MDIC access completed, link up or down.
     pub(super) fn pass_time(&mut self) {
         if !self.link.nvm_loaded && self.now >= self.link.nvm_at {
             self.link.nvm_loaded = true;
@@ -133,7 +133,7 @@ impl Device {
         self.raise(icr::LSC);
     }
 
-    /// The link goes down and, if it may, up again after a negotiation.
+    /// Takes the link down; it comes up again after auto-negotiation, if it may.
     pub(super) fn renegotiate(&mut self) {
         if self.link.up {
             self.set_link(false);
@@ -141,7 +141,7 @@ impl Device {
         self.link.up_at = None;
     }
 
-    /// After a reset of the MAC: what the NVM holds is read again.
+    /// Starts to read the NVM again, as after a reset of the MAC.
     pub(super) fn reload_nvm(&mut self) {
         self.link.nvm_loaded = false;
         self.link.nvm_at = self.now + self.options.nvm_load_ns;
@@ -174,7 +174,7 @@ impl Device {
 
     pub(super) fn read_eecd(&self) -> u32 {
         let loaded = if self.link.nvm_loaded { eecd::AUTO_RD } else { 0 };
-        // A request for direct access is granted at once; nobody else uses the NVM.
+        // A request for direct access is granted at once, since the NVM has no other user.
         let granted = if self.get(regs::EECD) & eecd::REQ != 0 { eecd::REQ | eecd::GNT } else { 0 };
         eecd::PRES | loaded | granted
     }
@@ -198,7 +198,7 @@ impl Device {
         let register = (value >> 16 & 0x1f) as usize;
         let mut answer = value & !(mdic::R | mdic::E);
         if value >> 21 & 0x1f != PHY_ADDRESS {
-            // Nobody answers.
+            // No PHY has this address.
             answer |= mdic::E | 0xffff;
         } else if value >> 26 & 3 == mdic::OP_READ {
             answer = answer & !0xffff | u32::from(self.read_phy(register));
@@ -225,7 +225,7 @@ impl Device {
         let value = self.link.phy[register];
         match (register, self.link.up) {
             (phy::STATUS, true) => value | phy::LINK | phy::NEGOTIATED,
-            // The partner can do all that we can, PAUSE included.
+            // The partner has all our abilities, PAUSE included.
             (phy::PARTNER, true) => 0xcde1,
             (phy::EXPANSION, true) => value | 1,
             (phy::STATUS_1000, true) => 0x7c00,

@@ -1,9 +1,11 @@
-//! The Intel 82574L, as its data sheet describes it: a state machine without threads, clocks or memory of its own.
+//! The Intel 82574L as its data sheet describes it: a state machine without threads, clocks or memory of its own.
 //!
-//! Whoever has a [`Device`] gives it register accesses, frames and the time, and lets it [`step`](Device::step). Only in a step
-//! does it reach the host's memory, raise interrupts and put frames on the wire; a register access changes its state at once.
+//! The owner of a [`Device`] passes it register accesses, frames and the time, and calls [`step`](Device::step).
+//! Only a step accesses the host's memory, raises interrupts and puts frames on the wire; a register access changes
+//! the device's state at once.
 //!
-//! Where the data sheet leaves something open, the model does what is harder on a driver; docs/design/sim.md lists these places.
+//! Where the data sheet leaves something open, the model does what is harder on a driver; docs/design/sim.md lists
+//! these places.
 #![allow(clippy::cast_possible_truncation, reason = "registers and descriptors are cut into their fields everywhere")]
 
 mod fifo;
@@ -31,19 +33,19 @@ use crate::wire::Wire;
 
 pub use receive::Fate;
 
-/// What a BAR of the card is for.
+/// A BAR of the card, by its contents.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Bar {
     /// BAR 0: the registers.
     Registers,
-    /// BAR 2: address and data port of the same.
+    /// BAR 2: address and data port for access to the registers.
     Ports,
     /// BAR 3: MSI-X table and pending bits.
     MsiX,
 }
 
 impl Bar {
-    /// What is behind BAR `index`, and how many bytes.
+    /// Returns the kind and length in bytes of BAR `index`.
     pub fn at(index: u8) -> Option<(Bar, u32)> {
         match index {
             0 => Some((Bar::Registers, BAR0_LEN)),
@@ -54,21 +56,22 @@ impl Bar {
     }
 }
 
-/// How a card is made.
+/// Properties of a card.
 #[derive(Debug, Clone)]
 pub struct Options {
-    /// Its address, as in its NVM.
+    /// Ethernet address in the NVM.
     pub mac: [u8; 6],
-    /// From a reset, or a negotiation's begin, to the link, in nanoseconds.
+    /// Nanoseconds from a reset, or the start of auto-negotiation, until the link is up.
     pub link_up_ns: u64,
-    /// From a reset until the NVM is read and the address stands in RAL and RAH, in nanoseconds.
+    /// Nanoseconds from a reset until the card has read the NVM and set RAL and RAH to its address.
     pub nvm_load_ns: u64,
-    /// Bits per second at which frames leave; `None` for as fast as the model runs.
+    /// Line rate for sent frames in bits per second; `None` for as fast as the model runs.
     pub transmit_rate: Option<u64>,
-    /// Overwrite receive buffers when the card fetches their descriptors: what a driver reads there too early is rubbish.
+    /// Overwrite receive buffers when the card fetches their descriptors: a driver that reads a buffer too early
+    /// reads rubbish.
     pub poison: bool,
-    /// A message whose cause is in EIAC masks that cause as well, as QEMU's model has it. The data sheet says only that the
-    /// cause is cleared; a driver should be content with either.
+    /// A message whose cause is in EIAC masks that cause as well, as in QEMU's model. The data sheet says only that
+    /// the cause is cleared; a driver should work with either.
     pub eiac_masks: bool,
 }
 
@@ -85,44 +88,46 @@ impl Default for Options {
     }
 }
 
-/// What a test makes the card do wrong.
+/// Faults that a test injects into the card.
 #[derive(Debug, Clone, Default)]
 pub struct Faults {
-    /// It is out of its socket: every register reads as ones, nothing is written, nothing moves.
+    /// The card is unplugged: every register reads as ones, writes are ignored, and no frame moves.
     pub removed: bool,
-    /// It fills no descriptor of these receive queues any more.
+    /// Receive queues for which the card stops filling descriptors.
     pub stuck_receive: [bool; 2],
-    /// It fetches no descriptor of these transmit queues any more.
+    /// Transmit queues for which the card stops fetching descriptors.
     pub stuck_transmit: [bool; 2],
-    /// So many interrupts get lost.
+    /// Number of interrupts that the card loses, from the next one on.
     pub lost_interrupts: u32,
-    /// It says that every frame has so many bytes.
+    /// Length in bytes that the card reports for every frame.
     pub receive_length: Option<u16>,
-    /// It writes the receive descriptor of this queue that it wrote back last once more, whoever has that now.
+    /// Queue whose last written-back receive descriptor the card writes once more, whether or not the card still
+    /// owns it.
     pub repeat_write_back: Option<usize>,
-    /// It writes there, once, where it has no business.
+    /// Address that the card overwrites once, although the driver gave it no buffer there.
     pub stray_write: Option<u64>,
 }
 
-/// What no register of the card counts: frames that it never saw.
+/// Frames that the card dropped and, overflow aside, counts in no register.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Unseen {
-    /// Came while receives were off (RCTL.EN): MPC does not count them.
+    /// Arrived while receives were off (RCTL.EN): MPC does not count them.
     pub receive_off: u64,
-    /// Came while there was no link.
+    /// Arrived without a link.
     pub no_link: u64,
-    /// Went to a queue that has no ring.
+    /// Went to a queue without a ring.
     pub no_queue: u64,
-    /// Did not pass the address filter.
+    /// Failed the address filter.
     pub filtered: u64,
-    /// Found the packet buffer full: MPC counts them too, until it is read.
+    /// Found the packet buffer full. MPC counts them too, until it is read.
     pub overflow: u64,
 }
 
-/// From a reset to when registers may be accessed again, in nanoseconds (§10.2.2.1, CTRL.RST).
+/// Nanoseconds from a reset until registers may be accessed again (§10.2.2.1, CTRL.RST).
 const RESET_NS: u64 = 1_000;
 
-/// Receive frames that a step takes from the wire before it gives them to the host, and how often.
+/// Frames that a step takes from the wire before it delivers them to the host, and how many times per step it does
+/// so.
 const PULLED: usize = 32;
 const PULLS: usize = 2;
 
@@ -130,11 +135,11 @@ const PULLS: usize = 2;
 #[derive(Debug)]
 pub struct Device {
     options: Options,
-    /// What is written and read back, and the counters.
+    /// Registers that only hold their value, and the counters.
     registers: Box<[u32]>,
-    /// What a driver did that it must not do.
+    /// Rules that the driver broke.
     pub journal: Journal,
-    /// What the card shall do wrong.
+    /// Faults to inject.
     pub faults: Faults,
     pci: Pci,
     irq: interrupt::Interrupts,
@@ -144,23 +149,23 @@ pub struct Device {
     receive: [ReceiveRing; 2],
     transmit: [TransmitRing; 2],
     packet: Packet,
-    /// The receive addresses, as 48-bit numbers; more than that where there is none.
+    /// The receive addresses as 48-bit numbers; `u64::MAX` for an unused entry.
     addresses: [u64; regs::RA_COUNT],
     unseen: Unseen,
     now: u64,
-    /// Until then a reset goes on.
+    /// End of the present reset.
     reset_until: u64,
-    /// Until then the receive unit, which was switched off, goes on with what it has.
+    /// Until this time the receive unit, though switched off, still delivers the frames in its buffer.
     receive_until: u64,
-    /// From then on the next frame may leave.
+    /// Earliest time at which the next frame may leave.
     send_at: u64,
-    /// When the step before this one was.
+    /// Time of the previous step.
     stepped_at: u64,
     io_address: u32,
 }
 
 impl Device {
-    /// A card as it is when power has just come on.
+    /// Makes a card in its power-on state.
     pub fn new(options: Options) -> Self {
         let mac = options.mac;
         let mut device = Device {
@@ -189,7 +194,7 @@ impl Device {
         device
     }
 
-    /// As when power comes on, or the bus is reset.
+    /// Resets the card as power-on or a bus reset does.
     pub fn reset(&mut self, now: u64) {
         self.now = self.now.max(now);
         self.pci.reset();
@@ -197,37 +202,38 @@ impl Device {
         self.reset_mac(20 | 20 << 16);
     }
 
-    /// Has the other end of the cable plugged in (as it is at first), or taken out.
+    /// Plugs in (the initial state) or pulls out the other end of the cable.
     pub fn set_partner(&mut self, there: bool) {
         self.link.partner = there;
     }
 
-    /// Whether frames can pass.
+    /// Returns whether the link is up.
     pub fn link(&self) -> bool {
         self.link.up
     }
 
-    /// Whether frames can pass and the driver has switched the receive unit on.
+    /// Returns whether the link is up and the driver has switched the receive unit on.
     pub fn receives(&self) -> bool {
         self.link.up && self.get(regs::RCTL) & rctl::EN != 0
     }
 
-    /// What the tails of both receive rings and of both transmit rings hold.
+    /// Returns the tails of both receive rings, then of both transmit rings.
     pub fn tails(&self) -> [u32; 4] {
         model::TAILS.map(|offset| self.get(Reg(offset)))
     }
 
-    /// What no register counts.
+    /// Returns the numbers of dropped frames.
     pub fn unseen(&self) -> Unseen {
         self.unseen
     }
 
-    /// Frames, and bytes of the receive packet buffer, that wait for descriptors.
+    /// Returns how many frames, and how many bytes of the receive packet buffer, wait for descriptors.
     pub fn waiting(&self) -> (usize, usize) {
         (self.fifo.len(), self.fifo.used())
     }
 
-    /// MSI-X switched on or off and its vectors unmasked or masked, as a system does for a driver that has interrupts by it.
+    /// Switches MSI-X on and unmasks its vectors, or off and masks them, as a system does for a driver that uses
+    /// MSI-X.
     pub fn enable_msix(&mut self, on: bool) {
         self.pci.enable_msix(on);
     }
@@ -237,7 +243,7 @@ impl Device {
         self.pci.mask_vector(vector, masked);
     }
 
-    /// Address and data of an MSI-X vector's message, as they stand in the table.
+    /// Returns address and data of an MSI-X vector's message, as the table holds them.
     pub fn message(&self, vector: usize) -> Option<(u64, u32)> {
         self.pci.message(vector)
     }
@@ -302,19 +308,21 @@ impl Device {
         }
     }
 
-    /// Does what is to be done now: takes frames from the wire, moves them to memory, sends what the driver wants sent, raises
-    /// interrupts. A bounded amount of it; says whether there was anything.
+    /// Does the work that is due now: takes frames from the wire, moves them to memory, sends the driver's frames,
+    /// raises interrupts. The amount is bounded; returns whether there was any.
     pub fn step(&mut self, host: &mut impl Host, wire: &mut impl Wire, now: u64) -> bool {
         self.now = self.now.max(now);
         if self.faults.removed {
             return false;
         }
         self.pass_time();
-        // Before anything is taken from the wire: who is to pause longer is told so before its pause is over, however late this step is.
+        // Renew a pause before taking frames from the wire: the partner must get the PAUSE frame before its timer
+        // ends, however late this step is.
         let mut busy = self.send_pause(wire);
         for _ in 0..PULLS {
             let mut pulled = 0;
-            // Not more at once than the buffer holds anyway: how often the model is stepped is not the wire's business.
+            // Take no more at once than the buffer holds anyway, so that the rate of steps makes no difference to
+            // the wire.
             while pulled < PULLED && self.fifo.used() <= self.fifo.capacity() / 2 {
                 let Some(frame) = wire.receive(self.now) else { break };
                 self.receive_from_wire(frame, now);
@@ -327,7 +335,7 @@ impl Device {
             }
         }
         if self.fifo.used() > self.fifo.capacity() / 2 {
-            // The host has no room: what the wire brings now fills the buffer and then gets lost.
+            // The host has no descriptors: further frames fill the buffer, then get lost.
             for _ in 0..PULLED {
                 let Some(frame) = wire.receive(self.now) else { break };
                 self.receive_from_wire(frame, now);
@@ -345,7 +353,7 @@ impl Device {
 
     fn stray(&mut self, host: &mut impl Host) {
         if let Some(at) = self.faults.stray_write.take() {
-            // A posted write: the card does not learn what became of it.
+            // A posted write: the card gets no answer.
             let _ = host.write(at, &[0xa5; 64]);
         }
         let ring = self.faults.repeat_write_back.take().and_then(|queue| self.receive.get(queue));
@@ -354,7 +362,7 @@ impl Device {
         }
     }
 
-    /// Whether the card may read and write memory now.
+    /// Returns whether the card may access the host's memory now.
     fn may_dma(&self) -> bool {
         self.pci.master() && self.get(regs::CTRL) & ctrl::GIO_MASTER_DISABLE == 0
     }
@@ -369,13 +377,13 @@ impl Device {
         self.registers[reg.0 as usize / 4] = value;
     }
 
-    /// Counters stay at their highest value.
+    /// Adds to a counter. Counters stop at their highest value.
     #[inline]
     fn count(&mut self, reg: Reg, by: u32) {
         self.set(reg, self.get(reg).saturating_add(by));
     }
 
-    /// The same of one that is two registers wide.
+    /// Adds to a counter that is two registers wide.
     #[inline]
     fn count_wide(&mut self, low: Reg, high: Reg, by: u64) {
         let sum = (u64::from(self.get(high)) << 32 | u64::from(self.get(low))).saturating_add(by);
@@ -383,8 +391,8 @@ impl Device {
         self.set(high, (sum >> 32) as u32);
     }
 
-    /// CTRL.RST and stronger. PBA is the one register that keeps what was written before a software reset, since only then
-    /// does it come into force (§10.2.2.19).
+    /// Resets the MAC: CTRL.RST, or a stronger reset. PBA alone keeps its value over a software reset, since that is
+    /// when a new value comes into force (§10.2.2.19).
     fn reset_mac(&mut self, pba: u32) {
         self.registers.fill(0);
         for (reg, value) in [
@@ -400,7 +408,7 @@ impl Device {
             (regs::TARC.of(1), 0x0000_0403),
             (regs::RXDCTL, 0x0001_0000),
             (regs::RXDCTL.of(1), 0x0001_0000),
-            // The link's management: nobody but the host reads the NVM.
+            // Configuration done: only the host reads the NVM.
             (regs::EEMNGCTL, 1 << 18),
         ] {
             self.set(reg, value);
@@ -460,17 +468,18 @@ impl Device {
             regs::MDIC => self.read_mdic(),
             regs::ICR => self.read_icr(),
             regs::IMS => self.irq.mask,
-            // Write-only.
+            // Write-only registers.
             regs::ICS | regs::IMC => 0,
             regs::RDH => self.receive[0].cursors.head,
             regs::RDH1 => self.receive[1].cursors.head,
             regs::TDH => self.transmit[0].cursors.head,
             regs::TDH1 => self.transmit[1].cursors.head,
-            // In words of eight bytes, from the one that is sent next to the one that is written next: a packet of which the end has not come waits.
+            // In words of eight bytes. TDFH, the next word to send, reads 0, so TDFT is the length of the data that
+            // waits: a packet whose last descriptor has not come.
             regs::TDFT => self.packet.waiting().div_ceil(8),
             regs::TDFH | regs::TDFHS | regs::TDFTS | regs::TDFPC => 0,
             regs::SWSM => {
-                // Reading the semaphore takes it, if it was free.
+                // A read takes the semaphore if it is free.
                 let value = self.get(reg);
                 self.set(reg, value | swsm::SMBI);
                 value
@@ -491,7 +500,7 @@ impl Device {
             Kind::Plain(mask) => {
                 self.set(reg, value & mask);
                 if reg == regs::RDTR && value >> 31 == 1 {
-                    // FPD: flush what waits.
+                    // FPD: flush the delayed causes.
                     let causes = std::mem::take(&mut self.irq.receive_delay.causes);
                     self.raise(causes);
                     self.set(reg, value & 0xffff);
@@ -533,11 +542,12 @@ impl Device {
                 self.set(reg, value);
             }
             regs::TCTL => self.write_tctl(value),
-            // In force after the next reset.
+            // Comes into force with the next reset.
             regs::PBA => self.set(reg, value & 0xffff),
             regs::SWSM | regs::EXTCNF_CTRL => self.set(reg, value),
             regs::FWSM | regs::FACTPS | regs::EEMNGCTL | regs::WUS => {}
-            // A driver that writes these knows what it does: it would have the card send what lies there.
+            // A driver that writes these pointers does so on purpose, to send the contents of the packet buffer; the
+            // model ignores it.
             regs::TDFH | regs::TDFT | regs::TDFHS | regs::TDFTS | regs::TDFPC => {}
             _ => self.write_row(reg, value),
         }

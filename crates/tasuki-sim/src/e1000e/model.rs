@@ -1,4 +1,4 @@
-//! The card as whoever serves it knows it.
+//! The 82574L as a [`Model`], for servers.
 
 use super::pci::VECTORS;
 use super::{Bar, Device, Unseen, regs};
@@ -15,7 +15,7 @@ impl Model for Device {
     const VECTORS: u16 = VECTORS as u16;
 
     fn bar(index: u8) -> Option<(Bar, u32)> {
-        // Nobody but a BIOS needs the ports.
+        // Only a BIOS needs the ports.
         Bar::at(index).filter(|(bar, _)| *bar != Bar::Ports)
     }
 
@@ -43,7 +43,7 @@ impl Model for Device {
         self.step(host, wire, now)
     }
 
-    /// Its tails say what there is to do; nothing has to be asked for.
+    /// The tail registers show all work, so there is nothing to request.
     fn doze(&mut self, _: &mut impl Host) -> bool {
         false
     }

@@ -1,4 +1,4 @@
-//! Checksums, as the card makes and checks them (§7.1.10, §7.2.5), and the check sequence of Ethernet.
+//! Checksums, as the card inserts and checks them (§7.1.10, §7.2.5), and Ethernet's frame check sequence.
 
 use super::regs::rxd;
 
@@ -6,7 +6,7 @@ const ETHERNET_LEN: usize = 14;
 const TCP: u8 = 6;
 const UDP: u8 = 17;
 
-/// The tables for eight bytes at a time of the CRC with the polynomial of IEEE 802.3, reflected.
+/// Tables for the IEEE 802.3 CRC, reflected polynomial, eight bytes at a time.
 const CRC_TABLES: [[u32; 256]; 8] = crc_tables();
 
 const fn crc_tables() -> [[u32; 256]; 8] {
@@ -35,7 +35,7 @@ const fn crc_tables() -> [[u32; 256]; 8] {
     tables
 }
 
-/// The check sequence of a frame that is `parts` one after the other.
+/// Returns the check sequence of the frame made of `parts`, one after the other.
 pub fn crc32(parts: [&[u8]; 2]) -> u32 {
     let mut crc = u32::MAX;
     for part in parts {
@@ -54,14 +54,14 @@ pub fn crc32(parts: [&[u8]; 2]) -> u32 {
     !crc
 }
 
-/// Adds the 16-bit words of `bytes` to `sum`, which is not folded yet.
+/// Adds the 16-bit words of `bytes` to the unfolded `sum`.
 pub fn add(sum: u64, bytes: &[u8]) -> u64 {
     let (words, rest) = bytes.as_chunks::<2>();
     let sum = words.iter().fold(sum, |sum, word| sum + u64::from(u16::from_be_bytes(*word)));
     sum + rest.first().map_or(0, |byte| u64::from(*byte) << 8)
 }
 
-/// The ones' complement sum.
+/// Folds a sum to the 16-bit ones' complement sum.
 pub fn fold(mut sum: u64) -> u16 {
     while sum > 0xffff {
         sum = (sum >> 16) + (sum & 0xffff);
@@ -69,7 +69,7 @@ pub fn fold(mut sum: u64) -> u16 {
     sum as u16
 }
 
-/// Status and error bits of a received frame's checksums.
+/// Checks a received frame's checksums; returns the status and error bits of its descriptor.
 pub fn check(frame: &[u8], ip: bool, transport: bool) -> u32 {
     let Some((ethernet, packet)) = frame.split_at_checked(ETHERNET_LEN) else { return 0 };
     match (ethernet[12], ethernet[13]) {

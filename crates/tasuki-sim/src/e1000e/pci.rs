@@ -8,7 +8,7 @@ use crate::pci::{
     STATUS_INTX, STATUS_RECEIVED_MASTER_ABORT, Space, Table,
 };
 
-/// MSI-X interrupts that the card has.
+/// Number of MSI-X vectors.
 pub const VECTORS: usize = 5;
 
 const MSIX: usize = 0xa0;
@@ -21,14 +21,14 @@ const SERIAL: usize = 0x140;
 /// PCIe Device Status: unsupported request detected, non-fatal error detected.
 const DEVICE_STATUS_UR: u16 = 1 << 3 | 1 << 1;
 
-/// In BAR 3.
+/// Offset of the pending bits in BAR 3.
 const PBA_AT: u32 = 0x2000;
 
-/// What a write to the configuration space brings about besides itself.
+/// Side effect of a write to the configuration space.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Effect {
     None,
-    /// Power state D3 was left for D0: the card is as after a reset.
+    /// The power state went from D3 to D0: the card has to be reset.
     PowerUp,
 }
 
@@ -56,7 +56,7 @@ impl Pci {
 
     fn header(&mut self) {
         self.put(0x00, &[0x86, 0x80, 0xd3, 0x10], &[]);
-        // Command; status says that there is a list of capabilities.
+        // Command; the status says that the function has a capability list.
         self.put(COMMAND, &[0, 0, 0x10, 0], &[0x47, 0x05]);
         self.space.put_clears(STATUS + 1, &[0xf9]);
         // Revision 0, an Ethernet controller.
@@ -94,7 +94,7 @@ impl Pci {
         self.put(MSIX, &[0x11, 0, VECTORS as u8 - 1, 0, 3, 0, 0, 0, 3, 0x20, 0, 0], &[0, 0, 0, 0xc0]);
     }
 
-    /// As after power came on. The BARs are unassigned.
+    /// Resets to the power-on state. The BARs are unassigned.
     pub fn reset(&mut self) {
         self.space.reset();
         self.put(0x18, &[1], &[]);
@@ -119,22 +119,22 @@ impl Pci {
         self.space.get8(PM + 4) & 3
     }
 
-    /// Whether the registers answer.
+    /// Returns whether the registers answer.
     pub fn memory_on(&self) -> bool {
         self.space.get16(COMMAND) & COMMAND_MEMORY != 0 && self.power_state() == 0
     }
 
-    /// Whether the card may read and write memory.
+    /// Returns whether the card may access memory.
     pub fn master(&self) -> bool {
         self.space.get16(COMMAND) & COMMAND_MASTER != 0 && self.power_state() == 0
     }
 
-    /// A read of the card's own met no memory.
+    /// Records that a read by the card reached no memory.
     pub fn master_abort(&mut self) {
         self.space.set16(STATUS, self.space.get16(STATUS) | STATUS_RECEIVED_MASTER_ABORT);
     }
 
-    /// A register was reached that does not answer.
+    /// Records an access to a register that does not answer.
     pub fn unsupported_request(&mut self) {
         let at = PCIE + 10;
         self.space.set16(at, self.space.get16(at) | DEVICE_STATUS_UR);
@@ -157,7 +157,8 @@ impl Pci {
         self.space.get16(MSIX + 2) & MSIX_ENABLE != 0
     }
 
-    /// What a system does for a driver that asks it for interrupts: MSI-X on or off, every vector unmasked or masked.
+    /// Switches MSI-X on or off and unmasks or masks every vector, as a system does when a driver asks for
+    /// interrupts.
     pub fn enable_msix(&mut self, on: bool) {
         self.space.set16(
             MSIX + 2,
@@ -178,17 +179,17 @@ impl Pci {
         self.table.clear_pending(bits);
     }
 
-    /// Sends the message of `vector`, or remembers it while it is masked.
+    /// Sends the message of `vector` or, if it is masked, sets its pending bit.
     pub fn fire(&mut self, vector: usize, host: &mut impl Host) {
         self.table.fire(vector, self.space.get16(MSIX + 2), host);
     }
 
-    /// Sends what was remembered and is masked no longer.
+    /// Sends the pending messages whose vectors are no longer masked.
     pub fn fire_pending(&mut self, host: &mut impl Host) {
         self.table.fire_pending(self.space.get16(MSIX + 2), host);
     }
 
-    /// Address and data of a vector's message, as the driver set them.
+    /// Returns address and data of a vector's message, as the driver set them.
     pub fn message(&self, vector: usize) -> Option<(u64, u32)> {
         self.table.message(vector)
     }

@@ -1,4 +1,5 @@
-//! Receiving: what comes in, where it waits, and how it gets into the host's memory (§7.1, §10.2.5).
+//! Receiving: frames from the wire pass the filters, wait in the packet buffer, and go to the host's memory (§7.1,
+//! §10.2.5).
 
 use super::fifo::{Found, Waiting};
 use super::regs::{self, Reg, ctrl, icr, mrqc, rctl, rfctl, rxcsum, rxd};
@@ -9,39 +10,41 @@ use crate::model::Host;
 
 pub(super) const DESCRIPTOR_LEN: usize = 16;
 
-/// Descriptors that the card fetches and writes back at once.
+/// Most descriptors that the card fetches or writes back at once.
 pub(super) const BATCH: usize = 32;
 
-/// The shortest frame, the longest ordinary one, and the longest that there is with RCTL.LPE; each with its check sequence.
+/// Bytes of the shortest frame, of the longest ordinary one, and of the longest with RCTL.LPE; each with its check
+/// sequence.
 const MIN_LEN: usize = 64;
 const MAX_LEN: usize = 1522;
 const MAX_LONG_LEN: usize = 16384;
 const CRC_LEN: usize = 4;
 const VLAN_TAG_LEN: usize = 4;
 
-/// How long the card goes on with what it has in its packet buffer after RCTL.EN was cleared, in nanoseconds. The data sheet
-/// says only that what had begun is finished; drivers wait for 10 ms and more. A frame of full length takes 12 µs on the wire.
+/// Nanoseconds for which the card still delivers from its packet buffer after RCTL.EN was cleared. The data sheet
+/// says only that the card finishes what it had begun; drivers wait for 10 ms and more. A frame of full length takes
+/// 12 µs on the wire.
 const STOP_NS: u64 = 20_000;
 
-/// What poisoned memory holds.
+/// Contents of poisoned memory.
 const POISON: [u8; 64] = [0x6b; 64];
 
-/// What became of a frame that the wire brought.
+/// The card's treatment of a frame from the wire.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Fate {
-    /// It waits in the packet buffer, or is in the host's memory already.
+    /// The frame waits in the packet buffer, or is in the host's memory already.
     Stored,
-    /// It passes no filter, or was for the card itself (PAUSE).
+    /// The frame passed no filter, or was for the card itself (PAUSE).
     Filtered,
-    /// There is no link.
+    /// The link is down.
     NoLink,
     /// Receives are off. MPC does not count it.
     Off,
     /// The packet buffer is full. MPC counts it.
     Overflow,
-    /// It is too long (ROC).
+    /// The frame is too long (ROC counts it).
     TooLong,
-    /// Its queue has no ring.
+    /// The frame's queue has no ring.
     NoQueue,
 }
 
@@ -49,11 +52,11 @@ pub enum Fate {
 #[derive(Debug, Default)]
 pub(super) struct ReceiveRing {
     pub cursors: Cursors,
-    /// Buffers of descriptors that were fetched, from the head on.
+    /// Buffer addresses of the fetched descriptors, from the head on.
     fetched: [u64; BATCH],
-    /// What is to be written back, and of how many descriptors before the head.
+    /// Descriptors to write back: those right before the head.
     written: WriteBack,
-    /// What was written back last, and where.
+    /// Address and contents of the descriptor written back last.
     pub last: Option<(u64, [u8; DESCRIPTOR_LEN])>,
 }
 
@@ -69,14 +72,14 @@ impl Default for WriteBack {
     }
 }
 
-/// An Ethernet address as a number.
+/// Returns an Ethernet address as a number.
 #[inline]
 pub(super) fn address(bytes: &[u8]) -> u64 {
     bytes[..6].iter().fold(0, |number, byte| number << 8 | u64::from(*byte))
 }
 
 impl Device {
-    /// A frame (without its check sequence) comes from the wire.
+    /// Takes a frame (without its check sequence) from the wire.
     pub fn receive_from_wire(&mut self, frame: &[u8], now: u64) -> Fate {
         self.now = self.now.max(now);
         if !self.link.up || self.faults.removed {
@@ -112,7 +115,7 @@ impl Device {
         self.accept(frame, wire_len, control)
     }
 
-    /// The address filter (§7.1.1).
+    /// Applies the address filter (§7.1.1).
     #[inline]
     fn passes(&self, frame: &[u8], control: u32) -> bool {
         let to = address(frame);
@@ -122,7 +125,8 @@ impl Device {
         if to == 0xffff_ffff_ffff && control & rctl::BAM != 0 {
             return true;
         }
-        // RCTL.MO says which 12 of the upper bits are the index: 47:36, 46:35, 45:34 or 43:32 of the address as it is sent.
+        // RCTL.MO selects the 12 upper bits that are the index: 47:36, 46:35, 45:34 or 43:32 of the address as it is
+        // sent.
         let upper = u32::from(u16::from_le_bytes([frame[4], frame[5]]));
         let index = (upper >> [4, 3, 2, 0][(control >> 12 & 3) as usize] & 0xfff) as usize;
         control & rctl::MPE != 0
@@ -139,7 +143,7 @@ impl Device {
             return Fate::NoQueue;
         }
         if ring.cursors.available() <= self.fifo.of_queue(usize::from(queue)) {
-            // Counted whether the frame still finds room in the packet buffer or not.
+            // Counted whether or not the packet buffer has room for the frame.
             self.count(regs::RNBC, 1);
         }
         if !self.fifo.fits(wire_len) {
@@ -193,13 +197,13 @@ impl Device {
         }
     }
 
-    /// What the descriptor says of the frame's checksums (§7.1.10).
+    /// Returns the descriptor's checksum bits for the frame (§7.1.10).
     fn checked(&self, frame: &[u8]) -> u32 {
         let on = self.get(regs::RXCSUM) & (rxcsum::IPOFL | rxcsum::TUOFL);
         if on == 0 { rxd::IXSM } else { offload::check(frame, on & rxcsum::IPOFL != 0, on & rxcsum::TUOFL != 0) }
     }
 
-    /// Bytes in a receive buffer (RCTL.BSIZE, BSEX, FLXBUF).
+    /// Returns the bytes in a receive buffer (RCTL.BSIZE, BSEX, FLXBUF).
     fn buffer_len(&self) -> usize {
         let control = self.get(regs::RCTL);
         match (control >> 27 & 0xf, control & rctl::BSEX != 0, control >> 16 & 3) {
@@ -211,7 +215,7 @@ impl Device {
         }
     }
 
-    /// Moves frames that wait into the host's memory; says whether there were any.
+    /// Moves waiting frames to the host's memory; returns whether there were any.
     #[inline]
     pub(super) fn deliver(&mut self, host: &mut impl Host) -> bool {
         let mut queues = 0_u32;
@@ -237,7 +241,7 @@ impl Device {
         queues != 0
     }
 
-    /// Has a descriptor at hand, if the driver left one.
+    /// Fetches descriptors if none is left on the chip; returns whether one is there.
     #[inline]
     fn fetch(&mut self, queue: usize, host: &mut impl Host) -> bool {
         let ring = &mut self.receive[queue];
@@ -278,13 +282,13 @@ impl Device {
         let ring = &self.receive[queue];
         for buffer in &ring.fetched[..ring.cursors.end] {
             for at in (0..len).step_by(POISON.len()) {
-                // Whether the buffer is reachable shows when a frame comes.
+                // An unreachable buffer is reported when a frame comes.
                 let _ = host.write(buffer.wrapping_add(at as u64), &POISON);
             }
         }
     }
 
-    /// The card was sent to memory that is not there. Of a write it learns nothing.
+    /// Notes an access to unmapped memory. The card sees an error only for reads, since its writes are posted.
     #[cold]
     pub(super) fn unreachable(&mut self, at: u64, read: bool) {
         self.journal.note(Class::UnmappedDma, self.now, at, read.into());
@@ -293,7 +297,7 @@ impl Device {
         }
     }
 
-    /// One descriptor's worth of a frame goes to the host.
+    /// Writes the part of a frame that fits one descriptor's buffer to the host.
     #[inline]
     fn fill(&mut self, frame: Waiting, queue: usize, buffer_len: usize, host: &mut impl Host) {
         let ring = &mut self.receive[queue];
@@ -316,7 +320,7 @@ impl Device {
         ring.cursors.head += 1;
         let wraps = ring.cursors.head == ring.cursors.len;
         if wraps {
-            // `write_back` reckons backwards from the head: before it wraps.
+            // `write_back` counts backwards from the head, so call it before the head wraps.
             self.write_back(queue, host);
             self.receive[queue].cursors.head = 0;
         } else if ring.written.count == BATCH {
@@ -328,7 +332,7 @@ impl Device {
         }
     }
 
-    /// Writes back what is used of the descriptors, all at once. RDH moves with it.
+    /// Writes the used descriptors back, all at once. RDH counts them already.
     #[inline]
     fn write_back(&mut self, queue: usize, host: &mut impl Host) {
         let ring = &mut self.receive[queue];
@@ -347,7 +351,7 @@ impl Device {
         }
     }
 
-    /// Frames were delivered to a queue: causes, now or a while later.
+    /// Raises the causes for frames delivered to a queue, now or after the delay.
     fn delivered(&mut self, queue: usize) {
         let causes = icr::RXT0 | self.of_queue(icr::RXQ0, queue);
         let delay = u64::from(self.get(regs::RDTR) & 0xffff) * DELAY_NS;
@@ -373,7 +377,7 @@ impl Device {
             self.journal.note(Class::SetupWhileEnabled, self.now, regs::RCTL.0.into(), value.into());
         }
         if before & rctl::EN == 0 && value & rctl::EN != 0 {
-            // Descriptors are fetched anew.
+            // The card fetches descriptors anew.
             self.receive.iter_mut().for_each(|ring| ring.cursors.forget());
             if !self.pci.master() {
                 self.journal.note(Class::NoBusMaster, self.now, regs::RCTL.0.into(), value.into());
@@ -385,7 +389,7 @@ impl Device {
         self.set(regs::RCTL, value);
     }
 
-    /// RDBAL to RDT of either queue.
+    /// Writes one of RDBAL to RDT of either queue.
     pub(super) fn write_receive_ring(&mut self, reg: Reg, value: u32) {
         let enabled = self.get(regs::RCTL) & rctl::EN != 0;
         let regs = [regs::RDBAL, regs::RDBAH, regs::RDLEN, regs::RDH, regs::RDT];
@@ -393,7 +397,7 @@ impl Device {
     }
 }
 
-/// Which of the six counters by size counts a frame.
+/// Returns which of the six counters by size counts a frame.
 pub(super) fn size_class(wire_len: usize) -> usize {
     match wire_len {
         ..65 => 0,
@@ -405,16 +409,16 @@ pub(super) fn size_class(wire_len: usize) -> usize {
     }
 }
 
-/// §7.1.4: the address stays; length, checksum, status, errors, VLAN tag.
+/// Builds a legacy descriptor (§7.1.4): the address stays; then length, checksum, status, errors, VLAN tag.
 fn legacy_descriptor(buffer: u64, frame: &Waiting, len: u16, last: bool) -> [u8; DESCRIPTOR_LEN] {
     let status = rxd::DD | if last { rxd::EOP | frame.status } else { 0 };
-    // Errors stand in bits 31:24 of the extended form and in a byte of their own here.
+    // The extended form has the errors in bits 31:24, this form in a byte of their own.
     let errors = status >> 24;
     let low = u64::from(len) | u64::from(status & 0xff) << 32 | u64::from(errors) << 40 | u64::from(frame.vlan) << 48;
     both(buffer, low)
 }
 
-/// §7.1.5: MRQ, RSS hash; status and errors, length, VLAN tag.
+/// Builds an extended descriptor (§7.1.5): MRQ, RSS hash; status and errors, length, VLAN tag.
 fn extended_descriptor(frame: &Waiting, len: u16, last: bool, hash: bool) -> [u8; DESCRIPTOR_LEN] {
     let status = rxd::DD | if last { rxd::EOP | frame.status } else { 0 };
     let (kind, value) = if hash { frame.rss } else { (0, 0) };

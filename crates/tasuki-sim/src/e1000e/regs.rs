@@ -1,24 +1,25 @@
-//! The registers that the model has, and their bits.
+//! The registers of the model, and their bits.
 //!
-//! Source: *Intel 82574 GbE Controller Family Datasheet*, revision 3.4. The § of each group is the section that defines it.
+//! Source: *Intel 82574 GbE Controller Family Datasheet*, revision 3.4. The § of each group is the section that
+//! defines it.
 
 /// A register: its offset in BAR 0.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Reg(pub u32);
 
 impl Reg {
-    /// The same register of receive or transmit queue `queue`, where this is that of queue 0.
+    /// Returns the same register for receive or transmit queue `queue`; `self` is that of queue 0.
     pub const fn of(self, queue: usize) -> Reg {
         Reg(self.0 + 0x100 * queue as u32)
     }
 
-    /// The `index`th of a row of registers of which this is the first.
+    /// Returns register `index` of an array; `self` is the first.
     pub const fn nth(self, index: usize) -> Reg {
         Reg(self.0 + 4 * index as u32)
     }
 }
 
-/// Bytes of BAR 0.
+/// Length of BAR 0 in bytes.
 pub const BAR0_LEN: u32 = 128 << 10;
 
 // General, §10.2.2
@@ -111,14 +112,14 @@ pub const TXDCTL: Reg = Reg(0x0_3828);
 pub const TADV: Reg = Reg(0x0_382c);
 pub const TARC: Reg = Reg(0x0_3840);
 
-// Diagnostics, §10.2.10: what of the packet buffer is for sending
+// Diagnostics, §10.2.10: the packet buffer's transmit part
 pub const TDFH: Reg = Reg(0x0_3410);
 pub const TDFT: Reg = Reg(0x0_3418);
 pub const TDFHS: Reg = Reg(0x0_3420);
 pub const TDFTS: Reg = Reg(0x0_3428);
 pub const TDFPC: Reg = Reg(0x0_3430);
 
-// Statistics, §10.2.7; all of them are cleared by a read
+// Statistics, §10.2.7; a read clears each of them
 pub const STATISTICS: std::ops::RangeInclusive<u32> = 0x0_4000..=0x0_4124;
 pub const MPC: Reg = Reg(0x0_4010);
 pub const XONRXC: Reg = Reg(0x0_4048);
@@ -160,7 +161,7 @@ pub const MANC2H: Reg = Reg(0x0_5860);
 
 pub mod ctrl {
     pub const FD: u32 = 1 << 0;
-    /// No new requests on the bus; STATUS says when the old ones are done.
+    /// The card starts no new bus requests; STATUS shows when the old ones are done.
     pub const GIO_MASTER_DISABLE: u32 = 1 << 2;
     pub const SLU: u32 = 1 << 6;
     pub const SPEED_1000: u32 = 2 << 8;
@@ -185,9 +186,9 @@ pub mod status {
 }
 
 pub mod eecd {
-    /// An NVM is there.
+    /// An NVM is present.
     pub const PRES: u32 = 1 << 8;
-    /// What is read from the NVM after a reset was read.
+    /// The card has read the NVM after a reset.
     pub const AUTO_RD: u32 = 1 << 9;
     pub const REQ: u32 = 1 << 6;
     pub const GNT: u32 = 1 << 7;
@@ -225,7 +226,7 @@ pub mod icr {
     pub const INT_ASSERTED: u32 = 1 << 31;
     /// The causes that OTHER stands for.
     pub const OTHERS: u32 = LSC | RXO | MDAC | SRPD | ACK | MNG;
-    /// All that can be set.
+    /// All causes that can be set.
     pub const ALL: u32 = TXDW | TXQE | RXDMT0 | RXT0 | TXD_LOW | OTHERS | (3 * RXQ0) | (3 * TXQ0) | OTHER;
 }
 
@@ -238,7 +239,7 @@ pub mod rctl {
     pub const PMCF: u32 = 1 << 23;
     pub const BSEX: u32 = 1 << 25;
     pub const SECRC: u32 = 1 << 26;
-    /// What says where descriptors and bytes go; changed only while receives are off.
+    /// Bits that say where descriptors and bytes go; a driver may change them only while receives are off.
     pub const LAYOUT: u32 = 3 << 10 | 3 << 16 | BSEX | SECRC | 0xf << 27;
 }
 
@@ -262,7 +263,7 @@ pub mod mrqc {
 }
 
 pub mod fcrtl {
-    /// Send XON when the buffer has emptied.
+    /// Send XON when the buffer has drained.
     pub const XONE: u32 = 1 << 31;
 }
 
@@ -280,7 +281,7 @@ pub mod swsm {
     pub const SMBI: u32 = 1 << 0;
 }
 
-/// Status and error bits of a receive descriptor (§7.1.4 and §7.1.5), as the extended form has them.
+/// Status and error bits of a receive descriptor (§7.1.4 and §7.1.5), in the places of the extended form.
 pub mod rxd {
     pub const DD: u32 = 1 << 0;
     pub const EOP: u32 = 1 << 1;
@@ -297,7 +298,7 @@ pub mod rxd {
 pub mod txd {
     pub const EOP: u64 = 1 << 24;
     pub const IFCS: u64 = 1 << 25;
-    /// Of a legacy descriptor: insert the checksum. Of an extended one: TSE, cut into segments.
+    /// Legacy descriptor: insert the checksum. The same bit of an extended one is TSE: cut into segments.
     pub const IC: u64 = 1 << 26;
     pub const TSE: u64 = 1 << 26;
     pub const RS: u64 = 1 << 27;
@@ -307,26 +308,26 @@ pub mod txd {
     pub const DD: u64 = 1 << 32;
     pub const IXSM: u64 = 1 << 40;
     pub const TXSM: u64 = 1 << 41;
-    /// In a context descriptor: the payload is TCP's.
+    /// Context descriptor: the payload is TCP.
     pub const TCP: u64 = 1 << 24;
-    /// In a context descriptor: the packet is IPv4's.
+    /// Context descriptor: the packet is IPv4.
     pub const IP: u64 = 1 << 25;
 }
 
-/// What a register is to somebody who reads or writes it.
+/// How a register answers reads and writes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Kind {
-    /// Holds what is written, in the bits of the mask.
+    /// Holds the written value, in the bits of the mask.
     Plain(u32),
-    /// Has effects of its own.
+    /// Has side effects.
     Special,
     /// A counter that a read clears.
     Counter,
-    /// There is none at this offset.
+    /// No register.
     None,
 }
 
-/// What is at an offset, which is a multiple of 4.
+/// Returns the kind of the register at an offset, a multiple of 4.
 pub fn kind(offset: u32) -> Kind {
     match Reg(offset) {
         CTRL | STATUS | EECD | EERD | CTRL_EXT | MDIC | ICR | ICS | IMS | IMC | RCTL | TCTL | PBA | SWSM

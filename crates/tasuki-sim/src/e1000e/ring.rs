@@ -1,49 +1,51 @@
-//! What receive and transmit rings have in common: where they lie, how far driver and card are, and what a driver may write there.
+//! Receive and transmit rings: their place in memory, the positions of driver and card, and the rules for a driver's
+//! writes.
 
 use super::Device;
 use super::regs::Reg;
 use crate::journal::Class;
 
-/// A ring as the driver has described it, and how far the card is in it.
+/// A ring as the driver configured it, and the card's position in it.
 #[derive(Debug, Default)]
 pub(super) struct Cursors {
     pub base: u64,
-    /// In descriptors.
+    /// Length in descriptors.
     pub len: u32,
     pub head: u32,
     pub tail: u32,
-    /// The first descriptor among those fetched that is not used yet, and one past the last.
+    /// Index of the first fetched descriptor that is not used yet, and one past the last.
     pub next: usize,
     pub end: usize,
-    /// Nothing is fetched any more: a descriptor could not be read.
+    /// The card fetches no more: it could not read a descriptor.
     pub hung: bool,
 }
 
 impl Cursors {
-    /// Descriptors from `head` to the tail, without wrapping round.
+    /// Returns the number of descriptors from `head` to the tail, or to the end of the ring if they wrap round.
     pub fn run(&self, head: u32) -> u32 {
         if head <= self.tail { self.tail - head } else { self.len - head }
     }
 
-    /// Descriptors that the card has.
+    /// Returns the number of descriptors that the card owns, from head to tail.
     pub fn available(&self) -> u32 {
         if self.head <= self.tail { self.tail - self.head } else { self.len - self.head + self.tail }
     }
 
-    /// What was fetched is not what is at the head now.
+    /// Drops the fetched descriptors: the head moved, or the card has to fetch anew.
     pub fn forget(&mut self) {
         (self.next, self.end, self.hung) = (0, 0, false);
     }
 }
 
-/// The largest RDLEN and TDLEN: bits 19 to 7.
+/// Largest RDLEN and TDLEN: bits 19 to 7.
 const RING_LEN_MAX: u32 = 0x000f_ff80;
 
-/// Bytes of a descriptor of either kind.
+/// Bytes of a descriptor, receive or transmit.
 const DESCRIPTOR_LEN: u32 = 16;
 
 impl Device {
-    /// The driver writes one of a ring's registers: those of queue 0 are `regs`, base, upper base, length, head and tail.
+    /// Writes a ring's register for the driver. `regs` are the registers of queue 0: base, upper base, length, head
+    /// and tail.
     pub(super) fn write_ring(
         &mut self,
         reg: Reg,
@@ -71,12 +73,12 @@ impl Device {
                 ring.tail = stored;
                 self.tail_rule(reg, [head, before, stored, len], enabled);
             }
-            // On the chip there is still what was fetched before; only a unit that is off fetches anew.
+            // The chip still holds the descriptors fetched before; the unit fetches anew only while it is off.
             _ if !enabled => ring.forget(),
             _ => {}
         }
         let ring = cursors(self, queue);
-        // Whatever was written: head and tail stay inside, or nothing is done.
+        // Whatever the driver wrote, head and tail stay inside the ring; otherwise the ring counts as empty.
         if ring.head >= ring.len || ring.tail >= ring.len {
             ring.head = ring.head.min(ring.len.saturating_sub(1));
             ring.tail = ring.head;
@@ -84,7 +86,8 @@ impl Device {
         }
     }
 
-    /// What holds of both kinds of rings. `regs` are base, upper base, length and head of queue 0; says what is stored.
+    /// Checks the rules for both kinds of rings. `regs` are base, upper base, length and head of queue 0. Returns
+    /// the value to store.
     pub(super) fn ring_rule(&mut self, reg: Reg, regs: [Reg; 4], enabled: bool, value: u32) -> u32 {
         let [base, base_high, len, head] = regs;
         let (at, value64) = (u64::from(reg.0), u64::from(value));
@@ -113,7 +116,8 @@ impl Device {
         }
     }
 
-    /// Whether a head or tail lies inside of its ring. A ring of no length may have it at 0.
+    /// Returns whether a head or tail lies inside its ring, and notes it if not. A ring of length 0 may have it at
+    /// 0.
     pub(super) fn inside(&mut self, reg: Reg, place: u32, len: u32) -> bool {
         let inside = place < len.max(1);
         if !inside {
@@ -122,7 +126,7 @@ impl Device {
         inside
     }
 
-    /// A tail was written, while the unit was on or off.
+    /// Checks the rules for a tail written while the unit is on or off (`enabled`).
     pub(super) fn tail_rule(&mut self, reg: Reg, [head, before, tail, len]: [u32; 4], enabled: bool) {
         let ahead = |tail: u32| if tail >= head { tail - head } else { tail + len - head };
         if self.inside(reg, tail, len) && enabled && before < len && ahead(tail) < ahead(before) {

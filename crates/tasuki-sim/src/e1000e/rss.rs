@@ -1,4 +1,4 @@
-//! Receive-side scaling: which queue, by a hash over addresses and ports (§7.1.8.1).
+//! Receive-side scaling: a hash over addresses and ports selects the queue (§7.1.8.1).
 
 use super::Device;
 use super::regs::{self, mrqc};
@@ -7,14 +7,14 @@ use crate::toeplitz;
 const ETHERNET_LEN: usize = 14;
 const TCP: u8 = 6;
 
-/// RSS types as a descriptor states them.
+/// RSS types, as a descriptor gives them.
 const TYPE_TCP_IPV4: u8 = 1;
 const TYPE_IPV4: u8 = 2;
 const TYPE_TCP_IPV6: u8 = 3;
 const TYPE_IPV6: u8 = 5;
 
 impl Device {
-    /// RSS type and hash of a frame, and the queue that it goes to.
+    /// Returns the queue of a frame, then its RSS type and hash.
     #[inline]
     pub(super) fn scale(&self, frame: &[u8]) -> (u8, (u8, u32)) {
         let on = self.get(regs::MRQC);
@@ -24,7 +24,7 @@ impl Device {
         let mut input = [0; 36];
         let (kind, len) = rss_input(on, frame, &mut input);
         if kind == 0 {
-            // What is not hashed goes to queue 0.
+            // Frames that are not hashed go to queue 0.
             return (0, (0, 0));
         }
         let hash = self.toeplitz(&input[..len]);
@@ -42,14 +42,14 @@ impl Device {
     }
 }
 
-/// Puts what is hashed of a frame into `input`; says its type and length.
+/// Copies the fields to hash from a frame to `input`; returns RSS type and length in bytes.
 fn rss_input(on: u32, frame: &[u8], input: &mut [u8; 36]) -> (u8, usize) {
     let Some((ethernet, packet)) = frame.split_at_checked(ETHERNET_LEN) else { return (0, 0) };
     match (ethernet[12], ethernet[13], packet) {
         (0x08, 0x00, [version, ..]) if version >> 4 == 4 && packet.len() >= 20 => {
             input[..8].copy_from_slice(&packet[12..20]);
             let header = usize::from(version & 0xf) * 4;
-            // A fragment has no ports, or has not all of them.
+            // A fragment has no ports, or not all of them.
             let whole = u16::from_be_bytes([packet[6], packet[7]]) & 0x3fff == 0;
             let ports = packet.get(header..header + 4).filter(|_| header >= 20 && whole && packet[9] == TCP);
             match ports {
@@ -63,7 +63,7 @@ fn rss_input(on: u32, frame: &[u8], input: &mut [u8; 36]) -> (u8, usize) {
         }
         (0x86, 0xdd, [version, ..]) if version >> 4 == 6 && packet.len() >= 40 => {
             input[..32].copy_from_slice(&packet[8..40]);
-            // Extension headers are not followed: such a packet is hashed by its addresses.
+            // The card does not follow extension headers: it hashes such a packet by its addresses.
             match packet.get(40..44).filter(|_| packet[6] == TCP) {
                 Some(ports) if on & mrqc::TCP_IPV6 != 0 => {
                     input[32..].copy_from_slice(ports);

@@ -1,4 +1,4 @@
-//! Sending: descriptors, checksums, segments, and what is written back (§7.2, §10.2.6).
+//! Sending: descriptors, checksums, segmentation, and status write-back (§7.2, §10.2.6).
 
 use super::receive::{BATCH, DESCRIPTOR_LEN, size_class};
 use super::regs::{self, Reg, ctrl, icr, tarc, tctl, txd};
@@ -8,37 +8,38 @@ use crate::journal::Class;
 use crate::model::Host;
 use crate::wire::Wire;
 
-/// The longest packet that descriptors can make: what TCP segmentation takes, and its headers.
+/// Bytes of the longest packet that descriptors can form: the most that TCP segmentation takes, and its headers.
 const PACKET_MAX: usize = 256 << 10;
 
-/// The longest frame that leaves, without its check sequence.
+/// Bytes of the longest frame sent, without its check sequence.
 const FRAME_MAX: usize = 16384;
 
-/// The shortest, likewise.
+/// Bytes of the shortest frame, without its check sequence.
 const MIN_LEN: usize = 60;
 
-/// On the wire besides the frame: check sequence, preamble, gap.
+/// Bytes on the wire besides the frame: check sequence, preamble, gap.
 const OVERHEAD: u64 = 24;
 
-/// Frames that a queue sends in a step.
+/// Most frames that a queue sends in a step.
 const FRAMES: usize = 64;
 
 /// A transmit ring as the card sees it.
 #[derive(Debug, Default)]
 pub(super) struct TransmitRing {
     pub cursors: Cursors,
-    /// What the card fetched, from the head on.
+    /// Descriptors that the card fetched, from the head on.
     fetched: [[u64; 2]; BATCH],
     /// The last context descriptor.
     context: Context,
 }
 
-/// What a context descriptor says (§7.2.11.1).
+/// Contents of a context descriptor (§7.2.11.1).
 #[derive(Debug, Default, Clone, Copy)]
 struct Context {
-    /// Where the IP checksum starts, where it goes, and its last byte.
+    /// IP checksum, as offsets in the packet: first byte covered, place of the checksum, last byte covered (0: to
+    /// the end).
     ip: (usize, usize, usize),
-    /// The same of TCP's or UDP's.
+    /// The same for the TCP or UDP checksum.
     transport: (usize, usize, usize),
     payload_len: usize,
     header_len: usize,
@@ -47,18 +48,18 @@ struct Context {
     ipv4: bool,
 }
 
-/// The packet that is being put together.
+/// The packet that the card is assembling.
 #[derive(Debug)]
 pub(super) struct Packet {
     bytes: Box<[u8]>,
     len: usize,
-    /// What its first descriptor says; the data sheet takes options from there.
+    /// Second word of its first descriptor: the data sheet takes the options from there.
     options: Option<u64>,
-    /// The queue whose descriptors it is made of.
+    /// The queue of its descriptors.
     queue: usize,
-    /// Something is wrong with it: it is not sent.
+    /// The packet is faulty and will not be sent.
     spoilt: bool,
-    /// A frame that is made from it: headers and a segment.
+    /// A frame made from the packet: headers and a segment.
     segment: Box<[u8]>,
 }
 
@@ -77,7 +78,7 @@ impl Default for Packet {
 }
 
 impl Packet {
-    /// Bytes of one of which the end has not come. One that has begun with none is one, too.
+    /// Returns the bytes of a packet whose last descriptor has not come; at least 1 once a packet has begun.
     pub fn waiting(&self) -> u32 {
         if self.options.is_some() { self.len.max(1) as u32 } else { 0 }
     }
@@ -88,7 +89,7 @@ impl Packet {
 }
 
 impl Device {
-    /// Sends what the driver wants sent, a bounded number of frames; says whether there was anything.
+    /// Sends the driver's frames, a bounded number; returns whether there was anything to do.
     pub(super) fn transmit(&mut self, host: &mut impl Host, wire: &mut impl Wire) -> bool {
         let busy = (0..2).any(|queue| self.transmit[queue].cursors.head != self.transmit[queue].cursors.tail);
         if !busy || self.get(regs::TCTL) & tctl::EN == 0 || !self.link.up || !self.may_dma() {
@@ -97,7 +98,7 @@ impl Device {
         let mut sent = false;
         for queue in 0..2 {
             let on = self.get(regs::TARC.of(queue)) & tarc::ENABLE != 0 && !self.faults.stuck_transmit[queue];
-            // A packet that has begun is finished before the other queue's turn comes.
+            // A begun packet is finished before the other queue gets its turn.
             let other = self.packet.options.is_some() && self.packet.queue != queue;
             if on && !other {
                 sent |= self.transmit_queue(queue, host, wire);
@@ -123,7 +124,7 @@ impl Device {
                 if descriptor[1] & txd::RS != 0 {
                     self.report(queue, place, descriptor[1], host);
                 }
-                // IDE: the cause may wait (TIDV, TADV).
+                // IDE: delay the cause (TIDV, TADV).
                 match descriptor[1] & txd::IDE != 0 && self.get(regs::TIDV) != 0 {
                     true => delayed |= icr::TXDW,
                     false => causes |= icr::TXDW,
@@ -147,7 +148,7 @@ impl Device {
         moved
     }
 
-    /// Has a descriptor at hand, if the driver left one.
+    /// Fetches descriptors if none is left on the chip; returns whether one is there.
     fn fetch_transmit(&mut self, queue: usize, host: &mut impl Host) -> bool {
         let ring = &mut self.transmit[queue];
         if ring.cursors.next < ring.cursors.end {
@@ -174,7 +175,7 @@ impl Device {
         true
     }
 
-    /// Writes a descriptor's status back: DD.
+    /// Writes a descriptor's status back: sets DD.
     fn report(&mut self, queue: usize, place: u32, second: u64, host: &mut impl Host) {
         let ring = &self.transmit[queue];
         let at = ring.cursors.base + u64::from(place) * DESCRIPTOR_LEN as u64 + 8;
@@ -183,7 +184,7 @@ impl Device {
         }
     }
 
-    /// Does what a descriptor says; says whether a packet ended with it.
+    /// Carries out a descriptor; returns whether it ended a packet.
     fn take_descriptor(
         &mut self,
         queue: usize,
@@ -218,7 +219,7 @@ impl Device {
         true
     }
 
-    /// Reads a descriptor's bytes behind those of the ones before.
+    /// Appends a descriptor's bytes to the packet.
     fn gather(&mut self, at: u64, len: usize, second: u64, host: &mut impl Host) {
         let from = self.packet.len;
         if from + len > PACKET_MAX {
@@ -238,14 +239,15 @@ impl Device {
         let context = self.transmit[queue].context;
         let len = self.packet.len;
         let cut = options & txd::DEXT != 0 && options & txd::TSE != 0;
-        // Sixteen bytes are what a legacy descriptor must have at least (§7.2.10.1); without a header nothing can be sent.
+        // A legacy descriptor must have 16 bytes at least (§7.2.10.1); the model refuses packets that are shorter
+        // than an Ethernet header.
         if self.packet.spoilt || len < 14 || !cut && len > FRAME_MAX || cut && !context.can_cut(len) {
             if !self.packet.spoilt {
                 self.journal.note(Class::BadDescriptor, self.now, len as u64, options);
             }
             return;
         }
-        // VLE counts in the last descriptor, with the tag that stands there.
+        // VLE and the tag are taken from the last descriptor.
         let tag = (last & txd::VLE != 0 && self.get(regs::CTRL) & ctrl::VME != 0).then_some((last >> 48) as u16);
         if cut {
             self.cut(context, options, tag, wire);
@@ -284,13 +286,13 @@ impl Device {
             }
         };
         if check {
-            // TCTL.PSP pads; without it a short frame leaves as it is, and no partner takes it.
+            // TCTL.PSP pads. Without it, a short frame leaves as it is, and no partner accepts it.
             if len < MIN_LEN && self.registers[regs::TCTL.0 as usize / 4] & tctl::PSP != 0 {
                 frame[len..MIN_LEN].fill(0);
                 len = MIN_LEN;
             }
         } else if len > 4 {
-            // The driver brought the check sequence along. The wire's frames are without.
+            // The driver supplied the check sequence; frames on our wire have none.
             len -= 4;
         }
         wire.send(&frame[..len], self.now);
@@ -311,16 +313,17 @@ impl Device {
         }
         if let Some(rate) = self.options.transmit_rate {
             let bits = (wire_len as u64 + OVERHEAD - 4) * 8;
-            // A frame could have begun at the step before, but not earlier: nobody had looked for it.
+            // The frame may have begun at the previous step, but no earlier, since no step had looked for it.
             self.send_at = self.send_at.max(self.stepped_at) + bits * 1_000_000_000 / rate.max(1);
         }
     }
 
-    /// TCP segmentation (§7.2.6): the headers before each piece of the payload, with lengths, numbers and checksums made anew.
+    /// Does TCP segmentation (§7.2.6): puts the headers before each piece of the payload, with new lengths, numbers
+    /// and checksums.
     fn cut(&mut self, context: Context, options: u64, tag: Option<u16>, wire: &mut impl Wire) {
         let header = context.header_len;
         let total = self.packet.len.min(header + context.payload_len);
-        // The pseudo header's sum, without the length, is where the driver put it.
+        // The driver put the pseudo header's sum, without the length, into the checksum field.
         let whole = std::mem::take(&mut self.packet.bytes);
         let mut from = header;
         let mut index = 0;
@@ -363,7 +366,7 @@ impl Device {
         self.count_sent([frame[0], frame[1], frame[2], frame[3], frame[4], frame[5]], len + 4);
     }
 
-    /// TDBAL to TDT of either queue.
+    /// Writes one of TDBAL to TDT of either queue.
     pub(super) fn write_transmit_ring(&mut self, reg: Reg, value: u32) {
         let enabled = self.get(regs::TCTL) & tctl::EN != 0;
         let regs = [regs::TDBAL, regs::TDBAH, regs::TDLEN, regs::TDH, regs::TDT];
@@ -386,7 +389,7 @@ impl Context {
         }
     }
 
-    /// Whether a packet of `len` bytes can be cut into segments.
+    /// Returns whether a packet of `len` bytes can be cut into segments.
     fn can_cut(&self, len: usize) -> bool {
         self.segment_len > 0
             && self.header_len >= 34
@@ -396,7 +399,8 @@ impl Context {
             && self.transport.0 + 8 + 6 * usize::from(self.tcp) <= self.header_len
     }
 
-    /// Makes the headers of segment `index`, which begins `offset` bytes into the payload, say what is true of it.
+    /// Sets lengths, identification, sequence number and flags in the headers of segment `index`, which begins
+    /// `offset` bytes into the payload.
     fn number(&self, frame: &mut [u8], index: u16, offset: usize, last: bool) {
         let len = frame.len();
         let (ip, transport) = (self.ip.0, self.transport.0);
@@ -415,13 +419,13 @@ impl Context {
             put(frame, transport + 4, (sequence >> 16) as u16);
             put(frame, transport + 6, sequence as u16);
             if !last {
-                // FIN and PSH only with the last.
+                // Only the last segment has FIN and PSH.
                 frame[transport + 13] &= !0x09;
             }
         } else {
             put(frame, transport + 4, (len - transport) as u16);
         }
-        // The sum of the pseudo header, where the checksum goes, lacks the length.
+        // The pseudo header's sum, in the checksum field, lacks the length.
         let at = self.transport.1;
         if at + 2 <= frame.len() {
             let sum = u64::from(get(frame, at)) + (len - transport) as u64;
@@ -430,14 +434,15 @@ impl Context {
     }
 }
 
-/// Puts the checksum from `start` to `end` (the last byte, or 0 for all) at `at`. What lies outside of the frame is left out.
+/// Computes the checksum from `start` to `end` (the last byte, or 0 for all) and puts it at `at`. Bytes beyond the
+/// frame are left out.
 fn insert(frame: &mut [u8], (start, at, end): (usize, usize, usize)) {
     let end = if end == 0 { frame.len() } else { (end + 1).min(frame.len()) };
     if start >= end || at + 2 > frame.len() {
         return;
     }
     let sum = !offload::fold(offload::add(0, &frame[start..end]));
-    // A checksum of zero is sent as ones, as UDP wants it (§7.2.5).
+    // A checksum of zero is sent as ones, as UDP requires (§7.2.5).
     let sum = if sum == 0 { 0xffff } else { sum };
     frame[at..at + 2].copy_from_slice(&sum.to_be_bytes());
 }

@@ -3,9 +3,10 @@
 //! # Invariants
 //!
 //! - **D1** A mapping's `base` is page-aligned and stays mapped for `len` bytes until the value is dropped.
-//! - **D2** The memory cannot shrink under the mapping: the memfd carries `F_SEAL_SHRINK`, checked before it is mapped.
-//! - **D3** No reference is made into it, since the client writes it at any time: it is copied by assembly, or loaded and stored as
-//!   one atomic word.
+//! - **D2** The memory cannot shrink under the mapping: the memfd carries `F_SEAL_SHRINK`, checked before it is
+//!   mapped.
+//! - **D3** No reference points into it, since the client writes it at any time: bytes are copied by assembly, or
+//!   loaded and stored as one atomic word.
 #![allow(unsafe_code, reason = "maps the client's memory, and copies out of it and into it")]
 
 use std::ops::RangeInclusive;
@@ -17,32 +18,33 @@ use rustix::fs::SealFlags;
 use rustix::io::Errno;
 use rustix::mm::{MapFlags, ProtFlags};
 
-/// Bytes of a window of which all pages are had at once. Of one with rings few pages are used, and they are mapped while frames wait; what is larger a driver does not
-/// use as a whole, and it may be a whole guest's memory.
+/// Lengths in bytes of the windows whose pages are all mapped at once. A smaller window holds rings: it has few
+/// pages in use, and is mapped while frames wait. A larger one, maybe a whole guest's memory, is never used as a
+/// whole.
 const POPULATED: RangeInclusive<usize> = (64 << 10) + 1..=64 << 20;
 
-/// A device reached for memory that it was not given, or not for that.
+/// The device accessed memory that the client did not map, or not for this kind of access.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 #[error("the device has no memory of {len} bytes at {at:#x} that it may {verb}")]
 pub struct DmaFault {
-    /// Where.
+    /// First address of the access.
     pub at: u64,
-    /// Bytes.
+    /// Length of the access in bytes.
     pub len: usize,
     /// "read" or "write".
     pub verb: &'static str,
 }
 
-/// What a client lets the device do with its memory.
+/// The accesses to its memory that a client grants the device.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Rights {
-    /// The device may read it.
+    /// The device may read the memory.
     pub read: bool,
-    /// The device may write it.
+    /// The device may write the memory.
     pub write: bool,
 }
 
-/// Some memory of the client.
+/// A mapped window of the client's memory.
 #[derive(Debug)]
 pub struct DmaMemory {
     base: NonNull<u8>,
@@ -54,7 +56,12 @@ pub struct DmaMemory {
 unsafe impl Send for DmaMemory {}
 
 impl DmaMemory {
-    /// Maps `len` bytes from `offset` of `memory` on.
+    /// Maps `len` bytes of `memory`, from `offset` on.
+    ///
+    /// # Errors
+    ///
+    /// `EINVAL` if the range is empty or exceeds the file, if the file lacks `F_SEAL_SHRINK`, or if `offset` is not
+    /// page-aligned; else the kernel's error.
     pub fn map(memory: BorrowedFd<'_>, offset: u64, len: u64, rights: Rights) -> Result<Self, Errno> {
         let seals = rustix::fs::fcntl_get_seals(memory)?;
         let have = u64::try_from(rustix::fs::fstat(memory)?.st_size).map_err(|_| Errno::INVAL)?;
@@ -65,7 +72,7 @@ impl DmaMemory {
         let len = usize::try_from(len).map_err(|_| Errno::INVAL)?;
         let mut protection = ProtFlags::READ;
         protection.set(ProtFlags::WRITE, rights.write);
-        // A card does not stop at each page that it reaches for the first time, as this process would.
+        // Without this, each first access to a page would stop the process; a card is not stopped so.
         let mut flags = MapFlags::SHARED;
         flags.set(MapFlags::POPULATE, POPULATED.contains(&len));
         // SAFETY: a new mapping at an address of the kernel's choice replaces nothing (D1).
@@ -74,12 +81,12 @@ impl DmaMemory {
         Ok(DmaMemory { base, len, rights })
     }
 
-    /// Bytes.
+    /// Returns the length in bytes.
     pub fn len(&self) -> usize {
         self.len
     }
 
-    /// Whether it has no bytes: never.
+    /// Always false: [`map`](Self::map) refuses an empty range.
     pub fn is_empty(&self) -> bool {
         self.len == 0
     }
@@ -92,7 +99,7 @@ impl DmaMemory {
         }
     }
 
-    /// Copies bytes from `offset` on.
+    /// Copies the bytes from `offset` on to `into`.
     pub fn load(&self, offset: usize, into: &mut [u8]) -> Result<(), DmaFault> {
         let from = self.at(offset, into.len(), "read", self.rights.read)?;
         // SAFETY: mapped for so many bytes (D1, D2, `at`); `into` is ours alone.
@@ -100,10 +107,11 @@ impl DmaMemory {
         Ok(())
     }
 
-    /// Copies bytes to `offset` and on. Nobody may count on the order in which they arrive.
+    /// Copies `bytes` to `offset` and on. The order in which they become visible is undefined.
     pub fn store(&self, offset: usize, bytes: &[u8]) -> Result<(), DmaFault> {
         let to = self.at(offset, bytes.len(), "write", self.rights.write)?;
-        // SAFETY: mapped for so many bytes (D1, D2, `at`), writable by its rights, referred to by nobody (D3).
+        // SAFETY: mapped for so many bytes (D1, D2, `at`), writable by its rights, and without references to it
+        // (D3).
         unsafe { copy(bytes.as_ptr(), to.as_ptr(), bytes.len()) };
         Ok(())
     }
@@ -113,7 +121,7 @@ impl DmaMemory {
         if at.is_aligned() { Ok(at) } else { Err(DmaFault { at: offset as u64, len: size_of::<T>(), verb }) }
     }
 
-    /// Loads 16 bits at a multiple of two; what is loaded after them is not older.
+    /// Loads 16 bits at a multiple of two. Later loads return data at least as new.
     pub fn load_half(&self, offset: usize) -> Result<u16, DmaFault> {
         let at = self.aligned::<u16>(offset, "read", self.rights.read)?;
         // SAFETY: mapped, aligned (`aligned`), and only ever used as an atomic here (D1, D3).
@@ -121,7 +129,7 @@ impl DmaMemory {
         Ok(u16::from_le(half.load(Ordering::Acquire)))
     }
 
-    /// Stores 16 bits at a multiple of two, after everything that was stored before.
+    /// Stores 16 bits at a multiple of two, after all earlier stores.
     pub fn store_half(&self, offset: usize, value: u16) -> Result<(), DmaFault> {
         let at = self.aligned::<u16>(offset, "write", self.rights.write)?;
         // SAFETY: mapped writable, aligned (`aligned`), and only ever used as an atomic here (D1, D3).
@@ -130,7 +138,7 @@ impl DmaMemory {
         Ok(())
     }
 
-    /// Loads an aligned 64-bit word; what is loaded after it is not older.
+    /// Loads an aligned 64-bit word. Later loads return data at least as new.
     pub fn load_word(&self, offset: usize) -> Result<u64, DmaFault> {
         let at = self.aligned::<u64>(offset, "read", self.rights.read)?;
         // SAFETY: mapped, aligned (`aligned`), and only ever used as an atomic here (D1, D3).
@@ -138,7 +146,7 @@ impl DmaMemory {
         Ok(u64::from_le(word.load(Ordering::Acquire)))
     }
 
-    /// Stores an aligned 64-bit word, after everything that was stored before.
+    /// Stores an aligned 64-bit word, after all earlier stores.
     pub fn store_word(&self, offset: usize, value: u64) -> Result<(), DmaFault> {
         let at = self.aligned::<u64>(offset, "write", self.rights.write)?;
         // SAFETY: mapped writable, aligned (`aligned`), and only ever used as an atomic here (D1, D3).
@@ -150,19 +158,20 @@ impl DmaMemory {
 
 impl Drop for DmaMemory {
     fn drop(&mut self) {
-        // SAFETY: `base` and `len` are what mmap gave, and nothing refers into it (D1, D3).
+        // SAFETY: `base` and `len` are from mmap, and nothing refers into the mapping (D1, D3).
         let unmapped = unsafe { rustix::mm::munmap(self.base.as_ptr().cast(), self.len) };
         debug_assert!(unmapped.is_ok(), "munmap of our own mapping failed: {unmapped:?}");
     }
 }
 
-/// Copies bytes that another process may be reading and writing: in Rust that would be a data race, in assembly it is what the CPU makes of it.
+/// Copies bytes that another process may read and write meanwhile: a data race in Rust, but not in assembly, where
+/// the CPU defines the result.
 ///
 /// # Safety
 /// Both sides are mapped for `len` bytes, `to` writable and not otherwise referred to.
 #[cfg(target_arch = "x86_64")]
 unsafe fn copy(from: *const u8, to: *mut u8, len: usize) {
-    // SAFETY: the caller vouches for both sides (D1); the direction flag is clear by the ABI.
+    // SAFETY: the caller guarantees both sides (D1); the direction flag is clear by the ABI.
     unsafe {
         std::arch::asm!(
             "rep movsb",
@@ -174,38 +183,38 @@ unsafe fn copy(from: *const u8, to: *mut u8, len: usize) {
     }
 }
 
-/// The same elsewhere: byte by byte, volatile.
+/// Copies on other architectures: byte by byte, volatile.
 ///
 /// # Safety
 /// As above.
 #[cfg(not(target_arch = "x86_64"))]
 unsafe fn copy(from: *const u8, to: *mut u8, len: usize) {
     for at in 0..len {
-        // SAFETY: below `len`, by the caller's word (D1).
+        // SAFETY: below `len`, as the caller guarantees (D1).
         let byte = unsafe { from.add(at).read_volatile() };
         // SAFETY: as above (D1, D3).
         unsafe { to.add(at).write_volatile(byte) };
     }
 }
 
-/// All that a device may reach: the client's memory by the addresses that the device sees.
+/// All memory that a device may reach: the client's windows at the device's addresses.
 #[derive(Debug, Default)]
 pub struct Dma {
     windows: Vec<(u64, DmaMemory)>,
 }
 
 impl Dma {
-    /// The client gives `memory` at `at`.
+    /// Maps `memory` at address `at`.
     pub fn map(&mut self, at: u64, memory: DmaMemory) {
         self.windows.push((at, memory));
     }
 
-    /// The client takes back what it gave at `at`.
+    /// Unmaps the window that begins at `at`.
     pub fn unmap(&mut self, at: u64) {
         self.windows.retain(|&(start, _)| start != at);
     }
 
-    /// Whether there is nothing.
+    /// Returns whether no window is mapped.
     pub fn is_empty(&self) -> bool {
         self.windows.is_empty()
     }
@@ -219,37 +228,37 @@ impl Dma {
         found.ok_or(DmaFault { at, len, verb })
     }
 
-    /// Copies bytes from address `at` on.
+    /// Copies the bytes from address `at` on to `into`.
     pub fn load(&self, at: u64, into: &mut [u8]) -> Result<(), DmaFault> {
         let (memory, offset) = self.find(at, into.len(), "read")?;
         memory.load(offset, into).map_err(|fault| DmaFault { at, ..fault })
     }
 
-    /// Copies bytes to address `at` and on. Nobody may count on the order in which they arrive.
+    /// Copies `bytes` to address `at` and on. The order in which they become visible is undefined.
     pub fn store(&self, at: u64, bytes: &[u8]) -> Result<(), DmaFault> {
         let (memory, offset) = self.find(at, bytes.len(), "write")?;
         memory.store(offset, bytes).map_err(|fault| DmaFault { at, ..fault })
     }
 
-    /// Loads 16 bits at a multiple of two; what is loaded after them is not older.
+    /// Loads 16 bits at a multiple of two. Later loads return data at least as new.
     pub fn load_half(&self, at: u64) -> Result<u16, DmaFault> {
         let (memory, offset) = self.find(at, 2, "read")?;
         memory.load_half(offset).map_err(|fault| DmaFault { at, ..fault })
     }
 
-    /// Stores 16 bits at a multiple of two, after everything that was stored before.
+    /// Stores 16 bits at a multiple of two, after all earlier stores.
     pub fn store_half(&self, at: u64, value: u16) -> Result<(), DmaFault> {
         let (memory, offset) = self.find(at, 2, "write")?;
         memory.store_half(offset, value).map_err(|fault| DmaFault { at, ..fault })
     }
 
-    /// Loads an aligned 64-bit word; what is loaded after it is not older.
+    /// Loads an aligned 64-bit word. Later loads return data at least as new.
     pub fn load_word(&self, at: u64) -> Result<u64, DmaFault> {
         let (memory, offset) = self.find(at, 8, "read")?;
         memory.load_word(offset).map_err(|fault| DmaFault { at, ..fault })
     }
 
-    /// Stores an aligned 64-bit word, after everything that was stored before.
+    /// Stores an aligned 64-bit word, after all earlier stores.
     pub fn store_word(&self, at: u64, value: u64) -> Result<(), DmaFault> {
         let (memory, offset) = self.find(at, 8, "write")?;
         memory.store_word(offset, value).map_err(|fault| DmaFault { at, ..fault })

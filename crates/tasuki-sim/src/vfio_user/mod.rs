@@ -1,13 +1,15 @@
 //! Serves a device to a driver in another process, by the vfio-user protocol.
 //!
-//! [`Server`] never waits: whoever drives it polls its descriptor, or turns it in a loop beside the device's own work, and each
-//! [`turn`](Server::turn) does what there is to do. One client at a time; others wait until it is gone. The device stays as it
-//! is then, without the client's memory and interrupts.
+//! [`Server`] never blocks: its owner polls the server's descriptor, or calls [`turn`](Server::turn) in a loop
+//! beside the device's own work. Each turn does the work that is there. The server has one client at a time; others
+//! wait until that client is gone. The device then keeps its state, but loses the client's memory and interrupts.
 //!
-//! The client is not trusted: what makes no sense is refused, and what makes the rest of the stream senseless ends its connection.
+//! The client is not trusted: the server refuses a command that makes no sense, and closes the connection if the
+//! rest of the stream can no longer be parsed.
 //!
-//! A driver that comes over `tasuki_net`'s client does what a kernel does for it: it sets the MSI-X enable bit in the configuration
-//! space and writes 0 to the vector control of each vector that it uses, in the BAR that the capability names.
+//! A driver on `tasuki_net`'s vfio-user client does two jobs of a kernel: it sets the MSI-X enable bit in the
+//! configuration space, and writes 0 to the vector control of each vector it uses, in the BAR that the capability
+//! names.
 
 mod memory;
 mod wire;
@@ -31,98 +33,100 @@ use wire::{Ask, FDS_MAX, HEADER, Header, MESSAGE_MAX, TRANSFER_MAX};
 
 /// Regions of a PCI device, as `<linux/vfio.h>` numbers them: BARs 0 to 5, the expansion ROM, the configuration space, VGA.
 pub const REGIONS: u32 = 9;
-/// The configuration space among them.
+/// Index of the configuration space.
 pub const CONFIG: u32 = 7;
-/// Kinds of interrupts: INTx, MSI, MSI-X, errors, requests to let go.
+/// Number of interrupt kinds: INTx, MSI, MSI-X, errors, requests to release the device.
 pub const IRQS: u32 = 5;
-/// INTx among them.
+/// Index of INTx.
 pub const INTX: u32 = 0;
-/// MSI-X among them.
+/// Index of MSI-X.
 pub const MSIX: u32 = 2;
 
-/// Most windows of memory that a client may give a device.
+/// Most memory windows that a client may map for a device.
 const WINDOWS_MAX: usize = 64;
-/// Commands in a turn, so that the device gets its turn as well.
+/// Most commands per turn, so that the device gets its turn as well.
 const TURN_MAX: u32 = 256;
 
 /// A region of a device.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct Region<'a> {
-    /// Bytes. None: there is no such region.
+    /// Length in bytes; 0 if the region does not exist.
     pub len: u64,
-    /// The memory that it is, if a client may map it.
+    /// Memory behind the region, if a client may map it.
     pub memory: Option<BorrowedFd<'a>>,
-    /// The parts that a client may map, as offsets and lengths in whole pages. None: all of it.
+    /// Parts that a client may map, as offset and length in whole pages. Empty: all of the region.
     pub areas: &'a [(u64, u64)],
 }
 
-/// Registers that a client may write by storing them to shared memory, of four bytes each. The device looks there by itself.
+/// Registers of four bytes that a client may write by storing to shared memory, which the device polls.
 #[derive(Debug, Clone, Copy)]
 pub struct Doorbells<'a> {
-    /// The memory: a sealed memfd of small pages.
+    /// The shared memory: a sealed memfd of small pages.
     pub memory: BorrowedFd<'a>,
-    /// Offsets of the registers in their region, and of where they are stored in the memory.
+    /// For each register, its offset in the region and the offset of its word in the memory.
     pub places: &'a [(u64, u64)],
 }
 
-/// What is served. Accesses lie inside of their region; a device has no way to refuse one, as on a real bus.
+/// A device to serve. Accesses lie inside their region; a device cannot refuse one, as on a real bus.
 pub trait Device {
-    /// What region `index` is like.
+    /// Returns the properties of region `index`.
     fn region(&self, index: u32) -> Region<'_>;
 
-    /// What of region `index` can be written without a message.
+    /// Returns the registers of region `index` that a client can write without a message.
     ///
-    /// Before each message the device looks there, so that what was stored before is done before; and after it, it has stored what the
-    /// registers hold then. A client stores there only once everything that it sent before was answered.
+    /// Before each message the device reads the doorbells, so that earlier stores take effect first. After the
+    /// message it stores the registers' new values there. A client stores to a doorbell only once all its messages
+    /// are answered.
     ///
-    /// Whenever it is asked for, the memory is another: who has an older one rings in vain.
+    /// Each call returns new memory: stores to older memory have no effect.
     fn doorbells(&mut self, _index: u32) -> Option<Doorbells<'_>> {
         None
     }
 
-    /// The client is gone: what is stored at its doorbells means nothing any more.
+    /// Drops the doorbells: the client is gone, and stores to its memory no longer count.
     fn forget_doorbells(&mut self) {}
 
-    /// How many vectors kind `index` of interrupt has.
+    /// Returns the number of vectors of interrupt kind `index`.
     fn vectors(&self, index: u32) -> u32;
 
-    /// The driver reads.
+    /// Reads for the driver.
     fn read(&mut self, region: u32, offset: u64, into: &mut [u8]);
 
-    /// The driver writes.
+    /// Writes for the driver.
     fn write(&mut self, region: u32, offset: u64, bytes: &[u8]);
 
-    /// The device can reach `memory` at `at` from now on. It overlaps nothing that was given before.
+    /// Maps `memory` at bus address `at`. It overlaps no earlier mapping.
     fn dma_map(&mut self, at: u64, memory: DmaMemory);
 
-    /// The device can reach it no longer, and has finished what it did there.
+    /// Unmaps the memory at `at`. On return the device has finished all accesses to it.
     fn dma_unmap(&mut self, at: u64);
 
-    /// From now on, vector `vector` of kind `index` rings `eventfd`, or nothing.
+    /// Makes vector `vector` of kind `index` ring `eventfd` from now on, or nothing.
     fn set_irq(&mut self, index: u32, vector: u32, eventfd: Option<OwnedFd>);
 
-    /// The device is as it was when it was switched on.
+    /// Returns the device to its power-on state.
     fn reset(&mut self);
 }
 
-/// What a turn has come to.
+/// Result of a turn.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Turn {
-    /// Nothing is left to do until the descriptor is readable.
+    /// No work is left until the descriptor is readable.
     Idle,
-    /// There is more to do.
+    /// More work is left.
     Busy,
-    /// The client is gone: it closed the connection, or broke a rule without which nothing can be understood.
+    /// The client is gone: it closed the connection, or broke a rule (the breach) after which its stream cannot be
+    /// parsed.
     Gone(Option<Breach>),
-    /// The client is gone, and no other can come.
+    /// The client is gone, and no other can connect.
     Over,
 }
 
-/// Serves one device.
+/// A vfio-user server for one device.
 #[derive(Debug)]
 pub struct Server {
     listener: Option<OwnedFd>,
-    /// Where it listens, if that is for it to remove.
+    /// Path of the listening socket, if the server has to remove it.
     path: Option<PathBuf>,
     client: Option<Client>,
     poll: OwnedFd,
@@ -137,14 +141,15 @@ impl Drop for Server {
 }
 
 impl AsFd for Server {
-    /// Readable when a turn has something to do.
+    /// Returns a descriptor that is readable when a turn has work to do.
     fn as_fd(&self) -> BorrowedFd<'_> {
         self.poll.as_fd()
     }
 }
 
 impl Server {
-    /// Serves whoever connects to `path`, one after the other. There must be nothing at `path`; the socket is removed in the end.
+    /// Serves the clients that connect to `path`, one after the other. `path` must not exist; dropping the server
+    /// removes the socket.
     pub fn bind(path: &Path) -> io::Result<Self> {
         let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
         let listener = rustix::net::socket_with(AddressFamily::UNIX, SocketType::STREAM, flags, None)?;
@@ -155,7 +160,7 @@ impl Server {
         Ok(server)
     }
 
-    /// Serves whoever connects to this listening socket, one after the other.
+    /// Serves the clients that connect to this listening socket, one after the other.
     pub fn on(listener: OwnedFd) -> io::Result<Self> {
         rustix::io::ioctl_fionbio(&listener, true)?;
         let poll = new_poll()?;
@@ -163,24 +168,24 @@ impl Server {
         Ok(Server { listener: Some(listener), path: None, client: None, poll })
     }
 
-    /// Serves the client at the other end of `connection`, and nobody after it.
+    /// Serves the client at the other end of `connection`, and none after it.
     pub fn over(connection: OwnedFd) -> io::Result<Self> {
         let poll = new_poll()?;
         let client = Client::new(connection, &poll)?;
         Ok(Server { listener: None, path: None, client: Some(client), poll })
     }
 
-    /// Whether another client can come when one is gone.
+    /// Returns whether another client can connect when one is gone.
     pub fn listens(&self) -> bool {
         self.listener.is_some()
     }
 
-    /// Whether a client is there.
+    /// Returns whether a client is connected.
     pub fn has_client(&self) -> bool {
         self.client.is_some()
     }
 
-    /// Does what there is to do, up to a bound, and waits for nothing.
+    /// Does the work that is there, up to a bound, without blocking.
     pub fn turn(&mut self, device: &mut impl Device) -> io::Result<Turn> {
         let Some(client) = &mut self.client else {
             let Some(listener) = &self.listener else { return Ok(Turn::Over) };
@@ -188,7 +193,7 @@ impl Server {
                 Err(Errno::AGAIN | Errno::INTR | Errno::CONNABORTED) => Ok(Turn::Idle),
                 connection => {
                     let client = Client::new(connection?, &self.poll)?;
-                    // Whoever comes next waits in the queue.
+                    // The next client waits in the listener's queue.
                     epoll::delete(&self.poll, listener)?;
                     self.client = Some(client);
                     Ok(Turn::Busy)
@@ -200,7 +205,7 @@ impl Server {
             Err(end) => end,
         };
         client.forget(device);
-        // Closing would do, were nobody else holding the same socket.
+        // Closing alone does not remove it if another process holds the same socket.
         epoll::delete(&self.poll, &client.socket)?;
         self.client = None;
         match &self.listener {
@@ -223,7 +228,7 @@ fn watch(poll: &OwnedFd, fd: BorrowedFd<'_>, flags: epoll::EventFlags) -> io::Re
     Ok(epoll::add(poll, fd, epoll::EventData::new_u64(0), flags)?)
 }
 
-/// Why a connection ends.
+/// Reason for the end of a connection.
 #[derive(Debug, PartialEq, Eq)]
 enum End {
     Closed,
@@ -236,7 +241,7 @@ impl From<Breach> for End {
     }
 }
 
-/// A socket that fails has nobody at its other end.
+/// A socket error means that the peer is gone.
 impl From<Errno> for End {
     fn from(_: Errno) -> Self {
         End::Closed
@@ -246,12 +251,12 @@ impl From<Errno> for End {
 #[derive(Debug)]
 struct Client {
     socket: OwnedFd,
-    /// Bytes that came and were not understood yet: `inbox[..have]`.
+    /// Bytes received and not parsed yet: `inbox[..have]`.
     inbox: Box<[u8]>,
     have: usize,
-    /// Descriptors that came with them, each with the end of the bytes that it came with.
+    /// Descriptors received with them, each with the end of the bytes that it arrived with.
     fds: VecDeque<(usize, OwnedFd)>,
-    /// An answer, and how much of it was sent. Nothing else is done before it is gone.
+    /// A reply, and how many of its bytes are sent. The server handles no other message until all are.
     reply: Vec<u8>,
     sent: usize,
     met: bool,
@@ -290,7 +295,8 @@ impl Client {
                 let fds = self.fds_until(at + header.size)?;
                 blocked = !self.serve(device, header, at, fds)?;
                 at += header.size;
-                // While an answer is on its way the device goes on: a client that asks and asks again is to see that.
+                // After a message that has a reply, the device gets its turn, so that it makes progress even if a
+                // client keeps asking.
                 left = if header.posted { left - 1 } else { 0 };
             }
             self.consume(at);
@@ -311,7 +317,7 @@ impl Client {
         Ok(epoll::modify(poll, &self.socket, epoll::EventData::new_u64(0), flags)?)
     }
 
-    /// The header of the message at `at`, if all of it is there.
+    /// Returns the header of the message at `at`, if all of the message is there.
     fn message(&self, at: usize) -> Result<Option<Header>, Breach> {
         let there = &self.inbox[at..self.have];
         let Some(header) = there.first_chunk::<HEADER>() else { return Ok(None) };
@@ -322,8 +328,8 @@ impl Client {
         Ok((header.size <= there.len()).then_some(header))
     }
 
-    /// The descriptors of the message that ends at `end`. The kernel hands out descriptors with the first bytes that they were sent
-    /// with and stops there, so what they came with ends inside of their message.
+    /// Returns the descriptors of the message that ends at `end`. The kernel delivers descriptors with the first
+    /// bytes that they were sent with, and stops there, so the bytes that they arrive with end inside their message.
     fn fds_until(&mut self, end: usize) -> Result<Vec<OwnedFd>, Breach> {
         let count = self.fds.iter().take_while(|(came, _)| *came <= end).count();
         if count > FDS_MAX {
@@ -332,14 +338,14 @@ impl Client {
         Ok(self.fds.drain(..count).map(|(_, fd)| fd).collect())
     }
 
-    /// The first `len` bytes are done with.
+    /// Removes the first `len` bytes of the inbox.
     fn consume(&mut self, len: usize) {
         self.inbox.copy_within(len..self.have, 0);
         self.have -= len;
         self.fds.iter_mut().for_each(|(came, _)| *came -= len);
     }
 
-    /// Receives what there is; says whether that was something.
+    /// Receives the bytes that are there; returns whether there were any.
     fn receive(&mut self) -> Result<bool, End> {
         let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(FDS_MAX))];
         let mut control = RecvAncillaryBuffer::new(&mut space);
@@ -364,7 +370,7 @@ impl Client {
         }
     }
 
-    /// Sends what is left of the answer; says whether all of it is gone.
+    /// Sends the rest of the reply; returns whether all of it is sent.
     fn flush(&mut self, fd: Option<BorrowedFd<'_>>) -> Result<bool, End> {
         let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
         let fds = fd.as_slice();
@@ -386,7 +392,7 @@ impl Client {
         Ok(true)
     }
 
-    /// Does what one message asks, and answers; says whether all of the answer is gone.
+    /// Handles one message and replies; returns whether all of the reply is sent.
     fn serve(&mut self, device: &mut impl Device, header: Header, at: usize, fds: Vec<OwnedFd>) -> Result<bool, End> {
         let body = at + HEADER..at + header.size;
         header.answer(&mut self.reply, None);
@@ -413,8 +419,8 @@ impl Client {
             return Ok(true);
         }
         wire::finish(&mut self.reply);
-        // A descriptor goes with the first byte. An answer that has one is short, and only a client that does not read its answers
-        // has no room for it.
+        // A descriptor goes with the first byte. A reply with a descriptor is short; only a client that does not
+        // read its replies has no room for it.
         self.flush(memory).and_then(|sent| if !sent && memory.is_some() { Err(End::Closed) } else { Ok(sent) })
     }
 
@@ -428,7 +434,7 @@ impl Client {
     }
 }
 
-/// Does what is asked and puts the body of the answer into `reply`; gives the descriptor that goes with it.
+/// Handles a command and appends the body of the reply to `reply`. Returns the descriptor to send with it.
 fn perform<'a>(
     device: &'a mut impl Device,
     ask: Ask<'_>,
@@ -460,12 +466,12 @@ fn perform<'a>(
             reply.extend(at.to_ne_bytes());
             reply.extend(len.to_ne_bytes());
         }
-        // It is PCI and can be reset.
+        // Flags: PCI, can be reset.
         Ask::Info => reply_words(reply, &[16, 3, REGIONS, IRQS]),
         Ask::RegionInfo { index, room } => return region_info(device, index, room, reply),
         Ask::RegionIoFds { index, room } => return region_io_fds(device, index, room, reply),
         Ask::IrqInfo { index } if index < IRQS => {
-            // By eventfd, and not to be resized.
+            // Flags: by eventfd, cannot be resized.
             reply_words(reply, &[16, 1 | 8, index, device.vectors(index)]);
         }
         Ask::IrqInfo { .. } => return Err(Errno::INVAL),
@@ -497,7 +503,8 @@ fn perform<'a>(
     Ok(None)
 }
 
-/// Whether the device can ring it: a full pipe, say, would have the device wait for its client.
+/// Returns whether `fd` is an eventfd. On another descriptor, a full pipe for example, the device would block until
+/// its client reads.
 fn is_eventfd(fd: &OwnedFd) -> bool {
     let name = rustix::fs::readlink(format!("/proc/self/fd/{}", fd.as_raw_fd()), Vec::new());
     name.is_ok_and(|name| name.as_bytes().starts_with(b"anon_inode:[eventfd"))
@@ -512,7 +519,7 @@ fn reply_access(reply: &mut Vec<u8>, region: u32, offset: u64, count: u32) {
     reply_words(reply, &[region, count]);
 }
 
-/// Whether `len` bytes at `offset` lie in a region, and are no more than we said that we take.
+/// Checks that `len` bytes at `offset` lie in a region and do not exceed the announced limit.
 fn inside(device: &impl Device, region: u32, offset: u64, len: usize) -> Result<(), Errno> {
     let limit = if region < REGIONS { device.region(region).len } else { 0 };
     let fits = offset.checked_add(len as u64).is_some_and(|end| end <= limit);
@@ -549,7 +556,7 @@ fn region_info<'a>(
         return Err(Errno::INVAL);
     }
     let Region { len, memory, areas } = device.region(index);
-    // Readable and writable; mappable; with a list of areas.
+    // Flags: readable and writable (3), mappable (4), with a list of areas (8).
     let mut flags = if len > 0 { 3 } else { 0 };
     let mut argsz = 32;
     if memory.is_some() {
@@ -563,7 +570,7 @@ fn region_info<'a>(
     reply.extend(len.to_ne_bytes());
     reply.extend(0_u64.to_ne_bytes());
     if listed {
-        // The capability 1 (sparse mmap), version 1, is the only one.
+        // The only capability: 1 (sparse mmap), version 1.
         reply_words(reply, &[1 | 1 << 16, 0, u32::try_from(areas.len()).map_err(|_| Errno::OVERFLOW)?, 0]);
         areas.iter().for_each(|(start, len)| {
             reply.extend(start.to_ne_bytes());
@@ -573,8 +580,8 @@ fn region_info<'a>(
     Ok(memory.filter(|_| listed || argsz == 32))
 }
 
-/// The doorbells of a region, as what libvfio-user calls shadow ioeventfds: `vfio_user_sub_region_ioeventfd` of its vfio-user.h. There is
-/// no eventfd, since the device looks at the memory by itself.
+/// Returns the doorbells of a region, which libvfio-user calls shadow ioeventfds: `vfio_user_sub_region_ioeventfd`
+/// in its vfio-user.h. There is no eventfd, since the device polls the memory.
 fn region_io_fds<'a>(
     device: &'a mut impl Device,
     index: u32,
@@ -598,7 +605,7 @@ fn region_io_fds<'a>(
     for (offset, place) in places {
         reply.extend(offset.to_ne_bytes());
         reply.extend(4_u64.to_ne_bytes());
-        // The memory is the first descriptor of the answer.
+        // The memory is the first descriptor of the reply.
         reply_words(reply, &[NO_EVENTFD, SHADOW, 0, 0]);
         reply.extend(place.to_ne_bytes());
         reply.extend(0_u64.to_ne_bytes());

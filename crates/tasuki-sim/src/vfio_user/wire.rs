@@ -1,37 +1,37 @@
-//! What messages look like, as a server sees them: the vfio-user protocol, version 0.1 (QEMU's docs/interop/vfio-user.rst). Nothing
-//! here comes from the client that the drivers use: one mistake in both would go unnoticed.
+//! Messages as a server sees them: the vfio-user protocol, version 0.1 (QEMU's docs/interop/vfio-user.rst). This
+//! module shares nothing with the client of the drivers: the same mistake in both would go unnoticed.
 
 use rustix::io::Errno;
 use serde_json::Value;
 
-/// Bytes of the header.
+/// Bytes of a message's header.
 pub const HEADER: usize = 16;
-/// Bytes of a region that we take or give in one message.
+/// Most bytes of a region read or written by one message.
 pub const TRANSFER_MAX: usize = 64 << 10;
-/// The largest message that makes sense.
+/// Bytes of the largest valid message.
 pub const MESSAGE_MAX: usize = HEADER + 16 + TRANSFER_MAX;
-/// Most descriptors that we take in a message.
+/// Most descriptors that the server accepts with a message.
 pub const FDS_MAX: usize = 16;
-/// What is said of us to a client.
+/// The server's capabilities, as it sends them to a client.
 pub const CAPABILITIES: &[u8] =
     b"{\"capabilities\":{\"max_msg_fds\":16,\"max_data_xfer_size\":65536,\"max_dma_maps\":64,\"region_io_fds\":true}}\0";
 
-/// A rule without which the rest of the stream makes no sense either.
+/// A broken rule after which the rest of the stream cannot be parsed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 pub enum Breach {
-    /// A message cannot have that size.
+    /// No message has this size.
     #[error("the client announced a message of {0} bytes")]
     Size(u32),
-    /// A client only asks.
+    /// The message is not a command: clients send only commands.
     #[error("the client sent a message with the flags {0:#x}, which is no command")]
     NoCommand(u32),
-    /// The version comes first.
+    /// The client did not begin with its version.
     #[error("the client began with command {0} and not with its version")]
     NoVersion(u16),
-    /// It speaks another protocol, or nonsense.
+    /// The client's version is malformed, or of another protocol.
     #[error("the client's version makes no sense, or is not 0.x")]
     BadVersion,
-    /// More descriptors than we take.
+    /// The message has more descriptors than the server accepts.
     #[error("the client sent more than {FDS_MAX} descriptors with a message")]
     Descriptors,
 }
@@ -39,18 +39,18 @@ pub enum Breach {
 /// The header of a command.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Header {
-    /// The client's number for it.
+    /// The client's number for the command.
     pub id: u16,
-    /// What is asked.
+    /// Number of the command.
     pub command: u16,
-    /// Bytes of the message, with the header.
+    /// Bytes of the message, header included.
     pub size: usize,
-    /// Whether the client wants no answer.
+    /// Whether the client wants no reply.
     pub posted: bool,
 }
 
 impl Header {
-    /// Understands a header.
+    /// Parses a header.
     pub fn parse(bytes: &[u8; HEADER]) -> Result<Self, Breach> {
         let mut fields = Fields(bytes);
         let mut short = || fields.u16().unwrap_or_default();
@@ -65,7 +65,7 @@ impl Header {
         }
     }
 
-    /// Begins an answer to it in `reply`, which [`finish`] ends.
+    /// Begins a reply to the command in `reply`; [`finish`] completes it.
     pub fn answer(&self, reply: &mut Vec<u8>, error: Option<Errno>) {
         let (flags, errno) = match error {
             None => (1_u32, 0),
@@ -80,13 +80,13 @@ impl Header {
     }
 }
 
-/// Fills in how long an answer has become.
+/// Sets a reply's size field.
 pub fn finish(reply: &mut [u8]) {
     let size = u32::try_from(reply.len()).expect("an answer is at most a transfer and its headers");
     reply[4..8].copy_from_slice(&size.to_ne_bytes());
 }
 
-/// Takes numbers off the front of a message.
+/// Takes numbers from the front of a message.
 #[derive(Debug)]
 pub struct Fields<'a>(pub &'a [u8]);
 
@@ -110,7 +110,7 @@ impl Fields<'_> {
     }
 }
 
-/// What is asked of the device, once the versions are agreed on.
+/// A command to the device, after version negotiation.
 #[derive(Debug, PartialEq, Eq)]
 pub enum Ask<'a> {
     DmaMap {
@@ -136,7 +136,7 @@ pub enum Ask<'a> {
     IrqInfo {
         index: u32,
     },
-    /// Every vector from `start` on gets its own descriptor, or loses it.
+    /// Sets (`eventfds`) or removes the eventfds of `count` vectors from `start` on.
     SetIrqs {
         index: u32,
         start: u32,
@@ -157,7 +157,7 @@ pub enum Ask<'a> {
 }
 
 impl<'a> Ask<'a> {
-    /// Understands the body of a command.
+    /// Parses the body of a command.
     pub fn parse(command: u16, body: &'a [u8]) -> Result<Self, Errno> {
         let known = matches!(command, 2..=10 | 13);
         if !known {
@@ -204,7 +204,7 @@ impl<'a> Ask<'a> {
                 let (index, start, count) = (body.u32()?, body.u32()?, body.u32()?);
                 let eventfds = match flags {
                     0x24 if count > 0 => true,
-                    // Nothing, from the first vector on: they all lose theirs.
+                    // No vectors, from the first on: all vectors lose their eventfds.
                     0x21 if count == 0 && start == 0 => false,
                     _ => return None,
                 };
@@ -223,7 +223,7 @@ impl<'a> Ask<'a> {
     }
 }
 
-/// Understands a client's version: gives the minor version that we speak with it.
+/// Parses a client's version; returns the minor version to use.
 pub fn parse_version(body: &[u8]) -> Result<u16, Breach> {
     let mut fields = Fields(body);
     let (Some(0), Some(minor)) = (fields.u16(), fields.u16()) else { return Err(Breach::BadVersion) };

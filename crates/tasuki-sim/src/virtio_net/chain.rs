@@ -19,29 +19,29 @@ struct Part {
 /// The buffers of a chain.
 #[derive(Debug, Default)]
 pub struct Chain {
-    /// Those that the device reads, then those that it writes.
+    /// First the buffers that the device reads, then those that it writes.
     parts: Vec<Part>,
-    /// How many it reads.
+    /// Number of buffers that the device reads.
     readable: usize,
-    /// Bytes that it may read, and write.
+    /// Bytes that the device may read, and bytes that it may write.
     pub readable_len: u64,
     pub writable_len: u64,
 }
 
 impl Chain {
-    /// Reads the chain from descriptor `head` on, which lies inside of the queue.
+    /// Reads the chain that begins with descriptor `head`, an index inside the queue.
     #[inline]
     pub fn read(&mut self, queue: &Queue, head: u16, host: &mut impl Host) -> Result<(), Trouble> {
         self.parts.clear();
         (self.readable, self.readable_len, self.writable_len) = (0, 0, 0);
         let mut index = head;
-        // Descriptors that are read: two at a time, since a chain mostly goes on with the next one.
+        // Read two descriptors at a time, since a chain mostly continues with the next one.
         let mut bytes = [0; 2 * DESCRIPTOR_LEN];
         let mut have = None;
         loop {
             let trouble = |value: u64| Trouble { class: Class::BadDescriptor, place: index.into(), value };
             if self.parts.len() == usize::from(queue.size) {
-                // A loop, or longer than the queue.
+                // The chain loops, or is longer than the queue.
                 return Err(trouble(self.parts.len() as u64));
             }
             if have != Some(index) {
@@ -56,14 +56,14 @@ impl Chain {
             let [at, rest, ..] = bytes.as_chunks::<8>().0 else { unreachable!("32 bytes") };
             let (at, rest) = (u64::from_le_bytes(*at), u64::from_le_bytes(*rest));
             let (len, flags, next) = (rest as u32, (rest >> 32) as u16, (rest >> 48) as u16);
-            // Tables of descriptors are not offered.
+            // Indirect descriptors are not offered.
             if flags & INDIRECT != 0 {
                 return Err(trouble(rest));
             }
             if flags & WRITE != 0 {
                 self.writable_len += u64::from(len);
             } else if self.readable < self.parts.len() {
-                // What is read comes before what is written (§2.7.4.2).
+                // Readable buffers come before writable ones (§2.7.4.2).
                 return Err(trouble(rest));
             } else {
                 self.readable_len += u64::from(len);
@@ -80,7 +80,7 @@ impl Chain {
         }
     }
 
-    /// Reads all that the device may read into the first bytes of `into`, where there is room for it.
+    /// Reads all readable buffers into the first bytes of `into`, which must have room.
     #[inline]
     pub fn gather(&self, into: &mut [u8], host: &mut impl Host) -> Result<(), Unmapped> {
         let mut done = 0;
@@ -92,7 +92,7 @@ impl Chain {
         Ok(())
     }
 
-    /// Writes `pieces`, one after the other, to what the device may write, as far as there is room.
+    /// Writes `pieces`, one after the other, to the writable buffers, as far as they have room.
     #[inline]
     pub fn scatter(&self, pieces: [&[u8]; 2], host: &mut impl Host) -> Result<(), Unmapped> {
         let mut parts = self.parts[self.readable..].iter();

@@ -4,7 +4,7 @@ use super::queue::{Queue, SIZE_MAX};
 use super::{Device, VECTORS, feature, pci, steer};
 use crate::journal::Class;
 
-/// No interrupt, in a vector register.
+/// Value of a vector register for no interrupt.
 pub const NO_VECTOR: u16 = 0xffff;
 
 /// Device status bits, §2.1.
@@ -36,7 +36,7 @@ const QUEUE_DRIVER: u32 = 0x28;
 const QUEUE_DEVICE: u32 = 0x30;
 const QUEUE_RESET: u32 = 0x3a;
 
-/// Where fields are, and their bytes: those of eight count as two of four.
+/// Offset and width in bytes of each field; a field of eight bytes counts as two of four.
 const FIELDS: [(u32, u8); 20] = [
     (DEVICE_FEATURE_SELECT, 4),
     (DEVICE_FEATURE, 4),
@@ -60,7 +60,7 @@ const FIELDS: [(u32, u8); 20] = [
     (QUEUE_RESET, 2),
 ];
 
-/// The same of the network device's own configuration, and the features of which one must be offered for the field to be there.
+/// The same for the network device's own configuration, with features: the field exists if one of them is offered.
 const OWN_FIELDS: [(u32, u8, u64); 14] = [
     (0, 1, feature::MAC),
     (1, 1, feature::MAC),
@@ -78,7 +78,7 @@ const OWN_FIELDS: [(u32, u8, u64); 14] = [
     (20, 4, feature::RSS),
 ];
 
-/// In the network device's status: the link is up.
+/// Bit of the network device's status: the link is up.
 const LINK_UP: u16 = 1;
 const FULL_DUPLEX: u8 = 1;
 
@@ -90,7 +90,7 @@ pub struct Common {
     pub driver_features: u64,
     pub config_vector: u16,
     pub generation: u8,
-    /// The device's own configuration has changed since it was read.
+    /// The device's own configuration changed since it was read.
     pub stale: bool,
     queue_select: u16,
 }
@@ -110,12 +110,12 @@ impl Default for Common {
     }
 }
 
-/// Half `select` of features; none beyond.
+/// Returns 32-bit half `select` of the features; 0 beyond the second.
 fn half(features: u64, select: u32) -> u32 {
     if select < 2 { (features >> (32 * select)) as u32 } else { 0 }
 }
 
-/// A vector as it is taken: one that is not there is none.
+/// Returns the vector as the device accepts it: NO_VECTOR for one that does not exist.
 fn vector(value: u32) -> u16 {
     if value < VECTORS as u32 { value as u16 } else { NO_VECTOR }
 }
@@ -132,7 +132,7 @@ impl Device {
         }
         match offset {
             offset if offset - pci::COMMON < pci::COMMON_LEN => self.read_common(offset - pci::COMMON, width),
-            // Reading takes the causes, and the interrupt with them.
+            // A read clears the causes, and the interrupt with them.
             pci::ISR => std::mem::take(&mut self.isr).into(),
             pci::DEVICE.. if offset - pci::DEVICE < pci::DEVICE_LEN => self.read_own(offset - pci::DEVICE, width),
             _ => {
@@ -189,7 +189,7 @@ impl Device {
 
     fn queue_field(&mut self, at: u32) -> u32 {
         let select = self.common.queue_select;
-        // What is not there has no size (§4.1.4.3.1), and nothing else.
+        // A queue that does not exist has size 0 (§4.1.4.3.1), and all other fields read 0, too.
         let Some(place) = self.queue_of(select) else { return 0 };
         let queue = &self.queues[place];
         match at {
@@ -251,7 +251,8 @@ impl Device {
     fn write_status(&mut self, value: u8) {
         let before = self.common.status;
         if value == 0 {
-            // Until it is done the status is what it was: of one that was 0 nobody could tell.
+            // Until the reset ends, the status keeps its value. If it is 0 already, the end could not be seen, so
+            // the reset takes no time.
             let lasts = if before == 0 { 0 } else { self.options.reset_ns };
             if before != 0 {
                 self.journal.note(Class::Reset, self.now, STATUS.into(), before.into());
@@ -259,8 +260,8 @@ impl Device {
             self.reset_until = Some(self.now + lasts);
             return self.pass_time();
         }
-        // What the driver sets one after the other (§3.1.1), each with what must be set before it. Whether the device takes the features
-        // is to be seen before anything is set up.
+        // The bits that a driver sets one after the other (§3.1.1), each with the bits required before it. The
+        // driver must see whether the device accepts the features before it sets up anything.
         let steps = [
             (status::ACKNOWLEDGE, 0),
             (status::DRIVER, status::ACKNOWLEDGE),
@@ -287,7 +288,7 @@ impl Device {
         }
     }
 
-    /// Whether the device takes what the driver has accepted (§2.2).
+    /// Returns whether the device accepts the driver's features (§2.2).
     fn agrees(&mut self) -> bool {
         let features = self.common.driver_features;
         let rests = feature::RESTS_ON.iter().any(|(what, on)| features & what != 0 && features & on == 0);
@@ -339,7 +340,7 @@ impl Device {
         } else if descriptors % 16 != 0 || available % 2 != 0 || used % 4 != 0 || queue.size > SIZE_MAX {
             Class::RingAlignment
         } else {
-            // All queues are set up before DRIVER_OK (§3.1.1), but those that were reset since.
+            // A driver sets up all queues before DRIVER_OK (§3.1.1), except those reset since.
             if state & status::DRIVER_OK != 0 && !queue.was_reset {
                 self.out_of_order(QUEUE_ENABLE, value);
             }
@@ -360,7 +361,7 @@ impl Device {
         self.journal.note(class, self.now, QUEUE_RESET.into(), value.into());
     }
 
-    /// A notification. The card looks by itself, so it only counts them.
+    /// Counts a notification. The card polls its queues anyway.
     fn rung(&mut self, offset: u32, width: u8, value: u32) {
         let place = u64::from(pci::NOTIFY + offset);
         if width != 2 || !offset.is_multiple_of(pci::NOTIFY_STEP) {
@@ -375,7 +376,7 @@ impl Device {
         self.counts.rings += 1;
     }
 
-    /// The network device's own configuration.
+    /// Reads the network device's own configuration.
     fn read_own(&mut self, offset: u32, width: u8) -> u32 {
         let inside = |&&(at, len, _): &&(u32, u8, u64)| at <= offset && offset - at < len.into();
         let field = OWN_FIELDS.iter().find(inside).filter(|(.., feature)| self.options.features & feature != 0);

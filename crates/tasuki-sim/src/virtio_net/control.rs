@@ -1,17 +1,17 @@
-//! The queue for commands (§5.1.6.5).
+//! The control queue (§5.1.6.5).
 
 use super::steer::{Rss, Steering};
 use super::{Device, QUEUES, feature, filter, net};
 use crate::journal::Class;
 use crate::model::Host;
 
-/// Commands in a step.
+/// Most commands per step.
 const COMMANDS: usize = 8;
 
 const OK: u8 = 0;
 const ERR: u8 = 1;
 
-/// Classes and commands.
+/// Classes and their commands.
 const RX: u8 = 0;
 const MAC: u8 = 1;
 const MAC_TABLE_SET: u8 = 0;
@@ -20,7 +20,7 @@ const MQ_VQ_PAIRS_SET: u8 = 0;
 const MQ_RSS_CONFIG: u8 = 1;
 
 impl Device {
-    /// Does what the driver commands; says whether there was something.
+    /// Carries out the driver's commands; returns whether there were any.
     pub(super) fn serve_commands(&mut self, host: &mut impl Host) -> bool {
         let place = QUEUES - 1;
         if !self.queues[place].is_on() {
@@ -69,7 +69,7 @@ impl Device {
         self.queues[QUEUES - 1].finish(has_room.into());
     }
 
-    /// Does one command; nothing if it makes no sense or is not allowed.
+    /// Carries out one command; returns `None` if it is invalid or not allowed.
     fn command(&mut self, bytes: &[u8]) -> Option<()> {
         let ([class, command], data) = bytes.split_first_chunk()?;
         match (*class, *command) {
@@ -82,7 +82,7 @@ impl Device {
             (MQ, MQ_VQ_PAIRS_SET) if self.has(feature::MQ) => {
                 let &[low, high] = data else { return None };
                 let pairs = u16::from_le_bytes([low, high]);
-                // All of them must have been set up before.
+                // The driver must have set up all these queues before.
                 let are_on = self.queues.iter().take(2 * usize::from(pairs)).all(super::Queue::is_on);
                 ((1..=self.pairs()).contains(&pairs) && are_on).then(|| self.steer(Steering::Automatic(pairs)))
             }
@@ -97,11 +97,11 @@ impl Device {
         }
     }
 
-    /// Frames go where this says from now on, also those that wait.
+    /// Changes the steering, for waiting frames too.
     fn steer(&mut self, steering: Steering) {
         self.steering = steering;
         let queues = &self.queues;
-        // In the order of the pairs, so that what waited for one keeps its order.
+        // In the order of the pairs, so that frames that waited for one pair keep their order.
         let waited: Vec<_> = self.waiting.iter_mut().flat_map(|waiting| std::mem::take(waiting).frames).collect();
         for frame in waited {
             let pair = self.steering.pair_of(&frame, |pair| queues[2 * usize::from(pair)].is_on());

@@ -1,26 +1,26 @@
-//! Which frames are let in (§5.1.6.5.1, §5.1.6.5.2).
+//! The receive filter (§5.1.6.5.1, §5.1.6.5.2).
 
-/// Addresses in a table, at most: with more, all of the kind are let in.
+/// Most addresses in a table: with more, the filter accepts all addresses of the kind.
 const TABLE_MAX: usize = 64;
 
 const BROADCAST: u64 = 0xffff_ffff_ffff;
 const GROUP: u64 = 1 << 40;
 
-/// What a switch of the filter is for, in the order of the commands that set them.
+/// Switches of the filter, in the order of the commands that set them.
 const PROMISC: u8 = 0;
 const ALLMULTI: u8 = 1;
 const ALLUNI: u8 = 2;
 const NOMULTI: u8 = 3;
 const NOUNI: u8 = 4;
 const NOBCAST: u8 = 5;
-/// Those that CTRL_RX_EXTRA is needed for, and those that there are.
+/// First switch that requires CTRL_RX_EXTRA, and the number of switches.
 pub const EXTRA: u8 = ALLUNI;
 pub const SWITCHES: u8 = NOBCAST + 1;
 
 #[derive(Debug)]
 pub struct Filter {
     own: u64,
-    /// One bit each.
+    /// One bit per switch.
     switches: u8,
     unicast: Table,
     multicast: Table,
@@ -29,7 +29,7 @@ pub struct Filter {
 #[derive(Debug)]
 enum Table {
     These(Vec<u64>),
-    /// There were too many.
+    /// The driver gave too many addresses.
     All,
 }
 
@@ -49,7 +49,7 @@ impl Table {
     }
 }
 
-/// An Ethernet address as a number.
+/// Returns an Ethernet address as a number.
 #[inline]
 fn address(bytes: &[u8]) -> u64 {
     bytes[..6].iter().fold(0, |number, byte| number << 8 | u64::from(*byte))
@@ -65,7 +65,7 @@ impl Filter {
         self.switches = self.switches & !(1 << which) | u8::from(on) << which;
     }
 
-    /// Takes both tables as a command brings them; nothing if they are not well-formed.
+    /// Sets both tables from a command's data; returns `None` if they are malformed.
     pub fn set_tables(&mut self, bytes: &[u8]) -> Option<()> {
         let (unicast, rest) = table(bytes)?;
         let (multicast, rest) = table(rest)?;
@@ -90,7 +90,7 @@ impl Filter {
     }
 }
 
-/// `struct virtio_net_ctrl_mac`, and what comes after it.
+/// Splits a `struct virtio_net_ctrl_mac` off; returns its addresses and the bytes after it.
 fn table(bytes: &[u8]) -> Option<(&[[u8; 6]], &[u8])> {
     let (count, rest) = bytes.split_first_chunk()?;
     let len = usize::try_from(u32::from_le_bytes(*count)).ok()?.checked_mul(6)?;

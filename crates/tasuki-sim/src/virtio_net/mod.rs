@@ -1,11 +1,13 @@
-//! A virtio network device, as *Virtual I/O Device (VIRTIO) Version 1.2* describes it (the § after each is its section): a state machine
-//! without threads, clocks or memory of its own. Modern, over PCI, with split virtqueues and without offloads.
+//! A virtio network device, as *Virtual I/O Device (VIRTIO) Version 1.2* describes it (§ numbers refer to it): a
+//! state machine without threads, clocks or memory of its own. Modern, over PCI, with split virtqueues and without
+//! offloads.
 //!
-//! Whoever has a [`Device`] gives it register accesses, frames and the time, and lets it step. Only in a step does it reach the host's
-//! memory, raise interrupts and put frames on the wire; a register access changes its state at once.
+//! The owner of a [`Device`] passes it register accesses, frames and the time, and calls `step`. Only a step
+//! accesses the host's memory, raises interrupts and puts frames on the wire; a register access changes the device's
+//! state at once.
 //!
-//! It polls: each step looks at the available indices, and notifications are asked for only before a nap. docs/design/sim.md says what
-//! the specification leaves open and what we took.
+//! The device polls: each step reads the available indices, and the device asks for notifications only before a nap.
+//! docs/design/sim.md lists what the specification leaves open, and our choices.
 #![allow(clippy::cast_possible_truncation, reason = "registers and descriptors are cut into their fields everywhere")]
 
 mod chain;
@@ -32,42 +34,42 @@ use steer::Steering;
 
 pub use pci::VECTORS;
 
-/// Pairs of queues that a card has at most.
+/// Most queue pairs of a card.
 pub const PAIRS_MAX: u16 = 2;
 
-/// Most queues: those of all pairs, and the one for commands.
+/// Most queues: those of all pairs, and the control queue.
 const QUEUES: usize = 2 * PAIRS_MAX as usize + 1;
 
 /// Feature bits, §5.1.3 and §6.
 pub mod feature {
-    /// The device says what MTU it wants.
+    /// The device proposes an MTU.
     pub const MTU: u64 = 1 << 3;
-    /// The device has an address.
+    /// The device has an Ethernet address.
     pub const MAC: u64 = 1 << 5;
-    /// The state of the link is in the configuration.
+    /// The configuration has the link's state.
     pub const STATUS: u64 = 1 << 16;
-    /// There is a queue for commands.
+    /// The device has a control queue.
     pub const CTRL_VQ: u64 = 1 << 17;
     /// Commands for the receive filter.
     pub const CTRL_RX: u64 = 1 << 18;
-    /// More of them.
+    /// More such commands.
     pub const CTRL_RX_EXTRA: u64 = 1 << 20;
-    /// Several pairs of queues, by automatic steering.
+    /// Several queue pairs with automatic steering.
     pub const MQ: u64 = 1 << 22;
-    /// Each side says at which index it wants to hear of the other.
+    /// Each side names the index at which it wants a notification or an interrupt.
     pub const EVENT_IDX: u64 = 1 << 29;
     /// The interface of virtio 1.
     pub const VERSION_1: u64 = 1 << 32;
-    /// The device reaches memory by what the platform maps for it.
+    /// The device accesses memory through the platform's mappings (IOMMU).
     pub const ACCESS_PLATFORM: u64 = 1 << 33;
-    /// Queues can be reset one by one.
+    /// The driver can reset single queues.
     pub const RING_RESET: u64 = 1 << 40;
-    /// Several pairs of queues, by a hash and a table.
+    /// Several queue pairs with a hash and an indirection table.
     pub const RSS: u64 = 1 << 60;
-    /// Speed and duplex are in the configuration.
+    /// The configuration has speed and duplex mode.
     pub const SPEED_DUPLEX: u64 = 1 << 63;
 
-    /// All that the model can do.
+    /// All features of the model.
     pub const ALL: u64 = MTU
         | MAC
         | STATUS
@@ -82,11 +84,11 @@ pub mod feature {
         | RSS
         | SPEED_DUPLEX;
 
-    /// What rests on another (§5.1.3.1).
+    /// Pairs of a feature and the feature it requires (§5.1.3.1).
     pub const RESTS_ON: [(u64, u64); 4] = [(CTRL_RX, CTRL_VQ), (CTRL_RX_EXTRA, CTRL_VQ), (MQ, CTRL_VQ), (RSS, CTRL_VQ)];
 }
 
-/// What a BAR of the card is for.
+/// A BAR of the card, by its contents.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Bar {
     /// BAR 0: the structures of virtio.
@@ -96,7 +98,7 @@ pub enum Bar {
 }
 
 impl Bar {
-    /// What is behind BAR `index`, and how many bytes.
+    /// Returns the kind and length in bytes of BAR `index`.
     pub fn at(index: u8) -> Option<(Bar, u32)> {
         match index {
             0 => Some((Bar::Structures, pci::STRUCTURES_LEN)),
@@ -106,24 +108,27 @@ impl Bar {
     }
 }
 
-/// How a card is made.
+/// Properties of a card.
 #[derive(Debug, Clone)]
 pub struct Options {
-    /// Its address.
+    /// Ethernet address.
     pub mac: [u8; 6],
-    /// Features that it offers, as far as the model can do them; without the ones that one rests on it is not offered either.
+    /// Features that the card offers. It leaves out those that the model lacks, or whose required feature is not
+    /// offered.
     pub features: u64,
-    /// Pairs of queues: 1 or 2.
+    /// Queue pairs: 1 or 2.
     pub pairs: u16,
-    /// Most descriptors of a queue for frames: a power of two, up to 1024.
+    /// Most descriptors of a receive or transmit queue: a power of two, up to 1024.
     pub queue_size: u16,
-    /// The MTU that it says.
+    /// Proposed MTU in bytes.
     pub mtu: u16,
-    /// What it says of its speed, in Mb/s.
+    /// Reported speed in Mb/s.
     pub speed: u32,
-    /// Frames for which there is no buffer are lost, and counted. Else they wait, in the card and at the other end of its wire.
+    /// Drop and count frames for which there is no buffer. Otherwise they wait, in the card and at the other end of
+    /// its wire.
     pub lossy: bool,
-    /// From a reset of the device, or of a queue, until that is done, in nanoseconds. Until then a queue goes on with what it has.
+    /// Nanoseconds that a reset of the device, or of a queue, takes. Until its end a queue continues with the chains
+    /// it has.
     pub reset_ns: u64,
 }
 
@@ -142,70 +147,70 @@ impl Default for Options {
     }
 }
 
-/// What a test makes the card do wrong.
+/// Faults that a test injects into the card.
 #[derive(Debug, Clone, Default)]
 pub struct Faults {
-    /// It is out of its socket: every register reads as ones, nothing is written, nothing moves.
+    /// The card is unplugged: every register reads as ones, writes are ignored, and no frame moves.
     pub removed: bool,
-    /// It fills no buffer of these receive queues any more.
+    /// Receive queues for which the card stops filling buffers.
     pub stuck_receive: [bool; PAIRS_MAX as usize],
-    /// It takes no frame of these transmit queues any more.
+    /// Transmit queues from which the card stops taking frames.
     pub stuck_transmit: [bool; PAIRS_MAX as usize],
-    /// So many interrupts get lost.
+    /// Number of interrupts that the card loses, from the next one on.
     pub lost_interrupts: u32,
 }
 
-/// What became of frames, which no register of the card counts.
+/// Numbers of frames, by their treatment; no register of the card has them.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Counts {
-    /// Came to a buffer.
+    /// Written to a buffer.
     pub received: u64,
-    /// Left.
+    /// Sent.
     pub sent: u64,
-    /// Came while there was no link, or no driver, and were lost.
+    /// Dropped for lack of a link or a driver.
     pub not_ready: u64,
-    /// Did not pass the address filter.
+    /// Failed the address filter.
     pub filtered: u64,
-    /// Were longer than the buffer that was next, or than the MTU, or shorter than a frame can be.
+    /// Longer than the next buffer or the MTU, or shorter than a frame can be.
     pub unfit: u64,
-    /// Found no buffer and were lost, with [`Options::lossy`].
+    /// Dropped for lack of a buffer, with [`Options::lossy`].
     pub no_buffer: u64,
-    /// Times that the driver told the card of work.
+    /// Notifications by the driver.
     pub rings: u64,
 }
 
-/// Bytes of frames that wait in the card for buffers of a queue. As many as an 82574L's packet buffer has with room to spare.
+/// Bytes of frames that wait in the card for buffers of a queue: more than an 82574L's packet buffer holds.
 const WAITING_MAX: usize = 64 << 10;
 
 /// A virtio network device.
 #[derive(Debug)]
 pub struct Device {
     options: Options,
-    /// What a driver did that it must not do.
+    /// Rules that the driver broke.
     pub journal: Journal,
-    /// What the card shall do wrong.
+    /// Faults to inject.
     pub faults: Faults,
     pci: Pci,
     common: Common,
-    /// Receive and transmit queue of each pair, and the one for commands: wherever its index is, it is the last here.
+    /// Receive and transmit queue of each pair, and the control queue, which is last here whatever its index.
     queues: [Queue; QUEUES],
     filter: Filter,
     steering: Steering,
-    /// Whether the other end of its cable is plugged in.
+    /// Whether the other end of the cable is plugged in.
     partner: bool,
     isr: u8,
-    /// Whether the host was told that INTA# is asserted.
+    /// Level of INTA# that the host was told last.
     intx: bool,
-    /// The configuration has changed and the driver is to be told.
+    /// The configuration changed, and the driver has to be told.
     changed: bool,
     /// Frames that wait for buffers of each receive queue.
     waiting: [Waiting; PAIRS_MAX as usize],
     counts: Counts,
-    /// The chain that is being looked at, and the frame that is being sent.
+    /// The chain being handled, and the frame being sent.
     chain: Chain,
     packet: Box<[u8]>,
     now: u64,
-    /// Until then a reset goes on.
+    /// End of the present reset.
     reset_until: Option<u64>,
 }
 
@@ -230,7 +235,7 @@ impl Waiting {
 }
 
 impl Device {
-    /// A card as it is when power has just come on.
+    /// Makes a card in its power-on state.
     pub fn new(options: Options) -> Self {
         let features = feature::RESTS_ON.iter().fold(options.features & feature::ALL, |features, (what, on)| {
             if features & on == 0 { features & !what } else { features }
@@ -263,14 +268,14 @@ impl Device {
         device
     }
 
-    /// As when power comes on, or the bus is reset.
+    /// Resets the card as power-on or a bus reset does.
     pub fn reset(&mut self, now: u64) {
         self.now = self.now.max(now);
         self.pci.reset();
         self.reset_device();
     }
 
-    /// §2.4: all is as it was. The host has yet to learn that INTx is asserted no more.
+    /// Resets the device to its initial state (§2.4). INTx stays: the host has yet to hear that it is deasserted.
     fn reset_device(&mut self) {
         let generation = self.common.generation;
         self.common = Common::default();
@@ -286,7 +291,7 @@ impl Device {
         self.reset_until = None;
     }
 
-    /// Has the other end of the cable plugged in (as it is at first), or taken out.
+    /// Plugs in (the initial state) or pulls out the other end of the cable.
     pub fn set_partner(&mut self, there: bool) {
         if std::mem::replace(&mut self.partner, there) != there {
             self.common.stale = true;
@@ -294,37 +299,38 @@ impl Device {
         }
     }
 
-    /// Whether frames can pass.
+    /// Returns whether the link is up.
     pub fn link(&self) -> bool {
         self.partner
     }
 
-    /// Whether frames can pass and the driver takes them.
+    /// Returns whether the link is up and the driver has enabled reception.
     pub fn receives(&self) -> bool {
         self.partner && self.runs() && self.queues[0].is_on()
     }
 
-    /// What became of frames.
+    /// Returns the numbers of frames.
     pub fn counts(&self) -> Counts {
         self.counts
     }
 
-    /// Frames, and bytes of them, that wait for buffers.
+    /// Returns how many frames, and how many bytes of them, wait for buffers.
     pub fn waiting(&self) -> (usize, usize) {
         self.waiting.iter().fold((0, 0), |(frames, bytes), one| (frames + one.frames.len(), bytes + one.bytes))
     }
 
-    /// What driver and device have agreed on.
+    /// Returns the negotiated features.
     pub fn features(&self) -> u64 {
         self.common.driver_features
     }
 
-    /// Whether the device needs a reset, since its driver did what it cannot get over.
+    /// Returns whether the device needs a reset, since its driver made an error from which it cannot recover.
     pub fn needs_reset(&self) -> bool {
         self.common.status & status::NEEDS_RESET != 0
     }
 
-    /// MSI-X switched on or off and its vectors unmasked or masked, as a system does for a driver that has interrupts by it.
+    /// Switches MSI-X on and unmasks its vectors, or off and masks them, as a system does for a driver that uses
+    /// MSI-X.
     pub fn enable_msix(&mut self, on: bool) {
         self.pci.enable_msix(on);
     }
@@ -333,17 +339,17 @@ impl Device {
         self.common.driver_features & feature != 0
     }
 
-    /// Whether the driver has said DRIVER_OK and the device can go on.
+    /// Returns whether the driver has set DRIVER_OK and the device needs no reset.
     fn runs(&self) -> bool {
         self.common.status & (status::DRIVER_OK | status::NEEDS_RESET) == status::DRIVER_OK
     }
 
-    /// Pairs of queues that there are after what was agreed on (§5.1.2).
+    /// Returns the number of queue pairs under the negotiated features (§5.1.2).
     fn pairs(&self) -> u16 {
         if self.has(feature::MQ | feature::RSS) { self.options.pairs } else { 1 }
     }
 
-    /// Which of our queues has index `index`. Before anything was agreed on, all are there.
+    /// Returns the place of queue `index` in `queues`. Before negotiation, all queues exist.
     fn queue_of(&self, index: u16) -> Option<usize> {
         let agreed = self.common.status & status::FEATURES_OK != 0;
         let pairs = if agreed { self.pairs() } else { self.options.pairs };
@@ -355,7 +361,7 @@ impl Device {
         }
     }
 
-    /// The index of our queue `place`.
+    /// Returns the index of the queue at `place`.
     fn index_of(&self, place: usize) -> u16 {
         if place == QUEUES - 1 { 2 * self.pairs() } else { place as u16 }
     }
@@ -389,7 +395,8 @@ impl Device {
         self.pci.write(offset, width, value);
     }
 
-    /// Where the window of the configuration space points to. A driver must not use it while it points nowhere.
+    /// Returns BAR, offset and width in bytes to which the configuration space's window points. A driver must not
+    /// use the window while it points nowhere.
     fn window(&mut self) -> Option<(Bar, u32, u8)> {
         let (bar, at, len) = self.pci.window();
         let inside = matches!(len, 1 | 2 | 4) && at % len == 0 && at < pci::STRUCTURES_LEN;
@@ -425,8 +432,8 @@ impl Device {
         }
     }
 
-    /// Does what is to be done now: takes commands and frames from the driver, and frames from the wire; raises interrupts. A bounded
-    /// amount of it; says whether there was anything.
+    /// Does the work that is due now: takes commands and frames from the driver, and frames from the wire; raises
+    /// interrupts. The amount is bounded; returns whether there was any.
     pub fn step(&mut self, host: &mut impl Host, wire: &mut impl Wire, now: u64) -> bool {
         self.now = self.now.max(now);
         if self.faults.removed {
@@ -448,7 +455,7 @@ impl Device {
         busy
     }
 
-    /// Ends what has run out.
+    /// Ends the resets whose time is over.
     fn pass_time(&mut self) {
         let now = self.now;
         if self.reset_until.is_some_and(|until| now >= until) {
@@ -463,7 +470,8 @@ impl Device {
         }
     }
 
-    /// The driver did what a device does not get over: it stops, and says so (§2.1.2).
+    /// Stops the device after an error by the driver from which it cannot recover, and sets DEVICE_NEEDS_RESET
+    /// (§2.1.2).
     #[cold]
     fn fail(&mut self, trouble: Trouble) {
         if self.needs_reset() {
@@ -475,13 +483,13 @@ impl Device {
         self.changed = true;
     }
 
-    /// The card was sent to memory that is not there. Of a write it learns nothing.
+    /// Notes an access to unmapped memory. The card gets no answer to its writes.
     #[cold]
     fn unreachable(&mut self, at: u64) {
         self.journal.note(Class::UnmappedDma, self.now, at, 0);
     }
 
-    /// The interrupt of a queue, or of the configuration (bit 0 or 1 of ISR).
+    /// Raises the interrupt of a queue or of the configuration; `cause` is bit 0 or 1 of ISR.
     fn interrupt(&mut self, vector: u16, cause: u8, host: &mut impl Host) {
         if self.faults.lost_interrupts > 0 {
             self.faults.lost_interrupts -= 1;
@@ -492,9 +500,9 @@ impl Device {
         }
     }
 
-    /// Tells the driver what it wants to be told.
+    /// Raises the interrupts that are due.
     fn signal(&mut self, host: &mut impl Host) {
-        // §2.1.2: also of a device that has stopped, once there is a driver.
+        // §2.1.2: a device that has stopped does so too, once there is a driver.
         if self.changed && self.common.status & status::DRIVER_OK != 0 {
             self.changed = false;
             self.interrupt(self.common.config_vector, 2, host);

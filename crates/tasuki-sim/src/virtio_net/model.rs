@@ -1,4 +1,4 @@
-//! The card as whoever serves it knows it.
+//! The virtio network device as a [`Model`], for servers.
 
 use super::{Bar, Counts, Device, VECTORS};
 use crate::journal::Journal;
@@ -14,7 +14,8 @@ impl Model for Device {
         Bar::at(index)
     }
 
-    /// What is written to a queue's notification register is always the same: that it was written cannot be seen in memory.
+    /// None: a driver always writes the same value to a queue's notification register, so polled memory would not
+    /// show the write.
     fn tails(&self) -> impl Iterator<Item = (u32, u32)> {
         std::iter::empty()
     }

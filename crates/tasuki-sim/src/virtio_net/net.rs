@@ -1,4 +1,4 @@
-//! Frames: to the driver and from it (§5.1.6).
+//! Frames to the driver and from it (§5.1.6).
 
 use super::queue::Trouble;
 use super::{Device, PAIRS_MAX, QUEUES, WAITING_MAX, feature};
@@ -6,36 +6,36 @@ use crate::journal::Class;
 use crate::model::Host;
 use crate::wire::Wire;
 
-/// Bytes before each frame.
+/// Bytes of the header before each frame.
 pub const HEADER_LEN: usize = 12;
 
-/// Addresses, type, and room for a VLAN tag.
+/// Bytes of the addresses and the type, and room for a VLAN tag.
 const AROUND_PAYLOAD: usize = 18;
 
-/// Of frames without check sequence, the shortest that makes sense, and the longest that passes.
+/// Bytes of the shortest valid frame, and of the longest that passes, without check sequence.
 const FRAME_MIN: usize = 14;
 const FRAME_MAX: usize = 16384;
 
-/// What a driver has the device read at once, at most: a frame with its header, or a command.
+/// Most bytes that the device reads at once: a frame with its header, or a command.
 pub const PACKET_MAX: usize = HEADER_LEN + FRAME_MAX;
 
-/// Frames of a queue, or from the wire, in a step.
+/// Most frames of a queue, or from the wire, per step.
 const FRAMES: usize = 64;
 
-/// The header of all frames that come: no offloads, one buffer (§5.1.6.4).
+/// Header of every received frame: no offloads, one buffer (§5.1.6.4).
 const HEADER: [u8; HEADER_LEN] = [0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 1, 0];
 
-/// What became of a frame.
+/// Treatment of a received frame.
 #[derive(PartialEq, Eq)]
 enum Fate {
     Stored,
     NoBuffer,
-    /// It fits into no buffer.
+    /// The frame does not fit into the next buffer.
     Unfit,
 }
 
 impl Device {
-    /// Sends what the driver wants sent; says whether there was something.
+    /// Sends the driver's frames; returns whether there were any.
     #[inline]
     pub(super) fn transmit(&mut self, pair: usize, host: &mut impl Host, wire: &mut impl Wire) -> bool {
         let place = 2 * pair + 1;
@@ -60,7 +60,7 @@ impl Device {
         count > 0
     }
 
-    /// Has the next chain of a queue at hand, if there is one.
+    /// Reads the next chain of a queue into `chain`; returns whether there is one.
     #[inline]
     pub(super) fn take_chain(&mut self, place: usize, host: &mut impl Host) -> Result<bool, Trouble> {
         let queue = &mut self.queues[place];
@@ -69,7 +69,7 @@ impl Device {
         Ok(true)
     }
 
-    /// Sends the frame of the chain at hand. What cannot be sent is left out.
+    /// Sends the frame in `chain`. Drops and notes an invalid one.
     #[inline]
     fn send(&mut self, pair: usize, host: &mut impl Host, wire: &mut impl Wire) {
         let len = self.chain.readable_len as usize;
@@ -83,7 +83,8 @@ impl Device {
             return;
         }
         let (header, frame) = self.packet[..len].split_at(HEADER_LEN);
-        // Flags and the kind of segmentation are for what was not offered; the number of buffers is the device's to say (§5.1.6.2).
+        // Flags and segmentation type are for offloads, none of which is offered; the device alone sets the number
+        // of buffers (§5.1.6.2).
         if header[..2] != [0, 0] || header[10..] != [0, 0] {
             let value = header.iter().rev().fold(0_u64, |value, byte| value << 8 | u64::from(*byte));
             self.journal.note(Class::BadHeader, self.now, 2 * pair as u64 + 1, value);
@@ -97,15 +98,16 @@ impl Device {
         }
     }
 
-    /// The longest frame that driver and device may give each other (§5.1.4.1, §5.1.4.2).
+    /// Returns the length in bytes of the longest frame that driver and device may exchange (§5.1.4.1, §5.1.4.2).
     fn frame_max(&self) -> usize {
         let most = if self.has(feature::MTU) { usize::from(self.options.mtu) + AROUND_PAYLOAD } else { FRAME_MAX };
         most.min(FRAME_MAX)
     }
 
-    /// Takes frames from the wire and gives them to the driver; says whether there were any.
+    /// Takes frames from the wire and delivers them to the driver; returns whether there were any.
     ///
-    /// The wire is not asked while the card has no room for what waits: a hypervisor's back end keeps frames then.
+    /// While the card has no room for more waiting frames, it takes none from the wire: a hypervisor's back end then
+    /// keeps its frames, too.
     #[inline]
     pub(super) fn receive(&mut self, host: &mut impl Host, wire: &mut impl Wire) -> bool {
         let mut busy = false;
@@ -133,14 +135,14 @@ impl Device {
         busy
     }
 
-    /// Without a driver, what comes is lost.
+    /// Drops the frames from the wire, for lack of a driver; returns whether there were any.
     pub(super) fn lose(&mut self, wire: &mut impl Wire) -> bool {
         let count = (0..FRAMES).take_while(|_| wire.receive(self.now).is_some()).count();
         self.counts.not_ready += count as u64;
         count > 0
     }
 
-    /// A frame comes from the wire.
+    /// Handles a frame from the wire.
     #[inline]
     fn arrive(&mut self, frame: &[u8], host: &mut impl Host) {
         if !self.partner {
@@ -166,7 +168,7 @@ impl Device {
         }
     }
 
-    /// A frame goes to the next buffer of a receive queue.
+    /// Writes a frame to the next buffer of a receive queue.
     #[inline]
     fn deliver(&mut self, pair: usize, frame: &[u8], host: &mut impl Host) -> Fate {
         let place = 2 * pair;
@@ -185,18 +187,18 @@ impl Device {
         if self.chain.readable_len > 0 {
             self.journal.note(Class::BadDescriptor, self.now, place as u64, self.chain.readable_len);
         }
-        // §5.1.4.2. Once is enough.
+        // §5.1.4.2. Noted once per queue.
         let needs = HEADER_LEN + FRAME_MIN + usize::from(self.options.mtu);
         if self.has(feature::MTU) && room < needs as u64 && !self.queues[place].too_short {
             self.queues[place].too_short = true;
             self.journal.note(Class::ShortBuffer, self.now, place as u64, room);
         }
         if room < (HEADER_LEN + frame.len()) as u64 {
-            // The buffer is there for the next one.
+            // The buffer stays for the next frame.
             self.counts.unfit += 1;
             return Fate::Unfit;
         }
-        // A posted write: the card does not learn what became of it.
+        // A posted write: the card gets no answer.
         if let Err(unmapped) = self.chain.scatter([&HEADER, frame], host) {
             self.unreachable(unmapped.at);
         }
@@ -205,7 +207,7 @@ impl Device {
         Fate::Stored
     }
 
-    /// Shows the driver what a queue is done with, and interrupts it if it wants that.
+    /// Shows the driver a queue's finished chains, and interrupts it if it asked for that.
     #[inline]
     pub(super) fn publish(&mut self, place: usize, host: &mut impl Host) {
         match self.queues[place].publish(self.has(feature::EVENT_IDX), host) {
@@ -215,7 +217,7 @@ impl Device {
         }
     }
 
-    /// No queue wants notifications for now.
+    /// Turns notifications off for all queues.
     pub(super) fn quiesce(&mut self, host: &mut impl Host) {
         let event_index = self.has(feature::EVENT_IDX);
         for place in 0..QUEUES {
@@ -227,13 +229,14 @@ impl Device {
         }
     }
 
-    /// All queues that have something to wait for want them; says whether there is work already.
+    /// Asks for notifications on every queue from which the device needs something; returns whether there is work
+    /// already.
     pub(super) fn ask(&mut self, host: &mut impl Host) -> bool {
         let event_index = self.has(feature::EVENT_IDX);
         let mut found = false;
         for place in 0..QUEUES {
             let has_frames = |pair: usize| self.waiting.get(pair).is_some_and(|waiting| !waiting.frames.is_empty());
-            // Buffers are of interest only to frames that wait for them.
+            // The device needs receive buffers only while frames wait for them.
             let wants = place == QUEUES - 1 || place % 2 == 1 || has_frames(place / 2);
             if !self.queues[place].is_on() || !wants {
                 continue;

@@ -1,4 +1,4 @@
-//! The configuration space: where the structures are (§4.1.2, §4.1.4).
+//! The configuration space, which locates the structures (§4.1.2, §4.1.4).
 
 use crate::model::Host;
 use crate::pci::{
@@ -6,33 +6,33 @@ use crate::pci::{
     STATUS_INTX, Space, Table,
 };
 
-/// MSI-X interrupts that the card has: one for each queue and one for the configuration.
+/// Number of MSI-X vectors: one per queue, and one for the configuration.
 pub const VECTORS: usize = 6;
 
-/// What lies where in BAR 0: on pages of their own.
+/// Offsets and lengths of the structures in BAR 0, each on its own page.
 pub const COMMON: u32 = 0x0000;
 pub const COMMON_LEN: u32 = 0x3c;
 pub const ISR: u32 = 0x1000;
 pub const DEVICE: u32 = 0x2000;
 pub const DEVICE_LEN: u32 = 24;
 pub const NOTIFY: u32 = 0x3000;
-/// Bytes from where one queue's notifications go to where the next one's do.
+/// Bytes between the notification registers of two queues.
 pub const NOTIFY_STEP: u32 = 4;
 pub const NOTIFY_LEN: u32 = NOTIFY_STEP * super::QUEUES as u32;
 pub const STRUCTURES_LEN: u32 = 16 << 10;
 
 pub const MSIX_LEN: u32 = 4 << 10;
-/// In BAR 1.
+/// Offset of the pending bits in BAR 1.
 const PBA_AT: u32 = 0x800;
 
 const MSIX: usize = 0x40;
-/// `cfg_type` of the structures, and the capability that says where each is.
+/// `cfg_type` of each structure, and the offset of the capability that locates it.
 const CAP_COMMON: (u8, usize) = (1, 0x50);
 const CAP_NOTIFY: (u8, usize) = (2, 0x60);
 const CAP_ISR: (u8, usize) = (3, 0x74);
 const CAP_DEVICE: (u8, usize) = (4, 0x84);
 const CAP_WINDOW: (u8, usize) = (5, 0x94);
-/// What is read and written at the place that the last capability is set to.
+/// Offset of the window's data, which accesses the place set in the last capability.
 pub const WINDOW_DATA: u32 = CAP_WINDOW.1 as u32 + 16;
 
 #[derive(Debug)]
@@ -45,7 +45,7 @@ impl Pci {
     pub fn new() -> Self {
         let mut pci = Pci { space: Space::new(), table: Table::new() };
         let space = &mut pci.space;
-        // A network device (1) of virtio 1, which is an Ethernet controller; a non-transitional one has a revision of 1 or more.
+        // A virtio 1 network device (1), class Ethernet controller; a non-transitional one has revision 1 or higher.
         space.put(0x00, &[0xf4, 0x1a, 0x41, 0x10], &[]);
         space.put(COMMAND, &[0, 0, STATUS_CAPABILITIES as u8, 0], &[0x46, 0x05]);
         space.put_clears(STATUS + 1, &[0xf9]);
@@ -64,7 +64,7 @@ impl Pci {
         pci.structure(CAP_NOTIFY, CAP_ISR.1, NOTIFY, NOTIFY_LEN, &NOTIFY_STEP.to_le_bytes(), &[]);
         pci.structure(CAP_ISR, CAP_DEVICE.1, ISR, 1, &[], &[]);
         pci.structure(CAP_DEVICE, CAP_WINDOW.1, DEVICE, DEVICE_LEN, &[], &[]);
-        // Of this one, BAR, offset, length and data are the driver's.
+        // The driver may write BAR, offset, length and data of this one.
         let mut writable = [0xff; 20];
         writable[..4].fill(0);
         writable[5..8].fill(0);
@@ -72,14 +72,14 @@ impl Pci {
         pci
     }
 
-    /// `struct virtio_pci_cap`, and what comes after it.
+    /// Puts a `struct virtio_pci_cap` and the bytes `more` after it into the configuration space.
     fn structure(&mut self, (kind, at): (u8, usize), next: usize, offset: u32, len: u32, more: &[u8], writable: &[u8]) {
         let head = [0x09, next as u8, 16 + more.len() as u8, kind, 0, 0, 0, 0];
         let bytes = [&head[..], &offset.to_le_bytes(), &len.to_le_bytes(), more].concat();
         self.space.put(at, &bytes, writable);
     }
 
-    /// As after power came on. The BARs are unassigned.
+    /// Resets to the power-on state. The BARs are unassigned.
     pub fn reset(&mut self) {
         self.space.reset();
         self.space.set16(STATUS, STATUS_CAPABILITIES);
@@ -94,18 +94,18 @@ impl Pci {
         self.space.write(offset, width, value);
     }
 
-    /// BAR, offset and length that the window is set to.
+    /// Returns BAR, offset and length in bytes to which the driver set the window.
     pub fn window(&self) -> (u8, u32, u32) {
         let at = CAP_WINDOW.1 as u32;
         (self.space.get8(CAP_WINDOW.1 + 4), self.space.read(at + 8, 4), self.space.read(at + 12, 4))
     }
 
-    /// Whether the registers answer.
+    /// Returns whether the registers answer.
     pub fn memory_on(&self) -> bool {
         self.space.get16(COMMAND) & COMMAND_MEMORY != 0
     }
 
-    /// Whether the card may read and write memory.
+    /// Returns whether the card may access memory.
     pub fn master(&self) -> bool {
         self.space.get16(COMMAND) & COMMAND_MASTER != 0
     }
@@ -127,19 +127,20 @@ impl Pci {
         self.control() & MSIX_ENABLE != 0
     }
 
-    /// What a system does for a driver that asks it for interrupts: MSI-X on or off, every vector unmasked or masked.
+    /// Switches MSI-X on or off and unmasks or masks every vector, as a system does when a driver asks for
+    /// interrupts.
     pub fn enable_msix(&mut self, on: bool) {
         let control = self.control() & !(MSIX_ENABLE | MSIX_MASK_ALL) | if on { MSIX_ENABLE } else { 0 };
         self.space.set16(MSIX + 2, control);
         self.table.mask_all(!on);
     }
 
-    /// Sends the message of `vector`, or remembers it while it is masked.
+    /// Sends the message of `vector` or, if it is masked, sets its pending bit.
     pub fn fire(&mut self, vector: usize, host: &mut impl Host) {
         self.table.fire(vector, self.control(), host);
     }
 
-    /// Sends what was remembered and is masked no longer.
+    /// Sends the pending messages whose vectors are no longer masked.
     pub fn fire_pending(&mut self, host: &mut impl Host) {
         self.table.fire_pending(self.control(), host);
     }

@@ -1,4 +1,4 @@
-//! The device's end of a split virtqueue (§2.7), and what is known of it besides its memory.
+//! The device's end of a split virtqueue (§2.7), with its state outside the queue's memory.
 
 use std::collections::VecDeque;
 use std::sync::atomic::{Ordering, fence};
@@ -9,25 +9,25 @@ use crate::model::{Host, Unmapped};
 
 /// Most descriptors of a queue.
 pub const SIZE_MAX: u16 = 1024;
-/// Most descriptors of the queue for commands.
+/// Most descriptors of the control queue.
 pub const CONTROL_SIZE: u16 = 64;
 
-/// Entries of the available ring that are read at once.
+/// Entries of the available ring read at once.
 const ENTRIES: usize = 32;
 
-/// In the flags of the used ring: no notifications. In those of the available ring: no interrupts.
+/// Flag for no notifications (used ring) or no interrupts (available ring).
 const NO: u16 = 1;
 
-/// What a device does not get over.
+/// An error from which the device cannot recover.
 #[derive(Debug, Clone, Copy)]
 pub struct Trouble {
     pub class: Class,
-    /// Where: an address, or a descriptor's index.
+    /// An address, or a descriptor's index.
     pub place: u64,
     pub value: u64,
 }
 
-/// A queue's memory cannot be reached.
+/// The device cannot reach the queue's memory.
 impl From<Unmapped> for Trouble {
     fn from(Unmapped { at }: Unmapped) -> Self {
         Trouble { class: Class::UnmappedDma, place: at, value: 1 }
@@ -36,44 +36,45 @@ impl From<Unmapped> for Trouble {
 
 #[derive(Debug, Default)]
 pub struct Queue {
-    /// Descriptors that it can have.
+    /// Most descriptors that the driver may choose.
     pub size_max: u16,
     pub size: u16,
-    /// Addresses of the descriptors, of the available ring and of the used ring.
+    /// Addresses of the descriptor table, the available ring and the used ring.
     pub descriptors: u64,
     pub available: u64,
     pub used: u64,
     pub vector: u16,
     on: bool,
-    /// Until then a reset goes on.
+    /// End of the present reset.
     pub reset_until: Option<u64>,
-    /// It was reset by itself, and may be enabled again.
+    /// The driver reset this queue alone, and may enable it again.
     pub was_reset: bool,
-    /// That its buffers are too short was noted.
+    /// A too short buffer was noted already.
     pub too_short: bool,
-    /// Its memory was there once.
+    /// The queue's memory was mapped at least once.
     reached: bool,
-    /// The available index as it was seen last.
+    /// Available index at the last look.
     seen: u16,
-    /// Chains that the device has, in the order in which they were made available, and for each descriptor whether one begins there.
+    /// First descriptors of the chains that the device holds, in the order in which they became available; and, for
+    /// each descriptor, whether such a chain begins there.
     heads: VecDeque<u16>,
     has: Vec<bool>,
-    /// Elements of the used ring that are not yet written.
+    /// Elements not yet written to the used ring.
     finished: Vec<u8>,
-    /// The used index, and what it was when it was last decided whether to interrupt.
+    /// Used index, and its value at the last decision whether to interrupt.
     used_index: u16,
     told: u16,
-    /// The driver was asked to say when there is work: as it is in the beginning.
+    /// The driver is to notify the device of work: so at the beginning.
     asked: bool,
 }
 
 impl Queue {
-    /// All is as it was (§2.6.1).
+    /// Resets the queue to its initial state (§2.6.1).
     pub fn reset(&mut self, size_max: u16) {
         *self = Queue { size_max, size: size_max, vector: NO_VECTOR, asked: true, ..Queue::default() };
     }
 
-    /// Begins to use it.
+    /// Switches the queue on.
     pub fn enable(&mut self) {
         self.on = true;
         self.was_reset = false;
@@ -85,22 +86,23 @@ impl Queue {
         self.on
     }
 
-    /// Where entry `index` of the available ring is.
+    /// Returns the address of entry `index` of the available ring.
     fn entry(&self, index: u16) -> u64 {
         self.available.wrapping_add(4 + 2 * u64::from(index & (self.size - 1)))
     }
 
-    /// Where the driver says at which index it wants an interrupt: behind the available ring.
+    /// Returns the address of used_event, the index at which the driver wants an interrupt, behind the available
+    /// ring.
     fn used_event(&self) -> u64 {
         self.available.wrapping_add(4 + 2 * u64::from(self.size))
     }
 
-    /// Where the device says at which index it wants a notification: behind the used ring.
+    /// Returns the address of avail_event, the index at which the device wants a notification, behind the used ring.
     fn avail_event(&self) -> u64 {
         self.used.wrapping_add(4 + 8 * u64::from(self.size))
     }
 
-    /// The first descriptor of the oldest chain that the device has.
+    /// Returns the first descriptor of the oldest chain that the device holds.
     #[inline]
     pub fn next(&mut self, host: &mut impl Host) -> Result<Option<u16>, Trouble> {
         if self.heads.is_empty() {
@@ -109,11 +111,11 @@ impl Queue {
         Ok(self.heads.front().copied())
     }
 
-    /// Takes what was made available since the last look; says whether there was something. What is changed in the available ring
-    /// afterwards comes too late.
+    /// Takes the chains that became available since the last look; returns whether there were any. Later changes to
+    /// their entries in the available ring have no effect.
     fn look(&mut self, host: &mut impl Host) -> Result<bool, Trouble> {
         let index = match host.read16(self.available.wrapping_add(2)) {
-            // Whose driver went away and took its memory along has no work. That we poll is nobody's fault.
+            // The driver has left and its memory is gone, so there is no work. The poll is no fault of the driver.
             Err(_) if self.reached => return Ok(false),
             index => index?,
         };
@@ -153,7 +155,7 @@ impl Queue {
         }
     }
 
-    /// The device is done with the oldest chain, to which it wrote `len` bytes.
+    /// Marks the oldest chain as finished, with `len` bytes written.
     #[inline]
     pub fn finish(&mut self, len: usize) {
         let Some(head) = self.heads.pop_front() else { return };
@@ -162,7 +164,7 @@ impl Queue {
         self.finished.extend((len as u32).to_le_bytes());
     }
 
-    /// Shows the driver what was finished, the elements before the index; says whether it wants an interrupt for that.
+    /// Shows the driver the finished chains, the elements before the index; returns whether it wants an interrupt.
     pub fn publish(&mut self, event_index: bool, host: &mut impl Host) -> Result<bool, Trouble> {
         if self.finished.is_empty() {
             return Ok(false);
@@ -180,7 +182,8 @@ impl Queue {
         host.write16(self.used.wrapping_add(2), self.used_index)?;
         let new = self.used_index;
         let old = std::mem::replace(&mut self.told, new);
-        // No read of a device passes its writes; here the index must be seen before we look whether the driver wants to hear of it.
+        // A device's read does not pass its writes. Here, too, the driver must be able to see the index before the
+        // device reads whether the driver wants an interrupt.
         fence(Ordering::SeqCst);
         match event_index {
             true => {
@@ -191,10 +194,10 @@ impl Queue {
         }
     }
 
-    /// Asks for a notification when there is more work, and looks once more; says whether there is some.
+    /// Asks for a notification of further work, and looks once more; returns whether there is some.
     pub fn ask(&mut self, event_index: bool, host: &mut impl Host) -> Result<bool, Trouble> {
         self.asked = true;
-        // Of a write the card learns nothing.
+        // The card gets no answer to its writes.
         let _ = match event_index {
             true => host.write16(self.avail_event(), self.seen),
             false => host.write16(self.used, 0),
@@ -203,15 +206,16 @@ impl Queue {
         self.look(host)
     }
 
-    /// No notifications are wanted for now. With indices there are none anyhow until they are asked for, but one in 65,536.
+    /// Turns notifications off. With event indices, only one index in 65,536 causes one anyway until the device asks
+    /// again.
     pub fn quiesce(&mut self, event_index: bool, host: &mut impl Host) -> Result<(), Trouble> {
         if !std::mem::replace(&mut self.asked, false) {
             return Ok(());
         }
-        // Whether its memory is there shows at once.
+        // The look shows at once whether the queue's memory is mapped.
         self.look(host)?;
         if !event_index {
-            // Of a write the card learns nothing.
+            // The card gets no answer to its writes.
             let _ = host.write16(self.used, NO);
         }
         Ok(())

@@ -1,4 +1,4 @@
-//! Which pair of queues a frame goes to (§5.1.6.5.6, §5.1.6.5.7).
+//! Steering: selects the queue pair for a frame (§5.1.6.5.6, §5.1.6.5.7).
 
 use crate::toeplitz;
 
@@ -16,30 +16,30 @@ const UDPV4: u32 = 1 << 2;
 const IPV6: u32 = 1 << 3;
 const TCPV6: u32 = 1 << 4;
 const UDPV6: u32 = 1 << 5;
-/// All that the model can do: extension headers of IPv6 are not followed.
+/// All types that the model supports: it does not follow IPv6 extension headers.
 pub const TYPES: u32 = IPV4 | TCPV4 | UDPV4 | IPV6 | TCPV6 | UDPV6;
 
-/// The key of automatic steering: the one that Microsoft's examples have.
+/// Key for automatic steering: the one of Microsoft's examples.
 const OWN_KEY: [u8; KEY_LEN] = [
     0x6d, 0x5a, 0x56, 0xda, 0x25, 0x5b, 0x0e, 0xc2, 0x41, 0x67, 0x25, 0x3d, 0x43, 0xa3, 0x8f, 0xb0, 0xd0, 0xca, 0x2b,
     0xcb, 0xae, 0x7b, 0x30, 0xb4, 0x77, 0xcb, 0x2d, 0xa3, 0x80, 0x30, 0xf2, 0x0c, 0x6a, 0x42, 0xb7, 0x3b, 0xbe, 0xac,
     0x01, 0xfa,
 ];
 
-/// What a driver says of the hash and the table.
+/// A driver's settings for hash and table.
 #[derive(Debug)]
 pub struct Rss {
     types: u32,
     unclassified: u16,
-    /// Pairs; a power of two of them.
+    /// Indirection table of pairs; its length is a power of two.
     table: Vec<u16>,
     max_tx: u16,
     key: [u8; KEY_LEN],
 }
 
 impl Rss {
-    /// What a command brings; nothing if it is not well-formed, or asks for what the device has not. Pairs of which `is_on` says that their
-    /// receive queue is off must not stand in it.
+    /// Parses a command's data; returns `None` if it is malformed, or asks for something that the device lacks. The
+    /// table must not name pairs for which `is_on` says that their receive queue is off.
     pub fn parse(bytes: &[u8], pairs: u16, is_on: impl Fn(u16) -> bool) -> Option<Self> {
         let (types, rest) = bytes.split_first_chunk()?;
         let ([mask, unclassified], rest) = half_words::<2>(rest)?;
@@ -71,7 +71,7 @@ fn half_words<const N: usize>(bytes: &[u8]) -> Option<([u16; N], &[u8])> {
 
 #[derive(Debug)]
 pub enum Steering {
-    /// As the device likes, over so many pairs.
+    /// The device's choice among this many pairs.
     Automatic(u16),
     ByTable(Rss),
 }
@@ -83,7 +83,7 @@ impl Default for Steering {
 }
 
 impl Steering {
-    /// Pairs by which the driver may send.
+    /// Returns the number of pairs through which the driver may send.
     pub fn transmit_pairs(&self) -> u16 {
         match self {
             Steering::Automatic(pairs) => *pairs,
@@ -91,7 +91,8 @@ impl Steering {
         }
     }
 
-    /// The pair that a frame goes to. `is_on` says which pairs' receive queues are on: the device re-selects where it is free to.
+    /// Returns the pair for a frame. `is_on` says which pairs have their receive queue on: with automatic steering
+    /// the device avoids the others.
     #[inline]
     pub fn pair_of(&self, frame: &[u8], is_on: impl Fn(u16) -> bool) -> u16 {
         match self {
@@ -108,7 +109,7 @@ impl Steering {
     }
 }
 
-/// The hash of a frame, if one of `types` fits it.
+/// Returns the hash of a frame, if one of `types` applies to it.
 fn hash(types: u32, key: &[u8; KEY_LEN], frame: &[u8]) -> Option<u32> {
     let mut input = [0; 36];
     let len = hashed(types, frame, &mut input)?;
@@ -116,13 +117,13 @@ fn hash(types: u32, key: &[u8; KEY_LEN], frame: &[u8]) -> Option<u32> {
     Some(toeplitz::hash(word, &input[..len]))
 }
 
-/// Puts what is hashed of a frame into `input`; says its length.
+/// Copies the fields to hash from a frame to `input`; returns their length in bytes.
 fn hashed(types: u32, frame: &[u8], input: &mut [u8; 36]) -> Option<usize> {
     let (ethernet, packet) = frame.split_at_checked(ETHERNET_LEN)?;
     let (addresses, protocol, ports, [tcp, udp, plain]) = match (ethernet[12], ethernet[13], packet) {
         (0x08, 0x00, [version, ..]) if version >> 4 == 4 && packet.len() >= 20 => {
             let header = usize::from(version & 0xf) * 4;
-            // A fragment has no ports, or has not all of them.
+            // A fragment has no ports, or not all of them.
             let whole = u16::from_be_bytes([packet[6], packet[7]]) & 0x3fff == 0;
             let ports = packet.get(header..header + 4).filter(|_| header >= 20 && whole);
             (&packet[12..20], packet[9], ports, [TCPV4, UDPV4, IPV4])

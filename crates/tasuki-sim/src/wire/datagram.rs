@@ -1,4 +1,4 @@
-//! A wire that is a Unix datagram socket, one frame a datagram, as QEMU's `-netdev dgram` has it.
+//! A wire over a Unix datagram socket, one frame per datagram, as with QEMU's `-netdev dgram`.
 
 use std::io;
 use std::os::unix::net::UnixDatagram;
@@ -6,10 +6,11 @@ use std::path::{Path, PathBuf};
 
 use super::Wire;
 
-/// The longest datagram that is taken whole; what is longer than a frame can be is cut, and refused by the card.
+/// Longest datagram in bytes that is received whole. A longer one is cut; it is longer than any frame, and the card
+/// refuses it.
 const LONGEST: usize = 64 << 10;
 
-/// A Unix datagram socket, bound to a path of its own, with a partner at another path.
+/// A Unix datagram socket, bound to our path, with a partner at another path.
 #[derive(Debug)]
 pub struct Datagram {
     socket: UnixDatagram,
@@ -20,7 +21,7 @@ pub struct Datagram {
 }
 
 impl Datagram {
-    /// Binds `ours`, which does not exist yet. Nobody need be at `theirs` yet: what is sent until then is lost.
+    /// Binds `ours`, which must not exist. `theirs` may not exist yet: frames sent until then are lost.
     pub fn bind(ours: &Path, theirs: &Path) -> io::Result<Self> {
         let socket = UnixDatagram::bind(ours)?;
         socket.set_nonblocking(true)?;
@@ -28,7 +29,7 @@ impl Datagram {
         Ok(Datagram { socket, ours: ours.to_owned(), theirs: theirs.to_owned(), frame, lost: 0 })
     }
 
-    /// Frames that nobody took: the partner is not there, or does not keep up.
+    /// Returns the number of frames that could not be sent: the partner is absent or too slow.
     pub fn lost(&self) -> u64 {
         self.lost
     }
@@ -47,7 +48,7 @@ impl Wire for Datagram {
 
 impl Drop for Datagram {
     fn drop(&mut self) {
-        // Somebody may have removed it already, folder and all.
+        // The path, even its folder, may have been removed already.
         let _ = std::fs::remove_file(&self.ours);
     }
 }

@@ -1,4 +1,4 @@
-//! What a card is plugged into.
+//! Wires: what a card can be plugged into.
 
 mod datagram;
 mod pcap;
@@ -10,12 +10,12 @@ pub use pcap::Recorded;
 pub use source::{Counts, Source, SourceOptions};
 pub use tap::{Tap, TapError};
 
-/// Where PAUSE frames go, what they are, and the time that they count in (IEEE 802.3, annex 31B), at 1 Gb/s.
+/// PAUSE frames (IEEE 802.3, annex 31B): destination, type with opcode, and nanoseconds per quantum at 1 Gb/s.
 const PAUSE_TO: [u8; 6] = [0x01, 0x80, 0xc2, 0x00, 0x00, 0x01];
 const PAUSE: [u8; 4] = [0x88, 0x08, 0x00, 0x01];
 const QUANTUM_NS: u64 = 512;
 
-/// How long a frame asks its receiver to send nothing, if it asks for that.
+/// Returns for how many nanoseconds a PAUSE frame stops its receiver; `None` for any other frame.
 #[inline]
 fn pause_ns(frame: &[u8]) -> Option<u64> {
     let is_pause = frame.len() >= 18 && frame[..6] == PAUSE_TO && frame[12..16] == PAUSE;
@@ -24,17 +24,17 @@ fn pause_ns(frame: &[u8]) -> Option<u64> {
 
 /// The other end of a card's cable. Frames are without their check sequence.
 pub trait Wire {
-    /// The next frame that has come until `now`, in nanoseconds, if there is one.
+    /// Returns the next frame that arrived until `now`, in nanoseconds.
     fn receive(&mut self, now: u64) -> Option<&[u8]>;
 
-    /// The card sends a frame.
+    /// Takes a frame that the card sends.
     fn send(&mut self, frame: &[u8], now: u64);
 }
 
-/// A cable that leads nowhere: nothing comes, and what is sent is counted.
+/// A cable that leads nowhere: no frame arrives, and sent ones are counted.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Nowhere {
-    /// Frames that the card sent.
+    /// Number of frames that the card sent.
     pub sent: u64,
 }
 

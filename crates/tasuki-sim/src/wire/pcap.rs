@@ -1,4 +1,4 @@
-//! What passes over a wire, written to a pcap file.
+//! Records the frames on a wire to a pcap file.
 
 use std::fs::File;
 use std::io::{self, BufWriter, Write};
@@ -6,45 +6,45 @@ use std::path::Path;
 
 use super::Wire;
 
-/// The classic format with times in nanoseconds, in the writer's byte order, which is told by this number.
+/// Magic number of the classic format with times in nanoseconds; it shows the writer's byte order.
 const MAGIC: u32 = 0xa1b2_3c4d;
 const VERSION: [u16; 2] = [2, 4];
 const SNAP_LEN: u32 = 1 << 18;
 /// LINKTYPE_ETHERNET.
 const ETHERNET: u32 = 1;
 
-/// A wire whose frames are written to a file, both ways, in the order in which the card saw them.
+/// A wire whose frames are recorded, in both directions, in the order in which the card saw them.
 #[derive(Debug)]
 pub struct Recorded<W> {
     wire: W,
     file: BufWriter<File>,
-    /// What went wrong first; nothing is written after it.
+    /// The first error; nothing is written after it.
     failed: Option<io::Error>,
 }
 
 impl<W: Wire> Recorded<W> {
-    /// Records what passes over `wire` in a new file, which replaces one that is there.
+    /// Records the frames on `wire` to a new file, which replaces an existing one.
     pub fn create(wire: W, path: &Path) -> io::Result<Self> {
         let mut file = BufWriter::new(File::create(path)?);
         file.write_all(&MAGIC.to_ne_bytes())?;
         VERSION.iter().try_for_each(|number| file.write_all(&number.to_ne_bytes()))?;
-        // Time zone and accuracy, which nobody uses.
+        // Time zone and accuracy are unused.
         [0, 0, SNAP_LEN, ETHERNET].iter().try_for_each(|number| file.write_all(&number.to_ne_bytes()))?;
         Ok(Recorded { wire, file, failed: None })
     }
 
-    /// What is recorded.
+    /// Returns the recorded wire.
     pub fn wire(&mut self) -> &mut W {
         &mut self.wire
     }
 
-    /// The wire, with the recording at its end.
+    /// Ends the recording and returns the wire.
     pub fn into_wire(mut self) -> io::Result<W> {
         self.flush()?;
         Ok(self.wire)
     }
 
-    /// Writes what is not in the file yet; says what went wrong since the beginning, once.
+    /// Flushes the file. Returns the first error since the start, once.
     pub fn flush(&mut self) -> io::Result<()> {
         self.failed.take().map_or(Ok(()), Err)?;
         self.file.flush()

@@ -1,83 +1,84 @@
-//! A source of numbered frames, and what becomes of them: lost, duplicated, reordered, and for how long nothing came.
+//! A source of numbered frames that checks the returning ones: lost, duplicated, reordered, and the longest time
+//! without any.
 //!
-//! Each frame carries, behind its Ethernet header, a mark, its number and when it left, as docs/design/sim.md has it. Whatever comes
-//! back with the mark and the source's address, as sender's or receiver's, is judged by its number; who only receives the frames judges
-//! them by [`number_of`](Source::number_of).
+//! Each frame carries, behind its Ethernet header, a mark, its number and its send time, as docs/design/sim.md
+//! describes. The source judges, by number, each returning frame that has the mark, and the source's address as
+//! sender or receiver. A program that only receives the frames judges them with [`number_of`](Source::number_of).
 
 use super::{Wire, pause_ns};
 
 const ETHERNET_LEN: usize = 14;
 
-/// The EtherType for experiments (IEEE 802).
+/// EtherType for experiments (IEEE 802).
 const KIND: [u8; 2] = [0x88, 0xb5];
 const MARK: [u8; 4] = *b"tsk\x01";
 
-/// Mark, number, time.
+/// Length in bytes up to the end of mark, number and time.
 const NUMBERED_LEN: usize = ETHERNET_LEN + 4 + 8 + 8;
 
-/// The check sequence, which is no part of our frames but of their size.
+/// Bytes of the check sequence, which counts in `size` but is not in our frames.
 const CRC_LEN: u32 = 4;
 
-/// On the wire besides frame and check sequence: preamble and gap.
+/// Bytes on the wire besides frame and check sequence: preamble and gap.
 const GAP_LEN: u64 = 20;
 
-/// Numbers behind the highest one that came for which it is known whether they came.
+/// Numbers, below the highest received one, for which the source knows whether they came back.
 const WINDOW: u64 = 1 << 16;
 
-/// Frames that a source which was not asked in time sends at once; beyond that its rate falls, and nothing piles up.
+/// Most overdue frames that a source sends at once. Beyond that it skips frames, and its rate falls.
 const LATE: u64 = 64;
 
-/// What a source sends.
+/// Settings of a source.
 #[derive(Debug, Clone)]
 pub struct SourceOptions {
-    /// To whom.
+    /// Destination address.
     pub to: [u8; 6],
-    /// From whom.
+    /// Source address.
     pub from: [u8; 6],
-    /// Bytes of a frame, with its check sequence: 64 to 16,384.
+    /// Bytes per frame, check sequence included: 64 to 16,384.
     pub size: u32,
-    /// Frames a second; `None` for as many as are taken.
+    /// Frames per second; `None` for as many as the card takes.
     pub rate: Option<u64>,
-    /// Frames in all.
+    /// Number of frames to send in all.
     pub count: u64,
-    /// Whether it sends nothing for as long as a PAUSE frame says.
+    /// Whether PAUSE frames stop the source.
     pub honours_pause: bool,
 }
 
 impl SourceOptions {
-    /// As many frames of a size as fit into a line of so many bits a second.
+    /// Returns the frames per second, of `size` bytes, that fill a line of `bits` bits per second.
     pub fn line_rate(bits: u64, size: u32) -> u64 {
         bits / (8 * (u64::from(size) + GAP_LEN))
     }
 }
 
-/// What a source has counted.
+/// Counts of a source.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Counts {
-    /// Frames that it sent.
+    /// Frames sent.
     pub sent: u64,
-    /// Frames of its own that came back, each counted once.
+    /// Own frames that came back, each counted once.
     pub received: u64,
-    /// Frames that came back a second time.
+    /// Own frames that came back again.
     pub duplicated: u64,
-    /// Frames that came back behind one with a higher number.
+    /// Own frames that came back after one with a higher number.
     pub reordered: u64,
-    /// Frames that others sent.
+    /// Frames of other senders.
     pub foreign: u64,
-    /// Frames of its own that came back with other bytes.
+    /// Own frames that came back with other bytes.
     pub damaged: u64,
-    /// The longest time between two frames that came back, in nanoseconds.
+    /// Longest time between two returning frames, in nanoseconds.
     pub longest_gap: u64,
-    /// The longest time between a frame's leaving and its coming back, in nanoseconds.
+    /// Longest time from sending a frame to its return, in nanoseconds.
     pub longest_trip: u64,
-    /// PAUSE frames that came.
+    /// PAUSE frames received.
     pub pauses: u64,
-    /// Times that it was asked so late that it let frames be instead of sending them at once.
+    /// Times that the card asked so late that the source skipped frames instead of sending them at once.
     pub slipped: u64,
 }
 
 impl Counts {
-    /// Frames that were sent and did not come back until now.
+    /// Returns the number of frames that were sent and have not come back.
     pub fn lost(&self) -> u64 {
         self.sent - self.received
     }
@@ -89,31 +90,31 @@ pub struct Source {
     options: SourceOptions,
     frame: Box<[u8]>,
     counts: Counts,
-    /// The longest gap and trip since they were last asked for.
+    /// Longest gap and trip since the last call of `window`.
     window: (u64, u64),
-    /// When the next frame is due, in nanoseconds and 2^-20 parts of one.
+    /// When the next frame is due, in 2^-20 ns.
     due: Option<u128>,
-    /// What lies between two frames, likewise.
+    /// Time between two frames, in 2^-20 ns.
     between: u128,
     /// One past the highest number that came back.
     next: u64,
-    /// Whether the numbers in the window came.
+    /// For each number in the window, whether it came back.
     came: Box<[u64]>,
     last_at: Option<u64>,
     paused: bool,
-    /// Pauses that are not short last until they are ended.
+    /// Long pauses last until they are ended.
     patient: bool,
-    /// Until then the partner wants nothing.
+    /// End of the pause that the card asked for.
     paused_until: u64,
 }
 
-/// A pause that is short, to whoever is patient.
+/// Longest pause in nanoseconds that a patient source takes as short.
 const PATIENT_NS: u64 = 1_000_000;
 
 const PARTS: u32 = 20;
 
 impl Source {
-    /// A source that begins when it is first asked.
+    /// Makes a source that starts with the first call of `receive`.
     pub fn new(options: SourceOptions) -> Self {
         let len = options.size.clamp(64, 16384) - CRC_LEN;
         let mut frame = vec![0; len as usize].into_boxed_slice();
@@ -142,49 +143,49 @@ impl Source {
         }
     }
 
-    /// What was counted until now.
+    /// Returns the counts until now.
     pub fn counts(&self) -> Counts {
         self.counts
     }
 
-    /// Whether all that it was to send was sent.
+    /// Returns whether all frames were sent.
     pub fn is_done(&self) -> bool {
         self.counts.sent >= self.options.count
     }
 
-    /// The longest gap and the longest trip of frames that came back since this was last asked, in nanoseconds.
+    /// Returns the longest gap and the longest trip of returning frames since the last call, in nanoseconds.
     pub fn window(&mut self) -> (u64, u64) {
         std::mem::take(&mut self.window)
     }
 
-    /// Sends nothing for a while, or goes on.
+    /// Stops the source, or lets it go on.
     pub fn pause(&mut self, paused: bool) {
         self.paused = paused;
         self.due = None;
     }
 
-    /// From now on a pause of more than a millisecond lasts until another PAUSE frame says otherwise: on a machine with much to do, a driver that is not run for
-    /// 33 ms has done nothing wrong.
+    /// From now on, makes a pause of more than a millisecond last until the next PAUSE frame: on a busy machine, a
+    /// driver that does not run for 33 ms has done nothing wrong.
     pub fn be_patient(&mut self) {
         self.patient = true;
     }
 
-    /// The pause is over that it was asked for last.
+    /// Ends the pause that the card asked for.
     pub fn end_pause(&mut self) {
         self.paused_until = 0;
     }
 
-    /// So many more frames are to be sent.
+    /// Adds `count` frames to send.
     pub fn add(&mut self, count: u64) {
         self.options.count = self.options.count.saturating_add(count);
     }
 
-    /// No more frames are to be sent.
+    /// Sends no more frames.
     pub fn finish(&mut self) {
         self.options.count = self.options.count.min(self.counts.sent);
     }
 
-    /// The number that a source gave to a frame, if it is one's.
+    /// Returns the number of a frame that some source numbered; `None` for other frames.
     pub fn number_of(frame: &[u8]) -> Option<u64> {
         let numbered = frame.get(12..NUMBERED_LEN)?;
         let (kind, rest) = numbered.split_first_chunk::<2>()?;
@@ -193,7 +194,7 @@ impl Source {
         (*kind == KIND && *mark == MARK).then(|| u64::from_le_bytes(*number))
     }
 
-    /// Whether this source sent it, whoever has turned it round: others number frames likewise.
+    /// Returns whether this source sent the frame, turned round or not: other sources number theirs in the same way.
     fn is_ours(&self, frame: &[u8]) -> bool {
         frame[..6] == self.options.from || frame[6..12] == self.options.from
     }
@@ -220,7 +221,7 @@ impl Source {
             self.mark(number);
             self.counts.received += 1;
         } else if number + WINDOW < self.next || self.mark(number) {
-            // So old that nobody knows any more: it is counted as a duplicate, and stays lost.
+            // Outside the window its earlier return is unknown: it counts as a duplicate, and stays lost.
             self.counts.duplicated += 1;
         } else {
             self.counts.reordered += 1;
@@ -228,7 +229,7 @@ impl Source {
         }
     }
 
-    /// Nothing is known to have come of the numbers from `from` to `to`, which enter the window.
+    /// Marks the numbers from `from` to `to`, which enter the window, as not come back.
     fn forget(&mut self, from: u64, to: u64) {
         if to - from >= WINDOW {
             self.came.fill(0);
@@ -239,7 +240,7 @@ impl Source {
         }
     }
 
-    /// A number came; says whether it had come before.
+    /// Marks a number as come back; returns whether it was marked already.
     fn mark(&mut self, number: u64) -> bool {
         let word = &mut self.came[(number % WINDOW / 64) as usize];
         let before = *word >> (number % 64) & 1 == 1;
@@ -278,7 +279,7 @@ impl Wire for Source {
                 self.counts.pauses += 1;
                 if self.options.honours_pause {
                     self.paused_until = if self.patient && time > PATIENT_NS { u64::MAX } else { now + time };
-                    // What was not sent meanwhile is not made up for.
+                    // Frames not sent meanwhile are not made up for.
                     self.due = None;
                 }
             }
@@ -351,7 +352,7 @@ mod tests {
         let mut frame = sent(&mut source, 1).pop().unwrap();
         frame[6..12].fill(6);
         source.send(&frame, 0);
-        // Sent back to us it is ours.
+        // Addressed to us it is ours.
         frame[..6].fill(4);
         source.send(&frame, 0);
         assert_eq!((source.counts().foreign, source.counts().received, source.counts().damaged), (1, 1, 0));
@@ -379,7 +380,7 @@ mod tests {
             Source::new(SourceOptions { rate: Some(SourceOptions::line_rate(1_000_000_000, 64)), ..OPTIONS });
         let mut until = |now| std::iter::from_fn(|| source.receive(now).map(|_| ())).count();
         assert_eq!(until(0), 1);
-        // 1,488,095 a second: one in 672 ns.
+        // 1,488,095 per second: one in 672 ns.
         assert_eq!((1..=10_000).map(|step| until(step * 67)).sum::<usize>(), 10_000 * 67 / 672);
         assert_eq!(until(1_000_000_000), 65);
         assert_eq!(source.counts().slipped, 1);

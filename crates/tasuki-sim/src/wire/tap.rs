@@ -1,4 +1,4 @@
-//! A wire that is a TAP device: the machine's own network is at the other end.
+//! A wire over a TAP interface, with the machine's own network at the other end.
 
 use std::os::fd::OwnedFd;
 use tasuki_tap::device::Before;
@@ -9,33 +9,33 @@ use super::{Wire, pause_ns};
 
 const LONGEST: usize = 64 << 10;
 
-/// What stands on a cable of 1 Gb/s around a frame (preamble, check sequence, gap), in bytes, and how long a byte takes.
+/// Bytes around a frame on a 1 Gb/s cable (preamble, check sequence, gap), and nanoseconds per byte.
 const AROUND: u64 = 24;
 const BYTE_NS: u64 = 8;
 
-/// A model that is looked at late may make up for so much.
+/// Most time, in nanoseconds, that a model polled late may catch up.
 const LATE_NS: u64 = 50_000;
 
-/// A TAP device. Gone when dropped, unless it had been made to stay before.
+/// A TAP interface. Dropping this removes it, unless it existed before as a persistent one.
 #[derive(Debug)]
 pub struct Tap {
     device: OwnedFd,
     frame: Box<[u8]>,
     lost: u64,
-    /// The last frame that came takes until then.
+    /// End of the last received frame on the cable.
     busy_until: u64,
-    /// The card wants nothing until then. What the kernel sends waits in its own queue.
+    /// End of the card's pause. The kernel's frames wait in its own queue.
     paused_until: u64,
 }
 
 impl Tap {
-    /// Makes the interface `name`, or takes it if it is there and nobody has it. Whoever wants to use it sets it up.
+    /// Creates the interface `name`, or attaches to it if it exists and has no other user. The caller sets it up.
     pub fn open(name: &str) -> Result<Self, TapError> {
         let device = tasuki_tap::device::open(name, Before::Nothing)?;
         Ok(Tap { device, frame: vec![0; LONGEST].into_boxed_slice(), lost: 0, busy_until: 0, paused_until: 0 })
     }
 
-    /// Frames that the kernel did not take: the interface is down.
+    /// Returns the number of frames that the kernel refused: the interface is down.
     pub fn lost(&self) -> u64 {
         self.lost
     }
@@ -52,7 +52,7 @@ impl Wire for Tap {
     }
 
     fn send(&mut self, frame: &[u8], now: u64) {
-        // Between card and cable: no network passes it on.
+        // PAUSE is between card and cable: no network forwards it.
         if let Some(time) = pause_ns(frame) {
             self.paused_until = now + time;
             return;

@@ -1,4 +1,4 @@
-//! An 82574L with a megabyte of memory and a tape for a wire, driven by hand.
+//! An 82574L with a megabyte of memory, and a tape of frames as its wire; the test does each access of a driver.
 #![allow(dead_code, reason = "each test file uses its part")]
 #![allow(clippy::cast_possible_truncation, reason = "fields are cut out of registers")]
 
@@ -86,7 +86,7 @@ pub const RXQ1: u32 = 1 << 21;
 pub const TXQ0: u32 = 1 << 22;
 pub const OTHER: u32 = 1 << 24;
 
-/// Where the card sees its memory, and what lies where in it.
+/// Bus address and length of the card's memory, and the offsets of its parts.
 pub const AT: u64 = 0x1_0000_0000;
 pub const LEN: usize = 1 << 20;
 pub const RX_RING: [usize; 2] = [0x0000, 0x1000];
@@ -97,7 +97,7 @@ pub const BUFFER_LEN: usize = 2048;
 
 pub const MAC: [u8; 6] = [0x02, 0x13, 0x57, 0x9b, 0xdf, 0x24];
 
-/// Frames that are to come, and frames that were sent with the time at which they were.
+/// Frames to receive, and sent frames with the time of sending.
 #[derive(Debug, Default)]
 pub struct Tape {
     pub coming: VecDeque<Vec<u8>>,
@@ -122,7 +122,7 @@ pub struct Rig {
     words: Span<AtomicU64>,
 }
 
-/// What a receive descriptor says after it was written back.
+/// Contents of a receive descriptor after its write-back.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Received {
     pub status: u32,
@@ -133,7 +133,7 @@ pub struct Received {
 }
 
 impl Rig {
-    /// A card on its bus, memory decoding and bus mastering on, MSI-X as a system enables it.
+    /// Makes a card on its bus: memory decoding and bus mastering on, MSI-X enabled as by a system.
     pub fn new() -> Self {
         Self::with_options(Options { mac: MAC, ..Options::default() })
     }
@@ -147,14 +147,15 @@ impl Rig {
         Rig { card, region, words }
     }
 
-    /// The same with its link up and the NVM read.
+    /// Makes a card with its link up and the NVM read.
     pub fn linked() -> Self {
         let rig = Self::new();
         rig.link_up();
         rig
     }
 
-    /// The same with receive ring 0 and transmit ring 0 of so many descriptors; receive buffers posted to all but one.
+    /// Makes a linked card with receive ring 0 and transmit ring 0 of `count` descriptors each, and receive buffers
+    /// posted to all but one.
     pub fn running(count: u32) -> Self {
         let rig = Self::linked();
         rig.receive_ring(0, count);
@@ -179,7 +180,7 @@ impl Rig {
         self.card.write(Bar::Registers, offset, 4, value);
     }
 
-    /// Moves the time on and lets the card do what it has to.
+    /// Advances the clock and lets the card do its work.
     pub fn pass(&self, ns: u64) {
         self.card.advance(ns);
         self.card.settle(1000);
@@ -220,7 +221,7 @@ impl Rig {
         self.store(TX_RING[queue] + 16 * index + 8, second);
     }
 
-    /// Puts a frame into transmit buffer `index`; says where the card sees it.
+    /// Puts a frame into transmit buffer `index`; returns its bus address.
     pub fn transmit_buffer(&self, index: usize, bytes: &[u8]) -> u64 {
         self.store_bytes(TX_BUFFERS + index * BUFFER_LEN, bytes);
         AT + (TX_BUFFERS + index * BUFFER_LEN) as u64
@@ -241,7 +242,7 @@ impl Rig {
         self.card.with(|parts| parts.wire.sent.drain(..).map(|(_, frame)| frame).collect())
     }
 
-    /// What extended receive descriptor `index` says, if it was written back.
+    /// Returns extended receive descriptor `index`, if the card wrote it back.
     pub fn received(&self, queue: usize, index: usize) -> Option<Received> {
         let first = self.load(RX_RING[queue] + 16 * index);
         let second = self.load(RX_RING[queue] + 16 * index + 8);
@@ -291,7 +292,7 @@ impl Rig {
     }
 }
 
-/// A frame to the card's own address, of `len` bytes without check sequence, that ends with its number.
+/// Returns a frame to the card's own address, of `len` bytes without check sequence, with its number at the end.
 pub fn frame(len: usize, number: u8) -> Vec<u8> {
     frame_to(&MAC, len, number)
 }

@@ -1,4 +1,5 @@
-//! A virtio network device with a megabyte of memory and a tape for a wire, driven by hand.
+//! A virtio network device with a megabyte of memory, and a tape of frames as its wire; the test does each access of
+//! a driver.
 #![allow(dead_code, reason = "each test file uses its part")]
 #![allow(clippy::cast_possible_truncation, reason = "fields are cut out of registers")]
 
@@ -13,13 +14,13 @@ use tasuki_sim::virtio_net::{Bar, Device, Options, feature};
 
 use crate::rig::Tape;
 
-// Where our model has what its capabilities name.
+// Offsets of the structures that our model's capabilities name.
 pub const COMMON: u32 = 0x0000;
 pub const ISR: u32 = 0x1000;
 pub const OWN: u32 = 0x2000;
 pub const NOTIFY: u32 = 0x3000;
 
-// Of the common configuration (4.1.4.3).
+// Offsets in the common configuration (4.1.4.3).
 pub const DEVICE_FEATURE_SELECT: u32 = 0x00;
 pub const DEVICE_FEATURE: u32 = 0x04;
 pub const DRIVER_FEATURE_SELECT: u32 = 0x08;
@@ -50,7 +51,7 @@ pub const HEADER_LEN: usize = 12;
 
 pub const MAC: [u8; 6] = [0x02, 0x13, 0x57, 0x9b, 0xdf, 0x24];
 
-/// Parts of queue `index`, of up to 64 descriptors.
+/// Offsets of the parts of queue `index`, for up to 64 descriptors.
 pub fn descriptors(index: u16) -> usize {
     usize::from(index) * 0x8000
 }
@@ -60,7 +61,7 @@ pub fn available(index: u16) -> usize {
 pub fn used(index: u16) -> usize {
     descriptors(index) + 0x6000
 }
-/// Buffer `i`, of 32, of queue `index`.
+/// Offset of buffer `i`, one of 32, of queue `index`.
 pub fn buffer(index: u16, i: usize) -> usize {
     0x40000 + usize::from(index) * 0x10000 + i * BUFFER_LEN
 }
@@ -74,7 +75,7 @@ pub struct Rig {
 }
 
 impl Rig {
-    /// A card on its bus, memory decoding and bus mastering on, MSI-X as a system enables it.
+    /// Makes a card on its bus: memory decoding and bus mastering on, MSI-X enabled as by a system.
     pub fn new(options: Options) -> Self {
         let region = Region::create("rig", LEN, Pages::Small).unwrap();
         let words = region.span(0, LEN / 8).unwrap();
@@ -85,7 +86,8 @@ impl Rig {
         Rig { card, region, words, available: Default::default(), size: 16 }
     }
 
-    /// One that runs with these features, all queues set up, and `buffers` posted in the first receive queue.
+    /// Makes a card that runs with these features: all queues set up, and `buffers` posted in the first receive
+    /// queue.
     pub fn running(options: Options, features: u64, buffers: usize) -> Self {
         let rig = Rig::new(options);
         rig.agree(features);
@@ -95,7 +97,7 @@ impl Rig {
         rig
     }
 
-    /// The first steps, up to FEATURES_OK; says whether the device agrees.
+    /// Does the first steps, up to FEATURES_OK; returns whether the device accepts the features.
     pub fn agree(&self, features: u64) -> bool {
         self.common(STATUS, 0);
         self.pass(20_000);
@@ -113,12 +115,12 @@ impl Rig {
         }
     }
 
-    /// Sets up all queues that are there.
+    /// Sets up all existing queues.
     pub fn queues(&self) {
         (0..5).for_each(|index| self.queue(index));
     }
 
-    /// Sets up a queue if it is there, with vector `index + 1`.
+    /// Sets up a queue, if it exists, with vector `index + 1`.
     pub fn queue(&self, index: u16) {
         self.common(QUEUE_SELECT, index.into());
         if self.read_common(QUEUE_SIZE) == 0 {
@@ -133,7 +135,7 @@ impl Rig {
         self.common(QUEUE_ENABLE, 1);
     }
 
-    /// Where the selected queue is.
+    /// Sets the addresses of the selected queue.
     pub fn place(&self, descriptors: u64, available: u64, used: u64) {
         for (offset, at) in [(QUEUE_DESC, descriptors), (QUEUE_DRIVER, available), (QUEUE_DEVICE, used)] {
             self.common(offset, at as u32);
@@ -141,7 +143,7 @@ impl Rig {
         }
     }
 
-    /// Resets a queue, and waits for that.
+    /// Resets a queue and waits for the end of the reset.
     pub fn reset_queue(&self, index: u16) {
         self.common(QUEUE_SELECT, index.into());
         self.common(QUEUE_RESET, 1);
@@ -149,7 +151,7 @@ impl Rig {
         assert_eq!(self.read_common(QUEUE_ENABLE), 0);
     }
 
-    /// Bytes of a field of the common configuration.
+    /// Returns the width in bytes of a field of the common configuration.
     fn width(offset: u32) -> u8 {
         match offset {
             STATUS | GENERATION => 1,
@@ -174,7 +176,7 @@ impl Rig {
         self.card.write(Bar::Structures, NOTIFY + 4 * u32::from(index), 2, index.into());
     }
 
-    /// Moves the time on and lets the card do what it has to.
+    /// Advances the clock and lets the card do its work.
     pub fn pass(&self, ns: u64) {
         self.card.advance(ns);
         self.card.settle(1000);
@@ -194,13 +196,13 @@ impl Rig {
         self.store16(available(index) + 2, next.wrapping_add(1));
     }
 
-    /// A buffer for a frame, of one descriptor.
+    /// Posts a receive buffer of one descriptor.
     pub fn post(&self, index: u16, i: usize) {
         self.descriptor(index, i as u16, AT + buffer(index, i) as u64, BUFFER_LEN as u32, WRITE, 0);
         self.give(index, i as u16);
     }
 
-    /// A frame to be sent: header and frame in a descriptor each.
+    /// Sends a frame, with header and frame in a descriptor each.
     pub fn send(&self, index: u16, i: u16, frame: &[u8]) {
         self.send_with(index, i, &[0; HEADER_LEN], frame);
     }
@@ -214,7 +216,7 @@ impl Rig {
         self.give(index, i);
     }
 
-    /// Gives a command; says what is answered.
+    /// Gives a command; returns the device's reply.
     pub fn command(&self, class: u8, command: u8, data: &[u8]) -> u8 {
         let index = self.read_common(NUM_QUEUES) as u16 - 1;
         let at = buffer(index, 0);
@@ -227,7 +229,7 @@ impl Rig {
         self.load_bytes(at, 1)[0]
     }
 
-    /// What the device says it used: chains and lengths, in order.
+    /// Returns the used ring's elements, in order: head and length of each chain.
     pub fn used(&self, index: u16) -> Vec<(u32, u32)> {
         (0..self.load16(used(index) + 2))
             .map(|i| used(index) + 4 + 8 * usize::from(i % self.size))
@@ -237,7 +239,7 @@ impl Rig {
             .collect()
     }
 
-    /// The frames in the buffers of a receive queue that were used, whose headers are right.
+    /// Returns the frames in the used buffers of a receive queue, and checks their headers.
     pub fn came(&self, index: u16) -> Vec<Vec<u8>> {
         let frame = |(head, len): (u32, u32)| {
             let bytes = self.load_bytes(buffer(index, head as usize), len as usize);
@@ -255,7 +257,7 @@ impl Rig {
         self.card.with(|parts| parts.wire.sent.drain(..).map(|(_, frame)| frame).collect())
     }
 
-    /// The model is about to be left alone; says whether it has work.
+    /// Prepares the model for a pause; returns whether it has work.
     pub fn doze(&self) -> bool {
         self.card.with(|parts| parts.device.doze(&mut parts.memory))
     }
@@ -306,10 +308,10 @@ impl Rig {
     }
 }
 
-/// What most tests agree on: all but the pairs.
+/// The features that most tests accept: all but those for several queue pairs.
 pub const PLAIN: u64 = feature::ALL & !(feature::MQ | feature::RSS);
 
-/// A frame to the card's own address, of `len` bytes, that ends with its number.
+/// Returns a frame to the card's own address, of `len` bytes, with its number at the end.
 pub fn frame(len: usize, number: u8) -> Vec<u8> {
     let mut frame = crate::rig::frame_to(&MAC, len.max(15), number);
     frame.truncate(len);
