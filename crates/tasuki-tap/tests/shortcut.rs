@@ -330,11 +330,11 @@ mod tests {
         let inside = |words: &[&str]| assert!(ip(&[&["-n", &place.0], words].concat()), "{words:?}");
         inside(&["link", "set", "lan", "down"]);
         inside(&["link", "set", "lan", "name", "tap7"]);
-        inside(&["link", "add", "leg7", "type", "veth", "peer", "name", "other"]);
+        inside(&["link", "add", "veth_end7", "type", "veth", "peer", "name", "other"]);
         let said = Shortcut::around(&device).map(drop).expect_err("others rule there");
         assert!(matches!(&said, TapError::NoVethEnd(name) if name == "tap7"), "{said}");
         remove_beside(&device);
-        assert!(place.here().within(|| Interface::find("leg7")).is_ok(), "it is left alone");
+        assert!(place.here().within(|| Interface::find("veth_end7")).is_ok(), "it is left alone");
     }
 
     #[test]
