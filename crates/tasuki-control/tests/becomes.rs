@@ -1,4 +1,4 @@
-//! `tasuki` becomes the program that does what it was asked for, and says which is missing.
+//! `tasuki` executes the program that a command needs, and names a missing one.
 #![allow(clippy::tests_outside_test_module, reason = "the whole file is tests")]
 
 use std::path::Path;
@@ -16,7 +16,7 @@ fn errors(output: &Output) -> String {
 
 #[test]
 fn it_is_the_worker_for_a_nic_and_the_model_for_a_sim() {
-    // Built beside it by whoever tests the whole workspace.
+    // A build of the whole workspace puts them beside it.
     for (program, words, what) in [
         ("tasuki-worker", &["nic", "probe", "eth0"][..], "\"eth0\" names no card"),
         ("tasuki-sim", &["sim", "nic", "--stdin", "--rate", "5"][..], "--source <COUNT>"),

@@ -1,7 +1,9 @@
-//! tasukid under its systemd unit, with cards behind VFIO and an IOMMU. Runs in the guest that `cargo xtask guest` boots, and nowhere else.
+//! tasukid under its systemd unit, with cards behind VFIO and an IOMMU. Runs only in the guest that `cargo xtask
+//! guest` boots.
 //!
-//! The guest has Debian's systemd, the unit of contrib/systemd, and an 82574L (QEMU's e1000e) and a virtio-net. A card's partner is this program, which sends numbered frames
-//! and counts those that come back. Workers are confined strictly.
+//! The guest has Debian's systemd, the unit of contrib/systemd, and an 82574L (QEMU's e1000e) and a virtio-net. A
+//! card's partner is this program, which sends numbered frames and counts those that come back. Workers are confined
+//! strictly.
 #![allow(clippy::tests_outside_test_module, reason = "an integration test")]
 
 #[path = "guest/hostile.rs"]
@@ -22,14 +24,14 @@ use std::time::{Duration, Instant};
 use traffic::{Outcome, Traffic};
 use unit::{Unit, ask, group, kill, lives, log, property, run};
 
-/// What `serial` takes from the suite of all drivers.
+/// Items that `serial` uses from the suite of all drivers.
 mod conformance {
     use std::time::{Duration, Instant};
 
-    /// How long anything may take: the guest is emulated.
+    /// Longest time for anything: the guest is emulated.
     pub const PATIENCE: Duration = Duration::from_secs(60);
 
-    /// Waits for what `ask` finds.
+    /// Waits until `ask` returns a value.
     pub fn until<T>(what: &str, mut ask: impl FnMut() -> Option<T>) -> T {
         let deadline = Instant::now() + PATIENCE;
         loop {
@@ -43,7 +45,7 @@ mod conformance {
 }
 use conformance::until;
 
-/// Two nodes that trust each other, and one that nobody trusts.
+/// Two nodes that trust each other, and one that no node trusts.
 const NODES: &str = r#"
 [[node]]
 name = "red"
@@ -63,7 +65,7 @@ work = "echo"
 /// The wires of both cards.
 const WIRES: [&str; 2] = ["e1000e", "virtio_net"];
 
-/// Frames that a worker which is killed may have sent already, and its successor sends again: a burst for each card.
+/// Frames that a killed worker may have sent already and its successor sends again: a burst for each card.
 const BURST: u32 = 32;
 
 #[track_caller]
@@ -98,7 +100,7 @@ fn the_unit_is_ready_when_tasukid_serves_and_frames_cross() {
     assert_eq!(property("NRestarts"), "0", "systemd has restarted tasukid\n{}", log());
 }
 
-/// The page for operators says how exposed the unit is.
+/// The page for operators gives the unit's exposure score.
 #[test]
 fn the_score_of_the_unit_is_what_the_guide_says() {
     let analysis = run("systemd-analyze", &["security", "--no-pager", unit::UNIT]);
@@ -172,7 +174,7 @@ fn worker_stand_by_and_tasukid_killed_together_leave_the_cards_as_they_are() {
     }
 }
 
-/// Descriptors of cards that a process has.
+/// Returns the number of card descriptors that a process has.
 fn cards_of(pid: u32) -> usize {
     let descriptors = fs::read_dir(format!("/proc/{pid}/fd")).expect("a process").flatten();
     descriptors
@@ -180,7 +182,7 @@ fn cards_of(pid: u32) -> usize {
         .count()
 }
 
-/// How often a card was taken out of its box.
+/// Returns how often a card was opened.
 fn openings() -> usize {
     let events = run("tasuki", &["events"]);
     events.lines().filter(|line| line.contains("is open")).count()
@@ -209,7 +211,7 @@ fn workers_are_confined_strictly() {
             assert_eq!(field(pid, name), expected, "{name} of a worker");
         }
     }
-    // Debian's kernel is older than all that landlock can be asked for; tasukid's own filter bars the rest.
+    // Debian's kernel lacks newer features of landlock; tasukid's own filter bars the rest.
     let workers = ask(&["worker", "list"]);
     for lack in workers
         .as_array()
@@ -222,7 +224,7 @@ fn workers_are_confined_strictly() {
     }
 }
 
-/// A node whose program takes what it can get harms itself alone.
+/// A node whose program takes all it can get harms only itself.
 #[test]
 fn nodes_have_bounds_by_control_groups_of_version_2() {
     let hostile = |name: &str, options: &str, bounds: &str| {
@@ -271,21 +273,22 @@ fn nodes_have_bounds_by_control_groups_of_version_2() {
     );
 }
 
-/// A partner pauses for so long, and not longer, while a card's rings are written anew (docs/users/move-a-nic.md).
+/// Longest pause of a partner while a card's rings are rewritten (docs/users/move-a-nic.md).
 const PAUSE_MAX: Duration = Duration::from_millis(33);
 
-/// There and back, under traffic: by each method that a card has, and once to a node that nobody trusts.
+/// Each NIC goes there and back under traffic: by each method that its card has, and once to a node that no
+/// other node trusts.
 #[test]
 fn nics_go_from_node_to_node_by_every_method() {
     let unit = Unit::begin(NODES);
     unit.is_at_work();
-    // What a stranger has left in a virtio device nobody could undo, so it is reset.
+    // Traces of a stranger in a virtio device cannot be undone, so it is reset.
     for (wire, nic, to_strangers) in [(WIRES[0], "eth0", "repoint"), (WIRES[1], "eth1", "cold")] {
         for (method, to) in [("keep", "blue"), ("repoint", "blue"), (to_strangers, "green"), ("cold", "blue")] {
             let traffic = Traffic::begin(wire);
             let mut longest = Duration::ZERO;
             for to in [to, "red"] {
-                // Who gives a NIC to a stranger is ended for it, and its node gets another worker.
+                // A giver to a stranger is ended for it, and its node gets another worker.
                 unit.has_a_worker(to);
                 let relay = ask(&["nic", "give", nic, "--to", to, "--method", method])["relays"][0].clone();
                 assert_eq!((&relay["done"], &relay["method"]), (&true.into(), &method.into()), "{relay}");

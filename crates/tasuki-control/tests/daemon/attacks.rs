@@ -1,4 +1,5 @@
-//! What a hostile worker says and writes, against the real daemon: it loses its life for it, and nobody else loses anything.
+//! Hostile messages and writes of a worker against the real daemon. The worker loses its life, and no other process
+//! loses anything.
 //!
 //! Attacks of docs/design/threat-model.md.
 
@@ -10,14 +11,14 @@ use serde_json::Value;
 use super::real;
 use super::rig::{NODES, Rig, lives, pid, until};
 
-/// Nodes whose workers do what a test writes for them.
+/// Starts nodes whose workers execute the attacks that a test writes for them.
 fn rig() -> Rig {
     let rig = Rig::with(NODES, "attacks");
     rig.await_pair("red");
     rig
 }
 
-/// Has one worker of a node do this: its driver, a spare, or any.
+/// Makes one worker of a node execute `lines`: its driver, a spare, or any.
 fn attack(rig: &Rig, node: &str, by: &str, lines: &str) {
     let aside = rig.path("attack.new");
     fs::write(&aside, format!("{by}\n{lines}\n")).expect("a file");
@@ -32,7 +33,7 @@ fn of(rig: &Rig, node: &str) -> Vec<u32> {
     rig.workers().iter().filter(|worker| worker["node"] == node).map(pid).collect()
 }
 
-/// Green, which has no NIC, says this of red's: its worker is ended, and red goes on as it was.
+/// Makes green, which has no NIC, say `lines` of red's. The daemon ends green's worker, and red goes on unharmed.
 fn green_says(lines: &str, event: &str) {
     let rig = rig();
     let green = rig.await_worker("green", "idle");
@@ -42,7 +43,7 @@ fn green_says(lines: &str, event: &str) {
     until(&rig, "the liar is gone", || !lives(pid(&green)));
     let (drives, stands_by) = rig.await_pair("red");
     assert_eq!((pid(&drives), pid(&stands_by)), (pid(&driver), pid(&standby)), "{lines}\n{}", rig.log());
-    // Its node is none the worse.
+    // Its node is unharmed.
     let next = rig.await_worker("green", "idle");
     assert_ne!(pid(&next), pid(&green));
 }
@@ -77,7 +78,8 @@ fn no_worker_says_that_another_is_fenced() {
     assert_eq!((pid(&drives), pid(&stands_by)), (pid(&driver), pid(&standby)), "{}", rig.log());
 }
 
-/// It names a worker of another node in its own lease word, and says that it has let go: again and again, as often as its node gets workers.
+/// A worker writes the number of another node's worker into its own lease word, and reports that it has let go. It
+/// does so as often as its node gets new workers.
 ///
 /// row: T44
 #[test]
@@ -89,7 +91,7 @@ fn a_lease_word_that_names_another_nodes_worker_harms_nobody_there() {
         let epoch = rig.nic()["epoch"].as_u64().expect("an epoch");
         let lines = format!("word 0 {} {epoch}\nreleased 0 {epoch}", party(&victim));
         attack(&rig, "red", "driver", &lines);
-        // All that can have written it are ended.
+        // The daemon ends all workers that can have written the word.
         until(&rig, "the writers are gone", || !lives(pid(&driver)) && !lives(pid(&standby)));
     }
     rig.await_pair("red");
@@ -117,8 +119,8 @@ fn a_worker_that_says_what_its_state_does_not_allow_is_ended() {
     }
 }
 
-/// Green has two NICs and trusts nobody. When it gives one away no process that ever had that one is left, its stand-by least of all; and the new
-/// owner's stand-by comes from its own node.
+/// Green has two NICs and trusts nobody. It gives one away. After that no process is left that ever had that NIC,
+/// least of all its stand-by. The new owner's stand-by comes from its own node.
 ///
 /// row: T51
 #[test]
@@ -138,7 +140,7 @@ fn no_process_of_the_old_node_is_left_when_a_stranger_has_its_nic() {
         let eth1 = nics.as_array().expect("a list").iter().find(|nic| nic["name"] == "eth1").expect("it").clone();
         eth1["is"] == "driven" && eth1["node"] == "green"
     });
-    // Its driver dies: another worker of red has it, and none of green's.
+    // Its driver dies: another worker of red takes over, and none of green's.
     let driver = rig.await_worker("red", "drives");
     super::rig::signal(pid(&driver), rustix::process::Signal::KILL);
     until(&rig, "red drives eth0 again", || {
@@ -146,7 +148,7 @@ fn no_process_of_the_old_node_is_left_when_a_stranger_has_its_nic() {
         let eth0 = nics.as_array().expect("a list").iter().find(|nic| nic["name"] == "eth0").expect("it").clone();
         eth0["is"] == "driven" && eth0["node"] == "red" && eth0["worker"] != driver["worker"]
     });
-    // What took over eth1 was there before anybody was fenced, for it never had eth0.
+    // The new driver of eth1 was there before the fence, for it never had eth0.
     let events = rig.ask(&["events"]);
     let fence = events.find("is kept from eth0 for good").expect("an event");
     let takes = events[fence..].split("eth1 is driven by worker ").nth(1);
@@ -158,7 +160,7 @@ fn no_process_of_the_old_node_is_left_when_a_stranger_has_its_nic() {
     );
 }
 
-/// A worker can lend what it was given to a process that it starts, which is no stand-by of anybody's.
+/// A worker can lend its descriptors to a process that it starts, which is not a stand-by of the daemon.
 ///
 /// row: T51
 #[test]
@@ -178,7 +180,7 @@ fn what_a_worker_has_started_is_fenced_with_it() {
     fs::write(&with, script).expect("a file");
     fs::set_permissions(&with, fs::Permissions::from_mode(0o755)).expect("a mode");
     rig.ask(&["worker", "upgrade", "green", "--with", &with.to_string_lossy()]);
-    // What the old stand-by's successor has started is not of this test while it gets ready.
+    // Ignore the child of the old stand-by's successor while that worker prepares.
     let is_new = |is: &str| rig.worker("green", is).is_some_and(|worker| worker["generation"] == 1);
     until(&rig, "both are of the new program", || is_new("drives") && is_new("stands by"));
     let others = || -> Vec<u32> {
@@ -193,8 +195,9 @@ fn what_a_worker_has_started_is_fenced_with_it() {
     until(&rig, "what a worker starts ends with it", || others().iter().all(|pid| !lives(*pid)));
 }
 
-/// What it has left in the card only a reset undoes, or it has the taker find frames that came too early: that refuses, and the NIC goes there by `cold`, from where
-/// nobody drives it. Its old node, all of which is fenced, does not get it back in between.
+/// A taker refuses a card in which only a reset undoes the last owner's traces, or from which frames come too early.
+/// The NIC then goes to it by `cold`, from a state without a driver. All workers of its old node are fenced, and it
+/// does not get the NIC back in between.
 ///
 /// row: T55
 #[test]
@@ -217,16 +220,17 @@ fn a_card_that_its_taker_refuses_goes_there_by_the_next_method() {
             "{events}"
         );
         rig.await_pair("green");
-        // Its old node has another worker, and none of the NIC.
+        // Its old node has another worker, which does not have the NIC.
         rig.await_worker("red", "idle");
-        // Who asked for that very method hears why it was not had, and the NIC stays with its node, whose next worker drives it.
+        // A request for that very method is refused with the reason. The NIC stays with its node, whose next worker
+        // drives it.
         let said = rig.refused(&["nic", "give", "eth0", "--to", "red", "--method", "repoint"]);
         assert!(said.contains(found), "{said}");
         rig.await_pair("green");
     }
 }
 
-/// Rounds of fuzzing by default; `TASUKI_FUZZ=FROM..TO` takes these seeds instead.
+/// Returns the seeds of the fuzzing rounds. `TASUKI_FUZZ=FROM..TO` replaces the default.
 fn seeds() -> std::ops::Range<u32> {
     let said = std::env::var("TASUKI_FUZZ").ok();
     let parse = |said: String| {
@@ -236,8 +240,8 @@ fn seeds() -> std::ops::Range<u32> {
     said.map_or(0..24, |said| parse(said).expect("TASUKI_FUZZ=FROM..TO"))
 }
 
-/// A driver, a stand-by and a worker without a NIC say in turn what a seed says. The daemon lives, nobody of another node is harmed, and their own node has workers
-/// and its NIC again.
+/// A driver, a stand-by and a worker without a NIC send in turn the messages of a seed. The daemon lives, and no
+/// process of another node is harmed. Their own node gets workers and its NIC again.
 ///
 /// row: T42
 #[test]
@@ -271,7 +275,8 @@ fn whatever_a_worker_says_and_writes_only_its_own_node_suffers() {
     assert!(!events.lines().any(|line| line.contains("stays with") && line.contains("nobody is left")), "{events}");
 }
 
-/// Two nodes whose workers, drivers and stand-bys, lose their minds at once, each with a NIC of its own; and a neighbour whose frames all come back.
+/// Two nodes, each with a NIC of its own, whose drivers and stand-bys misbehave at once. Their neighbour gets all
+/// its frames back.
 ///
 /// row: T42
 #[test]
@@ -291,7 +296,7 @@ fn several_liars_at_once_cost_their_neighbour_no_frame() {
     // Stand-ins count turns, not frames.
     let received = || rig.worker("red", "drives").and_then(|worker| worker["received"].as_u64()).unwrap_or(0);
     until(&rig, "frames flow", || received() > 0);
-    // Each has two liars, and frames all the while.
+    // Each node has two liars, and traffic all the while.
     for seed in seeds().step_by(3) {
         println!("seed {seed}");
         let pairs = liars.map(|node| rig.await_pair(node));
@@ -312,7 +317,7 @@ fn several_liars_at_once_cost_their_neighbour_no_frame() {
     assert!(said.contains("lost 0"), "{said}\n{}", rig.log());
 }
 
-/// All stand-ins say these words with an escape sequence and a change of direction in them.
+/// All stand-ins send these words with an escape sequence and a change of text direction in them.
 ///
 /// row: T26
 #[test]

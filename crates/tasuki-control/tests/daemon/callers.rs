@@ -1,4 +1,5 @@
-//! Who asks the daemon: users with a role and without, and those who say nothing, too slowly, or too much at once. Needs root, to be others.
+//! Callers of the daemon: users with and without a role, and clients that say nothing, send too slowly, or send too
+//! much at once. Needs root, to become other users.
 //!
 //! Attacks of docs/design/threat-model.md.
 
@@ -13,10 +14,11 @@ use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 
 use super::rig::{NODES, Rig, TASUKI, until};
 
-/// A user who is none of the machine's.
+/// A user id that no user of the machine has.
 const STRANGER: u32 = 61_234;
 
-/// A daemon with these roles, to which a stranger finds the way; nothing where nobody may become another.
+/// Starts a daemon with these roles whose socket a stranger can reach. Returns `None` where the test cannot become
+/// another user.
 fn rig(roles: &str) -> Option<Rig> {
     if !rustix::process::geteuid().is_root() {
         println!("skipped: needs root, to become another user");
@@ -31,7 +33,7 @@ fn rig(roles: &str) -> Option<Rig> {
     Some(rig)
 }
 
-/// The same, with other roles.
+/// Restarts the daemon with other roles.
 fn change_roles(rig: &mut Rig, roles: &str) {
     rig.kill_daemon();
     rig.configure(|text| format!("{}[api]\n{roles}\n", text.split("[api]").next().unwrap_or_default()));
@@ -39,7 +41,7 @@ fn change_roles(rig: &mut Rig, roles: &str) {
     rig.await_pair("red");
 }
 
-/// The command line of a stranger, who is in this group.
+/// Runs the command line as a stranger with this group.
 fn stranger(rig: &Rig, group: u32, words: &[&str]) -> Output {
     let mut command = Command::new(rig.path("tasuki"));
     command.uid(STRANGER).gid(group).arg("--dir").arg(rig.dir()).args(words).output().expect("a program")
@@ -88,7 +90,7 @@ fn what_a_user_may_ask_is_what_its_role_says() {
     may_not(&rig, &["status"], "this user has none");
 }
 
-/// What comes back on a connection to which this was written, until the daemon hangs up.
+/// Sends `text` on a new connection, and returns the answer up to the daemon's hang-up.
 fn say(rig: &Rig, text: &str) -> String {
     let mut stream = UnixStream::connect(rig.dir().join("api.sock")).expect("a daemon");
     stream.write_all(text.as_bytes()).expect("room");

@@ -1,5 +1,5 @@
-//! Captures: what somebody sees who looks on while packets flow, workers are replaced and killed, and nobody reads; and what is left of it
-//! afterwards. Needs root but for what is refused.
+//! Captures while packets flow, workers are replaced and killed, and a reader stalls; and a check that nothing
+//! remains of them afterwards. All but the refusals need root.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
@@ -20,7 +20,7 @@ use super::rig::{NODES, Rig, pid, signal, until};
 use super::rooms::{BURST, Exchange, Stream, deaths};
 use super::vnis::{DESK, SHOP, World, fds};
 
-/// How long what is read may take to come.
+/// Longest wait for data of a capture.
 const PATIENCE: Duration = Duration::from_secs(60);
 
 /// `tasuki capture` into a file.
@@ -38,7 +38,7 @@ impl Drop for Capture {
 }
 
 impl Capture {
-    /// One that is under way: frames that pass from now on are in it.
+    /// Starts a capture and waits until it is under way. It contains all frames from now on.
     fn begin(rig: &Rig, file: &str, words: &[&str]) -> Self {
         let file = rig.path(file);
         let mut command = Command::new(env!("CARGO_BIN_EXE_tasuki"));
@@ -58,7 +58,7 @@ impl Capture {
         line
     }
 
-    /// Waits until it ends by itself; what it says, and what it has written.
+    /// Waits until the capture ends by itself. Returns its messages and its file.
     fn ends(mut self) -> (String, Seen) {
         let said = self.line();
         let status = self.child.wait().expect("its end");
@@ -66,14 +66,14 @@ impl Capture {
         (said, Seen::read(&fs::read(&self.file).expect("a file")))
     }
 
-    /// The same after ^C.
+    /// Interrupts the capture with ^C, then like [`ends`](Self::ends).
     fn end(self) -> (String, Seen) {
         signal(self.child.id(), Signal::INT);
         self.ends()
     }
 }
 
-/// A frame, as another reader reads it.
+/// A captured frame, as a reader independent of ours parses it.
 #[derive(Debug)]
 struct Frame {
     port: String,
@@ -83,7 +83,7 @@ struct Frame {
     bytes: Vec<u8>,
 }
 
-/// What is in a file.
+/// Contents of a capture file.
 #[derive(Debug, Default)]
 struct Seen {
     ports: Vec<String>,
@@ -127,7 +127,7 @@ impl Seen {
         seen
     }
 
-    /// How often each number is in it, by direction, as datagrams of an exchange have it.
+    /// Counts each datagram number of an exchange, by direction.
     fn datagrams(&self) -> [BTreeMap<u64, u32>; 2] {
         const UDP: usize = 14 + 20;
         const LEN: usize = UDP + 8 + 64;
@@ -140,13 +140,12 @@ impl Seen {
     }
 }
 
-/// Those of so many datagrams that are not in it exactly once.
+/// Returns the numbers of `sent` datagrams that are not in it exactly once, with their counts.
 fn not_once(seen: &BTreeMap<u64, u32>, sent: u64) -> Vec<(u64, u32)> {
     assert!(seen.len() as u64 <= sent, "{} of {sent}", seen.len());
     (0..sent).map(|number| (number, seen.get(&number).copied().unwrap_or(0))).filter(|(_, times)| *times != 1).collect()
 }
 
-/// Whether a node is being captured.
 fn is_captured(rig: &Rig, node: &str) -> bool {
     let nodes = rig.json(&["node", "list"]);
     let mut nodes = nodes.as_array().expect("a list").iter();
@@ -184,7 +183,7 @@ fn every_frame_is_in_it_with_its_direction_and_through_every_relay() {
         assert!(seen.frames.iter().all(|frame| frame.at >= began && frame.at <= ended), "by the wall's clock");
     }
     assert!(said.contains(&format!("{} frames were captured, and none missed", shop.frames.len())), "{said}");
-    // Which of the two spoke stands in the frame as well, with nothing before it.
+    // The frame's source address also tells the speaker, independently of the capture's direction.
     let mac = |frame: &Frame| frame.bytes[6..12].to_vec();
     let udp = shop.frames.iter().filter(|frame| frame.bytes[12..14] == [8, 0] && frame.bytes[23] == 17);
     let speakers: BTreeSet<(bool, Vec<u8>)> = udp.map(|frame| (frame.inbound, mac(frame))).collect();
@@ -194,7 +193,7 @@ fn every_frame_is_in_it_with_its_direction_and_through_every_relay() {
     world.end();
 }
 
-/// What Wireshark reads is what another reader reads.
+/// Checks that tshark (Wireshark) parses the file to the same result.
 fn tshark_agrees(rig: &Rig, file: &str, seen: &Seen) {
     let mut command = Command::new("tshark");
     command.args(["-n", "-r"]).arg(rig.path(file)).args(["-T", "fields", "-e", "frame.time_epoch"]);
@@ -234,7 +233,7 @@ fn it_goes_on_when_a_worker_is_killed_and_ends_with_the_count() {
     let killed = deaths(&world.rig);
     assert_eq!(killed, 2);
     for seen in all.datagrams() {
-        // What the dead one had in hand, and had copied and not passed on.
+        // The dead worker's burst in hand may be missing, and its frames copied but not passed on may come twice.
         let odd = not_once(&seen, tally.sent).len() as u64;
         assert!(odd <= 2 * BURST * killed, "{odd} of {tally:?}");
     }
@@ -252,14 +251,14 @@ fn it_ends_with_the_node_also_where_it_is_of_its_port() {
         let (said, seen) = capture.ends();
         assert_eq!(&seen.missed[..], &[0], "{said}");
     }
-    // Whoever is called so next is not seen by who looked on at it.
+    // The old capture does not continue with a new node of the same name.
     world.add("shop", &world.shop, SHOP, &[]);
     world.await_pairs();
     assert!(!is_captured(&world.rig, "shop"));
     world.end();
 }
 
-/// Descriptors of the daemon, and of those who drive.
+/// Counts the descriptors of the daemon and of the drivers.
 fn look(world: &World) -> [usize; 3] {
     let [shop, desk] = ["shop", "desk"].map(|node| fds(pid(&world.rig.await_pair(node).0)));
     [fds(world.rig.daemon_pid()), shop, desk]
@@ -275,7 +274,7 @@ fn nothing_is_left_of_it_when_whoever_looked_on_is_killed() {
         let exchange = flows.then(|| world.exchange());
         exchange.iter().for_each(|exchange| exchange.goes_on(&world.rig, 100));
         assert_ne!(look(&world), before);
-        // While frames flow, and while none do.
+        // Drop them while frames flow, and while none do.
         captures.into_iter().for_each(drop);
         until(&world.rig, "the daemon knows", || !is_captured(&world.rig, "shop") && !is_captured(&world.rig, "desk"));
         exchange.iter().for_each(|exchange| exchange.goes_on(&world.rig, 100));
@@ -283,7 +282,7 @@ fn nothing_is_left_of_it_when_whoever_looked_on_is_killed() {
         let tally = exchange.map(Exchange::end).unwrap_or_default();
         assert_eq!(tally.back, tally.sent, "{tally:?}");
     }
-    // A capture does not outlive the daemon; workers notice by themselves.
+    // A capture does not outlive the daemon; workers notice its end by themselves.
     let mut capture = Capture::begin(&world.rig, "four", &["shop"]);
     let exchange = world.exchange();
     exchange.goes_on(&world.rig, 100);
@@ -301,7 +300,7 @@ fn nothing_is_left_of_it_when_whoever_looked_on_is_killed() {
     world.end();
 }
 
-/// Asks for a capture, and reads no more of it than its head.
+/// Requests a capture, and reads only the head of the response.
 fn ask_and_sleep(rig: &Rig) -> (UnixStream, u32) {
     let mut stream = UnixStream::connect(rig.dir().join("api.sock")).expect("a daemon");
     stream.set_read_timeout(Some(PATIENCE)).expect("a limit");
@@ -329,7 +328,7 @@ fn who_does_not_read_holds_up_nobody_and_learns_how_much_was_missed() {
     stream.end();
     let tally = exchange.end();
     assert_eq!(tally.back, tally.sent, "{tally:?}");
-    // Another one sees all the same, and the daemon answers.
+    // Another capture works all the same, and the daemon answers.
     let other = Capture::begin(&world.rig, "other", &["shop", "-c", "3"]);
     let pinging = world.exchange();
     assert_eq!(other.ends().1.frames.len(), 3);
@@ -353,7 +352,7 @@ fn who_does_not_read_holds_up_nobody_and_learns_how_much_was_missed() {
     println!("{} frames seen, {:?} missed", seen.frames.len(), seen.missed);
     assert!(seen.missed[0] > 0 && !seen.frames.is_empty());
     until(&world.rig, "it is over", || !is_captured(&world.rig, "shop"));
-    // One that nobody reads keeps no daemon from ending.
+    // A capture without a reader does not keep the daemon from ending.
     let (_sleeper, _) = ask_and_sleep(&world.rig);
     let stream = Stream::begin(&world.shop, &world.desk, DESK, Duration::ZERO);
     stream.goes_on(&world.rig, 64 << 20);
@@ -365,7 +364,7 @@ fn who_does_not_read_holds_up_nobody_and_learns_how_much_was_missed() {
     world.end();
 }
 
-/// What a body is that came in chunks (RFC 9112, 7.1).
+/// Decodes a body in chunks (RFC 9112, 7.1).
 fn unchunked(mut chunks: &[u8]) -> Option<Vec<u8>> {
     let mut whole = Vec::new();
     loop {
@@ -379,7 +378,7 @@ fn unchunked(mut chunks: &[u8]) -> Option<Vec<u8>> {
     }
 }
 
-/// The number of a frame of the model's source (docs/design/sim.md).
+/// Returns the number of a frame of the model's source (docs/design/sim.md).
 fn number(frame: &Frame) -> Option<u64> {
     let (kind, rest) = frame.bytes.get(12..34)?.split_first_chunk::<6>()?;
     (*kind == [0x88, 0xb5, b't', b's', b'k', 1]).then(|| rest.first_chunk().copied().map(u64::from_le_bytes))?
@@ -417,7 +416,7 @@ fn a_nic_is_seen_whoever_has_it() {
         frames.filter_map(number).for_each(|number| *numbers.entry(number).or_default() += 1);
         numbers
     };
-    // The source began before anybody looked on.
+    // The source began before the capture did.
     let [came, went] = [true, false].map(|inbound| numbers(&eth0, inbound));
     let first = *came.keys().next().expect("frames");
     assert_eq!(went.values().max(), Some(&1), "what goes goes once");

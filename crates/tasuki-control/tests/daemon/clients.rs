@@ -1,4 +1,5 @@
-//! Clients that mean harm: of memif, against the worker that serves them, and of HTTP, against the daemon. They are sent away, and nobody else notices.
+//! Malicious clients: of memif, against the worker that serves them, and of HTTP, against the daemon. The server
+//! disconnects them, and other clients do not notice.
 //!
 //! Attacks of docs/design/threat-model.md.
 
@@ -21,7 +22,7 @@ use super::vnis::World;
 
 const SHAPE: Shape = Shape { log2: 4, buffer: 2048 };
 
-/// What a client hands over: memory that shrinks, memory that does not, a bell.
+/// Descriptors that a client sends: memory that can shrink, memory that cannot, a bell.
 struct Hands {
     unsealed: OwnedFd,
     sealed: OwnedFd,
@@ -30,7 +31,7 @@ struct Hands {
 
 type Step<'a> = (Vec<u8>, Vec<BorrowedFd<'a>>);
 
-/// What it says after the greeting, for which it is sent away.
+/// Messages after the greeting, for which the worker disconnects the client.
 type Handshake = fn(&Hands) -> Vec<Step<'_>>;
 
 fn greeting<'a>() -> Step<'a> {
@@ -41,7 +42,7 @@ fn with_region(hands: &Hands) -> Vec<Step<'_>> {
     vec![greeting(), (add_region(0, 8192), vec![hands.sealed.as_fd()])]
 }
 
-/// Each with its row of the threat model.
+/// Handshakes, each with its row of the threat model.
 const HANDSHAKES: &[(&str, &str, Handshake)] = &[
     ("T91", "does not know the secret", |_| vec![(init(0x0200, 0, 0, "guess"), vec![])]),
     ("T91", "speaks another version", |_| vec![(init(0x0700, 0, 0, SECRET), vec![])]),
@@ -80,7 +81,7 @@ const HANDSHAKES: &[(&str, &str, Handshake)] = &[
     }),
 ];
 
-/// What a client does that is connected.
+/// An act of a connected client.
 type Deed = fn(&Client);
 
 fn describe_and_send(client: &Client, flags: u16, region: u16, len: u32, offset: u32, count: u16) {
@@ -91,7 +92,7 @@ fn describe_and_send(client: &Client, flags: u16, region: u16, len: u32, offset:
     client.set_head(true, head.wrapping_add(count));
 }
 
-/// Each with its row of the threat model.
+/// Deeds, each with its row of the threat model.
 const DEEDS: &[(&str, &str, Deed)] = &[
     ("T92", "sends more than its ring has", |client| client.set_head(true, client.head(true).wrapping_add(1000))),
     ("T92", "takes back what it sent", |client| client.set_head(true, client.head(true).wrapping_sub(1))),
@@ -109,7 +110,7 @@ fn rings(client: &Client) {
     let _ = rustix::io::write(&client.bells[0], &1_u64.to_ne_bytes());
 }
 
-/// Waits until it is sent away; says why.
+/// Waits until the client is disconnected; returns the reason.
 fn sent_away(channel: &Channel, what: &str) -> String {
     let limit = Instant::now() + Duration::from_secs(30);
     loop {
@@ -157,21 +158,22 @@ fn connected(socket: &Path) -> Client {
     Client::connect(socket, SHAPE, SECRET, || {})
 }
 
-/// Memory that a client punches out under its worker, row: T92, and more clients than there is room for, row: T91
+/// A client punches a hole into its memory under its worker, row: T92, and more clients connect than there is room
+/// for, row: T91
 fn holes_and_crowds(world: &World, socket: &Path) {
     let mut client = connected(socket);
     assert!(client.send(&[0xff; 1000]));
     let all = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
     rustix::fs::fallocate(&client.memory, all, 0, SHAPE.len()).expect("memory");
     rings(&client);
-    // What it reads are zeros: whether those are a breach is the rings' matter.
+    // The worker reads zeros there. Whether they are a breach is for the rings to decide.
     flows(&world.rig, 100);
     drop(client);
     let crowd: Vec<_> = (0..64).filter_map(|_| silent(socket)).collect();
     flows(&world.rig, 100);
     println!("{} connect at once and say nothing", crowd.len());
     drop(crowd);
-    // There is room for who comes next.
+    // There is room for the next client.
     until(&world.rig, "it is let in", || {
         let next = silent(socket);
         next.is_some_and(|next| {
@@ -182,7 +184,7 @@ fn holes_and_crowds(world: &World, socket: &Path) {
     drop(connected(socket));
 }
 
-/// One that connects and says nothing; there may be no room for it.
+/// Connects and says nothing. Returns `None` if there is no room.
 fn silent(path: &Path) -> Option<Channel> {
     let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
     let socket = rustix::net::socket_with(AddressFamily::UNIX, SocketType::SEQPACKET, flags, None).ok()?;
@@ -190,7 +192,7 @@ fn silent(path: &Path) -> Option<Channel> {
     Some(Channel(socket))
 }
 
-/// A request, with a body of this length.
+/// Returns a POST request with this body.
 fn post(path: &str, body: &str) -> Vec<u8> {
     let head = format!("POST {path} HTTP/1.1\r\nhost: tasukid\r\nconnection: close\r\n");
     format!("{head}content-type: application/json\r\ncontent-length: {}\r\n\r\n{body}", body.len()).into_bytes()
@@ -200,10 +202,10 @@ fn get(path: &str) -> Vec<u8> {
     format!("GET {path} HTTP/1.1\r\nhost: tasukid\r\nconnection: close\r\n\r\n").into_bytes()
 }
 
-/// What one writes, who may ask for anything.
+/// A request of a client with full permissions.
 type Request = fn() -> Vec<u8>;
 
-/// Each with its row of the threat model.
+/// Requests, each with its row of the threat model.
 const REQUESTS: &[(&str, &str, Request)] = &[
     ("T65", "names a file", || get("/v1/nodes/..%2f..%2f..%2fetc%2fpasswd")),
     ("T65", "goes up", || get("/v1/../../etc/passwd")),
@@ -249,7 +251,7 @@ fn a_request_that_means_harm_is_refused_and_nothing_else_happens() {
     for (_, what, request) in REQUESTS {
         let mut stream = UnixStream::connect(rig.dir().join("api.sock")).expect("a daemon");
         stream.set_read_timeout(Some(Duration::from_secs(30))).expect("a limit");
-        // Who is refused in the middle of it cannot say the rest.
+        // A client that is refused in the middle of its request cannot send the rest.
         let _ = stream.write_all(&request());
         let mut answer = Vec::new();
         let _ = stream.read_to_end(&mut answer);
@@ -264,7 +266,7 @@ fn a_request_that_means_harm_is_refused_and_nothing_else_happens() {
     assert!(!rig.log().contains('\u{1b}') && !nodes.to_string().contains("u001b"), "{nodes}");
 }
 
-/// Who asks without end and reads no answer has the daemon wait for nobody.
+/// Clients that send requests without end and read no answer do not block the daemon.
 ///
 /// row: T63
 #[test]

@@ -1,4 +1,5 @@
-//! What a node's program tries against others before any runtime of ours has confined it: under what tasukid has set (stage one).
+//! Attacks of a node's program on other processes before any runtime of ours has confined it: only the limits of
+//! tasukid are in force (stage one).
 //!
 //! Attacks of docs/design/threat-model.md.
 
@@ -10,14 +11,14 @@ use std::process::{Command, Stdio};
 use super::rig::{Rig, lives, pid, until};
 use super::storm::beside;
 
-/// A stock node, and what becomes of it is asked.
+/// A stock node as the victim; the tests check that it is unharmed.
 const VICTIM: &str = r#"
 [[node]]
 name = "red"
 work = "echo"
 "#;
 
-/// A node whose program tries `options`, with these bounds.
+/// Returns the configuration of a node whose program executes the attacks in `options`, within `bounds`.
 fn hostile(name: &str, options: &str, bounds: &str) -> String {
     let program = beside("examples/hostile").expect("looked for before");
     let work = format!("{{ program = {{ path = {program:?}, options = {options:?} }} }}");
@@ -35,7 +36,7 @@ macro_rules! need_hostile {
     };
 }
 
-/// A daemon with a victim that has begun.
+/// Starts a daemon with a victim, and waits until the victim has begun.
 fn with_victim() -> (Rig, u32) {
     let mut rig = Rig::without_daemon(VICTIM, "");
     rig.with_stock_workers();
@@ -44,7 +45,7 @@ fn with_victim() -> (Rig, u32) {
     (rig, victim)
 }
 
-/// Processes of a user.
+/// Counts the processes of a user.
 fn count_of(user: u32) -> usize {
     let processes = std::fs::read_dir("/proc").expect("processes").flatten();
     processes.filter(|process| process.metadata().is_ok_and(|meta| meta.uid() == user)).count()
@@ -54,7 +55,7 @@ fn status(pid: u32, file: &str) -> String {
     std::fs::read_to_string(format!("/proc/{pid}/{file}")).expect("a process")
 }
 
-/// Each with its row of the threat model; what is not here by itself is in [`FILES`].
+/// Attacks, each with its row of the threat model; those on files are in [`FILES`].
 const ATTACKS: &[(&str, &str)] = &[
     ("T111", "kill"),
     ("T111", "kill-all"),
@@ -110,7 +111,7 @@ const ATTACKS: &[(&str, &str)] = &[
     ("T117", "truncate-log"),
 ];
 
-/// The same, of a file of the daemon's.
+/// Attacks on a file of the daemon, each with its row.
 const FILES: &[(&str, &str)] = &[
     ("T113", "open"),
     ("T113", "mode"),
@@ -122,7 +123,7 @@ const FILES: &[(&str, &str)] = &[
     ("T115", "pivot"),
 ];
 
-/// Files of others that it tries to read.
+/// Returns files of other owners for the program to try to read.
 fn others(rig: &Rig, victim: u32) -> Vec<String> {
     let of_daemon = ["registry.redb", "api.sock"].map(|name| rig.dir().join(name).display().to_string());
     let of_victim = ["mem", "environ", "maps", "fd/0"].map(|name| format!("/proc/{victim}/{name}"));
@@ -140,9 +141,9 @@ fn a_program_that_reaches_for_others_before_it_is_a_worker_is_refused() {
     orders.extend(FILES.iter().map(|(_, attack)| format!("first {attack} {registry}")));
     orders.extend(others(&rig, victim).iter().map(|file| format!("first open {file}")));
     orders.push(format!("first create {}", rig.path("made").display()));
-    // The daemon that knows of the hostile node is another one, which takes over the victim.
+    // Another daemon knows of the hostile node, and takes over the victim.
     rig.kill_daemon();
-    // It may go before others: what it could do with that it must not, either.
+    // The node may have a higher priority; that must not enable an attack either.
     rig.configure(|text| text + &hostile("green", &orders.join("; "), "pids = 20") + "nice = -5\n");
     rig.start();
     let tried = orders.len();
@@ -152,13 +153,13 @@ fn a_program_that_reaches_for_others_before_it_is_a_worker_is_refused() {
         let tried = format!("attack {attack}: ");
         let said: Vec<&str> = log.lines().filter_map(|line| line.split_once(&tried)).map(|(_, said)| said).collect();
         assert!(!said.is_empty() && said.iter().all(|said| said.starts_with("refused")), "{attack}: {said:?}\n{log}");
-        // For want of what it named, it would prove nothing.
+        // An attack whose target does not exist would prove nothing.
         assert!(!said.iter().any(|said| said.contains("No such file")), "{attack}: {said:?}");
     }
     let (green, red) = (pid(&rig.await_worker("green", "idle")), pid(&rig.await_worker("red", "idle")));
     assert!(red == victim && lives(victim), "the victim goes on");
     assert_eq!(status(victim, "limits"), limits);
-    // Of users, groups and capabilities, each node has its own or none.
+    // Each node has users, groups and capabilities of its own, or none.
     let of = |pid: u32, field: &str| {
         status(pid, "status")
             .lines()
@@ -189,7 +190,7 @@ fn a_program_that_takes_all_there_is_harms_its_own_node() {
     });
     assert!(!rig.log().contains("attack memory: done"), "{}", rig.log());
     assert_eq!(pid(&rig.await_worker("red", "idle")), victim, "the victim goes on");
-    // Its children are of its node's user, which is nobody else's, and end with it.
+    // Its children run as the node's own user, and end with it.
     let user =
         std::fs::metadata(format!("/proc/{}", pid(&rig.await_worker("green", "idle")))).expect("a process").uid();
     assert!(count_of(user) > 1);
@@ -205,7 +206,7 @@ fn a_program_that_writes_without_end_is_cut_short_and_counted() {
     rig.kill_daemon();
     rig.configure(|text| text + &hostile("green", "first fill-log 200000", "pids = 20"));
     rig.start();
-    // Who has begun has written all; what was left out in the end is counted when it ends.
+    // A worker that has begun has written everything; the daemon counts the lines it left out when the worker ends.
     rig.await_worker("green", "idle");
     assert_eq!(pid(&rig.await_worker("red", "idle")), victim, "the victim goes on");
     assert!(rig.ask(&["stop"]).contains("ended"));
@@ -217,7 +218,7 @@ fn a_program_that_writes_without_end_is_cut_short_and_counted() {
     assert!(!log.contains('\x1b'), "a terminal would obey that");
 }
 
-/// Each with its row of the threat model: what it writes on standard error, and how often.
+/// (row of the threat model, node, output to standard error and its amount)
 const WRITES: &[(&str, &str, &str)] = &[
     ("T117", "green", "log-long 4000000"),
     ("T117", "blue", "log-bytes 400000"),
@@ -246,14 +247,15 @@ fn what_a_program_writes_is_its_own_and_no_terminal_obeys_it() {
     assert!(log.len() - before < 1 << 20, "{} bytes", log.len() - before);
     let obeyed = |c: char| c.is_control() && c != '\n' || c == '\u{2028}';
     assert!(!log.contains(obeyed), "{:?}", log.lines().find(|line| line.contains(obeyed)));
-    // What looks like the daemon's own is said to be who wrote it.
+    // The log attributes forged daemon lines to the program that wrote them.
     let forged = log.lines().filter(|line| line.contains("killed by signal 9"));
     let mut count = 0;
     assert!(forged.inspect(|_| count += 1).all(|line| line.contains("pink")), "{log}");
     assert!(count > 0, "{log}");
 }
 
-/// It may read what its node's configuration names, and start threads where that says so: also once its runtime has confined it. Any other file, row: T113
+/// A program may read the files that its node's configuration names, and start threads where the configuration
+/// allows them, also once its runtime has confined it. Any other file, row: T113
 #[test]
 fn a_program_has_the_files_and_threads_that_are_configured_and_no_other() {
     need_hostile!();
@@ -281,7 +283,7 @@ fn a_program_has_the_files_and_threads_that_are_configured_and_no_other() {
     assert!(lives(victim) && rig.ask(&["stop"]).contains("ended"));
 }
 
-/// It asks for the CPU of another node, row: T111
+/// A program asks for the CPU of another node, row: T111
 #[test]
 fn a_program_runs_on_no_other_nodes_cpu() {
     need_hostile!();
@@ -307,10 +309,11 @@ fn a_program_runs_on_no_other_nodes_cpu() {
     assert!(lives(victim) && rig.ask(&["stop"]).contains("ended"));
 }
 
-/// A user who is none of the machine's.
+/// A user id that no user of the machine has.
 const NOBODYS: u32 = 61_237;
 
-/// It says what to write, and when that is written, what then does not hold.
+/// The error says what to write into the configuration; with that written, it says which confinement is then
+/// missing.
 ///
 /// rows: none, for it is nobody's attack
 #[test]

@@ -1,6 +1,8 @@
-//! Storms of deaths: whoever is killed, at any time, alone or together with others, what is promised of each path holds, and nobody is asked.
+//! Storms of deaths. Processes are killed at any time, alone or together. The promise of each path holds, and
+//! everything recovers without intervention.
 //!
-//! The suite kills some; `cargo xtask campaign kills` kills thousands, by `TASUKI_KILLS`, measures, and writes down what it saw (`TASUKI_CAMPAIGN_JSON`).
+//! The suite kills some; `cargo xtask campaign kills` kills thousands, by `TASUKI_KILLS`, measures, and writes its
+//! observations to a file (`TASUKI_CAMPAIGN_JSON`).
 
 mod field;
 
@@ -17,22 +19,22 @@ use field::{ENDS, Field, Outcome, Sight, Traffic, Who, now};
 use super::storm::need_storm;
 use super::times::{Times, asked, record};
 
-/// What a campaign consists of.
+/// Parts of a campaign.
 const KINDS: &[&str] = &["singles", "doubles", "storm", "triples"];
-/// Where one fault is to lose nothing: frames a second to the NIC and from the native source.
+/// Traffic where single faults must lose nothing: frames a second to the NIC and from the native source.
 const BUSY: Traffic = Traffic { card: "82574l", nic: "4000", native: "2000", rest: Duration::from_millis(2) };
-/// Where a node waits for its next worker, and a ring of 1,024 has to last.
+/// Traffic where a node waits for its next worker, and a ring of 1,024 has to last.
 const CALM: Traffic = Traffic { card: "82574l", nic: "800", native: "800", rest: Duration::from_millis(10) };
-/// Single faults of the suite.
+/// Number of single faults in the suite.
 const FEW: usize = 30;
-/// Single faults of one field, after which another begins.
+/// Number of single faults on one field, before a fresh field.
 const A_FIELD: usize = 250;
-/// After so long a death counts no more for the pause before the next worker.
+/// Time after which the pause before the next worker no longer counts a death.
 const QUIET: Duration = Duration::from_millis(10_100);
 
-/// One kill at a time, and the next when everybody is there again.
+/// Kills one process at a time, and waits each time until all are back.
 fn single_faults(field: &mut Field, count: usize) {
-    // Of twenty.
+    // Chances out of twenty.
     let chances = [(Who::Driver, 10), (Who::Standby, 4), (Who::Daemon, 3), (Who::Keeper, 2), (Who::Opener, 1)];
     let chances: Vec<Who> = chances.iter().flat_map(|(who, times)| vec![*who; *times]).collect();
     let mut killed = 0;
@@ -62,7 +64,7 @@ fn single_faults(field: &mut Field, count: usize) {
     }
 }
 
-/// A stand-by is killed alone: how long one start takes.
+/// Kills only a stand-by; returns how long one start takes.
 fn start(field: &mut Field, (node, end): (&str, &str)) -> Duration {
     let (driver, standby) = field.until(node, |sight| sight.pair(node, end));
     field.kill(Who::Standby, node, standby);
@@ -72,7 +74,7 @@ fn start(field: &mut Field, (node, end): (&str, &str)) -> Duration {
     now() - since
 }
 
-/// Kills all workers of a node, one right after the other; how long it is until another drives.
+/// Kills all workers of a node, one right after the other; returns the time until another drives.
 fn double_fault(field: &mut Field, (node, end): (&str, &str)) -> Duration {
     let its = |sight: &Sight| Some((sight.workers_of(node), sight.driver(end))).filter(|(its, _)| !its.is_empty());
     let (its, driver) = field.until(node, its);
@@ -80,7 +82,7 @@ fn double_fault(field: &mut Field, (node, end): (&str, &str)) -> Duration {
     field.is_driven(end, &dead).saturating_sub(since)
 }
 
-/// Kills them one right after the other; who that was, and when the last one was killed.
+/// Kills the victims one right after the other; returns them, and the time of the last kill.
 fn kill_all(
     field: &mut Field,
     node: &str,
@@ -100,7 +102,8 @@ fn kill_all(
     (victims, since)
 }
 
-/// Times of single starts, and after double faults. With `pauses`, no death of before counts any more when the next is due.
+/// Measures single starts and double faults. With `pauses`, it waits before each fault until earlier deaths no
+/// longer count.
 fn double_faults(field: &mut Field, count: usize, pauses: bool) -> (Times, Times) {
     let (mut starts, mut doubles) = (Times::default(), Times::default());
     let mut quiet_from = vec![Duration::ZERO; ENDS.len()];
@@ -114,7 +117,7 @@ fn double_faults(field: &mut Field, count: usize, pauses: bool) -> (Times, Times
         }
         field.settle();
         field.wait(20);
-        // Each sixth round over all nodes.
+        // Each sixth round over all nodes measures single starts.
         let is_start = (number / ENDS.len()).is_multiple_of(6);
         match is_start {
             true => starts.0.push(start(field, ENDS[at])),
@@ -125,7 +128,8 @@ fn double_faults(field: &mut Field, count: usize, pauses: bool) -> (Times, Times
     (starts, doubles)
 }
 
-/// Double faults that wait for nothing but that somebody drives, of nodes that have no quiet time: how long each took.
+/// Measures double faults of nodes without quiet time: each begins as soon as a worker drives. Returns how long each
+/// took.
 fn storm(field: &mut Field, count: usize) -> Times {
     let mut times = Times::default();
     while times.0.len() < count {
@@ -144,16 +148,16 @@ fn storm(field: &mut Field, count: usize) -> Times {
     times
 }
 
-/// What triple faults took.
+/// Durations of triple faults.
 #[derive(Debug, Default)]
 struct Triples {
     /// A single start.
     start: Times,
-    /// From the next daemon's start until it serves,
+    /// From the next daemon's start until it serves.
     serves: Times,
-    /// from then until another worker drives,
+    /// From then until another worker drives.
     driven: Times,
-    /// and both.
+    /// Sum of `serves` and `driven`.
     all: Times,
 }
 
@@ -169,20 +173,20 @@ impl Triples {
     }
 }
 
-/// How many times what one start takes the middle, the slowest but one in a hundred, and the slowest took.
+/// Returns the median, the 99th percentile and the maximum of `times`, as multiples of the median start.
 fn of_a_start(times: &Times, starts: &Times) -> [f64; 3] {
     let ratio = |thousandths| times.at(thousandths).as_secs_f64() / starts.at(500).as_secs_f64();
     [500, 990, 1000].map(ratio).map(|ratio| (ratio * 100.0).round() / 100.0)
 }
 
-/// Worker, stand-by and daemon together, and then another daemon.
+/// Kills worker, stand-by and daemon together, and then starts another daemon.
 fn triple_faults(field: &mut Field, count: usize) -> Triples {
     let mut times = Triples::default();
     for number in 0..count {
         field.settle();
         let (node, end) = *field.dice.pick(ENDS);
         if number % 6 == 0 {
-            // No death of before is known to this daemon.
+            // This daemon knows of no earlier death.
             times.start.0.push(start(field, (node, end)));
             field.settle();
         }
@@ -222,14 +226,14 @@ fn said(outcome: &Outcome) -> Value {
     })
 }
 
-/// What was killed on a field, and what became of its paths.
+/// Ends a field; returns its kills and the outcome of its paths.
 fn close(field: Field, more: Value) -> Value {
     let outcome = field.end();
     let kills: Value = outcome.kills.iter().map(|(who, count)| (format!("{who:?}"), json!(count))).collect();
     json!({ "kills": kills, "paths": said(&outcome), "times": more })
 }
 
-/// A few of each.
+/// A few faults of each kind.
 fn some(mut field: Field) {
     single_faults(&mut field, FEW);
     let (starts, doubles) = double_faults(&mut field, ENDS.len(), false);
@@ -240,7 +244,7 @@ fn some(mut field: Field) {
     field.end();
 }
 
-/// Thousands, of all kinds or of one; what was seen.
+/// Runs thousands of faults, of all kinds or of one; returns the observations.
 fn campaign(kills: usize, only: Option<&str>, mut next: impl FnMut(Traffic) -> Option<Field>) -> Option<Value> {
     let part = |of: usize| (kills * of).div_ceil(2000);
     let mut seen = serde_json::Map::new();

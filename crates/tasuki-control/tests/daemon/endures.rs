@@ -1,4 +1,5 @@
-//! What runs out: room on the disk, descriptors. The daemon goes on, and says so. Disks that can be filled need root.
+//! Exhausted resources: disk space, descriptors. The daemon goes on, and reports the problem. Tests that fill a disk
+//! need root.
 
 use std::fs;
 use std::io::Write;
@@ -13,11 +14,11 @@ use tempfile::TempDir;
 
 use super::rig::{NODES, Rig, lives, pid, signal, until};
 
-/// A disk of its own, small enough to be filled. Unmounted when the test ends, however it does.
+/// A small separate disk for filling. It is unmounted however the test ends.
 struct Disk(TempDir);
 
 impl Disk {
-    /// Nothing, and that is said, where we may not mount.
+    /// Mounts the disk. Where mounting is not allowed, prints so and returns `None`.
     fn new() -> Option<Self> {
         let disk = Disk(tempfile::Builder::new().prefix("tasuki-disk-").tempdir().expect("a folder"));
         let mounted = disk.mount(&["-t", "tmpfs", "-o", "size=8m,mode=0700", "tmpfs"]);
@@ -36,13 +37,13 @@ impl Disk {
         self.0.path().join("filler")
     }
 
-    /// Leaves no room on it.
+    /// Fills the disk completely.
     fn fill(&self) {
         let mut filler = fs::File::options().append(true).create(true).open(self.filler()).expect("a file");
         while filler.write_all(&[0; 4096]).is_ok() {}
     }
 
-    /// A daemon's directory is on it.
+    /// Makes a rig whose daemon's directory is on this disk.
     fn rig(&self, fault: &str) -> Rig {
         let rig = Rig::without_daemon(NODES, fault);
         symlink(self.0.path(), rig.dir()).expect("a link");
@@ -56,7 +57,7 @@ impl Drop for Disk {
     }
 }
 
-/// Each node has its workers again after one of them is killed.
+/// Kills a driver, and checks that its node gets its workers again.
 fn kill_the_driver(rig: &Rig) {
     let (driver, _) = rig.await_pair("red");
     signal(pid(&driver), Signal::KILL);
@@ -64,7 +65,7 @@ fn kill_the_driver(rig: &Rig) {
     rig.await_pair("red");
 }
 
-/// What is wrong with the daemon itself, as people see it.
+/// Returns whether `tasuki status` shows the fault of the daemon.
 fn is_broken(rig: &Rig) -> bool {
     rig.ask(&["status"]).contains("registry.redb cannot be written (No space left on device")
 }
@@ -81,7 +82,7 @@ fn a_registry_whose_disk_is_full_is_written_when_there_is_room() {
         is_broken(&rig)
     });
     rig.await_event("registry.redb cannot be written (No space left on device");
-    // What happens meanwhile happens as ever, fences too.
+    // Meanwhile everything works as usual, fences too.
     kill_the_driver(&rig);
     let (driver, standby) = {
         assert!(!lives(pid(&driver)));
@@ -127,7 +128,7 @@ fn a_daemon_in_the_background_outlives_the_disk_of_its_log() {
     rig.ask(&["stop"]);
 }
 
-/// A daemon does not begin, and says so in one sentence, in the foreground and in the background.
+/// Asserts that a daemon does not start, and says so in one sentence, in the foreground and in the background.
 fn is_refused(rig: &Rig, parts: &[&str]) {
     for foreground in [true, false] {
         let mut command = rig.tasukid_in(&rig.dir());
@@ -147,7 +148,7 @@ fn a_daemon_that_is_started_on_a_full_disk_says_so_and_what_to_do() {
         ["(No space left on device", "its disk is full: make room there, or choose another directory with --dir"];
     disk.fill();
     is_refused(&rig, &full);
-    // Where there is room for its number, and for no registry.
+    // There is room for its process id, but not for a registry.
     let filler = fs::File::options().write(true).open(disk.filler()).expect("a file");
     filler.set_len(filler.metadata().expect("a file").len() - 4 * 4096).expect("room");
     fs::write(disk.0.path().join("tasukid.lock"), "1\n").expect("room");
@@ -171,7 +172,8 @@ fn a_daemon_without_descriptors_says_so_and_goes_on_when_it_has_some() {
     let maximum = getrlimit(Resource::Nofile).maximum;
     let limit = |current| prlimit(daemon, Resource::Nofile, Rlimit { current, maximum }).expect("a limit");
     let open = fs::read_dir(format!("/proc/{}/fd", rig.daemon_pid())).expect("descriptors").count();
-    // Those of a dead worker are enough for the command line, and not for a fresh worker: to start one takes more than it has then.
+    // The descriptors of a dead worker are enough for the command line, but not for a fresh worker: starting one
+    // needs more.
     let was = limit(Some(open as u64 - 2));
     let (driver, _) = rig.await_pair("red");
     signal(pid(&driver), Signal::KILL);
@@ -187,7 +189,7 @@ fn the_unit_for_systemd_is_one_that_systemd_takes() {
         .expect("a unit");
     let folder = tempfile::tempdir().expect("a folder");
     let path = folder.path().join("tasukid.service");
-    // A program that is there, wherever this one is to be installed.
+    // Name an existing program, in place of the one at the installation path.
     fs::write(&path, unit.replace("/usr/bin/tasukid", env!("CARGO_BIN_EXE_tasukid"))).expect("a file");
     let Ok(output) = Command::new("systemd-analyze").args(["verify", "--man=no"]).arg(&path).output() else {
         return println!("skipped: needs systemd-analyze: apt-get install systemd");
@@ -204,7 +206,7 @@ fn the_watchdog_of_systemd_hears_of_a_daemon_that_is_well() {
     socket.set_read_timeout(Some(Duration::from_secs(60))).expect("a limit");
     let daemon = rig.tasukid();
     let mut command = Command::new("sh");
-    // Meant for this very process.
+    // WATCHDOG_PID must name this very process.
     command.args(["-c", "WATCHDOG_PID=$$ exec \"$@\"", "sh"]).arg(daemon.get_program()).args(daemon.get_args());
     command.env("NOTIFY_SOCKET", &notices).env("WATCHDOG_USEC", "100000").env("TASUKI_ALIVE", rig.path("alive"));
     let mut daemon = command.stdin(Stdio::null()).stderr(Stdio::null()).spawn().expect("a daemon");

@@ -1,4 +1,4 @@
-//! What is wrong, and how it is said.
+//! Faults, and the error messages for them.
 
 use std::collections::BTreeSet;
 use std::fs;
@@ -12,7 +12,7 @@ use tasuki_control::api::client;
 
 use super::rig::{NODES, Rig, lives, pid, signal, until};
 
-/// An upgrade to a program with this fault fails with this sentence, and the old worker drives on.
+/// Asserts that an upgrade to a program with this fault fails with this sentence, and the old worker drives on.
 fn upgrade_fails(fault: &str, parts: &[&str]) {
     let rig = Rig::new();
     let (driver, _) = rig.await_pair("red");
@@ -25,7 +25,7 @@ fn upgrade_fails(fault: &str, parts: &[&str]) {
     until(&rig, "nobody is left of the bad program", || {
         rig.workers().iter().all(|worker| !worker["binary"].as_str().unwrap().ends_with("bad"))
     });
-    // And the next one is not in its way.
+    // And it does not block the next upgrade.
     let said = rig.json(&["worker", "upgrade", "red"]);
     assert_eq!(said["relays"][0]["done"], true, "{fault}: {said}");
 }
@@ -58,7 +58,7 @@ fn a_worker_that_says_what_it_counted_and_was_not_asked() {
     upgrade_fails("counts-uninvited", &["sent counts, for which nobody asked it"]);
 }
 
-/// A giver has one answer to one question: a second driver state would fill the taker's socket.
+/// A giver answers a question once: a second driver state would fill the taker's socket.
 ///
 /// row: T101
 #[test]
@@ -89,7 +89,7 @@ fn a_worker_that_says_that_it_drives_and_does_not() {
     upgrade_fails("lies", &["said of eth0 what it had no right to say (it was not told to take)"]);
 }
 
-/// A relay that goes wrong after the giver let go ends where somebody of the node drives.
+/// Asserts that a relay that fails after the giver let go ends with a driving worker of the node.
 fn relay_goes_wrong(fault: &str, part: &str) {
     let rig = Rig::new();
     rig.await_pair("red");
@@ -119,7 +119,7 @@ fn a_worker_that_cannot_go_on_from_what_it_reads() {
 #[test]
 fn a_worker_that_does_not_take_by_the_deadline() {
     let mut rig = Rig::without_daemon(NODES, "");
-    // Long enough for honest workers beside other tests, whose drivers go before them.
+    // Long enough for honest workers that run beside other tests, whose drivers have priority.
     rig.configure(|text| text.replace("deadline_ms = 20000", "deadline_ms = 4000"));
     rig.start();
     rig.await_pair("red");
@@ -147,7 +147,7 @@ fn a_giver_that_hangs_when_it_is_to_let_go_is_fenced() {
     let (driver, _) = rig.await_pair("red");
     let good = rig.program("good", "");
     let output = rig.tasuki(&["worker", "upgrade", "red", "--with", good.to_str().unwrap()]);
-    // Whether the relay or the takeover that follows is what gives it to the fresh one: somebody else drives.
+    // Either the relay or the subsequent takeover gives the NIC to the fresh worker: another worker drives.
     drop(output);
     until(&rig, "somebody else drives", || rig.worker("red", "drives").is_some_and(|now| now["pid"] != driver["pid"]));
     until(&rig, "it is fenced", || !lives(pid(&driver)));
@@ -162,7 +162,8 @@ fn a_giver_that_dies_after_it_has_let_go_is_not_missed() {
     assert_eq!(said["relays"][0]["done"], true, "{said}\n{}", rig.log());
 }
 
-/// The daemon dies when it has given a worker the NIC and has not had it prepare: the first worker, and the one that is to stand by.
+/// The daemon dies after it has given a worker the NIC and before it lets the worker prepare: once for the first
+/// worker, once for the stand-by.
 #[test]
 fn a_worker_that_was_given_a_nic_by_a_daemon_that_died_of_it_is_ready_for_it_under_the_next() {
     if !cfg!(feature = "crash-points") {
@@ -201,7 +202,7 @@ fn a_worker_that_gives_its_node_another_station_address_is_ended() {
     let rig = Rig::with(ON_A_VNI, "");
     rig.await_pair("red");
     let bad = rig.program("bad", "other-mac");
-    // It has the lease when it lies: whether the relay counts as done is another matter.
+    // The worker has the lease when it lies, so the relay may or may not count as done.
     let output = rig.tasuki(&["worker", "upgrade", "red", "--with", bad.to_str().unwrap()]);
     drop(output);
     rig.await_event("says what a NIC is made of, which is not for it to say");
@@ -230,7 +231,7 @@ fn a_program_that_dies_before_it_begins_is_said_to_do_so_and_tried_again_until_i
     rig.await_event("node red has a program that ends before it hears an order, three times in a row by now");
     let status = rig.ask(&["status"]);
     assert!(status.contains("tasuki worker upgrade red"), "{status}");
-    // It is mended: one node is told so, and the others find out.
+    // The program is repaired. One node gets a request for it, and the others find out by themselves.
     rig.program("worker", "");
     let said = rig.ask(&["worker", "upgrade", "red"]);
     assert!(said.contains("node red is now worker"), "{said}");
@@ -249,7 +250,7 @@ fn a_node_whose_workers_are_killed_thirty_times_works_again_by_itself() {
     let killed = std::cell::RefCell::new(BTreeSet::new());
     until(&rig, "thirty are killed", || {
         let its: Vec<u32> = rig.workers().iter().filter(|worker| worker["node"] == "red").map(pid).collect();
-        // One bit of the seed for each of them.
+        // One bit of the seed decides each kill.
         let mut killed = killed.borrow_mut();
         if let Some(victim) = its.get(usize::from(seed >> killed.len() & 1 == 1) % its.len().max(1)) {
             // It may have been killed and not be gone yet.

@@ -1,4 +1,5 @@
-//! Workers that send the daemon descriptors which are not theirs to send: it costs them their life, and nobody else anything.
+//! Workers that send the daemon descriptors which they may not send. They lose their lives, and no other process
+//! loses anything.
 //!
 //! Attacks of docs/design/threat-model.md.
 
@@ -6,12 +7,12 @@ use std::net::TcpListener;
 
 use super::rig::{NODES, Rig, lives, pid, until};
 
-/// A second NIC, of another node.
+/// Adds a second NIC, of another node.
 fn two_nics() -> String {
     format!("{NODES}\n[[nic]]\nname = \"eth1\"\ndevice = \"vfio-user:/nowhere/other.sock\"\nnode = \"green\"\n")
 }
 
-/// Who drives eth0, and who eth1.
+/// Returns the drivers of eth0 and eth1.
 fn drivers(rig: &Rig) -> Vec<(String, u32)> {
     let drives = rig.workers().into_iter().filter(|worker| worker["is"] == "drives");
     let mut drivers: Vec<_> = drives.map(|worker| (worker["drives"][0].to_string(), pid(&worker))).collect();
@@ -54,7 +55,7 @@ fn a_driver_that_says_what_its_nic_is_made_of_is_ended_and_its_successor_gets_wh
     let rig = Rig::new();
     rig.await_pair("red");
     let bad = rig.program("bad", "speaks-of-bundle");
-    // It has the lease when it says so: whether the relay counts as done is another matter.
+    // The worker has the lease when it lies, so the relay may or may not count as done.
     let output = rig.tasuki(&["worker", "upgrade", "red", "--with", bad.to_str().unwrap()]);
     drop(output);
     rig.await_event("says what a NIC is made of, which is not for it to say");
@@ -78,7 +79,7 @@ fn descriptors_beside_a_message_to_which_none_belong_cost_the_connection() {
 fn a_descriptor_that_takes_an_hour_to_close_holds_up_nobody() {
     let rig = Rig::new();
     let (driver, _) = rig.await_pair("red");
-    // It never takes the connection, and reads nothing.
+    // The listener never accepts the connection, and reads nothing.
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
     let bad = rig.program("bad", &format!("lingers-{}", listener.local_addr().unwrap().port()));
     rig.refused(&["worker", "upgrade", "red", "--with", bad.to_str().unwrap()]);

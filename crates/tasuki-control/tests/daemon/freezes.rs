@@ -1,4 +1,5 @@
-//! A worker that drives is frozen at any time, as a fence does it: how long that takes until it is seen, and whether it holds the turn at its card's connection then.
+//! A driving worker is frozen at any time, as a fence does it. The test measures the time until the freeze is seen,
+//! and checks whether the worker holds the turn at its card's connection then.
 //!
 //! The suite freezes some; `cargo xtask campaign freezes` does it thousands of times, by `TASUKI_FREEZES`.
 
@@ -13,12 +14,12 @@ use super::rig::{group, pid};
 use super::storm::{Storm, need_storm};
 use super::times::{Times, asked, record};
 
-/// Of the suite.
+/// Number of freezes in the suite.
 const SOME: usize = 100;
 /// Frames a second.
 const RATE: u32 = 4000;
 
-/// The words by which a control group stops, and says that it has.
+/// Files of a control group that freeze it and report that it is frozen.
 struct Freezer {
     freeze: File,
     events: File,
@@ -41,7 +42,7 @@ impl Freezer {
         self.freeze.write_all_at(word, 0).expect("a group that can be frozen");
     }
 
-    /// How long it is until it is seen to be frozen.
+    /// Freezes the group; returns the time until the freeze is seen.
     fn freeze(&self) -> Duration {
         let since = Instant::now();
         self.set(b"1");
@@ -53,7 +54,7 @@ impl Freezer {
     }
 }
 
-/// Whether it holds a record lock: that of whose turn it is to ask is the only one that a worker has.
+/// Returns whether the process holds a record lock. A worker has only one such lock: for the turn to ask the card.
 fn has_the_turn(process: u32) -> bool {
     let locks = fs::read_to_string("/proc/locks").expect("locks");
     let is_its =
@@ -68,7 +69,7 @@ fn a_worker_that_is_frozen_at_any_time_stops_and_goes_on_and_nothing_is_lost() {
     let count = asked("TASUKI_FREEZES").unwrap_or(SOME);
     let mut seen = Vec::new();
     for (card, poll) in [("82574l", false), ("82574l", true), ("virtio-net", false)] {
-        // Nobody is taken to hang because this machine is busy.
+        // No worker counts as hung because this machine is busy.
         let mut storm = Storm::with_card(card, RATE, poll, &[("hang_after_ms", 30_000)]);
         let (driver, _) = storm.settle();
         let driver = pid(&driver);

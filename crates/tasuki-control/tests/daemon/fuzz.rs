@@ -1,5 +1,5 @@
-//! What a worker sends that has lost its mind, or means harm and has time: any message that there is, in any order, with any descriptors beside it, and any
-//! word in the memory that it shares with the daemon. A seed says which.
+//! Output of a broken or malicious worker: any message, in any order, with any descriptors beside it, and any word
+//! in the memory that it shares with the daemon. A seed determines all of it.
 
 use std::os::fd::{AsFd, OwnedFd};
 
@@ -13,13 +13,13 @@ use tasuki_relay::wire::{LEN, Reason, Report};
 /// One act of such a worker.
 #[derive(Debug, Clone)]
 pub enum Act {
-    /// A packet about a NIC, and what kinds of descriptors go beside it.
+    /// A packet about a NIC, and the kinds of descriptors beside it.
     Packet(u32, [u8; LEN], Vec<Gift>),
-    /// A message, or what looks like one.
+    /// A message, or bytes that resemble one.
     Message(Vec<u8>, Vec<Gift>),
-    /// A lease word of a NIC.
+    /// A write to the lease word of a NIC.
     Lease(u32, u64),
-    /// A word of its heartbeat.
+    /// A write to a word of its heartbeat.
     Heartbeat(usize, u64),
 }
 
@@ -54,7 +54,7 @@ impl Gift {
     }
 }
 
-/// The number of the worker's own NIC, mostly: another costs it its life at once.
+/// Mostly the number of the worker's own NIC: any other number ends the worker at once.
 fn nic(own: u32) -> impl Strategy<Value = u32> {
     prop_oneof![30 => Just(own), 2 => 0..4_u32, 1 => any::<u32>()]
 }
@@ -120,7 +120,7 @@ fn act(own: u32) -> impl Strategy<Value = Act> {
     };
     let packet = prop_oneof![20 => report().prop_map(Report::to_bytes), 1 => any::<[u8; LEN]>()];
     let text = |message: ToDaemon| serde_json::to_vec(&message).expect("plain data");
-    // One byte of a message is another.
+    // A message with one byte changed.
     let torn = (message(), any::<prop::sample::Index>(), any::<u8>()).prop_map(move |(message, at, with)| {
         let mut bytes = text(message);
         let at = at.index(bytes.len());
@@ -128,7 +128,7 @@ fn act(own: u32) -> impl Strategy<Value = Act> {
         bytes
     });
     let bytes = prop_oneof![20 => message().prop_map(text), 2 => torn, 1 => prop::collection::vec(any::<u8>(), 1..200)];
-    // A holder that there is, or not, and an epoch that there was, or not.
+    // A holder and an epoch, each real or invented.
     let word = prop_oneof![(0..12_u64, 0..6_u64).prop_map(|(low, high)| low | high << 32), any::<u64>()];
     prop_oneof![
         4 => (nic(), packet, gift()).prop_map(|(nic, packet, gifts)| Act::Packet(nic, packet, gifts)),
@@ -138,7 +138,7 @@ fn act(own: u32) -> impl Strategy<Value = Act> {
     ]
 }
 
-/// So many of them, always the same of one seed, by a worker that was given this NIC.
+/// Returns `count` acts of a worker that was given NIC `own`. The same seed always gives the same acts.
 pub fn of_seed(seed: u64, count: u32, own: u32) -> Vec<Act> {
     let mut bytes = [0; 32];
     bytes[..8].copy_from_slice(&seed.to_le_bytes());

@@ -1,4 +1,4 @@
-//! Who hangs, who sleeps, and who lies: nothing is lost by any of them.
+//! Hanging, sleeping and lying processes: nothing is lost by any of them.
 
 use std::os::unix::net::UnixDatagram;
 use std::time::Duration;
@@ -8,7 +8,8 @@ use rustix::process::Signal;
 use super::rig::{lives, pid, signal, until};
 use super::storm::{Storm, need_storm, send, state};
 
-/// So that a hang is noticed soon; who is held up for longer by a machine that is busy is fenced, and nothing is lost by that either.
+/// Limits for noticing a hang soon. A worker that a busy machine delays for longer is fenced, and that loses nothing
+/// either.
 const IMPATIENT: &[(&str, u32)] = &[("hang_after_ms", 200), ("deadline_ms", 300), ("prepare_ms", 1000)];
 const RATE: u32 = 1000;
 
@@ -20,7 +21,7 @@ fn a_driver_that_hangs_is_fenced_wherever_it_does() {
         storm.plan(&format!("TASUKI_STOP={place}:40"));
         let _ = storm.upgrade("red", false);
         let hung = || storm.workers().iter().map(pid).find(|pid| state(*pid) == Some('T'));
-        // It drives a while before it hangs, and is dead soon after.
+        // The worker drives a while before it hangs, and is dead soon after.
         let gone = storm.pair().map(|(driver, _)| pid(&driver));
         until(&storm.rig, "it hangs and is fenced", || hung().is_some() || gone.is_none_or(|pid| !lives(pid)));
         if let Some(pid) = hung() {
@@ -59,12 +60,12 @@ fn a_giver_or_a_taker_that_hangs_in_a_relay_is_fenced() {
     storm.nothing_is_lost();
 }
 
-/// And another stands by. Who hangs and is in nobody's way is ended later.
+/// Waits until a worker drives and another stands by. A hung worker that blocks no other is ended later.
 fn somebody_drives(storm: &Storm) {
     until(&storm.rig, "somebody drives", || storm.pair().is_some());
 }
 
-/// A taker that does not run for longer than the partner pauses has its handover refused, and the NIC goes when it is tried again.
+/// If a taker does not run for longer than the partner pauses, its handover is refused, and the retry succeeds.
 #[test]
 fn a_handover_whose_taker_is_late_is_done_again() {
     need_storm!();
@@ -73,7 +74,8 @@ fn a_handover_whose_taker_is_late_is_done_again() {
     storm.nothing_is_lost();
 }
 
-/// Between nodes that do not trust each other nobody is left to have the NIC back: the taker takes it, late as it is, and what came meanwhile is lost.
+/// Between nodes that do not trust each other, no giver is left to have the NIC back. The late taker takes it, and
+/// frames received meanwhile are lost.
 #[test]
 fn a_late_taker_from_a_stranger_has_the_nic_all_the_same() {
     need_storm!();
@@ -81,7 +83,7 @@ fn a_late_taker_from_a_stranger_has_the_nic_all_the_same() {
     storm.ends_with_losses();
 }
 
-/// A NIC under traffic that was given to a node whose worker was stopped for longer than the partner pauses.
+/// Gives a NIC under traffic to a node whose worker stops for longer than the partner pauses.
 fn given_to_a_late_taker(to: &str) -> Storm {
     let folder = tempfile::tempdir().expect("a folder");
     let pcap = folder.path().join("wire.pcap");
@@ -98,7 +100,7 @@ fn given_to_a_late_taker(to: &str) -> Storm {
         let late = || storm.workers().iter().map(pid).find(|pid| state(*pid) == Some('T'));
         until(&storm.rig, "the taker is stopped", || late().is_some());
         let late = late().expect("the one that was there a moment ago");
-        // The partner pauses, and then does no more. What was on the wire before may come to the file until now, but no more than 8 KiB of it.
+        // The partner's pause ends here. The file may still grow by up to 8 KiB of earlier frames.
         let before = len();
         until(&storm.rig, "frames come again", || len() > before + 16_384);
         signal(late, Signal::CONT);
@@ -120,7 +122,7 @@ fn a_standby_that_is_stopped_does_not_keep_the_nic_from_somebody_else() {
     storm.kill(&driver);
     let drives = || storm.pair().is_some_and(|(now, _)| pid(&now) != pid(&standby));
     until(&storm.rig, "somebody else drives", drives);
-    // It would be ended in its turn: that is tried with the others who hang.
+    // The daemon would end it in its turn; the tests of other hung workers cover that.
     send(pid(&standby), Signal::KILL);
     storm.settle();
     storm.nothing_is_lost();
@@ -151,12 +153,13 @@ fn packets_flow_while_the_daemon_is_stopped() {
     storm.nothing_is_lost();
 }
 
-/// A frame, as it is on the wire.
+/// A frame as it appears on the wire.
 fn frame(number: u8) -> Vec<u8> {
     [&[0xff; 6][..], &[2, 0, 0, 0, 0, 9], &[0x88, 0xb5, number], &[7; 50]].concat()
 }
 
-/// Everybody sleeps, a relay is stopped at a step, one frame comes, and the relay goes on: who drives then has to wake for that frame.
+/// All workers sleep, a relay is stopped at a step, one frame comes, and the relay goes on. The worker that then
+/// drives must wake for that frame.
 #[test]
 fn an_interrupt_at_any_step_of_a_relay_wakes_whoever_drives_then() {
     need_storm!();
@@ -168,7 +171,7 @@ fn an_interrupt_at_any_step_of_a_relay_wakes_whoever_drives_then() {
     let mut storm = Storm::on(&words, false, &[]);
     let echoed = |number: u8, place: &str| {
         let mut room = [0; 2048];
-        // What the card says to its partner by itself is no echo.
+        // Frames that the card itself sends to its partner are no echoes.
         while let Ok(len) = wire.recv(&mut room) {
             if len > 15 && room[14] == number && room[12..14] == [0x88, 0xb5] {
                 return;
@@ -203,8 +206,8 @@ fn an_interrupt_at_any_step_of_a_relay_wakes_whoever_drives_then() {
     storm.ends();
 }
 
-/// A giver that nobody trusts lets go, says so, and drives on: it runs no more before anybody else drives, and what it did until then was its own
-/// business: each frame is answered once.
+/// An untrusted giver lets go, says so, and drives on. The daemon stops it before another worker drives, so it still
+/// had the card to itself until then: each frame is answered once.
 #[test]
 fn a_giver_that_drives_on_after_it_has_let_go_does_no_harm() {
     need_storm!();
@@ -218,7 +221,7 @@ fn a_giver_that_drives_on_after_it_has_let_go_does_no_harm() {
         let (liar, _) = storm.settle();
         let given = storm.give(to, None);
         assert!(given.is_ok(), "round {round}: {given:?}\n{}", storm.rig.log());
-        // It stood before the lease passed, and drives nothing more.
+        // The giver was frozen before the lease passed, and drives nothing more.
         until(&storm.rig, "the liar is dead", || !lives(pid(&liar)));
         let (driver, _) = storm.settle();
         assert_eq!(driver["node"], to);

@@ -1,10 +1,11 @@
-//! The keeper: what it has outlives daemon and workers, also if all of them die together, and nobody can tell a daemon that comes later otherwise.
+//! The keeper: its contents outlive daemon and workers, even if all of them die together, and no process can deceive
+//! a later daemon about them.
 
 use rustix::process::Signal;
 
 use super::rig::{NODES, Rig, lives, pid, signal, until};
 
-/// How often eth0 was taken out of its box.
+/// Returns how often eth0 was opened.
 fn opened(rig: &Rig) -> usize {
     rig.ask(&["events"]).matches("is open").count()
 }

@@ -1,5 +1,5 @@
-//! Giver, taker, stand-by and daemon are killed at every step, under traffic: nothing is lost, nothing comes twice or out of order, every
-//! relay settles, and somebody drives at the end.
+//! Kills of giver, taker, stand-by and daemon at every step, under traffic. Nothing is lost, nothing comes twice or
+//! out of order, every relay settles, and a worker drives at the end.
 
 use std::collections::BTreeSet;
 
@@ -8,13 +8,14 @@ use super::storm::{Storm, need_storm};
 
 /// Frames a second.
 const RATE: u32 = 4000;
-/// The same where the daemon dies: until the next one is there nobody may drive, and the ring holds 1,024.
+/// Frames a second where the daemon dies: no worker may drive until the next daemon is there, and the ring holds
+/// 1,024.
 const SLOWLY: u32 = 1000;
 
-/// Where a taker dies while it prepares or takes,
+/// Places where a taker dies while it prepares or takes.
 pub const TAKER: &[&str] =
     &["map.begun", "map.done", "take.waiting", "take.won", "take.booked", "take.read", "take.looked"];
-/// where whoever drives does, sooner or later,
+/// Places that every driver passes sooner or later.
 pub const DRIVER: &[&str] = &[
     "burst.received",
     "frame.saved",
@@ -28,10 +29,10 @@ pub const DRIVER: &[&str] = &[
     "nic.saving",
     "nic.filled",
 ];
-/// and where a giver does.
+/// Places where a giver dies.
 pub const GIVER: &[&str] = &["give.stopped", "give.written", "give.passed", "give.said"];
 
-/// Where the daemon dies.
+/// Places where the daemon dies.
 const DAEMON: &[&str] = &[
     "daemon.writing",
     "daemon.worker-started",
@@ -63,7 +64,7 @@ const DAEMON: &[&str] = &[
     "daemon.adopted",
 ];
 
-/// And where it does so while a NIC passes to a node that nobody trusts.
+/// Places where it dies while a NIC passes to a node that no other node trusts.
 const PASSES: &[&str] = &["daemon.renewed", "daemon.passed", "daemon.take", "daemon.writing", "daemon.settled"];
 
 fn takers_and_drivers(card: &str, poll: bool, rounds: u32) -> u32 {
@@ -72,7 +73,7 @@ fn takers_and_drivers(card: &str, poll: bool, rounds: u32) -> u32 {
         let driving = DRIVER.iter().map(|place| (place, 1 + 5 * round));
         for (place, nth) in TAKER.iter().map(|place| (place, 1)).chain(driving) {
             storm.plan_death(place, nth);
-            // Whether it was there before it died is a matter of moments.
+            // The worker may or may not answer before it dies.
             let _ = storm.upgrade("red", round % 2 == 1);
             let (driver, _) = storm.settle();
             storm.kill(&driver);
@@ -115,7 +116,7 @@ fn givers_of_upgrades_and_handovers() {
         storm.plan_death(place, 1);
         let said = storm.upgrade("red", false);
         assert!(said.is_ok() || round > 0, "{said:?}");
-        // It drives, and dies when it is to give: in the next upgrade, or now.
+        // The worker drives, and dies when it is to give: in the next upgrade, or now.
         if round % 3 == 0 {
             storm.settle();
             let _ = storm.give("blue", Some("keep"));
@@ -137,10 +138,10 @@ fn a_standby_that_dies_when_it_takes_over_and_those_who_stand_by() {
     need_storm!();
     let mut storm = Storm::new(SLOWLY, false, &[]);
     for round in 0..28 {
-        // One that drives, and one that stands by and will die of that.
+        // One plan for a worker that drives, and one for a stand-by that dies when it takes over.
         storm.plan("TASUKI_CRASH=nowhere:1");
         storm.plan_death(TAKER[round % TAKER.len()], 1);
-        // Now and then it is the other way round, when the daemon was about to start a stand-by anyway: then this one dies.
+        // If the daemon was about to start a stand-by anyway, the plans go the other way round, and that one dies.
         let _ = storm.upgrade("red", false);
         let (driver, standby) = storm.settle();
         // The next one stands by at once; then both go, one right after the other.
@@ -165,7 +166,7 @@ fn givers_and_takers_of_handovers_without_trust() {
         let from = storm.node();
         let to = if from == "green" { "red" } else { "green" };
         let place = places[round % places.len()];
-        // Of the node that dies: its next worker, which is there before the NIC moves.
+        // The next worker of the dying node, which must be there before the NIC moves.
         let dies = if GIVER.contains(&place) { &from } else { to };
         storm.plan_death(place, 1);
         let said = storm.upgrade(dies, false);
@@ -180,11 +181,11 @@ fn givers_and_takers_of_handovers_without_trust() {
     assert_eq!(driven_by.len(), 2, "both had it\n{}", storm.rig.log());
     let kills = storm.kills();
     assert!(kills >= 30, "{kills}");
-    // What a death in the middle of a repoint may cost: docs/design/relay.md.
+    // The possible cost of a death in the middle of a repoint: docs/design/relay.md.
     storm.ends_with_losses();
 }
 
-/// Where a taker with memory of its own dies, and a giver that steers to it.
+/// Places where a taker with memory of its own dies, and a giver that steers to it.
 const STEERING: &[&str] = &[
     "map.posted",
     "map.told",
@@ -199,8 +200,8 @@ const STEERING: &[&str] = &[
     "give.said",
 ];
 
-/// What is on its way to the one owner's queue or the other's when one of them dies may be lost: docs/design/relay.md. The relay settles, and nothing comes
-/// twice or out of order.
+/// If one owner dies, frames on their way to either owner's queue may be lost: docs/design/relay.md. The relay
+/// settles, and nothing comes twice or out of order.
 #[test]
 fn givers_and_takers_of_handovers_to_a_queue_to_spare() {
     need_storm!();
@@ -225,7 +226,7 @@ fn givers_and_takers_of_handovers_to_a_queue_to_spare() {
     storm.ends_with_losses();
 }
 
-/// What a daemon is to do when it dies.
+/// Action during which the daemon dies.
 #[derive(Debug, Clone, Copy)]
 enum Deed {
     Upgrade,
@@ -242,7 +243,8 @@ fn the_daemon_at_every_step_of_what_it_does() {
     the_daemon_dies(places, &[Deed::Upgrade, Deed::Takeover, Deed::Keep]);
 }
 
-/// Where it dies of a fence, and from there on until it has told the keeper and the registry where the NIC is.
+/// The daemon dies during a fence, or between the fence and its report of the NIC's place to the keeper and the
+/// registry.
 #[test]
 fn the_daemon_at_every_step_of_a_fence() {
     need_storm!();
@@ -250,7 +252,8 @@ fn the_daemon_at_every_step_of_a_fence() {
     the_daemon_dies(DAEMON.iter().copied().filter(is_of_it).collect(), &[Deed::Fence]);
 }
 
-/// The keeper alone knows then whose the NIC is. That nothing is lost is promised where one thing goes wrong; somebody drives again, and nobody is asked.
+/// Then only the keeper knows the owner of the NIC. The design promises no loss for a single fault only; here a
+/// worker drives again without intervention.
 #[test]
 fn the_daemon_at_every_step_of_a_fence_and_all_workers_with_it() {
     need_storm!();
@@ -300,7 +303,7 @@ fn the_daemon_dies(places: BTreeSet<&str>, deeds: &[Deed]) {
 fn do_it(storm: &mut Storm, deed: Deed) {
     let Some((driver, _)) = storm.pair() else { return };
     let node = driver["node"].as_str().expect("a node").to_owned();
-    // The daemon may die over it.
+    // The daemon may die during the request.
     let _ = match deed {
         Deed::Upgrade => storm.upgrade(&node, false),
         Deed::Takeover => {
@@ -331,10 +334,10 @@ fn the_daemon_together_with_workers() {
     assert!(kills >= 70, "{kills}");
 }
 
-/// A ring of these takes five seconds to fill.
+/// Frames a second that take five seconds to fill a ring.
 const RARELY: u32 = 200;
 
-/// The keeper has the card then, and the fresh driver finds in the ledger where the dead one stood.
+/// The keeper has the card then, and the fresh driver finds in the ledger how far the dead one got.
 #[test]
 fn the_daemon_together_with_driver_and_standby() {
     need_storm!();
@@ -355,7 +358,8 @@ fn the_daemon_together_with_driver_and_standby() {
     assert!(kills >= 60, "{kills}");
 }
 
-/// Where a taker with memory of its own dies before anybody can have noted that it drives, together with the daemon and all who had the card before.
+/// Places where a taker with memory of its own dies before any record says that it drives, together with the daemon
+/// and all earlier owners of the card.
 const UNKNOWN: &[&str] = &["take.won", "take.pointed", "take.read", "take.looked"];
 
 fn a_taker_dies_with_the_daemon(card: &str, to: &str, method: &str) {
@@ -367,7 +371,7 @@ fn a_taker_dies_with_the_daemon(card: &str, to: &str, method: &str) {
         storm.upgrade(to, false).expect("a node without a NIC");
         storm.settle();
         storm.kill_daemon();
-        // What it says last: a stranger is told to take when the giver has let go, anybody else before.
+        // The daemon's last message: a stranger is told to take after the giver has let go, any other taker before.
         let last = if [from.as_str(), to].contains(&"green") { "take" } else { "release" };
         storm.start_daemon(Some(format!("daemon.{last}:1")));
         assert!(!storm.settle_or_die(), "{}", storm.rig.log());
@@ -394,7 +398,8 @@ fn a_taker_that_dies_with_the_daemon_before_it_is_known_to_drive_leaves_a_nic_th
     a_taker_dies_with_the_daemon("virtio-net", "blue", "mbb");
 }
 
-/// A taker that has won the lease hangs before it has pointed the card at its memory, so that by the deadline it counts as the driver; then it is fenced.
+/// A taker has won the lease and hangs before it has pointed the card at its memory. By the deadline it counts as
+/// the driver; then it is fenced.
 #[test]
 fn a_card_whose_driver_never_pointed_it_at_its_memory_is_opened_anew() {
     need_storm!();
@@ -409,7 +414,7 @@ fn a_card_whose_driver_never_pointed_it_at_its_memory_is_opened_anew() {
     storm.ends_with_losses();
 }
 
-/// The way that loses frames: it loses nothing else.
+/// The cold method loses frames. It must lose nothing else.
 #[test]
 fn a_cold_handover_settles_whoever_is_killed() {
     need_storm!();

@@ -1,4 +1,4 @@
-//! Many relays, after which nobody has more than before: descriptors, memory, slots of the arena, files.
+//! Many relays, after which no process has more than before: descriptors, memory, slots of the arena, files.
 
 use std::fs;
 
@@ -7,10 +7,10 @@ use hyper::Method;
 use super::rig::pid;
 use super::storm::{Storm, need_storm};
 
-/// Relays, unless `TASUKI_RELAYS` says how many.
+/// Number of relays, unless `TASUKI_RELAYS` overrides it.
 const RELAYS: usize = 300;
 
-/// What the daemon and its workers have.
+/// Resources of the daemon and its workers.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 struct Has {
     daemon_fds: usize,
@@ -25,7 +25,7 @@ fn fds(pid: u32) -> usize {
     fs::read_dir(format!("/proc/{pid}/fd")).map_or(0, Iterator::count)
 }
 
-/// Bytes that a process has of its own.
+/// Returns the private memory of a process, in bytes.
 fn memory(pid: u32) -> u64 {
     let status = fs::read_to_string(format!("/proc/{pid}/status")).expect("a process");
     let line = status.lines().find_map(|line| line.strip_prefix("RssAnon:")).expect("a line");
@@ -49,7 +49,7 @@ fn look(storm: &mut Storm) -> (Has, u64) {
     (has, memory(daemon))
 }
 
-/// A handover. A node whose only worker is being replaced says that one is to ask again.
+/// Makes a handover. A node whose only worker is being replaced asks the caller to retry.
 fn give(storm: &mut Storm, to: &str) {
     for _ in 0..100 {
         match storm.give(to, Some("keep")) {
@@ -66,7 +66,7 @@ fn give(storm: &mut Storm, to: &str) {
     panic!("{to} has no worker\n{}", storm.rig.log());
 }
 
-/// An upgrade, a handover there and back, and a takeover, in turn.
+/// Makes an upgrade, a handover there and back, and a takeover, in turn.
 fn relay(storm: &mut Storm, number: usize) {
     match number % 4 {
         0 => drop(storm.upgrade("red", false).expect("an upgrade")),
@@ -89,7 +89,7 @@ fn nobody_has_more_after_many_relays_than_after_a_few() {
     let mut first = None;
     for number in 0..relays {
         relay(&mut storm, number);
-        // Until then tables and buffers of the daemon grow to what they need; of events it keeps a thousand.
+        // Until then, tables and buffers of the daemon grow to their final size; it keeps a thousand events.
         if number + 1 == relays / 4 * 2 / 4 * 4 {
             first = Some(look(&mut storm));
         }

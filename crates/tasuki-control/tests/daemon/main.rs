@@ -1,4 +1,5 @@
-//! The daemon with real processes: real sockets, real lease pages, and workers without a card whose faults are ordered.
+//! The daemon with real processes, real sockets and real lease pages. The workers have no card, and tests order
+//! their faults.
 #![allow(clippy::tests_outside_test_module, reason = "the whole file is tests")]
 
 mod attacks;
@@ -35,7 +36,7 @@ mod uplinks;
 mod veth_ends;
 mod vnis;
 
-/// What `standin` is started as; without its orders it is nothing.
+/// Entry point of the `standin` processes; without orders it does nothing.
 #[test]
 fn this_program_is_also_a_worker() {
     if let Some(orders) = standin::orders() {

@@ -1,4 +1,5 @@
-//! A program with a memif on a VNI: its workers and the daemon are replaced and killed, and it notices nothing. Needs root.
+//! A program with a memif on a VNI: its workers and the daemon are replaced and killed, and it notices nothing.
+//! Needs root.
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -16,24 +17,24 @@ use super::rooms::{BURST, deaths};
 use super::storm::beside;
 use super::vnis::{World, fds};
 
-/// A client that was written from the protocol's text.
+/// A client written from the text of the protocol.
 #[path = "../../../tasuki-net/tests/memif/client.rs"]
 #[allow(dead_code, reason = "another suite uses the rest of it")]
 pub mod client;
 
 pub const SECRET: &str = "quiesce";
 
-/// The program, and the node that sends everything back to it.
+/// The program, and the node that sends all its frames back.
 const US: [u8; 6] = [2, 0, 0, 0, 0, 0x77];
 const ECHO: [u8; 6] = [2, 0, 0, 0, 0, 0x99];
 
 /// A long frame takes seven buffers.
 const SHAPE: Shape = Shape { log2: 10, buffer: 600 };
 
-/// Frames under way at once: less than anything between the two has room for, also where a burst comes twice.
+/// Number of frames under way: less than everything between the two has room for, even if a burst comes twice.
 const WINDOW: u64 = 16;
 
-/// A frame that carries its number, of a length that follows from it.
+/// Makes a frame that carries its number; its length follows from the number.
 fn frame(to: [u8; 6], from: [u8; 6], number: u64) -> Vec<u8> {
     let len = [60, 100, 700, 1514, 4000][usize::try_from(number % 5).expect("small")];
     let mut frame = [&to[..], &from, &[0x88, 0xb5], &number.to_le_bytes()].concat();
@@ -41,16 +42,16 @@ fn frame(to: [u8; 6], from: [u8; 6], number: u64) -> Vec<u8> {
     frame
 }
 
-/// What became of the frames that a program sent.
+/// Counts of the frames that a program sent.
 #[derive(Debug, Default)]
 struct Tally {
     sent: u64,
-    /// All before this number came back.
+    /// All frames before this number came back.
     back: u64,
     twice: u64,
 }
 
-/// A program that sends numbered frames, and looks for what comes back when it is rung for, and only then.
+/// A program that sends numbered frames, and reads returning ones only when its bell rings.
 struct Program {
     over: Arc<AtomicBool>,
     back: Arc<AtomicU64>,
@@ -66,7 +67,7 @@ impl Program {
         Program { over, back, thread }
     }
 
-    /// Waits until so many more have come back.
+    /// Waits until `more` frames have come back.
     fn goes_on(&self, world: &World, more: u64) {
         let before = self.back.load(Relaxed);
         until(&world.rig, "frames come back", || {
@@ -110,7 +111,7 @@ fn exchange(mut client: Client, over: &AtomicBool, back: &AtomicU64) -> Tally {
     }
 }
 
-/// A program's node, and one that sends everything back.
+/// Adds a program's node, and a node that sends all its frames back.
 pub fn with_echo(world: Option<World>) -> Option<(World, PathBuf)> {
     let world = world?;
     let socket = world.rig.path("client.sock");
@@ -139,7 +140,7 @@ fn a_client_of_memif_loses_nothing_and_gets_nothing_twice_while_workers_and_daem
         world.rig.await_pair(node);
     }
     until(&world.rig, "nobody has more than before", || had(&world) == before);
-    // Whoever drives goes on, and the next daemon hears of the client from it.
+    // The driver goes on, and reports the client to the next daemon.
     world.rig.kill_daemon();
     program.goes_on(&world, 200);
     world.rig.start();
@@ -153,7 +154,7 @@ fn a_client_of_memif_loses_nothing_and_gets_nothing_twice_while_workers_and_daem
     let tally = program.end();
     println!("{tally:?}");
     assert_eq!((tally.back, tally.twice), (tally.sent, 0), "{tally:?}\n{}", world.rig.log());
-    // It has gone, and whoever comes next is served.
+    // The program has left, and the next one is served.
     let program = Program::begin(&socket);
     program.goes_on(&world, 200);
     world.rig.ask(&["worker", "upgrade", "web"]);
@@ -171,7 +172,7 @@ fn a_client_of_memif_outlives_workers_that_are_killed() {
         world.kill_driver("web");
     }
     program.goes_on(&world, 300);
-    // Who comes while no daemon is there is heard of by the next one, and by who stands by.
+    // The next daemon and the stand-by both learn of a client that connects while there is no daemon.
     world.rig.kill_daemon();
     let tally = program.end();
     println!("{tally:?} with {} deaths", deaths(&world.rig));
@@ -183,7 +184,7 @@ fn a_client_of_memif_outlives_workers_that_are_killed() {
     world.rig.await_pair("web");
     world.kill_driver("web");
     program.goes_on(&world, 300);
-    // Both at once: what the daemon has kept, a fresh worker gets.
+    // Kill both at once: a fresh worker gets the descriptors that the daemon kept.
     let (driver, standby) = world.rig.await_pair("web");
     for worker in [&standby, &driver] {
         signal(pid(worker), Signal::KILL);
@@ -195,7 +196,7 @@ fn a_client_of_memif_outlives_workers_that_are_killed() {
     world.end();
 }
 
-/// Where whoever serves a client may be killed, and at which pass.
+/// Places where a worker that serves a client is killed, and at which pass.
 const PLACES: &[(&str, u32)] = &[
     ("memif.held", 3),
     ("memif.held", 40),
@@ -222,7 +223,7 @@ fn wherever_a_worker_is_killed_its_client_of_memif_loses_nothing() {
     let mut killed = 0;
     for (place, nth) in PLACES {
         let with = dying_at(&world.rig, place, *nth, &worker);
-        // It may be dead before it is said that it drives.
+        // The worker may die before it reports that it drives.
         let _ = world.rig.tasuki(&["worker", "upgrade", "web", "--with", &with]);
         killed += 1;
         until(&world.rig, "it dies", || deaths(&world.rig) >= killed);

@@ -1,5 +1,5 @@
-//! Native nodes on a VNI: their workers handle frames themselves, are replaced and killed at each of their steps, and no frame is lost or handled twice.
-//! Needs root.
+//! Native nodes on a VNI. Their workers handle frames themselves, and are replaced and killed at each step. No frame
+//! is lost or handled twice. Needs root.
 
 use std::cell::Cell;
 use std::fs;
@@ -13,10 +13,10 @@ use super::rooms::deaths;
 use super::storm::beside;
 use super::vnis::{SHOP, World};
 
-/// Where whoever drives a native node's end may be killed.
+/// Places where the driver of a native node's end is killed.
 const DRIVER: &[&str] = &["burst.received", "burst.turned", "burst.sent", "vni.written", "vni.committed", "vni.done"];
 
-/// Of what the port of a node's end has counted, and its program.
+/// Returns a count of an end's port, or of its program.
 fn count(rig: &Rig, end: &str, name: &str) -> u64 {
     let said = rig.json(&["nic", "counts", end]);
     let counts = said["counts"].as_array().expect("a list");
@@ -24,7 +24,7 @@ fn count(rig: &Rig, end: &str, name: &str) -> u64 {
     count.unwrap_or_else(|| panic!("no {name} in {said}"))
 }
 
-/// A native node that takes numbered frames in, and one that sends them there.
+/// Adds a native node that receives numbered frames, and one that sends them to it.
 pub fn with_source_and_sink(world: &World, rate: &str) {
     let rig = &world.rig;
     rig.ask(&["node", "add", "sink", "--native", "--work", "sink", "--mac", "02:00:00:00:00:88"]);
@@ -35,20 +35,20 @@ pub fn with_source_and_sink(world: &World, rate: &str) {
     flows(rig, 500);
 }
 
-/// Waits until the sink has seen so many frames more.
+/// Waits until the sink has received `more` frames.
 pub fn flows(rig: &Rig, more: u64) {
     let before = count(rig, "sink@lan", "numbered");
     until(rig, "frames flow", || count(rig, "sink@lan", "numbered") >= before + more);
 }
 
-/// No number is missing or came twice, from the first to the last.
+/// Asserts that no number is missing or came twice, from the first to the last.
 pub fn assert_exact(rig: &Rig) {
     let [seen, missing, late, next] = ["numbered", "missing", "late", "next"].map(|name| count(rig, "sink@lan", name));
     println!("numbered {seen}, missing {missing}, late {late}, next {next}");
     assert_eq!((missing, late, seen), (0, 0, next), "{}", rig.log());
 }
 
-/// A worker that dies at a place, when it passes it so often.
+/// Makes a worker that dies at a place when it passes it for the `nth` time.
 pub fn dying_at(rig: &Rig, place: &str, nth: u32, program: &str) -> String {
     let path = rig.path(&format!("dies-{}-{nth}", place.replace('.', "-")));
     fs::write(&path, format!("#!/bin/sh\nTASUKI_CRASH={place}:{nth} exec {program} \"$@\"\n")).expect("a file");
@@ -99,7 +99,7 @@ fn wherever_a_native_node_is_killed_its_frames_are_handled_once() {
                 continue;
             }
             let with = dying_at(&world.rig, place, nth, &worker);
-            // It may be dead before it is said that it drives.
+            // The worker may die before it reports that it drives.
             let _ = world.rig.tasuki(&["worker", "upgrade", node, "--with", &with]);
             killed += 1;
             until(&world.rig, "it dies", || deaths(&world.rig) >= killed);
@@ -117,7 +117,7 @@ fn wherever_a_native_node_is_killed_its_frames_are_handled_once() {
     world.end();
 }
 
-/// `ping` in a namespace, ended with this.
+/// A `ping` in a namespace. Dropping it ends the process.
 struct Ping(Child);
 
 impl Drop for Ping {
@@ -155,7 +155,8 @@ fn a_namespace_gets_one_answer_to_each_question_from_a_native_node_that_is_repla
     world.end();
 }
 
-/// A program of the user's own that every frame comes to which the sink gets, too. Whenever the source stands still, both have counted the same.
+/// A user's own program receives every frame that the sink receives. Whenever the source stands still, both have
+/// counted the same number.
 #[test]
 fn what_a_program_of_ones_own_counts_on_a_vni_is_exact_wherever_it_is_killed() {
     if !cfg!(feature = "crash-points") || beside("examples/reflector").is_none() {
@@ -168,7 +169,8 @@ fn what_a_program_of_ones_own_counts_on_a_vni_is_exact_wherever_it_is_killed() {
     rig.ask(&["node", "add", "mine", "--native", "--program", &program, "--options", "copy"]);
     rig.await_pair("sink");
     rig.await_pair("mine");
-    // What is for all is not waited with, and so it is to be less than the rings hold while somebody is replaced.
+    // Senders do not wait for receivers of broadcast frames. So send fewer than the rings hold while a worker is
+    // replaced.
     rig.ask(&["node", "add", "source", "--native", "--work", "source", "--rate", "100"]);
     rig.await_pair("source");
     flows(rig, 100);
@@ -186,7 +188,7 @@ fn what_a_program_of_ones_own_counts_on_a_vni_is_exact_wherever_it_is_killed() {
         flows(rig, 20);
     }
     let both = || (count(rig, "mine@lan", "frames"), count(rig, "sink@lan", "numbered"));
-    // It may stand still where the one has got a frame and the other not.
+    // The source may be stopped after only one of them has received a frame.
     until(rig, "both have counted the same", || {
         let source = pid(&rig.await_pair("source").0);
         signal(source, Signal::STOP);

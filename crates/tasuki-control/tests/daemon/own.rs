@@ -1,5 +1,5 @@
-//! A program of the user's own as the worker: upgraded, killed at each of its steps, handed from node to node, under traffic. No frame is lost, and
-//! what it counts is exact.
+//! A user's own program as the worker: upgraded, killed at each of its steps, and handed from node to node, under
+//! traffic. No frame is lost, and its counts are exact.
 
 use hyper::Method;
 use serde_json::json;
@@ -32,7 +32,7 @@ fn storm(poll: bool) -> Storm {
     storm
 }
 
-/// What the program of the node that has the NIC has counted.
+/// Returns a count of the program whose node has the NIC.
 fn counted(storm: &Storm, name: &str) -> u64 {
     let said = storm.ask(Method::GET, "/v1/nics/eth0/counts", None).expect("counts");
     let counts = said["counts"].as_array().expect("a list").clone();
@@ -40,7 +40,7 @@ fn counted(storm: &Storm, name: &str) -> u64 {
     count.unwrap_or_else(|| panic!("no {name} in {said}"))
 }
 
-/// Ends all; frames that the model sent, of which none is missing.
+/// Ends everything, and asserts that no frame is missing; returns the number of frames that the model sent.
 fn sent(storm: &mut Storm) -> u64 {
     let log = storm.rig.log();
     let said = storm.end();
@@ -52,12 +52,12 @@ fn sent(storm: &mut Storm) -> u64 {
 fn drivers_and_takers(poll: bool) {
     let mut storm = storm(poll);
     for round in 0..3 {
-        // Where any worker dies, and while it writes what its program remembers.
+        // Places where any worker dies, and the place where it writes its program state.
         let driving = DRIVER.iter().chain(&["state.written"]).map(|place| (place, 1 + 7 * round));
         for (place, nth) in TAKER.iter().map(|place| (place, 1)).chain(driving) {
             storm.plan_death(place, nth);
             let with = if round % 2 == 0 { json!({}) } else { json!({ "with": storm.rig.path("other") }) };
-            // Whether it was there before it died is a matter of moments.
+            // The worker may or may not answer before it dies.
             let _ = storm.ask(Method::POST, "/v1/nodes/red/upgrade", Some(&with));
             let (driver, _) = storm.settle();
             storm.kill(&driver);
@@ -111,7 +111,7 @@ fn a_nic_goes_from_program_to_program_and_each_counts_what_it_had() {
     assert!(kills >= 6, "{kills}");
 }
 
-/// Has red's worker replaced by this program; what is said.
+/// Upgrades red's worker to this program; returns the daemon's sentence.
 fn upgrade(storm: &Storm, with: &str) -> Result<String, String> {
     let said = storm.ask(Method::POST, "/v1/nodes/red/upgrade", Some(&json!({ "with": storm.rig.path(with) })));
     said.map(|said| said["sentence"].as_str().unwrap_or_default().to_owned())
@@ -128,7 +128,7 @@ fn a_program_goes_on_from_the_state_that_it_converts_and_is_refused_where_it_can
     upgrade(&storm, "next").expect("it converts");
     storm.settle();
     for place in ["take.booked", "take.looked"] {
-        // A taker of the next version that dies with the converted state written, and one that dies with it committed.
+        // One taker of the next version dies with the converted state written, and one with it committed.
         storm.plan_death(place, 1);
         let _ = upgrade(&storm, "next");
         storm.settle();
@@ -148,7 +148,7 @@ fn a_program_goes_on_from_the_state_that_it_converts_and_is_refused_where_it_can
     assert!(short > 0 && short < frames, "{short} of {frames}");
 }
 
-/// What is wrong is told in a sentence, and whoever drives drives on.
+/// The refusal gives the reason in a sentence, and the driver drives on.
 #[test]
 fn a_program_that_cannot_is_refused_with_its_reason() {
     need_program!();

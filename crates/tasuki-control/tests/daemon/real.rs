@@ -12,14 +12,14 @@ use super::storm::{self, beside};
 
 const FRAMES: &str = "20000";
 
-/// How long nothing may have moved until all is said to have passed.
+/// Time without movement after which all frames count as passed.
 const QUIET: Duration = Duration::from_secs(5);
 
-/// A model of ours, ended with this.
+/// A model process. Dropping it ends the process.
 pub struct Model(Child, #[expect(dead_code, reason = "held until the end")] MutexGuard<'static, ()>);
 
 impl Model {
-    /// Has its source send no more.
+    /// Stops its source.
     pub fn finish(&self) {
         signal(self.0.id(), Signal::USR1);
     }
@@ -32,12 +32,12 @@ impl Drop for Model {
     }
 }
 
-/// The real worker, and a model of an 82574L whose source sends so many frames; the daemon is not started yet.
+/// Prepares the real worker, and a model of an 82574L whose source sends `frames` frames; does not start the daemon.
 pub fn with_model(nodes: &str, frames: &str, rate: &str) -> Option<(Rig, Model)> {
     with_card("82574l", nodes, frames, rate)
 }
 
-/// The same, of another card.
+/// Like [`with_model`], with another card.
 pub fn with_card(card: &str, nodes: &str, frames: &str, rate: &str) -> Option<(Rig, Model)> {
     let (Some(_), Some(sim)) = (beside("tasuki-worker"), beside("tasuki-sim")) else {
         println!("skipped: needs tasuki-worker and tasuki-sim beside tasukid: cargo build --workspace");
@@ -54,19 +54,19 @@ pub fn with_card(card: &str, nodes: &str, frames: &str, rate: &str) -> Option<(R
     until(&rig, "the model serves", || socket.exists());
     rig.with_stock_workers();
     rig.configure(|text| {
-        // All echo, so that whoever drives sends every frame back.
+        // All nodes echo, so every driver sends all frames back.
         text.replace("/nowhere/card.sock", &socket.display().to_string()).replace("work = \"sink\"", "work = \"echo\"")
     });
     Some((rig, model))
 }
 
-/// Frames that those who drive now have received.
+/// Returns the number of frames that the current drivers have received.
 pub fn moves(rig: &Rig) -> u64 {
     let received = |node| rig.worker(node, "drives").and_then(|worker| worker["received"].as_u64()).unwrap_or(0);
     received("red") + received("blue") + received("green")
 }
 
-/// Waits until the source has sent all, and all has come back.
+/// Waits until the source has sent all frames and all have come back.
 pub fn until_quiet(rig: &Rig) {
     until_still(|| moves(rig));
 }
@@ -83,11 +83,11 @@ pub fn until_still(count: impl Fn() -> u64) {
     }
 }
 
-/// Stops everything; what the model says of its frames.
+/// Stops everything; returns the model's report of its frames.
 pub fn stop(rig: &mut Rig, mut model: Model) -> String {
     rig.ask(&["stop"]);
     rig.daemon_ends();
-    // It reports at its end, which may be there already.
+    // The model reports at its end, which may have come already.
     signal(model.0.id(), Signal::TERM);
     let mut said = String::new();
     model.0.stdout.take().expect("a pipe").read_to_string(&mut said).expect("text");
@@ -126,7 +126,7 @@ fn whoever_drives_and_whoever_dies(card: &str) {
     assert!(said.contains(&format!("sent {FRAMES}, came back {FRAMES}, lost 0")), "{said}\n{}", rig.log());
 }
 
-/// Gives eth0 to a node by `method`; how long nobody drove, in ms.
+/// Gives eth0 to a node by `method`; returns the time without a driver, in ms.
 fn give(rig: &Rig, to: &str, method: &str) -> f64 {
     let said = rig.json(&["nic", "give", "eth0", "--to", to, "--method", method]);
     let relay = &said["relays"][0];
@@ -134,7 +134,8 @@ fn give(rig: &Rig, to: &str, method: &str) -> f64 {
     relay["pause_ns"].as_f64().expect("a pause") / 1e6
 }
 
-/// A partner that was asked to pause does so for 33 ms. Who is kept from running for longer than that in the middle of a relay loses frames.
+/// Longest pause that loses nothing, in ms. The partner pauses for 33 ms on request; a process delayed for longer in
+/// the middle of a relay loses frames.
 const PAUSED: f64 = 25.0;
 
 #[test]
@@ -142,7 +143,7 @@ fn a_nic_goes_back_and_forth_by_repoint_and_no_frame_is_lost() {
     back_and_forth("82574l", "repoint", PAUSED);
 }
 
-/// It has nobody pause; but the model, like a hypervisor, keeps what comes until there is a buffer.
+/// No partner pauses here; but the model, like a hypervisor, keeps incoming frames until there is a buffer.
 #[test]
 fn a_virtio_device_goes_back_and_forth_by_repoint_and_no_frame_is_lost() {
     back_and_forth("virtio-net", "repoint", f64::MAX);
@@ -161,10 +162,10 @@ fn back_and_forth(card: &str, method: &str, pardoned: f64) {
     until(&rig, "frames flow", || moves(&rig) > 0);
     let mut longest: f64 = 0.0;
     for turn in 0..10 {
-        // At once, and not when the node has got its fresh worker: that is waited for.
+        // At once, not after the node has its fresh worker: the request waits for that.
         longest = longest.max(give(&rig, ["blue", "red"][turn % 2], method));
     }
-    // The memory is red's last worker's now: a stand-by goes on from there, and a daemon that comes later finds it.
+    // The memory now belongs to red's last worker: a stand-by goes on from there, and a later daemon finds it.
     let (driver, _) = rig.await_pair("red");
     signal(pid(&driver), Signal::KILL);
     until(&rig, "its stand-by drives", || rig.worker("red", "drives").is_some_and(|now| now["pid"] != driver["pid"]));
@@ -181,10 +182,10 @@ fn back_and_forth(card: &str, method: &str, pardoned: f64) {
     assert!(is_whole || longest > pardoned, "{said}\nafter pauses of up to {longest} ms\n{}", rig.log());
 }
 
-/// What every frame of the model's source carries behind its addresses.
+/// Bytes that every frame of the model's source carries behind its addresses.
 const SECRET: [u8; 6] = [0x88, 0xb5, b't', b's', b'k', 1];
 
-/// How often the secret stands in memory that a process shares with others, as whoever is root can see; or why it cannot be seen.
+/// Counts the secret in the shared memory of a process, as root can read it. The error says why it cannot be read.
 fn secrets(pid: u32) -> Result<usize, String> {
     use std::os::unix::fs::FileExt;
     let maps = std::fs::read_to_string(format!("/proc/{pid}/maps")).map_err(|error| error.to_string())?;
@@ -201,7 +202,7 @@ fn secrets(pid: u32) -> Result<usize, String> {
     Ok(found)
 }
 
-/// Red's secrets, in the memory of whoever drives after red: nothing comes any more.
+/// Counts red's secrets in the memory of the next driver, after all traffic has ended.
 fn residue(to: &str, method: &str, looks: impl FnOnce(usize)) {
     let Some((mut rig, model)) = with_model(NODES, "3000", "4000") else { return };
     rig.start();

@@ -17,13 +17,13 @@ use super::storm::beside;
 const TASUKID: &str = env!("CARGO_BIN_EXE_tasukid");
 pub const TASUKI: &str = env!("CARGO_BIN_EXE_tasuki");
 
-/// How long anything may take on a machine that is busy.
+/// Longest time for anything on a busy machine.
 const LIMIT: Duration = Duration::from_secs(60);
 
 /// Stand-ins are started by a shell, and write files.
 pub const UNCONFINED: &str = "confine = \"off\"\n";
 
-/// Two nodes that trust each other, one that nobody trusts, and a NIC.
+/// Two nodes that trust each other, one that no node trusts, and a NIC.
 pub const NODES: &str = r#"
 [[node]]
 name = "red"
@@ -45,7 +45,7 @@ device = "vfio-user:/nowhere/card.sock"
 node = "red"
 "#;
 
-/// A daemon, its directory, and every process that was seen.
+/// A daemon, its directory, and every process seen so far.
 pub struct Rig {
     folder: TempDir,
     daemon: Option<Child>,
@@ -53,25 +53,25 @@ pub struct Rig {
 }
 
 impl Rig {
-    /// A daemon with these nodes, whose workers are honest stand-ins.
+    /// Starts a daemon with the default nodes, whose workers are honest stand-ins.
     pub fn new() -> Self {
         Self::with(NODES, "")
     }
 
-    /// A daemon with these nodes and NICs, whose workers have this fault.
+    /// Starts a daemon with these nodes and NICs, whose workers have this fault.
     pub fn with(nodes: &str, fault: &str) -> Self {
         let mut rig = Self::without_daemon(nodes, fault);
         rig.start();
         rig
     }
 
-    /// The directory and what is in it, and no daemon.
+    /// Makes the directory and its files, without starting a daemon.
     pub fn without_daemon(nodes: &str, fault: &str) -> Self {
         let folder = tempfile::Builder::new().prefix("tasuki-").tempdir().expect("a folder");
         let rig = Rig { folder, daemon: None, seen: Mutex::default() };
         fs::write(rig.path("alive"), "").expect("a file");
         let worker = rig.program("worker", fault);
-        // A machine that is busy is no worker that hangs.
+        // A busy machine must not look like a hung worker.
         let limits = format!(
             "[daemon]\n{UNCONFINED}hang_after_ms = 5000\ndeadline_ms = 20000\nprepare_ms = 20000\nworker = {worker:?}\n"
         );
@@ -79,17 +79,17 @@ impl Rig {
         rig
     }
 
-    /// In its directory.
+    /// Returns the path of a file in the rig's directory.
     pub fn path(&self, name: &str) -> PathBuf {
         self.folder.path().join(name)
     }
 
-    /// The runtime directory.
+    /// Returns the runtime directory.
     pub fn dir(&self) -> PathBuf {
         self.path("run")
     }
 
-    /// A program that is a stand-in with this fault.
+    /// Writes a program that is a stand-in with this fault.
     pub fn program(&self, name: &str, fault: &str) -> PathBuf {
         let path = self.path(name);
         let us = std::env::current_exe().expect("a path");
@@ -99,7 +99,7 @@ impl Rig {
             alive.display(),
             us.display()
         );
-        // Written aside: nobody starts what somebody has open to write.
+        // Write it aside: the kernel does not execute a file that is open for writing.
         let aside = self.path(&format!("{name}.new"));
         fs::write(&aside, script).expect("a file");
         fs::set_permissions(&aside, fs::Permissions::from_mode(0o755)).expect("a mode");
@@ -114,24 +114,24 @@ impl Rig {
         fs::write(&path, change(text)).expect("a file");
     }
 
-    /// Has the stock worker be the worker, confined as far as this test's user can have it.
+    /// Makes the stock worker the worker, confined as far as this test's user allows.
     pub fn with_stock_workers(&self) {
         let worker = beside("tasuki-worker").expect("looked for before");
         self.configure(|text| confined(&text).replace(&format!("{:?}", self.path("worker")), &format!("{worker:?}")));
     }
 
-    /// What runs the daemon in the foreground.
+    /// Returns the command for a daemon in the foreground.
     pub fn tasukid(&self) -> Command {
         let mut command = self.tasukid_in(&self.dir());
         command.arg("--foreground");
         command
     }
 
-    /// What runs the daemon, in the background.
+    /// Returns the command for a daemon in the background.
     pub fn tasukid_in(&self, dir: &Path) -> Command {
         let mut command = Command::new(TASUKID);
         command.arg("--config").arg(self.path("tasuki.toml")).arg("--dir").arg(dir);
-        // So that whoever it starts is known to be ours.
+        // Marks all its descendants as processes of this rig.
         command.env("TASUKI_ALIVE", self.path("alive"));
         command.env_remove("NOTIFY_SOCKET").env_remove("RUST_LOG").stdin(Stdio::null());
         command
@@ -143,7 +143,7 @@ impl Rig {
         until(self, "tasukid serves", || self.tasuki(&["status"]).status.success());
     }
 
-    /// Starts a daemon that dies when it passes a place so often.
+    /// Starts a daemon that dies at a place, as `plan` says.
     pub fn start_to_die(&mut self, plan: Option<String>) {
         let log = fs::OpenOptions::new().create(true).append(true).open(self.path("log")).expect("a file");
         if let Some(mut dead) = self.daemon.take() {
@@ -155,17 +155,16 @@ impl Rig {
         self.daemon = Some(command.stdout(Stdio::null()).stderr(log).spawn().expect("a daemon"));
     }
 
-    /// Whether the daemon is dead, by itself.
+    /// Returns whether the daemon has died by itself.
     pub fn daemon_is_dead(&mut self) -> bool {
         self.daemon.as_mut().is_none_or(|daemon| daemon.try_wait().expect("a process").is_some())
     }
 
-    /// The daemon's process.
     pub fn daemon_pid(&self) -> u32 {
         self.daemon.as_ref().expect("a daemon").id()
     }
 
-    /// The process of its keeper.
+    /// Returns the process of the keeper.
     pub fn keeper(&self) -> Option<u32> {
         let words = format!("tasukid\0keep\0{}\0", self.dir().display());
         let processes = fs::read_dir("/proc").expect("a folder").flatten();
@@ -174,7 +173,7 @@ impl Rig {
         numbers.into_iter().find(is_it)
     }
 
-    /// Kills the daemon where it stands.
+    /// Kills the daemon at once.
     pub fn kill_daemon(&mut self) {
         let mut daemon = self.daemon.take().expect("a daemon");
         let _ = daemon.kill();
@@ -191,7 +190,7 @@ impl Rig {
         }
     }
 
-    /// What the daemon has said.
+    /// Returns the daemon's log.
     pub fn log(&self) -> String {
         fs::read_to_string(self.path("log")).unwrap_or_default()
     }
@@ -201,14 +200,14 @@ impl Rig {
         Command::new(TASUKI).arg("--dir").arg(self.dir()).args(words).stdin(Stdio::null()).output().expect("a program")
     }
 
-    /// The same; what it says if that works out.
+    /// Runs the command line, which must succeed; returns its output.
     pub fn ask(&self, words: &[&str]) -> String {
         let output = self.tasuki(words);
         assert!(output.status.success(), "{words:?}: {}\n{}", text(&output.stderr), self.log());
         text(&output.stdout)
     }
 
-    /// The same, for what is refused: the sentence.
+    /// Runs the command line, which must be refused; returns the sentence.
     pub fn refused(&self, words: &[&str]) -> String {
         let output = self.tasuki(words);
         assert_eq!(output.status.code(), Some(1), "{words:?}: {}\n{}", text(&output.stdout), self.log());
@@ -217,28 +216,28 @@ impl Rig {
         said
     }
 
-    /// The same, as JSON.
+    /// Runs the command line, which must succeed; returns its output as JSON.
     pub fn json(&self, words: &[&str]) -> Value {
         let mut words = words.to_vec();
         words.push("--json");
         serde_json::from_str(&self.ask(&words)).expect("JSON")
     }
 
-    /// All workers.
+    /// Lists all workers.
     pub fn workers(&self) -> Vec<Value> {
         let Value::Array(workers) = self.json(&["worker", "list"]) else { panic!("a list") };
         self.seen.lock().expect("a set").extend(workers.iter().map(pid));
         workers
     }
 
-    /// The worker of a node that is in this state.
+    /// Returns the worker of a node in this state.
     pub fn worker(&self, node: &str, is: &str) -> Option<Value> {
         self.workers().into_iter().find(|worker| worker["node"] == node && worker["is"] == is)
     }
 
-    /// Waits for it.
+    /// Waits for a worker of a node in this state.
     pub fn await_worker(&self, node: &str, is: &str) -> Value {
-        // What was seen counts: it may be otherwise when somebody looks again.
+        // Keep the observed worker: its state may differ at the next look.
         let found = std::cell::RefCell::new(None);
         until(self, &format!("a worker of {node} {is}"), || {
             *found.borrow_mut() = self.worker(node, is);
@@ -252,41 +251,40 @@ impl Rig {
         (self.await_worker(node, "drives"), self.await_worker(node, "stands by"))
     }
 
-    /// The only NIC.
+    /// Returns the only NIC.
     pub fn nic(&self) -> Value {
         self.json(&["nic", "list"])[0].clone()
     }
 
-    /// Waits until an event says so.
+    /// Waits for an event that contains `part`.
     pub fn await_event(&self, part: &str) {
         until(self, part, || self.ask(&["events"]).contains(part));
     }
 }
 
-/// A configuration in which workers, which are no scripts, are confined as far as this test's user can have them.
+/// Returns a configuration in which workers, which are no scripts, are confined as far as this test's user allows.
 pub fn confined(text: &str) -> String {
     let as_usual = rustix::process::geteuid().is_root();
     text.replace(UNCONFINED, if as_usual { "" } else { "confine = \"best-effort\"\n" })
 }
 
-/// Its process.
+/// Returns the process of a worker.
 pub fn pid(worker: &Value) -> u32 {
     worker["pid"].as_u64().and_then(|pid| u32::try_from(pid).ok()).expect("a process")
 }
 
-/// Sends a signal to a process.
 pub fn signal(pid: u32, signal: Signal) {
     let pid = i32::try_from(pid).ok().and_then(Pid::from_raw).expect("a process");
     kill_process(pid, signal).expect("a process of ours");
 }
 
-/// Whether there is such a process, and it is not only waiting to be reaped.
+/// Returns whether the process exists and is not a zombie.
 pub fn lives(pid: u32) -> bool {
     fs::read_to_string(format!("/proc/{pid}/stat"))
         .is_ok_and(|stat| !stat.rsplit(')').next().is_some_and(|rest| rest.trim().starts_with('Z')))
 }
 
-/// Its control group of version 2, if there is such a thing.
+/// Returns the control group (version 2) of a process, if there is one.
 pub fn group(pid: u32) -> Option<PathBuf> {
     let group = fs::read_to_string(format!("/proc/{pid}/cgroup")).ok()?;
     let group = group.lines().find_map(|line| line.strip_prefix("0::"))?;
@@ -295,13 +293,13 @@ pub fn group(pid: u32) -> Option<PathBuf> {
     Some(PathBuf::from(format!("{mount}{group}")))
 }
 
-/// Whether it may run an instruction: it lives, and its control group is not frozen.
+/// Returns whether a process may run an instruction: it lives, and its control group is not frozen.
 pub fn runs(pid: u32) -> bool {
     let events = group(pid).and_then(|group| fs::read_to_string(group.join("cgroup.events")).ok());
     lives(pid) && !events.is_some_and(|events| events.contains("frozen 1"))
 }
 
-/// Waits until something is so.
+/// Waits until `is_so` returns true.
 pub fn until(rig: &Rig, what: &str, is_so: impl Fn() -> bool) {
     let until = Instant::now() + LIMIT;
     while !is_so() {
@@ -314,7 +312,7 @@ fn text(bytes: &[u8]) -> String {
     String::from_utf8_lossy(bytes).into_owned()
 }
 
-/// Whether a process is one of this rig's.
+/// Returns whether a process belongs to this rig.
 pub fn is_ours(pid: u32, folder: &Path) -> bool {
     let environment = fs::read(format!("/proc/{pid}/environ")).unwrap_or_default();
     let named = folder.as_os_str().as_encoded_bytes();
@@ -325,7 +323,7 @@ impl Drop for Rig {
     fn drop(&mut self) {
         if std::thread::panicking() {
             if self.daemon_is_dead() {
-                // Real workers outlive their daemon: only another one ends them.
+                // Real workers outlive their daemon: only another daemon ends them.
                 self.start_to_die(None);
                 let limit = Instant::now() + Duration::from_secs(10);
                 while Instant::now() < limit && !self.tasuki(&["status"]).status.success() {
@@ -338,7 +336,7 @@ impl Drop for Rig {
             let _ = daemon.kill();
             let _ = daemon.wait();
         }
-        // Stand-ins end when this is gone; those that were stopped cannot look.
+        // Stand-ins end when this file is gone; stopped ones cannot check it.
         let _ = fs::remove_file(self.path("alive"));
         let seen = std::mem::take(&mut *self.seen.lock().unwrap_or_else(std::sync::PoisonError::into_inner));
         for pid in seen.into_iter().filter(|pid| is_ours(*pid, self.folder.path())) {

@@ -1,4 +1,4 @@
-//! Network namespaces, and programs in them that account for what they send each other. Needs root.
+//! Network namespaces, and programs in them that count the traffic between them. Needs root.
 
 use std::collections::BTreeMap;
 use std::io::{Read, Write};
@@ -16,10 +16,10 @@ use tasuki_tap::namespace::Namespace;
 use super::rig::{Rig, until};
 use super::storm::beside;
 
-/// A card's burst: what a worker that is killed has done and not said, at most.
+/// Size of a card's burst: the most frames that a killed worker has handled and not reported.
 pub const BURST: u64 = 32;
 
-/// A program that was started, ended with this.
+/// A started program. Dropping it ends the process.
 pub struct Program(pub Child);
 
 impl Drop for Program {
@@ -29,13 +29,13 @@ impl Drop for Program {
     }
 }
 
-/// A network namespace that is there as long as a process is.
+/// A network namespace that exists as long as a process does.
 pub struct Room(Program);
 
 impl Room {
     pub fn new() -> Self {
         let mut command = Command::new("unshare");
-        // If nobody ends it, it ends all the same.
+        // It ends by itself, even if the test does not end it.
         command.args(["--net", "--", "sleep", "900"]).stdin(Stdio::null());
         let room = Room(Program(command.spawn().expect("unshare")));
         let ours = std::fs::read_link("/proc/self/ns/net").expect("a namespace");
@@ -47,18 +47,18 @@ impl Room {
         room
     }
 
-    /// Of the namespace.
+    /// Returns the path of the namespace.
     pub fn path(&self) -> String {
         format!("/proc/{}/ns/net", self.0.0.id())
     }
 
-    /// Does this there.
+    /// Executes `work` in the namespace.
     pub fn within<T: Send>(&self, work: impl FnOnce() -> T + Send) -> T {
         Namespace::named(&self.path()).within(|| Ok(work())).expect("a namespace")
     }
 }
 
-/// Why it cannot be tried here.
+/// Returns the reason why the tests cannot run here, if there is one.
 pub fn is_impossible() -> Option<&'static str> {
     let has_unshare = Command::new("unshare").arg("--version").stdout(Stdio::null()).status().is_ok();
     match () {
@@ -72,20 +72,20 @@ pub fn is_impossible() -> Option<&'static str> {
     }
 }
 
-/// Deaths that the daemon has told of.
+/// Returns the number of deaths in the daemon's log.
 pub fn deaths(rig: &Rig) -> u64 {
     u64::try_from(rig.log().matches("was killed by signal 9").count()).expect("a count")
 }
 
-/// What became of numbered datagrams.
+/// Counts of numbered datagrams.
 #[derive(Debug, Default)]
 pub struct Tally {
     pub sent: u64,
-    /// Those that came back,
+    /// Datagrams that came back.
     pub back: u64,
-    /// more than once,
+    /// Datagrams that came back more than once.
     pub twice: u64,
-    /// and those that came to those programs more than once.
+    /// Datagrams that reached the far programs more than once.
     pub twice_there: u64,
 }
 
@@ -97,20 +97,20 @@ pub struct Exchange {
     far: JoinHandle<u64>,
 }
 
-/// Under way at once: less than anything between the two has room for.
+/// Number of datagrams under way: less than everything between the two has room for.
 const WINDOW: u64 = 16;
 
-/// A datagram that has not come back for so long counts no more as under way.
+/// Time after which a datagram that has not come back no longer counts as under way.
 const PATIENCE: Duration = Duration::from_secs(2);
 
-/// A socket that looks up now and then.
+/// Binds a socket with a short read time-out.
 fn socket(room: &Room, address: &str) -> UdpSocket {
     let socket = room.within(|| UdpSocket::bind((address, 0)).expect("an address of the interface"));
     socket.set_read_timeout(Some(Duration::from_millis(100))).expect("a limit");
     socket
 }
 
-/// The number of the next datagram.
+/// Receives the number of the next datagram.
 fn next(socket: &UdpSocket) -> Option<u64> {
     let mut bytes = [0; 64];
     let len = socket.recv(&mut bytes).ok()?;
@@ -124,13 +124,13 @@ fn datagram(number: u64) -> [u8; 64] {
 }
 
 impl Exchange {
-    /// Between programs of these rooms, which have these addresses.
+    /// Starts an exchange between programs of these rooms, which have these addresses.
     pub fn begin(between: [(&Room, &str); 2]) -> Self {
-        // As many a second as an ordinary program sends, not as many as go.
+        // At the rate of an ordinary program, not at full speed.
         Self::resting(between, Duration::from_millis(1))
     }
 
-    /// The same, with so long a rest after each window.
+    /// Like [`begin`](Self::begin), with a rest after each window.
     pub fn resting([(near, at_near), (far, at_far)]: [(&Room, &str); 2], rest: Duration) -> Self {
         let (over, moved) = (Arc::new(AtomicBool::new(false)), Arc::new(AtomicU64::new(0)));
         let (near, far) = (socket(near, at_near), socket(far, at_far));
@@ -144,13 +144,13 @@ impl Exchange {
         Exchange { over, moved, near, far }
     }
 
-    /// Waits until so many more have come back.
+    /// Waits until `count` more datagrams have come back.
     pub fn goes_on(&self, rig: &Rig, count: u64) {
         let had = self.moved.load(Relaxed);
         until(rig, "datagrams come back", || self.moved.load(Relaxed) >= had + count);
     }
 
-    /// What became of them.
+    /// Ends the exchange; returns its counts.
     pub fn end(self) -> Tally {
         self.over.store(true, Relaxed);
         let tally = self.near.join().expect("who asks");
@@ -172,7 +172,7 @@ fn ask(socket: &UdpSocket, rest: Duration, over: &AtomicBool, moved: &AtomicU64)
         if missing == 0 && !ends {
             std::thread::sleep(rest);
             for _ in 0..WINDOW {
-                // Refused while nobody listens there, or the interface is not there.
+                // Sending fails while there is no listener or no interface.
                 let _ = socket.send(&datagram(tally.sent));
                 tally.sent += 1;
             }
@@ -192,14 +192,14 @@ fn ask(socket: &UdpSocket, rest: Duration, over: &AtomicBool, moved: &AtomicU64)
     tally
 }
 
-/// Sends back what comes; says how much came more than once.
+/// Sends every datagram back; returns the number of repeated ones.
 fn answer(socket: &UdpSocket, over: &AtomicBool) -> u64 {
     let (mut seen, mut quiet) = (BTreeMap::<u64, u32>::new(), Instant::now());
     while !over.load(Relaxed) || quiet.elapsed() < PATIENCE * 2 {
         if let Some(number) = next(socket) {
             *seen.entry(number).or_default() += 1;
             quiet = Instant::now();
-            // What came twice is answered once, so that each direction is counted by itself.
+            // Answer a repeated datagram once, so that each direction is counted by itself.
             if seen[&number] == 1 {
                 let _ = socket.send(&datagram(number));
             }
@@ -208,12 +208,12 @@ fn answer(socket: &UdpSocket, over: &AtomicBool) -> u64 {
     seen.values().map(|times| u64::from(times - 1)).sum()
 }
 
-/// A byte of a stream, by its place.
+/// Returns the byte of a stream at this place.
 fn byte(at: u64) -> u8 {
     (at.wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 56) as u8
 }
 
-/// A stream from a program of one room to one of another, each byte of which is looked at.
+/// A stream from a program of one room to one of another, each byte of which is checked.
 pub struct Stream {
     over: Arc<AtomicBool>,
     sent: Arc<AtomicU64>,
@@ -222,7 +222,7 @@ pub struct Stream {
 }
 
 impl Stream {
-    /// Sends a piece of 4 KiB, rests for so long, and so on.
+    /// Sends a piece of 4 KiB, rests for `rest`, and so on.
     pub fn begin(near: &Room, far: &Room, at_far: &str, rest: Duration) -> Self {
         let listener = far.within(|| TcpListener::bind((at_far, 7008)).expect("an address"));
         let far = std::thread::spawn(move || take_in(&listener));
@@ -233,13 +233,13 @@ impl Stream {
         Stream { over, sent, near, far }
     }
 
-    /// Waits until so many bytes more are sent.
+    /// Waits until `bytes` more bytes are sent.
     pub fn goes_on(&self, rig: &Rig, bytes: u64) {
         let had = self.sent.load(Relaxed);
         until(rig, "the stream goes on", || self.sent.load(Relaxed) >= had + bytes);
     }
 
-    /// All that was sent has come.
+    /// Ends the stream; asserts that all sent bytes have arrived.
     pub fn end(self) {
         self.over.store(true, Relaxed);
         let (sent, came) = (self.near.join().expect("who sends"), self.far.join().expect("who receives"));

@@ -1,4 +1,4 @@
-//! What the daemon does when all goes well, and when somebody dies.
+//! The daemon's behaviour when all goes well, and when a process dies.
 
 use rustix::process::Signal;
 
@@ -36,7 +36,7 @@ fn an_upgrade_has_a_fresh_worker_drive_and_says_how_long_nobody_did() {
     assert!(relay["done"] == true && relay["node"] == "red" && relay["method"] == "keep", "{said}");
     assert!(relay["pause_ns"].as_u64().is_some(), "{said}");
     assert_ne!(relay["pid"], old["pid"]);
-    // Who stood by was of the old program: another does from now on.
+    // The stand-by was of the old program: another stands by from now on.
     until(&rig, "the old ones end", || !lives(pid(&old)) && !lives(pid(&old_standby)));
     let (driver, _) = rig.await_pair("red");
     assert_eq!(driver["pid"], relay["pid"]);
@@ -65,7 +65,7 @@ fn a_nic_goes_to_a_node_that_is_trusted_and_nobody_is_ended() {
     assert!(rig.ask(&["status"]).contains("blue"));
     let events = rig.ask(&["events"]);
     assert!(!events.contains("it is ended"), "{events}");
-    // And back: whoever has left can be asked again.
+    // And back: a former owner can be asked again.
     let said = rig.ask(&["nic", "give", "eth0", "--to", "red", "--method", "repoint", "--inflight", "drop"]);
     assert!(said.contains("by repoint"), "{said}");
     rig.await_pair("red");
@@ -145,10 +145,10 @@ fn workers_drive_on_while_no_daemon_lives_and_the_next_one_takes_them_over() {
     assert_eq!((&now["pid"], &now_standby["pid"]), (&driver["pid"], &standby["pid"]));
     assert!(now["received"].as_u64() > driver["received"].as_u64(), "it went on");
     assert_eq!(rig.nic()["relays"], 1, "nobody else has driven");
-    // It obeys the new one.
+    // The worker obeys the new daemon.
     let said = rig.json(&["nic", "give", "eth0", "--to", "blue"]);
     assert_eq!(said["relays"][0]["node"], "blue", "{said}");
-    // Where it was given to is not forgotten, and numbers are not given twice.
+    // The new daemon remembers the NIC's node, and assigns no number twice.
     let most = rig.workers().iter().map(|worker| worker["worker"].as_u64()).max();
     rig.kill_daemon();
     rig.start();

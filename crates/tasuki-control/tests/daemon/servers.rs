@@ -1,5 +1,5 @@
-//! Servers of cards that mean harm, against the opener that meets them and the worker that drives their card: they have their own NIC out of use, and the one beside it
-//! loses no frame.
+//! Malicious servers of cards, against the opener that connects to them and the worker that drives their card. They
+//! put their own NIC out of use, and the NIC beside it loses no frame.
 //!
 //! Attacks of docs/design/threat-model.md.
 
@@ -28,14 +28,14 @@ const DMA_READ: u16 = 11;
 const REPLY: u32 = 1;
 const REFUSED: u32 = 1 << 5;
 
-/// A message (QEMU's docs/interop/vfio-user.rst): number, command, flags, and what follows the header.
+/// Makes a message (QEMU's docs/interop/vfio-user.rst): number, command, flags, and the bytes after the header.
 fn message(number: u16, command: u16, flags: u32, body: &[u8]) -> Vec<u8> {
     let len = u32::try_from(16 + body.len()).expect("short");
     let head = [&number.to_ne_bytes()[..], &command.to_ne_bytes(), &len.to_ne_bytes(), &flags.to_ne_bytes()];
     [&head.concat()[..], &[0; 4], body].concat()
 }
 
-/// The next that it is asked: number and command.
+/// Reads the next request; returns its number and command.
 fn asked(mut stream: &UnixStream) -> io::Result<(u16, u16)> {
     let mut head = [0; 16];
     stream.read_exact(&mut head)?;
@@ -57,16 +57,16 @@ fn meet(stream: &UnixStream, limits: &str) -> io::Result<()> {
 
 const LIMITS: &str = "{\"capabilities\":{\"max_msg_fds\":8,\"max_data_xfer_size\":1048576}}";
 
-/// Says that it is a PCI device of so many regions and kinds of interrupts.
+/// Presents a PCI device with `many` regions and kinds of interrupts.
 fn device(stream: &UnixStream, flags: u32, many: u32) -> io::Result<()> {
     let words = [16, flags, many, many];
     answer(stream, &words.iter().flat_map(|word: &u32| word.to_ne_bytes()).collect::<Vec<_>>())
 }
 
-/// What a server does with who connects, until that hangs up.
+/// A server's attack on a client, until the client hangs up.
 type Trick = fn(&UnixStream) -> io::Result<()>;
 
-/// Each with its row of the threat model.
+/// Tricks at the opening, each with its row of the threat model.
 const AT_ONCE: &[(&str, &str, Trick)] = &[
     ("T31", "hangs up", |_| Ok(())),
     ("T31", "hangs up in a header", |mut it| asked(it).and_then(|_| it.write_all(&[1, 0, 1]))),
@@ -145,7 +145,7 @@ const AT_ONCE: &[(&str, &str, Trick)] = &[
     ("T31", "says nothing", |mut it| it.read_to_end(&mut Vec::new()).map(drop)),
 ];
 
-/// Serves this trick to whoever connects.
+/// Plays this trick on every client.
 fn serve(path: &Path, trick: Trick) {
     let listener = UnixListener::bind(path).expect("a place");
     std::thread::spawn(move || {
@@ -159,7 +159,7 @@ fn serve(path: &Path, trick: Trick) {
     });
 }
 
-/// What a server does to a worker that drives its card by then.
+/// A server's attack on a worker that already drives its card.
 #[derive(Debug, Clone, Copy, PartialEq)]
 enum Later {
     HangsUp,
@@ -169,7 +169,7 @@ enum Later {
     AnswersOthers,
 }
 
-/// Each with its row of the threat model.
+/// Later attacks, each with its row of the threat model.
 const LATER: &[(&str, &str, Later)] = &[
     ("T32", "hangs up", Later::HangsUp),
     ("T32", "says nothing", Later::SaysNothing),
@@ -178,7 +178,7 @@ const LATER: &[(&str, &str, Later)] = &[
     ("T32", "answers what was not asked", Later::AnswersOthers),
 ];
 
-/// A model of a card, and who hands on what it and its driver say until it does otherwise.
+/// A model of a card, and a proxy that forwards messages between it and its driver until the attack begins.
 struct Between {
     model: Child,
     turns: Arc<AtomicBool>,
@@ -221,7 +221,7 @@ impl Drop for Between {
     }
 }
 
-/// What came, and the descriptors beside it; nothing at the end.
+/// Receives bytes and the descriptors beside them; none at the end of the stream.
 fn take(from: &UnixStream, bytes: &mut [u8]) -> io::Result<(usize, Vec<OwnedFd>)> {
     let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(64))];
     let mut beside = RecvAncillaryBuffer::new(&mut space);
@@ -251,7 +251,7 @@ fn hand_on(from: &UnixStream, mut to: &UnixStream, later: Option<Later>, turns: 
         };
         match later.filter(|_| has_turned) {
             Some(Later::SaysNothing) => continue,
-            // The number of what it answers.
+            // Corrupt the number of the request that it answers.
             Some(Later::AnswersOthers) => bytes[0] ^= 0x55,
             _ => {}
         }
@@ -274,7 +274,7 @@ fn nic(rig: &Rig, name: &str) -> Value {
     nics.as_array().expect("a list").iter().find(|nic| nic["name"] == name).expect("it is there").clone()
 }
 
-/// A node that has this NIC.
+/// Returns the configuration of a node that has this NIC.
 fn node_with(name: &str, socket: &Path) -> String {
     let device = format!("vfio-user:{}", socket.display());
     format!(
@@ -285,7 +285,7 @@ fn node_with(name: &str, socket: &Path) -> String {
 
 const VICTIM: &str = "[[node]]\nname = \"red\"\nwork = \"echo\"\n\n[[nic]]\nname = \"eth0\"\ndevice = \"vfio-user:/nowhere/card.sock\"\nnode = \"red\"\n";
 
-/// rows: in the tables; and of one that takes no connection, row: T31
+/// rows: in the tables; and of a server that accepts no connection, row: T31
 #[test]
 fn a_server_of_a_card_that_means_harm_has_its_own_nic_out_of_use_and_no_other() {
     let Some((mut rig, model)) = with_model(VICTIM, &u64::MAX.to_string(), "1000") else { return };
@@ -295,7 +295,7 @@ fn a_server_of_a_card_that_means_harm_has_its_own_nic_out_of_use_and_no_other() 
         serve(&path("bad", number), *trick);
         nodes += &node_with(&format!("bad{number}"), &path("bad", number));
     }
-    // One that takes no connection: its queue is full.
+    // A server that accepts no connection: its queue is full.
     let deaf = UnixListener::bind(rig.path("deaf.sock")).expect("a place");
     rustix::net::listen(&deaf, 0).expect("a socket");
     let waiting = UnixStream::connect(rig.path("deaf.sock"));
@@ -340,7 +340,7 @@ fn a_server_of_a_card_that_means_harm_has_its_own_nic_out_of_use_and_no_other() 
         let _ = upgrade.kill();
         let _ = upgrade.wait();
     });
-    // What is under way comes back before the last is counted.
+    // Frames under way come back before the final count.
     model.finish();
     until_still(|| moves(&rig));
     let said = stop(&mut rig, model);
@@ -352,7 +352,7 @@ fn a_server_of_a_card_that_means_harm_has_its_own_nic_out_of_use_and_no_other() 
     );
 }
 
-/// Whether this process opens a card of this daemon's.
+/// Returns whether the process opens a card for this daemon.
 fn opens_for(process: &Path, rig: &Rig) -> bool {
     let words = fs::read_to_string(process.join("cmdline")).unwrap_or_default();
     words.contains("\0open\0") && words.contains(&rig.path("").display().to_string())

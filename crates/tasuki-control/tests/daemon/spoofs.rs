@@ -1,4 +1,4 @@
-//! What a namespace's programs send in other addresses than its own goes nowhere. Needs root.
+//! Frames with foreign source addresses from a namespace's programs go nowhere. Needs root.
 //!
 //! Attacks of docs/design/threat-model.md.
 
@@ -8,7 +8,7 @@ use std::time::Duration;
 
 use super::vnis::{DESK, SHOP, World};
 
-/// An address of IP that nobody was given.
+/// An IP address that no node has.
 const FORGED: &str = "192.0.2.66";
 
 /// row: T82
@@ -32,7 +32,7 @@ fn a_namespace_whose_addresses_are_known_sends_in_no_other() {
     let desk = world.desk.within(|| bind(DESK));
     desk.set_read_timeout(Some(Duration::from_secs(20))).expect("a limit");
     let (to, mut room) = ((DESK, 7000), [0; 16]);
-    // Both know each other's station address from here on.
+    // From here on both know each other's station address.
     own.send_to(b"first", to).expect("a way there");
     assert_eq!(desk.recv(&mut room).expect("it comes"), 5);
     for round in 0..20 {

@@ -1,4 +1,4 @@
-//! Programs that are started ahead of the upgrade that wants them.
+//! Programs that start ahead of the upgrade that uses them.
 
 use rustix::process::Signal;
 use serde_json::Value;
@@ -11,13 +11,13 @@ fn number(worker: &Value) -> u64 {
     worker["worker"].as_u64().expect("a number")
 }
 
-/// Who drives and who stands by.
+/// Returns the driver and the stand-by.
 fn pair_of(rig: &Rig, node: &str) -> (u32, u32) {
     let (driver, standby) = rig.await_pair(node);
     (pid(&driver), pid(&standby))
 }
 
-/// Stages this program for a node; the worker.
+/// Stages this program for a node; returns the worker.
 fn stage(rig: &Rig, node: &str, program: &std::path::Path) -> Value {
     let said = rig.ask(&["worker", "stage", node, "--with", program.to_str().unwrap()]);
     assert!(said.contains(&format!("is staged for node {node}")), "{said}");
@@ -43,7 +43,7 @@ fn an_upgrade_takes_what_is_staged_if_it_is_that_very_program() {
     let (driver, standby) = rig.await_pair("red");
     assert_eq!((pid(&driver), &driver["generation"], &standby["generation"]), (pid(&staged), &1.into(), &1.into()));
     assert!(standby["binary"].as_str().unwrap().ends_with("next") && rig.worker("red", "staged").is_none());
-    // A file that was replaced is another program, whatever its path is.
+    // A replaced file is another program, even at the same path.
     let staged = stage(&rig, "red", &next);
     rig.program("next", "");
     let fresh = upgrade(&rig, "red", &next);
@@ -53,7 +53,7 @@ fn an_upgrade_takes_what_is_staged_if_it_is_that_very_program() {
     assert_ne!(number(&again), number(&staged));
     until(&rig, "what was staged before ends", || !lives(pid(&staged)));
     assert_eq!(upgrade(&rig, "red", &next), number(&again));
-    // Without a program it is the node's.
+    // Without a given program, the node's own is staged.
     let said = rig.ask(&["worker", "stage", "red"]);
     let staged = rig.worker("red", "staged").expect(&said);
     let said = rig.json(&["worker", "upgrade", "red", "--state", "store"]);
@@ -93,7 +93,7 @@ fn what_is_staged_may_die_and_be_ended_and_nobody_else_notices() {
     assert!(!lives(pid(&left)));
 }
 
-/// Nobody has asked for its program yet.
+/// No request has named its program yet, so it takes over after no death.
 #[test]
 fn what_is_staged_drives_for_nobodys_death() {
     let rig = Rig::new();
@@ -127,7 +127,7 @@ fn a_daemon_that_comes_later_goes_on_with_what_is_staged() {
     until(&rig, "the stand-by drives", || rig.nic()["worker"] == pair.1["worker"]);
     rig.await_pair("red");
     assert_eq!(upgrade(&rig, "red", &next), number(&staged));
-    // Killed in the middle of that, too.
+    // Kill the daemon in the middle of that, too.
     for place in
         ["daemon.planned", "daemon.asked", "daemon.take", "daemon.release", "daemon.settled", "daemon.upgraded"]
     {
@@ -167,7 +167,7 @@ fn what_is_staged_is_ready_for_a_nic_that_comes_later() {
     assert_eq!(upgrade(&rig, "blue", &next), number(&staged));
     assert_eq!(rig.nic()["worker"], staged["worker"]);
     rig.await_pair("blue");
-    // With the last NIC all go that had it.
+    // When the last NIC leaves, all workers that had it end.
     let staged = stage(&rig, "blue", &next);
     rig.ask(&["nic", "give", "eth0", "--to", "red"]);
     rig.await_pair("red");

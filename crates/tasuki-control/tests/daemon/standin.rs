@@ -1,6 +1,7 @@
-//! A worker without a card: the real machine of a worker, on the real socket and the real lease page. It drives nothing but its heartbeat.
+//! A worker without a card: the real state machine of a worker, on the real socket and the real lease page. It
+//! drives only its heartbeat.
 //!
-//! It is there for the faults that no honest worker has.
+//! It exists for faults that no honest worker has.
 
 use std::collections::BTreeMap;
 use std::os::fd::{AsFd, OwnedFd};
@@ -20,18 +21,18 @@ use tasuki_relay::{Party, Tenure};
 
 use super::fuzz::{self, Act};
 
-/// What it was started as, from the script that starts it.
+/// Orders from the script that starts the stand-in.
 #[derive(Debug)]
 pub struct Orders {
-    /// As the daemon gave them.
+    /// Arguments from the daemon.
     words: Vec<String>,
-    /// What it is to do wrong.
+    /// Fault to show.
     fault: String,
-    /// Gone when the test is over, and so is it then.
+    /// File that exists as long as the test runs; the stand-in ends with it.
     alive: PathBuf,
 }
 
-/// Of this process.
+/// Reads the orders of this process.
 pub fn orders() -> Option<Orders> {
     let words = std::env::var("TASUKI_STANDIN").ok()?;
     let fault = std::env::var("TASUKI_FAULT").unwrap_or_default();
@@ -51,7 +52,7 @@ struct Nic {
 
 struct Standin {
     fault: String,
-    /// Where it finds what to say and to write, once.
+    /// File with messages to send and words to write, used once.
     attack: PathBuf,
     party: u32,
     node: String,
@@ -59,14 +60,14 @@ struct Standin {
     heartbeat: Words,
     listener: OwnedFd,
     nics: BTreeMap<u32, Nic>,
-    /// Other nodes of its VNI, by number, and what it has of them.
+    /// Other nodes of its VNI by number, with the descriptors received of them.
     neighbours: BTreeMap<u16, Vec<OwnedFd>>,
     tables: Tables,
-    /// Its daemon is gone.
+    /// Whether its daemon is gone.
     alone: bool,
 }
 
-/// Whether its test is over.
+/// Exits if its test is over.
 fn leave_if_over(alive: &std::path::Path) {
     if !alive.exists() {
         std::process::exit(0);
@@ -80,7 +81,7 @@ fn wait_for_ever(alive: &std::path::Path) -> ! {
     }
 }
 
-/// What a line of an attack says.
+/// Parses a report in a line of an attack.
 fn report(said: &str, epoch: u32) -> Report {
     let reason = Reason::CardGone;
     match said {
@@ -96,13 +97,13 @@ fn report(said: &str, epoch: u32) -> Report {
     }
 }
 
-/// Waits at most `limit` for something to come in.
+/// Waits at most `limit` for input.
 fn wait(fd: &OwnedFd, limit: Duration) {
     let limit = Timespec { tv_sec: 0, tv_nsec: limit.subsec_nanos().into() };
     let _ = poll(&mut [PollFd::new(fd, PollFlags::IN)], Some(&limit));
 }
 
-/// Does what it was started for, and never comes back.
+/// Runs the stand-in; never returns.
 pub fn run(orders: &Orders) -> ! {
     let socket = std::io::stdin().as_fd().try_clone_to_owned().expect("a descriptor");
     match orders.words.first().map(String::as_str) {
@@ -125,7 +126,7 @@ fn open(orders: &Orders, socket: &OwnedFd) -> ! {
         kind: 0x8086_10d3,
         version: 1,
         can,
-        // Longer than a message, in the hands of whoever tells of it.
+        // Too long for a message once the opener's parent reports it.
         text: if orders.fault == "opener-overfills" { "x".repeat(MESSAGE_MAX - 300) } else { "{}".to_owned() },
         lies: None,
         fds: 4,
@@ -160,7 +161,7 @@ fn work(orders: &Orders, socket: OwnedFd) -> ! {
     };
     let Ok(ToWorker::Begin(begin)) = serde_json::from_slice(&message.bytes) else { panic!("{message:?}") };
     let mut fds = message.fds.trust();
-    // The TAP of a node that has one is of no use to a worker without a card.
+    // A worker without a card has no use for the TAP of its node.
     fds.truncate(3);
     let [heartbeat, _program_state, listener] = <[OwnedFd; 3]>::try_from(fds).expect("three descriptors");
     let heartbeat = Words::adopt(heartbeat, heartbeat::LEN).expect("a heartbeat");
@@ -175,7 +176,7 @@ fn work(orders: &Orders, socket: OwnedFd) -> ! {
         },
         &[],
     );
-    // Of a NIC that another node drives, and of which nothing was asked.
+    // Report a NIC that another node drives, without a request.
     if orders.fault == "driver_state-uninvited" {
         let memory = Words::create("a driver state", 4096).expect("memory");
         write(&socket, &ToDaemon::DriverState { nic: 0 }, &[memory.region().fd()]);
@@ -185,7 +186,7 @@ fn work(orders: &Orders, socket: OwnedFd) -> ! {
         write(&socket, &ToDaemon::Counts { nic: 0, counts }, &[]);
     }
     if orders.fault == "nonsense" {
-        let _ = channel::send(socket.as_fd(), b"{\"letter\":\"ransom\"}", &[]);
+        let _ = channel::send(socket.as_fd(), b"{\"message\":\"ransom\"}", &[]);
     }
     if orders.fault == "hides" {
         let message = ToDaemon::Told { nic: None, sentence: "two".to_owned() };
@@ -217,7 +218,7 @@ fn work(orders: &Orders, socket: OwnedFd) -> ! {
     }
 }
 
-/// A connection that waits for an hour when it is closed, for nobody at its other end reads what was written.
+/// Makes a connection whose closing takes an hour, because its peer does not read the written data.
 fn lingering(port: &str) -> std::net::TcpStream {
     let stream = std::net::TcpStream::connect(format!("127.0.0.1:{port}")).expect("a listener");
     rustix::net::sockopt::set_socket_linger(&stream, Some(Duration::from_secs(3600))).expect("a socket");
@@ -231,7 +232,7 @@ impl Standin {
         self.fault == fault
     }
 
-    /// One look at everything.
+    /// Runs one round of the loop.
     fn turn(&mut self) {
         let drives = self.nics.values().any(|nic| nic.machine.drives());
         let looks = self.nics.values().any(|nic| nic.looks);
@@ -264,7 +265,8 @@ impl Standin {
         }
     }
 
-    /// Does what a test has written for workers of this node. The first that finds it takes it; a line that is for the driver waits for the driver.
+    /// Executes the attack that a test has written for workers of this node. The first worker that finds it takes
+    /// it; an attack for the driver waits for the driver.
     fn attack(&mut self, drives: bool) {
         let Ok(script) = std::fs::read_to_string(&self.attack) else { return };
         if script.starts_with("driver") && !drives || script.starts_with("spare") && drives {
@@ -285,7 +287,7 @@ impl Standin {
                 }
                 "fuzz" => self.fuzz(number(1).into(), number(2), number(3)),
                 "ended" => self.heartbeat.store(heartbeat::LIFE, u64::from(heartbeat::ENDED)),
-                // No report that there is: the fence of another, as an older protocol had it.
+                // An unknown report: the fence of another worker, as an older protocol had it.
                 "fenced" => {
                     let mut packet = Report::Released { epoch: 1 }.to_bytes();
                     packet[6] = 110;
@@ -300,7 +302,7 @@ impl Standin {
         }
     }
 
-    /// Says and writes what a seed says, until it is ended, or has said it all and ends.
+    /// Sends and writes everything that the seed determines, until the daemon ends it or the seed's acts end.
     fn fuzz(&self, seed: u64, count: u32, own: u32) -> ! {
         for act in fuzz::of_seed(seed, count, own) {
             let (bytes, gifts) = match act {
@@ -354,7 +356,7 @@ impl Standin {
             }
             ToWorker::Again { .. } => {
                 let mut nics: Vec<u32> = self.nics.keys().copied().collect();
-                // There are two.
+                // There are two NICs.
                 nics.extend(self.is("claims").then(|| 1 - nics[0]));
                 let party = if self.is("is-another") { self.party - 1 } else { self.party };
                 write(&self.socket, &ToDaemon::Mine { party, node: self.node.clone(), nics }, &[]);
@@ -372,7 +374,7 @@ impl Standin {
                 &ToDaemon::Told { nic: None, sentence: format!("a driver state came, with {} memory", fds.len()) },
                 &[],
             ),
-            // No frame passes here.
+            // No frames pass here.
             ToWorker::Capture { .. } | ToWorker::NoCapture { .. } => {}
             ToWorker::Neighbour { number, .. } => _ = self.neighbours.insert(number, fds),
             ToWorker::NoNeighbour { .. }
@@ -430,7 +432,7 @@ impl Standin {
             Do::Swap { from, to } => return Some(self.swap(number, from, to)),
             Do::Look => nic.looks = true,
             Do::Read { .. } if nic.plan.as_ref().is_some_and(|plan| plan.method == Method::Repoint) => {
-                // What a taker finds that does not believe its last owner.
+                // Findings of a taker that distrusts the last owner.
                 return Some(match &self.fault[..] {
                     "finds-left" => Input::Broken(Reason::LeftBehind { value: 2 }),
                     "finds-frames" => Input::Broken(Reason::FramesCame),
@@ -468,7 +470,7 @@ impl Standin {
         None
     }
 
-    /// Says what memory of its own the NIC will lie in, if it is honest.
+    /// Reports the memory of its own for the NIC, truthfully unless it has a fault.
     fn make_memory(&self, number: u32) {
         let made = ["rings", "frames", "ledger"].map(|name| Words::create(name, 4096).expect("memory"));
         let mut fds: Vec<_> = made.iter().map(|part| part.region().fd()).collect();

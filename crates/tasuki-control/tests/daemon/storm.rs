@@ -1,5 +1,5 @@
-//! The real daemon, the real worker and the model of a card, under traffic that the model numbers and checks until it is told to finish;
-//! and who is to die of them, and where.
+//! The real daemon, the real worker and the model of a card, under traffic that the model numbers and checks until a
+//! test tells it to finish; and plans for their deaths.
 
 use std::fs;
 use std::io::{BufRead, BufReader, Read};
@@ -16,7 +16,7 @@ use tasuki_control::api::client;
 
 use super::rig::{Rig, lives, pid, signal, until};
 
-/// Nodes that send back what comes: two that trust each other, and one that nobody trusts.
+/// Nodes that send all frames back: two that trust each other, and one that no node trusts.
 const NODES: &str = r#"
 [[node]]
 name = "red"
@@ -39,32 +39,33 @@ node = "red"
 ring = 1024
 "#;
 
-/// Within this time whatever was killed, somebody drives and another stands by. On a quiet machine it is a tenth of a second.
+/// Longest time until a worker drives and another stands by, whatever was killed. On a quiet machine it takes a
+/// tenth of a second.
 const SETTLED_WITHIN: Duration = Duration::from_secs(30);
 
-/// The nice value of a model.
+/// Nice value of a model.
 const URGENT: i32 = -10;
 
-/// Each model keeps a processor busy: one at a time.
+/// Held by one test at a time: each model keeps a processor busy.
 static ONE: Mutex<()> = Mutex::new(());
 
-/// One test at a time that counts frames: each fills the machine.
+/// Lets one frame-counting test run at a time: each fills the machine.
 pub fn alone() -> MutexGuard<'static, ()> {
     ONE.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// How a model that is started with these words makes its link at once: the link of a virtio device is there.
+/// Returns the options that bring the model's link up quickly. A virtio device's link needs none.
 pub fn link(words: &[&str]) -> &'static [&'static str] {
     if words.contains(&"virtio-net") { &[] } else { &["--link-up", "10"] }
 }
 
-/// A program that was built beside the daemon.
+/// Returns a program that was built beside the daemon.
 pub fn beside(program: &str) -> Option<PathBuf> {
     let path = Path::new(env!("CARGO_BIN_EXE_tasukid")).with_file_name(program);
     path.exists().then_some(path)
 }
 
-/// Why a storm cannot be had here.
+/// Returns the reason why a storm is impossible here, if there is one.
 pub fn missing() -> Option<&'static str> {
     if beside("tasuki-worker").is_none() || beside("tasuki-sim").is_none() {
         return Some("needs tasuki-worker and tasuki-sim beside tasukid: cargo build --workspace --all-features");
@@ -81,21 +82,21 @@ macro_rules! need_storm {
 }
 pub(crate) use need_storm;
 
-/// A model of ours, ended with this.
+/// A model process. Dropping it ends the process.
 pub struct Model {
     child: Child,
     out: BufReader<ChildStdout>,
 }
 
 impl Model {
-    /// One with this wire that serves there.
+    /// Starts a model with this wire that serves at `socket`.
     pub fn start(socket: &Path, wire: &[&str]) -> Self {
         let mut command = Command::new(beside("tasuki-sim").expect("looked for before"));
         command.args(["sim", "nic"]).args(wire).args(link(wire));
         command.arg("--socket").arg(socket).stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::null());
         let mut child = command.spawn().expect("a model");
         let its = Pid::from_raw(child.id().cast_signed());
-        // Silicon is not held up by what else the machine does.
+        // Other work of the machine does not delay silicon.
         setpriority_process(its, URGENT).expect("the tests run as root");
         let out = BufReader::new(child.stdout.take().expect("it was asked for"));
         let mut model = Model { child, out };
@@ -109,22 +110,21 @@ impl Model {
         line
     }
 
-    /// Its process.
     pub fn pid(&self) -> u32 {
         self.child.id()
     }
 
-    /// Has its source finish, and waits until all is back; what it says instead, if it is not.
+    /// Stops its source and waits until all frames are back. If they are not, the error is the model's output.
     pub fn all_come_back(&mut self) -> Result<(), String> {
         signal(self.pid(), Signal::USR1);
-        // If it never comes, whoever waits for this line is told so by the model's end.
+        // If the line never comes, the watch ends the model, and its end ends the wait.
         let watch = Watch::over(self.pid());
         let said = self.line();
         watch.end();
         if said.trim() == "all came back" { Ok(()) } else { Err(said + &self.rest()) }
     }
 
-    /// What it says at its end, which is near.
+    /// Waits for the end of the model, which must be near; returns its output.
     pub fn ends(&mut self) -> String {
         let watch = Watch::over(self.pid());
         let said = self.rest();
@@ -138,7 +138,7 @@ impl Model {
         said
     }
 
-    /// Has it die, as a card that somebody pulls out.
+    /// Kills the model, like a card that is pulled out.
     pub fn unplug(&mut self) {
         let _ = self.child.kill();
         let _ = self.child.wait();
@@ -151,27 +151,27 @@ impl Drop for Model {
     }
 }
 
-/// All of it.
+/// All parts of a storm.
 pub struct Storm {
     pub rig: Rig,
     pub model: Model,
     socket: PathBuf,
-    /// Plans that were handed out until now.
+    /// Number of plans made so far.
     plans: u32,
-    /// Those that we killed ourselves.
+    /// Number of processes that this test has killed itself.
     killed: u32,
-    /// The longest time until all was settled again.
+    /// Longest time until all was settled again.
     pub longest: Duration,
     _one: MutexGuard<'static, ()>,
 }
 
 impl Storm {
-    /// With so many frames a second, nodes whose workers poll or not, and other limits of the daemon.
+    /// Starts a storm with `rate` frames a second, polling or sleeping workers, and other limits of the daemon.
     pub fn new(rate: u32, poll: bool, limits: &[(&str, u32)]) -> Self {
         Self::with_card("82574l", rate, poll, limits)
     }
 
-    /// The same, of another card.
+    /// Like [`new`](Self::new), with another card.
     pub fn with_card(card: &str, rate: u32, poll: bool, limits: &[(&str, u32)]) -> Self {
         let wire = ["--card", card, "--source", &u64::MAX.to_string(), "--rate", &rate.to_string()];
         let storm = Self::on(&wire, poll, limits);
@@ -179,7 +179,7 @@ impl Storm {
         storm
     }
 
-    /// On this wire.
+    /// Starts a storm on this wire.
     pub fn on(wire: &[&str], poll: bool, limits: &[(&str, u32)]) -> Self {
         let work = if poll { "\"echo\"\npoll = true" } else { "\"echo\"" };
         let mut storm = Self::of(work, &[], wire, limits);
@@ -187,7 +187,8 @@ impl Storm {
         storm
     }
 
-    /// Of nodes with this work, which names programs in the rig's directory as RIG: those by their names, for which plans hold too. Nobody need drive.
+    /// Starts a storm of nodes with this work. `work` names programs in the rig's directory as RIG; plans hold for
+    /// `programs` too. Does not wait for a driver.
     pub fn of(work: &str, programs: &[(&str, &str)], wire: &[&str], limits: &[(&str, u32)]) -> Self {
         let one = alone();
         let mut rig = Rig::without_daemon(NODES, "");
@@ -199,7 +200,7 @@ impl Storm {
         rig.configure(|text| {
             let text = text.replace("work = \"echo\"", &format!("work = {work}"));
             let text = text.replace("vfio-user:CARD", &format!("vfio-user:{}", socket.display()));
-            // The most that the driver of a virtio device has.
+            // The largest ring of the virtio driver.
             let text = if wire.contains(&"virtio-net") { text.replace("ring = 1024", "ring = 512") } else { text };
             limits.iter().fold(text, |text, (name, value)| {
                 let is_it = |line: &&str| line.starts_with(&format!("{name} = "));
@@ -211,7 +212,7 @@ impl Storm {
         Storm { rig, model, socket, plans: 0, killed: 0, longest: Duration::ZERO, _one: one }
     }
 
-    /// What the daemon answers, or why not.
+    /// Sends a request to the daemon; returns its answer, or the error.
     pub fn ask(&self, method: Method, address: &str, body: Option<&Value>) -> Result<Value, String> {
         client::ask(&self.rig.dir(), method, address, body).map_err(|error| format!("{error:#}"))
     }
@@ -220,17 +221,16 @@ impl Storm {
         self.ask(Method::GET, address, None).ok()
     }
 
-    /// All workers.
+    /// Lists all workers.
     pub fn workers(&self) -> Vec<Value> {
         self.get("/v1/workers").and_then(|workers| workers.as_array().cloned()).unwrap_or_default()
     }
 
-    /// The NIC.
     pub fn nic(&self) -> Value {
         self.get("/v1/nics").map(|nics| nics[0].clone()).unwrap_or_default()
     }
 
-    /// Who drives, and who stands by, of whichever node.
+    /// Returns the driver and the stand-by, of any node.
     pub fn pair(&self) -> Option<(Value, Value)> {
         let workers = self.workers();
         let driver = workers.iter().find(|worker| worker["is"] == "drives")?;
@@ -240,7 +240,7 @@ impl Storm {
         is_driven.then(|| (driver.clone(), standby.clone()))
     }
 
-    /// Waits until somebody drives, another stands by, and nobody else is on his way.
+    /// Waits until a worker drives, another stands by, and no other is starting or leaving.
     pub fn settle(&mut self) -> (Value, Value) {
         let begun = Instant::now();
         loop {
@@ -257,7 +257,7 @@ impl Storm {
         }
     }
 
-    /// Waits until whoever drives has sent something back.
+    /// Waits until the driver has sent a frame back.
     pub fn flows(&self) {
         let sent = || self.pair().and_then(|(driver, _)| Some((pid(&driver), driver["sent"].as_u64()?)));
         let before = sent();
@@ -267,18 +267,18 @@ impl Storm {
         });
     }
 
-    /// Of the workers that are started from now on, the next one that has no plan yet gets this one.
+    /// Makes a plan for the next started worker that has none.
     pub fn plan(&mut self, plan: &str) {
         self.plans += 1;
         plan_for(&self.rig, self.plans, plan);
     }
 
-    /// The next one dies there, when it passes there for the `nth` time.
+    /// Makes the next worker die when it passes `place` for the `nth` time.
     pub fn plan_death(&mut self, place: &str, nth: u32) {
         self.plan(&format!("TASUKI_CRASH={place}:{nth}"));
     }
 
-    /// Starts another daemon, which dies when it passes a place so often, and waits until it serves or is dead.
+    /// Starts another daemon, which dies as `plan` says, and waits until it serves or is dead.
     pub fn start_daemon(&mut self, plan: Option<String>) {
         self.rig.start_to_die(plan);
         let begun = Instant::now();
@@ -288,7 +288,7 @@ impl Storm {
         }
     }
 
-    /// Waits until the daemon is dead, or all is settled.
+    /// Waits until the daemon is dead, or all is settled. Returns whether it is dead.
     pub fn settle_or_die(&mut self) -> bool {
         let begun = Instant::now();
         loop {
@@ -303,13 +303,14 @@ impl Storm {
         }
     }
 
-    /// The same, and waits for what follows from what was asked: old workers leave, fresh ones begin. Says whether the daemon is dead.
+    /// Like [`settle_or_die`](Self::settle_or_die), and waits for the aftermath of the request: old workers leave,
+    /// fresh ones begin.
     pub fn quiet_or_dead(&mut self) -> bool {
         let begun = Instant::now();
         let is_quiet = |worker: &Value| ["drives", "stands by", "idle"].iter().any(|is| worker["is"] == *is);
         while !self.rig.daemon_is_dead() && begun.elapsed() < SETTLED_WITHIN {
             let workers = self.workers();
-            // One for each of the three nodes, and one that stands by.
+            // One worker for each of the three nodes, and a stand-by.
             if workers.len() == 4 && workers.iter().all(is_quiet) && self.pair().is_some() {
                 break;
             }
@@ -318,7 +319,7 @@ impl Storm {
         self.settle_or_die()
     }
 
-    /// Forgets plans that nobody has taken.
+    /// Removes plans that no worker has taken.
     pub fn forget_plans(&self) {
         for plan in fs::read_dir(self.rig.path("plans")).expect("a folder").flatten() {
             let _ = fs::remove_file(plan.path());
@@ -331,58 +332,59 @@ impl Storm {
         until(&self.rig, "it is dead", || !lives(pid(worker)));
     }
 
-    /// Asks for an upgrade; what came of it.
+    /// Asks for an upgrade; returns the outcome.
     pub fn upgrade(&self, node: &str, by_store: bool) -> Result<Value, String> {
         let body = if by_store { json!({ "state": "store" }) } else { json!({}) };
         self.ask(Method::POST, &format!("/v1/nodes/{node}/upgrade"), Some(&body))
     }
 
-    /// Asks for a handover; what came of it.
+    /// Asks for a handover; returns the outcome.
     pub fn give(&self, to: &str, method: Option<&str>) -> Result<Value, String> {
         self.ask(Method::POST, "/v1/nics/eth0/give", Some(&json!({ "to": to, "method": method })))
     }
 
-    /// The node that has the NIC.
+    /// Returns the node that has the NIC.
     pub fn node(&self) -> String {
         self.nic()["node"].as_str().expect("a node").to_owned()
     }
 
-    /// Kills all workers there are, and waits until they are dead; whether or not there is a daemon to ask.
+    /// Kills all workers and waits until they are dead, even without a daemon.
     pub fn kill_all_workers(&mut self) {
         let living: Vec<u32> = self.ever().into_iter().filter(|pid| lives(*pid)).collect();
         self.killed += living.iter().map(|pid| u32::from(send(*pid, Signal::KILL))).sum::<u32>();
         until(&self.rig, "they are dead", || !living.iter().any(|pid| lives(*pid)));
     }
 
-    /// Kills the daemon where it stands.
+    /// Kills the daemon at once.
     pub fn kill_daemon(&mut self) {
         self.killed += 1;
         self.rig.kill_daemon();
     }
 
-    /// Processes that were killed until now: by us, and by their own hand at a place.
+    /// Returns the number of processes killed so far, by this test or by themselves at a place.
     pub fn kills(&self) -> u32 {
         let log = self.rig.log();
         let by_own_hand = log.lines().filter(|line| line.contains("was killed by signal 9")).count();
-        // Whom the daemon killed is no fault of this test's, and whom we killed is counted already.
+        // Kills by the daemon are no faults of this test, and kills by this test are counted already.
         let by_daemon = log.lines().filter(|line| line.contains(": it is ended")).count();
         let by_own_hand = u32::try_from(by_own_hand.saturating_sub(by_daemon)).expect("not so many");
         by_own_hand.max(self.killed)
     }
 
-    /// Every worker that was ever started.
+    /// Returns every worker that was ever started.
     pub fn ever(&self) -> Vec<u32> {
         let pids = fs::read_to_string(self.rig.path("pids")).unwrap_or_default();
         pids.lines().filter_map(|line| line.parse().ok()).collect()
     }
 
-    /// Unplugs the card for good, and puts another one there.
+    /// Removes the card for good, and puts another one in its place.
     pub fn plug_another(&mut self, rate: u32) {
         let _ = fs::remove_file(&self.socket);
         self.model = Model::start(&self.socket, &["--source", &u64::MAX.to_string(), "--rate", &rate.to_string()]);
     }
 
-    /// Has the source finish and waits until all is back; then everything ends, and nobody is left. Says how many were killed.
+    /// Stops the source and waits until all frames are back; then ends everything and checks that no process is
+    /// left. Returns the number of kills and the longest time to settle.
     pub fn nothing_is_lost(mut self) -> (u32, Duration) {
         self.all_come_back();
         let (kills, longest, log) = (self.kills(), self.longest, self.rig.log());
@@ -391,7 +393,7 @@ impl Storm {
         (kills, longest)
     }
 
-    /// Has the source finish, and waits until all is back.
+    /// Stops the source, and waits until all frames are back.
     pub fn all_come_back(&mut self) {
         self.settle();
         if let Err(said) = self.model.all_come_back() {
@@ -400,7 +402,8 @@ impl Storm {
         }
     }
 
-    /// The same where frames may be lost: none comes twice, out of order, or changed.
+    /// Like [`nothing_is_lost`](Self::nothing_is_lost) where frames may be lost: none comes twice, out of order, or
+    /// changed.
     pub fn ends_with_losses(mut self) {
         self.settle();
         let log = self.rig.log();
@@ -409,7 +412,7 @@ impl Storm {
         assert!(said.contains("twice 0, out of order 0, damaged 0"), "{said}\n{log}");
     }
 
-    /// The same of a wire that does not count.
+    /// Like [`nothing_is_lost`](Self::nothing_is_lost) for a wire that does not count.
     pub fn ends(mut self) {
         self.settle();
         self.ask(Method::POST, "/v1/stop", None).expect("an end");
@@ -417,7 +420,7 @@ impl Storm {
         until(&self.rig, "nobody is left", || self.ever().into_iter().all(|pid| !lives(pid)));
     }
 
-    /// Ends everything, after which nobody is left; what the model says.
+    /// Ends everything and waits until no process is left; returns the model's output.
     pub fn end(&mut self) -> String {
         self.ask(Method::POST, "/v1/stop", None).expect("an end");
         self.rig.daemon_ends();
@@ -429,14 +432,15 @@ impl Storm {
     }
 }
 
-/// The plan of this number, for the next worker that has none.
+/// Writes the plan of this number, for the next worker that has none.
 pub fn plan_for(rig: &Rig, number: u32, plan: &str) {
     let aside = rig.path("next.plan");
     fs::write(&aside, format!("{plan}\n")).expect("a file");
     fs::rename(aside, rig.path("plans").join(format!("{number:06}"))).expect("a name");
 }
 
-/// A program in the rig's directory that takes the next plan, and is this one, which was built beside the daemon.
+/// Writes a program into the rig's directory that takes the next plan and executes `program`, which was built beside
+/// the daemon.
 pub fn as_planned(rig: &Rig, name: &str, program: &str) {
     fs::create_dir_all(rig.path("plans")).expect("a folder");
     let script = format!(
@@ -451,19 +455,19 @@ pub fn as_planned(rig: &Rig, name: &str, program: &str) {
     fs::rename(aside, rig.path(name)).expect("a name");
 }
 
-/// Sends a signal to a process that may be dead already; whether it was there.
+/// Sends a signal to a process that may be dead already; returns whether it existed.
 pub fn send(pid: u32, signal: Signal) -> bool {
     let pid = i32::try_from(pid).ok().and_then(Pid::from_raw).expect("a process");
     kill_process(pid, signal).is_ok()
 }
 
-/// How a process is, as /proc says: `S` if it sleeps, `T` if it was stopped.
+/// Returns the state of a process from /proc: `S` if it sleeps, `T` if it is stopped.
 pub fn state(pid: u32) -> Option<char> {
     let stat = fs::read_to_string(format!("/proc/{pid}/stat")).ok()?;
     stat.rsplit_once(')')?.1.trim_start().chars().next()
 }
 
-/// Ends a process that somebody waits for, unless it is over before.
+/// Ends a process that the test waits for, unless the wait is over before.
 struct Watch {
     over: std::sync::mpsc::Sender<()>,
     thread: std::thread::JoinHandle<()>,

@@ -1,5 +1,5 @@
-//! Programs of a network namespace whose interface is a node's NIC: what they send and get while the NIC changes hands. The card is the model,
-//! its cable a TAP in another namespace. Needs root.
+//! Programs of a network namespace whose interface is a node's NIC, and their traffic while the NIC changes hands.
+//! The card is the model, its cable a TAP in another namespace. Needs root.
 
 use std::io::{Read, Write};
 use std::net::{TcpListener, TcpStream};
@@ -18,7 +18,8 @@ use super::storm::{self, beside};
 const NEAR: &str = "192.0.2.1";
 const FAR: &str = "192.0.2.2";
 
-/// A daemon with two nodes that share the TAP in `far`; the card's cable is in `near`. What is dropped first is ended first.
+/// A daemon with two nodes that share the TAP in `far`; the card's cable is in `near`. Fields end in the order in
+/// which they are dropped.
 struct World {
     rig: Rig,
     near: Room,
@@ -35,12 +36,12 @@ fn nodes(tap: &str) -> String {
 }
 
 impl World {
-    /// Nothing, with the reason said, where it cannot be.
+    /// Makes a world. Where that is impossible, prints the reason and returns `None`.
     fn new(plan: Option<&str>) -> Option<Self> {
         Self::with(plan, [&format!("{NEAR}/24"), &format!("{FAR}/24")])
     }
 
-    /// The same with these addresses at the cable, and of the TAP.
+    /// Like [`new`](Self::new), with these addresses at the cable and of the TAP.
     fn with(plan: Option<&str>, addresses: [&str; 2]) -> Option<Self> {
         if let Some(why) = is_impossible() {
             println!("skipped: {why}");
@@ -64,7 +65,7 @@ impl World {
         });
         rig.with_stock_workers();
         rig.configure(|text| {
-            // Workers are killed on purpose.
+            // Tests kill workers on purpose.
             let text = text.replace("[daemon]\n", "[daemon]\nrestart = \"always\"\n");
             text.replace("/nowhere/card.sock", &socket.display().to_string())
         });
@@ -111,7 +112,7 @@ fn programs_behind_a_nic_lose_nothing_and_get_nothing_twice_while_it_changes_han
         world.give(to, "keep");
         exchange.goes_on(&world.rig, 200);
     }
-    // The next daemon gets the TAP from the workers, and fresh workers get it from that one.
+    // The next daemon gets the TAP from the workers, and fresh workers get it from that daemon.
     world.rig.kill_daemon();
     world.rig.start();
     world.rig.await_pair("red");
@@ -234,7 +235,7 @@ fn a_tap_stands_for_one_nic() {
     assert!(!is_there, "it ends with the last who has it");
 }
 
-/// Starts a daemon that cannot begin; what it says.
+/// Starts a daemon that cannot begin; returns its error.
 fn refusal(tap: &str, wrap: &[&str]) -> String {
     let rig = Rig::without_daemon(&nodes(tap), "");
     let tasukid = rig.tasukid();

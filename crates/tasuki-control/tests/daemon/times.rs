@@ -1,16 +1,16 @@
-//! How long things took, for the records of campaigns. No test passes or fails by that.
+//! Durations for the records of campaigns. No test passes or fails by them.
 
 use std::path::PathBuf;
 use std::time::Duration;
 
 use serde_json::{Value, json};
 
-/// How long things took.
+/// A list of durations.
 #[derive(Debug, Default)]
 pub struct Times(pub Vec<Duration>);
 
 impl Times {
-    /// What so many of a thousand took at most.
+    /// Returns the quantile at `thousandths`.
     pub fn at(&self, thousandths: usize) -> Duration {
         let mut sorted = self.0.clone();
         sorted.sort_unstable();
@@ -18,19 +18,19 @@ impl Times {
         sorted.get(place).copied().unwrap_or_default()
     }
 
-    /// For a record.
+    /// Returns statistics for a record.
     pub fn to_json(&self) -> Value {
         let ms = |thousandths| (self.at(thousandths).as_secs_f64() * 1e6).round() / 1000.0;
         json!({ "count": self.0.len(), "p50_ms": ms(500), "p99_ms": ms(990), "max_ms": ms(1000) })
     }
 }
 
-/// A number that a campaign gives in the environment.
+/// Returns a number from the environment of a campaign.
 pub fn asked(name: &str) -> Option<usize> {
     std::env::var(name).ok().and_then(|count| count.parse().ok())
 }
 
-/// Shows what a campaign has seen, and writes it where that is asked for.
+/// Prints the observations of a campaign, and writes them to the requested file.
 pub fn record(seen: &Value) {
     let text = serde_json::to_string_pretty(seen).expect("plain data");
     println!("{text}");

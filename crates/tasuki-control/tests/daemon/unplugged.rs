@@ -1,4 +1,5 @@
-//! The card goes in the middle of it: one clear sentence, nobody spins, and what the sentence says helps.
+//! The card disappears in use. The daemon reports it in one clear sentence, no process spins, and the advice in the
+//! sentence helps.
 
 use std::fs;
 use std::os::unix::net::UnixListener;
@@ -7,7 +8,7 @@ use std::time::{Duration, Instant};
 use super::rig::{Rig, is_ours, lives, pid, until};
 use super::storm::{Storm, need_storm, send};
 
-/// Ticks of processor time that a process has used.
+/// Returns the processor ticks that a process has used.
 fn ticks(pid: u32) -> u64 {
     let stat = fs::read_to_string(format!("/proc/{pid}/stat")).unwrap_or_default();
     let fields: Vec<&str> =
@@ -15,7 +16,8 @@ fn ticks(pid: u32) -> u64 {
     [11, 12].iter().filter_map(|at| fields.get(*at)?.parse::<u64>().ok()).sum()
 }
 
-/// Nobody of these uses half of a processor over a second, seen at some time within the limit: who spins always does.
+/// Asserts that, within the limit, there is a second in which none of these processes uses half of a processor. A
+/// spinning process always does.
 fn nobody_spins(rig: &Rig, pids: &[u32]) {
     until(rig, "nobody spins", || {
         let (before, begun): (Vec<u64>, _) = (pids.iter().map(|pid| ticks(*pid)).collect(), Instant::now());
@@ -37,11 +39,11 @@ fn a_card_whose_server_is_gone_is_said_to_be_gone_and_comes_back_when_all_is_sta
     assert!(status.contains("tasuki stop"), "{status}");
     assert_eq!(status.matches("the card is gone").count(), 1, "{status}");
     nobody_spins(&storm.rig, &[pid(&driver), pid(&standby), storm.rig.daemon_pid()]);
-    // What is asked for now is refused, and nobody dies of it.
+    // New requests are refused, and no worker dies of them.
     let said = storm.rig.refused(&["worker", "upgrade", "red"]);
     assert!(said.contains("gone"), "{said}");
     assert!(lives(pid(&driver)), "{}", storm.rig.log());
-    // What the sentence says.
+    // Follow the advice in the sentence.
     storm.rig.ask(&["stop"]);
     storm.rig.daemon_ends();
     storm.plug_another(1000);
@@ -51,7 +53,7 @@ fn a_card_whose_server_is_gone_is_said_to_be_gone_and_comes_back_when_all_is_sta
     storm.nothing_is_lost();
 }
 
-/// What the daemon has started with this word.
+/// Returns the process that the daemon has started with this word.
 fn started(rig: &Rig, word: &str) -> Option<u32> {
     let all = fs::read_dir("/proc").expect("a folder").flatten();
     let mut pids = all.filter_map(|entry| entry.file_name().to_str()?.parse::<u32>().ok());
@@ -62,7 +64,7 @@ fn started(rig: &Rig, word: &str) -> Option<u32> {
     pids.find(is_it)
 }
 
-/// Whatever their card's server does to them: what they have to do harm with is what a program of stage one has, row: T33
+/// Whatever their card's server does to them, they can do no more harm than a program of stage one, row: T33
 #[test]
 fn a_model_and_what_opens_a_card_are_confined() {
     need_storm!();
@@ -82,7 +84,7 @@ fn a_model_and_what_opens_a_card_are_confined() {
     deaf.set_nonblocking(true).expect("a socket");
     let met = std::cell::RefCell::new(Vec::new());
     until(&rig, "a model serves, and somebody meets who says nothing", || {
-        // Two may be at it; the one that is met goes on waiting.
+        // Two openers may try; the accepted one goes on waiting.
         met.borrow_mut().extend(deaf.accept().ok());
         started(&rig, "sim").is_some() && started(&rig, "open").is_some() && !met.borrow().is_empty()
     });

@@ -1,5 +1,6 @@
-//! An uplink: a node whose worker joins a NIC and a VNI. A namespace on the VNI talks to what is at the other end of the card's cable, while the uplink's
-//! workers are replaced and killed. The card is the model, its cable a TAP in another namespace. Needs root.
+//! An uplink: a node whose worker joins a NIC and a VNI. A namespace on the VNI talks to the other end of the card's
+//! cable, while the uplink's workers are replaced and killed. The card is the model, its cable a TAP in another
+//! namespace. Needs root.
 
 use std::net::UdpSocket;
 use std::process::{Command, Stdio};
@@ -16,7 +17,8 @@ use super::storm::{self, beside, need_storm, state};
 const FAR: &str = "192.0.2.1";
 const SHOP: &str = "192.0.2.2";
 
-/// A daemon with an uplink that has the NIC, and a namespace on its VNI; the card's cable is in `far`. What is dropped first is ended first.
+/// A daemon with an uplink that has the NIC, and a namespace on its VNI; the card's cable is in `far`. Fields end in
+/// the order in which they are dropped.
 struct World {
     rig: Rig,
     far: Room,
@@ -26,12 +28,12 @@ struct World {
 }
 
 impl World {
-    /// Nothing, with the reason said, where it cannot be.
+    /// Makes a world. Where that is impossible, prints the reason and returns `None`.
     fn new() -> Option<Self> {
         Self::with_link_after(10)
     }
 
-    /// The same; milliseconds from a reset to the link.
+    /// Like [`new`](Self::new), with `ms` milliseconds from a reset to the link.
     fn with_link_after(ms: u32) -> Option<Self> {
         let mut world = Self::without_daemon("", ms)?;
         world.rig.start();
@@ -41,7 +43,7 @@ impl World {
         Some(world)
     }
 
-    /// The same with this in the uplink's configuration, and nobody there yet.
+    /// Makes a world with `more` in the uplink's configuration, without starting the daemon.
     fn without_daemon(more: &str, ms: u32) -> Option<Self> {
         if let Some(why) = is_impossible() {
             println!("skipped: {why}");
@@ -67,7 +69,7 @@ impl World {
         });
         storm::as_planned(&rig, "worker", "tasuki-worker");
         rig.configure(|text| {
-            // Workers are killed on purpose.
+            // Tests kill workers on purpose.
             let text = text.replace("[daemon]\n", "[daemon]\nrestart = \"always\"\n");
             text.replace("vfio-user:CARD", &format!("vfio-user:{}", socket.display()))
         });
@@ -79,7 +81,7 @@ impl World {
         self.rig.await_worker("shop", "drives");
     }
 
-    /// Who drives the NIC, and who the end.
+    /// Returns the driver of the NIC, and that of the end.
     fn drivers(&self) -> Option<[u64; 2]> {
         let nics = self.rig.json(&["nic", "list"]);
         let its = nics.as_array().expect("a list").iter().filter(|nic| nic["node"] == "up");
@@ -87,19 +89,19 @@ impl World {
         its.try_into().ok()
     }
 
-    /// One worker drives both the NIC and the end.
+    /// Returns whether one worker drives both the NIC and the end.
     fn is_whole(&self) -> bool {
         self.drivers().is_some_and(|[nic, end]| nic == end)
     }
 
-    /// The same, and another stands by.
+    /// Waits until one worker drives both, and another stands by.
     fn settles(&self) {
         until(&self.rig, "one worker drives both, and another stands by", || {
             self.is_whole() && self.rig.worker("up", "drives").is_some() && self.rig.worker("up", "stands by").is_some()
         });
     }
 
-    /// Nothing passes, and that is noticed.
+    /// Waits for the event that the uplink passes nothing on.
     fn is_told_of(&self) {
         self.rig.await_event("uplink up passes nothing on, for worker ");
     }
@@ -113,18 +115,19 @@ impl World {
         self.settles();
     }
 
-    /// A worker is killed, and dead.
+    /// Kills a worker, and waits until it is dead.
     fn kill(&self, worker: &serde_json::Value) {
         signal(pid(worker), Signal::KILL);
         until(&self.rig, "it is dead", || !lives(pid(worker)));
     }
 
-    /// A worker that stands still.
+    /// Returns a stopped worker.
     fn stopped(&self) -> Option<u32> {
         self.rig.workers().iter().map(pid).find(|pid| state(*pid) == Some('T'))
     }
 
-    /// Frames still pass both ways; then all is over. Nothing was lost, and no more than so many frames came twice, both ways together.
+    /// Checks that frames still pass both ways, then ends everything. Nothing was lost, and at most `most_twice`
+    /// frames came twice, both ways together.
     fn end_after(self, exchange: Exchange, most_twice: u64) {
         exchange.goes_on(&self.rig, 200);
         let tally = exchange.end();
@@ -184,14 +187,14 @@ fn several_behind_the_cable_are_learnt_and_what_is_for_nobody_goes_out() {
     let guest = Room::new();
     world.rig.ask(&["node", "add", "guest", "--netns", &guest.path(), "--address", "192.0.2.3/24"]);
     world.rig.await_pair("guest");
-    // Between two of the VNI nothing needs the uplink, and both reach the far end beside that.
+    // Traffic between two nodes of the VNI does not need the uplink, and both also reach the far end.
     let near = Exchange::begin([(&world.shop, SHOP), (&guest, "192.0.2.3")]);
     let out = Exchange::begin([(&guest, "192.0.2.3"), (&world.far, FAR)]);
     near.goes_on(&world.rig, 200);
     out.goes_on(&world.rig, 200);
     let (near, out) = (near.end(), out.end());
     assert_eq!((near.back, out.back), (near.sent, out.sent), "{near:?}, {out:?}");
-    // What comes by the cable for nobody is counted where people look.
+    // Frames from the cable that no node accepts show up in the worker's counter.
     let refused = || world.rig.worker("up", "drives").and_then(|driver| driver["refused"].as_u64());
     let before = refused().expect("it drives");
     world.far.within(|| {
@@ -204,7 +207,7 @@ fn several_behind_the_cable_are_learnt_and_what_is_for_nobody_goes_out() {
     world.end();
 }
 
-/// How often a process has slept.
+/// Returns how often a process has slept.
 fn slept(pid: u32) -> u64 {
     let status = std::fs::read_to_string(format!("/proc/{pid}/status")).expect("a process of ours");
     let slept = status.lines().find_map(|line| line.strip_prefix("voluntary_ctxt_switches:")).expect("a count");
@@ -217,7 +220,7 @@ fn an_uplink_whose_cable_is_out_sleeps_with_frames_in_hand() {
     let Some(world) = World::with_link_after(3_600_000) else { return };
     let socket = world.shop.within(|| UdpSocket::bind((SHOP, 0)).expect("an address of the interface"));
     socket.set_broadcast(true).expect("a flag");
-    // More than the card's ring takes, and then more than the uplink's ring on the VNI does.
+    // Send more than the card's ring takes, and then more than the uplink's ring on the VNI does.
     until(&world.rig, "the uplink reads no more", || {
         (0..64).for_each(|_| _ = socket.send_to(&[0; 64], "192.0.2.255:9"));
         let talks = world.rig.json(&["vni", "stats", "lan"]);
@@ -233,7 +236,7 @@ fn an_uplink_whose_cable_is_out_sleeps_with_frames_in_hand() {
     world.end();
 }
 
-/// The daemon dies when the NIC has gone to the fresh worker, and the end has not.
+/// The daemon dies after the NIC has gone to the fresh worker, and before the end has.
 #[test]
 fn an_upgrade_that_its_daemon_does_not_live_to_end_leaves_no_uplink_with_two_workers() {
     need_storm!();
@@ -254,7 +257,8 @@ fn an_upgrade_that_its_daemon_does_not_live_to_end_leaves_no_uplink_with_two_wor
     world.end_after(exchange, 0);
 }
 
-/// A worker that is ready for the NIC only drives that, when whoever drives the end lives or is killed: then the stand-by has it.
+/// A worker that is ready for the NIC only comes to drive just that: once while the end's driver lives, and once after
+/// it was killed, when the stand-by has the end. Each time one worker drives both afterwards.
 #[test]
 fn an_upgrade_that_fails_half_way_leaves_no_uplink_with_two_workers() {
     need_storm!();
@@ -280,7 +284,7 @@ fn an_upgrade_that_fails_half_way_leaves_no_uplink_with_two_workers() {
     world.end_after(exchange, 2 * BURST);
 }
 
-/// The stand-by is stopped while it is ready for the NIC only, and the driver is killed: somebody else drives both.
+/// The stand-by is stopped while it is ready for the NIC only, and the driver is killed: another worker drives both.
 #[test]
 fn a_standby_that_hangs_when_it_is_ready_for_the_nic_only_keeps_nobody_else_from_both() {
     need_storm!();
@@ -302,7 +306,8 @@ fn a_standby_that_hangs_when_it_is_ready_for_the_nic_only_keeps_nobody_else_from
     world.end_after(exchange, 2 * BURST);
 }
 
-/// The daemon dies when it has given an uplink's only worker the one or the other, and has not had it prepare.
+/// The daemon dies after it has given an uplink's only worker the NIC or the end, and before it lets the worker
+/// prepare.
 #[test]
 fn what_a_daemon_gave_and_did_not_live_to_speak_of_is_driven_under_the_next() {
     need_storm!();

@@ -1,4 +1,5 @@
-//! Veth ends, when a daemon comes after another: those that are gone on with, those that are not to be any more, and what is taken for none. Needs root.
+//! Veth ends when one daemon follows another: the new daemon keeps some, removes the unwanted ones, and mistakes no
+//! other interface for one. Needs root.
 
 use std::os::fd::OwnedFd;
 
@@ -13,7 +14,7 @@ use super::rig::until;
 use super::rooms::{Exchange, Room, is_impossible};
 use super::vnis::{DESK, SHOP, World, fds};
 
-/// A daemon in whose configuration both namespaces are.
+/// Starts a daemon whose configuration contains both namespaces.
 fn configured() -> Option<World> {
     let mut world = World::new()?;
     world.rig.kill_daemon();
@@ -37,7 +38,7 @@ fn has_lan(room: &Room) -> bool {
     room.within(|| Interface::find("lan").is_ok())
 }
 
-/// Frames from one node to another that went by workers.
+/// Returns the number of frames from one node to another that went by workers.
 fn by_workers(world: &World, from: &str, to: &str) -> u64 {
     let talks = world.rig.json(&["vni", "stats", "lan"]);
     let mut talks = talks.as_array().expect("a list").iter();
@@ -93,7 +94,7 @@ fn of_a_node_that_the_next_daemon_does_not_know_no_interface_is_left() {
 #[test]
 fn a_namespace_that_cannot_be_had_costs_nothing() {
     let Some(world) = World::new() else { return };
-    // What is opened once and kept is not counted.
+    // Do not count descriptors that the daemon opens once and keeps.
     world.rig.refused(&["node", "add", "new", "--netns", "no-such-room"]);
     let before = fds(world.rig.daemon_pid());
     for number in 0..5 {
@@ -104,7 +105,7 @@ fn a_namespace_that_cannot_be_had_costs_nothing() {
     world.end();
 }
 
-/// The place of a namespace on a VNI, which has this station address.
+/// Returns the place of a namespace on a VNI, with this station address.
 fn place(mac: u8) -> OnVni {
     let text = format!(
         "[[node]]\nname = \"n{mac}\"\nvni = \"lan\"\nmac = \"02:00:00:00:5c:{mac:02x}\"\nwork = {{ tap = {{ name = \"lan\" }} }}\n"
@@ -130,14 +131,14 @@ fn no_namespace_of_a_plain_tap_becomes_the_hub() {
         Err(error) => panic!("{error}"),
     };
     drop(before);
-    // The worker of the plain one is the first that is heard.
+    // The new daemon hears the worker of the plain node first.
     let mut next = Shortcuts::default();
     let said = next.adopt(&place(1), &plain).map(drop).expect_err("it has no veth end");
     assert!(matches!(&said, TapError::NoVethEnd(name) if name == "lan"), "{said}");
     let veth_end = next.adopt(&place(2), &device).expect("a veth end of the shortcut's");
     let (other, _device) = next.connect(&place(3), &c, "lan", None).expect("there is room");
     assert!(veth_end.is_there() && other.is_there());
-    for name in ["leg0", "leg1", "tap0", "tap1"] {
+    for name in ["veth_end0", "veth_end1", "tap0", "tap1"] {
         let found = a.within(|| Interface::find(name)).map(drop);
         assert!(found.is_err(), "{name} is in a namespace of somebody's");
     }

@@ -1,5 +1,5 @@
-//! Network namespaces on a VNI: nodes are added and removed by the command line, and their programs talk while workers and daemon are replaced and
-//! killed. Needs root.
+//! Network namespaces on a VNI. The command line adds and removes nodes, and their programs talk while workers and
+//! daemon are replaced and killed. Needs root.
 
 use std::fs;
 use std::net::UdpSocket;
@@ -20,7 +20,8 @@ use super::storm;
 pub const SHOP: &str = "192.0.2.1";
 pub const DESK: &str = "192.0.2.2";
 
-/// A daemon whose configuration names no node, and two namespaces. What is dropped first is ended first.
+/// A daemon whose configuration names no node, and two namespaces. Fields end in the order in which they are
+/// dropped.
 pub struct World {
     pub rig: Rig,
     pub shop: Room,
@@ -29,12 +30,12 @@ pub struct World {
 }
 
 impl World {
-    /// Nothing, with the reason said, where it cannot be.
+    /// Makes a world. Where that is impossible, prints the reason and returns `None`.
     pub fn new() -> Option<Self> {
         Self::configured(|text| text)
     }
 
-    /// The same, where workers may be scripts: those begin unconfined.
+    /// Like [`new`](Self::new), for workers that may be scripts: those begin unconfined.
     pub fn of_scripts() -> Option<Self> {
         Self::configured(|text| text.replace("[daemon]\n", &format!("[daemon]\n{UNCONFINED}")))
     }
@@ -47,19 +48,19 @@ impl World {
         let one = storm::alone();
         let rig = Rig::without_daemon("", "");
         rig.with_stock_workers();
-        // Workers are killed on purpose.
+        // Tests kill workers on purpose.
         rig.configure(|text| how(text).replace("[daemon]\n", "[daemon]\nrestart = \"always\"\n"));
         let mut world = World { rig, shop: Room::new(), desk: Room::new(), _one: one };
         world.rig.start();
         Some(world)
     }
 
-    /// The same with both namespaces on a VNI.
+    /// Like [`new`](Self::new), with both namespaces on a VNI.
     pub fn with_both() -> Option<Self> {
         Self::with(&[])
     }
 
-    /// The same, and all that they say to each other goes by their workers.
+    /// Like [`with_both`](Self::with_both), with all traffic between them going by their workers.
     pub fn with_both_by_workers() -> Option<Self> {
         Self::with(&["--no-shortcut"])
     }
@@ -72,7 +73,7 @@ impl World {
         Some(world)
     }
 
-    /// Frames that a node has sent and got past its worker, as people are told.
+    /// Returns the frames that a node has sent and received past its worker, as the command line reports them.
     pub fn crossed(&self, node: &str) -> Option<(u64, u64)> {
         let table = self.rig.json(&["vni", "table", "lan"]);
         let its = table.as_array().and_then(|nodes| nodes.iter().find(|its| its["node"] == node)).expect("it is there");
@@ -84,7 +85,7 @@ impl World {
         self.rig.ask(&[&["node", "add", name, "--netns", &path, "--address", &address], more].concat());
     }
 
-    /// A file with this in it.
+    /// Writes `text` to a file; returns its path.
     pub fn secret(&self, text: &str) -> String {
         let path = self.rig.path("secret");
         std::fs::write(&path, format!("{text}\n")).expect("a file");
@@ -124,7 +125,7 @@ fn programs_on_a_vni_lose_nothing_and_get_nothing_twice_while_workers_and_daemon
         world.await_pairs();
         exchange.goes_on(&world.rig, 200);
     }
-    // The next daemon gets the node memories from the workers, and knows the nodes that were added by hand.
+    // The next daemon gets the node memories from the workers, and knows the nodes added by hand.
     world.rig.kill_daemon();
     exchange.goes_on(&world.rig, 200);
     world.rig.start();
@@ -139,7 +140,7 @@ fn programs_on_a_vni_lose_nothing_and_get_nothing_twice_while_workers_and_daemon
     println!("{tally:?}");
     assert_eq!(tally.back, tally.sent, "{tally:?}\n{}", world.rig.log());
     assert_eq!((tally.twice, tally.twice_there), (0, 0), "{tally:?}\n{}", world.rig.log());
-    // What was counted goes on from one worker to the next.
+    // Each worker continues the counts of the one before.
     let stats = world.rig.json(&["vni", "stats", "lan"]);
     let sent = stats.as_array().expect("a list").iter().filter_map(|talk| talk["sent"].as_u64());
     assert!(sent.min() >= Some(tally.sent), "{stats}");
@@ -188,7 +189,7 @@ fn a_stream_of_long_segments_outlives_every_relay() {
 fn namespaces_reach_each_other_while_nobody_drives_their_ends() {
     let Some(mut world) = World::with_both() else { return };
     if world.crossed("shop").is_none() {
-        // The event says what this kernel has not got.
+        // The event names the missing feature of this kernel.
         assert!(world.rig.ask(&["events"]).contains("other namespaces go by their workers"), "{}", world.rig.log());
         println!("skipped: this kernel passes on no frames by a program of ours");
         return world.end();
@@ -211,11 +212,11 @@ fn namespaces_reach_each_other_while_nobody_drives_their_ends() {
     world.rig.start();
     world.await_pairs();
     exchange.goes_on(&world.rig, 300);
-    // The new daemon counts anew, and what it has counted went by its own tables.
+    // The new daemon counts anew, so its count proves that frames went by its own tables.
     until(&world.rig, "they go by what the new daemon has made", || {
         world.crossed("desk").is_some_and(|it| it.0 >= 100)
     });
-    // One that may not take it is reached by the workers, and the others as before.
+    // A node without the shortcut is reached by the workers, and the others as before.
     let guest = Room::new();
     world.add("guest", &guest, "192.0.2.3", &["--no-shortcut"]);
     let to_guest = Exchange::begin([(&world.shop, SHOP), (&guest, "192.0.2.3")]);
@@ -244,12 +245,12 @@ fn what_a_node_sends_to_all_goes_to_all_whenever_a_daemon_that_takes_over_dies()
         to.recv(&mut [0; 16]).is_ok()
     };
     until(&world.rig, "it arrives", arrives);
-    // Each of the four workers that it gives its directory to may be the last.
+    // The daemon gives its directory to four workers; it dies after each of them in turn.
     for nth in 1..=4 {
         world.rig.kill_daemon();
         world.rig.start_to_die(Some(format!("daemon.directory:{nth}")));
         world.rig.daemon_ends();
-        // What was under way is not what is looked at.
+        // Drain the datagrams that were under way.
         while to.recv(&mut [0; 16]).is_ok() {}
         until(&world.rig, "it arrives, whoever has heard of the new daemon", arrives);
         world.rig.start();
@@ -258,7 +259,7 @@ fn what_a_node_sends_to_all_goes_to_all_whenever_a_daemon_that_takes_over_dies()
     world.end();
 }
 
-/// Descriptors of a process.
+/// Returns the number of descriptors of a process.
 pub fn fds(pid: u32) -> usize {
     fs::read_dir(format!("/proc/{pid}/fd")).map_or(0, Iterator::count)
 }
@@ -279,7 +280,7 @@ fn nodes_come_and_go_beside_others_and_nothing_is_left_of_them() {
         let to_guest = Exchange::begin([(&world.shop, SHOP), (&guest, "192.0.2.3")]);
         to_guest.goes_on(&world.rig, 20);
         if round % 2 == 0 {
-            // Whoever talks to it is not stopped by that.
+            // Removing the node does not stop programs that talk to it.
             world.rig.ask(&["node", "remove", "guest"]);
             to_guest.end();
         } else {
@@ -368,7 +369,7 @@ fn an_interface_that_somebody_takes_away_is_told_of_and_stops_nobody_else() {
     world.end();
 }
 
-/// A program on stock DPDK that answers `ping`, as a client of memif.
+/// Starts a program on stock DPDK that answers `ping`, as a client of memif.
 fn echoing(socket: &Path) -> Program {
     let vdev = format!(
         "net_memif0,role=client,socket={},socket-abstract=no,zero-copy=no,id=7,secret=quiesce",
@@ -405,7 +406,7 @@ fn a_namespace_talks_to_a_program_on_stock_dpdk() {
     let answers = || pinged("1", "1").contains(" 1 received");
     let program = echoing(&socket);
     until(&world.rig, "it answers", answers);
-    // It connects once, and is served by one worker after the other.
+    // The program connects once, and one worker after the other serves it.
     std::thread::scope(|scope| {
         let pinging = scope.spawn(|| pinged("1000", "0.005"));
         for _ in 0..2 {
@@ -417,7 +418,7 @@ fn a_namespace_talks_to_a_program_on_stock_dpdk() {
         assert!(said.contains(" 1000 received"), "{said}\n{}", world.rig.log());
     });
     until(&world.rig, "it answers", answers);
-    // Whoever comes after it is served as well.
+    // The next client is served as well.
     drop(program);
     let _program = echoing(&socket);
     until(&world.rig, "it answers", answers);

@@ -1,4 +1,4 @@
-//! Owners that drive their cards behind VFIO, mean harm, and are to give them to a node that does not trust them.
+//! Malicious owners that drive their cards behind VFIO, and must give them to a node that does not trust them.
 
 use std::process::Command;
 use std::time::Duration;
@@ -10,7 +10,8 @@ use crate::traffic::Traffic;
 use crate::unit::{Unit, ask, lives, log, run};
 use crate::{WIRES, field};
 
-/// Two owners whose programs torment their cards for as long as they run (crates/tasuki-worker/examples/hostile/card.rs), and one that trusts neither.
+/// Returns two owners whose programs torment their cards for as long as they run
+/// (crates/tasuki-worker/examples/hostile/card.rs), and one node that trusts neither.
 fn nodes() -> String {
     let hostile = |name: &str, orders: &str| {
         let program = format!("program = {{ path = \"/usr/bin/hostile\", options = {orders:?} }}");
@@ -21,8 +22,8 @@ fn nodes() -> String {
         + "[[node]]\nname = \"green\"\nwork = \"echo\"\n"
 }
 
-/// How often the IOMMU has refused a card to reach somebody's memory, as far as the kernel says so: ten times in five seconds. (QEMU's virtio-net is refused address 0 now
-/// and then, whoever drives it.)
+/// Counts the IOMMU's refusals of a card's memory accesses, as far as the kernel logs them: ten times in five
+/// seconds. (QEMU's virtio-net is refused address 0 now and then, whichever process drives it.)
 fn faults(wire: &str) -> usize {
     let device = if wire == WIRES[0] { "[01:00.0]" } else { "[02:00.0]" };
     let said = run("journalctl", &["--dmesg", "--no-pager", "--output", "cat"]);
@@ -30,7 +31,8 @@ fn faults(wire: &str) -> usize {
     said.lines().filter(is).filter(|line| !line.contains("fault addr 0x0 ")).count()
 }
 
-/// Gives a NIC, by that method or the best; how it went. Nothing runs any more that its old node had.
+/// Gives a NIC by that method, or the best one; returns the outcome. Checks that no process of its old node that had
+/// it runs any more.
 fn give(unit: &Unit, nic: &str, from: &str, to: &str, method: Option<&str>) -> Value {
     unit.has_a_worker(to);
     let had: Vec<u32> = given(from, nic);
@@ -43,7 +45,7 @@ fn give(unit: &Unit, nic: &str, from: &str, to: &str, method: Option<&str>) -> V
     relay
 }
 
-/// The processes of a node that drive a NIC, or stand by for it.
+/// Returns the processes of a node that drive a NIC, or stand by for it.
 fn given(node: &str, nic: &str) -> Vec<u32> {
     let workers = ask(&["worker", "list"]);
     let has = |worker: &&Value| {
@@ -54,7 +56,7 @@ fn given(node: &str, nic: &str) -> Vec<u32> {
     of_node.map(|worker| u32::try_from(worker["pid"].as_u64().expect("a number")).expect("a pid")).collect()
 }
 
-/// Frames go there and back, none is lost, none comes that nobody has sent, and the card asks for no memory that it may not have.
+/// Checks a card under traffic: no frame is lost, no foreign frame comes, and the card accesses no forbidden memory.
 fn is_sound(what: &str, wire: &'static str) {
     let (traffic, before) = (Traffic::begin(wire), faults(wire));
     (0..4).for_each(|_| traffic.for_a_while());
@@ -72,13 +74,15 @@ fn is_driven(nic: &str, by: &str) {
     });
 }
 
-/// The tricks of last owners are undone, or make the next owner refuse the method; either way it gets the card, and nothing of its memory is read or written for another.
+/// The tricks of a last owner are undone, or make the next owner refuse the method. Either way the next owner gets
+/// the card, and its memory is not read or written on behalf of another.
 #[test]
 fn a_hostile_last_owner_leaves_nothing_in_a_card_that_harms_the_next() {
     let unit = Unit::begin(&nodes());
     unit.is_at_work();
     let [e1000e, virtio] = WIRES;
-    // Its second queue asks for the memory of whoever may be next: the IOMMU refuses that, which is how we know of it.
+    // Its second queue requests the memory of a possible next owner. The IOMMU refuses that, and the refusals show
+    // that the trick works.
     until("the trick works", || (faults(e1000e) > 0).then_some(()));
     println!("{} faults of the IOMMU under the hostile owner", faults(e1000e));
     let relay = give(&unit, "eth0", "red", "green", None);
@@ -94,7 +98,7 @@ fn a_hostile_last_owner_leaves_nothing_in_a_card_that_harms_the_next() {
     give(&unit, "eth0", "green", "blue", None);
     is_driven("eth0", "blue");
     std::thread::sleep(Duration::from_millis(500));
-    // Who asks for one method alone hears why that is not to be had; its node has the NIC still.
+    // A request for one method alone fails with the reason, and its node still has the NIC.
     let only = Command::new("tasuki").args(["nic", "give", "eth0", "--to", "green", "--method", "repoint"]).output();
     let sentence = String::from_utf8_lossy(&only.expect("it is installed").stderr).into_owned();
     println!("{sentence}");

@@ -1,4 +1,4 @@
-//! Numbered frames that a card's partner sends, and has to have back.
+//! Numbered frames that a card's partner sends, and expects back.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
@@ -8,31 +8,32 @@ use std::time::{Duration, Instant};
 
 use crate::serial::Wire;
 
-/// Frames that are not back at most: they all have room in a card's ring, so those that are under way when nobody drives a card are in the card's hands.
+/// Most unanswered frames. They all have room in a card's ring, so the card holds those under way while no worker
+/// drives it.
 const UNANSWERED: u32 = 128;
 
-/// What comes back comes within this time.
+/// Time within which a frame comes back, or never.
 const QUIET: Duration = Duration::from_secs(10);
 
-/// The station address of each card.
+/// Station address of the cards.
 const CARD: [u8; 6] = [0x52, 0x54, 0x00, 0x12, 0x34, 0x57];
 
-/// What became of the frames.
+/// Outcome of the traffic.
 #[derive(Debug)]
 pub struct Outcome {
-    /// Frames sent,
+    /// Frames sent.
     pub sent: u32,
-    /// those of them that never came back,
+    /// Frames sent that never came back.
     pub lost: u32,
-    /// those that came more than once, with each time that was too much,
+    /// Number of repeated returns: each time beyond the first counts.
     pub again: u32,
-    /// frames that nobody has sent to the card, once its own come back,
+    /// Frames from the card that the partner never sent, counted once its own frames come back.
     pub foreign: u32,
-    /// and the longest time in which none came back.
+    /// Longest time in which no frame came back.
     pub gap: Duration,
 }
 
-/// Traffic that goes on until it is finished.
+/// Traffic that goes on until `finish`.
 pub struct Traffic {
     stop: Arc<AtomicBool>,
     thread: JoinHandle<Outcome>,
@@ -40,7 +41,7 @@ pub struct Traffic {
 }
 
 impl Traffic {
-    /// Begins on a card's wire, and waits for the first frames that come back.
+    /// Starts traffic on a card's wire, and waits for the first frame that comes back.
     pub fn begin(wire: &'static str) -> Traffic {
         let stop = Arc::new(AtomicBool::new(false));
         let (back, first) = channel();
@@ -55,12 +56,12 @@ impl Traffic {
         traffic
     }
 
-    /// Lets it go on for a while.
+    /// Lets the traffic go on for 500 ms.
     pub fn for_a_while(&self) {
         std::thread::sleep(Duration::from_millis(500));
     }
 
-    /// Sends nothing more, and waits for what is under way.
+    /// Stops sending, and waits for frames under way.
     pub fn finish(self) -> Outcome {
         self.stop.store(true, Relaxed);
         self.thread.join().expect("the wire works")
@@ -89,7 +90,7 @@ fn run(wire: &Wire, stop: &AtomicBool, mut first: impl FnMut()) -> Outcome {
             }
             let number =
                 frame.get(14..18).and_then(|bytes| bytes.first_chunk()).map(|bytes| u32::from_le_bytes(*bytes));
-            // What a test before this one had under way may come late.
+            // Frames of an earlier test may come late.
             let Some(times) = number.and_then(|number| times.get_mut(number as usize)) else { continue };
             *times += 1;
             if *times == 1 {
@@ -110,7 +111,7 @@ fn run(wire: &Wire, stop: &AtomicBool, mut first: impl FnMut()) -> Outcome {
     }
 }
 
-/// The frame with this number, for experiments (IEEE 802, local).
+/// Makes the frame with this number, of an EtherType for experiments (IEEE 802, local).
 fn frame(number: u32) -> Vec<u8> {
     let mut bytes = [&CARD[..], &[0x02, 0, 0, 0, 0, 1, 0x88, 0xb5], &number.to_le_bytes()].concat();
     bytes.resize(60 + number as usize % 1000, 0);

@@ -1,4 +1,4 @@
-//! The unit, as a person at the guest's shell would see it: by `systemctl`, `tasuki` and what the kernel shows.
+//! The unit as an operator sees it at the guest's shell: by `systemctl`, `tasuki` and the kernel's files.
 
 use std::fs;
 use std::os::fd::AsFd;
@@ -11,13 +11,12 @@ use serde_json::Value;
 
 use crate::conformance::until;
 
-/// The unit's name.
 pub const UNIT: &str = "tasukid.service";
 
-/// The 82574L's, and the virtio-net's, vendor and device.
+/// Vendor and device of the 82574L and of the virtio-net.
 const CARDS: [(&str, &str); 2] = [("0x8086", "0x10d3"), ("0x1af4", "0x1041")];
 
-/// Runs a program that must succeed; what it says.
+/// Runs a program that must succeed; returns its output.
 #[track_caller]
 pub fn run(program: &str, words: &[&str]) -> String {
     let output = Command::new(program).args(words).output().unwrap_or_else(|error| panic!("{program}: {error}"));
@@ -27,7 +26,7 @@ pub fn run(program: &str, words: &[&str]) -> String {
     said
 }
 
-/// What tasukid wrote last, and says of itself.
+/// Returns the last log lines of tasukid and the kernel, and tasukid's status and events.
 pub fn log() -> String {
     let words = ["--unit", UNIT, "--no-pager", "--lines", "30", "--output", "short-monotonic"];
     let kernels = ["--dmesg", "--no-pager", "--lines", "5"];
@@ -48,19 +47,19 @@ pub fn log() -> String {
     said.concat()
 }
 
-/// A property of the unit.
+/// Returns a property of the unit.
 pub fn property(name: &str) -> String {
     run("systemctl", &["show", "--value", "--property", name, UNIT]).trim().to_owned()
 }
 
-/// What `tasuki` says as JSON.
+/// Runs `tasuki`; returns its output as JSON.
 #[track_caller]
 pub fn ask(words: &[&str]) -> Value {
     let said = run("tasuki", &[words, &["--json"]].concat());
     serde_json::from_str(&said).unwrap_or_else(|error| panic!("{error}: {said}"))
 }
 
-/// The address of a card, which vfio-pci has from now on: docs/your-nic-with-vfio.md, section 4.
+/// Binds a card to vfio-pci; returns its address: docs/your-nic-with-vfio.md, section 4.
 fn bound((vendor, device): (&str, &str)) -> String {
     let folders = fs::read_dir("/sys/bus/pci/devices").expect("a bus").map(|folder| folder.expect("a folder").path());
     let is =
@@ -79,11 +78,11 @@ fn bound((vendor, device): (&str, &str)) -> String {
     address
 }
 
-/// The unit with a configuration of its own, freshly started. All that a test before had is ended.
+/// The unit with a configuration of its own, freshly started. Starting it ends all processes of earlier tests.
 pub struct Unit;
 
 impl Unit {
-    /// Starts it with these nodes, and one NIC a card: eth0 and eth1 are red's.
+    /// Starts the unit with these nodes and one NIC a card: eth0 and eth1, both red's.
     pub fn begin(nodes: &str) -> Unit {
         stop_all();
         let mut text = format!("[daemon]\nhang_after_ms = 5000\ndeadline_ms = 20000\nprepare_ms = 20000\n{nodes}\n");
@@ -96,7 +95,7 @@ impl Unit {
         Unit
     }
 
-    /// Waits until both NICs are driven and have somebody who stands by.
+    /// Waits until both NICs are driven and have stand-bys.
     pub fn is_at_work(&self) {
         let is_so = || {
             let workers = ask(&["worker", "list"]);
@@ -108,7 +107,7 @@ impl Unit {
         until("both NICs are driven, and somebody stands by", is_so);
     }
 
-    /// Waits until a node has a worker that could have a NIC.
+    /// Waits until a node has a worker that could take a NIC.
     pub fn has_a_worker(&self, node: &str) {
         let is_ready = || {
             let workers = ask(&["worker", "list"]);
@@ -118,19 +117,19 @@ impl Unit {
         until("a node has a worker", is_ready);
     }
 
-    /// Its process.
+    /// Returns the main process of the unit.
     pub fn pid(&self) -> u32 {
         property("MainPID").parse().expect("a number")
     }
 
-    /// Processes of a node's workers.
+    /// Returns the processes of a node's workers.
     pub fn workers(&self, node: &str) -> Vec<u32> {
         let workers = ask(&["worker", "list"]);
         let of_node = workers.as_array().expect("workers").iter().filter(|worker| worker["node"] == node);
         of_node.map(|worker| u32::try_from(worker["pid"].as_u64().expect("a number")).expect("a pid")).collect()
     }
 
-    /// The keeper's process.
+    /// Returns the process of the keeper.
     pub fn keeper(&self) -> u32 {
         let keepers: Vec<u32> =
             processes().filter(|(_, line)| line.contains("tasukid keep ")).map(|(pid, _)| pid).collect();
@@ -139,12 +138,12 @@ impl Unit {
     }
 }
 
-/// Whether a process of ours is there still.
+/// Returns whether a process still exists.
 pub fn lives(pid: u32) -> bool {
     processes().any(|(its, _)| its == pid)
 }
 
-/// Ends processes at once.
+/// Kills processes at once.
 pub fn kill(pids: &[u32]) {
     let open = |pid: &u32| {
         let pid = Pid::from_raw(i32::try_from(*pid).expect("a pid")).expect("a pid");
@@ -156,7 +155,7 @@ pub fn kill(pids: &[u32]) {
     }
 }
 
-/// All that run a program, with its words.
+/// Lists all processes that run a program, with their command lines.
 fn processes() -> impl Iterator<Item = (u32, String)> {
     let all = fs::read_dir("/proc").expect("processes").flatten();
     all.filter_map(|process| {
@@ -166,7 +165,7 @@ fn processes() -> impl Iterator<Item = (u32, String)> {
     })
 }
 
-/// `tasuki stop` ends all, and systemd does not begin anew.
+/// Runs `tasuki stop`, which ends everything; systemd does not restart it.
 fn stop_all() {
     if property("ActiveState") == "inactive" {
         return;
@@ -179,7 +178,7 @@ fn stop_all() {
     assert!(left.is_empty(), "tasuki stop leaves {left:?}");
 }
 
-/// The control group of a process, in version 2.
+/// Returns the control group (version 2) of a process.
 pub fn group(pid: u32) -> PathBuf {
     let of_it = fs::read_to_string(format!("/proc/{pid}/cgroup")).expect("a process");
     let path = of_it.trim().strip_prefix("0::/").unwrap_or_else(|| panic!("no group of version 2 alone: {of_it}"));

@@ -1,4 +1,5 @@
-//! What deaths come over: a NIC, native nodes and namespaces under one daemon, each path with numbered traffic, and who of them can be killed.
+//! The field of the death tests: a NIC, native nodes and namespaces under one daemon. Each path carries numbered
+//! traffic. [`Who`] lists the processes that can be killed.
 
 use std::collections::BTreeMap;
 use std::sync::MutexGuard;
@@ -15,7 +16,7 @@ use crate::rig::{Rig, lives, pid, signal, until};
 use crate::rooms::{BURST, Exchange, Room, is_impossible};
 use crate::storm::{self, Model, beside, send};
 
-/// A node with a NIC that sends back what comes, and one whose NIC does not open while its model stands still.
+/// A node whose NIC sends all frames back, and one whose NIC does not open while its model stands still.
 const NODES: &str = r#"
 [[node]]
 name = "red"
@@ -37,7 +38,7 @@ device = "vfio-user:STILL"
 node = "green"
 "#;
 
-/// Each of these nodes has a worker that drives this, and one that stands by.
+/// (node, end): each of these nodes has a worker that drives the end, and one that stands by.
 pub const ENDS: &[(&str, &str)] = &[
     ("red", "eth0"),
     ("sink", "sink@lan"),
@@ -47,32 +48,32 @@ pub const ENDS: &[(&str, &str)] = &[
     ("yard", "yard@lan"),
 ];
 
-/// What is under way.
+/// Traffic of a field.
 #[derive(Debug, Clone, Copy)]
 pub struct Traffic {
-    /// The NIC's card,
+    /// Model of the NIC's card.
     pub card: &'static str,
-    /// frames a second to it, of which its ring holds as many as it can have, up to 1,024,
+    /// Frames a second to the NIC. Its ring is as large as the card allows, up to 1,024.
     pub nic: &'static str,
-    /// and from the native source.
+    /// Frames a second from the native source.
     pub native: &'static str,
-    /// After a window of a namespace's datagrams.
+    /// Rest after a window of a namespace's datagrams.
     pub rest: Duration,
 }
 
 /// Addresses for documentation (RFC 5737).
 const ADDRESSES: [&str; 3] = ["192.0.2.1", "192.0.2.2", "192.0.2.3"];
 
-/// Whatever was killed, nobody need be asked for longer than this.
+/// Longest time for everything to recover without intervention, whatever was killed.
 const MENDED_WITHIN: Duration = Duration::from_secs(30);
 
-/// Now, on the clock of the lease pages' stamps.
+/// Returns the current time, by the clock of the lease pages' stamps.
 pub fn now() -> Duration {
     let now = clock_gettime(ClockId::Monotonic);
     Duration::new(now.tv_sec.unsigned_abs(), u32::try_from(now.tv_nsec).expect("less than a second"))
 }
 
-/// Who is killed.
+/// Kinds of processes to kill.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Who {
     Driver,
@@ -82,7 +83,7 @@ pub enum Who {
     Daemon,
 }
 
-/// What the daemon says of workers and NICs.
+/// The daemon's view of workers and NICs.
 #[derive(Debug)]
 pub struct Sight {
     workers: Vec<Value>,
@@ -94,13 +95,13 @@ impl Sight {
         self.nics.iter().find(|nic| nic["name"] == end).unwrap_or(&Value::Null)
     }
 
-    /// Of a node: processes of those who live.
+    /// Returns the living workers' processes of a node.
     pub fn workers_of(&self, node: &str) -> Vec<u32> {
         let its = self.workers.iter().filter(|worker| worker["node"] == node);
         its.map(pid).filter(|pid| lives(*pid)).collect()
     }
 
-    /// Who drives this end, and since when.
+    /// Returns the driver of this end, and since when it drives.
     pub fn driver(&self, end: &str) -> Option<(u32, Duration)> {
         let nic = self.nic(end);
         let its = |worker: &&Value| worker["worker"] == nic["worker"];
@@ -108,7 +109,7 @@ impl Sight {
         Some((pid(driver), Duration::from_nanos(nic["driving_at_ns"].as_u64()?)))
     }
 
-    /// Who drives, and who stands by, if that is all there is of a node.
+    /// Returns the driver and the stand-by, if a node has only these two workers.
     pub fn pair(&self, node: &str, end: &str) -> Option<(u32, u32)> {
         let (driver, _) = self.driver(end)?;
         let its: Vec<&Value> = self.workers.iter().filter(|worker| worker["node"] == node).collect();
@@ -117,40 +118,40 @@ impl Sight {
     }
 }
 
-/// All of it. What is dropped first is ended first.
+/// All parts of a field, in the order in which they are dropped and ended.
 pub struct Field {
     pub rig: Rig,
     card: Model,
     still: Model,
     rooms: [Room; 3],
     pub dice: Dice,
-    /// How many were killed until now, by what they were.
+    /// Number of kills so far, by kind.
     kills: BTreeMap<Who, u64>,
-    /// Deaths of workers that drove a namespace's end that is reached by workers.
+    /// Deaths of workers that drove a namespace's end which only workers reach.
     by_workers: u64,
-    /// Between namespaces that may take the shortcut, and by workers.
+    /// Exchanges between namespaces that may take the shortcut, and between namespaces that go by workers.
     talks: Vec<Exchange>,
     has_shortcut: bool,
     _one: MutexGuard<'static, ()>,
 }
 
-/// What became of each path.
+/// Outcome of each path.
 #[derive(Debug)]
 pub struct Outcome {
-    /// How many were killed, by what they were.
+    /// Number of kills, by kind.
     pub kills: BTreeMap<Who, u64>,
-    /// What the model of the card says.
+    /// Report of the card's model.
     pub nic: String,
-    /// Of the native source's frames: seen, missing, late, the next number.
+    /// Counts of the native source's frames: seen, missing, late, the next number.
     pub native: [u64; 4],
-    /// Of the namespaces' datagrams: sent, back, twice, twice there; by the shortcut, and by workers.
+    /// Counts of the namespaces' datagrams, by the shortcut and by workers: sent, back, twice, twice there.
     pub talks: Vec<[u64; 4]>,
-    /// How many a dead worker may have had in hand on the latter.
+    /// How many datagrams of the path by workers dead workers may have had in hand.
     pub pardoned: u64,
 }
 
 impl Field {
-    /// Nothing, with the reason said, where it cannot be.
+    /// Makes a field. Where that is impossible, prints the reason and returns `None`.
     pub fn new(dice: Dice, traffic: Traffic) -> Option<Self> {
         if let Some(why) = is_impossible() {
             println!("skipped: {why}");
@@ -162,12 +163,13 @@ impl Field {
         let (stand_in, worker) = (rig.path("worker"), beside("tasuki-worker").expect("looked for before"));
         rig.configure(|text| {
             let text = text.replace(&format!("{stand_in:?}"), &format!("{worker:?}"));
-            // The most that the driver of a virtio device has.
+            // The largest ring of the virtio driver.
             let text = if traffic.card == "virtio-net" { text.replace("ring = 1024", "ring = 512") } else { text };
             text.replace("CARD", &card.display().to_string()).replace("STILL", &still.display().to_string())
         });
         let source = ["--card", traffic.card, "--source", &u64::MAX.to_string(), "--rate", traffic.nic];
-        // Of frames that are due while it stands still, more than can be sent before its first opener is killed: a model ends once it has sent all.
+        // While it stands still, more frames come due than it can send before its first opener is killed: a model
+        // ends once it has sent all.
         let (card, still) =
             (Model::start(&card, &source), Model::start(&still, &["--source", "1000000", "--rate", "100"]));
         signal(still.pid(), Signal::STOP);
@@ -217,13 +219,13 @@ impl Field {
         client::ask(&self.rig.dir(), Method::GET, address, None).ok()
     }
 
-    /// What the daemon says, if there is one.
+    /// Returns the daemon's view, if a daemon answers.
     pub fn look(&self) -> Option<Sight> {
         let list = |address| self.get(address).and_then(|it| it.as_array().cloned());
         Some(Sight { workers: list("/v1/workers")?, nics: list("/v1/nics")? })
     }
 
-    /// Of the native source's frames: seen, missing, late, the next number.
+    /// Returns counts of the native source's frames: seen, missing, late, the next number.
     fn native(&self) -> Option<[u64; 4]> {
         let said = self.get("/v1/nics/sink@lan/counts")?;
         let counts = said["counts"].as_array()?;
@@ -231,7 +233,7 @@ impl Field {
         Some([count("numbered")?, count("missing")?, count("late")?, count("next")?])
     }
 
-    /// Waits until something is so; what it was when it was.
+    /// Waits until `is_so` returns a value, and returns it.
     pub fn until<T>(&self, what: &str, is_so: impl Fn(&Sight) -> Option<T>) -> T {
         let begun = Instant::now();
         loop {
@@ -244,7 +246,8 @@ impl Field {
         }
     }
 
-    /// Waits until each end is driven and another stands by, nobody else is on his way, and there is a keeper.
+    /// Waits until each end is driven and has a stand-by, no other worker is starting or leaving, and there is a
+    /// keeper.
     pub fn settle(&self) {
         self.until("everybody is there", |sight| {
             let is_calm = |worker: &Value| matches!(worker["is"].as_str(), Some("drives" | "stands by" | "idle"));
@@ -254,12 +257,12 @@ impl Field {
         });
     }
 
-    /// Waits until somebody drives that was not killed; when that was.
+    /// Waits until a worker drives that was not killed; returns since when.
     pub fn is_driven(&self, end: &str, dead: &[u32]) -> Duration {
         self.until(end, |sight| sight.driver(end).filter(|(driver, _)| !dead.contains(driver))).1
     }
 
-    /// Kills a process of a node's.
+    /// Kills a process of a node.
     pub fn kill(&mut self, who: Who, node: &str, victim: u32) {
         if send(victim, Signal::KILL) {
             *self.kills.entry(who).or_default() += 1;
@@ -267,13 +270,13 @@ impl Field {
         }
     }
 
-    /// Kills the daemon where it stands.
+    /// Kills the daemon at once.
     pub fn kill_daemon(&mut self) {
         *self.kills.entry(Who::Daemon).or_default() += 1;
         self.rig.kill_daemon();
     }
 
-    /// Starts another, and waits until it serves.
+    /// Starts another daemon, and waits until it serves.
     pub fn start_daemon(&mut self) {
         self.rig.start_to_die(None);
         let begun = Instant::now();
@@ -283,7 +286,7 @@ impl Field {
         }
     }
 
-    /// The process that opens eth1 now.
+    /// Returns the process that currently opens eth1.
     pub fn opener(&self) -> Option<u32> {
         let words = format!("open\0vfio-user:{}\0", self.rig.path("still.sock").display());
         let processes = std::fs::read_dir("/proc").expect("a folder").flatten();
@@ -293,12 +296,12 @@ impl Field {
         numbers.find(|pid| std::fs::read(format!("/proc/{pid}/cmdline")).is_ok_and(is_it))
     }
 
-    /// A time that nobody can foresee, up to so many milliseconds.
+    /// Waits for a random time of up to `up_to_ms` milliseconds.
     pub fn wait(&mut self, up_to_ms: usize) {
         std::thread::sleep(Duration::from_micros(self.dice.below(up_to_ms * 1000) as u64));
     }
 
-    /// That no frame of the native nodes is missing until now, nor came twice.
+    /// Asserts that no frame of the native nodes is missing so far or came twice.
     pub fn natives_are_exact(&self, after: &str) {
         let counts = self.native();
         if let Some([_, missing, late, _]) = counts {
@@ -306,7 +309,7 @@ impl Field {
         }
     }
 
-    /// Has eth1's model move, and kills who opens it at whatever it does then.
+    /// Lets eth1's model move, and kills its openers at a random step.
     fn kill_openers(&mut self) {
         signal(self.still.pid(), Signal::CONT);
         for _ in 0..2 {
@@ -319,7 +322,7 @@ impl Field {
         }
     }
 
-    /// Lets all traffic end, and everybody; eth1 is opened by itself now that its model moves.
+    /// Ends all traffic and all processes. eth1 opens by itself now that its model moves.
     pub fn end(mut self) -> Outcome {
         self.settle();
         self.kill_openers();
@@ -344,7 +347,8 @@ impl Field {
 }
 
 impl Outcome {
-    /// Nothing is lost, and nothing comes twice but what a dead worker had in hand between a namespace and a VNI.
+    /// Checks that nothing is lost, and that nothing comes twice except frames that a dead worker had in hand
+    /// between a namespace and a VNI.
     fn is_as_promised(&self, has_shortcut: bool) -> Result<(), &'static str> {
         let nic = ["lost 0", "twice 0, out of order 0, damaged 0"];
         if !nic.iter().all(|part| self.nic.contains(part)) {
